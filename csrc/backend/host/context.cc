@@ -1,0 +1,95 @@
+#include "backend/host/context.h"
+
+#include <algorithm>
+
+namespace uccl_ep::host {
+namespace {
+
+class Builder {
+ public:
+  Builder(HostContext& context, const WindowParams& window, const Channels& channels,
+          const std::vector<uint8_t*>& regions, CommandRing* commands)
+      : context_(context), channels_(channels), regions_(regions), commands_(commands) {
+    for (int rank : context.members()) layouts_[rank] = make_region_layout(context.topo, window, rank);
+  }
+  explicit Builder(const Builder&) = delete;
+
+  void build() {
+    const int rank = context_.rank;
+    for (int d = 0; d < context_.topo.num_domains(); ++d) context_.outgoing.push_back(outgoing(d));
+    for (int src = 0; src < context_.topo.num_ranks; ++src) context_.incoming.push_back(incoming(src));
+    const RegionLayout& mine = layouts_[rank];
+    for (size_t stream = 0; stream < mine.pieces.size(); ++stream) {
+      MergedPorts ports;
+      ports.src = stream == 0 ? rank : mine.incoming[stream - 1];
+      for (size_t q = 0; q < mine.pieces[stream].size(); ++q)
+        ports.pieces.push_back(
+            InPort(regions_[rank], mine.pieces[stream][q], 0, &control(context_.members()[q])->worker_bell));
+      if (stream > 0) ports.returned = send(mine.return_send[stream - 1]);
+      context_.merged.push_back(std::move(ports));
+    }
+  }
+
+ private:
+  ControlBlock* control(int rank) const { return reinterpret_cast<ControlBlock*>(regions_[rank]); }
+
+  OutPort send(const RingLayout& ring) const {
+    return OutPort(regions_[context_.rank], ring, commands_, channels_.out_of(ring),
+                   &control(context_.rank)->proxy_bell, context_.counters.ports);
+  }
+
+  OutgoingPorts outgoing(int d) {
+    const RegionLayout& mine = layouts_[context_.rank];
+    if (d != context_.domain)
+      return {send(mine.header_send[d]), send(mine.meta_send[d]), send(mine.rows_send[d]),
+              InPort(regions_[context_.rank], mine.return_landing[d], 0, &control(context_.rank)->proxy_bell)};
+    std::vector<ControlBlock*> readers;
+    for (int rank : context_.members()) readers.push_back(control(rank));
+    auto out = [&](const RingLayout& ring) {
+      return OutPort(regions_[context_.rank], ring, readers, context_.counters.ports);
+    };
+    return {out(mine.own_header), out(mine.own_meta), out(mine.own_rows), InPort()};
+  }
+
+  IncomingPorts incoming(int src) {
+    const int holder = context_.holder(src);
+    const RegionLayout& theirs = layouts_[holder];
+    uint8_t* region = regions_[holder];
+    const bool own_domain = holder == src;
+    const size_t i =
+        own_domain ? 0 : std::find(theirs.incoming.begin(), theirs.incoming.end(), src) - theirs.incoming.begin();
+    // What we consume frees a slot of the source's worker, or a credit of the holder's proxy.
+    Bell* waker = own_domain ? &control(holder)->worker_bell : &control(holder)->proxy_bell;
+    auto in = [&](const RingLayout& ring) { return InPort(region, ring, context_.member, waker); };
+    return {in(own_domain ? theirs.own_header : theirs.header_landing[i]),
+            in(own_domain ? theirs.own_meta : theirs.meta_landing[i]),
+            in(own_domain ? theirs.own_rows : theirs.rows_landing[i]),
+            OutPort(region, theirs.pieces[own_domain ? 0 : 1 + i][context_.member], {control(holder)},
+                    context_.counters.ports)};
+  }
+
+  HostContext& context_;
+  const Channels& channels_;
+  const std::vector<uint8_t*>& regions_;
+  CommandRing* commands_;
+  std::vector<RegionLayout> layouts_ = std::vector<RegionLayout>(static_cast<size_t>(context_.topo.num_ranks));
+};
+
+}  // namespace
+
+std::unique_ptr<HostContext> make_context(const Topology& topo, const WindowParams& window, const Channels& channels,
+                                          int rank, std::vector<int> source_order, const std::vector<uint8_t*>& regions,
+                                          CommandRing* commands) {
+  auto context = std::make_unique<HostContext>();
+  context->rank = rank;
+  context->domain = topo.domain_of[rank];
+  context->member = static_cast<uint32_t>(topo.local_of[rank]);
+  context->topo = topo;
+  context->num_experts = window.num_experts;
+  context->experts_per_rank = window.num_experts / static_cast<uint32_t>(topo.num_ranks);
+  context->source_order = std::move(source_order);
+  Builder(*context, window, channels, regions, commands).build();
+  return context;
+}
+
+}  // namespace uccl_ep::host

@@ -1,0 +1,69 @@
+// What the steps of the host backend share: who we are, and the ports of every stream. Used by the worker thread only.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "backend/host/ports.h"
+#include "layout/region.h"
+#include "layout/topology.h"
+#include "sync/control.h"
+#include "sync/word.h"
+
+namespace uccl_ep::host {
+
+// Our rows for one domain.
+struct OutgoingPorts {
+  OutPort header, meta, rows;
+  InPort returned;  // sums that the domain returns to us (other domains only)
+};
+// The rows of one source for our domain.
+struct IncomingPorts {
+  InPort header, meta, rows;
+  OutPort pieces;  // our partial sums, to the rank that merges the stream
+};
+// A stream that we merge: our own rows (src == rank) or rows that we relay to `src`.
+struct MergedPorts {
+  int src = -1;
+  std::vector<InPort> pieces;  // by member
+  OutPort returned;            // relayed streams only
+};
+
+// Writer: the worker.
+struct StepCounters {
+  Counter rows_staged;    // wire rows, over all domains
+  Counter rows_shipped;   // of them for other domains
+  Counter pairs_shipped;
+  Counter rows_placed;    // slots written
+  Counter rows_folded;    // partial rows written
+  Counter rows_relayed;   // merged rows sent back to other domains
+  Counter pairs_relayed;
+  Counter rows_merged;    // rows of the output
+  PortCounters ports[kNumRingKinds];
+};
+
+struct HostContext {
+  int rank = 0;
+  int domain = 0;
+  uint32_t member = 0;  // our index in the domain
+  Topology topo;
+  uint32_t num_experts = 0;
+  uint32_t experts_per_rank = 0;
+  std::vector<int> source_order;          // the order of sources inside an expert
+  std::vector<OutgoingPorts> outgoing;    // [domain]
+  std::vector<IncomingPorts> incoming;    // [source rank]
+  std::vector<MergedPorts> merged;        // [0] own, then relayed
+  StepCounters counters;
+
+  // The rank of our domain in whose region the stream of `src` lies.
+  int holder(int src) const { return topo.domain_of[src] == domain ? src : topo.rail(src, domain); }
+  const std::vector<int>& members() const { return topo.members[domain]; }
+};
+
+// `regions`, `controls`: by rank, nullptr outside our domain.
+std::unique_ptr<HostContext> make_context(const Topology& topo, const WindowParams& window, const Channels& channels,
+                                          int rank, std::vector<int> source_order, const std::vector<uint8_t*>& regions,
+                                          CommandRing* commands);
+
+}  // namespace uccl_ep::host

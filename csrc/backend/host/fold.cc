@@ -1,0 +1,81 @@
+#include "backend/host/numerics.h"
+#include "backend/host/step.h"
+
+namespace uccl_ep::host {
+namespace {
+
+// Sums the rows of our experts that belong to one token, and puts the sum where the token's stream is merged: at its
+// source (own domain) or at the rail rank. A piece chunk is addressed like the stream's chunk; only our rows of it are
+// written.
+class FoldStep final : public HostStep {
+ public:
+  FoldStep(HostContext& context, Op& op)
+      : HostStep(context, op),
+        format_(row_format(op)),
+        next_row_(static_cast<size_t>(context.topo.num_ranks), 0),
+        next_mine_(next_row_.size(), 0) {}
+
+  bool advance() override {
+    bool moved = false;
+    for (size_t src = 0; src < next_row_.size(); ++src) {
+      OutPort& port = context_.incoming[src].pieces;
+      const IncomingStream& stream = op_.plan->incoming[src];
+      if (next_row_[src] == stream.num_rows() || !port.free()) continue;
+      const Chunk chunk = cut_chunk(stream.row_pair_begin, next_row_[src], format_, port.slot_bytes());
+      fold_chunk(stream, chunk, port.slot(), next_mine_[src]);
+      port.publish(chunk.num_bytes());
+      next_row_[src] = chunk.end_row();
+      moved = true;
+    }
+    return moved;
+  }
+
+  bool done() const override { return blocked_source() < 0; }
+
+  WaitingOn waiting_on() const override {
+    const int src = blocked_source();
+    if (src < 0) return {};
+    const OutPort& port = context_.incoming[src].pieces;
+    return {Step::kFold,
+            context_.holder(src),
+            static_cast<int64_t>(port.serial()),
+            port.serial() + 1 - port.ring().num_slots,
+            0,
+            "to have merged an earlier chunk"};
+  }
+
+  Step step() const override { return Step::kFold; }
+
+ private:
+  int blocked_source() const {
+    for (size_t src = 0; src < next_row_.size(); ++src)
+      if (next_row_[src] < op_.plan->incoming[src].num_rows()) return static_cast<int>(src);
+    return -1;
+  }
+
+  void fold_chunk(const IncomingStream& stream, const Chunk& chunk, uint8_t* slot, uint32_t& mine) {
+    const OpSignature& s = op_.signature;
+    for (; mine < stream.my_row.size() && stream.my_row[mine] < chunk.end_row(); ++mine) {
+      const uint32_t begin = stream.my_slot_begin[mine];
+      const uint32_t end = stream.my_slot_begin[mine + 1];
+      rows_.clear();  // slots of a row are in the order of its experts
+      for (uint32_t i = begin; i < end; ++i) rows_.push_back(op_.rows_in + stream.my_slot[i] * op_.row_bytes);
+      sum_rows(rows_.data(), end - begin, s.dtype, s.hidden, s.wire, slot + chunk.row_offset(stream.my_row[mine]));
+      context_.counters.rows_folded.add(1);
+      if (!chunk.with_values) continue;
+      float* values = reinterpret_cast<float*>(slot + chunk.value_offset(stream.my_first_pair[mine]));
+      for (uint32_t i = begin; i < end; ++i) values[i - begin] = op_.values_in[stream.my_slot[i]];
+    }
+  }
+
+  const RowFormat format_;
+  std::vector<uint32_t> next_row_;   // [source rank]
+  std::vector<uint32_t> next_mine_;  // [source rank]
+  std::vector<const void*> rows_;
+};
+
+}  // namespace
+
+std::unique_ptr<HostStep> make_fold(HostContext& context, Op& op) { return std::make_unique<FoldStep>(context, op); }
+
+}  // namespace uccl_ep::host

@@ -1,0 +1,212 @@
+#include <cstring>
+
+#include "backend/host/step.h"
+
+namespace uccl_ep::host {
+namespace {
+
+std::string describe(const OpSignature& s) {
+  std::string text = s.kind == OpKind::kDispatch ? "dispatch(" : "combine(";
+  text += std::string(dtype_name(s.dtype)) + " as " + dtype_name(s.wire) + ", H=" + std::to_string(s.hidden);
+  if (s.plan_use != PlanUse::kNew) text += ", plan " + std::to_string(s.plan_id);
+  if (s.expert_alignment != 1) text += ", alignment " + std::to_string(s.expert_alignment);
+  return text + (s.with_values ? ", weights)" : ")");
+}
+
+class HostPlan final : public PlanStep {
+ public:
+  HostPlan(HostContext& context, Op& op)
+      : PlanStep(context, op),
+        entered_(static_cast<size_t>(context.topo.num_ranks), false),
+        rows_(entered_.size(), 0),
+        pairs_(entered_.size(), 0),
+        my_pairs_(entered_.size(), 0) {
+    if (!op.makes_plan()) return;
+    next_slot_.assign(entered_.size() * context.experts_per_rank, 0);
+    op.plan->incoming.assign(entered_.size(), {});
+    for (size_t src = 0; src < entered_.size(); ++src) {
+      op.plan->incoming[src].row_pair_begin.push_back(0);
+      op.plan->incoming[src].my_slot_begin.push_back(0);
+    }
+  }
+
+  bool entered(int src) const override { return entered_[src]; }
+
+  bool stream_planned(int src) const override {
+    if (!op_.makes_plan()) return entered_[src];
+    return counts_known_ && op_.plan->incoming[src].num_rows() == rows_[src];
+  }
+
+  bool done() const override { return first_missing() < 0; }
+  Step step() const override { return num_entered_ < entered_.size() ? Step::kExchange : Step::kPlan; }
+
+  bool advance() override {
+    bool moved = false;
+    for (size_t src = 0; src < entered_.size(); ++src) {
+      if (entered_[src] || !context_.incoming[src].header.ready()) continue;
+      read_header(static_cast<int>(src));
+      moved = true;
+    }
+    if (num_entered_ < entered_.size()) return moved;
+    if (!counts_known_) {
+      if (op_.makes_plan()) assign_slots();
+      announce_counts();
+      moved = true;
+    }
+    if (!op_.makes_plan()) return moved;
+    for (size_t src = 0; src < entered_.size(); ++src) {
+      IncomingPorts& ports = context_.incoming[src];
+      while (!stream_planned(static_cast<int>(src)) && ports.meta.ready()) {
+        read_routing(static_cast<int>(src), ports.meta.slot());
+        ports.meta.release();
+        moved = true;
+      }
+    }
+    return moved;
+  }
+
+  WaitingOn waiting_on() const override {
+    const int src = first_missing();
+    if (src < 0) return {};
+    if (!entered_[src]) return {Step::kExchange, src, -1, op_.epoch, op_.epoch - 1, "to enter the operation"};
+    const InPort& port = context_.incoming[src].meta;
+    return {Step::kPlan,      src, static_cast<int64_t>(port.serial()), port.serial() + 1, port.seen_stamp(),
+            "for its routing"};
+  }
+
+ private:
+  int first_missing() const {
+    for (size_t src = 0; src < entered_.size(); ++src)
+      if (!entered_[src]) return static_cast<int>(src);
+    for (size_t src = 0; src < entered_.size(); ++src)
+      if (!stream_planned(static_cast<int>(src))) return static_cast<int>(src);
+    return -1;
+  }
+
+  [[noreturn]] void refuse(ErrorKind kind, int src, const std::string& text) const {
+    ErrorRecord record;
+    record.kind = kind;
+    record.step = Step::kExchange;
+    record.rank = context_.rank;
+    record.peer = src;
+    record.epoch = op_.epoch;
+    record.set_message(text);
+    throw CommunicationFailure(record);
+  }
+
+  void read_header(int src) {
+    InPort& port = context_.incoming[src].header;
+    OpHeader header;
+    std::memcpy(&header, port.slot(), sizeof(header));
+    const std::string call = "call " + std::to_string(op_.epoch) + " on the buffer: ";
+    if (header.signature.plan_use == PlanUse::kDiffers)
+      refuse(ErrorKind::kPlanMismatch, src,
+             call + "rank " + std::to_string(src) + " used plan " + std::to_string(header.signature.plan_id) +
+                 " with another routing than it was made for");
+    if (header.epoch != op_.epoch || (header.signature != op_.signature && op_.signature.plan_use != PlanUse::kDiffers))
+      refuse(ErrorKind::kRankMismatch, src,
+             call + "rank " + std::to_string(context_.rank) + " called " + describe(op_.signature) + ", rank " +
+                 std::to_string(src) + " called " + describe(header.signature));
+    rows_[src] = header.num_rows;
+    pairs_[src] = header.num_pairs;
+    if (op_.makes_plan()) {
+      const uint32_t* counts =
+          reinterpret_cast<const uint32_t*>(port.slot() + sizeof(header)) + context_.member * context_.experts_per_rank;
+      for (uint32_t e = 0; e < context_.experts_per_rank; ++e) slot_count(e, src) = counts[e];
+    }
+    port.release();
+    entered_[src] = true;
+    ++num_entered_;
+  }
+
+  uint64_t& slot_count(uint32_t expert, int src) {
+    return next_slot_[expert * entered_.size() + static_cast<size_t>(src)];
+  }
+
+  // Turns counts into the first slot of each (expert, source): expert-major, sources in stock order, segments padded.
+  void assign_slots() {
+    Plan& plan = *op_.plan;
+    uint64_t slot = 0;
+    for (uint32_t e = 0; e < context_.experts_per_rank; ++e) {
+      const uint64_t begin = slot;
+      for (int src : context_.source_order) {
+        const uint64_t count = slot_count(e, src);
+        slot_count(e, src) = slot;
+        slot += count;
+        my_pairs_[src] += count;
+      }
+      plan.tokens_per_expert_exact.push_back(slot - begin);
+      slot = begin + round_up(slot - begin, plan.expert_alignment);
+      plan.tokens_per_expert.push_back(slot - begin);
+    }
+    plan.num_rows = slot;
+    for (size_t src = 0; src < entered_.size(); ++src) reserve(plan.incoming[src], src);
+    if (slot >= UINT32_MAX)
+      refuse(ErrorKind::kTransport, context_.rank,
+             std::to_string(slot) + " received rows: a plan numbers fewer than 2^32");
+  }
+
+  // A saved plan holds no spare memory.
+  void reserve(IncomingStream& stream, size_t src) const {
+    stream.row_pair_begin.reserve(rows_[src] + 1);
+    stream.my_slot.reserve(my_pairs_[src]);
+    if (context_.holder(static_cast<int>(src)) == context_.rank) stream.pair_member.reserve(pairs_[src]);
+  }
+
+  void announce_counts() {
+    counts_known_ = true;
+    std::lock_guard lock(op_.mutex);
+    op_.counts_known = true;
+    op_.changed.notify_all();
+  }
+
+  void read_routing(int src, const uint8_t* slot) {
+    IncomingStream& stream = op_.plan->incoming[src];
+    const bool merges = context_.holder(src) == context_.rank;
+    const uint32_t first_mine = context_.member * context_.experts_per_rank;
+    const uint32_t* word = reinterpret_cast<const uint32_t*>(slot);
+    const uint32_t* const end = word + context_.incoming[src].meta.ring().slot_bytes / sizeof(uint32_t);
+    while (stream.num_rows() < rows_[src] && word < end) {
+      const uint32_t pairs = *word;
+      if (pairs == 0) break;
+      if (pairs > static_cast<uint64_t>(end - word) - 1) corrupt(src);
+      ++word;
+      bool mine = false;
+      for (uint32_t p = 0; p < pairs; ++p) {
+        const uint32_t expert = word[p];
+        if (merges) stream.pair_member.push_back(static_cast<uint16_t>(expert / context_.experts_per_rank));
+        const uint32_t local = expert - first_mine;  // wraps for experts before ours
+        if (local >= context_.experts_per_rank) continue;
+        if (!mine) {
+          stream.my_row.push_back(stream.num_rows());
+          stream.my_first_pair.push_back(stream.row_pair_begin.back() + p);
+          mine = true;
+        }
+        stream.my_slot.push_back(static_cast<uint32_t>(slot_count(local, src)++));
+      }
+      if (mine) stream.my_slot_begin.push_back(static_cast<uint32_t>(stream.my_slot.size()));
+      stream.row_pair_begin.push_back(stream.row_pair_begin.back() + pairs);
+      word += pairs;
+    }
+    if (stream.num_rows() == rows_[src] && stream.row_pair_begin.back() != pairs_[src]) corrupt(src);
+  }
+
+  [[noreturn]] void corrupt(int src) const {
+    refuse(ErrorKind::kTransport, src,
+           "the routing that arrived from rank " + std::to_string(src) + " is not what its header announced");
+  }
+
+  std::vector<bool> entered_;      // [source rank]
+  std::vector<uint64_t> rows_;     // [source rank]
+  std::vector<uint64_t> pairs_;    // [source rank]
+  std::vector<uint64_t> next_slot_;  // [expert][source rank]: counts, then the next slot
+  std::vector<uint64_t> my_pairs_;   // [source rank] pairs of its rows with our experts
+  size_t num_entered_ = 0;
+  bool counts_known_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<PlanStep> make_plan(HostContext& context, Op& op) { return std::make_unique<HostPlan>(context, op); }
+
+}  // namespace uccl_ep::host

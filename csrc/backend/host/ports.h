@@ -1,0 +1,138 @@
+// The two ends of a ring. A port never blocks: free() / ready() say whether the next chunk may be written / read.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "layout/region.h"
+#include "queue/ring.h"
+#include "sync/control.h"
+#include "sync/word.h"
+
+namespace uccl_ep::host {
+
+inline Flag* stamp_of(uint8_t* region, const RingLayout& ring, uint64_t serial) {
+  return reinterpret_cast<Flag*>(region + ring.stamps_offset) + serial % ring.num_slots;
+}
+inline Flag* taken_of(uint8_t* region, const RingLayout& ring, uint32_t reader) {
+  return &reinterpret_cast<FlagLine*>(region + ring.taken_offset)[reader].flag;
+}
+
+// Over all producers of one ring kind. Writer: the worker.
+struct PortCounters {
+  Counter chunks;
+  Counter waits;  // chunks that found no free slot at first
+  Counter laps;   // most times that a ring was gone round
+};
+
+// The producer's end of a ring in domain memory, or of a send ring whose chunks the proxy ships.
+class OutPort {
+ public:
+  OutPort() = default;
+  // Domain ring in `region` (ours or a peer's). `readers`: whose worker to wake, by reader index.
+  OutPort(uint8_t* region, const RingLayout& ring, std::vector<ControlBlock*> readers, PortCounters* counters)
+      : region_(region),
+        ring_(ring),
+        counters_(counters + static_cast<uint32_t>(ring.kind)),
+        readers_(std::move(readers)) {}
+  // Send ring in our region.
+  OutPort(uint8_t* region, const RingLayout& ring, CommandRing* commands, uint32_t channel, Bell* proxy,
+          PortCounters* counters)
+      : region_(region),
+        ring_(ring),
+        counters_(counters + static_cast<uint32_t>(ring.kind)),
+        commands_(commands),
+        channel_(channel),
+        proxy_(proxy) {}
+
+  // The slot of the next chunk may be overwritten: everyone is done with what it held. Counts a wait once per chunk.
+  bool free() {
+    if (serial_ < ring_.num_slots) return true;
+    const uint64_t before = serial_ - ring_.num_slots;  // the chunk that the slot holds
+    const bool is_free = commands_ != nullptr ? stamp_of(region_, ring_, before)->read() > before : slowest() > before;
+    if (!is_free && counted_ != serial_ + 1) {
+      counted_ = serial_ + 1;
+      counters_->waits.add(1);
+    }
+    return is_free;
+  }
+  uint8_t* slot() const { return region_ + ring_.slot_offset(serial_); }
+
+  // Makes the chunk visible to its readers, or hands it to the proxy. The command ring has room for every slot of every
+  // send ring, so it is never full.
+  void publish(uint64_t num_bytes) {
+    if (commands_ != nullptr) {
+      if (!commands_->push({channel_, num_bytes, serial_}))
+        throw std::logic_error("the command ring is smaller than its send rings");
+      proxy_->ring();
+    } else {
+      stamp_of(region_, ring_, serial_)->publish(serial_ + 1);
+      for (ControlBlock* reader : readers_) reader->worker_bell.ring();
+    }
+    ++serial_;
+    counters_->chunks.add(1);
+    counters_->laps.raise_to(serial_ / ring_.num_slots);
+  }
+
+  uint64_t serial() const { return serial_; }
+  uint64_t slot_bytes() const { return ring_.slot_bytes; }
+  const RingLayout& ring() const { return ring_; }
+  // Index of the reader that is furthest behind; meaningless for a send ring.
+  uint32_t slowest_reader() const { return slowest_; }
+
+ private:
+  uint64_t slowest() {
+    if (all_taken_ > serial_ - ring_.num_slots) return all_taken_;  // flags only grow: the last look is a lower bound
+    all_taken_ = UINT64_MAX;
+    for (uint32_t r = 0; r < ring_.num_readers; ++r) {
+      const uint64_t taken = taken_of(region_, ring_, r)->read();
+      if (taken < all_taken_) slowest_ = r;
+      all_taken_ = taken < all_taken_ ? taken : all_taken_;
+    }
+    return all_taken_;
+  }
+
+  uint8_t* region_ = nullptr;
+  RingLayout ring_;
+  PortCounters* counters_ = nullptr;
+  std::vector<ControlBlock*> readers_;
+  CommandRing* commands_ = nullptr;
+  uint32_t channel_ = 0;
+  Bell* proxy_ = nullptr;
+  uint64_t serial_ = 0;
+  uint64_t all_taken_ = 0;
+  uint64_t counted_ = 0;
+  uint32_t slowest_ = 0;
+};
+
+// A reader's end.
+class InPort {
+ public:
+  InPort() = default;
+  // `waker`: the thread that waits for our consumption: the producer's worker, or the rail's proxy of a landing ring.
+  InPort(uint8_t* region, const RingLayout& ring, uint32_t reader, Bell* waker)
+      : region_(region), ring_(ring), reader_(reader), waker_(waker) {}
+
+  bool ready() const { return stamp_of(region_, ring_, serial_)->read() == serial_ + 1; }
+  const uint8_t* slot() const { return region_ + ring_.slot_offset(serial_); }
+  // All loads of the slot are done: it may be overwritten.
+  void release() {
+    ++serial_;
+    taken_of(region_, ring_, reader_)->publish(serial_);
+    waker_->ring();
+  }
+  uint64_t serial() const { return serial_; }
+  uint64_t seen_stamp() const { return stamp_of(region_, ring_, serial_)->read(); }
+  const RingLayout& ring() const { return ring_; }
+
+ private:
+  uint8_t* region_ = nullptr;
+  RingLayout ring_;
+  uint32_t reader_ = 0;
+  Bell* waker_ = nullptr;
+  uint64_t serial_ = 0;
+};
+
+}  // namespace uccl_ep::host

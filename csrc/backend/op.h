@@ -1,0 +1,51 @@
+// One dispatch or combine, as the caller gave it and as the steps see it.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "backend/plan.h"
+#include "layout/wire.h"
+
+namespace uccl_ep {
+
+struct Op {
+  // Fixed before it is queued.
+  uint64_t epoch = 0;
+  OpSignature signature{};
+  std::shared_ptr<Plan> plan;
+  const uint8_t* rows_in = nullptr;   // dispatch: x [T, H]; combine: [num_rows, H]
+  const float* values_in = nullptr;   // dispatch: [T, width]; combine: [num_rows]; nullptr = none travel
+  uint64_t row_bytes = 0;             // of a tensor row: H * size of dtype
+
+  // Given by the caller: combine at once, dispatch when the counts are known.
+  uint8_t* rows_out = nullptr;   // dispatch: [num_rows, H]; combine: [T, H]
+  float* values_out = nullptr;   // dispatch: [num_rows]; combine: [T, width]
+
+  bool is_dispatch() const { return signature.kind == OpKind::kDispatch; }
+  bool makes_plan() const { return is_dispatch() && signature.plan_use == PlanUse::kNew; }
+
+  // ---- shared between the caller and the worker
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool counts_known = false;
+  bool output_given = false;
+  bool done = false;
+  bool failed = false;
+  ErrorRecord error;
+};
+
+// What a blocked step waits for, for the error that names it.
+struct WaitingOn {
+  Step step = Step::kNone;
+  int peer = -1;          // -1: nobody in particular
+  int64_t chunk = -1;
+  uint64_t expected = 0;
+  uint64_t seen = 0;
+  const char* what = "";
+};
+
+}  // namespace uccl_ep

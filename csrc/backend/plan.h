@@ -1,0 +1,70 @@
+// What a dispatch learns about the routing and a combine or a cached dispatch uses again. Immutable once it is
+// complete. Memory: <= 16 bytes per sent pair and per received pair, plus 4 bytes per row of the domain.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "common/error.h"
+#include "layout/topology.h"
+
+namespace uccl_ep {
+
+enum class RoutingKind : uint32_t { kTopk, kMap };
+
+// The router's output as the caller gave it. Topk: int64 [T, width = K], -1 = dropped. Map: bool [T, width = E].
+struct Routing {
+  RoutingKind kind = RoutingKind::kTopk;
+  const void* data = nullptr;
+  uint32_t width = 0;
+};
+
+// Our rows for one domain, in token order; a row is there once, however many of the domain's ranks want it.
+struct SourceStream {
+  std::vector<uint32_t> row_token;       // [rows]
+  std::vector<uint32_t> row_pair_begin;  // [rows + 1]
+  std::vector<uint32_t>
+      pair_expert;     // [pairs] ascending in a row; index among the domain's experts (member * E_local + l)
+  std::vector<uint32_t> pair_source;     // [pairs] place in the caller's [T, width] weights
+
+  uint32_t num_rows() const { return static_cast<uint32_t>(row_token.size()); }
+  bool operator==(const SourceStream&) const = default;
+};
+
+// Rows of one source for our domain, as their routing told us.
+struct IncomingStream {
+  std::vector<uint32_t> row_pair_begin;  // [rows + 1], all rows of the stream
+  // Rows that have pairs with our experts, ascending.
+  std::vector<uint32_t> my_row;         // [m]
+  std::vector<uint32_t>
+      my_first_pair;  // [m] number of our first pair in the stream; a row's pairs with us are consecutive
+  std::vector<uint32_t> my_slot_begin;  // [m + 1] into my_slot
+  std::vector<uint32_t> my_slot;        // [my pairs] slot of the output
+  // Only where we merge the stream (our own rows, rows that we relay): the member of our domain that has the pair.
+  std::vector<uint16_t> pair_member;    // [pairs]
+
+  uint32_t num_rows() const { return static_cast<uint32_t>(row_pair_begin.size()) - 1; }
+};
+
+struct Plan {
+  uint64_t plan_id = 0;  // epoch of the dispatch that made it: the same on all ranks
+  uint64_t engine_generation = 0;  // a plan works on the buffer that made it only
+  RoutingKind routing_kind = RoutingKind::kTopk;
+  uint32_t routing_width = 0;
+  uint32_t num_tokens = 0;
+  uint32_t num_experts = 0;
+  uint32_t expert_alignment = 1;
+  std::vector<SourceStream> source;      // [domain]
+  std::vector<IncomingStream> incoming;  // [source rank]
+  std::vector<uint64_t> tokens_per_expert;        // [E_local] padded to expert_alignment
+  std::vector<uint64_t> tokens_per_expert_exact;  // [E_local]
+  uint64_t num_rows = 0;                 // padded total
+
+  uint64_t num_bytes() const;
+};
+
+// Builds the source streams of a plan. Throws UsageFailure (kRouting) naming token, expert and what is allowed.
+void plan_source(const Topology& topo, uint32_t num_experts, uint32_t num_tokens, const Routing& routing, Plan& plan);
+
+}  // namespace uccl_ep

@@ -1,0 +1,328 @@
+// Python face of the engine: conversions only. Whatever waits releases the GIL and looks at signals in between.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <cstring>
+#include <future>
+
+#include "backend/host/numerics.h"
+#include "engine/engine.h"
+
+namespace py = pybind11;
+using namespace pybind11::literals;
+using namespace uccl_ep;
+
+namespace {
+
+template <typename T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+const char* class_of(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::kArrivalTimeout:
+      return "ArrivalTimeout";
+    case ErrorKind::kProgressTimeout:
+      return "ProgressTimeout";
+    case ErrorKind::kPeerDied:
+      return "PeerDied";
+    case ErrorKind::kTransport:
+      return "TransportError";
+    case ErrorKind::kRankMismatch:
+      return "RankMismatchError";
+    case ErrorKind::kPlanMismatch:
+      return "PlanMismatchError";
+    default:
+      return "PeerFailed";
+  }
+}
+
+const char* class_of(UsageKind kind) {
+  switch (kind) {
+    case UsageKind::kConfig:
+      return "ConfigError";
+    case UsageKind::kBudget:
+      return "MemoryBudgetError";
+    case UsageKind::kDtype:
+      return "DtypeError";
+    case UsageKind::kShape:
+      return "ShapeError";
+    case UsageKind::kRouting:
+      return "RoutingError";
+    case UsageKind::kClosed:
+      return "ClosedError";
+    default:
+      return "InputError";
+  }
+}
+
+void raise(const py::object& error) { PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr()); }
+
+void translate(std::exception_ptr failure) {
+  if (!failure) return;
+  try {
+    std::rethrow_exception(failure);
+  } catch (const CommunicationFailure& e) {
+    const ErrorRecord& r = e.record();
+    raise(py::module_::import("uccl_ep_train.errors")
+              .attr(class_of(r.kind))(e.what(), "rank"_a = r.rank, "epoch"_a = r.epoch, "step"_a = step_name(r.step),
+                                      "chunk"_a = r.chunk, "peer"_a = r.peer, "expected"_a = r.expected,
+                                      "seen"_a = r.seen));
+  } catch (const UsageFailure& e) {
+    raise(py::module_::import("uccl_ep_train.errors").attr(class_of(e.kind()))(e.what()));
+  }
+}
+
+Dtype tensor_dtype(uint32_t element_bytes) {
+  if (element_bytes == 2) return Dtype::kBf16;
+  if (element_bytes == 4) return Dtype::kFp32;
+  throw UsageFailure(UsageKind::kDtype,
+                     "element_bytes = " + std::to_string(element_bytes) + ": allowed 2 (bf16) and 4 (fp32)");
+}
+
+// Waits in slices, so that Ctrl-C is seen.
+template <typename Wait>
+void wait_with_signals(Wait wait) {
+  constexpr uint64_t kSliceUsec = 50000;
+  while (true) {
+    bool over = false;
+    {
+      py::gil_scoped_release release;
+      over = wait(kSliceUsec);
+    }
+    if (over) return;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+}
+
+// Closes on another thread, so that Ctrl-C can end the wait for operations and ranks: the others then raise.
+void close_with_signals(Engine& engine, bool abort) {
+  std::future<void> closed = std::async(std::launch::async, [&] { engine.close(abort); });
+  try {
+    wait_with_signals(
+        [&](uint64_t usec) { return closed.wait_for(std::chrono::microseconds(usec)) == std::future_status::ready; });
+  } catch (const py::error_already_set&) {
+    py::gil_scoped_release release;
+    engine.fail("was interrupted while it closed its buffer");
+    closed.wait();
+    throw;
+  }
+  closed.get();
+}
+
+// An operation together with the engine that runs it.
+struct PyOp {
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<Op> op;
+};
+
+struct PyDispatchArgs {
+  uintptr_t x_ptr = 0;
+  uint64_t num_tokens = 0;
+  uint32_t hidden = 0;
+  uint32_t element_bytes = 2;
+  std::string wire = "same";
+  bool fp8_pow2 = true;
+  std::string routing = "plan";
+  uintptr_t routing_ptr = 0;
+  uint32_t routing_width = 0;
+  uintptr_t values_ptr = 0;
+  std::shared_ptr<Plan> plan;
+  uint32_t expert_alignment = 1;
+
+  DispatchArgs native() const {
+    DispatchArgs args;
+    args.x = pointer<const uint8_t>(x_ptr);
+    args.num_tokens = num_tokens;
+    args.hidden = hidden;
+    args.dtype = tensor_dtype(element_bytes);
+    args.wire = wire == "fp8" ? Dtype::kFp8 : args.dtype;
+    args.fp8_pow2 = fp8_pow2;
+    args.has_routing = routing != "plan";
+    args.routing = {routing == "topk" ? RoutingKind::kTopk : RoutingKind::kMap, pointer<const void>(routing_ptr),
+                    routing_width};
+    args.values = pointer<const float>(values_ptr);
+    args.plan = plan;
+    args.expert_alignment = expert_alignment;
+    return args;
+  }
+};
+
+struct PyCombineArgs {
+  uintptr_t rows_ptr = 0;
+  uint32_t hidden = 0;
+  uint32_t element_bytes = 2;
+  bool wire_fp32 = false;
+  std::shared_ptr<Plan> plan;
+  uintptr_t values_ptr = 0;
+  uintptr_t out_ptr = 0;
+  uintptr_t values_out_ptr = 0;
+
+  CombineArgs native() const {
+    CombineArgs args;
+    args.rows = pointer<const uint8_t>(rows_ptr);
+    args.hidden = hidden;
+    args.dtype = tensor_dtype(element_bytes);
+    args.wire = wire_fp32 ? Dtype::kFp32 : args.dtype;
+    args.plan = plan;
+    args.values = pointer<const float>(values_ptr);
+    args.out = pointer<uint8_t>(out_ptr);
+    args.values_out = pointer<float>(values_out_ptr);
+    return args;
+  }
+};
+
+void bind_config(py::module_& m) {
+  py::class_<EngineConfig>(m, "EngineConfig")
+      .def(py::init<>())
+      .def_readwrite("rank", &EngineConfig::rank)
+      .def_readwrite("num_ranks", &EngineConfig::num_ranks)
+      .def_readwrite("domain_of", &EngineConfig::domain_of)
+      .def_readwrite("num_experts", &EngineConfig::num_experts)
+      .def_readwrite("hidden", &EngineConfig::hidden)
+      .def_readwrite("max_element_bytes", &EngineConfig::max_element_bytes)
+      .def_readwrite("budget_bytes", &EngineConfig::budget_bytes)
+      .def_readwrite("chunk_bytes", &EngineConfig::chunk_bytes)
+      .def_readwrite("window_chunks", &EngineConfig::window_chunks)
+      .def_readwrite("arrival_timeout_s", &EngineConfig::arrival_timeout_s)
+      .def_readwrite("progress_timeout_s", &EngineConfig::progress_timeout_s)
+      .def_readwrite("num_proxies", &EngineConfig::num_proxies)
+      .def_readwrite("source_order", &EngineConfig::source_order)
+      .def_readwrite("generation", &EngineConfig::generation)
+      .def_readwrite("transport", &EngineConfig::transport)
+      .def_property(
+          "loop_gbytes_per_s", [](const EngineConfig& c) { return c.loop.gbytes_per_s; },
+          [](EngineConfig& c, double v) { c.loop.gbytes_per_s = v; })
+      .def_property(
+          "loop_latency_us", [](const EngineConfig& c) { return c.loop.latency_usec; },
+          [](EngineConfig& c, double v) { c.loop.latency_usec = v; })
+      .def_property(
+          "loop_seed", [](const EngineConfig& c) { return c.loop.seed; },
+          [](EngineConfig& c, uint64_t v) { c.loop.seed = v; })
+      .def_property(
+          "loop_refuse_rate", [](const EngineConfig& c) { return c.loop.refuse_rate; },
+          [](EngineConfig& c, double v) { c.loop.refuse_rate = v; })
+      .def_property(
+          "loop_duplicate_rate", [](const EngineConfig& c) { return c.loop.duplicate_rate; },
+          [](EngineConfig& c, double v) { c.loop.duplicate_rate = v; })
+      .def_property(
+          "loop_drop_peer", [](const EngineConfig& c) { return c.loop.drop_peer; },
+          [](EngineConfig& c, int v) { c.loop.drop_peer = v; });
+  m.def("memory_plan", &memory_entries);
+  m.def("least_budget", [](const EngineConfig& config) { return least_budget_bytes(config); });
+}
+
+void bind_ops(py::module_& m) {
+  py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
+      .def_readonly("plan_id", &Plan::plan_id)
+      .def_readonly("num_tokens", &Plan::num_tokens)
+      .def_readonly("num_rows", &Plan::num_rows)
+      .def_readonly("num_experts", &Plan::num_experts)
+      .def_readonly("expert_alignment", &Plan::expert_alignment)
+      .def_readonly("tokens_per_expert", &Plan::tokens_per_expert)
+      .def_readonly("tokens_per_expert_exact", &Plan::tokens_per_expert_exact)
+      .def_readonly("routing_width", &Plan::routing_width)
+      .def_property_readonly("routing_kind",
+                             [](const Plan& plan) { return plan.routing_kind == RoutingKind::kTopk ? "topk" : "map"; })
+      .def_property_readonly("nbytes", &Plan::num_bytes);
+
+  py::class_<PyDispatchArgs>(m, "DispatchArgs")
+      .def(py::init<>())
+      .def_readwrite("x_ptr", &PyDispatchArgs::x_ptr)
+      .def_readwrite("num_tokens", &PyDispatchArgs::num_tokens)
+      .def_readwrite("hidden", &PyDispatchArgs::hidden)
+      .def_readwrite("element_bytes", &PyDispatchArgs::element_bytes)
+      .def_readwrite("wire", &PyDispatchArgs::wire)
+      .def_readwrite("fp8_pow2", &PyDispatchArgs::fp8_pow2)
+      .def_readwrite("routing", &PyDispatchArgs::routing)
+      .def_readwrite("routing_ptr", &PyDispatchArgs::routing_ptr)
+      .def_readwrite("routing_width", &PyDispatchArgs::routing_width)
+      .def_readwrite("values_ptr", &PyDispatchArgs::values_ptr)
+      .def_readwrite("plan", &PyDispatchArgs::plan)
+      .def_readwrite("expert_alignment", &PyDispatchArgs::expert_alignment);
+  py::class_<PyCombineArgs>(m, "CombineArgs")
+      .def(py::init<>())
+      .def_readwrite("rows_ptr", &PyCombineArgs::rows_ptr)
+      .def_readwrite("hidden", &PyCombineArgs::hidden)
+      .def_readwrite("element_bytes", &PyCombineArgs::element_bytes)
+      .def_readwrite("wire_fp32", &PyCombineArgs::wire_fp32)
+      .def_readwrite("plan", &PyCombineArgs::plan)
+      .def_readwrite("values_ptr", &PyCombineArgs::values_ptr)
+      .def_readwrite("out_ptr", &PyCombineArgs::out_ptr)
+      .def_readwrite("values_out_ptr", &PyCombineArgs::values_out_ptr);
+
+  py::class_<PyOp>(m, "Op")
+      .def("wait_counts",
+           [](PyOp& self) {
+             wait_with_signals([&](uint64_t usec) { return self.engine->wait_counts(*self.op, usec); });
+           })
+      .def("wait",
+           [](PyOp& self) { wait_with_signals([&](uint64_t usec) { return self.engine->wait(*self.op, usec); }); })
+      .def("set_output",
+           [](PyOp& self, uintptr_t rows, uintptr_t values) {
+             self.engine->give_output(*self.op, pointer<uint8_t>(rows), pointer<float>(values));
+           })
+      .def_property_readonly("num_rows", [](const PyOp& self) { return self.op->plan->num_rows; })
+      .def_property_readonly("tokens_per_expert", [](const PyOp& self) { return self.op->plan->tokens_per_expert; })
+      .def_property_readonly("tokens_per_expert_exact",
+                             [](const PyOp& self) { return self.op->plan->tokens_per_expert_exact; })
+      .def_property_readonly("plan", [](const PyOp& self) { return self.op->plan; })
+      .def_property_readonly("done", [](const PyOp& self) {
+        std::lock_guard lock(self.op->mutex);
+        return self.op->done;
+      });
+}
+
+void bind_engine(py::module_& m) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
+      .def(py::init<const EngineConfig&>(), Release())
+      .def("export_handle", [](const Engine& self) { return py::bytes(self.export_handle()); })
+      .def("connect", &Engine::connect, Release())
+      .def("start", &Engine::start, Release())
+      .def("dispatch",
+           [](std::shared_ptr<Engine> self, const PyDispatchArgs& args) {
+             const DispatchArgs native = args.native();
+             py::gil_scoped_release release;
+             return PyOp{self, self->dispatch(native)};
+           })
+      .def("combine",
+           [](std::shared_ptr<Engine> self, const PyCombineArgs& args) {
+             const CombineArgs native = args.native();
+             py::gil_scoped_release release;
+             return PyOp{self, self->combine(native)};
+           })
+      .def("fail", &Engine::fail, Release())
+      .def("check", &Engine::check, Release())
+      .def("stats",
+           [](const Engine& self) {
+             py::dict out;
+             for (const auto& [name, value] : self.stats()) out[py::str(name)] = value;
+             return out;
+           })
+      .def("close", &close_with_signals, "abort"_a = false);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, m) {
+  m.doc() = "Native engine of uccl_ep_train: host backend, command queue, proxies, loop transport.";
+  py::register_exception_translator(&translate);
+  bind_config(m);
+  bind_ops(m);
+  bind_engine(m);
+  m.def("quantize_fp8", [](uintptr_t src, uint64_t rows, uint32_t hidden, bool pow2, uintptr_t codes,
+                           uintptr_t scales) {
+    for (uint64_t r = 0; r < rows; ++r)
+      host::fp8_quantize_row(pointer<const uint16_t>(src) + r * hidden, hidden, pow2,
+                             pointer<uint8_t>(codes) + r * hidden, pointer<float>(scales) + r * (hidden / kFp8Block));
+  });
+  m.def("dequantize_fp8", [](uintptr_t codes, uintptr_t scales, uint64_t rows, uint32_t hidden, uintptr_t out) {
+    for (uint64_t r = 0; r < rows; ++r)
+      host::fp8_dequantize_row(pointer<const uint8_t>(codes) + r * hidden,
+                               pointer<const float>(scales) + r * (hidden / kFp8Block), hidden,
+                               pointer<uint16_t>(out) + r * hidden);
+  });
+}

@@ -1,0 +1,69 @@
+// The error that travels between ranks, and the exceptions that the bindings map one to one to Python.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace uccl_ep {
+
+enum class ErrorKind : uint32_t {
+  kNone = 0,
+  kArrivalTimeout,
+  kProgressTimeout,
+  kPeerDied,
+  kTransport,
+  kRankMismatch,
+  kPlanMismatch,
+  kPeerFailed,
+};
+
+// The verbs of the design; a trace, a counter and an error name the same file.
+enum class Step : uint32_t { kNone = 0, kExchange, kPlan, kStage, kShip, kPlace, kFold, kMerge, kClose };
+
+inline const char* step_name(Step step) {
+  static const char* const names[] = {"none", "exchange", "plan", "stage", "ship", "place", "fold", "merge", "close"};
+  return names[static_cast<uint32_t>(step)];
+}
+
+// Plain bytes: it is copied into the control block of domain peers and written to the other ranks by the transport.
+struct ErrorRecord {
+  ErrorKind kind = ErrorKind::kNone;
+  Step step = Step::kNone;
+  int32_t rank = -1;  // who found it
+  int32_t peer = -1;  // whom it blames, -1 = nobody
+  uint64_t epoch = 0;
+  int64_t chunk = -1;
+  uint64_t expected = 0;
+  uint64_t seen = 0;
+  char message[208] = {};
+
+  void set_message(const std::string& text) { std::snprintf(message, sizeof(message), "%s", text.c_str()); }
+};
+static_assert(sizeof(ErrorRecord) == 256, "its size is part of the layout");
+
+// An operation failed on this or another rank: the buffer can no longer be used.
+class CommunicationFailure : public std::runtime_error {
+ public:
+  explicit CommunicationFailure(const ErrorRecord& record) : std::runtime_error(record.message), record_(record) {}
+  const ErrorRecord& record() const { return record_; }
+
+ private:
+  ErrorRecord record_;
+};
+
+// What the caller gave is wrong: nothing was launched, the buffer stays usable.
+enum class UsageKind : uint32_t { kConfig, kBudget, kInput, kDtype, kShape, kRouting, kClosed };
+
+class UsageFailure : public std::runtime_error {
+ public:
+  UsageFailure(UsageKind kind, const std::string& text) : std::runtime_error(text), kind_(kind) {}
+  UsageKind kind() const { return kind_; }
+
+ private:
+  UsageKind kind_;
+};
+
+}  // namespace uccl_ep

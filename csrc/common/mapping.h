@@ -1,0 +1,53 @@
+// A POSIX shared-memory segment in our address space: the symmetric memory of a domain on the host, and a loop
+// transport's inbox. The pages live while anyone maps them, and a name is never used twice, so a peer that is late or
+// frozen can never write into memory that was given to somebody else.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace uccl_ep {
+
+// Move-only. Unmaps when it goes; the creator also removes the name. Every failure throws
+// CommunicationFailure(kTransport).
+class Mapping {
+ public:
+  Mapping() = default;
+  Mapping(Mapping&& other) noexcept { swap(other); }
+  Mapping& operator=(Mapping&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  ~Mapping();
+
+  // A new empty segment under a random 128-bit name.
+  static Mapping create();
+  // A segment of somebody else; it must have `num_bytes` already.
+  static Mapping open(const std::string& name, uint64_t num_bytes);
+  // A segment that owner and users size alike, whoever comes first.
+  static Mapping open_and_grow(const std::string& name, uint64_t num_bytes);
+
+  // Created segments: sizes and maps it.
+  void grow(uint64_t num_bytes);
+  // Backs a range with memory now: a full /dev/shm becomes an exception here instead of SIGBUS at the first touch.
+  void reserve(uint64_t offset, uint64_t num_bytes);
+  void unlink();
+
+  uint8_t* base() const { return base_; }
+  uint64_t num_bytes() const { return num_bytes_; }
+  const std::string& name() const { return name_; }
+
+ private:
+  void swap(Mapping& other) noexcept;
+  void open_descriptor();
+  void close_descriptor();
+  void map(uint64_t num_bytes);
+
+  std::string name_;
+  bool named_by_us_ = false;
+  int fd_ = -1;
+  uint8_t* base_ = nullptr;
+  uint64_t num_bytes_ = 0;
+};
+
+}  // namespace uccl_ep

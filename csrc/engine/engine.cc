@@ -1,0 +1,305 @@
+// Life of an engine: creation, connection, waiting, teardown.
+#include "engine/engine.h"
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+#include <cstring>
+#include <numeric>
+
+#include "common/process.h"
+#include "common/units.h"
+
+namespace uccl_ep {
+namespace {
+
+void require(bool holds, const std::string& text) {
+  if (!holds) throw UsageFailure(UsageKind::kConfig, text);
+}
+
+const EngineConfig& checked(const EngineConfig& c) {
+  require(c.num_ranks >= 1 && static_cast<uint32_t>(c.num_ranks) <= kMaxRanks,
+          "num_ranks = " + std::to_string(c.num_ranks) + ": allowed 1 to " + std::to_string(kMaxRanks));
+  require(c.rank >= 0 && c.rank < c.num_ranks,
+          "rank = " + std::to_string(c.rank) + " of " + std::to_string(c.num_ranks));
+  require(c.domain_of.size() == static_cast<size_t>(c.num_ranks), "domain_of must name a domain for each of the ranks");
+  require(c.num_experts > 0 && c.num_experts % static_cast<uint32_t>(c.num_ranks) == 0,
+          "num_experts = " + std::to_string(c.num_experts) + ": a positive multiple of the " +
+              std::to_string(c.num_ranks) + " ranks is needed");
+  require(c.hidden > 0 && c.hidden % kFp8Block == 0,
+          "hidden = " + std::to_string(c.hidden) + ": a multiple of 128 is needed");
+  require(c.max_element_bytes == 2 || c.max_element_bytes == 4, "max_element_bytes must be 2 or 4");
+  require(c.arrival_timeout_s > 0 && c.progress_timeout_s > 0, "deadlines must be positive");
+  std::vector<int> order = c.source_order;
+  std::sort(order.begin(), order.end());
+  for (size_t i = 0; i < order.size(); ++i)
+    require(order.size() == static_cast<size_t>(c.num_ranks) && order[i] == static_cast<int>(i),
+            "source_order must be a permutation of the ranks");
+  require(c.num_proxies == 1,
+          "num_proxies = " + std::to_string(c.num_proxies) + ": the host backend has 1 proxy thread per rank");
+  require(c.transport == "loop", "transport = " + c.transport + ": this build has loop");
+  return c;
+}
+
+std::vector<int> order_of(const EngineConfig& config) {
+  std::vector<int> order = config.source_order;
+  if (order.empty()) {
+    order.resize(static_cast<size_t>(config.num_ranks));
+    std::iota(order.begin(), order.end(), 0);
+  }
+  return order;
+}
+
+uint64_t widest_row_bytes(const EngineConfig& config) {
+  // FP8 rows are narrower than BF16 rows for every H; combine_wire_dtype=fp32 on a BF16 buffer is sized by
+  // max_element_bytes.
+  return uint64_t{config.hidden} * config.max_element_bytes;
+}
+
+void put(std::string& bytes, const std::string& field) {
+  const uint64_t size = field.size();
+  bytes.append(reinterpret_cast<const char*>(&size), sizeof(size));
+  bytes += field;
+}
+std::string take(const std::string& bytes, size_t& at) {
+  uint64_t size = 0;
+  if (bytes.size() - at < sizeof(size)) throw UsageFailure(UsageKind::kConfig, "a handle is cut short");
+  std::memcpy(&size, bytes.data() + at, sizeof(size));
+  at += sizeof(size);
+  if (bytes.size() - at < size) throw UsageFailure(UsageKind::kConfig, "a handle is cut short");
+  std::string field = bytes.substr(at, size);
+  at += size;
+  return field;
+}
+
+// The largest over the ranks, so that all choose the same window.
+uint64_t transport_bytes(const EngineConfig& config, const Topology& topo) {
+  size_t smallest = topo.members[0].size();
+  for (auto& members : topo.members) smallest = std::min(smallest, members.size());
+  return loop_memory_bytes(config.loop, static_cast<size_t>(topo.num_ranks) - smallest);
+}
+
+MemoryNeeds needs_of(const EngineConfig& config, const Topology& topo) {
+  MemoryNeeds needs;
+  needs.num_experts = config.num_experts;
+  needs.least_row_bytes = widest_row_bytes(config);
+  needs.budget_bytes = config.budget_bytes;
+  needs.chunk_bytes = config.chunk_bytes;
+  needs.window_chunks = config.window_chunks;
+  needs.beside_bytes = transport_bytes(config, topo);
+  return needs;
+}
+
+}  // namespace
+
+WindowParams window_of(const EngineConfig& config) {
+  const Topology topo = Topology::from_labels(checked(config).domain_of);
+  return choose_window(topo, needs_of(config, topo));
+}
+
+std::vector<std::pair<std::string, uint64_t>> memory_entries(const EngineConfig& config) {
+  const Topology topo = Topology::from_labels(checked(config).domain_of);
+  auto entries = make_region_layout(topo, window_of(config), config.rank).entries;
+  const size_t others = static_cast<size_t>(topo.num_ranks) - topo.members[topo.domain_of[config.rank]].size();
+  entries.emplace_back("transport", loop_memory_bytes(config.loop, others));
+  return entries;
+}
+
+uint64_t least_budget_bytes(const EngineConfig& config) {
+  const Topology topo = Topology::from_labels(checked(config).domain_of);
+  return least_budget_bytes(topo, needs_of(config, topo));
+}
+
+Engine::Engine(const EngineConfig& config)
+    : config_(checked(config)),
+      topo_(Topology::from_labels(config.domain_of)),
+      window_(window_of(config)),
+      layout_(make_region_layout(topo_, window_, config.rank)),
+      channels_(make_channels(topo_, window_, config.rank)),
+      regions_(static_cast<size_t>(config.num_ranks)),
+      controls_(regions_.size(), nullptr) {
+  CommandRing::check_limits(channels_.out.size(), window_.slot_bytes);
+  Mapping region = Mapping::create();
+  region.grow(layout_.total_bytes);  // zero-filled: every flag starts at 0
+  region.reserve(0, layout_.total_bytes);
+  ControlBlock* control = new (region.base()) ControlBlock;
+  control->magic = kControlMagic;
+  control->generation = config.generation;
+  control->rank = config.rank;
+  control->pid = getpid();
+  control->pid_namespace = pid_namespace();
+  control->heartbeat.publish(now_usec());
+  LoopOptions loop = config.loop;
+  transport_ = make_loop_transport(config.rank, {region.base(), region.num_bytes(), region.name()}, loop);
+  controls_[config.rank] = control;
+  regions_[config.rank] = std::move(region);
+}
+
+Engine::~Engine() { close(true); }
+
+std::string Engine::export_handle() const {
+  std::string bytes;
+  put(bytes, regions_[config_.rank].name());
+  put(bytes, std::to_string(regions_[config_.rank].num_bytes()));
+  put(bytes, transport_->address());
+  return bytes;
+}
+
+void Engine::connect(const std::vector<std::string>& handles) {
+  require(handles.size() == static_cast<size_t>(config_.num_ranks), "connect needs one handle per rank");
+  std::vector<std::string> addresses(handles.size());
+  std::vector<int> others;
+  for (int rank = 0; rank < config_.num_ranks; ++rank) {
+    size_t at = 0;
+    const std::string name = take(handles[rank], at);
+    const uint64_t bytes = std::stoull(take(handles[rank], at));
+    addresses[rank] = take(handles[rank], at);
+    if (topo_.domain_of[rank] != topo_.domain_of[config_.rank]) {
+      others.push_back(rank);
+    } else if (rank != config_.rank) {
+      require(bytes == make_region_layout(topo_, window_, rank).total_bytes,
+              "rank " + std::to_string(rank) + " has another layout");
+      regions_[rank] = Mapping::open(name, bytes);
+      controls_[rank] = reinterpret_cast<ControlBlock*>(regions_[rank].base());
+      require(controls_[rank]->magic == kControlMagic && controls_[rank]->generation == config_.generation &&
+                  controls_[rank]->rank == rank,
+              "the memory of rank " + std::to_string(rank) + " belongs to another engine");
+    }
+  }
+  transport_->connect(addresses, others);
+}
+
+void Engine::start() {
+  regions_[config_.rank].unlink();
+  transport_->sealed();
+  std::vector<uint8_t*> bases;
+  for (const Mapping& region : regions_) bases.push_back(region.base());
+  if (CommandRing::bytes_for(layout_.num_commands) > kLineBytes + layout_.num_commands * kCommandBytes)
+    throw std::logic_error("the layout has too little room for the command ring");
+  commands_ = std::make_unique<CommandRing>(bases[config_.rank] + layout_.commands_offset, layout_.num_commands);
+  context_ = host::make_context(topo_, window_, channels_, config_.rank, order_of(config_), bases, commands_.get());
+
+  ProxyContext proxy;
+  proxy.rank = config_.rank;
+  proxy.topo = &topo_;
+  proxy.channels = &channels_;
+  proxy.layout = &layout_;
+  proxy.region = bases[config_.rank];
+  proxy.control = &control();
+  proxy.domain_controls = controls_;
+  proxy.commands = commands_.get();
+  proxy.transport = transport_.get();
+  proxy.progress_timeout_usec = static_cast<uint64_t>(config_.progress_timeout_s * 1e6);
+  proxy_ = std::make_unique<Proxy>(proxy);
+  proxy_->start();
+  worker_ = std::thread([this] { work(); });
+  std::lock_guard lock(mutex_);
+  started_ = true;
+}
+
+void Engine::check() const {
+  if (control().error_claim.published()) throw CommunicationFailure(control().error);
+}
+
+void Engine::check_usable() const {
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_) throw UsageFailure(UsageKind::kClosed, "the buffer is closed");
+    if (!started_) throw UsageFailure(UsageKind::kClosed, "the buffer was not started");
+  }
+  check();
+}
+
+void Engine::check_row(uint32_t hidden, Dtype dtype) const {
+  if (hidden == 0 || hidden % kFp8Block != 0)
+    throw UsageFailure(UsageKind::kShape,
+                       "rows of " + std::to_string(hidden) + " elements: a multiple of 128 is needed");
+  if (uint64_t{hidden} * dtype_bytes(dtype) > widest_row_bytes(config_))
+    throw UsageFailure(UsageKind::kShape, std::string("rows of ") + std::to_string(hidden) + " " + dtype_name(dtype) +
+                                              " elements: this buffer was made for rows of " +
+                                              std::to_string(widest_row_bytes(config_)) + " bytes");
+}
+
+void Engine::check_plan(const std::shared_ptr<Plan>& plan) const {
+  if (plan->engine_generation != config_.generation)
+    throw UsageFailure(UsageKind::kInput, "the handle belongs to another buffer");
+}
+
+std::shared_ptr<Op> Engine::submit(std::shared_ptr<Op> op) {
+  std::lock_guard lock(mutex_);
+  if (closed_) throw UsageFailure(UsageKind::kClosed, "the buffer is closed");
+  op->epoch = next_epoch_++;
+  if (op->makes_plan()) op->plan->plan_id = op->epoch;
+  queue_.push_back(op);
+  queue_changed_.notify_all();
+  return op;
+}
+
+namespace {
+
+template <typename Condition>
+bool wait_until(Op& op, uint64_t timeout_usec, Condition condition) {
+  std::unique_lock lock(op.mutex);
+  const bool holds =
+      op.changed.wait_for(lock, std::chrono::microseconds(timeout_usec), [&] { return op.failed || condition(); });
+  if (op.failed) throw CommunicationFailure(op.error);
+  return holds;
+}
+
+}  // namespace
+
+bool Engine::wait_counts(Op& op, uint64_t timeout_usec) const {
+  return wait_until(op, timeout_usec, [&] { return op.counts_known; });
+}
+
+bool Engine::wait(Op& op, uint64_t timeout_usec) const {
+  return wait_until(op, timeout_usec, [&] { return op.done; });
+}
+
+void Engine::give_output(Op& op, uint8_t* rows, float* values) {
+  {
+    std::lock_guard lock(op.mutex);
+    if (op.failed) throw CommunicationFailure(op.error);
+    op.rows_out = rows;
+    op.values_out = values;
+    op.output_given = true;
+  }
+  control().worker_bell.ring();
+}
+
+void Engine::fail(const std::string& text) {
+  ErrorRecord record;
+  record.kind = ErrorKind::kPeerFailed;
+  record.rank = record.peer = config_.rank;
+  record.set_message("rank " + std::to_string(config_.rank) + ": " + text);
+  spread(record);
+}
+
+void Engine::close(bool abort) {
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+    if (!started_) return;
+  }
+  const bool failed = control().error_claim.taken();
+  if (abort && !failed) fail("closed its buffer while the others may still use it");
+  {
+    // Operations that are under way end by themselves, or by the error, or by their deadline.
+    std::unique_lock lock(mutex_);
+    queue_changed_.wait(lock, [&] { return queue_.empty() && !busy_; });
+    stop_ = true;
+    queue_changed_.notify_all();
+  }
+  worker_.join();
+  proxy_->announce_close();
+  const bool broken = control().error_claim.taken();
+  const uint64_t patience = broken ? 500000 : static_cast<uint64_t>(config_.progress_timeout_s * 1e6);
+  const uint64_t deadline = now_usec() + patience;
+  while (now_usec() < deadline && !(broken ? proxy_->error_delivered() : proxy_->all_closed()) &&
+         (broken || !control().error_claim.taken()))
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  proxy_->stop();
+}
+
+}  // namespace uccl_ep

@@ -1,0 +1,162 @@
+// One rank's end of a buffer: owns the region, the proxy and the worker thread that runs the operations in their order.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "backend/host/context.h"
+#include "backend/host/step.h"
+#include "backend/op.h"
+#include "common/mapping.h"
+#include "layout/region.h"
+#include "proxy/proxy.h"
+#include "queue/ring.h"
+#include "transport/transport.h"
+
+namespace uccl_ep {
+
+struct EngineConfig {
+  int rank = 0;
+  int num_ranks = 1;
+  std::vector<int> domain_of;
+  uint32_t num_experts = 0;
+  uint32_t hidden = 0;  // largest row
+  uint32_t max_element_bytes = 4;  // of a tensor on this buffer: 2 or 4
+  uint64_t budget_bytes = 0;
+  uint64_t chunk_bytes = 0;  // 0: chosen from the budget
+  uint32_t window_chunks = 0;  // 0: chosen
+  double arrival_timeout_s = 300;
+  double progress_timeout_s = 20;
+  uint32_t num_proxies = 1;
+  std::vector<int> source_order;  // empty: ascending
+  uint64_t generation = 0;  // the same on all ranks, fresh per engine
+  std::string transport = "loop";
+  LoopOptions loop;
+};
+
+struct DispatchArgs {
+  const uint8_t* x = nullptr;  // [T, H]
+  uint64_t num_tokens = 0;
+  uint32_t hidden = 0;
+  Dtype dtype = Dtype::kBf16;
+  Dtype wire = Dtype::kBf16;
+  bool fp8_pow2 = true;
+  bool has_routing = false;  // false: `plan` is used as it is
+  Routing routing;
+  const float* values = nullptr;  // [T, width]
+  std::shared_ptr<Plan> plan;  // with routing: checked against it
+  uint32_t expert_alignment = 1;
+};
+
+struct CombineArgs {
+  const uint8_t* rows = nullptr;  // [num_rows, H]
+  uint32_t hidden = 0;
+  Dtype dtype = Dtype::kBf16;
+  Dtype wire = Dtype::kBf16;
+  std::shared_ptr<Plan> plan;
+  const float* values = nullptr;  // [num_rows]
+  uint8_t* out = nullptr;  // [T, H]
+  float* values_out = nullptr;  // [T, width], zeroed
+};
+
+WindowParams window_of(const EngineConfig& config);
+// Everything that an engine allocates, by purpose; and the least budget that would do.
+std::vector<std::pair<std::string, uint64_t>> memory_entries(const EngineConfig& config);
+uint64_t least_budget_bytes(const EngineConfig& config);
+
+class Engine {
+ public:
+  // Allocates the region. Throws UsageFailure for a configuration that cannot work.
+  explicit Engine(const EngineConfig& config);
+  ~Engine();
+
+  std::string export_handle() const;
+  // Maps the domain peers and connects the transport; `handles` by rank.
+  void connect(const std::vector<std::string>& handles);
+  // Every rank has connected.
+  void start();
+
+  // Validate (UsageFailure, nothing was queued), then queue. The memory behind the pointers is used until wait() is
+  // over.
+  std::shared_ptr<Op> dispatch(const DispatchArgs& args);
+  std::shared_ptr<Op> combine(const CombineArgs& args);
+  // True when the counts are known / the operation is over; false after `timeout_usec`. Throw what the operation failed
+  // with.
+  bool wait_counts(Op& op, uint64_t timeout_usec) const;
+  bool wait(Op& op, uint64_t timeout_usec) const;
+  void give_output(Op& op, uint8_t* rows, float* values);
+
+  // This rank cannot go on: every rank raises.
+  void fail(const std::string& text);
+  // Throws the error that reached this rank, if any.
+  void check() const;
+  // Waits, bounded by the progress deadline, until every rank closes. With `abort` tells the others and does not wait.
+  void close(bool abort);
+
+  // Name and value, dotted names (docs of Buffer.stats()).
+  std::vector<std::pair<std::string, double>> stats() const;
+  const Topology& topology() const { return topo_; }
+  uint32_t num_experts() const { return config_.num_experts; }
+
+ private:
+  using Steps = std::vector<std::unique_ptr<host::HostStep>>;
+
+  // dispatch.cc, combine.cc
+  Steps dispatch_steps(Op& op, host::PlanStep*& plan);
+  Steps combine_steps(Op& op, host::PlanStep*& plan);
+  std::shared_ptr<Op> submit(std::shared_ptr<Op> op);
+  void check_usable() const;
+  void check_row(uint32_t hidden, Dtype dtype) const;
+  void check_plan(const std::shared_ptr<Plan>& plan) const;
+
+  // run.cc
+  void work();
+  void run(Op& op);
+  void count(const Op& op, uint64_t started_usec);
+  void run_steps(Op& op, Steps& steps, const host::PlanStep& plan);
+  void sleep(uint32_t ticket, const Steps& steps);
+  void check_deadlines(const Op& op, const Steps& steps, const host::PlanStep& plan, uint64_t started_usec) const;
+  ErrorRecord timeout_record(const Op& op, const WaitingOn& waiting, bool arrival, uint64_t waited_usec) const;
+  int stale_rank() const;
+  void locate(const Op& op, const Steps& steps, ErrorRecord& record) const;
+  bool peer_closed(int rank) const;
+  void spread(const ErrorRecord& record) const;
+  void finish(Op& op, const ErrorRecord* error);
+
+  ControlBlock& control() const { return *controls_[config_.rank]; }
+
+  const EngineConfig config_;
+  const Topology topo_;
+  const WindowParams window_;
+  const RegionLayout layout_;
+  const Channels channels_;
+  std::vector<Mapping> regions_;  // [rank], unmapped outside our domain
+  std::vector<ControlBlock*> controls_;  // [rank], null outside our domain
+  std::unique_ptr<Transport> transport_;
+  std::unique_ptr<CommandRing> commands_;
+  std::unique_ptr<host::HostContext> context_;
+  std::unique_ptr<Proxy> proxy_;
+
+  mutable std::mutex mutex_;  // guards what follows
+  std::condition_variable queue_changed_;
+  std::deque<std::shared_ptr<Op>> queue_;
+  bool busy_ = false;
+  bool stop_ = false;
+  bool started_ = false;
+  bool closed_ = false;
+  uint64_t next_epoch_ = 1;
+  struct OpCounters {
+    uint64_t dispatches = 0, combines = 0, dispatch_usec = 0, combine_usec = 0;
+  } counters_;
+  Counter blocked_usec_[9];  // [Step] time asleep while the step was not done. Writer: the worker
+  std::thread worker_;
+};
+
+}  // namespace uccl_ep

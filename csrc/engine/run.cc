@@ -1,0 +1,215 @@
+// The worker: runs the steps of one operation side by side, sleeps when none can move, and never longer than a
+// deadline.
+#include <algorithm>
+#include <cstring>
+
+#include "common/units.h"
+#include "engine/engine.h"
+
+namespace uccl_ep {
+
+void Engine::work() {
+  while (true) {
+    std::shared_ptr<Op> op;
+    {
+      std::unique_lock lock(mutex_);
+      queue_changed_.wait(lock, [&] { return stop_ || !queue_.empty(); });
+      if (queue_.empty()) return;
+      op = queue_.front();
+      queue_.pop_front();
+      busy_ = true;
+    }
+    run(*op);
+    op.reset();
+    std::lock_guard lock(mutex_);
+    busy_ = false;
+    queue_changed_.notify_all();
+  }
+}
+
+void Engine::run(Op& op) {
+  const uint64_t started = now_usec();
+  Steps steps;
+  try {
+    check();
+    host::PlanStep* plan = nullptr;
+    steps = op.is_dispatch() ? dispatch_steps(op, plan) : combine_steps(op, plan);
+    run_steps(op, steps, *plan);
+    count(op, started);
+    finish(op, nullptr);
+  } catch (const CommunicationFailure& failure) {
+    ErrorRecord record = failure.record();
+    if (record.rank < 0) record.rank = config_.rank;
+    if (record.epoch == 0) record.epoch = op.epoch;
+    spread(record);
+    // The first error that reached this rank is the one that everybody raises.
+    if (control().error_claim.published()) record = control().error;
+    if (record.step == Step::kNone) locate(op, steps, record);
+    count(op, started);
+    finish(op, &record);
+  } catch (const std::exception& failure) {  // out of memory, for example
+    ErrorRecord record;
+    record.kind = ErrorKind::kPeerFailed;
+    record.rank = record.peer = config_.rank;
+    record.epoch = op.epoch;
+    record.set_message("rank " + std::to_string(config_.rank) + " failed: " + failure.what());
+    spread(record);
+    count(op, started);
+    finish(op, &record);
+  }
+}
+
+// Before the caller can see that the operation is over: statistics that it reads then include it.
+void Engine::count(const Op& op, uint64_t started_usec) {
+  const uint64_t usec = now_usec() - started_usec;
+  std::lock_guard lock(mutex_);
+  (op.is_dispatch() ? counters_.dispatches : counters_.combines) += 1;
+  (op.is_dispatch() ? counters_.dispatch_usec : counters_.combine_usec) += usec;
+}
+
+void Engine::run_steps(Op& op, Steps& steps, const host::PlanStep& plan) {
+  const uint64_t started = now_usec();
+  control().progress.publish(started);
+  while (true) {
+    const uint32_t ticket = control().worker_bell.ticket();  // before the look that may find nothing
+    bool moved = false;
+    bool done = true;
+    for (auto& step : steps) {
+      if (step->done()) continue;
+      moved |= step->advance();
+      done &= step->done();
+    }
+    if (done) return;
+    if (control().error_claim.published()) throw CommunicationFailure(control().error);
+    if (moved) {
+      control().progress.publish(now_usec());
+      continue;
+    }
+    check_deadlines(op, steps, plan, started);
+    sleep(ticket, steps);
+  }
+}
+
+void Engine::sleep(uint32_t ticket, const Steps& steps) {
+  constexpr uint64_t kLookUsec = 20000;  // how often an otherwise silent wait looks at the deadlines
+  const uint64_t slept = now_usec();
+  control().worker_bell.wait(ticket, kLookUsec);
+  const uint64_t usec = now_usec() - slept;
+  for (auto& step : steps)
+    if (!step->done()) blocked_usec_[static_cast<size_t>(step->step())].add(usec);
+}
+
+bool Engine::peer_closed(int rank) const {
+  return controls_[rank] != nullptr ? controls_[rank]->closing.read() != 0 : proxy_->remote_closed(rank);
+}
+
+// Contract 7: while somebody has not entered the operation, the arrival deadline; then, the progress deadline.
+void Engine::check_deadlines(const Op& op, const Steps& steps, const host::PlanStep& plan,
+                             uint64_t started_usec) const {
+  const uint64_t now = now_usec();
+  constexpr uint64_t kClosedGraceUsec = 1000000;  // what a closed rank sent before may still be on its way
+  int missing = -1;
+  for (int src = 0; src < topo_.num_ranks; ++src) {
+    if (plan.entered(src)) continue;
+    if (missing < 0) missing = src;
+    if (now - started_usec > kClosedGraceUsec && peer_closed(src)) {
+      ErrorRecord record = timeout_record(op, {Step::kExchange, src, -1, op.epoch, op.epoch - 1, ""}, true, 0);
+      record.kind = ErrorKind::kPeerFailed;
+      record.peer = src;
+      record.set_message("rank " + std::to_string(src) + " closed its buffer before call " + std::to_string(op.epoch));
+      throw CommunicationFailure(record);
+    }
+  }
+  uint64_t since = started_usec;
+  for (int rank = 0; rank < topo_.num_ranks && missing < 0; ++rank)
+    since = std::max(since, proxy_->last_moved_usec(rank));
+  const double limit_s = missing >= 0 ? config_.arrival_timeout_s : config_.progress_timeout_s;
+  if (now < since || static_cast<double>(now - since) < limit_s * 1e6) return;
+  for (auto& step : steps) {
+    if (step->done()) continue;
+    WaitingOn waiting = step->waiting_on();
+    if (waiting.peer < 0) continue;
+    if (missing >= 0) waiting = {Step::kExchange, missing, -1, op.epoch, op.epoch - 1, "to enter the operation"};
+    throw CommunicationFailure(timeout_record(op, waiting, missing >= 0, now - since));
+  }
+}
+
+// A rank whose heart stopped, -1 if none did: it is the cause, not whom we happen to wait for.
+int Engine::stale_rank() const {
+  const uint64_t now = now_usec();
+  int stalest = -1;
+  uint64_t oldest = kStaleHeartbeatUsec;
+  for (int rank = 0; rank < topo_.num_ranks; ++rank) {
+    if (rank == config_.rank) continue;
+    const uint64_t heard = proxy_->last_heard_usec(rank);
+    // Ranks of other domains are heard less often.
+    const uint64_t allowed = controls_[rank] != nullptr ? 0 : kStaleHeartbeatUsec;
+    if (now > heard + allowed && now - heard - allowed > oldest) {
+      oldest = now - heard - allowed;
+      stalest = rank;
+    }
+  }
+  return stalest;
+}
+
+ErrorRecord Engine::timeout_record(const Op& op, const WaitingOn& waiting, bool arrival, uint64_t waited_usec) const {
+  const int stale = stale_rank();
+  ErrorRecord record;
+  record.kind = arrival ? ErrorKind::kArrivalTimeout : ErrorKind::kProgressTimeout;
+  record.step = waiting.step;
+  record.rank = config_.rank;
+  record.peer = stale >= 0 ? stale : waiting.peer;
+  record.epoch = op.epoch;
+  record.chunk = waiting.chunk;
+  record.expected = waiting.expected;
+  record.seen = waiting.seen;
+  std::string text = "rank " + std::to_string(config_.rank) + " waited " + std::to_string(waited_usec / 1000) +
+                     " ms in " + step_name(waiting.step) + " for rank " + std::to_string(waiting.peer) + " " +
+                     waiting.what;
+  if (stale >= 0) text += "; rank " + std::to_string(stale) + " shows no sign of life";
+  record.set_message(text);
+  return record;
+}
+
+// Whoever found the error was in no operation (a process is gone, a rank gave up): how far did ours get?
+void Engine::locate(const Op& op, const Steps& steps, ErrorRecord& record) const {
+  if (record.epoch == 0) record.epoch = op.epoch;
+  for (auto& step : steps) {
+    const WaitingOn waiting = step->done() ? WaitingOn{} : step->waiting_on();
+    if (waiting.peer < 0) continue;
+    record.step = waiting.step;
+    record.chunk = waiting.chunk;
+    return;
+  }
+}
+
+// To every rank directly: domain peers here, the others by our proxy, which finds the record of our own in our control
+// block.
+// Ours first: of two ranks that find an error at once, each would otherwise put its own into the other's block, and
+// neither proxy would find one to send.
+void Engine::spread(const ErrorRecord& record) const {
+  post_error(control(), record);
+  for (ControlBlock* peer : controls_)
+    if (peer != nullptr && peer != &control()) post_error(*peer, record);
+}
+
+void Engine::finish(Op& op, const ErrorRecord* error) {
+  std::lock_guard lock(op.mutex);
+  if (error != nullptr) {
+    // Whoever ignores the exception must not compute with half a result.
+    const Plan& plan = *op.plan;
+    const uint64_t rows = op.is_dispatch() ? plan.num_rows : plan.num_tokens;
+    const uint64_t values = op.is_dispatch() ? plan.num_rows : uint64_t{plan.num_tokens} * plan.routing_width;
+    if (op.output_given) {
+      if (op.rows_out != nullptr)
+        std::memset(op.rows_out, 0xFF, rows * op.row_bytes);  // all ones is a NaN in BF16 and FP32
+      if (op.values_out != nullptr) std::memset(op.values_out, 0xFF, values * sizeof(float));
+    }
+    op.error = *error;
+    op.failed = true;
+  }
+  op.done = true;
+  op.changed.notify_all();
+}
+
+}  // namespace uccl_ep

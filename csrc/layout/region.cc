@@ -1,0 +1,246 @@
+#include "layout/region.h"
+
+#include <algorithm>
+#include <bit>
+
+#include "common/units.h"
+
+namespace uccl_ep {
+namespace {
+
+// Hands out consecutive offsets and books them under a name.
+class Cursor {
+ public:
+  explicit Cursor(RegionLayout& layout) : layout_(layout) {}
+
+  uint64_t take(const std::string& name, uint64_t bytes) {
+    const uint64_t offset = layout_.total_bytes;
+    const uint64_t size = round_up(bytes, kLineBytes);
+    layout_.total_bytes += size;
+    auto it = std::find_if(layout_.entries.begin(), layout_.entries.end(), [&](auto& e) { return e.first == name; });
+    if (it == layout_.entries.end()) it = layout_.entries.insert(it, {name, 0});
+    it->second += size;
+    return offset;
+  }
+
+  RingLayout ring(const std::string& name, RingKind kind, uint64_t slot_bytes, uint32_t num_slots,
+                  uint32_t num_readers) {
+    RingLayout ring;
+    ring.kind = kind;
+    ring.slot_bytes = slot_bytes;
+    ring.num_slots = num_slots;
+    ring.num_readers = num_readers;
+    ring.stamps_offset = take("flags", num_slots * sizeof(uint64_t));
+    ring.taken_offset = take("flags", num_readers * kLineBytes);
+    ring.slots_offset = take(name, slot_bytes * num_slots);
+    return ring;
+  }
+
+ private:
+  RegionLayout& layout_;
+};
+
+uint64_t header_bytes(const Topology& topo, const WindowParams& window, int domain) {
+  const uint64_t experts_per_rank = window.num_experts / static_cast<uint32_t>(topo.num_ranks);
+  return round_up(sizeof(OpHeader) + sizeof(uint32_t) * experts_per_rank * static_cast<uint64_t>(topo.size_of(domain)),
+                  kLineBytes);
+}
+
+uint32_t send_slots(const RegionLayout& layout) {
+  uint32_t slots = 0;
+  for (const auto* rings : {&layout.header_send, &layout.meta_send, &layout.rows_send, &layout.return_send})
+    for (const RingLayout& ring : *rings) slots += ring.num_slots;
+  return slots;
+}
+
+}  // namespace
+
+RegionLayout make_region_layout(const Topology& topo, const WindowParams& w, int rank) {
+  RegionLayout layout;
+  layout.rank = rank;
+  const int own = topo.domain_of[rank];
+  const uint32_t n = static_cast<uint32_t>(topo.size_of(own));
+  const uint64_t own_header_bytes = header_bytes(topo, w, own);
+  for (int src = 0; src < topo.num_ranks; ++src)
+    if (topo.domain_of[src] != own && topo.rail(src, own) == rank) layout.incoming.push_back(src);
+
+  Cursor cursor(layout);
+  cursor.take("control", kPageBytes);
+  layout.error_send_offset = cursor.take("control", sizeof(ErrorRecord));
+  layout.error_landing_offset = cursor.take("control", sizeof(ErrorRecord) * static_cast<uint64_t>(topo.num_ranks));
+
+  layout.own_header = cursor.ring("routing", RingKind::kHeader, own_header_bytes, kHeaderSlots, n);
+  layout.own_meta = cursor.ring("routing", RingKind::kMeta, w.meta_slot_bytes, w.num_slots, n);
+  layout.own_rows = cursor.ring("staging", RingKind::kRows, w.slot_bytes, w.num_slots, n);
+  layout.header_send.resize(topo.members.size());
+  layout.meta_send.resize(topo.members.size());
+  layout.rows_send.resize(topo.members.size());
+  layout.return_landing.resize(topo.members.size());
+  for (int d = 0; d < topo.num_domains(); ++d) {
+    if (d == own) continue;
+    layout.header_send[d] = cursor.ring("routing", RingKind::kHeader, header_bytes(topo, w, d), kHeaderSlots, 0);
+    layout.meta_send[d] = cursor.ring("routing", RingKind::kMeta, w.meta_slot_bytes, w.num_slots, 0);
+    layout.rows_send[d] = cursor.ring("staging", RingKind::kRows, w.slot_bytes, w.num_slots, 0);
+    layout.return_landing[d] = cursor.ring("landing", RingKind::kReturn, w.slot_bytes, w.num_slots, 1);
+  }
+  layout.pieces.resize(1 + layout.incoming.size());
+  for (uint32_t q = 0; q < n; ++q)
+    layout.pieces[0].push_back(cursor.ring("fold pieces", RingKind::kPieces, w.slot_bytes, w.num_slots, 1));
+  for (size_t i = 0; i < layout.incoming.size(); ++i) {
+    layout.header_landing.push_back(cursor.ring("landing", RingKind::kHeader, own_header_bytes, kHeaderSlots, n));
+    layout.meta_landing.push_back(cursor.ring("landing", RingKind::kMeta, w.meta_slot_bytes, w.num_slots, n));
+    layout.rows_landing.push_back(cursor.ring("landing", RingKind::kRows, w.slot_bytes, w.num_slots, n));
+    layout.return_send.push_back(cursor.ring("relay output", RingKind::kReturn, w.slot_bytes, w.num_slots, 0));
+    for (uint32_t q = 0; q < n; ++q)
+      layout.pieces[1 + i].push_back(cursor.ring("fold pieces", RingKind::kPieces, w.slot_bytes, w.num_slots, 1));
+  }
+  layout.num_commands = std::bit_ceil(send_slots(layout) + 1);
+  layout.commands_offset = cursor.take("command ring", kLineBytes + layout.num_commands * kCommandBytes);
+  cursor.take("control", round_up(layout.total_bytes, kPageBytes) - layout.total_bytes);
+  return layout;
+}
+
+namespace {
+
+uint64_t largest_region(const Topology& topo, const WindowParams& window) {
+  uint64_t bytes = 0;
+  for (int rank = 0; rank < topo.num_ranks; ++rank)
+    bytes = std::max(bytes, make_region_layout(topo, window, rank).total_bytes);
+  return bytes;
+}
+
+uint64_t least_slot_bytes(const Topology& topo, uint32_t num_experts, uint64_t least_row_bytes) {
+  size_t widest = 0;
+  for (auto& members : topo.members) widest = std::max(widest, members.size());
+  const uint64_t domain_experts = num_experts / static_cast<uint64_t>(topo.num_ranks) * widest;
+  // One row with a value for every expert of the largest domain.
+  return round_up(least_row_bytes + 4 * domain_experts, kLineBytes);
+}
+
+uint64_t meta_slot_bytes_for(uint64_t slot_bytes) {
+  return round_up(std::max<uint64_t>(slot_bytes / 8, 64), kLineBytes);
+}
+
+WindowParams window_of(const Topology& topo, uint32_t num_experts, uint64_t slot_bytes, uint32_t num_slots) {
+  size_t widest = 0;
+  for (auto& members : topo.members) widest = std::max(widest, members.size());
+  const uint64_t domain_experts = num_experts / static_cast<uint64_t>(topo.num_ranks) * widest;
+  WindowParams window;
+  window.slot_bytes = slot_bytes;
+  window.meta_slot_bytes = std::max(meta_slot_bytes_for(slot_bytes), round_up(4 * (1 + domain_experts), kLineBytes));
+  window.num_slots = num_slots;
+  window.num_experts = num_experts;
+  return window;
+}
+
+constexpr uint64_t kDefaultChunkBytes = 256 << 10;
+constexpr uint32_t kDefaultWindowChunks = 8;
+constexpr uint32_t kLeastWindowChunks = 2;
+
+}  // namespace
+
+uint64_t least_budget_bytes(const Topology& topo, const MemoryNeeds& needs) {
+  const uint64_t slot_bytes = least_slot_bytes(topo, needs.num_experts, needs.least_row_bytes);
+  return needs.beside_bytes + largest_region(topo, window_of(topo, needs.num_experts, slot_bytes, kLeastWindowChunks));
+}
+
+WindowParams choose_window(const Topology& topo, const MemoryNeeds& needs) {
+  const uint64_t least_slot = least_slot_bytes(topo, needs.num_experts, needs.least_row_bytes);
+  const bool choose_chunk = needs.chunk_bytes == 0;
+  const bool choose_slots = needs.window_chunks == 0;
+  if (!choose_chunk && needs.chunk_bytes < least_slot)
+    throw UsageFailure(UsageKind::kConfig, "chunk_bytes = " + std::to_string(needs.chunk_bytes) +
+                                               ": one row with its weights needs " + std::to_string(least_slot) +
+                                               " bytes");
+  if (needs.window_chunks >= kMaxWindowChunks)
+    throw UsageFailure(UsageKind::kConfig, "window_chunks = " + std::to_string(needs.window_chunks) +
+                                               ": allowed 1 to " + std::to_string(kMaxWindowChunks - 1));
+  uint32_t slots = choose_slots ? kDefaultWindowChunks : needs.window_chunks;
+  uint64_t slot_bytes =
+      choose_chunk ? std::max(kDefaultChunkBytes, least_slot) : round_up(needs.chunk_bytes, kLineBytes);
+  auto window = [&] { return window_of(topo, needs.num_experts, slot_bytes, slots); };
+  auto need = [&] { return needs.beside_bytes + largest_region(topo, window()); };
+  auto shrink_chunk = [&](uint64_t least) {
+    while (choose_chunk && slot_bytes > least && need() > needs.budget_bytes)
+      slot_bytes = std::max(least, round_up(slot_bytes / 2, kLineBytes));
+  };
+  // Shrink what the caller left open: first the chunks to an eighth, then the window, then the chunks to the least.
+  shrink_chunk(std::max(least_slot, kDefaultChunkBytes / 8));
+  while (choose_slots && slots > kLeastWindowChunks && need() > needs.budget_bytes) --slots;
+  shrink_chunk(least_slot);
+  if (need() > needs.budget_bytes)
+    throw UsageFailure(UsageKind::kBudget, "budget_bytes = " + std::to_string(needs.budget_bytes) +
+                                               " is too small: the least is " + std::to_string(need()) + " bytes for " +
+                                               std::to_string(topo.num_ranks) + " ranks in " +
+                                               std::to_string(topo.num_domains()) + " domains");
+  return window();
+}
+
+uint32_t Channels::out_of(const RingLayout& ring) const {
+  for (uint32_t c = 0; c < out.size(); ++c)
+    if (out[c].send.slots_offset == ring.slots_offset) return c;
+  return UINT32_MAX;
+}
+
+namespace {
+
+// The rings of one rank that a transport carries, with the peer of each; without the peer's numbers.
+void list_channels(const Topology& topo, const RegionLayout& layout, Channels& channels) {
+  const int rank = layout.rank;
+  const int own = topo.domain_of[rank];
+  auto out = [&](const RingLayout& ring, int peer) {
+    channels.out.push_back({ring, peer, 0, 0, ring.kind != RingKind::kHeader});
+  };
+  auto in = [&](const RingLayout& ring, int peer) {
+    channels.in.push_back({ring, peer, 0, ring.kind != RingKind::kHeader});
+  };
+  for (int d = 0; d < topo.num_domains(); ++d) {
+    if (d == own) continue;
+    const int peer = topo.rail(rank, d);
+    out(layout.header_send[d], peer);
+    out(layout.meta_send[d], peer);
+    out(layout.rows_send[d], peer);
+  }
+  for (size_t i = 0; i < layout.incoming.size(); ++i) {
+    out(layout.return_send[i], layout.incoming[i]);
+    in(layout.header_landing[i], layout.incoming[i]);
+    in(layout.meta_landing[i], layout.incoming[i]);
+    in(layout.rows_landing[i], layout.incoming[i]);
+  }
+  for (int d = 0; d < topo.num_domains(); ++d)
+    if (d != own) in(layout.return_landing[d], topo.rail(rank, d));
+}
+
+}  // namespace
+
+Channels make_channels(const Topology& topo, const WindowParams& window, int rank) {
+  Channels mine;
+  list_channels(topo, make_region_layout(topo, window, rank), mine);
+  if (mine.out.size() > kMaxChannels || mine.in.size() > kMaxChannels)
+    throw UsageFailure(UsageKind::kConfig, std::to_string(std::max(mine.out.size(), mine.in.size())) +
+                                               " channels on rank " + std::to_string(rank) +
+                                               ": an immediate can name " + std::to_string(kMaxChannels));
+  std::vector<Channels> theirs(topo.num_ranks);
+  auto of = [&](int peer) -> Channels& {
+    if (theirs[peer].in.empty() && theirs[peer].out.empty())
+      list_channels(topo, make_region_layout(topo, window, peer), theirs[peer]);
+    return theirs[peer];
+  };
+  // A pair of ranks shares at most one ring of each kind and direction, so (kind, peer) identifies it.
+  for (auto& channel : mine.out) {
+    auto& ins = of(channel.peer).in;
+    for (uint32_t c = 0; c < ins.size(); ++c)
+      if (ins[c].peer == rank && ins[c].landing.kind == channel.send.kind) {
+        channel.peer_channel = c;
+        channel.remote_slots_offset = ins[c].landing.slots_offset;
+      }
+  }
+  for (auto& channel : mine.in) {
+    auto& outs = of(channel.peer).out;
+    for (uint32_t c = 0; c < outs.size(); ++c)
+      if (outs[c].peer == rank && outs[c].send.kind == channel.landing.kind) channel.peer_channel = c;
+  }
+  return mine;
+}
+
+}  // namespace uccl_ep

@@ -1,0 +1,113 @@
+// Where everything lies in a rank's region. Declared once: the owner, its domain peers and remote senders all compute
+// the same layout from the same inputs, so no offset ever travels.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "layout/topology.h"
+#include "layout/wire.h"
+
+namespace uccl_ep {
+
+enum class RingKind : uint32_t { kHeader, kMeta, kRows, kPieces, kReturn };
+constexpr uint32_t kNumRingKinds = 5;
+inline const char* ring_name(RingKind kind) {
+  static const char* const names[] = {"header", "meta", "rows", "pieces", "return"};
+  return names[static_cast<uint32_t>(kind)];
+}
+
+// A window of `num_slots` chunk slots. Chunk number `serial` (counted since creation, never restarting) uses slot
+// serial % num_slots.
+//   stamps: Flag per slot, = serial + 1.
+//     domain ring or landing ring: "the chunk is there". Writer: the producer (landing: the rail's proxy). Readers: all
+//     readers. send ring: "the transport has flushed the chunk". Writer: the proxy. Reader: the producer.
+//   taken: FlagLine per reader, = number of chunks that it is done with. Writer: that reader. Reader: the producer
+//     (landing: the rail's proxy, which turns it into credits). Send rings have none.
+struct RingLayout {
+  RingKind kind = RingKind::kRows;
+  uint64_t slots_offset = 0;
+  uint64_t slot_bytes = 0;
+  uint64_t stamps_offset = 0;
+  uint64_t taken_offset = 0;
+  uint32_t num_slots = 0;
+  uint32_t num_readers = 0;
+
+  uint64_t slot_offset(uint64_t serial) const { return slots_offset + serial % num_slots * slot_bytes; }
+};
+
+struct WindowParams {
+  uint64_t slot_bytes = 0;       // of row, piece and return chunks
+  uint64_t meta_slot_bytes = 0;  // of routing chunks
+  uint32_t num_slots = 0;        // of every ring but the header rings
+  uint32_t num_experts = 0;      // of the whole group
+};
+constexpr uint32_t kHeaderSlots = 2;  // see Exchange: a header of epoch n-2 has been read by all when epoch n starts
+
+struct RegionLayout {
+  int rank = 0;
+  uint64_t error_send_offset = 0;     // ErrorRecord: what the transport ships of our own error
+  uint64_t error_landing_offset = 0;  // ErrorRecord per rank: where a remote rank's error arrives
+  // The command ring. Every chunk that may be under way has a slot in it, so it is never full.
+  uint64_t commands_offset = 0;
+  uint32_t num_commands = 0;  // a power of two
+  // Our rows for our own domain.
+  RingLayout own_header, own_meta, own_rows;
+  // Our rows for another domain, by domain (own domain: unused).
+  std::vector<RingLayout> header_send, meta_send, rows_send;
+  // Other ranks' rows for our domain, where we are the rail. In order of `incoming`.
+  std::vector<int> incoming;  // source ranks ascending
+  std::vector<RingLayout> header_landing, meta_landing, rows_landing;
+  // Partial sums. pieces[0]: of our own rows; pieces[1 + i]: of the rows of incoming[i]. Inner index: the member that
+  // writes.
+  std::vector<std::vector<RingLayout>> pieces;
+  // Sums that we relay to incoming[i], and sums that the other domains return to us.
+  std::vector<RingLayout> return_send;     // by incoming
+  std::vector<RingLayout> return_landing;  // by domain (own domain: unused)
+  uint64_t total_bytes = 0;
+  // The same bytes by purpose, for memory_plan(); their sum is total_bytes.
+  std::vector<std::pair<std::string, uint64_t>> entries;
+};
+
+RegionLayout make_region_layout(const Topology& topo, const WindowParams& window, int rank);
+
+// Chooses slot sizes and the number of slots so that the largest region of any rank, and what is allocated beside
+// it, fit `budget_bytes`.
+struct MemoryNeeds {
+  uint32_t num_experts = 0;
+  uint64_t least_row_bytes = 0;  // the widest wire row of this buffer
+  uint64_t budget_bytes = 0;
+  uint64_t chunk_bytes = 0;      // 0: chosen
+  uint32_t window_chunks = 0;    // 0: chosen
+  uint64_t beside_bytes = 0;     // allocated outside the region, by the transport
+};
+WindowParams choose_window(const Topology& topo, const MemoryNeeds& needs);
+// The least budget that choose_window accepts: two slots of one row with all its pairs on every ring of the busiest
+// rank.
+uint64_t least_budget_bytes(const Topology& topo, const MemoryNeeds& needs);
+
+// ---- channels: rings that a transport carries -----------------------------------------------------------------------
+struct OutChannel {
+  RingLayout send;           // in our region
+  int peer = -1;
+  uint32_t peer_channel = 0;    // index of the peer's InChannel
+  uint64_t remote_slots_offset = 0;  // in the peer's region
+  bool credited = true;      // headers need none: see kHeaderSlots
+};
+struct InChannel {
+  RingLayout landing;        // in our region
+  int peer = -1;
+  uint32_t peer_channel = 0;    // index of the peer's OutChannel, named by our credits
+  bool credited = true;
+};
+struct Channels {
+  std::vector<OutChannel> out;  // by other domain: header, meta, rows; then by incoming: return
+  std::vector<InChannel> in;    // by incoming: header, meta, rows; then by other domain: return
+  // Index of the channel that starts in `ring`; UINT32_MAX when the ring is no send ring.
+  uint32_t out_of(const RingLayout& ring) const;
+};
+Channels make_channels(const Topology& topo, const WindowParams& window, int rank);
+
+}  // namespace uccl_ep

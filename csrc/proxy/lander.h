@@ -1,0 +1,54 @@
+// The receiving half of a proxy: arrivals become stamps that the domain polls, consumption becomes credits.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "proxy/post.h"
+#include "proxy/proxy.h"
+
+namespace uccl_ep {
+
+class Lander {
+ public:
+  explicit Lander(const ProxyContext& context);
+
+  // A data immediate arrived. Throws CommunicationFailure for one that no peer of ours can have sent.
+  void arrive(const Completion& completion);
+  // Wakes the readers of everything that arrived since the last call.
+  void ring_readers();
+
+  // Sends credits for consumed chunks: half a window at a time, or whatever there is when `now_all`.
+  bool return_credits(bool now_all, uint64_t now_usec);
+  void credit_flushed(uint32_t channel);
+  bool refused() const { return refused_; }
+
+  void add_stats(ProxyStats& stats) const;
+
+ private:
+  struct Channel {
+    const InChannel* in = nullptr;
+    uint64_t end = 0;       // highest serial that arrived, + 1
+    uint64_t returned = 0;  // chunks whose credit was posted
+    // Every credit in flight says more than this. Credits are held back before they differ from it by 2^16, so that an
+    // old one is never mistaken for one of the next lap (wire.h).
+    uint64_t credit_base = 0;
+    uint32_t credits_in_flight = 0;
+    bool open = false;  // listed in open_
+    Refusal refusal;
+  };
+
+  uint64_t consumed(const InChannel& in) const;
+  bool post_credit(uint32_t index, uint64_t num_consumed, uint64_t now_usec);
+  [[noreturn]] void fail(int peer, const std::string& text) const;
+
+  const ProxyContext& context_;
+  std::vector<Channel> channels_;
+  std::vector<uint32_t> open_;  // credited channels with chunks that were not returned yet
+  bool ring_own_ = false;
+  bool ring_domain_ = false;
+  bool refused_ = false;
+  Counter arrivals_, arrived_bytes_, duplicates_, credits_, refused_posts_;
+};
+
+}  // namespace uccl_ep

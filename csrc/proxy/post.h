@@ -1,0 +1,57 @@
+// What the parts of a proxy share: cookies that say whose post was flushed, the deadline of refused posts, errors.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "common/error.h"
+
+namespace uccl_ep {
+
+enum class PostKind : uint32_t { kData = 1, kCredit, kHeartbeat, kError, kBye };
+
+// kind 4 bits | index 28 bits | slot 32 bits.  index: the channel (data, credit) or the peer's rank.
+struct Cookie {
+  PostKind kind;
+  uint32_t index;
+  uint32_t slot = 0;  // data only
+};
+constexpr uint32_t kMaxCookieIndex = (1u << 28) - 1;
+
+constexpr uint64_t encode_cookie(const Cookie& c) {
+  return static_cast<uint64_t>(c.kind) << 60 | uint64_t{c.index} << 32 | c.slot;
+}
+constexpr Cookie decode_cookie(uint64_t cookie) {
+  return {static_cast<PostKind>(cookie >> 60), static_cast<uint32_t>(cookie >> 32) & kMaxCookieIndex,
+          static_cast<uint32_t>(cookie)};
+}
+
+inline ErrorRecord make_error(ErrorKind kind, int rank, int peer, const std::string& message) {
+  ErrorRecord record;
+  record.kind = kind;
+  record.step = Step::kShip;
+  record.rank = rank;
+  record.peer = peer;
+  record.set_message("rank " + std::to_string(rank) + ": " + message);
+  return record;
+}
+
+// Since when the transport refuses one post.
+class Refusal {
+ public:
+  void clear() { since_usec_ = 0; }
+  // Throws CommunicationFailure(kTransport) once the refusals last longer than `limit_usec`.
+  void note(uint64_t now_usec, uint64_t limit_usec, int rank, int peer, const char* what) {
+    if (since_usec_ == 0) since_usec_ = now_usec;
+    if (now_usec - since_usec_ <= limit_usec) return;
+    throw CommunicationFailure(make_error(ErrorKind::kTransport, rank, peer,
+                                          std::string("the transport refused ") + what + " to rank " +
+                                              std::to_string(peer) + " for " +
+                                              std::to_string((now_usec - since_usec_) / 1000) + " ms"));
+  }
+
+ private:
+  uint64_t since_usec_ = 0;
+};
+
+}  // namespace uccl_ep

@@ -1,0 +1,217 @@
+#include "proxy/proxy.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/prctl.h>
+
+#include <algorithm>
+#include <exception>
+
+#include "common/units.h"
+#include "proxy/health.h"
+#include "proxy/lander.h"
+#include "proxy/post.h"
+#include "proxy/shipper.h"
+
+namespace uccl_ep {
+namespace {
+
+constexpr size_t kCompletionsPerPass = 64;
+// How many passes that find nothing come before sleeping: a few microseconds, since threads outnumber cores on many
+// hosts.
+constexpr uint32_t kEmptyPasses = 50;
+// Shorter sleeps cost more than they save.
+constexpr uint64_t kLeastSleepUsec = 20;
+// Nobody rings when a refused post would be accepted.
+constexpr uint64_t kRefusedRetryUsec = 50;
+constexpr uint64_t kFailedRetryUsec = 10'000;
+// A thread that never sleeps still reports its time.
+constexpr uint64_t kPassesPerAccount = 1024;
+
+}  // namespace
+
+Proxy::Proxy(ProxyContext context) : context_(std::move(context)), completions_(kCompletionsPerPass) {
+  uint64_t largest_chunk_bytes = 0;
+  for (auto& out : context_.channels->out) largest_chunk_bytes = std::max(largest_chunk_bytes, out.send.slot_bytes);
+  CommandRing::check_limits(context_.channels->out.size(), largest_chunk_bytes);
+  if (context_.channels->out.size() > kMaxChannels || context_.channels->in.size() > kMaxChannels)
+    throw UsageFailure(UsageKind::kConfig, "proxy: more than " + std::to_string(kMaxChannels) + " channels");
+  if (static_cast<uint32_t>(context_.topo->num_ranks) > kMaxRanks)
+    throw UsageFailure(UsageKind::kConfig, "proxy: more than " + std::to_string(kMaxRanks) + " ranks");
+  shipper_ = std::make_unique<Shipper>(context_);
+  lander_ = std::make_unique<Lander>(context_);
+  health_ = std::make_unique<Health>(context_);
+}
+
+Proxy::~Proxy() { stop(); }
+
+void Proxy::start() {
+  // Signals are for the application's threads.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  thread_ = std::thread([this] { run(); });
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void Proxy::stop() {
+  stopping_.publish(1);
+  context_.control->proxy_bell.ring();
+  if (thread_.joinable()) thread_.join();
+}
+
+void Proxy::run() {
+  pthread_setname_np(pthread_self(), "uccl_ep_proxy");
+  prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0);  // nanoseconds: a link's next delivery is due in microseconds
+  awake_since_usec_ = now_usec();
+  while (stopping_.read() == 0) {
+    const uint32_t ticket = context_.control->proxy_bell.ticket();
+    try {
+      run_once(ticket);
+    } catch (const CommunicationFailure& failure) {
+      fail(failure.record());
+      context_.control->proxy_bell.wait(ticket, kFailedRetryUsec);
+    } catch (const std::exception& failure) {
+      fail(make_error(ErrorKind::kTransport, context_.rank, -1, failure.what()));
+      context_.control->proxy_bell.wait(ticket, kFailedRetryUsec);
+    }
+  }
+}
+
+void Proxy::run_once(uint32_t ticket) {
+  if (step()) {
+    empty_passes_ = 0;
+    if (passes_.value() % kPassesPerAccount == 0) account();
+    return;
+  }
+  if (++empty_passes_ < kEmptyPasses) {
+    if (empty_passes_ % 8 == 0) sched_yield();
+    return;
+  }
+  sleep(ticket);
+}
+
+// `ticket` was taken before a pass that found nothing, so what came since then ends the sleep at once.
+void Proxy::sleep(uint32_t ticket) {
+  const uint64_t usec = sleep_usec();
+  if (usec < kLeastSleepUsec) {
+    sched_yield();
+    return;
+  }
+  account();
+  context_.control->proxy_bell.wait(ticket, usec);
+  awake_since_usec_ = now_usec();
+  wakeups_.add(1);
+  empty_passes_ = 0;
+}
+
+void Proxy::account() {
+  const uint64_t now = now_usec();
+  busy_usec_.add(now - awake_since_usec_);
+  awake_since_usec_ = now;
+}
+
+uint64_t Proxy::sleep_usec() const {
+  if (shipper_->refused() || lander_->refused() || health_->refused()) return kRefusedRetryUsec;
+  const uint64_t now = now_usec();
+  const uint64_t next = health_->next_housekeeping_usec();
+  return std::min(context_.transport->idle_usec(), next > now ? next - now : 0);
+}
+
+bool Proxy::step() {
+  passes_.add(1);
+  const uint64_t now = now_usec();
+  // After an error nobody reads what would be sent: only the error itself, byes and heartbeats still go out.
+  const bool usable = !failed_ && !context_.control->error_claim.taken();
+  bool moved = health_->send_due();
+  if (usable) {
+    moved |= shipper_->drain();
+    moved |= shipper_->post(now);
+  }
+  context_.transport->flush();
+  moved |= poll_transport(now);
+  if (usable) {
+    moved |= lander_->return_credits(!moved, now);
+    context_.transport->flush();
+  }
+  health_->housekeeping(now);
+  return moved;
+}
+
+bool Proxy::poll_transport(uint64_t now_usec) {
+  const size_t count = context_.transport->poll(completions_);
+  std::exception_ptr first;
+  for (size_t i = 0; i < count; ++i) {
+    try {
+      take(completions_[i], now_usec);
+    } catch (...) {  // the others are reported only once
+      if (!first) first = std::current_exception();
+    }
+  }
+  shipper_->ring_producer();
+  lander_->ring_readers();
+  if (first) std::rethrow_exception(first);
+  return count != 0;
+}
+
+void Proxy::take(const Completion& completion, uint64_t now_usec) {
+  if (completion.kind == Completion::Kind::kArrival) {
+    health_->heard(completion.peer, now_usec);
+    const Imm imm = decode_imm(completion.immediate);
+    if (imm.type == ImmType::kError || imm.type == ImmType::kBye || imm.type == ImmType::kHeartbeat) {
+      health_->arrive(imm, completion.peer, now_usec);
+    } else if (failed_) {
+      return;
+    } else if (imm.type == ImmType::kData) {
+      lander_->arrive(completion);
+    } else if (imm.type == ImmType::kCredit) {
+      shipper_->credit(imm.channel, imm.serial, completion.peer);
+    } else {
+      throw CommunicationFailure(
+          make_error(ErrorKind::kTransport, context_.rank, completion.peer,
+                     "an immediate of unknown type from rank " + std::to_string(completion.peer)));
+    }
+    return;
+  }
+  const bool delivered = completion.kind == Completion::Kind::kWriteDone;
+  const Cookie cookie = decode_cookie(completion.cookie);
+  // What a rank that left cannot take any more is no error.
+  if (!delivered && !health_->closed(completion.peer))
+    fail(make_error(ErrorKind::kTransport, context_.rank, completion.peer,
+                    "a write to rank " + std::to_string(completion.peer) +
+                        " failed: " + (completion.reason ? completion.reason : "no reason given")));
+  if (cookie.kind == PostKind::kData)
+    shipper_->flushed(cookie, delivered);
+  else if (cookie.kind == PostKind::kCredit)
+    lander_->credit_flushed(cookie.index);
+  else
+    health_->flushed(cookie);
+}
+
+void Proxy::fail(const ErrorRecord& record) {
+  failed_ = true;
+  ErrorRecord ours = record;
+  ours.rank = context_.rank;
+  health_->spread(ours);
+}
+
+ProxyStats Proxy::stats() const {
+  ProxyStats stats;
+  shipper_->add_stats(stats);
+  lander_->add_stats(stats);
+  health_->add_stats(stats);
+  stats.wakeups = wakeups_.value();
+  stats.passes = passes_.value();
+  stats.busy_usec = busy_usec_.value();
+  return stats;
+}
+
+uint64_t Proxy::last_heard_usec(int rank) const { return health_->last_heard_usec(rank); }
+uint64_t Proxy::last_moved_usec(int rank) const { return health_->last_moved_usec(rank); }
+bool Proxy::remote_closed(int rank) const { return health_->closed(rank); }
+void Proxy::announce_close() { health_->announce_close(); }
+bool Proxy::all_closed() const { return health_->all_closed(); }
+bool Proxy::error_delivered() const { return health_->error_delivered(); }
+
+}  // namespace uccl_ep

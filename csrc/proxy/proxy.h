@@ -1,0 +1,126 @@
+// The thread that drives a rank's network: it ships finished chunks, publishes arrivals, returns credits, and watches
+// over the other ranks. step() is the protocol; shipper.h, lander.h and health.h are its parts.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "layout/region.h"
+#include "layout/topology.h"
+#include "queue/ring.h"
+#include "sync/control.h"
+#include "sync/word.h"
+#include "transport/transport.h"
+
+namespace uccl_ep {
+
+class Shipper;
+class Lander;
+class Health;
+
+// What a proxy works on. All of it outlives the proxy.
+struct ProxyContext {
+  int rank = -1;
+  const Topology* topo = nullptr;
+  const Channels* channels = nullptr;    // of `rank`
+  const RegionLayout* layout = nullptr;  // of `rank`
+  uint8_t* region = nullptr;             // ours; starts with `control`
+  ControlBlock* control = nullptr;       // ours
+  std::vector<ControlBlock*> domain_controls;  // [rank], ours included; nullptr: the rank is in another domain
+  CommandRing* commands = nullptr;
+  Transport* transport = nullptr;        // connected to every rank of other domains
+  // Data in flight, all channels together. 0: no limit. One chunk may always be in flight.
+  uint64_t window_bytes = 0;
+  uint64_t window_ops = 0;
+  // A post that was refused for longer is an error.
+  uint64_t progress_timeout_usec = 20'000'000;
+};
+
+// Chunks of one kind to one domain.
+struct ShipStats {
+  RingKind kind;
+  int domain;
+  uint64_t chunks;  // flushed
+  uint64_t writes;  // posted
+  uint64_t bytes;   // posted
+};
+
+struct ProxyStats {
+  std::vector<ShipStats> ships;  // by kind, then domain; only pairs that have a channel
+  uint64_t credit_waits = 0;     // chunks that were ready before their credit
+  uint64_t credit_wait_usec = 0;
+  uint64_t refused_posts = 0;
+  uint64_t peak_in_flight_ops = 0;    // data
+  uint64_t peak_in_flight_bytes = 0;  // data
+  uint64_t arrivals = 0;              // chunks that landed
+  uint64_t arrived_bytes = 0;
+  uint64_t duplicates_dropped = 0;
+  uint64_t credits_sent = 0;          // immediates, each may return several chunks
+  uint64_t heartbeats_sent = 0;
+  uint64_t wakeups = 0;               // times the thread returned from sleeping
+  uint64_t passes = 0;
+  uint64_t busy_usec = 0;             // not asleep
+};
+
+class Proxy {
+ public:
+  // Checks the field limits. Throws UsageFailure(kConfig).
+  explicit Proxy(ProxyContext context);
+  ~Proxy();  // stops
+  Proxy(const Proxy&) = delete;
+  Proxy& operator=(const Proxy&) = delete;
+
+  void start();
+  // Joins the thread, whatever is pending. Afterwards nothing of ours touches the transport. Idempotent.
+  void stop();
+
+  // One pass: true if anything moved. Called by the thread; by tests instead of start(). Throws what the transport
+  // throws and CommunicationFailure for what breaks the protocol; the thread turns it into an error of all ranks.
+  bool step();
+
+  // ---- any thread
+  ProxyStats stats() const;
+  // now_usec() of the last sign of life: the heartbeat of a domain peer, any message of another rank. Never older than
+  // this proxy.
+  uint64_t last_heard_usec(int rank) const;
+  // now_usec() of the last movement of the rank's operation, as far as known: of a rank of another domain by its
+  // heartbeats.
+  uint64_t last_moved_usec(int rank) const;
+  // The rank entered close() (domain peer: its flag; other domain: its bye arrived) or its process is gone.
+  bool remote_closed(int rank) const;
+
+  // Says to all ranks that this one may disappear: own `closing` flag, a bye to each rank of other domains. Idempotent.
+  void announce_close();
+  // After announce_close(): every rank closed or died, and what we owe the others (byes, our error) is flushed. Only
+  // then may the transport go without a peer waiting in vain; after a deadline it may go anyway.
+  bool all_closed() const;
+  // The error that this rank found has reached every rank that can be reached, or there is none.
+  bool error_delivered() const;
+
+ private:
+  void run();
+  void run_once(uint32_t ticket);
+  void sleep(uint32_t ticket);
+  uint64_t sleep_usec() const;
+  void account();
+  bool poll_transport(uint64_t now_usec);
+  void take(const Completion& completion, uint64_t now_usec);
+  void fail(const ErrorRecord& record);
+
+  ProxyContext context_;
+  std::unique_ptr<Shipper> shipper_;
+  std::unique_ptr<Lander> lander_;
+  std::unique_ptr<Health> health_;
+  std::vector<Completion> completions_;
+  bool failed_ = false;  // an exception came out of a pass: only errors and byes are sent any more
+  uint32_t empty_passes_ = 0;
+  uint64_t awake_since_usec_ = 0;
+  Counter wakeups_, passes_, busy_usec_;
+  Flag stopping_;
+  std::thread thread_;
+};
+
+}  // namespace uccl_ep

@@ -1,0 +1,34 @@
+// A command names a finished chunk; the proxy computes the addresses. 16 bytes, self-validating: the top bit of each
+// stored word is the lap's phase, so a command is taken only when both of its words belong to the same lap.
+//   word 0: phase 1 | channel 15 | num_bytes 48     word 1: phase 1 | serial 63
+#pragma once
+
+#include <cstdint>
+
+namespace uccl_ep {
+
+struct Command {
+  uint32_t channel;    // index of the OutChannel
+  uint64_t num_bytes;  // of the chunk's slot that are to be written
+  uint64_t serial;     // chunk number on the channel since creation
+};
+
+struct CommandWords {
+  uint64_t word[2];
+};
+
+constexpr uint64_t kCommandPhase = uint64_t{1} << 63;
+constexpr uint32_t kCommandMaxChannel = (1u << 15) - 1;
+constexpr uint64_t kCommandMaxBytes = (uint64_t{1} << 48) - 1;
+constexpr uint64_t kCommandMaxSerial = kCommandPhase - 1;
+
+constexpr CommandWords encode_command(const Command& c, bool phase) {
+  const uint64_t bit = phase ? kCommandPhase : 0;
+  return {{bit | uint64_t{c.channel} << 48 | c.num_bytes, bit | c.serial}};
+}
+constexpr Command decode_command(const CommandWords& w) {
+  return {static_cast<uint32_t>((w.word[0] & ~kCommandPhase) >> 48), w.word[0] & kCommandMaxBytes,
+          w.word[1] & ~kCommandPhase};
+}
+
+}  // namespace uccl_ep

@@ -1,0 +1,57 @@
+// The first page of every rank's region: who the rank is, whether it lives, what went wrong.
+// Mapped by all ranks of the domain.
+#pragma once
+
+#include <cstdint>
+
+#include "common/error.h"
+#include "sync/flag.h"
+
+namespace uccl_ep {
+
+struct ControlBlock {
+  // Written once by the owner before the handle is given out.
+  uint64_t magic = 0;
+  uint64_t generation = 0;
+  int32_t rank = -1;
+  int32_t pid = 0;
+  uint64_t pid_namespace = 0;  // of `pid`; 0: the readers' own
+
+  // now_usec() of the owner's proxy, every <= kHeartbeatUsec. Readers: domain peers, to tell a frozen from a waiting
+  // rank.
+  alignas(kLineBytes) Flag heartbeat;
+  // now_usec() of the last movement of the owner's current operation. Writer: its worker; readers: domain peers and
+  // the owner's proxy, which tells the other domains. A progress deadline runs only while nobody moves.
+  alignas(kLineBytes) Flag progress;
+  // The sleeper is the owner's worker thread. Rung by whoever published a flag that the worker may wait for.
+  alignas(kLineBytes) Bell worker_bell;
+  // The sleeper is the owner's proxy thread. Rung by the worker (commands), by readers of landing memory (credits) and
+  // by transports that deliver without a NIC.
+  alignas(kLineBytes) Bell proxy_bell;
+  // 1 once the owner entered close(). Readers: domain peers; a rank that said so may disappear.
+  alignas(kLineBytes) Flag closing;
+  // The first error that reached this rank. Writers: the owner or any domain peer, the first wins the claim;
+  // reader: the owner. Never reset: after an error the engine is created anew.
+  alignas(kLineBytes) Claim error_claim;
+  ErrorRecord error;
+};
+static_assert(sizeof(ControlBlock) <= kPageBytes);
+
+constexpr uint64_t kControlMagic = 0x7563636c65703031;  // "uccl" "ep01"
+constexpr uint64_t kHeartbeatUsec = 100000;
+// A rank whose heartbeat is older than this is blamed before one that is merely waited for.
+constexpr uint64_t kStaleHeartbeatUsec = 1000000;
+
+// Copies `record` into `control` unless an earlier error is there; wakes both threads of the owner.
+inline bool post_error(ControlBlock& control, const ErrorRecord& record) {
+  const bool first = control.error_claim.take();
+  if (first) {
+    control.error = record;
+    control.error_claim.publish();
+  }
+  control.worker_bell.ring();
+  control.proxy_bell.ring();
+  return first;
+}
+
+}  // namespace uccl_ep

@@ -1,0 +1,46 @@
+// What a rank tells the others about itself, as one line of text.
+#pragma once
+
+#include <cstdint>
+#include <sstream>
+#include <string>
+
+#include "common/error.h"
+
+namespace uccl_ep::loop {
+
+struct Address {
+  int rank = -1;
+  int pid = 0;
+  uint64_t pid_namespace = 0;
+  std::string boot_id;  // of the host
+  std::string region_name;
+  uint64_t region_bytes = 0;
+  std::string inbox_name;
+  uint32_t inbox_slots = 0;  // per sender
+};
+
+inline std::string encode_address(const Address& a) {
+  std::ostringstream text;
+  text << "loop1 " << a.rank << ' ' << a.pid << ' ' << a.pid_namespace << ' ' << a.boot_id << ' ' << a.region_name
+       << ' ' << a.region_bytes << ' ' << a.inbox_name << ' ' << a.inbox_slots;
+  return text.str();
+}
+
+// Throws CommunicationFailure(kTransport) for anything that encode_address cannot have written.
+inline Address decode_address(const std::string& text) {
+  Address a;
+  std::string tag;
+  std::istringstream in(text);
+  in >> tag >> a.rank >> a.pid >> a.pid_namespace >> a.boot_id >> a.region_name >> a.region_bytes >> a.inbox_name >>
+      a.inbox_slots;
+  if (!in || tag != "loop1" || a.rank < 0 || a.region_bytes == 0 || a.inbox_slots == 0) {
+    ErrorRecord record;
+    record.kind = ErrorKind::kTransport;
+    record.set_message("loop: no address of this transport: '" + text.substr(0, 80) + "'");
+    throw CommunicationFailure(record);
+  }
+  return a;
+}
+
+}  // namespace uccl_ep::loop

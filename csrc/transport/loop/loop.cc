@@ -1,0 +1,241 @@
+#include "transport/loop/loop.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "common/units.h"
+
+namespace uccl_ep {
+namespace loop {
+namespace {
+
+// A poll copies no more than this, so that the proxy's other duties wait for microseconds only.
+constexpr uint64_t kCopyBytesPerPoll = 1 << 20;
+// A full inbox is looked at again after this: its owner does not know who waits for it.
+constexpr uint64_t kStalledRetryUsec = 200;
+constexpr uint64_t kDisorderNsec = 100'000;
+
+[[noreturn]] void fail(int rank, int peer, const std::string& text) {
+  ErrorRecord record;
+  record.kind = ErrorKind::kTransport;
+  record.step = Step::kShip;
+  record.rank = rank;
+  record.peer = peer;
+  record.set_message("loop: " + text);
+  throw CommunicationFailure(record);
+}
+
+}  // namespace
+
+LoopTransport::LoopTransport(int rank, const RegisteredRegion& region, const LoopOptions& options)
+    : region_(region),
+      options_(options),
+      inbox_(Mapping::create()),
+      link_(options.gbytes_per_s),
+      random_(options.seed * 1000003 + static_cast<uint64_t>(rank)) {
+  options_.queue_depth = std::max(options.queue_depth, 1u);
+  own_ = {rank,          static_cast<int>(getpid()),         pid_namespace(), host_boot_id(), region.name, region.bytes,
+          inbox_.name(), std::bit_ceil(options_.queue_depth)};
+}
+
+void LoopTransport::connect(const std::vector<std::string>& addresses, const std::vector<int>& peers) {
+  inbox_.grow(inbox_bytes(own_.inbox_slots, addresses.size()));
+  peers_.resize(addresses.size());
+  for (int peer : peers) {
+    if (peer < 0 || static_cast<size_t>(peer) >= addresses.size() || peer == own_.rank)
+      fail(own_.rank, peer, "rank " + std::to_string(peer) + " is no peer of rank " + std::to_string(own_.rank));
+    connect_peer(peer, addresses[static_cast<size_t>(peer)], addresses.size());
+    connected_.push_back(peer);
+  }
+}
+
+void LoopTransport::connect_peer(int rank, const std::string& text, size_t num_ranks) {
+  const Address address = decode_address(text);
+  if (address.rank != rank)
+    fail(own_.rank, rank,
+         "the address of rank " + std::to_string(rank) + " names rank " + std::to_string(address.rank));
+  if (address.boot_id != own_.boot_id)
+    fail(own_.rank, rank, "rank " + std::to_string(rank) + " is on another host: this transport works inside one");
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  peer.process = ProcessWatch(address.pid, address.pid_namespace);
+  peer.region = Mapping::open(address.region_name, address.region_bytes);
+  peer.inbox = Mapping::open_and_grow(address.inbox_name, inbox_bytes(address.inbox_slots, num_ranks));
+  peer.control = reinterpret_cast<ControlBlock*>(peer.region.base());
+  peer.writer = {inbox_queue(peer.inbox.base(), address.inbox_slots, own_.rank), address.inbox_slots};
+  inbox_.reserve(inbox_queue_bytes(own_.inbox_slots) * static_cast<uint64_t>(rank),
+                 inbox_queue_bytes(own_.inbox_slots));
+  peer.reader = {inbox_queue(inbox_.base(), own_.inbox_slots, rank), own_.inbox_slots};
+  peer.lost = options_.drop_peer == rank || options_.drop_peer == own_.rank;
+  peer.stalled.reserve(2 * options_.queue_depth);
+  peer.connected = true;
+}
+
+bool LoopTransport::peer_alive(int peer) const { return peers_[static_cast<size_t>(peer)].process.alive(); }
+
+LoopTransport::Peer& LoopTransport::checked_peer(const WriteRequest& request) {
+  const bool known = request.peer >= 0 && static_cast<size_t>(request.peer) < peers_.size() &&
+                     peers_[static_cast<size_t>(request.peer)].connected;
+  if (!known) fail(own_.rank, request.peer, "rank " + std::to_string(request.peer) + " is not connected");
+  Peer& peer = peers_[static_cast<size_t>(request.peer)];
+  auto outside = [&](uint64_t offset, uint64_t bytes) {
+    return request.num_bytes > bytes || offset > bytes - request.num_bytes;
+  };
+  if (request.num_bytes != 0 &&
+      (outside(request.local_offset, region_.bytes) || outside(request.remote_offset, peer.region.num_bytes())))
+    fail(own_.rank, request.peer,
+         "a write of " + std::to_string(request.num_bytes) + " bytes leaves the region: local offset " +
+             std::to_string(request.local_offset) + ", remote " + std::to_string(request.remote_offset));
+  return peer;
+}
+
+PostResult LoopTransport::post_write(const WriteRequest& request) {
+  Peer& peer = checked_peer(request);
+  if (peer.outstanding >= options_.queue_depth || chance(options_.refuse_rate)) return PostResult::kAgain;
+  ++peer.outstanding;
+  if (peer.lost) return PostResult::kPosted;
+  const uint32_t write = take_write_slot();
+  writes_[write] = {request, chance(options_.duplicate_rate)};
+  const uint64_t left = link_.send(now_nsec(), request.num_bytes);
+  const uint64_t latency = static_cast<uint64_t>(options_.latency_usec * 1000);
+  schedule(left + latency + (options_.seed != 0 ? disorder_nsec(request.num_bytes) : 0), write, Act::kDeliver);
+  return PostResult::kPosted;
+}
+
+// Up to several chunks' time, so that a slow link is disordered as well.
+uint64_t LoopTransport::disorder_nsec(uint64_t num_bytes) {
+  const uint64_t range = kDisorderNsec + static_cast<uint64_t>(4 * link_.transmission_nsec(num_bytes));
+  return std::uniform_int_distribution<uint64_t>(0, range)(random_);
+}
+
+uint32_t LoopTransport::take_write_slot() {
+  if (free_writes_.empty()) {
+    writes_.emplace_back();
+    return static_cast<uint32_t>(writes_.size() - 1);
+  }
+  const uint32_t write = free_writes_.back();
+  free_writes_.pop_back();
+  return write;
+}
+
+void LoopTransport::schedule(uint64_t when_nsec, uint32_t write, Act act) {
+  due_.push_back({when_nsec, num_scheduled_++, write, act});
+  std::push_heap(due_.begin(), due_.end(), Later{});
+}
+
+size_t LoopTransport::poll(std::span<Completion> out) {
+  size_t count = 0;
+  more_now_ = false;
+  copied_bytes_ = 0;
+  const uint64_t now = now_nsec();
+  if (num_stalled_ != 0) retry_stalled(now);
+  // Half of the room for each, so that neither our completions nor the arrivals starve the other.
+  perform_due(now, out.first((out.size() + 1) / 2), count);
+  harvest(out, count);
+  return count;
+}
+
+void LoopTransport::perform_due(uint64_t now_nsec, std::span<Completion> out, size_t& count) {
+  while (!due_.empty() && due_.front().when_nsec <= now_nsec) {
+    if (count == out.size() || copied_bytes_ >= kCopyBytesPerPoll) {
+      more_now_ = true;
+      break;
+    }
+    std::pop_heap(due_.begin(), due_.end(), Later{});
+    const Due due = due_.back();
+    due_.pop_back();
+    if (due.act == Act::kReport) {
+      out[count++] = report(due.write);
+      continue;
+    }
+    Peer& peer = peers_[static_cast<size_t>(writes_[due.write].request.peer)];
+    if (!peer.stalled.empty() || peer.writer.full()) {
+      peer.stalled.push_back(due.write);
+      ++num_stalled_;
+      continue;
+    }
+    deliver(due.write, now_nsec);
+  }
+  for (int rank : connected_) {
+    Peer& peer = peers_[static_cast<size_t>(rank)];
+    if (peer.ring_due) peer.control->proxy_bell.ring();
+    peer.ring_due = false;
+  }
+}
+
+void LoopTransport::retry_stalled(uint64_t now_nsec) {
+  for (int rank : connected_) {
+    Peer& peer = peers_[static_cast<size_t>(rank)];
+    size_t done = 0;
+    while (done < peer.stalled.size() && copied_bytes_ < kCopyBytesPerPoll && !peer.writer.full())
+      deliver(peer.stalled[done++], now_nsec);
+    peer.stalled.erase(peer.stalled.begin(), peer.stalled.begin() + static_cast<ptrdiff_t>(done));
+    num_stalled_ -= done;
+  }
+}
+
+// The payload first; the event that reports it releases it.
+void LoopTransport::deliver(uint32_t write, uint64_t now_nsec) {
+  Write& w = writes_[write];
+  Peer& peer = peers_[static_cast<size_t>(w.request.peer)];
+  if (w.request.num_bytes != 0)
+    std::memcpy(peer.region.base() + w.request.remote_offset,
+                static_cast<const uint8_t*>(region_.base) + w.request.local_offset, w.request.num_bytes);
+  copied_bytes_ += w.request.num_bytes;
+  peer.writer.put({w.request.num_bytes, w.request.immediate, 0});
+  peer.ring_due = true;
+  if (w.again) {
+    w.again = false;
+    schedule(now_nsec + disorder_nsec(w.request.num_bytes), write, Act::kDeliverAgain);
+    return;
+  }
+  // The peer's acknowledgement takes its way back.
+  const uint64_t latency = static_cast<uint64_t>(options_.latency_usec * 1000);
+  schedule(now_nsec + latency + (options_.seed != 0 ? disorder_nsec(w.request.num_bytes) : 0), write, Act::kReport);
+}
+
+Completion LoopTransport::report(uint32_t write) {
+  const WriteRequest& request = writes_[write].request;
+  --peers_[static_cast<size_t>(request.peer)].outstanding;
+  free_writes_.push_back(write);
+  return {Completion::Kind::kWriteDone, request.peer, 0, request.num_bytes, request.cookie, nullptr};
+}
+
+void LoopTransport::harvest(std::span<Completion> out, size_t& count) {
+  for (size_t i = 0; i < connected_.size(); ++i) {
+    const int rank = connected_[(next_harvest_ + i) % connected_.size()];
+    Peer& peer = peers_[static_cast<size_t>(rank)];
+    uint64_t available = peer.reader.available();
+    if (available == 0) continue;
+    for (; available != 0 && count < out.size(); --available) {
+      const ArrivalEvent event = peer.reader.take();
+      if (!peer.lost) out[count++] = {Completion::Kind::kArrival, rank, event.immediate, event.num_bytes, 0, nullptr};
+    }
+    peer.reader.give_back();
+    if (available != 0) more_now_ = true;
+  }
+  if (!connected_.empty()) next_harvest_ = (next_harvest_ + 1) % connected_.size();
+}
+
+uint64_t LoopTransport::idle_usec() const {
+  if (more_now_) return 0;
+  uint64_t usec = num_stalled_ != 0 ? kStalledRetryUsec : UINT64_MAX;
+  if (!due_.empty()) {
+    const uint64_t now = now_nsec();
+    const uint64_t next = due_.front().when_nsec;
+    usec = std::min(usec, next > now ? (next - now) / 1000 : 0);
+  }
+  return usec;
+}
+
+}  // namespace loop
+
+uint64_t loop_memory_bytes(const LoopOptions& options, size_t num_peers) {
+  return loop::inbox_bytes(std::bit_ceil(std::max(options.queue_depth, 1u)), num_peers);
+}
+
+std::unique_ptr<Transport> make_loop_transport(int rank, const RegisteredRegion& region, const LoopOptions& options) {
+  return std::make_unique<loop::LoopTransport>(rank, region, options);
+}
+
+}  // namespace uccl_ep

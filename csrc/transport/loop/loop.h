@@ -1,0 +1,98 @@
+// The transport of one host: the sender's proxy copies into the receiver's mapped region when a NIC would have
+// delivered, then puts the immediate into the receiver's inbox and rings its proxy. It stands in for a NIC, its faults
+// included.
+#pragma once
+
+#include <cstdint>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "common/mapping.h"
+#include "common/process.h"
+#include "sync/control.h"
+#include "transport/loop/address.h"
+#include "transport/loop/inbox.h"
+#include "transport/loop/link.h"
+#include "transport/transport.h"
+
+namespace uccl_ep::loop {
+
+class LoopTransport final : public Transport {
+ public:
+  LoopTransport(int rank, const RegisteredRegion& region, const LoopOptions& options);
+
+  const char* name() const override { return "loop"; }
+  std::string address() const override { return encode_address(own_); }
+  void connect(const std::vector<std::string>& addresses, const std::vector<int>& peers) override;
+  void sealed() override { inbox_.unlink(); }
+  PostResult post_write(const WriteRequest& request) override;
+  void flush() override {}  // a write is on its way as soon as it is posted
+  size_t poll(std::span<Completion> out) override;
+  uint64_t idle_usec() const override;
+  bool peer_alive(int peer) const override;
+
+ private:
+  struct Peer {
+    bool connected = false;
+    bool lost = false;  // what goes to or comes from it disappears
+    Mapping region;
+    Mapping inbox;
+    ControlBlock* control = nullptr;
+    ArrivalWriter writer;  // into its inbox
+    ArrivalReader reader;  // of our inbox
+    uint32_t outstanding = 0;
+    bool ring_due = false;
+    std::vector<uint32_t> stalled;  // deliveries that found its inbox full, in order
+    ProcessWatch process;
+  };
+
+  // What happens next to a write, and when.
+  enum class Act : uint32_t { kDeliver, kDeliverAgain, kReport };
+  struct Due {
+    uint64_t when_nsec;
+    uint64_t order;  // in order of posting among equals
+    uint32_t write;  // index in writes_
+    Act act;
+  };
+  struct Later {
+    bool operator()(const Due& a, const Due& b) const {
+      return a.when_nsec != b.when_nsec ? a.when_nsec > b.when_nsec : a.order > b.order;
+    }
+  };
+  struct Write {
+    WriteRequest request;
+    bool again = false;  // to be delivered once more before it is reported
+  };
+
+  void connect_peer(int rank, const std::string& text, size_t num_ranks);
+  Peer& checked_peer(const WriteRequest& request);
+  void schedule(uint64_t when_nsec, uint32_t write, Act act);
+  uint32_t take_write_slot();
+  void perform_due(uint64_t now_nsec, std::span<Completion> out, size_t& count);
+  void retry_stalled(uint64_t now_nsec);
+  void deliver(uint32_t write, uint64_t now_nsec);
+  Completion report(uint32_t write);
+  void harvest(std::span<Completion> out, size_t& count);
+  uint64_t disorder_nsec(uint64_t num_bytes);
+  bool chance(double rate) { return rate > 0 && std::uniform_real_distribution<double>(0, 1)(random_) < rate; }
+
+  RegisteredRegion region_;
+  LoopOptions options_;
+  Address own_;
+  Mapping inbox_;
+  std::vector<Peer> peers_;       // by rank
+  std::vector<int> connected_;    // ranks
+  EgressLink link_;
+  std::mt19937_64 random_;
+  std::vector<Write> writes_;
+  std::vector<uint32_t> free_writes_;
+  std::vector<Due> due_;          // heap, earliest first
+  uint64_t num_scheduled_ = 0;
+  uint64_t num_stalled_ = 0;
+  uint64_t copied_bytes_ = 0;     // in this poll
+  size_t next_harvest_ = 0;       // rotates, so that no sender starves another
+  bool more_now_ = false;         // the last poll stopped early
+};
+
+}  // namespace uccl_ep::loop

@@ -1,0 +1,86 @@
+// The whole contract between a proxy and a network. Reliable, unordered, counted.
+//
+// * post_write() writes bytes of our registered region into the peer's region and raises an immediate there. An arrival
+//   is reported at the peer only when all its bytes are visible to the peer's host threads.
+// * Nothing is ordered: neither two writes to one peer, nor their arrivals, nor their completions.
+// * A write that was posted is reported exactly once as kWriteDone (flushed: it will never touch the peer's memory
+//   again) or ends in kFailure. The caller keeps its bytes unchanged until then.
+// * An arrival may be reported more than once. The payload is not written again after kWriteDone.
+// * One thread uses a transport: the proxy. address() and connect() are called before that thread starts.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "common/error.h"
+
+namespace uccl_ep {
+
+// Our region, as the domain memory allocated it. `name` lets a same-host transport map it in another process.
+struct RegisteredRegion {
+  void* base = nullptr;
+  uint64_t bytes = 0;
+  std::string name;
+};
+
+struct WriteRequest {
+  int peer;
+  uint64_t local_offset;  // in our region
+  uint64_t remote_offset;  // in the peer's region
+  uint64_t num_bytes;  // 0: only the immediate
+  uint32_t immediate;
+  uint64_t cookie;  // comes back with kWriteDone
+};
+
+struct Completion {
+  enum class Kind : uint32_t { kWriteDone, kArrival, kFailure };
+  Kind kind;
+  int peer;
+  uint32_t immediate;  // kArrival
+  uint64_t num_bytes;  // kArrival, kWriteDone
+  uint64_t cookie;  // kWriteDone, kFailure
+  const char* reason;  // kFailure: static text
+};
+
+enum class PostResult : uint32_t { kPosted, kAgain };  // kAgain: the queue to this peer is full now, poll and try again
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  virtual const char* name() const = 0;
+  // Opaque bytes for the peers, gathered by the bootstrap.
+  virtual std::string address() const = 0;
+  // `addresses`: by rank; only the ranks in `peers` are connected. Throws CommunicationFailure(kTransport).
+  virtual void connect(const std::vector<std::string>& addresses, const std::vector<int>& peers) = 0;
+  // After every rank has connected: names that were only needed for that are removed.
+  virtual void sealed() = 0;
+  virtual PostResult post_write(const WriteRequest& request) = 0;
+  // One doorbell for the writes posted since the last flush.
+  virtual void flush() = 0;
+  // Fills `out`, returns how many. Never blocks.
+  virtual size_t poll(std::span<Completion> out) = 0;
+  // How long the proxy may sleep, if nobody rings its bell, before poll() has something to do. UINT64_MAX: until rung.
+  virtual uint64_t idle_usec() const = 0;
+  // False once the peer's process is known to be gone (a transport that cannot know says true).
+  virtual bool peer_alive(int peer) const = 0;
+};
+
+struct LoopOptions {
+  double gbytes_per_s = 0;  // per rank and direction out; 0: unlimited. The limiter allows no burst over one chunk.
+  double latency_usec = 0;
+  uint64_t seed =
+      0;  // 0: in order. Else arrivals and completions are delivered in a seeded random order and with random delays
+  double refuse_rate = 0;  // share of post_write calls answered kAgain
+  double duplicate_rate = 0;  // share of writes whose payload and immediate are delivered twice (before kWriteDone)
+  int drop_peer = -1;  // rank to and from which nothing is delivered any more
+  uint32_t queue_depth = 1024;  // per peer
+};
+
+// What a loop transport allocates for `num_peers` connected ranks.
+uint64_t loop_memory_bytes(const LoopOptions& options, size_t num_peers);
+std::unique_ptr<Transport> make_loop_transport(int rank, const RegisteredRegion& region, const LoopOptions& options);
+
+}  // namespace uccl_ep
