@@ -1,0 +1,305 @@
+"""How ranks exchange a few bytes while a buffer is created; nothing of it is used afterwards.
+
+`TorchBootstrap` needs only the key-value store of a torch.distributed group: no collective runs on the group,
+so it works for any backend and cannot interleave with the program's own collectives. `LocalBootstrap` serves
+ranks that are threads of one process.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+from uccl_ep_train.errors import (
+    ArrivalTimeout,
+    CommunicationError,
+    ConfigError,
+    PeerFailed,
+    RankMismatchError,
+    TransportError,
+)
+
+DEFAULT_TIMEOUT_S = 300.0
+
+
+@runtime_checkable
+class Bootstrap(Protocol):
+    """What the creation of a buffer needs. Every rank makes the same calls in the same order.
+
+    rank, size  of this process in the group
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_gather(self, payload: bytes, what: str) -> list[bytes]:
+        """Every rank's payload, by rank. `what` names the step for errors and must be equal on all ranks.
+
+        Raises `ArrivalTimeout` naming the missing ranks, `RankMismatchError` naming both ranks and both
+        steps, `TransportError` when the store cannot be reached.
+        """
+        ...
+
+    def barrier(self, what: str) -> None:
+        """Returns when every rank has called it; raises what `all_gather` raises."""
+        ...
+
+
+class _SteppedBootstrap:
+    """all_gather and barrier from two primitives: post this rank's frame of a step, collect all frames."""
+
+    def __init__(self, rank: int, size: int, timeout_s: float) -> None:
+        self._rank = rank
+        self._size = size
+        self._timeout_s = timeout_s
+        self._step = 0
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def all_gather(self, payload: bytes, what: str) -> list[bytes]:
+        step = self._step
+        self._step += 1
+        self._post(step, what.encode() + b"\0" + payload)
+        frames = self._collect(step, what, time.monotonic() + self._timeout_s)
+        payloads = []
+        for peer, frame in enumerate(frames):
+            seen, _, body = frame.partition(b"\0")
+            if seen.decode() != what:
+                raise RankMismatchError(
+                    f"creation: rank {self._rank} is at {what!r} while rank {peer} is at {seen.decode()!r}",
+                    rank=self._rank,
+                    step="bootstrap",
+                    peer=peer,
+                    expected=what,
+                    seen=seen.decode(),
+                )
+            payloads.append(body)
+        return payloads
+
+    def barrier(self, what: str) -> None:
+        self.all_gather(b"", what)
+
+    def _timed_out(self, what: str, missing: list[int]) -> ArrivalTimeout:
+        return ArrivalTimeout(
+            f"creation, {what}: rank {self._rank} waited {self._timeout_s:g} s for "
+            f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self._size}",
+            rank=self._rank,
+            step="bootstrap",
+            peer=missing[0],
+            expected=self._size,
+            seen=self._size - len(missing),
+        )
+
+    def _post(self, step: int, frame: bytes) -> None:
+        raise NotImplementedError
+
+    def _collect(self, step: int, what: str, deadline: float) -> list[bytes]:
+        raise NotImplementedError
+
+
+class StoreBootstrap(_SteppedBootstrap):
+    """Over a torch.distributed key-value store that all ranks share.
+
+    Keys carry `name`, how many bootstraps this rank has had under that name, and the step. The count lies in
+    the store too, so that frames of an earlier bootstrap, or of a process that has been replaced, are never
+    taken for new ones.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, size: int, *, name: str, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        super().__init__(rank, size, timeout_s)
+        self._store = store
+        count = self._guard(lambda: store.add(f"uccl_ep_train/{name}/creations/{rank}", 1))
+        self._prefix = f"uccl_ep_train/{name}/{count}"
+
+    def _key(self, step: int, rank: int) -> str:
+        return f"{self._prefix}/{step}/{rank}"
+
+    def _post(self, step: int, frame: bytes) -> None:
+        self._guard(lambda: self._store.set(self._key(step, self._rank), frame))
+
+    def _collect(self, step: int, what: str, deadline: float) -> list[bytes]:
+        keys = [self._key(step, peer) for peer in range(self._size)]
+        # `check` in a loop, not `wait`: a waiting client holds the connection that other users share.
+        pause_s = 0.0005
+        while not self._check(keys):
+            if time.monotonic() > deadline:
+                missing = [peer for peer, key in enumerate(keys) if not self._check([key])]
+                if missing:
+                    raise self._timed_out(what, missing)
+                break
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.02)
+        frames = self._guard(lambda: [bytes(self._store.get(key)) for key in keys])
+        if step > 0:
+            # Everybody has posted this step, hence finished the one before: nobody reads that frame any more.
+            self._forget(self._key(step - 1, self._rank))
+        return frames
+
+    def _check(self, keys: list[str]) -> bool:
+        return bool(self._guard(lambda: self._store.check(keys)))
+
+    def finish(self) -> None:
+        """Removes what this bootstrap left in the store. Every rank calls it at its end; never raises."""
+        try:
+            if self._store.add(f"{self._prefix}/finished", 1) < self._size:
+                return
+        except Exception:  # The store may be gone by now, and what it held with it.
+            return
+        for peer in range(self._size):
+            self._forget(self._key(self._step - 1, peer))
+        self._forget(f"{self._prefix}/finished")
+
+    def _forget(self, key: str) -> None:
+        try:
+            self._store.delete_key(key)
+        except Exception:  # Some stores cannot delete; a few dead bytes do no harm.
+            return
+
+    def _guard(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            raise TransportError(
+                f"creation: rank {self._rank} cannot reach the group's store: {error}",
+                rank=self._rank,
+                step="bootstrap",
+            ) from error
+
+
+class TorchBootstrap(StoreBootstrap):
+    """Over the store of a `torch.distributed` process group (None: the default group).
+
+    Raises `ConfigError` when torch.distributed is not initialised, this process is not in the group, or the
+    group has no store.
+    """
+
+    def __init__(self, group: Any = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        import torch.distributed as dist
+
+        if not dist.is_available() or not dist.is_initialized():
+            raise ConfigError("torch.distributed is not initialised: call init_process_group first")
+        if group is None:
+            group = dist.group.WORLD
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise ConfigError("this process is not a member of the group")
+        super().__init__(
+            _store_of(group),
+            rank,
+            dist.get_world_size(group),
+            name=getattr(group, "group_name", "default"),
+            timeout_s=timeout_s,
+        )
+
+
+def _store_of(group: Any) -> Any:
+    from torch.distributed import distributed_c10d
+
+    getter = getattr(group, "get_group_store", None)
+    if getter is not None:
+        try:
+            return getter()
+        except RuntimeError:
+            pass
+    entry = distributed_c10d._world.pg_map.get(group)
+    if entry is None or entry[1] is None:
+        raise ConfigError("the group has no key-value store; pass bootstrap= instead")
+    return entry[1]
+
+
+class _LocalRoom:
+    """What the threads of a `LocalBootstrap` share: frames by step, then by rank."""
+
+    def __init__(self, size: int) -> None:
+        self.changed = threading.Condition()
+        self.frames: dict[int, list[bytes | None]] = {}
+        self.readers_left: dict[int, int] = {}
+        self.size = size
+
+
+class LocalBootstrap(_SteppedBootstrap):
+    """For ranks that are threads of one process: `LocalBootstrap.create(n)` gives one per rank."""
+
+    def __init__(self, room: _LocalRoom, rank: int, timeout_s: float) -> None:
+        super().__init__(rank, room.size, timeout_s)
+        self._room = room
+
+    @classmethod
+    def create(cls, size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[LocalBootstrap]:
+        if size < 1:
+            raise ConfigError(f"size = {size}: allowed is at least 1")
+        room = _LocalRoom(size)
+        return [cls(room, rank, timeout_s) for rank in range(size)]
+
+    def _post(self, step: int, frame: bytes) -> None:
+        room = self._room
+        with room.changed:
+            room.frames.setdefault(step, [None] * room.size)[self._rank] = frame
+            room.readers_left.setdefault(step, room.size)
+            room.changed.notify_all()
+
+    def _collect(self, step: int, what: str, deadline: float) -> list[bytes]:
+        room = self._room
+        with room.changed:
+            frames = room.frames[step]
+            room.changed.wait_for(lambda: None not in frames, timeout=max(0.0, deadline - time.monotonic()))
+            missing = [peer for peer, frame in enumerate(frames) if frame is None]
+            if missing:
+                raise self._timed_out(what, missing)
+            room.readers_left[step] -= 1
+            if room.readers_left[step] == 0:
+                del room.frames[step], room.readers_left[step]
+            return [frame for frame in frames if frame is not None]
+
+
+def exchange(bootstrap: Bootstrap, what: str, produce: Callable[[], bytes]) -> list[bytes]:
+    """Runs `produce` on each rank and gathers the results; if it fails on one, all ranks raise at once.
+
+    The rank that failed raises its own exception, the others `PeerFailed` naming the rank and its error. All
+    fallible steps of a buffer's creation go through here, so that nobody waits for a rank that has given up.
+    """
+    failure: Exception | None = None
+    payload = b""
+    try:
+        payload = b"+" + produce()
+    except Exception as error:
+        failure = error
+        payload = b"-" + json.dumps([type(error).__name__, str(error)]).encode()
+    try:
+        answers = bootstrap.all_gather(payload, what)
+        if failure is not None:
+            raise failure
+    except CommunicationError:
+        if failure is not None:
+            raise failure from None
+        raise
+    finally:
+        # An exception that its own traceback leads back to would keep all that its frames hold, memory of an
+        # engine among it, until the next garbage collection.
+        failure = None
+    for peer, answer in enumerate(answers):
+        if answer[:1] == b"-":
+            name, message = json.loads(answer[1:])
+            raise PeerFailed(
+                f"creation, {what}: rank {peer} failed with {name}: {message}",
+                rank=bootstrap.rank,
+                step="bootstrap",
+                peer=peer,
+                expected="ok",
+                seen=name,
+            )
+    return [answer[1:] for answer in answers]

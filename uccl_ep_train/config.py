@@ -1,0 +1,342 @@
+"""`EpConfig`: everything a buffer can be told, with unit, range and reason per field.
+
+The environment is not read here: `EpConfig.from_env` asks `env.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from uccl_ep_train.config_checks import (
+    MAX_RANKS,
+    FieldInfo,
+    choice,
+    hidden_size,
+    info,
+    integer,
+    integers,
+    number,
+    optional,
+    permutation,
+)
+from uccl_ep_train.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpConfig:
+    """Configuration of one `Buffer`. Frozen; validated on construction.
+
+    Raises `ConfigError` naming the field, the value and what is allowed. `describe()` prints all values with
+    their units and where each came from. Fields marked "ranks agree" there must be equal on all ranks of the
+    group, which is checked when the buffer is created.
+    """
+
+    num_experts: int = field(
+        metadata=info(
+            "experts",
+            "1 .. 2^20, divisible by the number of ranks",
+            "experts of the whole group; expert e belongs to group rank e // (num_experts / ranks)",
+            integer(1, 1 << 20),
+        )
+    )
+    hidden: int = field(
+        metadata=info(
+            "elements",
+            "a multiple of 128, 128 .. 131072",
+            "largest row length used on this buffer; slots are sized for it",
+            hidden_size,
+        )
+    )
+    dispatch_dtype: str = field(
+        default="fp8",
+        metadata=info(
+            "",
+            "'fp8' | 'bf16'",
+            "fp8: BF16 rows are quantised on the wire (FP32 rows are refused); bf16: rows travel unquantised",
+            choice("fp8", "bf16"),
+        ),
+    )
+    grad_dtype: str = field(
+        default="bf16",
+        metadata=info(
+            "",
+            "'bf16' | 'fp8'",
+            "wire dtype of combine's backward, a dispatch of gradients; bf16: gradients travel unquantised",
+            choice("bf16", "fp8"),
+        ),
+    )
+    combine_wire_dtype: str = field(
+        default="bf16",
+        metadata=info(
+            "",
+            "'bf16' | 'fp32' (fp32 needs max_dtype='fp32')",
+            "dtype of BF16 partial sums between hops; fp32: no rounding before the last sum",
+            choice("bf16", "fp32"),
+        ),
+    )
+    fp8_scale: str = field(
+        default="pow2",
+        metadata=info(
+            "",
+            "'pow2' | 'fp32'",
+            "pow2: scales are powers of two, so dequantised rows are exact in BF16; fp32: unrounded scales",
+            choice("pow2", "fp32"),
+        ),
+    )
+    max_dtype: str = field(
+        default="fp32",
+        metadata=info(
+            "",
+            "'bf16' | 'fp32'",
+            "widest tensor dtype that the slots are sized for; bf16 halves the memory",
+            choice("bf16", "fp32"),
+        ),
+    )
+    budget_bytes: int = field(
+        default=512 << 20,
+        metadata=info(
+            "bytes",
+            "1 .. 2^46, at least the least budget that memory_plan() names",
+            "memory of a rank for staging, landing, fold pieces, relay output, flags and rings",
+            integer(1, 1 << 46),
+        ),
+    )
+    chunk_bytes: int | None = field(
+        default=None,
+        metadata=info(
+            "bytes",
+            "None, or 1 .. 2^30",
+            "size of a chunk; None: chosen from the budget",
+            optional(integer(1, 1 << 30)),
+        ),
+    )
+    window_chunks: int | None = field(
+        default=None,
+        metadata=info(
+            "chunks",
+            "None, or 1 .. 65536",
+            "slots per channel; None: chosen from the budget",
+            optional(integer(1, 65536)),
+        ),
+    )
+    arrival_timeout_s: float = field(
+        default=300.0,
+        metadata=info(
+            "seconds",
+            "> 0, at most 10^6",
+            "a peer that has not entered the operation by then is an error; covers slow data loading",
+            number(0.0, 1e6, open_low=True),
+            agree=False,
+        ),
+    )
+    progress_timeout_s: float = field(
+        default=20.0,
+        metadata=info(
+            "seconds",
+            "> 0, at most 10^6",
+            "all ranks entered, and no byte or flag moved for this long: an error",
+            number(0.0, 1e6, open_low=True),
+            agree=False,
+        ),
+    )
+    num_sms: int = field(
+        default=20,
+        metadata=info(
+            "SMs",
+            "1 .. 1024",
+            "streaming multiprocessors a kernel may occupy; GPU only",
+            integer(1, 1024),
+            agree=False,
+        ),
+    )
+    domain_size: int | None = field(
+        default=None,
+        metadata=info(
+            "ranks",
+            "None, or 1 .. 65536",
+            "splits the group in consecutive domains of this size (the last may be smaller); None: probed",
+            optional(integer(1, MAX_RANKS)),
+        ),
+    )
+    domains: tuple[int, ...] | None = field(
+        default=None,
+        metadata=info(
+            "domain ids",
+            "None, or an integer >= 0 per rank of the group",
+            "domain of each rank, for uneven or interleaved domains; overrides domain_size",
+            optional(integers(0, MAX_RANKS - 1)),
+        ),
+    )
+    transport: str = field(
+        default="auto",
+        metadata=info(
+            "",
+            "'auto' | 'loop'",
+            "how rows travel between domains; auto: what this build and host have",
+            choice("auto", "loop"),
+        ),
+    )
+    loop_gbytes_per_s: float = field(
+        default=0.0,
+        metadata=info(
+            "10^9 bytes/s",
+            "0 (unlimited) .. 10^6",
+            "link rate of the loop transport, to stand in for a NIC",
+            number(0.0, 1e6),
+            agree=False,
+        ),
+    )
+    loop_latency_us: float = field(
+        default=0.0,
+        metadata=info(
+            "microseconds", "0 .. 10^7", "latency of the loop transport", number(0.0, 1e7), agree=False
+        ),
+    )
+    loop_seed: int = field(
+        default=0,
+        metadata=info(
+            "",
+            "0 (in order) .. 2^63 - 1",
+            "seed of the loop transport's disorder, for tests",
+            integer(0, (1 << 63) - 1),
+            agree=False,
+        ),
+    )
+    loop_refuse_rate: float = field(
+        default=0.0,
+        metadata=info(
+            "fraction",
+            "0 .. 0.99",
+            "share of posts that the loop transport refuses (EAGAIN), for tests",
+            number(0.0, 0.99),
+            agree=False,
+        ),
+    )
+    loop_duplicate_rate: float = field(
+        default=0.0,
+        metadata=info(
+            "fraction",
+            "0 .. 1",
+            "share of arrivals that the loop transport reports twice, for tests",
+            number(0.0, 1.0),
+            agree=False,
+        ),
+    )
+    loop_drop_peer: int = field(
+        default=-1,
+        metadata=info(
+            "group rank",
+            "-1 (none) .. 65535",
+            "the loop transport loses all traffic to this rank, for tests",
+            integer(-1, MAX_RANKS - 1),
+            agree=False,
+        ),
+    )
+    num_proxies: int = field(
+        default=1,
+        metadata=info(
+            "threads",
+            "1 .. 4 (the host backend has 1)",
+            "proxy threads of a rank that post to the transport",
+            integer(1, 4),
+        ),
+    )
+    source_order: tuple[int, ...] | None = field(
+        default=None,
+        metadata=info(
+            "group ranks",
+            "None, or a permutation of the group's ranks",
+            "order of the sources inside an expert's rows; None: ascending group rank",
+            optional(permutation),
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        for entry in dataclasses.fields(self):
+            about: FieldInfo = entry.metadata["info"]
+            value = getattr(self, entry.name)
+            try:
+                checked = about.check(value)
+            except (ValueError, TypeError, OverflowError):
+                raise ConfigError(f"{entry.name} = {value!r}: allowed is {about.allowed}") from None
+            object.__setattr__(self, entry.name, checked)
+        if self.combine_wire_dtype == "fp32" and self.max_dtype != "fp32":
+            raise ConfigError(
+                "combine_wire_dtype = 'fp32' with max_dtype = 'bf16': the slots would be too small; "
+                "allowed is max_dtype = 'fp32'"
+            )
+
+    @classmethod
+    def from_env(cls, **overrides: Any) -> EpConfig:
+        """Arguments, else `UCCL_EP_*` variables (`python -m uccl_ep_train.env` lists them), else defaults.
+
+        Raises `ConfigError` for a bad value, naming the variable if it came from the environment.
+        """
+        from uccl_ep_train import env
+
+        names = {entry.name for entry in dataclasses.fields(cls)}
+        unknown = sorted(set(overrides) - names)
+        if unknown:
+            raise ConfigError(
+                f"unknown configuration field {unknown[0]!r}; allowed is one of {sorted(names)}"
+            )
+        found = {name: value for name, value in env.config_values().items() if name not in overrides}
+        if overrides.get("domain_size") is not None:
+            found.pop("domains", None)  # It would override an argument.
+        try:
+            config = cls(**overrides, **found)
+        except ConfigError as error:
+            variable = env.variable_of_field(str(error).split(" ", 1)[0])
+            if variable is not None and variable.field in found:
+                raise ConfigError(f"environment variable {variable.name}: {error}") from None
+            raise
+        sources = dict.fromkeys(overrides, "argument")
+        for name in found:
+            known = env.variable_of_field(name)
+            sources[name] = f"environment {known.name}" if known else "environment"
+        config._set_sources(sources)
+        return config
+
+    def replace(self, **changes: Any) -> EpConfig:
+        """A copy with some fields changed; the sources of the others are kept."""
+        config = dataclasses.replace(self, **changes)
+        kept = {name: source for name, source in self._sources().items() if name not in changes}
+        config._set_sources(kept | dict.fromkeys(changes, "argument"))
+        return config
+
+    def describe(self) -> str:
+        """A line per field: name, value, unit, source of the value, whether ranks must agree, reason."""
+        sources = self._sources()
+        rows = []
+        for entry in dataclasses.fields(self):
+            about: FieldInfo = entry.metadata["info"]
+            value = getattr(self, entry.name)
+            source = sources.get(entry.name)
+            if source is None:
+                # A directly constructed dataclass does not know which arguments were passed.
+                source = "default" if value == entry.default else "argument"
+            agree = "ranks agree" if about.agree else "per rank"
+            rows.append((entry.name, repr(value), about.unit, source, agree, about.reason))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + "  " + row[5]
+            for row in rows
+        )
+
+    def agreed_values(self) -> dict[str, Any]:
+        """The fields that must be equal on every rank, JSON-ready."""
+        return {
+            entry.name: getattr(self, entry.name)
+            for entry in dataclasses.fields(self)
+            if entry.metadata["info"].agree
+        }
+
+    def _sources(self) -> Mapping[str, str]:
+        return getattr(self, "_field_sources", {})
+
+    def _set_sources(self, sources: Mapping[str, str]) -> None:
+        # Not a field: two configurations with equal values are equal wherever the values came from.
+        object.__setattr__(self, "_field_sources", dict(sources))

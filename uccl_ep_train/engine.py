@@ -1,0 +1,335 @@
+"""`Buffer`: owns the native engine of one expert-parallel group on this rank.
+
+Shapes: T tokens of this rank, H hidden, K experts per token, E experts of the group, L experts of this rank,
+R rows received by this rank.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from uccl_ep_train import autograd, routing
+from uccl_ep_train.bootstrap import Bootstrap, TorchBootstrap
+from uccl_ep_train.config import EpConfig
+from uccl_ep_train.errors import ClosedError, CommunicationError, DtypeError
+from uccl_ep_train.handle import DispatchHandle, DispatchResult
+from uccl_ep_train.launch import Launcher
+from uccl_ep_train.lifecycle import abandon, create_engine, watch_optimizers
+from uccl_ep_train.pending import InFlight, PendingCombine, PendingDispatch
+from uccl_ep_train.stats import CallClock, MemoryPlan, memory_plan
+
+__all__ = ["Buffer", "PendingCombine", "PendingDispatch"]
+
+
+class Buffer:
+    """Dispatches tokens to experts and combines their outputs over one group of ranks.
+
+    Creation is collective. Operations form one sequence that has to be the same on every rank of the group; a
+    rank that deviates makes all of them raise `RankMismatchError`. Concurrent sequences need two buffers.
+
+    group      a torch.distributed process group (None: the default group); used for creation only
+    config     see `EpConfig`
+    bootstrap  replaces the group where there is no torch.distributed
+
+    Raises `ConfigError` (a value cannot work; `MemoryBudgetError` names the least budget), `TopologyError`
+    (ranks disagree on domains), `RankMismatchError` (on other settings), `ArrivalTimeout` (a rank is
+    missing), `PeerFailed` (another rank raised one of these), `NativeMissingError`. If creation fails on one
+    rank it fails on all, and nothing stays allocated.
+
+    Use it as a context manager, or call `close`. A buffer that is neither closed nor referenced any more
+    leaves the group: at once if operations are pending, else after waiting 2 s for the other ranks to leave,
+    too. A rank that goes on raises `PeerFailed`.
+    """
+
+    def __init__(self, group: Any, config: EpConfig, *, bootstrap: Bootstrap | None = None) -> None:
+        if not isinstance(config, EpConfig):
+            raise DtypeError(f"config is {type(config).__name__}; allowed is an EpConfig")
+        meeting = bootstrap or TorchBootstrap(group, timeout_s=config.arrival_timeout_s)
+        self.config = config
+        self.rank = meeting.rank
+        self.num_ranks = meeting.size
+        self._clock = CallClock()
+        self._in_flight = InFlight()
+        self._owner = object()  # Marks this buffer's handles without keeping the buffer alive.
+        self._error: CommunicationError | None = None
+        self._closed = False
+        self._last_stats: dict[str, float] = {}
+        self.topology, self._engine = create_engine(meeting, config)
+        self._launcher = Launcher(self._engine, self._in_flight, self._owner)
+        self._finalizer = weakref.finalize(self, abandon, self._engine, self._in_flight, os.getpid())
+        watch_optimizers(self)
+
+    # Dispatch
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        *,
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        handle: DispatchHandle | None = None,
+        expert_alignment: int = 1,
+        dispatch_dtype: str | None = None,
+    ) -> DispatchResult:
+        """Sends each token to the ranks of its experts and returns the rows that this rank's experts got.
+
+        x                 [T, H] bfloat16 | float32, contiguous; T may differ per rank and be 0; H a multiple
+                          of 128, at most `config.hidden`, equal on all ranks
+        topk_idx          [T, K] int64, -1: dropped; K at most 32
+        topk_weights      [T, K] float32, or None: no weights travel (on any rank)
+        routing_map       [T, E] bool, instead of topk_idx; any number of experts per token
+        probs             [T, E] float32, with routing_map
+        handle            of an earlier dispatch of this buffer: its plan is used and no routing is exchanged.
+                          Routing given with it must be the same, else every rank raises `PlanMismatchError`
+        expert_alignment  rows; each expert's segment is padded to a multiple of it with zero rows
+        dispatch_dtype    "fp8" | "bf16" for this call; None: the configuration's
+
+        Differentiable in x and topk_weights (probs); see `autograd.py` for what ranks must have in common.
+
+        Raises `InputError` (`DtypeError`, `ShapeError`, `RoutingError`, `DeviceError`) before anything is
+        launched; `CommunicationError`, after which the buffer is broken; `ClosedError`.
+        """
+        return self.dispatch_async(
+            x,
+            topk_idx,
+            topk_weights,
+            routing_map=routing_map,
+            probs=probs,
+            handle=handle,
+            expert_alignment=expert_alignment,
+            dispatch_dtype=dispatch_dtype,
+        ).wait()
+
+    def dispatch_async(
+        self,
+        x: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        *,
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        handle: DispatchHandle | None = None,
+        expert_alignment: int = 1,
+        dispatch_dtype: str | None = None,
+    ) -> PendingDispatch:
+        """As `dispatch`, but returns once counts are known: with a handle at once, else when all entered.
+
+        The result of `wait()` is differentiable, too. The arguments must not be changed before `wait()`
+        returned; they are kept alive even if the pending object is dropped.
+        """
+        self._ready()
+        wire = self.config.dispatch_dtype if dispatch_dtype is None else dispatch_dtype
+        routing.check_rows("x", x, self.config)
+        routing.check_wire("x", x, "dispatch_dtype", wire)
+        if handle is not None:
+            routing.check_handle(handle, self._owner)
+        alignment = routing.check_alignment(expert_alignment, handle)
+        routed = routing.check_routing(
+            x, topk_idx, topk_weights, routing_map, probs, handle, self.config.num_experts
+        )
+        attach = autograd.needs_graph(x, routed.values)
+        with self._operation("dispatch", starts=True):
+            launched = self._launcher.dispatch(
+                x, routed, handle, alignment=alignment, wire=wire, pow2=self._pow2
+            )
+        tokens_per_expert = torch.tensor(launched.handle.tokens_per_expert, dtype=torch.int64)
+
+        def finish() -> DispatchResult:
+            with self._operation("dispatch"):
+                self._wait(launched.native)
+            filled = (launched.rows, launched.row_weights)
+            if attach:
+                gradients = self._combine_gradients(launched.handle)
+                filled = autograd.attach_dispatch(x, routed.values, filled, gradients)
+            return DispatchResult(filled[0], tokens_per_expert, filled[1], launched.handle)
+
+        return PendingDispatch(launched.native, launched.handle, tokens_per_expert, finish)
+
+    def _combine_gradients(self, handle: DispatchHandle) -> autograd.CombineGradients:
+        """The backward of a dispatch."""
+
+        def run(grad_rows_RH: Tensor, grad_weights_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            self._ready()
+            with self._operation("dispatch_backward", starts=True):
+                launched = self._launcher.combine(
+                    grad_rows_RH, handle, wire_fp32=self._wire_fp32, row_values=grad_weights_R
+                )
+                self._wait(launched.native)
+            return launched.out, launched.values
+
+        return run
+
+    # Combine
+
+    def combine(self, rows: Tensor, handle: DispatchHandle, *, grad_dtype: str | None = None) -> Tensor:
+        """Sums, for each token that was dispatched from this rank, the rows that its experts made of it.
+
+        rows        [R, H] bfloat16 | float32, contiguous, in the order of `DispatchResult.rows`; padding is
+                    ignored; H may differ from the dispatch's
+        handle      of the dispatch
+        grad_dtype  "bf16" | "fp8": how gradients travel in this call's backward; None: the configuration's
+
+        Returns [T, H] in the dtype of rows: the unweighted sum over the token's experts (multiply rows by
+        `row_weights` for a weighted one), zero for tokens without experts. Differentiable in rows.
+
+        Raises what `dispatch` raises.
+        """
+        return self.combine_async(rows, handle, grad_dtype=grad_dtype).wait()
+
+    def combine_async(
+        self, rows: Tensor, handle: DispatchHandle, *, grad_dtype: str | None = None
+    ) -> PendingCombine:
+        """As `combine`, but returns at once. `rows` must not be changed before `wait()` returned."""
+        self._ready()
+        routing.check_handle(handle, self._owner)
+        routing.check_combine_rows(rows, handle, self.config)
+        grad_wire = self.config.grad_dtype if grad_dtype is None else grad_dtype
+        attach = autograd.needs_graph(rows)
+        if attach:
+            routing.check_wire("rows", rows, "grad_dtype", grad_wire)
+        with self._operation("combine", starts=True):
+            launched = self._launcher.combine(rows, handle, wire_fp32=self._wire_fp32)
+
+        def finish() -> Tensor:
+            with self._operation("combine"):
+                self._wait(launched.native)
+            if not attach:
+                return launched.out
+            return autograd.attach_combine(rows, launched.out, self._dispatch_gradients(handle, grad_wire))
+
+        return PendingCombine(launched.native, finish)
+
+    def _dispatch_gradients(self, handle: DispatchHandle, wire: str) -> autograd.DispatchGradients:
+        """The backward of a combine."""
+
+        def run(grad_out_TH: Tensor) -> Tensor:
+            self._ready()
+            planned = routing.Routing("plan", None, None)
+            with self._operation("combine_backward", starts=True):
+                launched = self._launcher.dispatch(
+                    grad_out_TH,
+                    planned,
+                    handle,
+                    alignment=handle.expert_alignment,
+                    wire=wire,
+                    pow2=self._pow2,
+                )
+                self._wait(launched.native)
+            return launched.rows
+
+        return run
+
+    # State
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def check(self) -> None:
+        """Raises the error of a failed operation, if any; runs before every step of a torch optimizer."""
+        if self._error is not None:
+            raise self._error.again()
+        if self._closed:
+            return
+        with self._remember():
+            self._engine.check()
+
+    def stats(self) -> dict[str, float]:
+        """Counters since creation by name; after `close` those of the end. `stats.format_stats` prints them.
+
+        caller.{dispatch, combine, dispatch_backward, combine_backward}.{calls, seconds}: what callers asked
+        for, and the time they spent in it, launch and wait; what ran behind their backs is not in it.
+        dispatch.*, combine.*: operations of the engine (a backward of dispatch is a combine), its busy time.
+        rows.*, pairs.*: by the step that moved them. ring.*: chunks, laps and waits of each window. ship.*:
+        chunks and bytes on the wire by kind and destination domain. blocked_seconds.*: waiting, by step.
+        credit.*, proxy.*: waits for credits, refused posts, arrivals, dropped duplicates. memory.*: sizes.
+        """
+        native = self._last_stats if self._closed else self._engine.stats()
+        return {**native, **self._clock.read()}
+
+    def memory_plan(self) -> MemoryPlan:
+        """What this rank has allocated, by name; the total equals the bytes allocated."""
+        return memory_plan(self.config, self.topology, self.rank)
+
+    def close(self, *, abort: bool = False) -> None:
+        """Gives everything back. Idempotent; works on a broken buffer, and raises no error of an operation.
+
+        Without `abort` it waits for the operations of this rank and for all ranks to close, at most
+        `progress_timeout_s`; Ctrl-C turns it into an abort. With `abort` nothing is waited for, and peers in
+        the middle of an operation raise `PeerFailed`. Operations still pending raise `ClosedError` or a
+        `CommunicationError`.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._last_stats = dict(self._engine.stats())
+        try:
+            self._engine.close(abort=abort or self._error is not None)
+        finally:
+            # Ctrl-C, too, comes out of it only when the engine is closed.
+            self._finalizer.detach()
+            self._in_flight.clear()
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(abort=kind is not None)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "broken" if self._error is not None else "open"
+        return (
+            f"Buffer(rank {self.rank}, {self.topology}, {self.config.num_experts} experts, "
+            f"hidden {self.config.hidden}, {self.config.dispatch_dtype} dispatch, {state})"
+        )
+
+    @property
+    def _pow2(self) -> bool:
+        return self.config.fp8_scale == "pow2"
+
+    @property
+    def _wire_fp32(self) -> bool:
+        return self.config.combine_wire_dtype == "fp32"
+
+    def _ready(self) -> None:
+        if self._closed:
+            raise ClosedError("the buffer is closed")
+        self.check()
+
+    def _wait(self, native: Any) -> None:
+        try:
+            native.wait()
+        finally:
+            self._in_flight.prune()
+
+    @contextmanager
+    def _operation(self, kind: str, *, starts: bool = False) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            with self._remember():
+                yield
+        finally:
+            self._clock.add(kind, time.perf_counter() - started, starts=starts)
+
+    @contextmanager
+    def _remember(self) -> Iterator[None]:
+        """The first communication error breaks the buffer: every later call raises it again."""
+        try:
+            yield
+        except CommunicationError as error:
+            if self._error is None:
+                self._error = error.again()
+            raise

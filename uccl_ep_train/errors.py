@@ -1,0 +1,191 @@
+"""The exceptions of `uccl_ep_train`. Every one derives from `EpError`.
+
+Two families, because they leave different things usable:
+
+* `InputError`, `ConfigError`: raised on the host before anything is launched. The buffer stays usable.
+* `CommunicationError`: an operation that involves other ranks failed. Outputs are filled with NaN, the buffer
+  is broken (every later call raises the same error) and has to be closed; a new buffer may be created.
+
+The native core raises these classes by name; this file must therefore not import it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = [
+    "ArrivalTimeout",
+    "ClosedError",
+    "CommunicationError",
+    "ConfigError",
+    "DeviceError",
+    "DtypeError",
+    "EpError",
+    "InputError",
+    "MemoryBudgetError",
+    "NativeMissingError",
+    "PeerDied",
+    "PeerFailed",
+    "PlanMismatchError",
+    "ProgressTimeout",
+    "RankMismatchError",
+    "RoutingError",
+    "ShapeError",
+    "TopologyError",
+    "TransportError",
+]
+
+
+class EpError(RuntimeError):
+    """Base of everything this package raises on purpose."""
+
+    def again(self) -> EpError:
+        """A fresh instance saying the same.
+
+        A broken buffer raises its error on every call; raising one instance again and again would grow its
+        traceback and keep the frames (and tensors) of the first raise alive.
+        """
+        return type(self)(*self.args)
+
+
+class ConfigError(EpError, ValueError):
+    """A configuration value cannot work. The message names the value and what is allowed."""
+
+
+class MemoryBudgetError(ConfigError):
+    """`budget_bytes` is below the least budget, which the message names (bytes)."""
+
+
+class InputError(EpError, ValueError):
+    """An argument of a call cannot work. Nothing was launched; the buffer stays usable."""
+
+
+class DtypeError(InputError, TypeError):
+    """An argument has the wrong dtype or type."""
+
+
+class ShapeError(InputError):
+    """An argument has the wrong shape or strides."""
+
+
+class RoutingError(InputError):
+    """Routing values cannot work: an expert out of range, an expert twice in one token."""
+
+
+class DeviceError(InputError):
+    """A tensor lies on a device for which this build has no backend."""
+
+
+class ClosedError(EpError):
+    """The buffer was closed."""
+
+
+class NativeMissingError(EpError):
+    """The compiled extension `uccl_ep_train._native` cannot be imported."""
+
+
+class TopologyError(EpError):
+    """Ranks disagree on which of them form a domain, or the domains that were set are not reachable."""
+
+
+class CommunicationError(EpError):
+    """An operation that involves other ranks failed; the first cause, as seen by the rank that noticed it.
+
+    rank      group rank that noticed the failure (-1: unknown, as below)
+    epoch     number of the operation on its buffer
+    step      exchange | plan | stage | ship | place | fold | merge, or what was going on during creation
+    chunk     index of the chunk inside the operation
+    peer      group rank that was waited for
+    expected, seen   the value the waiter needed and the one it found
+    kind      short name of the class, for logs and metrics
+    """
+
+    kind = "communication"
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        rank: int = -1,
+        epoch: int = -1,
+        step: str = "",
+        chunk: int = -1,
+        peer: int = -1,
+        expected: Any = None,
+        seen: Any = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.epoch = epoch
+        self.step = step
+        self.chunk = chunk
+        self.peer = peer
+        self.expected = expected
+        self.seen = seen
+
+    def fields(self) -> dict[str, Any]:
+        """The keyword arguments that rebuild this error."""
+        return {
+            "rank": self.rank,
+            "epoch": self.epoch,
+            "step": self.step,
+            "chunk": self.chunk,
+            "peer": self.peer,
+            "expected": self.expected,
+            "seen": self.seen,
+        }
+
+    def again(self) -> CommunicationError:
+        return type(self)(*self.args, **self.fields())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Launchers send exceptions between processes; the default would lose the keyword-only fields.
+        return _rebuild, (type(self), self.args, self.fields())
+
+
+class ArrivalTimeout(CommunicationError):
+    """A peer did not enter the operation within `arrival_timeout_s`."""
+
+    kind = "arrival_timeout"
+
+
+class ProgressTimeout(CommunicationError):
+    """A peer entered the operation, then no byte and no flag moved for `progress_timeout_s`."""
+
+    kind = "progress_timeout"
+
+
+class PeerDied(CommunicationError):
+    """The process of a peer is gone."""
+
+    kind = "peer_died"
+
+
+class PeerFailed(CommunicationError):
+    """Another rank reported a failure of its own, or closed its buffer early."""
+
+    kind = "peer_failed"
+
+
+class TransportError(CommunicationError):
+    """The transport between domains reported an error."""
+
+    kind = "transport"
+
+
+class RankMismatchError(CommunicationError):
+    """Two ranks do different things (operation, dtype, hidden size, setting); names both ranks and both."""
+
+    kind = "rank_mismatch"
+
+
+class PlanMismatchError(CommunicationError):
+    """A cached plan was used with another routing, on this or another rank; every rank raises it."""
+
+    kind = "plan_mismatch"
+
+
+def _rebuild(
+    cls: type[CommunicationError], args: tuple[Any, ...], fields: dict[str, Any]
+) -> CommunicationError:
+    return cls(*args, **fields)

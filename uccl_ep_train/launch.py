@@ -1,0 +1,138 @@
+"""Turns checked tensors into native operations.
+
+The same two operations serve forward and backward: gradients of a combine are dispatched on the saved plan,
+gradients of a dispatch are combined.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from uccl_ep_train.errors import EpError
+from uccl_ep_train.handle import DispatchHandle
+from uccl_ep_train.native import load_native
+from uccl_ep_train.pending import InFlight
+from uccl_ep_train.routing import Routing
+
+# A tensor without elements has address 0, which the native core reads as "not given".
+_NOTHING = ctypes.create_string_buffer(64)
+
+
+def _address(tensor: Tensor | None) -> int:
+    if tensor is None:
+        return 0
+    return tensor.data_ptr() or ctypes.addressof(_NOTHING)
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """A launched dispatch: `rows` and `row_weights` are being written until `native.wait()` returned."""
+
+    native: Any
+    handle: DispatchHandle
+    rows: Tensor
+    row_weights: Tensor | None
+
+
+@dataclass(frozen=True)
+class Combined:
+    """A launched combine: `out` and `values` are being written until `native.wait()` returned."""
+
+    native: Any
+    out: Tensor
+    values: Tensor | None
+
+
+class Launcher:
+    """Launches on one engine, and keeps what the engine touches alive.
+
+    engine     native engine
+    in_flight  records the tensors of unfinished operations
+    owner      marks the handles of this engine
+    """
+
+    def __init__(self, engine: Any, in_flight: InFlight, owner: object) -> None:
+        self._engine = engine
+        self._in_flight = in_flight
+        self._owner = owner
+        self._core = load_native()
+
+    def dispatch(
+        self,
+        x_TH: Tensor,
+        routed: Routing,
+        handle: DispatchHandle | None,
+        *,
+        alignment: int = 1,
+        wire: str,
+        pow2: bool,
+    ) -> Dispatched:
+        """Returns when the counts are known and the outputs allocated."""
+        args = self._core.DispatchArgs()
+        args.x_ptr = _address(x_TH)
+        args.num_tokens, args.hidden = x_TH.shape
+        args.element_bytes = x_TH.element_size()
+        args.wire = "fp8" if wire == "fp8" else "same"
+        args.fp8_pow2 = pow2
+        args.routing = routed.kind
+        args.routing_ptr = _address(routed.indices)
+        args.routing_width = (
+            routed.width if routed.indices is not None or handle is None else handle.routing_width
+        )
+        args.values_ptr = _address(routed.values)
+        args.plan = None if handle is None else handle.plan
+        args.expert_alignment = alignment
+        native = self._engine.dispatch(args)
+        record = self._in_flight.add(native, x_TH, routed.indices, routed.values)
+        with self._no_way_back("dispatch"):
+            native.wait_counts()
+            known = handle or DispatchHandle.of_plan(native.plan, self._owner)
+            rows_RH = torch.empty(native.num_rows, x_TH.shape[1], dtype=x_TH.dtype)
+            weights_R = None if routed.values is None else torch.empty(native.num_rows, dtype=torch.float32)
+            record.keep(rows_RH, weights_R)
+            native.set_output(_address(rows_RH), _address(weights_R))
+        return Dispatched(native, known, rows_RH, weights_R)
+
+    def combine(
+        self,
+        rows_RH: Tensor,
+        handle: DispatchHandle,
+        *,
+        wire_fp32: bool,
+        row_values: Tensor | None = None,
+    ) -> Combined:
+        """`row_values` [R] fp32 go back to the pairs they came from: `values`, shaped as the routing."""
+        out_TH = torch.empty(handle.num_tokens, rows_RH.shape[1], dtype=rows_RH.dtype)
+        values = None
+        if row_values is not None:
+            values = torch.zeros(handle.num_tokens, handle.routing_width, dtype=torch.float32)
+        args = self._core.CombineArgs()
+        args.rows_ptr = _address(rows_RH)
+        args.hidden = rows_RH.shape[1]
+        args.element_bytes = rows_RH.element_size()
+        args.wire_fp32 = wire_fp32
+        args.plan = handle.plan
+        args.values_ptr = _address(row_values)
+        args.out_ptr = _address(out_TH)
+        args.values_out_ptr = _address(values)
+        native = self._engine.combine(args)
+        self._in_flight.add(native, rows_RH, row_values, out_TH, values)
+        return Combined(native, out_TH, values)
+
+    @contextmanager
+    def _no_way_back(self, what: str) -> Iterator[None]:
+        """Peers count on an operation that has been queued: if this rank cannot go on, they must know."""
+        try:
+            yield
+        except EpError:
+            raise
+        except BaseException as error:
+            self._engine.fail(f"{what} was given up by {type(error).__name__}: {error}")
+            raise

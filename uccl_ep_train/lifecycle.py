@@ -1,0 +1,130 @@
+"""Creation of a buffer's engine, its end without `close`, and the check before every optimizer step."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from typing import Any, Protocol
+
+from uccl_ep_train.bootstrap import Bootstrap, exchange
+from uccl_ep_train.config import EpConfig
+from uccl_ep_train.native import check_fit, load_native, native_config
+from uccl_ep_train.pending import InFlight
+from uccl_ep_train.topology import Topology, agree_on_config, resolve_topology
+
+
+def create_engine(bootstrap: Bootstrap, config: EpConfig) -> tuple[Topology, Any]:
+    """Collective. Every fallible step is an exchange: a failure on one rank is one on all, at once."""
+
+    def verify() -> None:
+        check_fit(config, bootstrap.size)
+        Topology.from_config(config, bootstrap.size)
+        load_native()
+
+    created: list[Any] = []
+    handles: list[bytes] = []
+
+    def allocate() -> bytes:
+        created.append(load_native().Engine(native_config(config, topology, bootstrap.rank, generation)))
+        return bytes(created[0].export_handle())
+
+    def connect() -> bytes:
+        created[0].connect(handles)
+        return b""
+
+    def start() -> bytes:
+        created[0].start()
+        return b""
+
+    try:
+        generation = agree_on_config(bootstrap, config, verify)
+        topology = resolve_topology(bootstrap, config)
+        handles += exchange(bootstrap, "allocate", allocate)
+        exchange(bootstrap, "connect", connect)
+        # `start` removes the names under which peers find the memory: only now has everybody mapped it.
+        exchange(bootstrap, "start", start)
+    except BaseException:
+        # Popped: the traceback keeps `created` alive, and an engine frees its memory when it is collected.
+        while created:
+            created.pop().close(abort=True)
+        raise
+    finally:
+        finish = getattr(bootstrap, "finish", None)
+        if finish is not None:
+            finish()
+    return topology, created[0]
+
+
+# Engines of a parent process, inherited by fork: their threads do not exist here and their memory is the
+# parent's.
+_inherited: list[Any] = []
+
+
+LEAVE_GRACE_S = 2.0
+"""How long an idle rank that goes without `close` waits for ranks that are not done yet."""
+
+
+def abandon(engine: Any, in_flight: InFlight, process_id: int) -> None:
+    """What happens to an unclosed buffer when it is collected or the interpreter exits: waits briefly."""
+    if os.getpid() != process_id:
+        _inherited.append((engine, in_flight))
+        return
+    in_flight.prune()
+    # An exception that ended the program: the peers should know at once.
+    if len(in_flight) > 0 or getattr(sys, "last_value", None) is not None:
+        engine.close(abort=True)
+    else:
+        _leave(engine)
+    in_flight.clear()
+
+
+def _leave(engine: Any) -> None:
+    """Closes with the other ranks if they go too, as they do at the end of a program; else without them."""
+    impatience = threading.Timer(LEAVE_GRACE_S, engine.fail, ["left without closing its buffer"])
+    impatience.daemon = True
+    try:
+        impatience.start()
+    except RuntimeError:  # No thread can be started this late in the interpreter's shutdown.
+        engine.close(abort=True)
+        return
+    engine.close()
+    impatience.cancel()
+
+
+class Checked(Protocol):
+    """Something with an error that may be pending."""
+
+    @property
+    def closed(self) -> bool: ...
+
+    def check(self) -> None: ...
+
+
+_live: weakref.WeakSet[Any] = weakref.WeakSet()
+_hook_lock = threading.Lock()
+_hooked = False
+
+
+def watch_optimizers(buffer: Checked) -> None:
+    """From now until it is closed, `buffer.check()` runs before every step of every torch optimizer.
+
+    An operation that failed left NaN behind, possibly in gradients only: no step may be taken with them.
+    """
+    global _hooked
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    with _hook_lock:
+        _live.add(buffer)
+        if not _hooked:
+            register_optimizer_step_pre_hook(_check_live)
+            _hooked = True
+
+
+def _check_live(*_: Any) -> None:
+    with _hook_lock:
+        buffers = list(_live)
+    for buffer in buffers:
+        if not buffer.closed:
+            buffer.check()

@@ -1,0 +1,80 @@
+"""One `Buffer` per expert parallel group, shared by all MoE layers of the process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from uccl_ep_train.config import EpConfig
+from uccl_ep_train.errors import ConfigError
+
+
+class BufferPool:
+    """Creates buffers on demand and closes them together.
+
+    Creation is collective over the group: every rank of a group builds the same layers in the same order.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        """`options`: fields of `EpConfig`, except those that the model decides."""
+        self.options = dict(options)
+        self._buffers: dict[tuple[Any, EpConfig], Any] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._buffers.values())
+
+    def buffer(self, group: Any, config: Any, tp_size: int, ep_size: int) -> Any:
+        """The buffer of an expert TP x EP group for a model's TransformerConfig. Raises ConfigError."""
+        # Imported here, so that flags and checks of the plug-in work without the compiled extension.
+        from uccl_ep_train import Buffer
+
+        ep_config = self._ep_config(config, tp_size, ep_size)
+        key = (group, ep_config)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.closed:
+            buffer = self._buffers[key] = Buffer(group, ep_config)
+        return buffer
+
+    def configs(self) -> list[EpConfig]:
+        """The resolved configuration of each buffer."""
+        return [config for _, config in self._buffers]
+
+    def close(self) -> None:
+        while self._buffers:
+            _, buffer = self._buffers.popitem()
+            buffer.close()
+
+    def _ep_config(self, config: Any, tp_size: int, ep_size: int) -> EpConfig:
+        dtype = config.params_dtype
+        if dtype not in (torch.bfloat16, torch.float32):
+            raise ConfigError(
+                f"params_dtype = {dtype}: the dispatcher carries torch.bfloat16 and torch.float32"
+            )
+        wide = dtype == torch.float32 or getattr(config, "fp32_residual_connection", False)
+        options = {
+            "num_experts": tp_size * config.num_moe_experts,
+            "hidden": getattr(config, "moe_latent_size", None) or config.hidden_size,
+            "source_order": stock_source_order(tp_size, ep_size),
+            **self.options,
+        }
+        if not wide and options.get("combine_wire_dtype") != "fp32":
+            options.setdefault("max_dtype", "bf16")
+        ep_config = EpConfig.from_env(**options)
+        for name in ("dispatch_dtype", "grad_dtype"):
+            if dtype == torch.float32 and getattr(ep_config, name) == "fp8":
+                raise ConfigError(
+                    f"{name} = 'fp8' quantises BF16 rows and this model has float32 hidden states; "
+                    f"allowed is {name} = 'bf16', which sends rows unquantised"
+                )
+        return ep_config
+
+
+def stock_source_order(tp_size: int, ep_size: int) -> tuple[int, ...]:
+    """Sources inside an expert in the order of Megatron's all-to-all dispatcher, as TP x EP group ranks.
+
+    It exchanges over EP first and gathers over expert TP then, so the expert TP rank is major; in the group
+    it is minor.
+    """
+    return tuple(ep * tp_size + tp for tp in range(tp_size) for ep in range(ep_size))

@@ -1,0 +1,164 @@
+"""START HERE. Megatron's six dispatcher stages, and what each of them asks of our `Buffer`.
+
+    dispatch_preprocess   [S/TP,B,H] -> [n,H]; routing map and probabilities -> [n, EP*TP, L]   (Megatron's)
+    token_dispatch        Manager.dispatch: Buffer.dispatch -> expert-major rows [R,H]
+    dispatch_postprocess  rows, rows per expert, probability per row: already as the experts want them
+    combine_preprocess    nothing left to do
+    token_combine         Manager.combine: Buffer.combine -> [n,H]
+    combine_postprocess   [n,H] -> [S/TP,B,H]                                                  (Megatron's)
+
+n tokens of this rank, E experts, L local experts, TP expert tensor parallel size, EP expert parallel size,
+R received rows. The communication group is TP x EP with E*TP virtual experts: every expert-TP rank receives
+the token, and the sum in combine doubles as the reduce-scatter over TP.
+
+We are a subclass of Megatron's flex dispatcher, whose stages work through a `_comm_manager`; Megatron's 1F1B
+overlap schedule and CUDA graphs reach into that manager by attribute name.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
+from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, MoETokenDispatcher
+
+from uccl_ep_train.megatron.buffers import BufferPool
+from uccl_ep_train.megatron.compat import UnsupportedMegatronError
+from uccl_ep_train.megatron.recompute import HandleQueue, phase
+
+
+class UcclEpTokenDispatcher(MoEFlexTokenDispatcher):
+    """Megatron's flex dispatcher with our manager. Built by `MoELayer` once the plug-in is enabled."""
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        local_expert_indices: list[int],
+        config: Any,
+        pg_collection: Any = None,
+        *,
+        pool: BufferPool,
+    ) -> None:
+        # Not the direct parent's: it would look for the HybridEP package.
+        MoETokenDispatcher.__init__(self, config=config, pg_collection=pg_collection)
+        self.num_local_experts = num_local_experts
+        self.local_expert_indices = local_expert_indices
+        ep_rank = torch.distributed.get_rank(self.ep_group)
+        group_rank = torch.distributed.get_rank(self.tp_ep_group)
+        if group_rank != ep_rank * self.tp_size + self.tp_rank:
+            raise UnsupportedMegatronError(
+                f"rank {group_rank} of the expert TP x EP group has expert TP rank {self.tp_rank} of "
+                f"{self.tp_size} and EP rank {ep_rank}; the plug-in knows groups with expert TP minor"
+            )
+        self._comm_manager = UcclEpManager(
+            buffer=pool.buffer(self.tp_ep_group, config, self.tp_size, self.ep_size),
+            num_virtual_experts=self.tp_size * config.num_moe_experts,
+            config=config,
+        )
+        # What dispatch_preprocess leaves on the manager has to survive a CUDA graph of it.
+        self.cudagraph_attrs = ["_comm_manager.token_probs", "_comm_manager.routing_map"]
+
+    @property
+    def buffer(self) -> Any:
+        """The `Buffer` that this layer shares with all layers of its group."""
+        return self._comm_manager.buffer
+
+    @property
+    def routing_map(self) -> torch.Tensor | None:
+        """Of the latest forward pass: bool [n, E*TP], as it was dispatched."""
+        return self._comm_manager.routing_map
+
+    def attach(self, layer: torch.nn.Module) -> None:
+        """Tells the manager which layer it serves; called when the layer has been built."""
+        self._comm_manager.layer = weakref.ref(layer)
+
+    def after_step(self) -> None:
+        """Between two optimizer steps no saved plan is waited for."""
+        self._comm_manager.handles.clear()
+
+
+class UcclEpManager:
+    """Dispatch and combine of one layer. Attribute names and call signatures are Megatron's."""
+
+    def __init__(self, buffer: Any, num_virtual_experts: int, config: Any) -> None:
+        self.buffer = buffer
+        self.num_virtual_experts = num_virtual_experts
+        self.layer: weakref.ref[torch.nn.Module] | None = None
+        self.handles = HandleQueue()
+        quantised = bool(config.fp8 or getattr(config, "fp4", None))
+        self.pads_map = bool(getattr(config, "moe_router_padding_for_quantization", False))
+        # Megatron's experts rely on a flex dispatcher to pad for quantised products (0: no need, in 0.17+).
+        wanted = get_align_size_for_quantization(config) if quantised or self.pads_map else 1
+        self.expert_alignment = max(1, int(wanted))
+        self.routing_map: torch.Tensor | None = None  # bool [n, E*TP]
+        self.token_probs: torch.Tensor | None = None  # router dtype [n, E*TP], zero where not routed
+        self.dispatched_probs: torch.Tensor | None = None  # router dtype [R]
+        self.tokens_per_expert: torch.Tensor | None = None  # int64 [L] on the CPU, padding included
+        self._handle: Any = None
+
+    def setup_metadata(self, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
+        """routing_map bool, probs float, both [n, EP*TP, L]. Plain torch: Megatron compiles it."""
+        num_tokens = routing_map.shape[0]
+        self.routing_map = routing_map.reshape(num_tokens, self.num_virtual_experts)
+        if self.pads_map:
+            self.routing_map = _padded_map(self.routing_map, self.expert_alignment)
+        self.token_probs = probs.reshape(num_tokens, self.num_virtual_experts)
+
+    def dispatch(
+        self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
+    ) -> torch.Tensor:
+        """[n,H] -> rows [R,H]. The two flags describe streams that the buffer orders by itself.
+
+        `token_probs` is read here and not in setup_metadata, because the 1F1B schedule puts a detached copy
+        in between. Routing comes from the map, never from the probabilities: a routed one may be zero.
+        """
+        assert self.token_probs is not None and self.routing_map is not None, "dispatch before setup_metadata"
+        now = phase(self._training())
+        result = self.buffer.dispatch(
+            hidden_states.contiguous(),
+            routing_map=self.routing_map,
+            # The wire is fp32; autograd undoes both casts, so a low-precision router loses nothing.
+            probs=self.token_probs.to(torch.float32),
+            handle=self.handles.take(now),
+            expert_alignment=self.expert_alignment,
+        )
+        self.handles.keep(now, result.handle)
+        self._handle = result.handle
+        self.tokens_per_expert = result.tokens_per_expert
+        self.dispatched_probs = result.row_weights.to(self.token_probs.dtype)
+        return result.rows
+
+    def combine(
+        self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
+    ) -> torch.Tensor:
+        """Rows [R,H] of the experts -> [n,H], the unweighted sum of each token's rows."""
+        handle, self._handle = self._handle, None  # the saved plan must not outlive the micro-batch here
+        return self.buffer.combine(hidden_states.contiguous(), handle)
+
+    def get_permuted_hidden_states_by_experts(
+        self, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return hidden_states, self.dispatched_probs
+
+    def get_restored_hidden_states_by_experts(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+    def get_number_of_tokens_per_expert(self) -> torch.Tensor | None:
+        return self.tokens_per_expert
+
+    def _training(self) -> bool:
+        layer = self.layer() if self.layer is not None else None
+        return layer is not None and layer.training
+
+
+def _padded_map(routing_map: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Routes the first tokens that an expert does not have to it (with probability 0) up to a multiple.
+
+    The same choice as Megatron's own dispatcher makes for moe_router_padding_for_quantization, so that the
+    experts see the same rows; unlike Megatron's function it leaves the router's map alone.
+    """
+    missing_E = (-routing_map.sum(dim=0)) % multiple
+    absent_TE = ~routing_map
+    return routing_map | (absent_TE & (absent_TE.int().cumsum(dim=0) <= missing_E))

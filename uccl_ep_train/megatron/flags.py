@@ -1,0 +1,89 @@
+"""Command-line options of the dispatcher, made from `EpConfig`'s fields: `--uccl-ep-dispatch-dtype fp8` etc.
+
+The environment's table (`env.py`) says which fields may be set from outside and how their text is read, so a
+new field becomes an option by being listed there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from uccl_ep_train.config import EpConfig
+from uccl_ep_train.env import VARIABLES
+from uccl_ep_train.errors import ConfigError
+from uccl_ep_train.megatron import plugin
+from uccl_ep_train.megatron.compat import UnsupportedMegatronError
+from uccl_ep_train.megatron.plugin import DISPATCHER_NAME
+
+DISPATCHER_OPTION = "--moe-token-dispatcher-type"
+_PREFIX = "uccl_ep_"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds `--uccl-ep-*`, each unset by default, so that the environment still counts."""
+    group = parser.add_argument_group("uccl_ep dispatcher")
+    about = {f.name: f.metadata["info"] for f in dataclasses.fields(EpConfig)}
+    for variable in VARIABLES:
+        if not variable.field:
+            continue
+        info = about[variable.field]
+        unit = f" [{info.unit}]" if info.unit else ""
+        group.add_argument(
+            "--" + (_PREFIX + variable.field).replace("_", "-"),
+            dest=_PREFIX + variable.field,
+            type=variable.parse,
+            metavar=variable.form.upper() if " " not in variable.form else "VALUE",
+            help=f"{info.reason}{unit}; {info.allowed}".replace("%", "%%"),
+        )
+
+
+def options(namespace: argparse.Namespace) -> dict[str, Any]:
+    """The dispatcher's options that were given, as keyword arguments of `plugin.enable`."""
+    names = [v.field for v in VARIABLES if v.field]
+    given = {name: getattr(namespace, _PREFIX + name, None) for name in names}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def extend_megatron_parser(parser: argparse.ArgumentParser) -> None:
+    """Lets a Megatron parser accept `--moe-token-dispatcher-type uccl_ep` and our options.
+
+    Parsing then enables the plug-in and leaves the carrier's values in the namespace, for Megatron to read.
+    Raises UnsupportedMegatronError for a parser without that option.
+    """
+    actions = parser._option_string_actions
+    if DISPATCHER_OPTION not in actions:
+        raise UnsupportedMegatronError(f"this script's parser has no {DISPATCHER_OPTION}")
+    action = actions[DISPATCHER_OPTION]
+    if action.choices is not None:
+        action.choices = [*action.choices, DISPATCHER_NAME]
+    add_options(parser)
+    stock = parser.parse_known_args
+
+    def parse_known_args(*args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:
+        namespace, rest = stock(*args, **kwargs)
+        try:
+            select_dispatcher(namespace)
+        except ConfigError as error:
+            parser.error(str(error))
+        return namespace, rest
+
+    parser.parse_known_args = parse_known_args  # type: ignore[assignment, method-assign]
+
+
+def select_dispatcher(namespace: argparse.Namespace) -> None:
+    """Enables the plug-in if the parsed arguments ask for it; ConfigError if they contradict each other."""
+    given = options(namespace)
+    if namespace.moe_token_dispatcher_type != DISPATCHER_NAME:
+        if given:
+            option = "--" + (_PREFIX + next(iter(given))).replace("_", "-")
+            raise ConfigError(
+                f"{option} needs {DISPATCHER_OPTION} {DISPATCHER_NAME}, "
+                f"not {namespace.moe_token_dispatcher_type}"
+            )
+        return
+    if getattr(namespace, "moe_enable_deepep", False):
+        raise ConfigError(f"--moe-enable-deepep contradicts {DISPATCHER_OPTION} {DISPATCHER_NAME}")
+    for name, value in plugin.enable(**given).items():
+        setattr(namespace, name, value)

@@ -1,0 +1,83 @@
+"""python -m uccl_ep_train.megatron.launch SCRIPT [arguments of SCRIPT]
+
+Runs any Megatron pretraining script (torchrun ... -m uccl_ep_train.megatron.launch SCRIPT ...) with one more
+dispatcher, `--moe-token-dispatcher-type uccl_ep`, and its options `--uccl-ep-*`. The script and Megatron stay
+as they are. Without that dispatcher the script runs as if it had been started directly.
+"""
+
+from __future__ import annotations
+
+import functools
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+from uccl_ep_train.megatron import cpu_shims, flags
+
+
+def patch_training() -> None:
+    """Hooks into megatron.training where it builds parser and model. Raises UnsupportedMegatronError."""
+    from megatron.training import arguments, training
+
+    from uccl_ep_train.megatron.compat import UnsupportedMegatronError
+
+    for module, name in ((arguments, "add_megatron_arguments"), (training, "get_model")):
+        if not hasattr(module, name):
+            raise UnsupportedMegatronError(
+                f"{module.__name__} has no {name}; known to work: Megatron-LM 0.16 to 0.20"
+            )
+    stock_add, stock_get_model = arguments.add_megatron_arguments, training.get_model
+
+    @functools.wraps(stock_add)
+    def add_megatron_arguments(parser: Any) -> Any:
+        parser = stock_add(parser)
+        flags.extend_megatron_parser(parser)
+        return parser
+
+    @functools.wraps(stock_get_model)
+    def get_model(*args: Any, **kwargs: Any) -> Any:
+        chunks = stock_get_model(*args, **kwargs)
+        _verify_chunks(chunks)
+        return chunks
+
+    arguments.add_megatron_arguments = add_megatron_arguments
+    training.get_model = get_model
+
+
+def _verify_chunks(chunks: list[Any]) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from uccl_ep_train.megatron import plugin
+
+    if not plugin.is_enabled():
+        return
+    has_moe = any(isinstance(m, MoELayer) for chunk in chunks for m in chunk.modules())
+    # A pipeline stage may have dense layers only; a whole model may not.
+    if has_moe or parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        count = plugin.verify(chunks)
+        if (
+            parallel_state.get_data_parallel_rank() == 0
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+        ):
+            print(f"uccl_ep: dispatcher in place in {count} MoE layers\n{plugin.describe()}", flush=True)
+
+
+def main(argv: list[str]) -> None:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__)
+        sys.exit(0 if argv else 2)
+    script = Path(argv[0])
+    if not script.is_file():
+        sys.exit(f"no such script: {script}")
+    sys.argv = argv
+    sys.path.insert(0, str(script.resolve().parent))  # as `python SCRIPT` does; Megatron-LM lies beside it
+    if cpu_shims.install():
+        cpu_shims.install_training()
+    patch_training()
+    runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

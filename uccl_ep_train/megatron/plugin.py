@@ -1,0 +1,199 @@
+"""The only place that changes Megatron: three names are replaced, and put back by `disable()`.
+
+The carrier `flex` / `hybridep` is not HybridEP: Megatron decides by these strings which tensors its schedules
+may free and where they look for the dispatcher's state, and with them it does what our dispatcher needs.
+Another string would make it treat us as all-to-all and free the experts' saved inputs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from uccl_ep_train.config import EpConfig
+from uccl_ep_train.errors import ConfigError
+from uccl_ep_train.megatron.buffers import BufferPool
+from uccl_ep_train.megatron.compat import DispatcherMissingError, check_megatron
+
+DISPATCHER_NAME = "uccl_ep"
+CARRIER = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
+_DECIDED_BY_THE_MODEL = ("num_experts", "hidden", "source_order")
+
+
+@dataclass
+class _Enabled:
+    """What `disable()` has to undo."""
+
+    pool: BufferPool
+    undo: list[Callable[[], None]] = field(default_factory=list)
+    dispatchers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+
+
+_enabled: _Enabled | None = None
+
+
+def enable(**options: Any) -> dict[str, Any]:
+    """Makes every MoE layer that is built from now on use our dispatcher.
+
+    options: fields of `EpConfig` except num_experts, hidden and source_order, which the model decides; what
+    is not given comes from the environment (UCCL_EP_*) or the defaults.
+    Returns the keyword arguments for TransformerConfig that carry the choice through Megatron; from now on
+    moe_token_dispatcher_type="uccl_ep" in a TransformerConfig means the same.
+    Raises ConfigError for a bad option or when already enabled with other ones, UnsupportedMegatronError,
+    and ImportError without Megatron-Core. Building a layer with another dispatcher raises
+    DispatcherMissingError.
+    """
+    global _enabled
+    refused = [name for name in _DECIDED_BY_THE_MODEL if name in options]
+    if refused:
+        raise ConfigError(f"{refused[0]} is decided by the model; it cannot be an option")
+    if _enabled is not None:
+        if _enabled.pool.options != options:
+            raise ConfigError(f"already enabled with {_enabled.pool.options}; call disable() first")
+        return dict(CARRIER)
+    EpConfig.from_env(
+        num_experts=1, hidden=128, **options
+    )  # a bad option is an error here, not at the first layer
+    check_megatron()
+    _enabled = _Enabled(BufferPool(options))
+    _accept_our_name(_enabled)
+    _swap_dispatcher(_enabled)
+    _check_each_layer(_enabled)
+    # (That no step follows a failed operation is the buffers' own hook.)
+    hook = register_optimizer_step_pre_hook(functools.partial(_before_optimizer_step, _enabled))
+    _enabled.undo.append(hook.remove)
+    atexit.register(disable)
+    return dict(CARRIER)
+
+
+def disable() -> None:
+    """Puts Megatron's names back and closes all buffers; layers that used them raise ClosedError."""
+    global _enabled
+    state, _enabled = _enabled, None
+    if state is None:
+        return
+    atexit.unregister(disable)
+    while state.undo:
+        state.undo.pop()()
+    state.pool.close()
+
+
+def verify(model: torch.nn.Module | Iterable[torch.nn.Module]) -> int:
+    """Number of MoE layers of a model (or of a list of model chunks), each of which has our dispatcher.
+
+    Raises DispatcherMissingError naming the layer that has another one, and if there is no MoE layer at all:
+    a pipeline stage without any should not be asked. Layers whose expert TP x EP group is this rank alone
+    have Megatron's all-to-all dispatcher, which then communicates with nobody.
+    """
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+    layers = [(n, m) for chunk in chunks for n, m in chunk.named_modules() if isinstance(m, MoELayer)]
+    if not layers:
+        raise DispatcherMissingError("the model has no MoE layer")
+    for name, layer in layers:
+        _require_ours(layer, name)
+    return len(layers)
+
+
+def is_enabled() -> bool:
+    return _enabled is not None
+
+
+def describe() -> str:
+    """The resolved configuration of every open buffer, each value with its source."""
+    return "\n".join(config.describe() for config in _enabled.pool.configs()) if _enabled is not None else ""
+
+
+def buffers() -> list[Any]:
+    """The open buffers, one per expert parallel group and configuration; empty when disabled."""
+    return list(_enabled.pool) if _enabled is not None else []
+
+
+def _accept_our_name(state: _Enabled) -> None:
+    """A TransformerConfig may name us: moe_token_dispatcher_type="uccl_ep" becomes the carrier."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    stock_post_init = TransformerConfig.__post_init__
+
+    @functools.wraps(stock_post_init)
+    def post_init(self: Any) -> None:
+        if self.moe_token_dispatcher_type == DISPATCHER_NAME:
+            for name, value in CARRIER.items():
+                setattr(self, name, value)
+        stock_post_init(self)
+
+    TransformerConfig.__post_init__ = post_init
+    state.undo.append(lambda: setattr(TransformerConfig, "__post_init__", stock_post_init))
+
+
+def _swap_dispatcher(state: _Enabled) -> None:
+    from megatron.core import utils
+    from megatron.core.transformer.moe import moe_layer
+
+    from uccl_ep_train.megatron.dispatcher import UcclEpTokenDispatcher
+
+    stock = moe_layer.MoEFlexTokenDispatcher
+
+    def build(*args: Any, config: Any, pg_collection: Any = None, **kwargs: Any) -> Any:
+        """What `MoELayer` calls instead of the class."""
+        if utils.get_pg_size(pg_collection.tp_ep) == 1:
+            return moe_layer.MoEAlltoAllTokenDispatcher(
+                *args, config=config, pg_collection=pg_collection, **kwargs
+            )
+        kwargs |= {"config": config, "pg_collection": pg_collection, "pool": state.pool}
+        dispatcher = UcclEpTokenDispatcher(*args, **kwargs)
+        state.dispatchers.add(dispatcher)
+        return dispatcher
+
+    moe_layer.MoEFlexTokenDispatcher = build
+    state.undo.append(lambda: setattr(moe_layer, "MoEFlexTokenDispatcher", stock))
+
+
+def _check_each_layer(state: _Enabled) -> None:
+    """A layer with another dispatcher (a changed config, a framework's fallback) fails when it is built."""
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    stock_init = MoELayer.__init__
+
+    @functools.wraps(stock_init)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock_init(self, *args, **kwargs)
+        # Megatron numbers a layer after its construction.
+        _require_ours(self, "a MoE layer" if self.layer_number is None else f"MoE layer {self.layer_number}")
+        if hasattr(self.token_dispatcher, "attach"):
+            self.token_dispatcher.attach(self)
+
+    MoELayer.__init__ = init
+    state.undo.append(lambda: setattr(MoELayer, "__init__", stock_init))
+
+
+def _require_ours(layer: Any, name: str) -> None:
+    from megatron.core import utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    from uccl_ep_train.megatron.dispatcher import UcclEpTokenDispatcher
+
+    found = layer.token_dispatcher
+    if isinstance(found, UcclEpTokenDispatcher):
+        return
+    if type(found) is MoEAlltoAllTokenDispatcher and utils.get_pg_size(found.tp_ep_group) == 1:
+        return
+    raise DispatcherMissingError(
+        f"{name} has {type(found).__name__} (moe_token_dispatcher_type = "
+        f"{layer.config.moe_token_dispatcher_type!r}), not the uccl_ep dispatcher. Build the model after "
+        f"enable(), with the arguments that it returns: {CARRIER}"
+    )
+
+
+def _before_optimizer_step(state: _Enabled, *_args: Any) -> None:
+    """Plans of first runs whose recomputation never came (a loss without backward) end here."""
+    for dispatcher in state.dispatchers:
+        dispatcher.after_step()

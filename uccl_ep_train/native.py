@@ -1,0 +1,68 @@
+"""Loads the compiled core `uccl_ep_train._native`, on first use, and speaks `EpConfig` to it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from uccl_ep_train.config import EpConfig
+from uccl_ep_train.errors import ConfigError, NativeMissingError
+from uccl_ep_train.topology import Topology
+
+
+def load_native() -> Any:
+    """The extension module. Raises `NativeMissingError` saying how to build it."""
+    try:
+        return importlib.import_module("uccl_ep_train._native")
+    except ImportError as error:
+        raise NativeMissingError(
+            "the compiled extension uccl_ep_train._native cannot be imported: build it with "
+            f"'pip install .' (or 'pip install -e . --no-build-isolation') in the project's folder ({error})"
+        ) from error
+
+
+def native_config(config: EpConfig, topology: Topology, rank: int, generation: int = 1) -> Any:
+    """The native `EngineConfig` of one rank.
+
+    Raises `ConfigError` where the configuration does not fit the group's size.
+    """
+    check_fit(config, topology.num_ranks)
+    native = load_native().EngineConfig()
+    native.rank = rank
+    native.num_ranks = topology.num_ranks
+    native.domain_of = list(topology.domain_of)
+    native.num_experts = config.num_experts
+    native.hidden = config.hidden
+    native.max_element_bytes = 4 if config.max_dtype == "fp32" else 2
+    native.budget_bytes = config.budget_bytes
+    native.chunk_bytes = config.chunk_bytes or 0
+    native.window_chunks = config.window_chunks or 0
+    native.arrival_timeout_s = config.arrival_timeout_s
+    native.progress_timeout_s = config.progress_timeout_s
+    native.num_proxies = config.num_proxies
+    native.source_order = list(config.source_order or range(topology.num_ranks))
+    native.generation = generation
+    native.transport = "loop" if config.transport == "auto" else config.transport
+    native.loop_gbytes_per_s = config.loop_gbytes_per_s
+    native.loop_latency_us = config.loop_latency_us
+    native.loop_seed = config.loop_seed
+    native.loop_refuse_rate = config.loop_refuse_rate
+    native.loop_duplicate_rate = config.loop_duplicate_rate
+    native.loop_drop_peer = config.loop_drop_peer
+    return native
+
+
+def check_fit(config: EpConfig, num_ranks: int) -> None:
+    """Raises `ConfigError` where a value does not fit a group of `num_ranks`."""
+    if config.num_experts % num_ranks:
+        raise ConfigError(
+            f"num_experts = {config.num_experts}: allowed is a multiple of the number of ranks, {num_ranks}"
+        )
+    if config.source_order is not None and len(config.source_order) != num_ranks:
+        raise ConfigError(
+            f"source_order = {config.source_order}: allowed is a permutation of the {num_ranks} group ranks"
+        )
+    if config.loop_drop_peer >= num_ranks:
+        raise ConfigError(
+            f"loop_drop_peer = {config.loop_drop_peer}: allowed is -1 or a group rank below {num_ranks}"
+        )

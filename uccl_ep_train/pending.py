@@ -1,0 +1,118 @@
+"""Operations that have been launched and not been waited for.
+
+The worker threads of the engine read and write tensors by address. Two things keep those tensors alive: the
+`Pending*` object of the caller, and, in case the caller drops it, the record that the buffer holds until the
+engine is done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from uccl_ep_train.handle import DispatchHandle, DispatchResult
+
+Result = TypeVar("Result")
+
+
+class Record:
+    """The tensors of one operation."""
+
+    def __init__(self, native: Any) -> None:
+        self.native = native
+        self._tensors: list[Tensor] = []
+
+    def keep(self, *tensors: Tensor | None) -> None:
+        # Detached: the memory is wanted, not the graph.
+        self._tensors += [tensor.detach() for tensor in tensors if tensor is not None]
+
+
+class InFlight:
+    """Tensors of operations that the engine may still touch. Refers to no buffer and may outlive one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._records: list[Record] = []
+
+    def add(self, native: Any, *tensors: Tensor | None) -> Record:
+        record = Record(native)
+        record.keep(*tensors)
+        with self._lock:
+            self._records.append(record)
+        self.prune()
+        return record
+
+    def prune(self) -> None:
+        """Lets go of the tensors of operations that are over; called when one was launched or waited for."""
+        with self._lock:
+            self._records = [entry for entry in self._records if not entry.native.done]
+
+    def clear(self) -> None:
+        """Only after the engine has been closed."""
+        with self._lock:
+            self._records = []
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._records)
+
+
+class _Pending(Generic[Result]):
+    """One launched operation. `finish` waits for the engine and returns the result."""
+
+    def __init__(self, native: Any, finish: Callable[[], Result]) -> None:
+        self._native = native
+        self._finish: Callable[[], Result] | None = finish
+        self._result: Result | None = None
+        self._error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return or raise without waiting."""
+        return self._finish is None or bool(self._native.done)
+
+    def wait(self) -> Result:
+        """The result, attached to the autograd graph; waits for it. A second call gives (or raises) the same.
+
+        Raises the `CommunicationError` of a failed operation; its outputs then hold NaN.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._finish is not None:
+            try:
+                self._result = self._finish()
+            except Exception as error:
+                # Not BaseException: an interrupted wait can be taken up again.
+                self._error = error
+                self._finish = None
+                raise
+            self._finish = None
+        return self._result  # type: ignore[return-value]
+
+
+class PendingDispatch(_Pending[DispatchResult]):
+    """A dispatch whose counts are known and whose rows are on their way.
+
+    handle             the plan; usable at once
+    num_rows           R
+    tokens_per_expert  [L] int64 on the CPU, padding included
+    """
+
+    def __init__(
+        self,
+        native: Any,
+        handle: DispatchHandle,
+        tokens_per_expert: Tensor,
+        finish: Callable[[], DispatchResult],
+    ) -> None:
+        super().__init__(native, finish)
+        self.handle = handle
+        self.num_rows = handle.num_rows
+        self.tokens_per_expert = tokens_per_expert
+
+
+class PendingCombine(_Pending[Tensor]):
+    """A combine on its way; `wait` returns the output [T, H]."""

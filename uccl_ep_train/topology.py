@@ -1,0 +1,245 @@
+"""Which ranks form a domain: probed and verified, or set, and in any case the same on every rank.
+
+A domain is a set of ranks that can map each other's memory. On the host backend that is POSIX shared memory:
+two ranks share a domain if they report the same boot id *and* each opened the other's segment and read its
+nonce there. Containers of one host may fail the second, clones of one machine image the first.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from uccl_ep_train.bootstrap import Bootstrap, exchange
+from uccl_ep_train.config import EpConfig
+from uccl_ep_train.errors import ConfigError, RankMismatchError, TopologyError
+
+NONCE_BYTES = 32
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The domains of a group.
+
+    domain_of  domain of each group rank; ids are dense and ordered by their lowest rank
+    members    group ranks of each domain, ascending; the index in it is the local rank
+
+    Domains may differ in size and their ranks may interleave.
+    """
+
+    domain_of: tuple[int, ...]
+    members: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def from_domains(cls, ids: Sequence[int]) -> Topology:
+        """From any domain id per rank; the ids are renumbered."""
+        if len(ids) == 0:
+            raise ConfigError("domains = (): allowed is an id per rank of the group")
+        dense: dict[int, int] = {}
+        domain_of = tuple(dense.setdefault(domain, len(dense)) for domain in ids)
+        members = tuple(
+            tuple(rank for rank, domain in enumerate(domain_of) if domain == wanted)
+            for wanted in range(len(dense))
+        )
+        return cls(domain_of=domain_of, members=members)
+
+    @classmethod
+    def split(cls, num_ranks: int, domain_size: int) -> Topology:
+        """Consecutive domains of `domain_size` ranks; the last may be smaller."""
+        if num_ranks < 1 or domain_size < 1:
+            raise ConfigError(
+                f"domain_size = {domain_size} with {num_ranks} ranks: allowed is at least 1 of each"
+            )
+        return cls.from_domains([rank // domain_size for rank in range(num_ranks)])
+
+    @classmethod
+    def from_config(cls, config: EpConfig, num_ranks: int) -> Topology | None:
+        """The domains that the configuration sets, or None: to be probed."""
+        if config.domains is not None:
+            if len(config.domains) != num_ranks:
+                raise ConfigError(
+                    f"domains = {config.domains}: allowed is an id for each of the {num_ranks} ranks"
+                )
+            return cls.from_domains(config.domains)
+        if config.domain_size is not None:
+            return cls.split(num_ranks, config.domain_size)
+        return None
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.domain_of)
+
+    @property
+    def num_domains(self) -> int:
+        return len(self.members)
+
+    def local_rank(self, rank: int) -> int:
+        """Index of a rank inside its domain."""
+        return self.members[self.domain_of[rank]].index(rank)
+
+    def rail(self, src: int, domain: int) -> int:
+        """The group rank of `domain` that relays the rows of rank `src` of another domain."""
+        ranks = self.members[domain]
+        return ranks[self.local_rank(src) % len(ranks)]
+
+    def __str__(self) -> str:
+        domains = ", ".join("{" + ", ".join(map(str, ranks)) + "}" for ranks in self.members)
+        return f"{self.num_ranks} ranks in {self.num_domains} domain(s): {domains}"
+
+
+def agree_on_config(bootstrap: Bootstrap, config: EpConfig, verify: Callable[[], None]) -> int:
+    """Ranks compare the settings that must be equal, run `verify`, and take a common 64-bit generation key.
+
+    The key is random, nonzero and rank 0's choice: no flag of an engine can be mistaken for one of an earlier
+    engine.
+
+    Raises `TopologyError` when ranks set different domains and `RankMismatchError` for any other setting;
+    both name two ranks and their values, and every rank raises the same.
+    """
+
+    def mine() -> bytes:
+        verify()
+        return json.dumps(
+            {"generation": secrets.randbits(64) or 1, "values": config.agreed_values()}, sort_keys=True
+        ).encode()
+
+    answers = [json.loads(answer) for answer in exchange(bootstrap, "configuration", mine)]
+    first = answers[0]["values"]
+    for peer, answer in enumerate(answers):
+        values = answer["values"]
+        for name in sorted(set(first) | set(values)):
+            if first.get(name) == values.get(name):
+                continue
+            message = (
+                f"rank 0 has {name} = {first.get(name)!r}, rank {peer} has {name} = {values.get(name)!r}"
+            )
+            if name in ("domains", "domain_size"):
+                raise TopologyError(f"ranks disagree on the domains: {message}")
+            raise RankMismatchError(
+                f"ranks disagree on the configuration: {message}",
+                rank=bootstrap.rank,
+                step="bootstrap",
+                peer=peer,
+                expected=first.get(name),
+                seen=values.get(name),
+            )
+    return int(answers[0]["generation"])
+
+
+def resolve_topology(bootstrap: Bootstrap, config: EpConfig) -> Topology:
+    """The group's domains, set or probed; collective. Raises `TopologyError`, `ConfigError`."""
+    return Topology.from_config(config, bootstrap.size) or probe(bootstrap)
+
+
+def probe(bootstrap: Bootstrap) -> Topology:
+    """Finds the domains by a handshake over shared memory; collective.
+
+    Raises `TopologyError` naming two ranks that disagree on sharing a domain.
+    """
+    segment: list[Segment] = []
+    try:
+
+        def offer() -> bytes:
+            segment.append(Segment.create())
+            return json.dumps([boot_id(), segment[0].name, segment[0].nonce.hex()]).encode()
+
+        offers = [json.loads(answer) for answer in exchange(bootstrap, "topology: offer", offer)]
+
+        def reach() -> bytes:
+            mine = offers[bootstrap.rank][0]
+            reached = [
+                rank
+                for rank, (boot, name, nonce) in enumerate(offers)
+                if rank == bootstrap.rank or (boot == mine and readable(name, bytes.fromhex(nonce)))
+            ]
+            return json.dumps(reached).encode()
+
+        # Nobody unlinks before everybody has looked: a rank leaves this exchange only when all have entered
+        # it.
+        reached = [frozenset(json.loads(answer)) for answer in exchange(bootstrap, "topology: reach", reach)]
+    finally:
+        for entry in segment:
+            entry.unlink()
+    return domains_of_reach(reached)
+
+
+def domains_of_reach(reached: Sequence[frozenset[int]]) -> Topology:
+    """The domains, from the set of ranks that each rank could open (itself among them).
+
+    Ranks of a domain must see the same set; otherwise `TopologyError`.
+    """
+    for rank, ranks in enumerate(reached):
+        for peer in sorted(ranks):
+            if reached[peer] != ranks:
+                raise TopologyError(
+                    f"ranks disagree on their domain: rank {rank} reaches the memory of {sorted(ranks)}, "
+                    f"rank {peer} that of {sorted(reached[peer])}; set domains or domain_size"
+                )
+    return Topology.from_domains([min(ranks) for ranks in reached])
+
+
+def boot_id() -> str:
+    """Identifies the running kernel. Where it cannot be read the host's name has to do."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return os.uname().nodename
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A randomly named shared-memory segment holding a nonce."""
+
+    name: str
+    nonce: bytes
+
+    @classmethod
+    def create(cls) -> Segment:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        name = f"/uccl_ep_probe_{secrets.token_hex(12)}"
+        try:
+            descriptor = _shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR)
+            try:
+                os.write(descriptor, nonce)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise TopologyError(f"cannot create shared memory {name}: {error}") from error
+        return cls(name=name, nonce=nonce)
+
+    def unlink(self) -> None:
+        import _posixshmem
+
+        try:
+            _posixshmem.shm_unlink(self.name)
+        except OSError:  # Gone already: nothing is leaked.
+            return
+
+
+def readable(name: str, nonce: bytes) -> bool:
+    """Whether this process opens the segment, maps it and finds the nonce."""
+    try:
+        descriptor = _shm_open(name, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        with mmap.mmap(descriptor, NONCE_BYTES) as view:
+            return view[:] == nonce
+    except (OSError, ValueError):
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _shm_open(name: str, flags: int) -> int:
+    # The standard library's own binding of shm_open; `multiprocessing.shared_memory` would start a tracker
+    # process that unlinks segments of other ranks when one rank exits.
+    import _posixshmem
+
+    return _posixshmem.shm_open(name, flags, mode=0o600)
