@@ -1,0 +1,64 @@
+"""The recipe's choice of dispatcher, its proof at the end, and the ablations (negative controls)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from recipes.model import Training
+from recipes.settings import Recipe
+
+
+def enable(recipe: Recipe) -> dict[str, Any]:
+    """The TransformerConfig arguments that select the recipe's dispatcher."""
+    if recipe.token_dispatcher != "uccl_ep":
+        return {"moe_token_dispatcher_type": recipe.token_dispatcher}
+    from uccl_ep_train.megatron import plugin
+
+    return plugin.enable(
+        dispatch_dtype=recipe.dispatch_dtype,
+        grad_dtype=recipe.grad_dtype,
+        budget_bytes=recipe.budget_bytes,
+        domain_size=recipe.domain_size,
+        transport="loop",
+    )
+
+
+def verify(recipe: Recipe, training: Training) -> None:
+    """Raises unless every MoE layer has the dispatcher that the recipe names."""
+    if recipe.token_dispatcher == "uccl_ep":
+        from uccl_ep_train.megatron import plugin
+
+        plugin.verify(training.model)
+        return
+    for layer in training.moe_layers():
+        name = type(layer.token_dispatcher).__name__
+        if recipe.token_dispatcher not in name.lower():
+            raise RuntimeError(f"MoE layer {layer.layer_number} has {name}, not {recipe.token_dispatcher}")
+
+
+def ablate(recipe: Recipe, moe_layers: Iterable[Any]) -> None:
+    """zero_experts: the experts return zeros. zero_prob_grad: the router gets no gradient through its
+    probabilities (the fault that no test of Megatron's own notices)."""
+    for layer in moe_layers:
+        if recipe.ablate == "zero_experts":
+            layer.experts.forward = _zeroed(layer.experts.forward)
+        elif recipe.ablate == "zero_prob_grad":
+            layer.token_dispatcher.dispatch_preprocess = _detached(layer.token_dispatcher.dispatch_preprocess)
+
+
+def _zeroed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def experts(*args: Any) -> Any:
+        out, bias = forward(*args)
+        return out * 0, bias
+
+    return experts
+
+
+def _detached(preprocess: Callable[..., Any]) -> Callable[..., Any]:
+    def dispatch_preprocess(hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> Any:
+        return preprocess(hidden, routing_map, probs.detach())
+
+    return dispatch_preprocess

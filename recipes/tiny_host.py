@@ -1,0 +1,42 @@
+"""tiny_host: a 6 M parameter byte-level MoE on one host without a GPU, 4 ranks as 2 domains of 2."""
+
+from __future__ import annotations
+
+from recipes.settings import Recipe
+
+
+def tiny_host() -> Recipe:
+    """Reaches a validation loss well below 2.4 nats per byte in about five minutes on two cores."""
+    return Recipe(
+        name="tiny_host",
+        num_ranks=4,
+        domain_size=2,
+        threads_per_rank=1,
+        num_layers=4,
+        hidden_size=128,
+        num_heads=4,
+        expert_ffn_size=512,
+        num_experts=8,
+        topk=2,
+        aux_loss_coeff=1e-2,
+        sequence_length=256,
+        micro_batch_size=4,
+        num_microbatches=1,
+        num_steps=240,
+        lr=3e-3,
+        min_lr=3e-5,
+        warmup_steps=30,
+        adam_beta2=0.95,
+        weight_decay=0.01,
+        clip_grad=1.0,
+        seed=1234,
+        token_dispatcher="uccl_ep",
+        dispatch_dtype="fp8",
+        grad_dtype="bf16",
+        budget_bytes=64 << 20,
+        ablate="none",
+        val_interval=50,
+        val_batches=8,
+        checkpoint_interval=100,
+        val_fraction=0.05,
+    )
