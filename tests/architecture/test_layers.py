@@ -1,0 +1,184 @@
+"""Who may include and import whom. Each check is also shown to find a planted violation."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.tree import CPP, ROOT, Check, cpp_code, matches, plant, project_files
+
+# An #include may only point down this list, or stay in its folder.
+LAYERS = ["bindings", "engine", "proxy", "transport", "backend", "queue", "sync", "layout", "common"]
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+_TORCH = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"](?:torch|ATen|c10)/[^>"]*[>"]', re.MULTILINE)
+_ATOMIC = re.compile(
+    r"std::atomic\w*|std::memory_order\w*|#[ \t]*include[ \t]*<(?:std)?atomic(?:\.h)?>"
+    r"|cuda::(?:std::)?atomic\w*|\b__(?:atomic|sync)_\w+|\batomic(?:Add|CAS|Exch|Or|And|Max|Min|Inc|Dec|Sub|Xor)\w*"
+)
+
+# --------------------------------------------------------------------------------------- C++
+
+
+def check_includes(root: Path) -> list[str]:
+    """Quoted includes name existing files, seen from csrc/, and point down the list or stay in place."""
+    found = []
+    csrc = root / "csrc"
+    for path in project_files(root, *CPP, under="csrc"):
+        own = path.relative_to(csrc).parts
+        for match in _INCLUDE.finditer(path.read_text()):
+            target = tuple(match.group(1).split("/"))
+            problem = _include_problem(csrc, own, target)
+            if problem:
+                found.append(f'{path.relative_to(root)}: #include "{match.group(1)}": {problem}')
+    return found
+
+
+def _include_problem(csrc: Path, own: tuple[str, ...], target: tuple[str, ...]) -> str:
+    if not csrc.joinpath(*target).is_file():
+        return "no such file, seen from csrc/"
+    if own[0] not in LAYERS or target[0] not in LAYERS:
+        return f"csrc/ has the layers {' '.join(LAYERS)} and no others"
+    if LAYERS.index(target[0]) < LAYERS.index(own[0]):
+        return f"{own[0]} lies below {target[0]}"
+    siblings = own[0] == target[0] and len(own) > 2 and len(target) > 2
+    if siblings and own[1] != target[1]:
+        return f"{own[1]} and {target[1]} are alternatives: what they share belongs in {own[0]}/ or below"
+    return ""
+
+
+def check_torch_headers(root: Path) -> list[str]:
+    """The core is torch-free: one build works with several versions of torch."""
+    return [
+        line
+        for path in project_files(root, *CPP, under="csrc")
+        for line in matches(root, path, path.read_text(), _TORCH)
+    ]
+
+
+def check_atomics(root: Path) -> list[str]:
+    """Atomics live in csrc/sync, where each states who writes, who reads and what it publishes."""
+    return [
+        line
+        for path in project_files(root, *CPP, under="csrc")
+        if not path.is_relative_to(root / "csrc" / "sync")
+        for line in matches(root, path, cpp_code(path.read_text()), _ATOMIC)
+    ]
+
+
+# ------------------------------------------------------------------------------------ Python
+
+_NATIVE = ("uccl_ep_train._native", "uccl_ep_train.native", "uccl_ep_train.engine")
+
+# (folder or file, exempt folder, what it must not import, why)
+IMPORT_RULES = [
+    (
+        "uccl_ep_train",
+        "uccl_ep_train/megatron",
+        ("megatron", "uccl_ep_train.megatron"),
+        "it knows no trainer",
+    ),
+    ("uccl_ep_train", "", ("recipes", "tests", "bench"), "a library knows no program that uses it"),
+    ("uccl_ep_train/errors.py", "", ("uccl_ep_train._native",), "the native core raises these classes"),
+    ("uccl_ep_train/reference.py", "", _NATIVE, "the oracle is independent of what it judges"),
+    ("uccl_ep_train/fp8.py", "", _NATIVE, "the oracle is independent of what it judges"),
+    ("recipes", "", ("tests", "bench"), "what users run does not need the tests"),
+]
+
+
+def check_imports(root: Path) -> list[str]:
+    """The rules above, also for imports inside functions and by name."""
+    found = []
+    for place, exempt, forbidden, why in IMPORT_RULES:
+        for path in project_files(root, ".py", under=place):
+            if exempt and path.is_relative_to(root / exempt):
+                continue
+            for line, module in imports_of(path, root):
+                if any(module == name or module.startswith(name + ".") for name in forbidden):
+                    found.append(f"{path.relative_to(root)}:{line}: imports {module}: {why}")
+    return found
+
+
+def imports_of(path: Path, root: Path) -> Iterator[tuple[int, str]]:
+    """(line, absolute module) of every import in the file; `from a import b` gives both a and a.b."""
+    package = path.relative_to(root).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level + 1]) if node.level else []
+            module = ".".join(base + ([node.module] if node.module else []))
+            yield node.lineno, module
+            for alias in node.names:
+                yield node.lineno, f"{module}.{alias.name}"
+        elif isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__"):
+            for argument in node.args[:1]:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    yield node.lineno, argument.value
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+# ------------------------------------------------------------------------------------ claims
+
+CHECKS: list[Check] = [check_includes, check_torch_headers, check_atomics, check_imports]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_project_keeps_its_layers(check: Check) -> None:
+    assert check(ROOT) == []
+
+
+_HEADERS = {
+    "csrc/common/units.h": "#pragma once\n",
+    "csrc/transport/transport.h": '#include "common/units.h"\n',
+    "csrc/transport/loop/loop.h": '#include "transport/transport.h"\n#include "transport/loop/loop.h"\n',
+    "csrc/transport/verbs/verbs.h": "// std::atomic is only mentioned here\n",
+}
+
+PLANTED: list[tuple[Check, str, str]] = [
+    (check_includes, "csrc/common/bad.h", '#include "transport/transport.h"\n'),
+    (check_includes, "csrc/transport/verbs/bad.cc", '#  include "transport/loop/loop.h"\n'),
+    (check_includes, "csrc/engine/bad.cc", '#include "common/gone.h"\n'),
+    (check_includes, "csrc/utils2/bad.cc", '#include "common/units.h"\n'),
+    (check_torch_headers, "csrc/bindings/bad.cc", "#include <torch/extension.h>\n"),
+    (check_torch_headers, "csrc/bindings/bad.cc", '#include "c10/core/Device.h"\n'),
+    (check_atomics, "csrc/queue/bad.h", "std::atomic<int> counter;\n"),
+    (check_atomics, "csrc/queue/bad.h", "/* a\n */ __atomic_store_n(&x, 1, 0);\n"),
+    (check_atomics, "csrc/backend/cuda/bad.cu", "atomicAdd(&x, 1);\n"),
+    (check_imports, "uccl_ep_train/bad.py", "def f():\n    from megatron.core import parallel_state\n"),
+    (check_imports, "uccl_ep_train/bad.py", "from .megatron import flags\n"),
+    (check_imports, "uccl_ep_train/bad.py", "from uccl_ep_train import megatron\n"),
+    (check_imports, "uccl_ep_train/bad.py", "import importlib\nimportlib.import_module('recipes.launch')\n"),
+    (check_imports, "uccl_ep_train/megatron/bad.py", "import recipes\n"),
+    (check_imports, "uccl_ep_train/errors.py", "from uccl_ep_train import _native\n"),
+    (check_imports, "uccl_ep_train/reference.py", "from uccl_ep_train.engine import Buffer\n"),
+    (check_imports, "recipes/bad.py", "import tests.harness\n"),
+]
+
+
+@pytest.mark.parametrize(
+    ("check", "name", "text"), PLANTED, ids=lambda value: getattr(value, "__name__", None) or ""
+)
+def test_a_planted_violation_is_found(check: Check, name: str, text: str, tmp_path: Path) -> None:
+    found = check(plant(tmp_path, _HEADERS | {name: text}))
+    assert len(found) >= 1 and all(line.startswith(name) for line in found)
+
+
+def test_what_is_allowed_is_not_reported(tmp_path: Path) -> None:
+    allowed = _HEADERS | {
+        "csrc/sync/flag.h": "#include <atomic>\nstd::atomic<int> x;\n",
+        "csrc/engine/factory.cc": '#include "transport/loop/loop.h"\nconst char* text = "std::atomic";\n',
+        "csrc/transport/factory.cc": '#include "transport/loop/loop.h"\n',
+        "uccl_ep_train/megatron/plugin.py": "import megatron.core\nfrom uccl_ep_train.engine import Buffer\n",
+        "recipes/launch.py": "import uccl_ep_train.megatron\nimport megatron.core\n",
+    }
+    plant(tmp_path, allowed)
+    assert [line for check in CHECKS for line in check(tmp_path)] == []

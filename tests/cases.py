@@ -1,0 +1,400 @@
+"""Generated cases that feed both the engine and the oracle.
+
+A case (`make_case`) is everything that one dispatch and one combine need on every rank, drawn from a seed.
+`expect` asks the oracle what must come out, gradients included; `check_case` lets a live group do it and
+compares bit by bit.
+
+    with spec.group() as group:
+        check_case(group, make_case(7, spec, form="map"))
+
+Shape suffixes: T tokens of a rank, H hidden size, K experts a token can name, E experts, R rows of a rank.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.harness import RankGroup
+from uccl_ep_train import Buffer
+from uccl_ep_train.reference import Combined, Dispatched, ReferenceGroup, Routing, WireCounts
+
+# "domains x ranks": the domain of each rank of the group.
+LAYOUTS: dict[str, tuple[int, ...]] = {
+    "1x4": (0, 0, 0, 0),
+    "2x2": (0, 0, 1, 1),
+    "4x1": (0, 1, 2, 3),
+    "2x1": (0, 1),
+    "3x2": (0, 0, 1, 1, 2, 2),
+    "3+1": (0, 0, 0, 1),
+    "interleaved": (0, 1, 0, 1),
+}
+HIDDEN_SIZES = (128, 256, 384, 1024)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """What is fixed when a buffer is created, as far as it changes a result; `settings` for the rest."""
+
+    domains: tuple[int, ...] = LAYOUTS["2x2"]
+    num_experts: int = 8
+    hidden: int = 256
+    combine_wire_dtype: str = "bf16"
+    fp8_scale: str = "pow2"
+    source_order: tuple[int, ...] | None = None
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.domains)
+
+    def config(self) -> dict[str, Any]:
+        named = ("domains", "num_experts", "hidden", "combine_wire_dtype", "fp8_scale", "source_order")
+        return {name: getattr(self, name) for name in named} | dict(self.settings)
+
+    def group(self) -> RankGroup:
+        return RankGroup(self.num_ranks, self.config())
+
+    def oracle(self) -> ReferenceGroup:
+        return ReferenceGroup(
+            self.domains,
+            self.num_experts,
+            source_order=self.source_order,
+            combine_wire_dtype=self.combine_wire_dtype,
+            fp8_scale=self.fp8_scale,
+        )
+
+
+@dataclass(frozen=True)
+class RankInput:
+    """One rank's arguments of a dispatch: x [T, H] and a routing in one of two forms; weights may be None."""
+
+    x: Tensor
+    topk_idx: Tensor | None = None
+    topk_weights: Tensor | None = None
+    routing_map: Tensor | None = None
+    probs: Tensor | None = None
+
+    @property
+    def weights(self) -> Tensor | None:
+        return self.topk_weights if self.topk_idx is not None else self.probs
+
+    def routing(self, num_experts: int) -> Routing:
+        if self.topk_idx is not None:
+            return Routing.from_topk(self.topk_idx, self.topk_weights, num_experts)
+        assert self.routing_map is not None
+        return Routing.from_map(self.routing_map, self.probs)
+
+    def routing_arguments(self, weights: Tensor | None) -> dict[str, Any]:
+        """Keyword arguments of `Buffer.dispatch`, with these weights in the place of the stored ones."""
+        if self.topk_idx is not None:
+            return {"topk_idx": self.topk_idx, "topk_weights": weights}
+        return {"routing_map": self.routing_map, "probs": weights}
+
+
+@dataclass(frozen=True)
+class Case:
+    seed: int
+    spec: EngineSpec
+    inputs: tuple[RankInput, ...]
+    dispatch_dtype: str
+    grad_dtype: str
+    expert_alignment: int
+
+    def __repr__(self) -> str:
+        first = self.inputs[0]
+        form = f"top-{first.topk_idx.shape[1]}" if first.topk_idx is not None else "map"
+        return (
+            f"Case(seed {self.seed}, T {[len(entry.x) for entry in self.inputs]}, H {first.x.shape[1]}, "
+            f"{first.x.dtype}, {form}, weights {first.weights is not None}, {self.dispatch_dtype} forward, "
+            f"{self.grad_dtype} backward, alignment {self.expert_alignment}, {self.spec})"
+        )
+
+
+# ------------------------------------------------------------------------------------------- making
+
+
+def make_case(
+    seed: int,
+    spec: EngineSpec,
+    *,
+    num_tokens: Sequence[int] | None = None,
+    hidden: int | None = None,
+    dtype: torch.dtype | None = None,
+    dispatch_dtype: str | None = None,
+    grad_dtype: str | None = None,
+    form: str | None = None,
+    top_k: int | None = None,
+    focus: str | None = None,
+    drop_rate: float | None = None,
+    density: float | None = None,
+    weighted: bool | None = None,
+    special: bool | None = None,
+    expert_alignment: int | None = None,
+    max_tokens: int = 24,
+) -> Case:
+    """A case for a buffer made from `spec`; whatever is None is drawn from the seed.
+
+    num_tokens  T of each rank
+    form        "topk" | "map"
+    focus       "spread": any experts; "expert": all tokens go to one; "rank": to experts of one rank
+    drop_rate   share of top-k entries that are -1; density: share of experts that a token of a map reaches
+    weighted    whether weights travel
+    special     whether rows hold zeros, -0.0, huge, tiny and non-finite values
+    """
+    rng = random.Random(seed)
+    pick = lambda given, choices: rng.choice(choices) if given is None else given  # noqa: E731
+    # Every choice is drawn, given or not, so that fixing one leaves the others as they were.
+    tokens = [0 if rng.random() < 0.15 else rng.randint(1, max_tokens) for _ in spec.domains]
+    tokens = list(num_tokens) if num_tokens is not None else tokens
+    hidden = pick(hidden, [size for size in HIDDEN_SIZES if size <= spec.hidden])
+    dtype = pick(dtype, [torch.bfloat16, torch.bfloat16, torch.float32])
+    wire = pick(dispatch_dtype, ["fp8", "bf16"]) if dtype == torch.bfloat16 else "bf16"
+    grad_wire = pick(grad_dtype, ["fp8", "bf16", "bf16"]) if dtype == torch.bfloat16 else "bf16"
+    form = pick(form, ["topk", "map"])
+    top_k = min(pick(top_k, [1, 2, 2, 3, 4, 8]), spec.num_experts)
+    focus = pick(focus, ["spread", "spread", "spread", "expert", "rank"])
+    drop_rate = pick(drop_rate, [0.0, 0.0, 0.2, 0.2, 1.0])
+    density = pick(density, [0.0, 0.1, 0.3, 0.3, 1.0])
+    weighted = pick(weighted, [True, True, False])
+    special = pick(special, [False, False, True])
+    alignment = pick(expert_alignment, [1, 1, 8, 16])
+    generator = torch.Generator().manual_seed(seed)
+    allowed = _experts_in_focus(rng, spec, focus)
+
+    def rank_input(count: int) -> RankInput:
+        x_TH = make_rows(generator, count, hidden, dtype, special=special)
+        if form == "topk":
+            topk_idx_TK = _make_topk(generator, count, top_k, allowed, drop_rate)
+            weights_TK = torch.rand(count, top_k, generator=generator) if weighted else None
+            return RankInput(x_TH, topk_idx=topk_idx_TK, topk_weights=weights_TK)
+        map_TE = _make_map(generator, count, spec.num_experts, allowed, density)
+        probs_TE = torch.rand(count, spec.num_experts, generator=generator) if weighted else None
+        return RankInput(x_TH, routing_map=map_TE, probs=probs_TE)
+
+    inputs = tuple(rank_input(count) for count in tokens)
+    return Case(seed, spec, inputs, wire, grad_wire, alignment)
+
+
+def make_rows(
+    generator: torch.Generator, num_rows: int, hidden: int, dtype: torch.dtype, *, special: bool = False
+) -> Tensor:
+    """Rows whose blocks differ in magnitude; `special` adds values that round, saturate or propagate."""
+    rows = torch.randn(num_rows, hidden, generator=generator)
+    if num_rows == 0:
+        return rows.to(dtype)
+    exponents = torch.randint(-6, 7, (num_rows, hidden // 128), generator=generator)
+    rows = rows * torch.exp2(exponents.float()).repeat_interleave(128, dim=1)
+    if special:
+        odd = torch.tensor(
+            [0.0, -0.0, 448.0, 1e30, -1e-30, 3e38, 1e-40, float("inf"), -float("inf"), float("nan")]
+        )
+        # Few enough that most blocks stay finite, most rows see one.
+        where = torch.rand(num_rows, hidden, generator=generator) < 1 / 256
+        rows[where] = odd[torch.randint(len(odd), (int(where.sum()),), generator=generator)]
+        rows[torch.rand(num_rows, generator=generator) < 0.1] = -0.0
+    return rows.to(dtype)
+
+
+def _experts_in_focus(rng: random.Random, spec: EngineSpec, focus: str) -> list[int]:
+    per_rank = spec.num_experts // spec.num_ranks
+    expert = rng.randrange(spec.num_experts)
+    if focus == "expert":
+        return [expert]
+    if focus == "rank":
+        first = expert // per_rank * per_rank
+        return list(range(first, first + per_rank))
+    assert focus == "spread", focus
+    return list(range(spec.num_experts))
+
+
+def _make_topk(
+    generator: torch.Generator, count: int, top_k: int, allowed: list[int], drop_rate: float
+) -> Tensor:
+    """int64 [T, K]: different experts in random order; -1 where dropped or where `allowed` has too few."""
+    topk_idx_TK = torch.full((count, top_k), -1)
+    num_named = min(top_k, len(allowed))
+    order_TA = torch.rand(count, len(allowed), generator=generator).argsort(dim=1)
+    topk_idx_TK[:, :num_named] = torch.tensor(allowed)[order_TA[:, :num_named]]
+    column_TK = torch.rand(count, top_k, generator=generator).argsort(dim=1)
+    topk_idx_TK = topk_idx_TK.gather(1, column_TK)
+    # Whole tokens without experts, too.
+    dropped = torch.rand(count, top_k, generator=generator) < drop_rate
+    dropped |= torch.rand(count, 1, generator=generator) < drop_rate / 2
+    return topk_idx_TK.masked_fill(dropped, -1)
+
+
+def _make_map(
+    generator: torch.Generator, count: int, num_experts: int, allowed: list[int], density: float
+) -> Tensor:
+    """bool [T, E]. Now and then a token reaches every allowed expert: what padding of a routing map makes."""
+    map_TE = torch.zeros(count, num_experts, dtype=torch.bool)
+    map_TE[:, allowed] = torch.rand(count, len(allowed), generator=generator) < density
+    everywhere_T = torch.rand(count, generator=generator) < 0.1
+    map_TE[:, allowed] |= everywhere_T[:, None]
+    return map_TE
+
+
+# ---------------------------------------------------------------------------------------- expecting
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the oracle says of a case, and what it was fed beyond the case itself. Lists are by rank."""
+
+    dispatched: Dispatched
+    expert_rows: list[Tensor]  # [R, H] what combine is given; garbage in the padding
+    combined: Combined
+    grad_out: list[Tensor]  # [T, H]
+    grad_expert_rows: list[Tensor]
+    grad_wire: WireCounts
+    grad_rows: list[Tensor]  # [R, H]
+    grad_row_weights: list[Tensor] | None  # [R]
+    dispatch_backward: Combined
+
+    def wire_bytes(self, rank: int) -> int:
+        """Payload that a rank sends to other domains over the four operations of `run_case`."""
+        wires = (self.dispatched.wire, self.combined.wire, self.grad_wire, self.dispatch_backward.wire)
+        return sum(int(wire.bytes[rank].sum()) for wire in wires)
+
+
+def expect(case: Case) -> Expected:
+    """Dispatch, combine and both backward operations of a case, by the oracle."""
+    oracle = case.spec.oracle()
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    x = [entry.x for entry in case.inputs]
+    hidden, dtype = x[0].shape[1], x[0].dtype
+    routings = [entry.routing(case.spec.num_experts) for entry in case.inputs]
+    dispatched = oracle.dispatch(
+        x, routings, expert_alignment=case.expert_alignment, dispatch_dtype=case.dispatch_dtype
+    )
+    plan = dispatched.plan
+    num_rows = [len(rows) for rows in dispatched.rows]
+    expert_rows = [make_rows(generator, count, hidden, dtype) for count in num_rows]
+    grad_out = [make_rows(generator, len(entry), hidden, dtype) for entry in x]
+    grad_rows = [make_rows(generator, count, hidden, dtype) for count in num_rows]
+    weights = dispatched.row_weights
+    grad_weights = None if weights is None else [torch.randn(len(w), generator=generator) for w in weights]
+    grad_expert_rows, grad_wire = oracle.combine_backward(grad_out, plan, grad_dtype=case.grad_dtype)
+    return Expected(
+        dispatched,
+        expert_rows,
+        oracle.combine(expert_rows, plan),
+        grad_out,
+        grad_expert_rows,
+        grad_wire,
+        grad_rows,
+        grad_weights,
+        oracle.dispatch_backward(grad_rows, grad_weights, plan),
+    )
+
+
+# ------------------------------------------------------------------------------ running, comparing
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a rank's buffer did with a case. Weights and their gradients are None where none travel."""
+
+    rows: Tensor
+    tokens_per_expert: Tensor
+    row_weights: Tensor | None
+    out: Tensor
+    grad_expert_rows: Tensor
+    grad_x: Tensor
+    grad_weights: Tensor | None
+    handle: Any = field(repr=False)
+
+
+def run_case(case: Case, expected: Expected, rank: int, buffer: Buffer) -> Observed:
+    """One rank's dispatch, combine and both backwards, through autograd."""
+    given = case.inputs[rank]
+    x_TH = given.x.clone().requires_grad_()
+    weights = None if given.weights is None else given.weights.clone().requires_grad_()
+    result = buffer.dispatch(
+        x_TH,
+        **given.routing_arguments(weights),
+        expert_alignment=case.expert_alignment,
+        dispatch_dtype=case.dispatch_dtype,
+    )
+    expert_rows_RH = expected.expert_rows[rank].clone().requires_grad_()
+    out_TH = buffer.combine(expert_rows_RH, result.handle, grad_dtype=case.grad_dtype)
+    torch.autograd.backward(out_TH, expected.grad_out[rank])
+    outputs, grads = [result.rows], [expected.grad_rows[rank]]
+    if weights is not None:
+        assert expected.grad_row_weights is not None and result.row_weights is not None
+        outputs.append(result.row_weights)
+        grads.append(expected.grad_row_weights[rank])
+    torch.autograd.backward(outputs, grads)
+    assert expert_rows_RH.grad is not None and x_TH.grad is not None
+    return Observed(
+        result.rows.detach(),
+        result.tokens_per_expert,
+        None if result.row_weights is None else result.row_weights.detach(),
+        out_TH.detach(),
+        expert_rows_RH.grad,
+        x_TH.grad,
+        None if weights is None else weights.grad,
+        result.handle,
+    )
+
+
+def differences(case: Case, expected: Expected, rank: int, observed: Observed) -> list[str]:
+    """What a rank saw that is not bit for bit what the oracle says; empty if all is well."""
+    dispatched, backward = expected.dispatched, expected.dispatch_backward
+    of_rank = lambda values: None if values is None else values[rank]  # noqa: E731
+    pairs = [
+        ("tokens_per_expert", observed.tokens_per_expert, dispatched.plan.tokens_per_expert[rank]),
+        ("rows", observed.rows, dispatched.rows[rank]),
+        ("row_weights", observed.row_weights, of_rank(dispatched.row_weights)),
+        ("out", observed.out, expected.combined.outputs[rank]),
+        ("gradient of combine's rows", observed.grad_expert_rows, expected.grad_expert_rows[rank]),
+        ("gradient of x", observed.grad_x, backward.outputs[rank]),
+        ("gradient of the weights", observed.grad_weights, of_rank(backward.grad_weights)),
+    ]
+    return [
+        f"rank {rank}, {name}: {why}" for name, seen, wanted in pairs if (why := bit_difference(seen, wanted))
+    ]
+
+
+def check_case(group: RankGroup, case: Case, expected: Expected | None = None) -> list[Observed]:
+    """Runs a case on a live group; every rank must get the oracle's bits. Returns what the ranks saw."""
+    wanted = expect(case) if expected is None else expected
+    observed = group.run(lambda rank, buffer: run_case(case, wanted, rank, buffer))
+    found = [line for rank, seen in enumerate(observed) for line in differences(case, wanted, rank, seen)]
+    assert not found, f"{case}\n" + "\n".join(found)
+    return observed
+
+
+_BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+
+
+def bit_difference(seen: Tensor | None, wanted: Tensor | None) -> str:
+    """Empty if both are None or equal in every bit, of NaN and zeros too; else what differs first."""
+    if seen is None or wanted is None:
+        return "" if seen is wanted else f"got {_kind(seen)}, wanted {_kind(wanted)}"
+    if seen.dtype != wanted.dtype or seen.shape != wanted.shape:
+        return f"got {_kind(seen)}, wanted {_kind(wanted)}"
+    bits = _BITS.get(seen.dtype, seen.dtype)
+    unequal = seen.contiguous().view(bits) != wanted.contiguous().view(bits)
+    if not unequal.any():
+        return ""
+    place = tuple(unequal.nonzero()[0].tolist())
+    return (
+        f"{int(unequal.sum())} of {seen.numel()} differ, first at {place}: got {seen[place].item()!r}, "
+        f"wanted {wanted[place].item()!r}"
+    )
+
+
+def _kind(tensor: Tensor | None) -> str:
+    return "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def with_inputs(case: Case, change: Any) -> Case:
+    """The case with `change(rank, input)` in the place of each rank's input."""
+    return replace(case, inputs=tuple(change(rank, entry) for rank, entry in enumerate(case.inputs)))

@@ -1,0 +1,44 @@
+"""What all tests share: the project on the path, one thread a rank, failures that say what they compared."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# `pytest` alone, unlike `python -m pytest`, does not put the project's folder on the path.
+sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
+
+pytest.register_assert_rewrite("tests.harness", "tests.process_ranks")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Settings of the user's shell must not change what the tests prove."""
+    for name in [name for name in os.environ if name.startswith("UCCL_EP_")]:
+        del os.environ[name]
+    try:
+        from hypothesis import settings
+    except ImportError:
+        return
+    # CI repeats the same cases; elsewhere each run tries new ones and remembers the failures.
+    settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
+    settings.register_profile("developer", deadline=None, print_blob=True)
+    settings.load_profile("ci" if os.environ.get("CI") else "developer")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread_per_rank() -> Iterator[None]:
+    """Ranks are threads or processes on few cores: torch's own threads would only stand in their way."""
+    if "torch" not in sys.modules:
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,223 @@
+"""Runs on the ranks: enabling, verifying, disabling; recomputation. Errors come back by name, as results."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe import moe_layer, token_dispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from tests.megatron.settings import TrainCase
+from tests.megatron.training_case import (
+    batches_of,
+    build,
+    initialize,
+    moe_layers,
+    train_step,
+    transformer_config,
+)
+from uccl_ep_train.errors import EpError
+from uccl_ep_train.megatron import plugin, recompute
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+
+
+def _error(action: Callable[[], Any]) -> tuple[str, str]:
+    """(class name, message) of what `action` raises; two empty strings if nothing."""
+    try:
+        action()
+    except (EpError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def _fresh(case: TrainCase) -> None:
+    plugin.disable()
+    initialize(case.tp, case.ep, case.etp)
+
+
+def lifecycle(rank: int) -> dict[str, Any]:
+    """What enable, verify and disable leave behind."""
+    case = TrainCase(layers=3)
+    _fresh(case)
+    stock = _patched_names()
+    model, _, _ = build(case)
+    layers = moe_layers(model)
+    named = {"moe_token_dispatcher_type": "uccl_ep"}
+    by_name = transformer_config(case, named)
+    result = {
+        "our name": (by_name.moe_token_dispatcher_type, by_name.moe_flex_dispatcher_backend),
+        "verified": plugin.verify(model),
+        "verified chunks": plugin.verify([model, model]),
+        "buffers": len(plugin.buffers()),
+        "one buffer": len({id(layer.token_dispatcher.buffer) for layer in layers}),
+        "described": "dispatch_dtype" in plugin.describe(),
+        "again": plugin.enable(**_options()),
+        "other options": _error(lambda: plugin.enable(num_sms=3)),
+    }
+    plugin.disable()
+    result["restored"] = stock == _patched_names()
+    result["our name after"] = transformer_config(case, named).moe_token_dispatcher_type
+    result["buffers after"] = len(plugin.buffers())
+    result["used after"] = _error(lambda: model(*_inputs(case)))
+    return result
+
+
+def _patched_names() -> tuple[Any, ...]:
+    return (
+        moe_layer.MoEFlexTokenDispatcher,
+        moe_layer.MoELayer.__init__,
+        TransformerConfig.__post_init__,
+    )
+
+
+def _options() -> dict[str, Any]:
+    assert plugin._enabled is not None
+    return plugin._enabled.pool.options
+
+
+def _inputs(case: TrainCase) -> tuple[torch.Tensor, torch.Tensor, None]:
+    tokens = next(batches_of(case, 0))[:, :-1]
+    return tokens, torch.arange(tokens.shape[1]).expand(tokens.shape[0], -1), None
+
+
+def refusals(rank: int) -> dict[str, tuple[str, str]]:
+    """The ways in which our dispatcher could be missing, or be asked for what cannot work."""
+    case = TrainCase()
+    _fresh(case)
+    stock_model, _, _ = build(dataclasses.replace(case, dispatcher="alltoall"))
+    found = {"built before": _error(lambda: plugin.verify(stock_model))}
+    found["no MoE layer"] = _error(lambda: plugin.verify(torch.nn.Linear(2, 2)))
+    plugin.enable(dispatch_dtype="bf16")
+    found["other carrier"] = _error(lambda: build(dataclasses.replace(case, dispatcher="alltoall")))
+    plugin.disable()
+    found["fp8 rows of fp32"] = _error(lambda: build(_with(case, options={"dispatch_dtype": "fp8"})))
+    plugin.disable()
+    found["model's option"] = _error(lambda: plugin.enable(hidden=256))
+    found["bad option"] = _error(lambda: plugin.enable(dispatch_dtype="int4"))
+    found["unknown option"] = _error(lambda: plugin.enable(colour="blue"))
+    plugin.disable()
+    return found
+
+
+def _with(case: TrainCase, **changes: Any) -> TrainCase:
+    return dataclasses.replace(case, **changes)
+
+
+def unknown_megatron(rank: int) -> dict[str, Any]:
+    """A Megatron whose dispatcher takes other arguments, and one without a stage."""
+    plugin.disable()
+    flex, before = token_dispatcher.MoEFlexTokenDispatcher, moe_layer.MoEFlexTokenDispatcher
+    stock_init, stock_stage = flex.__init__, token_dispatcher.MoETokenDispatcher.token_combine
+
+    def other_init(self: Any, config: Any, layer_number: int) -> None: ...
+
+    try:
+        flex.__init__ = other_init
+        arguments = _error(plugin.enable)
+        flex.__init__ = stock_init
+        own = flex.token_combine
+        del flex.token_combine, token_dispatcher.MoETokenDispatcher.token_combine
+        stage = _error(plugin.enable)
+    finally:
+        flex.__init__ = stock_init
+        flex.token_combine, token_dispatcher.MoETokenDispatcher.token_combine = own, stock_stage
+    return {
+        "arguments": arguments,
+        "stage": stage,
+        "unchanged": moe_layer.MoEFlexTokenDispatcher is before and not plugin.is_enabled(),
+    }
+
+
+def alone(rank: int) -> list[str]:
+    """With an expert group of one rank nothing is to be dispatched: Megatron's own class, and it verifies."""
+    case = TrainCase(ep=1)
+    _fresh(case)
+    model, _, _ = build(case)
+    assert plugin.verify(model) == case.layers and not plugin.buffers()
+    plugin.disable()
+    return [type(layer.token_dispatcher).__name__ for layer in moe_layers(model)]
+
+
+def freed_inputs(rank: int) -> dict[str, bool]:
+    """Which stage inputs the 1F1B schedule would free, with our carrier and as all-to-all."""
+    more: tuple[int, ...] = ()
+    try:
+        from megatron.core.models.common.utils import should_free_input
+
+        more = (2,)  # local experts
+    except ImportError:  # its home and signature up to 0.16
+        from megatron.core.models.gpt.fine_grained_callables import should_free_input
+    case = TrainCase(dtype="bf16", config={"overlap_moe_expert_parallel_comm": True})
+    _fresh(case)
+    ours = transformer_config(case, dict(plugin.CARRIER))
+    stock = transformer_config(case, {"moe_token_dispatcher_type": "alltoall"})
+    return {
+        f"{name}, {who}": should_free_input(name, True, config, *more)
+        for who, config in (("ours", ours), ("alltoall", stock))
+        for name in ("moe_dispatch", "mlp")
+    }
+
+
+def recomputation_with_other_routing(rank: int, on_rank: int, checked: bool) -> tuple[str, str]:
+    """The error of a step whose recomputed routing differs on one rank. Not `checked`: no plan is saved."""
+    case = TrainCase(config=FULL)
+    _fresh(case)
+    model, optimizer, _ = build(case)
+    manager: Any = moe_layers(model)[0].token_dispatcher._comm_manager
+    stock = manager.dispatch
+
+    def dispatch(hidden: torch.Tensor, *args: Any) -> torch.Tensor:
+        if torch.is_grad_enabled() and rank == on_rank:
+            manager.routing_map = manager.routing_map.roll(1, dims=1)
+        return stock(hidden, *args)
+
+    manager.dispatch = dispatch
+    if not checked:
+        manager.handles.take = lambda now: None
+    before = [p.detach().clone() for p in model.parameters()]
+    found = _error(lambda: train_step(case, model, optimizer, 0))
+    if found[0]:
+        same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert same, "an optimizer step was applied after the error"
+    plugin.disable()
+    return found
+
+
+def saved_plans(rank: int) -> dict[str, Any]:
+    """How many plans wait for their recomputation after each kind of forward pass."""
+    case = TrainCase(config=SELECTIVE)
+    _fresh(case)
+    model, optimizer, _ = build(case)
+    handles = moe_layers(model)[0].token_dispatcher._comm_manager.handles
+    count: dict[str, Any] = {}
+    train_step(case, model, optimizer, 0)
+    count["after a step"] = len(handles)
+    model.eval()
+    with torch.no_grad():
+        model(*_inputs(case))
+    count["after evaluation"] = len(handles)
+    model.train()
+    model(*_inputs(case))
+    count["after a forward pass without backward"] = len(handles)
+    optimizer.step()
+    count["after the next optimizer step"] = len(handles)
+    limit, recompute.HandleQueue.LIMIT = recompute.HandleQueue.LIMIT, 3
+    try:
+        count["too many"] = _error(lambda: [model(*_inputs(case)) for _ in range(5)])
+    finally:
+        recompute.HandleQueue.LIMIT = limit
+    optimizer.step()  # drops what the failed pass left
+    count["step after the error"] = _error(lambda: train_step(case, model, optimizer, 1))
+    plugin.disable()
+    plain = TrainCase()
+    model, optimizer, _ = build(plain)
+    count["step of another model"] = _error(lambda: train_step(plain, model, optimizer, 0))
+    plugin.disable()
+    dist.barrier()
+    return count

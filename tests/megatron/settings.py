@@ -1,0 +1,62 @@
+"""What a case is told and what it returns. Light: the test process itself never imports Megatron."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCase:
+    """One training. `config`: further TransformerConfig arguments. `options`: the plug-in's."""
+
+    dispatcher: str = "uccl_ep"
+    steps: int = 5
+    num_microbatches: int = 2
+    dtype: str = "fp32"
+    ep: int = 4
+    tp: int = 1
+    etp: int = 1
+    layers: int = 2
+    experts: int = 8
+    topk: int = 2
+    dist_opt: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    corrupt: str = ""  # a fault put into the dispatcher on purpose: see `_corrupt`
+    seed: int = 7
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one rank. Digests are of the raw bytes, so equal digests mean bitwise equal tensors."""
+
+    losses: tuple[float, ...]
+    parameters: str
+    step_parameters: tuple[str, ...]
+    expert_inputs: tuple[
+        str, ...
+    ]  # rows, rows per expert, probabilities; per forward pass of the first layer
+    dispatchers: tuple[str, ...]
+    stats: dict[str, Any]
+    probe: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCase:
+    """One pass through the six stages. `tokens`: by rank."""
+
+    dtype: str = "bf16"
+    router_dtype: str = "fp32"
+    ep: int = 4
+    tp: int = 1
+    etp: int = 1
+    experts: int = 8
+    topk: int = 2
+    tokens: tuple[int, ...] = (24, 24, 24, 24)
+    routing: str = "random"  # | one_expert | zero_probs | dropped
+    capacity_factor: float | None = None
+    pad_to_capacity: bool = False
+    quantization_padding: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    corrupt: str = ""  # "" | zero_prob_grad | zero_row | topk_of_probs | rank_order

@@ -1,0 +1,206 @@
+"""Runs on the ranks: the same tokens through Megatron's all-to-all dispatcher and ours, stage by stage."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe import moe_layer, moe_utils
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from tests.megatron.settings import StageCase
+from tests.megatron.training_case import carrier_of, initialize
+from uccl_ep_train.megatron import buffers, plugin
+
+HIDDEN = 128
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def compare(rank: int, case: StageCase) -> dict[str, float]:
+    """By name of the tensor (see `_through`): 0.0 if bitwise equal, else the largest relative difference."""
+    initialize(case.tp, case.ep, case.etp)
+    plugin.disable()
+    stock_order = buffers.stock_source_order
+    try:
+        stock = _through(case, _dispatcher(case, "alltoall"), rank, "")
+        ours = _through(case, _dispatcher(case, "uccl_ep"), rank, case.corrupt)
+        return {name: _difference(stock[name], ours[name]) for name in stock}
+    finally:
+        buffers.stock_source_order = stock_order
+        plugin.disable()
+        dist.barrier()
+
+
+def sums(rank: int, case: StageCase) -> dict[str, tuple[float, float, float]]:
+    """For output and hidden_grad, sums over a token's experts: (stock's error, ours, distance of the two).
+
+    Errors are largest differences to the same sums in fp64; the distance is relative.
+    """
+    initialize(case.tp, case.ep, case.etp)
+    plugin.disable()
+    try:
+        exact = _exact_sums(case, rank)
+        stock = _through(case, _dispatcher(case, "alltoall"), rank, "")
+        ours = _through(case, _dispatcher(case, "uccl_ep"), rank, case.corrupt)
+        return {
+            name: (
+                float((stock[name].double() - exact[name]).abs().max()),
+                float((ours[name].double() - exact[name]).abs().max()),
+                _difference(stock[name], ours[name]),
+            )
+            for name in exact
+        }
+    finally:
+        plugin.disable()
+        dist.barrier()
+
+
+def _exact_sums(case: StageCase, rank: int) -> dict[str, torch.Tensor]:
+    """What each expert returns for a token, in the case's dtype, summed in fp64."""
+    hidden, out_grad = _tokens(case, rank)
+    routing_map, probs = routing_of(case, rank)
+    token, expert = routing_map.nonzero(as_tuple=True)
+    pair_rows = hidden.detach().flatten(0, 1)[token].requires_grad_()
+    local = expert % (case.experts // case.ep)
+    pair_out = _expert(pair_rows, local, probs[token, expert])
+    pair_out.backward(out_grad.flatten(0, 1)[token])
+    assert pair_rows.grad is not None
+    zeros = torch.zeros(hidden.flatten(0, 1).shape, dtype=torch.float64)
+    return {
+        "output": zeros.index_add(0, token, pair_out.detach().double()).unsqueeze(1),
+        "hidden_grad": zeros.index_add(0, token, pair_rows.grad.double()).unsqueeze(1),
+    }
+
+
+def _expert(rows: torch.Tensor, local_expert: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    """Stands for the experts: element-wise, another one for each local expert."""
+    grown = rows * (1.0 + 0.5 * local_expert[:, None]).to(rows.dtype)
+    return (grown * probs[:, None]).to(rows.dtype)
+
+
+def _tokens(case: StageCase, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states (a leaf) and the gradient of the output, [n,1,H]."""
+    generator = torch.Generator().manual_seed(rank)
+    shape = (case.tokens[rank], 1, HIDDEN)
+    hidden = torch.randn(shape, generator=generator).to(DTYPES[case.dtype]).requires_grad_()
+    return hidden, torch.randn(shape, generator=generator).to(hidden.dtype)
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return math.inf
+    if torch.equal(a, b):
+        return 0.0
+    a, b = a.double(), b.double()
+    return float((a - b).abs().max() / a.abs().max())
+
+
+def config_of(case: StageCase, carrier: dict[str, Any]) -> TransformerConfig:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        num_moe_experts=case.experts,
+        moe_ffn_hidden_size=64,
+        moe_router_topk=case.topk,
+        tensor_model_parallel_size=case.tp,
+        sequence_parallel=case.tp > 1,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp,
+        bf16=case.dtype == "bf16",
+        params_dtype=DTYPES[case.dtype],
+        moe_expert_capacity_factor=case.capacity_factor,
+        moe_pad_expert_input_to_capacity=case.pad_to_capacity,
+        moe_token_drop_policy="probs",
+        moe_router_load_balancing_type="none",
+        moe_router_pre_softmax=True,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        **carrier,
+    )
+    if case.quantization_padding:
+        # Afterwards, because with FP8 the constructor wants TransformerEngine.
+        config.fp8 = "e4m3"
+        config.moe_router_padding_for_quantization = True
+    return config
+
+
+def _dispatcher(case: StageCase, kind: str) -> Any:
+    carrier = carrier_of(kind, case.options)
+    local = case.experts // case.ep
+    first = parallel_state.get_expert_model_parallel_rank() * local
+    if case.corrupt == "rank_order":
+        buffers.stock_source_order = lambda tp_size, ep_size: tuple(range(tp_size * ep_size))
+    build = moe_layer.MoEFlexTokenDispatcher if kind == "uccl_ep" else MoEAlltoAllTokenDispatcher
+    return build(
+        local,
+        list(range(first, first + local)),
+        config=config_of(case, carrier),
+        pg_collection=moe_utils.get_default_pg_collection(),
+    )
+
+
+def routing_of(case: StageCase, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(routing map bool [n,E], probabilities [n,E] in the router's dtype) of a rank."""
+    num_tokens = case.tokens[rank]
+    generator = torch.Generator().manual_seed(100 + rank)
+    logits = torch.randn(num_tokens, case.experts, generator=generator, dtype=torch.float64)
+    if case.routing == "one_expert":
+        logits[:, : case.topk] += 100.0
+    scores = torch.softmax(logits, dim=1)
+    top, index = scores.topk(case.topk, dim=1)
+    probs = torch.zeros_like(scores).scatter(1, index, top)
+    routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(1, index, True)
+    if case.routing == "zero_probs":  # routed with a probability of exactly zero
+        probs[::2] = 0.0
+    if case.capacity_factor is not None:
+        probs, routing_map = moe_utils.apply_router_token_dropping(
+            probs,
+            routing_map,
+            router_topk=case.topk,
+            capacity_factor=case.capacity_factor,
+            drop_policy="probs",
+            pad_to_capacity=case.pad_to_capacity,
+        )
+    if case.routing == "dropped":
+        routing_map[::3] = False
+        probs = probs * routing_map
+    # The wire is fp32 as in Megatron's other flex back ends, so an fp64 router may not have more digits.
+    return routing_map, probs.float().to(DTYPES[case.router_dtype])
+
+
+def _through(case: StageCase, dispatcher: Any, rank: int, corrupt: str) -> dict[str, torch.Tensor]:
+    """All six stages with element-wise "experts", forward and backward."""
+    hidden, out_grad = _tokens(case, rank)
+    routing_map, probs = routing_of(case, rank)
+    probs.requires_grad_()
+    if corrupt == "topk_of_probs":  # what DeepEP's adapter does: the map is guessed from the probabilities
+        guessed = probs.topk(case.topk, dim=1).indices
+        routing_map = torch.zeros_like(routing_map).scatter(1, guessed, True)
+    stage_in, stage_probs = dispatcher.dispatch_preprocess(hidden, routing_map.clone(), probs)
+    if corrupt == "zero_prob_grad":
+        dispatcher._comm_manager.token_probs = dispatcher._comm_manager.token_probs.detach()
+    rows, row_probs = dispatcher.token_dispatch(stage_in, stage_probs)
+    rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
+    expert = torch.arange(len(tokens_per_expert)).repeat_interleave(torch.as_tensor(tokens_per_expert))
+    expert_out = _expert(rows, expert, row_probs)
+    if corrupt == "zero_row" and rows.shape[0]:
+        expert_out = expert_out * (torch.arange(rows.shape[0]) > 0)[:, None].to(rows.dtype)
+    out = dispatcher.combine_preprocess(expert_out)
+    out = dispatcher.combine_postprocess(dispatcher.token_combine(out))
+    out.backward(out_grad)
+    probs_grad = torch.zeros_like(probs) if probs.grad is None else probs.grad
+    assert hidden.grad is not None
+    return {
+        "rows": rows.detach(),
+        "tokens_per_expert": torch.as_tensor(tokens_per_expert),
+        "row_probs": row_probs.detach(),
+        "output": out.detach(),
+        "hidden_grad": hidden.grad,
+        # What the router has not chosen gets no gradient from it, whatever the dispatcher returns there.
+        "probs_grad": probs_grad * routing_map,
+    }

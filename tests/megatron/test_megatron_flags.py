@@ -1,0 +1,221 @@
+"""`--moe-token-dispatcher-type uccl_ep` and `--uccl-ep-*` in a Megatron parser, and the launcher."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from uccl_ep_train.config import EpConfig
+from uccl_ep_train.errors import ConfigError
+from uccl_ep_train.megatron import flags, plugin
+from uccl_ep_train.megatron.compat import UnsupportedMegatronError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def megatron_parser() -> argparse.ArgumentParser:
+    """The options that matter of Megatron-LM's, as its releases declare them."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument(
+        "--moe-token-dispatcher-type", choices=["allgather", "alltoall", "flex"], default="allgather"
+    )
+    parser.add_argument("--moe-flex-dispatcher-backend", choices=["deepep", "hybridep"], default="deepep")
+    parser.add_argument("--moe-enable-deepep", action="store_true")
+    return parser
+
+
+@pytest.fixture
+def enabled(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The options of each call of `plugin.enable`, which is replaced: Megatron is not needed here."""
+    calls: list[dict[str, Any]] = []
+
+    def enable(**options: Any) -> dict[str, Any]:
+        calls.append(options)
+        return dict(plugin.CARRIER)
+
+    monkeypatch.setattr(plugin, "enable", enable)
+    return calls
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = megatron_parser()
+    flags.extend_megatron_parser(parser)
+    return parser.parse_args(arguments)
+
+
+def test_our_name_becomes_the_carrier_and_the_options_reach_the_plugin(enabled: list[Any]) -> None:
+    namespace = parse(
+        "--moe-token-dispatcher-type", "uccl_ep",
+        "--uccl-ep-dispatch-dtype", "bf16",
+        "--uccl-ep-grad-dtype", "fp8",
+        "--uccl-ep-num-sms", "16",
+        "--uccl-ep-budget-bytes", "256M",
+        "--uccl-ep-arrival-timeout-s", "60",
+        "--uccl-ep-progress-timeout-s", "5.5",
+        "--uccl-ep-domain-size", "4",
+        "--uccl-ep-transport", "loop",
+        "--uccl-ep-loop-gbytes-per-s", "12.5",
+    )  # fmt: skip
+    assert namespace.moe_token_dispatcher_type == "flex"
+    assert namespace.moe_flex_dispatcher_backend == "hybridep"
+    assert enabled == [
+        {
+            "dispatch_dtype": "bf16",
+            "grad_dtype": "fp8",
+            "num_sms": 16,
+            "budget_bytes": 256 << 20,
+            "arrival_timeout_s": 60.0,
+            "progress_timeout_s": 5.5,
+            "domain_size": 4,
+            "transport": "loop",
+            "loop_gbytes_per_s": 12.5,
+        }
+    ]
+
+
+def test_every_field_that_the_model_does_not_decide_is_an_option() -> None:
+    parser = megatron_parser()
+    flags.extend_megatron_parser(parser)
+    fields = {f.name for f in dataclasses.fields(EpConfig)} - {"num_experts", "hidden", "source_order"}
+    options = {name for name in parser._option_string_actions if name.startswith("--uccl-ep-")}
+    assert options == {"--uccl-ep-" + name.replace("_", "-") for name in fields}
+    assert "bytes" in parser.format_help()
+
+
+def test_megatrons_own_dispatchers_are_left_alone(enabled: list[Any]) -> None:
+    namespace = parse("--moe-token-dispatcher-type", "alltoall")
+    assert namespace.moe_token_dispatcher_type == "alltoall"
+    assert namespace.moe_flex_dispatcher_backend == "deepep"
+    assert enabled == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--uccl-ep-num-sms", "4"), "--uccl-ep-num-sms needs --moe-token-dispatcher-type uccl_ep"),
+        (("--moe-token-dispatcher-type", "uccl_ep", "--moe-enable-deepep"), "--moe-enable-deepep"),
+        (("--moe-token-dispatcher-type", "uccl_ep", "--uccl-ep-num-sms", "many"), "invalid"),
+        (("--moe-token-dispatcher-type", "uccl-ep"), "invalid choice"),
+    ],
+)
+def test_contradictions_end_at_the_command_line(
+    enabled: list[Any], capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(*arguments)
+    assert words in capsys.readouterr().err
+    assert enabled == []
+
+
+def test_a_value_that_cannot_work_ends_at_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def enable(**options: Any) -> dict[str, Any]:
+        EpConfig.from_env(num_experts=1, hidden=128, **options)
+        raise AssertionError("the value was accepted")
+
+    monkeypatch.setattr(plugin, "enable", enable)
+    with pytest.raises(SystemExit):
+        parse("--moe-token-dispatcher-type", "uccl_ep", "--uccl-ep-grad-dtype", "fp16")
+    assert "grad_dtype = 'fp16': allowed is" in capsys.readouterr().err
+
+
+def test_a_parser_without_the_dispatcher_option_is_refused() -> None:
+    with pytest.raises(UnsupportedMegatronError):
+        flags.extend_megatron_parser(argparse.ArgumentParser())
+
+
+def test_options_of_the_model_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="source_order is decided by the model"):
+        plugin.enable(source_order=(0, 1))
+
+
+SCRIPT = """
+import torch
+from megatron.training.arguments import parse_args
+from megatron.training.training import get_model
+
+args = parse_args()
+(model,) = get_model(args)
+names = {type(m.token_dispatcher).__name__ for m in model.modules() if hasattr(m, "token_dispatcher")}
+print("dispatchers:", *names, "backend:", args.moe_flex_dispatcher_backend, flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+TRAINING = {
+    "__init__.py": "",
+    "initialize.py": "def initialize_megatron(allow_no_cuda=False): ...\n",
+    "arguments.py": """
+import argparse
+
+def add_megatron_arguments(parser):
+    parser.add_argument("--moe-token-dispatcher-type", choices=["alltoall", "flex"], default="alltoall")
+    parser.add_argument("--moe-flex-dispatcher-backend", default="deepep")
+    return parser
+
+def parse_args(extra_args_provider=None):
+    return add_megatron_arguments(argparse.ArgumentParser()).parse_args()
+""",
+    "training.py": """
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.initialize import initialize_megatron
+
+def get_model(args):
+    torch.distributed.init_process_group("gloo")
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(
+        num_layers=2, hidden_size=128, num_attention_heads=4, num_moe_experts=4, add_bias_linear=False,
+        expert_model_parallel_size=2, use_cpu_initialization=True,
+        moe_token_dispatcher_type=args.moe_token_dispatcher_type,
+        moe_flex_dispatcher_backend=args.moe_flex_dispatcher_backend,
+    )
+    spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
+    return [GPTModel(config=config, transformer_layer_spec=spec, vocab_size=64, max_sequence_length=16)]
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            ("--moe-token-dispatcher-type", "uccl_ep", "--uccl-ep-dispatch-dtype", "bf16"),
+            "dispatchers: UcclEpTokenDispatcher backend: hybridep",
+        ),
+        (
+            ("--moe-token-dispatcher-type", "alltoall"),
+            "dispatchers: MoEAlltoAllTokenDispatcher backend: deepep",
+        ),
+    ],
+)
+def test_the_launcher_runs_a_script_with_the_dispatcher_it_names(
+    tmp_path: Path, options: tuple[str, ...], expected: str
+) -> None:
+    """Two ranks; a stand-in for Megatron-LM's training package beside the real megatron.core."""
+    pytest.importorskip("megatron.core.package_info", reason="megatron-core is not installed")
+    training = tmp_path / "megatron" / "training"
+    training.mkdir(parents=True)
+    for name, text in TRAINING.items():
+        (training / name).write_text(text)
+    script = tmp_path / "pretrain.py"
+    script.write_text(SCRIPT)
+    command = [
+        sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+        "-m", "uccl_ep_train.megatron.launch", str(script), *options,
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(expected) == 2, done.stdout + done.stderr
+    assert done.stdout.count("uccl_ep: dispatcher in place in 2 MoE layers") == ("uccl_ep" in options)

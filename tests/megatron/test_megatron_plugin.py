@@ -1,0 +1,109 @@
+"""The plug-in is in place or says why not; there is no way to train with another dispatcher unnoticed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.megatron.harness import MegatronRanks
+from tests.megatron.settings import TrainCase
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def same_on_all(results: list[Any]) -> Any:
+    assert all(result == results[0] for result in results), results
+    return results[0]
+
+
+def test_enable_serves_all_layers_from_one_buffer_and_disable_undoes_it(ranks: MegatronRanks) -> None:
+    found = same_on_all(ranks.run("plugin_case.lifecycle"))
+    assert found["verified"] == 3
+    assert found["verified chunks"] == 6
+    assert found["buffers"] == found["one buffer"] == 1
+    assert found["described"]
+    assert found["again"] == {
+        "moe_token_dispatcher_type": "flex",
+        "moe_flex_dispatcher_backend": "hybridep",
+    }
+    assert found["other options"][0] == "ConfigError"
+    assert found["our name"] == ("flex", "hybridep")
+    assert found["restored"]
+    assert found["our name after"] == "uccl_ep", "Megatron, which does not know it, has to see and refuse it"
+    assert found["buffers after"] == 0
+    assert found["used after"][0] == "ClosedError"
+
+
+def test_every_way_to_miss_our_dispatcher_is_an_error(ranks: MegatronRanks) -> None:
+    found = same_on_all(ranks.run("plugin_case.refusals"))
+    kinds = {name: error for name, (error, _) in found.items()}
+    assert kinds == {
+        "built before": "DispatcherMissingError",
+        "no MoE layer": "DispatcherMissingError",
+        "other carrier": "DispatcherMissingError",
+        "fp8 rows of fp32": "ConfigError",
+        "model's option": "ConfigError",
+        "bad option": "ConfigError",
+        "unknown option": "ConfigError",
+    }
+    assert "MoEAlltoAllTokenDispatcher" in found["built before"][1]
+    assert "MoEAlltoAllTokenDispatcher" in found["other carrier"][1]
+    assert "hybridep" in found["other carrier"][1]
+
+
+def test_an_unknown_megatron_is_refused_and_left_alone(ranks: MegatronRanks) -> None:
+    found = same_on_all(ranks.run("plugin_case.unknown_megatron"))
+    assert found["arguments"][0] == found["stage"][0] == "UnsupportedMegatronError"
+    assert "layer_number" in found["arguments"][1]
+    assert "token_combine" in found["stage"][1]
+    assert found["unchanged"]
+
+
+def test_a_group_of_one_rank_has_megatrons_own_dispatcher(ranks: MegatronRanks) -> None:
+    assert set(same_on_all(ranks.run("plugin_case.alone"))) == {"MoEAlltoAllTokenDispatcher"}
+
+
+def test_the_overlap_schedule_frees_none_of_our_inputs(ranks: MegatronRanks) -> None:
+    """Control in the same call: it frees the inputs of what it takes for all-to-all."""
+    found = same_on_all(ranks.run("plugin_case.freed_inputs"))
+    assert not found["moe_dispatch, ours"] and not found["mlp, ours"]
+    assert found["moe_dispatch, alltoall"] and found["mlp, alltoall"]
+
+
+def test_a_recomputed_dispatch_exchanges_no_routing(ranks: MegatronRanks) -> None:
+    plain = ranks.run("training_case.train", case=TrainCase(steps=2))
+    twice = ranks.run("training_case.train", case=TrainCase(steps=2, config=FULL))
+    for once, again in zip(plain, twice, strict=True):
+        assert again.stats["caller.dispatch.calls"] == 2 * once.stats["caller.dispatch.calls"]
+        assert again.stats["ring.meta.chunks"] == once.stats["ring.meta.chunks"] > 0
+
+
+@pytest.mark.parametrize("on_rank", [0, 3])
+def test_recomputed_routing_that_differs_on_one_rank_raises_on_all(
+    ranks: MegatronRanks, on_rank: int
+) -> None:
+    case = {"on_rank": on_rank, "checked": True}
+    found = ranks.run("plugin_case.recomputation_with_other_routing", **case)
+    assert [error for error, _ in found] == ["PlanMismatchError"] * len(found), found
+
+
+def test_without_the_saved_plan_other_routing_would_go_unnoticed(ranks: MegatronRanks) -> None:
+    """Control for the test above."""
+    found = ranks.run("plugin_case.recomputation_with_other_routing", on_rank=0, checked=False)
+    assert [error for error, _ in found] == [""] * len(found)
+
+
+def test_saved_plans_do_not_pile_up(ranks: MegatronRanks) -> None:
+    found = same_on_all(ranks.run("plugin_case.saved_plans"))
+    assert found["after a step"] == 0
+    assert found["after evaluation"] == 0
+    assert found["after a forward pass without backward"] == 1
+    assert found["after the next optimizer step"] == 0
+    assert found["too many"][0] == "RecomputeError" and "eval()" in found["too many"][1]
+
+
+def test_an_error_inside_a_checkpoint_does_not_confuse_later_steps(ranks: MegatronRanks) -> None:
+    """Megatron's flag stays set then; without more than the flag every later dispatch was a recomputation."""
+    found = same_on_all(ranks.run("plugin_case.saved_plans"))
+    assert found["step after the error"] == found["step of another model"] == ("", "")

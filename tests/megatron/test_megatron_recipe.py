@@ -1,0 +1,171 @@
+"""The recipe end to end: metrics, curve, proof, stop and resume. What needs no ranks is not slow."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from recipes import RECIPES
+from recipes.checkpoint import CheckpointError, Checkpoints
+from recipes.launch import chosen_recipe, default_run_dir, parse_args
+from recipes.metrics import Reporter, StepMetrics, read_metrics
+from recipes.plot import plot_losses
+from recipes.quality import verdict
+
+ROOT = Path(__file__).resolve().parents[2]
+STEP_KEYS = ["step", "train_loss", "val_loss", "tokens_per_s", "dispatch_ms", "combine_ms", "dispatcher"]
+
+
+def a_step(step: int, val_loss: float | None = None) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        train_loss=5.0 / step,
+        val_loss=val_loss,
+        tokens_per_s=1e3,
+        dispatch_ms=1.0,
+        combine_ms=2.0,
+        dispatcher="alltoall",
+    )
+
+
+def test_metrics_have_one_object_a_step_with_the_stated_keys() -> None:
+    assert list(asdict(a_step(1))) == STEP_KEYS
+
+
+def test_a_resumed_run_drops_the_steps_it_repeats(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    reporter = Reporter(path, num_steps=4, first_step=0, label="test")
+    for step in (1, 2, 3):
+        reporter.step(a_step(step, val_loss=2.0 if step == 2 else None), step_ms=10.0)
+    reporter.close()
+    path.write_text(path.read_text() + '{"step": 4, "train_l')  # cut short by a crash
+    reporter = Reporter(path, num_steps=4, first_step=2, label="test")
+    reporter.step(a_step(3), step_ms=10.0)
+    reporter.close()
+    assert [m.step for m in read_metrics(path)] == [1, 2, 3]
+    assert [m.val_loss for m in read_metrics(path)] == [None, 2.0, None]
+
+
+def test_the_curve_is_drawn_from_what_there_is(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(asdict(a_step(s, 2.0 if s == 3 else None))) + "\n" for s in (1, 2, 3)))
+    plot_losses([path, tmp_path / "absent.jsonl"], tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_options_override_the_recipe_and_nothing_else() -> None:
+    recipe = RECIPES["tiny_host"]()
+    assert chosen_recipe(parse_args([]), None) == recipe
+    changed = chosen_recipe(
+        parse_args(["--steps", "7", "--seed", "1", "--dispatch-dtype", "bf16"]), "allgather"
+    )
+    assert (changed.num_steps, changed.seed, changed.dispatch_dtype) == (7, 1, "bf16")
+    assert changed.token_dispatcher == "allgather"
+    assert changed.hidden_size == recipe.hidden_size
+
+
+def test_the_recipe_is_what_the_project_promises() -> None:
+    recipe = RECIPES["tiny_host"]()
+    assert (recipe.num_ranks, recipe.domain_size, recipe.num_experts, recipe.topk) == (4, 2, 8, 2)
+    assert recipe.hidden_size % 128 == 0
+    assert recipe.token_dispatcher == "uccl_ep" and recipe.dispatch_dtype == "fp8"
+
+
+def test_resume_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "recipes.launch", "--resume", f"--run-dir={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "no checkpoint" in done.stderr
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
+    recipe = RECIPES["tiny_host"]()
+    folder = tmp_path / "checkpoints" / "step_000005"
+    folder.mkdir(parents=True)
+    (folder / "recipe.json").write_text(json.dumps(asdict(recipe)))
+    (tmp_path / "checkpoints" / "step_000009.part").mkdir()  # a save that was cut short does not count
+    checkpoints = Checkpoints(tmp_path / "checkpoints", recipe)
+    assert checkpoints.steps() == [5]
+    checkpoints.check()
+    dataclasses.replace(checkpoints, recipe=dataclasses.replace(recipe, budget_bytes=1 << 28)).check()
+    for change in ({"num_steps": 7}, {"dispatch_dtype": "bf16"}, {"token_dispatcher": "alltoall"}):
+        other = dataclasses.replace(checkpoints, recipe=dataclasses.replace(recipe, **change))
+        with pytest.raises(CheckpointError, match=next(iter(change))):
+            other.check()
+
+
+def test_other_dispatchers_and_ablations_have_their_own_run_directory() -> None:
+    folders = {
+        str(default_run_dir(chosen_recipe(parse_args(arguments), dispatcher)))
+        for arguments, dispatcher in (
+            ([], None),
+            ([], "uccl_ep"),
+            ([], "alltoall"),
+            (["--ablate", "zero_experts"], None),
+        )
+    }
+    assert folders == {"runs/tiny_host", "runs/tiny_host-alltoall", "runs/tiny_host-zero_experts"}
+
+
+def test_the_verdict_on_quality_notices_each_claim_that_fails() -> None:
+    good = {
+        "fp8": [2.01, 2.03],
+        "bf16": [2.00, 2.02],
+        "zero_experts": [2.5, 2.5],
+        "zero_prob_grad": [2.1, 2.1],
+    }
+    assert verdict(good)[1]
+    assert not verdict(good | {"fp8": [2.05, 2.05]})[1]
+    assert not verdict(good | {"zero_prob_grad": [2.03, 2.03]})[1]
+    assert verdict(good | {"zero_experts": [2.0, 2.0]})[0].count("DOES NOT HOLD") == 1
+
+
+def launch(run_dir: Path, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "recipes.launch", "--steps=8", f"--run-dir={run_dir}", *options]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def losses(run_dir: Path) -> list[tuple[int, float, float | None]]:
+    return [(m.step, m.train_loss, m.val_loss) for m in read_metrics(run_dir / "metrics.jsonl")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_stopped_run_resumes_bit_for_bit_and_proves_its_traffic(tmp_path: Path) -> None:
+    """SIGINT after three steps, the same command again, and the same losses as a run that was left alone."""
+    stopped = launch(tmp_path / "stopped")
+    deadline = time.monotonic() + 120
+    while len(losses(tmp_path / "stopped")) < 3 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    stopped.send_signal(signal.SIGINT)
+    said, _ = stopped.communicate(timeout=60)
+    assert stopped.returncode == 130 and "resumes" in said, said
+    before = losses(tmp_path / "stopped")
+    assert 3 <= len(before) < 8
+    said, _ = launch(tmp_path / "stopped").communicate(timeout=150)
+    assert "finished at step 8" in said, said
+    assert said.count("rank 3 to domain 0") == 4, said  # every layer crossed the domains
+    assert (tmp_path / "stopped" / "loss.png").exists()
+    said, _ = launch(tmp_path / "whole").communicate(timeout=150)
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole"), said
+    assert losses(tmp_path / "stopped")[: len(before)] == before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_bf16_training_of_the_recipe_equals_alltoall_and_each_ablation_does_not(tmp_path: Path) -> None:
+    said, _ = launch(tmp_path / "run", "--dispatch-dtype=bf16", "--compare=alltoall").communicate(timeout=200)
+    ours, stock = losses(tmp_path / "run"), losses(tmp_path / "run" / "compare_alltoall")
+    assert len(ours) == 8 and ours == stock, said
+    for ablation in ("zero_experts", "zero_prob_grad"):
+        folder = tmp_path / ablation
+        said, _ = launch(folder, "--dispatch-dtype=bf16", f"--ablate={ablation}").communicate(timeout=150)
+        assert len(losses(folder)) == 8 and losses(folder) != ours, said

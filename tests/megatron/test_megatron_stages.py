@@ -1,0 +1,117 @@
+"""Our six stages and those of Megatron's all-to-all dispatcher return the same bits, gradients included."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.megatron.harness import MegatronRanks
+from tests.megatron.settings import StageCase
+
+LAYOUTS = {"1x4": 4, "2x2": 2, "4x1": 1}  # domains x ranks: domain size
+EVERYTHING = {"rows", "tokens_per_expert", "row_probs", "output", "hidden_grad", "probs_grad"}
+
+CASES = {
+    "bf16": StageCase(),
+    "fp32": StageCase(dtype="fp32"),
+    "ep2": StageCase(ep=2),
+    "one local expert": StageCase(experts=4),
+    "top-1": StageCase(topk=1),
+    "unequal and zero tokens": StageCase(tokens=(7, 0, 33, 1)),
+    "no tokens at all": StageCase(tokens=(0, 0, 0, 0)),
+    "all tokens to two experts": StageCase(routing="one_expert"),
+    "dropped tokens": StageCase(routing="dropped", capacity_factor=8.0),
+    "a routed probability of zero": StageCase(routing="zero_probs"),
+    "capacity": StageCase(capacity_factor=0.75),
+    "capacity with padding": StageCase(capacity_factor=0.75, pad_to_capacity=True),
+    "capacity above what is routed": StageCase(capacity_factor=2.0, pad_to_capacity=True),
+    "quantisation padding": StageCase(quantization_padding=True),
+    "quantisation padding, fp32": StageCase(quantization_padding=True, dtype="fp32", tokens=(40, 24, 31, 17)),
+    "router in bf16": StageCase(router_dtype="bf16"),
+}
+
+
+def differences(ranks: MegatronRanks, case: StageCase) -> set[str]:
+    """Names of what differs on some rank."""
+    return {
+        name
+        for result in ranks.run("stage_case.compare", case=case)
+        for name in result
+        if result[name] != 0.0
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_stage_is_bitwise_equal_to_alltoall(ranks: MegatronRanks, name: str) -> None:
+    assert differences(ranks, CASES[name]) == set()
+
+
+def test_an_fp64_router_gets_its_dtype_back_and_fp32_gradients(ranks: MegatronRanks) -> None:
+    for result in ranks.run("stage_case.compare", case=StageCase(router_dtype="fp64")):
+        assert 0.0 < result.pop("probs_grad") < 1e-6
+        assert set(result.values()) == {0.0}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_domain_layout_changes_no_bit(ranks: MegatronRanks, layout: str) -> None:
+    case = StageCase(options={"domain_size": LAYOUTS[layout]}, tokens=(24, 5, 0, 40))
+    assert differences(ranks, case) == set()
+
+
+def test_domains_that_interleave_change_no_bit(ranks: MegatronRanks) -> None:
+    assert differences(ranks, StageCase(options={"domains": (0, 1, 0, 1)})) == set()
+    assert differences(ranks, StageCase(options={"domains": (0, 0, 1, 0)})) == set()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_expert_input_is_bitwise_equal_with_expert_tp(ranks: MegatronRanks, dtype: str) -> None:
+    """The output is a sum over expert TP whose rounding differs; what the experts see does not."""
+    case = StageCase(dtype=dtype, tp=2, etp=2, ep=2, tokens=(24, 24, 8, 8))
+    assert differences(ranks, case) <= {"output", "hidden_grad", "probs_grad"}
+
+
+def test_expert_tensor_parallel_parity_depends_on_the_source_order(ranks: MegatronRanks) -> None:
+    """Control for the test above: in plain rank order the rows arrive in another order."""
+    case = StageCase(tp=2, etp=2, ep=2, corrupt="rank_order")
+    assert "rows" in differences(ranks, case)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("topk", [4, 6, 8])
+def test_sums_over_many_experts_are_as_exact_as_alltoall(
+    ranks: MegatronRanks, topk: int, layout: str
+) -> None:
+    """Above top-2 the order of sums matters: FP32 within 1e-6 of stock, BF16 within twice stock's error."""
+    case = StageCase(experts=16, topk=topk, options={"domain_size": LAYOUTS[layout]})
+    for result in ranks.run("stage_case.sums", case=dataclasses.replace(case, dtype="fp32")):
+        assert all(distance <= 1e-6 for _, _, distance in result.values()), result
+    results = ranks.run("stage_case.sums", case=case)
+    for name in ("output", "hidden_grad"):
+        stock_error = max(result[name][0] for result in results)
+        our_error = max(result[name][1] for result in results)
+        assert 0.0 < our_error <= 2.0 * stock_error
+
+
+def test_a_lost_row_is_above_the_error_of_a_sum(ranks: MegatronRanks) -> None:
+    """Control for the test above."""
+    case = StageCase(experts=16, topk=4, corrupt="zero_row")
+    results = ranks.run("stage_case.sums", case=case)
+    assert max(r["output"][1] for r in results) > 2.0 * max(r["output"][0] for r in results)
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "noticed"),
+    [("zero_row", {"output", "hidden_grad"}), ("zero_prob_grad", {"probs_grad"})],
+)
+def test_a_fault_is_noticed(ranks: MegatronRanks, corrupt: str, noticed: set[str]) -> None:
+    """Control for all above. A dispatcher without probability gradients passes Megatron's own tests."""
+    assert noticed <= differences(ranks, StageCase(corrupt=corrupt))
+
+
+def test_guessing_the_map_from_the_probabilities_would_be_noticed(ranks: MegatronRanks) -> None:
+    """Control: with routed probabilities of zero, and with padding, the map cannot be had from them."""
+    zero_probs = dataclasses.replace(CASES["a routed probability of zero"], corrupt="topk_of_probs")
+    assert "rows" in differences(ranks, zero_probs)
+    padded = dataclasses.replace(CASES["capacity with padding"], corrupt="topk_of_probs")
+    assert "rows" in differences(ranks, padded)

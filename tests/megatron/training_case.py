@@ -1,0 +1,257 @@
+"""Runs on the ranks: train a small GPT-MoE with a dispatcher, and say what came out bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from tests.megatron.settings import Outcome, TrainCase
+from uccl_ep_train.megatron import plugin
+
+VOCAB, SEQUENCE, MICRO_BATCH, HIDDEN = 64, 32, 2, 128
+BUDGET_BYTES = 32 << 20
+
+
+def digest(*tensors: torch.Tensor) -> str:
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()[:16]
+
+
+_layout: tuple[int, int, int] | None = None
+
+
+def initialize(tp: int = 1, ep: int = 4, etp: int = 1) -> None:
+    """Process groups of a layout; the ranks go from one to the next.
+
+    Megatron forgets its groups without destroying them; three threads of each would pile up.
+    """
+    global _layout
+    if _layout == (tp, ep, etp) and parallel_state.model_parallel_is_initialized():
+        return
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+    _layout = (tp, ep, etp)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
+    )
+
+
+def carrier_of(dispatcher: str, options: dict[str, Any]) -> dict[str, Any]:
+    if dispatcher != "uccl_ep":
+        return {"moe_token_dispatcher_type": dispatcher}
+    defaults = {"dispatch_dtype": "bf16", "budget_bytes": BUDGET_BYTES, "transport": "loop", "domain_size": 2}
+    return plugin.enable(**(defaults | options))
+
+
+def transformer_config(case: TrainCase, carrier: dict[str, Any]) -> TransformerConfig:
+    dtype = torch.bfloat16 if case.dtype == "bf16" else torch.float32
+    defaults: dict[str, Any] = {
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+    return TransformerConfig(
+        num_layers=case.layers,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        ffn_hidden_size=64,
+        moe_ffn_hidden_size=64,
+        num_moe_experts=case.experts,
+        moe_router_topk=case.topk,
+        tensor_model_parallel_size=case.tp,
+        sequence_parallel=case.tp > 1,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=case.dtype == "bf16",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        use_cpu_initialization=True,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        **(defaults | carrier | case.config),
+    )
+
+
+def build(case: TrainCase) -> tuple[Any, Any, TransformerConfig]:
+    """The wrapped model, its optimizer and its config."""
+    torch.manual_seed(case.seed)
+    model_parallel_cuda_manual_seed(case.seed)
+    config = transformer_config(case, carrier_of(case.dispatcher, case.options))
+    gpt: torch.nn.Module = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(num_experts=case.experts, moe_grouped_gemm=False),
+        vocab_size=VOCAB,
+        max_sequence_length=SEQUENCE,
+        share_embeddings_and_output_weights=not config.overlap_moe_expert_parallel_comm,
+    )
+    if case.dtype == "bf16":
+        gpt = Float16Module(config, gpt)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=case.dist_opt
+    )
+    model = DistributedDataParallel(config, ddp_config, gpt)
+    model.broadcast_params()
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-2,
+        clip_grad=1.0,
+        bf16=case.dtype == "bf16",
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=case.dist_opt,
+    )
+    optimizer = get_megatron_optimizer(optimizer_config, [model])
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    config.no_sync_func = model.no_sync
+    return model, optimizer, config
+
+
+def moe_layers(model: torch.nn.Module) -> list[MoELayer]:
+    return [m for m in model.modules() if isinstance(m, MoELayer)]
+
+
+def _loss(labels: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = losses.float().mean()
+    return loss, {"loss": loss.detach().clone()}
+
+
+def _forward(batches: Iterator[torch.Tensor], model: Any, return_schedule_plan: bool = False) -> Any:
+    tokens = next(batches)
+    positions = torch.arange(SEQUENCE).expand(MICRO_BATCH, -1)
+    if return_schedule_plan:
+        plan = model.build_schedule_plan(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+        return plan, partial(_loss, tokens[:, 1:])
+    return model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]), partial(_loss, tokens[:, 1:])
+
+
+def batches_of(case: TrainCase, step: int) -> Iterator[torch.Tensor]:
+    """Learnable text: counting with a stride that the data parallel rank's seed chooses."""
+    rank = parallel_state.get_data_parallel_rank()
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    for _ in range(case.num_microbatches):
+        start = torch.randint(VOCAB, (MICRO_BATCH, 1), generator=generator)
+        stride = torch.randint(1, 5, (MICRO_BATCH, 1), generator=generator)
+        yield (start + stride * torch.arange(SEQUENCE + 1)) % VOCAB
+
+
+def train_step(case: TrainCase, model: Any, optimizer: Any, step: int) -> float:
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    reduced = get_forward_backward_func()(
+        forward_step_func=_forward,
+        data_iterator=batches_of(case, step),
+        model=[model],
+        num_microbatches=case.num_microbatches,
+        seq_length=SEQUENCE,
+        micro_batch_size=MICRO_BATCH,
+        forward_only=False,
+    )
+    optimizer.step()
+    return sum(float(r["loss"]) for r in reduced)
+
+
+def gradient_distance(rank: int, case: TrainCase) -> tuple[float, float]:
+    """From equal states, ours against stock: relative distance of the losses and of the gradients."""
+    initialize(case.tp, case.ep, case.etp)
+    found = []
+    for dispatcher in ("alltoall", "uccl_ep"):
+        plugin.disable()
+        model, optimizer, _ = build(dataclasses.replace(case, dispatcher=dispatcher))
+        if dispatcher == "uccl_ep" and case.corrupt:
+            _corrupt(case.corrupt, moe_layers(model)[0])
+        loss = train_step(case, model, optimizer, 0)
+        found.append((loss, torch.cat([p.main_grad.flatten().double() for p in model.parameters()])))
+    plugin.disable()
+    dist.barrier()
+    (stock_loss, stock), (loss, ours) = found
+    return abs(loss - stock_loss) / stock_loss, float((ours - stock).norm() / stock.norm())
+
+
+def _record_expert_inputs(layer: MoELayer, into: list[str]) -> None:
+    stock = layer.experts.forward
+
+    def forward(rows: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> Any:
+        into.append(digest(rows, tokens_per_expert, probs))
+        return stock(rows, tokens_per_expert, probs)
+
+    layer.experts.forward = forward
+
+
+def _corrupt(kind: str, layer: MoELayer) -> None:
+    """Faults that a test has to notice: they prove that it can."""
+    manager: Any = layer.token_dispatcher._comm_manager
+    stock = manager.dispatch
+
+    def dispatch(hidden: torch.Tensor, *args: Any) -> torch.Tensor:
+        if kind == "zero_prob_grad":
+            manager.token_probs = manager.token_probs.detach()
+        rows = stock(hidden, *args)
+        if kind == "zero_row" and rows.shape[0]:
+            keep = torch.ones(rows.shape[0], 1, dtype=rows.dtype)
+            keep[0] = 0
+            rows = rows * keep
+        return rows
+
+    manager.dispatch = dispatch
+
+
+def train(rank: int, case: TrainCase, probe: Callable[[Any], dict[str, Any]] | None = None) -> Outcome:
+    """`case.steps` steps from the case's seed; collective."""
+    initialize(case.tp, case.ep, case.etp)
+    plugin.disable()
+    try:
+        model, optimizer, _ = build(case)
+        layers = moe_layers(model)
+        if case.dispatcher == "uccl_ep":
+            assert plugin.verify(model) == case.layers
+        if case.corrupt:
+            _corrupt(case.corrupt, layers[0])
+        inputs: list[str] = []
+        _record_expert_inputs(layers[0], inputs)
+        losses, after_step = [], []
+        for step in range(case.steps):
+            losses.append(train_step(case, model, optimizer, step))
+            after_step.append(digest(*model.parameters()))
+        return Outcome(
+            losses=tuple(losses),
+            parameters=after_step[-1],
+            step_parameters=tuple(after_step),
+            expert_inputs=tuple(inputs),
+            dispatchers=tuple(type(layer.token_dispatcher).__name__ for layer in layers),
+            stats=plugin.buffers()[0].stats() if plugin.buffers() else {},
+            probe=probe(model) if probe else {},
+        )
+    finally:
+        plugin.disable()
+        dist.barrier()

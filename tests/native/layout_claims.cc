@@ -1,0 +1,192 @@
+// Regions and channels: what every rank computes for itself must fit together.
+#include <algorithm>
+#include <numeric>
+
+#include "claims.h"
+#include "layout/region.h"
+
+using namespace uccl_ep;
+
+namespace {
+
+struct Case {
+  std::vector<int> labels;
+  WindowParams window;
+};
+
+WindowParams window_of(uint64_t slot_bytes, uint32_t num_slots, uint32_t num_experts) {
+  return {slot_bytes, 1024, num_slots, num_experts};
+}
+
+std::vector<Case> cases() {
+  std::vector<Case> all;
+  const std::vector<std::vector<int>> labels = {
+      {0},          {0, 0},       {0, 1},          {0, 0, 0, 1},    {1, 0, 0, 0},          {0, 1, 0, 1},
+      {0, 1, 2, 0}, {4, 7, 4, 9}, {0, 0, 1, 1, 2}, {2, 0, 1, 0, 2}, {0, 0, 0, 0, 1, 1, 2}, {0, 1, 1, 1, 1, 1, 1, 0}};
+  for (auto& l : labels)
+    for (uint32_t num_slots : {2u, 3u, 8u})
+      all.push_back({l, window_of(num_slots == 3 ? 7232 : 65536, num_slots, static_cast<uint32_t>(l.size()) * 4)});
+  return all;
+}
+
+struct Span {
+  uint64_t begin, end;
+};
+
+void add_ring(std::vector<Span>& spans, const RingLayout& ring) {
+  if (ring.num_slots == 0) return;  // the own domain's place in lists by domain
+  spans.push_back({ring.slots_offset, ring.slots_offset + ring.num_slots * ring.slot_bytes});
+  spans.push_back({ring.stamps_offset, ring.stamps_offset + ring.num_slots * sizeof(uint64_t)});
+  if (ring.num_readers != 0) spans.push_back({ring.taken_offset, ring.taken_offset + ring.num_readers * kLineBytes});
+}
+
+std::vector<Span> spans_of(const Topology& topo, const RegionLayout& layout) {
+  std::vector<Span> spans = {
+      {0, kPageBytes},
+      {layout.error_send_offset, layout.error_send_offset + sizeof(ErrorRecord)},
+      {layout.error_landing_offset,
+       layout.error_landing_offset + sizeof(ErrorRecord) * static_cast<uint64_t>(topo.num_ranks)}};
+  for (auto* ring : {&layout.own_header, &layout.own_meta, &layout.own_rows}) add_ring(spans, *ring);
+  for (auto* rings : {&layout.header_send, &layout.meta_send, &layout.rows_send, &layout.header_landing,
+                      &layout.meta_landing, &layout.rows_landing, &layout.return_send, &layout.return_landing})
+    for (auto& ring : *rings) add_ring(spans, ring);
+  for (auto& rings : layout.pieces)
+    for (auto& ring : rings) add_ring(spans, ring);
+  return spans;
+}
+
+bool overlap_free(std::vector<Span> spans, uint64_t total_bytes) {
+  std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
+  for (size_t i = 0; i + 1 < spans.size(); ++i)
+    if (spans[i].end > spans[i + 1].begin) return false;
+  return spans.back().end <= total_bytes;
+}
+
+// Every outgoing channel of `mine` ends in a landing ring of its peer that is meant for it, and the other way round.
+bool connected(int rank, const Channels& mine, int peer, const Channels& theirs) {
+  for (uint32_t c = 0; c < mine.out.size(); ++c) {
+    const OutChannel& out = mine.out[c];
+    if (out.peer != peer) continue;
+    if (out.peer_channel >= theirs.in.size()) return false;
+    const InChannel& in = theirs.in[out.peer_channel];
+    const bool same_window = in.landing.num_slots == out.send.num_slots && in.landing.slot_bytes == out.send.slot_bytes;
+    if (in.peer != rank || in.peer_channel != c || in.landing.kind != out.send.kind || in.credited != out.credited ||
+        !same_window || in.landing.slots_offset != out.remote_slots_offset)
+      return false;
+  }
+  for (uint32_t c = 0; c < mine.in.size(); ++c) {
+    const InChannel& in = mine.in[c];
+    if (in.peer != peer) continue;
+    if (in.peer_channel >= theirs.out.size() || theirs.out[in.peer_channel].peer != rank ||
+        theirs.out[in.peer_channel].peer_channel != c)
+      return false;
+  }
+  return true;
+}
+
+CLAIM("the rings, flags and records of a rank never overlap") {
+  for (const Case& c : cases()) {
+    const Topology topo = Topology::from_labels(c.labels);
+    for (int rank = 0; rank < topo.num_ranks; ++rank) {
+      const RegionLayout layout = make_region_layout(topo, c.window, rank);
+      std::vector<Span> spans = spans_of(topo, layout);
+      EXPECT(overlap_free(spans, layout.total_bytes));
+      // Negative control: a ring moved by one line is noticed.
+      spans.back().begin -= kLineBytes;
+      spans.back().end -= kLineBytes;
+      spans.push_back({layout.total_bytes - 1, layout.total_bytes + 1});
+      EXPECT(!overlap_free(spans, layout.total_bytes));
+    }
+  }
+}
+
+CLAIM("the entries of a memory plan add up to the bytes of the region") {
+  for (const Case& c : cases()) {
+    const Topology topo = Topology::from_labels(c.labels);
+    for (int rank = 0; rank < topo.num_ranks; ++rank) {
+      const RegionLayout layout = make_region_layout(topo, c.window, rank);
+      uint64_t sum = 0;
+      for (auto& [name, bytes] : layout.entries) sum += bytes;
+      EXPECT_EQ(sum, layout.total_bytes);
+      EXPECT_EQ(layout.total_bytes % kPageBytes, uint64_t{0});
+    }
+  }
+}
+
+CLAIM("what a sender takes for the receiver's landing is the receiver's landing, for every pair of ranks") {
+  for (const Case& c : cases()) {
+    const Topology topo = Topology::from_labels(c.labels);
+    std::vector<Channels> channels;
+    for (int rank = 0; rank < topo.num_ranks; ++rank) channels.push_back(make_channels(topo, c.window, rank));
+    for (int rank = 0; rank < topo.num_ranks; ++rank)
+      for (int peer = 0; peer < topo.num_ranks; ++peer)
+        EXPECT(connected(rank, channels[static_cast<size_t>(rank)], peer, channels[static_cast<size_t>(peer)]));
+  }
+}
+
+CLAIM("a wrong offset or channel number would be noticed") {
+  const Topology topo = Topology::from_labels({0, 0, 0, 1});
+  const WindowParams window = window_of(65536, 2, 16);
+  Channels mine = make_channels(topo, window, 0);
+  const Channels theirs = make_channels(topo, window, 3);
+  EXPECT(connected(0, mine, 3, theirs));
+  mine.out[2].remote_slots_offset += 64;
+  EXPECT(!connected(0, mine, 3, theirs));
+  mine.out[2].remote_slots_offset -= 64;
+  std::swap(mine.in[0].peer_channel, mine.in.back().peer_channel);
+  EXPECT(mine.in.size() < 2 || !connected(0, mine, 3, theirs));
+}
+
+CLAIM("every rank of another domain lands on exactly one rank of ours, and its sums come back from there") {
+  for (const Case& c : cases()) {
+    const Topology topo = Topology::from_labels(c.labels);
+    for (int d = 0; d < topo.num_domains(); ++d)
+      for (int src = 0; src < topo.num_ranks; ++src) {
+        if (topo.domain_of[static_cast<size_t>(src)] == d) continue;
+        int num_landings = 0;
+        for (int rank : topo.members[static_cast<size_t>(d)]) {
+          const RegionLayout layout = make_region_layout(topo, c.window, rank);
+          const auto count = std::count(layout.incoming.begin(), layout.incoming.end(), src);
+          num_landings += static_cast<int>(count);
+          EXPECT(count == 0 || topo.rail(src, d) == rank);
+        }
+        EXPECT_EQ(num_landings, 1);
+      }
+  }
+}
+
+CLAIM("a send ring is found again as its channel") {
+  const Topology topo = Topology::from_labels({0, 1, 0, 2});
+  const WindowParams window = window_of(65536, 2, 16);
+  for (int rank = 0; rank < topo.num_ranks; ++rank) {
+    const RegionLayout layout = make_region_layout(topo, window, rank);
+    const Channels channels = make_channels(topo, window, rank);
+    for (uint32_t c = 0; c < channels.out.size(); ++c) EXPECT_EQ(channels.out_of(channels.out[c].send), c);
+    EXPECT_EQ(channels.out_of(layout.own_rows), UINT32_MAX);
+  }
+}
+
+CLAIM("256 domains fit the channel field, and their channels fit together") {
+  std::vector<int> labels(256);
+  std::iota(labels.begin(), labels.end(), 0);
+  const Topology topo = Topology::from_labels(labels);
+  const WindowParams window = window_of(7232, 2, 256);
+  const Channels first = make_channels(topo, window, 0);
+  EXPECT_EQ(first.out.size(), size_t{255 * 4});
+  EXPECT_EQ(first.in.size(), size_t{255 * 4});
+  EXPECT(first.out.size() <= kMaxChannels);
+  const Channels last = make_channels(topo, window, 255);
+  EXPECT(connected(0, first, 255, last));
+  EXPECT(connected(255, last, 0, first));
+}
+
+CLAIM("more channels than an immediate can name are refused") {
+  std::vector<int> labels(700);
+  for (size_t rank = 0; rank < labels.size(); ++rank) labels[rank] = rank == 0 ? 0 : 1;  // one rank lands 699 sources
+  const Topology topo = Topology::from_labels(labels);
+  EXPECT_THROWS(UsageFailure, make_channels(topo, window_of(7232, 2, 700), 0));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) { return claims::main(argc, argv); }

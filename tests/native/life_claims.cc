@@ -1,0 +1,223 @@
+// Proxies: who lives, who died, who said goodbye; waking and stopping.
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <memory>
+
+#include "claims.h"
+#include "common/units.h"
+#include "faulty.h"
+#include "proxy_world.h"
+
+using namespace uccl_ep;
+
+namespace {
+
+// A process that ends when asked, and is then a zombie.
+class Victim {
+ public:
+  Victim() {
+    if (pipe(gate_) != 0) throw std::logic_error("pipe");
+    pid_ = fork();
+    if (pid_ == 0) {
+      char byte;
+      close(gate_[1]);
+      _exit(read(gate_[0], &byte, 1) == 0 ? 0 : 1);
+    }
+    close(gate_[0]);
+  }
+  ~Victim() {
+    end();
+    waitpid(pid_, nullptr, 0);
+  }
+  void end() {
+    if (gate_[1] >= 0) close(gate_[1]);
+    gate_[1] = -1;
+  }
+  pid_t pid() const { return pid_; }
+
+ private:
+  int gate_[2];
+  pid_t pid_;
+};
+
+CLAIM("the death of a domain peer becomes an error of all ranks within two seconds") {
+  Victim victim;
+  WorldOptions options;
+  options.labels = {0, 0, 1};
+  // Rank 1 pretends to be the victim: the others see its pid when their proxies are made.
+  const auto world = std::make_unique<World>(options);
+  world->nodes[1].control().pid = victim.pid();
+  ProxyContext context;
+  Node& node = world->nodes[0];
+  context.rank = 0;
+  context.topo = &world->topo;
+  context.channels = &node.channels;
+  context.layout = &node.layout;
+  context.region = node.region->base();
+  context.control = &node.control();
+  context.domain_controls = {&world->nodes[0].control(), &world->nodes[1].control(), nullptr};
+  context.commands = node.commands.get();
+  context.transport = node.transport.get();
+  node.proxy = std::make_unique<Proxy>(context);
+  node.proxy->start();
+  world->nodes[2].proxy->start();
+  usleep(250'000);
+  EXPECT(!node.has_error() && !node.proxy->remote_closed(1));
+  victim.end();
+  EXPECT(eventually([&] { return node.has_error() && world->nodes[2].has_error(); }, 2'000'000));
+  for (size_t rank : {0, 1, 2}) {
+    EXPECT(eventually([&] { return world->nodes[rank].has_error(); }));
+    const ErrorRecord& seen = world->nodes[rank].control().error;
+    EXPECT(seen.kind == ErrorKind::kPeerDied && seen.rank == 0 && seen.peer == 1);
+    EXPECT(std::string(seen.message).find("rank 1 (pid " + std::to_string(victim.pid()) + ") died") !=
+           std::string::npos);
+  }
+  EXPECT(node.proxy->remote_closed(1));
+}
+
+CLAIM("the death of a rank of another domain becomes an error of all ranks") {
+  WorldOptions options;
+  options.labels = {0, 1, 2};
+  FaultyWorld f(options);
+  f.world->start();
+  f.faulty[0]->dead.publish(1 + 1);  // rank 0 sees that rank 1 is gone
+  EXPECT(eventually([&] { return f.world->nodes[0].has_error() && f.world->nodes[2].has_error(); }, 2'000'000));
+  EXPECT(f.world->nodes[2].control().error.kind == ErrorKind::kPeerDied);
+  EXPECT_EQ(f.world->nodes[2].control().error.rank, 0);
+  EXPECT_EQ(f.world->nodes[2].control().error.peer, 1);
+}
+
+CLAIM("a rank that said bye may go without an error") {
+  FaultyWorld f;
+  f.world->start();
+  f.world->nodes[1].proxy->announce_close();
+  EXPECT(eventually([&] { return f.world->nodes[0].proxy->remote_closed(1); }));
+  f.faulty[0]->dead.publish(1 + 1);
+  usleep(400'000);
+  EXPECT(!f.world->nodes[0].has_error());
+}
+
+CLAIM("a rank is closed only when every other one has announced it, and its byes are flushed") {
+  WorldOptions options;
+  options.labels = {0, 1, 0};
+  options.loop.seed = 2;
+  options.loop.refuse_rate = 0.5;
+  World world(options);
+  world.start();
+  for (auto& node : world.nodes) EXPECT(!node.proxy->all_closed());
+  world.nodes[0].proxy->announce_close();
+  world.nodes[1].proxy->announce_close();
+  EXPECT(eventually([&] { return world.nodes[2].proxy->remote_closed(0) && world.nodes[2].proxy->remote_closed(1); }));
+  usleep(50'000);
+  for (auto& node : world.nodes) EXPECT(!node.proxy->all_closed());
+  EXPECT(!world.nodes[0].proxy->remote_closed(2) && !world.nodes[1].proxy->remote_closed(2));
+  world.nodes[2].proxy->announce_close();
+  for (auto& node : world.nodes) EXPECT(eventually([&] { return node.proxy->all_closed(); }));
+  for (auto& node : world.nodes) EXPECT(!node.has_error());
+}
+
+CLAIM("a bye that is lost keeps both ranks waiting") {
+  WorldOptions options;
+  options.loop.drop_peer = 1;
+  World world(options);
+  world.start();
+  for (auto& node : world.nodes) node.proxy->announce_close();
+  usleep(200'000);
+  for (auto& node : world.nodes) EXPECT(!node.proxy->all_closed());
+}
+
+CLAIM("heartbeats tell domain peers and ranks of other domains that a rank lives, and stop when it does") {
+  WorldOptions options;
+  options.labels = {0, 0, 1};
+  World world(options);
+  world.start();
+  const uint64_t started = now_usec();
+  for (int peer : {1, 2})
+    EXPECT(eventually([&] { return world.nodes[0].proxy->last_heard_usec(peer) > started + 600'000; }, 5'000'000));
+  EXPECT(world.nodes[0].proxy->stats().heartbeats_sent >= 2);
+  world.nodes[1].proxy->stop();
+  world.nodes[2].proxy->stop();
+  usleep(20'000);
+  const uint64_t last[] = {world.nodes[0].proxy->last_heard_usec(1), world.nodes[0].proxy->last_heard_usec(2)};
+  usleep(700'000);
+  EXPECT_EQ(world.nodes[0].proxy->last_heard_usec(1), last[0]);
+  EXPECT_EQ(world.nodes[0].proxy->last_heard_usec(2), last[1]);
+}
+
+CLAIM("a movement of the operation is told to the other domains once, also to one that missed a heartbeat") {
+  WorldOptions options;
+  options.loop.refuse_rate = 0.5;
+  options.labels = {0, 0, 1, 2};
+  World world(options);
+  world.start();
+  const uint64_t started = now_usec();
+  world.nodes[0].control().progress.publish(started);
+  for (size_t rank : {2, 3}) EXPECT(eventually([&] { return world.nodes[rank].proxy->last_moved_usec(0) >= started; }));
+  EXPECT_EQ(world.nodes[1].proxy->last_moved_usec(0), started);
+  const uint64_t seen = world.nodes[2].proxy->last_moved_usec(0);
+  usleep(1'200'000);
+  EXPECT_EQ(world.nodes[2].proxy->last_moved_usec(0), seen);
+  EXPECT_EQ(world.nodes[2].proxy->last_moved_usec(3), uint64_t{0});
+}
+
+CLAIM("stop returns in less than 200 ms with operations pending, and can be called twice") {
+  WorldOptions options;
+  options.loop.gbytes_per_s = 0.000001;
+  uint64_t best = UINT64_MAX;
+  for (int attempt = 0; attempt < 5 && best >= 200'000; ++attempt) {  // others may have the processors
+    World world(options);
+    world.start();
+    Source source(world.nodes[0], out_channel(world.nodes[0], RingKind::kRows, 1));
+    while (source.try_send(2048)) continue;
+    EXPECT(eventually([&] { return world.nodes[0].proxy->stats().peak_in_flight_ops == 2; }));
+    const uint64_t started = now_usec();
+    world.nodes[0].proxy->stop();
+    best = std::min(best, now_usec() - started);
+    world.nodes[0].proxy->stop();
+  }
+  EXPECT(best < 200'000);
+}
+
+CLAIM("an idle proxy costs less than 2 percent of a core") {
+  WorldOptions options;
+  options.labels = {0, 0, 1, 1};
+  World world(options);
+  world.start();
+  usleep(200'000);
+  auto cpu_usec = [] {
+    rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    return static_cast<uint64_t>(usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) * 1000000 +
+           static_cast<uint64_t>(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec);
+  };
+  const uint64_t before = cpu_usec(), started = now_usec();
+  usleep(1'000'000);
+  const uint64_t used = cpu_usec() - before;
+  if (used > (now_usec() - started) * world.nodes.size() / 50)
+    throw std::logic_error("four idle proxies used " + std::to_string(used) + " us in a second");
+}
+
+CLAIM("a sleeping proxy is woken by a command, by an arrival and by a credit") {
+  World world{WorldOptions{}};
+  world.start();
+  const uint32_t channel = out_channel(world.nodes[0], RingKind::kRows, 1);
+  Source source(world.nodes[0], channel);
+  Sink sink(world.nodes[1], world.nodes[0].channels.out[channel].peer_channel, 0);
+  uint64_t slow = 0;
+  for (int i = 0; i < 30; ++i) {
+    usleep(5'000);  // both are asleep
+    const uint64_t started = now_usec();
+    EXPECT(eventually([&] { return source.try_send(64); }));
+    EXPECT(eventually([&] { return sink.ready(); }));
+    sink.release();
+    slow += now_usec() - started > 40'000;  // a lost wake-up waits for the next heartbeat, 50 ms on average
+  }
+  EXPECT(slow < 10);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) { return claims::main(argc, argv); }

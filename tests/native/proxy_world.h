@@ -1,0 +1,199 @@
+// Ranks with proxies in one process, and the two ends that a backend would put on their channels.
+#pragma once
+
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "common/units.h"
+#include "fixture.h"
+#include "layout/region.h"
+#include "proxy/proxy.h"
+
+namespace uccl_ep {
+
+constexpr uint64_t kPatienceUsec = 30'000'000;
+
+// The condition holds within the limit.
+template <typename Condition>
+bool eventually(Condition condition, uint64_t limit_usec = kPatienceUsec) {
+  const uint64_t deadline = now_usec() + limit_usec;
+  while (!condition()) {
+    if (now_usec() > deadline) return false;
+    usleep(200);
+  }
+  return true;
+}
+
+// What a test may do to the rank's transport: stand between it and the proxy.
+using Wrap = std::function<std::unique_ptr<Transport>(int rank, std::unique_ptr<Transport>)>;
+
+struct WorldOptions {
+  std::vector<int> labels = {0, 1};
+  WindowParams window = {4096, 1024, 2, 16};
+  LoopOptions loop;
+  uint64_t window_ops = 0;
+  uint64_t window_bytes = 0;
+  uint64_t progress_timeout_usec = 20'000'000;
+  Wrap wrap;
+  std::function<void(int rank, Channels&)> change_channels;
+};
+
+struct Node {
+  RegionLayout layout;
+  Channels channels;
+  std::unique_ptr<TestRegion> region;
+  std::unique_ptr<uint8_t, decltype(&std::free)> command_memory{nullptr, &std::free};
+  std::unique_ptr<CommandRing> commands;
+  std::unique_ptr<Transport> transport;
+  std::unique_ptr<Proxy> proxy;
+
+  ControlBlock& control() const { return *region->control; }
+  bool has_error() const { return control().error_claim.published(); }
+};
+
+class World {
+ public:
+  explicit World(const WorldOptions& options) : topo(Topology::from_labels(options.labels)) {
+    const size_t num_ranks = options.labels.size();
+    std::vector<std::unique_ptr<TestRegion>> regions;
+    nodes.resize(num_ranks);
+    for (size_t rank = 0; rank < num_ranks; ++rank) {
+      nodes[rank].layout = make_region_layout(topo, options.window, static_cast<int>(rank));
+      nodes[rank].channels = make_channels(topo, options.window, static_cast<int>(rank));
+      if (options.change_channels) options.change_channels(static_cast<int>(rank), nodes[rank].channels);
+      regions.push_back(std::make_unique<TestRegion>(nodes[rank].layout.total_bytes));
+      regions.back()->control->rank = static_cast<int>(rank);
+    }
+    auto transports = connect_all(regions, std::vector<LoopOptions>(num_ranks, options.loop));
+    for (size_t rank = 0; rank < num_ranks; ++rank) {
+      nodes[rank].region = std::move(regions[rank]);
+      nodes[rank].transport = std::move(transports[rank]);
+      if (options.wrap) nodes[rank].transport = options.wrap(static_cast<int>(rank), std::move(nodes[rank].transport));
+    }
+    for (size_t rank = 0; rank < num_ranks; ++rank) make_proxy(static_cast<int>(rank), options);
+  }
+  ~World() { stop(); }
+
+  void start() {
+    for (auto& node : nodes) node.proxy->start();
+  }
+  void stop() {
+    for (auto& node : nodes) node.proxy->stop();
+  }
+  // One pass of every proxy, for tests without threads.
+  bool step() {
+    bool moved = false;
+    for (auto& node : nodes) moved |= node.proxy->step();
+    return moved;
+  }
+
+  Topology topo;
+  std::vector<Node> nodes;
+
+ private:
+  void make_proxy(int rank, const WorldOptions& options) {
+    constexpr uint32_t kCommands = 1024;
+    Node& node = nodes[static_cast<size_t>(rank)];
+    const uint64_t bytes = round_up(CommandRing::bytes_for(kCommands), kLineBytes);
+    node.command_memory.reset(static_cast<uint8_t*>(std::aligned_alloc(kLineBytes, bytes)));
+    std::memset(node.command_memory.get(), 0, bytes);
+    node.commands = std::make_unique<CommandRing>(node.command_memory.get(), kCommands);
+    ProxyContext context;
+    context.rank = rank;
+    context.topo = &topo;
+    context.channels = &node.channels;
+    context.layout = &node.layout;
+    context.region = node.region->base();
+    context.control = node.region->control;
+    for (int peer = 0; peer < topo.num_ranks; ++peer) {
+      const bool near = topo.domain_of[static_cast<size_t>(peer)] == topo.domain_of[static_cast<size_t>(rank)];
+      context.domain_controls.push_back(near ? nodes[static_cast<size_t>(peer)].region->control : nullptr);
+    }
+    context.commands = node.commands.get();
+    context.transport = node.transport.get();
+    context.window_ops = options.window_ops;
+    context.window_bytes = options.window_bytes;
+    context.progress_timeout_usec = options.progress_timeout_usec;
+    node.proxy = std::make_unique<Proxy>(context);
+  }
+};
+
+// What chunk `serial` of stream `key` must contain.
+inline void fill_chunk(uint8_t* slot, uint64_t num_bytes, uint64_t key, uint64_t serial) {
+  auto* words = reinterpret_cast<uint64_t*>(slot);
+  for (uint64_t i = 0; i < num_bytes / 8; ++i) words[i] = (serial + 1) * 0x9E3779B97F4A7C15u + key * 1000003 + i;
+}
+inline bool chunk_is_intact(const uint8_t* slot, uint64_t num_bytes, uint64_t key, uint64_t serial) {
+  auto* words = reinterpret_cast<const uint64_t*>(slot);
+  for (uint64_t i = 0; i < num_bytes / 8; ++i)
+    if (words[i] != (serial + 1) * 0x9E3779B97F4A7C15u + key * 1000003 + i) return false;
+  return true;
+}
+
+// The producer of one outgoing channel.
+class Source {
+ public:
+  Source(Node& node, uint32_t channel) : node_(node), channel_(channel), ring_(node.channels.out[channel].send) {}
+  uint64_t key() const { return node_.channels.out[channel_].peer_channel; }
+  uint64_t serial() const { return serial_; }
+  bool flushed(uint64_t serial) const { return stamp(serial).read() > serial; }
+  bool free() const { return serial_ < ring_.num_slots || flushed(serial_ - ring_.num_slots); }
+  bool try_send(uint64_t num_bytes) {
+    if (!free()) return false;
+    fill_chunk(node_.region->base() + ring_.slot_offset(serial_), num_bytes, key(), serial_);
+    return push(num_bytes);
+  }
+  bool push(uint64_t num_bytes) {
+    if (!node_.commands->push({channel_, num_bytes, serial_})) return false;
+    ++serial_;
+    node_.control().proxy_bell.ring();
+    return true;
+  }
+
+ private:
+  const Flag& stamp(uint64_t serial) const {
+    return reinterpret_cast<const Flag*>(node_.region->base() + ring_.stamps_offset)[serial % ring_.num_slots];
+  }
+  Node& node_;
+  uint32_t channel_;
+  RingLayout ring_;
+  uint64_t serial_ = 0;
+};
+
+// One reader of one landing ring.
+class Sink {
+ public:
+  Sink(Node& node, uint32_t channel, uint32_t reader)
+      : node_(node), channel_(channel), reader_(reader), ring_(node.channels.in[channel].landing) {}
+  uint64_t serial() const { return serial_; }
+  bool ready() const {
+    return reinterpret_cast<const Flag*>(node_.region->base() + ring_.stamps_offset)[serial_ % ring_.num_slots].read() >
+           serial_;
+  }
+  bool intact(uint64_t num_bytes) const {
+    return chunk_is_intact(node_.region->base() + ring_.slot_offset(serial_), num_bytes, channel_, serial_);
+  }
+  void release() {
+    ++serial_;
+    reinterpret_cast<FlagLine*>(node_.region->base() + ring_.taken_offset)[reader_].flag.publish(serial_);
+    node_.control().proxy_bell.ring();
+  }
+
+ private:
+  Node& node_;
+  uint32_t channel_;
+  uint32_t reader_;
+  RingLayout ring_;
+  uint64_t serial_ = 0;
+};
+
+inline uint32_t out_channel(const Node& node, RingKind kind, int peer) {
+  for (uint32_t c = 0; c < node.channels.out.size(); ++c)
+    if (node.channels.out[c].send.kind == kind && node.channels.out[c].peer == peer) return c;
+  return UINT32_MAX;
+}
+
+}  // namespace uccl_ep

@@ -1,0 +1,71 @@
+"""Buffers of rank threads that a test drives and ends by hand; `tests/harness.py` would look after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from uccl_ep_train import Buffer, EpConfig, LocalBootstrap
+
+T, H, K, E = 4, 128, 2, 8
+SETTINGS: dict[str, Any] = {
+    "num_experts": E,
+    "hidden": H,
+    "dispatch_dtype": "bf16",
+    "domain_size": 1,
+    "budget_bytes": 4 << 20,
+    "arrival_timeout_s": 30.0,
+    "progress_timeout_s": 10.0,
+}
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        return error
+
+
+def together(calls: list[Callable[[], Any]]) -> list[Any]:
+    """What each call returned or raised, run as threads."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(outcome, calls))
+
+
+def create(num_ranks: int, *per_rank: dict[str, Any], **settings: Any) -> list[Any]:
+    """A buffer, or an exception, per rank."""
+    ranks = LocalBootstrap.create(num_ranks, timeout_s=30)
+    changes = per_rank or ({},) * num_ranks
+
+    def one(bootstrap: LocalBootstrap) -> Buffer:
+        config = EpConfig(**{**SETTINGS, **settings, **changes[bootstrap.rank]})
+        return Buffer(None, config, bootstrap=bootstrap)
+
+    return together([lambda entry=entry: one(entry) for entry in ranks])
+
+
+def close(buffers: list[Buffer]) -> None:
+    assert together([buffer.close for buffer in buffers]) == [None] * len(buffers)
+
+
+def inputs(rank: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    idx = torch.rand(T, E, generator=generator).argsort(dim=1)[:, :K].contiguous()
+    return torch.randn(T, H, generator=generator).to(dtype), idx, torch.rand(T, K, generator=generator)
+
+
+def dispatch(buffer: Buffer, **arguments: Any) -> Any:
+    return buffer.dispatch(*inputs(buffer.rank), **arguments)
+
+
+def on_all(buffers: list[Buffer], call: Callable[[Buffer], Any]) -> list[Any]:
+    return together([lambda entry=entry: call(entry) for entry in buffers])
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir() if "uccl_ep" in path.name}

@@ -1,0 +1,197 @@
+"""Backward under the odd but legal things that programs do to graphs. Values: `test_dispatch_combine.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness import RankGroup
+from uccl_ep_train import Buffer
+
+T, H, K, E = 5, 128, 2, 8
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[RankGroup]:
+    with RankGroup(4, {"num_experts": E, "hidden": H, "domain_size": 2, "dispatch_dtype": "bf16"}) as ranks:
+        yield ranks
+
+
+def inputs(rank: int, num_tokens: int = T) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(num_tokens, H, generator=generator)
+    idx = torch.rand(num_tokens, E, generator=generator).argsort(dim=1)[:, :K].contiguous()
+    return x.requires_grad_(), idx, torch.rand(num_tokens, K, generator=generator).requires_grad_()
+
+
+def backward_calls(buffer: Buffer) -> tuple[float, float]:
+    stats = buffer.stats()
+    return stats["caller.dispatch_backward.calls"], stats["caller.combine_backward.calls"]
+
+
+def on_all(group: RankGroup, claim: Callable[[int, Buffer], None]) -> None:
+    group.run(claim)
+
+
+def test_rows_without_gradient_count_as_zero(group: RankGroup) -> None:
+    def claim(rank: int, buffer: Buffer) -> None:
+        x, idx, weights = inputs(rank)
+        buffer.dispatch(x, idx, weights).row_weights.sum().backward()
+        assert torch.equal(weights.grad, torch.ones(T, K))
+        assert torch.equal(x.grad, torch.zeros(T, H))
+
+    on_all(group, claim)
+
+
+def test_weights_without_gradient_count_as_zero(group: RankGroup) -> None:
+    def claim(rank: int, buffer: Buffer) -> None:
+        x, idx, weights = inputs(rank)
+        buffer.dispatch(x, idx, weights).rows.sum().backward()
+        assert torch.equal(x.grad, torch.full((T, H), 2.0))
+        assert torch.equal(weights.grad, torch.zeros(T, K))
+
+    on_all(group, claim)
+
+
+def test_ranks_that_need_different_gradients_run_the_same_backward(group: RankGroup) -> None:
+    """x requires a gradient on even ranks, the weights on odd ones."""
+
+    def claim(rank: int, buffer: Buffer) -> None:
+        x, idx, weights = inputs(rank)
+        (weights if rank % 2 == 0 else x).requires_grad_(False)
+        result = buffer.dispatch(x, idx, weights)
+        (result.rows.sum() + 3 * result.row_weights.sum()).backward()
+        if rank % 2 == 0:
+            assert torch.equal(x.grad, torch.full((T, H), 2.0)) and weights.grad is None
+        else:
+            assert torch.equal(weights.grad, torch.full((T, K), 3.0)) and x.grad is None
+
+    on_all(group, claim)
+
+
+def test_dispatch_without_weights_has_no_row_weights_and_a_gradient_of_x(group: RankGroup) -> None:
+    def claim(rank: int, buffer: Buffer) -> None:
+        x, idx, _ = inputs(rank)
+        result = buffer.dispatch(x, idx)
+        assert result.row_weights is None
+        result.rows.sum().backward()
+        assert torch.equal(x.grad, torch.full((T, H), 2.0))
+
+    on_all(group, claim)
+
+
+def test_ranks_without_tokens_take_part_in_the_backward(group: RankGroup) -> None:
+    def claim(rank: int, buffer: Buffer) -> None:
+        x, idx, weights = inputs(rank, num_tokens=T if rank == 2 else 0)
+        result = buffer.dispatch(x, idx, weights)
+        buffer.combine(result.rows, result.handle).sum().backward()
+        assert torch.equal(x.grad, torch.full_like(x, 2.0))
+        assert weights.grad.shape == weights.shape
+
+    on_all(group, claim)
+
+
+def test_expanded_and_strided_gradients_are_accepted(group: RankGroup) -> None:
+    def claim(rank: int, buffer: Buffer) -> None:
+        x, idx, weights = inputs(rank)
+        result = buffer.dispatch(x, idx, weights)
+        out = buffer.combine(result.rows, result.handle)
+        strided = torch.arange(T * H, dtype=torch.float32).reshape(H, T).t()
+        (out * 1).backward(strided)  # strided for combine
+        expected = 2 * strided.contiguous()
+        assert torch.equal(x.grad, expected)
+        x.grad = None
+        buffer.dispatch(x, idx, weights).rows.sum().backward()  # expanded for dispatch
+        assert torch.equal(x.grad, torch.full((T, H), 2.0))
+
+    on_all(group, claim)
+
+
+def test_results_may_be_changed_in_place_and_inputs_too(group: RankGroup) -> None:
+    def claim(rank: int, buffer: Buffer) -> None:
+        x, idx, weights = inputs(rank)
+        hidden = x * 1
+        result = buffer.dispatch(hidden, idx, weights)
+        hidden.zero_()
+        out = buffer.combine(result.rows.mul_(3), result.handle)
+        out += 1
+        out.sum().backward()
+        assert torch.equal(x.grad, torch.full((T, H), 6.0))
+
+    on_all(group, claim)
+
+
+def test_without_gradients_nothing_is_attached_and_no_backward_runs(group: RankGroup) -> None:
+    def claim(rank: int, buffer: Buffer) -> None:
+        before = backward_calls(buffer)
+        x, idx, weights = inputs(rank)
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                result = buffer.dispatch(x, idx, weights)
+                out = buffer.combine(result.rows, result.handle)
+            assert not (result.rows.requires_grad or result.row_weights.requires_grad or out.requires_grad)
+        result = buffer.dispatch(x.detach(), idx, weights.detach())
+        assert not result.rows.requires_grad
+        assert backward_calls(buffer) == before
+
+    on_all(group, claim)
+
+
+def test_a_graph_that_is_kept_can_be_run_again(group: RankGroup) -> None:
+    def claim(rank: int, buffer: Buffer) -> None:
+        x, idx, weights = inputs(rank)
+        result = buffer.dispatch(x, idx, weights)
+        loss = buffer.combine(result.rows, result.handle).sum()
+        before = backward_calls(buffer)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert torch.equal(x.grad, torch.full((T, H), 4.0))
+        assert backward_calls(buffer) == (before[0] + 2, before[1] + 2)
+
+    on_all(group, claim)
+
+
+def test_a_second_derivative_is_refused_not_wrong(group: RankGroup) -> None:
+    def claim(rank: int, buffer: Buffer) -> None:
+        x, idx, weights = inputs(rank)
+        rows = buffer.dispatch(x, idx, weights).rows
+        (gradient,) = torch.autograd.grad((rows**2).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.sum().backward()
+
+    on_all(group, claim)
+
+
+def test_async_results_are_attached_and_waits_may_come_in_any_order(group: RankGroup) -> None:
+    def claim(rank: int, buffer: Buffer) -> None:
+        x, idx, weights = inputs(rank)
+        first = buffer.dispatch_async(x, idx, weights)
+        second = buffer.dispatch_async(2 * x, idx, weights)
+        assert first.handle.num_rows == first.num_rows == int(first.tokens_per_expert.sum())
+        rows_of_second, rows_of_first = second.wait().rows, first.wait().rows
+        assert torch.equal(rows_of_second, 2 * rows_of_first)
+        assert first.wait() is first.wait()
+        pending = [buffer.combine_async(result.wait().rows, result.handle) for result in (first, second)]
+        with torch.no_grad():  # Decided at the call, not at the wait.
+            outputs = [entry.wait() for entry in reversed(pending)]
+        sum(out.sum() for out in outputs).backward()
+        assert torch.equal(x.grad, torch.full((T, H), 6.0))
+
+    on_all(group, claim)
+
+
+def test_a_cached_dispatch_is_differentiable_in_new_weights(group: RankGroup) -> None:
+    def claim(rank: int, buffer: Buffer) -> None:
+        x, idx, weights = inputs(rank)
+        with torch.no_grad():
+            handle = buffer.dispatch(x, idx, weights).handle
+        result = buffer.dispatch(x, topk_weights=weights, handle=handle)
+        assert result.handle is handle
+        (result.rows.sum() + 5 * result.row_weights.sum()).backward()
+        assert torch.equal(x.grad, torch.full((T, H), 2.0))
+        assert torch.equal(weights.grad, torch.full((T, K), 5.0))
+
+    on_all(group, claim)

@@ -1,0 +1,203 @@
+"""Bad input raises the documented error before anything is launched, and leaves the buffer usable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.harness import RankGroup
+from uccl_ep_train import Buffer, DispatchResult
+from uccl_ep_train.errors import DeviceError, DtypeError, InputError, RoutingError, ShapeError
+
+T, H, K, E = 4, 256, 2, 8
+BF16, FP32, INT64 = torch.bfloat16, torch.float32, torch.int64
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[RankGroup]:
+    with RankGroup(2, {"num_experts": E, "hidden": H, "domain_size": 1}) as ranks:
+        yield ranks
+
+
+def x() -> Tensor:
+    return torch.ones(T, H, dtype=BF16)
+
+
+def topk() -> dict[str, Tensor]:
+    return {"topk_idx": torch.arange(T * K).reshape(T, K) % E, "topk_weights": torch.ones(T, K)}
+
+
+def mapped() -> dict[str, Tensor]:
+    return {"routing_map": torch.eye(T, E, dtype=torch.bool), "probs": torch.ones(T, E)}
+
+
+def with_topk(**changes: Any) -> dict[str, Any]:
+    return {"x": x(), **topk(), **changes}
+
+
+def bf16(*shape: int) -> Tensor:
+    return torch.ones(*shape, dtype=BF16)
+
+
+def ids(columns: int, rows: int = T) -> Tensor:
+    return torch.zeros(rows, columns, dtype=INT64)
+
+
+def with_map(**changes: Any) -> dict[str, Any]:
+    return {"x": x(), **mapped(), **changes}
+
+
+BAD_DISPATCH: dict[str, tuple[type[Exception], str, Callable[[], dict[str, Any]]]] = {
+    "x fp64": (DtypeError, "x is float64", lambda: with_topk(x=x().double())),
+    "x fp16": (DtypeError, "x is float16", lambda: with_topk(x=x().half())),
+    "x no tensor": (DtypeError, "x is list", lambda: with_topk(x=[1.0])),
+    "x fp32 as fp8": (DtypeError, "'fp8' quantises BF16 rows only", lambda: with_topk(x=x().float())),
+    "x one dimension": (ShapeError, "x has 1 dimensions", lambda: with_topk(x=x()[0])),
+    "x strided": (ShapeError, r"x\.contiguous\(\)", lambda: with_topk(x=bf16(T, 2 * H)[:, ::2])),
+    "x transposed": (ShapeError, "not contiguous", lambda: with_topk(x=bf16(H, T).t())),
+    "x expanded": (ShapeError, "not contiguous", lambda: with_topk(x=bf16(1, H).expand(T, H))),
+    "x narrow": (ShapeError, "x has 100 columns", lambda: with_topk(x=bf16(T, 100))),
+    "x without columns": (ShapeError, "x has 0 columns", lambda: with_topk(x=bf16(T, 0))),
+    "x wider than the buffer": (ShapeError, "hidden = 256", lambda: with_topk(x=bf16(T, 384))),
+    "x elsewhere": (DeviceError, "this build has no meta backend", lambda: with_topk(x=x().to("meta"))),
+    "x sparse": (InputError, "plain dense tensor", lambda: with_topk(x=x().to_sparse())),
+    "x without routing": (InputError, "no routing", lambda: {"x": x()}),
+    "x longer than routing": (ShapeError, "topk_idx has 4 rows", lambda: with_topk(x=bf16(5, H))),
+    "topk_idx int32": (DtypeError, r"use|\.long\(\)", lambda: with_topk(topk_idx=topk()["topk_idx"].int())),
+    "topk_idx too wide": (ShapeError, "1 .. 32", lambda: {"x": x(), "topk_idx": ids(33)}),
+    "topk_idx empty": (ShapeError, "0 columns", lambda: {"x": x(), "topk_idx": ids(0)}),
+    "topk_idx strided": (ShapeError, "not contiguous", lambda: with_topk(topk_idx=ids(T, K).t())),
+    "expert too large": (RoutingError, "= 8", lambda: with_topk(topk_idx=torch.full((T, K), E))),
+    "expert below -1": (RoutingError, "= -2", lambda: with_topk(topk_idx=torch.full((T, K), -2))),
+    "expert far out": (RoutingError, "allowed", lambda: with_topk(topk_idx=torch.full((T, K), 1 << 62))),
+    "expert twice": (RoutingError, "twice", lambda: with_topk(topk_idx=torch.full((T, K), 3))),
+    "weights fp64": (DtypeError, r"\.float\(\)", lambda: with_topk(topk_weights=torch.ones(T, K).double())),
+    "weights bf16": (DtypeError, r"\.float\(\)", lambda: with_topk(topk_weights=bf16(T, K))),
+    "weights of another shape": (ShapeError, r"\[4, 3\]", lambda: with_topk(topk_weights=torch.ones(T, 3))),
+    "weights strided": (ShapeError, "not contiguous", lambda: with_topk(topk_weights=torch.ones(K, T).t())),
+    "weights alone": (InputError, "without topk_idx", lambda: with_topk(topk_idx=None)),
+    "map fp32": (DtypeError, r"\.bool\(\)", lambda: with_map(routing_map=torch.zeros(T, E))),
+    "map too narrow": (ShapeError, r"\[4, 7\]", lambda: with_map(routing_map=torch.ones(T, 7).bool())),
+    "probs fp64": (DtypeError, r"\.float\(\)", lambda: with_map(probs=torch.ones(T, E).double())),
+    "probs alone": (InputError, "without routing_map", lambda: with_map(routing_map=None)),
+    "both forms": (InputError, "both forms", lambda: with_topk(**mapped())),
+    "handle of nothing": (DtypeError, "handle is int", lambda: with_topk(handle=3)),
+    "alignment 0": (InputError, "expert_alignment = 0", lambda: with_topk(expert_alignment=0)),
+    "alignment float": (InputError, "expert_alignment = 16.0", lambda: with_topk(expert_alignment=16.0)),
+    "unknown wire": (InputError, "dispatch_dtype = 'int4'", lambda: with_topk(dispatch_dtype="int4")),
+}  # fmt: skip
+
+
+def assert_usable(buffer: Buffer) -> DispatchResult:
+    result = buffer.dispatch(**with_topk())
+    out = buffer.combine(result.rows, result.handle)
+    assert torch.equal(out, 2 * x())
+    return result
+
+
+@pytest.mark.parametrize("name", BAD_DISPATCH)
+def test_dispatch_refuses(group: RankGroup, name: str) -> None:
+    error, message, arguments = BAD_DISPATCH[name]
+
+    def refuse(rank: int, buffer: Buffer) -> None:
+        launched = buffer.stats()["dispatch.calls"]
+        with pytest.raises(error, match=message) as caught:
+            buffer.dispatch(**arguments())
+        assert isinstance(caught.value, InputError) and isinstance(caught.value, ValueError)
+        assert buffer.stats()["dispatch.calls"] == launched
+        assert_usable(buffer)
+
+    group.run(refuse)
+
+
+def test_every_argument_of_dispatch_is_tested_above() -> None:
+    refused = [set(arguments()) for _, _, arguments in BAD_DISPATCH.values()]
+    assert set.union(*refused) == {
+        "x", "topk_idx", "topk_weights", "routing_map", "probs",
+        "handle", "expert_alignment", "dispatch_dtype",
+    }  # fmt: skip
+
+
+def test_the_same_arguments_without_the_fault_are_accepted(group: RankGroup) -> None:
+    def accept(rank: int, buffer: Buffer) -> None:
+        assert_usable(buffer)
+        buffer.dispatch(**with_map())
+        buffer.dispatch(**with_topk(x=x().float(), dispatch_dtype="bf16"))
+
+    group.run(accept)
+
+
+BAD_COMBINE: dict[str, tuple[type[Exception], str, Callable[[Tensor], dict[str, Any]]]] = {
+    "rows too few": (ShapeError, "the handle's dispatch gave 8", lambda rows: {"rows": rows[:-1]}),
+    "rows fp64": (DtypeError, "rows is float64", lambda rows: {"rows": rows.double()}),
+    "rows strided": (ShapeError, "not contiguous", lambda rows: {"rows": rows.t().contiguous().t()}),
+    "rows narrow": (ShapeError, "rows has 64 columns", lambda rows: {"rows": rows[:, :64].contiguous()}),
+    "handle missing": (DtypeError, "handle is NoneType", lambda rows: {"rows": rows, "handle": None}),
+    "unknown gradient wire": (
+        InputError,
+        "grad_dtype = 'int4'",
+        lambda rows: {"rows": rows.detach().requires_grad_(), "grad_dtype": "int4"},
+    ),
+    "fp32 gradients as fp8": (
+        DtypeError,
+        "'fp8' quantises BF16 rows only",
+        lambda rows: {"rows": rows.float().requires_grad_(), "grad_dtype": "fp8"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_COMBINE)
+def test_combine_refuses(group: RankGroup, name: str) -> None:
+    error, message, arguments = BAD_COMBINE[name]
+
+    def refuse(rank: int, buffer: Buffer) -> None:
+        result = assert_usable(buffer)
+        with pytest.raises(error, match=message):
+            buffer.combine(**{"handle": result.handle, **arguments(result.rows)})
+        assert_usable(buffer)
+
+    group.run(refuse)
+
+
+def test_a_handle_with_other_sizes_or_another_form_is_refused(group: RankGroup) -> None:
+    def refuse(rank: int, buffer: Buffer) -> None:
+        handle = assert_usable(buffer).handle
+        with pytest.raises(ShapeError, match="the handle's plan is for 4"):
+            buffer.dispatch(bf16(3, H), handle=handle)
+        with pytest.raises(InputError, match="form 'topk'"):
+            buffer.dispatch(x(), probs=torch.ones(T, E), handle=handle)
+        with pytest.raises(ShapeError, match="topk_weights"):
+            buffer.dispatch(x(), topk_weights=torch.ones(T, K + 1), handle=handle)
+        with pytest.raises(InputError, match="expert_alignment = 16"):
+            buffer.dispatch(x(), handle=handle, expert_alignment=16)
+        assert_usable(buffer)
+
+    group.run(refuse)
+
+
+def test_a_handle_of_another_buffer_is_refused(group: RankGroup) -> None:
+    handles = group.run(lambda rank, buffer: assert_usable(buffer).handle)
+
+    def refuse(rank: int, buffer: Buffer) -> None:
+        with pytest.raises(InputError, match="another buffer"):
+            buffer.dispatch(x(), handle=handles[rank])
+        with pytest.raises(InputError, match="another buffer"):
+            buffer.combine(bf16(handles[rank].num_rows, H), handles[rank])
+        assert_usable(buffer)
+
+    with RankGroup(2, {"num_experts": E, "hidden": H, "domain_size": 1}) as other:
+        other.run(refuse)
+
+
+def test_fp32_rows_need_slots_made_for_them() -> None:
+    def refuse(rank: int, buffer: Buffer) -> None:
+        with pytest.raises(DtypeError, match="max_dtype = 'bf16'"):
+            buffer.dispatch(**with_topk(x=x().float(), dispatch_dtype="bf16"))
+        assert_usable(buffer)
+
+    with RankGroup(2, {"num_experts": E, "hidden": H, "max_dtype": "bf16"}) as narrow:
+        narrow.run(refuse)

@@ -1,0 +1,245 @@
+"""`EpConfig`: ranges, sources of values, and the table of environment variables."""
+
+import dataclasses
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from uccl_ep_train import EpConfig, env
+from uccl_ep_train.errors import ConfigError
+
+BASE = {"num_experts": 8, "hidden": 256}
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for variable in env.VARIABLES:
+        monkeypatch.delenv(variable.name, raising=False)
+    monkeypatch.setattr(env, "_warned", set())
+
+
+BAD = [
+    ("num_experts", 0),
+    ("num_experts", "8"),
+    ("num_experts", True),
+    ("num_experts", 8.0),
+    ("hidden", 100),
+    ("hidden", 0),
+    ("hidden", -128),
+    ("dispatch_dtype", "fp16"),
+    ("dispatch_dtype", None),
+    ("grad_dtype", "fp32"),
+    ("combine_wire_dtype", "fp8"),
+    ("fp8_scale", "e8m0"),
+    ("max_dtype", "fp8"),
+    ("budget_bytes", 0),
+    ("budget_bytes", 1.5e9),
+    ("chunk_bytes", 0),
+    ("window_chunks", 0),
+    ("arrival_timeout_s", 0),
+    ("arrival_timeout_s", float("nan")),
+    ("arrival_timeout_s", float("inf")),
+    ("progress_timeout_s", -1.0),
+    ("progress_timeout_s", "20"),
+    ("num_sms", 0),
+    ("domain_size", 0),
+    ("domains", ()),
+    ("domains", 2),
+    ("domains", "0,1"),
+    ("domains", (0, -1)),
+    ("domains", (0, 0.5)),
+    ("transport", "carrier pigeon"),
+    ("loop_gbytes_per_s", -1),
+    ("loop_latency_us", -1),
+    ("loop_seed", -1),
+    ("loop_seed", 1 << 63),
+    ("loop_refuse_rate", 1.0),
+    ("loop_duplicate_rate", 1.1),
+    ("loop_drop_peer", -2),
+    ("num_proxies", 5),
+    ("source_order", (0, 2)),
+    ("source_order", (0, 0)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_a_bad_value_is_named_with_what_is_allowed(name, value):
+    with pytest.raises(ConfigError) as caught:
+        EpConfig(**{**BASE, name: value})
+    message = str(caught.value)
+    allowed = {entry.name: entry.metadata["info"].allowed for entry in dataclasses.fields(EpConfig)}[name]
+    assert message == f"{name} = {value!r}: allowed is {allowed}"
+
+
+def test_every_field_has_a_bad_value_above():
+    assert {name for name, _ in BAD} == {entry.name for entry in dataclasses.fields(EpConfig)}
+
+
+def test_edges_of_ranges_are_allowed():
+    EpConfig(num_experts=1, hidden=128, loop_refuse_rate=0.99, loop_duplicate_rate=1.0, num_proxies=4)
+    EpConfig(**BASE, domains=[1, 0, 1], source_order=[2, 0, 1], loop_seed=(1 << 63) - 1)
+
+
+def test_lists_become_tuples_and_integers_floats():
+    config = EpConfig(**BASE, domains=[1, 0], arrival_timeout_s=5)
+    assert config.domains == (1, 0)
+    assert isinstance(config.arrival_timeout_s, float)
+    hash(config)
+
+
+def test_fp32_partial_sums_need_fp32_slots():
+    with pytest.raises(ConfigError, match="max_dtype"):
+        EpConfig(**BASE, combine_wire_dtype="fp32", max_dtype="bf16")
+    EpConfig(**BASE, combine_wire_dtype="fp32", max_dtype="fp32")
+
+
+def test_it_is_frozen_and_keyword_only():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EpConfig(**BASE).hidden = 128
+    with pytest.raises(TypeError):
+        EpConfig(8, 256)
+
+
+def test_every_field_states_unit_range_and_reason():
+    for entry in dataclasses.fields(EpConfig):
+        info = entry.metadata["info"]
+        assert info.allowed and info.reason
+        assert isinstance(info.unit, str)
+
+
+def test_argument_beats_environment_beats_default(monkeypatch):
+    monkeypatch.setenv("UCCL_EP_NUM_PROXIES", "2")
+    monkeypatch.setenv("UCCL_EP_DISPATCH_DTYPE", "bf16")
+    config = EpConfig.from_env(**BASE, num_proxies=3)
+    assert (config.num_proxies, config.dispatch_dtype, config.grad_dtype) == (3, "bf16", "bf16")
+
+
+def test_the_environment_does_not_leak_into_direct_construction(monkeypatch):
+    monkeypatch.setenv("UCCL_EP_NUM_PROXIES", "2")
+    assert EpConfig(**BASE).num_proxies == 1
+
+
+def lines_of(config):
+    return {line.split()[0]: line for line in config.describe().splitlines()}
+
+
+def test_describe_names_the_source_of_every_value(monkeypatch):
+    monkeypatch.setenv("UCCL_EP_BUDGET_BYTES", "64M")
+    lines = lines_of(EpConfig.from_env(**BASE, num_proxies=1))
+    assert set(lines) == {entry.name for entry in dataclasses.fields(EpConfig)}
+    assert "environment UCCL_EP_BUDGET_BYTES" in lines["budget_bytes"]
+    assert str(64 << 20) in lines["budget_bytes"]
+    assert " argument " in lines["num_proxies"]  # Given, though it equals the default.
+    assert " default " in lines["grad_dtype"]
+
+
+def test_replace_keeps_the_sources_of_the_other_values(monkeypatch):
+    monkeypatch.setenv("UCCL_EP_NUM_SMS", "8")
+    config = EpConfig.from_env(**BASE).replace(domain_size=2)
+    lines = lines_of(config)
+    assert "environment UCCL_EP_NUM_SMS" in lines["num_sms"]
+    assert " argument " in lines["domain_size"]
+    assert config == EpConfig(**BASE, num_sms=8, domain_size=2)
+
+
+def test_replace_validates():
+    with pytest.raises(ConfigError, match="num_proxies = 9"):
+        EpConfig(**BASE).replace(num_proxies=9)
+
+
+def test_a_bad_variable_is_named(monkeypatch):
+    monkeypatch.setenv("UCCL_EP_NUM_PROXIES", "many")
+    with pytest.raises(ConfigError, match="UCCL_EP_NUM_PROXIES = 'many'"):
+        EpConfig.from_env(**BASE)
+    monkeypatch.setenv("UCCL_EP_NUM_PROXIES", "99")
+    with pytest.raises(ConfigError, match=r"UCCL_EP_NUM_PROXIES.*num_proxies = 99"):
+        EpConfig.from_env(**BASE)
+
+
+def test_a_bad_argument_is_not_blamed_on_the_environment(monkeypatch):
+    monkeypatch.setenv("UCCL_EP_NUM_PROXIES", "2")
+    with pytest.raises(ConfigError) as caught:
+        EpConfig.from_env(**BASE, num_proxies=99)
+    assert "UCCL_EP" not in str(caught.value)
+
+
+def test_an_empty_variable_counts_as_not_set(monkeypatch):
+    monkeypatch.setenv("UCCL_EP_NUM_PROXIES", "")
+    assert EpConfig.from_env(**BASE).num_proxies == 1
+
+
+def test_a_misspelt_variable_is_warned_about_once(monkeypatch):
+    monkeypatch.setenv("UCCL_EP_NUM_PROXYS", "2")
+    with pytest.warns(UserWarning, match="UCCL_EP_NUM_PROXYS"):
+        EpConfig.from_env(**BASE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        EpConfig.from_env(**BASE)
+
+
+def test_an_unknown_argument_is_named():
+    with pytest.raises(ConfigError, match="'hiden'"):
+        EpConfig.from_env(num_experts=8, hiden=256)
+
+
+def test_a_domain_size_argument_is_not_overridden_by_domains_of_the_environment(monkeypatch):
+    monkeypatch.setenv("UCCL_EP_DOMAINS", "0,0,0,0")
+    assert EpConfig.from_env(**BASE).domains == (0, 0, 0, 0)
+    assert EpConfig.from_env(**BASE, domain_size=2).domains is None
+
+
+# A value of every variable in its textual form, and what becomes of it.
+PARSED = {
+    "dispatch_dtype": ("bf16", "bf16"),
+    "grad_dtype": ("fp8", "fp8"),
+    "combine_wire_dtype": ("fp32", "fp32"),
+    "fp8_scale": ("fp32", "fp32"),
+    "max_dtype": ("fp32", "fp32"),
+    "budget_bytes": ("1GiB", 1 << 30),
+    "chunk_bytes": ("64k", 64 << 10),
+    "window_chunks": ("3", 3),
+    "arrival_timeout_s": ("1.5", 1.5),
+    "progress_timeout_s": ("2", 2.0),
+    "num_sms": ("24", 24),
+    "domain_size": ("4", 4),
+    "domains": ("0, 1,0 1", (0, 1, 0, 1)),
+    "transport": ("loop", "loop"),
+    "loop_gbytes_per_s": ("12.5", 12.5),
+    "loop_latency_us": ("3", 3.0),
+    "loop_seed": ("7", 7),
+    "loop_refuse_rate": ("0.1", 0.1),
+    "loop_duplicate_rate": ("0.2", 0.2),
+    "loop_drop_peer": ("1", 1),
+    "num_proxies": ("2", 2),
+}
+
+
+def test_the_table_covers_every_field_but_those_the_model_decides():
+    fields = {entry.name for entry in dataclasses.fields(EpConfig)}
+    assert {variable.field for variable in env.VARIABLES if variable.field} == set(PARSED)
+    assert fields - set(PARSED) == {"num_experts", "hidden", "source_order"}
+
+
+@pytest.mark.parametrize("name", PARSED)
+def test_every_variable_sets_its_field(monkeypatch, name):
+    text, value = PARSED[name]
+    monkeypatch.setenv(f"UCCL_EP_{name.upper()}", text)
+    assert getattr(EpConfig.from_env(**BASE), name) == value
+
+
+def test_the_table_can_be_printed_without_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None; import runpy;"
+        "runpy.run_module('uccl_ep_train.env', run_name='__main__')"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    for variable in env.VARIABLES:
+        assert variable.name in printed
+
+
+def test_agreed_values_leave_out_what_may_differ_per_rank():
+    agreed = EpConfig(**BASE).agreed_values()
+    assert "hidden" in agreed and "domains" in agreed
+    assert "loop_drop_peer" not in agreed and "progress_timeout_s" not in agreed

@@ -1,0 +1,107 @@
+"""The memory plan and the statistics as people see them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import RankGroup
+from uccl_ep_train import Buffer, EpConfig, Topology, memory_plan
+from uccl_ep_train.errors import ConfigError, MemoryBudgetError
+from uccl_ep_train.stats import CALL_KINDS, format_stats, sum_stats
+
+BASE: dict[str, Any] = {"num_experts": 8, "hidden": 256, "budget_bytes": 8 << 20}
+
+
+@pytest.mark.parametrize("domain_size", [1, 2, 4])
+def test_the_plan_is_what_an_engine_allocates(domain_size: int) -> None:
+    settings = {**BASE, "domain_size": domain_size}
+
+    def allocated(rank: int, buffer: Buffer) -> tuple[float, str]:
+        return buffer.stats()["memory.allocated_bytes"], str(buffer.memory_plan())
+
+    with RankGroup(4, settings) as group:
+        for rank, (allocated_bytes, text) in enumerate(group.run(allocated)):
+            plan = memory_plan(EpConfig(**settings), 4, rank)
+            assert plan.total_bytes == allocated_bytes
+            assert str(plan) == text
+
+
+def test_the_total_is_the_sum_of_the_entries_and_within_the_budget() -> None:
+    plan = memory_plan(EpConfig(**BASE), Topology.from_domains([0, 1, 0, 1]), rank=3)
+    assert plan.total_bytes == sum(size for _, size in plan.entries) <= plan.budget_bytes == 8 << 20
+    assert {"staging", "landing"} <= {name for name, _ in plan.entries}
+    assert plan["staging"] == dict(plan.entries)["staging"]
+
+
+def test_the_least_budget_works_and_less_does_not() -> None:
+    least = memory_plan(EpConfig(**BASE), 4).least_budget_bytes
+    config = EpConfig(**BASE).replace(budget_bytes=least)
+    assert memory_plan(config, 4).total_bytes <= least
+    with pytest.raises(MemoryBudgetError, match=str(least)):
+        memory_plan(config.replace(budget_bytes=least - 1), 4)
+
+
+def test_64_mib_are_enough_for_64_ranks_and_hidden_8192() -> None:
+    config = EpConfig(num_experts=256, hidden=8192, budget_bytes=64 << 20, domain_size=8)
+    assert memory_plan(config, 64).total_bytes <= 64 << 20
+
+
+def test_a_plan_for_a_group_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="num_experts = 8"):
+        memory_plan(EpConfig(**BASE), 3)
+
+
+def test_the_text_of_a_plan_names_every_part_the_total_and_the_least_budget() -> None:
+    plan = memory_plan(EpConfig(**BASE), 4)
+    lines = str(plan).splitlines()
+    assert len(lines) == len(plan.entries) + 3
+    assert f"{plan.total_bytes:,d} bytes" in str(plan)
+    assert lines[-1].startswith("least budget")
+
+
+def test_calls_and_seconds_are_counted_by_kind() -> None:
+    def run(rank: int, buffer: Buffer) -> dict[str, float]:
+        x = torch.ones(4, 256, requires_grad=True)
+        for _ in range(3):
+            result = buffer.dispatch(x, torch.arange(4)[:, None])
+            buffer.combine(result.rows, result.handle).sum().backward()
+        buffer.dispatch(x.detach(), torch.arange(4)[:, None])
+        return buffer.stats()
+
+    with RankGroup(2, {**BASE, "dispatch_dtype": "bf16"}) as group:
+        results = group.run(run)
+    for stats in results:
+        calls = [stats[f"caller.{kind}.calls"] for kind in CALL_KINDS]
+        assert calls == [4, 3, 3, 3]
+        # A backward of dispatch is a combine to the engine.
+        assert (stats["dispatch.calls"], stats["combine.calls"]) == (4 + 3, 3 + 3)
+        assert all(stats[f"caller.{kind}.seconds"] > 0 for kind in CALL_KINDS)
+    total = sum_stats(results)
+    assert total["caller.dispatch.calls"] == 8
+    assert total["memory.allocated_bytes"] == results[0]["memory.allocated_bytes"]
+
+
+def test_sums_take_the_largest_of_sizes_and_peaks() -> None:
+    stats = [
+        {"rows.placed": 3.0, "memory.allocated_bytes": 10.0, "proxy.peak_in_flight_bytes": 5.0},
+        {"rows.placed": 4.0, "memory.allocated_bytes": 12.0, "proxy.peak_in_flight_bytes": 1.0, "new": 1.0},
+    ]
+    assert sum_stats(stats) == {
+        "rows.placed": 7.0,
+        "memory.allocated_bytes": 12.0,
+        "proxy.peak_in_flight_bytes": 5.0,
+        "new": 1.0,
+    }
+
+
+def test_format_shows_whole_numbers_whole_and_bytes_in_mib_too() -> None:
+    text = format_stats({"rows.placed": 123456789.0, "combine.seconds": 0.25, "ship.rows.bytes": 2.0**20})
+    assert [line.split(maxsplit=1) for line in text.splitlines()] == [
+        ["rows.placed", "123,456,789"],
+        ["combine.seconds", "0.25"],
+        ["ship.rows.bytes", "1,048,576 (1.000 MiB)"],
+    ]
+    assert format_stats({}) == ""

@@ -1,0 +1,194 @@
+"""Domains: set or probed, numbered by their lowest rank, the same on every rank."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from uccl_ep_train import EpConfig, LocalBootstrap, Topology, topology
+from uccl_ep_train.errors import ConfigError, EpError, PeerFailed, RankMismatchError, TopologyError
+from uccl_ep_train.topology import (
+    Segment,
+    agree_on_config,
+    domains_of_reach,
+    probe,
+    readable,
+    resolve_topology,
+)
+
+BASE = {"num_experts": 24, "hidden": 256}
+
+
+def on_every_rank(size, call):
+    """What `call(bootstrap)` returned or raised on every rank, run as threads."""
+
+    def run(entry):
+        try:
+            return call(entry)
+        except EpError as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, LocalBootstrap.create(size, timeout_s=20)))
+
+
+def probe_segments():
+    return {path.name for path in Path("/dev/shm").glob("uccl_ep_probe_*")}
+
+
+def test_domains_are_dense_and_ordered_by_their_lowest_rank():
+    layout = Topology.from_domains([7, 2, 7, 5, 2])
+    assert layout.domain_of == (0, 1, 0, 2, 1)
+    assert layout.members == ((0, 2), (1, 4), (3,))
+    assert (layout.num_ranks, layout.num_domains) == (5, 3)
+
+
+def test_split_gives_consecutive_domains_and_a_smaller_last_one():
+    assert Topology.split(5, 2).members == ((0, 1), (2, 3), (4,))
+    assert Topology.split(2, 8).members == ((0, 1),)
+    assert Topology.split(3, 1).members == ((0,), (1,), (2,))
+
+
+def test_local_rank_and_rail_follow_the_member_lists():
+    layout = Topology.from_domains([0, 1, 0, 1, 0])  # {0, 2, 4}, {1, 3}
+    assert [layout.local_rank(rank) for rank in range(5)] == [0, 0, 1, 1, 2]
+    assert [layout.rail(src, 1) for src in (0, 2, 4)] == [1, 3, 1]
+    assert [layout.rail(src, 0) for src in (1, 3)] == [0, 2]
+
+
+def test_str_lists_the_domains():
+    assert str(Topology.from_domains([0, 1, 0])) == "3 ranks in 2 domain(s): {0, 2}, {1}"
+
+
+def test_domains_override_domain_size():
+    config = EpConfig(**BASE, domain_size=1, domains=(0, 1, 0, 1))
+    assert Topology.from_config(config, 4).members == ((0, 2), (1, 3))
+    assert Topology.from_config(EpConfig(**BASE, domain_size=2), 4).members == ((0, 1), (2, 3))
+    assert Topology.from_config(EpConfig(**BASE), 4) is None
+
+
+def test_domains_of_another_length_than_the_group_are_refused():
+    with pytest.raises(ConfigError, match="4 ranks"):
+        Topology.from_config(EpConfig(**BASE, domains=(0, 1)), 4)
+
+
+def test_threads_of_one_process_are_probed_as_one_domain_and_nothing_is_left():
+    before = probe_segments()
+    assert on_every_rank(3, probe) == [Topology.split(3, 3)] * 3
+    assert probe_segments() == before
+
+
+def test_ranks_with_another_boot_id_are_another_domain(monkeypatch):
+    """Two hosts, imitated: ranks alternate between them."""
+    hosts = iter(["a", "b", "a", "b"])
+    monkeypatch.setattr(topology, "boot_id", lambda: next(hosts))
+    layouts = on_every_rank(4, probe)
+    assert len(set(layouts)) == 1
+    assert layouts[0].num_domains == 2
+    assert sorted(map(len, layouts[0].members)) == [2, 2]
+
+
+def test_equal_boot_ids_do_not_make_a_domain_where_the_memory_is_not_shared(monkeypatch):
+    """Two containers of one host, imitated: every name of another rank leads nowhere."""
+    monkeypatch.setattr(topology, "readable", lambda name, nonce: False)
+    assert on_every_rank(3, probe) == [Topology.split(3, 1)] * 3
+
+
+def test_ranks_that_disagree_on_their_domain_are_named():
+    with pytest.raises(TopologyError, match=r"rank 0 reaches the memory of \[0, 1\], rank 1 that of \[1\]"):
+        domains_of_reach([frozenset({0, 1}), frozenset({1})])
+    # Not transitive: 1 reaches both, 0 and 2 do not reach each other.
+    with pytest.raises(TopologyError, match="rank 1"):
+        domains_of_reach([frozenset({0, 1}), frozenset({0, 1, 2}), frozenset({1, 2})])
+
+
+def test_a_rank_that_cannot_create_shared_memory_fails_all_and_leaves_nothing(monkeypatch):
+    before = probe_segments()
+    create = Segment.create
+    turns = iter(range(3))
+
+    def refuse():
+        if next(turns) == 1:
+            raise TopologyError("no shared memory here")
+        return create()
+
+    monkeypatch.setattr(Segment, "create", refuse)
+    results = on_every_rank(3, probe)
+    assert sorted(type(result).__name__ for result in results) == [
+        "PeerFailed",
+        "PeerFailed",
+        "TopologyError",
+    ]
+    assert "no shared memory here" in str(next(entry for entry in results if isinstance(entry, PeerFailed)))
+    assert probe_segments() == before
+
+
+def test_a_segment_is_readable_by_name_and_nonce_only():
+    segment = Segment.create()
+    try:
+        assert readable(segment.name, segment.nonce)
+        assert not readable(segment.name, os.urandom(topology.NONCE_BYTES))
+        assert not readable("/uccl_ep_probe_nobody", segment.nonce)
+    finally:
+        segment.unlink()
+    assert not readable(segment.name, segment.nonce)
+    segment.unlink()  # Again: no error.
+
+
+def test_settings_are_used_without_probing(monkeypatch):
+    monkeypatch.setattr(topology, "probe", lambda _: pytest.fail("probed"))
+    config = EpConfig(**BASE, domains=(0, 1, 1))
+    assert on_every_rank(3, lambda entry: resolve_topology(entry, config))[2].members == ((0,), (1, 2))
+
+
+def agree(configs, verify=lambda rank: None):
+    return on_every_rank(
+        len(configs), lambda entry: agree_on_config(entry, configs[entry.rank], lambda: verify(entry.rank))
+    )
+
+
+def test_ranks_that_agree_share_one_fresh_generation():
+    config = EpConfig(**BASE)
+    first, second = agree([config] * 3), agree([config] * 3)
+    assert len(set(first)) == 1 and len(set(second)) == 1
+    assert first[0] != second[0]
+    assert 0 < first[0] < 1 << 64
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"domain_size": 2}, TopologyError),
+        ({"domains": (0, 1, 1)}, TopologyError),
+        ({"hidden": 512}, RankMismatchError),
+        ({"dispatch_dtype": "bf16"}, RankMismatchError),
+        ({"source_order": (2, 1, 0)}, RankMismatchError),
+    ],
+)
+def test_ranks_that_disagree_on_a_setting_all_raise_naming_both_ranks_and_values(change, error):
+    config = EpConfig(**BASE)
+    other = config.replace(**change)
+    results = agree([config, config, other])
+    (name,) = change
+    ours, theirs = (entry.agreed_values()[name] for entry in (config, other))
+    if isinstance(theirs, tuple):
+        theirs = list(theirs)
+    for result in results:
+        assert type(result) is error
+        assert f"rank 0 has {name} = {ours!r}, rank 2 has {name} = {theirs!r}" in str(result)
+
+
+def test_settings_for_tests_of_one_rank_may_differ():
+    config = EpConfig(**BASE)
+    assert isinstance(agree([config, config.replace(loop_drop_peer=0, progress_timeout_s=1)])[0], int)
+
+
+def test_a_rank_whose_configuration_cannot_work_fails_all():
+    def verify(rank):
+        if rank == 1:
+            raise ConfigError("num_experts = 7")
+
+    results = agree([EpConfig(**BASE)] * 2, verify)
+    assert isinstance(results[0], PeerFailed) and "num_experts = 7" in str(results[0])
+    assert isinstance(results[1], ConfigError)
