@@ -1,0 +1,1 @@
+"""Benchmarks of dispatch and combine; see README.md in this folder."""

@@ -1,0 +1,174 @@
+"""The timed loop. In every run each system gets the same input, in an order that turns from run to run."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench.cases import Case, Traffic, draw_routing
+from bench.systems import OPS, Sample, System, largest_difference
+from uccl_ep_train import env
+
+START_MARGIN_S = 0.004  # longer than a rank needs to leave a collective when it has to wait for a core
+
+# Outputs of BF16 sums in another order, and of rows that went through e4m3 (3 mantissa bits).
+TOLERANCE = {"bf16": 2.0**-6, "fp8": 2.0**-3}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One system. The last axis of each array is the run.
+
+    wall_us   [op, run] of the slowest rank, from the common start
+    cpu_us    [op, run] of all threads of all ranks together
+    steps_us  [op] time of each step, mean over runs, of the slowest rank; empty where it is not counted
+    """
+
+    system: System
+    wall_us: Tensor
+    cpu_us: Tensor
+    steps_us: dict[str, dict[str, float]]
+    wire_bytes: dict[str, int]
+    link_bytes: dict[str, int]
+    logical_bytes: int
+
+
+class Recorder:
+    """This rank's times of one system; `reduced` brings the ranks together."""
+
+    def __init__(self, system: System, start: Callable[[], float]) -> None:
+        self.system = system
+        self._start = start
+        self._wall: list[list[float]] = []
+        self._cpu: list[list[float]] = []
+        self._steps: dict[str, dict[str, float]] = {op: {} for op in OPS}
+        self._wire: dict[str, list[tuple[int, int]]] = {op: [] for op in OPS}
+        self._logical: list[int] = []
+
+    def run(self, sample: Sample, *, counted: bool) -> None:
+        self.system.bind(sample)
+        wall, cpu = [], []
+        for op in OPS:
+            steps_before = self.system.step_seconds()
+            start = self._start()
+            cpu_start = time.process_time()
+            self.system.run(op)
+            wall.append(1e6 * (time.perf_counter() - start))
+            cpu.append(1e6 * (time.process_time() - cpu_start))
+            if counted:
+                self._count_steps(op, steps_before)
+                self._wire[op].append(self.system.wire_bytes(op, sample.traffic))
+        if counted:
+            self._wall.append(wall)
+            self._cpu.append(cpu)
+            self._logical.append(sample.traffic.logical_bytes())
+
+    def reduced(self) -> Measured:
+        """Collective."""
+        wall, cpu = torch.tensor(self._wall).T.contiguous(), torch.tensor(self._cpu).T.contiguous()
+        dist.all_reduce(wall, op=dist.ReduceOp.MAX)
+        dist.all_reduce(cpu, op=dist.ReduceOp.SUM)
+        steps: list[dict[str, dict[str, float]]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(steps, self._steps)
+        num_runs = len(self._wall)
+        slowest = {
+            op: {name: max(s[op].get(name, 0.0) for s in steps) / num_runs * 1e6 for name in self._steps[op]}
+            for op in OPS
+        }
+        mean = {op: torch.tensor(self._wire[op], dtype=torch.float64).mean(0).tolist() for op in OPS}
+        return Measured(
+            system=self.system,
+            wall_us=wall,
+            cpu_us=cpu,
+            steps_us=slowest,
+            wire_bytes={op: round(mean[op][0]) for op in OPS},
+            link_bytes={op: round(mean[op][1]) for op in OPS},
+            logical_bytes=round(sum(self._logical) / num_runs),
+        )
+
+    def _count_steps(self, op: str, before: dict[str, float]) -> None:
+        after = self.system.step_seconds()
+        for name in after:
+            self._steps[op][name] = self._steps[op].get(name, 0.0) + after[name] - before[name]
+
+
+def start_together() -> float:
+    """All ranks leave at one moment of the host's clock, and count from it: a rank that gets no core at first
+    is part of the time, and no rank is measured alone while others wait for a core. Returns that moment.
+    """
+    moment = torch.tensor([time.perf_counter() + START_MARGIN_S], dtype=torch.float64)
+    dist.all_reduce(moment, op=dist.ReduceOp.MAX)
+    start = float(moment)
+    time.sleep(max(0.0, start - time.perf_counter()))
+    return start
+
+
+def start_after_barrier() -> float:
+    """Between hosts there is no common clock: each rank counts from where it left a barrier."""
+    dist.barrier()
+    return time.perf_counter()
+
+
+def draw_sample(case: Case, x_TH: Tensor, seed: int) -> Sample:
+    topk_idx_NTK, weights_NTK = draw_routing(case, seed)
+    rank = dist.get_rank()
+    return Sample(
+        x_TH, topk_idx_NTK[rank].contiguous(), weights_NTK[rank].contiguous(), Traffic(case, topk_idx_NTK)
+    )
+
+
+def measure(
+    case: Case,
+    systems: Sequence[System],
+    *,
+    runs: int,
+    warmup: int,
+    seed: int,
+    progress: Callable[[int, int], None],
+) -> list[Measured]:
+    """Collective. Raises RuntimeError if the systems' results do not belong to the same computation."""
+    generator = torch.Generator().manual_seed(seed * case.ranks + dist.get_rank())
+    x_TH = torch.randn(case.tokens, case.hidden, generator=generator).to(torch.bfloat16)
+    one_host = env.read("LOCAL_WORLD_SIZE") == env.read("WORLD_SIZE")
+    start = start_together if one_host else start_after_barrier
+    recorders = [Recorder(system, start) for system in systems]
+    gc.collect()
+    gc.disable()
+    try:
+        for run in range(warmup + runs):
+            sample = draw_sample(case, x_TH, seed=seed * 100_003 + run)
+            for turn in range(len(recorders)):
+                recorders[(run + turn) % len(recorders)].run(sample, counted=run >= warmup)
+            if run == 0:
+                compare_results(case, systems)
+            progress(run + 1, warmup + runs)
+    finally:
+        gc.enable()
+    return [recorder.reduced() for recorder in recorders]
+
+
+def compare_results(case: Case, systems: Sequence[System]) -> None:
+    """All systems did the same: rows bit for bit (except through FP8), outputs up to the order of sums."""
+    comparable = [(system, both) for system in systems if (both := system.results()) is not None]
+    baseline = next((entry for entry in comparable if entry[0].name != "uccl_ep"), None)
+    if baseline is None:
+        return
+    for system, (rows, out) in comparable:
+        allowed = TOLERANCE[system.dtype]
+        allowed_rows = 0.0 if system.dtype == "bf16" else allowed
+        for what, mine, theirs, limit in (
+            ("rows", rows, baseline[1][0], allowed_rows),
+            ("output", out, baseline[1][1], allowed),
+        ):
+            difference = largest_difference(mine, theirs)
+            if difference > limit:
+                raise RuntimeError(
+                    f"{case}: {what} of {system.label} differ from those of {baseline[0].label} by "
+                    f"{difference:g}, allowed is {limit:g}: they are not comparable"
+                )

@@ -1,0 +1,112 @@
+"""The floor: plain copies, through memory that the ranks share, of the bytes that our way must write."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from multiprocessing import resource_tracker, shared_memory
+
+import torch
+import torch.distributed as dist
+
+from bench.cases import Case, Traffic
+from bench.systems import Sample, System
+
+
+class Memcpy(System):
+    """`memcpy` of as many bytes as dispatch and combine must at least write (README.md names them).
+
+    Every rank copies the same amounts between the same kinds of memory as our way does, in long runs from
+    memory that is already mapped, and waits for nobody.
+    """
+
+    name = "memcpy"
+    layout = "contiguous"
+    end_to_end = False
+
+    def __init__(self, case: Case) -> None:
+        self.dtype = case.dtype
+        self._rank, self._ranks = dist.get_rank(), case.ranks
+        per_rank = case.tokens * case.row_bytes
+        # Staging and what lands; the pieces of all ranks for this one. Several times over for skewed routing.
+        self._area_bytes = per_rank * max(case.domains, 1)
+        self._pieces_bytes = per_rank
+        self._shared = _share(self._area_bytes + self._ranks * self._pieces_bytes)
+        self._bases = [_address(segment) for segment in self._shared]
+        self._private = torch.ones(per_rank * case.topk * 2, dtype=torch.uint8)
+        self._plan: dict[str, list[Callable[[], int]]] = {}
+        self._bytes: dict[str, int] = {}
+
+    def bind(self, sample: Sample) -> None:
+        for op in ("dispatch", "combine"):
+            least = sample.traffic.least_copies(op, self._rank)
+            self._plan[op] = [copy for kind, size in least.items() for copy in self._copies(kind, size)]
+            self._bytes[op] = sum(least.values())
+
+    def run(self, op: str) -> None:
+        for copy in self._plan[op]:
+            copy()
+
+    def wire_bytes(self, op: str, traffic: Traffic) -> tuple[int, int]:
+        """What its busiest rank copies."""
+        return max(sum(traffic.least_copies(op, rank).values()) for rank in range(self._ranks)), 0
+
+    def close(self) -> None:
+        self._plan.clear()
+        dist.barrier()
+        for segment in self._shared:
+            segment.close()
+
+    def _copies(self, kind: str, size: int) -> list[Callable[[], int]]:
+        """`size` bytes, cut where the memory on either side ends."""
+        copies: list[Callable[[], int]] = []
+        private, private_bytes = self._private.data_ptr(), self._private.numel()
+        done = 0
+        turn = 0
+        while done < size:
+            peer = self._bases[(self._rank + turn) % self._ranks]
+            if kind in ("pieces", "output"):
+                owner = self._bases[self._rank] if kind == "output" else peer
+                part = turn % self._ranks if kind == "output" else self._rank
+                shared = owner + self._area_bytes + part * self._pieces_bytes
+                room = self._pieces_bytes
+            else:
+                shared = peer if kind == "slots" else self._bases[self._rank]
+                room = self._area_bytes
+            step = min(size - done, room, private_bytes)
+            local = private + min(done, private_bytes - step)
+            to, source = (local, shared) if kind in ("slots", "output") else (shared, local)
+            copies.append(_copy(to, source, step))
+            done += step
+            turn += 1
+        return copies
+
+
+def _copy(to: int, source: int, size: int) -> Callable[[], int]:
+    return lambda: ctypes.memmove(to, source, size)
+
+
+def _address(segment: shared_memory.SharedMemory) -> int:
+    assert segment.buf is not None
+    return torch.frombuffer(segment.buf, dtype=torch.uint8).data_ptr()
+
+
+def _share(size: int) -> list[shared_memory.SharedMemory]:
+    """A segment of each rank of this host, mapped by all and touched by its owner. No name stays."""
+    mine = shared_memory.SharedMemory(create=True, size=size)
+    torch.frombuffer(mine.buf, dtype=torch.uint8).fill_(1)
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, mine.name)
+    segments = []
+    for rank, name in enumerate(names):
+        if rank == dist.get_rank():
+            segments.append(mine)
+            continue
+        segments.append(shared_memory.SharedMemory(name=name))
+        # Python would unlink it a second time when this process ends.
+        resource_tracker.unregister(segments[-1]._name, "shared_memory")  # type: ignore[attr-defined]
+    for segment in segments:
+        torch.frombuffer(segment.buf, dtype=torch.uint8).sum()  # maps every page before anything is timed
+    dist.barrier()
+    mine.unlink()
+    return segments

@@ -1,0 +1,137 @@
+"""The peers: Megatron-Core's own all-to-all dispatcher, and the bare all-to-all of torch.distributed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench.cases import Case, Traffic
+from bench.systems import Sample, System
+
+
+class MegatronAllToAll(System):
+    """The stock path: permute, all-to-all, sort by expert, and back, as an MoE layer calls it.
+
+    It gets the router's output as Megatron's router gives it, routing_map [T, E] and probs [T, E]; making
+    them from the top-k is not timed. Its permutation is fused where TransformerEngine is installed.
+    """
+
+    name = "megatron_alltoall"
+
+    def __init__(self, case: Case) -> None:
+        from uccl_ep_train.megatron import cpu_shims
+
+        cpu_shims.install()  # before Megatron is imported; nothing where there is a GPU
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.transformer.moe import moe_utils
+        from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        self.fused = torch.cuda.is_available() and bool(moe_utils.HAVE_TE)
+        alone, _ = dist.new_subgroups(group_size=1)
+        world = dist.group.WORLD
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=case.hidden,
+            num_attention_heads=1,
+            num_moe_experts=case.experts,
+            moe_router_topk=case.topk,
+            moe_router_dtype="fp32",
+            moe_token_dispatcher_type="alltoall",
+            moe_permute_fusion=self.fused,
+            expert_model_parallel_size=case.ranks,
+            add_bias_linear=False,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            use_cpu_initialization=True,
+        )
+        num_local = case.experts // case.ranks
+        first = dist.get_rank() * num_local
+        self._dispatcher = MoEAlltoAllTokenDispatcher(
+            num_local,
+            list(range(first, first + num_local)),
+            config,
+            ProcessGroupCollection(ep=world, expt_tp=alone, tp_ep=world),
+        )
+        self._experts = case.experts
+        self._routed: tuple[Tensor, Tensor, Tensor] | None = None
+        self._rows: Tensor | None = None
+        self._out: Tensor | None = None
+
+    def bind(self, sample: Sample) -> None:
+        shape = (len(sample.x), self._experts)
+        probs_TE = torch.zeros(shape).scatter_(1, sample.topk_idx, sample.topk_weights)
+        map_TE = torch.zeros(shape, dtype=torch.bool).scatter_(1, sample.topk_idx, True)
+        self._routed = (sample.x, map_TE, probs_TE)
+        self._rows = self._out = None
+
+    def run(self, op: str) -> None:
+        stages = self._dispatcher
+        if op == "dispatch":
+            assert self._routed is not None
+            hidden, probs = stages.dispatch_preprocess(*self._routed)
+            hidden, probs = stages.token_dispatch(hidden, probs)
+            self._rows, _, _ = stages.dispatch_postprocess(hidden, probs)
+            return
+        hidden = stages.combine_preprocess(self._rows)
+        hidden = stages.token_combine(hidden)
+        self._out = stages.combine_postprocess(hidden)
+
+    def wire_bytes(self, op: str, traffic: Traffic) -> tuple[int, int]:
+        return traffic.pair_wire(op)
+
+    def results(self) -> tuple[Tensor, Tensor] | None:
+        assert self._rows is not None and self._out is not None
+        return self._rows, self._out
+
+
+class BareAllToAll(System):
+    """`all_to_all_single` of rows that were permuted before, by splits that were known before, and back.
+
+    The least that any dispatcher over this library must spend: no metadata, no permutation, no sums.
+    """
+
+    layout = "rank_major"
+    end_to_end = False
+
+    def __init__(self, case: Case) -> None:
+        self.name = f"{dist.get_backend()}_all_to_all"
+        self._hidden = case.hidden
+        self._splits: tuple[list[int], list[int]] = ([], [])
+        self._sent: Tensor | None = None
+        self._received: Tensor | None = None
+
+    def bind(self, sample: Sample) -> None:
+        pairs_NN, rank = sample.traffic.pairs_NN, dist.get_rank()
+        self._splits = (pairs_NN[rank].tolist(), pairs_NN[:, rank].tolist())
+        by_expert = sample.topk_idx.flatten().argsort(stable=True)
+        self._sent = sample.x.repeat_interleave(sample.topk_idx.shape[1], 0)[by_expert]
+        self._received = None
+
+    def run(self, op: str) -> None:
+        sent, received = self._splits
+        if op == "dispatch":
+            assert self._sent is not None
+            self._received = _exchange(self._sent, received, sent, self._hidden)
+        else:
+            assert self._received is not None
+            _exchange(self._received, sent, received, self._hidden)
+
+    def wire_bytes(self, op: str, traffic: Traffic) -> tuple[int, int]:
+        return traffic.pair_wire("combine")  # no weights travel
+
+
+def _exchange(rows: Tensor, receive: list[int], send: list[int], hidden: int) -> Tensor:
+    out = rows.new_empty(sum(receive), hidden)
+    dist.all_to_all_single(out, rows, receive, send)
+    return out
+
+
+def about_stock(system: Any) -> str:
+    """A line for the reader of a table: how well the stock path was equipped."""
+    fused = "with" if getattr(system, "fused", False) else "without"
+    reason = "" if fused == "with" else " (TransformerEngine is not installed, or there is no GPU)"
+    return f"megatron_alltoall ran over {dist.get_backend()}, {fused} fused permutation{reason}"
