@@ -209,9 +209,9 @@ class EpConfig:
         default=0.0,
         metadata=info(
             "fraction",
-            "0 .. 0.99",
+            "0 .. 0.9999",
             "share of posts that the loop transport refuses (EAGAIN), for tests",
-            number(0.0, 0.99),
+            number(0.0, 0.9999),
             agree=False,
         ),
     )

@@ -89,9 +89,10 @@ class Launcher:
         args.values_ptr = _address(routed.values)
         args.plan = None if handle is None else handle.plan
         args.expert_alignment = alignment
-        native = self._engine.dispatch(args)
-        record = self._in_flight.add(native, x_TH, routed.indices, routed.values)
+        # From the launch on: an interrupt may come as soon as it returns.
         with self._no_way_back("dispatch"):
+            native = self._engine.dispatch(args)
+            record = self._in_flight.add(native, x_TH, routed.indices, routed.values)
             native.wait_counts()
             known = handle or DispatchHandle.of_plan(native.plan, self._owner)
             rows_RH = torch.empty(native.num_rows, x_TH.shape[1], dtype=x_TH.dtype)

@@ -275,6 +275,19 @@ void Engine::fail(const std::string& text) {
   spread(record);
 }
 
+namespace {
+
+// How long a rank that leaves after an error tries to tell the other domains.
+constexpr double kTellSeconds = 0.5;
+
+template <typename Condition>
+void wait_for(double seconds, Condition condition) {
+  const uint64_t deadline = now_usec() + static_cast<uint64_t>(seconds * 1e6);
+  while (!condition() && now_usec() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+}  // namespace
+
 void Engine::close(bool abort) {
   {
     std::lock_guard lock(mutex_);
@@ -293,12 +306,10 @@ void Engine::close(bool abort) {
   }
   worker_.join();
   proxy_->announce_close();
-  const bool broken = control().error_claim.taken();
-  const uint64_t patience = broken ? 500000 : static_cast<uint64_t>(config_.progress_timeout_s * 1e6);
-  const uint64_t deadline = now_usec() + patience;
-  while (now_usec() < deadline && !(broken ? proxy_->error_delivered() : proxy_->all_closed()) &&
-         (broken || !control().error_claim.taken()))
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  const auto failed_now = [this] { return control().error_claim.taken(); };
+  wait_for(config_.progress_timeout_s, [&] { return failed_now() || proxy_->all_closed(); });
+  // Who gives up, or found an error, stays until the others have been told.
+  if (failed_now()) wait_for(kTellSeconds, [this] { return proxy_->error_delivered(); });
   proxy_->stop();
 }
 

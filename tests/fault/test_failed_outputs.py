@@ -25,23 +25,35 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return torch.ones(T, H, dtype=dtype), torch.arange(T * K).reshape(T, K) % E, torch.ones(T, K)
 
 
-def outputs_of(buffer: Buffer) -> list[Tensor]:
-    """What the engine writes for the operation that is in flight: the last tensors of its record."""
-    (record,) = [entry for entry in buffer._in_flight._records if not entry.native.done]
-    return list(record._tensors)
+def outputs_after(buffer: Buffer, launch: Callable[[], Any]) -> tuple[Any, list[Tensor]]:
+    """What `launch` returns, and the tensors that the engine reads and (the last) writes for it."""
+    in_flight = buffer._in_flight
+    records = []
+
+    def add(*arguments: Any) -> Any:
+        records.append(type(in_flight).add(in_flight, *arguments))
+        return records[-1]
+
+    in_flight.add = add  # type: ignore[method-assign]
+    try:
+        return launch(), list(records[-1]._tensors)
+    finally:
+        del in_flight.add
 
 
 def launch_dispatch(buffer: Buffer, dtype: torch.dtype, result: Any) -> tuple[Any, list[Tensor]]:
     x_TH, _, weights_TK = inputs(dtype)
-    pending = buffer.dispatch_async(x_TH, inputs(dtype)[1], weights_TK, handle=result.handle)
-    written = outputs_of(buffer)[-2:]
+    pending, tensors = outputs_after(
+        buffer, lambda: buffer.dispatch_async(x_TH, inputs(dtype)[1], weights_TK, handle=result.handle)
+    )
+    written = tensors[-2:]
     assert [entry.shape for entry in written] == [result.rows.shape, result.row_weights.shape]
     return pending, written
 
 
 def launch_combine(buffer: Buffer, dtype: torch.dtype, result: Any) -> tuple[Any, list[Tensor]]:
-    pending = buffer.combine_async(result.rows, result.handle)
-    written = outputs_of(buffer)[-1:]
+    pending, tensors = outputs_after(buffer, lambda: buffer.combine_async(result.rows, result.handle))
+    written = tensors[-1:]
     assert written[0].shape == (T, H) and written[0].dtype == dtype
     return pending, written
 

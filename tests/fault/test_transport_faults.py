@@ -55,11 +55,11 @@ def test_inside_a_domain_nothing_is_lost() -> None:
 
 
 def test_refusals_beyond_the_deadline_are_an_error_on_every_rank() -> None:
-    """99 of 100 posts are refused: some post is not taken within the deadline."""
+    """A post is taken after 10,000 attempts on average: some post is not within the deadline."""
     kinds = set()
     for seed in range(1, 6):
         # Nobody but the proxy watches over a post before all have entered: that has another deadline.
-        settings = {"loop_refuse_rate": 0.99, "loop_seed": seed, "progress_timeout_s": 0.01}
+        settings = {"loop_refuse_rate": 0.9999, "loop_seed": seed, "progress_timeout_s": 0.01}
         with spec_of("2x2", arrival_timeout_s=30.0, **settings).group() as group:
             outcomes = group.outcomes(lambda rank, buffer: [dispatch(rank, buffer) for _ in range(1000)])
         errors = failures(outcomes)

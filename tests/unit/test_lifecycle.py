@@ -87,13 +87,21 @@ def _with_handle(first: Buffer, second: Buffer) -> tuple[Tensor, Any]:
     return result.rows, result.handle
 
 
-def _interrupt_soon() -> None:
-    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+def _interrupt_in_flight(buffer: Buffer) -> None:
+    """Soon after the buffer has an operation in flight."""
+
+    def interrupt() -> None:
+        while len(buffer._in_flight) == 0:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
 
 
 def test_ctrl_c_while_ranks_are_missing_tells_the_others() -> None:
     first, second = create(2)
-    _interrupt_soon()
+    _interrupt_in_flight(first)
     with pytest.raises(KeyboardInterrupt):
         dispatch(first)
     for buffer in (second, first):
@@ -106,7 +114,7 @@ def test_a_wait_that_ctrl_c_interrupted_can_be_taken_up_again() -> None:
     first, second = create(2)
     results = on_all([first, second], dispatch)
     pending = first.combine_async(results[0].rows, results[0].handle)
-    _interrupt_soon()
+    _interrupt_in_flight(first)
     with pytest.raises(KeyboardInterrupt):
         pending.wait()
     assert not pending.done
