@@ -198,7 +198,7 @@ void Engine::start() {
 }
 
 void Engine::check() const {
-  if (control().error_claim.published()) throw CommunicationFailure(control().error);
+  if (control().error_claim.taken()) throw CommunicationFailure(posted_error(control()));
 }
 
 void Engine::check_usable() const {

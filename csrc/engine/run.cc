@@ -43,7 +43,7 @@ void Engine::run(Op& op) {
     if (record.epoch == 0) record.epoch = op.epoch;
     spread(record);
     // The first error that reached this rank is the one that everybody raises.
-    if (control().error_claim.published()) record = control().error;
+    record = posted_error(control());
     if (record.step == Step::kNone) locate(op, steps, record);
     count(op, started);
     finish(op, &record);
@@ -80,7 +80,7 @@ void Engine::run_steps(Op& op, Steps& steps, const host::PlanStep& plan) {
       done &= step->done();
     }
     if (done) return;
-    if (control().error_claim.published()) throw CommunicationFailure(control().error);
+    if (control().error_claim.taken()) throw CommunicationFailure(posted_error(control()));
     if (moved) {
       control().progress.publish(now_usec());
       continue;

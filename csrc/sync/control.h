@@ -2,9 +2,12 @@
 // Mapped by all ranks of the domain.
 #pragma once
 
+#include <unistd.h>
+
 #include <cstdint>
 
 #include "common/error.h"
+#include "common/units.h"
 #include "sync/flag.h"
 
 namespace uccl_ep {
@@ -52,6 +55,19 @@ inline bool post_error(ControlBlock& control, const ErrorRecord& record) {
   control.worker_bell.ring();
   control.proxy_bell.ring();
   return first;
+}
+
+// The error whose claim on `control` is taken. Its writer publishes it within microseconds, unless it died in between.
+inline ErrorRecord posted_error(const ControlBlock& control) {
+  constexpr uint64_t kPatienceUsec = 100000;
+  const uint64_t deadline = now_usec() + kPatienceUsec;
+  while (!control.error_claim.published() && now_usec() < deadline) usleep(100);
+  if (control.error_claim.published()) return control.error;
+  ErrorRecord record;
+  record.kind = ErrorKind::kPeerFailed;
+  record.rank = control.rank;
+  record.set_message("a rank of the domain found an error and ended before it could say which");
+  return record;
 }
 
 }  // namespace uccl_ep

@@ -258,6 +258,21 @@ CLAIM("of many who post an error the first wins, and readers see all of it") {
   EXPECT(std::string(seen.message) == std::string(200, static_cast<char>('a' + seen.rank)));
 }
 
+CLAIM("an error that is being written is waited for, and one whose writer died in between is an error all the same") {
+  ControlBlock control, abandoned;
+  control.rank = abandoned.rank = 3;
+  EXPECT(control.error_claim.take() && abandoned.error_claim.take());
+  std::thread writer([&] {
+    usleep(20'000);
+    control.error.kind = ErrorKind::kTransport;
+    control.error_claim.publish();
+  });
+  EXPECT(posted_error(control).kind == ErrorKind::kTransport);
+  writer.join();
+  const ErrorRecord unknown = posted_error(abandoned);
+  EXPECT(unknown.kind == ErrorKind::kPeerFailed && unknown.rank == 3 && unknown.peer == -1);
+}
+
 CLAIM("a process is alive until it ends, a zombie is gone, and we ourselves always live") {
   int gate[2];
   EXPECT_EQ(pipe(gate), 0);
