@@ -190,10 +190,11 @@ def _curve_label(record: Record) -> str:
 
 
 def commit() -> str:
-    """Of this checkout, with "-dirty" if tracked files differ from it; "unknown" outside of one."""
+    """Of this checkout, with "-dirty" if tracked files other than results differ; "unknown" outside of one."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
-        return head + ("-dirty" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude)results")
+        return head + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
