@@ -190,7 +190,7 @@ def _curve_label(record: Record) -> str:
 
 
 def commit() -> str:
-    """Of this checkout, with "-dirty" if tracked files other than results differ; "unknown" outside of one."""
+    """Of this checkout, with "-dirty" if tracked files except results differ; "unknown" outside of one."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude)results")
