@@ -3,8 +3,10 @@
 import os
 import runpy
 import shutil
+import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pybind11
@@ -13,6 +15,7 @@ from setuptools import setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+CUDA = ROOT / "csrc" / "backend" / "cuda"
 # The environment is read in one file only; it needs nothing but the standard library.
 ENV = runpy.run_path(str(ROOT / "uccl_ep_train" / "env.py"))
 WERROR = ENV["warnings_are_errors"]()
@@ -40,6 +43,15 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home) / "bin"))
 
 
+def find_toolkit(compiler: str) -> Path:
+    """The folder with the headers and libraries of `compiler`, which may be a wrapper elsewhere."""
+    places = [Path(compiler).resolve().parents[1], Path(ENV["read"]("CUDA_HOME", "/usr/local/cuda"))]
+    for place in places:
+        if (place / "include" / "cuda_runtime.h").is_file():
+            return place
+    raise SystemExit(f"{compiler} has no include/cuda_runtime.h beside it; set CUDA_HOME (tried {places})")
+
+
 def needs_recompile(obj: str, src: str) -> bool:
     """True when the object is older than its source, a header it includes, or the flags in this file."""
     dependencies = Path(obj).with_suffix(".d")
@@ -51,8 +63,53 @@ def needs_recompile(obj: str, src: str) -> bool:
         return True
 
 
+CUDA_FLAGS = [
+    "-std=c++20",
+    "-O3",
+    # As on the host: no contraction behind our back. Flushing to zero is off by default.
+    "-fmad=false",
+    "--expt-relaxed-constexpr",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    # Hopper's bulk copies, and plain loads for what came before and comes after.
+    "-gencode=arch=compute_90a,code=sm_90a",
+    "-gencode=arch=compute_80,code=sm_80",
+    "-gencode=arch=compute_80,code=compute_80",
+    *(["--Werror=all-warnings"] if WERROR else []),
+]
+
+
 class BuildExt(build_ext):
     """Objects stay in build/, for editable installs too: a second build compiles only what changed."""
+
+    def build_extension(self, ext: Pybind11Extension) -> None:
+        if nvcc:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                ext.extra_objects = list(pool.map(self.compile_kernel, sorted(CUDA.glob("*.cu"))))
+        super().build_extension(ext)
+
+    def compile_kernel(self, source: Path) -> str:
+        """Compiles one file of kernels by nvcc; its object."""
+        relative = str(source.relative_to(ROOT))
+        obj = Path(self.build_temp) / f"{relative}.o"
+        if needs_recompile(str(obj), relative):
+            obj.parent.mkdir(parents=True, exist_ok=True)
+            dependencies = str(obj.with_suffix(".d"))
+            subprocess.run(
+                [
+                    str(nvcc),
+                    *CUDA_FLAGS,
+                    "-Icsrc",
+                    "-MMD",
+                    "-MF",
+                    dependencies,
+                    "-c",
+                    relative,
+                    "-o",
+                    str(obj),
+                ],
+                check=True,
+            )
+        return str(obj)
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -62,25 +119,34 @@ class BuildExt(build_ext):
 
 def extension() -> Pybind11Extension:
     csrc = ROOT / "csrc"
-    cuda = csrc / "backend" / "cuda"
-    sources = [path for path in sorted(csrc.rglob("*.cc")) if cuda not in path.parents]
-    headers = [path for pattern in ("*.h", "*.hpp") for path in sorted(csrc.rglob(pattern))]
+    sources = sorted(csrc.rglob("*.cc"))
+    headers = [path for pattern in ("*.h", "*.cuh") for path in sorted(csrc.rglob(pattern))]
+    options: dict[str, list] = {"include_dirs": ["csrc"], "libraries": ["rt", "pthread"]}
+    if nvcc:
+        toolkit = find_toolkit(nvcc)
+        options["include_dirs"].append(str(toolkit / "include"))
+        options["define_macros"] = [("UCCL_EP_CUDA", "1")]
+        # Static: it looks for the driver when it is first used, so the library loads where there is no GPU.
+        options["libraries"] += ["cudart_static", "dl"]
+        options["library_dirs"] = [str(toolkit / "lib64"), str(toolkit / "targets" / "x86_64-linux" / "lib")]
+    else:
+        sources = [path for path in sources if CUDA not in path.parents and not path.name.startswith("cuda")]
     return Pybind11Extension(
         "uccl_ep_train._native",
         sources=[str(path.relative_to(ROOT)) for path in sources],
         depends=[str(path.relative_to(ROOT)) for path in headers],
-        include_dirs=["csrc"],
         cxx_std=20,
         extra_compile_args=COMPILE_FLAGS,
-        libraries=["rt", "pthread"],
+        **options,
     )
 
 
 nvcc = find_nvcc()
-if nvcc:
-    print(f"uccl_ep_train: found {nvcc}; this version has no CUDA backend, only the host backend is built")
-else:
-    print("uccl_ep_train: no nvcc found; the host backend is built")
+print(
+    f"uccl_ep_train: found {nvcc}; both backends are built"
+    if nvcc
+    else "uccl_ep_train: no nvcc; the host backend is built"
+)
 
 ParallelCompile(needs_recompile=needs_recompile).install()
 setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExt})

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.bits import bit_difference
 from tests.harness import RankGroup
 from uccl_ep_train import Buffer
 from uccl_ep_train.reference import Combined, Dispatched, ReferenceGroup, Routing, WireCounts
@@ -83,6 +84,10 @@ class RankInput:
     @property
     def weights(self) -> Tensor | None:
         return self.topk_weights if self.topk_idx is not None else self.probs
+
+    def on(self, device: torch.device) -> RankInput:
+        tensors = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return RankInput(**{name: None if t is None else t.to(device) for name, t in tensors.items()})
 
     def routing(self, num_experts: int) -> Routing:
         if self.topk_idx is not None:
@@ -312,8 +317,8 @@ class Observed:
 
 
 def run_case(case: Case, expected: Expected, rank: int, buffer: Buffer) -> Observed:
-    """One rank's dispatch, combine and both backwards, through autograd."""
-    given = case.inputs[rank]
+    """One rank's dispatch, combine and both backwards, through autograd, where the buffer works."""
+    given = case.inputs[rank].on(buffer.device)
     x_TH = given.x.clone().requires_grad_()
     weights = None if given.weights is None else given.weights.clone().requires_grad_()
     result = buffer.dispatch(
@@ -322,24 +327,24 @@ def run_case(case: Case, expected: Expected, rank: int, buffer: Buffer) -> Obser
         expert_alignment=case.expert_alignment,
         dispatch_dtype=case.dispatch_dtype,
     )
-    expert_rows_RH = expected.expert_rows[rank].clone().requires_grad_()
+    expert_rows_RH = expected.expert_rows[rank].clone().to(buffer.device).requires_grad_()
     out_TH = buffer.combine(expert_rows_RH, result.handle, grad_dtype=case.grad_dtype)
-    torch.autograd.backward(out_TH, expected.grad_out[rank])
-    outputs, grads = [result.rows], [expected.grad_rows[rank]]
+    torch.autograd.backward(out_TH, expected.grad_out[rank].to(buffer.device))
+    outputs, grads = [result.rows], [expected.grad_rows[rank].to(buffer.device)]
     if weights is not None:
         assert expected.grad_row_weights is not None and result.row_weights is not None
         outputs.append(result.row_weights)
-        grads.append(expected.grad_row_weights[rank])
+        grads.append(expected.grad_row_weights[rank].to(buffer.device))
     torch.autograd.backward(outputs, grads)
     assert expert_rows_RH.grad is not None and x_TH.grad is not None
     return Observed(
-        result.rows.detach(),
+        result.rows.detach().cpu(),
         result.tokens_per_expert,
-        None if result.row_weights is None else result.row_weights.detach(),
-        out_TH.detach(),
-        expert_rows_RH.grad,
-        x_TH.grad,
-        None if weights is None else weights.grad,
+        None if result.row_weights is None else result.row_weights.detach().cpu(),
+        out_TH.detach().cpu(),
+        expert_rows_RH.grad.cpu(),
+        x_TH.grad.cpu(),
+        None if weights is None or weights.grad is None else weights.grad.cpu(),
         result.handle,
     )
 
@@ -369,30 +374,6 @@ def check_case(group: RankGroup, case: Case, expected: Expected | None = None) -
     found = [line for rank, seen in enumerate(observed) for line in differences(case, wanted, rank, seen)]
     assert not found, f"{case}\n" + "\n".join(found)
     return observed
-
-
-_BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
-
-
-def bit_difference(seen: Tensor | None, wanted: Tensor | None) -> str:
-    """Empty if both are None or equal in every bit, of NaN and zeros too; else what differs first."""
-    if seen is None or wanted is None:
-        return "" if seen is wanted else f"got {_kind(seen)}, wanted {_kind(wanted)}"
-    if seen.dtype != wanted.dtype or seen.shape != wanted.shape:
-        return f"got {_kind(seen)}, wanted {_kind(wanted)}"
-    bits = _BITS.get(seen.dtype, seen.dtype)
-    unequal = seen.contiguous().view(bits) != wanted.contiguous().view(bits)
-    if not unequal.any():
-        return ""
-    place = tuple(unequal.nonzero()[0].tolist())
-    return (
-        f"{int(unequal.sum())} of {seen.numel()} differ, first at {place}: got {seen[place].item()!r}, "
-        f"wanted {wanted[place].item()!r}"
-    )
-
-
-def _kind(tensor: Tensor | None) -> str:
-    return "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def with_inputs(case: Case, change: Any) -> Case:

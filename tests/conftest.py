@@ -20,6 +20,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Settings of the user's shell must not change what the tests prove."""
     for name in [name for name in os.environ if name.startswith("UCCL_EP_")]:
         del os.environ[name]
+    # Tests of the host backend run on machines with a GPU, too; those of the CUDA backend name it.
+    os.environ["UCCL_EP_BACKEND"] = "host"
+    # Ranks are threads of one process there: a kernel of torch's that is loaded late would wait for ours.
+    os.environ["CUDA_MODULE_LOADING"] = "EAGER"
     try:
         from hypothesis import settings
     except ImportError:

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from uccl_ep_train import Buffer, EpConfig
 from uccl_ep_train.bootstrap import LocalBootstrap
 from uccl_ep_train.errors import PeerFailed
@@ -144,6 +146,10 @@ class RankGroup:
         self.close()
 
     def _serve(self, rank: int) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+            # Ranks on one GPU must not wait for each other in one stream.
+            torch.cuda.set_stream(torch.cuda.Stream())
         while (job := self._jobs[rank].get()) is not None:
             started = time.monotonic()
             value, failure = None, None

@@ -142,6 +142,15 @@ class EpConfig:
             agree=False,
         ),
     )
+    backend: str = field(
+        default="auto",
+        metadata=info(
+            "",
+            "auto | host | cuda",
+            "where the tensors of a buffer lie: in CPU memory or on a GPU; auto: cuda if there is one",
+            choice("auto", "host", "cuda"),
+        ),
+    )
     num_sms: int = field(
         default=20,
         metadata=info(

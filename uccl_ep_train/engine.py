@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from uccl_ep_train import autograd, routing
+from uccl_ep_train import autograd, cuda, routing
 from uccl_ep_train.bootstrap import Bootstrap, TorchBootstrap
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ClosedError, CommunicationError, DtypeError
@@ -39,6 +39,9 @@ class Buffer:
     group      a torch.distributed process group (None: the default group); used for creation only
     config     see `EpConfig`
     bootstrap  replaces the group where there is no torch.distributed
+
+    `device` says where all tensors of its calls have to lie: the GPU that was current when it was made, or
+    the CPU (`EpConfig.backend`).
 
     Raises `ConfigError` (a value cannot work; `MemoryBudgetError` names the least budget), `TopologyError`
     (ranks disagree on domains), `RankMismatchError` (on other settings), `ArrivalTimeout` (a rank is
@@ -63,8 +66,14 @@ class Buffer:
         self._error: CommunicationError | None = None
         self._closed = False
         self._last_stats: dict[str, float] = {}
-        self.topology, self._engine = create_engine(meeting, config)
-        self._launcher = Launcher(self._engine, self._in_flight, self._owner)
+        self.device = cuda.choose_device(config)
+        self.topology, self._engine = create_engine(meeting, config, self.device)
+        if self.device.type == "cuda":
+            self._launcher: Launcher = cuda.CudaLauncher(
+                self._engine, self._in_flight, self._owner, self.device
+            )
+        else:
+            self._launcher = Launcher(self._engine, self._in_flight, self._owner)
         self._finalizer = weakref.finalize(self, abandon, self._engine, self._in_flight, os.getpid())
         watch_optimizers(self)
 
@@ -130,7 +139,7 @@ class Buffer:
         """
         self._ready()
         wire = self.config.dispatch_dtype if dispatch_dtype is None else dispatch_dtype
-        routing.check_rows("x", x, self.config)
+        routing.check_rows("x", x, self.config, self.device)
         routing.check_wire("x", x, "dispatch_dtype", wire)
         if handle is not None:
             routing.check_handle(handle, self._owner)
@@ -193,7 +202,7 @@ class Buffer:
         """As `combine`, but returns at once. `rows` must not be changed before `wait()` returned."""
         self._ready()
         routing.check_handle(handle, self._owner)
-        routing.check_combine_rows(rows, handle, self.config)
+        routing.check_combine_rows(rows, handle, self.config, self.device)
         grad_wire = self.config.grad_dtype if grad_dtype is None else grad_dtype
         attach = autograd.needs_graph(rows)
         if attach:
@@ -311,7 +320,7 @@ class Buffer:
 
     def _wait(self, native: Any) -> None:
         try:
-            native.wait()
+            self._launcher.wait(native)
         finally:
             self._in_flight.prune()
 

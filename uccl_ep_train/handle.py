@@ -35,10 +35,11 @@ class DispatchHandle:
     routing_width: int
     plan: Any = field(repr=False)
     owner: object = field(repr=False)
+    storage: Tensor | None = field(default=None, repr=False)
 
     @classmethod
-    def of_plan(cls, plan: Any, owner: object) -> DispatchHandle:
-        """From a native plan; `owner` identifies the buffer."""
+    def of_plan(cls, plan: Any, owner: object, storage: Tensor | None = None) -> DispatchHandle:
+        """From a native plan; `owner` identifies the buffer, `storage` is the plan's memory on a GPU."""
         return cls(
             num_tokens=plan.num_tokens,
             num_rows=plan.num_rows,
@@ -51,6 +52,7 @@ class DispatchHandle:
             routing_width=plan.routing_width,
             plan=plan,
             owner=owner,
+            storage=storage,
         )
 
 

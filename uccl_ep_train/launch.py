@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from uccl_ep_train.errors import EpError
@@ -25,7 +24,7 @@ from uccl_ep_train.routing import Routing
 _NOTHING = ctypes.create_string_buffer(64)
 
 
-def _address(tensor: Tensor | None) -> int:
+def address(tensor: Tensor | None) -> int:
     if tensor is None:
         return 0
     return tensor.data_ptr() or ctypes.addressof(_NOTHING)
@@ -51,7 +50,7 @@ class Combined:
 
 
 class Launcher:
-    """Launches on one engine, and keeps what the engine touches alive.
+    """Launches on one engine of the host backend, and keeps what the engine touches alive.
 
     engine     native engine
     in_flight  records the tensors of unfinished operations
@@ -76,29 +75,28 @@ class Launcher:
     ) -> Dispatched:
         """Returns when the counts are known and the outputs allocated."""
         args = self._core.DispatchArgs()
-        args.x_ptr = _address(x_TH)
+        args.x_ptr = address(x_TH)
         args.num_tokens, args.hidden = x_TH.shape
         args.element_bytes = x_TH.element_size()
         args.wire = "fp8" if wire == "fp8" else "same"
         args.fp8_pow2 = pow2
         args.routing = routed.kind
-        args.routing_ptr = _address(routed.indices)
+        args.routing_ptr = address(routed.indices)
         args.routing_width = (
             routed.width if routed.indices is not None or handle is None else handle.routing_width
         )
-        args.values_ptr = _address(routed.values)
-        args.plan = None if handle is None else handle.plan
+        args.values_ptr = address(routed.values)
         args.expert_alignment = alignment
         # From the launch on: an interrupt may come as soon as it returns.
         with self._no_way_back("dispatch"):
-            native = self._engine.dispatch(args)
+            native = self._dispatch(args, None if handle is None else handle.plan)
             record = self._in_flight.add(native, x_TH, routed.indices, routed.values)
             native.wait_counts()
-            known = handle or DispatchHandle.of_plan(native.plan, self._owner)
-            rows_RH = torch.empty(native.num_rows, x_TH.shape[1], dtype=x_TH.dtype)
-            weights_R = None if routed.values is None else torch.empty(native.num_rows, dtype=torch.float32)
-            record.keep(rows_RH, weights_R)
-            native.set_output(_address(rows_RH), _address(weights_R))
+            known = handle or self._make_handle(native)
+            rows_RH = x_TH.new_empty(native.num_rows, x_TH.shape[1])
+            weights_R = None if routed.values is None else routed.values.new_empty(native.num_rows)
+            record.keep(known.storage, rows_RH, weights_R)
+            self._give_output(native, known, rows_RH, weights_R)
         return Dispatched(native, known, rows_RH, weights_R)
 
     def combine(
@@ -110,22 +108,43 @@ class Launcher:
         row_values: Tensor | None = None,
     ) -> Combined:
         """`row_values` [R] fp32 go back to the pairs they came from: `values`, shaped as the routing."""
-        out_TH = torch.empty(handle.num_tokens, rows_RH.shape[1], dtype=rows_RH.dtype)
+        out_TH = rows_RH.new_empty(handle.num_tokens, rows_RH.shape[1])
         values = None
         if row_values is not None:
-            values = torch.zeros(handle.num_tokens, handle.routing_width, dtype=torch.float32)
+            values = row_values.new_zeros(handle.num_tokens, handle.routing_width)
         args = self._core.CombineArgs()
-        args.rows_ptr = _address(rows_RH)
+        args.rows_ptr = address(rows_RH)
         args.hidden = rows_RH.shape[1]
         args.element_bytes = rows_RH.element_size()
         args.wire_fp32 = wire_fp32
-        args.plan = handle.plan
-        args.values_ptr = _address(row_values)
-        args.out_ptr = _address(out_TH)
-        args.values_out_ptr = _address(values)
-        native = self._engine.combine(args)
-        self._in_flight.add(native, rows_RH, row_values, out_TH, values)
+        args.values_ptr = address(row_values)
+        args.out_ptr = address(out_TH)
+        args.values_out_ptr = address(values)
+        native = self._combine(args, handle.plan)
+        self._in_flight.add(native, handle.storage, rows_RH, row_values, out_TH, values)
         return Combined(native, out_TH, values)
+
+    def wait(self, native: Any) -> None:
+        """Returns when the operation's outputs may be used."""
+        native.wait()
+
+    # What differs between backends.
+
+    def _make_handle(self, native: Any) -> DispatchHandle:
+        return DispatchHandle.of_plan(native.plan, self._owner)
+
+    def _dispatch(self, args: Any, plan: Any) -> Any:
+        args.plan = plan
+        return self._engine.dispatch(args)
+
+    def _give_output(
+        self, native: Any, handle: DispatchHandle, rows_RH: Tensor, weights_R: Tensor | None
+    ) -> None:
+        native.set_output(address(rows_RH), address(weights_R))
+
+    def _combine(self, args: Any, plan: Any) -> Any:
+        args.plan = plan
+        return self._engine.combine(args)
 
     @contextmanager
     def _no_way_back(self, what: str) -> Iterator[None]:

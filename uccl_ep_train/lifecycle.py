@@ -8,6 +8,8 @@ import threading
 import weakref
 from typing import Any, Protocol
 
+import torch
+
 from uccl_ep_train.bootstrap import Bootstrap, exchange
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.native import check_fit, load_native, native_config
@@ -15,7 +17,14 @@ from uccl_ep_train.pending import InFlight
 from uccl_ep_train.topology import Topology, agree_on_config, resolve_topology
 
 
-def create_engine(bootstrap: Bootstrap, config: EpConfig) -> tuple[Topology, Any]:
+def new_engine(native: Any, config: EpConfig, device: torch.device) -> Any:
+    """The engine of one rank, not connected yet."""
+    if device.type == "cuda":
+        return load_native().CudaEngine(native, device.index, config.num_sms)
+    return load_native().Engine(native)
+
+
+def create_engine(bootstrap: Bootstrap, config: EpConfig, device: torch.device) -> tuple[Topology, Any]:
     """Collective. Every fallible step is an exchange: a failure on one rank is one on all, at once."""
 
     def verify() -> None:
@@ -27,7 +36,9 @@ def create_engine(bootstrap: Bootstrap, config: EpConfig) -> tuple[Topology, Any
     handles: list[bytes] = []
 
     def allocate() -> bytes:
-        created.append(load_native().Engine(native_config(config, topology, bootstrap.rank, generation)))
+        created.append(
+            new_engine(native_config(config, topology, bootstrap.rank, generation), config, device)
+        )
         return bytes(created[0].export_handle())
 
     def connect() -> bytes:

@@ -42,9 +42,9 @@ class Routing:
         return 0 if self.indices is None else self.indices.shape[1]
 
 
-def check_rows(name: str, rows: Tensor, config: EpConfig) -> None:
-    """`rows` is [n, H], BF16 or FP32, contiguous, on the CPU; H a multiple of 128 up to `config.hidden`."""
-    _check_tensor(name, rows, 2)
+def check_rows(name: str, rows: Tensor, config: EpConfig, device: torch.device) -> None:
+    """`rows` is [n, H], BF16 or FP32, contiguous, on `device`; H a multiple of 128 up to `config.hidden`."""
+    _check_tensor(name, rows, 2, device)
     if rows.dtype not in (torch.bfloat16, torch.float32):
         raise DtypeError(f"{name} is {_dtype(rows)}; allowed is bfloat16 or float32")
     if rows.dtype == torch.float32 and config.max_dtype == "bf16":
@@ -92,9 +92,9 @@ def check_handle(handle: DispatchHandle, owner: object) -> None:
         )
 
 
-def check_combine_rows(rows: Tensor, handle: DispatchHandle, config: EpConfig) -> None:
+def check_combine_rows(rows: Tensor, handle: DispatchHandle, config: EpConfig, device: torch.device) -> None:
     """`rows` is [R, H] as the handle's dispatch gave it."""
-    check_rows("rows", rows, config)
+    check_rows("rows", rows, config, device)
     if rows.shape[0] != handle.num_rows:
         raise ShapeError(f"rows has {rows.shape[0]} rows; the handle's dispatch gave {handle.num_rows}")
 
@@ -110,7 +110,7 @@ def check_routing(
 ) -> Routing:
     """One of: topk_idx [T, K] int64 with topk_weights [T, K], or routing_map [T, E] bool with probs [T, E].
 
-    Weights are float32 and optional. With a handle the routing itself may be left out.
+    All on the device of x. Weights are float32 and optional. With a handle the routing may be left out.
     """
     topk = topk_idx is not None or topk_weights is not None
     mapped = routing_map is not None or probs is not None
@@ -120,57 +120,56 @@ def check_routing(
         )
     if not topk and not mapped and handle is None:
         raise InputError("no routing was given; pass topk_idx, routing_map or a handle")
-    num_tokens = x.shape[0]
     indices = routing_map if mapped else topk_idx
     values = probs if mapped else topk_weights
     if indices is None:
-        return _planned(num_tokens, "map" if mapped else "topk", values, handle)
+        return _planned(x, "map" if mapped else "topk", values, handle)
     if mapped:
-        _check_map(indices, num_tokens, num_experts)
+        _check_map(indices, x, num_experts)
     else:
-        _check_topk(indices, num_tokens)
+        _check_topk(indices, x)
     if values is not None:
-        _check_values("probs" if mapped else "topk_weights", values, tuple(indices.shape))
+        _check_values("probs" if mapped else "topk_weights", values, tuple(indices.shape), x.device)
     return Routing("map" if mapped else "topk", indices, values)
 
 
-def _planned(num_tokens: int, kind: str, values: Tensor | None, handle: DispatchHandle | None) -> Routing:
+def _planned(x: Tensor, kind: str, values: Tensor | None, handle: DispatchHandle | None) -> Routing:
     name = "probs" if kind == "map" else "topk_weights"
     if handle is None:
         raise InputError(f"{name} was given without {'routing_map' if kind == 'map' else 'topk_idx'}")
-    if num_tokens != handle.num_tokens:
-        raise ShapeError(f"x has {num_tokens} rows; the handle's plan is for {handle.num_tokens}")
+    if x.shape[0] != handle.num_tokens:
+        raise ShapeError(f"x has {x.shape[0]} rows; the handle's plan is for {handle.num_tokens}")
     if values is not None:
         if handle.routing_kind != kind:
             raise InputError(
                 f"{name} was given, but the handle's plan was made from the form {handle.routing_kind!r}"
             )
-        _check_values(name, values, (num_tokens, handle.routing_width))
+        _check_values(name, values, (x.shape[0], handle.routing_width), x.device)
     return Routing("plan", None, values)
 
 
-def _check_topk(topk_idx: Tensor, num_tokens: int) -> None:
-    _check_tensor("topk_idx", topk_idx, 2)
+def _check_topk(topk_idx: Tensor, x: Tensor) -> None:
+    _check_tensor("topk_idx", topk_idx, 2, x.device)
     if topk_idx.dtype != torch.int64:
         raise DtypeError(f"topk_idx is {_dtype(topk_idx)}; allowed is int64: convert it with .long()")
-    if topk_idx.shape[0] != num_tokens:
-        raise ShapeError(f"topk_idx has {topk_idx.shape[0]} rows and x has {num_tokens}")
+    if topk_idx.shape[0] != x.shape[0]:
+        raise ShapeError(f"topk_idx has {topk_idx.shape[0]} rows and x has {x.shape[0]}")
     if not 1 <= topk_idx.shape[1] <= MAX_TOPK:
         raise ShapeError(
             f"topk_idx has {topk_idx.shape[1]} columns; allowed is 1 .. {MAX_TOPK}: use routing_map for more"
         )
 
 
-def _check_map(routing_map: Tensor, num_tokens: int, num_experts: int) -> None:
-    _check_tensor("routing_map", routing_map, 2)
+def _check_map(routing_map: Tensor, x: Tensor, num_experts: int) -> None:
+    _check_tensor("routing_map", routing_map, 2, x.device)
     if routing_map.dtype != torch.bool:
         raise DtypeError(f"routing_map is {_dtype(routing_map)}; allowed is bool: convert it with .bool()")
-    if tuple(routing_map.shape) != (num_tokens, num_experts):
-        raise ShapeError(f"routing_map is {list(routing_map.shape)}; [T, E] is {[num_tokens, num_experts]}")
+    if tuple(routing_map.shape) != (x.shape[0], num_experts):
+        raise ShapeError(f"routing_map is {list(routing_map.shape)}; [T, E] is {[x.shape[0], num_experts]}")
 
 
-def _check_values(name: str, values: Tensor, shape: tuple[int, ...]) -> None:
-    _check_tensor(name, values, 2)
+def _check_values(name: str, values: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    _check_tensor(name, values, 2, device)
     if values.dtype != torch.float32:
         raise DtypeError(
             f"{name} is {_dtype(values)}; allowed is float32, as weights and their gradients travel: use "
@@ -180,14 +179,11 @@ def _check_values(name: str, values: Tensor, shape: tuple[int, ...]) -> None:
         raise ShapeError(f"{name} is {list(values.shape)}; allowed is {list(shape)}")
 
 
-def _check_tensor(name: str, tensor: Tensor, dims: int) -> None:
+def _check_tensor(name: str, tensor: Tensor, dims: int, device: torch.device) -> None:
     if not isinstance(tensor, Tensor):
         raise DtypeError(f"{name} is {type(tensor).__name__}; allowed is a torch.Tensor")
-    if tensor.device.type != "cpu":
-        backend = "CUDA" if tensor.device.type == "cuda" else tensor.device.type
-        raise DeviceError(
-            f"{name} is on {tensor.device}; this build has no {backend} backend: allowed is a CPU tensor"
-        )
+    if tensor.device != device:
+        raise DeviceError(f"{name} is on {tensor.device}; allowed is {device}, where this buffer works")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         raise InputError(f"{name} is {tensor.layout}; allowed is a plain dense tensor")
     if tensor.dim() != dims:

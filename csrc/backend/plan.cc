@@ -5,6 +5,15 @@
 #include <cstring>
 
 namespace uccl_ep {
+
+std::string describe(const OpSignature& s) {
+  std::string text = s.kind == OpKind::kDispatch ? "dispatch(" : "combine(";
+  text += std::string(dtype_name(s.dtype)) + " as " + dtype_name(s.wire) + ", H=" + std::to_string(s.hidden);
+  if (s.plan_use != PlanUse::kNew) text += ", plan " + std::to_string(s.plan_id);
+  if (s.expert_alignment != 1) text += ", alignment " + std::to_string(s.expert_alignment);
+  return text + (s.with_values ? ", weights)" : ")");
+}
+
 namespace {
 
 [[noreturn]] void refuse(const std::string& text) { throw UsageFailure(UsageKind::kRouting, text); }

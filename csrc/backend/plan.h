@@ -8,6 +8,7 @@
 
 #include "common/error.h"
 #include "layout/topology.h"
+#include "layout/wire.h"
 
 namespace uccl_ep {
 
@@ -63,6 +64,9 @@ struct Plan {
 
   uint64_t num_bytes() const;
 };
+
+// A call as an error names it.
+std::string describe(const OpSignature& signature);
 
 // Builds the source streams of a plan. Throws UsageFailure (kRouting) naming token, expert and what is allowed.
 void plan_source(const Topology& topo, uint32_t num_experts, uint32_t num_tokens, const Routing& routing, Plan& plan);

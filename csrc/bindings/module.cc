@@ -2,11 +2,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <chrono>
 #include <cstring>
-#include <future>
 
 #include "backend/host/numerics.h"
+#include "bindings/bindings.h"
 #include "engine/engine.h"
 
 namespace py = pybind11;
@@ -14,11 +13,6 @@ using namespace pybind11::literals;
 using namespace uccl_ep;
 
 namespace {
-
-template <typename T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
 
 const char* class_of(ErrorKind kind) {
   switch (kind) {
@@ -75,103 +69,10 @@ void translate(std::exception_ptr failure) {
   }
 }
 
-Dtype tensor_dtype(uint32_t element_bytes) {
-  if (element_bytes == 2) return Dtype::kBf16;
-  if (element_bytes == 4) return Dtype::kFp32;
-  throw UsageFailure(UsageKind::kDtype,
-                     "element_bytes = " + std::to_string(element_bytes) + ": allowed 2 (bf16) and 4 (fp32)");
-}
-
-// Waits in slices, so that Ctrl-C is seen.
-template <typename Wait>
-void wait_with_signals(Wait wait) {
-  constexpr uint64_t kSliceUsec = 50000;
-  while (true) {
-    bool over = false;
-    {
-      py::gil_scoped_release release;
-      over = wait(kSliceUsec);
-    }
-    if (over) return;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-  }
-}
-
-// Closes on another thread, so that Ctrl-C can end the wait for operations and ranks: the others then raise.
-void close_with_signals(Engine& engine, bool abort) {
-  std::future<void> closed = std::async(std::launch::async, [&] { engine.close(abort); });
-  try {
-    wait_with_signals(
-        [&](uint64_t usec) { return closed.wait_for(std::chrono::microseconds(usec)) == std::future_status::ready; });
-  } catch (const py::error_already_set&) {
-    py::gil_scoped_release release;
-    engine.fail("was interrupted while it closed its buffer");
-    closed.wait();
-    throw;
-  }
-  closed.get();
-}
-
 // An operation together with the engine that runs it.
 struct PyOp {
   std::shared_ptr<Engine> engine;
   std::shared_ptr<Op> op;
-};
-
-struct PyDispatchArgs {
-  uintptr_t x_ptr = 0;
-  uint64_t num_tokens = 0;
-  uint32_t hidden = 0;
-  uint32_t element_bytes = 2;
-  std::string wire = "same";
-  bool fp8_pow2 = true;
-  std::string routing = "plan";
-  uintptr_t routing_ptr = 0;
-  uint32_t routing_width = 0;
-  uintptr_t values_ptr = 0;
-  std::shared_ptr<Plan> plan;
-  uint32_t expert_alignment = 1;
-
-  DispatchArgs native() const {
-    DispatchArgs args;
-    args.x = pointer<const uint8_t>(x_ptr);
-    args.num_tokens = num_tokens;
-    args.hidden = hidden;
-    args.dtype = tensor_dtype(element_bytes);
-    args.wire = wire == "fp8" ? Dtype::kFp8 : args.dtype;
-    args.fp8_pow2 = fp8_pow2;
-    args.has_routing = routing != "plan";
-    args.routing = {routing == "topk" ? RoutingKind::kTopk : RoutingKind::kMap, pointer<const void>(routing_ptr),
-                    routing_width};
-    args.values = pointer<const float>(values_ptr);
-    args.plan = plan;
-    args.expert_alignment = expert_alignment;
-    return args;
-  }
-};
-
-struct PyCombineArgs {
-  uintptr_t rows_ptr = 0;
-  uint32_t hidden = 0;
-  uint32_t element_bytes = 2;
-  bool wire_fp32 = false;
-  std::shared_ptr<Plan> plan;
-  uintptr_t values_ptr = 0;
-  uintptr_t out_ptr = 0;
-  uintptr_t values_out_ptr = 0;
-
-  CombineArgs native() const {
-    CombineArgs args;
-    args.rows = pointer<const uint8_t>(rows_ptr);
-    args.hidden = hidden;
-    args.dtype = tensor_dtype(element_bytes);
-    args.wire = wire_fp32 ? Dtype::kFp32 : args.dtype;
-    args.plan = plan;
-    args.values = pointer<const float>(values_ptr);
-    args.out = pointer<uint8_t>(out_ptr);
-    args.values_out = pointer<float>(values_out_ptr);
-    return args;
-  }
 };
 
 void bind_config(py::module_& m) {
@@ -302,7 +203,13 @@ void bind_engine(py::module_& m) {
              for (const auto& [name, value] : self.stats()) out[py::str(name)] = value;
              return out;
            })
-      .def("close", &close_with_signals, "abort"_a = false);
+      .def(
+          "close",
+          [](Engine& self, bool abort) {
+            close_with_signals([&] { self.close(abort); },
+                               [&] { self.fail("was interrupted while it closed its buffer"); });
+          },
+          "abort"_a = false);
 }
 
 }  // namespace
@@ -313,6 +220,9 @@ PYBIND11_MODULE(_native, m) {
   bind_config(m);
   bind_ops(m);
   bind_engine(m);
+#ifdef UCCL_EP_CUDA
+  bind_cuda(m);
+#endif
   m.def("quantize_fp8", [](uintptr_t src, uint64_t rows, uint32_t hidden, bool pow2, uintptr_t codes,
                            uintptr_t scales) {
     for (uint64_t r = 0; r < rows; ++r)

@@ -198,7 +198,12 @@ void Engine::start() {
 }
 
 void Engine::check() const {
-  if (control().error_claim.taken()) throw CommunicationFailure(posted_error(control()));
+  if (failed()) throw CommunicationFailure(posted_error(control()));
+}
+
+void Engine::wait_for_error(uint64_t timeout_usec) const {
+  const uint32_t ticket = control().worker_bell.ticket();
+  if (!failed()) control().worker_bell.wait(ticket, timeout_usec);
 }
 
 void Engine::check_usable() const {
@@ -295,8 +300,7 @@ void Engine::close(bool abort) {
     closed_ = true;
     if (!started_) return;
   }
-  const bool failed = control().error_claim.taken();
-  if (abort && !failed) fail("closed its buffer while the others may still use it");
+  if (abort && !failed()) fail("closed its buffer while the others may still use it");
   {
     // Operations that are under way end by themselves, or by the error, or by their deadline.
     std::unique_lock lock(mutex_);
@@ -306,10 +310,9 @@ void Engine::close(bool abort) {
   }
   worker_.join();
   proxy_->announce_close();
-  const auto failed_now = [this] { return control().error_claim.taken(); };
-  wait_for(config_.progress_timeout_s, [&] { return failed_now() || proxy_->all_closed(); });
+  wait_for(config_.progress_timeout_s, [this] { return failed() || proxy_->all_closed(); });
   // Who gives up, or found an error, stays until the others have been told.
-  if (failed_now()) wait_for(kTellSeconds, [this] { return proxy_->error_delivered(); });
+  if (failed()) wait_for(kTellSeconds, [this] { return proxy_->error_delivered(); });
   proxy_->stop();
 }
 

@@ -95,6 +95,8 @@ class Engine {
 
   // This rank cannot go on: every rank raises.
   void fail(const std::string& text);
+  // To every rank directly, unless it has an earlier error.
+  void spread(const ErrorRecord& record) const;
   // Throws the error that reached this rank, if any.
   void check() const;
   // Waits, bounded by the progress deadline, until every rank closes. With `abort` tells the others and does not wait.
@@ -103,6 +105,9 @@ class Engine {
   // Name and value, dotted names (docs of Buffer.stats()).
   std::vector<std::pair<std::string, double>> stats() const;
   const Topology& topology() const { return topo_; }
+  bool failed() const { return control().error_claim.taken(); }
+  // Returns when an error reaches this rank, or after `timeout_usec`.
+  void wait_for_error(uint64_t timeout_usec) const;
   uint32_t num_experts() const { return config_.num_experts; }
 
  private:
@@ -127,7 +132,6 @@ class Engine {
   int stale_rank() const;
   void locate(const Op& op, const Steps& steps, ErrorRecord& record) const;
   bool peer_closed(int rank) const;
-  void spread(const ErrorRecord& record) const;
   void finish(Op& op, const ErrorRecord* error);
 
   ControlBlock& control() const { return *controls_[config_.rank]; }

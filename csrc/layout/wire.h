@@ -53,7 +53,7 @@ enum class OpKind : uint32_t { kDispatch = 1, kCombine = 2 };
 enum class Dtype : uint32_t { kBf16 = 1, kFp32 = 2, kFp8 = 3 };
 enum class PlanUse : uint32_t { kNew = 0, kCached = 1, kDiffers = 2 };
 
-inline uint32_t dtype_bytes(Dtype dtype) { return dtype == Dtype::kFp32 ? 4 : dtype == Dtype::kBf16 ? 2 : 1; }
+constexpr uint32_t dtype_bytes(Dtype dtype) { return dtype == Dtype::kFp32 ? 4 : dtype == Dtype::kBf16 ? 2 : 1; }
 inline const char* dtype_name(Dtype dtype) {
   return dtype == Dtype::kFp32 ? "fp32" : dtype == Dtype::kBf16 ? "bf16" : "fp8";
 }

@@ -28,6 +28,9 @@ class Flag {
 };
 static_assert(sizeof(Flag) == 8 && std::atomic<uint64_t>::is_always_lock_free, "flags live in shared memory");
 
+// A flag in pinned memory. Writer: a kernel, released at system scope (sync/device.cuh); reader: the host.
+inline uint64_t read_device_flag(const uint64_t* flag) { return __atomic_load_n(flag, __ATOMIC_ACQUIRE); }
+
 struct alignas(kLineBytes) FlagLine {
   Flag flag;
 };

@@ -63,7 +63,7 @@ BAD_DISPATCH: dict[str, tuple[type[Exception], str, Callable[[], dict[str, Any]]
     "x narrow": (ShapeError, "x has 100 columns", lambda: with_topk(x=bf16(T, 100))),
     "x without columns": (ShapeError, "x has 0 columns", lambda: with_topk(x=bf16(T, 0))),
     "x wider than the buffer": (ShapeError, "hidden = 256", lambda: with_topk(x=bf16(T, 384))),
-    "x elsewhere": (DeviceError, "this build has no meta backend", lambda: with_topk(x=x().to("meta"))),
+    "x elsewhere": (DeviceError, "x is on meta; allowed is cpu", lambda: with_topk(x=x().to("meta"))),
     "x sparse": (InputError, "plain dense tensor", lambda: with_topk(x=x().to_sparse())),
     "x without routing": (InputError, "no routing", lambda: {"x": x()}),
     "x longer than routing": (ShapeError, "topk_idx has 4 rows", lambda: with_topk(x=bf16(5, H))),

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.bits import bit_difference
 from tests.cases import (
     LAYOUTS,
     Case,
     EngineSpec,
     Expected,
-    bit_difference,
     check_case,
     expect,
     make_case,

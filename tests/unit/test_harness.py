@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from tests import harness
-from tests.cases import LAYOUTS, EngineSpec, bit_difference, expect, make_case
+from tests.bits import bit_difference
+from tests.cases import LAYOUTS, EngineSpec, expect, make_case
 from tests.harness import RankGroup, RanksHung, run_ranks
 from tests.process_ranks import ProcessRanks, Rank
 from uccl_ep_train.errors import PeerFailed, TransportError

@@ -1,0 +1,85 @@
+// Device memory that the ranks of a domain map into each other: VMM allocations, exported as file descriptors that
+// travel over a local socket. The pages outlive their exporter while a peer has them mapped.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace uccl_ep::cuda {
+
+// Throws std::runtime_error naming the call.
+void must(cudaError_t status, const char* what);
+
+// For its life the calling thread's current device is `device`.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    must(cudaGetDevice(&before_), "cudaGetDevice");
+    if (before_ != device) must(cudaSetDevice(device), "cudaSetDevice");
+  }
+  ~OnDevice() { cudaSetDevice(before_); }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
+// One mapped allocation: ours, or a peer's.
+class DeviceMapping {
+ public:
+  DeviceMapping() = default;
+  DeviceMapping(DeviceMapping&& other) noexcept { swap(other); }
+  DeviceMapping& operator=(DeviceMapping&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  ~DeviceMapping();
+
+  // Zeroed memory of at least `num_bytes` on `device`.
+  static DeviceMapping create(int device, uint64_t num_bytes);
+  // Takes over `fd`, the exported handle of an allocation of `num_bytes` (as num_bytes() of its creator says).
+  static DeviceMapping import(int fd, int device, uint64_t num_bytes);
+  // A new descriptor of the allocation; the caller closes it.
+  int export_fd() const;
+
+  uint8_t* base() const { return reinterpret_cast<uint8_t*>(address_); }
+  uint64_t num_bytes() const { return num_bytes_; }
+
+ private:
+  void map(int device);
+  void swap(DeviceMapping& other);
+
+  uint64_t address_ = 0;
+  uint64_t handle_ = 0;
+  uint64_t num_bytes_ = 0;
+};
+
+// Passes one descriptor to each peer and gets one from each. Made before the addresses are exchanged.
+class DescriptorSocket {
+ public:
+  // `key` is the same on all ranks of the buffer: what bears another key is not ours.
+  DescriptorSocket(int rank, uint64_t key);
+  ~DescriptorSocket();
+  DescriptorSocket(const DescriptorSocket&) = delete;
+  DescriptorSocket& operator=(const DescriptorSocket&) = delete;
+
+  const std::string& address() const { return address_; }
+  // Collective. `addresses` by rank; those of ranks that take no part, and our own, are empty. By rank, what each
+  // sent (-1: takes no part); the caller closes them. Throws std::runtime_error naming the rank that did not come.
+  std::vector<int> exchange(const std::vector<std::string>& addresses, int fd, double timeout_s);
+
+ private:
+  bool send(const std::string& address, int fd);
+  bool receive(std::vector<int>& received);
+
+  const int rank_;
+  const uint64_t key_;
+  int socket_ = -1;
+  std::string address_;
+};
+
+}  // namespace uccl_ep::cuda

@@ -1,0 +1,72 @@
+// Conversions, bit for bit those of the host backend (backend/host/numerics.cc). No contraction, no flush to zero.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "layout/wire.h"
+
+namespace uccl_ep::cuda {
+
+constexpr uint32_t kFp32Inf = 0x7F800000u;
+constexpr uint32_t kFp32Nan = 0x7FC00000u;
+constexpr uint16_t kBf16Nan = 0x7FC0;
+constexpr uint16_t kBf16Inf = 0x7F80;
+constexpr uint8_t kE4m3Nan = 0x7F;
+
+__device__ __forceinline__ float bf16_to_fp32(uint16_t bits) { return __uint_as_float(uint32_t{bits} << 16); }
+
+// Round to nearest even; every NaN becomes the canonical one.
+__device__ __forceinline__ uint16_t fp32_to_bf16(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+  return static_cast<uint16_t>((bits & 0x7FFFFFFF) > kFp32Inf ? kBf16Nan : rounded);
+}
+__device__ __forceinline__ float canonical(float value) { return value != value ? __uint_as_float(kFp32Nan) : value; }
+
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  if (low != low) packed = (packed & 0xFFFF0000u) | kBf16Nan;
+  if (high != high) packed = (packed & 0xFFFFu) | uint32_t{kBf16Nan} << 16;
+  return packed;
+}
+
+// Round to nearest even, saturate. Both are finite.
+__device__ __forceinline__ uint16_t pack_e4m3(float low, float high) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t packed;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
+  return packed;
+#else
+  auto encode = [](float value) {
+    const uint32_t bits = __float_as_uint(value);
+    const uint32_t m = min(bits & 0x7FFFFFFF, __float_as_uint(448.0f));
+    const uint32_t normal = ((m + 0x7FFFF + (m >> 20 & 1)) >> 20) - (120u << 3);
+    const uint32_t subnormal = __float_as_uint(__uint_as_float(m) + 16384.0f) - __float_as_uint(16384.0f);
+    return (bits >> 24 & 0x80) | (m < __float_as_uint(0x1p-6f) ? subnormal : normal);
+  };
+  return static_cast<uint16_t>(encode(low) | encode(high) << 8);
+#endif
+}
+
+__device__ __forceinline__ float e4m3_to_fp32(uint32_t code) {
+  const uint32_t magnitude = code & 0x7F;
+  const uint32_t sign = (code & 0x80) << 24;
+  if (magnitude == kE4m3Nan) return __uint_as_float(kFp32Nan | sign);
+  const float value =
+      magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-9f : __uint_as_float((magnitude << 20) + (120u << 23));
+  return __uint_as_float(__float_as_uint(value) | sign);
+}
+
+// ceil(log2(amax / 448)), clamped: see pow2_scale_exponent of the host backend.
+__device__ __forceinline__ float pow2_scale(float amax) {
+  const uint32_t bits = __float_as_uint(amax);
+  int exponent = static_cast<int>(bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000 ? 1 : 0);
+  exponent = min(max(exponent, -117), 119);
+  return __uint_as_float(static_cast<uint32_t>(exponent + 127) << 23);
+}
+__device__ __forceinline__ float fp32_scale(float amax) { return fmaxf(__fdiv_rn(amax, 448.0f), 0x1p-117f); }
+
+}  // namespace uccl_ep::cuda

@@ -1,0 +1,139 @@
+// Place: pulls the rows that come here from their sources' regions, straight into their slots.
+#include "backend/cuda/device.cuh"
+#include "backend/cuda/numerics.cuh"
+#include "backend/cuda/steps.h"
+
+namespace uccl_ep::cuda {
+namespace {
+
+constexpr uint32_t kThreads = 512;
+constexpr uint32_t kWarps = kThreads / kWarp;
+
+// Where a received row comes from. Warps take rows so that neighbours read different peers.
+struct Source {
+  uint32_t rank, row;  // row: number among all received rows
+  bool exists;
+};
+__device__ __forceinline__ Source nth_row(const Domain& d, const PlanView& plan, uint32_t n) {
+  const uint32_t rank = rotated(d, n % d.at.num_ranks);
+  const uint32_t row = plan.row_begin[rank] + n / d.at.num_ranks;
+  return {rank, row, row < plan.row_begin[rank + 1]};
+}
+__device__ uint32_t most_rows(const Domain& d, const PlanView& plan) {
+  uint32_t most = 0;
+  for (uint32_t r = 0; r < d.at.num_ranks; ++r) most = max(most, plan.row_begin[r + 1] - plan.row_begin[r]);
+  return most * d.at.num_ranks;
+}
+
+__device__ void dequantise(const uint8_t* row, uint32_t hidden, const PlanView& plan, uint32_t first, uint32_t end,
+                           uint8_t* out, uint32_t lane) {
+  const float* const scales = reinterpret_cast<const float*>(row + hidden);
+  for (uint32_t i = lane; i < hidden / 8; i += kWarp) {
+    const uint2 codes = reinterpret_cast<const uint2*>(row)[i];
+    const float scale = scales[i / 16];
+    uint32_t words[4];
+#pragma unroll
+    for (uint32_t w = 0; w < 4; ++w) {
+      const uint32_t two = (w < 2 ? codes.x : codes.y) >> (w % 2 * 16);
+      words[w] = pack_bf16(e4m3_to_fp32(two & 0xFF) * scale, e4m3_to_fp32(two >> 8 & 0xFF) * scale);
+    }
+    for (uint32_t s = first; s < end; ++s)
+      reinterpret_cast<uint4*>(out + uint64_t{plan.slots[s]} * hidden * 2)[i] =
+          make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+__device__ void copy_out(const uint8_t* from, uint64_t bytes, const PlanView& plan, uint32_t first, uint32_t end,
+                         uint8_t* out, uint32_t lane) {
+  const uint4* const in = reinterpret_cast<const uint4*>(from);
+#pragma unroll 4
+  for (uint32_t i = lane; i < bytes / 16; i += kWarp) {
+    const uint4 value = in[i];
+    for (uint32_t s = first; s < end; ++s) reinterpret_cast<uint4*>(out + plan.slots[s] * bytes)[i] = value;
+  }
+}
+
+__device__ void fill_padding(const Domain& d, const PlanView& plan, const PlaceArgs& args, uint64_t out_bytes) {
+  const uint32_t blocks = args.hidden / kFp8Block;
+  for (uint32_t l = blockIdx.x; l < d.experts_per_rank; l += gridDim.x) {
+    const uint64_t first = plan.padding[2 * l], end = plan.padding[2 * l + 1];
+    uint4* const out = reinterpret_cast<uint4*>(args.rows);
+    for (uint64_t i = first * out_bytes / 16 + threadIdx.x; i < end * out_bytes / 16; i += blockDim.x)
+      out[i] = make_uint4(0, 0, 0, 0);
+    if (args.scales != nullptr)
+      for (uint64_t i = first * blocks + threadIdx.x; i < end * blocks; i += blockDim.x) args.scales[i] = 1.0f;
+    if (args.row_values != nullptr)
+      for (uint64_t i = first + threadIdx.x; i < end; i += blockDim.x) args.row_values[i] = 0.0f;
+  }
+}
+
+__device__ void place_values(const Domain& d, const PlanView& plan, const OpState& op, const PlaceArgs& args) {
+  for (uint32_t r = 0; r < d.at.num_ranks; ++r) {
+    const uint32_t source = rotated(d, r);
+    const float* const staged = values(d, source, op.half);
+    const uint32_t begin = plan.row_begin[source], end = plan.row_begin[source + 1];
+    for (uint32_t row = begin + blockIdx.x * blockDim.x + threadIdx.x; row < end; row += gridDim.x * blockDim.x) {
+      const uint32_t first = plan.row_slot[row], last = plan.row_slot[row + 1];
+      for (uint32_t s = first; s < last; ++s) args.row_values[plan.slots[s]] = staged[plan.row_pair[row] + s - first];
+    }
+  }
+}
+
+__device__ __forceinline__ bool wait_row(const Domain& d, const OpState& op, uint32_t source, uint32_t token,
+                                         uint32_t lane) {
+  const uint32_t chunk = token / kRowsPerChunk;
+  bool good = true;
+  if (lane == 0)
+    good = wait_flag(d, rows_full(d, d.rank, source) + chunk, op.epoch, Step::kPlace, static_cast<int>(source),
+                     static_cast<int>(chunk));
+  return __shfl_sync(kFullWarp, good, 0);
+}
+
+// Plain loads: for every architecture, every output and every H.
+__global__ void __launch_bounds__(kThreads, 1)
+    place(const __grid_constant__ Domain d, const PlanView plan, const PlaceArgs args) {
+  const OpState op = local(d).op;
+  const uint64_t stride = wire_row_bytes(args.wire, args.hidden);
+  const bool codes = args.scales != nullptr;
+  const uint64_t out_bytes = codes ? args.hidden : uint64_t{args.hidden} * dtype_bytes(args.dtype);
+  const uint32_t lane = threadIdx.x % kWarp;
+  const uint32_t num_warps = gridDim.x * kWarps;
+  const uint32_t end = most_rows(d, plan);
+  fill_padding(d, plan, args, out_bytes);
+  bool good = !stopped(d);
+  for (uint32_t n = threadIdx.x / kWarp * gridDim.x + blockIdx.x; n < end && good; n += num_warps) {
+    const Source from = nth_row(d, plan, n);
+    if (!from.exists) continue;
+    const uint32_t token = plan.row_token[from.row];
+    good = wait_row(d, op, from.rank, token, lane);
+    if (!good) break;
+    const uint8_t* const row = rows(d, from.rank, op.half) + token * stride;
+    const uint32_t first = plan.row_slot[from.row], last = plan.row_slot[from.row + 1];
+    if (args.wire == Dtype::kFp8 && !codes) {
+      dequantise(row, args.hidden, plan, first, last, args.rows, lane);
+      continue;
+    }
+    copy_out(row, out_bytes, plan, first, last, args.rows, lane);
+    if (codes)
+      for (uint32_t i = lane; i < args.hidden / kFp8Block; i += kWarp)
+        for (uint32_t s = first; s < last; ++s)
+          args.scales[uint64_t{plan.slots[s]} * (args.hidden / kFp8Block) + i] =
+              reinterpret_cast<const float*>(row + args.hidden)[i];
+  }
+  if (args.row_values != nullptr) {
+    if (wait_all(d, at<uint64_t>(d, d.rank, d.at.values_full), op.epoch, Step::kPlace)) place_values(d, plan, op, args);
+  }
+  if (last_block(d, Kernel::kPlace) && !stopped(d)) publish_all(d, d.at.read, op.epoch);
+}
+
+}  // namespace
+
+cudaError_t launch_place(const Domain& domain, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
+                         cudaStream_t stream) {
+  place<<<num_sms, kThreads, 0, stream>>>(domain, plan, args);
+  return cudaGetLastError();
+}
+
+cudaError_t load_place() { return load_all(place); }
+
+}  // namespace uccl_ep::cuda

@@ -1,0 +1,128 @@
+// Python face of the CUDA engine. Compiled only where nvcc was found; loads without a GPU.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "bindings/bindings.h"
+#include "engine/cuda_engine.h"
+
+namespace py = pybind11;
+using namespace pybind11::literals;
+
+namespace uccl_ep {
+namespace {
+
+cudaStream_t stream_of(uintptr_t address) { return reinterpret_cast<cudaStream_t>(address); }
+
+struct PyCudaOp {
+  std::shared_ptr<CudaEngine> engine;
+  std::shared_ptr<CudaOp> op;
+};
+
+void wait_counts(PyCudaOp& self) {
+  wait_with_signals([&](uint64_t usec) {
+    // The counts arrive within microseconds once the last rank has entered: looking costs less than sleeping.
+    const uint64_t started = now_usec();
+    while (!self.engine->poll_counts(*self.op)) {
+      const uint64_t waited = now_usec() - started;
+      if (waited > usec) return false;
+      if (waited > 1000) usleep(50);
+    }
+    return true;
+  });
+}
+
+PyCudaOp dispatch(std::shared_ptr<CudaEngine> self, const PyDispatchArgs& args, std::shared_ptr<CudaPlan> plan,
+                  uintptr_t stream) {
+  const DispatchArgs host = args.native();
+  CudaDispatchArgs a;
+  a.x = host.x;
+  a.num_tokens = host.num_tokens;
+  a.hidden = host.hidden;
+  a.dtype = host.dtype;
+  a.wire = host.wire;
+  a.fp8_pow2 = host.fp8_pow2;
+  a.has_routing = host.has_routing;
+  a.routing = host.routing;
+  a.values = host.values;
+  a.plan = std::move(plan);
+  a.expert_alignment = host.expert_alignment;
+  a.stream = stream_of(stream);
+  const py::gil_scoped_release release;
+  return {self, self->dispatch(a)};
+}
+
+PyCudaOp combine(std::shared_ptr<CudaEngine> self, const PyCombineArgs& args, std::shared_ptr<CudaPlan> plan,
+                 uintptr_t stream) {
+  const CombineArgs host = args.native();
+  CudaCombineArgs a;
+  a.rows = host.rows;
+  a.hidden = host.hidden;
+  a.dtype = host.dtype;
+  a.wire = host.wire;
+  a.plan = std::move(plan);
+  a.values = host.values;
+  a.out = host.out;
+  a.values_out = host.values_out;
+  a.stream = stream_of(stream);
+  const py::gil_scoped_release release;
+  return {self, self->combine(a)};
+}
+
+void set_output(PyCudaOp& self, uintptr_t rows, uintptr_t scales, uintptr_t values, uintptr_t plan, uintptr_t stream) {
+  const CudaOutput output{reinterpret_cast<uint8_t*>(rows), reinterpret_cast<float*>(scales),
+                          reinterpret_cast<float*>(values), reinterpret_cast<uint8_t*>(plan), stream_of(stream)};
+  const py::gil_scoped_release release;
+  self.engine->give_output(*self.op, output);
+}
+
+}  // namespace
+
+void bind_cuda(py::module_& m) {
+  py::class_<CudaPlan, std::shared_ptr<CudaPlan>>(m, "CudaPlan")
+      .def_readonly("plan_id", &CudaPlan::plan_id)
+      .def_readonly("expert_alignment", &CudaPlan::expert_alignment)
+      .def_readonly("tokens_per_expert", &CudaPlan::tokens_per_expert)
+      .def_readonly("tokens_per_expert_exact", &CudaPlan::tokens_per_expert_exact)
+      .def_readonly("routing_width", &CudaPlan::routing_width)
+      .def_readonly("nbytes", &CudaPlan::storage_bytes)
+      .def_property_readonly("num_tokens", [](const CudaPlan& p) { return p.view.num_tokens; })
+      .def_property_readonly("num_rows", [](const CudaPlan& p) { return p.view.num_rows; })
+      .def_property_readonly("routing_kind",
+                             [](const CudaPlan& p) { return p.routing_kind == RoutingKind::kTopk ? "topk" : "map"; });
+  py::class_<PyCudaOp>(m, "CudaOp")
+      .def("wait_counts", &wait_counts)
+      .def("wait", [](PyCudaOp& self, uintptr_t stream) { self.engine->wait(*self.op, stream_of(stream)); })
+      .def("set_output", &set_output, "rows"_a, "scales"_a, "values"_a, "plan"_a, "stream"_a)
+      .def_property_readonly("plan", [](const PyCudaOp& self) { return self.op->plan; })
+      .def_property_readonly("num_rows", [](const PyCudaOp& self) { return self.op->plan->view.num_rows; })
+      .def_property_readonly("done", [](const PyCudaOp& self) {
+        return self.op->launched && cudaEventQuery(self.op->done) != cudaErrorNotReady;
+      });
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<CudaEngine, std::shared_ptr<CudaEngine>>(m, "CudaEngine")
+      .def(py::init<const EngineConfig&, int, uint32_t>(), "config"_a, "device"_a, "num_sms"_a, Release())
+      .def("export_handle", [](const CudaEngine& self) { return py::bytes(self.export_handle()); })
+      .def("connect", &CudaEngine::connect, Release())
+      .def("start", &CudaEngine::start, Release())
+      .def("dispatch", &dispatch, "args"_a, "plan"_a.none(true), "stream"_a)
+      .def("combine", &combine, "args"_a, "plan"_a, "stream"_a)
+      .def("fail", &CudaEngine::fail, Release())
+      .def("check", &CudaEngine::check, Release())
+      .def("stats",
+           [](const CudaEngine& self) {
+             py::dict out;
+             for (const auto& [name, value] : self.stats()) out[py::str(name)] = value;
+             return out;
+           })
+      .def(
+          "close",
+          [](CudaEngine& self, bool abort) {
+            close_with_signals([&] { self.close(abort); },
+                               [&] { self.fail("was interrupted while it closed its buffer"); });
+          },
+          "abort"_a = false);
+  m.def("cuda_memory_plan", &cuda_memory_entries);
+  m.def("cuda_least_budget", &cuda_least_budget_bytes);
+}
+
+}  // namespace uccl_ep

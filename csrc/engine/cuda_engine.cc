@@ -1,0 +1,252 @@
+// Life of a CUDA engine: creation, connection, watching, teardown. The operations: cuda_ops.cc.
+#include "engine/cuda_engine.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "common/units.h"
+
+namespace uccl_ep {
+namespace {
+
+using cuda::must;
+using cuda::OnDevice;
+
+// The host side of the buffer moves no rows: the least of everything.
+EngineConfig life_config(EngineConfig config) {
+  config.hidden = kFp8Block;
+  config.max_element_bytes = 2;
+  config.chunk_bytes = 0;
+  config.window_chunks = 0;
+  config.budget_bytes = least_budget_bytes(config);
+  return config;
+}
+
+uint64_t row_bytes_of(const EngineConfig& config) { return uint64_t{config.hidden} * config.max_element_bytes; }
+
+uint32_t ranks_of(const EngineConfig& config) {
+  const Topology topo = Topology::from_labels(config.domain_of);
+  if (topo.num_domains() != 1)
+    throw UsageFailure(UsageKind::kConfig,
+                       std::to_string(topo.num_domains()) + " domains: the CUDA backend works inside one domain");
+  if (config.num_ranks > static_cast<int>(cuda::kMaxDomainRanks))
+    throw UsageFailure(UsageKind::kConfig, std::to_string(config.num_ranks) + " ranks in a domain: at most " +
+                                               std::to_string(cuda::kMaxDomainRanks));
+  return static_cast<uint32_t>(config.num_ranks);
+}
+
+cuda::RegionLayout layout_of(const EngineConfig& config) {
+  return cuda::make_layout(ranks_of(config), config.num_experts, row_bytes_of(config), config.budget_bytes);
+}
+
+constexpr uint64_t kPinnedBytes = kPageBytes;
+
+uint64_t pinned_bytes(const EngineConfig& config) {
+  return 2 * kPinnedBytes + round_up(8 * uint64_t{config.num_experts}, kPageBytes);
+}
+
+}  // namespace
+
+std::vector<std::pair<std::string, uint64_t>> cuda_memory_entries(const EngineConfig& config) {
+  return layout_of(config).entries;
+}
+
+uint64_t cuda_least_budget_bytes(const EngineConfig& config) {
+  return cuda::least_budget_bytes(ranks_of(config), config.num_experts, row_bytes_of(config));
+}
+
+CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms)
+    : config_(config),
+      device_(device),
+      num_sms_(num_sms),
+      life_(life_config(config)),
+      layout_(layout_of(config)),
+      socket_(config.rank, config.generation),
+      regions_(static_cast<size_t>(config.num_ranks)),
+      region_bytes_(regions_.size()) {
+  const OnDevice guard(device_);
+  int sms = 0;
+  must(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
+  all_sms_ = static_cast<uint32_t>(sms);
+  if (num_sms_ == 0 || num_sms_ > all_sms_)
+    throw UsageFailure(UsageKind::kConfig,
+                       "num_sms = " + std::to_string(num_sms_) + ": allowed 1 to " + std::to_string(all_sms_));
+  int lowest = 0, highest = 0;
+  must(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
+  must(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest), "cudaStreamCreate");
+  must(cudaStreamCreateWithPriority(&control_stream_, cudaStreamNonBlocking, highest), "cudaStreamCreate");
+  must(cudaEventCreateWithFlags(&inputs_ready_, cudaEventDisableTiming), "cudaEventCreate");
+  must(cudaHostAlloc(reinterpret_cast<void**>(&pinned_), pinned_bytes(config), cudaHostAllocPortable), "cudaHostAlloc");
+  std::fill_n(pinned_, pinned_bytes(config), uint8_t{0});
+  stop_word_ = reinterpret_cast<uint64_t*>(pinned_ + kPinnedBytes / 2);
+  *stop_word_ = 1;
+  for (auto load :
+       {cuda::load_exchange, cuda::load_plan, cuda::load_stage, cuda::load_place, cuda::load_fold, cuda::load_merge})
+    must(load(), "loading the kernels");
+  regions_[config.rank] = cuda::DeviceMapping::create(device_, layout_.total_bytes);
+  region_bytes_[config.rank] = regions_[config.rank].num_bytes();
+}
+
+CudaEngine::~CudaEngine() {
+  close(true);
+  cudaEventDestroy(inputs_ready_);
+  cudaStreamDestroy(stream_);
+  cudaStreamDestroy(control_stream_);
+  cudaFreeHost(pinned_);
+}
+
+std::string CudaEngine::export_handle() const {
+  const std::string own = socket_.address() + " " + std::to_string(region_bytes_[config_.rank]) + " ";
+  return own + life_.export_handle();
+}
+
+void CudaEngine::connect(const std::vector<std::string>& handles) {
+  const OnDevice guard(device_);
+  std::vector<std::string> addresses(handles.size()), lives(handles.size());
+  for (size_t r = 0; r < handles.size(); ++r) {
+    const size_t first = handles[r].find(' '), second = handles[r].find(' ', first + 1);
+    if (second == std::string::npos) throw UsageFailure(UsageKind::kConfig, "a handle is cut short");
+    if (static_cast<int>(r) != config_.rank) {
+      addresses[r] = handles[r].substr(0, first);
+      region_bytes_[r] = std::stoull(handles[r].substr(first + 1, second - first - 1));
+    }
+    lives[r] = handles[r].substr(second + 1);
+  }
+  life_.connect(lives);
+  const int own = regions_[config_.rank].export_fd();
+  std::vector<int> fds;
+  try {
+    fds = socket_.exchange(addresses, own, config_.arrival_timeout_s);
+  } catch (...) {
+    ::close(own);
+    throw;
+  }
+  ::close(own);
+  for (size_t r = 0; r < fds.size(); ++r)
+    if (fds[r] >= 0) regions_[r] = cuda::DeviceMapping::import(fds[r], device_, region_bytes_[r]);
+}
+
+void CudaEngine::start() {
+  const OnDevice guard(device_);
+  domain_.at = layout_;
+  domain_.rank = static_cast<uint32_t>(config_.rank);
+  domain_.experts_per_rank = config_.num_experts / static_cast<uint32_t>(config_.num_ranks);
+  for (size_t r = 0; r < regions_.size(); ++r) {
+    domain_.base[r] = regions_[r].base();
+    domain_.source_order[r] =
+        config_.source_order.empty() ? static_cast<uint32_t>(r) : static_cast<uint32_t>(config_.source_order[r]);
+  }
+  domain_.arrival_nsec = static_cast<uint64_t>(config_.arrival_timeout_s * 1e9);
+  domain_.progress_nsec = static_cast<uint64_t>(config_.progress_timeout_s * 1e9);
+  domain_.error = reinterpret_cast<cuda::HostError*>(pinned_);
+  domain_.counts = reinterpret_cast<cuda::HostCounts*>(pinned_ + kPinnedBytes);
+  life_.start();
+  watcher_ = std::thread([this] { watch(); });
+  const std::lock_guard lock(mutex_);
+  started_ = true;
+}
+
+// A fault that a kernel found goes to all ranks; an error that reached this rank stops its kernels.
+void CudaEngine::watch() {
+  pthread_setname_np(pthread_self(), "uccl_ep_cuda");
+  cudaSetDevice(device_);
+  auto& fault = *domain_.error;
+  bool told = false, stopped = false;
+  while (leaving_.read() == 0) {
+    if (!told && read_device_flag(&fault.published) != 0) {
+      told = true;
+      life_.spread(record_of(fault));
+    }
+    if (!stopped && life_.failed()) {
+      stopped = true;
+      cudaMemcpyAsync(domain_.base[domain_.rank] + layout_.local + offsetof(cuda::Local, stop), stop_word_,
+                      sizeof(*stop_word_), cudaMemcpyHostToDevice, control_stream_);
+    }
+    if (stopped)
+      usleep(1000);
+    else
+      life_.wait_for_error(2000);
+  }
+}
+
+ErrorRecord CudaEngine::record_of(const cuda::HostError& error) const {
+  ErrorRecord record;
+  record.kind = static_cast<ErrorKind>(error.kind);
+  record.step = static_cast<Step>(error.step);
+  record.rank = config_.rank;
+  record.peer = error.peer;
+  record.epoch = error.epoch;
+  record.chunk = error.chunk;
+  record.expected = error.expected;
+  record.seen = error.seen;
+  record.set_message(text_of(error));
+  return record;
+}
+
+std::string CudaEngine::text_of(const cuda::HostError& error) const {
+  const std::string own = "rank " + std::to_string(config_.rank);
+  const std::string peer = "rank " + std::to_string(error.peer);
+  const std::string call = "call " + std::to_string(error.epoch) + " on the buffer: ";
+  switch (static_cast<cuda::DeviceFault>(error.code)) {
+    case cuda::DeviceFault::kTimeout:
+      return own + " waited in " + step_name(static_cast<Step>(error.step)) + " for " + peer +
+             (error.kind == static_cast<uint32_t>(ErrorKind::kArrivalTimeout) ? " to enter the operation" : "");
+    case cuda::DeviceFault::kMismatch: {
+      std::string calls[2];
+      const int ranks[2] = {config_.rank, error.peer};
+      for (int i = 0; i < 2; ++i) {
+        cuda::DeviceHeader header{};
+        cudaMemcpyAsync(&header,
+                        domain_.base[ranks[i]] + layout_.headers + error.epoch % cuda::kHalves * layout_.header_bytes,
+                        sizeof(header), cudaMemcpyDeviceToHost, control_stream_);
+        cudaStreamSynchronize(control_stream_);
+        calls[i] = "rank " + std::to_string(ranks[i]) + " called " + describe(header.signature);
+      }
+      return call + calls[0] + ", " + calls[1];
+    }
+    case cuda::DeviceFault::kPlanDiffers:
+      return call + peer + " used plan " + std::to_string(error.seen) + " with another routing than it was made for";
+    case cuda::DeviceFault::kExpertRange:
+      return call + own + ": topk_idx names expert " + std::to_string(static_cast<int64_t>(error.seen)) +
+             " for token " + std::to_string(error.chunk) + "; allowed is -1 .. " + std::to_string(error.expected - 1);
+    case cuda::DeviceFault::kExpertTwice:
+      return call + own + ": topk_idx names expert " + std::to_string(error.seen) + " twice for token " +
+             std::to_string(error.chunk);
+    case cuda::DeviceFault::kTooManyPairs:
+      return call + own + ": " + std::to_string(error.seen) + " pairs of token and expert; the buffer holds " +
+             std::to_string(error.expected) + ": a larger budget_bytes holds more";
+    default:
+      return own + " failed";
+  }
+}
+
+void CudaEngine::close(bool abort) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+  }
+  if (started_) {
+    const OnDevice guard(device_);
+    if (abort && !life_.failed()) fail("closed its buffer while the others may still use it");
+    cudaStreamSynchronize(stream_);  // what is queued ends by itself, by the error, or by its deadline
+    life_.close(abort);
+    leaving_.publish(1);
+    watcher_.join();
+    cudaStreamSynchronize(control_stream_);
+  }
+  regions_.clear();
+}
+
+std::vector<std::pair<std::string, double>> CudaEngine::stats() const {
+  const std::lock_guard lock(mutex_);
+  return {{"dispatch.calls", static_cast<double>(num_dispatches_)},
+          {"combine.calls", static_cast<double>(num_combines_)},
+          {"memory.allocated_bytes", static_cast<double>(layout_.total_bytes)},
+          {"memory.max_tokens", static_cast<double>(layout_.max_tokens)}};
+}
+
+}  // namespace uccl_ep

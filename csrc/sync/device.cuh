@@ -1,0 +1,52 @@
+// Flags and counters of GPU memory: what sync/flag.h is for threads of the host. Flags only grow and are never reset.
+#pragma once
+
+#include <cstdint>
+
+namespace uccl_ep::cuda {
+
+// ---- flags that other GPUs or the host read or write: acquire and release at system scope ---------------------------
+__device__ __forceinline__ uint64_t read_flag(const uint64_t* flag) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+  return value;
+}
+__device__ __forceinline__ void publish_flag(uint64_t* flag, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+// The winner publishes what it wrote since.
+__device__ __forceinline__ bool take_claim(uint64_t* claim) {
+  return atomicCAS_system(reinterpret_cast<unsigned long long*>(claim), 0ull, 1ull) == 0;
+}
+// Generic accesses before it are ordered with bulk copies (the async proxy) after it, and the other way round.
+__device__ __forceinline__ void proxy_fence() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
+}
+
+// ---- counters of one GPU --------------------------------------------------------------------------------------------
+// By one thread of each of `num_blocks` blocks. True in the last: it sees what all blocks wrote before they arrived,
+// and the counter is 0 again.
+__device__ __forceinline__ bool arrive_last(uint32_t* counter, uint32_t num_blocks) {
+  __threadfence_system();
+  if (atomicAdd(counter, 1u) != num_blocks - 1) return false;
+  *counter = 0;
+  __threadfence_system();
+  return true;
+}
+
+// ---- counters in shared memory of one block: order comes from the block's own barriers ------------------------------
+__device__ __forceinline__ uint32_t add_shared(uint32_t* counter, uint32_t value) { return atomicAdd(counter, value); }
+__device__ __forceinline__ unsigned long long or_shared(unsigned long long* word, unsigned long long bits) {
+  return atomicOr(word, bits);
+}
+
+// ---- time -----------------------------------------------------------------------------------------------------------
+__device__ __forceinline__ uint64_t now_nsec() {
+  uint64_t value;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
+  return value;
+}
+
+}  // namespace uccl_ep::cuda

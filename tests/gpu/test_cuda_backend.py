@@ -1,0 +1,159 @@
+"""The CUDA backend gives the oracle's bits. Ranks are threads, a GPU each as far as there are so many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cases import EngineSpec, check_case, expect, make_case, with_inputs
+from tests.harness import Outcome
+from uccl_ep_train import Buffer, cuda
+from uccl_ep_train.errors import CommunicationError, DeviceError, InputError, RankMismatchError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without nvcc"
+    ),
+]
+
+SETTINGS: tuple[tuple[str, Any], ...] = (
+    ("backend", "cuda"), ("budget_bytes", 64 << 20), ("arrival_timeout_s", 8.0), ("progress_timeout_s", 4.0),
+)  # fmt: skip
+
+
+def spec_of(num_ranks: int, **changes: Any) -> EngineSpec:
+    settings = SETTINGS + tuple(changes.pop("settings", ()))
+    return EngineSpec(**{"domains": (0,) * num_ranks, "settings": settings, **changes})
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_random_cases(num_ranks: int) -> None:
+    spec = spec_of(num_ranks, hidden=1024)
+    with spec.group() as group:
+        for seed in range(60):
+            check_case(group, make_case(seed, spec, max_tokens=200))
+
+
+@pytest.mark.parametrize("experts", [4, 64, 256])
+@pytest.mark.parametrize("form", ["topk", "map"])
+def test_many_experts(experts: int, form: str) -> None:
+    spec = spec_of(4, num_experts=experts, hidden=512)
+    with spec.group() as group:
+        for seed in range(10):
+            check_case(group, make_case(seed, spec, form=form, max_tokens=300))
+
+
+@pytest.mark.parametrize(
+    "options", [{"combine_wire_dtype": "fp32"}, {"fp8_scale": "fp32"}, {"source_order": (2, 0, 3, 1)}]
+)
+def test_options(options: dict[str, Any]) -> None:
+    spec = spec_of(4, hidden=384, **options)
+    with spec.group() as group:
+        for seed in range(20):
+            check_case(group, make_case(seed, spec, max_tokens=100))
+
+
+def test_real_sizes() -> None:
+    spec = spec_of(4, num_experts=256, hidden=7168, settings=(("budget_bytes", 512 << 20),))
+    with spec.group() as group:
+        for seed, wire in enumerate(["fp8", "bf16"]):
+            case = make_case(
+                seed, spec, num_tokens=(700, 0, 123, 512), hidden=7168, dtype=torch.bfloat16, form="topk",
+                dispatch_dtype=wire, top_k=8, focus="spread", drop_rate=0.0,
+            )  # fmt: skip
+            check_case(group, case)
+
+
+def test_one_wrong_bit_is_found() -> None:
+    """Control: the comparison sees it."""
+    spec = spec_of(2)
+    with spec.group() as group:
+        case = make_case(3, spec, num_tokens=(9, 9), dispatch_dtype="bf16", drop_rate=0.0, special=False)
+        wanted = expect(case)
+
+        def flip(rank: int, entry: Any) -> Any:
+            if rank == 1:
+                entry.x.view(torch.int16 if entry.x.dtype == torch.bfloat16 else torch.int32)[4, 5] ^= 1
+            return entry
+
+        with pytest.raises(AssertionError, match="rows: "):
+            check_case(group, with_inputs(case, flip), wanted)
+
+
+def errors_of(outcomes: list[Outcome]) -> list[BaseException]:
+    assert all(outcome.error is not None for outcome in outcomes), outcomes
+    return [outcome.error for outcome in outcomes if outcome.error is not None]
+
+
+def call(rank: int, buffer: Buffer, **changes: Any) -> None:
+    device = buffer.device
+    arguments = {
+        "x": torch.ones(40, 256, dtype=torch.bfloat16, device=device),
+        "topk_idx": torch.arange(80, device=device).reshape(40, 2) % 8,
+        "topk_weights": torch.ones(40, 2, device=device),
+    }
+    result = buffer.dispatch(**(arguments | changes))
+    torch.cuda.synchronize()
+    buffer.check()
+    assert result.rows.eq(1).all()
+
+
+@pytest.mark.parametrize("what", ["range", "twice"])
+def test_experts_that_cannot_be_are_an_error_on_every_rank(what: str) -> None:
+    spec = spec_of(4)
+
+    def step(rank: int, buffer: Buffer) -> None:
+        idx = torch.arange(80, device=buffer.device).reshape(40, 2) % 8
+        if rank == 2:
+            idx[7, 1] = 8 if what == "range" else idx[7, 0]
+        call(rank, buffer, topk_idx=idx)
+
+    with spec.group() as group:
+        errors = errors_of(group.outcomes(step))
+    assert all(isinstance(error, CommunicationError) for error in errors)
+    assert any("rank 2: topk_idx names expert" in str(error) and "token 7" in str(error) for error in errors)
+
+
+def test_ranks_that_call_differently_learn_it() -> None:
+    spec = spec_of(4)
+
+    def step(rank: int, buffer: Buffer) -> None:
+        call(rank, buffer, dispatch_dtype="fp8" if rank == 1 else "bf16")
+
+    with spec.group() as group:
+        errors = errors_of(group.outcomes(step))
+    assert all(isinstance(error, RankMismatchError) for error in errors), errors
+    assert any("bf16 as fp8" in str(error) and "bf16 as bf16" in str(error) for error in errors)
+
+
+def test_a_rank_that_does_not_come_is_named_and_outputs_are_nan() -> None:
+    spec = spec_of(4, settings=(("arrival_timeout_s", 1.0),))
+
+    def step(rank: int, buffer: Buffer) -> Any:
+        call(rank, buffer)
+        if rank == 3:
+            return None
+        call(rank, buffer)
+
+    with spec.group() as group:
+        outcomes = group.outcomes(step)
+    for outcome in outcomes[:3]:
+        assert isinstance(outcome.error, CommunicationError) and outcome.error.peer == 3, outcome
+        assert outcome.seconds < 4
+
+
+def test_tensors_elsewhere_are_refused_and_the_buffer_stays_usable() -> None:
+    spec = spec_of(2)
+
+    def step(rank: int, buffer: Buffer) -> None:
+        with pytest.raises(DeviceError, match=r"x is on cpu; allowed is cuda:\d"):
+            call(rank, buffer, x=torch.ones(40, 256, dtype=torch.bfloat16))
+        with pytest.raises(InputError):
+            call(rank, buffer, x=torch.ones(40, 512, dtype=torch.bfloat16, device=buffer.device)[:, ::2])
+        call(rank, buffer)
+
+    with spec.group() as group:
+        group.run(step)

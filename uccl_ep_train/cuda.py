@@ -1,0 +1,82 @@
+"""Buffers of CUDA tensors: whether there can be one, and how its operations are launched.
+
+Operations run on a stream of the engine, after what the caller had queued on its current stream; `wait` lets
+the caller's current stream wait for them and does not block the host. A failure that shows later is raised by
+the next call, and before the next optimizer step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from uccl_ep_train.config import EpConfig
+from uccl_ep_train.errors import ConfigError
+from uccl_ep_train.handle import DispatchHandle
+from uccl_ep_train.launch import Launcher, address
+from uccl_ep_train.native import load_native
+
+
+def built() -> bool:
+    """Whether the extension was built with nvcc."""
+    return hasattr(load_native(), "CudaEngine")
+
+
+def choose_device(config: EpConfig) -> torch.device:
+    """Where the tensors of a buffer that is made now have to lie: the current GPU, or the CPU.
+
+    Raises `ConfigError` where `config.backend` names what is not there.
+    """
+    if config.backend == "host":
+        return torch.device("cpu")
+    there = torch.cuda.is_available()
+    if there and built():
+        return torch.device("cuda", torch.cuda.current_device())
+    if config.backend == "cuda":
+        missing = "torch sees no GPU" if not there else "the extension was built without nvcc"
+        raise ConfigError(f"backend = 'cuda': {missing}; allowed here is 'host'")
+    if there:
+        raise ConfigError(
+            "backend = 'auto': there is a GPU, and the extension was built without nvcc; build it with nvcc "
+            "on the PATH or in CUDA_HOME, or say backend = 'host' for CPU tensors"
+        )
+    return torch.device("cpu")
+
+
+class CudaLauncher(Launcher):
+    """Launches on one `CudaEngine`."""
+
+    def __init__(self, engine: Any, in_flight: Any, owner: object, device: torch.device) -> None:
+        super().__init__(engine, in_flight, owner)
+        self._device = device
+
+    def _stream(self) -> int:
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def wait(self, native: Any) -> None:
+        native.wait(self._stream())
+
+    def _dispatch(self, args: Any, plan: Any) -> Any:
+        return self._engine.dispatch(args, plan, self._stream())
+
+    def _give_output(
+        self, native: Any, handle: DispatchHandle, rows_RH: Tensor, weights_R: Tensor | None
+    ) -> None:
+        if handle.storage is None:
+            raise ValueError("the handle has no memory on the device")
+        native.set_output(
+            rows=address(rows_RH),
+            scales=0,
+            values=address(weights_R),
+            plan=address(handle.storage),
+            stream=self._stream(),
+        )
+
+    def _combine(self, args: Any, plan: Any) -> Any:
+        return self._engine.combine(args, plan, self._stream())
+
+    def _make_handle(self, native: Any) -> DispatchHandle:
+        storage = torch.empty(native.plan.nbytes, dtype=torch.uint8, device=self._device)
+        return DispatchHandle.of_plan(native.plan, self._owner, storage)
