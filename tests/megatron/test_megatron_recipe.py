@@ -18,6 +18,7 @@ from recipes.checkpoint import CheckpointError, Checkpoints
 from recipes.launch import chosen_recipe, default_run_dir, parse_args
 from recipes.metrics import Reporter, StepMetrics, read_metrics
 from recipes.plot import plot_losses
+from recipes.proof import Crossing, ProofError, check
 from recipes.quality import verdict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,6 +127,30 @@ def test_the_verdict_on_quality_notices_each_claim_that_fails() -> None:
     assert not verdict(good | {"fp8": [2.05, 2.05]})[1]
     assert not verdict(good | {"zero_prob_grad": [2.03, 2.03]})[1]
     assert verdict(good | {"zero_experts": [2.0, 2.0]})[0].count("DOES NOT HOLD") == 1
+
+
+def crossing(**changes: int) -> Crossing:
+    values = {
+        "layer": 1, "rank": 0, "domain": 1, "dispatch_bytes": 148, "expected_dispatch_bytes": 148,
+        "combine_bytes": 256, "expected_combine_bytes": 256,
+    }  # fmt: skip
+    return Crossing(**(values | changes))
+
+
+def test_the_proof_of_crossing_accepts_a_layer_whose_tokens_all_want_one_domain() -> None:
+    """The router of a layer may agree on one domain; the other one then sends no row and relays no sum."""
+    nothing_back = crossing(layer=2, combine_bytes=0, expected_combine_bytes=0)
+    nothing_sent = crossing(layer=2, dispatch_bytes=0, expected_dispatch_bytes=0)
+    check([crossing(), nothing_back, nothing_sent])
+
+
+@pytest.mark.parametrize("lost", ["dispatch_bytes", "combine_bytes"])
+def test_the_proof_of_crossing_notices_what_did_not_cross(lost: str) -> None:
+    for num_bytes in (0, 147, 512):
+        with pytest.raises(ProofError, match=f"layer=2.*{lost}={num_bytes}"):
+            check([crossing(), crossing(**{"layer": 2, lost: num_bytes})])
+    with pytest.raises(ProofError, match=r"no layer.*rank 3 go to domain 0"):
+        check([crossing(), crossing(rank=3, domain=0, dispatch_bytes=0, expected_dispatch_bytes=0)])
 
 
 def launch(run_dir: Path, *options: str) -> subprocess.Popen[str]:
