@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 import pytest
 
-from tests.megatron.harness import MegatronRanks
+from tests.megatron.harness import MegatronRanks, megatron_is_installed
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -19,8 +18,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="package")
 def ranks() -> Iterator[MegatronRanks]:
     """Four ranks with Megatron-Core."""
-    if importlib.util.find_spec("megatron.core") is None:
-        pytest.skip("importing megatron.core failed: megatron-core is not installed")
+    if not megatron_is_installed():
+        pytest.skip("no module megatron.core: megatron-core is not installed")
     group = MegatronRanks()
     yield group
     group.close()

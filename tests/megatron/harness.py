@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import datetime
 import importlib
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -27,6 +28,14 @@ from typing import Any
 NUM_RANKS = 4
 START_TIMEOUT_S = 120.0  # four ranks on two busy cores
 STORE_TIMEOUT = datetime.timedelta(seconds=60)
+
+
+def megatron_is_installed() -> bool:
+    """Without importing it, which on a CPU works in the ranks only, after the shims."""
+    try:
+        return importlib.util.find_spec("megatron.core") is not None
+    except ModuleNotFoundError:  # not even the namespace `megatron`
+        return False
 
 
 class CaseError(AssertionError):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
+
 import pytest
 import torch
 
 from tests.megatron.harness import MegatronRanks
+from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.megatron import cpu_shims
 
 
@@ -26,3 +31,26 @@ def test_bf16_products_are_fp32_products_rounded_once(ranks: MegatronRanks) -> N
     """mm, addmm, bmm and baddbmm, forward and backward; FP32 products are untouched."""
     for differences in ranks.run("shim_case.products"):
         assert differences == {}
+
+
+STASH = "megatron.core.transformer.moe.ops.paged_stash"
+
+
+def test_without_triton_its_kernels_are_imported_and_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setitem(sys.modules, STASH, None)
+    has_triton = "triton" in sys.modules
+    cpu_shims._triton_kernels()
+    kernels = importlib.import_module(STASH)
+    with pytest.raises(ConfigError, match="paged_stash_copy_kernel needs Triton"):
+        kernels.paged_stash_copy_kernel[1, 1](None)
+    with pytest.raises(ConfigError, match="paged_stash_pop_kernel needs Triton"):
+        kernels.paged_stash_pop_kernel()
+    assert not hasattr(kernels, "__path__") and ("triton" in sys.modules) == has_triton
+
+
+def test_with_triton_its_kernels_are_megatrons_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
+    monkeypatch.setitem(sys.modules, STASH, None)
+    cpu_shims._triton_kernels()
+    assert sys.modules[STASH] is None

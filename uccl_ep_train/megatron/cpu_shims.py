@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
+import sys
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from uccl_ep_train.errors import ConfigError
 
 CPU = torch.device("cpu")
 _installed: list[str] = []
@@ -149,6 +154,37 @@ def _tensor_type() -> None:
     torch.Tensor.type = type_  # type: ignore[method-assign, assignment]
 
 
+class _NeedsTriton:
+    """Stands for a Triton kernel in a process without Triton: it can be imported, its use raises."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
+        raise ConfigError(f"Megatron's {self._name} needs Triton, which is not installed")
+
+    __getitem__ = __call__  # kernel[grid]
+
+
+def _triton_kernels() -> None:
+    """From 0.17 on all of Megatron imports the kernels of moe/ops/paged_stash.py, whether used or not.
+
+    A CPU-only torch comes without Triton. The stand-in is for this one module: one for `triton` itself would
+    make other modules of Megatron and torch believe that they can use it.
+    """
+    if importlib.util.find_spec("triton") is not None:
+        return
+
+    def needs_triton(name: str) -> _NeedsTriton:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _NeedsTriton(name)
+
+    kernels = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
+    kernels.__getattr__ = needs_triton  # type: ignore[method-assign]
+    sys.modules[kernels.__name__] = kernels
+
+
 def _rng() -> None:
     """The model-parallel RNG tracker saves and restores torch.cuda's RNG state."""
     import megatron.core.tensor_parallel.random as mcore_random
@@ -268,8 +304,8 @@ def _bf16_matmul() -> None:
 
 
 ALL: tuple[Callable[[], None], ...] = (
-    _current_device, _streams, _nvtx, _compile, _tensor_cuda, _device_literal, _tensor_type, _rng, _te_names,
-    _splits, _sp_norm, _uneven_collectives, _bf16_matmul,
+    _current_device, _streams, _nvtx, _compile, _tensor_cuda, _device_literal, _tensor_type, _triton_kernels,
+    _rng, _te_names, _splits, _sp_norm, _uneven_collectives, _bf16_matmul,
 )  # fmt: skip
 
 
