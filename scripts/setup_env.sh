@@ -26,7 +26,9 @@ read -r -a PIP_ARGS <<<"${UCCL_EP_PIP_ARGS:-}"
 
 # Formatters and type checkers are pinned, because another version formats and complains differently.
 PACKAGES=(
-  "megatron-core==0.16.1" numpy matplotlib tqdm
+  # 0.16.1 is the last for Python 3.11; from 0.20 on nothing has been tested.
+  "megatron-core==0.16.1; python_version < '3.12'" "megatron-core>=0.16.1,<0.20; python_version >= '3.12'"
+  numpy matplotlib tqdm
   pytest pytest-timeout hypothesis
   "ruff==0.17.5" "mypy==2.4.1" "clang-format==23.1.5"
 )

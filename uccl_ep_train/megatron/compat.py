@@ -32,7 +32,7 @@ def check_megatron() -> None:
 
     def refuse(what: str) -> None:
         raise UnsupportedMegatronError(
-            f"Megatron-Core {version}: {what}. Known to work: 0.16.1 to 0.20; nothing was changed."
+            f"Megatron-Core {version}: {what}. Tested with 0.16.1 and 0.19.2; nothing was changed."
         )
 
     for name in ("MoELayer", "MoEFlexTokenDispatcher", "MoEAlltoAllTokenDispatcher"):
