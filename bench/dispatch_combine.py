@@ -85,7 +85,7 @@ def run_case(case: Case, args: argparse.Namespace) -> list[report.Record]:
         systems.append(MegatronAllToAll(case))
     if "bare" in args.systems:
         systems.append(BareAllToAll(case))
-    if "memcpy" in args.systems:
+    if "memcpy" in args.systems and not torch.cuda.is_available():
         systems.append(Memcpy(case))
     started = time.monotonic()
     progress = report.Progress(str(case), active=first)
@@ -112,7 +112,11 @@ def run_rank(args: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")  # about packages that a CPU cannot have
     torch.set_num_threads(1)  # the ranks share the host's cores
     torch.set_grad_enabled(False)
-    dist.init_process_group("gloo")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(env.read("LOCAL_RANK", "0")))
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    else:
+        dist.init_process_group("gloo")
     records = []
     for case in cases_of(args, dist.get_world_size()):
         records += run_case(case, args)

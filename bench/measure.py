@@ -53,12 +53,14 @@ class Recorder:
 
     def run(self, sample: Sample, *, counted: bool) -> None:
         self.system.bind(sample)
+        finish_device()
         wall, cpu = [], []
         for op in OPS:
             steps_before = self.system.step_seconds()
             start = self._start()
             cpu_start = time.process_time()
             self.system.run(op)
+            finish_device()
             wall.append(1e6 * (time.perf_counter() - start))
             cpu.append(1e6 * (time.process_time() - cpu_start))
             if counted:
@@ -115,12 +117,17 @@ def start_after_barrier() -> float:
     return time.perf_counter()
 
 
+def finish_device() -> None:
+    """What was queued on this rank's GPU, if it has one, is over."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def draw_sample(case: Case, x_TH: Tensor, seed: int) -> Sample:
     topk_idx_NTK, weights_NTK = draw_routing(case, seed)
-    rank = dist.get_rank()
-    return Sample(
-        x_TH, topk_idx_NTK[rank].contiguous(), weights_NTK[rank].contiguous(), Traffic(case, topk_idx_NTK)
-    )
+    rank, device = dist.get_rank(), x_TH.device
+    idx_TK, weights_TK = topk_idx_NTK[rank].to(device), weights_NTK[rank].to(device)
+    return Sample(x_TH, idx_TK.contiguous(), weights_TK.contiguous(), Traffic(case, topk_idx_NTK))
 
 
 def measure(
@@ -135,6 +142,8 @@ def measure(
     """Collective. Raises RuntimeError if the systems' results do not belong to the same computation."""
     generator = torch.Generator().manual_seed(seed * case.ranks + dist.get_rank())
     x_TH = torch.randn(case.tokens, case.hidden, generator=generator).to(torch.bfloat16)
+    if torch.cuda.is_available():
+        x_TH = x_TH.cuda()
     one_host = env.read("LOCAL_WORLD_SIZE") == env.read("WORLD_SIZE")
     start = start_together if one_host else start_after_barrier
     recorders = [Recorder(system, start) for system in systems]

@@ -63,8 +63,9 @@ class MegatronAllToAll(System):
 
     def bind(self, sample: Sample) -> None:
         shape = (len(sample.x), self._experts)
-        probs_TE = torch.zeros(shape).scatter_(1, sample.topk_idx, sample.topk_weights)
-        map_TE = torch.zeros(shape, dtype=torch.bool).scatter_(1, sample.topk_idx, True)
+        weights_TK = sample.topk_weights
+        probs_TE = weights_TK.new_zeros(shape).scatter_(1, sample.topk_idx, weights_TK)
+        map_TE = torch.zeros_like(probs_TE, dtype=torch.bool).scatter_(1, sample.topk_idx, True)
         self._routed = (sample.x, map_TE, probs_TE)
         self._rows = self._out = None
 
@@ -98,7 +99,7 @@ class BareAllToAll(System):
     end_to_end = False
 
     def __init__(self, case: Case) -> None:
-        self.name = f"{dist.get_backend()}_all_to_all"
+        self.name = f"{'nccl' if torch.cuda.is_available() else 'gloo'}_all_to_all"
         self._hidden = case.hidden
         self._splits: tuple[list[int], list[int]] = ([], [])
         self._sent: Tensor | None = None
@@ -134,4 +135,5 @@ def about_stock(system: Any) -> str:
     """A line for the reader of a table: how well the stock path was equipped."""
     fused = "with" if getattr(system, "fused", False) else "without"
     reason = "" if fused == "with" else " (TransformerEngine is not installed, or there is no GPU)"
-    return f"megatron_alltoall ran over {dist.get_backend()}, {fused} fused permutation{reason}"
+    library = "nccl" if torch.cuda.is_available() else "gloo"
+    return f"megatron_alltoall ran over {library}, {fused} fused permutation{reason}"

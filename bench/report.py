@@ -205,11 +205,14 @@ def _git(*arguments: str) -> str:
 
 
 def hardware() -> str:
-    """CPU model, cores and torch of this host; no name of it."""
+    """CPU model, cores, GPUs and torch of this host; no name of it."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         text = ""
     models = [line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")]
     model = models[0] if models else platform.machine()
-    return f"{model}, {len(models) or '?'} cores, no GPU, torch {torch.__version__}"
+    gpus = "no GPU"
+    if torch.cuda.is_available():
+        gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    return f"{model}, {len(models) or '?'} cores, {gpus}, torch {torch.__version__}"

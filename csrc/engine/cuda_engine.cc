@@ -43,6 +43,7 @@ cuda::RegionLayout layout_of(const EngineConfig& config) {
 }
 
 constexpr uint64_t kPinnedBytes = kPageBytes;
+constexpr uint32_t kStaticSharedBytes = 4096;  // kernels declare less
 
 uint64_t pinned_bytes(const EngineConfig& config) {
   return 2 * kPinnedBytes + round_up(8 * uint64_t{config.num_experts}, kPageBytes);
@@ -141,6 +142,12 @@ void CudaEngine::start() {
   }
   domain_.arrival_nsec = static_cast<uint64_t>(config_.arrival_timeout_s * 1e9);
   domain_.progress_nsec = static_cast<uint64_t>(config_.progress_timeout_s * 1e9);
+  int shared_bytes = 0, major = 0;
+  must(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_),
+       "cudaDeviceGetAttribute");
+  must(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_), "cudaDeviceGetAttribute");
+  domain_.shared_bytes = static_cast<uint32_t>(shared_bytes) - kStaticSharedBytes;
+  domain_.bulk_copies = major == 9;
   domain_.error = reinterpret_cast<cuda::HostError*>(pinned_);
   domain_.counts = reinterpret_cast<cuda::HostCounts*>(pinned_ + kPinnedBytes);
   life_.start();

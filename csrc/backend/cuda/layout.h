@@ -159,6 +159,8 @@ struct Domain {
   uint32_t experts_per_rank;
   uint32_t source_order[kMaxDomainRanks];
   uint64_t arrival_nsec, progress_nsec;  // deadlines
+  uint32_t shared_bytes;  // a block may have
+  bool bulk_copies;       // this GPU has them
   HostError* error;
   HostCounts* counts;
 };

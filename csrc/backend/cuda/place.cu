@@ -1,4 +1,5 @@
 // Place: pulls the rows that come here from their sources' regions, straight into their slots.
+#include "backend/cuda/bulk.cuh"
 #include "backend/cuda/device.cuh"
 #include "backend/cuda/numerics.cuh"
 #include "backend/cuda/steps.h"
@@ -89,7 +90,24 @@ __device__ __forceinline__ bool wait_row(const Domain& d, const OpState& op, uin
   return __shfl_sync(kFullWarp, good, 0);
 }
 
-// Plain loads: for every architecture, every output and every H.
+// What is left when the rows are in their slots.
+__device__ void finish_place(const Domain& d, const PlanView& plan, const OpState& op, const PlaceArgs& args) {
+  if (args.row_values != nullptr && wait_all(d, at<uint64_t>(d, d.rank, d.at.values_full), op.epoch, Step::kPlace))
+    place_values(d, plan, op, args);
+  if (last_block(d, Kernel::kPlace) && !stopped(d)) publish_all(d, d.at.read, op.epoch);
+}
+
+__device__ void place_scales(const PlanView& plan, const PlaceArgs& args, const uint8_t* row, uint32_t first,
+                             uint32_t last, uint32_t lane) {
+  const uint32_t blocks = args.hidden / kFp8Block;
+  const float* const scales = reinterpret_cast<const float*>(row + args.hidden);
+  for (uint32_t s = first; s < last; ++s) {
+    float* const out = args.scales + uint64_t{plan.slots[s]} * blocks;
+    for (uint32_t i = lane; i < blocks; i += kWarp) out[i] = scales[i];
+  }
+}
+
+// Plain loads: for every architecture and every row.
 __global__ void __launch_bounds__(kThreads, 1)
     place(const __grid_constant__ Domain d, const PlanView plan, const PlaceArgs args) {
   const OpState op = local(d).op;
@@ -97,11 +115,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool codes = args.scales != nullptr;
   const uint64_t out_bytes = codes ? args.hidden : uint64_t{args.hidden} * dtype_bytes(args.dtype);
   const uint32_t lane = threadIdx.x % kWarp;
-  const uint32_t num_warps = gridDim.x * kWarps;
   const uint32_t end = most_rows(d, plan);
   fill_padding(d, plan, args, out_bytes);
   bool good = !stopped(d);
-  for (uint32_t n = threadIdx.x / kWarp * gridDim.x + blockIdx.x; n < end && good; n += num_warps) {
+  for (uint32_t n = threadIdx.x / kWarp * gridDim.x + blockIdx.x; n < end && good; n += gridDim.x * kWarps) {
     const Source from = nth_row(d, plan, n);
     if (!from.exists) continue;
     const uint32_t token = plan.row_token[from.row];
@@ -109,31 +126,111 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (!good) break;
     const uint8_t* const row = rows(d, from.rank, op.half) + token * stride;
     const uint32_t first = plan.row_slot[from.row], last = plan.row_slot[from.row + 1];
-    if (args.wire == Dtype::kFp8 && !codes) {
+    if (args.wire == Dtype::kFp8 && !codes)
       dequantise(row, args.hidden, plan, first, last, args.rows, lane);
-      continue;
+    else
+      copy_out(row, out_bytes, plan, first, last, args.rows, lane);
+    if (codes) place_scales(plan, args, row, first, last, lane);
+  }
+  finish_place(d, plan, op, args);
+}
+
+// Bulk copies: a warp is a stream over its rows, through a ring of kStages rows in shared memory. Loads of the next
+// rows are under way while one is stored.
+constexpr uint32_t kStages = 3;
+constexpr uint32_t kMaxBulkWarps = 16;
+
+__global__ void __launch_bounds__(kMaxBulkWarps* kWarp, 1)
+    place_bulk(const __grid_constant__ Domain d, const PlanView plan, const PlaceArgs args) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ __align__(8) uint64_t barriers[kMaxBulkWarps * kStages];
+  const OpState op = local(d).op;
+  const uint32_t stride = static_cast<uint32_t>(wire_row_bytes(args.wire, args.hidden));
+  const bool codes = args.scales != nullptr;
+  const uint32_t out_bytes = codes ? args.hidden : args.hidden * dtype_bytes(args.dtype);
+  const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  uint8_t* const ring = shared + warp * kStages * stride;
+  uint64_t* const full = barriers + warp * kStages;
+  if (lane == 0) {
+    for (uint32_t i = 0; i < kStages; ++i) init_barrier(full + i);
+    fence_barriers();
+  }
+  fill_padding(d, plan, args, out_bytes);
+  __syncwarp();
+
+  const uint32_t end = most_rows(d, plan), step = gridDim.x * (blockDim.x / kWarp);
+  uint32_t ahead = warp * gridDim.x + blockIdx.x;  // the next row to load
+  uint32_t loaded = 0, placed = 0;
+  bool good = !stopped(d);
+  uint32_t stage_row[kStages];  // number of the row that a stage holds
+  const auto load_next = [&](uint32_t stage) {
+    Source from{};
+    while (ahead < end) {
+      from = nth_row(d, plan, ahead);
+      ahead += step;
+      if (from.exists) break;
     }
-    copy_out(row, out_bytes, plan, first, last, args.rows, lane);
-    if (codes)
-      for (uint32_t i = lane; i < args.hidden / kFp8Block; i += kWarp)
-        for (uint32_t s = first; s < last; ++s)
-          args.scales[uint64_t{plan.slots[s]} * (args.hidden / kFp8Block) + i] =
-              reinterpret_cast<const float*>(row + args.hidden)[i];
+    if (!from.exists) return;
+    const uint32_t token = plan.row_token[from.row];
+    good = wait_row(d, op, from.rank, token, lane);
+    if (!good) return;
+    stage_row[stage] = from.row;
+    if (lane == 0) {
+      proxy_fence();  // the flag was read by an ordinary load, the row is read by a bulk copy
+      load_bulk(ring + stage * stride, rows(d, from.rank, op.half) + uint64_t{token} * stride, stride, full + stage);
+    }
+    ++loaded;
+  };
+#pragma unroll
+  for (uint32_t i = 0; i < kStages - 1; ++i)
+    if (good) load_next(i);
+  while (placed < loaded) {  // also after an error: what is under way must land before the block ends
+#pragma unroll
+    for (uint32_t stage = 0; stage < kStages; ++stage) {
+      if (placed == loaded) break;
+      wait_barrier(full + stage, placed / kStages);
+      const uint8_t* const row = ring + stage * stride;
+      const uint32_t first = plan.row_slot[stage_row[stage]], last = plan.row_slot[stage_row[stage] + 1];
+      if (args.wire == Dtype::kFp8 && !codes) {
+        dequantise(row, args.hidden, plan, first, last, args.rows, lane);
+      } else {
+        if (lane == 0) {
+          for (uint32_t s = first; s < last; ++s)
+            store_bulk(args.rows + uint64_t{plan.slots[s]} * out_bytes, row, out_bytes);
+          commit_stores();
+        }
+        if (codes) place_scales(plan, args, row, first, last, lane);
+      }
+      ++placed;
+      if (lane == 0) wait_stores_read<1>();  // the stage that is loaded next was stored one round ago
+      __syncwarp();
+      if (good) load_next((stage + kStages - 1) % kStages);
+    }
   }
-  if (args.row_values != nullptr) {
-    if (wait_all(d, at<uint64_t>(d, d.rank, d.at.values_full), op.epoch, Step::kPlace)) place_values(d, plan, op, args);
-  }
-  if (last_block(d, Kernel::kPlace) && !stopped(d)) publish_all(d, d.at.read, op.epoch);
+  if (lane == 0) wait_stores();
+  finish_place(d, plan, op, args);
+#endif
 }
 
 }  // namespace
 
 cudaError_t launch_place(const Domain& domain, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
                          cudaStream_t stream) {
-  place<<<num_sms, kThreads, 0, stream>>>(domain, plan, args);
+  const uint32_t row_bytes = static_cast<uint32_t>(wire_row_bytes(args.wire, args.hidden));
+  const uint32_t warps = min(kMaxBulkWarps, domain.shared_bytes / (kStages * row_bytes));
+  if (!domain.bulk_copies || warps < 2) {
+    place<<<num_sms, kThreads, 0, stream>>>(domain, plan, args);
+    return cudaGetLastError();
+  }
+  const uint32_t bytes = warps * kStages * row_bytes;
+  const cudaError_t status =
+      cudaFuncSetAttribute(place_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  if (status != cudaSuccess) return status;
+  place_bulk<<<num_sms, warps * kWarp, bytes, stream>>>(domain, plan, args);
   return cudaGetLastError();
 }
 
-cudaError_t load_place() { return load_all(place); }
+cudaError_t load_place() { return load_all(place, place_bulk); }
 
 }  // namespace uccl_ep::cuda

@@ -1,0 +1,57 @@
+// Bulk copies between global and shared memory (sm_90): one thread issues, the copy engine of the SM moves, an mbarrier
+// in shared memory says when a load is complete. Addresses and sizes are multiples of 16 bytes.
+#pragma once
+
+#include <cstdint>
+
+namespace uccl_ep::cuda {
+
+#if __CUDA_ARCH__ >= 900
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+// By one thread, before others use them: fence_barriers() and a barrier of the threads follow.
+__device__ __forceinline__ void init_barrier(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+__device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void load_bulk(void* to, const void* from, uint32_t num_bytes, uint64_t* barrier) {
+  const uint32_t b = shared_address(barrier);
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(num_bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(num_bytes), "r"(b)
+               : "memory");
+}
+// The `lap`-th use of the barrier is complete.
+__device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t lap) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(lap & 1)
+      : "memory");
+}
+__device__ __forceinline__ void store_bulk(void* to, const void* from, uint32_t num_bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+               "r"(num_bytes)
+               : "memory");
+}
+__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// At most kGroups groups of stores still read shared memory.
+template <int kGroups>
+__device__ __forceinline__ void wait_stores_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
+}
+// All stores of this thread are complete.
+__device__ __forceinline__ void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// What this thread wrote to shared memory is seen by bulk stores after it.
+__device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+#endif
+
+}  // namespace uccl_ep::cuda
