@@ -81,6 +81,8 @@ def run_case(case: Case, args: argparse.Namespace) -> list[report.Record]:
         systems.append(UcclEp(buffer, case.dtype, cached=False))
     if "cached_plan" in args.systems:
         systems.append(UcclEp(buffer, case.dtype, cached=True))
+    if buffer.device.type == "cuda" and case.dtype == "fp8":
+        systems += [UcclEp(buffer, "fp8", cached=cached, fp8_rows=True) for cached in (False, True)]
     if "megatron" in args.systems:
         systems.append(MegatronAllToAll(case))
     if "bare" in args.systems:

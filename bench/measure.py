@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -39,12 +40,16 @@ class Measured:
     logical_bytes: int
 
 
+Timed = Callable[[Callable[[], None]], float]
+"""Collective: runs the call on all ranks at once; the seconds that it took on this rank."""
+
+
 class Recorder:
     """This rank's times of one system; `reduced` brings the ranks together."""
 
-    def __init__(self, system: System, start: Callable[[], float]) -> None:
+    def __init__(self, system: System, timed: Timed) -> None:
         self.system = system
-        self._start = start
+        self._timed = timed
         self._wall: list[list[float]] = []
         self._cpu: list[list[float]] = []
         self._steps: dict[str, dict[str, float]] = {op: {} for op in OPS}
@@ -57,11 +62,8 @@ class Recorder:
         wall, cpu = [], []
         for op in OPS:
             steps_before = self.system.step_seconds()
-            start = self._start()
             cpu_start = time.process_time()
-            self.system.run(op)
-            finish_device()
-            wall.append(1e6 * (time.perf_counter() - start))
+            wall.append(1e6 * self._timed(partial(self.system.run, op)))
             cpu.append(1e6 * (time.process_time() - cpu_start))
             if counted:
                 self._count_steps(op, steps_before)
@@ -111,10 +113,33 @@ def start_together() -> float:
     return start
 
 
-def start_after_barrier() -> float:
-    """Between hosts there is no common clock: each rank counts from where it left a barrier."""
+def timed_on_host(call: Callable[[], None]) -> float:
+    start = start_together()
+    call()
+    return time.perf_counter() - start
+
+
+def timed_between_hosts(call: Callable[[], None]) -> float:
+    """There is no common clock: each rank counts from where it left a barrier."""
     dist.barrier()
-    return time.perf_counter()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def timed_on_gpu(call: Callable[[], None]) -> float:
+    """From the end of a collective on the caller's stream, at which all GPUs arrive together, to the moment
+    when the stream may use the results. The host queues the call while the collective is still under way, as in
+    training, where it runs ahead; what it then waits for (counts) is in the time.
+    """
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(200_000)  # cycles, about 0.1 ms
+    dist.all_reduce(torch.zeros(1, device="cuda"))
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return 1e-3 * float(begin.elapsed_time(end))
 
 
 def finish_device() -> None:
@@ -145,8 +170,10 @@ def measure(
     if torch.cuda.is_available():
         x_TH = x_TH.cuda()
     one_host = env.read("LOCAL_WORLD_SIZE") == env.read("WORLD_SIZE")
-    start = start_together if one_host else start_after_barrier
-    recorders = [Recorder(system, start) for system in systems]
+    timed = timed_on_host if one_host else timed_between_hosts
+    if x_TH.is_cuda:
+        timed = timed_on_gpu
+    recorders = [Recorder(system, timed) for system in systems]
     gc.collect()
     gc.disable()
     try:

@@ -41,7 +41,8 @@ class System(ABC):
 
     @property
     def label(self) -> str:
-        return self.name + ("" if self.mode == "uncached" else f" ({self.mode})")
+        notes = [self.mode] * (self.mode != "uncached") + [self.layout] * (self.layout == "expert_major_fp8")
+        return self.name + (f" ({', '.join(notes)})" if notes else "")
 
     @abstractmethod
     def bind(self, sample: Sample) -> None:
@@ -72,13 +73,17 @@ class UcclEp(System):
 
     name = "uccl_ep"
 
-    def __init__(self, buffer: Buffer, dtype: str, *, cached: bool) -> None:
+    def __init__(self, buffer: Buffer, dtype: str, *, cached: bool, fp8_rows: bool = False) -> None:
         self.buffer = buffer
         self.dtype = dtype
         self.mode = "cached_plan" if cached else "uncached"
+        self._output = "fp8" if fp8_rows else None
+        if fp8_rows:
+            self.layout = "expert_major_fp8"
         self._sample: Sample | None = None
         self._known: Any = None
         self._dispatched: Any = None
+        self._expert_rows: Tensor | None = None
         self._out: Tensor | None = None
 
     @staticmethod
@@ -96,20 +101,25 @@ class UcclEp(System):
 
     def bind(self, sample: Sample) -> None:
         self._sample = sample
-        self._known = self._dispatched = self._out = None
-        if self.mode == "cached_plan":
-            self._known = self.buffer.dispatch(sample.x, sample.topk_idx, sample.topk_weights).handle
+        self._known = self._dispatched = self._out = self._expert_rows = None
+        if self.mode == "cached_plan" or self._output:
+            first = self.buffer.dispatch(sample.x, sample.topk_idx, sample.topk_weights)
+            self._known = first.handle if self.mode == "cached_plan" else None
+            self._expert_rows = first.rows if self._output else None
 
     def run(self, op: str) -> None:
         sample = self._sample
         assert sample is not None
         if op == "combine":
-            self._out = self.buffer.combine(self._dispatched.rows, self._dispatched.handle)
-        elif self._known is None:
-            self._dispatched = self.buffer.dispatch(sample.x, sample.topk_idx, sample.topk_weights)
+            rows = self._dispatched.rows if self._expert_rows is None else self._expert_rows
+            self._out = self.buffer.combine(rows, self._dispatched.handle)
         else:
             self._dispatched = self.buffer.dispatch(
-                sample.x, topk_weights=sample.topk_weights, handle=self._known
+                sample.x,
+                sample.topk_idx if self._known is None else None,
+                sample.topk_weights,
+                handle=self._known,
+                output_dtype=self._output,
             )
 
     def wire_bytes(self, op: str, traffic: Traffic) -> tuple[int, int]:
@@ -117,7 +127,7 @@ class UcclEp(System):
 
     def results(self) -> tuple[Tensor, Tensor] | None:
         assert self._out is not None
-        return self._dispatched.rows, self._out
+        return None if self._output else (self._dispatched.rows, self._out)
 
     def step_seconds(self) -> dict[str, float]:
         prefix = "busy_seconds."

@@ -62,13 +62,16 @@ class CudaLauncher(Launcher):
         return self._engine.dispatch(args, plan, self._stream())
 
     def _give_output(
-        self, native: Any, handle: DispatchHandle, rows_RH: Tensor, weights_R: Tensor | None
+        self,
+        native: Any,
+        handle: DispatchHandle,
+        rows_RH: Tensor,
+        scales: Tensor | None,
+        weights_R: Tensor | None,
     ) -> None:
-        if handle.storage is None:
-            raise ValueError("the handle has no memory on the device")
         native.set_output(
             rows=address(rows_RH),
-            scales=0,
+            scales=address(scales),
             values=address(weights_R),
             plan=address(handle.storage),
             stream=self._stream(),

@@ -90,6 +90,7 @@ class Buffer:
         handle: DispatchHandle | None = None,
         expert_alignment: int = 1,
         dispatch_dtype: str | None = None,
+        output_dtype: str | None = None,
     ) -> DispatchResult:
         """Sends each token to the ranks of its experts and returns the rows that this rank's experts got.
 
@@ -103,6 +104,8 @@ class Buffer:
                           Routing given with it must be the same, else every rank raises `PlanMismatchError`
         expert_alignment  rows; each expert's segment is padded to a multiple of it with zero rows
         dispatch_dtype    "fp8" | "bf16" for this call; None: the configuration's
+        output_dtype      "fp8": rows stay as they travelled, codes and scales (`Fp8Rows`), and no gradient
+                          flows back; with dispatch_dtype "fp8", on a GPU only. None: the dtype of x
 
         Differentiable in x and topk_weights (probs); see `autograd.py` for what ranks must have in common.
 
@@ -118,6 +121,7 @@ class Buffer:
             handle=handle,
             expert_alignment=expert_alignment,
             dispatch_dtype=dispatch_dtype,
+            output_dtype=output_dtype,
         ).wait()
 
     def dispatch_async(
@@ -131,6 +135,7 @@ class Buffer:
         handle: DispatchHandle | None = None,
         expert_alignment: int = 1,
         dispatch_dtype: str | None = None,
+        output_dtype: str | None = None,
     ) -> PendingDispatch:
         """As `dispatch`, but returns once counts are known: with a handle at once, else when all entered.
 
@@ -147,10 +152,11 @@ class Buffer:
         routed = routing.check_routing(
             x, topk_idx, topk_weights, routing_map, probs, handle, self.config.num_experts
         )
-        attach = autograd.needs_graph(x, routed.values)
+        fp8_rows = routing.check_output(output_dtype, wire, self.device)
+        attach = autograd.needs_graph(x, routed.values) and not fp8_rows
         with self._operation("dispatch", starts=True):
             launched = self._launcher.dispatch(
-                x, routed, handle, alignment=alignment, wire=wire, pow2=self._pow2
+                x, routed, handle, alignment=alignment, wire=wire, pow2=self._pow2, fp8_rows=fp8_rows
             )
         tokens_per_expert = torch.tensor(launched.handle.tokens_per_expert, dtype=torch.int64)
 
@@ -158,9 +164,10 @@ class Buffer:
             with self._operation("dispatch"):
                 self._wait(launched.native)
             filled = (launched.rows, launched.row_weights)
-            if attach:
+            if attach and isinstance(launched.rows, Tensor):
                 gradients = self._combine_gradients(launched.handle)
-                filled = autograd.attach_dispatch(x, routed.values, filled, gradients)
+                rows = (launched.rows, launched.row_weights)
+                filled = autograd.attach_dispatch(x, routed.values, rows, gradients)
             return DispatchResult(filled[0], tokens_per_expert, filled[1], launched.handle)
 
         return PendingDispatch(launched.native, launched.handle, tokens_per_expert, finish)
@@ -235,6 +242,7 @@ class Buffer:
                     pow2=self._pow2,
                 )
                 self._wait(launched.native)
+            assert isinstance(launched.rows, Tensor)
             return launched.rows
 
         return run

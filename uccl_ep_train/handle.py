@@ -56,16 +56,28 @@ class DispatchHandle:
         )
 
 
+class Fp8Rows(NamedTuple):
+    """Rows as a block-scaled GEMM takes them: value = code * scale of its block of 128 columns.
+
+    codes   [R, H] float8_e4m3fn
+    scales  [R, H / 128] float32
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+
 class DispatchResult(NamedTuple):
     """What `Buffer.dispatch` returns.
 
-    rows               [R, H], dtype of x; expert-major, each expert's segment padded with zero rows
+    rows               [R, H], dtype of x; expert-major, each expert's segment padded with zero rows. With
+                       output_dtype = "fp8": `Fp8Rows`
     tokens_per_expert  [L] int64 on the CPU: rows of each local expert, padding included
     row_weights        [R] float32, zero for padding; None if the dispatch was given no weights
     handle             for `combine` and for later dispatches with the same routing
     """
 
-    rows: Tensor
+    rows: Any
     tokens_per_expert: Tensor
     row_weights: Tensor | None
     handle: DispatchHandle

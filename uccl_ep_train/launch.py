@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from uccl_ep_train.errors import EpError
-from uccl_ep_train.handle import DispatchHandle
+from uccl_ep_train.fp8 import BLOCK
+from uccl_ep_train.handle import DispatchHandle, Fp8Rows
 from uccl_ep_train.native import load_native
 from uccl_ep_train.pending import InFlight
 from uccl_ep_train.routing import Routing
@@ -36,7 +38,7 @@ class Dispatched:
 
     native: Any
     handle: DispatchHandle
-    rows: Tensor
+    rows: Tensor | Fp8Rows
     row_weights: Tensor | None
 
 
@@ -72,6 +74,7 @@ class Launcher:
         alignment: int = 1,
         wire: str,
         pow2: bool,
+        fp8_rows: bool = False,
     ) -> Dispatched:
         """Returns when the counts are known and the outputs allocated."""
         args = self._core.DispatchArgs()
@@ -93,11 +96,14 @@ class Launcher:
             record = self._in_flight.add(native, x_TH, routed.indices, routed.values)
             native.wait_counts()
             known = handle or self._make_handle(native)
-            rows_RH = x_TH.new_empty(native.num_rows, x_TH.shape[1])
+            shape, scales = (native.num_rows, x_TH.shape[1]), None
+            rows = x_TH.new_empty(shape, dtype=torch.float8_e4m3fn if fp8_rows else x_TH.dtype)
+            if fp8_rows:
+                scales = x_TH.new_empty((shape[0], shape[1] // BLOCK), dtype=torch.float32)
             weights_R = None if routed.values is None else routed.values.new_empty(native.num_rows)
-            record.keep(known.storage, rows_RH, weights_R)
-            self._give_output(native, known, rows_RH, weights_R)
-        return Dispatched(native, known, rows_RH, weights_R)
+            record.keep(known.storage, rows, scales, weights_R)
+            self._give_output(native, known, rows, scales, weights_R)
+        return Dispatched(native, known, rows if scales is None else Fp8Rows(rows, scales), weights_R)
 
     def combine(
         self,
@@ -138,7 +144,12 @@ class Launcher:
         return self._engine.dispatch(args)
 
     def _give_output(
-        self, native: Any, handle: DispatchHandle, rows_RH: Tensor, weights_R: Tensor | None
+        self,
+        native: Any,
+        handle: DispatchHandle,
+        rows_RH: Tensor,
+        scales: Tensor | None,
+        weights_R: Tensor | None,
     ) -> None:
         native.set_output(address(rows_RH), address(weights_R))
 

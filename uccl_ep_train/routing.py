@@ -70,6 +70,19 @@ def check_wire(name: str, rows: Tensor, what: str, dtype: str) -> None:
         )
 
 
+def check_output(output_dtype: str | None, wire: str, device: torch.device) -> bool:
+    """Whether rows go out as codes and scales."""
+    if output_dtype is None:
+        return False
+    if output_dtype != "fp8":
+        raise InputError(f"output_dtype = {output_dtype!r}; allowed is None (the dtype of x) | 'fp8'")
+    if wire != "fp8":
+        raise InputError(f"output_dtype = 'fp8' with dispatch_dtype = {wire!r}; allowed is 'fp8'")
+    if device.type != "cuda":
+        raise InputError("output_dtype = 'fp8' on the host backend; allowed is None there")
+    return True
+
+
 def check_alignment(expert_alignment: int, handle: DispatchHandle | None) -> int:
     if isinstance(expert_alignment, bool) or not isinstance(expert_alignment, int):
         raise InputError(f"expert_alignment = {expert_alignment!r}; allowed is an integer")

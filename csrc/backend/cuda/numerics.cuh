@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cstdint>
 
@@ -58,6 +59,21 @@ __device__ __forceinline__ float e4m3_to_fp32(uint32_t code) {
   const float value =
       magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-9f : __uint_as_float((magnitude << 20) + (120u << 23));
   return __uint_as_float(__float_as_uint(value) | sign);
+}
+
+// Two codes (the low 16 bits) times a finite scale, as BF16.
+__device__ __forceinline__ uint32_t decode_two(uint32_t codes, float scale) {
+#if __CUDA_ARCH__ >= 890
+  if ((codes & 0x7F) != kE4m3Nan && (codes & 0x7F00) != uint32_t{kE4m3Nan} << 8) {
+    uint32_t halves;  // exact: FP16 has more of everything
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(codes)));
+    const float2 values = __half22float2(*reinterpret_cast<__half2*>(&halves));
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(values.y * scale), "f"(values.x * scale));
+    return packed;
+  }
+#endif
+  return pack_bf16(e4m3_to_fp32(codes & 0xFF) * scale, e4m3_to_fp32(codes >> 8 & 0xFF) * scale);
 }
 
 // ceil(log2(amax / 448)), clamped: see pow2_scale_exponent of the host backend.

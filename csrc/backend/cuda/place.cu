@@ -26,21 +26,25 @@ __device__ uint32_t most_rows(const Domain& d, const PlanView& plan) {
   return most * d.at.num_ranks;
 }
 
+// 16 values a lane; a block of 128 has one scale.
 __device__ void dequantise(const uint8_t* row, uint32_t hidden, const PlanView& plan, uint32_t first, uint32_t end,
                            uint8_t* out, uint32_t lane) {
   const float* const scales = reinterpret_cast<const float*>(row + hidden);
-  for (uint32_t i = lane; i < hidden / 8; i += kWarp) {
-    const uint2 codes = reinterpret_cast<const uint2*>(row)[i];
-    const float scale = scales[i / 16];
-    uint32_t words[4];
+  for (uint32_t i = lane; i < hidden / 16; i += kWarp) {
+    const uint4 codes = reinterpret_cast<const uint4*>(row)[i];
+    const float scale = scales[i / 8];
+    const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+    uint32_t values[8];
 #pragma unroll
     for (uint32_t w = 0; w < 4; ++w) {
-      const uint32_t two = (w < 2 ? codes.x : codes.y) >> (w % 2 * 16);
-      words[w] = pack_bf16(e4m3_to_fp32(two & 0xFF) * scale, e4m3_to_fp32(two >> 8 & 0xFF) * scale);
+      values[2 * w] = decode_two(words[w] & 0xFFFF, scale);
+      values[2 * w + 1] = decode_two(words[w] >> 16, scale);
     }
-    for (uint32_t s = first; s < end; ++s)
-      reinterpret_cast<uint4*>(out + uint64_t{plan.slots[s]} * hidden * 2)[i] =
-          make_uint4(words[0], words[1], words[2], words[3]);
+    for (uint32_t s = first; s < end; ++s) {
+      uint4* const to = reinterpret_cast<uint4*>(out + uint64_t{plan.slots[s]} * hidden * 2) + 2 * i;
+      to[0] = make_uint4(values[0], values[1], values[2], values[3]);
+      to[1] = make_uint4(values[4], values[5], values[6], values[7]);
+    }
   }
 }
 
