@@ -129,8 +129,8 @@ def timed_between_hosts(call: Callable[[], None]) -> float:
 
 def timed_on_gpu(call: Callable[[], None]) -> float:
     """From the end of a collective on the caller's stream, at which all GPUs arrive together, to the moment
-    when the stream may use the results. The host queues the call while the collective is still under way, as in
-    training, where it runs ahead; what it then waits for (counts) is in the time.
+    when the stream may use the results. The host queues the call while the collective is still under way, as
+    in training, where it runs ahead; what it then waits for (counts) is in the time.
     """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(200_000)  # cycles, about 0.1 ms
