@@ -133,7 +133,7 @@ def timed_on_gpu(call: Callable[[], None]) -> float:
     in training, where it runs ahead; what it then waits for (counts) is in the time.
     """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(200_000)  # cycles, about 0.1 ms
+    torch.cuda._sleep(2_000_000)  # cycles, about 1 ms: longer than any of the systems takes to be queued
     dist.all_reduce(torch.zeros(1, device="cuda"))
     begin.record()
     call()

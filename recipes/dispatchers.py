@@ -46,7 +46,9 @@ def ablate(recipe: Recipe, moe_layers: Iterable[Any]) -> None:
         if recipe.ablate == "zero_experts":
             layer.experts.forward = _zeroed(layer.experts.forward)
         elif recipe.ablate == "zero_prob_grad":
-            layer.token_dispatcher.dispatch_preprocess = _detached(layer.token_dispatcher.dispatch_preprocess)
+            layer.token_dispatcher.dispatch_preprocess = _without_gradient(
+                layer.token_dispatcher.dispatch_preprocess
+            )
 
 
 def _zeroed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,8 +59,21 @@ def _zeroed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return experts
 
 
-def _detached(preprocess: Callable[..., Any]) -> Callable[..., Any]:
+class _ZeroGradient(torch.autograd.Function):
+    """The identity, with a gradient of zeros. Unlike with detach(), what hangs on the probabilities further
+    up (Megatron's load-balancing loss) still gets its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, probs: torch.Tensor) -> torch.Tensor:
+        return probs.view_as(probs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(grad)
+
+
+def _without_gradient(preprocess: Callable[..., Any]) -> Callable[..., Any]:
     def dispatch_preprocess(hidden: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor) -> Any:
-        return preprocess(hidden, routing_map, probs.detach())
+        return preprocess(hidden, routing_map, _ZeroGradient.apply(probs))
 
     return dispatch_preprocess

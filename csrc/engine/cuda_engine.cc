@@ -43,7 +43,7 @@ cuda::RegionLayout layout_of(const EngineConfig& config) {
 }
 
 constexpr uint64_t kPinnedBytes = kPageBytes;
-constexpr uint32_t kStaticSharedBytes = 4096;  // kernels declare less
+constexpr uint32_t kStaticSharedBytes = 8192;  // kernels declare less
 
 uint64_t pinned_bytes(const EngineConfig& config) {
   return 2 * kPinnedBytes + round_up(8 * uint64_t{config.num_experts}, kPageBytes);
@@ -78,8 +78,10 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms)
   int lowest = 0, highest = 0;
   must(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
   must(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest), "cudaStreamCreate");
+  must(cudaStreamCreateWithPriority(&merge_stream_, cudaStreamNonBlocking, highest), "cudaStreamCreate");
   must(cudaStreamCreateWithPriority(&control_stream_, cudaStreamNonBlocking, highest), "cudaStreamCreate");
   must(cudaEventCreateWithFlags(&inputs_ready_, cudaEventDisableTiming), "cudaEventCreate");
+  must(cudaEventCreateWithFlags(&merged_, cudaEventDisableTiming), "cudaEventCreate");
   must(cudaHostAlloc(reinterpret_cast<void**>(&pinned_), pinned_bytes(config), cudaHostAllocPortable), "cudaHostAlloc");
   std::fill_n(pinned_, pinned_bytes(config), uint8_t{0});
   stop_word_ = reinterpret_cast<uint64_t*>(pinned_ + kPinnedBytes / 2);
@@ -94,7 +96,9 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms)
 CudaEngine::~CudaEngine() {
   close(true);
   cudaEventDestroy(inputs_ready_);
+  cudaEventDestroy(merged_);
   cudaStreamDestroy(stream_);
+  cudaStreamDestroy(merge_stream_);
   cudaStreamDestroy(control_stream_);
   cudaFreeHost(pinned_);
 }

@@ -103,6 +103,7 @@ class CudaEngine {
   void check_usable() const;
   void check_row(uint32_t hidden, Dtype dtype) const;
   void follow(cudaStream_t stream);   // our stream waits for what the caller has queued
+  void fold_and_merge(const cuda::FoldArgs& fold, const cuda::MergeArgs& merge, const cuda::PlanView& plan);
   void finish(CudaOp& op, void* rows, uint64_t row_bytes, void* values, uint64_t value_bytes);
   void watch();
   ErrorRecord record_of(const cuda::HostError& error) const;
@@ -118,8 +119,8 @@ class CudaEngine {
   cuda::DescriptorSocket socket_;
   std::vector<cuda::DeviceMapping> regions_;
   std::vector<uint64_t> region_bytes_;
-  cudaStream_t stream_ = nullptr, control_stream_ = nullptr;
-  cudaEvent_t inputs_ready_ = nullptr;
+  cudaStream_t stream_ = nullptr, merge_stream_ = nullptr, control_stream_ = nullptr;
+  cudaEvent_t inputs_ready_ = nullptr, merged_ = nullptr;
   uint8_t* pinned_ = nullptr;  // HostError, HostCounts, and the word that stops kernels
   uint64_t* stop_word_ = nullptr;
   mutable std::mutex mutex_;   // one launch at a time

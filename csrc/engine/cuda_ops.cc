@@ -1,5 +1,4 @@
 // The operations of a CUDA engine: checks, launches, and what the host learns of them.
-#include <cstring>
 
 #include "common/units.h"
 #include "engine/cuda_engine.h"
@@ -18,6 +17,7 @@ uint64_t lay_out(cuda::PlanView& view, uint8_t* memory, uint64_t ranks, uint64_t
   };
   take(view.row_begin, ranks + 1);
   take(view.piece_base, ranks);
+  take(view.sent_begin, ranks + 1);
   take(view.padding, 2 * experts);
   take(view.row_token, view.received_rows);
   take(view.row_pair, view.received_rows);
@@ -28,6 +28,8 @@ uint64_t lay_out(cuda::PlanView& view, uint8_t* memory, uint64_t ranks, uint64_t
   take(view.pair_place, view.sent_pairs);
   return at;
 }
+
+constexpr uint32_t kSideBySideSms = 48;
 
 void refuse(UsageKind kind, const std::string& text) { throw UsageFailure(kind, text); }
 
@@ -180,13 +182,29 @@ std::shared_ptr<CudaOp> CudaEngine::combine(const CudaCombineArgs& args) {
   follow(args.stream);
   must(cuda::launch_enter(domain_, s, plan.num_tokens, true, stream_), "enter");
   must(cuda::launch_meet(domain_, stream_), "meet");
-  const cuda::FoldArgs fold{args.hidden, args.dtype, args.wire, args.rows, args.values};
-  must(cuda::launch_fold(domain_, plan, fold, num_sms_, stream_), "fold");
-  const cuda::MergeArgs merge{args.hidden, args.dtype, args.wire, args.out, args.values_out};
-  must(cuda::launch_merge(domain_, plan, merge, all_sms_, stream_), "merge");
+  fold_and_merge({args.hidden, args.dtype, args.wire, args.rows, args.values},
+                 {args.hidden, args.dtype, args.wire, args.out, args.values_out}, plan);
   finish(*op, args.out, uint64_t{plan.num_tokens} * args.hidden * dtype_bytes(args.dtype), args.values_out,
          uint64_t{4} * plan.num_tokens * args.plan->routing_width);
   return op;
+}
+
+// With enough SMs side by side: merge sums what fold's first chunks bring while the rest is under way. With few, one
+// after the other, where merge, which only reads local memory and waits for nothing, gets all SMs.
+void CudaEngine::fold_and_merge(const cuda::FoldArgs& fold, const cuda::MergeArgs& merge, const cuda::PlanView& plan) {
+  if (num_sms_ < kSideBySideSms) {
+    must(cuda::launch_fold(domain_, plan, fold, num_sms_, stream_), "fold");
+    must(cuda::launch_await_pieces(domain_, plan, stream_), "await_pieces");
+    must(cuda::launch_merge(domain_, plan, merge, all_sms_, stream_), "merge");
+    return;
+  }
+  const uint32_t merge_sms = num_sms_ * 2 / 5;
+  must(cudaEventRecord(inputs_ready_, stream_), "cudaEventRecord");
+  must(cudaStreamWaitEvent(merge_stream_, inputs_ready_, 0), "cudaStreamWaitEvent");
+  must(cuda::launch_fold(domain_, plan, fold, num_sms_ - merge_sms, stream_), "fold");
+  must(cuda::launch_merge(domain_, plan, merge, merge_sms, merge_stream_), "merge");
+  must(cudaEventRecord(merged_, merge_stream_), "cudaEventRecord");
+  must(cudaStreamWaitEvent(stream_, merged_, 0), "cudaStreamWaitEvent");
 }
 
 void CudaEngine::finish(CudaOp& op, void* rows, uint64_t row_bytes, void* values, uint64_t value_bytes) {

@@ -36,6 +36,16 @@ __device__ __forceinline__ bool arrive_last(uint32_t* counter, uint32_t num_bloc
   return true;
 }
 
+// By one thread, which has made its own writes visible to the GPU. True for the last of `total`: it may publish what
+// all have written, and the counter is 0 again.
+__device__ __forceinline__ bool count_last(uint32_t* counter, uint32_t total) {
+  uint32_t before;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  if (before != total - 1) return false;
+  *counter = 0;
+  return true;
+}
+
 // ---- counters in shared memory of one block: order comes from the block's own barriers ------------------------------
 __device__ __forceinline__ uint32_t add_shared(uint32_t* counter, uint32_t value) { return atomicAdd(counter, value); }
 __device__ __forceinline__ unsigned long long or_shared(unsigned long long* word, unsigned long long bits) {

@@ -40,8 +40,12 @@ __device__ __forceinline__ float* values(const Domain& d, uint32_t rank, uint32_
 __device__ __forceinline__ uint8_t* rows(const Domain& d, uint32_t rank, uint32_t half) {
   return at<uint8_t>(d, rank, d.at.rows) + uint64_t{half} * d.at.max_tokens * d.at.row_bytes;
 }
+__device__ __forceinline__ uint32_t max_chunks(const Domain& d) { return d.at.max_tokens / kRowsPerChunk; }
+__device__ __forceinline__ uint64_t* folded(const Domain& d, uint32_t owner, uint32_t folder) {
+  return at<uint64_t>(d, owner, d.at.folded) + uint64_t{folder} * max_chunks(d);
+}
 __device__ __forceinline__ uint64_t* rows_full(const Domain& d, uint32_t owner, uint32_t source) {
-  return at<uint64_t>(d, owner, d.at.rows_full) + uint64_t{source} * (d.at.max_tokens / kRowsPerChunk);
+  return at<uint64_t>(d, owner, d.at.rows_full) + uint64_t{source} * max_chunks(d);
 }
 
 __device__ __forceinline__ bool stopped(const Domain& d) { return read_flag(&local(d).stop) != 0; }

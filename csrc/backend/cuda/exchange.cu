@@ -33,7 +33,11 @@ __global__ void enter(const __grid_constant__ Domain d, const OpSignature signat
     __threadfence_system();
   }
   __syncthreads();
-  if (publish) publish_all(d, d.at.header_full, local(d).op.epoch);
+  const OpState op = local(d).op;
+  if (publish) publish_all(d, d.at.header_full, op.epoch);
+  // What the half held before must have been read by all. Waited for here, in one block: the kernels that fill it take
+  // every SM they can get, and must not hold them while they wait.
+  if (signature.kind == OpKind::kDispatch) wait_all(d, at<uint64_t>(d, d.rank, d.at.read), op.free_after, Step::kStage);
 }
 
 // The experts of the block's tokens as masks, in shared memory; one warp per token.
@@ -160,8 +164,7 @@ __global__ void route(const __grid_constant__ Domain d, const DeviceRouting r, u
   const uint32_t first = blockIdx.x * kTokensPerBlock;
   const uint32_t tokens = first < r.num_tokens ? min(kTokensPerBlock, r.num_tokens - first) : 0;
   const bool writes_totals = blockIdx.x == gridDim.x - 1;
-  // What the half held before must have been read by all.
-  bool good = wait_all(d, at<uint64_t>(d, d.rank, d.at.read), op.free_after, Step::kExchange);
+  bool good = !stopped(d);
   read_routing(d, r, first, tokens, b);
 
   for (uint32_t e = threadIdx.x; e < experts; e += blockDim.x) {

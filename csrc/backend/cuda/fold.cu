@@ -1,5 +1,4 @@
 // Fold: at the expert, sums a token's rows of this rank in fp32 and puts one row into its source's piece memory.
-#include "backend/cuda/bulk.cuh"
 #include "backend/cuda/device.cuh"
 #include "backend/cuda/steps.h"
 #include "backend/cuda/sum.cuh"
@@ -10,42 +9,55 @@ namespace {
 constexpr uint32_t kThreads = 512;
 constexpr uint32_t kWarps = kThreads / kWarp;
 
-// A row that comes from `source`, the `number`-th of those; its slots are [first, last).
-struct Folded {
-  uint32_t source, number, row, first, last;
-  bool exists;
-};
-__device__ __forceinline__ Folded nth_row(const Domain& d, const PlanView& plan, uint32_t n) {
-  Folded f{};
-  f.source = rotated(d, n % d.at.num_ranks);
-  f.number = n / d.at.num_ranks;
-  f.row = plan.row_begin[f.source] + f.number;
-  f.exists = f.row < plan.row_begin[f.source + 1];
-  if (f.exists) {
-    f.first = plan.row_slot[f.row];
-    f.last = plan.row_slot[f.row + 1];
-  }
-  return f;
-}
-__device__ uint32_t most_rows(const Domain& d, const PlanView& plan) {
-  uint32_t most = 0;
-  for (uint32_t r = 0; r < d.at.num_ranks; ++r) most = max(most, plan.row_begin[r + 1] - plan.row_begin[r]);
-  return most * d.at.num_ranks;
-}
-template <typename Out>
-__device__ __forceinline__ Out* piece_of(const Domain& d, const PlanView& plan, const FoldArgs& args, const Folded& f) {
-  return at<Out>(d, f.source, d.at.pieces) + uint64_t{plan.piece_base[f.source] + f.number} * args.hidden;
-}
+// The rows that came here, as sums. Row n is the (n / ranks)-th of the source that is (n % ranks)-th after us.
+struct Fold {
+  const Domain& d;
+  const PlanView& plan;
+  const FoldArgs& args;
+  const OpState& op;
+  uint32_t source, number, row, first, count;
 
-__device__ void finish_fold(const Domain& d, const PlanView& plan, const OpState& op, const FoldArgs& args) {
-  if (args.row_values != nullptr)
-    for (uint32_t source = 0; source < d.at.num_ranks; ++source)
-      for (uint32_t row = plan.row_begin[source] + blockIdx.x * blockDim.x + threadIdx.x;
-           row < plan.row_begin[source + 1]; row += gridDim.x * blockDim.x)
-        for (uint32_t s = plan.row_slot[row]; s < plan.row_slot[row + 1]; ++s)
-          at<float>(d, source, d.at.piece_values)[plan.row_pair[row] + s - plan.row_slot[row]] =
-              args.row_values[plan.slots[s]];
-  if (last_block(d, Kernel::kFold) && !stopped(d)) publish_all(d, d.at.folded, op.epoch);
+  __device__ uint32_t end() const {
+    uint32_t most = 0;
+    for (uint32_t r = 0; r < d.at.num_ranks; ++r) most = max(most, plan.row_begin[r + 1] - plan.row_begin[r]);
+    return most * d.at.num_ranks;
+  }
+  __device__ bool find(uint32_t n) {
+    source = rotated(d, n % d.at.num_ranks);
+    number = n / d.at.num_ranks;
+    row = plan.row_begin[source] + number;
+    if (row >= plan.row_begin[source + 1]) return false;
+    first = plan.row_slot[row];
+    count = plan.row_slot[row + 1] - first;
+    return true;
+  }
+  __device__ bool wait(uint32_t) const { return true; }
+  __device__ const uint8_t* addend(uint32_t i) const {
+    return args.rows + uint64_t{plan.slots[first + i]} * args.hidden * dtype_bytes(args.dtype);
+  }
+  __device__ uint8_t* out() const {
+    return at<uint8_t>(d, source, d.at.pieces) +
+           uint64_t{plan.piece_base[source] + number} * args.hidden * dtype_bytes(args.wire);
+  }
+  // One of a chunk of pieces is in its source's memory: the last tells the source.
+  __device__ void complete(uint32_t n) const {
+    const uint32_t to = rotated(d, n % d.at.num_ranks), chunk = n / d.at.num_ranks / kRowsPerChunk;
+    const uint32_t rows = plan.row_begin[to + 1] - plan.row_begin[to];
+    uint32_t* const counter = at<uint32_t>(d, d.rank, d.at.chunk_counts) + to * max_chunks(d) + chunk;
+    if (count_last(counter, min(kRowsPerChunk, rows - chunk * kRowsPerChunk)))
+      publish_flag(folded(d, to, d.rank) + chunk, op.epoch);
+  }
+};
+
+// Weights' gradients, after the rows.
+__device__ void fold_values(const Domain& d, const PlanView& plan, const OpState& op, const FoldArgs& args) {
+  for (uint32_t source = 0; source < d.at.num_ranks; ++source)
+    for (uint32_t row = plan.row_begin[source] + blockIdx.x * blockDim.x + threadIdx.x;
+         row < plan.row_begin[source + 1]; row += gridDim.x * blockDim.x)
+      for (uint32_t s = plan.row_slot[row]; s < plan.row_slot[row + 1]; ++s)
+        at<float>(d, source, d.at.piece_values)[plan.row_pair[row] + s - plan.row_slot[row]] =
+            args.row_values[plan.slots[s]];
+  if (last_block(d, Kernel::kFold) && !stopped(d)) publish_all(d, d.at.folded_values, op.epoch);
 }
 
 // Plain loads: for every architecture and every dtype.
@@ -56,110 +68,28 @@ __global__ void __launch_bounds__(kThreads, 1)
   // The pieces of the last combine must have been merged.
   if (!wait_all(d, at<uint64_t>(d, d.rank, d.at.merged), op.free_after, Step::kFold)) return;
   const uint32_t lane = threadIdx.x % kWarp;
-  const In* const in = reinterpret_cast<const In*>(args.rows);
-  const uint32_t end = most_rows(d, plan);
+  Fold f{d, plan, args, op};
+  const uint32_t end = f.end();
   for (uint32_t n = threadIdx.x / kWarp * gridDim.x + blockIdx.x; n < end; n += gridDim.x * kWarps) {
-    const Folded f = nth_row(d, plan, n);
-    if (!f.exists) continue;
+    if (!f.find(n)) continue;
     sum_row(
-        args.hidden, lane, f.last - f.first,
-        [&](uint32_t i) { return in + uint64_t{plan.slots[f.first + i]} * args.hidden; },
-        piece_of<Out>(d, plan, args, f));
+        args.hidden, lane, f.count, [&](uint32_t i) { return reinterpret_cast<const In*>(f.addend(i)); },
+        reinterpret_cast<Out*>(f.out()));
+    __threadfence_system();
+    __syncwarp();
+    if (lane == 0) f.complete(n);
   }
-  finish_fold(d, plan, op, args);
+  if (args.row_values != nullptr) fold_values(d, plan, op, args);
 }
 
-// Bulk copies, BF16: a warp walks over (row, segment, slot), a ring of segments in shared memory is filled ahead of the
-// sum, and sums go out through two more.
-constexpr uint32_t kSegment = 2048;  // bytes
-constexpr uint32_t kRing = 6;
-constexpr uint32_t kBulkWarps = 12;
-constexpr uint32_t kVectors = kSegment / 16 / kWarp;
-constexpr uint32_t kBulkBytes = kBulkWarps * (kRing + 2) * kSegment;
-
-__global__ void __launch_bounds__(kBulkWarps* kWarp, 1)
+__global__ void __launch_bounds__(kSumWarps* kWarp, 1)
     fold_bulk(const __grid_constant__ Domain d, const PlanView plan, const FoldArgs args) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ __align__(8) uint64_t barriers[kBulkWarps * kRing];
   const OpState op = local(d).op;
   if (!wait_all(d, at<uint64_t>(d, d.rank, d.at.merged), op.free_after, Step::kFold)) return;
-  const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  uint8_t* const ring = shared + warp * (kRing + 2) * kSegment;
-  uint8_t* const sums = ring + kRing * kSegment;
-  uint64_t* const full = barriers + warp * kRing;
-  if (lane == 0) {
-    for (uint32_t i = 0; i < kRing; ++i) init_barrier(full + i);
-    fence_barriers();
-  }
-  __syncwarp();
-
-  const uint32_t row_bytes = args.hidden * 2;
-  const uint32_t end = most_rows(d, plan), step = gridDim.x * kBulkWarps;
-  const auto find = [&](uint32_t& n) {
-    Folded f{};
-    for (; n < end; n += step) {
-      f = nth_row(d, plan, n);
-      if (f.exists) break;
-    }
-    return f;
-  };
-  // Where the loads are.
-  uint32_t load_n = warp * gridDim.x + blockIdx.x, load_at = 0, load_slot = 0, loaded = 0;
-  Folded load_row = find(load_n);
-  const auto load_next = [&] {
-    if (load_n >= end) return;
-    const uint32_t bytes = min(kSegment, row_bytes - load_at);
-    if (lane == 0)
-      load_bulk(ring + loaded % kRing * kSegment,
-                args.rows + uint64_t{plan.slots[load_row.first + load_slot]} * row_bytes + load_at, bytes,
-                full + loaded % kRing);
-    ++loaded;
-    if (++load_slot < load_row.last - load_row.first) return;
-    load_slot = 0;
-    load_at += kSegment;
-    if (load_at < row_bytes) return;
-    load_at = 0;
-    load_n += step;
-    load_row = find(load_n);
-  };
-  for (uint32_t i = 0; i < kRing - 1; ++i) load_next();
-  uint32_t summed = 0, written = 0;
-  for (uint32_t n = warp * gridDim.x + blockIdx.x; n < end; n += step) {
-    const Folded f = find(n);
-    if (!f.exists) break;
-    uint8_t* const piece = reinterpret_cast<uint8_t*>(piece_of<uint16_t>(d, plan, args, f));
-    for (uint32_t begin = 0; begin < row_bytes; begin += kSegment) {
-      const uint32_t bytes = min(kSegment, row_bytes - begin);
-      float sum[kVectors][8] = {};
-      for (uint32_t slot = f.first; slot < f.last; ++slot) {
-        wait_barrier(full + summed % kRing, summed / kRing);
-        const uint16_t* const from = reinterpret_cast<const uint16_t*>(ring + summed % kRing * kSegment);
-#pragma unroll
-        for (uint32_t v = 0; v < kVectors; ++v) add_values(sum[v], from + (v * kWarp + lane) * 8);
-        __syncwarp();
-        ++summed;
-        load_next();
-      }
-      uint16_t* const out = reinterpret_cast<uint16_t*>(sums + written % 2 * kSegment);
-      if (lane == 0) wait_stores_read<1>();  // of the sums before the last
-      __syncwarp();
-#pragma unroll
-      for (uint32_t v = 0; v < kVectors; ++v) put_values(sum[v], out + (v * kWarp + lane) * 8);
-      fence_shared();
-      __syncwarp();
-      if (lane == 0) {
-        store_bulk(piece + begin, out, bytes);
-        commit_stores();
-      }
-      ++written;
-    }
-  }
-  if (lane == 0) {
-    wait_stores();
-    proxy_fence();  // what bulk stores wrote is published by an ordinary one
-  }
-  finish_fold(d, plan, op, args);
+  sum_rows_bulk(Fold{d, plan, args, op}, args.hidden * 2, blockIdx.x, gridDim.x, shared);
+  if (args.row_values != nullptr) fold_values(d, plan, op, args);
 #endif
 }
 
@@ -171,14 +101,14 @@ cudaError_t launch_fold(const Domain& domain, const PlanView& plan, const FoldAr
     fold<float, float><<<num_sms, kThreads, 0, stream>>>(domain, plan, args);
   else if (args.wire == Dtype::kFp32)
     fold<uint16_t, float><<<num_sms, kThreads, 0, stream>>>(domain, plan, args);
-  else if (!domain.bulk_copies || domain.shared_bytes < kBulkBytes)
+  else if (!domain.bulk_copies || domain.shared_bytes < kSumBytes)
     fold<uint16_t, uint16_t><<<num_sms, kThreads, 0, stream>>>(domain, plan, args);
   else if (const cudaError_t status = cudaFuncSetAttribute(fold_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                           static_cast<int>(kBulkBytes));
+                                                           static_cast<int>(kSumBytes));
            status != cudaSuccess)
     return status;
   else
-    fold_bulk<<<num_sms, kBulkWarps * kWarp, kBulkBytes, stream>>>(domain, plan, args);
+    fold_bulk<<<num_sms, kSumWarps * kWarp, kSumBytes, stream>>>(domain, plan, args);
   return cudaGetLastError();
 }
 

@@ -23,11 +23,12 @@ constexpr uint32_t kHalves = 2;
 //   rows_full[s][c] writer: rank s. Chunk c of its staged rows of that epoch is in s's region.
 //   values_full[s]  writer: rank s. Its fp32 values of that epoch are in s's region.
 //   read[d]         writer: rank d. It has read what it wanted of our header, routing, rows and values of that epoch.
-//   folded[d]       writer: rank d. All its pieces (and values) of that epoch are in our region.
+//   folded[d][c]    writer: rank d. Chunk c of its pieces of that epoch is in our region.
+//   folded_values[d] writer: rank d. Its fp32 values of that epoch are in our region.
 //   merged[s]       writer: rank s. It has read all pieces in its region up to that epoch: they may be overwritten.
 struct Offsets {
-  uint64_t header_full = 0, values_full = 0, read = 0, folded = 0, merged = 0;  // [ranks]
-  uint64_t rows_full = 0;  // [ranks][chunks]
+  uint64_t header_full = 0, values_full = 0, read = 0, folded_values = 0, merged = 0;  // [ranks]
+  uint64_t rows_full = 0, folded = 0;  // [ranks][chunks]
   uint64_t headers = 0;  // [halves] DeviceHeader, then uint32 counts [experts]
   uint64_t header_bytes = 0;
   // What a half holds of a dispatch.
@@ -40,6 +41,7 @@ struct Offsets {
   uint64_t piece_values = 0;  // [pairs] float
   // Read and written by this rank only.
   uint64_t local = 0;        // Local
+  uint64_t chunk_counts = 0;  // [ranks][chunks] uint32: pieces of a chunk that are done; the last resets it
   uint64_t block_counts = 0; // [blocks] uint32[experts + 2 * ranks + 2]: see exchange.cu
   uint64_t plan_scratch = 0; // PlanScratch
   uint64_t token_begin = 0;  // [2][tokens + 1] uint32: pairs, then rows, of earlier tokens
@@ -139,6 +141,7 @@ struct PlanView {
   // Of this rank as destination.
   uint32_t* row_begin = nullptr;    // [ranks + 1]
   uint32_t* piece_base = nullptr;   // [ranks]
+  uint32_t* sent_begin = nullptr;   // [ranks + 1] rows that we sent to lower ranks
   uint32_t* padding = nullptr;      // [experts of a rank][2]: slots that are padding
   uint32_t* row_token = nullptr;    // [received rows]
   uint32_t* row_pair = nullptr;     // [received rows] the source's number of the row's first pair

@@ -9,25 +9,86 @@ namespace {
 constexpr uint32_t kThreads = 512;
 constexpr uint32_t kWarps = kThreads / kWarp;
 
+// Our tokens, as sums of the pieces that came back; none for a token that no expert got.
+struct Merge {
+  const Domain& d;
+  const PlanView& plan;
+  const MergeArgs& args;
+  const OpState& op;
+  uint32_t token, first, count;
+
+  __device__ uint32_t end() const { return plan.num_tokens; }
+  __device__ bool find(uint32_t n) {
+    token = n;
+    first = plan.piece_begin[n];
+    count = plan.piece_begin[n + 1] - first;
+    return true;
+  }
+  // By a warp: the chunks that hold the token's pieces have arrived, a piece a lane.
+  __device__ bool wait(uint32_t) const {
+    bool good = true;
+    for (uint32_t i = threadIdx.x % kWarp; i < count; i += kWarp) {
+      const uint32_t piece = plan.piece_rows[first + i];
+      uint32_t from = 0;
+      while (plan.sent_begin[from + 1] <= piece) ++from;
+      const uint32_t chunk = (piece - plan.sent_begin[from]) / kRowsPerChunk;
+      good &= wait_flag(d, folded(d, d.rank, from) + chunk, op.epoch, Step::kMerge, static_cast<int>(from),
+                        static_cast<int>(chunk));
+    }
+    proxy_fence();
+    return __all_sync(kFullWarp, good);
+  }
+  __device__ const uint8_t* addend(uint32_t i) const {
+    return at<uint8_t>(d, d.rank, d.at.pieces) +
+           uint64_t{plan.piece_rows[first + i]} * args.hidden * dtype_bytes(args.wire);
+  }
+  __device__ uint8_t* out() const { return args.out + uint64_t{token} * args.hidden * dtype_bytes(args.dtype); }
+  __device__ void complete(uint32_t) const {}
+};
+
+__device__ void finish_merge(const Domain& d, const PlanView& plan, const OpState& op, const MergeArgs& args) {
+  if (args.values != nullptr && wait_all(d, at<uint64_t>(d, d.rank, d.at.folded_values), op.epoch, Step::kMerge))
+    for (uint32_t p = blockIdx.x * blockDim.x + threadIdx.x; p < plan.sent_pairs; p += gridDim.x * blockDim.x)
+      args.values[plan.pair_place[p]] = at<float>(d, d.rank, d.at.piece_values)[p];
+  if (last_block(d, Kernel::kMerge) && !stopped(d)) publish_all(d, d.at.merged, op.epoch);
+}
+
 template <typename In, typename Out>
 __global__ void __launch_bounds__(kThreads, 1)
     merge(const __grid_constant__ Domain d, const PlanView plan, const MergeArgs args) {
   const OpState op = local(d).op;
-  if (!wait_all(d, at<uint64_t>(d, d.rank, d.at.folded), op.epoch, Step::kMerge)) return;
   const uint32_t lane = threadIdx.x % kWarp;
-  const In* const pieces = at<In>(d, d.rank, d.at.pieces);
-  Out* const out = reinterpret_cast<Out*>(args.out);
-  for (uint32_t t = threadIdx.x / kWarp * gridDim.x + blockIdx.x; t < plan.num_tokens; t += gridDim.x * kWarps) {
-    const uint32_t first = plan.piece_begin[t], last = plan.piece_begin[t + 1];
+  Merge m{d, plan, args, op};
+  for (uint32_t n = threadIdx.x / kWarp * gridDim.x + blockIdx.x; n < plan.num_tokens; n += gridDim.x * kWarps) {
+    m.find(n);
+    if (!m.wait(n)) break;
     sum_row(
-        args.hidden, lane, last - first,
-        [&](uint32_t i) { return pieces + uint64_t{plan.piece_rows[first + i]} * args.hidden; },
-        out + uint64_t{t} * args.hidden);
+        args.hidden, lane, m.count, [&](uint32_t i) { return reinterpret_cast<const In*>(m.addend(i)); },
+        reinterpret_cast<Out*>(m.out()));
   }
-  if (args.values != nullptr)
-    for (uint32_t p = blockIdx.x * blockDim.x + threadIdx.x; p < plan.sent_pairs; p += gridDim.x * blockDim.x)
-      args.values[plan.pair_place[p]] = at<float>(d, d.rank, d.at.piece_values)[p];
-  if (last_block(d, Kernel::kMerge)) publish_all(d, d.at.merged, op.epoch);
+  finish_merge(d, plan, op, args);
+}
+
+__global__ void __launch_bounds__(kSumWarps* kWarp, 1)
+    merge_bulk(const __grid_constant__ Domain d, const PlanView plan, const MergeArgs args) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) uint8_t shared[];
+  const OpState op = local(d).op;
+  sum_rows_bulk(Merge{d, plan, args, op}, args.hidden * 2, blockIdx.x, gridDim.x, shared);
+  finish_merge(d, plan, op, args);
+#endif
+}
+
+// One block: all pieces have arrived.
+__global__ void await_pieces(const __grid_constant__ Domain d, const PlanView plan) {
+  const uint64_t epoch = local(d).op.epoch;
+  for (uint32_t from = 0; from < d.at.num_ranks; ++from) {
+    const uint32_t rows = plan.sent_begin[from + 1] - plan.sent_begin[from];
+    for (uint32_t chunk = threadIdx.x; chunk * kRowsPerChunk < rows; chunk += blockDim.x)
+      if (!wait_flag(d, folded(d, d.rank, from) + chunk, epoch, Step::kMerge, static_cast<int>(from),
+                     static_cast<int>(chunk)))
+        return;
+  }
 }
 
 __global__ void poison(const __grid_constant__ Domain d, uint32_t* rows, uint64_t row_words, uint32_t* values,
@@ -46,8 +107,19 @@ cudaError_t launch_merge(const Domain& domain, const PlanView& plan, const Merge
     merge<float, float><<<num_sms, kThreads, 0, stream>>>(domain, plan, args);
   else if (args.wire == Dtype::kFp32)
     merge<float, uint16_t><<<num_sms, kThreads, 0, stream>>>(domain, plan, args);
-  else
+  else if (!domain.bulk_copies || domain.shared_bytes < kSumBytes)
     merge<uint16_t, uint16_t><<<num_sms, kThreads, 0, stream>>>(domain, plan, args);
+  else if (const cudaError_t status = cudaFuncSetAttribute(merge_bulk, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                           static_cast<int>(kSumBytes));
+           status != cudaSuccess)
+    return status;
+  else
+    merge_bulk<<<num_sms, kSumWarps * kWarp, kSumBytes, stream>>>(domain, plan, args);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_await_pieces(const Domain& domain, const PlanView& plan, cudaStream_t stream) {
+  await_pieces<<<1, 256, 0, stream>>>(domain, plan);
   return cudaGetLastError();
 }
 
@@ -59,7 +131,8 @@ cudaError_t launch_poison(const Domain& domain, void* rows, uint64_t row_bytes, 
 }
 
 cudaError_t load_merge() {
-  return load_all(merge<float, float>, merge<float, uint16_t>, merge<uint16_t, uint16_t>, poison);
+  return load_all(merge<float, float>, merge<float, uint16_t>, merge<uint16_t, uint16_t>, merge_bulk, await_pieces,
+                  poison);
 }
 
 }  // namespace uccl_ep::cuda

@@ -26,9 +26,18 @@ __device__ uint32_t most_rows(const Domain& d, const PlanView& plan) {
   return most * d.at.num_ranks;
 }
 
+// The slots of a row: `get(i)` of `count`.
+template <typename Get>
+struct Slots {
+  uint32_t count;
+  Get get;
+};
+template <typename Get>
+Slots(uint32_t, Get) -> Slots<Get>;
+
 // 16 values a lane; a block of 128 has one scale.
-__device__ void dequantise(const uint8_t* row, uint32_t hidden, const PlanView& plan, uint32_t first, uint32_t end,
-                           uint8_t* out, uint32_t lane) {
+template <typename Get>
+__device__ void dequantise(const uint8_t* row, uint32_t hidden, const Slots<Get>& slots, uint8_t* out, uint32_t lane) {
   const float* const scales = reinterpret_cast<const float*>(row + hidden);
   for (uint32_t i = lane; i < hidden / 16; i += kWarp) {
     const uint4 codes = reinterpret_cast<const uint4*>(row)[i];
@@ -40,21 +49,31 @@ __device__ void dequantise(const uint8_t* row, uint32_t hidden, const PlanView& 
       values[2 * w] = decode_two(words[w] & 0xFFFF, scale);
       values[2 * w + 1] = decode_two(words[w] >> 16, scale);
     }
-    for (uint32_t s = first; s < end; ++s) {
-      uint4* const to = reinterpret_cast<uint4*>(out + uint64_t{plan.slots[s]} * hidden * 2) + 2 * i;
+    for (uint32_t s = 0; s < slots.count; ++s) {
+      uint4* const to = reinterpret_cast<uint4*>(out + uint64_t{slots.get(s)} * hidden * 2) + 2 * i;
       to[0] = make_uint4(values[0], values[1], values[2], values[3]);
       to[1] = make_uint4(values[4], values[5], values[6], values[7]);
     }
   }
 }
 
-__device__ void copy_out(const uint8_t* from, uint64_t bytes, const PlanView& plan, uint32_t first, uint32_t end,
-                         uint8_t* out, uint32_t lane) {
+template <typename Get>
+__device__ void copy_out(const uint8_t* from, uint64_t bytes, const Slots<Get>& slots, uint8_t* out, uint32_t lane) {
   const uint4* const in = reinterpret_cast<const uint4*>(from);
 #pragma unroll 4
   for (uint32_t i = lane; i < bytes / 16; i += kWarp) {
     const uint4 value = in[i];
-    for (uint32_t s = first; s < end; ++s) reinterpret_cast<uint4*>(out + plan.slots[s] * bytes)[i] = value;
+    for (uint32_t s = 0; s < slots.count; ++s) reinterpret_cast<uint4*>(out + slots.get(s) * bytes)[i] = value;
+  }
+}
+
+template <typename Get>
+__device__ void copy_scales(const uint8_t* row, const Slots<Get>& slots, const PlaceArgs& args, uint32_t lane) {
+  const uint32_t blocks = args.hidden / kFp8Block;
+  const float* const scales = reinterpret_cast<const float*>(row + args.hidden);
+  for (uint32_t s = 0; s < slots.count; ++s) {
+    float* const out = args.scales + uint64_t{slots.get(s)} * blocks;
+    for (uint32_t i = lane; i < blocks; i += kWarp) out[i] = scales[i];
   }
 }
 
@@ -101,16 +120,6 @@ __device__ void finish_place(const Domain& d, const PlanView& plan, const OpStat
   if (last_block(d, Kernel::kPlace) && !stopped(d)) publish_all(d, d.at.read, op.epoch);
 }
 
-__device__ void place_scales(const PlanView& plan, const PlaceArgs& args, const uint8_t* row, uint32_t first,
-                             uint32_t last, uint32_t lane) {
-  const uint32_t blocks = args.hidden / kFp8Block;
-  const float* const scales = reinterpret_cast<const float*>(row + args.hidden);
-  for (uint32_t s = first; s < last; ++s) {
-    float* const out = args.scales + uint64_t{plan.slots[s]} * blocks;
-    for (uint32_t i = lane; i < blocks; i += kWarp) out[i] = scales[i];
-  }
-}
-
 // Plain loads: for every architecture and every row.
 __global__ void __launch_bounds__(kThreads, 1)
     place(const __grid_constant__ Domain d, const PlanView plan, const PlaceArgs args) {
@@ -129,26 +138,58 @@ __global__ void __launch_bounds__(kThreads, 1)
     good = wait_row(d, op, from.rank, token, lane);
     if (!good) break;
     const uint8_t* const row = rows(d, from.rank, op.half) + token * stride;
-    const uint32_t first = plan.row_slot[from.row], last = plan.row_slot[from.row + 1];
+    const uint32_t first = plan.row_slot[from.row];
+    const Slots slots{plan.row_slot[from.row + 1] - first, [&](uint32_t i) { return plan.slots[first + i]; }};
     if (args.wire == Dtype::kFp8 && !codes)
-      dequantise(row, args.hidden, plan, first, last, args.rows, lane);
+      dequantise(row, args.hidden, slots, args.rows, lane);
     else
-      copy_out(row, out_bytes, plan, first, last, args.rows, lane);
-    if (codes) place_scales(plan, args, row, first, last, lane);
+      copy_out(row, out_bytes, slots, args.rows, lane);
+    if (codes) copy_scales(row, slots, args, lane);
   }
   finish_place(d, plan, op, args);
 }
 
 // Bulk copies: a warp is a stream over its rows, through a ring of kStages rows in shared memory. Loads of the next
-// rows are under way while one is stored.
+// rows are under way while one is stored. What is known of the rows is fetched for 32 of them at a time, a row a lane,
+// so that its latency is paid once.
 constexpr uint32_t kStages = 3;
 constexpr uint32_t kMaxBulkWarps = 16;
+
+// The next 32 rows of a warp, in its lanes.
+struct RowBatch {
+  uint32_t source, token, first, count;  // count 0: there is no such row
+  bool ready;                            // its chunk has been staged
+
+  __device__ RowBatch(const Domain& d, const PlanView& plan, const OpState& op, uint32_t n, uint32_t end) {
+    source = token = first = count = 0;
+    ready = false;
+    if (n >= end) return;
+    const Source from = nth_row(d, plan, n);
+    if (!from.exists) return;
+    source = from.rank;
+    token = plan.row_token[from.row];
+    first = plan.row_slot[from.row];
+    count = plan.row_slot[from.row + 1] - first;
+    ready = read_flag(rows_full(d, d.rank, source) + token / kRowsPerChunk) >= op.epoch;
+  }
+  // Lane `i`'s row, in every lane.
+  __device__ RowBatch of(uint32_t i) const {
+    RowBatch row = *this;
+    row.source = __shfl_sync(kFullWarp, source, i);
+    row.token = __shfl_sync(kFullWarp, token, i);
+    row.first = __shfl_sync(kFullWarp, first, i);
+    row.count = __shfl_sync(kFullWarp, count, i);
+    row.ready = __shfl_sync(kFullWarp, ready, i);
+    return row;
+  }
+};
 
 __global__ void __launch_bounds__(kMaxBulkWarps* kWarp, 1)
     place_bulk(const __grid_constant__ Domain d, const PlanView plan, const PlaceArgs args) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ __align__(8) uint64_t barriers[kMaxBulkWarps * kStages];
+  __shared__ uint32_t slot_ring[kMaxBulkWarps * kStages * kWarp];  // the first 32 slots of a stage's row
   const OpState op = local(d).op;
   const uint32_t stride = static_cast<uint32_t>(wire_row_bytes(args.wire, args.hidden));
   const bool codes = args.scales != nullptr;
@@ -156,6 +197,7 @@ __global__ void __launch_bounds__(kMaxBulkWarps* kWarp, 1)
   const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   uint8_t* const ring = shared + warp * kStages * stride;
   uint64_t* const full = barriers + warp * kStages;
+  uint32_t* const stage_slots = slot_ring + warp * kStages * kWarp;
   if (lane == 0) {
     for (uint32_t i = 0; i < kStages; ++i) init_barrier(full + i);
     fence_barriers();
@@ -164,25 +206,34 @@ __global__ void __launch_bounds__(kMaxBulkWarps* kWarp, 1)
   __syncwarp();
 
   const uint32_t end = most_rows(d, plan), step = gridDim.x * (blockDim.x / kWarp);
-  uint32_t ahead = warp * gridDim.x + blockIdx.x;  // the next row to load
+  uint32_t batch_begin = warp * gridDim.x + blockIdx.x, next = 0;  // the row to load next: lane `next` of the batch
+  RowBatch batch(d, plan, op, batch_begin + lane * step, end);
   uint32_t loaded = 0, placed = 0;
   bool good = !stopped(d);
-  uint32_t stage_row[kStages];  // number of the row that a stage holds
+  uint32_t stage_first[kStages], stage_count[kStages];
   const auto load_next = [&](uint32_t stage) {
-    Source from{};
-    while (ahead < end) {
-      from = nth_row(d, plan, ahead);
-      ahead += step;
-      if (from.exists) break;
+    RowBatch row = batch;
+    do {
+      if (next == kWarp) {
+        batch_begin += kWarp * step;
+        if (batch_begin >= end) return;
+        batch = RowBatch(d, plan, op, batch_begin + lane * step, end);
+        next = 0;
+      }
+      row = batch.of(next++);
+    } while (row.count == 0);
+    __syncwarp();  // orders the flags that the lanes have read
+    if (!row.ready) {
+      good = wait_row(d, op, row.source, row.token, lane);
+      if (!good) return;
     }
-    if (!from.exists) return;
-    const uint32_t token = plan.row_token[from.row];
-    good = wait_row(d, op, from.rank, token, lane);
-    if (!good) return;
-    stage_row[stage] = from.row;
+    stage_first[stage] = row.first;
+    stage_count[stage] = row.count;
+    if (lane < row.count) stage_slots[stage * kWarp + lane] = plan.slots[row.first + lane];
     if (lane == 0) {
-      proxy_fence();  // the flag was read by an ordinary load, the row is read by a bulk copy
-      load_bulk(ring + stage * stride, rows(d, from.rank, op.half) + uint64_t{token} * stride, stride, full + stage);
+      proxy_fence();  // flags were read by ordinary loads, the row is read by a bulk copy
+      load_bulk(ring + stage * stride, rows(d, row.source, op.half) + uint64_t{row.token} * stride, stride,
+                full + stage);
     }
     ++loaded;
   };
@@ -194,25 +245,26 @@ __global__ void __launch_bounds__(kMaxBulkWarps* kWarp, 1)
     for (uint32_t stage = 0; stage < kStages; ++stage) {
       if (placed == loaded) break;
       wait_barrier(full + stage, placed / kStages);
+      __syncwarp();
       const uint8_t* const row = ring + stage * stride;
-      const uint32_t first = plan.row_slot[stage_row[stage]], last = plan.row_slot[stage_row[stage] + 1];
+      const Slots slots{stage_count[stage], [&](uint32_t i) {
+                          return i < kWarp ? stage_slots[stage * kWarp + i] : plan.slots[stage_first[stage] + i];
+                        }};
       if (args.wire == Dtype::kFp8 && !codes) {
-        dequantise(row, args.hidden, plan, first, last, args.rows, lane);
+        dequantise(row, args.hidden, slots, args.rows, lane);
       } else {
-        if (lane == 0) {
-          for (uint32_t s = first; s < last; ++s)
-            store_bulk(args.rows + uint64_t{plan.slots[s]} * out_bytes, row, out_bytes);
-          commit_stores();
-        }
-        if (codes) place_scales(plan, args, row, first, last, lane);
+        for (uint32_t s = lane; s < slots.count; s += kWarp)
+          store_bulk(args.rows + uint64_t{slots.get(s)} * out_bytes, row, out_bytes);
+        commit_stores();
+        if (codes) copy_scales(row, slots, args, lane);
       }
       ++placed;
-      if (lane == 0) wait_stores_read<1>();  // the stage that is loaded next was stored one round ago
+      wait_stores_read<1>();  // the stage that is loaded next was stored one round ago
       __syncwarp();
       if (good) load_next((stage + kStages - 1) % kStages);
     }
   }
-  if (lane == 0) wait_stores();
+  wait_stores<0>();
   finish_place(d, plan, op, args);
 #endif
 }

@@ -138,6 +138,7 @@ __device__ void plan_heads(const Domain& d, const PlanView& plan) {
   const uint32_t* const padding = slot_base(d) + d.at.num_ranks * d.experts_per_rank;
   for (uint32_t s = threadIdx.x; s <= d.at.num_ranks; s += blockDim.x) {
     plan.row_begin[s] = from.row_begin[s];
+    plan.sent_begin[s] = header(d, d.rank, local(d).op.epoch).row_begin[s];
     if (s < d.at.num_ranks) plan.piece_base[s] = from.piece_base[s];
   }
   for (uint32_t i = threadIdx.x; i < 2 * d.experts_per_rank; i += blockDim.x) plan.padding[i] = padding[i];

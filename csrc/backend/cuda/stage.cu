@@ -60,7 +60,7 @@ __device__ void quantise_row(const uint4* from, uint8_t* to, uint32_t hidden, bo
 
 __global__ void __launch_bounds__(kThreads, 1) stage(const __grid_constant__ Domain d, const StageArgs args) {
   const OpState op = local(d).op;
-  if (!wait_all(d, at<uint64_t>(d, d.rank, d.at.read), op.free_after, Step::kStage)) return;
+  if (stopped(d)) return;
   const uint64_t stride = wire_row_bytes(args.wire, args.hidden);
   const uint32_t in_vectors = args.hidden * dtype_bytes(args.dtype) / 16;
   uint8_t* const staged = rows(d, d.rank, op.half);
@@ -87,11 +87,11 @@ __global__ void __launch_bounds__(kThreads, 1) stage(const __grid_constant__ Dom
 __global__ void __launch_bounds__(kThreads, 1)
     stage_values(const __grid_constant__ Domain d, const PlanView plan, const float* from) {
   const OpState op = local(d).op;
-  if (!wait_all(d, at<uint64_t>(d, d.rank, d.at.read), op.free_after, Step::kStage)) return;
+  if (stopped(d)) return;
   float* const staged = values(d, d.rank, op.half);
   for (uint32_t p = blockIdx.x * blockDim.x + threadIdx.x; p < plan.sent_pairs; p += gridDim.x * blockDim.x)
     staged[p] = from[plan.pair_place[p]];
-  if (last_block(d, Kernel::kStageValues)) publish_all(d, d.at.values_full, op.epoch);
+  if (last_block(d, Kernel::kStageValues) && !stopped(d)) publish_all(d, d.at.values_full, op.epoch);
 }
 
 }  // namespace

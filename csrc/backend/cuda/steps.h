@@ -71,6 +71,8 @@ struct MergeArgs {
   uint8_t* out = nullptr;    // [T, H]
   float* values = nullptr;   // [T, width], zeroed; nullptr: none travel
 };
+// Waits, in one block, until all pieces have arrived: a merge after it waits for nothing.
+cudaError_t launch_await_pieces(const Domain& domain, const PlanView& plan, cudaStream_t stream);
 cudaError_t launch_merge(const Domain& domain, const PlanView& plan, const MergeArgs& args, uint32_t num_sms,
                          cudaStream_t stream);
 

@@ -1,6 +1,8 @@
 // Sums of rows in fp32, in the order given, from +0.0; rounded once.
 #pragma once
 
+#include "backend/cuda/bulk.cuh"
+#include "backend/cuda/device.cuh"
 #include "backend/cuda/numerics.cuh"
 
 namespace uccl_ep::cuda {
@@ -45,5 +47,116 @@ __device__ __forceinline__ void sum_row(uint32_t hidden, uint32_t lane, uint32_t
     put_values(sum, out + i);
   }
 }
+
+// ---- BF16 sums by bulk copies (sm_90) -------------------------------------------------------------------------------
+// A warp walks over (row, segment, addend). A ring of segments in shared memory is filled ahead of the sums, which go
+// out through two more.
+constexpr uint32_t kSegment = 2048;  // bytes
+constexpr uint32_t kRing = 6;
+constexpr uint32_t kSumWarps = 12;
+constexpr uint32_t kVectors = kSegment / 16 / kWarp;
+constexpr uint32_t kSumBytes = kSumWarps * (kRing + 2) * kSegment;
+constexpr int kOpenGroups = 4;       // stores that may be incomplete when a row is reported
+constexpr uint32_t kUnreported = 8;  // rows, more than ever are
+
+// Work has, for rows 0 .. end():
+//   bool find(n)              the row exists; makes it the current one of this object
+//   bool wait(n)              by the warp: its addends have arrived; false: an error is known
+//   uint32_t count            its addends
+//   const uint8_t* addend(i), uint8_t* out()
+//   void complete(n)          by lane 0: the sum is visible to all
+// Rows are taken by warps in turn: `first_block` of `num_blocks` blocks.
+#if __CUDA_ARCH__ >= 900
+template <typename Work>
+__device__ void sum_rows_bulk(const Work& work, uint32_t row_bytes, uint32_t block, uint32_t num_blocks,
+                              uint8_t* shared) {
+  __shared__ __align__(8) uint64_t barriers[kSumWarps * kRing];
+  __shared__ uint2 open_rows[kSumWarps * kUnreported];  // rows and the number of stores up to their end
+  const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  uint8_t* const ring = shared + warp * (kRing + 2) * kSegment;
+  uint8_t* const sums = ring + kRing * kSegment;
+  uint64_t* const full = barriers + warp * kRing;
+  uint2* const open = open_rows + warp * kUnreported;
+  if (lane == 0) {
+    for (uint32_t i = 0; i < kRing; ++i) init_barrier(full + i);
+    fence_barriers();
+  }
+  __syncwarp();
+
+  const uint32_t end = work.end(), step = num_blocks * kSumWarps, first = warp * num_blocks + block;
+  // Where the loads are: a row, a segment, an addend.
+  Work ahead = work;
+  uint32_t load_n = first, load_at = 0, load_addend = 0, loaded = 0;
+  bool good = !stopped(work.d);
+  const auto find_row = [&] {
+    while (load_n < end && !(ahead.find(load_n) && ahead.count > 0)) load_n += step;
+    if (load_n < end) good = ahead.wait(load_n);
+  };
+  const auto load_next = [&] {
+    if (load_n >= end || !good) return;
+    if (lane == 0)
+      load_bulk(ring + loaded % kRing * kSegment, ahead.addend(load_addend) + load_at,
+                min(kSegment, row_bytes - load_at), full + loaded % kRing);
+    ++loaded;
+    if (++load_addend < ahead.count) return;
+    load_addend = 0;
+    load_at += kSegment;
+    if (load_at < row_bytes) return;
+    load_at = 0;
+    load_n += step;
+    find_row();
+  };
+  if (good) find_row();
+  for (uint32_t i = 0; i < kRing - 1; ++i) load_next();
+
+  Work now = work;
+  uint32_t summed = 0, stored = 0, num_rows = 0, num_reported = 0;
+  const auto report_rows = [&](uint32_t complete) {  // lane 0; the first `complete` stores are
+    for (; num_reported < num_rows && open[num_reported % kUnreported].y <= complete; ++num_reported)
+      work.complete(open[num_reported % kUnreported].x);
+  };
+  for (uint32_t n = first; n < end; n += step) {
+    if (!now.find(n)) continue;
+    if (!good && summed == loaded) break;
+    uint8_t* const out = now.out();
+    for (uint32_t begin = 0; begin < row_bytes && (good || summed < loaded); begin += kSegment) {
+      float sum[kVectors][8] = {};
+      for (uint32_t i = 0; i < now.count && (good || summed < loaded); ++i) {
+        wait_barrier(full + summed % kRing, summed / kRing);
+        const uint16_t* const from = reinterpret_cast<const uint16_t*>(ring + summed % kRing * kSegment);
+#pragma unroll
+        for (uint32_t v = 0; v < kVectors; ++v) add_values(sum[v], from + (v * kWarp + lane) * 8);
+        __syncwarp();
+        ++summed;
+        load_next();
+      }
+      uint16_t* const to = reinterpret_cast<uint16_t*>(sums + stored % 2 * kSegment);
+      if (lane == 0) wait_stores_read<1>();  // of the sums before the last
+      __syncwarp();
+#pragma unroll
+      for (uint32_t v = 0; v < kVectors; ++v) put_values(sum[v], to + (v * kWarp + lane) * 8);
+      fence_shared();
+      __syncwarp();
+      if (lane == 0) {
+        store_bulk(out + begin, to, min(kSegment, row_bytes - begin));
+        commit_stores();
+      }
+      ++stored;
+    }
+    if (lane == 0) {
+      open[num_rows % kUnreported] = {n, stored};
+      ++num_rows;
+      wait_stores<kOpenGroups>();
+      proxy_fence();  // what bulk stores wrote is published by ordinary ones
+      if (stored > kOpenGroups) report_rows(stored - kOpenGroups);
+    }
+  }
+  if (lane == 0) {
+    wait_stores<0>();
+    proxy_fence();
+    if (good) report_rows(stored);
+  }
+}
+#endif
 
 }  // namespace uccl_ep::cuda
