@@ -158,7 +158,6 @@ class EpConfig:
             "1 .. 1024",
             "streaming multiprocessors a kernel may occupy; GPU only",
             integer(1, 1024),
-            agree=False,
         ),
     )
     domain_size: int | None = field(

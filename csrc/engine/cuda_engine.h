@@ -103,8 +103,8 @@ class CudaEngine {
   void check_usable() const;
   void check_row(uint32_t hidden, Dtype dtype) const;
   void follow(cudaStream_t stream);   // our stream waits for what the caller has queued
-  void fold_and_merge(const cuda::FoldArgs& fold, const cuda::MergeArgs& merge, const cuda::PlanView& plan);
-  void finish(CudaOp& op, void* rows, uint64_t row_bytes, void* values, uint64_t value_bytes);
+  void fold_and_merge(cuda::FoldArgs fold, cuda::MergeArgs merge, const cuda::PlanView& plan);
+  void finish(CudaOp& op);
   void watch();
   ErrorRecord record_of(const cuda::HostError& error) const;
   std::string text_of(const cuda::HostError& error) const;

@@ -112,8 +112,9 @@ std::shared_ptr<CudaOp> CudaEngine::dispatch(const CudaDispatchArgs& args) {
     must(cuda::launch_exchange(domain_, routing, stream_), "exchange");
     must(cuda::launch_counts(domain_, plan->expert_alignment, stream_), "counts");
   }
-  const cuda::StageArgs stage{args.x, num_tokens, args.hidden, args.dtype, args.wire, args.fp8_pow2};
-  must(cuda::launch_stage(domain_, stage, all_sms_, stream_), "stage");
+  const cuda::StageArgs stage{
+      args.x, num_tokens, args.hidden, args.dtype, args.wire, args.fp8_pow2, fresh ? nullptr : args.values};
+  must(cuda::launch_stage(domain_, stage, plan->view, all_sms_, stream_), "stage");
   if (!fresh) must(cuda::launch_meet(domain_, stream_), "meet");
   return op;
 }
@@ -148,14 +149,13 @@ void CudaEngine::give_output(CudaOp& op, const CudaOutput& output) {
   if (op.signature.plan_use == PlanUse::kNew) {
     lay_out(plan.view, output.plan, domain_.at.num_ranks, domain_.experts_per_rank);
     must(cuda::launch_plan(domain_, plan.view, plan.routing_width, stream_), "plan");
+    if (op.values_in != nullptr)
+      must(cuda::launch_stage_values(domain_, plan.view, op.values_in, num_sms_, stream_), "stage_values");
   }
-  if (op.values_in != nullptr)
-    must(cuda::launch_stage_values(domain_, plan.view, op.values_in, num_sms_, stream_), "stage_values");
   const OpSignature& s = op.signature;
   const cuda::PlaceArgs place{s.hidden, s.dtype, s.wire, output.rows, output.scales, output.values};
   must(cuda::launch_place(domain_, plan.view, place, num_sms_, stream_), "place");
-  const uint64_t row_bytes = output.scales != nullptr ? s.hidden : uint64_t{s.hidden} * dtype_bytes(s.dtype);
-  finish(op, output.rows, plan.view.num_rows * row_bytes, output.values, uint64_t{4} * plan.view.num_rows);
+  finish(op);
 }
 
 std::shared_ptr<CudaOp> CudaEngine::combine(const CudaCombineArgs& args) {
@@ -183,21 +183,23 @@ std::shared_ptr<CudaOp> CudaEngine::combine(const CudaCombineArgs& args) {
   must(cuda::launch_enter(domain_, s, plan.num_tokens, true, stream_), "enter");
   must(cuda::launch_meet(domain_, stream_), "meet");
   fold_and_merge({args.hidden, args.dtype, args.wire, args.rows, args.values},
-                 {args.hidden, args.dtype, args.wire, args.out, args.values_out}, plan);
-  finish(*op, args.out, uint64_t{plan.num_tokens} * args.hidden * dtype_bytes(args.dtype), args.values_out,
-         uint64_t{4} * plan.num_tokens * args.plan->routing_width);
+                 {args.hidden, args.dtype, args.wire, args.out, args.values_out,
+                  uint64_t{4} * plan.num_tokens * args.plan->routing_width},
+                 plan);
+  finish(*op);
   return op;
 }
 
 // With enough SMs side by side: merge sums what fold's first chunks bring while the rest is under way. With few, one
 // after the other, where merge, which only reads local memory and waits for nothing, gets all SMs.
-void CudaEngine::fold_and_merge(const cuda::FoldArgs& fold, const cuda::MergeArgs& merge, const cuda::PlanView& plan) {
+void CudaEngine::fold_and_merge(cuda::FoldArgs fold, cuda::MergeArgs merge, const cuda::PlanView& plan) {
   if (num_sms_ < kSideBySideSms) {
     must(cuda::launch_fold(domain_, plan, fold, num_sms_, stream_), "fold");
-    must(cuda::launch_await_pieces(domain_, plan, stream_), "await_pieces");
+    must(cuda::launch_await_pieces(domain_, stream_), "await_pieces");
     must(cuda::launch_merge(domain_, plan, merge, all_sms_, stream_), "merge");
     return;
   }
+  fold.by_chunk = merge.by_chunk = true;
   const uint32_t merge_sms = num_sms_ * 2 / 5;
   must(cudaEventRecord(inputs_ready_, stream_), "cudaEventRecord");
   must(cudaStreamWaitEvent(merge_stream_, inputs_ready_, 0), "cudaStreamWaitEvent");
@@ -207,8 +209,7 @@ void CudaEngine::fold_and_merge(const cuda::FoldArgs& fold, const cuda::MergeArg
   must(cudaStreamWaitEvent(stream_, merged_, 0), "cudaStreamWaitEvent");
 }
 
-void CudaEngine::finish(CudaOp& op, void* rows, uint64_t row_bytes, void* values, uint64_t value_bytes) {
-  must(cuda::launch_poison(domain_, rows, row_bytes, values, values == nullptr ? 0 : value_bytes, stream_), "poison");
+void CudaEngine::finish(CudaOp& op) {
   must(cudaEventRecord(op.done, stream_), "cudaEventRecord");
   op.launched = true;
 }

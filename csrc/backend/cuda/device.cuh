@@ -113,6 +113,11 @@ __device__ inline void publish_all(const Domain& d, uint64_t flags, uint64_t val
     publish_flag(at<uint64_t>(d, r, flags) + d.rank, value);
 }
 
+// By a whole block: after an error, outputs hold nothing but NaN (all ones in every dtype).
+__device__ inline void fill_nan(void* to, uint64_t num_bytes) {
+  for (uint64_t i = threadIdx.x; i < num_bytes / 4; i += blockDim.x) static_cast<uint32_t*>(to)[i] = 0xFFFFFFFFu;
+}
+
 // The source that comes `i`-th after this rank: ranks start at different peers, so that no link is crowded.
 __device__ __forceinline__ uint32_t rotated(const Domain& d, uint32_t i) {
   const uint32_t r = d.rank + 1 + i;

@@ -15,6 +15,7 @@ struct Fold {
   const PlanView& plan;
   const FoldArgs& args;
   const OpState& op;
+  bool reports;
   uint32_t source, number, row, first, count;
 
   __device__ uint32_t end() const {
@@ -49,15 +50,16 @@ struct Fold {
   }
 };
 
-// Weights' gradients, after the rows.
-__device__ void fold_values(const Domain& d, const PlanView& plan, const OpState& op, const FoldArgs& args) {
-  for (uint32_t source = 0; source < d.at.num_ranks; ++source)
-    for (uint32_t row = plan.row_begin[source] + blockIdx.x * blockDim.x + threadIdx.x;
-         row < plan.row_begin[source + 1]; row += gridDim.x * blockDim.x)
-      for (uint32_t s = plan.row_slot[row]; s < plan.row_slot[row + 1]; ++s)
-        at<float>(d, source, d.at.piece_values)[plan.row_pair[row] + s - plan.row_slot[row]] =
-            args.row_values[plan.slots[s]];
-  if (last_block(d, Kernel::kFold) && !stopped(d)) publish_all(d, d.at.folded_values, op.epoch);
+// Weights' gradients, after the rows; then every source learns that it has all of both.
+__device__ void finish_fold(const Domain& d, const PlanView& plan, const OpState& op, const FoldArgs& args) {
+  if (args.row_values != nullptr)
+    for (uint32_t source = 0; source < d.at.num_ranks; ++source)
+      for (uint32_t row = plan.row_begin[source] + blockIdx.x * blockDim.x + threadIdx.x;
+           row < plan.row_begin[source + 1]; row += gridDim.x * blockDim.x)
+        for (uint32_t s = plan.row_slot[row]; s < plan.row_slot[row + 1]; ++s)
+          at<float>(d, source, d.at.piece_values)[plan.row_pair[row] + s - plan.row_slot[row]] =
+              args.row_values[plan.slots[s]];
+  if (last_block(d, Kernel::kFold) && !stopped(d)) publish_all(d, d.at.folded_all, op.epoch);
 }
 
 // Plain loads: for every architecture and every dtype.
@@ -68,18 +70,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   // The pieces of the last combine must have been merged.
   if (!wait_all(d, at<uint64_t>(d, d.rank, d.at.merged), op.free_after, Step::kFold)) return;
   const uint32_t lane = threadIdx.x % kWarp;
-  Fold f{d, plan, args, op};
+  Fold f{d, plan, args, op, args.by_chunk};
   const uint32_t end = f.end();
   for (uint32_t n = threadIdx.x / kWarp * gridDim.x + blockIdx.x; n < end; n += gridDim.x * kWarps) {
     if (!f.find(n)) continue;
     sum_row(
         args.hidden, lane, f.count, [&](uint32_t i) { return reinterpret_cast<const In*>(f.addend(i)); },
         reinterpret_cast<Out*>(f.out()));
+    if (!f.reports) continue;
     __threadfence_system();
     __syncwarp();
     if (lane == 0) f.complete(n);
   }
-  if (args.row_values != nullptr) fold_values(d, plan, op, args);
+  finish_fold(d, plan, op, args);
 }
 
 __global__ void __launch_bounds__(kSumWarps* kWarp, 1)
@@ -88,8 +91,8 @@ __global__ void __launch_bounds__(kSumWarps* kWarp, 1)
   extern __shared__ __align__(128) uint8_t shared[];
   const OpState op = local(d).op;
   if (!wait_all(d, at<uint64_t>(d, d.rank, d.at.merged), op.free_after, Step::kFold)) return;
-  sum_rows_bulk(Fold{d, plan, args, op}, args.hidden * 2, blockIdx.x, gridDim.x, shared);
-  if (args.row_values != nullptr) fold_values(d, plan, op, args);
+  sum_rows_bulk(Fold{d, plan, args, op, args.by_chunk}, args.hidden * 2, blockIdx.x, gridDim.x, shared);
+  finish_fold(d, plan, op, args);
 #endif
 }
 

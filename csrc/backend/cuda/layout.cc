@@ -35,7 +35,7 @@ RegionLayout layout_for(uint32_t num_ranks, uint32_t num_experts, uint64_t row_b
   l.header_full = cursor.take("flags.header_full", 8 * ranks);
   l.values_full = cursor.take("flags.values_full", 8 * ranks);
   l.read = cursor.take("flags.read", 8 * ranks);
-  l.folded_values = cursor.take("flags.folded_values", 8 * ranks);
+  l.folded_all = cursor.take("flags.folded_all", 8 * ranks);
   l.merged = cursor.take("flags.merged", 8 * ranks);
   l.rows_full = cursor.take("flags.rows_full", 8 * ranks * (tokens / kRowsPerChunk));
   l.folded = cursor.take("flags.folded", 8 * ranks * (tokens / kRowsPerChunk));

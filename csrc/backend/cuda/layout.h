@@ -24,10 +24,10 @@ constexpr uint32_t kHalves = 2;
 //   values_full[s]  writer: rank s. Its fp32 values of that epoch are in s's region.
 //   read[d]         writer: rank d. It has read what it wanted of our header, routing, rows and values of that epoch.
 //   folded[d][c]    writer: rank d. Chunk c of its pieces of that epoch is in our region.
-//   folded_values[d] writer: rank d. Its fp32 values of that epoch are in our region.
+//   folded_all[d]   writer: rank d. All its pieces and fp32 values of that epoch are in our region.
 //   merged[s]       writer: rank s. It has read all pieces in its region up to that epoch: they may be overwritten.
 struct Offsets {
-  uint64_t header_full = 0, values_full = 0, read = 0, folded_values = 0, merged = 0;  // [ranks]
+  uint64_t header_full = 0, values_full = 0, read = 0, folded_all = 0, merged = 0;  // [ranks]
   uint64_t rows_full = 0, folded = 0;  // [ranks][chunks]
   uint64_t headers = 0;  // [halves] DeviceHeader, then uint32 counts [experts]
   uint64_t header_bytes = 0;

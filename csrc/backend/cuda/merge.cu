@@ -15,6 +15,7 @@ struct Merge {
   const PlanView& plan;
   const MergeArgs& args;
   const OpState& op;
+  bool reports;
   uint32_t token, first, count;
 
   __device__ uint32_t end() const { return plan.num_tokens; }
@@ -26,6 +27,7 @@ struct Merge {
   }
   // By a warp: the chunks that hold the token's pieces have arrived, a piece a lane.
   __device__ bool wait(uint32_t) const {
+    if (!args.by_chunk) return true;
     bool good = true;
     for (uint32_t i = threadIdx.x % kWarp; i < count; i += kWarp) {
       const uint32_t piece = plan.piece_rows[first + i];
@@ -47,10 +49,16 @@ struct Merge {
 };
 
 __device__ void finish_merge(const Domain& d, const PlanView& plan, const OpState& op, const MergeArgs& args) {
-  if (args.values != nullptr && wait_all(d, at<uint64_t>(d, d.rank, d.at.folded_values), op.epoch, Step::kMerge))
+  if (args.values != nullptr && wait_all(d, at<uint64_t>(d, d.rank, d.at.folded_all), op.epoch, Step::kMerge))
     for (uint32_t p = blockIdx.x * blockDim.x + threadIdx.x; p < plan.sent_pairs; p += gridDim.x * blockDim.x)
       args.values[plan.pair_place[p]] = at<float>(d, d.rank, d.at.piece_values)[p];
-  if (last_block(d, Kernel::kMerge) && !stopped(d)) publish_all(d, d.at.merged, op.epoch);
+  if (!last_block(d, Kernel::kMerge)) return;
+  if (!stopped(d)) {
+    publish_all(d, d.at.merged, op.epoch);
+    return;
+  }
+  fill_nan(args.out, uint64_t{plan.num_tokens} * args.hidden * dtype_bytes(args.dtype));
+  if (args.values != nullptr) fill_nan(args.values, args.value_bytes);
 }
 
 template <typename In, typename Out>
@@ -58,7 +66,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     merge(const __grid_constant__ Domain d, const PlanView plan, const MergeArgs args) {
   const OpState op = local(d).op;
   const uint32_t lane = threadIdx.x % kWarp;
-  Merge m{d, plan, args, op};
+  Merge m{d, plan, args, op, false, 0, 0, 0};
   for (uint32_t n = threadIdx.x / kWarp * gridDim.x + blockIdx.x; n < plan.num_tokens; n += gridDim.x * kWarps) {
     m.find(n);
     if (!m.wait(n)) break;
@@ -74,29 +82,14 @@ __global__ void __launch_bounds__(kSumWarps* kWarp, 1)
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t shared[];
   const OpState op = local(d).op;
-  sum_rows_bulk(Merge{d, plan, args, op}, args.hidden * 2, blockIdx.x, gridDim.x, shared);
+  sum_rows_bulk(Merge{d, plan, args, op, false, 0, 0, 0}, args.hidden * 2, blockIdx.x, gridDim.x, shared);
   finish_merge(d, plan, op, args);
 #endif
 }
 
 // One block: all pieces have arrived.
-__global__ void await_pieces(const __grid_constant__ Domain d, const PlanView plan) {
-  const uint64_t epoch = local(d).op.epoch;
-  for (uint32_t from = 0; from < d.at.num_ranks; ++from) {
-    const uint32_t rows = plan.sent_begin[from + 1] - plan.sent_begin[from];
-    for (uint32_t chunk = threadIdx.x; chunk * kRowsPerChunk < rows; chunk += blockDim.x)
-      if (!wait_flag(d, folded(d, d.rank, from) + chunk, epoch, Step::kMerge, static_cast<int>(from),
-                     static_cast<int>(chunk)))
-        return;
-  }
-}
-
-__global__ void poison(const __grid_constant__ Domain d, uint32_t* rows, uint64_t row_words, uint32_t* values,
-                       uint64_t value_words) {
-  if (!stopped(d)) return;
-  const uint64_t first = blockIdx.x * blockDim.x + threadIdx.x, stride = gridDim.x * blockDim.x;
-  for (uint64_t i = first; i < row_words; i += stride) rows[i] = 0xFFFFFFFFu;  // a NaN in every dtype
-  for (uint64_t i = first; i < value_words; i += stride) values[i] = 0xFFFFFFFFu;
+__global__ void await_pieces(const __grid_constant__ Domain d) {
+  wait_all(d, at<uint64_t>(d, d.rank, d.at.folded_all), local(d).op.epoch, Step::kMerge);
 }
 
 }  // namespace
@@ -118,21 +111,14 @@ cudaError_t launch_merge(const Domain& domain, const PlanView& plan, const Merge
   return cudaGetLastError();
 }
 
-cudaError_t launch_await_pieces(const Domain& domain, const PlanView& plan, cudaStream_t stream) {
-  await_pieces<<<1, 256, 0, stream>>>(domain, plan);
-  return cudaGetLastError();
-}
-
-cudaError_t launch_poison(const Domain& domain, void* rows, uint64_t row_bytes, void* values, uint64_t value_bytes,
-                          cudaStream_t stream) {
-  poison<<<8, kThreads, 0, stream>>>(domain, static_cast<uint32_t*>(rows), row_bytes / 4,
-                                     static_cast<uint32_t*>(values), value_bytes / 4);
+cudaError_t launch_await_pieces(const Domain& domain, cudaStream_t stream) {
+  await_pieces<<<1, kMaxDomainRanks, 0, stream>>>(domain);
   return cudaGetLastError();
 }
 
 cudaError_t load_merge() {
   return load_all(merge<float, float>, merge<float, uint16_t>, merge<uint16_t, uint16_t>, merge_bulk, await_pieces,
-                  poison);
+                  await_pieces);
 }
 
 }  // namespace uccl_ep::cuda

@@ -117,7 +117,16 @@ __device__ __forceinline__ bool wait_row(const Domain& d, const OpState& op, uin
 __device__ void finish_place(const Domain& d, const PlanView& plan, const OpState& op, const PlaceArgs& args) {
   if (args.row_values != nullptr && wait_all(d, at<uint64_t>(d, d.rank, d.at.values_full), op.epoch, Step::kPlace))
     place_values(d, plan, op, args);
-  if (last_block(d, Kernel::kPlace) && !stopped(d)) publish_all(d, d.at.read, op.epoch);
+  if (!last_block(d, Kernel::kPlace)) return;
+  if (!stopped(d)) {
+    publish_all(d, d.at.read, op.epoch);
+    return;
+  }
+  const uint64_t num_rows = plan.num_rows;
+  const bool codes = args.scales != nullptr;
+  fill_nan(args.rows, num_rows * args.hidden * (codes ? 1 : dtype_bytes(args.dtype)));
+  if (codes) fill_nan(args.scales, num_rows * args.hidden / kFp8Block * sizeof(float));
+  if (args.row_values != nullptr) fill_nan(args.row_values, num_rows * sizeof(float));
 }
 
 // Plain loads: for every architecture and every row.

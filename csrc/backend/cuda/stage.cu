@@ -58,7 +58,16 @@ __device__ void quantise_row(const uint4* from, uint8_t* to, uint32_t hidden, bo
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 1) stage(const __grid_constant__ Domain d, const StageArgs args) {
+// fp32 per pair, in the order of the plan.
+__device__ void put_values(const Domain& d, const OpState& op, const PlanView& plan, const float* from) {
+  float* const staged = values(d, d.rank, op.half);
+  for (uint32_t p = blockIdx.x * blockDim.x + threadIdx.x; p < plan.sent_pairs; p += gridDim.x * blockDim.x)
+    staged[p] = from[plan.pair_place[p]];
+  if (last_block(d, Kernel::kStageValues) && !stopped(d)) publish_all(d, d.at.values_full, op.epoch);
+}
+
+__global__ void __launch_bounds__(kThreads, 1)
+    stage(const __grid_constant__ Domain d, const StageArgs args, const PlanView plan) {
   const OpState op = local(d).op;
   if (stopped(d)) return;
   const uint64_t stride = wire_row_bytes(args.wire, args.hidden);
@@ -82,24 +91,21 @@ __global__ void __launch_bounds__(kThreads, 1) stage(const __grid_constant__ Dom
       publish_flag(rows_full(d, r, d.rank) + first / kRowsPerChunk, op.epoch);
     }
   }
+  if (args.values != nullptr) put_values(d, op, plan, args.values);
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
     stage_values(const __grid_constant__ Domain d, const PlanView plan, const float* from) {
-  const OpState op = local(d).op;
-  if (stopped(d)) return;
-  float* const staged = values(d, d.rank, op.half);
-  for (uint32_t p = blockIdx.x * blockDim.x + threadIdx.x; p < plan.sent_pairs; p += gridDim.x * blockDim.x)
-    staged[p] = from[plan.pair_place[p]];
-  if (last_block(d, Kernel::kStageValues) && !stopped(d)) publish_all(d, d.at.values_full, op.epoch);
+  if (!stopped(d)) put_values(d, local(d).op, plan, from);
 }
 
 }  // namespace
 
-cudaError_t launch_stage(const Domain& domain, const StageArgs& args, uint32_t num_blocks, cudaStream_t stream) {
-  if (args.num_tokens == 0) return cudaSuccess;
-  const uint32_t chunks = (args.num_tokens + kRowsPerChunk - 1) / kRowsPerChunk;
-  stage<<<min(chunks, num_blocks), kThreads, 0, stream>>>(domain, args);
+cudaError_t launch_stage(const Domain& domain, const StageArgs& args, const PlanView& plan, uint32_t num_blocks,
+                         cudaStream_t stream) {
+  if (args.num_tokens == 0 && args.values == nullptr) return cudaSuccess;
+  const uint32_t chunks = max(1u, (args.num_tokens + kRowsPerChunk - 1) / kRowsPerChunk);
+  stage<<<min(chunks, num_blocks), kThreads, 0, stream>>>(domain, args, plan);
   return cudaGetLastError();
 }
 

@@ -41,9 +41,11 @@ struct StageArgs {
   uint32_t num_tokens = 0, hidden = 0;
   Dtype dtype = Dtype::kBf16, wire = Dtype::kBf16;
   bool fp8_pow2 = true;
+  const float* values = nullptr;  // [T, width]; of a plan that is known already
 };
-cudaError_t launch_stage(const Domain& domain, const StageArgs& args, uint32_t num_blocks, cudaStream_t stream);
-// fp32 per sent pair, in the order of the plan. `values`: [T, width].
+cudaError_t launch_stage(const Domain& domain, const StageArgs& args, const PlanView& plan, uint32_t num_blocks,
+                         cudaStream_t stream);
+// The values of a plan that was not known when the rows were staged.
 cudaError_t launch_stage_values(const Domain& domain, const PlanView& plan, const float* values, uint32_t num_sms,
                                 cudaStream_t stream);
 
@@ -62,6 +64,7 @@ struct FoldArgs {
   Dtype dtype = Dtype::kBf16, wire = Dtype::kBf16;
   const uint8_t* rows = nullptr;        // [num_rows, H]
   const float* row_values = nullptr;    // [num_rows]; nullptr: none travel
+  bool by_chunk = false;                // sources learn of every chunk of pieces, not only of all
 };
 cudaError_t launch_fold(const Domain& domain, const PlanView& plan, const FoldArgs& args, uint32_t num_sms,
                         cudaStream_t stream);
@@ -70,14 +73,12 @@ struct MergeArgs {
   Dtype dtype = Dtype::kBf16, wire = Dtype::kBf16;
   uint8_t* out = nullptr;    // [T, H]
   float* values = nullptr;   // [T, width], zeroed; nullptr: none travel
+  uint64_t value_bytes = 0;
+  bool by_chunk = false;     // as the folds of all ranks; false: all pieces have arrived
 };
 // Waits, in one block, until all pieces have arrived: a merge after it waits for nothing.
-cudaError_t launch_await_pieces(const Domain& domain, const PlanView& plan, cudaStream_t stream);
+cudaError_t launch_await_pieces(const Domain& domain, cudaStream_t stream);
 cudaError_t launch_merge(const Domain& domain, const PlanView& plan, const MergeArgs& args, uint32_t num_sms,
                          cudaStream_t stream);
-
-// After an error: outputs become NaN. Without one it does nothing.
-cudaError_t launch_poison(const Domain& domain, void* rows, uint64_t row_bytes, void* values, uint64_t value_bytes,
-                          cudaStream_t stream);
 
 }  // namespace uccl_ep::cuda

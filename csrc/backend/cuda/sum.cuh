@@ -56,27 +56,25 @@ constexpr uint32_t kRing = 6;
 constexpr uint32_t kSumWarps = 12;
 constexpr uint32_t kVectors = kSegment / 16 / kWarp;
 constexpr uint32_t kSumBytes = kSumWarps * (kRing + 2) * kSegment;
-constexpr int kOpenGroups = 4;       // stores that may be incomplete when a row is reported
-constexpr uint32_t kUnreported = 8;  // rows, more than ever are
+constexpr uint32_t kReport = 4;      // rows that are reported together, a lane each: it costs a round trip
 
 // Work has, for rows 0 .. end():
 //   bool find(n)              the row exists; makes it the current one of this object
 //   bool wait(n)              by the warp: its addends have arrived; false: an error is known
 //   uint32_t count            its addends
 //   const uint8_t* addend(i), uint8_t* out()
-//   void complete(n)          by lane 0: the sum is visible to all
+//   bool reports              complete() is to be called
+//   void complete(n)          by one lane: the sum is visible to the GPU
 // Rows are taken by warps in turn: `first_block` of `num_blocks` blocks.
 #if __CUDA_ARCH__ >= 900
 template <typename Work>
 __device__ void sum_rows_bulk(const Work& work, uint32_t row_bytes, uint32_t block, uint32_t num_blocks,
                               uint8_t* shared) {
   __shared__ __align__(8) uint64_t barriers[kSumWarps * kRing];
-  __shared__ uint2 open_rows[kSumWarps * kUnreported];  // rows and the number of stores up to their end
   const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   uint8_t* const ring = shared + warp * (kRing + 2) * kSegment;
   uint8_t* const sums = ring + kRing * kSegment;
   uint64_t* const full = barriers + warp * kRing;
-  uint2* const open = open_rows + warp * kUnreported;
   if (lane == 0) {
     for (uint32_t i = 0; i < kRing; ++i) init_barrier(full + i);
     fence_barriers();
@@ -110,10 +108,13 @@ __device__ void sum_rows_bulk(const Work& work, uint32_t row_bytes, uint32_t blo
   for (uint32_t i = 0; i < kRing - 1; ++i) load_next();
 
   Work now = work;
-  uint32_t summed = 0, stored = 0, num_rows = 0, num_reported = 0;
-  const auto report_rows = [&](uint32_t complete) {  // lane 0; the first `complete` stores are
-    for (; num_reported < num_rows && open[num_reported % kUnreported].y <= complete; ++num_reported)
-      work.complete(open[num_reported % kUnreported].x);
+  uint32_t summed = 0, stored = 0, unreported = 0, reported_n = 0;
+  const auto report_rows = [&] {  // lane i: the i-th row since the last report
+    if (lane == 0) wait_stores<0>();
+    __syncwarp();
+    proxy_fence();  // what bulk stores wrote is published by ordinary ones
+    if (lane < unreported) work.complete(reported_n);
+    unreported = 0;
   };
   for (uint32_t n = first; n < end; n += step) {
     if (!now.find(n)) continue;
@@ -143,19 +144,13 @@ __device__ void sum_rows_bulk(const Work& work, uint32_t row_bytes, uint32_t blo
       }
       ++stored;
     }
-    if (lane == 0) {
-      open[num_rows % kUnreported] = {n, stored};
-      ++num_rows;
-      wait_stores<kOpenGroups>();
-      proxy_fence();  // what bulk stores wrote is published by ordinary ones
-      if (stored > kOpenGroups) report_rows(stored - kOpenGroups);
-    }
+    if (!work.reports) continue;
+    if (lane == unreported) reported_n = n;
+    if (++unreported == kReport) report_rows();
   }
-  if (lane == 0) {
-    wait_stores<0>();
-    proxy_fence();
-    if (good) report_rows(stored);
-  }
+  if (good && unreported > 0) report_rows();
+  if (lane == 0) wait_stores<0>();
+  proxy_fence();
 }
 #endif
 
