@@ -131,7 +131,7 @@ def extension() -> Pybind11Extension:
         options["libraries"] += ["cudart_static", "dl"]
         options["library_dirs"] = [str(toolkit / "lib64"), str(toolkit / "targets" / "x86_64-linux" / "lib")]
     else:
-        sources = [path for path in sources if CUDA not in path.parents and not path.name.startswith("cuda")]
+        sources = [path for path in sources if "cuda" not in (path.parent.name, path.stem)]
     return Pybind11Extension(
         "uccl_ep_train._native",
         sources=[str(path.relative_to(ROOT)) for path in sources],

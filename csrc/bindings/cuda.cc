@@ -3,7 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
-#include "engine/cuda_engine.h"
+#include "engine/cuda/engine.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;

@@ -26,6 +26,7 @@ _FUNCTION_HEAD = re.compile(
     r"^(?!.*\b(?:if|for|while|switch|catch)\s*\().*\)\s*(?:const|noexcept|override|final|mutable|->[\w:<>&*\s]+|:.*)*\s*$",
     re.DOTALL,
 )
+_DEVICE_CODE = re.compile(r"__(?:global|device)__")
 _CONDITIONAL = re.compile(r"^[ \t]*#[ \t]*(?:if|ifdef|ifndef|elif)\b.*$", re.MULTILINE)
 # In pieces, or this file would be its own violation.
 _MACHINE_FOLDERS = "|".join(["work", "farm", "root", "home"])
@@ -111,7 +112,9 @@ def _long_cpp_bodies(code: str) -> Iterator[tuple[int, int]]:
     for brace in re.finditer(r"[{}]", code):
         if brace.group() == "{":
             head = re.split(r"[;{}]", code[max(0, brace.start() - 400) : brace.start()])[-1]
-            opened.append((brace.start(), bool(_FUNCTION_HEAD.search(head)) and "__global__" not in head))
+            opened.append(
+                (brace.start(), bool(_FUNCTION_HEAD.search(head)) and not _DEVICE_CODE.search(head))
+            )
         elif opened:
             start, is_function = opened.pop()
             length = code.count("\n", start, brace.end()) - 1

@@ -1,5 +1,5 @@
-// Life of a CUDA engine: creation, connection, watching, teardown. The operations: cuda_ops.cc.
-#include "engine/cuda_engine.h"
+// Life of a CUDA engine: creation, connection, watching, teardown. The operations: ops.cc.
+#include "engine/cuda/engine.h"
 
 #include <pthread.h>
 #include <unistd.h>

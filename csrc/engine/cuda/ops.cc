@@ -1,7 +1,7 @@
 // The operations of a CUDA engine: checks, launches, and what the host learns of them.
 
 #include "common/units.h"
-#include "engine/cuda_engine.h"
+#include "engine/cuda/engine.h"
 
 namespace uccl_ep {
 namespace {
