@@ -44,7 +44,7 @@ def records_of(case: Case, measured: Sequence[Measured]) -> list[Record]:
                     "dtype": entry.system.dtype,
                     "layout": entry.system.layout,
                     **{name: value for name, value in asdict(case).items() if name != "dtype"},
-                    "num_sms": 0,
+                    "num_sms": entry.system.num_sms,
                     "end_to_end": entry.system.end_to_end,
                     "runs": wall.numel(),
                     "median_us": quantile(wall, 0.5),

@@ -30,6 +30,7 @@ class System(ABC):
 
     mode        "uncached" (the routing is new to the system) | "cached_plan"
     layout      how dispatch leaves the rows
+    num_sms     that the system was limited to; 0: it has no such limit, or there is no GPU
     end_to_end  the call starts from hidden states and routing and ends with rows in `layout`, and back
     """
 
@@ -38,6 +39,7 @@ class System(ABC):
     layout: str = "expert_major"
     dtype: str = "bf16"
     end_to_end: bool = True
+    num_sms: int = 0
 
     @property
     def label(self) -> str:
@@ -77,6 +79,7 @@ class UcclEp(System):
         self.buffer = buffer
         self.dtype = dtype
         self.mode = "cached_plan" if cached else "uncached"
+        self.num_sms = buffer.config.num_sms if buffer.device.type == "cuda" else 0
         self._output = "fp8" if fp8_rows else None
         if fp8_rows:
             self.layout = "expert_major_fp8"
