@@ -9,11 +9,11 @@ rank's data. So:
 
 * A result is attached to the graph if gradients are enabled and any differentiable argument requires them.
   This must be equal on all ranks (it is if all ranks run one model).
-* Once attached, the backward is one operation, whichever of the arguments need a gradient and whichever of the
-  results got one: missing gradients are zeros. Weights' gradients travel exactly if weights were given in the
-  forward call.
-* autograd runs a backward only where a result contributes to the loss. A rank whose loss does not use its rows
-  (it may have received none) has to keep them in the graph: a sum over an empty tensor does.
+* Once attached, the backward is one operation, whichever of the arguments need a gradient and whichever of
+  the results got one: missing gradients are zeros. Weights' gradients travel exactly if weights were given in
+  the forward call.
+* autograd runs a backward only where a result contributes to the loss. A rank whose loss does not use its
+  rows (it may have received none) has to keep them in the graph: a sum over an empty tensor does.
 
 No tensor is saved: in-place changes of inputs and outputs are allowed.
 """

@@ -1,8 +1,8 @@
 """Checks the arguments of dispatch and combine on the host, before anything is launched.
 
 Shapes: T tokens, H hidden, K experts per token, E experts, R received rows. What a tensor *contains* (experts
-out of range, one expert twice in a token) is checked by the native core while it reads the routing: on the CPU
-before launch, on a GPU by the kernels that read it.
+out of range, one expert twice in a token) is checked by the native core while it reads the routing: on the
+CPU before launch, on a GPU by the kernels that read it.
 
 An argument is never copied or converted behind the caller's back: a wrong dtype or a strided view is an error
 that says what to call.
