@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -38,6 +39,15 @@ from uccl_ep_train.errors import (
     PlanMismatchError,
     RankMismatchError,
 )
+
+
+@pytest.fixture(autouse=True)
+def _interrupts() -> Iterator[None]:
+    """SIGINT as in a program started from a shell; what runs in the background ignores it from the start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
 
 # ------------------------------------------------------------------------ pending operations
 
@@ -266,6 +276,7 @@ def test_a_forked_child_disturbs_nobody() -> None:
 
 EXIT = """
 import torch
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from uccl_ep_train import Buffer, EpConfig, LocalBootstrap
 config = EpConfig(num_experts=8, hidden=128, dispatch_dtype="bf16", budget_bytes=4 << 20)
