@@ -86,8 +86,8 @@ class RankInput:
         return self.topk_weights if self.topk_idx is not None else self.probs
 
     def on(self, device: torch.device) -> RankInput:
-        tensors = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        return RankInput(**{name: None if t is None else t.to(device) for name, t in tensors.items()})
+        given = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return replace(self, **{name: t.to(device) for name, t in given.items() if t is not None})
 
     def routing(self, num_experts: int) -> Routing:
         if self.topk_idx is not None:
