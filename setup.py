@@ -114,7 +114,7 @@ class BuildExt(build_ext):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        kind = "werror" if WERROR else "plain"
+        kind = ("werror" if WERROR else "plain") + ("-cuda" if nvcc else "")
         self.build_temp = str(Path("build") / f"objects-{sys.implementation.cache_tag}-{kind}")
 
 
