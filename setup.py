@@ -115,6 +115,9 @@ class BuildExt(build_ext):
     def finalize_options(self) -> None:
         super().finalize_options()
         kind = ("werror" if WERROR else "plain") + ("-cuda" if nvcc else "")
+        self.force = (
+            True  # link anew: nvcc may have come or gone since. Objects are kept, see needs_recompile.
+        )
         self.build_temp = str(Path("build") / f"objects-{sys.implementation.cache_tag}-{kind}")
 
 
