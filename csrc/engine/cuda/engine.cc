@@ -160,17 +160,25 @@ void CudaEngine::start() {
   started_ = true;
 }
 
-// A fault that a kernel found goes to all ranks; an error that reached this rank stops its kernels.
+void CudaEngine::check() const {
+  if (started_) tell_fault();
+  life_.check();
+}
+
+// A fault that a kernel found goes to all ranks; the first error of this rank wins. True if there is one.
+bool CudaEngine::tell_fault() const {
+  if (read_device_flag(&domain_.error->published) == 0) return false;
+  if (!life_.failed()) life_.spread(record_of(*domain_.error));
+  return true;
+}
+
+// Tells all ranks of this rank's faults; an error that reached this rank stops its kernels.
 void CudaEngine::watch() {
   pthread_setname_np(pthread_self(), "uccl_ep_cuda");
   cudaSetDevice(device_);
-  auto& fault = *domain_.error;
   bool told = false, stopped = false;
   while (leaving_.read() == 0) {
-    if (!told && read_device_flag(&fault.published) != 0) {
-      told = true;
-      life_.spread(record_of(fault));
-    }
+    if (!told) told = tell_fault();
     if (!stopped && life_.failed()) {
       stopped = true;
       cudaMemcpyAsync(domain_.base[domain_.rank] + layout_.local + offsetof(cuda::Local, stop), stop_word_,

@@ -94,7 +94,8 @@ class CudaEngine {
   void wait(CudaOp& op, cudaStream_t stream) const;
 
   void fail(const std::string& text) { life_.fail(text); }
-  void check() const { life_.check(); }
+  // Throws the error that reached this rank, one that its kernels have found but nobody has heard of included.
+  void check() const;
   void close(bool abort);
   std::vector<std::pair<std::string, double>> stats() const;
 
@@ -105,6 +106,7 @@ class CudaEngine {
   void follow(cudaStream_t stream);   // our stream waits for what the caller has queued
   void fold_and_merge(cuda::FoldArgs fold, cuda::MergeArgs merge, const cuda::PlanView& plan);
   void finish(CudaOp& op);
+  bool tell_fault() const;
   void watch();
   ErrorRecord record_of(const cuda::HostError& error) const;
   std::string text_of(const cuda::HostError& error) const;
