@@ -66,8 +66,7 @@ class Buffer:
         self._error: CommunicationError | None = None
         self._closed = False
         self._last_stats: dict[str, float] = {}
-        self.device = cuda.choose_device(config)
-        self.topology, self._engine = create_engine(meeting, config, self.device)
+        self.topology, self.device, self._engine = create_engine(meeting, config)
         if self.device.type == "cuda":
             self._launcher: Launcher = cuda.CudaLauncher(
                 self._engine, self._in_flight, self._owner, self.device

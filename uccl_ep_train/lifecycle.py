@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from uccl_ep_train import cuda
 from uccl_ep_train.bootstrap import Bootstrap, exchange
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.native import check_fit, load_native, native_config
@@ -24,8 +25,14 @@ def new_engine(native: Any, config: EpConfig, device: torch.device) -> Any:
     return load_native().Engine(native)
 
 
-def create_engine(bootstrap: Bootstrap, config: EpConfig, device: torch.device) -> tuple[Topology, Any]:
+def create_engine(bootstrap: Bootstrap, config: EpConfig) -> tuple[Topology, torch.device, Any]:
     """Collective. Every fallible step is an exchange: a failure on one rank is one on all, at once."""
+    device = torch.device("cpu")
+
+    def choose_backend() -> bytes:
+        nonlocal device
+        device = cuda.choose_device(config)
+        return b""
 
     def verify() -> None:
         check_fit(config, bootstrap.size)
@@ -50,6 +57,9 @@ def create_engine(bootstrap: Bootstrap, config: EpConfig, device: torch.device) 
         return b""
 
     try:
+        exchange(bootstrap, "backend", choose_backend)
+        # What "auto" came to has to be the same on all ranks, too.
+        config = config.replace(backend="cuda" if device.type == "cuda" else "host")
         generation = agree_on_config(bootstrap, config, verify)
         topology = resolve_topology(bootstrap, config)
         handles += exchange(bootstrap, "allocate", allocate)
@@ -65,7 +75,7 @@ def create_engine(bootstrap: Bootstrap, config: EpConfig, device: torch.device) 
         finish = getattr(bootstrap, "finish", None)
         if finish is not None:
             finish()
-    return topology, created[0]
+    return topology, device, created[0]
 
 
 # Engines of a parent process, inherited by fork: their threads do not exist here and their memory is the

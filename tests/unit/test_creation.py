@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.by_hand import SETTINGS, close, create, shared_memory
 from uccl_ep_train import Buffer, EpConfig, lifecycle, memory_plan
@@ -35,6 +36,22 @@ def test_ranks_with_other_settings_are_told_both_values() -> None:
     for result in create(2, {}, {"hidden": 256}):
         assert isinstance(result, RankMismatchError)
         assert "rank 0 has hidden = 128, rank 1 has hidden = 256" in str(result)
+
+
+def test_a_gpu_that_only_one_rank_has_fails_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default comes to another backend on one rank; CUDA is asked for and one rank has no GPU."""
+    chosen = iter([torch.device("cpu"), torch.device("cuda", 0)])
+    monkeypatch.setattr(lifecycle.cuda, "choose_device", lambda config: next(chosen))
+    for result in create(2, backend="auto"):
+        assert isinstance(result, RankMismatchError) and "has backend = " in str(result)
+        assert "'host'" in str(result) and "'cuda'" in str(result)
+    monkeypatch.undo()
+    started = time.monotonic()
+    results = create(2, {"backend": "host"}, {"backend": "cuda"})
+    if not torch.cuda.is_available():
+        assert isinstance(results[1], ConfigError) and "torch sees no GPU" in str(results[1])
+        assert isinstance(results[0], PeerFailed) and "rank 1 failed with ConfigError" in str(results[0])
+    assert time.monotonic() - started < 10, "the others waited for the arrival deadline"
 
 
 def test_a_budget_that_is_too_small_names_the_least_one() -> None:

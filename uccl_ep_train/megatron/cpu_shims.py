@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import library as torch_library
 
 from uccl_ep_train.errors import ConfigError
 
 CPU = torch.device("cpu")
 _installed: list[str] = []
-_libraries: list[torch.library.Library] = []  # a torch.library registration lives as long as its object
+_libraries: list[torch_library.Library] = []  # a registration lives as long as its object
 
 
 class _NoStream:
@@ -295,7 +296,7 @@ def _bf16_matmul() -> None:
 
         return product
 
-    library = torch.library.Library("aten", "IMPL")
+    library = torch_library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that a kernel is overridden: that is the intention
         for name in ("mm", "addmm", "bmm", "baddbmm"):
