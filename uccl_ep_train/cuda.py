@@ -59,7 +59,7 @@ class CudaLauncher(Launcher):
         native.wait(self._stream())
 
     def _dispatch(self, args: Any, plan: Any) -> Any:
-        return self._engine.dispatch(args, plan, self._stream())
+        return self._engine.dispatch(args, plan, -1, self._stream(), False)
 
     def _give_output(
         self,
@@ -74,11 +74,13 @@ class CudaLauncher(Launcher):
             scales=address(scales),
             values=address(weights_R),
             plan=address(handle.storage),
+            tokens_per_expert=0,
+            overflow=0,
             stream=self._stream(),
         )
 
     def _combine(self, args: Any, plan: Any) -> Any:
-        return self._engine.combine(args, plan, self._stream())
+        return self._engine.combine(args, plan, self._stream(), False)
 
     def _make_handle(self, native: Any) -> DispatchHandle:
         storage = torch.empty(native.plan.nbytes, dtype=torch.uint8, device=self._device)

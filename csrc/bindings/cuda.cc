@@ -32,45 +32,26 @@ void wait_counts(PyCudaOp& self) {
 }
 
 PyCudaOp dispatch(std::shared_ptr<CudaEngine> self, const PyDispatchArgs& args, std::shared_ptr<CudaPlan> plan,
-                  uintptr_t stream) {
-  const DispatchArgs host = args.native();
-  CudaDispatchArgs a;
-  a.x = host.x;
-  a.num_tokens = host.num_tokens;
-  a.hidden = host.hidden;
-  a.dtype = host.dtype;
-  a.wire = host.wire;
-  a.fp8_pow2 = host.fp8_pow2;
-  a.has_routing = host.has_routing;
-  a.routing = host.routing;
-  a.values = host.values;
-  a.plan = std::move(plan);
-  a.expert_alignment = host.expert_alignment;
-  a.stream = stream_of(stream);
+                  int64_t capacity, uintptr_t stream, bool aside) {
   const py::gil_scoped_release release;
-  return {self, self->dispatch(a)};
+  return {self, self->dispatch(args.native(), {std::move(plan), capacity, stream_of(stream), aside})};
 }
 
 PyCudaOp combine(std::shared_ptr<CudaEngine> self, const PyCombineArgs& args, std::shared_ptr<CudaPlan> plan,
-                 uintptr_t stream) {
-  const CombineArgs host = args.native();
-  CudaCombineArgs a;
-  a.rows = host.rows;
-  a.hidden = host.hidden;
-  a.dtype = host.dtype;
-  a.wire = host.wire;
-  a.plan = std::move(plan);
-  a.values = host.values;
-  a.out = host.out;
-  a.values_out = host.values_out;
-  a.stream = stream_of(stream);
+                 uintptr_t stream, bool aside) {
   const py::gil_scoped_release release;
-  return {self, self->combine(a)};
+  return {self, self->combine(args.native(), {std::move(plan), -1, stream_of(stream), aside})};
 }
 
-void set_output(PyCudaOp& self, uintptr_t rows, uintptr_t scales, uintptr_t values, uintptr_t plan, uintptr_t stream) {
-  const CudaOutput output{reinterpret_cast<uint8_t*>(rows), reinterpret_cast<float*>(scales),
-                          reinterpret_cast<float*>(values), reinterpret_cast<uint8_t*>(plan), stream_of(stream)};
+void set_output(PyCudaOp& self, uintptr_t rows, uintptr_t scales, uintptr_t values, uintptr_t plan,
+                uintptr_t tokens_per_expert, uintptr_t overflow, uintptr_t stream) {
+  const CudaOutput output{pointer<uint8_t>(rows),
+                          pointer<float>(scales),
+                          pointer<float>(values),
+                          pointer<uint8_t>(plan),
+                          pointer<int64_t>(tokens_per_expert),
+                          pointer<bool>(overflow),
+                          stream_of(stream)};
   const py::gil_scoped_release release;
   self.engine->give_output(*self.op, output);
 }
@@ -86,17 +67,19 @@ void bind_cuda(py::module_& m) {
       .def_readonly("routing_width", &CudaPlan::routing_width)
       .def_readonly("nbytes", &CudaPlan::storage_bytes)
       .def_property_readonly("num_tokens", [](const CudaPlan& p) { return p.view.num_tokens; })
-      .def_property_readonly("num_rows", [](const CudaPlan& p) { return p.view.num_rows; })
+      .def_property_readonly("num_rows", [](const CudaPlan& p) { return p.sizes.num_rows; })
       .def_property_readonly("routing_kind",
                              [](const CudaPlan& p) { return p.routing_kind == RoutingKind::kTopk ? "topk" : "map"; });
   py::class_<PyCudaOp>(m, "CudaOp")
       .def("wait_counts", &wait_counts)
       .def("wait", [](PyCudaOp& self, uintptr_t stream) { self.engine->wait(*self.op, stream_of(stream)); })
-      .def("set_output", &set_output, "rows"_a, "scales"_a, "values"_a, "plan"_a, "stream"_a)
+      .def("set_output", &set_output, "rows"_a, "scales"_a, "values"_a, "plan"_a, "tokens_per_expert"_a, "overflow"_a,
+           "stream"_a)
       .def_property_readonly("plan", [](const PyCudaOp& self) { return self.op->plan; })
-      .def_property_readonly("num_rows", [](const PyCudaOp& self) { return self.op->plan->view.num_rows; })
+      .def_property_readonly("num_rows", [](const PyCudaOp& self) { return self.op->plan->sizes.num_rows; })
       .def_property_readonly("done", [](const PyCudaOp& self) {
-        return self.op->launched && cudaEventQuery(self.op->done) != cudaErrorNotReady;
+        // On the caller's own stream memory is given back in the order of the stream.
+        return self.op->launched && (self.op->done == nullptr || cudaEventQuery(self.op->done) != cudaErrorNotReady);
       });
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<CudaEngine, std::shared_ptr<CudaEngine>>(m, "CudaEngine")
@@ -104,8 +87,8 @@ void bind_cuda(py::module_& m) {
       .def("export_handle", [](const CudaEngine& self) { return py::bytes(self.export_handle()); })
       .def("connect", &CudaEngine::connect, Release())
       .def("start", &CudaEngine::start, Release())
-      .def("dispatch", &dispatch, "args"_a, "plan"_a.none(true), "stream"_a)
-      .def("combine", &combine, "args"_a, "plan"_a, "stream"_a)
+      .def("dispatch", &dispatch, "args"_a, "plan"_a.none(true), "capacity"_a, "stream"_a, "aside"_a)
+      .def("combine", &combine, "args"_a, "plan"_a, "stream"_a, "aside"_a)
       .def("fail", &CudaEngine::fail, Release())
       .def("check", &CudaEngine::check, Release())
       .def("stats",

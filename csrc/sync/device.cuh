@@ -46,11 +46,14 @@ __device__ __forceinline__ bool count_last(uint32_t* counter, uint32_t total) {
   return true;
 }
 
-// ---- counters in shared memory of one block: order comes from the block's own barriers ------------------------------
-__device__ __forceinline__ uint32_t add_shared(uint32_t* counter, uint32_t value) { return atomicAdd(counter, value); }
-__device__ __forceinline__ unsigned long long or_shared(unsigned long long* word, unsigned long long bits) {
-  return atomicOr(word, bits);
+__device__ __forceinline__ void add_global(uint64_t* sum, uint64_t value) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(sum), static_cast<unsigned long long>(value));
 }
+
+// ---- counters in shared memory of one block: order comes from the block's own barriers ------------------------------
+__device__ __forceinline__ void add_shared(uint32_t* counter, uint32_t value) { atomicAdd(counter, value); }
+__device__ __forceinline__ void add_shared(unsigned long long* sum, unsigned long long value) { atomicAdd(sum, value); }
+__device__ __forceinline__ void or_shared(uint32_t* word, uint32_t bits) { atomicOr(word, bits); }
 
 // ---- time -----------------------------------------------------------------------------------------------------------
 __device__ __forceinline__ uint64_t now_nsec() {

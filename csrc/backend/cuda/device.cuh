@@ -1,4 +1,4 @@
-// What the kernels share: where things lie, flags between GPUs, waiting with deadlines.
+// What the kernels share: where things lie, crews of warps, flags between GPUs, waiting with deadlines.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,6 +13,7 @@ namespace uccl_ep::cuda {
 constexpr uint32_t kWarp = 32;
 constexpr uint32_t kFullWarp = 0xFFFFFFFFu;
 
+// ---- where things lie -----------------------------------------------------------------------------------------------
 template <typename T>
 __device__ __forceinline__ T* at(const Domain& d, uint32_t rank, uint64_t offset) {
   return reinterpret_cast<T*>(d.base[rank] + offset);
@@ -38,14 +39,109 @@ __device__ __forceinline__ float* values(const Domain& d, uint32_t rank, uint32_
   return at<float>(d, rank, d.at.values) + uint64_t{half} * d.at.max_pairs;
 }
 __device__ __forceinline__ uint8_t* rows(const Domain& d, uint32_t rank, uint32_t half) {
-  return at<uint8_t>(d, rank, d.at.rows) + uint64_t{half} * d.at.max_tokens * d.at.row_bytes;
+  return at<uint8_t>(d, rank, d.at.rows) + uint64_t{half} * d.at.half_bytes;
 }
-__device__ __forceinline__ uint32_t max_chunks(const Domain& d) { return d.at.max_tokens / kRowsPerChunk; }
+__device__ __forceinline__ uint32_t max_chunks(const Domain& d) { return d.at.max_tokens / kChunkTokens; }
+__device__ __forceinline__ uint32_t* chunk_rows(const Domain& d, uint32_t rank, uint32_t half, uint32_t destination) {
+  return at<uint32_t>(d, rank, d.at.chunk_rows) + (uint64_t{half} * d.at.num_ranks + destination) * (max_chunks(d) + 1);
+}
+__device__ __forceinline__ uint32_t* chunk_pieces(const Domain& d, uint32_t rank, uint32_t half) {
+  return at<uint32_t>(d, rank, d.at.chunk_pieces) + uint64_t{half} * (max_chunks(d) + 1);
+}
 __device__ __forceinline__ uint64_t* folded(const Domain& d, uint32_t owner, uint32_t folder) {
   return at<uint64_t>(d, owner, d.at.folded) + uint64_t{folder} * max_chunks(d);
 }
 __device__ __forceinline__ uint64_t* rows_full(const Domain& d, uint32_t owner, uint32_t source) {
-  return at<uint64_t>(d, owner, d.at.rows_full) + uint64_t{source} * max_chunks(d);
+  return at<uint64_t>(d, owner, d.at.rows_full) + uint64_t{source} * (d.at.max_tokens / kStageRows);
+}
+// The source that comes `i`-th after this rank: ranks start at different peers, so that no link is crowded.
+__device__ __forceinline__ uint32_t rotated(const Domain& d, uint32_t i) {
+  const uint32_t r = d.rank + 1 + i;
+  return r < d.at.num_ranks ? r : r - d.at.num_ranks;
+}
+
+// ---- crews ----------------------------------------------------------------------------------------------------------
+// Warps of a block that do the same thing, beside other crews of the block.
+struct Crew {
+  uint32_t id;      // of its barrier, 1 .. 15
+  uint32_t size;    // threads
+  uint32_t thread;  // this one
+
+  // Warps `first` to `first + count` of the block.
+  static __device__ __forceinline__ Crew of(uint32_t id, uint32_t first, uint32_t count) {
+    return {id, count * kWarp, threadIdx.x - first * kWarp};
+  }
+  __device__ __forceinline__ uint32_t lane() const { return thread % kWarp; }
+  __device__ __forceinline__ uint32_t warp() const { return thread / kWarp; }
+  __device__ __forceinline__ uint32_t warps() const { return size / kWarp; }
+  __device__ __forceinline__ void sync() const { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(size) : "memory"); }
+  __device__ __forceinline__ bool all(bool good) const {
+    uint32_t result;
+    asm volatile(
+        "{\n"
+        ".reg .pred in, out;\n"
+        "setp.ne.u32 in, %3, 0;\n"
+        "bar.red.and.pred out, %1, %2, in;\n"
+        "selp.u32 %0, 1, 0, out;\n"
+        "}"
+        : "=r"(result)
+        : "r"(id), "r"(size), "r"(static_cast<uint32_t>(good))
+        : "memory");
+    return result != 0;
+  }
+  __device__ __forceinline__ bool any(bool good) const { return !all(!good); }
+};
+
+__device__ __forceinline__ uint32_t warp_prefix(uint32_t value, uint32_t lane) {  // inclusive
+#pragma unroll
+  for (uint32_t o = 1; o < kWarp; o *= 2) {
+    const uint32_t below = __shfl_up_sync(kFullWarp, value, o);
+    if (lane >= o) value += below;
+  }
+  return value;
+}
+// By a crew: the sum of all threads' values, in thread 0.
+__device__ inline uint64_t crew_sum(const Crew& crew, uint64_t value) {
+  __shared__ unsigned long long sums[16];
+  if (crew.thread == 0) sums[crew.id] = 0;
+  for (uint32_t o = kWarp / 2; o > 0; o /= 2) value += __shfl_xor_sync(kFullWarp, value, o);
+  crew.sync();
+  if (crew.lane() == 0) add_shared(&sums[crew.id], value);
+  crew.sync();
+  return sums[crew.id];
+}
+
+// ---- operations -----------------------------------------------------------------------------------------------------
+struct Op {
+  uint64_t epoch;
+  uint64_t free_after;  // epoch whose "read" (dispatch) or "merged" (combine) it waits for
+  uint32_t half;
+};
+// By every thread of a block of an operation's first kernel, before anything else. Every block works it out.
+__device__ __forceinline__ Op enter(const Domain& d, OpKind kind) {
+  const Progress& last = local(d).progress;
+  const uint32_t half = static_cast<uint32_t>(last.num_dispatches % kHalves);
+  const uint64_t free_after = kind == OpKind::kCombine ? last.last_combine : last.half_epoch[half];
+  const Op op{last.epoch + 1, free_after, half};
+  if (threadIdx.x == 0) local(d).entered = op.epoch;
+  __syncthreads();
+  return op;
+}
+// By one thread, when all blocks have entered.
+__device__ __forceinline__ void keep(const Domain& d, const Op& op, OpKind kind) {
+  Progress& progress = local(d).progress;
+  progress.epoch = op.epoch;
+  if (kind == OpKind::kCombine) {
+    progress.last_combine = op.epoch;
+  } else {
+    progress.half_epoch[op.half] = op.epoch;
+    progress.num_dispatches += 1;
+  }
+}
+// In a later kernel of a dispatch.
+__device__ __forceinline__ Op current_dispatch(const Domain& d) {
+  const Progress& progress = local(d).progress;
+  return {progress.epoch, 0, static_cast<uint32_t>((progress.num_dispatches - 1) % kHalves)};
 }
 
 __device__ __forceinline__ bool stopped(const Domain& d) { return read_flag(&local(d).stop) != 0; }
@@ -59,7 +155,7 @@ __device__ inline void report(const Domain& d, DeviceFault code, Step step, int 
     e.step = static_cast<uint32_t>(step);
     e.peer = peer;
     e.chunk = chunk;
-    e.epoch = local(d).op.epoch;
+    e.epoch = local(d).entered;
     e.expected = expected;
     e.seen = seen;
     e.code = static_cast<uint32_t>(code);
@@ -69,7 +165,7 @@ __device__ inline void report(const Domain& d, DeviceFault code, Step step, int 
 }
 
 // By one thread. False: an error is known (perhaps this wait's own deadline) and the kernel has to return.
-__device__ inline bool wait_flag(const Domain& d, const uint64_t* flag, uint64_t value, Step step, int peer,
+__device__ inline bool wait_flag(const Domain& d, const uint64_t* flag, uint64_t value, Step step, uint32_t peer,
                                  int chunk = -1, bool arrival = false) {
   uint64_t seen = read_flag(flag);
   if (seen >= value) return true;
@@ -81,56 +177,85 @@ __device__ inline bool wait_flag(const Domain& d, const uint64_t* flag, uint64_t
     if (looks % 64 != 0) continue;
     if (stopped(d)) return false;
     if (now_nsec() - started > limit) {
-      report(d, DeviceFault::kTimeout, step, peer, chunk, value, seen,
+      report(d, DeviceFault::kTimeout, step, static_cast<int>(peer), chunk, value, seen,
              arrival ? ErrorKind::kArrivalTimeout : ErrorKind::kProgressTimeout);
       return false;
     }
   }
 }
-// By a whole block: thread s waits for flags[s] of every rank.
-__device__ inline bool wait_all(const Domain& d, const uint64_t* flags, uint64_t value, Step step,
+// The same for a flag that `peer` sets in operation `epoch`, which it may not have entered yet.
+__device__ inline bool wait_peer(const Domain& d, const uint64_t* flag, uint64_t epoch, Step step, uint32_t peer,
+                                 int chunk) {
+  if (read_flag(flag) >= epoch) return true;
+  return wait_flag(d, at<uint64_t>(d, d.rank, d.at.header_full) + peer, epoch, Step::kExchange, peer, -1, true) &&
+         wait_flag(d, flag, epoch, step, peer, chunk);
+}
+// By a crew: thread s waits for flags[s] of every rank.
+__device__ inline bool wait_all(const Crew& crew, const Domain& d, uint64_t flags, uint64_t value, Step step,
                                 bool arrival = false) {
   bool good = true;
-  for (uint32_t r = threadIdx.x; r < d.at.num_ranks; r += blockDim.x)
-    good &= wait_flag(d, flags + r, value, step, static_cast<int>(r), -1, arrival);
-  return __syncthreads_and(good);
+  for (uint32_t r = crew.thread; r < d.at.num_ranks; r += crew.size)
+    good &= wait_flag(d, at<uint64_t>(d, d.rank, flags) + r, value, step, r, -1, arrival);
+  return crew.all(good);
 }
 
-enum class Kernel : uint32_t { kExchange, kStageValues, kPlace, kFold, kMerge };
-// By a whole block, at the end of its work: true in the last block, when all blocks' writes are visible everywhere.
-__device__ inline bool last_block(const Domain& d, Kernel kernel) {
-  __shared__ bool last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = arrive_last(&local(d).arrived[static_cast<uint32_t>(kernel)], gridDim.x * gridDim.y);
-  }
-  __syncthreads();
-  return last;
+enum class Arrival : uint32_t { kCounted, kRouted, kStaged, kValues, kHashed, kPlaced, kFolded, kMerged };
+// By a crew, at the end of its work: true in the last block, when all blocks' writes are visible everywhere.
+__device__ inline bool last_block(const Crew& crew, const Domain& d, Arrival what) {
+  crew.sync();
+  bool last = false;
+  if (crew.thread == 0) last = arrive_last(&local(d).arrived[static_cast<uint32_t>(what)], gridDim.x);
+  return crew.any(last);
 }
-// By a whole block: publishes flag number `rank` of every peer's `flags`.
-__device__ inline void publish_all(const Domain& d, uint64_t flags, uint64_t value) {
-  for (uint32_t r = threadIdx.x; r < d.at.num_ranks; r += blockDim.x)
+// By a crew: publishes flag number `rank` of every peer's `flags`.
+__device__ inline void publish_all(const Crew& crew, const Domain& d, uint64_t flags, uint64_t value) {
+  for (uint32_t r = crew.thread; r < d.at.num_ranks; r += crew.size)
     publish_flag(at<uint64_t>(d, r, flags) + d.rank, value);
 }
 
-// By a whole block: after an error, outputs hold nothing but NaN (all ones in every dtype).
-__device__ inline void fill_nan(void* to, uint64_t num_bytes) {
-  for (uint64_t i = threadIdx.x; i < num_bytes / 4; i += blockDim.x) static_cast<uint32_t*>(to)[i] = 0xFFFFFFFFu;
+// By a crew: after an error, outputs hold nothing but NaN (all ones in every dtype).
+__device__ inline void fill_nan(const Crew& crew, void* to, uint64_t num_bytes) {
+  for (uint64_t i = crew.thread; i < num_bytes / 4; i += crew.size) static_cast<uint32_t*>(to)[i] = 0xFFFFFFFFu;
 }
 
-// The source that comes `i`-th after this rank: ranks start at different peers, so that no link is crowded.
-__device__ __forceinline__ uint32_t rotated(const Domain& d, uint32_t i) {
-  const uint32_t r = d.rank + 1 + i;
-  return r < d.at.num_ranks ? r : r - d.at.num_ranks;
+// By one thread: the header that tells what this rank has called, for all peers.
+__device__ inline void write_header(const Domain& d, const Op& op, const OpSignature& signature, uint32_t num_tokens) {
+  DeviceHeader& h = header(d, d.rank, op.epoch);
+  h.epoch = op.epoch;
+  h.signature = signature;
+  h.num_tokens = num_tokens;
+}
+// By a crew: all ranks have entered, with the same signature.
+__device__ inline bool all_alike(const Crew& crew, const Domain& d, uint64_t epoch) {
+  if (!wait_all(crew, d, d.at.header_full, epoch, Step::kExchange, true)) return false;
+  bool good = true;
+  for (uint32_t r = crew.thread; r < d.at.num_ranks; r += crew.size) {
+    const OpSignature& own = header(d, d.rank, epoch).signature;
+    const OpSignature& other = header(d, r, epoch).signature;
+    if (own.kind != other.kind || own.dtype != other.dtype || own.wire != other.wire ||
+        own.plan_use != other.plan_use || own.hidden != other.hidden || own.with_values != other.with_values ||
+        own.fp8_pow2 != other.fp8_pow2 || own.expert_alignment != other.expert_alignment ||
+        own.plan_id != other.plan_id) {
+      report(d, DeviceFault::kMismatch, Step::kPlan, static_cast<int>(r), -1, 0, 0, ErrorKind::kRankMismatch);
+      good = false;
+    }
+  }
+  return crew.all(good);
 }
 
-// Loads kernels on the current device. One that is loaded at its first launch may have to wait for kernels that run,
-// and those for it (contract 12).
+// Loads kernels on the current device and lets their blocks have `shared_bytes`. One that is loaded at its first launch
+// may have to wait for kernels that run, and those for it (contract 12).
 template <typename... Kernels>
-cudaError_t load_all(Kernels... kernels) {
+cudaError_t load_all(uint32_t shared_bytes, Kernels... kernels) {
   cudaFuncAttributes attributes{};
   cudaError_t status = cudaSuccess;
-  ((status = status == cudaSuccess ? cudaFuncGetAttributes(&attributes, kernels) : status), ...);
+  const auto load = [&](const auto kernel) {
+    if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, kernel);
+    const uint32_t free = shared_bytes - static_cast<uint32_t>(attributes.sharedSizeBytes);
+    if (status == cudaSuccess)
+      status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(free));
+  };
+  (load(kernels), ...);
   return status;
 }
 

@@ -6,6 +6,7 @@ namespace uccl_ep::cuda {
 namespace {
 
 constexpr uint64_t kAlign = 256;
+constexpr uint32_t kUsualRanks = 8;  // that a token reaches
 
 class Cursor {
  public:
@@ -22,14 +23,19 @@ class Cursor {
   RegionLayout& layout_;
 };
 
-RegionLayout layout_for(uint32_t num_ranks, uint32_t num_experts, uint64_t row_bytes, uint32_t max_tokens) {
+// Routing for `num_tokens`, rows and pieces for a window of `window` of them.
+RegionLayout layout_for(uint32_t num_ranks, uint32_t num_experts, uint64_t row_bytes, uint32_t num_tokens,
+                        uint32_t window) {
   RegionLayout l;
   l.num_ranks = num_ranks;
   l.num_experts = num_experts;
   l.row_bytes = row_bytes;
-  l.max_tokens = max_tokens;
-  l.max_pairs = max_tokens * kPairsPerToken;
-  const uint64_t ranks = num_ranks, tokens = max_tokens, pairs = l.max_pairs;
+  l.max_tokens = num_tokens;
+  l.max_pairs = num_tokens * kPairsPerToken;
+  l.half_bytes = window * row_bytes;
+  // Most tokens reach fewer ranks than there are; a window takes what fits.
+  l.piece_bytes = (uint64_t{window} * std::min(num_ranks, kUsualRanks) + kChunkTokens * num_ranks) * row_bytes;
+  const uint64_t ranks = num_ranks, tokens = num_tokens, pairs = l.max_pairs, chunks = tokens / kChunkTokens;
   const uint64_t experts_per_rank = num_experts / num_ranks;
   Cursor cursor(l);
   l.header_full = cursor.take("flags.header_full", 8 * ranks);
@@ -37,44 +43,59 @@ RegionLayout layout_for(uint32_t num_ranks, uint32_t num_experts, uint64_t row_b
   l.read = cursor.take("flags.read", 8 * ranks);
   l.folded_all = cursor.take("flags.folded_all", 8 * ranks);
   l.merged = cursor.take("flags.merged", 8 * ranks);
-  l.rows_full = cursor.take("flags.rows_full", 8 * ranks * (tokens / kRowsPerChunk));
-  l.folded = cursor.take("flags.folded", 8 * ranks * (tokens / kRowsPerChunk));
-  l.chunk_counts = cursor.take("chunk_counts", 4 * ranks * (tokens / kRowsPerChunk));
+  l.rows_full = cursor.take("flags.rows_full", 8 * ranks * (tokens / kStageRows));
+  l.folded = cursor.take("flags.folded", 8 * ranks * chunks);
+  l.chunk_counts = cursor.take("chunk_counts", 4 * ranks * chunks);
   l.local = cursor.take("local", sizeof(Local));
   l.header_bytes = round_up(sizeof(DeviceHeader) + 4 * uint64_t{num_experts}, kAlign);
   l.headers = cursor.take("headers", kHalves * l.header_bytes);
-  l.plan_scratch = cursor.take("plan", sizeof(PlanScratch) + 4 * experts_per_rank * (ranks + 2));
-  l.block_counts = cursor.take("block_counts", 4 * (tokens / kTokensPerBlock) * (num_experts + 2 * ranks + 2));
-  l.token_begin = cursor.take("token_begin", 2 * 4 * (tokens + 1));
+  l.plan_scratch = cursor.take("plan", sizeof(PlanScratch) + 4 * experts_per_rank * (ranks + 3));
+  l.tile_counts = cursor.take("tile_counts", 4 * (tokens / kTileTokens) * (num_experts + 2 * ranks + 2));
+  l.token_pieces = cursor.take("token_pieces", 4 * (tokens + 1));
   l.lists = cursor.take("lists", kHalves * ranks * tokens * sizeof(ListEntry));
+  l.chunk_rows = cursor.take("chunk_rows", kHalves * ranks * (chunks + 1) * 4);
+  l.chunk_pieces = cursor.take("chunk_pieces", kHalves * (chunks + 1) * 4);
   l.pairs = cursor.take("pairs", kHalves * pairs * sizeof(PairEntry));
+  l.pair_origin = cursor.take("pair_origin", pairs * 4);
   l.values = cursor.take("values", kHalves * pairs * sizeof(float));
   l.piece_values = cursor.take("piece_values", pairs * sizeof(float));
-  l.rows = cursor.take("rows", kHalves * tokens * row_bytes);
-  l.pieces = cursor.take("pieces", tokens * std::min<uint64_t>(ranks, kPairsPerToken) * row_bytes);
+  l.rows = cursor.take("rows", kHalves * l.half_bytes);
+  l.pieces = cursor.take("pieces", l.piece_bytes);
   return l;
+}
+
+// The most blocks of tokens, up to `most`, for which fits(blocks).
+template <typename Fits>
+uint32_t largest(uint32_t most, Fits fits) {
+  uint32_t low = 1, high = most;
+  while (low < high) {
+    const uint32_t middle = low + (high - low + 1) / 2;
+    (fits(middle) ? low : high) = fits(middle) ? middle : middle - 1;
+  }
+  return low;
 }
 
 }  // namespace
 
 uint64_t least_budget_bytes(uint32_t num_ranks, uint32_t num_experts, uint64_t row_bytes) {
-  return layout_for(num_ranks, num_experts, row_bytes, kTokensPerBlock).total_bytes;
+  return layout_for(num_ranks, num_experts, row_bytes, kTileTokens, kTileTokens).total_bytes;
 }
 
+// An eighth of the budget for the routing, which goes in one piece; the rest for rows, which go in windows.
 RegionLayout make_layout(uint32_t num_ranks, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes) {
   const uint64_t least = least_budget_bytes(num_ranks, num_experts, row_bytes);
   if (budget_bytes < least)
     throw UsageFailure(UsageKind::kBudget, "budget_bytes = " + std::to_string(budget_bytes) +
                                                ": this buffer needs at least " + std::to_string(least));
-  // The size grows with the tokens, so the most that fit are found by halving.
-  uint32_t low = 1, high = 1u << 20;  // blocks of tokens
-  while (low < high) {
-    const uint32_t middle = low + (high - low + 1) / 2;
-    const bool fits =
-        layout_for(num_ranks, num_experts, row_bytes, middle * kTokensPerBlock).total_bytes <= budget_bytes;
-    (fits ? low : high) = fits ? middle : middle - 1;
-  }
-  return layout_for(num_ranks, num_experts, row_bytes, low * kTokensPerBlock);
+  const auto bytes = [&](uint32_t tokens, uint32_t window) {
+    return layout_for(num_ranks, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens).total_bytes;
+  };
+  const uint64_t rest = bytes(1, 1);
+  const uint32_t tokens = largest(kMaxTokens / kTileTokens, [&](uint32_t n) {
+    return bytes(n, 1) - rest <= budget_bytes / 8 && bytes(n, 1) <= budget_bytes;
+  });
+  const uint32_t window = largest(tokens, [&](uint32_t n) { return bytes(tokens, n) <= budget_bytes; });
+  return layout_for(num_ranks, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens);
 }
 
 }  // namespace uccl_ep::cuda

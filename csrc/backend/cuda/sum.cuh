@@ -38,119 +38,211 @@ __device__ __forceinline__ void put_values(const float (&sum)[8], float* to) {
                                                    canonical(sum[4 * v + 2]), canonical(sum[4 * v + 3]));
 }
 
-// By a warp. `row(i)`: the i-th of `num_rows` rows.
-template <typename Row, typename Out>
-__device__ __forceinline__ void sum_row(uint32_t hidden, uint32_t lane, uint32_t num_rows, Row row, Out* out) {
-  for (uint32_t i = lane * 8; i < hidden; i += 32 * 8) {
-    float sum[8] = {};
-    for (uint32_t r = 0; r < num_rows; ++r) add_values(sum, row(r) + i);
-    put_values(sum, out + i);
+// A sum, as the lane sees it that looked it up.
+struct Sum {
+  uint32_t count = 0;   // addends; 0: there is none
+  uint32_t first = 0;   // Work::addend(first + i) is the i-th
+  uint32_t tag = 0;     // for Work
+  uint8_t* out = nullptr;
+
+  __device__ __forceinline__ Sum of(uint32_t lane) const {
+    return {__shfl_sync(kFullWarp, count, lane), __shfl_sync(kFullWarp, first, lane), __shfl_sync(kFullWarp, tag, lane),
+            reinterpret_cast<uint8_t*>(__shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(out), lane))};
+  }
+};
+
+// The sums that are a warp's turn, 32 at a time, looked up by a lane each. Work has, for sums 0 .. end():
+//   Sum look_up(n)             by one lane; count 0: there is nothing to sum
+//   uint32_t place(k)          where addend k lies, in rows
+//   const uint8_t* base()      of the addends
+//   bool wait(tag)             by the warp: the addends have arrived; false: an error is known
+//   bool reports()             complete() is to be called
+//   void complete(tag)         by one lane: the sum is visible to the GPU
+template <typename Work>
+struct Turns {
+  const Work& work;
+  const uint32_t end, step, lane;
+  uint32_t begin, left = 0;
+  Sum batch;
+
+  __device__ Turns(const Work& w, const Crew& crew)
+      : work(w), end(w.end()), step(gridDim.x * crew.warps()), lane(crew.lane()) {
+    begin = crew.warp() * gridDim.x + blockIdx.x;
+    look();
+  }
+  __device__ __forceinline__ void look() {
+    batch = Sum{};
+    if (begin + lane * step < end) batch = work.look_up(begin + lane * step);
+    left = __ballot_sync(kFullWarp, batch.count > 0);
+  }
+  // The next sum, in every lane; count 0: no more.
+  __device__ __forceinline__ Sum next() {
+    while (left == 0) {
+      begin += kWarp * step;
+      if (begin >= end) return {};
+      look();
+    }
+    const uint32_t i = __ffs(left) - 1;
+    left &= left - 1;
+    return batch.of(i);
+  }
+};
+
+// Plain loads: for every architecture and every dtype.
+template <typename In, typename Out, typename Work>
+__device__ void sum_rows(const Crew& crew, const Domain& d, const Work& work, uint32_t hidden) {
+  Turns<Work> turns(work, crew);
+  for (Sum sum = turns.next(); sum.count > 0; sum = turns.next()) {
+    if (!work.wait(sum.tag)) return;
+    for (uint32_t i = crew.lane() * 8; i < hidden; i += kWarp * 8) {
+      float total[8] = {};
+      for (uint32_t k = 0; k < sum.count; ++k)
+        add_values(total, reinterpret_cast<const In*>(work.base()) + uint64_t{work.place(sum.first + k)} * hidden + i);
+      put_values(total, reinterpret_cast<Out*>(sum.out) + i);
+    }
+    if (!work.reports()) continue;
+    __threadfence_system();
+    __syncwarp();
+    if (crew.lane() == 0) work.complete(sum.tag);
   }
 }
 
 // ---- BF16 sums by bulk copies (sm_90) -------------------------------------------------------------------------------
-// A warp walks over (row, segment, addend). A ring of segments in shared memory is filled ahead of the sums, which go
-// out through two more.
-constexpr uint32_t kSegment = 2048;  // bytes
+// A warp walks over (sum, segment, addend). A ring of segments in shared memory is filled ahead; a sum leaves from the
+// place of its last addend.
+constexpr uint32_t kVectors = 7;                          // 16 bytes of a lane in a segment
+constexpr uint32_t kSegment = kVectors * kWarp * 16;      // most bytes
 constexpr uint32_t kRing = 6;
-constexpr uint32_t kSumWarps = 12;
-constexpr uint32_t kVectors = kSegment / 16 / kWarp;
-constexpr uint32_t kSumBytes = kSumWarps * (kRing + 2) * kSegment;
+constexpr uint32_t kSumWarpBytes = kRing * kSegment;
+constexpr uint32_t kMaxSumWarps = 16;
 constexpr uint32_t kReport = 4;      // rows that are reported together, a lane each: it costs a round trip
 
-// Work has, for rows 0 .. end():
-//   bool find(n)              the row exists; makes it the current one of this object
-//   bool wait(n)              by the warp: its addends have arrived; false: an error is known
-//   uint32_t count            its addends
-//   const uint8_t* addend(i), uint8_t* out()
-//   bool reports              complete() is to be called
-//   void complete(n)          by one lane: the sum is visible to the GPU
-// Rows are taken by warps in turn: `first_block` of `num_blocks` blocks.
 #if __CUDA_ARCH__ >= 900
 template <typename Work>
-__device__ void sum_rows_bulk(const Work& work, uint32_t row_bytes, uint32_t block, uint32_t num_blocks,
-                              uint8_t* shared) {
-  __shared__ __align__(8) uint64_t barriers[kSumWarps * kRing];
-  const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  uint8_t* const ring = shared + warp * (kRing + 2) * kSegment;
-  uint8_t* const sums = ring + kRing * kSegment;
-  uint64_t* const full = barriers + warp * kRing;
-  if (lane == 0) {
-    for (uint32_t i = 0; i < kRing; ++i) init_barrier(full + i);
-    fence_barriers();
-  }
-  __syncwarp();
+struct BulkSums {
+  const Domain& d;
+  const Work& work;
+  const uint32_t lane, row_bytes, segment, vectors;
+  uint8_t* const ring;
+  uint64_t* const full;
+  // Where the loads are.
+  Turns<Work> ahead;
+  Sum load, pending;        // the sum that is loaded, and the next one
+  uint32_t load_place, pending_place;  // lane i: where addend i lies
+  uint32_t load_at = 0, load_addend = 0, loaded = 0;
+  bool good;
 
-  const uint32_t end = work.end(), step = num_blocks * kSumWarps, first = warp * num_blocks + block;
-  // Where the loads are: a row, a segment, an addend.
-  Work ahead = work;
-  uint32_t load_n = first, load_at = 0, load_addend = 0, loaded = 0;
-  bool good = !stopped(work.d);
-  const auto find_row = [&] {
-    while (load_n < end && !(ahead.find(load_n) && ahead.count > 0)) load_n += step;
-    if (load_n < end) good = ahead.wait(load_n);
-  };
-  const auto load_next = [&] {
-    if (load_n >= end || !good) return;
-    if (lane == 0)
-      load_bulk(ring + loaded % kRing * kSegment, ahead.addend(load_addend) + load_at,
-                min(kSegment, row_bytes - load_at), full + loaded % kRing);
-    ++loaded;
-    if (++load_addend < ahead.count) return;
-    load_addend = 0;
-    load_at += kSegment;
-    if (load_at < row_bytes) return;
-    load_at = 0;
-    load_n += step;
-    find_row();
-  };
-  if (good) find_row();
-  for (uint32_t i = 0; i < kRing - 1; ++i) load_next();
-
-  Work now = work;
-  uint32_t summed = 0, stored = 0, unreported = 0, reported_n = 0;
-  const auto report_rows = [&] {  // lane i: the i-th row since the last report
-    if (lane == 0) wait_stores<0>();
-    __syncwarp();
-    proxy_fence();  // what bulk stores wrote is published by ordinary ones
-    if (lane < unreported) work.complete(reported_n);
-    unreported = 0;
-  };
-  for (uint32_t n = first; n < end; n += step) {
-    if (!now.find(n)) continue;
-    if (!good && summed == loaded) break;
-    uint8_t* const out = now.out();
-    for (uint32_t begin = 0; begin < row_bytes && (good || summed < loaded); begin += kSegment) {
-      float sum[kVectors][8] = {};
-      for (uint32_t i = 0; i < now.count && (good || summed < loaded); ++i) {
-        wait_barrier(full + summed % kRing, summed / kRing);
-        const uint16_t* const from = reinterpret_cast<const uint16_t*>(ring + summed % kRing * kSegment);
-#pragma unroll
-        for (uint32_t v = 0; v < kVectors; ++v) add_values(sum[v], from + (v * kWarp + lane) * 8);
-        __syncwarp();
-        ++summed;
-        load_next();
-      }
-      uint16_t* const to = reinterpret_cast<uint16_t*>(sums + stored % 2 * kSegment);
-      if (lane == 0) wait_stores_read<1>();  // of the sums before the last
-      __syncwarp();
-#pragma unroll
-      for (uint32_t v = 0; v < kVectors; ++v) put_values(sum[v], to + (v * kWarp + lane) * 8);
-      fence_shared();
-      __syncwarp();
-      if (lane == 0) {
-        store_bulk(out + begin, to, min(kSegment, row_bytes - begin));
-        commit_stores();
-      }
-      ++stored;
+  __device__ BulkSums(const Crew& crew, const Domain& domain, const Work& w, uint32_t bytes, uint8_t* shared,
+                      uint64_t* barriers)
+      : d(domain),
+        work(w),
+        lane(crew.lane()),
+        row_bytes(bytes),
+        segment(segment_of(bytes)),
+        vectors(segment / (16 * kWarp)),
+        ring(shared + crew.warp() * kSumWarpBytes),
+        full(barriers + crew.warp() * kRing),
+        ahead(w, crew),
+        good(!stopped(domain)) {
+    if (lane == 0) {
+      for (uint32_t i = 0; i < kRing; ++i) init_barrier(full + i);
+      fence_barriers();
     }
-    if (!work.reports) continue;
-    if (lane == unreported) reported_n = n;
-    if (++unreported == kReport) report_rows();
+    __syncwarp();
+    look_ahead();
+    next_load();
   }
-  if (good && unreported > 0) report_rows();
-  if (lane == 0) wait_stores<0>();
-  proxy_fence();
+  // Rows in equal parts.
+  static __device__ uint32_t segment_of(uint32_t bytes) {
+    const uint32_t parts = (bytes + kSegment - 1) / kSegment, unit = 16 * kWarp;
+    return ((bytes + parts - 1) / parts + unit - 1) / unit * unit;
+  }
+  __device__ __forceinline__ void look_ahead() {
+    pending = ahead.next();
+    pending_place = lane < pending.count ? work.place(pending.first + lane) : 0;
+  }
+  __device__ __forceinline__ void next_load() {
+    load = pending;
+    load_place = pending_place;
+    load_at = load_addend = 0;
+    if (load.count == 0) return;
+    look_ahead();
+    good = good && work.wait(load.tag);
+  }
+  __device__ __forceinline__ void load_segment() {
+    if (load.count == 0 || !good) return;
+    uint32_t place = __shfl_sync(kFullWarp, load_place, load_addend % kWarp);
+    if (load_addend >= kWarp) place = work.place(load.first + load_addend);
+    if (lane == 0)
+      load_bulk(ring + loaded % kRing * kSegment, work.base() + uint64_t{place} * row_bytes + load_at,
+                min(segment, row_bytes - load_at), full + loaded % kRing);
+    ++loaded;
+    if (++load_addend < load.count) return;
+    load_addend = 0;
+    load_at += segment;
+    if (load_at >= row_bytes) next_load();
+  }
+
+  __device__ void run(const Crew& crew) {
+    for (uint32_t i = 0; i < kRing - 1; ++i) load_segment();
+    Turns<Work> turns(work, crew);
+    uint32_t summed = 0, unreported = 0, reported_tag = 0;
+    const auto report_rows = [&] {  // lane i: the i-th row since the last report
+      if (lane == 0) wait_stores<0>();
+      __syncwarp();
+      proxy_fence();  // what bulk stores wrote is published by ordinary ones
+      if (lane < unreported) work.complete(reported_tag);
+      unreported = 0;
+    };
+    for (Sum now = turns.next(); now.count > 0; now = turns.next()) {
+      for (uint32_t begin = 0; begin < row_bytes; begin += segment) {
+        float sum[kVectors][8] = {};
+        for (uint32_t i = 0; i < now.count; ++i) {
+          if (summed == loaded) {  // an error is known
+            if (lane == 0) wait_stores<0>();
+            return;
+          }
+          uint8_t* const from = ring + summed % kRing * kSegment;
+          wait_barrier(full + summed % kRing, summed / kRing);
+#pragma unroll
+          for (uint32_t v = 0; v < kVectors; ++v)
+            if (v < vectors) add_values(sum[v], reinterpret_cast<const uint16_t*>(from) + (v * kWarp + lane) * 8);
+          __syncwarp();
+          ++summed;
+          const bool last = i + 1 == now.count;
+          if (last) {
+#pragma unroll
+            for (uint32_t v = 0; v < kVectors; ++v)
+              if (v < vectors) put_values(sum[v], reinterpret_cast<uint16_t*>(from) + (v * kWarp + lane) * 8);
+            fence_shared();
+            __syncwarp();
+            if (lane == 0) {
+              store_bulk(now.out + begin, from, min(segment, row_bytes - begin));
+              commit_stores();
+              wait_stores_read<1>();
+            }
+          } else if (lane == 0) {
+            wait_stores_read<0>();
+          }
+          // Into the place before, whose sum, if it held one, has left.
+          __syncwarp();
+          load_segment();
+        }
+      }
+      if (!work.reports()) continue;
+      if (lane == unreported) reported_tag = now.tag;
+      if (++unreported == kReport) report_rows();
+    }
+    if (unreported > 0) report_rows();
+    if (lane == 0) wait_stores<0>();
+    proxy_fence();
+  }
+};
+
+template <typename Work>
+__device__ __forceinline__ void sum_rows_bulk(const Crew& crew, const Domain& d, const Work& work, uint32_t row_bytes,
+                                              uint8_t* shared, uint64_t* barriers) {
+  BulkSums<Work>(crew, d, work, row_bytes, shared, barriers).run(crew);
 }
 #endif
 

@@ -42,8 +42,15 @@ cuda::RegionLayout layout_of(const EngineConfig& config) {
   return cuda::make_layout(ranks_of(config), config.num_experts, row_bytes_of(config), config.budget_bytes);
 }
 
+// Faults that are the caller's own: kernels find them, so the buffer is broken by then.
+bool is_bad_routing(const cuda::HostError& error) {
+  const auto code = static_cast<cuda::DeviceFault>(error.code);
+  return code == cuda::DeviceFault::kExpertRange || code == cuda::DeviceFault::kExpertTwice ||
+         code == cuda::DeviceFault::kTooManyPairs;
+}
+
 constexpr uint64_t kPinnedBytes = kPageBytes;
-constexpr uint32_t kStaticSharedBytes = 8192;  // kernels declare less
+constexpr uint32_t kStaticSharedBytes = 4096;  // kernels declare less
 
 uint64_t pinned_bytes(const EngineConfig& config) {
   return 2 * kPinnedBytes + round_up(8 * uint64_t{config.num_experts}, kPageBytes);
@@ -78,17 +85,19 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms)
   int lowest = 0, highest = 0;
   must(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
   must(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest), "cudaStreamCreate");
-  must(cudaStreamCreateWithPriority(&merge_stream_, cudaStreamNonBlocking, highest), "cudaStreamCreate");
   must(cudaStreamCreateWithPriority(&control_stream_, cudaStreamNonBlocking, highest), "cudaStreamCreate");
   must(cudaEventCreateWithFlags(&inputs_ready_, cudaEventDisableTiming), "cudaEventCreate");
-  must(cudaEventCreateWithFlags(&merged_, cudaEventDisableTiming), "cudaEventCreate");
+  must(cudaEventCreateWithFlags(&last_done_, cudaEventDisableTiming), "cudaEventCreate");
   must(cudaHostAlloc(reinterpret_cast<void**>(&pinned_), pinned_bytes(config), cudaHostAllocPortable), "cudaHostAlloc");
   std::fill_n(pinned_, pinned_bytes(config), uint8_t{0});
   stop_word_ = reinterpret_cast<uint64_t*>(pinned_ + kPinnedBytes / 2);
   *stop_word_ = 1;
-  for (auto load :
-       {cuda::load_exchange, cuda::load_plan, cuda::load_stage, cuda::load_place, cuda::load_fold, cuda::load_merge})
-    must(load(), "loading the kernels");
+  int shared_bytes = 0;
+  must(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_),
+       "cudaDeviceGetAttribute");
+  domain_.shared_bytes = static_cast<uint32_t>(shared_bytes) - kStaticSharedBytes;
+  for (auto load : {cuda::load_dispatch, cuda::load_combine})
+    must(load(static_cast<uint32_t>(shared_bytes)), "loading the kernels");
   regions_[config.rank] = cuda::DeviceMapping::create(device_, layout_.total_bytes);
   region_bytes_[config.rank] = regions_[config.rank].num_bytes();
 }
@@ -96,9 +105,8 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms)
 CudaEngine::~CudaEngine() {
   close(true);
   cudaEventDestroy(inputs_ready_);
-  cudaEventDestroy(merged_);
+  cudaEventDestroy(last_done_);
   cudaStreamDestroy(stream_);
-  cudaStreamDestroy(merge_stream_);
   cudaStreamDestroy(control_stream_);
   cudaFreeHost(pinned_);
 }
@@ -146,11 +154,8 @@ void CudaEngine::start() {
   }
   domain_.arrival_nsec = static_cast<uint64_t>(config_.arrival_timeout_s * 1e9);
   domain_.progress_nsec = static_cast<uint64_t>(config_.progress_timeout_s * 1e9);
-  int shared_bytes = 0, major = 0;
-  must(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_),
-       "cudaDeviceGetAttribute");
+  int major = 0;
   must(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_), "cudaDeviceGetAttribute");
-  domain_.shared_bytes = static_cast<uint32_t>(shared_bytes) - kStaticSharedBytes;
   domain_.bulk_copies = major == 9;
   domain_.error = reinterpret_cast<cuda::HostError*>(pinned_);
   domain_.counts = reinterpret_cast<cuda::HostCounts*>(pinned_ + kPinnedBytes);
@@ -161,7 +166,8 @@ void CudaEngine::start() {
 }
 
 void CudaEngine::check() const {
-  if (started_) tell_fault();
+  if (started_ && tell_fault() && is_bad_routing(*domain_.error))
+    throw UsageFailure(UsageKind::kRouting, text_of(*domain_.error));
   life_.check();
 }
 
@@ -176,6 +182,9 @@ bool CudaEngine::tell_fault() const {
 void CudaEngine::watch() {
   pthread_setname_np(pthread_self(), "uccl_ep_cuda");
   cudaSetDevice(device_);
+  // The caller may be capturing a graph while an error is passed on.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaThreadExchangeStreamCaptureMode(&mode);
   bool told = false, stopped = false;
   while (leaving_.read() == 0) {
     if (!told) told = tell_fault();
@@ -227,7 +236,7 @@ std::string CudaEngine::text_of(const cuda::HostError& error) const {
       return call + calls[0] + ", " + calls[1];
     }
     case cuda::DeviceFault::kPlanDiffers:
-      return call + peer + " used plan " + std::to_string(error.seen) + " with another routing than it was made for";
+      return call + own + " used plan " + std::to_string(error.seen) + " with another routing than it was made for";
     case cuda::DeviceFault::kExpertRange:
       return call + own + ": topk_idx names expert " + std::to_string(static_cast<int64_t>(error.seen)) +
              " for token " + std::to_string(error.chunk) + "; allowed is -1 .. " + std::to_string(error.expected - 1);
@@ -251,7 +260,7 @@ void CudaEngine::close(bool abort) {
   if (started_) {
     const OnDevice guard(device_);
     if (abort && !life_.failed()) fail("closed its buffer while the others may still use it");
-    cudaStreamSynchronize(stream_);  // what is queued ends by itself, by the error, or by its deadline
+    cudaEventSynchronize(last_done_);  // what is queued ends by itself, by the error, or by its deadline
     life_.close(abort);
     leaving_.publish(1);
     watcher_.join();
@@ -265,7 +274,10 @@ std::vector<std::pair<std::string, double>> CudaEngine::stats() const {
   return {{"dispatch.calls", static_cast<double>(num_dispatches_)},
           {"combine.calls", static_cast<double>(num_combines_)},
           {"memory.allocated_bytes", static_cast<double>(layout_.total_bytes)},
-          {"memory.max_tokens", static_cast<double>(layout_.max_tokens)}};
+          {"windows", static_cast<double>(num_windows_)},
+          {"memory.max_tokens", static_cast<double>(layout_.max_tokens)},
+          {"memory.window_bytes", static_cast<double>(layout_.half_bytes)},
+          {"memory.piece_bytes", static_cast<double>(layout_.piece_bytes)}};
 }
 
 }  // namespace uccl_ep

@@ -19,62 +19,54 @@
 
 namespace uccl_ep {
 
-// A plan in device memory that the caller allocated: `storage_bytes` once the counts are known.
+// A plan in device memory that the caller allocated: `storage_bytes`, known with the sizes.
 struct CudaPlan {
+  // Counts, or with a capacity the most that there can be.
+  struct Sizes {
+    uint32_t num_rows = 0, received_rows = 0, received_pairs = 0, sent_pairs = 0;
+    uint32_t most_tokens = 0, most_sent_rows = 0;  // of any rank
+  };
   uint64_t plan_id = 0;
   uint64_t engine_generation = 0;
   RoutingKind routing_kind = RoutingKind::kTopk;
   uint32_t routing_width = 0;
   uint32_t expert_alignment = 1;
+  bool has_capacity = false;
   uint64_t storage_bytes = 0;
-  std::vector<uint64_t> tokens_per_expert, tokens_per_expert_exact;
-  cuda::PlanView view;  // sizes when the counts are known, pointers when the memory was given
+  std::vector<uint64_t> tokens_per_expert, tokens_per_expert_exact;  // empty with a capacity
+  Sizes sizes;
+  cuda::PlanView view;
 };
 
 struct CudaOp {
-  uint64_t epoch = 0;
-  OpSignature signature{};
+  uint64_t call = 0;
+  cuda::PlaceArgs place;  // of a dispatch
   std::shared_ptr<CudaPlan> plan;
   bool counts_known = false;
-  const float* values_in = nullptr;
-  cudaEvent_t done = nullptr;
+  cudaStream_t stream = nullptr;  // that it runs on
+  cudaEvent_t done = nullptr;     // if that is not the caller's
   bool launched = false;
   ~CudaOp() {
     if (done != nullptr) cudaEventDestroy(done);
   }
 };
 
-struct CudaDispatchArgs {
-  const uint8_t* x = nullptr;  // [T, H]
-  uint64_t num_tokens = 0;
-  uint32_t hidden = 0;
-  Dtype dtype = Dtype::kBf16, wire = Dtype::kBf16;
-  bool fp8_pow2 = true;
-  bool has_routing = false;  // false: `plan` is used
-  Routing routing;           // on the device
-  const float* values = nullptr;
-  std::shared_ptr<CudaPlan> plan;
-  uint32_t expert_alignment = 1;
-  cudaStream_t stream = nullptr;  // the caller's: what it has queued comes first
+// How an operation is called, beside its arguments.
+struct CudaCall {
+  std::shared_ptr<CudaPlan> plan;  // of a dispatch: nullptr makes a new one; with routing: compared with it
+  int64_t capacity = -1;           // rows of a dispatch's output; -1: exactly those that arrive
+  cudaStream_t stream = nullptr;   // the caller's: what it has queued comes first
+  bool aside = false;              // run on a stream of the engine, else on the caller's
 };
 struct CudaOutput {
   uint8_t* rows = nullptr;
   float* scales = nullptr;  // FP8 rows go out as codes and scales
   float* values = nullptr;
   uint8_t* plan = nullptr;  // memory of a new plan
+  int64_t* tokens_per_expert = nullptr;  // with a capacity
+  bool* overflow = nullptr;
   cudaStream_t stream = nullptr;
 };
-struct CudaCombineArgs {
-  const uint8_t* rows = nullptr;  // [num_rows, H]
-  uint32_t hidden = 0;
-  Dtype dtype = Dtype::kBf16, wire = Dtype::kBf16;
-  std::shared_ptr<CudaPlan> plan;
-  const float* values = nullptr;  // [num_rows]
-  uint8_t* out = nullptr;         // [T, H]
-  float* values_out = nullptr;    // [T, width], zeroed
-  cudaStream_t stream = nullptr;
-};
-
 class CudaEngine {
  public:
   // Allocates the region on `device`. Throws UsageFailure for a configuration that cannot work.
@@ -85,11 +77,11 @@ class CudaEngine {
   void connect(const std::vector<std::string>& handles);
   void start();
 
-  std::shared_ptr<CudaOp> dispatch(const CudaDispatchArgs& args);
-  // True when the counts of a new plan have arrived.
+  std::shared_ptr<CudaOp> dispatch(const DispatchArgs& args, const CudaCall& call);
+  // True when the counts of a new plan have arrived, or are not waited for.
   bool poll_counts(CudaOp& op);
   void give_output(CudaOp& op, const CudaOutput& output);
-  std::shared_ptr<CudaOp> combine(const CudaCombineArgs& args);
+  std::shared_ptr<CudaOp> combine(const CombineArgs& args, const CudaCall& call);
   // What the caller queues on `stream` from now on runs after the operation.
   void wait(CudaOp& op, cudaStream_t stream) const;
 
@@ -100,11 +92,15 @@ class CudaEngine {
   std::vector<std::pair<std::string, double>> stats() const;
 
  private:
-  std::shared_ptr<CudaOp> new_op(const OpSignature& signature, std::shared_ptr<CudaPlan> plan);
+  // Starts an operation on the caller's stream, or aside on ours, after what is queued there.
+  std::shared_ptr<CudaOp> begin(std::shared_ptr<CudaPlan> plan, const CudaCall& call);
+  std::shared_ptr<CudaPlan> new_plan(const DispatchArgs& args, const CudaCall& call) const;
+  void check_dispatch(const DispatchArgs& args, const CudaCall& call) const;
+  void check_plan(const CudaPlan& plan) const;
+  void size_plan(CudaPlan& plan, const CudaPlan::Sizes& sizes) const;
   void check_usable() const;
   void check_row(uint32_t hidden, Dtype dtype) const;
-  void follow(cudaStream_t stream);   // our stream waits for what the caller has queued
-  void fold_and_merge(cuda::FoldArgs fold, cuda::MergeArgs merge, const cuda::PlanView& plan);
+  void follow(cudaStream_t stream, cudaStream_t other);  // `stream` waits for what is queued on `other`
   void finish(CudaOp& op);
   bool tell_fault() const;
   void watch();
@@ -121,13 +117,14 @@ class CudaEngine {
   cuda::DescriptorSocket socket_;
   std::vector<cuda::DeviceMapping> regions_;
   std::vector<uint64_t> region_bytes_;
-  cudaStream_t stream_ = nullptr, merge_stream_ = nullptr, control_stream_ = nullptr;
-  cudaEvent_t inputs_ready_ = nullptr, merged_ = nullptr;
+  cudaStream_t stream_ = nullptr, control_stream_ = nullptr;
+  cudaEvent_t inputs_ready_ = nullptr;
+  cudaStream_t last_stream_ = nullptr;  // of the last operation outside a graph, which ends with last_done_
+  cudaEvent_t last_done_ = nullptr;
   uint8_t* pinned_ = nullptr;  // HostError, HostCounts, and the word that stops kernels
   uint64_t* stop_word_ = nullptr;
   mutable std::mutex mutex_;   // one launch at a time
-  uint64_t epoch_ = 0;
-  uint64_t num_dispatches_ = 0, num_combines_ = 0;
+  uint64_t calls_ = 0, num_dispatches_ = 0, num_combines_ = 0, num_windows_ = 0;
   bool started_ = false, closed_ = false;
   Flag leaving_;
   std::thread watcher_;

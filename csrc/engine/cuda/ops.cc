@@ -1,5 +1,8 @@
 // The operations of a CUDA engine: checks, launches, and what the host learns of them.
 
+#include <algorithm>
+#include <type_traits>
+
 #include "common/units.h"
 #include "engine/cuda/engine.h"
 
@@ -9,36 +12,44 @@ namespace {
 using cuda::must;
 
 // Pointers of a plan into `memory`; its bytes if that is null. The order is that of PlanView.
-uint64_t lay_out(cuda::PlanView& view, uint8_t* memory, uint64_t ranks, uint64_t experts) {
+uint64_t lay_out(cuda::PlanView& view, const CudaPlan::Sizes& sizes, uint8_t* memory, uint64_t ranks,
+                 uint64_t experts) {
   uint64_t at = 0;
-  const auto take = [&](uint32_t*& pointer, uint64_t count) {
-    pointer = memory == nullptr ? nullptr : reinterpret_cast<uint32_t*>(memory + at);
-    at += 4 * count;
+  const auto take = [&](auto*& pointer, uint64_t count) {
+    pointer = memory == nullptr ? nullptr : reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(memory + at);
+    at += sizeof(*pointer) * count;
   };
+  const uint64_t chunk_entries = ranks * (uint64_t{view.num_chunks} + 1);
+  take(view.routing_hash, 1);
   take(view.row_begin, ranks + 1);
-  take(view.piece_base, ranks);
-  take(view.sent_begin, ranks + 1);
+  take(view.value_begin, ranks);
+  take(view.chunk_rows, chunk_entries);
+  take(view.chunk_pieces, chunk_entries);
   take(view.padding, 2 * experts);
-  take(view.row_token, view.received_rows);
-  take(view.row_pair, view.received_rows);
-  take(view.row_slot, uint64_t{view.received_rows} + 1);
-  take(view.slots, view.received_pairs);
+  take(view.row_token, sizes.received_rows);
+  take(view.row_piece, sizes.received_rows);
+  take(view.row_slot, uint64_t{sizes.received_rows} + 1);
+  take(view.slots, sizes.received_pairs);
   take(view.piece_begin, uint64_t{view.num_tokens} + 1);
-  take(view.piece_rows, view.sent_rows);
-  take(view.pair_place, view.sent_pairs);
+  take(view.pair_begin, ranks + 1);
+  take(view.pair_place, sizes.sent_pairs);
   return at;
 }
 
-constexpr uint32_t kSideBySideSms = 48;
-
 void refuse(UsageKind kind, const std::string& text) { throw UsageFailure(kind, text); }
+
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  must(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
 
 }  // namespace
 
 void CudaEngine::check_usable() const {
   if (closed_) refuse(UsageKind::kClosed, "the buffer is closed");
   if (!started_) refuse(UsageKind::kClosed, "the buffer was not started");
-  life_.check();
+  check();
 }
 
 void CudaEngine::check_row(uint32_t hidden, Dtype dtype) const {
@@ -48,46 +59,105 @@ void CudaEngine::check_row(uint32_t hidden, Dtype dtype) const {
                                   std::to_string(layout_.row_bytes) + " bytes");
 }
 
-std::shared_ptr<CudaOp> CudaEngine::new_op(const OpSignature& signature, std::shared_ptr<CudaPlan> plan) {
+void CudaEngine::check_plan(const CudaPlan& plan) const {
+  if (plan.engine_generation != config_.generation) refuse(UsageKind::kInput, "the handle belongs to another buffer");
+}
+
+void CudaEngine::check_dispatch(const DispatchArgs& args, const CudaCall& call) const {
+  check_usable();
+  check_row(args.hidden, args.dtype);
+  const std::string tokens = std::to_string(args.num_tokens) + " tokens: ";
+  if (args.num_tokens > layout_.max_tokens)
+    refuse(UsageKind::kShape,
+           tokens + "with its budget_bytes this buffer holds the routing of " + std::to_string(layout_.max_tokens));
+  if (args.has_routing && args.num_tokens * args.routing.width >= uint64_t{1} << 32)
+    refuse(UsageKind::kShape, tokens + "with " + std::to_string(args.routing.width) +
+                                  " columns of routing each, the product has to be below 2^32");
+  if (call.plan != nullptr) {
+    check_plan(*call.plan);
+    if (args.num_tokens != call.plan->view.num_tokens)
+      refuse(UsageKind::kShape, "x has " + std::to_string(args.num_tokens) + " tokens, the handle was made for " +
+                                    std::to_string(call.plan->view.num_tokens));
+    return;
+  }
+  if (!args.has_routing) refuse(UsageKind::kInput, "dispatch without routing needs the handle of an earlier dispatch");
+  if (call.capacity < 0) {
+    if (is_capturing(call.stream))
+      refuse(UsageKind::kInput,
+             "while a graph is captured the counts cannot be read: dispatch needs a capacity or the handle of an "
+             "earlier dispatch");
+    return;
+  }
+  const uint64_t window = window_tokens(layout_, wire_row_bytes(args.wire, args.hidden));
+  const uint64_t pieces = window_pieces(layout_, uint64_t{args.hidden} * dtype_bytes(args.dtype));
+  const uint64_t most = args.num_tokens * std::min(args.routing.width, domain_.at.num_ranks);
+  if (args.num_tokens > window || most > pieces)
+    refuse(UsageKind::kShape, tokens + "a dispatch with a capacity has to fit the buffer at once, which holds " +
+                                  std::to_string(window) + " tokens and " + std::to_string(pieces) +
+                                  " partial sums; a larger budget_bytes holds more");
+}
+
+void CudaEngine::follow(cudaStream_t stream, cudaStream_t other) {
+  must(cudaEventRecord(inputs_ready_, other), "cudaEventRecord");
+  must(cudaStreamWaitEvent(stream, inputs_ready_, 0), "cudaStreamWaitEvent");
+}
+
+std::shared_ptr<CudaOp> CudaEngine::begin(std::shared_ptr<CudaPlan> plan, const CudaCall& call) {
   auto op = std::make_shared<CudaOp>();
-  op->signature = signature;
   op->plan = std::move(plan);
-  must(cudaEventCreateWithFlags(&op->done, cudaEventDisableTiming), "cudaEventCreate");
-  op->epoch = ++epoch_;
+  op->call = ++calls_;
+  op->stream = call.aside ? stream_ : call.stream;
+  if (call.aside) {
+    must(cudaEventCreateWithFlags(&op->done, cudaEventDisableTiming), "cudaEventCreate");
+    follow(stream_, call.stream);
+  }
+  // The operations of a buffer are one sequence. What a graph holds is ordered by who replays it.
+  if (last_stream_ != op->stream && !is_capturing(op->stream))
+    must(cudaStreamWaitEvent(op->stream, last_done_, 0), "cudaStreamWaitEvent");
   return op;
 }
 
-void CudaEngine::follow(cudaStream_t stream) {
-  must(cudaEventRecord(inputs_ready_, stream), "cudaEventRecord");
-  must(cudaStreamWaitEvent(stream_, inputs_ready_, 0), "cudaStreamWaitEvent");
+std::shared_ptr<CudaPlan> CudaEngine::new_plan(const DispatchArgs& args, const CudaCall& call) const {
+  auto plan = std::make_shared<CudaPlan>();
+  plan->engine_generation = config_.generation;
+  plan->routing_kind = args.routing.kind;
+  plan->routing_width = args.routing.width;
+  plan->expert_alignment = args.expert_alignment;
+  plan->has_capacity = call.capacity >= 0;
+  plan->view.num_tokens = static_cast<uint32_t>(args.num_tokens);
+  if (call.capacity < 0) return plan;
+  const uint32_t ranks = domain_.at.num_ranks, tokens = layout_.max_tokens;
+  const uint32_t most_pairs = std::min(args.routing.width, domain_.experts_per_rank);
+  CudaPlan::Sizes sizes;
+  sizes.num_rows = static_cast<uint32_t>(call.capacity);
+  sizes.received_rows = ranks * tokens;
+  sizes.received_pairs = std::min(sizes.received_rows * most_pairs, ranks * layout_.max_pairs);
+  sizes.sent_pairs = std::min(plan->view.num_tokens * args.routing.width, layout_.max_pairs);
+  sizes.most_tokens = tokens;
+  size_plan(*plan, sizes);
+  return plan;
 }
 
-std::shared_ptr<CudaOp> CudaEngine::dispatch(const CudaDispatchArgs& args) {
+void CudaEngine::size_plan(CudaPlan& plan, const CudaPlan::Sizes& sizes) const {
+  plan.sizes = sizes;
+  plan.view.num_slots = sizes.num_rows;
+  plan.view.num_chunks = (sizes.most_tokens + cuda::kChunkTokens - 1) / cuda::kChunkTokens;
+  plan.storage_bytes = lay_out(plan.view, sizes, nullptr, domain_.at.num_ranks, domain_.experts_per_rank);
+}
+
+std::shared_ptr<CudaOp> CudaEngine::dispatch(const DispatchArgs& args, const CudaCall& call) {
   const std::lock_guard lock(mutex_);
   const cuda::OnDevice guard(device_);
-  check_usable();
-  check_row(args.hidden, args.dtype);
-  if (args.num_tokens > layout_.max_tokens)
-    refuse(UsageKind::kShape, std::to_string(args.num_tokens) + " tokens: with its budget_bytes this buffer holds " +
-                                  std::to_string(layout_.max_tokens));
-  const bool fresh = args.plan == nullptr;
-  if (fresh && !args.has_routing)
-    refuse(UsageKind::kInput, "dispatch without routing needs the handle of an earlier dispatch");
-  if (!fresh && args.plan->engine_generation != config_.generation)
-    refuse(UsageKind::kInput, "the handle belongs to another buffer");
-  if (!fresh && args.num_tokens != args.plan->view.num_tokens)
-    refuse(UsageKind::kShape, "x has " + std::to_string(args.num_tokens) + " tokens, the handle was made for " +
-                                  std::to_string(args.plan->view.num_tokens));
-  auto plan = args.plan;
-  if (fresh) {
-    plan = std::make_shared<CudaPlan>();
-    plan->engine_generation = config_.generation;
-    plan->routing_kind = args.routing.kind;
-    plan->routing_width = args.routing.width;
-    plan->expert_alignment = args.expert_alignment;
-    plan->view.num_tokens = static_cast<uint32_t>(args.num_tokens);
-  }
-  OpSignature s{};
+  check_dispatch(args, call);
+  const bool fresh = call.plan == nullptr;
+  auto op = begin(fresh ? new_plan(args, call) : call.plan, call);
+  CudaPlan& plan = *op->plan;
+  if (fresh) plan.plan_id = op->call;
+  num_dispatches_ += 1;
+  op->counts_known = !fresh || plan.has_capacity;
+
+  cuda::PlaceArgs& place = op->place;
+  OpSignature& s = place.signature;
   s.kind = OpKind::kDispatch;
   s.dtype = args.dtype;
   s.wire = args.wire;
@@ -95,48 +165,33 @@ std::shared_ptr<CudaOp> CudaEngine::dispatch(const CudaDispatchArgs& args) {
   s.hidden = args.hidden;
   s.with_values = args.values != nullptr;
   s.fp8_pow2 = args.wire == Dtype::kFp8 && args.fp8_pow2;
-  s.expert_alignment = plan->expert_alignment;
-  s.plan_id = fresh ? 0 : plan->plan_id;
-  auto op = new_op(s, plan);
-  if (fresh) plan->plan_id = op->epoch;
-  op->values_in = args.values;
-  op->counts_known = !fresh;
-  num_dispatches_ += 1;
-
-  const uint32_t num_tokens = static_cast<uint32_t>(args.num_tokens);
-  follow(args.stream);
-  must(cuda::launch_enter(domain_, s, num_tokens, !fresh, stream_), "enter");
-  if (fresh) {
-    const cuda::DeviceRouting routing{args.routing.data, args.routing.kind == RoutingKind::kMap, args.routing.width,
-                                      num_tokens};
-    must(cuda::launch_exchange(domain_, routing, stream_), "exchange");
-    must(cuda::launch_counts(domain_, plan->expert_alignment, stream_), "counts");
-  }
-  const cuda::StageArgs stage{
-      args.x, num_tokens, args.hidden, args.dtype, args.wire, args.fp8_pow2, fresh ? nullptr : args.values};
-  must(cuda::launch_stage(domain_, stage, plan->view, all_sms_, stream_), "stage");
-  if (!fresh) must(cuda::launch_meet(domain_, stream_), "meet");
+  s.expert_alignment = plan.expert_alignment;
+  s.plan_id = fresh ? 0 : plan.plan_id;
+  place.routing = {args.routing.data, args.values, args.routing.kind == RoutingKind::kMap, args.routing.width};
+  place.stage = {args.x, static_cast<uint32_t>(args.num_tokens), args.hidden, args.dtype, args.wire, args.fp8_pow2};
+  place.fresh = fresh;
+  place.routing_compared = !fresh && args.has_routing;
+  place.window_tokens = window_tokens(layout_, wire_row_bytes(args.wire, args.hidden));
+  if (fresh)
+    must(launch_exchange(domain_, {s, place.routing, place.stage, op->call, place.window_tokens}, num_sms_, op->stream),
+         "exchange");
   return op;
 }
 
 bool CudaEngine::poll_counts(CudaOp& op) {
   if (op.counts_known) return true;
   cuda::HostCounts& counts = *domain_.counts;
-  if (read_device_flag(&counts.epoch) < op.epoch) {
+  if (read_device_flag(&counts.call) != op.call) {
     check();
     return false;
   }
   CudaPlan& plan = *op.plan;
-  plan.view.num_rows = counts.num_rows;
-  plan.view.received_rows = counts.received_rows;
-  plan.view.received_pairs = counts.received_pairs;
-  plan.view.sent_rows = counts.sent_rows;
-  plan.view.sent_pairs = counts.sent_pairs;
+  size_plan(plan, {counts.num_rows, counts.received_rows, counts.received_pairs, counts.sent_pairs, counts.most_tokens,
+                   counts.most_sent_rows});
   const uint32_t experts = domain_.experts_per_rank;
   const uint32_t* exact = reinterpret_cast<const uint32_t*>(&counts + 1);
   plan.tokens_per_expert_exact.assign(exact, exact + experts);
   plan.tokens_per_expert.assign(exact + experts, exact + 2 * experts);
-  plan.storage_bytes = lay_out(plan.view, nullptr, domain_.at.num_ranks, experts);
   op.counts_known = true;
   return true;
 }
@@ -145,78 +200,79 @@ void CudaEngine::give_output(CudaOp& op, const CudaOutput& output) {
   const std::lock_guard lock(mutex_);
   const cuda::OnDevice guard(device_);
   CudaPlan& plan = *op.plan;
-  follow(output.stream);  // the memory may still be in use there
-  if (op.signature.plan_use == PlanUse::kNew) {
-    lay_out(plan.view, output.plan, domain_.at.num_ranks, domain_.experts_per_rank);
-    must(cuda::launch_plan(domain_, plan.view, plan.routing_width, stream_), "plan");
-    if (op.values_in != nullptr)
-      must(cuda::launch_stage_values(domain_, plan.view, op.values_in, num_sms_, stream_), "stage_values");
-  }
-  const OpSignature& s = op.signature;
-  const cuda::PlaceArgs place{s.hidden, s.dtype, s.wire, output.rows, output.scales, output.values};
-  must(cuda::launch_place(domain_, plan.view, place, num_sms_, stream_), "place");
+  if (op.done != nullptr) follow(op.stream, output.stream);  // the memory may still be in use there
+  cuda::PlaceArgs& place = op.place;
+  if (place.fresh) lay_out(plan.view, plan.sizes, output.plan, domain_.at.num_ranks, domain_.experts_per_rank);
+  place.rows = output.rows;
+  place.scales = output.scales;
+  place.row_values = output.values;
+  place.tokens_per_expert = output.tokens_per_expert;
+  place.overflow = output.overflow;
+  const uint32_t most_tokens = plan.has_capacity ? 0 : plan.sizes.most_tokens;
+  do {
+    must(launch_place(domain_, plan.view, place, num_sms_, op.stream), "place");
+    place.fresh = false;
+    place.row_values = nullptr;
+    place.window += 1;
+    num_windows_ += 1;
+  } while (place.window * uint64_t{place.window_tokens} < most_tokens);
   finish(op);
 }
 
-std::shared_ptr<CudaOp> CudaEngine::combine(const CudaCombineArgs& args) {
+std::shared_ptr<CudaOp> CudaEngine::combine(const CombineArgs& args, const CudaCall& call) {
   const std::lock_guard lock(mutex_);
   const cuda::OnDevice guard(device_);
   check_usable();
   check_row(args.hidden, args.wire);
-  if (args.plan == nullptr) refuse(UsageKind::kInput, "combine needs the handle of a dispatch");
-  if (args.plan->engine_generation != config_.generation)
-    refuse(UsageKind::kInput, "the handle belongs to another buffer");
-  OpSignature s{};
+  if (call.plan == nullptr) refuse(UsageKind::kInput, "combine needs the handle of a dispatch");
+  check_plan(*call.plan);
+  auto op = begin(call.plan, call);
+  op->counts_known = true;
+  num_combines_ += 1;
+  const CudaPlan& plan = *call.plan;
+  cuda::CombineArgs combine;
+  OpSignature& s = combine.signature;
   s.kind = OpKind::kCombine;
   s.dtype = args.dtype;
   s.wire = args.wire;
   s.plan_use = PlanUse::kCached;
   s.hidden = args.hidden;
   s.with_values = args.values != nullptr;
-  s.expert_alignment = args.plan->expert_alignment;
-  s.plan_id = args.plan->plan_id;
-  auto op = new_op(s, args.plan);
-  op->counts_known = true;
-  num_combines_ += 1;
-  const cuda::PlanView& plan = args.plan->view;
-  follow(args.stream);
-  must(cuda::launch_enter(domain_, s, plan.num_tokens, true, stream_), "enter");
-  must(cuda::launch_meet(domain_, stream_), "meet");
-  fold_and_merge({args.hidden, args.dtype, args.wire, args.rows, args.values},
-                 {args.hidden, args.dtype, args.wire, args.out, args.values_out,
-                  uint64_t{4} * plan.num_tokens * args.plan->routing_width},
-                 plan);
+  s.expert_alignment = plan.expert_alignment;
+  s.plan_id = plan.plan_id;
+  combine.window_pieces = window_pieces(layout_, uint64_t{args.hidden} * dtype_bytes(args.wire));
+  combine.may_drop = plan.has_capacity;
+  combine.hidden = args.hidden;
+  combine.dtype = args.dtype;
+  combine.wire = args.wire;
+  combine.rows = args.rows;
+  combine.row_values = args.values;
+  combine.out = args.out;
+  combine.values = args.values_out;
+  combine.value_bytes = uint64_t{4} * plan.view.num_tokens * plan.routing_width;
+  const uint32_t most = plan.has_capacity ? 0 : plan.sizes.most_sent_rows;
+  do {
+    combine.is_last = (combine.window + 1) * uint64_t{combine.window_pieces} >= most;
+    must(launch_combine(domain_, plan.view, combine, num_sms_, op->stream), "combine");
+    combine.window += 1;
+    num_windows_ += 1;
+  } while (!combine.is_last);
   finish(*op);
   return op;
 }
 
-// With enough SMs side by side: merge sums what fold's first chunks bring while the rest is under way. With few, one
-// after the other, where merge, which only reads local memory and waits for nothing, gets all SMs.
-void CudaEngine::fold_and_merge(cuda::FoldArgs fold, cuda::MergeArgs merge, const cuda::PlanView& plan) {
-  if (num_sms_ < kSideBySideSms) {
-    must(cuda::launch_fold(domain_, plan, fold, num_sms_, stream_), "fold");
-    must(cuda::launch_await_pieces(domain_, stream_), "await_pieces");
-    must(cuda::launch_merge(domain_, plan, merge, all_sms_, stream_), "merge");
-    return;
-  }
-  fold.by_chunk = merge.by_chunk = true;
-  const uint32_t merge_sms = num_sms_ * 2 / 5;
-  must(cudaEventRecord(inputs_ready_, stream_), "cudaEventRecord");
-  must(cudaStreamWaitEvent(merge_stream_, inputs_ready_, 0), "cudaStreamWaitEvent");
-  must(cuda::launch_fold(domain_, plan, fold, num_sms_ - merge_sms, stream_), "fold");
-  must(cuda::launch_merge(domain_, plan, merge, merge_sms, merge_stream_), "merge");
-  must(cudaEventRecord(merged_, merge_stream_), "cudaEventRecord");
-  must(cudaStreamWaitEvent(stream_, merged_, 0), "cudaStreamWaitEvent");
-}
-
 void CudaEngine::finish(CudaOp& op) {
-  must(cudaEventRecord(op.done, stream_), "cudaEventRecord");
+  if (op.done != nullptr) must(cudaEventRecord(op.done, op.stream), "cudaEventRecord");
+  if (!is_capturing(op.stream)) {
+    must(cudaEventRecord(last_done_, op.stream), "cudaEventRecord");
+    last_stream_ = op.stream;
+  }
   op.launched = true;
 }
 
 void CudaEngine::wait(CudaOp& op, cudaStream_t stream) const {
   check();
-  must(cudaStreamWaitEvent(stream, op.done, 0), "cudaStreamWaitEvent");
+  if (op.done != nullptr) must(cudaStreamWaitEvent(stream, op.done, 0), "cudaStreamWaitEvent");
 }
 
 }  // namespace uccl_ep

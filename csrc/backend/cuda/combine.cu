@@ -1,0 +1,114 @@
+// The kernel of a combine. Its crews run side by side in every block: folding what came here, merging what comes back.
+#include "backend/cuda/fold.cuh"
+#include "backend/cuda/merge.cuh"
+
+namespace uccl_ep::cuda {
+namespace {
+
+// Warps of the crews, after one that speaks for the block. Sums by bulk copies need shared memory for each.
+template <bool kBulk>
+constexpr uint32_t kFoldWarps = kBulk ? 6 : 12;
+template <bool kBulk>
+constexpr uint32_t kMergeWarps = kBulk ? 4 : 8;
+template <bool kBulk>
+constexpr uint32_t kThreads = (1 + kFoldWarps<kBulk> + kMergeWarps<kBulk>)*kWarp;
+constexpr uint32_t kBulkBytes = (kFoldWarps<true> + kMergeWarps<true>)*kSumWarpBytes;
+
+// By a crew. In: dtype of the addends, Out: of the sums.
+template <bool kBulk, typename In, typename Out, typename Work>
+__device__ void sum_all(const Crew& crew, const Domain& d, const Work& work, uint32_t hidden, uint8_t* shared,
+                        uint64_t* barriers, uint32_t first_warp) {
+  if constexpr (kBulk) {
+#if __CUDA_ARCH__ >= 900
+    sum_rows_bulk(crew, d, work, hidden * 2, shared + first_warp * kSumWarpBytes, barriers + first_warp * kRing);
+#endif
+  } else {
+    sum_rows<In, Out>(crew, d, work, hidden);
+  }
+}
+
+__device__ void finish(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const CombineArgs& args) {
+  if (!last_block(crew, d, Arrival::kMerged)) return;
+  if (crew.thread == 0) keep(d, op, OpKind::kCombine);
+  if (!stopped(d)) {
+    publish_all(crew, d, d.at.merged, op.epoch);
+    return;
+  }
+  fill_nan(crew, args.out, uint64_t{plan.num_tokens} * args.hidden * dtype_bytes(args.dtype));
+  if (args.values != nullptr) fill_nan(crew, args.values, args.value_bytes);
+}
+
+template <bool kBulk, typename Row, typename Wire>
+__global__ void __launch_bounds__(kThreads<kBulk>, 1)
+    combine(const __grid_constant__ Domain d, const __grid_constant__ PlanView plan,
+            const __grid_constant__ CombineArgs args) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ FoldRange range;
+  __shared__ __align__(8) uint64_t barriers[(kFoldWarps<true> + kMergeWarps<true>)*kRing];  // of bulk copies
+  constexpr uint32_t kFold = kFoldWarps<kBulk>, kMerge = kMergeWarps<kBulk>;
+  const Op op = enter(d, OpKind::kCombine);
+  const uint32_t warp = threadIdx.x / kWarp;
+  if (warp == 0) {
+    const Crew crew = Crew::of(1, 0, 1);
+    find_fold_range(crew, d, plan, args, range);
+    if (blockIdx.x == 0 && !stopped(d)) {
+      if (crew.thread == 0) {
+        write_header(d, op, args.signature, plan.num_tokens);
+        __threadfence_system();
+      }
+      crew.sync();
+      publish_all(crew, d, d.at.header_full, op.epoch);
+    }
+  }
+  __syncthreads();
+  if (warp == 0) {
+    const Crew crew = Crew::of(1, 0, 1);
+    if (blockIdx.x == 0 && !stopped(d)) {
+      tell_empty_chunks(crew, d, op, plan, range);
+      all_alike(crew, d, op.epoch);
+    }
+  } else if (warp <= kFold) {
+    const Crew crew = Crew::of(2, 1, kFold);
+    // The pieces of the last combine must have been merged.
+    if (!stopped(d) && wait_all(crew, d, d.at.merged, op.free_after, Step::kFold)) {
+      sum_all<kBulk, Row, Wire>(crew, d, Fold{d, op, plan, args, range}, args.hidden, shared, barriers, 0);
+      finish_fold(crew, d, op, plan, args);
+    }
+  } else if (!stopped(d)) {
+    const Crew crew = Crew::of(3, 1 + kFold, kMerge);
+    const Merge merge(d, op, plan, args);
+    merge.fill_empty(crew);
+    sum_all<kBulk, Wire, Row>(crew, d, merge, args.hidden, shared, barriers, kFold);
+    finish_merge(crew, d, op, plan, args);
+  }
+  __syncthreads();  // what the other crews have found counts
+  if (warp > kFold) finish(Crew::of(3, 1 + kFold, kMerge), d, op, plan, args);
+}
+
+template <bool kBulk, typename Row, typename Wire>
+void launch(const Domain& domain, const PlanView& plan, const CombineArgs& args, uint32_t num_sms,
+            cudaStream_t stream) {
+  combine<kBulk, Row, Wire><<<num_sms, kThreads<kBulk>, kBulk ? kBulkBytes : 0, stream>>>(domain, plan, args);
+}
+
+}  // namespace
+
+cudaError_t launch_combine(const Domain& domain, const PlanView& plan, const CombineArgs& args, uint32_t num_sms,
+                           cudaStream_t stream) {
+  if (args.dtype == Dtype::kFp32)
+    launch<false, float, float>(domain, plan, args, num_sms, stream);
+  else if (args.wire == Dtype::kFp32)
+    launch<false, uint16_t, float>(domain, plan, args, num_sms, stream);
+  else if (!domain.bulk_copies || domain.shared_bytes < kBulkBytes)
+    launch<false, uint16_t, uint16_t>(domain, plan, args, num_sms, stream);
+  else
+    launch<true, uint16_t, uint16_t>(domain, plan, args, num_sms, stream);
+  return cudaGetLastError();
+}
+
+cudaError_t load_combine(uint32_t shared_bytes) {
+  return load_all(shared_bytes, combine<false, float, float>, combine<false, uint16_t, float>,
+                  combine<false, uint16_t, uint16_t>, combine<true, uint16_t, uint16_t>);
+}
+
+}  // namespace uccl_ep::cuda

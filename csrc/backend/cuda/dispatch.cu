@@ -1,0 +1,156 @@
+// The two kernels of a dispatch. Their crews run side by side in every block: routing beside staging; staging (or, of
+// a new plan, what no row stands for) beside placing.
+#include "backend/cuda/exchange.cuh"
+#include "backend/cuda/place.cuh"
+#include "backend/cuda/plan.cuh"
+#include "backend/cuda/stage.cuh"
+
+namespace uccl_ep::cuda {
+namespace {
+
+constexpr uint32_t kRouteWarps = 8;
+constexpr uint32_t kStageCrews = 2;
+constexpr uint32_t kExchangeThreads = (kRouteWarps + kStageCrews * kStageWarps) * kWarp;
+
+__global__ void __launch_bounds__(kExchangeThreads, 1)
+    exchange(const __grid_constant__ Domain d, const __grid_constant__ ExchangeArgs args) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  const Op op = enter(d, OpKind::kDispatch);
+  const uint32_t warp = threadIdx.x / kWarp;
+  if (warp >= kRouteWarps) {
+    const uint32_t number = (warp - kRouteWarps) / kStageWarps;
+    const Crew crew = Crew::of(2 + number, kRouteWarps + number * kStageWarps, kStageWarps);
+    // What the half held before must have been read by all.
+    if (stopped(d) || !wait_all(crew, d, d.at.read, op.free_after, Step::kStage)) return;
+    stage_rows(crew, d, op, args.stage, 0, min(args.stage.num_tokens, args.window_tokens),
+               blockIdx.x * kStageCrews + number, gridDim.x * kStageCrews);
+    return;
+  }
+  const Crew crew = Crew::of(1, 0, kRouteWarps);
+  if (wait_all(crew, d, d.at.read, op.free_after, Step::kStage)) {
+    if (blockIdx.x == 0 && crew.thread == 0) write_header(d, op, args.signature, args.stage.num_tokens);
+    route(crew, d, op, args.routing, args.stage.num_tokens, shared);
+  }
+  if (!last_block(crew, d, Arrival::kRouted)) return;
+  uint64_t hash = 0;
+  for (uint32_t b = crew.thread; b < gridDim.x; b += crew.size) hash += __ldcg(&local(d).block_hash[b]);
+  hash = crew_sum(crew, hash);
+  if (crew.thread == 0) {
+    keep(d, op, OpKind::kDispatch);
+    header(d, d.rank, op.epoch).routing_hash = hash;
+    __threadfence_system();
+  }
+  crew.sync();
+  if (stopped(d)) return;
+  publish_all(crew, d, d.at.header_full, op.epoch);
+  if (args.routing.values != nullptr) publish_all(crew, d, d.at.values_full, op.epoch);
+  if (all_alike(crew, d, op.epoch)) count_received(crew, d, op, args.signature.expert_alignment, args.call);
+}
+
+// What is left when the rows are in their slots.
+__device__ void finish_place(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
+                             const PlaceArgs& args) {
+  if (!last_block(crew, d, Arrival::kPlaced)) return;
+  if (!args.fresh && crew.thread == 0) keep(d, op, OpKind::kDispatch);
+  if (!stopped(d)) {
+    publish_all(crew, d, d.at.read, op.epoch);
+    return;
+  }
+  const uint64_t slots = plan.num_slots, hidden = args.stage.hidden;
+  const bool codes = args.scales != nullptr;
+  fill_nan(crew, args.rows, slots * hidden * (codes ? 1 : dtype_bytes(args.stage.dtype)));
+  if (codes) fill_nan(crew, args.scales, slots * hidden / kFp8Block * sizeof(float));
+  if (args.row_values != nullptr) fill_nan(crew, args.row_values, slots * sizeof(float));
+}
+
+constexpr uint32_t kPlaceThreads = (1 + kStageWarps + kMaxPlaceWarps) * kWarp;
+
+template <bool kFresh, bool kBulk>
+__global__ void __launch_bounds__(kPlaceThreads, 1)
+    place(const __grid_constant__ Domain d, const __grid_constant__ PlanView plan,
+          const __grid_constant__ PlaceArgs args) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ Arrivals arrivals;
+  const Op op = kFresh ? current_dispatch(d) : enter(d, OpKind::kDispatch);
+  const uint32_t warp = threadIdx.x / kWarp;
+  if (warp == 0) {
+    const Crew crew = Crew::of(1, 0, 1);
+    if (!kFresh && blockIdx.x == 0 && !stopped(d)) {
+      if (crew.thread == 0) {
+        write_header(d, op, args.signature, args.stage.num_tokens);
+        __threadfence_system();
+      }
+      crew.sync();
+      publish_all(crew, d, d.at.header_full, op.epoch);
+      all_alike(crew, d, op.epoch);
+    }
+  } else if (warp <= kStageWarps) {
+    const Crew crew = Crew::of(2, 1, kStageWarps);
+    if (kFresh) {
+      if (!stopped(d)) plan_heads(crew, d, op, plan, args);
+    } else if (!stopped(d) && wait_all(crew, d, d.at.read, op.free_after, Step::kStage)) {
+      const uint32_t begin = args.window * args.window_tokens;
+      stage_rows(crew, d, op, args.stage, begin, min(begin + args.window_tokens, args.stage.num_tokens), blockIdx.x,
+                 gridDim.x);
+      if (args.window == 0 && args.routing.values != nullptr) stage_values(crew, d, op, plan, args.routing.values);
+      if (args.window == 0 && args.routing_compared)
+        compare_routing(crew, d, plan, args.routing, args.signature.plan_id);
+    }
+  } else if (!stopped(d)) {
+    const Crew crew = Crew::of(3, 1 + kStageWarps, blockDim.x / kWarp - 1 - kStageWarps);
+    find_arrivals<kFresh>(crew, d, op, plan, args, arrivals);
+    if (args.window == 0) fill_padding(crew, d, plan, args, kFresh ? Bases(d).padding : plan.padding);
+    if constexpr (kBulk) {
+#if __CUDA_ARCH__ >= 900
+      place_rows_bulk<kFresh>(crew, d, op, plan, args, arrivals, shared);
+#endif
+    } else {
+      place_rows<kFresh>(crew, d, op, plan, args, arrivals);
+    }
+    bool good = true;
+    if (args.row_values != nullptr)
+      for (uint32_t r = crew.thread; r < d.at.num_ranks; r += crew.size)
+        good &= wait_peer(d, at<uint64_t>(d, d.rank, d.at.values_full) + r, op.epoch, Step::kPlace, r, -1);
+    if (crew.all(good) && args.row_values != nullptr) place_values<kFresh>(crew, d, op, plan, args);
+  }
+  __syncthreads();  // what the other crews have found counts
+  if (warp > kStageWarps)
+    finish_place(Crew::of(3, 1 + kStageWarps, blockDim.x / kWarp - 1 - kStageWarps), d, op, plan, args);
+}
+
+template <bool kFresh>
+void launch_place_kernel(const Domain& domain, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
+                         cudaStream_t stream) {
+  const uint32_t warp_bytes = place_warp_bytes(args);
+  const uint32_t bulk_warps = domain.bulk_copies ? min(kMaxPlaceWarps, domain.shared_bytes / warp_bytes) : 0;
+  if (bulk_warps < 2)
+    place<kFresh, false><<<num_sms, kPlaceThreads, 0, stream>>>(domain, plan, args);
+  else
+    place<kFresh, true>
+        <<<num_sms, (1 + kStageWarps + bulk_warps) * kWarp, bulk_warps * warp_bytes, stream>>>(domain, plan, args);
+}
+
+}  // namespace
+
+cudaError_t launch_exchange(const Domain& domain, const ExchangeArgs& args, uint32_t num_sms, cudaStream_t stream) {
+  const uint32_t useful = (args.stage.num_tokens + kStageCrews * kStageRows - 1) / (kStageCrews * kStageRows);
+  const uint32_t bytes = Tile::bytes(domain.at.num_experts, domain.at.num_ranks);
+  exchange<<<min(num_sms, max(useful, 1u)), kExchangeThreads, bytes, stream>>>(domain, args);
+  return cudaGetLastError();
+}
+
+cudaError_t launch_place(const Domain& domain, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
+                         cudaStream_t stream) {
+  if (args.fresh)
+    launch_place_kernel<true>(domain, plan, args, num_sms, stream);
+  else
+    launch_place_kernel<false>(domain, plan, args, num_sms, stream);
+  return cudaGetLastError();
+}
+
+cudaError_t load_dispatch(uint32_t shared_bytes) {
+  return load_all(shared_bytes, exchange, place<false, false>, place<false, true>, place<true, false>,
+                  place<true, true>);
+}
+
+}  // namespace uccl_ep::cuda

@@ -1,0 +1,118 @@
+// Fold: at the expert, sums a token's rows of this rank in fp32 and puts one row into its source's piece memory.
+#pragma once
+
+#include "backend/cuda/device.cuh"
+#include "backend/cuda/steps.h"
+#include "backend/cuda/sum.cuh"
+
+namespace uccl_ep::cuda {
+
+// The first of `num_chunks` + 1 chunks that has `pieces` before it, or more.
+__device__ inline uint32_t chunk_with(const uint32_t* pieces_before, uint32_t num_chunks, uint64_t pieces) {
+  uint32_t low = 0, high = num_chunks;
+  while (low < high) {
+    const uint32_t middle = (low + high) / 2;
+    if (pieces_before[middle] < pieces)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  return low;
+}
+
+// What a window folds, by source; in shared memory.
+struct FoldRange {
+  uint32_t begin[kMaxDomainRanks], end[kMaxDomainRanks];              // rows
+  uint32_t first_chunk[kMaxDomainRanks], end_chunk[kMaxDomainRanks];  // of the source's tokens
+  uint32_t most;                                                      // rows of a source
+};
+__device__ inline void find_fold_range(const Crew& crew, const Domain& d, const PlanView& plan, const CombineArgs& args,
+                                       FoldRange& out) {
+  const uint32_t entries = plan.num_chunks + 1;
+  const bool whole = args.window == 0 && args.is_last;
+  for (uint32_t s = crew.thread; s < d.at.num_ranks; s += crew.size) {
+    const uint32_t* const before = plan.chunk_pieces + s * entries;
+    const uint64_t first = uint64_t{args.window} * args.window_pieces;
+    out.first_chunk[s] = whole ? 0 : chunk_with(before, plan.num_chunks, first);
+    out.end_chunk[s] = args.is_last ? plan.num_chunks : chunk_with(before, plan.num_chunks, first + args.window_pieces);
+    out.begin[s] = plan.row_begin[s] + plan.chunk_rows[s * entries + out.first_chunk[s]];
+    out.end[s] = plan.row_begin[s] + plan.chunk_rows[s * entries + out.end_chunk[s]];
+  }
+  crew.sync();
+  if (crew.thread == 0) {
+    out.most = 0;
+    for (uint32_t s = 0; s < d.at.num_ranks; ++s) out.most = max(out.most, out.end[s] - out.begin[s]);
+  }
+  crew.sync();
+}
+
+// Sum n is that of the (n / ranks)-th row of the source that is (n % ranks)-th after us.
+struct Fold {
+  const Domain& d;
+  const Op& op;
+  const PlanView& plan;
+  const CombineArgs& args;
+  const FoldRange& range;
+
+  __device__ uint32_t end() const { return range.most * d.at.num_ranks; }
+  __device__ Sum look_up(uint32_t n) const {
+    const uint32_t s = rotated(d, n % d.at.num_ranks), row = range.begin[s] + n / d.at.num_ranks;
+    if (row >= range.end[s]) return {};
+    const uint64_t bytes = uint64_t{args.hidden} * dtype_bytes(args.wire);
+    const uint64_t piece = plan.row_piece[row] - uint64_t{args.window} * args.window_pieces;
+    Sum sum;
+    sum.first = plan.row_slot[row];
+    sum.count = plan.row_slot[row + 1] - sum.first;
+    sum.tag = s * max_chunks(d) + plan.row_token[row] / kChunkTokens;
+    sum.out = at<uint8_t>(d, s, d.at.pieces) + piece * bytes;
+    if (args.may_drop) drop(sum, bytes);
+    return sum;
+  }
+  // Slots that the caller's rows do not have; they are the row's last ones.
+  __device__ void drop(Sum& sum, uint64_t bytes) const {
+    while (sum.count > 0 && plan.slots[sum.first + sum.count - 1] >= plan.num_slots) --sum.count;
+    if (sum.count > 0) return;
+    for (uint64_t i = 0; i < bytes / 16; ++i) reinterpret_cast<uint4*>(sum.out)[i] = make_uint4(0, 0, 0, 0);
+    proxy_fence();
+    __threadfence_system();
+    complete(sum.tag);
+  }
+  __device__ uint32_t place(uint32_t k) const { return plan.slots[k]; }
+  __device__ const uint8_t* base() const { return args.rows; }
+  __device__ bool wait(uint32_t) const { return true; }
+  __device__ bool reports() const { return true; }
+  // One of a chunk's pieces is in its source's memory: the last tells the source.
+  __device__ void complete(uint32_t tag) const {
+    const uint32_t s = tag / max_chunks(d), chunk = tag % max_chunks(d);
+    const uint32_t* const before = plan.chunk_rows + s * (plan.num_chunks + 1) + chunk;
+    if (count_last(at<uint32_t>(d, d.rank, d.at.chunk_counts) + tag, before[1] - before[0]))
+      publish_flag(folded(d, s, d.rank) + chunk, op.epoch);
+  }
+};
+
+// By a warp of one block: nothing comes back of these chunks, and nobody waits for it.
+__device__ inline void tell_empty_chunks(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
+                                         const FoldRange& range) {
+  for (uint32_t s = 0; s < d.at.num_ranks; ++s) {
+    const uint32_t* const before = plan.chunk_rows + s * (plan.num_chunks + 1);
+    for (uint32_t c = range.first_chunk[s] + crew.lane(); c < range.end_chunk[s]; c += kWarp)
+      if (before[c] == before[c + 1]) publish_flag(folded(d, s, d.rank) + c, op.epoch);
+  }
+}
+
+// By crews of all blocks: weights' gradients, after the rows; then every source learns that it has all of both.
+__device__ inline void finish_fold(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
+                                   const CombineArgs& args) {
+  if (args.row_values != nullptr && args.window == 0)
+    for (uint32_t s = 0; s < d.at.num_ranks; ++s) {
+      const uint32_t begin = plan.row_slot[plan.row_begin[s]], end = plan.row_slot[plan.row_begin[s + 1]];
+      float* const to = at<float>(d, s, d.at.piece_values);
+      for (uint32_t p = begin + blockIdx.x * crew.size + crew.thread; p < end; p += gridDim.x * crew.size) {
+        const uint32_t slot = plan.slots[p];
+        to[p + plan.value_begin[s]] = slot < plan.num_slots ? args.row_values[slot] : 0.0f;
+      }
+    }
+  if (last_block(crew, d, Arrival::kFolded) && !stopped(d)) publish_all(crew, d, d.at.folded_all, op.epoch);
+}
+
+}  // namespace uccl_ep::cuda

@@ -1,0 +1,318 @@
+// Place: pulls the rows that come here from their sources' regions, straight into their slots.
+#pragma once
+
+#include "backend/cuda/bulk.cuh"
+#include "backend/cuda/device.cuh"
+#include "backend/cuda/numerics.cuh"
+#include "backend/cuda/plan.cuh"
+#include "backend/cuda/steps.h"
+
+namespace uccl_ep::cuda {
+
+// The rows that a window brings, by source; in shared memory.
+struct Arrivals {
+  uint32_t begin[kMaxDomainRanks], end[kMaxDomainRanks];  // rows of the window
+  uint32_t all_end[kMaxDomainRanks];                      // of a new plan: rows of all windows
+  uint32_t most;                                          // of a source
+};
+
+// By a crew. Later windows of a new plan are planned, too, and not placed yet.
+template <bool kFresh>
+__device__ inline void find_arrivals(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
+                                     const PlaceArgs& args, Arrivals& out) {
+  const uint32_t per_window = args.window_tokens / kChunkTokens, entries = plan.num_chunks + 1;
+  const uint32_t first_chunk = args.window * per_window;
+  const bool whole = plan.num_chunks <= per_window;
+  for (uint32_t s = crew.thread; s < d.at.num_ranks; s += crew.size) {
+    const uint32_t* const row_begin = kFresh ? scratch(d).row_begin : plan.row_begin;
+    const uint32_t base = row_begin[s], end = row_begin[s + 1];
+    out.begin[s] = base;
+    out.end[s] = out.all_end[s] = end;
+    if (whole) continue;
+    if (kFresh) {
+      const uint32_t chunks = (header(d, s, op.epoch).num_tokens + kChunkTokens - 1) / kChunkTokens;
+      out.end[s] = base + chunk_rows(d, s, op.half, d.rank)[min(per_window, chunks)];
+    } else {
+      const uint32_t* const rows_before = plan.chunk_rows + s * entries;
+      out.begin[s] = base + rows_before[min(first_chunk, plan.num_chunks)];
+      out.end[s] = out.all_end[s] = base + rows_before[min(first_chunk + per_window, plan.num_chunks)];
+    }
+  }
+  crew.sync();
+  if (crew.thread == 0) {
+    out.most = 0;
+    for (uint32_t s = 0; s < d.at.num_ranks; ++s) out.most = max(out.most, out.all_end[s] - out.begin[s]);
+  }
+  crew.sync();
+}
+
+// 32 rows, in the lanes of a warp. Row n is the (n / ranks)-th of the source that is (n % ranks)-th after us, so that
+// neighbours read different peers.
+template <bool kFresh>
+struct RowBatch {
+  uint32_t source, token, first, count;  // `count` slots from `first` on; 0: nothing to place
+  bool ready;                            // its chunk has been staged
+
+  __device__ __forceinline__ RowBatch(const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args,
+                                      const Arrivals& arrivals, uint32_t n) {
+    source = token = first = count = 0;
+    ready = false;
+    const uint32_t s = rotated(d, n % d.at.num_ranks), row = arrivals.begin[s] + n / d.at.num_ranks;
+    if (row >= arrivals.all_end[s]) return;
+    source = s;
+    if constexpr (kFresh) {
+      const PlanScratch& from = scratch(d);
+      const uint4 raw = *reinterpret_cast<const uint4*>(list(d, s, op.half, d.rank) + row - arrivals.begin[s]);
+      const ListEntry entry{raw.x, raw.y, raw.z, raw.w};
+      token = entry.token;
+      first = from.slot_begin[s] + entry.first_slot;
+      count = entry.num_pairs;
+      plan.row_token[row] = token;
+      plan.row_piece[row] = entry.piece;
+      plan.row_slot[row] = first;
+      const PairEntry* const source_pairs = pairs(d, s, op.half) + (first + from.value_begin[s]);
+      const uint32_t* const base = slot_base(d) + s * d.experts_per_rank;
+      for (uint32_t p = 0; p < count; ++p) {
+        const uint2 pair = *reinterpret_cast<const uint2*>(source_pairs + p);
+        plan.slots[first + p] = base[pair.x] + pair.y;
+      }
+      if (row >= arrivals.end[s]) count = 0;
+    } else {
+      token = plan.row_token[row];
+      first = plan.row_slot[row];
+      count = plan.row_slot[row + 1] - first;
+    }
+    look(d, op, args);
+  }
+  __device__ __forceinline__ uint32_t staged_row(const PlaceArgs& args) const {
+    return token - args.window * args.window_tokens;
+  }
+  __device__ __forceinline__ const uint64_t* flag(const Domain& d, const PlaceArgs& args) const {
+    return rows_full(d, d.rank, source) + staged_row(args) / kStageRows;
+  }
+  __device__ __forceinline__ void look(const Domain& d, const Op& op, const PlaceArgs& args) {
+    if (count > 0) ready = read_flag(flag(d, args)) >= op.epoch;
+  }
+  // By the warp: row `i` has been staged. What else has arrived meanwhile is noted, too.
+  __device__ __forceinline__ bool wait(const Domain& d, const Op& op, const PlaceArgs& args, uint32_t i,
+                                       uint32_t lane) {
+    if (__shfl_sync(kFullWarp, ready, i)) return true;
+    if (!ready) look(d, op, args);
+    bool good = true;
+    if (lane == i && !ready) {
+      good =
+          wait_peer(d, flag(d, args), op.epoch, Step::kPlace, source, static_cast<int>(staged_row(args) / kStageRows));
+      ready = true;
+    }
+    return __all_sync(kFullWarp, good);
+  }
+};
+
+// ---- one row --------------------------------------------------------------------------------------------------------
+// 16 values a lane; a block of 128 has one scale. `put(i, low, high)`: values 16 i to 16 i + 15.
+template <typename Put>
+__device__ __forceinline__ void dequantise(const uint8_t* row, uint32_t hidden, uint32_t lane, Put put) {
+  const float* const scales = reinterpret_cast<const float*>(row + hidden);
+  for (uint32_t i = lane; i < hidden / 16; i += kWarp) {
+    const uint4 codes = reinterpret_cast<const uint4*>(row)[i];
+    const float scale = scales[i / 8];
+    const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+    uint32_t out[8];
+#pragma unroll
+    for (uint32_t w = 0; w < 4; ++w) {
+      out[2 * w] = decode_two(words[w] & 0xFFFF, scale);
+      out[2 * w + 1] = decode_two(words[w] >> 16, scale);
+    }
+    put(i, make_uint4(out[0], out[1], out[2], out[3]), make_uint4(out[4], out[5], out[6], out[7]));
+  }
+}
+
+__device__ inline void copy_scales(const uint8_t* row, uint32_t slot, const PlaceArgs& args, uint32_t lane) {
+  const uint32_t blocks = args.stage.hidden / kFp8Block;
+  const float* const scales = reinterpret_cast<const float*>(row + args.stage.hidden);
+  float* const out = args.scales + uint64_t{slot} * blocks;
+  for (uint32_t i = lane; i < blocks; i += kWarp) out[i] = scales[i];
+}
+
+// ---- all rows -------------------------------------------------------------------------------------------------------
+// Plain loads: for every architecture and every row.
+template <bool kFresh>
+__device__ void place_rows(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args,
+                           const Arrivals& arrivals) {
+  const uint32_t hidden = args.stage.hidden;
+  const uint64_t stride = wire_row_bytes(args.stage.wire, hidden);
+  const bool codes = args.scales != nullptr;
+  const uint64_t out_bytes = codes ? hidden : uint64_t{hidden} * dtype_bytes(args.stage.dtype);
+  const uint32_t lane = crew.lane(), end = arrivals.most * d.at.num_ranks, step = gridDim.x * crew.warps();
+  for (uint32_t begin = crew.warp() * gridDim.x + blockIdx.x; begin < end; begin += kWarp * step) {
+    RowBatch<kFresh> batch(d, op, plan, args, arrivals, begin + lane * step);
+    __syncwarp();
+    for (uint32_t i = 0; i < kWarp; ++i) {
+      const uint32_t count = __shfl_sync(kFullWarp, batch.count, i);
+      if (count == 0) continue;
+      if (!batch.wait(d, op, args, i, lane)) return;
+      const uint32_t first = __shfl_sync(kFullWarp, batch.first, i), source = __shfl_sync(kFullWarp, batch.source, i);
+      const uint32_t staged = __shfl_sync(kFullWarp, batch.staged_row(args), i);
+      const uint8_t* const row = rows(d, source, op.half) + staged * stride;
+      for (uint32_t s = 0; s < count; ++s) {
+        const uint32_t slot = plan.slots[first + s];
+        if (slot >= plan.num_slots) continue;
+        uint4* const to = reinterpret_cast<uint4*>(args.rows + slot * out_bytes);
+        if (args.stage.wire == Dtype::kFp8 && !codes)
+          dequantise(row, hidden, lane, [&](uint32_t v, const uint4& low, const uint4& high) {
+            to[2 * v] = low;
+            to[2 * v + 1] = high;
+          });
+        else
+          for (uint32_t v = lane; v < out_bytes / 16; v += kWarp) to[v] = reinterpret_cast<const uint4*>(row)[v];
+        if (codes) copy_scales(row, slot, args, lane);
+      }
+    }
+  }
+}
+
+// Bulk copies: a warp is a stream over its rows, through a ring of kPlaceStages rows in shared memory. Loads of the
+// next rows are under way while one is stored. Where rows are dequantised they go out through one more row.
+constexpr uint32_t kPlaceStages = 3;
+constexpr uint32_t kMaxPlaceWarps = 10;
+
+__host__ __device__ inline uint32_t place_warp_bytes(const PlaceArgs& args) {
+  const uint64_t wire = wire_row_bytes(args.stage.wire, args.stage.hidden);
+  const bool decodes = args.stage.wire == Dtype::kFp8 && args.scales == nullptr;
+  return static_cast<uint32_t>(kPlaceStages * wire + (decodes ? 2 * args.stage.hidden : 0));
+}
+
+#if __CUDA_ARCH__ >= 900
+template <bool kFresh>
+__device__ void place_rows_bulk(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
+                                const PlaceArgs& args, const Arrivals& arrivals, uint8_t* shared) {
+  __shared__ __align__(8) uint64_t barriers[kMaxPlaceWarps * kPlaceStages];
+  const uint32_t hidden = args.stage.hidden, stride = static_cast<uint32_t>(wire_row_bytes(args.stage.wire, hidden));
+  const bool codes = args.scales != nullptr, decodes = args.stage.wire == Dtype::kFp8 && !codes;
+  const uint32_t out_bytes = codes ? hidden : hidden * dtype_bytes(args.stage.dtype);
+  const uint32_t lane = crew.lane();
+  uint8_t* const ring = shared + crew.warp() * place_warp_bytes(args);
+  uint8_t* const decoded = ring + kPlaceStages * stride;
+  uint64_t* const full = barriers + crew.warp() * kPlaceStages;
+  if (lane == 0) {
+    for (uint32_t i = 0; i < kPlaceStages; ++i) init_barrier(full + i);
+    fence_barriers();
+  }
+  __syncwarp();
+
+  const uint32_t end = arrivals.most * d.at.num_ranks, step = gridDim.x * crew.warps();
+  uint32_t begin = crew.warp() * gridDim.x + blockIdx.x;
+  bool good = !stopped(d);
+  RowBatch<kFresh> batch(d, op, plan, args, arrivals, begin + lane * step);
+  __syncwarp();
+  uint32_t left = __ballot_sync(kFullWarp, batch.count > 0);  // rows of the batch that are not loaded yet
+  uint32_t loaded = 0, placed = 0;
+  uint32_t stage_first[kPlaceStages], stage_count[kPlaceStages], stage_slot[kPlaceStages];
+  const auto load_next = [&](uint32_t stage) {
+    while (left == 0) {
+      begin += kWarp * step;
+      if (begin >= end) return;
+      batch = RowBatch<kFresh>(d, op, plan, args, arrivals, begin + lane * step);
+      __syncwarp();
+      left = __ballot_sync(kFullWarp, batch.count > 0);
+    }
+    const uint32_t i = __ffs(left) - 1;
+    left &= left - 1;
+    const uint32_t first = __shfl_sync(kFullWarp, batch.first, i), count = __shfl_sync(kFullWarp, batch.count, i);
+    const uint32_t slot = lane < count ? plan.slots[first + lane] : 0;
+    good = batch.wait(d, op, args, i, lane);
+    if (!good) return;
+    const uint32_t source = __shfl_sync(kFullWarp, batch.source, i);
+    const uint32_t staged = __shfl_sync(kFullWarp, batch.staged_row(args), i);
+    stage_first[stage] = first;
+    stage_count[stage] = count;
+    stage_slot[stage] = slot;
+    if (lane == 0) {
+      proxy_fence();  // flags were read by ordinary loads, the row is read by a bulk copy
+      load_bulk(ring + stage * stride, rows(d, source, op.half) + uint64_t{staged} * stride, stride, full + stage);
+    }
+    ++loaded;
+  };
+#pragma unroll
+  for (uint32_t i = 0; i < kPlaceStages - 1; ++i)
+    if (good) load_next(i);
+  while (placed < loaded) {  // also after an error: what is under way must land before the block ends
+#pragma unroll
+    for (uint32_t stage = 0; stage < kPlaceStages; ++stage) {
+      if (placed == loaded) break;
+      wait_barrier(full + stage, placed / kPlaceStages);
+      const uint8_t* const row = ring + stage * stride;
+      if (decodes) {
+        wait_stores_read<0>();
+        __syncwarp();
+        dequantise(row, hidden, lane, [&](uint32_t v, const uint4& low, const uint4& high) {
+          reinterpret_cast<uint4*>(decoded)[2 * v] = low;
+          reinterpret_cast<uint4*>(decoded)[2 * v + 1] = high;
+        });
+        fence_shared();
+        __syncwarp();
+      }
+      for (uint32_t s = 0; s < stage_count[stage]; s += kWarp) {
+        uint32_t slot = stage_slot[stage];
+        if (s > 0 && s + lane < stage_count[stage]) slot = plan.slots[stage_first[stage] + s + lane];
+        const bool wanted = s + lane < stage_count[stage] && slot < plan.num_slots;
+        if (wanted) store_bulk(args.rows + uint64_t{slot} * out_bytes, decodes ? decoded : row, out_bytes);
+        if (codes)
+          for (uint32_t mask = __ballot_sync(kFullWarp, wanted); mask != 0; mask &= mask - 1)
+            copy_scales(row, __shfl_sync(kFullWarp, slot, __ffs(mask) - 1), args, lane);
+      }
+      commit_stores();
+      ++placed;
+      if (!decodes) wait_stores_read<1>();  // the stage that is loaded next was stored one round ago
+      __syncwarp();
+      if (good) load_next((stage + kPlaceStages - 1) % kPlaceStages);
+    }
+  }
+  wait_stores<0>();
+}
+#endif
+
+// ---- the rest -------------------------------------------------------------------------------------------------------
+__device__ inline void fill_padding(const Crew& crew, const Domain& d, const PlanView& plan, const PlaceArgs& args,
+                                    const uint32_t* padding) {
+  const uint32_t blocks = args.stage.hidden / kFp8Block;
+  const uint64_t out_bytes =
+      args.scales != nullptr ? args.stage.hidden : uint64_t{args.stage.hidden} * dtype_bytes(args.stage.dtype);
+  uint4* const out = reinterpret_cast<uint4*>(args.rows);
+  for (uint32_t l = blockIdx.x; l < d.experts_per_rank; l += gridDim.x) {
+    const uint64_t first = min(padding[2 * l], plan.num_slots), end = min(padding[2 * l + 1], plan.num_slots);
+    for (uint64_t i = first * out_bytes / 16 + crew.thread; i < end * out_bytes / 16; i += crew.size)
+      out[i] = make_uint4(0, 0, 0, 0);
+    if (args.scales != nullptr)
+      for (uint64_t i = first * blocks + crew.thread; i < end * blocks; i += crew.size) args.scales[i] = 1.0f;
+    if (args.row_values != nullptr)
+      for (uint64_t i = first + crew.thread; i < end; i += crew.size) args.row_values[i] = 0.0f;
+  }
+}
+
+// By crews of all blocks, when all values have been staged. The slots of a new plan are worked out once more: other
+// blocks write them only now.
+template <bool kFresh>
+__device__ inline void place_values(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
+                                    const PlaceArgs& args) {
+  const PlanScratch& from = scratch(d);
+  for (uint32_t r = 0; r < d.at.num_ranks; ++r) {
+    const uint32_t source = rotated(d, r);
+    const uint32_t begin = kFresh ? from.slot_begin[source] : plan.row_slot[plan.row_begin[source]];
+    const uint32_t end = kFresh ? from.slot_begin[source + 1] : plan.row_slot[plan.row_begin[source + 1]];
+    const uint32_t offset = (kFresh ? from.value_begin : plan.value_begin)[source];
+    const float* const staged = values(d, source, op.half);
+    for (uint32_t p = begin + blockIdx.x * crew.size + crew.thread; p < end; p += gridDim.x * crew.size) {
+      uint32_t slot = 0;
+      if constexpr (kFresh) {
+        const PairEntry pair = pairs(d, source, op.half)[p + offset];
+        slot = slot_base(d)[source * d.experts_per_rank + pair.expert] + pair.position;
+      } else {
+        slot = plan.slots[p];
+      }
+      if (slot < plan.num_slots) args.row_values[slot] = staged[p + offset];
+    }
+  }
+}
+
+}  // namespace uccl_ep::cuda

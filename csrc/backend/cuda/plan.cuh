@@ -1,0 +1,157 @@
+// Plan: from the routing of all sources, the slots of every row that comes here, and who returns each of ours. What is
+// known of received rows is written by those that place them first: place.cuh.
+#pragma once
+
+#include "backend/cuda/device.cuh"
+#include "backend/cuda/exchange.cuh"
+#include "backend/cuda/steps.h"
+
+namespace uccl_ep::cuda {
+
+// Where each thing of the scratch lies.
+struct Bases {
+  uint32_t *slot, *padding, *size;  // [ranks][experts], [experts][2], [experts]
+  __device__ explicit Bases(const Domain& d)
+      : slot(slot_base(d)),
+        padding(slot + d.at.num_ranks * d.experts_per_rank),
+        size(padding + 2 * d.experts_per_rank) {}
+};
+
+// By a warp: the segments of the experts, one after the other; `padding` comes with the exact counts in first place.
+__device__ inline uint32_t lay_out_experts(const Bases& to, uint32_t experts, uint32_t alignment, uint32_t lane,
+                                           uint32_t* host) {
+  uint32_t begin = 0;
+  for (uint32_t first = 0; first < experts; first += kWarp) {
+    const uint32_t l = first + lane;
+    const uint32_t count = l < experts ? to.padding[2 * l] : 0;
+    const uint32_t size = (count + alignment - 1) / alignment * alignment;
+    const uint32_t end = begin + warp_prefix(size, lane);
+    if (l < experts) {
+      to.size[l] = size;
+      to.padding[2 * l] = end - size + count;
+      to.padding[2 * l + 1] = end;
+      host[l] = count;
+      host[experts + l] = size;
+    }
+    begin = __shfl_sync(kFullWarp, end, kWarp - 1);
+  }
+  return begin;
+}
+
+// By a crew of one block, when all ranks have entered: the counts for the host, and what places rows.
+__device__ inline void count_received(const Crew& crew, const Domain& d, const Op& op, uint32_t alignment,
+                                      uint64_t call) {
+  const uint32_t ranks = d.at.num_ranks, experts = d.experts_per_rank;
+  PlanScratch& plan = scratch(d);
+  const Bases base(d);
+  for (uint32_t l = crew.thread; l < experts; l += crew.size) {
+    uint32_t sum = 0;
+    for (uint32_t i = 0; i < ranks; ++i) {
+      const uint32_t source = d.source_order[i];
+      base.slot[source * experts + l] = sum;  // inside the expert
+      sum += header_counts(d, source, op.epoch)[d.rank * experts + l];
+    }
+    base.padding[2 * l] = sum;
+  }
+  uint32_t* const shared_rows = plan.row_begin;
+  for (uint32_t s = crew.thread; s < ranks; s += crew.size) {
+    const DeviceHeader& h = header(d, s, op.epoch);
+    shared_rows[s + 1] = h.row_begin[d.rank + 1] - h.row_begin[d.rank];
+    plan.slot_begin[s + 1] = h.pair_begin[d.rank + 1] - h.pair_begin[d.rank];
+    plan.value_begin[s] = h.pair_begin[d.rank];
+  }
+  uint32_t most_tokens = 0, most_sent = 0;
+  if (crew.thread == crew.size - 1)
+    for (uint32_t s = 0; s < ranks; ++s) {
+      most_tokens = max(most_tokens, header(d, s, op.epoch).num_tokens);
+      most_sent = max(most_sent, header(d, s, op.epoch).row_begin[ranks]);
+    }
+  crew.sync();
+  if (crew.thread == crew.size - 1) {
+    plan.row_begin[0] = plan.slot_begin[0] = 0;
+    for (uint32_t s = 0; s < ranks; ++s) {
+      plan.row_begin[s + 1] += plan.row_begin[s];
+      plan.slot_begin[s + 1] += plan.slot_begin[s];
+      plan.value_begin[s] -= plan.slot_begin[s];
+    }
+    const DeviceHeader& own = header(d, d.rank, op.epoch);
+    d.counts->received_rows = plan.row_begin[ranks];
+    d.counts->received_pairs = plan.slot_begin[ranks];
+    d.counts->sent_rows = own.row_begin[ranks];
+    d.counts->sent_pairs = own.pair_begin[ranks];
+    d.counts->most_tokens = most_tokens;
+    d.counts->most_sent_rows = most_sent;
+  }
+  if (crew.warp() == 0) {
+    const uint32_t num_rows =
+        lay_out_experts(base, experts, alignment, crew.lane(), reinterpret_cast<uint32_t*>(d.counts + 1));
+    if (crew.lane() == 0) plan.num_rows = d.counts->num_rows = num_rows;
+  }
+  crew.sync();
+  for (uint32_t l = crew.thread; l < experts; l += crew.size) {
+    const uint32_t begin = base.padding[2 * l + 1] - base.size[l];
+    for (uint32_t s = 0; s < ranks; ++s) base.slot[s * experts + l] += begin;
+  }
+  __threadfence_system();
+  crew.sync();
+  if (crew.thread == 0) publish_flag(&d.counts->call, call);
+}
+
+// By crews of all blocks: the parts of a new plan that no row stands for.
+__device__ inline void plan_heads(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
+                                  const PlaceArgs& args) {
+  const uint32_t ranks = d.at.num_ranks, experts = d.experts_per_rank;
+  const uint32_t me = blockIdx.x * crew.size + crew.thread, all = gridDim.x * crew.size;
+  const DeviceHeader& own = header(d, d.rank, op.epoch);
+  const uint32_t* const pieces = at<uint32_t>(d, d.rank, d.at.token_pieces);
+  const uint32_t* const origin = at<uint32_t>(d, d.rank, d.at.pair_origin);
+  for (uint32_t t = me; t <= plan.num_tokens; t += all) plan.piece_begin[t] = pieces[t];
+  for (uint32_t p = me; p < own.pair_begin[ranks]; p += all) plan.pair_place[p] = origin[p];
+  const uint32_t entries = plan.num_chunks + 1;
+  for (uint32_t i = me; i < ranks * entries; i += all) {
+    const uint32_t source = i / entries;
+    const uint32_t chunks = (header(d, source, op.epoch).num_tokens + kChunkTokens - 1) / kChunkTokens;
+    const uint32_t chunk = min(i % entries, chunks);  // beyond its last: as there
+    plan.chunk_rows[i] = chunk_rows(d, source, op.half, d.rank)[chunk];
+    plan.chunk_pieces[i] = chunk_pieces(d, source, op.half)[chunk];
+  }
+  if (blockIdx.x != gridDim.x - 1) return;
+  const PlanScratch& from = scratch(d);
+  const Bases base(d);
+  for (uint32_t s = crew.thread; s <= ranks; s += crew.size) {
+    plan.row_begin[s] = from.row_begin[s];
+    plan.pair_begin[s] = own.pair_begin[s];
+    if (s < ranks) plan.value_begin[s] = from.value_begin[s];
+  }
+  for (uint32_t i = crew.thread; i < 2 * experts; i += crew.size) plan.padding[i] = base.padding[i];
+  if (args.tokens_per_expert != nullptr)
+    for (uint32_t l = crew.thread; l < experts; l += crew.size) args.tokens_per_expert[l] = base.size[l];
+  if (crew.thread == 0) {
+    plan.row_slot[from.row_begin[ranks]] = from.slot_begin[ranks];
+    *plan.routing_hash = own.routing_hash;
+    if (args.overflow != nullptr) *args.overflow = from.num_rows > plan.num_slots;
+  }
+}
+
+// By crews of all blocks: the given routing is the plan's.
+__device__ inline void compare_routing(const Crew& crew, const Domain& d, const PlanView& plan, const DeviceRouting& r,
+                                       uint64_t plan_id) {
+  const uint64_t places = uint64_t{plan.num_tokens} * r.width;
+  uint64_t hash = 0;
+  for (uint64_t i = uint64_t{blockIdx.x} * crew.size + crew.thread; i < places; i += uint64_t{gridDim.x} * crew.size) {
+    const long long expert = !r.is_map                                     ? static_cast<const long long*>(r.data)[i]
+                             : static_cast<const uint8_t*>(r.data)[i] != 0 ? static_cast<long long>(i % r.width)
+                                                                           : -1;
+    if (expert != -1) hash += hash_pair(static_cast<uint32_t>(i), static_cast<uint32_t>(expert));
+  }
+  hash = crew_sum(crew, hash);
+  if (crew.thread == 0) add_global(&local(d).routing_hash, hash);
+  if (!last_block(crew, d, Arrival::kHashed) || crew.thread != 0) return;
+  const uint64_t seen = local(d).routing_hash;
+  local(d).routing_hash = 0;
+  if (seen != *plan.routing_hash)
+    report(d, DeviceFault::kPlanDiffers, Step::kPlan, static_cast<int>(d.rank), -1, *plan.routing_hash, plan_id,
+           ErrorKind::kPlanMismatch);
+}
+
+}  // namespace uccl_ep::cuda
