@@ -163,7 +163,7 @@ class Traffic:
         return self._busiest([self._rows_moved(*exchange) for exchange in sent])
 
     def _rows_moved(self, dtype: str, weighted: bool) -> Tensor:
-        """Bytes from rank to rank, [N, N]. Combine goes the same way back, what leaves and what enters swapped."""
+        """Bytes from rank to rank, [N, N]. Combine takes the same way back."""
         topology = self.case.topology
         row, value = self.case.wire_row_bytes(dtype), VALUE_BYTES * weighted
         hop_NN = self.rows_NN * row + self.pairs_NN * value
