@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,7 @@ def write_png(records: Sequence[Record], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    ran = [record for record in records if not record["not_run"]]
-    curves, stacks = curves_of(ran), stacks_of(ran)
+    curves, stacks = curves_of(records), stacks_of(records)
     height = max(6.0, INCHES_PER_BAR * len(stacks))
     figure, (lines, bars) = plt.subplots(1, 2, figsize=(15, height))
     _draw_curves(lines, curves)
@@ -43,36 +42,39 @@ def write_png(records: Sequence[Record], path: Path) -> None:
 
 def curves_of(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
     """(tokens, logical GB/s) of dispatch + combine, ascending, by label."""
-    varying = _varying(records)
     curves: dict[str, list[tuple[int, float]]] = {}
-    for record in records:
+    for label, record in _labelled(records):
         if record["op"] == PAIR:
             rate = record["logical_bytes"] / record["median_us"] / 1e3
-            curves.setdefault(_label(record, varying), []).append((record["tokens"], rate))
+            curves.setdefault(label, []).append((record["tokens"], rate))
     return {label: sorted(points) for label, points in curves.items()}
 
 
 def stacks_of(records: Sequence[Record]) -> dict[str, dict[str, float]]:
     """Microseconds of each step, by label and tokens; of the whole operation where no step is counted."""
-    varying = _varying(records)
     stacks: dict[str, dict[str, float]] = {}
-    for record in records:
+    for label, record in _labelled(records):
         if record["op"] not in OPS:
             continue
-        stack = stacks.setdefault(f"{_label(record, varying)}, T={record['tokens']}", {})
+        stack = stacks.setdefault(f"{label}, T={record['tokens']}", {})
         for name, value in (record["steps_us"] or {record["op"]: record["median_us"]}).items():
             stack[name] = stack.get(name, 0.0) + value
     return stacks
 
 
-def _varying(records: Sequence[Record]) -> list[str]:
+def _labelled(records: Sequence[Record]) -> Iterator[tuple[str, Record]]:
+    """What ran. A peer that sends BF16 whatever the case asks for is drawn as it was measured first."""
+    ran = [record for record in records if not record["not_run"]]
     # Peers without a limit of SMs have 0 in it.
-    return [name for name in DISTINCTIONS if len({r[name] for r in records if r[name]}) > 1]
-
-
-def _label(record: Record, varying: Sequence[str]) -> str:
-    notes = [DISTINCTIONS[name].format(record[name]) for name in varying if record[name]]
-    return ", ".join([label_of(record["system"], record["layout"], record["dtype"]), *notes])
+    varying = [name for name in DISTINCTIONS if len({r[name] for r in ran if r[name]}) > 1]
+    drawn = set()
+    for record in ran:
+        notes = [DISTINCTIONS[name].format(record[name]) for name in varying if record[name]]
+        label = ", ".join([label_of(record["system"], record["layout"], record["dtype"]), *notes])
+        point = (label, record["tokens"], record["op"])
+        if point not in drawn:
+            drawn.add(point)
+            yield label, record
 
 
 def _draw_curves(axes: Any, curves: dict[str, list[tuple[int, float]]]) -> None:
