@@ -5,23 +5,34 @@ Shape suffixes: N ranks, T tokens of a rank, K experts of a token, E experts, D 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from bench.trace import load_trace
 from uccl_ep_train.fp8 import BLOCK
 from uccl_ep_train.topology import Topology
 
 BF16_BYTES = 2
 VALUE_BYTES = 4  # a router weight, fp32, per pair
-ROUTINGS = ("uniform", "zipf", "one_hot")
+ROUTINGS = ("uniform", "zipf", "one_hot", "trace")
+
+OPS = ("dispatch", "combine")
+BACKWARD = "forward_backward"  # both, and the backward of both
+CAPACITY_SLACK = 1.1
+CAPACITY_MULTIPLE = 128  # rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One point of a sweep. Every rank has `tokens` BF16 rows; `dtype` is how dispatch sends them."""
+    """One point of a sweep. Every rank has `tokens` BF16 rows; `dtype` is how dispatch sends them.
+
+    num_sms  what systems that have such a limit are given; 0: their own default
+    trace    file that the routing "trace" is taken from
+    """
 
     tokens: int
     hidden: int
@@ -32,6 +43,21 @@ class Case:
     dtype: str
     routing: str
     link_gbytes_per_s: float
+    num_sms: int = 0
+    trace: str = ""
+
+    @property
+    def problem(self) -> str:
+        """Why nothing can run this case, or ""."""
+        if self.ranks % self.domains:
+            return f"{self.ranks} ranks are no multiple of {self.domains} domains"
+        if self.experts % self.ranks:
+            return f"{self.experts} experts are no multiple of {self.ranks} ranks"
+        if self.topk > self.experts:
+            return f"top-{self.topk} of {self.experts} experts"
+        if self.routing == "trace":
+            return load_trace(self.trace).problem(self.ranks * self.tokens, self.topk, self.experts)
+        return ""
 
     @property
     def domain_size(self) -> int:
@@ -54,16 +80,20 @@ class Case:
         return self.hidden + (scales + 15) // 16 * 16
 
     def __str__(self) -> str:
-        link = f", link {self.link_gbytes_per_s:g} GB/s" if self.link_gbytes_per_s else ""
+        limits = f", {self.num_sms} SMs" if self.num_sms else ""
+        limits += f", link {self.link_gbytes_per_s:g} GB/s" if self.link_gbytes_per_s else ""
         return (
             f"T={self.tokens} H={self.hidden} top-{self.topk} of {self.experts}, {self.ranks} ranks in "
-            f"{self.domains} domain{'s' if self.domains > 1 else ''}, {self.dtype}, {self.routing}{link}"
+            f"{self.domains} domain{'s' if self.domains > 1 else ''}, {self.dtype}, {self.routing}{limits}"
         )
 
 
 def draw_routing(case: Case, seed: int) -> tuple[Tensor, Tensor]:
     """topk_idx [N, T, K] int64 and weights [N, T, K] fp32 of all ranks: the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
+    if case.routing == "trace":
+        taken = load_trace(case.trace).draw(case.ranks * case.tokens, generator)
+        return _weighted(taken.view(case.ranks, case.tokens, case.topk), generator)
     popularity_E = torch.zeros(case.experts)
     if case.routing == "zipf":
         popularity_E = -torch.arange(1, case.experts + 1).log()
@@ -73,9 +103,20 @@ def draw_routing(case: Case, seed: int) -> tuple[Tensor, Tensor]:
     uniform_NTE = torch.rand(case.ranks, case.tokens, case.experts, generator=generator).clamp_min(1e-30)
     # Gumbel's trick: the k largest are a draw without replacement by popularity.
     scores_NTE = popularity_E - (-uniform_NTE.log()).log()
-    topk_idx_NTK = scores_NTE.topk(case.topk, dim=-1).indices
+    return _weighted(scores_NTE.topk(case.topk, dim=-1).indices, generator)
+
+
+def _weighted(topk_idx_NTK: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     weights_NTK = torch.rand(topk_idx_NTK.shape, generator=generator) + 0.1
     return topk_idx_NTK, weights_NTK / weights_NTK.sum(-1, keepdim=True)
+
+
+def exchanges(op: str, dtype: str, grad_dtype: str = "bf16") -> list[tuple[str, bool]]:
+    """What an operation sends, in turn: (dtype of the rows, whether a weight travels with each pair)."""
+    forward = {"dispatch": [(dtype, True)], "combine": [("bf16", False)]}
+    if op != BACKWARD:
+        return forward[op]
+    return [*forward["dispatch"], *forward["combine"], (grad_dtype, False), ("bf16", True)]
 
 
 class Traffic:
@@ -101,19 +142,33 @@ class Traffic:
         sent, received = self.pairs_NN.sum(1).max(), self.pairs_NN.sum(0).max()
         return int(max(sent, received)) * self.case.row_bytes
 
+    def capacity_rows(self) -> int:
+        """Rows that a rank sets aside when nobody tells it how many will come: what the fullest one gets, and
+        some slack.
+        """
+        fullest = int(self.pairs_NN.sum(0).max())
+        return math.ceil(fullest * CAPACITY_SLACK / CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
+
     def pair_wire(self, op: str) -> tuple[int, int]:
         """(wire bytes, of them between domains) of an all-to-all of permuted rows: a BF16 row per pair."""
-        values = VALUE_BYTES if op == "dispatch" else 0
-        return self._busiest(self.pairs_NN * (self.case.row_bytes + values))
+        moved = [
+            self.pairs_NN * (self.case.row_bytes + VALUE_BYTES * weighted)
+            for _, weighted in exchanges(op, "bf16")
+        ]
+        return self._busiest(moved)
 
-    def row_wire(self, op: str) -> tuple[int, int]:
+    def row_wire(self, op: str, grad_dtype: str = "bf16") -> tuple[int, int]:
         """(wire bytes, of them between domains) of our way: a row once per rank, and once per domain."""
-        case, topology = self.case, self.case.topology
-        row = case.wire_row_bytes(case.dtype if op == "dispatch" else "bf16")
-        value = VALUE_BYTES if op == "dispatch" else 0
+        sent = exchanges(op, self.case.dtype, grad_dtype)
+        return self._busiest([self._rows_moved(*exchange) for exchange in sent])
+
+    def _rows_moved(self, dtype: str, weighted: bool) -> Tensor:
+        """Bytes from rank to rank, [N, N]. Combine takes the same way back."""
+        topology = self.case.topology
+        row, value = self.case.wire_row_bytes(dtype), VALUE_BYTES * weighted
         hop_NN = self.rows_NN * row + self.pairs_NN * value
         moved_NN = torch.zeros_like(hop_NN)
-        for src in range(case.ranks):
+        for src in range(self.case.ranks):
             for d, members in enumerate(topology.members):
                 holder = src if d == topology.domain_of[src] else topology.rail(src, d)
                 if holder != src:
@@ -121,8 +176,7 @@ class Traffic:
                     moved_NN[src, holder] += self.rows_ND[src, d] * row + pairs * value
                 for dst in members:
                     moved_NN[holder, dst] += hop_NN[src, dst]
-        # Combine goes the same way back; a rank's outgoing and incoming bytes change places.
-        return self._busiest(moved_NN)
+        return moved_NN
 
     def least_copies(self, op: str, rank: int) -> dict[str, int]:
         """Bytes that `rank` must at least write in our way, by where they go."""
@@ -148,9 +202,13 @@ class Traffic:
             "output": case.tokens * case.row_bytes,
         }
 
-    def _busiest(self, moved_NN: Tensor) -> tuple[int, int]:
-        """The largest of what leaves and what enters a rank, in all and between domains."""
+    def _busiest(self, exchanges_NN: list[Tensor]) -> tuple[int, int]:
+        """The largest of what leaves and what enters a rank, in all and between domains, summed up."""
         crosses_NN = self._domain_of_N[:, None] != self._domain_of_N[None, :]
-        wire_NN = moved_NN.masked_fill(self._own_NN, 0)
-        link_NN = moved_NN.masked_fill(~crosses_NN, 0)
-        return tuple(int(max(m.sum(0).max(), m.sum(1).max())) for m in (wire_NN, link_NN))  # type: ignore[return-value]
+        wire = [moved_NN.masked_fill(self._own_NN, 0) for moved_NN in exchanges_NN]
+        link = [moved_NN.masked_fill(~crosses_NN, 0) for moved_NN in exchanges_NN]
+        return _sum_of_largest(wire), _sum_of_largest(link)
+
+
+def _sum_of_largest(exchanges_NN: list[Tensor]) -> int:
+    return sum(int(max(m.sum(0).max(), m.sum(1).max())) for m in exchanges_NN)

@@ -8,8 +8,6 @@ Times whole calls from raw BF16 hidden states and the router's top-k to rows rea
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import sys
 import time
 import warnings
@@ -18,94 +16,46 @@ from pathlib import Path
 if __package__ in (None, ""):  # started by its path, as torchrun does
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import argparse
+
 import torch
 import torch.distributed as dist
 
-from bench import report
-from bench.cases import ROUTINGS, Case
+from bench import plot, report
+from bench.cases import Case
+from bench.deep_ep_peers import about_deep_ep
+from bench.lineup import line_up
 from bench.measure import measure
-from bench.memcpy import Memcpy
-from bench.peers import BareAllToAll, MegatronAllToAll, about_stock
-from bench.systems import System, UcclEp
+from bench.options import cases_of, parse_args
+from bench.peers import MegatronAllToAll, about_stock
+from bench.trace import TraceError
 from uccl_ep_train import env
 
-SYSTEMS = ("uccl_ep", "cached_plan", "megatron", "bare", "memcpy")
-RESULTS = Path(__file__).resolve().parent / "results"
 
-
-def parse_args(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench/dispatch_combine.py", description=__doc__.splitlines()[0])
-    sweep = parser.add_argument_group("the sweep: every combination of")
-    sweep.add_argument("--tokens", type=int, nargs="+", default=[1024], help="per rank")
-    sweep.add_argument("--hidden", type=int, nargs="+", default=[1024])
-    sweep.add_argument("--topk", type=int, nargs="+", default=[4])
-    sweep.add_argument("--experts", type=int, nargs="+", default=[32], help="of the whole group")
-    sweep.add_argument("--domains", type=int, nargs="+", default=[1, 2], help="the ranks are split into")
-    sweep.add_argument(
-        "--dtype", nargs="+", choices=("bf16", "fp8"), default=["bf16", "fp8"], help="of dispatch"
-    )
-    sweep.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["uniform"])
-    sweep.add_argument("--link-gbytes-per-s", type=float, nargs="+", default=[0.0], help="0: unlimited")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--runs", type=int, default=20, help="counted runs, each with another routing")
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--ranks", type=int, default=4, help="to start when not under torchrun")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=RESULTS / "dispatch_combine",
-        help="where to write, without .json and .png",
-    )
-    return parser.parse_args(argv)
-
-
-def cases_of(args: argparse.Namespace, num_ranks: int) -> list[Case]:
-    """The sweep; splits that do not come out even are left out."""
-    names = ("domains", "dtype", "routing", "link_gbytes_per_s", "hidden", "experts", "topk", "tokens")
-    combinations = itertools.product(*(getattr(args, name) for name in names))
-    cases = [Case(ranks=num_ranks, **dict(zip(names, values, strict=True))) for values in combinations]
-    return [
-        case
-        for case in cases
-        if not (case.ranks % case.domains or case.experts % case.ranks or case.topk > case.experts)
-    ]
-
-
-def run_case(case: Case, args: argparse.Namespace) -> list[report.Record]:
+def run_case(case: Case, title: str, args: argparse.Namespace, about: report.Record) -> list[report.Record]:
     """Collective. Prints the case's table on rank 0."""
     first = dist.get_rank() == 0
-    buffer = UcclEp.create_buffer(case)
-    systems: list[System] = []
-    if "uccl_ep" in args.systems:
-        systems.append(UcclEp(buffer, case.dtype, cached=False))
-    if "cached_plan" in args.systems:
-        systems.append(UcclEp(buffer, case.dtype, cached=True))
-    if buffer.device.type == "cuda" and case.dtype == "fp8":
-        systems += [UcclEp(buffer, "fp8", cached=cached, fp8_rows=True) for cached in (False, True)]
-    if "megatron" in args.systems:
-        systems.append(MegatronAllToAll(case))
-    if "bare" in args.systems:
-        systems.append(BareAllToAll(case))
-    if "memcpy" in args.systems and not torch.cuda.is_available():
-        systems.append(Memcpy(case))
+    if case.problem:
+        records = report.records_of(case, [], {"all": case.problem}, about)
+        if first:
+            print(f"\n{title}\n{report.table(records)}", flush=True)
+        return records
     started = time.monotonic()
-    progress = report.Progress(str(case), active=first)
-    measured = measure(case, systems, runs=args.runs, warmup=args.warmup, seed=args.seed, progress=progress)
-    records = report.records_of(case, measured)
+    lineup = line_up(case, args.systems, backward=args.backward)
+    progress = report.Progress(title, active=first)
+    measured = measure(case, lineup, runs=args.runs, warmup=args.warmup, seed=args.seed, progress=progress)
+    records = report.records_of(case, measured, lineup.refused, about)
     if first:
-        print(f"\n{case}; {args.runs} runs, {time.monotonic() - started:.1f} s")
+        print(f"\n{title}; {args.runs} runs, {time.monotonic() - started:.1f} s")
         print(report.table(records))
         for line in (report.steps_table(records), *report.paired_ratios(measured)):
             if line:
                 print(line)
-        if "megatron" in args.systems:
-            print("  " + about_stock(systems[[s.name for s in systems].index("megatron_alltoall")]))
+        for system in lineup.systems:
+            if isinstance(system, MegatronAllToAll):
+                print("  " + about_stock(system))
         sys.stdout.flush()
-    buffer.close()
-    for system in systems:
-        if not isinstance(system, UcclEp):
-            system.close()
+    lineup.close()
     return records
 
 
@@ -119,14 +69,18 @@ def run_rank(args: argparse.Namespace) -> int:
         dist.init_process_group("cpu:gloo,cuda:nccl")
     else:
         dist.init_process_group("gloo")
+    about = report.about_here(args.commit)
+    if dist.get_rank() == 0 and "deep_ep" in args.systems:
+        print(about_deep_ep(), flush=True)
     records = []
-    for case in cases_of(args, dist.get_world_size()):
-        records += run_case(case, args)
+    cases = cases_of(args, dist.get_world_size())
+    for index, case in enumerate(cases):
+        records += run_case(case, f"[{index + 1}/{len(cases)}] {case}", args, about)
         if dist.get_rank() == 0:
-            report.write_json(records, args.out.with_suffix(".json"))
+            report.write_json(records, Path(f"{args.out}.json"))
     if dist.get_rank() == 0:
-        report.write_png(records, args.out.with_suffix(".png"))
-        print(f"\n{report.hardware()}, commit {report.commit()}")
+        plot.write_png(records, Path(f"{args.out}.png"))
+        print(f"\n{about['hardware']}, commit {about['commit']}")
         print(f"written: {args.out}.json and .png")
     dist.barrier()
     dist.destroy_process_group()
@@ -153,11 +107,15 @@ def start_ranks(num_ranks: int, argv: list[str]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    args = parse_args(argv)
+    args = parse_args(argv, str(__doc__).splitlines()[0])
     if dist.is_torchelastic_launched():
         return run_rank(args)
-    if not cases_of(args, args.ranks):
-        print("nothing to measure: ranks must be a multiple of domains, experts of ranks", file=sys.stderr)
+    try:
+        problems = [case.problem for case in cases_of(args, args.ranks)]
+    except TraceError as error:
+        problems = [str(error)]
+    if all(problems):
+        print("nothing to measure: " + "; ".join(dict.fromkeys(problems)), file=sys.stderr)
         return 2
     return start_ranks(args.ranks, argv)
 

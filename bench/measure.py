@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.cases import Case, Traffic, draw_routing
-from bench.systems import OPS, Sample, System, largest_difference
+from bench.lineup import OURS_REFUSES, REFUSES, Lineup, agree, describe
+from bench.systems import Sample, System, UcclEp, largest_difference
 from uccl_ep_train import env
 
 START_MARGIN_S = 0.004  # longer than a rank needs to leave a collective when it has to wait for a core
@@ -24,16 +25,16 @@ TOLERANCE = {"bf16": 2.0**-6, "fp8": 2.0**-3}
 
 @dataclass(frozen=True)
 class Measured:
-    """One system. The last axis of each array is the run.
+    """One system, by operation.
 
-    wall_us   [op, run] of the slowest rank, from the common start
-    cpu_us    [op, run] of all threads of all ranks together
-    steps_us  [op] time of each step, mean over runs, of the slowest rank; empty where it is not counted
+    wall_us   [run] of the slowest rank, from the common start
+    cpu_us    [run] of all threads of all ranks together
+    steps_us  time of each step, mean over runs, of the slowest rank; empty where it is not counted
     """
 
     system: System
-    wall_us: Tensor
-    cpu_us: Tensor
+    wall_us: dict[str, Tensor]
+    cpu_us: dict[str, Tensor]
     steps_us: dict[str, dict[str, float]]
     wire_bytes: dict[str, int]
     link_bytes: dict[str, int]
@@ -50,49 +51,50 @@ class Recorder:
     def __init__(self, system: System, timed: Timed) -> None:
         self.system = system
         self._timed = timed
-        self._wall: list[list[float]] = []
-        self._cpu: list[list[float]] = []
-        self._steps: dict[str, dict[str, float]] = {op: {} for op in OPS}
-        self._wire: dict[str, list[tuple[int, int]]] = {op: [] for op in OPS}
+        self._wall: dict[str, list[float]] = {op: [] for op in system.ops}
+        self._cpu: dict[str, list[float]] = {op: [] for op in system.ops}
+        self._steps: dict[str, dict[str, float]] = {op: {} for op in system.ops}
+        self._wire: dict[str, list[tuple[int, int]]] = {op: [] for op in system.ops}
         self._logical: list[int] = []
 
     def run(self, sample: Sample, *, counted: bool) -> None:
         self.system.bind(sample)
         finish_device()
-        wall, cpu = [], []
-        for op in OPS:
+        for op in self.system.ops:
             steps_before = self.system.step_seconds()
             cpu_start = time.process_time()
-            wall.append(1e6 * self._timed(partial(self.system.run, op)))
-            cpu.append(1e6 * (time.process_time() - cpu_start))
+            wall = self._timed(partial(self.system.run, op))
+            cpu = time.process_time() - cpu_start
             if counted:
+                self._wall[op].append(1e6 * wall)
+                self._cpu[op].append(1e6 * cpu)
                 self._count_steps(op, steps_before)
                 self._wire[op].append(self.system.wire_bytes(op, sample.traffic))
+        self.system.check()
         if counted:
-            self._wall.append(wall)
-            self._cpu.append(cpu)
             self._logical.append(sample.traffic.logical_bytes())
 
     def reduced(self) -> Measured:
         """Collective."""
-        wall, cpu = torch.tensor(self._wall).T.contiguous(), torch.tensor(self._cpu).T.contiguous()
+        ops, num_runs = self.system.ops, len(self._logical)
+        wall = torch.tensor([self._wall[op] for op in ops])
+        cpu = torch.tensor([self._cpu[op] for op in ops])
         dist.all_reduce(wall, op=dist.ReduceOp.MAX)
         dist.all_reduce(cpu, op=dist.ReduceOp.SUM)
         steps: list[dict[str, dict[str, float]]] = [{}] * dist.get_world_size()
         dist.all_gather_object(steps, self._steps)
-        num_runs = len(self._wall)
         slowest = {
             op: {name: max(s[op].get(name, 0.0) for s in steps) / num_runs * 1e6 for name in self._steps[op]}
-            for op in OPS
+            for op in ops
         }
-        mean = {op: torch.tensor(self._wire[op], dtype=torch.float64).mean(0).tolist() for op in OPS}
+        mean = {op: torch.tensor(self._wire[op], dtype=torch.float64).mean(0).tolist() for op in ops}
         return Measured(
             system=self.system,
-            wall_us=wall,
-            cpu_us=cpu,
+            wall_us=dict(zip(ops, wall, strict=True)),
+            cpu_us=dict(zip(ops, cpu, strict=True)),
             steps_us=slowest,
-            wire_bytes={op: round(mean[op][0]) for op in OPS},
-            link_bytes={op: round(mean[op][1]) for op in OPS},
+            wire_bytes={op: round(mean[op][0]) for op in ops},
+            link_bytes={op: round(mean[op][1]) for op in ops},
             logical_bytes=round(sum(self._logical) / num_runs),
         )
 
@@ -157,14 +159,17 @@ def draw_sample(case: Case, x_TH: Tensor, seed: int) -> Sample:
 
 def measure(
     case: Case,
-    systems: Sequence[System],
+    lineup: Lineup,
     *,
     runs: int,
     warmup: int,
     seed: int,
     progress: Callable[[int, int], None],
 ) -> list[Measured]:
-    """Collective. Raises RuntimeError if the systems' results do not belong to the same computation."""
+    """Collective. Systems that cannot run the case leave the line-up.
+
+    Raises RuntimeError if the systems' results do not belong to the same computation.
+    """
     generator = torch.Generator().manual_seed(seed * case.ranks + dist.get_rank())
     x_TH = torch.randn(case.tokens, case.hidden, generator=generator).to(torch.bfloat16)
     if torch.cuda.is_available():
@@ -173,38 +178,65 @@ def measure(
     timed = timed_on_host if one_host else timed_between_hosts
     if x_TH.is_cuda:
         timed = timed_on_gpu
-    recorders = [Recorder(system, timed) for system in systems]
+    sample = draw_sample(case, x_TH, seed=seed * 100_003)
+    for system in list(lineup.systems):
+        reason = try_out(system, sample)
+        if reason:
+            lineup.drop(system, reason)
+    compare_results(lineup)
+    recorders = [Recorder(system, timed) for system in lineup.systems]
     gc.collect()
     gc.disable()
     try:
         for run in range(warmup + runs):
-            sample = draw_sample(case, x_TH, seed=seed * 100_003 + run)
+            sample = draw_sample(case, x_TH, seed=seed * 100_003 + 1 + run)
             for turn in range(len(recorders)):
                 recorders[(run + turn) % len(recorders)].run(sample, counted=run >= warmup)
-            if run == 0:
-                compare_results(case, systems)
             progress(run + 1, warmup + runs)
     finally:
         gc.enable()
     return [recorder.reduced() for recorder in recorders]
 
 
-def compare_results(case: Case, systems: Sequence[System]) -> None:
-    """All systems did the same: rows bit for bit (except through FP8), outputs up to the order of sums."""
-    comparable = [(system, both) for system in systems if (both := system.results()) is not None]
-    baseline = next((entry for entry in comparable if entry[0].name != "uccl_ep"), None)
+def try_out(system: System, sample: Sample) -> str:
+    """Collective: runs every operation once; the reason why the system cannot do it, or ""."""
+    reason = ""
+    refusals = OURS_REFUSES if isinstance(system, UcclEp) else REFUSES
+    try:
+        system.bind(sample)
+        for op in system.ops:
+            system.run(op)
+        finish_device()
+        system.check()
+    except refusals as error:
+        reason = describe(error)
+    return agree(reason)
+
+
+def compare_results(lineup: Lineup) -> None:
+    """Collective. All systems did the same: rows bit for bit (except through FP8), outputs and gradients up
+    to the order of sums. A peer that did not leaves the line-up; if it is us, RuntimeError.
+    """
+    comparable = [(system, found) for system in lineup.systems if (found := system.results())]
+    baseline = next((entry for entry in comparable if not isinstance(entry[0], UcclEp)), None)
     if baseline is None:
         return
-    for system, (rows, out) in comparable:
-        allowed = TOLERANCE[system.dtype]
-        allowed_rows = 0.0 if system.dtype == "bf16" else allowed
-        for what, mine, theirs, limit in (
-            ("rows", rows, baseline[1][0], allowed_rows),
-            ("output", out, baseline[1][1], allowed),
-        ):
-            difference = largest_difference(mine, theirs)
-            if difference > limit:
-                raise RuntimeError(
-                    f"{case}: {what} of {system.label} differ from those of {baseline[0].label} by "
-                    f"{difference:g}, allowed is {limit:g}: they are not comparable"
-                )
+    for system, found in comparable:
+        reason = agree(difference_of(system, found, *baseline))
+        if reason and isinstance(system, UcclEp):
+            raise RuntimeError(f"{lineup.case}: {system.label}: {reason}")
+        if reason:
+            lineup.drop(system, reason)
+
+
+def difference_of(
+    system: System, found: dict[str, Tensor], other: System, expected: dict[str, Tensor]
+) -> str:
+    """In what they differ by more than they may, or ""."""
+    for what in found.keys() & expected.keys():
+        exact = what == "rows" and system.dtype == "bf16"
+        limit = 0.0 if exact else TOLERANCE[system.dtype]
+        difference = largest_difference(found[what], expected[what])
+        if not difference <= limit:
+            return f"{what} differ from those of {other.label} by {difference:g}, allowed is {limit:g}"
+    return ""

@@ -38,7 +38,7 @@ class Memcpy(System):
         self._bytes: dict[str, int] = {}
 
     def bind(self, sample: Sample) -> None:
-        for op in ("dispatch", "combine"):
+        for op in self.ops:
             least = sample.traffic.least_copies(op, self._rank)
             self._plan[op] = [copy for kind, size in least.items() for copy in self._copies(kind, size)]
             self._bytes[op] = sum(least.values())

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.cases import Case, Traffic
+from bench.cases import BACKWARD, OPS, Case, Traffic
 from bench.systems import Sample, System
 
 
@@ -21,7 +21,7 @@ class MegatronAllToAll(System):
 
     name = "megatron_alltoall"
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, *, backward: bool) -> None:
         from uccl_ep_train.megatron import cpu_shims
 
         cpu_shims.install()  # before Megatron is imported; nothing where there is a GPU
@@ -56,10 +56,13 @@ class MegatronAllToAll(System):
             config,
             ProcessGroupCollection(ep=world, expt_tp=alone, tp_ep=world),
         )
+        if backward:
+            self.ops = (*OPS, BACKWARD)
         self._experts = case.experts
         self._routed: tuple[Tensor, Tensor, Tensor] | None = None
         self._rows: Tensor | None = None
         self._out: Tensor | None = None
+        self._leaf: Tensor | None = None
 
     def bind(self, sample: Sample) -> None:
         shape = (len(sample.x), self._experts)
@@ -67,26 +70,42 @@ class MegatronAllToAll(System):
         probs_TE = weights_TK.new_zeros(shape).scatter_(1, sample.topk_idx, weights_TK)
         map_TE = torch.zeros_like(probs_TE, dtype=torch.bool).scatter_(1, sample.topk_idx, True)
         self._routed = (sample.x, map_TE, probs_TE)
-        self._rows = self._out = None
+        self._rows = self._out = self._leaf = None
 
     def run(self, op: str) -> None:
-        stages = self._dispatcher
+        assert self._routed is not None
+        x, map_TE, probs_TE = self._routed
         if op == "dispatch":
-            assert self._routed is not None
-            hidden, probs = stages.dispatch_preprocess(*self._routed)
-            hidden, probs = stages.token_dispatch(hidden, probs)
-            self._rows, _, _ = stages.dispatch_postprocess(hidden, probs)
-            return
-        hidden = stages.combine_preprocess(self._rows)
-        hidden = stages.token_combine(hidden)
-        self._out = stages.combine_postprocess(hidden)
+            self._rows, _ = self._dispatch(x, map_TE, probs_TE)
+        elif op == "combine":
+            self._out = self._combine(self._rows)
+        else:
+            self._leaf = x.detach().requires_grad_()
+            with torch.enable_grad():
+                rows, probs = self._dispatch(self._leaf, map_TE, probs_TE.detach().requires_grad_())
+                out = self._combine(rows)
+                torch.autograd.backward([out, probs], [x, torch.ones_like(probs)])
+
+    def _dispatch(self, x: Tensor, map_TE: Tensor, probs_TE: Tensor) -> Any:
+        stages = self._dispatcher
+        hidden, probs = stages.dispatch_preprocess(x, map_TE, probs_TE)
+        hidden, probs = stages.token_dispatch(hidden, probs)
+        rows, _, row_probs = stages.dispatch_postprocess(hidden, probs)
+        return rows, row_probs
+
+    def _combine(self, rows: Any) -> Any:
+        stages = self._dispatcher
+        return stages.combine_postprocess(stages.token_combine(stages.combine_preprocess(rows)))
 
     def wire_bytes(self, op: str, traffic: Traffic) -> tuple[int, int]:
         return traffic.pair_wire(op)
 
-    def results(self) -> tuple[Tensor, Tensor] | None:
+    def results(self) -> dict[str, Tensor]:
         assert self._rows is not None and self._out is not None
-        return self._rows, self._out
+        found = {"rows": self._rows, "output": self._out}
+        if self._leaf is not None and self._leaf.grad is not None:
+            found["gradient"] = self._leaf.grad
+        return found
 
 
 class BareAllToAll(System):
@@ -99,11 +118,15 @@ class BareAllToAll(System):
     end_to_end = False
 
     def __init__(self, case: Case) -> None:
-        self.name = f"{'nccl' if torch.cuda.is_available() else 'gloo'}_all_to_all"
+        self.name = f"{self.library()}_all_to_all"
         self._hidden = case.hidden
         self._splits: tuple[list[int], list[int]] = ([], [])
         self._sent: Tensor | None = None
         self._received: Tensor | None = None
+
+    @staticmethod
+    def library() -> str:
+        return "nccl" if torch.cuda.is_available() else "gloo"
 
     def bind(self, sample: Sample) -> None:
         pairs_NN, rank = sample.traffic.pairs_NN, dist.get_rank()
@@ -135,5 +158,4 @@ def about_stock(system: Any) -> str:
     """A line for the reader of a table: how well the stock path was equipped."""
     fused = "with" if getattr(system, "fused", False) else "without"
     reason = "" if fused == "with" else " (TransformerEngine is not installed, or there is no GPU)"
-    library = "nccl" if torch.cuda.is_available() else "gloo"
-    return f"megatron_alltoall ran over {library}, {fused} fused permutation{reason}"
+    return f"megatron_alltoall ran over {BareAllToAll.library()}, {fused} fused permutation{reason}"

@@ -1,7 +1,8 @@
-"""What every measured system offers, and ours: `Buffer`, uncached and with a cached plan."""
+"""What every measured system offers, and ours: `Buffer` in its three modes."""
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.cases import Case, Traffic
+from bench.cases import BACKWARD, OPS, Case, Traffic
 from uccl_ep_train import Buffer, EpConfig
-
-OPS = ("dispatch", "combine")
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,10 @@ class Sample:
 class System(ABC):
     """A way to dispatch and combine. `bind` is not timed and collective; each of `run`'s calls is timed.
 
-    mode        "uncached" (the routing is new to the system) | "cached_plan"
+    mode        "uncached" (the routing is new to the system, counts go to the host) | "sync_free" (new, too,
+                and the host waits for nothing) | "cached_plan"
+    ops         what `run` takes; `BACKWARD` is dispatch, combine and the backward of both, with x as the
+                output's gradient and ones as the gradient of the rows' weights
     layout      how dispatch leaves the rows
     num_sms     that the system was limited to; 0: it has no such limit, or there is no GPU
     end_to_end  the call starts from hidden states and routing and ends with rows in `layout`, and back
@@ -36,6 +38,7 @@ class System(ABC):
 
     name: str
     mode: str = "uncached"
+    ops: tuple[str, ...] = OPS
     layout: str = "expert_major"
     dtype: str = "bf16"
     end_to_end: bool = True
@@ -43,8 +46,7 @@ class System(ABC):
 
     @property
     def label(self) -> str:
-        notes = [self.mode] * (self.mode != "uncached") + [self.layout] * (self.layout == "expert_major_fp8")
-        return self.name + (f" ({', '.join(notes)})" if notes else "")
+        return label_of(self.name, self.layout, self.dtype)
 
     @abstractmethod
     def bind(self, sample: Sample) -> None:
@@ -52,15 +54,18 @@ class System(ABC):
 
     @abstractmethod
     def run(self, op: str) -> None:
-        """One whole dispatch or combine; the experts between them are the identity."""
+        """One whole operation; the experts between dispatch and combine are the identity."""
 
     @abstractmethod
     def wire_bytes(self, op: str, traffic: Traffic) -> tuple[int, int]:
         """Bytes that the busiest rank exchanges with others, and those of them between domains."""
 
-    def results(self) -> tuple[Tensor, Tensor] | None:
-        """(rows [R, H], output [T, H]) of the last run where they can be compared between systems."""
-        return None
+    def results(self) -> dict[str, Tensor]:
+        """Of the last run, what systems can be compared by: rows [R, H], output [T, H], gradient [T, H]."""
+        return {}
+
+    def check(self) -> None:  # noqa: B027 - nothing to check is a valid answer
+        """Raises if the last run went wrong in a way that no call has raised. Not timed."""
 
     def step_seconds(self) -> dict[str, float]:
         """Time in each step since creation, where the system counts it."""
@@ -70,28 +75,49 @@ class System(ABC):
         """Gives everything back. Collective."""
 
 
+def label_of(name: str, layout: str, dtype: str) -> str:
+    """For a reader: two systems of one case never have the same."""
+    return f"{name} {dtype}" + (" codes" if layout == "expert_major_fp8" else "")
+
+
+def has_sync_free() -> bool:
+    """Whether this version's dispatch takes the rows' capacity from the caller."""
+    return "capacity" in inspect.signature(Buffer.dispatch).parameters
+
+
+MODE_SUFFIX = {"uncached": "", "sync_free": "_sync_free", "cached_plan": "_cached"}
+
+
 class UcclEp(System):
     """`Buffer.dispatch` and `Buffer.combine`. Several modes share one buffer."""
 
     name = "uccl_ep"
 
-    def __init__(self, buffer: Buffer, dtype: str, *, cached: bool, fp8_rows: bool = False) -> None:
+    def __init__(
+        self, buffer: Buffer, dtype: str, *, mode: str, fp8_rows: bool = False, backward: bool = False
+    ) -> None:
         self.buffer = buffer
         self.dtype = dtype
-        self.mode = "cached_plan" if cached else "uncached"
+        self.mode = mode
+        self.name = type(self).name + MODE_SUFFIX[mode]
         self.num_sms = buffer.config.num_sms if buffer.device.type == "cuda" else 0
-        self._output = "fp8" if fp8_rows else None
+        self._extra: dict[str, Any] = {"output_dtype": "fp8"} if fp8_rows else {}
         if fp8_rows:
             self.layout = "expert_major_fp8"
+        elif backward:
+            self.ops = (*OPS, BACKWARD)
         self._sample: Sample | None = None
         self._known: Any = None
+        self._capacity: dict[str, Any] = {}
         self._dispatched: Any = None
         self._expert_rows: Tensor | None = None
         self._out: Tensor | None = None
+        self._leaf: Tensor | None = None
 
     @staticmethod
     def create_buffer(case: Case) -> Buffer:
         """Settings come from the environment where the case does not decide them."""
+        chosen: dict[str, Any] = {"num_sms": case.num_sms} if case.num_sms else {}
         config = EpConfig.from_env(
             num_experts=case.experts,
             hidden=case.hidden,
@@ -99,43 +125,66 @@ class UcclEp(System):
             max_dtype="bf16",
             domain_size=case.domain_size,
             loop_gbytes_per_s=case.link_gbytes_per_s,
+            **chosen,
         )
         return Buffer(None, config)
 
     def bind(self, sample: Sample) -> None:
         self._sample = sample
-        self._known = self._dispatched = self._out = self._expert_rows = None
-        if self.mode == "cached_plan" or self._output:
-            first = self.buffer.dispatch(sample.x, sample.topk_idx, sample.topk_weights)
+        self._known = self._dispatched = self._out = self._expert_rows = self._leaf = None
+        if self.mode == "sync_free":
+            self._capacity = {"capacity": sample.traffic.capacity_rows()}
+        if self.mode == "cached_plan" or self._extra:
+            first = self.buffer.dispatch(sample.x, sample.topk_idx, sample.topk_weights, **self._capacity)
             self._known = first.handle if self.mode == "cached_plan" else None
-            self._expert_rows = first.rows if self._output else None
+            self._expert_rows = first.rows if self._extra else None
 
     def run(self, op: str) -> None:
         sample = self._sample
         assert sample is not None
-        if op == "combine":
+        if op == "dispatch":
+            self._dispatched = self._dispatch(sample.x, sample.topk_weights, **self._extra)
+        elif op == "combine":
             rows = self._dispatched.rows if self._expert_rows is None else self._expert_rows
             self._out = self.buffer.combine(rows, self._dispatched.handle)
         else:
-            self._dispatched = self.buffer.dispatch(
-                sample.x,
-                sample.topk_idx if self._known is None else None,
-                sample.topk_weights,
-                handle=self._known,
-                output_dtype=self._output,
-            )
+            self._leaf = sample.x.detach().requires_grad_()
+            with torch.enable_grad():
+                there = self._dispatch(self._leaf, sample.topk_weights.detach().requires_grad_())
+                out = self.buffer.combine(there.rows, there.handle)
+                ones = torch.ones_like(there.row_weights)
+                torch.autograd.backward([out, there.row_weights], [sample.x, ones])
+
+    def _dispatch(self, x: Tensor, weights: Tensor, **extra: Any) -> Any:
+        assert self._sample is not None
+        topk_idx = self._sample.topk_idx if self._known is None else None
+        return self.buffer.dispatch(x, topk_idx, weights, handle=self._known, **self._capacity, **extra)
+
+    def check(self) -> None:
+        if self._capacity and bool(self._dispatched.overflow):
+            raise RuntimeError(f"{self.name}: {self._capacity} rows were not enough")
 
     def wire_bytes(self, op: str, traffic: Traffic) -> tuple[int, int]:
-        return traffic.row_wire(op)
+        return traffic.row_wire(op, self.buffer.config.grad_dtype)
 
-    def results(self) -> tuple[Tensor, Tensor] | None:
+    def results(self) -> dict[str, Tensor]:
         assert self._out is not None
-        return None if self._output else (self._dispatched.rows, self._out)
+        if self._extra:
+            return {}
+        num_rows = int(self._dispatched.tokens_per_expert.sum())
+        found = {"rows": self._dispatched.rows[:num_rows], "output": self._out}
+        if self._leaf is not None and self._leaf.grad is not None:
+            found["gradient"] = self._leaf.grad
+        return found
 
     def step_seconds(self) -> dict[str, float]:
-        prefix = "busy_seconds."
         stats = self.buffer.stats()
-        return {name.removeprefix(prefix): stats[name] for name in stats if name.startswith(prefix)}
+        return {
+            name.removeprefix(prefix): stats[name]
+            for prefix in ("busy_seconds.", "step_seconds.")
+            for name in stats
+            if name.startswith(prefix)
+        }
 
     def close(self) -> None:
         self.buffer.close()

@@ -48,6 +48,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--compare", choices=DISPATCHERS, help="train once more with this dispatcher and draw both curves"
     )
+    parser.add_argument(
+        "--router-trace", type=Path, help="save what the routers chose in a few steps (.npz), for bench/"
+    )
     return parser.parse_args(argv)
 
 
@@ -110,7 +113,7 @@ def train_rank(args: argparse.Namespace, recipe: Recipe, run_dir: Path) -> int:
             shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
         print(f"recipe {recipe.name}, run directory {run_dir}\n{train.describe(recipe)}", flush=True)
     dist.barrier()
-    outcome = train.run(recipe, run_dir, data_dir=Path("runs") / "data")
+    outcome = train.run(recipe, run_dir, Path("runs") / "data", args.router_trace)
     if dist.get_rank() == 0:
         state = "finished" if outcome.finished else "stopped, the same command resumes it,"
         print(

@@ -22,6 +22,7 @@ from recipes.checkpoint import Checkpoints
 from recipes.data import Batches, build_batches
 from recipes.metrics import Reporter, StepMetrics
 from recipes.model import Training, build
+from recipes.router_trace import RouterTrace
 from recipes.settings import Recipe
 from recipes.timing import DispatchClock
 
@@ -119,14 +120,18 @@ def set_up(recipe: Recipe) -> None:
     )
 
 
-def run(recipe: Recipe, run_dir: Path, data_dir: Path) -> Outcome:
-    """Trains to the recipe's last step or to a signal, resuming from the newest checkpoint in `run_dir`."""
+def run(recipe: Recipe, run_dir: Path, data_dir: Path, router_trace: Path | None = None) -> Outcome:
+    """Trains to the recipe's last step or to a signal, resuming from the newest checkpoint in `run_dir`.
+
+    router_trace  where to save what the routers chose, see `router_trace.py`
+    """
     stop = _Stop()
     stop.listen()
     training = build(recipe, dispatchers.enable(recipe))
     dispatchers.verify(recipe, training)
     dispatchers.ablate(recipe, training.moe_layers())
     clock = DispatchClock(training.moe_layers())
+    trace = RouterTrace(router_trace, training.moe_layers(), recipe)
     train_batches, val_batches = build_batches(recipe, data_dir)
     checkpoints = Checkpoints(run_dir / "checkpoints", recipe)
     first_step = checkpoints.restore(training)
@@ -149,6 +154,7 @@ def run(recipe: Recipe, run_dir: Path, data_dir: Path) -> Outcome:
         clock.take()
         step_started = time.perf_counter()
         own_loss = _train_step(training, train_batches, recipe, step)
+        trace.after_step(step)
         train_loss, stopped = _agree(own_loss, stop, recipe)
         seconds = time.perf_counter() - step_started
         spent = clock.take()

@@ -1,0 +1,106 @@
+"""Which systems run a case: those that were asked for, less those that cannot, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from bench import deep_ep_peers
+from bench.cases import Case
+from bench.memcpy import Memcpy
+from bench.peers import BareAllToAll, MegatronAllToAll
+from bench.systems import MODE_SUFFIX, System, UcclEp, has_sync_free, label_of
+from uccl_ep_train import Buffer, errors
+
+SYSTEMS = ("uccl_ep", "uccl_ep_sync_free", "uccl_ep_cached", "megatron", "bare", "deep_ep", "memcpy")
+
+# What says that a system cannot run a case. Anything else is a fault, and ends the benchmark.
+OURS_REFUSES = (errors.InputError, errors.ConfigError, MemoryError, torch.OutOfMemoryError)
+REFUSES = (RuntimeError, AssertionError, ImportError, MemoryError, OSError)
+
+
+@dataclass
+class Lineup:
+    """refused: why a system does not run the case, by what it would be called in the table."""
+
+    case: Case
+    buffer: Buffer | None = None
+    systems: list[System] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    def add(self, label: str, make: Callable[[], System]) -> None:
+        """Collective."""
+        try:
+            system, reason = make(), ""
+        except REFUSES as error:
+            reason = describe(error)
+        reason = agree(reason)
+        if reason:
+            self.refused[label] = reason
+        else:
+            self.systems.append(system)
+
+    def drop(self, system: System, reason: str) -> None:
+        self.systems.remove(system)
+        self.refused[system.label] = reason
+
+    def close(self) -> None:
+        """Collective."""
+        if self.buffer is not None:
+            self.buffer.close()
+        for system in self.systems:
+            if not isinstance(system, UcclEp):
+                system.close()
+
+
+def line_up(case: Case, wanted: list[str], *, backward: bool) -> Lineup:
+    """Collective."""
+    lineup = Lineup(case)
+    _add_ours(lineup, wanted, backward)
+    if "megatron" in wanted:
+        lineup.add("megatron_alltoall bf16", lambda: MegatronAllToAll(case, backward=backward))
+    if "bare" in wanted:
+        lineup.add(f"{BareAllToAll.library()}_all_to_all bf16", lambda: BareAllToAll(case))
+    if "deep_ep" in wanted:
+        for label, make in deep_ep_peers.importable(case):
+            lineup.add(label, make)
+    if "memcpy" in wanted and not torch.cuda.is_available():
+        lineup.add(f"memcpy {case.dtype}", lambda: Memcpy(case))
+    return lineup
+
+
+def _add_ours(lineup: Lineup, wanted: list[str], backward: bool) -> None:
+    case = lineup.case
+    names = {mode: UcclEp.name + suffix for mode, suffix in MODE_SUFFIX.items()}
+    modes = {mode: label_of(name, "", case.dtype) for mode, name in names.items() if name in wanted}
+    if "sync_free" in modes and not has_sync_free():
+        lineup.refused[modes.pop("sync_free")] = "dispatch takes no capacity in this version"
+    if not modes:
+        return
+    try:
+        # A failure on one rank is one on all, at once.
+        buffer = lineup.buffer = UcclEp.create_buffer(case)
+    except errors.EpError as error:
+        lineup.refused |= dict.fromkeys(modes.values(), describe(error))
+        return
+    layouts = [False, True] if buffer.device.type == "cuda" and case.dtype == "fp8" else [False]
+    lineup.systems += [
+        UcclEp(buffer, case.dtype, mode=mode, fp8_rows=fp8_rows, backward=backward)
+        for fp8_rows in layouts
+        for mode in modes
+    ]
+
+
+def describe(error: BaseException) -> str:
+    """One line."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no text').splitlines()[0]}"
+
+
+def agree(reason: str) -> str:
+    """Collective: the reason of the first rank that has one."""
+    reasons = [""] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason)
+    return next((f"{found} (rank {rank})" for rank, found in enumerate(reasons) if found), "")

@@ -1,0 +1,88 @@
+"""The command line, and the cases that it asks for."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from pathlib import Path
+from typing import Any
+
+from bench.cases import ROUTINGS, Case
+from bench.lineup import SYSTEMS
+from bench.trace import BUNDLED, load_trace
+
+RESULTS = Path(__file__).resolve().parent / "results"
+DEFAULT_TOPK = 4
+DEFAULT_EXPERTS = 32
+
+# What an option says after the preset counts.
+PRESETS: dict[str, dict[str, Any]] = {
+    "quick": {"tokens": [128], "domains": [1], "dtype": ["fp8"], "runs": 5, "warmup": 1},
+    "ht": {
+        "tokens": [128, 512, 1024, 2048, 4096, 8192],
+        "hidden": [7168],
+        "topk": [8],
+        "experts": [256],
+        "domains": [1],
+        "dtype": ["fp8", "bf16"],
+        "routing": ["uniform"],
+        "num_sms": [24],
+    },
+}
+
+
+def parse_args(argv: list[str], about: str = "") -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench/dispatch_combine.py", description=about)
+    parser.add_argument("--preset", choices=PRESETS, help="quick: a look; ht: the high-throughput sweep")
+    sweep = parser.add_argument_group("the sweep: every combination of")
+    sweep.add_argument("--tokens", type=int, nargs="+", default=[1024], help="per rank")
+    sweep.add_argument("--hidden", type=int, nargs="+", default=[1024])
+    sweep.add_argument("--topk", type=int, nargs="+", help=f"default: {DEFAULT_TOPK}, or the trace's")
+    sweep.add_argument(
+        "--experts", type=int, nargs="+", help=f"of the group; default: {DEFAULT_EXPERTS}, or the trace's"
+    )
+    sweep.add_argument("--domains", type=int, nargs="+", default=[1, 2], help="the ranks are split into")
+    sweep.add_argument(
+        "--dtype", nargs="+", choices=("bf16", "fp8"), default=["bf16", "fp8"], help="of dispatch"
+    )
+    sweep.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["uniform"])
+    sweep.add_argument("--num-sms", type=int, nargs="+", default=[0], help="GPU only; 0: each system's own")
+    sweep.add_argument("--link-gbytes-per-s", type=float, nargs="+", default=[0.0], help="0: unlimited")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        default=BUNDLED,
+        help="for --routing trace, from recipes.launch --router-trace",
+    )
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--backward", action="store_true", help="time forward + backward of both, too")
+    parser.add_argument("--runs", type=int, default=20, help="counted runs, each with another routing")
+    parser.add_argument("--warmup", type=int, default=2, help="runs before them; one more compares")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=4, help="to start when not under torchrun")
+    parser.add_argument("--commit", default="", help="to record; default: git's, else $BENCH_COMMIT")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=RESULTS / "dispatch_combine",
+        help="where to write, without .json and .png",
+    )
+    preset = parser.parse_known_args(argv)[0].preset
+    if preset:
+        parser.set_defaults(**PRESETS[preset])
+    return parser.parse_args(argv)
+
+
+def cases_of(args: argparse.Namespace, num_ranks: int) -> list[Case]:
+    """The sweep, also the cases that cannot run (`Case.problem`). Raises TraceError."""
+    cases = []
+    axes = ("domains", "num_sms", "dtype", "routing", "link_gbytes_per_s", "hidden")
+    for values in itertools.product(*(getattr(args, name) for name in axes)):
+        chosen = dict(zip(axes, values, strict=True))
+        topk, experts = DEFAULT_TOPK, DEFAULT_EXPERTS
+        if chosen["routing"] == "trace":
+            chosen["trace"] = str(args.trace)
+            topk, experts = load_trace(str(args.trace)).topk, load_trace(str(args.trace)).num_experts
+        for e, k, t in itertools.product(args.experts or [experts], args.topk or [topk], args.tokens):
+            cases.append(Case(ranks=num_ranks, experts=e, topk=k, tokens=t, **chosen))
+    return cases
