@@ -142,7 +142,8 @@ void bind_ops(py::module_& m) {
       .def_readwrite("routing_width", &PyDispatchArgs::routing_width)
       .def_readwrite("values_ptr", &PyDispatchArgs::values_ptr)
       .def_readwrite("plan", &PyDispatchArgs::plan)
-      .def_readwrite("expert_alignment", &PyDispatchArgs::expert_alignment);
+      .def_readwrite("expert_alignment", &PyDispatchArgs::expert_alignment)
+      .def_readwrite("compact", &PyDispatchArgs::compact);
   py::class_<PyCombineArgs>(m, "CombineArgs")
       .def(py::init<>())
       .def_readwrite("rows_ptr", &PyCombineArgs::rows_ptr)
@@ -162,9 +163,12 @@ void bind_ops(py::module_& m) {
       .def("wait",
            [](PyOp& self) { wait_with_signals([&](uint64_t usec) { return self.engine->wait(*self.op, usec); }); })
       .def("set_output",
-           [](PyOp& self, uintptr_t rows, uintptr_t values) {
-             self.engine->give_output(*self.op, pointer<uint8_t>(rows), pointer<float>(values));
+           [](PyOp& self, uintptr_t rows, uintptr_t scales, uintptr_t values) {
+             self.engine->give_output(*self.op,
+                                      {pointer<uint8_t>(rows), pointer<float>(scales), pointer<float>(values)});
            })
+      .def("set_row_experts",
+           [](PyOp& self, uintptr_t experts) { self.engine->give_row_experts(*self.op, pointer<int64_t>(experts)); })
       .def_property_readonly("num_rows", [](const PyOp& self) { return self.op->plan->num_rows; })
       .def_property_readonly("tokens_per_expert", [](const PyOp& self) { return self.op->plan->tokens_per_expert; })
       .def_property_readonly("tokens_per_expert_exact",
