@@ -120,8 +120,8 @@ class DispatchResult(NamedTuple):
                        (in padding rows codes are 0 and scales 1.0)
     tokens_per_expert  [L] int64: pairs of each local expert, padding included; on the CPU, with a capacity on
                        the device of rows. Not cut by the capacity
-    row_weights        [R] float32, zero for padding; compact: [R, W], of the experts in row_experts, zero where
-                       that is -1; None if the dispatch was given no weights
+    row_weights        [R] float32, zero for padding; compact: [R, W], of the experts in row_experts, zero
+                       beside them; None if the dispatch was given no weights
     handle             for `combine` and for later dispatches with the same routing
     row_experts        compact: [R, W] int64, local indices of a row's experts, ascending, then -1; else None
     overflow           bool [] on the device of rows: more rows came than the capacity, and those after it are

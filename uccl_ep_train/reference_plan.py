@@ -107,6 +107,7 @@ class Plan:
     tokens_per_expert_exact: tuple[Tensor, ...]  # per rank int64 [L]
     rows_per_rank: tuple[int, ...]
     width: int | None = None
+    overflow: tuple[bool, ...] | None = None  # per rank: rows were cut off; None: the plan is whole
 
     def num_tokens(self, source: int) -> int:
         return self.routings[source].routed_TE.shape[0]
@@ -122,8 +123,12 @@ class Plan:
             tokens, rows, columns = (part[keep] for part in segment[3:])
             return segment._replace(tokens=tokens, rows=rows, columns=columns)
 
-        num_rows = tuple(map(min, self.rows_per_rank, capacities))
-        return replace(self, segments=tuple(map(kept, self.segments)), rows_per_rank=num_rows)
+        return replace(
+            self,
+            segments=tuple(map(kept, self.segments)),
+            rows_per_rank=tuple(map(min, self.rows_per_rank, capacities)),
+            overflow=tuple(map(int.__gt__, self.rows_per_rank, capacities)),
+        )
 
 
 def make_plan(

@@ -23,8 +23,8 @@ struct Op {
 
   // Given by the caller: combine at once, dispatch when the counts are known.
   uint8_t* rows_out = nullptr;   // dispatch: [num_rows, H]; combine: [T, H]
-  float* scales_out = nullptr;   // dispatch: [num_rows, H / 128]: rows_out gets FP8 codes; nullptr = dequantised rows
-  float* values_out = nullptr;   // dispatch: [num_values]; combine: [T, width]
+  float* scales_out = nullptr;  // dispatch: [num_rows, H / 128]: rows_out gets FP8 codes; nullptr = dequantised rows
+  float* values_out = nullptr;  // dispatch: [num_values]; combine: [T, width]
   int64_t* experts_out = nullptr;  // dispatch of compact rows: [num_rows, W]; nullptr = not wanted
 
   // Of a row of rows_out.
@@ -45,7 +45,7 @@ struct Op {
 // What a blocked step waits for, for the error that names it.
 struct WaitingOn {
   Step step = Step::kNone;
-  int peer = -1;          // -1: nobody in particular
+  int peer = -1;  // -1: nobody in particular
   int64_t chunk = -1;
   uint64_t expected = 0;
   uint64_t seen = 0;
