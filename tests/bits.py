@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+_BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float8_e4m3fn: torch.uint8}
 
 
 def bit_difference(seen: Tensor | None, wanted: Tensor | None) -> str:

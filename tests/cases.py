@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tests.bits import bit_difference
+from tests.case_values import experts_in_focus, make_map, make_rows, make_topk
 from tests.harness import RankGroup
 from uccl_ep_train import Buffer
 from uccl_ep_train.reference import Combined, Dispatched, ReferenceGroup, Routing, WireCounts
@@ -36,6 +37,8 @@ LAYOUTS: dict[str, tuple[int, ...]] = {
     "interleaved": (0, 1, 0, 1),
 }
 HIDDEN_SIZES = (128, 256, 384, 1024)
+NO_CAPACITY = -1
+PLAIN: dict[str, Any] = {"layout": "expert_major", "capacity": NO_CAPACITY}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +113,8 @@ class Case:
     dispatch_dtype: str
     grad_dtype: str
     expert_alignment: int
+    layout: str = "expert_major"
+    capacities: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
         first = self.inputs[0]
@@ -117,7 +122,8 @@ class Case:
         return (
             f"Case(seed {self.seed}, T {[len(entry.x) for entry in self.inputs]}, H {first.x.shape[1]}, "
             f"{first.x.dtype}, {form}, weights {first.weights is not None}, {self.dispatch_dtype} forward, "
-            f"{self.grad_dtype} backward, alignment {self.expert_alignment}, {self.spec})"
+            f"{self.grad_dtype} backward, alignment {self.expert_alignment}, {self.layout}, "
+            f"capacities {self.capacities}, {self.spec})"
         )
 
 
@@ -141,6 +147,8 @@ def make_case(
     weighted: bool | None = None,
     special: bool | None = None,
     expert_alignment: int | None = None,
+    layout: str | None = None,
+    capacity: int | None = None,
     max_tokens: int = 24,
 ) -> Case:
     """A case for a buffer made from `spec`; whatever is None is drawn from the seed.
@@ -151,6 +159,8 @@ def make_case(
     drop_rate   share of top-k entries that are -1; density: share of experts that a token of a map reaches
     weighted    whether weights travel
     special     whether rows hold zeros, -0.0, huge, tiny and non-finite values
+    layout      "expert_major" | "compact"; drawn only where the alignment may be 1
+    capacity    about so many rows, one more on each rank; NO_CAPACITY: none is given
     """
     rng = random.Random(seed)
     pick = lambda given, choices: rng.choice(choices) if given is None else given  # noqa: E731
@@ -170,79 +180,26 @@ def make_case(
     special = pick(special, [False, False, True])
     alignment = pick(expert_alignment, [1, 1, 8, 16])
     generator = torch.Generator().manual_seed(seed)
-    allowed = _experts_in_focus(rng, spec, focus)
+    allowed = experts_in_focus(rng, spec.num_experts, spec.num_experts // spec.num_ranks, focus)
+    on_gpu = dict(spec.settings).get("backend") == "cuda"  # where both are still missing
+    drawn = ["expert_major"] * (2 if expert_alignment in (None, 1) and not on_gpu else 3)
+    layout = pick(layout, [*drawn, "compact"][:3])
+    capacity = pick(capacity, [NO_CAPACITY] * 4 + ([NO_CAPACITY] * 3 if on_gpu else [3, 20, 200]))
+    alignment = 1 if layout == "compact" else alignment
+    capacities = None if capacity < 0 else tuple(capacity + rank for rank in range(spec.num_ranks))
 
     def rank_input(count: int) -> RankInput:
         x_TH = make_rows(generator, count, hidden, dtype, special=special)
         if form == "topk":
-            topk_idx_TK = _make_topk(generator, count, top_k, allowed, drop_rate)
+            topk_idx_TK = make_topk(generator, count, top_k, allowed, drop_rate)
             weights_TK = torch.rand(count, top_k, generator=generator) if weighted else None
             return RankInput(x_TH, topk_idx=topk_idx_TK, topk_weights=weights_TK)
-        map_TE = _make_map(generator, count, spec.num_experts, allowed, density)
+        map_TE = make_map(generator, count, spec.num_experts, allowed, density)
         probs_TE = torch.rand(count, spec.num_experts, generator=generator) if weighted else None
         return RankInput(x_TH, routing_map=map_TE, probs=probs_TE)
 
     inputs = tuple(rank_input(count) for count in tokens)
-    return Case(seed, spec, inputs, wire, grad_wire, alignment)
-
-
-def make_rows(
-    generator: torch.Generator, num_rows: int, hidden: int, dtype: torch.dtype, *, special: bool = False
-) -> Tensor:
-    """Rows whose blocks differ in magnitude; `special` adds values that round, saturate or propagate."""
-    rows = torch.randn(num_rows, hidden, generator=generator)
-    if num_rows == 0:
-        return rows.to(dtype)
-    exponents = torch.randint(-6, 7, (num_rows, hidden // 128), generator=generator)
-    rows = rows * torch.exp2(exponents.float()).repeat_interleave(128, dim=1)
-    if special:
-        odd = torch.tensor(
-            [0.0, -0.0, 448.0, 1e30, -1e-30, 3e38, 1e-40, float("inf"), -float("inf"), float("nan")]
-        )
-        # Few enough that most blocks stay finite, most rows see one.
-        where = torch.rand(num_rows, hidden, generator=generator) < 1 / 256
-        rows[where] = odd[torch.randint(len(odd), (int(where.sum()),), generator=generator)]
-        rows[torch.rand(num_rows, generator=generator) < 0.1] = -0.0
-    return rows.to(dtype)
-
-
-def _experts_in_focus(rng: random.Random, spec: EngineSpec, focus: str) -> list[int]:
-    per_rank = spec.num_experts // spec.num_ranks
-    expert = rng.randrange(spec.num_experts)
-    if focus == "expert":
-        return [expert]
-    if focus == "rank":
-        first = expert // per_rank * per_rank
-        return list(range(first, first + per_rank))
-    assert focus == "spread", focus
-    return list(range(spec.num_experts))
-
-
-def _make_topk(
-    generator: torch.Generator, count: int, top_k: int, allowed: list[int], drop_rate: float
-) -> Tensor:
-    """int64 [T, K]: different experts in random order; -1 where dropped or where `allowed` has too few."""
-    topk_idx_TK = torch.full((count, top_k), -1)
-    num_named = min(top_k, len(allowed))
-    order_TA = torch.rand(count, len(allowed), generator=generator).argsort(dim=1)
-    topk_idx_TK[:, :num_named] = torch.tensor(allowed)[order_TA[:, :num_named]]
-    column_TK = torch.rand(count, top_k, generator=generator).argsort(dim=1)
-    topk_idx_TK = topk_idx_TK.gather(1, column_TK)
-    # Whole tokens without experts, too.
-    dropped = torch.rand(count, top_k, generator=generator) < drop_rate
-    dropped |= torch.rand(count, 1, generator=generator) < drop_rate / 2
-    return topk_idx_TK.masked_fill(dropped, -1)
-
-
-def _make_map(
-    generator: torch.Generator, count: int, num_experts: int, allowed: list[int], density: float
-) -> Tensor:
-    """bool [T, E]. Now and then a token reaches every allowed expert: what padding of a routing map makes."""
-    map_TE = torch.zeros(count, num_experts, dtype=torch.bool)
-    map_TE[:, allowed] = torch.rand(count, len(allowed), generator=generator) < density
-    everywhere_T = torch.rand(count, generator=generator) < 0.1
-    map_TE[:, allowed] |= everywhere_T[:, None]
-    return map_TE
+    return Case(seed, spec, inputs, wire, grad_wire, alignment, layout, capacities)
 
 
 # ---------------------------------------------------------------------------------------- expecting
@@ -276,7 +233,12 @@ def expect(case: Case) -> Expected:
     hidden, dtype = x[0].shape[1], x[0].dtype
     routings = [entry.routing(case.spec.num_experts) for entry in case.inputs]
     dispatched = oracle.dispatch(
-        x, routings, expert_alignment=case.expert_alignment, dispatch_dtype=case.dispatch_dtype
+        x,
+        routings,
+        expert_alignment=case.expert_alignment,
+        dispatch_dtype=case.dispatch_dtype,
+        layout=case.layout,
+        capacities=case.capacities,
     )
     plan = dispatched.plan
     num_rows = [len(rows) for rows in dispatched.rows]
@@ -284,7 +246,7 @@ def expect(case: Case) -> Expected:
     grad_out = [make_rows(generator, len(entry), hidden, dtype) for entry in x]
     grad_rows = [make_rows(generator, count, hidden, dtype) for count in num_rows]
     weights = dispatched.row_weights
-    grad_weights = None if weights is None else [torch.randn(len(w), generator=generator) for w in weights]
+    grad_weights = None if weights is None else [torch.randn(w.shape, generator=generator) for w in weights]
     grad_expert_rows, grad_wire = oracle.combine_backward(grad_out, plan, grad_dtype=case.grad_dtype)
     return Expected(
         dispatched,
@@ -304,11 +266,16 @@ def expect(case: Case) -> Expected:
 
 @dataclass(frozen=True)
 class Observed:
-    """What a rank's buffer did with a case. Weights and their gradients are None where none travel."""
+    """What a rank's buffer did with a case. Weights and their gradients are None where none travel.
+
+    Without the rows of a capacity that nothing was written to.
+    """
 
     rows: Tensor
     tokens_per_expert: Tensor
     row_weights: Tensor | None
+    row_experts: Tensor | None
+    overflow: bool | None
     out: Tensor
     grad_expert_rows: Tensor
     grad_x: Tensor
@@ -326,23 +293,35 @@ def run_case(case: Case, expected: Expected, rank: int, buffer: Buffer) -> Obser
         **given.routing_arguments(weights),
         expert_alignment=case.expert_alignment,
         dispatch_dtype=case.dispatch_dtype,
+        layout=case.layout,
+        capacity=None if case.capacities is None else case.capacities[rank],
     )
-    expert_rows_RH = expected.expert_rows[rank].clone().to(buffer.device).requires_grad_()
+    num_rows = len(expected.expert_rows[rank])
+    assert case.capacities is None or len(result.rows) == case.capacities[rank]
+
+    def filled_up(rows: Tensor) -> Tensor:
+        """On the device; what the oracle does not have is not read: NaN."""
+        rest = rows.new_full((len(result.rows) - num_rows, *rows.shape[1:]), torch.nan)
+        return torch.cat([rows, rest]).to(buffer.device)
+
+    expert_rows_RH = filled_up(expected.expert_rows[rank]).requires_grad_()
     out_TH = buffer.combine(expert_rows_RH, result.handle, grad_dtype=case.grad_dtype)
     torch.autograd.backward(out_TH, expected.grad_out[rank].to(buffer.device))
-    outputs, grads = [result.rows], [expected.grad_rows[rank].to(buffer.device)]
+    outputs, grads = [result.rows], [filled_up(expected.grad_rows[rank])]
     if weights is not None:
         assert expected.grad_row_weights is not None and result.row_weights is not None
         outputs.append(result.row_weights)
-        grads.append(expected.grad_row_weights[rank].to(buffer.device))
+        grads.append(filled_up(expected.grad_row_weights[rank]))
     torch.autograd.backward(outputs, grads)
     assert expert_rows_RH.grad is not None and x_TH.grad is not None
     return Observed(
-        result.rows.detach().cpu(),
-        result.tokens_per_expert,
-        None if result.row_weights is None else result.row_weights.detach().cpu(),
+        result.rows[:num_rows].detach().cpu(),
+        result.tokens_per_expert.cpu(),
+        None if result.row_weights is None else result.row_weights[:num_rows].detach().cpu(),
+        None if result.row_experts is None else result.row_experts[:num_rows].cpu(),
+        None if result.overflow is None else bool(result.overflow),
         out_TH.detach().cpu(),
-        expert_rows_RH.grad.cpu(),
+        expert_rows_RH.grad[:num_rows].cpu(),
         x_TH.grad.cpu(),
         None if weights is None or weights.grad is None else weights.grad.cpu(),
         result.handle,
@@ -357,14 +336,18 @@ def differences(case: Case, expected: Expected, rank: int, observed: Observed) -
         ("tokens_per_expert", observed.tokens_per_expert, dispatched.plan.tokens_per_expert[rank]),
         ("rows", observed.rows, dispatched.rows[rank]),
         ("row_weights", observed.row_weights, of_rank(dispatched.row_weights)),
+        ("row_experts", observed.row_experts, of_rank(dispatched.row_experts)),
         ("out", observed.out, expected.combined.outputs[rank]),
         ("gradient of combine's rows", observed.grad_expert_rows, expected.grad_expert_rows[rank]),
         ("gradient of x", observed.grad_x, backward.outputs[rank]),
         ("gradient of the weights", observed.grad_weights, of_rank(backward.grad_weights)),
     ]
-    return [
+    found = [
         f"rank {rank}, {name}: {why}" for name, seen, wanted in pairs if (why := bit_difference(seen, wanted))
     ]
+    if observed.overflow != (overflow := of_rank(dispatched.plan.overflow)):
+        found.append(f"rank {rank}, overflow: got {observed.overflow}, wanted {overflow}")
+    return found
 
 
 def check_case(group: RankGroup, case: Case, expected: Expected | None = None) -> list[Observed]:

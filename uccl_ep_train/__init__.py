@@ -3,8 +3,8 @@
     from uccl_ep_train import Buffer, EpConfig
 
     with Buffer(group, EpConfig(num_experts=32, hidden=1024)) as buffer:
-        rows, tokens_per_expert, row_weights, handle = buffer.dispatch(x, topk_idx, topk_weights)
-        out = buffer.combine(experts(rows, tokens_per_expert) * row_weights[:, None], handle)
+        got = buffer.dispatch(x, topk_idx, topk_weights)
+        out = buffer.combine(experts(got.rows, got.tokens_per_expert) * got.row_weights[:, None], got.handle)
 
 Names are loaded on first use: configuration, topology and errors work without torch and without the native
 extension.

@@ -28,7 +28,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CombineGradients = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-"""(grad_rows [R, H], grad_row_weights [R] | None) to (grad_x [T, H], grad_values [T, K] or [T, E] | None)."""
+"""(grad_rows [R, H], grad_row_weights | None) to (grad_x [T, H], grad_values [T, K] or [T, E] | None).
+
+grad_row_weights is [R], or [R, W] if the rows are compact.
+"""
 
 DispatchGradients = Callable[[Tensor], Tensor]
 """grad_out [T, H] to grad_rows [R, H]."""
@@ -52,11 +55,11 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_rows_RH: Tensor, grad_row_weights_R: Tensor | None
+        ctx: Any, grad_rows_RH: Tensor, grad_row_weights: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         # Gradients are often expanded scalars (from a sum) or strided views; the engine takes contiguous
         # memory.
-        weights = None if grad_row_weights_R is None else grad_row_weights_R.contiguous()
+        weights = None if grad_row_weights is None else grad_row_weights.contiguous()
         grad_x_TH, grad_values = ctx.combine_gradients(grad_rows_RH.contiguous(), weights)
         need_x, need_values = ctx.needs_input_grad[:2]
         return grad_x_TH if need_x else None, grad_values if need_values else None, None, None

@@ -14,14 +14,13 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from uccl_ep_train import autograd, cuda, routing
 from uccl_ep_train.bootstrap import Bootstrap, TorchBootstrap
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ClosedError, CommunicationError, DtypeError
-from uccl_ep_train.handle import DispatchHandle, DispatchResult
+from uccl_ep_train.handle import DispatchHandle, DispatchResult, RowLayout
 from uccl_ep_train.launch import Launcher
 from uccl_ep_train.lifecycle import abandon, create_engine, watch_optimizers
 from uccl_ep_train.pending import InFlight, PendingCombine, PendingDispatch
@@ -90,6 +89,8 @@ class Buffer:
         expert_alignment: int = 1,
         dispatch_dtype: str | None = None,
         output_dtype: str | None = None,
+        layout: str = "expert_major",
+        capacity: int | None = None,
     ) -> DispatchResult:
         """Sends each token to the ranks of its experts and returns the rows that this rank's experts got.
 
@@ -104,7 +105,15 @@ class Buffer:
         expert_alignment  rows; each expert's segment is padded to a multiple of it with zero rows
         dispatch_dtype    "fp8" | "bf16" for this call; None: the configuration's
         output_dtype      "fp8": rows stay as they travelled, codes and scales (`Fp8Rows`), and no gradient
-                          flows back; with dispatch_dtype "fp8", on a GPU only. None: the dtype of x
+                          flows back; with dispatch_dtype "fp8" only. None: the dtype of x
+        layout            "expert_major": a row for each of a token's experts. "compact": a row per token and
+                          rank, with `row_experts` and `row_weights` [R, W]; `combine` then takes the sum over
+                          the row's experts. Equal on all ranks; expert_alignment has to be 1. With a handle:
+                          the handle's
+        capacity          0 .. 2^31 - 1 rows that the outputs hold, whatever comes; may differ per rank. More
+                          are dropped, in all operations on the handle, and `overflow` says so; memory of rows
+                          that did not come is not written (gradients of them neither). None: as many rows as
+                          come. With a handle: the handle's
 
         Differentiable in x and topk_weights (probs); see `autograd.py` for what ranks must have in common.
 
@@ -121,6 +130,8 @@ class Buffer:
             expert_alignment=expert_alignment,
             dispatch_dtype=dispatch_dtype,
             output_dtype=output_dtype,
+            layout=layout,
+            capacity=capacity,
         ).wait()
 
     def dispatch_async(
@@ -135,6 +146,8 @@ class Buffer:
         expert_alignment: int = 1,
         dispatch_dtype: str | None = None,
         output_dtype: str | None = None,
+        layout: str = "expert_major",
+        capacity: int | None = None,
     ) -> PendingDispatch:
         """As `dispatch`, but returns once counts are known: with a handle at once, else when all entered.
 
@@ -147,38 +160,47 @@ class Buffer:
         routing.check_wire("x", x, "dispatch_dtype", wire)
         if handle is not None:
             routing.check_handle(handle, self._owner)
-        alignment = routing.check_alignment(expert_alignment, handle)
         routed = routing.check_routing(
             x, topk_idx, topk_weights, routing_map, probs, handle, self.config.num_experts
         )
-        fp8_rows = routing.check_output(output_dtype, wire, self.device)
+        width = min(routed.width, self.config.num_experts // self.num_ranks) if layout == "compact" else 0
+        rows = routing.check_layout(RowLayout(layout, expert_alignment, capacity, width), handle, self.device)
+        fp8_rows = routing.check_output(output_dtype, wire)
         attach = autograd.needs_graph(x, routed.values) and not fp8_rows
         with self._operation("dispatch", starts=True):
             launched = self._launcher.dispatch(
-                x, routed, handle, alignment=alignment, wire=wire, pow2=self._pow2, fp8_rows=fp8_rows
+                x, routed, handle, rows=rows, wire=wire, pow2=self._pow2, fp8_rows=fp8_rows
             )
-        tokens_per_expert = torch.tensor(launched.handle.tokens_per_expert, dtype=torch.int64)
+        counts, outputs = launched.counts, launched.outputs
 
         def finish() -> DispatchResult:
             with self._operation("dispatch"):
                 self._wait(launched.native)
-            filled = (launched.rows, launched.row_weights)
-            if attach and isinstance(launched.rows, Tensor):
-                gradients = self._combine_gradients(launched.handle)
-                rows = (launched.rows, launched.row_weights)
-                filled = autograd.attach_dispatch(x, routed.values, rows, gradients)
-            return DispatchResult(filled[0], tokens_per_expert, filled[1], launched.handle)
+                launched.settle()
+            filled = (launched.rows, outputs.row_weights)
+            if attach:
+                gradients = self._combine_gradients(counts.handle)
+                written = (outputs.rows, outputs.row_weights)
+                filled = autograd.attach_dispatch(x, routed.values, written, gradients)
+            return DispatchResult(
+                filled[0],
+                counts.tokens_per_expert,
+                filled[1],
+                counts.handle,
+                outputs.row_experts,
+                counts.overflow,
+            )
 
-        return PendingDispatch(launched.native, launched.handle, tokens_per_expert, finish)
+        return PendingDispatch(launched.native, counts.handle, counts.tokens_per_expert, finish)
 
     def _combine_gradients(self, handle: DispatchHandle) -> autograd.CombineGradients:
         """The backward of a dispatch."""
 
-        def run(grad_rows_RH: Tensor, grad_weights_R: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        def run(grad_rows_RH: Tensor, grad_row_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
             self._ready()
             with self._operation("dispatch_backward", starts=True):
                 launched = self._launcher.combine(
-                    grad_rows_RH, handle, wire_fp32=self._wire_fp32, row_values=grad_weights_R
+                    grad_rows_RH, handle, wire_fp32=self._wire_fp32, row_values=grad_row_weights
                 )
                 self._wait(launched.native)
             return launched.out, launched.values
@@ -191,12 +213,14 @@ class Buffer:
         """Sums, for each token that was dispatched from this rank, the rows that its experts made of it.
 
         rows        [R, H] bfloat16 | float32, contiguous, in the order of `DispatchResult.rows`; padding is
-                    ignored; H may differ from the dispatch's
+                    ignored; a compact row is the sum of what the rank's experts made of it; H may differ from
+                    the dispatch's
         handle      of the dispatch
         grad_dtype  "bf16" | "fp8": how gradients travel in this call's backward; None: the configuration's
 
         Returns [T, H] in the dtype of rows: the unweighted sum over the token's experts (multiply rows by
-        `row_weights` for a weighted one), zero for tokens without experts. Differentiable in rows.
+        `row_weights` for a weighted one), zero for tokens without experts and without those that a capacity
+        dropped. Differentiable in rows.
 
         Raises what `dispatch` raises.
         """
@@ -236,13 +260,13 @@ class Buffer:
                     grad_out_TH,
                     planned,
                     handle,
-                    alignment=handle.expert_alignment,
+                    rows=handle.row_layout,
                     wire=wire,
                     pow2=self._pow2,
                 )
                 self._wait(launched.native)
-            assert isinstance(launched.rows, Tensor)
-            return launched.rows
+                launched.settle()
+            return launched.outputs.rows
 
         return run
 

@@ -1,11 +1,39 @@
-"""What a dispatch returns. R = received rows (padding included), H = hidden, L = experts of a rank."""
+"""What a dispatch returns.
+
+R = received rows (padding included; with a capacity: that), H = hidden, L = experts of a rank, W = columns of
+a compact row's weights: as many experts of a rank as a token can have, min(K or E, L).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How the rows of a dispatch lie.
+
+    name       "expert_major": a row per pair of token and expert, each expert's rows together and padded.
+               "compact": a row per token
+    alignment  rows, to which an expert's rows are padded; 1 if compact
+    capacity   rows of the outputs; None: as many as are received
+    width      W if compact, else 0
+    """
+
+    name: str = "expert_major"
+    alignment: int = 1
+    capacity: int | None = None
+    width: int = 0
+
+    @property
+    def compact(self) -> bool:
+        return self.name == "compact"
+
+    def weights_shape(self, num_rows: int) -> tuple[int, ...]:
+        return (num_rows, self.width) if self.compact else (num_rows,)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -16,9 +44,12 @@ class DispatchHandle:
     may be in use at a time; freed when the last reference is gone.
 
     num_tokens               T, rows of x that were dispatched from this rank
-    num_rows                 R, rows received, padding included
-    tokens_per_expert        rows of each local expert, padded to `expert_alignment`; their sum is num_rows
+    num_rows                 R, rows received, padding included; with a capacity: the capacity
+    tokens_per_expert        pairs of each local expert, padded to `expert_alignment`: its rows if they are
+                             expert-major. None with a capacity: the host is not told
     tokens_per_expert_exact  the same without padding
+    layout                   "expert_major" | "compact"
+    capacity                 rows, None: none was given
     plan_id                  equal on all ranks
     expert_alignment         rows
     nbytes                   memory held by the plan
@@ -26,8 +57,8 @@ class DispatchHandle:
 
     num_tokens: int
     num_rows: int
-    tokens_per_expert: tuple[int, ...]
-    tokens_per_expert_exact: tuple[int, ...]
+    tokens_per_expert: tuple[int, ...] | None
+    tokens_per_expert_exact: tuple[int, ...] | None
     plan_id: int
     expert_alignment: int
     nbytes: int
@@ -36,6 +67,20 @@ class DispatchHandle:
     plan: Any = field(repr=False)
     owner: object = field(repr=False)
     storage: Tensor | None = field(default=None, repr=False)
+    layout: str = "expert_major"
+    row_width: int = 0
+    capacity: int | None = None
+
+    @property
+    def row_layout(self) -> RowLayout:
+        return RowLayout(self.layout, self.expert_alignment, self.capacity, self.row_width)
+
+    def laid_out(self, rows: RowLayout) -> DispatchHandle:
+        """The same plan for rows that lie so."""
+        laid_out = replace(self, layout=rows.name, row_width=rows.width, capacity=rows.capacity)
+        if rows.capacity is None:
+            return laid_out
+        return replace(laid_out, num_rows=rows.capacity, tokens_per_expert=None, tokens_per_expert_exact=None)
 
     @classmethod
     def of_plan(cls, plan: Any, owner: object, storage: Tensor | None = None) -> DispatchHandle:
@@ -70,14 +115,25 @@ class Fp8Rows(NamedTuple):
 class DispatchResult(NamedTuple):
     """What `Buffer.dispatch` returns.
 
-    rows               [R, H], dtype of x; expert-major, each expert's segment padded with zero rows. With
-                       output_dtype = "fp8": `Fp8Rows`
-    tokens_per_expert  [L] int64 on the CPU: rows of each local expert, padding included
-    row_weights        [R] float32, zero for padding; None if the dispatch was given no weights
+    rows               [R, H], dtype of x; expert-major, each expert's segment padded with zero rows. Compact:
+                       one row per token, ordered by source and token. With output_dtype = "fp8": `Fp8Rows`
+                       (in padding rows codes are 0 and scales 1.0)
+    tokens_per_expert  [L] int64: pairs of each local expert, padding included; on the CPU, with a capacity on
+                       the device of rows. Not cut by the capacity
+    row_weights        [R] float32, zero for padding; compact: [R, W], of the experts in row_experts, zero
+                       beside them; None if the dispatch was given no weights
     handle             for `combine` and for later dispatches with the same routing
+    row_experts        compact: [R, W] int64, local indices of a row's experts, ascending, then -1; else None
+    overflow           bool [] on the device of rows: more rows came than the capacity, and those after it are
+                       missing; None without a capacity
+
+    With a capacity, rows, row_weights and row_experts after the last row that came are not written: what they
+    hold is undefined.
     """
 
     rows: Any
     tokens_per_expert: Tensor
     row_weights: Tensor | None
     handle: DispatchHandle
+    row_experts: Tensor | None = None
+    overflow: Tensor | None = None

@@ -10,14 +10,14 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from uccl_ep_train.errors import EpError
 from uccl_ep_train.fp8 import BLOCK
-from uccl_ep_train.handle import DispatchHandle, Fp8Rows
+from uccl_ep_train.handle import DispatchHandle, Fp8Rows, RowLayout
 from uccl_ep_train.native import load_native
 from uccl_ep_train.pending import InFlight
 from uccl_ep_train.routing import Routing
@@ -32,14 +32,56 @@ def address(tensor: Tensor | None) -> int:
     return tensor.data_ptr() or ctypes.addressof(_NOTHING)
 
 
+class Outputs(NamedTuple):
+    """Tensors that a dispatch writes; `scales` with FP8 codes as rows, `row_experts` for compact rows."""
+
+    rows: Tensor
+    scales: Tensor | None
+    row_weights: Tensor | None
+    row_experts: Tensor | None
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a launched dispatch needs to know of its rows before they can be received.
+
+    tokens_per_expert  [L] int64, as the result has it
+    overflow           bool [], as the result has it
+    num_rows           rows of the memory to receive into: those received, or more
+    """
+
+    handle: DispatchHandle
+    tokens_per_expert: Tensor
+    overflow: Tensor | None
+    num_rows: int
+
+
 @dataclass(frozen=True)
 class Dispatched:
-    """A launched dispatch: `rows` and `row_weights` are being written until `native.wait()` returned."""
+    """A launched dispatch: `outputs` are being written until `native.wait()` returned, then `settle()`.
+
+    received  what the engine writes; other tensors than `outputs` where more came than the capacity holds
+    """
 
     native: Any
-    handle: DispatchHandle
-    rows: Tensor | Fp8Rows
-    row_weights: Tensor | None
+    counts: Counts
+    outputs: Outputs
+    received: Outputs
+
+    @property
+    def handle(self) -> DispatchHandle:
+        return self.counts.handle
+
+    @property
+    def rows(self) -> Tensor | Fp8Rows:
+        rows, scales = self.outputs[:2]
+        return rows if scales is None else Fp8Rows(rows, scales)
+
+    def settle(self) -> None:
+        """What is left to do when the engine is done."""
+        for kept, received in zip(self.outputs, self.received, strict=True):
+            if kept is not None and received is not None and kept is not received:
+                kept.copy_(received[: len(kept)])
 
 
 @dataclass(frozen=True)
@@ -71,39 +113,45 @@ class Launcher:
         routed: Routing,
         handle: DispatchHandle | None,
         *,
-        alignment: int = 1,
+        rows: RowLayout,
         wire: str,
         pow2: bool,
         fp8_rows: bool = False,
     ) -> Dispatched:
-        """Returns when the counts are known and the outputs allocated."""
+        """Returns when the counts are known, if they have to be, and the outputs allocated."""
+        args = self._dispatch_args(x_TH, routed, handle)
+        args.wire = "fp8" if wire == "fp8" else "same"
+        args.fp8_pow2 = pow2
+        args.expert_alignment = rows.alignment
+        args.compact = rows.compact
+        dtype = torch.float8_e4m3fn if fp8_rows else x_TH.dtype
+        # From the launch on: an interrupt may come as soon as it returns.
+        with self._no_way_back("dispatch"):
+            native = self._dispatch(args, None if handle is None else handle.plan)
+            record = self._in_flight.add(native, x_TH, routed.indices, routed.values)
+            counts = self._counts(native, handle, rows)
+            received = _allocate(x_TH, dtype, rows, counts.num_rows, routed.values is not None)
+            outputs = received
+            if rows.capacity is not None and rows.capacity < counts.num_rows:
+                outputs = _allocate(x_TH, dtype, rows, rows.capacity, routed.values is not None)
+            record.keep(counts.handle.storage, received.row_experts, *received[:3])
+            if received.row_experts is not None:
+                native.set_row_experts(address(received.row_experts))
+            self._give_output(native, counts.handle, *received[:3])
+        return Dispatched(native, counts, outputs, received)
+
+    def _dispatch_args(self, x_TH: Tensor, routed: Routing, handle: DispatchHandle | None) -> Any:
         args = self._core.DispatchArgs()
         args.x_ptr = address(x_TH)
         args.num_tokens, args.hidden = x_TH.shape
         args.element_bytes = x_TH.element_size()
-        args.wire = "fp8" if wire == "fp8" else "same"
-        args.fp8_pow2 = pow2
         args.routing = routed.kind
         args.routing_ptr = address(routed.indices)
         args.routing_width = (
             routed.width if routed.indices is not None or handle is None else handle.routing_width
         )
         args.values_ptr = address(routed.values)
-        args.expert_alignment = alignment
-        # From the launch on: an interrupt may come as soon as it returns.
-        with self._no_way_back("dispatch"):
-            native = self._dispatch(args, None if handle is None else handle.plan)
-            record = self._in_flight.add(native, x_TH, routed.indices, routed.values)
-            native.wait_counts()
-            known = handle or self._make_handle(native)
-            shape, scales = (native.num_rows, x_TH.shape[1]), None
-            rows = x_TH.new_empty(shape, dtype=torch.float8_e4m3fn if fp8_rows else x_TH.dtype)
-            if fp8_rows:
-                scales = x_TH.new_empty((shape[0], shape[1] // BLOCK), dtype=torch.float32)
-            weights_R = None if routed.values is None else routed.values.new_empty(native.num_rows)
-            record.keep(known.storage, rows, scales, weights_R)
-            self._give_output(native, known, rows, scales, weights_R)
-        return Dispatched(native, known, rows if scales is None else Fp8Rows(rows, scales), weights_R)
+        return args
 
     def combine(
         self,
@@ -113,7 +161,12 @@ class Launcher:
         wire_fp32: bool,
         row_values: Tensor | None = None,
     ) -> Combined:
-        """`row_values` [R] fp32 go back to the pairs they came from: `values`, shaped as the routing."""
+        """`row_values` [R] fp32 (compact: [R, W]) go back to their pairs: `values`, shaped as the routing.
+
+        What a capacity has dropped adds nothing.
+        """
+        rows_RH = self._with_dropped(rows_RH, handle)
+        row_values = None if row_values is None else self._with_dropped(row_values, handle)
         out_TH = rows_RH.new_empty(handle.num_tokens, rows_RH.shape[1])
         values = None
         if row_values is not None:
@@ -136,6 +189,24 @@ class Launcher:
 
     # What differs between backends.
 
+    def _counts(self, native: Any, handle: DispatchHandle | None, rows: RowLayout) -> Counts:
+        """Waits until a new plan's counts are known."""
+        native.wait_counts()
+        known = handle or self._make_handle(native).laid_out(rows)
+        tokens_per_expert = torch.tensor(native.plan.tokens_per_expert, dtype=torch.int64)
+        if rows.capacity is None:
+            return Counts(known, tokens_per_expert, None, known.num_rows)
+        num_rows = native.plan.num_rows
+        overflow = torch.tensor(num_rows > rows.capacity)
+        return Counts(known, tokens_per_expert, overflow, max(num_rows, rows.capacity))
+
+    def _with_dropped(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
+        """All rows of the plan (or a value of each): zeros in the place of those that a capacity dropped."""
+        if handle.capacity is None or handle.plan.num_rows <= handle.capacity:
+            return rows
+        num_dropped = handle.plan.num_rows - handle.capacity
+        return torch.cat([rows, rows.new_zeros(num_dropped, *rows.shape[1:])])
+
     def _make_handle(self, native: Any) -> DispatchHandle:
         return DispatchHandle.of_plan(native.plan, self._owner)
 
@@ -151,7 +222,7 @@ class Launcher:
         scales: Tensor | None,
         weights_R: Tensor | None,
     ) -> None:
-        native.set_output(address(rows_RH), address(weights_R))
+        native.set_output(address(rows_RH), address(scales), address(weights_R))
 
     def _combine(self, args: Any, plan: Any) -> Any:
         args.plan = plan
@@ -167,3 +238,16 @@ class Launcher:
         except BaseException as error:
             self._engine.fail(f"{what} was given up by {type(error).__name__}: {error}")
             raise
+
+
+def _allocate(x_TH: Tensor, dtype: torch.dtype, rows: RowLayout, num_rows: int, weighted: bool) -> Outputs:
+    """Memory for `num_rows` rows of `dtype`, on the device of x; codes of FP8 get scales."""
+    hidden = x_TH.shape[1]
+    codes = dtype == torch.float8_e4m3fn
+    shape = rows.weights_shape(num_rows)
+    return Outputs(
+        x_TH.new_empty((num_rows, hidden), dtype=dtype),
+        x_TH.new_empty((num_rows, hidden // BLOCK), dtype=torch.float32) if codes else None,
+        x_TH.new_empty(shape, dtype=torch.float32) if weighted else None,
+        x_TH.new_empty(shape, dtype=torch.int64) if rows.compact else None,
+    )

@@ -98,7 +98,7 @@ class PendingDispatch(_Pending[DispatchResult]):
 
     handle             the plan; usable at once
     num_rows           R
-    tokens_per_expert  [L] int64 on the CPU, padding included
+    tokens_per_expert  as in `DispatchResult`; on a GPU with a capacity usable after `wait()` only
     """
 
     def __init__(

@@ -5,14 +5,14 @@ same roundings, so that tests can compare with ``torch.equal``. Nothing here is 
 backward operations are methods of their own. The steps are named as in the engine.
 
 Legend of the shape suffixes: T tokens of a rank (differs per rank, may be 0), H hidden size, K experts a
-token can name, E experts of the whole group, L experts of a rank, R rows at a rank (its padded slots),
-P (token, expert) pairs of a rank, S ranks of the group, D domains. Lists are indexed by group rank.
+token can name, E experts of the whole group, L experts of a rank, R rows at a rank (padding included), W
+columns of a compact row's weights, P (token, expert) pairs of a rank, S ranks of the group, D domains. Lists
+are indexed by group rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,120 +20,15 @@ from torch import Tensor
 
 from uccl_ep_train import fp8
 from uccl_ep_train.errors import ConfigError, DtypeError, RoutingError, ShapeError
-
-
-def members_of_domains(domain_of: Sequence[int]) -> list[list[int]]:
-    """Group ranks of each domain, ascending. Domains are numbered by lowest rank, whatever their ids."""
-    names = list(dict.fromkeys(domain_of))
-    return [[rank for rank, name in enumerate(domain_of) if name == wanted] for wanted in names]
-
-
-def rail(members: list[list[int]], source: int, domain: int) -> int:
-    """The rank of ``domain`` that relays for the rank ``source`` of another domain."""
-    (own,) = [ranks for ranks in members if source in ranks]
-    return members[domain][own.index(source) % len(members[domain])]
-
-
-@dataclass(frozen=True)
-class Routing:
-    """One rank's routing as a map, whichever of the two forms it came in.
-
-    routed_TE is bool; weights_TE float32 (read only where routed) or None; topk_idx_TK int64, None if the
-    routing was given as a map.
-    """
-
-    routed_TE: Tensor
-    weights_TE: Tensor | None
-    topk_idx_TK: Tensor | None = None
-
-    @classmethod
-    def from_topk(cls, topk_idx_TK: Tensor, topk_weights_TK: Tensor | None, num_experts: int) -> Routing:
-        """int64 [T, K] expert numbers, -1 = dropped, and float32 [T, K] weights or None.
-
-        Raises:
-            RoutingError: an expert out of range, or one that a token names twice.
-        """
-        if topk_idx_TK.numel() and not (topk_idx_TK.min() >= -1 and topk_idx_TK.max() < num_experts):
-            raise RoutingError(f"experts are -1 (dropped) or 0..{num_experts - 1}")
-        count_TE = torch.zeros(len(topk_idx_TK), num_experts, dtype=torch.int64)
-        weights_TE = torch.zeros(count_TE.shape)
-        token_P, k_P = (topk_idx_TK >= 0).nonzero(as_tuple=True)
-        expert_P = topk_idx_TK[token_P, k_P]
-        count_TE.index_put_((token_P, expert_P), torch.ones_like(expert_P), accumulate=True)
-        if (count_TE > 1).any():
-            raise RoutingError("a token names the same expert twice")
-        if topk_weights_TK is None:
-            return cls(count_TE > 0, None, topk_idx_TK)
-        weights_TE[token_P, expert_P] = topk_weights_TK[token_P, k_P]
-        return cls(count_TE > 0, weights_TE, topk_idx_TK)
-
-    @classmethod
-    def from_map(cls, routing_map_TE: Tensor, probs_TE: Tensor | None) -> Routing:
-        """bool [T, E] and float32 [T, E] or None. The map alone decides: a routed probability may be 0."""
-        return cls(routing_map_TE, probs_TE)
-
-    def in_own_form(self, grad_TE: Tensor) -> Tensor:
-        """A gradient per (token, expert) in the shape in which the weights were given: [T, K] or [T, E]."""
-        if self.topk_idx_TK is None:
-            return grad_TE
-        grad_TK = grad_TE.gather(1, self.topk_idx_TK.clamp(min=0))
-        return grad_TK.masked_fill(self.topk_idx_TK < 0, 0.0)
-
-
-class Segment(NamedTuple):
-    """The rows from one source to one expert: consecutive slots of the expert's owner, tokens ascending."""
-
-    expert: int
-    owner: int
-    source: int
-    first_slot: int
-    tokens: Tensor  # int64 [n], token numbers at the source
-
-    @property
-    def slots(self) -> slice:
-        return slice(self.first_slot, self.first_slot + len(self.tokens))
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Where every row goes. ``segments`` ascend by expert, inside an expert in the order of the sources."""
-
-    routings: tuple[Routing, ...]
-    segments: tuple[Segment, ...]
-    tokens_per_expert: tuple[Tensor, ...]  # per rank int64 [L], padded to the expert alignment
-    tokens_per_expert_exact: tuple[Tensor, ...]  # per rank int64 [L]
-
-    def num_tokens(self, source: int) -> int:
-        return self.routings[source].routed_TE.shape[0]
-
-    def num_rows(self, owner: int) -> int:
-        return int(self.tokens_per_expert[owner].sum())
-
-
-def make_plan(
-    routings: Sequence[Routing], num_experts: int, source_order: Sequence[int], expert_alignment: int = 1
-) -> Plan:
-    """Slots are expert-major, then source in ``source_order``, then token; each expert is padded."""
-    experts_per_rank = num_experts // len(routings)
-    segments: list[Segment] = []
-    padded: list[list[int]] = []
-    exact: list[list[int]] = []
-    for owner in range(len(routings)):
-        padded.append([])
-        exact.append([])
-        first_slot = 0
-        for expert in range(owner * experts_per_rank, (owner + 1) * experts_per_rank):
-            next_slot = first_slot
-            for source in source_order:
-                tokens = routings[source].routed_TE[:, expert].nonzero().flatten()
-                segments.append(Segment(expert, owner, source, next_slot, tokens))
-                next_slot += len(tokens)
-            exact[-1].append(next_slot - first_slot)
-            padded[-1].append(-(-exact[-1][-1] // expert_alignment) * expert_alignment)
-            first_slot += padded[-1][-1]
-    return Plan(
-        tuple(routings), tuple(segments), tuple(map(torch.tensor, padded)), tuple(map(torch.tensor, exact))
-    )
+from uccl_ep_train.handle import Fp8Rows
+from uccl_ep_train.reference_plan import (
+    Plan,
+    Routing,
+    make_compact_plan,
+    make_plan,
+    members_of_domains,
+    rail,
+)
 
 
 def wire_of_rows(setting: str, dtype: torch.dtype) -> str:
@@ -159,24 +54,36 @@ def stage(x_TH: Tensor, wire: str, scale_mode: str) -> Tensor:
     return fp8.dequantize(*fp8.quantize(x_TH, scale_mode), x_TH.dtype)
 
 
-def place(plan: Plan, owner: int, staged: Sequence[Tensor]) -> Tensor:
-    """The rows [R, H] of one rank, out of the staged rows [T, H] of every source. Padding rows are zero."""
-    rows_RH = staged[owner].new_zeros(plan.num_rows(owner), staged[owner].shape[1])
+def place(plan: Plan, owner: int, staged: Sequence[Tensor], padding: float = 0) -> Tensor:
+    """The rows [R, H] of one rank, out of the staged rows [T, H] of every source; the rest is ``padding``."""
+    rows_RH = staged[owner].new_full((plan.num_rows(owner), staged[owner].shape[1]), padding)
     for segment in plan.segments:
         if segment.owner == owner:
-            rows_RH[segment.slots] = staged[segment.source][segment.tokens]
+            rows_RH[segment.rows] = staged[segment.source][segment.tokens]
     return rows_RH
 
 
 def place_weights(plan: Plan, owner: int) -> Tensor:
-    """The float32 weights [R] that belong to the rows of one rank; 0 for padding rows."""
-    weights_R = torch.zeros(plan.num_rows(owner))
+    """The float32 weights [R] (compact: [R, W]) of the rows of one rank; 0 where there is no pair."""
+    weights_RW = torch.zeros(plan.num_rows(owner), plan.width or 1)
     for segment in plan.segments:
         if segment.owner == owner:
             weights_TE = plan.routings[segment.source].weights_TE
             assert weights_TE is not None
-            weights_R[segment.slots] = weights_TE[segment.tokens, segment.expert]
-    return weights_R
+            weights_RW[segment.rows, segment.columns] = weights_TE[segment.tokens, segment.expert]
+    return weights_RW[:, 0] if plan.width is None else weights_RW
+
+
+def place_experts(plan: Plan, owner: int) -> Tensor:
+    """The experts int64 [R, W] of the compact rows of one rank, by local index; -1 where there is no pair."""
+    assert plan.width is not None
+    experts_RW = torch.full((plan.num_rows(owner), plan.width), -1)
+    for segment in plan.segments:
+        if segment.owner == owner:
+            experts_RW[segment.rows, segment.columns] = segment.expert - owner * len(
+                plan.tokens_per_expert[owner]
+            )
+    return experts_RW
 
 
 class Piece(NamedTuple):
@@ -202,11 +109,15 @@ def add_in_order(pieces: Sequence[Piece], num_tokens: int, hidden: int, dtype: t
 
 
 def fold(plan: Plan, owner: int, source: int, rows_RH: Tensor, dtype: torch.dtype) -> Piece:
-    """At the experts: what one rank returns for the tokens of one source, experts ascending."""
+    """At the experts: what one rank returns for the tokens of one source, experts ascending.
+
+    A compact row holds the sum of its experts already: it counts once, with the first of them.
+    """
     pieces = [
-        Piece(segment.tokens, rows_RH[segment.slots])
+        Piece(segment.tokens[first], rows_RH[segment.rows[first]])
         for segment in plan.segments
         if segment.owner == owner and segment.source == source
+        for first in [segment.columns == 0]
     ]
     return add_in_order(pieces, plan.num_tokens(source), rows_RH.shape[1], dtype)
 
@@ -225,9 +136,10 @@ class WireCounts(NamedTuple):
 
 class Dispatched(NamedTuple):
     rows: list[Tensor]  # [R, H] in the dtype of x
-    row_weights: list[Tensor] | None  # float32 [R]; None if the routings have no weights
+    row_weights: list[Tensor] | None  # float32 [R] (compact: [R, W]); None if the routings have no weights
     plan: Plan  # has tokens_per_expert (padded) and tokens_per_expert_exact
     wire: WireCounts
+    row_experts: list[Tensor] | None  # int64 [R, W] of compact rows; else None
 
 
 class Combined(NamedTuple):
@@ -287,8 +199,14 @@ class ReferenceGroup:
         *,
         expert_alignment: int = 1,
         dispatch_dtype: str | None = None,
+        layout: str = "expert_major",
+        capacities: Sequence[int] | None = None,
     ) -> Dispatched:
         """Rows of every rank's tokens x [T, H] (bfloat16 or float32) at the experts that ``routings`` name.
+
+        ``layout`` is "expert_major", or "compact" (a row per token and rank; the alignment is then ignored).
+        ``capacities`` are the most rows that each rank keeps; those after are dropped, and absent from every
+        operation on the plan. The counts of the plan stay those of all rows.
 
         Raises:
             DtypeError, ConfigError: see ``wire_of_rows``.
@@ -301,14 +219,28 @@ class ReferenceGroup:
         weighted = [routing.weights_TE is not None for routing in routings]
         if any(weighted) != all(weighted):
             raise RoutingError("either every rank's routing has weights or none has")
-        plan = make_plan(routings, self.num_experts, self.source_order, expert_alignment)
+        if layout == "compact":
+            plan = make_compact_plan(routings, self.num_experts, self.source_order)
+        else:
+            plan = make_plan(routings, self.num_experts, self.source_order, expert_alignment)
+        if capacities is not None:
+            plan = plan.cut(capacities)
         rows, wire = self._dispatch_rows(x, plan, dispatch_dtype or self.dispatch_dtype, any(weighted))
-        if not any(weighted):
-            return Dispatched(rows, None, plan, wire)
-        return Dispatched(rows, [place_weights(plan, owner) for owner in range(self.num_ranks)], plan, wire)
+        ranks = range(self.num_ranks)
+        weights = [place_weights(plan, owner) for owner in ranks] if any(weighted) else None
+        experts = [place_experts(plan, owner) for owner in ranks] if plan.width is not None else None
+        return Dispatched(rows, weights, plan, wire, experts)
+
+    def fp8_rows(self, x: Sequence[Tensor], plan: Plan) -> list[Fp8Rows]:
+        """The rows of an FP8 dispatch on this plan as they travel. Padding: codes 0 and scales 1.0."""
+        codes, scales = zip(*(fp8.quantize(x_TH, self.fp8_scale) for x_TH in x), strict=True)
+        return [
+            Fp8Rows(place(plan, owner, codes).view(torch.float8_e4m3fn), place(plan, owner, scales, 1.0))
+            for owner in range(self.num_ranks)
+        ]
 
     def combine(self, rows: Sequence[Tensor], plan: Plan) -> Combined:
-        """The unweighted sum [T, H] over each token's experts, from the rows [R, H] of every rank."""
+        """The unweighted sum [T, H] over each token's rows [R, H] at every rank."""
         return self._combine(rows, None, plan)
 
     def combine_backward(
@@ -323,7 +255,7 @@ class ReferenceGroup:
     def dispatch_backward(
         self, grad_rows: Sequence[Tensor], grad_row_weights: Sequence[Tensor] | None, plan: Plan
     ) -> Combined:
-        """Gradients of dispatch's x [T, H] and, if those of the row weights [R] are given, of the weights.
+        """Gradients of dispatch's x [T, H] and, if those of the row weights are given, of the weights.
 
         The gradient of x is a combine. Those of the weights are copied: zero where nothing was routed.
         """
@@ -371,7 +303,8 @@ class ReferenceGroup:
     def _return_weights(self, grad_row_weights: Sequence[Tensor], plan: Plan) -> list[Tensor]:
         grads = [torch.zeros(routing.routed_TE.shape) for routing in plan.routings]
         for segment in plan.segments:
-            grad_P = grad_row_weights[segment.owner][segment.slots]
+            grad_RW = grad_row_weights[segment.owner].reshape(-1, plan.width or 1)
+            grad_P = grad_RW[segment.rows, segment.columns]
             grads[segment.source][segment.tokens, segment.expert] = grad_P
         return [routing.in_own_form(grad_TE) for routing, grad_TE in zip(plan.routings, grads, strict=True)]
 

@@ -18,10 +18,11 @@ from torch import Tensor
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.config_checks import MAX_TOPK, ROW_BLOCK
 from uccl_ep_train.errors import DeviceError, DtypeError, InputError, RoutingError, ShapeError
-from uccl_ep_train.handle import DispatchHandle
+from uccl_ep_train.handle import DispatchHandle, RowLayout
 
 MAX_TOKENS = 1 << 30
 MAX_ALIGNMENT = 1 << 20
+MAX_CAPACITY = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def check_wire(name: str, rows: Tensor, what: str, dtype: str) -> None:
         )
 
 
-def check_output(output_dtype: str | None, wire: str, device: torch.device) -> bool:
+def check_output(output_dtype: str | None, wire: str) -> bool:
     """Whether rows go out as codes and scales."""
     if output_dtype is None:
         return False
@@ -78,9 +79,36 @@ def check_output(output_dtype: str | None, wire: str, device: torch.device) -> b
         raise InputError(f"output_dtype = {output_dtype!r}; allowed is None (the dtype of x) | 'fp8'")
     if wire != "fp8":
         raise InputError(f"output_dtype = 'fp8' with dispatch_dtype = {wire!r}; allowed is 'fp8'")
-    if device.type != "cuda":
-        raise InputError("output_dtype = 'fp8' on the host backend; allowed is None there")
     return True
+
+
+def check_layout(asked: RowLayout, handle: DispatchHandle | None, device: torch.device) -> RowLayout:
+    """How the rows of a dispatch will lie: with a handle as there, and asked for so or by default."""
+    name = asked.name
+    if name not in ("expert_major", "compact"):
+        raise InputError(f"layout = {name!r}; allowed is 'expert_major' | 'compact'")
+    alignment = check_alignment(asked.alignment, handle)
+    _check_capacity(asked.capacity)
+    if device.type == "cuda" and (name == "compact" or asked.capacity is not None):
+        raise InputError("layout = 'compact' and capacity are not there yet on the CUDA backend")
+    if handle is None:
+        if name == "compact" and alignment != 1:
+            raise InputError(f"expert_alignment = {alignment} with layout = 'compact'; allowed is 1")
+        return asked
+    if name not in ("expert_major", handle.layout):
+        raise InputError(f"layout = {name!r} but the handle has {handle.layout!r}")
+    if asked.capacity not in (None, handle.capacity):
+        raise InputError(f"capacity = {asked.capacity} but the handle has {handle.capacity}")
+    return handle.row_layout
+
+
+def _check_capacity(capacity: int | None) -> None:
+    if capacity is None:
+        return
+    if isinstance(capacity, bool) or not isinstance(capacity, int):
+        raise InputError(f"capacity = {capacity!r}; allowed is an integer or None")
+    if not 0 <= capacity <= MAX_CAPACITY:
+        raise InputError(f"capacity = {capacity}; allowed is 0 .. {MAX_CAPACITY} rows")
 
 
 def check_alignment(expert_alignment: int, handle: DispatchHandle | None) -> int:
@@ -217,6 +245,8 @@ __all__ = [
     "check_alignment",
     "check_combine_rows",
     "check_handle",
+    "check_layout",
+    "check_output",
     "check_routing",
     "check_rows",
     "check_wire",

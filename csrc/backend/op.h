@@ -18,13 +18,17 @@ struct Op {
   OpSignature signature{};
   std::shared_ptr<Plan> plan;
   const uint8_t* rows_in = nullptr;   // dispatch: x [T, H]; combine: [num_rows, H]
-  const float* values_in = nullptr;   // dispatch: [T, width]; combine: [num_rows]; nullptr = none travel
+  const float* values_in = nullptr;   // dispatch: [T, width]; combine: [num_values]; nullptr = none travel
   uint64_t row_bytes = 0;             // of a tensor row: H * size of dtype
 
   // Given by the caller: combine at once, dispatch when the counts are known.
   uint8_t* rows_out = nullptr;   // dispatch: [num_rows, H]; combine: [T, H]
-  float* values_out = nullptr;   // dispatch: [num_rows]; combine: [T, width]
+  float* scales_out = nullptr;  // dispatch: [num_rows, H / 128]: rows_out gets FP8 codes; nullptr = dequantised rows
+  float* values_out = nullptr;  // dispatch: [num_values]; combine: [T, width]
+  int64_t* experts_out = nullptr;  // dispatch of compact rows: [num_rows, W]; nullptr = not wanted
 
+  // Of a row of rows_out.
+  uint64_t out_row_bytes() const { return scales_out != nullptr ? signature.hidden : row_bytes; }
   bool is_dispatch() const { return signature.kind == OpKind::kDispatch; }
   bool makes_plan() const { return is_dispatch() && signature.plan_use == PlanUse::kNew; }
 
@@ -41,7 +45,7 @@ struct Op {
 // What a blocked step waits for, for the error that names it.
 struct WaitingOn {
   Step step = Step::kNone;
-  int peer = -1;          // -1: nobody in particular
+  int peer = -1;  // -1: nobody in particular
   int64_t chunk = -1;
   uint64_t expected = 0;
   uint64_t seen = 0;

@@ -11,6 +11,7 @@ std::string describe(const OpSignature& s) {
   text += std::string(dtype_name(s.dtype)) + " as " + dtype_name(s.wire) + ", H=" + std::to_string(s.hidden);
   if (s.plan_use != PlanUse::kNew) text += ", plan " + std::to_string(s.plan_id);
   if (s.expert_alignment != 1) text += ", alignment " + std::to_string(s.expert_alignment);
+  if (s.compact_width != 0) text += ", compact rows of " + std::to_string(s.compact_width) + " weights";
   return text + (s.with_values ? ", weights)" : ")");
 }
 
@@ -119,7 +120,7 @@ uint64_t Plan::num_bytes() const {
     total += bytes(s.row_token) + bytes(s.row_pair_begin) + bytes(s.pair_expert) + bytes(s.pair_source);
   for (auto& s : incoming)
     total += bytes(s.row_pair_begin) + bytes(s.my_row) + bytes(s.my_first_pair) + bytes(s.my_slot_begin) +
-             bytes(s.my_slot) + bytes(s.pair_member);
+             bytes(s.my_slot) + bytes(s.my_expert) + bytes(s.pair_member);
   return total;
 }
 

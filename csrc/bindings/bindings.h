@@ -68,6 +68,7 @@ struct PyDispatchArgs {
   uintptr_t values_ptr = 0;
   std::shared_ptr<Plan> plan;
   uint32_t expert_alignment = 1;
+  bool compact = false;
 
   DispatchArgs native() const {
     DispatchArgs args;
@@ -83,6 +84,7 @@ struct PyDispatchArgs {
     args.values = pointer<const float>(values_ptr);
     args.plan = plan;
     args.expert_alignment = expert_alignment;
+    args.compact = compact;
     return args;
   }
 };

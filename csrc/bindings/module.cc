@@ -115,7 +115,7 @@ void bind_config(py::module_& m) {
   m.def("least_budget", [](const EngineConfig& config) { return least_budget_bytes(config); });
 }
 
-void bind_ops(py::module_& m) {
+void bind_plan(py::module_& m) {
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan")
       .def_readonly("plan_id", &Plan::plan_id)
       .def_readonly("num_tokens", &Plan::num_tokens)
@@ -128,7 +128,9 @@ void bind_ops(py::module_& m) {
       .def_property_readonly("routing_kind",
                              [](const Plan& plan) { return plan.routing_kind == RoutingKind::kTopk ? "topk" : "map"; })
       .def_property_readonly("nbytes", &Plan::num_bytes);
+}
 
+void bind_args(py::module_& m) {
   py::class_<PyDispatchArgs>(m, "DispatchArgs")
       .def(py::init<>())
       .def_readwrite("x_ptr", &PyDispatchArgs::x_ptr)
@@ -142,7 +144,8 @@ void bind_ops(py::module_& m) {
       .def_readwrite("routing_width", &PyDispatchArgs::routing_width)
       .def_readwrite("values_ptr", &PyDispatchArgs::values_ptr)
       .def_readwrite("plan", &PyDispatchArgs::plan)
-      .def_readwrite("expert_alignment", &PyDispatchArgs::expert_alignment);
+      .def_readwrite("expert_alignment", &PyDispatchArgs::expert_alignment)
+      .def_readwrite("compact", &PyDispatchArgs::compact);
   py::class_<PyCombineArgs>(m, "CombineArgs")
       .def(py::init<>())
       .def_readwrite("rows_ptr", &PyCombineArgs::rows_ptr)
@@ -153,7 +156,9 @@ void bind_ops(py::module_& m) {
       .def_readwrite("values_ptr", &PyCombineArgs::values_ptr)
       .def_readwrite("out_ptr", &PyCombineArgs::out_ptr)
       .def_readwrite("values_out_ptr", &PyCombineArgs::values_out_ptr);
+}
 
+void bind_op(py::module_& m) {
   py::class_<PyOp>(m, "Op")
       .def("wait_counts",
            [](PyOp& self) {
@@ -162,9 +167,12 @@ void bind_ops(py::module_& m) {
       .def("wait",
            [](PyOp& self) { wait_with_signals([&](uint64_t usec) { return self.engine->wait(*self.op, usec); }); })
       .def("set_output",
-           [](PyOp& self, uintptr_t rows, uintptr_t values) {
-             self.engine->give_output(*self.op, pointer<uint8_t>(rows), pointer<float>(values));
+           [](PyOp& self, uintptr_t rows, uintptr_t scales, uintptr_t values) {
+             self.engine->give_output(*self.op,
+                                      {pointer<uint8_t>(rows), pointer<float>(scales), pointer<float>(values)});
            })
+      .def("set_row_experts",
+           [](PyOp& self, uintptr_t experts) { self.engine->give_row_experts(*self.op, pointer<int64_t>(experts)); })
       .def_property_readonly("num_rows", [](const PyOp& self) { return self.op->plan->num_rows; })
       .def_property_readonly("tokens_per_expert", [](const PyOp& self) { return self.op->plan->tokens_per_expert; })
       .def_property_readonly("tokens_per_expert_exact",
@@ -218,7 +226,9 @@ PYBIND11_MODULE(_native, m) {
   m.doc() = "Native engine of uccl_ep_train: host backend, command queue, proxies, loop transport.";
   py::register_exception_translator(&translate);
   bind_config(m);
-  bind_ops(m);
+  bind_plan(m);
+  bind_args(m);
+  bind_op(m);
   bind_engine(m);
 #ifdef UCCL_EP_CUDA
   bind_cuda(m);

@@ -29,6 +29,7 @@ std::shared_ptr<Op> Engine::combine(const CombineArgs& args) {
   op->signature.hidden = args.hidden;
   op->signature.with_values = args.values != nullptr;
   op->signature.expert_alignment = args.plan->expert_alignment;
+  op->signature.compact_width = args.plan->compact_width;
   op->signature.plan_id = args.plan->plan_id;
   op->plan = args.plan;
   op->rows_in = args.rows;

@@ -1,4 +1,6 @@
 // Dispatch, as the protocol reads: exchange and plan while the rows are staged, place as they arrive.
+#include <algorithm>
+
 #include "engine/engine.h"
 
 namespace uccl_ep {
@@ -23,6 +25,9 @@ std::shared_ptr<Op> Engine::dispatch(const DispatchArgs& args) {
   if (args.expert_alignment == 0 || args.expert_alignment > (1u << 20))
     throw UsageFailure(UsageKind::kInput,
                        "expert_alignment = " + std::to_string(args.expert_alignment) + ": allowed 1 to 2^20");
+  if (args.compact && args.expert_alignment != 1)
+    throw UsageFailure(UsageKind::kInput, "expert_alignment = " + std::to_string(args.expert_alignment) +
+                                              " with compact rows: allowed is 1, they are not padded");
   if (args.num_tokens >= UINT32_MAX)
     throw UsageFailure(UsageKind::kShape, std::to_string(args.num_tokens) + " tokens: allowed are fewer than 2^32");
   auto op = std::make_shared<Op>();
@@ -42,6 +47,7 @@ std::shared_ptr<Op> Engine::dispatch(const DispatchArgs& args) {
     plan_source(topo_, config_.num_experts, static_cast<uint32_t>(args.num_tokens), args.routing, *fresh);
     fresh->expert_alignment = args.expert_alignment;
     fresh->engine_generation = config_.generation;
+    if (args.compact) fresh->compact_width = std::min(args.routing.width, context_->experts_per_rank);
   }
   if (args.plan == nullptr) {
     if (fresh == nullptr)
@@ -62,6 +68,7 @@ std::shared_ptr<Op> Engine::dispatch(const DispatchArgs& args) {
     op->plan = args.plan;
   }
   op->signature.expert_alignment = op->plan->expert_alignment;
+  op->signature.compact_width = op->plan->compact_width;
   op->counts_known = !op->makes_plan();
   return submit(op);
 }

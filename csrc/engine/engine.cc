@@ -261,15 +261,21 @@ bool Engine::wait(Op& op, uint64_t timeout_usec) const {
   return wait_until(op, timeout_usec, [&] { return op.done; });
 }
 
-void Engine::give_output(Op& op, uint8_t* rows, float* values) {
+void Engine::give_output(Op& op, const DispatchOutput& output) {
   {
     std::lock_guard lock(op.mutex);
     if (op.failed) throw CommunicationFailure(op.error);
-    op.rows_out = rows;
-    op.values_out = values;
+    op.rows_out = output.rows;
+    op.scales_out = output.scales;
+    op.values_out = output.values;
     op.output_given = true;
   }
   control().worker_bell.ring();
+}
+
+void Engine::give_row_experts(Op& op, int64_t* experts) {
+  std::lock_guard lock(op.mutex);
+  op.experts_out = experts;
 }
 
 void Engine::fail(const std::string& text) {

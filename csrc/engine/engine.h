@@ -53,6 +53,14 @@ struct DispatchArgs {
   const float* values = nullptr;  // [T, width]
   std::shared_ptr<Plan> plan;  // with routing: checked against it
   uint32_t expert_alignment = 1;
+  bool compact = false;  // a row per received token instead of one per pair
+};
+
+// Memory of a dispatch's results; the fields of Op that end in _out.
+struct DispatchOutput {
+  uint8_t* rows = nullptr;
+  float* scales = nullptr;
+  float* values = nullptr;
 };
 
 struct CombineArgs {
@@ -61,7 +69,7 @@ struct CombineArgs {
   Dtype dtype = Dtype::kBf16;
   Dtype wire = Dtype::kBf16;
   std::shared_ptr<Plan> plan;
-  const float* values = nullptr;  // [num_rows]
+  const float* values = nullptr;  // [num_values]
   uint8_t* out = nullptr;  // [T, H]
   float* values_out = nullptr;  // [T, width], zeroed
 };
@@ -91,7 +99,9 @@ class Engine {
   // with.
   bool wait_counts(Op& op, uint64_t timeout_usec) const;
   bool wait(Op& op, uint64_t timeout_usec) const;
-  void give_output(Op& op, uint8_t* rows, float* values);
+  void give_output(Op& op, const DispatchOutput& output);
+  // Compact rows, before give_output: where their experts go.
+  void give_row_experts(Op& op, int64_t* experts);
 
   // This rank cannot go on: every rank raises.
   void fail(const std::string& text);

@@ -199,12 +199,14 @@ void Engine::finish(Op& op, const ErrorRecord* error) {
     // Whoever ignores the exception must not compute with half a result.
     const Plan& plan = *op.plan;
     const uint64_t rows = op.is_dispatch() ? plan.num_rows : plan.num_tokens;
-    const uint64_t values = op.is_dispatch() ? plan.num_rows : uint64_t{plan.num_tokens} * plan.routing_width;
-    if (op.output_given) {
-      if (op.rows_out != nullptr)
-        std::memset(op.rows_out, 0xFF, rows * op.row_bytes);  // all ones is a NaN in BF16 and FP32
-      if (op.values_out != nullptr) std::memset(op.values_out, 0xFF, values * sizeof(float));
-    }
+    const uint64_t values = op.is_dispatch() ? plan.num_values() : uint64_t{plan.num_tokens} * plan.routing_width;
+    const auto fill = [&](void* out, uint64_t num_bytes) {
+      if (op.output_given && out != nullptr) std::memset(out, 0xFF, num_bytes);
+    };
+    fill(op.rows_out, rows * op.out_row_bytes());  // all ones is a NaN in BF16, FP32 and e4m3
+    fill(op.scales_out, rows * (op.signature.hidden / kFp8Block) * sizeof(float));
+    fill(op.values_out, values * sizeof(float));
+    fill(op.experts_out, values * sizeof(int64_t));  // -1: none
     op.error = *error;
     op.failed = true;
   }

@@ -42,8 +42,8 @@ class Cursor {
 
 uint64_t header_bytes(const Topology& topo, const WindowParams& window, int domain) {
   const uint64_t experts_per_rank = window.num_experts / static_cast<uint32_t>(topo.num_ranks);
-  return round_up(sizeof(OpHeader) + sizeof(uint32_t) * experts_per_rank * static_cast<uint64_t>(topo.size_of(domain)),
-                  kLineBytes);
+  const uint64_t num_counts = (experts_per_rank + 1) * static_cast<uint64_t>(topo.size_of(domain));
+  return round_up(sizeof(OpHeader) + sizeof(uint32_t) * num_counts, kLineBytes);
 }
 
 uint32_t send_slots(const RegionLayout& layout) {

@@ -68,12 +68,15 @@ struct OpSignature {
   uint32_t with_values;  // fp32 per pair: weights or their gradients
   uint32_t fp8_pow2;
   uint32_t expert_alignment;
+  uint32_t compact_width;  // columns of a compact row's weights; 0: rows are expert-major
+  uint32_t reserved;
   uint64_t plan_id;      // epoch of the dispatch that made the plan; 0 for a new one
 
   bool operator==(const OpSignature&) const = default;
 };
 
-// Followed by counts: uint32_t per expert of the destination domain (experts in order of member, then local index).
+// Followed by counts, for a new plan: uint32_t pairs per expert of the destination domain (experts in order of member,
+// then local index), then uint32_t rows per member of it.
 // Writer: the source's worker (own domain) or the transport (other domains). Readers: all ranks of the destination
 // domain.
 struct OpHeader {

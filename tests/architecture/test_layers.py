@@ -85,6 +85,7 @@ IMPORT_RULES = [
     ("uccl_ep_train", "", ("recipes", "tests", "bench"), "a library knows no program that uses it"),
     ("uccl_ep_train/errors.py", "", ("uccl_ep_train._native",), "the native core raises these classes"),
     ("uccl_ep_train/reference.py", "", _NATIVE, "the oracle is independent of what it judges"),
+    ("uccl_ep_train/reference_plan.py", "", _NATIVE, "the oracle is independent of what it judges"),
     ("uccl_ep_train/fp8.py", "", _NATIVE, "the oracle is independent of what it judges"),
     ("recipes", "", ("tests", "bench"), "what users run does not need the tests"),
 ]

@@ -87,6 +87,33 @@ def test_outputs_of_a_failed_operation_are_nan(
         group.broken = True
 
 
+def test_codes_scales_and_experts_of_a_failed_dispatch_are_nan_and_none() -> None:
+    launched = threading.Barrier(4)
+
+    def step(rank: int, buffer: Buffer) -> None:
+        x_TH, topk_idx_TK, weights_TK = inputs(torch.bfloat16)
+        kinds: dict[str, Any] = {"layout": "compact", "dispatch_dtype": "fp8", "output_dtype": "fp8"}
+        handle = buffer.dispatch(x_TH, topk_idx_TK, weights_TK, **kinds).handle
+        if rank == LEAVER:
+            launched.wait(30)
+            buffer.close(abort=True)
+            return
+        cached = {"handle": handle, "dispatch_dtype": "fp8", "output_dtype": "fp8"}
+        pending, tensors = outputs_after(
+            buffer, lambda: buffer.dispatch_async(x_TH, topk_weights=weights_TK, **cached)
+        )
+        experts, codes, scales, weights = tensors[-4:]
+        launched.wait(30)
+        with pytest.raises(PeerFailed):
+            pending.wait()
+        assert len(codes) > 0 and codes.float().isnan().all()
+        assert scales.isnan().all() and weights.isnan().all() and experts.eq(-1).all()
+
+    with RankGroup(4, SETTINGS | {"domain_size": 2}) as group:
+        group.run(step)
+        group.broken = True
+
+
 def test_outputs_of_an_operation_that_succeeds_are_not() -> None:
     """Control, through the same launches."""
 

@@ -52,7 +52,7 @@ class RankRun {
     EXPECT(engine_.wait_counts(*op, kPatienceUsec));
     std::vector<float> rows(op->plan->num_rows * kHidden, -1.0f);
     std::vector<float> row_weights(op->plan->num_rows, -1.0f);
-    engine_.give_output(*op, reinterpret_cast<uint8_t*>(rows.data()), row_weights.data());
+    engine_.give_output(*op, {reinterpret_cast<uint8_t*>(rows.data()), nullptr, row_weights.data()});
     EXPECT(engine_.wait(*op, kPatienceUsec));
 
     std::vector<float> out(x_.size() + 1), out_again(x_.size() + 1), weights_back(weights_.size() + 1, 0.0f);

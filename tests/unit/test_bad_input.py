@@ -12,6 +12,8 @@ from torch import Tensor
 from tests.harness import RankGroup
 from uccl_ep_train import Buffer, DispatchResult
 from uccl_ep_train.errors import DeviceError, DtypeError, InputError, RoutingError, ShapeError
+from uccl_ep_train.handle import RowLayout
+from uccl_ep_train.routing import check_layout
 
 T, H, K, E = 4, 256, 2, 8
 BF16, FP32, INT64 = torch.bfloat16, torch.float32, torch.int64
@@ -88,6 +90,17 @@ BAD_DISPATCH: dict[str, tuple[type[Exception], str, Callable[[], dict[str, Any]]
     "handle of nothing": (DtypeError, "handle is int", lambda: with_topk(handle=3)),
     "alignment 0": (InputError, "expert_alignment = 0", lambda: with_topk(expert_alignment=0)),
     "alignment float": (InputError, "expert_alignment = 16.0", lambda: with_topk(expert_alignment=16.0)),
+    "unknown layout": (InputError, "layout = 'dense'", lambda: with_topk(layout="dense")),
+    "padded compact": (InputError, "allowed is 1", lambda: with_topk(layout="compact", expert_alignment=8)),
+    "capacity float": (InputError, "capacity = 8.0", lambda: with_topk(capacity=8.0)),
+    "capacity bool": (InputError, "capacity = True", lambda: with_topk(capacity=True)),
+    "capacity negative": (InputError, "capacity = -1; allowed is 0", lambda: with_topk(capacity=-1)),
+    "capacity too large": (InputError, "allowed is 0 .. 2147483647", lambda: with_topk(capacity=1 << 31)),
+    "unknown output": (InputError, "output_dtype = 'int4'", lambda: with_topk(output_dtype="int4")),
+    "bf16 as codes": (
+        InputError, "'fp8' with dispatch_dtype = 'bf16'",
+        lambda: with_topk(output_dtype="fp8", dispatch_dtype="bf16"),
+    ),
     "unknown wire": (InputError, "dispatch_dtype = 'int4'", lambda: with_topk(dispatch_dtype="int4")),
 }  # fmt: skip
 
@@ -118,7 +131,7 @@ def test_every_argument_of_dispatch_is_tested_above() -> None:
     refused = [set(arguments()) for _, _, arguments in BAD_DISPATCH.values()]
     assert set.union(*refused) == {
         "x", "topk_idx", "topk_weights", "routing_map", "probs",
-        "handle", "expert_alignment", "dispatch_dtype",
+        "handle", "expert_alignment", "dispatch_dtype", "output_dtype", "layout", "capacity",
     }  # fmt: skip
 
 
@@ -174,6 +187,15 @@ def test_a_handle_with_other_sizes_or_another_form_is_refused(group: RankGroup) 
             buffer.dispatch(x(), topk_weights=torch.ones(T, K + 1), handle=handle)
         with pytest.raises(InputError, match="expert_alignment = 16"):
             buffer.dispatch(x(), handle=handle, expert_alignment=16)
+        with pytest.raises(InputError, match="'compact' but the handle has 'expert_major'"):
+            buffer.dispatch(x(), handle=handle, layout="compact")
+        with pytest.raises(InputError, match="capacity = 8 but the handle has None"):
+            buffer.dispatch(x(), handle=handle, capacity=8)
+        limited = buffer.dispatch(**with_topk(capacity=7)).handle
+        with pytest.raises(InputError, match="capacity = 8 but the handle has 7"):
+            buffer.dispatch(x(), handle=limited, capacity=8)
+        with pytest.raises(ShapeError, match="gave 7"):
+            buffer.combine(bf16(8, H), limited)
         assert_usable(buffer)
 
     group.run(refuse)
@@ -191,6 +213,13 @@ def test_a_handle_of_another_buffer_is_refused(group: RankGroup) -> None:
 
     with RankGroup(2, {"num_experts": E, "hidden": H, "domain_size": 1}) as other:
         other.run(refuse)
+
+
+def test_what_gpus_cannot_do_yet_is_refused() -> None:
+    for asked in (RowLayout("compact"), RowLayout(capacity=1)):
+        with pytest.raises(InputError, match="on the CUDA backend"):
+            check_layout(asked, None, torch.device("cuda"))
+    check_layout(RowLayout(), None, torch.device("cuda"))
 
 
 def test_fp32_rows_need_slots_made_for_them() -> None:

@@ -12,6 +12,7 @@ import torch
 from tests.bits import bit_difference
 from tests.cases import (
     LAYOUTS,
+    PLAIN,
     Case,
     EngineSpec,
     Expected,
@@ -27,7 +28,14 @@ from uccl_ep_train.errors import ClosedError
 
 FP8: dict[str, Any] = {"dtype": torch.bfloat16, "dispatch_dtype": "fp8", "grad_dtype": "bf16"}
 FP32: dict[str, Any] = {"dtype": torch.float32, "dispatch_dtype": "bf16", "grad_dtype": "bf16"}
-BUSY: dict[str, Any] = {"form": "topk", "top_k": 4, "focus": "spread", "drop_rate": 0.0, "weighted": True}
+BUSY: dict[str, Any] = {
+    "form": "topk",
+    "top_k": 4,
+    "focus": "spread",
+    "drop_rate": 0.0,
+    "weighted": True,
+    **PLAIN,
+}
 
 
 def stats_of(group: RankGroup) -> list[dict[str, Any]]:
@@ -175,7 +183,7 @@ class TestHandles:
 
     @pytest.mark.parametrize("order", ["first in, first out", "last in, first out"])
     def test_several_handles_may_be_in_flight(self, order: str) -> None:
-        cases = [make_case(seed, self.SPEC) for seed in range(20, 25)]
+        cases = [make_case(seed, self.SPEC, **PLAIN) for seed in range(20, 25)]
         expected = [expect(case) for case in cases]
 
         def step(rank: int, buffer: Buffer) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 
 from tests.cases import (
     LAYOUTS,
+    PLAIN,
     Case,
     EngineSpec,
     RankInput,
@@ -96,7 +97,9 @@ class TestEveryLayout:
     @pytest.mark.parametrize("alignment", [2, 16, 128])
     def test_segments_are_padded_with_zero_rows(self, layout: Layout, alignment: int) -> None:
         spec, group = layout
-        case = make_case(8, spec, expert_alignment=alignment, focus="spread", hidden=128, weighted=True)
+        case = make_case(
+            8, spec, expert_alignment=alignment, focus="spread", hidden=128, weighted=True, **PLAIN
+        )
         for seen in check_case(group, case):
             assert not (seen.tokens_per_expert % alignment).any()
             assert len(seen.rows) == seen.handle.num_rows == int(seen.tokens_per_expert.sum())
@@ -120,7 +123,7 @@ class TestEveryLayout:
         tokens = [20] * spec.num_ranks
         case = make_case(
             21, spec, num_tokens=tokens, form="topk", top_k=4, drop_rate=0.0, weighted=True, special=False,
-            expert_alignment=1, focus="spread", **WIRES["fp8"],
+            expert_alignment=1, focus="spread", **WIRES["fp8"], **PLAIN,
         )  # fmt: skip
         told, where = WRONG[wrong]
         expected = expect(told(case))

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.cases import LAYOUTS, EngineSpec, check_case, differences, expect, make_case, run_case
+from tests.cases import LAYOUTS, NO_CAPACITY, EngineSpec, check_case, differences, expect, make_case, run_case
 from tests.harness import RankGroup
 
 EXAMPLES = 100
@@ -59,6 +59,8 @@ def choices(draw: st.DrawFn) -> dict[str, Any]:
         "weighted": draw(st.booleans()),
         "special": draw(st.booleans()),
         "expert_alignment": draw(st.sampled_from([1, 4, 16, 128])),
+        "layout": draw(st.sampled_from(["expert_major", "compact"])),
+        "capacity": draw(st.sampled_from([NO_CAPACITY, NO_CAPACITY, 200, 20, 0])),
         "num_tokens": draw(st.lists(st.integers(0, 24), min_size=6, max_size=6)),
     }
 

@@ -54,6 +54,12 @@ DEVIATIONS: dict[str, tuple[Call, Call, str]] = {
     "operation": (dispatch, combine, "combine"),
     "weights": (dispatch, lambda b, h: dispatch(b, h, topk_weights=torch.ones(T, K)), "weights"),
     "cached or not": (dispatch, lambda b, h: dispatch(b, h, topk_idx=None, handle=h), "plan"),
+    "layout": (dispatch, lambda b, h: dispatch(b, h, layout="compact"), "compact rows of 2 weights"),
+    "width of compact rows": (
+        lambda b, h: dispatch(b, h, layout="compact"),
+        lambda b, h: dispatch(b, h, layout="compact", topk_idx=topk()[:, :1].contiguous()),
+        "compact rows of 1 weights",
+    ),
     "alignment": (dispatch, lambda b, h: dispatch(b, h, expert_alignment=8), "alignment 8"),
     "combine's hidden size": (combine, lambda b, h: combine(b, h, hidden=128), "128"),
     "combine's dtype": (combine, lambda b, h: combine(b, h, torch.float32), "fp32"),

@@ -35,7 +35,7 @@ struct StepCounters {
   Counter rows_staged;    // wire rows, over all domains
   Counter rows_shipped;   // of them for other domains
   Counter pairs_shipped;
-  Counter rows_placed;    // slots written
+  Counter rows_placed;    // rows of the output written
   Counter rows_folded;    // partial rows written
   Counter rows_relayed;   // merged rows sent back to other domains
   Counter pairs_relayed;

@@ -23,7 +23,7 @@ class ExchangeStep final : public HostStep {
     for (size_t d = 0; d < next_row_.size(); ++d) {
       OutgoingPorts& ports = context_.outgoing[d];
       if (!header_sent_[d] && ports.header.free()) {
-        send_header(ports.header, op_.plan->source[d]);
+        send_header(ports.header, op_.plan->source[d], static_cast<uint32_t>(context_.topo.members[d].size()));
         header_sent_[d] = moved = true;
       }
       if (op_.makes_plan() && next_row_[d] < op_.plan->source[d].num_rows() && ports.meta.free()) {
@@ -60,7 +60,7 @@ class ExchangeStep final : public HostStep {
     return -1;
   }
 
-  void send_header(OutPort& port, const SourceStream& stream) {
+  void send_header(OutPort& port, const SourceStream& stream, uint32_t num_members) {
     OpHeader header{};
     header.epoch = op_.epoch;
     header.signature = op_.signature;
@@ -70,12 +70,26 @@ class ExchangeStep final : public HostStep {
     std::memcpy(port.slot(), &header, sizeof(header));
     uint64_t bytes = sizeof(header);
     if (op_.makes_plan()) {
-      uint32_t* counts = reinterpret_cast<uint32_t*>(port.slot() + sizeof(header));
       bytes = port.slot_bytes();
-      std::memset(counts, 0, bytes - sizeof(header));
-      for (uint32_t expert : stream.pair_expert) ++counts[expert];
+      std::memset(port.slot() + sizeof(header), 0, bytes - sizeof(header));
+      count(stream, reinterpret_cast<uint32_t*>(port.slot() + sizeof(header)), num_members);
     }
     port.publish(bytes);
+  }
+
+  // Pairs by expert, rows by member; a row's pairs with one member are consecutive.
+  void count(const SourceStream& stream, uint32_t* counts, uint32_t num_members) const {
+    uint32_t* const rows = counts + num_members * context_.experts_per_rank;
+    for (uint32_t row = 0; row < stream.num_rows(); ++row) {
+      uint32_t last = num_members;
+      for (uint32_t pair = stream.row_pair_begin[row]; pair < stream.row_pair_begin[row + 1]; ++pair) {
+        const uint32_t expert = stream.pair_expert[pair];
+        const uint32_t member = expert / context_.experts_per_rank;
+        ++counts[expert];
+        rows[member] += member != last;
+        last = member;
+      }
+    }
   }
 
   void send_routing(OutPort& port, const SourceStream& stream, uint32_t& row) {

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstring>
 
 #include "backend/host/numerics.h"
@@ -48,23 +49,34 @@ class PlaceStep final : public HostStep {
   Step step() const override { return Step::kPlace; }
 
  private:
-  // The caller gives the output once it knows the counts; padding rows are zeroed first.
+  // The caller gives the output once it knows the counts. What no row writes is written first.
   bool start() {
     {
       std::lock_guard lock(op_.mutex);
       if (!op_.output_given) return false;
     }
     const Plan& plan = *op_.plan;
-    uint64_t slot = 0;
-    for (size_t e = 0; e < plan.tokens_per_expert.size(); ++e) {
-      const uint64_t padding = plan.tokens_per_expert[e] - plan.tokens_per_expert_exact[e];
-      const uint64_t first = slot + plan.tokens_per_expert_exact[e];
-      if (padding != 0) std::memset(op_.rows_out + first * op_.row_bytes, 0, padding * op_.row_bytes);
-      if (padding != 0 && op_.values_out != nullptr) std::memset(op_.values_out + first, 0, padding * sizeof(float));
-      slot += plan.tokens_per_expert[e];
+    if (plan.compact()) {
+      if (op_.values_out != nullptr) std::fill_n(op_.values_out, plan.num_values(), 0.0f);
+      if (op_.experts_out != nullptr) std::fill_n(op_.experts_out, plan.num_values(), int64_t{-1});
+    } else {
+      uint64_t slot = 0;
+      for (size_t e = 0; e < plan.tokens_per_expert.size(); ++e) {
+        const uint64_t exact = plan.tokens_per_expert_exact[e];
+        pad(slot + exact, plan.tokens_per_expert[e] - exact);
+        slot += plan.tokens_per_expert[e];
+      }
     }
     started_ = true;
     return true;
+  }
+
+  void pad(uint64_t first, uint64_t num_rows) const {
+    if (num_rows == 0) return;
+    const uint64_t blocks = op_.signature.hidden / kFp8Block;
+    std::memset(op_.rows_out + first * op_.out_row_bytes(), 0, num_rows * op_.out_row_bytes());
+    if (op_.scales_out != nullptr) std::fill_n(op_.scales_out + first * blocks, num_rows * blocks, 1.0f);
+    if (op_.values_out != nullptr) std::fill_n(op_.values_out + first, num_rows, 0.0f);
   }
 
   int blocked_source() const {
@@ -74,29 +86,45 @@ class PlaceStep final : public HostStep {
     return -1;
   }
 
-  // One read, a write per slot; `mine` runs over the rows of the stream that are ours.
+  // One read, a write per row of the output; `mine` runs over the rows of the stream that are ours.
   void place_chunk(const IncomingStream& stream, const Chunk& chunk, const uint8_t* slot, uint32_t& mine) const {
+    const Plan& plan = *op_.plan;
     for (; mine < stream.my_row.size() && stream.my_row[mine] < chunk.end_row(); ++mine) {
-      const uint8_t* in = slot + chunk.row_offset(stream.my_row[mine]);
       const uint32_t begin = stream.my_slot_begin[mine];
       const uint32_t end = stream.my_slot_begin[mine + 1];
-      uint8_t* first = op_.rows_out + stream.my_slot[begin] * op_.row_bytes;
-      write_row(in, first);
-      for (uint32_t s = begin + 1; s < end; ++s)
-        std::memcpy(op_.rows_out + stream.my_slot[s] * op_.row_bytes, first, op_.row_bytes);
-      context_.counters.rows_placed.add(end - begin);
+      const uint64_t first = plan.row_of(stream.my_slot[begin]);
+      write_row(slot + chunk.row_offset(stream.my_row[mine]), first);
+      const uint32_t end_rows = plan.compact() ? begin + 1 : end;
+      for (uint32_t s = begin + 1; s < end_rows; ++s) copy_row(first, stream.my_slot[s]);
+      context_.counters.rows_placed.add(end_rows - begin);
+      if (op_.experts_out != nullptr)
+        for (uint32_t s = begin; s < end; ++s) op_.experts_out[stream.my_slot[s]] = stream.my_expert[s];
       if (!chunk.with_values) continue;
       const float* values = reinterpret_cast<const float*>(slot + chunk.value_offset(stream.my_first_pair[mine]));
       for (uint32_t s = begin; s < end; ++s) op_.values_out[stream.my_slot[s]] = values[s - begin];
     }
   }
 
-  void write_row(const uint8_t* in, uint8_t* out) const {
+  float* scales_of(uint64_t row) const { return op_.scales_out + row * (op_.signature.hidden / kFp8Block); }
+  uint64_t scale_bytes() const { return op_.signature.hidden / kFp8Block * sizeof(float); }
+
+  void write_row(const uint8_t* in, uint64_t row) const {
     const uint32_t hidden = op_.signature.hidden;
-    if (op_.signature.wire == Dtype::kFp8)
+    uint8_t* const out = op_.rows_out + row * op_.out_row_bytes();
+    if (op_.scales_out != nullptr) {
+      std::memcpy(out, in, hidden);
+      std::memcpy(scales_of(row), in + hidden, scale_bytes());
+    } else if (op_.signature.wire == Dtype::kFp8) {
       fp8_dequantize_row(in, reinterpret_cast<const float*>(in + hidden), hidden, reinterpret_cast<uint16_t*>(out));
-    else
+    } else {
       std::memcpy(out, in, op_.row_bytes);
+    }
+  }
+
+  void copy_row(uint64_t from, uint64_t to) const {
+    const uint64_t num_bytes = op_.out_row_bytes();
+    std::memcpy(op_.rows_out + to * num_bytes, op_.rows_out + from * num_bytes, num_bytes);
+    if (op_.scales_out != nullptr) std::memcpy(scales_of(to), scales_of(from), scale_bytes());
   }
 
   const PlanStep& plan_;

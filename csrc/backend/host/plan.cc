@@ -1,4 +1,5 @@
 #include <cstring>
+#include <utility>
 
 #include "backend/host/step.h"
 
@@ -12,7 +13,8 @@ class HostPlan final : public PlanStep {
         entered_(static_cast<size_t>(context.topo.num_ranks), false),
         rows_(entered_.size(), 0),
         pairs_(entered_.size(), 0),
-        my_pairs_(entered_.size(), 0) {
+        my_pairs_(entered_.size(), 0),
+        my_rows_(entered_.size(), 0) {
     if (!op.makes_plan()) return;
     next_slot_.assign(entered_.size() * context.experts_per_rank, 0);
     op.plan->incoming.assign(entered_.size(), {});
@@ -102,9 +104,10 @@ class HostPlan final : public PlanStep {
     rows_[src] = header.num_rows;
     pairs_[src] = header.num_pairs;
     if (op_.makes_plan()) {
-      const uint32_t* counts =
-          reinterpret_cast<const uint32_t*>(port.slot() + sizeof(header)) + context_.member * context_.experts_per_rank;
-      for (uint32_t e = 0; e < context_.experts_per_rank; ++e) slot_count(e, src) = counts[e];
+      const uint32_t* counts = reinterpret_cast<const uint32_t*>(port.slot() + sizeof(header));
+      const uint32_t* mine = counts + context_.member * context_.experts_per_rank;
+      for (uint32_t e = 0; e < context_.experts_per_rank; ++e) slot_count(e, src) = mine[e];
+      my_rows_[src] = counts[context_.members().size() * context_.experts_per_rank + context_.member];
     }
     port.release();
     entered_[src] = true;
@@ -131,17 +134,25 @@ class HostPlan final : public PlanStep {
       slot = begin + round_up(slot - begin, plan.expert_alignment);
       plan.tokens_per_expert.push_back(slot - begin);
     }
-    plan.num_rows = slot;
+    plan.num_rows = plan.compact() ? assign_rows() : slot;
     for (size_t src = 0; src < entered_.size(); ++src) reserve(plan.incoming[src], src);
-    if (slot >= UINT32_MAX)
+    if (plan.num_values() >= UINT32_MAX)
       refuse(ErrorKind::kTransport, context_.rank,
-             std::to_string(slot) + " received rows: a plan numbers fewer than 2^32");
+             std::to_string(plan.num_values()) + " received pairs: a plan numbers fewer than 2^32");
+  }
+
+  // Compact rows: turns the rows of each source into its first row. Returns the number of all.
+  uint64_t assign_rows() {
+    uint64_t row = 0;
+    for (int src : context_.source_order) row += std::exchange(my_rows_[src], row);
+    return row;
   }
 
   // A saved plan holds no spare memory.
   void reserve(IncomingStream& stream, size_t src) const {
     stream.row_pair_begin.reserve(rows_[src] + 1);
     stream.my_slot.reserve(my_pairs_[src]);
+    if (op_.plan->compact()) stream.my_expert.reserve(my_pairs_[src]);
     if (context_.holder(static_cast<int>(src)) == context_.rank) stream.pair_member.reserve(pairs_[src]);
   }
 
@@ -163,24 +174,36 @@ class HostPlan final : public PlanStep {
       if (pairs == 0) break;
       if (pairs > static_cast<uint64_t>(end - word) - 1) corrupt(src);
       ++word;
-      bool mine = false;
+      uint32_t mine = 0;
       for (uint32_t p = 0; p < pairs; ++p) {
         const uint32_t expert = word[p];
         if (merges) stream.pair_member.push_back(static_cast<uint16_t>(expert / context_.experts_per_rank));
         const uint32_t local = expert - first_mine;  // wraps for experts before ours
         if (local >= context_.experts_per_rank) continue;
-        if (!mine) {
+        if (mine == 0) {
           stream.my_row.push_back(stream.num_rows());
           stream.my_first_pair.push_back(stream.row_pair_begin.back() + p);
-          mine = true;
         }
-        stream.my_slot.push_back(static_cast<uint32_t>(slot_count(local, src)++));
+        push_slot(stream, src, local, mine++);
       }
-      if (mine) stream.my_slot_begin.push_back(static_cast<uint32_t>(stream.my_slot.size()));
+      if (mine != 0) stream.my_slot_begin.push_back(static_cast<uint32_t>(stream.my_slot.size()));
       stream.row_pair_begin.push_back(stream.row_pair_begin.back() + pairs);
       word += pairs;
     }
     if (stream.num_rows() == rows_[src] && stream.row_pair_begin.back() != pairs_[src]) corrupt(src);
+  }
+
+  // `nth`: how many of our experts the row had before `local`.
+  void push_slot(IncomingStream& stream, int src, uint32_t local, uint32_t nth) {
+    const uint32_t width = op_.plan->compact_width;
+    if (width == 0) {
+      stream.my_slot.push_back(static_cast<uint32_t>(slot_count(local, src)++));
+      return;
+    }
+    if (nth == 0) ++my_rows_[src];
+    if (nth == width) corrupt(src);
+    stream.my_slot.push_back(static_cast<uint32_t>((my_rows_[src] - 1) * width + nth));
+    stream.my_expert.push_back(local);
   }
 
   [[noreturn]] void corrupt(int src) const {
@@ -193,6 +216,7 @@ class HostPlan final : public PlanStep {
   std::vector<uint64_t> pairs_;    // [source rank]
   std::vector<uint64_t> next_slot_;  // [expert][source rank]: counts, then the next slot
   std::vector<uint64_t> my_pairs_;   // [source rank] pairs of its rows with our experts
+  std::vector<uint64_t> my_rows_;    // [source rank] its rows with our experts; compact: then the next row
   size_t num_entered_ = 0;
   bool counts_known_ = false;
 };
