@@ -181,10 +181,9 @@ def make_case(
     alignment = pick(expert_alignment, [1, 1, 8, 16])
     generator = torch.Generator().manual_seed(seed)
     allowed = experts_in_focus(rng, spec.num_experts, spec.num_experts // spec.num_ranks, focus)
-    on_gpu = dict(spec.settings).get("backend") == "cuda"  # where both are still missing
-    drawn = ["expert_major"] * (2 if expert_alignment in (None, 1) and not on_gpu else 3)
+    drawn = ["expert_major"] * (2 if expert_alignment in (None, 1) else 3)
     layout = pick(layout, [*drawn, "compact"][:3])
-    capacity = pick(capacity, [NO_CAPACITY] * 4 + ([NO_CAPACITY] * 3 if on_gpu else [3, 20, 200]))
+    capacity = pick(capacity, [NO_CAPACITY] * 4 + [3, 20, 200])
     alignment = 1 if layout == "compact" else alignment
     capacities = None if capacity < 0 else tuple(capacity + rank for rank in range(spec.num_ranks))
 
@@ -314,6 +313,9 @@ def run_case(case: Case, expected: Expected, rank: int, buffer: Buffer) -> Obser
         grads.append(filled_up(expected.grad_row_weights[rank]))
     torch.autograd.backward(outputs, grads)
     assert expert_rows_RH.grad is not None and x_TH.grad is not None
+    if buffer.device.type == "cuda":
+        torch.cuda.synchronize()
+        buffer.check()  # an error that came after the launches
     return Observed(
         result.rows[:num_rows].detach().cpu(),
         result.tokens_per_expert.cpu(),

@@ -1,12 +1,16 @@
 """Buffers of CUDA tensors: whether there can be one, and how its operations are launched.
 
-Operations run on a stream of the engine, after what the caller had queued on its current stream; `wait` lets
-the caller's current stream wait for them and does not block the host. A failure that shows later is raised by
-the next call, and before the next optimizer step.
+`dispatch` and `combine` run on the caller's current stream, their asynchronous forms on a stream of the
+engine after what the caller had queued; `wait` lets the caller's current stream wait for them and does not
+block the host. A failure that shows later is raised by the next call, and before the next optimizer step.
+
+Operations of a buffer follow each other on the GPU in the order of their calls, on whatever streams. Only in
+a CUDA graph their order is that of the streams: who replays one beside other calls has to order both.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +18,8 @@ from torch import Tensor
 
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ConfigError
-from uccl_ep_train.handle import DispatchHandle
-from uccl_ep_train.launch import Launcher, address
+from uccl_ep_train.handle import DispatchHandle, RowLayout
+from uccl_ep_train.launch import Counts, Launcher, address
 from uccl_ep_train.native import load_native
 
 
@@ -58,8 +62,26 @@ class CudaLauncher(Launcher):
     def wait(self, native: Any) -> None:
         native.wait(self._stream())
 
+    def _counts(self, native: Any, handle: DispatchHandle | None, rows: RowLayout) -> Counts:
+        """With a capacity the counts stay on the device, and nobody waits for them."""
+        if rows.capacity is None:
+            return super()._counts(native, handle, rows)
+        if handle is None:
+            num_experts = native.num_local_experts
+            device_counts = (
+                torch.empty(num_experts, dtype=torch.int64, device=self._device),
+                torch.empty((), dtype=torch.bool, device=self._device),
+            )
+            native.set_counts(*map(address, device_counts))
+            handle = replace(self._make_handle(native).laid_out(rows), device_counts=device_counts)
+        assert handle.device_counts is not None
+        return Counts(handle, *handle.device_counts, rows.capacity)
+
+    def _with_dropped(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
+        return rows  # The kernels leave out what was dropped.
+
     def _dispatch(self, args: Any, plan: Any) -> Any:
-        return self._engine.dispatch(args, plan, -1, self._stream(), False)
+        return self._engine.dispatch(args, plan, self._stream())
 
     def _give_output(
         self,
@@ -74,13 +96,11 @@ class CudaLauncher(Launcher):
             scales=address(scales),
             values=address(weights_R),
             plan=address(handle.storage),
-            tokens_per_expert=0,
-            overflow=0,
             stream=self._stream(),
         )
 
     def _combine(self, args: Any, plan: Any) -> Any:
-        return self._engine.combine(args, plan, self._stream(), False)
+        return self._engine.combine(args, plan, self._stream())
 
     def _make_handle(self, native: Any) -> DispatchHandle:
         storage = torch.empty(native.plan.nbytes, dtype=torch.uint8, device=self._device)

@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -120,18 +121,13 @@ class Buffer:
         Raises `InputError` (`DtypeError`, `ShapeError`, `RoutingError`, `DeviceError`) before anything is
         launched; `CommunicationError`, after which the buffer is broken; `ClosedError`.
         """
-        return self.dispatch_async(
+        return self._start_dispatch(
             x,
-            topk_idx,
-            topk_weights,
-            routing_map=routing_map,
-            probs=probs,
-            handle=handle,
-            expert_alignment=expert_alignment,
-            dispatch_dtype=dispatch_dtype,
-            output_dtype=output_dtype,
-            layout=layout,
-            capacity=capacity,
+            (topk_idx, topk_weights, routing_map, probs),
+            handle,
+            RowLayout(layout, expert_alignment, capacity),
+            (dispatch_dtype, output_dtype),
+            aside=False,
         ).wait()
 
     def dispatch_async(
@@ -154,22 +150,42 @@ class Buffer:
         The result of `wait()` is differentiable, too. The arguments must not be changed before `wait()`
         returned; they are kept alive even if the pending object is dropped.
         """
+        return self._start_dispatch(
+            x,
+            (topk_idx, topk_weights, routing_map, probs),
+            handle,
+            RowLayout(layout, expert_alignment, capacity),
+            (dispatch_dtype, output_dtype),
+            aside=True,
+        )
+
+    def _start_dispatch(
+        self,
+        x: Tensor,
+        given: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+        handle: DispatchHandle | None,
+        asked: RowLayout,
+        dtypes: tuple[str | None, str | None],
+        *,
+        aside: bool,
+    ) -> PendingDispatch:
+        """given: topk_idx, topk_weights, routing_map, probs; dtypes: of the wire and of the output."""
         self._ready()
-        wire = self.config.dispatch_dtype if dispatch_dtype is None else dispatch_dtype
+        wire, output_dtype = dtypes
+        wire = self.config.dispatch_dtype if wire is None else wire
         routing.check_rows("x", x, self.config, self.device)
         routing.check_wire("x", x, "dispatch_dtype", wire)
         if handle is not None:
             routing.check_handle(handle, self._owner)
-        routed = routing.check_routing(
-            x, topk_idx, topk_weights, routing_map, probs, handle, self.config.num_experts
-        )
-        width = min(routed.width, self.config.num_experts // self.num_ranks) if layout == "compact" else 0
-        rows = routing.check_layout(RowLayout(layout, expert_alignment, capacity, width), handle, self.device)
+        routed = routing.check_routing(x, *given, handle, self.config.num_experts)
+        if asked.compact:
+            asked = replace(asked, width=min(routed.width, self.config.num_experts // self.num_ranks))
+        rows = routing.check_layout(asked, handle)
         fp8_rows = routing.check_output(output_dtype, wire)
         attach = autograd.needs_graph(x, routed.values) and not fp8_rows
         with self._operation("dispatch", starts=True):
             launched = self._launcher.dispatch(
-                x, routed, handle, rows=rows, wire=wire, pow2=self._pow2, fp8_rows=fp8_rows
+                x, routed, handle, rows=rows, wire=wire, pow2=self._pow2, fp8_rows=fp8_rows, aside=aside
             )
         counts, outputs = launched.counts, launched.outputs
 
@@ -224,12 +240,17 @@ class Buffer:
 
         Raises what `dispatch` raises.
         """
-        return self.combine_async(rows, handle, grad_dtype=grad_dtype).wait()
+        return self._start_combine(rows, handle, grad_dtype, aside=False).wait()
 
     def combine_async(
         self, rows: Tensor, handle: DispatchHandle, *, grad_dtype: str | None = None
     ) -> PendingCombine:
         """As `combine`, but returns at once. `rows` must not be changed before `wait()` returned."""
+        return self._start_combine(rows, handle, grad_dtype, aside=True)
+
+    def _start_combine(
+        self, rows: Tensor, handle: DispatchHandle, grad_dtype: str | None, *, aside: bool
+    ) -> PendingCombine:
         self._ready()
         routing.check_handle(handle, self._owner)
         routing.check_combine_rows(rows, handle, self.config, self.device)
@@ -238,7 +259,7 @@ class Buffer:
         if attach:
             routing.check_wire("rows", rows, "grad_dtype", grad_wire)
         with self._operation("combine", starts=True):
-            launched = self._launcher.combine(rows, handle, wire_fp32=self._wire_fp32)
+            launched = self._launcher.combine(rows, handle, wire_fp32=self._wire_fp32, aside=aside)
 
         def finish() -> Tensor:
             with self._operation("combine"):

@@ -53,6 +53,7 @@ class DispatchHandle:
     plan_id                  equal on all ranks
     expert_alignment         rows
     nbytes                   memory held by the plan
+    device_counts            on a GPU with a capacity: the dispatch's tokens_per_expert and overflow
     """
 
     num_tokens: int
@@ -70,6 +71,7 @@ class DispatchHandle:
     layout: str = "expert_major"
     row_width: int = 0
     capacity: int | None = None
+    device_counts: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     @property
     def row_layout(self) -> RowLayout:

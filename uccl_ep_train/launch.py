@@ -117,13 +117,19 @@ class Launcher:
         wire: str,
         pow2: bool,
         fp8_rows: bool = False,
+        aside: bool = False,
     ) -> Dispatched:
-        """Returns when the counts are known, if they have to be, and the outputs allocated."""
+        """Returns when the counts are known, if they have to be, and the outputs allocated.
+
+        aside  on a GPU: beside the caller's stream
+        """
         args = self._dispatch_args(x_TH, routed, handle)
         args.wire = "fp8" if wire == "fp8" else "same"
         args.fp8_pow2 = pow2
         args.expert_alignment = rows.alignment
         args.compact = rows.compact
+        args.capacity = -1 if rows.capacity is None else rows.capacity
+        args.aside = aside
         dtype = torch.float8_e4m3fn if fp8_rows else x_TH.dtype
         # From the launch on: an interrupt may come as soon as it returns.
         with self._no_way_back("dispatch"):
@@ -160,6 +166,7 @@ class Launcher:
         *,
         wire_fp32: bool,
         row_values: Tensor | None = None,
+        aside: bool = False,
     ) -> Combined:
         """`row_values` [R] fp32 (compact: [R, W]) go back to their pairs: `values`, shaped as the routing.
 
@@ -179,6 +186,7 @@ class Launcher:
         args.values_ptr = address(row_values)
         args.out_ptr = address(out_TH)
         args.values_out_ptr = address(values)
+        args.aside = aside
         native = self._combine(args, handle.plan)
         self._in_flight.add(native, handle.storage, rows_RH, row_values, out_TH, values)
         return Combined(native, out_TH, values)

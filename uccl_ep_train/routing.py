@@ -82,15 +82,13 @@ def check_output(output_dtype: str | None, wire: str) -> bool:
     return True
 
 
-def check_layout(asked: RowLayout, handle: DispatchHandle | None, device: torch.device) -> RowLayout:
+def check_layout(asked: RowLayout, handle: DispatchHandle | None) -> RowLayout:
     """How the rows of a dispatch will lie: with a handle as there, and asked for so or by default."""
     name = asked.name
     if name not in ("expert_major", "compact"):
         raise InputError(f"layout = {name!r}; allowed is 'expert_major' | 'compact'")
     alignment = check_alignment(asked.alignment, handle)
     _check_capacity(asked.capacity)
-    if device.type == "cuda" and (name == "compact" or asked.capacity is not None):
-        raise InputError("layout = 'compact' and capacity are not there yet on the CUDA backend")
     if handle is None:
         if name == "compact" and alignment != 1:
             raise InputError(f"expert_alignment = {alignment} with layout = 'compact'; allowed is 1")

@@ -69,6 +69,8 @@ struct PyDispatchArgs {
   std::shared_ptr<Plan> plan;
   uint32_t expert_alignment = 1;
   bool compact = false;
+  int64_t capacity = -1;
+  bool aside = false;
 
   DispatchArgs native() const {
     DispatchArgs args;
@@ -85,6 +87,8 @@ struct PyDispatchArgs {
     args.plan = plan;
     args.expert_alignment = expert_alignment;
     args.compact = compact;
+    args.capacity = capacity;
+    args.aside = aside;
     return args;
   }
 };
@@ -98,6 +102,7 @@ struct PyCombineArgs {
   uintptr_t values_ptr = 0;
   uintptr_t out_ptr = 0;
   uintptr_t values_out_ptr = 0;
+  bool aside = false;
 
   CombineArgs native() const {
     CombineArgs args;
@@ -109,6 +114,7 @@ struct PyCombineArgs {
     args.values = pointer<const float>(values_ptr);
     args.out = pointer<uint8_t>(out_ptr);
     args.values_out = pointer<float>(values_out_ptr);
+    args.aside = aside;
     return args;
   }
 };

@@ -16,6 +16,7 @@ cudaStream_t stream_of(uintptr_t address) { return reinterpret_cast<cudaStream_t
 struct PyCudaOp {
   std::shared_ptr<CudaEngine> engine;
   std::shared_ptr<CudaOp> op;
+  CudaOutput output;
 };
 
 void wait_counts(PyCudaOp& self) {
@@ -32,26 +33,24 @@ void wait_counts(PyCudaOp& self) {
 }
 
 PyCudaOp dispatch(std::shared_ptr<CudaEngine> self, const PyDispatchArgs& args, std::shared_ptr<CudaPlan> plan,
-                  int64_t capacity, uintptr_t stream, bool aside) {
+                  uintptr_t stream) {
   const py::gil_scoped_release release;
-  return {self, self->dispatch(args.native(), {std::move(plan), capacity, stream_of(stream), aside})};
+  return {self, self->dispatch(args.native(), {std::move(plan), stream_of(stream)}), {}};
 }
 
 PyCudaOp combine(std::shared_ptr<CudaEngine> self, const PyCombineArgs& args, std::shared_ptr<CudaPlan> plan,
-                 uintptr_t stream, bool aside) {
+                 uintptr_t stream) {
   const py::gil_scoped_release release;
-  return {self, self->combine(args.native(), {std::move(plan), -1, stream_of(stream), aside})};
+  return {self, self->combine(args.native(), {std::move(plan), stream_of(stream)}), {}};
 }
 
-void set_output(PyCudaOp& self, uintptr_t rows, uintptr_t scales, uintptr_t values, uintptr_t plan,
-                uintptr_t tokens_per_expert, uintptr_t overflow, uintptr_t stream) {
-  const CudaOutput output{pointer<uint8_t>(rows),
-                          pointer<float>(scales),
-                          pointer<float>(values),
-                          pointer<uint8_t>(plan),
-                          pointer<int64_t>(tokens_per_expert),
-                          pointer<bool>(overflow),
-                          stream_of(stream)};
+void set_output(PyCudaOp& self, uintptr_t rows, uintptr_t scales, uintptr_t values, uintptr_t plan, uintptr_t stream) {
+  CudaOutput& output = self.output;
+  output.rows = pointer<uint8_t>(rows);
+  output.scales = pointer<float>(scales);
+  output.values = pointer<float>(values);
+  output.plan = pointer<uint8_t>(plan);
+  output.stream = stream_of(stream);
   const py::gil_scoped_release release;
   self.engine->give_output(*self.op, output);
 }
@@ -73,9 +72,16 @@ void bind_cuda(py::module_& m) {
   py::class_<PyCudaOp>(m, "CudaOp")
       .def("wait_counts", &wait_counts)
       .def("wait", [](PyCudaOp& self, uintptr_t stream) { self.engine->wait(*self.op, stream_of(stream)); })
-      .def("set_output", &set_output, "rows"_a, "scales"_a, "values"_a, "plan"_a, "tokens_per_expert"_a, "overflow"_a,
-           "stream"_a)
+      .def("set_output", &set_output, "rows"_a, "scales"_a, "values"_a, "plan"_a, "stream"_a)
+      .def("set_row_experts",
+           [](PyCudaOp& self, uintptr_t address) { self.output.row_experts = pointer<int64_t>(address); })
+      .def("set_counts",
+           [](PyCudaOp& self, uintptr_t tokens_per_expert, uintptr_t overflow) {
+             self.output.tokens_per_expert = pointer<int64_t>(tokens_per_expert);
+             self.output.overflow = pointer<bool>(overflow);
+           })
       .def_property_readonly("plan", [](const PyCudaOp& self) { return self.op->plan; })
+      .def_property_readonly("num_local_experts", [](const PyCudaOp& self) { return self.engine->num_local_experts(); })
       .def_property_readonly("num_rows", [](const PyCudaOp& self) { return self.op->plan->sizes.num_rows; })
       .def_property_readonly("done", [](const PyCudaOp& self) {
         // On the caller's own stream memory is given back in the order of the stream.
@@ -87,8 +93,8 @@ void bind_cuda(py::module_& m) {
       .def("export_handle", [](const CudaEngine& self) { return py::bytes(self.export_handle()); })
       .def("connect", &CudaEngine::connect, Release())
       .def("start", &CudaEngine::start, Release())
-      .def("dispatch", &dispatch, "args"_a, "plan"_a.none(true), "capacity"_a, "stream"_a, "aside"_a)
-      .def("combine", &combine, "args"_a, "plan"_a, "stream"_a, "aside"_a)
+      .def("dispatch", &dispatch, "args"_a, "plan"_a.none(true), "stream"_a)
+      .def("combine", &combine, "args"_a, "plan"_a, "stream"_a)
       .def("fail", &CudaEngine::fail, Release())
       .def("check", &CudaEngine::check, Release())
       .def("stats",

@@ -145,7 +145,9 @@ void bind_args(py::module_& m) {
       .def_readwrite("values_ptr", &PyDispatchArgs::values_ptr)
       .def_readwrite("plan", &PyDispatchArgs::plan)
       .def_readwrite("expert_alignment", &PyDispatchArgs::expert_alignment)
-      .def_readwrite("compact", &PyDispatchArgs::compact);
+      .def_readwrite("compact", &PyDispatchArgs::compact)
+      .def_readwrite("capacity", &PyDispatchArgs::capacity)
+      .def_readwrite("aside", &PyDispatchArgs::aside);
   py::class_<PyCombineArgs>(m, "CombineArgs")
       .def(py::init<>())
       .def_readwrite("rows_ptr", &PyCombineArgs::rows_ptr)
@@ -155,6 +157,7 @@ void bind_args(py::module_& m) {
       .def_readwrite("plan", &PyCombineArgs::plan)
       .def_readwrite("values_ptr", &PyCombineArgs::values_ptr)
       .def_readwrite("out_ptr", &PyCombineArgs::out_ptr)
+      .def_readwrite("aside", &PyCombineArgs::aside)
       .def_readwrite("values_out_ptr", &PyCombineArgs::values_out_ptr);
 }
 

@@ -54,6 +54,9 @@ struct DispatchArgs {
   std::shared_ptr<Plan> plan;  // with routing: checked against it
   uint32_t expert_alignment = 1;
   bool compact = false;  // a row per received token instead of one per pair
+  // Of a CUDA engine only.
+  int64_t capacity = -1;  // rows of the output; -1: exactly those that arrive
+  bool aside = false;  // on a stream of the engine, else on the caller's
 };
 
 // Memory of a dispatch's results; the fields of Op that end in _out.
@@ -72,6 +75,7 @@ struct CombineArgs {
   const float* values = nullptr;  // [num_values]
   uint8_t* out = nullptr;  // [T, H]
   float* values_out = nullptr;  // [T, width], zeroed
+  bool aside = false;  // as in DispatchArgs
 };
 
 WindowParams window_of(const EngineConfig& config);

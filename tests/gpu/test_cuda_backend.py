@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.cases import EngineSpec, check_case, expect, make_case, with_inputs
+from tests.bits import bit_difference
+from tests.cases import NO_CAPACITY, EngineSpec, check_case, expect, make_case, with_inputs
 from tests.harness import Outcome
 from uccl_ep_train import Buffer, cuda
-from uccl_ep_train.errors import CommunicationError, DeviceError, InputError, RankMismatchError
+from uccl_ep_train.errors import (
+    CommunicationError,
+    DeviceError,
+    InputError,
+    PeerFailed,
+    PlanMismatchError,
+    RankMismatchError,
+    RoutingError,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,6 +78,121 @@ def test_real_sizes() -> None:
             check_case(group, case)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_more_than_the_buffer_holds_goes_in_windows(num_ranks: int) -> None:
+    spec = spec_of(num_ranks, hidden=1024, settings=(("budget_bytes", 3 << 20),))
+    with spec.group() as group:
+        for seed in range(12):
+            case = make_case(seed, spec, max_tokens=400, top_k=4, density=0.6, capacity=NO_CAPACITY)
+            check_case(group, case)
+        operations, windows = (
+            sum(group.buffer(rank).stats()[name] for rank in range(num_ranks))
+            for name in ("caller.dispatch.calls", "windows")
+        )
+    # A dispatch, a combine and a backward of each per case.
+    assert windows > 2 * 4 * operations, (windows, operations)
+
+
+def test_replays_of_a_graph_follow_the_routing() -> None:
+    spec = spec_of(2, hidden=512)
+    case = make_case(5, spec, num_tokens=(60, 41), hidden=512, dtype=torch.bfloat16, form="topk", top_k=2,
+                     dispatch_dtype="fp8", weighted=True, special=False, capacity=NO_CAPACITY,
+                     layout="expert_major", expert_alignment=1)  # fmt: skip
+    cases = [case] + [
+        with_inputs(
+            case, lambda rank, entry, i=i: replace(entry, topk_idx=(entry.topk_idx + i) % 8, x=entry.x * i)
+        )
+        for i in range(1, 20)
+    ]
+    oracle, capacity = spec.oracle(), 160
+    wanted = []
+    for entry in cases:
+        dispatched = oracle.dispatch(
+            [i.x for i in entry.inputs], [i.routing(8) for i in entry.inputs], dispatch_dtype="fp8"
+        )
+        wanted.append((dispatched, oracle.combine(dispatched.rows, dispatched.plan).outputs))
+
+    def step(rank: int, buffer: Buffer) -> None:
+        given = case.inputs[rank].on(buffer.device)
+        stream = torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            result = buffer.dispatch(given.x, given.topk_idx, given.topk_weights, capacity=capacity,
+                                     dispatch_dtype="fp8")  # fmt: skip
+            out = buffer.combine(result.rows, result.handle)
+        for turn in range(3):
+            for i, (entry, (dispatched, outputs)) in enumerate(zip(cases, wanted, strict=True)):
+                given.x.copy_(entry.inputs[rank].x)
+                given.topk_idx.copy_(entry.inputs[rank].topk_idx)
+                given.topk_weights.copy_(entry.inputs[rank].topk_weights)
+                graph.replay()
+                torch.cuda.synchronize()
+                buffer.check()
+                num_rows = len(dispatched.rows[rank])
+                about = f"turn {turn}, case {i}"
+                assert not result.overflow and result.tokens_per_expert.sum() == num_rows, about
+                assert not bit_difference(result.rows[:num_rows].cpu(), dispatched.rows[rank]), about
+                assert not bit_difference(out.cpu(), outputs[rank]), about
+
+    with spec.group() as group:
+        group.run(step)
+
+
+def test_counts_cannot_be_read_while_a_graph_is_captured() -> None:
+    def step(rank: int, buffer: Buffer) -> None:
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(InputError, match="needs a capacity"):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                call(rank, buffer)
+        call(rank, buffer)
+
+    with spec_of(1).group() as group:
+        group.run(step)
+
+
+def test_operations_aside_run_beside_the_callers_stream() -> None:
+    spec = spec_of(2, hidden=512)
+    with spec.group() as group:
+
+        def step(rank: int, buffer: Buffer) -> None:
+            device = buffer.device
+            x = torch.ones(40, 256, dtype=torch.bfloat16, device=device)
+            idx = torch.arange(80, device=device).reshape(40, 2) % 8
+            handle = buffer.dispatch(x, idx).handle
+            torch.cuda.synchronize()
+            for i in range(20):
+                y = x * i
+                pending = buffer.dispatch_async(y, handle=handle)
+                torch.cuda._sleep(200_000)
+                rows = pending.wait().rows
+                out = buffer.combine_async(rows + 1, handle).wait()
+                torch.cuda.synchronize()
+                buffer.check()
+                assert rows.eq(i).all() and out.eq(2 * (i + 1)).all()
+
+        group.run(step)
+
+
+def test_a_plan_used_with_another_routing_is_an_error_on_every_rank() -> None:
+    def step(rank: int, buffer: Buffer) -> None:
+        device = buffer.device
+        x = torch.ones(40, 256, dtype=torch.bfloat16, device=device)
+        idx = torch.arange(80, device=device).reshape(40, 2) % 8
+        handle = buffer.dispatch(x, idx).handle
+        buffer.dispatch(x, idx, handle=handle)
+        torch.cuda.synchronize()
+        buffer.check()
+        if rank == 1:
+            idx[11] = idx[11].flip(0)
+        call(rank, buffer, x=x, topk_idx=idx, topk_weights=None, handle=handle)
+        time.sleep(1)
+        buffer.check()
+
+    with spec_of(4).group() as group:
+        errors = errors_of(group.outcomes(step))
+    assert all(isinstance(error, PlanMismatchError) for error in errors), errors
+
+
 def test_one_wrong_bit_is_found() -> None:
     """Control: the comparison sees it."""
     spec = spec_of(2)
@@ -113,8 +239,8 @@ def test_experts_that_cannot_be_are_an_error_on_every_rank(what: str) -> None:
 
     with spec.group() as group:
         errors = errors_of(group.outcomes(step))
-    assert all(isinstance(error, CommunicationError) for error in errors)
-    assert any("rank 2: topk_idx names expert" in str(error) and "token 7" in str(error) for error in errors)
+    assert all("rank 2: topk_idx names expert" in str(error) and "token 7" in str(error) for error in errors)
+    assert [type(error) for error in errors] == [PeerFailed, PeerFailed, RoutingError, PeerFailed]
 
 
 def test_ranks_that_call_differently_learn_it() -> None:

@@ -12,8 +12,6 @@ from torch import Tensor
 from tests.harness import RankGroup
 from uccl_ep_train import Buffer, DispatchResult
 from uccl_ep_train.errors import DeviceError, DtypeError, InputError, RoutingError, ShapeError
-from uccl_ep_train.handle import RowLayout
-from uccl_ep_train.routing import check_layout
 
 T, H, K, E = 4, 256, 2, 8
 BF16, FP32, INT64 = torch.bfloat16, torch.float32, torch.int64
@@ -213,13 +211,6 @@ def test_a_handle_of_another_buffer_is_refused(group: RankGroup) -> None:
 
     with RankGroup(2, {"num_experts": E, "hidden": H, "domain_size": 1}) as other:
         other.run(refuse)
-
-
-def test_what_gpus_cannot_do_yet_is_refused() -> None:
-    for asked in (RowLayout("compact"), RowLayout(capacity=1)):
-        with pytest.raises(InputError, match="on the CUDA backend"):
-            check_layout(asked, None, torch.device("cuda"))
-    check_layout(RowLayout(), None, torch.device("cuda"))
 
 
 def test_fp32_rows_need_slots_made_for_them() -> None:

@@ -60,7 +60,9 @@ __device__ void finish_place(const Crew& crew, const Domain& d, const Op& op, co
   const bool codes = args.scales != nullptr;
   fill_nan(crew, args.rows, slots * hidden * (codes ? 1 : dtype_bytes(args.stage.dtype)));
   if (codes) fill_nan(crew, args.scales, slots * hidden / kFp8Block * sizeof(float));
-  if (args.row_values != nullptr) fill_nan(crew, args.row_values, slots * sizeof(float));
+  const uint64_t width = plan.compact_width > 0 ? plan.compact_width : 1;
+  if (args.row_values != nullptr) fill_nan(crew, args.row_values, slots * width * sizeof(float));
+  if (args.row_experts != nullptr) fill_nan(crew, args.row_experts, slots * width * sizeof(int64_t));  // all -1
 }
 
 constexpr uint32_t kPlaceThreads = (1 + kStageWarps + kMaxPlaceWarps) * kWarp;
@@ -99,7 +101,8 @@ __global__ void __launch_bounds__(kPlaceThreads, 1)
   } else if (!stopped(d)) {
     const Crew crew = Crew::of(3, 1 + kStageWarps, blockDim.x / kWarp - 1 - kStageWarps);
     find_arrivals<kFresh>(crew, d, op, plan, args, arrivals);
-    if (args.window == 0) fill_padding(crew, d, plan, args, kFresh ? Bases(d).padding : plan.padding);
+    if (args.window == 0 && plan.compact_width == 0)
+      fill_padding(crew, d, plan, args, kFresh ? Bases(d).padding : plan.padding);
     if constexpr (kBulk) {
 #if __CUDA_ARCH__ >= 900
       place_rows_bulk<kFresh>(crew, d, op, plan, args, arrivals, shared);
@@ -111,7 +114,12 @@ __global__ void __launch_bounds__(kPlaceThreads, 1)
     if (args.row_values != nullptr)
       for (uint32_t r = crew.thread; r < d.at.num_ranks; r += crew.size)
         good &= wait_peer(d, at<uint64_t>(d, d.rank, d.at.values_full) + r, op.epoch, Step::kPlace, r, -1);
-    if (crew.all(good) && args.row_values != nullptr) place_values<kFresh>(crew, d, op, plan, args);
+    if (crew.all(good)) {
+      if (args.row_experts != nullptr)
+        place_experts<kFresh>(crew, d, op, plan, args);
+      else if (args.row_values != nullptr)
+        place_values<kFresh>(crew, d, op, plan, args);
+    }
   }
   __syncthreads();  // what the other crews have found counts
   if (warp > kStageWarps)

@@ -61,8 +61,13 @@ struct Fold {
     const uint64_t bytes = uint64_t{args.hidden} * dtype_bytes(args.wire);
     const uint64_t piece = plan.row_piece[row] - uint64_t{args.window} * args.window_pieces;
     Sum sum;
-    sum.first = plan.row_slot[row];
-    sum.count = plan.row_slot[row + 1] - sum.first;
+    if (plan.compact_width > 0) {
+      sum.first = row;
+      sum.count = 1;
+    } else {
+      sum.first = plan.row_slot[row];
+      sum.count = plan.row_slot[row + 1] - sum.first;
+    }
     sum.tag = s * max_chunks(d) + plan.row_token[row] / kChunkTokens;
     sum.out = at<uint8_t>(d, s, d.at.pieces) + piece * bytes;
     if (args.may_drop) drop(sum, bytes);
@@ -70,14 +75,14 @@ struct Fold {
   }
   // Slots that the caller's rows do not have; they are the row's last ones.
   __device__ void drop(Sum& sum, uint64_t bytes) const {
-    while (sum.count > 0 && plan.slots[sum.first + sum.count - 1] >= plan.num_slots) --sum.count;
+    while (sum.count > 0 && place(sum.first + sum.count - 1) >= plan.num_slots) --sum.count;
     if (sum.count > 0) return;
     for (uint64_t i = 0; i < bytes / 16; ++i) reinterpret_cast<uint4*>(sum.out)[i] = make_uint4(0, 0, 0, 0);
     proxy_fence();
     __threadfence_system();
     complete(sum.tag);
   }
-  __device__ uint32_t place(uint32_t k) const { return plan.slots[k]; }
+  __device__ uint32_t place(uint32_t k) const { return plan.compact_width > 0 ? k : plan.slots[k]; }
   __device__ const uint8_t* base() const { return args.rows; }
   __device__ bool wait(uint32_t) const { return true; }
   __device__ bool reports() const { return true; }
@@ -100,18 +105,28 @@ __device__ inline void tell_empty_chunks(const Crew& crew, const Domain& d, cons
   }
 }
 
-// By crews of all blocks: weights' gradients, after the rows; then every source learns that it has all of both.
+// By crews of all blocks: weights' gradients, to their sources.
+__device__ inline void fold_values(const Crew& crew, const Domain& d, const PlanView& plan, const CombineArgs& args) {
+  const uint32_t first = blockIdx.x * crew.size + crew.thread, step = gridDim.x * crew.size, width = plan.compact_width;
+  for (uint32_t s = 0; s < d.at.num_ranks; ++s) {
+    float* const to = at<float>(d, s, d.at.piece_values);
+    const uint32_t offset = plan.value_begin[s];
+    if (width > 0) {
+      for (uint32_t row = plan.row_begin[s] + first; row < plan.row_begin[s + 1]; row += step)
+        for (uint32_t p = plan.row_slot[row]; p < plan.row_slot[row + 1]; ++p)
+          to[p + offset] =
+              row < plan.num_slots ? args.row_values[uint64_t{row} * width + p - plan.row_slot[row]] : 0.0f;
+      continue;
+    }
+    const uint32_t end = plan.row_slot[plan.row_begin[s + 1]];
+    for (uint32_t p = plan.row_slot[plan.row_begin[s]] + first; p < end; p += step)
+      to[p + offset] = plan.slots[p] < plan.num_slots ? args.row_values[plan.slots[p]] : 0.0f;
+  }
+}
+// When the rows are folded, too: every source learns that it has all of both.
 __device__ inline void finish_fold(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
                                    const CombineArgs& args) {
-  if (args.row_values != nullptr && args.window == 0)
-    for (uint32_t s = 0; s < d.at.num_ranks; ++s) {
-      const uint32_t begin = plan.row_slot[plan.row_begin[s]], end = plan.row_slot[plan.row_begin[s + 1]];
-      float* const to = at<float>(d, s, d.at.piece_values);
-      for (uint32_t p = begin + blockIdx.x * crew.size + crew.thread; p < end; p += gridDim.x * crew.size) {
-        const uint32_t slot = plan.slots[p];
-        to[p + plan.value_begin[s]] = slot < plan.num_slots ? args.row_values[slot] : 0.0f;
-      }
-    }
+  if (args.row_values != nullptr && args.window == 0) fold_values(crew, d, plan, args);
   if (last_block(crew, d, Arrival::kFolded) && !stopped(d)) publish_all(crew, d, d.at.folded_all, op.epoch);
 }
 

@@ -169,7 +169,7 @@ struct PlanView {
   uint32_t* row_token = nullptr;    // [received rows]
   uint32_t* row_piece = nullptr;    // [received rows] number among the source's pieces
   uint32_t* row_slot = nullptr;     // [received rows + 1] into slots
-  uint32_t* slots = nullptr;        // [received pairs]
+  uint32_t* slots = nullptr;        // [received pairs] of expert-major rows; of compact ones the local expert
   // Of this rank as source.
   uint32_t* piece_begin = nullptr;  // [tokens + 1] pieces of earlier tokens
   uint32_t* pair_begin = nullptr;   // [ranks + 1] pairs for lower ranks
@@ -177,6 +177,9 @@ struct PlanView {
   uint32_t num_tokens = 0;
   uint32_t num_chunks = 0;          // of the rank with the most tokens
   uint32_t num_slots = 0;           // of the caller's rows: higher slots are dropped
+  // 0: a row goes to each of its slots, and a value too. Else rows are compact: row i goes to slot i, its values to
+  // [i, compact_width], and `slots` holds the experts instead.
+  uint32_t compact_width = 0;
 };
 
 // What every kernel knows of the domain.

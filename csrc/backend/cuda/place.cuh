@@ -50,14 +50,16 @@ __device__ inline void find_arrivals(const Crew& crew, const Domain& d, const Op
 // neighbours read different peers.
 template <bool kFresh>
 struct RowBatch {
-  uint32_t source, token, first, count;  // `count` slots from `first` on; 0: nothing to place
+  uint32_t source, token, row;
+  uint32_t first, count;                 // `count` pairs from `first` on; 0: nothing to place
   bool ready;                            // its chunk has been staged
 
   __device__ __forceinline__ RowBatch(const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args,
                                       const Arrivals& arrivals, uint32_t n) {
     source = token = first = count = 0;
     ready = false;
-    const uint32_t s = rotated(d, n % d.at.num_ranks), row = arrivals.begin[s] + n / d.at.num_ranks;
+    const uint32_t s = rotated(d, n % d.at.num_ranks);
+    row = arrivals.begin[s] + n / d.at.num_ranks;
     if (row >= arrivals.all_end[s]) return;
     source = s;
     if constexpr (kFresh) {
@@ -74,7 +76,7 @@ struct RowBatch {
       const uint32_t* const base = slot_base(d) + s * d.experts_per_rank;
       for (uint32_t p = 0; p < count; ++p) {
         const uint2 pair = *reinterpret_cast<const uint2*>(source_pairs + p);
-        plan.slots[first + p] = base[pair.x] + pair.y;
+        plan.slots[first + p] = plan.compact_width > 0 ? pair.x : base[pair.x] + pair.y;
       }
       if (row >= arrivals.end[s]) count = 0;
     } else {
@@ -154,8 +156,10 @@ __device__ void place_rows(const Crew& crew, const Domain& d, const Op& op, cons
       const uint32_t first = __shfl_sync(kFullWarp, batch.first, i), source = __shfl_sync(kFullWarp, batch.source, i);
       const uint32_t staged = __shfl_sync(kFullWarp, batch.staged_row(args), i);
       const uint8_t* const row = rows(d, source, op.half) + staged * stride;
-      for (uint32_t s = 0; s < count; ++s) {
-        const uint32_t slot = plan.slots[first + s];
+      const bool compact = plan.compact_width > 0;
+      const uint32_t own_slot = __shfl_sync(kFullWarp, batch.row, i);
+      for (uint32_t s = 0; s < (compact ? 1 : count); ++s) {
+        const uint32_t slot = compact ? own_slot : plan.slots[first + s];
         if (slot >= plan.num_slots) continue;
         uint4* const to = reinterpret_cast<uint4*>(args.rows + slot * out_bytes);
         if (args.stage.wire == Dtype::kFp8 && !codes)
@@ -218,8 +222,12 @@ __device__ void place_rows_bulk(const Crew& crew, const Domain& d, const Op& op,
     }
     const uint32_t i = __ffs(left) - 1;
     left &= left - 1;
-    const uint32_t first = __shfl_sync(kFullWarp, batch.first, i), count = __shfl_sync(kFullWarp, batch.count, i);
-    const uint32_t slot = lane < count ? plan.slots[first + lane] : 0;
+    const uint32_t first = __shfl_sync(kFullWarp, batch.first, i);
+    uint32_t count = __shfl_sync(kFullWarp, batch.count, i), slot = __shfl_sync(kFullWarp, batch.row, i);
+    if (plan.compact_width > 0)
+      count = 1;
+    else if (lane < count)
+      slot = plan.slots[first + lane];
     good = batch.wait(d, op, args, i, lane);
     if (!good) return;
     const uint32_t source = __shfl_sync(kFullWarp, batch.source, i);
@@ -311,6 +319,40 @@ __device__ inline void place_values(const Crew& crew, const Domain& d, const Op&
         slot = plan.slots[p];
       }
       if (slot < plan.num_slots) args.row_values[slot] = staged[p + offset];
+    }
+  }
+}
+
+// The same for compact rows, which get their experts, too; without values there is nothing to wait for.
+template <bool kFresh>
+__device__ inline void place_experts(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
+                                     const PlaceArgs& args) {
+  const PlanScratch& from = scratch(d);
+  const uint32_t width = plan.compact_width;
+  for (uint32_t r = 0; r < d.at.num_ranks; ++r) {
+    const uint32_t source = rotated(d, r);
+    const uint32_t* const row_begin = kFresh ? from.row_begin : plan.row_begin;
+    const uint32_t offset = (kFresh ? from.value_begin : plan.value_begin)[source];
+    const float* const staged = values(d, source, op.half);
+    const uint32_t end = min(row_begin[source + 1], plan.num_slots);
+    for (uint32_t row = row_begin[source] + blockIdx.x * crew.size + crew.thread; row < end;
+         row += gridDim.x * crew.size) {
+      uint32_t first = 0, count = 0;
+      if constexpr (kFresh) {
+        const ListEntry entry = list(d, source, op.half, d.rank)[row - row_begin[source]];
+        first = from.slot_begin[source] + entry.first_slot;
+        count = entry.num_pairs;
+      } else {
+        first = plan.row_slot[row];
+        count = plan.row_slot[row + 1] - first;
+      }
+      for (uint32_t j = 0; j < width; ++j) {
+        const uint64_t to = uint64_t{row} * width + j;
+        uint32_t expert = 0;
+        if (j < count) expert = kFresh ? pairs(d, source, op.half)[first + j + offset].expert : plan.slots[first + j];
+        args.row_experts[to] = j < count ? static_cast<int64_t>(expert) : -1;
+        if (args.row_values != nullptr) args.row_values[to] = j < count ? staged[first + j + offset] : 0.0f;
+      }
     }
   }
 }

@@ -127,9 +127,10 @@ __device__ inline void plan_heads(const Crew& crew, const Domain& d, const Op& o
   if (args.tokens_per_expert != nullptr)
     for (uint32_t l = crew.thread; l < experts; l += crew.size) args.tokens_per_expert[l] = base.size[l];
   if (crew.thread == 0) {
+    const uint32_t needed = plan.compact_width > 0 ? from.row_begin[ranks] : from.num_rows;
     plan.row_slot[from.row_begin[ranks]] = from.slot_begin[ranks];
     *plan.routing_hash = own.routing_hash;
-    if (args.overflow != nullptr) *args.overflow = from.num_rows > plan.num_slots;
+    if (args.overflow != nullptr) *args.overflow = needed > plan.num_slots;
   }
 }
 

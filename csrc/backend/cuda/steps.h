@@ -49,7 +49,8 @@ struct PlaceArgs {
   uint32_t window = 0, window_tokens = 0;
   uint8_t* rows = nullptr;        // [slots, H] of dtype, or codes
   float* scales = nullptr;        // [slots, H / 128]; nullptr: FP8 rows are dequantised
-  float* row_values = nullptr;    // [slots]; nullptr: none travel, or not in this window
+  float* row_values = nullptr;    // [slots] or [slots, W]; nullptr: none travel, or not in this window
+  int64_t* row_experts = nullptr;  // [slots, W] of compact rows, in the first window
   int64_t* tokens_per_expert = nullptr;  // [experts of a rank], of a fresh plan; may be nullptr
   bool* overflow = nullptr;       // [1]: more slots were needed
 };
@@ -65,7 +66,7 @@ struct CombineArgs {
   uint32_t hidden = 0;
   Dtype dtype = Dtype::kBf16, wire = Dtype::kBf16;
   const uint8_t* rows = nullptr;      // [slots, H]
-  const float* row_values = nullptr;  // [slots]; nullptr: none travel
+  const float* row_values = nullptr;  // [slots] or [slots, W]; nullptr: none travel
   uint8_t* out = nullptr;             // [T, H]
   float* values = nullptr;            // [T, width], zeroed; nullptr: none travel
   uint64_t value_bytes = 0;

@@ -54,14 +54,13 @@ struct CudaOp {
 // How an operation is called, beside its arguments.
 struct CudaCall {
   std::shared_ptr<CudaPlan> plan;  // of a dispatch: nullptr makes a new one; with routing: compared with it
-  int64_t capacity = -1;           // rows of a dispatch's output; -1: exactly those that arrive
   cudaStream_t stream = nullptr;   // the caller's: what it has queued comes first
-  bool aside = false;              // run on a stream of the engine, else on the caller's
 };
 struct CudaOutput {
   uint8_t* rows = nullptr;
   float* scales = nullptr;  // FP8 rows go out as codes and scales
   float* values = nullptr;
+  int64_t* row_experts = nullptr;  // of compact rows
   uint8_t* plan = nullptr;  // memory of a new plan
   int64_t* tokens_per_expert = nullptr;  // with a capacity
   bool* overflow = nullptr;
@@ -85,6 +84,7 @@ class CudaEngine {
   // What the caller queues on `stream` from now on runs after the operation.
   void wait(CudaOp& op, cudaStream_t stream) const;
 
+  uint32_t num_local_experts() const { return domain_.experts_per_rank; }
   void fail(const std::string& text) { life_.fail(text); }
   // Throws the error that reached this rank, one that its kernels have found but nobody has heard of included.
   void check() const;
@@ -93,8 +93,8 @@ class CudaEngine {
 
  private:
   // Starts an operation on the caller's stream, or aside on ours, after what is queued there.
-  std::shared_ptr<CudaOp> begin(std::shared_ptr<CudaPlan> plan, const CudaCall& call);
-  std::shared_ptr<CudaPlan> new_plan(const DispatchArgs& args, const CudaCall& call) const;
+  std::shared_ptr<CudaOp> begin(std::shared_ptr<CudaPlan> plan, cudaStream_t stream, bool aside);
+  std::shared_ptr<CudaPlan> new_plan(const DispatchArgs& args) const;
   void check_dispatch(const DispatchArgs& args, const CudaCall& call) const;
   void check_plan(const CudaPlan& plan) const;
   void size_plan(CudaPlan& plan, const CudaPlan::Sizes& sizes) const;

@@ -81,7 +81,7 @@ void CudaEngine::check_dispatch(const DispatchArgs& args, const CudaCall& call) 
     return;
   }
   if (!args.has_routing) refuse(UsageKind::kInput, "dispatch without routing needs the handle of an earlier dispatch");
-  if (call.capacity < 0) {
+  if (args.capacity < 0) {
     if (is_capturing(call.stream))
       refuse(UsageKind::kInput,
              "while a graph is captured the counts cannot be read: dispatch needs a capacity or the handle of an "
@@ -102,14 +102,14 @@ void CudaEngine::follow(cudaStream_t stream, cudaStream_t other) {
   must(cudaStreamWaitEvent(stream, inputs_ready_, 0), "cudaStreamWaitEvent");
 }
 
-std::shared_ptr<CudaOp> CudaEngine::begin(std::shared_ptr<CudaPlan> plan, const CudaCall& call) {
+std::shared_ptr<CudaOp> CudaEngine::begin(std::shared_ptr<CudaPlan> plan, cudaStream_t stream, bool aside) {
   auto op = std::make_shared<CudaOp>();
   op->plan = std::move(plan);
   op->call = ++calls_;
-  op->stream = call.aside ? stream_ : call.stream;
-  if (call.aside) {
+  op->stream = aside ? stream_ : stream;
+  if (aside) {
     must(cudaEventCreateWithFlags(&op->done, cudaEventDisableTiming), "cudaEventCreate");
-    follow(stream_, call.stream);
+    follow(stream_, stream);
   }
   // The operations of a buffer are one sequence. What a graph holds is ordered by who replays it.
   if (last_stream_ != op->stream && !is_capturing(op->stream))
@@ -117,19 +117,20 @@ std::shared_ptr<CudaOp> CudaEngine::begin(std::shared_ptr<CudaPlan> plan, const 
   return op;
 }
 
-std::shared_ptr<CudaPlan> CudaEngine::new_plan(const DispatchArgs& args, const CudaCall& call) const {
+std::shared_ptr<CudaPlan> CudaEngine::new_plan(const DispatchArgs& args) const {
   auto plan = std::make_shared<CudaPlan>();
   plan->engine_generation = config_.generation;
   plan->routing_kind = args.routing.kind;
   plan->routing_width = args.routing.width;
   plan->expert_alignment = args.expert_alignment;
-  plan->has_capacity = call.capacity >= 0;
+  plan->has_capacity = args.capacity >= 0;
+  if (args.compact) plan->view.compact_width = std::min(args.routing.width, domain_.experts_per_rank);
   plan->view.num_tokens = static_cast<uint32_t>(args.num_tokens);
-  if (call.capacity < 0) return plan;
+  if (args.capacity < 0) return plan;
   const uint32_t ranks = domain_.at.num_ranks, tokens = layout_.max_tokens;
   const uint32_t most_pairs = std::min(args.routing.width, domain_.experts_per_rank);
   CudaPlan::Sizes sizes;
-  sizes.num_rows = static_cast<uint32_t>(call.capacity);
+  sizes.num_rows = static_cast<uint32_t>(args.capacity);
   sizes.received_rows = ranks * tokens;
   sizes.received_pairs = std::min(sizes.received_rows * most_pairs, ranks * layout_.max_pairs);
   sizes.sent_pairs = std::min(plan->view.num_tokens * args.routing.width, layout_.max_pairs);
@@ -150,7 +151,7 @@ std::shared_ptr<CudaOp> CudaEngine::dispatch(const DispatchArgs& args, const Cud
   const cuda::OnDevice guard(device_);
   check_dispatch(args, call);
   const bool fresh = call.plan == nullptr;
-  auto op = begin(fresh ? new_plan(args, call) : call.plan, call);
+  auto op = begin(fresh ? new_plan(args) : call.plan, call.stream, args.aside);
   CudaPlan& plan = *op->plan;
   if (fresh) plan.plan_id = op->call;
   num_dispatches_ += 1;
@@ -166,6 +167,7 @@ std::shared_ptr<CudaOp> CudaEngine::dispatch(const DispatchArgs& args, const Cud
   s.with_values = args.values != nullptr;
   s.fp8_pow2 = args.wire == Dtype::kFp8 && args.fp8_pow2;
   s.expert_alignment = plan.expert_alignment;
+  s.compact_width = plan.view.compact_width;
   s.plan_id = fresh ? 0 : plan.plan_id;
   place.routing = {args.routing.data, args.values, args.routing.kind == RoutingKind::kMap, args.routing.width};
   place.stage = {args.x, static_cast<uint32_t>(args.num_tokens), args.hidden, args.dtype, args.wire, args.fp8_pow2};
@@ -186,8 +188,9 @@ bool CudaEngine::poll_counts(CudaOp& op) {
     return false;
   }
   CudaPlan& plan = *op.plan;
-  size_plan(plan, {counts.num_rows, counts.received_rows, counts.received_pairs, counts.sent_pairs, counts.most_tokens,
-                   counts.most_sent_rows});
+  const bool compact = plan.view.compact_width > 0;
+  size_plan(plan, {compact ? counts.received_rows : counts.num_rows, counts.received_rows, counts.received_pairs,
+                   counts.sent_pairs, counts.most_tokens, counts.most_sent_rows});
   const uint32_t experts = domain_.experts_per_rank;
   const uint32_t* exact = reinterpret_cast<const uint32_t*>(&counts + 1);
   plan.tokens_per_expert_exact.assign(exact, exact + experts);
@@ -206,6 +209,7 @@ void CudaEngine::give_output(CudaOp& op, const CudaOutput& output) {
   place.rows = output.rows;
   place.scales = output.scales;
   place.row_values = output.values;
+  place.row_experts = output.row_experts;
   place.tokens_per_expert = output.tokens_per_expert;
   place.overflow = output.overflow;
   const uint32_t most_tokens = plan.has_capacity ? 0 : plan.sizes.most_tokens;
@@ -213,6 +217,7 @@ void CudaEngine::give_output(CudaOp& op, const CudaOutput& output) {
     must(launch_place(domain_, plan.view, place, num_sms_, op.stream), "place");
     place.fresh = false;
     place.row_values = nullptr;
+    place.row_experts = nullptr;
     place.window += 1;
     num_windows_ += 1;
   } while (place.window * uint64_t{place.window_tokens} < most_tokens);
@@ -226,7 +231,7 @@ std::shared_ptr<CudaOp> CudaEngine::combine(const CombineArgs& args, const CudaC
   check_row(args.hidden, args.wire);
   if (call.plan == nullptr) refuse(UsageKind::kInput, "combine needs the handle of a dispatch");
   check_plan(*call.plan);
-  auto op = begin(call.plan, call);
+  auto op = begin(call.plan, call.stream, args.aside);
   op->counts_known = true;
   num_combines_ += 1;
   const CudaPlan& plan = *call.plan;
@@ -239,6 +244,7 @@ std::shared_ptr<CudaOp> CudaEngine::combine(const CombineArgs& args, const CudaC
   s.hidden = args.hidden;
   s.with_values = args.values != nullptr;
   s.expert_alignment = plan.expert_alignment;
+  s.compact_width = plan.view.compact_width;
   s.plan_id = plan.plan_id;
   combine.window_pieces = window_pieces(layout_, uint64_t{args.hidden} * dtype_bytes(args.wire));
   combine.may_drop = plan.has_capacity;
