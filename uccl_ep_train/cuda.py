@@ -75,7 +75,8 @@ class CudaLauncher(Launcher):
             native.set_counts(*map(address, device_counts))
             handle = replace(self._make_handle(native).laid_out(rows), device_counts=device_counts)
         assert handle.device_counts is not None
-        return Counts(handle, *handle.device_counts, rows.capacity)
+        tokens_per_expert, overflow = handle.device_counts
+        return Counts(handle, rows.capacity, on_device=tokens_per_expert, overflow=overflow)
 
     def _with_dropped(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
         return rows  # The kernels leave out what was dropped.

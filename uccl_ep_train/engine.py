@@ -188,6 +188,7 @@ class Buffer:
                 x, routed, handle, rows=rows, wire=wire, pow2=self._pow2, fp8_rows=fp8_rows, aside=aside
             )
         counts, outputs = launched.counts, launched.outputs
+        tokens_per_expert = counts.tokens_per_expert
 
         def finish() -> DispatchResult:
             with self._operation("dispatch"):
@@ -200,14 +201,14 @@ class Buffer:
                 filled = autograd.attach_dispatch(x, routed.values, written, gradients)
             return DispatchResult(
                 filled[0],
-                counts.tokens_per_expert,
+                tokens_per_expert,
                 filled[1],
                 counts.handle,
                 outputs.row_experts,
                 counts.overflow,
             )
 
-        return PendingDispatch(launched.native, counts.handle, counts.tokens_per_expert, finish)
+        return PendingDispatch(launched.native, counts.handle, tokens_per_expert, finish)
 
     def _combine_gradients(self, handle: DispatchHandle) -> autograd.CombineGradients:
         """The backward of a dispatch."""

@@ -7,7 +7,7 @@ gradients of a dispatch are combined.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -45,15 +45,23 @@ class Outputs(NamedTuple):
 class Counts:
     """What a launched dispatch needs to know of its rows before they can be received.
 
-    tokens_per_expert  [L] int64, as the result has it
-    overflow           bool [], as the result has it
-    num_rows           rows of the memory to receive into: those received, or more
+    num_rows   rows of the memory to receive into: those received, or more
+    of_plan    rows of each local expert, if the host knows; else `on_device`: [L] int64
+    overflow   bool [], as the result has it
     """
 
     handle: DispatchHandle
-    tokens_per_expert: Tensor
-    overflow: Tensor | None
     num_rows: int
+    of_plan: Sequence[int] | None = None
+    on_device: Tensor | None = None
+    overflow: Tensor | None = None
+
+    @property
+    def tokens_per_expert(self) -> Tensor:
+        """[L] int64, as the result has it; made when the launch is over, which waits for nobody."""
+        if self.on_device is not None:
+            return self.on_device
+        return torch.tensor(self.of_plan, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -201,12 +209,11 @@ class Launcher:
         """Waits until a new plan's counts are known."""
         native.wait_counts()
         known = handle or self._make_handle(native).laid_out(rows)
-        tokens_per_expert = torch.tensor(native.plan.tokens_per_expert, dtype=torch.int64)
         if rows.capacity is None:
-            return Counts(known, tokens_per_expert, None, known.num_rows)
+            return Counts(known, known.num_rows, known.tokens_per_expert)
         num_rows = native.plan.num_rows
         overflow = torch.tensor(num_rows > rows.capacity)
-        return Counts(known, tokens_per_expert, overflow, max(num_rows, rows.capacity))
+        return Counts(known, max(num_rows, rows.capacity), native.plan.tokens_per_expert, overflow=overflow)
 
     def _with_dropped(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
         """All rows of the plan (or a value of each): zeros in the place of those that a capacity dropped."""

@@ -80,23 +80,23 @@ def test_real_sizes() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_more_than_the_buffer_holds_goes_in_windows(num_ranks: int) -> None:
-    spec = spec_of(num_ranks, hidden=1024, settings=(("budget_bytes", 3 << 20),))
+    spec = spec_of(num_ranks, hidden=1024, settings=(("budget_bytes", 4 << 20),))
     with spec.group() as group:
         for seed in range(12):
-            case = make_case(seed, spec, max_tokens=400, top_k=4, density=0.6, capacity=NO_CAPACITY)
+            case = make_case(seed, spec, max_tokens=300, top_k=4, density=0.6, capacity=NO_CAPACITY)
             check_case(group, case)
         operations, windows = (
             sum(group.buffer(rank).stats()[name] for rank in range(num_ranks))
             for name in ("caller.dispatch.calls", "windows")
         )
     # A dispatch, a combine and a backward of each per case.
-    assert windows > 2 * 4 * operations, (windows, operations)
+    assert windows > 4 * operations + 20, (windows, operations)
 
 
 def test_replays_of_a_graph_follow_the_routing() -> None:
     spec = spec_of(2, hidden=512)
     case = make_case(5, spec, num_tokens=(60, 41), hidden=512, dtype=torch.bfloat16, form="topk", top_k=2,
-                     dispatch_dtype="fp8", weighted=True, special=False, capacity=NO_CAPACITY,
+                     dispatch_dtype="fp8", weighted=True, drop_rate=0.0, special=False, capacity=NO_CAPACITY,
                      layout="expert_major", expert_alignment=1)  # fmt: skip
     cases = [case] + [
         with_inputs(
@@ -141,9 +141,9 @@ def test_replays_of_a_graph_follow_the_routing() -> None:
 def test_counts_cannot_be_read_while_a_graph_is_captured() -> None:
     def step(rank: int, buffer: Buffer) -> None:
         graph = torch.cuda.CUDAGraph()
-        with pytest.raises(InputError, match="needs a capacity"):
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                call(rank, buffer)
+        capture = torch.cuda.graph(graph, capture_error_mode="thread_local")
+        with pytest.raises(InputError, match="needs a capacity"), capture:
+            call(rank, buffer)
         call(rank, buffer)
 
     with spec_of(1).group() as group:
@@ -162,7 +162,7 @@ def test_operations_aside_run_beside_the_callers_stream() -> None:
             torch.cuda.synchronize()
             for i in range(20):
                 y = x * i
-                pending = buffer.dispatch_async(y, handle=handle)
+                pending = buffer.dispatch_async(y, handle=handle, dispatch_dtype="bf16")
                 torch.cuda._sleep(200_000)
                 rows = pending.wait().rows
                 out = buffer.combine_async(rows + 1, handle).wait()

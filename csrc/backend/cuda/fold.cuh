@@ -55,7 +55,7 @@ struct Fold {
   const FoldRange& range;
 
   __device__ uint32_t end() const { return range.most * d.at.num_ranks; }
-  __device__ Sum look_up(uint32_t n) const {
+  __device__ Sum look_up(uint32_t n, bool acts) const {
     const uint32_t s = rotated(d, n % d.at.num_ranks), row = range.begin[s] + n / d.at.num_ranks;
     if (row >= range.end[s]) return {};
     const uint64_t bytes = uint64_t{args.hidden} * dtype_bytes(args.wire);
@@ -70,13 +70,13 @@ struct Fold {
     }
     sum.tag = s * max_chunks(d) + plan.row_token[row] / kChunkTokens;
     sum.out = at<uint8_t>(d, s, d.at.pieces) + piece * bytes;
-    if (args.may_drop) drop(sum, bytes);
+    if (args.may_drop) drop(sum, bytes, acts);
     return sum;
   }
   // Slots that the caller's rows do not have; they are the row's last ones.
-  __device__ void drop(Sum& sum, uint64_t bytes) const {
+  __device__ void drop(Sum& sum, uint64_t bytes, bool acts) const {
     while (sum.count > 0 && place(sum.first + sum.count - 1) >= plan.num_slots) --sum.count;
-    if (sum.count > 0) return;
+    if (sum.count > 0 || !acts) return;
     for (uint64_t i = 0; i < bytes / 16; ++i) reinterpret_cast<uint4*>(sum.out)[i] = make_uint4(0, 0, 0, 0);
     proxy_fence();
     __threadfence_system();
@@ -112,13 +112,13 @@ __device__ inline void fold_values(const Crew& crew, const Domain& d, const Plan
     float* const to = at<float>(d, s, d.at.piece_values);
     const uint32_t offset = plan.value_begin[s];
     if (width > 0) {
-      for (uint32_t row = plan.row_begin[s] + first; row < plan.row_begin[s + 1]; row += step)
+      for (uint32_t row = plan.row_begin[s] + first; row < plan.row_end[s]; row += step)
         for (uint32_t p = plan.row_slot[row]; p < plan.row_slot[row + 1]; ++p)
           to[p + offset] =
               row < plan.num_slots ? args.row_values[uint64_t{row} * width + p - plan.row_slot[row]] : 0.0f;
       continue;
     }
-    const uint32_t end = plan.row_slot[plan.row_begin[s + 1]];
+    const uint32_t end = plan.row_slot[plan.row_end[s]];
     for (uint32_t p = plan.row_slot[plan.row_begin[s]] + first; p < end; p += step)
       to[p + offset] = plan.slots[p] < plan.num_slots ? args.row_values[plan.slots[p]] : 0.0f;
   }

@@ -122,17 +122,18 @@ struct Local {
 
 // What a new plan is made of, between the kernels that make it.
 struct PlanScratch {
-  uint32_t row_begin[kMaxDomainRanks + 1];   // received rows of lower sources
-  uint32_t slot_begin[kMaxDomainRanks + 1];  // received pairs of lower sources
-  uint32_t value_begin[kMaxDomainRanks];     // as in PlanView
-  uint32_t num_rows;
+  // By source: its received rows and pairs, which are numbered in the given order of sources.
+  uint32_t row_begin[kMaxDomainRanks], row_end[kMaxDomainRanks];
+  uint32_t slot_begin[kMaxDomainRanks], slot_end[kMaxDomainRanks];
+  uint32_t value_begin[kMaxDomainRanks];  // as in PlanView
+  uint32_t num_slots, received_rows, received_pairs;
   // Followed by uint32 slot_base[ranks][experts of a rank], padding[experts of a rank][2], size[experts of a rank].
 };
 
 // Pinned host memory. Writer: a kernel; reader: the host.
 struct HostCounts {
   uint64_t call;  // published last
-  uint32_t num_rows, received_rows, received_pairs, sent_rows, sent_pairs;
+  uint32_t num_slots, received_rows, received_pairs, sent_rows, sent_pairs;
   uint32_t most_tokens, most_sent_rows;  // of any rank
   uint32_t reserved;
   // Followed by uint32 exact[experts of a rank], padded[experts of a rank].
@@ -161,7 +162,8 @@ enum class DeviceFault : uint32_t {
 struct PlanView {
   uint64_t* routing_hash = nullptr; // [1]
   // Of this rank as destination.
-  uint32_t* row_begin = nullptr;    // [ranks + 1] rows of lower sources
+  uint32_t* row_begin = nullptr;    // [ranks] a source's rows, numbered in the given order of sources
+  uint32_t* row_end = nullptr;      // [ranks]
   uint32_t* value_begin = nullptr;  // [ranks] a source's number of the pair = our number + value_begin (mod 2^32)
   uint32_t* chunk_rows = nullptr;   // [ranks][chunks + 1] the source's rows of earlier chunks of its tokens
   uint32_t* chunk_pieces = nullptr; // [ranks][chunks + 1] the source's pieces of earlier chunks of its tokens

@@ -39,7 +39,7 @@ struct Merge {
   }
 
   __device__ uint32_t end() const { return end_token - first_token; }
-  __device__ Sum look_up(uint32_t n) const {
+  __device__ Sum look_up(uint32_t n, bool) const {
     const uint32_t token = first_token + n;
     Sum sum;
     sum.first = plan.piece_begin[token];

@@ -24,8 +24,8 @@ __device__ inline void find_arrivals(const Crew& crew, const Domain& d, const Op
   const uint32_t first_chunk = args.window * per_window;
   const bool whole = plan.num_chunks <= per_window;
   for (uint32_t s = crew.thread; s < d.at.num_ranks; s += crew.size) {
-    const uint32_t* const row_begin = kFresh ? scratch(d).row_begin : plan.row_begin;
-    const uint32_t base = row_begin[s], end = row_begin[s + 1];
+    const uint32_t base = (kFresh ? scratch(d).row_begin : plan.row_begin)[s];
+    const uint32_t end = (kFresh ? scratch(d).row_end : plan.row_end)[s];
     out.begin[s] = base;
     out.end[s] = out.all_end[s] = end;
     if (whole) continue;
@@ -129,6 +129,10 @@ __device__ __forceinline__ void dequantise(const uint8_t* row, uint32_t hidden, 
   }
 }
 
+// Bulk copies need multiples of 16 bytes.
+__device__ __forceinline__ bool bulk_scales(const PlaceArgs& args) {
+  return args.stage.hidden / kFp8Block * sizeof(float) % 16 == 0;
+}
 __device__ inline void copy_scales(const uint8_t* row, uint32_t slot, const PlaceArgs& args, uint32_t lane) {
   const uint32_t blocks = args.stage.hidden / kFp8Block;
   const float* const scales = reinterpret_cast<const float*>(row + args.stage.hidden);
@@ -265,7 +269,11 @@ __device__ void place_rows_bulk(const Crew& crew, const Domain& d, const Op& op,
         if (s > 0 && s + lane < stage_count[stage]) slot = plan.slots[stage_first[stage] + s + lane];
         const bool wanted = s + lane < stage_count[stage] && slot < plan.num_slots;
         if (wanted) store_bulk(args.rows + uint64_t{slot} * out_bytes, decodes ? decoded : row, out_bytes);
-        if (codes)
+        if (wanted && codes && bulk_scales(args)) {
+          const uint32_t bytes = hidden / kFp8Block * static_cast<uint32_t>(sizeof(float));
+          store_bulk(reinterpret_cast<uint8_t*>(args.scales) + uint64_t{slot} * bytes, row + hidden, bytes);
+        }
+        if (codes && !bulk_scales(args))
           for (uint32_t mask = __ballot_sync(kFullWarp, wanted); mask != 0; mask &= mask - 1)
             copy_scales(row, __shfl_sync(kFullWarp, slot, __ffs(mask) - 1), args, lane);
       }
@@ -307,7 +315,7 @@ __device__ inline void place_values(const Crew& crew, const Domain& d, const Op&
   for (uint32_t r = 0; r < d.at.num_ranks; ++r) {
     const uint32_t source = rotated(d, r);
     const uint32_t begin = kFresh ? from.slot_begin[source] : plan.row_slot[plan.row_begin[source]];
-    const uint32_t end = kFresh ? from.slot_begin[source + 1] : plan.row_slot[plan.row_begin[source + 1]];
+    const uint32_t end = kFresh ? from.slot_end[source] : plan.row_slot[plan.row_end[source]];
     const uint32_t offset = (kFresh ? from.value_begin : plan.value_begin)[source];
     const float* const staged = values(d, source, op.half);
     for (uint32_t p = begin + blockIdx.x * crew.size + crew.thread; p < end; p += gridDim.x * crew.size) {
@@ -331,15 +339,14 @@ __device__ inline void place_experts(const Crew& crew, const Domain& d, const Op
   const uint32_t width = plan.compact_width;
   for (uint32_t r = 0; r < d.at.num_ranks; ++r) {
     const uint32_t source = rotated(d, r);
-    const uint32_t* const row_begin = kFresh ? from.row_begin : plan.row_begin;
+    const uint32_t row_begin = (kFresh ? from.row_begin : plan.row_begin)[source];
     const uint32_t offset = (kFresh ? from.value_begin : plan.value_begin)[source];
     const float* const staged = values(d, source, op.half);
-    const uint32_t end = min(row_begin[source + 1], plan.num_slots);
-    for (uint32_t row = row_begin[source] + blockIdx.x * crew.size + crew.thread; row < end;
-         row += gridDim.x * crew.size) {
+    const uint32_t end = min((kFresh ? from.row_end : plan.row_end)[source], plan.num_slots);
+    for (uint32_t row = row_begin + blockIdx.x * crew.size + crew.thread; row < end; row += gridDim.x * crew.size) {
       uint32_t first = 0, count = 0;
       if constexpr (kFresh) {
-        const ListEntry entry = list(d, source, op.half, d.rank)[row - row_begin[source]];
+        const ListEntry entry = list(d, source, op.half, d.rank)[row - row_begin];
         first = from.slot_begin[source] + entry.first_slot;
         count = entry.num_pairs;
       } else {

@@ -53,11 +53,10 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
     }
     base.padding[2 * l] = sum;
   }
-  uint32_t* const shared_rows = plan.row_begin;
   for (uint32_t s = crew.thread; s < ranks; s += crew.size) {
     const DeviceHeader& h = header(d, s, op.epoch);
-    shared_rows[s + 1] = h.row_begin[d.rank + 1] - h.row_begin[d.rank];
-    plan.slot_begin[s + 1] = h.pair_begin[d.rank + 1] - h.pair_begin[d.rank];
+    plan.row_end[s] = h.row_begin[d.rank + 1] - h.row_begin[d.rank];
+    plan.slot_end[s] = h.pair_begin[d.rank + 1] - h.pair_begin[d.rank];
     plan.value_begin[s] = h.pair_begin[d.rank];
   }
   uint32_t most_tokens = 0, most_sent = 0;
@@ -68,24 +67,27 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
     }
   crew.sync();
   if (crew.thread == crew.size - 1) {
-    plan.row_begin[0] = plan.slot_begin[0] = 0;
-    for (uint32_t s = 0; s < ranks; ++s) {
-      plan.row_begin[s + 1] += plan.row_begin[s];
-      plan.slot_begin[s + 1] += plan.slot_begin[s];
-      plan.value_begin[s] -= plan.slot_begin[s];
+    uint32_t rows = 0, pairs = 0;
+    for (uint32_t i = 0; i < ranks; ++i) {
+      const uint32_t s = d.source_order[i];
+      plan.row_begin[s] = rows;
+      plan.slot_begin[s] = pairs;
+      plan.value_begin[s] -= pairs;
+      plan.row_end[s] = rows += plan.row_end[s];
+      plan.slot_end[s] = pairs += plan.slot_end[s];
     }
     const DeviceHeader& own = header(d, d.rank, op.epoch);
-    d.counts->received_rows = plan.row_begin[ranks];
-    d.counts->received_pairs = plan.slot_begin[ranks];
+    d.counts->received_rows = plan.received_rows = rows;
+    d.counts->received_pairs = plan.received_pairs = pairs;
     d.counts->sent_rows = own.row_begin[ranks];
     d.counts->sent_pairs = own.pair_begin[ranks];
     d.counts->most_tokens = most_tokens;
     d.counts->most_sent_rows = most_sent;
   }
   if (crew.warp() == 0) {
-    const uint32_t num_rows =
+    const uint32_t num_slots =
         lay_out_experts(base, experts, alignment, crew.lane(), reinterpret_cast<uint32_t*>(d.counts + 1));
-    if (crew.lane() == 0) plan.num_rows = d.counts->num_rows = num_rows;
+    if (crew.lane() == 0) plan.num_slots = d.counts->num_slots = num_slots;
   }
   crew.sync();
   for (uint32_t l = crew.thread; l < experts; l += crew.size) {
@@ -119,16 +121,18 @@ __device__ inline void plan_heads(const Crew& crew, const Domain& d, const Op& o
   const PlanScratch& from = scratch(d);
   const Bases base(d);
   for (uint32_t s = crew.thread; s <= ranks; s += crew.size) {
-    plan.row_begin[s] = from.row_begin[s];
     plan.pair_begin[s] = own.pair_begin[s];
-    if (s < ranks) plan.value_begin[s] = from.value_begin[s];
+    if (s == ranks) break;
+    plan.row_begin[s] = from.row_begin[s];
+    plan.row_end[s] = from.row_end[s];
+    plan.value_begin[s] = from.value_begin[s];
   }
   for (uint32_t i = crew.thread; i < 2 * experts; i += crew.size) plan.padding[i] = base.padding[i];
   if (args.tokens_per_expert != nullptr)
     for (uint32_t l = crew.thread; l < experts; l += crew.size) args.tokens_per_expert[l] = base.size[l];
   if (crew.thread == 0) {
-    const uint32_t needed = plan.compact_width > 0 ? from.row_begin[ranks] : from.num_rows;
-    plan.row_slot[from.row_begin[ranks]] = from.slot_begin[ranks];
+    const uint32_t needed = plan.compact_width > 0 ? from.received_rows : from.num_slots;
+    plan.row_slot[from.received_rows] = from.received_pairs;
     *plan.routing_hash = own.routing_hash;
     if (args.overflow != nullptr) *args.overflow = needed > plan.num_slots;
   }

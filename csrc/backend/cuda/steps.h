@@ -30,7 +30,7 @@ struct StageArgs {
 // Begins a dispatch with a new plan: our routing for all peers, the first window of rows into our region, and, when all
 // ranks have entered, the counts: to the host, and where each (source, expert) begins.
 struct ExchangeArgs {
-  OpSignature signature;
+  OpSignature signature{};
   DeviceRouting routing;
   StageArgs stage;
   uint64_t call = 0;          // that the host knows the counts by
@@ -41,7 +41,7 @@ cudaError_t launch_exchange(const Domain& domain, const ExchangeArgs& args, uint
 // A window of a dispatch. Of a new plan's first: fills the plan and places the rows that the exchange has staged. Else
 // stages rows and places them side by side.
 struct PlaceArgs {
-  OpSignature signature;
+  OpSignature signature{};
   DeviceRouting routing;  // of a plan that is known: values to stage, and data to compare with the plan, if given
   StageArgs stage;
   bool fresh = false;
@@ -59,7 +59,7 @@ cudaError_t launch_place(const Domain& domain, const PlanView& plan, const Place
 
 // A window of a combine: folds what came here and, side by side, merges what comes back.
 struct CombineArgs {
-  OpSignature signature;
+  OpSignature signature{};
   uint32_t window = 0, window_pieces = 0;
   bool is_last = true;                // of the combine's windows
   bool may_drop = false;              // the plan may have slots that `rows` has not

@@ -52,7 +52,8 @@ struct Sum {
 };
 
 // The sums that are a warp's turn, 32 at a time, looked up by a lane each. Work has, for sums 0 .. end():
-//   Sum look_up(n)             by one lane; count 0: there is nothing to sum
+//   Sum look_up(n, acts)       by one lane; count 0: there is nothing to sum. `acts`: what is to be done then is done;
+//                              sums may be looked up twice, and one of the times it is true
 //   uint32_t place(k)          where addend k lies, in rows
 //   const uint8_t* base()      of the addends
 //   bool wait(tag)             by the warp: the addends have arrived; false: an error is known
@@ -62,17 +63,18 @@ template <typename Work>
 struct Turns {
   const Work& work;
   const uint32_t end, step, lane;
+  const bool acts;
   uint32_t begin, left = 0;
   Sum batch;
 
-  __device__ Turns(const Work& w, const Crew& crew)
-      : work(w), end(w.end()), step(gridDim.x * crew.warps()), lane(crew.lane()) {
+  __device__ Turns(const Work& w, const Crew& crew, bool a)
+      : work(w), end(w.end()), step(gridDim.x * crew.warps()), lane(crew.lane()), acts(a) {
     begin = crew.warp() * gridDim.x + blockIdx.x;
     look();
   }
   __device__ __forceinline__ void look() {
     batch = Sum{};
-    if (begin + lane * step < end) batch = work.look_up(begin + lane * step);
+    if (begin + lane * step < end) batch = work.look_up(begin + lane * step, acts);
     left = __ballot_sync(kFullWarp, batch.count > 0);
   }
   // The next sum, in every lane; count 0: no more.
@@ -91,7 +93,7 @@ struct Turns {
 // Plain loads: for every architecture and every dtype.
 template <typename In, typename Out, typename Work>
 __device__ void sum_rows(const Crew& crew, const Domain& d, const Work& work, uint32_t hidden) {
-  Turns<Work> turns(work, crew);
+  Turns<Work> turns(work, crew, true);
   for (Sum sum = turns.next(); sum.count > 0; sum = turns.next()) {
     if (!work.wait(sum.tag)) return;
     for (uint32_t i = crew.lane() * 8; i < hidden; i += kWarp * 8) {
@@ -109,10 +111,11 @@ __device__ void sum_rows(const Crew& crew, const Domain& d, const Work& work, ui
 
 // ---- BF16 sums by bulk copies (sm_90) -------------------------------------------------------------------------------
 // A warp walks over (sum, segment, addend). A ring of segments in shared memory is filled ahead; a sum leaves from the
-// place of its last addend.
+// place of its last addend, which is filled again kLag steps later: by then the sum has been read.
 constexpr uint32_t kVectors = 7;                          // 16 bytes of a lane in a segment
 constexpr uint32_t kSegment = kVectors * kWarp * 16;      // most bytes
 constexpr uint32_t kRing = 6;
+constexpr uint32_t kLag = 2;
 constexpr uint32_t kSumWarpBytes = kRing * kSegment;
 constexpr uint32_t kMaxSumWarps = 16;
 constexpr uint32_t kReport = 4;      // rows that are reported together, a lane each: it costs a round trip
@@ -142,7 +145,7 @@ struct BulkSums {
         vectors(segment / (16 * kWarp)),
         ring(shared + crew.warp() * kSumWarpBytes),
         full(barriers + crew.warp() * kRing),
-        ahead(w, crew),
+        ahead(w, crew, false),
         good(!stopped(domain)) {
     if (lane == 0) {
       for (uint32_t i = 0; i < kRing; ++i) init_barrier(full + i);
@@ -184,8 +187,8 @@ struct BulkSums {
   }
 
   __device__ void run(const Crew& crew) {
-    for (uint32_t i = 0; i < kRing - 1; ++i) load_segment();
-    Turns<Work> turns(work, crew);
+    for (uint32_t i = 0; i < kRing - kLag; ++i) load_segment();
+    Turns<Work> turns(work, crew, true);
     uint32_t summed = 0, unreported = 0, reported_tag = 0;
     const auto report_rows = [&] {  // lane i: the i-th row since the last report
       if (lane == 0) wait_stores<0>();
@@ -209,22 +212,19 @@ struct BulkSums {
             if (v < vectors) add_values(sum[v], reinterpret_cast<const uint16_t*>(from) + (v * kWarp + lane) * 8);
           __syncwarp();
           ++summed;
-          const bool last = i + 1 == now.count;
-          if (last) {
+          if (i + 1 == now.count) {
 #pragma unroll
             for (uint32_t v = 0; v < kVectors; ++v)
               if (v < vectors) put_values(sum[v], reinterpret_cast<uint16_t*>(from) + (v * kWarp + lane) * 8);
             fence_shared();
             __syncwarp();
-            if (lane == 0) {
-              store_bulk(now.out + begin, from, min(segment, row_bytes - begin));
-              commit_stores();
-              wait_stores_read<1>();
-            }
-          } else if (lane == 0) {
-            wait_stores_read<0>();
+            if (lane == 0) store_bulk(now.out + begin, from, min(segment, row_bytes - begin));
           }
-          // Into the place before, whose sum, if it held one, has left.
+          // A group a step, most of them empty, so that steps are what is counted.
+          if (lane == 0) {
+            commit_stores();
+            wait_stores_read<kLag>();
+          }
           __syncwarp();
           load_segment();
         }

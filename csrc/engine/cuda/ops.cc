@@ -21,7 +21,8 @@ uint64_t lay_out(cuda::PlanView& view, const CudaPlan::Sizes& sizes, uint8_t* me
   };
   const uint64_t chunk_entries = ranks * (uint64_t{view.num_chunks} + 1);
   take(view.routing_hash, 1);
-  take(view.row_begin, ranks + 1);
+  take(view.row_begin, ranks);
+  take(view.row_end, ranks);
   take(view.value_begin, ranks);
   take(view.chunk_rows, chunk_entries);
   take(view.chunk_pieces, chunk_entries);
@@ -189,7 +190,7 @@ bool CudaEngine::poll_counts(CudaOp& op) {
   }
   CudaPlan& plan = *op.plan;
   const bool compact = plan.view.compact_width > 0;
-  size_plan(plan, {compact ? counts.received_rows : counts.num_rows, counts.received_rows, counts.received_pairs,
+  size_plan(plan, {compact ? counts.received_rows : counts.num_slots, counts.received_rows, counts.received_pairs,
                    counts.sent_pairs, counts.most_tokens, counts.most_sent_rows});
   const uint32_t experts = domain_.experts_per_rank;
   const uint32_t* exact = reinterpret_cast<const uint32_t*>(&counts + 1);
