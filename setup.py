@@ -70,6 +70,7 @@ CUDA_FLAGS = [
     "-fmad=false",
     "--expt-relaxed-constexpr",
     "--diag-suppress=177",  # never referenced: what the kernels of one architecture alone call
+    "-lineinfo",  # profilers show the source
     "-Xcompiler=-fPIC,-fvisibility=hidden",
     # Hopper's bulk copies, and plain loads for what came before and comes after.
     "-gencode=arch=compute_90a,code=sm_90a",

@@ -10,7 +10,6 @@ a CUDA graph their order is that of the streams: who replays one beside other ca
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,21 +61,22 @@ class CudaLauncher(Launcher):
     def wait(self, native: Any) -> None:
         native.wait(self._stream())
 
-    def _counts(self, native: Any, handle: DispatchHandle | None, rows: RowLayout) -> Counts:
+    def _num_rows(self, native: Any, rows: RowLayout) -> int:
         """With a capacity the counts stay on the device, and nobody waits for them."""
-        if rows.capacity is None:
-            return super()._counts(native, handle, rows)
-        if handle is None:
-            num_experts = native.num_local_experts
-            device_counts = (
-                torch.empty(num_experts, dtype=torch.int64, device=self._device),
-                torch.empty((), dtype=torch.bool, device=self._device),
-            )
-            native.set_counts(*map(address, device_counts))
-            handle = replace(self._make_handle(native).laid_out(rows), device_counts=device_counts)
-        assert handle.device_counts is not None
-        tokens_per_expert, overflow = handle.device_counts
-        return Counts(handle, rows.capacity, on_device=tokens_per_expert, overflow=overflow)
+        return super()._num_rows(native, rows) if rows.capacity is None else rows.capacity
+
+    def _counts(self, native: Any, handle: DispatchHandle) -> Counts:
+        if handle.capacity is None:
+            return super()._counts(native, handle)
+        assert handle.storage is not None
+        # They are part of the plan.
+        begin, end = native.plan.counts_begin, native.plan.counts_end
+        tokens_per_expert = handle.storage[begin:end].view(torch.int64)
+        overflow = handle.storage[end].view(torch.bool)
+        return Counts(handle, on_device=tokens_per_expert, overflow=overflow)
+
+    def _plan_memory(self, native: Any) -> Tensor:
+        return torch.empty(native.plan.nbytes, dtype=torch.uint8, device=self._device)
 
     def _with_dropped(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
         return rows  # The kernels leave out what was dropped.
@@ -87,7 +87,7 @@ class CudaLauncher(Launcher):
     def _give_output(
         self,
         native: Any,
-        handle: DispatchHandle,
+        storage: Tensor | None,
         rows_RH: Tensor,
         scales: Tensor | None,
         weights_R: Tensor | None,
@@ -96,13 +96,9 @@ class CudaLauncher(Launcher):
             rows=address(rows_RH),
             scales=address(scales),
             values=address(weights_R),
-            plan=address(handle.storage),
+            plan=address(storage),
             stream=self._stream(),
         )
 
     def _combine(self, args: Any, plan: Any) -> Any:
         return self._engine.combine(args, plan, self._stream())
-
-    def _make_handle(self, native: Any) -> DispatchHandle:
-        storage = torch.empty(native.plan.nbytes, dtype=torch.uint8, device=self._device)
-        return DispatchHandle.of_plan(native.plan, self._owner, storage)

@@ -6,7 +6,7 @@ a compact row's weights: as many experts of a rank as a token can have, min(K or
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -53,7 +53,6 @@ class DispatchHandle:
     plan_id                  equal on all ranks
     expert_alignment         rows
     nbytes                   memory held by the plan
-    device_counts            on a GPU with a capacity: the dispatch's tokens_per_expert and overflow
     """
 
     num_tokens: int
@@ -71,27 +70,22 @@ class DispatchHandle:
     layout: str = "expert_major"
     row_width: int = 0
     capacity: int | None = None
-    device_counts: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     @property
     def row_layout(self) -> RowLayout:
         return RowLayout(self.layout, self.expert_alignment, self.capacity, self.row_width)
 
-    def laid_out(self, rows: RowLayout) -> DispatchHandle:
-        """The same plan for rows that lie so."""
-        laid_out = replace(self, layout=rows.name, row_width=rows.width, capacity=rows.capacity)
-        if rows.capacity is None:
-            return laid_out
-        return replace(laid_out, num_rows=rows.capacity, tokens_per_expert=None, tokens_per_expert_exact=None)
-
     @classmethod
-    def of_plan(cls, plan: Any, owner: object, storage: Tensor | None = None) -> DispatchHandle:
+    def of_plan(
+        cls, plan: Any, owner: object, rows: RowLayout, storage: Tensor | None = None
+    ) -> DispatchHandle:
         """From a native plan; `owner` identifies the buffer, `storage` is the plan's memory on a GPU."""
+        known = rows.capacity is None
         return cls(
             num_tokens=plan.num_tokens,
-            num_rows=plan.num_rows,
-            tokens_per_expert=tuple(plan.tokens_per_expert),
-            tokens_per_expert_exact=tuple(plan.tokens_per_expert_exact),
+            num_rows=plan.num_rows if rows.capacity is None else rows.capacity,
+            tokens_per_expert=tuple(plan.tokens_per_expert) if known else None,
+            tokens_per_expert_exact=tuple(plan.tokens_per_expert_exact) if known else None,
             plan_id=plan.plan_id,
             expert_alignment=plan.expert_alignment,
             nbytes=plan.nbytes,
@@ -100,6 +94,9 @@ class DispatchHandle:
             plan=plan,
             owner=owner,
             storage=storage,
+            layout=rows.name,
+            row_width=rows.width,
+            capacity=rows.capacity,
         )
 
 

@@ -43,15 +43,13 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Counts:
-    """What a launched dispatch needs to know of its rows before they can be received.
+    """What is known of a launched dispatch's rows.
 
-    num_rows   rows of the memory to receive into: those received, or more
     of_plan    rows of each local expert, if the host knows; else `on_device`: [L] int64
     overflow   bool [], as the result has it
     """
 
     handle: DispatchHandle
-    num_rows: int
     of_plan: Sequence[int] | None = None
     on_device: Tensor | None = None
     overflow: Tensor | None = None
@@ -143,15 +141,19 @@ class Launcher:
         with self._no_way_back("dispatch"):
             native = self._dispatch(args, None if handle is None else handle.plan)
             record = self._in_flight.add(native, x_TH, routed.indices, routed.values)
-            counts = self._counts(native, handle, rows)
-            received = _allocate(x_TH, dtype, rows, counts.num_rows, routed.values is not None)
-            outputs = received
-            if rows.capacity is not None and rows.capacity < counts.num_rows:
-                outputs = _allocate(x_TH, dtype, rows, rows.capacity, routed.values is not None)
-            record.keep(counts.handle.storage, received.row_experts, *received[:3])
+            # Until the output is given the step stands still: what can wait comes after it.
+            num_rows = self._num_rows(native, rows)
+            received = _allocate(x_TH, dtype, rows, num_rows, routed.values is not None)
+            storage = self._plan_memory(native) if handle is None else handle.storage
+            record.keep(storage, received.row_experts, *received[:3])
             if received.row_experts is not None:
                 native.set_row_experts(address(received.row_experts))
-            self._give_output(native, counts.handle, *received[:3])
+            self._give_output(native, storage, *received[:3])
+            known = handle or DispatchHandle.of_plan(native.plan, self._owner, rows, storage)
+            counts = self._counts(native, known)
+            outputs = received
+            if rows.capacity is not None and rows.capacity < num_rows:
+                outputs = _allocate(x_TH, dtype, rows, rows.capacity, routed.values is not None)
         return Dispatched(native, counts, outputs, received)
 
     def _dispatch_args(self, x_TH: Tensor, routed: Routing, handle: DispatchHandle | None) -> Any:
@@ -205,15 +207,20 @@ class Launcher:
 
     # What differs between backends.
 
-    def _counts(self, native: Any, handle: DispatchHandle | None, rows: RowLayout) -> Counts:
-        """Waits until a new plan's counts are known."""
+    def _num_rows(self, native: Any, rows: RowLayout) -> int:
+        """Rows of the memory to receive into: those received, or more. Waits for a new plan's counts."""
         native.wait_counts()
-        known = handle or self._make_handle(native).laid_out(rows)
-        if rows.capacity is None:
-            return Counts(known, known.num_rows, known.tokens_per_expert)
-        num_rows = native.plan.num_rows
-        overflow = torch.tensor(num_rows > rows.capacity)
-        return Counts(known, max(num_rows, rows.capacity), native.plan.tokens_per_expert, overflow=overflow)
+        return max(native.plan.num_rows, rows.capacity or 0)
+
+    def _counts(self, native: Any, handle: DispatchHandle) -> Counts:
+        if handle.capacity is None:
+            return Counts(handle, handle.tokens_per_expert)
+        overflow = torch.tensor(native.plan.num_rows > handle.capacity)
+        return Counts(handle, native.plan.tokens_per_expert, overflow=overflow)
+
+    def _plan_memory(self, native: Any) -> Tensor | None:
+        """Of a new plan, where it is not the engine's own."""
+        return None
 
     def _with_dropped(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
         """All rows of the plan (or a value of each): zeros in the place of those that a capacity dropped."""
@@ -222,9 +229,6 @@ class Launcher:
         num_dropped = handle.plan.num_rows - handle.capacity
         return torch.cat([rows, rows.new_zeros(num_dropped, *rows.shape[1:])])
 
-    def _make_handle(self, native: Any) -> DispatchHandle:
-        return DispatchHandle.of_plan(native.plan, self._owner)
-
     def _dispatch(self, args: Any, plan: Any) -> Any:
         args.plan = plan
         return self._engine.dispatch(args)
@@ -232,7 +236,7 @@ class Launcher:
     def _give_output(
         self,
         native: Any,
-        handle: DispatchHandle,
+        storage: Tensor | None,
         rows_RH: Tensor,
         scales: Tensor | None,
         weights_R: Tensor | None,

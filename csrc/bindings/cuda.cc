@@ -65,6 +65,8 @@ void bind_cuda(py::module_& m) {
       .def_readonly("tokens_per_expert_exact", &CudaPlan::tokens_per_expert_exact)
       .def_readonly("routing_width", &CudaPlan::routing_width)
       .def_readonly("nbytes", &CudaPlan::storage_bytes)
+      .def_readonly("counts_begin", &CudaPlan::counts_begin)
+      .def_readonly("counts_end", &CudaPlan::counts_end)
       .def_property_readonly("num_tokens", [](const CudaPlan& p) { return p.view.num_tokens; })
       .def_property_readonly("num_rows", [](const CudaPlan& p) { return p.sizes.num_rows; })
       .def_property_readonly("routing_kind",
@@ -75,13 +77,7 @@ void bind_cuda(py::module_& m) {
       .def("set_output", &set_output, "rows"_a, "scales"_a, "values"_a, "plan"_a, "stream"_a)
       .def("set_row_experts",
            [](PyCudaOp& self, uintptr_t address) { self.output.row_experts = pointer<int64_t>(address); })
-      .def("set_counts",
-           [](PyCudaOp& self, uintptr_t tokens_per_expert, uintptr_t overflow) {
-             self.output.tokens_per_expert = pointer<int64_t>(tokens_per_expert);
-             self.output.overflow = pointer<bool>(overflow);
-           })
       .def_property_readonly("plan", [](const PyCudaOp& self) { return self.op->plan; })
-      .def_property_readonly("num_local_experts", [](const PyCudaOp& self) { return self.engine->num_local_experts(); })
       .def_property_readonly("num_rows", [](const PyCudaOp& self) { return self.op->plan->sizes.num_rows; })
       .def_property_readonly("done", [](const PyCudaOp& self) {
         // On the caller's own stream memory is given back in the order of the stream.

@@ -11,6 +11,12 @@ __device__ __forceinline__ uint64_t read_flag(const uint64_t* flag) {
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
   return value;
 }
+// Without order, for polling: an acquire empties the L1 cache of its SM. read_flag() follows when it has come.
+__device__ __forceinline__ uint64_t peek_flag(const uint64_t* flag) {
+  uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
+  return value;
+}
 __device__ __forceinline__ void publish_flag(uint64_t* flag, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }

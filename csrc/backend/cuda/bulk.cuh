@@ -16,30 +16,47 @@ __device__ __forceinline__ void init_barrier(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-__device__ __forceinline__ void load_bulk(void* to, const void* from, uint32_t num_bytes, uint64_t* barrier) {
-  const uint32_t b = shared_address(barrier);
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(num_bytes) : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(to)),
-               "l"(from), "r"(num_bytes), "r"(b)
+// `to` and `barrier`: addresses in shared memory.
+__device__ __forceinline__ void load_bulk(uint32_t to, const void* from, uint32_t num_bytes, uint32_t barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(num_bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(num_bytes), "r"(barrier)
                : "memory");
 }
-// The `lap`-th use of the barrier is complete.
-__device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t lap) {
+__device__ __forceinline__ void load_bulk(void* to, const void* from, uint32_t num_bytes, uint64_t* barrier) {
+  load_bulk(shared_address(to), from, num_bytes, shared_address(barrier));
+}
+// The barrier's use of that parity is complete.
+__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
       "again:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@!done bra again;\n"
-      "}" ::"r"(shared_address(barrier)),
-      "r"(lap & 1)
+      "}" ::"r"(barrier),
+      "r"(parity)
       : "memory");
 }
-__device__ __forceinline__ void store_bulk(void* to, const void* from, uint32_t num_bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
-               "r"(num_bytes)
+// The `lap`-th use of it is.
+__device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t lap) {
+  wait_barrier(shared_address(barrier), lap & 1);
+}
+// `from`: address in shared memory.
+__device__ __forceinline__ void store_bulk(void* to, uint32_t from, uint32_t num_bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(num_bytes)
                : "memory");
+}
+__device__ __forceinline__ void store_bulk(void* to, const void* from, uint32_t num_bytes) {
+  store_bulk(to, shared_address(from), num_bytes);
+}
+__device__ __forceinline__ uint4 load_shared(uint32_t from) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(from));
+  return v;
+}
+__device__ __forceinline__ void store_shared(uint32_t to, const uint4& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // At most kGroups groups of stores still read shared memory.

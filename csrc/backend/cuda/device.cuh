@@ -167,13 +167,12 @@ __device__ inline void report(const Domain& d, DeviceFault code, Step step, int 
 // By one thread. False: an error is known (perhaps this wait's own deadline) and the kernel has to return.
 __device__ inline bool wait_flag(const Domain& d, const uint64_t* flag, uint64_t value, Step step, uint32_t peer,
                                  int chunk = -1, bool arrival = false) {
-  uint64_t seen = read_flag(flag);
-  if (seen >= value) return true;
+  if (read_flag(flag) >= value) return true;
   const uint64_t started = now_nsec();
   const uint64_t limit = arrival ? d.arrival_nsec : d.progress_nsec;
   for (uint32_t looks = 1;; ++looks) {
-    seen = read_flag(flag);
-    if (seen >= value) return true;
+    const uint64_t seen = peek_flag(flag);
+    if (seen >= value) return read_flag(flag) >= value;
     if (looks % 64 != 0) continue;
     if (stopped(d)) return false;
     if (now_nsec() - started > limit) {

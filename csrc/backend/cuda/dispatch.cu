@@ -9,21 +9,29 @@ namespace uccl_ep::cuda {
 namespace {
 
 constexpr uint32_t kRouteWarps = 8;
-constexpr uint32_t kStageCrews = 2;
-constexpr uint32_t kExchangeThreads = (kRouteWarps + kStageCrews * kStageWarps) * kWarp;
+constexpr uint32_t kExchangeThreads = (kRouteWarps + kStageWarps) * kWarp;
+constexpr uint32_t kTileAlign = 128;
 
+// kBulk: shared memory holds, after a tile, the ring of stage.
+template <bool kBulk>
 __global__ void __launch_bounds__(kExchangeThreads, 1)
     exchange(const __grid_constant__ Domain d, const __grid_constant__ ExchangeArgs args) {
   extern __shared__ __align__(128) uint8_t shared[];
   const Op op = enter(d, OpKind::kDispatch);
   const uint32_t warp = threadIdx.x / kWarp;
   if (warp >= kRouteWarps) {
-    const uint32_t number = (warp - kRouteWarps) / kStageWarps;
-    const Crew crew = Crew::of(2 + number, kRouteWarps + number * kStageWarps, kStageWarps);
+    const Crew crew = Crew::of(2, kRouteWarps, kStageWarps);
     // What the half held before must have been read by all.
     if (stopped(d) || !wait_all(crew, d, d.at.read, op.free_after, Step::kStage)) return;
-    stage_rows(crew, d, op, args.stage, 0, min(args.stage.num_tokens, args.window_tokens),
-               blockIdx.x * kStageCrews + number, gridDim.x * kStageCrews);
+    const uint32_t end = min(args.stage.num_tokens, args.window_tokens);
+    if constexpr (kBulk) {
+#if __CUDA_ARCH__ >= 900
+      const uint64_t tile_bytes = round_up(Tile::bytes(d.at.num_experts, d.at.num_ranks), kTileAlign);
+      stage_rows_bulk(crew, d, op, args.stage, 0, end, blockIdx.x, gridDim.x, shared + tile_bytes);
+#endif
+    } else {
+      stage_rows(crew, d, op, args.stage, 0, end, blockIdx.x, gridDim.x);
+    }
     return;
   }
   const Crew crew = Crew::of(1, 0, kRouteWarps);
@@ -89,7 +97,7 @@ __global__ void __launch_bounds__(kPlaceThreads, 1)
   } else if (warp <= kStageWarps) {
     const Crew crew = Crew::of(2, 1, kStageWarps);
     if (kFresh) {
-      if (!stopped(d)) plan_heads(crew, d, op, plan, args);
+      if (!stopped(d)) plan_heads(crew, d, op, plan);
     } else if (!stopped(d) && wait_all(crew, d, d.at.read, op.free_after, Step::kStage)) {
       const uint32_t begin = args.window * args.window_tokens;
       stage_rows(crew, d, op, args.stage, begin, min(begin + args.window_tokens, args.stage.num_tokens), blockIdx.x,
@@ -141,9 +149,14 @@ void launch_place_kernel(const Domain& domain, const PlanView& plan, const Place
 }  // namespace
 
 cudaError_t launch_exchange(const Domain& domain, const ExchangeArgs& args, uint32_t num_sms, cudaStream_t stream) {
-  const uint32_t useful = (args.stage.num_tokens + kStageCrews * kStageRows - 1) / (kStageCrews * kStageRows);
-  const uint32_t bytes = Tile::bytes(domain.at.num_experts, domain.at.num_ranks);
-  exchange<<<min(num_sms, max(useful, 1u)), kExchangeThreads, bytes, stream>>>(domain, args);
+  const uint32_t blocks = min(num_sms, max(1u, (args.stage.num_tokens + kStageRows - 1) / kStageRows));
+  const uint32_t tile_bytes =
+      static_cast<uint32_t>(round_up(Tile::bytes(domain.at.num_experts, domain.at.num_ranks), kTileAlign));
+  const bool divides = args.stage.wire == Dtype::kFp8 && !args.stage.fp8_pow2;
+  if (domain.bulk_copies && !divides && tile_bytes + kStageBytes <= domain.shared_bytes)
+    exchange<true><<<blocks, kExchangeThreads, tile_bytes + kStageBytes, stream>>>(domain, args);
+  else
+    exchange<false><<<blocks, kExchangeThreads, tile_bytes, stream>>>(domain, args);
   return cudaGetLastError();
 }
 
@@ -157,8 +170,8 @@ cudaError_t launch_place(const Domain& domain, const PlanView& plan, const Place
 }
 
 cudaError_t load_dispatch(uint32_t shared_bytes) {
-  return load_all(shared_bytes, exchange, place<false, false>, place<false, true>, place<true, false>,
-                  place<true, true>);
+  return load_all(shared_bytes, exchange<false>, exchange<true>, place<false, false>, place<false, true>,
+                  place<true, false>, place<true, true>);
 }
 
 }  // namespace uccl_ep::cuda

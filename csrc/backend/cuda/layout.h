@@ -160,7 +160,9 @@ enum class DeviceFault : uint32_t {
 
 // A plan in device memory; arrays lie in one allocation that the caller owns.
 struct PlanView {
-  uint64_t* routing_hash = nullptr; // [1]
+  uint64_t* routing_hash = nullptr;      // [1]
+  int64_t* tokens_per_expert = nullptr;  // [experts of a rank] pairs, padding included
+  uint64_t* overflow = nullptr;          // [1] 1: more slots were needed than the caller has
   // Of this rank as destination.
   uint32_t* row_begin = nullptr;    // [ranks] a source's rows, numbered in the given order of sources
   uint32_t* row_end = nullptr;      // [ranks]

@@ -26,9 +26,13 @@ __device__ __forceinline__ uint16_t fp32_to_bf16(float value) {
 }
 __device__ __forceinline__ float canonical(float value) { return value != value ? __uint_as_float(kFp32Nan) : value; }
 
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+__device__ __forceinline__ uint32_t pack_finite_bf16(float low, float high) {
   uint32_t packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  uint32_t packed = pack_finite_bf16(low, high);
   if (low != low) packed = (packed & 0xFFFF0000u) | kBf16Nan;
   if (high != high) packed = (packed & 0xFFFFu) | uint32_t{kBf16Nan} << 16;
   return packed;

@@ -100,8 +100,7 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
 }
 
 // By crews of all blocks: the parts of a new plan that no row stands for.
-__device__ inline void plan_heads(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
-                                  const PlaceArgs& args) {
+__device__ inline void plan_heads(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan) {
   const uint32_t ranks = d.at.num_ranks, experts = d.experts_per_rank;
   const uint32_t me = blockIdx.x * crew.size + crew.thread, all = gridDim.x * crew.size;
   const DeviceHeader& own = header(d, d.rank, op.epoch);
@@ -128,13 +127,12 @@ __device__ inline void plan_heads(const Crew& crew, const Domain& d, const Op& o
     plan.value_begin[s] = from.value_begin[s];
   }
   for (uint32_t i = crew.thread; i < 2 * experts; i += crew.size) plan.padding[i] = base.padding[i];
-  if (args.tokens_per_expert != nullptr)
-    for (uint32_t l = crew.thread; l < experts; l += crew.size) args.tokens_per_expert[l] = base.size[l];
+  for (uint32_t l = crew.thread; l < experts; l += crew.size) plan.tokens_per_expert[l] = base.size[l];
   if (crew.thread == 0) {
     const uint32_t needed = plan.compact_width > 0 ? from.received_rows : from.num_slots;
     plan.row_slot[from.received_rows] = from.received_pairs;
     *plan.routing_hash = own.routing_hash;
-    if (args.overflow != nullptr) *args.overflow = needed > plan.num_slots;
+    *plan.overflow = needed > plan.num_slots;
   }
 }
 

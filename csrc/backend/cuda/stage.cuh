@@ -1,6 +1,7 @@
 // Stage: one pass over the hidden states, copied or quantised into our region, a flag per few rows.
 #pragma once
 
+#include "backend/cuda/bulk.cuh"
 #include "backend/cuda/device.cuh"
 #include "backend/cuda/numerics.cuh"
 #include "backend/cuda/steps.h"
@@ -55,11 +56,21 @@ __device__ __forceinline__ float quantise(const uint4& raw, uint2& codes) {
   return scale;
 }
 
+// 8 of a row's values, number `i` of `vectors`; raw is zero beyond them.
+template <bool kPow2>
+__device__ __forceinline__ void put_codes(const uint4& raw, uint8_t* row, uint32_t hidden, uint32_t i,
+                                          uint32_t vectors) {
+  uint2 codes;
+  const float scale = quantise<kPow2>(raw, codes);
+  if (i >= vectors) return;  // the same for all 16 lanes of a block
+  *reinterpret_cast<uint2*>(row + i * 8) = codes;
+  if (i % 16 == 0) reinterpret_cast<float*>(row + hidden)[i / 16] = scale;
+}
+
 // By a warp. The next loads are under way while a batch is converted.
 template <bool kPow2>
 __device__ inline void quantise_row(const uint4* from, uint8_t* to, uint32_t hidden, uint32_t lane) {
   constexpr uint32_t kBatch = kPow2 ? 4 : 1;  // divisions need registers
-  float* const scales = reinterpret_cast<float*>(to + hidden);
   const uint32_t vectors = hidden / 8;
   uint4 next[kBatch];
   const auto load = [&](uint32_t first) {
@@ -78,12 +89,7 @@ __device__ inline void quantise_row(const uint4* from, uint8_t* to, uint32_t hid
 #pragma unroll
     for (uint32_t u = 0; u < kBatch; ++u) {
       if (first + u * kWarp >= vectors) break;
-      const uint32_t i = first + u * kWarp + lane;
-      uint2 codes;
-      const float scale = quantise<kPow2>(now[u], codes);
-      if (i >= vectors) continue;  // the same for all 16 lanes of a block
-      *reinterpret_cast<uint2*>(to + i * 8) = codes;
-      if (lane % 16 == 0) scales[i / 16] = scale;
+      put_codes<kPow2>(now[u], to, hidden, first + u * kWarp + lane, vectors);
     }
   }
 }
@@ -91,6 +97,17 @@ __device__ inline void quantise_row(const uint4* from, uint8_t* to, uint32_t hid
 // Not inlined: a division is a call that would make its caller spill.
 __device__ __noinline__ void quantise_row_divided(const uint4* from, uint8_t* to, uint32_t hidden, uint32_t lane) {
   quantise_row<false>(from, to, hidden, lane);
+}
+
+// By a crew: the rows of a chunk are in our region; one warp tells the others while the rest goes on.
+__device__ __forceinline__ void tell_staged(const Crew& crew, const Domain& d, const Op& op, uint32_t chunk,
+                                            uint32_t turn) {
+  proxy_fence();
+  crew.sync();
+  if (crew.warp() != turn % kStageWarps) return;
+  __threadfence_system();
+  for (uint32_t r = crew.lane(); r < d.at.num_ranks; r += kWarp)
+    publish_flag(rows_full(d, r, d.rank) + chunk, op.epoch);
 }
 
 // By a crew of kStageWarps, number `crew_number` of `num_crews`: tokens [begin, end) of x, a flag per chunk of them.
@@ -112,14 +129,75 @@ __device__ inline void stage_rows(const Crew& crew, const Domain& d, const Op& o
       else
         copy_row(from, reinterpret_cast<uint4*>(to), vectors, crew.lane());
     }
-    proxy_fence();
-    crew.sync();
-    if (crew.warp() != turn++ % kStageWarps) continue;  // one warp tells the others while the rest goes on
-    __threadfence_system();
-    for (uint32_t r = crew.lane(); r < d.at.num_ranks; r += kWarp)
-      publish_flag(rows_full(d, r, d.rank) + chunk, op.epoch);
+    tell_staged(crew, d, op, chunk, turn++);
   }
 }
+
+// ---- by bulk copies (sm_90): a ring of parts of rows in shared memory is filled ahead -------------------------------
+constexpr uint32_t kStagePart = 7168;  // bytes
+constexpr uint32_t kStageRing = 3;
+constexpr uint32_t kStageBytes = kStageWarps * kStageRing * kStagePart;
+
+#if __CUDA_ARCH__ >= 900
+__device__ inline void stage_part(const StageArgs& args, uint32_t from, uint8_t* row, uint32_t begin, uint32_t bytes,
+                                  uint32_t lane) {
+  const uint32_t first = begin / 16, end = (begin + bytes) / 16;
+  if (args.wire != Dtype::kFp8) {
+#pragma unroll 4
+    for (uint32_t i = first + lane; i < end; i += kWarp)
+      reinterpret_cast<uint4*>(row)[i] = load_shared(from + (i - first) * 16);
+    return;
+  }
+#pragma unroll 2
+  for (uint32_t i = first + lane; i - lane < end; i += kWarp) {
+    const uint4 raw = i < end ? load_shared(from + (i - first) * 16) : make_uint4(0, 0, 0, 0);
+    put_codes<true>(raw, row, args.hidden, i, end);
+  }
+}
+
+// As stage_rows; not for unrounded scales.
+__device__ inline void stage_rows_bulk(const Crew& crew, const Domain& d, const Op& op, const StageArgs& args,
+                                       uint32_t begin, uint32_t end, uint32_t crew_number, uint32_t num_crews,
+                                       uint8_t* shared) {
+  __shared__ __align__(8) uint64_t barriers[kStageWarps * kStageRing];
+  const uint64_t stride = wire_row_bytes(args.wire, args.hidden);
+  const uint32_t row_bytes = args.hidden * dtype_bytes(args.dtype), lane = crew.lane();
+  uint8_t* const staged = rows(d, d.rank, op.half);
+  const uint32_t ring = shared_address(shared + crew.warp() * kStageRing * kStagePart);
+  const uint32_t full = shared_address(barriers + crew.warp() * kStageRing);
+  if (lane == 0) {
+    for (uint32_t i = 0; i < kStageRing; ++i) init_barrier(barriers + crew.warp() * kStageRing + i);
+    fence_barriers();
+  }
+  __syncwarp();
+  uint32_t load_token = begin + crew_number * kStageRows + crew.warp(), load_at = 0, load_slot = 0;
+  const auto load_part = [&] {
+    if (load_token >= end) return;
+    if (lane == 0)
+      load_bulk(ring + load_slot * kStagePart, args.x + uint64_t{load_token} * row_bytes + load_at,
+                min(kStagePart, row_bytes - load_at), full + load_slot * 8);
+    load_slot = load_slot + 1 == kStageRing ? 0 : load_slot + 1;
+    load_at += kStagePart;
+    if (load_at < row_bytes) return;
+    load_at = 0;
+    load_token += num_crews * kStageRows;
+  };
+  for (uint32_t i = 0; i < kStageRing; ++i) load_part();
+  uint32_t turn = 0, slot = 0, parity = 0;
+  for (uint32_t chunk = crew_number; begin + chunk * kStageRows < end; chunk += num_crews) {
+    const uint32_t row = chunk * kStageRows + crew.warp();
+    for (uint32_t at = 0; begin + row < end && at < row_bytes; at += kStagePart) {
+      wait_barrier(full + slot * 8, parity);
+      stage_part(args, ring + slot * kStagePart, staged + row * stride, at, min(kStagePart, row_bytes - at), lane);
+      slot = slot + 1 == kStageRing ? 0 : slot + 1;
+      parity ^= slot == 0;
+      __syncwarp();
+      load_part();
+    }
+    tell_staged(crew, d, op, chunk, turn++);
+  }
+}
+#endif
 
 // By crews of all blocks: fp32 per pair, in the order of the plan.
 __device__ inline void stage_values(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,

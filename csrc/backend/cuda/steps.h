@@ -51,8 +51,6 @@ struct PlaceArgs {
   float* scales = nullptr;        // [slots, H / 128]; nullptr: FP8 rows are dequantised
   float* row_values = nullptr;    // [slots] or [slots, W]; nullptr: none travel, or not in this window
   int64_t* row_experts = nullptr;  // [slots, W] of compact rows, in the first window
-  int64_t* tokens_per_expert = nullptr;  // [experts of a rank], of a fresh plan; may be nullptr
-  bool* overflow = nullptr;       // [1]: more slots were needed
 };
 cudaError_t launch_place(const Domain& domain, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
                          cudaStream_t stream);

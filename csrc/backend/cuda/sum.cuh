@@ -8,14 +8,16 @@
 namespace uccl_ep::cuda {
 
 // 8 values.
-__device__ __forceinline__ void add_values(float (&sum)[8], const uint16_t* from) {
-  const uint4 raw = *reinterpret_cast<const uint4*>(from);
+__device__ __forceinline__ void add_values(float (&sum)[8], const uint4& raw) {
   const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
   for (uint32_t w = 0; w < 4; ++w) {
     sum[2 * w] += __uint_as_float(words[w] << 16);
     sum[2 * w + 1] += __uint_as_float(words[w] & 0xFFFF0000u);
   }
+}
+__device__ __forceinline__ void add_values(float (&sum)[8], const uint16_t* from) {
+  add_values(sum, *reinterpret_cast<const uint4*>(from));
 }
 __device__ __forceinline__ void add_values(float (&sum)[8], const float* from) {
 #pragma unroll
@@ -110,29 +112,43 @@ __device__ void sum_rows(const Crew& crew, const Domain& d, const Work& work, ui
 }
 
 // ---- BF16 sums by bulk copies (sm_90) -------------------------------------------------------------------------------
-// A warp walks over (sum, segment, addend). A ring of segments in shared memory is filled ahead; a sum leaves from the
-// place of its last addend, which is filled again kLag steps later: by then the sum has been read.
-constexpr uint32_t kVectors = 7;                          // 16 bytes of a lane in a segment
-constexpr uint32_t kSegment = kVectors * kWarp * 16;      // most bytes
+// A warp walks over (sum, segment, addend), a step each. A ring of segments in shared memory is filled ahead; a sum
+// leaves from the place of its last addend, which is filled again kLag steps later: by then the sum has been read. What
+// limits it is the number of instructions of a step.
+constexpr uint32_t kMostVectors = 7;  // 16 bytes of a lane in a segment
 constexpr uint32_t kRing = 6;
 constexpr uint32_t kLag = 2;
-constexpr uint32_t kSumWarpBytes = kRing * kSegment;
-constexpr uint32_t kMaxSumWarps = 16;
-constexpr uint32_t kReport = 4;      // rows that are reported together, a lane each: it costs a round trip
+constexpr uint32_t kSumWarpBytes = kRing * kMostVectors * kWarp * 16;
+constexpr uint32_t kReport = 4;  // rows that are reported together, a lane each: it costs a round trip
+
+// Rows go in whole segments of 7 or of 4 vectors; the last may be cut.
+__host__ __device__ constexpr bool long_segments(uint32_t row_bytes) { return row_bytes % (7 * kWarp * 16) == 0; }
+
+// 8 sums as BF16. NaN is looked for once: zero times anything finite adds nothing.
+__device__ __forceinline__ uint4 pack_sums(const float (&sum)[8]) {
+  float probe = 0.0f;
+#pragma unroll
+  for (float s : sum) probe = __fmaf_rn(s, 0.0f, probe);
+  if (probe != probe)  // or infinite
+    return make_uint4(pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]),
+                      pack_bf16(sum[6], sum[7]));
+  return make_uint4(pack_finite_bf16(sum[0], sum[1]), pack_finite_bf16(sum[2], sum[3]),
+                    pack_finite_bf16(sum[4], sum[5]), pack_finite_bf16(sum[6], sum[7]));
+}
 
 #if __CUDA_ARCH__ >= 900
-template <typename Work>
+template <uint32_t kVectors, typename Work>
 struct BulkSums {
+  static constexpr uint32_t kSegment = kVectors * kWarp * 16;
   const Domain& d;
   const Work& work;
-  const uint32_t lane, row_bytes, segment, vectors;
-  uint8_t* const ring;
-  uint64_t* const full;
+  const uint32_t lane, row_bytes;
+  const uint32_t ring, full;  // addresses in shared memory
   // Where the loads are.
   Turns<Work> ahead;
-  Sum load, pending;        // the sum that is loaded, and the next one
+  Sum load, pending;                   // the sum that is loaded, and the next one
   uint32_t load_place, pending_place;  // lane i: where addend i lies
-  uint32_t load_at = 0, load_addend = 0, loaded = 0;
+  uint32_t load_at = 0, load_addend = 0, loaded = 0, load_slot = 0;
   bool good;
 
   __device__ BulkSums(const Crew& crew, const Domain& domain, const Work& w, uint32_t bytes, uint8_t* shared,
@@ -141,24 +157,17 @@ struct BulkSums {
         work(w),
         lane(crew.lane()),
         row_bytes(bytes),
-        segment(segment_of(bytes)),
-        vectors(segment / (16 * kWarp)),
-        ring(shared + crew.warp() * kSumWarpBytes),
-        full(barriers + crew.warp() * kRing),
+        ring(shared_address(shared + crew.warp() * kSumWarpBytes)),
+        full(shared_address(barriers + crew.warp() * kRing)),
         ahead(w, crew, false),
         good(!stopped(domain)) {
     if (lane == 0) {
-      for (uint32_t i = 0; i < kRing; ++i) init_barrier(full + i);
+      for (uint32_t i = 0; i < kRing; ++i) init_barrier(barriers + crew.warp() * kRing + i);
       fence_barriers();
     }
     __syncwarp();
     look_ahead();
     next_load();
-  }
-  // Rows in equal parts.
-  static __device__ uint32_t segment_of(uint32_t bytes) {
-    const uint32_t parts = (bytes + kSegment - 1) / kSegment, unit = 16 * kWarp;
-    return ((bytes + parts - 1) / parts + unit - 1) / unit * unit;
   }
   __device__ __forceinline__ void look_ahead() {
     pending = ahead.next();
@@ -177,19 +186,20 @@ struct BulkSums {
     uint32_t place = __shfl_sync(kFullWarp, load_place, load_addend % kWarp);
     if (load_addend >= kWarp) place = work.place(load.first + load_addend);
     if (lane == 0)
-      load_bulk(ring + loaded % kRing * kSegment, work.base() + uint64_t{place} * row_bytes + load_at,
-                min(segment, row_bytes - load_at), full + loaded % kRing);
+      load_bulk(ring + load_slot * kSegment, work.base() + uint64_t{place} * row_bytes + load_at,
+                min(kSegment, row_bytes - load_at), full + load_slot * 8);
     ++loaded;
+    load_slot = load_slot + 1 == kRing ? 0 : load_slot + 1;
     if (++load_addend < load.count) return;
     load_addend = 0;
-    load_at += segment;
+    load_at += kSegment;
     if (load_at >= row_bytes) next_load();
   }
 
   __device__ void run(const Crew& crew) {
     for (uint32_t i = 0; i < kRing - kLag; ++i) load_segment();
     Turns<Work> turns(work, crew, true);
-    uint32_t summed = 0, unreported = 0, reported_tag = 0;
+    uint32_t summed = 0, slot = 0, parity = 0, unreported = 0, reported_tag = 0;
     const auto report_rows = [&] {  // lane i: the i-th row since the last report
       if (lane == 0) wait_stores<0>();
       __syncwarp();
@@ -198,28 +208,30 @@ struct BulkSums {
       unreported = 0;
     };
     for (Sum now = turns.next(); now.count > 0; now = turns.next()) {
-      for (uint32_t begin = 0; begin < row_bytes; begin += segment) {
+      for (uint32_t begin = 0; begin < row_bytes; begin += kSegment) {
         float sum[kVectors][8] = {};
-        for (uint32_t i = 0; i < now.count; ++i) {
+        for (uint32_t left = now.count; left > 0;) {
           if (summed == loaded) {  // an error is known
             if (lane == 0) wait_stores<0>();
             return;
           }
-          uint8_t* const from = ring + summed % kRing * kSegment;
-          wait_barrier(full + summed % kRing, summed / kRing);
+          const uint32_t from = ring + slot * kSegment + lane * 16;
+          wait_barrier(full + slot * 8, parity);
+          uint4 raw[kVectors];
 #pragma unroll
-          for (uint32_t v = 0; v < kVectors; ++v)
-            if (v < vectors) add_values(sum[v], reinterpret_cast<const uint16_t*>(from) + (v * kWarp + lane) * 8);
-          __syncwarp();
+          for (uint32_t v = 0; v < kVectors; ++v) raw[v] = load_shared(from + v * kWarp * 16);
+#pragma unroll
+          for (uint32_t v = 0; v < kVectors; ++v) add_values(sum[v], raw[v]);
           ++summed;
-          if (i + 1 == now.count) {
+          if (--left == 0) {
 #pragma unroll
-            for (uint32_t v = 0; v < kVectors; ++v)
-              if (v < vectors) put_values(sum[v], reinterpret_cast<uint16_t*>(from) + (v * kWarp + lane) * 8);
+            for (uint32_t v = 0; v < kVectors; ++v) store_shared(from + v * kWarp * 16, pack_sums(sum[v]));
             fence_shared();
             __syncwarp();
-            if (lane == 0) store_bulk(now.out + begin, from, min(segment, row_bytes - begin));
+            if (lane == 0) store_bulk(now.out + begin, ring + slot * kSegment, min(kSegment, row_bytes - begin));
           }
+          slot = slot + 1 == kRing ? 0 : slot + 1;
+          parity ^= slot == 0;
           // A group a step, most of them empty, so that steps are what is counted.
           if (lane == 0) {
             commit_stores();
@@ -242,7 +254,10 @@ struct BulkSums {
 template <typename Work>
 __device__ __forceinline__ void sum_rows_bulk(const Crew& crew, const Domain& d, const Work& work, uint32_t row_bytes,
                                               uint8_t* shared, uint64_t* barriers) {
-  BulkSums<Work>(crew, d, work, row_bytes, shared, barriers).run(crew);
+  if (long_segments(row_bytes))
+    BulkSums<7, Work>(crew, d, work, row_bytes, shared, barriers).run(crew);
+  else
+    BulkSums<4, Work>(crew, d, work, row_bytes, shared, barriers).run(crew);
 }
 #endif
 

@@ -34,6 +34,7 @@ struct CudaPlan {
   bool has_capacity = false;
   uint64_t storage_bytes = 0;
   std::vector<uint64_t> tokens_per_expert, tokens_per_expert_exact;  // empty with a capacity
+  uint64_t counts_begin = 0, counts_end = 0;  // bytes of the storage: PlanView's tokens_per_expert; overflow follows
   Sizes sizes;
   cuda::PlanView view;
 };
@@ -62,8 +63,6 @@ struct CudaOutput {
   float* values = nullptr;
   int64_t* row_experts = nullptr;  // of compact rows
   uint8_t* plan = nullptr;  // memory of a new plan
-  int64_t* tokens_per_expert = nullptr;  // with a capacity
-  bool* overflow = nullptr;
   cudaStream_t stream = nullptr;
 };
 class CudaEngine {
@@ -84,7 +83,6 @@ class CudaEngine {
   // What the caller queues on `stream` from now on runs after the operation.
   void wait(CudaOp& op, cudaStream_t stream) const;
 
-  uint32_t num_local_experts() const { return domain_.experts_per_rank; }
   void fail(const std::string& text) { life_.fail(text); }
   // Throws the error that reached this rank, one that its kernels have found but nobody has heard of included.
   void check() const;

@@ -21,6 +21,8 @@ uint64_t lay_out(cuda::PlanView& view, const CudaPlan::Sizes& sizes, uint8_t* me
   };
   const uint64_t chunk_entries = ranks * (uint64_t{view.num_chunks} + 1);
   take(view.routing_hash, 1);
+  take(view.tokens_per_expert, experts);
+  take(view.overflow, 1);
   take(view.row_begin, ranks);
   take(view.row_end, ranks);
   take(view.value_begin, ranks);
@@ -144,6 +146,8 @@ void CudaEngine::size_plan(CudaPlan& plan, const CudaPlan::Sizes& sizes) const {
   plan.sizes = sizes;
   plan.view.num_slots = sizes.num_rows;
   plan.view.num_chunks = (sizes.most_tokens + cuda::kChunkTokens - 1) / cuda::kChunkTokens;
+  plan.counts_begin = sizeof(*plan.view.routing_hash);
+  plan.counts_end = plan.counts_begin + sizeof(*plan.view.tokens_per_expert) * domain_.experts_per_rank;
   plan.storage_bytes = lay_out(plan.view, sizes, nullptr, domain_.at.num_ranks, domain_.experts_per_rank);
 }
 
@@ -211,8 +215,6 @@ void CudaEngine::give_output(CudaOp& op, const CudaOutput& output) {
   place.scales = output.scales;
   place.row_values = output.values;
   place.row_experts = output.row_experts;
-  place.tokens_per_expert = output.tokens_per_expert;
-  place.overflow = output.overflow;
   const uint32_t most_tokens = plan.has_capacity ? 0 : plan.sizes.most_tokens;
   do {
     must(launch_place(domain_, plan.view, place, num_sms_, op.stream), "place");
