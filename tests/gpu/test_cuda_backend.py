@@ -80,10 +80,12 @@ def test_real_sizes() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_more_than_the_buffer_holds_goes_in_windows(num_ranks: int) -> None:
-    spec = spec_of(num_ranks, hidden=1024, settings=(("budget_bytes", 3 << 20),))
+    spec = spec_of(num_ranks, hidden=4096, settings=(("budget_bytes", 8 << 20),))
     with spec.group() as group:
         for seed in range(12):
-            case = make_case(seed, spec, max_tokens=200, top_k=4, density=0.6, capacity=NO_CAPACITY)
+            case = make_case(
+                seed, spec, hidden=4096, max_tokens=500, top_k=4, density=0.6, capacity=NO_CAPACITY
+            )
             check_case(group, case)
         operations, windows = (
             sum(group.buffer(rank).stats()[name] for rank in range(num_ranks))

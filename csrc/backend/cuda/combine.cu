@@ -7,9 +7,9 @@ namespace {
 
 // Warps of the crews, after one that speaks for the block. Sums by bulk copies need shared memory for each.
 template <bool kBulk>
-constexpr uint32_t kFoldWarps = kBulk ? 7 : 12;
+constexpr uint32_t kFoldWarps = kBulk ? 8 : 12;
 template <bool kBulk>
-constexpr uint32_t kMergeWarps = kBulk ? 3 : 8;
+constexpr uint32_t kMergeWarps = kBulk ? 4 : 8;
 template <bool kBulk>
 constexpr uint32_t kThreads = (1 + kFoldWarps<kBulk> + kMergeWarps<kBulk>)*kWarp;
 constexpr uint32_t kBulkBytes = (kFoldWarps<true> + kMergeWarps<true>)*kSumWarpBytes;

@@ -9,7 +9,7 @@ namespace uccl_ep::cuda {
 namespace {
 
 constexpr uint32_t kRouteWarps = 8;
-constexpr uint32_t kExchangeThreads = (kRouteWarps + kStageWarps) * kWarp;
+constexpr uint32_t kExchangeThreads = (kRouteWarps + kStageCrews * kStageWarps) * kWarp;
 constexpr uint32_t kTileAlign = 128;
 
 // kBulk: shared memory holds, after a tile, the ring of stage.
@@ -20,17 +20,19 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
   const Op op = enter(d, OpKind::kDispatch);
   const uint32_t warp = threadIdx.x / kWarp;
   if (warp >= kRouteWarps) {
-    const Crew crew = Crew::of(2, kRouteWarps, kStageWarps);
+    const uint32_t first = (warp - kRouteWarps) / kStageWarps * kStageWarps, number = first / kStageWarps;
+    const Crew crew = Crew::of(2 + number, kRouteWarps + first, kStageWarps);
     // What the half held before must have been read by all.
     if (stopped(d) || !wait_all(crew, d, d.at.read, op.free_after, Step::kStage)) return;
     const uint32_t end = min(args.stage.num_tokens, args.window_tokens);
     if constexpr (kBulk) {
 #if __CUDA_ARCH__ >= 900
       const uint64_t tile_bytes = round_up(Tile::bytes(d.at.num_experts, d.at.num_ranks), kTileAlign);
-      stage_rows_bulk(crew, d, op, args.stage, 0, end, blockIdx.x, gridDim.x, shared + tile_bytes);
+      stage_rows_bulk(crew, d, op, args.stage, 0, end, number * gridDim.x + blockIdx.x, kStageCrews * gridDim.x, first,
+                      shared + tile_bytes);
 #endif
     } else {
-      stage_rows(crew, d, op, args.stage, 0, end, blockIdx.x, gridDim.x);
+      stage_rows(crew, d, op, args.stage, 0, end, number * gridDim.x + blockIdx.x, kStageCrews * gridDim.x);
     }
     return;
   }

@@ -24,74 +24,71 @@ __device__ inline void copy_row(const uint4* from, uint4* to, uint32_t vectors, 
   }
 }
 
-// 8 values of a block of 128, which 16 neighbouring lanes hold together. Returns the scale.
-template <bool kPow2>
-__device__ __forceinline__ float quantise(const uint4& raw, uint2& codes) {
-  const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-  uint32_t most = 0;  // magnitudes of floats order like their bits
-#pragma unroll
-  for (uint32_t w : words) most = max(most, max(w & 0x7FFF, w >> 16 & 0x7FFF));
-#pragma unroll
-  for (uint32_t o = 8; o > 0; o /= 2) most = max(most, __shfl_xor_sync(kFullWarp, most, o));
-  if (most >= kBf16Inf) {
-    codes = make_uint2(0x01010101u * kE4m3Nan, 0x01010101u * kE4m3Nan);
-    return 1.0f;
-  }
-  if (most == 0) {  // the signs of zeros
-    codes = make_uint2(__byte_perm(words[0], words[1], 0x7531), __byte_perm(words[2], words[3], 0x7531));
-    return 1.0f;
-  }
-  const float amax = bf16_to_fp32(static_cast<uint16_t>(most));
-  const float scale = kPow2 ? pow2_scale(amax) : fp32_scale(amax);
-  // The inverse of a power of two is exact.
-  const float inverse = kPow2 ? __uint_as_float((254u << 23) - __float_as_uint(scale)) : 0.0f;
-  uint32_t packed[4];
-#pragma unroll
-  for (uint32_t w = 0; w < 4; ++w) {
-    const float low = __uint_as_float(words[w] << 16), high = __uint_as_float(words[w] & 0xFFFF0000u);
-    packed[w] =
-        kPow2 ? pack_e4m3(low * inverse, high * inverse) : pack_e4m3(__fdiv_rn(low, scale), __fdiv_rn(high, scale));
-  }
-  codes = make_uint2(packed[0] | packed[1] << 16, packed[2] | packed[3] << 16);
-  return scale;
-}
-
-// 8 of a row's values, number `i` of `vectors`; raw is zero beyond them.
-template <bool kPow2>
-__device__ __forceinline__ void put_codes(const uint4& raw, uint8_t* row, uint32_t hidden, uint32_t i,
-                                          uint32_t vectors) {
+// 8 values of a block of 128, which 16 neighbouring lanes hold together.
+struct Codes {
   uint2 codes;
-  const float scale = quantise<kPow2>(raw, codes);
-  if (i >= vectors) return;  // the same for all 16 lanes of a block
-  *reinterpret_cast<uint2*>(row + i * 8) = codes;
-  if (i % 16 == 0) reinterpret_cast<float*>(row + hidden)[i / 16] = scale;
+  float scale;
+};
+// Several at a time: their steps are independent of each other, each is a chain of latencies.
+template <bool kPow2, uint32_t kBatch>
+__device__ __forceinline__ void quantise(const uint4 (&raw)[kBatch], Codes (&out)[kBatch]) {
+  uint32_t most[kBatch];  // two at a time; magnitudes of floats order like their bits
+#pragma unroll
+  for (uint32_t u = 0; u < kBatch; ++u)
+    most[u] = __vmaxu2(__vmaxu2(raw[u].x & 0x7FFF7FFF, raw[u].y & 0x7FFF7FFF),
+                       __vmaxu2(raw[u].z & 0x7FFF7FFF, raw[u].w & 0x7FFF7FFF));
+#pragma unroll
+  for (uint32_t o = 8; o > 0; o /= 2)
+#pragma unroll
+    for (uint32_t u = 0; u < kBatch; ++u) most[u] = __vmaxu2(most[u], __shfl_xor_sync(kFullWarp, most[u], o));
+#pragma unroll
+  for (uint32_t u = 0; u < kBatch; ++u) {
+    const uint32_t bits = max(most[u] & 0xFFFF, most[u] >> 16);
+    const uint32_t words[4] = {raw[u].x, raw[u].y, raw[u].z, raw[u].w};
+    const float amax = __uint_as_float(bits << 16);
+    const float scale = bits == 0 ? 1.0f : kPow2 ? pow2_scale(amax) : fp32_scale(amax);
+    // The inverse of a power of two is exact.
+    const float inverse = kPow2 ? __uint_as_float((254u << 23) - __float_as_uint(scale)) : 0.0f;
+    uint32_t packed[4];
+#pragma unroll
+    for (uint32_t w = 0; w < 4; ++w) {
+      const float low = __uint_as_float(words[w] << 16), high = __uint_as_float(words[w] & 0xFFFF0000u);
+      packed[w] =
+          kPow2 ? pack_e4m3(low * inverse, high * inverse) : pack_e4m3(__fdiv_rn(low, scale), __fdiv_rn(high, scale));
+    }
+    constexpr uint32_t kAllNan = 0x01010101u * kE4m3Nan;
+    const bool finite = bits < kBf16Inf;
+    out[u].codes.x = finite ? packed[0] | packed[1] << 16 : kAllNan;
+    out[u].codes.y = finite ? packed[2] | packed[3] << 16 : kAllNan;
+    out[u].scale = finite ? scale : 1.0f;
+  }
 }
 
-// By a warp. The next loads are under way while a batch is converted.
-template <bool kPow2>
-__device__ inline void quantise_row(const uint4* from, uint8_t* to, uint32_t hidden, uint32_t lane) {
-  constexpr uint32_t kBatch = kPow2 ? 4 : 1;  // divisions need registers
-  const uint32_t vectors = hidden / 8;
-  uint4 next[kBatch];
-  const auto load = [&](uint32_t first) {
+// By a warp: vectors `first` to `end` of a row, whose vectors are those of `load(i)`; kBatch at a time.
+template <bool kPow2, uint32_t kBatch, typename Load>
+__device__ __forceinline__ void quantise_part(uint8_t* row, uint32_t hidden, uint32_t first, uint32_t end,
+                                              uint32_t lane, Load load) {
+  for (uint32_t begin = first; begin < end; begin += kBatch * kWarp) {
+    uint4 raw[kBatch];
 #pragma unroll
     for (uint32_t u = 0; u < kBatch; ++u) {
-      const uint32_t i = first + u * kWarp + lane;
-      next[u] = i < vectors ? __ldcs(from + i) : make_uint4(0, 0, 0, 0);
+      const uint32_t i = begin + u * kWarp + lane;
+      raw[u] = i < end ? load(i) : make_uint4(0, 0, 0, 0);
     }
-  };
-  load(0);
-  for (uint32_t first = 0; first < vectors; first += kBatch * kWarp) {
-    uint4 now[kBatch];
-#pragma unroll
-    for (uint32_t u = 0; u < kBatch; ++u) now[u] = next[u];
-    load(first + kBatch * kWarp);
+    Codes out[kBatch];
+    quantise<kPow2>(raw, out);
 #pragma unroll
     for (uint32_t u = 0; u < kBatch; ++u) {
-      if (first + u * kWarp >= vectors) break;
-      put_codes<kPow2>(now[u], to, hidden, first + u * kWarp + lane, vectors);
+      const uint32_t i = begin + u * kWarp + lane;
+      if (i >= end) continue;  // the same for all 16 lanes of a block
+      *reinterpret_cast<uint2*>(row + i * 8) = out[u].codes;
+      if (i % 16 == 0) reinterpret_cast<float*>(row + hidden)[i / 16] = out[u].scale;
     }
   }
+}
+template <bool kPow2>
+__device__ __forceinline__ void quantise_row(const uint4* from, uint8_t* to, uint32_t hidden, uint32_t lane) {
+  quantise_part<kPow2, kPow2 ? 4 : 1>(to, hidden, 0, hidden / 8, lane, [&](uint32_t i) { return __ldcs(from + i); });
 }
 
 // Not inlined: a division is a call that would make its caller spill.
@@ -134,9 +131,10 @@ __device__ inline void stage_rows(const Crew& crew, const Domain& d, const Op& o
 }
 
 // ---- by bulk copies (sm_90): a ring of parts of rows in shared memory is filled ahead -------------------------------
-constexpr uint32_t kStagePart = 7168;  // bytes
+constexpr uint32_t kStageCrews = 2;
+constexpr uint32_t kStagePart = 3584;  // bytes
 constexpr uint32_t kStageRing = 3;
-constexpr uint32_t kStageBytes = kStageWarps * kStageRing * kStagePart;
+constexpr uint32_t kStageBytes = kStageCrews * kStageWarps * kStageRing * kStagePart;
 
 #if __CUDA_ARCH__ >= 900
 __device__ inline void stage_part(const StageArgs& args, uint32_t from, uint8_t* row, uint32_t begin, uint32_t bytes,
@@ -148,25 +146,23 @@ __device__ inline void stage_part(const StageArgs& args, uint32_t from, uint8_t*
       reinterpret_cast<uint4*>(row)[i] = load_shared(from + (i - first) * 16);
     return;
   }
-#pragma unroll 2
-  for (uint32_t i = first + lane; i - lane < end; i += kWarp) {
-    const uint4 raw = i < end ? load_shared(from + (i - first) * 16) : make_uint4(0, 0, 0, 0);
-    put_codes<true>(raw, row, args.hidden, i, end);
-  }
+  quantise_part<true, 4>(row, args.hidden, first, end, lane,
+                         [&](uint32_t i) { return load_shared(from + (i - first) * 16); });
 }
 
-// As stage_rows; not for unrounded scales.
+// As stage_rows; not for unrounded scales. `first_warp`: of the crew, among those that stage in the block.
 __device__ inline void stage_rows_bulk(const Crew& crew, const Domain& d, const Op& op, const StageArgs& args,
                                        uint32_t begin, uint32_t end, uint32_t crew_number, uint32_t num_crews,
-                                       uint8_t* shared) {
-  __shared__ __align__(8) uint64_t barriers[kStageWarps * kStageRing];
+                                       uint32_t first_warp, uint8_t* shared) {
+  __shared__ __align__(8) uint64_t all_barriers[kStageCrews * kStageWarps * kStageRing];
+  uint64_t* const barriers = all_barriers + (first_warp + crew.warp()) * kStageRing;
   const uint64_t stride = wire_row_bytes(args.wire, args.hidden);
   const uint32_t row_bytes = args.hidden * dtype_bytes(args.dtype), lane = crew.lane();
   uint8_t* const staged = rows(d, d.rank, op.half);
-  const uint32_t ring = shared_address(shared + crew.warp() * kStageRing * kStagePart);
-  const uint32_t full = shared_address(barriers + crew.warp() * kStageRing);
+  const uint32_t ring = shared_address(shared + (first_warp + crew.warp()) * kStageRing * kStagePart);
+  const uint32_t full = shared_address(barriers);
   if (lane == 0) {
-    for (uint32_t i = 0; i < kStageRing; ++i) init_barrier(barriers + crew.warp() * kStageRing + i);
+    for (uint32_t i = 0; i < kStageRing; ++i) init_barrier(barriers + i);
     fence_barriers();
   }
   __syncwarp();

@@ -116,7 +116,7 @@ __device__ void sum_rows(const Crew& crew, const Domain& d, const Work& work, ui
 // leaves from the place of its last addend, which is filled again kLag steps later: by then the sum has been read. What
 // limits it is the number of instructions of a step.
 constexpr uint32_t kMostVectors = 7;  // 16 bytes of a lane in a segment
-constexpr uint32_t kRing = 6;
+constexpr uint32_t kRing = 5;
 constexpr uint32_t kLag = 2;
 constexpr uint32_t kSumWarpBytes = kRing * kMostVectors * kWarp * 16;
 constexpr uint32_t kReport = 4;  // rows that are reported together, a lane each: it costs a round trip
@@ -169,6 +169,10 @@ struct BulkSums {
     look_ahead();
     next_load();
   }
+  // Bytes of the segment that begins at `at`.
+  __device__ __forceinline__ uint32_t part(uint32_t at) const {
+    return kVectors == kMostVectors ? kSegment : min(kSegment, row_bytes - at);
+  }
   __device__ __forceinline__ void look_ahead() {
     pending = ahead.next();
     pending_place = lane < pending.count ? work.place(pending.first + lane) : 0;
@@ -181,13 +185,20 @@ struct BulkSums {
     look_ahead();
     good = good && work.wait(load.tag);
   }
+  // A group of stores a step, most of them empty, so that steps are what is counted.
   __device__ __forceinline__ void load_segment() {
-    if (load.count == 0 || !good) return;
+    if (load.count == 0 || !good) {
+      if (lane == 0) commit_stores();
+      return;
+    }
     uint32_t place = __shfl_sync(kFullWarp, load_place, load_addend % kWarp);
     if (load_addend >= kWarp) place = work.place(load.first + load_addend);
-    if (lane == 0)
-      load_bulk(ring + load_slot * kSegment, work.base() + uint64_t{place} * row_bytes + load_at,
-                min(kSegment, row_bytes - load_at), full + load_slot * 8);
+    if (lane == 0) {
+      commit_stores();
+      wait_stores_read<kLag>();
+      load_bulk(ring + load_slot * kSegment, work.base() + uint64_t{place} * row_bytes + load_at, part(load_at),
+                full + load_slot * 8);
+    }
     ++loaded;
     load_slot = load_slot + 1 == kRing ? 0 : load_slot + 1;
     if (++load_addend < load.count) return;
@@ -228,15 +239,10 @@ struct BulkSums {
             for (uint32_t v = 0; v < kVectors; ++v) store_shared(from + v * kWarp * 16, pack_sums(sum[v]));
             fence_shared();
             __syncwarp();
-            if (lane == 0) store_bulk(now.out + begin, ring + slot * kSegment, min(kSegment, row_bytes - begin));
+            if (lane == 0) store_bulk(now.out + begin, ring + slot * kSegment, part(begin));
           }
           slot = slot + 1 == kRing ? 0 : slot + 1;
           parity ^= slot == 0;
-          // A group a step, most of them empty, so that steps are what is counted.
-          if (lane == 0) {
-            commit_stores();
-            wait_stores_read<kLag>();
-          }
           __syncwarp();
           load_segment();
         }
