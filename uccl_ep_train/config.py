@@ -152,12 +152,21 @@ class EpConfig:
         ),
     )
     num_sms: int = field(
-        default=20,
+        default=24,
         metadata=info(
             "SMs",
             "1 .. 1024",
-            "streaming multiprocessors a kernel may occupy; GPU only",
+            "streaming multiprocessors that the kernels may occupy; GPU only",
             integer(1, 1024),
+        ),
+    )
+    stage_sms: int | None = field(
+        default=None,
+        metadata=info(
+            "SMs",
+            "None, or 1 .. 1024",
+            "more SMs for the first kernel of a dispatch with a new plan (routing, staging); None: num_sms",
+            optional(integer(1, 1024)),
         ),
     )
     domain_size: int | None = field(

@@ -316,6 +316,7 @@ class Buffer:
         rows.*, pairs.*: by the step that moved them. ring.*: chunks, laps and waits of each window. ship.*:
         chunks and bytes on the wire by kind and destination domain. blocked_seconds.*: waiting, by step.
         credit.*, proxy.*: waits for credits, refused posts, arrivals, dropped duplicates. memory.*: sizes.
+        step_seconds.*: on a GPU, what the first block spent in a step, waiting included.
         """
         native = self._last_stats if self._closed else self._engine.stats()
         return {**native, **self._clock.read()}

@@ -57,6 +57,7 @@ VARIABLES: tuple[Variable, ...] = (
     _config("progress_timeout_s", float, "seconds"),
     _config("backend", str, "auto | host | cuda"),
     _config("num_sms", int, "integer"),
+    _config("stage_sms", int, "integer"),
     _config("domain_size", int, "ranks"),
     _config("domains", _integers, "domain id per rank: 0,0,1,1"),
     _config("transport", str, "auto | loop"),

@@ -21,7 +21,7 @@ from uccl_ep_train.topology import Topology, agree_on_config, resolve_topology
 def new_engine(native: Any, config: EpConfig, device: torch.device) -> Any:
     """The engine of one rank, not connected yet."""
     if device.type == "cuda":
-        return load_native().CudaEngine(native, device.index, config.num_sms)
+        return load_native().CudaEngine(native, device.index, config.num_sms, config.stage_sms or 0)
     return load_native().Engine(native)
 
 

@@ -85,7 +85,8 @@ void bind_cuda(py::module_& m) {
       });
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<CudaEngine, std::shared_ptr<CudaEngine>>(m, "CudaEngine")
-      .def(py::init<const EngineConfig&, int, uint32_t>(), "config"_a, "device"_a, "num_sms"_a, Release())
+      .def(py::init<const EngineConfig&, int, uint32_t, uint32_t>(), "config"_a, "device"_a, "num_sms"_a, "stage_sms"_a,
+           Release())
       .def("export_handle", [](const CudaEngine& self) { return py::bytes(self.export_handle()); })
       .def("connect", &CudaEngine::connect, Release())
       .def("start", &CudaEngine::start, Release())

@@ -23,6 +23,8 @@ enum class ErrorKind : uint32_t {
 // The verbs of the design; a trace, a counter and an error name the same file.
 enum class Step : uint32_t { kNone = 0, kExchange, kPlan, kStage, kShip, kPlace, kFold, kMerge, kClose };
 
+constexpr uint32_t kNumSteps = 9;
+
 inline const char* step_name(Step step) {
   static const char* const names[] = {"none", "exchange", "plan", "stage", "ship", "place", "fold", "merge", "close"};
   return names[static_cast<uint32_t>(step)];

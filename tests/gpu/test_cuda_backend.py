@@ -12,7 +12,7 @@ import torch
 from tests.bits import bit_difference
 from tests.cases import NO_CAPACITY, EngineSpec, check_case, expect, make_case, with_inputs
 from tests.harness import Outcome
-from uccl_ep_train import Buffer, cuda
+from uccl_ep_train import Buffer, EpConfig, cuda, memory_plan
 from uccl_ep_train.errors import (
     CommunicationError,
     DeviceError,
@@ -271,6 +271,33 @@ def test_a_rank_that_does_not_come_is_named_and_outputs_are_nan() -> None:
     for outcome in outcomes[:3]:
         assert isinstance(outcome.error, CommunicationError) and outcome.error.peer == 3, outcome
         assert outcome.seconds < 4
+
+
+def test_the_memory_plan_is_what_is_allocated() -> None:
+    def step(rank: int, buffer: Buffer) -> None:
+        plan = buffer.memory_plan()
+        assert plan.total_bytes == buffer.stats()["memory.allocated_bytes"] <= plan.budget_bytes
+        assert plan.least_budget_bytes < plan.budget_bytes and plan["rows"] > 0
+
+    with spec_of(2).group() as group:
+        group.run(step)
+    least = memory_plan(EpConfig(num_experts=8, hidden=256, backend="cuda"), 2).least_budget_bytes
+    with spec_of(2, settings=(("budget_bytes", least),)).group() as group:
+        group.run(lambda rank, buffer: call(rank, buffer))
+    with pytest.raises(ExceptionGroup) as caught, spec_of(2, settings=(("budget_bytes", least - 1),)).group():
+        pass
+    assert any(str(least) in str(error) for error in caught.value.exceptions)
+
+
+def test_buffers_together_leave_sms_for_others() -> None:
+    all_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    with spec_of(1, settings=(("num_sms", all_sms - 40),)).group() as group:
+        group.run(lambda rank, buffer: call(rank, buffer))
+        with pytest.raises(ExceptionGroup) as caught, spec_of(1).group():
+            pass
+        assert "32 stay free" in str(caught.value.exceptions[0])
+    with spec_of(1).group(), spec_of(1).group() as group:  # given back
+        group.run(lambda rank, buffer: call(rank, buffer))
 
 
 def test_tensors_elsewhere_are_refused_and_the_buffer_stays_usable() -> None:

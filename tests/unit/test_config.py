@@ -60,6 +60,7 @@ BAD = [
     ("loop_duplicate_rate", 1.1),
     ("loop_drop_peer", -2),
     ("num_proxies", 5),
+    ("stage_sms", 0),
     ("source_order", (0, 2)),
     ("source_order", (0, 0)),
 ]
@@ -205,6 +206,7 @@ PARSED = {
     "progress_timeout_s": ("2", 2.0),
     "backend": ("host", "host"),
     "num_sms": ("24", 24),
+    "stage_sms": ("64", 64),
     "domain_size": ("4", 4),
     "domains": ("0, 1,0 1", (0, 1, 0, 1)),
     "transport": ("loop", "loop"),

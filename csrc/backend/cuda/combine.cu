@@ -7,7 +7,7 @@ namespace {
 
 // Warps of the crews, after one that speaks for the block. Sums by bulk copies need shared memory for each.
 template <bool kBulk>
-constexpr uint32_t kFoldWarps = kBulk ? 8 : 12;
+constexpr uint32_t kFoldWarps = kBulk ? 7 : 12;
 template <bool kBulk>
 constexpr uint32_t kMergeWarps = kBulk ? 4 : 8;
 template <bool kBulk>
@@ -71,15 +71,19 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
     const Crew crew = Crew::of(2, 1, kFold);
     // The pieces of the last combine must have been merged.
     if (!stopped(d) && wait_all(crew, d, d.at.merged, op.free_after, Step::kFold)) {
+      const StepClock clock(crew, d, Step::kFold);
       sum_all<kBulk, Row, Wire>(crew, d, Fold{d, op, plan, args, range}, args.hidden, shared, barriers, 0);
       finish_fold(crew, d, op, plan, args);
+      clock.stop();
     }
   } else if (!stopped(d)) {
     const Crew crew = Crew::of(3, 1 + kFold, kMerge);
+    const StepClock clock(crew, d, Step::kMerge);
     const Merge merge(d, op, plan, args);
     merge.fill_empty(crew);
     sum_all<kBulk, Wire, Row>(crew, d, merge, args.hidden, shared, barriers, kFold);
     finish_merge(crew, d, op, plan, args);
+    clock.stop();
   }
   __syncthreads();  // what the other crews have found counts
   if (warp > kFold) finish(Crew::of(3, 1 + kFold, kMerge), d, op, plan, args);

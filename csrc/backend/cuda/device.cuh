@@ -111,6 +111,22 @@ __device__ inline uint64_t crew_sum(const Crew& crew, uint64_t value) {
   return sums[crew.id];
 }
 
+// By every thread of a crew: the time from here to stop() counts as the step's.
+struct StepClock {
+  const Domain& d;
+  const Step step;
+  const bool counts;
+  uint64_t started = 0;
+
+  __device__ StepClock(const Crew& crew, const Domain& domain, Step s)
+      : d(domain), step(s), counts(blockIdx.x == 0 && crew.thread == 0) {
+    if (counts) started = now_nsec();
+  }
+  __device__ void stop() const {
+    if (counts) local(d).step_nsec[static_cast<uint32_t>(step)] += now_nsec() - started;
+  }
+};
+
 // ---- operations -----------------------------------------------------------------------------------------------------
 struct Op {
   uint64_t epoch;

@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
     // What the half held before must have been read by all.
     if (stopped(d) || !wait_all(crew, d, d.at.read, op.free_after, Step::kStage)) return;
     const uint32_t end = min(args.stage.num_tokens, args.window_tokens);
+    const StepClock clock(crew, d, Step::kStage);
     if constexpr (kBulk) {
 #if __CUDA_ARCH__ >= 900
       const uint64_t tile_bytes = round_up(Tile::bytes(d.at.num_experts, d.at.num_ranks), kTileAlign);
@@ -34,12 +35,15 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
     } else {
       stage_rows(crew, d, op, args.stage, 0, end, number * gridDim.x + blockIdx.x, kStageCrews * gridDim.x);
     }
+    if (number == 0) clock.stop();
     return;
   }
   const Crew crew = Crew::of(1, 0, kRouteWarps);
   if (wait_all(crew, d, d.at.read, op.free_after, Step::kStage)) {
+    const StepClock clock(crew, d, Step::kExchange);
     if (blockIdx.x == 0 && crew.thread == 0) write_header(d, op, args.signature, args.stage.num_tokens);
     route(crew, d, op, args.routing, args.stage.num_tokens, shared);
+    clock.stop();
   }
   if (!last_block(crew, d, Arrival::kRouted)) return;
   uint64_t hash = 0;
@@ -99,17 +103,22 @@ __global__ void __launch_bounds__(kPlaceThreads, 1)
   } else if (warp <= kStageWarps) {
     const Crew crew = Crew::of(2, 1, kStageWarps);
     if (kFresh) {
+      const StepClock clock(crew, d, Step::kPlan);
       if (!stopped(d)) plan_heads(crew, d, op, plan);
+      clock.stop();
     } else if (!stopped(d) && wait_all(crew, d, d.at.read, op.free_after, Step::kStage)) {
+      const StepClock clock(crew, d, Step::kStage);
       const uint32_t begin = args.window * args.window_tokens;
       stage_rows(crew, d, op, args.stage, begin, min(begin + args.window_tokens, args.stage.num_tokens), blockIdx.x,
                  gridDim.x);
       if (args.window == 0 && args.routing.values != nullptr) stage_values(crew, d, op, plan, args.routing.values);
       if (args.window == 0 && args.routing_compared)
         compare_routing(crew, d, plan, args.routing, args.signature.plan_id);
+      clock.stop();
     }
   } else if (!stopped(d)) {
     const Crew crew = Crew::of(3, 1 + kStageWarps, blockDim.x / kWarp - 1 - kStageWarps);
+    const StepClock clock(crew, d, Step::kPlace);
     find_arrivals<kFresh>(crew, d, op, plan, args, arrivals);
     if (args.window == 0 && plan.compact_width == 0)
       fill_padding(crew, d, plan, args, kFresh ? Bases(d).padding : plan.padding);
@@ -130,6 +139,7 @@ __global__ void __launch_bounds__(kPlaceThreads, 1)
       else if (args.row_values != nullptr)
         place_values<kFresh>(crew, d, op, plan, args);
     }
+    clock.stop();
   }
   __syncthreads();  // what the other crews have found counts
   if (warp > kStageWarps)

@@ -78,24 +78,25 @@ uint32_t largest(uint32_t most, Fits fits) {
 }  // namespace
 
 uint64_t least_budget_bytes(uint32_t num_ranks, uint32_t num_experts, uint64_t row_bytes) {
-  return layout_for(num_ranks, num_experts, row_bytes, kTileTokens, kTileTokens).total_bytes;
+  return round_up(layout_for(num_ranks, num_experts, row_bytes, kTileTokens, kTileTokens).total_bytes, kDevicePage);
 }
 
 // An eighth of the budget for the routing, which goes in one piece; the rest for rows, which go in windows.
 RegionLayout make_layout(uint32_t num_ranks, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes) {
-  const uint64_t least = least_budget_bytes(num_ranks, num_experts, row_bytes);
-  if (budget_bytes < least)
-    throw UsageFailure(UsageKind::kBudget, "budget_bytes = " + std::to_string(budget_bytes) +
-                                               ": this buffer needs at least " + std::to_string(least));
   const auto bytes = [&](uint32_t tokens, uint32_t window) {
-    return layout_for(num_ranks, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens).total_bytes;
+    const RegionLayout l = layout_for(num_ranks, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens);
+    return round_up(l.total_bytes, kDevicePage);
   };
   const uint64_t rest = bytes(1, 1);
   const uint32_t tokens = largest(kMaxTokens / kTileTokens, [&](uint32_t n) {
     return bytes(n, 1) - rest <= budget_bytes / 8 && bytes(n, 1) <= budget_bytes;
   });
   const uint32_t window = largest(tokens, [&](uint32_t n) { return bytes(tokens, n) <= budget_bytes; });
-  return layout_for(num_ranks, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens);
+  RegionLayout l = layout_for(num_ranks, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens);
+  const uint64_t unused = round_up(l.total_bytes, kDevicePage) - l.total_bytes;
+  l.entries.emplace_back("unused", unused);
+  l.total_bytes += unused;
+  return l;
 }
 
 }  // namespace uccl_ep::cuda

@@ -65,7 +65,9 @@ struct RegionLayout : Offsets {
   std::vector<std::pair<std::string, uint64_t>> entries;  // by purpose; their sum is total_bytes
 };
 
-// The largest layout within `budget_bytes`. Throws UsageFailure(kBudget) naming the least budget.
+constexpr uint64_t kDevicePage = 2u << 20;  // memory of a GPU comes in whole ones
+
+// The largest layout within `budget_bytes`, which is at least the least.
 RegionLayout make_layout(uint32_t num_ranks, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes);
 uint64_t least_budget_bytes(uint32_t num_ranks, uint32_t num_experts, uint64_t row_bytes);
 
@@ -118,6 +120,7 @@ struct Local {
   uint64_t routing_hash = 0;  // of a routing that is compared with a plan's; the last to add resets it
   uint32_t arrived[8] = {};  // blocks that are through with something, by Arrival; the last resets it
   uint64_t block_hash[kMaxBlocks] = {};
+  uint64_t step_nsec[kNumSteps] = {};  // what block 0 has spent in a step, since creation
 };
 
 // What a new plan is made of, between the kernels that make it.

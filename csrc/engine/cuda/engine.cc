@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <map>
 #include <stdexcept>
 
 #include "common/units.h"
@@ -38,10 +39,6 @@ uint32_t ranks_of(const EngineConfig& config) {
   return static_cast<uint32_t>(config.num_ranks);
 }
 
-cuda::RegionLayout layout_of(const EngineConfig& config) {
-  return cuda::make_layout(ranks_of(config), config.num_experts, row_bytes_of(config), config.budget_bytes);
-}
-
 // Faults that are the caller's own: kernels find them, so the buffer is broken by then.
 bool is_bad_routing(const cuda::HostError& error) {
   const auto code = static_cast<cuda::DeviceFault>(error.code);
@@ -56,20 +53,64 @@ uint64_t pinned_bytes(const EngineConfig& config) {
   return 2 * kPinnedBytes + round_up(8 * uint64_t{config.num_experts}, kPageBytes);
 }
 
+// Memory of the host that a buffer takes, too.
+uint64_t host_bytes(const EngineConfig& config) { return pinned_bytes(config) + life_config(config).budget_bytes; }
+
+cuda::RegionLayout layout_of(const EngineConfig& config) {
+  const uint64_t least = cuda_least_budget_bytes(config);
+  if (config.budget_bytes < least)
+    throw UsageFailure(UsageKind::kBudget, "budget_bytes = " + std::to_string(config.budget_bytes) +
+                                               ": this buffer needs at least " + std::to_string(least));
+  return cuda::make_layout(ranks_of(config), config.num_experts, row_bytes_of(config),
+                           config.budget_bytes - host_bytes(config));
+}
+
+// Kernels of several buffers wait at the same time; each needs its SMs for that (contract 12), and NCCL some.
+constexpr uint32_t kReservedSms = 32;
+class SmLedger {
+ public:
+  void take(int device, uint32_t sms, uint32_t all) {
+    const std::lock_guard lock(mutex_);
+    uint32_t& taken = taken_[device];
+    if (taken > 0 && taken + sms + kReservedSms > all)
+      throw UsageFailure(UsageKind::kConfig, "num_sms = " + std::to_string(sms) +
+                                                 ": other buffers of this process have " + std::to_string(taken) +
+                                                 " SMs of this GPU, " + std::to_string(kReservedSms) +
+                                                 " stay free, and there are " + std::to_string(all));
+    taken += sms;
+  }
+  void give_back(int device, uint32_t sms) {
+    const std::lock_guard lock(mutex_);
+    taken_[device] -= sms;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<int, uint32_t> taken_;
+};
+SmLedger& sm_ledger() {
+  static SmLedger ledger;
+  return ledger;
+}
+
 }  // namespace
 
 std::vector<std::pair<std::string, uint64_t>> cuda_memory_entries(const EngineConfig& config) {
-  return layout_of(config).entries;
+  auto entries = layout_of(config).entries;
+  entries.emplace_back("host.pinned", pinned_bytes(config));
+  for (const auto& [name, bytes] : memory_entries(life_config(config))) entries.emplace_back("host." + name, bytes);
+  return entries;
 }
 
 uint64_t cuda_least_budget_bytes(const EngineConfig& config) {
-  return cuda::least_budget_bytes(ranks_of(config), config.num_experts, row_bytes_of(config));
+  return cuda::least_budget_bytes(ranks_of(config), config.num_experts, row_bytes_of(config)) + host_bytes(config);
 }
 
-CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms)
+CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms, uint32_t stage_sms)
     : config_(config),
       device_(device),
       num_sms_(num_sms),
+      stage_sms_(std::max(num_sms, stage_sms)),
       life_(life_config(config)),
       layout_(layout_of(config)),
       socket_(config.rank, config.generation),
@@ -79,9 +120,10 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms)
   int sms = 0;
   must(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
   all_sms_ = static_cast<uint32_t>(sms);
-  if (num_sms_ == 0 || num_sms_ > all_sms_)
-    throw UsageFailure(UsageKind::kConfig,
-                       "num_sms = " + std::to_string(num_sms_) + ": allowed 1 to " + std::to_string(all_sms_));
+  if (num_sms_ == 0 || stage_sms_ > all_sms_)
+    throw UsageFailure(UsageKind::kConfig, "num_sms = " + std::to_string(num_sms_) +
+                                               ", stage_sms = " + std::to_string(stage_sms_) + ": this GPU has " +
+                                               std::to_string(all_sms_) + " SMs");
   int lowest = 0, highest = 0;
   must(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
   must(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest), "cudaStreamCreate");
@@ -100,6 +142,7 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms)
     must(load(static_cast<uint32_t>(shared_bytes)), "loading the kernels");
   regions_[config.rank] = cuda::DeviceMapping::create(device_, layout_.total_bytes);
   region_bytes_[config.rank] = regions_[config.rank].num_bytes();
+  sm_ledger().take(device_, stage_sms_, all_sms_);
 }
 
 CudaEngine::~CudaEngine() {
@@ -267,17 +310,33 @@ void CudaEngine::close(bool abort) {
     cudaStreamSynchronize(control_stream_);
   }
   regions_.clear();
+  sm_ledger().give_back(device_, stage_sms_);
 }
 
 std::vector<std::pair<std::string, double>> CudaEngine::stats() const {
   const std::lock_guard lock(mutex_);
-  return {{"dispatch.calls", static_cast<double>(num_dispatches_)},
-          {"combine.calls", static_cast<double>(num_combines_)},
-          {"memory.allocated_bytes", static_cast<double>(layout_.total_bytes)},
-          {"windows", static_cast<double>(num_windows_)},
-          {"memory.max_tokens", static_cast<double>(layout_.max_tokens)},
-          {"memory.window_bytes", static_cast<double>(layout_.half_bytes)},
-          {"memory.piece_bytes", static_cast<double>(layout_.piece_bytes)}};
+  std::vector<std::pair<std::string, double>> all = {
+      {"dispatch.calls", static_cast<double>(num_dispatches_)},
+      {"combine.calls", static_cast<double>(num_combines_)},
+      {"windows", static_cast<double>(num_windows_)},
+      {"memory.allocated_bytes", static_cast<double>(layout_.total_bytes + host_bytes(config_))},
+      {"memory.max_tokens", static_cast<double>(layout_.max_tokens)},
+      {"memory.window_bytes", static_cast<double>(layout_.half_bytes)},
+      {"memory.piece_bytes", static_cast<double>(layout_.piece_bytes)}};
+  if (!started_ || closed_) return all;
+  const OnDevice guard(device_);
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // the caller may be capturing a graph
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  uint64_t nsec[kNumSteps] = {};
+  const uint8_t* from = domain_.base[domain_.rank] + layout_.local + offsetof(cuda::Local, step_nsec);
+  cudaMemcpyAsync(nsec, from, sizeof(nsec), cudaMemcpyDeviceToHost, control_stream_);
+  cudaStreamSynchronize(control_stream_);
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  for (uint32_t s = 1; s < kNumSteps; ++s)
+    if (nsec[s] > 0)
+      all.emplace_back(std::string("step_seconds.") + step_name(static_cast<Step>(s)),
+                       static_cast<double>(nsec[s]) * 1e-9);
+  return all;
 }
 
 }  // namespace uccl_ep

@@ -68,7 +68,7 @@ struct CudaOutput {
 class CudaEngine {
  public:
   // Allocates the region on `device`. Throws UsageFailure for a configuration that cannot work.
-  CudaEngine(const EngineConfig& config, int device, uint32_t num_sms);
+  CudaEngine(const EngineConfig& config, int device, uint32_t num_sms, uint32_t stage_sms);
   ~CudaEngine();
 
   std::string export_handle() const;
@@ -107,7 +107,7 @@ class CudaEngine {
 
   const EngineConfig config_;
   const int device_;
-  const uint32_t num_sms_;
+  const uint32_t num_sms_, stage_sms_;
   uint32_t all_sms_ = 0;
   Engine life_;
   cuda::RegionLayout layout_;

@@ -180,7 +180,8 @@ std::shared_ptr<CudaOp> CudaEngine::dispatch(const DispatchArgs& args, const Cud
   place.routing_compared = !fresh && args.has_routing;
   place.window_tokens = window_tokens(layout_, wire_row_bytes(args.wire, args.hidden));
   if (fresh)
-    must(launch_exchange(domain_, {s, place.routing, place.stage, op->call, place.window_tokens}, num_sms_, op->stream),
+    must(launch_exchange(domain_, {s, place.routing, place.stage, op->call, place.window_tokens}, stage_sms_,
+                         op->stream),
          "exchange");
   return op;
 }
