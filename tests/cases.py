@@ -13,6 +13,7 @@ Shape suffixes: T tokens of a rank, H hidden size, K experts a token can name, E
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -314,7 +315,11 @@ def run_case(case: Case, expected: Expected, rank: int, buffer: Buffer) -> Obser
     torch.autograd.backward(outputs, grads)
     assert expert_rows_RH.grad is not None and x_TH.grad is not None
     if buffer.device.type == "cuda":
-        torch.cuda.synchronize()
+        # Ranks may share a GPU: a call of CUDA's that blocks could keep another rank from launching.
+        done = torch.cuda.Event()
+        done.record()
+        while not done.query():
+            time.sleep(0.0002)
         buffer.check()  # an error that came after the launches
     return Observed(
         result.rows[:num_rows].detach().cpu(),

@@ -64,8 +64,9 @@ def capture_graphs(stop: threading.Event, device: torch.device, failures: list[s
     try:
         torch.cuda.set_device(device)
         value = torch.zeros(64, device=device)
+        stream = torch.cuda.Stream(device)  # one for all: torch hands out the same ones again and again
         while not stop.is_set():
-            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+            graph = torch.cuda.CUDAGraph()
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 graph.capture_begin(capture_error_mode="thread_local")
@@ -150,6 +151,7 @@ def graph_around(rank: Rank, replays: int) -> Any:
         with torch.no_grad(), torch.cuda.graph(graph):
             result = buffer.dispatch(x_TH, idx_TK, capacity=256 * K * rank.num_ranks)
             # As many rows as pairs were sent here come back, each of them 1.
+            assert result.overflow is not None
             wrong += buffer.combine(result.rows, result.handle).ne(K).sum() + result.overflow
         for _ in range(replays):
             idx_TK.copy_(score_TE.uniform_(generator=generator).topk(K, dim=1).indices)

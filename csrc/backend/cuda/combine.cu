@@ -30,7 +30,7 @@ __device__ void sum_all(const Crew& crew, const Domain& d, const Work& work, uin
 __device__ void finish(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const CombineArgs& args) {
   if (!last_block(crew, d, Arrival::kMerged)) return;
   if (crew.thread == 0) keep(d, op, OpKind::kCombine);
-  if (!stopped(d)) {
+  if (going(crew, d)) {
     publish_all(crew, d, d.at.merged, op.epoch);
     return;
   }
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
   if (warp == 0) {
     const Crew crew = Crew::of(1, 0, 1);
     find_fold_range(crew, d, plan, args, range);
-    if (blockIdx.x == 0 && !stopped(d)) {
+    if (blockIdx.x == 0 && going(crew, d)) {
       if (crew.thread == 0) {
         write_header(d, op, args.signature, plan.num_tokens);
         __threadfence_system();
@@ -63,21 +63,20 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
   __syncthreads();
   if (warp == 0) {
     const Crew crew = Crew::of(1, 0, 1);
-    if (blockIdx.x == 0 && !stopped(d)) {
+    if (blockIdx.x == 0 && going(crew, d)) {
       tell_empty_chunks(crew, d, op, plan, range);
       all_alike(crew, d, op.epoch);
     }
   } else if (warp <= kFold) {
     const Crew crew = Crew::of(2, 1, kFold);
     // The pieces of the last combine must have been merged.
-    if (!stopped(d) && wait_all(crew, d, d.at.merged, op.free_after, Step::kFold)) {
+    if (going(crew, d) && wait_all(crew, d, d.at.merged, op.free_after, Step::kFold)) {
       const StepClock clock(crew, d, Step::kFold);
       sum_all<kBulk, Row, Wire>(crew, d, Fold{d, op, plan, args, range}, args.hidden, shared, barriers, 0);
       finish_fold(crew, d, op, plan, args);
       clock.stop();
     }
-  } else if (!stopped(d)) {
-    const Crew crew = Crew::of(3, 1 + kFold, kMerge);
+  } else if (const Crew crew = Crew::of(3, 1 + kFold, kMerge); going(crew, d)) {
     const StepClock clock(crew, d, Step::kMerge);
     const Merge merge(d, op, plan, args);
     merge.fill_empty(crew);

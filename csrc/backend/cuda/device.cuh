@@ -161,6 +161,10 @@ __device__ __forceinline__ Op current_dispatch(const Domain& d) {
 }
 
 __device__ __forceinline__ bool stopped(const Domain& d) { return read_flag(&local(d).stop) != 0; }
+// By a crew, whose threads must all decide alike.
+__device__ __forceinline__ bool going(const Crew& crew, const Domain& d) {
+  return crew.all(crew.thread != 0 || !stopped(d));
+}
 
 // The first fault of this rank; the host takes it from pinned memory and tells every rank.
 __device__ inline void report(const Domain& d, DeviceFault code, Step step, int peer, int chunk, uint64_t expected,

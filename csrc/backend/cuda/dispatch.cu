@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
     const uint32_t first = (warp - kRouteWarps) / kStageWarps * kStageWarps, number = first / kStageWarps;
     const Crew crew = Crew::of(2 + number, kRouteWarps + first, kStageWarps);
     // What the half held before must have been read by all.
-    if (stopped(d) || !wait_all(crew, d, d.at.read, op.free_after, Step::kStage)) return;
+    if (!going(crew, d) || !wait_all(crew, d, d.at.read, op.free_after, Step::kStage)) return;
     const uint32_t end = min(args.stage.num_tokens, args.window_tokens);
     const StepClock clock(crew, d, Step::kStage);
     if constexpr (kBulk) {
@@ -54,8 +54,7 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
     header(d, d.rank, op.epoch).routing_hash = hash;
     __threadfence_system();
   }
-  crew.sync();
-  if (stopped(d)) return;
+  if (!going(crew, d)) return;
   publish_all(crew, d, d.at.header_full, op.epoch);
   if (args.routing.values != nullptr) publish_all(crew, d, d.at.values_full, op.epoch);
   if (all_alike(crew, d, op.epoch)) count_received(crew, d, op, args.signature.expert_alignment, args.call);
@@ -66,7 +65,7 @@ __device__ void finish_place(const Crew& crew, const Domain& d, const Op& op, co
                              const PlaceArgs& args) {
   if (!last_block(crew, d, Arrival::kPlaced)) return;
   if (!args.fresh && crew.thread == 0) keep(d, op, OpKind::kDispatch);
-  if (!stopped(d)) {
+  if (going(crew, d)) {
     publish_all(crew, d, d.at.read, op.epoch);
     return;
   }
@@ -91,7 +90,7 @@ __global__ void __launch_bounds__(kPlaceThreads, 1)
   const uint32_t warp = threadIdx.x / kWarp;
   if (warp == 0) {
     const Crew crew = Crew::of(1, 0, 1);
-    if (!kFresh && blockIdx.x == 0 && !stopped(d)) {
+    if (!kFresh && blockIdx.x == 0 && going(crew, d)) {
       if (crew.thread == 0) {
         write_header(d, op, args.signature, args.stage.num_tokens);
         __threadfence_system();
@@ -104,9 +103,9 @@ __global__ void __launch_bounds__(kPlaceThreads, 1)
     const Crew crew = Crew::of(2, 1, kStageWarps);
     if (kFresh) {
       const StepClock clock(crew, d, Step::kPlan);
-      if (!stopped(d)) plan_heads(crew, d, op, plan);
+      if (going(crew, d)) plan_heads(crew, d, op, plan);
       clock.stop();
-    } else if (!stopped(d) && wait_all(crew, d, d.at.read, op.free_after, Step::kStage)) {
+    } else if (going(crew, d) && wait_all(crew, d, d.at.read, op.free_after, Step::kStage)) {
       const StepClock clock(crew, d, Step::kStage);
       const uint32_t begin = args.window * args.window_tokens;
       stage_rows(crew, d, op, args.stage, begin, min(begin + args.window_tokens, args.stage.num_tokens), blockIdx.x,
@@ -116,8 +115,7 @@ __global__ void __launch_bounds__(kPlaceThreads, 1)
         compare_routing(crew, d, plan, args.routing, args.signature.plan_id);
       clock.stop();
     }
-  } else if (!stopped(d)) {
-    const Crew crew = Crew::of(3, 1 + kStageWarps, blockDim.x / kWarp - 1 - kStageWarps);
+  } else if (const Crew crew = Crew::of(3, 1 + kStageWarps, blockDim.x / kWarp - 1 - kStageWarps); going(crew, d)) {
     const StepClock clock(crew, d, Step::kPlace);
     find_arrivals<kFresh>(crew, d, op, plan, args, arrivals);
     if (args.window == 0 && plan.compact_width == 0)

@@ -210,7 +210,7 @@ __device__ void place_rows_bulk(const Crew& crew, const Domain& d, const Op& op,
 
   const uint32_t end = arrivals.most * d.at.num_ranks, step = gridDim.x * crew.warps();
   uint32_t begin = crew.warp() * gridDim.x + blockIdx.x;
-  bool good = !stopped(d);
+  bool good = __all_sync(kFullWarp, !stopped(d));
   RowBatch<kFresh> batch(d, op, plan, args, arrivals, begin + lane * step);
   __syncwarp();
   uint32_t left = __ballot_sync(kFullWarp, batch.count > 0);  // rows of the batch that are not loaded yet

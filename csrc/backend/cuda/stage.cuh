@@ -64,17 +64,26 @@ __device__ __forceinline__ void quantise(const uint4 (&raw)[kBatch], Codes (&out
   }
 }
 
-// By a warp: vectors `first` to `end` of a row, whose vectors are those of `load(i)`; kBatch at a time.
-template <bool kPow2, uint32_t kBatch, typename Load>
+// By a warp: vectors `first` to `end` of a row, which `load(i)` gives. kAhead: the next ones are loaded
+// meanwhile.
+template <bool kPow2, uint32_t kBatch, bool kAhead, typename Load>
 __device__ __forceinline__ void quantise_part(uint8_t* row, uint32_t hidden, uint32_t first, uint32_t end,
                                               uint32_t lane, Load load) {
-  for (uint32_t begin = first; begin < end; begin += kBatch * kWarp) {
-    uint4 raw[kBatch];
+  uint4 next[kBatch];
+  const auto load_batch = [&](uint32_t begin) {
 #pragma unroll
     for (uint32_t u = 0; u < kBatch; ++u) {
       const uint32_t i = begin + u * kWarp + lane;
-      raw[u] = i < end ? load(i) : make_uint4(0, 0, 0, 0);
+      next[u] = i < end ? load(i) : make_uint4(0, 0, 0, 0);
     }
+  };
+  if (kAhead) load_batch(first);
+  for (uint32_t begin = first; begin < end; begin += kBatch * kWarp) {
+    if (!kAhead) load_batch(begin);
+    uint4 raw[kBatch];
+#pragma unroll
+    for (uint32_t u = 0; u < kBatch; ++u) raw[u] = next[u];
+    if (kAhead) load_batch(begin + kBatch * kWarp);
     Codes out[kBatch];
     quantise<kPow2>(raw, out);
 #pragma unroll
@@ -88,7 +97,8 @@ __device__ __forceinline__ void quantise_part(uint8_t* row, uint32_t hidden, uin
 }
 template <bool kPow2>
 __device__ __forceinline__ void quantise_row(const uint4* from, uint8_t* to, uint32_t hidden, uint32_t lane) {
-  quantise_part<kPow2, kPow2 ? 4 : 1>(to, hidden, 0, hidden / 8, lane, [&](uint32_t i) { return __ldcs(from + i); });
+  quantise_part<kPow2, kPow2 ? 4 : 1, kPow2>(to, hidden, 0, hidden / 8, lane,
+                                             [&](uint32_t i) { return __ldcs(from + i); });
 }
 
 // Not inlined: a division is a call that would make its caller spill.
@@ -146,8 +156,8 @@ __device__ inline void stage_part(const StageArgs& args, uint32_t from, uint8_t*
       reinterpret_cast<uint4*>(row)[i] = load_shared(from + (i - first) * 16);
     return;
   }
-  quantise_part<true, 4>(row, args.hidden, first, end, lane,
-                         [&](uint32_t i) { return load_shared(from + (i - first) * 16); });
+  quantise_part<true, 4, false>(row, args.hidden, first, end, lane,
+                                [&](uint32_t i) { return load_shared(from + (i - first) * 16); });
 }
 
 // As stage_rows; not for unrounded scales. `first_warp`: of the crew, among those that stage in the block.
@@ -202,7 +212,7 @@ __device__ inline void stage_values(const Crew& crew, const Domain& d, const Op&
   const uint32_t sent = plan.pair_begin[d.at.num_ranks];
   for (uint32_t p = blockIdx.x * crew.size + crew.thread; p < sent; p += gridDim.x * crew.size)
     staged[p] = from[plan.pair_place[p]];
-  if (last_block(crew, d, Arrival::kValues) && !stopped(d)) publish_all(crew, d, d.at.values_full, op.epoch);
+  if (last_block(crew, d, Arrival::kValues) && going(crew, d)) publish_all(crew, d, d.at.values_full, op.epoch);
 }
 
 }  // namespace uccl_ep::cuda

@@ -160,7 +160,7 @@ struct BulkSums {
         ring(shared_address(shared + crew.warp() * kSumWarpBytes)),
         full(shared_address(barriers + crew.warp() * kRing)),
         ahead(w, crew, false),
-        good(!stopped(domain)) {
+        good(__all_sync(kFullWarp, !stopped(domain))) {
     if (lane == 0) {
       for (uint32_t i = 0; i < kRing; ++i) init_barrier(barriers + crew.warp() * kRing + i);
       fence_barriers();
