@@ -13,6 +13,7 @@ from typing import Any
 from uccl_ep_train.config_checks import (
     MAX_RANKS,
     FieldInfo,
+    boolean,
     choice,
     hidden_size,
     info,
@@ -167,6 +168,16 @@ class EpConfig:
             "None, or 1 .. 1024",
             "more SMs for the first kernel of a dispatch with a new plan (routing, staging); None: num_sms",
             optional(integer(1, 1024)),
+        ),
+    )
+    bulk_copies: bool = field(
+        default=True,
+        metadata=info(
+            "",
+            "True | False",
+            "use the copy engines that SMs of sm_90 have; False: plain loads, as on other GPUs",
+            boolean,
+            agree=False,
         ),
     )
     domain_size: int | None = field(

@@ -66,6 +66,12 @@ def choice(*choices: str) -> Callable[[Any], str]:
     return check
 
 
+def boolean(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError("not a boolean")
+    return value
+
+
 def optional(inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: None if value is None else inner(value)
 

@@ -40,6 +40,7 @@ def native_config(config: EpConfig, topology: Topology, rank: int, generation: i
     native.arrival_timeout_s = config.arrival_timeout_s
     native.progress_timeout_s = config.progress_timeout_s
     native.num_proxies = config.num_proxies
+    native.bulk_copies = config.bulk_copies
     native.source_order = list(config.source_order or range(topology.num_ranks))
     native.generation = generation
     native.transport = "loop" if config.transport == "auto" else config.transport

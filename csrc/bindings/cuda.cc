@@ -20,13 +20,16 @@ struct PyCudaOp {
   CudaOutput output;
 };
 
+constexpr uint64_t kSpinUsec = 5000;  // then threads that share the core get it, too
+
 void wait_counts(PyCudaOp& self) {
   wait_with_signals([&](uint64_t usec) {
     // The step goes on when this thread has seen the counts: it does not sleep.
     const uint64_t started = now_usec();
     while (!self.engine->poll_counts(*self.op)) {
-      if (now_usec() - started > usec) return false;
-      sched_yield();
+      const uint64_t waited = now_usec() - started;
+      if (waited > usec) return false;
+      if (waited > kSpinUsec) sched_yield();
     }
     return true;
   });

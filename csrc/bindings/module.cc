@@ -90,6 +90,7 @@ void bind_config(py::module_& m) {
       .def_readwrite("arrival_timeout_s", &EngineConfig::arrival_timeout_s)
       .def_readwrite("progress_timeout_s", &EngineConfig::progress_timeout_s)
       .def_readwrite("num_proxies", &EngineConfig::num_proxies)
+      .def_readwrite("bulk_copies", &EngineConfig::bulk_copies)
       .def_readwrite("source_order", &EngineConfig::source_order)
       .def_readwrite("generation", &EngineConfig::generation)
       .def_readwrite("transport", &EngineConfig::transport)

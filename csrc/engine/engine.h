@@ -35,6 +35,7 @@ struct EngineConfig {
   double arrival_timeout_s = 300;
   double progress_timeout_s = 20;
   uint32_t num_proxies = 1;
+  bool bulk_copies = true;  // of a CUDA engine: where the GPU has them
   std::vector<int> source_order;  // empty: ascending
   uint64_t generation = 0;  // the same on all ranks, fresh per engine
   std::string transport = "loop";

@@ -78,9 +78,18 @@ def test_real_sizes() -> None:
             check_case(group, case)
 
 
+def test_plain_loads_give_the_same_bits() -> None:
+    """What GPUs without bulk copies run."""
+    spec = spec_of(4, hidden=1024, settings=(("bulk_copies", False),))
+    with spec.group() as group:
+        for seed in range(20):
+            check_case(group, make_case(seed, spec, max_tokens=150))
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_more_than_the_buffer_holds_goes_in_windows(num_ranks: int) -> None:
-    spec = spec_of(num_ranks, hidden=4096, settings=(("budget_bytes", 8 << 20),))
+    least = memory_plan(EpConfig(num_experts=8, hidden=4096, backend="cuda"), num_ranks).least_budget_bytes
+    spec = spec_of(num_ranks, hidden=4096, settings=(("budget_bytes", least + (1 << 20)),))
     with spec.group() as group:
         for seed in range(12):
             case = make_case(

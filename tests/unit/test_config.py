@@ -61,6 +61,7 @@ BAD = [
     ("loop_drop_peer", -2),
     ("num_proxies", 5),
     ("stage_sms", 0),
+    ("bulk_copies", 1),
     ("source_order", (0, 2)),
     ("source_order", (0, 0)),
 ]
@@ -223,7 +224,7 @@ PARSED = {
 def test_the_table_covers_every_field_but_those_the_model_decides():
     fields = {entry.name for entry in dataclasses.fields(EpConfig)}
     assert {variable.field for variable in env.VARIABLES if variable.field} == set(PARSED)
-    assert fields - set(PARSED) == {"num_experts", "hidden", "source_order"}
+    assert fields - set(PARSED) == {"num_experts", "hidden", "source_order", "bulk_copies"}
 
 
 @pytest.mark.parametrize("name", PARSED)

@@ -199,7 +199,7 @@ void CudaEngine::start() {
   domain_.progress_nsec = static_cast<uint64_t>(config_.progress_timeout_s * 1e9);
   int major = 0;
   must(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_), "cudaDeviceGetAttribute");
-  domain_.bulk_copies = major == 9;
+  domain_.bulk_copies = major == 9 && config_.bulk_copies;
   domain_.error = reinterpret_cast<cuda::HostError*>(pinned_);
   domain_.counts = reinterpret_cast<cuda::HostCounts*>(pinned_ + kPinnedBytes);
   life_.start();

@@ -1,0 +1,54 @@
+"""A few operations of every kind on one rank, for compute-sanitizer: see scripts/sanitize.sh."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from uccl_ep_train import Buffer, EpConfig
+from uccl_ep_train.bootstrap import LocalBootstrap
+
+T, H, K, E = 70, 1024, 3, 8
+
+
+def use(buffer: Buffer, dtype: torch.dtype) -> None:
+    x_TH = torch.ones(T, H, dtype=dtype, device=buffer.device, requires_grad=True)
+    idx_TK = torch.arange(T * K, device=buffer.device).reshape(T, K) % E
+    weights_TK = torch.ones(T, K, device=buffer.device, requires_grad=True)
+    wire = "fp8" if dtype == torch.bfloat16 else "bf16"
+    for options in ({}, {"layout": "compact"}, {"capacity": T * K - 20}, {"expert_alignment": 16}):
+        result = buffer.dispatch(x_TH, idx_TK, weights_TK, dispatch_dtype=wire, **options)
+        out_TH = buffer.combine(result.rows, result.handle)
+        # With a capacity the rows beyond it are undefined; here none is.
+        (out_TH.sum() + result.row_weights.sum()).backward()
+        torch.cuda.synchronize()
+        buffer.check()
+    if wire == "fp8":
+        buffer.dispatch(x_TH, idx_TK, dispatch_dtype="fp8", output_dtype="fp8")
+    buffer.dispatch(x_TH, idx_TK, handle=buffer.dispatch(x_TH, idx_TK, dispatch_dtype=wire).handle)
+    routing_map = torch.zeros(T, E, dtype=torch.bool, device=buffer.device)
+    routing_map[:, 1::2] = True
+    result = buffer.dispatch(x_TH, routing_map=routing_map, dispatch_dtype=wire)
+    assert buffer.combine(result.rows, result.handle).eq(E // 2).all()
+    torch.cuda.synchronize()
+    buffer.check()
+
+
+def main() -> None:
+    for bulk_copies in (True, False):
+        config = EpConfig(
+            num_experts=E, hidden=H, backend="cuda", dispatch_dtype="bf16", budget_bytes=24 << 20,
+            bulk_copies=bulk_copies, arrival_timeout_s=300.0, progress_timeout_s=300.0,
+        )  # fmt: skip
+        with Buffer(None, config, bootstrap=LocalBootstrap.create(1)[0]) as buffer:
+            for dtype in (torch.bfloat16, torch.float32):
+                use(buffer, dtype)
+    print("small case done")
+
+
+if __name__ == "__main__":
+    main()
