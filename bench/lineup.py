@@ -12,7 +12,7 @@ from bench import deep_ep_peers
 from bench.cases import Case
 from bench.memcpy import Memcpy
 from bench.peers import BareAllToAll, MegatronAllToAll
-from bench.systems import MODE_SUFFIX, System, UcclEp, has_sync_free, label_of
+from bench.systems import MODE_SUFFIX, System, UcclEp, label_of
 from uccl_ep_train import Buffer, errors
 
 SYSTEMS = ("uccl_ep", "uccl_ep_sync_free", "uccl_ep_cached", "megatron", "bare", "deep_ep", "memcpy")
@@ -76,8 +76,6 @@ def _add_ours(lineup: Lineup, wanted: list[str], backward: bool) -> None:
     case = lineup.case
     names = {mode: UcclEp.name + suffix for mode, suffix in MODE_SUFFIX.items()}
     modes = {mode: label_of(name, "", case.dtype) for mode, name in names.items() if name in wanted}
-    if "sync_free" in modes and not has_sync_free():
-        lineup.refused[modes.pop("sync_free")] = "dispatch takes no capacity in this version"
     if not modes:
         return
     try:

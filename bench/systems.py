@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -78,11 +77,6 @@ class System(ABC):
 def label_of(name: str, layout: str, dtype: str) -> str:
     """For a reader: two systems of one case never have the same."""
     return f"{name} {dtype}" + (" codes" if layout == "expert_major_fp8" else "")
-
-
-def has_sync_free() -> bool:
-    """Whether this version's dispatch takes the rows' capacity from the caller."""
-    return "capacity" in inspect.signature(Buffer.dispatch).parameters
 
 
 MODE_SUFFIX = {"uncached": "", "sync_free": "_sync_free", "cached_plan": "_cached"}
