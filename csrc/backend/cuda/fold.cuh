@@ -33,8 +33,8 @@ __device__ inline void find_fold_range(const Crew& crew, const Domain& d, const 
   for (uint32_t s = crew.thread; s < d.at.num_ranks; s += crew.size) {
     const uint32_t* const before = plan.chunk_pieces + s * entries;
     const uint64_t first = uint64_t{args.window} * args.window_pieces;
-    out.first_chunk[s] = whole ? 0 : chunk_with(before, plan.num_chunks, first);
-    out.end_chunk[s] = args.is_last ? plan.num_chunks : chunk_with(before, plan.num_chunks, first + args.window_pieces);
+    out.first_chunk[s] = whole ? 0 : chunk_with(before, plan.chunks[s], first);
+    out.end_chunk[s] = args.is_last ? plan.chunks[s] : chunk_with(before, plan.chunks[s], first + args.window_pieces);
     out.begin[s] = plan.row_begin[s] + plan.chunk_rows[s * entries + out.first_chunk[s]];
     out.end[s] = plan.row_begin[s] + plan.chunk_rows[s * entries + out.end_chunk[s]];
   }

@@ -172,6 +172,7 @@ struct PlanView {
   uint32_t* value_begin = nullptr;  // [ranks] a source's number of the pair = our number + value_begin (mod 2^32)
   uint32_t* chunk_rows = nullptr;   // [ranks][chunks + 1] the source's rows of earlier chunks of its tokens
   uint32_t* chunk_pieces = nullptr; // [ranks][chunks + 1] the source's pieces of earlier chunks of its tokens
+  uint32_t* chunks = nullptr;       // [ranks] chunks of a source's tokens
   uint32_t* padding = nullptr;      // [experts of a rank][2]: slots that are padding
   uint32_t* row_token = nullptr;    // [received rows]
   uint32_t* row_piece = nullptr;    // [received rows] number among the source's pieces

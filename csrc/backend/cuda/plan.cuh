@@ -125,6 +125,7 @@ __device__ inline void plan_heads(const Crew& crew, const Domain& d, const Op& o
     plan.row_begin[s] = from.row_begin[s];
     plan.row_end[s] = from.row_end[s];
     plan.value_begin[s] = from.value_begin[s];
+    plan.chunks[s] = (header(d, s, op.epoch).num_tokens + kChunkTokens - 1) / kChunkTokens;
   }
   for (uint32_t i = crew.thread; i < 2 * experts; i += crew.size) plan.padding[i] = base.padding[i];
   for (uint32_t l = crew.thread; l < experts; l += crew.size) plan.tokens_per_expert[l] = base.size[l];

@@ -28,6 +28,7 @@ uint64_t lay_out(cuda::PlanView& view, const CudaPlan::Sizes& sizes, uint8_t* me
   take(view.value_begin, ranks);
   take(view.chunk_rows, chunk_entries);
   take(view.chunk_pieces, chunk_entries);
+  take(view.chunks, ranks);
   take(view.padding, 2 * experts);
   take(view.row_token, sizes.received_rows);
   take(view.row_piece, sizes.received_rows);
