@@ -148,7 +148,7 @@ class RankGroup:
     def _serve(self, rank: int) -> None:
         if torch.cuda.is_available():
             torch.cuda.set_device(rank % torch.cuda.device_count())
-            # Ranks on one GPU must not wait for each other in one stream, nor for each other's kernels in cudaMalloc.
+            # Ranks on one GPU must not wait for each other in one stream, nor in cudaMalloc.
             torch.cuda.set_stream(torch.cuda.Stream())
             _fill_allocator()
         while (job := self._jobs[rank].get()) is not None:

@@ -137,9 +137,9 @@ __device__ inline void plan_heads(const Crew& crew, const Domain& d, const Op& o
   }
 }
 
-// By crews of all blocks: the given routing is the plan's.
-__device__ inline void compare_routing(const Crew& crew, const Domain& d, const PlanView& plan, const DeviceRouting& r,
-                                       uint64_t plan_id) {
+// By crews of all blocks: the given routing is the plan's. Not inlined: its caller has no registers to spare.
+__device__ __noinline__ void compare_routing(const Crew& crew, const Domain& d, const PlanView& plan,
+                                             const DeviceRouting& r, uint64_t plan_id) {
   const uint64_t places = uint64_t{plan.num_tokens} * r.width;
   uint64_t hash = 0;
   for (uint64_t i = uint64_t{blockIdx.x} * crew.size + crew.thread; i < places; i += uint64_t{gridDim.x} * crew.size) {

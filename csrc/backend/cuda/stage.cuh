@@ -97,8 +97,13 @@ __device__ __forceinline__ void quantise_part(uint8_t* row, uint32_t hidden, uin
 }
 template <bool kPow2>
 __device__ __forceinline__ void quantise_row(const uint4* from, uint8_t* to, uint32_t hidden, uint32_t lane) {
-  quantise_part<kPow2, kPow2 ? 4 : 1, kPow2>(to, hidden, 0, hidden / 8, lane,
-                                             [&](uint32_t i) { return __ldcs(from + i); });
+#if __CUDA_ARCH__ >= 900
+  constexpr uint32_t kMost = 4;
+#else
+  constexpr uint32_t kMost = 2;  // conversions to FP8 need registers there
+#endif
+  quantise_part<kPow2, kPow2 ? kMost : 1, kPow2>(to, hidden, 0, hidden / 8, lane,
+                                                 [&](uint32_t i) { return __ldcs(from + i); });
 }
 
 // Not inlined: a division is a call that would make its caller spill.
