@@ -100,7 +100,7 @@ __device__ __forceinline__ void quantise_row(const uint4* from, uint8_t* to, uin
 #if __CUDA_ARCH__ >= 900
   constexpr uint32_t kMost = 4;
 #else
-  constexpr uint32_t kMost = 2;  // conversions to FP8 need registers there
+  constexpr uint32_t kMost = 1;  // conversions to FP8 need registers there
 #endif
   quantise_part<kPow2, kPow2 ? kMost : 1, kPow2>(to, hidden, 0, hidden / 8, lane,
                                                  [&](uint32_t i) { return __ldcs(from + i); });
