@@ -56,8 +56,9 @@ struct Merge {
     bool good = true;
     for (uint32_t r = threadIdx.x % kWarp; r < d.at.num_ranks; r += kWarp)
       good &= wait_peer(d, folded(d, d.rank, r) + chunk, op.epoch, Step::kMerge, r, static_cast<int>(chunk));
-    proxy_fence();
     good = __all_sync(kFullWarp, good);
+    __syncwarp();  // orders what the lanes have read before the loads that one of them issues
+    proxy_fence();
     if (good) arrived = chunk + 1;
     return good;
   }

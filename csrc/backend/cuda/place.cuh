@@ -106,7 +106,9 @@ struct RowBatch {
           wait_peer(d, flag(d, args), op.epoch, Step::kPlace, source, static_cast<int>(staged_row(args) / kStageRows));
       ready = true;
     }
-    return __all_sync(kFullWarp, good);
+    good = __all_sync(kFullWarp, good);
+    __syncwarp();  // orders what the lanes have read before what any of them does next
+    return good;
   }
 };
 
