@@ -160,8 +160,7 @@ void launch_place_kernel(const Domain& domain, const PlanView& plan, const Place
 
 cudaError_t launch_exchange(const Domain& domain, const ExchangeArgs& args, uint32_t num_sms, cudaStream_t stream) {
   const uint32_t blocks = min(num_sms, max(1u, (args.stage.num_tokens + kStageRows - 1) / kStageRows));
-  const uint32_t tile_bytes =
-      static_cast<uint32_t>(round_up(Tile::bytes(domain.at.num_experts, domain.at.num_ranks), kTileAlign));
+  const uint32_t tile_bytes = routing_bytes(domain.at.num_experts, domain.at.num_ranks);
   const bool divides = args.stage.wire == Dtype::kFp8 && !args.stage.fp8_pow2;
   if (domain.bulk_copies && !divides && tile_bytes + kStageBytes <= domain.shared_bytes)
     exchange<true><<<blocks, kExchangeThreads, tile_bytes + kStageBytes, stream>>>(domain, args);
@@ -177,6 +176,10 @@ cudaError_t launch_place(const Domain& domain, const PlanView& plan, const Place
   else
     launch_place_kernel<false>(domain, plan, args, num_sms, stream);
   return cudaGetLastError();
+}
+
+uint32_t routing_bytes(uint32_t num_experts, uint32_t num_ranks) {
+  return static_cast<uint32_t>(round_up(Tile::bytes(num_experts, num_ranks), kTileAlign));
 }
 
 cudaError_t load_dispatch(uint32_t shared_bytes) {

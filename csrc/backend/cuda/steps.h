@@ -11,6 +11,8 @@ namespace uccl_ep::cuda {
 // Load the kernels on the current device. Before the first launch.
 cudaError_t load_dispatch(uint32_t shared_bytes);
 cudaError_t load_combine(uint32_t shared_bytes);
+// Shared memory that a block needs at least to route tokens.
+uint32_t routing_bytes(uint32_t num_experts, uint32_t num_ranks);
 
 // The router's output on the device. topk: int64 [T, width], -1 = dropped. map: bool [T, width = experts].
 struct DeviceRouting {

@@ -65,32 +65,14 @@ cuda::RegionLayout layout_of(const EngineConfig& config) {
                            config.budget_bytes - host_bytes(config));
 }
 
-// Kernels of several buffers wait at the same time; each needs its SMs for that (contract 12), and NCCL some.
 constexpr uint32_t kReservedSms = 32;
-class SmLedger {
- public:
-  void take(int device, uint32_t sms, uint32_t all) {
-    const std::lock_guard lock(mutex_);
-    uint32_t& taken = taken_[device];
-    if (taken > 0 && taken + sms + kReservedSms > all)
-      throw UsageFailure(UsageKind::kConfig, "num_sms = " + std::to_string(sms) +
-                                                 ": other buffers of this process have " + std::to_string(taken) +
-                                                 " SMs of this GPU, " + std::to_string(kReservedSms) +
-                                                 " stay free, and there are " + std::to_string(all));
-    taken += sms;
-  }
-  void give_back(int device, uint32_t sms) {
-    const std::lock_guard lock(mutex_);
-    taken_[device] -= sms;
-  }
+std::mutex taken_mutex;
+std::map<int, uint32_t> taken_sms;  // by device
 
- private:
-  std::mutex mutex_;
-  std::map<int, uint32_t> taken_;
-};
-SmLedger& sm_ledger() {
-  static SmLedger ledger;
-  return ledger;
+uint32_t sms_of(int device) {
+  int sms = 0;
+  must(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  return static_cast<uint32_t>(sms);
 }
 
 }  // namespace
@@ -106,24 +88,38 @@ uint64_t cuda_least_budget_bytes(const EngineConfig& config) {
   return cuda::least_budget_bytes(ranks_of(config), config.num_experts, row_bytes_of(config)) + host_bytes(config);
 }
 
+SmShare::SmShare(int device, uint32_t sms) : device_(device), sms_(sms) {
+  const uint32_t all = sms_of(device);
+  const std::string own = "num_sms, stage_sms = " + std::to_string(sms) + ": ";
+  if (sms == 0 || sms > all)
+    throw UsageFailure(UsageKind::kConfig, own + "this GPU has " + std::to_string(all) + " SMs");
+  const std::lock_guard lock(taken_mutex);
+  uint32_t& taken = taken_sms[device];
+  if (taken > 0 && taken + sms + kReservedSms > all)
+    throw UsageFailure(UsageKind::kConfig, own + "of this GPU's " + std::to_string(all) +
+                                               " SMs other buffers of this " + "process have " + std::to_string(taken) +
+                                               ", and " + std::to_string(kReservedSms) + " stay free");
+  taken += sms;
+}
+
+void SmShare::give_back() {
+  const std::lock_guard lock(taken_mutex);
+  taken_sms[device_] -= sms_;
+  sms_ = 0;
+}
+
 CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms, uint32_t stage_sms)
     : config_(config),
       device_(device),
       num_sms_(num_sms),
       stage_sms_(std::max(num_sms, stage_sms)),
+      share_(device, stage_sms_),
       life_(life_config(config)),
       layout_(layout_of(config)),
       socket_(config.rank, config.generation),
       regions_(static_cast<size_t>(config.num_ranks)),
       region_bytes_(regions_.size()) {
   const OnDevice guard(device_);
-  int sms = 0;
-  must(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
-  all_sms_ = static_cast<uint32_t>(sms);
-  if (num_sms_ == 0 || stage_sms_ > all_sms_)
-    throw UsageFailure(UsageKind::kConfig, "num_sms = " + std::to_string(num_sms_) +
-                                               ", stage_sms = " + std::to_string(stage_sms_) + ": this GPU has " +
-                                               std::to_string(all_sms_) + " SMs");
   int lowest = 0, highest = 0;
   must(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
   must(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest), "cudaStreamCreate");
@@ -138,11 +134,14 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms,
   must(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_),
        "cudaDeviceGetAttribute");
   domain_.shared_bytes = static_cast<uint32_t>(shared_bytes) - kStaticSharedBytes;
+  if (const uint32_t needed = cuda::routing_bytes(config.num_experts, ranks_of(config)); needed > domain_.shared_bytes)
+    throw UsageFailure(UsageKind::kConfig, "num_experts = " + std::to_string(config.num_experts) + ": routing needs " +
+                                               std::to_string(needed) + " bytes of shared memory, this GPU has " +
+                                               std::to_string(domain_.shared_bytes));
   for (auto load : {cuda::load_dispatch, cuda::load_combine})
     must(load(static_cast<uint32_t>(shared_bytes)), "loading the kernels");
   regions_[config.rank] = cuda::DeviceMapping::create(device_, layout_.total_bytes);
   region_bytes_[config.rank] = regions_[config.rank].num_bytes();
-  sm_ledger().take(device_, stage_sms_, all_sms_);
 }
 
 CudaEngine::~CudaEngine() {
@@ -310,7 +309,7 @@ void CudaEngine::close(bool abort) {
     cudaStreamSynchronize(control_stream_);
   }
   regions_.clear();
-  sm_ledger().give_back(device_, stage_sms_);
+  share_.give_back();
 }
 
 std::vector<std::pair<std::string, double>> CudaEngine::stats() const {

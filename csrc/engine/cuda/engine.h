@@ -65,6 +65,21 @@ struct CudaOutput {
   uint8_t* plan = nullptr;  // memory of a new plan
   cudaStream_t stream = nullptr;
 };
+// SMs of a GPU that the kernels of a buffer may take while they wait. Those of several buffers wait at the same time,
+// and each needs its SMs for that (contract 12); NCCL needs some, too. Throws UsageFailure where there are not enough.
+class SmShare {
+ public:
+  SmShare(int device, uint32_t sms);
+  ~SmShare() { give_back(); }
+  SmShare(const SmShare&) = delete;
+  SmShare& operator=(const SmShare&) = delete;
+  void give_back();
+
+ private:
+  const int device_;
+  uint32_t sms_;
+};
+
 class CudaEngine {
  public:
   // Allocates the region on `device`. Throws UsageFailure for a configuration that cannot work.
@@ -95,6 +110,7 @@ class CudaEngine {
   std::shared_ptr<CudaPlan> new_plan(const DispatchArgs& args) const;
   void check_dispatch(const DispatchArgs& args, const CudaCall& call) const;
   void check_plan(const CudaPlan& plan) const;
+  void check_form(const DispatchArgs& args, const CudaPlan& plan);
   void size_plan(CudaPlan& plan, const CudaPlan::Sizes& sizes) const;
   void check_usable() const;
   void check_row(uint32_t hidden, Dtype dtype) const;
@@ -108,7 +124,7 @@ class CudaEngine {
   const EngineConfig config_;
   const int device_;
   const uint32_t num_sms_, stage_sms_;
-  uint32_t all_sms_ = 0;
+  SmShare share_;
   Engine life_;
   cuda::RegionLayout layout_;
   cuda::Domain domain_{};

@@ -101,6 +101,19 @@ void CudaEngine::check_dispatch(const DispatchArgs& args, const CudaCall& call) 
                                   " partial sums; a larger budget_bytes holds more");
 }
 
+// A routing of another form than the plan's is another routing: the kernels compare the contents only.
+void CudaEngine::check_form(const DispatchArgs& args, const CudaPlan& plan) {
+  if (args.routing.kind == plan.routing_kind && args.routing.width == plan.routing_width) return;
+  ErrorRecord record;
+  record.kind = ErrorKind::kPlanMismatch;
+  record.step = Step::kPlan;
+  record.rank = record.peer = config_.rank;
+  record.set_message("rank " + std::to_string(config_.rank) + " used plan " + std::to_string(plan.plan_id) +
+                     " with another routing than it was made for");
+  life_.spread(record);
+  life_.check();
+}
+
 void CudaEngine::follow(cudaStream_t stream, cudaStream_t other) {
   must(cudaEventRecord(inputs_ready_, other), "cudaEventRecord");
   must(cudaStreamWaitEvent(stream, inputs_ready_, 0), "cudaStreamWaitEvent");
@@ -157,6 +170,7 @@ std::shared_ptr<CudaOp> CudaEngine::dispatch(const DispatchArgs& args, const Cud
   const cuda::OnDevice guard(device_);
   check_dispatch(args, call);
   const bool fresh = call.plan == nullptr;
+  if (!fresh && args.has_routing) check_form(args, *call.plan);
   auto op = begin(fresh ? new_plan(args) : call.plan, call.stream, args.aside);
   CudaPlan& plan = *op->plan;
   if (fresh) plan.plan_id = op->call;
