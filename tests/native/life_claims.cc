@@ -1,6 +1,5 @@
 // Proxies: who lives, who died, who said goodbye; waking and stopping.
 #include <sys/resource.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,38 +9,11 @@
 #include "common/units.h"
 #include "faulty.h"
 #include "proxy_world.h"
+#include "victim.h"
 
 using namespace uccl_ep;
 
 namespace {
-
-// A process that ends when asked, and is then a zombie.
-class Victim {
- public:
-  Victim() {
-    if (pipe(gate_) != 0) throw std::logic_error("pipe");
-    pid_ = fork();
-    if (pid_ == 0) {
-      char byte;
-      close(gate_[1]);
-      _exit(read(gate_[0], &byte, 1) == 0 ? 0 : 1);
-    }
-    close(gate_[0]);
-  }
-  ~Victim() {
-    end();
-    waitpid(pid_, nullptr, 0);
-  }
-  void end() {
-    if (gate_[1] >= 0) close(gate_[1]);
-    gate_[1] = -1;
-  }
-  pid_t pid() const { return pid_; }
-
- private:
-  int gate_[2];
-  pid_t pid_;
-};
 
 CLAIM("the death of a domain peer becomes an error of all ranks within two seconds") {
   Victim victim;

@@ -1,5 +1,4 @@
 // The loop transport keeps transport.h's contract, and its faults are the ones that were asked for.
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,6 +10,7 @@
 #include "common/units.h"
 #include "fixture.h"
 #include "transport/loop/loop.h"
+#include "victim.h"
 
 using namespace uccl_ep;
 
@@ -351,29 +351,20 @@ CLAIM("what cannot be connected is a typed error: a vanished region, another hos
 }
 
 CLAIM("the death of a peer's process is seen, writes to it do no harm") {
-  int gate[2];
-  EXPECT_EQ(pipe(gate), 0);
-  const pid_t child = fork();
-  if (child == 0) {
-    char byte;
-    close(gate[1]);
-    _exit(read(gate[0], &byte, 1) == 0 ? 0 : 1);
-  }
-  close(gate[0]);
+  Victim victim;
   TestRegion region(kRegionBytes), other(kRegionBytes);
   auto transport = make_loop_transport(0, region.registered(), {});
   auto peer = make_loop_transport(1, other.registered(), {});
   loop::Address address = loop::decode_address(peer->address());
-  address.pid = child;  // as if it were that process's
+  address.pid = victim.pid();  // as if it were that process's
   transport->connect({transport->address(), loop::encode_address(address)}, {1});
   EXPECT(transport->peer_alive(1));
-  close(gate[1]);
+  victim.end();
   const uint64_t deadline = now_usec() + 5'000'000;
   while (transport->peer_alive(1) && now_usec() < deadline) usleep(1000);
   EXPECT(!transport->peer_alive(1));
   EXPECT(transport->post_write({1, kData, kData, 8, 0, 0}) == PostResult::kPosted);
   poll_once(*transport);
-  waitpid(child, nullptr, 0);
 }
 
 }  // namespace

@@ -1,5 +1,4 @@
 // The command ring, immediates, and the flags and bells below them.
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -13,6 +12,7 @@
 #include "proxy/post.h"
 #include "queue/ring.h"
 #include "sync/control.h"
+#include "victim.h"
 
 using namespace uccl_ep;
 
@@ -274,28 +274,20 @@ CLAIM("an error that is being written is waited for, and one whose writer died i
 }
 
 CLAIM("a process is alive until it ends, a zombie is gone, and we ourselves always live") {
-  int gate[2];
-  EXPECT_EQ(pipe(gate), 0);
-  const pid_t child = fork();
-  if (child == 0) {
-    char byte;
-    close(gate[1]);
-    _exit(read(gate[0], &byte, 1) == 0 ? 0 : 1);
-  }
-  close(gate[0]);
-  const ProcessWatch watch(child);
+  Victim victim;
+  const ProcessWatch watch(victim.pid());
   EXPECT(watch.alive());
   EXPECT(ProcessWatch(getpid()).alive());
   EXPECT(ProcessWatch().alive());
-  close(gate[1]);
+  victim.end();
   const uint64_t deadline = now_usec() + 5'000'000;
   while (watch.alive() && now_usec() < deadline) usleep(1000);  // nobody has reaped it: it is a zombie
   EXPECT(!watch.alive());
-  EXPECT(!ProcessWatch(child).alive());
-  EXPECT_EQ(waitpid(child, nullptr, 0), child);
-  EXPECT(!ProcessWatch(child).alive());
+  EXPECT(!ProcessWatch(victim.pid()).alive());
+  EXPECT_EQ(victim.reap(), 0);
+  EXPECT(!ProcessWatch(victim.pid()).alive());
   // Of another pid namespace the number says nothing.
-  EXPECT(ProcessWatch(child, pid_namespace() + 1).alive());
+  EXPECT(ProcessWatch(victim.pid(), pid_namespace() + 1).alive());
 }
 
 }  // namespace
