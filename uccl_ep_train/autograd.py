@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from uccl_ep_train.routing import is_aligned
+
 CombineGradients = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 """(grad_rows [R, H], grad_row_weights | None) to (grad_x [T, H], grad_values [T, K] or [T, E] | None).
 
@@ -35,6 +37,12 @@ grad_row_weights is [R], or [R, W] if the rows are compact.
 
 DispatchGradients = Callable[[Tensor], Tensor]
 """grad_out [T, H] to grad_rows [R, H]."""
+
+
+def _plain(rows: Tensor) -> Tensor:
+    """As an engine takes rows. Gradients are often expanded scalars (from a sum), strided or odd views."""
+    rows = rows.contiguous()
+    return rows if is_aligned(rows) else rows.clone()
 
 
 class _Dispatch(torch.autograd.Function):
@@ -57,10 +65,8 @@ class _Dispatch(torch.autograd.Function):
     def backward(
         ctx: Any, grad_rows_RH: Tensor, grad_row_weights: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        # Gradients are often expanded scalars (from a sum) or strided views; the engine takes contiguous
-        # memory.
         weights = None if grad_row_weights is None else grad_row_weights.contiguous()
-        grad_x_TH, grad_values = ctx.combine_gradients(grad_rows_RH.contiguous(), weights)
+        grad_x_TH, grad_values = ctx.combine_gradients(_plain(grad_rows_RH), weights)
         need_x, need_values = ctx.needs_input_grad[:2]
         return grad_x_TH if need_x else None, grad_values if need_values else None, None, None
 
@@ -77,7 +83,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out_TH: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.dispatch_gradients(grad_out_TH.contiguous()), None, None
+        return ctx.dispatch_gradients(_plain(grad_out_TH)), None, None
 
 
 def needs_graph(*inputs: Tensor | None) -> bool:

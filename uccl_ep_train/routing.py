@@ -22,6 +22,7 @@ from uccl_ep_train.handle import DispatchHandle, RowLayout
 
 MAX_TOKENS = 1 << 30
 MAX_ALIGNMENT = 1 << 20
+ROW_ALIGNMENT = 16  # bytes
 MAX_CAPACITY = (1 << 31) - 1
 
 
@@ -58,6 +59,16 @@ def check_rows(name: str, rows: Tensor, config: EpConfig, device: torch.device) 
         )
     if num_rows > MAX_TOKENS:
         raise ShapeError(f"{name} has {num_rows} rows; allowed is at most {MAX_TOKENS}")
+    if device.type == "cuda" and not is_aligned(rows):
+        raise InputError(
+            f"{name} begins at address {rows.data_ptr():#x}; allowed on a GPU is a multiple of "
+            f"{ROW_ALIGNMENT}: pass {name}.clone()"
+        )
+
+
+def is_aligned(rows: Tensor) -> bool:
+    """Whether kernels can read the rows 16 bytes at a time. Views that begin inside a row may not be."""
+    return rows.data_ptr() % ROW_ALIGNMENT == 0
 
 
 def check_wire(name: str, rows: Tensor, what: str, dtype: str) -> None:
@@ -248,4 +259,5 @@ __all__ = [
     "check_routing",
     "check_rows",
     "check_wire",
+    "is_aligned",
 ]

@@ -317,6 +317,9 @@ def test_tensors_elsewhere_are_refused_and_the_buffer_stays_usable() -> None:
             call(rank, buffer, x=torch.ones(40, 256, dtype=torch.bfloat16))
         with pytest.raises(InputError):
             call(rank, buffer, x=torch.ones(40, 512, dtype=torch.bfloat16, device=buffer.device)[:, ::2])
+        odd = torch.ones(40 * 256 + 1, dtype=torch.bfloat16, device=buffer.device)[1:].view(40, 256)
+        with pytest.raises(InputError, match="a multiple of 16"):
+            call(rank, buffer, x=odd)
         call(rank, buffer)
 
     with spec.group() as group:

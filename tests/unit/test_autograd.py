@@ -10,6 +10,8 @@ from torch import Tensor
 
 from tests.harness import RankGroup
 from uccl_ep_train import Buffer
+from uccl_ep_train.autograd import _plain
+from uccl_ep_train.routing import is_aligned
 
 T, H, K, E = 5, 128, 2, 8
 
@@ -195,3 +197,10 @@ def test_a_cached_dispatch_is_differentiable_in_new_weights(group: RankGroup) ->
         assert torch.equal(weights.grad, torch.full((T, K), 5.0))
 
     on_all(group, claim)
+
+
+def test_gradients_that_begin_inside_a_row_are_copied_to_where_kernels_can_read_them() -> None:
+    odd = torch.arange(257, dtype=torch.bfloat16)[1:].view(2, 128)
+    assert not is_aligned(odd) and is_aligned(_plain(odd)) and _plain(odd).equal(odd)
+    even = torch.ones(2, 128)
+    assert _plain(even) is even
