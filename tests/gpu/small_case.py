@@ -23,7 +23,7 @@ def use(buffer: Buffer, dtype: torch.dtype) -> None:
     for options in ({}, {"layout": "compact"}, {"capacity": T * K - 20}, {"expert_alignment": 16}):
         result = buffer.dispatch(x_TH, idx_TK, weights_TK, dispatch_dtype=wire, **options)
         out_TH = buffer.combine(result.rows, result.handle)
-        # With a capacity the rows beyond it are undefined; here none is.
+        assert result.row_weights is not None
         (out_TH.sum() + result.row_weights.sum()).backward()
         torch.cuda.synchronize()
         buffer.check()

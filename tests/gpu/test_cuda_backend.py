@@ -134,8 +134,12 @@ def test_replays_of_a_graph_follow_the_routing() -> None:
         for turn in range(3):
             for i, (entry, (dispatched, outputs)) in enumerate(zip(cases, wanted, strict=True)):
                 given.x.copy_(entry.inputs[rank].x)
-                given.topk_idx.copy_(entry.inputs[rank].topk_idx)
-                given.topk_weights.copy_(entry.inputs[rank].topk_weights)
+                for kept, new in (
+                    (given.topk_idx, entry.inputs[rank].topk_idx),
+                    (given.topk_weights, entry.inputs[rank].topk_weights),
+                ):
+                    assert kept is not None and new is not None
+                    kept.copy_(new)
                 graph.replay()
                 torch.cuda.synchronize()
                 buffer.check()

@@ -39,7 +39,7 @@ def test_no_kernel_spills_registers(tmp_path: Path) -> None:
     assert len(jobs) >= 4
     with ThreadPoolExecutor(2) as pool:
         reports = list(
-            pool.map(lambda job: compile_verbosely(*job, tmp_path / f"{job[0].stem}.{job[1]}"), jobs)
+            pool.map(lambda j: compile_verbosely(j[0], j[1], tmp_path / f"{j[0].stem}.{j[1]}"), jobs)
         )
     assert [spill for report in reports for spill in spills(report)] == []
 
