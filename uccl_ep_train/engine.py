@@ -314,7 +314,8 @@ class Buffer:
         for, and the time they spent in it, launch and wait; what ran behind their backs is not in it.
         dispatch.*, combine.*: operations of the engine (a backward of dispatch is a combine), its busy time.
         rows.*, pairs.*: by the step that moved them. ring.*: chunks, laps and waits of each window. ship.*:
-        chunks and bytes on the wire by kind and destination domain. blocked_seconds.*: waiting, by step.
+        chunks and bytes on the wire by kind and destination domain. busy_seconds.*, blocked_seconds.*: at
+        work and waiting, by step.
         credit.*, proxy.*: waits for credits, refused posts, arrivals, dropped duplicates. memory.*: sizes.
         step_seconds.*: on a GPU, what the first block spent in a step, waiting included.
         """

@@ -174,7 +174,9 @@ class Engine {
   struct OpCounters {
     uint64_t dispatches = 0, combines = 0, dispatch_usec = 0, combine_usec = 0;
   } counters_;
-  Counter blocked_usec_[9];  // [Step] time asleep while the step was not done. Writer: the worker
+  // By step. Writer: the worker.
+  Counter busy_nsec_[kNumSteps];  // in advance() that moved something
+  Counter blocked_usec_[kNumSteps];  // asleep while the step was not done
   std::thread worker_;
 };
 

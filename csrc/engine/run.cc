@@ -76,7 +76,11 @@ void Engine::run_steps(Op& op, Steps& steps, const host::PlanStep& plan) {
     bool done = true;
     for (auto& step : steps) {
       if (step->done()) continue;
-      moved |= step->advance();
+      const uint64_t began = now_nsec();
+      if (step->advance()) {
+        moved = true;
+        busy_nsec_[static_cast<size_t>(step->step())].add(now_nsec() - began);
+      }
       done &= step->done();
     }
     if (done) return;

@@ -29,9 +29,14 @@ std::vector<std::pair<std::string, double>> Engine::stats() const {
     put(ring + ".waits", c.ports[kind].waits.value());
     put(ring + ".laps", c.ports[kind].laps.value());
   }
-  for (Step step : {Step::kExchange, Step::kPlan, Step::kStage, Step::kPlace, Step::kFold, Step::kMerge})
-    out.emplace_back(std::string("blocked_seconds.") + step_name(step),
-                     static_cast<double>(blocked_usec_[static_cast<size_t>(step)].value()) * 1e-6);
+  for (Step step : {Step::kExchange, Step::kPlan, Step::kStage, Step::kPlace, Step::kFold, Step::kMerge}) {
+    const auto seconds = [&](const char* what, const Counter* of, double unit) {
+      out.emplace_back(std::string(what) + step_name(step),
+                       static_cast<double>(of[static_cast<size_t>(step)].value()) * unit);
+    };
+    seconds("busy_seconds.", busy_nsec_, 1e-9);
+    seconds("blocked_seconds.", blocked_usec_, 1e-6);
+  }
   const ProxyStats proxy = proxy_->stats();
   for (const ShipStats& ship : proxy.ships) {
     const std::string name = std::string("ship.") + ring_name(ship.kind) + ".domain" + std::to_string(ship.domain);

@@ -62,6 +62,9 @@ def test_the_text_of_a_plan_names_every_part_the_total_and_the_least_budget() ->
     assert lines[-1].startswith("least budget")
 
 
+STEPS = ("exchange", "plan", "stage", "place", "fold", "merge")
+
+
 def test_calls_and_seconds_are_counted_by_kind() -> None:
     def run(rank: int, buffer: Buffer) -> dict[str, float]:
         x = torch.ones(4, 256, requires_grad=True)
@@ -79,6 +82,11 @@ def test_calls_and_seconds_are_counted_by_kind() -> None:
         # A backward of dispatch is a combine to the engine.
         assert (stats["dispatch.calls"], stats["combine.calls"]) == (4 + 3, 3 + 3)
         assert all(stats[f"caller.{kind}.seconds"] > 0 for kind in CALL_KINDS)
+        busy = {step: stats[f"busy_seconds.{step}"] for step in STEPS}
+        assert all(seconds > 0 for seconds in busy.values()), busy
+        # Headers are exchanged and planned by both.
+        assert busy["stage"] + busy["place"] <= stats["dispatch.seconds"]
+        assert busy["fold"] + busy["merge"] <= stats["combine.seconds"]
     total = sum_stats(results)
     assert total["caller.dispatch.calls"] == 8
     assert total["memory.allocated_bytes"] == results[0]["memory.allocated_bytes"]
