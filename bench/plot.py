@@ -78,8 +78,10 @@ def _labelled(records: Sequence[Record]) -> Iterator[tuple[str, Record]]:
 
 
 def _draw_curves(axes: Any, curves: dict[str, list[tuple[int, float]]]) -> None:
-    for label, points in curves.items():
-        axes.plot(*zip(*points, strict=True), "o-", label=label)
+    for number, (label, points) in enumerate(curves.items()):
+        # Ten colours, then again with another line.
+        line = ("o-", "s--", "^:", "v-.")[number // 10 % 4]
+        axes.plot(*zip(*points, strict=True), line, label=label, color=f"C{number % 10}")
     axes.set_xscale("log", base=2)
     axes.set_xlabel("tokens per rank")
     axes.set_ylabel(f"{PAIR}: logical GB/s of the busiest rank")
@@ -96,6 +98,6 @@ def _draw_stacks(axes: Any, stacks: dict[str, dict[str, float]]) -> None:
         left = {name: at + width for (name, at), width in zip(left.items(), widths, strict=True)}
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=6)
-    axes.set_xlabel("ms")
+    axes.set_xlabel("ms; steps that run side by side add up to more than the operation takes")
     if stacks:
         axes.legend(fontsize=7)
