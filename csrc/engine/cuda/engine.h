@@ -109,6 +109,7 @@ class CudaEngine {
   std::shared_ptr<CudaOp> begin(std::shared_ptr<CudaPlan> plan, cudaStream_t stream, bool aside);
   std::shared_ptr<CudaPlan> new_plan(const DispatchArgs& args) const;
   void check_dispatch(const DispatchArgs& args, const CudaCall& call) const;
+  void check_at_once(uint64_t num_tokens, uint32_t width, uint64_t wire_bytes, uint64_t piece_bytes) const;
   void check_plan(const CudaPlan& plan) const;
   void check_form(const DispatchArgs& args, const CudaPlan& plan);
   void size_plan(CudaPlan& plan, const CudaPlan::Sizes& sizes) const;

@@ -67,6 +67,18 @@ void CudaEngine::check_plan(const CudaPlan& plan) const {
   if (plan.engine_generation != config_.generation) refuse(UsageKind::kInput, "the handle belongs to another buffer");
 }
 
+// With a capacity nobody knows how many windows the others need, so there is one. A row or a piece of 1 byte: it is not
+// what limits the operation.
+void CudaEngine::check_at_once(uint64_t num_tokens, uint32_t width, uint64_t wire_bytes, uint64_t piece_bytes) const {
+  const uint64_t tokens = window_tokens(layout_, wire_bytes), pieces = window_pieces(layout_, piece_bytes);
+  const uint64_t most = num_tokens * std::min(width, domain_.at.num_ranks);
+  if (num_tokens <= tokens && most <= pieces) return;
+  refuse(UsageKind::kShape, std::to_string(num_tokens) +
+                                " tokens: with a capacity an operation has to fit the buffer at once, which holds " +
+                                std::to_string(tokens) + " tokens and " + std::to_string(pieces) +
+                                " partial sums of this size; a larger budget_bytes holds more");
+}
+
 void CudaEngine::check_dispatch(const DispatchArgs& args, const CudaCall& call) const {
   check_usable();
   check_row(args.hidden, args.dtype);
@@ -82,6 +94,7 @@ void CudaEngine::check_dispatch(const DispatchArgs& args, const CudaCall& call) 
     if (args.num_tokens != call.plan->view.num_tokens)
       refuse(UsageKind::kShape, "x has " + std::to_string(args.num_tokens) + " tokens, the handle was made for " +
                                     std::to_string(call.plan->view.num_tokens));
+    if (call.plan->has_capacity) check_at_once(args.num_tokens, 0, wire_row_bytes(args.wire, args.hidden), 1);
     return;
   }
   if (!args.has_routing) refuse(UsageKind::kInput, "dispatch without routing needs the handle of an earlier dispatch");
@@ -92,13 +105,8 @@ void CudaEngine::check_dispatch(const DispatchArgs& args, const CudaCall& call) 
              "earlier dispatch");
     return;
   }
-  const uint64_t window = window_tokens(layout_, wire_row_bytes(args.wire, args.hidden));
-  const uint64_t pieces = window_pieces(layout_, uint64_t{args.hidden} * dtype_bytes(args.dtype));
-  const uint64_t most = args.num_tokens * std::min(args.routing.width, domain_.at.num_ranks);
-  if (args.num_tokens > window || most > pieces)
-    refuse(UsageKind::kShape, tokens + "a dispatch with a capacity has to fit the buffer at once, which holds " +
-                                  std::to_string(window) + " tokens and " + std::to_string(pieces) +
-                                  " partial sums; a larger budget_bytes holds more");
+  check_at_once(args.num_tokens, args.routing.width, wire_row_bytes(args.wire, args.hidden),
+                uint64_t{args.hidden} * dtype_bytes(args.dtype));
 }
 
 // A routing of another form than the plan's is another routing: the kernels compare the contents only.
@@ -144,7 +152,8 @@ std::shared_ptr<CudaPlan> CudaEngine::new_plan(const DispatchArgs& args) const {
   if (args.compact) plan->view.compact_width = std::min(args.routing.width, domain_.experts_per_rank);
   plan->view.num_tokens = static_cast<uint32_t>(args.num_tokens);
   if (args.capacity < 0) return plan;
-  const uint32_t ranks = domain_.at.num_ranks, tokens = layout_.max_tokens;
+  const uint32_t ranks = domain_.at.num_ranks;
+  const uint32_t tokens = window_tokens(layout_, wire_row_bytes(args.wire, args.hidden));
   const uint32_t most_pairs = std::min(args.routing.width, domain_.experts_per_rank);
   CudaPlan::Sizes sizes;
   sizes.num_rows = static_cast<uint32_t>(args.capacity);
@@ -250,10 +259,12 @@ std::shared_ptr<CudaOp> CudaEngine::combine(const CombineArgs& args, const CudaC
   check_row(args.hidden, args.wire);
   if (call.plan == nullptr) refuse(UsageKind::kInput, "combine needs the handle of a dispatch");
   check_plan(*call.plan);
+  const CudaPlan& plan = *call.plan;
+  const uint64_t piece_bytes = uint64_t{args.hidden} * dtype_bytes(args.wire);
+  if (plan.has_capacity) check_at_once(plan.view.num_tokens, plan.routing_width, 1, piece_bytes);
   auto op = begin(call.plan, call.stream, args.aside);
   op->counts_known = true;
   num_combines_ += 1;
-  const CudaPlan& plan = *call.plan;
   cuda::CombineArgs combine;
   OpSignature& s = combine.signature;
   s.kind = OpKind::kCombine;
@@ -265,7 +276,7 @@ std::shared_ptr<CudaOp> CudaEngine::combine(const CombineArgs& args, const CudaC
   s.expert_alignment = plan.expert_alignment;
   s.compact_width = plan.view.compact_width;
   s.plan_id = plan.plan_id;
-  combine.window_pieces = window_pieces(layout_, uint64_t{args.hidden} * dtype_bytes(args.wire));
+  combine.window_pieces = window_pieces(layout_, piece_bytes);
   combine.may_drop = plan.has_capacity;
   combine.hidden = args.hidden;
   combine.dtype = args.dtype;
