@@ -117,7 +117,8 @@ Engine::Engine(const EngineConfig& config)
       layout_(make_region_layout(topo_, window_, config.rank)),
       channels_(make_channels(topo_, window_, config.rank)),
       regions_(static_cast<size_t>(config.num_ranks)),
-      controls_(regions_.size(), nullptr) {
+      controls_(regions_.size(), nullptr),
+      closed_seen_usec_(regions_.size()) {
   CommandRing::check_limits(channels_.out.size(), window_.slot_bytes);
   Mapping region = Mapping::create();
   region.grow(layout_.total_bytes);  // zero-filled: every flag starts at 0

@@ -142,7 +142,8 @@ class Engine {
   void count(const Op& op, uint64_t started_usec);
   void run_steps(Op& op, Steps& steps, const host::PlanStep& plan);
   void sleep(uint32_t ticket, const Steps& steps);
-  void check_deadlines(const Op& op, const Steps& steps, const host::PlanStep& plan, uint64_t started_usec) const;
+  void check_deadlines(const Op& op, const Steps& steps, const host::PlanStep& plan, uint64_t started_usec);
+  bool long_closed(int rank, uint64_t now_usec);
   ErrorRecord timeout_record(const Op& op, const WaitingOn& waiting, bool arrival, uint64_t waited_usec) const;
   int stale_rank() const;
   void locate(const Op& op, const Steps& steps, ErrorRecord& record) const;
@@ -175,6 +176,7 @@ class Engine {
     uint64_t dispatches = 0, combines = 0, dispatch_usec = 0, combine_usec = 0;
   } counters_;
   // By step. Writer: the worker.
+  std::vector<uint64_t> closed_seen_usec_;  // [rank] when the worker first saw that it has closed; 0: it has not
   Counter busy_nsec_[kNumSteps];  // in advance() that moved something
   Counter blocked_usec_[kNumSteps];  // asleep while the step was not done
   std::thread worker_;

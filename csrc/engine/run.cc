@@ -107,16 +107,23 @@ bool Engine::peer_closed(int rank) const {
   return controls_[rank] != nullptr ? controls_[rank]->closing.read() != 0 : proxy_->remote_closed(rank);
 }
 
+// What a closed rank sent before, an error that explains it above all, may still be on its way.
+bool Engine::long_closed(int rank, uint64_t now_usec) {
+  constexpr uint64_t kGraceUsec = 1000000;
+  if (!peer_closed(rank)) return false;
+  uint64_t& seen = closed_seen_usec_[rank];
+  if (seen == 0) seen = now_usec;
+  return now_usec - seen > kGraceUsec;
+}
+
 // Contract 7: while somebody has not entered the operation, the arrival deadline; then, the progress deadline.
-void Engine::check_deadlines(const Op& op, const Steps& steps, const host::PlanStep& plan,
-                             uint64_t started_usec) const {
+void Engine::check_deadlines(const Op& op, const Steps& steps, const host::PlanStep& plan, uint64_t started_usec) {
   const uint64_t now = now_usec();
-  constexpr uint64_t kClosedGraceUsec = 1000000;  // what a closed rank sent before may still be on its way
   int missing = -1;
   for (int src = 0; src < topo_.num_ranks; ++src) {
     if (plan.entered(src)) continue;
     if (missing < 0) missing = src;
-    if (now - started_usec > kClosedGraceUsec && peer_closed(src)) {
+    if (long_closed(src, now)) {
       ErrorRecord record = timeout_record(op, {Step::kExchange, src, -1, op.epoch, op.epoch - 1, ""}, true, 0);
       record.kind = ErrorKind::kPeerFailed;
       record.peer = src;

@@ -11,7 +11,7 @@ import torch
 
 from tests.cases import LAYOUTS, EngineSpec, check_case, make_case
 from uccl_ep_train import Buffer
-from uccl_ep_train.errors import ArrivalTimeout, CommunicationError, ProgressTimeout
+from uccl_ep_train.errors import ArrivalTimeout, CommunicationError, PeerFailed, ProgressTimeout
 
 pytestmark = pytest.mark.fault
 
@@ -125,3 +125,25 @@ def test_a_network_that_is_slower_than_the_deadline_is_an_error() -> None:
         raised = group.run(step)
         group.broken = True
         assert max(raised) - min(raised) < latency_s + GRACE_S
+
+
+def test_the_cause_is_waited_for_when_a_rank_has_closed() -> None:
+    """A rank that an error has reached closes its buffer; others may see that before they see the error."""
+
+    def step(rank: int, buffer: Buffer) -> None:
+        if rank == 0:
+            dispatch(buffer)
+        elif rank == 1:
+            time.sleep(1.2)  # long after rank 0 has begun to wait
+            buffer._engine.close()
+        else:
+            time.sleep(1.5)
+            buffer._engine.fail("the cause")
+            buffer._engine.close(abort=True)
+
+    settings = (("progress_timeout_s", 3.0), ("dispatch_dtype", "bf16"))
+    spec = EngineSpec(domains=(0, 1, 2), num_experts=9, hidden=H, settings=settings)
+    with spec.group() as group:
+        outcome = group.outcomes(step)[0]
+    assert isinstance(outcome.error, PeerFailed) and outcome.error.peer == 2, outcome
+    assert "the cause" in str(outcome.error) and outcome.seconds < 1.5 + GRACE_S
