@@ -81,8 +81,8 @@ def test_a_rank_that_never_enters_is_named_by_all(call: str, layout: str, absent
 @pytest.mark.parametrize("layout", ["1x4", "2x2"])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_late_rank_is_waited_for_longer_than_the_progress_deadline(call: str, layout: str) -> None:
-    late_s = 1.0
-    with spec_of(layout, arrival_timeout_s=60.0, progress_timeout_s=0.25).group() as group:
+    late_s = 1.5
+    with spec_of(layout, arrival_timeout_s=60.0, progress_timeout_s=0.75).group() as group:
         handles = group.run(lambda rank, buffer: dispatch(buffer).handle)
 
         def step(rank: int, buffer: Buffer) -> float:
