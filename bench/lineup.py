@@ -63,7 +63,7 @@ def line_up(case: Case, wanted: list[str], *, backward: bool) -> Lineup:
     if "megatron" in wanted:
         lineup.add("megatron_alltoall bf16", lambda: MegatronAllToAll(case, backward=backward))
     if "bare" in wanted:
-        lineup.add(f"{BareAllToAll.library()}_all_to_all bf16", lambda: BareAllToAll(case))
+        lineup.add(f"{BareAllToAll.collectives()}_all_to_all bf16", lambda: BareAllToAll(case))
     if "deep_ep" in wanted:
         for label, make in deep_ep_peers.importable(case):
             lineup.add(label, make)

@@ -118,14 +118,14 @@ class BareAllToAll(System):
     end_to_end = False
 
     def __init__(self, case: Case) -> None:
-        self.name = f"{self.library()}_all_to_all"
+        self.name = f"{self.collectives()}_all_to_all"
         self._hidden = case.hidden
         self._splits: tuple[list[int], list[int]] = ([], [])
         self._sent: Tensor | None = None
         self._received: Tensor | None = None
 
     @staticmethod
-    def library() -> str:
+    def collectives() -> str:
         return "nccl" if torch.cuda.is_available() else "gloo"
 
     def bind(self, sample: Sample) -> None:
@@ -158,4 +158,4 @@ def about_stock(system: Any) -> str:
     """A line for the reader of a table: how well the stock path was equipped."""
     fused = "with" if getattr(system, "fused", False) else "without"
     reason = "" if fused == "with" else " (TransformerEngine is not installed, or there is no GPU)"
-    return f"megatron_alltoall ran over {BareAllToAll.library()}, {fused} fused permutation{reason}"
+    return f"megatron_alltoall ran over {BareAllToAll.collectives()}, {fused} fused permutation{reason}"

@@ -218,7 +218,7 @@ __device__ inline bool wait_all(const Crew& crew, const Domain& d, uint64_t flag
   return crew.all(good);
 }
 
-enum class Arrival : uint32_t { kCounted, kRouted, kStaged, kValues, kHashed, kPlaced, kFolded, kMerged };
+enum class Arrival : uint32_t { kCounted, kRouted, kValues, kHashed, kPlaced, kFolded, kMerged };
 // By a crew, at the end of its work: true in the last block, when all blocks' writes are visible everywhere.
 __device__ inline bool last_block(const Crew& crew, const Domain& d, Arrival what) {
   crew.sync();

@@ -136,9 +136,8 @@ struct PlanScratch {
 // Pinned host memory. Writer: a kernel; reader: the host.
 struct HostCounts {
   uint64_t call;  // published last
-  uint32_t num_slots, received_rows, received_pairs, sent_rows, sent_pairs;
+  uint32_t num_slots, received_rows, received_pairs, sent_pairs;
   uint32_t most_tokens, most_sent_rows;  // of any rank
-  uint32_t reserved;
   // Followed by uint32 exact[experts of a rank], padded[experts of a rank].
 };
 struct HostError {

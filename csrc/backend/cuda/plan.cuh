@@ -79,7 +79,6 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
     const DeviceHeader& own = header(d, d.rank, op.epoch);
     d.counts->received_rows = plan.received_rows = rows;
     d.counts->received_pairs = plan.received_pairs = pairs;
-    d.counts->sent_rows = own.row_begin[ranks];
     d.counts->sent_pairs = own.pair_begin[ranks];
     d.counts->most_tokens = most_tokens;
     d.counts->most_sent_rows = most_sent;
