@@ -63,7 +63,15 @@ class CudaLauncher(Launcher):
 
     def _num_rows(self, native: Any, rows: RowLayout) -> int:
         """With a capacity the counts stay on the device, and nobody waits for them."""
-        return super()._num_rows(native, rows) if rows.capacity is None else rows.capacity
+        if rows.capacity is not None:
+            return rows.capacity
+        return int(native.plan.num_rows) if native.is_guessed else super()._num_rows(native, rows)
+
+    def _was_guess(self, native: Any) -> bool:
+        if not native.is_guessed:
+            return False
+        native.wait_counts()
+        return True
 
     def _counts(self, native: Any, handle: DispatchHandle) -> Counts:
         if handle.capacity is None:

@@ -40,6 +40,19 @@ class Outputs(NamedTuple):
     row_weights: Tensor | None
     row_experts: Tensor | None
 
+    def first(self, num_rows: int) -> Outputs:
+        """The first rows, in the same memory, as tensors of their own: nobody has to know of the rest."""
+
+        def cut(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None or len(tensor) == num_rows:
+                return tensor
+            shape, stride = (num_rows, *tensor.shape[1:]), tensor.stride()
+            return tensor.new_empty(0).set_(tensor.untyped_storage(), 0, shape, stride)
+
+        rows = cut(self.rows)
+        assert rows is not None
+        return Outputs(rows, cut(self.scales), cut(self.row_weights), cut(self.row_experts))
+
 
 @dataclass(frozen=True)
 class Counts:
@@ -141,19 +154,30 @@ class Launcher:
         with self._no_way_back("dispatch"):
             native = self._dispatch(args, None if handle is None else handle.plan)
             record = self._in_flight.add(native, x_TH, routed.indices, routed.values)
+            weighted = routed.values is not None
+
             # Until the output is given the step stands still: what can wait comes after it.
+            def receive(num_rows: int) -> tuple[Outputs, Tensor | None]:
+                received = _allocate(x_TH, dtype, rows, num_rows, weighted)
+                storage = self._plan_memory(native) if handle is None else handle.storage
+                record.keep(storage, received.row_experts, *received[:3])
+                if received.row_experts is not None:
+                    native.set_row_experts(address(received.row_experts))
+                self._give_output(native, storage, *received[:3])
+                return received, storage
+
             num_rows = self._num_rows(native, rows)
-            received = _allocate(x_TH, dtype, rows, num_rows, routed.values is not None)
-            storage = self._plan_memory(native) if handle is None else handle.storage
-            record.keep(storage, received.row_experts, *received[:3])
-            if received.row_experts is not None:
-                native.set_row_experts(address(received.row_experts))
-            self._give_output(native, storage, *received[:3])
+            received, storage = receive(num_rows)
+            if self._was_guess(native):
+                if not native.placed:
+                    received, storage = receive(native.plan.num_rows)
+                num_rows = native.plan.num_rows
+                received = received.first(num_rows)
             known = handle or DispatchHandle.of_plan(native.plan, self._owner, rows, storage)
             counts = self._counts(native, known)
             outputs = received
             if rows.capacity is not None and rows.capacity < num_rows:
-                outputs = _allocate(x_TH, dtype, rows, rows.capacity, routed.values is not None)
+                outputs = _allocate(x_TH, dtype, rows, rows.capacity, weighted)
         return Dispatched(native, counts, outputs, received)
 
     def _dispatch_args(self, x_TH: Tensor, routed: Routing, handle: DispatchHandle | None) -> Any:
@@ -211,6 +235,10 @@ class Launcher:
         """Rows of the memory to receive into: those received, or more. Waits for a new plan's counts."""
         native.wait_counts()
         return max(native.plan.num_rows, rows.capacity or 0)
+
+    def _was_guess(self, native: Any) -> bool:
+        """Whether that was a guess. Then the counts are known now, and `native.placed` says if it was enough."""
+        return False
 
     def _counts(self, native: Any, handle: DispatchHandle) -> Counts:
         if handle.capacity is None:

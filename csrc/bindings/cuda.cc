@@ -81,7 +81,10 @@ void bind_cuda(py::module_& m) {
       .def("set_row_experts",
            [](PyCudaOp& self, uintptr_t address) { self.output.row_experts = pointer<int64_t>(address); })
       .def_property_readonly("plan", [](const PyCudaOp& self) { return self.op->plan; })
-      .def_property_readonly("num_rows", [](const PyCudaOp& self) { return self.op->plan->sizes.num_rows; })
+      .def_property_readonly("counts_known", [](const PyCudaOp& self) { return self.op->counts_known; })
+      .def_property_readonly("is_guessed",
+                             [](const PyCudaOp& self) { return self.op->place.fit == cuda::Fit::kIfLargeEnough; })
+      .def_property_readonly("placed", [](const PyCudaOp& self) { return self.op->placed; })
       .def_property_readonly("done", [](const PyCudaOp& self) {
         // On the caller's own stream memory is given back in the order of the stream.
         return self.op->launched && (self.op->done == nullptr || cudaEventQuery(self.op->done) != cudaErrorNotReady);

@@ -69,7 +69,7 @@ template <int kGroups>
 __device__ __forceinline__ void wait_stores() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kGroups) : "memory");
 }
-// What this thread wrote to shared memory is seen by bulk stores after it.
+// What this thread wrote to or read from shared memory comes before bulk copies after it.
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 #endif

@@ -28,7 +28,7 @@ __device__ void sum_all(const Crew& crew, const Domain& d, const Work& work, uin
 }
 
 __device__ void finish(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const CombineArgs& args) {
-  if (!last_block(crew, d, Arrival::kMerged)) return;
+  if (!last_block(crew, d, Arrival::kMerged, gridDim.x)) return;
   if (crew.thread == 0) keep(d, op, OpKind::kCombine);
   if (going(crew, d)) {
     publish_all(crew, d, d.at.merged, op.epoch);

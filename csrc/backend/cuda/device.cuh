@@ -111,15 +111,15 @@ __device__ inline uint64_t crew_sum(const Crew& crew, uint64_t value) {
   return sums[crew.id];
 }
 
-// By every thread of a crew: the time from here to stop() counts as the step's.
+// By every thread of a crew: the time from here to stop() counts as the step's, in one block.
 struct StepClock {
   const Domain& d;
   const Step step;
   const bool counts;
   uint64_t started = 0;
 
-  __device__ StepClock(const Crew& crew, const Domain& domain, Step s)
-      : d(domain), step(s), counts(blockIdx.x == 0 && crew.thread == 0) {
+  __device__ StepClock(const Crew& crew, const Domain& domain, Step s, uint32_t block = 0)
+      : d(domain), step(s), counts(blockIdx.x == block && crew.thread == 0) {
     if (counts) started = now_nsec();
   }
   __device__ void stop() const {
@@ -209,6 +209,12 @@ __device__ inline bool wait_peer(const Domain& d, const uint64_t* flag, uint64_t
   return wait_flag(d, at<uint64_t>(d, d.rank, d.at.header_full) + peer, epoch, Step::kExchange, peer, -1, true) &&
          wait_flag(d, flag, epoch, step, peer, chunk);
 }
+// By one thread, for what other blocks of this kernel do: they have the deadlines.
+__device__ inline bool wait_block(const Domain& d, const uint64_t* flag, uint64_t value) {
+  for (uint32_t looks = 1; peek_flag(flag) < value; ++looks)
+    if (looks % 64 == 0 && stopped(d)) return false;
+  return read_flag(flag) >= value;
+}
 // By a crew: thread s waits for flags[s] of every rank.
 __device__ inline bool wait_all(const Crew& crew, const Domain& d, uint64_t flags, uint64_t value, Step step,
                                 bool arrival = false) {
@@ -219,11 +225,12 @@ __device__ inline bool wait_all(const Crew& crew, const Domain& d, uint64_t flag
 }
 
 enum class Arrival : uint32_t { kCounted, kRouted, kValues, kHashed, kPlaced, kFolded, kMerged };
-// By a crew, at the end of its work: true in the last block, when all blocks' writes are visible everywhere.
-__device__ inline bool last_block(const Crew& crew, const Domain& d, Arrival what) {
+// By a crew of each of `num_blocks`, at the end of its work: true in the last, when all their writes are visible
+// everywhere.
+__device__ inline bool last_block(const Crew& crew, const Domain& d, Arrival what, uint32_t num_blocks) {
   crew.sync();
   bool last = false;
-  if (crew.thread == 0) last = arrive_last(&local(d).arrived[static_cast<uint32_t>(what)], gridDim.x);
+  if (crew.thread == 0) last = arrive_last(&local(d).arrived[static_cast<uint32_t>(what)], num_blocks);
   return crew.any(last);
 }
 // By a crew: publishes flag number `rank` of every peer's `flags`.
@@ -249,8 +256,8 @@ __device__ inline bool all_alike(const Crew& crew, const Domain& d, uint64_t epo
   if (!wait_all(crew, d, d.at.header_full, epoch, Step::kExchange, true)) return false;
   bool good = true;
   for (uint32_t r = crew.thread; r < d.at.num_ranks; r += crew.size) {
-    const OpSignature& own = header(d, d.rank, epoch).signature;
-    const OpSignature& other = header(d, r, epoch).signature;
+    const OpSignature own = header(d, d.rank, epoch).signature;  // copies: loaded at once
+    const OpSignature other = header(d, r, epoch).signature;
     if (own.kind != other.kind || own.dtype != other.dtype || own.wire != other.wire ||
         own.plan_use != other.plan_use || own.hidden != other.hidden || own.with_values != other.with_values ||
         own.fp8_pow2 != other.fp8_pow2 || own.compact_width != other.compact_width ||

@@ -1,5 +1,5 @@
-// The two kernels of a dispatch. Their crews run side by side in every block: routing beside staging; staging (or, of
-// a new plan, what no row stands for) beside placing.
+// The kernel of a dispatch. Its crews run side by side in every block: one places the rows that come here (and before
+// that, of a new plan, exchanges the routing), one stages ours, one sees to what no row stands for.
 #include "backend/cuda/exchange.cuh"
 #include "backend/cuda/place.cuh"
 #include "backend/cuda/plan.cuh"
@@ -8,173 +8,215 @@
 namespace uccl_ep::cuda {
 namespace {
 
-constexpr uint32_t kRouteWarps = 8;
-constexpr uint32_t kExchangeThreads = (kRouteWarps + kStageCrews * kStageWarps) * kWarp;
+constexpr uint32_t kServeWarps = 2;
+constexpr uint32_t kThreads = (kServeWarps + kStageWarps + kPlaceWarps) * kWarp;
 constexpr uint32_t kTileAlign = 128;
 
-// kBulk: shared memory holds, after a tile, the ring of stage.
-template <bool kBulk>
-__global__ void __launch_bounds__(kExchangeThreads, 1)
-    exchange(const __grid_constant__ Domain d, const __grid_constant__ ExchangeArgs args) {
-  extern __shared__ __align__(128) uint8_t shared[];
-  const Op op = enter(d, OpKind::kDispatch);
-  const uint32_t warp = threadIdx.x / kWarp;
-  if (warp >= kRouteWarps) {
-    const uint32_t first = (warp - kRouteWarps) / kStageWarps * kStageWarps, number = first / kStageWarps;
-    const Crew crew = Crew::of(2 + number, kRouteWarps + first, kStageWarps);
-    // What the half held before must have been read by all.
-    if (!going(crew, d) || !wait_all(crew, d, d.at.read, op.free_after, Step::kStage)) return;
-    const uint32_t end = min(args.stage.num_tokens, args.window_tokens);
-    const StepClock clock(crew, d, Step::kStage);
-    if constexpr (kBulk) {
-#if __CUDA_ARCH__ >= 900
-      const uint64_t tile_bytes = round_up(Tile::bytes(d.at.num_experts, d.at.num_ranks), kTileAlign);
-      stage_rows_bulk(crew, d, op, args.stage, 0, end, number * gridDim.x + blockIdx.x, kStageCrews * gridDim.x, first,
-                      shared + tile_bytes);
-#endif
-    } else {
-      stage_rows(crew, d, op, args.stage, 0, end, number * gridDim.x + blockIdx.x, kStageCrews * gridDim.x);
-    }
-    if (number == 0) clock.stop();
-    return;
-  }
-  const Crew crew = Crew::of(1, 0, kRouteWarps);
-  if (wait_all(crew, d, d.at.read, op.free_after, Step::kStage)) {
-    const StepClock clock(crew, d, Step::kExchange);
-    if (blockIdx.x == 0 && crew.thread == 0) write_header(d, op, args.signature, args.stage.num_tokens);
-    route(crew, d, op, args.routing, args.stage.num_tokens, shared);
+// By the crew that serves: of a plan that is known, what the others wait for; of a new one, its heads; then what rows
+// have beside their data.
+template <PlanState kState>
+__device__ void serve(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args) {
+  constexpr bool kFresh = kState != PlanState::kKnown;
+  const bool first = args.window == 0;
+  if constexpr (kFresh) {
+    if (blockIdx.x >= args.num_blocks) return;
+    if (!crew.all(crew.thread != 0 || wait_block(d, &local(d).planned, op.epoch))) return;
+    if (!has_memory<kState>(d, args)) return;
+    const StepClock clock(crew, d, Step::kPlan);
+    plan_heads(crew, d, op, plan, args.num_blocks);
     clock.stop();
-  }
-  if (!last_block(crew, d, Arrival::kRouted)) return;
-  uint64_t hash = 0;
-  for (uint32_t b = crew.thread; b < gridDim.x; b += crew.size) hash += __ldcg(&local(d).block_hash[b]);
-  hash = crew_sum(crew, hash);
-  if (crew.thread == 0) {
-    keep(d, op, OpKind::kDispatch);
-    header(d, d.rank, op.epoch).routing_hash = hash;
-    __threadfence_system();
-  }
-  if (!going(crew, d)) return;
-  publish_all(crew, d, d.at.header_full, op.epoch);
-  if (args.routing.values != nullptr) publish_all(crew, d, d.at.values_full, op.epoch);
-  if (all_alike(crew, d, op.epoch)) count_received(crew, d, op, args.signature.expert_alignment, args.call);
-}
-
-// What is left when the rows are in their slots.
-__device__ void finish_place(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
-                             const PlaceArgs& args) {
-  if (!last_block(crew, d, Arrival::kPlaced)) return;
-  if (!args.fresh && crew.thread == 0) keep(d, op, OpKind::kDispatch);
-  if (going(crew, d)) {
-    publish_all(crew, d, d.at.read, op.epoch);
-    return;
-  }
-  const uint64_t slots = plan.num_slots, hidden = args.stage.hidden;
-  const bool codes = args.scales != nullptr;
-  fill_nan(crew, args.rows, slots * hidden * (codes ? 1 : dtype_bytes(args.stage.dtype)));
-  if (codes) fill_nan(crew, args.scales, slots * hidden / kFp8Block * sizeof(float));
-  const uint64_t width = plan.compact_width > 0 ? plan.compact_width : 1;
-  if (args.row_values != nullptr) fill_nan(crew, args.row_values, slots * width * sizeof(float));
-  if (args.row_experts != nullptr) fill_nan(crew, args.row_experts, slots * width * sizeof(int64_t));  // all -1
-}
-
-constexpr uint32_t kPlaceThreads = (1 + kStageWarps + kMaxPlaceWarps) * kWarp;
-
-template <bool kFresh, bool kBulk>
-__global__ void __launch_bounds__(kPlaceThreads, 1)
-    place(const __grid_constant__ Domain d, const __grid_constant__ PlanView plan,
-          const __grid_constant__ PlaceArgs args) {
-  extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ Arrivals arrivals;
-  const Op op = kFresh ? current_dispatch(d) : enter(d, OpKind::kDispatch);
-  const uint32_t warp = threadIdx.x / kWarp;
-  if (warp == 0) {
-    const Crew crew = Crew::of(1, 0, 1);
-    if (!kFresh && blockIdx.x == 0 && going(crew, d)) {
+  } else {
+    if (blockIdx.x == 0) {
       if (crew.thread == 0) {
         write_header(d, op, args.signature, args.stage.num_tokens);
         __threadfence_system();
       }
       crew.sync();
       publish_all(crew, d, d.at.header_full, op.epoch);
-      all_alike(crew, d, op.epoch);
     }
-  } else if (warp <= kStageWarps) {
-    const Crew crew = Crew::of(2, 1, kStageWarps);
-    if (kFresh) {
-      const StepClock clock(crew, d, Step::kPlan);
-      if (going(crew, d)) plan_heads(crew, d, op, plan);
-      clock.stop();
-    } else if (going(crew, d) && wait_all(crew, d, d.at.read, op.free_after, Step::kStage)) {
-      const StepClock clock(crew, d, Step::kStage);
-      const uint32_t begin = args.window * args.window_tokens;
-      stage_rows(crew, d, op, args.stage, begin, min(begin + args.window_tokens, args.stage.num_tokens), blockIdx.x,
-                 gridDim.x);
-      if (args.window == 0 && args.routing.values != nullptr) stage_values(crew, d, op, plan, args.routing.values);
-      if (args.window == 0 && args.routing_compared)
-        compare_routing(crew, d, plan, args.routing, args.signature.plan_id);
-      clock.stop();
+    if (first && args.routing.values != nullptr) {
+      if (!wait_all(crew, d, d.at.read, op.free_after, Step::kStage)) return;
+      stage_values(crew, d, op, plan, args.routing.values);
     }
-  } else if (const Crew crew = Crew::of(3, 1 + kStageWarps, blockDim.x / kWarp - 1 - kStageWarps); going(crew, d)) {
-    const StepClock clock(crew, d, Step::kPlace);
-    find_arrivals<kFresh>(crew, d, op, plan, args, arrivals);
-    if (args.window == 0 && plan.compact_width == 0)
-      fill_padding(crew, d, plan, args, kFresh ? Bases(d).padding : plan.padding);
-    if constexpr (kBulk) {
-#if __CUDA_ARCH__ >= 900
-      place_rows_bulk<kFresh>(crew, d, op, plan, args, arrivals, shared);
-#endif
-    } else {
-      place_rows<kFresh>(crew, d, op, plan, args, arrivals);
-    }
-    bool good = true;
-    if (args.row_values != nullptr)
-      for (uint32_t r = crew.thread; r < d.at.num_ranks; r += crew.size)
-        good &= wait_peer(d, at<uint64_t>(d, d.rank, d.at.values_full) + r, op.epoch, Step::kPlace, r, -1);
-    if (crew.all(good)) {
-      if (args.row_experts != nullptr)
-        place_experts<kFresh>(crew, d, op, plan, args);
-      else if (args.row_values != nullptr)
-        place_values<kFresh>(crew, d, op, plan, args);
-    }
-    clock.stop();
+    if (blockIdx.x == 0 && !all_alike(crew, d, op.epoch)) return;
   }
-  __syncthreads();  // what the other crews have found counts
-  if (warp > kStageWarps)
-    finish_place(Crew::of(3, 1 + kStageWarps, blockDim.x / kWarp - 1 - kStageWarps), d, op, plan, args);
+  if (blockIdx.x >= args.num_blocks || !first) return;
+  if (plan.compact_width == 0) fill_padding(crew, d, plan, args, kFresh ? Bases(d).padding : plan.padding);
+  if (args.row_values != nullptr) {
+    bool good = true;
+    for (uint32_t r = crew.thread; r < d.at.num_ranks; r += crew.size)
+      good &= wait_peer(d, at<uint64_t>(d, d.rank, d.at.values_full) + r, op.epoch, Step::kPlace, r, -1);
+    if (!crew.all(good)) return;
+  }
+  if (args.row_experts != nullptr)
+    place_experts<kFresh>(crew, d, op, plan, args);
+  else if (args.row_values != nullptr)
+    place_values<kFresh>(crew, d, op, plan, args);
 }
 
-template <bool kFresh>
-void launch_place_kernel(const Domain& domain, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
-                         cudaStream_t stream) {
+// By the crew that stages. Blocks that do not place do it alone if they are many.
+template <bool kBulk>
+__device__ void stage(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args,
+                      uint8_t* shared) {
+  // What the half held before must have been read by all.
+  if (!wait_all(crew, d, d.at.read, op.free_after, Step::kStage)) return;
+  const uint32_t others = gridDim.x - args.num_blocks, first_block = others >= args.num_blocks ? args.num_blocks : 0;
+  const uint32_t begin = args.window * args.window_tokens;
+  const uint32_t end = min(begin + args.window_tokens, args.stage.num_tokens);
+  if (blockIdx.x >= first_block) {
+    const StepClock clock(crew, d, Step::kStage, first_block);
+    const uint32_t number = blockIdx.x - first_block, count = gridDim.x - first_block;
+    bool done = false;
+    if constexpr (kBulk) {
+#if __CUDA_ARCH__ >= 900
+      done = args.stage_ring > 0;
+      if (done) stage_rows_bulk(crew, d, op, args.stage, begin, end, number, count, shared + args.stage_ring);
+#endif
+    }
+    if (!done) stage_rows(crew, d, op, args.stage, begin, end, number, count);
+    clock.stop();
+  }
+  if (args.routing_compared && args.window == 0)
+    compare_routing(crew, d, plan, args.routing, args.signature.plan_id);
+}
+
+// By the crew that will place: the exchange of a new plan. False: an error is known.
+__device__ bool exchange(const Crew& crew, const Domain& d, const Op& op, const PlaceArgs& args, uint8_t* shared) {
+  if (wait_all(crew, d, d.at.read, op.free_after, Step::kExchange)) {
+    const StepClock clock(crew, d, Step::kExchange);
+    if (blockIdx.x == 0 && crew.thread == 0) write_header(d, op, args.signature, args.stage.num_tokens);
+    route(crew, d, op, args.routing, args.stage.num_tokens, shared);
+    clock.stop();
+  }
+  if (last_block(crew, d, Arrival::kRouted, gridDim.x)) {
+    uint64_t hash = 0;
+    for (uint32_t b = crew.thread; b < gridDim.x; b += crew.size) hash += __ldcg(&local(d).block_hash[b]);
+    hash = crew_sum(crew, hash);
+    if (crew.thread == 0) {
+      keep(d, op, OpKind::kDispatch);
+      header(d, d.rank, op.epoch).routing_hash = hash;
+      __threadfence_system();
+    }
+    if (going(crew, d)) {
+      publish_all(crew, d, d.at.header_full, op.epoch);
+      if (args.routing.values != nullptr) publish_all(crew, d, d.at.values_full, op.epoch);
+      if (all_alike(crew, d, op.epoch))
+        count_received(crew, d, op, args.signature, args.call, reinterpret_cast<uint32_t*>(shared));
+    }
+  }
+  return crew.all(crew.thread != 0 || wait_block(d, &local(d).planned, op.epoch));
+}
+
+template <PlanState kState, bool kBulk>
+__device__ void place(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args,
+                      Arrivals& arrivals, uint8_t* shared) {
+  constexpr bool kFresh = kState != PlanState::kKnown;
+  const StepClock clock(crew, d, Step::kPlace);
+  find_arrivals<kFresh>(crew, d, op, plan, args, arrivals);
+  if constexpr (kBulk) {
+#if __CUDA_ARCH__ >= 900
+    if (crew.warp() < args.ring_warps) {
+      const Crew with_ring{crew.id, args.ring_warps * kWarp, crew.thread};
+      place_rows_bulk<kFresh>(with_ring, d, op, plan, args, arrivals, shared);
+    }
+#endif
+  } else {
+    place_rows<kFresh>(crew, d, op, plan, args, arrivals);
+  }
+  crew.sync();
+  clock.stop();
+}
+
+// What is left when the rows are in their slots.
+template <PlanState kState>
+__device__ void finish(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args) {
+  constexpr bool kKnown = kState == PlanState::kKnown;
+  if (!kKnown && blockIdx.x >= args.num_blocks) return;
+  if (!last_block(crew, d, Arrival::kPlaced, kKnown ? gridDim.x : args.num_blocks)) return;
+  if (kKnown && crew.thread == 0) keep(d, op, OpKind::kDispatch);
+  if (going(crew, d)) {
+    publish_all(crew, d, d.at.read, op.epoch);
+    return;
+  }
+  const uint64_t slots = plan.num_slots, hidden = args.stage.hidden;
+  const bool codes = args.scales != nullptr;
+  if (args.rows != nullptr) fill_nan(crew, args.rows, slots * hidden * (codes ? 1 : dtype_bytes(args.stage.dtype)));
+  if (codes) fill_nan(crew, args.scales, slots * hidden / kFp8Block * sizeof(float));
+  const uint64_t width = plan.compact_width > 0 ? plan.compact_width : 1;
+  if (args.row_values != nullptr) fill_nan(crew, args.row_values, slots * width * sizeof(float));
+  if (args.row_experts != nullptr) fill_nan(crew, args.row_experts, slots * width * sizeof(int64_t));  // all -1
+}
+
+// kBulk: shared memory holds the rings of the crew that places, and of the one that stages; before it places, a tile.
+template <PlanState kState, bool kBulk>
+__global__ void __launch_bounds__(kThreads, 1)
+    dispatch(const __grid_constant__ Domain d, const __grid_constant__ PlanView plan,
+             const __grid_constant__ PlaceArgs args) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  __shared__ Arrivals arrivals;
+  const Op op = kState == PlanState::kExchanged ? current_dispatch(d) : enter(d, OpKind::kDispatch);
+  const uint32_t warp = threadIdx.x / kWarp;
+  constexpr uint32_t kFirstPlace = kServeWarps + kStageWarps;
+  bool placed = true;
+  if (warp < kServeWarps) {
+    const Crew crew = Crew::of(1, 0, kServeWarps);
+    if (going(crew, d)) serve<kState>(crew, d, op, plan, args);
+  } else if (warp < kFirstPlace) {
+    const Crew crew = Crew::of(2, kServeWarps, kStageWarps);
+    if (kState != PlanState::kExchanged && going(crew, d)) stage<kBulk>(crew, d, op, plan, args, shared);
+  } else {
+    const Crew crew = Crew::of(3, kFirstPlace, kPlaceWarps);
+    bool good = true;
+    if constexpr (kState == PlanState::kNew) {
+      good = exchange(crew, d, op, args, shared);
+      placed = !good || has_memory<kState>(d, args);
+#if __CUDA_ARCH__ >= 900
+      if (kBulk) fence_shared();  // rings take the place of the tile
+#endif
+      crew.sync();
+    }
+    if (good && placed && blockIdx.x < args.num_blocks && going(crew, d))
+      place<kState, kBulk>(crew, d, op, plan, args, arrivals, shared);
+  }
+  __syncthreads();  // what the other crews have found counts
+  if (warp >= kFirstPlace && placed) finish<kState>(Crew::of(3, kFirstPlace, kPlaceWarps), d, op, plan, args);
+}
+
+template <PlanState kState>
+void launch(const Domain& domain, const PlanView& plan, PlaceArgs& args, uint32_t blocks, cudaStream_t stream) {
   const uint32_t warp_bytes = place_warp_bytes(args);
-  const uint32_t bulk_warps = domain.bulk_copies ? min(kMaxPlaceWarps, domain.shared_bytes / warp_bytes) : 0;
-  if (bulk_warps < 2)
-    place<kFresh, false><<<num_sms, kPlaceThreads, 0, stream>>>(domain, plan, args);
-  else
-    place<kFresh, true>
-        <<<num_sms, (1 + kStageWarps + bulk_warps) * kWarp, bulk_warps * warp_bytes, stream>>>(domain, plan, args);
+  const uint32_t tile_bytes = kState == PlanState::kNew ? routing_bytes(domain.at.num_experts, domain.at.num_ranks) : 0;
+  const auto warps_beside = [&](uint32_t bytes) {
+    return bytes < domain.shared_bytes ? min(kPlaceWarps, (domain.shared_bytes - bytes) / warp_bytes) : 0;
+  };
+  // Rows that are only copied are staged by bulk copies, too, if that leaves enough for placing.
+  const bool copies = args.stage.wire != Dtype::kFp8 && warps_beside(kStageBytes) >= 2;
+  const uint32_t stage_bytes = copies ? kStageBytes : 0;
+  args.ring_warps = domain.bulk_copies ? warps_beside(stage_bytes) : 0;
+  if (args.ring_warps < 2) {
+    dispatch<kState, false><<<blocks, kThreads, tile_bytes, stream>>>(domain, plan, args);
+    return;
+  }
+  const uint32_t place_bytes = max(args.ring_warps * warp_bytes, tile_bytes);
+  args.stage_ring = copies ? place_bytes : 0;
+  dispatch<kState, true><<<blocks, kThreads, place_bytes + stage_bytes, stream>>>(domain, plan, args);
 }
 
 }  // namespace
 
-cudaError_t launch_exchange(const Domain& domain, const ExchangeArgs& args, uint32_t num_sms, cudaStream_t stream) {
-  const uint32_t blocks = min(num_sms, max(1u, (args.stage.num_tokens + kStageRows - 1) / kStageRows));
-  const uint32_t tile_bytes = routing_bytes(domain.at.num_experts, domain.at.num_ranks);
-  const bool divides = args.stage.wire == Dtype::kFp8 && !args.stage.fp8_pow2;
-  if (domain.bulk_copies && !divides && tile_bytes + kStageBytes <= domain.shared_bytes)
-    exchange<true><<<blocks, kExchangeThreads, tile_bytes + kStageBytes, stream>>>(domain, args);
+cudaError_t launch_dispatch(const Domain& domain, const PlanView& plan, const PlaceArgs& given, uint32_t num_sms,
+                            uint32_t stage_sms, cudaStream_t stream) {
+  PlaceArgs args = given;
+  args.num_blocks = num_sms;
+  const uint32_t begin = args.window * args.window_tokens, end = min(begin + args.window_tokens, args.stage.num_tokens);
+  const uint32_t chunks = begin < end ? (end - begin + kStageRows - 1) / kStageRows : 0;
+  const uint32_t blocks = max(num_sms, min(stage_sms, chunks));
+  if (args.state == PlanState::kNew)
+    launch<PlanState::kNew>(domain, plan, args, blocks, stream);
+  else if (args.state == PlanState::kExchanged)
+    launch<PlanState::kExchanged>(domain, plan, args, num_sms, stream);
   else
-    exchange<false><<<blocks, kExchangeThreads, tile_bytes, stream>>>(domain, args);
-  return cudaGetLastError();
-}
-
-cudaError_t launch_place(const Domain& domain, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
-                         cudaStream_t stream) {
-  if (args.fresh)
-    launch_place_kernel<true>(domain, plan, args, num_sms, stream);
-  else
-    launch_place_kernel<false>(domain, plan, args, num_sms, stream);
+    launch<PlanState::kKnown>(domain, plan, args, blocks, stream);
   return cudaGetLastError();
 }
 
@@ -183,8 +225,9 @@ uint32_t routing_bytes(uint32_t num_experts, uint32_t num_ranks) {
 }
 
 cudaError_t load_dispatch(uint32_t shared_bytes) {
-  return load_all(shared_bytes, exchange<false>, exchange<true>, place<false, false>, place<false, true>,
-                  place<true, false>, place<true, true>);
+  return load_all(shared_bytes, dispatch<PlanState::kKnown, false>, dispatch<PlanState::kKnown, true>,
+                  dispatch<PlanState::kNew, false>, dispatch<PlanState::kNew, true>,
+                  dispatch<PlanState::kExchanged, false>, dispatch<PlanState::kExchanged, true>);
 }
 
 }  // namespace uccl_ep::cuda

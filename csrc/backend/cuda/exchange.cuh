@@ -26,9 +26,10 @@ struct Tile {
   uint32_t* pair_base;  // [ranks]
   uint32_t* pair_begin;  // [ranks] of all tiles: pairs for lower ranks
   uint32_t* row_total;  // [ranks] of all tiles
+  uint32_t* all;  // [2] pairs of all tiles, pieces before it
 
   static __host__ __device__ uint32_t bytes(uint32_t experts, uint32_t ranks) {
-    return 8 * (experts + ranks) + 4 * kTileTokens * (2 * ranks + 2) + 4 * (experts + 4 * ranks);
+    return 8 * (experts + ranks) + 4 * kTileTokens * (2 * ranks + 2) + 4 * (experts + 4 * ranks + 2);
   }
   __device__ Tile(uint8_t* shared, uint32_t experts, uint32_t ranks)
       : expert(reinterpret_cast<Mask*>(shared)),
@@ -41,7 +42,8 @@ struct Tile {
         row_base(expert_base + experts),
         pair_base(row_base + ranks),
         pair_begin(pair_base + ranks),
-        row_total(pair_begin + ranks) {}
+        row_total(pair_begin + ranks),
+        all(row_total + ranks) {}
 };
 
 // What is counted of a tile, in memory.
@@ -205,21 +207,34 @@ __device__ inline void count_tile(const Crew& crew, const Domain& d, const Tile&
   }
 }
 
-// By one thread: one number of the tiles before `tile`, and of all.
+// One number of the tiles before a tile, and of all.
 struct Before {
-  uint32_t here, total;
+  uint32_t here = 0, total = 0;
 };
-__device__ inline Before add_up(const Domain& d, uint64_t number, uint32_t tile, uint32_t num_tiles) {
-  const uint64_t stride = d.at.num_experts + 2 * d.at.num_ranks + 2;
-  const uint32_t* counts = at<uint32_t>(d, d.rank, d.at.tile_counts) + number;
-  Before sum{0, 0};
-#pragma unroll 8
-  for (uint32_t t = 0; t < num_tiles; ++t) {
-    const uint32_t value = __ldcg(counts + t * stride);
-    sum.total += value;
-    if (t < tile) sum.here += value;
+// By one thread: of `kNumbers` numbers, `apart` from each other.
+template <uint32_t kNumbers>
+__device__ __forceinline__ void add_up(const Domain& d, uint32_t number, uint32_t apart, uint32_t tile,
+                                       uint32_t num_tiles, Before (&sums)[kNumbers]) {
+  constexpr uint32_t kBatch = 8;  // tiles whose counts are loaded at a time
+  const uint32_t stride = d.at.num_experts + 2 * d.at.num_ranks + 2;
+  const uint32_t* const counts = at<uint32_t>(d, d.rank, d.at.tile_counts) + number;
+  for (uint32_t begin = 0; begin < num_tiles; begin += kBatch) {
+    uint32_t value[kNumbers][kBatch];
+#pragma unroll
+    for (uint32_t n = 0; n < kNumbers; ++n)
+#pragma unroll
+      for (uint32_t u = 0; u < kBatch; ++u)
+        value[n][u] = begin + u < num_tiles && number + n * apart < stride
+                          ? __ldcg(counts + n * apart + uint64_t{begin + u} * stride)
+                          : 0;
+#pragma unroll
+    for (uint32_t n = 0; n < kNumbers; ++n)
+#pragma unroll
+      for (uint32_t u = 0; u < kBatch; ++u) {
+        sums[n].total += value[n][u];
+        if (begin + u < tile) sums[n].here += value[n][u];
+      }
   }
-  return sum;
 }
 
 // By a crew: what lies before the block's first tile; block 0 writes the totals into the header. False: too many pairs.
@@ -228,15 +243,22 @@ __device__ inline bool begin_tiles(const Crew& crew, const Domain& d, const Op& 
   const uint32_t ranks = d.at.num_ranks, experts = d.at.num_experts;
   DeviceHeader& head = header(d, d.rank, op.epoch);
   const bool writes_totals = blockIdx.x == 0;
-  for (uint32_t i = crew.thread; i < experts + 2 * ranks; i += crew.size) {
-    const Before sum = add_up(d, i, first_tile, num_tiles);
-    tile.expert_base[i] = sum.here;  // then row_base, pair_base
-    if (writes_totals && i < experts) header_counts(d, d.rank, op.epoch)[i] = sum.total;
-    if (i >= experts && i < experts + ranks) tile.row_total[i - experts] = sum.total;
-    if (i >= experts + ranks) tile.pair_begin[i - experts - ranks] = sum.total;
+  const uint32_t numbers = experts + 2 * ranks + 2;
+  constexpr uint32_t kNumbers = 2;
+  for (uint32_t first = crew.thread; first < numbers; first += kNumbers * crew.size) {
+    Before sums[kNumbers];
+    add_up(d, first, crew.size, first_tile, num_tiles, sums);
+#pragma unroll
+    for (uint32_t n = 0; n < kNumbers; ++n) {
+      const uint32_t i = first + n * crew.size;
+      if (i < experts + 2 * ranks) tile.expert_base[i] = sums[n].here;  // then row_base, pair_base
+      if (writes_totals && i < experts) header_counts(d, d.rank, op.epoch)[i] = sums[n].total;
+      if (i >= experts && i < experts + ranks) tile.row_total[i - experts] = sums[n].total;
+      if (i >= experts + ranks && i < experts + 2 * ranks) tile.pair_begin[i - experts - ranks] = sums[n].total;
+      if (i == numbers - 2) tile.all[0] = sums[n].total;
+      if (i == numbers - 1) tile.all[1] = sums[n].here;
+    }
   }
-  pieces = add_up(d, experts + 2 * ranks + 1, first_tile, num_tiles).here;
-  const uint32_t num_pairs = add_up(d, experts + 2 * ranks, first_tile, num_tiles).total;
   crew.sync();
   if (crew.thread == 0) {
     uint32_t row_sum = 0, pair_sum = 0;
@@ -255,6 +277,8 @@ __device__ inline bool begin_tiles(const Crew& crew, const Domain& d, const Op& 
       head.pair_begin[ranks] = pair_sum;
     }
   }
+  const uint32_t num_pairs = tile.all[0];
+  pieces = tile.all[1];
   if (num_pairs > d.at.max_pairs && crew.thread == 0)
     report(d, DeviceFault::kTooManyPairs, Step::kExchange, static_cast<int>(d.rank), -1, d.at.max_pairs, num_pairs,
            ErrorKind::kPeerFailed);
@@ -333,7 +357,7 @@ __device__ inline bool route(const Crew& crew, const Domain& d, const Op& op, co
     crew.sync();
   }
   // All blocks run at the same time: there are no more than num_sms.
-  if (last_block(crew, d, Arrival::kCounted) && crew.thread == 0) publish_flag(&local(d).counted, op.epoch);
+  if (last_block(crew, d, Arrival::kCounted, gridDim.x) && crew.thread == 0) publish_flag(&local(d).counted, op.epoch);
   bool good = crew.thread != 0 || wait_flag(d, &local(d).counted, op.epoch, Step::kExchange, d.rank);
   if (!crew.all(good)) return false;
   uint32_t pieces = 0;

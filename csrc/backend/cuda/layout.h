@@ -71,9 +71,12 @@ constexpr uint64_t kDevicePage = 2u << 20;  // memory of a GPU comes in whole on
 RegionLayout make_layout(uint32_t num_ranks, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes);
 uint64_t least_budget_bytes(uint32_t num_ranks, uint32_t num_experts, uint64_t row_bytes);
 
+// From one staged row to the next. Bulk copies are slow where source and destination lie differently in 128 bytes.
+constexpr uint64_t staged_row_bytes(Dtype wire, uint64_t hidden) { return round_up(wire_row_bytes(wire, hidden), 128); }
+
 // Tokens whose staged rows fit a half: a longer dispatch goes in windows of so many.
-inline uint32_t window_tokens(const Offsets& at, uint64_t wire_row_bytes) {
-  const uint64_t rows = at.half_bytes / wire_row_bytes / kChunkTokens * kChunkTokens;
+inline uint32_t window_tokens(const Offsets& at, uint64_t row_bytes) {
+  const uint64_t rows = at.half_bytes / row_bytes / kChunkTokens * kChunkTokens;
   return rows < at.max_tokens ? static_cast<uint32_t>(rows) : at.max_tokens;
 }
 // A chunk of tokens belongs to the window (pieces before it) / window_pieces of a combine. What the last chunk of a
@@ -112,11 +115,25 @@ struct Progress {
   uint64_t last_combine = 0;
 };
 
+// What a plan takes memory for.
+struct PlanSizes {
+  uint32_t num_rows = 0;  // of the output
+  uint32_t received_rows = 0, received_pairs = 0, sent_pairs = 0;
+  uint32_t most_tokens = 0, most_sent_rows = 0;  // of any rank
+
+  // With memory for `most`.
+  constexpr bool fits(const PlanSizes& most) const {
+    return num_rows <= most.num_rows && received_rows <= most.received_rows && received_pairs <= most.received_pairs &&
+           sent_pairs <= most.sent_pairs && most_tokens <= most.most_tokens;
+  }
+};
+
 struct Local {
   Progress progress;
   uint64_t entered = 0;  // epoch of the operation whose kernels run
   uint64_t stop = 0;  // 1: an error is known, kernels return. Writers: kernels of this rank, its host
   uint64_t counted = 0;  // epoch whose tiles have all been counted
+  uint64_t planned = 0;  // epoch whose PlanScratch is complete
   uint64_t routing_hash = 0;  // of a routing that is compared with a plan's; the last to add resets it
   uint32_t arrived[8] = {};  // blocks that are through with something, by Arrival; the last resets it
   uint64_t block_hash[kMaxBlocks] = {};
@@ -129,15 +146,14 @@ struct PlanScratch {
   uint32_t row_begin[kMaxDomainRanks], row_end[kMaxDomainRanks];
   uint32_t slot_begin[kMaxDomainRanks], slot_end[kMaxDomainRanks];
   uint32_t value_begin[kMaxDomainRanks];  // as in PlanView
-  uint32_t num_slots, received_rows, received_pairs;
+  PlanSizes sizes;
   // Followed by uint32 slot_base[ranks][experts of a rank], padding[experts of a rank][2], size[experts of a rank].
 };
 
 // Pinned host memory. Writer: a kernel; reader: the host.
 struct HostCounts {
   uint64_t call;  // published last
-  uint32_t num_slots, received_rows, received_pairs, sent_pairs;
-  uint32_t most_tokens, most_sent_rows;  // of any rank
+  PlanSizes sizes;
   // Followed by uint32 exact[experts of a rank], padded[experts of a rank].
 };
 struct HostError {

@@ -148,11 +148,11 @@ template <bool kFresh>
 __device__ void place_rows(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args,
                            const Arrivals& arrivals) {
   const uint32_t hidden = args.stage.hidden;
-  const uint64_t stride = wire_row_bytes(args.stage.wire, hidden);
+  const uint64_t stride = staged_row_bytes(args.stage.wire, hidden);
   const bool codes = args.scales != nullptr;
   const uint64_t out_bytes = codes ? hidden : uint64_t{hidden} * dtype_bytes(args.stage.dtype);
-  const uint32_t lane = crew.lane(), end = arrivals.most * d.at.num_ranks, step = gridDim.x * crew.warps();
-  for (uint32_t begin = crew.warp() * gridDim.x + blockIdx.x; begin < end; begin += kWarp * step) {
+  const uint32_t lane = crew.lane(), end = arrivals.most * d.at.num_ranks, step = args.num_blocks * crew.warps();
+  for (uint32_t begin = crew.warp() * args.num_blocks + blockIdx.x; begin < end; begin += kWarp * step) {
     RowBatch<kFresh> batch(d, op, plan, args, arrivals, begin + lane * step);
     __syncwarp();
     for (uint32_t i = 0; i < kWarp; ++i) {
@@ -184,10 +184,10 @@ __device__ void place_rows(const Crew& crew, const Domain& d, const Op& op, cons
 // Bulk copies: a warp is a stream over its rows, through a ring of kPlaceStages rows in shared memory. Loads of the
 // next rows are under way while one is stored. Where rows are dequantised they go out through one more row.
 constexpr uint32_t kPlaceStages = 3;
-constexpr uint32_t kMaxPlaceWarps = 10;
+constexpr uint32_t kPlaceWarps = 8;
 
 __host__ __device__ inline uint32_t place_warp_bytes(const PlaceArgs& args) {
-  const uint64_t wire = wire_row_bytes(args.stage.wire, args.stage.hidden);
+  const uint64_t wire = staged_row_bytes(args.stage.wire, args.stage.hidden);
   const bool decodes = args.stage.wire == Dtype::kFp8 && args.scales == nullptr;
   return static_cast<uint32_t>(kPlaceStages * wire + (decodes ? 2 * args.stage.hidden : 0));
 }
@@ -196,8 +196,9 @@ __host__ __device__ inline uint32_t place_warp_bytes(const PlaceArgs& args) {
 template <bool kFresh>
 __device__ void place_rows_bulk(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
                                 const PlaceArgs& args, const Arrivals& arrivals, uint8_t* shared) {
-  __shared__ __align__(8) uint64_t barriers[kMaxPlaceWarps * kPlaceStages];
-  const uint32_t hidden = args.stage.hidden, stride = static_cast<uint32_t>(wire_row_bytes(args.stage.wire, hidden));
+  __shared__ __align__(8) uint64_t barriers[kPlaceWarps * kPlaceStages];
+  const uint32_t hidden = args.stage.hidden, stride = static_cast<uint32_t>(staged_row_bytes(args.stage.wire, hidden));
+  const uint32_t wire_bytes = static_cast<uint32_t>(wire_row_bytes(args.stage.wire, hidden));
   const bool codes = args.scales != nullptr, decodes = args.stage.wire == Dtype::kFp8 && !codes;
   const uint32_t out_bytes = codes ? hidden : hidden * dtype_bytes(args.stage.dtype);
   const uint32_t lane = crew.lane();
@@ -210,8 +211,8 @@ __device__ void place_rows_bulk(const Crew& crew, const Domain& d, const Op& op,
   }
   __syncwarp();
 
-  const uint32_t end = arrivals.most * d.at.num_ranks, step = gridDim.x * crew.warps();
-  uint32_t begin = crew.warp() * gridDim.x + blockIdx.x;
+  const uint32_t end = arrivals.most * d.at.num_ranks, step = args.num_blocks * crew.warps();
+  uint32_t begin = crew.warp() * args.num_blocks + blockIdx.x;
   bool good = __all_sync(kFullWarp, !stopped(d));
   RowBatch<kFresh> batch(d, op, plan, args, arrivals, begin + lane * step);
   __syncwarp();
@@ -243,7 +244,8 @@ __device__ void place_rows_bulk(const Crew& crew, const Domain& d, const Op& op,
     stage_slot[stage] = slot;
     if (lane == 0) {
       proxy_fence();  // flags were read by ordinary loads, the row is read by a bulk copy
-      load_bulk(ring + stage * stride, rows(d, source, op.half) + uint64_t{staged} * stride, stride, full + stage);
+      load_bulk(ring + stage * stride, rows(d, source, op.half) + uint64_t{staged} * stride, wire_bytes,
+                full + stage);
     }
     ++loaded;
   };
@@ -297,7 +299,7 @@ __device__ inline void fill_padding(const Crew& crew, const Domain& d, const Pla
   const uint64_t out_bytes =
       args.scales != nullptr ? args.stage.hidden : uint64_t{args.stage.hidden} * dtype_bytes(args.stage.dtype);
   uint4* const out = reinterpret_cast<uint4*>(args.rows);
-  for (uint32_t l = blockIdx.x; l < d.experts_per_rank; l += gridDim.x) {
+  for (uint32_t l = blockIdx.x; l < d.experts_per_rank; l += args.num_blocks) {
     const uint64_t first = min(padding[2 * l], plan.num_slots), end = min(padding[2 * l + 1], plan.num_slots);
     for (uint64_t i = first * out_bytes / 16 + crew.thread; i < end * out_bytes / 16; i += crew.size)
       out[i] = make_uint4(0, 0, 0, 0);
@@ -308,7 +310,7 @@ __device__ inline void fill_padding(const Crew& crew, const Domain& d, const Pla
   }
 }
 
-// By crews of all blocks, when all values have been staged. The slots of a new plan are worked out once more: other
+// By crews of all blocks that place, when all values have been staged. The slots of a new plan are worked out once more: other
 // blocks write them only now.
 template <bool kFresh>
 __device__ inline void place_values(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
@@ -320,7 +322,7 @@ __device__ inline void place_values(const Crew& crew, const Domain& d, const Op&
     const uint32_t end = kFresh ? from.slot_end[source] : plan.row_slot[plan.row_end[source]];
     const uint32_t offset = (kFresh ? from.value_begin : plan.value_begin)[source];
     const float* const staged = values(d, source, op.half);
-    for (uint32_t p = begin + blockIdx.x * crew.size + crew.thread; p < end; p += gridDim.x * crew.size) {
+    for (uint32_t p = begin + blockIdx.x * crew.size + crew.thread; p < end; p += args.num_blocks * crew.size) {
       uint32_t slot = 0;
       if constexpr (kFresh) {
         const PairEntry pair = pairs(d, source, op.half)[p + offset];
@@ -333,7 +335,7 @@ __device__ inline void place_values(const Crew& crew, const Domain& d, const Op&
   }
 }
 
-// The same for compact rows, which get their experts, too; without values there is nothing to wait for.
+// The same of compact rows, which get their experts, too; without values there is nothing to wait for.
 template <bool kFresh>
 __device__ inline void place_experts(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
                                      const PlaceArgs& args) {
@@ -345,7 +347,7 @@ __device__ inline void place_experts(const Crew& crew, const Domain& d, const Op
     const uint32_t offset = (kFresh ? from.value_begin : plan.value_begin)[source];
     const float* const staged = values(d, source, op.half);
     const uint32_t end = min((kFresh ? from.row_end : plan.row_end)[source], plan.num_slots);
-    for (uint32_t row = row_begin + blockIdx.x * crew.size + crew.thread; row < end; row += gridDim.x * crew.size) {
+    for (uint32_t row = row_begin + blockIdx.x * crew.size + crew.thread; row < end; row += args.num_blocks * crew.size) {
       uint32_t first = 0, count = 0;
       if constexpr (kFresh) {
         const ListEntry entry = list(d, source, op.half, d.rank)[row - row_begin];

@@ -38,34 +38,47 @@ __device__ inline uint32_t lay_out_experts(const Bases& to, uint32_t experts, ui
   return begin;
 }
 
-// By a crew of one block, when all ranks have entered: the counts for the host, and what places rows.
-__device__ inline void count_received(const Crew& crew, const Domain& d, const Op& op, uint32_t alignment,
-                                      uint64_t call) {
+// Whether a new plan and its output have enough memory. Every rank decides for itself, every block of it alike.
+template <PlanState kState>
+__device__ __forceinline__ bool has_memory(const Domain& d, const PlaceArgs& args) {
+  if (kState != PlanState::kNew || args.fit == Fit::kAlways) return true;
+  return args.fit == Fit::kIfLargeEnough && scratch(d).sizes.fits(args.memory);
+}
+
+// By a crew of one block, when all ranks have entered: the counts for the host, and what places rows. `shared`: memory
+// for a number per expert of the group.
+__device__ inline void count_received(const Crew& crew, const Domain& d, const Op& op, const OpSignature& signature,
+                                      uint64_t call, uint32_t* shared) {
   const uint32_t ranks = d.at.num_ranks, experts = d.experts_per_rank;
+  __shared__ uint32_t most_tokens, most_sent;
   PlanScratch& plan = scratch(d);
   const Bases base(d);
+  if (crew.thread == 0) most_tokens = most_sent = 0;
+  crew.sync();
+  for (uint32_t i = crew.thread; i < d.at.num_experts; i += crew.size)
+    shared[i] = header_counts(d, i / experts, op.epoch)[d.rank * experts + i % experts];
+  for (uint32_t s = crew.thread; s < ranks; s += crew.size) {
+    const DeviceHeader& h = header(d, s, op.epoch);
+    const uint32_t first_row = h.row_begin[d.rank], end_row = h.row_begin[d.rank + 1];
+    const uint32_t first_pair = h.pair_begin[d.rank], end_pair = h.pair_begin[d.rank + 1];
+    const uint32_t tokens = h.num_tokens, sent = h.row_begin[ranks];
+    plan.row_end[s] = end_row - first_row;
+    plan.slot_end[s] = end_pair - first_pair;
+    plan.value_begin[s] = first_pair;
+    max_shared(&most_tokens, tokens);
+    max_shared(&most_sent, sent);
+  }
+  crew.sync();
   for (uint32_t l = crew.thread; l < experts; l += crew.size) {
     uint32_t sum = 0;
     for (uint32_t i = 0; i < ranks; ++i) {
       const uint32_t source = d.source_order[i];
       base.slot[source * experts + l] = sum;  // inside the expert
-      sum += header_counts(d, source, op.epoch)[d.rank * experts + l];
+      sum += shared[source * experts + l];
     }
     base.padding[2 * l] = sum;
   }
-  for (uint32_t s = crew.thread; s < ranks; s += crew.size) {
-    const DeviceHeader& h = header(d, s, op.epoch);
-    plan.row_end[s] = h.row_begin[d.rank + 1] - h.row_begin[d.rank];
-    plan.slot_end[s] = h.pair_begin[d.rank + 1] - h.pair_begin[d.rank];
-    plan.value_begin[s] = h.pair_begin[d.rank];
-  }
-  uint32_t most_tokens = 0, most_sent = 0;
-  if (crew.thread == crew.size - 1)
-    for (uint32_t s = 0; s < ranks; ++s) {
-      most_tokens = max(most_tokens, header(d, s, op.epoch).num_tokens);
-      most_sent = max(most_sent, header(d, s, op.epoch).row_begin[ranks]);
-    }
-  crew.sync();
+  PlanSizes& sizes = plan.sizes;
   if (crew.thread == crew.size - 1) {
     uint32_t rows = 0, pairs = 0;
     for (uint32_t i = 0; i < ranks; ++i) {
@@ -76,17 +89,20 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
       plan.row_end[s] = rows += plan.row_end[s];
       plan.slot_end[s] = pairs += plan.slot_end[s];
     }
-    const DeviceHeader& own = header(d, d.rank, op.epoch);
-    d.counts->received_rows = plan.received_rows = rows;
-    d.counts->received_pairs = plan.received_pairs = pairs;
-    d.counts->sent_pairs = own.pair_begin[ranks];
-    d.counts->most_tokens = most_tokens;
-    d.counts->most_sent_rows = most_sent;
+    sizes.num_rows = sizes.received_rows = rows;
+    sizes.received_pairs = pairs;
+    sizes.sent_pairs = header(d, d.rank, op.epoch).pair_begin[ranks];
+    sizes.most_tokens = most_tokens;
+    sizes.most_sent_rows = most_sent;
   }
+  crew.sync();
   if (crew.warp() == 0) {
-    const uint32_t num_slots =
-        lay_out_experts(base, experts, alignment, crew.lane(), reinterpret_cast<uint32_t*>(d.counts + 1));
-    if (crew.lane() == 0) plan.num_slots = d.counts->num_slots = num_slots;
+    const uint32_t num_slots = lay_out_experts(base, experts, signature.expert_alignment, crew.lane(),
+                                               reinterpret_cast<uint32_t*>(d.counts + 1));
+    if (crew.lane() == 0) {
+      if (signature.compact_width == 0) sizes.num_rows = num_slots;
+      d.counts->sizes = sizes;
+    }
   }
   crew.sync();
   for (uint32_t l = crew.thread; l < experts; l += crew.size) {
@@ -95,13 +111,17 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
   }
   __threadfence_system();
   crew.sync();
-  if (crew.thread == 0) publish_flag(&d.counts->call, call);
+  if (crew.thread == 0) {
+    publish_flag(&local(d).planned, op.epoch);
+    publish_flag(&d.counts->call, call);
+  }
 }
 
-// By crews of all blocks: the parts of a new plan that no row stands for.
-__device__ inline void plan_heads(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan) {
+// By crews of `num_blocks` blocks: the parts of a new plan that no row stands for.
+__device__ inline void plan_heads(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
+                                  uint32_t num_blocks) {
   const uint32_t ranks = d.at.num_ranks, experts = d.experts_per_rank;
-  const uint32_t me = blockIdx.x * crew.size + crew.thread, all = gridDim.x * crew.size;
+  const uint32_t me = blockIdx.x * crew.size + crew.thread, all = num_blocks * crew.size;
   const DeviceHeader& own = header(d, d.rank, op.epoch);
   const uint32_t* const pieces = at<uint32_t>(d, d.rank, d.at.token_pieces);
   const uint32_t* const origin = at<uint32_t>(d, d.rank, d.at.pair_origin);
@@ -115,7 +135,7 @@ __device__ inline void plan_heads(const Crew& crew, const Domain& d, const Op& o
     plan.chunk_rows[i] = chunk_rows(d, source, op.half, d.rank)[chunk];
     plan.chunk_pieces[i] = chunk_pieces(d, source, op.half)[chunk];
   }
-  if (blockIdx.x != gridDim.x - 1) return;
+  if (blockIdx.x != num_blocks - 1) return;
   const PlanScratch& from = scratch(d);
   const Bases base(d);
   for (uint32_t s = crew.thread; s <= ranks; s += crew.size) {
@@ -129,10 +149,9 @@ __device__ inline void plan_heads(const Crew& crew, const Domain& d, const Op& o
   for (uint32_t i = crew.thread; i < 2 * experts; i += crew.size) plan.padding[i] = base.padding[i];
   for (uint32_t l = crew.thread; l < experts; l += crew.size) plan.tokens_per_expert[l] = base.size[l];
   if (crew.thread == 0) {
-    const uint32_t needed = plan.compact_width > 0 ? from.received_rows : from.num_slots;
-    plan.row_slot[from.received_rows] = from.received_pairs;
+    plan.row_slot[from.sizes.received_rows] = from.sizes.received_pairs;
     *plan.routing_hash = own.routing_hash;
-    *plan.overflow = needed > plan.num_slots;
+    *plan.overflow = from.sizes.num_rows > plan.num_slots;
   }
 }
 
@@ -149,7 +168,7 @@ __device__ __noinline__ void compare_routing(const Crew& crew, const Domain& d, 
   }
   hash = crew_sum(crew, hash);
   if (crew.thread == 0) add_global(&local(d).routing_hash, hash);
-  if (!last_block(crew, d, Arrival::kHashed) || crew.thread != 0) return;
+  if (!last_block(crew, d, Arrival::kHashed, gridDim.x) || crew.thread != 0) return;
   const uint64_t seen = local(d).routing_hash;
   local(d).routing_hash = 0;
   if (seen != *plan.routing_hash)

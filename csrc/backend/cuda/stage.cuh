@@ -125,7 +125,7 @@ __device__ __forceinline__ void tell_staged(const Crew& crew, const Domain& d, c
 // By a crew of kStageWarps, number `crew_number` of `num_crews`: tokens [begin, end) of x, a flag per chunk of them.
 __device__ inline void stage_rows(const Crew& crew, const Domain& d, const Op& op, const StageArgs& args,
                                   uint32_t begin, uint32_t end, uint32_t crew_number, uint32_t num_crews) {
-  const uint64_t stride = wire_row_bytes(args.wire, args.hidden);
+  const uint64_t stride = staged_row_bytes(args.wire, args.hidden);
   const uint32_t vectors = args.hidden * dtype_bytes(args.dtype) / 16;
   uint8_t* const staged = rows(d, d.rank, op.half);
   uint32_t turn = 0;
@@ -146,35 +146,21 @@ __device__ inline void stage_rows(const Crew& crew, const Domain& d, const Op& o
 }
 
 // ---- by bulk copies (sm_90): a ring of parts of rows in shared memory is filled ahead -------------------------------
-constexpr uint32_t kStageCrews = 2;
 constexpr uint32_t kStagePart = 3584;  // bytes
-constexpr uint32_t kStageRing = 3;
-constexpr uint32_t kStageBytes = kStageCrews * kStageWarps * kStageRing * kStagePart;
+constexpr uint32_t kStageRing = 2;
+constexpr uint32_t kStageBytes = kStageWarps * kStageRing * kStagePart;
 
 #if __CUDA_ARCH__ >= 900
-__device__ inline void stage_part(const StageArgs& args, uint32_t from, uint8_t* row, uint32_t begin, uint32_t bytes,
-                                  uint32_t lane) {
-  const uint32_t first = begin / 16, end = (begin + bytes) / 16;
-  if (args.wire != Dtype::kFp8) {
-#pragma unroll 4
-    for (uint32_t i = first + lane; i < end; i += kWarp)
-      reinterpret_cast<uint4*>(row)[i] = load_shared(from + (i - first) * 16);
-    return;
-  }
-  quantise_part<true, 4, false>(row, args.hidden, first, end, lane,
-                                [&](uint32_t i) { return load_shared(from + (i - first) * 16); });
-}
-
-// As stage_rows; not for unrounded scales. `first_warp`: of the crew, among those that stage in the block.
+// As stage_rows, for rows that are copied.
 __device__ inline void stage_rows_bulk(const Crew& crew, const Domain& d, const Op& op, const StageArgs& args,
                                        uint32_t begin, uint32_t end, uint32_t crew_number, uint32_t num_crews,
-                                       uint32_t first_warp, uint8_t* shared) {
-  __shared__ __align__(8) uint64_t all_barriers[kStageCrews * kStageWarps * kStageRing];
-  uint64_t* const barriers = all_barriers + (first_warp + crew.warp()) * kStageRing;
-  const uint64_t stride = wire_row_bytes(args.wire, args.hidden);
+                                       uint8_t* shared) {
+  __shared__ __align__(8) uint64_t all_barriers[kStageWarps * kStageRing];
+  uint64_t* const barriers = all_barriers + crew.warp() * kStageRing;
+  const uint64_t stride = staged_row_bytes(args.wire, args.hidden);
   const uint32_t row_bytes = args.hidden * dtype_bytes(args.dtype), lane = crew.lane();
   uint8_t* const staged = rows(d, d.rank, op.half);
-  const uint32_t ring = shared_address(shared + (first_warp + crew.warp()) * kStageRing * kStagePart);
+  const uint32_t ring = shared_address(shared + crew.warp() * kStageRing * kStagePart);
   const uint32_t full = shared_address(barriers);
   if (lane == 0) {
     for (uint32_t i = 0; i < kStageRing; ++i) init_barrier(barriers + i);
@@ -199,7 +185,10 @@ __device__ inline void stage_rows_bulk(const Crew& crew, const Domain& d, const 
     const uint32_t row = chunk * kStageRows + crew.warp();
     for (uint32_t at = 0; begin + row < end && at < row_bytes; at += kStagePart) {
       wait_barrier(full + slot * 8, parity);
-      stage_part(args, ring + slot * kStagePart, staged + row * stride, at, min(kStagePart, row_bytes - at), lane);
+      const uint32_t vectors = min(kStagePart, row_bytes - at) / 16;
+      uint4* const to = reinterpret_cast<uint4*>(staged + row * stride + at);
+#pragma unroll 4
+      for (uint32_t i = lane; i < vectors; i += kWarp) to[i] = load_shared(ring + slot * kStagePart + i * 16);
       slot = slot + 1 == kStageRing ? 0 : slot + 1;
       parity ^= slot == 0;
       __syncwarp();
@@ -217,7 +206,7 @@ __device__ inline void stage_values(const Crew& crew, const Domain& d, const Op&
   const uint32_t sent = plan.pair_begin[d.at.num_ranks];
   for (uint32_t p = blockIdx.x * crew.size + crew.thread; p < sent; p += gridDim.x * crew.size)
     staged[p] = from[plan.pair_place[p]];
-  if (last_block(crew, d, Arrival::kValues) && going(crew, d)) publish_all(crew, d, d.at.values_full, op.epoch);
+  if (last_block(crew, d, Arrival::kValues, gridDim.x) && going(crew, d)) publish_all(crew, d, d.at.values_full, op.epoch);
 }
 
 }  // namespace uccl_ep::cuda

@@ -29,33 +29,38 @@ struct StageArgs {
   bool fp8_pow2 = true;
 };
 
-// Begins a dispatch with a new plan: our routing for all peers, the first window of rows into our region, and, when all
-// ranks have entered, the counts: to the host, and where each (source, expert) begins.
-struct ExchangeArgs {
-  OpSignature signature{};
-  DeviceRouting routing;
-  StageArgs stage;
-  uint64_t call = 0;          // that the host knows the counts by
-  uint32_t window_tokens = 0;
+// What a dispatch kernel makes of its plan.
+enum class PlanState : uint32_t {
+  kKnown,      // it is complete
+  kNew,        // tells all peers the routing, learns what they send, and fills it if its memory fits
+  kExchanged,  // as kNew, which found the memory too small: fills it
 };
-cudaError_t launch_exchange(const Domain& domain, const ExchangeArgs& args, uint32_t num_sms, cudaStream_t stream);
+// Of a new plan: whether the memory of plan and output may be used when the counts are known.
+enum class Fit : uint32_t { kAlways, kIfLargeEnough, kNever };
 
-// A window of a dispatch. Of a new plan's first: fills the plan and places the rows that the exchange has staged. Else
-// stages rows and places them side by side.
+// A window of a dispatch: stages our rows, unless a kernel before has, and places those that come here, side by side.
+// Blocks above `num_sms` stage only, or route.
 struct PlaceArgs {
   OpSignature signature{};
-  DeviceRouting routing;  // of a plan that is known: values to stage, and data to compare with the plan, if given
+  // Of a new plan: the routing. Else values to stage, and data to compare with the plan, if given.
+  DeviceRouting routing;
   StageArgs stage;
-  bool fresh = false;
+  PlanState state = PlanState::kKnown;
+  Fit fit = Fit::kAlways;
+  PlanSizes memory;   // of plan and output
+  uint64_t call = 0;  // that the host knows the counts by
   bool routing_compared = false;
   uint32_t window = 0, window_tokens = 0;
-  uint8_t* rows = nullptr;        // [slots, H] of dtype, or codes
-  float* scales = nullptr;        // [slots, H / 128]; nullptr: FP8 rows are dequantised
-  float* row_values = nullptr;    // [slots] or [slots, W]; nullptr: none travel, or not in this window
+  uint32_t num_blocks = 0;         // that place
+  uint32_t ring_warps = 0;         // of a block, that have shared memory for bulk copies
+  uint32_t stage_ring = 0;         // where in shared memory staging has its own; 0: it has none
+  uint8_t* rows = nullptr;         // [slots, H] of dtype, or codes
+  float* scales = nullptr;         // [slots, H / 128]; nullptr: FP8 rows are dequantised
+  float* row_values = nullptr;     // [slots] or [slots, W]; nullptr: none travel, or not in this window
   int64_t* row_experts = nullptr;  // [slots, W] of compact rows, in the first window
 };
-cudaError_t launch_place(const Domain& domain, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
-                         cudaStream_t stream);
+cudaError_t launch_dispatch(const Domain& domain, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
+                            uint32_t stage_sms, cudaStream_t stream);
 
 // A window of a combine: folds what came here and, side by side, merges what comes back.
 struct CombineArgs {

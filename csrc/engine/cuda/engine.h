@@ -6,10 +6,13 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -21,11 +24,7 @@ namespace uccl_ep {
 
 // A plan in device memory that the caller allocated: `storage_bytes`, known with the sizes.
 struct CudaPlan {
-  // Counts, or with a capacity the most that there can be.
-  struct Sizes {
-    uint32_t num_rows = 0, received_rows = 0, received_pairs = 0, sent_pairs = 0;
-    uint32_t most_tokens = 0, most_sent_rows = 0;  // of any rank
-  };
+  using Sizes = cuda::PlanSizes;  // counts, a guess of them, or with a capacity the most that there can be
   uint64_t plan_id = 0;
   uint64_t engine_generation = 0;
   RoutingKind routing_kind = RoutingKind::kTopk;
@@ -44,6 +43,7 @@ struct CudaOp {
   cuda::PlaceArgs place;  // of a dispatch
   std::shared_ptr<CudaPlan> plan;
   bool counts_known = false;
+  bool placed = false;            // or will be by what is launched
   cudaStream_t stream = nullptr;  // that it runs on
   cudaEvent_t done = nullptr;     // if that is not the caller's
   bool launched = false;
@@ -80,6 +80,23 @@ class SmShare {
   uint32_t sms_;
 };
 
+// What recent dispatches of one form have needed. Those that follow are launched with memory for about as much before
+// their counts are known.
+class Guess {
+ public:
+  void learn(uint64_t num_tokens, const cuda::PlanSizes& sizes);
+  // False: there is nothing to go by.
+  bool make(uint64_t num_tokens, cuda::PlanSizes& sizes) const;
+
+ private:
+  static constexpr size_t kKept = 4;
+  struct Seen {
+    uint64_t num_tokens;
+    cuda::PlanSizes sizes;
+  };
+  std::deque<Seen> seen_;
+};
+
 class CudaEngine {
  public:
   // Allocates the region on `device`. Throws UsageFailure for a configuration that cannot work.
@@ -91,8 +108,10 @@ class CudaEngine {
   void start();
 
   std::shared_ptr<CudaOp> dispatch(const DispatchArgs& args, const CudaCall& call);
-  // True when the counts of a new plan have arrived, or are not waited for.
+  // True when the counts of a new plan have arrived, or are not waited for. `op.placed` says whether what was given
+  // was large enough.
   bool poll_counts(CudaOp& op);
+  // Memory for what the plan's sizes say.
   void give_output(CudaOp& op, const CudaOutput& output);
   std::shared_ptr<CudaOp> combine(const CombineArgs& args, const CudaCall& call);
   // What the caller queues on `stream` from now on runs after the operation.
@@ -112,6 +131,7 @@ class CudaEngine {
   void check_at_once(uint64_t num_tokens, uint32_t width, uint64_t wire_bytes, uint64_t piece_bytes) const;
   void check_plan(const CudaPlan& plan) const;
   void check_form(const DispatchArgs& args, const CudaPlan& plan);
+  void place_windows(CudaOp& op);
   void size_plan(CudaPlan& plan, const CudaPlan::Sizes& sizes) const;
   void check_usable() const;
   void check_row(uint32_t hidden, Dtype dtype) const;
@@ -139,7 +159,9 @@ class CudaEngine {
   uint8_t* pinned_ = nullptr;  // HostError, HostCounts, and the word that stops kernels
   uint64_t* stop_word_ = nullptr;
   mutable std::mutex mutex_;   // one launch at a time
-  uint64_t calls_ = 0, num_dispatches_ = 0, num_combines_ = 0, num_windows_ = 0;
+  uint64_t calls_ = 0, num_dispatches_ = 0, num_combines_ = 0, num_windows_ = 0, num_misses_ = 0;
+  using Form = std::tuple<RoutingKind, uint32_t, uint32_t, uint32_t>;  // width, alignment, width of compact rows
+  std::map<Form, Guess> guesses_;
   bool started_ = false, closed_ = false;
   Flag leaving_;
   std::thread watcher_;

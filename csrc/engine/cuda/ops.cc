@@ -1,6 +1,7 @@
 // The operations of a CUDA engine: checks, launches, and what the host learns of them.
 
 #include <algorithm>
+#include <tuple>
 #include <type_traits>
 
 #include "common/units.h"
@@ -42,6 +43,10 @@ uint64_t lay_out(cuda::PlanView& view, const CudaPlan::Sizes& sizes, uint8_t* me
 
 void refuse(UsageKind kind, const std::string& text) { throw UsageFailure(kind, text); }
 
+auto form_of(const CudaPlan& plan) {
+  return std::tuple(plan.routing_kind, plan.routing_width, plan.expert_alignment, plan.view.compact_width);
+}
+
 bool is_capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   must(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
@@ -49,6 +54,31 @@ bool is_capturing(cudaStream_t stream) {
 }
 
 }  // namespace
+
+void Guess::learn(uint64_t num_tokens, const cuda::PlanSizes& sizes) {
+  seen_.push_back({num_tokens, sizes});
+  if (seen_.size() > kKept) seen_.pop_front();
+}
+
+// The most that was seen and a sixteenth, but no more than 5 / 4 of the least: memory that is not used is a loss, and a
+// guess that is too low costs some 100 us.
+bool Guess::make(uint64_t num_tokens, cuda::PlanSizes& sizes) const {
+  const auto alike = [&](const Seen& s) { return s.num_tokens <= 2 * num_tokens && num_tokens <= 2 * s.num_tokens; };
+  if (num_tokens == 0 || seen_.empty() || !std::all_of(seen_.begin(), seen_.end(), alike)) return false;
+  const auto guess = [&](uint32_t cuda::PlanSizes::*number) {
+    double least = 1e18, most = 0.0;
+    for (const Seen& seen : seen_) {
+      const double scale = static_cast<double>(num_tokens) / static_cast<double>(seen.num_tokens);
+      least = std::min(least, seen.sizes.*number * scale);
+      most = std::max(most, seen.sizes.*number * scale);
+    }
+    return static_cast<uint32_t>(std::min({most * 17 / 16, least * 5 / 4, 4e9}) + 64);
+  };
+  for (auto number : {&cuda::PlanSizes::num_rows, &cuda::PlanSizes::received_rows, &cuda::PlanSizes::received_pairs,
+                      &cuda::PlanSizes::sent_pairs, &cuda::PlanSizes::most_tokens, &cuda::PlanSizes::most_sent_rows})
+    sizes.*number = guess(number);
+  return true;
+}
 
 void CudaEngine::check_usable() const {
   if (closed_) refuse(UsageKind::kClosed, "the buffer is closed");
@@ -94,7 +124,7 @@ void CudaEngine::check_dispatch(const DispatchArgs& args, const CudaCall& call) 
     if (args.num_tokens != call.plan->view.num_tokens)
       refuse(UsageKind::kShape, "x has " + std::to_string(args.num_tokens) + " tokens, the handle was made for " +
                                     std::to_string(call.plan->view.num_tokens));
-    if (call.plan->has_capacity) check_at_once(args.num_tokens, 0, wire_row_bytes(args.wire, args.hidden), 1);
+    if (call.plan->has_capacity) check_at_once(args.num_tokens, 0, cuda::staged_row_bytes(args.wire, args.hidden), 1);
     return;
   }
   if (!args.has_routing) refuse(UsageKind::kInput, "dispatch without routing needs the handle of an earlier dispatch");
@@ -105,7 +135,7 @@ void CudaEngine::check_dispatch(const DispatchArgs& args, const CudaCall& call) 
              "earlier dispatch");
     return;
   }
-  check_at_once(args.num_tokens, args.routing.width, wire_row_bytes(args.wire, args.hidden),
+  check_at_once(args.num_tokens, args.routing.width, cuda::staged_row_bytes(args.wire, args.hidden),
                 uint64_t{args.hidden} * dtype_bytes(args.dtype));
 }
 
@@ -153,7 +183,7 @@ std::shared_ptr<CudaPlan> CudaEngine::new_plan(const DispatchArgs& args) const {
   plan->view.num_tokens = static_cast<uint32_t>(args.num_tokens);
   if (args.capacity < 0) return plan;
   const uint32_t ranks = domain_.at.num_ranks;
-  const uint32_t tokens = window_tokens(layout_, wire_row_bytes(args.wire, args.hidden));
+  const uint32_t tokens = window_tokens(layout_, cuda::staged_row_bytes(args.wire, args.hidden));
   const uint32_t most_pairs = std::min(args.routing.width, domain_.experts_per_rank);
   CudaPlan::Sizes sizes;
   sizes.num_rows = static_cast<uint32_t>(args.capacity);
@@ -200,13 +230,20 @@ std::shared_ptr<CudaOp> CudaEngine::dispatch(const DispatchArgs& args, const Cud
   s.plan_id = fresh ? 0 : plan.plan_id;
   place.routing = {args.routing.data, args.values, args.routing.kind == RoutingKind::kMap, args.routing.width};
   place.stage = {args.x, static_cast<uint32_t>(args.num_tokens), args.hidden, args.dtype, args.wire, args.fp8_pow2};
-  place.fresh = fresh;
   place.routing_compared = !fresh && args.has_routing;
-  place.window_tokens = window_tokens(layout_, wire_row_bytes(args.wire, args.hidden));
-  if (fresh)
-    must(launch_exchange(domain_, {s, place.routing, place.stage, op->call, place.window_tokens}, stage_sms_,
-                         op->stream),
-         "exchange");
+  place.window_tokens = window_tokens(layout_, cuda::staged_row_bytes(args.wire, args.hidden));
+  place.call = op->call;
+  if (!fresh) return op;
+  place.state = cuda::PlanState::kNew;
+  if (plan.has_capacity) return op;
+  CudaPlan::Sizes guess;
+  if (guesses_[form_of(plan)].make(args.num_tokens, guess)) {
+    size_plan(plan, guess);
+    place.fit = cuda::Fit::kIfLargeEnough;
+    return op;
+  }
+  place.fit = cuda::Fit::kNever;
+  must(launch_dispatch(domain_, plan.view, place, num_sms_, stage_sms_, op->stream), "dispatch");
   return op;
 }
 
@@ -217,10 +254,23 @@ bool CudaEngine::poll_counts(CudaOp& op) {
     check();
     return false;
   }
+  const std::lock_guard lock(mutex_);
+  const cuda::OnDevice guard(device_);
   CudaPlan& plan = *op.plan;
-  const bool compact = plan.view.compact_width > 0;
-  size_plan(plan, {compact ? counts.received_rows : counts.num_slots, counts.received_rows, counts.received_pairs,
-                   counts.sent_pairs, counts.most_tokens, counts.most_sent_rows});
+  const CudaPlan::Sizes sizes = counts.sizes;
+  op.placed = op.placed && sizes.fits(plan.sizes);
+  if (op.placed) {
+    plan.sizes = sizes;
+    plan.view.num_slots = sizes.num_rows;
+    place_windows(op);
+  } else {
+    num_misses_ += op.place.fit == cuda::Fit::kIfLargeEnough;
+    op.launched = false;
+    op.place.state = cuda::PlanState::kExchanged;
+    op.place.fit = cuda::Fit::kAlways;
+    size_plan(plan, sizes);
+  }
+  guesses_[form_of(plan)].learn(plan.view.num_tokens, sizes);
   const uint32_t experts = domain_.experts_per_rank;
   const uint32_t* exact = reinterpret_cast<const uint32_t*>(&counts + 1);
   plan.tokens_per_expert_exact.assign(exact, exact + experts);
@@ -235,20 +285,35 @@ void CudaEngine::give_output(CudaOp& op, const CudaOutput& output) {
   CudaPlan& plan = *op.plan;
   if (op.done != nullptr) follow(op.stream, output.stream);  // the memory may still be in use there
   cuda::PlaceArgs& place = op.place;
-  if (place.fresh) lay_out(plan.view, plan.sizes, output.plan, domain_.at.num_ranks, domain_.experts_per_rank);
+  if (place.state != cuda::PlanState::kKnown)
+    lay_out(plan.view, plan.sizes, output.plan, domain_.at.num_ranks, domain_.experts_per_rank);
+  place.memory = plan.sizes;
   place.rows = output.rows;
   place.scales = output.scales;
   place.row_values = output.values;
   place.row_experts = output.row_experts;
+  must(launch_dispatch(domain_, plan.view, place, num_sms_, stage_sms_, op.stream), "dispatch");
+  num_windows_ += 1;
+  op.placed = true;
+  if (op.counts_known)
+    place_windows(op);
+  else
+    finish(op);
+}
+
+// The windows after the first.
+void CudaEngine::place_windows(CudaOp& op) {
+  const CudaPlan& plan = *op.plan;
+  cuda::PlaceArgs& place = op.place;
+  place.state = cuda::PlanState::kKnown;
+  place.row_values = nullptr;
+  place.row_experts = nullptr;
   const uint32_t most_tokens = plan.has_capacity ? 0 : plan.sizes.most_tokens;
-  do {
-    must(launch_place(domain_, plan.view, place, num_sms_, op.stream), "place");
-    place.fresh = false;
-    place.row_values = nullptr;
-    place.row_experts = nullptr;
+  while ((place.window + 1) * uint64_t{place.window_tokens} < most_tokens) {
     place.window += 1;
+    must(launch_dispatch(domain_, plan.view, place, num_sms_, stage_sms_, op.stream), "dispatch");
     num_windows_ += 1;
-  } while (place.window * uint64_t{place.window_tokens} < most_tokens);
+  }
   finish(op);
 }
 
