@@ -17,8 +17,8 @@ from torch import Tensor
 
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ConfigError
-from uccl_ep_train.handle import DispatchHandle, RowLayout
-from uccl_ep_train.launch import Counts, Launcher, address
+from uccl_ep_train.handle import DispatchHandle
+from uccl_ep_train.launch import Dispatched, Launcher, Outputs, Receive, address
 from uccl_ep_train.native import load_native
 
 
@@ -48,12 +48,19 @@ def choose_device(config: EpConfig) -> torch.device:
     return torch.device("cpu")
 
 
+_NO_OUTPUTS = Outputs(torch.empty(0), None, None, None)
+
+
 class CudaLauncher(Launcher):
     """Launches on one `CudaEngine`."""
 
-    def __init__(self, engine: Any, in_flight: Any, owner: object, device: torch.device) -> None:
+    def __init__(
+        self, engine: Any, in_flight: Any, owner: object, device: torch.device, num_experts: int
+    ) -> None:
+        """num_experts: of this rank"""
         super().__init__(engine, in_flight, owner)
         self._device = device
+        self._num_experts = num_experts
 
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self._device).cuda_stream)
@@ -61,27 +68,35 @@ class CudaLauncher(Launcher):
     def wait(self, native: Any) -> None:
         native.wait(self._stream())
 
-    def _num_rows(self, native: Any, rows: RowLayout) -> int:
-        """With a capacity the counts stay on the device, and nobody waits for them."""
-        if rows.capacity is not None:
-            return rows.capacity
-        return int(native.plan.num_rows) if native.is_guessed else super()._num_rows(native, rows)
+    def _receive(self, native: Any, handle: DispatchHandle, receive: Receive) -> Dispatched:
+        if native.counts_known:
+            return self._receive_known(native, handle, receive)
+        # Nobody waits for the counts yet: what can be done before they come is done before.
+        counts = torch.empty(self._num_experts, dtype=torch.int64)
+        received = receive(native.plan.num_rows) if native.is_guessed else _NO_OUTPUTS
+        launched = Dispatched(native, handle, received, received, counts)
 
-    def _was_guess(self, native: Any) -> bool:
-        if not native.is_guessed:
-            return False
-        native.wait_counts()
-        return True
+        def resolve() -> None:
+            with self._no_way_back("dispatch"):
+                native.wait_counts(address(counts))
+                if native.placed:
+                    launched.outputs.shrink(native.plan.num_rows)
+                else:
+                    launched.outputs = launched.received = receive(native.plan.num_rows)
 
-    def _counts(self, native: Any, handle: DispatchHandle) -> Counts:
+        launched.unresolved = resolve
+        return launched
+
+    def _receive_known(self, native: Any, handle: DispatchHandle, receive: Receive) -> Dispatched:
+        received = receive(handle.num_rows)
         if handle.capacity is None:
-            return super()._counts(native, handle)
+            counts = torch.tensor(handle.tokens_per_expert, dtype=torch.int64)
+            return Dispatched(native, handle, received, received, counts)
         assert handle.storage is not None
-        # They are part of the plan.
+        # The counts stay on the device, as part of the plan.
         begin, end = native.plan.counts_begin, native.plan.counts_end
-        tokens_per_expert = handle.storage[begin:end].view(torch.int64)
-        overflow = handle.storage[end].view(torch.bool)
-        return Counts(handle, on_device=tokens_per_expert, overflow=overflow)
+        counts, overflow = handle.storage[begin:end].view(torch.int64), handle.storage[end].view(torch.bool)
+        return Dispatched(native, handle, received, received, counts, overflow)
 
     def _plan_memory(self, native: Any) -> Tensor:
         return torch.empty(native.plan.nbytes, dtype=torch.uint8, device=self._device)

@@ -68,8 +68,9 @@ class Buffer:
         self._last_stats: dict[str, float] = {}
         self.topology, self.device, self._engine = create_engine(meeting, config)
         if self.device.type == "cuda":
+            num_experts = config.num_experts // self.num_ranks
             self._launcher: Launcher = cuda.CudaLauncher(
-                self._engine, self._in_flight, self._owner, self.device
+                self._engine, self._in_flight, self._owner, self.device, num_experts
             )
         else:
             self._launcher = Launcher(self._engine, self._in_flight, self._owner)
@@ -187,28 +188,26 @@ class Buffer:
             launched = self._launcher.dispatch(
                 x, routed, handle, rows=rows, wire=wire, pow2=self._pow2, fp8_rows=fp8_rows, aside=aside
             )
-        counts, outputs = launched.counts, launched.outputs
-        tokens_per_expert = counts.tokens_per_expert
+            if aside:
+                launched.resolve()
+        given_handle, tokens_per_expert = launched.handle, launched.tokens_per_expert
+        gradients = self._combine_gradients(given_handle) if attach else None
 
         def finish() -> DispatchResult:
             with self._operation("dispatch"):
+                launched.resolve()
                 self._wait(launched.native)
                 launched.settle()
+            outputs = launched.outputs
             filled = (launched.rows, outputs.row_weights)
-            if attach:
-                gradients = self._combine_gradients(counts.handle)
+            if gradients is not None:
                 written = (outputs.rows, outputs.row_weights)
                 filled = autograd.attach_dispatch(x, routed.values, written, gradients)
             return DispatchResult(
-                filled[0],
-                tokens_per_expert,
-                filled[1],
-                counts.handle,
-                outputs.row_experts,
-                counts.overflow,
+                filled[0], tokens_per_expert, filled[1], given_handle, outputs.row_experts, launched.overflow
             )
 
-        return PendingDispatch(launched.native, counts.handle, tokens_per_expert, finish)
+        return PendingDispatch(launched.native, given_handle, tokens_per_expert, finish)
 
     def _combine_gradients(self, handle: DispatchHandle) -> autograd.CombineGradients:
         """The backward of a dispatch."""

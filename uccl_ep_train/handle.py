@@ -7,6 +7,7 @@ a compact row's weights: as many experts of a rank as a token can have, min(K or
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -40,8 +41,9 @@ class RowLayout:
 class DispatchHandle:
     """The plan of one dispatch: needed by `combine`, and by later dispatches with the same routing.
 
-    A handle belongs to its buffer and holds at most 16 bytes per pair sent or received. Frozen; any number
-    may be in use at a time; freed when the last reference is gone.
+    A handle belongs to its buffer and holds at most 16 bytes per pair sent or received (on a GPU, where its
+    memory is there before the counts are known, up to 5/4 of that). Frozen; any number may be in use at a
+    time; freed when the last reference is gone.
 
     num_tokens               T, rows of x that were dispatched from this rank
     num_rows                 R, rows received, padding included; with a capacity: the capacity
@@ -56,12 +58,8 @@ class DispatchHandle:
     """
 
     num_tokens: int
-    num_rows: int
-    tokens_per_expert: tuple[int, ...] | None
-    tokens_per_expert_exact: tuple[int, ...] | None
     plan_id: int
     expert_alignment: int
-    nbytes: int
     routing_kind: str
     routing_width: int
     plan: Any = field(repr=False)
@@ -71,29 +69,43 @@ class DispatchHandle:
     row_width: int = 0
     capacity: int | None = None
 
+    # Read when they are asked for: a handle is made before the counts are known.
+
+    @cached_property
+    def num_rows(self) -> int:
+        return int(self.plan.num_rows) if self.capacity is None else self.capacity
+
+    @cached_property
+    def tokens_per_expert(self) -> tuple[int, ...] | None:
+        return tuple(self.plan.tokens_per_expert) if self.capacity is None else None
+
+    @cached_property
+    def tokens_per_expert_exact(self) -> tuple[int, ...] | None:
+        return tuple(self.plan.tokens_per_expert_exact) if self.capacity is None else None
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.plan.nbytes)
+
     @property
     def row_layout(self) -> RowLayout:
         return RowLayout(self.layout, self.expert_alignment, self.capacity, self.row_width)
 
+    def keep(self, storage: Tensor | None) -> None:
+        """The plan's memory on a GPU, before anybody else has the handle."""
+        object.__setattr__(self, "storage", storage)
+
     @classmethod
-    def of_plan(
-        cls, plan: Any, owner: object, rows: RowLayout, storage: Tensor | None = None
-    ) -> DispatchHandle:
-        """From a native plan; `owner` identifies the buffer, `storage` is the plan's memory on a GPU."""
-        known = rows.capacity is None
+    def of_plan(cls, plan: Any, owner: object, rows: RowLayout) -> DispatchHandle:
+        """From a native plan; `owner` identifies the buffer."""
         return cls(
             num_tokens=plan.num_tokens,
-            num_rows=plan.num_rows if rows.capacity is None else rows.capacity,
-            tokens_per_expert=tuple(plan.tokens_per_expert) if known else None,
-            tokens_per_expert_exact=tuple(plan.tokens_per_expert_exact) if known else None,
             plan_id=plan.plan_id,
             expert_alignment=plan.expert_alignment,
-            nbytes=plan.nbytes,
             routing_kind=plan.routing_kind,
             routing_width=plan.routing_width,
             plan=plan,
             owner=owner,
-            storage=storage,
             layout=rows.name,
             row_width=rows.width,
             capacity=rows.capacity,

@@ -7,7 +7,7 @@ gradients of a dispatch are combined.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -40,61 +40,49 @@ class Outputs(NamedTuple):
     row_weights: Tensor | None
     row_experts: Tensor | None
 
-    def first(self, num_rows: int) -> Outputs:
-        """The first rows, in the same memory, as tensors of their own: nobody has to know of the rest."""
+    def like(self, num_rows: int) -> Outputs:
+        """Others, of so many rows."""
+        return Outputs(*(None if tensor is None else tensor.new_empty(num_rows, *tensor.shape[1:]) for tensor in self))
 
-        def cut(tensor: Tensor | None) -> Tensor | None:
-            if tensor is None or len(tensor) == num_rows:
-                return tensor
-            shape, stride = (num_rows, *tensor.shape[1:]), tensor.stride()
-            return tensor.new_empty(0).set_(tensor.untyped_storage(), 0, shape, stride)
-
-        rows = cut(self.rows)
-        assert rows is not None
-        return Outputs(rows, cut(self.scales), cut(self.row_weights), cut(self.row_experts))
+    def shrink(self, num_rows: int) -> None:
+        """To the first rows, in place. Their memory stays what it is."""
+        for tensor in self:
+            if tensor is not None and len(tensor) != num_rows:
+                tensor.resize_(num_rows, *tensor.shape[1:])
 
 
-@dataclass(frozen=True)
-class Counts:
-    """What is known of a launched dispatch's rows.
-
-    of_plan    rows of each local expert, if the host knows; else `on_device`: [L] int64
-    overflow   bool [], as the result has it
-    """
-
-    handle: DispatchHandle
-    of_plan: Sequence[int] | None = None
-    on_device: Tensor | None = None
-    overflow: Tensor | None = None
-
-    @property
-    def tokens_per_expert(self) -> Tensor:
-        """[L] int64, as the result has it; made when the launch is over, which waits for nobody."""
-        if self.on_device is not None:
-            return self.on_device
-        return torch.tensor(self.of_plan, dtype=torch.int64)
+Receive = Callable[[int], Outputs]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Dispatched:
     """A launched dispatch: `outputs` are being written until `native.wait()` returned, then `settle()`.
 
-    received  what the engine writes; other tensors than `outputs` where more came than the capacity holds
+    received           what the engine writes; other tensors than `outputs` where more came than the capacity
+                       holds
+    tokens_per_expert  [L] int64, as the result has it
+    overflow           bool [], as the result has it
+    unresolved         waits for the counts; until then outputs have the size of a guess
     """
 
     native: Any
-    counts: Counts
-    outputs: Outputs
+    handle: DispatchHandle
     received: Outputs
-
-    @property
-    def handle(self) -> DispatchHandle:
-        return self.counts.handle
+    outputs: Outputs
+    tokens_per_expert: Tensor
+    overflow: Tensor | None = None
+    unresolved: Callable[[], None] | None = None
 
     @property
     def rows(self) -> Tensor | Fp8Rows:
         rows, scales = self.outputs[:2]
         return rows if scales is None else Fp8Rows(rows, scales)
+
+    def resolve(self) -> None:
+        """Returns when the counts are known and the outputs are as large as they say."""
+        if self.unresolved is not None:
+            self.unresolved()
+            self.unresolved = None
 
     def settle(self) -> None:
         """What is left to do when the engine is done."""
@@ -138,7 +126,7 @@ class Launcher:
         fp8_rows: bool = False,
         aside: bool = False,
     ) -> Dispatched:
-        """Returns when the counts are known, if they have to be, and the outputs allocated.
+        """Returns when it is under way; see `Dispatched.resolve`.
 
         aside  on a GPU: beside the caller's stream
         """
@@ -156,29 +144,19 @@ class Launcher:
             record = self._in_flight.add(native, x_TH, routed.indices, routed.values)
             weighted = routed.values is not None
 
-            # Until the output is given the step stands still: what can wait comes after it.
-            def receive(num_rows: int) -> tuple[Outputs, Tensor | None]:
-                received = _allocate(x_TH, dtype, rows, num_rows, weighted)
-                storage = self._plan_memory(native) if handle is None else handle.storage
-                record.keep(storage, received.row_experts, *received[:3])
+            known = handle or DispatchHandle.of_plan(native.plan, self._owner, rows)
+
+            def receive(num_rows: int) -> Outputs:
+                received = _allocate(x_TH, dtype, rows, num_rows, routed.values is not None)
+                if handle is None:
+                    known.keep(self._plan_memory(native))
+                record.keep(known.storage, received.row_experts, *received[:3])
                 if received.row_experts is not None:
                     native.set_row_experts(address(received.row_experts))
-                self._give_output(native, storage, *received[:3])
-                return received, storage
+                self._give_output(native, known.storage, *received[:3])
+                return received
 
-            num_rows = self._num_rows(native, rows)
-            received, storage = receive(num_rows)
-            if self._was_guess(native):
-                if not native.placed:
-                    received, storage = receive(native.plan.num_rows)
-                num_rows = native.plan.num_rows
-                received = received.first(num_rows)
-            known = handle or DispatchHandle.of_plan(native.plan, self._owner, rows, storage)
-            counts = self._counts(native, known)
-            outputs = received
-            if rows.capacity is not None and rows.capacity < num_rows:
-                outputs = _allocate(x_TH, dtype, rows, rows.capacity, weighted)
-        return Dispatched(native, counts, outputs, received)
+            return self._receive(native, known, receive)
 
     def _dispatch_args(self, x_TH: Tensor, routed: Routing, handle: DispatchHandle | None) -> Any:
         args = self._core.DispatchArgs()
@@ -231,20 +209,18 @@ class Launcher:
 
     # What differs between backends.
 
-    def _num_rows(self, native: Any, rows: RowLayout) -> int:
-        """Rows of the memory to receive into: those received, or more. Waits for a new plan's counts."""
-        native.wait_counts()
-        return max(native.plan.num_rows, rows.capacity or 0)
-
-    def _was_guess(self, native: Any) -> bool:
-        """Whether that was a guess. Then the counts are known now, and `native.placed` says if it was enough."""
-        return False
-
-    def _counts(self, native: Any, handle: DispatchHandle) -> Counts:
-        if handle.capacity is None:
-            return Counts(handle, handle.tokens_per_expert)
-        overflow = torch.tensor(native.plan.num_rows > handle.capacity)
-        return Counts(handle, native.plan.tokens_per_expert, overflow=overflow)
+    def _receive(self, native: Any, handle: DispatchHandle, receive: Receive) -> Dispatched:
+        """Calls receive(num_rows), which allocates outputs for so many rows and gives them to the engine."""
+        native.wait_counts()  # of a new plan
+        num_rows, capacity = native.plan.num_rows, handle.capacity
+        received = receive(max(num_rows, capacity or 0))
+        tokens_per_expert = torch.tensor(native.plan.tokens_per_expert, dtype=torch.int64)
+        launched = Dispatched(native, handle, received, received, tokens_per_expert)
+        if capacity is not None:
+            launched.overflow = torch.tensor(num_rows > capacity)
+            if capacity < num_rows:
+                launched.outputs = received.like(capacity)
+        return launched
 
     def _plan_memory(self, native: Any) -> Tensor | None:
         """Of a new plan, where it is not the engine's own."""

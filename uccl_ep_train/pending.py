@@ -110,8 +110,11 @@ class PendingDispatch(_Pending[DispatchResult]):
     ) -> None:
         super().__init__(native, finish)
         self.handle = handle
-        self.num_rows = handle.num_rows
         self.tokens_per_expert = tokens_per_expert
+
+    @property
+    def num_rows(self) -> int:
+        return self.handle.num_rows
 
 
 class PendingCombine(_Pending[Tensor]):

@@ -3,6 +3,9 @@
 #include <pybind11/stl.h>
 #include <sched.h>
 
+#include <algorithm>
+#include <vector>
+
 #include "bindings/bindings.h"
 #include "engine/cuda/engine.h"
 
@@ -22,7 +25,8 @@ struct PyCudaOp {
 
 constexpr uint64_t kSpinUsec = 5000;  // then threads that share the core get it, too
 
-void wait_counts(PyCudaOp& self) {
+// Writes the pairs of each local expert, padding included, to `counts`.
+void wait_counts(PyCudaOp& self, uintptr_t counts) {
   wait_with_signals([&](uint64_t usec) {
     // The step goes on when this thread has seen the counts: it does not sleep.
     const uint64_t started = now_usec();
@@ -33,6 +37,8 @@ void wait_counts(PyCudaOp& self) {
     }
     return true;
   });
+  const std::vector<uint64_t>& known = self.op->plan->tokens_per_expert;
+  std::copy(known.begin(), known.end(), reinterpret_cast<int64_t*>(counts));
 }
 
 PyCudaOp dispatch(std::shared_ptr<CudaEngine> self, const PyDispatchArgs& args, std::shared_ptr<CudaPlan> plan,
@@ -75,7 +81,7 @@ void bind_cuda(py::module_& m) {
       .def_property_readonly("routing_kind",
                              [](const CudaPlan& p) { return p.routing_kind == RoutingKind::kTopk ? "topk" : "map"; });
   py::class_<PyCudaOp>(m, "CudaOp")
-      .def("wait_counts", &wait_counts)
+      .def("wait_counts", &wait_counts, "counts"_a)
       .def("wait", [](PyCudaOp& self, uintptr_t stream) { self.engine->wait(*self.op, stream_of(stream)); })
       .def("set_output", &set_output, "rows"_a, "scales"_a, "values"_a, "plan"_a, "stream"_a)
       .def("set_row_experts",

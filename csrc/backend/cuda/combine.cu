@@ -7,12 +7,13 @@ namespace {
 
 // Warps of the crews, after one that speaks for the block. Sums by bulk copies need shared memory for each.
 template <bool kBulk>
-constexpr uint32_t kFoldWarps = kBulk ? 7 : 12;
+constexpr uint32_t kFoldWarps = kBulk ? 6 : 10;
 template <bool kBulk>
-constexpr uint32_t kMergeWarps = kBulk ? 4 : 8;
+constexpr uint32_t kMergeWarps = kBulk ? 5 : 10;
 template <bool kBulk>
 constexpr uint32_t kThreads = (1 + kFoldWarps<kBulk> + kMergeWarps<kBulk>)*kWarp;
-constexpr uint32_t kBulkBytes = (kFoldWarps<true> + kMergeWarps<true>)*kSumWarpBytes;
+constexpr uint32_t kRingBytes = (kFoldWarps<true> + kMergeWarps<true>)*kSumWarpBytes;
+constexpr uint32_t kBulkBytes = kRingBytes + kMergeWarps<true> * kHeldBytes;
 
 // By a crew. In: dtype of the addends, Out: of the sums.
 template <bool kBulk, typename In, typename Out, typename Work>
@@ -20,7 +21,8 @@ __device__ void sum_all(const Crew& crew, const Domain& d, const Work& work, uin
                         uint64_t* barriers, uint32_t first_warp) {
   if constexpr (kBulk) {
 #if __CUDA_ARCH__ >= 900
-    sum_rows_bulk(crew, d, work, hidden * 2, shared + first_warp * kSumWarpBytes, barriers + first_warp * kRing);
+    sum_rows_bulk(crew, d, work, hidden * 2, shared + first_warp * kSumWarpBytes, shared + kRingBytes,
+                  barriers + first_warp * kRing);
 #endif
   } else {
     sum_rows<In, Out>(crew, d, work, hidden);

@@ -1,4 +1,5 @@
-// Fold: at the expert, sums a token's rows of this rank in fp32 and puts one row into its source's piece memory.
+// Fold: at the expert, sums a token's rows of this rank in fp32 and puts one row into its source's piece memory. What is
+// our own stays where it is: merge folds it on the way.
 #pragma once
 
 #include "backend/cuda/device.cuh"
@@ -34,6 +35,10 @@ __device__ inline void find_fold_range(const Crew& crew, const Domain& d, const 
     const uint32_t* const before = plan.chunk_pieces + s * entries;
     const uint64_t first = uint64_t{args.window} * args.window_pieces;
     out.first_chunk[s] = whole ? 0 : chunk_with(before, plan.chunks[s], first);
+    if (s == d.rank) {
+      out.begin[s] = out.end[s] = out.first_chunk[s] = out.end_chunk[s] = 0;
+      continue;
+    }
     out.end_chunk[s] = args.is_last ? plan.chunks[s] : chunk_with(before, plan.chunks[s], first + args.window_pieces);
     out.begin[s] = plan.row_begin[s] + plan.chunk_rows[s * entries + out.first_chunk[s]];
     out.end[s] = plan.row_begin[s] + plan.chunk_rows[s * entries + out.end_chunk[s]];
@@ -46,7 +51,7 @@ __device__ inline void find_fold_range(const Crew& crew, const Domain& d, const 
   crew.sync();
 }
 
-// Sum n is that of the (n / ranks)-th row of the source that is (n % ranks)-th after us.
+// Sum n is that of the (n / others)-th row of the source that is (n % others)-th after us.
 struct Fold {
   const Domain& d;
   const Op& op;
@@ -54,9 +59,11 @@ struct Fold {
   const CombineArgs& args;
   const FoldRange& range;
 
-  __device__ uint32_t end() const { return range.most * d.at.num_ranks; }
+  static constexpr bool kHasInner = false;
+  __device__ uint32_t others() const { return d.at.num_ranks - 1; }
+  __device__ uint32_t end() const { return range.most * others(); }
   __device__ Sum look_up(uint32_t n, bool acts) const {
-    const uint32_t s = rotated(d, n % d.at.num_ranks), row = range.begin[s] + n / d.at.num_ranks;
+    const uint32_t s = rotated(d, n % others()), row = range.begin[s] + n / others();
     if (row >= range.end[s]) return {};
     const uint64_t bytes = uint64_t{args.hidden} * dtype_bytes(args.wire);
     const uint64_t piece = plan.row_piece[row] - uint64_t{args.window} * args.window_pieces;

@@ -46,11 +46,24 @@ struct Sum {
   uint32_t first = 0;   // Work::addend(first + i) is the i-th
   uint32_t tag = 0;     // for Work
   uint8_t* out = nullptr;
+  // One of the addends may itself be a sum that is made here, and rounded to the addends' dtype.
+  uint32_t inner_at = kNoRow;                  // which one; kNoRow: none
+  uint32_t inner_count = 0, inner_first = 0;   // its addends: Work::inner_place(inner_first + i). None: it is zero
 
+  template <bool kHasInner>
   __device__ __forceinline__ Sum of(uint32_t lane) const {
-    return {__shfl_sync(kFullWarp, count, lane), __shfl_sync(kFullWarp, first, lane), __shfl_sync(kFullWarp, tag, lane),
+    const auto from = [&](uint32_t value) { return __shfl_sync(kFullWarp, value, lane); };
+    Sum sum{from(count), from(first), from(tag),
             reinterpret_cast<uint8_t*>(__shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(out), lane))};
+    if constexpr (kHasInner) {
+      sum.inner_at = from(inner_at);
+      sum.inner_count = from(inner_count);
+      sum.inner_first = from(inner_first);
+    }
+    return sum;
   }
+  // Addends that are loaded for it.
+  __device__ __forceinline__ uint32_t loads() const { return inner_count + count - (inner_at == kNoRow ? 0 : 1); }
 };
 
 // The sums that are a warp's turn, 32 at a time, looked up by a lane each. Work has, for sums 0 .. end():
@@ -58,6 +71,7 @@ struct Sum {
 //                              sums may be looked up twice, and one of the times it is true
 //   uint32_t place(k)          where addend k lies, in rows
 //   const uint8_t* base()      of the addends
+//   kHasInner                  sums may have an inner one, whose addends lie at inner_place(k) from inner_base()
 //   bool wait(tag)             by the warp: the addends have arrived; false: an error is known
 //   bool reports()             complete() is to be called
 //   void complete(tag)         by one lane: the sum is visible to the GPU
@@ -88,7 +102,7 @@ struct Turns {
     }
     const uint32_t i = __ffs(left) - 1;
     left &= left - 1;
-    return batch.of(i);
+    return batch.template of<Work::kHasInner>(i);
   }
 };
 
@@ -100,8 +114,21 @@ __device__ void sum_rows(const Crew& crew, const Domain& d, const Work& work, ui
     if (!work.wait(sum.tag)) return;
     for (uint32_t i = crew.lane() * 8; i < hidden; i += kWarp * 8) {
       float total[8] = {};
-      for (uint32_t k = 0; k < sum.count; ++k)
+      for (uint32_t k = 0; k < sum.count; ++k) {
+        if constexpr (Work::kHasInner) {
+          if (k == sum.inner_at) {
+            float inner[8] = {};
+            for (uint32_t a = 0; a < sum.inner_count; ++a)
+              add_values(inner, reinterpret_cast<const Out*>(work.inner_base()) +
+                                    uint64_t{work.inner_place(sum.inner_first + a)} * hidden + i);
+            alignas(16) In rounded[8];
+            put_values(inner, rounded);
+            add_values(total, rounded);
+            continue;
+          }
+        }
         add_values(total, reinterpret_cast<const In*>(work.base()) + uint64_t{work.place(sum.first + k)} * hidden + i);
+      }
       put_values(total, reinterpret_cast<Out*>(sum.out) + i);
     }
     if (!work.reports()) continue;
@@ -118,7 +145,8 @@ __device__ void sum_rows(const Crew& crew, const Domain& d, const Work& work, ui
 constexpr uint32_t kMostVectors = 7;  // 16 bytes of a lane in a segment
 constexpr uint32_t kRing = 5;
 constexpr uint32_t kLag = 2;
-constexpr uint32_t kSumWarpBytes = kRing * kMostVectors * kWarp * 16;
+constexpr uint32_t kHeldBytes = kMostVectors * kWarp * 16;  // a segment of an inner sum
+constexpr uint32_t kSumWarpBytes = kRing * kHeldBytes;
 constexpr uint32_t kReport = 4;  // rows that are reported together, a lane each: it costs a round trip
 
 // Rows go in whole segments of 7 or of 4 vectors; the last may be cut.
@@ -143,22 +171,24 @@ struct BulkSums {
   const Domain& d;
   const Work& work;
   const uint32_t lane, row_bytes;
-  const uint32_t ring, full;  // addresses in shared memory
+  const uint32_t ring, full, held;  // addresses in shared memory
   // Where the loads are.
   Turns<Work> ahead;
   Sum load, pending;                   // the sum that is loaded, and the next one
   uint32_t load_place, pending_place;  // lane i: where addend i lies
+  uint32_t load_inner = 0, pending_inner = 0;  // the same of the inner sum
   uint32_t load_at = 0, load_addend = 0, loaded = 0, load_slot = 0;
   bool good;
 
   __device__ BulkSums(const Crew& crew, const Domain& domain, const Work& w, uint32_t bytes, uint8_t* shared,
-                      uint64_t* barriers)
+                      uint8_t* held_memory, uint64_t* barriers)
       : d(domain),
         work(w),
         lane(crew.lane()),
         row_bytes(bytes),
         ring(shared_address(shared + crew.warp() * kSumWarpBytes)),
         full(shared_address(barriers + crew.warp() * kRing)),
+        held(shared_address(held_memory + crew.warp() * kHeldBytes) + crew.lane() * 16),
         ahead(w, crew, false),
         good(__all_sync(kFullWarp, !stopped(domain))) {
     if (lane == 0) {
@@ -176,14 +206,17 @@ struct BulkSums {
   __device__ __forceinline__ void look_ahead() {
     pending = ahead.next();
     pending_place = lane < pending.count ? work.place(pending.first + lane) : 0;
+    if constexpr (Work::kHasInner)
+      pending_inner = lane < pending.inner_count ? work.inner_place(pending.inner_first + lane) : 0;
   }
   __device__ __forceinline__ void next_load() {
     load = pending;
     load_place = pending_place;
+    load_inner = pending_inner;
     load_at = load_addend = 0;
     if (load.count == 0) return;
     look_ahead();
-    good = good && work.wait(load.tag);
+    if (!Work::kHasInner || load.inner_count == 0) good = good && work.wait(load.tag);
   }
   // A group of stores a step, most of them empty, so that steps are what is counted.
   __device__ __forceinline__ void load_segment() {
@@ -191,17 +224,38 @@ struct BulkSums {
       if (lane == 0) commit_stores();
       return;
     }
-    uint32_t place = __shfl_sync(kFullWarp, load_place, load_addend % kWarp);
-    if (load_addend >= kWarp) place = work.place(load.first + load_addend);
+    uint32_t addend = load_addend, place = 0;
+    const uint8_t* base = work.base();
+    bool inner = false;
+    if constexpr (Work::kHasInner) {
+      inner = load_addend < load.inner_count;
+      if (inner) {
+        base = work.inner_base();
+        place = __shfl_sync(kFullWarp, load_inner, addend % kWarp);
+        if (addend >= kWarp) place = work.inner_place(load.inner_first + addend);
+      } else {
+        if (load_at == 0 && addend > 0 && addend == load.inner_count) good = work.wait(load.tag);
+        addend -= load.inner_count;
+        if (addend >= load.inner_at) ++addend;
+      }
+      if (!good) {
+        if (lane == 0) commit_stores();
+        return;
+      }
+    }
+    if (!inner) {
+      place = __shfl_sync(kFullWarp, load_place, addend % kWarp);
+      if (addend >= kWarp) place = work.place(load.first + addend);
+    }
     if (lane == 0) {
       commit_stores();
       wait_stores_read<kLag>();
-      load_bulk(ring + load_slot * kSegment, work.base() + uint64_t{place} * row_bytes + load_at, part(load_at),
+      load_bulk(ring + load_slot * kSegment, base + uint64_t{place} * row_bytes + load_at, part(load_at),
                 full + load_slot * 8);
     }
     ++loaded;
     load_slot = load_slot + 1 == kRing ? 0 : load_slot + 1;
-    if (++load_addend < load.count) return;
+    if (++load_addend < load.loads()) return;
     load_addend = 0;
     load_at += kSegment;
     if (load_at >= row_bytes) next_load();
@@ -221,7 +275,8 @@ struct BulkSums {
     for (Sum now = turns.next(); now.count > 0; now = turns.next()) {
       for (uint32_t begin = 0; begin < row_bytes; begin += kSegment) {
         float sum[kVectors][8] = {};
-        for (uint32_t left = now.count; left > 0;) {
+        const uint32_t loads = now.loads();
+        for (uint32_t done = 0; done < loads;) {
           if (summed == loaded) {  // an error is known
             if (lane == 0) wait_stores<0>();
             return;
@@ -234,7 +289,22 @@ struct BulkSums {
 #pragma unroll
           for (uint32_t v = 0; v < kVectors; ++v) add_values(sum[v], raw[v]);
           ++summed;
-          if (--left == 0) {
+          ++done;
+          if constexpr (Work::kHasInner) {
+            if (done == now.inner_count) {  // never 0
+#pragma unroll
+              for (uint32_t v = 0; v < kVectors; ++v) {
+                store_shared(held + v * kWarp * 16, pack_sums(sum[v]));
+#pragma unroll
+                for (float& value : sum[v]) value = 0.0f;
+              }
+            }
+            if (now.inner_count > 0 && done == now.inner_count + now.inner_at) {
+#pragma unroll
+              for (uint32_t v = 0; v < kVectors; ++v) add_values(sum[v], load_shared(held + v * kWarp * 16));
+            }
+          }
+          if (done == loads) {
 #pragma unroll
             for (uint32_t v = 0; v < kVectors; ++v) store_shared(from + v * kWarp * 16, pack_sums(sum[v]));
             fence_shared();
@@ -259,11 +329,11 @@ struct BulkSums {
 
 template <typename Work>
 __device__ __forceinline__ void sum_rows_bulk(const Crew& crew, const Domain& d, const Work& work, uint32_t row_bytes,
-                                              uint8_t* shared, uint64_t* barriers) {
+                                              uint8_t* shared, uint8_t* held, uint64_t* barriers) {
   if (long_segments(row_bytes))
-    BulkSums<7, Work>(crew, d, work, row_bytes, shared, barriers).run(crew);
+    BulkSums<7, Work>(crew, d, work, row_bytes, shared, held, barriers).run(crew);
   else
-    BulkSums<4, Work>(crew, d, work, row_bytes, shared, barriers).run(crew);
+    BulkSums<4, Work>(crew, d, work, row_bytes, shared, held, barriers).run(crew);
 }
 #endif
 
