@@ -30,8 +30,9 @@ CAPACITY_MULTIPLE = 128  # rows
 class Case:
     """One point of a sweep. Every rank has `tokens` BF16 rows; `dtype` is how dispatch sends them.
 
-    num_sms  what systems that have such a limit are given; 0: their own default
-    trace    file that the routing "trace" is taken from
+    num_sms    what systems that have such a limit are given; 0: their own default
+    stage_sms  what our staging alone may take; 0: as num_sms
+    trace      file that the routing "trace" is taken from
     """
 
     tokens: int
@@ -44,6 +45,7 @@ class Case:
     routing: str
     link_gbytes_per_s: float
     num_sms: int = 0
+    stage_sms: int = 0
     trace: str = ""
 
     @property
@@ -55,6 +57,8 @@ class Case:
             return f"{self.experts} experts are no multiple of {self.ranks} ranks"
         if self.topk > self.experts:
             return f"top-{self.topk} of {self.experts} experts"
+        if 0 < self.stage_sms < self.num_sms:
+            return f"{self.stage_sms} SMs for staging are less than the {self.num_sms} of all steps"
         if self.routing == "trace":
             return load_trace(self.trace).problem(self.ranks * self.tokens, self.topk, self.experts)
         return ""
@@ -81,6 +85,8 @@ class Case:
 
     def __str__(self) -> str:
         limits = f", {self.num_sms} SMs" if self.num_sms else ""
+        if self.stage_sms:
+            limits += f", {self.stage_sms} for staging" if limits else f", {self.stage_sms} SMs for staging"
         limits += f", link {self.link_gbytes_per_s:g} GB/s" if self.link_gbytes_per_s else ""
         return (
             f"T={self.tokens} H={self.hidden} top-{self.topk} of {self.experts}, {self.ranks} ranks in "

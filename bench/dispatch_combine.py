@@ -25,7 +25,7 @@ from bench import plot, report
 from bench.cases import Case
 from bench.deep_ep_peers import about_deep_ep
 from bench.lineup import line_up
-from bench.measure import measure
+from bench.measure import measure, reserve_gpu_memory
 from bench.options import cases_of, parse_args
 from bench.peers import MegatronAllToAll, about_stock
 from bench.trace import TraceError
@@ -72,6 +72,7 @@ def run_rank(args: argparse.Namespace) -> int:
     about = report.about_here(args.commit)
     if dist.get_rank() == 0 and "deep_ep" in args.systems:
         print(about_deep_ep(), flush=True)
+    reserve_gpu_memory()
     records = []
     cases = cases_of(args, dist.get_world_size())
     for index, case in enumerate(cases):

@@ -19,6 +19,8 @@ from uccl_ep_train import env
 
 START_MARGIN_S = 0.004  # longer than a rank needs to leave a collective when it has to wait for a core
 
+GPU_RESERVE_BYTES = 16 << 30  # estimate: what all systems of the largest case of `ht` hold at once
+
 # Outputs of BF16 sums in another order, and of rows that went through e4m3 (3 mantissa bits).
 TOLERANCE = {"bf16": 2.0**-6, "fp8": 2.0**-3}
 
@@ -148,6 +150,16 @@ def finish_device() -> None:
     """What was queued on this rank's GPU, if it has one, is over."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def reserve_gpu_memory() -> None:
+    """torch's caching allocator gets one large block, and keeps it: a cudaMalloc inside a timed call, for an
+    output of a size that was not there before, would stall the kernels that run. At most a quarter of what is
+    free, because buffers take theirs from the driver.
+    """
+    if torch.cuda.is_available():
+        free_bytes, _ = torch.cuda.mem_get_info()
+        torch.empty(min(GPU_RESERVE_BYTES, free_bytes // 4), dtype=torch.uint8, device="cuda")
 
 
 def draw_sample(case: Case, x_TH: Tensor, seed: int) -> Sample:

@@ -27,6 +27,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "dtype": ["fp8", "bf16"],
         "routing": ["uniform"],
         "num_sms": [24],
+        "stage_sms": [0, 132],  # all that an H200 has
     },
 }
 
@@ -47,6 +48,9 @@ def parse_args(argv: list[str], about: str = "") -> argparse.Namespace:
     )
     sweep.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["uniform"])
     sweep.add_argument("--num-sms", type=int, nargs="+", default=[0], help="GPU only; 0: each system's own")
+    sweep.add_argument(
+        "--stage-sms", type=int, nargs="+", default=[0], help="our staging alone, GPU only; 0: as --num-sms"
+    )
     sweep.add_argument("--link-gbytes-per-s", type=float, nargs="+", default=[0.0], help="0: unlimited")
     parser.add_argument(
         "--trace",
@@ -60,7 +64,7 @@ def parse_args(argv: list[str], about: str = "") -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=2, help="runs before them; one more compares")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=4, help="to start when not under torchrun")
-    parser.add_argument("--commit", default="", help="to record; default: git's, else $BENCH_COMMIT")
+    parser.add_argument("--commit", default="", help="to record; default: $BENCH_COMMIT, else git's")
     parser.add_argument(
         "--out",
         type=Path,
@@ -76,7 +80,7 @@ def parse_args(argv: list[str], about: str = "") -> argparse.Namespace:
 def cases_of(args: argparse.Namespace, num_ranks: int) -> list[Case]:
     """The sweep, also the cases that cannot run (`Case.problem`). Raises TraceError."""
     cases = []
-    axes = ("domains", "num_sms", "dtype", "routing", "link_gbytes_per_s", "hidden")
+    axes = ("domains", "num_sms", "stage_sms", "dtype", "routing", "link_gbytes_per_s", "hidden")
     for values in itertools.product(*(getattr(args, name) for name in axes)):
         chosen = dict(zip(axes, values, strict=True))
         topk, experts = DEFAULT_TOPK, DEFAULT_EXPERTS

@@ -19,6 +19,7 @@ DISTINCTIONS = {
     "routing": "{}",
     "link_gbytes_per_s": "{:g} GB/s link",
     "num_sms": "{} SMs",
+    "stage_sms": "{} SMs for staging",
 }
 INCHES_PER_BAR = 0.14
 
@@ -65,8 +66,7 @@ def stacks_of(records: Sequence[Record]) -> dict[str, dict[str, float]]:
 def _labelled(records: Sequence[Record]) -> Iterator[tuple[str, Record]]:
     """What ran. A peer that sends BF16 whatever the case asks for is drawn as it was measured first."""
     ran = [record for record in records if not record["not_run"]]
-    # Peers without a limit of SMs have 0 in it.
-    varying = [name for name in DISTINCTIONS if len({r[name] for r in ran if r[name]}) > 1]
+    varying = [name for name in DISTINCTIONS if _varies(ran, name)]
     drawn = set()
     for record in ran:
         notes = [DISTINCTIONS[name].format(record[name]) for name in varying if record[name]]
@@ -75,6 +75,15 @@ def _labelled(records: Sequence[Record]) -> Iterator[tuple[str, Record]]:
         if point not in drawn:
             drawn.add(point)
             yield label, record
+
+
+def _varies(ran: Sequence[Record], name: str) -> bool:
+    """A 0 of peers without a limit of SMs is no difference; two values of one system are."""
+    values: dict[str, set[Any]] = {}
+    for record in ran:
+        label = label_of(record["system"], record["layout"], record["dtype"])
+        values.setdefault(label, set()).add(record[name])
+    return len(set().union(*values.values()) - {0}) > 1 or any(len(found) > 1 for found in values.values())
 
 
 def _draw_curves(axes: Any, curves: dict[str, list[tuple[int, float]]]) -> None:

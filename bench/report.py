@@ -46,6 +46,7 @@ def records_of(
                     "dtype": entry.system.dtype,
                     "layout": entry.system.layout,
                     "num_sms": entry.system.num_sms,
+                    "stage_sms": entry.system.stage_sms,
                     "end_to_end": entry.system.end_to_end,
                     "runs": wall.numel(),
                     "median_us": quantile(wall, 0.5),
@@ -184,17 +185,18 @@ def write_json(records: Sequence[Record], path: Path) -> None:
 
 
 def commit(given: str = "") -> str:
-    """The given one, else that of this checkout ("-dirty" if tracked files except results differ), else that
-    in BENCH_COMMIT (for copies without git), else "unknown".
+    """The given one, else that in BENCH_COMMIT (for copies whose git is not that of what runs), else that of
+    this checkout ("-dirty" if tracked files except results differ), else "unknown".
     """
-    if given:
-        return given
+    named = given or env.read("BENCH_COMMIT")
+    if named:
+        return named
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude)results")
         return head + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return env.read("BENCH_COMMIT") or "unknown"
+        return "unknown"
 
 
 def _git(*arguments: str) -> str:

@@ -32,6 +32,7 @@ class System(ABC):
                 output's gradient and ones as the gradient of the rows' weights
     layout      how dispatch leaves the rows
     num_sms     that the system was limited to; 0: it has no such limit, or there is no GPU
+    stage_sms   that its staging was limited to; 0: there is no limit of its own
     end_to_end  the call starts from hidden states and routing and ends with rows in `layout`, and back
     """
 
@@ -42,6 +43,7 @@ class System(ABC):
     dtype: str = "bf16"
     end_to_end: bool = True
     num_sms: int = 0
+    stage_sms: int = 0
 
     @property
     def label(self) -> str:
@@ -94,7 +96,8 @@ class UcclEp(System):
         self.dtype = dtype
         self.mode = mode
         self.name = type(self).name + MODE_SUFFIX[mode]
-        self.num_sms = buffer.config.num_sms if buffer.device.type == "cuda" else 0
+        if buffer.device.type == "cuda":
+            self.num_sms, self.stage_sms = buffer.config.num_sms, buffer.config.stage_sms or 0
         self._extra: dict[str, Any] = {"output_dtype": "fp8"} if fp8_rows else {}
         if fp8_rows:
             self.layout = "expert_major_fp8"
@@ -111,7 +114,8 @@ class UcclEp(System):
     @staticmethod
     def create_buffer(case: Case) -> Buffer:
         """Settings come from the environment where the case does not decide them."""
-        chosen: dict[str, Any] = {"num_sms": case.num_sms} if case.num_sms else {}
+        sms = {"num_sms": case.num_sms, "stage_sms": case.stage_sms}
+        chosen: dict[str, Any] = {name: value for name, value in sms.items() if value}
         config = EpConfig.from_env(
             num_experts=case.experts,
             hidden=case.hidden,

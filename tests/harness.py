@@ -148,9 +148,7 @@ class RankGroup:
     def _serve(self, rank: int) -> None:
         if torch.cuda.is_available():
             torch.cuda.set_device(rank % torch.cuda.device_count())
-            # Ranks on one GPU must not wait for each other in one stream, nor in cudaMalloc.
-            torch.cuda.set_stream(torch.cuda.Stream())
-            _fill_allocator()
+            torch.cuda.set_stream(torch.cuda.Stream())  # not the one that the process has in common
         while (job := self._jobs[rank].get()) is not None:
             started = time.monotonic()
             value, failure = None, None
@@ -202,13 +200,6 @@ class RankGroup:
             frame = frames.get(self._threads[rank].ident or -1)
             texts.append(f"rank {rank}:\n" + "".join(traceback.format_stack(frame) if frame else []))
         return "".join(texts)
-
-
-def _fill_allocator() -> None:
-    """Memory that torch's allocator will have for this thread's stream without asking CUDA for it."""
-    small = [torch.empty(1 << 19, dtype=torch.uint8, device="cuda") for _ in range(64)]
-    large = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    del small, large
 
 
 def _raise_failures(outcomes: Sequence[Outcome]) -> None:

@@ -316,7 +316,8 @@ class Buffer:
         chunks and bytes on the wire by kind and destination domain. busy_seconds.*, blocked_seconds.*: at
         work and waiting, by step.
         credit.*, proxy.*: waits for credits, refused posts, arrivals, dropped duplicates. memory.*: sizes.
-        step_seconds.*: on a GPU, what the first block spent in a step, waiting included.
+        On a GPU: step_seconds.*: what the first block spent in a step, waiting included; dispatch.guesses: new
+        plans whose memory was taken before the counts were known, and those of them that needed more.
         """
         native = self._last_stats if self._closed else self._engine.stats()
         return {**native, **self._clock.read()}

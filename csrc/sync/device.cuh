@@ -42,14 +42,17 @@ __device__ __forceinline__ bool arrive_last(uint32_t* counter, uint32_t num_bloc
   return true;
 }
 
-// By one thread, which has made its own writes visible to the GPU. True for the last of `total`: it may publish what
-// all have written, and the counter is 0 again.
-__device__ __forceinline__ bool count_last(uint32_t* counter, uint32_t total) {
+// By one thread, which has made its own writes visible to the GPU: counts it; the count before. Nobody waits for that
+// until it is used.
+__device__ __forceinline__ uint32_t count_one(uint32_t* counter) {
   uint32_t before;
-  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  if (before != total - 1) return false;
+  asm volatile("atom.add.release.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+// By the one that counted last: it may publish what all have written, and the counter is 0 again.
+__device__ __forceinline__ void end_count(uint32_t* counter) {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
   *counter = 0;
-  return true;
 }
 
 __device__ __forceinline__ void add_global(uint64_t* sum, uint64_t value) {

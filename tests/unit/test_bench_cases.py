@@ -42,8 +42,11 @@ def test_the_ht_preset_is_the_sweep_of_the_goals() -> None:
     assert {(c.hidden, c.topk, c.experts, c.routing, c.num_sms) for c in cases} == {
         (7168, 8, 256, "uniform", 24)
     }
-    assert sorted((c.dtype, c.tokens) for c in cases) == [
-        (dtype, tokens) for dtype in ("bf16", "fp8") for tokens in (128, 512, 1024, 2048, 4096, 8192)
+    assert sorted((c.dtype, c.stage_sms, c.tokens) for c in cases) == [
+        (dtype, stage_sms, tokens)
+        for dtype in ("bf16", "fp8")
+        for stage_sms in (0, 132)
+        for tokens in (128, 512, 1024, 2048, 4096, 8192)
     ]
     assert parse_args(["--preset", "ht"]).runs >= 20
     assert not any(case.problem for case in cases)
@@ -56,15 +59,33 @@ def test_an_option_overrides_the_preset(argv: list[str]) -> None:
 
 
 def test_sms_are_an_axis_of_the_sweep() -> None:
-    args = parse_args(["--num-sms", "8", "24", "--domains", "1", "--dtype", "fp8"])
-    assert [case.num_sms for case in cases_of(args, 4)] == [8, 24]
+    args = parse_args(["--num-sms", "8", "24", "--stage-sms", "0", "132", "--domains", "1", "--dtype", "fp8"])
+    found = [(case.num_sms, case.stage_sms) for case in cases_of(args, 4)]
+    assert found == [(8, 0), (8, 132), (24, 0), (24, 132)]
+    assert {case.stage_sms for case in cases_of(parse_args([]), 4)} == {0}
+
+
+@pytest.mark.parametrize(
+    ("num_sms", "stage_sms", "title"),
+    [
+        (0, 0, ""),
+        (24, 0, ", 24 SMs"),
+        (24, 132, ", 24 SMs, 132 for staging"),
+        (0, 132, ", 132 SMs for staging"),
+    ],
+)
+def test_the_title_names_the_sms_of_staging_if_they_are_its_own(
+    num_sms: int, stage_sms: int, title: str
+) -> None:
+    assert str(a_case(num_sms=num_sms, stage_sms=stage_sms)).endswith(f"bf16, uniform{title}")
 
 
 def test_a_case_says_why_nothing_can_run_it() -> None:
     assert "3 domains" in a_case(domains=3).problem
     assert "6 experts" in a_case(experts=6).problem
     assert "top-9 of 8" in a_case(topk=9).problem
-    assert a_case().problem == ""
+    assert "16 SMs for staging" in a_case(num_sms=24, stage_sms=16).problem
+    assert a_case().problem == a_case(num_sms=24, stage_sms=24).problem == a_case(num_sms=24).problem == ""
 
 
 # ------------------------------------------------------------------------------- routing

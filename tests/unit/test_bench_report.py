@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import deep_ep_peers, plot, report
+from bench import deep_ep_peers, plot, report, systems
 from bench.cases import BACKWARD, OPS, Case, Traffic
 from bench.lineup import describe
 from bench.measure import Measured, difference_of
@@ -20,11 +21,11 @@ from bench.systems import Sample, System, UcclEp
 
 CASE = Case(
     tokens=4, hidden=128, topk=1, experts=2, ranks=2, domains=1, dtype="fp8", routing="uniform",
-    link_gbytes_per_s=0.0, num_sms=24,
+    link_gbytes_per_s=0.0, num_sms=24, stage_sms=132,
 )  # fmt: skip
 REQUIRED = (
     "system", "op", "dtype", "layout", "tokens", "hidden", "topk", "experts", "ranks", "domains",
-    "link_gbytes_per_s", "num_sms", "end_to_end", "median_us", "p10_us", "p90_us", "wire_bytes",
+    "link_gbytes_per_s", "num_sms", "stage_sms", "end_to_end", "median_us", "p10_us", "p90_us", "wire_bytes",
     "logical_bytes", "steps_us", "commit", "hardware",
 )  # fmt: skip
 ABOUT = {"commit": "c", "hardware": "h"}
@@ -33,6 +34,7 @@ ABOUT = {"commit": "c", "hardware": "h"}
 def a_system(name: str, *, backward: bool = False) -> System:
     found: Any = SimpleNamespace(
         name=name, mode="uncached", dtype="fp8", layout="expert_major", num_sms=24, end_to_end=True,
+        stage_sms=132 if name.startswith(report.OURS) else 0,
         ops=(*OPS, BACKWARD) if backward else OPS, label=f"{name} fp8",
     )  # fmt: skip
     return found
@@ -66,6 +68,7 @@ def test_records_have_every_required_field_whether_a_system_ran_or_not() -> None
     assert all(list(r) == list(found[0]) for r in found) and set(REQUIRED) <= set(found[0])
     assert found[-1]["not_run"] == "ConfigError: too small" and found[-1]["median_us"] is None
     assert found[0]["commit"] == "c" and found[0]["num_sms"] == 24
+    assert [r["stage_sms"] for r in found] == [132] * 4 + [0] * 3 + [132]  # ours, the peer, what was refused
 
 
 def test_times_of_both_are_added_in_each_run_and_bytes_by_exchange() -> None:
@@ -127,23 +130,32 @@ def test_a_label_names_what_differs_and_nothing_else() -> None:
     ]
 
 
+def test_zero_and_another_value_of_one_system_are_two_curves() -> None:
+    swept = [r | {"stage_sms": 0} for r in records()[:7]] + records()[:7]
+    assert list(plot.curves_of(swept)) == ["uccl_ep fp8", "peer fp8", "uccl_ep fp8, 132 SMs for staging"]
+    assert list(plot.curves_of(records())) == ["uccl_ep fp8", "peer fp8"]
+
+
 def test_the_png_is_written_even_if_nothing_ran(tmp_path: Path) -> None:
     for name, found in (("all", records()), ("none", report.records_of(CASE, [], {"all": "x"}, ABOUT))):
         plot.write_png(found, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_git_the_commit_comes_from_the_option_or_the_environment(
+def test_the_commit_is_that_of_the_option_else_of_the_environment_else_of_git(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def no_git(*_: str) -> str:
         raise OSError("no git")
 
-    monkeypatch.setattr(report, "_git", no_git)
-    monkeypatch.delenv("BENCH_COMMIT", raising=False)
-    assert (report.commit(), report.commit("abc")) == ("unknown", "abc")
-    monkeypatch.setenv("BENCH_COMMIT", "def")
-    assert (report.commit(), report.commit("abc")) == ("def", "abc")
+    found = []
+    for git in (lambda *arguments: "head" if "rev-parse" in arguments else "", no_git):
+        monkeypatch.setattr(report, "_git", git)
+        monkeypatch.delenv("BENCH_COMMIT", raising=False)
+        found += [report.commit(), report.commit("abc")]
+        monkeypatch.setenv("BENCH_COMMIT", "def")
+        found += [report.commit(), report.about_here("abc")["commit"]]
+    assert found == ["head", "abc", "def", "abc", "unknown", "abc", "def", "abc"]
 
 
 def test_a_reason_is_one_line() -> None:
@@ -209,6 +221,26 @@ class _Buffer:
 
     def stats(self) -> dict[str, float]:
         return self._stats
+
+
+@pytest.mark.parametrize(("num_sms", "stage_sms"), [(0, 0), (24, 0), (24, 132)])
+def test_a_buffer_is_given_the_sms_that_the_case_names(
+    num_sms: int, stage_sms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("UCCL_EP_NUM_SMS", "UCCL_EP_STAGE_SMS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(systems, "Buffer", lambda _, config: config)
+    config: Any = UcclEp.create_buffer(replace(CASE, num_sms=num_sms, stage_sms=stage_sms))
+    assert (config.num_sms, config.stage_sms) == (24, stage_sms or None)
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", (24, 132)), ("cpu", (0, 0))])
+def test_sms_are_recorded_of_gpus_only(device: str, expected: tuple[int, int]) -> None:
+    buffer: Any = SimpleNamespace(
+        config=SimpleNamespace(num_sms=24, stage_sms=132), device=torch.device(device)
+    )
+    system = UcclEp(buffer, "bf16", mode="uncached")
+    assert (system.num_sms, system.stage_sms) == expected
 
 
 def bound(buffer: _Buffer, mode: str) -> UcclEp:

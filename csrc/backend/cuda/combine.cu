@@ -7,13 +7,12 @@ namespace {
 
 // Warps of the crews, after one that speaks for the block. Sums by bulk copies need shared memory for each.
 template <bool kBulk>
-constexpr uint32_t kFoldWarps = kBulk ? 6 : 10;
+constexpr uint32_t kFoldWarps = kBulk ? 7 : 12;
 template <bool kBulk>
-constexpr uint32_t kMergeWarps = kBulk ? 5 : 10;
+constexpr uint32_t kMergeWarps = kBulk ? 4 : 8;
 template <bool kBulk>
 constexpr uint32_t kThreads = (1 + kFoldWarps<kBulk> + kMergeWarps<kBulk>)*kWarp;
-constexpr uint32_t kRingBytes = (kFoldWarps<true> + kMergeWarps<true>)*kSumWarpBytes;
-constexpr uint32_t kBulkBytes = kRingBytes + kMergeWarps<true> * kHeldBytes;
+constexpr uint32_t kBulkBytes = (kFoldWarps<true> + kMergeWarps<true>)*kSumWarpBytes;
 
 // By a crew. In: dtype of the addends, Out: of the sums.
 template <bool kBulk, typename In, typename Out, typename Work>
@@ -21,12 +20,29 @@ __device__ void sum_all(const Crew& crew, const Domain& d, const Work& work, uin
                         uint64_t* barriers, uint32_t first_warp) {
   if constexpr (kBulk) {
 #if __CUDA_ARCH__ >= 900
-    sum_rows_bulk(crew, d, work, hidden * 2, shared + first_warp * kSumWarpBytes, shared + kRingBytes,
-                  barriers + first_warp * kRing);
+    sum_rows_bulk(crew, d, work, hidden * 2, shared + first_warp * kSumWarpBytes, barriers + first_warp * kRing);
 #endif
   } else {
     sum_rows<In, Out>(crew, d, work, hidden);
   }
+}
+
+// By both crews: the one that folds has done so, and sums what arrives last beside the other.
+template <bool kBulk, typename Row, typename Wire>
+__device__ void merge_all(const Crew& crew, bool has_folded, const Domain& d, const Op& op, const PlanView& plan,
+                          const CombineArgs& args, uint8_t* shared, uint64_t* barriers) {
+  const StepClock clock(crew, d, Step::kMerge, has_folded ? gridDim.x : 0);
+  const Merge whole(d, op, plan, args);
+  if (!has_folded) whole.fill_empty(crew);
+  for (uint32_t last_ones = has_folded ? 1 : 0; last_ones < 2; ++last_ones) {
+    Merge merge = whole;
+    merge.take(last_ones != 0, gridDim.x * kFoldWarps<kBulk>);
+    const Crew all = Crew::of(0, 1, kFoldWarps<kBulk> + kMergeWarps<kBulk>);  // has no barrier
+    sum_all<kBulk, Wire, Row>(last_ones != 0 ? all : crew, d, merge, args.hidden, shared, barriers,
+                              last_ones != 0 ? 0 : kFoldWarps<kBulk>);
+  }
+  if (!has_folded) finish_merge(crew, d, op, plan, args);
+  clock.stop();
 }
 
 __device__ void finish(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const CombineArgs& args) {
@@ -69,22 +85,21 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
       tell_empty_chunks(crew, d, op, plan, range);
       all_alike(crew, d, op.epoch);
     }
-  } else if (warp <= kFold) {
-    const Crew crew = Crew::of(2, 1, kFold);
-    // The pieces of the last combine must have been merged.
-    if (going(crew, d) && wait_all(crew, d, d.at.merged, op.free_after, Step::kFold)) {
-      const StepClock clock(crew, d, Step::kFold);
-      sum_all<kBulk, Row, Wire>(crew, d, Fold{d, op, plan, args, range}, args.hidden, shared, barriers, 0);
-      finish_fold(crew, d, op, plan, args);
-      clock.stop();
+  } else {
+    const bool folds = warp <= kFold;
+    const Crew crew = folds ? Crew::of(2, 1, kFold) : Crew::of(3, 1 + kFold, kMerge);
+    bool good = going(crew, d);
+    if (folds) {
+      // The pieces of the last combine must have been merged.
+      good = good && wait_all(crew, d, d.at.merged, op.free_after, Step::kFold);
+      if (good) {
+        const StepClock clock(crew, d, Step::kFold);
+        sum_all<kBulk, Row, Wire>(crew, d, Fold{d, op, plan, args, range}, args.hidden, shared, barriers, 0);
+        finish_fold(crew, d, op, plan, args);
+        clock.stop();
+      }
     }
-  } else if (const Crew crew = Crew::of(3, 1 + kFold, kMerge); going(crew, d)) {
-    const StepClock clock(crew, d, Step::kMerge);
-    const Merge merge(d, op, plan, args);
-    merge.fill_empty(crew);
-    sum_all<kBulk, Wire, Row>(crew, d, merge, args.hidden, shared, barriers, kFold);
-    finish_merge(crew, d, op, plan, args);
-    clock.stop();
+    if (good) merge_all<kBulk, Row, Wire>(crew, folds, d, op, plan, args, shared, barriers);
   }
   __syncthreads();  // what the other crews have found counts
   if (warp > kFold) finish(Crew::of(3, 1 + kFold, kMerge), d, op, plan, args);

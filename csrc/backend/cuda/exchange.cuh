@@ -313,12 +313,7 @@ __device__ inline uint64_t write_tile(const Crew& crew, const Domain& d, const O
       chunk_rows(d, d.rank, op.half, to)[first / kChunkTokens + c] =
           tile.row_base[to] + (c == 0 ? 0 : __popc(static_cast<uint32_t>(tile.destination[to])));
   crew.sync();
-  const Mask own = tile.destination[d.rank];
-  for (uint32_t t = crew.thread; t < count; t += crew.size) {
-    token_pieces[first + t] = tile.num_ranks[t];
-    at<uint32_t>(d, d.rank, d.at.token_own)[first + t] =
-        (own >> t & 1) != 0 ? tile.row_base[d.rank] + __popcll(own & ((Mask{1} << t) - 1)) : kNoRow;
-  }
+  for (uint32_t t = crew.thread; t < count; t += crew.size) token_pieces[first + t] = tile.num_ranks[t];
   uint64_t hash = 0;
   const auto write = [&](const Pair& p) {
     const Mask below = (Mask{1} << p.token) - 1;

@@ -1,5 +1,4 @@
-// Fold: at the expert, sums a token's rows of this rank in fp32 and puts one row into its source's piece memory. What is
-// our own stays where it is: merge folds it on the way.
+// Fold: at the expert, sums a token's rows of this rank in fp32 and puts one row into its source's piece memory.
 #pragma once
 
 #include "backend/cuda/device.cuh"
@@ -35,10 +34,6 @@ __device__ inline void find_fold_range(const Crew& crew, const Domain& d, const 
     const uint32_t* const before = plan.chunk_pieces + s * entries;
     const uint64_t first = uint64_t{args.window} * args.window_pieces;
     out.first_chunk[s] = whole ? 0 : chunk_with(before, plan.chunks[s], first);
-    if (s == d.rank) {
-      out.begin[s] = out.end[s] = out.first_chunk[s] = out.end_chunk[s] = 0;
-      continue;
-    }
     out.end_chunk[s] = args.is_last ? plan.chunks[s] : chunk_with(before, plan.chunks[s], first + args.window_pieces);
     out.begin[s] = plan.row_begin[s] + plan.chunk_rows[s * entries + out.first_chunk[s]];
     out.end[s] = plan.row_begin[s] + plan.chunk_rows[s * entries + out.end_chunk[s]];
@@ -51,7 +46,7 @@ __device__ inline void find_fold_range(const Crew& crew, const Domain& d, const 
   crew.sync();
 }
 
-// Sum n is that of the (n / others)-th row of the source that is (n % others)-th after us.
+// Sum n is that of the (n / ranks)-th row of the source that is (n % ranks)-th after us.
 struct Fold {
   const Domain& d;
   const Op& op;
@@ -59,11 +54,9 @@ struct Fold {
   const CombineArgs& args;
   const FoldRange& range;
 
-  static constexpr bool kHasInner = false;
-  __device__ uint32_t others() const { return d.at.num_ranks - 1; }
-  __device__ uint32_t end() const { return range.most * others(); }
+  __device__ uint32_t end() const { return range.most * d.at.num_ranks; }
   __device__ Sum look_up(uint32_t n, bool acts) const {
-    const uint32_t s = rotated(d, n % others()), row = range.begin[s] + n / others();
+    const uint32_t s = rotated(d, n % d.at.num_ranks), row = range.begin[s] + n / d.at.num_ranks;
     if (row >= range.end[s]) return {};
     const uint64_t bytes = uint64_t{args.hidden} * dtype_bytes(args.wire);
     const uint64_t piece = plan.row_piece[row] - uint64_t{args.window} * args.window_pieces;
@@ -87,18 +80,22 @@ struct Fold {
     for (uint64_t i = 0; i < bytes / 16; ++i) reinterpret_cast<uint4*>(sum.out)[i] = make_uint4(0, 0, 0, 0);
     proxy_fence();
     __threadfence_system();
-    complete(sum.tag);
+    finish(sum.tag, count(sum.tag));
   }
   __device__ uint32_t place(uint32_t k) const { return plan.compact_width > 0 ? k : plan.slots[k]; }
   __device__ const uint8_t* base() const { return args.rows; }
   __device__ bool wait(uint32_t) const { return true; }
   __device__ bool reports() const { return true; }
   // One of a chunk's pieces is in its source's memory: the last tells the source.
-  __device__ void complete(uint32_t tag) const {
+  __device__ Counted count(uint32_t tag) const {
     const uint32_t s = tag / max_chunks(d), chunk = tag % max_chunks(d);
-    const uint32_t* const before = plan.chunk_rows + s * (plan.num_chunks + 1) + chunk;
-    if (count_last(at<uint32_t>(d, d.rank, d.at.chunk_counts) + tag, before[1] - before[0]))
-      publish_flag(folded(d, s, d.rank) + chunk, op.epoch);
+    const uint32_t* const rows_before = plan.chunk_rows + s * (plan.num_chunks + 1) + chunk;
+    return {rows_before[0], rows_before[1], count_one(at<uint32_t>(d, d.rank, d.at.chunk_counts) + tag)};
+  }
+  __device__ void finish(uint32_t tag, const Counted& counted) const {
+    if (counted.before + 1 != counted.end - counted.begin) return;
+    end_count(at<uint32_t>(d, d.rank, d.at.chunk_counts) + tag);
+    publish_flag(folded(d, tag / max_chunks(d), d.rank) + tag % max_chunks(d), op.epoch);
   }
 };
 

@@ -52,7 +52,6 @@ RegionLayout layout_for(uint32_t num_ranks, uint32_t num_experts, uint64_t row_b
   l.plan_scratch = cursor.take("plan", sizeof(PlanScratch) + 4 * experts_per_rank * (ranks + 3));
   l.tile_counts = cursor.take("tile_counts", 4 * (tokens / kTileTokens) * (num_experts + 2 * ranks + 2));
   l.token_pieces = cursor.take("token_pieces", 4 * (tokens + 1));
-  l.token_own = cursor.take("token_own", 4 * tokens);
   l.lists = cursor.take("lists", kHalves * ranks * tokens * sizeof(ListEntry));
   l.chunk_rows = cursor.take("chunk_rows", kHalves * ranks * (chunks + 1) * 4);
   l.chunk_pieces = cursor.take("chunk_pieces", kHalves * (chunks + 1) * 4);

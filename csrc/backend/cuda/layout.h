@@ -20,15 +20,13 @@ constexpr uint32_t kChunkTokens = 32;      // tokens whose pieces one flag publi
 constexpr uint32_t kPairsPerToken = 32;    // of the capacity; an operation may distribute them otherwise
 constexpr uint32_t kMaxTokens = 1u << 16;
 constexpr uint32_t kHalves = 2;
-constexpr uint32_t kNoRow = 0xFFFFFFFFu;
 
 // Flags, all uint64 epochs that only grow. In the region of the rank that reads them; written by peers over NVLink.
 //   header_full[s]  writer: rank s. Its header (and routing, of a new plan) of that epoch is in s's region.
 //   rows_full[s][c] writer: rank s. Chunk c (kStageRows) of its staged rows of that epoch is in s's region.
 //   values_full[s]  writer: rank s. Its fp32 values of that epoch are in s's region.
 //   read[d]         writer: rank d. It has read what it wanted of our header, routing, rows and values of that epoch.
-//   folded[d][c]    writer: rank d, not ourselves. Its pieces of chunk c (kChunkTokens of our tokens) of that epoch are in
-//                   our region.
+//   folded[d][c]    writer: rank d. Its pieces of chunk c (kChunkTokens of our tokens) of that epoch are in our region.
 //   folded_all[d]   writer: rank d. All its pieces and fp32 values of that epoch are in our region.
 //   merged[s]       writer: rank s. It has read all pieces in its region up to that epoch: they may be overwritten.
 struct Offsets {
@@ -52,7 +50,6 @@ struct Offsets {
   uint64_t tile_counts = 0;   // [tiles] uint32[experts + 2 * ranks + 2]: see exchange.cuh
   uint64_t plan_scratch = 0;  // PlanScratch
   uint64_t token_pieces = 0;  // [tokens + 1] uint32: pieces of earlier tokens
-  uint64_t token_own = 0;     // [tokens] uint32: number of its row among ours for ourselves; kNoRow: there is none
   uint64_t pair_origin = 0;   // [pairs] uint32: place in the caller's [T, width]
   uint64_t total_bytes = 0;
 
@@ -198,7 +195,6 @@ struct PlanView {
   uint32_t* slots = nullptr;        // [received pairs] of expert-major rows; of compact ones the local expert
   // Of this rank as source.
   uint32_t* piece_begin = nullptr;  // [tokens + 1] pieces of earlier tokens
-  uint32_t* own_row = nullptr;      // [tokens] its received row, if we are among its destinations, or kNoRow
   uint32_t* pair_begin = nullptr;   // [ranks + 1] pairs for lower ranks
   uint32_t* pair_place = nullptr;   // [sent pairs] index in the caller's [T, width] values
   uint32_t num_tokens = 0;

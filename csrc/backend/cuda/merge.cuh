@@ -1,5 +1,4 @@
-// Merge: sums the pieces that the domain's ranks put into our memory into the output, ranks ascending. Our own piece is
-// summed from the experts' rows, and rounded as if it had been put there.
+// Merge: sums the pieces that the domain's ranks put into our memory into the output, ranks ascending.
 #pragma once
 
 #include "backend/cuda/device.cuh"
@@ -26,6 +25,16 @@ struct Merge {
     if (!args.is_last) end_token = token_with(first + args.window_pieces);
     arrived = first_token / kChunkTokens;
   }
+  // Only those but the last ones, which arrive when folding ends, or these: they are summed by more warps, `folders` of
+  // which have folded before.
+  __device__ void take(bool last_ones, uint32_t folders) {
+    const uint64_t num = end_token - first_token, rows = plan.piece_begin[end_token] - plan.piece_begin[first_token];
+    const uint64_t unreported = uint64_t{folders} * 2 * kReport;
+    const uint64_t tail = min(num, max(num / 12, rows > 0 ? unreported * num / rows : 0));
+    const uint32_t middle = end_token - static_cast<uint32_t>(tail);
+    (last_ones ? first_token : end_token) = middle;
+    arrived = first_token / kChunkTokens;
+  }
   // The first token of the first chunk that has `pieces` before it, or more.
   __device__ uint32_t token_with(uint64_t pieces) const {
     uint32_t low = 0, high = (plan.num_tokens + kChunkTokens - 1) / kChunkTokens;
@@ -39,7 +48,6 @@ struct Merge {
     return min(low * kChunkTokens, plan.num_tokens);
   }
 
-  static constexpr bool kHasInner = true;
   __device__ uint32_t end() const { return end_token - first_token; }
   __device__ Sum look_up(uint32_t n, bool) const {
     const uint32_t token = first_token + n;
@@ -48,19 +56,8 @@ struct Merge {
     sum.count = plan.piece_begin[token + 1] - sum.first;
     sum.tag = token / kChunkTokens;
     sum.out = args.out + uint64_t{token} * args.hidden * dtype_bytes(args.dtype);
-    const uint32_t row = plan.own_row[token];
-    if (row == kNoRow) return sum;
-    sum.inner_at = plan.row_piece[row] - sum.first;
-    sum.inner_first = plan.compact_width > 0 ? row : plan.row_slot[row];
-    sum.inner_count = plan.compact_width > 0 ? 1 : plan.row_slot[row + 1] - sum.inner_first;
-    if (args.may_drop)  // slots that the caller's rows do not have; they are the row's last ones
-      while (sum.inner_count > 0 && inner_place(sum.inner_first + sum.inner_count - 1) >= plan.num_slots)
-        --sum.inner_count;
-    if (sum.inner_count == 0 && sum.count == 1) sum.count = 0;
     return sum;
   }
-  __device__ uint32_t inner_place(uint32_t k) const { return plan.compact_width > 0 ? k : plan.slots[k]; }
-  __device__ const uint8_t* inner_base() const { return args.rows; }
   __device__ uint32_t place(uint32_t k) const { return k - args.window * args.window_pieces; }
   __device__ const uint8_t* base() const { return at<uint8_t>(d, d.rank, d.at.pieces); }
   // By a warp: the chunk's pieces have arrived, a rank a lane.
@@ -68,8 +65,7 @@ struct Merge {
     if (chunk < arrived) return true;
     bool good = true;
     for (uint32_t r = threadIdx.x % kWarp; r < d.at.num_ranks; r += kWarp)
-      good &= r == d.rank ||
-              wait_peer(d, folded(d, d.rank, r) + chunk, op.epoch, Step::kMerge, r, static_cast<int>(chunk));
+      good &= wait_peer(d, folded(d, d.rank, r) + chunk, op.epoch, Step::kMerge, r, static_cast<int>(chunk));
     good = __all_sync(kFullWarp, good);
     __syncwarp();  // orders what the lanes have read before the loads that one of them issues
     proxy_fence();
@@ -77,14 +73,15 @@ struct Merge {
     return good;
   }
   __device__ bool reports() const { return false; }
-  __device__ void complete(uint32_t) const {}
+  __device__ Counted count(uint32_t) const { return {}; }
+  __device__ void finish(uint32_t, const Counted&) const {}
 
-  // By crews of all blocks: tokens that no expert got, or whose rows have all been dropped.
+  // By crews of all blocks: tokens that no expert got.
   __device__ void fill_empty(const Crew& crew) const {
     const uint64_t vectors = uint64_t{args.hidden} * dtype_bytes(args.dtype) / 16;
     for (uint32_t t = first_token + blockIdx.x * crew.warps() + crew.warp(); t < end_token;
          t += gridDim.x * crew.warps()) {
-      if (look_up(t - first_token, false).count > 0) continue;
+      if (plan.piece_begin[t] != plan.piece_begin[t + 1]) continue;
       for (uint64_t i = crew.lane(); i < vectors; i += kWarp)
         reinterpret_cast<uint4*>(args.out)[t * vectors + i] = make_uint4(0, 0, 0, 0);
     }

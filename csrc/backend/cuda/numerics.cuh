@@ -80,6 +80,21 @@ __device__ __forceinline__ uint32_t decode_two(uint32_t codes, float scale) {
   return pack_bf16(e4m3_to_fp32(codes & 0xFF) * scale, e4m3_to_fp32(codes >> 8 & 0xFF) * scale);
 }
 
+// The same of four codes that are no NaN, times a power of two of at most 2^7, whose product with 2^120 is `factor` (in
+// both halves, as BF16). A code's bits, moved to where BF16 has them, are its value times 2^-120: exact.
+__device__ __forceinline__ uint2 decode_four(uint32_t codes, uint32_t factor) {
+  const auto decode = [&](uint32_t halves) {  // a code in the upper byte of each half
+    const uint32_t moved = (halves & 0x80008000u) | (halves >> 4 & 0x07F007F0u);
+    const __nv_bfloat162 value =
+        __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&moved), *reinterpret_cast<const __nv_bfloat162*>(&factor));
+    return *reinterpret_cast<const uint32_t*>(&value);
+  };
+  return make_uint2(decode(__byte_perm(codes, 0, 0x1404)), decode(__byte_perm(codes, 0, 0x3424)));
+}
+__device__ __forceinline__ bool has_nan_code(uint32_t codes) {
+  return (((codes & 0x7F7F7F7Fu) + 0x01010101u) & 0x80808080u) != 0;
+}
+
 // ceil(log2(amax / 448)), clamped: see pow2_scale_exponent of the host backend.
 __device__ __forceinline__ float pow2_scale(float amax) {
   const uint32_t bits = __float_as_uint(amax);

@@ -113,19 +113,34 @@ struct RowBatch {
 };
 
 // ---- one row --------------------------------------------------------------------------------------------------------
-// 16 values a lane; a block of 128 has one scale. `put(i, low, high)`: values 16 i to 16 i + 15.
+// By a warp: values 16 i to 16 i + 15 of a row for `i` from `first` to `end`, a lane each: put(i, low, high). A block of
+// 128 has one scale.
 template <typename Put>
-__device__ __forceinline__ void dequantise(const uint8_t* row, uint32_t hidden, uint32_t lane, Put put) {
-  const float* const scales = reinterpret_cast<const float*>(row + hidden);
-  for (uint32_t i = lane; i < hidden / 16; i += kWarp) {
+__device__ __forceinline__ void dequantise(const uint8_t* row, const StageArgs& args, uint32_t first, uint32_t end,
+                                           uint32_t lane, Put put) {
+  const float* const scales = reinterpret_cast<const float*>(row + args.hidden);
+  for (uint32_t i = first + lane; i < end; i += kWarp) {
     const uint4 codes = reinterpret_cast<const uint4*>(row)[i];
     const float scale = scales[i / 8];
     const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
     uint32_t out[8];
+    bool simple = args.fp8_pow2 && scale <= 0x1p7f;
 #pragma unroll
-    for (uint32_t w = 0; w < 4; ++w) {
-      out[2 * w] = decode_two(words[w] & 0xFFFF, scale);
-      out[2 * w + 1] = decode_two(words[w] >> 16, scale);
+    for (uint32_t word : words) simple = simple && !has_nan_code(word);
+    if (simple) {
+      const uint32_t high = (__float_as_uint(scale) + (120u << 23)) >> 16, factor = high << 16 | high;
+#pragma unroll
+      for (uint32_t w = 0; w < 4; ++w) {
+        const uint2 four = decode_four(words[w], factor);
+        out[2 * w] = four.x;
+        out[2 * w + 1] = four.y;
+      }
+    } else {
+#pragma unroll
+      for (uint32_t w = 0; w < 4; ++w) {
+        out[2 * w] = decode_two(words[w] & 0xFFFF, scale);
+        out[2 * w + 1] = decode_two(words[w] >> 16, scale);
+      }
     }
     put(i, make_uint4(out[0], out[1], out[2], out[3]), make_uint4(out[4], out[5], out[6], out[7]));
   }
@@ -169,7 +184,7 @@ __device__ void place_rows(const Crew& crew, const Domain& d, const Op& op, cons
         if (slot >= plan.num_slots) continue;
         uint4* const to = reinterpret_cast<uint4*>(args.rows + slot * out_bytes);
         if (args.stage.wire == Dtype::kFp8 && !codes)
-          dequantise(row, hidden, lane, [&](uint32_t v, const uint4& low, const uint4& high) {
+          dequantise(row, args.stage, 0, hidden / 16, lane, [&](uint32_t v, const uint4& low, const uint4& high) {
             to[2 * v] = low;
             to[2 * v + 1] = high;
           });
@@ -201,6 +216,7 @@ __device__ void place_rows_bulk(const Crew& crew, const Domain& d, const Op& op,
   const uint32_t wire_bytes = static_cast<uint32_t>(wire_row_bytes(args.stage.wire, hidden));
   const bool codes = args.scales != nullptr, decodes = args.stage.wire == Dtype::kFp8 && !codes;
   const uint32_t out_bytes = codes ? hidden : hidden * dtype_bytes(args.stage.dtype);
+  const uint32_t part_bytes = decodes ? hidden : out_bytes;  // of a decoded row, a half
   const uint32_t lane = crew.lane();
   uint8_t* const ring = shared + crew.warp() * place_warp_bytes(args);
   uint8_t* const decoded = ring + kPlaceStages * stride;
@@ -258,30 +274,37 @@ __device__ void place_rows_bulk(const Crew& crew, const Domain& d, const Op& op,
       if (placed == loaded) break;
       wait_barrier(full + stage, placed / kPlaceStages);
       const uint8_t* const row = ring + stage * stride;
-      if (decodes) {
-        wait_stores_read<0>();
-        __syncwarp();
-        dequantise(row, hidden, lane, [&](uint32_t v, const uint4& low, const uint4& high) {
-          reinterpret_cast<uint4*>(decoded)[2 * v] = low;
-          reinterpret_cast<uint4*>(decoded)[2 * v + 1] = high;
-        });
-        fence_shared();
-        __syncwarp();
-      }
-      for (uint32_t s = 0; s < stage_count[stage]; s += kWarp) {
-        uint32_t slot = stage_slot[stage];
-        if (s > 0 && s + lane < stage_count[stage]) slot = plan.slots[stage_first[stage] + s + lane];
-        const bool wanted = s + lane < stage_count[stage] && slot < plan.num_slots;
-        if (wanted) store_bulk(args.rows + uint64_t{slot} * out_bytes, decodes ? decoded : row, out_bytes);
-        if (wanted && codes && bulk_scales(args)) {
-          const uint32_t bytes = hidden / kFp8Block * static_cast<uint32_t>(sizeof(float));
-          store_bulk(reinterpret_cast<uint8_t*>(args.scales) + uint64_t{slot} * bytes, row + hidden, bytes);
+      // Decoded rows leave in halves: one is stored while the other is decoded.
+      for (uint32_t part = 0; part < (decodes ? 2 : 1); ++part) {
+        const uint8_t* from = row;
+        if (decodes) {
+          wait_stores_read<1>();
+          __syncwarp();
+          uint4* const half = reinterpret_cast<uint4*>(decoded + part * hidden);
+          const uint32_t units = hidden / 32, first = part * units;  // of 16 values
+          dequantise(row, args.stage, first, first + units, lane, [&](uint32_t v, const uint4& low, const uint4& high) {
+            half[2 * (v - first)] = low;
+            half[2 * (v - first) + 1] = high;
+          });
+          fence_shared();
+          __syncwarp();
+          from = decoded + part * hidden;
         }
-        if (codes && !bulk_scales(args))
-          for (uint32_t mask = __ballot_sync(kFullWarp, wanted); mask != 0; mask &= mask - 1)
-            copy_scales(row, __shfl_sync(kFullWarp, slot, __ffs(mask) - 1), args, lane);
+        for (uint32_t s = 0; s < stage_count[stage]; s += kWarp) {
+          uint32_t slot = stage_slot[stage];
+          if (s > 0 && s + lane < stage_count[stage]) slot = plan.slots[stage_first[stage] + s + lane];
+          const bool wanted = s + lane < stage_count[stage] && slot < plan.num_slots;
+          if (wanted) store_bulk(args.rows + uint64_t{slot} * out_bytes + part * hidden, from, part_bytes);
+          if (wanted && codes && bulk_scales(args)) {
+            const uint32_t bytes = hidden / kFp8Block * static_cast<uint32_t>(sizeof(float));
+            store_bulk(reinterpret_cast<uint8_t*>(args.scales) + uint64_t{slot} * bytes, row + hidden, bytes);
+          }
+          if (codes && !bulk_scales(args))
+            for (uint32_t mask = __ballot_sync(kFullWarp, wanted); mask != 0; mask &= mask - 1)
+              copy_scales(row, __shfl_sync(kFullWarp, slot, __ffs(mask) - 1), args, lane);
+        }
+        commit_stores();
       }
-      commit_stores();
       ++placed;
       if (!decodes) wait_stores_read<1>();  // the stage that is loaded next was stored one round ago
       __syncwarp();

@@ -125,11 +125,7 @@ __device__ inline void plan_heads(const Crew& crew, const Domain& d, const Op& o
   const DeviceHeader& own = header(d, d.rank, op.epoch);
   const uint32_t* const pieces = at<uint32_t>(d, d.rank, d.at.token_pieces);
   const uint32_t* const origin = at<uint32_t>(d, d.rank, d.at.pair_origin);
-  const uint32_t* const own_rows = at<uint32_t>(d, d.rank, d.at.token_own);
-  const uint32_t own_begin = scratch(d).row_begin[d.rank];
   for (uint32_t t = me; t <= plan.num_tokens; t += all) plan.piece_begin[t] = pieces[t];
-  for (uint32_t t = me; t < plan.num_tokens; t += all)
-    plan.own_row[t] = own_rows[t] == kNoRow ? kNoRow : own_begin + own_rows[t];
   for (uint32_t p = me; p < own.pair_begin[ranks]; p += all) plan.pair_place[p] = origin[p];
   const uint32_t entries = plan.num_chunks + 1;
   for (uint32_t i = me; i < ranks * entries; i += all) {

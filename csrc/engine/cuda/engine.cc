@@ -317,6 +317,8 @@ std::vector<std::pair<std::string, double>> CudaEngine::stats() const {
   std::vector<std::pair<std::string, double>> all = {
       {"dispatch.calls", static_cast<double>(num_dispatches_)},
       {"combine.calls", static_cast<double>(num_combines_)},
+      {"dispatch.guesses", static_cast<double>(num_guesses_)},
+      {"dispatch.guesses_too_low", static_cast<double>(num_misses_)},
       {"windows", static_cast<double>(num_windows_)},
       {"memory.allocated_bytes", static_cast<double>(layout_.total_bytes + host_bytes(config_))},
       {"memory.max_tokens", static_cast<double>(layout_.max_tokens)},

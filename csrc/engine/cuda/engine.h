@@ -159,7 +159,8 @@ class CudaEngine {
   uint8_t* pinned_ = nullptr;  // HostError, HostCounts, and the word that stops kernels
   uint64_t* stop_word_ = nullptr;
   mutable std::mutex mutex_;   // one launch at a time
-  uint64_t calls_ = 0, num_dispatches_ = 0, num_combines_ = 0, num_windows_ = 0, num_misses_ = 0;
+  uint64_t calls_ = 0, num_dispatches_ = 0, num_combines_ = 0, num_windows_ = 0;
+  uint64_t num_guesses_ = 0, num_misses_ = 0;
   using Form = std::tuple<RoutingKind, uint32_t, uint32_t, uint32_t>;  // width, alignment, width of compact rows
   std::map<Form, Guess> guesses_;
   bool started_ = false, closed_ = false;

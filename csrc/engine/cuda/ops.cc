@@ -36,7 +36,6 @@ uint64_t lay_out(cuda::PlanView& view, const CudaPlan::Sizes& sizes, uint8_t* me
   take(view.row_slot, uint64_t{sizes.received_rows} + 1);
   take(view.slots, sizes.received_pairs);
   take(view.piece_begin, uint64_t{view.num_tokens} + 1);
-  take(view.own_row, view.num_tokens);
   take(view.pair_begin, ranks + 1);
   take(view.pair_place, sizes.sent_pairs);
   return at;
@@ -240,6 +239,7 @@ std::shared_ptr<CudaOp> CudaEngine::dispatch(const DispatchArgs& args, const Cud
   CudaPlan::Sizes guess;
   if (guesses_[form_of(plan)].make(args.num_tokens, guess)) {
     size_plan(plan, guess);
+    num_guesses_ += 1;
     place.fit = cuda::Fit::kIfLargeEnough;
     return op;
   }

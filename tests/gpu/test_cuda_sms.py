@@ -1,0 +1,105 @@
+"""How many SMs the kernels occupy, while they wait for a rank that is late: counted by where others can run."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.test_cuda_backend import spec_of
+from uccl_ep_train import Buffer, cuda
+
+NVCC = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without nvcc"
+    ),
+    pytest.mark.skipif(not Path(NVCC).is_file(), reason=f"no nvcc ({NVCC})"),
+]
+
+T, H, K, E = 256, 7168, 4, 8
+SHARED_BYTES = 120 << 10  # no room beside a block of ours, nor for a second one
+
+
+@pytest.fixture(scope="module")
+def census(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], set[int]]:
+    """Where blocks of another kernel can run on the current GPU."""
+    built = tmp_path_factory.mktemp("census") / "census.so"
+    command = [NVCC, "-shared", "-Xcompiler=-fPIC", "-arch=native", "-o", str(built),
+               str(Path(__file__).with_name("census.cu"))]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    run = ctypes.CDLL(str(built)).census
+
+    def count() -> set[int]:
+        num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        stream = torch.cuda.Stream(priority=-1)
+        found = torch.full((8 * num_sms,), -1, dtype=torch.int32, device="cuda")
+        torch.cuda.current_stream().synchronize()
+        arguments = (ctypes.c_void_p(found.data_ptr()), ctypes.c_int(len(found)), ctypes.c_int(SHARED_BYTES))
+        status = run(*arguments, ctypes.c_longlong(200_000), ctypes.c_void_p(stream.cuda_stream))
+        assert status == 0, status
+        stream.synchronize()
+        with torch.cuda.stream(stream):
+            return set(found.tolist())
+
+    return count
+
+
+def count_free(census: Callable[[], set[int]]) -> set[int]:
+    """As `census`, while kernels run on the current stream."""
+    device, free = torch.cuda.current_device(), set[int]()
+
+    def run() -> None:
+        torch.cuda.set_device(device)
+        torch.cuda.set_stream(torch.cuda.Stream())
+        free.update(census())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return free
+
+
+@pytest.mark.parametrize("num_sms", [16, 24])
+@pytest.mark.parametrize("wire", ["bf16", "fp8"])
+def test_kernels_keep_to_num_sms(census: Callable[[], set[int]], num_sms: int, wire: str) -> None:
+    spec = spec_of(2, hidden=H, settings=(("num_sms", num_sms), ("budget_bytes", 256 << 20)))
+    go = threading.Event()
+    occupied: dict[str, int] = {}
+
+    def step(rank: int, buffer: Buffer) -> None:
+        all_sms = torch.cuda.get_device_properties(buffer.device).multi_processor_count
+        x = torch.ones(T, H, dtype=torch.bfloat16, device=buffer.device)
+        idx = torch.arange(T * K, device=buffer.device).reshape(T, K) % E
+        first = buffer.dispatch(x, idx, dispatch_dtype=wire)
+        calls: dict[str, Callable[[], Any]] = {
+            "new": lambda: buffer.dispatch(x, idx, capacity=T * K * 2, dispatch_dtype=wire),
+            "cached": lambda: buffer.dispatch(x, handle=first.handle, dispatch_dtype=wire),
+            "combine": lambda: buffer.combine(first.rows, first.handle),
+        }
+        torch.cuda.synchronize()
+        if rank == 0:
+            assert len(census()) == all_sms  # control: nothing of ours runs
+        for name, run in calls.items():
+            if rank == 0:
+                run()
+                occupied[name] = all_sms - len(count_free(census))
+                go.set()
+            else:
+                assert go.wait(20)
+                go.clear()
+                run()
+            torch.cuda.synchronize()
+            buffer.check()
+
+    with spec.group() as group:
+        group.run(step)
+    assert occupied == {"new": num_sms, "cached": num_sms, "combine": num_sms}
