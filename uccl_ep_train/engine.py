@@ -7,10 +7,7 @@ R rows received by this rank.
 from __future__ import annotations
 
 import os
-import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -23,7 +20,7 @@ from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ClosedError, CommunicationError, DtypeError
 from uccl_ep_train.handle import DispatchHandle, DispatchResult, RowLayout
 from uccl_ep_train.launch import Launcher
-from uccl_ep_train.lifecycle import abandon, create_engine, watch_optimizers
+from uccl_ep_train.lifecycle import Operation, abandon, create_engine, watch_optimizers
 from uccl_ep_train.pending import InFlight, PendingCombine, PendingDispatch
 from uccl_ep_train.stats import CallClock, MemoryPlan, memory_plan
 
@@ -303,8 +300,11 @@ class Buffer:
             raise self._error.again()
         if self._closed:
             return
-        with self._remember():
+        try:
             self._engine.check()
+        except CommunicationError as error:
+            self._remember(error)
+            raise
 
     def stats(self) -> dict[str, float]:
         """Counters since creation by name; after `close` those of the end. `stats.format_stats` prints them.
@@ -316,8 +316,8 @@ class Buffer:
         chunks and bytes on the wire by kind and destination domain. busy_seconds.*, blocked_seconds.*: at
         work and waiting, by step.
         credit.*, proxy.*: waits for credits, refused posts, arrivals, dropped duplicates. memory.*: sizes.
-        On a GPU: step_seconds.*: what the first block spent in a step, waiting included; dispatch.guesses: new
-        plans whose memory was taken before the counts were known, and those of them that needed more.
+        On a GPU: step_seconds.*: what the first block spent in a step, waiting included; dispatch.guesses*:
+        new plans whose memory was taken before the counts were known, and those of them that needed more.
         """
         native = self._last_stats if self._closed else self._engine.stats()
         return {**native, **self._clock.read()}
@@ -379,21 +379,10 @@ class Buffer:
         finally:
             self._in_flight.prune()
 
-    @contextmanager
-    def _operation(self, kind: str, *, starts: bool = False) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            with self._remember():
-                yield
-        finally:
-            self._clock.add(kind, time.perf_counter() - started, starts=starts)
+    def _operation(self, kind: str, *, starts: bool = False) -> Operation:
+        return Operation(kind, self._clock, self._remember, starts=starts)
 
-    @contextmanager
-    def _remember(self) -> Iterator[None]:
+    def _remember(self, error: CommunicationError) -> None:
         """The first communication error breaks the buffer: every later call raises it again."""
-        try:
-            yield
-        except CommunicationError as error:
-            if self._error is None:
-                self._error = error.again()
-            raise
+        if self._error is None:
+            self._error = error.again()

@@ -7,9 +7,9 @@ gradients of a dispatch are combined.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from uccl_ep_train.errors import EpError
 from uccl_ep_train.fp8 import BLOCK
 from uccl_ep_train.handle import DispatchHandle, Fp8Rows, RowLayout
 from uccl_ep_train.native import load_native
-from uccl_ep_train.pending import InFlight
+from uccl_ep_train.pending import InFlight, Record
 from uccl_ep_train.routing import Routing
 
 # A tensor without elements has address 0, which the native core reads as "not given".
@@ -42,7 +42,13 @@ class Outputs(NamedTuple):
 
     def like(self, num_rows: int) -> Outputs:
         """Others, of so many rows."""
-        return Outputs(*(None if tensor is None else tensor.new_empty(num_rows, *tensor.shape[1:]) for tensor in self))
+
+        def like(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.new_empty(num_rows, *tensor.shape[1:])
+
+        rows = like(self.rows)
+        assert rows is not None
+        return Outputs(rows, like(self.scales), like(self.row_weights), like(self.row_experts))
 
     def shrink(self, num_rows: int) -> None:
         """To the first rows, in place. Their memory stays what it is."""
@@ -60,7 +66,7 @@ class Dispatched:
 
     received           what the engine writes; other tensors than `outputs` where more came than the capacity
                        holds
-    tokens_per_expert  [L] int64, as the result has it
+    counts             [L] int64: tokens_per_expert, if it is not the handle's
     overflow           bool [], as the result has it
     unresolved         waits for the counts; until then outputs have the size of a guess
     """
@@ -69,7 +75,7 @@ class Dispatched:
     handle: DispatchHandle
     received: Outputs
     outputs: Outputs
-    tokens_per_expert: Tensor
+    counts: Tensor | None = None
     overflow: Tensor | None = None
     unresolved: Callable[[], None] | None = None
 
@@ -77,6 +83,13 @@ class Dispatched:
     def rows(self) -> Tensor | Fp8Rows:
         rows, scales = self.outputs[:2]
         return rows if scales is None else Fp8Rows(rows, scales)
+
+    @property
+    def tokens_per_expert(self) -> Tensor:
+        """[L] int64, as the result has it. On a GPU filled when the dispatch is resolved."""
+        if self.counts is None:
+            self.counts = torch.tensor(self.handle.tokens_per_expert, dtype=torch.int64)
+        return self.counts
 
     def resolve(self) -> None:
         """Returns when the counts are known and the outputs are as large as they say."""
@@ -141,9 +154,7 @@ class Launcher:
         # From the launch on: an interrupt may come as soon as it returns.
         with self._no_way_back("dispatch"):
             native = self._dispatch(args, None if handle is None else handle.plan)
-            record = self._in_flight.add(native, x_TH, routed.indices, routed.values)
-            weighted = routed.values is not None
-
+            record = self._track(native, aside, x_TH, routed.indices, routed.values)
             known = handle or DispatchHandle.of_plan(native.plan, self._owner, rows)
 
             def receive(num_rows: int) -> Outputs:
@@ -200,7 +211,7 @@ class Launcher:
         args.values_out_ptr = address(values)
         args.aside = aside
         native = self._combine(args, handle.plan)
-        self._in_flight.add(native, handle.storage, rows_RH, row_values, out_TH, values)
+        self._track(native, aside, handle.storage, rows_RH, row_values, out_TH, values)
         return Combined(native, out_TH, values)
 
     def wait(self, native: Any) -> None:
@@ -208,6 +219,10 @@ class Launcher:
         native.wait()
 
     # What differs between backends.
+
+    def _track(self, native: Any, aside: bool, *tensors: Tensor | None) -> Record:
+        """Keeps tensors alive until the engine is done with them."""
+        return self._in_flight.add(native, *tensors)
 
     def _receive(self, native: Any, handle: DispatchHandle, receive: Receive) -> Dispatched:
         """Calls receive(num_rows), which allocates outputs for so many rows and gives them to the engine."""
@@ -251,16 +266,27 @@ class Launcher:
         args.plan = plan
         return self._engine.combine(args)
 
-    @contextmanager
-    def _no_way_back(self, what: str) -> Iterator[None]:
-        """Peers count on an operation that has been queued: if this rank cannot go on, they must know."""
-        try:
-            yield
-        except EpError:
-            raise
-        except BaseException as error:
-            self._engine.fail(f"{what} was given up by {type(error).__name__}: {error}")
-            raise
+    def _no_way_back(self, what: str) -> _NoWayBack:
+        return _NoWayBack(self._engine, what)
+
+
+class _NoWayBack:
+    """Peers count on an operation that has been queued: if this rank cannot go on, they must know."""
+
+    __slots__ = ("_engine", "_what")
+
+    def __init__(self, engine: Any, what: str) -> None:
+        self._engine = engine
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, EpError):
+            self._engine.fail(f"{self._what} was given up by {type(error).__name__}: {error}")
 
 
 def _allocate(x_TH: Tensor, dtype: torch.dtype, rows: RowLayout, num_rows: int, weighted: bool) -> Outputs:

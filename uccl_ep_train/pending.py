@@ -47,6 +47,8 @@ class InFlight:
 
     def prune(self) -> None:
         """Lets go of the tensors of operations that are over; called when one was launched or waited for."""
+        if not self._records:
+            return
         with self._lock:
             self._records = [entry for entry in self._records if not entry.native.done]
 

@@ -1,4 +1,4 @@
-"""How many SMs the kernels occupy, while they wait for a rank that is late: counted by where others can run."""
+"""SMs that the kernels occupy while they wait for a late rank: counted by where others can run."""
 
 from __future__ import annotations
 
@@ -102,4 +102,6 @@ def test_kernels_keep_to_num_sms(census: Callable[[], set[int]], num_sms: int, w
 
     with spec.group() as group:
         group.run(step)
-    assert occupied == {"new": num_sms, "cached": num_sms, "combine": num_sms}
+    assert occupied["new"] == occupied["combine"] == num_sms
+    # Blocks that place what comes from their own rank are through.
+    assert 0 < occupied["cached"] <= num_sms, occupied

@@ -76,8 +76,7 @@ __device__ void stage(const Crew& crew, const Domain& d, const Op& op, const Pla
     if (!done) stage_rows(crew, d, op, args.stage, begin, end, number, count);
     clock.stop();
   }
-  if (args.routing_compared && args.window == 0)
-    compare_routing(crew, d, plan, args.routing, args.signature.plan_id);
+  if (args.routing_compared && args.window == 0) compare_routing(crew, d, plan, args.routing, args.signature.plan_id);
 }
 
 // By the crew that will place: the exchange of a new plan. False: an error is known.

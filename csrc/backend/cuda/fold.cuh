@@ -131,7 +131,8 @@ __device__ inline void fold_values(const Crew& crew, const Domain& d, const Plan
 __device__ inline void finish_fold(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
                                    const CombineArgs& args) {
   if (args.row_values != nullptr && args.window == 0) fold_values(crew, d, plan, args);
-  if (last_block(crew, d, Arrival::kFolded, gridDim.x) && going(crew, d)) publish_all(crew, d, d.at.folded_all, op.epoch);
+  if (last_block(crew, d, Arrival::kFolded, gridDim.x) && going(crew, d))
+    publish_all(crew, d, d.at.folded_all, op.epoch);
 }
 
 }  // namespace uccl_ep::cuda

@@ -113,8 +113,8 @@ struct RowBatch {
 };
 
 // ---- one row --------------------------------------------------------------------------------------------------------
-// By a warp: values 16 i to 16 i + 15 of a row for `i` from `first` to `end`, a lane each: put(i, low, high). A block of
-// 128 has one scale.
+// By a warp: values 16 i to 16 i + 15 of a row for `i` from `first` to `end`, a lane each: put(i, low, high). A block
+// of 128 has one scale.
 template <typename Put>
 __device__ __forceinline__ void dequantise(const uint8_t* row, const StageArgs& args, uint32_t first, uint32_t end,
                                            uint32_t lane, Put put) {
@@ -260,8 +260,7 @@ __device__ void place_rows_bulk(const Crew& crew, const Domain& d, const Op& op,
     stage_slot[stage] = slot;
     if (lane == 0) {
       proxy_fence();  // flags were read by ordinary loads, the row is read by a bulk copy
-      load_bulk(ring + stage * stride, rows(d, source, op.half) + uint64_t{staged} * stride, wire_bytes,
-                full + stage);
+      load_bulk(ring + stage * stride, rows(d, source, op.half) + uint64_t{staged} * stride, wire_bytes, full + stage);
     }
     ++loaded;
   };
@@ -333,8 +332,8 @@ __device__ inline void fill_padding(const Crew& crew, const Domain& d, const Pla
   }
 }
 
-// By crews of all blocks that place, when all values have been staged. The slots of a new plan are worked out once more: other
-// blocks write them only now.
+// By crews of all blocks that place, when all values have been staged. The slots of a new plan are worked out once
+// more: other blocks write them only now.
 template <bool kFresh>
 __device__ inline void place_values(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
                                     const PlaceArgs& args) {
@@ -370,7 +369,8 @@ __device__ inline void place_experts(const Crew& crew, const Domain& d, const Op
     const uint32_t offset = (kFresh ? from.value_begin : plan.value_begin)[source];
     const float* const staged = values(d, source, op.half);
     const uint32_t end = min((kFresh ? from.row_end : plan.row_end)[source], plan.num_slots);
-    for (uint32_t row = row_begin + blockIdx.x * crew.size + crew.thread; row < end; row += args.num_blocks * crew.size) {
+    for (uint32_t row = row_begin + blockIdx.x * crew.size + crew.thread; row < end;
+         row += args.num_blocks * crew.size) {
       uint32_t first = 0, count = 0;
       if constexpr (kFresh) {
         const ListEntry entry = list(d, source, op.half, d.rank)[row - row_begin];

@@ -206,7 +206,8 @@ __device__ inline void stage_values(const Crew& crew, const Domain& d, const Op&
   const uint32_t sent = plan.pair_begin[d.at.num_ranks];
   for (uint32_t p = blockIdx.x * crew.size + crew.thread; p < sent; p += gridDim.x * crew.size)
     staged[p] = from[plan.pair_place[p]];
-  if (last_block(crew, d, Arrival::kValues, gridDim.x) && going(crew, d)) publish_all(crew, d, d.at.values_full, op.epoch);
+  if (last_block(crew, d, Arrival::kValues, gridDim.x) && going(crew, d))
+    publish_all(crew, d, d.at.values_full, op.epoch);
 }
 
 }  // namespace uccl_ep::cuda

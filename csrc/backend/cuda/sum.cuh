@@ -137,7 +137,7 @@ __device__ __forceinline__ void pack_sums(const float (&sums)[kVectors][8], uint
   uint32_t most = 0x80008000u;
 #pragma unroll
   for (uint32_t v = 0; v < kVectors; ++v) {
-    const float(&sum)[8] = sums[v];
+    const float (&sum)[8] = sums[v];
     packed[v] = make_uint4(pack_finite_bf16(sum[0], sum[1]), pack_finite_bf16(sum[2], sum[3]),
                            pack_finite_bf16(sum[4], sum[5]), pack_finite_bf16(sum[6], sum[7]));
     most = __vmaxs2(most, __vmaxs2(__vmaxs2(packed[v].x, packed[v].y), __vmaxs2(packed[v].z, packed[v].w)));
@@ -145,7 +145,7 @@ __device__ __forceinline__ void pack_sums(const float (&sums)[kVectors][8], uint
   if ((most & 0xFFFF) != 0x7FFF && most >> 16 != 0x7FFF) return;
 #pragma unroll
   for (uint32_t v = 0; v < kVectors; ++v) {
-    const float(&sum)[8] = sums[v];
+    const float (&sum)[8] = sums[v];
     packed[v] = make_uint4(pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]),
                            pack_bf16(sum[6], sum[7]));
   }

@@ -45,6 +45,7 @@ struct CudaOp {
   bool counts_known = false;
   bool placed = false;            // or will be by what is launched
   cudaStream_t stream = nullptr;  // that it runs on
+  bool captured = false;          // into a graph
   cudaEvent_t done = nullptr;     // if that is not the caller's
   bool launched = false;
   ~CudaOp() {

@@ -65,7 +65,7 @@ void Guess::learn(uint64_t num_tokens, const cuda::PlanSizes& sizes) {
 bool Guess::make(uint64_t num_tokens, cuda::PlanSizes& sizes) const {
   const auto alike = [&](const Seen& s) { return s.num_tokens <= 2 * num_tokens && num_tokens <= 2 * s.num_tokens; };
   if (num_tokens == 0 || seen_.empty() || !std::all_of(seen_.begin(), seen_.end(), alike)) return false;
-  const auto guess = [&](uint32_t cuda::PlanSizes::*number) {
+  const auto guess = [&](uint32_t cuda::PlanSizes::* number) {
     double least = 1e18, most = 0.0;
     for (const Seen& seen : seen_) {
       const double scale = static_cast<double>(num_tokens) / static_cast<double>(seen.num_tokens);
@@ -167,7 +167,8 @@ std::shared_ptr<CudaOp> CudaEngine::begin(std::shared_ptr<CudaPlan> plan, cudaSt
     follow(stream_, stream);
   }
   // The operations of a buffer are one sequence. What a graph holds is ordered by who replays it.
-  if (last_stream_ != op->stream && !is_capturing(op->stream))
+  op->captured = is_capturing(op->stream);
+  if (last_stream_ != op->stream && !op->captured)
     must(cudaStreamWaitEvent(op->stream, last_done_, 0), "cudaStreamWaitEvent");
   return op;
 }
@@ -365,7 +366,7 @@ std::shared_ptr<CudaOp> CudaEngine::combine(const CombineArgs& args, const CudaC
 
 void CudaEngine::finish(CudaOp& op) {
   if (op.done != nullptr) must(cudaEventRecord(op.done, op.stream), "cudaEventRecord");
-  if (!is_capturing(op.stream)) {
+  if (!op.captured) {
     must(cudaEventRecord(last_done_, op.stream), "cudaEventRecord");
     last_stream_ = op.stream;
   }
