@@ -15,11 +15,10 @@ from uccl_ep_train.bootstrap import LocalBootstrap
 T, H, K, E = 70, 1024, 3, 8
 
 
-def use(buffer: Buffer, dtype: torch.dtype) -> None:
+def use(buffer: Buffer, dtype: torch.dtype, wire: str) -> None:
     x_TH = torch.ones(T, H, dtype=dtype, device=buffer.device, requires_grad=True)
     idx_TK = torch.arange(T * K, device=buffer.device).reshape(T, K) % E
     weights_TK = torch.ones(T, K, device=buffer.device, requires_grad=True)
-    wire = "fp8" if dtype == torch.bfloat16 else "bf16"
     for options in ({}, {"layout": "compact"}, {"capacity": T * K - 20}, {"expert_alignment": 16}):
         result = buffer.dispatch(x_TH, idx_TK, weights_TK, dispatch_dtype=wire, **options)
         out_TH = buffer.combine(result.rows, result.handle)
@@ -45,8 +44,8 @@ def main() -> None:
             bulk_copies=bulk_copies, arrival_timeout_s=300.0, progress_timeout_s=300.0,
         )  # fmt: skip
         with Buffer(None, config, bootstrap=LocalBootstrap.create(1)[0]) as buffer:
-            for dtype in (torch.bfloat16, torch.float32):
-                use(buffer, dtype)
+            for dtype, wire in ((torch.bfloat16, "fp8"), (torch.bfloat16, "bf16"), (torch.float32, "bf16")):
+                use(buffer, dtype, wire)
     print("small case done")
 
 

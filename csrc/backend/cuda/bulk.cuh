@@ -15,10 +15,6 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 __device__ __forceinline__ void init_barrier(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
-// By one thread, when no copy is under way: the memory may be used again.
-__device__ __forceinline__ void end_barrier(uint64_t* barrier) {
-  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
 __device__ __forceinline__ void fence_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 // `to` and `barrier`: addresses in shared memory.
 __device__ __forceinline__ void load_bulk(uint32_t to, const void* from, uint32_t num_bytes, uint32_t barrier) {

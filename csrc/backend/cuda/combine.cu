@@ -16,11 +16,10 @@ constexpr uint32_t kBulkBytes = (kFoldWarps<true> + kMergeWarps<true>)*kSumWarpB
 
 // By a crew. In: dtype of the addends, Out: of the sums.
 template <bool kBulk, typename In, typename Out, typename Work>
-__device__ void sum_all(const Crew& crew, const Domain& d, const Work& work, uint32_t hidden, uint8_t* shared,
-                        uint64_t* barriers, uint32_t first_warp) {
+__device__ void sum_all(const Crew& crew, const Domain& d, const Work& work, uint32_t hidden, RingState& ring) {
   if constexpr (kBulk) {
 #if __CUDA_ARCH__ >= 900
-    sum_rows_bulk(crew, d, work, hidden * 2, shared + first_warp * kSumWarpBytes, barriers + first_warp * kRing);
+    sum_rows_bulk(crew, d, work, hidden * 2, ring);
 #endif
   } else {
     sum_rows<In, Out>(crew, d, work, hidden);
@@ -30,7 +29,7 @@ __device__ void sum_all(const Crew& crew, const Domain& d, const Work& work, uin
 // By both crews: the one that folds has done so, and sums what arrives last beside the other.
 template <bool kBulk, typename Row, typename Wire>
 __device__ void merge_all(const Crew& crew, bool has_folded, const Domain& d, const Op& op, const PlanView& plan,
-                          const CombineArgs& args, uint8_t* shared, uint64_t* barriers) {
+                          const CombineArgs& args, RingState& ring) {
   const StepClock clock(crew, d, Step::kMerge, has_folded ? gridDim.x : 0);
   const Merge whole(d, op, plan, args);
   if (!has_folded) whole.fill_empty(crew);
@@ -38,8 +37,7 @@ __device__ void merge_all(const Crew& crew, bool has_folded, const Domain& d, co
     Merge merge = whole;
     merge.take(last_ones != 0, gridDim.x * kFoldWarps<kBulk>);
     const Crew all = Crew::of(0, 1, kFoldWarps<kBulk> + kMergeWarps<kBulk>);  // has no barrier
-    sum_all<kBulk, Wire, Row>(last_ones != 0 ? all : crew, d, merge, args.hidden, shared, barriers,
-                              last_ones != 0 ? 0 : kFoldWarps<kBulk>);
+    sum_all<kBulk, Wire, Row>(last_ones != 0 ? all : crew, d, merge, args.hidden, ring);
   }
   if (!has_folded) finish_merge(crew, d, op, plan, args);
   clock.stop();
@@ -88,18 +86,22 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
   } else {
     const bool folds = warp <= kFold;
     const Crew crew = folds ? Crew::of(2, 1, kFold) : Crew::of(3, 1 + kFold, kMerge);
+    RingState ring{shared + (warp - 1) * kSumWarpBytes, barriers + (warp - 1) * kRing};
+#if __CUDA_ARCH__ >= 900
+    if (kBulk) begin_ring(ring, crew.lane());
+#endif
     bool good = going(crew, d);
     if (folds) {
       // The pieces of the last combine must have been merged.
       good = good && wait_all(crew, d, d.at.merged, op.free_after, Step::kFold);
       if (good) {
         const StepClock clock(crew, d, Step::kFold);
-        sum_all<kBulk, Row, Wire>(crew, d, Fold{d, op, plan, args, range}, args.hidden, shared, barriers, 0);
+        sum_all<kBulk, Row, Wire>(crew, d, Fold{d, op, plan, args, range}, args.hidden, ring);
         finish_fold(crew, d, op, plan, args);
         clock.stop();
       }
     }
-    if (good) merge_all<kBulk, Row, Wire>(crew, folds, d, op, plan, args, shared, barriers);
+    if (good) merge_all<kBulk, Row, Wire>(crew, folds, d, op, plan, args, ring);
   }
   __syncthreads();  // what the other crews have found counts
   if (warp > kFold) finish(Crew::of(3, 1 + kFold, kMerge), d, op, plan, args);

@@ -151,38 +151,49 @@ __device__ __forceinline__ void pack_sums(const float (&sums)[kVectors][8], uint
   }
 }
 
+// A warp's ring, between one use of it and the next.
+struct RingState {
+  uint8_t* memory = nullptr;     // kSumWarpBytes
+  uint64_t* barriers = nullptr;  // kRing, one for every segment: filled
+  uint32_t slot = 0, parity = 0;
+};
+
 #if __CUDA_ARCH__ >= 900
+// By a warp, once.
+__device__ __forceinline__ void begin_ring(const RingState& ring, uint32_t lane) {
+  if (lane == 0) {
+    for (uint32_t i = 0; i < kRing; ++i) init_barrier(ring.barriers + i);
+    fence_barriers();
+  }
+  __syncwarp();
+}
+
 template <uint32_t kVectors, typename Work>
 struct BulkSums {
   static constexpr uint32_t kSegment = kVectors * kWarp * 16;
   const Domain& d;
   const Work& work;
   const uint32_t lane, row_bytes;
-  uint64_t* const barriers;
+  RingState& state;
   const uint32_t ring, full;  // addresses in shared memory
   // Where the loads are.
   Turns<Work> ahead;
   Sum load, pending;                   // the sum that is loaded, and the next one
   uint32_t load_place, pending_place;  // lane i: where addend i lies
-  uint32_t load_at = 0, load_addend = 0, loaded = 0, load_slot = 0;
+  uint32_t load_at = 0, load_addend = 0, loaded = 0, load_slot;
   bool good;
 
-  __device__ BulkSums(const Crew& crew, const Domain& domain, const Work& w, uint32_t bytes, uint8_t* shared,
-                      uint64_t* crew_barriers)
+  __device__ BulkSums(const Crew& crew, const Domain& domain, const Work& w, uint32_t bytes, RingState& s)
       : d(domain),
         work(w),
         lane(crew.lane()),
         row_bytes(bytes),
-        barriers(crew_barriers + crew.warp() * kRing),
-        ring(shared_address(shared + crew.warp() * kSumWarpBytes)),
-        full(shared_address(barriers)),
+        state(s),
+        ring(shared_address(s.memory)),
+        full(shared_address(s.barriers)),
         ahead(w, crew, false),
+        load_slot(s.slot),
         good(__all_sync(kFullWarp, !stopped(domain))) {
-    if (lane == 0) {
-      for (uint32_t i = 0; i < kRing; ++i) init_barrier(barriers + i);
-      fence_barriers();
-    }
-    __syncwarp();
     look_ahead();
     next_load();
   }
@@ -224,19 +235,10 @@ struct BulkSums {
     if (load_at >= row_bytes) next_load();
   }
 
-  // Nothing is under way any more.
-  __device__ __forceinline__ void end() const {
-    if (lane == 0) {
-      wait_stores<0>();
-      for (uint32_t i = 0; i < kRing; ++i) end_barrier(barriers + i);
-    }
-    __syncwarp();
-  }
-
   __device__ void run(const Crew& crew) {
     for (uint32_t i = 0; i < kRing - kLag; ++i) load_segment();
     Turns<Work> turns(work, crew, true);
-    uint32_t summed = 0, slot = 0, parity = 0;
+    uint32_t summed = 0, slot = state.slot, parity = state.parity;
     // Rows that are written and not reported, a lane each: those that have been counted, those that wait for their
     // stores, and later ones. A warp looks at each again when it has another row: nobody waits for stores or counters.
     uint32_t counting = 0, counting_tag = 0, waiting = 0, waiting_tag = 0, waits_since = 0, later = 0, later_tag = 0;
@@ -271,7 +273,7 @@ struct BulkSums {
         float sum[kVectors][8] = {};
         for (uint32_t left = now.count; left > 0;) {
           if (summed == loaded) {  // an error is known
-            end();
+            if (lane == 0) wait_stores<0>();
             return;
           }
           const uint32_t from = ring + slot * kSegment + lane * 16;
@@ -299,7 +301,10 @@ struct BulkSums {
       }
       if (work.reports()) row_written(now.tag);
     }
-    end();
+    if (lane == 0) wait_stores<0>();
+    __syncwarp();
+    state.slot = slot;
+    state.parity = parity;
     end_counting();
     count_rows(waiting, waiting_tag);
     end_counting();
@@ -310,11 +315,11 @@ struct BulkSums {
 
 template <typename Work>
 __device__ __forceinline__ void sum_rows_bulk(const Crew& crew, const Domain& d, const Work& work, uint32_t row_bytes,
-                                              uint8_t* shared, uint64_t* barriers) {
+                                              RingState& ring) {
   if (long_segments(row_bytes))
-    BulkSums<7, Work>(crew, d, work, row_bytes, shared, barriers).run(crew);
+    BulkSums<7, Work>(crew, d, work, row_bytes, ring).run(crew);
   else
-    BulkSums<4, Work>(crew, d, work, row_bytes, shared, barriers).run(crew);
+    BulkSums<4, Work>(crew, d, work, row_bytes, ring).run(crew);
 }
 #endif
 
