@@ -62,7 +62,6 @@ __device__ __forceinline__ void add_global(uint64_t* sum, uint64_t value) {
 // ---- counters in shared memory of one block: order comes from the block's own barriers ------------------------------
 __device__ __forceinline__ void add_shared(uint32_t* counter, uint32_t value) { atomicAdd(counter, value); }
 __device__ __forceinline__ void add_shared(unsigned long long* sum, unsigned long long value) { atomicAdd(sum, value); }
-__device__ __forceinline__ void max_shared(uint32_t* most, uint32_t value) { atomicMax(most, value); }
 __device__ __forceinline__ void or_shared(uint32_t* word, uint32_t bits) { atomicOr(word, bits); }
 
 // ---- time -----------------------------------------------------------------------------------------------------------

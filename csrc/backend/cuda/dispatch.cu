@@ -97,8 +97,12 @@ __device__ bool exchange(const Crew& crew, const Domain& d, const Op& op, const 
       __threadfence_system();
     }
     if (going(crew, d)) {
-      publish_all(crew, d, d.at.header_full, op.epoch);
-      if (args.routing.values != nullptr) publish_all(crew, d, d.at.values_full, op.epoch);
+      // Two warps, for a release takes its time.
+      const bool with_values = args.routing.values != nullptr;
+      for (uint32_t r = crew.lane(); r < d.at.num_ranks; r += kWarp) {
+        if (crew.warp() == 0) publish_flag(at<uint64_t>(d, r, d.at.header_full) + d.rank, op.epoch);
+        if (crew.warp() == 1 && with_values) publish_flag(at<uint64_t>(d, r, d.at.values_full) + d.rank, op.epoch);
+      }
       if (all_alike(crew, d, op.epoch))
         count_received(crew, d, op, args.signature, args.call, reinterpret_cast<uint32_t*>(shared));
     }

@@ -17,27 +17,6 @@ struct Bases {
         size(padding + 2 * d.experts_per_rank) {}
 };
 
-// By a warp: the segments of the experts, one after the other; `padding` comes with the exact counts in first place.
-__device__ inline uint32_t lay_out_experts(const Bases& to, uint32_t experts, uint32_t alignment, uint32_t lane,
-                                           uint32_t* host) {
-  uint32_t begin = 0;
-  for (uint32_t first = 0; first < experts; first += kWarp) {
-    const uint32_t l = first + lane;
-    const uint32_t count = l < experts ? to.padding[2 * l] : 0;
-    const uint32_t size = (count + alignment - 1) / alignment * alignment;
-    const uint32_t end = begin + warp_prefix(size, lane);
-    if (l < experts) {
-      to.size[l] = size;
-      to.padding[2 * l] = end - size + count;
-      to.padding[2 * l + 1] = end;
-      host[l] = count;
-      host[experts + l] = size;
-    }
-    begin = __shfl_sync(kFullWarp, end, kWarp - 1);
-  }
-  return begin;
-}
-
 // Whether a new plan and its output have enough memory. Every rank decides for itself, every block of it alike.
 template <PlanState kState>
 __device__ __forceinline__ bool has_memory(const Domain& d, const PlaceArgs& args) {
@@ -45,76 +24,81 @@ __device__ __forceinline__ bool has_memory(const Domain& d, const PlaceArgs& arg
   return args.fit == Fit::kIfLargeEnough && scratch(d).sizes.fits(args.memory);
 }
 
+// What a source has for us, and what it has at all.
+struct FromSource {
+  uint32_t rows, pairs, first_pair, tokens, sent_rows;
+};
+
 // By a crew of one block, when all ranks have entered: the counts for the host, and what places rows. `shared`: memory
-// for a number per expert of the group.
+// for two numbers per expert of the group.
 __device__ inline void count_received(const Crew& crew, const Domain& d, const Op& op, const OpSignature& signature,
                                       uint64_t call, uint32_t* shared) {
   const uint32_t ranks = d.at.num_ranks, experts = d.experts_per_rank;
-  __shared__ uint32_t most_tokens, most_sent;
+  __shared__ FromSource from[kMaxDomainRanks];
+  uint32_t* const counts = shared;                   // [ranks][experts]
+  uint32_t* const begin = shared + d.at.num_experts;  // [experts]
   PlanScratch& plan = scratch(d);
   const Bases base(d);
-  if (crew.thread == 0) most_tokens = most_sent = 0;
-  crew.sync();
+  uint32_t* const host = reinterpret_cast<uint32_t*>(d.counts + 1);
   for (uint32_t i = crew.thread; i < d.at.num_experts; i += crew.size)
-    shared[i] = header_counts(d, i / experts, op.epoch)[d.rank * experts + i % experts];
-  for (uint32_t s = crew.thread; s < ranks; s += crew.size) {
+    counts[i] = header_counts(d, i / experts, op.epoch)[d.rank * experts + i % experts];
+  for (uint32_t s = crew.size - 1 - crew.thread; s < ranks; s += crew.size) {
     const DeviceHeader& h = header(d, s, op.epoch);
-    const uint32_t first_row = h.row_begin[d.rank], end_row = h.row_begin[d.rank + 1];
-    const uint32_t first_pair = h.pair_begin[d.rank], end_pair = h.pair_begin[d.rank + 1];
-    const uint32_t tokens = h.num_tokens, sent = h.row_begin[ranks];
-    plan.row_end[s] = end_row - first_row;
-    plan.slot_end[s] = end_pair - first_pair;
-    plan.value_begin[s] = first_pair;
-    max_shared(&most_tokens, tokens);
-    max_shared(&most_sent, sent);
+    const uint32_t first_row = h.row_begin[d.rank], first_pair = h.pair_begin[d.rank];
+    from[s] = {h.row_begin[d.rank + 1] - first_row, h.pair_begin[d.rank + 1] - first_pair, first_pair, h.num_tokens,
+               h.row_begin[ranks]};
   }
+  const uint32_t sent_pairs = header(d, d.rank, op.epoch).pair_begin[ranks];
   crew.sync();
-  for (uint32_t l = crew.thread; l < experts; l += crew.size) {
-    uint32_t sum = 0;
-    for (uint32_t i = 0; i < ranks; ++i) {
-      const uint32_t source = d.source_order[i];
-      base.slot[source * experts + l] = sum;  // inside the expert
-      sum += shared[source * experts + l];
+  if (crew.warp() == 0) {  // the segments of the experts, one after the other
+    uint32_t first_slot = 0;
+    for (uint32_t first = 0; first < experts; first += kWarp) {
+      const uint32_t l = first + crew.lane();
+      uint32_t count = 0;
+      for (uint32_t s = 0; l < experts && s < ranks; ++s) count += counts[s * experts + l];
+      const uint32_t size =
+          (count + signature.expert_alignment - 1) / signature.expert_alignment * signature.expert_alignment;
+      const uint32_t end = first_slot + warp_prefix(size, crew.lane());
+      if (l < experts) {
+        begin[l] = end - size;
+        base.size[l] = size;
+        base.padding[2 * l] = end - size + count;
+        base.padding[2 * l + 1] = end;
+        host[l] = count;
+        host[experts + l] = size;
+      }
+      first_slot = __shfl_sync(kFullWarp, end, kWarp - 1);
     }
-    base.padding[2 * l] = sum;
-  }
-  PlanSizes& sizes = plan.sizes;
-  if (crew.thread == crew.size - 1) {
-    uint32_t rows = 0, pairs = 0;
-    for (uint32_t i = 0; i < ranks; ++i) {
-      const uint32_t s = d.source_order[i];
-      plan.row_begin[s] = rows;
-      plan.slot_begin[s] = pairs;
-      plan.value_begin[s] -= pairs;
-      plan.row_end[s] = rows += plan.row_end[s];
-      plan.slot_end[s] = pairs += plan.slot_end[s];
-    }
-    sizes.num_rows = sizes.received_rows = rows;
-    sizes.received_pairs = pairs;
-    sizes.sent_pairs = header(d, d.rank, op.epoch).pair_begin[ranks];
-    sizes.most_tokens = most_tokens;
-    sizes.most_sent_rows = most_sent;
-  }
-  crew.sync();
-  if (crew.warp() == 0) {
-    const uint32_t num_slots = lay_out_experts(base, experts, signature.expert_alignment, crew.lane(),
-                                               reinterpret_cast<uint32_t*>(d.counts + 1));
     if (crew.lane() == 0) {
-      if (signature.compact_width == 0) sizes.num_rows = num_slots;
-      d.counts->sizes = sizes;
+      PlanSizes sizes;
+      sizes.sent_pairs = sent_pairs;
+      for (uint32_t i = 0; i < ranks; ++i) {
+        const uint32_t s = d.source_order[i];
+        plan.row_begin[s] = sizes.received_rows;
+        plan.slot_begin[s] = sizes.received_pairs;
+        plan.value_begin[s] = from[s].first_pair - sizes.received_pairs;
+        plan.row_end[s] = sizes.received_rows += from[s].rows;
+        plan.slot_end[s] = sizes.received_pairs += from[s].pairs;
+        sizes.most_tokens = max(sizes.most_tokens, from[s].tokens);
+        sizes.most_sent_rows = max(sizes.most_sent_rows, from[s].sent_rows);
+      }
+      sizes.num_rows = signature.compact_width > 0 ? sizes.received_rows : first_slot;
+      plan.sizes = d.counts->sizes = sizes;
     }
   }
   crew.sync();
   for (uint32_t l = crew.thread; l < experts; l += crew.size) {
-    const uint32_t begin = base.padding[2 * l + 1] - base.size[l];
-    for (uint32_t s = 0; s < ranks; ++s) base.slot[s * experts + l] += begin;
+    uint32_t slot = begin[l];
+    for (uint32_t i = 0; i < ranks; ++i) {
+      const uint32_t at_source = d.source_order[i] * experts + l;
+      base.slot[at_source] = slot;
+      slot += counts[at_source];
+    }
   }
   __threadfence_system();
   crew.sync();
-  if (crew.thread == 0) {
-    publish_flag(&local(d).planned, op.epoch);
-    publish_flag(&d.counts->call, call);
-  }
+  if (crew.thread == 0) publish_flag(&local(d).planned, op.epoch);
+  if (crew.thread == kWarp) publish_flag(&d.counts->call, call);
 }
 
 // By crews of `num_blocks` blocks: the parts of a new plan that no row stands for.
