@@ -166,7 +166,7 @@ class EpConfig:
         metadata=info(
             "SMs",
             "None, or 1 .. 1024",
-            "more SMs for the first kernel of a dispatch with a new plan (routing, staging); None: num_sms",
+            "SMs that staging and the routing of a new plan may take before they leave; None: num_sms",
             optional(integer(1, 1024)),
         ),
     )
