@@ -1,0 +1,166 @@
+"""When a dispatch of CUDA tensors gets memory, and what it does until the counts come.
+
+On CPU tensors, with a stand-in for the engine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from uccl_ep_train.cuda import CudaLauncher
+from uccl_ep_train.handle import RowLayout
+from uccl_ep_train.launch import Dispatched
+from uccl_ep_train.pending import InFlight
+from uccl_ep_train.routing import Routing
+
+T, H, K, L = 6, 128, 2, 3
+
+
+@dataclass
+class Plan:
+    num_rows: int = 0  # a guess at first
+    nbytes: int = 256
+    num_tokens: int = T
+    plan_id: int = 1
+    expert_alignment: int = 1
+    routing_kind: str = "topk"
+    routing_width: int = K
+    counts_begin: int = 8
+    counts_end: int = 8 + 8 * L
+    tokens_per_expert: list[int] = field(default_factory=list)
+    tokens_per_expert_exact: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Op:
+    """counts: what comes; memory: rows of each output that was given, and whether the counts were known"""
+
+    plan: Plan
+    counts: list[int]
+    is_guessed: bool = False
+    counts_known: bool = False
+    placed: bool = False
+    interrupt: type[BaseException] | None = None
+    memory: list[tuple[int, bool]] = field(default_factory=list)
+    done: bool = False
+
+    def wait_counts(self, address: int) -> None:
+        if self.interrupt is not None:
+            raise self.interrupt("while it waited")
+        guess, self.plan.num_rows = self.plan.num_rows, sum(self.counts)
+        self.placed = self.is_guessed and self.plan.num_rows <= guess
+        self.counts_known = True
+        self.is_guessed &= self.placed
+        self.plan.tokens_per_expert = self.counts
+        ctypes.memmove(address, (ctypes.c_int64 * L)(*self.counts), 8 * L)
+
+    def set_output(self, *, rows: int, scales: int, values: int, plan: int, stream: int) -> None:
+        assert rows != 0 and plan != 0
+        self.memory.append((self.plan.num_rows, self.counts_known))
+
+
+class Engine:
+    def __init__(self, op: Op) -> None:
+        self.op = op
+        self.failures: list[str] = []
+
+    def dispatch(self, args: Any, plan: Any, stream: int) -> Op:
+        return self.op
+
+    def fail(self, text: str) -> None:
+        self.failures.append(text)
+
+
+class OnCpu(CudaLauncher):
+    def _stream(self) -> int:
+        return 0
+
+
+def start(op: Op, *, capacity: int | None = None, aside: bool = False) -> tuple[Dispatched, Engine, InFlight]:
+    engine, in_flight = Engine(op), InFlight()
+    launcher = OnCpu(engine, in_flight, object(), torch.device("cpu"), L)
+    x_TH = torch.ones(T, H, dtype=torch.bfloat16)
+    routed = Routing("topk", torch.zeros(T, K, dtype=torch.int64), torch.ones(T, K))
+    launched = launcher.dispatch(
+        x_TH,
+        routed,
+        None,
+        rows=RowLayout(capacity=capacity),
+        wire="fp8",
+        pow2=True,
+        fp8_rows=True,
+        aside=aside,
+    )
+    return launched, engine, in_flight
+
+
+def shapes(launched: Dispatched) -> list[tuple[int, ...]]:
+    rows, scales, weights, experts = launched.outputs
+    assert scales is not None and weights is not None and experts is None
+    return [tuple(rows.shape), tuple(scales.shape), tuple(weights.shape)]
+
+
+def expect_rows(launched: Dispatched, num_rows: int, counts: list[int]) -> None:
+    assert shapes(launched) == [(num_rows, H), (num_rows, 1), (num_rows,)]
+    assert launched.handle.num_rows == num_rows
+    assert launched.tokens_per_expert.tolist() == counts == list(launched.handle.tokens_per_expert or ())
+
+
+def test_memory_by_a_guess_is_given_before_the_counts_come() -> None:
+    op = Op(Plan(num_rows=20), [4, 0, 7], is_guessed=True)
+    launched, engine, _ = start(op)
+    assert op.memory == [(20, False)] and not op.counts_known
+    memory = [t.data_ptr() for t in launched.outputs if t is not None]
+    launched.resolve()
+    expect_rows(launched, 11, [4, 0, 7])
+    assert [t.data_ptr() for t in launched.outputs if t is not None] == memory
+    assert len(op.memory) == 1 and engine.failures == []
+    launched.resolve()  # nothing is left to do
+    assert len(op.memory) == 1
+
+
+def test_a_guess_that_was_too_low_is_followed_by_the_exact_size() -> None:
+    op = Op(Plan(num_rows=10), [4, 0, 7], is_guessed=True)
+    launched, _, _ = start(op)
+    launched.resolve()
+    assert op.memory == [(10, False), (11, True)]
+    expect_rows(launched, 11, [4, 0, 7])
+    assert launched.outputs is launched.received
+
+
+def test_without_a_guess_nothing_is_allocated_before_the_counts() -> None:
+    op = Op(Plan(), [1, 2, 3])
+    launched, _, _ = start(op)
+    assert op.memory == []
+    launched.resolve()
+    assert op.memory == [(6, True)]
+    expect_rows(launched, 6, [1, 2, 3])
+
+
+def test_with_a_capacity_nobody_waits() -> None:
+    op = Op(Plan(num_rows=9, nbytes=8 + 8 * L + 8), [], counts_known=True)
+    launched, _, _ = start(op, capacity=9)
+    launched.resolve()
+    assert op.memory == [(9, True)] and shapes(launched) == [(9, H), (9, 1), (9,)]
+    assert launched.tokens_per_expert.shape == (L,) and launched.overflow is not None
+    assert launched.handle.tokens_per_expert is None
+
+
+@pytest.mark.parametrize("guessed", [True, False])
+def test_who_is_interrupted_while_it_waits_for_counts_tells_the_others(guessed: bool) -> None:
+    op = Op(Plan(num_rows=20), [4, 0, 7], is_guessed=guessed, interrupt=KeyboardInterrupt)
+    launched, engine, _ = start(op)
+    with pytest.raises(KeyboardInterrupt):
+        launched.resolve()
+    assert engine.failures == ["dispatch was given up by KeyboardInterrupt: while it waited"]
+
+
+def test_only_what_runs_aside_is_kept_alive_by_the_buffer() -> None:
+    for aside in (False, True):
+        op = Op(Plan(num_rows=20), [4, 0, 7], is_guessed=True)
+        assert len(start(op, aside=aside)[2]) == int(aside)
