@@ -18,14 +18,18 @@ class OnDevice {
  public:
   explicit OnDevice(int device) {
     must(cudaGetDevice(&before_), "cudaGetDevice");
-    if (before_ != device) must(cudaSetDevice(device), "cudaSetDevice");
+    changed_ = before_ != device;
+    if (changed_) must(cudaSetDevice(device), "cudaSetDevice");
   }
-  ~OnDevice() { cudaSetDevice(before_); }
+  ~OnDevice() {
+    if (changed_) cudaSetDevice(before_);
+  }
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
 
  private:
   int before_ = 0;
+  bool changed_ = false;
 };
 
 // One mapped allocation: ours, or a peer's.

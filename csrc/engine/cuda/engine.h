@@ -162,7 +162,7 @@ class CudaEngine {
   mutable std::mutex mutex_;   // one launch at a time
   uint64_t calls_ = 0, num_dispatches_ = 0, num_combines_ = 0, num_windows_ = 0;
   uint64_t num_guesses_ = 0, num_misses_ = 0;
-  using Form = std::tuple<RoutingKind, uint32_t, uint32_t, uint32_t>;  // width, alignment, width of compact rows
+  using Form = std::tuple<RoutingKind, uint32_t, uint32_t, uint32_t, int>;  // see form_of()
   std::map<Form, Guess> guesses_;
   bool started_ = false, closed_ = false;
   Flag leaving_;
