@@ -62,6 +62,28 @@ class TestWindows:
             assert max(entry["ring.return.laps"] for entry in stats) >= 16
             assert sum(entry["credit.waits"] for entry in stats) > 0
 
+    def test_eight_domains_in_a_sixteenth_of_what_one_dispatch_brings(self) -> None:
+        num_ranks, experts_per_rank, hidden = 8, 2, 256
+        spec = EngineSpec(domains=tuple(range(num_ranks)), num_experts=num_ranks * experts_per_rank)
+        with spec.group() as group:
+            least = max(group.buffer(rank).memory_plan().least_budget_bytes for rank in range(num_ranks))
+        tight = replace(spec, settings=(("budget_bytes", least),))
+        tokens = [1200, 0, 1500, 900, 1500, 1100, 1500, 1300]
+        case = make_case(3, tight, num_tokens=tokens, hidden=hidden, **(BUSY | {"top_k": 8}), **FP32)
+        brought = [0] * num_ranks  # to each rank, by rows of others
+        for source, entry in enumerate(case.inputs):
+            assert entry.topk_idx is not None
+            for rank in range(num_ranks):
+                reached = (entry.topk_idx // experts_per_rank == rank).any(1)
+                brought[rank] += int(reached.sum()) * hidden * 4 * (source != rank)
+        assert min(brought) >= 16 * least, (brought, least)
+        with tight.group() as group:
+            check_case(group, case)
+            stats = stats_of(group)
+        assert all(entry["memory.allocated_bytes"] <= least for entry in stats)
+        assert all(entry["ring.rows.laps"] >= 16 for rank, entry in enumerate(stats) if tokens[rank] > 0)
+        assert all(entry["credit.waits"] > 0 for rank, entry in enumerate(stats) if tokens[rank] > 0)
+
     def test_a_window_that_holds_the_operation_waits_for_no_credit(self) -> None:
         spec = EngineSpec(num_experts=24, settings=(("chunk_bytes", 65536), ("window_chunks", 16)))
         with spec.group() as group:
