@@ -83,21 +83,17 @@ class CudaLauncher(Launcher):
     def _receive(self, native: Any, handle: DispatchHandle, receive: Receive) -> Dispatched:
         if native.counts_known:
             return self._receive_known(native, handle, receive)
-        # Nobody waits for the counts yet: what can be done before they come is done before.
+        # What can be done before the counts come is done before; after that the caller waits for every line.
         counts = torch.empty(self._num_experts, dtype=torch.int64)
         received = receive(native.plan.num_rows) if native.is_guessed else _NO_OUTPUTS
-        launched = Dispatched(native, handle, received, received, counts)
-
-        def resolve() -> None:
-            with self._no_way_back("dispatch"):
-                native.wait_counts(address(counts))
-                if native.placed:
-                    launched.outputs.shrink(native.plan.num_rows)
-                else:
-                    launched.outputs = launched.received = receive(native.plan.num_rows)
-
-        launched.unresolved = resolve
-        return launched
+        native.wait_counts(address(counts))
+        if native.placed:
+            received.shrink(native.plan.num_rows)
+        else:
+            received = _NO_OUTPUTS  # before there are others: nothing has been written there, nor will be
+            handle.keep(None)
+            received = receive(native.plan.num_rows)
+        return Dispatched(native, handle, received, received, counts)
 
     def _receive_known(self, native: Any, handle: DispatchHandle, receive: Receive) -> Dispatched:
         received = receive(handle.num_rows)

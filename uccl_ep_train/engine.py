@@ -109,10 +109,10 @@ class Buffer:
                           rank, with `row_experts` and `row_weights` [R, W]; `combine` then takes the sum over
                           the row's experts. Equal on all ranks; expert_alignment has to be 1. With a handle:
                           the handle's
-        capacity          0 .. 2^31 - 1 rows that the outputs hold, whatever comes; may differ per rank. More
-                          are dropped, in all operations on the handle, and `overflow` says so; memory of rows
-                          that did not come is not written (gradients of them neither). None: as many rows as
-                          come. With a handle: the handle's
+        capacity          0 .. 2^31 - 1 rows that the outputs hold, whatever comes; may differ per rank (on a
+                          GPU all give one, or none). More are dropped, in all operations on the handle, and
+                          `overflow` says so; memory of rows that did not come is not written (gradients of
+                          them neither). None: as many rows as come. With a handle: the handle's
 
         Differentiable in x and topk_weights (probs); see `autograd.py` for what ranks must have in common.
 
@@ -185,14 +185,11 @@ class Buffer:
             launched = self._launcher.dispatch(
                 x, routed, handle, rows=rows, wire=wire, pow2=self._pow2, fp8_rows=fp8_rows, aside=aside
             )
-            if aside:
-                launched.resolve()
         given_handle, tokens_per_expert = launched.handle, launched.tokens_per_expert
         gradients = self._combine_gradients(given_handle) if attach else None
 
         def finish() -> DispatchResult:
             with self._operation("dispatch"):
-                launched.resolve()
                 self._wait(launched.native)
                 launched.settle()
             outputs = launched.outputs

@@ -68,7 +68,6 @@ class Dispatched:
                        holds
     counts             [L] int64: tokens_per_expert, if it is not the handle's
     overflow           bool [], as the result has it
-    unresolved         waits for the counts; until then outputs have the size of a guess
     """
 
     native: Any
@@ -77,7 +76,6 @@ class Dispatched:
     outputs: Outputs
     counts: Tensor | None = None
     overflow: Tensor | None = None
-    unresolved: Callable[[], None] | None = None
 
     @property
     def rows(self) -> Tensor | Fp8Rows:
@@ -86,16 +84,10 @@ class Dispatched:
 
     @property
     def tokens_per_expert(self) -> Tensor:
-        """[L] int64, as the result has it. On a GPU filled when the dispatch is resolved."""
+        """[L] int64, as the result has it."""
         if self.counts is None:
             self.counts = torch.tensor(self.handle.tokens_per_expert, dtype=torch.int64)
         return self.counts
-
-    def resolve(self) -> None:
-        """Returns when the counts are known and the outputs are as large as they say."""
-        if self.unresolved is not None:
-            self.unresolved()
-            self.unresolved = None
 
     def settle(self) -> None:
         """What is left to do when the engine is done."""
@@ -139,7 +131,7 @@ class Launcher:
         fp8_rows: bool = False,
         aside: bool = False,
     ) -> Dispatched:
-        """Returns when it is under way; see `Dispatched.resolve`.
+        """Returns when the counts are known, if they have to be, and the outputs are as large as they say.
 
         aside  on a GPU: beside the caller's stream
         """

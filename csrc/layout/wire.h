@@ -69,7 +69,7 @@ struct OpSignature {
   uint32_t fp8_pow2;
   uint32_t expert_alignment;
   uint32_t compact_width;  // columns of a compact row's weights; 0: rows are expert-major
-  uint32_t reserved;
+  uint32_t with_capacity;  // CUDA: the output has a size of its own, and the counts stay on the device
   uint64_t plan_id;      // epoch of the dispatch that made the plan; 0 for a new one
 
   bool operator==(const OpSignature&) const = default;

@@ -282,16 +282,25 @@ def test_experts_that_cannot_be_are_an_error_on_every_rank(what: str) -> None:
     assert [type(error) for error in errors] == [PeerFailed, PeerFailed, RoutingError, PeerFailed]
 
 
-def test_ranks_that_call_differently_learn_it() -> None:
-    spec = spec_of(4)
+@pytest.mark.parametrize(
+    ("differs", "alike", "texts"),
+    [
+        ({"dispatch_dtype": "fp8"}, {"dispatch_dtype": "bf16"}, ["bf16 as fp8", "bf16 as bf16"]),
+        ({"capacity": 200}, {}, ["a capacity"]),
+    ],
+)
+def test_ranks_that_call_differently_learn_it(
+    differs: dict[str, Any], alike: dict[str, Any], texts: list[str]
+) -> None:
+    spec = spec_of(2)
 
     def step(rank: int, buffer: Buffer) -> None:
-        call(rank, buffer, dispatch_dtype="fp8" if rank == 1 else "bf16")
+        call(rank, buffer, **(differs if rank == 1 else alike))
 
     with spec.group() as group:
         errors = errors_of(group.outcomes(step))
     assert all(isinstance(error, RankMismatchError) for error in errors), errors
-    assert any("bf16 as fp8" in str(error) and "bf16 as bf16" in str(error) for error in errors)
+    assert any(all(text in str(error) for text in texts) for error in errors)
 
 
 def test_a_rank_that_does_not_come_is_named_and_outputs_are_nan() -> None:
@@ -335,6 +344,9 @@ def test_buffers_together_leave_sms_for_others() -> None:
         assert "32 stay free" in str(caught.value.exceptions[0])
     with spec_of(1).group(), spec_of(1).group() as group:  # given back
         group.run(lambda rank, buffer: call(rank, buffer))
+    for settings in ((("num_sms", all_sms - 31),), (("stage_sms", all_sms - 31),)):
+        with pytest.raises(ExceptionGroup, match="1 rank"), spec_of(1, settings=settings).group():
+            pass
 
 
 def test_tensors_elsewhere_are_refused_and_the_buffer_stays_usable() -> None:

@@ -6,6 +6,7 @@ import ctypes
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ pytestmark = [
     pytest.mark.skipif(not Path(NVCC).is_file(), reason=f"no nvcc ({NVCC})"),
 ]
 
-T, H, K, E = 256, 7168, 4, 8
+T, H, K, E = 1024, 7168, 4, 8  # more chunks of 8 tokens than SMs
 SHARED_BYTES = 120 << 10  # no room beside a block of ours, nor for a second one
 
 
@@ -68,10 +69,14 @@ def count_free(census: Callable[[], set[int]]) -> set[int]:
     return free
 
 
-@pytest.mark.parametrize("num_sms", [16, 24])
+@pytest.mark.parametrize(("num_sms", "stage_sms"), [(16, None), (24, None), (24, 90)])
 @pytest.mark.parametrize("wire", ["bf16", "fp8"])
-def test_kernels_keep_to_num_sms(census: Callable[[], set[int]], num_sms: int, wire: str) -> None:
-    spec = spec_of(2, hidden=H, settings=(("num_sms", num_sms), ("budget_bytes", 256 << 20)))
+def test_kernels_keep_to_num_sms(
+    census: Callable[[], set[int]], num_sms: int, stage_sms: int | None, wire: str
+) -> None:
+    """Those of staging are free again when our rows are staged and routed."""
+    sms = (("num_sms", num_sms), ("stage_sms", stage_sms))
+    spec = spec_of(2, hidden=H, settings=(*sms, ("budget_bytes", 256 << 20)))
     go = threading.Event()
     occupied: dict[str, int] = {}
 
@@ -91,6 +96,7 @@ def test_kernels_keep_to_num_sms(census: Callable[[], set[int]], num_sms: int, w
         for name, run in calls.items():
             if rank == 0:
                 run()
+                time.sleep(0.01)
                 occupied[name] = all_sms - len(count_free(census))
                 go.set()
             else:
@@ -102,6 +108,8 @@ def test_kernels_keep_to_num_sms(census: Callable[[], set[int]], num_sms: int, w
 
     with spec.group() as group:
         group.run(step)
-    assert occupied["new"] == occupied["combine"] == num_sms
+    # The last block that routes speaks with the others, and may be one of those that only stage.
+    assert num_sms <= occupied["new"] <= num_sms + (stage_sms is not None), occupied
+    assert occupied["combine"] == num_sms
     # Blocks that place what comes from their own rank are through.
     assert 0 < occupied["cached"] <= num_sms, occupied

@@ -47,6 +47,7 @@ class Op:
     placed: bool = False
     interrupt: type[BaseException] | None = None
     memory: list[tuple[int, bool]] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)  # addresses
     done: bool = False
 
     def wait_counts(self, address: int) -> None:
@@ -62,6 +63,7 @@ class Op:
     def set_output(self, *, rows: int, scales: int, values: int, plan: int, stream: int) -> None:
         assert rows != 0 and plan != 0
         self.memory.append((self.plan.num_rows, self.counts_known))
+        self.rows.append(rows)
 
 
 class Engine:
@@ -81,8 +83,10 @@ class OnCpu(CudaLauncher):
         return 0
 
 
-def start(op: Op, *, capacity: int | None = None, aside: bool = False) -> tuple[Dispatched, Engine, InFlight]:
-    engine, in_flight = Engine(op), InFlight()
+def start(
+    op: Op, *, capacity: int | None = None, aside: bool = False, engine: Engine | None = None
+) -> tuple[Dispatched, Engine, InFlight]:
+    engine, in_flight = engine or Engine(op), InFlight()
     launcher = OnCpu(engine, in_flight, object(), torch.device("cpu"), L)
     x_TH = torch.ones(T, H, dtype=torch.bfloat16)
     routed = Routing("topk", torch.zeros(T, K, dtype=torch.int64), torch.ones(T, K))
@@ -114,30 +118,25 @@ def expect_rows(launched: Dispatched, num_rows: int, counts: list[int]) -> None:
 def test_memory_by_a_guess_is_given_before_the_counts_come() -> None:
     op = Op(Plan(num_rows=20), [4, 0, 7], is_guessed=True)
     launched, engine, _ = start(op)
-    assert op.memory == [(20, False)] and not op.counts_known
-    memory = [t.data_ptr() for t in launched.outputs if t is not None]
-    launched.resolve()
+    assert op.memory == [(20, False)] and engine.failures == []
     expect_rows(launched, 11, [4, 0, 7])
-    assert [t.data_ptr() for t in launched.outputs if t is not None] == memory
-    assert len(op.memory) == 1 and engine.failures == []
-    launched.resolve()  # nothing is left to do
-    assert len(op.memory) == 1
+    # The first rows of what was given.
+    assert op.rows == [launched.outputs.rows.data_ptr()]
+    assert launched.outputs.rows.untyped_storage().nbytes() == 20 * H
 
 
 def test_a_guess_that_was_too_low_is_followed_by_the_exact_size() -> None:
     op = Op(Plan(num_rows=10), [4, 0, 7], is_guessed=True)
     launched, _, _ = start(op)
-    launched.resolve()
     assert op.memory == [(10, False), (11, True)]
     expect_rows(launched, 11, [4, 0, 7])
     assert launched.outputs is launched.received
+    assert op.rows[1] == launched.outputs.rows.data_ptr()
 
 
 def test_without_a_guess_nothing_is_allocated_before_the_counts() -> None:
     op = Op(Plan(), [1, 2, 3])
     launched, _, _ = start(op)
-    assert op.memory == []
-    launched.resolve()
     assert op.memory == [(6, True)]
     expect_rows(launched, 6, [1, 2, 3])
 
@@ -145,7 +144,6 @@ def test_without_a_guess_nothing_is_allocated_before_the_counts() -> None:
 def test_with_a_capacity_nobody_waits() -> None:
     op = Op(Plan(num_rows=9, nbytes=8 + 8 * L + 8), [], counts_known=True)
     launched, _, _ = start(op, capacity=9)
-    launched.resolve()
     assert op.memory == [(9, True)] and shapes(launched) == [(9, H), (9, 1), (9,)]
     assert launched.tokens_per_expert.shape == (L,) and launched.overflow is not None
     assert launched.handle.tokens_per_expert is None
@@ -154,9 +152,9 @@ def test_with_a_capacity_nobody_waits() -> None:
 @pytest.mark.parametrize("guessed", [True, False])
 def test_who_is_interrupted_while_it_waits_for_counts_tells_the_others(guessed: bool) -> None:
     op = Op(Plan(num_rows=20), [4, 0, 7], is_guessed=guessed, interrupt=KeyboardInterrupt)
-    launched, engine, _ = start(op)
+    engine = Engine(op)
     with pytest.raises(KeyboardInterrupt):
-        launched.resolve()
+        start(op, engine=engine)
     assert engine.failures == ["dispatch was given up by KeyboardInterrupt: while it waited"]
 
 

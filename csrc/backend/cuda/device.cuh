@@ -261,7 +261,8 @@ __device__ inline bool all_alike(const Crew& crew, const Domain& d, uint64_t epo
     if (own.kind != other.kind || own.dtype != other.dtype || own.wire != other.wire ||
         own.plan_use != other.plan_use || own.hidden != other.hidden || own.with_values != other.with_values ||
         own.fp8_pow2 != other.fp8_pow2 || own.compact_width != other.compact_width ||
-        own.expert_alignment != other.expert_alignment || own.plan_id != other.plan_id) {
+        own.with_capacity != other.with_capacity || own.expert_alignment != other.expert_alignment ||
+        own.plan_id != other.plan_id) {
       report(d, DeviceFault::kMismatch, Step::kPlan, static_cast<int>(r), -1, 0, 0, ErrorKind::kRankMismatch);
       good = false;
     }

@@ -107,6 +107,7 @@ __device__ bool exchange(const Crew& crew, const Domain& d, const Op& op, const 
         count_received(crew, d, op, args.signature, args.call, reinterpret_cast<uint32_t*>(shared));
     }
   }
+  if (blockIdx.x >= args.num_blocks) return true;  // has nothing left to do
   return crew.all(crew.thread != 0 || wait_block(d, &local(d).planned, op.epoch));
 }
 
@@ -172,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     bool good = true;
     if constexpr (kState == PlanState::kNew) {
       good = exchange(crew, d, op, args, shared);
-      placed = !good || has_memory<kState>(d, args);
+      placed = !good || blockIdx.x >= args.num_blocks || has_memory<kState>(d, args);
 #if __CUDA_ARCH__ >= 900
       if (kBulk) fence_shared();  // rings take the place of the tile
 #endif
@@ -192,8 +193,9 @@ void launch(const Domain& domain, const PlanView& plan, PlaceArgs& args, uint32_
   const auto warps_beside = [&](uint32_t bytes) {
     return bytes < domain.shared_bytes ? min(kPlaceWarps, (domain.shared_bytes - bytes) / warp_bytes) : 0;
   };
-  // Rows that are only copied are staged by bulk copies, too, if that leaves enough for placing.
-  const bool copies = args.stage.wire != Dtype::kFp8 && warps_beside(kStageBytes) >= 2;
+  // Rows that are only copied are staged by bulk copies, too, if that leaves enough for placing and for the tile.
+  const bool copies = kState != PlanState::kExchanged && args.stage.wire != Dtype::kFp8 &&
+                      warps_beside(kStageBytes) >= 2 && tile_bytes + kStageBytes <= domain.shared_bytes;
   const uint32_t stage_bytes = copies ? kStageBytes : 0;
   args.ring_warps = domain.bulk_copies ? warps_beside(stage_bytes) : 0;
   if (args.ring_warps < 2) {

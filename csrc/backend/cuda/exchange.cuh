@@ -356,7 +356,7 @@ __device__ inline bool route(const Crew& crew, const Domain& d, const Op& op, co
     count_tile(crew, d, tile, TileCounts(d, t));
     crew.sync();
   }
-  // All blocks run at the same time: there are no more than num_sms.
+  // All blocks run at the same time: no more than the buffer has SMs.
   if (last_block(crew, d, Arrival::kCounted, gridDim.x) && crew.thread == 0) publish_flag(&local(d).counted, op.epoch);
   bool good = crew.thread != 0 || wait_flag(d, &local(d).counted, op.epoch, Step::kExchange, d.rank);
   if (!crew.all(good)) return false;

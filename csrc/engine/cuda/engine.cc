@@ -65,7 +65,8 @@ cuda::RegionLayout layout_of(const EngineConfig& config) {
                            config.budget_bytes - host_bytes(config));
 }
 
-constexpr uint32_t kReservedSms = 32;
+// That buffers leave to others, NCCL above all.
+uint32_t reserved_sms(uint32_t all) { return std::min(32u, all / 4); }
 std::mutex taken_mutex;
 std::map<int, uint32_t> taken_sms;  // by device
 
@@ -89,16 +90,14 @@ uint64_t cuda_least_budget_bytes(const EngineConfig& config) {
 }
 
 SmShare::SmShare(int device, uint32_t sms) : device_(device), sms_(sms) {
-  const uint32_t all = sms_of(device);
+  const uint32_t all = sms_of(device), reserved = reserved_sms(all);
   const std::string own = "num_sms, stage_sms = " + std::to_string(sms) + ": ";
-  if (sms == 0 || sms > all)
-    throw UsageFailure(UsageKind::kConfig, own + "this GPU has " + std::to_string(all) + " SMs");
   const std::lock_guard lock(taken_mutex);
   uint32_t& taken = taken_sms[device];
-  if (taken > 0 && taken + sms + kReservedSms > all)
+  if (sms == 0 || taken + sms + reserved > all)
     throw UsageFailure(UsageKind::kConfig, own + "of this GPU's " + std::to_string(all) +
-                                               " SMs other buffers of this " + "process have " + std::to_string(taken) +
-                                               ", and " + std::to_string(kReservedSms) + " stay free");
+                                               " SMs other buffers of this process have " + std::to_string(taken) +
+                                               ", and " + std::to_string(reserved) + " stay free");
   taken += sms;
 }
 

@@ -230,6 +230,7 @@ std::shared_ptr<CudaOp> CudaEngine::dispatch(const DispatchArgs& args, const Cud
   s.fp8_pow2 = args.wire == Dtype::kFp8 && args.fp8_pow2;
   s.expert_alignment = plan.expert_alignment;
   s.compact_width = plan.view.compact_width;
+  s.with_capacity = plan.has_capacity;
   s.plan_id = fresh ? 0 : plan.plan_id;
   place.routing = {args.routing.data, args.values, args.routing.kind == RoutingKind::kMap, args.routing.width};
   place.stage = {args.x, static_cast<uint32_t>(args.num_tokens), args.hidden, args.dtype, args.wire, args.fp8_pow2};
@@ -344,6 +345,7 @@ std::shared_ptr<CudaOp> CudaEngine::combine(const CombineArgs& args, const CudaC
   s.with_values = args.values != nullptr;
   s.expert_alignment = plan.expert_alignment;
   s.compact_width = plan.view.compact_width;
+  s.with_capacity = plan.has_capacity;
   s.plan_id = plan.plan_id;
   combine.window_pieces = window_pieces(layout_, piece_bytes);
   combine.may_drop = plan.has_capacity;
