@@ -85,7 +85,12 @@ class CudaLauncher(Launcher):
             return self._receive_known(native, handle, receive)
         # What can be done before the counts come is done before; after that the caller waits for every line.
         counts = torch.empty(self._num_experts, dtype=torch.int64)
-        received = receive(native.plan.num_rows) if native.is_guessed else _NO_OUTPUTS
+        received = _NO_OUTPUTS
+        if native.is_guessed:
+            try:
+                received = receive(native.plan.num_rows)
+            except torch.OutOfMemoryError:  # what comes may be less
+                native.give_up_guess()
         native.wait_counts(address(counts))
         if native.placed:
             received.shrink(native.plan.num_rows)

@@ -83,6 +83,7 @@ void bind_cuda(py::module_& m) {
   py::class_<PyCudaOp>(m, "CudaOp")
       .def("wait_counts", &wait_counts, "counts"_a)
       .def("wait", [](PyCudaOp& self, uintptr_t stream) { self.engine->wait(*self.op, stream_of(stream)); })
+      .def("give_up_guess", [](PyCudaOp& self) { self.engine->give_up_guess(*self.op); })
       .def("set_output", &set_output, "rows"_a, "scales"_a, "values"_a, "plan"_a, "stream"_a)
       .def("set_row_experts",
            [](PyCudaOp& self, uintptr_t address) { self.output.row_experts = pointer<int64_t>(address); })

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from uccl_ep_train import launch
 from uccl_ep_train.cuda import CudaLauncher
 from uccl_ep_train.handle import RowLayout
 from uccl_ep_train.launch import Dispatched
@@ -59,6 +61,10 @@ class Op:
         self.is_guessed &= self.placed
         self.plan.tokens_per_expert = self.counts
         ctypes.memmove(address, (ctypes.c_int64 * L)(*self.counts), 8 * L)
+
+    def give_up_guess(self) -> None:
+        assert self.is_guessed and self.memory == []
+        self.is_guessed = False
 
     def set_output(self, *, rows: int, scales: int, values: int, plan: int, stream: int) -> None:
         assert rows != 0 and plan != 0
@@ -132,6 +138,21 @@ def test_a_guess_that_was_too_low_is_followed_by_the_exact_size() -> None:
     expect_rows(launched, 11, [4, 0, 7])
     assert launched.outputs is launched.received
     assert op.rows[1] == launched.outputs.rows.data_ptr()
+
+
+def test_without_memory_for_the_guess_the_counts_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = Op(Plan(num_rows=20), [4, 0, 7], is_guessed=True)
+    allocate = launch._allocate
+
+    def short_of_memory(x: Tensor, dtype: torch.dtype, rows: RowLayout, num_rows: int, weighted: bool) -> Any:
+        if num_rows > 11:
+            raise torch.OutOfMemoryError("no more")
+        return allocate(x, dtype, rows, num_rows, weighted)
+
+    monkeypatch.setattr(launch, "_allocate", short_of_memory)
+    launched, engine, _ = start(op)
+    assert op.memory == [(11, True)] and engine.failures == []
+    expect_rows(launched, 11, [4, 0, 7])
 
 
 def test_without_a_guess_nothing_is_allocated_before_the_counts() -> None:

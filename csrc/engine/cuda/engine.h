@@ -112,6 +112,8 @@ class CudaEngine {
   // True when the counts of a new plan have arrived, or are not waited for. `op.placed` says whether what was given
   // was large enough.
   bool poll_counts(CudaOp& op);
+  // There is no memory for the guess: the counts are waited for first.
+  void give_up_guess(CudaOp& op);
   // Memory for what the plan's sizes say.
   void give_output(CudaOp& op, const CudaOutput& output);
   std::shared_ptr<CudaOp> combine(const CombineArgs& args, const CudaCall& call);
@@ -132,6 +134,7 @@ class CudaEngine {
   void check_at_once(uint64_t num_tokens, uint32_t width, uint64_t wire_bytes, uint64_t piece_bytes) const;
   void check_plan(const CudaPlan& plan) const;
   void check_form(const DispatchArgs& args, const CudaPlan& plan);
+  void exchange(CudaOp& op);
   void place_windows(CudaOp& op);
   void size_plan(CudaPlan& plan, const CudaPlan::Sizes& sizes) const;
   void check_usable() const;

@@ -247,9 +247,19 @@ std::shared_ptr<CudaOp> CudaEngine::dispatch(const DispatchArgs& args, const Cud
     place.fit = cuda::Fit::kIfLargeEnough;
     return op;
   }
-  place.fit = cuda::Fit::kNever;
-  must(launch_dispatch(domain_, plan.view, place, num_sms_, stage_sms_, op->stream), "dispatch");
+  exchange(*op);
   return op;
+}
+
+void CudaEngine::give_up_guess(CudaOp& op) {
+  const std::lock_guard lock(mutex_);
+  const cuda::OnDevice guard(device_);
+  exchange(op);
+}
+
+void CudaEngine::exchange(CudaOp& op) {
+  op.place.fit = cuda::Fit::kNever;
+  must(launch_dispatch(domain_, op.plan->view, op.place, num_sms_, stage_sms_, op.stream), "dispatch");
 }
 
 bool CudaEngine::poll_counts(CudaOp& op) {
