@@ -18,7 +18,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc"
-PROGRAMS = ("queue", "layout", "loop", "stream", "fault", "life", "engine")
+PROGRAMS = ("queue", "layout", "loop", "stream", "fault", "life", "engine", "cuda")
 # The product's own sources that the programs link.
 PARTS = ("common", "layout", "transport", "proxy")
 ENGINE_PARTS = (*PARTS, "backend", "engine")
@@ -59,6 +59,8 @@ def compiler() -> str:
 def sources_of(program: str) -> list[Path]:
     parts = ENGINE_PARTS if program == "engine" else PARTS
     product = [path for part in parts for path in (CSRC / part).rglob("*.cc") if "cuda" not in path.parts]
+    if program == "cuda":  # what of it needs no CUDA
+        product.append(CSRC / "backend" / "cuda" / "layout.cc")
     return [HERE / f"{program}_claims.cc", *sorted(product)]
 
 

@@ -6,7 +6,6 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -18,6 +17,7 @@
 
 #include "backend/cuda/memory.h"
 #include "backend/cuda/steps.h"
+#include "engine/cuda/guess.h"
 #include "engine/engine.h"
 
 namespace uccl_ep {
@@ -79,23 +79,6 @@ class SmShare {
  private:
   const int device_;
   uint32_t sms_;
-};
-
-// What recent dispatches of one form have needed. Those that follow are launched with memory for about as much before
-// their counts are known.
-class Guess {
- public:
-  void learn(uint64_t num_tokens, const cuda::PlanSizes& sizes);
-  // False: there is nothing to go by.
-  bool make(uint64_t num_tokens, cuda::PlanSizes& sizes) const;
-
- private:
-  static constexpr size_t kKept = 4;
-  struct Seen {
-    uint64_t num_tokens;
-    cuda::PlanSizes sizes;
-  };
-  std::deque<Seen> seen_;
 };
 
 class CudaEngine {

@@ -58,30 +58,6 @@ bool is_capturing(cudaStream_t stream) {
 
 }  // namespace
 
-void Guess::learn(uint64_t num_tokens, const cuda::PlanSizes& sizes) {
-  seen_.push_back({num_tokens, sizes});
-  if (seen_.size() > kKept) seen_.pop_front();
-}
-
-// The most that was seen and a sixteenth, but no more than 5 / 4 of the least: memory that is not used is a loss, and a
-// guess that is too low costs some 100 us.
-bool Guess::make(uint64_t num_tokens, cuda::PlanSizes& sizes) const {
-  if (num_tokens == 0 || seen_.empty()) return false;
-  const auto guess = [&](uint32_t cuda::PlanSizes::* number) {
-    double least = 1e18, most = 0.0;
-    for (const Seen& seen : seen_) {
-      const double scale = static_cast<double>(num_tokens) / static_cast<double>(seen.num_tokens);
-      least = std::min(least, seen.sizes.*number * scale);
-      most = std::max(most, seen.sizes.*number * scale);
-    }
-    return static_cast<uint32_t>(std::min({most * 17 / 16, least * 5 / 4, 4e9}) + 64);
-  };
-  for (auto number : {&cuda::PlanSizes::num_rows, &cuda::PlanSizes::received_rows, &cuda::PlanSizes::received_pairs,
-                      &cuda::PlanSizes::sent_pairs, &cuda::PlanSizes::most_tokens, &cuda::PlanSizes::most_sent_rows})
-    sizes.*number = guess(number);
-  return true;
-}
-
 void CudaEngine::check_usable() const {
   if (closed_) refuse(UsageKind::kClosed, "the buffer is closed");
   if (!started_) refuse(UsageKind::kClosed, "the buffer was not started");
@@ -285,7 +261,7 @@ bool CudaEngine::poll_counts(CudaOp& op) {
     op.place.fit = cuda::Fit::kAlways;
     size_plan(plan, sizes);
   }
-  guesses_[form_of(plan)].learn(plan.view.num_tokens, sizes);
+  if (plan.view.num_tokens > 0) guesses_[form_of(plan)].learn(plan.view.num_tokens, sizes);
   const uint32_t experts = domain_.experts_per_rank;
   const uint32_t* exact = reinterpret_cast<const uint32_t*>(&counts + 1);
   plan.tokens_per_expert_exact.assign(exact, exact + experts);

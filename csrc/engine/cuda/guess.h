@@ -1,0 +1,50 @@
+// What recent dispatches of one form have needed. Those that follow are launched with memory for about as much before
+// their counts are known.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+
+#include "backend/cuda/layout.h"
+
+namespace uccl_ep {
+
+class Guess {
+ public:
+  // Of a dispatch of `num_tokens` of ours, which are not 0.
+  void learn(uint64_t num_tokens, const cuda::PlanSizes& sizes) {
+    seen_.push_back({static_cast<double>(num_tokens), sizes});
+    if (seen_.size() > kKept) seen_.pop_front();
+  }
+
+  // False: there is nothing to go by. Else the most that was seen and a sixteenth, but no more than 5 / 4 of the least,
+  // per token of ours: memory that is not used is a loss, and a guess that is too low costs some 100 us.
+  bool make(uint64_t num_tokens, cuda::PlanSizes& sizes) const {
+    using cuda::PlanSizes;
+    if (num_tokens == 0 || seen_.empty()) return false;
+    for (auto number : {&PlanSizes::num_rows, &PlanSizes::received_rows, &PlanSizes::received_pairs,
+                        &PlanSizes::sent_pairs, &PlanSizes::most_tokens, &PlanSizes::most_sent_rows}) {
+      double least = kMost, most = 0.0;
+      for (const Seen& seen : seen_) {
+        const double needed = seen.sizes.*number * (static_cast<double>(num_tokens) / seen.num_tokens);
+        least = std::min(least, needed);
+        most = std::max(most, needed);
+      }
+      sizes.*number = static_cast<uint32_t>(std::min({most * 17 / 16, least * 5 / 4, kMost})) + kMore;
+    }
+    return true;
+  }
+
+ private:
+  static constexpr size_t kKept = 4;
+  static constexpr double kMost = 4e9;
+  static constexpr uint32_t kMore = 64;
+  struct Seen {
+    double num_tokens;
+    cuda::PlanSizes sizes;
+  };
+  std::deque<Seen> seen_;
+};
+
+}  // namespace uccl_ep
