@@ -8,12 +8,13 @@
 //
 // Reductions, and why they lose nothing:
 // * One channel. Channels share no slot, flag, credit or number: another one only changes when a process gets its turn,
-//   and every order of turns is searched. What channels do to each other by the operations is dispatch.pml and relay.pml.
+//   and every order of turns is searched. What operations make of several is in dispatch.pml and relay.pml.
 // * No command ring: it is never full and keeps its order (tests/native), so a command only delays the proxy.
 // * A payload and its report come in one step: no reader looks at a slot before its stamp, and the claim that nothing
 //   unread lies in the slot is made when the payload comes.
 // * 8 serials instead of 2^18, and the limit on credits a quarter of it, as in csrc/layout/wire.h. More chunks are sent
-//   than there are serials, so every serial is used again.
+//   than there are serials, so that serials come up again. (Window of two: 12, which are not used up.)
+// * A window of two with all its duplicates takes too long: there (FEW_COPIES) only the first write and credit have one.
 // Duplicates: every write, data or credit, may be delivered a second time before it is flushed.
 // Assumed of a transport: a report waits in its queue at most while half of the serials go by (kLateness).
 

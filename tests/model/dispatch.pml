@@ -1,15 +1,15 @@
 // Two dispatches in flight over one-slot windows: do the channels of an operation ever wait for each other in a circle?
 //
-//   Worker   a rank's worker         csrc/engine/run.cc, dispatch.cc: all steps side by side; Op n + 1 starts when n is over
+//   Worker   a rank's worker         csrc/engine/run.cc, dispatch.cc: all steps side by side, one operation at a time
 //   Ship     two ranks' proxies      csrc/proxy: a chunk goes where a credit is, a credit when both readers are done
 //
 // Domain A is ranks 0 and 1, domain B ranks 2 and 3. Streams (a ring of routing chunks and one of rows each):
 //   0: rank 0 to B by rail 2    1: rank 1 to B by rail 3    2: rank 2 to A by rail 0    3: rank 0 to its own domain
 //
 // Reductions, and why they lose nothing:
-// * A chunk's way is one step. channel.pml shows that a chunk arrives once, whole, in a free slot; here only when counts.
-// * Two domains and four streams of eight. A stream touches others only by the worker that serves both, so a further one,
-//   from a third domain too, is like one of these: 0 and 1 share readers, 0 and 3 a source, 0 and 2 go opposite ways.
+// * A chunk's way is one step, and a chunk has no contents: channel.pml shows that it arrives once, whole, in a free slot.
+// * Two domains and four streams of eight. A stream touches others only by the worker that serves both, so a further
+//   one, from a third domain too, is like one of these: 0 and 1 share readers, 0 and 3 a source, 0 and 2 go opposite ways.
 // * Headers always get through (headers.pml), so "entered" is that the other worker has started. A header that is
 //   late only delays its readers, who may wait here as long as they like.
 

@@ -10,52 +10,71 @@
 // if an impatient one was hit itself: as long as those who found the error run, everybody has to learn it from them.
 //
 // Reductions, and why they lose nothing:
-// * An operation is one header to each domain: a rank that waits in a later step waits for a rank that does not move, too.
+// * An operation is one header to each domain: who waits in a later step waits for a rank that does not move, too.
+// * A rank that raises by another's record does not put it into its peers' control blocks again, as the code does: less
+//   is told.
 // * The one that crashes is rank 3: the layout looks alike from every rank.
 // * Closing, heartbeats and the grace of a bye are not modelled (tests/fault has them).
 
-#define kOps 2
+#ifndef OPS
+#define OPS 2
+#endif
+#define kOps OPS
 #define RUNS 0
 #define FROZEN 1
 #define DEAD 2
+#define NEVER 9
+#define DONE 10
 
 byte life[4];
 bool numb[4];            // frozen until all others have ended
 byte op[4] = 1;
-byte own[4], posted[4], arrived[4];
+byte arrived[4];         // headers of a rank in the other domain
+bool held[4], lost[4];   // its last header leaves when it resumes, never
 byte claim[4];           // the record in a control block: 1 + the rank that found the error
-bool raised[4], found[4], owed[4], told[4];
-bool due[16], flying[16];  // [4 * from + to] errors to be posted, and on their way
-bool impatient[4];
+bool raised[4], found[4], owed[4];
+bool due[16];            // [4 * from + to] errors that are not delivered yet
+byte num_finders;
 byte phase;              // 1: the impatient ones' deadlines expired; 2: everyone's
-bool renewed[4];         // the buffer was created anew after the error
+bool renewed;            // the buffer was created anew after the error
+byte memory = 1;         // the one that the buffer uses; all headers here are of the first buffer
 
 #define PEER(r) (r ^ 1)
 #define RAIL(r) ((r + 2) % 4)
 #define COMPLETED(r) (op[r] > kOps)
 #define ENDED(r) (COMPLETED(r) || raised[r])
 #define SETTLED(r) (life[r] != RUNS || ENDED(r))
-#define HERE(r, src) (src / 2 == r / 2 -> own[src] : arrived[src])
-#define LATE(r) (phase == 2 || (phase == 1 && impatient[r]))
+#define SENT(r) (COMPLETED(r) -> kOps : op[r])
+#define ALL_SETTLED (SETTLED(0) && SETTLED(1) && SETTLED(2) && SETTLED(3))
+#define HERE(r, src) (src / 2 == r / 2 -> SENT(src) : arrived[src])
+#define EARLY (num_finders < 2)
+#define LATE (phase == 2 || (phase == 1 && EARLY))
 
-inline post(r, record) { if :: claim[r] == 0 -> claim[r] = record :: else fi }
+inline find(r) { if :: phase < 2 -> num_finders++ :: else fi; found[r] = true }
+// A proxy that sees an error ships nothing else any more.
+inline may_lose(r) { if :: arrived[r] < SENT(r) -> if :: lost[r] = true :: skip fi :: else fi }
+inline post(r, record) { if :: claim[r] == 0 -> claim[r] = record; may_lose(r) :: else fi }
 
 proctype Worker(byte r) {
   byte record;
 end_frozen:
   do
-  :: atomic { life[r] == RUNS && !ENDED(r) && claim[r] == 0 && own[r] < op[r] -> own[r]++ }
-  :: atomic { life[r] == RUNS && !ENDED(r) && own[r] == op[r] && HERE(r, 0) >= op[r] && HERE(r, 1) >= op[r] &&
+  :: atomic { life[r] == RUNS && !ENDED(r) && HERE(r, 0) >= op[r] && HERE(r, 1) >= op[r] &&
        HERE(r, 2) >= op[r] && HERE(r, 3) >= op[r] -> op[r]++ }
-  :: atomic { life[r] == RUNS && !ENDED(r) && claim[r] != 0 -> record = claim[r]; break }
-  :: atomic { life[r] == RUNS && !ENDED(r) && claim[r] == 0 && LATE(r) -> found[r] = true; record = r + 1; break }
+  :: atomic { life[r] == RUNS && !ENDED(r) && claim[r] != 0 -> raised[r] = true; goto over }
+  :: atomic { life[r] == RUNS && !ENDED(r) && claim[r] == 0 && LATE -> find(r); record = r + 1; break }
   :: atomic { life[r] == RUNS && COMPLETED(r) -> goto over }
   od;
 #ifdef PEERS_FIRST
+end_dead:
   atomic { life[r] == RUNS -> post(PEER(r), record) };
+end_dead2:
   atomic { life[r] == RUNS -> post(r, record); raised[r] = true; record = 0 };
 #else
+  // Ours first.
+end_dead:
   atomic { life[r] == RUNS -> post(r, record) };
+end_dead2:
   atomic { life[r] == RUNS -> post(PEER(r), record); raised[r] = true; record = 0 };
 #endif
 over:
@@ -68,55 +87,71 @@ over:
 #else
 #define OWE(r) owed[r] = true; due[4 * r + RAIL(r)] = true; due[4 * r + PEER(RAIL(r))] = true
 #endif
-#define SEND(r, to) :: atomic { life[r] == RUNS && due[4 * r + to] -> due[4 * r + to] = false; flying[4 * r + to] = true }
+#ifdef ERROR_COSTS_CREDIT
+#define MAY_SEND(from) (arrived[from] == SENT(from))
+#else
+#define MAY_SEND(from) true
+#endif
 #define GET(r, from) \
-  :: atomic { life[r] == RUNS && flying[4 * from + r] -> flying[4 * from + r] = false; post(r, from + 1); post(PEER(r), from + 1) }
+  :: atomic { life[r] == RUNS && life[from] == RUNS && due[4 * from + r] && MAY_SEND(from) -> \
+       due[4 * from + r] = false; post(r, from + 1); post(PEER(r), from + 1) }
 
 proctype Proxy(byte r) {
 end_serves:
   do
-  :: atomic { life[r] == RUNS && claim[r] == 0 && posted[r] < own[r] -> posted[r]++ }
   // What the rail's domain sends it: published for both of the domain.
-  :: atomic { life[r] == RUNS && arrived[RAIL(r)] < posted[RAIL(r)] -> arrived[RAIL(r)]++;
-#ifdef MEMORY_REUSED
-       assert(!renewed[r]);
-#endif
+  :: atomic { life[r] == RUNS && arrived[RAIL(r)] < SENT(RAIL(r)) && !held[RAIL(r)] && !lost[RAIL(r)] ->
+       arrived[RAIL(r)]++;
+       assert(!renewed || memory != 1) /* no late write into memory that is used again */
      }
   :: atomic { life[r] == RUNS && claim[r] == r + 1 && !owed[r] -> OWE(r); post(PEER(r), claim[r]) }
-  SEND(r, RAIL(r)) SEND(r, PEER(RAIL(r)))
   GET(r, RAIL(r)) GET(r, PEER(RAIL(r)))
-  :: atomic { life[r] == RUNS && r != 3 && life[3] == DEAD && !told[r] && (impatient[r] || phase == 2) ->
-       told[r] = true; if :: !owed[r] -> found[r] = true; OWE(r) :: else fi };
-     atomic { life[r] == RUNS -> post(r, r + 1); post(PEER(r), r + 1) }
-  :: atomic { life[r] == RUNS && raised[r] && !renewed[r] && SETTLED(0) && SETTLED(1) && SETTLED(2) && SETTLED(3) ->
-       renewed[r] = true }
+  :: atomic { life[r] == RUNS && life[3] == DEAD && !owed[r] && (EARLY || phase == 2) ->
+       find(r); OWE(r); post(r, r + 1); post(PEER(r), r + 1) }
   od
 }
 
-#define OTHERS_ENDED(r) ((r == 0 || SETTLED(0)) && (r == 1 || SETTLED(1)) && (r == 2 || SETTLED(2)) && (r == 3 || SETTLED(3)))
+#define OTHERS_ENDED(r) \
+  ((r == 0 || SETTLED(0)) && (r == 1 || SETTLED(1)) && (r == 2 || SETTLED(2)) && (r == 3 || SETTLED(3)))
 
 active proctype Faults() {
-  byte victim;
-  bool crashes, freezes;
+  byte victim, crash = NEVER, freeze = NEVER;
+  // Before the first deadline, after it, never.
+  atomic {
+#ifndef NO_CRASH
+    if :: crash = 0 :: crash = 1 :: skip fi;
+#endif
+#ifndef NO_FREEZE
+    if :: freeze = 0 :: freeze = 1 :: skip fi;
+    if :: victim = 0 :: victim = 1 :: victim = 2 :: victim = 3 fi
+#endif
+  };
 end_idle:
   do
-  :: atomic { !crashes -> crashes = true; life[3] = DEAD;
-       // What was on its way may get lost.
-       if :: posted[3] = arrived[3] :: skip fi;
-       if :: flying[12] = false :: skip fi; if :: flying[13] = false :: skip fi }
-  :: atomic { !freezes -> freezes = true;
-       if :: victim = 0 :: victim = 1 :: victim = 2 :: victim = 3 fi;
-       if :: life[victim] == RUNS -> life[victim] = FROZEN; if :: numb[victim] = true :: skip fi :: else fi }
-  :: atomic { freezes && life[victim] == FROZEN && (!numb[victim] || OTHERS_ENDED(victim)) -> life[victim] = RUNS }
+  :: atomic { crash == phase -> crash = DONE; life[3] = DEAD; may_lose(3) }
+  :: atomic { freeze == phase && life[victim] == RUNS -> freeze = DONE; life[victim] = FROZEN;
+       if :: arrived[victim] < SENT(victim) -> if :: held[victim] = true :: skip fi :: else fi;
+       if :: numb[victim] = true :: skip fi }
+  :: atomic { life[victim] == FROZEN && (!numb[victim] || OTHERS_ENDED(victim)) ->
+       life[victim] = RUNS; held[victim] = false; numb[victim] = false }
+  :: atomic { !renewed && (raised[0] || raised[1] || raised[2] || raised[3]) && ALL_SETTLED ->
+       renewed = true;
+#ifndef MEMORY_REUSED
+       memory = 2
+#endif
+     }
   od
 }
 
 #define FINE(r) (life[r] == RUNS || !found[r])
 active proctype Clock() {
   do
-  :: atomic { timeout && SETTLED(0) && SETTLED(1) && SETTLED(2) && SETTLED(3) -> break }
-  :: atomic { timeout && phase == 0 && !(SETTLED(0) && SETTLED(1) && SETTLED(2) && SETTLED(3)) -> phase = 1 }
-  :: atomic { timeout && phase == 1 && !(SETTLED(0) && SETTLED(1) && SETTLED(2) && SETTLED(3)) ->
+  :: atomic { timeout && ALL_SETTLED ->
+       // No error without a cause: a rank that is frozen for less than a deadline is none.
+       assert(life[3] == DEAD || phase > 0 || (COMPLETED(0) && COMPLETED(1) && COMPLETED(2) && COMPLETED(3)));
+       break }
+  :: atomic { timeout && phase == 0 && !ALL_SETTLED -> phase = 1 }
+  :: atomic { timeout && phase == 1 && !ALL_SETTLED ->
        // Somebody was not told: only if one of those who found the error could not tell.
        assert(!((found[0] || found[1] || found[2] || found[3]) && FINE(0) && FINE(1) && FINE(2) && FINE(3)));
        phase = 2 }
@@ -125,8 +160,6 @@ active proctype Clock() {
 
 init {
   atomic {
-    if :: impatient[0] = true :: impatient[1] = true :: impatient[2] = true :: impatient[3] = true fi;
-    if :: impatient[0] = true :: impatient[1] = true :: impatient[2] = true :: impatient[3] = true fi;
     run Worker(0); run Worker(1); run Worker(2); run Worker(3);
     run Proxy(0); run Proxy(1); run Proxy(2); run Proxy(3)
   }
