@@ -18,38 +18,52 @@
 #define kSlots 2
 #endif
 byte op[4] = 1;
-byte own[4], sent[4], arrived[4];  // headers of a rank: in its domain; for the other domain; landed there
-byte taken[16];  // [4 * source + reader]
+byte own[4], sent[4];  // headers of a rank: in its domain; for the other domain
+byte landed[8];        // [kSlots * source + slot] the last one that landed there, + 1
+byte taken[16];        // [4 * source + reader]
 
 #define TAKEN(s, a, b) (taken[4 * s + a] < taken[4 * s + b] -> taken[4 * s + a] : taken[4 * s + b])
-#define READ_HEADER(s, here) \
-  :: atomic { op[me] <= kOps && taken[4 * s + me] < op[me] && here[s] > taken[4 * s + me] -> \
-       taken[4 * s + me]++ }
+#define OWN(s) (own[s] > taken[4 * s + me])
+#define LANDED(s) (landed[kSlots * s + taken[4 * s + me] % kSlots] == taken[4 * s + me] + 1)
+#define READ_HEADER(s, READY) \
+  :: atomic { op[me] <= kOps && taken[4 * s + me] < op[me] && READY(s) -> taken[4 * s + me]++ }
 #define DONE(s) (taken[4 * s + me] == op[me])
 
-#define WORKER(rank, peer, far, far2, here0, here1, here2, here3) \
+// The last of `count` headers in `slot`, + 1: 0 if there is none. Two may be on their way, and overtake each other.
+#define LAST_IN(count, slot) (count > slot -> count - (count - 1 - slot) % kSlots : 0)
+#define FLUSHED(rank) (landed[kSlots * rank + sent[rank] % kSlots] > sent[rank] - kSlots)
+#define LAND(rank, slot, far, far2) \
+  :: atomic { landed[kSlots * rank + slot] < LAST_IN(sent[rank], slot) -> \
+       /* no header is overwritten before both readers have it */ \
+       assert(TAKEN(rank, far, far2) >= landed[kSlots * rank + slot]); \
+       landed[kSlots * rank + slot] = LAST_IN(sent[rank], slot) }
+#ifdef ONE_HEADER_SLOT
+#define LAND_ALL(rank, far, far2) LAND(rank, 0, far, far2)
+#else
+#define LAND_ALL(rank, far, far2) LAND(rank, 0, far, far2) LAND(rank, 1, far, far2)
+#endif
+
+#define WORKER(rank, peer, far, far2, HERE0, HERE1, HERE2, HERE3) \
   do \
   :: atomic { op[rank] <= kOps && own[rank] < op[rank] && \
        (own[rank] < kSlots || TAKEN(rank, rank, peer) > own[rank] - kSlots) -> \
        own[rank]++; taken[4 * rank + rank]++ } \
-  :: atomic { op[rank] <= kOps && sent[rank] < op[rank] && (sent[rank] < kSlots || arrived[rank] > sent[rank] - kSlots) -> \
-       sent[rank]++ } \
-  :: atomic { arrived[rank] < sent[rank] -> /* no header is overwritten before both readers have it */ \
-       assert(arrived[rank] < kSlots || TAKEN(rank, far, far2) > arrived[rank] - kSlots); arrived[rank]++ } \
-  READ_HEADER(0, here0) READ_HEADER(1, here1) READ_HEADER(2, here2) READ_HEADER(3, here3) \
+  :: atomic { op[rank] <= kOps && sent[rank] < op[rank] && (sent[rank] < kSlots || FLUSHED(rank)) -> sent[rank]++ } \
+  LAND_ALL(rank, far, far2) \
+  READ_HEADER(0, HERE0) READ_HEADER(1, HERE1) READ_HEADER(2, HERE2) READ_HEADER(3, HERE3) \
   :: atomic { op[rank] <= kOps && own[rank] == op[rank] && sent[rank] == op[rank] && \
        DONE(0) && DONE(1) && DONE(2) && DONE(3) -> op[rank]++ } \
-  :: op[rank] > kOps && arrived[rank] == kOps -> break \
+  :: op[rank] > kOps && TAKEN(rank, far, far2) == kOps -> break \
   od
 
 #define me 0
-active proctype Rank0() { WORKER(0, 1, 2, 3, own, own, arrived, arrived) }
+active proctype Rank0() { WORKER(0, 1, 2, 3, OWN, OWN, LANDED, LANDED) }
 #undef me
 #define me 1
-active proctype Rank1() { WORKER(1, 0, 2, 3, own, own, arrived, arrived) }
+active proctype Rank1() { WORKER(1, 0, 2, 3, OWN, OWN, LANDED, LANDED) }
 #undef me
 #define me 2
-active proctype Rank2() { WORKER(2, 3, 0, 1, arrived, arrived, own, own) }
+active proctype Rank2() { WORKER(2, 3, 0, 1, LANDED, LANDED, OWN, OWN) }
 #undef me
 #define me 3
-active proctype Rank3() { WORKER(3, 2, 0, 1, arrived, arrived, own, own) }
+active proctype Rank3() { WORKER(3, 2, 0, 1, LANDED, LANDED, OWN, OWN) }

@@ -18,7 +18,7 @@ TIMEOUT_SECONDS = 100.0
 CLAIMS = {
     "deadlock": r"invalid end state",
     "stale chunk": r"assertion violated \(landing\[.*\]==\(next\+1\)\)",
-    "overwritten": r"assertion violated .*(>=landing\[|\)==staged\[|folded\[.*==merged\[|arrived\[.*taken\[)",
+    "overwritten": r"assertion violated .*(>=landing\[|\)==staged\[|folded\[.*==merged\[|>=landed\[)",
     "no credit": r"assertion violated \(serial<\(returned\+\d\)\)",
     "wrong credit": r"assertion violated \(serial<=posted\)",
     "not told": r"assertion violated  !\(.*found\[",
