@@ -9,7 +9,7 @@
 #                       Linux build works without a GPU but brings gigabytes of CUDA libraries. For a CPU-only build
 #                       name the CPU package index that PyTorch's own installation page gives:
 #                       UCCL_EP_PIP_ARGS="--extra-index-url <that address>"
-#   UCCL_EP_APT=1       as root on Debian or Ubuntu: install a missing compiler or Python headers with apt-get
+#   UCCL_EP_APT=1       as root on Debian or Ubuntu: install a missing compiler, Python headers or spin with apt-get
 #   UCCL_EP_WERROR=1    compiler warnings are errors
 #
 # An up-to-date environment costs a few dozen milliseconds: two stamp files hold a hash of what it was made from.
@@ -105,6 +105,7 @@ find_python() {
 }
 
 can_apt() { [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; }
+may_apt() { can_apt && { [ "${UCCL_EP_APT:-0}" = 1 ] || [ "${CI:-}" = true ]; }; }
 
 apt_install() {
   export DEBIAN_FRONTEND=noninteractive
@@ -115,12 +116,21 @@ apt_install() {
 missing() {
   local what="$1"
   shift
-  if can_apt && { [ "${UCCL_EP_APT:-0}" = 1 ] || [ "${CI:-}" = true ]; }; then
+  if may_apt; then
     run_stage "apt-get install $*" apt_install "$@"
     return
   fi
   die "$what is missing." "On Debian or Ubuntu, as root:  apt-get update && apt-get install -y $*" \
     "(as root, UCCL_EP_APT=1 lets this script do it)"
+}
+
+# wished_for command package: as missing(), for what only some tests need. Tried once, and they skip without it.
+wished_for() {
+  if command -v "$1" >/dev/null || ! may_apt || stamp_is "wished_for_$2" tried; then
+    return
+  fi
+  write_stamp "wished_for_$2" tried
+  (run_stage "apt-get install $2" apt_install "$2") || say "going on without $2: the tests that need it skip"
 }
 
 # Which Python that Debian or Ubuntu release has.
@@ -238,6 +248,7 @@ set_up() {
     say "waiting for another set-up in $VENV ..."
     flock 9
   fi
+  wished_for spin spin
   if venv_is_usable && stamp_is packages "$(packages_hash)" && is_built "$(build_hash)"; then
     say "$VENV is up to date ($(seconds_since "$started"))"
     exec 9>&-
