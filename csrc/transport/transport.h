@@ -5,8 +5,9 @@
 // * Nothing is ordered: neither two writes to one peer, nor their arrivals, nor their completions.
 // * A write that was posted is reported exactly once as kWriteDone (flushed: it will never touch the peer's memory
 //   again) or ends in kFailure. The caller keeps its bytes unchanged until then.
-// * An arrival may be reported more than once. The payload is not written again after kWriteDone, and the last report is
-//   polled before half the serial numbers of its channel (kImmSerialBits) have gone by: immediates are told apart by that.
+// * An arrival may be reported more than once. The payload is not written again after kWriteDone, and the last report
+//   is polled before half the serial numbers of its channel (kImmSerialBits) have gone by: immediates are told apart by
+//   them.
 // * One thread uses a transport: the proxy. address() and connect() are called before that thread starts.
 #pragma once
 
