@@ -71,6 +71,14 @@ def test_options(options: dict[str, Any]) -> None:
             check_case(group, make_case(seed, spec, max_tokens=100))
 
 
+@pytest.mark.parametrize("top_k", [1, 31, 32])
+def test_few_and_many_experts_of_a_token(top_k: int) -> None:
+    spec = spec_of(2, num_experts=64, hidden=256)
+    with spec.group() as group:
+        for seed in range(5):
+            check_case(group, make_case(seed, spec, form="topk", top_k=top_k, max_tokens=120))
+
+
 def test_real_sizes() -> None:
     spec = spec_of(4, num_experts=256, hidden=7168, settings=(("budget_bytes", 512 << 20),))
     with spec.group() as group:

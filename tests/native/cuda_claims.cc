@@ -36,37 +36,24 @@ CLAIM("what comes again fits, and a sixteenth more of it") {
   }
 }
 
-CLAIM("a guess is at most 5/4 of the least that was seen and 64") {
+// The guess for `num_tokens` after dispatches of 100 tokens each that needed `rows`.
+uint32_t guessed_rows(uint64_t num_tokens, const std::vector<uint32_t>& rows) {
   Guess guess;
   PlanSizes sizes;
-  guess.learn(100, needs(1000));
-  guess.learn(100, needs(9000));
-  EXPECT(guess.make(100, sizes));
-  EXPECT_EQ(sizes.num_rows, 1250u + 64u);
-  guess.learn(100, needs(1200));
-  guess.learn(100, needs(1100));
-  guess.learn(100, needs(1200));
-  EXPECT(guess.make(100, sizes));
-  EXPECT_EQ(sizes.num_rows, 1375u + 64u);  // the 1000 is forgotten, the 9000 is not
-  guess.learn(100, needs(1200));
-  EXPECT(guess.make(100, sizes));
-  EXPECT_EQ(sizes.num_rows, 1275u + 64u);
+  for (const uint32_t number : rows) guess.learn(100, needs(number));
+  EXPECT(guess.make(num_tokens, sizes));
+  return sizes.num_rows;
 }
 
-CLAIM("guesses go with the number of tokens") {
-  Guess guess;
-  PlanSizes sizes;
-  guess.learn(100, needs(1000));
-  EXPECT(guess.make(160, sizes));
-  EXPECT_EQ(sizes.num_rows, 1700u + 64u);
+CLAIM("a guess is at most 5/4 of the least of the last four and 64") {
+  EXPECT_EQ(guessed_rows(100, {1000, 9000}), 1250u + 64u);
+  EXPECT_EQ(guessed_rows(100, {1000, 9000, 1200, 1100, 1200}), 1375u + 64u);  // of 1100; the 9000 is still known
+  EXPECT_EQ(guessed_rows(100, {1000, 9000, 1200, 1100, 1200, 1200}), 1275u + 64u);  // a sixteenth more than 1200
 }
 
-CLAIM("a number that does not fit 32 bits is not guessed") {
-  Guess guess;
-  PlanSizes sizes;
-  guess.learn(100, needs(4000000000u));
-  EXPECT(guess.make(199, sizes));
-  EXPECT_EQ(sizes.num_rows, 4000000064u);
+CLAIM("guesses go with the number of tokens, and stop before they leave 32 bits") {
+  EXPECT_EQ(guessed_rows(160, {1000}), 1700u + 64u);
+  EXPECT_EQ(guessed_rows(199, {4000000000u}), 4000000064u);
 }
 
 CLAIM("staged rows begin at multiples of 128 bytes and fit the widest row") {

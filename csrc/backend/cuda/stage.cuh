@@ -64,46 +64,40 @@ __device__ __forceinline__ void quantise(const uint4 (&raw)[kBatch], Codes (&out
   }
 }
 
-// By a warp: vectors `first` to `end` of a row, which `load(i)` gives. kAhead: the next ones are loaded
-// meanwhile.
-template <bool kPow2, uint32_t kBatch, bool kAhead, typename Load>
-__device__ __forceinline__ void quantise_part(uint8_t* row, uint32_t hidden, uint32_t first, uint32_t end,
-                                              uint32_t lane, Load load) {
+// By a warp. With powers of two the next vectors are loaded meanwhile.
+template <bool kPow2>
+__device__ __forceinline__ void quantise_row(const uint4* from, uint8_t* to, uint32_t hidden, uint32_t lane) {
+#if __CUDA_ARCH__ >= 900
+  constexpr uint32_t kBatch = kPow2 ? 4 : 1;
+#else
+  constexpr uint32_t kBatch = 1;  // conversions to FP8 need registers there
+#endif
+  const uint32_t end = hidden / 8;
   uint4 next[kBatch];
   const auto load_batch = [&](uint32_t begin) {
 #pragma unroll
     for (uint32_t u = 0; u < kBatch; ++u) {
       const uint32_t i = begin + u * kWarp + lane;
-      next[u] = i < end ? load(i) : make_uint4(0, 0, 0, 0);
+      next[u] = i < end ? __ldcs(from + i) : make_uint4(0, 0, 0, 0);
     }
   };
-  if (kAhead) load_batch(first);
-  for (uint32_t begin = first; begin < end; begin += kBatch * kWarp) {
-    if (!kAhead) load_batch(begin);
+  if (kPow2) load_batch(0);
+  for (uint32_t begin = 0; begin < end; begin += kBatch * kWarp) {
+    if (!kPow2) load_batch(begin);
     uint4 raw[kBatch];
 #pragma unroll
     for (uint32_t u = 0; u < kBatch; ++u) raw[u] = next[u];
-    if (kAhead) load_batch(begin + kBatch * kWarp);
+    if (kPow2) load_batch(begin + kBatch * kWarp);
     Codes out[kBatch];
     quantise<kPow2>(raw, out);
 #pragma unroll
     for (uint32_t u = 0; u < kBatch; ++u) {
       const uint32_t i = begin + u * kWarp + lane;
       if (i >= end) continue;  // the same for all 16 lanes of a block
-      *reinterpret_cast<uint2*>(row + i * 8) = out[u].codes;
-      if (i % 16 == 0) reinterpret_cast<float*>(row + hidden)[i / 16] = out[u].scale;
+      *reinterpret_cast<uint2*>(to + i * 8) = out[u].codes;
+      if (i % 16 == 0) reinterpret_cast<float*>(to + hidden)[i / 16] = out[u].scale;
     }
   }
-}
-template <bool kPow2>
-__device__ __forceinline__ void quantise_row(const uint4* from, uint8_t* to, uint32_t hidden, uint32_t lane) {
-#if __CUDA_ARCH__ >= 900
-  constexpr uint32_t kMost = 4;
-#else
-  constexpr uint32_t kMost = 1;  // conversions to FP8 need registers there
-#endif
-  quantise_part<kPow2, kPow2 ? kMost : 1, kPow2>(to, hidden, 0, hidden / 8, lane,
-                                                 [&](uint32_t i) { return __ldcs(from + i); });
 }
 
 // Not inlined: a division is a call that would make its caller spill.

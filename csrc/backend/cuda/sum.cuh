@@ -53,7 +53,7 @@ struct Sum {
   }
 };
 
-// Of the sums `begin` to `end`, which somebody waits for together, `before` had been counted before.
+// Of sums that somebody waits for together, numbers `begin` to `end`, `before` had been counted when this one was.
 struct Counted {
   uint32_t begin = 0, end = 0, before = 0;
 };

@@ -67,6 +67,7 @@ cuda::RegionLayout layout_of(const EngineConfig& config) {
 
 // That buffers leave to others, NCCL above all.
 uint32_t reserved_sms(uint32_t all) { return std::min(32u, all / 4); }
+
 std::mutex taken_mutex;
 std::map<int, uint32_t> taken_sms;  // by device
 
