@@ -20,6 +20,15 @@ __device__ __forceinline__ uint64_t peek_flag(const uint64_t* flag) {
 __device__ __forceinline__ void publish_flag(uint64_t* flag, uint64_t value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
+// Several flags at once: one fence, and then stores without order.
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ __forceinline__ void store_flag(uint64_t* flag, uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
+// For other blocks of this GPU.
+__device__ __forceinline__ void publish_in_gpu(uint64_t* flag, uint64_t value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
+}
 // The winner publishes what it wrote since.
 __device__ __forceinline__ bool take_claim(uint64_t* claim) {
   return atomicCAS_system(reinterpret_cast<unsigned long long*>(claim), 0ull, 1ull) == 0;
@@ -33,14 +42,16 @@ __device__ __forceinline__ void proxy_fence() {
 
 // ---- counters of one GPU --------------------------------------------------------------------------------------------
 // By one thread of each of `num_blocks` blocks. True in the last: it sees what all blocks wrote before they arrived,
-// and the counter is 0 again.
+// publishes it with what it publishes at whatever scope, and the counter is 0 again.
 __device__ __forceinline__ bool arrive_last(uint32_t* counter, uint32_t num_blocks) {
-  __threadfence_system();
-  if (atomicAdd(counter, 1u) != num_blocks - 1) return false;
+  uint32_t before;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  if (before != num_blocks - 1) return false;
   *counter = 0;
-  __threadfence_system();
   return true;
 }
+// Without order: who comes how many-th.
+__device__ __forceinline__ uint32_t take_number(uint32_t* counter) { return atomicAdd(counter, 1u); }
 
 // By one thread, which has made its own writes visible to the GPU: counts it; the count before. Nobody waits for that
 // until it is used.
@@ -59,7 +70,22 @@ __device__ __forceinline__ void add_global(uint64_t* sum, uint64_t value) {
   atomicAdd(reinterpret_cast<unsigned long long*>(sum), static_cast<unsigned long long>(value));
 }
 
-// ---- counters in shared memory of one block: order comes from the block's own barriers ------------------------------
+// ---- in shared memory of one block ----------------------------------------------------------------------------------
+// By one thread: adds 1 to a word that others wait for. Both are atomic, which tells compute-sanitizer that they are
+// meant.
+__device__ __forceinline__ void count_shared(uint32_t* word) {
+  asm volatile("red.release.cta.shared.add.u32 [%0], 1;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(word)))
+               : "memory");
+}
+__device__ __forceinline__ uint32_t read_shared(uint32_t* word) {
+  uint32_t value;
+  asm volatile("atom.acquire.cta.shared.or.b32 %0, [%1], 0;"
+               : "=r"(value)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(word)))
+               : "memory");
+  return value;
+}
+// Order comes from the block's own barriers.
 __device__ __forceinline__ void add_shared(uint32_t* counter, uint32_t value) { atomicAdd(counter, value); }
 __device__ __forceinline__ void add_shared(unsigned long long* sum, unsigned long long value) { atomicAdd(sum, value); }
 __device__ __forceinline__ void or_shared(uint32_t* word, uint32_t bits) { atomicOr(word, bits); }

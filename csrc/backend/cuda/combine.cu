@@ -16,36 +16,35 @@ constexpr uint32_t kBulkBytes = (kFoldWarps<true> + kMergeWarps<true>)*kSumWarpB
 
 // By a crew. In: dtype of the addends, Out: of the sums.
 template <bool kBulk, typename In, typename Out, typename Work>
-__device__ void sum_all(const Crew& crew, const Domain& d, const Work& work, uint32_t hidden, RingState& ring) {
+__device__ void sum_all(const Summers& by, const Domain& d, const Work& work, uint32_t hidden, RingState& ring) {
   if constexpr (kBulk) {
 #if __CUDA_ARCH__ >= 900
-    sum_rows_bulk(crew, d, work, hidden * 2, ring);
+    sum_rows_bulk(by, d, work, hidden * 2, ring);
 #endif
   } else {
-    sum_rows<In, Out>(crew, d, work, hidden);
+    sum_rows<In, Out>(by, d, work, hidden);
   }
 }
 
-// By both crews: the one that folds has done so, and sums what arrives last beside the other.
+// By both crews: the one that folds joins the other when it has done so.
 template <bool kBulk, typename Row, typename Wire>
 __device__ void merge_all(const Crew& crew, bool has_folded, const Domain& d, const Op& op, const PlanView& plan,
                           const CombineArgs& args, RingState& ring) {
   const StepClock clock(crew, d, Step::kMerge, has_folded ? gridDim.x : 0);
-  const Merge whole(d, op, plan, args);
-  if (!has_folded) whole.fill_empty(crew);
-  for (uint32_t last_ones = has_folded ? 1 : 0; last_ones < 2; ++last_ones) {
-    Merge merge = whole;
-    merge.take(last_ones != 0, gridDim.x * kFoldWarps<kBulk>);
-    const Crew all = Crew::of(0, 1, kFoldWarps<kBulk> + kMergeWarps<kBulk>);  // has no barrier
-    sum_all<kBulk, Wire, Row>(last_ones != 0 ? all : crew, d, merge, args.hidden, ring);
-  }
+  const Merge merge(d, op, plan, args);
+  if (!has_folded) merge.fill_empty(crew);
+  sum_all<kBulk, Wire, Row>({crew, kMergeWarps<kBulk>, has_folded}, d, merge, args.hidden, ring);
   if (!has_folded) finish_merge(crew, d, op, plan, args);
   clock.stop();
 }
 
 __device__ void finish(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const CombineArgs& args) {
   if (!last_block(crew, d, Arrival::kMerged, gridDim.x)) return;
-  if (crew.thread == 0) keep(d, op, OpKind::kCombine);
+  if (crew.thread == 0) {
+    keep(d, op, OpKind::kCombine);
+    put_back(d, Taken::kFolded);
+    put_back(d, Taken::kMerged);
+  }
   if (going(crew, d)) {
     publish_all(crew, d, d.at.merged, op.epoch);
     return;
@@ -68,10 +67,7 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
     const Crew crew = Crew::of(1, 0, 1);
     find_fold_range(crew, d, plan, args, range);
     if (blockIdx.x == 0 && going(crew, d)) {
-      if (crew.thread == 0) {
-        write_header(d, op, args.signature, plan.num_tokens);
-        __threadfence_system();
-      }
+      if (crew.thread == 0) write_header(d, op, args.signature, plan.num_tokens);
       crew.sync();
       publish_all(crew, d, d.at.header_full, op.epoch);
     }
@@ -96,7 +92,7 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
       good = good && wait_all(crew, d, d.at.merged, op.free_after, Step::kFold);
       if (good) {
         const StepClock clock(crew, d, Step::kFold);
-        sum_all<kBulk, Row, Wire>(crew, d, Fold{d, op, plan, args, range}, args.hidden, ring);
+        sum_all<kBulk, Row, Wire>({crew, kFold, false}, d, Fold{d, op, plan, args, range}, args.hidden, ring);
         finish_fold(crew, d, op, plan, args);
         clock.stop();
       }

@@ -225,14 +225,62 @@ __device__ inline bool wait_all(const Crew& crew, const Domain& d, uint64_t flag
 }
 
 enum class Arrival : uint32_t { kCounted, kRouted, kValues, kHashed, kPlaced, kFolded, kMerged };
-// By a crew of each of `num_blocks`, at the end of its work: true in the last, when all their writes are visible
-// everywhere.
+// By a crew of each of `num_blocks`, at the end of its work: true in the last, which publishes the writes of all.
 __device__ inline bool last_block(const Crew& crew, const Domain& d, Arrival what, uint32_t num_blocks) {
   crew.sync();
   bool last = false;
   if (crew.thread == 0) last = arrive_last(&local(d).arrived[static_cast<uint32_t>(what)], num_blocks);
   return crew.any(last);
 }
+
+// ---- shares of work -------------------------------------------------------------------------------------------------
+// Numbers 0 .. end in the order in which they are wanted. Three quarters are dealt out to the warps of a kernel, number
+// by number; the rest is taken, a few at a time, by whoever is through: how long a number takes differs.
+enum class Taken : uint32_t { kPlaced, kFolded, kMerged };
+class Shares {
+ public:
+  // By a warp, number `first` of `warps` that begin together; one that joins them later has a `first` of kJoins. With
+  // fewer numbers than `least` for each warp all are dealt out.
+  __device__ Shares(const Domain& d, Taken what, uint32_t end, uint32_t first, uint32_t warps, uint32_t least)
+      : end_(end),
+        dealt_(end / warps < least ? end : end / warps * 3 / 4 * warps),
+        step_(warps),
+        few_(min(max(end / warps / 16, 1), 4)),
+        counter_(&local(d).taken[static_cast<uint32_t>(what)]),
+        next_(first) {
+    take();
+  }
+  static constexpr uint32_t kJoins = 0xFFFFFFFFu;
+
+  // A number for each lane, or `end`. False: there are no more.
+  __device__ __forceinline__ bool next(uint32_t& number, uint32_t lane) {
+    if (next_ < dealt_) {
+      number = next_ + lane * step_;
+      if (number >= dealt_) number = end_;
+      next_ += kWarp * step_;
+      return true;
+    }
+    const uint32_t first = dealt_ + few_ * __shfl_sync(kFullWarp, taken_, 0);
+    if (first >= end_) return false;
+    take();
+    number = lane < few_ ? min(first + lane, end_) : end_;
+    return true;
+  }
+
+ private:
+  // Ahead: nobody waits for the counter.
+  __device__ __forceinline__ void take() {
+    if (dealt_ < end_ && threadIdx.x % kWarp == 0) taken_ = take_number(counter_);
+  }
+  const uint32_t end_, dealt_, step_, few_;
+  uint32_t* const counter_;
+  uint32_t next_, taken_ = 0;
+};
+// By one thread, when all blocks are through.
+__device__ __forceinline__ void put_back(const Domain& d, Taken what) {
+  local(d).taken[static_cast<uint32_t>(what)] = 0;
+}
+
 // By a crew: publishes flag number `rank` of every peer's `flags`.
 __device__ inline void publish_all(const Crew& crew, const Domain& d, uint64_t flags, uint64_t value) {
   for (uint32_t r = crew.thread; r < d.at.num_ranks; r += crew.size)
@@ -251,22 +299,23 @@ __device__ inline void write_header(const Domain& d, const Op& op, const OpSigna
   h.signature = signature;
   h.num_tokens = num_tokens;
 }
+// By one thread, when rank r has entered: whether with the same signature.
+__device__ inline bool is_alike(const Domain& d, uint64_t epoch, uint32_t r) {
+  const OpSignature own = header(d, d.rank, epoch).signature;  // copies: loaded at once
+  const OpSignature other = header(d, r, epoch).signature;
+  if (own.kind == other.kind && own.dtype == other.dtype && own.wire == other.wire && own.plan_use == other.plan_use &&
+      own.hidden == other.hidden && own.with_values == other.with_values && own.fp8_pow2 == other.fp8_pow2 &&
+      own.compact_width == other.compact_width && own.with_capacity == other.with_capacity &&
+      own.expert_alignment == other.expert_alignment && own.plan_id == other.plan_id)
+    return true;
+  report(d, DeviceFault::kMismatch, Step::kPlan, static_cast<int>(r), -1, 0, 0, ErrorKind::kRankMismatch);
+  return false;
+}
 // By a crew: all ranks have entered, with the same signature.
 __device__ inline bool all_alike(const Crew& crew, const Domain& d, uint64_t epoch) {
   if (!wait_all(crew, d, d.at.header_full, epoch, Step::kExchange, true)) return false;
   bool good = true;
-  for (uint32_t r = crew.thread; r < d.at.num_ranks; r += crew.size) {
-    const OpSignature own = header(d, d.rank, epoch).signature;  // copies: loaded at once
-    const OpSignature other = header(d, r, epoch).signature;
-    if (own.kind != other.kind || own.dtype != other.dtype || own.wire != other.wire ||
-        own.plan_use != other.plan_use || own.hidden != other.hidden || own.with_values != other.with_values ||
-        own.fp8_pow2 != other.fp8_pow2 || own.compact_width != other.compact_width ||
-        own.with_capacity != other.with_capacity || own.expert_alignment != other.expert_alignment ||
-        own.plan_id != other.plan_id) {
-      report(d, DeviceFault::kMismatch, Step::kPlan, static_cast<int>(r), -1, 0, 0, ErrorKind::kRankMismatch);
-      good = false;
-    }
-  }
+  for (uint32_t r = crew.thread; r < d.at.num_ranks; r += crew.size) good &= is_alike(d, epoch, r);
   return crew.all(good);
 }
 

@@ -1,7 +1,9 @@
 // The kernel of a dispatch. Its crews run side by side in every block: one places the rows that come here (and before
-// that, of a new plan, exchanges the routing), one stages ours, one sees to what no row stands for.
+// that, of a new plan, exchanges the routing), one stages ours, a warp tells who waits for that, and one crew sees to
+// what no row stands for.
 #include "backend/cuda/exchange.cuh"
 #include "backend/cuda/place.cuh"
+#include "backend/cuda/place_values.cuh"
 #include "backend/cuda/plan.cuh"
 #include "backend/cuda/stage.cuh"
 
@@ -9,8 +11,10 @@ namespace uccl_ep::cuda {
 namespace {
 
 constexpr uint32_t kServeWarps = 2;
-constexpr uint32_t kThreads = (kServeWarps + kStageWarps + kPlaceWarps) * kWarp;
+constexpr uint32_t kFirstStage = kServeWarps + 1, kFirstPlace = kFirstStage + kStageWarps;  // after one that tells
+constexpr uint32_t kThreads = (kFirstPlace + kPlaceWarps) * kWarp;
 constexpr uint32_t kTileAlign = 128;
+constexpr uint32_t kMostKept = 16;  // tiles of a block
 
 // By the crew that serves: of a plan that is known, what the others wait for; of a new one, its heads; then what rows
 // have beside their data.
@@ -27,10 +31,7 @@ __device__ void serve(const Crew& crew, const Domain& d, const Op& op, const Pla
     clock.stop();
   } else {
     if (blockIdx.x == 0) {
-      if (crew.thread == 0) {
-        write_header(d, op, args.signature, args.stage.num_tokens);
-        __threadfence_system();
-      }
+      if (crew.thread == 0) write_header(d, op, args.signature, args.stage.num_tokens);
       crew.sync();
       publish_all(crew, d, d.at.header_full, op.epoch);
     }
@@ -54,28 +55,32 @@ __device__ void serve(const Crew& crew, const Domain& d, const Op& op, const Pla
     place_values<kFresh>(crew, d, op, plan, args);
 }
 
-// By the crew that stages. Blocks that do not place do it alone if they are many.
-template <bool kBulk>
-__device__ void stage(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args,
-                      uint8_t* shared) {
-  // What the half held before must have been read by all.
-  if (!wait_all(crew, d, d.at.read, op.free_after, Step::kStage)) return;
+// What this block stages. Blocks that do not place do it alone if they are many.
+__device__ __forceinline__ StageShare stage_share(const PlaceArgs& args) {
   const uint32_t others = gridDim.x - args.num_blocks, first_block = others >= args.num_blocks ? args.num_blocks : 0;
   const uint32_t begin = args.window * args.window_tokens;
   const uint32_t end = min(begin + args.window_tokens, args.stage.num_tokens);
-  if (blockIdx.x >= first_block) {
-    const StepClock clock(crew, d, Step::kStage, first_block);
-    const uint32_t number = blockIdx.x - first_block, count = gridDim.x - first_block;
-    bool done = false;
-    if constexpr (kBulk) {
+  // A block before the first has no chunk.
+  return {begin, end, blockIdx.x < first_block ? end : blockIdx.x - first_block, gridDim.x - first_block};
+}
+
+// By the crew that stages.
+template <bool kBulk>
+__device__ void stage(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args,
+                      Staged& staged, uint8_t* shared) {
+  // What the half held before must have been read by all.
+  if (!wait_all(crew, d, d.at.read, op.free_after, Step::kStage)) return;
+  const StageShare share = stage_share(args);
+  const StepClock clock(crew, d, Step::kStage, gridDim.x - share.count);
+  bool done = false;
+  if constexpr (kBulk) {
 #if __CUDA_ARCH__ >= 900
-      done = args.stage_ring > 0;
-      if (done) stage_rows_bulk(crew, d, op, args.stage, begin, end, number, count, shared + args.stage_ring);
+    done = args.stage_ring > 0;
+    if (done) stage_rows_bulk(crew, d, op, args.stage, share, staged, shared + args.stage_ring);
 #endif
-    }
-    if (!done) stage_rows(crew, d, op, args.stage, begin, end, number, count);
-    clock.stop();
   }
+  if (!done) stage_rows(crew, d, op, args.stage, share, staged);
+  clock.stop();
   if (args.routing_compared && args.window == 0) compare_routing(crew, d, plan, args.routing, args.signature.plan_id);
 }
 
@@ -84,18 +89,11 @@ __device__ bool exchange(const Crew& crew, const Domain& d, const Op& op, const 
   if (wait_all(crew, d, d.at.read, op.free_after, Step::kExchange)) {
     const StepClock clock(crew, d, Step::kExchange);
     if (blockIdx.x == 0 && crew.thread == 0) write_header(d, op, args.signature, args.stage.num_tokens);
-    route(crew, d, op, args.routing, args.stage.num_tokens, shared);
+    route(crew, d, op, args.routing, args.stage.num_tokens, args.kept_tiles, shared);
     clock.stop();
   }
   if (last_block(crew, d, Arrival::kRouted, gridDim.x)) {
-    uint64_t hash = 0;
-    for (uint32_t b = crew.thread; b < gridDim.x; b += crew.size) hash += __ldcg(&local(d).block_hash[b]);
-    hash = crew_sum(crew, hash);
-    if (crew.thread == 0) {
-      keep(d, op, OpKind::kDispatch);
-      header(d, d.rank, op.epoch).routing_hash = hash;
-      __threadfence_system();
-    }
+    if (crew.thread == 0) keep(d, op, OpKind::kDispatch);
     if (going(crew, d)) {
       // Two warps, for a release takes its time.
       const bool with_values = args.routing.values != nullptr;
@@ -103,8 +101,11 @@ __device__ bool exchange(const Crew& crew, const Domain& d, const Op& op, const 
         if (crew.warp() == 0) publish_flag(at<uint64_t>(d, r, d.at.header_full) + d.rank, op.epoch);
         if (crew.warp() == 1 && with_values) publish_flag(at<uint64_t>(d, r, d.at.values_full) + d.rank, op.epoch);
       }
-      if (all_alike(crew, d, op.epoch))
-        count_received(crew, d, op, args.signature, args.call, reinterpret_cast<uint32_t*>(shared));
+      uint64_t hash = 0;
+      for (uint32_t b = crew.thread; b < gridDim.x; b += crew.size) hash += __ldcg(&local(d).block_hash[b]);
+      hash = crew_sum(crew, hash);
+      if (crew.thread == 0) header(d, d.rank, op.epoch).routing_hash = hash;  // nobody else looks at it
+      count_received(crew, d, op, args.signature, args.call, reinterpret_cast<uint32_t*>(shared));
     }
   }
   if (blockIdx.x >= args.num_blocks) return true;  // has nothing left to do
@@ -138,6 +139,7 @@ __device__ void finish(const Crew& crew, const Domain& d, const Op& op, const Pl
   if (!kKnown && blockIdx.x >= args.num_blocks) return;
   if (!last_block(crew, d, Arrival::kPlaced, kKnown ? gridDim.x : args.num_blocks)) return;
   if (kKnown && crew.thread == 0) keep(d, op, OpKind::kDispatch);
+  if (crew.thread == 0) put_back(d, Taken::kPlaced);
   if (going(crew, d)) {
     publish_all(crew, d, d.at.read, op.epoch);
     return;
@@ -158,16 +160,19 @@ __global__ void __launch_bounds__(kThreads, 1)
              const __grid_constant__ PlaceArgs args) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ Arrivals arrivals;
+  __shared__ Staged staged;
+  if (threadIdx.x < kStageWarps) staged.chunks[threadIdx.x] = 0;
   const Op op = kState == PlanState::kExchanged ? current_dispatch(d) : enter(d, OpKind::kDispatch);
   const uint32_t warp = threadIdx.x / kWarp;
-  constexpr uint32_t kFirstPlace = kServeWarps + kStageWarps;
   bool placed = true;
   if (warp < kServeWarps) {
     const Crew crew = Crew::of(1, 0, kServeWarps);
     if (going(crew, d)) serve<kState>(crew, d, op, plan, args);
+  } else if (warp < kFirstStage) {
+    if (kState != PlanState::kExchanged) tell_staged(d, op, stage_share(args), staged);
   } else if (warp < kFirstPlace) {
-    const Crew crew = Crew::of(2, kServeWarps, kStageWarps);
-    if (kState != PlanState::kExchanged && going(crew, d)) stage<kBulk>(crew, d, op, plan, args, shared);
+    const Crew crew = Crew::of(2, kFirstStage, kStageWarps);
+    if (kState != PlanState::kExchanged && going(crew, d)) stage<kBulk>(crew, d, op, plan, args, staged, shared);
   } else {
     const Crew crew = Crew::of(3, kFirstPlace, kPlaceWarps);
     bool good = true;
@@ -189,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <PlanState kState>
 void launch(const Domain& domain, const PlanView& plan, PlaceArgs& args, uint32_t blocks, cudaStream_t stream) {
   const uint32_t warp_bytes = place_warp_bytes(args);
-  const uint32_t tile_bytes = kState == PlanState::kNew ? routing_bytes(domain.at.num_experts, domain.at.num_ranks) : 0;
+  uint32_t tile_bytes = kState == PlanState::kNew ? routing_bytes(domain.at.num_experts, domain.at.num_ranks) : 0;
   const auto warps_beside = [&](uint32_t bytes) {
     return bytes < domain.shared_bytes ? min(kPlaceWarps, (domain.shared_bytes - bytes) / warp_bytes) : 0;
   };
@@ -198,6 +203,15 @@ void launch(const Domain& domain, const PlanView& plan, PlaceArgs& args, uint32_
                       warps_beside(kStageBytes) >= 2 && tile_bytes + kStageBytes <= domain.shared_bytes;
   const uint32_t stage_bytes = copies ? kStageBytes : 0;
   args.ring_warps = domain.bulk_copies ? warps_beside(stage_bytes) : 0;
+  if constexpr (kState == PlanState::kNew) {
+    const uint32_t tiles = (args.stage.num_tokens + kTileTokens - 1) / kTileTokens;
+    args.kept_tiles = max((tiles + blocks - 1) / blocks, 1);
+    const uint32_t all_bytes = routing_bytes(domain.at.num_experts, domain.at.num_ranks, args.kept_tiles);
+    if (args.kept_tiles <= kMostKept && all_bytes + stage_bytes <= domain.shared_bytes)
+      tile_bytes = all_bytes;
+    else
+      args.kept_tiles = 1;
+  }
   if (args.ring_warps < 2) {
     dispatch<kState, false><<<blocks, kThreads, tile_bytes, stream>>>(domain, plan, args);
     return;
@@ -225,8 +239,9 @@ cudaError_t launch_dispatch(const Domain& domain, const PlanView& plan, const Pl
   return cudaGetLastError();
 }
 
-uint32_t routing_bytes(uint32_t num_experts, uint32_t num_ranks) {
-  return static_cast<uint32_t>(round_up(Tile::bytes(num_experts, num_ranks), kTileAlign));
+uint32_t routing_bytes(uint32_t num_experts, uint32_t num_ranks, uint32_t tiles) {
+  const uint32_t own = Tile::own_bytes(num_experts, num_ranks);
+  return static_cast<uint32_t>(round_up(Tile::carried_bytes(num_experts, num_ranks) + tiles * own, kTileAlign));
 }
 
 cudaError_t load_dispatch(uint32_t shared_bytes) {

@@ -12,7 +12,7 @@ namespace uccl_ep::cuda {
 
 using Mask = unsigned long long;  // a bit per token of a tile
 
-// A tile in shared memory.
+// A tile in shared memory, number `number` of those that the block has there.
 struct Tile {
   Mask* expert;  // [experts] tokens that have it
   Mask* destination;  // [ranks] tokens that go there
@@ -20,7 +20,7 @@ struct Tile {
   uint32_t* slot_begin;  // [tokens][ranks] pairs of earlier tokens
   uint32_t* num_pairs;  // [tokens]
   uint32_t* num_ranks;  // [tokens]; in write_tile pieces of earlier tokens
-  // What lies before it; carried from tile to tile.
+  // What lies before it; carried from tile to tile, one place for all.
   uint32_t* expert_base;  // [experts]
   uint32_t* row_base;  // [ranks]
   uint32_t* pair_base;  // [ranks]
@@ -28,17 +28,20 @@ struct Tile {
   uint32_t* row_total;  // [ranks] of all tiles
   uint32_t* all;  // [2] pairs of all tiles, pieces before it
 
-  static __host__ __device__ uint32_t bytes(uint32_t experts, uint32_t ranks) {
-    return 8 * (experts + ranks) + 4 * kTileTokens * (2 * ranks + 2) + 4 * (experts + 4 * ranks + 2);
+  static __host__ __device__ uint32_t carried_bytes(uint32_t experts, uint32_t ranks) {
+    return round_up(4 * (experts + 4 * ranks + 2), 8);
   }
-  __device__ Tile(uint8_t* shared, uint32_t experts, uint32_t ranks)
-      : expert(reinterpret_cast<Mask*>(shared)),
+  static __host__ __device__ uint32_t own_bytes(uint32_t experts, uint32_t ranks) {
+    return 8 * (experts + ranks) + 4 * kTileTokens * (2 * ranks + 2);
+  }
+  __device__ Tile(uint8_t* shared, uint32_t experts, uint32_t ranks, uint32_t number)
+      : expert(reinterpret_cast<Mask*>(shared + carried_bytes(experts, ranks) + number * own_bytes(experts, ranks))),
         destination(expert + experts),
         pairs_to(reinterpret_cast<uint32_t*>(destination + ranks)),
         slot_begin(pairs_to + kTileTokens * ranks),
         num_pairs(slot_begin + kTileTokens * ranks),
         num_ranks(num_pairs + kTileTokens),
-        expert_base(num_ranks + kTileTokens),
+        expert_base(reinterpret_cast<uint32_t*>(shared)),
         row_base(expert_base + experts),
         pair_base(row_base + ranks),
         pair_begin(pair_base + ranks),
@@ -215,7 +218,7 @@ struct Before {
 template <uint32_t kNumbers>
 __device__ __forceinline__ void add_up(const Domain& d, uint32_t number, uint32_t apart, uint32_t tile,
                                        uint32_t num_tiles, Before (&sums)[kNumbers]) {
-  constexpr uint32_t kBatch = 8;  // tiles whose counts are loaded at a time
+  constexpr uint32_t kBatch = 16;  // tiles whose counts are loaded at a time
   const uint32_t stride = d.at.num_experts + 2 * d.at.num_ranks + 2;
   const uint32_t* const counts = at<uint32_t>(d, d.rank, d.at.tile_counts) + number;
   for (uint32_t begin = 0; begin < num_tiles; begin += kBatch) {
@@ -343,29 +346,34 @@ __device__ inline uint64_t write_tile(const Crew& crew, const Domain& d, const O
   return hash;
 }
 
-// By a crew, one of each block: the routing of all our tokens. False: an error is known.
+// By a crew, one of each block: the routing of all our tokens. Shared memory has room for `kept` tiles; if a block has
+// more, each is read twice. False: an error is known.
 __device__ inline bool route(const Crew& crew, const Domain& d, const Op& op, const DeviceRouting& r,
-                             uint32_t num_tokens, uint8_t* shared) {
-  const Tile tile(shared, d.at.num_experts, d.at.num_ranks);
+                             uint32_t num_tokens, uint32_t kept, uint8_t* shared) {
   const uint32_t num_tiles = (num_tokens + kTileTokens - 1) / kTileTokens;
   const uint32_t per_block = (num_tiles + gridDim.x - 1) / gridDim.x;
   const uint32_t first_tile = min(blockIdx.x * per_block, num_tiles), end_tile = min(first_tile + per_block, num_tiles);
   const auto tokens_of = [&](uint32_t t) { return min(kTileTokens, num_tokens - t * kTileTokens); };
+  const auto tile_of = [&](uint32_t t) {
+    return Tile(shared, d.at.num_experts, d.at.num_ranks, kept >= per_block ? t - first_tile : 0);
+  };
   for (uint32_t t = first_tile; t < end_tile; ++t) {
+    const Tile tile = tile_of(t);
     read_tile(crew, d, r, tile, t * kTileTokens, tokens_of(t));
     count_tile(crew, d, tile, TileCounts(d, t));
     crew.sync();
   }
   // All blocks run at the same time: no more than the buffer has SMs.
-  if (last_block(crew, d, Arrival::kCounted, gridDim.x) && crew.thread == 0) publish_flag(&local(d).counted, op.epoch);
+  if (last_block(crew, d, Arrival::kCounted, gridDim.x) && crew.thread == 0)
+    publish_in_gpu(&local(d).counted, op.epoch);
   bool good = crew.thread != 0 || wait_flag(d, &local(d).counted, op.epoch, Step::kExchange, d.rank);
   if (!crew.all(good)) return false;
   uint32_t pieces = 0;
-  if (!begin_tiles(crew, d, op, tile, first_tile, num_tiles, pieces)) return false;
+  if (!begin_tiles(crew, d, op, tile_of(first_tile), first_tile, num_tiles, pieces)) return false;
   uint64_t hash = 0;
   for (uint32_t t = first_tile; t < end_tile; ++t) {
-    // A block with one tile still has it.
-    if (end_tile - first_tile > 1) read_tile(crew, d, r, tile, t * kTileTokens, tokens_of(t));
+    const Tile tile = tile_of(t);
+    if (kept < per_block) read_tile(crew, d, r, tile, t * kTileTokens, tokens_of(t));
     uint32_t own_pieces = 0;
     for (uint32_t i = 0; i < kTileTokens; ++i) own_pieces += tile.num_ranks[i];
     crew.sync();
@@ -378,7 +386,8 @@ __device__ inline bool route(const Crew& crew, const Domain& d, const Op& op, co
     at<uint32_t>(d, d.rank, d.at.token_pieces)[num_tokens] = pieces;
     const uint32_t chunks = (num_tokens + kChunkTokens - 1) / kChunkTokens;
     chunk_pieces(d, d.rank, op.half)[chunks] = pieces;
-    for (uint32_t to = 0; to < d.at.num_ranks; ++to) chunk_rows(d, d.rank, op.half, to)[chunks] = tile.row_base[to];
+    for (uint32_t to = 0; to < d.at.num_ranks; ++to)
+      chunk_rows(d, d.rank, op.half, to)[chunks] = tile_of(first_tile).row_base[to];
   }
   hash = crew_sum(crew, hash);
   if (crew.thread == 0) local(d).block_hash[blockIdx.x] = hash;

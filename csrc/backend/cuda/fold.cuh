@@ -54,8 +54,10 @@ struct Fold {
   const CombineArgs& args;
   const FoldRange& range;
 
+  __device__ Taken taken() const { return Taken::kFolded; }
+  __device__ uint32_t least() const { return 4; }
   __device__ uint32_t end() const { return range.most * d.at.num_ranks; }
-  __device__ Sum look_up(uint32_t n, bool acts) const {
+  __device__ Sum look_up(uint32_t n) const {
     const uint32_t s = rotated(d, n % d.at.num_ranks), row = range.begin[s] + n / d.at.num_ranks;
     if (row >= range.end[s]) return {};
     const uint64_t bytes = uint64_t{args.hidden} * dtype_bytes(args.wire);
@@ -70,13 +72,13 @@ struct Fold {
     }
     sum.tag = s * max_chunks(d) + plan.row_token[row] / kChunkTokens;
     sum.out = at<uint8_t>(d, s, d.at.pieces) + piece * bytes;
-    if (args.may_drop) drop(sum, bytes, acts);
+    if (args.may_drop) drop(sum, bytes);
     return sum;
   }
   // Slots that the caller's rows do not have; they are the row's last ones.
-  __device__ void drop(Sum& sum, uint64_t bytes, bool acts) const {
+  __device__ void drop(Sum& sum, uint64_t bytes) const {
     while (sum.count > 0 && place(sum.first + sum.count - 1) >= plan.num_slots) --sum.count;
-    if (sum.count > 0 || !acts) return;
+    if (sum.count > 0) return;
     for (uint64_t i = 0; i < bytes / 16; ++i) reinterpret_cast<uint4*>(sum.out)[i] = make_uint4(0, 0, 0, 0);
     proxy_fence();
     __threadfence_system();

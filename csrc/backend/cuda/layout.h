@@ -136,6 +136,7 @@ struct Local {
   uint64_t planned = 0;  // epoch whose PlanScratch is complete
   uint64_t routing_hash = 0;  // of a routing that is compared with a plan's; the last to add resets it
   uint32_t arrived[8] = {};  // blocks that are through with something, by Arrival; the last resets it
+  uint32_t taken[3] = {};    // shares of work that have been taken, by Taken; reset when all are through
   uint64_t block_hash[kMaxBlocks] = {};
   uint64_t step_nsec[kNumSteps] = {};  // what block 0 has spent in a step, since creation
 };

@@ -25,16 +25,6 @@ struct Merge {
     if (!args.is_last) end_token = token_with(first + args.window_pieces);
     arrived = first_token / kChunkTokens;
   }
-  // Only those but the last ones, which arrive when folding ends, or these: they are summed by more warps, `folders` of
-  // which have folded before.
-  __device__ void take(bool last_ones, uint32_t folders) {
-    const uint64_t num = end_token - first_token, rows = plan.piece_begin[end_token] - plan.piece_begin[first_token];
-    const uint64_t unreported = uint64_t{folders} * 2 * kReport;
-    const uint64_t tail = min(num, max(num / 12, rows > 0 ? unreported * num / rows : 0));
-    const uint32_t middle = end_token - static_cast<uint32_t>(tail);
-    (last_ones ? first_token : end_token) = middle;
-    arrived = first_token / kChunkTokens;
-  }
   // The first token of the first chunk that has `pieces` before it, or more.
   __device__ uint32_t token_with(uint64_t pieces) const {
     uint32_t low = 0, high = (plan.num_tokens + kChunkTokens - 1) / kChunkTokens;
@@ -48,8 +38,10 @@ struct Merge {
     return min(low * kChunkTokens, plan.num_tokens);
   }
 
+  __device__ Taken taken() const { return Taken::kMerged; }
+  __device__ uint32_t least() const { return 0; }
   __device__ uint32_t end() const { return end_token - first_token; }
-  __device__ Sum look_up(uint32_t n, bool) const {
+  __device__ Sum look_up(uint32_t n) const {
     const uint32_t token = first_token + n;
     Sum sum;
     sum.first = plan.piece_begin[token];

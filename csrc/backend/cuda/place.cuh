@@ -50,14 +50,13 @@ __device__ inline void find_arrivals(const Crew& crew, const Domain& d, const Op
 // neighbours read different peers.
 template <bool kFresh>
 struct RowBatch {
-  uint32_t source, token, row;
-  uint32_t first, count;                 // `count` pairs from `first` on; 0: nothing to place
-  bool ready;                            // its chunk has been staged
+  uint32_t source = 0, token = 0, row = 0;
+  uint32_t first = 0, count = 0;         // `count` pairs from `first` on; 0: nothing to place
+  bool ready = false;                    // its chunk has been staged
 
+  RowBatch() = default;
   __device__ __forceinline__ RowBatch(const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args,
                                       const Arrivals& arrivals, uint32_t n) {
-    source = token = first = count = 0;
-    ready = false;
     const uint32_t s = rotated(d, n % d.at.num_ranks);
     row = arrivals.begin[s] + n / d.at.num_ranks;
     if (row >= arrivals.all_end[s]) return;
@@ -158,6 +157,16 @@ __device__ inline void copy_scales(const uint8_t* row, uint32_t slot, const Plac
 }
 
 // ---- all rows -------------------------------------------------------------------------------------------------------
+__device__ __forceinline__ Shares row_shares(const Crew& crew, const Domain& d, const PlaceArgs& args,
+                                             const Arrivals& arrivals) {
+  return {d,
+          Taken::kPlaced,
+          arrivals.most * d.at.num_ranks,
+          crew.warp() * args.num_blocks + blockIdx.x,
+          args.num_blocks * crew.warps(),
+          8};
+}
+
 // Plain loads: for every architecture and every row.
 template <bool kFresh>
 __device__ void place_rows(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args,
@@ -166,9 +175,10 @@ __device__ void place_rows(const Crew& crew, const Domain& d, const Op& op, cons
   const uint64_t stride = staged_row_bytes(args.stage.wire, hidden);
   const bool codes = args.scales != nullptr;
   const uint64_t out_bytes = codes ? hidden : uint64_t{hidden} * dtype_bytes(args.stage.dtype);
-  const uint32_t lane = crew.lane(), end = arrivals.most * d.at.num_ranks, step = args.num_blocks * crew.warps();
-  for (uint32_t begin = crew.warp() * args.num_blocks + blockIdx.x; begin < end; begin += kWarp * step) {
-    RowBatch<kFresh> batch(d, op, plan, args, arrivals, begin + lane * step);
+  const uint32_t lane = crew.lane();
+  Shares shares = row_shares(crew, d, args, arrivals);
+  for (uint32_t n = 0; shares.next(n, lane);) {
+    RowBatch<kFresh> batch(d, op, plan, args, arrivals, n);
     __syncwarp();
     for (uint32_t i = 0; i < kWarp; ++i) {
       const uint32_t count = __shfl_sync(kFullWarp, batch.count, i);
@@ -227,19 +237,17 @@ __device__ void place_rows_bulk(const Crew& crew, const Domain& d, const Op& op,
   }
   __syncwarp();
 
-  const uint32_t end = arrivals.most * d.at.num_ranks, step = args.num_blocks * crew.warps();
-  uint32_t begin = crew.warp() * args.num_blocks + blockIdx.x;
+  Shares shares = row_shares(crew, d, args, arrivals);
   bool good = __all_sync(kFullWarp, !stopped(d));
-  RowBatch<kFresh> batch(d, op, plan, args, arrivals, begin + lane * step);
-  __syncwarp();
-  uint32_t left = __ballot_sync(kFullWarp, batch.count > 0);  // rows of the batch that are not loaded yet
+  RowBatch<kFresh> batch;
+  uint32_t left = 0;  // rows of the batch that are not loaded yet
   uint32_t loaded = 0, placed = 0;
   uint32_t stage_first[kPlaceStages], stage_count[kPlaceStages], stage_slot[kPlaceStages];
   const auto load_next = [&](uint32_t stage) {
     while (left == 0) {
-      begin += kWarp * step;
-      if (begin >= end) return;
-      batch = RowBatch<kFresh>(d, op, plan, args, arrivals, begin + lane * step);
+      uint32_t n;
+      if (!shares.next(n, lane)) return;
+      batch = RowBatch<kFresh>(d, op, plan, args, arrivals, n);
       __syncwarp();
       left = __ballot_sync(kFullWarp, batch.count > 0);
     }
@@ -313,82 +321,5 @@ __device__ void place_rows_bulk(const Crew& crew, const Domain& d, const Op& op,
   wait_stores<0>();
 }
 #endif
-
-// ---- the rest -------------------------------------------------------------------------------------------------------
-__device__ inline void fill_padding(const Crew& crew, const Domain& d, const PlanView& plan, const PlaceArgs& args,
-                                    const uint32_t* padding) {
-  const uint32_t blocks = args.stage.hidden / kFp8Block;
-  const uint64_t out_bytes =
-      args.scales != nullptr ? args.stage.hidden : uint64_t{args.stage.hidden} * dtype_bytes(args.stage.dtype);
-  uint4* const out = reinterpret_cast<uint4*>(args.rows);
-  for (uint32_t l = blockIdx.x; l < d.experts_per_rank; l += args.num_blocks) {
-    const uint64_t first = min(padding[2 * l], plan.num_slots), end = min(padding[2 * l + 1], plan.num_slots);
-    for (uint64_t i = first * out_bytes / 16 + crew.thread; i < end * out_bytes / 16; i += crew.size)
-      out[i] = make_uint4(0, 0, 0, 0);
-    if (args.scales != nullptr)
-      for (uint64_t i = first * blocks + crew.thread; i < end * blocks; i += crew.size) args.scales[i] = 1.0f;
-    if (args.row_values != nullptr)
-      for (uint64_t i = first + crew.thread; i < end; i += crew.size) args.row_values[i] = 0.0f;
-  }
-}
-
-// By crews of all blocks that place, when all values have been staged. The slots of a new plan are worked out once
-// more: other blocks write them only now.
-template <bool kFresh>
-__device__ inline void place_values(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
-                                    const PlaceArgs& args) {
-  const PlanScratch& from = scratch(d);
-  for (uint32_t r = 0; r < d.at.num_ranks; ++r) {
-    const uint32_t source = rotated(d, r);
-    const uint32_t begin = kFresh ? from.slot_begin[source] : plan.row_slot[plan.row_begin[source]];
-    const uint32_t end = kFresh ? from.slot_end[source] : plan.row_slot[plan.row_end[source]];
-    const uint32_t offset = (kFresh ? from.value_begin : plan.value_begin)[source];
-    const float* const staged = values(d, source, op.half);
-    for (uint32_t p = begin + blockIdx.x * crew.size + crew.thread; p < end; p += args.num_blocks * crew.size) {
-      uint32_t slot = 0;
-      if constexpr (kFresh) {
-        const PairEntry pair = pairs(d, source, op.half)[p + offset];
-        slot = slot_base(d)[source * d.experts_per_rank + pair.expert] + pair.position;
-      } else {
-        slot = plan.slots[p];
-      }
-      if (slot < plan.num_slots) args.row_values[slot] = staged[p + offset];
-    }
-  }
-}
-
-// The same of compact rows, which get their experts, too; without values there is nothing to wait for.
-template <bool kFresh>
-__device__ inline void place_experts(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
-                                     const PlaceArgs& args) {
-  const PlanScratch& from = scratch(d);
-  const uint32_t width = plan.compact_width;
-  for (uint32_t r = 0; r < d.at.num_ranks; ++r) {
-    const uint32_t source = rotated(d, r);
-    const uint32_t row_begin = (kFresh ? from.row_begin : plan.row_begin)[source];
-    const uint32_t offset = (kFresh ? from.value_begin : plan.value_begin)[source];
-    const float* const staged = values(d, source, op.half);
-    const uint32_t end = min((kFresh ? from.row_end : plan.row_end)[source], plan.num_slots);
-    for (uint32_t row = row_begin + blockIdx.x * crew.size + crew.thread; row < end;
-         row += args.num_blocks * crew.size) {
-      uint32_t first = 0, count = 0;
-      if constexpr (kFresh) {
-        const ListEntry entry = list(d, source, op.half, d.rank)[row - row_begin];
-        first = from.slot_begin[source] + entry.first_slot;
-        count = entry.num_pairs;
-      } else {
-        first = plan.row_slot[row];
-        count = plan.row_slot[row + 1] - first;
-      }
-      for (uint32_t j = 0; j < width; ++j) {
-        const uint64_t to = uint64_t{row} * width + j;
-        uint32_t expert = 0;
-        if (j < count) expert = kFresh ? pairs(d, source, op.half)[first + j + offset].expert : plan.slots[first + j];
-        args.row_experts[to] = j < count ? static_cast<int64_t>(expert) : -1;
-        if (args.row_values != nullptr) args.row_values[to] = j < count ? staged[first + j + offset] : 0.0f;
-      }
-    }
-  }
-}
 
 }  // namespace uccl_ep::cuda

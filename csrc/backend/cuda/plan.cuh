@@ -29,8 +29,8 @@ struct FromSource {
   uint32_t rows, pairs, first_pair, tokens, sent_rows;
 };
 
-// By a crew of one block, when all ranks have entered: the counts for the host, and what places rows. `shared`: memory
-// for two numbers per expert of the group.
+// By a crew of one block: when all ranks have entered, the counts for the host, and what places rows. `shared`: memory
+// for two numbers per expert of the group. Nothing comes of it if a rank is missing or has called something else.
 __device__ inline void count_received(const Crew& crew, const Domain& d, const Op& op, const OpSignature& signature,
                                       uint64_t call, uint32_t* shared) {
   const uint32_t ranks = d.at.num_ranks, experts = d.experts_per_rank;
@@ -40,16 +40,23 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
   PlanScratch& plan = scratch(d);
   const Bases base(d);
   uint32_t* const host = reinterpret_cast<uint32_t*>(d.counts + 1);
-  for (uint32_t i = crew.thread; i < d.at.num_experts; i += crew.size)
-    counts[i] = header_counts(d, i / experts, op.epoch)[d.rank * experts + i % experts];
-  for (uint32_t s = crew.size - 1 - crew.thread; s < ranks; s += crew.size) {
+  bool good = true;
+  // Two warps for each source, so that all that is read of it is under way at a time.
+  for (uint32_t i = crew.warp(); i < 2 * ranks && good; i += crew.warps()) {
+    const uint32_t s = i % ranks;
+    good = __all_sync(
+        kFullWarp, wait_flag(d, at<uint64_t>(d, d.rank, d.at.header_full) + s, op.epoch, Step::kExchange, s, -1, true));
+    if (good && i >= ranks && crew.lane() == 0) good = is_alike(d, op.epoch, s);
+    if (!good || i >= ranks) continue;
     const DeviceHeader& h = header(d, s, op.epoch);
-    const uint32_t first_row = h.row_begin[d.rank], first_pair = h.pair_begin[d.rank];
-    from[s] = {h.row_begin[d.rank + 1] - first_row, h.pair_begin[d.rank + 1] - first_pair, first_pair, h.num_tokens,
-               h.row_begin[ranks]};
+    const uint32_t first_row = h.row_begin[d.rank], end_row = h.row_begin[d.rank + 1], all_rows = h.row_begin[ranks];
+    const uint32_t first_pair = h.pair_begin[d.rank], end_pair = h.pair_begin[d.rank + 1], tokens = h.num_tokens;
+    for (uint32_t l = crew.lane(); l < experts; l += kWarp)
+      counts[s * experts + l] = header_counts(d, s, op.epoch)[d.rank * experts + l];
+    if (crew.lane() == 0) from[s] = {end_row - first_row, end_pair - first_pair, first_pair, tokens, all_rows};
   }
   const uint32_t sent_pairs = header(d, d.rank, op.epoch).pair_begin[ranks];
-  crew.sync();
+  if (!crew.all(good)) return;
   if (crew.warp() == 0) {  // the segments of the experts, one after the other
     uint32_t first_slot = 0;
     for (uint32_t first = 0; first < experts; first += kWarp) {
@@ -95,9 +102,8 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
       slot += counts[at_source];
     }
   }
-  __threadfence_system();
   crew.sync();
-  if (crew.thread == 0) publish_flag(&local(d).planned, op.epoch);
+  if (crew.thread == 0) publish_in_gpu(&local(d).planned, op.epoch);
   if (crew.thread == kWarp) publish_flag(&d.counts->call, call);
 }
 

@@ -105,27 +105,53 @@ __device__ __noinline__ void quantise_row_divided(const uint4* from, uint8_t* to
   quantise_row<false>(from, to, hidden, lane);
 }
 
-// By a crew: the rows of a chunk are in our region; one warp tells the others while the rest goes on.
-__device__ __forceinline__ void tell_staged(const Crew& crew, const Domain& d, const Op& op, uint32_t chunk,
-                                            uint32_t turn) {
+// What a block stages: of tokens [begin, end) the chunks first, first + count, ... with a flag each.
+struct StageShare {
+  uint32_t begin, end, first, count;
+  __device__ __forceinline__ bool has(uint32_t chunk) const { return begin + chunk * kStageRows < end; }
+  __device__ __forceinline__ uint32_t chunks() const {
+    const uint32_t all = (max(begin, end) - begin + kStageRows - 1) / kStageRows;
+    return first < all ? (all - first + count - 1) / count : 0;
+  }
+};
+// In shared memory: in how many of the block's chunks a warp of its crew is through with its row.
+struct Staged {
+  uint32_t chunks[kStageWarps];
+};
+// By a warp of the crew.
+__device__ __forceinline__ void row_staged(const Crew& crew, Staged& staged) {
   proxy_fence();
-  crew.sync();
-  if (crew.warp() != turn % kStageWarps) return;
-  __threadfence_system();
-  for (uint32_t r = crew.lane(); r < d.at.num_ranks; r += kWarp)
-    publish_flag(rows_full(d, r, d.rank) + chunk, op.epoch);
+  __syncwarp();
+  if (crew.lane() == 0) count_shared(&staged.chunks[crew.warp()]);
+}
+// By one warp beside the crew, which does not wait for the flags: on a link full of rows their way takes its time.
+__device__ inline void tell_staged(const Domain& d, const Op& op, const StageShare& share, Staged& staged) {
+  const uint32_t lane = threadIdx.x % kWarp, end = share.chunks(), ranks = d.at.num_ranks;
+  for (uint32_t told = 0, looks = 1; told < end; ++looks) {
+    const uint32_t done =
+        __reduce_min_sync(kFullWarp, lane < kStageWarps ? read_shared(&staged.chunks[lane]) : kFullWarp);
+    if (done == told) {
+      if (looks % 64 == 0 && __any_sync(kFullWarp, stopped(d))) return;
+      __nanosleep(50);  // of the microsecond or more that a row takes
+      continue;
+    }
+    __syncwarp();  // orders what the lanes have read before what any of them writes
+    fence_system();
+    for (uint32_t i = lane; i < (done - told) * ranks; i += kWarp)
+      store_flag(rows_full(d, i % ranks, d.rank) + share.first + (told + i / ranks) * share.count, op.epoch);
+    told = done;
+  }
 }
 
-// By a crew of kStageWarps, number `crew_number` of `num_crews`: tokens [begin, end) of x, a flag per chunk of them.
+// By a crew of kStageWarps.
 __device__ inline void stage_rows(const Crew& crew, const Domain& d, const Op& op, const StageArgs& args,
-                                  uint32_t begin, uint32_t end, uint32_t crew_number, uint32_t num_crews) {
+                                  const StageShare& share, Staged& staged_chunks) {
   const uint64_t stride = staged_row_bytes(args.wire, args.hidden);
   const uint32_t vectors = args.hidden * dtype_bytes(args.dtype) / 16;
   uint8_t* const staged = rows(d, d.rank, op.half);
-  uint32_t turn = 0;
-  for (uint32_t chunk = crew_number; begin + chunk * kStageRows < end; chunk += num_crews) {
-    const uint32_t row = chunk * kStageRows + crew.warp(), token = begin + row;
-    if (token < end) {
+  for (uint32_t chunk = share.first; share.has(chunk); chunk += share.count) {
+    const uint32_t row = chunk * kStageRows + crew.warp(), token = share.begin + row;
+    if (token < share.end) {
       const uint4* const from = reinterpret_cast<const uint4*>(args.x) + uint64_t{token} * vectors;
       uint8_t* const to = staged + row * stride;
       if (args.wire == Dtype::kFp8 && args.fp8_pow2)
@@ -135,7 +161,7 @@ __device__ inline void stage_rows(const Crew& crew, const Domain& d, const Op& o
       else
         copy_row(from, reinterpret_cast<uint4*>(to), vectors, crew.lane());
     }
-    tell_staged(crew, d, op, chunk, turn++);
+    row_staged(crew, staged_chunks);
   }
 }
 
@@ -147,8 +173,7 @@ constexpr uint32_t kStageBytes = kStageWarps * kStageRing * kStagePart;
 #if __CUDA_ARCH__ >= 900
 // As stage_rows, for rows that are copied.
 __device__ inline void stage_rows_bulk(const Crew& crew, const Domain& d, const Op& op, const StageArgs& args,
-                                       uint32_t begin, uint32_t end, uint32_t crew_number, uint32_t num_crews,
-                                       uint8_t* shared) {
+                                       const StageShare& share, Staged& staged_chunks, uint8_t* shared) {
   __shared__ __align__(8) uint64_t all_barriers[kStageWarps * kStageRing];
   uint64_t* const barriers = all_barriers + crew.warp() * kStageRing;
   const uint64_t stride = staged_row_bytes(args.wire, args.hidden);
@@ -161,9 +186,9 @@ __device__ inline void stage_rows_bulk(const Crew& crew, const Domain& d, const 
     fence_barriers();
   }
   __syncwarp();
-  uint32_t load_token = begin + crew_number * kStageRows + crew.warp(), load_at = 0, load_slot = 0;
+  uint32_t load_token = share.begin + share.first * kStageRows + crew.warp(), load_at = 0, load_slot = 0;
   const auto load_part = [&] {
-    if (load_token >= end) return;
+    if (load_token >= share.end) return;
     if (lane == 0)
       load_bulk(ring + load_slot * kStagePart, args.x + uint64_t{load_token} * row_bytes + load_at,
                 min(kStagePart, row_bytes - load_at), full + load_slot * 8);
@@ -171,13 +196,13 @@ __device__ inline void stage_rows_bulk(const Crew& crew, const Domain& d, const 
     load_at += kStagePart;
     if (load_at < row_bytes) return;
     load_at = 0;
-    load_token += num_crews * kStageRows;
+    load_token += share.count * kStageRows;
   };
   for (uint32_t i = 0; i < kStageRing; ++i) load_part();
-  uint32_t turn = 0, slot = 0, parity = 0;
-  for (uint32_t chunk = crew_number; begin + chunk * kStageRows < end; chunk += num_crews) {
+  uint32_t slot = 0, parity = 0;
+  for (uint32_t chunk = share.first; share.has(chunk); chunk += share.count) {
     const uint32_t row = chunk * kStageRows + crew.warp();
-    for (uint32_t at = 0; begin + row < end && at < row_bytes; at += kStagePart) {
+    for (uint32_t at = 0; share.begin + row < share.end && at < row_bytes; at += kStagePart) {
       wait_barrier(full + slot * 8, parity);
       const uint32_t vectors = min(kStagePart, row_bytes - at) / 16;
       uint4* const to = reinterpret_cast<uint4*>(staged + row * stride + at);
@@ -188,7 +213,7 @@ __device__ inline void stage_rows_bulk(const Crew& crew, const Domain& d, const 
       __syncwarp();
       load_part();
     }
-    tell_staged(crew, d, op, chunk, turn++);
+    row_staged(crew, staged_chunks);
   }
 }
 #endif

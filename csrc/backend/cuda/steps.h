@@ -12,7 +12,7 @@ namespace uccl_ep::cuda {
 cudaError_t load_dispatch(uint32_t shared_bytes);
 cudaError_t load_combine(uint32_t shared_bytes);
 // Shared memory that a block needs at least to route tokens.
-uint32_t routing_bytes(uint32_t num_experts, uint32_t num_ranks);
+uint32_t routing_bytes(uint32_t num_experts, uint32_t num_ranks, uint32_t tiles = 1);
 
 // The router's output on the device. topk: int64 [T, width], -1 = dropped. map: bool [T, width = experts].
 struct DeviceRouting {
@@ -53,6 +53,7 @@ struct PlaceArgs {
   uint32_t window = 0, window_tokens = 0;
   uint32_t num_blocks = 0;         // that place
   uint32_t ring_warps = 0;         // of a block, that have shared memory for bulk copies
+  uint32_t kept_tiles = 1;         // of a new routing, for which a block has shared memory
   uint32_t stage_ring = 0;         // where in shared memory staging has its own; 0: it has none
   uint8_t* rows = nullptr;         // [slots, H] of dtype, or codes
   float* scales = nullptr;         // [slots, H / 128]; nullptr: FP8 rows are dequantised

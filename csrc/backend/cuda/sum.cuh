@@ -58,39 +58,42 @@ struct Counted {
   uint32_t begin = 0, end = 0, before = 0;
 };
 
-// The sums that are a warp's turn, 32 at a time, looked up by a lane each. Work has, for sums 0 .. end():
-//   Sum look_up(n, acts)       by one lane; count 0: there is nothing to sum. `acts`: what is to be done then is done;
-//                              sums may be looked up twice, and one of the times it is true
+// The sums that are a warp's turn, some at a time, looked up by a lane each. Work has, for sums 0 .. end():
+//   Taken taken()              where it is counted which of them have been taken
+//   uint32_t least()           sums for each warp with fewer of which all are dealt out
+//   Sum look_up(n)             once, by one lane; count 0: there is nothing to sum
 //   uint32_t place(k)          where addend k lies, in rows
 //   const uint8_t* base()      of the addends
 //   bool wait(tag)             by the warp: the addends have arrived; false: an error is known
 //   bool reports()             count() and finish() are to be called
 //   Counted count(tag)         by one lane: the sum is visible to the GPU
 //   void finish(tag, counted)  later by that lane: tells whom it concerns if that was the last
+// Who sums: all warps of a crew, or warps that join those.
+struct Summers {
+  const Crew& crew;
+  uint32_t warps;  // of a block, that begin together
+  bool join;
+};
 template <typename Work>
 struct Turns {
   const Work& work;
-  const uint32_t end, step, lane;
-  const bool acts;
-  uint32_t begin, left = 0;
+  const uint32_t lane;
+  Shares shares;
+  uint32_t left = 0;
   Sum batch;
 
-  __device__ Turns(const Work& w, const Crew& crew, bool a)
-      : work(w), end(w.end()), step(gridDim.x * crew.warps()), lane(crew.lane()), acts(a) {
-    begin = crew.warp() * gridDim.x + blockIdx.x;
-    look();
-  }
-  __device__ __forceinline__ void look() {
-    batch = Sum{};
-    if (begin + lane * step < end) batch = work.look_up(begin + lane * step, acts);
-    left = __ballot_sync(kFullWarp, batch.count > 0);
-  }
+  __device__ Turns(const Domain& d, const Work& w, const Summers& by)
+      : work(w),
+        lane(by.crew.lane()),
+        shares(d, w.taken(), w.end(), by.join ? Shares::kJoins : by.crew.warp() * gridDim.x + blockIdx.x,
+               by.warps * gridDim.x, w.least()) {}
   // The next sum, in every lane; count 0: no more.
   __device__ __forceinline__ Sum next() {
     while (left == 0) {
-      begin += kWarp * step;
-      if (begin >= end) return {};
-      look();
+      uint32_t n;
+      if (!shares.next(n, lane)) return {};
+      batch = n < work.end() ? work.look_up(n) : Sum{};
+      left = __ballot_sync(kFullWarp, batch.count > 0);
     }
     const uint32_t i = __ffs(left) - 1;
     left &= left - 1;
@@ -100,8 +103,9 @@ struct Turns {
 
 // Plain loads: for every architecture and every dtype.
 template <typename In, typename Out, typename Work>
-__device__ void sum_rows(const Crew& crew, const Domain& d, const Work& work, uint32_t hidden) {
-  Turns<Work> turns(work, crew, true);
+__device__ void sum_rows(const Summers& by, const Domain& d, const Work& work, uint32_t hidden) {
+  const Crew& crew = by.crew;
+  Turns<Work> turns(d, work, by);
   for (Sum sum = turns.next(); sum.count > 0; sum = turns.next()) {
     if (!work.wait(sum.tag)) return;
     for (uint32_t i = crew.lane() * 8; i < hidden; i += kWarp * 8) {
@@ -181,17 +185,21 @@ struct BulkSums {
   Sum load, pending;                   // the sum that is loaded, and the next one
   uint32_t load_place, pending_place;  // lane i: where addend i lies
   uint32_t load_at = 0, load_addend = 0, loaded = 0, load_slot;
+  // Sums whose loads have begun, by their number: lane n % 32 has the n-th. Of more than the ring holds none is asked
+  // for.
+  Sum begun;
+  uint32_t num_begun = 0;
   bool good;
 
-  __device__ BulkSums(const Crew& crew, const Domain& domain, const Work& w, uint32_t bytes, RingState& s)
+  __device__ BulkSums(const Summers& by, const Domain& domain, const Work& w, uint32_t bytes, RingState& s)
       : d(domain),
         work(w),
-        lane(crew.lane()),
+        lane(by.crew.lane()),
         row_bytes(bytes),
         state(s),
         ring(shared_address(s.memory)),
         full(shared_address(s.barriers)),
-        ahead(w, crew, false),
+        ahead(domain, w, by),
         load_slot(s.slot),
         good(__all_sync(kFullWarp, !stopped(domain))) {
     look_ahead();
@@ -210,6 +218,8 @@ struct BulkSums {
     load_place = pending_place;
     load_at = load_addend = 0;
     if (load.count == 0) return;
+    if (lane == num_begun % kWarp) begun = load;
+    ++num_begun;
     look_ahead();
     good = good && work.wait(load.tag);
   }
@@ -235,9 +245,8 @@ struct BulkSums {
     if (load_at >= row_bytes) next_load();
   }
 
-  __device__ void run(const Crew& crew) {
+  __device__ void run() {
     for (uint32_t i = 0; i < kRing - kLag; ++i) load_segment();
-    Turns<Work> turns(work, crew, true);
     uint32_t summed = 0, slot = state.slot, parity = state.parity;
     // Rows that are written and not reported, a lane each: those that have been counted, those that wait for their
     // stores, and later ones. A warp looks at each again when it has another row: nobody waits for stores or counters.
@@ -268,7 +277,8 @@ struct BulkSums {
       waits_since = summed;
       later = 0;
     };
-    for (Sum now = turns.next(); now.count > 0; now = turns.next()) {
+    for (uint32_t n = 0; n < num_begun; ++n) {
+      const Sum now = begun.of(n % kWarp);
       for (uint32_t begin = 0; begin < row_bytes; begin += kSegment) {
         float sum[kVectors][8] = {};
         for (uint32_t left = now.count; left > 0;) {
@@ -314,12 +324,12 @@ struct BulkSums {
 };
 
 template <typename Work>
-__device__ __forceinline__ void sum_rows_bulk(const Crew& crew, const Domain& d, const Work& work, uint32_t row_bytes,
+__device__ __forceinline__ void sum_rows_bulk(const Summers& by, const Domain& d, const Work& work, uint32_t row_bytes,
                                               RingState& ring) {
   if (long_segments(row_bytes))
-    BulkSums<7, Work>(crew, d, work, row_bytes, ring).run(crew);
+    BulkSums<7, Work>(by, d, work, row_bytes, ring).run();
   else
-    BulkSums<4, Work>(crew, d, work, row_bytes, ring).run(crew);
+    BulkSums<4, Work>(by, d, work, row_bytes, ring).run();
 }
 #endif
 
