@@ -13,21 +13,21 @@ Shape suffixes: T tokens of a rank, H hidden size, K experts a token can name, E
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests.bits import bit_difference
 from tests.case_values import experts_in_focus, make_map, make_rows, make_topk
-from tests.harness import RankGroup
+from tests.harness import ON_GPUS, RankGroup
 from uccl_ep_train import Buffer
 from uccl_ep_train.reference import Combined, Dispatched, ReferenceGroup, Routing, WireCounts
 
-# "domains x ranks": the domain of each rank of the group.
+# "domains x ranks": the domain of each rank of the group. On GPUs all of them are one.
 LAYOUTS: dict[str, tuple[int, ...]] = {
     "1x4": (0, 0, 0, 0),
     "2x2": (0, 0, 1, 1),
@@ -54,6 +54,10 @@ class EngineSpec:
     source_order: tuple[int, ...] | None = None
     settings: tuple[tuple[str, Any], ...] = ()
 
+    def __post_init__(self) -> None:
+        if ON_GPUS:
+            object.__setattr__(self, "domains", (0,) * len(self.domains))
+
     @property
     def num_ranks(self) -> int:
         return len(self.domains)
@@ -63,6 +67,8 @@ class EngineSpec:
         return {name: getattr(self, name) for name in named} | dict(self.settings)
 
     def group(self) -> RankGroup:
+        if ON_GPUS and self.num_ranks > torch.cuda.device_count():
+            pytest.skip(f"{self.num_ranks} ranks need as many GPUs, there are {torch.cuda.device_count()}")
         return RankGroup(self.num_ranks, self.config())
 
     def oracle(self) -> ReferenceGroup:
@@ -315,11 +321,7 @@ def run_case(case: Case, expected: Expected, rank: int, buffer: Buffer) -> Obser
     torch.autograd.backward(outputs, grads)
     assert expert_rows_RH.grad is not None and x_TH.grad is not None
     if buffer.device.type == "cuda":
-        # Ranks may share a GPU: a call of CUDA's that blocks could keep another rank from launching.
-        done = torch.cuda.Event()
-        done.record()
-        while not done.query():
-            time.sleep(0.0002)
+        torch.cuda.synchronize()
         buffer.check()  # an error that came after the launches
     return Observed(
         result.rows[:num_rows].detach().cpu(),

@@ -16,12 +16,21 @@ sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 pytest.register_assert_rewrite("tests.harness", "tests.process_ranks")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--backend",
+        choices=("host", "cuda"),
+        default="host",
+        help="where buffers work whose test does not say; cuda: in one domain, with a GPU for each rank",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Settings of the user's shell must not change what the tests prove."""
     for name in [name for name in os.environ if name.startswith("UCCL_EP_")]:
         del os.environ[name]
     # Tests of the host backend run on machines with a GPU, too; those of the CUDA backend name it.
-    os.environ["UCCL_EP_BACKEND"] = "host"
+    os.environ["UCCL_EP_BACKEND"] = config.getoption("--backend")
     # Ranks are threads of one process there: a kernel of torch's that is loaded late would wait for ours.
     os.environ["CUDA_MODULE_LOADING"] = "EAGER"
     try:

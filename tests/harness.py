@@ -10,6 +10,7 @@ What to feed them, and what the oracle expects of them: `tests/cases.py`.
 
 from __future__ import annotations
 
+import os
 import queue
 import sys
 import threading
@@ -32,9 +33,13 @@ ABORT_GRACE_S = 10.0
 Config = Mapping[str, Any] | Callable[[int], Mapping[str, Any]]
 """Arguments of `EpConfig`, or a function that gives those of a rank."""
 
+ON_GPUS = os.environ.get("UCCL_EP_BACKEND") == "cuda"
+"""pytest --backend cuda: in one domain, with a GPU for each rank."""
+
 # Short deadlines: a defect shows within the limit of a test. Little memory: many engines may live at a time.
 TEST_DEFAULTS: dict[str, Any] = {
-    "budget_bytes": 16 << 20,
+    "backend": "cuda" if ON_GPUS else "host",
+    "budget_bytes": (64 if ON_GPUS else 16) << 20,  # memory of a GPU comes in pages of 2 MiB
     "arrival_timeout_s": 40.0,
     "progress_timeout_s": 20.0,
 }
@@ -149,6 +154,8 @@ class RankGroup:
         if torch.cuda.is_available():
             torch.cuda.set_device(rank % torch.cuda.device_count())
             torch.cuda.set_stream(torch.cuda.Stream())  # not the one that the process has in common
+            if ON_GPUS:
+                torch.set_default_device(torch.device("cuda", torch.cuda.current_device()))
         while (job := self._jobs[rank].get()) is not None:
             started = time.monotonic()
             value, failure = None, None

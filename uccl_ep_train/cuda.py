@@ -55,7 +55,7 @@ class _Untracked(Record):
 
 
 _UNTRACKED = _Untracked(None)
-_NO_OUTPUTS = Outputs(torch.empty(0), None, None, None)
+_NO_OUTPUTS = Outputs(torch.empty(0, device="cpu"), None, None, None)
 
 
 class CudaLauncher(Launcher):
@@ -84,7 +84,7 @@ class CudaLauncher(Launcher):
         if native.counts_known:
             return self._receive_known(native, handle, receive)
         # What can be done before the counts come is done before; after that the caller waits for every line.
-        counts = torch.empty(self._num_experts, dtype=torch.int64)
+        counts = torch.empty(self._num_experts, dtype=torch.int64, device="cpu")
         received = _NO_OUTPUTS
         if native.is_guessed:
             try:

@@ -22,6 +22,9 @@ from uccl_ep_train.native import load_native
 from uccl_ep_train.pending import InFlight, Record
 from uccl_ep_train.routing import Routing
 
+# What is the host's stays there, whatever torch.set_default_device says.
+_HOST = torch.device("cpu")
+
 # A tensor without elements has address 0, which the native core reads as "not given".
 _NOTHING = ctypes.create_string_buffer(64)
 
@@ -86,7 +89,7 @@ class Dispatched:
     def tokens_per_expert(self) -> Tensor:
         """[L] int64, as the result has it."""
         if self.counts is None:
-            self.counts = torch.tensor(self.handle.tokens_per_expert, dtype=torch.int64)
+            self.counts = torch.tensor(self.handle.tokens_per_expert, dtype=torch.int64, device=_HOST)
         return self.counts
 
     def settle(self) -> None:
@@ -221,10 +224,10 @@ class Launcher:
         native.wait_counts()  # of a new plan
         num_rows, capacity = native.plan.num_rows, handle.capacity
         received = receive(max(num_rows, capacity or 0))
-        tokens_per_expert = torch.tensor(native.plan.tokens_per_expert, dtype=torch.int64)
+        tokens_per_expert = torch.tensor(native.plan.tokens_per_expert, dtype=torch.int64, device=_HOST)
         launched = Dispatched(native, handle, received, received, tokens_per_expert)
         if capacity is not None:
-            launched.overflow = torch.tensor(num_rows > capacity)
+            launched.overflow = torch.tensor(num_rows > capacity, device=_HOST)
             if capacity < num_rows:
                 launched.outputs = received.like(capacity)
         return launched

@@ -180,6 +180,21 @@ WRONG: dict[str, tuple[Callable[[Case], Case], str]] = {
 }
 
 
+def test_torchs_default_device_changes_nothing() -> None:
+    """What is the host's (counts) stays there."""
+    spec = EngineSpec()
+    case = make_case(5, spec, focus="spread", drop_rate=0.0)
+    expected = expect(case)
+
+    def elsewhere(rank: int, buffer: Any) -> Any:
+        with torch.device("meta"):
+            return run_case(case, expected, rank, buffer)
+
+    with spec.group() as group:
+        for rank, seen in enumerate(group.run(elsewhere)):
+            assert not differences(case, expected, rank, seen)
+
+
 class TestSettings:
     @pytest.mark.parametrize("num_experts", [1, 2, 4, 16, 64])
     def test_from_one_to_64_experts(self, num_experts: int) -> None:
@@ -257,19 +272,19 @@ def test_fp32_equals_a_dense_layer_with_weights_and_gradients() -> None:
     grad_out = [torch.randn(entry.x.shape, generator=generator) for entry in case.inputs]
 
     def layer(rank: int, buffer: Any) -> tuple[torch.Tensor, ...]:
-        given = case.inputs[rank]
+        given = case.inputs[rank].on(buffer.device)
         x = given.x.clone().requires_grad_()
         assert given.topk_weights is not None
         weights = given.topk_weights.clone().requires_grad_()
         result = buffer.dispatch(x, given.topk_idx, weights, expert_alignment=case.expert_alignment)
         first, outputs = 0, []
         for local, count in enumerate(result.tokens_per_expert.tolist()):
-            outputs.append(result.rows[first : first + count] @ matrices[2 * rank + local])
+            outputs.append(result.rows[first : first + count] @ matrices[2 * rank + local].to(buffer.device))
             first += count
         out = buffer.combine(torch.cat(outputs) * result.row_weights[:, None], result.handle)
-        out.backward(grad_out[rank])
+        out.backward(grad_out[rank].to(buffer.device))
         assert x.grad is not None and weights.grad is not None
-        return out.detach(), x.grad, weights.grad
+        return out.detach().cpu(), x.grad.cpu(), weights.grad.cpu()
 
     with RankGroup(4, spec.config() | {"dispatch_dtype": "bf16"}) as group:
         results = group.run(layer)
