@@ -30,13 +30,14 @@ struct FromSource {
 };
 
 // By a crew of one block: when all ranks have entered, the counts for the host, and what places rows. `shared`: memory
-// for two numbers per expert of the group. Nothing comes of it if a rank is missing or has called something else.
+// for three numbers per expert of the group. Nothing comes of it if a rank is missing or has called something else.
 __device__ inline void count_received(const Crew& crew, const Domain& d, const Op& op, const OpSignature& signature,
                                       uint64_t call, uint32_t* shared) {
   const uint32_t ranks = d.at.num_ranks, experts = d.experts_per_rank;
   __shared__ FromSource from[kMaxDomainRanks];
   uint32_t* const counts = shared;                   // [ranks][experts]
   uint32_t* const begin = shared + d.at.num_experts;  // [experts]
+  uint32_t* const exact = begin + experts;            // [experts]
   PlanScratch& plan = scratch(d);
   const Bases base(d);
   uint32_t* const host = reinterpret_cast<uint32_t*>(d.counts + 1);
@@ -46,7 +47,7 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
     const uint32_t s = i % ranks;
     good = __all_sync(
         kFullWarp, wait_flag(d, at<uint64_t>(d, d.rank, d.at.header_full) + s, op.epoch, Step::kExchange, s, -1, true));
-    if (good && i >= ranks && crew.lane() == 0) good = is_alike(d, op.epoch, s);
+    if (good && i >= ranks) good = __all_sync(kFullWarp, crew.lane() != 0 || is_alike(d, op.epoch, s));
     if (!good || i >= ranks) continue;
     const DeviceHeader& h = header(d, s, op.epoch);
     const uint32_t first_row = h.row_begin[d.rank], end_row = h.row_begin[d.rank + 1], all_rows = h.row_begin[ranks];
@@ -71,8 +72,7 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
         base.size[l] = size;
         base.padding[2 * l] = end - size + count;
         base.padding[2 * l + 1] = end;
-        host[l] = count;
-        host[experts + l] = size;
+        exact[l] = count;
       }
       first_slot = __shfl_sync(kFullWarp, end, kWarp - 1);
     }
@@ -90,7 +90,7 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
         sizes.most_sent_rows = max(sizes.most_sent_rows, from[s].sent_rows);
       }
       sizes.num_rows = signature.compact_width > 0 ? sizes.received_rows : first_slot;
-      plan.sizes = d.counts->sizes = sizes;
+      plan.sizes = sizes;
     }
   }
   crew.sync();
@@ -104,7 +104,15 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
   }
   crew.sync();
   if (crew.thread == 0) publish_in_gpu(&local(d).planned, op.epoch);
-  if (crew.thread == kWarp) publish_flag(&d.counts->call, call);
+  // Then the host, which is farther away.
+  const uint32_t alignment = signature.expert_alignment;
+  for (uint32_t l = crew.thread; l < experts; l += crew.size) {
+    host[l] = exact[l];
+    host[experts + l] = (exact[l] + alignment - 1) / alignment * alignment;
+  }
+  if (crew.thread == crew.size - 1) d.counts->sizes = plan.sizes;
+  crew.sync();
+  if (crew.thread == 0) publish_flag(&d.counts->call, call);
 }
 
 // By crews of `num_blocks` blocks: the parts of a new plan that no row stands for.
