@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "backend/cuda/queue_probe.h"
 #include "bindings/bindings.h"
 #include "engine/cuda/engine.h"
 
@@ -64,6 +65,21 @@ void set_output(PyCudaOp& self, uintptr_t rows, uintptr_t scales, uintptr_t valu
   self.engine->give_output(*self.op, output);
 }
 
+void bind_measurements(py::module_& m) {
+  m.def(
+      "measure_cuda_queue",
+      [](int device, uint32_t capacity, uint64_t commands, uint64_t first, uint32_t pause_usec) {
+        cuda::QueueMeasured found;
+        {
+          const py::gil_scoped_release release;
+          found = cuda::measure_queue(device, capacity, commands, first, pause_usec);
+        }
+        return py::dict("commands_per_s"_a = found.commands_per_s, "wrong"_a = found.wrong,
+                        "round_trip_usec"_a = found.round_trip_usec);
+      },
+      "device"_a, "capacity"_a, "commands"_a, "first"_a = 0, "pause_usec"_a = 0);
+}
+
 }  // namespace
 
 void bind_cuda(py::module_& m) {
@@ -120,6 +136,7 @@ void bind_cuda(py::module_& m) {
                                [&] { self.fail("was interrupted while it closed its buffer"); });
           },
           "abort"_a = false);
+  bind_measurements(m);
   m.def("cuda_memory_plan", &cuda_memory_entries);
   m.def("cuda_least_budget", &cuda_least_budget_bytes);
 }

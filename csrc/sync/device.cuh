@@ -25,6 +25,10 @@ __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys
 __device__ __forceinline__ void store_flag(uint64_t* flag, uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
+// Two words that validate themselves, in one transaction over PCIe; either may be seen first.
+__device__ __forceinline__ void store_words(uint64_t* to, uint64_t first, uint64_t second) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second) : "memory");
+}
 // For other blocks of this GPU.
 __device__ __forceinline__ void publish_in_gpu(uint64_t* flag, uint64_t value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
