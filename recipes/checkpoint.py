@@ -43,7 +43,8 @@ class Checkpoints:
         """Raises CheckpointError, naming what differs, if the newest checkpoint is of another run."""
         if not self.steps():
             return
-        saved = json.loads((self._path(self.steps()[-1]) / _SETTINGS).read_text())
+        # Those that name no device were made when there was only the CPU.
+        saved = {"device": "cpu"} | json.loads((self._path(self.steps()[-1]) / _SETTINGS).read_text())
         now = json.loads(json.dumps(asdict(self.recipe)))
         different = {
             key: {"saved": saved.get(key), "now": value}
@@ -57,7 +58,11 @@ class Checkpoints:
             )
 
     def save(self, training: Training, step: int) -> None:
-        """Complete or absent, whenever the job is stopped: all write aside, then rank 0 renames."""
+        """Complete or absent, whenever the job is stopped: all write aside, then rank 0 renames.
+
+        Nothing in a recipe is drawn on a GPU (weights are made on the CPU, and there is no dropout), so its
+        generator is not saved.
+        """
         final = self._path(step)
         aside = final.with_suffix(".part")
         aside.mkdir(parents=True, exist_ok=True)
@@ -86,7 +91,8 @@ class Checkpoints:
             return 0
         self.check()
         path = self._path(step) / f"rank_{dist.get_rank()}.pt"
-        state: dict[str, Any] = torch.load(path, weights_only=True)
+        # On the CPU first, whatever GPU wrote it: each of the three copies to where its own tensors are.
+        state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
         training.model.load_state_dict(state["model"])
         training.optimizer.load_state_dict(state["optimizer"])
         training.scheduler.load_state_dict(state["scheduler"])

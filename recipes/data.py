@@ -19,6 +19,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.tokenizers import MegatronTokenizerBase
 
+from recipes import devices
 from recipes.settings import VOCAB_SIZE, Recipe
 
 EOD = 256
@@ -106,11 +107,14 @@ class Batches:
     rank: int
 
     def micro_batch(self, index: int) -> dict[str, torch.Tensor]:
-        """Forward pass `index` of this rank, [B,S]: tokens, labels, position_ids int64, loss_mask fp32."""
+        """Forward pass `index` of this rank, [B,S]: tokens, labels, position_ids int64, loss_mask fp32.
+
+        On this rank's device.
+        """
         size = self.recipe.micro_batch_size
         first = (index * self.recipe.num_ranks + self.rank) * size
         samples = [self.dataset[i] for i in range(first, first + size)]
-        return {k: torch.stack([s[k] for s in samples]) for k in samples[0]}
+        return {k: torch.stack([s[k] for s in samples]).to(devices.own()) for k in samples[0]}
 
 
 def build_batches(recipe: Recipe, folder: Path) -> tuple[Batches, Batches]:

@@ -23,6 +23,7 @@ def enable(recipe: Recipe) -> dict[str, Any]:
         budget_bytes=recipe.budget_bytes,
         domain_size=recipe.domain_size,
         transport="loop",
+        backend="cuda" if recipe.device == "cuda" else "host",
     )
 
 

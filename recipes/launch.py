@@ -1,7 +1,7 @@
 """python -m recipes.launch --recipe tiny_host [--token-dispatcher uccl_ep|alltoall|allgather] [options]
 
 Starts the recipe's ranks on this machine (unless torchrun already did), trains, and draws the loss curve.
-Ctrl-C saves a checkpoint; the same command resumes.
+A GPU for each rank if there are as many, else the CPU. Ctrl-C saves a checkpoint; the same command resumes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from recipes import RECIPES
+from recipes import RECIPES, devices
 from recipes.checkpoint import CheckpointError, Checkpoints
-from recipes.settings import ABLATIONS, DISPATCHERS, Recipe
+from recipes.devices import DeviceError
+from recipes.settings import ABLATIONS, DEVICES, DISPATCHERS, Recipe, RecipeError
+from uccl_ep_train import env
 
 _STOPPED = 130  # exit status after Ctrl-C, as shells use it
 
@@ -25,12 +27,22 @@ _STOPPED = 130  # exit status after Ctrl-C, as shells use it
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m recipes.launch", description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="tiny_host")
+    parser.add_argument(
+        "--device",
+        choices=DEVICES,
+        help="auto (tiny_host's): GPUs if every rank can have its own, else the CPU",
+    )
+    parser.add_argument(
+        "--num-ranks",
+        type=int,
+        help="on this machine; default: the recipe's. Fewer ranks hold more experts each",
+    )
     parser.add_argument("--token-dispatcher", choices=DISPATCHERS, help="default: the recipe's")
     parser.add_argument("--dispatch-dtype", choices=("fp8", "bf16"), help="rows on the wire (uccl_ep)")
     parser.add_argument(
         "--grad-dtype", choices=("bf16", "fp8"), help="gradients of combine on the wire (uccl_ep)"
     )
-    parser.add_argument("--domain-size", type=int, help="ranks that share memory (uccl_ep)")
+    parser.add_argument("--domain-size", type=int, help="ranks that share memory (uccl_ep); on GPUs: all")
     parser.add_argument(
         "--ablate", choices=ABLATIONS, help="negative controls: what training loses without it"
     )
@@ -55,17 +67,21 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 
 def chosen_recipe(args: argparse.Namespace, dispatcher: str | None) -> Recipe:
-    """The recipe with the command line's changes."""
+    """The recipe with the command line's changes. Raises RecipeError."""
+    recipe = RECIPES[args.recipe]()
+    num_ranks = recipe.num_ranks if args.num_ranks is None else args.num_ranks
     changes = {
+        "device": args.device,
+        "num_ranks": num_ranks,
         "token_dispatcher": dispatcher,
         "dispatch_dtype": args.dispatch_dtype,
         "grad_dtype": args.grad_dtype,
-        "domain_size": args.domain_size,
+        "domain_size": min(recipe.domain_size, num_ranks) if args.domain_size is None else args.domain_size,
         "ablate": args.ablate,
         "num_steps": args.steps,
         "seed": args.seed,
     }
-    return dataclasses.replace(RECIPES[args.recipe](), **{k: v for k, v in changes.items() if v is not None})
+    return dataclasses.replace(recipe, **{k: v for k, v in changes.items() if v is not None})
 
 
 def default_run_dir(recipe: Recipe) -> Path:
@@ -98,17 +114,21 @@ def run_ranks(num_ranks: int, argv: list[str]) -> int:
     return 0
 
 
-def train_rank(args: argparse.Namespace, recipe: Recipe, run_dir: Path) -> int:
+def train_rank(args: argparse.Namespace, recipe: Recipe, why_cpu: str, run_dir: Path) -> int:
     """One rank's whole life."""
+    backend = devices.join(recipe.device, int(env.read("LOCAL_RANK", "0")))
     from uccl_ep_train.megatron import cpu_shims
 
     # Advice about packages that a CPU run cannot have; four ranks would print it four times.
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     cpu_shims.install()  # before Megatron is imported
+    cpu_shims.install_for_local_spec()
     from recipes import train
 
-    train.set_up(recipe)
+    train.set_up(recipe, backend)
     if dist.get_rank() == 0:
+        if why_cpu:
+            print(why_cpu, flush=True)
         if args.restart:
             shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
         print(f"recipe {recipe.name}, run directory {run_dir}\n{train.describe(recipe)}", flush=True)
@@ -128,10 +148,16 @@ def train_rank(args: argparse.Namespace, recipe: Recipe, run_dir: Path) -> int:
 
 def main(argv: list[str]) -> int:
     args = parse_args(argv)
-    recipe = chosen_recipe(args, args.token_dispatcher)
+    try:
+        recipe, why_cpu = devices.place(
+            chosen_recipe(args, args.token_dispatcher), keep_domains=args.domain_size is not None
+        )
+    except (RecipeError, DeviceError) as error:
+        print(error, file=sys.stderr)
+        return 2
     run_dir = args.run_dir or default_run_dir(recipe)
     if dist.is_torchelastic_launched():
-        return train_rank(args, recipe, run_dir)
+        return train_rank(args, recipe, why_cpu, run_dir)
     checkpoints = Checkpoints(run_dir / "checkpoints", recipe)
     if args.resume and not checkpoints.steps():
         print(f"--resume: no checkpoint in {run_dir}", file=sys.stderr)
@@ -145,11 +171,12 @@ def main(argv: list[str]) -> int:
     runs = {run_dir: recipe.token_dispatcher}
     if args.compare:
         runs[run_dir / f"compare_{args.compare}"] = args.compare
+    if why_cpu:
+        print(why_cpu, flush=True)
     for folder, dispatcher in runs.items():
         # The last of two equal options counts, so the run's own come after the user's.
-        status = run_ranks(
-            recipe.num_ranks, [*argv, f"--run-dir={folder}", f"--token-dispatcher={dispatcher}"]
-        )
+        own = [f"--device={recipe.device}", f"--run-dir={folder}", f"--token-dispatcher={dispatcher}"]
+        status = run_ranks(recipe.num_ranks, [*argv, *own])
         if status != 0:
             return status
     from recipes.plot import plot_losses  # matplotlib takes seconds to import

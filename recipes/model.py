@@ -22,6 +22,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from recipes import devices
 from recipes.settings import PADDED_VOCAB_SIZE, Recipe
 
 
@@ -66,8 +67,9 @@ def transformer_config(recipe: Recipe, carrier: dict[str, Any]) -> TransformerCo
         bf16=True,
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
-        use_cpu_initialization=not torch.cuda.is_available(),
-        # The fused kernels need a GPU; the local spec has a plain torch path for each.
+        deterministic_mode=recipe.device == "cuda",  # a resumed run repeats the bits of one left alone
+        use_cpu_initialization=True,  # for GPUs, too: nothing has to be known of their generators
+        # The fused kernels need a GPU and more packages; the local spec has a plain torch path for each.
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
@@ -91,7 +93,7 @@ def build(recipe: Recipe, carrier: dict[str, Any]) -> Training:
         max_sequence_length=recipe.sequence_length,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=True,
-    )
+    ).to(devices.own())
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
     model = DistributedDataParallel(config, ddp_config, Float16Module(config, gpt))
     model.broadcast_params()

@@ -34,7 +34,7 @@ class RouterTrace:
 
     def after_step(self, step: int) -> None:
         if self._file is not None and step in self._steps:
-            own_LTK = torch.stack([torch.cat(layer) for layer in self._chosen])
+            own_LTK = torch.stack([torch.cat(layer) for layer in self._chosen]).cpu()
             of_ranks = [torch.empty_like(own_LTK) for _ in range(dist.get_world_size())]
             dist.all_gather(of_ranks, own_LTK)
             self._saved[step] = torch.cat(of_ranks, dim=1).to(torch.int16)
@@ -57,6 +57,6 @@ class RouterTrace:
             if router.training:
                 # A recipe's router drops nothing, so that every token has topk experts.
                 experts = output[1].nonzero()[:, 1]
-                into.append(experts.view(-1, self._recipe.topk).cpu())
+                into.append(experts.view(-1, self._recipe.topk))
 
         return chosen

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+DEVICES = ("auto", "cpu", "cuda")
 DISPATCHERS = ("uccl_ep", "alltoall", "allgather")
 ABLATIONS = ("none", "zero_experts", "zero_prob_grad")
 VOCAB_SIZE = 257  # the 256 byte values and one end-of-document token
 PADDED_VOCAB_SIZE = 272  # a multiple of 16, as vectorised matrix products like it
 
 
+class RecipeError(ValueError):
+    """Settings that do not go together."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All settings of a training run; the launcher's options override a few of them."""
+    """All settings of a training run; the launcher's options override a few of them. Raises RecipeError."""
 
     name: str
+    device: str  # one of DEVICES; "auto": see `devices.place`
 
     # Ranks: every rank is data parallel for attention and holds num_experts / num_ranks experts.
     num_ranks: int
@@ -55,6 +61,18 @@ class Recipe:
     val_batches: int  # forward passes of a rank in a validation
     checkpoint_interval: int  # steps
     val_fraction: float  # of the text's files
+
+    def __post_init__(self) -> None:
+        divisors = [n for n in range(1, self.num_experts + 1) if self.num_experts % n == 0]
+        if self.num_ranks not in divisors:
+            raise RecipeError(
+                f"num_ranks = {self.num_ranks}: {self.num_experts} experts have to be spread evenly; "
+                f"allowed is one of {divisors}"
+            )
+        if not 1 <= self.domain_size <= self.num_ranks:
+            raise RecipeError(
+                f"domain_size = {self.domain_size}: allowed is 1 .. {self.num_ranks}, the number of ranks"
+            )
 
     @property
     def tokens_per_step(self) -> int:

@@ -3,7 +3,7 @@
 #
 #   ./scripts/gpu_checks.sh [tests] [sanitize] [soak] [bench]      without arguments: all four
 #
-# tests: 5 minutes at most; soak: 10,000 operations, 10,000 rounds beside NCCL, 1,000 replays of a graph; bench: the sweep
+# tests: 10 minutes at most; soak: 10,000 operations, 10,000 rounds beside NCCL, 1,000 replays of a graph; bench: the sweep
 # of bench/README.md, and forward + backward, into $OUT (bench/results). RANKS: as many as there are GPUs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -28,6 +28,8 @@ for what in "$@"; do
       # What the host backend has to do, too, as far as it needs one domain only.
       check tests "$python" -m pytest -q --backend cuda tests/unit/test_dispatch_combine.py \
         tests/unit/test_property.py tests/unit/test_row_layouts.py tests/unit/test_rank_mismatch.py
+      # Megatron's training, stages and plug-in: on GPUs where there are four.
+      check megatron "$python" -m pytest -q tests/megatron
       ;;
     sanitize) check sanitize env PYTHON="$python" ./scripts/sanitize.sh ;;
     soak) check soak "$python" -m pytest -q -m slow tests/gpu ;;

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets everything up (see setup_env.sh), then pretrains a small mixture-of-experts GPT on this machine:
+# Sets everything up (see setup_env.sh), then pretrains a small mixture-of-experts GPT on this machine, on its GPUs if there is
+# one for each rank:
 #
 #   ./scripts/pretrain.sh [arguments of the launcher]      e.g. --token-dispatcher alltoall, --compare alltoall, --help
 #

@@ -132,6 +132,11 @@ def set_default(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
+def set_value(name: str, value: str) -> None:
+    """Sets a variable that another library reads, whatever it was; for processes started later, too."""
+    os.environ[name] = value
+
+
 def warnings_are_errors() -> bool:
     """UCCL_EP_WERROR=1, read by the build."""
     return os.environ.get(PREFIX + "WERROR", "") == "1"

@@ -5,8 +5,11 @@
 
 A case is named, not passed, so that the test process need not import Megatron.
 
-One server process imports Megatron once and forks the ranks. They form a gloo group whose store lives in the
-test process. A case that raises on any rank ends all of them; the next case gets fresh ones.
+One server process imports Megatron once and forks the ranks. They form a group whose store lives in the test
+process. A case that raises on any rank ends all of them; the next case gets fresh ones.
+
+Each rank has a GPU where there are enough (`recipes/devices.py`: `lacking`), else all work on the CPU; a case
+asks `devices.own()` where its tensors belong. On GPUs all ranks are in one domain.
 """
 
 from __future__ import annotations
@@ -50,7 +53,10 @@ class MegatronRanks:
     """Runs cases on every rank; starts the ranks when needed and again after a failure."""
 
     def __init__(self, num_ranks: int = NUM_RANKS) -> None:
+        from recipes import devices
+
         self.num_ranks = num_ranks
+        self.device = "cpu" if devices.lacking(num_ranks) else "cuda"
         self._server: Any = None
         self._pipes: list[Connection] = []
         self._store: Any = None
@@ -71,6 +77,15 @@ class MegatronRanks:
                 texts.setdefault(text, []).append(rank)  # usually all ranks say the same
             raise CaseError("\n".join(f"ranks {who}: {text}" for text, who in texts.items()), names)
         return [reply[1] for reply in replies]
+
+    def skip_if_several_domains(self, domain_size: int) -> None:
+        """Skips the test where the ranks cannot have domains of this size."""
+        import pytest  # not above: the ranks import this file, too
+
+        if self.device == "cuda" and domain_size < self.num_ranks:
+            pytest.skip(
+                f"{self.num_ranks} ranks on GPUs in domains of {domain_size}: they work inside one domain"
+            )
 
     def _replies(self, deadline: float) -> list[tuple[Any, ...]]:
         replies: dict[int, tuple[Any, ...]] = {}
@@ -101,7 +116,7 @@ class MegatronRanks:
         self._pipes = [ours for ours, _ in pairs]
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._server = context.Process(
-            target=_serve, args=(self.num_ranks, self._store.port, [theirs for _, theirs in pairs])
+            target=_serve, args=(self.device, self._store.port, [theirs for _, theirs in pairs])
         )
         self._server.start()
         for _, theirs in pairs:
@@ -124,27 +139,21 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
-def _serve(num_ranks: int, port: int, pipes: list[Connection]) -> None:
+def _serve(device: str, port: int, pipes: list[Connection]) -> None:
     """Imports Megatron without starting a thread, then forks the ranks."""
     _die_with_parent()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
-    import torch
-
-    torch.set_num_threads(1)
-    from uccl_ep_train.megatron import cpu_shims
-
-    cpu_shims.install()
-    importlib.import_module("tests.megatron.training_case")
+    # For GPUs after the fork: who has as much as looked for one has children that cannot use theirs.
+    backend = _import_megatron(device, 0) if device == "cpu" else ""
     children = []
-    for rank in range(num_ranks):
+    for rank in range(len(pipes)):
         child = os.fork()
         if child == 0:
             _die_with_parent()
             for other, pipe in enumerate(pipes):
                 if other != rank:
                     pipe.close()
-            _rank_loop(rank, num_ranks, port, pipes[rank])
+            _rank_loop(backend or _import_megatron(device, rank), rank, port, pipes)
         children.append(child)
     for pipe in pipes:
         pipe.close()
@@ -152,11 +161,35 @@ def _serve(num_ranks: int, port: int, pipes: list[Connection]) -> None:
         os.waitpid(child, 0)
 
 
-def _rank_loop(rank: int, num_ranks: int, port: int, pipe: Connection) -> None:
+def _import_megatron(device: str, rank: int) -> str:
+    """And before it what depends on the device; returns the backend for torch.distributed."""
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
+    if device == "cuda":
+        os.environ["UCCL_EP_BACKEND"] = "cuda"
+        # Compiling Megatron's small functions anew for each case takes longer than the cases.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        # TransformerEngine lets the router's FP32 products be TF32 ones, in which one ulp may become 2^-11.
+        os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+        os.environ.pop("CUDA_MODULE_LOADING", None)  # set for ranks that are threads
+    import torch
+
+    from recipes import devices
+    from uccl_ep_train.megatron import cpu_shims
+
+    torch.set_num_threads(1)
+    backend = devices.join(device, rank)
+    cpu_shims.install()
+    cpu_shims.install_for_local_spec()
+    importlib.import_module("tests.megatron.training_case")
+    return backend
+
+
+def _rank_loop(backend: str, rank: int, port: int, pipes: list[Connection]) -> None:
     import torch.distributed as dist
 
+    pipe = pipes[rank]
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=STORE_TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=STORE_TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=len(pipes), timeout=STORE_TIMEOUT)
     while True:
         try:
             name, kwargs = pipe.recv()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe import moe_layer, token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from recipes import devices
 from tests.megatron.settings import TrainCase
 from tests.megatron.training_case import (
     batches_of,
@@ -83,7 +84,7 @@ def _options() -> dict[str, Any]:
 
 def _inputs(case: TrainCase) -> tuple[torch.Tensor, torch.Tensor, None]:
     tokens = next(batches_of(case, 0))[:, :-1]
-    return tokens, torch.arange(tokens.shape[1]).expand(tokens.shape[0], -1), None
+    return tokens, torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1), None
 
 
 def refusals(rank: int) -> dict[str, tuple[str, str]]:
@@ -175,7 +176,11 @@ def recomputation_with_other_routing(rank: int, on_rank: int, checked: bool) -> 
     def dispatch(hidden: torch.Tensor, *args: Any) -> torch.Tensor:
         if torch.is_grad_enabled() and rank == on_rank:
             manager.routing_map = manager.routing_map.roll(1, dims=1)
-        return stock(hidden, *args)
+        rows = stock(hidden, *args)
+        # A GPU shows the error to the next call. By then all ranks should know it: who has gone on to a
+        # collective of NCCL waits there for those that raise.
+        devices.synchronize()
+        return rows
 
     manager.dispatch = dispatch
     if not checked:

@@ -12,6 +12,7 @@ from megatron.core.transformer.moe import moe_layer, moe_utils
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from recipes import devices
 from tests.megatron.settings import StageCase
 from tests.megatron.training_case import carrier_of, initialize
 from uccl_ep_train.megatron import buffers, plugin
@@ -69,7 +70,7 @@ def _exact_sums(case: StageCase, rank: int) -> dict[str, torch.Tensor]:
     pair_out = _expert(pair_rows, local, probs[token, expert])
     pair_out.backward(out_grad.flatten(0, 1)[token])
     assert pair_rows.grad is not None
-    zeros = torch.zeros(hidden.flatten(0, 1).shape, dtype=torch.float64)
+    zeros = torch.zeros_like(hidden.detach().flatten(0, 1), dtype=torch.float64)
     return {
         "output": zeros.index_add(0, token, pair_out.detach().double()).unsqueeze(1),
         "hidden_grad": zeros.index_add(0, token, pair_rows.grad.double()).unsqueeze(1),
@@ -86,8 +87,9 @@ def _tokens(case: StageCase, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states (a leaf) and the gradient of the output, [n,1,H]."""
     generator = torch.Generator().manual_seed(rank)
     shape = (case.tokens[rank], 1, HIDDEN)
-    hidden = torch.randn(shape, generator=generator).to(DTYPES[case.dtype]).requires_grad_()
-    return hidden, torch.randn(shape, generator=generator).to(hidden.dtype)
+    placed = {"device": devices.own(), "dtype": DTYPES[case.dtype]}
+    hidden = torch.randn(shape, generator=generator).to(**placed).requires_grad_()
+    return hidden, torch.randn(shape, generator=generator).to(**placed)
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -170,7 +172,8 @@ def routing_of(case: StageCase, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         routing_map[::3] = False
         probs = probs * routing_map
     # The wire is fp32 as in Megatron's other flex back ends, so an fp64 router may not have more digits.
-    return routing_map, probs.float().to(DTYPES[case.router_dtype])
+    probs = probs.float().to(DTYPES[case.router_dtype])
+    return routing_map.to(devices.own()), probs.to(devices.own())
 
 
 def _through(case: StageCase, dispatcher: Any, rank: int, corrupt: str) -> dict[str, torch.Tensor]:
@@ -186,10 +189,13 @@ def _through(case: StageCase, dispatcher: Any, rank: int, corrupt: str) -> dict[
         dispatcher._comm_manager.token_probs = dispatcher._comm_manager.token_probs.detach()
     rows, row_probs = dispatcher.token_dispatch(stage_in, stage_probs)
     rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
-    expert = torch.arange(len(tokens_per_expert)).repeat_interleave(torch.as_tensor(tokens_per_expert))
+    tokens_per_expert = torch.as_tensor(tokens_per_expert).cpu()
+    expert = torch.arange(len(tokens_per_expert)).repeat_interleave(tokens_per_expert).to(rows.device)
     expert_out = _expert(rows, expert, row_probs)
     if corrupt == "zero_row" and rows.shape[0]:
-        expert_out = expert_out * (torch.arange(rows.shape[0]) > 0)[:, None].to(rows.dtype)
+        expert_out = expert_out * (torch.arange(rows.shape[0], device=rows.device) > 0)[:, None].to(
+            rows.dtype
+        )
     out = dispatcher.combine_preprocess(expert_out)
     out = dispatcher.combine_postprocess(dispatcher.token_combine(out))
     out.backward(out_grad)
@@ -197,7 +203,7 @@ def _through(case: StageCase, dispatcher: Any, rank: int, corrupt: str) -> dict[
     assert hidden.grad is not None
     return {
         "rows": rows.detach(),
-        "tokens_per_expert": torch.as_tensor(tokens_per_expert),
+        "tokens_per_expert": tokens_per_expert,
         "row_probs": row_probs.detach(),
         "output": out.detach(),
         "hidden_grad": hidden.grad,

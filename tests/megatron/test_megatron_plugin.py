@@ -74,9 +74,11 @@ def test_the_overlap_schedule_frees_none_of_our_inputs(ranks: MegatronRanks) -> 
 def test_a_recomputed_dispatch_exchanges_no_routing(ranks: MegatronRanks) -> None:
     plain = ranks.run("training_case.train", case=TrainCase(steps=2))
     twice = ranks.run("training_case.train", case=TrainCase(steps=2, config=FULL))
+    # On a GPU memory is guessed for all new plans but the first, and for no other.
+    new_plans = "ring.meta.chunks" if ranks.device == "cpu" else "dispatch.guesses"
     for once, again in zip(plain, twice, strict=True):
         assert again.stats["caller.dispatch.calls"] == 2 * once.stats["caller.dispatch.calls"]
-        assert again.stats["ring.meta.chunks"] == once.stats["ring.meta.chunks"] > 0
+        assert again.stats[new_plans] == once.stats[new_plans] > 0
 
 
 @pytest.mark.parametrize("on_rank", [0, 3])

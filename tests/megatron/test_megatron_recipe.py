@@ -12,8 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
-from recipes import RECIPES
+from recipes import RECIPES, devices
 from recipes.checkpoint import CheckpointError, Checkpoints
 from recipes.launch import chosen_recipe, default_run_dir, parse_args
 from recipes.metrics import Reporter, StepMetrics, read_metrics
@@ -88,7 +89,7 @@ def test_resume_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
-    recipe = RECIPES["tiny_host"]()
+    recipe = dataclasses.replace(RECIPES["tiny_host"](), device="cpu")
     folder = tmp_path / "checkpoints" / "step_000005"
     folder.mkdir(parents=True)
     (folder / "recipe.json").write_text(json.dumps(asdict(recipe)))
@@ -97,10 +98,18 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
     assert checkpoints.steps() == [5]
     checkpoints.check()
     dataclasses.replace(checkpoints, recipe=dataclasses.replace(recipe, budget_bytes=1 << 28)).check()
-    for change in ({"num_steps": 7}, {"dispatch_dtype": "bf16"}, {"token_dispatcher": "alltoall"}):
+    for change in (
+        {"num_steps": 7}, {"dispatch_dtype": "bf16"}, {"token_dispatcher": "alltoall"}, {"device": "cuda"},
+    ):  # fmt: skip
         other = dataclasses.replace(checkpoints, recipe=dataclasses.replace(recipe, **change))
         with pytest.raises(CheckpointError, match=next(iter(change))):
             other.check()
+    older = asdict(recipe)
+    del older["device"]  # such a checkpoint is of the CPU
+    (folder / "recipe.json").write_text(json.dumps(older))
+    checkpoints.check()
+    with pytest.raises(CheckpointError, match="device"):
+        other.check()
 
 
 def test_other_dispatchers_and_ablations_have_their_own_run_directory() -> None:
@@ -153,6 +162,18 @@ def test_the_proof_of_crossing_notices_what_did_not_cross(lost: str) -> None:
         check([crossing(), crossing(rank=3, domain=0, dispatch_bytes=0, expected_dispatch_bytes=0)])
 
 
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> list[str]:
+    """The launcher's options for a device; on GPUs with two ranks where there are no four."""
+    if request.param == "cpu":
+        return ["--device=cpu"]
+    num_ranks = 4 if torch.cuda.device_count() >= 4 else 2
+    why_not = devices.lacking(num_ranks)
+    if why_not:
+        pytest.skip(why_not)
+    return ["--device=cuda", f"--num-ranks={num_ranks}"]
+
+
 def launch(run_dir: Path, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "recipes.launch", "--steps=8", f"--run-dir={run_dir}", *options]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -164,9 +185,12 @@ def losses(run_dir: Path) -> list[tuple[int, float, float | None]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_stopped_run_resumes_bit_for_bit_and_proves_its_traffic(tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_bit_for_bit_and_proves_its_traffic(tmp_path: Path, device: list[str]) -> None:
     """SIGINT after three steps, the same command again, and the same losses as a run that was left alone."""
-    stopped = launch(tmp_path / "stopped")
+    on_gpus = "--device=cuda" in device
+    num_steps = 300 if on_gpus else 8  # more than a GPU takes before it is told to stop
+    options = [*device, f"--steps={num_steps}"]
+    stopped = launch(tmp_path / "stopped", *options)
     deadline = time.monotonic() + 120
     while len(losses(tmp_path / "stopped")) < 3 and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -174,23 +198,28 @@ def test_a_stopped_run_resumes_bit_for_bit_and_proves_its_traffic(tmp_path: Path
     said, _ = stopped.communicate(timeout=60)
     assert stopped.returncode == 130 and "resumes" in said, said
     before = losses(tmp_path / "stopped")
-    assert 3 <= len(before) < 8
-    said, _ = launch(tmp_path / "stopped").communicate(timeout=150)
-    assert "finished at step 8" in said, said
-    assert said.count("rank 3 to domain 0") == 4, said  # every layer crossed the domains
+    assert 3 <= len(before) < num_steps
+    said, _ = launch(tmp_path / "stopped", *options).communicate(timeout=150)
+    assert f"finished at step {num_steps}" in said, said
+    # Every layer crossed the domains, of which there is only one on GPUs.
+    assert said.count("rank 3 to domain 0") == (0 if on_gpus else 4), said
+    assert said.count("nothing is to be proved") == int(on_gpus), said
     assert (tmp_path / "stopped" / "loss.png").exists()
-    said, _ = launch(tmp_path / "whole").communicate(timeout=150)
+    said, _ = launch(tmp_path / "whole", *options).communicate(timeout=150)
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole"), said
     assert losses(tmp_path / "stopped")[: len(before)] == before
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_bf16_training_of_the_recipe_equals_alltoall_and_each_ablation_does_not(tmp_path: Path) -> None:
-    said, _ = launch(tmp_path / "run", "--dispatch-dtype=bf16", "--compare=alltoall").communicate(timeout=200)
+def test_bf16_training_of_the_recipe_equals_alltoall_and_each_ablation_does_not(
+    tmp_path: Path, device: list[str]
+) -> None:
+    options = [*device, "--dispatch-dtype=bf16"]
+    said, _ = launch(tmp_path / "run", *options, "--compare=alltoall").communicate(timeout=200)
     ours, stock = losses(tmp_path / "run"), losses(tmp_path / "run" / "compare_alltoall")
     assert len(ours) == 8 and ours == stock, said
     for ablation in ("zero_experts", "zero_prob_grad"):
         folder = tmp_path / ablation
-        said, _ = launch(folder, "--dispatch-dtype=bf16", f"--ablate={ablation}").communicate(timeout=150)
+        said, _ = launch(folder, *options, f"--ablate={ablation}").communicate(timeout=150)
         assert len(losses(folder)) == 8 and losses(folder) != ours, said

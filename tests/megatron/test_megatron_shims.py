@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,11 +25,13 @@ def test_with_a_gpu_nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_every_shim_is_installed_once(ranks: MegatronRanks) -> None:
     for names in ranks.run("shim_case.installed"):
-        assert len(names) == len(set(names)) == len(cpu_shims.ALL)
+        assert len(names) == len(set(names)) == (len(cpu_shims.ALL) if ranks.device == "cpu" else 0)
 
 
 def test_bf16_products_are_fp32_products_rounded_once(ranks: MegatronRanks) -> None:
     """mm, addmm, bmm and baddbmm, forward and backward; FP32 products are untouched."""
+    if ranks.device != "cpu":
+        pytest.skip("the ranks have GPUs, and no shims")
     for differences in ranks.run("shim_case.products"):
         assert differences == {}
 
@@ -47,6 +50,22 @@ def test_without_triton_its_kernels_are_imported_and_refused_by_name(monkeypatch
     with pytest.raises(ConfigError, match="paged_stash_pop_kernel needs Triton"):
         kernels.paged_stash_pop_kernel()
     assert not hasattr(kernels, "__path__") and ("triton" in sys.modules) == has_triton
+
+
+def test_without_a_gpu_transformer_engine_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = "transformer_engine"
+    (tmp_path / f"{package}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in (package, "apex"):
+        monkeypatch.setitem(sys.modules, name, sys)  # what it was is put back afterwards
+        del sys.modules[name]
+    assert importlib.util.find_spec(package) is not None, "the test proves nothing"
+    cpu_shims._gpu_packages()
+    with pytest.raises(ImportError):
+        importlib.import_module(package)
+    assert importlib.util.find_spec(package) is None
 
 
 def test_with_triton_its_kernels_are_megatrons_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from recipes import devices
 from tests.megatron.settings import Outcome, TrainCase
 from uccl_ep_train.megatron import plugin
 
@@ -35,7 +36,7 @@ BUDGET_BYTES = 32 << 20
 def digest(*tensors: torch.Tensor) -> str:
     sha = hashlib.sha256()
     for tensor in tensors:
-        sha.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        sha.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()[:16]
 
 
@@ -64,7 +65,9 @@ def initialize(tp: int = 1, ep: int = 4, etp: int = 1) -> None:
 def carrier_of(dispatcher: str, options: dict[str, Any]) -> dict[str, Any]:
     if dispatcher != "uccl_ep":
         return {"moe_token_dispatcher_type": dispatcher}
-    defaults = {"dispatch_dtype": "bf16", "budget_bytes": BUDGET_BYTES, "transport": "loop", "domain_size": 2}
+    defaults = {"dispatch_dtype": "bf16", "budget_bytes": BUDGET_BYTES, "transport": "loop"}
+    if devices.own().type == "cpu":
+        defaults["domain_size"] = 2  # on GPUs there is one domain
     return plugin.enable(**(defaults | options))
 
 
@@ -99,6 +102,9 @@ def transformer_config(case: TrainCase, carrier: dict[str, Any]) -> TransformerC
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
+        # On a GPU the gradient of the embedding is otherwise a sum in any order. The rest needs nothing: what
+        # Megatron's unpermute adds there by atomics are the two rows of a token, equal in either order.
+        deterministic_mode=devices.own().type == "cuda",
         **(defaults | carrier | case.config),
     )
 
@@ -114,7 +120,7 @@ def build(case: TrainCase) -> tuple[Any, Any, TransformerConfig]:
         vocab_size=VOCAB,
         max_sequence_length=SEQUENCE,
         share_embeddings_and_output_weights=not config.overlap_moe_expert_parallel_comm,
-    )
+    ).to(devices.own())
     if case.dtype == "bf16":
         gpt = Float16Module(config, gpt)
     ddp_config = DistributedDataParallelConfig(
@@ -148,7 +154,7 @@ def _loss(labels: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, dic
 
 def _forward(batches: Iterator[torch.Tensor], model: Any, return_schedule_plan: bool = False) -> Any:
     tokens = next(batches)
-    positions = torch.arange(SEQUENCE).expand(MICRO_BATCH, -1)
+    positions = torch.arange(SEQUENCE, device=tokens.device).expand(MICRO_BATCH, -1)
     if return_schedule_plan:
         plan = model.build_schedule_plan(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
         return plan, partial(_loss, tokens[:, 1:])
@@ -162,7 +168,7 @@ def batches_of(case: TrainCase, step: int) -> Iterator[torch.Tensor]:
     for _ in range(case.num_microbatches):
         start = torch.randint(VOCAB, (MICRO_BATCH, 1), generator=generator)
         stride = torch.randint(1, 5, (MICRO_BATCH, 1), generator=generator)
-        yield (start + stride * torch.arange(SEQUENCE + 1)) % VOCAB
+        yield ((start + stride * torch.arange(SEQUENCE + 1)) % VOCAB).to(devices.own())
 
 
 def train_step(case: TrainCase, model: Any, optimizer: Any, step: int) -> float:
@@ -218,7 +224,7 @@ def _corrupt(kind: str, layer: MoELayer) -> None:
             manager.token_probs = manager.token_probs.detach()
         rows = stock(hidden, *args)
         if kind == "zero_row" and rows.shape[0]:
-            keep = torch.ones(rows.shape[0], 1, dtype=rows.dtype)
+            keep = rows.new_ones(rows.shape[0], 1)
             keep[0] = 0
             rows = rows * keep
         return rows

@@ -3,6 +3,7 @@
 `install()` does nothing where torch sees a GPU. Each shim is one function named after the CUDA-ism it
 stands in for, and its docstring names the Megatron code that needs it; `ALL` is the whole list.
 Call it once per process before anything of Megatron is imported, because Megatron keeps some of these names.
+Two of them stand in for TransformerEngine rather than for CUDA: see `install_for_local_spec()`.
 """
 
 from __future__ import annotations
@@ -186,6 +187,15 @@ def _triton_kernels() -> None:
     sys.modules[kernels.__name__] = kernels
 
 
+def _gpu_packages() -> None:
+    """TransformerEngine and apex: Megatron takes a norm, the optimizer and the router's product from them.
+
+    They need a GPU, so where they are installed it must not find them.
+    """
+    for name in ("transformer_engine", "apex"):
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # importing it raises ImportError
+
+
 def _rng() -> None:
     """The model-parallel RNG tracker saves and restores torch.cuda's RNG state."""
     import megatron.core.tensor_parallel.random as mcore_random
@@ -306,8 +316,12 @@ def _bf16_matmul() -> None:
 
 ALL: tuple[Callable[[], None], ...] = (
     _current_device, _streams, _nvtx, _compile, _tensor_cuda, _device_literal, _tensor_type, _triton_kernels,
-    _rng, _te_names, _splits, _sp_norm, _uneven_collectives, _bf16_matmul,
+    _gpu_packages, _rng, _te_names, _splits, _sp_norm, _uneven_collectives, _bf16_matmul,
 )  # fmt: skip
+
+
+# On GPUs, too, where a model is built from Megatron's local layer spec.
+LOCAL_SPEC: tuple[Callable[[], None], ...] = (_te_names, _sp_norm)
 
 
 def install() -> list[str]:
@@ -318,6 +332,13 @@ def install() -> list[str]:
         shim()
         _installed.append(shim.__name__.lstrip("_"))
     return list(_installed)
+
+
+def install_for_local_spec() -> None:
+    """After `install()`, on any device: what Megatron's own layers lack where those of TransformerEngine are
+    not there or not used."""
+    for shim in LOCAL_SPEC:
+        shim()  # once more changes nothing
 
 
 def install_training() -> None:
