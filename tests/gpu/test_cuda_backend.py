@@ -98,6 +98,17 @@ def test_plain_loads_give_the_same_bits() -> None:
             check_case(group, make_case(seed, spec, max_tokens=150))
 
 
+@pytest.mark.parametrize("bulk_copies", [True, False])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_few_warps_share_out_many_rows(num_ranks: int, bulk_copies: bool) -> None:
+    """Beyond what is dealt out to them: where every warp has few rows all of them are."""
+    spec = spec_of(num_ranks, hidden=512, settings=(("num_sms", 2), ("bulk_copies", bulk_copies)))
+    with spec.group() as group:
+        for seed in range(10):
+            case = make_case(seed, spec, form="topk", top_k=4, focus="spread", drop_rate=0.0, max_tokens=400)
+            check_case(group, case)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_more_than_the_buffer_holds_goes_in_windows(num_ranks: int) -> None:
     least = memory_plan(EpConfig(num_experts=8, hidden=4096, backend="cuda"), num_ranks).least_budget_bytes
