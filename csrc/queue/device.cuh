@@ -25,7 +25,7 @@ class CommandProducer {
   // False: the ring is full now. The consumer of a command sees what came before the caller's last fence_system().
   __device__ __forceinline__ bool push(const Command& command) {
     if (state_.pushed - state_.known_taken == queue_.capacity) {  // the cached credit is used up: look across
-      state_.known_taken = peek_flag(queue_.ring);
+      state_.known_taken = read_flag(queue_.ring);
       if (state_.pushed - state_.known_taken == queue_.capacity) return false;
     }
     const CommandWords words = encode_command(command, (state_.pushed & queue_.capacity) == 0);

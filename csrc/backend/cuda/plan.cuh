@@ -41,6 +41,8 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
   PlanScratch& plan = scratch(d);
   const Bases base(d);
   uint32_t* const host = reinterpret_cast<uint32_t*>(d.counts + 1);
+  // A warp that waits for several, one after the other, would have as many deadlines.
+  if (ranks > crew.warps() && !wait_all(crew, d, d.at.header_full, op.epoch, Step::kExchange, true)) return;
   bool good = true;
   // Two warps for each source, so that all that is read of it is under way at a time.
   for (uint32_t i = crew.warp(); i < 2 * ranks && good; i += crew.warps()) {
