@@ -147,9 +147,8 @@ def test_compact_experts_compute_what_a_dense_layer_does() -> None:
         x, weights = given.x.clone().requires_grad_(), given.topk_weights.clone().requires_grad_()
         result = buffer.dispatch(x, given.topk_idx, weights, layout="compact", dispatch_dtype="bf16")
         # Padding names any expert, with weight 0.
-        matrices_RWHH = matrices_EHH[2 * rank : 2 * rank + 2].to(buffer.device)[
-            result.row_experts.clamp(min=0)
-        ]
+        own_LHH = matrices_EHH[2 * rank : 2 * rank + 2].to(buffer.device)
+        matrices_RWHH = own_LHH[result.row_experts.clamp(min=0)]
         y_RH = torch.einsum("rh,rwhj,rw->rj", result.rows, matrices_RWHH, result.row_weights)
         out = buffer.combine(y_RH, result.handle, grad_dtype="bf16")
         out.backward(grad_out[rank].to(buffer.device))
