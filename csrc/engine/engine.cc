@@ -38,6 +38,13 @@ const EngineConfig& checked(const EngineConfig& c) {
   require(c.num_proxies == 1,
           "num_proxies = " + std::to_string(c.num_proxies) + ": the host backend has 1 proxy thread per rank");
   require(c.transport == "loop", "transport = " + c.transport + ": this build has loop");
+  if (c.device_rings) {
+    const DeviceRings& rings = *c.device_rings;
+    for (uint64_t bytes : {rings.packet_bytes, rings.rows_slot_bytes, rings.return_slot_bytes})
+      require(bytes > 0 && bytes % 16 == 0, "device rings: slots of " + std::to_string(bytes) + " bytes");
+    for (uint32_t slots : {rings.rows_slots, rings.return_slots})
+      require(slots >= 1 && slots < kMaxWindowChunks, "device rings: " + std::to_string(slots) + " slots");
+  }
   return c;
 }
 
@@ -90,16 +97,26 @@ MemoryNeeds needs_of(const EngineConfig& config, const Topology& topo) {
   return needs;
 }
 
+RegionLayout layout_of(const EngineConfig& config, const Topology& topo, const WindowParams& window, int rank) {
+  return config.device_rings ? make_device_layout(topo, *config.device_rings, rank)
+                             : make_region_layout(topo, window, rank);
+}
+
+Channels channels_of(const EngineConfig& config, const Topology& topo, const WindowParams& window) {
+  return config.device_rings ? make_device_channels(topo, *config.device_rings, config.rank)
+                             : make_channels(topo, window, config.rank);
+}
+
 }  // namespace
 
 WindowParams window_of(const EngineConfig& config) {
   const Topology topo = Topology::from_labels(checked(config).domain_of);
-  return choose_window(topo, needs_of(config, topo));
+  return config.device_rings ? WindowParams{} : choose_window(topo, needs_of(config, topo));
 }
 
 std::vector<std::pair<std::string, uint64_t>> memory_entries(const EngineConfig& config) {
   const Topology topo = Topology::from_labels(checked(config).domain_of);
-  auto entries = make_region_layout(topo, window_of(config), config.rank).entries;
+  auto entries = layout_of(config, topo, window_of(config), config.rank).entries;
   const size_t others = static_cast<size_t>(topo.num_ranks) - topo.members[topo.domain_of[config.rank]].size();
   entries.emplace_back("transport", loop_memory_bytes(config.loop, others));
   return entries;
@@ -114,8 +131,8 @@ Engine::Engine(const EngineConfig& config)
     : config_(checked(config)),
       topo_(Topology::from_labels(config.domain_of)),
       window_(window_of(config)),
-      layout_(make_region_layout(topo_, window_, config.rank)),
-      channels_(make_channels(topo_, window_, config.rank)),
+      layout_(layout_of(config, topo_, window_, config.rank)),
+      channels_(channels_of(config, topo_, window_)),
       regions_(static_cast<size_t>(config.num_ranks)),
       controls_(regions_.size(), nullptr),
       closed_seen_usec_(regions_.size()) {
@@ -158,7 +175,7 @@ void Engine::connect(const std::vector<std::string>& handles) {
     if (topo_.domain_of[rank] != topo_.domain_of[config_.rank]) {
       others.push_back(rank);
     } else if (rank != config_.rank) {
-      require(bytes == make_region_layout(topo_, window_, rank).total_bytes,
+      require(bytes == layout_of(config_, topo_, window_, rank).total_bytes,
               "rank " + std::to_string(rank) + " has another layout");
       regions_[rank] = Mapping::open(name, bytes);
       controls_[rank] = reinterpret_cast<ControlBlock*>(regions_[rank].base());
@@ -170,6 +187,16 @@ void Engine::connect(const std::vector<std::string>& handles) {
   transport_->connect(addresses, others);
 }
 
+void Engine::attach_device(DeviceRegions device) { transport_->attach_device(std::move(device)); }
+
+void Engine::note_launched() {
+  // Replays of a graph end operations that nobody noted: they count as noted, or the proxy would sleep through this
+  // one.
+  const Flag& ended = *reinterpret_cast<const Flag*>(region_base(config_.rank) + layout_.ended_offset);
+  launched_.publish(std::max(launched_.own(), ended.read()) + 1);
+  control().proxy_bell.ring();
+}
+
 void Engine::start() {
   regions_[config_.rank].unlink();
   transport_->sealed();
@@ -178,7 +205,8 @@ void Engine::start() {
   if (CommandRing::bytes_for(layout_.num_commands) > kLineBytes + layout_.num_commands * kCommandBytes)
     throw std::logic_error("the layout has too little room for the command ring");
   commands_ = std::make_unique<CommandRing>(bases[config_.rank] + layout_.commands_offset, layout_.num_commands);
-  context_ = host::make_context(topo_, window_, channels_, config_.rank, order_of(config_), bases, commands_.get());
+  if (!config_.device_rings)
+    context_ = host::make_context(topo_, window_, channels_, config_.rank, order_of(config_), bases, commands_.get());
 
   ProxyContext proxy;
   proxy.rank = config_.rank;
@@ -190,10 +218,14 @@ void Engine::start() {
   proxy.domain_controls = controls_;
   proxy.commands = commands_.get();
   proxy.transport = transport_.get();
+  if (config_.device_rings) {
+    proxy.launched = &launched_;
+    proxy.ended = reinterpret_cast<const Flag*>(proxy.region + layout_.ended_offset);
+  }
   proxy.progress_timeout_usec = static_cast<uint64_t>(config_.progress_timeout_s * 1e6);
   proxy_ = std::make_unique<Proxy>(proxy);
   proxy_->start();
-  worker_ = std::thread([this] { work(); });
+  if (context_ != nullptr) worker_ = std::thread([this] { work(); });
   std::lock_guard lock(mutex_);
   started_ = true;
 }
@@ -208,6 +240,7 @@ void Engine::wait_for_error(uint64_t timeout_usec) const {
 }
 
 void Engine::check_usable() const {
+  if (config_.device_rings) throw std::logic_error("a device engine runs no operations");
   {
     std::lock_guard lock(mutex_);
     if (closed_) throw UsageFailure(UsageKind::kClosed, "the buffer is closed");
@@ -315,7 +348,7 @@ void Engine::close(bool abort) {
     stop_ = true;
     queue_changed_.notify_all();
   }
-  worker_.join();
+  if (worker_.joinable()) worker_.join();
   proxy_->announce_close();
   wait_for(config_.progress_timeout_s, [this] { return failed() || proxy_->all_closed(); });
   // Who gives up, or found an error, stays until the others have been told.

@@ -6,6 +6,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -40,6 +41,9 @@ struct EngineConfig {
   uint64_t generation = 0;  // the same on all ranks, fresh per engine
   std::string transport = "loop";
   LoopOptions loop;
+  // The host side of a CUDA buffer with several domains: kernels make and take the chunks, the proxy ships them. Needs
+  // no budget and runs no operation.
+  std::optional<DeviceRings> device_rings;
 };
 
 struct DispatchArgs {
@@ -93,6 +97,8 @@ class Engine {
   std::string export_handle() const;
   // Maps the domain peers and connects the transport; `handles` by rank.
   void connect(const std::vector<std::string>& handles);
+  // Device regions for the transport; between connect() and start(). Of a device engine only.
+  void attach_device(DeviceRegions device);
   // Every rank has connected.
   void start();
 
@@ -117,13 +123,23 @@ class Engine {
   // Waits, bounded by the progress deadline, until every rank closes. With `abort` tells the others and does not wait.
   void close(bool abort);
 
-  // Name and value, dotted names (docs of Buffer.stats()).
+  // Name and value, dotted names (docs of Buffer.stats()). Of a device engine only what its proxy counts, and its
+  // memory.
   std::vector<std::pair<std::string, double>> stats() const;
   const Topology& topology() const { return topo_; }
   bool failed() const { return control().error_claim.taken(); }
   // Returns when an error reaches this rank, or after `timeout_usec`.
   void wait_for_error(uint64_t timeout_usec) const;
   uint32_t num_experts() const { return config_.num_experts; }
+
+  // ---- for the kernels' side of a device engine
+  const RegionLayout& layout() const { return layout_; }
+  const Channels& channels() const { return channels_; }
+  // Null, 0 outside our domain, and of a peer before connect().
+  uint8_t* region_base(int rank) const { return regions_[static_cast<size_t>(rank)].base(); }
+  uint64_t region_bytes(int rank) const { return regions_[static_cast<size_t>(rank)].num_bytes(); }
+  // One more operation has been queued: the proxy stays awake until it has ended. By one thread at a time.
+  void note_launched();
 
  private:
   using Steps = std::vector<std::unique_ptr<host::HostStep>>;
@@ -163,6 +179,8 @@ class Engine {
   std::unique_ptr<CommandRing> commands_;
   std::unique_ptr<host::HostContext> context_;
   std::unique_ptr<Proxy> proxy_;
+  // Operations of a device engine that were queued. Writer: note_launched(); reader: the proxy; never reset.
+  Flag launched_;
 
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable queue_changed_;

@@ -11,7 +11,8 @@ namespace {
 // Hands out consecutive offsets and books them under a name.
 class Cursor {
  public:
-  explicit Cursor(RegionLayout& layout) : layout_(layout) {}
+  explicit Cursor(RegionLayout& layout, bool slots_on_device = false)
+      : layout_(layout), slots_on_device_(slots_on_device) {}
 
   uint64_t take(const std::string& name, uint64_t bytes) {
     const uint64_t offset = layout_.total_bytes;
@@ -32,12 +33,19 @@ class Cursor {
     ring.num_readers = num_readers;
     ring.stamps_offset = take("flags", num_slots * sizeof(uint64_t));
     ring.taken_offset = take("flags", num_readers * kLineBytes);
-    ring.slots_offset = take(name, slot_bytes * num_slots);
+    ring.slots_offset = slots_on_device_ ? take_device(slot_bytes * num_slots) : take(name, slot_bytes * num_slots);
     return ring;
   }
 
  private:
+  uint64_t take_device(uint64_t bytes) {
+    const uint64_t offset = layout_.device_bytes;
+    layout_.device_bytes += round_up(bytes, kDeviceRingAlignBytes);
+    return offset;
+  }
+
   RegionLayout& layout_;
+  const bool slots_on_device_;
 };
 
 uint64_t header_bytes(const Topology& topo, const WindowParams& window, int domain) {
@@ -53,21 +61,60 @@ uint32_t send_slots(const RegionLayout& layout) {
   return slots;
 }
 
+// What every region starts with, at the same offsets on all ranks.
+void take_control(Cursor& cursor, const Topology& topo, int rank, RegionLayout& layout) {
+  layout.rank = rank;
+  const int own = topo.domain_of[rank];
+  for (int src = 0; src < topo.num_ranks; ++src)
+    if (topo.domain_of[src] != own && topo.rail(src, own) == rank) layout.incoming.push_back(src);
+  cursor.take("control", kPageBytes);
+  layout.error_send_offset = cursor.take("control", sizeof(ErrorRecord));
+  layout.error_landing_offset = cursor.take("control", sizeof(ErrorRecord) * static_cast<uint64_t>(topo.num_ranks));
+}
+
+// What every region ends with: it depends on the rings.
+void take_commands(Cursor& cursor, RegionLayout& layout) {
+  layout.num_commands = std::bit_ceil(send_slots(layout) + 1);
+  layout.commands_offset = cursor.take("command ring", kLineBytes + layout.num_commands * kCommandBytes);
+  cursor.take("control", round_up(layout.total_bytes, kPageBytes) - layout.total_bytes);
+}
+
+// The rings of one rank that a transport carries, with the peer of each; without the peer's numbers.
+void list_channels(const Topology& topo, const RegionLayout& layout, Channels& channels) {
+  const int rank = layout.rank;
+  const int own = topo.domain_of[rank];
+  auto out = [&](const RingLayout& ring, int peer) {
+    channels.out.push_back({ring, peer, 0, 0, ring.kind != RingKind::kHeader});
+  };
+  auto in = [&](const RingLayout& ring, int peer) {
+    channels.in.push_back({ring, peer, 0, ring.kind != RingKind::kHeader});
+  };
+  for (int d = 0; d < topo.num_domains(); ++d) {
+    if (d == own) continue;
+    const int peer = topo.rail(rank, d);
+    out(layout.header_send[d], peer);
+    if (!layout.meta_send.empty()) out(layout.meta_send[d], peer);
+    out(layout.rows_send[d], peer);
+  }
+  for (size_t i = 0; i < layout.incoming.size(); ++i) {
+    out(layout.return_send[i], layout.incoming[i]);
+    in(layout.header_landing[i], layout.incoming[i]);
+    if (!layout.meta_landing.empty()) in(layout.meta_landing[i], layout.incoming[i]);
+    in(layout.rows_landing[i], layout.incoming[i]);
+  }
+  for (int d = 0; d < topo.num_domains(); ++d)
+    if (d != own) in(layout.return_landing[d], topo.rail(rank, d));
+}
+
 }  // namespace
 
 RegionLayout make_region_layout(const Topology& topo, const WindowParams& w, int rank) {
   RegionLayout layout;
-  layout.rank = rank;
   const int own = topo.domain_of[rank];
   const uint32_t n = static_cast<uint32_t>(topo.size_of(own));
   const uint64_t own_header_bytes = header_bytes(topo, w, own);
-  for (int src = 0; src < topo.num_ranks; ++src)
-    if (topo.domain_of[src] != own && topo.rail(src, own) == rank) layout.incoming.push_back(src);
-
   Cursor cursor(layout);
-  cursor.take("control", kPageBytes);
-  layout.error_send_offset = cursor.take("control", sizeof(ErrorRecord));
-  layout.error_landing_offset = cursor.take("control", sizeof(ErrorRecord) * static_cast<uint64_t>(topo.num_ranks));
+  take_control(cursor, topo, rank, layout);
 
   layout.own_header = cursor.ring("routing", RingKind::kHeader, own_header_bytes, kHeaderSlots, n);
   layout.own_meta = cursor.ring("routing", RingKind::kMeta, w.meta_slot_bytes, w.num_slots, n);
@@ -94,10 +141,52 @@ RegionLayout make_region_layout(const Topology& topo, const WindowParams& w, int
     for (uint32_t q = 0; q < n; ++q)
       layout.pieces[1 + i].push_back(cursor.ring("fold pieces", RingKind::kPieces, w.slot_bytes, w.num_slots, 1));
   }
-  layout.num_commands = std::bit_ceil(send_slots(layout) + 1);
-  layout.commands_offset = cursor.take("command ring", kLineBytes + layout.num_commands * kCommandBytes);
-  cursor.take("control", round_up(layout.total_bytes, kPageBytes) - layout.total_bytes);
+  take_commands(cursor, layout);
   return layout;
+}
+
+RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, int rank) {
+  RegionLayout layout;
+  const int own = topo.domain_of[rank];
+  const uint32_t n = static_cast<uint32_t>(topo.size_of(own));
+  Cursor cursor(layout, true);
+  take_control(cursor, topo, rank, layout);
+  auto packets = [&](uint32_t num_readers) {
+    return cursor.ring("", RingKind::kHeader, rings.packet_bytes, kHeaderSlots, num_readers);
+  };
+  auto rows = [&](uint32_t num_readers) {
+    return cursor.ring("", RingKind::kRows, rings.rows_slot_bytes, rings.rows_slots, num_readers);
+  };
+  auto sums = [&](uint32_t num_readers) {
+    return cursor.ring("", RingKind::kReturn, rings.return_slot_bytes, rings.return_slots, num_readers);
+  };
+  layout.header_send.resize(topo.members.size());
+  layout.rows_send.resize(topo.members.size());
+  layout.return_landing.resize(topo.members.size());
+  for (int d = 0; d < topo.num_domains(); ++d) {
+    if (d == own) continue;
+    layout.header_send[d] = packets(0);
+    layout.rows_send[d] = rows(0);
+    layout.return_landing[d] = sums(1);
+  }
+  for (size_t i = 0; i < layout.incoming.size(); ++i) {
+    layout.header_landing.push_back(packets(n));
+    layout.rows_landing.push_back(rows(n));
+    layout.return_send.push_back(sums(0));
+  }
+  Channels channels;
+  list_channels(topo, layout, channels);
+  layout.board_offset = cursor.take("flags", (channels.in.size() + channels.out.size()) * sizeof(uint64_t));
+  layout.ended_offset = cursor.take("flags", kLineBytes);
+  take_commands(cursor, layout);
+  return layout;
+}
+
+uint64_t device_ring_bytes(const Topology& topo, const DeviceRings& rings) {
+  uint64_t bytes = 0;
+  for (int rank = 0; rank < topo.num_ranks; ++rank)
+    bytes = std::max(bytes, make_device_layout(topo, rings, rank).device_bytes);
+  return bytes;
 }
 
 namespace {
@@ -184,46 +273,18 @@ uint32_t Channels::out_of(const RingLayout& ring) const {
 
 namespace {
 
-// The rings of one rank that a transport carries, with the peer of each; without the peer's numbers.
-void list_channels(const Topology& topo, const RegionLayout& layout, Channels& channels) {
-  const int rank = layout.rank;
-  const int own = topo.domain_of[rank];
-  auto out = [&](const RingLayout& ring, int peer) {
-    channels.out.push_back({ring, peer, 0, 0, ring.kind != RingKind::kHeader});
-  };
-  auto in = [&](const RingLayout& ring, int peer) {
-    channels.in.push_back({ring, peer, 0, ring.kind != RingKind::kHeader});
-  };
-  for (int d = 0; d < topo.num_domains(); ++d) {
-    if (d == own) continue;
-    const int peer = topo.rail(rank, d);
-    out(layout.header_send[d], peer);
-    out(layout.meta_send[d], peer);
-    out(layout.rows_send[d], peer);
-  }
-  for (size_t i = 0; i < layout.incoming.size(); ++i) {
-    out(layout.return_send[i], layout.incoming[i]);
-    in(layout.header_landing[i], layout.incoming[i]);
-    in(layout.meta_landing[i], layout.incoming[i]);
-    in(layout.rows_landing[i], layout.incoming[i]);
-  }
-  for (int d = 0; d < topo.num_domains(); ++d)
-    if (d != own) in(layout.return_landing[d], topo.rail(rank, d));
-}
-
-}  // namespace
-
-Channels make_channels(const Topology& topo, const WindowParams& window, int rank) {
+// `layout_of(rank)`: of any rank.
+template <typename LayoutOf>
+Channels match_channels(const Topology& topo, int rank, LayoutOf layout_of) {
   Channels mine;
-  list_channels(topo, make_region_layout(topo, window, rank), mine);
+  list_channels(topo, layout_of(rank), mine);
   if (mine.out.size() > kMaxChannels || mine.in.size() > kMaxChannels)
     throw UsageFailure(UsageKind::kConfig, std::to_string(std::max(mine.out.size(), mine.in.size())) +
                                                " channels on rank " + std::to_string(rank) +
                                                ": an immediate can name " + std::to_string(kMaxChannels));
   std::vector<Channels> theirs(topo.num_ranks);
   auto of = [&](int peer) -> Channels& {
-    if (theirs[peer].in.empty() && theirs[peer].out.empty())
-      list_channels(topo, make_region_layout(topo, window, peer), theirs[peer]);
+    if (theirs[peer].in.empty() && theirs[peer].out.empty()) list_channels(topo, layout_of(peer), theirs[peer]);
     return theirs[peer];
   };
   // A pair of ranks shares at most one ring of each kind and direction, so (kind, peer) identifies it.
@@ -241,6 +302,16 @@ Channels make_channels(const Topology& topo, const WindowParams& window, int ran
       if (outs[c].peer == rank && outs[c].send.kind == channel.landing.kind) channel.peer_channel = c;
   }
   return mine;
+}
+
+}  // namespace
+
+Channels make_channels(const Topology& topo, const WindowParams& window, int rank) {
+  return match_channels(topo, rank, [&](int of) { return make_region_layout(topo, window, of); });
+}
+
+Channels make_device_channels(const Topology& topo, const DeviceRings& rings, int rank) {
+  return match_channels(topo, rank, [&](int of) { return make_device_layout(topo, rings, of); });
 }
 
 }  // namespace uccl_ep

@@ -20,7 +20,7 @@ inline const char* ring_name(RingKind kind) {
 }
 
 // A window of `num_slots` chunk slots. Chunk number `serial` (counted since creation, never restarting) uses slot
-// serial % num_slots.
+// serial % num_slots. Flags are in the region; so are slots, but those of a device layout are in the device region.
 //   stamps: Flag per slot, = serial + 1.
 //     domain ring or landing ring: "the chunk is there". Writer: the producer (landing: the rail's proxy). Readers: all
 //     readers. send ring: "the transport has flushed the chunk". Writer: the proxy. Reader: the producer.
@@ -46,6 +46,17 @@ struct WindowParams {
 };
 constexpr uint32_t kHeaderSlots = 2;  // see Exchange: a header of epoch n-2 has been read by all when epoch n starts
 
+// Rings of a CUDA buffer that a transport carries: their slots lie in device memory, from offset 0 of a rank's device
+// region on. Slots follow each other at `slot_bytes`, so a multiple of 256 keeps every slot aligned.
+struct DeviceRings {
+  uint64_t packet_bytes = 0;  // a slot of the header rings: header, routing and values of an operation in one chunk
+  uint64_t rows_slot_bytes = 0;
+  uint32_t rows_slots = 0;
+  uint64_t return_slot_bytes = 0;
+  uint32_t return_slots = 0;
+};
+constexpr uint64_t kDeviceRingAlignBytes = 256;
+
 struct RegionLayout {
   int rank = 0;
   uint64_t error_send_offset = 0;     // ErrorRecord: what the transport ships of our own error
@@ -66,12 +77,26 @@ struct RegionLayout {
   // Sums that we relay to incoming[i], and sums that the other domains return to us.
   std::vector<RingLayout> return_send;     // by incoming
   std::vector<RingLayout> return_landing;  // by domain (own domain: unused)
-  uint64_t total_bytes = 0;
+  // Of a device layout, 0 on the host. The board: what a GPU polls instead of the stamps of many slots. Flag per
+  // channel in the order of Channels.in, then Channels.out; an incoming one says how many chunks have arrived such that
+  // none before them is missing, an outgoing one likewise how many are flushed. Writer: the rank's proxy, after the
+  // stamps; reader: the rank's GPU; scope: system; never reset.
+  uint64_t board_offset = 0;
+  // Flag: number of operations that have ended. Writer: the rank's kernels; reader: its proxy, which stays awake while
+  // more were launched.
+  uint64_t ended_offset = 0;
+  uint64_t device_bytes = 0;  // of the rings' slots in the device region
+  uint64_t total_bytes = 0;   // of the region, in host memory
   // The same bytes by purpose, for memory_plan(); their sum is total_bytes.
   std::vector<std::pair<std::string, uint64_t>> entries;
 };
 
 RegionLayout make_region_layout(const Topology& topo, const WindowParams& window, int rank);
+// Control page, board and command ring in the region, and only the rings that a transport carries. Without meta rings:
+// the packet in a header ring has it all, chunk epoch - 1 of it for each operation.
+RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, int rank);
+// The most of any rank: every rank sets as much aside, so that all that follows lies alike.
+uint64_t device_ring_bytes(const Topology& topo, const DeviceRings& rings);
 
 // Chooses slot sizes and the number of slots so that the largest region of any rank, and what is allocated beside
 // it, fit `budget_bytes`.
@@ -103,11 +128,13 @@ struct InChannel {
   bool credited = true;
 };
 struct Channels {
+  // A device layout has no meta channels.
   std::vector<OutChannel> out;  // by other domain: header, meta, rows; then by incoming: return
   std::vector<InChannel> in;    // by incoming: header, meta, rows; then by other domain: return
   // Index of the channel that starts in `ring`; UINT32_MAX when the ring is no send ring.
   uint32_t out_of(const RingLayout& ring) const;
 };
 Channels make_channels(const Topology& topo, const WindowParams& window, int rank);
+Channels make_device_channels(const Topology& topo, const DeviceRings& rings, int rank);
 
 }  // namespace uccl_ep

@@ -32,6 +32,10 @@ struct ProxyContext {
   std::vector<ControlBlock*> domain_controls;  // [rank], ours included; nullptr: the rank is in another domain
   CommandRing* commands = nullptr;
   Transport* transport = nullptr;        // connected to every rank of other domains
+  // Operations that were launched on a GPU, and that have ended there: while one is under way its kernels push commands
+  // and take chunks without ringing. Null on the host, where everybody rings.
+  const Flag* launched = nullptr;
+  const Flag* ended = nullptr;
   // Data in flight, all channels together. 0: no limit. One chunk may always be in flight.
   uint64_t window_bytes = 0;
   uint64_t window_ops = 0;
@@ -45,24 +49,24 @@ struct ShipStats {
   int domain;
   uint64_t chunks;  // flushed
   uint64_t writes;  // posted
-  uint64_t bytes;   // posted
+  uint64_t bytes;  // posted
 };
 
 struct ProxyStats {
   std::vector<ShipStats> ships;  // by kind, then domain; only pairs that have a channel
-  uint64_t credit_waits = 0;     // chunks that were ready before their credit
+  uint64_t credit_waits = 0;  // chunks that were ready before their credit
   uint64_t credit_wait_usec = 0;
   uint64_t refused_posts = 0;
-  uint64_t peak_in_flight_ops = 0;    // data
+  uint64_t peak_in_flight_ops = 0;  // data
   uint64_t peak_in_flight_bytes = 0;  // data
-  uint64_t arrivals = 0;              // chunks that landed
+  uint64_t arrivals = 0;  // chunks that landed
   uint64_t arrived_bytes = 0;
   uint64_t duplicates_dropped = 0;
-  uint64_t credits_sent = 0;          // immediates, each may return several chunks
+  uint64_t credits_sent = 0;  // immediates, each may return several chunks
   uint64_t heartbeats_sent = 0;
-  uint64_t wakeups = 0;               // times the thread returned from sleeping
+  uint64_t wakeups = 0;  // times the thread returned from sleeping
   uint64_t passes = 0;
-  uint64_t busy_usec = 0;             // not asleep
+  uint64_t busy_usec = 0;  // not asleep
 };
 
 class Proxy {

@@ -8,7 +8,10 @@
 // * An arrival may be reported more than once. The payload is not written again after kWriteDone, and the last report
 //   is polled before half the serial numbers of its channel (kImmSerialBits) have gone by: immediates are told apart by
 //   them.
-// * One thread uses a transport: the proxy. address() and connect() are called before that thread starts.
+// * A write between device memories is a write like any other: its arrival says that its bytes are visible to every GPU
+//   of the peer's domain.
+// * One thread uses a transport: the proxy. address(), connect() and attach_device() are called before that thread
+//   starts.
 #pragma once
 
 #include <cstdint>
@@ -28,6 +31,9 @@ struct RegisteredRegion {
   std::string name;
 };
 
+// Whose offsets a write has: the regions' or the device regions'.
+enum class Memory : uint32_t { kHost, kDevice };
+
 struct WriteRequest {
   int peer;
   uint64_t local_offset;  // in our region
@@ -35,6 +41,7 @@ struct WriteRequest {
   uint64_t num_bytes;  // 0: only the immediate
   uint32_t immediate;
   uint64_t cookie;  // comes back with kWriteDone
+  Memory memory = Memory::kHost;
 };
 
 struct Completion {
@@ -47,6 +54,22 @@ struct Completion {
   const char* reason;  // kFailure: static text
 };
 
+// How a transport of one host moves device memory: copy engines. Used by the proxy's thread only.
+class DeviceCopies {
+ public:
+  virtual ~DeviceCopies() = default;
+  // Starts a copy; copies may complete in any order. Returns a ticket. Throws CommunicationFailure(kTransport).
+  virtual uint64_t start(void* to, const void* from, uint64_t num_bytes) = 0;
+  // All its bytes are visible to every GPU of the receiving domain and to the host. Asked until it says so, once.
+  virtual bool done(uint64_t ticket) = 0;
+};
+
+// Device regions as this process has them mapped; by rank, {nullptr, 0} where there is none.
+struct DeviceRegions {
+  std::vector<RegisteredRegion> regions;
+  DeviceCopies* copies = nullptr;  // outlives the transport's use
+};
+
 enum class PostResult : uint32_t { kPosted, kAgain };  // kAgain: the queue to this peer is full now, poll and try again
 
 class Transport {
@@ -57,6 +80,8 @@ class Transport {
   virtual std::string address() const = 0;
   // `addresses`: by rank; only the ranks in `peers` are connected. Throws CommunicationFailure(kTransport).
   virtual void connect(const std::vector<std::string>& addresses, const std::vector<int>& peers) = 0;
+  // After connect(), before the proxy starts; without it no write may name device memory.
+  virtual void attach_device(DeviceRegions device) = 0;
   // After every rank has connected: names that were only needed for that are removed.
   virtual void sealed() = 0;
   virtual PostResult post_write(const WriteRequest& request) = 0;

@@ -3,6 +3,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "claims.h"
@@ -19,6 +20,7 @@ class Faulty final : public Transport {
   void connect(const std::vector<std::string>& addresses, const std::vector<int>& peers) override {
     inner_->connect(addresses, peers);
   }
+  void attach_device(DeviceRegions device) override { inner_->attach_device(std::move(device)); }
   void sealed() override { inner_->sealed(); }
   PostResult post_write(const WriteRequest& request) override {
     const bool is_data = decode_imm(request.immediate).type == ImmType::kData;

@@ -71,6 +71,11 @@ void LoopTransport::connect_peer(int rank, const std::string& text, size_t num_r
   peer.connected = true;
 }
 
+void LoopTransport::attach_device(DeviceRegions device) {
+  device_ = std::move(device);
+  device_.regions.resize(peers_.size());
+}
+
 bool LoopTransport::peer_alive(int peer) const { return peers_[static_cast<size_t>(peer)].process.alive(); }
 
 LoopTransport::Peer& LoopTransport::checked_peer(const WriteRequest& request) {

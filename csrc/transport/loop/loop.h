@@ -25,6 +25,7 @@ class LoopTransport final : public Transport {
   const char* name() const override { return "loop"; }
   std::string address() const override { return encode_address(own_); }
   void connect(const std::vector<std::string>& addresses, const std::vector<int>& peers) override;
+  void attach_device(DeviceRegions device) override;
   void sealed() override { inbox_.unlink(); }
   PostResult post_write(const WriteRequest& request) override;
   void flush() override {}  // a write is on its way as soon as it is posted
@@ -78,6 +79,7 @@ class LoopTransport final : public Transport {
   bool chance(double rate) { return rate > 0 && std::uniform_real_distribution<double>(0, 1)(random_) < rate; }
 
   RegisteredRegion region_;
+  DeviceRegions device_;          // no regions before attach_device()
   LoopOptions options_;
   Address own_;
   Mapping inbox_;
