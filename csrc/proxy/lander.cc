@@ -6,7 +6,10 @@ namespace uccl_ep {
 
 Lander::Lander(const ProxyContext& context) : context_(context) {
   channels_.resize(context.channels->in.size());
-  for (size_t c = 0; c < channels_.size(); ++c) channels_[c].in = &context.channels->in[c];
+  for (size_t c = 0; c < channels_.size(); ++c) {
+    channels_[c].in = &context.channels->in[c];
+    channels_[c].arrived = Prefix(context, channels_[c].in->landing, c);
+  }
   open_.reserve(channels_.size());
 }
 
@@ -32,6 +35,7 @@ void Lander::arrive(const Completion& completion) {
                               " channel arrived, but only " + std::to_string(channel.returned + landing.num_slots) +
                               " have credit");
   stamp.publish(serial + 1);
+  channel.arrived.advance();
   channel.end = std::max(channel.end, serial + 1);
   arrivals_.add(1);
   arrived_bytes_.add(completion.num_bytes);
@@ -43,6 +47,7 @@ void Lander::arrive(const Completion& completion) {
 }
 
 void Lander::ring_readers() {
+  if (context_.layout->board_offset != 0) return;  // a GPU polls
   if (ring_domain_) {
     for (ControlBlock* control : context_.domain_controls)
       if (control != nullptr) control->worker_bell.ring();

@@ -1,10 +1,12 @@
-// The receiving half of a proxy: arrivals become stamps that the domain polls, consumption becomes credits.
+// The receiving half of a proxy: arrivals become stamps that the domain polls (a GPU polls the board instead),
+// consumption becomes credits.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
 #include "proxy/post.h"
+#include "proxy/prefix.h"
 #include "proxy/proxy.h"
 
 namespace uccl_ep {
@@ -29,6 +31,7 @@ class Lander {
   struct Channel {
     const InChannel* in = nullptr;
     uint64_t end = 0;       // highest serial that arrived, + 1
+    Prefix arrived;
     uint64_t returned = 0;  // chunks whose credit was posted
     // Every credit in flight says more than this. Credits are held back before they differ from it by 2^16, so that an
     // old one is never mistaken for one of the next lap (wire.h).

@@ -26,6 +26,8 @@ constexpr uint64_t kLeastSleepUsec = 20;
 // Nobody rings when a refused post would be accepted.
 constexpr uint64_t kRefusedRetryUsec = 50;
 constexpr uint64_t kFailedRetryUsec = 10'000;
+// A GPU does not ring: replays of a graph push commands when nobody announced them, readers take chunks at any time.
+constexpr uint64_t kNapUsec = 100;
 // A thread that never sleeps still reports its time.
 constexpr uint64_t kPassesPerAccount = 1024;
 
@@ -80,16 +82,23 @@ void Proxy::run() {
 }
 
 void Proxy::run_once(uint32_t ticket) {
-  if (step()) {
+  const bool moved = step();
+  if (passes_.value() % kPassesPerAccount == 0) account();
+  if (moved) {
     empty_passes_ = 0;
-    if (passes_.value() % kPassesPerAccount == 0) account();
     return;
   }
-  if (++empty_passes_ < kEmptyPasses) {
+  if (++empty_passes_ < kEmptyPasses || expects_commands()) {
     if (empty_passes_ % 8 == 0) sched_yield();
     return;
   }
   sleep(ticket);
+}
+
+// After an error nothing is shipped any more, however many operations are under way.
+bool Proxy::expects_commands() const {
+  return context_.launched != nullptr && context_.launched->read() > context_.ended->read() &&
+         !context_.control->error_claim.taken();
 }
 
 // `ticket` was taken before a pass that found nothing, so what came since then ends the sleep at once.
@@ -103,7 +112,8 @@ void Proxy::sleep(uint32_t ticket) {
   context_.control->proxy_bell.wait(ticket, usec);
   awake_since_usec_ = now_usec();
   wakeups_.add(1);
-  empty_passes_ = 0;
+  // After a nap one look is enough: most of them find nothing.
+  if (context_.launched == nullptr) empty_passes_ = 0;
 }
 
 void Proxy::account() {
@@ -116,7 +126,8 @@ uint64_t Proxy::sleep_usec() const {
   if (shipper_->refused() || lander_->refused() || health_->refused()) return kRefusedRetryUsec;
   const uint64_t now = now_usec();
   const uint64_t next = health_->next_housekeeping_usec();
-  return std::min(context_.transport->idle_usec(), next > now ? next - now : 0);
+  const uint64_t usec = std::min(context_.transport->idle_usec(), next > now ? next - now : 0);
+  return context_.launched == nullptr ? usec : std::min(usec, kNapUsec);
 }
 
 bool Proxy::step() {

@@ -107,6 +107,7 @@ class Proxy {
  private:
   void run();
   void run_once(uint32_t ticket);
+  bool expects_commands() const;
   void sleep(uint32_t ticket);
   uint64_t sleep_usec() const;
   void account();

@@ -10,7 +10,10 @@ constexpr int kCommandsPerPass = 256;
 
 }  // namespace
 
-Shipper::Shipper(const ProxyContext& context) : context_(context), turns_(context.channels->out.size()) {
+Shipper::Shipper(const ProxyContext& context)
+    : context_(context),
+      memory_(context.layout->board_offset != 0 ? Memory::kDevice : Memory::kHost),
+      turns_(context.channels->out.size()) {
   channels_.resize(context.channels->out.size());
   std::vector<std::pair<RingKind, int>> keys;
   for (auto& out : context.channels->out)
@@ -23,6 +26,7 @@ Shipper::Shipper(const ProxyContext& context) : context_(context), turns_(contex
     const std::pair key{out.send.kind, context.topo->domain_of[static_cast<size_t>(out.peer)]};
     channels_[c].out = &out;
     channels_[c].slots.resize(out.send.num_slots);
+    channels_[c].flushed = Prefix(context, out.send, context.channels->in.size() + c);
     channels_[c].stats = static_cast<size_t>(std::lower_bound(keys.begin(), keys.end(), key) - keys.begin());
   }
 }
@@ -108,6 +112,7 @@ bool Shipper::try_post(uint32_t index, uint64_t now_usec) {
   request.num_bytes = slot.num_bytes;
   request.immediate = encode_imm(ImmType::kData, out.peer_channel, serial);
   request.cookie = encode_cookie({PostKind::kData, index, slot_idx});
+  request.memory = memory_;
   if (context_.transport->post_write(request) == PostResult::kAgain) {
     refused_ = true;
     refused_posts_.add(1);
@@ -151,7 +156,8 @@ void Shipper::flushed(const Cookie& cookie, bool delivered) {
   if (!delivered) return;
   totals_[channel.stats]->chunks.add(1);
   reinterpret_cast<Flag*>(context_.region + channel.out->send.stamps_offset)[cookie.slot].publish(slot.serial + 1);
-  ring_due_ = true;
+  channel.flushed.advance();
+  ring_due_ = memory_ == Memory::kHost;  // a GPU polls
 }
 
 void Shipper::ring_producer() {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "proxy/post.h"
+#include "proxy/prefix.h"
 #include "proxy/proxy.h"
 
 namespace uccl_ep {
@@ -45,6 +46,7 @@ class Shipper {
     uint64_t wait_since_usec = 0;
     uint64_t refused_pass = 0;
     Refusal refusal;
+    Prefix flushed;
     std::vector<Slot> slots;
     size_t stats = 0;
   };
@@ -79,6 +81,7 @@ class Shipper {
   [[noreturn]] void fail(int peer, const std::string& text) const;
 
   const ProxyContext& context_;
+  const Memory memory_;  // of the chunks
   std::vector<Channel> channels_;
   std::vector<std::unique_ptr<Totals>> totals_;
   Turns turns_;

@@ -51,7 +51,7 @@ struct Completion {
   uint32_t immediate;  // kArrival
   uint64_t num_bytes;  // kArrival, kWriteDone
   uint64_t cookie;  // kWriteDone, kFailure
-  const char* reason;  // kFailure: static text
+  const char* reason;  // kFailure: text that lives as long as the transport
 };
 
 // How a transport of one host moves device memory: copy engines. Used by the proxy's thread only.
@@ -60,7 +60,8 @@ class DeviceCopies {
   virtual ~DeviceCopies() = default;
   // Starts a copy; copies may complete in any order. Returns a ticket. Throws CommunicationFailure(kTransport).
   virtual uint64_t start(void* to, const void* from, uint64_t num_bytes) = 0;
-  // All its bytes are visible to every GPU of the receiving domain and to the host. Asked until it says so, once.
+  // All its bytes are visible to every GPU of the receiving domain and to the host. Asked until it says so, once;
+  // throws as start().
   virtual bool done(uint64_t ticket) = 0;
 };
 

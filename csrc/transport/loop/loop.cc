@@ -73,7 +73,7 @@ void LoopTransport::connect_peer(int rank, const std::string& text, size_t num_r
 
 void LoopTransport::attach_device(DeviceRegions device) {
   device_ = std::move(device);
-  device_.regions.resize(peers_.size());
+  copying_.reserve(connected_.size() * options_.queue_depth);
 }
 
 bool LoopTransport::peer_alive(int peer) const { return peers_[static_cast<size_t>(peer)].process.alive(); }
@@ -86,10 +86,16 @@ LoopTransport::Peer& LoopTransport::checked_peer(const WriteRequest& request) {
   auto outside = [&](uint64_t offset, uint64_t bytes) {
     return request.num_bytes > bytes || offset > bytes - request.num_bytes;
   };
+  auto bytes_of = [&](int rank) -> uint64_t {
+    if (request.memory == Memory::kHost) return rank == own_.rank ? region_.bytes : peer.region.num_bytes();
+    const bool attached = device_.copies != nullptr && static_cast<size_t>(rank) < device_.regions.size();
+    return attached ? device_.regions[static_cast<size_t>(rank)].bytes : 0;
+  };
   if (request.num_bytes != 0 &&
-      (outside(request.local_offset, region_.bytes) || outside(request.remote_offset, peer.region.num_bytes())))
+      (outside(request.local_offset, bytes_of(own_.rank)) || outside(request.remote_offset, bytes_of(request.peer))))
     fail(own_.rank, request.peer,
-         "a write of " + std::to_string(request.num_bytes) + " bytes leaves the region: local offset " +
+         "a write of " + std::to_string(request.num_bytes) + " bytes leaves the " +
+             (request.memory == Memory::kHost ? "region" : "device region") + ": local offset " +
              std::to_string(request.local_offset) + ", remote " + std::to_string(request.remote_offset));
   return peer;
 }
@@ -97,14 +103,27 @@ LoopTransport::Peer& LoopTransport::checked_peer(const WriteRequest& request) {
 PostResult LoopTransport::post_write(const WriteRequest& request) {
   Peer& peer = checked_peer(request);
   if (peer.outstanding >= options_.queue_depth || chance(options_.refuse_rate)) return PostResult::kAgain;
+  if (peer.lost) {
+    ++peer.outstanding;
+    return PostResult::kPosted;
+  }
+  Write next{request, chance(options_.duplicate_rate)};
+  if (next.has_copy()) next.copy = start_copy(request);  // if it throws, nothing was posted
   ++peer.outstanding;
-  if (peer.lost) return PostResult::kPosted;
   const uint32_t write = take_write_slot();
-  writes_[write] = {request, chance(options_.duplicate_rate)};
+  writes_[write] = next;
   const uint64_t left = link_.send(now_nsec(), request.num_bytes);
   const uint64_t latency = static_cast<uint64_t>(options_.latency_usec * 1000);
   schedule(left + latency + (options_.seed != 0 ? disorder_nsec(request.num_bytes) : 0), write, Act::kDeliver);
   return PostResult::kPosted;
+}
+
+uint64_t LoopTransport::start_copy(const WriteRequest& request) {
+  auto at = [&](int rank, uint64_t offset) {
+    return static_cast<uint8_t*>(device_.regions[static_cast<size_t>(rank)].base) + offset;
+  };
+  return device_.copies->start(at(request.peer, request.remote_offset), at(own_.rank, request.local_offset),
+                               request.num_bytes);
 }
 
 // Up to several chunks' time, so that a slow link is disordered as well.
@@ -134,8 +153,10 @@ size_t LoopTransport::poll(std::span<Completion> out) {
   copied_bytes_ = 0;
   const uint64_t now = now_nsec();
   if (num_stalled_ != 0) retry_stalled(now);
+  if (!copying_.empty()) look_at_copies(now);
   // Half of the room for each, so that neither our completions nor the arrivals starve the other.
   perform_due(now, out.first((out.size() + 1) / 2), count);
+  ring_receivers();
   harvest(out, count);
   return count;
 }
@@ -149,23 +170,50 @@ void LoopTransport::perform_due(uint64_t now_nsec, std::span<Completion> out, si
     std::pop_heap(due_.begin(), due_.end(), Later{});
     const Due due = due_.back();
     due_.pop_back();
-    if (due.act == Act::kReport) {
-      out[count++] = report(due.write);
+    if (due.act == Act::kReport || due.act == Act::kReportFailure) {
+      out[count++] =
+          report(due.write, due.act == Act::kReport ? Completion::Kind::kWriteDone : Completion::Kind::kFailure);
       continue;
     }
-    Peer& peer = peers_[static_cast<size_t>(writes_[due.write].request.peer)];
-    if (!peer.stalled.empty() || peer.writer.full()) {
-      peer.stalled.push_back(due.write);
-      ++num_stalled_;
-      continue;
-    }
-    deliver(due.write, now_nsec);
+    if (!settle_copy(due.write, now_nsec)) copying_.push_back(due.write);
   }
+}
+
+void LoopTransport::ring_receivers() {
   for (int rank : connected_) {
     Peer& peer = peers_[static_cast<size_t>(rank)];
     if (peer.ring_due) peer.control->proxy_bell.ring();
     peer.ring_due = false;
   }
+}
+
+void LoopTransport::look_at_copies(uint64_t now_nsec) {
+  std::erase_if(copying_, [&](uint32_t write) { return settle_copy(write, now_nsec); });
+}
+
+// A write is due: delivers it unless its copy is still under way.
+bool LoopTransport::settle_copy(uint32_t write, uint64_t now_nsec) {
+  try {
+    if (writes_[write].has_copy() && !device_.copies->done(writes_[write].copy)) return false;
+  } catch (const CommunicationFailure& failure) {
+    return copy_failed(write, failure, now_nsec);
+  }
+  deliver_or_stall(write, now_nsec);
+  return true;
+}
+
+// Not thrown out of a poll: errors and byes, which need no copy, must still go out.
+bool LoopTransport::copy_failed(uint32_t write, const CommunicationFailure& failure, uint64_t now_nsec) {
+  if (copy_failure_.empty()) copy_failure_ = failure.what();
+  schedule(now_nsec, write, Act::kReportFailure);
+  return true;
+}
+
+void LoopTransport::deliver_or_stall(uint32_t write, uint64_t now_nsec) {
+  Peer& peer = peers_[static_cast<size_t>(writes_[write].request.peer)];
+  if (peer.stalled.empty() && !peer.writer.full()) return deliver(write, now_nsec);
+  peer.stalled.push_back(write);
+  ++num_stalled_;
 }
 
 void LoopTransport::retry_stalled(uint64_t now_nsec) {
@@ -183,14 +231,21 @@ void LoopTransport::retry_stalled(uint64_t now_nsec) {
 void LoopTransport::deliver(uint32_t write, uint64_t now_nsec) {
   Write& w = writes_[write];
   Peer& peer = peers_[static_cast<size_t>(w.request.peer)];
-  if (w.request.num_bytes != 0)
+  if (w.request.memory == Memory::kHost && w.request.num_bytes != 0) {
     std::memcpy(peer.region.base() + w.request.remote_offset,
                 static_cast<const uint8_t*>(region_.base) + w.request.local_offset, w.request.num_bytes);
-  copied_bytes_ += w.request.num_bytes;
+    copied_bytes_ += w.request.num_bytes;
+  }
   peer.writer.put({w.request.num_bytes, w.request.immediate, 0});
   peer.ring_due = true;
   if (w.again) {
     w.again = false;
+    try {
+      if (w.has_copy()) w.copy = start_copy(w.request);
+    } catch (const CommunicationFailure& failure) {
+      copy_failed(write, failure, now_nsec);
+      return;
+    }
     schedule(now_nsec + disorder_nsec(w.request.num_bytes), write, Act::kDeliverAgain);
     return;
   }
@@ -199,11 +254,12 @@ void LoopTransport::deliver(uint32_t write, uint64_t now_nsec) {
   schedule(now_nsec + latency + (options_.seed != 0 ? disorder_nsec(w.request.num_bytes) : 0), write, Act::kReport);
 }
 
-Completion LoopTransport::report(uint32_t write) {
+Completion LoopTransport::report(uint32_t write, Completion::Kind kind) {
   const WriteRequest& request = writes_[write].request;
   --peers_[static_cast<size_t>(request.peer)].outstanding;
   free_writes_.push_back(write);
-  return {Completion::Kind::kWriteDone, request.peer, 0, request.num_bytes, request.cookie, nullptr};
+  const char* reason = kind == Completion::Kind::kFailure ? copy_failure_.c_str() : nullptr;
+  return {kind, request.peer, 0, request.num_bytes, request.cookie, reason};
 }
 
 void LoopTransport::harvest(std::span<Completion> out, size_t& count) {
@@ -223,7 +279,7 @@ void LoopTransport::harvest(std::span<Completion> out, size_t& count) {
 }
 
 uint64_t LoopTransport::idle_usec() const {
-  if (more_now_) return 0;
+  if (more_now_ || !copying_.empty()) return 0;  // nobody rings when a copy is over
   uint64_t usec = num_stalled_ != 0 ? kStalledRetryUsec : UINT64_MAX;
   if (!due_.empty()) {
     const uint64_t now = now_nsec();

@@ -1,6 +1,7 @@
 // The transport of one host: the sender's proxy copies into the receiver's mapped region when a NIC would have
-// delivered, then puts the immediate into the receiver's inbox and rings its proxy. It stands in for a NIC, its faults
-// included.
+// delivered, then puts the immediate into the receiver's inbox and rings its proxy. Device memory is copied by whoever
+// was attached, from the post on; the immediate follows when a NIC would have delivered and the copy is over. It stands
+// in for a NIC, its faults included.
 #pragma once
 
 #include <cstdint>
@@ -49,7 +50,7 @@ class LoopTransport final : public Transport {
   };
 
   // What happens next to a write, and when.
-  enum class Act : uint32_t { kDeliver, kDeliverAgain, kReport };
+  enum class Act : uint32_t { kDeliver, kDeliverAgain, kReport, kReportFailure };
   struct Due {
     uint64_t when_nsec;
     uint64_t order;  // in order of posting among equals
@@ -64,37 +65,47 @@ class LoopTransport final : public Transport {
   struct Write {
     WriteRequest request;
     bool again = false;  // to be delivered once more before it is reported
+    uint64_t copy = 0;  // ticket of its copy, if has_copy()
+    bool has_copy() const { return request.memory == Memory::kDevice && request.num_bytes != 0; }
   };
 
   void connect_peer(int rank, const std::string& text, size_t num_ranks);
   Peer& checked_peer(const WriteRequest& request);
+  uint64_t start_copy(const WriteRequest& request);
+  bool copy_failed(uint32_t write, const CommunicationFailure& failure, uint64_t now_nsec);
+  bool settle_copy(uint32_t write, uint64_t now_nsec);
   void schedule(uint64_t when_nsec, uint32_t write, Act act);
   uint32_t take_write_slot();
   void perform_due(uint64_t now_nsec, std::span<Completion> out, size_t& count);
+  void deliver_or_stall(uint32_t write, uint64_t now_nsec);
   void retry_stalled(uint64_t now_nsec);
+  void look_at_copies(uint64_t now_nsec);
+  void ring_receivers();
   void deliver(uint32_t write, uint64_t now_nsec);
-  Completion report(uint32_t write);
+  Completion report(uint32_t write, Completion::Kind kind);
   void harvest(std::span<Completion> out, size_t& count);
   uint64_t disorder_nsec(uint64_t num_bytes);
   bool chance(double rate) { return rate > 0 && std::uniform_real_distribution<double>(0, 1)(random_) < rate; }
 
   RegisteredRegion region_;
-  DeviceRegions device_;          // no regions before attach_device()
+  DeviceRegions device_;  // no regions before attach_device()
   LoopOptions options_;
   Address own_;
   Mapping inbox_;
-  std::vector<Peer> peers_;       // by rank
-  std::vector<int> connected_;    // ranks
+  std::vector<Peer> peers_;  // by rank
+  std::vector<int> connected_;  // ranks
   EgressLink link_;
   std::mt19937_64 random_;
   std::vector<Write> writes_;
   std::vector<uint32_t> free_writes_;
-  std::vector<Due> due_;          // heap, earliest first
+  std::vector<Due> due_;  // heap, earliest first
+  std::vector<uint32_t> copying_;  // due, but their copy is not over yet
+  std::string copy_failure_;  // what failed first
   uint64_t num_scheduled_ = 0;
   uint64_t num_stalled_ = 0;
-  uint64_t copied_bytes_ = 0;     // in this poll
-  size_t next_harvest_ = 0;       // rotates, so that no sender starves another
-  bool more_now_ = false;         // the last poll stopped early
+  uint64_t copied_bytes_ = 0;  // in this poll
+  size_t next_harvest_ = 0;  // rotates, so that no sender starves another
+  bool more_now_ = false;  // the last poll stopped early
 };
 
 }  // namespace uccl_ep::loop
