@@ -26,10 +26,21 @@ constexpr uint64_t kLeastSleepUsec = 20;
 // Nobody rings when a refused post would be accepted.
 constexpr uint64_t kRefusedRetryUsec = 50;
 constexpr uint64_t kFailedRetryUsec = 10'000;
-// A GPU does not ring: replays of a graph push commands when nobody announced them, readers take chunks at any time.
-constexpr uint64_t kNapUsec = 100;
+// A GPU does not ring. Between two chunks of an operation that nobody announced (a graph's replay) the proxy waits
+// awake; then it naps, the longer nothing was to do the longer: the first chunk after a pause is late by 100 us, or by
+// a thirtieth of the pause. On a virtual machine each nap may take 40 us of a core.
+constexpr uint64_t kAwakeUsec = 500;
+constexpr uint64_t kLeastNapUsec = 100;
+constexpr uint64_t kMostNapUsec = 3000;
+constexpr uint64_t kNapsPerPause = 30;
 // A thread that never sleeps still reports its time.
 constexpr uint64_t kPassesPerAccount = 1024;
+
+bool is_of_chunk(const Completion& completion) {
+  if (completion.kind != Completion::Kind::kArrival) return decode_cookie(completion.cookie).kind == PostKind::kData;
+  const ImmType type = decode_imm(completion.immediate).type;
+  return type == ImmType::kData || type == ImmType::kCredit;
+}
 
 }  // namespace
 
@@ -66,7 +77,7 @@ void Proxy::stop() {
 void Proxy::run() {
   pthread_setname_np(pthread_self(), "uccl_ep_proxy");
   prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0);  // nanoseconds: a link's next delivery is due in microseconds
-  awake_since_usec_ = now_usec();
+  awake_since_usec_ = last_chunk_usec_ = now_usec();
   while (stopping_.read() == 0) {
     const uint32_t ticket = context_.control->proxy_bell.ticket();
     try {
@@ -88,7 +99,7 @@ void Proxy::run_once(uint32_t ticket) {
     empty_passes_ = 0;
     return;
   }
-  if (++empty_passes_ < kEmptyPasses || expects_commands()) {
+  if (++empty_passes_ < kEmptyPasses || stays_awake()) {
     if (empty_passes_ % 8 == 0) sched_yield();
     return;
   }
@@ -96,9 +107,9 @@ void Proxy::run_once(uint32_t ticket) {
 }
 
 // After an error nothing is shipped any more, however many operations are under way.
-bool Proxy::expects_commands() const {
-  return context_.launched != nullptr && context_.launched->read() > context_.ended->read() &&
-         !context_.control->error_claim.taken();
+bool Proxy::stays_awake() const {
+  if (context_.launched == nullptr || context_.control->error_claim.taken()) return false;
+  return context_.launched->read() > context_.ended->read() || now_usec() - last_chunk_usec_ < kAwakeUsec;
 }
 
 // `ticket` was taken before a pass that found nothing, so what came since then ends the sleep at once.
@@ -127,7 +138,8 @@ uint64_t Proxy::sleep_usec() const {
   const uint64_t now = now_usec();
   const uint64_t next = health_->next_housekeeping_usec();
   const uint64_t usec = std::min(context_.transport->idle_usec(), next > now ? next - now : 0);
-  return context_.launched == nullptr ? usec : std::min(usec, kNapUsec);
+  if (context_.launched == nullptr) return usec;
+  return std::min(usec, std::clamp((now - last_chunk_usec_) / kNapsPerPause, kLeastNapUsec, kMostNapUsec));
 }
 
 bool Proxy::step() {
@@ -137,8 +149,10 @@ bool Proxy::step() {
   const bool usable = !failed_ && !context_.control->error_claim.taken();
   bool moved = health_->send_due();
   if (usable) {
-    moved |= shipper_->drain();
-    moved |= shipper_->post(now);
+    const bool drained = shipper_->drain();
+    const bool posted = shipper_->post(now);
+    if (drained || posted) last_chunk_usec_ = now;
+    moved |= drained || posted;
   }
   context_.transport->flush();
   moved |= poll_transport(now);
@@ -167,6 +181,7 @@ bool Proxy::poll_transport(uint64_t now_usec) {
 }
 
 void Proxy::take(const Completion& completion, uint64_t now_usec) {
+  if (is_of_chunk(completion)) last_chunk_usec_ = now_usec;
   if (completion.kind == Completion::Kind::kArrival) {
     health_->heard(completion.peer, now_usec);
     const Imm imm = decode_imm(completion.immediate);

@@ -107,7 +107,7 @@ class Proxy {
  private:
   void run();
   void run_once(uint32_t ticket);
-  bool expects_commands() const;
+  bool stays_awake() const;
   void sleep(uint32_t ticket);
   uint64_t sleep_usec() const;
   void account();
@@ -123,6 +123,7 @@ class Proxy {
   bool failed_ = false;  // an exception came out of a pass: only errors and byes are sent any more
   uint32_t empty_passes_ = 0;
   uint64_t awake_since_usec_ = 0;
+  uint64_t last_chunk_usec_ = 0;  // when a chunk or a credit last moved
   Counter wakeups_, passes_, busy_usec_;
   Flag stopping_;
   std::thread thread_;

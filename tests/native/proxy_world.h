@@ -5,9 +5,11 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "common/units.h"
+#include "fake_copies.h"
 #include "fixture.h"
 #include "layout/region.h"
 #include "proxy/proxy.h"
@@ -33,6 +35,8 @@ using Wrap = std::function<std::unique_ptr<Transport>(int rank, std::unique_ptr<
 struct WorldOptions {
   std::vector<int> labels = {0, 1};
   WindowParams window = {4096, 1024, 2, 16};
+  std::optional<DeviceRings> device;  // chunks lie in a "device" region of ordinary memory; else `window` holds
+  uint64_t copy_usec = 0;             // the most that a copy between those takes
   LoopOptions loop;
   uint64_t window_ops = 0;
   uint64_t window_bytes = 0;
@@ -45,6 +49,9 @@ struct Node {
   RegionLayout layout;
   Channels channels;
   std::unique_ptr<TestRegion> region;
+  std::vector<uint64_t> device;  // the device region
+  std::unique_ptr<FakeCopies> copies;
+  std::unique_ptr<Flag> launched = std::make_unique<Flag>();
   std::unique_ptr<uint8_t, decltype(&std::free)> command_memory{nullptr, &std::free};
   std::unique_ptr<CommandRing> commands;
   std::unique_ptr<Transport> transport;
@@ -52,6 +59,13 @@ struct Node {
 
   ControlBlock& control() const { return *region->control; }
   bool has_error() const { return control().error_claim.published(); }
+  uint8_t* slots() { return device.empty() ? region->base() : reinterpret_cast<uint8_t*>(device.data()); }
+  Flag& ended() const { return *reinterpret_cast<Flag*>(region->base() + layout.ended_offset); }
+  // What the board says of an incoming channel, of an outgoing one.
+  const Flag& arrived(uint32_t in) const {
+    return reinterpret_cast<const Flag*>(region->base() + layout.board_offset)[in];
+  }
+  const Flag& flushed(uint32_t out) const { return arrived(static_cast<uint32_t>(channels.in.size()) + out); }
 };
 
 class World {
@@ -61,13 +75,13 @@ class World {
     std::vector<std::unique_ptr<TestRegion>> regions;
     nodes.resize(num_ranks);
     for (size_t rank = 0; rank < num_ranks; ++rank) {
-      nodes[rank].layout = make_region_layout(topo, options.window, static_cast<int>(rank));
-      nodes[rank].channels = make_channels(topo, options.window, static_cast<int>(rank));
+      make_layout(nodes[rank], static_cast<int>(rank), options);
       if (options.change_channels) options.change_channels(static_cast<int>(rank), nodes[rank].channels);
       regions.push_back(std::make_unique<TestRegion>(nodes[rank].layout.total_bytes));
       regions.back()->control->rank = static_cast<int>(rank);
     }
     auto transports = connect_all(regions, std::vector<LoopOptions>(num_ranks, options.loop));
+    if (options.device) attach(transports);
     for (size_t rank = 0; rank < num_ranks; ++rank) {
       nodes[rank].region = std::move(regions[rank]);
       nodes[rank].transport = std::move(transports[rank]);
@@ -94,6 +108,23 @@ class World {
   std::vector<Node> nodes;
 
  private:
+  void make_layout(Node& node, int rank, const WorldOptions& options) {
+    if (!options.device) {
+      node.layout = make_region_layout(topo, options.window, rank);
+      node.channels = make_channels(topo, options.window, rank);
+      return;
+    }
+    node.layout = make_device_layout(topo, *options.device, rank);
+    node.channels = make_device_channels(topo, *options.device, rank);
+    node.device.resize(node.layout.device_bytes / 8);
+    node.copies = std::make_unique<FakeCopies>(options.copy_usec, static_cast<uint64_t>(rank));
+  }
+  void attach(const std::vector<std::unique_ptr<Transport>>& transports) {
+    std::vector<RegisteredRegion> devices;
+    for (Node& node : nodes) devices.push_back({node.device.data(), node.device.size() * 8, ""});
+    for (size_t rank = 0; rank < nodes.size(); ++rank)
+      transports[rank]->attach_device({devices, nodes[rank].copies.get()});
+  }
   void make_proxy(int rank, const WorldOptions& options) {
     constexpr uint32_t kCommands = 1024;
     Node& node = nodes[static_cast<size_t>(rank)];
@@ -114,6 +145,10 @@ class World {
     }
     context.commands = node.commands.get();
     context.transport = node.transport.get();
+    if (options.device) {
+      context.launched = node.launched.get();
+      context.ended = &node.ended();
+    }
     context.window_ops = options.window_ops;
     context.window_bytes = options.window_bytes;
     context.progress_timeout_usec = options.progress_timeout_usec;
@@ -139,17 +174,20 @@ class Source {
   Source(Node& node, uint32_t channel) : node_(node), channel_(channel), ring_(node.channels.out[channel].send) {}
   uint64_t key() const { return node_.channels.out[channel_].peer_channel; }
   uint64_t serial() const { return serial_; }
-  bool flushed(uint64_t serial) const { return stamp(serial).read() > serial; }
+  // As a GPU sees it, where one would: by the board.
+  bool flushed(uint64_t serial) const {
+    return (node_.device.empty() ? stamp(serial) : node_.flushed(channel_)).read() > serial;
+  }
   bool free() const { return serial_ < ring_.num_slots || flushed(serial_ - ring_.num_slots); }
   bool try_send(uint64_t num_bytes) {
     if (!free()) return false;
-    fill_chunk(node_.region->base() + ring_.slot_offset(serial_), num_bytes, key(), serial_);
+    fill_chunk(node_.slots() + ring_.slot_offset(serial_), num_bytes, key(), serial_);
     return push(num_bytes);
   }
   bool push(uint64_t num_bytes) {
     if (!node_.commands->push({channel_, num_bytes, serial_})) return false;
     ++serial_;
-    node_.control().proxy_bell.ring();
+    if (node_.device.empty()) node_.control().proxy_bell.ring();  // a GPU cannot
     return true;
   }
 
@@ -170,16 +208,17 @@ class Sink {
       : node_(node), channel_(channel), reader_(reader), ring_(node.channels.in[channel].landing) {}
   uint64_t serial() const { return serial_; }
   bool ready() const {
+    if (!node_.device.empty()) return node_.arrived(channel_).read() > serial_;
     return reinterpret_cast<const Flag*>(node_.region->base() + ring_.stamps_offset)[serial_ % ring_.num_slots].read() >
            serial_;
   }
   bool intact(uint64_t num_bytes) const {
-    return chunk_is_intact(node_.region->base() + ring_.slot_offset(serial_), num_bytes, channel_, serial_);
+    return chunk_is_intact(node_.slots() + ring_.slot_offset(serial_), num_bytes, channel_, serial_);
   }
   void release() {
     ++serial_;
     reinterpret_cast<FlagLine*>(node_.region->base() + ring_.taken_offset)[reader_].flag.publish(serial_);
-    node_.control().proxy_bell.ring();
+    if (node_.device.empty()) node_.control().proxy_bell.ring();
   }
 
  private:
