@@ -4,6 +4,7 @@
 
 #include "claims.h"
 #include "layout/region.h"
+#include "layout_checks.h"
 
 using namespace uccl_ep;
 
@@ -29,67 +30,16 @@ std::vector<Case> cases() {
   return all;
 }
 
-struct Span {
-  uint64_t begin, end;
-};
-
-void add_ring(std::vector<Span>& spans, const RingLayout& ring) {
-  if (ring.num_slots == 0) return;  // the own domain's place in lists by domain
-  spans.push_back({ring.slots_offset, ring.slots_offset + ring.num_slots * ring.slot_bytes});
-  spans.push_back({ring.stamps_offset, ring.stamps_offset + ring.num_slots * sizeof(uint64_t)});
-  if (ring.num_readers != 0) spans.push_back({ring.taken_offset, ring.taken_offset + ring.num_readers * kLineBytes});
-}
-
-std::vector<Span> spans_of(const Topology& topo, const RegionLayout& layout) {
-  std::vector<Span> spans = {
-      {0, kPageBytes},
-      {layout.error_send_offset, layout.error_send_offset + sizeof(ErrorRecord)},
-      {layout.error_landing_offset,
-       layout.error_landing_offset + sizeof(ErrorRecord) * static_cast<uint64_t>(topo.num_ranks)}};
-  for (auto* ring : {&layout.own_header, &layout.own_meta, &layout.own_rows}) add_ring(spans, *ring);
-  for (auto* rings : {&layout.header_send, &layout.meta_send, &layout.rows_send, &layout.header_landing,
-                      &layout.meta_landing, &layout.rows_landing, &layout.return_send, &layout.return_landing})
-    for (auto& ring : *rings) add_ring(spans, ring);
-  for (auto& rings : layout.pieces)
-    for (auto& ring : rings) add_ring(spans, ring);
-  return spans;
-}
-
-bool overlap_free(std::vector<Span> spans, uint64_t total_bytes) {
-  std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
-  for (size_t i = 0; i + 1 < spans.size(); ++i)
-    if (spans[i].end > spans[i + 1].begin) return false;
-  return spans.back().end <= total_bytes;
-}
-
-// Every outgoing channel of `mine` ends in a landing ring of its peer that is meant for it, and the other way round.
-bool connected(int rank, const Channels& mine, int peer, const Channels& theirs) {
-  for (uint32_t c = 0; c < mine.out.size(); ++c) {
-    const OutChannel& out = mine.out[c];
-    if (out.peer != peer) continue;
-    if (out.peer_channel >= theirs.in.size()) return false;
-    const InChannel& in = theirs.in[out.peer_channel];
-    const bool same_window = in.landing.num_slots == out.send.num_slots && in.landing.slot_bytes == out.send.slot_bytes;
-    if (in.peer != rank || in.peer_channel != c || in.landing.kind != out.send.kind || in.credited != out.credited ||
-        !same_window || in.landing.slots_offset != out.remote_slots_offset)
-      return false;
-  }
-  for (uint32_t c = 0; c < mine.in.size(); ++c) {
-    const InChannel& in = mine.in[c];
-    if (in.peer != peer) continue;
-    if (in.peer_channel >= theirs.out.size() || theirs.out[in.peer_channel].peer != rank ||
-        theirs.out[in.peer_channel].peer_channel != c)
-      return false;
-  }
-  return true;
-}
-
 CLAIM("the rings, flags and records of a rank never overlap") {
   for (const Case& c : cases()) {
     const Topology topo = Topology::from_labels(c.labels);
     for (int rank = 0; rank < topo.num_ranks; ++rank) {
       const RegionLayout layout = make_region_layout(topo, c.window, rank);
-      std::vector<Span> spans = spans_of(topo, layout);
+      std::vector<Span> spans = control_spans(topo, layout);
+      for (const RingLayout* ring : rings_of(layout)) {
+        add_flags(spans, *ring);
+        add_slots(spans, *ring);
+      }
       EXPECT(overlap_free(spans, layout.total_bytes));
       // Negative control: a ring moved by one line is noticed.
       spans.back().begin -= kLineBytes;

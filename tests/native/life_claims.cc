@@ -153,23 +153,83 @@ CLAIM("stop returns in less than 200 ms with operations pending, and can be call
   EXPECT(best < 200'000);
 }
 
-CLAIM("an idle proxy costs less than 2 percent of a core") {
-  WorldOptions options;
-  options.labels = {0, 0, 1, 1};
-  World world(options);
+uint64_t cpu_usec() {
+  rusage usage;
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<uint64_t>(usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) * 1000000 +
+         static_cast<uint64_t>(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec);
+}
+
+void expect_idle_is_cheap(World& world) {
   world.start();
   usleep(200'000);
-  auto cpu_usec = [] {
-    rusage usage;
-    getrusage(RUSAGE_SELF, &usage);
-    return static_cast<uint64_t>(usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) * 1000000 +
-           static_cast<uint64_t>(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec);
-  };
   const uint64_t before = cpu_usec(), started = now_usec();
   usleep(1'000'000);
   const uint64_t used = cpu_usec() - before;
   if (used > (now_usec() - started) * world.nodes.size() / 50)
-    throw std::logic_error("four idle proxies used " + std::to_string(used) + " us in a second");
+    throw std::logic_error("idle proxies used " + std::to_string(used) + " us in a second");
+}
+
+CLAIM("an idle proxy costs less than 2 percent of a core") {
+  WorldOptions options;
+  options.labels = {0, 0, 1, 1};
+  World world(options);
+  expect_idle_is_cheap(world);
+}
+
+WorldOptions device_options() {
+  WorldOptions options;
+  options.device = DeviceRings{4096, 2048, 4, 1024, 4};
+  return options;
+}
+
+CLAIM("an idle proxy of a CUDA buffer, which nobody rings, costs less than 2 percent of a core") {
+  World world(device_options());
+  expect_idle_is_cheap(world);
+  EXPECT(world.nodes[0].proxy->stats().busy_usec < 300'000);  // its naps are no work
+}
+
+CLAIM("commands that nobody announced or rang for are shipped after a nap") {
+  World world(device_options());
+  world.start();
+  Source source(world.nodes[0], out_channel(world.nodes[0], RingKind::kRows, 1));
+  Sink sink(world.nodes[1], world.nodes[0].channels.out[out_channel(world.nodes[0], RingKind::kRows, 1)].peer_channel,
+            0);
+  uint64_t slow = 0;
+  for (int i = 0; i < 30; ++i) {
+    usleep(5'000);
+    const uint64_t started = now_usec();
+    EXPECT(source.try_send(64));
+    EXPECT(eventually([&] { return sink.ready(); }));
+    EXPECT(eventually([&] { return source.flushed(source.serial() - 1); }));
+    sink.release();
+    slow += now_usec() - started > 20'000;  // without naps it waits for the next heartbeat, 50 ms on average
+  }
+  EXPECT(slow < 10);
+}
+
+CLAIM("while an operation runs on the GPU its proxy does not sleep, unless there is an error") {
+  World world(device_options());
+  Node& node = world.nodes[0];
+  node.launched->publish(7);
+  node.ended().publish(6);
+  world.start();
+  usleep(50'000);
+  const ProxyStats before = node.proxy->stats();
+  usleep(200'000);
+  const ProxyStats busy = node.proxy->stats();
+  EXPECT_EQ(busy.wakeups, before.wakeups);
+  EXPECT(busy.passes > before.passes + 1000);
+  EXPECT(busy.busy_usec > before.busy_usec + 100'000);
+  node.ended().publish(7);
+  EXPECT(eventually([&] { return node.proxy->stats().wakeups > busy.wakeups + 10; }, 5'000'000));
+  node.launched->publish(8);
+  usleep(50'000);
+  const uint64_t awake = node.proxy->stats().wakeups;
+  usleep(100'000);
+  EXPECT_EQ(node.proxy->stats().wakeups, awake);
+  post_error(node.control(), ErrorRecord{});
+  EXPECT(eventually([&] { return node.proxy->stats().wakeups > awake + 10; }, 5'000'000));
 }
 
 CLAIM("a sleeping proxy is woken by a command, by an arrival and by a credit") {

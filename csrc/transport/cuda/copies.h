@@ -1,0 +1,56 @@
+// Copies between GPUs of one host by their copy engines, for a transport.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace uccl_ep::cuda {
+
+// Made and destroyed by any thread; used by one. Its errors are CommunicationFailure(kTransport) that name the call.
+class CudaCopies final : public DeviceCopies {
+ public:
+  // `device`: whose memory is the source.
+  explicit CudaCopies(int device);
+  // Waits for what was started: its memory may go afterwards.
+  ~CudaCopies() override;
+  CudaCopies(const CudaCopies&) = delete;
+  CudaCopies& operator=(const CudaCopies&) = delete;
+
+  uint64_t start(void* to, const void* from, uint64_t num_bytes) override;
+  bool done(uint64_t ticket) override;
+
+ private:
+  // A stream; its copies are over in their order. Those of different lanes run side by side.
+  struct Lane {
+    cudaStream_t stream = nullptr;
+    uint64_t started = 0;  // copies since creation
+    uint64_t over = 0;     // of them, as far as known
+    // Copies that are over. In pinned memory; writer: the stream, after each copy; reader: the host; never reset.
+    uint64_t* word = nullptr;
+    void* device_word = nullptr;  // as the GPU sees it
+    // Where streams write no words: copy n records events[n % size].
+    std::vector<cudaEvent_t> events;
+    uint64_t fruitless = 0;  // looks in a row
+  };
+  static constexpr size_t kLanes = 2;  // one engine's next copy is set up while the other's runs
+
+  void create(int device);
+  void destroy();
+  void enter_thread();
+  void mark(Lane& lane);
+  void look(Lane& lane);
+
+  const int device_;
+  bool entered_ = false;
+  std::array<Lane, kLanes> lanes_;
+  size_t next_ = 0;
+  uint64_t* words_ = nullptr;
+  void* write_value_ = nullptr;  // cuStreamWriteValue64; null: this GPU's streams write no words
+};
+
+}  // namespace uccl_ep::cuda

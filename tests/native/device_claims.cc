@@ -1,0 +1,363 @@
+// The host side of several domains on GPUs, with ordinary memory in place of the GPUs' and memcpy in place of their
+// copy engines: layouts, what the board says, and the proxy's sleep.
+#include <unistd.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "claims.h"
+#include "common/units.h"
+#include "layout_checks.h"
+#include "proxy_world.h"
+
+using namespace uccl_ep;
+
+namespace {
+
+const DeviceRings kRings = {4096 + 16, 2048, 4, 1024, 3};
+constexpr uint64_t kBytes = 2048;
+
+std::vector<Topology> topologies() {
+  const std::vector<std::vector<int>> labels = {{0, 0},       {0, 0, 1, 1},       {0, 1, 2, 3},       {0, 0, 0, 1},
+                                                {0, 1, 0, 1}, {0, 0, 0, 1, 1, 1}, {0, 0, 1, 1, 2, 2}, {2, 0, 1, 0, 2}};
+  std::vector<Topology> all;
+  for (auto& l : labels) all.push_back(Topology::from_labels(l));
+  return all;
+}
+
+WorldOptions device_options(std::vector<int> labels = {0, 1}) {
+  WorldOptions options;
+  options.labels = std::move(labels);
+  options.device = kRings;
+  return options;
+}
+
+struct Ends {
+  Source source;
+  uint32_t in;
+};
+// The channel of `kind` from rank 0 to its rail in domain 1.
+Ends ends_of(World& world, RingKind kind) {
+  const uint32_t channel = out_channel(world.nodes[0], kind, world.topo.rail(0, 1));
+  return {Source(world.nodes[0], channel), world.nodes[0].channels.out[channel].peer_channel};
+}
+
+void step(World& world, int passes = 50) {
+  for (int i = 0; i < passes; ++i) world.step();
+}
+
+CLAIM("the rings, flags and words of a device layout never overlap, in the region and in the device region") {
+  for (const Topology& topo : topologies())
+    for (int rank = 0; rank < topo.num_ranks; ++rank) {
+      const RegionLayout layout = make_device_layout(topo, kRings, rank);
+      const Channels channels = make_device_channels(topo, kRings, rank);
+      std::vector<Span> host = control_spans(topo, layout), device;
+      for (const RingLayout* ring : rings_of(layout)) {
+        add_flags(host, *ring);
+        add_slots(device, *ring);
+        EXPECT_EQ(ring->slots_offset % kDeviceRingAlignBytes, uint64_t{0});
+      }
+      EXPECT_EQ(device.size(), channels.in.size() + channels.out.size());
+      EXPECT_EQ(layout.board_offset % kLineBytes, uint64_t{0});
+      EXPECT_EQ(layout.ended_offset % kLineBytes, uint64_t{0});
+      host.push_back({layout.board_offset, layout.board_offset + 8 * device.size()});
+      host.push_back({layout.ended_offset, layout.ended_offset + kLineBytes});
+      host.push_back({layout.commands_offset, layout.commands_offset + CommandRing::bytes_for(layout.num_commands)});
+      EXPECT(overlap_free(host, layout.total_bytes));
+      EXPECT(device.empty() || overlap_free(device, layout.device_bytes));
+      EXPECT(layout.device_bytes <= device_ring_bytes(topo, kRings));
+      uint64_t sum = 0;
+      for (auto& [name, bytes] : layout.entries) sum += bytes;
+      EXPECT_EQ(sum, layout.total_bytes);
+      // Negative control: a word too far is noticed.
+      host.push_back({layout.ended_offset - 8, layout.ended_offset + 8});
+      EXPECT(!overlap_free(host, layout.total_bytes));
+    }
+}
+
+CLAIM("a device layout has exactly the rings that a transport carries, with the slots and readers they need") {
+  for (const Topology& topo : topologies())
+    for (int rank = 0; rank < topo.num_ranks; ++rank) {
+      const RegionLayout layout = make_device_layout(topo, kRings, rank);
+      const uint32_t members = static_cast<uint32_t>(topo.size_of(topo.domain_of[static_cast<size_t>(rank)]));
+      const size_t others = static_cast<size_t>(topo.num_domains()) - 1;
+      EXPECT_EQ(rings_of(layout).size(), 3 * others + 3 * layout.incoming.size());
+      EXPECT(layout.meta_send.empty() && layout.meta_landing.empty() && layout.pieces.empty());
+      for (const RingLayout& ring : layout.header_landing)
+        EXPECT(ring.num_slots == 2 && ring.slot_bytes == kRings.packet_bytes && ring.num_readers == members);
+      for (const RingLayout& ring : layout.rows_landing)
+        EXPECT(ring.num_slots == 4 && ring.slot_bytes == kRings.rows_slot_bytes && ring.num_readers == members);
+      for (const RingLayout& ring : layout.return_landing)
+        EXPECT(ring.num_slots == 0 || (ring.num_slots == 3 && ring.slot_bytes == 1024 && ring.num_readers == 1));
+      EXPECT_EQ(make_region_layout(topo, {4096, 1024, 2, 16}, rank).board_offset, uint64_t{0});
+    }
+}
+
+CLAIM("device channels end in the landing rings meant for them, for every pair of ranks") {
+  for (const Topology& topo : topologies()) {
+    std::vector<Channels> channels;
+    for (int rank = 0; rank < topo.num_ranks; ++rank) channels.push_back(make_device_channels(topo, kRings, rank));
+    for (int a = 0; a < topo.num_ranks; ++a)
+      for (int b = 0; b < topo.num_ranks; ++b)
+        EXPECT(connected(a, channels[static_cast<size_t>(a)], b, channels[static_cast<size_t>(b)]));
+    for (auto& of : channels)
+      for (uint32_t c = 0; c < of.out.size(); ++c) {
+        EXPECT_EQ(of.out_of(of.out[c].send), c);
+        EXPECT(of.out[c].send.kind != RingKind::kMeta &&
+               of.out[c].credited == (of.out[c].send.kind != RingKind::kHeader));
+      }
+  }
+}
+
+// Rows from rank 0, read by the members of domain 1; all of them trust the board alone.
+struct Result {
+  uint64_t arrived = 0;
+  uint64_t broken = 0;
+};
+Result stream(World& world, uint64_t num_chunks) {
+  Ends ends = ends_of(world, RingKind::kRows);
+  Node& landing = world.nodes[static_cast<size_t>(world.topo.rail(0, 1))];
+  std::vector<Sink> sinks;
+  for (uint32_t reader = 0; reader < landing.channels.in[ends.in].landing.num_readers; ++reader)
+    sinks.emplace_back(landing, ends.in, reader);
+  Result result;
+  world.nodes[0].launched->publish(1);
+  landing.launched->publish(1);
+  const uint64_t deadline = now_usec() + kPatienceUsec;
+  const auto least = [&] {
+    return std::min_element(sinks.begin(), sinks.end(), [](auto& a, auto& b) { return a.serial() < b.serial(); })
+        ->serial();
+  };
+  while (least() < num_chunks && now_usec() < deadline && !landing.has_error()) {
+    while (ends.source.serial() < num_chunks && ends.source.try_send(kBytes)) continue;
+    for (Sink& sink : sinks)
+      while (sink.ready()) {
+        result.broken += !sink.intact(kBytes);
+        sink.release();
+      }
+    sched_yield();
+  }
+  result.arrived = least();
+  return result;
+}
+
+CLAIM("a chunk is there, whole, when the board says so, and is sent when the board says that it may be overwritten") {
+  for (uint64_t copy_usec : {0, 300}) {
+    WorldOptions options = device_options({0, 1, 1});
+    options.copy_usec = copy_usec;
+    World world(options);
+    world.start();
+    const Result result = stream(world, 500);
+    EXPECT(result.arrived == 500 && result.broken == 0);
+    EXPECT_EQ(world.nodes[0].copies->started.value(), uint64_t{500});
+    EXPECT_EQ(world.nodes[0].copies->asked_again.value(), uint64_t{0});
+  }
+}
+
+CLAIM("it holds under disorder, duplicates, refusals and copies that overtake each other") {
+  WorldOptions options = device_options({0, 1, 1});
+  options.copy_usec = 200;
+  options.loop.seed = 5;
+  options.loop.duplicate_rate = 0.3;
+  options.loop.refuse_rate = 0.2;
+  World world(options);
+  world.start();
+  const Result result = stream(world, 500);
+  EXPECT(result.arrived == 500 && result.broken == 0);
+  EXPECT(world.nodes[1].proxy->stats().duplicates_dropped > 50);
+  EXPECT(world.nodes[0].copies->started.value() > 600);
+  EXPECT_EQ(world.nodes[0].copies->asked_again.value(), uint64_t{0});
+}
+
+// The word is the longest prefix that the stamps allow. `ahead`: counts the times when a later chunk was there.
+void check_prefix(const Node& node, const RingLayout& ring, uint64_t word, uint64_t& ahead) {
+  const Flag* stamps = reinterpret_cast<const Flag*>(node.region->base() + ring.stamps_offset);
+  for (uint64_t s = word < ring.num_slots ? 0 : word - ring.num_slots; s < word; ++s)
+    EXPECT(stamps[s % ring.num_slots].read() > s);
+  EXPECT(stamps[word % ring.num_slots].read() <= word);
+  for (uint64_t s = word + 1; s < word + ring.num_slots; ++s) ahead += stamps[s % ring.num_slots].read() == s + 1;
+}
+
+CLAIM("a word is the number of chunks such that none before them is missing, whatever the order") {
+  WorldOptions options = device_options();
+  options.loop.seed = 3;
+  options.loop.duplicate_rate = 0.3;
+  options.copy_usec = 100;
+  World world(options);
+  Ends ends = ends_of(world, RingKind::kRows);
+  Node &from = world.nodes[0], &to = world.nodes[1];
+  Sink sink(to, ends.in, 0);
+  const uint32_t channel = to.channels.in[ends.in].peer_channel;
+  uint64_t arrived_ahead = 0, flushed_ahead = 0;
+  const uint64_t deadline = now_usec() + kPatienceUsec;
+  while (sink.serial() < 300 && now_usec() < deadline) {
+    if (ends.source.serial() < 300) ends.source.try_send(kBytes);
+    world.step();
+    check_prefix(to, to.channels.in[ends.in].landing, to.arrived(ends.in).read(), arrived_ahead);
+    check_prefix(from, from.channels.out[channel].send, from.flushed(channel).read(), flushed_ahead);
+    while (sink.ready()) sink.release();
+  }
+  EXPECT_EQ(sink.serial(), uint64_t{300});
+  EXPECT(arrived_ahead > 20 && flushed_ahead > 20);
+}
+
+CLAIM("only data lies in device memory: a word of every channel is its own, and errors come home") {
+  World world(device_options({0, 1, 0, 2}));
+  uint64_t num_sent = 0;
+  for (Node& node : world.nodes)
+    for (uint32_t c = 0; c < node.channels.out.size(); ++c) {
+      Source source(node, c);
+      EXPECT(source.try_send(512));
+      ++num_sent;
+    }
+  EXPECT(eventually([&] {
+    step(world);
+    return std::all_of(world.nodes.begin(), world.nodes.end(), [](Node& node) {
+      for (uint32_t c = 0; c < node.channels.in.size(); ++c)
+        if (node.arrived(c).read() != 1) return false;
+      for (uint32_t c = 0; c < node.channels.out.size(); ++c)
+        if (node.flushed(c).read() != 1) return false;
+      return true;
+    });
+  }));
+  for (Node& node : world.nodes)
+    for (uint32_t c = 0; c < node.channels.in.size(); ++c) EXPECT(Sink(node, c, 0).intact(512));
+  uint64_t num_copies = 0;
+  for (Node& node : world.nodes) num_copies += node.copies->started.value();
+  EXPECT_EQ(num_copies, num_sent);
+  ErrorRecord record;
+  record.kind = ErrorKind::kPeerFailed;
+  record.rank = 3;
+  post_error(world.nodes[3].control(), record);
+  EXPECT(eventually([&] {
+    step(world);
+    return world.nodes[0].has_error() && world.nodes[1].has_error();
+  }));
+  EXPECT_EQ(world.nodes[0].control().error.rank, 3);
+}
+
+CLAIM("a sender gets no further than its receivers have taken, the slowest of them") {
+  World world(device_options({0, 1, 1}));
+  Ends ends = ends_of(world, RingKind::kRows);
+  Node& landing = world.nodes[1];
+  Sink fast(landing, ends.in, 0), slow(landing, ends.in, 1);
+  const auto send_all = [&] {
+    for (int i = 0; i < 200; ++i) {
+      if (ends.source.serial() < 20) ends.source.try_send(kBytes);
+      world.step();
+    }
+    return landing.arrived(ends.in).read();
+  };
+  EXPECT_EQ(send_all(), uint64_t{4});  // a window
+  while (fast.ready()) fast.release();
+  EXPECT_EQ(send_all(), uint64_t{4});
+  slow.release();
+  slow.release();
+  EXPECT_EQ(send_all(), uint64_t{6});
+  EXPECT(world.nodes[0].proxy->stats().credit_waits > 0);
+}
+
+CLAIM("packets need no credit: two are under way at once, the third lands where the first was read") {
+  World world(device_options());
+  Ends ends = ends_of(world, RingKind::kHeader);
+  Node& landing = world.nodes[1];
+  Sink sink(landing, ends.in, 0);
+  EXPECT(ends.source.try_send(kRings.packet_bytes) && ends.source.try_send(kRings.packet_bytes));
+  EXPECT(!ends.source.free());
+  step(world);
+  EXPECT_EQ(landing.arrived(ends.in).read(), uint64_t{2});
+  for (uint64_t epoch = 1; epoch <= 50; ++epoch) {
+    EXPECT(sink.ready() && sink.intact(kRings.packet_bytes));
+    sink.release();
+    EXPECT(ends.source.try_send(kRings.packet_bytes));
+    step(world);
+    EXPECT_EQ(landing.arrived(ends.in).read(), epoch + 2);
+  }
+  EXPECT_EQ(world.nodes[0].proxy->stats().credit_waits, uint64_t{0});
+  EXPECT_EQ(landing.proxy->stats().credits_sent, uint64_t{0});
+}
+
+CLAIM("a copy under way delays its arrival and no other, and somebody looks at it") {
+  World world(device_options());
+  Ends rows = ends_of(world, RingKind::kRows), packet = ends_of(world, RingKind::kHeader);
+  Node &from = world.nodes[0], &to = world.nodes[1];
+  from.copies->held.publish(1);  // the first
+  EXPECT(rows.source.try_send(kBytes));
+  step(world);
+  EXPECT(packet.source.try_send(512));
+  step(world);
+  EXPECT_EQ(to.arrived(rows.in).read(), uint64_t{0});
+  EXPECT_EQ(from.flushed(to.channels.in[rows.in].peer_channel).read(), uint64_t{0});
+  EXPECT_EQ(to.arrived(packet.in).read(), uint64_t{1});
+  EXPECT_EQ(from.transport->idle_usec(), uint64_t{0});
+  from.copies->held.publish(0);
+  step(world);
+  EXPECT_EQ(to.arrived(rows.in).read(), uint64_t{1});
+  EXPECT(Sink(to, rows.in, 0).intact(kBytes));
+  EXPECT(from.transport->idle_usec() > 0);
+}
+
+CLAIM("a copy that is over early waits for the link's time") {
+  WorldOptions options = device_options();
+  options.loop.latency_usec = 20'000;
+  World world(options);
+  Ends ends = ends_of(world, RingKind::kRows);
+  const uint64_t started = now_usec();
+  EXPECT(ends.source.try_send(kBytes));
+  while (world.nodes[1].arrived(ends.in).read() == 0 && now_usec() - started < kPatienceUsec) world.step();
+  EXPECT(now_usec() - started >= 20'000);
+}
+
+CLAIM("a duplicate is a second copy, and the chunk is flushed when that one is over as well") {
+  WorldOptions options = device_options();
+  options.loop.duplicate_rate = 1;
+  World world(options);
+  Ends ends = ends_of(world, RingKind::kRows);
+  Node &from = world.nodes[0], &to = world.nodes[1];
+  const uint32_t channel = to.channels.in[ends.in].peer_channel;
+  EXPECT(ends.source.try_send(kBytes));
+  while (to.arrived(ends.in).read() == 0) world.step();  // the second is due some microseconds later
+  from.copies->held.publish(2);
+  usleep(1000);
+  step(world);
+  EXPECT_EQ(from.copies->started.value(), uint64_t{2});
+  EXPECT_EQ(from.flushed(channel).read(), uint64_t{0});
+  from.copies->held.publish(0);
+  EXPECT(eventually([&] {
+    step(world);
+    return from.flushed(channel).read() == 1;
+  }));
+  EXPECT_EQ(to.proxy->stats().duplicates_dropped, uint64_t{1});
+}
+
+CLAIM("a write that leaves a device region, or before there is one, is refused with an error") {
+  World world(device_options());
+  Transport& transport = *world.nodes[0].transport;
+  const uint64_t own = world.nodes[0].device.size() * 8, theirs = world.nodes[1].device.size() * 8;
+  EXPECT_THROWS(CommunicationFailure, transport.post_write({1, own - 4, 0, 8, 0, 0, Memory::kDevice}));
+  EXPECT_THROWS(CommunicationFailure, transport.post_write({1, 0, theirs - 4, 8, 0, 0, Memory::kDevice}));
+  EXPECT_THROWS(CommunicationFailure, transport.post_write({1, 0, UINT64_MAX - 3, 8, 0, 0, Memory::kDevice}));
+  EXPECT(transport.post_write({1, own - 8, theirs - 8, 8, 0, 0, Memory::kDevice}) == PostResult::kPosted);
+  World host{WorldOptions{}};
+  EXPECT_THROWS(CommunicationFailure, host.nodes[0].transport->post_write({1, 0, 0, 8, 0, 0, Memory::kDevice}));
+}
+
+CLAIM("copy engines that break are an error of both sides that names what broke") {
+  for (bool at_start : {true, false}) {
+    World world(device_options());
+    Ends ends = ends_of(world, RingKind::kRows);
+    FakeCopies& copies = *world.nodes[0].copies;
+    (at_start ? copies.start_fails : copies.fails).publish(1);
+    EXPECT(ends.source.try_send(kBytes) && ends.source.try_send(kBytes));
+    world.start();
+    EXPECT(eventually([&] { return world.nodes[0].has_error() && world.nodes[1].has_error(); }, 2'000'000));
+    for (Node& node : world.nodes) {
+      EXPECT(node.control().error.kind == ErrorKind::kTransport && node.control().error.rank >= 0);
+      EXPECT(std::string(world.nodes[0].control().error.message).find("copy engine") != std::string::npos);
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) { return claims::main(argc, argv); }
