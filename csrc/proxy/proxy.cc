@@ -31,7 +31,7 @@ constexpr uint64_t kFailedRetryUsec = 10'000;
 // a thirtieth of the pause. On a virtual machine each nap may take 40 us of a core.
 constexpr uint64_t kAwakeUsec = 500;
 constexpr uint64_t kLeastNapUsec = 100;
-constexpr uint64_t kMostNapUsec = 3000;
+constexpr uint64_t kMostNapUsec = 5000;
 constexpr uint64_t kNapsPerPause = 30;
 // A thread that never sleeps still reports its time.
 constexpr uint64_t kPassesPerAccount = 1024;

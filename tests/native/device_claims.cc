@@ -333,7 +333,7 @@ CLAIM("a duplicate is a second copy, and the chunk is flushed when that one is o
 CLAIM("a write that leaves a device region, or before there is one, is refused with an error") {
   World world(device_options());
   Transport& transport = *world.nodes[0].transport;
-  const uint64_t own = world.nodes[0].device.size() * 8, theirs = world.nodes[1].device.size() * 8;
+  const uint64_t own = world.nodes[0].layout.device_bytes, theirs = world.nodes[1].layout.device_bytes;
   EXPECT_THROWS(CommunicationFailure, transport.post_write({1, own - 4, 0, 8, 0, 0, Memory::kDevice}));
   EXPECT_THROWS(CommunicationFailure, transport.post_write({1, 0, theirs - 4, 8, 0, 0, Memory::kDevice}));
   EXPECT_THROWS(CommunicationFailure, transport.post_write({1, 0, UINT64_MAX - 3, 8, 0, 0, Memory::kDevice}));

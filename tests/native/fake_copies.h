@@ -5,6 +5,7 @@
 #include <random>
 #include <vector>
 
+#include "common/mapping.h"
 #include "common/units.h"
 #include "sync/flag.h"
 #include "sync/word.h"
@@ -55,5 +56,17 @@ class FakeCopies final : public DeviceCopies {
   std::mt19937_64 random_;
   std::vector<Copy> copies_;  // by ticket
 };
+
+// "Device regions" of ordinary memory, as one rank has mapped them: every rank at addresses of its own.
+inline std::vector<Mapping> map_devices(const std::vector<Mapping>& owned) {
+  std::vector<Mapping> mapped;
+  for (const Mapping& of : owned) mapped.push_back(Mapping::open(of.name(), of.num_bytes()));
+  return mapped;
+}
+inline DeviceRegions device_regions(const std::vector<Mapping>& mapped, DeviceCopies* copies) {
+  DeviceRegions device{{}, copies};
+  for (const Mapping& of : mapped) device.regions.push_back({of.base(), of.num_bytes(), ""});
+  return device;
+}
 
 }  // namespace uccl_ep

@@ -49,7 +49,7 @@ struct Node {
   RegionLayout layout;
   Channels channels;
   std::unique_ptr<TestRegion> region;
-  std::vector<uint64_t> device;  // the device region
+  std::vector<Mapping> devices;  // by rank, the device regions as this one has mapped them
   std::unique_ptr<FakeCopies> copies;
   std::unique_ptr<Flag> launched = std::make_unique<Flag>();
   std::unique_ptr<uint8_t, decltype(&std::free)> command_memory{nullptr, &std::free};
@@ -59,7 +59,8 @@ struct Node {
 
   ControlBlock& control() const { return *region->control; }
   bool has_error() const { return control().error_claim.published(); }
-  uint8_t* slots() { return device.empty() ? region->base() : reinterpret_cast<uint8_t*>(device.data()); }
+  bool on_device() const { return !devices.empty(); }
+  uint8_t* slots() const { return on_device() ? devices[static_cast<size_t>(layout.rank)].base() : region->base(); }
   Flag& ended() const { return *reinterpret_cast<Flag*>(region->base() + layout.ended_offset); }
   // What the board says of an incoming channel, of an outgoing one.
   const Flag& arrived(uint32_t in) const {
@@ -116,14 +117,18 @@ class World {
     }
     node.layout = make_device_layout(topo, *options.device, rank);
     node.channels = make_device_channels(topo, *options.device, rank);
-    node.device.resize(node.layout.device_bytes / 8);
     node.copies = std::make_unique<FakeCopies>(options.copy_usec, static_cast<uint64_t>(rank));
   }
   void attach(const std::vector<std::unique_ptr<Transport>>& transports) {
-    std::vector<RegisteredRegion> devices;
-    for (Node& node : nodes) devices.push_back({node.device.data(), node.device.size() * 8, ""});
-    for (size_t rank = 0; rank < nodes.size(); ++rank)
-      transports[rank]->attach_device({devices, nodes[rank].copies.get()});
+    std::vector<Mapping> owned;
+    for (Node& node : nodes) {
+      owned.push_back(Mapping::create());
+      owned.back().grow(node.layout.device_bytes);
+    }
+    for (size_t rank = 0; rank < nodes.size(); ++rank) {
+      nodes[rank].devices = map_devices(owned);
+      transports[rank]->attach_device(device_regions(nodes[rank].devices, nodes[rank].copies.get()));
+    }
   }
   void make_proxy(int rank, const WorldOptions& options) {
     constexpr uint32_t kCommands = 1024;
@@ -176,7 +181,7 @@ class Source {
   uint64_t serial() const { return serial_; }
   // As a GPU sees it, where one would: by the board.
   bool flushed(uint64_t serial) const {
-    return (node_.device.empty() ? stamp(serial) : node_.flushed(channel_)).read() > serial;
+    return (node_.on_device() ? node_.flushed(channel_) : stamp(serial)).read() > serial;
   }
   bool free() const { return serial_ < ring_.num_slots || flushed(serial_ - ring_.num_slots); }
   bool try_send(uint64_t num_bytes) {
@@ -187,7 +192,7 @@ class Source {
   bool push(uint64_t num_bytes) {
     if (!node_.commands->push({channel_, num_bytes, serial_})) return false;
     ++serial_;
-    if (node_.device.empty()) node_.control().proxy_bell.ring();  // a GPU cannot
+    if (!node_.on_device()) node_.control().proxy_bell.ring();  // a GPU cannot
     return true;
   }
 
@@ -208,7 +213,7 @@ class Sink {
       : node_(node), channel_(channel), reader_(reader), ring_(node.channels.in[channel].landing) {}
   uint64_t serial() const { return serial_; }
   bool ready() const {
-    if (!node_.device.empty()) return node_.arrived(channel_).read() > serial_;
+    if (node_.on_device()) return node_.arrived(channel_).read() > serial_;
     return reinterpret_cast<const Flag*>(node_.region->base() + ring_.stamps_offset)[serial_ % ring_.num_slots].read() >
            serial_;
   }
@@ -218,7 +223,7 @@ class Sink {
   void release() {
     ++serial_;
     reinterpret_cast<FlagLine*>(node_.region->base() + ring_.taken_offset)[reader_].flag.publish(serial_);
-    if (node_.device.empty()) node_.control().proxy_bell.ring();
+    if (!node_.on_device()) node_.control().proxy_bell.ring();
   }
 
  private:
