@@ -86,7 +86,7 @@ struct RegionLayout {
   // more were launched.
   uint64_t ended_offset = 0;
   uint64_t device_bytes = 0;  // of the rings' slots in the device region
-  uint64_t total_bytes = 0;   // of the region, in host memory
+  uint64_t total_bytes = 0;  // of the region, in host memory
   // The same bytes by purpose, for memory_plan(); their sum is total_bytes.
   std::vector<std::pair<std::string, uint64_t>> entries;
 };
@@ -104,9 +104,9 @@ struct MemoryNeeds {
   uint32_t num_experts = 0;
   uint64_t least_row_bytes = 0;  // the widest wire row of this buffer
   uint64_t budget_bytes = 0;
-  uint64_t chunk_bytes = 0;      // 0: chosen
-  uint32_t window_chunks = 0;    // 0: chosen
-  uint64_t beside_bytes = 0;     // allocated outside the region, by the transport
+  uint64_t chunk_bytes = 0;  // 0: chosen
+  uint32_t window_chunks = 0;  // 0: chosen
+  uint64_t beside_bytes = 0;  // allocated outside the region, by the transport
 };
 WindowParams choose_window(const Topology& topo, const MemoryNeeds& needs);
 // The least budget that choose_window accepts: two slots of one row with all its pairs on every ring of the busiest
@@ -115,22 +115,22 @@ uint64_t least_budget_bytes(const Topology& topo, const MemoryNeeds& needs);
 
 // ---- channels: rings that a transport carries -----------------------------------------------------------------------
 struct OutChannel {
-  RingLayout send;           // in our region
+  RingLayout send;  // in our region
   int peer = -1;
-  uint32_t peer_channel = 0;    // index of the peer's InChannel
+  uint32_t peer_channel = 0;  // index of the peer's InChannel
   uint64_t remote_slots_offset = 0;  // in the peer's region
-  bool credited = true;      // headers need none: see kHeaderSlots
+  bool credited = true;  // headers need none: see kHeaderSlots
 };
 struct InChannel {
-  RingLayout landing;        // in our region
+  RingLayout landing;  // in our region
   int peer = -1;
-  uint32_t peer_channel = 0;    // index of the peer's OutChannel, named by our credits
+  uint32_t peer_channel = 0;  // index of the peer's OutChannel, named by our credits
   bool credited = true;
 };
 struct Channels {
   // A device layout has no meta channels.
   std::vector<OutChannel> out;  // by other domain: header, meta, rows; then by incoming: return
-  std::vector<InChannel> in;    // by incoming: header, meta, rows; then by other domain: return
+  std::vector<InChannel> in;  // by incoming: header, meta, rows; then by other domain: return
   // Index of the channel that starts in `ring`; UINT32_MAX when the ring is no send ring.
   uint32_t out_of(const RingLayout& ring) const;
 };
