@@ -31,4 +31,15 @@ constexpr Command decode_command(const CommandWords& w) {
           w.word[1] & ~kCommandPhase};
 }
 
+// A GPU's end of the ring: how far the producer is, in device memory between its kernels; zeroed with the ring.
+struct ProducerState {
+  uint64_t pushed = 0, known_taken = 0;
+};
+// As kernels get it.
+struct CommandQueue {
+  uint64_t* ring = nullptr;  // a CommandRingMemory as this GPU sees it
+  uint32_t capacity = 0;     // commands, a power of two
+  ProducerState* state = nullptr;
+};
+
 }  // namespace uccl_ep

@@ -7,17 +7,6 @@
 
 namespace uccl_ep::cuda {
 
-// How far the producer is, in device memory between its kernels; zeroed with the ring.
-struct ProducerState {
-  uint64_t pushed = 0, known_taken = 0;
-};
-// As kernels get it.
-struct CommandQueue {
-  uint64_t* ring = nullptr;  // a CommandRingMemory as this GPU sees it
-  uint32_t capacity = 0;     // commands, a power of two
-  ProducerState* state = nullptr;
-};
-
 // By one thread of a kernel at a time.
 class CommandProducer {
  public:

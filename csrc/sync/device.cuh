@@ -70,6 +70,18 @@ __device__ __forceinline__ void end_count(uint32_t* counter) {
   *counter = 0;
 }
 
+// How many have been counted: without order, for polling, and with it.
+__device__ __forceinline__ uint32_t peek_counter(const uint32_t* counter) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+__device__ __forceinline__ uint32_t read_counter(const uint32_t* counter) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void add_global(uint64_t* sum, uint64_t value) {
   atomicAdd(reinterpret_cast<unsigned long long*>(sum), static_cast<unsigned long long>(value));
 }

@@ -29,28 +29,107 @@ __device__ void sum_all(const Summers& by, const Domain& d, const Work& work, ui
 // By both crews: the one that folds joins the other when it has done so.
 template <bool kBulk, typename Row, typename Wire>
 __device__ void merge_all(const Crew& crew, bool has_folded, const Domain& d, const Op& op, const PlanView& plan,
-                          const CombineArgs& args, RingState& ring) {
+                          const CombineArgs& args, const MergeRange& range, RingState& ring) {
   const StepClock clock(crew, d, Step::kMerge, has_folded ? gridDim.x : 0);
-  const Merge merge(d, op, plan, args);
+  const Summers by{crew, kMergeWarps<kBulk>, has_folded};
+  if (d.net != nullptr) {
+    if (!wait_returns_gone(crew, d)) return;
+    sum_all<kBulk, Wire, Wire>(by, d, Relay{d, op, plan, args, range}, args.hidden, ring);
+  }
+  const Merge merge(d, op, plan, args, range);
   if (!has_folded) merge.fill_empty(crew);
-  sum_all<kBulk, Wire, Row>({crew, kMergeWarps<kBulk>, has_folded}, d, merge, args.hidden, ring);
-  if (!has_folded) finish_merge(crew, d, op, plan, args);
+  sum_all<kBulk, Wire, Row>(by, d, merge, args.hidden, ring);
+  if (!has_folded) finish_merge(crew, d, op, plan, args, range);
   clock.stop();
 }
 
 __device__ void finish(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const CombineArgs& args) {
-  if (!last_block(crew, d, Arrival::kMerged, gridDim.x)) return;
   if (crew.thread == 0) {
     keep(d, op, OpKind::kCombine);
-    put_back(d, Taken::kFolded);
-    put_back(d, Taken::kMerged);
+    for (Taken what : {Taken::kFolded, Taken::kMerged, Taken::kRelayed}) put_back(d, what);
   }
   if (going(crew, d)) {
-    publish_all(crew, d, d.at.merged, op.epoch);
+    publish_to_members(crew, d, d.at.merged, op.epoch);
     return;
   }
   fill_nan(crew, args.out, uint64_t{plan.num_tokens} * args.hidden * dtype_bytes(args.dtype));
   if (args.values != nullptr) fill_nan(crew, args.values, args.value_bytes);
+}
+
+// By one warp of the block that sees to the network: our sums for other domains, in chunks, and then values.
+__device__ void push_returns(const Domain& d, const Op& op, const PlanView& plan, const CombineArgs& args,
+                             const MergeRange& range) {
+  const uint32_t row_bytes = args.hidden * dtype_bytes(args.wire), lane = threadIdx.x % kWarp;
+  const Net& net = *d.net;
+  for (uint32_t first = 1; first <= net.num_relayed; first += kWarp) {
+    const uint32_t k = first + lane;
+    Outgoing out;
+    if (k <= net.num_relayed)
+      out = {net.relayed[k].channel,
+             at<uint32_t>(d, d.rank, d.at.relayed_counts) + k * d.at.return_slots,
+             range.end_row[k] - range.first_row[k],
+             rows_per_chunk(d, row_bytes),
+             row_bytes,
+             net_state(d).relayed[k],
+             0};
+    push_chunks(d, out);
+  }
+  if (args.signature.with_values == 0 || args.window != 0) return;
+  if (!__all_sync(kFullWarp, lane != 0 || wait_block(d, &local(d).values_relayed, op.epoch))) return;
+  __syncwarp();
+  for (uint32_t k = 1; k <= net.num_relayed; ++k) {
+    const uint32_t row_chunks = part_of(d, range.first_row[k], range.end_row[k], row_bytes).chunks;
+    const uint32_t chunks = value_chunks_of(d, args, plan.relayed_pairs[k]);
+    for (uint32_t first = 0; first < chunks; first += kWarp) {
+      const uint32_t c = first + lane;
+      const uint64_t left = uint64_t{4} * plan.relayed_pairs[k] - c * d.at.slot_bytes;
+      push_all(net, c < chunks,
+               {net.relayed[k].channel, min(left, d.at.slot_bytes), net_state(d).relayed[k] + row_chunks + c});
+    }
+  }
+}
+
+// By a crew, at the end: what we have returned, and what came back and has been read.
+__device__ void end_returns(const Crew& crew, const Domain& d, const PlanView& plan, const CombineArgs& args,
+                            const MergeRange& range) {
+  const uint32_t row_bytes = args.hidden * dtype_bytes(args.wire);
+  NetState& state = net_state(d);
+  for (uint32_t k = 1 + crew.thread; k <= d.net->num_relayed; k += crew.size)
+    state.relayed[k] += part_of(d, range.first_row[k], range.end_row[k], row_bytes).chunks +
+                        value_chunks_of(d, args, plan.relayed_pairs[k]);
+  const ChunkRange window = chunks_of(args, (plan.num_tokens + kChunkTokens - 1) / kChunkTokens);
+  for (uint32_t to = crew.thread; to < d.at.num_domains; to += crew.size) {
+    if (to == own_domain(d)) continue;
+    const uint32_t* const before = plan.sent_chunks + to * (plan.num_chunks + 1);
+    state.returned[to] +=
+        part_of(d, before[window.first], before[window.end], row_bytes).chunks +
+        value_chunks_of(d, args, plan.pair_begin[d.first_of[to + 1]] - plan.pair_begin[d.first_of[to]]);
+    publish_flag(d.net->to[to].returns_taken, state.returned[to]);
+  }
+}
+
+// The block that sees to the network.
+template <bool kBulk>
+__device__ void serve_network(const Domain& d, const Op& op, const PlanView& plan, const CombineArgs& args,
+                              MergeRange& range) {
+  const uint32_t warp = threadIdx.x / kWarp;
+  uint32_t* const through = &local(d).arrived[static_cast<uint32_t>(Arrival::kThrough)];
+  if (warp == 0) {
+    find_merge_range(Crew::of(1, 0, 1), d, plan, args, range);
+  }
+  __syncthreads();
+  if (warp == 0) relay(d, through, workers(d));
+  if (warp == 1 && push_packets(d, op, false, false)) push_returns(d, op, plan, args, range);
+  __syncthreads();
+  constexpr uint32_t kFold = kFoldWarps<kBulk>;
+  if (warp <= kFold) return;
+  const Crew crew = Crew::of(3, 1 + kFold, kMergeWarps<kBulk>);
+  if (crew.thread == 0) end_count(through);
+  crew.sync();
+  finish(crew, d, op, plan, args);
+  if (going(crew, d)) end_returns(crew, d, plan, args, range);
+  crew.sync();
+  if (crew.thread == 0) tell_ended(d, args.counted);
 }
 
 template <bool kBulk, typename Row, typename Wire>
@@ -58,49 +137,62 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
     combine(const __grid_constant__ Domain d, const __grid_constant__ PlanView plan,
             const __grid_constant__ CombineArgs args) {
   extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ FoldRange range;
+  __shared__ FoldRange folds;
+  __shared__ MergeRange merges;
   __shared__ __align__(8) uint64_t barriers[(kFoldWarps<true> + kMergeWarps<true>)*kRing];  // of bulk copies
   constexpr uint32_t kFold = kFoldWarps<kBulk>, kMerge = kMergeWarps<kBulk>;
   const Op op = enter(d, OpKind::kCombine);
+  if (blockIdx.x == workers(d)) {
+    serve_network<kBulk>(d, op, plan, args, merges);
+    return;
+  }
   const uint32_t warp = threadIdx.x / kWarp;
   if (warp == 0) {
     const Crew crew = Crew::of(1, 0, 1);
-    find_fold_range(crew, d, plan, args, range);
-    if (blockIdx.x == 0 && going(crew, d)) {
-      if (crew.thread == 0) write_header(d, op, args.signature, plan.num_tokens);
+    find_fold_range(crew, d, plan, args, folds);
+    find_merge_range(crew, d, plan, args, merges);
+    if (blockIdx.x == 0 && going(crew, d) && wait_packets_gone(crew, d, op.epoch)) {
+      write_headers(crew, d, op, args.signature, plan.num_tokens);
       crew.sync();
-      publish_all(crew, d, d.at.header_full, op.epoch);
+      publish_packet(crew, d, d.at.header_full, op.epoch);
+      if (d.net != nullptr && crew.thread == 0) publish_in_gpu(&local(d).packed, op.epoch);
     }
   }
   __syncthreads();
   if (warp == 0) {
     const Crew crew = Crew::of(1, 0, 1);
     if (blockIdx.x == 0 && going(crew, d)) {
-      tell_empty_chunks(crew, d, op, plan, range);
+      tell_empty_chunks(crew, d, op, plan, args);
       all_alike(crew, d, op.epoch);
     }
   } else {
-    const bool folds = warp <= kFold;
-    const Crew crew = folds ? Crew::of(2, 1, kFold) : Crew::of(3, 1 + kFold, kMerge);
+    const bool is_folding = warp <= kFold;
+    const Crew crew = is_folding ? Crew::of(2, 1, kFold) : Crew::of(3, 1 + kFold, kMerge);
     RingState ring{shared + (warp - 1) * kSumWarpBytes, barriers + (warp - 1) * kRing};
 #if __CUDA_ARCH__ >= 900
     if (kBulk) begin_ring(ring, crew.lane());
 #endif
     bool good = going(crew, d);
-    if (folds) {
+    if (is_folding) {
       // The pieces of the last combine must have been merged.
-      good = good && wait_all(crew, d, d.at.merged, op.free_after, Step::kFold);
+      good = good && wait_members(crew, d, d.at.merged, op.free_after, Step::kFold);
       if (good) {
         const StepClock clock(crew, d, Step::kFold);
-        sum_all<kBulk, Row, Wire>({crew, kFold, false}, d, Fold{d, op, plan, args, range}, args.hidden, ring);
+        sum_all<kBulk, Row, Wire>({crew, kFold, false}, d, Fold{d, op, plan, args, folds}, args.hidden, ring);
         finish_fold(crew, d, op, plan, args);
         clock.stop();
       }
     }
-    if (good) merge_all<kBulk, Row, Wire>(crew, folds, d, op, plan, args, ring);
+    if (good) merge_all<kBulk, Row, Wire>(crew, is_folding, d, op, plan, args, merges, ring);
   }
   __syncthreads();  // what the other crews have found counts
-  if (warp > kFold) finish(Crew::of(3, 1 + kFold, kMerge), d, op, plan, args);
+  if (d.net != nullptr) {
+    if (threadIdx.x == 0) count_one(&local(d).arrived[static_cast<uint32_t>(Arrival::kThrough)]);
+    return;
+  }
+  if (warp <= kFold) return;
+  const Crew crew = Crew::of(3, 1 + kFold, kMerge);
+  if (last_block(crew, d, Arrival::kMerged, gridDim.x)) finish(crew, d, op, plan, args);
 }
 
 template <bool kBulk, typename Row, typename Wire>

@@ -6,6 +6,8 @@
 #include <cstdint>
 
 #include "backend/cuda/layout.h"
+#include "backend/cuda/net.h"
+#include "backend/cuda/packet.h"
 #include "sync/device.cuh"
 
 namespace uccl_ep::cuda {
@@ -23,37 +25,49 @@ __device__ __forceinline__ PlanScratch& scratch(const Domain& d) {
   return *at<PlanScratch>(d, d.rank, d.at.plan_scratch);
 }
 __device__ __forceinline__ uint32_t* slot_base(const Domain& d) { return reinterpret_cast<uint32_t*>(&scratch(d) + 1); }
+__device__ __forceinline__ NetState& net_state(const Domain& d) {
+  return *at<NetState>(d, d.rank, d.at.net_state);
+}
+__device__ __forceinline__ bool in_domain(const Domain& d, uint32_t rank) { return rank >= d.first && rank < d.end; }
+__device__ __forceinline__ uint32_t own_domain(const Domain& d) { return d.domain_of[d.rank]; }
+// A rank's packet for us, and ours for a domain.
+__device__ __forceinline__ uint8_t* packet(const Domain& d, uint32_t source, uint64_t epoch) {
+  const uint64_t slot = packet_slot(epoch) * d.at.packet_bytes;
+  if (in_domain(d, source)) return at<uint8_t>(d, source, d.at.packets + slot);
+  const Net::From& from = d.net->from[source];
+  return at<uint8_t>(d, from.holder, from.packets + slot);
+}
+__device__ __forceinline__ uint8_t* own_packet(const Domain& d, uint32_t domain, uint64_t epoch) {
+  const uint64_t slot = packet_slot(epoch) * d.at.packet_bytes;
+  return at<uint8_t>(d, d.rank, (domain == own_domain(d) ? d.at.packets : d.net->to[domain].packets) + slot);
+}
 __device__ __forceinline__ DeviceHeader& header(const Domain& d, uint32_t rank, uint64_t epoch) {
-  return *at<DeviceHeader>(d, rank, d.at.headers + (epoch % kHalves) * d.at.header_bytes);
-}
-__device__ __forceinline__ uint32_t* header_counts(const Domain& d, uint32_t rank, uint64_t epoch) {
-  return reinterpret_cast<uint32_t*>(&header(d, rank, epoch) + 1);
-}
-__device__ __forceinline__ ListEntry* list(const Domain& d, uint32_t rank, uint32_t half, uint32_t destination) {
-  return at<ListEntry>(d, rank, d.at.lists) + (uint64_t{half} * d.at.num_ranks + destination) * d.at.max_tokens;
-}
-__device__ __forceinline__ PairEntry* pairs(const Domain& d, uint32_t rank, uint32_t half) {
-  return at<PairEntry>(d, rank, d.at.pairs) + uint64_t{half} * d.at.max_pairs;
-}
-__device__ __forceinline__ float* values(const Domain& d, uint32_t rank, uint32_t half) {
-  return at<float>(d, rank, d.at.values) + uint64_t{half} * d.at.max_pairs;
+  return *reinterpret_cast<DeviceHeader*>(packet(d, rank, epoch));
 }
 __device__ __forceinline__ uint8_t* rows(const Domain& d, uint32_t rank, uint32_t half) {
   return at<uint8_t>(d, rank, d.at.rows) + uint64_t{half} * d.at.half_bytes;
 }
 __device__ __forceinline__ uint32_t max_chunks(const Domain& d) { return d.at.max_tokens / kChunkTokens; }
-__device__ __forceinline__ uint32_t* chunk_rows(const Domain& d, uint32_t rank, uint32_t half, uint32_t destination) {
-  return at<uint32_t>(d, rank, d.at.chunk_rows) + (uint64_t{half} * d.at.num_ranks + destination) * (max_chunks(d) + 1);
+// Rank `rank` in the memory of a member of its domain.
+__device__ __forceinline__ uint64_t* member_flag(const Domain& d, uint32_t owner, uint64_t flags, uint32_t rank) {
+  return at<uint64_t>(d, owner, flags) + (rank - d.first);
 }
-__device__ __forceinline__ uint32_t* chunk_pieces(const Domain& d, uint32_t rank, uint32_t half) {
-  return at<uint32_t>(d, rank, d.at.chunk_pieces) + uint64_t{half} * (max_chunks(d) + 1);
-}
-__device__ __forceinline__ uint64_t* folded(const Domain& d, uint32_t owner, uint32_t folder) {
-  return at<uint64_t>(d, owner, d.at.folded) + uint64_t{folder} * max_chunks(d);
+__device__ __forceinline__ uint64_t* folded(const Domain& d, uint32_t owner, uint32_t stream, uint32_t folder) {
+  return at<uint64_t>(d, owner, d.at.folded) +
+         (uint64_t{stream} * d.at.num_members + (folder - d.first)) * max_chunks(d);
 }
 __device__ __forceinline__ uint64_t* rows_full(const Domain& d, uint32_t owner, uint32_t source) {
-  return at<uint64_t>(d, owner, d.at.rows_full) + uint64_t{source} * (d.at.max_tokens / kStageRows);
+  return at<uint64_t>(d, owner, d.at.rows_full) + uint64_t{source - d.first} * (d.at.max_tokens / kStageRows);
 }
+// Who has the rows of a rank for our domain, and as which stream it merges them.
+__device__ __forceinline__ uint32_t holder_of(const Domain& d, uint32_t source) {
+  return in_domain(d, source) ? source : d.net->from[source].holder;
+}
+__device__ __forceinline__ uint32_t stream_of(const Domain& d, uint32_t source) {
+  return in_domain(d, source) ? 0 : d.net->from[source].stream;
+}
+// Blocks of this kernel that work; one more sees to the network where there are other domains.
+__device__ __forceinline__ uint32_t workers(const Domain& d) { return gridDim.x - (d.net != nullptr); }
 // The source that comes `i`-th after this rank: ranks start at different peers, so that no link is crowded.
 __device__ __forceinline__ uint32_t rotated(const Domain& d, uint32_t i) {
   const uint32_t r = d.rank + 1 + i;
@@ -202,12 +216,12 @@ __device__ inline bool wait_flag(const Domain& d, const uint64_t* flag, uint64_t
     }
   }
 }
-// The same for a flag that `peer` sets in operation `epoch`, which it may not have entered yet.
-__device__ inline bool wait_peer(const Domain& d, const uint64_t* flag, uint64_t epoch, Step step, uint32_t peer,
-                                 int chunk) {
-  if (read_flag(flag) >= epoch) return true;
+// The same for a flag that gets to `value` when `peer` is in operation `epoch`, which it may not have entered yet.
+__device__ inline bool wait_peer(const Domain& d, const uint64_t* flag, uint64_t value, uint64_t epoch, Step step,
+                                 uint32_t peer, int chunk) {
+  if (read_flag(flag) >= value) return true;
   return wait_flag(d, at<uint64_t>(d, d.rank, d.at.header_full) + peer, epoch, Step::kExchange, peer, -1, true) &&
-         wait_flag(d, flag, epoch, step, peer, chunk);
+         wait_flag(d, flag, value, step, peer, chunk);
 }
 // By one thread, for what other blocks of this kernel do: they have the deadlines.
 __device__ inline bool wait_block(const Domain& d, const uint64_t* flag, uint64_t value) {
@@ -215,16 +229,31 @@ __device__ inline bool wait_block(const Domain& d, const uint64_t* flag, uint64_
     if (looks % 64 == 0 && stopped(d)) return false;
   return read_flag(flag) >= value;
 }
-// By a crew: thread s waits for flags[s] of every rank.
-__device__ inline bool wait_all(const Crew& crew, const Domain& d, uint64_t flags, uint64_t value, Step step,
-                                bool arrival = false) {
+// By a crew: flags of every member.
+__device__ inline bool wait_members(const Crew& crew, const Domain& d, uint64_t flags, uint64_t value, Step step) {
+  bool good = true;
+  for (uint32_t r = d.first + crew.thread; r < d.end; r += crew.size)
+    good &= wait_flag(d, member_flag(d, d.rank, flags, r), value, step, r);
+  return crew.all(good);
+}
+// By a crew: every rank has entered.
+__device__ inline bool wait_entered(const Crew& crew, const Domain& d, uint64_t epoch) {
   bool good = true;
   for (uint32_t r = crew.thread; r < d.at.num_ranks; r += crew.size)
-    good &= wait_flag(d, at<uint64_t>(d, d.rank, flags) + r, value, step, r, -1, arrival);
+    good &= wait_flag(d, at<uint64_t>(d, d.rank, d.at.header_full) + r, epoch, Step::kExchange, r, -1, true);
+  return crew.all(good);
+}
+// By a crew: the transport has let go of our packets of two operations ago.
+__device__ inline bool wait_packets_gone(const Crew& crew, const Domain& d, uint64_t epoch) {
+  bool good = true;
+  if (d.net != nullptr && epoch > kHalves)
+    for (uint32_t to = crew.thread; to < d.at.num_domains; to += crew.size)
+      if (to != own_domain(d))
+        good &= wait_flag(d, net_state(d).packets_gone + to, epoch - kHalves, Step::kShip, d.first_of[to]);
   return crew.all(good);
 }
 
-enum class Arrival : uint32_t { kCounted, kRouted, kValues, kHashed, kPlaced, kFolded, kMerged };
+enum class Arrival : uint32_t { kCounted, kRouted, kValues, kHashed, kPlaced, kFolded, kMerged, kRelayed, kThrough };
 // By a crew of each of `num_blocks`, at the end of its work: true in the last, which publishes the writes of all.
 __device__ inline bool last_block(const Crew& crew, const Domain& d, Arrival what, uint32_t num_blocks) {
   crew.sync();
@@ -236,7 +265,7 @@ __device__ inline bool last_block(const Crew& crew, const Domain& d, Arrival wha
 // ---- shares of work -------------------------------------------------------------------------------------------------
 // Numbers 0 .. end in the order in which they are wanted. Three quarters are dealt out to the warps of a kernel, number
 // by number; the rest is taken, a few at a time, by whoever is through: how long a number takes differs.
-enum class Taken : uint32_t { kPlaced, kFolded, kMerged };
+enum class Taken : uint32_t { kPlaced, kFolded, kMerged, kRelayed };
 class Shares {
  public:
   // By a warp, number `first` of `warps` that begin together; one that joins them later has a `first` of kJoins. With
@@ -281,10 +310,15 @@ __device__ __forceinline__ void put_back(const Domain& d, Taken what) {
   local(d).taken[static_cast<uint32_t>(what)] = 0;
 }
 
-// By a crew: publishes flag number `rank` of every peer's `flags`.
-__device__ inline void publish_all(const Crew& crew, const Domain& d, uint64_t flags, uint64_t value) {
-  for (uint32_t r = crew.thread; r < d.at.num_ranks; r += crew.size)
-    publish_flag(at<uint64_t>(d, r, flags) + d.rank, value);
+// By a crew: our flag at every member.
+__device__ inline void publish_to_members(const Crew& crew, const Domain& d, uint64_t flags, uint64_t value) {
+  for (uint32_t r = d.first + crew.thread; r < d.end; r += crew.size)
+    publish_flag(member_flag(d, r, flags, d.rank), value);
+}
+// By a crew: header_full or values_full, at every member; the proxies tell the other domains.
+__device__ inline void publish_packet(const Crew& crew, const Domain& d, uint64_t flags, uint64_t epoch) {
+  for (uint32_t r = d.first + crew.thread; r < d.end; r += crew.size)
+    publish_flag(at<uint64_t>(d, r, flags) + d.rank, epoch);
 }
 
 // By a crew: after an error, outputs hold nothing but NaN (all ones in every dtype).
@@ -292,12 +326,15 @@ __device__ inline void fill_nan(const Crew& crew, void* to, uint64_t num_bytes) 
   for (uint64_t i = crew.thread; i < num_bytes / 4; i += crew.size) static_cast<uint32_t*>(to)[i] = 0xFFFFFFFFu;
 }
 
-// By one thread: the header that tells what this rank has called, for all peers.
-__device__ inline void write_header(const Domain& d, const Op& op, const OpSignature& signature, uint32_t num_tokens) {
-  DeviceHeader& h = header(d, d.rank, op.epoch);
-  h.epoch = op.epoch;
-  h.signature = signature;
-  h.num_tokens = num_tokens;
+// By a crew: the headers that tell what this rank has called, for every domain.
+__device__ inline void write_headers(const Crew& crew, const Domain& d, const Op& op, const OpSignature& signature,
+                                     uint32_t num_tokens) {
+  for (uint32_t to = crew.thread; to < d.at.num_domains; to += crew.size) {
+    DeviceHeader& h = *reinterpret_cast<DeviceHeader*>(own_packet(d, to, op.epoch));
+    h.epoch = op.epoch;
+    h.signature = signature;
+    h.num_tokens = num_tokens;
+  }
 }
 // By one thread, when rank r has entered: whether with the same signature.
 __device__ inline bool is_alike(const Domain& d, uint64_t epoch, uint32_t r) {
@@ -313,7 +350,7 @@ __device__ inline bool is_alike(const Domain& d, uint64_t epoch, uint32_t r) {
 }
 // By a crew: all ranks have entered, with the same signature.
 __device__ inline bool all_alike(const Crew& crew, const Domain& d, uint64_t epoch) {
-  if (!wait_all(crew, d, d.at.header_full, epoch, Step::kExchange, true)) return false;
+  if (!wait_entered(crew, d, epoch)) return false;
   bool good = true;
   for (uint32_t r = crew.thread; r < d.at.num_ranks; r += crew.size) good &= is_alike(d, epoch, r);
   return crew.all(good);

@@ -30,14 +30,20 @@ __device__ void serve(const Crew& crew, const Domain& d, const Op& op, const Pla
     plan_heads(crew, d, op, plan, args.num_blocks);
     clock.stop();
   } else {
+    const bool with_values = first && args.routing.values != nullptr;
+    if (!wait_packets_gone(crew, d, op.epoch)) return;
     if (blockIdx.x == 0) {
-      if (crew.thread == 0) write_header(d, op, args.signature, args.stage.num_tokens);
+      write_headers(crew, d, op, args.signature, args.stage.num_tokens);
       crew.sync();
-      publish_all(crew, d, d.at.header_full, op.epoch);
+      publish_packet(crew, d, d.at.header_full, op.epoch);
+      if (crew.thread == 0 && d.net != nullptr && !with_values) publish_in_gpu(&local(d).packed, op.epoch);
     }
-    if (first && args.routing.values != nullptr) {
-      if (!wait_all(crew, d, d.at.read, op.free_after, Step::kStage)) return;
-      stage_values(crew, d, op, plan, args.routing.values);
+    if (with_values) {
+      if (!wait_members(crew, d, d.at.read, op.free_after, Step::kStage)) return;
+      if (stage_values(crew, d, op, plan, args.routing.values) && going(crew, d)) {
+        publish_packet(crew, d, d.at.values_full, op.epoch);
+        if (crew.thread == 0 && d.net != nullptr) publish_in_gpu(&local(d).packed, op.epoch);
+      }
     }
     if (blockIdx.x == 0 && !all_alike(crew, d, op.epoch)) return;
   }
@@ -46,7 +52,7 @@ __device__ void serve(const Crew& crew, const Domain& d, const Op& op, const Pla
   if (args.row_values != nullptr) {
     bool good = true;
     for (uint32_t r = crew.thread; r < d.at.num_ranks; r += crew.size)
-      good &= wait_peer(d, at<uint64_t>(d, d.rank, d.at.values_full) + r, op.epoch, Step::kPlace, r, -1);
+      good &= wait_peer(d, at<uint64_t>(d, d.rank, d.at.values_full) + r, op.epoch, op.epoch, Step::kPlace, r, -1);
     if (!crew.all(good)) return;
   }
   if (args.row_experts != nullptr)
@@ -56,22 +62,26 @@ __device__ void serve(const Crew& crew, const Domain& d, const Op& op, const Pla
 }
 
 // What this block stages. Blocks that do not place do it alone if they are many.
-__device__ __forceinline__ StageShare stage_share(const PlaceArgs& args) {
-  const uint32_t others = gridDim.x - args.num_blocks, first_block = others >= args.num_blocks ? args.num_blocks : 0;
+constexpr uint32_t kNothing = 0x0FFFFFFFu;  // chunks that nobody has
+__device__ __forceinline__ StageShare stage_share(const Domain& d, const PlaceArgs& args) {
+  const uint32_t others = workers(d) - args.num_blocks, first_block = others >= args.num_blocks ? args.num_blocks : 0;
   const uint32_t begin = args.window * args.window_tokens;
   const uint32_t end = min(begin + args.window_tokens, args.stage.num_tokens);
-  // A block before the first has no chunk.
-  return {begin, end, blockIdx.x < first_block ? end : blockIdx.x - first_block, gridDim.x - first_block};
+  return {begin, end, blockIdx.x < first_block ? kNothing : blockIdx.x - first_block, workers(d) - first_block};
 }
 
 // By the crew that stages.
-template <bool kBulk>
+template <PlanState kState, bool kBulk>
 __device__ void stage(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args,
                       Staged& staged, uint8_t* shared) {
+  constexpr bool kFresh = kState != PlanState::kKnown;
   // What the half held before must have been read by all.
-  if (!wait_all(crew, d, d.at.read, op.free_after, Step::kStage)) return;
-  const StageShare share = stage_share(args);
-  const StepClock clock(crew, d, Step::kStage, gridDim.x - share.count);
+  if (!wait_members(crew, d, d.at.read, op.free_after, Step::kStage)) return;
+  const StageShare share = stage_share(d, args);
+  const StepClock clock(crew, d, Step::kStage, workers(d) - share.count);
+  // The way to another domain is longer.
+  const bool ships = d.net != nullptr && share.first != kNothing;
+  if (ships && !kFresh) stage_streams<kFresh>(crew, d, plan, args, share.first, share.count);
   bool done = false;
   if constexpr (kBulk) {
 #if __CUDA_ARCH__ >= 900
@@ -80,29 +90,32 @@ __device__ void stage(const Crew& crew, const Domain& d, const Op& op, const Pla
 #endif
   }
   if (!done) stage_rows(crew, d, op, args.stage, share, staged);
+  if (ships && kFresh && crew.all(crew.thread != 0 || wait_block(d, &local(d).packed, op.epoch)))
+    stage_streams<kFresh>(crew, d, plan, args, share.first, share.count);
   clock.stop();
   if (args.routing_compared && args.window == 0) compare_routing(crew, d, plan, args.routing, args.signature.plan_id);
 }
 
 // By the crew that will place: the exchange of a new plan. False: an error is known.
 __device__ bool exchange(const Crew& crew, const Domain& d, const Op& op, const PlaceArgs& args, uint8_t* shared) {
-  if (wait_all(crew, d, d.at.read, op.free_after, Step::kExchange)) {
+  if (wait_members(crew, d, d.at.read, op.free_after, Step::kExchange) && wait_packets_gone(crew, d, op.epoch)) {
     const StepClock clock(crew, d, Step::kExchange);
-    if (blockIdx.x == 0 && crew.thread == 0) write_header(d, op, args.signature, args.stage.num_tokens);
+    if (blockIdx.x == 0) write_headers(crew, d, op, args.signature, args.stage.num_tokens);
     route(crew, d, op, args.routing, args.stage.num_tokens, args.kept_tiles, shared);
     clock.stop();
   }
-  if (last_block(crew, d, Arrival::kRouted, gridDim.x)) {
-    if (crew.thread == 0) keep(d, op, OpKind::kDispatch);
+  if (last_block(crew, d, Arrival::kRouted, workers(d))) {
+    if (crew.thread == 0 && d.net == nullptr) keep(d, op, OpKind::kDispatch);  // all blocks have entered
     if (going(crew, d)) {
+      if (crew.thread == 0 && d.net != nullptr) publish_in_gpu(&local(d).packed, op.epoch);
       // Two warps, for a release takes its time.
       const bool with_values = args.routing.values != nullptr;
-      for (uint32_t r = crew.lane(); r < d.at.num_ranks; r += kWarp) {
+      for (uint32_t r = d.first + crew.lane(); r < d.end; r += kWarp) {
         if (crew.warp() == 0) publish_flag(at<uint64_t>(d, r, d.at.header_full) + d.rank, op.epoch);
         if (crew.warp() == 1 && with_values) publish_flag(at<uint64_t>(d, r, d.at.values_full) + d.rank, op.epoch);
       }
       uint64_t hash = 0;
-      for (uint32_t b = crew.thread; b < gridDim.x; b += crew.size) hash += __ldcg(&local(d).block_hash[b]);
+      for (uint32_t b = crew.thread; b < workers(d); b += crew.size) hash += __ldcg(&local(d).block_hash[b]);
       hash = crew_sum(crew, hash);
       if (crew.thread == 0) header(d, d.rank, op.epoch).routing_hash = hash;  // nobody else looks at it
       count_received(crew, d, op, args.signature, args.call, reinterpret_cast<uint32_t*>(shared));
@@ -117,7 +130,7 @@ __device__ void place(const Crew& crew, const Domain& d, const Op& op, const Pla
                       Arrivals& arrivals, uint8_t* shared) {
   constexpr bool kFresh = kState != PlanState::kKnown;
   const StepClock clock(crew, d, Step::kPlace);
-  find_arrivals<kFresh>(crew, d, op, plan, args, arrivals);
+  find_arrivals<kFresh>(crew, d, plan, args, arrivals);
   if constexpr (kBulk) {
 #if __CUDA_ARCH__ >= 900
     if (crew.warp() < args.ring_warps) {
@@ -132,16 +145,11 @@ __device__ void place(const Crew& crew, const Domain& d, const Op& op, const Pla
   clock.stop();
 }
 
-// What is left when the rows are in their slots.
-template <PlanState kState>
+// By a crew, when all rows are in their slots, or after an error.
 __device__ void finish(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args) {
-  constexpr bool kKnown = kState == PlanState::kKnown;
-  if (!kKnown && blockIdx.x >= args.num_blocks) return;
-  if (!last_block(crew, d, Arrival::kPlaced, kKnown ? gridDim.x : args.num_blocks)) return;
-  if (kKnown && crew.thread == 0) keep(d, op, OpKind::kDispatch);
   if (crew.thread == 0) put_back(d, Taken::kPlaced);
   if (going(crew, d)) {
-    publish_all(crew, d, d.at.read, op.epoch);
+    publish_to_members(crew, d, d.at.read, op.epoch);
     return;
   }
   const uint64_t slots = plan.num_slots, hidden = args.stage.hidden;
@@ -151,6 +159,54 @@ __device__ void finish(const Crew& crew, const Domain& d, const Op& op, const Pl
   const uint64_t width = plan.compact_width > 0 ? plan.compact_width : 1;
   if (args.row_values != nullptr) fill_nan(crew, args.row_values, slots * width * sizeof(float));
   if (args.row_experts != nullptr) fill_nan(crew, args.row_experts, slots * width * sizeof(int64_t));  // all -1
+}
+
+// By a crew, at the end: what we have sent, and if this kernel placed, what came and has been read.
+template <PlanState kState>
+__device__ void end_streams(const Crew& crew, const Domain& d, const PlanView& plan, const PlaceArgs& args,
+                            bool placed) {
+  constexpr bool kFresh = kState != PlanState::kKnown;
+  const uint32_t row_bytes = static_cast<uint32_t>(staged_row_bytes(args.stage.wire, args.stage.hidden));
+  const uint32_t per_window = args.window_tokens / kChunkTokens, entries = plan.num_chunks + 1;
+  NetState& state = net_state(d);
+  if (kState != PlanState::kExchanged)
+    for (uint32_t to = crew.thread; to < d.at.num_domains; to += crew.size) {
+      state.sent_before[to] = state.sent[to];
+      state.sent[to] += sent_part<kFresh>(d, plan, args, to).chunks;
+    }
+  if (!placed) return;
+  for (uint32_t s = crew.thread; s < d.at.num_ranks; s += crew.size) {
+    if (in_domain(d, s)) continue;
+    const uint32_t chunks =
+        kFresh ? (scratch(d).num_tokens[s] + kChunkTokens - 1) / kChunkTokens : plan.chunks[s];
+    const uint32_t* const before = kFresh ? scratch(d).chunk_streams[s] : plan.chunk_streams + s * entries;
+    const uint32_t first = min(args.window * per_window, chunks), end = min(first + per_window, chunks);
+    state.received[s] += part_of(d, before[first], before[end], row_bytes).chunks;
+    publish_flag(d.net->from[s].taken, state.received[s]);
+  }
+}
+
+// The block that sees to the network.
+template <PlanState kState>
+__device__ void serve_network(const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args) {
+  constexpr bool kFresh = kState != PlanState::kKnown;
+  const uint32_t warp = threadIdx.x / kWarp;
+  uint32_t* const through = &local(d).arrived[static_cast<uint32_t>(Arrival::kThrough)];
+  const bool with_values = args.window == 0 && args.routing.values != nullptr;
+  if (warp == 0) relay(d, through, workers(d));
+  if (warp == 1 && kState != PlanState::kExchanged && push_packets(d, op, kFresh, with_values))
+    push_streams<kFresh>(d, plan, args);
+  __syncthreads();
+  if (warp < kFirstPlace) return;
+  const Crew crew = Crew::of(3, kFirstPlace, kPlaceWarps);
+  if (crew.thread == 0) end_count(through);
+  crew.sync();
+  const bool good = going(crew, d), placed = !good || has_memory<kState>(d, args);
+  if (kState != PlanState::kExchanged && crew.thread == 0) keep(d, op, OpKind::kDispatch);
+  if (placed) finish(crew, d, op, plan, args);
+  if (good) end_streams<kState>(crew, d, plan, args, placed);
+  crew.sync();
+  if (crew.thread == 0) tell_ended(d, args.counted);
 }
 
 // kBulk: shared memory holds the rings of the crew that places, and of the one that stages; before it places, a tile.
@@ -163,16 +219,20 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ Staged staged;
   if (threadIdx.x < kStageWarps) staged.chunks[threadIdx.x] = 0;
   const Op op = kState == PlanState::kExchanged ? current_dispatch(d) : enter(d, OpKind::kDispatch);
+  if (blockIdx.x == workers(d)) {
+    serve_network<kState>(d, op, plan, args);
+    return;
+  }
   const uint32_t warp = threadIdx.x / kWarp;
   bool placed = true;
   if (warp < kServeWarps) {
     const Crew crew = Crew::of(1, 0, kServeWarps);
     if (going(crew, d)) serve<kState>(crew, d, op, plan, args);
   } else if (warp < kFirstStage) {
-    if (kState != PlanState::kExchanged) tell_staged(d, op, stage_share(args), staged);
+    if (kState != PlanState::kExchanged) tell_staged(d, op, stage_share(d, args), staged);
   } else if (warp < kFirstPlace) {
     const Crew crew = Crew::of(2, kFirstStage, kStageWarps);
-    if (kState != PlanState::kExchanged && going(crew, d)) stage<kBulk>(crew, d, op, plan, args, staged, shared);
+    if (kState != PlanState::kExchanged && going(crew, d)) stage<kState, kBulk>(crew, d, op, plan, args, staged, shared);
   } else {
     const Crew crew = Crew::of(3, kFirstPlace, kPlaceWarps);
     bool good = true;
@@ -188,13 +248,22 @@ __global__ void __launch_bounds__(kThreads, 1)
       place<kState, kBulk>(crew, d, op, plan, args, arrivals, shared);
   }
   __syncthreads();  // what the other crews have found counts
-  if (warp >= kFirstPlace && placed) finish<kState>(Crew::of(3, kFirstPlace, kPlaceWarps), d, op, plan, args);
+  if (d.net != nullptr) {
+    if (threadIdx.x == 0) count_one(&local(d).arrived[static_cast<uint32_t>(Arrival::kThrough)]);
+    return;
+  }
+  constexpr bool kKnown = kState == PlanState::kKnown;
+  if (warp < kFirstPlace || !placed || (!kKnown && blockIdx.x >= args.num_blocks)) return;
+  const Crew crew = Crew::of(3, kFirstPlace, kPlaceWarps);
+  if (!last_block(crew, d, Arrival::kPlaced, kKnown ? gridDim.x : args.num_blocks)) return;
+  if (kKnown && crew.thread == 0) keep(d, op, OpKind::kDispatch);
+  finish(crew, d, op, plan, args);
 }
 
 template <PlanState kState>
 void launch(const Domain& domain, const PlanView& plan, PlaceArgs& args, uint32_t blocks, cudaStream_t stream) {
   const uint32_t warp_bytes = place_warp_bytes(args);
-  uint32_t tile_bytes = kState == PlanState::kNew ? routing_bytes(domain.at.num_experts, domain.at.num_ranks) : 0;
+  uint32_t tile_bytes = kState == PlanState::kNew ? routing_bytes(domain.at) : 0;
   const auto warps_beside = [&](uint32_t bytes) {
     return bytes < domain.shared_bytes ? min(kPlaceWarps, (domain.shared_bytes - bytes) / warp_bytes) : 0;
   };
@@ -205,8 +274,9 @@ void launch(const Domain& domain, const PlanView& plan, PlaceArgs& args, uint32_
   args.ring_warps = domain.bulk_copies ? warps_beside(stage_bytes) : 0;
   if constexpr (kState == PlanState::kNew) {
     const uint32_t tiles = (args.stage.num_tokens + kTileTokens - 1) / kTileTokens;
-    args.kept_tiles = max((tiles + blocks - 1) / blocks, 1);
-    const uint32_t all_bytes = routing_bytes(domain.at.num_experts, domain.at.num_ranks, args.kept_tiles);
+    const uint32_t routing = blocks - (domain.net != nullptr);
+    args.kept_tiles = max((tiles + routing - 1) / routing, 1);
+    const uint32_t all_bytes = routing_bytes(domain.at, args.kept_tiles);
     if (args.kept_tiles <= kMostKept && all_bytes + stage_bytes <= domain.shared_bytes)
       tile_bytes = all_bytes;
     else
@@ -226,10 +296,10 @@ void launch(const Domain& domain, const PlanView& plan, PlaceArgs& args, uint32_
 cudaError_t launch_dispatch(const Domain& domain, const PlanView& plan, const PlaceArgs& given, uint32_t num_sms,
                             uint32_t stage_sms, cudaStream_t stream) {
   PlaceArgs args = given;
-  args.num_blocks = num_sms;
+  args.num_blocks = num_sms - (domain.net != nullptr);  // one sees to the network
   const uint32_t begin = args.window * args.window_tokens, end = min(begin + args.window_tokens, args.stage.num_tokens);
   const uint32_t chunks = begin < end ? (end - begin + kStageRows - 1) / kStageRows : 0;
-  const uint32_t blocks = max(num_sms, min(stage_sms, chunks));
+  const uint32_t blocks = max(num_sms, min(stage_sms, chunks + (domain.net != nullptr)));
   if (args.state == PlanState::kNew)
     launch<PlanState::kNew>(domain, plan, args, blocks, stream);
   else if (args.state == PlanState::kExchanged)
@@ -239,9 +309,10 @@ cudaError_t launch_dispatch(const Domain& domain, const PlanView& plan, const Pl
   return cudaGetLastError();
 }
 
-uint32_t routing_bytes(uint32_t num_experts, uint32_t num_ranks, uint32_t tiles) {
-  const uint32_t own = Tile::own_bytes(num_experts, num_ranks);
-  return static_cast<uint32_t>(round_up(Tile::carried_bytes(num_experts, num_ranks) + tiles * own, kTileAlign));
+uint32_t routing_bytes(const Offsets& at, uint32_t tiles) {
+  const uint32_t own = Tile::own_bytes(at.num_experts, at.num_ranks, at.num_domains);
+  const uint32_t carried = Tile::carried_bytes(at.num_experts, at.num_ranks, at.num_domains);
+  return static_cast<uint32_t>(round_up(carried + tiles * own, kTileAlign));
 }
 
 cudaError_t load_dispatch(uint32_t shared_bytes) {

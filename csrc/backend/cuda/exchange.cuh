@@ -1,8 +1,9 @@
-// Exchange: every rank writes, once, what its routing means for each destination; peers pull it.
+// Exchange: every rank writes, once, a packet for each domain with what its routing means for its ranks; those of its own
+// domain pull it, to the others it is shipped.
 //
 // A block routes whole tiles of kTileTokens tokens, neighbouring ones. First every tile's counts go to memory: pairs by
-// expert, rows and pairs by destination, all pairs, all rows. When all blocks have counted, each adds up the tiles
-// before its own, so that positions count tokens in their order.
+// expert, rows and pairs by destination, rows by domain, the most pieces of a chunk. When all blocks have counted, each adds
+// up the tiles before its own, so that positions count tokens in their order.
 #pragma once
 
 #include "backend/cuda/device.cuh"
@@ -12,63 +13,80 @@ namespace uccl_ep::cuda {
 
 using Mask = unsigned long long;  // a bit per token of a tile
 
+// Where our packet for a domain is written.
+struct PacketPlace {
+  ListEntry* lists;
+  PairEntry* pairs;
+  float* values;
+  uint32_t *chunk_rows, *chunk_pieces, *chunk_streams, *stream_pieces;
+};
+
 // A tile in shared memory, number `number` of those that the block has there.
 struct Tile {
   Mask* expert;  // [experts] tokens that have it
   Mask* destination;  // [ranks] tokens that go there
+  Mask* stream;  // [domains] tokens that go there
   uint32_t* pairs_to;  // [tokens][ranks] pairs of the token
   uint32_t* slot_begin;  // [tokens][ranks] pairs of earlier tokens
-  uint32_t* num_pairs;  // [tokens]
-  uint32_t* num_ranks;  // [tokens]; in write_tile pieces of earlier tokens
+  uint32_t* pieces;  // [domains][tokens] pieces of earlier tokens of the tile
   // What lies before it; carried from tile to tile, one place for all.
+  PacketPlace* packet;  // [domains]
   uint32_t* expert_base;  // [experts]
   uint32_t* row_base;  // [ranks]
   uint32_t* pair_base;  // [ranks]
-  uint32_t* pair_begin;  // [ranks] of all tiles: pairs for lower ranks
-  uint32_t* row_total;  // [ranks] of all tiles
-  uint32_t* all;  // [2] pairs of all tiles, pieces before it
+  uint32_t* stream_base;  // [domains]
+  uint32_t* row_begin;  // [ranks] of all tiles: rows for lower members of the domain
+  uint32_t* pair_begin;  // [ranks + 1] of all tiles: pairs for lower ranks
+  uint32_t* piece_base;  // [domains]
 
-  static __host__ __device__ uint32_t carried_bytes(uint32_t experts, uint32_t ranks) {
-    return round_up(4 * (experts + 4 * ranks + 2), 8);
+  static __host__ __device__ uint32_t carried_bytes(uint32_t experts, uint32_t ranks, uint32_t domains) {
+    return round_up(sizeof(PacketPlace) * domains + 4 * (experts + 4 * ranks + 1 + 2 * domains), 8);
   }
-  static __host__ __device__ uint32_t own_bytes(uint32_t experts, uint32_t ranks) {
-    return 8 * (experts + ranks) + 4 * kTileTokens * (2 * ranks + 2);
+  static __host__ __device__ uint32_t own_bytes(uint32_t experts, uint32_t ranks, uint32_t domains) {
+    return 8 * (experts + ranks + domains) + 4 * kTileTokens * (2 * ranks + domains);
   }
-  __device__ Tile(uint8_t* shared, uint32_t experts, uint32_t ranks, uint32_t number)
-      : expert(reinterpret_cast<Mask*>(shared + carried_bytes(experts, ranks) + number * own_bytes(experts, ranks))),
-        destination(expert + experts),
-        pairs_to(reinterpret_cast<uint32_t*>(destination + ranks)),
-        slot_begin(pairs_to + kTileTokens * ranks),
-        num_pairs(slot_begin + kTileTokens * ranks),
-        num_ranks(num_pairs + kTileTokens),
-        expert_base(reinterpret_cast<uint32_t*>(shared)),
-        row_base(expert_base + experts),
-        pair_base(row_base + ranks),
-        pair_begin(pair_base + ranks),
-        row_total(pair_begin + ranks),
-        all(row_total + ranks) {}
+  __device__ Tile(uint8_t* shared, const Offsets& at, uint32_t number)
+      : expert(reinterpret_cast<Mask*>(shared + carried_bytes(at.num_experts, at.num_ranks, at.num_domains) +
+                                       number * own_bytes(at.num_experts, at.num_ranks, at.num_domains))),
+        destination(expert + at.num_experts),
+        stream(destination + at.num_ranks),
+        pairs_to(reinterpret_cast<uint32_t*>(stream + at.num_domains)),
+        slot_begin(pairs_to + kTileTokens * at.num_ranks),
+        pieces(slot_begin + kTileTokens * at.num_ranks),
+        packet(reinterpret_cast<PacketPlace*>(shared)),
+        expert_base(reinterpret_cast<uint32_t*>(packet + at.num_domains)),
+        row_base(expert_base + at.num_experts),
+        pair_base(row_base + at.num_ranks),
+        stream_base(pair_base + at.num_ranks),
+        row_begin(stream_base + at.num_domains),
+        pair_begin(row_begin + at.num_ranks),
+        piece_base(pair_begin + at.num_ranks + 1) {}
 };
 
-// What is counted of a tile, in memory.
+// What is counted of a tile, in memory. All but the last are added up.
+__host__ __device__ constexpr uint32_t tile_numbers(uint32_t experts, uint32_t ranks, uint32_t domains) {
+  return experts + 2 * ranks + domains + 1;
+}
 struct TileCounts {
-  uint32_t *expert, *rows_to, *pairs_to, *pairs, *rows;
+  uint32_t *expert, *rows_to, *pairs_to, *stream, *most_pieces;
   __device__ TileCounts(const Domain& d, uint32_t tile)
       : expert(at<uint32_t>(d, d.rank, d.at.tile_counts) +
-               uint64_t{tile} * (d.at.num_experts + 2 * d.at.num_ranks + 2)),
+               uint64_t{tile} * tile_numbers(d.at.num_experts, d.at.num_ranks, d.at.num_domains)),
         rows_to(expert + d.at.num_experts),
         pairs_to(rows_to + d.at.num_ranks),
-        pairs(pairs_to + d.at.num_ranks),
-        rows(pairs + 1) {}
+        stream(pairs_to + d.at.num_ranks),
+        most_pieces(stream + d.at.num_domains) {}
 };
 
 // A pair of token and expert, as one lane sees it, and what its token has besides.
 struct Pair {
   uint32_t token;  // of the tile
   uint32_t column;  // of the caller's routing
-  uint32_t expert, to;  // `to`: the expert's rank
+  uint32_t named;  // expert, as the caller names it
+  uint32_t expert, to;  // as kernels number it; `to`: its rank
   uint32_t same;  // pairs of the token for that rank
   uint32_t same_lower;  // of them, with a lower expert
-  uint32_t ranks_lower;  // lower ranks that the token goes to
+  uint32_t ranks_lower;  // lower ranks of that domain that the token goes to
 };
 
 __device__ inline bool good_expert(const Domain& d, long long expert, uint32_t token) {
@@ -76,6 +94,14 @@ __device__ inline bool good_expert(const Domain& d, long long expert, uint32_t t
   report(d, DeviceFault::kExpertRange, Step::kExchange, static_cast<int>(d.rank), static_cast<int>(token),
          d.at.num_experts, static_cast<uint64_t>(expert), ErrorKind::kPeerFailed);
   return false;
+}
+
+// Number of the rank that has the caller's expert `expert`.
+__device__ __forceinline__ uint32_t rank_of(const Domain& d, uint32_t expert) {
+  return d.number_of[expert / d.experts_per_rank];
+}
+__device__ __forceinline__ uint32_t expert_number(const Domain& d, uint32_t expert, uint32_t rank) {
+  return rank * d.experts_per_rank + expert % d.experts_per_rank;
 }
 
 // Calls visit(pair) for the pairs of a tile whose tokens are `first` to `first + count`, by the lanes of a crew. A
@@ -93,8 +119,10 @@ __device__ __forceinline__ void visit_topk(const Crew& crew, const Domain& d, co
       expert = static_cast<const long long*>(r.data)[uint64_t{first + token} * r.width + column];
     if (expert != -1 && !good_expert(d, expert, first + token)) expert = -1;
     const int own = static_cast<int>(expert);
-    const int to = own < 0 ? -1 : static_cast<int>(own / d.experts_per_rank);
-    Pair pair{token, column, static_cast<uint32_t>(own), static_cast<uint32_t>(to), 0, 0, 0};
+    const int to = own < 0 ? -1 : static_cast<int>(rank_of(d, own));
+    const int first_member = own < 0 ? 0 : d.first_of[d.domain_of[to]];
+    Pair pair{token, column, static_cast<uint32_t>(own), 0, static_cast<uint32_t>(to), 0, 0, 0};
+    if (own >= 0) pair.expert = expert_number(d, own, to);
     bool twice = false;
     for (uint32_t i = 0; i < r.width; ++i) {
       const int other = __shfl_sync(kFullWarp, own, i, group), other_to = __shfl_sync(kFullWarp, to, i, group);
@@ -106,7 +134,7 @@ __device__ __forceinline__ void visit_topk(const Crew& crew, const Domain& d, co
     const bool leads = own >= 0 && pair.same_lower == 0;
     for (uint32_t i = 0; i < r.width; ++i) {
       const int leader_to = __shfl_sync(kFullWarp, leads ? to : -1, i, group);
-      pair.ranks_lower += leader_to >= 0 && leader_to < to;
+      pair.ranks_lower += leader_to >= first_member && leader_to < to;
     }
     if (own < 0) continue;
     if (twice)
@@ -128,15 +156,15 @@ __device__ __forceinline__ void visit_map(const Crew& crew, const Domain& d, con
       const bool has = expert < r.width && row[expert] != 0;
       const uint32_t all = __ballot_sync(kFullWarp, has);
       if (has) {
-        Pair pair{token, expert, expert, expert / d.experts_per_rank, 0, 0, 0};
+        const uint32_t to = rank_of(d, expert), first_member = d.first_of[d.domain_of[to]];
+        Pair pair{token, expert, expert, expert_number(d, expert, to), to, 0, 0, 0};
         if (counted) {
-          pair.same = tile.pairs_to[token * ranks + pair.to];
+          pair.same = tile.pairs_to[token * ranks + to];
           pair.same_lower = before + __popc(all & ((1u << lane) - 1));
-          for (uint32_t to = 0; to < pair.to; ++to) {
-            const uint32_t theirs = tile.pairs_to[token * ranks + to];
-            pair.same_lower -= theirs;
-            pair.ranks_lower += theirs != 0;
-          }
+          // Columns come in the order of the group's ranks.
+          for (uint32_t r = 0; r < expert / d.experts_per_rank; ++r)
+            pair.same_lower -= tile.pairs_to[token * ranks + d.number_of[r]];
+          for (uint32_t r = first_member; r < to; ++r) pair.ranks_lower += tile.pairs_to[token * ranks + r] != 0;
         }
         visit(pair);
       }
@@ -176,14 +204,18 @@ __device__ inline void read_tile(const Crew& crew, const Domain& d, const Device
     tile.slot_begin[lane * ranks + to] = low_end - low;
     tile.slot_begin[(lane + kWarp) * ranks + to] = low_total + warp_prefix(high, lane) - high;
   }
-  for (uint32_t t = crew.thread; t < kTileTokens; t += crew.size) {
-    uint32_t sum = 0, reached = 0;
-    for (uint32_t to = 0; to < ranks; ++to) {
-      sum += tile.pairs_to[t * ranks + to];
-      reached += tile.pairs_to[t * ranks + to] != 0;
+  // And per domain: its tokens, and the pieces of earlier tokens.
+  for (uint32_t to = crew.warp(); to < d.at.num_domains; to += crew.warps()) {
+    uint32_t low = 0, high = 0;
+    for (uint32_t r = d.first_of[to]; r < d.first_of[to + 1]; ++r) {
+      low += tile.pairs_to[lane * ranks + r] != 0;
+      high += tile.pairs_to[(lane + kWarp) * ranks + r] != 0;
     }
-    tile.num_pairs[t] = sum;
-    tile.num_ranks[t] = reached;
+    const uint32_t low_mask = __ballot_sync(kFullWarp, low != 0), high_mask = __ballot_sync(kFullWarp, high != 0);
+    if (lane == 0) tile.stream[to] = Mask{high_mask} << 32 | low_mask;
+    const uint32_t low_end = warp_prefix(low, lane), low_total = __shfl_sync(kFullWarp, low_end, kWarp - 1);
+    tile.pieces[to * kTileTokens + lane] = low_end - low;
+    tile.pieces[to * kTileTokens + kWarp + lane] = low_total + warp_prefix(high, lane) - high;
   }
   crew.sync();
 }
@@ -193,21 +225,27 @@ __device__ inline uint32_t pairs_of_tile(const Domain& d, const Tile& tile, uint
   return tile.slot_begin[last] + tile.pairs_to[last];
 }
 
+__device__ inline uint32_t pieces_of_tile(const Domain& d, const Tile& tile, uint32_t domain) {
+  uint32_t pieces = 0;
+  for (uint32_t r = d.first_of[domain]; r < d.first_of[domain + 1]; ++r) pieces += __popcll(tile.destination[r]);
+  return pieces;
+}
+
 __device__ inline void count_tile(const Crew& crew, const Domain& d, const Tile& tile, const TileCounts& out) {
   for (uint32_t e = crew.thread; e < d.at.num_experts; e += crew.size) out.expert[e] = __popcll(tile.expert[e]);
   for (uint32_t to = crew.thread; to < d.at.num_ranks; to += crew.size) {
     out.rows_to[to] = __popcll(tile.destination[to]);
     out.pairs_to[to] = pairs_of_tile(d, tile, to);
   }
-  if (crew.warp() == 0) {
-    const uint32_t lane = crew.lane();
-    const uint32_t pairs = warp_prefix(tile.num_pairs[lane] + tile.num_pairs[lane + kWarp], lane);
-    const uint32_t rows = warp_prefix(tile.num_ranks[lane] + tile.num_ranks[lane + kWarp], lane);
-    if (lane == kWarp - 1) {
-      *out.pairs = pairs;
-      *out.rows = rows;
-    }
+  for (uint32_t to = crew.thread; to < d.at.num_domains; to += crew.size) out.stream[to] = __popcll(tile.stream[to]);
+  if (crew.warp() != crew.warps() - 1) return;
+  uint32_t most = 0;
+  for (uint32_t to = crew.lane(); to < d.at.num_domains; to += kWarp) {
+    const uint32_t low = tile.pieces[to * kTileTokens + kWarp], all = pieces_of_tile(d, tile, to);
+    most = max(most, max(low, all - low));
   }
+  most = __reduce_max_sync(kFullWarp, most);
+  if (crew.lane() == 0) *out.most_pieces = most;
 }
 
 // One number of the tiles before a tile, and of all.
@@ -219,7 +257,7 @@ template <uint32_t kNumbers>
 __device__ __forceinline__ void add_up(const Domain& d, uint32_t number, uint32_t apart, uint32_t tile,
                                        uint32_t num_tiles, Before (&sums)[kNumbers]) {
   constexpr uint32_t kBatch = 16;  // tiles whose counts are loaded at a time
-  const uint32_t stride = d.at.num_experts + 2 * d.at.num_ranks + 2;
+  const uint32_t stride = tile_numbers(d.at.num_experts, d.at.num_ranks, d.at.num_domains);
   const uint32_t* const counts = at<uint32_t>(d, d.rank, d.at.tile_counts) + number;
   for (uint32_t begin = 0; begin < num_tiles; begin += kBatch) {
     uint32_t value[kNumbers][kBatch];
@@ -240,13 +278,52 @@ __device__ __forceinline__ void add_up(const Domain& d, uint32_t number, uint32_
   }
 }
 
-// By a crew: what lies before the block's first tile; block 0 writes the totals into the header. False: too many pairs.
+// By a warp: where our packets lie, and the numbers in their headers, which block 0 writes; a domain a lane.
+__device__ inline void begin_packets(const Domain& d, const Op& op, const Tile& tile, const uint32_t* stream_totals,
+                                     uint32_t num_tokens, bool with_values, uint32_t most_pieces) {
+  for (uint32_t to = threadIdx.x % kWarp; to < d.at.num_domains; to += kWarp) {
+    const uint32_t first = d.first_of[to], end = d.first_of[to + 1];
+    uint8_t* const bytes = own_packet(d, to, op.epoch);
+    DeviceHeader& head = *reinterpret_cast<DeviceHeader*>(bytes);
+    uint32_t rows = 0, pieces = 0;
+    for (uint32_t r = first; r < end; ++r) {
+      const uint32_t theirs = tile.row_begin[r];
+      tile.row_begin[r] = rows;
+      if (blockIdx.x == 0) {
+        head.row_begin[r - first] = rows;
+        head.pair_begin[r - first] = tile.pair_begin[r] - tile.pair_begin[first];
+      }
+      rows += theirs;
+      pieces += tile.row_base[r];
+    }
+    tile.piece_base[to] = pieces;
+    const uint32_t num_pairs = tile.pair_begin[end] - tile.pair_begin[first];
+    const uint32_t stream_rows = to == own_domain(d) ? 0 : stream_totals[to];
+    if (blockIdx.x == 0) {
+      head.row_begin[end - first] = rows;
+      head.pair_begin[end - first] = num_pairs;
+      head.stream_rows = stream_rows;
+      head.most_pieces = most_pieces;
+    }
+    const PacketParts parts =
+        packet_parts({end - first, d.experts_per_rank, num_tokens, rows, num_pairs, stream_rows, with_values});
+    tile.packet[to] = {reinterpret_cast<ListEntry*>(bytes + parts.lists),
+                       reinterpret_cast<PairEntry*>(bytes + parts.pairs),
+                       reinterpret_cast<float*>(bytes + parts.values),
+                       reinterpret_cast<uint32_t*>(bytes + parts.chunk_rows),
+                       reinterpret_cast<uint32_t*>(bytes + parts.chunk_pieces),
+                       reinterpret_cast<uint32_t*>(bytes + parts.chunk_streams),
+                       reinterpret_cast<uint32_t*>(bytes + parts.stream_pieces)};
+  }
+}
+
+// By a crew: what lies before the block's first tile; block 0 writes the totals into the headers. False: too many pairs.
 __device__ inline bool begin_tiles(const Crew& crew, const Domain& d, const Op& op, const Tile& tile,
-                                   uint32_t first_tile, uint32_t num_tiles, uint32_t& pieces) {
-  const uint32_t ranks = d.at.num_ranks, experts = d.at.num_experts;
-  DeviceHeader& head = header(d, d.rank, op.epoch);
+                                   uint32_t first_tile, uint32_t num_tiles, uint32_t num_tokens, bool with_values) {
+  const uint32_t ranks = d.at.num_ranks, experts = d.at.num_experts, domains = d.at.num_domains;
+  __shared__ uint32_t stream_totals[kMaxRanks], all_most;
   const bool writes_totals = blockIdx.x == 0;
-  const uint32_t numbers = experts + 2 * ranks + 2;
+  const uint32_t numbers = experts + 2 * ranks + domains;
   constexpr uint32_t kNumbers = 2;
   for (uint32_t first = crew.thread; first < numbers; first += kNumbers * crew.size) {
     Before sums[kNumbers];
@@ -254,38 +331,44 @@ __device__ inline bool begin_tiles(const Crew& crew, const Domain& d, const Op& 
 #pragma unroll
     for (uint32_t n = 0; n < kNumbers; ++n) {
       const uint32_t i = first + n * crew.size;
-      if (i < experts + 2 * ranks) tile.expert_base[i] = sums[n].here;  // then row_base, pair_base
-      if (writes_totals && i < experts) header_counts(d, d.rank, op.epoch)[i] = sums[n].total;
-      if (i >= experts && i < experts + ranks) tile.row_total[i - experts] = sums[n].total;
+      if (i < numbers) tile.expert_base[i] = sums[n].here;  // then row_base, pair_base, stream_base
+      if (writes_totals && i < experts) {
+        const uint32_t to = d.domain_of[i / d.experts_per_rank], base = d.first_of[to] * d.experts_per_rank;
+        uint8_t* const counts = own_packet(d, to, op.epoch) + packet_parts({}).counts;
+        reinterpret_cast<uint32_t*>(counts)[i - base] = sums[n].total;
+      }
+      if (i >= experts && i < experts + ranks) tile.row_begin[i - experts] = sums[n].total;
       if (i >= experts + ranks && i < experts + 2 * ranks) tile.pair_begin[i - experts - ranks] = sums[n].total;
-      if (i == numbers - 2) tile.all[0] = sums[n].total;
-      if (i == numbers - 1) tile.all[1] = sums[n].here;
+      if (i >= experts + 2 * ranks && i < numbers) stream_totals[i - experts - 2 * ranks] = sums[n].total;
     }
+  }
+  if (writes_totals && crew.warp() == crew.warps() - 1) {
+    uint32_t most = 0;
+    for (uint32_t t = crew.lane(); t < num_tiles; t += kWarp) most = max(most, __ldcg(TileCounts(d, t).most_pieces));
+    most = __reduce_max_sync(kFullWarp, most);
+    if (crew.lane() == 0) all_most = most;
   }
   crew.sync();
   if (crew.thread == 0) {
-    uint32_t row_sum = 0, pair_sum = 0;
+    uint32_t pair_sum = 0;
     for (uint32_t to = 0; to < ranks; ++to) {
-      if (writes_totals) {
-        head.row_begin[to] = row_sum;
-        head.pair_begin[to] = pair_sum;
-      }
-      row_sum += tile.row_total[to];
       const uint32_t mine = tile.pair_begin[to];
       tile.pair_begin[to] = pair_sum;
       pair_sum += mine;
     }
-    if (writes_totals) {
-      head.row_begin[ranks] = row_sum;
-      head.pair_begin[ranks] = pair_sum;
-    }
+    tile.pair_begin[ranks] = pair_sum;
   }
-  const uint32_t num_pairs = tile.all[0];
-  pieces = tile.all[1];
-  if (num_pairs > d.at.max_pairs && crew.thread == 0)
-    report(d, DeviceFault::kTooManyPairs, Step::kExchange, static_cast<int>(d.rank), -1, d.at.max_pairs, num_pairs,
-           ErrorKind::kPeerFailed);
-  return crew.all(num_pairs <= d.at.max_pairs);
+  crew.sync();
+  const uint32_t num_pairs = tile.pair_begin[ranks];
+  if (num_pairs > d.at.max_pairs) {
+    if (crew.thread == 0)
+      report(d, DeviceFault::kTooManyPairs, Step::kExchange, static_cast<int>(d.rank), -1, d.at.max_pairs, num_pairs,
+             ErrorKind::kPeerFailed);
+    return false;
+  }
+  if (crew.warp() == 0) begin_packets(d, op, tile, stream_totals, num_tokens, with_values, all_most);
+  crew.sync();
+  return true;
 }
 
 // A routing's hash is the sum of its pairs' (splitmix64's mixing function).
@@ -296,41 +379,88 @@ __device__ __forceinline__ uint64_t hash_pair(uint32_t place, uint32_t expert) {
   return z ^ z >> 31;
 }
 
-// By a crew: lists, pairs and values of a tile; returns this thread's part of the hash.
-__device__ inline uint64_t write_tile(const Crew& crew, const Domain& d, const Op& op, const DeviceRouting& r,
-                                      const Tile& tile, uint32_t first, uint32_t count, uint32_t pieces) {
-  const uint32_t ranks = d.at.num_ranks, lane = crew.lane();
-  uint32_t* const token_pieces = at<uint32_t>(d, d.rank, d.at.token_pieces);
-  uint32_t* const origin = at<uint32_t>(d, d.rank, d.at.pair_origin);
-  if (crew.warp() == 0) {  // num_ranks becomes the pieces of earlier tokens
-    const uint32_t low = tile.num_ranks[lane], high = tile.num_ranks[lane + kWarp];
-    const uint32_t low_end = warp_prefix(low, lane), low_total = __shfl_sync(kFullWarp, low_end, kWarp - 1);
-    tile.num_ranks[lane] = pieces + low_end - low;
-    tile.num_ranks[lane + kWarp] = pieces + low_total + warp_prefix(high, lane) - high;
-    if (lane < kTileTokens / kChunkTokens)
-      chunk_pieces(d, d.rank, op.half)[first / kChunkTokens + lane] = pieces + (lane == 0 ? 0 : low_total);
+// By a crew, of several domains: where each token of a tile is in our streams, and what comes back for it.
+__device__ inline void write_streams(const Crew& crew, const Domain& d, const Tile& tile, uint32_t first,
+                                     uint32_t count) {
+  const uint32_t own = own_domain(d), max_tokens = d.at.max_tokens;
+  uint32_t* const addends = at<uint32_t>(d, d.rank, d.at.addends);
+  for (uint32_t t = crew.thread; t < count; t += crew.size) {
+    const Mask bit = Mask{1} << t, below = bit - 1;
+    uint32_t begin = 0;
+    for (uint32_t to = 0; to < d.at.num_domains; ++to) {
+      const uint32_t row = tile.stream_base[to] + __popcll(tile.stream[to] & below);
+      begin += to == own ? tile.piece_base[own] + tile.pieces[own * kTileTokens + t] : row;
+      if (to == own || (tile.stream[to] & bit) == 0) continue;
+      at<uint32_t>(d, d.rank, d.at.sent_tokens)[to * uint64_t{max_tokens} + row] = first + t;
+      tile.packet[to].stream_pieces[row] = tile.piece_base[to] + tile.pieces[to * kTileTokens + t];
+    }
+    at<uint32_t>(d, d.rank, d.at.token_addends)[first + t] = begin;
+    for (uint32_t to = 0; to < d.at.num_domains; ++to) {
+      if ((tile.stream[to] & bit) == 0) continue;
+      if (to != own) {
+        addends[begin++] = kReturned | to << 16 | (tile.stream_base[to] + __popcll(tile.stream[to] & below));
+        continue;
+      }
+      uint32_t piece = tile.piece_base[own] + tile.pieces[own * kTileTokens + t];
+      for (uint32_t r = d.first; r < d.end; ++r)
+        if ((tile.destination[r] & bit) != 0) addends[begin++] = piece++;
+    }
   }
+}
+
+// By a crew: what earlier chunks of tokens have, for each chunk of a tile, or at the end of all (`chunks` 1, a tile
+// without tokens).
+__device__ inline void write_chunks(const Crew& crew, const Domain& d, const Tile& tile, uint32_t first,
+                                    uint32_t chunks, uint32_t all_chunks) {
+  const uint32_t c0 = first / kChunkTokens;
+  const auto low = [](Mask mask) { return static_cast<uint32_t>(__popc(static_cast<uint32_t>(mask))); };
+  for (uint32_t r = crew.thread; r < d.at.num_ranks; r += crew.size) {
+    const uint32_t to = d.domain_of[r];
+    uint32_t* const rows_of = tile.packet[to].chunk_rows + uint64_t{r - d.first_of[to]} * (all_chunks + 1) + c0;
+    for (uint32_t c = 0; c < chunks; ++c) rows_of[c] = tile.row_base[r] + (c == 0 ? 0 : low(tile.destination[r]));
+  }
+  for (uint32_t to = crew.thread; to < d.at.num_domains; to += crew.size)
+    for (uint32_t c = 0; c < chunks; ++c) {
+      const uint32_t rows_before = tile.stream_base[to] + (c == 0 ? 0 : low(tile.stream[to]));
+      tile.packet[to].chunk_pieces[c0 + c] =
+          tile.piece_base[to] + (c == 0 ? 0 : tile.pieces[to * kTileTokens + kWarp]);
+      if (to == own_domain(d)) continue;
+      tile.packet[to].chunk_streams[c0 + c] = rows_before;
+      at<uint32_t>(d, d.rank, d.at.sent_chunks)[uint64_t{to} * (max_chunks(d) + 1) + c0 + c] = rows_before;
+    }
+}
+
+// By a crew: lists, pairs and values of a tile; returns this thread's part of the hash.
+__device__ inline uint64_t write_tile(const Crew& crew, const Domain& d, const DeviceRouting& r, const Tile& tile,
+                                      uint32_t first, uint32_t count, uint32_t all_chunks) {
+  const uint32_t ranks = d.at.num_ranks, own = own_domain(d);
+  uint32_t* const origin = at<uint32_t>(d, d.rank, d.at.pair_origin);
   static_assert(kChunkTokens == kWarp && kTileTokens == 2 * kWarp);
-  for (uint32_t to = crew.thread; to < ranks; to += crew.size)
-    for (uint32_t c = 0; c < kTileTokens / kChunkTokens; ++c)
-      chunk_rows(d, d.rank, op.half, to)[first / kChunkTokens + c] =
-          tile.row_base[to] + (c == 0 ? 0 : __popc(static_cast<uint32_t>(tile.destination[to])));
-  crew.sync();
-  for (uint32_t t = crew.thread; t < count; t += crew.size) token_pieces[first + t] = tile.num_ranks[t];
+  write_chunks(crew, d, tile, first, min(kTileTokens / kChunkTokens, all_chunks - first / kChunkTokens), all_chunks);
+  if (d.net != nullptr)
+    write_streams(crew, d, tile, first, count);
+  else
+    for (uint32_t t = crew.thread; t < count; t += crew.size)
+      at<uint32_t>(d, d.rank, d.at.token_addends)[first + t] = tile.piece_base[0] + tile.pieces[t];
   uint64_t hash = 0;
   const auto write = [&](const Pair& p) {
     const Mask below = (Mask{1} << p.token) - 1;
+    const uint32_t to = d.domain_of[p.to], first_pair = tile.pair_begin[d.first_of[to]];
+    const PacketPlace& packet = tile.packet[to];
     const uint32_t first_slot = tile.pair_base[p.to] + tile.slot_begin[p.token * ranks + p.to];
     const uint32_t number = tile.pair_begin[p.to] + first_slot + p.same_lower;
     const uint32_t place = (first + p.token) * r.width + p.column;
-    pairs(d, d.rank, op.half)[number] = {p.expert - p.to * d.experts_per_rank,
+    packet.pairs[number - first_pair] = {p.expert - p.to * d.experts_per_rank,
                                          tile.expert_base[p.expert] + __popcll(tile.expert[p.expert] & below)};
     origin[number] = place;
-    if (r.values != nullptr) values(d, d.rank, op.half)[number] = r.values[place];
-    hash += hash_pair(place, p.expert);
+    if (r.values != nullptr) packet.values[number - first_pair] = r.values[place];
+    hash += hash_pair(place, p.named);
     if (p.same_lower != 0) return;
-    list(d, d.rank, op.half, p.to)[tile.row_base[p.to] + __popcll(tile.destination[p.to] & below)] = {
-        first + p.token, first_slot, tile.num_ranks[p.token] + p.ranks_lower, p.same};
+    const uint32_t piece = tile.piece_base[to] + tile.pieces[to * kTileTokens + p.token] + p.ranks_lower;
+    const uint32_t position =
+        to == own ? first + p.token : tile.stream_base[to] + __popcll(tile.stream[to] & below);
+    packet.lists[tile.row_begin[p.to] + tile.row_base[p.to] + __popcll(tile.destination[p.to] & below)] = {
+        first_slot, piece, position, static_cast<uint16_t>(first + p.token), static_cast<uint16_t>(p.same)};
   };
   if (r.is_map)
     visit_map(crew, d, r, tile, true, first, count, write);
@@ -343,7 +473,24 @@ __device__ inline uint64_t write_tile(const Crew& crew, const Domain& d, const O
     tile.row_base[to] += __popcll(tile.destination[to]);
     tile.pair_base[to] += pairs_of_tile(d, tile, to);
   }
+  for (uint32_t to = crew.thread; to < d.at.num_domains; to += crew.size) {
+    tile.stream_base[to] += __popcll(tile.stream[to]);
+    tile.piece_base[to] += pieces_of_tile(d, tile, to);
+  }
   return hash;
+}
+
+// By a crew of one block, after the last tile: what all have.
+__device__ inline void end_tiles(const Crew& crew, const Domain& d, const Tile& tile, uint32_t num_tokens) {
+  const uint32_t chunks = (num_tokens + kChunkTokens - 1) / kChunkTokens;
+  write_chunks(crew, d, tile, chunks * kChunkTokens, 1, chunks);
+  uint32_t addends = tile.piece_base[own_domain(d)];
+  for (uint32_t to = 0; to < d.at.num_domains; ++to) {
+    if (to == own_domain(d)) continue;
+    addends += tile.stream_base[to];
+    if (crew.thread == 0) tile.packet[to].stream_pieces[tile.stream_base[to]] = tile.piece_base[to];
+  }
+  if (crew.thread == 0) at<uint32_t>(d, d.rank, d.at.token_addends)[num_tokens] = addends;
 }
 
 // By a crew, one of each block: the routing of all our tokens. Shared memory has room for `kept` tiles; if a block has
@@ -351,12 +498,10 @@ __device__ inline uint64_t write_tile(const Crew& crew, const Domain& d, const O
 __device__ inline bool route(const Crew& crew, const Domain& d, const Op& op, const DeviceRouting& r,
                              uint32_t num_tokens, uint32_t kept, uint8_t* shared) {
   const uint32_t num_tiles = (num_tokens + kTileTokens - 1) / kTileTokens;
-  const uint32_t per_block = (num_tiles + gridDim.x - 1) / gridDim.x;
+  const uint32_t per_block = (num_tiles + workers(d) - 1) / workers(d);
   const uint32_t first_tile = min(blockIdx.x * per_block, num_tiles), end_tile = min(first_tile + per_block, num_tiles);
   const auto tokens_of = [&](uint32_t t) { return min(kTileTokens, num_tokens - t * kTileTokens); };
-  const auto tile_of = [&](uint32_t t) {
-    return Tile(shared, d.at.num_experts, d.at.num_ranks, kept >= per_block ? t - first_tile : 0);
-  };
+  const auto tile_of = [&](uint32_t t) { return Tile(shared, d.at, kept >= per_block ? t - first_tile : 0); };
   for (uint32_t t = first_tile; t < end_tile; ++t) {
     const Tile tile = tile_of(t);
     read_tile(crew, d, r, tile, t * kTileTokens, tokens_of(t));
@@ -364,31 +509,22 @@ __device__ inline bool route(const Crew& crew, const Domain& d, const Op& op, co
     crew.sync();
   }
   // All blocks run at the same time: no more than the buffer has SMs.
-  if (last_block(crew, d, Arrival::kCounted, gridDim.x) && crew.thread == 0)
+  if (last_block(crew, d, Arrival::kCounted, workers(d)) && crew.thread == 0)
     publish_in_gpu(&local(d).counted, op.epoch);
   bool good = crew.thread != 0 || wait_flag(d, &local(d).counted, op.epoch, Step::kExchange, d.rank);
   if (!crew.all(good)) return false;
-  uint32_t pieces = 0;
-  if (!begin_tiles(crew, d, op, tile_of(first_tile), first_tile, num_tiles, pieces)) return false;
+  if (!begin_tiles(crew, d, op, tile_of(first_tile), first_tile, num_tiles, num_tokens, r.values != nullptr))
+    return false;
   uint64_t hash = 0;
   for (uint32_t t = first_tile; t < end_tile; ++t) {
     const Tile tile = tile_of(t);
     if (kept < per_block) read_tile(crew, d, r, tile, t * kTileTokens, tokens_of(t));
-    uint32_t own_pieces = 0;
-    for (uint32_t i = 0; i < kTileTokens; ++i) own_pieces += tile.num_ranks[i];
-    crew.sync();
-    hash += write_tile(crew, d, op, r, tile, t * kTileTokens, tokens_of(t), pieces);
-    pieces += own_pieces;
+    hash += write_tile(crew, d, r, tile, t * kTileTokens, tokens_of(t), (num_tokens + kChunkTokens - 1) / kChunkTokens);
     crew.sync();
   }
-  if (crew.thread == 0 && end_tile == num_tiles && (first_tile < end_tile || blockIdx.x == 0)) {
-    // The block with the last tile, or the first if there is none.
-    at<uint32_t>(d, d.rank, d.at.token_pieces)[num_tokens] = pieces;
-    const uint32_t chunks = (num_tokens + kChunkTokens - 1) / kChunkTokens;
-    chunk_pieces(d, d.rank, op.half)[chunks] = pieces;
-    for (uint32_t to = 0; to < d.at.num_ranks; ++to)
-      chunk_rows(d, d.rank, op.half, to)[chunks] = tile_of(first_tile).row_base[to];
-  }
+  // The block with the last tile, or the first if there is none.
+  if (end_tile == num_tiles && (first_tile < end_tile || (num_tiles == 0 && blockIdx.x == 0)))
+    end_tiles(crew, d, tile_of(first_tile), num_tokens);
   hash = crew_sum(crew, hash);
   if (crew.thread == 0) local(d).block_hash[blockIdx.x] = hash;
   return !stopped(d);

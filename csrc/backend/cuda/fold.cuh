@@ -7,36 +7,29 @@
 
 namespace uccl_ep::cuda {
 
-// The first of `num_chunks` + 1 chunks that has `pieces` before it, or more.
-__device__ inline uint32_t chunk_with(const uint32_t* pieces_before, uint32_t num_chunks, uint64_t pieces) {
-  uint32_t low = 0, high = num_chunks;
-  while (low < high) {
-    const uint32_t middle = (low + high) / 2;
-    if (pieces_before[middle] < pieces)
-      low = middle + 1;
-    else
-      high = middle;
-  }
-  return low;
+// Chunks of a source's tokens that a window has.
+struct ChunkRange {
+  uint32_t first, end;
+};
+__device__ __forceinline__ ChunkRange chunks_of(const CombineArgs& args, uint32_t chunks) {
+  const uint32_t per_window = args.window_tokens / kChunkTokens, first = min(args.window * per_window, chunks);
+  return {first, args.is_last ? chunks : min(first + per_window, chunks)};
 }
 
 // What a window folds, by source; in shared memory.
 struct FoldRange {
-  uint32_t begin[kMaxDomainRanks], end[kMaxDomainRanks];              // rows
-  uint32_t first_chunk[kMaxDomainRanks], end_chunk[kMaxDomainRanks];  // of the source's tokens
-  uint32_t most;                                                      // rows of a source
+  uint32_t begin[kMaxRanks], end[kMaxRanks];  // rows
+  uint32_t pieces[kMaxRanks];                 // of the source, in earlier windows
+  uint32_t most;                              // rows of a source
 };
 __device__ inline void find_fold_range(const Crew& crew, const Domain& d, const PlanView& plan, const CombineArgs& args,
                                        FoldRange& out) {
   const uint32_t entries = plan.num_chunks + 1;
-  const bool whole = args.window == 0 && args.is_last;
   for (uint32_t s = crew.thread; s < d.at.num_ranks; s += crew.size) {
-    const uint32_t* const before = plan.chunk_pieces + s * entries;
-    const uint64_t first = uint64_t{args.window} * args.window_pieces;
-    out.first_chunk[s] = whole ? 0 : chunk_with(before, plan.chunks[s], first);
-    out.end_chunk[s] = args.is_last ? plan.chunks[s] : chunk_with(before, plan.chunks[s], first + args.window_pieces);
-    out.begin[s] = plan.row_begin[s] + plan.chunk_rows[s * entries + out.first_chunk[s]];
-    out.end[s] = plan.row_begin[s] + plan.chunk_rows[s * entries + out.end_chunk[s]];
+    const ChunkRange chunks = chunks_of(args, plan.chunks[s]);
+    out.begin[s] = plan.row_begin[s] + plan.chunk_rows[s * entries + chunks.first];
+    out.end[s] = plan.row_begin[s] + plan.chunk_rows[s * entries + chunks.end];
+    out.pieces[s] = plan.chunk_pieces[s * entries + chunks.first];
   }
   crew.sync();
   if (crew.thread == 0) {
@@ -61,7 +54,6 @@ struct Fold {
     const uint32_t s = rotated(d, n % d.at.num_ranks), row = range.begin[s] + n / d.at.num_ranks;
     if (row >= range.end[s]) return {};
     const uint64_t bytes = uint64_t{args.hidden} * dtype_bytes(args.wire);
-    const uint64_t piece = plan.row_piece[row] - uint64_t{args.window} * args.window_pieces;
     Sum sum;
     if (plan.compact_width > 0) {
       sum.first = row;
@@ -71,20 +63,24 @@ struct Fold {
       sum.count = plan.row_slot[row + 1] - sum.first;
     }
     sum.tag = s * max_chunks(d) + plan.row_token[row] / kChunkTokens;
-    sum.out = at<uint8_t>(d, s, d.at.pieces) + piece * bytes;
+    sum.out = at<uint8_t>(d, holder_of(d, s), d.at.pieces) + stream_of(d, s) * d.at.piece_bytes +
+              (plan.row_piece[row] - range.pieces[s]) * bytes;
     if (args.may_drop) drop(sum, bytes);
     return sum;
   }
   // Slots that the caller's rows do not have; they are the row's last ones.
   __device__ void drop(Sum& sum, uint64_t bytes) const {
-    while (sum.count > 0 && place(sum.first + sum.count - 1) >= plan.num_slots) --sum.count;
+    while (sum.count > 0 && slot(sum.first + sum.count - 1) >= plan.num_slots) --sum.count;
     if (sum.count > 0) return;
     for (uint64_t i = 0; i < bytes / 16; ++i) reinterpret_cast<uint4*>(sum.out)[i] = make_uint4(0, 0, 0, 0);
     proxy_fence();
     __threadfence_system();
     finish(sum.tag, count(sum.tag));
   }
-  __device__ uint32_t place(uint32_t k) const { return plan.compact_width > 0 ? k : plan.slots[k]; }
+  __device__ uint32_t slot(uint32_t k) const { return plan.compact_width > 0 ? k : plan.slots[k]; }
+  __device__ uint32_t place(const Sum&, uint32_t k) const {
+    return slot(k) * (args.hidden * dtype_bytes(args.dtype) / 16);
+  }
   __device__ const uint8_t* base() const { return args.rows; }
   __device__ bool wait(uint32_t) const { return true; }
   __device__ bool reports() const { return true; }
@@ -97,25 +93,29 @@ struct Fold {
   __device__ void finish(uint32_t tag, const Counted& counted) const {
     if (counted.before + 1 != counted.end - counted.begin) return;
     end_count(at<uint32_t>(d, d.rank, d.at.chunk_counts) + tag);
-    publish_flag(folded(d, tag / max_chunks(d), d.rank) + tag % max_chunks(d), op.epoch);
+    const uint32_t s = tag / max_chunks(d);
+    publish_flag(folded(d, holder_of(d, s), stream_of(d, s), d.rank) + tag % max_chunks(d), op.epoch);
   }
 };
 
 // By a warp of one block: nothing comes back of these chunks, and nobody waits for it.
 __device__ inline void tell_empty_chunks(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
-                                         const FoldRange& range) {
+                                         const CombineArgs& args) {
   for (uint32_t s = 0; s < d.at.num_ranks; ++s) {
     const uint32_t* const before = plan.chunk_rows + s * (plan.num_chunks + 1);
-    for (uint32_t c = range.first_chunk[s] + crew.lane(); c < range.end_chunk[s]; c += kWarp)
-      if (before[c] == before[c + 1]) publish_flag(folded(d, s, d.rank) + c, op.epoch);
+    const ChunkRange chunks = chunks_of(args, plan.chunks[s]);
+    for (uint32_t c = chunks.first + crew.lane(); c < chunks.end; c += kWarp)
+      if (before[c] == before[c + 1])
+        publish_flag(folded(d, holder_of(d, s), stream_of(d, s), d.rank) + c, op.epoch);
   }
 }
 
-// By crews of all blocks: weights' gradients, to their sources.
+// By crews of all blocks: weights' gradients, to those that merge them.
 __device__ inline void fold_values(const Crew& crew, const Domain& d, const PlanView& plan, const CombineArgs& args) {
-  const uint32_t first = blockIdx.x * crew.size + crew.thread, step = gridDim.x * crew.size, width = plan.compact_width;
+  const uint32_t first = blockIdx.x * crew.size + crew.thread, step = workers(d) * crew.size;
+  const uint32_t width = plan.compact_width;
   for (uint32_t s = 0; s < d.at.num_ranks; ++s) {
-    float* const to = at<float>(d, s, d.at.piece_values);
+    float* const to = at<float>(d, holder_of(d, s), d.at.piece_values) + uint64_t{stream_of(d, s)} * d.at.max_pairs;
     const uint32_t offset = plan.value_begin[s];
     if (width > 0) {
       for (uint32_t row = plan.row_begin[s] + first; row < plan.row_end[s]; row += step)
@@ -129,12 +129,12 @@ __device__ inline void fold_values(const Crew& crew, const Domain& d, const Plan
       to[p + offset] = plan.slots[p] < plan.num_slots ? args.row_values[plan.slots[p]] : 0.0f;
   }
 }
-// When the rows are folded, too: every source learns that it has all of both.
+// When the rows are folded, too: every member learns that it has all of both.
 __device__ inline void finish_fold(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
                                    const CombineArgs& args) {
   if (args.row_values != nullptr && args.window == 0) fold_values(crew, d, plan, args);
-  if (last_block(crew, d, Arrival::kFolded, gridDim.x) && going(crew, d))
-    publish_all(crew, d, d.at.folded_all, op.epoch);
+  if (last_block(crew, d, Arrival::kFolded, workers(d)) && going(crew, d))
+    publish_to_members(crew, d, d.at.folded_all, op.epoch);
 }
 
 }  // namespace uccl_ep::cuda

@@ -2,6 +2,10 @@
 
 #include <algorithm>
 
+#include "backend/cuda/net.h"
+#include "backend/cuda/packet.h"
+#include "common/units.h"
+
 namespace uccl_ep::cuda {
 namespace {
 
@@ -23,44 +27,91 @@ class Cursor {
   RegionLayout& layout_;
 };
 
+// What a domain has at most, and a rank merges for other domains at most.
+struct Shape {
+  uint32_t ranks, domains, members = 0, streams = 1;
+  explicit Shape(const Topology& topo)
+      : ranks(static_cast<uint32_t>(topo.num_ranks)), domains(static_cast<uint32_t>(topo.num_domains())) {
+    std::vector<uint32_t> merged(ranks, 1);
+    for (int domain = 0; domain < topo.num_domains(); ++domain) {
+      members = std::max(members, static_cast<uint32_t>(topo.size_of(domain)));
+      for (int src = 0; src < topo.num_ranks; ++src)
+        if (topo.domain_of[src] != domain) ++merged[topo.rail(src, domain)];
+    }
+    streams = *std::max_element(merged.begin(), merged.end());
+  }
+};
+
+// The rings between domains: chunks of 256 KiB, but at least 8 of them in a window, and a row in each.
+DeviceRings rings_for(const Shape& shape, uint64_t packet_bytes, uint64_t row_bytes, uint32_t window,
+                      uint32_t max_pairs) {
+  constexpr uint64_t kUsualBytes = 256 << 10;
+  DeviceRings rings;
+  if (shape.domains == 1) return rings;
+  const uint64_t per_chunk = std::clamp<uint64_t>(kUsualBytes / row_bytes, 1, std::max(1u, window / 8));
+  const uint32_t slots = static_cast<uint32_t>((window + per_chunk - 1) / per_chunk);
+  rings.packet_bytes = packet_bytes;
+  rings.rows_slot_bytes = rings.return_slot_bytes = round_up(per_chunk * row_bytes, kAlign);
+  rings.rows_slots = kHalves * slots;
+  rings.return_slots = slots + value_chunks(max_pairs, rings.return_slot_bytes);
+  return rings;
+}
+
 // Routing for `num_tokens`, rows and pieces for a window of `window` of them.
-RegionLayout layout_for(uint32_t num_ranks, uint32_t num_experts, uint64_t row_bytes, uint32_t num_tokens,
+RegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint32_t num_tokens,
                         uint32_t window) {
+  const Shape shape(topo);
   RegionLayout l;
-  l.num_ranks = num_ranks;
+  l.num_ranks = shape.ranks;
+  l.num_members = shape.members;
+  l.num_streams = shape.streams;
+  l.num_domains = shape.domains;
   l.num_experts = num_experts;
   l.row_bytes = row_bytes;
   l.max_tokens = num_tokens;
   l.max_pairs = num_tokens * kPairsPerToken;
   l.half_bytes = window * row_bytes;
   // Most tokens reach fewer ranks than there are; a window takes what fits.
-  l.piece_bytes = (uint64_t{window} * std::min(num_ranks, kUsualRanks) + kChunkTokens * num_ranks) * row_bytes;
-  const uint64_t ranks = num_ranks, tokens = num_tokens, pairs = l.max_pairs, chunks = tokens / kChunkTokens;
-  const uint64_t experts_per_rank = num_experts / num_ranks;
+  l.piece_bytes = (uint64_t{window} * std::min(shape.members, kUsualRanks) + kChunkTokens * shape.members) * row_bytes;
+  const uint64_t ranks = shape.ranks, members = shape.members, streams = shape.streams, domains = shape.domains;
+  const uint64_t tokens = num_tokens, pairs = l.max_pairs, chunks = tokens / kChunkTokens;
+  const uint32_t experts_per_rank = num_experts / shape.ranks;
+  const uint32_t stream_rows = domains > 1 ? num_tokens : 0;
+  l.packet_bytes = round_up(packet_parts({shape.members, experts_per_rank, num_tokens, shape.members * num_tokens,
+                                          l.max_pairs, stream_rows, true})
+                                .end,
+                            kAlign);
+  l.rings = rings_for(shape, l.packet_bytes, row_bytes, window, l.max_pairs);
+  l.row_slots = l.rings.rows_slots;
+  l.return_slots = l.rings.return_slots;
+  l.slot_bytes = l.rings.rows_slot_bytes;
+  const uint64_t several = domains > 1;
   Cursor cursor(l);
+  cursor.take("rings", several ? device_ring_bytes(topo, l.rings) : 0);  // first: the transport counts from 0
   l.header_full = cursor.take("flags.header_full", 8 * ranks);
   l.values_full = cursor.take("flags.values_full", 8 * ranks);
-  l.read = cursor.take("flags.read", 8 * ranks);
-  l.folded_all = cursor.take("flags.folded_all", 8 * ranks);
-  l.merged = cursor.take("flags.merged", 8 * ranks);
-  l.rows_full = cursor.take("flags.rows_full", 8 * ranks * (tokens / kStageRows));
-  l.folded = cursor.take("flags.folded", 8 * ranks * chunks);
+  l.read = cursor.take("flags.read", 8 * members);
+  l.folded_all = cursor.take("flags.folded_all", 8 * members);
+  l.merged = cursor.take("flags.merged", 8 * members);
+  l.rows_full = cursor.take("flags.rows_full", 8 * members * (tokens / kStageRows));
+  l.folded = cursor.take("flags.folded", 8 * streams * members * chunks);
   l.chunk_counts = cursor.take("chunk_counts", 4 * ranks * chunks);
+  l.sent_counts = cursor.take("sent_counts", several * 4 * domains * l.row_slots);
+  l.relayed_counts = cursor.take("relayed_counts", several * 4 * streams * l.return_slots);
   l.local = cursor.take("local", sizeof(Local));
-  l.header_bytes = round_up(sizeof(DeviceHeader) + 4 * uint64_t{num_experts}, kAlign);
-  l.headers = cursor.take("headers", kHalves * l.header_bytes);
+  l.net = cursor.take("net", several * sizeof(Net));
+  l.net_state = cursor.take("net_state", several * sizeof(NetState));
   l.plan_scratch = cursor.take("plan", sizeof(PlanScratch) + 4 * experts_per_rank * (ranks + 3));
-  l.tile_counts = cursor.take("tile_counts", 4 * (tokens / kTileTokens) * (num_experts + 2 * ranks + 2));
-  l.token_pieces = cursor.take("token_pieces", 4 * (tokens + 1));
-  l.lists = cursor.take("lists", kHalves * ranks * tokens * sizeof(ListEntry));
-  l.chunk_rows = cursor.take("chunk_rows", kHalves * ranks * (chunks + 1) * 4);
-  l.chunk_pieces = cursor.take("chunk_pieces", kHalves * (chunks + 1) * 4);
-  l.pairs = cursor.take("pairs", kHalves * pairs * sizeof(PairEntry));
+  l.tile_counts = cursor.take("tile_counts", 4 * (tokens / kTileTokens) * (num_experts + 2 * ranks + domains + 1));
+  l.token_addends = cursor.take("token_addends", 4 * (tokens + 1));
+  l.addends = cursor.take("addends", several * 4 * pairs);
+  l.sent_chunks = cursor.take("sent_chunks", several * 4 * domains * (chunks + 1));
+  l.sent_tokens = cursor.take("sent_tokens", several * 4 * domains * tokens);
+  l.packets = cursor.take("packets", kHalves * l.packet_bytes);
   l.pair_origin = cursor.take("pair_origin", pairs * 4);
-  l.values = cursor.take("values", kHalves * pairs * sizeof(float));
-  l.piece_values = cursor.take("piece_values", pairs * sizeof(float));
+  l.piece_values = cursor.take("piece_values", streams * pairs * sizeof(float));
   l.rows = cursor.take("rows", kHalves * l.half_bytes);
-  l.pieces = cursor.take("pieces", l.piece_bytes);
+  l.pieces = cursor.take("pieces", streams * l.piece_bytes);
   return l;
 }
 
@@ -77,14 +128,14 @@ uint32_t largest(uint32_t most, Fits fits) {
 
 }  // namespace
 
-uint64_t least_budget_bytes(uint32_t num_ranks, uint32_t num_experts, uint64_t row_bytes) {
-  return round_up(layout_for(num_ranks, num_experts, row_bytes, kTileTokens, kTileTokens).total_bytes, kDevicePage);
+uint64_t least_budget_bytes(const Topology& topo, uint32_t num_experts, uint64_t row_bytes) {
+  return round_up(layout_for(topo, num_experts, row_bytes, kTileTokens, kTileTokens).total_bytes, kDevicePage);
 }
 
 // An eighth of the budget for the routing, which goes in one piece; the rest for rows, which go in windows.
-RegionLayout make_layout(uint32_t num_ranks, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes) {
+RegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes) {
   const auto bytes = [&](uint32_t tokens, uint32_t window) {
-    const RegionLayout l = layout_for(num_ranks, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens);
+    const RegionLayout l = layout_for(topo, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens);
     return round_up(l.total_bytes, kDevicePage);
   };
   const uint64_t rest = bytes(1, 1);
@@ -92,7 +143,7 @@ RegionLayout make_layout(uint32_t num_ranks, uint32_t num_experts, uint64_t row_
     return bytes(n, 1) - rest <= budget_bytes / 8 && bytes(n, 1) <= budget_bytes;
   });
   const uint32_t window = largest(tokens, [&](uint32_t n) { return bytes(tokens, n) <= budget_bytes; });
-  RegionLayout l = layout_for(num_ranks, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens);
+  RegionLayout l = layout_for(topo, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens);
   const uint64_t unused = round_up(l.total_bytes, kDevicePage) - l.total_bytes;
   l.entries.emplace_back("unused", unused);
   l.total_bytes += unused;

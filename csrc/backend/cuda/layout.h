@@ -8,11 +8,13 @@
 #include <vector>
 
 #include "common/error.h"
+#include "layout/region.h"
+#include "layout/topology.h"
 #include "layout/wire.h"
 
 namespace uccl_ep::cuda {
 
-constexpr uint32_t kMaxDomainRanks = 64;   // kernel arguments hold a pointer per rank
+constexpr uint32_t kMaxRanks = 64;         // of the group: kernel arguments hold a pointer per rank
 constexpr uint32_t kMaxBlocks = 1024;      // of a kernel
 constexpr uint32_t kTileTokens = 64;       // routed together: a bit each of a 64-bit mask
 constexpr uint32_t kStageRows = 8;         // staged rows that one flag publishes
@@ -21,91 +23,96 @@ constexpr uint32_t kPairsPerToken = 32;    // of the capacity; an operation may 
 constexpr uint32_t kMaxTokens = 1u << 16;
 constexpr uint32_t kHalves = 2;
 
+// In kernels ranks are numbered by domain, then by member, and experts by the number of their rank: a domain's are
+// neighbours. A rank's *stream* to a domain is its tokens that have experts there, in their order; to its own domain, all
+// tokens. The *holder* of a rank's rows for our domain is the rank itself or, of another domain, its rail in ours.
+
 // Flags, all uint64 epochs that only grow. In the region of the rank that reads them; written by peers over NVLink.
-//   header_full[s]  writer: rank s. Its header (and routing, of a new plan) of that epoch is in s's region.
-//   rows_full[s][c] writer: rank s. Chunk c (kStageRows) of its staged rows of that epoch is in s's region.
-//   values_full[s]  writer: rank s. Its fp32 values of that epoch are in s's region.
-//   read[d]         writer: rank d. It has read what it wanted of our header, routing, rows and values of that epoch.
-//   folded[d][c]    writer: rank d. Its pieces of chunk c (kChunkTokens of our tokens) of that epoch are in our region.
-//   folded_all[d]   writer: rank d. All its pieces and fp32 values of that epoch are in our region.
-//   merged[s]       writer: rank s. It has read all pieces in its region up to that epoch: they may be overwritten.
+//   header_full[s]  writer: rank s; of another domain: the relay (net.cuh). Its packet of that epoch is there.
+//   rows_full[m][c] writer: member m. Chunk c (kStageRows) of its staged rows of that epoch is in its region.
+//   values_full[s]  writer: as of header_full. The fp32 values of that epoch are in its packet.
+//   read[m]         writer: member m. It has read what it wanted of our packet and rows of that epoch.
+//   folded[k][m][c] writer: member m. Its pieces of chunk c (kChunkTokens of the source's tokens) of the stream that we
+//                   merge as number k (0: our own, then those that we relay) are in our region.
+//   folded_all[m]   writer: member m. All its pieces and fp32 values of that epoch are in our region.
+//   merged[m]       writer: member m. It has read all pieces in its region up to that epoch: they may be overwritten.
 struct Offsets {
-  uint64_t header_full = 0, values_full = 0, read = 0, folded_all = 0, merged = 0;  // [ranks]
-  uint64_t rows_full = 0, folded = 0;  // [ranks][chunks]
-  uint64_t headers = 0;  // [halves] DeviceHeader, then uint32 counts [experts]
-  uint64_t header_bytes = 0;
-  // What a half holds of a dispatch. Pairs and values are numbered by destination, then token, then expert.
-  uint64_t lists = 0;         // [halves][ranks][tokens] ListEntry
-  uint64_t pairs = 0;         // [halves][pairs] PairEntry
-  uint64_t values = 0;        // [halves][pairs] float
-  uint64_t chunk_rows = 0;    // [halves][ranks][chunks + 1] uint32: rows for the rank of earlier chunks of tokens
-  uint64_t chunk_pieces = 0;  // [halves][chunks + 1] uint32: pieces of earlier chunks of tokens
-  uint64_t rows = 0;          // [halves] half_bytes
+  uint64_t header_full = 0, values_full = 0;           // [ranks]
+  uint64_t read = 0, folded_all = 0, merged = 0;       // [members]
+  uint64_t rows_full = 0;                              // [members][chunks]
+  uint64_t folded = 0;                                 // [streams][members][chunks]
+  uint64_t packets = 0;       // [halves] for our own domain: packet.h
+  uint64_t packet_bytes = 0;
+  uint64_t rows = 0;          // [halves] half_bytes: rows for our own domain, at the place of their token
   // Combine.
-  uint64_t pieces = 0;        // piece_bytes; a token's pieces lie side by side, ranks ascending
-  uint64_t piece_values = 0;  // [pairs] float
+  uint64_t pieces = 0;        // [streams] piece_bytes; a row's pieces lie side by side, ranks ascending
+  uint64_t piece_values = 0;  // [streams][pairs] float
   // Read and written by this rank only.
   uint64_t local = 0;         // Local
+  uint64_t net = 0;           // Net and NetState, where there are several domains
+  uint64_t net_state = 0;
+  uint64_t sent_counts = 0;   // [domains][slots] uint32: rows of a chunk that are staged; who ships it resets it
+  uint64_t relayed_counts = 0;  // [streams][slots] uint32: likewise, merged
   uint64_t chunk_counts = 0;  // [ranks][chunks] uint32: pieces of a chunk that are done; the last resets it
-  uint64_t tile_counts = 0;   // [tiles] uint32[experts + 2 * ranks + 2]: see exchange.cuh
+  uint64_t tile_counts = 0;   // [tiles] uint32[experts + 2 * ranks + domains]: see exchange.cuh
   uint64_t plan_scratch = 0;  // PlanScratch
-  uint64_t token_pieces = 0;  // [tokens + 1] uint32: pieces of earlier tokens
+  uint64_t token_addends = 0; // [tokens + 1] uint32: addends of earlier tokens
+  uint64_t addends = 0;       // [pairs] uint32: see PlanView
+  uint64_t sent_chunks = 0;   // [domains][chunks + 1] uint32: rows of the stream of earlier chunks of tokens
+  uint64_t sent_tokens = 0;   // [domains][tokens] uint32: of a row of the stream
   uint64_t pair_origin = 0;   // [pairs] uint32: place in the caller's [T, width]
   uint64_t total_bytes = 0;
 
   uint32_t num_ranks = 0;
+  uint32_t num_members = 0;  // of the largest domain
+  uint32_t num_streams = 0;  // that a rank merges, at most
+  uint32_t num_domains = 0;
   uint32_t num_experts = 0;
   uint32_t max_tokens = 0;   // a multiple of kTileTokens
   uint32_t max_pairs = 0;
   uint64_t half_bytes = 0;   // staged rows
   uint64_t piece_bytes = 0;
   uint64_t row_bytes = 0;    // widest wire row
+  // Rings between domains, at the beginning of the region.
+  uint32_t row_slots = 0, return_slots = 0;
+  uint64_t slot_bytes = 0;
 };
 struct RegionLayout : Offsets {
+  DeviceRings rings;
   std::vector<std::pair<std::string, uint64_t>> entries;  // by purpose; their sum is total_bytes
 };
 
 constexpr uint64_t kDevicePage = 2u << 20;  // memory of a GPU comes in whole ones
 
 // The largest layout within `budget_bytes`, which is at least the least.
-RegionLayout make_layout(uint32_t num_ranks, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes);
-uint64_t least_budget_bytes(uint32_t num_ranks, uint32_t num_experts, uint64_t row_bytes);
+RegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes);
+uint64_t least_budget_bytes(const Topology& topo, uint32_t num_experts, uint64_t row_bytes);
 
 // From one staged row to the next. Bulk copies are slow where source and destination lie differently in 128 bytes.
 constexpr uint64_t staged_row_bytes(Dtype wire, uint64_t hidden) { return round_up(wire_row_bytes(wire, hidden), 128); }
 
-// Tokens whose staged rows fit a half: a longer dispatch goes in windows of so many.
+// Chunks of a ring that the fp32 values of a stream take.
+constexpr uint32_t value_chunks(uint64_t num_pairs, uint64_t slot_bytes) {
+  return static_cast<uint32_t>((4 * num_pairs + slot_bytes - 1) / slot_bytes);
+}
+// Whole chunks of tokens of which at most `most` rows are, up to all.
+inline uint32_t window_of(const Offsets& at, uint64_t most) {
+  const uint64_t tokens = most / kChunkTokens * kChunkTokens;
+  return tokens < at.max_tokens ? static_cast<uint32_t>(tokens) : at.max_tokens;
+}
+// Tokens whose staged rows fit a half, here and between domains: a longer dispatch goes in windows of so many.
 inline uint32_t window_tokens(const Offsets& at, uint64_t row_bytes) {
-  const uint64_t rows = at.half_bytes / row_bytes / kChunkTokens * kChunkTokens;
-  return rows < at.max_tokens ? static_cast<uint32_t>(rows) : at.max_tokens;
+  const uint64_t staged = at.half_bytes / row_bytes, shipped = at.row_slots / kHalves * (at.slot_bytes / row_bytes);
+  return window_of(at, at.num_domains > 1 && shipped < staged ? shipped : staged);
 }
-// A chunk of tokens belongs to the window (pieces before it) / window_pieces of a combine. What the last chunk of a
-// window has beyond it still fits the memory.
-inline uint32_t window_pieces(const Offsets& at, uint64_t wire_row_bytes) {
-  return static_cast<uint32_t>(at.piece_bytes / wire_row_bytes) - kChunkTokens * at.num_ranks;
+// Tokens whose pieces fit the memory if a chunk of tokens has at most `most_pieces` in any domain. At least a chunk.
+inline uint32_t combine_window_tokens(const Offsets& at, uint64_t row_bytes, uint32_t most_pieces) {
+  const uint64_t pieces = at.piece_bytes / row_bytes;
+  const uint64_t folded = most_pieces == 0 ? at.max_tokens : pieces / most_pieces * kChunkTokens;
+  const uint64_t slots = at.return_slots - (at.num_domains > 1 ? value_chunks(at.max_pairs, at.slot_bytes) : 0);
+  const uint64_t returned = slots * (at.slot_bytes / row_bytes);
+  return window_of(at, at.num_domains > 1 && returned < folded ? returned : folded);
 }
-
-// A row for one destination rank.
-struct ListEntry {
-  uint32_t token;
-  uint32_t first_slot;   // pairs of earlier rows for the destination
-  uint32_t piece;        // number of its piece among the source's
-  uint32_t num_pairs;
-};
-struct PairEntry {
-  uint32_t expert;       // of the destination
-  uint32_t position;     // earlier pairs of this source with the expert
-};
-
-// Written by the kernel that begins an operation; compared by every peer.
-struct DeviceHeader {
-  uint64_t epoch;
-  OpSignature signature;
-  uint64_t routing_hash;
-  uint32_t num_tokens;
-  uint32_t row_begin[kMaxDomainRanks + 1];   // rows for lower ranks
-  uint32_t pair_begin[kMaxDomainRanks + 1];  // pairs for lower ranks
-};
 
 // How far this rank is; kept in device memory so that a captured graph advances it, too.
 struct Progress {
@@ -119,12 +126,18 @@ struct Progress {
 struct PlanSizes {
   uint32_t num_rows = 0;  // of the output
   uint32_t received_rows = 0, received_pairs = 0, sent_pairs = 0;
-  uint32_t most_tokens = 0, most_sent_rows = 0;  // of any rank
+  uint32_t most_tokens = 0;  // of any rank
+  uint32_t most_pieces = 0;  // that any chunk of tokens of any rank has in any domain
+  // Where there are several domains.
+  uint32_t shipped_rows = 0;  // of our streams to others
+  uint32_t relayed_rows = 0;  // of the streams that we merge for others
+  uint32_t sent_addends = 0;  // pieces of our tokens in our domain, and sums from others
 
   // With memory for `most`.
   constexpr bool fits(const PlanSizes& most) const {
     return num_rows <= most.num_rows && received_rows <= most.received_rows && received_pairs <= most.received_pairs &&
-           sent_pairs <= most.sent_pairs && most_tokens <= most.most_tokens;
+           sent_pairs <= most.sent_pairs && most_tokens <= most.most_tokens && shipped_rows <= most.shipped_rows &&
+           relayed_rows <= most.relayed_rows && sent_addends <= most.sent_addends;
   }
 };
 
@@ -133,20 +146,31 @@ struct Local {
   uint64_t entered = 0;  // epoch of the operation whose kernels run
   uint64_t stop = 0;  // 1: an error is known, kernels return. Writers: kernels of this rank, its host
   uint64_t counted = 0;  // epoch whose tiles have all been counted
+  uint64_t packed = 0;   // epoch whose packets are complete, and of a new plan all that is known of its streams
+  uint64_t values_relayed = 0;  // epoch whose values are in the rings to their sources
   uint64_t planned = 0;  // epoch whose PlanScratch is complete
   uint64_t routing_hash = 0;  // of a routing that is compared with a plan's; the last to add resets it
-  uint32_t arrived[8] = {};  // blocks that are through with something, by Arrival; the last resets it
-  uint32_t taken[3] = {};    // shares of work that have been taken, by Taken; reset when all are through
+  uint32_t arrived[9] = {};  // blocks that are through with something, by Arrival; the last resets it
+  uint32_t taken[4] = {};    // shares of work that have been taken, by Taken; reset when all are through
   uint64_t block_hash[kMaxBlocks] = {};
   uint64_t step_nsec[kNumSteps] = {};  // what block 0 has spent in a step, since creation
 };
 
+struct ListEntry;
+struct PairEntry;
 // What a new plan is made of, between the kernels that make it.
 struct PlanScratch {
   // By source: its received rows and pairs, which are numbered in the given order of sources.
-  uint32_t row_begin[kMaxDomainRanks], row_end[kMaxDomainRanks];
-  uint32_t slot_begin[kMaxDomainRanks], slot_end[kMaxDomainRanks];
-  uint32_t value_begin[kMaxDomainRanks];  // as in PlanView
+  uint32_t row_begin[kMaxRanks], row_end[kMaxRanks];
+  uint32_t slot_begin[kMaxRanks], slot_end[kMaxRanks];
+  uint32_t value_begin[kMaxRanks];  // as in PlanView
+  // Of its packet: its rows for us; all its pairs, and their values; numbers of earlier chunks of tokens.
+  const ListEntry* lists[kMaxRanks];
+  const PairEntry* pairs[kMaxRanks];
+  const float* values[kMaxRanks];
+  const uint32_t *chunk_rows[kMaxRanks], *chunk_pieces[kMaxRanks], *chunk_streams[kMaxRanks];
+  const uint32_t* stream_pieces[kMaxRanks];
+  uint32_t num_tokens[kMaxRanks], stream_rows[kMaxRanks], num_pairs[kMaxRanks];
   PlanSizes sizes;
   // Followed by uint32 slot_base[ranks][experts of a rank], padding[experts of a rank][2], size[experts of a rank].
 };
@@ -185,19 +209,29 @@ struct PlanView {
   // Of this rank as destination.
   uint32_t* row_begin = nullptr;    // [ranks] a source's rows, numbered in the given order of sources
   uint32_t* row_end = nullptr;      // [ranks]
-  uint32_t* value_begin = nullptr;  // [ranks] a source's number of the pair = our number + value_begin (mod 2^32)
-  uint32_t* chunk_rows = nullptr;   // [ranks][chunks + 1] the source's rows of earlier chunks of its tokens
-  uint32_t* chunk_pieces = nullptr; // [ranks][chunks + 1] the source's pieces of earlier chunks of its tokens
+  uint32_t* value_begin = nullptr;  // [ranks] number of a pair in its source's packet = ours + value_begin (mod 2^32)
+  uint32_t* chunk_rows = nullptr;   // [ranks][chunks + 1] the source's rows for us of earlier chunks of its tokens
+  uint32_t* chunk_pieces = nullptr; // [ranks][chunks + 1] its pieces in our domain of earlier chunks
   uint32_t* chunks = nullptr;       // [ranks] chunks of a source's tokens
   uint32_t* padding = nullptr;      // [experts of a rank][2]: slots that are padding
   uint32_t* row_token = nullptr;    // [received rows]
-  uint32_t* row_piece = nullptr;    // [received rows] number among the source's pieces
+  uint32_t* row_piece = nullptr;    // [received rows] number among the source's pieces in our domain
   uint32_t* row_slot = nullptr;     // [received rows + 1] into slots
   uint32_t* slots = nullptr;        // [received pairs] of expert-major rows; of compact ones the local expert
   // Of this rank as source.
-  uint32_t* piece_begin = nullptr;  // [tokens + 1] pieces of earlier tokens
+  uint32_t* addend_begin = nullptr; // [tokens + 1] addends of earlier tokens: pieces, and sums from other domains
   uint32_t* pair_begin = nullptr;   // [ranks + 1] pairs for lower ranks
   uint32_t* pair_place = nullptr;   // [sent pairs] index in the caller's [T, width] values
+  // Where there are several domains; else nullptr.
+  uint32_t* row_position = nullptr;   // [received rows] in the stream
+  uint32_t* chunk_streams = nullptr;  // [ranks][chunks + 1] rows of the source's stream of earlier chunks
+  uint32_t* sent_chunks = nullptr;    // [domains][chunks + 1] rows of our stream of earlier chunks
+  uint32_t* sent_begin = nullptr;     // [domains + 1] into sent_tokens; nothing of our own
+  uint32_t* sent_tokens = nullptr;    // [rows for other domains] token of each row of our streams
+  uint32_t* addends = nullptr;        // [addends] number of a piece, or kReturned | domain << 16 | row of the stream
+  uint32_t* relayed_begin = nullptr;  // [streams] into relayed_piece; the first is nothing
+  uint32_t* relayed_pairs = nullptr;  // [streams] pairs of a stream
+  uint32_t* relayed_piece = nullptr;  // [relayed rows, one more for each stream] pieces of earlier rows
   uint32_t num_tokens = 0;
   uint32_t num_chunks = 0;          // of the rank with the most tokens
   uint32_t num_slots = 0;           // of the caller's rows: higher slots are dropped
@@ -205,17 +239,24 @@ struct PlanView {
   // [i, compact_width], and `slots` holds the experts instead.
   uint32_t compact_width = 0;
 };
+constexpr uint32_t kReturned = 1u << 31;
 
-// What every kernel knows of the domain.
+struct Net;
+// What every kernel knows of the group.
 struct Domain {
   Offsets at;
-  uint8_t* base[kMaxDomainRanks];  // regions, mapped here
-  uint32_t rank;                   // index in the domain
+  uint8_t* base[kMaxRanks];     // regions of our domain, mapped here
+  uint32_t rank;                // ours
+  uint32_t first, end;          // of our domain
   uint32_t experts_per_rank;
-  uint32_t source_order[kMaxDomainRanks];
+  uint32_t source_order[kMaxRanks];
+  uint8_t number_of[kMaxRanks];  // by group rank
+  uint8_t domain_of[kMaxRanks];
+  uint8_t first_of[kMaxRanks + 1];  // by domain, then the number of ranks
   uint64_t arrival_nsec, progress_nsec;  // deadlines
   uint32_t shared_bytes;  // a block may have
   bool bulk_copies;       // this GPU has them
+  const Net* net;         // nullptr: there is one domain
   HostError* error;
   HostCounts* counts;
 };

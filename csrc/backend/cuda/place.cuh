@@ -3,6 +3,7 @@
 
 #include "backend/cuda/bulk.cuh"
 #include "backend/cuda/device.cuh"
+#include "backend/cuda/net.cuh"
 #include "backend/cuda/numerics.cuh"
 #include "backend/cuda/plan.cuh"
 #include "backend/cuda/steps.h"
@@ -11,15 +12,18 @@ namespace uccl_ep::cuda {
 
 // The rows that a window brings, by source; in shared memory.
 struct Arrivals {
-  uint32_t begin[kMaxDomainRanks], end[kMaxDomainRanks];  // rows of the window
-  uint32_t all_end[kMaxDomainRanks];                      // of a new plan: rows of all windows
-  uint32_t most;                                          // of a source
+  uint32_t begin[kMaxRanks], end[kMaxRanks];  // rows of the window
+  uint32_t all_end[kMaxRanks];                // of a new plan: rows of all windows
+  uint32_t position[kMaxRanks];               // in its stream, of the window's first row of it
+  uint32_t slot[kMaxRanks];                   // of another domain: where its first chunk lies in the ring
+  uint64_t chunks[kMaxRanks];                 // and how many there were before
+  uint32_t most;                              // of a source
 };
 
 // By a crew. Later windows of a new plan are planned, too, and not placed yet.
 template <bool kFresh>
-__device__ inline void find_arrivals(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
-                                     const PlaceArgs& args, Arrivals& out) {
+__device__ inline void find_arrivals(const Crew& crew, const Domain& d, const PlanView& plan, const PlaceArgs& args,
+                                     Arrivals& out) {
   const uint32_t per_window = args.window_tokens / kChunkTokens, entries = plan.num_chunks + 1;
   const uint32_t first_chunk = args.window * per_window;
   const bool whole = plan.num_chunks <= per_window;
@@ -28,10 +32,16 @@ __device__ inline void find_arrivals(const Crew& crew, const Domain& d, const Op
     const uint32_t end = (kFresh ? scratch(d).row_end : plan.row_end)[s];
     out.begin[s] = base;
     out.end[s] = out.all_end[s] = end;
+    out.position[s] = args.window * args.window_tokens;
+    if (!in_domain(d, s)) {
+      out.chunks[s] = net_state(d).received[s];
+      out.slot[s] = static_cast<uint32_t>(out.chunks[s] % d.at.row_slots);
+      if (args.window > 0) out.position[s] = plan.chunk_streams[s * entries + min(first_chunk, plan.num_chunks)];
+    }
     if (whole) continue;
     if (kFresh) {
-      const uint32_t chunks = (header(d, s, op.epoch).num_tokens + kChunkTokens - 1) / kChunkTokens;
-      out.end[s] = base + chunk_rows(d, s, op.half, d.rank)[min(per_window, chunks)];
+      const uint32_t chunks = (scratch(d).num_tokens[s] + kChunkTokens - 1) / kChunkTokens;
+      out.end[s] = base + scratch(d).chunk_rows[s][min(per_window, chunks)];
     } else {
       const uint32_t* const rows_before = plan.chunk_rows + s * entries;
       out.begin[s] = base + rows_before[min(first_chunk, plan.num_chunks)];
@@ -50,9 +60,9 @@ __device__ inline void find_arrivals(const Crew& crew, const Domain& d, const Op
 // neighbours read different peers.
 template <bool kFresh>
 struct RowBatch {
-  uint32_t source = 0, token = 0, row = 0;
+  uint32_t source = 0, position = 0, row = 0;  // position: in the window's part of the stream
   uint32_t first = 0, count = 0;         // `count` pairs from `first` on; 0: nothing to place
-  bool ready = false;                    // its chunk has been staged
+  bool ready = false;                    // its chunk has been staged, or has arrived
 
   RowBatch() = default;
   __device__ __forceinline__ RowBatch(const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args,
@@ -63,15 +73,15 @@ struct RowBatch {
     source = s;
     if constexpr (kFresh) {
       const PlanScratch& from = scratch(d);
-      const uint4 raw = *reinterpret_cast<const uint4*>(list(d, s, op.half, d.rank) + row - arrivals.begin[s]);
-      const ListEntry entry{raw.x, raw.y, raw.z, raw.w};
-      token = entry.token;
-      first = from.slot_begin[s] + entry.first_slot;
-      count = entry.num_pairs;
-      plan.row_token[row] = token;
-      plan.row_piece[row] = entry.piece;
+      const uint4 raw = *reinterpret_cast<const uint4*>(from.lists[s] + (row - arrivals.begin[s]));
+      first = from.slot_begin[s] + raw.x;
+      count = raw.w >> 16;
+      position = raw.z;
+      plan.row_token[row] = raw.w & 0xFFFF;
+      plan.row_piece[row] = raw.y;
       plan.row_slot[row] = first;
-      const PairEntry* const source_pairs = pairs(d, s, op.half) + (first + from.value_begin[s]);
+      if (d.net != nullptr) plan.row_position[row] = position;
+      const PairEntry* const source_pairs = from.pairs[s] + (first + from.value_begin[s]);
       const uint32_t* const base = slot_base(d) + s * d.experts_per_rank;
       for (uint32_t p = 0; p < count; ++p) {
         const uint2 pair = *reinterpret_cast<const uint2*>(source_pairs + p);
@@ -79,35 +89,61 @@ struct RowBatch {
       }
       if (row >= arrivals.end[s]) count = 0;
     } else {
-      token = plan.row_token[row];
+      position = (d.net != nullptr ? plan.row_position : plan.row_token)[row];
       first = plan.row_slot[row];
       count = plan.row_slot[row + 1] - first;
     }
-    look(d, op, args);
+    position -= arrivals.position[s];
+    look(d, op, args, arrivals);
   }
-  __device__ __forceinline__ uint32_t staged_row(const PlaceArgs& args) const {
-    return token - args.window * args.window_tokens;
+  // Its chunk in the ring, of another domain.
+  __device__ __forceinline__ uint32_t chunk(const Domain& d, const PlaceArgs& args) const {
+    return in_domain(d, source) ? position / kStageRows : position / rows_per_chunk(d, row_bytes(args));
   }
-  __device__ __forceinline__ const uint64_t* flag(const Domain& d, const PlaceArgs& args) const {
-    return rows_full(d, d.rank, source) + staged_row(args) / kStageRows;
+  __device__ __forceinline__ static uint32_t row_bytes(const PlaceArgs& args) {
+    return static_cast<uint32_t>(staged_row_bytes(args.stage.wire, args.stage.hidden));
   }
-  __device__ __forceinline__ void look(const Domain& d, const Op& op, const PlaceArgs& args) {
-    if (count > 0) ready = read_flag(flag(d, args)) >= op.epoch;
+  // Where the row lies, in units of 16 bytes of its holder's region.
+  __device__ __forceinline__ uint32_t where(const Domain& d, const Op& op, const PlaceArgs& args,
+                                            const Arrivals& arrivals) const {
+    const uint32_t stride = row_bytes(args);
+    if (in_domain(d, source)) return (d.at.rows + op.half * d.at.half_bytes + uint64_t{position} * stride) / 16;
+    const uint64_t offset = ring_offset(d, arrivals.slot[source], d.at.row_slots, position, stride);
+    return (d.net->from[source].rows + offset) / 16;
+  }
+  __device__ __forceinline__ const uint64_t* flag(const Domain& d) const {
+    return in_domain(d, source) ? rows_full(d, d.rank, source) + position / kStageRows
+                                : &net_state(d).rows_there[source];
+  }
+  __device__ __forceinline__ uint64_t wanted(const Domain& d, const Op& op, const PlaceArgs& args,
+                                             const Arrivals& arrivals) const {
+    return in_domain(d, source) ? op.epoch : arrivals.chunks[source] + chunk(d, args) + 1;
+  }
+  __device__ __forceinline__ void look(const Domain& d, const Op& op, const PlaceArgs& args,
+                                       const Arrivals& arrivals) {
+    if (count > 0) ready = read_flag(flag(d)) >= wanted(d, op, args, arrivals);
   }
   // By the warp: row `i` has been staged. What else has arrived meanwhile is noted, too.
-  __device__ __forceinline__ bool wait(const Domain& d, const Op& op, const PlaceArgs& args, uint32_t i,
-                                       uint32_t lane) {
+  __device__ __forceinline__ bool wait(const Domain& d, const Op& op, const PlaceArgs& args, const Arrivals& arrivals,
+                                       uint32_t i, uint32_t lane) {
     if (__shfl_sync(kFullWarp, ready, i)) return true;
-    if (!ready) look(d, op, args);
+    if (!ready) look(d, op, args, arrivals);
     bool good = true;
     if (lane == i && !ready) {
-      good =
-          wait_peer(d, flag(d, args), op.epoch, Step::kPlace, source, static_cast<int>(staged_row(args) / kStageRows));
+      good = wait_peer(d, flag(d), wanted(d, op, args, arrivals), op.epoch, Step::kPlace, source,
+                       static_cast<int>(chunk(d, args)));
       ready = true;
     }
     good = __all_sync(kFullWarp, good);
     __syncwarp();  // orders what the lanes have read before what any of them does next
     return good;
+  }
+  // By the warp: row `i`, whose turn it is.
+  __device__ __forceinline__ const uint8_t* at_lane(const Domain& d, const Op& op, const PlaceArgs& args,
+                                                    const Arrivals& arrivals, uint32_t i) const {
+    const uint32_t holder = __shfl_sync(kFullWarp, count > 0 ? holder_of(d, source) : 0, i);
+    const uint64_t units = __shfl_sync(kFullWarp, count > 0 ? where(d, op, args, arrivals) : 0, i);
+    return d.base[holder] + units * 16;
   }
 };
 
@@ -172,7 +208,6 @@ template <bool kFresh>
 __device__ void place_rows(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args,
                            const Arrivals& arrivals) {
   const uint32_t hidden = args.stage.hidden;
-  const uint64_t stride = staged_row_bytes(args.stage.wire, hidden);
   const bool codes = args.scales != nullptr;
   const uint64_t out_bytes = codes ? hidden : uint64_t{hidden} * dtype_bytes(args.stage.dtype);
   const uint32_t lane = crew.lane();
@@ -183,10 +218,9 @@ __device__ void place_rows(const Crew& crew, const Domain& d, const Op& op, cons
     for (uint32_t i = 0; i < kWarp; ++i) {
       const uint32_t count = __shfl_sync(kFullWarp, batch.count, i);
       if (count == 0) continue;
-      if (!batch.wait(d, op, args, i, lane)) return;
-      const uint32_t first = __shfl_sync(kFullWarp, batch.first, i), source = __shfl_sync(kFullWarp, batch.source, i);
-      const uint32_t staged = __shfl_sync(kFullWarp, batch.staged_row(args), i);
-      const uint8_t* const row = rows(d, source, op.half) + staged * stride;
+      if (!batch.wait(d, op, args, arrivals, i, lane)) return;
+      const uint32_t first = __shfl_sync(kFullWarp, batch.first, i);
+      const uint8_t* const row = batch.at_lane(d, op, args, arrivals, i);
       const bool compact = plan.compact_width > 0;
       const uint32_t own_slot = __shfl_sync(kFullWarp, batch.row, i);
       for (uint32_t s = 0; s < (compact ? 1 : count); ++s) {
@@ -259,16 +293,15 @@ __device__ void place_rows_bulk(const Crew& crew, const Domain& d, const Op& op,
       count = 1;
     else if (lane < count)
       slot = plan.slots[first + lane];
-    good = batch.wait(d, op, args, i, lane);
+    good = batch.wait(d, op, args, arrivals, i, lane);
     if (!good) return;
-    const uint32_t source = __shfl_sync(kFullWarp, batch.source, i);
-    const uint32_t staged = __shfl_sync(kFullWarp, batch.staged_row(args), i);
+    const uint8_t* const from = batch.at_lane(d, op, args, arrivals, i);
     stage_first[stage] = first;
     stage_count[stage] = count;
     stage_slot[stage] = slot;
     if (lane == 0) {
       proxy_fence();  // flags were read by ordinary loads, the row is read by a bulk copy
-      load_bulk(ring + stage * stride, rows(d, source, op.half) + uint64_t{staged} * stride, wire_bytes, full + stage);
+      load_bulk(ring + stage * stride, from, wire_bytes, full + stage);
     }
     ++loaded;
   };

@@ -24,6 +24,13 @@ __device__ inline void fill_padding(const Crew& crew, const Domain& d, const Pla
   }
 }
 
+// In the order of the source's packet.
+template <bool kFresh>
+__device__ __forceinline__ const float* values_of(const Domain& d, const Op& op, uint32_t source) {
+  if constexpr (kFresh) return scratch(d).values[source];
+  return reinterpret_cast<const float*>(packet(d, source, op.epoch) + packet_parts({}).values);
+}
+
 // By crews of all blocks that place, when all values have been staged. The slots of a new plan are worked out once
 // more: other blocks write them only now.
 template <bool kFresh>
@@ -35,11 +42,11 @@ __device__ inline void place_values(const Crew& crew, const Domain& d, const Op&
     const uint32_t begin = kFresh ? from.slot_begin[source] : plan.row_slot[plan.row_begin[source]];
     const uint32_t end = kFresh ? from.slot_end[source] : plan.row_slot[plan.row_end[source]];
     const uint32_t offset = (kFresh ? from.value_begin : plan.value_begin)[source];
-    const float* const staged = values(d, source, op.half);
+    const float* const staged = values_of<kFresh>(d, op, source);
     for (uint32_t p = begin + blockIdx.x * crew.size + crew.thread; p < end; p += args.num_blocks * crew.size) {
       uint32_t slot = 0;
       if constexpr (kFresh) {
-        const PairEntry pair = pairs(d, source, op.half)[p + offset];
+        const PairEntry pair = from.pairs[source][p + offset];
         slot = slot_base(d)[source * d.experts_per_rank + pair.expert] + pair.position;
       } else {
         slot = plan.slots[p];
@@ -59,13 +66,13 @@ __device__ inline void place_experts(const Crew& crew, const Domain& d, const Op
     const uint32_t source = rotated(d, r);
     const uint32_t row_begin = (kFresh ? from.row_begin : plan.row_begin)[source];
     const uint32_t offset = (kFresh ? from.value_begin : plan.value_begin)[source];
-    const float* const staged = values(d, source, op.half);
+    const float* const staged = values_of<kFresh>(d, op, source);
     const uint32_t end = min((kFresh ? from.row_end : plan.row_end)[source], plan.num_slots);
     for (uint32_t row = row_begin + blockIdx.x * crew.size + crew.thread; row < end;
          row += args.num_blocks * crew.size) {
       uint32_t first = 0, count = 0;
       if constexpr (kFresh) {
-        const ListEntry entry = list(d, source, op.half, d.rank)[row - row_begin];
+        const ListEntry entry = from.lists[source][row - row_begin];
         first = from.slot_begin[source] + entry.first_slot;
         count = entry.num_pairs;
       } else {
@@ -75,7 +82,7 @@ __device__ inline void place_experts(const Crew& crew, const Domain& d, const Op
       for (uint32_t j = 0; j < width; ++j) {
         const uint64_t to = uint64_t{row} * width + j;
         uint32_t expert = 0;
-        if (j < count) expert = kFresh ? pairs(d, source, op.half)[first + j + offset].expert : plan.slots[first + j];
+        if (j < count) expert = kFresh ? from.pairs[source][first + j + offset].expert : plan.slots[first + j];
         args.row_experts[to] = j < count ? static_cast<int64_t>(expert) : -1;
         if (args.row_values != nullptr) args.row_values[to] = j < count ? staged[first + j + offset] : 0.0f;
       }

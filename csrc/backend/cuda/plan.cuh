@@ -26,15 +26,57 @@ __device__ __forceinline__ bool has_memory(const Domain& d, const PlaceArgs& arg
 
 // What a source has for us, and what it has at all.
 struct FromSource {
-  uint32_t rows, pairs, first_pair, tokens, sent_rows;
+  uint32_t rows, pairs, first_pair, tokens, stream_rows, most_pieces;
 };
+
+// By a warp: what a source's header says, and where the parts of its packet lie.
+__device__ inline FromSource read_header(const Domain& d, const Op& op, uint32_t source, bool with_values) {
+  const uint8_t* const bytes = packet(d, source, op.epoch);
+  const DeviceHeader& h = *reinterpret_cast<const DeviceHeader*>(bytes);
+  const uint32_t member = d.rank - d.first, members = d.end - d.first;
+  const uint32_t first_row = h.row_begin[member], end_row = h.row_begin[member + 1], all_rows = h.row_begin[members];
+  const uint32_t first_pair = h.pair_begin[member], end_pair = h.pair_begin[member + 1];
+  const uint32_t all_pairs = h.pair_begin[members], tokens = h.num_tokens, stream_rows = h.stream_rows;
+  const uint32_t most_pieces = h.most_pieces;
+  const uint64_t entries = (tokens + kChunkTokens - 1) / kChunkTokens + 1;
+  if (threadIdx.x % kWarp == 0) {
+    const PacketParts parts =
+        packet_parts({members, d.experts_per_rank, tokens, all_rows, all_pairs, stream_rows, with_values});
+    PlanScratch& plan = scratch(d);
+    plan.lists[source] = reinterpret_cast<const ListEntry*>(bytes + parts.lists) + first_row;
+    plan.pairs[source] = reinterpret_cast<const PairEntry*>(bytes + parts.pairs);
+    plan.values[source] = reinterpret_cast<const float*>(bytes + parts.values);
+    plan.chunk_rows[source] = reinterpret_cast<const uint32_t*>(bytes + parts.chunk_rows) + member * entries;
+    plan.chunk_pieces[source] = reinterpret_cast<const uint32_t*>(bytes + parts.chunk_pieces);
+    plan.chunk_streams[source] = reinterpret_cast<const uint32_t*>(bytes + parts.chunk_streams);
+    plan.stream_pieces[source] = reinterpret_cast<const uint32_t*>(bytes + parts.stream_pieces);
+    plan.num_tokens[source] = tokens;
+    plan.stream_rows[source] = stream_rows;
+    plan.num_pairs[source] = all_pairs;
+  }
+  return {end_row - first_row, end_pair - first_pair, first_pair, tokens, stream_rows, most_pieces};
+}
+
+// By one thread: what our own packets say.
+__device__ inline PlanSizes sent_sizes(const Domain& d, const Op& op) {
+  PlanSizes sizes;
+  for (uint32_t to = 0; to < d.at.num_domains; ++to) {
+    const DeviceHeader& h = *reinterpret_cast<const DeviceHeader*>(own_packet(d, to, op.epoch));
+    const uint32_t members = d.first_of[to + 1] - d.first_of[to];
+    sizes.sent_pairs += h.pair_begin[members];
+    sizes.shipped_rows += h.stream_rows;  // none of our own domain
+    if (to == own_domain(d)) sizes.sent_addends += h.row_begin[members];
+  }
+  sizes.sent_addends += sizes.shipped_rows;
+  return sizes;
+}
 
 // By a crew of one block: when all ranks have entered, the counts for the host, and what places rows. `shared`: memory
 // for three numbers per expert of the group. Nothing comes of it if a rank is missing or has called something else.
 __device__ inline void count_received(const Crew& crew, const Domain& d, const Op& op, const OpSignature& signature,
                                       uint64_t call, uint32_t* shared) {
   const uint32_t ranks = d.at.num_ranks, experts = d.experts_per_rank;
-  __shared__ FromSource from[kMaxDomainRanks];
+  __shared__ FromSource from[kMaxRanks];
   uint32_t* const counts = shared;                   // [ranks][experts]
   uint32_t* const begin = shared + d.at.num_experts;  // [experts]
   uint32_t* const exact = begin + experts;            // [experts]
@@ -42,7 +84,7 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
   const Bases base(d);
   uint32_t* const host = reinterpret_cast<uint32_t*>(d.counts + 1);
   // A warp that waits for several, one after the other, would have as many deadlines.
-  if (ranks > crew.warps() && !wait_all(crew, d, d.at.header_full, op.epoch, Step::kExchange, true)) return;
+  if (ranks > crew.warps() && !wait_entered(crew, d, op.epoch)) return;
   bool good = true;
   // Two warps for each source, so that all that is read of it is under way at a time.
   for (uint32_t i = crew.warp(); i < 2 * ranks && good; i += crew.warps()) {
@@ -51,14 +93,13 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
         kFullWarp, wait_flag(d, at<uint64_t>(d, d.rank, d.at.header_full) + s, op.epoch, Step::kExchange, s, -1, true));
     if (good && i >= ranks) good = __all_sync(kFullWarp, crew.lane() != 0 || is_alike(d, op.epoch, s));
     if (!good || i >= ranks) continue;
-    const DeviceHeader& h = header(d, s, op.epoch);
-    const uint32_t first_row = h.row_begin[d.rank], end_row = h.row_begin[d.rank + 1], all_rows = h.row_begin[ranks];
-    const uint32_t first_pair = h.pair_begin[d.rank], end_pair = h.pair_begin[d.rank + 1], tokens = h.num_tokens;
-    for (uint32_t l = crew.lane(); l < experts; l += kWarp)
-      counts[s * experts + l] = header_counts(d, s, op.epoch)[d.rank * experts + l];
-    if (crew.lane() == 0) from[s] = {end_row - first_row, end_pair - first_pair, first_pair, tokens, all_rows};
+    const uint32_t* const theirs =
+        reinterpret_cast<const uint32_t*>(packet(d, s, op.epoch) + packet_parts({}).counts) +
+        (d.rank - d.first) * experts;
+    const FromSource read = read_header(d, op, s, signature.with_values != 0);
+    for (uint32_t l = crew.lane(); l < experts; l += kWarp) counts[s * experts + l] = theirs[l];
+    if (crew.lane() == 0) from[s] = read;
   }
-  const uint32_t sent_pairs = header(d, d.rank, op.epoch).pair_begin[ranks];
   if (!crew.all(good)) return;
   if (crew.warp() == 0) {  // the segments of the experts, one after the other
     uint32_t first_slot = 0;
@@ -79,8 +120,7 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
       first_slot = __shfl_sync(kFullWarp, end, kWarp - 1);
     }
     if (crew.lane() == 0) {
-      PlanSizes sizes;
-      sizes.sent_pairs = sent_pairs;
+      PlanSizes sizes = sent_sizes(d, op);
       for (uint32_t i = 0; i < ranks; ++i) {
         const uint32_t s = d.source_order[i];
         plan.row_begin[s] = sizes.received_rows;
@@ -89,8 +129,11 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
         plan.row_end[s] = sizes.received_rows += from[s].rows;
         plan.slot_end[s] = sizes.received_pairs += from[s].pairs;
         sizes.most_tokens = max(sizes.most_tokens, from[s].tokens);
-        sizes.most_sent_rows = max(sizes.most_sent_rows, from[s].sent_rows);
+        sizes.most_pieces = max(sizes.most_pieces, from[s].most_pieces);
       }
+      if (d.net != nullptr)
+        for (uint32_t k = 1; k <= d.net->num_relayed; ++k)
+          sizes.relayed_rows += from[d.net->relayed[k].source].stream_rows;
       sizes.num_rows = signature.compact_width > 0 ? sizes.received_rows : first_slot;
       plan.sizes = sizes;
     }
@@ -117,40 +160,86 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
   if (crew.thread == 0) publish_flag(&d.counts->call, call);
 }
 
+// By crews of `num_blocks` blocks, where there are several domains: what is known of streams.
+__device__ inline void plan_streams(const Crew& crew, const Domain& d, const PlanView& plan, uint32_t num_blocks) {
+  const uint32_t me = blockIdx.x * crew.size + crew.thread, all = num_blocks * crew.size;
+  const PlanScratch& from = scratch(d);
+  const uint32_t entries = plan.num_chunks + 1, own_chunks = (plan.num_tokens + kChunkTokens - 1) / kChunkTokens;
+  for (uint32_t i = me; i < d.at.num_ranks * entries; i += all) {
+    const uint32_t source = i / entries, chunks = (from.num_tokens[source] + kChunkTokens - 1) / kChunkTokens;
+    const uint32_t chunk = min(i % entries, chunks);
+    plan.chunk_streams[i] = in_domain(d, source) ? chunk * kChunkTokens : from.chunk_streams[source][chunk];
+  }
+  const uint32_t* const chunks_before = at<uint32_t>(d, d.rank, d.at.sent_chunks);
+  const uint32_t* const tokens = at<uint32_t>(d, d.rank, d.at.sent_tokens);
+  const uint32_t* const addends = at<uint32_t>(d, d.rank, d.at.addends);
+  uint32_t begin = 0;
+  for (uint32_t to = 0; to < d.at.num_domains; ++to) {
+    if (me == 0) plan.sent_begin[to] = begin;
+    const uint32_t* const before = chunks_before + uint64_t{to} * (max_chunks(d) + 1);
+    const bool own = to == own_domain(d);
+    for (uint32_t c = me; c < entries; c += all)
+      plan.sent_chunks[to * entries + c] = own ? 0 : before[min(c, own_chunks)];
+    const uint32_t rows_to = own ? 0 : before[own_chunks];
+    for (uint32_t row = me; row < rows_to; row += all)
+      plan.sent_tokens[begin + row] = tokens[uint64_t{to} * d.at.max_tokens + row];
+    begin += rows_to;
+  }
+  if (me == 0) plan.sent_begin[d.at.num_domains] = begin;
+  for (uint32_t i = me; i < from.sizes.sent_addends; i += all) plan.addends[i] = addends[i];
+  begin = 0;
+  for (uint32_t k = 1; k <= d.net->num_relayed; ++k) {
+    const uint32_t source = d.net->relayed[k].source, rows_of = from.stream_rows[source];
+    if (me == 0) {
+      plan.relayed_begin[k] = begin;
+      plan.relayed_pairs[k] = from.num_pairs[source];
+    }
+    for (uint32_t row = me; row <= rows_of; row += all)
+      plan.relayed_piece[begin + row] = from.stream_pieces[source][row];
+    begin += rows_of + 1;
+  }
+}
+
 // By crews of `num_blocks` blocks: the parts of a new plan that no row stands for.
 __device__ inline void plan_heads(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
                                   uint32_t num_blocks) {
   const uint32_t ranks = d.at.num_ranks, experts = d.experts_per_rank;
   const uint32_t me = blockIdx.x * crew.size + crew.thread, all = num_blocks * crew.size;
-  const DeviceHeader& own = header(d, d.rank, op.epoch);
-  const uint32_t* const pieces = at<uint32_t>(d, d.rank, d.at.token_pieces);
+  const PlanScratch& from = scratch(d);
+  const uint32_t* const addends = at<uint32_t>(d, d.rank, d.at.token_addends);
   const uint32_t* const origin = at<uint32_t>(d, d.rank, d.at.pair_origin);
-  for (uint32_t t = me; t <= plan.num_tokens; t += all) plan.piece_begin[t] = pieces[t];
-  for (uint32_t p = me; p < own.pair_begin[ranks]; p += all) plan.pair_place[p] = origin[p];
+  for (uint32_t t = me; t <= plan.num_tokens; t += all) plan.addend_begin[t] = addends[t];
+  for (uint32_t p = me; p < from.sizes.sent_pairs; p += all) plan.pair_place[p] = origin[p];
   const uint32_t entries = plan.num_chunks + 1;
   for (uint32_t i = me; i < ranks * entries; i += all) {
     const uint32_t source = i / entries;
-    const uint32_t chunks = (header(d, source, op.epoch).num_tokens + kChunkTokens - 1) / kChunkTokens;
+    const uint32_t chunks = (from.num_tokens[source] + kChunkTokens - 1) / kChunkTokens;
     const uint32_t chunk = min(i % entries, chunks);  // beyond its last: as there
-    plan.chunk_rows[i] = chunk_rows(d, source, op.half, d.rank)[chunk];
-    plan.chunk_pieces[i] = chunk_pieces(d, source, op.half)[chunk];
+    plan.chunk_rows[i] = from.chunk_rows[source][chunk];
+    plan.chunk_pieces[i] = from.chunk_pieces[source][chunk];
   }
+  if (d.net != nullptr) plan_streams(crew, d, plan, num_blocks);
   if (blockIdx.x != num_blocks - 1) return;
-  const PlanScratch& from = scratch(d);
   const Bases base(d);
-  for (uint32_t s = crew.thread; s <= ranks; s += crew.size) {
-    plan.pair_begin[s] = own.pair_begin[s];
-    if (s == ranks) break;
+  for (uint32_t s = crew.thread; s < ranks; s += crew.size) {
+    const uint32_t to = d.domain_of[s];
+    uint32_t before = 0;  // pairs for lower domains
+    for (uint32_t lower = 0; lower < to; ++lower)
+      before += reinterpret_cast<const DeviceHeader*>(own_packet(d, lower, op.epoch))
+                    ->pair_begin[d.first_of[lower + 1] - d.first_of[lower]];
+    plan.pair_begin[s] =
+        before + reinterpret_cast<const DeviceHeader*>(own_packet(d, to, op.epoch))->pair_begin[s - d.first_of[to]];
     plan.row_begin[s] = from.row_begin[s];
     plan.row_end[s] = from.row_end[s];
     plan.value_begin[s] = from.value_begin[s];
-    plan.chunks[s] = (header(d, s, op.epoch).num_tokens + kChunkTokens - 1) / kChunkTokens;
+    plan.chunks[s] = (from.num_tokens[s] + kChunkTokens - 1) / kChunkTokens;
   }
   for (uint32_t i = crew.thread; i < 2 * experts; i += crew.size) plan.padding[i] = base.padding[i];
   for (uint32_t l = crew.thread; l < experts; l += crew.size) plan.tokens_per_expert[l] = base.size[l];
   if (crew.thread == 0) {
+    plan.pair_begin[ranks] = from.sizes.sent_pairs;
     plan.row_slot[from.sizes.received_rows] = from.sizes.received_pairs;
-    *plan.routing_hash = own.routing_hash;
+    *plan.routing_hash = header(d, d.rank, op.epoch).routing_hash;
     *plan.overflow = from.sizes.num_rows > plan.num_slots;
   }
 }
@@ -160,7 +249,7 @@ __device__ __noinline__ void compare_routing(const Crew& crew, const Domain& d, 
                                              const DeviceRouting& r, uint64_t plan_id) {
   const uint64_t places = uint64_t{plan.num_tokens} * r.width;
   uint64_t hash = 0;
-  for (uint64_t i = uint64_t{blockIdx.x} * crew.size + crew.thread; i < places; i += uint64_t{gridDim.x} * crew.size) {
+  for (uint64_t i = uint64_t{blockIdx.x} * crew.size + crew.thread; i < places; i += uint64_t{workers(d)} * crew.size) {
     const long long expert = !r.is_map                                     ? static_cast<const long long*>(r.data)[i]
                              : static_cast<const uint8_t*>(r.data)[i] != 0 ? static_cast<long long>(i % r.width)
                                                                            : -1;
@@ -168,7 +257,7 @@ __device__ __noinline__ void compare_routing(const Crew& crew, const Domain& d, 
   }
   hash = crew_sum(crew, hash);
   if (crew.thread == 0) add_global(&local(d).routing_hash, hash);
-  if (!last_block(crew, d, Arrival::kHashed, gridDim.x) || crew.thread != 0) return;
+  if (!last_block(crew, d, Arrival::kHashed, workers(d)) || crew.thread != 0) return;
   const uint64_t seen = local(d).routing_hash;
   local(d).routing_hash = 0;
   if (seen != *plan.routing_hash)

@@ -3,6 +3,7 @@
 
 #include "backend/cuda/bulk.cuh"
 #include "backend/cuda/device.cuh"
+#include "backend/cuda/net.cuh"
 #include "backend/cuda/numerics.cuh"
 #include "backend/cuda/steps.h"
 
@@ -126,7 +127,7 @@ __device__ __forceinline__ void row_staged(const Crew& crew, Staged& staged) {
 }
 // By one warp beside the crew, which does not wait for the flags: on a link full of rows their way takes its time.
 __device__ inline void tell_staged(const Domain& d, const Op& op, const StageShare& share, Staged& staged) {
-  const uint32_t lane = threadIdx.x % kWarp, end = share.chunks(), ranks = d.at.num_ranks;
+  const uint32_t lane = threadIdx.x % kWarp, end = share.chunks(), ranks = d.end - d.first;
   for (uint32_t told = 0, looks = 1; told < end; ++looks) {
     const uint32_t done =
         __reduce_min_sync(kFullWarp, lane < kStageWarps ? read_shared(&staged.chunks[lane]) : kFullWarp);
@@ -138,8 +139,91 @@ __device__ inline void tell_staged(const Domain& d, const Op& op, const StageSha
     __syncwarp();  // orders what the lanes have read before what any of them writes
     fence_system();
     for (uint32_t i = lane; i < (done - told) * ranks; i += kWarp)
-      store_flag(rows_full(d, i % ranks, d.rank) + share.first + (told + i / ranks) * share.count, op.epoch);
+      store_flag(rows_full(d, d.first + i % ranks, d.rank) + share.first + (told + i / ranks) * share.count, op.epoch);
     told = done;
+  }
+}
+
+// By a warp: one row, copied or quantised.
+__device__ __forceinline__ void stage_row(const StageArgs& args, uint32_t token, uint8_t* to, uint32_t lane) {
+  const uint32_t vectors = args.hidden * dtype_bytes(args.dtype) / 16;
+  const uint4* const from = reinterpret_cast<const uint4*>(args.x) + uint64_t{token} * vectors;
+  if (args.wire == Dtype::kFp8 && args.fp8_pow2)
+    quantise_row<true>(from, to, args.hidden, lane);
+  else if (args.wire == Dtype::kFp8)
+    quantise_row_divided(from, to, args.hidden, lane);
+  else
+    copy_row(from, reinterpret_cast<uint4*>(to), vectors, lane);
+}
+
+// The part of our stream to a domain that a window ships. Of a new plan, which is not complete yet, the first.
+template <bool kFresh>
+__device__ inline StreamPart sent_part(const Domain& d, const PlanView& plan, const PlaceArgs& args, uint32_t to) {
+  const uint32_t row_bytes = static_cast<uint32_t>(staged_row_bytes(args.stage.wire, args.stage.hidden));
+  const uint32_t chunks = (args.stage.num_tokens + kChunkTokens - 1) / kChunkTokens;
+  const uint32_t per_window = args.window_tokens / kChunkTokens;
+  const uint32_t first = min(args.window * per_window, chunks), end = min(first + per_window, chunks);
+  const uint32_t* const before =
+      kFresh ? at<uint32_t>(d, d.rank, d.at.sent_chunks) + uint64_t{to} * (max_chunks(d) + 1)
+             : plan.sent_chunks + uint64_t{to} * (plan.num_chunks + 1);
+  if (to == own_domain(d)) return {};
+  return part_of(d, __ldcg(before + first), __ldcg(before + end), row_bytes);
+}
+
+// By a crew of kStageWarps, one of `share.count`: rows for other domains, into the rings, domain by domain in turn.
+template <bool kFresh>
+__device__ __noinline__ void stage_streams(const Crew crew, const Domain& d, const PlanView& plan,
+                                           const PlaceArgs& args, uint32_t first, uint32_t count) {
+  const uint32_t row_bytes = static_cast<uint32_t>(staged_row_bytes(args.stage.wire, args.stage.hidden));
+  const NetState& state = net_state(d);
+  __shared__ StreamPart parts[kMaxRanks];
+  __shared__ uint32_t most;
+  bool good = true;
+  if (crew.thread == 0) most = 0;
+  for (uint32_t to = crew.thread; to < d.at.num_domains; to += crew.size) {
+    parts[to] = sent_part<kFresh>(d, plan, args, to);
+    // What the slots held two windows ago has left.
+    if (to != own_domain(d))
+      good &= wait_flag(d, state.rows_gone + to, state.sent_before[to], Step::kShip, d.first_of[to]);
+  }
+  if (!crew.all(good)) return;
+  if (crew.thread == 0)
+    for (uint32_t to = 0; to < d.at.num_domains; ++to) most = max(most, parts[to].end - parts[to].first);
+  crew.sync();
+  const uint32_t per_chunk = rows_per_chunk(d, row_bytes), lane = crew.lane();
+  for (uint32_t i = first; i < (most + kStageRows - 1) / kStageRows * d.at.num_domains; i += count) {
+    const uint32_t to = i % d.at.num_domains, row = i / d.at.num_domains * kStageRows + crew.warp();
+    const StreamPart part = parts[to];
+    if (part.first + row >= part.end) continue;
+    const uint32_t token =
+        kFresh ? __ldcg(at<uint32_t>(d, d.rank, d.at.sent_tokens) + uint64_t{to} * d.at.max_tokens + part.first + row)
+               : plan.sent_tokens[plan.sent_begin[to] + part.first + row];
+    const uint32_t slot = static_cast<uint32_t>(state.sent[to] % d.at.row_slots);
+    uint8_t* const out = at<uint8_t>(d, d.rank, d.net->to[to].rows) + ring_offset(d, slot, d.at.row_slots, row, row_bytes);
+    stage_row(args.stage, token, out, lane);
+    __syncwarp();
+    if (lane == 0) count_one(at<uint32_t>(d, d.rank, d.at.sent_counts) + to * d.at.row_slots + row / per_chunk);
+  }
+}
+
+// By the warp that hands chunks to the proxy.
+template <bool kFresh>
+__device__ inline void push_streams(const Domain& d, const PlanView& plan, const PlaceArgs& args) {
+  const uint32_t row_bytes = static_cast<uint32_t>(staged_row_bytes(args.stage.wire, args.stage.hidden));
+  for (uint32_t first = 0; first < d.at.num_domains; first += kWarp) {
+    const uint32_t to = first + threadIdx.x % kWarp;
+    Outgoing out;
+    if (to < d.at.num_domains && to != own_domain(d)) {
+      const StreamPart part = sent_part<kFresh>(d, plan, args, to);
+      out = {d.net->to[to].row_channel,
+             at<uint32_t>(d, d.rank, d.at.sent_counts) + to * d.at.row_slots,
+             part.end - part.first,
+             rows_per_chunk(d, row_bytes),
+             row_bytes,
+             net_state(d).sent[to],
+             0};
+    }
+    push_chunks(d, out);
   }
 }
 
@@ -147,20 +231,10 @@ __device__ inline void tell_staged(const Domain& d, const Op& op, const StageSha
 __device__ inline void stage_rows(const Crew& crew, const Domain& d, const Op& op, const StageArgs& args,
                                   const StageShare& share, Staged& staged_chunks) {
   const uint64_t stride = staged_row_bytes(args.wire, args.hidden);
-  const uint32_t vectors = args.hidden * dtype_bytes(args.dtype) / 16;
   uint8_t* const staged = rows(d, d.rank, op.half);
   for (uint32_t chunk = share.first; share.has(chunk); chunk += share.count) {
     const uint32_t row = chunk * kStageRows + crew.warp(), token = share.begin + row;
-    if (token < share.end) {
-      const uint4* const from = reinterpret_cast<const uint4*>(args.x) + uint64_t{token} * vectors;
-      uint8_t* const to = staged + row * stride;
-      if (args.wire == Dtype::kFp8 && args.fp8_pow2)
-        quantise_row<true>(from, to, args.hidden, crew.lane());
-      else if (args.wire == Dtype::kFp8)
-        quantise_row_divided(from, to, args.hidden, crew.lane());
-      else
-        copy_row(from, reinterpret_cast<uint4*>(to), vectors, crew.lane());
-    }
+    if (token < share.end) stage_row(args, token, staged + row * stride, crew.lane());
     row_staged(crew, staged_chunks);
   }
 }
@@ -218,15 +292,19 @@ __device__ inline void stage_rows_bulk(const Crew& crew, const Domain& d, const 
 }
 #endif
 
-// By crews of all blocks: fp32 per pair, in the order of the plan.
-__device__ inline void stage_values(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
+// By crews of all blocks: fp32 per pair, in the order of the plan. True in the last block.
+__device__ inline bool stage_values(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
                                     const float* from) {
-  float* const staged = values(d, d.rank, op.half);
-  const uint32_t sent = plan.pair_begin[d.at.num_ranks];
-  for (uint32_t p = blockIdx.x * crew.size + crew.thread; p < sent; p += gridDim.x * crew.size)
-    staged[p] = from[plan.pair_place[p]];
-  if (last_block(crew, d, Arrival::kValues, gridDim.x) && going(crew, d))
-    publish_all(crew, d, d.at.values_full, op.epoch);
+  const uint32_t me = blockIdx.x * crew.size + crew.thread, all = workers(d) * crew.size;
+  for (uint32_t to = 0; to < d.at.num_domains; ++to) {
+    const uint32_t begin = plan.pair_begin[d.first_of[to]], end = plan.pair_begin[d.first_of[to + 1]];
+    uint8_t* const bytes = own_packet(d, to, op.epoch);
+    float* const staged = reinterpret_cast<float*>(bytes + packet_parts({}).values);
+    for (uint32_t p = begin + me; p < end; p += all) staged[p - begin] = from[plan.pair_place[p]];
+    if (me == 0)
+      reinterpret_cast<DeviceHeader*>(bytes)->pair_begin[d.first_of[to + 1] - d.first_of[to]] = end - begin;
+  }
+  return last_block(crew, d, Arrival::kValues, workers(d));
 }
 
 }  // namespace uccl_ep::cuda

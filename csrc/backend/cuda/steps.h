@@ -12,7 +12,7 @@ namespace uccl_ep::cuda {
 cudaError_t load_dispatch(uint32_t shared_bytes);
 cudaError_t load_combine(uint32_t shared_bytes);
 // Shared memory that a block needs at least to route tokens.
-uint32_t routing_bytes(uint32_t num_experts, uint32_t num_ranks, uint32_t tiles = 1);
+uint32_t routing_bytes(const Offsets& at, uint32_t tiles = 1);
 
 // The router's output on the device. topk: int64 [T, width], -1 = dropped. map: bool [T, width = experts].
 struct DeviceRouting {
@@ -51,6 +51,7 @@ struct PlaceArgs {
   uint64_t call = 0;  // that the host knows the counts by
   bool routing_compared = false;
   uint32_t window = 0, window_tokens = 0;
+  bool counted = false;            // the host counts this launch: see Engine::note_launched
   uint32_t num_blocks = 0;         // that place
   uint32_t ring_warps = 0;         // of a block, that have shared memory for bulk copies
   uint32_t kept_tiles = 1;         // of a new routing, for which a block has shared memory
@@ -66,7 +67,8 @@ cudaError_t launch_dispatch(const Domain& domain, const PlanView& plan, const Pl
 // A window of a combine: folds what came here and, side by side, merges what comes back.
 struct CombineArgs {
   OpSignature signature{};
-  uint32_t window = 0, window_pieces = 0;
+  uint32_t window = 0, window_tokens = 0;
+  bool counted = false;               // as above
   bool is_last = true;                // of the combine's windows
   bool may_drop = false;              // the plan may have slots that `rows` has not
   uint32_t hidden = 0;

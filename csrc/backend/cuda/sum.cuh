@@ -43,7 +43,7 @@ __device__ __forceinline__ void put_values(const float (&sum)[8], float* to) {
 // A sum, as the lane sees it that looked it up.
 struct Sum {
   uint32_t count = 0;   // addends; 0: there is none
-  uint32_t first = 0;   // Work::addend(first + i) is the i-th
+  uint32_t first = 0;   // Work::place(sum, first + i) is the i-th
   uint32_t tag = 0;     // for Work
   uint8_t* out = nullptr;
 
@@ -62,8 +62,8 @@ struct Counted {
 //   Taken taken()              where it is counted which of them have been taken
 //   uint32_t least()           sums for each warp with fewer of which all are dealt out
 //   Sum look_up(n)             once, by one lane; count 0: there is nothing to sum
-//   uint32_t place(k)          where addend k lies, in rows
-//   const uint8_t* base()      of the addends
+//   uint32_t place(sum, k)     where addend k lies, in units of 16 bytes from base()
+//   const uint8_t* base()
 //   bool wait(tag)             by the warp: the addends have arrived; false: an error is known
 //   bool reports()             count() and finish() are to be called
 //   Counted count(tag)         by one lane: the sum is visible to the GPU
@@ -85,8 +85,8 @@ struct Turns {
   __device__ Turns(const Domain& d, const Work& w, const Summers& by)
       : work(w),
         lane(by.crew.lane()),
-        shares(d, w.taken(), w.end(), by.join ? Shares::kJoins : by.crew.warp() * gridDim.x + blockIdx.x,
-               by.warps * gridDim.x, w.least()) {}
+        shares(d, w.taken(), w.end(), by.join ? Shares::kJoins : by.crew.warp() * workers(d) + blockIdx.x,
+               by.warps * workers(d), w.least()) {}
   // The next sum, in every lane; count 0: no more.
   __device__ __forceinline__ Sum next() {
     while (left == 0) {
@@ -111,7 +111,7 @@ __device__ void sum_rows(const Summers& by, const Domain& d, const Work& work, u
     for (uint32_t i = crew.lane() * 8; i < hidden; i += kWarp * 8) {
       float total[8] = {};
       for (uint32_t k = 0; k < sum.count; ++k)
-        add_values(total, reinterpret_cast<const In*>(work.base()) + uint64_t{work.place(sum.first + k)} * hidden + i);
+        add_values(total, reinterpret_cast<const In*>(work.base() + uint64_t{work.place(sum, sum.first + k)} * 16) + i);
       put_values(total, reinterpret_cast<Out*>(sum.out) + i);
     }
     if (!work.reports()) continue;
@@ -211,7 +211,7 @@ struct BulkSums {
   }
   __device__ __forceinline__ void look_ahead() {
     pending = ahead.next();
-    pending_place = lane < pending.count ? work.place(pending.first + lane) : 0;
+    pending_place = lane < pending.count ? work.place(pending, pending.first + lane) : 0;
   }
   __device__ __forceinline__ void next_load() {
     load = pending;
@@ -230,11 +230,11 @@ struct BulkSums {
       return;
     }
     uint32_t place = __shfl_sync(kFullWarp, load_place, load_addend % kWarp);
-    if (load_addend >= kWarp) place = work.place(load.first + load_addend);
+    if (load_addend >= kWarp) place = work.place(load, load.first + load_addend);
     if (lane == 0) {
       commit_stores();
       wait_stores_read<kLag>();
-      load_bulk(ring + load_slot * kSegment, work.base() + uint64_t{place} * row_bytes + load_at, part(load_at),
+      load_bulk(ring + load_slot * kSegment, work.base() + uint64_t{place} * 16 + load_at, part(load_at),
                 full + load_slot * 8);
     }
     ++loaded;

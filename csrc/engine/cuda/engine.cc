@@ -8,6 +8,7 @@
 #include <map>
 #include <stdexcept>
 
+#include "backend/cuda/packet.h"
 #include "common/units.h"
 
 namespace uccl_ep {
@@ -16,27 +17,31 @@ namespace {
 using cuda::must;
 using cuda::OnDevice;
 
-// The host side of the buffer moves no rows: the least of everything.
-EngineConfig life_config(EngineConfig config) {
+// The host side of the buffer moves no rows; of several domains it ships those of the GPU.
+EngineConfig life_config(EngineConfig config, const cuda::RegionLayout& layout) {
   config.hidden = kFp8Block;
   config.max_element_bytes = 2;
   config.chunk_bytes = 0;
   config.window_chunks = 0;
-  config.budget_bytes = least_budget_bytes(config);
+  if (layout.num_domains > 1)
+    config.device_rings = layout.rings;
+  else
+    config.budget_bytes = least_budget_bytes(config);
   return config;
 }
 
 uint64_t row_bytes_of(const EngineConfig& config) { return uint64_t{config.hidden} * config.max_element_bytes; }
 
-uint32_t ranks_of(const EngineConfig& config) {
-  const Topology topo = Topology::from_labels(config.domain_of);
-  if (topo.num_domains() != 1)
-    throw UsageFailure(UsageKind::kConfig,
-                       std::to_string(topo.num_domains()) + " domains: the CUDA backend works inside one domain");
-  if (config.num_ranks > static_cast<int>(cuda::kMaxDomainRanks))
-    throw UsageFailure(UsageKind::kConfig, std::to_string(config.num_ranks) + " ranks in a domain: at most " +
-                                               std::to_string(cuda::kMaxDomainRanks));
-  return static_cast<uint32_t>(config.num_ranks);
+const EngineConfig& checked(const EngineConfig& config, uint32_t num_sms) {
+  const auto require = [](bool good, const std::string& text) {
+    if (!good) throw UsageFailure(UsageKind::kConfig, text);
+  };
+  require(config.num_ranks <= static_cast<int>(cuda::kMaxRanks),
+          std::to_string(config.num_ranks) + " ranks: the CUDA backend has at most " + std::to_string(cuda::kMaxRanks));
+  const bool several = Topology::from_labels(config.domain_of).num_domains() > 1;
+  require(!several || num_sms > 1, "num_sms = " + std::to_string(num_sms) +
+                                       " with several domains: at least 2, one sees to the network");
+  return config;
 }
 
 // Faults that are the caller's own: kernels find them, so the buffer is broken by then.
@@ -47,22 +52,30 @@ bool is_bad_routing(const cuda::HostError& error) {
 }
 
 constexpr uint64_t kPinnedBytes = kPageBytes;
-constexpr uint32_t kStaticSharedBytes = 4096;  // kernels declare less
+constexpr uint32_t kStaticSharedBytes = 5120;  // kernels declare less
 
 uint64_t pinned_bytes(const EngineConfig& config) {
   return 2 * kPinnedBytes + round_up(8 * uint64_t{config.num_experts}, kPageBytes);
 }
 
 // Memory of the host that a buffer takes, too.
-uint64_t host_bytes(const EngineConfig& config) { return pinned_bytes(config) + life_config(config).budget_bytes; }
+uint64_t host_bytes(const EngineConfig& config, const cuda::RegionLayout& layout) {
+  uint64_t bytes = pinned_bytes(config);
+  for (const auto& [name, size] : memory_entries(life_config(config, layout))) bytes += size;
+  return bytes;
+}
 
 cuda::RegionLayout layout_of(const EngineConfig& config) {
   const uint64_t least = cuda_least_budget_bytes(config);
   if (config.budget_bytes < least)
     throw UsageFailure(UsageKind::kBudget, "budget_bytes = " + std::to_string(config.budget_bytes) +
                                                ": this buffer needs at least " + std::to_string(least));
-  return cuda::make_layout(ranks_of(config), config.num_experts, row_bytes_of(config),
-                           config.budget_bytes - host_bytes(config));
+  const Topology topo = Topology::from_labels(config.domain_of);
+  const auto within = [&](uint64_t bytes) {
+    return cuda::make_layout(topo, config.num_experts, row_bytes_of(config), bytes);
+  };
+  // The less there is on the device, the less is on the host.
+  return within(config.budget_bytes - host_bytes(config, within(config.budget_bytes)));
 }
 
 // That buffers leave to others, NCCL above all.
@@ -80,14 +93,18 @@ uint32_t sms_of(int device) {
 }  // namespace
 
 std::vector<std::pair<std::string, uint64_t>> cuda_memory_entries(const EngineConfig& config) {
-  auto entries = layout_of(config).entries;
+  const cuda::RegionLayout layout = layout_of(config);
+  auto entries = layout.entries;
   entries.emplace_back("host.pinned", pinned_bytes(config));
-  for (const auto& [name, bytes] : memory_entries(life_config(config))) entries.emplace_back("host." + name, bytes);
+  for (const auto& [name, bytes] : memory_entries(life_config(config, layout)))
+    entries.emplace_back("host." + name, bytes);
   return entries;
 }
 
 uint64_t cuda_least_budget_bytes(const EngineConfig& config) {
-  return cuda::least_budget_bytes(ranks_of(config), config.num_experts, row_bytes_of(config)) + host_bytes(config);
+  const Topology topo = Topology::from_labels(config.domain_of);
+  const uint64_t least = cuda::least_budget_bytes(topo, config.num_experts, row_bytes_of(config));
+  return least + host_bytes(config, cuda::make_layout(topo, config.num_experts, row_bytes_of(config), least));
 }
 
 SmShare::SmShare(int device, uint32_t sms) : device_(device), sms_(sms) {
@@ -109,13 +126,14 @@ void SmShare::give_back() {
 }
 
 CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms, uint32_t stage_sms)
-    : config_(config),
+    : config_(checked(config, num_sms)),
+      topo_(Topology::from_labels(config.domain_of)),
       device_(device),
       num_sms_(num_sms),
       stage_sms_(std::max(num_sms, stage_sms)),
       share_(device, stage_sms_),
-      life_(life_config(config)),
       layout_(layout_of(config)),
+      life_(life_config(config, layout_)),
       socket_(config.rank, config.generation),
       regions_(static_cast<size_t>(config.num_ranks)),
       region_bytes_(regions_.size()) {
@@ -134,7 +152,7 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms,
   must(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_),
        "cudaDeviceGetAttribute");
   domain_.shared_bytes = static_cast<uint32_t>(shared_bytes) - kStaticSharedBytes;
-  if (const uint32_t needed = cuda::routing_bytes(config.num_experts, ranks_of(config)); needed > domain_.shared_bytes)
+  if (const uint32_t needed = cuda::routing_bytes(layout_); needed > domain_.shared_bytes)
     throw UsageFailure(UsageKind::kConfig, "num_experts = " + std::to_string(config.num_experts) + ": routing needs " +
                                                std::to_string(needed) + " bytes of shared memory, this GPU has " +
                                                std::to_string(domain_.shared_bytes));
@@ -182,18 +200,32 @@ void CudaEngine::connect(const std::vector<std::string>& handles) {
   ::close(own);
   for (size_t r = 0; r < fds.size(); ++r)
     if (fds[r] >= 0) regions_[r] = cuda::DeviceMapping::import(fds[r], device_, region_bytes_[r]);
+  if (topo_.num_domains() > 1) network_ = std::make_unique<Network>(life_, layout_, config_.rank, device_, regions_);
 }
 
 void CudaEngine::start() {
   const OnDevice guard(device_);
   domain_.at = layout_;
-  domain_.rank = static_cast<uint32_t>(config_.rank);
   domain_.experts_per_rank = config_.num_experts / static_cast<uint32_t>(config_.num_ranks);
-  for (size_t r = 0; r < regions_.size(); ++r) {
-    domain_.base[r] = regions_[r].base();
-    domain_.source_order[r] =
-        config_.source_order.empty() ? static_cast<uint32_t>(r) : static_cast<uint32_t>(config_.source_order[r]);
+  uint8_t number = 0;
+  for (int d = 0; d < topo_.num_domains(); ++d) {
+    domain_.first_of[d] = number;
+    for (int r : topo_.members[d]) {
+      domain_.number_of[r] = number;
+      domain_.domain_of[number] = static_cast<uint8_t>(d);
+      if (d == topo_.domain_of[config_.rank]) domain_.base[number] = regions_[r].base();
+      ++number;
+    }
   }
+  domain_.first_of[topo_.num_domains()] = number;
+  const int own = topo_.domain_of[config_.rank];
+  domain_.rank = domain_.number_of[config_.rank];
+  domain_.first = domain_.first_of[own];
+  domain_.end = domain_.first_of[own + 1];
+  for (size_t i = 0; i < regions_.size(); ++i)
+    domain_.source_order[i] =
+        domain_.number_of[config_.source_order.empty() ? i : static_cast<size_t>(config_.source_order[i])];
+  if (network_ != nullptr) domain_.net = network_->fill(domain_);
   domain_.arrival_nsec = static_cast<uint64_t>(config_.arrival_timeout_s * 1e9);
   domain_.progress_nsec = static_cast<uint64_t>(config_.progress_timeout_s * 1e9);
   int major = 0;
@@ -247,7 +279,7 @@ ErrorRecord CudaEngine::record_of(const cuda::HostError& error) const {
   record.kind = static_cast<ErrorKind>(error.kind);
   record.step = static_cast<Step>(error.step);
   record.rank = config_.rank;
-  record.peer = error.peer;
+  record.peer = rank_of(error.peer);
   record.epoch = error.epoch;
   record.chunk = error.chunk;
   record.expected = error.expected;
@@ -256,9 +288,16 @@ ErrorRecord CudaEngine::record_of(const cuda::HostError& error) const {
   return record;
 }
 
+// In the group, of a rank as kernels number it.
+int CudaEngine::rank_of(int number) const {
+  for (int rank = 0; rank < config_.num_ranks; ++rank)
+    if (domain_.number_of[rank] == number) return rank;
+  return -1;
+}
+
 std::string CudaEngine::text_of(const cuda::HostError& error) const {
   const std::string own = "rank " + std::to_string(config_.rank);
-  const std::string peer = "rank " + std::to_string(error.peer);
+  const std::string peer = "rank " + std::to_string(rank_of(error.peer));
   const std::string call = "call " + std::to_string(error.epoch) + " on the buffer: ";
   switch (static_cast<cuda::DeviceFault>(error.code)) {
     case cuda::DeviceFault::kTimeout:
@@ -266,14 +305,17 @@ std::string CudaEngine::text_of(const cuda::HostError& error) const {
              (error.kind == static_cast<uint32_t>(ErrorKind::kArrivalTimeout) ? " to enter the operation" : "");
     case cuda::DeviceFault::kMismatch: {
       std::string calls[2];
-      const int ranks[2] = {config_.rank, error.peer};
+      const int numbers[2] = {static_cast<int>(domain_.rank), error.peer};
       for (int i = 0; i < 2; ++i) {
+        const auto number = static_cast<uint32_t>(numbers[i]);
+        const bool near = number >= domain_.first && number < domain_.end;
+        const uint8_t* const packets =
+            near ? domain_.base[number] + layout_.packets : network_->packets_of(domain_, number);
         cuda::DeviceHeader header{};
-        cudaMemcpyAsync(&header,
-                        domain_.base[ranks[i]] + layout_.headers + error.epoch % cuda::kHalves * layout_.header_bytes,
-                        sizeof(header), cudaMemcpyDeviceToHost, control_stream_);
+        cudaMemcpyAsync(&header, packets + cuda::packet_slot(error.epoch) * layout_.packet_bytes, sizeof(header),
+                        cudaMemcpyDeviceToHost, control_stream_);
         cudaStreamSynchronize(control_stream_);
-        calls[i] = "rank " + std::to_string(ranks[i]) + " called " + describe(header.signature);
+        calls[i] = "rank " + std::to_string(rank_of(numbers[i])) + " called " + describe(header.signature);
       }
       return call + calls[0] + ", " + calls[1];
     }
@@ -308,6 +350,7 @@ void CudaEngine::close(bool abort) {
     watcher_.join();
     cudaStreamSynchronize(control_stream_);
   }
+  network_.reset();  // when the proxy has stopped
   regions_.clear();
   share_.give_back();
 }
@@ -320,10 +363,14 @@ std::vector<std::pair<std::string, double>> CudaEngine::stats() const {
       {"dispatch.guesses", static_cast<double>(num_guesses_)},
       {"dispatch.guesses_too_low", static_cast<double>(num_misses_)},
       {"windows", static_cast<double>(num_windows_)},
-      {"memory.allocated_bytes", static_cast<double>(layout_.total_bytes + host_bytes(config_))},
+      {"memory.allocated_bytes", static_cast<double>(layout_.total_bytes + host_bytes(config_, layout_))},
       {"memory.max_tokens", static_cast<double>(layout_.max_tokens)},
       {"memory.window_bytes", static_cast<double>(layout_.half_bytes)},
       {"memory.piece_bytes", static_cast<double>(layout_.piece_bytes)}};
+  if (network_ != nullptr)  // what the proxy counts
+    for (const auto& [name, value] : life_.stats())
+      if (name.starts_with("ship.") || name.starts_with("credit.") || name.starts_with("proxy."))
+        all.emplace_back(name, value);
   if (!started_ || closed_) return all;
   const OnDevice guard(device_);
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // the caller may be capturing a graph

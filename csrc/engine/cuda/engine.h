@@ -18,6 +18,7 @@
 #include "backend/cuda/memory.h"
 #include "backend/cuda/steps.h"
 #include "engine/cuda/guess.h"
+#include "engine/cuda/network.h"
 #include "engine/engine.h"
 
 namespace uccl_ep {
@@ -118,6 +119,8 @@ class CudaEngine {
   void check_plan(const CudaPlan& plan) const;
   void check_form(const DispatchArgs& args, const CudaPlan& plan);
   void exchange(CudaOp& op);
+  void launch(CudaOp& op);
+  bool note_launch(const CudaOp& op);
   void place_windows(CudaOp& op);
   void size_plan(CudaPlan& plan, const CudaPlan::Sizes& sizes) const;
   void check_usable() const;
@@ -128,13 +131,16 @@ class CudaEngine {
   void watch();
   ErrorRecord record_of(const cuda::HostError& error) const;
   std::string text_of(const cuda::HostError& error) const;
+  int rank_of(int number) const;
 
   const EngineConfig config_;
+  const Topology topo_;
   const int device_;
   const uint32_t num_sms_, stage_sms_;
   SmShare share_;
-  Engine life_;
   cuda::RegionLayout layout_;
+  Engine life_;
+  std::unique_ptr<Network> network_;  // where there are several domains
   cuda::Domain domain_{};
   cuda::DescriptorSocket socket_;
   std::vector<cuda::DeviceMapping> regions_;

@@ -14,31 +14,41 @@ namespace {
 using cuda::must;
 
 // Pointers of a plan into `memory`; its bytes if that is null. The order is that of PlanView.
-uint64_t lay_out(cuda::PlanView& view, const CudaPlan::Sizes& sizes, uint8_t* memory, uint64_t ranks,
-                 uint64_t experts) {
+uint64_t lay_out(cuda::PlanView& view, const CudaPlan::Sizes& sizes, uint8_t* memory, const cuda::Offsets& of) {
   uint64_t at = 0;
   const auto take = [&](auto*& pointer, uint64_t count) {
     pointer = memory == nullptr ? nullptr : reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(memory + at);
     at += sizeof(*pointer) * count;
   };
-  const uint64_t chunk_entries = ranks * (uint64_t{view.num_chunks} + 1);
+  const uint64_t ranks = of.num_ranks, experts = of.num_experts / of.num_ranks;
+  const uint64_t entries = uint64_t{view.num_chunks} + 1;
   take(view.routing_hash, 1);
   take(view.tokens_per_expert, experts);
   take(view.overflow, 1);
   take(view.row_begin, ranks);
   take(view.row_end, ranks);
   take(view.value_begin, ranks);
-  take(view.chunk_rows, chunk_entries);
-  take(view.chunk_pieces, chunk_entries);
+  take(view.chunk_rows, ranks * entries);
+  take(view.chunk_pieces, ranks * entries);
   take(view.chunks, ranks);
   take(view.padding, 2 * experts);
   take(view.row_token, sizes.received_rows);
   take(view.row_piece, sizes.received_rows);
   take(view.row_slot, uint64_t{sizes.received_rows} + 1);
   take(view.slots, sizes.received_pairs);
-  take(view.piece_begin, uint64_t{view.num_tokens} + 1);
+  take(view.addend_begin, uint64_t{view.num_tokens} + 1);
   take(view.pair_begin, ranks + 1);
   take(view.pair_place, sizes.sent_pairs);
+  if (of.num_domains == 1) return at;
+  take(view.row_position, sizes.received_rows);
+  take(view.chunk_streams, ranks * entries);
+  take(view.sent_chunks, of.num_domains * entries);
+  take(view.sent_begin, uint64_t{of.num_domains} + 1);
+  take(view.sent_tokens, sizes.shipped_rows);
+  take(view.addends, sizes.sent_addends);
+  take(view.relayed_begin, of.num_streams);
+  take(view.relayed_pairs, of.num_streams);
+  take(view.relayed_piece, uint64_t{sizes.relayed_rows} + of.num_streams);
   return at;
 }
 
@@ -78,13 +88,13 @@ void CudaEngine::check_plan(const CudaPlan& plan) const {
 // With a capacity nobody knows how many windows the others need, so there is one. A row or a piece of 1 byte: it is not
 // what limits the operation.
 void CudaEngine::check_at_once(uint64_t num_tokens, uint32_t width, uint64_t wire_bytes, uint64_t piece_bytes) const {
-  const uint64_t tokens = window_tokens(layout_, wire_bytes), pieces = window_pieces(layout_, piece_bytes);
-  const uint64_t most = num_tokens * std::min(width, domain_.at.num_ranks);
-  if (num_tokens <= tokens && most <= pieces) return;
+  const uint64_t most = width == 0 ? 0 : uint64_t{cuda::kChunkTokens} * std::min(width, layout_.num_members);
+  const uint64_t tokens = std::min(window_tokens(layout_, wire_bytes),
+                                   combine_window_tokens(layout_, piece_bytes, static_cast<uint32_t>(most)));
+  if (num_tokens <= tokens) return;
   refuse(UsageKind::kShape, std::to_string(num_tokens) +
                                 " tokens: with a capacity an operation has to fit the buffer at once, which holds " +
-                                std::to_string(tokens) + " tokens and " + std::to_string(pieces) +
-                                " partial sums of this size; a larger budget_bytes holds more");
+                                std::to_string(tokens) + " of this routing and size; a larger budget_bytes holds more");
 }
 
 void CudaEngine::check_dispatch(const DispatchArgs& args, const CudaCall& call) const {
@@ -170,6 +180,11 @@ std::shared_ptr<CudaPlan> CudaEngine::new_plan(const DispatchArgs& args) const {
   sizes.received_pairs = std::min(sizes.received_rows * most_pairs, ranks * layout_.max_pairs);
   sizes.sent_pairs = std::min(plan->view.num_tokens * args.routing.width, layout_.max_pairs);
   sizes.most_tokens = tokens;
+  if (layout_.num_domains > 1) {
+    sizes.shipped_rows = (layout_.num_domains - 1) * plan->view.num_tokens;
+    sizes.relayed_rows = (layout_.num_streams - 1) * tokens;
+    sizes.sent_addends = sizes.sent_pairs;
+  }
   size_plan(*plan, sizes);
   return plan;
 }
@@ -180,7 +195,7 @@ void CudaEngine::size_plan(CudaPlan& plan, const CudaPlan::Sizes& sizes) const {
   plan.view.num_chunks = (sizes.most_tokens + cuda::kChunkTokens - 1) / cuda::kChunkTokens;
   plan.counts_begin = sizeof(*plan.view.routing_hash);
   plan.counts_end = plan.counts_begin + sizeof(*plan.view.tokens_per_expert) * domain_.experts_per_rank;
-  plan.storage_bytes = lay_out(plan.view, sizes, nullptr, domain_.at.num_ranks, domain_.experts_per_rank);
+  plan.storage_bytes = lay_out(plan.view, sizes, nullptr, layout_);
 }
 
 std::shared_ptr<CudaOp> CudaEngine::dispatch(const DispatchArgs& args, const CudaCall& call) {
@@ -235,7 +250,19 @@ void CudaEngine::give_up_guess(CudaOp& op) {
 
 void CudaEngine::exchange(CudaOp& op) {
   op.place.fit = cuda::Fit::kNever;
+  launch(op);
+}
+
+void CudaEngine::launch(CudaOp& op) {
+  op.place.counted = note_launch(op);
   must(launch_dispatch(domain_, op.plan->view, op.place, num_sms_, stage_sms_, op.stream), "dispatch");
+}
+
+// The proxy stays awake for it. Replays of a graph are not known to the host.
+bool CudaEngine::note_launch(const CudaOp& op) {
+  if (domain_.net == nullptr || op.captured) return false;
+  life_.note_launched();
+  return true;
 }
 
 bool CudaEngine::poll_counts(CudaOp& op) {
@@ -277,13 +304,13 @@ void CudaEngine::give_output(CudaOp& op, const CudaOutput& output) {
   if (op.done != nullptr) follow(op.stream, output.stream);  // the memory may still be in use there
   cuda::PlaceArgs& place = op.place;
   if (place.state != cuda::PlanState::kKnown)
-    lay_out(plan.view, plan.sizes, output.plan, domain_.at.num_ranks, domain_.experts_per_rank);
+    lay_out(plan.view, plan.sizes, output.plan, layout_);
   place.memory = plan.sizes;
   place.rows = output.rows;
   place.scales = output.scales;
   place.row_values = output.values;
   place.row_experts = output.row_experts;
-  must(launch_dispatch(domain_, plan.view, place, num_sms_, stage_sms_, op.stream), "dispatch");
+  launch(op);
   num_windows_ += 1;
   op.placed = true;
   if (op.counts_known)
@@ -302,7 +329,7 @@ void CudaEngine::place_windows(CudaOp& op) {
   const uint32_t most_tokens = plan.has_capacity ? 0 : plan.sizes.most_tokens;
   while ((place.window + 1) * uint64_t{place.window_tokens} < most_tokens) {
     place.window += 1;
-    must(launch_dispatch(domain_, plan.view, place, num_sms_, stage_sms_, op.stream), "dispatch");
+    launch(op);
     num_windows_ += 1;
   }
   finish(op);
@@ -333,7 +360,9 @@ std::shared_ptr<CudaOp> CudaEngine::combine(const CombineArgs& args, const CudaC
   s.compact_width = plan.view.compact_width;
   s.with_capacity = plan.has_capacity;
   s.plan_id = plan.plan_id;
-  combine.window_pieces = window_pieces(layout_, piece_bytes);
+  // With a capacity there is one window.
+  combine.window_tokens = plan.has_capacity ? layout_.max_tokens
+                                            : combine_window_tokens(layout_, piece_bytes, plan.sizes.most_pieces);
   combine.may_drop = plan.has_capacity;
   combine.hidden = args.hidden;
   combine.dtype = args.dtype;
@@ -343,9 +372,10 @@ std::shared_ptr<CudaOp> CudaEngine::combine(const CombineArgs& args, const CudaC
   combine.out = args.out;
   combine.values = args.values_out;
   combine.value_bytes = uint64_t{4} * plan.view.num_tokens * plan.routing_width;
-  const uint32_t most = plan.has_capacity ? 0 : plan.sizes.most_sent_rows;
+  const uint32_t most = plan.has_capacity ? 0 : plan.sizes.most_tokens;
   do {
-    combine.is_last = (combine.window + 1) * uint64_t{combine.window_pieces} >= most;
+    combine.is_last = (combine.window + 1) * uint64_t{combine.window_tokens} >= most;
+    combine.counted = note_launch(*op);
     must(launch_combine(domain_, plan.view, combine, num_sms_, op->stream), "combine");
     combine.window += 1;
     num_windows_ += 1;

@@ -1,0 +1,58 @@
+// What a rank's kernels know of the other domains: where the rings of the transport lie, what the proxy is told and tells.
+// Nothing of it is there for a buffer of one domain.
+#pragma once
+
+#include "backend/cuda/layout.h"
+#include "queue/command.h"
+
+namespace uccl_ep::cuda {
+
+constexpr uint32_t kMaxPolled = 6 * kMaxRanks;
+
+// Constant; in device memory.
+struct Net {
+  // Another domain: our stream there, and the sums that come back. Offsets in our region.
+  struct To {
+    uint64_t packets, rows, returns;
+    uint32_t packet_channel, row_channel;
+    uint64_t* returns_taken;  // on the host: returned chunks that we are done with
+  } to[kMaxRanks];
+  // The stream of a rank to our domain. Offsets in the holder's region.
+  struct From {
+    uint32_t holder;
+    uint32_t stream;  // as which the holder merges it
+    uint64_t packets, rows;
+    uint64_t* taken;  // on the holder's host: chunks of rows that we are done with; nullptr in our domain
+  } from[kMaxRanks];
+  // A stream that we merge for another domain, from number 1 on.
+  struct Relayed {
+    uint32_t source, channel;
+    uint64_t returns;  // in our region
+  } relayed[kMaxRanks];
+  uint32_t domain, num_relayed;  // relayed[1] .. relayed[num_relayed]
+  CommandQueue commands;
+  uint64_t* ended;  // on the host: kernels that have ended
+  // Words of the hosts of our domain, and the flags here that follow them (`also`: nullptr, or one more).
+  struct Polled {
+    const uint64_t* word;
+    uint64_t *flag, *also;
+  } polled[kMaxPolled];
+  uint32_t num_polled;
+};
+
+// Chunks since creation, by channel. Kernels advance it, so that graph replays do, too.
+struct NetState {
+  uint64_t sent[kMaxRanks], sent_before[kMaxRanks];  // by domain; before the last window
+  uint64_t received[kMaxRanks];                      // by source
+  uint64_t returned[kMaxRanks];                      // by domain
+  uint64_t relayed[kMaxRanks];                       // by stream
+  uint64_t ended;
+  ProducerState producer;
+  // Flags. Writer: the relay, one warp of a kernel; readers: all blocks. Chunks that have arrived, or have left for good.
+  uint64_t rows_there[kMaxRanks];     // by source
+  uint64_t returns_there[kMaxRanks];  // by domain
+  uint64_t packets_gone[kMaxRanks], rows_gone[kMaxRanks];  // by domain
+  uint64_t returns_gone[kMaxRanks];   // by stream
+};
+
+}  // namespace uccl_ep::cuda

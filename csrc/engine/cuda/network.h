@@ -1,0 +1,49 @@
+// What a CUDA engine has beside, where there are several domains: the memory of hosts that its kernels poll and write, and
+// what they know of the transport's rings.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "backend/cuda/layout.h"
+#include "backend/cuda/memory.h"
+#include "backend/cuda/net.h"
+#include "engine/engine.h"
+#include "transport/cuda/copies.h"
+
+namespace uccl_ep {
+
+class Network {
+ public:
+  // `life` is connected. `regions`: by rank, those of other domains on this host, too. Both outlive this.
+  Network(Engine& life, const cuda::RegionLayout& layout, int rank, int device,
+          const std::vector<cuda::DeviceMapping>& regions);
+  ~Network();
+  Network(const Network&) = delete;
+  Network& operator=(const Network&) = delete;
+
+  // What kernels are told, in device memory. `domain` is complete but for this.
+  const cuda::Net* fill(const cuda::Domain& domain);
+  // Where the packets of a rank of another domain land, by the number that kernels use.
+  const uint8_t* packets_of(const cuda::Domain& domain, uint32_t number) const;
+
+ private:
+  // Memory of a member's host, as our GPU sees it.
+  uint8_t* host(int rank) const { return hosts_[static_cast<size_t>(rank)]; }
+  void fill_sources(const cuda::Domain& domain);
+  void fill_destinations(const cuda::Domain& domain);
+  void fill_polled(const cuda::Domain& domain);
+  void poll(const void* word, uint64_t* flag, uint64_t* also = nullptr);
+
+  const Engine& life_;
+  const cuda::RegionLayout& layout_;
+  const Topology& topo_;
+  const int rank_;
+  std::vector<uint8_t*> registered_, hosts_;  // by rank
+  cuda::CudaCopies copies_;
+  cuda::Net net_{};
+};
+
+}  // namespace uccl_ep
