@@ -343,17 +343,25 @@ CLAIM("a write that leaves a device region, or before there is one, is refused w
 }
 
 CLAIM("copy engines that break are an error of both sides that names what broke") {
-  for (bool at_start : {true, false}) {
+  enum class When { kStart, kDone, kWhileOthersWait };
+  for (When when : {When::kStart, When::kDone, When::kWhileOthersWait}) {
     World world(device_options());
     Ends ends = ends_of(world, RingKind::kRows);
     FakeCopies& copies = *world.nodes[0].copies;
-    (at_start ? copies.start_fails : copies.fails).publish(1);
-    EXPECT(ends.source.try_send(kBytes) && ends.source.try_send(kBytes));
+    if (when == When::kStart) copies.start_fails.publish(1);
+    if (when == When::kDone) copies.fails.publish(1);
+    if (when == When::kWhileOthersWait) copies.held.publish(4);
     world.start();
+    for (int i = 0; i < 4; ++i) EXPECT(ends.source.try_send(kBytes));
+    if (when == When::kWhileOthersWait) {
+      EXPECT(eventually([&] { return copies.started.value() == 4; }));
+      usleep(10'000);  // they are due
+      copies.fails.publish(1);
+    }
     EXPECT(eventually([&] { return world.nodes[0].has_error() && world.nodes[1].has_error(); }, 2'000'000));
     for (Node& node : world.nodes) {
       EXPECT(node.control().error.kind == ErrorKind::kTransport && node.control().error.rank >= 0);
-      EXPECT(std::string(world.nodes[0].control().error.message).find("copy engine") != std::string::npos);
+      EXPECT(std::string(node.control().error.message).find("copy engine") != std::string::npos);
     }
   }
 }
