@@ -24,11 +24,12 @@ class FakeCopies final : public DeviceCopies {
     started.add(1);
     return copies_.size() - 1;
   }
+  void flush() override { flushed_ = copies_.size(); }
   bool done(uint64_t ticket) override {
     if (fails.read() != 0) fail("the copy engine broke");
     Copy& copy = copies_[ticket];
     if (copy.over) asked_again.add(1);
-    if (held.read() > ticket || now_usec() < copy.over_usec) return false;
+    if (held.read() > ticket || ticket >= flushed_ || now_usec() < copy.over_usec) return false;
     std::memcpy(copy.to, copy.from, copy.num_bytes);
     return copy.over = true;
   }
@@ -55,6 +56,7 @@ class FakeCopies final : public DeviceCopies {
   const uint64_t most_usec_;
   std::mt19937_64 random_;
   std::vector<Copy> copies_;  // by ticket
+  size_t flushed_ = 0;
 };
 
 // "Device regions" of ordinary memory, as one rank has mapped them: every rank at addresses of its own.

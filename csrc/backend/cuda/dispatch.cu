@@ -170,10 +170,8 @@ __device__ void end_streams(const Crew& crew, const Domain& d, const PlanView& p
   const uint32_t per_window = args.window_tokens / kChunkTokens, entries = plan.num_chunks + 1;
   NetState& state = net_state(d);
   if (kState != PlanState::kExchanged)
-    for (uint32_t to = crew.thread; to < d.at.num_domains; to += crew.size) {
-      state.sent_before[to] = state.sent[to];
+    for (uint32_t to = crew.thread; to < d.at.num_domains; to += crew.size)
       state.sent[to] += sent_part<kFresh>(d, plan, args, to).chunks;
-    }
   if (!placed) return;
   for (uint32_t s = crew.thread; s < d.at.num_ranks; s += crew.size) {
     if (in_domain(d, s)) continue;

@@ -102,7 +102,7 @@ inline uint32_t window_of(const Offsets& at, uint64_t most) {
 }
 // Tokens whose staged rows fit a half, here and between domains: a longer dispatch goes in windows of so many.
 inline uint32_t window_tokens(const Offsets& at, uint64_t row_bytes) {
-  const uint64_t staged = at.half_bytes / row_bytes, shipped = at.row_slots / kHalves * (at.slot_bytes / row_bytes);
+  const uint64_t staged = at.half_bytes / row_bytes, shipped = at.row_slots * (at.slot_bytes / row_bytes);
   return window_of(at, at.num_domains > 1 && shipped < staged ? shipped : staged);
 }
 // Tokens whose pieces fit the memory if a chunk of tokens has at most `most_pieces` in any domain. At least a chunk.

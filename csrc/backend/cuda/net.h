@@ -42,7 +42,7 @@ struct Net {
 
 // Chunks since creation, by channel. Kernels advance it, so that graph replays do, too.
 struct NetState {
-  uint64_t sent[kMaxRanks], sent_before[kMaxRanks];  // by domain; before the last window
+  uint64_t sent[kMaxRanks];                          // by domain
   uint64_t received[kMaxRanks];                      // by source
   uint64_t returned[kMaxRanks];                      // by domain
   uint64_t relayed[kMaxRanks];                       // by stream

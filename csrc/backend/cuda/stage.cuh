@@ -178,15 +178,10 @@ __device__ __noinline__ void stage_streams(const Crew crew, const Domain& d, con
   const NetState& state = net_state(d);
   __shared__ StreamPart parts[kMaxRanks];
   __shared__ uint32_t most;
-  bool good = true;
   if (crew.thread == 0) most = 0;
-  for (uint32_t to = crew.thread; to < d.at.num_domains; to += crew.size) {
+  for (uint32_t to = crew.thread; to < d.at.num_domains; to += crew.size)
     parts[to] = sent_part<kFresh>(d, plan, args, to);
-    // What the slots held two windows ago has left.
-    if (to != own_domain(d))
-      good &= wait_flag(d, state.rows_gone + to, state.sent_before[to], Step::kShip, d.first_of[to]);
-  }
-  if (!crew.all(good)) return;
+  crew.sync();
   if (crew.thread == 0)
     for (uint32_t to = 0; to < d.at.num_domains; ++to) most = max(most, parts[to].end - parts[to].first);
   crew.sync();
@@ -199,6 +194,12 @@ __device__ __noinline__ void stage_streams(const Crew crew, const Domain& d, con
         kFresh ? __ldcg(at<uint32_t>(d, d.rank, d.at.sent_tokens) + uint64_t{to} * d.at.max_tokens + part.first + row)
                : plan.sent_tokens[plan.sent_begin[to] + part.first + row];
     const uint32_t slot = static_cast<uint32_t>(state.sent[to] % d.at.row_slots);
+    // What the slot held has left. Chunks of earlier windows need nothing of this one.
+    const uint64_t serial = state.sent[to] + row / per_chunk;
+    if (serial >= d.at.row_slots &&
+        !__all_sync(kFullWarp, lane != 0 || wait_flag(d, state.rows_gone + to, serial - d.at.row_slots + 1,
+                                                      Step::kShip, d.first_of[to], row / per_chunk)))
+      return;
     uint8_t* const out = at<uint8_t>(d, d.rank, d.net->to[to].rows) + ring_offset(d, slot, d.at.row_slots, row, row_bytes);
     stage_row(args.stage, token, out, lane);
     __syncwarp();

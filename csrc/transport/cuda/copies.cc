@@ -113,15 +113,20 @@ void CudaCopies::enter_thread() {
 uint64_t CudaCopies::start(void* to, const void* from, uint64_t num_bytes) {
   enter_thread();
   const size_t idx = next_;
-  next_ = (next_ + 1) % kLanes;
   Lane& lane = lanes_[idx];
   check(cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDefault, lane.stream), "cudaMemcpyAsync");
-  mark(lane);
+  ++lane.started;
+  if (lane.started - lane.marked >= (write_value_ != nullptr ? kBatch : 1)) mark(lane);
   return lane.started * kLanes + idx;
 }
 
+void CudaCopies::flush() {
+  if (Lane& lane = lanes_[next_]; lane.started != lane.marked) mark(lane);
+}
+
+// The copies so far of a lane; those that follow go to the next one.
 void CudaCopies::mark(Lane& lane) {
-  const uint64_t number = lane.started + 1;
+  const uint64_t number = lane.started;
   if (write_value_ != nullptr) {
     // By default the write comes after a fence of the whole system, so who sees the number sees the bytes.
     check(reinterpret_cast<WriteValue>(write_value_)(lane.stream, reinterpret_cast<CUdeviceptr>(lane.device_word),
@@ -135,7 +140,8 @@ void CudaCopies::mark(Lane& lane) {
     }
     check(cudaEventRecord(event, lane.stream), "cudaEventRecord");
   }
-  lane.started = number;
+  lane.marked = number;
+  next_ = (next_ + 1) % kLanes;
 }
 
 bool CudaCopies::done(uint64_t ticket) {
@@ -150,7 +156,7 @@ void CudaCopies::look(Lane& lane) {
   if (write_value_ != nullptr) {
     lane.over = read_device_flag(lane.word);
   } else {
-    while (lane.over < lane.started) {
+    while (lane.over < lane.marked) {
       const cudaError_t status = cudaEventQuery(lane.events[(lane.over + 1) % lane.events.size()]);
       if (status == cudaErrorNotReady) break;
       check(status, "cudaEventQuery");

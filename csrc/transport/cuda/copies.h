@@ -22,6 +22,7 @@ class CudaCopies final : public DeviceCopies {
   CudaCopies& operator=(const CudaCopies&) = delete;
 
   uint64_t start(void* to, const void* from, uint64_t num_bytes) override;
+  void flush() override;
   bool done(uint64_t ticket) override;
 
  private:
@@ -29,15 +30,17 @@ class CudaCopies final : public DeviceCopies {
   struct Lane {
     cudaStream_t stream = nullptr;
     uint64_t started = 0;  // copies since creation
+    uint64_t marked = 0;   // of them, those that a word or an event will tell of
     uint64_t over = 0;     // of them, as far as known
     // Copies that are over. In pinned memory; writer: the stream, after each copy; reader: the host; never reset.
     uint64_t* word = nullptr;
     void* device_word = nullptr;  // as the GPU sees it
-    // Where streams write no words: copy n records events[n % size].
+    // Where streams write no words: copy n records events[n % size], if it is the last of a batch.
     std::vector<cudaEvent_t> events;
     uint64_t fruitless = 0;  // looks in a row
   };
-  static constexpr size_t kLanes = 2;  // one engine's next copy is set up while the other's runs
+  static constexpr size_t kLanes = 2;   // one engine's next copies are set up while the other's run
+  static constexpr uint64_t kBatch = 4;  // copies that are told of together: telling costs as much as copying
 
   void create(int device);
   void destroy();

@@ -29,7 +29,10 @@ class LoopTransport final : public Transport {
   void attach_device(DeviceRegions device) override;
   void sealed() override { inbox_.unlink(); }
   PostResult post_write(const WriteRequest& request) override;
-  void flush() override {}  // a write is on its way as soon as it is posted
+  // A write is on its way as soon as it is posted.
+  void flush() override {
+    if (device_.copies != nullptr) device_.copies->flush();
+  }
   size_t poll(std::span<Completion> out) override;
   uint64_t idle_usec() const override;
   bool peer_alive(int peer) const override;
