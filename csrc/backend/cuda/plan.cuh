@@ -71,20 +71,20 @@ __device__ inline PlanSizes sent_sizes(const Domain& d, const Op& op) {
   return sizes;
 }
 
-// By a crew of one block: when all ranks have entered, the counts for the host, and what places rows. `shared`: memory
-// for three numbers per expert of the group. Nothing comes of it if a rank is missing or has called something else.
-__device__ inline void count_received(const Crew& crew, const Domain& d, const Op& op, const OpSignature& signature,
-                                      uint64_t call, uint32_t* shared) {
+// What count_received works with, in shared memory.
+struct Received {
+  FromSource* from;  // [ranks]
+  uint32_t* counts;  // [ranks][experts of a rank]
+  uint32_t* begin;   // [experts of a rank] first slot
+  uint32_t* exact;   // [experts of a rank] pairs
+};
+
+// By a crew: the headers and counts of all sources. False: a rank is missing or has called something else.
+__device__ inline bool read_sources(const Crew& crew, const Domain& d, const Op& op, bool with_values,
+                                    const Received& received) {
   const uint32_t ranks = d.at.num_ranks, experts = d.experts_per_rank;
-  __shared__ FromSource from[kMaxRanks];
-  uint32_t* const counts = shared;                   // [ranks][experts]
-  uint32_t* const begin = shared + d.at.num_experts;  // [experts]
-  uint32_t* const exact = begin + experts;            // [experts]
-  PlanScratch& plan = scratch(d);
-  const Bases base(d);
-  uint32_t* const host = reinterpret_cast<uint32_t*>(d.counts + 1);
   // A warp that waits for several, one after the other, would have as many deadlines.
-  if (ranks > crew.warps() && !wait_entered(crew, d, op.epoch)) return;
+  if (ranks > crew.warps() && !wait_entered(crew, d, op.epoch)) return false;
   bool good = true;
   // Two warps for each source, so that all that is read of it is under way at a time.
   for (uint32_t i = crew.warp(); i < 2 * ranks && good; i += crew.warps()) {
@@ -93,67 +93,91 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
         kFullWarp, wait_flag(d, at<uint64_t>(d, d.rank, d.at.header_full) + s, op.epoch, Step::kExchange, s, -1, true));
     if (good && i >= ranks) good = __all_sync(kFullWarp, crew.lane() != 0 || is_alike(d, op.epoch, s));
     if (!good || i >= ranks) continue;
-    const uint32_t* const theirs =
-        reinterpret_cast<const uint32_t*>(packet(d, s, op.epoch) + packet_parts({}).counts) +
-        (d.rank - d.first) * experts;
-    const FromSource read = read_header(d, op, s, signature.with_values != 0);
-    for (uint32_t l = crew.lane(); l < experts; l += kWarp) counts[s * experts + l] = theirs[l];
-    if (crew.lane() == 0) from[s] = read;
+    const uint32_t* const theirs = reinterpret_cast<const uint32_t*>(packet(d, s, op.epoch) + packet_parts({}).counts) +
+                                   (d.rank - d.first) * experts;
+    const FromSource read = read_header(d, op, s, with_values);
+    for (uint32_t l = crew.lane(); l < experts; l += kWarp) received.counts[s * experts + l] = theirs[l];
+    if (crew.lane() == 0) received.from[s] = read;
   }
-  if (!crew.all(good)) return;
-  if (crew.warp() == 0) {  // the segments of the experts, one after the other
-    uint32_t first_slot = 0;
-    for (uint32_t first = 0; first < experts; first += kWarp) {
-      const uint32_t l = first + crew.lane();
-      uint32_t count = 0;
-      for (uint32_t s = 0; l < experts && s < ranks; ++s) count += counts[s * experts + l];
-      const uint32_t size =
-          (count + signature.expert_alignment - 1) / signature.expert_alignment * signature.expert_alignment;
-      const uint32_t end = first_slot + warp_prefix(size, crew.lane());
-      if (l < experts) {
-        begin[l] = end - size;
-        base.size[l] = size;
-        base.padding[2 * l] = end - size + count;
-        base.padding[2 * l + 1] = end;
-        exact[l] = count;
-      }
-      first_slot = __shfl_sync(kFullWarp, end, kWarp - 1);
+  return crew.all(good);
+}
+
+// By a warp: the segments of the experts, one after the other. Returns their end.
+__device__ inline uint32_t lay_out_experts(const Domain& d, uint32_t alignment, const Received& received) {
+  const uint32_t ranks = d.at.num_ranks, experts = d.experts_per_rank, lane = threadIdx.x % kWarp;
+  const Bases base(d);
+  uint32_t first_slot = 0;
+  for (uint32_t first = 0; first < experts; first += kWarp) {
+    const uint32_t l = first + lane;
+    uint32_t count = 0;
+    for (uint32_t s = 0; l < experts && s < ranks; ++s) count += received.counts[s * experts + l];
+    const uint32_t size = (count + alignment - 1) / alignment * alignment;
+    const uint32_t end = first_slot + warp_prefix(size, lane);
+    if (l < experts) {
+      received.begin[l] = end - size;
+      base.size[l] = size;
+      base.padding[2 * l] = end - size + count;
+      base.padding[2 * l + 1] = end;
+      received.exact[l] = count;
     }
+    first_slot = __shfl_sync(kFullWarp, end, kWarp - 1);
+  }
+  return first_slot;
+}
+
+// By one thread: what each source's rows and pairs are numbered from, and the sizes of the plan but for its slots.
+__device__ inline PlanSizes number_sources(const Domain& d, const Op& op, const FromSource* from) {
+  PlanScratch& plan = scratch(d);
+  PlanSizes sizes = sent_sizes(d, op);
+  for (uint32_t i = 0; i < d.at.num_ranks; ++i) {
+    const uint32_t s = d.source_order[i];
+    plan.row_begin[s] = sizes.received_rows;
+    plan.slot_begin[s] = sizes.received_pairs;
+    plan.value_begin[s] = from[s].first_pair - sizes.received_pairs;
+    plan.row_end[s] = sizes.received_rows += from[s].rows;
+    plan.slot_end[s] = sizes.received_pairs += from[s].pairs;
+    sizes.most_tokens = max(sizes.most_tokens, from[s].tokens);
+    sizes.most_pieces = max(sizes.most_pieces, from[s].most_pieces);
+  }
+  if (d.net != nullptr)
+    for (uint32_t k = 1; k <= d.net->num_relayed; ++k) sizes.relayed_rows += from[d.net->relayed[k].source].stream_rows;
+  return sizes;
+}
+
+// By a crew of one block: when all ranks have entered, the counts for the host, and what places rows. `shared`: memory
+// for three numbers per expert of the group. Nothing comes of it if a rank is missing or has called something else.
+__device__ inline void count_received(const Crew& crew, const Domain& d, const Op& op, const OpSignature& signature,
+                                      uint64_t call, uint32_t* shared) {
+  const uint32_t ranks = d.at.num_ranks, experts = d.experts_per_rank, alignment = signature.expert_alignment;
+  __shared__ FromSource from[kMaxRanks];
+  const Received received{from, shared, shared + d.at.num_experts, shared + d.at.num_experts + experts};
+  PlanScratch& plan = scratch(d);
+  const Bases base(d);
+  if (!read_sources(crew, d, op, signature.with_values != 0, received)) return;
+  if (crew.warp() == 0) {
+    const uint32_t end = lay_out_experts(d, alignment, received);
     if (crew.lane() == 0) {
-      PlanSizes sizes = sent_sizes(d, op);
-      for (uint32_t i = 0; i < ranks; ++i) {
-        const uint32_t s = d.source_order[i];
-        plan.row_begin[s] = sizes.received_rows;
-        plan.slot_begin[s] = sizes.received_pairs;
-        plan.value_begin[s] = from[s].first_pair - sizes.received_pairs;
-        plan.row_end[s] = sizes.received_rows += from[s].rows;
-        plan.slot_end[s] = sizes.received_pairs += from[s].pairs;
-        sizes.most_tokens = max(sizes.most_tokens, from[s].tokens);
-        sizes.most_pieces = max(sizes.most_pieces, from[s].most_pieces);
-      }
-      if (d.net != nullptr)
-        for (uint32_t k = 1; k <= d.net->num_relayed; ++k)
-          sizes.relayed_rows += from[d.net->relayed[k].source].stream_rows;
-      sizes.num_rows = signature.compact_width > 0 ? sizes.received_rows : first_slot;
+      PlanSizes sizes = number_sources(d, op, from);
+      sizes.num_rows = signature.compact_width > 0 ? sizes.received_rows : end;
       plan.sizes = sizes;
     }
   }
   crew.sync();
   for (uint32_t l = crew.thread; l < experts; l += crew.size) {
-    uint32_t slot = begin[l];
+    uint32_t slot = received.begin[l];
     for (uint32_t i = 0; i < ranks; ++i) {
       const uint32_t at_source = d.source_order[i] * experts + l;
       base.slot[at_source] = slot;
-      slot += counts[at_source];
+      slot += received.counts[at_source];
     }
   }
   crew.sync();
   if (crew.thread == 0) publish_in_gpu(&local(d).planned, op.epoch);
   // Then the host, which is farther away.
-  const uint32_t alignment = signature.expert_alignment;
+  uint32_t* const host = reinterpret_cast<uint32_t*>(d.counts + 1);
   for (uint32_t l = crew.thread; l < experts; l += crew.size) {
-    host[l] = exact[l];
-    host[experts + l] = (exact[l] + alignment - 1) / alignment * alignment;
+    host[l] = received.exact[l];
+    host[experts + l] = (received.exact[l] + alignment - 1) / alignment * alignment;
   }
   if (crew.thread == crew.size - 1) d.counts->sizes = plan.sizes;
   crew.sync();

@@ -303,8 +303,7 @@ void CudaEngine::give_output(CudaOp& op, const CudaOutput& output) {
   CudaPlan& plan = *op.plan;
   if (op.done != nullptr) follow(op.stream, output.stream);  // the memory may still be in use there
   cuda::PlaceArgs& place = op.place;
-  if (place.state != cuda::PlanState::kKnown)
-    lay_out(plan.view, plan.sizes, output.plan, layout_);
+  if (place.state != cuda::PlanState::kKnown) lay_out(plan.view, plan.sizes, output.plan, layout_);
   place.memory = plan.sizes;
   place.rows = output.rows;
   place.scales = output.scales;
@@ -361,8 +360,8 @@ std::shared_ptr<CudaOp> CudaEngine::combine(const CombineArgs& args, const CudaC
   s.with_capacity = plan.has_capacity;
   s.plan_id = plan.plan_id;
   // With a capacity there is one window.
-  combine.window_tokens = plan.has_capacity ? layout_.max_tokens
-                                            : combine_window_tokens(layout_, piece_bytes, plan.sizes.most_pieces);
+  combine.window_tokens =
+      plan.has_capacity ? layout_.max_tokens : combine_window_tokens(layout_, piece_bytes, plan.sizes.most_pieces);
   combine.may_drop = plan.has_capacity;
   combine.hidden = args.hidden;
   combine.dtype = args.dtype;

@@ -1,0 +1,246 @@
+// Tiles: what the routing of kTileTokens neighbouring tokens says, as masks and counts in shared memory.
+#pragma once
+
+#include "backend/cuda/device.cuh"
+#include "backend/cuda/steps.h"
+
+namespace uccl_ep::cuda {
+
+using Mask = unsigned long long;  // a bit per token of a tile
+
+// Where our packet for a domain is written.
+struct PacketPlace {
+  ListEntry* lists;
+  PairEntry* pairs;
+  float* values;
+  uint32_t *chunk_rows, *chunk_pieces, *chunk_streams, *stream_pieces;
+};
+
+// A tile in shared memory, number `number` of those that the block has there.
+struct Tile {
+  Mask* expert;  // [experts] tokens that have it
+  Mask* destination;  // [ranks] tokens that go there
+  Mask* stream;  // [domains] tokens that go there
+  uint32_t* pairs_to;  // [tokens][ranks] pairs of the token
+  uint32_t* slot_begin;  // [tokens][ranks] pairs of earlier tokens
+  uint32_t* pieces;  // [domains][tokens] pieces of earlier tokens of the tile
+  // What lies before it; carried from tile to tile, one place for all.
+  PacketPlace* packet;  // [domains]
+  uint32_t* expert_base;  // [experts]
+  uint32_t* row_base;  // [ranks]
+  uint32_t* pair_base;  // [ranks]
+  uint32_t* stream_base;  // [domains]
+  uint32_t* row_begin;  // [ranks] of all tiles: rows for lower members of the domain
+  uint32_t* pair_begin;  // [ranks + 1] of all tiles: pairs for lower ranks
+  uint32_t* piece_base;  // [domains]
+
+  static __host__ __device__ uint32_t carried_bytes(uint32_t experts, uint32_t ranks, uint32_t domains) {
+    return round_up(sizeof(PacketPlace) * domains + 4 * (experts + 4 * ranks + 1 + 2 * domains), 8);
+  }
+  static __host__ __device__ uint32_t own_bytes(uint32_t experts, uint32_t ranks, uint32_t domains) {
+    return 8 * (experts + ranks + domains) + 4 * kTileTokens * (2 * ranks + domains);
+  }
+  __device__ Tile(uint8_t* shared, const Offsets& at, uint32_t number)
+      : expert(reinterpret_cast<Mask*>(shared + carried_bytes(at.num_experts, at.num_ranks, at.num_domains) +
+                                       number * own_bytes(at.num_experts, at.num_ranks, at.num_domains))),
+        destination(expert + at.num_experts),
+        stream(destination + at.num_ranks),
+        pairs_to(reinterpret_cast<uint32_t*>(stream + at.num_domains)),
+        slot_begin(pairs_to + kTileTokens * at.num_ranks),
+        pieces(slot_begin + kTileTokens * at.num_ranks),
+        packet(reinterpret_cast<PacketPlace*>(shared)),
+        expert_base(reinterpret_cast<uint32_t*>(packet + at.num_domains)),
+        row_base(expert_base + at.num_experts),
+        pair_base(row_base + at.num_ranks),
+        stream_base(pair_base + at.num_ranks),
+        row_begin(stream_base + at.num_domains),
+        pair_begin(row_begin + at.num_ranks),
+        piece_base(pair_begin + at.num_ranks + 1) {}
+};
+
+// What is counted of a tile, in memory. All but the last are added up.
+__host__ __device__ constexpr uint32_t tile_numbers(uint32_t experts, uint32_t ranks, uint32_t domains) {
+  return experts + 2 * ranks + domains + 1;
+}
+struct TileCounts {
+  uint32_t *expert, *rows_to, *pairs_to, *stream, *most_pieces;
+  __device__ TileCounts(const Domain& d, uint32_t tile)
+      : expert(at<uint32_t>(d, d.rank, d.at.tile_counts) +
+               uint64_t{tile} * tile_numbers(d.at.num_experts, d.at.num_ranks, d.at.num_domains)),
+        rows_to(expert + d.at.num_experts),
+        pairs_to(rows_to + d.at.num_ranks),
+        stream(pairs_to + d.at.num_ranks),
+        most_pieces(stream + d.at.num_domains) {}
+};
+
+// A pair of token and expert, as one lane sees it, and what its token has besides.
+struct Pair {
+  uint32_t token;  // of the tile
+  uint32_t column;  // of the caller's routing
+  uint32_t named;  // expert, as the caller names it
+  uint32_t expert, to;  // as kernels number it; `to`: its rank
+  uint32_t same;  // pairs of the token for that rank
+  uint32_t same_lower;  // of them, with a lower expert
+  uint32_t ranks_lower;  // lower ranks of that domain that the token goes to
+};
+
+__device__ inline bool good_expert(const Domain& d, long long expert, uint32_t token) {
+  if (expert >= 0 && expert < d.at.num_experts) return true;
+  report(d, DeviceFault::kExpertRange, Step::kExchange, static_cast<int>(d.rank), static_cast<int>(token),
+         d.at.num_experts, static_cast<uint64_t>(expert), ErrorKind::kPeerFailed);
+  return false;
+}
+
+// Number of the rank that has the caller's expert `expert`.
+__device__ __forceinline__ uint32_t rank_of(const Domain& d, uint32_t expert) {
+  return d.number_of[expert / d.experts_per_rank];
+}
+__device__ __forceinline__ uint32_t expert_number(const Domain& d, uint32_t expert, uint32_t rank) {
+  return rank * d.experts_per_rank + expert % d.experts_per_rank;
+}
+
+// Calls visit(pair) for the pairs of a tile whose tokens are `first` to `first + count`, by the lanes of a crew. A
+// token's columns lie in neighbouring lanes, as many as its K rounded up to a power of two.
+template <typename Visit>
+__device__ __forceinline__ void visit_topk(const Crew& crew, const Domain& d, const DeviceRouting& r, uint32_t first,
+                                           uint32_t count, Visit visit) {
+  uint32_t group = 1;
+  while (group < r.width) group *= 2;
+  const uint32_t per_warp = kWarp / group, lane = crew.lane(), column = lane % group;
+  for (uint32_t begin = crew.warp() * per_warp; begin < count; begin += crew.warps() * per_warp) {
+    const uint32_t token = begin + lane / group;
+    long long expert = -1;
+    if (token < count && column < r.width)
+      expert = static_cast<const long long*>(r.data)[uint64_t{first + token} * r.width + column];
+    if (expert != -1 && !good_expert(d, expert, first + token)) expert = -1;
+    const int own = static_cast<int>(expert);
+    const int to = own < 0 ? -1 : static_cast<int>(rank_of(d, own));
+    const int first_member = own < 0 ? 0 : d.first_of[d.domain_of[to]];
+    Pair pair{token, column, static_cast<uint32_t>(own), 0, static_cast<uint32_t>(to), 0, 0, 0};
+    if (own >= 0) pair.expert = expert_number(d, own, to);
+    bool twice = false;
+    for (uint32_t i = 0; i < r.width; ++i) {
+      const int other = __shfl_sync(kFullWarp, own, i, group), other_to = __shfl_sync(kFullWarp, to, i, group);
+      if (other < 0) continue;
+      twice |= other == own && i != column;
+      pair.same += other_to == to;
+      pair.same_lower += other_to == to && other < own;
+    }
+    const bool leads = own >= 0 && pair.same_lower == 0;
+    for (uint32_t i = 0; i < r.width; ++i) {
+      const int leader_to = __shfl_sync(kFullWarp, leads ? to : -1, i, group);
+      pair.ranks_lower += leader_to >= first_member && leader_to < to;
+    }
+    if (own < 0) continue;
+    if (twice)
+      report(d, DeviceFault::kExpertTwice, Step::kExchange, static_cast<int>(d.rank), static_cast<int>(first + token),
+             1, static_cast<uint64_t>(own), ErrorKind::kPeerFailed);
+    visit(pair);
+  }
+}
+// The same for a map, a warp per token. `pairs_to` of the tile must be known if `counted`.
+template <typename Visit>
+__device__ __forceinline__ void visit_map(const Crew& crew, const Domain& d, const DeviceRouting& r, const Tile& tile,
+                                          bool counted, uint32_t first, uint32_t count, Visit visit) {
+  const uint32_t lane = crew.lane(), ranks = d.at.num_ranks;
+  for (uint32_t token = crew.warp(); token < count; token += crew.warps()) {
+    const uint8_t* const row = static_cast<const uint8_t*>(r.data) + uint64_t{first + token} * r.width;
+    uint32_t before = 0;  // experts of the token in earlier columns
+    for (uint32_t begin = 0; begin < r.width; begin += kWarp) {
+      const uint32_t expert = begin + lane;
+      const bool has = expert < r.width && row[expert] != 0;
+      const uint32_t all = __ballot_sync(kFullWarp, has);
+      if (has) {
+        const uint32_t to = rank_of(d, expert), first_member = d.first_of[d.domain_of[to]];
+        Pair pair{token, expert, expert, expert_number(d, expert, to), to, 0, 0, 0};
+        if (counted) {
+          pair.same = tile.pairs_to[token * ranks + to];
+          pair.same_lower = before + __popc(all & ((1u << lane) - 1));
+          // Columns come in the order of the group's ranks.
+          for (uint32_t r = 0; r < expert / d.experts_per_rank; ++r)
+            pair.same_lower -= tile.pairs_to[token * ranks + d.number_of[r]];
+          for (uint32_t r = first_member; r < to; ++r) pair.ranks_lower += tile.pairs_to[token * ranks + r] != 0;
+        }
+        visit(pair);
+      }
+      before += __popc(all);
+    }
+  }
+}
+
+// By a crew: the tile's masks and counts, from the caller's routing.
+__device__ inline void read_tile(const Crew& crew, const Domain& d, const DeviceRouting& r, const Tile& tile,
+                                 uint32_t first, uint32_t count) {
+  const uint32_t ranks = d.at.num_ranks;
+  for (uint32_t i = crew.thread; i < d.at.num_experts + ranks; i += crew.size) tile.expert[i] = 0;
+  for (uint32_t i = crew.thread; i < kTileTokens * ranks; i += crew.size) tile.pairs_to[i] = 0;
+  crew.sync();
+  const auto mark = [&](const Pair& p) {
+    or_shared(reinterpret_cast<uint32_t*>(&tile.expert[p.expert]) + p.token / 32, 1u << p.token % 32);
+  };
+  if (r.is_map)
+    visit_map(crew, d, r, tile, false, first, count, [&](const Pair& p) {
+      mark(p);
+      add_shared(&tile.pairs_to[p.token * ranks + p.to], 1);
+    });
+  else
+    visit_topk(crew, d, r, first, count, [&](const Pair& p) {
+      mark(p);
+      if (p.same_lower == 0) tile.pairs_to[p.token * ranks + p.to] = p.same;
+    });
+  crew.sync();
+  // A warp per destination: its tokens, and the pairs of earlier tokens.
+  const uint32_t lane = crew.lane();
+  for (uint32_t to = crew.warp(); to < ranks; to += crew.warps()) {
+    const uint32_t low = tile.pairs_to[lane * ranks + to], high = tile.pairs_to[(lane + kWarp) * ranks + to];
+    const uint32_t low_mask = __ballot_sync(kFullWarp, low != 0), high_mask = __ballot_sync(kFullWarp, high != 0);
+    if (lane == 0) tile.destination[to] = Mask{high_mask} << 32 | low_mask;
+    const uint32_t low_end = warp_prefix(low, lane), low_total = __shfl_sync(kFullWarp, low_end, kWarp - 1);
+    tile.slot_begin[lane * ranks + to] = low_end - low;
+    tile.slot_begin[(lane + kWarp) * ranks + to] = low_total + warp_prefix(high, lane) - high;
+  }
+  // And per domain: its tokens, and the pieces of earlier tokens.
+  for (uint32_t to = crew.warp(); to < d.at.num_domains; to += crew.warps()) {
+    uint32_t low = 0, high = 0;
+    for (uint32_t r = d.first_of[to]; r < d.first_of[to + 1]; ++r) {
+      low += tile.pairs_to[lane * ranks + r] != 0;
+      high += tile.pairs_to[(lane + kWarp) * ranks + r] != 0;
+    }
+    const uint32_t low_mask = __ballot_sync(kFullWarp, low != 0), high_mask = __ballot_sync(kFullWarp, high != 0);
+    if (lane == 0) tile.stream[to] = Mask{high_mask} << 32 | low_mask;
+    const uint32_t low_end = warp_prefix(low, lane), low_total = __shfl_sync(kFullWarp, low_end, kWarp - 1);
+    tile.pieces[to * kTileTokens + lane] = low_end - low;
+    tile.pieces[to * kTileTokens + kWarp + lane] = low_total + warp_prefix(high, lane) - high;
+  }
+  crew.sync();
+}
+
+__device__ inline uint32_t pairs_of_tile(const Domain& d, const Tile& tile, uint32_t to) {
+  const uint32_t last = (kTileTokens - 1) * d.at.num_ranks + to;
+  return tile.slot_begin[last] + tile.pairs_to[last];
+}
+
+__device__ inline uint32_t pieces_of_tile(const Domain& d, const Tile& tile, uint32_t domain) {
+  uint32_t pieces = 0;
+  for (uint32_t r = d.first_of[domain]; r < d.first_of[domain + 1]; ++r) pieces += __popcll(tile.destination[r]);
+  return pieces;
+}
+
+__device__ inline void count_tile(const Crew& crew, const Domain& d, const Tile& tile, const TileCounts& out) {
+  for (uint32_t e = crew.thread; e < d.at.num_experts; e += crew.size) out.expert[e] = __popcll(tile.expert[e]);
+  for (uint32_t to = crew.thread; to < d.at.num_ranks; to += crew.size) {
+    out.rows_to[to] = __popcll(tile.destination[to]);
+    out.pairs_to[to] = pairs_of_tile(d, tile, to);
+  }
+  for (uint32_t to = crew.thread; to < d.at.num_domains; to += crew.size) out.stream[to] = __popcll(tile.stream[to]);
+  if (crew.warp() != crew.warps() - 1) return;
+  uint32_t most = 0;
+  for (uint32_t to = crew.lane(); to < d.at.num_domains; to += kWarp) {
+    const uint32_t low = tile.pieces[to * kTileTokens + kWarp], all = pieces_of_tile(d, tile, to);
+    most = max(most, max(low, all - low));
+  }
+  most = __reduce_max_sync(kFullWarp, most);
+  if (crew.lane() == 0) *out.most_pieces = most;
+}
+
+}  // namespace uccl_ep::cuda
