@@ -83,7 +83,7 @@ struct Fold {
   }
   __device__ const uint8_t* base() const { return args.rows; }
   __device__ bool wait(uint32_t) const { return true; }
-  __device__ bool at_once() const { return false; }
+  __device__ bool at_once(uint32_t tag) const { return !in_domain(d, tag / max_chunks(d)); }
   __device__ bool reports() const { return true; }
   // One of a chunk's pieces is in its source's memory: the last tells the source.
   __device__ Counted count(uint32_t tag) const {

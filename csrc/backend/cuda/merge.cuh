@@ -124,7 +124,7 @@ struct Merge {
     if (good) arrived = chunk + 1;
     return good;
   }
-  __device__ bool at_once() const { return false; }
+  __device__ bool at_once(uint32_t) const { return false; }
   __device__ bool reports() const { return false; }
   __device__ Counted count(uint32_t) const { return {}; }
   __device__ void finish(uint32_t, const Counted&) const {}
@@ -199,7 +199,7 @@ struct Relay {
     if (good) arrived = which;
     return good;
   }
-  __device__ bool at_once() const { return true; }
+  __device__ bool at_once(uint32_t) const { return true; }
   __device__ bool reports() const { return true; }
   // A row of a chunk is in the ring; who pushes the chunk looks at the count.
   __device__ Counted count(uint32_t tag) const {

@@ -114,14 +114,37 @@ uint64_t CudaCopies::start(void* to, const void* from, uint64_t num_bytes) {
   enter_thread();
   const size_t idx = next_;
   Lane& lane = lanes_[idx];
-  check(cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDefault, lane.stream), "cudaMemcpyAsync");
+  const size_t waiting = lane.started - lane.marked;
+  lane.to[waiting] = to;
+  lane.from[waiting] = from;
+  lane.num_bytes[waiting] = num_bytes;
   ++lane.started;
-  if (lane.started - lane.marked >= (write_value_ != nullptr ? kBatch : 1)) mark(lane);
+  if (waiting + 1 == (write_value_ != nullptr ? kBatch : 1)) hand_over(lane);
   return lane.started * kLanes + idx;
 }
 
 void CudaCopies::flush() {
-  if (Lane& lane = lanes_[next_]; lane.started != lane.marked) mark(lane);
+  if (Lane& lane = lanes_[next_]; lane.started != lane.marked) hand_over(lane);
+}
+
+void CudaCopies::hand_over(Lane& lane) {
+  const size_t count = lane.started - lane.marked;
+#if CUDART_VERSION >= 13000
+  if (count > 1) {
+    cudaMemcpyAttributes attributes{};
+    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+    size_t first = 0;
+    check(cudaMemcpyBatchAsync(lane.to.data(), lane.from.data(), lane.num_bytes.data(), count, &attributes, &first, 1,
+                               lane.stream),
+          "cudaMemcpyBatchAsync");
+    mark(lane);
+    return;
+  }
+#endif
+  for (size_t i = 0; i < count; ++i)
+    check(cudaMemcpyAsync(lane.to[i], lane.from[i], lane.num_bytes[i], cudaMemcpyDefault, lane.stream),
+          "cudaMemcpyAsync");
+  mark(lane);
 }
 
 // The copies so far of a lane; those that follow go to the next one.

@@ -26,25 +26,31 @@ class CudaCopies final : public DeviceCopies {
   bool done(uint64_t ticket) override;
 
  private:
+  static constexpr size_t kLanes = 2;  // one engine's next copies are set up while the other's run
+  // Copies that are handed over and told of together: handing over and telling cost as much as copying.
+  static constexpr size_t kBatch = 8;
   // A stream; its copies are over in their order. Those of different lanes run side by side.
   struct Lane {
     cudaStream_t stream = nullptr;
     uint64_t started = 0;  // copies since creation
     uint64_t marked = 0;   // of them, those that a word or an event will tell of
+    // The others, which have not been handed to the GPU yet.
+    std::array<void*, kBatch> to{};
+    std::array<const void*, kBatch> from{};
+    std::array<size_t, kBatch> num_bytes{};
     uint64_t over = 0;     // of them, as far as known
     // Copies that are over. In pinned memory; writer: the stream, after each copy; reader: the host; never reset.
     uint64_t* word = nullptr;
     void* device_word = nullptr;  // as the GPU sees it
-    // Where streams write no words: copy n records events[n % size], if it is the last of a batch.
+    // Where streams write no words: copy n records events[n % size].
     std::vector<cudaEvent_t> events;
     uint64_t fruitless = 0;  // looks in a row
   };
-  static constexpr size_t kLanes = 2;   // one engine's next copies are set up while the other's run
-  static constexpr uint64_t kBatch = 4;  // copies that are told of together: telling costs as much as copying
 
   void create(int device);
   void destroy();
   void enter_thread();
+  void hand_over(Lane& lane);
   void mark(Lane& lane);
   void look(Lane& lane);
 
