@@ -1,10 +1,14 @@
 // What the CUDA backend works out on the host: where things lie, and how much memory a dispatch gets before its counts
 // are known. Neither needs a GPU.
+#include <algorithm>
+#include <numeric>
 #include <utility>
 #include <vector>
 
 #include "backend/cuda/layout.h"
+#include "backend/cuda/packet.h"
 #include "claims.h"
+#include "common/units.h"
 #include "engine/cuda/guess.h"
 
 using namespace uccl_ep;
@@ -66,23 +70,217 @@ CLAIM("staged rows begin at multiples of 128 bytes and fit the widest row") {
     }
 }
 
-CLAIM("a region is within its budget, says what all of it is for, and holds a chunk of tokens") {
-  for (uint32_t ranks : {1u, 2u, 4u, 8u, 64u})
-    for (uint64_t row_bytes : {uint64_t{256}, uint64_t{14336}, uint64_t{32768}}) {
-      const uint32_t experts = ranks * 32;
-      const uint64_t least = cuda::least_budget_bytes(ranks, experts, row_bytes);
-      for (uint64_t budget : {least, least + 12345, uint64_t{64} << 20, uint64_t{512} << 20}) {
+// Labels of domains, by rank.
+std::vector<int> several(const std::vector<int>& sizes) {
+  std::vector<int> labels;
+  for (size_t domain = 0; domain < sizes.size(); ++domain)
+    labels.insert(labels.end(), static_cast<size_t>(sizes[domain]), static_cast<int>(domain));
+  return labels;
+}
+std::vector<Topology> one_domain() {
+  std::vector<Topology> all;
+  for (int ranks : {1, 2, 4, 8, 64}) all.push_back(Topology::from_labels(several({ranks})));
+  return all;
+}
+std::vector<Topology> several_domains() {
+  std::vector<Topology> all;
+  for (const std::vector<int>& labels : {several({2, 2}),
+                                         several({1, 1, 1, 1}),
+                                         several({3, 1}),
+                                         {0, 1, 0, 1},
+                                         several({2, 2, 2}),
+                                         {2, 0, 1, 0, 2},
+                                         several({8, 8, 8, 8, 8, 8, 8, 8}),
+                                         several(std::vector<int>(64, 1)),
+                                         several({63, 1})})
+    all.push_back(Topology::from_labels(labels));
+  return all;
+}
+
+constexpr uint64_t kRowBytes[] = {256, 14336, 32768};  // of the widest row: 128 BF16, 7168 BF16, 8192 FP32
+
+// Calls check(topology, row_bytes, layout) for small, odd and usual budgets.
+template <typename Check>
+void for_layouts(const std::vector<Topology>& topologies, Check check) {
+  for (const Topology& topo : topologies)
+    for (uint64_t row_bytes : kRowBytes) {
+      const uint32_t experts = static_cast<uint32_t>(topo.num_ranks) * 32;
+      const uint64_t least = cuda::least_budget_bytes(topo, experts, row_bytes);
+      for (uint64_t budget : {least, least + 12345, 2 * least, uint64_t{64} << 20, uint64_t{512} << 20}) {
         if (budget < least) continue;
-        const cuda::RegionLayout layout = cuda::make_layout(ranks, experts, row_bytes, budget);
-        EXPECT(layout.total_bytes <= cuda::kDevicePage * ((budget + cuda::kDevicePage - 1) / cuda::kDevicePage));
-        uint64_t sum = 0;
-        for (const auto& [name, bytes] : layout.entries) sum += bytes;
-        EXPECT_EQ(sum, layout.total_bytes);
-        EXPECT(cuda::window_tokens(layout, row_bytes) >= cuda::kChunkTokens);
-        EXPECT(cuda::window_pieces(layout, row_bytes) >= cuda::kChunkTokens);
-        EXPECT_EQ(layout.rows % 128, 0u);
+        const cuda::RegionLayout layout = cuda::make_layout(topo, experts, row_bytes, budget);
+        EXPECT(layout.total_bytes <= round_up(budget, cuda::kDevicePage));
+        check(topo, row_bytes, layout);
       }
     }
+}
+
+uint64_t bytes_of(const cuda::RegionLayout& layout, const std::string& name) {
+  for (const auto& [entry, bytes] : layout.entries)
+    if (entry == name) return bytes;
+  throw std::logic_error("no entry " + name);
+}
+
+void expect_adds_up(const cuda::RegionLayout& layout) {
+  uint64_t sum = 0;
+  for (const auto& [name, bytes] : layout.entries) sum += bytes;
+  EXPECT_EQ(sum, layout.total_bytes);
+}
+
+// The most pieces that a chunk of tokens can have: a token reaches every member.
+uint32_t most_pieces(const cuda::RegionLayout& layout) { return cuda::kChunkTokens * layout.num_members; }
+
+// Rows of every wire dtype that are no wider than `row_bytes`.
+std::vector<uint64_t> wire_rows(uint64_t row_bytes) {
+  std::vector<uint64_t> bytes;
+  for (Dtype wire : {Dtype::kBf16, Dtype::kFp8, Dtype::kFp32})
+    for (uint64_t hidden : {row_bytes / 4, row_bytes / 2})
+      if (hidden % 128 == 0 && hidden > 0 && cuda::staged_row_bytes(wire, hidden) <= row_bytes)
+        bytes.push_back(cuda::staged_row_bytes(wire, hidden));
+  return bytes;
+}
+
+CLAIM("a region is within its budget, says what all of it is for, and holds a chunk of tokens") {
+  for_layouts(one_domain(), [](const Topology&, uint64_t row_bytes, const cuda::RegionLayout& layout) {
+    expect_adds_up(layout);
+    EXPECT_EQ(bytes_of(layout, "rings"), 0u);
+    for (uint64_t bytes : wire_rows(row_bytes)) EXPECT(cuda::window_tokens(layout, bytes) >= cuda::kChunkTokens);
+    EXPECT(cuda::combine_window_tokens(layout, row_bytes, most_pieces(layout)) >= cuda::kChunkTokens);
+    EXPECT_EQ(layout.rows % 128, 0u);
+  });
+}
+
+CLAIM("a region of several domains is within its budget, says what all of it is for, and begins with its rings") {
+  for_layouts(several_domains(), [](const Topology& topo, uint64_t, const cuda::RegionLayout& layout) {
+    expect_adds_up(layout);
+    EXPECT_EQ(layout.num_domains, static_cast<uint32_t>(topo.num_domains()));
+    EXPECT(layout.entries.front().first == "rings");
+    // What every rank ships and lands, as the transport lays it out, ends before the flags begin.
+    for (int rank = 0; rank < topo.num_ranks; ++rank)
+      EXPECT(make_device_layout(topo, layout.rings, rank).device_bytes <= layout.header_full);
+    EXPECT_EQ(layout.entries.front().second, round_up(device_ring_bytes(topo, layout.rings), 256));
+    EXPECT_EQ(layout.header_full, layout.entries.front().second);
+    // Kernels count slots of one size in both rings.
+    EXPECT(layout.slot_bytes == layout.rings.rows_slot_bytes && layout.slot_bytes == layout.rings.return_slot_bytes);
+    EXPECT(layout.row_slots == layout.rings.rows_slots && layout.return_slots == layout.rings.return_slots);
+    EXPECT_EQ(layout.slot_bytes % kDeviceRingAlignBytes, 0u);
+    EXPECT_EQ(layout.packet_bytes, layout.rings.packet_bytes);
+    EXPECT_EQ(layout.packet_bytes % kDeviceRingAlignBytes, 0u);
+    EXPECT_EQ(layout.rows % 128, 0u);
+  });
+}
+
+// Whether the rows of a window of `tokens` fit the ring, the memory for staged rows, and a chunk of tokens the window.
+bool dispatch_window_fits(const cuda::RegionLayout& layout, uint64_t bytes, uint32_t tokens) {
+  const uint64_t per_slot = layout.slot_bytes / bytes;
+  return tokens >= cuda::kChunkTokens && tokens % cuda::kChunkTokens == 0 && tokens <= layout.max_tokens &&
+         tokens * bytes <= layout.half_bytes && per_slot > 0 && (tokens + per_slot - 1) / per_slot <= layout.row_slots;
+}
+
+CLAIM("a window of a dispatch is at least a chunk of tokens, and the ring to a domain holds it") {
+  uint32_t last = 0;
+  for_layouts(several_domains(), [&](const Topology&, uint64_t row_bytes, const cuda::RegionLayout& layout) {
+    EXPECT(!wire_rows(row_bytes).empty());
+    for (uint64_t bytes : wire_rows(row_bytes)) {
+      const uint32_t tokens = cuda::window_tokens(layout, bytes);
+      EXPECT(dispatch_window_fits(layout, bytes, tokens));
+      // Control: it is as large as it can be.
+      EXPECT(tokens == layout.max_tokens || !dispatch_window_fits(layout, bytes, tokens + cuda::kChunkTokens));
+      last = tokens;
+    }
+  });
+  EXPECT(last > 0);
+}
+
+// Whether the pieces of a window of `tokens` fit their memory, and its sums the ring beside the values of all pairs.
+bool combine_window_fits(const cuda::RegionLayout& layout, uint64_t bytes, uint32_t pieces, uint32_t tokens) {
+  const uint64_t per_slot = layout.slot_bytes / bytes;
+  if (tokens < cuda::kChunkTokens || tokens % cuda::kChunkTokens != 0 || per_slot == 0) return false;
+  const uint64_t values = cuda::value_chunks(layout.max_pairs, layout.slot_bytes);
+  return uint64_t{tokens / cuda::kChunkTokens} * pieces * bytes <= layout.piece_bytes &&
+         values * layout.slot_bytes >= 4 * uint64_t{layout.max_pairs} &&
+         (tokens + per_slot - 1) / per_slot + values <= layout.return_slots;
+}
+
+CLAIM("a window of a combine is at least a chunk of tokens, and the ring back holds its sums and all values") {
+  for_layouts(several_domains(), [](const Topology&, uint64_t row_bytes, const cuda::RegionLayout& layout) {
+    for (uint64_t bytes : {row_bytes, row_bytes / 2})
+      for (uint32_t pieces : {1u, cuda::kChunkTokens, most_pieces(layout)}) {
+        if (bytes % 256 != 0) continue;
+        const uint32_t tokens = cuda::combine_window_tokens(layout, bytes, pieces);
+        EXPECT(tokens <= layout.max_tokens);
+        EXPECT(combine_window_fits(layout, bytes, pieces, tokens));
+        EXPECT(tokens == layout.max_tokens || !combine_window_fits(layout, bytes, pieces, tokens + cuda::kChunkTokens));
+      }
+  });
+}
+
+// Begin and end of the parts of a packet, in the order in which they must lie.
+std::vector<std::pair<uint64_t, uint64_t>> parts_of(const cuda::PacketSizes& s) {
+  const cuda::PacketParts p = cuda::packet_parts(s);
+  const uint64_t entries = (s.num_tokens + cuda::kChunkTokens - 1) / cuda::kChunkTokens + 1;
+  return {{0, sizeof(cuda::DeviceHeader)},
+          {p.counts, p.counts + uint64_t{4} * s.members * s.experts_per_rank},
+          {p.chunk_rows, p.chunk_rows + 4 * s.members * entries},
+          {p.chunk_pieces, p.chunk_pieces + 4 * entries},
+          {p.chunk_streams, p.chunk_streams + 4 * entries},
+          {p.values, p.values + (s.with_values ? uint64_t{4} * s.pairs : 0)},
+          {p.lists, p.lists + sizeof(cuda::ListEntry) * uint64_t{s.rows}},
+          {p.pairs, p.pairs + sizeof(cuda::PairEntry) * uint64_t{s.pairs}},
+          {p.stream_pieces, p.stream_pieces + 4 * (uint64_t{s.stream_rows} + 1)},
+          {p.end, p.end}};
+}
+
+bool well_laid_out(const cuda::PacketSizes& sizes) {
+  const auto parts = parts_of(sizes);
+  for (size_t i = 0; i < parts.size(); ++i)
+    if (parts[i].first % 16 != 0 || (i > 0 && parts[i].first < parts[i - 1].second)) return false;
+  return true;
+}
+
+CLAIM("the parts of a packet are aligned and do not overlap") {
+  for (uint32_t members : {1u, 3u, 64u})
+    for (uint32_t tokens : {0u, 1u, 31u, 32u, 33u, cuda::kMaxTokens})
+      for (uint32_t pairs : {0u, 1u, 5u, cuda::kMaxTokens * cuda::kPairsPerToken})
+        for (uint32_t rows : {0u, 1u, members * tokens})
+          for (bool with_values : {false, true}) {
+            EXPECT(well_laid_out({members, 3, tokens, rows, pairs, tokens, with_values}));
+            EXPECT(well_laid_out({members, 256, tokens, rows, pairs, 0, with_values}));
+          }
+  // Control: by 32 bits the pairs of the largest would begin before the lists end.
+  EXPECT(cuda::packet_parts({64, 4, cuda::kMaxTokens, 64 * cuda::kMaxTokens, 1u << 31, 0, true}).end >= 1ull << 32);
+}
+
+CLAIM("a packet has room for the most tokens, rows and pairs") {
+  auto topologies = several_domains();
+  for (const Topology& topo : one_domain()) topologies.push_back(topo);
+  for_layouts(topologies, [](const Topology& topo, uint64_t, const cuda::RegionLayout& layout) {
+    const uint32_t tokens = layout.max_tokens, experts = layout.num_experts / layout.num_ranks;
+    for (int domain = 0; domain < topo.num_domains(); ++domain) {
+      const uint32_t members = static_cast<uint32_t>(topo.size_of(domain));
+      const uint32_t stream = topo.num_domains() > 1 ? tokens : 0;
+      const auto end = [&](uint32_t pairs) {
+        return cuda::packet_parts({members, experts, tokens, members * tokens, pairs, stream, true}).end;
+      };
+      EXPECT(end(layout.max_pairs) <= layout.packet_bytes);
+      // Control: not much is wasted where the domain is the largest.
+      EXPECT(members < layout.num_members || end(layout.max_pairs + 64) > layout.packet_bytes);
+    }
+  });
+}
+
+CLAIM("with a known plan a packet is its header and the values") {
+  const uint64_t header = round_up(sizeof(cuda::DeviceHeader), 16);
+  for (uint32_t pairs : {0u, 1u, 4u, 1000u, 1u << 21}) {
+    cuda::PacketSizes sizes;
+    sizes.pairs = pairs;
+    sizes.with_values = true;
+    const cuda::PacketParts parts = cuda::packet_parts(sizes);
+    EXPECT_EQ(parts.values, header);
+    EXPECT_EQ(parts.end, header + round_up(4 * uint64_t{pairs}, 16));
+    sizes.with_values = false;
+    EXPECT_EQ(cuda::packet_parts(sizes).end, header);
+  }
 }
 
 }  // namespace

@@ -63,7 +63,7 @@ constexpr PacketParts packet_parts(const PacketSizes& s) {
   take(p.chunk_streams, 4 * entries);
   take(p.values, s.with_values ? sizeof(float) * s.pairs : 0);
   take(p.lists, sizeof(ListEntry) * s.rows);
-  take(p.pairs, sizeof(PairEntry) * s.pairs);
+  take(p.pairs, s.members == 0 ? 0 : sizeof(PairEntry) * s.pairs);
   take(p.stream_pieces, s.members == 0 ? 0 : 4 * (uint64_t{s.stream_rows} + 1));
   p.end = at;
   return p;
