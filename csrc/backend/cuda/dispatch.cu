@@ -79,19 +79,16 @@ __device__ void stage(const Crew& crew, const Domain& d, const Op& op, const Pla
   if (!wait_members(crew, d, d.at.read, op.free_after, Step::kStage)) return;
   const StageShare share = stage_share(d, args);
   const StepClock clock(crew, d, Step::kStage, workers(d) - share.count);
-  // The way to another domain is longer.
-  const bool ships = d.net != nullptr && share.first != kNothing;
-  if (ships && !kFresh) stage_streams<kFresh>(crew, d, plan, args, share.first, share.count);
+  // Where rows for other domains go is known when all is routed.
+  if (kFresh && d.net != nullptr && !crew.all(crew.thread != 0 || wait_block(d, &local(d).packed, op.epoch))) return;
   bool done = false;
   if constexpr (kBulk) {
 #if __CUDA_ARCH__ >= 900
     done = args.stage_ring > 0;
-    if (done) stage_rows_bulk(crew, d, op, args.stage, share, staged, shared + args.stage_ring);
+    if (done) stage_rows_bulk<kFresh>(crew, d, op, plan, args, share, staged, shared + args.stage_ring);
 #endif
   }
-  if (!done) stage_rows(crew, d, op, args.stage, share, staged);
-  if (ships && kFresh && crew.all(crew.thread != 0 || wait_block(d, &local(d).packed, op.epoch)))
-    stage_streams<kFresh>(crew, d, plan, args, share.first, share.count);
+  if (!done) stage_rows<kFresh>(crew, d, op, plan, args, share, staged);
   clock.stop();
   if (args.routing_compared && args.window == 0) compare_routing(crew, d, plan, args.routing, args.signature.plan_id);
 }
@@ -175,8 +172,7 @@ __device__ void end_streams(const Crew& crew, const Domain& d, const PlanView& p
   if (!placed) return;
   for (uint32_t s = crew.thread; s < d.at.num_ranks; s += crew.size) {
     if (in_domain(d, s)) continue;
-    const uint32_t chunks =
-        kFresh ? (scratch(d).num_tokens[s] + kChunkTokens - 1) / kChunkTokens : plan.chunks[s];
+    const uint32_t chunks = kFresh ? (scratch(d).num_tokens[s] + kChunkTokens - 1) / kChunkTokens : plan.chunks[s];
     const uint32_t* const before = kFresh ? scratch(d).chunk_streams[s] : plan.chunk_streams + s * entries;
     const uint32_t first = min(args.window * per_window, chunks), end = min(first + per_window, chunks);
     state.received[s] += part_of(d, before[first], before[end], row_bytes).chunks;
@@ -230,7 +226,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (kState != PlanState::kExchanged) tell_staged(d, op, stage_share(d, args), staged);
   } else if (warp < kFirstPlace) {
     const Crew crew = Crew::of(2, kFirstStage, kStageWarps);
-    if (kState != PlanState::kExchanged && going(crew, d)) stage<kState, kBulk>(crew, d, op, plan, args, staged, shared);
+    if (kState != PlanState::kExchanged && going(crew, d))
+      stage<kState, kBulk>(crew, d, op, plan, args, staged, shared);
   } else {
     const Crew crew = Crew::of(3, kFirstPlace, kPlaceWarps);
     bool good = true;

@@ -106,8 +106,7 @@ __device__ inline void tell_empty_chunks(const Crew& crew, const Domain& d, cons
     const uint32_t* const before = plan.chunk_rows + s * (plan.num_chunks + 1);
     const ChunkRange chunks = chunks_of(args, plan.chunks[s]);
     for (uint32_t c = chunks.first + crew.lane(); c < chunks.end; c += kWarp)
-      if (before[c] == before[c + 1])
-        publish_flag(folded(d, holder_of(d, s), stream_of(d, s), d.rank) + c, op.epoch);
+      if (before[c] == before[c + 1]) publish_flag(folded(d, holder_of(d, s), stream_of(d, s), d.rank) + c, op.epoch);
   }
 }
 

@@ -132,15 +132,17 @@ uint64_t least_budget_bytes(const Topology& topo, uint32_t num_experts, uint64_t
   return round_up(layout_for(topo, num_experts, row_bytes, kTileTokens, kTileTokens).total_bytes, kDevicePage);
 }
 
-// An eighth of the budget for the routing, which goes in one piece; the rest for rows, which go in windows.
+// An eighth of the budget for the routing, which goes in one piece, half of that where other domains get it, too; the
+// rest for rows, which go in windows.
 RegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes) {
   const auto bytes = [&](uint32_t tokens, uint32_t window) {
     const RegionLayout l = layout_for(topo, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens);
     return round_up(l.total_bytes, kDevicePage);
   };
   const uint64_t rest = bytes(1, 1);
+  const uint64_t share = topo.num_domains() > 1 ? 16 : 8;
   const uint32_t tokens = largest(kMaxTokens / kTileTokens, [&](uint32_t n) {
-    return bytes(n, 1) - rest <= budget_bytes / 8 && bytes(n, 1) <= budget_bytes;
+    return bytes(n, 1) - rest <= budget_bytes / share && bytes(n, 1) <= budget_bytes;
   });
   const uint32_t window = largest(tokens, [&](uint32_t n) { return bytes(tokens, n) <= budget_bytes; });
   RegionLayout l = layout_for(topo, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens);

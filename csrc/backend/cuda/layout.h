@@ -15,6 +15,7 @@
 namespace uccl_ep::cuda {
 
 constexpr uint32_t kMaxRanks = 64;         // of the group: kernel arguments hold a pointer per rank
+constexpr uint32_t kMaxDomains = 32;       // a lane of a warp each
 constexpr uint32_t kMaxBlocks = 1024;      // of a kernel
 constexpr uint32_t kTileTokens = 64;       // routed together: a bit each of a 64-bit mask
 constexpr uint32_t kStageRows = 8;         // staged rows that one flag publishes
@@ -24,8 +25,8 @@ constexpr uint32_t kMaxTokens = 1u << 16;
 constexpr uint32_t kHalves = 2;
 
 // In kernels ranks are numbered by domain, then by member, and experts by the number of their rank: a domain's are
-// neighbours. A rank's *stream* to a domain is its tokens that have experts there, in their order; to its own domain, all
-// tokens. The *holder* of a rank's rows for our domain is the rank itself or, of another domain, its rail in ours.
+// neighbours. A rank's *stream* to a domain is its tokens that have experts there, in their order; to its own domain,
+// all tokens. The *holder* of a rank's rows for our domain is the rank itself or, of another domain, its rail in ours.
 
 // Flags, all uint64 epochs that only grow. In the region of the rank that reads them; written by peers over NVLink.
 //   header_full[s]  writer: rank s; of another domain: the relay (net.cuh). Its packet of that epoch is there.
@@ -37,30 +38,30 @@ constexpr uint32_t kHalves = 2;
 //   folded_all[m]   writer: member m. All its pieces and fp32 values of that epoch are in our region.
 //   merged[m]       writer: member m. It has read all pieces in its region up to that epoch: they may be overwritten.
 struct Offsets {
-  uint64_t header_full = 0, values_full = 0;           // [ranks]
-  uint64_t read = 0, folded_all = 0, merged = 0;       // [members]
-  uint64_t rows_full = 0;                              // [members][chunks]
-  uint64_t folded = 0;                                 // [streams][members][chunks]
-  uint64_t packets = 0;       // [halves] for our own domain: packet.h
+  uint64_t header_full = 0, values_full = 0;  // [ranks]
+  uint64_t read = 0, folded_all = 0, merged = 0;  // [members]
+  uint64_t rows_full = 0;  // [members][chunks]
+  uint64_t folded = 0;  // [streams][members][chunks]
+  uint64_t packets = 0;  // [halves] for our own domain: packet.h
   uint64_t packet_bytes = 0;
-  uint64_t rows = 0;          // [halves] half_bytes: rows for our own domain, at the place of their token
+  uint64_t rows = 0;  // [halves] half_bytes: rows for our own domain, at the place of their token
   // Combine.
-  uint64_t pieces = 0;        // [streams] piece_bytes; a row's pieces lie side by side, ranks ascending
+  uint64_t pieces = 0;  // [streams] piece_bytes; a row's pieces lie side by side, ranks ascending
   uint64_t piece_values = 0;  // [streams][pairs] float
   // Read and written by this rank only.
-  uint64_t local = 0;         // Local
-  uint64_t net = 0;           // Net and NetState, where there are several domains
+  uint64_t local = 0;  // Local
+  uint64_t net = 0;  // Net and NetState, where there are several domains
   uint64_t net_state = 0;
-  uint64_t sent_counts = 0;   // [domains][slots] uint32: rows of a chunk that are staged; who ships it resets it
+  uint64_t sent_counts = 0;  // [domains][slots] uint32: rows of a chunk that are staged; who ships it resets it
   uint64_t relayed_counts = 0;  // [streams][slots] uint32: likewise, merged
   uint64_t chunk_counts = 0;  // [ranks][chunks] uint32: pieces of a chunk that are done; the last resets it
-  uint64_t tile_counts = 0;   // [tiles] uint32[experts + 2 * ranks + domains]: see exchange.cuh
+  uint64_t tile_counts = 0;  // [tiles] uint32[experts + 2 * ranks + domains]: see exchange.cuh
   uint64_t plan_scratch = 0;  // PlanScratch
-  uint64_t token_addends = 0; // [tokens + 1] uint32: addends of earlier tokens
-  uint64_t addends = 0;       // [pairs] uint32: see PlanView
-  uint64_t sent_chunks = 0;   // [domains][chunks + 1] uint32: rows of the stream of earlier chunks of tokens
-  uint64_t sent_tokens = 0;   // [domains][tokens] uint32: of a row of the stream
-  uint64_t pair_origin = 0;   // [pairs] uint32: place in the caller's [T, width]
+  uint64_t token_addends = 0;  // [tokens + 1] uint32: addends of earlier tokens
+  uint64_t addends = 0;  // [pairs] uint32: see PlanView
+  uint64_t sent_chunks = 0;  // [domains][chunks + 1] uint32: rows of the stream of earlier chunks of tokens
+  uint64_t sent_tokens = 0;  // [domains][tokens] uint32: of a row of the stream
+  uint64_t pair_origin = 0;  // [pairs] uint32: place in the caller's [T, width]
   uint64_t total_bytes = 0;
 
   uint32_t num_ranks = 0;
@@ -68,11 +69,11 @@ struct Offsets {
   uint32_t num_streams = 0;  // that a rank merges, at most
   uint32_t num_domains = 0;
   uint32_t num_experts = 0;
-  uint32_t max_tokens = 0;   // a multiple of kTileTokens
+  uint32_t max_tokens = 0;  // a multiple of kTileTokens
   uint32_t max_pairs = 0;
-  uint64_t half_bytes = 0;   // staged rows
+  uint64_t half_bytes = 0;  // staged rows
   uint64_t piece_bytes = 0;
-  uint64_t row_bytes = 0;    // widest wire row
+  uint64_t row_bytes = 0;  // widest wire row
   // Rings between domains, at the beginning of the region.
   uint32_t row_slots = 0, return_slots = 0;
   uint64_t slot_bytes = 0;
@@ -146,12 +147,12 @@ struct Local {
   uint64_t entered = 0;  // epoch of the operation whose kernels run
   uint64_t stop = 0;  // 1: an error is known, kernels return. Writers: kernels of this rank, its host
   uint64_t counted = 0;  // epoch whose tiles have all been counted
-  uint64_t packed = 0;   // epoch whose packets are complete, and of a new plan all that is known of its streams
+  uint64_t packed = 0;  // epoch whose packets are complete, and of a new plan all that is known of its streams
   uint64_t values_relayed = 0;  // epoch whose values are in the rings to their sources
   uint64_t planned = 0;  // epoch whose PlanScratch is complete
   uint64_t routing_hash = 0;  // of a routing that is compared with a plan's; the last to add resets it
   uint32_t arrived[9] = {};  // blocks that are through with something, by Arrival; the last resets it
-  uint32_t taken[4] = {};    // shares of work that have been taken, by Taken; reset when all are through
+  uint32_t taken[4] = {};  // shares of work that have been taken, by Taken; reset when all are through
   uint64_t block_hash[kMaxBlocks] = {};
   uint64_t step_nsec[kNumSteps] = {};  // what block 0 has spent in a step, since creation
 };
@@ -203,38 +204,38 @@ enum class DeviceFault : uint32_t {
 
 // A plan in device memory; arrays lie in one allocation that the caller owns.
 struct PlanView {
-  uint64_t* routing_hash = nullptr;      // [1]
+  uint64_t* routing_hash = nullptr;  // [1]
   int64_t* tokens_per_expert = nullptr;  // [experts of a rank] pairs, padding included
-  uint64_t* overflow = nullptr;          // [1] 1: more slots were needed than the caller has
+  uint64_t* overflow = nullptr;  // [1] 1: more slots were needed than the caller has
   // Of this rank as destination.
-  uint32_t* row_begin = nullptr;    // [ranks] a source's rows, numbered in the given order of sources
-  uint32_t* row_end = nullptr;      // [ranks]
+  uint32_t* row_begin = nullptr;  // [ranks] a source's rows, numbered in the given order of sources
+  uint32_t* row_end = nullptr;  // [ranks]
   uint32_t* value_begin = nullptr;  // [ranks] number of a pair in its source's packet = ours + value_begin (mod 2^32)
-  uint32_t* chunk_rows = nullptr;   // [ranks][chunks + 1] the source's rows for us of earlier chunks of its tokens
-  uint32_t* chunk_pieces = nullptr; // [ranks][chunks + 1] its pieces in our domain of earlier chunks
-  uint32_t* chunks = nullptr;       // [ranks] chunks of a source's tokens
-  uint32_t* padding = nullptr;      // [experts of a rank][2]: slots that are padding
-  uint32_t* row_token = nullptr;    // [received rows]
-  uint32_t* row_piece = nullptr;    // [received rows] number among the source's pieces in our domain
-  uint32_t* row_slot = nullptr;     // [received rows + 1] into slots
-  uint32_t* slots = nullptr;        // [received pairs] of expert-major rows; of compact ones the local expert
+  uint32_t* chunk_rows = nullptr;  // [ranks][chunks + 1] the source's rows for us of earlier chunks of its tokens
+  uint32_t* chunk_pieces = nullptr;  // [ranks][chunks + 1] its pieces in our domain of earlier chunks
+  uint32_t* chunks = nullptr;  // [ranks] chunks of a source's tokens
+  uint32_t* padding = nullptr;  // [experts of a rank][2]: slots that are padding
+  uint32_t* row_token = nullptr;  // [received rows]
+  uint32_t* row_piece = nullptr;  // [received rows] number among the source's pieces in our domain
+  uint32_t* row_slot = nullptr;  // [received rows + 1] into slots
+  uint32_t* slots = nullptr;  // [received pairs] of expert-major rows; of compact ones the local expert
   // Of this rank as source.
-  uint32_t* addend_begin = nullptr; // [tokens + 1] addends of earlier tokens: pieces, and sums from other domains
-  uint32_t* pair_begin = nullptr;   // [ranks + 1] pairs for lower ranks
-  uint32_t* pair_place = nullptr;   // [sent pairs] index in the caller's [T, width] values
+  uint32_t* addend_begin = nullptr;  // [tokens + 1] addends of earlier tokens: pieces, and sums from other domains
+  uint32_t* pair_begin = nullptr;  // [ranks + 1] pairs for lower ranks
+  uint32_t* pair_place = nullptr;  // [sent pairs] index in the caller's [T, width] values
   // Where there are several domains; else nullptr.
-  uint32_t* row_position = nullptr;   // [received rows] in the stream
+  uint32_t* row_position = nullptr;  // [received rows] in the stream
   uint32_t* chunk_streams = nullptr;  // [ranks][chunks + 1] rows of the source's stream of earlier chunks
-  uint32_t* sent_chunks = nullptr;    // [domains][chunks + 1] rows of our stream of earlier chunks
-  uint32_t* sent_begin = nullptr;     // [domains + 1] into sent_tokens; nothing of our own
-  uint32_t* sent_tokens = nullptr;    // [rows for other domains] token of each row of our streams
-  uint32_t* addends = nullptr;        // [addends] number of a piece, or kReturned | domain << 16 | row of the stream
+  uint32_t* sent_chunks = nullptr;  // [domains][chunks + 1] rows of our stream of earlier chunks
+  uint32_t* sent_begin = nullptr;  // [domains + 1] into sent_tokens; nothing of our own
+  uint32_t* sent_tokens = nullptr;  // [rows for other domains] token of each row of our streams
+  uint32_t* addends = nullptr;  // [addends] number of a piece, or kReturned | domain << 16 | row of the stream
   uint32_t* relayed_begin = nullptr;  // [streams] into relayed_piece; the first is nothing
   uint32_t* relayed_pairs = nullptr;  // [streams] pairs of a stream
   uint32_t* relayed_piece = nullptr;  // [relayed rows, one more for each stream] pieces of earlier rows
   uint32_t num_tokens = 0;
-  uint32_t num_chunks = 0;          // of the rank with the most tokens
-  uint32_t num_slots = 0;           // of the caller's rows: higher slots are dropped
+  uint32_t num_chunks = 0;  // of the rank with the most tokens
+  uint32_t num_slots = 0;  // of the caller's rows: higher slots are dropped
   // 0: a row goes to each of its slots, and a value too. Else rows are compact: row i goes to slot i, its values to
   // [i, compact_width], and `slots` holds the experts instead.
   uint32_t compact_width = 0;
@@ -245,9 +246,9 @@ struct Net;
 // What every kernel knows of the group.
 struct Domain {
   Offsets at;
-  uint8_t* base[kMaxRanks];     // regions of our domain, mapped here
-  uint32_t rank;                // ours
-  uint32_t first, end;          // of our domain
+  uint8_t* base[kMaxRanks];  // regions of our domain, mapped here
+  uint32_t rank;  // ours
+  uint32_t first, end;  // of our domain
   uint32_t experts_per_rank;
   uint32_t source_order[kMaxRanks];
   uint8_t number_of[kMaxRanks];  // by group rank
@@ -255,8 +256,8 @@ struct Domain {
   uint8_t first_of[kMaxRanks + 1];  // by domain, then the number of ranks
   uint64_t arrival_nsec, progress_nsec;  // deadlines
   uint32_t shared_bytes;  // a block may have
-  bool bulk_copies;       // this GPU has them
-  const Net* net;         // nullptr: there is one domain
+  bool bulk_copies;  // this GPU has them
+  const Net* net;  // nullptr: there is one domain
   HostError* error;
   HostCounts* counts;
 };

@@ -1,5 +1,6 @@
-// Merge: sums the pieces that our domain's ranks put into our memory, ranks ascending. Of our own tokens into the output,
-// together with the sums that other domains return; of the streams that we relay into the rings to their sources.
+// Merge: sums the pieces that our domain's ranks put into our memory, ranks ascending. Of our own tokens into the
+// output, together with the sums that other domains return; of the streams that we relay into the rings to their
+// sources.
 #pragma once
 
 #include "backend/cuda/device.cuh"
@@ -118,7 +119,8 @@ struct Merge {
   // By a warp: what the chunk's tokens need has arrived.
   __device__ bool wait(uint32_t chunk) const {
     if (chunk < arrived) return true;
-    bool good = wait_pieces(d, op, 0, chunk) && (d.net == nullptr || wait_returned(d, plan, range, op.epoch, row_bytes(), chunk));
+    bool good = wait_pieces(d, op, 0, chunk) &&
+                (d.net == nullptr || wait_returned(d, plan, range, op.epoch, row_bytes(), chunk));
     __syncwarp();  // orders what the lanes have read before the loads that one of them issues
     proxy_fence();
     if (good) arrived = chunk + 1;
@@ -141,8 +143,8 @@ struct Merge {
   }
 };
 
-// Rows of the streams that we relay: row n / streams of each in turn. It ends before Merge begins, which waits for other
-// domains: nobody may wait for them and have rows that they wait for.
+// Rows of the streams that we relay: row n / streams of each in turn. It ends before Merge begins, which waits for
+// other domains: nobody may wait for them and have rows that they wait for.
 struct Relay {
   const Domain& d;
   const Op& op;
@@ -251,8 +253,8 @@ __device__ inline void merge_values(const Crew& crew, const Domain& d, const Op&
       const uint32_t* const before = plan.sent_chunks + to * (plan.num_chunks + 1);
       chunks = part_of(d, before[window.first], before[window.end], row_bytes).chunks;
       const uint64_t all = range.returned_chunks[to] + chunks + value_chunks_of(d, args, end - begin);
-      const bool good = crew.thread != 0 || wait_peer(d, net_state(d).returns_there + to, all, op.epoch, Step::kMerge,
-                                                      rail_of(d, to), -1);
+      const bool good = crew.thread != 0 ||
+                        wait_peer(d, net_state(d).returns_there + to, all, op.epoch, Step::kMerge, rail_of(d, to), -1);
       if (!crew.all(good)) return;
     }
     for (uint32_t p = begin + blockIdx.x * crew.size + crew.thread; p < end; p += workers(d) * crew.size) {

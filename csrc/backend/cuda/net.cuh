@@ -1,6 +1,6 @@
-// Between domains. Rows for another domain are staged packed, in the order of our tokens, into a ring of chunks; one block
-// of every kernel, which does nothing else, sees to the network: a warp hands chunks that are complete to the proxy, and one
-// warp, the relay, follows what the proxies of our domain say. It alone polls memory of the host.
+// Between domains. Rows for another domain are staged packed, in the order of our tokens, into a ring of chunks; one
+// block of every kernel, which does nothing else, sees to the network: a warp hands chunks that are complete to the
+// proxy, and one warp, the relay, follows what the proxies of our domain say. It alone polls memory of the host.
 #pragma once
 
 #include "backend/cuda/device.cuh"
@@ -115,7 +115,7 @@ __device__ inline bool push_packets(const Domain& d, const Op& op, bool is_new, 
       sizes.with_values = with_values;
       sizes.pairs = h.pair_begin[members];
       if (is_new)
-        sizes = {members, d.experts_per_rank, h.num_tokens, h.row_begin[members], h.pair_begin[members],
+        sizes = {members,       d.experts_per_rank, h.num_tokens, h.row_begin[members], h.pair_begin[members],
                  h.stream_rows, with_values};
       command = {d.net->to[to].packet_channel, packet_parts(sizes).end, op.epoch - 1};
     }

@@ -1,5 +1,5 @@
-// What a rank's kernels know of the other domains: where the rings of the transport lie, what the proxy is told and tells.
-// Nothing of it is there for a buffer of one domain.
+// What a rank's kernels know of the other domains: where the rings of the transport lie, what the proxy is told and
+// tells. Nothing of it is there for a buffer of one domain.
 #pragma once
 
 #include "backend/cuda/layout.h"
@@ -48,7 +48,8 @@ struct NetState {
   uint64_t relayed[kMaxRanks];                       // by stream
   uint64_t ended;
   ProducerState producer;
-  // Flags. Writer: the relay, one warp of a kernel; readers: all blocks. Chunks that have arrived, or have left for good.
+  // Flags. Writer: the relay, one warp of a kernel; readers: all blocks. Chunks that have arrived, or have left for
+  // good.
   uint64_t rows_there[kMaxRanks];     // by source
   uint64_t returns_there[kMaxRanks];  // by domain
   uint64_t packets_gone[kMaxRanks], rows_gone[kMaxRanks];  // by domain

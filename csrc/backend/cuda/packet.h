@@ -1,5 +1,6 @@
-// What a rank tells a domain of an operation, in one piece: who reads it is in that domain. For the own domain it is read in
-// place, to another it is shipped. A header; the fp32 values of the pairs, if they travel; of a new plan the routing.
+// What a rank tells a domain of an operation, in one piece: who reads it is in that domain. For the own domain it is
+// read in place, to another it is shipped. A header; the fp32 values of the pairs, if they travel; of a new plan the
+// routing.
 #pragma once
 
 #include "backend/cuda/layout.h"

@@ -119,8 +119,7 @@ struct RowBatch {
                                              const Arrivals& arrivals) const {
     return in_domain(d, source) ? op.epoch : arrivals.chunks[source] + chunk(d, args) + 1;
   }
-  __device__ __forceinline__ void look(const Domain& d, const Op& op, const PlaceArgs& args,
-                                       const Arrivals& arrivals) {
+  __device__ __forceinline__ void look(const Domain& d, const Op& op, const PlaceArgs& args, const Arrivals& arrivals) {
     if (count > 0) ready = read_flag(flag(d)) >= wanted(d, op, args, arrivals);
   }
   // By the warp: row `i` has been staged. What else has arrived meanwhile is noted, too.

@@ -12,16 +12,32 @@ namespace uccl_ep::cuda {
 // A crew has a warp for every row of a chunk.
 constexpr uint32_t kStageWarps = kStageRows;
 
-__device__ inline void copy_row(const uint4* from, uint4* to, uint32_t vectors, uint32_t lane) {
+// Where a warp writes a row: for our own domain, and into the rings to those that want it, a lane each.
+struct Outs {
+  uint8_t* own;
+  uint8_t* other;  // of this lane
+  uint32_t others;  // lanes that have one
+  template <typename Put>
+  __device__ __forceinline__ void each(Put put) const {
+    put(own);
+    for (uint32_t left = others; left != 0; left &= left - 1)
+      put(reinterpret_cast<uint8_t*>(__shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(other), __ffs(left) - 1)));
+  }
+};
+
+__device__ inline void copy_row(const uint4* from, const Outs& outs, uint32_t vectors, uint32_t lane) {
   constexpr uint32_t kBatch = 4;
-  for (uint32_t first = lane; first < vectors; first += kBatch * kWarp) {
+  for (uint32_t begin = 0; begin < vectors; begin += kBatch * kWarp) {
+    const uint32_t first = begin + lane;
     uint4 batch[kBatch];
 #pragma unroll
     for (uint32_t u = 0; u < kBatch; ++u)
       if (first + u * kWarp < vectors) batch[u] = __ldcs(from + first + u * kWarp);
+    outs.each([&](uint8_t* to) {
 #pragma unroll
-    for (uint32_t u = 0; u < kBatch; ++u)
-      if (first + u * kWarp < vectors) to[first + u * kWarp] = batch[u];
+      for (uint32_t u = 0; u < kBatch; ++u)
+        if (first + u * kWarp < vectors) reinterpret_cast<uint4*>(to)[first + u * kWarp] = batch[u];
+    });
   }
 }
 
@@ -67,7 +83,7 @@ __device__ __forceinline__ void quantise(const uint4 (&raw)[kBatch], Codes (&out
 
 // By a warp. With powers of two the next vectors are loaded meanwhile.
 template <bool kPow2>
-__device__ __forceinline__ void quantise_row(const uint4* from, uint8_t* to, uint32_t hidden, uint32_t lane) {
+__device__ __forceinline__ void quantise_row(const uint4* from, const Outs& outs, uint32_t hidden, uint32_t lane) {
 #if __CUDA_ARCH__ >= 900
   constexpr uint32_t kBatch = kPow2 ? 4 : 1;
 #else
@@ -91,19 +107,21 @@ __device__ __forceinline__ void quantise_row(const uint4* from, uint8_t* to, uin
     if (kPow2) load_batch(begin + kBatch * kWarp);
     Codes out[kBatch];
     quantise<kPow2>(raw, out);
+    outs.each([&](uint8_t* to) {
 #pragma unroll
-    for (uint32_t u = 0; u < kBatch; ++u) {
-      const uint32_t i = begin + u * kWarp + lane;
-      if (i >= end) continue;  // the same for all 16 lanes of a block
-      *reinterpret_cast<uint2*>(to + i * 8) = out[u].codes;
-      if (i % 16 == 0) reinterpret_cast<float*>(to + hidden)[i / 16] = out[u].scale;
-    }
+      for (uint32_t u = 0; u < kBatch; ++u) {
+        const uint32_t i = begin + u * kWarp + lane;
+        if (i >= end) continue;  // the same for all 16 lanes of a block
+        *reinterpret_cast<uint2*>(to + i * 8) = out[u].codes;
+        if (i % 16 == 0) reinterpret_cast<float*>(to + hidden)[i / 16] = out[u].scale;
+      }
+    });
   }
 }
 
 // Not inlined: a division is a call that would make its caller spill.
-__device__ __noinline__ void quantise_row_divided(const uint4* from, uint8_t* to, uint32_t hidden, uint32_t lane) {
-  quantise_row<false>(from, to, hidden, lane);
+__device__ __noinline__ void quantise_row_divided(const uint4* from, const Outs outs, uint32_t hidden, uint32_t lane) {
+  quantise_row<false>(from, outs, hidden, lane);
 }
 
 // What a block stages: of tokens [begin, end) the chunks first, first + count, ... with a flag each.
@@ -145,15 +163,15 @@ __device__ inline void tell_staged(const Domain& d, const Op& op, const StageSha
 }
 
 // By a warp: one row, copied or quantised.
-__device__ __forceinline__ void stage_row(const StageArgs& args, uint32_t token, uint8_t* to, uint32_t lane) {
+__device__ __forceinline__ void stage_row(const StageArgs& args, uint32_t token, const Outs& outs, uint32_t lane) {
   const uint32_t vectors = args.hidden * dtype_bytes(args.dtype) / 16;
   const uint4* const from = reinterpret_cast<const uint4*>(args.x) + uint64_t{token} * vectors;
   if (args.wire == Dtype::kFp8 && args.fp8_pow2)
-    quantise_row<true>(from, to, args.hidden, lane);
+    quantise_row<true>(from, outs, args.hidden, lane);
   else if (args.wire == Dtype::kFp8)
-    quantise_row_divided(from, to, args.hidden, lane);
+    quantise_row_divided(from, outs, args.hidden, lane);
   else
-    copy_row(from, reinterpret_cast<uint4*>(to), vectors, lane);
+    copy_row(from, outs, vectors, lane);
 }
 
 // The part of our stream to a domain that a window ships. Of a new plan, which is not complete yet, the first.
@@ -163,49 +181,67 @@ __device__ inline StreamPart sent_part(const Domain& d, const PlanView& plan, co
   const uint32_t chunks = (args.stage.num_tokens + kChunkTokens - 1) / kChunkTokens;
   const uint32_t per_window = args.window_tokens / kChunkTokens;
   const uint32_t first = min(args.window * per_window, chunks), end = min(first + per_window, chunks);
-  const uint32_t* const before =
-      kFresh ? at<uint32_t>(d, d.rank, d.at.sent_chunks) + uint64_t{to} * (max_chunks(d) + 1)
-             : plan.sent_chunks + uint64_t{to} * (plan.num_chunks + 1);
+  const uint32_t* const before = kFresh ? at<uint32_t>(d, d.rank, d.at.sent_chunks) + uint64_t{to} * (max_chunks(d) + 1)
+                                        : plan.sent_chunks + uint64_t{to} * (plan.num_chunks + 1);
   if (to == own_domain(d)) return {};
   return part_of(d, __ldcg(before + first), __ldcg(before + end), row_bytes);
 }
 
-// By a crew of kStageWarps, one of `share.count`: rows for other domains, into the rings, domain by domain in turn.
+// By a warp: where a token's row goes beside our own domain; lane `to` has that of domain `to`. What the slots held
+// before has left: chunks of earlier windows need nothing of this one. `count`: of the lane's chunk.
 template <bool kFresh>
-__device__ __noinline__ void stage_streams(const Crew crew, const Domain& d, const PlanView& plan,
-                                           const PlaceArgs& args, uint32_t first, uint32_t count) {
-  const uint32_t row_bytes = static_cast<uint32_t>(staged_row_bytes(args.stage.wire, args.stage.hidden));
-  const NetState& state = net_state(d);
-  __shared__ StreamPart parts[kMaxRanks];
-  __shared__ uint32_t most;
-  if (crew.thread == 0) most = 0;
-  for (uint32_t to = crew.thread; to < d.at.num_domains; to += crew.size)
-    parts[to] = sent_part<kFresh>(d, plan, args, to);
-  crew.sync();
-  if (crew.thread == 0)
-    for (uint32_t to = 0; to < d.at.num_domains; ++to) most = max(most, parts[to].end - parts[to].first);
-  crew.sync();
-  const uint32_t per_chunk = rows_per_chunk(d, row_bytes), lane = crew.lane();
-  for (uint32_t i = first; i < (most + kStageRows - 1) / kStageRows * d.at.num_domains; i += count) {
-    const uint32_t to = i % d.at.num_domains, row = i / d.at.num_domains * kStageRows + crew.warp();
-    const StreamPart part = parts[to];
-    if (part.first + row >= part.end) continue;
-    const uint32_t token =
-        kFresh ? __ldcg(at<uint32_t>(d, d.rank, d.at.sent_tokens) + uint64_t{to} * d.at.max_tokens + part.first + row)
-               : plan.sent_tokens[plan.sent_begin[to] + part.first + row];
-    const uint32_t slot = static_cast<uint32_t>(state.sent[to] % d.at.row_slots);
-    // What the slot held has left. Chunks of earlier windows need nothing of this one.
-    const uint64_t serial = state.sent[to] + row / per_chunk;
-    if (serial >= d.at.row_slots &&
-        !__all_sync(kFullWarp, lane != 0 || wait_flag(d, state.rows_gone + to, serial - d.at.row_slots + 1,
-                                                      Step::kShip, d.first_of[to], row / per_chunk)))
-      return;
-    uint8_t* const out = at<uint8_t>(d, d.rank, d.net->to[to].rows) + ring_offset(d, slot, d.at.row_slots, row, row_bytes);
-    stage_row(args.stage, token, out, lane);
-    __syncwarp();
-    if (lane == 0) count_one(at<uint32_t>(d, d.rank, d.at.sent_counts) + to * d.at.row_slots + row / per_chunk);
+__device__ __noinline__ bool find_slot(const Domain& d, const PlanView& plan, const PlaceArgs& args, uint32_t token,
+                                       uint8_t*& out, uint32_t*& count) {
+  const uint32_t* const begins = kFresh ? at<uint32_t>(d, d.rank, d.at.token_addends) : plan.addend_begin;
+  const uint32_t* const addends = kFresh ? at<uint32_t>(d, d.rank, d.at.addends) : plan.addends;
+  const uint32_t lane = threadIdx.x % kWarp, begin = __ldcg(begins + token), end = __ldcg(begins + token + 1);
+  uint32_t found = 0;
+  for (uint32_t first = begin; first < end; first += kWarp) {
+    const uint32_t addend = first + lane < end ? __ldcg(addends + first + lane) : 0;
+    for (uint32_t left = __ballot_sync(kFullWarp, (addend & kReturned) != 0); left != 0; left &= left - 1) {
+      const uint32_t its = __shfl_sync(kFullWarp, addend, __ffs(left) - 1);
+      if ((its & ~kReturned) >> 16 == lane) found = its;
+    }
   }
+  out = nullptr;
+  if (found == 0) return true;
+  const uint32_t row_bytes = static_cast<uint32_t>(staged_row_bytes(args.stage.wire, args.stage.hidden));
+  const uint32_t row = (found & 0xFFFF) - sent_part<kFresh>(d, plan, args, lane).first;
+  const NetState& state = net_state(d);
+  const uint32_t chunk = row / rows_per_chunk(d, row_bytes);
+  const uint64_t serial = state.sent[lane] + chunk;
+  const uint32_t slot = static_cast<uint32_t>(state.sent[lane] % d.at.row_slots);
+  out = at<uint8_t>(d, d.rank, d.net->to[lane].rows) + ring_offset(d, slot, d.at.row_slots, row, row_bytes);
+  count = at<uint32_t>(d, d.rank, d.at.sent_counts) + lane * d.at.row_slots + chunk;
+  return serial < d.at.row_slots ||
+         wait_flag(d, state.rows_gone + lane, serial - d.at.row_slots + 1, Step::kShip, d.first_of[lane], chunk);
 }
+// By a warp, for each row of its: where it goes, and when it is there.
+template <bool kFresh>
+struct RowOuts {
+  const Domain& d;
+  const PlanView& plan;
+  const PlaceArgs& args;
+  uint32_t* count = nullptr;
+
+  // False: an error is known.
+  __device__ __forceinline__ bool begin(uint32_t token, uint8_t* own, Outs& outs) {
+    outs = {own, nullptr, 0};
+    if (d.net == nullptr) return true;
+    uint8_t* other = nullptr;  // what has an address of its own is not kept in a register
+    uint32_t* its_count = nullptr;
+    const bool good = __all_sync(kFullWarp, find_slot<kFresh>(d, plan, args, token, other, its_count));
+    outs.other = other;
+    count = its_count;
+    outs.others = __ballot_sync(kFullWarp, outs.other != nullptr);
+    return good;
+  }
+  __device__ __forceinline__ void end(const Outs& outs) const {
+    if (outs.others == 0) return;
+    __syncwarp();
+    if (outs.other != nullptr) count_one(count);
+  }
+};
 
 // By the warp that hands chunks to the proxy.
 template <bool kFresh>
@@ -229,13 +265,20 @@ __device__ inline void push_streams(const Domain& d, const PlanView& plan, const
 }
 
 // By a crew of kStageWarps.
-__device__ inline void stage_rows(const Crew& crew, const Domain& d, const Op& op, const StageArgs& args,
-                                  const StageShare& share, Staged& staged_chunks) {
-  const uint64_t stride = staged_row_bytes(args.wire, args.hidden);
+template <bool kFresh>
+__device__ inline void stage_rows(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
+                                  const PlaceArgs& args, const StageShare& share, Staged& staged_chunks) {
+  const uint64_t stride = staged_row_bytes(args.stage.wire, args.stage.hidden);
   uint8_t* const staged = rows(d, d.rank, op.half);
+  RowOuts<kFresh> places{d, plan, args};
   for (uint32_t chunk = share.first; share.has(chunk); chunk += share.count) {
     const uint32_t row = chunk * kStageRows + crew.warp(), token = share.begin + row;
-    if (token < share.end) stage_row(args, token, staged + row * stride, crew.lane());
+    if (token < share.end) {
+      Outs outs;
+      if (!places.begin(token, staged + row * stride, outs)) return;
+      stage_row(args.stage, token, outs, crew.lane());
+      places.end(outs);
+    }
     row_staged(crew, staged_chunks);
   }
 }
@@ -247,8 +290,11 @@ constexpr uint32_t kStageBytes = kStageWarps * kStageRing * kStagePart;
 
 #if __CUDA_ARCH__ >= 900
 // As stage_rows, for rows that are copied.
-__device__ inline void stage_rows_bulk(const Crew& crew, const Domain& d, const Op& op, const StageArgs& args,
-                                       const StageShare& share, Staged& staged_chunks, uint8_t* shared) {
+template <bool kFresh>
+__device__ inline void stage_rows_bulk(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
+                                       const PlaceArgs& place_args, const StageShare& share, Staged& staged_chunks,
+                                       uint8_t* shared) {
+  const StageArgs& args = place_args.stage;
   __shared__ __align__(8) uint64_t all_barriers[kStageWarps * kStageRing];
   uint64_t* const barriers = all_barriers + crew.warp() * kStageRing;
   const uint64_t stride = staged_row_bytes(args.wire, args.hidden);
@@ -275,19 +321,27 @@ __device__ inline void stage_rows_bulk(const Crew& crew, const Domain& d, const 
   };
   for (uint32_t i = 0; i < kStageRing; ++i) load_part();
   uint32_t slot = 0, parity = 0;
+  RowOuts<kFresh> places{d, plan, place_args};
+  bool good = true;
   for (uint32_t chunk = share.first; share.has(chunk); chunk += share.count) {
     const uint32_t row = chunk * kStageRows + crew.warp();
+    Outs outs{staged + row * stride, nullptr, 0};
+    // After an error, too, what is loaded must land before the block ends.
+    if (share.begin + row < share.end) good = good && places.begin(share.begin + row, staged + row * stride, outs);
     for (uint32_t at = 0; share.begin + row < share.end && at < row_bytes; at += kStagePart) {
       wait_barrier(full + slot * 8, parity);
       const uint32_t vectors = min(kStagePart, row_bytes - at) / 16;
-      uint4* const to = reinterpret_cast<uint4*>(staged + row * stride + at);
+      outs.each([&](uint8_t* to) {
 #pragma unroll 4
-      for (uint32_t i = lane; i < vectors; i += kWarp) to[i] = load_shared(ring + slot * kStagePart + i * 16);
+        for (uint32_t i = lane; i < vectors; i += kWarp)
+          reinterpret_cast<uint4*>(to + at)[i] = load_shared(ring + slot * kStagePart + i * 16);
+      });
       slot = slot + 1 == kStageRing ? 0 : slot + 1;
       parity ^= slot == 0;
       __syncwarp();
       load_part();
     }
+    places.end(outs);
     row_staged(crew, staged_chunks);
   }
 }
@@ -302,8 +356,7 @@ __device__ inline bool stage_values(const Crew& crew, const Domain& d, const Op&
     uint8_t* const bytes = own_packet(d, to, op.epoch);
     float* const staged = reinterpret_cast<float*>(bytes + packet_parts({}).values);
     for (uint32_t p = begin + me; p < end; p += all) staged[p - begin] = from[plan.pair_place[p]];
-    if (me == 0)
-      reinterpret_cast<DeviceHeader*>(bytes)->pair_begin[d.first_of[to + 1] - d.first_of[to]] = end - begin;
+    if (me == 0) reinterpret_cast<DeviceHeader*>(bytes)->pair_begin[d.first_of[to + 1] - d.first_of[to]] = end - begin;
   }
   return last_block(crew, d, Arrival::kValues, workers(d));
 }

@@ -38,9 +38,12 @@ const EngineConfig& checked(const EngineConfig& config, uint32_t num_sms) {
   };
   require(config.num_ranks <= static_cast<int>(cuda::kMaxRanks),
           std::to_string(config.num_ranks) + " ranks: the CUDA backend has at most " + std::to_string(cuda::kMaxRanks));
-  const bool several = Topology::from_labels(config.domain_of).num_domains() > 1;
-  require(!several || num_sms > 1, "num_sms = " + std::to_string(num_sms) +
-                                       " with several domains: at least 2, one sees to the network");
+  const int domains = Topology::from_labels(config.domain_of).num_domains();
+  require(domains <= static_cast<int>(cuda::kMaxDomains),
+          std::to_string(domains) + " domains: the CUDA backend has at most " + std::to_string(cuda::kMaxDomains));
+  const bool several = domains > 1;
+  require(!several || num_sms > 1,
+          "num_sms = " + std::to_string(num_sms) + " with several domains: at least 2, one sees to the network");
   return config;
 }
 

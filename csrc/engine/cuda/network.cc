@@ -76,8 +76,8 @@ void Network::fill_sources(const cuda::Domain& domain) {
     from.stream = static_cast<uint32_t>(1 + i);
     from.packets = theirs.header_landing[i].slots_offset;
     from.rows = theirs.rows_landing[i].slots_offset;
-    from.taken = at<uint64_t>(host(holder), theirs.rows_landing[i].taken_offset +
-                                                static_cast<uint64_t>(topo_.local_of[rank_]) * kLineBytes);
+    from.taken = at<uint64_t>(
+        host(holder), theirs.rows_landing[i].taken_offset + static_cast<uint64_t>(topo_.local_of[rank_]) * kLineBytes);
   }
   const RegionLayout& mine = life_.layout();
   net_.num_relayed = static_cast<uint32_t>(mine.incoming.size());

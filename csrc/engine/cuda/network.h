@@ -1,5 +1,5 @@
-// What a CUDA engine has beside, where there are several domains: the memory of hosts that its kernels poll and write, and
-// what they know of the transport's rings.
+// What a CUDA engine has beside, where there are several domains: the memory of hosts that its kernels poll and write,
+// and what they know of the transport's rings.
 #pragma once
 
 #include <cuda_runtime.h>
