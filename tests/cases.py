@@ -13,7 +13,7 @@ Shape suffixes: T tokens of a rank, H hidden size, K experts a token can name, E
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -291,6 +291,11 @@ class Observed:
 
 def run_case(case: Case, expected: Expected, rank: int, buffer: Buffer) -> Observed:
     """One rank's dispatch, combine and both backwards, through autograd, where the buffer works."""
+    return begin_case(case, expected, rank, buffer)()
+
+
+def begin_case(case: Case, expected: Expected, rank: int, buffer: Buffer) -> Callable[[], Observed]:
+    """As `run_case`, but returns after dispatch and combine; what it returns does the backwards."""
     given = case.inputs[rank].on(buffer.device)
     x_TH = given.x.clone().requires_grad_()
     weights = None if given.weights is None else given.weights.clone().requires_grad_()
@@ -312,29 +317,33 @@ def run_case(case: Case, expected: Expected, rank: int, buffer: Buffer) -> Obser
 
     expert_rows_RH = filled_up(expected.expert_rows[rank]).requires_grad_()
     out_TH = buffer.combine(expert_rows_RH, result.handle, grad_dtype=case.grad_dtype)
-    torch.autograd.backward(out_TH, expected.grad_out[rank].to(buffer.device))
-    outputs, grads = [result.rows], [filled_up(expected.grad_rows[rank])]
-    if weights is not None:
-        assert expected.grad_row_weights is not None and result.row_weights is not None
-        outputs.append(result.row_weights)
-        grads.append(filled_up(expected.grad_row_weights[rank]))
-    torch.autograd.backward(outputs, grads)
-    assert expert_rows_RH.grad is not None and x_TH.grad is not None
-    if buffer.device.type == "cuda":
-        torch.cuda.synchronize()
-        buffer.check()  # an error that came after the launches
-    return Observed(
-        result.rows[:num_rows].detach().cpu(),
-        result.tokens_per_expert.cpu(),
-        None if result.row_weights is None else result.row_weights[:num_rows].detach().cpu(),
-        None if result.row_experts is None else result.row_experts[:num_rows].cpu(),
-        None if result.overflow is None else bool(result.overflow),
-        out_TH.detach().cpu(),
-        expert_rows_RH.grad[:num_rows].cpu(),
-        x_TH.grad.cpu(),
-        None if weights is None or weights.grad is None else weights.grad.cpu(),
-        result.handle,
-    )
+
+    def finish() -> Observed:
+        torch.autograd.backward(out_TH, expected.grad_out[rank].to(buffer.device))
+        outputs, grads = [result.rows], [filled_up(expected.grad_rows[rank])]
+        if weights is not None:
+            assert expected.grad_row_weights is not None and result.row_weights is not None
+            outputs.append(result.row_weights)
+            grads.append(filled_up(expected.grad_row_weights[rank]))
+        torch.autograd.backward(outputs, grads)
+        assert expert_rows_RH.grad is not None and x_TH.grad is not None
+        if buffer.device.type == "cuda":
+            torch.cuda.synchronize()
+            buffer.check()  # an error that came after the launches
+        return Observed(
+            result.rows[:num_rows].detach().cpu(),
+            result.tokens_per_expert.cpu(),
+            None if result.row_weights is None else result.row_weights[:num_rows].detach().cpu(),
+            None if result.row_experts is None else result.row_experts[:num_rows].cpu(),
+            None if result.overflow is None else bool(result.overflow),
+            out_TH.detach().cpu(),
+            expert_rows_RH.grad[:num_rows].cpu(),
+            x_TH.grad.cpu(),
+            None if weights is None or weights.grad is None else weights.grad.cpu(),
+            result.handle,
+        )
+
+    return finish
 
 
 def differences(case: Case, expected: Expected, rank: int, observed: Observed) -> list[str]:

@@ -18,7 +18,6 @@ from uccl_ep_train.errors import CommunicationError
 
 pytestmark = pytest.mark.fault
 
-DOMAINS = (0, 0, 1, 1)
 OPERATIONS_A_ROUND = 4  # dispatch, combine, and the backward of both
 NUM_CASES = 25
 
@@ -31,28 +30,33 @@ class Plot:
     rounds     of the survivors
     thaw_at    round at which the victim wakes up; -1: it is killed instead
     keeps_old  the survivors go on while their broken buffers are still open
+    settings   of all buffers, in the place of those that are given here
     """
 
     victim: int
     rounds: int
     thaw_at: int
     keeps_old: bool
+    domains: tuple[int, ...] = (0, 0, 1, 1)
+    settings: tuple[tuple[str, Any], ...] = ()
 
     @property
     def survivors(self) -> list[int]:
-        return [rank for rank in range(len(DOMAINS)) if rank != self.victim]
+        return [rank for rank in range(len(self.domains)) if rank != self.victim]
 
 
 def work_until_it_fails(rank: Rank, plot: Plot) -> tuple[Buffer, CommunicationError]:
     """Big operations over a slow network: whenever the victim is struck, it is in the middle of one."""
-    config = EpConfig(
-        num_experts=8, hidden=256, domains=DOMAINS, budget_bytes=4 << 20, chunk_bytes=2048, window_chunks=2,
-        loop_latency_us=1000.0, loop_seed=3, loop_duplicate_rate=0.3,
-        arrival_timeout_s=4.0, progress_timeout_s=2.0,
-    )  # fmt: skip
-    buffer = Buffer(None, config, bootstrap=TorchBootstrap(rank.group, timeout_s=START_TIMEOUT_S))
-    x_TH = torch.randn(200, 256).bfloat16()
-    topk_idx_TK = torch.rand(200, 8).argsort(dim=1)[:, :3].contiguous()
+    num_experts = 2 * len(plot.domains)
+    config: dict[str, Any] = {
+        "num_experts": num_experts, "hidden": 256, "domains": plot.domains, "budget_bytes": 4 << 20,
+        "chunk_bytes": 2048, "window_chunks": 2, "loop_latency_us": 1000.0, "loop_seed": 3,
+        "loop_duplicate_rate": 0.3, "arrival_timeout_s": 4.0, "progress_timeout_s": 2.0,
+    }  # fmt: skip
+    bootstrap = TorchBootstrap(rank.group, timeout_s=START_TIMEOUT_S)
+    buffer = Buffer(None, EpConfig(**(config | dict(plot.settings))), bootstrap=bootstrap)
+    x_TH = torch.randn(200, 256).bfloat16().to(buffer.device)
+    topk_idx_TK = torch.rand(200, num_experts).argsort(dim=1)[:, :3].contiguous().to(buffer.device)
     turn = 0
     try:
         while True:
@@ -65,6 +69,8 @@ def work_until_it_fails(rank: Rank, plot: Plot) -> tuple[Buffer, CommunicationEr
 
 
 def outlive(rank: Rank, plot: Plot) -> dict[str, Any]:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank.rank % torch.cuda.device_count())
     old, error = work_until_it_fails(rank, plot)
     rank.mark("failed", (type(error).__name__, error.fields()))
     if rank.rank == plot.victim:
@@ -74,9 +80,9 @@ def outlive(rank: Rank, plot: Plot) -> dict[str, Any]:
     place = plot.survivors.index(rank.rank)
     store = dist.distributed_c10d._get_default_store()
     bootstrap = StoreBootstrap(store, place, len(plot.survivors), name="survivors", timeout_s=START_TIMEOUT_S)
-    domains = tuple(DOMAINS[entry] for entry in plot.survivors)
+    domains = tuple(plot.domains[entry] for entry in plot.survivors)
     settings = (("budget_bytes", 8 << 20), ("loop_seed", 1), ("window_chunks", 2), ("chunk_bytes", 8192))
-    spec = EngineSpec(domains=domains, num_experts=6, settings=settings)
+    spec = EngineSpec(domains=domains, num_experts=2 * len(domains), settings=settings + plot.settings)
     cases = [make_case(seed, spec, hidden=256) for seed in range(NUM_CASES)]
     wanted = [expect(case) for case in cases]
     found: list[str] = []
@@ -100,7 +106,8 @@ def outlive(rank: Rank, plot: Plot) -> dict[str, Any]:
 def last_words(old: Buffer) -> dict[str, Any]:
     """What the rank that slept can still do with its buffer."""
     errors = []
-    x_TH, topk_idx_TK = torch.zeros(1, 256, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int64)
+    x_TH = torch.zeros(1, 256, dtype=torch.bfloat16, device=old.device)
+    topk_idx_TK = torch.zeros(1, 1, dtype=torch.int64, device=old.device)
     for call in (old.check, lambda: old.dispatch(x_TH, topk_idx_TK)):
         try:
             call()
@@ -112,7 +119,7 @@ def last_words(old: Buffer) -> dict[str, Any]:
 
 
 def play(plot: Plot) -> None:
-    with ProcessRanks(len(DOMAINS), outlive, (plot,)) as ranks:
+    with ProcessRanks(len(plot.domains), outlive, (plot,)) as ranks:
         ranks.wait_mark("turn 2")
         time.sleep(0.01)
         struck = ranks.freeze(plot.victim) if plot.thaw_at >= 0 else ranks.kill(plot.victim)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.bits import bit_difference
 from tests.cases import NO_CAPACITY, EngineSpec, check_case, expect, make_case, with_inputs
+from tests.gpu.replays import changing_cases, replay, what_comes
 from tests.harness import Outcome
 from uccl_ep_train import Buffer, EpConfig, cuda, memory_plan
 from uccl_ep_train.errors import (
@@ -149,51 +148,11 @@ def test_with_a_capacity_an_operation_has_to_fit_the_buffer() -> None:
 
 def test_replays_of_a_graph_follow_the_routing() -> None:
     spec = spec_of(2, hidden=512)
-    case = make_case(5, spec, num_tokens=(60, 41), hidden=512, dtype=torch.bfloat16, form="topk", top_k=2,
-                     dispatch_dtype="fp8", weighted=True, drop_rate=0.0, special=False, capacity=NO_CAPACITY,
-                     layout="expert_major", expert_alignment=1)  # fmt: skip
-    cases = [case] + [
-        with_inputs(
-            case, lambda rank, entry, i=i: replace(entry, topk_idx=(entry.topk_idx + i) % 8, x=entry.x * i)
-        )
-        for i in range(1, 20)
-    ]
-    oracle, capacity = spec.oracle(), 210
-    wanted = []
-    for entry in cases:
-        dispatched = oracle.dispatch(
-            [i.x for i in entry.inputs], [i.routing(8) for i in entry.inputs], dispatch_dtype="fp8"
-        )
-        wanted.append((dispatched, oracle.combine(dispatched.rows, dispatched.plan).outputs))
-
-    def step(rank: int, buffer: Buffer) -> None:
-        given = case.inputs[rank].on(buffer.device)
-        stream = torch.cuda.Stream()
-        graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            result = buffer.dispatch(given.x, given.topk_idx, given.topk_weights, capacity=capacity,
-                                     dispatch_dtype="fp8")  # fmt: skip
-            out = buffer.combine(result.rows, result.handle)
-        for turn in range(3):
-            for i, (entry, (dispatched, outputs)) in enumerate(zip(cases, wanted, strict=True)):
-                given.x.copy_(entry.inputs[rank].x)
-                for kept, new in (
-                    (given.topk_idx, entry.inputs[rank].topk_idx),
-                    (given.topk_weights, entry.inputs[rank].topk_weights),
-                ):
-                    assert kept is not None and new is not None
-                    kept.copy_(new)
-                graph.replay()
-                torch.cuda.synchronize()
-                buffer.check()
-                num_rows = len(dispatched.rows[rank])
-                about = f"turn {turn}, case {i}"
-                assert not result.overflow and result.tokens_per_expert.sum() == num_rows, about
-                assert not bit_difference(result.rows[:num_rows].cpu(), dispatched.rows[rank]), about
-                assert not bit_difference(out.cpu(), outputs[rank]), about
-
+    cases = changing_cases(spec, (60, 41))
+    wanted = what_comes(cases)
     with spec.group() as group:
-        group.run(step)
+        found = group.run(lambda rank, buffer: replay(rank, buffer, cases, wanted))
+    assert found == [[], []]
 
 
 def test_counts_cannot_be_read_while_a_graph_is_captured() -> None:

@@ -1,0 +1,150 @@
+"""Several domains on GPUs in the ways a program uses them: graphs, streams, several groups, little memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cases import Case, EngineSpec, Expected, Observed, begin_case, differences, expect, make_case
+from tests.gpu import test_cuda_backend
+from tests.gpu.domain_ranks import NEEDS_GPU, DomainRanks, Seat, as_many_as_fit, spec_of, tight_spec
+from tests.gpu.replays import changing_cases, replay, what_comes
+from uccl_ep_train import Buffer, EpConfig, memory_plan
+from uccl_ep_train.errors import ShapeError
+
+pytestmark = NEEDS_GPU
+
+
+def replay_a_graph(seat: Seat, spec: EngineSpec, tokens: tuple[int, ...]) -> list[str]:
+    cases = changing_cases(spec, tokens)
+    with seat.buffer(spec.config()) as buffer:
+        return replay(seat.rank, buffer, cases, what_comes(cases))
+
+
+@pytest.mark.parametrize(
+    ("layout", "tokens"),
+    [("2x1", (60, 41)), ("2x2", (60, 41, 0, 77)), ("4x1", (60, 41, 0, 77))],
+)
+def test_replays_of_a_graph_follow_the_routing(
+    domain_ranks: DomainRanks, layout: str, tokens: tuple[int, ...]
+) -> None:
+    """The host knows nothing of a replay: chunks, credits and epochs are counted by kernels and proxies."""
+    spec = spec_of(layout, hidden=512)
+    assert domain_ranks.run(spec.num_ranks, replay_a_graph, spec, tokens) == [[]] * spec.num_ranks
+
+
+# ------------------------------------------------------------------------------------- two at a time
+
+Prepared = list[tuple[Case, Expected]]
+
+
+def prepare(spec: EngineSpec, seeds: range) -> Prepared:
+    cases = [make_case(seed, spec, max_tokens=120) for seed in seeds]
+    return [(case, expect(case)) for case in cases]
+
+
+def one_forward_one_backward(seat: Seat, specs: tuple[EngineSpec, EngineSpec], rounds: int) -> list[str]:
+    """The forward of a batch on one buffer and stream while another batch's backward is due on the other."""
+    found: list[str] = []
+    prepared = [prepare(specs[which], range(10 * which, 10 * which + 5)) for which in (0, 1)]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    due: tuple[int, Case, Expected, Callable[[], Observed]] | None = None
+    with seat.buffer(specs[0].config()) as first, seat.buffer(specs[1].config()) as second:
+        for i in range(rounds + 1):
+            which, before = i % 2, due
+            if i < rounds:
+                case, expected = prepared[which][i // 2 % 5]
+                with torch.cuda.stream(streams[which]):
+                    torch.cuda._sleep((seat.rank + i) % 3 * 500_000)
+                    finish = begin_case(case, expected, seat.rank, (first, second)[which])
+                due = (which, case, expected, finish)
+            if before is not None:
+                which, case, expected, finish = before
+                with torch.cuda.stream(streams[which]):
+                    seen = finish()
+                lines = differences(case, expected, seat.rank, seen)
+                found += [f"round {i - 1}: {line}" for line in lines]
+        assert first.stats()["dispatch.calls"] > 0 and second.stats()["dispatch.calls"] > 0
+    return found
+
+
+@pytest.mark.parametrize(("one", "other"), [("2x1", "2x1"), ("2x2", "interleaved"), ("4x1", "1x4")])
+def test_two_buffers_in_flight_on_two_streams(domain_ranks: DomainRanks, one: str, other: str) -> None:
+    specs = (spec_of(one, hidden=512), spec_of(other, hidden=512))
+    found = domain_ranks.run(specs[0].num_ranks, one_forward_one_backward, specs, 20)
+    assert found == [[]] * specs[0].num_ranks
+
+
+def test_two_groups_of_other_domains_in_one_process() -> None:
+    """Ranks are threads: each has a rank of both groups, and operations of both under way."""
+    sms = (("num_sms", 8),)
+    apart = test_cuda_backend.spec_of(2, domains=(0, 1), hidden=512, settings=sms)
+    together = test_cuda_backend.spec_of(2, hidden=512, settings=sms)
+    for_one, for_two = prepare(apart, range(8)), prepare(together, range(20, 28))
+    with apart.group() as one, together.group() as two:
+        assert [group.buffer(0).topology.num_domains for group in (one, two)] == [2, 1]
+
+        def step(rank: int, buffer: Buffer) -> list[str]:
+            found = []
+            for (first, wanted), (second, also_wanted) in zip(for_one, for_two, strict=True):
+                finish_one = begin_case(first, wanted, rank, buffer)
+                finish_two = begin_case(second, also_wanted, rank, two.buffer(rank))
+                found += differences(second, also_wanted, rank, finish_two())
+                found += differences(first, wanted, rank, finish_one())
+            return found
+
+        assert one.run(step) == [[], []]
+
+
+# ------------------------------------------------------------------------------------------- memory
+
+
+def use_all_of(seat: Seat, config: dict[str, Any]) -> tuple[int, float, int]:
+    """Bytes planned, allocated, and the least; after an operation of ones."""
+    with seat.buffer(config) as buffer:
+        x_TH = torch.ones(60, config["hidden"], dtype=torch.bfloat16, device=buffer.device)
+        idx_TK = torch.arange(120, device=buffer.device).reshape(60, 2) % config["num_experts"]
+        result = buffer.dispatch(x_TH, idx_TK)
+        assert buffer.combine(result.rows, result.handle).eq(2).all()
+        torch.cuda.synchronize()
+        buffer.check()
+        plan = buffer.memory_plan()
+        return plan.total_bytes, buffer.stats()["memory.allocated_bytes"], plan.least_budget_bytes
+
+
+@pytest.mark.parametrize("layout", ["2x1", "2x2", "3+1"])
+def test_the_least_budget_works_and_the_plan_is_what_is_allocated(
+    domain_ranks: DomainRanks, layout: str
+) -> None:
+    spec = spec_of(layout, num_experts=16)
+    config = EpConfig(**spec.config(), backend="cuda")
+    least = memory_plan(config, spec.num_ranks).least_budget_bytes
+    for budget in (least, 128 << 20):
+        results = domain_ranks.run(
+            spec.num_ranks, use_all_of, spec.config() | {"hidden": 1024, "budget_bytes": budget}
+        )
+        for planned, allocated, told in results:
+            assert planned == allocated <= budget and told == least
+
+
+def ask_for_too_much(seat: Seat, spec: EngineSpec) -> str:
+    with seat.buffer(spec.config()) as buffer:
+        tokens = as_many_as_fit(buffer)[0]
+        x_TH = torch.ones(tokens, spec.hidden, dtype=torch.bfloat16, device=buffer.device)
+        idx_TK = torch.arange(tokens, device=buffer.device).reshape(-1, 1) % spec.num_experts
+        with pytest.raises(ShapeError) as caught:
+            buffer.dispatch(x_TH, idx_TK, capacity=2 * tokens, dispatch_dtype="bf16")
+        # Without a capacity it goes in windows.
+        result = buffer.dispatch(x_TH, idx_TK, dispatch_dtype="bf16")
+        assert buffer.combine(result.rows, result.handle).eq(1).all()
+        torch.cuda.synchronize()
+        buffer.check()
+        return str(caught.value)
+
+
+def test_with_a_capacity_an_operation_has_to_fit_the_rings_at_once(domain_ranks: DomainRanks) -> None:
+    texts = domain_ranks.run(2, ask_for_too_much, tight_spec("2x1"))
+    assert all("has to fit the buffer at once" in text for text in texts), texts
