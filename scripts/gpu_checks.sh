@@ -25,7 +25,7 @@ for what in "$@"; do
   case "$what" in
     tests)
       check tests "$python" -m pytest -q tests/gpu
-      # What the host backend has to do, too, as far as it needs one domain only.
+      # What the host backend has to do, too, as far as there is a GPU for each rank.
       check tests "$python" -m pytest -q --backend cuda tests/unit/test_dispatch_combine.py \
         tests/unit/test_property.py tests/unit/test_row_layouts.py tests/unit/test_rank_mismatch.py
       # Megatron's training, stages and plug-in: on GPUs where there are four.

@@ -27,7 +27,7 @@ from tests.harness import ON_GPUS, RankGroup
 from uccl_ep_train import Buffer
 from uccl_ep_train.reference import Combined, Dispatched, ReferenceGroup, Routing, WireCounts
 
-# "domains x ranks": the domain of each rank of the group. On GPUs all of them are one.
+# "domains x ranks": the domain of each rank of the group.
 LAYOUTS: dict[str, tuple[int, ...]] = {
     "1x4": (0, 0, 0, 0),
     "2x2": (0, 0, 1, 1),
@@ -54,10 +54,6 @@ class EngineSpec:
     source_order: tuple[int, ...] | None = None
     settings: tuple[tuple[str, Any], ...] = ()
 
-    def __post_init__(self) -> None:
-        if ON_GPUS:
-            object.__setattr__(self, "domains", (0,) * len(self.domains))
-
     @property
     def num_ranks(self) -> int:
         return len(self.domains)
@@ -67,6 +63,7 @@ class EngineSpec:
         return {name: getattr(self, name) for name in named} | dict(self.settings)
 
     def group(self) -> RankGroup:
+        """Ranks as threads. On GPUs each has its own: kernels of one process that wait for each other."""
         if ON_GPUS and self.num_ranks > torch.cuda.device_count():
             pytest.skip(f"{self.num_ranks} ranks need as many GPUs, there are {torch.cuda.device_count()}")
         return RankGroup(self.num_ranks, self.config())

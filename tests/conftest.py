@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--backend",
         choices=("host", "cuda"),
         default="host",
-        help="where buffers work whose test does not say; cuda: in one domain, with a GPU for each rank",
+        help="where buffers work whose test does not say; cuda: with a GPU for each rank, else skipped",
     )
 
 

@@ -34,7 +34,7 @@ Config = Mapping[str, Any] | Callable[[int], Mapping[str, Any]]
 """Arguments of `EpConfig`, or a function that gives those of a rank."""
 
 ON_GPUS = os.environ.get("UCCL_EP_BACKEND") == "cuda"
-"""pytest --backend cuda: in one domain, with a GPU for each rank."""
+"""pytest --backend cuda: with a GPU for each rank, in domains as on the host."""
 
 # Short deadlines: a defect shows within the limit of a test. Little memory: many engines may live at a time.
 TEST_DEFAULTS: dict[str, Any] = {

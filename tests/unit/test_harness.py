@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import harness
+from tests import cases, harness
 from tests.bits import bit_difference
 from tests.cases import LAYOUTS, EngineSpec, expect, make_case
 from tests.harness import RankGroup, RanksHung, run_ranks
@@ -163,6 +163,17 @@ class TestCases:
             "empty rank", "map", "topk", "fp8", "bf16", "token without experts", "token with more than 32",
             "no weights", "non-finite", "one expert",
         }  # fmt: skip
+
+    def test_on_gpus_domains_stay_and_ranks_without_a_gpu_are_skipped(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(cases, "ON_GPUS", True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+        monkeypatch.setattr(cases, "RankGroup", lambda num_ranks, config: (num_ranks, config["domains"]))
+        assert EngineSpec(domains=LAYOUTS["2x1"]).group() == (2, (0, 1))
+        assert EngineSpec(domains=(0, 1, 1)).group() == (3, (0, 1, 1))
+        with pytest.raises(pytest.skip.Exception, match="4 ranks need as many GPUs, there are 3"):
+            EngineSpec(domains=LAYOUTS["2x2"]).group()
 
     def test_the_oracle_takes_every_case(self) -> None:
         for seed in range(10):

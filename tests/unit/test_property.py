@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.cases import LAYOUTS, NO_CAPACITY, EngineSpec, check_case, differences, expect, make_case, run_case
-from tests.harness import ON_GPUS, RankGroup
+from tests.harness import RankGroup
 
 EXAMPLES = 100
 SMALL_WINDOWS = (("chunk_bytes", 4096), ("window_chunks", 2))
@@ -79,7 +79,6 @@ def test_any_case_gives_the_oracles_bits(engine: tuple[EngineSpec, RankGroup], t
     check_case(group, make_case(arguments.pop("seed"), spec, **arguments))
 
 
-@pytest.mark.skipif(ON_GPUS, reason="there is one domain")
 def test_random_cases_tell_another_order_of_sums_apart() -> None:
     """Control: an oracle for other domains rounds at other places, and one case in a few shows it."""
     spec = SPECS["2x2"]
