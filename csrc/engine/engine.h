@@ -138,7 +138,7 @@ class Engine {
   // Null, 0 outside our domain, and of a peer before connect().
   uint8_t* region_base(int rank) const { return regions_[static_cast<size_t>(rank)].base(); }
   uint64_t region_bytes(int rank) const { return regions_[static_cast<size_t>(rank)].num_bytes(); }
-  // One more operation has been queued: the proxy stays awake until it has ended. By one thread at a time.
+  // One more kernel has been queued: the proxy stays awake until it has ended.
   void note_launched();
 
  private:
@@ -181,6 +181,7 @@ class Engine {
   std::unique_ptr<Proxy> proxy_;
   // Operations of a device engine that were queued. Writer: note_launched(); reader: the proxy; never reset.
   Flag launched_;
+  std::mutex launch_mutex_;
 
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable queue_changed_;

@@ -129,7 +129,7 @@ __device__ void serve_network(const Domain& d, const Op& op, const PlanView& pla
   finish(crew, d, op, plan, args);
   if (going(crew, d)) end_returns(crew, d, plan, args, range);
   crew.sync();
-  if (crew.thread == 0) tell_ended(d, args.counted);
+  if (crew.thread == 0) tell_ended(d);
 }
 
 template <bool kBulk, typename Row, typename Wire>

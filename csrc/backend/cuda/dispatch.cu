@@ -200,7 +200,7 @@ __device__ void serve_network(const Domain& d, const Op& op, const PlanView& pla
   if (placed) finish(crew, d, op, plan, args);
   if (good) end_streams<kState>(crew, d, plan, args, placed);
   crew.sync();
-  if (crew.thread == 0) tell_ended(d, args.counted);
+  if (crew.thread == 0) tell_ended(d);
 }
 
 // kBulk: shared memory holds the rings of the crew that places, and of the one that stages; before it places, a tile.

@@ -134,9 +134,7 @@ __device__ inline bool wait_returns_gone(const Crew& crew, const Domain& d) {
 }
 
 // ---- the end of a kernel --------------------------------------------------------------------------------------------
-// By one thread: the host may stop watching the ring. `counted`: it knows of the launch.
-__device__ inline void tell_ended(const Domain& d, bool counted) {
-  if (counted) publish_flag(d.net->ended, ++net_state(d).ended);
-}
+// By one thread: the proxy may sleep, unless more has been launched.
+__device__ inline void tell_ended(const Domain& d) { publish_flag(d.net->ended, ++net_state(d).ended); }
 
 }  // namespace uccl_ep::cuda

@@ -51,7 +51,6 @@ struct PlaceArgs {
   uint64_t call = 0;  // that the host knows the counts by
   bool routing_compared = false;
   uint32_t window = 0, window_tokens = 0;
-  bool counted = false;            // the host counts this launch: see Engine::note_launched
   uint32_t num_blocks = 0;         // that place
   uint32_t ring_warps = 0;         // of a block, that have shared memory for bulk copies
   uint32_t kept_tiles = 1;         // of a new routing, for which a block has shared memory
@@ -68,7 +67,6 @@ cudaError_t launch_dispatch(const Domain& domain, const PlanView& plan, const Pl
 struct CombineArgs {
   OpSignature signature{};
   uint32_t window = 0, window_tokens = 0;
-  bool counted = false;               // as above
   bool is_last = true;                // of the combine's windows
   bool may_drop = false;              // the plan may have slots that `rows` has not
   uint32_t hidden = 0;

@@ -145,8 +145,9 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms,
   must(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
   must(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest), "cudaStreamCreate");
   must(cudaStreamCreateWithPriority(&control_stream_, cudaStreamNonBlocking, highest), "cudaStreamCreate");
-  must(cudaEventCreateWithFlags(&inputs_ready_, cudaEventDisableTiming), "cudaEventCreate");
-  must(cudaEventCreateWithFlags(&last_done_, cudaEventDisableTiming), "cudaEventCreate");
+  must(cudaStreamCreateWithFlags(&wake_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+  for (cudaEvent_t* event : {&inputs_ready_, &last_done_, &wake_begin_, &wake_end_})
+    must(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "cudaEventCreate");
   must(cudaHostAlloc(reinterpret_cast<void**>(&pinned_), pinned_bytes(config), cudaHostAllocPortable), "cudaHostAlloc");
   std::fill_n(pinned_, pinned_bytes(config), uint8_t{0});
   stop_word_ = reinterpret_cast<uint64_t*>(pinned_ + kPinnedBytes / 2);
@@ -167,10 +168,8 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms,
 
 CudaEngine::~CudaEngine() {
   close(true);
-  cudaEventDestroy(inputs_ready_);
-  cudaEventDestroy(last_done_);
-  cudaStreamDestroy(stream_);
-  cudaStreamDestroy(control_stream_);
+  for (cudaEvent_t event : {inputs_ready_, last_done_, wake_begin_, wake_end_}) cudaEventDestroy(event);
+  for (cudaStream_t stream : {stream_, control_stream_, wake_stream_}) cudaStreamDestroy(stream);
   cudaFreeHost(pinned_);
 }
 

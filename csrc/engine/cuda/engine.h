@@ -120,7 +120,8 @@ class CudaEngine {
   void check_form(const DispatchArgs& args, const CudaPlan& plan);
   void exchange(CudaOp& op);
   void launch(CudaOp& op);
-  bool note_launch(const CudaOp& op);
+  void note_launch(const CudaOp& op);
+  void end_launch(const CudaOp& op);
   void place_windows(CudaOp& op);
   void size_plan(CudaPlan& plan, const CudaPlan::Sizes& sizes) const;
   void check_usable() const;
@@ -147,6 +148,9 @@ class CudaEngine {
   std::vector<uint64_t> region_bytes_;
   cudaStream_t stream_ = nullptr, control_stream_ = nullptr;
   cudaEvent_t inputs_ready_ = nullptr;
+  // Of several domains: the branch of a graph that wakes the proxy.
+  cudaStream_t wake_stream_ = nullptr;
+  cudaEvent_t wake_begin_ = nullptr, wake_end_ = nullptr;
   cudaStream_t last_stream_ = nullptr;  // of the last operation outside a graph, which ends with last_done_
   cudaEvent_t last_done_ = nullptr;
   uint8_t* pinned_ = nullptr;  // HostError, HostCounts, and the word that stops kernels

@@ -254,15 +254,28 @@ void CudaEngine::exchange(CudaOp& op) {
 }
 
 void CudaEngine::launch(CudaOp& op) {
-  op.place.counted = note_launch(op);
+  note_launch(op);
   must(launch_dispatch(domain_, op.plan->view, op.place, num_sms_, stage_sms_, op.stream), "dispatch");
+  end_launch(op);
 }
 
-// The proxy stays awake for it. Replays of a graph are not known to the host.
-bool CudaEngine::note_launch(const CudaOp& op) {
-  if (domain_.net == nullptr || op.captured) return false;
-  life_.note_launched();
-  return true;
+// The proxy stays awake for it. A graph has a node beside the kernel that says so at every replay.
+void CudaEngine::note_launch(const CudaOp& op) {
+  if (network_ == nullptr) return;
+  if (!op.captured) {
+    life_.note_launched();
+    return;
+  }
+  must(cudaEventRecord(wake_begin_, op.stream), "cudaEventRecord");
+  must(cudaStreamWaitEvent(wake_stream_, wake_begin_, 0), "cudaStreamWaitEvent");
+  must(cudaLaunchHostFunc(
+           wake_stream_, [](void* life) { static_cast<Engine*>(life)->note_launched(); }, &life_),
+       "cudaLaunchHostFunc");
+  must(cudaEventRecord(wake_end_, wake_stream_), "cudaEventRecord");
+}
+// After the launch: what a graph has beside it ends with it.
+void CudaEngine::end_launch(const CudaOp& op) {
+  if (network_ != nullptr && op.captured) must(cudaStreamWaitEvent(op.stream, wake_end_, 0), "cudaStreamWaitEvent");
 }
 
 bool CudaEngine::poll_counts(CudaOp& op) {
@@ -374,8 +387,9 @@ std::shared_ptr<CudaOp> CudaEngine::combine(const CombineArgs& args, const CudaC
   const uint32_t most = plan.has_capacity ? 0 : plan.sizes.most_tokens;
   do {
     combine.is_last = (combine.window + 1) * uint64_t{combine.window_tokens} >= most;
-    combine.counted = note_launch(*op);
+    note_launch(*op);
     must(launch_combine(domain_, plan.view, combine, num_sms_, op->stream), "combine");
+    end_launch(*op);
     combine.window += 1;
     num_windows_ += 1;
   } while (!combine.is_last);
