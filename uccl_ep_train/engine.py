@@ -23,6 +23,7 @@ from uccl_ep_train.launch import Launcher
 from uccl_ep_train.lifecycle import Operation, abandon, create_engine, watch_optimizers
 from uccl_ep_train.pending import InFlight, PendingCombine, PendingDispatch
 from uccl_ep_train.stats import CallClock, MemoryPlan, memory_plan
+from uccl_ep_train.trace import DEFAULT_EVENTS, Trace
 
 __all__ = ["Buffer", "PendingCombine", "PendingDispatch"]
 
@@ -311,13 +312,23 @@ class Buffer:
         dispatch.*, combine.*: operations of the engine (a backward of dispatch is a combine), its busy time.
         rows.*, pairs.*: by the step that moved them. ring.*: chunks, laps and waits of each window. ship.*:
         chunks and bytes on the wire by kind and destination domain. busy_seconds.*, blocked_seconds.*: at
-        work and waiting, by step.
-        credit.*, proxy.*: waits for credits, refused posts, arrivals, dropped duplicates. memory.*: sizes.
+        work and waiting, by step. straggler.*: the rank that was waited for longest (-1: none), and how long.
+        credit.*, proxy.*: waits for credits, refused posts, arrivals, dropped duplicates;
+        proxy.command_usec.{p50, p99}: from the queue until flushed, the last 1024 chunks. memory.*: sizes.
         On a GPU: step_seconds.*: what the first block spent in a step, waiting included; dispatch.guesses*:
         new plans whose memory was taken before the counts were known, and those of them that needed more.
         """
         native = self._last_stats if self._closed else self._engine.stats()
         return {**native, **self._clock.read()}
+
+    def trace(self, path: str | os.PathLike[str], *, max_events: int = DEFAULT_EVENTS) -> Trace:
+        """`with buffer.trace(path):` writes what happens inside to `<path>.rank<rank>.json`: see `trace.py`.
+
+        Not collective. Of each thread the first `max_events` (at least; 1 .. 2^24) are kept, 56 bytes each,
+        beside the budget. Raises `InputError` (nowhere to write, traced already), `ClosedError`.
+        """
+        self._ready()
+        return Trace(self._engine, self.rank, path, max_events)
 
     def memory_plan(self) -> MemoryPlan:
         """What this rank has allocated, by name; the total equals the bytes allocated."""

@@ -94,13 +94,20 @@ class CallClock:
 
 
 def sum_stats(stats: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Statistics of several ranks or buffers as one: sums, but the largest of sizes and peaks."""
+    """Statistics of several ranks or buffers as one: sums, but the largest of sizes, peaks and percentiles,
+    and the straggler that a rank waited for longest.
+    """
     total: dict[str, float] = {}
     for entry in stats:
+        longest = entry.get("straggler.wait_seconds", 0.0) >= total.get("straggler.wait_seconds", 0.0)
         for name, value in entry.items():
-            largest = name.startswith("memory.") or "peak" in name
             before = total.get(name, 0.0)
-            total[name] = max(before, value) if largest else before + value
+            if name.startswith("straggler."):
+                total[name] = value if longest else before
+            elif name.startswith("memory.") or "peak" in name or name.endswith((".p50", ".p99")):
+                total[name] = max(before, value)
+            else:
+                total[name] = before + value
     return total
 
 

@@ -119,6 +119,9 @@ struct PyCombineArgs {
   }
 };
 
+// (kind, ring, step, peer, channel, serial, num_bytes, begin_nsec, end_nsec) of each event, and how many were lost.
+pybind11::tuple trace_tuple(const Trace& trace);
+
 // bindings/cuda.cc
 void bind_cuda(pybind11::module_& m);
 

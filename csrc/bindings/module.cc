@@ -209,6 +209,16 @@ void bind_engine(py::module_& m) {
            })
       .def("fail", &Engine::fail, Release())
       .def("check", &Engine::check, Release())
+      .def("start_trace", &Engine::start_trace, "max_events"_a)
+      .def("stop_trace",
+           [](Engine& self) {
+             Trace trace;
+             {
+               const py::gil_scoped_release release;
+               trace = self.stop_trace();
+             }
+             return trace_tuple(trace);
+           })
       .def("stats",
            [](const Engine& self) {
              py::dict out;
@@ -225,6 +235,14 @@ void bind_engine(py::module_& m) {
 }
 
 }  // namespace
+
+py::tuple uccl_ep::trace_tuple(const Trace& trace) {
+  py::list events;
+  for (const TraceEvent& e : trace.events)
+    events.append(py::make_tuple(trace_name(e.kind), ring_name(e.ring), step_name(e.step), e.peer, e.channel, e.serial,
+                                 e.num_bytes, e.begin_nsec, e.end_nsec));
+  return py::make_tuple(events, trace.lost);
+}
 
 PYBIND11_MODULE(_native, m) {
   m.doc() = "Native engine of uccl_ep_train: host backend, command queue, proxies, loop transport.";

@@ -135,7 +135,8 @@ Engine::Engine(const EngineConfig& config)
       channels_(channels_of(config, topo_, window_)),
       regions_(static_cast<size_t>(config.num_ranks)),
       controls_(regions_.size(), nullptr),
-      closed_seen_usec_(regions_.size()) {
+      closed_seen_usec_(regions_.size()),
+      waited_usec_(regions_.size()) {
   CommandRing::check_limits(channels_.out.size(), window_.slot_bytes);
   Mapping region = Mapping::create();
   region.grow(layout_.total_bytes);  // zero-filled: every flag starts at 0
@@ -206,7 +207,8 @@ void Engine::start() {
     throw std::logic_error("the layout has too little room for the command ring");
   commands_ = std::make_unique<CommandRing>(bases[config_.rank] + layout_.commands_offset, layout_.num_commands);
   if (!config_.device_rings)
-    context_ = host::make_context(topo_, window_, channels_, config_.rank, order_of(config_), bases, commands_.get());
+    context_ = host::make_context(topo_, window_, channels_, config_.rank, order_of(config_), bases,
+                                  {commands_.get(), &control().proxy_bell, &worker_trace_});
 
   ProxyContext proxy;
   proxy.rank = config_.rank;
@@ -222,6 +224,7 @@ void Engine::start() {
     proxy.launched = &launched_;
     proxy.ended = reinterpret_cast<const Flag*>(proxy.region + layout_.ended_offset);
   }
+  proxy.trace = &proxy_trace_;
   proxy.progress_timeout_usec = static_cast<uint64_t>(config_.progress_timeout_s * 1e6);
   proxy_ = std::make_unique<Proxy>(proxy);
   proxy_->start();

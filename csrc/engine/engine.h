@@ -123,6 +123,12 @@ class Engine {
   // Waits, bounded by the progress deadline, until every rank closes. With `abort` tells the others and does not wait.
   void close(bool abort);
 
+  // trace.cc. Records what happens from now on: of each thread at least `max_events`, for which memory is taken when more
+  // are wanted than before. Throws UsageFailure.
+  void start_trace(uint64_t max_events);
+  // What was recorded, when chunks in flight are flushed or after a second.
+  Trace stop_trace();
+
   // Name and value, dotted names (docs of Buffer.stats()). Of a device engine only what its proxy counts, and its
   // memory.
   std::vector<std::pair<std::string, double>> stats() const;
@@ -155,15 +161,18 @@ class Engine {
   // run.cc
   void work();
   void run(Op& op);
-  void count(const Op& op, uint64_t started_usec);
+  void count(const Op& op, uint64_t started_nsec);
   void run_steps(Op& op, Steps& steps, const host::PlanStep& plan);
-  void sleep(uint32_t ticket, const Steps& steps);
+  WaitingOn waiting_for(const Steps& steps, const host::PlanStep& plan) const;
+  void sleep(uint32_t ticket, const Op& op, const Steps& steps, const WaitingOn& waiting);
   void check_deadlines(const Op& op, const Steps& steps, const host::PlanStep& plan, uint64_t started_usec);
   bool long_closed(int rank, uint64_t now_usec);
   ErrorRecord timeout_record(const Op& op, const WaitingOn& waiting, bool arrival, uint64_t waited_usec) const;
   int stale_rank() const;
   void locate(const Op& op, const Steps& steps, ErrorRecord& record) const;
   bool peer_closed(int rank) const;
+  void trace(TraceKind kind, const Op& op, const WaitingOn& of, uint64_t began_nsec);
+  void settle() const;
   void finish(Op& op, const ErrorRecord* error);
 
   ControlBlock& control() const { return *controls_[config_.rank]; }
@@ -175,6 +184,7 @@ class Engine {
   const Channels channels_;
   std::vector<Mapping> regions_;  // [rank], unmapped outside our domain
   std::vector<ControlBlock*> controls_;  // [rank], null outside our domain
+  TraceBuffer proxy_trace_, worker_trace_;
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<CommandRing> commands_;
   std::unique_ptr<host::HostContext> context_;
@@ -190,6 +200,7 @@ class Engine {
   bool stop_ = false;
   bool started_ = false;
   bool closed_ = false;
+  bool traced_ = false;
   uint64_t next_epoch_ = 1;
   struct OpCounters {
     uint64_t dispatches = 0, combines = 0, dispatch_usec = 0, combine_usec = 0;
@@ -198,6 +209,7 @@ class Engine {
   std::vector<uint64_t> closed_seen_usec_;  // [rank] when the worker first saw that it has closed; 0: it has not
   Counter busy_nsec_[kNumSteps];  // in advance() that moved something
   Counter blocked_usec_[kNumSteps];  // asleep while the step was not done
+  std::vector<Counter> waited_usec_;  // [rank] asleep and waiting_for() it
   std::thread worker_;
 };
 

@@ -28,7 +28,7 @@ void Engine::work() {
 }
 
 void Engine::run(Op& op) {
-  const uint64_t started = now_usec();
+  const uint64_t started = now_nsec();
   Steps steps;
   try {
     check();
@@ -60,8 +60,9 @@ void Engine::run(Op& op) {
 }
 
 // Before the caller can see that the operation is over: statistics that it reads then include it.
-void Engine::count(const Op& op, uint64_t started_usec) {
-  const uint64_t usec = now_usec() - started_usec;
+void Engine::count(const Op& op, uint64_t started_nsec) {
+  trace(TraceKind::kOperation, op, {}, started_nsec);
+  const uint64_t usec = (now_nsec() - started_nsec) / 1000;
   std::lock_guard lock(mutex_);
   (op.is_dispatch() ? counters_.dispatches : counters_.combines) += 1;
   (op.is_dispatch() ? counters_.dispatch_usec : counters_.combine_usec) += usec;
@@ -80,6 +81,7 @@ void Engine::run_steps(Op& op, Steps& steps, const host::PlanStep& plan) {
       if (step->advance()) {
         moved = true;
         busy_nsec_[static_cast<size_t>(step->step())].add(now_nsec() - began);
+        trace(TraceKind::kStep, op, {step->step()}, began);
       }
       done &= step->done();
     }
@@ -90,15 +92,31 @@ void Engine::run_steps(Op& op, Steps& steps, const host::PlanStep& plan) {
       continue;
     }
     check_deadlines(op, steps, plan, started);
-    sleep(ticket, steps);
+    sleep(ticket, op, steps, waiting_for(steps, plan));
   }
 }
 
-void Engine::sleep(uint32_t ticket, const Steps& steps) {
+// The first rank that has not entered; else what the first step waits for that waits for another rank.
+WaitingOn Engine::waiting_for(const Steps& steps, const host::PlanStep& plan) const {
+  for (int src = 0; src < topo_.num_ranks; ++src)
+    if (src != config_.rank && !plan.entered(src)) return {Step::kExchange, src};
+  WaitingOn own;
+  for (auto& step : steps) {
+    if (step->done()) continue;
+    const WaitingOn waiting = step->waiting_on();
+    if (waiting.peer >= 0 && waiting.peer != config_.rank) return waiting;
+    if (own.peer < 0) own = waiting;
+  }
+  return own;
+}
+
+void Engine::sleep(uint32_t ticket, const Op& op, const Steps& steps, const WaitingOn& waiting) {
   constexpr uint64_t kLookUsec = 20000;  // how often an otherwise silent wait looks at the deadlines
-  const uint64_t slept = now_usec();
+  const uint64_t slept = now_nsec();
   control().worker_bell.wait(ticket, kLookUsec);
-  const uint64_t usec = now_usec() - slept;
+  trace(TraceKind::kWait, op, waiting, slept);
+  const uint64_t usec = (now_nsec() - slept) / 1000;
+  if (waiting.peer >= 0) waited_usec_[static_cast<size_t>(waiting.peer)].add(usec);
   for (auto& step : steps)
     if (!step->done()) blocked_usec_[static_cast<size_t>(step->step())].add(usec);
 }

@@ -36,13 +36,29 @@ void put_proxy(Stats& out, const ProxyStats& proxy) {
   out.emplace_back("credit.wait_seconds", static_cast<double>(proxy.credit_wait_usec) * 1e-6);
   put(out, "credit.sent", proxy.credits_sent);
   put(out, "proxy.refused_posts", proxy.refused_posts);
+  out.emplace_back("proxy.command_usec.p50", static_cast<double>(proxy.command_nsec_p50) * 1e-3);
+  out.emplace_back("proxy.command_usec.p99", static_cast<double>(proxy.command_nsec_p99) * 1e-3);
   put(out, "proxy.peak_in_flight_bytes", proxy.peak_in_flight_bytes);
+  put(out, "proxy.commands", proxy.commands);
   put(out, "proxy.arrivals", proxy.arrivals);
   put(out, "proxy.arrived_bytes", proxy.arrived_bytes);
   put(out, "proxy.duplicates_dropped", proxy.duplicates_dropped);
   put(out, "proxy.heartbeats_sent", proxy.heartbeats_sent);
   put(out, "proxy.wakeups", proxy.wakeups);
   out.emplace_back("proxy.busy_seconds", static_cast<double>(proxy.busy_usec) * 1e-6);
+}
+
+// Whom this rank has waited for longest, -1: for nobody.
+void put_straggler(Stats& out, const std::vector<Counter>& waited_usec, int own_rank) {
+  int straggler = -1;
+  uint64_t most_usec = 0;
+  for (size_t rank = 0; rank < waited_usec.size(); ++rank) {
+    if (static_cast<int>(rank) == own_rank || waited_usec[rank].value() <= most_usec) continue;
+    most_usec = waited_usec[rank].value();
+    straggler = static_cast<int>(rank);
+  }
+  out.emplace_back("straggler.rank", straggler);
+  out.emplace_back("straggler.wait_seconds", static_cast<double>(most_usec) * 1e-6);
 }
 
 }  // namespace
@@ -69,6 +85,7 @@ Stats Engine::stats() const {
       seconds("busy_seconds.", busy_nsec_, 1e-9);
       seconds("blocked_seconds.", blocked_usec_, 1e-6);
     }
+    put_straggler(out, waited_usec_, config_.rank);
   }
   put_proxy(out, proxy_->stats());
   uint64_t allocated = 0;

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "common/units.h"
+
 namespace uccl_ep {
 
 Lander::Lander(const ProxyContext& context) : context_(context) {
@@ -39,6 +41,7 @@ void Lander::arrive(const Completion& completion) {
   channel.end = std::max(channel.end, serial + 1);
   arrivals_.add(1);
   arrived_bytes_.add(completion.num_bytes);
+  trace(TraceKind::kArrived, imm.channel, serial, completion.num_bytes);
   (landing.kind == RingKind::kReturn ? ring_own_ : ring_domain_) = true;
   if (channel.in->credited && !channel.open) {
     channel.open = true;
@@ -102,6 +105,7 @@ bool Lander::post_credit(uint32_t index, uint64_t num_consumed, uint64_t now_use
   channel.returned = num_consumed;
   ++channel.credits_in_flight;
   credits_.add(1);
+  trace(TraceKind::kCreditSent, index, num_consumed, 0);
   return true;
 }
 
@@ -110,6 +114,13 @@ void Lander::credit_flushed(uint32_t index) {
     fail(-1, "the transport completed a credit that was never posted");
   Channel& channel = channels_[index];
   if (--channel.credits_in_flight == 0) channel.credit_base = channel.returned;
+}
+
+void Lander::trace(TraceKind kind, uint32_t index, uint64_t serial, uint64_t num_bytes) const {
+  if (context_.trace == nullptr || !context_.trace->on()) return;
+  const uint64_t now = now_nsec();
+  const InChannel& in = *channels_[index].in;
+  context_.trace->add({now, now, serial, num_bytes, kind, in.landing.kind, Step::kShip, in.peer, index});
 }
 
 void Lander::add_stats(ProxyStats& stats) const {

@@ -43,6 +43,7 @@ class Lander {
 
   uint64_t consumed(const InChannel& in) const;
   bool post_credit(uint32_t index, uint64_t num_consumed, uint64_t now_usec);
+  void trace(TraceKind kind, uint32_t index, uint64_t serial, uint64_t num_bytes) const;
   [[noreturn]] void fail(int peer, const std::string& text) const;
 
   const ProxyContext& context_;

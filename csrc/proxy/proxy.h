@@ -12,6 +12,7 @@
 #include "layout/topology.h"
 #include "queue/ring.h"
 #include "sync/control.h"
+#include "sync/trace.h"
 #include "sync/word.h"
 #include "transport/transport.h"
 
@@ -36,6 +37,7 @@ struct ProxyContext {
   // and take chunks without ringing. Null on the host, where everybody rings.
   const Flag* launched = nullptr;
   const Flag* ended = nullptr;
+  TraceBuffer* trace = nullptr;  // the proxy's thread writes; nullptr: nobody wants one
   // Data in flight, all channels together. 0: no limit. One chunk may always be in flight.
   uint64_t window_bytes = 0;
   uint64_t window_ops = 0;
@@ -54,6 +56,8 @@ struct ShipStats {
 
 struct ProxyStats {
   std::vector<ShipStats> ships;  // by kind, then domain; only pairs that have a channel
+  uint64_t commands = 0;  // taken from the queue
+  uint64_t command_nsec_p50 = 0, command_nsec_p99 = 0;  // until flushed, of the last Latencies::kKept chunks
   uint64_t credit_waits = 0;  // chunks that were ready before their credit
   uint64_t credit_wait_usec = 0;
   uint64_t refused_posts = 0;

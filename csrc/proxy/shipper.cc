@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "common/units.h"
+
 namespace uccl_ep {
 namespace {
 
@@ -58,7 +60,9 @@ void Shipper::take(const Command& command) {
   if (command.num_bytes > send.slot_bytes)
     fail(channel.out->peer,
          "a chunk of " + std::to_string(command.num_bytes) + " bytes in slots of " + std::to_string(send.slot_bytes));
-  slot = {command.serial, command.num_bytes, false};
+  slot = {command.serial, command.num_bytes, now_nsec(), false};
+  commands_.add(1);
+  trace(TraceKind::kTaken, channel, slot, slot.taken_nsec, slot.taken_nsec);
   if (channel.queued++ == channel.posted) turns_.push(command.channel);
 }
 
@@ -113,6 +117,7 @@ bool Shipper::try_post(uint32_t index, uint64_t now_usec) {
   request.immediate = encode_imm(ImmType::kData, out.peer_channel, serial);
   request.cookie = encode_cookie({PostKind::kData, index, slot_idx});
   request.memory = memory_;
+  const uint64_t posted_nsec = traces() ? now_nsec() : 0;  // before: the peer may have it at once
   if (context_.transport->post_write(request) == PostResult::kAgain) {
     refused_ = true;
     refused_posts_.add(1);
@@ -121,7 +126,11 @@ bool Shipper::try_post(uint32_t index, uint64_t now_usec) {
     return false;
   }
   channel.refusal.clear();
-  if (channel.wait_since_usec != 0) credit_wait_usec_.add(now_usec - channel.wait_since_usec);
+  trace(TraceKind::kPosted, channel, slot, posted_nsec, posted_nsec);
+  if (channel.wait_since_usec != 0) {
+    credit_wait_usec_.add(now_usec - channel.wait_since_usec);
+    trace(TraceKind::kCreditWait, channel, slot, 1000 * channel.wait_since_usec, posted_nsec);
+  }
   channel.wait_since_usec = 0;
   ++channel.posted;
   slot.in_flight = true;
@@ -141,6 +150,8 @@ void Shipper::credit(uint32_t index, uint32_t serial_low, int peer) {
     fail(peer,
          "a credit for " + std::to_string(consumed) + " chunks of " + std::to_string(channel.posted) + " posted ones");
   channel.credited = std::max(channel.credited, consumed);  // credits may overtake each other
+  const uint64_t now = traces() ? now_nsec() : 0;
+  trace(TraceKind::kCreditReceived, channel, {consumed}, now, now);
 }
 
 void Shipper::flushed(const Cookie& cookie, bool delivered) {
@@ -154,10 +165,20 @@ void Shipper::flushed(const Cookie& cookie, bool delivered) {
   --in_flight_ops_;
   in_flight_bytes_ -= slot.num_bytes;
   if (!delivered) return;
+  const uint64_t now = now_nsec();
+  latencies_.add(now - slot.taken_nsec);
+  trace(TraceKind::kFlushed, channel, slot, now, now);
   totals_[channel.stats]->chunks.add(1);
   reinterpret_cast<Flag*>(context_.region + channel.out->send.stamps_offset)[cookie.slot].publish(slot.serial + 1);
   channel.flushed.advance();
   ring_due_ = memory_ == Memory::kHost;  // a GPU polls
+}
+
+void Shipper::trace(TraceKind kind, const Channel& channel, const Slot& slot, uint64_t begin_nsec,
+                    uint64_t end_nsec) const {
+  if (!traces() || end_nsec == 0) return;  // switched on since
+  context_.trace->add({begin_nsec, end_nsec, slot.serial, slot.num_bytes, kind, channel.out->send.kind, Step::kShip,
+                       channel.out->peer, static_cast<uint32_t>(&channel - channels_.data())});
 }
 
 void Shipper::ring_producer() {
@@ -169,6 +190,9 @@ void Shipper::add_stats(ProxyStats& stats) const {
   for (auto& totals : totals_)
     stats.ships.push_back(
         {totals->kind, totals->domain, totals->chunks.value(), totals->writes.value(), totals->bytes.value()});
+  stats.commands = commands_.value();
+  stats.command_nsec_p50 = latencies_.percentile_nsec(50);
+  stats.command_nsec_p99 = latencies_.percentile_nsec(99);
   stats.credit_waits = credit_waits_.value();
   stats.credit_wait_usec = credit_wait_usec_.value();
   stats.refused_posts = refused_posts_.value();

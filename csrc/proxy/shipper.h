@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "proxy/latency.h"
 #include "proxy/post.h"
 #include "proxy/prefix.h"
 #include "proxy/proxy.h"
@@ -35,6 +36,7 @@ class Shipper {
   struct Slot {
     uint64_t serial = 0;
     uint64_t num_bytes = 0;
+    uint64_t taken_nsec = 0;
     bool in_flight = false;
   };
   // Chunks wait in the slots of their window: serials [posted, queued).
@@ -78,6 +80,8 @@ class Shipper {
   bool window_open(const Channel& channel) const;
   bool has_credit(Channel& channel, uint64_t now_usec);
   bool try_post(uint32_t index, uint64_t now_usec);
+  void trace(TraceKind kind, const Channel& channel, const Slot& slot, uint64_t begin_nsec, uint64_t end_nsec) const;
+  bool traces() const { return context_.trace != nullptr && context_.trace->on(); }
   [[noreturn]] void fail(int peer, const std::string& text) const;
 
   const ProxyContext& context_;
@@ -90,7 +94,8 @@ class Shipper {
   bool ring_due_ = false;
   uint64_t in_flight_ops_ = 0;
   uint64_t in_flight_bytes_ = 0;
-  Counter credit_waits_, credit_wait_usec_, refused_posts_, peak_ops_, peak_bytes_;
+  Latencies latencies_;
+  Counter commands_, credit_waits_, credit_wait_usec_, refused_posts_, peak_ops_, peak_bytes_;
 };
 
 }  // namespace uccl_ep

@@ -8,8 +8,8 @@ namespace {
 class Builder {
  public:
   Builder(HostContext& context, const WindowParams& window, const Channels& channels,
-          const std::vector<uint8_t*>& regions, CommandRing* commands)
-      : context_(context), channels_(channels), regions_(regions), commands_(commands) {
+          const std::vector<uint8_t*>& regions, const ProxyQueue& proxy)
+      : context_(context), channels_(channels), regions_(regions), proxy_(proxy) {
     for (int rank : context.members()) layouts_[rank] = make_region_layout(context.topo, window, rank);
   }
   explicit Builder(const Builder&) = delete;
@@ -34,8 +34,7 @@ class Builder {
   ControlBlock* control(int rank) const { return reinterpret_cast<ControlBlock*>(regions_[rank]); }
 
   OutPort send(const RingLayout& ring) const {
-    return OutPort(regions_[context_.rank], ring, commands_, channels_.out_of(ring),
-                   &control(context_.rank)->proxy_bell, context_.counters.ports);
+    return OutPort(regions_[context_.rank], ring, proxy_, channels_.out_of(ring), context_.counters.ports);
   }
 
   OutgoingPorts outgoing(int d) {
@@ -71,7 +70,7 @@ class Builder {
   HostContext& context_;
   const Channels& channels_;
   const std::vector<uint8_t*>& regions_;
-  CommandRing* commands_;
+  const ProxyQueue proxy_;
   std::vector<RegionLayout> layouts_ = std::vector<RegionLayout>(static_cast<size_t>(context_.topo.num_ranks));
 };
 
@@ -79,7 +78,7 @@ class Builder {
 
 std::unique_ptr<HostContext> make_context(const Topology& topo, const WindowParams& window, const Channels& channels,
                                           int rank, std::vector<int> source_order, const std::vector<uint8_t*>& regions,
-                                          CommandRing* commands) {
+                                          const ProxyQueue& proxy) {
   auto context = std::make_unique<HostContext>();
   context->rank = rank;
   context->domain = topo.domain_of[rank];
@@ -88,7 +87,7 @@ std::unique_ptr<HostContext> make_context(const Topology& topo, const WindowPara
   context->num_experts = window.num_experts;
   context->experts_per_rank = window.num_experts / static_cast<uint32_t>(topo.num_ranks);
   context->source_order = std::move(source_order);
-  Builder(*context, window, channels, regions, commands).build();
+  Builder(*context, window, channels, regions, proxy).build();
   return context;
 }
 

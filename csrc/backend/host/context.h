@@ -64,6 +64,6 @@ struct HostContext {
 // `regions`, `controls`: by rank, nullptr outside our domain.
 std::unique_ptr<HostContext> make_context(const Topology& topo, const WindowParams& window, const Channels& channels,
                                           int rank, std::vector<int> source_order, const std::vector<uint8_t*>& regions,
-                                          CommandRing* commands);
+                                          const ProxyQueue& proxy);
 
 }  // namespace uccl_ep::host

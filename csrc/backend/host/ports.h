@@ -6,9 +6,11 @@
 #include <utility>
 #include <vector>
 
+#include "common/units.h"
 #include "layout/region.h"
 #include "queue/ring.h"
 #include "sync/control.h"
+#include "sync/trace.h"
 #include "sync/word.h"
 
 namespace uccl_ep::host {
@@ -27,6 +29,13 @@ struct PortCounters {
   Counter laps;   // most times that a ring was gone round
 };
 
+// How chunks get to the proxy.
+struct ProxyQueue {
+  CommandRing* commands = nullptr;
+  Bell* bell = nullptr;
+  TraceBuffer* trace = nullptr;
+};
+
 // The producer's end of a ring in domain memory, or of a send ring whose chunks the proxy ships.
 class OutPort {
  public:
@@ -38,20 +47,18 @@ class OutPort {
         counters_(counters + static_cast<uint32_t>(ring.kind)),
         readers_(std::move(readers)) {}
   // Send ring in our region.
-  OutPort(uint8_t* region, const RingLayout& ring, CommandRing* commands, uint32_t channel, Bell* proxy,
-          PortCounters* counters)
+  OutPort(uint8_t* region, const RingLayout& ring, const ProxyQueue& queue, uint32_t channel, PortCounters* counters)
       : region_(region),
         ring_(ring),
         counters_(counters + static_cast<uint32_t>(ring.kind)),
-        commands_(commands),
-        channel_(channel),
-        proxy_(proxy) {}
+        queue_(queue),
+        channel_(channel) {}
 
   // The slot of the next chunk may be overwritten: everyone is done with what it held. Counts a wait once per chunk.
   bool free() {
     if (serial_ < ring_.num_slots) return true;
     const uint64_t before = serial_ - ring_.num_slots;  // the chunk that the slot holds
-    const bool is_free = commands_ != nullptr ? stamp_of(region_, ring_, before)->read() > before : slowest() > before;
+    const bool is_free = shipped() ? stamp_of(region_, ring_, before)->read() > before : slowest() > before;
     if (!is_free && counted_ != serial_ + 1) {
       counted_ = serial_ + 1;
       counters_->waits.add(1);
@@ -63,10 +70,11 @@ class OutPort {
   // Makes the chunk visible to its readers, or hands it to the proxy. The command ring has room for every slot of every
   // send ring, so it is never full.
   void publish(uint64_t num_bytes) {
-    if (commands_ != nullptr) {
-      if (!commands_->push({channel_, num_bytes, serial_}))
+    if (shipped()) {
+      if (queue_.trace->on()) trace_push(num_bytes);
+      if (!queue_.commands->push({channel_, num_bytes, serial_}))
         throw std::logic_error("the command ring is smaller than its send rings");
-      proxy_->ring();
+      queue_.bell->ring();
     } else {
       stamp_of(region_, ring_, serial_)->publish(serial_ + 1);
       for (ControlBlock* reader : readers_) reader->worker_bell.ring();
@@ -83,6 +91,11 @@ class OutPort {
   uint32_t slowest_reader() const { return slowest_; }
 
  private:
+  bool shipped() const { return queue_.commands != nullptr; }
+  void trace_push(uint64_t num_bytes) const {
+    const uint64_t now = now_nsec();
+    queue_.trace->add({now, now, serial_, num_bytes, TraceKind::kPushed, ring_.kind, Step::kShip, -1, channel_});
+  }
   uint64_t slowest() {
     if (all_taken_ > serial_ - ring_.num_slots) return all_taken_;  // flags only grow: the last look is a lower bound
     all_taken_ = UINT64_MAX;
@@ -98,9 +111,8 @@ class OutPort {
   RingLayout ring_;
   PortCounters* counters_ = nullptr;
   std::vector<ControlBlock*> readers_;
-  CommandRing* commands_ = nullptr;
+  ProxyQueue queue_;
   uint32_t channel_ = 0;
-  Bell* proxy_ = nullptr;
   uint64_t serial_ = 0;
   uint64_t all_taken_ = 0;
   uint64_t counted_ = 0;

@@ -1,0 +1,59 @@
+// Traces: on, off, and what the worker adds.
+#include <chrono>
+
+#include "common/units.h"
+#include "engine/engine.h"
+
+namespace uccl_ep {
+
+void Engine::start_trace(uint64_t max_events) {
+  if (max_events == 0 || max_events > kMaxTraceEvents)
+    throw UsageFailure(UsageKind::kInput, "max_events = " + std::to_string(max_events) + ": allowed 1 to " +
+                                              std::to_string(kMaxTraceEvents));
+  std::lock_guard lock(mutex_);
+  if (closed_) throw UsageFailure(UsageKind::kClosed, "the buffer is closed");
+  if (!started_) throw UsageFailure(UsageKind::kClosed, "the buffer was not started");
+  if (traced_) throw UsageFailure(UsageKind::kInput, "the buffer is being traced already");
+  proxy_trace_.start(max_events);
+  if (context_ != nullptr) worker_trace_.start(max_events);
+  traced_ = true;
+}
+
+Trace Engine::stop_trace() {
+  settle();
+  std::lock_guard lock(mutex_);
+  if (!traced_) throw UsageFailure(UsageKind::kInput, "the buffer is not being traced");
+  traced_ = false;
+  Trace trace = proxy_trace_.stop();
+  if (context_ != nullptr) trace.append(worker_trace_.stop());
+  return trace;
+}
+
+// An operation is over when its rows are here: what it has sent may still be on its way.
+void Engine::settle() const {
+  constexpr uint64_t kPatienceUsec = 1000000;
+  const auto usable = [this] {
+    std::lock_guard lock(mutex_);
+    return started_ && !closed_ && !failed();
+  };
+  if (!usable()) return;
+  const uint64_t deadline = now_usec() + kPatienceUsec, first_pass = proxy_->stats().passes;
+  for (uint64_t taken = UINT64_MAX; usable() && now_usec() < deadline;) {
+    const ProxyStats stats = proxy_->stats();
+    uint64_t flushed = 0;
+    for (const ShipStats& ship : stats.ships) flushed += ship.chunks;
+    // A whole pass has looked at the queue since, and another one.
+    if (stats.passes > first_pass + 1 && flushed == stats.commands && stats.commands == taken) return;
+    taken = stats.commands;
+    control().proxy_bell.ring();
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+void Engine::trace(TraceKind kind, const Op& op, const WaitingOn& of, uint64_t began_nsec) {
+  if (!worker_trace_.on()) return;
+  worker_trace_.add({began_nsec, now_nsec(), op.epoch, 0, kind, RingKind::kHeader, of.step, of.peer,
+                     static_cast<uint32_t>(op.signature.kind)});
+}
+
+}  // namespace uccl_ep

@@ -1,0 +1,299 @@
+"""Traces in Chrome's event format, for Perfetto (ui.perfetto.dev) or chrome://tracing: one file per rank.
+
+    with buffer.trace("run/step7") as trace:       # run/step7.rank<k>.json
+        got = buffer.dispatch(x, topk_idx, topk_weights)
+        out = buffer.combine(got.rows, got.handle)
+
+    python -m uccl_ep_train.trace run/step7.json run/step7.rank*.json
+
+A process per rank; its lanes:
+
+    steps               host backend: operations, in them their steps at work and their waits, by whom for
+    gpu, gpu <step>     CUDA: kernels; what the first block spent in a step; several domains: what one block
+                        sees arrive and leave
+    queue               a chunk from its push by who made it until the proxy took its command
+    proxy               from there until it was posted: windows, credits, refusals
+    credits             waits for a credit; credits that were sent and received
+    wire to rank j      from there until the transport had flushed it
+    arrivals from rank j
+
+Times are microseconds of CLOCK_MONOTONIC. Where slices of a lane overlap it gets a second row, "queue (2)".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from uccl_ep_train.errors import DtypeError, InputError
+
+__all__ = ["Trace", "merge_traces"]
+
+DEFAULT_EVENTS = 1 << 17
+MAX_EVENTS = 1 << 24
+_OPERATIONS = {1: "dispatch", 2: "combine"}
+
+
+class _Event(NamedTuple):
+    """As the native core gives it; times in nanoseconds."""
+
+    kind: str
+    ring: str
+    step: str
+    peer: int
+    channel: int
+    serial: int
+    num_bytes: int
+    begin: int
+    end: int
+
+
+class Trace:
+    """What `Buffer.trace` returns; a context manager.
+
+    path         of this rank's file
+    lost_events  that found no room, known at the end; a warning says so, too
+    """
+
+    def __init__(self, engine: Any, rank: int, path: str | os.PathLike[str], max_events: int) -> None:
+        if not isinstance(path, str | os.PathLike):
+            raise DtypeError(f"path is {type(path).__name__}; allowed is a str or a path")
+        if not isinstance(max_events, int) or not 1 <= max_events <= MAX_EVENTS:
+            raise InputError(f"max_events = {max_events!r}: allowed 1 to {MAX_EVENTS}")
+        self.path = Path(f"{os.fspath(path)}.rank{rank}.json")
+        self.lost_events = 0
+        self._engine = engine
+        self._rank = rank
+        self._max_events = max_events
+
+    def __enter__(self) -> Trace:
+        try:
+            self._file = self.path.open("w")
+        except (OSError, ValueError) as error:
+            raise InputError(f"path: {self.path} cannot be written ({error})") from error
+        try:
+            self._engine.start_trace(self._max_events)
+        except BaseException:
+            self._file.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._file:
+            native, self.lost_events = self._engine.stop_trace()
+            events = sorted((_Event(*event) for event in native), key=lambda event: event.begin)
+            self._file.write(json.dumps(_document(self._rank, events, self.lost_events)))
+        if self.lost_events:
+            warnings.warn(
+                f"{self.path} lacks {self.lost_events} events: max_events = {self._max_events} were too few",
+                stacklevel=2,
+            )
+
+
+def merge_traces(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) -> None:
+    """Joins the files of several ranks into `out`.
+
+    Ranks of one host share CLOCK_MONOTONIC: their times are comparable as they are. Hosts have clocks of
+    their own, which nothing here aligns: between ranks of two hosts only what lies on one of them can be
+    compared. `otherData` of the result names the host of each rank.
+
+    Raises `InputError` for a file that cannot be read or written or is no trace of this package, and for two
+    of one rank.
+    """
+    merged: list[dict[str, Any]] = []
+    hosts: dict[str, str] = {}
+    lost = 0
+    for path in paths:
+        try:
+            part = json.loads(Path(path).read_text())
+            events, about = part["traceEvents"], part["otherData"]
+            rank, host = str(about["rank"]), about["host"]
+            lost += about["lost_events"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"paths: {path} is no trace that can be read ({error!r})") from error
+        if rank in hosts:
+            raise InputError(f"paths: {path} is a second trace of rank {rank}")
+        hosts[rank] = host
+        merged += events
+    about = {"clock": "CLOCK_MONOTONIC", "hosts": hosts, "lost_events": lost}
+    try:
+        document = {"traceEvents": merged, "displayTimeUnit": "ns", "otherData": about}
+        Path(out).write_text(json.dumps(document))
+    except OSError as error:
+        raise InputError(f"out: {out} cannot be written ({error})") from error
+
+
+def _document(rank: int, events: Sequence[_Event], lost: int) -> dict[str, Any]:
+    lanes = _Lanes()
+    end = max((event.end for event in events), default=0)
+    _add_operations(lanes, events, end)
+    _add_chunks(lanes, events, end)
+    _add_instants(lanes, events)
+    if lost:
+        lanes.instant("steps", f"{lost} events lost", end, {"lost_events": lost})
+    about = {"rank": rank, "host": platform.node(), "clock": "CLOCK_MONOTONIC", "lost_events": lost}
+    return {"traceEvents": lanes.events(rank), "displayTimeUnit": "ns", "otherData": about}
+
+
+def _chunk_args(event: _Event) -> dict[str, Any]:
+    args: dict[str, Any] = {"channel": event.ring, "serial": event.serial, "bytes": event.num_bytes}
+    if event.ring == "header":  # one for each operation
+        args["epoch"] = event.serial + 1
+    return args
+
+
+def _add_operations(lanes: _Lanes, events: Sequence[_Event], end: int) -> None:
+    begun: _Event | None = None
+    for e in events:
+        epoch = {"epoch": e.serial}
+        if e.kind == "operation":
+            lanes.slice("steps", _OPERATIONS[e.channel], e.begin, e.end, epoch, nests=True)
+        elif e.kind == "step":
+            lanes.slice("steps", e.step, e.begin, e.end, epoch, nests=True)
+        elif e.kind == "wait":
+            whom = f" for rank {e.peer}" if e.peer >= 0 else ""
+            args = epoch | {"step": e.step, "peer": e.peer}
+            lanes.slice("steps", f"wait in {e.step}{whom}", e.begin, e.end, args, nests=True)
+        elif e.kind == "kernel_step":
+            lanes.slice(f"gpu {e.step}", e.step, e.begin, e.end, epoch)
+        elif e.kind == "kernel_begin":
+            begun = e
+        elif e.kind == "kernel_end" and begun is not None:
+            lanes.slice("gpu", _OPERATIONS[e.channel], begun.begin, e.end, epoch)
+            begun = None
+    if begun is not None:
+        args = {"epoch": begun.serial, "unfinished": True}
+        lanes.slice("gpu", _OPERATIONS[begun.channel], begun.begin, end, args)
+
+
+def _add_chunks(lanes: _Lanes, events: Sequence[_Event], end: int) -> None:
+    """From push to flush. What a chunk did before the trace began is not known: it has no slice then."""
+    chunks: dict[tuple[int, int], dict[str, _Event]] = {}
+    for event in events:
+        if event.kind in ("pushed", "taken", "posted", "flushed"):
+            chunks.setdefault((event.channel, event.serial), {})[event.kind] = event
+    for did in chunks.values():
+        for lane, first, last in (
+            ("queue", "pushed", "taken"),
+            ("proxy", "taken", "posted"),
+            ("wire", "posted", "flushed"),
+        ):
+            begun, ended = did.get(first), did.get(last)
+            if begun is None:
+                continue
+            about = did.get("taken") or ended or begun
+            args = _chunk_args(about)
+            if ended is None:
+                args["unfinished"] = True
+            name = f"{about.ring} {about.serial}"
+            if lane == "wire":
+                lane = f"wire to rank {about.peer}"
+            elif about.peer >= 0:
+                name += f" to rank {about.peer}"
+            lanes.slice(lane, name, begun.begin, ended.begin if ended is not None else end, args)
+
+
+def _add_instants(lanes: _Lanes, events: Sequence[_Event]) -> None:
+    for e in events:
+        name = f"{e.ring} {e.serial}"
+        if e.kind == "arrived":
+            lanes.instant(f"arrivals from rank {e.peer}", name, e.begin, _chunk_args(e))
+        elif e.kind in ("credit_sent", "credit_received"):
+            way = "to" if e.kind == "credit_sent" else "from"
+            args = {"channel": e.ring, "consumed": e.serial}
+            lanes.instant("credits", f"{e.ring} credit {way} rank {e.peer}", e.begin, args)
+        elif e.kind == "credit_wait":
+            lanes.slice("credits", f"{name} waits for rank {e.peer}", e.begin, e.end, _chunk_args(e))
+        elif e.kind == "pushed" and e.peer >= 0:  # by a kernel: it knows whom to
+            lanes.instant("gpu", f"push {name} to rank {e.peer}", e.begin, _chunk_args(e))
+        elif e.kind in ("seen_arrived", "seen_flushed"):
+            arrived = e.kind == "seen_arrived"
+            seen = f"from rank {e.peer} at rank {e.channel}" if arrived else f"to rank {e.peer} gone"
+            lanes.instant("gpu sees", f"{e.ring} {seen}", e.begin, {"channel": e.ring, "chunks": e.serial})
+
+
+class _Lanes:
+    """Collects slices and instants by the name of their lane. Those of a row never overlap, but may nest."""
+
+    def __init__(self) -> None:
+        self._slices: dict[str, list[tuple[int, int, bool, dict[str, Any]]]] = {}
+        self._instants: dict[str, list[dict[str, Any]]] = {}
+
+    def slice(
+        self, lane: str, name: str, begin: int, end: int, args: dict[str, Any], *, nests: bool = False
+    ) -> None:
+        event = {"name": name, "ph": "X", "ts": begin / 1000, "dur": (end - begin) / 1000, "args": args}
+        self._slices.setdefault(lane, []).append((begin, end, nests, event))
+
+    def instant(self, lane: str, name: str, at: int, args: dict[str, Any]) -> None:
+        event = {"name": name, "ph": "i", "s": "t", "ts": at / 1000, "args": args}
+        self._instants.setdefault(lane, []).append(event)
+
+    def events(self, rank: int) -> list[dict[str, Any]]:
+        rows: list[tuple[str, list[dict[str, Any]]]] = []
+        for lane in sorted(self._slices.keys() | self._instants.keys(), key=_place):
+            split = self._rows(lane) or [[]]
+            split[0] += self._instants.get(lane, [])
+            rows += [(lane if i == 0 else f"{lane} ({i + 1})", row) for i, row in enumerate(split)]
+        meta = [_metadata(rank, 0, "process_name", name=f"rank {rank}")]
+        meta.append(_metadata(rank, 0, "process_sort_index", sort_index=rank))
+        events = []
+        for tid, (lane, row) in enumerate(rows, start=1):
+            meta.append(_metadata(rank, tid, "thread_name", name=lane))
+            meta.append(_metadata(rank, tid, "thread_sort_index", sort_index=tid))
+            events += [{**event, "pid": rank, "tid": tid} for event in row]
+        return meta + sorted(events, key=lambda event: event["ts"])
+
+    def _rows(self, lane: str) -> list[list[dict[str, Any]]]:
+        """Each slice goes to the first row where it overlaps none, or lies in one that lets it nest."""
+        rows: list[tuple[list[dict[str, Any]], list[int]]] = []  # with the ends of what is open
+        for begin, end, nests, event in sorted(self._slices.get(lane, []), key=lambda s: (s[0], -s[1])):
+            for _, ends in rows:
+                while ends and ends[-1] <= begin:
+                    ends.pop()
+            fits = (row for row in rows if not row[1] or (nests and end <= row[1][-1]))
+            if (row := next(fits, None)) is None:
+                rows.append(row := ([], []))
+            row[0].append(event)
+            row[1].append(end)
+        return [row for row, _ in rows]
+
+
+def _metadata(rank: int, tid: int, what: str, **args: Any) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "ts": 0, "pid": rank, "tid": tid, "args": args}
+
+
+_ORDER = ("steps", "gpu", "queue", "proxy", "credits", "wire", "arrivals")
+
+
+def _place(lane: str) -> tuple[int, str, int]:
+    """The order of lanes: along a chunk's way, then by rank."""
+    kind, *rest = lane.split()
+    number = int(rest[-1]) if rest and rest[-1].isdigit() else -1
+    return _ORDER.index(kind), lane if number < 0 else "", number
+
+
+def _main(arguments: Sequence[str]) -> int:
+    if len(arguments) < 2:
+        print("usage: python -m uccl_ep_train.trace OUT.json PART.json...", file=sys.stderr)
+        return 2
+    out, *parts = arguments
+    try:
+        merge_traces(parts, out)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))
