@@ -166,6 +166,9 @@ def _add_operations(lanes: _Lanes, events: Sequence[_Event], end: int) -> None:
         elif e.kind == "kernel_step":
             lanes.slice(f"gpu {e.step}", e.step, e.begin, e.end, epoch)
         elif e.kind == "kernel_begin":
+            # Of one that found too little memory for what it placed no end is noted.
+            if begun is not None:
+                lanes.slice("gpu", _OPERATIONS[begun.channel], begun.begin, e.begin, {"epoch": begun.serial})
             begun = e
         elif e.kind == "kernel_end" and begun is not None:
             lanes.slice("gpu", _OPERATIONS[e.channel], begun.begin, e.end, epoch)
@@ -199,7 +202,10 @@ def _add_chunks(lanes: _Lanes, events: Sequence[_Event], end: int) -> None:
                 lane = f"wire to rank {about.peer}"
             elif about.peer >= 0:
                 name += f" to rank {about.peer}"
-            lanes.slice(lane, name, begun.begin, ended.begin if ended is not None else end, args)
+            until = ended.begin if ended is not None else end
+            # A kernel's clock is known within microseconds: its push may seem to come after it was taken.
+            since = min(begun.begin, until) if begun.kind == "pushed" and begun.peer >= 0 else begun.begin
+            lanes.slice(lane, name, since, until, args)
 
 
 def _add_instants(lanes: _Lanes, events: Sequence[_Event]) -> None:

@@ -121,6 +121,15 @@ struct PyCombineArgs {
 
 // (kind, ring, step, peer, channel, serial, num_bytes, begin_nsec, end_nsec) of each event, and how many were lost.
 pybind11::tuple trace_tuple(const Trace& trace);
+template <typename AnyEngine>
+pybind11::tuple stop_trace(AnyEngine& engine) {
+  Trace trace;
+  {
+    const pybind11::gil_scoped_release release;
+    trace = engine.stop_trace();
+  }
+  return trace_tuple(trace);
+}
 
 // bindings/cuda.cc
 void bind_cuda(pybind11::module_& m);

@@ -209,16 +209,8 @@ void bind_engine(py::module_& m) {
            })
       .def("fail", &Engine::fail, Release())
       .def("check", &Engine::check, Release())
-      .def("start_trace", &Engine::start_trace, "max_events"_a)
-      .def("stop_trace",
-           [](Engine& self) {
-             Trace trace;
-             {
-               const py::gil_scoped_release release;
-               trace = self.stop_trace();
-             }
-             return trace_tuple(trace);
-           })
+      .def("start_trace", &Engine::start_trace, "max_events"_a, Release())
+      .def("stop_trace", &stop_trace<Engine>)
       .def("stats",
            [](const Engine& self) {
              py::dict out;

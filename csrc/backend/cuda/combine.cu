@@ -83,7 +83,7 @@ __device__ void push_returns(const Domain& d, const Op& op, const PlanView& plan
     for (uint32_t first = 0; first < chunks; first += kWarp) {
       const uint32_t c = first + lane;
       const uint64_t left = uint64_t{4} * plan.relayed_pairs[k] - c * d.at.slot_bytes;
-      push_all(net, c < chunks,
+      push_all(d, c < chunks,
                {net.relayed[k].channel, min(left, d.at.slot_bytes), net_state(d).relayed[k] + row_chunks + c});
     }
   }
@@ -129,7 +129,9 @@ __device__ void serve_network(const Domain& d, const Op& op, const PlanView& pla
   finish(crew, d, op, plan, args);
   if (going(crew, d)) end_returns(crew, d, plan, args, range);
   crew.sync();
-  if (crew.thread == 0) tell_ended(d);
+  if (crew.thread != 0) return;
+  trace_kernel(d, TraceKind::kKernelEnd, OpKind::kCombine, op.epoch);
+  tell_ended(d);
 }
 
 template <bool kBulk, typename Row, typename Wire>
@@ -142,6 +144,7 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
   __shared__ __align__(8) uint64_t barriers[(kFoldWarps<true> + kMergeWarps<true>)*kRing];  // of bulk copies
   constexpr uint32_t kFold = kFoldWarps<kBulk>, kMerge = kMergeWarps<kBulk>;
   const Op op = enter(d, OpKind::kCombine);
+  if (blockIdx.x == 0 && threadIdx.x == 0) trace_kernel(d, TraceKind::kKernelBegin, OpKind::kCombine, op.epoch);
   if (blockIdx.x == workers(d)) {
     serve_network<kBulk>(d, op, plan, args, merges);
     return;
@@ -192,7 +195,9 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
   }
   if (warp <= kFold) return;
   const Crew crew = Crew::of(3, 1 + kFold, kMerge);
-  if (last_block(crew, d, Arrival::kMerged, gridDim.x)) finish(crew, d, op, plan, args);
+  if (!last_block(crew, d, Arrival::kMerged, gridDim.x)) return;
+  finish(crew, d, op, plan, args);
+  if (crew.thread == 0) trace_kernel(d, TraceKind::kKernelEnd, OpKind::kCombine, op.epoch);
 }
 
 template <bool kBulk, typename Row, typename Wire>

@@ -8,6 +8,7 @@
 #include "backend/cuda/layout.h"
 #include "backend/cuda/net.h"
 #include "backend/cuda/packet.h"
+#include "backend/cuda/trace.cuh"
 #include "sync/device.cuh"
 
 namespace uccl_ep::cuda {
@@ -135,7 +136,12 @@ struct StepClock {
     if (counts) started = now_nsec();
   }
   __device__ void stop() const {
-    if (counts) local(d).step_nsec[static_cast<uint32_t>(step)] += now_nsec() - started;
+    if (!counts) return;
+    const uint64_t now = now_nsec();
+    const uint32_t what = static_cast<uint32_t>(step);
+    local(d).step_nsec[what] += now - started;
+    if (d.trace != nullptr)
+      note(d, {started, now, local(d).entered, 0, static_cast<uint32_t>(TraceKind::kKernelStep), what});
   }
 };
 

@@ -200,7 +200,9 @@ __device__ void serve_network(const Domain& d, const Op& op, const PlanView& pla
   if (placed) finish(crew, d, op, plan, args);
   if (good) end_streams<kState>(crew, d, plan, args, placed);
   crew.sync();
-  if (crew.thread == 0) tell_ended(d);
+  if (crew.thread != 0) return;
+  trace_kernel(d, TraceKind::kKernelEnd, OpKind::kDispatch, op.epoch);
+  tell_ended(d);
 }
 
 // kBulk: shared memory holds the rings of the crew that places, and of the one that stages; before it places, a tile.
@@ -213,6 +215,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __shared__ Staged staged;
   if (threadIdx.x < kStageWarps) staged.chunks[threadIdx.x] = 0;
   const Op op = kState == PlanState::kExchanged ? current_dispatch(d) : enter(d, OpKind::kDispatch);
+  if (blockIdx.x == 0 && threadIdx.x == 0) trace_kernel(d, TraceKind::kKernelBegin, OpKind::kDispatch, op.epoch);
   if (blockIdx.x == workers(d)) {
     serve_network<kState>(d, op, plan, args);
     return;
@@ -253,6 +256,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (!last_block(crew, d, Arrival::kPlaced, kKnown ? gridDim.x : args.num_blocks)) return;
   if (kKnown && crew.thread == 0) keep(d, op, OpKind::kDispatch);
   finish(crew, d, op, plan, args);
+  if (crew.thread == 0) trace_kernel(d, TraceKind::kKernelEnd, OpKind::kDispatch, op.epoch);
 }
 
 template <PlanState kState>

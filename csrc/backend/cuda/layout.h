@@ -243,6 +243,7 @@ struct PlanView {
 constexpr uint32_t kReturned = 1u << 31;
 
 struct Net;
+struct TraceRing;
 // What every kernel knows of the group.
 struct Domain {
   Offsets at;
@@ -258,6 +259,7 @@ struct Domain {
   uint32_t shared_bytes;  // a block may have
   bool bulk_copies;  // this GPU has them
   const Net* net;  // nullptr: there is one domain
+  TraceRing* trace;  // nullptr: it is off
   HostError* error;
   HostCounts* counts;
 };

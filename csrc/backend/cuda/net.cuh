@@ -44,6 +44,7 @@ __device__ inline void relay(const Domain& d, const uint32_t* arrived, uint32_t 
       const uint64_t value = read_flag(polled.word);
       publish_in_gpu(polled.flag, value);
       if (polled.also != nullptr) publish_in_gpu(polled.also, value);
+      trace_now(d, TraceKind::kSeenArrived, i, value);
     }
     if (__all_sync(kFullWarp, last_look)) return;
   }
@@ -63,7 +64,7 @@ struct Outgoing {
 };
 
 // By one warp: pushes what each lane has. The command ring has room for every slot of every ring, so it is never full.
-__device__ inline void push_all(const Net& net, bool has, const Command& command) {
+__device__ inline void push_all(const Domain& d, bool has, const Command& command) {
   const uint32_t lane = threadIdx.x % kWarp;
   const uint32_t mask = __ballot_sync(kFullWarp, has);
   if (mask == 0) return;
@@ -74,7 +75,8 @@ __device__ inline void push_all(const Net& net, bool has, const Command& command
     const Command its{__shfl_sync(kFullWarp, command.channel, from), __shfl_sync(kFullWarp, command.num_bytes, from),
                       __shfl_sync(kFullWarp, command.serial, from)};
     if (lane != 0) continue;
-    CommandProducer producer(net.commands);
+    trace_now(d, TraceKind::kPushed, its.channel, its.serial, its.num_bytes);
+    CommandProducer producer(d.net->commands);
     producer.push(its);
     producer.keep();
   }
@@ -94,7 +96,7 @@ __device__ inline void push_chunks(const Domain& d, Outgoing out) {
       ++out.chunk;
       ++out.serial;
     }
-    push_all(*d.net, complete, command);
+    push_all(d, complete, command);
     if (looks % 64 == 0 && __any_sync(kFullWarp, stopped(d))) return;
   }
 }
@@ -119,7 +121,7 @@ __device__ inline bool push_packets(const Domain& d, const Op& op, bool is_new, 
                  h.stream_rows, with_values};
       command = {d.net->to[to].packet_channel, packet_parts(sizes).end, op.epoch - 1};
     }
-    push_all(*d.net, has, command);
+    push_all(d, has, command);
   }
   return true;
 }

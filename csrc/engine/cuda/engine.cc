@@ -160,7 +160,7 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms,
     throw UsageFailure(UsageKind::kConfig, "num_experts = " + std::to_string(config.num_experts) + ": routing needs " +
                                                std::to_string(needed) + " bytes of shared memory, this GPU has " +
                                                std::to_string(domain_.shared_bytes));
-  for (auto load : {cuda::load_dispatch, cuda::load_combine})
+  for (auto load : {cuda::load_dispatch, cuda::load_combine, cuda::load_clock})
     must(load(static_cast<uint32_t>(shared_bytes)), "loading the kernels");
   regions_[config.rank] = cuda::DeviceMapping::create(device_, layout_.total_bytes);
   region_bytes_[config.rank] = regions_[config.rank].num_bytes();
@@ -227,7 +227,10 @@ void CudaEngine::start() {
   for (size_t i = 0; i < regions_.size(); ++i)
     domain_.source_order[i] =
         domain_.number_of[config_.source_order.empty() ? i : static_cast<size_t>(config_.source_order[i])];
-  if (network_ != nullptr) domain_.net = network_->fill(domain_);
+  if (network_ != nullptr) {
+    domain_.net = network_->fill(domain_);
+    seen_ = network_->seen();
+  }
   domain_.arrival_nsec = static_cast<uint64_t>(config_.arrival_timeout_s * 1e9);
   domain_.progress_nsec = static_cast<uint64_t>(config_.progress_timeout_s * 1e9);
   int major = 0;

@@ -17,6 +17,7 @@
 
 #include "backend/cuda/memory.h"
 #include "backend/cuda/steps.h"
+#include "backend/cuda/trace.h"
 #include "engine/cuda/guess.h"
 #include "engine/cuda/network.h"
 #include "engine/engine.h"
@@ -107,6 +108,9 @@ class CudaEngine {
   void fail(const std::string& text) { life_.fail(text); }
   // Throws the error that reached this rank, one that its kernels have found but nobody has heard of included.
   void check() const;
+  // As of an Engine; with what kernels that are launched in between note. Waits for them.
+  void start_trace(uint64_t max_events);
+  Trace stop_trace();
   void close(bool abort);
   std::vector<std::pair<std::string, double>> stats() const;
 
@@ -133,6 +137,7 @@ class CudaEngine {
   ErrorRecord record_of(const cuda::HostError& error) const;
   std::string text_of(const cuda::HostError& error) const;
   int rank_of(int number) const;
+  TraceEvent event_of(const cuda::TraceRecord& record) const;
 
   const EngineConfig config_;
   const Topology topo_;
@@ -161,6 +166,9 @@ class CudaEngine {
   using Form = std::tuple<RoutingKind, uint32_t, uint32_t, uint32_t, int>;  // see form_of()
   std::map<Form, Guess> guesses_;
   bool started_ = false, closed_ = false;
+  std::vector<cuda::DeviceMapping> trace_memory_;  // the last is in use; of the others kernels or graphs may know
+  std::vector<Network::Seen> seen_;                // by index in Net::polled
+  cuda::ClockSample trace_began_;
   Flag leaving_;
   std::thread watcher_;
 };

@@ -107,7 +107,8 @@ void Network::fill_destinations(const cuda::Domain& domain) {
   net_.ended = at<uint64_t>(host(rank_), mine.ended_offset);
 }
 
-void Network::poll(const void* word, uint64_t* flag, uint64_t* also) {
+void Network::poll(const Seen& what, const void* word, uint64_t* flag, uint64_t* also) {
+  seen_.push_back(what);
   net_.polled[net_.num_polled++] = {static_cast<const uint64_t*>(word), flag, also};
 }
 
@@ -121,13 +122,14 @@ void Network::fill_polled(const cuda::Domain& domain) {
     const uint64_t* const board = at<uint64_t>(host(member), theirs.board_offset);
     for (size_t c = 0; c < channels.in.size(); ++c) {
       const uint32_t source = domain.number_of[channels.in[c].peer];
-      if (channels.in[c].landing.kind == RingKind::kHeader)
-        poll(board + c, at<uint64_t>(region, layout_.header_full) + source,
+      const Seen what{TraceKind::kSeenArrived, channels.in[c].landing.kind, channels.in[c].peer, member};
+      if (what.ring == RingKind::kHeader)
+        poll(what, board + c, at<uint64_t>(region, layout_.header_full) + source,
              at<uint64_t>(region, layout_.values_full) + source);
-      else if (channels.in[c].landing.kind == RingKind::kRows)
-        poll(board + c, &state->rows_there[source]);
+      else if (what.ring == RingKind::kRows)
+        poll(what, board + c, &state->rows_there[source]);
       else if (member == rank_)
-        poll(board + c, &state->returns_there[domain.domain_of[source]]);
+        poll(what, board + c, &state->returns_there[domain.domain_of[source]]);
     }
     if (member != rank_) continue;
     for (size_t c = 0; c < channels.out.size(); ++c) {
@@ -137,7 +139,7 @@ void Network::fill_polled(const cuda::Domain& domain) {
       uint64_t* const flag = kind == RingKind::kHeader ? &state->packets_gone[to]
                              : kind == RingKind::kRows ? &state->rows_gone[to]
                                                        : &state->returns_gone[1 + index_of(theirs.incoming, peer)];
-      poll(board + channels.in.size() + c, flag);
+      poll({TraceKind::kSeenFlushed, kind, peer, member}, board + channels.in.size() + c, flag);
     }
   }
 }

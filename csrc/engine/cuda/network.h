@@ -26,6 +26,14 @@ class Network {
 
   // What kernels are told, in device memory. `domain` is complete but for this.
   const cuda::Net* fill(const cuda::Domain& domain);
+  // What the words say that kernels poll, by index in Net::polled.
+  struct Seen {
+    TraceKind kind;
+    RingKind ring;
+    int peer;    // whose chunks arrive; to whom ours leave
+    int member;  // where
+  };
+  const std::vector<Seen>& seen() const { return seen_; }
   // Where the packets of a rank of another domain land, by the number that kernels use.
   const uint8_t* packets_of(const cuda::Domain& domain, uint32_t number) const;
 
@@ -35,7 +43,7 @@ class Network {
   void fill_sources(const cuda::Domain& domain);
   void fill_destinations(const cuda::Domain& domain);
   void fill_polled(const cuda::Domain& domain);
-  void poll(const void* word, uint64_t* flag, uint64_t* also = nullptr);
+  void poll(const Seen& what, const void* word, uint64_t* flag, uint64_t* also = nullptr);
 
   const Engine& life_;
   const cuda::RegionLayout& layout_;
@@ -44,6 +52,7 @@ class Network {
   std::vector<uint8_t*> registered_, hosts_;  // by rank
   cuda::CudaCopies copies_;
   cuda::Net net_{};
+  std::vector<Seen> seen_;
 };
 
 }  // namespace uccl_ep
