@@ -73,7 +73,7 @@ def test_the_smallest_rows(domain_ranks: DomainRanks, layout: str) -> None:
 @pytest.mark.parametrize("wire", ["fp8", "bf16"])
 def test_real_sizes(domain_ranks: DomainRanks, layout: str, wire: str) -> None:
     spec = spec_of(layout, num_experts=256, hidden=7168, settings=(("budget_bytes", 512 << 20),))
-    tokens = (700, 123) if layout == "2x1" else (700, 0, 123, 512)
+    tokens = (300, 73) if layout == "2x1" else (300, 0, 73, 130)
     check(
         domain_ranks, spec, [1], num_tokens=tokens, hidden=7168, dtype=torch.bfloat16, form="topk", top_k=8,
         dispatch_dtype=wire, focus="spread", drop_rate=0.0, capacity=NO_CAPACITY,

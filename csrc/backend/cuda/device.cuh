@@ -27,7 +27,9 @@ __device__ __forceinline__ PlanScratch& scratch(const Domain& d) {
 }
 __device__ __forceinline__ uint32_t* slot_base(const Domain& d) { return reinterpret_cast<uint32_t*>(&scratch(d) + 1); }
 __device__ __forceinline__ NetState& net_state(const Domain& d) { return *at<NetState>(d, d.rank, d.at.net_state); }
-__device__ __forceinline__ bool in_domain(const Domain& d, uint32_t rank) { return rank >= d.first && rank < d.end; }
+__device__ __forceinline__ bool in_domain(const Domain& d, uint32_t rank) {
+  return d.net == nullptr || (rank >= d.first && rank < d.end);
+}
 __device__ __forceinline__ uint32_t own_domain(const Domain& d) { return d.domain_of[d.rank]; }
 // A rank's packet for us, and ours for a domain.
 __device__ __forceinline__ uint8_t* packet(const Domain& d, uint32_t source, uint64_t epoch) {

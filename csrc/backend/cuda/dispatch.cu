@@ -12,7 +12,12 @@ namespace {
 
 constexpr uint32_t kServeWarps = 2;
 constexpr uint32_t kFirstStage = kServeWarps + 1, kFirstPlace = kFirstStage + kStageWarps;  // after one that tells
-constexpr uint32_t kThreads = (kFirstPlace + kPlaceWarps) * kWarp;
+static_assert(kFirstStage == kFirstStageWarp);
+// Where there are several domains (kNet) warps know more, so there are fewer, with more registers each.
+template <bool kNet>
+constexpr uint32_t kPlacing = kNet ? 5 : kPlaceWarps;
+template <bool kNet>
+constexpr uint32_t kThreads = (kFirstPlace + kPlacing<kNet>)*kWarp;
 constexpr uint32_t kTileAlign = 128;
 constexpr uint32_t kMostKept = 16;  // tiles of a block
 
@@ -85,7 +90,7 @@ __device__ void stage(const Crew& crew, const Domain& d, const Op& op, const Pla
   if constexpr (kBulk) {
 #if __CUDA_ARCH__ >= 900
     done = args.stage_ring > 0;
-    if (done) stage_rows_bulk<kFresh>(crew, d, op, plan, args, share, staged, shared + args.stage_ring);
+    if (done) stage_rows_bulk(crew, d, op, args.stage, share, staged, shared + args.stage_ring);
 #endif
   }
   if (!done) stage_rows<kFresh>(crew, d, op, plan, args, share, staged);
@@ -192,7 +197,7 @@ __device__ void serve_network(const Domain& d, const Op& op, const PlanView& pla
     push_streams<kFresh>(d, plan, args);
   __syncthreads();
   if (warp < kFirstPlace) return;
-  const Crew crew = Crew::of(3, kFirstPlace, kPlaceWarps);
+  const Crew crew = Crew::of(3, kFirstPlace, kPlacing<true>);
   if (crew.thread == 0) end_count(through);
   crew.sync();
   const bool good = going(crew, d), placed = !good || has_memory<kState>(d, args);
@@ -206,19 +211,22 @@ __device__ void serve_network(const Domain& d, const Op& op, const PlanView& pla
 }
 
 // kBulk: shared memory holds the rings of the crew that places, and of the one that stages; before it places, a tile.
-template <PlanState kState, bool kBulk>
-__global__ void __launch_bounds__(kThreads, 1)
+template <PlanState kState, bool kBulk, bool kNet>
+__global__ void __launch_bounds__(kThreads<kNet>, 1)
     dispatch(const __grid_constant__ Domain d, const __grid_constant__ PlanView plan,
              const __grid_constant__ PlaceArgs args) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ Arrivals arrivals;
   __shared__ Staged staged;
+  if (!kNet) __builtin_assume(d.net == nullptr);
   if (threadIdx.x < kStageWarps) staged.chunks[threadIdx.x] = 0;
   const Op op = kState == PlanState::kExchanged ? current_dispatch(d) : enter(d, OpKind::kDispatch);
   if (blockIdx.x == 0 && threadIdx.x == 0) trace_kernel(d, TraceKind::kKernelBegin, OpKind::kDispatch, op.epoch);
-  if (blockIdx.x == workers(d)) {
-    serve_network<kState>(d, op, plan, args);
-    return;
+  if constexpr (kNet) {
+    if (blockIdx.x == workers(d)) {
+      serve_network<kState>(d, op, plan, args);
+      return;
+    }
   }
   const uint32_t warp = threadIdx.x / kWarp;
   bool placed = true;
@@ -232,7 +240,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (kState != PlanState::kExchanged && going(crew, d))
       stage<kState, kBulk>(crew, d, op, plan, args, staged, shared);
   } else {
-    const Crew crew = Crew::of(3, kFirstPlace, kPlaceWarps);
+    const Crew crew = Crew::of(3, kFirstPlace, kPlacing<kNet>);
     bool good = true;
     if constexpr (kState == PlanState::kNew) {
       good = exchange(crew, d, op, args, shared);
@@ -246,34 +254,34 @@ __global__ void __launch_bounds__(kThreads, 1)
       place<kState, kBulk>(crew, d, op, plan, args, arrivals, shared);
   }
   __syncthreads();  // what the other crews have found counts
-  if (d.net != nullptr) {
+  if constexpr (kNet) {
     if (threadIdx.x == 0) count_one(&local(d).arrived[static_cast<uint32_t>(Arrival::kThrough)]);
     return;
   }
   constexpr bool kKnown = kState == PlanState::kKnown;
   if (warp < kFirstPlace || !placed || (!kKnown && blockIdx.x >= args.num_blocks)) return;
-  const Crew crew = Crew::of(3, kFirstPlace, kPlaceWarps);
+  const Crew crew = Crew::of(3, kFirstPlace, kPlacing<kNet>);
   if (!last_block(crew, d, Arrival::kPlaced, kKnown ? gridDim.x : args.num_blocks)) return;
   if (kKnown && crew.thread == 0) keep(d, op, OpKind::kDispatch);
   finish(crew, d, op, plan, args);
   if (crew.thread == 0) trace_kernel(d, TraceKind::kKernelEnd, OpKind::kDispatch, op.epoch);
 }
 
-template <PlanState kState>
-void launch(const Domain& domain, const PlanView& plan, PlaceArgs& args, uint32_t blocks, cudaStream_t stream) {
+template <PlanState kState, bool kNet>
+void launch_one(const Domain& domain, const PlanView& plan, PlaceArgs& args, uint32_t blocks, cudaStream_t stream) {
   const uint32_t warp_bytes = place_warp_bytes(args);
   uint32_t tile_bytes = kState == PlanState::kNew ? routing_bytes(domain.at) : 0;
   const auto warps_beside = [&](uint32_t bytes) {
-    return bytes < domain.shared_bytes ? min(kPlaceWarps, (domain.shared_bytes - bytes) / warp_bytes) : 0;
+    return bytes < domain.shared_bytes ? min(kPlacing<kNet>, (domain.shared_bytes - bytes) / warp_bytes) : 0;
   };
   // Rows that are only copied are staged by bulk copies, too, if that leaves enough for placing and for the tile.
-  const bool copies = kState != PlanState::kExchanged && args.stage.wire != Dtype::kFp8 &&
+  const bool copies = kState != PlanState::kExchanged && args.stage.wire != Dtype::kFp8 && !kNet &&
                       warps_beside(kStageBytes) >= 2 && tile_bytes + kStageBytes <= domain.shared_bytes;
   const uint32_t stage_bytes = copies ? kStageBytes : 0;
   args.ring_warps = domain.bulk_copies ? warps_beside(stage_bytes) : 0;
   if constexpr (kState == PlanState::kNew) {
     const uint32_t tiles = (args.stage.num_tokens + kTileTokens - 1) / kTileTokens;
-    const uint32_t routing = blocks - (domain.net != nullptr);
+    const uint32_t routing = blocks - kNet;
     args.kept_tiles = max((tiles + routing - 1) / routing, 1);
     const uint32_t all_bytes = routing_bytes(domain.at, args.kept_tiles);
     if (args.kept_tiles <= kMostKept && all_bytes + stage_bytes <= domain.shared_bytes)
@@ -282,12 +290,20 @@ void launch(const Domain& domain, const PlanView& plan, PlaceArgs& args, uint32_
       args.kept_tiles = 1;
   }
   if (args.ring_warps < 2) {
-    dispatch<kState, false><<<blocks, kThreads, tile_bytes, stream>>>(domain, plan, args);
+    dispatch<kState, false, kNet><<<blocks, kThreads<kNet>, tile_bytes, stream>>>(domain, plan, args);
     return;
   }
   const uint32_t place_bytes = max(args.ring_warps * warp_bytes, tile_bytes);
   args.stage_ring = copies ? place_bytes : 0;
-  dispatch<kState, true><<<blocks, kThreads, place_bytes + stage_bytes, stream>>>(domain, plan, args);
+  dispatch<kState, true, kNet><<<blocks, kThreads<kNet>, place_bytes + stage_bytes, stream>>>(domain, plan, args);
+}
+
+template <PlanState kState>
+void launch(const Domain& domain, const PlanView& plan, PlaceArgs& args, uint32_t blocks, cudaStream_t stream) {
+  if (domain.net == nullptr)
+    launch_one<kState, false>(domain, plan, args, blocks, stream);
+  else
+    launch_one<kState, true>(domain, plan, args, blocks, stream);
 }
 
 }  // namespace
@@ -315,9 +331,12 @@ uint32_t routing_bytes(const Offsets& at, uint32_t tiles) {
 }
 
 cudaError_t load_dispatch(uint32_t shared_bytes) {
-  return load_all(shared_bytes, dispatch<PlanState::kKnown, false>, dispatch<PlanState::kKnown, true>,
-                  dispatch<PlanState::kNew, false>, dispatch<PlanState::kNew, true>,
-                  dispatch<PlanState::kExchanged, false>, dispatch<PlanState::kExchanged, true>);
+  using enum PlanState;
+  return load_all(shared_bytes, dispatch<kKnown, false, false>, dispatch<kKnown, true, false>,
+                  dispatch<kNew, false, false>, dispatch<kNew, true, false>, dispatch<kExchanged, false, false>,
+                  dispatch<kExchanged, true, false>, dispatch<kKnown, false, true>, dispatch<kKnown, true, true>,
+                  dispatch<kNew, false, true>, dispatch<kNew, true, true>, dispatch<kExchanged, false, true>,
+                  dispatch<kExchanged, true, true>);
 }
 
 }  // namespace uccl_ep::cuda

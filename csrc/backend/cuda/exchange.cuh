@@ -194,9 +194,15 @@ __device__ inline void write_chunks(const Crew& crew, const Domain& d, const Til
     }
 }
 
+// Where there are no bulk copies, conversions to FP8 leave no registers for it.
+#if __CUDA_ARCH__ >= 900
+#define UCCL_EP_WRITES __forceinline__
+#else
+#define UCCL_EP_WRITES __noinline__
+#endif
 // By a crew: lists, pairs and values of a tile; returns this thread's part of the hash.
-__device__ inline uint64_t write_tile(const Crew& crew, const Domain& d, const DeviceRouting& r, const Tile& tile,
-                                      uint32_t first, uint32_t count, uint32_t all_chunks) {
+__device__ UCCL_EP_WRITES uint64_t write_tile(const Crew& crew, const Domain& d, const DeviceRouting& r,
+                                              const Tile& tile, uint32_t first, uint32_t count, uint32_t all_chunks) {
   const uint32_t ranks = d.at.num_ranks, own = own_domain(d);
   uint32_t* const origin = at<uint32_t>(d, d.rank, d.at.pair_origin);
   static_assert(kChunkTokens == kWarp && kTileTokens == 2 * kWarp);

@@ -68,8 +68,8 @@ __device__ __forceinline__ bool wait_pieces(const Domain& d, const Op& op, uint3
 }
 
 // By a warp: the sums of other domains for a chunk of our tokens have arrived, a domain a lane.
-__device__ __noinline__ bool wait_returned(const Domain& d, const PlanView& plan, const MergeRange& range,
-                                           uint64_t epoch, uint32_t row_bytes, uint32_t chunk) {
+__device__ __forceinline__ bool wait_returned(const Domain& d, const PlanView& plan, const MergeRange& range,
+                                              uint64_t epoch, uint32_t row_bytes, uint32_t chunk) {
   bool good = true;
   for (uint32_t to = threadIdx.x % kWarp; to < d.at.num_domains; to += kWarp) {
     if (to == own_domain(d)) continue;
@@ -80,6 +80,13 @@ __device__ __noinline__ bool wait_returned(const Domain& d, const PlanView& plan
                         rail_of(d, to), static_cast<int>(chunks - 1));
   }
   return __all_sync(kFullWarp, good);
+}
+
+// Where a sum of another domain lies, in units of 16 bytes of our region.
+__device__ __forceinline__ uint32_t returned_place(const Domain& d, const MergeRange& range, uint32_t addend,
+                                                   uint32_t row_bytes) {
+  const uint32_t to = (addend & ~kReturned) >> 16, row = (addend & 0xFFFF) - range.returned_rows[to];
+  return (d.net->to[to].returns + ring_offset(d, range.returned_slot[to], d.at.return_slots, row, row_bytes)) / 16;
 }
 
 // Our tokens of a window, as sums of the pieces that come back, and of other domains' sums.
@@ -110,10 +117,7 @@ struct Merge {
   __device__ uint32_t place(const Sum&, uint32_t k) const {
     const uint32_t addend = plan.addends != nullptr ? plan.addends[k] : k;
     if ((addend & kReturned) == 0) return (d.at.pieces + uint64_t{addend - range.pieces} * row_bytes()) / 16;
-    const uint32_t to = addend >> 16 & (kReturned >> 16) - 1, row = addend & 0xFFFF;
-    const uint64_t offset =
-        ring_offset(d, range.returned_slot[to], d.at.return_slots, row - range.returned_rows[to], row_bytes());
-    return (d.net->to[to].returns + offset) / 16;
+    return returned_place(d, range, addend, row_bytes());
   }
   __device__ const uint8_t* base() const { return d.base[d.rank]; }
   // By a warp: what the chunk's tokens need has arrived.

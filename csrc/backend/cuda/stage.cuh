@@ -11,17 +11,18 @@ namespace uccl_ep::cuda {
 
 // A crew has a warp for every row of a chunk.
 constexpr uint32_t kStageWarps = kStageRows;
+constexpr uint32_t kFirstStageWarp = 3;  // of a block
 
-// Where a warp writes a row: for our own domain, and into the rings to those that want it, a lane each.
+// Where a warp writes a row: for our own domain, and into the rings to those that want it. Their places are in shared
+// memory: a warp that quantises has no registers to spare.
 struct Outs {
   uint8_t* own;
-  uint8_t* other;  // of this lane
-  uint32_t others;  // lanes that have one
+  uint32_t others;            // domains, a bit each
+  uint8_t* const* ring_places;  // [domains]
   template <typename Put>
   __device__ __forceinline__ void each(Put put) const {
     put(own);
-    for (uint32_t left = others; left != 0; left &= left - 1)
-      put(reinterpret_cast<uint8_t*>(__shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(other), __ffs(left) - 1)));
+    for (uint32_t left = others; left != 0; left &= left - 1) put(ring_places[__ffs(left) - 1]);
   }
 };
 
@@ -133,9 +134,12 @@ struct StageShare {
     return first < all ? (all - first + count - 1) / count : 0;
   }
 };
-// In shared memory: in how many of the block's chunks a warp of its crew is through with its row.
+// In shared memory: in how many of the block's chunks a warp of its crew is through with its row; and of that row,
+// where it goes in the rings to other domains, and in which chunk of theirs that is.
 struct Staged {
   uint32_t chunks[kStageWarps];
+  uint32_t ring_chunk[kStageWarps][kMaxDomains];
+  uint8_t* ring_place[kStageWarps][kMaxDomains];
 };
 // By a warp of the crew.
 __device__ __forceinline__ void row_staged(const Crew& crew, Staged& staged) {
@@ -187,61 +191,66 @@ __device__ inline StreamPart sent_part(const Domain& d, const PlanView& plan, co
   return part_of(d, __ldcg(before + first), __ldcg(before + end), row_bytes);
 }
 
-// By a warp: where a token's row goes beside our own domain; lane `to` has that of domain `to`. What the slots held
-// before has left: chunks of earlier windows need nothing of this one. `count`: of the lane's chunk.
+// By a warp: where a token's row goes beside our own domain; lane `to` sees to domain `to`. Not inlined, as wait_slot:
+// their caller has no registers to spare.
 template <bool kFresh>
-__device__ __noinline__ bool find_slot(const Domain& d, const PlanView& plan, const PlaceArgs& args, uint32_t token,
-                                       uint8_t*& out, uint32_t*& count) {
+__device__ __forceinline__ void find_slot(const Domain& d, const PlanView& plan, const PlaceArgs& args, uint32_t token,
+                                          Staged& staged) {
   const uint32_t* const begins = kFresh ? at<uint32_t>(d, d.rank, d.at.token_addends) : plan.addend_begin;
   const uint32_t* const addends = kFresh ? at<uint32_t>(d, d.rank, d.at.addends) : plan.addends;
-  const uint32_t lane = threadIdx.x % kWarp, begin = __ldcg(begins + token), end = __ldcg(begins + token + 1);
+  const uint32_t lane = threadIdx.x % kWarp, end = __ldcg(begins + token + 1);
   uint32_t found = 0;
-  for (uint32_t first = begin; first < end; first += kWarp) {
+  for (uint32_t first = __ldcg(begins + token); first < end; first += kWarp) {
     const uint32_t addend = first + lane < end ? __ldcg(addends + first + lane) : 0;
     for (uint32_t left = __ballot_sync(kFullWarp, (addend & kReturned) != 0); left != 0; left &= left - 1) {
       const uint32_t its = __shfl_sync(kFullWarp, addend, __ffs(left) - 1);
       if ((its & ~kReturned) >> 16 == lane) found = its;
     }
   }
-  out = nullptr;
-  if (found == 0) return true;
+  uint8_t*& place = staged.ring_place[threadIdx.x / kWarp - kFirstStageWarp][lane];
+  place = nullptr;
+  if (found == 0) return;
   const uint32_t row_bytes = static_cast<uint32_t>(staged_row_bytes(args.stage.wire, args.stage.hidden));
   const uint32_t row = (found & 0xFFFF) - sent_part<kFresh>(d, plan, args, lane).first;
-  const NetState& state = net_state(d);
-  const uint32_t chunk = row / rows_per_chunk(d, row_bytes);
-  const uint64_t serial = state.sent[lane] + chunk;
-  const uint32_t slot = static_cast<uint32_t>(state.sent[lane] % d.at.row_slots);
-  out = at<uint8_t>(d, d.rank, d.net->to[lane].rows) + ring_offset(d, slot, d.at.row_slots, row, row_bytes);
-  count = at<uint32_t>(d, d.rank, d.at.sent_counts) + lane * d.at.row_slots + chunk;
-  return serial < d.at.row_slots ||
-         wait_flag(d, state.rows_gone + lane, serial - d.at.row_slots + 1, Step::kShip, d.first_of[lane], chunk);
+  const uint32_t slot = static_cast<uint32_t>(net_state(d).sent[lane] % d.at.row_slots);
+  staged.ring_chunk[threadIdx.x / kWarp - kFirstStageWarp][lane] = row / rows_per_chunk(d, row_bytes);
+  place = at<uint8_t>(d, d.rank, d.net->to[lane].rows) + ring_offset(d, slot, d.at.row_slots, row, row_bytes);
 }
-// By a warp, for each row of its: where it goes, and when it is there.
+// By a lane with a place: what its slot held before has left. Chunks of earlier windows need nothing of this one.
+__device__ __forceinline__ bool wait_slot(const Domain& d, uint32_t to, uint32_t chunk) {
+  const NetState& state = net_state(d);
+  const uint64_t serial = state.sent[to] + chunk, slots = d.at.row_slots;
+  return serial < slots || wait_flag(d, state.rows_gone + to, serial - slots + 1, Step::kShip, d.first_of[to], chunk);
+}
+// By a warp, for each row of its: to which domains it goes, a bit each; kNoWay: an error is known.
+constexpr uint32_t kNoWay = 0xFFFFFFFFu;
 template <bool kFresh>
-struct RowOuts {
-  const Domain& d;
-  const PlanView& plan;
-  const PlaceArgs& args;
-  uint32_t* count = nullptr;
-
-  // False: an error is known.
-  __device__ __forceinline__ bool begin(uint32_t token, uint8_t* own, Outs& outs) {
-    outs = {own, nullptr, 0};
-    if (d.net == nullptr) return true;
-    uint8_t* other = nullptr;  // what has an address of its own is not kept in a register
-    uint32_t* its_count = nullptr;
-    const bool good = __all_sync(kFullWarp, find_slot<kFresh>(d, plan, args, token, other, its_count));
-    outs.other = other;
-    count = its_count;
-    outs.others = __ballot_sync(kFullWarp, outs.other != nullptr);
-    return good;
-  }
-  __device__ __forceinline__ void end(const Outs& outs) const {
-    if (outs.others == 0) return;
-    __syncwarp();
-    if (outs.other != nullptr) count_one(count);
-  }
-};
+__device__ __noinline__ uint32_t find_slots(const Domain& d, const PlanView& plan, const PlaceArgs& args,
+                                            uint32_t token, Staged& staged) {
+  const uint32_t warp = threadIdx.x / kWarp - kFirstStageWarp, lane = threadIdx.x % kWarp;
+  find_slot<kFresh>(d, plan, args, token, staged);
+  const bool has = staged.ring_place[warp][lane] != nullptr;
+  const bool good = !has || wait_slot(d, lane, staged.ring_chunk[warp][lane]);
+  const uint32_t mask = __ballot_sync(kFullWarp, has);
+  return __all_sync(kFullWarp, good) ? mask : kNoWay;
+}
+template <bool kFresh>
+__device__ __forceinline__ bool begin_row(const Crew& crew, const Domain& d, const PlanView& plan,
+                                          const PlaceArgs& args, uint32_t token, Staged& staged, Outs& outs) {
+  if (d.net == nullptr) return true;
+  outs.others = find_slots<kFresh>(d, plan, args, token, staged);
+  outs.ring_places = staged.ring_place[crew.warp()];
+  return outs.others != kNoWay;
+}
+// And when it is there.
+__device__ __forceinline__ void end_row(const Crew& crew, const Domain& d, const Staged& staged, const Outs& outs) {
+  if (outs.others == 0) return;
+  __syncwarp();
+  if ((outs.others >> crew.lane() & 1) != 0)
+    count_one(at<uint32_t>(d, d.rank, d.at.sent_counts) + crew.lane() * d.at.row_slots +
+              staged.ring_chunk[crew.warp()][crew.lane()]);
+  __syncwarp();
+}
 
 // By the warp that hands chunks to the proxy.
 template <bool kFresh>
@@ -270,14 +279,13 @@ __device__ inline void stage_rows(const Crew& crew, const Domain& d, const Op& o
                                   const PlaceArgs& args, const StageShare& share, Staged& staged_chunks) {
   const uint64_t stride = staged_row_bytes(args.stage.wire, args.stage.hidden);
   uint8_t* const staged = rows(d, d.rank, op.half);
-  RowOuts<kFresh> places{d, plan, args};
   for (uint32_t chunk = share.first; share.has(chunk); chunk += share.count) {
     const uint32_t row = chunk * kStageRows + crew.warp(), token = share.begin + row;
     if (token < share.end) {
-      Outs outs;
-      if (!places.begin(token, staged + row * stride, outs)) return;
+      Outs outs{staged + row * stride, 0, nullptr};
+      if (!begin_row<kFresh>(crew, d, plan, args, token, staged_chunks, outs)) return;
       stage_row(args.stage, token, outs, crew.lane());
-      places.end(outs);
+      end_row(crew, d, staged_chunks, outs);
     }
     row_staged(crew, staged_chunks);
   }
@@ -289,12 +297,9 @@ constexpr uint32_t kStageRing = 2;
 constexpr uint32_t kStageBytes = kStageWarps * kStageRing * kStagePart;
 
 #if __CUDA_ARCH__ >= 900
-// As stage_rows, for rows that are copied.
-template <bool kFresh>
-__device__ inline void stage_rows_bulk(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
-                                       const PlaceArgs& place_args, const StageShare& share, Staged& staged_chunks,
-                                       uint8_t* shared) {
-  const StageArgs& args = place_args.stage;
+// As stage_rows, for rows that are copied, where there is one domain.
+__device__ inline void stage_rows_bulk(const Crew& crew, const Domain& d, const Op& op, const StageArgs& args,
+                                       const StageShare& share, Staged& staged_chunks, uint8_t* shared) {
   __shared__ __align__(8) uint64_t all_barriers[kStageWarps * kStageRing];
   uint64_t* const barriers = all_barriers + crew.warp() * kStageRing;
   const uint64_t stride = staged_row_bytes(args.wire, args.hidden);
@@ -321,27 +326,19 @@ __device__ inline void stage_rows_bulk(const Crew& crew, const Domain& d, const 
   };
   for (uint32_t i = 0; i < kStageRing; ++i) load_part();
   uint32_t slot = 0, parity = 0;
-  RowOuts<kFresh> places{d, plan, place_args};
-  bool good = true;
   for (uint32_t chunk = share.first; share.has(chunk); chunk += share.count) {
     const uint32_t row = chunk * kStageRows + crew.warp();
-    Outs outs{staged + row * stride, nullptr, 0};
-    // After an error, too, what is loaded must land before the block ends.
-    if (share.begin + row < share.end) good = good && places.begin(share.begin + row, staged + row * stride, outs);
     for (uint32_t at = 0; share.begin + row < share.end && at < row_bytes; at += kStagePart) {
       wait_barrier(full + slot * 8, parity);
       const uint32_t vectors = min(kStagePart, row_bytes - at) / 16;
-      outs.each([&](uint8_t* to) {
+      uint4* const to = reinterpret_cast<uint4*>(staged + row * stride + at);
 #pragma unroll 4
-        for (uint32_t i = lane; i < vectors; i += kWarp)
-          reinterpret_cast<uint4*>(to + at)[i] = load_shared(ring + slot * kStagePart + i * 16);
-      });
+      for (uint32_t i = lane; i < vectors; i += kWarp) to[i] = load_shared(ring + slot * kStagePart + i * 16);
       slot = slot + 1 == kStageRing ? 0 : slot + 1;
       parity ^= slot == 0;
       __syncwarp();
       load_part();
     }
-    places.end(outs);
     row_staged(crew, staged_chunks);
   }
 }

@@ -65,7 +65,7 @@ struct Counted {
 //   uint32_t place(sum, k)     where addend k lies, in units of 16 bytes from base()
 //   const uint8_t* base()
 //   bool wait(tag)             by the warp: the addends have arrived; false: an error is known
-//   bool at_once(tag)          a row is reported when it is written: somebody far away waits for it
+//   bool at_once(tag)          a row is counted when it is written: somebody far away waits for it
 //   bool reports()             count() and finish() are to be called
 //   Counted count(tag)         by one lane: the sum is visible to the GPU
 //   void finish(tag, counted)  later by that lane: tells whom it concerns if that was the last
@@ -265,14 +265,12 @@ struct BulkSums {
       if (lane < count) counted = work.count(tag);
     };
     const auto row_written = [&](uint32_t tag) {
+      end_counting();
       if (work.at_once(tag)) {
-        end_counting();
         if (lane == 0) wait_stores<0>();
         count_rows(1, tag);
-        end_counting();
         return;
       }
-      end_counting();
       if (waiting > 0 && summed - waits_since >= kStoreSteps) {
         if (lane == 0) wait_stores<kStoreSteps>();
         count_rows(waiting, waiting_tag);

@@ -55,7 +55,7 @@ bool is_bad_routing(const cuda::HostError& error) {
 }
 
 constexpr uint64_t kPinnedBytes = kPageBytes;
-constexpr uint32_t kStaticSharedBytes = 5120;  // kernels declare less
+constexpr uint32_t kStaticSharedBytes = 8192;  // kernels declare less
 
 uint64_t pinned_bytes(const EngineConfig& config) {
   return 2 * kPinnedBytes + round_up(8 * uint64_t{config.num_experts}, kPageBytes);
