@@ -27,12 +27,12 @@ __device__ void sum_all(const Summers& by, const Domain& d, const Work& work, ui
 }
 
 // By both crews: the one that folds joins the other when it has done so.
-template <bool kBulk, typename Row, typename Wire>
+template <bool kBulk, bool kNet, typename Row, typename Wire>
 __device__ void merge_all(const Crew& crew, bool has_folded, const Domain& d, const Op& op, const PlanView& plan,
                           const CombineArgs& args, const MergeRange& range, RingState& ring) {
   const StepClock clock(crew, d, Step::kMerge, has_folded ? gridDim.x : 0);
   const Summers by{crew, kMergeWarps<kBulk>, has_folded};
-  if (d.net != nullptr) {
+  if constexpr (kNet) {
     if (!wait_returns_gone(crew, d)) return;
     sum_all<kBulk, Wire, Wire>(by, d, Relay{d, op, plan, args, range}, args.hidden, ring);
   }
@@ -134,7 +134,8 @@ __device__ void serve_network(const Domain& d, const Op& op, const PlanView& pla
   tell_ended(d);
 }
 
-template <bool kBulk, typename Row, typename Wire>
+// kNet: there are several domains.
+template <bool kBulk, bool kNet, typename Row, typename Wire>
 __global__ void __launch_bounds__(kThreads<kBulk>, 1)
     combine(const __grid_constant__ Domain d, const __grid_constant__ PlanView plan,
             const __grid_constant__ CombineArgs args) {
@@ -143,11 +144,14 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
   __shared__ MergeRange merges;
   __shared__ __align__(8) uint64_t barriers[(kFoldWarps<true> + kMergeWarps<true>)*kRing];  // of bulk copies
   constexpr uint32_t kFold = kFoldWarps<kBulk>, kMerge = kMergeWarps<kBulk>;
+  if (!kNet) __builtin_assume(d.net == nullptr);
   const Op op = enter(d, OpKind::kCombine);
   if (blockIdx.x == 0 && threadIdx.x == 0) trace_kernel(d, TraceKind::kKernelBegin, OpKind::kCombine, op.epoch);
-  if (blockIdx.x == workers(d)) {
-    serve_network<kBulk>(d, op, plan, args, merges);
-    return;
+  if constexpr (kNet) {
+    if (blockIdx.x == workers(d)) {
+      serve_network<kBulk>(d, op, plan, args, merges);
+      return;
+    }
   }
   const uint32_t warp = threadIdx.x / kWarp;
   if (warp == 0) {
@@ -186,10 +190,10 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
         clock.stop();
       }
     }
-    if (good) merge_all<kBulk, Row, Wire>(crew, is_folding, d, op, plan, args, merges, ring);
+    if (good) merge_all<kBulk, kNet, Row, Wire>(crew, is_folding, d, op, plan, args, merges, ring);
   }
   __syncthreads();  // what the other crews have found counts
-  if (d.net != nullptr) {
+  if constexpr (kNet) {
     if (threadIdx.x == 0) count_one(&local(d).arrived[static_cast<uint32_t>(Arrival::kThrough)]);
     return;
   }
@@ -203,7 +207,11 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
 template <bool kBulk, typename Row, typename Wire>
 void launch(const Domain& domain, const PlanView& plan, const CombineArgs& args, uint32_t num_sms,
             cudaStream_t stream) {
-  combine<kBulk, Row, Wire><<<num_sms, kThreads<kBulk>, kBulk ? kBulkBytes : 0, stream>>>(domain, plan, args);
+  const uint32_t bytes = kBulk ? kBulkBytes : 0;
+  if (domain.net == nullptr)
+    combine<kBulk, false, Row, Wire><<<num_sms, kThreads<kBulk>, bytes, stream>>>(domain, plan, args);
+  else
+    combine<kBulk, true, Row, Wire><<<num_sms, kThreads<kBulk>, bytes, stream>>>(domain, plan, args);
 }
 
 }  // namespace
@@ -222,8 +230,10 @@ cudaError_t launch_combine(const Domain& domain, const PlanView& plan, const Com
 }
 
 cudaError_t load_combine(uint32_t shared_bytes) {
-  return load_all(shared_bytes, combine<false, float, float>, combine<false, uint16_t, float>,
-                  combine<false, uint16_t, uint16_t>, combine<true, uint16_t, uint16_t>);
+  return load_all(shared_bytes, combine<false, false, float, float>, combine<false, false, uint16_t, float>,
+                  combine<false, false, uint16_t, uint16_t>, combine<true, false, uint16_t, uint16_t>,
+                  combine<false, true, float, float>, combine<false, true, uint16_t, float>,
+                  combine<false, true, uint16_t, uint16_t>, combine<true, true, uint16_t, uint16_t>);
 }
 
 }  // namespace uccl_ep::cuda

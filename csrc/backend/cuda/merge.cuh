@@ -115,7 +115,8 @@ struct Merge {
     return sum;
   }
   __device__ uint32_t place(const Sum&, uint32_t k) const {
-    const uint32_t addend = plan.addends != nullptr ? plan.addends[k] : k;
+    if (d.net == nullptr) return (d.at.pieces + uint64_t{k - range.pieces} * row_bytes()) / 16;
+    const uint32_t addend = plan.addends[k];
     if ((addend & kReturned) == 0) return (d.at.pieces + uint64_t{addend - range.pieces} * row_bytes()) / 16;
     return returned_place(d, range, addend, row_bytes());
   }
