@@ -1,6 +1,7 @@
 #include "backend/cuda/layout.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "backend/cuda/net.h"
 #include "backend/cuda/packet.h"
@@ -150,6 +151,44 @@ RegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t ro
   l.entries.emplace_back("unused", unused);
   l.total_bytes += unused;
   return l;
+}
+
+uint64_t lay_out_plan(PlanView& view, const PlanSizes& sizes, uint8_t* memory, const Offsets& of) {
+  uint64_t at = 0;
+  const auto take = [&](auto*& pointer, uint64_t count) {
+    pointer = memory == nullptr ? nullptr : reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(memory + at);
+    at += sizeof(*pointer) * count;
+  };
+  const uint64_t ranks = of.num_ranks, experts = of.num_experts / of.num_ranks;
+  const uint64_t entries = uint64_t{view.num_chunks} + 1;
+  take(view.routing_hash, 1);
+  take(view.tokens_per_expert, experts);
+  take(view.overflow, 1);
+  take(view.row_begin, ranks);
+  take(view.row_end, ranks);
+  take(view.value_begin, ranks);
+  take(view.chunk_rows, ranks * entries);
+  take(view.chunk_pieces, ranks * entries);
+  take(view.chunks, ranks);
+  take(view.padding, 2 * experts);
+  take(view.row_token, sizes.received_rows);
+  take(view.row_piece, sizes.received_rows);
+  take(view.row_slot, uint64_t{sizes.received_rows} + 1);
+  take(view.slots, sizes.received_pairs);
+  take(view.addend_begin, uint64_t{view.num_tokens} + 1);
+  take(view.pair_begin, ranks + 1);
+  take(view.pair_place, sizes.sent_pairs);
+  if (of.num_domains == 1) return at;
+  take(view.row_position, sizes.received_rows);
+  take(view.chunk_streams, ranks * entries);
+  take(view.sent_chunks, of.num_domains * entries);
+  take(view.sent_begin, uint64_t{of.num_domains} + 1);
+  take(view.sent_tokens, sizes.shipped_rows);
+  take(view.addends, sizes.sent_addends);
+  take(view.relayed_begin, of.num_streams);
+  take(view.relayed_pairs, of.num_streams);
+  take(view.relayed_piece, uint64_t{sizes.relayed_rows} + of.num_streams);
+  return at;
 }
 
 }  // namespace uccl_ep::cuda

@@ -241,6 +241,8 @@ struct PlanView {
   uint32_t compact_width = 0;
 };
 constexpr uint32_t kReturned = 1u << 31;
+// Points a plan's arrays into `memory`, in the order above; their bytes. Null: only those.
+uint64_t lay_out_plan(PlanView& view, const PlanSizes& sizes, uint8_t* memory, const Offsets& of);
 
 struct Net;
 struct TraceRing;

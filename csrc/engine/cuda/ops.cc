@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <tuple>
-#include <type_traits>
 
 #include "common/units.h"
 #include "engine/cuda/engine.h"
@@ -12,45 +11,6 @@ namespace uccl_ep {
 namespace {
 
 using cuda::must;
-
-// Pointers of a plan into `memory`; its bytes if that is null. The order is that of PlanView.
-uint64_t lay_out(cuda::PlanView& view, const CudaPlan::Sizes& sizes, uint8_t* memory, const cuda::Offsets& of) {
-  uint64_t at = 0;
-  const auto take = [&](auto*& pointer, uint64_t count) {
-    pointer = memory == nullptr ? nullptr : reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(memory + at);
-    at += sizeof(*pointer) * count;
-  };
-  const uint64_t ranks = of.num_ranks, experts = of.num_experts / of.num_ranks;
-  const uint64_t entries = uint64_t{view.num_chunks} + 1;
-  take(view.routing_hash, 1);
-  take(view.tokens_per_expert, experts);
-  take(view.overflow, 1);
-  take(view.row_begin, ranks);
-  take(view.row_end, ranks);
-  take(view.value_begin, ranks);
-  take(view.chunk_rows, ranks * entries);
-  take(view.chunk_pieces, ranks * entries);
-  take(view.chunks, ranks);
-  take(view.padding, 2 * experts);
-  take(view.row_token, sizes.received_rows);
-  take(view.row_piece, sizes.received_rows);
-  take(view.row_slot, uint64_t{sizes.received_rows} + 1);
-  take(view.slots, sizes.received_pairs);
-  take(view.addend_begin, uint64_t{view.num_tokens} + 1);
-  take(view.pair_begin, ranks + 1);
-  take(view.pair_place, sizes.sent_pairs);
-  if (of.num_domains == 1) return at;
-  take(view.row_position, sizes.received_rows);
-  take(view.chunk_streams, ranks * entries);
-  take(view.sent_chunks, of.num_domains * entries);
-  take(view.sent_begin, uint64_t{of.num_domains} + 1);
-  take(view.sent_tokens, sizes.shipped_rows);
-  take(view.addends, sizes.sent_addends);
-  take(view.relayed_begin, of.num_streams);
-  take(view.relayed_pairs, of.num_streams);
-  take(view.relayed_piece, uint64_t{sizes.relayed_rows} + of.num_streams);
-  return at;
-}
 
 void refuse(UsageKind kind, const std::string& text) { throw UsageFailure(kind, text); }
 
@@ -195,7 +155,7 @@ void CudaEngine::size_plan(CudaPlan& plan, const CudaPlan::Sizes& sizes) const {
   plan.view.num_chunks = (sizes.most_tokens + cuda::kChunkTokens - 1) / cuda::kChunkTokens;
   plan.counts_begin = sizeof(*plan.view.routing_hash);
   plan.counts_end = plan.counts_begin + sizeof(*plan.view.tokens_per_expert) * domain_.experts_per_rank;
-  plan.storage_bytes = lay_out(plan.view, sizes, nullptr, layout_);
+  plan.storage_bytes = cuda::lay_out_plan(plan.view, sizes, nullptr, layout_);
 }
 
 std::shared_ptr<CudaOp> CudaEngine::dispatch(const DispatchArgs& args, const CudaCall& call) {
@@ -316,7 +276,7 @@ void CudaEngine::give_output(CudaOp& op, const CudaOutput& output) {
   CudaPlan& plan = *op.plan;
   if (op.done != nullptr) follow(op.stream, output.stream);  // the memory may still be in use there
   cuda::PlaceArgs& place = op.place;
-  if (place.state != cuda::PlanState::kKnown) lay_out(plan.view, plan.sizes, output.plan, layout_);
+  if (place.state != cuda::PlanState::kKnown) cuda::lay_out_plan(plan.view, plan.sizes, output.plan, layout_);
   place.memory = plan.sizes;
   place.rows = output.rows;
   place.scales = output.scales;
