@@ -123,8 +123,8 @@ class Engine {
   // Waits, bounded by the progress deadline, until every rank closes. With `abort` tells the others and does not wait.
   void close(bool abort);
 
-  // trace.cc. Records what happens from now on: of each thread at least `max_events`, for which memory is taken when more
-  // are wanted than before. Throws UsageFailure.
+  // trace.cc. Records what happens from now on: of each thread at least `max_events`, for which memory is taken when
+  // more are wanted than before. Throws UsageFailure.
   void start_trace(uint64_t max_events);
   // What was recorded, when chunks in flight are flushed or after a second.
   Trace stop_trace();
