@@ -1,7 +1,6 @@
 #include "layout/region.h"
 
 #include <algorithm>
-#include <bit>
 
 #include "common/units.h"
 
@@ -74,7 +73,7 @@ void take_control(Cursor& cursor, const Topology& topo, int rank, RegionLayout& 
 
 // What every region ends with: it depends on the rings.
 void take_commands(Cursor& cursor, RegionLayout& layout) {
-  layout.num_commands = std::bit_ceil(send_slots(layout) + 1);
+  layout.num_commands = command_capacity(send_slots(layout));
   layout.commands_offset = cursor.take("command ring", kLineBytes + layout.num_commands * kCommandBytes);
   cursor.take("control", round_up(layout.total_bytes, kPageBytes) - layout.total_bytes);
 }

@@ -1,6 +1,7 @@
 // What crosses between ranks: the 32-bit immediate, the header of an operation, the size of a row.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 
 #include "common/error.h"
@@ -89,9 +90,14 @@ struct OpHeader {
 };
 static_assert(sizeof(OpHeader) % 8 == 0);
 
-// ---- command ring
-// ----------------------------------------------------------------------------------------------------
+// ---- command ring ---------------------------------------------------------------------------------------------------
 constexpr uint64_t kCommandBytes = 16;  // after one line of bookkeeping; see queue/ring.h
+// Commands that the consumer takes before it gives their slots back.
+constexpr uint32_t command_batch(uint32_t capacity) { return capacity < 4 ? 1 : capacity / 4; }
+// The least capacity that is never full to a producer with at most `most_pending` commands that have not been taken.
+constexpr uint32_t command_capacity(uint32_t most_pending) {
+  return std::bit_ceil(most_pending + most_pending / 3 + 1);
+}
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
 constexpr uint32_t kFp8Block = 128;

@@ -26,9 +26,9 @@ constexpr uint64_t kLeastSleepUsec = 20;
 // Nobody rings when a refused post would be accepted.
 constexpr uint64_t kRefusedRetryUsec = 50;
 constexpr uint64_t kFailedRetryUsec = 10'000;
-// A GPU does not ring. Between two chunks of an operation that nobody announced (a graph's replay) the proxy waits
-// awake; then it naps, the longer nothing was to do the longer: the first chunk after a pause is late by 100 us, or by
-// a thirtieth of the pause. On a virtual machine each nap may take 40 us of a core.
+// A GPU does not ring. While no operation is under way there the proxy waits awake for a while; then it naps, the
+// longer nothing was to do the longer: the first chunk after a pause is late by 100 us, or by a thirtieth of the pause.
+// On a virtual machine each nap may take 40 us of a core.
 constexpr uint64_t kAwakeUsec = 500;
 constexpr uint64_t kLeastNapUsec = 100;
 constexpr uint64_t kMostNapUsec = 5000;

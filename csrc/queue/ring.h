@@ -8,6 +8,7 @@
 
 #include "common/error.h"
 #include "common/units.h"
+#include "layout/wire.h"
 #include "queue/command.h"
 #include "sync/flag.h"
 #include "sync/word.h"
@@ -39,7 +40,7 @@ class CommandRing {
   // `memory`: bytes_for(capacity) zeroed bytes at a multiple of 64, mapped longer than this object lives.
   // `capacity`: a power of two, so that a lap's phase is a bit of the index.
   CommandRing(void* memory, uint32_t capacity)
-      : memory_(static_cast<CommandRingMemory*>(memory)), capacity_(capacity), batch_(capacity < 4 ? 1 : capacity / 4) {
+      : memory_(static_cast<CommandRingMemory*>(memory)), capacity_(capacity), batch_(command_batch(capacity)) {
     if (!std::has_single_bit(capacity))
       throw UsageFailure(UsageKind::kConfig,
                          "command ring: capacity = " + std::to_string(capacity) + " is no power of two");

@@ -139,6 +139,21 @@ CLAIM("the consumer index is published in batches and whenever the ring runs emp
   EXPECT_EQ(r.published(), uint64_t{16});
 }
 
+CLAIM("a ring of its capacity is never full, however far the consumer's batches lag") {
+  // Negative control: with room for the pending ones alone, bit_ceil(15 + 1), the last push is refused.
+  for (uint32_t most_pending = 1; most_pending <= 200; ++most_pending) {
+    const uint32_t capacity = command_capacity(most_pending);
+    Ring r(capacity);
+    Command c{};
+    uint64_t pushed = 0, popped = 0;
+    while (pushed < 4 * capacity) {
+      while (pushed - popped < most_pending) EXPECT(r.ring->push({0, 0, pushed++}));
+      EXPECT(r.ring->pop(c));
+      EXPECT_EQ(c.serial, popped++);
+    }
+  }
+}
+
 CLAIM("two threads pass commands and the bytes written before them") {
   Ring r(8);
   constexpr uint64_t kCount = 100000;

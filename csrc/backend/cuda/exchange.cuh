@@ -248,6 +248,7 @@ __device__ UCCL_EP_WRITES uint64_t write_tile(const Crew& crew, const Domain& d,
   }
   return hash;
 }
+#undef UCCL_EP_WRITES
 
 // By a crew of one block, after the last tile: what all have.
 __device__ inline void end_tiles(const Crew& crew, const Domain& d, const Tile& tile, uint32_t num_tokens) {

@@ -159,7 +159,7 @@ struct Relay {
   mutable uint32_t arrived = 0xFFFFFFFFu;  // a stream and chunk that has
 
   // A tag: chunk of the ring, stream, chunk of tokens.
-  static constexpr uint32_t kChunkBits = 11, kStreamBits = 7, kRingBits = 14;
+  static constexpr uint32_t kChunkBits = 11, kStreamBits = 7;
   static_assert(kMaxTokens / kChunkTokens <= 1u << kChunkBits && kMaxRanks < 1u << kStreamBits);
 
   __device__ uint32_t row_bytes() const { return args.hidden * dtype_bytes(args.wire); }

@@ -63,7 +63,7 @@ struct Outgoing {
   __device__ __forceinline__ uint32_t rows_here() const { return min(per_chunk, rows - chunk * per_chunk); }
 };
 
-// By one warp: pushes what each lane has. The command ring has room for every slot of every ring, so it is never full.
+// By one warp: pushes what each lane has. The command ring is never full: see command_capacity in layout/wire.h.
 __device__ inline void push_all(const Domain& d, bool has, const Command& command) {
   const uint32_t lane = threadIdx.x % kWarp;
   const uint32_t mask = __ballot_sync(kFullWarp, has);

@@ -191,8 +191,7 @@ __device__ inline StreamPart sent_part(const Domain& d, const PlanView& plan, co
   return part_of(d, __ldcg(before + first), __ldcg(before + end), row_bytes);
 }
 
-// By a warp: where a token's row goes beside our own domain; lane `to` sees to domain `to`. Not inlined, as wait_slot:
-// their caller has no registers to spare.
+// By a warp: where a token's row goes beside our own domain; lane `to` sees to domain `to`.
 template <bool kFresh>
 __device__ __forceinline__ void find_slot(const Domain& d, const PlanView& plan, const PlaceArgs& args, uint32_t token,
                                           Staged& staged) {

@@ -67,8 +67,8 @@ class OutPort {
   }
   uint8_t* slot() const { return region_ + ring_.slot_offset(serial_); }
 
-  // Makes the chunk visible to its readers, or hands it to the proxy. The command ring has room for every slot of every
-  // send ring, so it is never full.
+  // Makes the chunk visible to its readers, or hands it to the proxy. The command ring is never full: see
+  // command_capacity in layout/wire.h.
   void publish(uint64_t num_bytes) {
     if (shipped()) {
       if (queue_.trace->on()) trace_push(num_bytes);

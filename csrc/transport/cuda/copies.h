@@ -38,11 +38,11 @@ class CudaCopies final : public DeviceCopies {
     std::array<void*, kBatch> to{};
     std::array<const void*, kBatch> from{};
     std::array<size_t, kBatch> num_bytes{};
-    uint64_t over = 0;     // of them, as far as known
-    // Copies that are over. In pinned memory; writer: the stream, after each copy; reader: the host; never reset.
+    uint64_t over = 0;     // of those that were started, as far as known
+    // Copies that are over. In pinned memory; writer: the stream, after each batch; reader: the host; never reset.
     uint64_t* word = nullptr;
     void* device_word = nullptr;  // as the GPU sees it
-    // Where streams write no words: copy n records events[n % size].
+    // Where streams write no words: a batch records the event of its last copy, events[n % size].
     std::vector<cudaEvent_t> events;
     uint64_t fruitless = 0;  // looks in a row
   };
