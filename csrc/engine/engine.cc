@@ -9,6 +9,7 @@
 
 #include "common/process.h"
 #include "common/units.h"
+#include "transport/registry.h"
 
 namespace uccl_ep {
 namespace {
@@ -37,7 +38,7 @@ const EngineConfig& checked(const EngineConfig& c) {
             "source_order must be a permutation of the ranks");
   require(c.num_proxies == 1,
           "num_proxies = " + std::to_string(c.num_proxies) + ": the host backend has 1 proxy thread per rank");
-  require(c.transport == "loop", "transport = " + c.transport + ": this build has loop");
+  transport_named(c.transport);
   if (c.device_rings) {
     const DeviceRings& rings = *c.device_rings;
     for (uint64_t bytes : {rings.packet_bytes, rings.rows_slot_bytes, rings.return_slot_bytes})
@@ -83,7 +84,27 @@ std::string take(const std::string& bytes, size_t& at) {
 uint64_t transport_bytes(const EngineConfig& config, const Topology& topo) {
   size_t smallest = topo.members[0].size();
   for (auto& members : topo.members) smallest = std::min(smallest, members.size());
-  return loop_memory_bytes(config.loop, static_cast<size_t>(topo.num_ranks) - smallest);
+  return transport_named(config.transport)
+      .memory_bytes({config.loop, config.nic}, static_cast<size_t>(topo.num_ranks) - smallest);
+}
+
+std::unique_ptr<Transport> make_transport(const EngineConfig& config, const Topology& topo, const Channels& channels,
+                                          const RegisteredRegion& region) {
+  TransportSetup setup;
+  setup.rank = config.rank;
+  setup.num_ranks = config.num_ranks;
+  for (int rank = 0; rank < config.num_ranks; ++rank)
+    if (topo.domain_of[rank] != topo.domain_of[config.rank]) setup.peers.push_back(rank);
+  setup.region = region;
+  setup.generation = config.generation;
+  setup.largest_write_bytes = sizeof(ErrorRecord);
+  for (const OutChannel& out : channels.out)
+    setup.largest_write_bytes = std::max(setup.largest_write_bytes, out.send.slot_bytes);
+  setup.progress_timeout_usec = static_cast<uint64_t>(config.progress_timeout_s * 1e6);
+  setup.local_idx = static_cast<uint32_t>(topo.local_of[config.rank]);
+  setup.local_size = static_cast<uint32_t>(topo.size_of(topo.domain_of[config.rank]));
+  setup.near_pci = config.near_pci;
+  return transport_named(config.transport).make(setup, {config.loop, config.nic});
 }
 
 MemoryNeeds needs_of(const EngineConfig& config, const Topology& topo) {
@@ -118,7 +139,7 @@ std::vector<std::pair<std::string, uint64_t>> memory_entries(const EngineConfig&
   const Topology topo = Topology::from_labels(checked(config).domain_of);
   auto entries = layout_of(config, topo, window_of(config), config.rank).entries;
   const size_t others = static_cast<size_t>(topo.num_ranks) - topo.members[topo.domain_of[config.rank]].size();
-  entries.emplace_back("transport", loop_memory_bytes(config.loop, others));
+  entries.emplace_back("transport", transport_named(config.transport).memory_bytes({config.loop, config.nic}, others));
   return entries;
 }
 
@@ -148,13 +169,14 @@ Engine::Engine(const EngineConfig& config)
   control->pid = getpid();
   control->pid_namespace = pid_namespace();
   control->heartbeat.publish(now_usec());
-  LoopOptions loop = config.loop;
-  transport_ = make_loop_transport(config.rank, {region.base(), region.num_bytes(), region.name()}, loop);
+  transport_ = make_transport(config_, topo_, channels_, {region.base(), region.num_bytes(), region.name()});
   controls_[config.rank] = control;
   regions_[config.rank] = std::move(region);
 }
 
 Engine::~Engine() { close(true); }
+
+void Engine::register_device(const RegisteredRegion& region) { transport_->register_device(region); }
 
 std::string Engine::export_handle() const {
   std::string bytes;
@@ -167,15 +189,12 @@ std::string Engine::export_handle() const {
 void Engine::connect(const std::vector<std::string>& handles) {
   require(handles.size() == static_cast<size_t>(config_.num_ranks), "connect needs one handle per rank");
   std::vector<std::string> addresses(handles.size());
-  std::vector<int> others;
   for (int rank = 0; rank < config_.num_ranks; ++rank) {
     size_t at = 0;
     const std::string name = take(handles[rank], at);
     const uint64_t bytes = std::stoull(take(handles[rank], at));
     addresses[rank] = take(handles[rank], at);
-    if (topo_.domain_of[rank] != topo_.domain_of[config_.rank]) {
-      others.push_back(rank);
-    } else if (rank != config_.rank) {
+    if (topo_.domain_of[rank] == topo_.domain_of[config_.rank] && rank != config_.rank) {
       require(bytes == layout_of(config_, topo_, window_, rank).total_bytes,
               "rank " + std::to_string(rank) + " has another layout");
       regions_[rank] = Mapping::open(name, bytes);
@@ -185,7 +204,7 @@ void Engine::connect(const std::vector<std::string>& handles) {
               "the memory of rank " + std::to_string(rank) + " belongs to another engine");
     }
   }
-  transport_->connect(addresses, others);
+  transport_->connect(addresses);
 }
 
 void Engine::attach_device(DeviceRegions device) { transport_->attach_device(std::move(device)); }

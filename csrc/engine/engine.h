@@ -41,6 +41,8 @@ struct EngineConfig {
   uint64_t generation = 0;  // the same on all ranks, fresh per engine
   std::string transport = "loop";
   LoopOptions loop;
+  NicOptions nic;
+  std::string near_pci;  // the GPU that its NICs should be near to; empty: our CPU
   // The host side of a CUDA buffer with several domains: kernels make and take the chunks, the proxy ships them. Needs
   // no budget and runs no operation.
   std::optional<DeviceRings> device_rings;
@@ -94,6 +96,8 @@ class Engine {
   explicit Engine(const EngineConfig& config);
   ~Engine();
 
+  // Device memory of ours that a NIC is to read and write; before export_handle(). Of a device engine only.
+  void register_device(const RegisteredRegion& region);
   std::string export_handle() const;
   // Maps the domain peers and connects the transport; `handles` by rank.
   void connect(const std::vector<std::string>& handles);

@@ -38,9 +38,6 @@ struct ProxyContext {
   const Flag* launched = nullptr;
   const Flag* ended = nullptr;
   TraceBuffer* trace = nullptr;  // the proxy's thread writes; nullptr: nobody wants one
-  // Data in flight, all channels together. 0: no limit. One chunk may always be in flight.
-  uint64_t window_bytes = 0;
-  uint64_t window_ops = 0;
   // A post that was refused for longer is an error.
   uint64_t progress_timeout_usec = 20'000'000;
 };

@@ -67,10 +67,7 @@ void Shipper::take(const Command& command) {
 }
 
 bool Shipper::window_open(const Channel& channel) const {
-  if (in_flight_ops_ == 0) return true;
-  const uint64_t num_bytes = channel.slots[channel.posted % channel.out->send.num_slots].num_bytes;
-  return (context_.window_ops == 0 || in_flight_ops_ < context_.window_ops) &&
-         (context_.window_bytes == 0 || in_flight_bytes_ + num_bytes <= context_.window_bytes);
+  return context_.transport->has_room(channel.slots[channel.posted % channel.out->send.num_slots].num_bytes);
 }
 
 bool Shipper::post(uint64_t now_usec) {
@@ -117,6 +114,7 @@ bool Shipper::try_post(uint32_t index, uint64_t now_usec) {
   request.immediate = encode_imm(ImmType::kData, out.peer_channel, serial);
   request.cookie = encode_cookie({PostKind::kData, index, slot_idx});
   request.memory = memory_;
+  request.windowed = true;
   const uint64_t posted_nsec = traces() ? now_nsec() : 0;  // before: the peer may have it at once
   if (context_.transport->post_write(request) == PostResult::kAgain) {
     refused_ = true;

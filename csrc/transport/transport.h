@@ -10,8 +10,8 @@
 //   them.
 // * A write between device memories is a write like any other: its arrival says that its bytes are visible to every GPU
 //   of the peer's domain.
-// * One thread uses a transport: the proxy. address(), connect() and attach_device() are called before that thread
-//   starts.
+// * One thread uses a transport: the proxy. register_device(), address(), connect() and attach_device() are called
+//   before that thread starts.
 #pragma once
 
 #include <cstdint>
@@ -29,6 +29,20 @@ struct RegisteredRegion {
   void* base = nullptr;
   uint64_t bytes = 0;
   std::string name;
+  int dmabuf_fd = -1;  // of device memory, where the driver gives one; the caller keeps it
+};
+
+// What a transport is made for.
+struct TransportSetup {
+  int rank = 0;
+  int num_ranks = 1;
+  std::vector<int> peers;  // whom it connects
+  RegisteredRegion region;
+  uint64_t generation = 0;  // of the engine: the same on all its ranks, and of no other engine
+  uint64_t largest_write_bytes = 0;  // no write has more
+  uint64_t progress_timeout_usec = 20'000'000;  // how long a link may be gone
+  uint32_t local_idx = 0, local_size = 1;  // of the ranks that share the host's NICs
+  std::string near_pci;  // "0000:1b:00.0", the GPU that the NICs should be near to; empty: our CPU
 };
 
 // Whose offsets a write has: the regions' or the device regions'.
@@ -42,6 +56,7 @@ struct WriteRequest {
   uint32_t immediate;
   uint64_t cookie;  // comes back with kWriteDone
   Memory memory = Memory::kHost;
+  bool windowed = false;  // counts in the window of its NIC: see has_room()
 };
 
 struct Completion {
@@ -79,14 +94,19 @@ class Transport {
  public:
   virtual ~Transport() = default;
   virtual const char* name() const = 0;
+  // Our device memory, for a NIC to read and write; before address(). Throws CommunicationFailure(kTransport).
+  virtual void register_device(const RegisteredRegion& region) = 0;
   // Opaque bytes for the peers, gathered by the bootstrap.
   virtual std::string address() const = 0;
-  // `addresses`: by rank; only the ranks in `peers` are connected. Throws CommunicationFailure(kTransport).
-  virtual void connect(const std::vector<std::string>& addresses, const std::vector<int>& peers) = 0;
+  // `addresses`: by rank; those of the setup's peers are connected. Throws CommunicationFailure(kTransport).
+  virtual void connect(const std::vector<std::string>& addresses) = 0;
   // After connect(), before the proxy starts; without it no write may name device memory.
   virtual void attach_device(DeviceRegions device) = 0;
   // After every rank has connected: names that were only needed for that are removed.
   virtual void sealed() = 0;
+  // A NIC's window has room for one more write of so many bytes. It closes for windowed writes only: whoever posts
+  // others need not ask. One write may always be in flight.
+  virtual bool has_room(uint64_t num_bytes) const = 0;
   virtual PostResult post_write(const WriteRequest& request) = 0;
   // One doorbell for the writes posted since the last flush.
   virtual void flush() = 0;
@@ -109,8 +129,22 @@ struct LoopOptions {
   uint32_t queue_depth = 1024;  // per peer
 };
 
-// What a loop transport allocates for `num_peers` connected ranks.
-uint64_t loop_memory_bytes(const LoopOptions& options, size_t num_peers);
-std::unique_ptr<Transport> make_loop_transport(int rank, const RegisteredRegion& region, const LoopOptions& options);
+// Which NICs a rank uses, and how.
+struct NicOptions {
+  std::vector<std::string> devices;  // by name; empty: the nearest
+  std::string provider;  // of ofi; empty: the first that can do it
+  std::string interface;  // of ofi's tcp: the network interface; empty: chosen
+  int gid_index = -1;  // of verbs; -1: chosen
+  int service_level = -1;  // of verbs; -1: the NIC family's
+  int traffic_class = -1;  // of verbs; -1: the NIC family's
+  // In flight per NIC; 0: the NIC family's default. loop takes it as a NIC would; 0: no limit there.
+  uint64_t window_bytes = 0;
+  uint32_t window_ops = 0;
+};
+
+struct TransportOptions {
+  LoopOptions loop;
+  NicOptions nic;
+};
 
 }  // namespace uccl_ep

@@ -17,11 +17,11 @@ class Faulty final : public Transport {
   explicit Faulty(std::unique_ptr<Transport> inner) : inner_(std::move(inner)) {}
   const char* name() const override { return "faulty"; }
   std::string address() const override { return inner_->address(); }
-  void connect(const std::vector<std::string>& addresses, const std::vector<int>& peers) override {
-    inner_->connect(addresses, peers);
-  }
+  void register_device(const RegisteredRegion& region) override { inner_->register_device(region); }
+  void connect(const std::vector<std::string>& addresses) override { inner_->connect(addresses); }
   void attach_device(DeviceRegions device) override { inner_->attach_device(std::move(device)); }
   void sealed() override { inner_->sealed(); }
+  bool has_room(uint64_t num_bytes) const override { return inner_->has_room(num_bytes); }
   PostResult post_write(const WriteRequest& request) override {
     const bool is_data = decode_imm(request.immediate).type == ImmType::kData;
     if (is_data && throws.read() != 0) throw std::runtime_error("the cable is cut");

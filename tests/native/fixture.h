@@ -12,7 +12,7 @@
 
 #include "common/mapping.h"
 #include "sync/control.h"
-#include "transport/transport.h"
+#include "transport/registry.h"
 
 namespace uccl_ep {
 
@@ -36,21 +36,31 @@ inline bool name_exists(const std::string& name) {
   return fd >= 0;
 }
 
+// What rank `rank` of `num_ranks`, all connected to all, is made for.
+inline TransportSetup setup_of(int rank, size_t num_ranks, const RegisteredRegion& region) {
+  TransportSetup setup;
+  setup.rank = rank;
+  setup.num_ranks = static_cast<int>(num_ranks);
+  setup.region = region;
+  setup.generation = 1;
+  setup.largest_write_bytes = region.bytes;
+  for (int peer = 0; peer < setup.num_ranks; ++peer)
+    if (peer != rank) setup.peers.push_back(peer);
+  return setup;
+}
+
 // Makes what `options[rank]` asks for and connects every rank to every other.
 inline std::vector<std::unique_ptr<Transport>> connect_all(const std::vector<std::unique_ptr<TestRegion>>& regions,
-                                                           const std::vector<LoopOptions>& options) {
+                                                           const std::vector<TransportOptions>& options,
+                                                           const std::string& kind = "loop") {
   std::vector<std::unique_ptr<Transport>> transports;
   std::vector<std::string> addresses;
   for (size_t rank = 0; rank < regions.size(); ++rank) {
-    transports.push_back(make_loop_transport(static_cast<int>(rank), regions[rank]->registered(), options[rank]));
+    const TransportSetup setup = setup_of(static_cast<int>(rank), regions.size(), regions[rank]->registered());
+    transports.push_back(transport_named(kind).make(setup, options[rank]));
     addresses.push_back(transports.back()->address());
   }
-  for (size_t rank = 0; rank < regions.size(); ++rank) {
-    std::vector<int> peers;
-    for (size_t peer = 0; peer < regions.size(); ++peer)
-      if (peer != rank) peers.push_back(static_cast<int>(peer));
-    transports[rank]->connect(addresses, peers);
-  }
+  for (auto& transport : transports) transport->connect(addresses);
   for (auto& transport : transports) transport->sealed();
   return transports;
 }

@@ -23,7 +23,7 @@ constexpr uint64_t kData = kPageBytes;  // where payloads lie
 struct Pair {
   explicit Pair(const LoopOptions& sender, const LoopOptions& receiver = {}) {
     for (int rank = 0; rank < 2; ++rank) regions.push_back(std::make_unique<TestRegion>(kRegionBytes));
-    transports = connect_all(regions, {sender, receiver});
+    transports = connect_all(regions, {{sender, {}}, {receiver, {}}});
   }
   Transport& sender() { return *transports[0]; }
   Transport& receiver() { return *transports[1]; }
@@ -44,6 +44,11 @@ struct Pair {
   std::vector<std::unique_ptr<TestRegion>> regions;
   std::vector<std::unique_ptr<Transport>> transports;
 };
+
+// Of two ranks.
+std::unique_ptr<Transport> make(int rank, const TestRegion& region) {
+  return transport_named("loop").make(setup_of(rank, 2, region.registered()), {});
+}
 
 std::vector<Completion> poll_once(Transport& transport) {
   std::vector<Completion> out(64);
@@ -238,7 +243,7 @@ CLAIM("writes to a lost peer are swallowed until its queue is full, other peers 
   LoopOptions options;
   options.drop_peer = 1;
   options.queue_depth = 8;
-  auto transports = connect_all(regions, {options, options, options});
+  auto transports = connect_all(regions, {{options, {}}, {options, {}}, {options, {}}});
   for (uint32_t i = 0; i < 8; ++i) EXPECT(transports[0]->post_write({1, kData, kData, 8, i, i}) == PostResult::kPosted);
   EXPECT(transports[0]->post_write({1, kData, kData, 8, 9, 9}) == PostResult::kAgain);
   EXPECT(transports[0]->post_write({2, kData, kData, 8, 42, 42}) == PostResult::kPosted);
@@ -314,7 +319,7 @@ CLAIM("no name is left once the ranks are connected, and none of one that never 
   std::string inbox_name;
   {
     TestRegion region(kRegionBytes);
-    auto lonely = make_loop_transport(0, region.registered(), {});
+    auto lonely = make(0, region);
     inbox_name = loop::decode_address(lonely->address()).inbox_name;
     EXPECT(name_exists(inbox_name));
   }
@@ -327,13 +332,11 @@ CLAIM("no name is left once the ranks are connected, and none of one that never 
 
 CLAIM("what cannot be connected is a typed error: a vanished region, another host, no address, a wrong rank") {
   TestRegion region(kRegionBytes), other(kRegionBytes);
-  auto transport = make_loop_transport(0, region.registered(), {});
-  auto peer = make_loop_transport(1, other.registered(), {});
+  auto transport = make(0, region);
+  auto peer = make(1, other);
   const loop::Address good = loop::decode_address(peer->address());
   loop::Address bad = good;
-  auto connect = [&](const std::string& text) {
-    make_loop_transport(0, region.registered(), {})->connect({transport->address(), text}, {1});
-  };
+  auto connect = [&](const std::string& text) { make(0, region)->connect({transport->address(), text}); };
   bad.region_name = "/uccl_ep.vanished";
   EXPECT_THROWS(CommunicationFailure, connect(loop::encode_address(bad)));
   bad = good;
@@ -353,11 +356,11 @@ CLAIM("what cannot be connected is a typed error: a vanished region, another hos
 CLAIM("the death of a peer's process is seen, writes to it do no harm") {
   Victim victim;
   TestRegion region(kRegionBytes), other(kRegionBytes);
-  auto transport = make_loop_transport(0, region.registered(), {});
-  auto peer = make_loop_transport(1, other.registered(), {});
+  auto transport = make(0, region);
+  auto peer = make(1, other);
   loop::Address address = loop::decode_address(peer->address());
   address.pid = victim.pid();  // as if it were that process's
-  transport->connect({transport->address(), loop::encode_address(address)}, {1});
+  transport->connect({transport->address(), loop::encode_address(address)});
   EXPECT(transport->peer_alive(1));
   victim.end();
   const uint64_t deadline = now_usec() + 5'000'000;

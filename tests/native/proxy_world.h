@@ -38,8 +38,7 @@ struct WorldOptions {
   std::optional<DeviceRings> device;  // chunks lie in a "device" region of ordinary memory; else `window` holds
   uint64_t copy_usec = 0;             // the most that a copy between those takes
   LoopOptions loop;
-  uint64_t window_ops = 0;
-  uint64_t window_bytes = 0;
+  NicOptions nic;
   uint64_t progress_timeout_usec = 20'000'000;
   Wrap wrap;
   std::function<void(int rank, Channels&)> change_channels;
@@ -81,7 +80,7 @@ class World {
       regions.push_back(std::make_unique<TestRegion>(nodes[rank].layout.total_bytes));
       regions.back()->control->rank = static_cast<int>(rank);
     }
-    auto transports = connect_all(regions, std::vector<LoopOptions>(num_ranks, options.loop));
+    auto transports = connect_all(regions, std::vector<TransportOptions>(num_ranks, {options.loop, options.nic}));
     if (options.device) attach(transports);
     for (size_t rank = 0; rank < num_ranks; ++rank) {
       nodes[rank].region = std::move(regions[rank]);
@@ -154,8 +153,6 @@ class World {
       context.launched = node.launched.get();
       context.ended = &node.ended();
     }
-    context.window_ops = options.window_ops;
-    context.window_bytes = options.window_bytes;
     context.progress_timeout_usec = options.progress_timeout_usec;
     node.proxy = std::make_unique<Proxy>(context);
   }

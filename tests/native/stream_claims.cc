@@ -227,8 +227,8 @@ CLAIM("never more data is in flight than the window allows, but one chunk always
   for (auto [ops, bytes, most] : {std::tuple<uint64_t, uint64_t, uint64_t>{2, 0, 2}, {0, 3 * 2048, 3}, {0, 1, 1}}) {
     WorldOptions options;
     options.window = {4096, 1024, 8, 16};
-    options.window_ops = ops;
-    options.window_bytes = bytes;
+    options.nic.window_ops = ops;
+    options.nic.window_bytes = bytes;
     options.loop.latency_usec = 20;
     World world(options);
     world.start();

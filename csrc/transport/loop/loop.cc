@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "common/units.h"
+#include "transport/registry.h"
 
 namespace uccl_ep {
 namespace loop {
@@ -28,25 +29,27 @@ constexpr uint64_t kDisorderNsec = 100'000;
 
 }  // namespace
 
-LoopTransport::LoopTransport(int rank, const RegisteredRegion& region, const LoopOptions& options)
-    : region_(region),
-      options_(options),
+LoopTransport::LoopTransport(const TransportSetup& setup, const TransportOptions& options)
+    : region_(setup.region),
+      options_(options.loop),
       inbox_(Mapping::create()),
-      link_(options.gbytes_per_s),
-      random_(options.seed * 1000003 + static_cast<uint64_t>(rank)) {
-  options_.queue_depth = std::max(options.queue_depth, 1u);
-  own_ = {rank,          static_cast<int>(getpid()),         pid_namespace(), host_boot_id(), region.name, region.bytes,
-          inbox_.name(), std::bit_ceil(options_.queue_depth)};
+      window_(options.nic.window_bytes, options.nic.window_ops),
+      connected_(setup.peers),
+      link_(options_.gbytes_per_s),
+      random_(options_.seed * 1000003 + static_cast<uint64_t>(setup.rank)) {
+  options_.queue_depth = std::max(options_.queue_depth, 1u);
+  own_ = {
+      setup.rank,    static_cast<int>(getpid()),         pid_namespace(), host_boot_id(), region_.name, region_.bytes,
+      inbox_.name(), std::bit_ceil(options_.queue_depth)};
 }
 
-void LoopTransport::connect(const std::vector<std::string>& addresses, const std::vector<int>& peers) {
+void LoopTransport::connect(const std::vector<std::string>& addresses) {
   inbox_.grow(inbox_bytes(own_.inbox_slots, addresses.size()));
   peers_.resize(addresses.size());
-  for (int peer : peers) {
+  for (int peer : connected_) {
     if (peer < 0 || static_cast<size_t>(peer) >= addresses.size() || peer == own_.rank)
       fail(own_.rank, peer, "rank " + std::to_string(peer) + " is no peer of rank " + std::to_string(own_.rank));
     connect_peer(peer, addresses[static_cast<size_t>(peer)], addresses.size());
-    connected_.push_back(peer);
   }
 }
 
@@ -103,13 +106,11 @@ LoopTransport::Peer& LoopTransport::checked_peer(const WriteRequest& request) {
 PostResult LoopTransport::post_write(const WriteRequest& request) {
   Peer& peer = checked_peer(request);
   if (peer.outstanding >= options_.queue_depth || chance(options_.refuse_rate)) return PostResult::kAgain;
-  if (peer.lost) {
-    ++peer.outstanding;
-    return PostResult::kPosted;
-  }
   Write next{request, chance(options_.duplicate_rate)};
-  if (next.has_copy()) next.copy = start_copy(request);  // if it throws, nothing was posted
+  if (next.has_copy() && !peer.lost) next.copy = start_copy(request);  // if it throws, nothing was posted
   ++peer.outstanding;
+  if (request.windowed) window_.take(request.num_bytes);
+  if (peer.lost) return PostResult::kPosted;
   const uint32_t write = take_write_slot();
   writes_[write] = next;
   const uint64_t left = link_.send(now_nsec(), request.num_bytes);
@@ -257,6 +258,7 @@ void LoopTransport::deliver(uint32_t write, uint64_t now_nsec) {
 Completion LoopTransport::report(uint32_t write, Completion::Kind kind) {
   const WriteRequest& request = writes_[write].request;
   --peers_[static_cast<size_t>(request.peer)].outstanding;
+  if (request.windowed) window_.give_back(request.num_bytes);
   free_writes_.push_back(write);
   const char* reason = kind == Completion::Kind::kFailure ? copy_failure_.c_str() : nullptr;
   return {kind, request.peer, 0, request.num_bytes, request.cookie, reason};
@@ -291,12 +293,19 @@ uint64_t LoopTransport::idle_usec() const {
 
 }  // namespace loop
 
-uint64_t loop_memory_bytes(const LoopOptions& options, size_t num_peers) {
-  return loop::inbox_bytes(std::bit_ceil(std::max(options.queue_depth, 1u)), num_peers);
+namespace {
+
+uint64_t memory_bytes(const TransportOptions& options, size_t num_peers) {
+  return loop::inbox_bytes(std::bit_ceil(std::max(options.loop.queue_depth, 1u)), num_peers);
 }
 
-std::unique_ptr<Transport> make_loop_transport(int rank, const RegisteredRegion& region, const LoopOptions& options) {
-  return std::make_unique<loop::LoopTransport>(rank, region, options);
+std::unique_ptr<Transport> make(const TransportSetup& setup, const TransportOptions& options) {
+  return std::make_unique<loop::LoopTransport>(setup, options);
 }
 
+Probe probe(const TransportOptions&) { return {true, "shared memory of host " + host_boot_id().substr(0, 8)}; }
+
+const RegisterTransport registered({"loop", make, memory_bytes, probe});
+
+}  // namespace
 }  // namespace uccl_ep

@@ -16,18 +16,22 @@
 #include "transport/loop/inbox.h"
 #include "transport/loop/link.h"
 #include "transport/transport.h"
+#include "transport/window.h"
 
 namespace uccl_ep::loop {
 
 class LoopTransport final : public Transport {
  public:
-  LoopTransport(int rank, const RegisteredRegion& region, const LoopOptions& options);
+  LoopTransport(const TransportSetup& setup, const TransportOptions& options);
 
   const char* name() const override { return "loop"; }
+  // The peers are on this host: attach_device() brings their memory, too.
+  void register_device(const RegisteredRegion&) override {}
   std::string address() const override { return encode_address(own_); }
-  void connect(const std::vector<std::string>& addresses, const std::vector<int>& peers) override;
+  void connect(const std::vector<std::string>& addresses) override;
   void attach_device(DeviceRegions device) override;
   void sealed() override { inbox_.unlink(); }
+  bool has_room(uint64_t num_bytes) const override { return window_.has_room(num_bytes); }
   PostResult post_write(const WriteRequest& request) override;
   // A write is on its way as soon as it is posted.
   void flush() override {
@@ -95,6 +99,7 @@ class LoopTransport final : public Transport {
   LoopOptions options_;
   Address own_;
   Mapping inbox_;
+  Window window_;
   std::vector<Peer> peers_;  // by rank
   std::vector<int> connected_;  // ranks
   EgressLink link_;

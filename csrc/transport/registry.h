@@ -1,0 +1,36 @@
+// The transports of this build, by name. Each registers itself, so a folder that was not compiled is simply not there.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace uccl_ep {
+
+struct Probe {
+  bool usable = false;
+  std::string text;  // what it would use here, or why it cannot work here
+};
+
+struct TransportKind {
+  const char* name;
+  // Throws UsageFailure(kConfig) for options that cannot work here, CommunicationFailure(kTransport) for what fails.
+  std::unique_ptr<Transport> (*make)(const TransportSetup& setup, const TransportOptions& options);
+  // What it allocates for `num_peers` connected ranks; a NIC driver's own queues are not in it.
+  uint64_t (*memory_bytes)(const TransportOptions& options, size_t num_peers);
+  Probe (*probe)(const TransportOptions& options);
+};
+
+struct RegisterTransport {
+  explicit RegisterTransport(const TransportKind& kind);
+};
+
+// By name.
+const std::vector<TransportKind>& transports();
+// Throws UsageFailure(kConfig) naming those that there are.
+const TransportKind& transport_named(const std::string& name);
+
+}  // namespace uccl_ep
