@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-import shutil
-import subprocess
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.native.objects import CSRC, SANITIZERS, compiled, compiler, forget_old_objects, options_for, run
+
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-CSRC = ROOT / "csrc"
 PROGRAMS = ("queue", "layout", "loop", "stream", "fault", "life", "device", "engine", "cuda")
 # The product's own sources that the programs link.
 PARTS = ("common", "layout", "transport", "proxy")
 ENGINE_PARTS = (*PARTS, "backend", "engine")
-FLAGS = ("-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-ffp-contract=off")
-SANITIZERS = {"memory": "address,undefined", "thread": "thread"}
 CLAIM = re.compile(r'^CLAIM\("((?:[^"\\]|\\.)*)"\)', re.MULTILINE)
-
-OBJECTS = ROOT / "build" / "native_claims"
-OBJECTS_KEPT_SECONDS = 86400.0  # since they were last used
 
 Build = Callable[[str, str], Path]
 
@@ -45,17 +36,6 @@ def cases(sanitizer: str) -> list[object]:
     ]
 
 
-def run(command: Sequence[str | Path], timeout: float) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-
-
-def compiler() -> str:
-    found = shutil.which("g++")
-    if found is None:
-        pytest.skip("g++ is not on the path")
-    return found
-
-
 def sources_of(program: str) -> list[Path]:
     parts = ENGINE_PARTS if program == "engine" else PARTS
     product = [path for part in parts for path in (CSRC / part).rglob("*.cc") if "cuda" not in path.parts]
@@ -64,42 +44,22 @@ def sources_of(program: str) -> list[Path]:
     return [HERE / f"{program}_claims.cc", *sorted(product)]
 
 
-@cache
-def headers_text() -> bytes:
-    return b"".join(path.read_bytes() for folder in (CSRC, HERE) for path in sorted(folder.rglob("*.h")))
-
-
-def compiled(source: Path, sanitizer: str) -> Path:
-    """The object of a source. Kept under build/, named by all that it depends on, so never stale."""
-    options = [*FLAGS, f"-fsanitize={SANITIZERS[sanitizer]}", "-fno-sanitize-recover=all"]
-    text = b"\0".join([" ".join(options).encode(), headers_text(), source.read_bytes()])
-    obj = OBJECTS / f"{source.stem}-{hashlib.sha256(text).hexdigest()[:24]}.o"
-    if obj.exists():
-        obj.touch()
-    else:
-        unfinished = obj.with_suffix(f".{os.getpid()}")
-        result = run([compiler(), *options, f"-I{CSRC}", f"-I{HERE}", "-c", source, "-o", unfinished], 600)
-        assert result.returncode == 0, result.stderr
-        unfinished.rename(obj)  # another session may be making the same one
-    return obj
-
-
 @pytest.fixture(scope="session")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     """Links a program once per session and sanitizer."""
-    OBJECTS.mkdir(parents=True, exist_ok=True)
-    for obj in OBJECTS.iterdir():
-        if obj.stat().st_mtime < time.time() - OBJECTS_KEPT_SECONDS:
-            obj.unlink(missing_ok=True)
+    forget_old_objects()
     folder = tmp_path_factory.mktemp("native")
 
     @cache
     def program_of(program: str, sanitizer: str) -> Path:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(lambda source: compiled(source, sanitizer), sources_of(program)))
+            options = options_for(sanitizer)
+            objects = list(
+                pool.map(lambda source: compiled(source, options, (CSRC, HERE)), sources_of(program))
+            )
         binary = folder / f"{sanitizer}-{program}"
-        options = (f"-fsanitize={SANITIZERS[sanitizer]}", "-pthread", "-lrt")
-        result = run([compiler(), *objects, "-o", binary, *options], 300)
+        linked = (f"-fsanitize={SANITIZERS[sanitizer]}", "-pthread", "-lrt")
+        result = run([compiler(), *objects, "-o", binary, *linked], 300)
         assert result.returncode == 0, result.stderr
         return binary
 
