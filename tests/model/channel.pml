@@ -9,14 +9,15 @@
 // Reductions, and why they lose nothing:
 // * One channel. Channels share no slot, flag, credit or number: another one only changes when a process gets its turn,
 //   and every order of turns is searched. What operations make of several is in dispatch.pml and relay.pml.
-// * No command ring: it is never full and keeps its order (tests/native), so a command only delays the proxy.
+// * No command ring: it is never full (command_capacity of csrc/layout/wire.h) and keeps its order (tests/native), so a
+//   command only delays the proxy.
 // * A payload and its report come in one step: no reader looks at a slot before its stamp, and the claim that nothing
 //   unread lies in the slot is made when the payload comes.
 // * 8 serials instead of 2^18, and the limit on credits a quarter of it, as in csrc/layout/wire.h. More chunks are sent
 //   than there are serials, so that serials come up again. (Window of two: 12, which are not used up.)
 // * A window of two with all its duplicates takes too long: there (FEW_COPIES) only the first write and credit have one.
 // Duplicates: every write, data or credit, may be delivered a second time before it is flushed.
-// Assumed of a transport: a report waits in its queue at most while half of the serials go by (kLateness).
+// transport.h promises that a report is polled before half of its channel's serials have gone by (kLateness).
 
 #ifndef WINDOW
 #define WINDOW 1
@@ -86,6 +87,11 @@ active proctype Stage() {
 #else
 #define HAS_CREDIT (posted < credited + WINDOW)
 #endif
+#ifdef LATE_REPORT
+#define POLLED(reports, n) true
+#else
+#define POLLED(reports, n) (n < kLateness || reports[n - kLateness] == 0)
+#endif
 #ifdef ORDERED_CREDITS
 #define NEWEST(a, b) b
 #else
@@ -103,7 +109,7 @@ active proctype Shipper() {
   int serial, diff;
 end_idle:
   do
-  :: atomic { posted < staged && HAS_CREDIT && (posted < kLateness || arrivals[posted - kLateness] == 0) ->
+  :: atomic { posted < staged && HAS_CREDIT && POLLED(arrivals, posted) ->
        write_state[posted] = POSTED; posted++ }
   ALL(FLUSH_WRITE)
   ALL(POLL_CREDIT)
@@ -134,9 +140,20 @@ end_idle:
        if :: credit_state[k] = DELIVERED :: TWO_COPIES(k) -> credit_state[k] = TWICE fi } \
   :: atomic { credit_state[k] == TWICE -> credits[k]++; credit_state[k] = DELIVERED }
 
+// What the NIC wrote reaches the GPU of reader 1 later than that of reader 0.
+#ifdef VISIBLE_TO_ONE
+byte seen[WINDOW];
+#define LOADED(slot) (me == 0 -> landing[slot] : seen[slot])
+#define REACH :: atomic { seen[0] != landing[0] -> seen[0] = landing[0] }
+#else
+#define LOADED(slot) landing[slot]
+#define REACH
+#endif
+
 active proctype Wire() {
 end_idle:
   do
+  REACH
   ALL(DELIVER)
   ALL(DELIVER_CREDIT)
   od
@@ -184,13 +201,16 @@ end_idle:
   do
   ALL(POLL_ARRIVAL)
   ALL(FLUSH_CREDIT)
-  :: atomic { CONSUMED > returned && TELLABLE && (CONSUMED <= kLateness || credits[CONSUMED - 1 - kLateness] == 0) ->
+  :: atomic { CONSUMED > returned && TELLABLE && POLLED(credits, CONSUMED - 1) ->
        returned = CONSUMED; credit_state[returned - 1] = POSTED; credits_in_flight++ }
   od
 }
 
-#ifdef FLAG_UNSTAMPED
+#if defined(FLAG_UNSTAMPED)
 #define READY(next) (stamp[SLOT(next)] != 0)
+#elif defined(EPOCH_RECORDED)
+// The number that a reader waits for is the one of the lap in which its kernel was recorded.
+#define READY(next) (stamp[SLOT(next)] >= SLOT(next) + 1)
 #else
 #define READY(next) (stamp[SLOT(next)] == next + 1)
 #endif
@@ -207,7 +227,10 @@ proctype Place(bit me) {
 #else
   :: next < kChunks && READY(next) ->
 #endif
-     atomic { assert(landing[SLOT(next)] == next + 1); /* no stale chunk is accepted */
+     atomic { assert(LOADED(SLOT(next)) == next + 1); /* no stale chunk is accepted */
+#ifdef FLAG_RESET
+       stamp[SLOT(next)] = 0;
+#endif
        next++; taken[me] = next }
   :: next == kChunks -> break
   od

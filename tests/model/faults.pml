@@ -38,6 +38,7 @@ byte num_finders;
 byte phase;              // 1: the impatient ones' deadlines expired; 2: everyone's
 bool renewed;            // the buffer was created anew after the error
 byte memory = 1;         // the one that the buffer uses; all headers here are of the first buffer
+bool unmapped;           // the first buffer's memory is given back
 
 #define PEER(r) (r ^ 1)
 #define RAIL(r) ((r + 2) % 4)
@@ -102,7 +103,8 @@ end_serves:
   // What the rail's domain sends it: published for both of the domain.
   :: atomic { life[r] == RUNS && arrived[RAIL(r)] < SENT(RAIL(r)) && !held[RAIL(r)] && !lost[RAIL(r)] ->
        arrived[RAIL(r)]++;
-       assert(!renewed || memory != 1) /* no late write into memory that is used again */
+       assert(!renewed || memory != 1); /* no late write into memory that is used again */
+       assert(!unmapped) /* nor into memory that is gone */
      }
   :: atomic { life[r] == RUNS && claim[r] == r + 1 && !owed[r] -> OWE(r); post(PEER(r), claim[r]) }
   GET(r, RAIL(r)) GET(r, PEER(RAIL(r)))
@@ -111,6 +113,12 @@ end_serves:
   od
 }
 
+// Nothing of the rank's will arrive any more: it has confirmed that, or its process is gone.
+#ifdef UNMAPPED_EARLY
+#define CONFIRMED(r) true
+#else
+#define CONFIRMED(r) ((life[r] == DEAD || (life[r] == RUNS && ENDED(r))) && (arrived[r] == SENT(r) || lost[r]))
+#endif
 #define OTHERS_ENDED(r) \
   ((r == 0 || SETTLED(0)) && (r == 1 || SETTLED(1)) && (r == 2 || SETTLED(2)) && (r == 3 || SETTLED(3)))
 
@@ -140,6 +148,7 @@ end_idle:
        memory = 2
 #endif
      }
+  :: atomic { renewed && !unmapped && CONFIRMED(0) && CONFIRMED(1) && CONFIRMED(2) && CONFIRMED(3) -> unmapped = true }
   od
 }
 

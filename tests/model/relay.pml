@@ -69,6 +69,13 @@ byte token;  // the next one of rank 0's output
   :: atomic { RUNS && merged[x] < LAST && PIECES(x) && OUTPUT_FREE(x) && ALL_FOLDED -> merged[x]++ }
 #define TAKE(x) :: atomic { RUNS && taken[x] < LAST && arrived[x] > taken[x] -> taken[x]++ }
 
+// The first token's row of stream 4 travels in the second chunk.
+#ifdef ROWS_UNORDERED
+#define IN_TOKEN_ORDER (arrived[4] > taken[4] + 1)
+#else
+#define IN_TOKEN_ORDER true
+#endif
+
 #define RUNS (op[me] <= kOps)
 #define LAST (op[me] * kChunks)
 #define ENTERED (op[0] >= op[me] && op[1] >= op[me] && op[2] >= op[me] && op[3] >= op[me] && \
@@ -82,7 +89,7 @@ byte token;  // the next one of rank 0's output
 active proctype Rank0() {
   do
   FOLD(2, 0) FOLD(3, 0) MERGE(2)
-  :: atomic { RUNS && token == 0 && ALL_FOLDED && PIECES(3) && arrived[0] > taken[0] -> token++; taken[0]++ }
+  :: atomic { RUNS && token == 0 && ALL_FOLDED && PIECES(3) && arrived[0] > taken[0] && IN_TOKEN_ORDER -> token++; taken[0]++ }
   :: atomic { RUNS && token == 1 && arrived[4] > taken[4] -> token++; merged[3]++ }
   :: atomic { RUNS && token == 2 && arrived[0] > taken[0] -> token++; taken[4]++ }
   :: atomic { RUNS && token == 3 && PIECES(3) && arrived[4] > taken[4] ->
