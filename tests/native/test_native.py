@@ -15,6 +15,8 @@ from tests.native.objects import CSRC, SANITIZERS, compiled, compiler, forget_ol
 
 HERE = Path(__file__).resolve().parent
 PROGRAMS = ("queue", "layout", "loop", "stream", "fault", "life", "device", "engine", "cuda")
+# Where threads meet without a lock: these run under TSan every time, the others with -m slow.
+LOCK_FREE = ("queue", "stream")
 # The product's own sources that the programs link.
 PARTS = ("common", "layout", "transport", "proxy")
 ENGINE_PARTS = (*PARTS, "backend", "engine")
@@ -30,7 +32,7 @@ def claims_of(program: str) -> list[str]:
 def cases(sanitizer: str) -> list[object]:
     slow = [pytest.mark.slow] if sanitizer == "thread" else []
     return [
-        pytest.param(program, claim, id=f"{program}: {claim}", marks=slow)
+        pytest.param(program, claim, id=f"{program}: {claim}", marks=[] if program in LOCK_FREE else slow)
         for program in PROGRAMS
         for claim in claims_of(program)
     ]
@@ -108,3 +110,20 @@ def test_a_false_claim_fails(tmp_path: Path) -> None:
     assert run([binary, "one is two"], 60).returncode == 1
     assert run([binary, "a byte past the end is ours"], 60).returncode != 0
     assert run([binary, "no such sentence"], 60).returncode == 1
+
+
+def test_a_data_race_is_found(tmp_path: Path) -> None:
+    """Negative control: two threads write a plain number."""
+    source = tmp_path / "race_claims.cc"
+    source.write_text(
+        '#include "claims.h"\n#include <thread>\n'
+        "static long shared = 0;\n"
+        "static void count() { for (int i = 0; i < 1000; ++i) ++shared; }\n"
+        'CLAIM("it is ours") { std::thread other(count); count(); other.join(); EXPECT(shared >= 0); }\n'
+        "int main(int argc, char** argv) { return claims::main(argc, argv); }\n"
+    )
+    binary = tmp_path / "race"
+    options = (*options_for("thread"), f"-I{HERE}", "-pthread")
+    assert run([compiler(), *options, source, "-o", binary], 110).returncode == 0
+    result = run([binary, "it is ours"], 60)
+    assert result.returncode != 0 and "data race" in result.stderr, result.stderr
