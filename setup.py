@@ -19,6 +19,8 @@ CUDA = ROOT / "csrc" / "backend" / "cuda"
 # The environment is read in one file only; it needs nothing but the standard library.
 ENV = runpy.run_path(str(ROOT / "uccl_ep_train" / "env.py"))
 WERROR = ENV["warnings_are_errors"]()
+SANITIZER = ENV["sanitizer"]()
+SANITIZE = [f"-fsanitize={SANITIZER}", "-fno-sanitize-recover=all"] if SANITIZER else []
 
 COMPILE_FLAGS = [
     "-O3",
@@ -34,6 +36,7 @@ COMPILE_FLAGS = [
     # Warnings of other people's headers are not ours to fix.
     *(f"-isystem{path}" for path in (pybind11.get_include(), sysconfig.get_path("include"))),
     *(["-Werror"] if WERROR else []),
+    *([*SANITIZE, "-O1", "-g1", "-fno-omit-frame-pointer"] if SANITIZER else []),
 ]
 
 
@@ -122,7 +125,7 @@ class BuildExt(build_ext):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        kind = ("werror" if WERROR else "plain") + ("-cuda" if nvcc else "")
+        kind = ("werror" if WERROR else "plain") + ("-cuda" if nvcc else "") + (SANITIZER and f"-{SANITIZER}")
         self.force = (
             True  # link anew: nvcc may have come or gone since. Objects are kept, see needs_recompile.
         )
@@ -149,6 +152,7 @@ def extension() -> Pybind11Extension:
         depends=[str(path.relative_to(ROOT)) for path in headers],
         cxx_std=20,
         extra_compile_args=COMPILE_FLAGS,
+        extra_link_args=SANITIZE,
         **options,
     )
 

@@ -9,7 +9,7 @@
 #                       Linux build works without a GPU but brings gigabytes of CUDA libraries. For a CPU-only build
 #                       name the CPU package index that PyTorch's own installation page gives:
 #                       UCCL_EP_PIP_ARGS="--extra-index-url <that address>"
-#   UCCL_EP_APT=1       as root on Debian or Ubuntu: install a missing compiler, Python headers or spin with apt-get
+#   UCCL_EP_APT=1       as root on Debian or Ubuntu: install a missing compiler, Python headers, spin or clang by apt-get
 #   UCCL_EP_WERROR=1    compiler warnings are errors
 #
 # An up-to-date environment costs a few dozen milliseconds: two stamp files hold a hash of what it was made from.
@@ -124,13 +124,15 @@ missing() {
     "(as root, UCCL_EP_APT=1 lets this script do it)"
 }
 
-# wished_for command package: as missing(), for what only some tests need. Tried once, and they skip without it.
+# wished_for command package...: as missing(), for what only some tests need. Tried once, and they skip without it.
 wished_for() {
-  if command -v "$1" >/dev/null || ! may_apt || stamp_is "wished_for_$2" tried; then
+  local command="$1"
+  shift
+  if command -v "$command" >/dev/null || ! may_apt || stamp_is "wished_for_$1" tried; then
     return
   fi
-  write_stamp "wished_for_$2" tried
-  (run_stage "apt-get install $2" apt_install "$2") || say "going on without $2: the tests that need it skip"
+  write_stamp "wished_for_$1" tried
+  (run_stage "apt-get install $*" apt_install "$@") || say "going on without $1: the tests that need it skip"
 }
 
 # Which Python that Debian or Ubuntu release has.
@@ -249,6 +251,7 @@ set_up() {
     flock 9
   fi
   wished_for spin spin
+  wished_for clang++ clang libclang-rt-dev
   if venv_is_usable && stamp_is packages "$(packages_hash)" && is_built "$(build_hash)"; then
     say "$VENV is up to date ($(seconds_since "$started"))"
     exec 9>&-

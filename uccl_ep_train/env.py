@@ -76,6 +76,7 @@ VARIABLES: tuple[Variable, ...] = (
     _config("loop_drop_peer", int, "group rank"),
     _config("num_proxies", int, "integer"),
     Variable(PREFIX + "WERROR", "", int, "0 | 1", "build only: compiler warnings are errors"),
+    Variable(PREFIX + "SANITIZE", "", str, "address | undefined | thread", "build only: see CONTRIBUTING.md"),
 )
 
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
@@ -140,6 +141,16 @@ def set_value(name: str, value: str) -> None:
 def warnings_are_errors() -> bool:
     """UCCL_EP_WERROR=1, read by the build."""
     return os.environ.get(PREFIX + "WERROR", "") == "1"
+
+
+def sanitizer() -> str:
+    """UCCL_EP_SANITIZE, read by the build; empty: none."""
+    name = os.environ.get(PREFIX + "SANITIZE", "")
+    if name not in ("", "address", "undefined", "thread"):
+        raise SystemExit(
+            f"environment variable {PREFIX}SANITIZE = {name!r}: allowed is address | undefined | thread"
+        )
+    return name
 
 
 def table() -> str:
