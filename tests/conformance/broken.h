@@ -63,7 +63,7 @@ class EarlyImmediate final : public Wrapped {
   }
 
  private:
-  static constexpr uint64_t kLateUsec = 2000;
+  static constexpr uint64_t kLateUsec = 10'000;
   const uint64_t every_;
   uint64_t count_ = 0;
   std::vector<std::pair<uint64_t, WriteRequest>> late_;  // by when

@@ -91,8 +91,8 @@ CLAIM("an arrival implies its data: a receiver that checks every byte at once fi
 
 CLAIM("that check notices an arrival that is reported before its data") {
   Ranks ranks;
-  EarlyImmediate early(std::move(ranks.transports[0]), 10);
-  EXPECT(early_arrivals(ranks, early, 400) >= 10);
+  EarlyImmediate early(std::move(ranks.transports[0]), 20);
+  EXPECT(early_arrivals(ranks, early, 400) > 0);  // a receiver that is not scheduled sees none
 }
 
 // ---- each write once ------------------------------------------------------------------------------------------------
