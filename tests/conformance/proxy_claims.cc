@@ -71,7 +71,7 @@ CLAIM("the reader of those streams notices a chunk whose bytes are lost") {
   };
   World world(options);
   world.start();
-  EXPECT_EQ(stream(world, 1000, kChunkBytes).broken, uint64_t{10});
+  EXPECT_EQ(stream(world, 1000, kChunkBytes, suite().patient_usec(kPatienceUsec)).broken, uint64_t{10});
 }
 
 // ---- allocations ----------------------------------------------------------------------------------------------------
