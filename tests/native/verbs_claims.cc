@@ -221,14 +221,29 @@ CLAIM("GPU memory is written like any other once both ends have registered it") 
     addresses.push_back(transports.back()->address());
   }
   for (auto& transport : transports) transport->connect(addresses);
-  for (auto& transport : transports) transport->attach_device({});
+  // Before an arrival is told, all GPUs are made to see it.
+  struct Flush final : DeviceFlush {
+    const std::vector<uint8_t>* gpu;
+    int flushes = 0;
+    void flush() override {
+      ++flushes;
+      EXPECT(gpu->at(200) == 9);
+    }
+  } flush;
+  flush.gpu = &gpus[1];
+  transports[0]->attach_device({});
+  transports[1]->attach_device({{}, nullptr, &flush});
   std::fill(gpus[0].begin(), gpus[0].end(), uint8_t{9});
   EXPECT(transports[0]->post_write({1, 100, 200, 5000, 1, 1, Memory::kDevice, true}) == PostResult::kPosted);
   EXPECT_THROWS(CommunicationFailure,
                 transports[0]->post_write({1, 0, (1 << 16) - 10, 11, 1, 1, Memory::kDevice, true}));
   transports[0]->flush();
   std::vector<Completion> out(8);
+  EXPECT_EQ(flush.flushes, 0);
   EXPECT_EQ(transports[1]->poll(out), size_t{1});
+  EXPECT_EQ(flush.flushes, 1);
+  EXPECT_EQ(transports[1]->poll(out), size_t{0});
+  EXPECT_EQ(flush.flushes, 1);
   EXPECT(gpus[1][199] == 0 && gpus[1][200] == 9 && gpus[1][5199] == 9 && gpus[1][5200] == 0);
 }
 
