@@ -3,10 +3,12 @@
 #include <pybind11/stl.h>
 
 #include <cstring>
+#include <tuple>
 
 #include "backend/host/numerics.h"
 #include "bindings/bindings.h"
 #include "engine/engine.h"
+#include "transport/registry.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -75,6 +77,41 @@ struct PyOp {
   std::shared_ptr<Op> op;
 };
 
+void bind_nic(py::module_& m) {
+  py::class_<NicOptions>(m, "NicOptions")
+      .def_readwrite("devices", &NicOptions::devices)
+      .def_readwrite("provider", &NicOptions::provider)
+      .def_readwrite("interface", &NicOptions::interface)
+      .def_readwrite("gid_index", &NicOptions::gid_index)
+      .def_readwrite("service_level", &NicOptions::service_level)
+      .def_readwrite("traffic_class", &NicOptions::traffic_class)
+      .def_readwrite("window_bytes", &NicOptions::window_bytes)
+      .def_readwrite("window_ops", &NicOptions::window_ops);
+}
+
+const char* name_of(Link link) {
+  switch (link) {
+    case Link::kMemory:
+      return "memory";
+    case Link::kEfa:
+      return "efa";
+    case Link::kTcp:
+      return "tcp";
+    default:
+      return "rdma";
+  }
+}
+
+// What each transport of this build says about this host: (name, usable, text, link).
+std::vector<std::tuple<std::string, bool, std::string, std::string>> probe_all(const EngineConfig& config) {
+  std::vector<std::tuple<std::string, bool, std::string, std::string>> found;
+  for (const TransportKind& kind : transports()) {
+    const Probe probe = kind.probe({config.loop, config.nic});
+    found.emplace_back(kind.name, probe.usable, probe.text, name_of(probe.link));
+  }
+  return found;
+}
+
 void bind_config(py::module_& m) {
   py::class_<EngineConfig>(m, "EngineConfig")
       .def(py::init<>())
@@ -94,6 +131,7 @@ void bind_config(py::module_& m) {
       .def_readwrite("source_order", &EngineConfig::source_order)
       .def_readwrite("generation", &EngineConfig::generation)
       .def_readwrite("transport", &EngineConfig::transport)
+      .def_readwrite("nic", &EngineConfig::nic)
       .def_property(
           "loop_gbytes_per_s", [](const EngineConfig& c) { return c.loop.gbytes_per_s; },
           [](EngineConfig& c, double v) { c.loop.gbytes_per_s = v; })
@@ -112,6 +150,7 @@ void bind_config(py::module_& m) {
       .def_property(
           "loop_drop_peer", [](const EngineConfig& c) { return c.loop.drop_peer; },
           [](EngineConfig& c, int v) { c.loop.drop_peer = v; });
+  m.def("transports", &probe_all, py::call_guard<py::gil_scoped_release>());
   m.def("memory_plan", &memory_entries);
   m.def("least_budget", [](const EngineConfig& config) { return least_budget_bytes(config); });
 }
@@ -239,6 +278,7 @@ py::tuple uccl_ep::trace_tuple(const Trace& trace) {
 PYBIND11_MODULE(_native, m) {
   m.doc() = "Native engine of uccl_ep_train: host backend, command queue, proxies, loop transport.";
   py::register_exception_translator(&translate);
+  bind_nic(m);
   bind_config(m);
   bind_plan(m);
   bind_args(m);
