@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 from uccl_ep_train.config import EpConfig
@@ -53,6 +54,14 @@ def native_config(config: EpConfig, topology: Topology, rank: int, generation: i
     native.loop_drop_peer = config.loop_drop_peer
     _set_nic(native.nic, config)
     return native
+
+
+def probe_transports(config: EpConfig, names: Sequence[str]) -> list[tuple[str, bool, str, str]]:
+    """(name, usable, text, link) of those of the named transports that this build has, about this host."""
+    core = load_native()
+    native = core.EngineConfig()
+    _set_nic(native.nic, config)
+    return list(core.transports(native, list(names)))
 
 
 def _set_nic(nic: Any, config: EpConfig) -> None:

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstring>
 #include <tuple>
 
@@ -102,10 +103,12 @@ const char* name_of(Link link) {
   }
 }
 
-// What each transport of this build says about this host: (name, usable, text, link).
-std::vector<std::tuple<std::string, bool, std::string, std::string>> probe_all(const EngineConfig& config) {
+// What those of the named transports that this build has say about this host: (name, usable, text, link).
+std::vector<std::tuple<std::string, bool, std::string, std::string>> probe_named(
+    const EngineConfig& config, const std::vector<std::string>& names) {
   std::vector<std::tuple<std::string, bool, std::string, std::string>> found;
   for (const TransportKind& kind : transports()) {
+    if (std::find(names.begin(), names.end(), kind.name) == names.end()) continue;
     const Probe probe = kind.probe({config.loop, config.nic});
     found.emplace_back(kind.name, probe.usable, probe.text, name_of(probe.link));
   }
@@ -150,7 +153,7 @@ void bind_config(py::module_& m) {
       .def_property(
           "loop_drop_peer", [](const EngineConfig& c) { return c.loop.drop_peer; },
           [](EngineConfig& c, int v) { c.loop.drop_peer = v; });
-  m.def("transports", &probe_all, py::call_guard<py::gil_scoped_release>());
+  m.def("transports", &probe_named, "config"_a, "names"_a, py::call_guard<py::gil_scoped_release>());
   m.def("memory_plan", &memory_entries);
   m.def("least_budget", [](const EngineConfig& config) { return least_budget_bytes(config); });
 }
