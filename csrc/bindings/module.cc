@@ -90,13 +90,13 @@ void bind_nic(py::module_& m) {
       .def_readwrite("window_ops", &NicOptions::window_ops);
 }
 
-const char* name_of(Link link) {
+const char* name_of(LinkKind link) {
   switch (link) {
-    case Link::kMemory:
+    case LinkKind::kMemory:
       return "memory";
-    case Link::kEfa:
+    case LinkKind::kEfa:
       return "efa";
-    case Link::kTcp:
+    case LinkKind::kTcp:
       return "tcp";
     default:
       return "rdma";

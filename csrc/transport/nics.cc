@@ -74,7 +74,7 @@ std::string pci_path_of(const fs::path& link, const fs::path& root) {
   return none ? std::string() : device.lexically_relative(devices).string();
 }
 
-NicFamily family_of(const fs::path& folder, const Nic& nic) {
+NicFamily family_of(const fs::path& folder, const HostNic& nic) {
   // soft-RoCE names the network interface it runs on. Old kernels show that one's PCI device as its own.
   std::error_code none;
   if (fs::exists(folder / "parent", none) || nic.name.rfind("rxe", 0) == 0) return NicFamily::kSoftRoce;
@@ -93,7 +93,7 @@ std::string state_of(const fs::path& port) {
   return at == std::string::npos ? line : line.substr(at + 2);
 }
 
-void read_port(const fs::path& folder, Nic& nic) {
+void read_port(const fs::path& folder, HostNic& nic) {
   bool first = true;
   for (const fs::path& port : entries(folder / "ports")) {
     const std::string state = state_of(port);
@@ -106,8 +106,8 @@ void read_port(const fs::path& folder, Nic& nic) {
   }
 }
 
-Nic read_nic(const fs::path& folder, const fs::path& root) {
-  Nic nic;
+HostNic read_nic(const fs::path& folder, const fs::path& root) {
+  HostNic nic;
   nic.name = folder.filename();
   const fs::path device = folder / "device";
   nic.pci_path = pci_path_of(device, root);
@@ -203,13 +203,13 @@ int node_distance(const NicSurroundings& around, int from, int to) {
 // The least is the nearest.
 using Distance = std::tuple<bool, int, int>;
 
-Distance distance(const NicSurroundings& around, const NicPlace& place, const Nic& nic) {
+Distance distance(const NicSurroundings& around, const NicPlace& place, const HostNic& nic) {
   return {nic.pci_path.empty(), -static_cast<int>(common_ancestors(place.pci_path, nic.pci_path)),
           node_distance(around, place.numa_node, nic.numa_node)};
 }
 
 // Indices of those that are nearest to a place, of one kind: NICs of different link layers cannot reach the same peers.
-std::vector<size_t> nearest(const std::vector<Nic>& nics, const NicSurroundings& around, const NicPlace& place) {
+std::vector<size_t> nearest(const std::vector<HostNic>& nics, const NicSurroundings& around, const NicPlace& place) {
   std::vector<size_t> best;
   for (size_t i = 0; i < nics.size(); ++i) {
     const Distance ours = distance(around, place, nics[i]);
@@ -231,7 +231,7 @@ struct Share {
   size_t count;  // NICs of each
 };
 
-Share share_of(const std::vector<Nic>& active, const NicSurroundings& around, const std::vector<size_t>& near,
+Share share_of(const std::vector<HostNic>& active, const NicSurroundings& around, const std::vector<size_t>& near,
                size_t local_idx, size_t local_size) {
   std::vector<std::string> sharers;
   for (const NicPlace& gpu : around.gpus)
@@ -244,16 +244,16 @@ Share share_of(const std::vector<Nic>& active, const NicSurroundings& around, co
           std::max<size_t>(1, std::min(near.size() / sharers.size(), fair))};
 }
 
-std::string list_of(const std::vector<Nic>& nics) {
+std::string list_of(const std::vector<HostNic>& nics) {
   std::string text;
-  for (const Nic& nic : nics) text += (text.empty() ? "" : ", ") + describe(nic);
+  for (const HostNic& nic : nics) text += (text.empty() ? "" : ", ") + describe(nic);
   return text.empty() ? "no RDMA NIC" : text;
 }
 
-std::vector<Nic> named(const std::vector<Nic>& nics, const std::vector<std::string>& wanted) {
-  std::vector<Nic> chosen;
+std::vector<HostNic> named(const std::vector<HostNic>& nics, const std::vector<std::string>& wanted) {
+  std::vector<HostNic> chosen;
   for (const std::string& name : wanted) {
-    auto called = [&](const Nic& nic) { return nic.name == name; };
+    auto called = [&](const HostNic& nic) { return nic.name == name; };
     auto refuse = [&](const std::string& why) {
       throw UsageFailure(UsageKind::kConfig, "nics = " + name + ": " + why + "; this host has " + list_of(nics));
     };
@@ -273,10 +273,10 @@ const NicDefaults& nic_defaults(NicFamily family) {
                        [&](const NicDefaults& row) { return row.family == family; });
 }
 
-std::vector<Nic> host_nics(const std::string& root) {
-  std::vector<Nic> nics;
+std::vector<HostNic> host_nics(const std::string& root) {
+  std::vector<HostNic> nics;
   for (const fs::path& folder : entries(fs::path(root) / "class/infiniband")) nics.push_back(read_nic(folder, root));
-  std::sort(nics.begin(), nics.end(), [](const Nic& a, const Nic& b) {
+  std::sort(nics.begin(), nics.end(), [](const HostNic& a, const HostNic& b) {
     return std::make_tuple(a.pci_path.empty(), fs::path(a.pci_path).filename().string(), a.name) <
            std::make_tuple(b.pci_path.empty(), fs::path(b.pci_path).filename().string(), b.name);
   });
@@ -311,29 +311,40 @@ std::vector<int> allowed_cpus() {
   return cpus;
 }
 
-std::vector<Nic> choose_nics(const std::vector<Nic>& nics, const NicSurroundings& around, uint32_t local_idx,
-                             uint32_t local_size, const std::vector<std::string>& wanted) {
+std::vector<HostNic> choose_nics(const std::vector<HostNic>& nics, const NicSurroundings& around, uint32_t local_idx,
+                                 uint32_t local_size, const std::vector<std::string>& wanted) {
   if (!wanted.empty()) return named(nics, wanted);
-  std::vector<Nic> active;
-  std::copy_if(nics.begin(), nics.end(), std::back_inserter(active), [](const Nic& nic) { return nic.active(); });
+  std::vector<HostNic> active;
+  std::copy_if(nics.begin(), nics.end(), std::back_inserter(active), [](const HostNic& nic) { return nic.active(); });
   if (active.empty())
     throw UsageFailure(UsageKind::kConfig, nics.empty()
                                                ? "this host has no RDMA NIC: /sys/class/infiniband is empty"
                                                : "no RDMA NIC has an ACTIVE port; this host has " + list_of(nics));
   const std::vector<size_t> near = nearest(active, around, around.place);
   const Share share = share_of(active, around, near, local_idx, std::max(local_size, 1u));
-  std::vector<Nic> chosen;
+  std::vector<HostNic> chosen;
   for (size_t i = 0; i < share.count; ++i) chosen.push_back(active[near[(share.idx * share.count + i) % near.size()]]);
   return chosen;
 }
 
-std::vector<Nic> nics_of_rank(const TransportSetup& setup, const NicOptions& options, const std::string& root) {
+std::vector<HostNic> nics_of_rank(const TransportSetup& setup, const NicOptions& options,
+                                  const std::vector<std::string>& offered, const std::string& root) {
+  std::vector<HostNic> nics = host_nics(root);
+  std::erase_if(
+      nics, [&](const HostNic& nic) { return std::find(offered.begin(), offered.end(), nic.name) == offered.end(); });
+  for (const std::string& name : offered) {
+    if (std::any_of(nics.begin(), nics.end(), [&](const HostNic& nic) { return nic.name == name; })) continue;
+    HostNic unknown;
+    unknown.name = name;
+    unknown.state = "ACTIVE";
+    nics.push_back(unknown);
+  }
   const NicSurroundings around =
       setup.near_pci.empty() ? around_cpus(allowed_cpus(), root) : around_gpu(setup.near_pci, root);
-  return choose_nics(host_nics(root), around, setup.local_idx, setup.local_size, options.devices);
+  return choose_nics(nics, around, setup.local_idx, setup.local_size, options.devices);
 }
 
-std::string describe(const Nic& nic) {
+std::string describe(const HostNic& nic) {
   std::ostringstream text;
   text << nic.name << " (" << nic_defaults(nic.family).name << ", " << (nic.link_layer.empty() ? "?" : nic.link_layer)
        << ", " << (nic.state.empty() ? "no port" : nic.state) << ", " << nic.gbits_per_s << " Gb/s)";

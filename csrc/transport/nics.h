@@ -27,7 +27,7 @@ struct NicDefaults {
 
 const NicDefaults& nic_defaults(NicFamily family);
 
-struct Nic {
+struct HostNic {
   std::string name;  // "mlx5_0"
   NicFamily family = NicFamily::kOther;
   std::string pci_path;  // "pci0000:00/0000:00:01.0/0000:01:00.0"; empty: no PCI device
@@ -43,7 +43,7 @@ struct Nic {
 };
 
 // In the order of their PCI addresses, those without one last.
-std::vector<Nic> host_nics(const std::string& root = "/sys");
+std::vector<HostNic> host_nics(const std::string& root = "/sys");
 
 struct NicPlace {
   std::string pci_path;  // as above; empty: no PCI device, or one that sysfs does not show
@@ -73,14 +73,16 @@ std::vector<int> allowed_cpus();
 // `wanted` overrides all of it: exactly these, in this order.
 // Throws UsageFailure(kConfig) for a wanted NIC that is absent or not ACTIVE, and where no NIC is left; it names those
 // that there are.
-std::vector<Nic> choose_nics(const std::vector<Nic>& nics, const NicSurroundings& around, uint32_t local_idx,
-                             uint32_t local_size, const std::vector<std::string>& wanted);
+std::vector<HostNic> choose_nics(const std::vector<HostNic>& nics, const NicSurroundings& around, uint32_t local_idx,
+                                 uint32_t local_size, const std::vector<std::string>& wanted);
 
-// All of the above for a rank of this host.
-std::vector<Nic> nics_of_rank(const TransportSetup& setup, const NicOptions& options, const std::string& root = "/sys");
+// All of the above for a rank of this host, out of those NICs that the transport's library offers. One that sysfs does
+// not show counts as ACTIVE, and as near to nothing.
+std::vector<HostNic> nics_of_rank(const TransportSetup& setup, const NicOptions& options,
+                                  const std::vector<std::string>& offered, const std::string& root = "/sys");
 
 // "mlx5_0 (ConnectX, InfiniBand, ACTIVE, 400 Gb/s)"
-std::string describe(const Nic& nic);
+std::string describe(const HostNic& nic);
 
 // The options with what they leave open filled in from the family.
 NicOptions with_defaults(NicOptions options, NicFamily family);

@@ -11,12 +11,12 @@
 namespace uccl_ep {
 
 // What carries the bytes: the choice of "auto" goes by it.
-enum class Link : uint32_t { kMemory, kEfa, kRdma, kTcp };
+enum class LinkKind : uint32_t { kMemory, kEfa, kRdma, kTcp };
 
 struct Probe {
   bool usable = false;
   std::string text;  // what it would use here, or why it cannot work here
-  Link link = Link::kRdma;  // if usable
+  LinkKind link = LinkKind::kRdma;  // if usable
 };
 
 struct TransportKind {

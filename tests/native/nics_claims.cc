@@ -43,9 +43,9 @@ struct Host8 {
   std::vector<std::string> of_gpu(int i, uint32_t local_idx, uint32_t local_size) const {
     return names(choose_nics(host_nics(sysfs.root()), around_gpu(gpu(i), sysfs.root()), local_idx, local_size, {}));
   }
-  static std::vector<std::string> names(const std::vector<Nic>& nics) {
+  static std::vector<std::string> names(const std::vector<HostNic>& nics) {
     std::vector<std::string> list;
-    for (const Nic& nic : nics) list.push_back(nic.name);
+    for (const HostNic& nic : nics) list.push_back(nic.name);
     return list;
   }
 
@@ -77,8 +77,8 @@ std::string text_of(const std::function<void()>& call) {
 
 bool has(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
-std::vector<Nic> of_cpus(const MadeUpSysfs& sysfs, const std::vector<int>& cpus, uint32_t idx, uint32_t size,
-                         const Names& wanted = {}) {
+std::vector<HostNic> of_cpus(const MadeUpSysfs& sysfs, const std::vector<int>& cpus, uint32_t idx, uint32_t size,
+                             const Names& wanted = {}) {
   return choose_nics(host_nics(sysfs.root()), around_cpus(cpus, sysfs.root()), idx, size, wanted);
 }
 
@@ -206,7 +206,7 @@ CLAIM("the second port is taken where the first is down") {
   sysfs.add_nic("mlx4_0", {"pci0000:00/0000:00:05.0", "0x15b3", "mlx4_core"}, {"1: DOWN", "InfiniBand", "10 Gb/sec"});
   EXPECT(!host_nics(sysfs.root())[0].active());
   sysfs.add_port("mlx4_0", 2, {"4: ACTIVE", "Ethernet", "40 Gb/sec (4X QDR)"});
-  const Nic nic = host_nics(sysfs.root())[0];
+  const HostNic nic = host_nics(sysfs.root())[0];
   EXPECT(nic.active() && nic.port == 2 && nic.link_layer == "Ethernet");
   EXPECT_EQ(nic.gbits_per_s, 40.0);
 }
@@ -231,9 +231,9 @@ CLAIM("families are told by driver or vendor, and have the defaults of their mak
   };
   MadeUpSysfs sysfs;
   for (auto& [name, kind] : kinds) sysfs.add_nic(name, kind.first);
-  const std::vector<Nic> nics = host_nics(sysfs.root());
+  const std::vector<HostNic> nics = host_nics(sysfs.root());
   EXPECT_EQ(nics.size(), kinds.size());
-  for (const Nic& nic : nics) {
+  for (const HostNic& nic : nics) {
     EXPECT(nic.family == kinds.at(nic.name).second);
     EXPECT(nic.driver == kinds.at(nic.name).first.driver && nic.pci_path == kinds.at(nic.name).first.path);
     EXPECT(nic_defaults(nic.family).family == nic.family);
@@ -254,18 +254,25 @@ CLAIM("families are told by driver or vendor, and have the defaults of their mak
   EXPECT(told.window_bytes == 5 && told.window_ops == 6 && told.service_level == 0 && told.traffic_class == 0);
 }
 
-CLAIM("a rank of this host gets what its options name") {
+CLAIM("a rank of this host gets what its options name, and only what its library offers") {
   Host8 host = dgx();
+  const Names offered = {"nic0", "nic3", "nic4", "fake0"};
   TransportSetup setup;
   setup.near_pci = Host8::gpu(3);
   setup.local_size = 8;
-  EXPECT(Host8::names(nics_of_rank(setup, {}, host.sysfs.root())) == Names{"nic3"});
   NicOptions options;
+  auto chosen = [&] { return Host8::names(nics_of_rank(setup, options, offered, host.sysfs.root())); };
+  EXPECT(chosen() == Names{"nic3"});
+  setup.near_pci = Host8::gpu(2);
+  EXPECT(chosen() != Names{"nic2"});
   options.devices = {"nic0"};
-  EXPECT(Host8::names(nics_of_rank(setup, options, host.sysfs.root())) == Names{"nic0"});
-  setup.near_pci.clear();
-  setup.local_size = 1;
-  EXPECT(!nics_of_rank(setup, {}, host.sysfs.root()).empty());
+  EXPECT(chosen() == Names{"nic0"});
+  options.devices = {"fake0"};  // not in sysfs
+  EXPECT(chosen() == Names{"fake0"});
+  options.devices = {"nic5"};
+  EXPECT(has(text_of([&] { chosen(); }), "nics = nic5: there is no such NIC"));
+  const auto unknown = nics_of_rank({}, {}, {"fake0"}, host.sysfs.root());
+  EXPECT(unknown[0].family == NicFamily::kOther && unknown[0].active());
 }
 
 int main(int argc, char** argv) { return claims::main(argc, argv); }

@@ -304,7 +304,7 @@ std::unique_ptr<Transport> make(const TransportSetup& setup, const TransportOpti
 }
 
 Probe probe(const TransportOptions&) {
-  return {true, "shared memory of host " + host_boot_id().substr(0, 8), Link::kMemory};
+  return {true, "shared memory of host " + host_boot_id().substr(0, 8), LinkKind::kMemory};
 }
 
 const RegisterTransport registered({"loop", make, memory_bytes, probe});
