@@ -18,7 +18,7 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc"
-PROGRAMS = ("queue", "layout", "loop", "stream", "fault", "life", "device", "engine", "cuda")
+PROGRAMS = ("queue", "layout", "loop", "stream", "fault", "life", "device", "engine", "cuda", "nics")
 # The product's own sources that the programs link.
 PARTS = ("common", "layout", "transport", "proxy")
 ENGINE_PARTS = (*PARTS, "backend", "engine")

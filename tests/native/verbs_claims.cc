@@ -334,7 +334,7 @@ CLAIM("a NIC that cannot be used is a typed error that names it and what there i
   };
   NicOptions options;
   options.devices = {"mlx5_7"};
-  EXPECT(says(open(options), "there is no NIC mlx5_7; there are fake0, fake1"));
+  EXPECT(says(open(options), "nics = mlx5_7: there is no such NIC; this host has fake0"));
   options.devices = {"fake0"};
   options.gid_index = 9;
   EXPECT(says(open(options), "no GID of index 9; its indices: 0, 1, 2"));
@@ -344,7 +344,15 @@ CLAIM("a NIC that cannot be used is a typed error that names it and what there i
   EXPECT(!transport_named("verbs").probe({}).usable);
   fake_verbs().port_active = true;
   EXPECT(transport_named("verbs").probe({}).usable);
+  EXPECT(transport_named("verbs").probe({}).link == LinkKind::kRdma);
+  // All that were asked for have to work.
+  options.devices = {"fake1", "fake0"};
+  EXPECT(transport_named("verbs").probe({{}, options}).usable);
+  options.devices = {"fake1", "mlx5_7"};
+  EXPECT(!transport_named("verbs").probe({{}, options}).usable);
+  options.devices = {"fake0"};
   fake_verbs().is_efa = true;
+  EXPECT(transport_named("verbs").probe({}).link == LinkKind::kEfa);
   fake_verbs().can_write = false;
   EXPECT(says(open(options), "no RDMA write"));
   fake_verbs().num_devices = 0;
@@ -353,9 +361,13 @@ CLAIM("a NIC that cannot be used is a typed error that names it and what there i
 
 CLAIM("service level, traffic class and a timeout that outlasts the deadline reach the connection") {
   NicOptions nic;
-  nic.service_level = 3;
-  nic.traffic_class = 104;
+  nic.service_level = 5;
+  nic.traffic_class = 96;
   Net net(2, nic);
+  EXPECT_EQ(int{fake_verbs().service_level}, 5);
+  EXPECT_EQ(int{fake_verbs().traffic_class}, 96);
+  // The defaults of a NIC that sysfs does not know.
+  const Net open(2);
   EXPECT_EQ(int{fake_verbs().service_level}, 3);
   EXPECT_EQ(int{fake_verbs().traffic_class}, 104);
   // 8 timeouts of 4.096 us * 2^n each, for 20 s.
