@@ -121,15 +121,25 @@ class ProcessRanks:
     """Starts `target(Rank, *args)` in num_ranks processes. A context manager that kills what still runs.
 
     A process is forked from a server that has imported torch and this package but started no thread and
-    opened no engine, which saves seconds a rank against a fresh interpreter and is as clean.
+    opened no engine, which saves seconds a rank against a fresh interpreter and is as clean. With
+    method="fork" it is forked from this process, which then must be as clean: no second import of torch, and
+    args need not be picklable.
     """
 
-    def __init__(self, num_ranks: int, target: Callable[..., Any], args: tuple[Any, ...] = ()) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        target: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        *,
+        method: str = "forkserver",
+    ) -> None:
         import torch.distributed as dist
 
         self.num_ranks = num_ranks
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+        context: Any = multiprocessing.get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload(PRELOADED)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._outcomes: dict[int, Outcome] = {}
         self._marks: dict[tuple[int, str], tuple[Any, float]] = {}
