@@ -71,6 +71,7 @@ CUDA_FLAGS = [
     "--expt-relaxed-constexpr",
     "--diag-suppress=177",  # never referenced: what the kernels of one architecture alone call
     "-lineinfo",  # profilers show the source
+    "-Xptxas=-v",  # registers and spills of each kernel, for tests/native/test_kernels.py
     "-Xcompiler=-fPIC,-fvisibility=hidden",
     # Hopper's bulk copies, and plain loads for what came before and comes after.
     "-gencode=arch=compute_90a,code=sm_90a",
@@ -96,7 +97,7 @@ class BuildExt(build_ext):
         if needs_recompile(str(obj), relative):
             obj.parent.mkdir(parents=True, exist_ok=True)
             dependencies = str(obj.with_suffix(".d"))
-            subprocess.run(
+            done = subprocess.run(
                 [
                     str(nvcc),
                     *CUDA_FLAGS,
@@ -109,8 +110,14 @@ class BuildExt(build_ext):
                     "-o",
                     str(obj),
                 ],
-                check=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
             )
+            if done.returncode:
+                raise SystemExit(f"nvcc failed for {relative}:\n{done.stdout}")
+            obj.with_suffix(".ptxas").write_text(done.stdout)
         return str(obj)
 
     def finalize_options(self) -> None:
