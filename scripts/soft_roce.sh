@@ -31,7 +31,8 @@ STATE="$ROOT/build/soft_roce"
 # Where not only root's programs are.
 PATH="$PATH:/usr/sbin:/sbin"
 
-NO_VM=77 TIMED_OUT=124 VM_FAILED=125
+# NO_READER is what a shell says of a program that SIGPIPE has ended.
+NO_VM=77 TIMED_OUT=124 VM_FAILED=125 NO_READER=141
 
 # program:package, of what runs here and, from here, in the VM.
 PROGRAMS=(
@@ -59,12 +60,13 @@ pause() { read -r -t "$1" -u "$NEVER"; }
 
 # ------------------------------------------------------------------------------------------------------- what the VM is made of
 
-# logged "what" command...: with a sign of life for what may take a while; its output in the log.
+# logged "what" command...: with a sign of life for what may take a while; its output in the log. As its callers ask for
+# its success, bash would not stop at a step of a function that fails: what runs here joins its steps with &&.
 logged() {
   local what="$1" job status=0
   shift
   say "$what ..."
-  (set -e && "$@") >"$STATE/prepare.log" 2>&1 </dev/null &
+  "$@" >"$STATE/prepare.log" 2>&1 </dev/null &
   job=$!
   local since=$SECONDS
   while kill -0 "$job" 2>/dev/null; do
@@ -102,22 +104,21 @@ has_packages() {
   [ ${#missing[@]} -eq 0 ] || no_vm "apt-get installed ${missing[*]}, and still something is missing"
 }
 
-# The kernel that apt has today; another one is taken when build/soft_roce is removed.
+# The kernel that apt has today; another one is taken when build/soft_roce is removed. Later releases of Debian have merged
+# the folders: /lib is a link to usr/lib.
 unpack_kernel() {
-  local package version
-  package="$(apt-cache depends linux-image-amd64 | awk '/Depends: linux-image-/ { print $2; exit }')"
-  [ -n "$package" ] || return 1
-  rm -rf "$STATE/kernel.new"
-  mkdir "$STATE/kernel.new"
-  cd "$STATE/kernel.new"
-  apt-get download "$package"
-  dpkg-deb -x ./*.deb .
-  rm ./*.deb
-  # Later releases of Debian have merged the folders.
-  [ -d lib ] || ln -s usr/lib lib
-  version="$(ls lib/modules)"
-  depmod -b . "$version"
-  mv "$STATE/kernel.new" "$STATE/kernel"
+  local package
+  package="$(apt-cache depends linux-image-amd64 | awk '/Depends: linux-image-/ { print $2; exit }')" &&
+    [ -n "$package" ] &&
+    rm -rf "$STATE/kernel.new" &&
+    mkdir "$STATE/kernel.new" &&
+    cd "$STATE/kernel.new" &&
+    apt-get download "$package" &&
+    dpkg-deb -x ./*.deb . &&
+    rm ./*.deb &&
+    { [ -d lib ] || ln -s usr/lib lib; } &&
+    depmod -b . "$(ls lib/modules)" &&
+    mv "$STATE/kernel.new" "$STATE/kernel"
 }
 
 has_kernel() {
@@ -131,29 +132,34 @@ has_kernel() {
 module_files() {
   local module
   for module in "${MODULES[@]}"; do
-    modprobe -d "$STATE/kernel" -S "$(ls "$STATE/kernel/lib/modules")" --show-depends "$module"
+    modprobe -d "$STATE/kernel" -S "$(ls "$STATE/kernel/lib/modules")" --show-depends "$module" || return
   done | awk '$1 == "insmod" && !seen[$2]++ { print $2 }'
 }
 
-build_initramfs() {
-  local new="$STATE/initramfs.new" applet file name
-  rm -rf "$new"
-  mkdir -p "$new"/{bin,dev,proc,sys,host,layer,new,share,modules}
-  cp -L "$(command -v busybox)" "$new/bin/busybox"
-  for applet in $(busybox --list); do
-    [ "$applet" = busybox ] || ln -s busybox "$new/bin/$applet"
-  done
-  cp "$HERE/init" "$new/init"
-  module_files >"$STATE/modules.new"
+# copy_modules FOLDER: also writes their order. Later releases of Debian compress them.
+copy_modules() {
+  local file name
   while read -r file; do
     name="$(basename "${file%.xz}")"
-    if [ "$file" = "${file%.xz}" ]; then cp "$file" "$new/modules/"; else xz -dc "$file" >"$new/modules/$name"; fi
-    printf '%s\n' "$name" >>"$new/modules/order"
-  done <"$STATE/modules.new"
-  # Uncompressed: the VM would take longer to unpack it than to read it.
-  (cd "$new" && find . | busybox cpio -o -H newc) >"$STATE/initramfs.cpio.new" 2>/dev/null
-  rm -rf "$new" "$STATE/modules.new"
-  mv "$STATE/initramfs.cpio.new" "$STATE/initramfs.cpio"
+    if [ "$file" = "${file%.xz}" ]; then cp "$file" "$1/$name"; else xz -dc "$file" >"$1/$name"; fi &&
+      printf '%s\n' "$name" >>"$1/order" || return
+  done
+}
+
+# Not compressed: the VM would take longer to unpack it than to read it.
+build_initramfs() {
+  local new="$STATE/initramfs.new" applet
+  rm -rf "$new" &&
+    mkdir -p "$new"/{bin,dev,proc,sys,host,layer,new,share,modules} &&
+    cp -L "$(command -v busybox)" "$new/bin/busybox" &&
+    for applet in $(busybox --list); do
+      [ "$applet" = busybox ] || ln -s busybox "$new/bin/$applet" || return
+    done &&
+    cp "$HERE/init" "$new/init" &&
+    module_files | copy_modules "$new/modules" &&
+    (cd "$new" && find . | busybox cpio -o -H newc) >"$STATE/initramfs.cpio.new" &&
+    rm -rf "$new" &&
+    mv "$STATE/initramfs.cpio.new" "$STATE/initramfs.cpio"
 }
 
 # Another invocation in this clone may be at it, too.
@@ -166,7 +172,7 @@ prepare() {
   has_packages
   has_kernel
   if ! [ "$STATE/initramfs.cpio" -nt "$HERE/init" ] || ! [ "$STATE/initramfs.cpio" -nt "${BASH_SOURCE[0]}" ]; then
-    logged "making the initramfs" build_initramfs || no_vm "the initramfs could not be made"
+    logged "making the initramfs" build_initramfs || exit 1
   fi
   # What failed runs have left.
   find "$STATE" -maxdepth 1 -name 'run.*' -mmin +1440 -exec rm -rf {} +
@@ -207,20 +213,20 @@ start_vm() {
   TAILS+=($!)
 }
 
-# wait_for_vm: until it has ended; false if it was stopped.
+# wait_for_vm: until it has ended; exits if it has to be stopped.
 wait_for_vm() {
-  local next_sign=30
+  local next_sign_s=30
   while kill -0 "$QEMU" 2>/dev/null; do
     pause 0.1 || true
     if ((SECONDS >= LIMIT_S)); then
       say "stopped: the limit of $LIMIT_S s is over"
-      return 1
-    elif ! kill -0 "${TAILS[@]}" 2>/dev/null; then
-      say "stopped: nobody reads its output any more"
-      return 1
-    elif ((SECONDS >= next_sign)); then
+      exit "$TIMED_OUT"
+    elif ! kill -0 "${TAILS[0]}" 2>/dev/null && kill -0 "$QEMU" 2>/dev/null; then
+      say "stopped: nobody reads the output any more"
+      exit "$NO_READER"
+    elif ((SECONDS >= next_sign_s)); then
       say "running for $SECONDS s (limit $LIMIT_S s)"
-      next_sign=$((next_sign + 30))
+      next_sign_s=$((next_sign_s + 30))
     fi
   done
 }
@@ -235,7 +241,7 @@ in_vm() {
   : >"$RUN/stdout" 2>"$RUN/stderr"
   SECONDS=0
   start_vm
-  if ! wait_for_vm; then exit "$TIMED_OUT"; fi
+  wait_for_vm
   QEMU=""
   wait "${TAILS[@]}" || true
   TAILS=()
@@ -278,10 +284,9 @@ done
 default_command() {
   local python="${PYTHON:-.venv/bin/python}" conformance
   cd "$ROOT"
-  [ -x "$python" ] || "$ROOT/scripts/setup_env.sh" >&2
-  conformance="$("$python" tests/conformance/build.py)"
-  printf '%q verbs && soft_roce_wire loss %q && %q tests/conformance/two_domains.py --transport verbs --nics rxe0,rxe1' \
-    "$conformance" "${LOSS_PERCENT:-0.5}" "$python"
+  [ -x "$python" ] || "$ROOT/scripts/setup_env.sh" >&2 || return
+  conformance="$("$python" tests/conformance/build.py)" || return
+  printf '%q ' scripts/soft_roce/default.sh "$conformance" "$python" "${LOSS_PERCENT:-0.5}"
 }
 
 prepare

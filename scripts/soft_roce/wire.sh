@@ -3,6 +3,7 @@
 #
 #   soft_roce_wire make PERCENT   the devices and the link, once, by the VM's init
 #   soft_roce_wire loss PERCENT   from now on the link loses so many packets, in each direction; 0: none
+#   soft_roce_wire lost           prints how many it has lost since
 #   soft_roce_wire cut            it loses all: what a NIC sees when a cable is pulled further away
 #   soft_roce_wire heal           as it was before `cut`
 #   soft_roce_wire down | up      the second device's port goes down, which the device reports, and comes back
@@ -11,7 +12,7 @@
 # end and enter the other; rxe itself short-circuits only what a device sends to its own address, which never gets lost.
 set -euo pipefail
 
-NEARBY=(veth0 veth1)
+ENDS=(veth0 veth1)
 MTU_BYTES=4200 # a RoCE packet of 4096 bytes and its headers
 STATE=/run/soft_roce/loss
 
@@ -19,7 +20,7 @@ STATE=/run/soft_roce/loss
 # what is sent, and first for what has come in over the pair.
 make_rules() {
   local name
-  for name in all "${NEARBY[@]}"; do
+  for name in all "${ENDS[@]}"; do
     echo 0 >"/proc/sys/net/ipv4/conf/$name/rp_filter"
     echo 1 >"/proc/sys/net/ipv4/conf/$name/accept_local"
   done
@@ -41,13 +42,18 @@ make_routes() {
 # lose PERCENT: on both ends, as each only sees what it sends.
 lose() {
   local name
-  for name in "${NEARBY[@]}"; do
+  for name in "${ENDS[@]}"; do
     if [ "$1" = 0 ]; then
       tc qdisc del dev "$name" root 2>/dev/null || true
     else
       tc qdisc replace dev "$name" root netem loss "$1%"
     fi
   done
+}
+
+lost() {
+  local name
+  for name in "${ENDS[@]}"; do tc -s qdisc show dev "$name"; done | awk '/dropped/ { gsub(/,/, ""); sum += $7 } END { print sum + 0 }'
 }
 
 # An address reaches the table of a device's names (GIDs) a moment after it was given.
@@ -89,6 +95,7 @@ case "${1:-}" in
     lose "$2"
     echo "$2" >"$STATE"
     ;;
+  lost) lost ;;
   cut) lose 100 ;;
   heal) lose "$(cat "$STATE")" ;;
   down) ip link set veth1 down ;;
@@ -98,7 +105,7 @@ case "${1:-}" in
     wait_for_devices
     ;;
   *)
-    printf '%s: none of make, loss, cut, heal, down, up\n' "${1:-}" >&2
+    printf '%s: none of make, loss, lost, cut, heal, down, up\n' "${1:-}" >&2
     exit 2
     ;;
 esac
