@@ -20,8 +20,8 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc"
-PROGRAMS = ("queue", "layout", "loop", "stream", "fault", "life", "device", "engine", "cuda")
-PROGRAMS += ("ofi", "ofi_fault")
+OF_TRANSPORTS = ("ofi", "ofi_fault")  # begin with the name of one
+PROGRAMS = ("queue", "layout", "loop", "stream", "fault", "life", "device", "engine", "cuda", *OF_TRANSPORTS)
 # The product's own sources that the programs link.
 PARTS = ("common", "layout", "transport", "proxy")
 ENGINE_PARTS = (*PARTS, "backend", "engine")
