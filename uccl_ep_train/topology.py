@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from uccl_ep_train.bootstrap import Bootstrap, exchange
 from uccl_ep_train.config import EpConfig
@@ -21,6 +22,7 @@ from uccl_ep_train.errors import ConfigError, RankMismatchError, TopologyError
 
 NONCE_BYTES = 32
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -93,20 +95,27 @@ class Topology:
         return f"{self.num_ranks} ranks in {self.num_domains} domain(s): {domains}"
 
 
-def agree_on_config(bootstrap: Bootstrap, config: EpConfig, verify: Callable[[], None]) -> int:
-    """Ranks compare the settings that must be equal, run `verify`, and take a common 64-bit generation key.
+class Agreement(NamedTuple):
+    """A 64-bit key, random, nonzero and rank 0's choice: no flag of an engine can be mistaken for one of an
+    earlier engine. And what the ranks said, by rank.
+    """
 
-    The key is random, nonzero and rank 0's choice: no flag of an engine can be mistaken for one of an earlier
-    engine.
+    generation: int
+    said: list[Any]
+
+
+def agree_on_config(bootstrap: Bootstrap, config: EpConfig, verify: Callable[[], Any]) -> Agreement:
+    """Ranks compare the settings that must be equal, take a common generation key, and say what `verify`
+    returned: anything that JSON can carry.
 
     Raises `TopologyError` when ranks set different domains and `RankMismatchError` for any other setting;
     both name two ranks and their values, and every rank raises the same.
     """
 
     def mine() -> bytes:
-        verify()
+        said = verify()
         return json.dumps(
-            {"generation": secrets.randbits(64) or 1, "values": config.agreed_values()}, sort_keys=True
+            {"generation": secrets.randbits(64) or 1, "values": config.agreed_values(), "said": said}
         ).encode()
 
     answers = [json.loads(answer) for answer in exchange(bootstrap, "configuration", mine)]
@@ -129,7 +138,7 @@ def agree_on_config(bootstrap: Bootstrap, config: EpConfig, verify: Callable[[],
                 expected=first.get(name),
                 seen=values.get(name),
             )
-    return int(answers[0]["generation"])
+    return Agreement(int(answers[0]["generation"]), [answer["said"] for answer in answers])
 
 
 def resolve_topology(bootstrap: Bootstrap, config: EpConfig) -> Topology:
@@ -190,6 +199,18 @@ def boot_id() -> str:
         return _BOOT_ID.read_text().strip()
     except OSError:
         return os.uname().nodename
+
+
+def memory_id() -> str:
+    """Equal for processes that can map each other's POSIX shared memory: their kernel, and its mount of it.
+
+    Containers of one host have mounts of their own unless they share their IPC namespace.
+    """
+    try:
+        mount = os.stat(_SHARED_MEMORY).st_dev
+    except OSError:
+        mount = 0
+    return f"{boot_id()} {mount}"
 
 
 @dataclass(frozen=True)

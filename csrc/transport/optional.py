@@ -17,9 +17,7 @@ class Needs:
 
 
 NEEDS = {
-    "ofi": Needs(
-        header="rdma/fabric.h", package="libfabric-dev", elsewhere=("/opt/amazon/efa/include",)
-    ),
+    "ofi": Needs(header="rdma/fabric.h", package="libfabric-dev", elsewhere=("/opt/amazon/efa/include",)),
     "verbs": Needs(header="infiniband/verbs.h", package="libibverbs-dev"),
 }
 

@@ -83,10 +83,20 @@ class DeviceCopies {
   virtual bool done(uint64_t ticket) = 0;
 };
 
+// Makes what NICs wrote into our device memory visible to every GPU of the domain. Used by the proxy's thread only.
+class DeviceFlush {
+ public:
+  virtual ~DeviceFlush() = default;
+  // Throws CommunicationFailure(kTransport).
+  virtual void flush() = 0;
+};
+
 // Device regions as this process has them mapped; by rank, {nullptr, 0} where there is none.
 struct DeviceRegions {
   std::vector<RegisteredRegion> regions;
-  DeviceCopies* copies = nullptr;  // outlives the transport's use
+  // Both outlive the transport's use.
+  DeviceCopies* copies = nullptr;
+  DeviceFlush* nic_writes = nullptr;  // nullptr: every GPU sees them by itself
 };
 
 enum class PostResult : uint32_t { kPosted, kAgain };  // kAgain: the queue to this peer is full now, poll and try again

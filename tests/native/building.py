@@ -52,8 +52,14 @@ PLAIN = Flavour(name="plain", options=("-O2",))
 PRODUCT = Flavour(name="product", options=("-O3", "-fno-fast-math"))
 
 
-def run(command: Sequence[str | Path], timeout: float) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+def run(
+    command: Sequence[str | Path], timeout: float, *, libraries: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """libraries: a folder whose shared libraries come before the system's."""
+    environment = None if libraries is None else {**os.environ, "LD_LIBRARY_PATH": str(libraries)}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, check=False, env=environment
+    )
 
 
 def compiler() -> str:
@@ -110,6 +116,14 @@ def link(binary: Path, sources: Sequence[Path], flavour: Flavour) -> Path:
     _need(run([compiler(), *flavour.options, *objects, "-o", unfinished, *libraries], 300))
     unfinished.rename(binary)
     return binary
+
+
+def link_shared(library: Path, source: Path) -> None:
+    """A shared library of one source, without the sanitizers, which are the program's."""
+    folders = [f"-I{folder}" for folder in (CSRC, HERE)]
+    includes = [f"-isystem{path}" for path in transports().include_dirs]
+    hidden = ("-fPIC", "-shared", "-fvisibility=hidden")
+    _need(run([compiler(), *FLAGS, "-O1", *hidden, *folders, *includes, source, "-o", library], 300))
 
 
 def drop_old_objects() -> None:

@@ -339,7 +339,9 @@ std::unique_ptr<Transport> make(const TransportSetup& setup, const TransportOpti
   return std::make_unique<loop::LoopTransport>(setup, options);
 }
 
-Probe probe(const TransportOptions&) { return {true, "shared memory of host " + host_boot_id().substr(0, 8)}; }
+Probe probe(const TransportOptions&) {
+  return {true, "shared memory of host " + host_boot_id().substr(0, 8), LinkKind::kMemory};
+}
 
 const RegisterTransport registered({"loop", make, memory_bytes, probe});
 

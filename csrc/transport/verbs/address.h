@@ -1,0 +1,116 @@
+// What a rank tells the others about its NICs, as one line of text.
+#pragma once
+
+#include <cstdint>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "common/error.h"
+
+namespace uccl_ep::verbs {
+
+// Registered memory as a peer writes it: pieces that overlap, so that every write lies in one of them.
+struct MemoryAddress {
+  uint64_t base = 0;
+  uint64_t num_bytes = 0;
+  uint64_t stride = 0;               // from piece to piece
+  std::vector<uint32_t> keys;        // by piece; none: no such memory
+
+  // The piece of a write at `offset`.
+  uint32_t key_of(uint64_t offset) const {
+    const uint64_t piece = offset / stride;
+    return keys[piece < keys.size() ? piece : keys.size() - 1];
+  }
+};
+
+struct NicAddress {
+  uint64_t gid_high = 0, gid_low = 0;  // as on the wire
+  uint32_t lid = 0;
+  uint32_t mtu = 0;  // ibv_mtu
+  bool is_ethernet = false;
+  MemoryAddress host, device;
+  std::vector<uint32_t> queue_pairs;  // by rank: whom its writes come to; 0: nobody
+  std::vector<uint32_t> first_psn;    // by rank
+};
+
+struct Address {
+  int rank = -1;
+  uint64_t generation = 0;
+  int pid = 0;
+  uint64_t pid_namespace = 0;
+  std::string boot_id;
+  std::string policy;  // "rc", "srd"
+  std::vector<NicAddress> nics;
+};
+
+namespace detail {
+
+inline void put(std::ostream& out, const std::vector<uint32_t>& values) {
+  out << ' ' << values.size();
+  for (uint32_t value : values) out << ' ' << value;
+}
+inline void put(std::ostream& out, const MemoryAddress& m) {
+  out << ' ' << m.base << ' ' << m.num_bytes << ' ' << m.stride;
+  put(out, m.keys);
+}
+inline void take(std::istream& in, std::vector<uint32_t>& values) {
+  constexpr size_t kMost = 1 << 20;
+  size_t count = 0;
+  if (!(in >> count) || count > kMost) return in.setstate(std::ios::failbit);
+  values.clear();
+  for (uint32_t value; values.size() < count && in >> value;) values.push_back(value);
+}
+inline void take(std::istream& in, MemoryAddress& m) {
+  in >> m.base >> m.num_bytes >> m.stride;
+  take(in, m.keys);
+  if (!m.keys.empty() && m.stride == 0) in.setstate(std::ios::failbit);
+}
+
+}  // namespace detail
+
+inline std::string encode_address(const Address& a) {
+  std::ostringstream out;
+  out << "verbs1 " << a.rank << ' ' << a.generation << ' ' << a.pid << ' ' << a.pid_namespace << ' ' << a.boot_id << ' '
+      << a.policy << ' ' << a.nics.size();
+  for (const NicAddress& n : a.nics) {
+    out << ' ' << n.gid_high << ' ' << n.gid_low << ' ' << n.lid << ' ' << n.mtu << ' ' << n.is_ethernet;
+    detail::put(out, n.host);
+    detail::put(out, n.device);
+    detail::put(out, n.queue_pairs);
+    detail::put(out, n.first_psn);
+  }
+  out << " end";
+  return out.str();
+}
+
+// Throws CommunicationFailure(kTransport) for anything that encode_address cannot have written.
+inline Address decode_address(const std::string& text) {
+  constexpr size_t kMostNics = 64;
+  Address a;
+  std::string tag, end;
+  size_t num_nics = 0;
+  std::istringstream in(text);
+  in >> tag >> a.rank >> a.generation >> a.pid >> a.pid_namespace >> a.boot_id >> a.policy >> num_nics;
+  if (num_nics > kMostNics) in.setstate(std::ios::failbit);
+  for (size_t i = 0; in && i < num_nics; ++i) {
+    NicAddress n;
+    in >> n.gid_high >> n.gid_low >> n.lid >> n.mtu >> n.is_ethernet;
+    detail::take(in, n.host);
+    detail::take(in, n.device);
+    detail::take(in, n.queue_pairs);
+    detail::take(in, n.first_psn);
+    if (n.host.keys.empty() || n.queue_pairs.size() != n.first_psn.size()) in.setstate(std::ios::failbit);
+    a.nics.push_back(std::move(n));
+  }
+  in >> end;
+  if (!in || tag != "verbs1" || end != "end" || a.rank < 0 || num_nics == 0) {
+    ErrorRecord record;
+    record.kind = ErrorKind::kTransport;
+    record.set_message("verbs: no address of this transport: '" + text.substr(0, 80) + "'");
+    throw CommunicationFailure(record);
+  }
+  return a;
+}
+
+}  // namespace uccl_ep::verbs

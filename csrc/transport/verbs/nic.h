@@ -1,0 +1,98 @@
+// A NIC that was opened: its port, its completion queue, and the memory that it may read and write.
+#pragma once
+
+#include <infiniband/verbs.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/transport.h"
+#include "transport/verbs/address.h"
+
+namespace uccl_ep::verbs {
+
+[[noreturn]] void fail(int rank, int peer, const std::string& text);
+
+// Destroys what libibverbs made. Order matters to it: members of a class go from last to first.
+struct Destroy {
+  void operator()(ibv_context* p) const { ibv_close_device(p); }
+  void operator()(ibv_pd* p) const { ibv_dealloc_pd(p); }
+  void operator()(ibv_cq* p) const { ibv_destroy_cq(p); }
+  void operator()(ibv_srq* p) const { ibv_destroy_srq(p); }
+  void operator()(ibv_mr* p) const { ibv_dereg_mr(p); }
+  void operator()(ibv_qp* p) const { ibv_destroy_qp(p); }
+  void operator()(ibv_ah* p) const { ibv_destroy_ah(p); }
+};
+template <typename T>
+using Owned = std::unique_ptr<T, Destroy>;
+
+// Registered in pieces, for some drivers take no more at once. Each piece but the last overlaps the next one by the
+// largest write, so that no write is ever split.
+constexpr uint64_t kMostPieceBytes = uint64_t{1} << 30;
+
+class RegisteredMemory {
+ public:
+  RegisteredMemory() = default;
+  // Throws CommunicationFailure(kTransport) that says what is missing.
+  RegisteredMemory(ibv_pd* pd, Memory kind, const RegisteredRegion& region, uint64_t largest_write_bytes, int rank,
+                   uint64_t most_piece_bytes = kMostPieceBytes);
+
+  MemoryAddress address() const;
+  uint64_t num_bytes() const { return num_bytes_; }
+  uint8_t* at(uint64_t offset) const { return base_ + offset; }
+  uint32_t local_key_of(uint64_t offset) const {
+    const uint64_t piece = offset / stride_;
+    return pieces_[piece < pieces_.size() ? piece : pieces_.size() - 1]->lkey;
+  }
+
+ private:
+  uint8_t* base_ = nullptr;
+  uint64_t num_bytes_ = 0;
+  uint64_t stride_ = 1;
+  std::vector<Owned<ibv_mr>> pieces_;
+};
+
+struct Port {
+  uint8_t number = 1;
+  uint8_t gid_index = 0;
+  ibv_gid gid{};
+  uint16_t lid = 0;
+  ibv_mtu mtu = IBV_MTU_1024;
+  bool is_ethernet = false;
+  bool is_efa = false;
+};
+
+// The names of the devices that libibverbs offers. Throws UsageFailure where it cannot be loaded.
+std::vector<std::string> device_names();
+
+class Nic {
+ public:
+  // Throws UsageFailure(kConfig) for a device that is not there or a port that is down.
+  Nic(const std::string& name, const NicOptions& options, const TransportSetup& setup, uint32_t port = 1);
+
+  const std::string& name() const { return name_; }
+  ibv_context* context() const { return context_.get(); }
+  ibv_pd* pd() const { return pd_.get(); }
+  const ibv_device_attr& limits() const { return limits_; }
+  const Port& port() const { return port_; }
+  int rank() const { return rank_; }
+
+  void register_memory(Memory kind, const RegisteredRegion& region, uint64_t largest_write_bytes);
+  const RegisteredMemory& memory(Memory which) const { return which == Memory::kHost ? host_ : device_; }
+  NicAddress address() const;
+
+ private:
+  void choose_gid(int wanted);
+
+  const std::string name_;
+  const int rank_;
+  Owned<ibv_context> context_;
+  ibv_device_attr limits_{};
+  Port port_;
+  Owned<ibv_pd> pd_;
+  RegisteredMemory host_, device_;
+};
+
+}  // namespace uccl_ep::verbs

@@ -1,0 +1,63 @@
+// How writes get to peers over one NIC. The two policies differ in their queue pairs and in what a completion says; the
+// writes are posted alike (link.h).
+#pragma once
+
+#include <infiniband/verbs.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "transport/verbs/nic.h"
+
+namespace uccl_ep::verbs {
+
+struct QueueSizes {
+  uint32_t writes = 0;  // in flight to one peer
+  uint32_t arrivals = 0;  // that wait for a poll, over all peers
+};
+
+// Where a link's writes are posted.
+struct Outlet {
+  ibv_qp_ex* qp = nullptr;
+  ibv_ah* ah = nullptr;  // srd
+  uint32_t remote_qp = 0;  // srd
+};
+
+constexpr uint64_t kReceive = UINT64_MAX;  // wr_id of receives; those of writes are links'
+constexpr uint32_t kQueueKey = 0x75636c65;  // of srd: both ends name it
+
+class QueuePairs {
+ public:
+  virtual ~QueuePairs() = default;
+  // A write is over when a later one to the same peer is.
+  virtual bool completes_in_order() const = 0;
+  // Writes that may be in flight to all peers together.
+  virtual uint32_t most_writes() const = 0;
+  // The numbers that peers write to, and the first packet's number of what they send, by rank.
+  virtual void describe(NicAddress& address) const = 0;
+  virtual Outlet connect(int peer, const NicAddress& remote) = 0;
+  // Whose arrival it is; -1: a stranger's.
+  virtual int sender_of(const ibv_wc& arrival) const = 0;
+  // Room for one more arrival: `count` were taken out of the completion queue.
+  virtual void give_back(uint32_t count) = 0;
+  // Nothing that was posted to the peer touches its memory from now on.
+  virtual void cut(int peer) = 0;
+};
+
+struct QueuePairOptions {
+  const NicOptions* nic = nullptr;
+  const TransportSetup* setup = nullptr;
+  QueueSizes sizes;
+  ibv_cq* completions = nullptr;
+};
+
+// The way to a peer's port.
+ibv_ah_attr route_to(const Port& port, const NicAddress& remote, const NicOptions& options);
+
+// rc.cc: InfiniBand and RoCE. A reliable connection per peer, one shared receive queue.
+std::unique_ptr<QueuePairs> make_rc(Nic& nic, const QueuePairOptions& options);
+// srd.cc: EFA. One queue pair for all peers, which keeps no order and may need no receives.
+std::unique_ptr<QueuePairs> make_srd(Nic& nic, const QueuePairOptions& options);
+
+}  // namespace uccl_ep::verbs
