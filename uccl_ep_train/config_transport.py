@@ -35,8 +35,8 @@ class TransportConfig:
     nics: tuple[str, ...] | None = field(
         default=None,
         metadata=info(
-            "RDMA device names",
-            "None, or names as in /sys/class/infiniband, at least one",
+            "device names",
+            "None, or names as in /sys/class/infiniband (ofi: libfabric domains), at least one",
             "exactly the NICs that this rank uses; None: its share of those nearest to its GPU or CPUs",
             optional(names),
             agree=False,
