@@ -8,6 +8,7 @@ file before the package exists.
 
 from __future__ import annotations
 
+import difflib
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -179,7 +180,12 @@ def _warn(environ: Mapping[str, str]) -> None:
             continue
         _warned.add(name)
         if known is None:
-            text = f"unknown environment variable {name} is ignored; known are: {', '.join(_BY_NAME)}"
+            near = difflib.get_close_matches(name, _BY_NAME, n=1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            text = (
+                f"unknown environment variable {name} is ignored; {meant}"
+                "`python -m uccl_ep_train.env` lists those that are known"
+            )
         else:
             text = f"environment variable {name} has no effect here: {known.no_effect}"
         warnings.warn(text, stacklevel=4)
