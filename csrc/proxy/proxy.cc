@@ -36,6 +36,9 @@ constexpr uint64_t kNapsPerPause = 30;
 // A thread that never sleeps still reports its time.
 constexpr uint64_t kPassesPerAccount = 1024;
 
+// What check of the field limits is left: a cookie names every channel and every rank.
+static_assert(kMaxChannels - 1 <= kMaxCookieIndex && kMaxRanks - 1 <= kMaxCookieIndex);
+
 bool is_of_chunk(const Completion& completion) {
   if (completion.kind != Completion::Kind::kArrival) return decode_cookie(completion.cookie).kind == PostKind::kData;
   const ImmType type = decode_imm(completion.immediate).type;

@@ -9,6 +9,7 @@
 #include "claims.h"
 #include "engine/engine.h"
 #include "fake_copies.h"
+#include "transport/registry.h"
 
 using namespace uccl_ep;
 
@@ -112,12 +113,16 @@ class RankRun {
   std::vector<int64_t> idx_;
 };
 
-void run(const std::vector<int>& domain_of, const LoopOptions& loop, int num_rounds) {
+using Change = std::function<void(EngineConfig&)>;
+
+void run(const std::vector<int>& domain_of, const LoopOptions& loop, int num_rounds, const Change& change = {}) {
   const int n = static_cast<int>(domain_of.size());
   std::vector<std::unique_ptr<Engine>> engines;
   std::vector<std::string> handles;
   for (int rank = 0; rank < n; ++rank) {
-    engines.push_back(std::make_unique<Engine>(config_of(rank, domain_of, loop)));
+    EngineConfig config = config_of(rank, domain_of, loop);
+    if (change) change(config);
+    engines.push_back(std::make_unique<Engine>(config));
     handles.push_back(engines.back()->export_handle());
   }
   std::barrier meeting(n);
@@ -141,6 +146,17 @@ void run(const std::vector<int>& domain_of, const LoopOptions& loop, int num_rou
     if (!failure.empty()) throw std::logic_error(failure);
 }
 
+// Skips where this build or this machine has no libfabric.
+void over_libfabric(EngineConfig& config) {
+  config.transport = "ofi";
+  config.nic.provider = "tcp";
+  const auto& kinds = transports();
+  const auto ofi = std::find_if(kinds.begin(), kinds.end(), [](auto& kind) { return std::string(kind.name) == "ofi"; });
+  if (ofi == kinds.end()) throw claims::Skip{"this build has no transport ofi"};
+  const Probe found = ofi->probe({{}, config.nic});
+  if (!found.usable) throw claims::Skip{found.text};
+}
+
 LoopOptions faulty() {
   LoopOptions loop;
   loop.seed = 17;
@@ -158,6 +174,26 @@ CLAIM("interleaved domains of 3 and 1 ranks give every token back under every fa
   run({0, 1, 0, 0}, faulty(), 4);
 }
 CLAIM("4 domains of 1 rank give every token back under every fault") { run({0, 1, 2, 3}, faulty(), 4); }
+CLAIM("2 domains of 2 ranks give every token back over libfabric") { run({0, 0, 1, 1}, {}, 8, over_libfabric); }
+CLAIM("3 domains of unequal size give every token back over libfabric with a window of 2 writes and 4 KiB") {
+  run({0, 1, 1, 2}, {}, 4, [](EngineConfig& config) {
+    over_libfabric(config);
+    config.nic.window_ops = 2;
+    config.nic.window_bytes = 4096;
+  });
+}
+CLAIM("an engine over libfabric refuses the handle of another engine") {
+  std::vector<std::unique_ptr<Engine>> engines;
+  std::vector<std::string> handles;
+  for (int rank : {0, 1}) {
+    EngineConfig config = config_of(rank, {0, 1}, {});
+    over_libfabric(config);
+    config.generation += static_cast<uint64_t>(rank);
+    engines.push_back(std::make_unique<Engine>(config));
+    handles.push_back(engines.back()->export_handle());
+  }
+  for (auto& engine : engines) EXPECT_THROWS(CommunicationFailure, engine->connect(handles));
+}
 
 namespace {
 

@@ -1,5 +1,6 @@
 // A stand-in for libibverbs.so.1 and libefa.so.1: NICs of one process whose wire is memcpy. It does what the manuals
 // promise and nothing more: datagrams in any order, completions only where asked for, receives that are used up.
+// Longer than 400 lines because a library is one file here, and half of it are the library's functions.
 #include "fake_verbs.h"
 
 #include <errno.h>
@@ -9,6 +10,7 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <mutex>
 #include <random>
 #include <vector>
 
@@ -81,6 +83,12 @@ World& world() {
   static World w;
   return w;
 }
+// Each rank's thread polls, and moves everybody's writes.
+std::recursive_mutex& mutex() {
+  static std::recursive_mutex m;
+  return m;
+}
+using Lock = std::lock_guard<std::recursive_mutex>;
 
 ibv_gid gid_of(int device, int index) {
   ibv_gid gid{};
@@ -183,6 +191,7 @@ void move(Qp& qp) {
 }
 
 int poll_cq(ibv_cq* cq, int most, ibv_wc* out) {
+  const Lock lock(mutex());
   if (!state.holds) {
     std::vector<Qp*> order;
     for (auto& [number, qp] : world().qps) order.push_back(qp);
@@ -220,6 +229,7 @@ void set_sge(ibv_qp_ex* ex, uint32_t lkey, uint64_t address, uint32_t num_bytes)
 }
 void set_sge_list(ibv_qp_ex*, size_t, const ibv_sge*) {}
 int complete_posts(ibv_qp_ex* ex) {
+  const Lock lock(mutex());
   Qp& qp = *qp_of(ex);
   ++state.doorbells;
   for (const Post& post : qp.building) {
@@ -235,11 +245,13 @@ int complete_posts(ibv_qp_ex* ex) {
 }
 
 int post_srq_recv(ibv_srq* srq, ibv_recv_wr* wr, ibv_recv_wr**) {
+  const Lock lock(mutex());
   Srq* const its = reinterpret_cast<Srq*>(srq);
   for (; wr != nullptr; wr = wr->next, ++its->receives, ++state.receives) its->wr_id = wr->wr_id;
   return 0;
 }
 int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr**) {
+  const Lock lock(mutex());
   Qp* const its = reinterpret_cast<Qp*>(qp);
   for (; wr != nullptr; wr = wr->next, ++its->receives, ++state.receives) its->receive_id = wr->wr_id;
   return 0;
@@ -254,6 +266,7 @@ int query_port(ibv_context*, uint8_t, ibv_port_attr* attr, size_t num_bytes) {
 }
 
 ibv_qp* create_qp_ex(ibv_context* context, ibv_qp_init_attr_ex* init) {
+  const Lock lock(mutex());
   Qp* const qp = new Qp;
   qp->ex.qp_base.context = context;
   qp->ex.qp_base.qp_num = world().next_qp++;
@@ -274,6 +287,7 @@ ibv_qp* create_qp_ex(ibv_context* context, ibv_qp_init_attr_ex* init) {
 }
 
 Mr* new_mr(ibv_pd* pd, void* address, size_t num_bytes, uint64_t iova) {
+  const Lock lock(mutex());
   if (state.registration_error != 0) {
     errno = state.registration_error;
     return nullptr;
@@ -351,6 +365,7 @@ EXPORTED ibv_pd* ibv_alloc_pd(ibv_context* context) {
   return pd;
 }
 EXPORTED int ibv_dealloc_pd(ibv_pd* pd) {
+  const Lock lock(mutex());
   for (auto& [key, mr] : world().mrs) state.wrong_order += mr->base.pd == pd;
   delete pd;
   return 0;
@@ -366,6 +381,7 @@ EXPORTED ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* pd, uint64_t, size_t num_bytes, uint6
   return &mr->base;
 }
 EXPORTED int ibv_dereg_mr(ibv_mr* mr) {
+  const Lock lock(mutex());
   // Somebody may still write to it.
   for (auto& [number, qp] : world().qps) state.wrong_order += qp->ex.qp_base.context == mr->pd->context;
   world().mrs.erase(mr->rkey);
@@ -380,6 +396,7 @@ EXPORTED ibv_cq* ibv_create_cq(ibv_context* context, int entries, void*, ibv_com
   return &cq->base;
 }
 EXPORTED int ibv_destroy_cq(ibv_cq* cq) {
+  const Lock lock(mutex());
   for (auto& [number, qp] : world().qps) state.wrong_order += qp->ex.qp_base.send_cq == cq;
   delete reinterpret_cast<Cq*>(cq);
   return 0;
@@ -390,6 +407,7 @@ EXPORTED ibv_srq* ibv_create_srq(ibv_pd* pd, ibv_srq_init_attr*) {
   return &srq->base;
 }
 EXPORTED int ibv_destroy_srq(ibv_srq* srq) {
+  const Lock lock(mutex());
   for (auto& [number, qp] : world().qps) state.wrong_order += &qp->srq->base == srq;
   delete reinterpret_cast<Srq*>(srq);
   return 0;
@@ -397,6 +415,7 @@ EXPORTED int ibv_destroy_srq(ibv_srq* srq) {
 EXPORTED ibv_qp* ibv_create_qp(ibv_pd*, ibv_qp_init_attr*) { return nullptr; }
 EXPORTED ibv_qp_ex* ibv_qp_to_qp_ex(ibv_qp* qp) { return &reinterpret_cast<Qp*>(qp)->ex; }
 EXPORTED int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
+  const Lock lock(mutex());
   Qp& its = *reinterpret_cast<Qp*>(qp);
   if ((mask & IBV_QP_DEST_QPN) != 0) its.remote_qp = attr->dest_qp_num;
   if ((mask & IBV_QP_AV) != 0) {
@@ -409,12 +428,14 @@ EXPORTED int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   return 0;
 }
 EXPORTED int ibv_destroy_qp(ibv_qp* qp) {
+  const Lock lock(mutex());
   world().qps.erase(qp->qp_num);
   --state.queue_pairs;
   delete reinterpret_cast<Qp*>(qp);
   return 0;
 }
 EXPORTED ibv_ah* ibv_create_ah(ibv_pd*, ibv_ah_attr* attr) {
+  const Lock lock(mutex());
   Ah* const ah = new Ah;
   ah->to = attr->grh.dgid;
   ah->number = route_number(ah->to);

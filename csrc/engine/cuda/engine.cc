@@ -136,7 +136,7 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms,
       stage_sms_(std::max(num_sms, stage_sms)),
       share_(device, stage_sms_),
       layout_(layout_of(config)),
-      life_(life_config(config, layout_)),
+      life_(near_gpu(life_config(config, layout_), device)),
       socket_(config.rank, config.generation),
       regions_(static_cast<size_t>(config.num_ranks)),
       region_bytes_(regions_.size()) {
@@ -164,6 +164,7 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms,
     must(load(static_cast<uint32_t>(shared_bytes)), "loading the kernels");
   regions_[config.rank] = cuda::DeviceMapping::create(device_, layout_.total_bytes);
   region_bytes_[config.rank] = regions_[config.rank].num_bytes();
+  if (has_nics()) register_with_nics(life_, regions_[config.rank]);
 }
 
 CudaEngine::~CudaEngine() {
@@ -184,7 +185,9 @@ void CudaEngine::connect(const std::vector<std::string>& handles) {
   for (size_t r = 0; r < handles.size(); ++r) {
     const size_t first = handles[r].find(' '), second = handles[r].find(' ', first + 1);
     if (second == std::string::npos) throw UsageFailure(UsageKind::kConfig, "a handle is cut short");
-    if (static_cast<int>(r) != config_.rank) {
+    // Without NICs our copy engines write to ranks of other domains, too.
+    const bool mapped = !has_nics() || topo_.domain_of[r] == topo_.domain_of[config_.rank];
+    if (static_cast<int>(r) != config_.rank && mapped) {
       addresses[r] = handles[r].substr(0, first);
       region_bytes_[r] = std::stoull(handles[r].substr(first + 1, second - first - 1));
     }
@@ -202,7 +205,8 @@ void CudaEngine::connect(const std::vector<std::string>& handles) {
   ::close(own);
   for (size_t r = 0; r < fds.size(); ++r)
     if (fds[r] >= 0) regions_[r] = cuda::DeviceMapping::import(fds[r], device_, region_bytes_[r]);
-  if (topo_.num_domains() > 1) network_ = std::make_unique<Network>(life_, layout_, config_.rank, device_, regions_);
+  if (topo_.num_domains() > 1)
+    network_ = std::make_unique<Network>(life_, layout_, config_.rank, device_, has_nics(), regions_);
 }
 
 void CudaEngine::start() {

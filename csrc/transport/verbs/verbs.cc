@@ -240,6 +240,7 @@ size_t VerbsTransport::poll(std::span<Completion> out) {
     ready_.clear();
     first_ready_ = 0;
     for (auto& rail : rails_) harvest(*rail);
+    if (device_.nic_writes != nullptr && !ready_.empty()) device_.nic_writes->flush();
   }
   const size_t count = std::min(out.size(), ready_.size() - first_ready_);
   std::copy_n(ready_.begin() + static_cast<ptrdiff_t>(first_ready_), count, out.begin());
