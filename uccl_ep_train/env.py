@@ -113,6 +113,9 @@ VARIABLES: tuple[Variable, ...] = (
     _idle("IB_MAX_INFLIGHT_LOW_LATENCY", "there is one mode, for which UCCL_IB_MAX_INFLIGHT_NORMAL counts"),
     _idle("EP_ENABLE_AGGRESSIVE_ATOMIC", "flags are always published by release and read by acquire"),
     _idle("RDMA_ADAPTIVE_SLEEP", "an idle proxy always goes to sleep"),
+    Variable(
+        PREFIX + "WINDOWS_FILE", "", str, "path", "where measured windows of NICs are kept (calibrate.py)"
+    ),
     Variable(PREFIX + "WERROR", "", int, "0 | 1", "build only: compiler warnings are errors"),
     Variable(PREFIX + "APT", "", int, "0 | 1", "scripts/setup_env.sh only: it may install system packages"),
     Variable(PREFIX + "TORCH_SPEC", "", str, "requirement", "scripts/setup_env.sh only: which torch"),
