@@ -81,7 +81,7 @@ import torch.distributed as dist
 from uccl_ep_train import Buffer, EpConfig
 dist.init_process_group("gloo")
 with Buffer(None, EpConfig.from_env(num_experts=4, hidden=128)) as buffer:
-    print("ops", buffer._settled.nic_window_ops, flush=True)
+    print(f"ops {buffer._settled.nic_window_ops};", end="", flush=True)
 dist.destroy_process_group()
 """
 
@@ -114,4 +114,4 @@ def test_a_calibration_over_a_real_network_is_kept_and_used(
     assert len(kept["milliseconds"]) == len(CANDIDATES)
     (tmp_path / "buffer.py").write_text(BUFFER)
     after = torchrun(str(tmp_path / "buffer.py"))
-    assert after.stdout.count(f"ops {kept['ops']}\n") == 2, after.stdout + after.stderr
+    assert after.stdout.count(f"ops {kept['ops']};") == 2, after.stdout + after.stderr
