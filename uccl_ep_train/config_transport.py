@@ -47,7 +47,7 @@ class TransportConfig:
         metadata=info(
             "bytes",
             "None, or 1 .. 2^64 - 1",
-            "rows in flight per NIC; None: the NIC family's default, no limit for loop",
+            "rows in flight per NIC; None: the NIC family's default for verbs, else no limit",
             optional(integer(1, (1 << 64) - 1)),
             agree=False,
         ),
@@ -57,7 +57,7 @@ class TransportConfig:
         metadata=info(
             "writes",
             "None, or 1 .. 2^32 - 1",
-            "writes of rows in flight per NIC; None: the NIC family's default, no limit for loop",
+            "writes of rows in flight per NIC; None: the NIC family's default for verbs, else no limit",
             optional(integer(1, (1 << 32) - 1)),
             agree=False,
         ),
