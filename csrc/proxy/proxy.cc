@@ -158,7 +158,7 @@ bool Proxy::step() {
     moved |= drained || posted;
   }
   context_.transport->flush();
-  moved |= poll_transport(now);
+  moved |= poll_transport();
   if (usable) {
     moved |= lander_->return_credits(!moved, now);
     context_.transport->flush();
@@ -167,12 +167,13 @@ bool Proxy::step() {
   return moved;
 }
 
-bool Proxy::poll_transport(uint64_t now_usec) {
+bool Proxy::poll_transport() {
   const size_t count = context_.transport->poll(completions_);
+  const uint64_t polled_nsec = count != 0 ? now_nsec() : 0;
   std::exception_ptr first;
   for (size_t i = 0; i < count; ++i) {
     try {
-      take(completions_[i], now_usec);
+      take(completions_[i], polled_nsec);
     } catch (...) {  // the others are reported only once
       if (!first) first = std::current_exception();
     }
@@ -183,7 +184,8 @@ bool Proxy::poll_transport(uint64_t now_usec) {
   return count != 0;
 }
 
-void Proxy::take(const Completion& completion, uint64_t now_usec) {
+void Proxy::take(const Completion& completion, uint64_t polled_nsec) {
+  const uint64_t now_usec = polled_nsec / 1000;
   if (is_of_chunk(completion)) last_chunk_usec_ = now_usec;
   if (completion.kind == Completion::Kind::kArrival) {
     health_->heard(completion.peer, now_usec);
@@ -211,7 +213,7 @@ void Proxy::take(const Completion& completion, uint64_t now_usec) {
                     "a write to rank " + std::to_string(completion.peer) +
                         " failed: " + (completion.reason ? completion.reason : "no reason given")));
   if (cookie.kind == PostKind::kData)
-    shipper_->flushed(cookie, delivered);
+    shipper_->flushed(cookie, delivered, polled_nsec);
   else if (cookie.kind == PostKind::kCredit)
     lander_->credit_flushed(cookie.index);
   else
