@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from uccl_ep_train import cuda, transport, windows
-from uccl_ep_train.bootstrap import Bootstrap, exchange
+from uccl_ep_train.bootstrap import Bootstrap, decode, exchange
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import CommunicationError
 from uccl_ep_train.native import check_fit, load_native, native_config
@@ -86,17 +86,18 @@ def settle_config(
         load_native()
         return transport.probe(config, places)
 
-    places = [transport.Place(*json.loads(said)) for said in exchange(bootstrap, "backend", choose_backend)]
+    answers = exchange(bootstrap, "backend", choose_backend)
+    places = [decode(bootstrap, "backend", peer, said, transport.place) for peer, said in enumerate(answers)]
     # What "auto" came to has to be the same on all ranks, too.
     config = config.replace(backend="cuda" if device.type == "cuda" else "host")
-    generation, answers = agree_on_config(bootstrap, config, verify)
+    generation, probes = agree_on_config(bootstrap, config, verify, transport.probes)
     topology = resolve_topology(bootstrap, config)
     choice = transport.choose(
-        config.transport, places, answers, num_domains=topology.num_domains, on_gpu=device.type == "cuda"
+        config.transport, places, probes, num_domains=topology.num_domains, on_gpu=device.type == "cuda"
     )
     if config.transport == "auto" and topology.num_domains > 1 and bootstrap.rank == 0:
         transport.announce(choice)
-    nics = str(answers[bootstrap.rank].get(choice.name, ["", ""])[1])
+    nics = str(probes[bootstrap.rank].get(choice.name, ["", ""])[1])
     return generation, topology, device, windows.settle(choice.apply(config), nics, topology), nics
 
 
