@@ -38,8 +38,8 @@ for name in ("torch.fx.experimental.symbolic_shapes", "uccl_ep_train._native"):
 SETTINGS: dict[str, Any] = {
     "backend": "host",
     "budget_bytes": 16 << 20,
-    # An emulated core is slow. Not longer: a NIC that retries for so long in a few steps sits out one of them when
-    # the last packet of a message is lost.
+    # An emulated core is slow. Not longer: a NIC retries a few times within it, and sits out one of these
+    # pauses when the last packet of a message is lost.
     "arrival_timeout_s": 120.0,
     "progress_timeout_s": 30.0,
 }
