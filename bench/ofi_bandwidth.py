@@ -4,8 +4,8 @@
 
 Two processes on this host, one direction, a window of writes in flight. Ours and the bare loops take turns;
 the ratio is taken inside a turn, then the median over turns. Ours asks for delivery completion, and so does
-`fi_writedata_delivered`; `fi_writedata` takes what the provider does by itself: over tcp that is done when bytes
-are in our socket. `fi_pingpong`, after them, sends a message and waits for one of the same size.
+`fi_writedata_delivered`; `fi_writedata` takes what the provider does by itself, which over tcp only says that
+the bytes are in our socket. `fi_pingpong`, after them, sends a message and waits for one of the same size.
 """
 
 from __future__ import annotations
