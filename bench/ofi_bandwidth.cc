@@ -1,9 +1,9 @@
-// Writes from one process to another over libfabric's tcp provider, by our transport or by fi_writedata alone. Prints
-// the bandwidth from the first post to the moment when the receiver has seen the last arrival.
+// Writes from one process to another over libfabric's tcp provider: by our transport, by fi_writedata alone, and by
+// fi_writedata that waits for delivery as ours does. They take turns; each prints "turn system GB/s", from its first
+// post to the moment when the receiver has seen the last arrival.
 //
-//   ofi_bandwidth ours|raw|raw_delivered BYTES WINDOW COUNT
-//
-// raw_delivered asks for delivery completion, as ours does; raw takes what the provider does by itself.
+//   ofi_bandwidth BYTES WINDOW COUNT TURNS
+#include <poll.h>
 #include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -25,7 +26,6 @@ using namespace uccl_ep;
 
 namespace {
 
-constexpr uint64_t kWarmUp = 200;  // writes; connections are made by the first
 constexpr uint64_t kPatienceUsec = 60'000'000;
 
 struct Load {
@@ -161,45 +161,57 @@ uint64_t or_yield(uint64_t count) {
   return count;
 }
 
-void send(const End& end, const Load& load, uint64_t count, int from_receiver) {
-  const uint64_t deadline = now_usec() + kPatienceUsec;
+// From the first post to the last arrival.
+double send(const End& end, const Load& load, uint64_t count, int from_receiver, int to_receiver) {
+  const uint64_t started = now_nsec();
   for (uint64_t posted = 0, done = 0; done < count;) {
     while (posted < count && posted - done < load.window && end.post(posted)) ++posted;
     end.flush();
     done += or_yield(end.done());
-    if (now_usec() > deadline) throw std::runtime_error("nothing moves");
+    if (now_nsec() - started > 1000 * kPatienceUsec) throw std::runtime_error("nothing moves");
   }
   if (get(from_receiver) != "arrived") throw std::runtime_error("not all arrived");
+  const double nsec = static_cast<double>(now_nsec() - started);
+  put(to_receiver, "next");
+  return nsec;
 }
 
-int receive(const End& end, const Load& load, int to_sender) {
-  for (uint64_t count : {kWarmUp, load.count}) {
-    const uint64_t deadline = now_usec() + kPatienceUsec;
-    for (uint64_t arrived = 0; arrived < count && now_usec() < deadline;) arrived += or_yield(end.arrivals());
-    put(to_sender, "arrived");
-  }
-  const uint64_t until = now_usec() + 200'000;  // what is acknowledged must still go out
-  while (now_usec() < until) or_yield(end.arrivals());
-  return 0;
+void receive(const End& end, uint64_t count, int from_sender, int to_sender) {
+  const uint64_t deadline = now_usec() + kPatienceUsec;
+  for (uint64_t arrived = 0; arrived < count && now_usec() < deadline;) arrived += or_yield(end.arrivals());
+  put(to_sender, "arrived");
+  pollfd next{from_sender, POLLIN, 0};
+  while (::poll(&next, 1, 0) == 0 && now_usec() < deadline) or_yield(end.arrivals());  // acknowledgements go out
+  get(from_sender);
 }
 
-int run(const std::string& how, const Load& load) {
+int run(const Load& load, uint64_t turns) {
   int to_receiver[2], to_sender[2];
   if (pipe(to_receiver) != 0 || pipe(to_sender) != 0) return 1;
   const pid_t receiver = fork();
   const int rank = receiver == 0 ? 1 : 0;
+  const int in = rank == 0 ? to_sender[0] : to_receiver[0], out = rank == 0 ? to_receiver[1] : to_sender[1];
+  const char* const names[] = {"ours", "raw", "raw_delivered"};
   std::vector<uint8_t> memory(load.region_bytes(), static_cast<uint8_t>(rank + 1));
-  End end = how == "ours" ? ours(rank, load, memory.data())
-                          : raw(load, memory.data(), how == "raw" ? 0 : FI_DELIVERY_COMPLETE);
-  put(rank == 0 ? to_receiver[1] : to_sender[1], end.address);
-  end.connect(get(rank == 0 ? to_sender[0] : to_receiver[0]));
-  if (rank == 1) return receive(end, load, to_sender[1]);
-  send(end, load, kWarmUp, to_sender[0]);
-  const uint64_t started = now_nsec();
-  send(end, load, load.count, to_sender[0]);
-  const double nsec = static_cast<double>(now_nsec() - started);
-  waitpid(receiver, nullptr, 0);
-  std::printf("%.4f\n", static_cast<double>(load.bytes * load.count) / nsec);
+  const End ends[] = {ours(rank, load, memory.data()), raw(load, memory.data(), 0),
+                      raw(load, memory.data(), FI_DELIVERY_COMPLETE)};
+  for (const End& end : ends) {
+    put(out, end.address);
+    end.connect(get(in));
+  }
+  for (uint64_t turn = 0; turn <= turns; ++turn)  // the first makes connections
+    for (size_t i = 0; i < std::size(ends); ++i) {
+      const size_t system = (turn + i) % std::size(ends);
+      if (rank == 1) {
+        receive(ends[system], load.count, in, out);
+        continue;
+      }
+      const double nsec = send(ends[system], load, load.count, in, out);
+      if (turn != 0)
+        std::printf("%d %s %.4f\n", static_cast<int>(turn), names[system],
+                    static_cast<double>(load.bytes * load.count) / nsec);
+    }
+  if (rank == 0) waitpid(receiver, nullptr, 0);
   return 0;
 }
 
@@ -207,9 +219,9 @@ int run(const std::string& how, const Load& load) {
 
 int main(int argc, char** argv) {
   if (argc != 5) return 2;
+  auto number = [&](int i) { return std::strtoull(argv[i], nullptr, 10); };
   try {
-    return run(argv[1], {std::strtoull(argv[2], nullptr, 10), std::strtoull(argv[3], nullptr, 10),
-                         std::strtoull(argv[4], nullptr, 10)});
+    return run({number(1), number(2), number(3)}, number(4));
   } catch (const std::exception& failure) {
     std::fprintf(stderr, "%s\n", failure.what());
     return 1;

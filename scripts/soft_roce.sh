@@ -7,12 +7,13 @@
 #   --loss PERCENT    packets that get lost between the devices, each way (default 0)
 #   --limit SECONDS   the VM is stopped after so long (default 600; getting to the command takes about 10 s)
 #   --memory MIB      of the VM (default 3072)
-#   COMMAND           one word: a line for bash; several: a program and its arguments, which stay as they are. It runs as root
-#                     in the clone's folder and sees this machine's files; what it changes in them is gone with the VM. Not
-#                     so its output (256 MiB at most, each way) and its exit code. There is no other network than that of
-#                     the devices, rxe0 and rxe1; soft_roce/wire.sh says how a test cuts and mends the link between them.
-#                     Compile before: the VM is ten times slower. Without COMMAND: the conformance suite over verbs, then
-#                     a whole dispatch and combine of two domains with --loss (there 0.5 by default).
+#   COMMAND           one word: a line for bash; several: a program and its arguments, which stay as they are. It runs as
+#                     root in the clone's folder and sees this machine's files; what it changes in them is gone with the
+#                     VM. Not so its output (256 MiB at most of each kind) and its exit code. There is no other network
+#                     than that of the devices, rxe0 and rxe1; soft_roce/wire.sh says how a test cuts and mends the link
+#                     between them. Compile before: the VM is some twenty times slower. Without COMMAND: the conformance
+#                     suite over verbs, then a whole dispatch and combine of two domains, there with a loss of 0.5 if
+#                     --loss does not say (soft_roce/default.sh).
 #
 # The exit code is the command's, or
 #     77  there is no VM to be had here; the last line says why     (a command's own 77 becomes 1)
@@ -98,7 +99,8 @@ has_packages() {
   local missing
   mapfile -t missing < <(missing_packages | sort -u)
   [ ${#missing[@]} -eq 0 ] && return
-  may_apt || no_vm "missing ${missing[*]}; as root on Debian: apt-get install ${missing[*]} (or UCCL_EP_APT=1 to let this script do it)"
+  may_apt ||
+    no_vm "missing ${missing[*]}. As root on Debian: apt-get install ${missing[*]} (UCCL_EP_APT=1 lets this script do it)"
   logged "apt-get install ${missing[*]}" apt_install "${missing[@]}" || no_vm "apt-get could not install ${missing[*]}"
   mapfile -t missing < <(missing_packages | sort -u)
   [ ${#missing[@]} -eq 0 ] || no_vm "apt-get installed ${missing[*]}, and still something is missing"

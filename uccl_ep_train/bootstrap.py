@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from uccl_ep_train.errors import (
     ArrivalTimeout,
@@ -23,6 +23,8 @@ from uccl_ep_train.errors import (
 )
 
 DEFAULT_TIMEOUT_S = 300.0
+_MOST_SHOWN = 80
+"""Characters of a foreign text in an error."""
 
 
 @runtime_checkable
@@ -75,15 +77,17 @@ class _SteppedBootstrap:
         frames = self._collect(step, what, time.monotonic() + self._timeout_s)
         payloads = []
         for peer, frame in enumerate(frames):
-            seen, _, body = frame.partition(b"\0")
-            if seen.decode() != what:
+            name, _, body = frame.partition(b"\0")
+            # Whatever it is: the frame of a stranger need not be text.
+            seen = name[:_MOST_SHOWN].decode(errors="backslashreplace")
+            if name != what.encode():
                 raise RankMismatchError(
-                    f"creation: rank {self._rank} is at {what!r} while rank {peer} is at {seen.decode()!r}",
+                    f"creation: rank {self._rank} is at {what!r} while rank {peer} is at {seen!r}",
                     rank=self._rank,
                     step="bootstrap",
                     peer=peer,
                     expected=what,
-                    seen=seen.decode(),
+                    seen=seen,
                 )
             payloads.append(body)
         return payloads
@@ -133,7 +137,10 @@ class StoreBootstrap(_SteppedBootstrap):
 
     def _collect(self, step: int, what: str, deadline: float) -> list[bytes]:
         keys = [self._key(step, peer) for peer in range(self._size)]
-        # `check` in a loop, not `wait`: a waiting client holds the connection that other users share.
+        # `check` in a loop, not `wait`, not even in slices: a client that waits holds the one connection, and
+        # the lock, that the program's other threads need, and torch logs two warnings for each slice that
+        # runs out. Nothing is guessed by the pauses: each ends in a look at what was waited for, until the
+        # deadline, and a rank is at most one pause (20 ms) late.
         pause_s = 0.0005
         while not self._check(keys):
             if time.monotonic() > deadline:
@@ -293,7 +300,7 @@ def exchange(bootstrap: Bootstrap, what: str, produce: Callable[[], bytes]) -> l
         failure = None
     for peer, answer in enumerate(answers):
         if answer[:1] == b"-":
-            name, message = json.loads(answer[1:])
+            name, message = decode(bootstrap, what, peer, answer[1:], _failure)
             raise PeerFailed(
                 f"creation, {what}: rank {peer} failed with {name}: {message}",
                 rank=bootstrap.rank,
@@ -302,4 +309,48 @@ def exchange(bootstrap: Bootstrap, what: str, produce: Callable[[], bytes]) -> l
                 expected="ok",
                 seen=name,
             )
+        if answer[:1] != b"+":
+            raise _malformed(bootstrap, what, peer, answer)
     return [answer[1:] for answer in answers]
+
+
+Decoded = TypeVar("Decoded")
+
+
+def decode(
+    bootstrap: Bootstrap, what: str, peer: int, answer: bytes, shape: Callable[[Any], Decoded]
+) -> Decoded:
+    """What rank `peer` said in an exchange, from JSON; `shape` raises `ValueError` for what none of us says.
+
+    Raises `TransportError` naming the rank: a stranger, or another version of this package, has written to
+    our store.
+    """
+    try:
+        return shape(json.loads(answer))
+    except (ValueError, RecursionError) as error:
+        raise _malformed(bootstrap, what, peer, answer) from error
+
+
+def require(holds: bool, text: str) -> None:
+    """For the shapes of `decode`."""
+    if not holds:
+        raise ValueError(text)
+
+
+def _failure(value: Any) -> tuple[str, str]:
+    require(
+        isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value),
+        "no error's class and message",
+    )
+    return value[0], value[1]
+
+
+def _malformed(bootstrap: Bootstrap, what: str, peer: int, answer: bytes) -> TransportError:
+    return TransportError(
+        f"creation, {what}: rank {peer} sent {answer[:_MOST_SHOWN]!r}, which no rank of this version sends",
+        rank=bootstrap.rank,
+        step="bootstrap",
+        peer=peer,
+        expected=what,
+        seen=len(answer),
+    )

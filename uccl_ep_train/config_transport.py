@@ -35,8 +35,8 @@ class TransportConfig:
     nics: tuple[str, ...] | None = field(
         default=None,
         metadata=info(
-            "RDMA device names",
-            "None, or names as in /sys/class/infiniband, at least one",
+            "device names",
+            "None, or names as in /sys/class/infiniband (ofi: libfabric domains), at least one",
             "exactly the NICs that this rank uses; None: its share of those nearest to its GPU or CPUs",
             optional(names),
             agree=False,
@@ -47,7 +47,7 @@ class TransportConfig:
         metadata=info(
             "bytes",
             "None, or 1 .. 2^64 - 1",
-            "rows in flight per NIC; None: the NIC family's default, no limit for loop",
+            "rows in flight per NIC; None: the NIC family's default for verbs, else no limit",
             optional(integer(1, (1 << 64) - 1)),
             agree=False,
         ),
@@ -57,7 +57,7 @@ class TransportConfig:
         metadata=info(
             "writes",
             "None, or 1 .. 2^32 - 1",
-            "writes of rows in flight per NIC; None: the NIC family's default, no limit for loop",
+            "writes of rows in flight per NIC; None: the NIC family's default for verbs, else no limit",
             optional(integer(1, (1 << 32) - 1)),
             agree=False,
         ),

@@ -64,7 +64,7 @@ class Buffer:
         self._error: CommunicationError | None = None
         self._closed = False
         self._last_stats: dict[str, float] = {}
-        self.topology, self.device, self._settled, self._engine = create_engine(meeting, config)
+        self.topology, self.device, self._settled, self.nics, self._engine = create_engine(meeting, config)
         self.transport = self._settled.transport
         if self.device.type == "cuda":
             num_experts = config.num_experts // self.num_ranks

@@ -8,6 +8,7 @@ file before the package exists.
 
 from __future__ import annotations
 
+import difflib
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -112,6 +113,9 @@ VARIABLES: tuple[Variable, ...] = (
     _idle("IB_MAX_INFLIGHT_LOW_LATENCY", "there is one mode, for which UCCL_IB_MAX_INFLIGHT_NORMAL counts"),
     _idle("EP_ENABLE_AGGRESSIVE_ATOMIC", "flags are always published by release and read by acquire"),
     _idle("RDMA_ADAPTIVE_SLEEP", "an idle proxy always goes to sleep"),
+    Variable(
+        PREFIX + "WINDOWS_FILE", "", str, "path", "where measured windows of NICs are kept (calibrate.py)"
+    ),
     Variable(PREFIX + "WERROR", "", int, "0 | 1", "build only: compiler warnings are errors"),
     Variable(PREFIX + "APT", "", int, "0 | 1", "scripts/setup_env.sh only: it may install system packages"),
     Variable(PREFIX + "TORCH_SPEC", "", str, "requirement", "scripts/setup_env.sh only: which torch"),
@@ -179,7 +183,12 @@ def _warn(environ: Mapping[str, str]) -> None:
             continue
         _warned.add(name)
         if known is None:
-            text = f"unknown environment variable {name} is ignored; known are: {', '.join(_BY_NAME)}"
+            near = difflib.get_close_matches(name, _BY_NAME, n=1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            text = (
+                f"unknown environment variable {name} is ignored; {meant}"
+                "`python -m uccl_ep_train.env` lists those that are known"
+            )
         else:
             text = f"environment variable {name} has no effect here: {known.no_effect}"
         warnings.warn(text, stacklevel=4)

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from uccl_ep_train import cuda, transport
-from uccl_ep_train.bootstrap import Bootstrap, exchange
+from uccl_ep_train import cuda, transport, windows
+from uccl_ep_train.bootstrap import Bootstrap, decode, exchange
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import CommunicationError
 from uccl_ep_train.native import check_fit, load_native, native_config
@@ -60,16 +60,19 @@ def new_engine(native: Any, config: EpConfig, device: torch.device) -> Any:
 
 
 class Created(NamedTuple):
-    """config: with what "auto" came to."""
+    """config: with what "auto" came to. nics: this rank's, as the transport names them; "" for loop."""
 
     topology: Topology
     device: torch.device
     config: EpConfig
+    nics: str
     engine: Any
 
 
-def settle_config(bootstrap: Bootstrap, config: EpConfig) -> tuple[int, Topology, torch.device, EpConfig]:
-    """Collective: the generation key, the domains, and the configuration with what "auto" came to."""
+def settle_config(
+    bootstrap: Bootstrap, config: EpConfig
+) -> tuple[int, Topology, torch.device, EpConfig, str]:
+    """Collective: the generation key, the domains, the configuration with what "auto" came to, our NICs."""
     device = torch.device("cpu")
 
     def choose_backend() -> bytes:
@@ -83,17 +86,19 @@ def settle_config(bootstrap: Bootstrap, config: EpConfig) -> tuple[int, Topology
         load_native()
         return transport.probe(config, places)
 
-    places = [transport.Place(*json.loads(said)) for said in exchange(bootstrap, "backend", choose_backend)]
+    answers = exchange(bootstrap, "backend", choose_backend)
+    places = [decode(bootstrap, "backend", peer, said, transport.place) for peer, said in enumerate(answers)]
     # What "auto" came to has to be the same on all ranks, too.
     config = config.replace(backend="cuda" if device.type == "cuda" else "host")
-    generation, answers = agree_on_config(bootstrap, config, verify)
+    generation, probes = agree_on_config(bootstrap, config, verify, transport.probes)
     topology = resolve_topology(bootstrap, config)
     choice = transport.choose(
-        config.transport, places, answers, num_domains=topology.num_domains, on_gpu=device.type == "cuda"
+        config.transport, places, probes, num_domains=topology.num_domains, on_gpu=device.type == "cuda"
     )
     if config.transport == "auto" and topology.num_domains > 1 and bootstrap.rank == 0:
         transport.announce(choice)
-    return generation, topology, device, choice.apply(config)
+    nics = str(probes[bootstrap.rank].get(choice.name, ["", ""])[1])
+    return generation, topology, device, windows.settle(choice.apply(config), nics, topology), nics
 
 
 def create_engine(bootstrap: Bootstrap, config: EpConfig) -> Created:
@@ -119,7 +124,7 @@ def create_engine(bootstrap: Bootstrap, config: EpConfig) -> Created:
         return b""
 
     try:
-        generation, topology, device, settled = settle_config(bootstrap, config)
+        generation, topology, device, settled, nics = settle_config(bootstrap, config)
         handles += exchange(bootstrap, "allocate", allocate)
         exchange(bootstrap, "connect", connect)
         # `start` removes the names under which peers find the memory: only now has everybody mapped it.
@@ -133,7 +138,7 @@ def create_engine(bootstrap: Bootstrap, config: EpConfig) -> Created:
         finish = getattr(bootstrap, "finish", None)
         if finish is not None:
             finish()
-    return Created(topology, device, settled, created[0])
+    return Created(topology, device, settled, nics, created[0])
 
 
 # Engines of a parent process, inherited by fork: their threads do not exist here and their memory is the

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from uccl_ep_train.bootstrap import Bootstrap, exchange
+from uccl_ep_train.bootstrap import Bootstrap, Decoded, decode, exchange, require
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ConfigError, RankMismatchError, TopologyError
 
 NONCE_BYTES = 32
+_SEGMENT_PREFIX = "/uccl_ep_probe_"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -104,9 +105,11 @@ class Agreement(NamedTuple):
     said: list[Any]
 
 
-def agree_on_config(bootstrap: Bootstrap, config: EpConfig, verify: Callable[[], Any]) -> Agreement:
+def agree_on_config(
+    bootstrap: Bootstrap, config: EpConfig, verify: Callable[[], Any], shape: Callable[[Any], Any]
+) -> Agreement:
     """Ranks compare the settings that must be equal, take a common generation key, and say what `verify`
-    returned: anything that JSON can carry.
+    returned: anything that JSON can carry and `shape` takes (as `bootstrap.decode`).
 
     Raises `TopologyError` when ranks set different domains and `RankMismatchError` for any other setting;
     both name two ranks and their values, and every rank raises the same.
@@ -118,10 +121,13 @@ def agree_on_config(bootstrap: Bootstrap, config: EpConfig, verify: Callable[[],
             {"generation": secrets.randbits(64) or 1, "values": config.agreed_values(), "said": said}
         ).encode()
 
-    answers = [json.loads(answer) for answer in exchange(bootstrap, "configuration", mine)]
-    first = answers[0]["values"]
-    for peer, answer in enumerate(answers):
-        values = answer["values"]
+    def settings(value: Any) -> tuple[int, dict[str, Any], Any]:
+        generation, values, said = _settings(value)
+        return generation, values, shape(said)
+
+    answers = _gather(bootstrap, "configuration", mine, settings)
+    first = answers[0][1]
+    for peer, (_, values, _) in enumerate(answers):
         for name in sorted(set(first) | set(values)):
             if first.get(name) == values.get(name):
                 continue
@@ -138,7 +144,40 @@ def agree_on_config(bootstrap: Bootstrap, config: EpConfig, verify: Callable[[],
                 expected=first.get(name),
                 seen=values.get(name),
             )
-    return Agreement(int(answers[0]["generation"]), [answer["said"] for answer in answers])
+    return Agreement(answers[0][0], [said for _, _, said in answers])
+
+
+def _gather(
+    bootstrap: Bootstrap, what: str, produce: Callable[[], bytes], shape: Callable[[Any], Decoded]
+) -> list[Decoded]:
+    answers = exchange(bootstrap, what, produce)
+    return [decode(bootstrap, what, peer, answer, shape) for peer, answer in enumerate(answers)]
+
+
+def _settings(value: Any) -> tuple[int, dict[str, Any], Any]:
+    require(isinstance(value, dict) and "said" in value, "no settings")
+    generation, values = value.get("generation"), value.get("values")
+    require(type(generation) is int and 0 < generation < 1 << 64, "no generation")
+    require(isinstance(values, dict), "no values")
+    return generation, values, value["said"]
+
+
+def _offer(value: Any) -> tuple[str, str, bytes]:
+    require(isinstance(value, list) and [type(part) for part in value] == [str, str, str], "no offer")
+    boot, name, nonce = value
+    require(name.startswith(_SEGMENT_PREFIX) and "\0" not in name, "no segment of ours")
+    return boot, name, bytes.fromhex(nonce)
+
+
+def _reach(num_ranks: int) -> Callable[[Any], frozenset[int]]:
+    def shape(value: Any) -> frozenset[int]:
+        require(
+            isinstance(value, list) and all(type(rank) is int and 0 <= rank < num_ranks for rank in value),
+            "no ranks of the group",
+        )
+        return frozenset(value)
+
+    return shape
 
 
 def resolve_topology(bootstrap: Bootstrap, config: EpConfig) -> Topology:
@@ -158,20 +197,20 @@ def probe(bootstrap: Bootstrap) -> Topology:
             segment.append(Segment.create())
             return json.dumps([boot_id(), segment[0].name, segment[0].nonce.hex()]).encode()
 
-        offers = [json.loads(answer) for answer in exchange(bootstrap, "topology: offer", offer)]
+        offers = _gather(bootstrap, "topology: offer", offer, _offer)
 
         def reach() -> bytes:
             mine = offers[bootstrap.rank][0]
             reached = [
                 rank
                 for rank, (boot, name, nonce) in enumerate(offers)
-                if rank == bootstrap.rank or (boot == mine and readable(name, bytes.fromhex(nonce)))
+                if rank == bootstrap.rank or (boot == mine and readable(name, nonce))
             ]
             return json.dumps(reached).encode()
 
         # Nobody unlinks before everybody has looked: a rank leaves this exchange only when all have entered
         # it.
-        reached = [frozenset(json.loads(answer)) for answer in exchange(bootstrap, "topology: reach", reach)]
+        reached = _gather(bootstrap, "topology: reach", reach, _reach(bootstrap.size))
     finally:
         for entry in segment:
             entry.unlink()
@@ -184,6 +223,11 @@ def domains_of_reach(reached: Sequence[frozenset[int]]) -> Topology:
     Ranks of a domain must see the same set; otherwise `TopologyError`.
     """
     for rank, ranks in enumerate(reached):
+        if rank not in ranks:
+            raise TopologyError(
+                f"rank {rank} does not reach its own memory, only that of {sorted(ranks)}; "
+                "set domains or domain_size"
+            )
         for peer in sorted(ranks):
             if reached[peer] != ranks:
                 raise TopologyError(
@@ -223,7 +267,7 @@ class Segment:
     @classmethod
     def create(cls) -> Segment:
         nonce = secrets.token_bytes(NONCE_BYTES)
-        name = f"/uccl_ep_probe_{secrets.token_hex(12)}"
+        name = f"{_SEGMENT_PREFIX}{secrets.token_hex(12)}"
         try:
             descriptor = _shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR)
             try:

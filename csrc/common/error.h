@@ -42,7 +42,16 @@ struct ErrorRecord {
   uint64_t seen = 0;
   char message[208] = {};
 
-  void set_message(const std::string& text) { std::snprintf(message, sizeof(message), "%s", text.c_str()); }
+  void set_message(const std::string& text) {
+    std::snprintf(message, sizeof(message), "%s", text.c_str());
+    make_printable();
+  }
+  // Texts of other processes get into messages, and Python takes no broken UTF-8.
+  void make_printable() {
+    message[sizeof(message) - 1] = 0;
+    for (char* c = message; *c != 0; ++c)
+      if (*c < ' ' || *c > '~') *c = '?';
+  }
 };
 static_assert(sizeof(ErrorRecord) == 256, "its size is part of the layout");
 

@@ -9,6 +9,7 @@
 
 #include "common/process.h"
 #include "common/units.h"
+#include "engine/handle.h"
 #include "transport/registry.h"
 
 namespace uccl_ep {
@@ -62,22 +63,6 @@ uint64_t widest_row_bytes(const EngineConfig& config) {
   // FP8 rows are narrower than BF16 rows for every H; combine_wire_dtype=fp32 on a BF16 buffer is sized by
   // max_element_bytes.
   return uint64_t{config.hidden} * config.max_element_bytes;
-}
-
-void put(std::string& bytes, const std::string& field) {
-  const uint64_t size = field.size();
-  bytes.append(reinterpret_cast<const char*>(&size), sizeof(size));
-  bytes += field;
-}
-std::string take(const std::string& bytes, size_t& at) {
-  uint64_t size = 0;
-  if (bytes.size() - at < sizeof(size)) throw UsageFailure(UsageKind::kConfig, "a handle is cut short");
-  std::memcpy(&size, bytes.data() + at, sizeof(size));
-  at += sizeof(size);
-  if (bytes.size() - at < size) throw UsageFailure(UsageKind::kConfig, "a handle is cut short");
-  std::string field = bytes.substr(at, size);
-  at += size;
-  return field;
 }
 
 // Within one domain nobody is connected, whatever the transport would be.
@@ -184,25 +169,20 @@ Engine::~Engine() { close(true); }
 void Engine::register_device(const RegisteredRegion& region) { transport_->register_device(region); }
 
 std::string Engine::export_handle() const {
-  std::string bytes;
-  put(bytes, regions_[config_.rank].name());
-  put(bytes, std::to_string(regions_[config_.rank].num_bytes()));
-  put(bytes, transport_->address());
-  return bytes;
+  const Mapping& region = regions_[config_.rank];
+  return encode_handle({region.name(), region.num_bytes(), transport_->address()});
 }
 
 void Engine::connect(const std::vector<std::string>& handles) {
   require(handles.size() == static_cast<size_t>(config_.num_ranks), "connect needs one handle per rank");
   std::vector<std::string> addresses(handles.size());
   for (int rank = 0; rank < config_.num_ranks; ++rank) {
-    size_t at = 0;
-    const std::string name = take(handles[rank], at);
-    const uint64_t bytes = std::stoull(take(handles[rank], at));
-    addresses[rank] = take(handles[rank], at);
+    const Handle handle = decode_handle(handles[rank]);
+    addresses[rank] = handle.address;
     if (topo_.domain_of[rank] == topo_.domain_of[config_.rank] && rank != config_.rank) {
-      require(bytes == layout_of(config_, topo_, window_, rank).total_bytes,
+      require(handle.region_bytes == layout_of(config_, topo_, window_, rank).total_bytes,
               "rank " + std::to_string(rank) + " has another layout");
-      regions_[rank] = Mapping::open(name, bytes);
+      regions_[rank] = Mapping::open(handle.region_name, handle.region_bytes);
       controls_[rank] = reinterpret_cast<ControlBlock*>(regions_[rank].base());
       require(controls_[rank]->magic == kControlMagic && controls_[rank]->generation == config_.generation &&
                   controls_[rank]->rank == rank,

@@ -9,11 +9,12 @@ namespace {
 constexpr uint64_t kRemoteHeartbeatPeriods = 5;
 
 // It crossed a network: nothing in it may lead us out of bounds.
-ErrorRecord checked(ErrorRecord record, int finder) {
+ErrorRecord checked(ErrorRecord record, int finder, int num_ranks) {
   if (record.kind > ErrorKind::kPeerFailed || record.kind == ErrorKind::kNone) record.kind = ErrorKind::kTransport;
   if (record.step > Step::kClose) record.step = Step::kNone;
+  if (record.peer < 0 || record.peer >= num_ranks) record.peer = -1;
   record.rank = finder;
-  record.message[sizeof(record.message) - 1] = 0;
+  record.make_printable();
   return record;
 }
 
@@ -201,7 +202,7 @@ void Health::arrive(const Imm& imm, int peer, uint64_t now_usec) {
   std::memcpy(&record,
               context_.region + context_.layout->error_landing_offset + static_cast<uint64_t>(peer) * sizeof(record),
               sizeof(record));
-  record = checked(record, peer);
+  record = checked(record, peer, context_.topo->num_ranks);
   for (ControlBlock* control : context_.domain_controls)
     if (control != nullptr) post_error(*control, record);
 }

@@ -36,6 +36,13 @@ void Lander::arrive(const Completion& completion) {
     fail(completion.peer, "chunk " + std::to_string(serial) + " of a " + ring_name(landing.kind) +
                               " channel arrived, but only " + std::to_string(channel.returned + landing.num_slots) +
                               " have credit");
+  // Who writes a slot again has seen that its last chunk was read. No foreign number gets a stamp: a later lap's would
+  // pass for all the chunks before it.
+  const uint64_t lap_before = serial < landing.num_slots ? 0 : serial + 1 - landing.num_slots;
+  if (stamp.own() != lap_before)
+    fail(completion.peer, "chunk " + std::to_string(serial) + " of a " + ring_name(landing.kind) +
+                              " channel arrived in a slot whose last one is " + std::to_string(stamp.own()) +
+                              " instead of " + std::to_string(lap_before));
   stamp.publish(serial + 1);
   channel.arrived.advance();
   channel.end = std::max(channel.end, serial + 1);

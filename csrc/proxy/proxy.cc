@@ -185,6 +185,10 @@ bool Proxy::poll_transport() {
 }
 
 void Proxy::take(const Completion& completion, uint64_t polled_nsec) {
+  if (completion.peer < 0 || completion.peer >= context_.topo->num_ranks)
+    throw CommunicationFailure(make_error(ErrorKind::kTransport, context_.rank, -1,
+                                          "the transport names rank " + std::to_string(completion.peer) + " of " +
+                                              std::to_string(context_.topo->num_ranks)));
   const uint64_t now_usec = polled_nsec / 1000;
   if (is_of_chunk(completion)) last_chunk_usec_ = now_usec;
   if (completion.kind == Completion::Kind::kArrival) {

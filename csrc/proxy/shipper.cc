@@ -141,7 +141,7 @@ bool Shipper::try_post(uint32_t index, uint64_t now_usec) {
 }
 
 void Shipper::credit(uint32_t index, uint32_t serial_low, int peer) {
-  if (index >= channels_.size() || channels_[index].out->peer != peer)
+  if (index >= channels_.size() || channels_[index].out->peer != peer || !channels_[index].out->credited)
     fail(peer, "a credit of rank " + std::to_string(peer) + " names channel " + std::to_string(index));
   Channel& channel = channels_[index];
   const uint64_t consumed = widen_serial(serial_low, channel.credited);

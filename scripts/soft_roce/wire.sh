@@ -51,19 +51,24 @@ lose() {
   done
 }
 
+# tc's line: Sent 90 bytes 1 pkt (dropped 2, overlimits 0 requeues 0)
 lost() {
   local name
-  for name in "${ENDS[@]}"; do tc -s qdisc show dev "$name"; done | awk '/dropped/ { gsub(/,/, ""); sum += $7 } END { print sum + 0 }'
+  for name in "${ENDS[@]}"; do tc -s qdisc show dev "$name"; done |
+    awk '/dropped/ { gsub(/,/, ""); sum += $7 } END { print sum + 0 }'
+}
+
+# is_ready DEVICE "the address as a name ends with it"
+is_ready() {
+  local port="/sys/class/infiniband/$1/ports/1"
+  grep -q ACTIVE "$port/state" && grep -qs "$2" "$port"/gids/*
 }
 
 # An address reaches the table of a device's names (GIDs) a moment after it was given.
 wait_for_devices() {
   local attempt device
   for attempt in {1..100}; do
-    if grep -q ACTIVE /sys/class/infiniband/rxe0/ports/1/state && grep -q ACTIVE /sys/class/infiniband/rxe1/ports/1/state &&
-      grep -qs 0a09:0001 /sys/class/infiniband/rxe0/ports/1/gids/* && grep -qs 0a09:0002 /sys/class/infiniband/rxe1/ports/1/gids/*; then
-      return
-    fi
+    ! { is_ready rxe0 0a09:0001 && is_ready rxe1 0a09:0002; } || return 0
     sleep 0.1
   done
   printf 'soft_roce_wire: the devices are not ready after 10 s\n' >&2

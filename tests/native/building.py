@@ -39,6 +39,7 @@ class Flavour:
 
     name: str
     options: tuple[str, ...]
+    compiler: str = "g++"
 
 
 def _sanitized(name: str, sanitizers: str) -> Flavour:
@@ -58,14 +59,20 @@ def run(
     """libraries: a folder whose shared libraries come before the system's."""
     environment = None if libraries is None else {**os.environ, "LD_LIBRARY_PATH": str(libraries)}
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, check=False, env=environment
+        command,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout,
+        check=False,
+        env=environment,
     )
 
 
-def compiler() -> str:
-    found = shutil.which("g++")
+def compiler(name: str = "g++") -> str:
+    found = shutil.which(name)
     if found is None:
-        raise CannotBuild("g++ is not on the path")
+        raise CannotBuild(f"{name} is not on the path")
     return found
 
 
@@ -88,21 +95,22 @@ def _headers_text(folders: tuple[Path, ...]) -> bytes:
 def compiled(source: Path, flavour: Flavour, folders: tuple[Path, ...]) -> Path:
     """The object of a source, named by all that it depends on, so never stale. `folders`: of headers."""
     options = [*FLAGS, *flavour.options, *(f"-isystem{path}" for path in transports().include_dirs)]
-    text = b"\0".join([" ".join(options).encode(), _headers_text(folders), source.read_bytes()])
+    made_of = " ".join([flavour.compiler, *options]).encode()
+    text = b"\0".join([made_of, _headers_text(folders), source.read_bytes()])
+    OBJECTS.mkdir(parents=True, exist_ok=True)
     obj = OBJECTS / f"{source.stem}-{hashlib.sha256(text).hexdigest()[:24]}.o"
     if obj.exists():
         obj.touch()
         return obj
     unfinished = obj.with_suffix(f".{os.getpid()}")
     includes = [f"-I{folder}" for folder in folders]
-    _need(run([compiler(), *options, *includes, "-c", source, "-o", unfinished], 600))
+    _need(run([compiler(flavour.compiler), *options, *includes, "-c", source, "-o", unfinished], 600))
     unfinished.rename(obj)  # another session may be making the same one
     return obj
 
 
 def link(binary: Path, sources: Sequence[Path], flavour: Flavour) -> Path:
     """Makes the program of `sources`; the product's own see the product's headers alone."""
-    OBJECTS.mkdir(parents=True, exist_ok=True)
 
     def folders_of(source: Path) -> tuple[Path, ...]:
         return (CSRC,) if source.is_relative_to(CSRC) else tuple(dict.fromkeys((CSRC, HERE, source.parent)))

@@ -24,7 +24,8 @@ CLAIM("an arrival that names no peer is dropped and counted, a write without the
     receiver->transport->connect({friendly->transport->address(), theirs, stranger->transport->address()});
     friendly->transport->connect({friendly->transport->address(), theirs, stranger->transport->address()});
     ofi::Address forged = ofi::decode_address(theirs);
-    forged.secret ^= uint64_t{0x55555} << 33;
+    // The highest bit of a tag: a rank that is far from any.
+    forged.secret ^= uint64_t{1} << (32 + 31 - forged.size_bits);
     stranger->transport->connect({friendly->transport->address(), encode_address(forged), ""});
     OfiRanks all(0);
     all.ranks.push_back(std::move(friendly));

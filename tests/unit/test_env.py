@@ -102,7 +102,8 @@ def test_every_unknown_variable_of_the_family_is_warned_about_once(monkeypatch):
     with pytest.warns(UserWarning, match="unknown environment variable UCCL_") as caught:
         EpConfig.from_env(**BASE)
     assert len(caught) == 2
-    assert "UCCL_IB_GID_INDEX" in str(caught[0].message)  # What it may have meant.
+    messages = " ".join(str(entry.message) for entry in caught)
+    assert "did you mean UCCL_IB_GID_INDEX?" in messages and "did you mean UCCL_EP_NUM_PROXIES?" in messages
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         EpConfig.from_env(**BASE)

@@ -145,12 +145,19 @@ def test_settings_are_used_without_probing(monkeypatch):
 def agree(configs, verify=lambda rank: None):
     return on_every_rank(
         len(configs),
-        lambda entry: agree_on_config(entry, configs[entry.rank], lambda: verify(entry.rank)).generation,
+        lambda entry: (
+            agree_on_config(
+                entry, configs[entry.rank], lambda: verify(entry.rank), lambda said: said
+            ).generation
+        ),
     )
 
 
 def test_each_rank_learns_what_all_say():
-    said = on_every_rank(3, lambda entry: agree_on_config(entry, EpConfig(**BASE), lambda: [entry.rank]).said)
+    said = on_every_rank(
+        3,
+        lambda entry: agree_on_config(entry, EpConfig(**BASE), lambda: [entry.rank], lambda said: said).said,
+    )
     assert said == [[[0], [1], [2]]] * 3
 
 

@@ -6,11 +6,13 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.by_hand import close, create, dispatch, on_all
 from uccl_ep_train import EpConfig, transport
 from uccl_ep_train.errors import ConfigError, RankMismatchError
-from uccl_ep_train.transport import Choice, Place, choose, probe
+from uccl_ep_train.native import probe_transports
+from uccl_ep_train.transport import Choice, Place, Probe, choose, probe
 
 BASE: dict[str, Any] = {"num_experts": 8, "hidden": 256}
 EFA = [True, "EFA rdmap0s6", "efa"]
@@ -168,8 +170,8 @@ def test_every_combination_is_decided_or_refused_with_a_reason() -> None:
 # ----------------------------------------------------------------------------------- with real buffers
 
 
-def two_hosts(monkeypatch: pytest.MonkeyPatch, *, verbs: list[Any], ofi: list[Any]) -> None:
-    """Every rank is on a host of its own, and has what is told."""
+def two_hosts(monkeypatch: pytest.MonkeyPatch, **told: list[Any]) -> None:
+    """Every rank is on a host of its own, and has what is told, or else what this one has."""
     numbers = itertools.count()
 
     class Elsewhere(Place):
@@ -178,8 +180,9 @@ def two_hosts(monkeypatch: pytest.MonkeyPatch, *, verbs: list[Any], ofi: list[An
             number = next(numbers)
             return Place(f"node{number}", f"boot{number}")
 
-    told = {"verbs": verbs, "ofi": ofi}
     monkeypatch.setattr(transport, "Place", Elsewhere)
+    if not told:
+        return
     monkeypatch.setattr(
         transport, "probe_transports", lambda config, names: [(name, *told[name]) for name in names]
     )
@@ -252,8 +255,36 @@ def test_ranks_that_force_different_ones_are_told_both() -> None:
         assert "rank 0 has transport = 'loop', rank 1 has transport = 'auto'" in str(result)
 
 
-def test_the_core_says_what_it_has() -> None:
-    from uccl_ep_train.native import probe_transports
+@pytest.mark.parametrize("settings", [{}, {"transport": "ofi"}], ids=["auto", "forced"])
+def test_between_hosts_without_nics_rows_travel_over_tcp(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The hosts are made up, their probes and what runs are not."""
+    told = {name: Probe(*said) for name, *said in probe_transports(EpConfig(**BASE), ["verbs", "ofi"])}
+    if told["verbs"].usable or not (told["ofi"].usable and told["ofi"].text.startswith("tcp")):
+        pytest.skip(f"needs libfabric's tcp and no NIC: {told}")
+    assert told["ofi"].link == "tcp"
+    on_one = create(2)
+    expected = on_all(on_one, dispatch)
+    close(on_one)
+    two_hosts(monkeypatch)
+    monkeypatch.setattr(transport, "_said", set())
+    capfd.readouterr()
+    buffers = create(2, **settings)
+    assert [getattr(buffer, "transport", buffer) for buffer in buffers] == ["ofi", "ofi"]
+    for got, wanted in zip(on_all(buffers, dispatch), expected, strict=True):
+        assert torch.equal(got.rows, wanted.rows)
+    assert buffers[0].stats()["memory.allocated_bytes"] == buffers[0].memory_plan().total_bytes
+    close(buffers)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("uccl_ep_train: ")]
+    assert len(lines) == (0 if settings else 1)
+    if not settings:
+        assert lines[0].startswith(
+            "uccl_ep_train: transport ofi: over TCP, which every rank has (rank 0: tcp"
+        )
+        assert "; not verbs: ranks 0-1 on node" in lines[0]
 
+
+def test_the_core_says_what_it_has() -> None:
     ((name, usable, text, link),) = probe_transports(EpConfig(**BASE), ["loop", "carrier pigeon"])
     assert (name, usable, link) == ("loop", True, "memory") and "shared memory of host" in text

@@ -10,6 +10,7 @@
 
 #include "backend/cuda/packet.h"
 #include "common/units.h"
+#include "engine/handle.h"
 
 namespace uccl_ep {
 namespace {
@@ -175,23 +176,25 @@ CudaEngine::~CudaEngine() {
 }
 
 std::string CudaEngine::export_handle() const {
-  const std::string own = socket_.address() + " " + std::to_string(region_bytes_[config_.rank]) + " ";
-  return own + life_.export_handle();
+  return encode_device_handle({socket_.address(), region_bytes_[config_.rank], life_.export_handle()});
 }
 
 void CudaEngine::connect(const std::vector<std::string>& handles) {
   const OnDevice guard(device_);
+  if (handles.size() != regions_.size())
+    throw UsageFailure(UsageKind::kConfig, std::to_string(handles.size()) +
+                                               " handles: allowed is one for each of the " +
+                                               std::to_string(regions_.size()) + " ranks");
   std::vector<std::string> addresses(handles.size()), lives(handles.size());
   for (size_t r = 0; r < handles.size(); ++r) {
-    const size_t first = handles[r].find(' '), second = handles[r].find(' ', first + 1);
-    if (second == std::string::npos) throw UsageFailure(UsageKind::kConfig, "a handle is cut short");
+    const DeviceHandle handle = decode_device_handle(handles[r]);
     // Without NICs our copy engines write to ranks of other domains, too.
     const bool mapped = !has_nics() || topo_.domain_of[r] == topo_.domain_of[config_.rank];
     if (static_cast<int>(r) != config_.rank && mapped) {
-      addresses[r] = handles[r].substr(0, first);
-      region_bytes_[r] = std::stoull(handles[r].substr(first + 1, second - first - 1));
+      addresses[r] = handle.socket_name;
+      region_bytes_[r] = handle.region_bytes;
     }
-    lives[r] = handles[r].substr(second + 1);
+    lives[r] = handle.life;
   }
   life_.connect(lives);
   const int own = regions_[config_.rank].export_fd();

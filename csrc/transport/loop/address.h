@@ -35,7 +35,8 @@ inline Address decode_address(const std::string& text) {
   std::istringstream in(text);
   in >> tag >> a.rank >> a.generation >> a.pid >> a.pid_namespace >> a.boot_id >> a.region_name >> a.region_bytes >>
       a.inbox_name >> a.inbox_slots;
-  if (!in || tag != "loop2" || a.rank < 0 || a.region_bytes == 0 || a.inbox_slots == 0) {
+  // Only what comes out alike: streams take signs, spaces and what follows the last field, and wrap negative numbers.
+  if (!in || tag != "loop2" || a.rank < 0 || a.region_bytes == 0 || a.inbox_slots == 0 || encode_address(a) != text) {
     ErrorRecord record;
     record.kind = ErrorKind::kTransport;
     record.set_message("loop: no address of this transport: '" + text.substr(0, 80) + "'");

@@ -14,14 +14,15 @@ namespace {
 struct Library {
   Library() {
     void* handle = dlopen("libfabric.so.1", RTLD_NOW | RTLD_LOCAL);
-    // Where the installer of EFA puts it.
-    if (handle == nullptr) handle = dlopen("/opt/amazon/efa/lib/libfabric.so.1", RTLD_NOW | RTLD_LOCAL);
-    if (handle == nullptr) handle = dlopen("/opt/amazon/efa/lib64/libfabric.so.1", RTLD_NOW | RTLD_LOCAL);
     if (handle == nullptr) {
       const char* text = dlerror();
-      problem = std::string("libfabric is not installed: ") + (text != nullptr ? text : "libfabric.so.1");
-      return;
+      problem = std::string("libfabric cannot be loaded: ") + (text != nullptr ? text : "libfabric.so.1");
+      // Where the installer of EFA puts it.
+      for (const char* path : {"/opt/amazon/efa/lib/libfabric.so.1", "/opt/amazon/efa/lib64/libfabric.so.1"})
+        if (handle == nullptr) handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     }
+    if (handle == nullptr) return;
+    problem.clear();
     load(handle, "fi_getinfo", getinfo);
     load(handle, "fi_freeinfo", freeinfo);
     load(handle, "fi_dupinfo", dupinfo);

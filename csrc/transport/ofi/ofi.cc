@@ -227,9 +227,17 @@ std::unique_ptr<Transport> make(const TransportSetup& setup, const TransportOpti
   return std::make_unique<ofi::OfiTransport>(setup, options.nic);
 }
 
+// A provider that we do not know is taken for a NIC's: it has been asked for by its name.
+LinkKind link_of(const std::string& provider) {
+  const std::string core = provider.substr(0, provider.find(';'));
+  if (core == "efa") return LinkKind::kEfa;
+  return core == "tcp" || core == "sockets" || core == "udp" ? LinkKind::kTcp : LinkKind::kRdma;
+}
+
 Probe probe(const TransportOptions& options) {
   try {
-    return {true, ofi::offers_text(ofi::choose_offers({&options.nic, false, "", 0}))};
+    const auto offers = ofi::choose_offers({&options.nic, false, "", 0});
+    return {true, ofi::offers_text(offers), link_of(offers[0].provider())};
   } catch (const UsageFailure& failure) {
     return {false, failure.what()};
   }

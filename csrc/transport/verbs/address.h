@@ -64,7 +64,8 @@ inline void take(std::istream& in, std::vector<uint32_t>& values) {
 inline void take(std::istream& in, MemoryAddress& m) {
   in >> m.base >> m.num_bytes >> m.stride;
   take(in, m.keys);
-  if (!m.keys.empty() && m.stride == 0) in.setstate(std::ios::failbit);
+  // Whoever writes there divides by the stride and takes a key.
+  if (m.keys.empty() ? m.num_bytes != 0 : m.stride == 0) in.setstate(std::ios::failbit);
 }
 
 }  // namespace detail
@@ -87,6 +88,7 @@ inline std::string encode_address(const Address& a) {
 // Throws CommunicationFailure(kTransport) for anything that encode_address cannot have written.
 inline Address decode_address(const std::string& text) {
   constexpr size_t kMostNics = 64;
+  constexpr uint32_t kMostLid = (1u << 16) - 1;
   Address a;
   std::string tag, end;
   size_t num_nics = 0;
@@ -100,11 +102,13 @@ inline Address decode_address(const std::string& text) {
     detail::take(in, n.device);
     detail::take(in, n.queue_pairs);
     detail::take(in, n.first_psn);
-    if (n.host.keys.empty() || n.queue_pairs.size() != n.first_psn.size()) in.setstate(std::ios::failbit);
+    if (n.host.keys.empty() || n.queue_pairs.size() != n.first_psn.size() || n.lid > kMostLid)
+      in.setstate(std::ios::failbit);
     a.nics.push_back(std::move(n));
   }
   in >> end;
-  if (!in || tag != "verbs1" || end != "end" || a.rank < 0 || num_nics == 0) {
+  // Only what comes out alike: streams take signs, spaces and what follows the last field, and wrap negative numbers.
+  if (!in || tag != "verbs1" || end != "end" || a.rank < 0 || num_nics == 0 || encode_address(a) != text) {
     ErrorRecord record;
     record.kind = ErrorKind::kTransport;
     record.set_message("verbs: no address of this transport: '" + text.substr(0, 80) + "'");

@@ -1,0 +1,34 @@
+// The handles of engines: the first byte says which of the two.
+#include "engine/handle.h"
+
+#include "target.h"
+
+namespace {
+
+using namespace uccl_ep;
+
+void check(const std::string& bytes, bool device) {
+  if (device) {
+    const DeviceHandle handle = decode_device_handle(bytes);
+    fuzz::must(encode_device_handle(handle) == bytes, "one text, one handle");
+    fuzz::must(!handle.socket_name.empty() && handle.socket_name.size() <= kMostNameBytes, "a name fits an address");
+  } else {
+    const Handle handle = decode_handle(bytes);
+    fuzz::must(encode_handle(handle) == bytes, "one text, one handle");
+    fuzz::must(std::strlen(handle.region_name.c_str()) == handle.region_name.size(), "a name is whole");
+  }
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  fuzz_accepted = false;
+  if (size == 0) return 0;
+  try {
+    check(std::string(reinterpret_cast<const char*>(data) + 1, size - 1), data[0] % 2 != 0);
+    fuzz_accepted = true;
+  } catch (const UsageFailure& failure) {
+    fuzz::must(fuzz::is_printable(failure.what(), 4096), "an error is printable");
+  }
+  return 0;
+}
