@@ -182,9 +182,7 @@ std::string CudaEngine::export_handle() const {
 void CudaEngine::connect(const std::vector<std::string>& handles) {
   const OnDevice guard(device_);
   if (handles.size() != regions_.size())
-    throw UsageFailure(UsageKind::kConfig, std::to_string(handles.size()) +
-                                               " handles: allowed is one for each of the " +
-                                               std::to_string(regions_.size()) + " ranks");
+    throw UsageFailure(UsageKind::kConfig, "connect needs one handle per rank");
   std::vector<std::string> addresses(handles.size()), lives(handles.size());
   for (size_t r = 0; r < handles.size(); ++r) {
     const DeviceHandle handle = decode_device_handle(handles[r]);

@@ -34,6 +34,7 @@ size_t OfiTransport::poll(std::span<Completion> out) {
   const uint32_t num_nics = static_cast<uint32_t>(nics_.size());
   for (uint32_t i = 0; i < num_nics; ++i) read((next_read_ + i) % num_nics, out, count);
   ++next_read_;
+  if (count != 0 && nic_writes_ != nullptr) nic_writes_->flush();
   if (count != 0) latest_usec_ = now_usec();
   return count;
 }

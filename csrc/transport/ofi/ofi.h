@@ -59,7 +59,8 @@ class OfiTransport final : public Transport {
   void register_device(const RegisteredRegion& region) override;
   std::string address() const override { return encode_address(own_); }
   void connect(const std::vector<std::string>& addresses) override;
-  void attach_device(DeviceRegions) override {}  // the NIC reads and writes what register_device() gave it
+  // The NIC reads and writes what register_device() gave it.
+  void attach_device(DeviceRegions device) override { nic_writes_ = device.nic_writes; }
   void sealed() override {}
   bool has_room(uint64_t num_bytes) const override;
   PostResult post_write(const WriteRequest& request) override;
@@ -125,6 +126,7 @@ class OfiTransport final : public Transport {
   const NicOptions options_;
   Address own_;
   Tags tags_;  // ours
+  DeviceFlush* nic_writes_ = nullptr;
   uint64_t latest_usec_ = 0;  // when something last moved
   uint64_t num_strangers_ = 0;
   uint32_t num_in_flight_ = 0;  // ops that are not free
