@@ -21,6 +21,7 @@ ENV = runpy.run_path(str(ROOT / "uccl_ep_train" / "env.py"))
 WERROR = ENV["warnings_are_errors"]()
 SANITIZER = ENV["sanitizer"]()
 SANITIZE = [f"-fsanitize={SANITIZER}", "-fno-sanitize-recover=all"] if SANITIZER else []
+OPTIONAL = runpy.run_path(str(ROOT / "csrc" / "transport" / "optional.py"), run_name="optional")
 
 COMPILE_FLAGS = [
     "-O3",
@@ -134,15 +135,18 @@ class BuildExt(build_ext):
 
 def extension() -> Pybind11Extension:
     csrc = ROOT / "csrc"
-    sources = sorted(csrc.rglob("*.cc"))
+    sources = [path for path in sorted(csrc.rglob("*.cc")) if transports.compiles(path)]
     headers = [path for pattern in ("*.h", "*.cuh") for path in sorted(csrc.rglob(pattern))]
-    options: dict[str, list] = {"include_dirs": ["csrc"], "libraries": ["rt", "pthread"]}
+    options: dict[str, list] = {
+        "include_dirs": ["csrc", *transports.include_dirs],
+        "libraries": ["rt", "pthread", "dl"],
+    }
     if nvcc:
         toolkit = find_toolkit(nvcc)
         options["include_dirs"].append(str(toolkit / "include"))
         options["define_macros"] = [("UCCL_EP_CUDA", "1")]
         # Static: it looks for the driver when it is first used, so the library loads where there is no GPU.
-        options["libraries"] += ["cudart_static", "dl"]
+        options["libraries"].insert(0, "cudart_static")
         options["library_dirs"] = [str(toolkit / "lib64"), str(toolkit / "targets" / "x86_64-linux" / "lib")]
     else:
         sources = [path for path in sources if "cuda" not in (path.parent.name, path.stem)]
@@ -163,6 +167,9 @@ print(
     if nvcc
     else "uccl_ep_train: no nvcc; the host backend is built"
 )
+
+transports = OPTIONAL["find_transports"](shutil.which("g++") or shutil.which("c++") or "cc")
+print(f"uccl_ep_train: {OPTIONAL['text'](transports)}")
 
 ParallelCompile(needs_recompile=needs_recompile).install()
 setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExt})

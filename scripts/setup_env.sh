@@ -9,7 +9,8 @@
 #                       Linux build works without a GPU but brings gigabytes of CUDA libraries. For a CPU-only build
 #                       name the CPU package index that PyTorch's own installation page gives:
 #                       UCCL_EP_PIP_ARGS="--extra-index-url <that address>"
-#   UCCL_EP_APT=1       as root on Debian or Ubuntu: install a missing compiler, Python headers, spin or clang by apt-get
+#   UCCL_EP_APT=1       as root on Debian or Ubuntu: install with apt-get what is missing of compiler, Python headers, spin,
+#                       clang, and the headers of libibverbs and libfabric
 #   UCCL_EP_WERROR=1    compiler warnings are errors
 #
 # An up-to-date environment costs a few dozen milliseconds: two stamp files hold a hash of what it was made from.
@@ -104,13 +105,7 @@ find_python() {
   done
 }
 
-can_apt() { [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; }
-may_apt() { can_apt && { [ "${UCCL_EP_APT:-0}" = 1 ] || [ "${CI:-}" = true ]; }; }
-
-apt_install() {
-  export DEBIAN_FRONTEND=noninteractive
-  apt-get update && apt-get install -y --no-install-recommends "$@"
-}
+. "$ROOT/scripts/apt.sh"
 
 # missing "what" package...: installs it where that was allowed, else says what to do and stops.
 missing() {
@@ -124,15 +119,28 @@ missing() {
     "(as root, UCCL_EP_APT=1 lets this script do it)"
 }
 
-# wished_for command package...: as missing(), for what only some tests need. Tried once, and they skip without it.
+# wished_for package probe...: as missing(), for what only some parts need, where the probe fails. Tried once; without it
+# they are not built, or their tests skip.
 wished_for() {
-  local command="$1"
+  local package="$1"
   shift
-  if command -v "$command" >/dev/null || ! may_apt || stamp_is "wished_for_$1" tried; then
+  if "$@" >/dev/null || ! may_apt || stamp_is "wished_for_$package" tried; then
     return
   fi
-  write_stamp "wished_for_$1" tried
-  (run_stage "apt-get install $*" apt_install "$@") || say "going on without $1: the tests that need it skip"
+  write_stamp "wished_for_$package" tried
+  (run_stage "apt-get install $package" apt_install "$package") || say "going on without $package: what needs it is left out"
+}
+
+# Headers of NIC libraries: what of the transports is compiled depends on them. The libraries are found at run time.
+NIC_HEADERS=(/usr/include/infiniband/verbs.h /usr/include/rdma/fabric.h /opt/amazon/efa/include/rdma/fabric.h)
+
+wished_for_all() {
+  wished_for spin command -v spin
+  wished_for clang command -v clang++
+  wished_for libclang-rt-dev compgen -G "/usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer-*"
+  wished_for libibverbs-dev test -f "${NIC_HEADERS[0]}"
+  wished_for ibverbs-providers compgen -G "/etc/libibverbs.d/*.driver"
+  wished_for libfabric-dev test -f "${NIC_HEADERS[1]}" -o -f "${NIC_HEADERS[2]}"
 }
 
 # Which Python that Debian or Ubuntu release has.
@@ -213,10 +221,11 @@ packages_hash() {
   { printf '%s\n' "$TORCH_SPEC" "${PIP_ARGS[*]}" "${PACKAGES[@]}" && cat "$ROOT/pyproject.toml"; } | hash_of
 }
 
-# The clone's place counts, because an editable package points to it.
+# The clone's place counts, because an editable package points to it. So do headers that come, go or change.
 build_hash() {
   {
     printf '%s\n%s\n' "$ROOT" "$("$VENV/bin/python" -V)"
+    sha256sum "${NIC_HEADERS[@]}" 2>/dev/null || true
     cd "$ROOT"
     find pyproject.toml setup.py uccl_ep_train/env.py csrc -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
   } | hash_of
@@ -250,8 +259,7 @@ set_up() {
     say "waiting for another set-up in $VENV ..."
     flock 9
   fi
-  wished_for spin spin
-  wished_for clang++ clang libclang-rt-dev
+  wished_for_all
   if venv_is_usable && stamp_is packages "$(packages_hash)" && is_built "$(build_hash)"; then
     say "$VENV is up to date ($(seconds_since "$started"))"
     exec 9>&-

@@ -27,3 +27,11 @@ def bit_difference(seen: Tensor | None, wanted: Tensor | None) -> str:
 
 def _kind(tensor: Tensor | None) -> str:
     return "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def flip_bit(tensor: Tensor) -> Tensor:
+    """A copy whose last element differs in its lowest bit; equal if there is none. For negative controls."""
+    copy = tensor.clone()
+    if copy.numel() > 0:
+        copy.view(_BITS.get(copy.dtype, copy.dtype)).view(-1)[-1] ^= 1
+    return copy

@@ -82,9 +82,7 @@ class Rank:
         raise TimeoutError(f"rank {self.rank} waited {timeout_s:g} s for {name!r}")
 
 
-def _child(
-    rank: int, num_ranks: int, port: int, pipe: Connection, target: Callable[..., Any], args: Any
-) -> None:
+def _child(rank: int, num_ranks: int, pipe: Connection, target: Callable[..., Any], args: Any) -> None:
     _die_with_parent()
     # gloo looks for an address by the host's name, which not every machine resolves.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -94,7 +92,7 @@ def _child(
     torch.set_num_threads(1)
     this = Rank(rank, num_ranks, pipe)
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=STORE_TIMEOUT)
+        store = dist.TCPStore("127.0.0.1", this.wait_for("port"), is_master=False, timeout=STORE_TIMEOUT)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=STORE_TIMEOUT)
         this.group = dist.group.WORLD
         value = target(this, *args)
@@ -121,16 +119,25 @@ class ProcessRanks:
     """Starts `target(Rank, *args)` in num_ranks processes. A context manager that kills what still runs.
 
     A process is forked from a server that has imported torch and this package but started no thread and
-    opened no engine, which saves seconds a rank against a fresh interpreter and is as clean.
+    opened no engine, which saves seconds a rank against a fresh interpreter and is as clean. With
+    method="fork" it is forked from this process, which then must be as clean: no second import of torch, and
+    args need not be picklable.
     """
 
-    def __init__(self, num_ranks: int, target: Callable[..., Any], args: tuple[Any, ...] = ()) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        target: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        *,
+        method: str = "forkserver",
+    ) -> None:
         import torch.distributed as dist
 
         self.num_ranks = num_ranks
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context: Any = multiprocessing.get_context(method)
+        if method == "forkserver":
+            context.set_forkserver_preload(PRELOADED)
         self._outcomes: dict[int, Outcome] = {}
         self._marks: dict[tuple[int, str], tuple[Any, float]] = {}
         self._frozen: set[int] = set()
@@ -141,7 +148,7 @@ class ProcessRanks:
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=_child,
-                    args=(rank, num_ranks, self._store.port, theirs, target, args),
+                    args=(rank, num_ranks, theirs, target, args),
                     name=f"rank {rank}",
                     daemon=True,
                 )
@@ -149,6 +156,9 @@ class ProcessRanks:
                 theirs.close()
                 self._processes.append(process)
                 self._pipes[rank] = ours
+            # Not before: the store has a thread, whose locks a forked process would find taken for ever.
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self.tell("port", self._store.port)
         except BaseException:
             self.close()
             raise

@@ -137,7 +137,10 @@ class StoreBootstrap(_SteppedBootstrap):
 
     def _collect(self, step: int, what: str, deadline: float) -> list[bytes]:
         keys = [self._key(step, peer) for peer in range(self._size)]
-        # `check` in a loop, not `wait`: a waiting client holds the connection that other users share.
+        # `check` in a loop, not `wait`, not even in slices: a client that waits holds the one connection, and
+        # the lock, that the program's other threads need, and torch logs two warnings for each slice that
+        # runs out. Nothing is guessed by the pauses: each ends in a look at what was waited for, until the
+        # deadline, and a rank is at most one pause (20 ms) late.
         pause_s = 0.0005
         while not self._check(keys):
             if time.monotonic() > deadline:

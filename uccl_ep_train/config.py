@@ -23,12 +23,14 @@ from uccl_ep_train.config_checks import (
     optional,
     permutation,
 )
+from uccl_ep_train.config_transport import TransportConfig
 from uccl_ep_train.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpConfig:
-    """Configuration of one `Buffer`. Frozen; validated on construction.
+class EpConfig(TransportConfig):
+    """Configuration of one `Buffer`. Frozen; validated on construction. `config_transport.py` has the fields
+    that say how rows travel between domains.
 
     Raises `ConfigError` naming the field, the value and what is allowed. `describe()` prints all values with
     their units and where each came from. Fields marked "ranks agree" there must be equal on all ranks of the
@@ -198,71 +200,6 @@ class EpConfig:
             optional(integers(0, MAX_RANKS - 1)),
         ),
     )
-    transport: str = field(
-        default="auto",
-        metadata=info(
-            "",
-            "'auto' | 'loop'",
-            "how rows travel between domains; auto: what this build and host have",
-            choice("auto", "loop"),
-        ),
-    )
-    loop_gbytes_per_s: float = field(
-        default=0.0,
-        metadata=info(
-            "10^9 bytes/s",
-            "0 (unlimited) .. 10^6",
-            "link rate of the loop transport, to stand in for a NIC",
-            number(0.0, 1e6),
-            agree=False,
-        ),
-    )
-    loop_latency_us: float = field(
-        default=0.0,
-        metadata=info(
-            "microseconds", "0 .. 10^7", "latency of the loop transport", number(0.0, 1e7), agree=False
-        ),
-    )
-    loop_seed: int = field(
-        default=0,
-        metadata=info(
-            "",
-            "0 (in order) .. 2^63 - 1",
-            "seed of the loop transport's disorder, for tests",
-            integer(0, (1 << 63) - 1),
-            agree=False,
-        ),
-    )
-    loop_refuse_rate: float = field(
-        default=0.0,
-        metadata=info(
-            "fraction",
-            "0 .. 0.9999",
-            "share of posts that the loop transport refuses (EAGAIN), for tests",
-            number(0.0, 0.9999),
-            agree=False,
-        ),
-    )
-    loop_duplicate_rate: float = field(
-        default=0.0,
-        metadata=info(
-            "fraction",
-            "0 .. 1",
-            "share of arrivals that the loop transport reports twice, for tests",
-            number(0.0, 1.0),
-            agree=False,
-        ),
-    )
-    loop_drop_peer: int = field(
-        default=-1,
-        metadata=info(
-            "group rank",
-            "-1 (none) .. 65535",
-            "the loop transport loses all traffic to this rank, for tests",
-            integer(-1, MAX_RANKS - 1),
-            agree=False,
-        ),
-    )
     num_proxies: int = field(
         default=1,
         metadata=info(
@@ -299,9 +236,10 @@ class EpConfig:
 
     @classmethod
     def from_env(cls, **overrides: Any) -> EpConfig:
-        """Arguments, else `UCCL_EP_*` variables (`python -m uccl_ep_train.env` lists them), else defaults.
+        """Arguments, else `UCCL_*` variables (`python -m uccl_ep_train.env` lists them), else defaults.
 
-        Raises `ConfigError` for a bad value, naming the variable if it came from the environment.
+        Raises `ConfigError` for a bad value, naming the variable if it came from the environment, and for two
+        variables that set one field to different values.
         """
         from uccl_ep_train import env
 
@@ -311,20 +249,19 @@ class EpConfig:
             raise ConfigError(
                 f"unknown configuration field {unknown[0]!r}; allowed is one of {sorted(names)}"
             )
-        found = {name: value for name, value in env.config_values().items() if name not in overrides}
+        found = {name: setting for name, setting in env.settings().items() if name not in overrides}
         if overrides.get("domain_size") is not None:
             found.pop("domains", None)  # It would override an argument.
         try:
-            config = cls(**overrides, **found)
+            config = cls(**overrides, **{name: setting.value for name, setting in found.items()})
         except ConfigError as error:
-            variable = env.variable_of_field(str(error).split(" ", 1)[0])
-            if variable is not None and variable.field in found:
-                raise ConfigError(f"environment variable {variable.name}: {error}") from None
+            setting = found.get(str(error).split(" ", 1)[0])
+            if setting is not None:
+                raise ConfigError(f"environment variable {setting.variable.name}: {error}") from None
             raise
         sources = dict.fromkeys(overrides, "argument")
-        for name in found:
-            known = env.variable_of_field(name)
-            sources[name] = f"environment {known.name}" if known else "environment"
+        for name, setting in found.items():
+            sources[name] = f"environment {setting.variable.name}"
         config._set_sources(sources)
         return config
 
@@ -339,7 +276,8 @@ class EpConfig:
         """A line per field: name, value, unit, source of the value, whether ranks must agree, reason."""
         sources = self._sources()
         rows = []
-        for entry in dataclasses.fields(self):
+        inherited = {entry.name for entry in dataclasses.fields(TransportConfig)}
+        for entry in sorted(dataclasses.fields(self), key=lambda entry: entry.name in inherited):
             about: FieldInfo = entry.metadata["info"]
             value = getattr(self, entry.name)
             source = sources.get(entry.name)

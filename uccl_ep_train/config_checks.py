@@ -90,6 +90,28 @@ def integers(low: int, high: int) -> Callable[[Any], tuple[int, ...]]:
     return check
 
 
+def name_of(max_length: int) -> Callable[[Any], str]:
+    """A word without spaces, commas and slashes."""
+
+    def check(value: Any) -> str:
+        if not isinstance(value, str):
+            raise TypeError("not a string")
+        if not 1 <= len(value) <= max_length or any(c.isspace() or c in ",/" for c in value):
+            raise ValueError("no name")
+        return value
+
+    return check
+
+
+def names(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str | bytes):
+        raise TypeError("not a sequence of names")
+    checked = tuple(name_of(64)(entry) for entry in value)
+    if not checked:
+        raise ValueError("empty")
+    return checked
+
+
 def hidden_size(value: Any) -> int:
     number = integer(ROW_BLOCK, 1 << 17)(value)
     if number % ROW_BLOCK:

@@ -39,7 +39,7 @@ class Buffer:
     bootstrap  replaces the group where there is no torch.distributed
 
     `device` says where all tensors of its calls have to lie: the GPU that was current when it was made, or
-    the CPU (`EpConfig.backend`).
+    the CPU (`EpConfig.backend`); `transport`, what carries rows between domains, "auto" resolved.
 
     Raises `ConfigError` (a value cannot work; `MemoryBudgetError` names the least budget), `TopologyError`
     (ranks disagree on domains), `RankMismatchError` (on other settings), `ArrivalTimeout` (a rank is
@@ -64,7 +64,8 @@ class Buffer:
         self._error: CommunicationError | None = None
         self._closed = False
         self._last_stats: dict[str, float] = {}
-        self.topology, self.device, self._engine = create_engine(meeting, config)
+        self.topology, self.device, self._settled, self.nics, self._engine = create_engine(meeting, config)
+        self.transport = self._settled.transport
         if self.device.type == "cuda":
             num_experts = config.num_experts // self.num_ranks
             self._launcher: Launcher = cuda.CudaLauncher(
@@ -332,7 +333,7 @@ class Buffer:
 
     def memory_plan(self) -> MemoryPlan:
         """What this rank has allocated, by name; the total equals the bytes allocated."""
-        return memory_plan(self.config, self.topology, self.rank)
+        return memory_plan(self._settled, self.topology, self.rank)
 
     def close(self, *, abort: bool = False) -> None:
         """Gives everything back. Idempotent; works on a broken buffer, and raises no error of an operation.

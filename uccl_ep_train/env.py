@@ -1,11 +1,14 @@
 """The only module that reads the environment, from one table. `python -m uccl_ep_train.env` prints it.
 
+Variables that operators of UCCL-EP set already mean the same here, beside our own `UCCL_EP_*`.
+
 Nothing of this package is imported at the top, and nothing outside the standard library: `setup.py` runs this
 file before the package exists.
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -13,10 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 PREFIX = "UCCL_EP_"
+FAMILY_PREFIX = "UCCL_"
 
 
 def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.replace(",", " ").split())
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.replace(",", " ").split())
 
 
 def _bytes(text: str) -> int:
@@ -36,17 +44,30 @@ def _boolean(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable: its name, the `EpConfig` field it sets ("" for none), parser, form in words, meaning."""
+    """A variable: its name, the `EpConfig` field it sets ("" for none), parser, form in words, meaning.
+
+    no_effect  why a variable of UCCL-EP does nothing here; "" if it does something
+    """
 
     name: str
     field: str
     parse: Callable[[str], Any]
     form: str
     meaning: str = ""
+    no_effect: str = ""
 
 
 def _config(field: str, parse: Callable[[str], Any], form: str) -> Variable:
     return Variable(name=PREFIX + field.upper(), field=field, parse=parse, form=form)
+
+
+def _theirs(name: str, field: str, parse: Callable[[str], Any], form: str) -> Variable:
+    meaning = f"of UCCL-EP; as {PREFIX}{field.upper()}"
+    return Variable(FAMILY_PREFIX + name, field, parse, form, meaning)
+
+
+def _idle(name: str, why: str) -> Variable:
+    return Variable(FAMILY_PREFIX + name, "", str, "", f"of UCCL-EP; no effect here: {why}", why)
 
 
 # `num_experts`, `hidden` and `source_order` are absent: the model decides them, not the environment.
@@ -67,7 +88,15 @@ VARIABLES: tuple[Variable, ...] = (
     _config("bulk_copies", _boolean, "0 | 1"),
     _config("domain_size", int, "ranks"),
     _config("domains", _integers, "domain id per rank: 0,0,1,1"),
-    _config("transport", str, "auto | loop"),
+    _config("transport", str, "auto | loop | verbs | ofi"),
+    _config("nics", _names, "names: mlx5_0,mlx5_1"),
+    _config("nic_window_bytes", _bytes, "bytes, or with K, M, G"),
+    _config("nic_window_ops", int, "integer"),
+    _config("ib_gid_index", int, "integer"),
+    _config("ib_service_level", int, "integer"),
+    _config("ib_traffic_class", int, "integer"),
+    _config("ofi_provider", str, "name"),
+    _config("net_interface", str, "name"),
     _config("loop_gbytes_per_s", float, "10^9 bytes/s"),
     _config("loop_latency_us", float, "microseconds"),
     _config("loop_seed", int, "integer"),
@@ -75,52 +104,95 @@ VARIABLES: tuple[Variable, ...] = (
     _config("loop_duplicate_rate", float, "fraction"),
     _config("loop_drop_peer", int, "group rank"),
     _config("num_proxies", int, "integer"),
+    _theirs("IB_GID_INDEX", "ib_gid_index", int, "integer"),
+    _theirs("IB_SL", "ib_service_level", int, "integer"),
+    _theirs("IB_TC", "ib_traffic_class", int, "integer"),
+    _theirs("IB_MAX_INFLIGHT_BYTES", "nic_window_bytes", _bytes, "bytes, or with K, M, G"),
+    _theirs("IB_MAX_INFLIGHT_NORMAL", "nic_window_ops", int, "integer"),
+    _theirs("SOCKET_IFNAME", "net_interface", str, "name"),
+    _idle("IB_MAX_INFLIGHT_LOW_LATENCY", "there is one mode, for which UCCL_IB_MAX_INFLIGHT_NORMAL counts"),
+    _idle("EP_ENABLE_AGGRESSIVE_ATOMIC", "flags are always published by release and read by acquire"),
+    _idle("RDMA_ADAPTIVE_SLEEP", "an idle proxy always goes to sleep"),
+    Variable(
+        PREFIX + "WINDOWS_FILE", "", str, "path", "where measured windows of NICs are kept (calibrate.py)"
+    ),
     Variable(PREFIX + "WERROR", "", int, "0 | 1", "build only: compiler warnings are errors"),
     Variable(PREFIX + "SANITIZE", "", str, "address | undefined | thread", "build only: see CONTRIBUTING.md"),
+    Variable(PREFIX + "APT", "", int, "0 | 1", "scripts/setup_env.sh only: it may install system packages"),
+    Variable(PREFIX + "TORCH_SPEC", "", str, "requirement", "scripts/setup_env.sh only: which torch"),
+    Variable(PREFIX + "PIP_ARGS", "", str, "options", "scripts/setup_env.sh only: options of pip"),
 )
 
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
-_BY_FIELD = {variable.field: variable for variable in VARIABLES if variable.field}
+FIELDS = {entry.field: entry for entry in VARIABLES if entry.field and entry.name.startswith(PREFIX)}
+"""Our own variable of each field that can be set from outside."""
+
 _warned: set[str] = set()
 
 
-def variable_of_field(field: str) -> Variable | None:
-    """The variable that sets a field of `EpConfig`, or None."""
-    return _BY_FIELD.get(field)
+@dataclass(frozen=True)
+class Setting:
+    """What the environment says of a field: the variable, and its value, parsed but not validated."""
+
+    variable: Variable
+    value: Any
 
 
-def config_values(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """`EpConfig` fields set by the environment, parsed but not validated. An empty value counts as not set.
+def settings(environ: Mapping[str, str] | None = None) -> dict[str, Setting]:
+    """`EpConfig` fields set by the environment. An empty variable counts as not set.
 
-    Raises `ConfigError` naming variable and value where a value cannot be parsed; warns once about each
-    unknown `UCCL_EP_*` variable, because a misspelt one would otherwise be ignored in silence.
+    Raises `ConfigError` naming variable and value where a value cannot be parsed, and both variables where
+    two set one field to different values; warns once about each unknown `UCCL_*` variable, because a misspelt
+    one would otherwise be ignored in silence, and about each that has no effect here.
     """
     environ = os.environ if environ is None else environ
-    _warn_unknown(environ)
-    values = {}
+    _warn(environ)
+    found: dict[str, Setting] = {}
     for variable in VARIABLES:
         text = environ.get(variable.name, "")
         if not variable.field or not text:
             continue
-        try:
-            values[variable.field] = variable.parse(text)
-        except ValueError:
-            from uccl_ep_train.errors import ConfigError
-
-            raise ConfigError(
-                f"environment variable {variable.name} = {text!r}: allowed is {variable.form}"
-            ) from None
-    return values
-
-
-def _warn_unknown(environ: Mapping[str, str]) -> None:
-    for name in sorted(environ):
-        if name.startswith(PREFIX) and name not in _BY_NAME and name not in _warned:
-            _warned.add(name)
-            warnings.warn(
-                f"unknown environment variable {name} is ignored; known are: {', '.join(_BY_NAME)}",
-                stacklevel=3,
+        value = _parsed(variable, text)
+        earlier = found.setdefault(variable.field, Setting(variable, value))
+        if earlier.value != value:
+            raise _config_error(
+                f"environment variables {earlier.variable.name} = {environ[earlier.variable.name]!r} and "
+                f"{variable.name} = {text!r} both set {variable.field}: allowed is one of them, or one value"
             )
+    return found
+
+
+def _parsed(variable: Variable, text: str) -> Any:
+    try:
+        return variable.parse(text)
+    except ValueError:
+        raise _config_error(
+            f"environment variable {variable.name} = {text!r}: allowed is {variable.form}"
+        ) from None
+
+
+def _config_error(message: str) -> Exception:
+    from uccl_ep_train.errors import ConfigError
+
+    return ConfigError(message)
+
+
+def _warn(environ: Mapping[str, str]) -> None:
+    for name in sorted(environ):
+        known = _BY_NAME.get(name)
+        if not name.startswith(FAMILY_PREFIX) or name in _warned or (known and not known.no_effect):
+            continue
+        _warned.add(name)
+        if known is None:
+            near = difflib.get_close_matches(name, _BY_NAME, n=1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            text = (
+                f"unknown environment variable {name} is ignored; {meant}"
+                "`python -m uccl_ep_train.env` lists those that are known"
+            )
+        else:
+            text = f"environment variable {name} has no effect here: {known.no_effect}"
+        warnings.warn(text, stacklevel=4)
 
 
 def read(name: str, default: str = "") -> str:
@@ -154,23 +226,52 @@ def sanitizer() -> str:
 
 
 def table() -> str:
-    """Every variable with its form, the default of its field, its present value and its meaning."""
+    """Every variable: the value of its field and where that comes from, unit, default, form, meaning.
+
+    A value that is not allowed is shown with what is.
+    """
     import dataclasses
 
     from uccl_ep_train.config import EpConfig
 
     fields = {entry.name: entry for entry in dataclasses.fields(EpConfig)}
-    rows = [("variable", "form", "default", "now", "meaning")]
+    rows = [("variable", "value", "source", "unit", "default", "form", "meaning")]
     for variable in VARIABLES:
+        text = os.environ.get(variable.name, "")
         entry = fields.get(variable.field)
-        default = str(entry.default) if entry else ""
-        meaning = entry.metadata["info"].reason if entry else variable.meaning
-        rows.append((variable.name, variable.form, default, os.environ.get(variable.name, "-"), meaning))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        if entry is None:
+            value, source = text or "-", "environment" if text else "-"
+            rows.append((variable.name, value, source, "", "", variable.form, variable.meaning))
+            continue
+        about = entry.metadata["info"]
+        value, source = _shown(variable, about, entry.default)
+        meaning = variable.meaning or about.reason
+        rows.append((variable.name, value, source, about.unit, str(entry.default), variable.form, meaning))
+    widths = [max(len(row[column]) for row in rows) for column in range(6)]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + "  " + row[4]
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + "  " + row[6]
         for row in rows
     )
+
+
+def _shown(variable: Variable, about: Any, default: Any) -> tuple[str, str]:
+    """Value and source of a variable's field, as `EpConfig.from_env` would have them."""
+    own = FIELDS[variable.field]
+    setters = [entry for entry in VARIABLES if entry.field == variable.field and os.environ.get(entry.name)]
+    if not setters:
+        return str(default), "default"
+    values, refused = [], ""
+    for setter in setters:
+        try:
+            values.append(about.check(setter.parse(os.environ[setter.name])))
+        except (ValueError, TypeError, OverflowError):
+            refused = f"{os.environ[setter.name]} (refused: allowed is {about.allowed})"
+    names = " and ".join(setter.name for setter in setters)
+    if refused:
+        return refused, f"environment {names}"
+    if any(value != values[0] for value in values):
+        return f"refused: {names} differ", f"environment {names}"
+    return str(values[0]), f"environment {setters[0].name if own in setters else names}"
 
 
 if __name__ == "__main__":

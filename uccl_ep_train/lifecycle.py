@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import sys
 import threading
@@ -9,12 +11,12 @@ import time
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from uccl_ep_train import cuda
-from uccl_ep_train.bootstrap import Bootstrap, exchange
+from uccl_ep_train import cuda, transport, windows
+from uccl_ep_train.bootstrap import Bootstrap, decode, exchange
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import CommunicationError
 from uccl_ep_train.native import check_fit, load_native, native_config
@@ -57,26 +59,59 @@ def new_engine(native: Any, config: EpConfig, device: torch.device) -> Any:
     return load_native().Engine(native)
 
 
-def create_engine(bootstrap: Bootstrap, config: EpConfig) -> tuple[Topology, torch.device, Any]:
-    """Collective. Every fallible step is an exchange: a failure on one rank is one on all, at once."""
+class Created(NamedTuple):
+    """config: with what "auto" came to. nics: this rank's, as the transport names them; "" for loop."""
+
+    topology: Topology
+    device: torch.device
+    config: EpConfig
+    nics: str
+    engine: Any
+
+
+def settle_config(
+    bootstrap: Bootstrap, config: EpConfig
+) -> tuple[int, Topology, torch.device, EpConfig, str]:
+    """Collective: the generation key, the domains, the configuration with what "auto" came to, our NICs."""
     device = torch.device("cpu")
 
     def choose_backend() -> bytes:
         nonlocal device
         device = cuda.choose_device(config)
-        return b""
+        return json.dumps(dataclasses.astuple(transport.Place.here())).encode()
 
-    def verify() -> None:
+    def verify() -> dict[str, Any]:
         check_fit(config, bootstrap.size)
         Topology.from_config(config, bootstrap.size)
         load_native()
+        return transport.probe(config, places)
+
+    answers = exchange(bootstrap, "backend", choose_backend)
+    places = [decode(bootstrap, "backend", peer, said, transport.place) for peer, said in enumerate(answers)]
+    # What "auto" came to has to be the same on all ranks, too.
+    config = config.replace(backend="cuda" if device.type == "cuda" else "host")
+    generation, probes = agree_on_config(bootstrap, config, verify, transport.probes)
+    topology = resolve_topology(bootstrap, config)
+    choice = transport.choose(
+        config.transport, places, probes, num_domains=topology.num_domains, on_gpu=device.type == "cuda"
+    )
+    if config.transport == "auto" and topology.num_domains > 1 and bootstrap.rank == 0:
+        transport.announce(choice)
+    nics = str(probes[bootstrap.rank].get(choice.name, ["", ""])[1])
+    return generation, topology, device, windows.settle(choice.apply(config), nics, topology), nics
+
+
+def create_engine(bootstrap: Bootstrap, config: EpConfig) -> Created:
+    """Collective. Every fallible step is an exchange: a failure on one rank is one on all, at once. Only
+    `transport.choose` is none: it comes to the same on all ranks.
+    """
 
     created: list[Any] = []
     handles: list[bytes] = []
 
     def allocate() -> bytes:
         created.append(
-            new_engine(native_config(config, topology, bootstrap.rank, generation), config, device)
+            new_engine(native_config(settled, topology, bootstrap.rank, generation), settled, device)
         )
         return bytes(created[0].export_handle())
 
@@ -89,11 +124,7 @@ def create_engine(bootstrap: Bootstrap, config: EpConfig) -> tuple[Topology, tor
         return b""
 
     try:
-        exchange(bootstrap, "backend", choose_backend)
-        # What "auto" came to has to be the same on all ranks, too.
-        config = config.replace(backend="cuda" if device.type == "cuda" else "host")
-        generation = agree_on_config(bootstrap, config, verify)
-        topology = resolve_topology(bootstrap, config)
+        generation, topology, device, settled, nics = settle_config(bootstrap, config)
         handles += exchange(bootstrap, "allocate", allocate)
         exchange(bootstrap, "connect", connect)
         # `start` removes the names under which peers find the memory: only now has everybody mapped it.
@@ -107,7 +138,7 @@ def create_engine(bootstrap: Bootstrap, config: EpConfig) -> tuple[Topology, tor
         finish = getattr(bootstrap, "finish", None)
         if finish is not None:
             finish()
-    return topology, device, created[0]
+    return Created(topology, device, settled, nics, created[0])
 
 
 # Engines of a parent process, inherited by fork: their threads do not exist here and their memory is the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 from uccl_ep_train.config import EpConfig
@@ -43,6 +44,7 @@ def native_config(config: EpConfig, topology: Topology, rank: int, generation: i
     native.bulk_copies = config.bulk_copies
     native.source_order = list(config.source_order or range(topology.num_ranks))
     native.generation = generation
+    # Creation has replaced "auto" by then; a plan made without peers takes them to be on one host.
     native.transport = "loop" if config.transport == "auto" else config.transport
     native.loop_gbytes_per_s = config.loop_gbytes_per_s
     native.loop_latency_us = config.loop_latency_us
@@ -50,7 +52,27 @@ def native_config(config: EpConfig, topology: Topology, rank: int, generation: i
     native.loop_refuse_rate = config.loop_refuse_rate
     native.loop_duplicate_rate = config.loop_duplicate_rate
     native.loop_drop_peer = config.loop_drop_peer
+    _set_nic(native.nic, config)
     return native
+
+
+def probe_transports(config: EpConfig, names: Sequence[str]) -> list[tuple[str, bool, str, str]]:
+    """(name, usable, text, link) of those of the named transports that this build has, about this host."""
+    core = load_native()
+    native = core.EngineConfig()
+    _set_nic(native.nic, config)
+    return list(core.transports(native, list(names)))
+
+
+def _set_nic(nic: Any, config: EpConfig) -> None:
+    nic.devices = list(config.nics or ())
+    nic.provider = config.ofi_provider or ""
+    nic.interface = config.net_interface or ""
+    nic.gid_index = config.ib_gid_index
+    nic.service_level = config.ib_service_level
+    nic.traffic_class = config.ib_traffic_class
+    nic.window_bytes = config.nic_window_bytes or 0
+    nic.window_ops = config.nic_window_ops or 0
 
 
 def check_fit(config: EpConfig, num_ranks: int) -> None:

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from uccl_ep_train.bootstrap import Bootstrap, Decoded, decode, exchange, require
 from uccl_ep_train.config import EpConfig
@@ -23,6 +23,7 @@ from uccl_ep_train.errors import ConfigError, RankMismatchError, TopologyError
 NONCE_BYTES = 32
 _SEGMENT_PREFIX = "/uccl_ep_probe_"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -95,25 +96,38 @@ class Topology:
         return f"{self.num_ranks} ranks in {self.num_domains} domain(s): {domains}"
 
 
-def agree_on_config(bootstrap: Bootstrap, config: EpConfig, verify: Callable[[], None]) -> int:
-    """Ranks compare the settings that must be equal, run `verify`, and take a common 64-bit generation key.
+class Agreement(NamedTuple):
+    """A 64-bit key, random, nonzero and rank 0's choice: no flag of an engine can be mistaken for one of an
+    earlier engine. And what the ranks said, by rank.
+    """
 
-    The key is random, nonzero and rank 0's choice: no flag of an engine can be mistaken for one of an earlier
-    engine.
+    generation: int
+    said: list[Any]
+
+
+def agree_on_config(
+    bootstrap: Bootstrap, config: EpConfig, verify: Callable[[], Any], shape: Callable[[Any], Any]
+) -> Agreement:
+    """Ranks compare the settings that must be equal, take a common generation key, and say what `verify`
+    returned: anything that JSON can carry and `shape` takes (as `bootstrap.decode`).
 
     Raises `TopologyError` when ranks set different domains and `RankMismatchError` for any other setting;
     both name two ranks and their values, and every rank raises the same.
     """
 
     def mine() -> bytes:
-        verify()
+        said = verify()
         return json.dumps(
-            {"generation": secrets.randbits(64) or 1, "values": config.agreed_values()}, sort_keys=True
+            {"generation": secrets.randbits(64) or 1, "values": config.agreed_values(), "said": said}
         ).encode()
 
-    answers = _gather(bootstrap, "configuration", mine, _settings)
-    generation, first = answers[0]
-    for peer, (_, values) in enumerate(answers):
+    def settings(value: Any) -> tuple[int, dict[str, Any], Any]:
+        generation, values, said = _settings(value)
+        return generation, values, shape(said)
+
+    answers = _gather(bootstrap, "configuration", mine, settings)
+    first = answers[0][1]
+    for peer, (_, values, _) in enumerate(answers):
         for name in sorted(set(first) | set(values)):
             if first.get(name) == values.get(name):
                 continue
@@ -130,7 +144,7 @@ def agree_on_config(bootstrap: Bootstrap, config: EpConfig, verify: Callable[[],
                 expected=first.get(name),
                 seen=values.get(name),
             )
-    return generation
+    return Agreement(answers[0][0], [said for _, _, said in answers])
 
 
 def _gather(
@@ -140,12 +154,12 @@ def _gather(
     return [decode(bootstrap, what, peer, answer, shape) for peer, answer in enumerate(answers)]
 
 
-def _settings(value: Any) -> tuple[int, dict[str, Any]]:
-    require(isinstance(value, dict), "no settings")
+def _settings(value: Any) -> tuple[int, dict[str, Any], Any]:
+    require(isinstance(value, dict) and "said" in value, "no settings")
     generation, values = value.get("generation"), value.get("values")
     require(type(generation) is int and 0 < generation < 1 << 64, "no generation")
     require(isinstance(values, dict), "no values")
-    return generation, values
+    return generation, values, value["said"]
 
 
 def _offer(value: Any) -> tuple[str, str, bytes]:
@@ -229,6 +243,18 @@ def boot_id() -> str:
         return _BOOT_ID.read_text().strip()
     except OSError:
         return os.uname().nodename
+
+
+def memory_id() -> str:
+    """Equal for processes that can map each other's POSIX shared memory: their kernel, and its mount of it.
+
+    Containers of one host have mounts of their own unless they share their IPC namespace.
+    """
+    try:
+        mount = os.stat(_SHARED_MEMORY).st_dev
+    except OSError:
+        mount = 0
+    return f"{boot_id()} {mount}"
 
 
 @dataclass(frozen=True)

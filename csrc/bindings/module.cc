@@ -2,11 +2,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstring>
+#include <tuple>
 
 #include "backend/host/numerics.h"
 #include "bindings/bindings.h"
 #include "engine/engine.h"
+#include "transport/registry.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -75,6 +78,43 @@ struct PyOp {
   std::shared_ptr<Op> op;
 };
 
+void bind_nic(py::module_& m) {
+  py::class_<NicOptions>(m, "NicOptions")
+      .def_readwrite("devices", &NicOptions::devices)
+      .def_readwrite("provider", &NicOptions::provider)
+      .def_readwrite("interface", &NicOptions::interface)
+      .def_readwrite("gid_index", &NicOptions::gid_index)
+      .def_readwrite("service_level", &NicOptions::service_level)
+      .def_readwrite("traffic_class", &NicOptions::traffic_class)
+      .def_readwrite("window_bytes", &NicOptions::window_bytes)
+      .def_readwrite("window_ops", &NicOptions::window_ops);
+}
+
+const char* name_of(LinkKind link) {
+  switch (link) {
+    case LinkKind::kMemory:
+      return "memory";
+    case LinkKind::kEfa:
+      return "efa";
+    case LinkKind::kTcp:
+      return "tcp";
+    default:
+      return "rdma";
+  }
+}
+
+// What those of the named transports that this build has say about this host: (name, usable, text, link).
+std::vector<std::tuple<std::string, bool, std::string, std::string>> probe_named(
+    const EngineConfig& config, const std::vector<std::string>& names) {
+  std::vector<std::tuple<std::string, bool, std::string, std::string>> found;
+  for (const TransportKind& kind : transports()) {
+    if (std::find(names.begin(), names.end(), kind.name) == names.end()) continue;
+    const Probe probe = kind.probe({config.loop, config.nic});
+    found.emplace_back(kind.name, probe.usable, probe.text, name_of(probe.link));
+  }
+  return found;
+}
+
 void bind_config(py::module_& m) {
   py::class_<EngineConfig>(m, "EngineConfig")
       .def(py::init<>())
@@ -94,6 +134,7 @@ void bind_config(py::module_& m) {
       .def_readwrite("source_order", &EngineConfig::source_order)
       .def_readwrite("generation", &EngineConfig::generation)
       .def_readwrite("transport", &EngineConfig::transport)
+      .def_readwrite("nic", &EngineConfig::nic)
       .def_property(
           "loop_gbytes_per_s", [](const EngineConfig& c) { return c.loop.gbytes_per_s; },
           [](EngineConfig& c, double v) { c.loop.gbytes_per_s = v; })
@@ -112,6 +153,7 @@ void bind_config(py::module_& m) {
       .def_property(
           "loop_drop_peer", [](const EngineConfig& c) { return c.loop.drop_peer; },
           [](EngineConfig& c, int v) { c.loop.drop_peer = v; });
+  m.def("transports", &probe_named, "config"_a, "names"_a, py::call_guard<py::gil_scoped_release>());
   m.def("memory_plan", &memory_entries);
   m.def("least_budget", [](const EngineConfig& config) { return least_budget_bytes(config); });
 }
@@ -239,6 +281,7 @@ py::tuple uccl_ep::trace_tuple(const Trace& trace) {
 PYBIND11_MODULE(_native, m) {
   m.doc() = "Native engine of uccl_ep_train: host backend, command queue, proxies, loop transport.";
   py::register_exception_translator(&translate);
+  bind_nic(m);
   bind_config(m);
   bind_plan(m);
   bind_args(m);

@@ -65,11 +65,16 @@ uint64_t widest_row_bytes(const EngineConfig& config) {
   return uint64_t{config.hidden} * config.max_element_bytes;
 }
 
+// Within one domain nobody is connected, whatever the transport would be.
+const TransportKind& transport_of(const EngineConfig& config, const Topology& topo) {
+  return transport_named(topo.num_domains() > 1 ? config.transport : "loop");
+}
+
 // The largest over the ranks, so that all choose the same window.
 uint64_t transport_bytes(const EngineConfig& config, const Topology& topo) {
   size_t smallest = topo.members[0].size();
   for (auto& members : topo.members) smallest = std::min(smallest, members.size());
-  return transport_named(config.transport)
+  return transport_of(config, topo)
       .memory_bytes({config.loop, config.nic}, static_cast<size_t>(topo.num_ranks) - smallest);
 }
 
@@ -89,7 +94,7 @@ std::unique_ptr<Transport> make_transport(const EngineConfig& config, const Topo
   setup.local_idx = static_cast<uint32_t>(topo.local_of[config.rank]);
   setup.local_size = static_cast<uint32_t>(topo.size_of(topo.domain_of[config.rank]));
   setup.near_pci = config.near_pci;
-  return transport_named(config.transport).make(setup, {config.loop, config.nic});
+  return transport_of(config, topo).make(setup, {config.loop, config.nic});
 }
 
 MemoryNeeds needs_of(const EngineConfig& config, const Topology& topo) {
@@ -124,7 +129,7 @@ std::vector<std::pair<std::string, uint64_t>> memory_entries(const EngineConfig&
   const Topology topo = Topology::from_labels(checked(config).domain_of);
   auto entries = layout_of(config, topo, window_of(config), config.rank).entries;
   const size_t others = static_cast<size_t>(topo.num_ranks) - topo.members[topo.domain_of[config.rank]].size();
-  entries.emplace_back("transport", transport_named(config.transport).memory_bytes({config.loop, config.nic}, others));
+  entries.emplace_back("transport", transport_of(config, topo).memory_bytes({config.loop, config.nic}, others));
   return entries;
 }
 

@@ -17,7 +17,14 @@ namespace uccl_ep {
 // error, bye: channel = 0, serial = sender's rank
 // A serial never restarts, so an immediate of an earlier epoch is an old serial. A window is < 2^16 chunks and a chunk
 // is posted only when the one a window before it was consumed, so two live serials of a channel differ by < 2^17 and
-// 18 bits tell them apart: a wrapped serial cannot be mistaken.
+// 18 bits tell them apart: a wrapped serial cannot be mistaken. In full, for data (w: the window, s: the serial of an
+// immediate, e: the highest serial that arrived, + 1):
+//   s arrives for the first time: what is w before s was consumed, so e > s - w. What is w before e - 1 was consumed as
+//   well, and s was not, so s > e - 1 - w. Together |s - e| <= w < 2^16.
+//   s is reported again: by the transport's contract before 2^17 serials have gone by, so e - s < 2^17.
+// widen_serial() is exact for -2^17 <= s - e < 2^17 (a claim tries all of them), and a repeat finds its slot's stamp
+// beyond s, whatever was put there since. Credits are counts of one channel that differ from the last known one by
+// less: the lander holds a credit back while one of 2^16 before it is in flight.
 enum class ImmType : uint32_t { kData = 1, kCredit = 2, kError = 3, kHeartbeat = 4, kBye = 5 };
 
 constexpr uint32_t kImmSerialBits = 18;
@@ -25,6 +32,10 @@ constexpr uint32_t kImmChannelBits = 11;
 constexpr uint32_t kMaxChannels = 1u << kImmChannelBits;
 constexpr uint32_t kMaxWindowChunks = 1u << 16;
 constexpr uint32_t kMaxRanks = 1u << kImmSerialBits;
+constexpr uint32_t kImmTypeBits = 32 - kImmChannelBits - kImmSerialBits;
+constexpr int64_t kImmSerialReach = int64_t{1} << (kImmSerialBits - 1);  // of widen_serial(), to either side
+static_assert(static_cast<uint32_t>(ImmType::kBye) < 1u << kImmTypeBits);
+static_assert(2 * int64_t{kMaxWindowChunks} <= kImmSerialReach, "a wrapped serial could be mistaken");
 
 struct Imm {
   ImmType type;

@@ -36,6 +36,9 @@ constexpr uint64_t kNapsPerPause = 30;
 // A thread that never sleeps still reports its time.
 constexpr uint64_t kPassesPerAccount = 1024;
 
+// What check of the field limits is left: a cookie names every channel and every rank.
+static_assert(kMaxChannels - 1 <= kMaxCookieIndex && kMaxRanks - 1 <= kMaxCookieIndex);
+
 bool is_of_chunk(const Completion& completion) {
   if (completion.kind != Completion::Kind::kArrival) return decode_cookie(completion.cookie).kind == PostKind::kData;
   const ImmType type = decode_imm(completion.immediate).type;
@@ -155,7 +158,7 @@ bool Proxy::step() {
     moved |= drained || posted;
   }
   context_.transport->flush();
-  moved |= poll_transport(now);
+  moved |= poll_transport();
   if (usable) {
     moved |= lander_->return_credits(!moved, now);
     context_.transport->flush();
@@ -164,12 +167,13 @@ bool Proxy::step() {
   return moved;
 }
 
-bool Proxy::poll_transport(uint64_t now_usec) {
+bool Proxy::poll_transport() {
   const size_t count = context_.transport->poll(completions_);
+  const uint64_t polled_nsec = count != 0 ? now_nsec() : 0;
   std::exception_ptr first;
   for (size_t i = 0; i < count; ++i) {
     try {
-      take(completions_[i], now_usec);
+      take(completions_[i], polled_nsec);
     } catch (...) {  // the others are reported only once
       if (!first) first = std::current_exception();
     }
@@ -180,11 +184,12 @@ bool Proxy::poll_transport(uint64_t now_usec) {
   return count != 0;
 }
 
-void Proxy::take(const Completion& completion, uint64_t now_usec) {
+void Proxy::take(const Completion& completion, uint64_t polled_nsec) {
   if (completion.peer < 0 || completion.peer >= context_.topo->num_ranks)
     throw CommunicationFailure(make_error(ErrorKind::kTransport, context_.rank, -1,
                                           "the transport names rank " + std::to_string(completion.peer) + " of " +
                                               std::to_string(context_.topo->num_ranks)));
+  const uint64_t now_usec = polled_nsec / 1000;
   if (is_of_chunk(completion)) last_chunk_usec_ = now_usec;
   if (completion.kind == Completion::Kind::kArrival) {
     health_->heard(completion.peer, now_usec);
@@ -212,7 +217,7 @@ void Proxy::take(const Completion& completion, uint64_t now_usec) {
                     "a write to rank " + std::to_string(completion.peer) +
                         " failed: " + (completion.reason ? completion.reason : "no reason given")));
   if (cookie.kind == PostKind::kData)
-    shipper_->flushed(cookie, delivered);
+    shipper_->flushed(cookie, delivered, polled_nsec);
   else if (cookie.kind == PostKind::kCredit)
     lander_->credit_flushed(cookie.index);
   else

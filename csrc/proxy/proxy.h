@@ -112,8 +112,8 @@ class Proxy {
   void sleep(uint32_t ticket);
   uint64_t sleep_usec() const;
   void account();
-  bool poll_transport(uint64_t now_usec);
-  void take(const Completion& completion, uint64_t now_usec);
+  bool poll_transport();
+  void take(const Completion& completion, uint64_t polled_nsec);
   void fail(const ErrorRecord& record);
 
   ProxyContext context_;

@@ -40,14 +40,15 @@ void Shipper::fail(int peer, const std::string& text) const {
 bool Shipper::drain() {
   Command command;
   int taken = 0;
+  uint64_t taken_nsec = 0;  // of all: reading the clock would cost more than the rest of it
   while (taken < kCommandsPerPass && context_.commands->pop(command)) {
-    take(command);
-    ++taken;
+    if (taken++ == 0) taken_nsec = now_nsec();
+    take(command, taken_nsec);
   }
   return taken != 0;
 }
 
-void Shipper::take(const Command& command) {
+void Shipper::take(const Command& command, uint64_t taken_nsec) {
   if (command.channel >= channels_.size()) fail(-1, "a command names channel " + std::to_string(command.channel));
   Channel& channel = channels_[command.channel];
   const RingLayout& send = channel.out->send;
@@ -60,9 +61,9 @@ void Shipper::take(const Command& command) {
   if (command.num_bytes > send.slot_bytes)
     fail(channel.out->peer,
          "a chunk of " + std::to_string(command.num_bytes) + " bytes in slots of " + std::to_string(send.slot_bytes));
-  slot = {command.serial, command.num_bytes, now_nsec(), false};
+  slot = {command.serial, command.num_bytes, taken_nsec, false};
   commands_.add(1);
-  trace(TraceKind::kTaken, channel, slot, slot.taken_nsec, slot.taken_nsec);
+  trace(TraceKind::kTaken, channel, slot, taken_nsec, taken_nsec);
   if (channel.queued++ == channel.posted) turns_.push(command.channel);
 }
 
@@ -152,7 +153,7 @@ void Shipper::credit(uint32_t index, uint32_t serial_low, int peer) {
   trace(TraceKind::kCreditReceived, channel, {consumed}, now, now);
 }
 
-void Shipper::flushed(const Cookie& cookie, bool delivered) {
+void Shipper::flushed(const Cookie& cookie, bool delivered, uint64_t flushed_nsec) {
   if (cookie.index >= channels_.size() || cookie.slot >= channels_[cookie.index].slots.size())
     fail(-1, "the transport completed a post that was never made");
   Channel& channel = channels_[cookie.index];
@@ -163,9 +164,8 @@ void Shipper::flushed(const Cookie& cookie, bool delivered) {
   --in_flight_ops_;
   in_flight_bytes_ -= slot.num_bytes;
   if (!delivered) return;
-  const uint64_t now = now_nsec();
-  latencies_.add(now - slot.taken_nsec);
-  trace(TraceKind::kFlushed, channel, slot, now, now);
+  latencies_.add(flushed_nsec - slot.taken_nsec);
+  trace(TraceKind::kFlushed, channel, slot, flushed_nsec, flushed_nsec);
   totals_[channel.stats]->chunks.add(1);
   reinterpret_cast<Flag*>(context_.region + channel.out->send.stamps_offset)[cookie.slot].publish(slot.serial + 1);
   channel.flushed.advance();

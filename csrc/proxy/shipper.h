@@ -26,7 +26,7 @@ class Shipper {
   // A credit immediate arrived.
   void credit(uint32_t channel, uint32_t serial_low, int peer);
   // A data post is over; `delivered`: its bytes may be overwritten and its producer is told.
-  void flushed(const Cookie& cookie, bool delivered);
+  void flushed(const Cookie& cookie, bool delivered, uint64_t flushed_nsec);
   // Wakes the producer for everything flushed since the last call.
   void ring_producer();
 
@@ -76,7 +76,7 @@ class Shipper {
     size_t size_ = 0;
   };
 
-  void take(const Command& command);
+  void take(const Command& command, uint64_t taken_nsec);
   bool window_open(const Channel& channel) const;
   bool has_credit(Channel& channel, uint64_t now_usec);
   bool try_post(uint32_t index, uint64_t now_usec);

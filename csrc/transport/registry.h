@@ -10,9 +10,13 @@
 
 namespace uccl_ep {
 
+// What carries the bytes: the choice of "auto" goes by it.
+enum class LinkKind : uint32_t { kMemory, kEfa, kRdma, kTcp };
+
 struct Probe {
   bool usable = false;
   std::string text;  // what it would use here, or why it cannot work here
+  LinkKind link = LinkKind::kRdma;  // if usable
 };
 
 struct TransportKind {

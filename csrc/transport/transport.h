@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "common/error.h"
+#include "sync/flag.h"
 
 namespace uccl_ep {
 
@@ -82,10 +83,20 @@ class DeviceCopies {
   virtual bool done(uint64_t ticket) = 0;
 };
 
+// Makes what NICs wrote into our device memory visible to every GPU of the domain. Used by the proxy's thread only.
+class DeviceFlush {
+ public:
+  virtual ~DeviceFlush() = default;
+  // Throws CommunicationFailure(kTransport).
+  virtual void flush() = 0;
+};
+
 // Device regions as this process has them mapped; by rank, {nullptr, 0} where there is none.
 struct DeviceRegions {
   std::vector<RegisteredRegion> regions;
-  DeviceCopies* copies = nullptr;  // outlives the transport's use
+  // Both outlive the transport's use.
+  DeviceCopies* copies = nullptr;
+  DeviceFlush* nic_writes = nullptr;  // nullptr: every GPU sees them by itself
 };
 
 enum class PostResult : uint32_t { kPosted, kAgain };  // kAgain: the queue to this peer is full now, poll and try again
@@ -98,7 +109,8 @@ class Transport {
   virtual void register_device(const RegisteredRegion& region) = 0;
   // Opaque bytes for the peers, gathered by the bootstrap.
   virtual std::string address() const = 0;
-  // `addresses`: by rank; those of the setup's peers are connected. Throws CommunicationFailure(kTransport).
+  // `addresses`: by rank; those of the setup's peers are connected. Waits for none of them. Throws
+  // CommunicationFailure(kTransport), also for an address of another rank, generation or transport.
   virtual void connect(const std::vector<std::string>& addresses) = 0;
   // After connect(), before the proxy starts; without it no write may name device memory.
   virtual void attach_device(DeviceRegions device) = 0;
@@ -107,6 +119,8 @@ class Transport {
   // A NIC's window has room for one more write of so many bytes. It closes for windowed writes only: whoever posts
   // others need not ask. One write may always be in flight.
   virtual bool has_room(uint64_t num_bytes) const = 0;
+  // Throws CommunicationFailure(kTransport) for a write that leaves a region, or to a rank that is not connected; then
+  // nothing was posted.
   virtual PostResult post_write(const WriteRequest& request) = 0;
   // One doorbell for the writes posted since the last flush.
   virtual void flush() = 0;
@@ -127,6 +141,11 @@ struct LoopOptions {
   double duplicate_rate = 0;  // share of writes whose payload and immediate are delivered twice (before kWriteDone)
   int drop_peer = -1;  // rank to and from which nothing is delivered any more
   uint32_t queue_depth = 1024;  // per peer
+  // For tests; both outlive the transport. While `cut` is odd nothing leaves or is acknowledged, and what waits for
+  // longer than the progress deadline fails. `clock_nsec` is read instead of the host's clock, so that delays take no
+  // time and are the same in every run.
+  const Flag* cut = nullptr;
+  const Flag* clock_nsec = nullptr;
 };
 
 // Which NICs a rank uses, and how.

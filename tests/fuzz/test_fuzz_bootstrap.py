@@ -10,7 +10,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from uccl_ep_train import bootstrap, topology
+from uccl_ep_train import bootstrap, topology, transport
 from uccl_ep_train.bootstrap import _SteppedBootstrap, exchange
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import EpError
@@ -68,7 +68,7 @@ CHANGES = st.one_of(
 
 STEPS: dict[str, Callable[[WithAStranger], Any]] = {
     "exchange": lambda ranks: exchange(ranks, "allocate", lambda: b"handle"),
-    "configuration": lambda ranks: agree_on_config(ranks, CONFIG, lambda: None),
+    "configuration": lambda ranks: agree_on_config(ranks, CONFIG, dict, transport.probes),
     "topology": probe,
 }
 

@@ -1,6 +1,6 @@
 // A claim is a sentence with a function that fails by throwing. Each test program is a list of them:
 //   program            runs all      program --list     names them      program "sentence"    runs one
-// Returns 0 when all that ran hold.
+// Returns 0 when all that ran hold. A claim that cannot be tried on this machine throws Skip.
 #pragma once
 
 #include <cstdio>
@@ -22,6 +22,10 @@ inline List& all() {
   return list;
 }
 
+struct Skip {
+  std::string why;
+};
+
 struct Register {
   Register(const char* sentence, void (*body)()) { all().emplace_back(sentence, body); }
 };
@@ -30,6 +34,10 @@ inline bool run(const std::string& sentence, const std::function<void()>& body) 
   std::string why;
   try {
     body();
+  } catch (const Skip& skip) {
+    std::printf("skipped: %s: %s\n", sentence.c_str(), skip.why.c_str());
+    std::fflush(stdout);
+    return true;
   } catch (const std::exception& failure) {
     why = failure.what();
   }

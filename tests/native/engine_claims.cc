@@ -8,137 +8,23 @@
 
 #include "claims.h"
 #include "engine/engine.h"
+#include "engine_runs.h"
 #include "fake_copies.h"
+#include "transport/registry.h"
 
 using namespace uccl_ep;
 
 namespace {
 
-constexpr uint32_t kHidden = 128;
-constexpr uint32_t kExperts = 12;
-constexpr uint32_t kTopk = 3;
-constexpr uint64_t kPatienceUsec = 30'000'000;
-
-EngineConfig config_of(int rank, const std::vector<int>& domain_of, const LoopOptions& loop) {
-  EngineConfig config;
-  config.rank = rank;
-  config.num_ranks = static_cast<int>(domain_of.size());
-  config.domain_of = domain_of;
-  config.num_experts = kExperts;
-  config.hidden = kHidden;
-  config.max_element_bytes = 4;
-  config.budget_bytes = 64 << 20;
-  config.chunk_bytes = 2048;  // a few rows
-  config.window_chunks = 2;
-  config.generation = 42;
-  config.progress_timeout_s = 20;
-  config.loop = loop;
-  return config;
-}
-
-// One rank's calls: every token comes back as the sum of its experts' rows, here (number of experts) x the token.
-class RankRun {
- public:
-  RankRun(Engine& engine, int rank) : engine_(engine), random_(static_cast<uint64_t>(rank) * 7919 + 1) {}
-
-  void dispatch_and_combine(bool with_weights) {
-    fill();
-    DispatchArgs dispatch;
-    dispatch.x = reinterpret_cast<const uint8_t*>(x_.data());
-    dispatch.num_tokens = num_tokens_;
-    dispatch.hidden = kHidden;
-    dispatch.dtype = dispatch.wire = Dtype::kFp32;
-    dispatch.has_routing = true;
-    dispatch.routing = {RoutingKind::kTopk, idx_.data(), kTopk};
-    dispatch.values = with_weights ? weights_.data() : nullptr;
-    auto op = engine_.dispatch(dispatch);
-    EXPECT(engine_.wait_counts(*op, kPatienceUsec));
-    std::vector<float> rows(op->plan->num_rows * kHidden, -1.0f);
-    std::vector<float> row_weights(op->plan->num_rows, -1.0f);
-    engine_.give_output(*op, {reinterpret_cast<uint8_t*>(rows.data()), nullptr, row_weights.data()});
-    EXPECT(engine_.wait(*op, kPatienceUsec));
-
-    std::vector<float> out(x_.size() + 1), out_again(x_.size() + 1), weights_back(weights_.size() + 1, 0.0f);
-    CombineArgs combine;
-    combine.rows = reinterpret_cast<const uint8_t*>(rows.data());
-    combine.hidden = kHidden;
-    combine.dtype = combine.wire = Dtype::kFp32;
-    combine.plan = op->plan;
-    combine.values = with_weights ? row_weights.data() : nullptr;
-    combine.values_out = with_weights ? weights_back.data() : nullptr;
-    combine.out = reinterpret_cast<uint8_t*>(out.data());
-    auto first = engine_.combine(combine);
-    combine.values = nullptr;
-    combine.values_out = nullptr;
-    combine.out = reinterpret_cast<uint8_t*>(out_again.data());
-    auto second = engine_.combine(combine);
-    EXPECT(engine_.wait(*first, kPatienceUsec));
-    EXPECT(engine_.wait(*second, kPatienceUsec));
-    check(out, with_weights ? &weights_back : nullptr);
-    EXPECT(out == out_again);
-  }
-
- private:
-  void fill() {
-    num_tokens_ = random_() % 60;
-    x_.resize(num_tokens_ * kHidden + 1);
-    idx_.resize(num_tokens_ * kTopk + 1);
-    weights_.resize(num_tokens_ * kTopk + 1);
-    for (float& value : x_) value = static_cast<float>(random_() % 64);  // sums of these are exact
-    for (float& value : weights_) value = static_cast<float>(random_() % 1000);
-    for (uint64_t t = 0; t < num_tokens_; ++t) {
-      const uint64_t first = random_() % kExperts;
-      for (uint64_t k = 0; k < kTopk; ++k)
-        idx_[t * kTopk + k] = random_() % 8 == 0 ? -1 : static_cast<int64_t>((first + 5 * k) % kExperts);
-    }
-  }
-
-  void check(const std::vector<float>& out, const std::vector<float>* weights_back) const {
-    for (uint64_t t = 0; t < num_tokens_; ++t) {
-      float experts = 0;
-      for (uint64_t k = 0; k < kTopk; ++k) {
-        const bool there = idx_[t * kTopk + k] >= 0;
-        experts += there ? 1.0f : 0.0f;
-        if (weights_back != nullptr) EXPECT_EQ((*weights_back)[t * kTopk + k], there ? weights_[t * kTopk + k] : 0.0f);
-      }
-      for (uint64_t h = 0; h < kHidden; ++h) EXPECT_EQ(out[t * kHidden + h], experts * x_[t * kHidden + h]);
-    }
-  }
-
-  Engine& engine_;
-  std::mt19937_64 random_;
-  uint64_t num_tokens_ = 0;
-  std::vector<float> x_, weights_;
-  std::vector<int64_t> idx_;
-};
-
-void run(const std::vector<int>& domain_of, const LoopOptions& loop, int num_rounds) {
-  const int n = static_cast<int>(domain_of.size());
-  std::vector<std::unique_ptr<Engine>> engines;
-  std::vector<std::string> handles;
-  for (int rank = 0; rank < n; ++rank) {
-    engines.push_back(std::make_unique<Engine>(config_of(rank, domain_of, loop)));
-    handles.push_back(engines.back()->export_handle());
-  }
-  std::barrier meeting(n);
-  std::vector<std::string> failures(static_cast<size_t>(n));
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < n; ++rank)
-    threads.emplace_back([&, rank] {
-      try {
-        engines[rank]->connect(handles);
-        meeting.arrive_and_wait();
-        engines[rank]->start();
-        RankRun calls(*engines[rank], rank);
-        for (int round = 0; round < num_rounds; ++round) calls.dispatch_and_combine(round % 2 == 0);
-      } catch (const std::exception& failure) {
-        failures[rank] = failure.what();
-      }
-      engines[rank]->close(!failures[rank].empty());
-    });
-  for (std::thread& thread : threads) thread.join();
-  for (const std::string& failure : failures)
-    if (!failure.empty()) throw std::logic_error(failure);
+// Skips where this build or this machine has no libfabric.
+void over_libfabric(EngineConfig& config) {
+  config.transport = "ofi";
+  config.nic.provider = "tcp";
+  const auto& kinds = transports();
+  const auto ofi = std::find_if(kinds.begin(), kinds.end(), [](auto& kind) { return std::string(kind.name) == "ofi"; });
+  if (ofi == kinds.end()) throw claims::Skip{"this build has no transport ofi"};
+  const Probe found = ofi->probe({{}, config.nic});
+  if (!found.usable) throw claims::Skip{found.text};
 }
 
 LoopOptions faulty() {
@@ -158,6 +44,26 @@ CLAIM("interleaved domains of 3 and 1 ranks give every token back under every fa
   run({0, 1, 0, 0}, faulty(), 4);
 }
 CLAIM("4 domains of 1 rank give every token back under every fault") { run({0, 1, 2, 3}, faulty(), 4); }
+CLAIM("2 domains of 2 ranks give every token back over libfabric") { run({0, 0, 1, 1}, {}, 8, over_libfabric); }
+CLAIM("3 domains of unequal size give every token back over libfabric with a window of 2 writes and 4 KiB") {
+  run({0, 1, 1, 2}, {}, 4, [](EngineConfig& config) {
+    over_libfabric(config);
+    config.nic.window_ops = 2;
+    config.nic.window_bytes = 4096;
+  });
+}
+CLAIM("an engine over libfabric refuses the handle of another engine") {
+  std::vector<std::unique_ptr<Engine>> engines;
+  std::vector<std::string> handles;
+  for (int rank : {0, 1}) {
+    EngineConfig config = config_of(rank, {0, 1}, {});
+    over_libfabric(config);
+    config.generation += static_cast<uint64_t>(rank);
+    engines.push_back(std::make_unique<Engine>(config));
+    handles.push_back(engines.back()->export_handle());
+  }
+  for (auto& engine : engines) EXPECT_THROWS(CommunicationFailure, engine->connect(handles));
+}
 
 namespace {
 

@@ -52,11 +52,13 @@ inline TransportSetup setup_of(int rank, size_t num_ranks, const RegisteredRegio
 // Makes what `options[rank]` asks for and connects every rank to every other.
 inline std::vector<std::unique_ptr<Transport>> connect_all(const std::vector<std::unique_ptr<TestRegion>>& regions,
                                                            const std::vector<TransportOptions>& options,
-                                                           const std::string& kind = "loop") {
+                                                           const std::string& kind = "loop",
+                                                           uint64_t progress_timeout_usec = 20'000'000) {
   std::vector<std::unique_ptr<Transport>> transports;
   std::vector<std::string> addresses;
   for (size_t rank = 0; rank < regions.size(); ++rank) {
-    const TransportSetup setup = setup_of(static_cast<int>(rank), regions.size(), regions[rank]->registered());
+    TransportSetup setup = setup_of(static_cast<int>(rank), regions.size(), regions[rank]->registered());
+    setup.progress_timeout_usec = progress_timeout_usec;
     transports.push_back(transport_named(kind).make(setup, options[rank]));
     addresses.push_back(transports.back()->address());
   }

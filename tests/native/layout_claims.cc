@@ -130,6 +130,40 @@ CLAIM("256 domains fit the channel field, and their channels fit together") {
   EXPECT(connected(255, last, 0, first));
 }
 
+CLAIM("256 domains of four ranks fit every field: each channel survives an immediate, each rank a serial") {
+  std::vector<int> labels(256 * 4);
+  for (size_t rank = 0; rank < labels.size(); ++rank) labels[rank] = static_cast<int>(rank % 256);
+  const Topology topo = Topology::from_labels(labels);
+  EXPECT(labels.size() <= kMaxRanks);
+  const Channels channels = make_channels(topo, window_of(7232, kMaxWindowChunks - 1, 1024), 5);
+  EXPECT_EQ(channels.out.size(), size_t{255 * 4});
+  auto survives = [](ImmType type, uint32_t channel, uint64_t serial) {
+    const Imm imm = decode_imm(encode_imm(type, channel, serial));
+    return imm.type == type && imm.channel == channel && imm.serial == (serial & ((1u << kImmSerialBits) - 1));
+  };
+  for (auto& out : channels.out) EXPECT(survives(ImmType::kData, out.peer_channel, UINT64_MAX));
+  for (auto& in : channels.in) EXPECT(survives(ImmType::kCredit, in.peer_channel, 0));
+  for (uint64_t rank : {uint64_t{0}, uint64_t{labels.size() - 1}, uint64_t{kMaxRanks - 1}})
+    EXPECT(survives(ImmType::kError, 0, rank) && decode_imm(encode_imm(ImmType::kError, 0, rank)).serial == rank);
+  // Negative control: one channel more than there are would be somebody else's.
+  EXPECT(!survives(ImmType::kData, kMaxChannels, 0));
+}
+
+CLAIM("256 domains of which one is too small to land all others are refused, by an error that names both numbers") {
+  std::vector<int> labels(1 + 255 * 4);
+  for (size_t rank = 1; rank < labels.size(); ++rank) labels[rank] = 1 + static_cast<int>(rank % 255);
+  const Topology topo = Topology::from_labels(labels);
+  try {
+    make_channels(topo, window_of(7232, 2, 1024), 0);
+  } catch (const UsageFailure& failure) {
+    const std::string text = failure.what();
+    EXPECT(text.find(std::to_string(255 * 4 * 3 + 255)) != std::string::npos);
+    EXPECT(text.find(std::to_string(kMaxChannels)) != std::string::npos);
+    return;
+  }
+  throw std::logic_error("it was not refused");
+}
+
 CLAIM("more channels than an immediate can name are refused") {
   std::vector<int> labels(700);
   for (size_t rank = 0; rank < labels.size(); ++rank) labels[rank] = rank == 0 ? 0 : 1;  // one rank lands 699 sources

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "common/units.h"
@@ -33,12 +34,14 @@ bool eventually(Condition condition, uint64_t limit_usec = kPatienceUsec) {
 using Wrap = std::function<std::unique_ptr<Transport>(int rank, std::unique_ptr<Transport>)>;
 
 struct WorldOptions {
+  std::string kind = "loop";
   std::vector<int> labels = {0, 1};
   WindowParams window = {4096, 1024, 2, 16};
   std::optional<DeviceRings> device;  // chunks lie in a "device" region of ordinary memory; else `window` holds
   uint64_t copy_usec = 0;             // the most that a copy between those takes
   LoopOptions loop;
   NicOptions nic;
+  std::vector<std::string> devices;  // rank r uses the (r mod n)-th alone; empty: as `nic` says
   uint64_t progress_timeout_usec = 20'000'000;
   Wrap wrap;
   std::function<void(int rank, Channels&)> change_channels;
@@ -80,7 +83,10 @@ class World {
       regions.push_back(std::make_unique<TestRegion>(nodes[rank].layout.total_bytes));
       regions.back()->control->rank = static_cast<int>(rank);
     }
-    auto transports = connect_all(regions, std::vector<TransportOptions>(num_ranks, {options.loop, options.nic}));
+    std::vector<TransportOptions> wanted(num_ranks, {options.loop, options.nic});
+    for (size_t rank = 0; rank < num_ranks && !options.devices.empty(); ++rank)
+      wanted[rank].nic.devices = {options.devices[rank % options.devices.size()]};
+    auto transports = connect_all(regions, wanted, options.kind, options.progress_timeout_usec);
     if (options.device) attach(transports);
     for (size_t rank = 0; rank < num_ranks; ++rank) {
       nodes[rank].region = std::move(regions[rank]);

@@ -215,6 +215,29 @@ CLAIM("a serial within two windows of the expected one is widened exactly, also 
   EXPECT(widen_serial(static_cast<uint32_t>(far & (span - 1)), 3 * span) != far);
 }
 
+CLAIM("no serial within reach is mistaken for another: tried for every distance, and around every wrap") {
+  const int64_t span = int64_t{1} << kImmSerialBits;
+  uint64_t wrong = 0, tried = 0;
+  auto attempt = [&](int64_t near, int64_t distance) {
+    const uint64_t serial = static_cast<uint64_t>(near + distance);
+    if (near + distance < 0) return;
+    wrong +=
+        widen_serial(decode_imm(encode_imm(ImmType::kData, 0, serial)).serial, static_cast<uint64_t>(near)) != serial;
+    ++tried;
+  };
+  for (int64_t near : {int64_t{0}, int64_t{1}, span / 2 - 1, span / 2, span - 1, span, 7 * span + 3, int64_t{1} << 60})
+    for (int64_t distance = -kImmSerialReach; distance < kImmSerialReach; ++distance) attempt(near, distance);
+  for (int64_t near = 0; near < 2 * span; ++near)  // every value of the low bits, without and with a lap behind
+    for (int64_t distance : {int64_t{1}, int64_t{kMaxWindowChunks}, kImmSerialReach - 1})
+      for (int64_t sign : {1, -1}) attempt(near, sign * distance);
+  EXPECT_EQ(wrong, uint64_t{0});
+  EXPECT(tried > 4'000'000);
+  // Negative control: one further is mistaken, to either side.
+  attempt(3 * span, kImmSerialReach);
+  attempt(3 * span, -kImmSerialReach - 1);
+  EXPECT_EQ(wrong, uint64_t{2});
+}
+
 CLAIM("a bell never loses a wake-up") {
   Bell bells[2];
   Flag turn;

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.native.objects import CSRC, SANITIZERS, compiled, compiler, forget_old_objects, options_for, run
+from tests.native import building
+from tests.native.building import PARTS, run
 
 HERE = Path(__file__).resolve().parent
-PROGRAMS = ("queue", "layout", "loop", "stream", "fault", "life", "device", "engine", "cuda")
+OF_TRANSPORTS = ("verbs", "verbs_engine", "ofi", "ofi_fault")  # begin with the name of one
+PROGRAMS = (
+    "queue", "layout", "loop", "nics", "stream", "fault", "life", "device", "engine", "cuda", *OF_TRANSPORTS
+)  # fmt: skip
 # Where threads meet without a lock: these run under TSan every time, the others with -m slow.
 LOCK_FREE = ("queue", "stream")
-# The product's own sources that the programs link.
-PARTS = ("common", "layout", "transport", "proxy")
+# What a claim prints that cannot be tried here.
+SKIPPED = "skipped: "
+# Libraries that NICs come with, as the stand-in bears them.
+STAND_INS = ("libibverbs.so.1", "libefa.so.1")
 ENGINE_PARTS = (*PARTS, "backend", "engine")
+SANITIZERS = {"memory": building.MEMORY, "thread": building.THREAD}
 CLAIM = re.compile(r'^CLAIM\("((?:[^"\\]|\\.)*)"\)', re.MULTILINE)
 
 Build = Callable[[str, str], Path]
@@ -39,38 +44,47 @@ def cases(sanitizer: str) -> list[object]:
 
 
 def sources_of(program: str) -> list[Path]:
-    parts = ENGINE_PARTS if program == "engine" else PARTS
-    product = [path for part in parts for path in (CSRC / part).rglob("*.cc") if "cuda" not in path.parts]
+    product = building.product_sources(ENGINE_PARTS if "engine" in program else PARTS)
     if program == "cuda":  # what of it needs no CUDA
-        product.append(CSRC / "backend" / "cuda" / "layout.cc")
-    return [HERE / f"{program}_claims.cc", *sorted(product)]
+        product.append(building.CSRC / "backend" / "cuda" / "layout.cc")
+    return [HERE / f"{program}_claims.cc", *product]
+
+
+def need_transport(program: str) -> None:
+    """Skips the claims of a transport that cannot be compiled here."""
+    name = program.split("_")[0]
+    if name in building.transports().missing:
+        pytest.skip(building.transports().missing[name])
 
 
 @pytest.fixture(scope="session")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     """Links a program once per session and sanitizer."""
-    forget_old_objects()
+    if building.shutil.which("g++") is None:
+        pytest.skip("g++ is not on the path")
+    building.drop_old_objects()
     folder = tmp_path_factory.mktemp("native")
 
     @cache
     def program_of(program: str, sanitizer: str) -> Path:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            options = options_for(sanitizer)
-            objects = list(
-                pool.map(lambda source: compiled(source, options, (CSRC, HERE)), sources_of(program))
-            )
-        binary = folder / f"{sanitizer}-{program}"
-        linked = (f"-fsanitize={SANITIZERS[sanitizer]}", "-pthread", "-lrt")
-        result = run([compiler(), *objects, "-o", binary, *linked], 300)
-        assert result.returncode == 0, result.stderr
-        return binary
+        binary = folder / sanitizer / program / "claims"
+        binary.parent.mkdir(parents=True)
+        if program.startswith("verbs"):
+            building.link_shared(binary.with_name(STAND_INS[0]), HERE / "fake_verbs.cc")
+            for name in STAND_INS[1:]:
+                binary.with_name(name).symlink_to(STAND_INS[0])
+        return building.link(binary, sources_of(program), SANITIZERS[sanitizer])
 
     return program_of
 
 
 def holds(build: Build, program: str, claim: str, sanitizer: str) -> None:
-    result = run([build(program, sanitizer), claim], 150)
+    need_transport(program)
+    binary = build(program, sanitizer)
+    result = run([binary, claim], 150, libraries=binary.parent)
     assert result.returncode == 0, result.stdout + result.stderr
+    if result.stdout.startswith(SKIPPED):
+        pytest.skip(result.stdout.strip())
     assert result.stdout.startswith("ok: "), result.stdout
 
 
@@ -90,6 +104,7 @@ def test_claim_without_data_races(build: Build, program: str, claim: str) -> Non
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_claim_is_a_case(build: Build, program: str) -> None:
+    need_transport(program)
     assert run([build(program, "memory"), "--list"], 60).stdout.splitlines() == claims_of(program)
 
 
@@ -104,8 +119,8 @@ def test_a_false_claim_fails(tmp_path: Path) -> None:
         "int main(int argc, char** argv) { return claims::main(argc, argv); }\n"
     )
     binary = tmp_path / "false"
-    options = ("-std=c++20", f"-I{HERE}", f"-fsanitize={SANITIZERS['memory']}")
-    assert run([compiler(), *options, source, "-o", binary], 110).returncode == 0
+    options = ("-std=c++20", f"-I{HERE}", *building.MEMORY.options)
+    assert run([building.compiler(), *options, source, "-o", binary], 110).returncode == 0
     assert run([binary, "one is one"], 60).returncode == 0
     assert run([binary, "one is two"], 60).returncode == 1
     assert run([binary, "a byte past the end is ours"], 60).returncode != 0
@@ -123,7 +138,7 @@ def test_a_data_race_is_found(tmp_path: Path) -> None:
         "int main(int argc, char** argv) { return claims::main(argc, argv); }\n"
     )
     binary = tmp_path / "race"
-    options = (*options_for("thread"), f"-I{HERE}", "-pthread")
-    assert run([compiler(), *options, source, "-o", binary], 110).returncode == 0
+    options = ("-std=c++20", f"-I{HERE}", *building.THREAD.options, "-pthread")
+    assert run([building.compiler(), *options, source, "-o", binary], 110).returncode == 0
     result = run([binary, "it is ours"], 60)
     assert result.returncode != 0 and "data race" in result.stderr, result.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.native.objects import ROOT, compiler, run
+from tests.native.building import ROOT, compiler, run
 
 LIBRARIES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
 

@@ -1,22 +1,23 @@
 """`EpConfig`: ranges, sources of values, and the table of environment variables."""
 
 import dataclasses
-import subprocess
-import sys
+import os
 import warnings
 
 import pytest
 
-from uccl_ep_train import EpConfig, env
+from uccl_ep_train import EpConfig, Topology, env
 from uccl_ep_train.errors import ConfigError
+from uccl_ep_train.native import native_config
 
 BASE = {"num_experts": 8, "hidden": 256}
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
-    for variable in env.VARIABLES:
-        monkeypatch.delenv(variable.name, raising=False)
+    for name in list(os.environ):
+        if name.startswith("UCCL_"):
+            monkeypatch.delenv(name)
     monkeypatch.setattr(env, "_warned", set())
 
 
@@ -52,6 +53,21 @@ BAD = [
     ("domains", (0, -1)),
     ("domains", (0, 0.5)),
     ("transport", "carrier pigeon"),
+    ("nics", ()),
+    ("nics", "mlx5_0"),
+    ("nics", ("mlx5_0,mlx5_1",)),
+    ("nics", ("mlx5_0", 1)),
+    ("nic_window_bytes", 0),
+    ("nic_window_bytes", 1 << 64),
+    ("nic_window_ops", 0),
+    ("nic_window_ops", 1 << 32),
+    ("ib_gid_index", -2),
+    ("ib_gid_index", 256),
+    ("ib_service_level", 16),
+    ("ib_traffic_class", 256),
+    ("ofi_provider", ""),
+    ("net_interface", "an interface"),
+    ("net_interface", "longer_than_15_c"),
     ("loop_gbytes_per_s", -1),
     ("loop_latency_us", -1),
     ("loop_seed", -1),
@@ -212,6 +228,14 @@ PARSED = {
     "domain_size": ("4", 4),
     "domains": ("0, 1,0 1", (0, 1, 0, 1)),
     "transport": ("loop", "loop"),
+    "nics": ("mlx5_0, mlx5_1", ("mlx5_0", "mlx5_1")),
+    "nic_window_bytes": ("2M", 2 << 20),
+    "nic_window_ops": ("4", 4),
+    "ib_gid_index": ("3", 3),
+    "ib_service_level": ("0", 0),
+    "ib_traffic_class": ("106", 106),
+    "ofi_provider": ("verbs;ofi_rxm", "verbs;ofi_rxm"),
+    "net_interface": ("eth0", "eth0"),
     "loop_gbytes_per_s": ("12.5", 12.5),
     "loop_latency_us": ("3", 3.0),
     "loop_seed": ("7", 7),
@@ -235,17 +259,32 @@ def test_every_variable_sets_its_field(monkeypatch, name):
     assert getattr(EpConfig.from_env(**BASE), name) == value
 
 
-def test_the_table_can_be_printed_without_torch():
-    code = (
-        "import sys; sys.modules['torch'] = None; import runpy;"
-        "runpy.run_module('uccl_ep_train.env', run_name='__main__')"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    for variable in env.VARIABLES:
-        assert variable.name in printed
-
-
 def test_agreed_values_leave_out_what_may_differ_per_rank():
     agreed = EpConfig(**BASE).agreed_values()
     assert "hidden" in agreed and "domains" in agreed
     assert "loop_drop_peer" not in agreed and "progress_timeout_s" not in agreed
+    # Hosts may have other NICs; a rank that takes another way than its peers is an error.
+    assert "nics" not in agreed and "ib_gid_index" not in agreed
+    assert "transport" in agreed and "ofi_provider" in agreed
+
+
+def test_nic_settings_reach_the_core():
+    told = EpConfig(
+        **BASE,
+        nics=["mlx5_1"],
+        nic_window_bytes=(1 << 64) - 1,
+        nic_window_ops=7,
+        ib_gid_index=3,
+        ib_service_level=4,
+        ib_traffic_class=5,
+        ofi_provider="efa",
+        net_interface="eth1",
+    )
+    nic = native_config(told, Topology.split(2, 1), 0).nic
+    assert (nic.devices, nic.provider, nic.interface) == (["mlx5_1"], "efa", "eth1")
+    assert (nic.window_bytes, nic.window_ops) == ((1 << 64) - 1, 7)
+    assert (nic.gid_index, nic.service_level, nic.traffic_class) == (3, 4, 5)
+    nic = native_config(EpConfig(**BASE), Topology.split(2, 1), 0).nic
+    assert (nic.devices, nic.provider, nic.interface) == ([], "", "")
+    assert (nic.window_bytes, nic.window_ops) == (0, 0)
+    assert (nic.gid_index, nic.service_level, nic.traffic_class) == (-1, -1, -1)

@@ -144,8 +144,33 @@ def test_settings_are_used_without_probing(monkeypatch):
 
 def agree(configs, verify=lambda rank: None):
     return on_every_rank(
-        len(configs), lambda entry: agree_on_config(entry, configs[entry.rank], lambda: verify(entry.rank))
+        len(configs),
+        lambda entry: (
+            agree_on_config(
+                entry, configs[entry.rank], lambda: verify(entry.rank), lambda said: said
+            ).generation
+        ),
     )
+
+
+def test_each_rank_learns_what_all_say():
+    said = on_every_rank(
+        3,
+        lambda entry: agree_on_config(entry, EpConfig(**BASE), lambda: [entry.rank], lambda said: said).said,
+    )
+    assert said == [[[0], [1], [2]]] * 3
+
+
+def test_memory_is_shared_inside_one_kernel_and_one_mount(monkeypatch):
+    here = topology.memory_id()
+    assert here == topology.memory_id() and topology.boot_id() in here
+    monkeypatch.setattr(topology, "_SHARED_MEMORY", Path("/proc"))
+    assert topology.memory_id() != here
+    monkeypatch.setattr(topology, "_SHARED_MEMORY", Path("/nowhere"))
+    assert topology.memory_id() != here
+    monkeypatch.undo()
+    monkeypatch.setattr(topology, "boot_id", lambda: "another")
+    assert topology.memory_id() != here
 
 
 def test_ranks_that_agree_share_one_fresh_generation():

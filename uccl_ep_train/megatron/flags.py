@@ -11,7 +11,7 @@ import dataclasses
 from typing import Any
 
 from uccl_ep_train.config import EpConfig
-from uccl_ep_train.env import VARIABLES
+from uccl_ep_train.env import FIELDS
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.megatron import plugin
 from uccl_ep_train.megatron.compat import UnsupportedMegatronError
@@ -25,9 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds `--uccl-ep-*`, each unset by default, so that the environment still counts."""
     group = parser.add_argument_group("uccl_ep dispatcher")
     about = {f.name: f.metadata["info"] for f in dataclasses.fields(EpConfig)}
-    for variable in VARIABLES:
-        if not variable.field:
-            continue
+    for variable in FIELDS.values():
         info = about[variable.field]
         unit = f" [{info.unit}]" if info.unit else ""
         group.add_argument(
@@ -41,8 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def options(namespace: argparse.Namespace) -> dict[str, Any]:
     """The dispatcher's options that were given, as keyword arguments of `plugin.enable`."""
-    names = [v.field for v in VARIABLES if v.field]
-    given = {name: getattr(namespace, _PREFIX + name, None) for name in names}
+    given = {name: getattr(namespace, _PREFIX + name, None) for name in FIELDS}
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -101,6 +101,13 @@ int DeviceMapping::export_fd() const {
   return fd;
 }
 
+int DeviceMapping::export_dmabuf() const {
+  int fd = -1;
+  const CUresult status =
+      UCCL_EP_DRIVER(cuMemGetHandleForAddressRange)(&fd, address_, num_bytes_, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0);
+  return status == CUDA_SUCCESS ? fd : -1;
+}
+
 void DeviceMapping::map(int device) {
   CUdeviceptr address = 0;
   must(UCCL_EP_DRIVER(cuMemAddressReserve)(&address, num_bytes_, 0, 0, 0), "cuMemAddressReserve");

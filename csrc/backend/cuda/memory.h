@@ -49,6 +49,8 @@ class DeviceMapping {
   static DeviceMapping import(int fd, int device, uint64_t num_bytes);
   // A new descriptor of the allocation; the caller closes it.
   int export_fd() const;
+  // A dmabuf of the allocation, for NICs to register; the caller closes it. -1 where the driver gives none.
+  int export_dmabuf() const;
 
   uint8_t* base() const { return reinterpret_cast<uint8_t*>(address_); }
   uint64_t num_bytes() const { return num_bytes_; }

@@ -137,7 +137,7 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms,
       stage_sms_(std::max(num_sms, stage_sms)),
       share_(device, stage_sms_),
       layout_(layout_of(config)),
-      life_(life_config(config, layout_)),
+      life_(near_gpu(life_config(config, layout_), device)),
       socket_(config.rank, config.generation),
       regions_(static_cast<size_t>(config.num_ranks)),
       region_bytes_(regions_.size()) {
@@ -165,6 +165,7 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms,
     must(load(static_cast<uint32_t>(shared_bytes)), "loading the kernels");
   regions_[config.rank] = cuda::DeviceMapping::create(device_, layout_.total_bytes);
   region_bytes_[config.rank] = regions_[config.rank].num_bytes();
+  if (has_nics()) register_with_nics(life_, regions_[config.rank]);
 }
 
 CudaEngine::~CudaEngine() {
@@ -180,14 +181,13 @@ std::string CudaEngine::export_handle() const {
 
 void CudaEngine::connect(const std::vector<std::string>& handles) {
   const OnDevice guard(device_);
-  if (handles.size() != regions_.size())
-    throw UsageFailure(UsageKind::kConfig, std::to_string(handles.size()) +
-                                               " handles: allowed is one for each of the " +
-                                               std::to_string(regions_.size()) + " ranks");
+  if (handles.size() != regions_.size()) throw UsageFailure(UsageKind::kConfig, "connect needs one handle per rank");
   std::vector<std::string> addresses(handles.size()), lives(handles.size());
   for (size_t r = 0; r < handles.size(); ++r) {
     const DeviceHandle handle = decode_device_handle(handles[r]);
-    if (static_cast<int>(r) != config_.rank) {
+    // Without NICs our copy engines write to ranks of other domains, too.
+    const bool mapped = !has_nics() || topo_.domain_of[r] == topo_.domain_of[config_.rank];
+    if (static_cast<int>(r) != config_.rank && mapped) {
       addresses[r] = handle.socket_name;
       region_bytes_[r] = handle.region_bytes;
     }
@@ -205,7 +205,8 @@ void CudaEngine::connect(const std::vector<std::string>& handles) {
   ::close(own);
   for (size_t r = 0; r < fds.size(); ++r)
     if (fds[r] >= 0) regions_[r] = cuda::DeviceMapping::import(fds[r], device_, region_bytes_[r]);
-  if (topo_.num_domains() > 1) network_ = std::make_unique<Network>(life_, layout_, config_.rank, device_, regions_);
+  if (topo_.num_domains() > 1)
+    network_ = std::make_unique<Network>(life_, layout_, config_.rank, device_, has_nics(), regions_);
 }
 
 void CudaEngine::start() {

@@ -138,6 +138,8 @@ class CudaEngine {
   std::string text_of(const cuda::HostError& error) const;
   int rank_of(int number) const;
   TraceEvent event_of(const cuda::TraceRecord& record) const;
+  // What goes between domains goes over NICs; else all ranks are on this host.
+  bool has_nics() const { return topo_.num_domains() > 1 && config_.transport != "loop"; }
 
   const EngineConfig config_;
   const Topology topo_;

@@ -1,5 +1,7 @@
 #include "engine/cuda/network.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 
 #include "common/units.h"
@@ -21,7 +23,25 @@ T* at(uint8_t* base, uint64_t offset) {
 
 }  // namespace
 
-Network::Network(Engine& life, const cuda::RegionLayout& layout, int rank, int device,
+EngineConfig near_gpu(EngineConfig config, int device) {
+  char text[32] = {};
+  must(cudaDeviceGetPCIBusId(text, sizeof(text), device), "cudaDeviceGetPCIBusId");
+  config.near_pci = text;
+  return config;
+}
+
+void register_with_nics(Engine& life, const cuda::DeviceMapping& own) {
+  const int fd = own.export_dmabuf();
+  try {
+    life.register_device({own.base(), own.num_bytes(), "", fd});
+  } catch (...) {
+    if (fd >= 0) close(fd);
+    throw;
+  }
+  if (fd >= 0) close(fd);
+}
+
+Network::Network(Engine& life, const cuda::RegionLayout& layout, int rank, int device, bool has_nics,
                  const std::vector<cuda::DeviceMapping>& regions)
     : life_(life),
       layout_(layout),
@@ -32,6 +52,8 @@ Network::Network(Engine& life, const cuda::RegionLayout& layout, int rank, int d
       copies_(device) {
   DeviceRegions all;
   all.copies = &copies_;
+  if (has_nics) visibility_ = std::make_unique<cuda::CudaVisibility>(device);
+  if (visibility_ != nullptr && visibility_->needed()) all.nic_writes = visibility_.get();
   for (const cuda::DeviceMapping& region : regions)
     all.regions.push_back({region.base(), region.base() == nullptr ? 0 : region.num_bytes(), ""});
   life.attach_device(std::move(all));

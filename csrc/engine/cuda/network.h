@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "backend/cuda/layout.h"
@@ -12,13 +13,19 @@
 #include "backend/cuda/net.h"
 #include "engine/engine.h"
 #include "transport/cuda/copies.h"
+#include "transport/cuda/visibility.h"
 
 namespace uccl_ep {
 
+// `config` with the NICs that are near to the GPU.
+EngineConfig near_gpu(EngineConfig config, int device);
+// Lets the NICs of `life` reach our device memory; before its handle is exported.
+void register_with_nics(Engine& life, const cuda::DeviceMapping& own);
+
 class Network {
  public:
-  // `life` is connected. `regions`: by rank, those of other domains on this host, too. Both outlive this.
-  Network(Engine& life, const cuda::RegionLayout& layout, int rank, int device,
+  // `life` is connected. `regions`: by rank; without NICs those of other domains, too. Both outlive this.
+  Network(Engine& life, const cuda::RegionLayout& layout, int rank, int device, bool has_nics,
           const std::vector<cuda::DeviceMapping>& regions);
   ~Network();
   Network(const Network&) = delete;
@@ -51,6 +58,7 @@ class Network {
   const int rank_;
   std::vector<uint8_t*> registered_, hosts_;  // by rank
   cuda::CudaCopies copies_;
+  std::unique_ptr<cuda::CudaVisibility> visibility_;  // only where a NIC writes
   cuda::Net net_{};
   std::vector<Seen> seen_;
 };

@@ -11,6 +11,7 @@ namespace uccl_ep::loop {
 
 struct Address {
   int rank = -1;
+  uint64_t generation = 0;  // of the engine
   int pid = 0;
   uint64_t pid_namespace = 0;
   std::string boot_id;  // of the host
@@ -22,8 +23,8 @@ struct Address {
 
 inline std::string encode_address(const Address& a) {
   std::ostringstream text;
-  text << "loop1 " << a.rank << ' ' << a.pid << ' ' << a.pid_namespace << ' ' << a.boot_id << ' ' << a.region_name
-       << ' ' << a.region_bytes << ' ' << a.inbox_name << ' ' << a.inbox_slots;
+  text << "loop2 " << a.rank << ' ' << a.generation << ' ' << a.pid << ' ' << a.pid_namespace << ' ' << a.boot_id << ' '
+       << a.region_name << ' ' << a.region_bytes << ' ' << a.inbox_name << ' ' << a.inbox_slots;
   return text.str();
 }
 
@@ -32,10 +33,10 @@ inline Address decode_address(const std::string& text) {
   Address a;
   std::string tag;
   std::istringstream in(text);
-  in >> tag >> a.rank >> a.pid >> a.pid_namespace >> a.boot_id >> a.region_name >> a.region_bytes >> a.inbox_name >>
-      a.inbox_slots;
+  in >> tag >> a.rank >> a.generation >> a.pid >> a.pid_namespace >> a.boot_id >> a.region_name >> a.region_bytes >>
+      a.inbox_name >> a.inbox_slots;
   // Only what comes out alike: streams take signs, spaces and what follows the last field, and wrap negative numbers.
-  if (!in || tag != "loop1" || a.rank < 0 || a.region_bytes == 0 || a.inbox_slots == 0 || encode_address(a) != text) {
+  if (!in || tag != "loop2" || a.rank < 0 || a.region_bytes == 0 || a.inbox_slots == 0 || encode_address(a) != text) {
     ErrorRecord record;
     record.kind = ErrorKind::kTransport;
     record.set_message("loop: no address of this transport: '" + text.substr(0, 80) + "'");

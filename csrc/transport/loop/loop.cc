@@ -36,11 +36,12 @@ LoopTransport::LoopTransport(const TransportSetup& setup, const TransportOptions
       window_(options.nic.window_bytes, options.nic.window_ops),
       connected_(setup.peers),
       link_(options_.gbytes_per_s),
-      random_(options_.seed * 1000003 + static_cast<uint64_t>(setup.rank)) {
+      random_(options_.seed * 1000003 + static_cast<uint64_t>(setup.rank)),
+      progress_timeout_nsec_(1000 * setup.progress_timeout_usec) {
   options_.queue_depth = std::max(options_.queue_depth, 1u);
-  own_ = {
-      setup.rank,    static_cast<int>(getpid()),         pid_namespace(), host_boot_id(), region_.name, region_.bytes,
-      inbox_.name(), std::bit_ceil(options_.queue_depth)};
+  own_ = {setup.rank,      setup.generation, static_cast<int>(getpid()),
+          pid_namespace(), host_boot_id(),   region_.name,
+          region_.bytes,   inbox_.name(),    std::bit_ceil(options_.queue_depth)};
 }
 
 void LoopTransport::connect(const std::vector<std::string>& addresses) {
@@ -58,6 +59,10 @@ void LoopTransport::connect_peer(int rank, const std::string& text, size_t num_r
   if (address.rank != rank)
     fail(own_.rank, rank,
          "the address of rank " + std::to_string(rank) + " names rank " + std::to_string(address.rank));
+  if (address.generation != own_.generation)
+    fail(own_.rank, rank,
+         "rank " + std::to_string(rank) + " is of generation " + std::to_string(address.generation) + ", not of " +
+             std::to_string(own_.generation));
   if (address.boot_id != own_.boot_id)
     fail(own_.rank, rank, "rank " + std::to_string(rank) + " is on another host: this transport works inside one");
   Peer& peer = peers_[static_cast<size_t>(rank)];
@@ -113,7 +118,7 @@ PostResult LoopTransport::post_write(const WriteRequest& request) {
   if (peer.lost) return PostResult::kPosted;
   const uint32_t write = take_write_slot();
   writes_[write] = next;
-  const uint64_t left = link_.send(now_nsec(), request.num_bytes);
+  const uint64_t left = link_.send(clock(), request.num_bytes);
   const uint64_t latency = static_cast<uint64_t>(options_.latency_usec * 1000);
   schedule(left + latency + (options_.seed != 0 ? disorder_nsec(request.num_bytes) : 0), write, Act::kDeliver);
   return PostResult::kPosted;
@@ -152,7 +157,11 @@ size_t LoopTransport::poll(std::span<Completion> out) {
   size_t count = 0;
   more_now_ = false;
   copied_bytes_ = 0;
-  const uint64_t now = now_nsec();
+  const uint64_t now = clock();
+  if (link_holds(now)) {
+    harvest(out, count);
+    return count;
+  }
   if (num_stalled_ != 0) retry_stalled(now);
   if (!copying_.empty()) look_at_copies(now);
   // Half of the room for each, so that neither our completions nor the arrivals starve the other.
@@ -160,6 +169,32 @@ size_t LoopTransport::poll(std::span<Completion> out) {
   ring_receivers();
   harvest(out, count);
   return count;
+}
+
+bool LoopTransport::link_holds(uint64_t now_nsec) {
+  if (options_.cut == nullptr || options_.cut->read() % 2 == 0) {
+    cut_since_nsec_ = 0;
+    return false;
+  }
+  if (cut_since_nsec_ == 0) cut_since_nsec_ = now_nsec;
+  if (now_nsec - cut_since_nsec_ <= progress_timeout_nsec_) return true;
+  if (failure_.empty())
+    failure_ = "the link was cut for " + std::to_string((now_nsec - cut_since_nsec_) / 1'000'000) + " ms";
+  fail_pending(now_nsec);
+  return false;
+}
+
+void LoopTransport::fail_pending(uint64_t now_nsec) {
+  for (Due& due : due_) due = {now_nsec, due.order, due.write, Act::kReportFailure};
+  std::make_heap(due_.begin(), due_.end(), Later{});
+  for (uint32_t write : copying_) schedule(now_nsec, write, Act::kReportFailure);
+  copying_.clear();
+  for (int rank : connected_) {
+    Peer& peer = peers_[static_cast<size_t>(rank)];
+    for (uint32_t write : peer.stalled) schedule(now_nsec, write, Act::kReportFailure);
+    num_stalled_ -= peer.stalled.size();
+    peer.stalled.clear();
+  }
 }
 
 void LoopTransport::perform_due(uint64_t now_nsec, std::span<Completion> out, size_t& count) {
@@ -205,7 +240,7 @@ bool LoopTransport::settle_copy(uint32_t write, uint64_t now_nsec) {
 
 // Not thrown out of a poll: errors and byes, which need no copy, must still go out.
 bool LoopTransport::copy_failed(uint32_t write, const CommunicationFailure& failure, uint64_t now_nsec) {
-  if (copy_failure_.empty()) copy_failure_ = failure.what();
+  if (failure_.empty()) failure_ = failure.what();
   schedule(now_nsec, write, Act::kReportFailure);
   return true;
 }
@@ -260,7 +295,7 @@ Completion LoopTransport::report(uint32_t write, Completion::Kind kind) {
   --peers_[static_cast<size_t>(request.peer)].outstanding;
   if (request.windowed) window_.give_back(request.num_bytes);
   free_writes_.push_back(write);
-  const char* reason = kind == Completion::Kind::kFailure ? copy_failure_.c_str() : nullptr;
+  const char* reason = kind == Completion::Kind::kFailure ? failure_.c_str() : nullptr;
   return {kind, request.peer, 0, request.num_bytes, request.cookie, reason};
 }
 
@@ -281,10 +316,11 @@ void LoopTransport::harvest(std::span<Completion> out, size_t& count) {
 }
 
 uint64_t LoopTransport::idle_usec() const {
+  if (cut_since_nsec_ != 0) return kStalledRetryUsec;
   if (more_now_ || !copying_.empty()) return 0;  // nobody rings when a copy is over
   uint64_t usec = num_stalled_ != 0 ? kStalledRetryUsec : UINT64_MAX;
   if (!due_.empty()) {
-    const uint64_t now = now_nsec();
+    const uint64_t now = clock();
     const uint64_t next = due_.front().when_nsec;
     usec = std::min(usec, next > now ? (next - now) / 1000 : 0);
   }
@@ -303,7 +339,9 @@ std::unique_ptr<Transport> make(const TransportSetup& setup, const TransportOpti
   return std::make_unique<loop::LoopTransport>(setup, options);
 }
 
-Probe probe(const TransportOptions&) { return {true, "shared memory of host " + host_boot_id().substr(0, 8)}; }
+Probe probe(const TransportOptions&) {
+  return {true, "shared memory of host " + host_boot_id().substr(0, 8), LinkKind::kMemory};
+}
 
 const RegisterTransport registered({"loop", make, memory_bytes, probe});
 

@@ -80,6 +80,8 @@ class LoopTransport final : public Transport {
   Peer& checked_peer(const WriteRequest& request);
   uint64_t start_copy(const WriteRequest& request);
   bool copy_failed(uint32_t write, const CommunicationFailure& failure, uint64_t now_nsec);
+  bool link_holds(uint64_t now_nsec);
+  void fail_pending(uint64_t now_nsec);
   bool settle_copy(uint32_t write, uint64_t now_nsec);
   void schedule(uint64_t when_nsec, uint32_t write, Act act);
   uint32_t take_write_slot();
@@ -92,6 +94,7 @@ class LoopTransport final : public Transport {
   Completion report(uint32_t write, Completion::Kind kind);
   void harvest(std::span<Completion> out, size_t& count);
   uint64_t disorder_nsec(uint64_t num_bytes);
+  uint64_t clock() const { return options_.clock_nsec != nullptr ? options_.clock_nsec->read() : now_nsec(); }
   bool chance(double rate) { return rate > 0 && std::uniform_real_distribution<double>(0, 1)(random_) < rate; }
 
   RegisteredRegion region_;
@@ -108,7 +111,9 @@ class LoopTransport final : public Transport {
   std::vector<uint32_t> free_writes_;
   std::vector<Due> due_;  // heap, earliest first
   std::vector<uint32_t> copying_;  // due, but their copy is not over yet
-  std::string copy_failure_;  // what failed first
+  std::string failure_;  // what failed first
+  const uint64_t progress_timeout_nsec_;
+  uint64_t cut_since_nsec_ = 0;  // 0: the link is whole
   uint64_t num_scheduled_ = 0;
   uint64_t num_stalled_ = 0;
   uint64_t copied_bytes_ = 0;  // in this poll

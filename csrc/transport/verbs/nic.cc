@@ -127,12 +127,15 @@ MemoryAddress RegisteredMemory::address() const {
   return a;
 }
 
-Nic::Nic(const std::string& name, const NicOptions& options, const TransportSetup& setup)
+Nic::Nic(const std::string& name, const NicOptions& options, const TransportSetup& setup, uint32_t number)
     : name_(name), rank_(setup.rank), context_(open_device(name)) {
+  port_.number = static_cast<uint8_t>(number);
+  const std::string called = "port " + std::to_string(number);
   if (ibv_query_device(context_.get(), &limits_) != 0) fail(rank_, -1, "NIC " + name_ + " does not say its limits");
   ibv_port_attr port{};
-  if (ibv_query_port(context_.get(), port_.number, &port) != 0) fail(rank_, -1, "NIC " + name_ + " has no port 1");
-  if (port.state != IBV_PORT_ACTIVE) refuse("port 1 of NIC " + name_ + " is not active: is its cable in, its link up?");
+  if (ibv_query_port(context_.get(), port_.number, &port) != 0) fail(rank_, -1, "NIC " + name_ + " has no " + called);
+  if (port.state != IBV_PORT_ACTIVE)
+    refuse(called + " of NIC " + name_ + " is not active: is its cable in, its link up?");
   port_.lid = port.lid;
   port_.mtu = port.active_mtu;
   port_.is_ethernet = port.link_layer == IBV_LINK_LAYER_ETHERNET;

@@ -70,7 +70,7 @@ std::vector<std::string> device_names();
 class Nic {
  public:
   // Throws UsageFailure(kConfig) for a device that is not there or a port that is down.
-  Nic(const std::string& name, const NicOptions& options, const TransportSetup& setup);
+  Nic(const std::string& name, const NicOptions& options, const TransportSetup& setup, uint32_t port = 1);
 
   const std::string& name() const { return name_; }
   ibv_context* context() const { return context_.get(); }

@@ -10,7 +10,7 @@
 namespace uccl_ep::verbs {
 namespace {
 
-constexpr int kRetries = 7;         // the most that the field holds
+constexpr int kRetries = 6;         // the field holds 7, too, but soft-RoCE takes that for no limit
 constexpr int kReceiverRetries = 7;  // without end: a receiver that lags behind is no error of the link
 constexpr uint8_t kReceiverPause = 1;  // 10 us
 constexpr uint32_t kPsnMask = (1u << 24) - 1;

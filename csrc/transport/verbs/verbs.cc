@@ -28,18 +28,14 @@ VerbsTransport::VerbsTransport(const TransportSetup& setup, const NicOptions& op
       processes_(static_cast<size_t>(setup.num_ranks)),
       peer_idx_(static_cast<size_t>(setup.num_ranks), SIZE_MAX) {
   for (size_t i = 0; i < setup.peers.size(); ++i) peer_idx_[static_cast<size_t>(setup.peers[i])] = i;
-  std::vector<std::string> names = options.devices;
-  if (names.empty()) {
-    const std::vector<std::string> all = device_names();
-    if (all.empty()) throw UsageFailure(UsageKind::kConfig, "verbs: this host has no RDMA NIC");
-    names.push_back(all[setup.local_idx % all.size()]);
-  }
-  for (const std::string& name : names) open(name);
+  for (const HostNic& chosen : nics_of_rank(setup, options, device_names())) open(chosen);
 }
 
-void VerbsTransport::open(const std::string& name) {
+void VerbsTransport::open(const HostNic& chosen) {
+  const std::string& name = chosen.name;
   auto rail = std::make_unique<Rail>();
-  rail->nic = std::make_unique<Nic>(name, options_, setup_);
+  rail->options = with_defaults(options_, chosen.family);
+  rail->nic = std::make_unique<Nic>(name, rail->options, setup_, chosen.port);
   Nic& nic = *rail->nic;
   nic.register_memory(Memory::kHost, setup_.region, setup_.largest_write_bytes);
   const QueueSizes sizes = sizes_for(nic);
@@ -48,9 +44,9 @@ void VerbsTransport::open(const std::string& name) {
   if (!rail->completions)
     fail(setup_.rank, -1,
          "NIC " + name + " gives no completion queue of " + std::to_string(room) + ": " + std::strerror(errno));
-  const QueuePairOptions options{&options_, &setup_, sizes, rail->completions.get()};
+  const QueuePairOptions options{&rail->options, &setup_, sizes, rail->completions.get()};
   rail->pairs = nic.port().is_efa ? make_srd(nic, options) : make_rc(nic, options);
-  rail->window = Window(options_.window_bytes, options_.window_ops);
+  rail->window = Window(rail->options.window_bytes, rail->options.window_ops);
   rails_.push_back(std::move(rail));
 }
 
@@ -244,6 +240,7 @@ size_t VerbsTransport::poll(std::span<Completion> out) {
     ready_.clear();
     first_ready_ = 0;
     for (auto& rail : rails_) harvest(*rail);
+    if (device_.nic_writes != nullptr && !ready_.empty()) device_.nic_writes->flush();
   }
   const size_t count = std::min(out.size(), ready_.size() - first_ready_);
   std::copy_n(ready_.begin() + static_cast<ptrdiff_t>(first_ready_), count, out.begin());
@@ -328,15 +325,19 @@ Probe probe(const TransportOptions& options) {
     std::vector<std::string> names = options.nic.devices.empty() ? device_names() : options.nic.devices;
     if (names.empty()) return {false, "this host has no RDMA NIC"};
     std::string usable, why;
+    LinkKind link = LinkKind::kRdma;
     for (const std::string& name : names) {
       try {
         const Nic nic(name, options.nic, {});
+        if (nic.port().is_efa) link = LinkKind::kEfa;
         usable += (usable.empty() ? "" : ", ") + name + (nic.port().is_efa ? " (EFA SRD)" : " (RC)");
       } catch (const std::exception& failure) {
         why += (why.empty() ? "" : "; ") + std::string(failure.what());
       }
     }
-    return {!usable.empty(), usable.empty() ? why : usable};
+    // Those that were asked for have to be usable, all of them.
+    if (usable.empty() || (!options.nic.devices.empty() && !why.empty())) return {false, why};
+    return {true, usable, link};
   } catch (const std::exception& failure) {
     return {false, failure.what()};
   }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "common/process.h"
+#include "transport/nics.h"
 #include "transport/transport.h"
 #include "transport/verbs/link.h"
 #include "transport/verbs/nic.h"
@@ -38,6 +39,7 @@ class VerbsTransport final : public Transport {
  private:
   // A NIC with its connections. Destroyed from the last member to the first: nobody writes to memory that is gone.
   struct Rail {
+    NicOptions options;  // with its family's defaults
     std::unique_ptr<Nic> nic;
     Owned<ibv_cq> completions;
     std::unique_ptr<QueuePairs> pairs;
@@ -50,7 +52,7 @@ class VerbsTransport final : public Transport {
     uint32_t taken = 0;  // arrivals whose room was not given back
   };
 
-  void open(const std::string& name);
+  void open(const HostNic& chosen);
   QueueSizes sizes_for(const Nic& nic) const;
   void check(int peer, const Address& address) const;
   void make_links(Rail& rail, const std::vector<Address>& addresses);

@@ -1,0 +1,90 @@
+// The RDMA NICs of this host, from sysfs, and which of them a rank uses. Nothing here talks to a NIC.
+//
+// `root` stands for /sys, so that tests can make one up.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace uccl_ep {
+
+enum class NicFamily : uint32_t { kConnectX, kThor2, kPollara, kEfa, kSoftRoce, kOther };
+
+// What a family gets where NicOptions leave the choice to it.
+struct NicDefaults {
+  NicFamily family;
+  const char* name;
+  const char* drivers;  // of the PCI device, between spaces
+  uint32_t vendor;  // of the PCI device; 0: none of its own
+  uint64_t window_bytes;  // in flight per NIC; 0: no limit
+  uint32_t window_ops;  // writes in flight per NIC
+  int service_level;
+  int traffic_class;
+};
+
+const NicDefaults& nic_defaults(NicFamily family);
+
+struct HostNic {
+  std::string name;  // "mlx5_0"
+  NicFamily family = NicFamily::kOther;
+  std::string pci_path;  // "pci0000:00/0000:00:01.0/0000:01:00.0"; empty: no PCI device
+  std::string driver;  // of its PCI device, "mlx5_core"; empty: none
+  uint32_t vendor = 0;  // of its PCI device
+  int numa_node = -1;  // -1: not known
+  uint32_t port = 1;  // the first that is ACTIVE, else the first; what follows is the port's
+  std::string link_layer;  // "InfiniBand", "Ethernet" (RoCE), "Unspecified" (EFA)
+  std::string state;  // "ACTIVE", "DOWN", ...
+  double gbits_per_s = 0;
+
+  bool active() const { return state == "ACTIVE"; }
+};
+
+// In the order of their PCI addresses, those without one last.
+std::vector<HostNic> host_nics(const std::string& root = "/sys");
+
+struct NicPlace {
+  std::string pci_path;  // as above; empty: no PCI device, or one that sysfs does not show
+  int numa_node = -1;  // -1: not known
+};
+
+// What a rank's NICs should be near to.
+struct NicSurroundings {
+  NicPlace place;  // of its GPU, or of its CPUs: without a PCI path
+  // The GPUs of this host, in the order of their PCI addresses: devices of our GPU's vendor and class. They have NICs
+  // in common. Empty for CPUs.
+  std::vector<NicPlace> gpus;
+  std::vector<std::vector<int>> node_distances;  // [from][to], as sysfs has them
+};
+
+// `address` as CUDA or lspci write it, "0000:1b:00.0" or "00000000:1B:00.0".
+NicSurroundings around_gpu(const std::string& address, const std::string& root = "/sys");
+// The NUMA node that has all the CPUs, if one has.
+NicSurroundings around_cpus(const std::vector<int>& cpus, const std::string& root = "/sys");
+// The CPUs that this thread may run on.
+std::vector<int> allowed_cpus();
+
+// The nearest NICs with an ACTIVE port: those that have most of their PCI path in common with the GPU, of these those
+// at the least NUMA distance, of these those with the fastest one's rate, link layer and family. A NIC without PCI
+// device comes last. The ranks to which the same NICs are nearest share them: each gets an n-th of them, at least one,
+// and begins at another. They are as many as there are GPUs near to the same NICs, or `local_size` if that is less.
+// `wanted` overrides all of it: exactly these, in this order.
+// Throws UsageFailure(kConfig) for a wanted NIC that is absent or not ACTIVE, and where no NIC is left; it names those
+// that there are.
+std::vector<HostNic> choose_nics(const std::vector<HostNic>& nics, const NicSurroundings& around, uint32_t local_idx,
+                                 uint32_t local_size, const std::vector<std::string>& wanted);
+
+// All of the above for a rank of this host, out of those NICs that the transport's library offers. One that sysfs does
+// not show counts as ACTIVE, and as near to nothing.
+std::vector<HostNic> nics_of_rank(const TransportSetup& setup, const NicOptions& options,
+                                  const std::vector<std::string>& offered, const std::string& root = "/sys");
+
+// "mlx5_0 (ConnectX, InfiniBand, ACTIVE, 400 Gb/s)"
+std::string describe(const HostNic& nic);
+
+// The options with what they leave open filled in from the family.
+NicOptions with_defaults(NicOptions options, NicFamily family);
+
+}  // namespace uccl_ep

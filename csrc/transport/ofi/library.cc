@@ -1,0 +1,98 @@
+#include "transport/ofi/library.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+
+#include "common/error.h"
+
+namespace uccl_ep::ofi {
+namespace {
+
+// The newest version of each symbol is taken: the library itself allocates the structures that it reads, and they grow
+// at their ends only.
+struct Library {
+  Library() {
+    void* handle = dlopen("libfabric.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (handle == nullptr) {
+      const char* text = dlerror();
+      problem = std::string("libfabric cannot be loaded: ") + (text != nullptr ? text : "libfabric.so.1");
+      // Where the installer of EFA puts it.
+      for (const char* path : {"/opt/amazon/efa/lib/libfabric.so.1", "/opt/amazon/efa/lib64/libfabric.so.1"})
+        if (handle == nullptr) handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    }
+    if (handle == nullptr) return;
+    problem.clear();
+    load(handle, "fi_getinfo", getinfo);
+    load(handle, "fi_freeinfo", freeinfo);
+    load(handle, "fi_dupinfo", dupinfo);
+    load(handle, "fi_fabric", fabric);
+    load(handle, "fi_strerror", strerror);
+    load(handle, "fi_version", version);
+    if (problem.empty() && version() < FI_VERSION(1, 14))
+      problem = "libfabric " + std::to_string(FI_MAJOR(version())) + '.' + std::to_string(FI_MINOR(version())) +
+                " is too old: 1.14 is needed";
+  }
+
+  template <typename Function>
+  void load(void* handle, const char* name, Function*& function) {
+    function = reinterpret_cast<Function*>(dlsym(handle, name));
+    if (function == nullptr) problem = std::string("libfabric.so.1 has no ") + name;
+  }
+
+  std::string problem;
+  decltype(::fi_getinfo)* getinfo = nullptr;
+  decltype(::fi_freeinfo)* freeinfo = nullptr;
+  decltype(::fi_dupinfo)* dupinfo = nullptr;
+  decltype(::fi_fabric)* fabric = nullptr;
+  decltype(::fi_strerror)* strerror = nullptr;
+  decltype(::fi_version)* version = nullptr;
+};
+
+// Never unloaded: providers keep threads and handlers.
+const Library& library() {
+  static const Library* const loaded = new Library;
+  return *loaded;
+}
+
+}  // namespace
+
+const std::string& library_problem() { return library().problem; }
+
+std::string library_text() {
+  const uint32_t version = fi_version();
+  return "libfabric " + std::to_string(FI_MAJOR(version)) + '.' + std::to_string(FI_MINOR(version));
+}
+
+uint32_t api_version() { return std::min<uint32_t>(fi_version(), FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION)); }
+
+std::string error_text(ssize_t result) { return fi_strerror(static_cast<int>(-result)); }
+
+void fail(int rank, int peer, const std::string& text) {
+  ErrorRecord record;
+  record.kind = ErrorKind::kTransport;
+  record.step = Step::kShip;
+  record.rank = rank;
+  record.peer = peer;
+  record.set_message("ofi: " + text);
+  throw CommunicationFailure(record);
+}
+
+}  // namespace uccl_ep::ofi
+
+// Hidden: libfabric itself calls these names, and must reach its own.
+#define FORWARDED extern "C" __attribute__((visibility("hidden")))
+
+FORWARDED int fi_getinfo(uint32_t version, const char* node, const char* service, uint64_t flags,
+                         const struct fi_info* hints, struct fi_info** info) {
+  return uccl_ep::ofi::library().getinfo(version, node, service, flags, hints, info);
+}
+FORWARDED void fi_freeinfo(struct fi_info* info) { uccl_ep::ofi::library().freeinfo(info); }
+FORWARDED struct fi_info* fi_dupinfo(const struct fi_info* info) { return uccl_ep::ofi::library().dupinfo(info); }
+FORWARDED int fi_fabric(struct fi_fabric_attr* attr, struct fid_fabric** fabric, void* context) {
+  return uccl_ep::ofi::library().fabric(attr, fabric, context);
+}
+FORWARDED const char* fi_strerror(int number) { return uccl_ep::ofi::library().strerror(number); }
+FORWARDED uint32_t fi_version(void) { return uccl_ep::ofi::library().version(); }
+
+#undef FORWARDED

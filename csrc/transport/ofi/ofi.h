@@ -1,0 +1,143 @@
+// The transport over libfabric: a write with its immediate as the receiver's completion data, or, where a provider
+// cannot do that, a write and a message. A write is done when libfabric says that it was delivered.
+//
+// A write is held back until the next one or flush() comes: only then it is known whether FI_MORE follows. What the
+// provider refuses (a connection under way, a full queue) is parked per peer and tried again by poll(): nobody else
+// waits for it, and that peer gets no further writes meanwhile.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common/process.h"
+#include "transport/ofi/address.h"
+#include "transport/ofi/endpoint.h"
+#include "transport/ofi/naming.h"
+#include "transport/transport.h"
+#include "transport/window.h"
+
+namespace uccl_ep::ofi {
+
+// Writes posted and not reported; a rank has no more, however many NICs.
+constexpr uint32_t kNumOps = 4096;
+// Room for messages that arrive between two polls; of Naming::kMessage.
+constexpr uint32_t kNumReceives = 1024;
+
+// A write, until it is reported.
+struct Op {
+  fi_context2 context;  // libfabric's; by its address a completion names the write
+  WriteRequest request;
+  Notice notice;
+  uint64_t refused_since_usec;  // 0: it was not
+  uint32_t nic;
+  uint32_t next;  // in a list of free or parked ones
+  bool written;  // of Naming::kMessage: its bytes are flushed
+  const char* reason;  // why it failed; null: it did not
+};
+
+struct Receive {
+  fi_context2 context;
+  Notice notice;
+  uint32_t nic;
+};
+
+// Indices of ops, in order, linked by Op::next.
+struct OpList {
+  uint32_t first = kNumOps, last = kNumOps;
+  bool empty() const { return first == kNumOps; }
+};
+
+class OfiTransport final : public Transport {
+ public:
+  // `naming` instead of the provider's: for tests.
+  OfiTransport(const TransportSetup& setup, const NicOptions& options, const Naming* naming = nullptr);
+  ~OfiTransport() override;
+
+  const char* name() const override { return "ofi"; }
+  void register_device(const RegisteredRegion& region) override;
+  std::string address() const override { return encode_address(own_); }
+  void connect(const std::vector<std::string>& addresses) override;
+  // The NIC reads and writes what register_device() gave it.
+  void attach_device(DeviceRegions device) override { nic_writes_ = device.nic_writes; }
+  void sealed() override {}
+  bool has_room(uint64_t num_bytes) const override;
+  PostResult post_write(const WriteRequest& request) override;
+  void flush() override;
+  size_t poll(std::span<Completion> out) override;
+  uint64_t idle_usec() const override;
+  bool peer_alive(int peer) const override;
+
+  static uint64_t memory_bytes(size_t num_peers);
+  // Arrivals that named no peer of ours.
+  uint64_t num_strangers() const { return num_strangers_; }
+
+ private:
+  struct Nic {
+    std::unique_ptr<Endpoint> endpoint;
+    RegisteredMemory* region = nullptr;
+    RegisteredMemory* device = nullptr;
+    void* op_desc = nullptr;  // of the memory of ops_, of receives_
+    void* receive_desc = nullptr;
+    Window window;
+    uint32_t held = kNumOps;
+    std::vector<int> rank_of;  // by its fi_addr_t
+  };
+  struct Peer {
+    bool connected = false;
+    Address address;
+    Tags tags;  // of its own
+    std::vector<fi_addr_t> endpoints;  // by NIC of ours: the one that it writes to
+    OpList parked;
+    ProcessWatch process;
+    std::string reason;  // the first failure
+  };
+
+  void open(std::vector<Offer> offers);
+  void connect_peer(int rank, const std::string& text);
+  Peer& checked_peer(const WriteRequest& request);
+  const RemoteMemory& remote_of(const Peer& peer, uint32_t nic, Memory memory) const;
+  uint32_t choose_nic(const WriteRequest& request);
+
+  // submit.cc
+  void push(OpList& list, uint32_t idx);
+  uint32_t pop(OpList& list);
+  void submit_held(Nic& nic, uint64_t flags);
+  void submit_or_park(uint32_t idx, uint64_t flags);
+  ssize_t submit(Op& op, uint64_t flags);
+  ssize_t write(Op& op, const Peer& peer, uint64_t flags) const;
+  ssize_t send_notice(Op& op, const Peer& peer, uint64_t flags) const;
+  void retry_parked(uint64_t now_usec);
+  void retry_parked_of(Peer& peer, uint64_t now_usec);
+  void set_failed(uint32_t idx, const std::string& text);
+
+  // completions.cc
+  void read(uint32_t nic, std::span<Completion> out, size_t& count);
+  void read_error(uint32_t nic);
+  void take(uint32_t nic, const fi_cq_data_entry& entry, fi_addr_t source, std::span<Completion> out, size_t& count);
+  bool take_arrival(uint32_t nic, const fi_cq_data_entry& entry, fi_addr_t source, Arrival& arrival);
+  bool take_notice(const fi_cq_data_entry& entry, Arrival& arrival);
+  void post_receive(uint32_t idx);
+  void report_failed(std::span<Completion> out, size_t& count);
+  Completion report(uint32_t idx, Completion::Kind kind);
+
+  const TransportSetup setup_;
+  const NicOptions options_;
+  Address own_;
+  Tags tags_;  // ours
+  DeviceFlush* nic_writes_ = nullptr;
+  uint64_t latest_usec_ = 0;  // when something last moved
+  uint64_t num_strangers_ = 0;
+  uint32_t num_in_flight_ = 0;  // ops that are not free
+  uint32_t num_parked_ = 0;
+  uint32_t next_nic_ = 0, next_read_ = 0;  // rotate
+  OpList free_, failed_;
+  std::vector<Peer> peers_;  // by rank
+  std::unique_ptr<Op[]> ops_;  // before the endpoints: those still know them while they close
+  std::unique_ptr<Receive[]> receives_;
+  std::vector<uint32_t> unposted_;  // receives that the provider refused
+  std::vector<Nic> nics_;
+};
+
+}  // namespace uccl_ep::ofi

@@ -1,0 +1,301 @@
+#!/usr/bin/env bash
+# Real RDMA verbs on a machine without an RDMA NIC: starts a VM with two soft-RoCE devices (Debian's kernel, its rdma_rxe
+# driver, qemu without hardware support) and runs a command in it.
+#
+#   ./scripts/soft_roce.sh [--loss PERCENT] [--limit SECONDS] [--memory MIB] [COMMAND...]
+#
+#   --loss PERCENT    packets that get lost between the devices, each way (default 0)
+#   --limit SECONDS   the VM is stopped after so long (default 600; getting to the command takes about 10 s)
+#   --memory MIB      of the VM (default 3072)
+#   COMMAND           one word: a line for bash; several: a program and its arguments, which stay as they are. It runs as
+#                     root in the clone's folder and sees this machine's files; what it changes in them is gone with the
+#                     VM. Not so its output (256 MiB at most of each kind) and its exit code. There is no other network
+#                     than that of the devices, rxe0 and rxe1; soft_roce/wire.sh says how a test cuts and mends the link
+#                     between them. Compile before: the VM is some twenty times slower. Without COMMAND: the conformance
+#                     suite over verbs, then a whole dispatch and combine of two domains, there with a loss of 0.5 if
+#                     --loss does not say (soft_roce/default.sh).
+#
+# The exit code is the command's, or
+#     77  there is no VM to be had here; the last line says why     (a command's own 77 becomes 1)
+#    124  the limit
+#    125  the VM ended by itself; its console is printed
+#
+# What is made stays in build/soft_roce. Packages are installed by the rules of setup_env.sh: as root, if UCCL_EP_APT=1 or in
+# CI. The kernel's package is unpacked there and not installed.
+
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+HERE="$ROOT/scripts/soft_roce"
+STATE="$ROOT/build/soft_roce"
+. "$ROOT/scripts/apt.sh"
+# Where not only root's programs are.
+PATH="$PATH:/usr/sbin:/sbin"
+
+# NO_READER is what a shell says of a program that SIGPIPE has ended.
+NO_VM=77 TIMED_OUT=124 VM_FAILED=125 NO_READER=141
+
+# program:package, of what runs here and, from here, in the VM.
+PROGRAMS=(
+  qemu-system-x86_64:qemu-system-x86 busybox:busybox-static modprobe:kmod
+  ip:iproute2 tc:iproute2 rdma:iproute2 ibv_rc_pingpong:ibverbs-utils
+)
+# Each with what it needs. rdma_ucm is for programs that meet through librdmacm.
+MODULES=(virtio_pci 9pnet_virtio 9p overlay crc32_pclmul crc32_generic veth sch_netem rdma_rxe ib_uverbs rdma_ucm)
+
+say() { printf '[soft_roce] %s\n' "$*" >&2; }
+
+no_vm() {
+  say "no VM: $*"
+  exit "$NO_VM"
+}
+
+bad_use() {
+  printf '%s\nsee the head of scripts/soft_roce.sh\n' "$*" >&2
+  exit 2
+}
+
+# Always false after so many seconds. Not `sleep`: that would be a process each time.
+exec {NEVER}<> <(:)
+pause() { read -r -t "$1" -u "$NEVER"; }
+
+# ------------------------------------------------------------------------------------------------------- what the VM is made of
+
+# logged "what" command...: with a sign of life for what may take a while; its output in the log. As its callers ask for
+# its success, bash would not stop at a step of a function that fails: what runs here joins its steps with &&.
+logged() {
+  local what="$1" job status=0
+  shift
+  say "$what ..."
+  "$@" >"$STATE/prepare.log" 2>&1 </dev/null &
+  job=$!
+  local since=$SECONDS
+  while kill -0 "$job" 2>/dev/null; do
+    pause 0.2 || true
+    if ((SECONDS - since >= 15)); then
+      say "  still at it: $(tail -n 1 "$STATE/prepare.log" | cut -c 1-100)"
+      since=$SECONDS
+    fi
+  done
+  wait "$job" || status=$?
+  [ "$status" -eq 0 ] || tail -n 20 "$STATE/prepare.log" | sed 's/^/    /' >&2
+  return "$status"
+}
+
+# Debian's other busybox needs libraries, which the initramfs does not have.
+has_static_busybox() { ! ldd "$(command -v busybox)" >/dev/null 2>&1; }
+
+missing_packages() {
+  local entry
+  for entry in "${PROGRAMS[@]}"; do
+    command -v "${entry%%:*}" >/dev/null || printf '%s\n' "${entry#*:}"
+  done
+  ! command -v busybox >/dev/null || has_static_busybox || printf 'busybox-static\n'
+  compgen -G '/usr/lib/*/libibverbs/librxe-*.so' >/dev/null || printf 'ibverbs-providers\n'
+  compgen -G '/usr/share/*/bios-256k.bin' >/dev/null || printf 'seabios\n'
+}
+
+has_packages() {
+  local missing
+  mapfile -t missing < <(missing_packages | sort -u)
+  [ ${#missing[@]} -eq 0 ] && return
+  may_apt ||
+    no_vm "missing ${missing[*]}. As root on Debian: apt-get install ${missing[*]} (UCCL_EP_APT=1 lets this script do it)"
+  logged "apt-get install ${missing[*]}" apt_install "${missing[@]}" || no_vm "apt-get could not install ${missing[*]}"
+  mapfile -t missing < <(missing_packages | sort -u)
+  [ ${#missing[@]} -eq 0 ] || no_vm "apt-get installed ${missing[*]}, and still something is missing"
+}
+
+# The kernel that apt has today; another one is taken when build/soft_roce is removed. Later releases of Debian have merged
+# the folders: /lib is a link to usr/lib.
+unpack_kernel() {
+  local package
+  package="$(apt-cache depends linux-image-amd64 | awk '/Depends: linux-image-/ { print $2; exit }')" &&
+    [ -n "$package" ] &&
+    rm -rf "$STATE/kernel.new" &&
+    mkdir "$STATE/kernel.new" &&
+    cd "$STATE/kernel.new" &&
+    apt-get download "$package" &&
+    dpkg-deb -x ./*.deb . &&
+    rm ./*.deb &&
+    { [ -d lib ] || ln -s usr/lib lib; } &&
+    depmod -b . "$(ls lib/modules)" &&
+    mv "$STATE/kernel.new" "$STATE/kernel"
+}
+
+has_kernel() {
+  ! compgen -G "$STATE/kernel/boot/vmlinuz-*" >/dev/null || return 0
+  may_apt || no_vm "Debian's kernel is not in build/soft_roce, and only root with UCCL_EP_APT=1 fetches it with apt-get"
+  logged "apt-get update" apt-get update || no_vm "apt-get update failed"
+  logged "fetching Debian's kernel" unpack_kernel || no_vm "apt-get has no linux-image-amd64, or could not fetch it"
+}
+
+# module_files: the modules' files, each after what it needs.
+module_files() {
+  local module
+  for module in "${MODULES[@]}"; do
+    modprobe -d "$STATE/kernel" -S "$(ls "$STATE/kernel/lib/modules")" --show-depends "$module" || return
+  done | awk '$1 == "insmod" && !seen[$2]++ { print $2 }'
+}
+
+# copy_modules FOLDER: also writes their order. Later releases of Debian compress them.
+copy_modules() {
+  local file name
+  while read -r file; do
+    name="$(basename "${file%.xz}")"
+    if [ "$file" = "${file%.xz}" ]; then cp "$file" "$1/$name"; else xz -dc "$file" >"$1/$name"; fi &&
+      printf '%s\n' "$name" >>"$1/order" || return
+  done
+}
+
+# Not compressed: the VM would take longer to unpack it than to read it.
+build_initramfs() {
+  local new="$STATE/initramfs.new" applet
+  rm -rf "$new" &&
+    mkdir -p "$new"/{bin,dev,proc,sys,host,layer,new,share,modules} &&
+    cp -L "$(command -v busybox)" "$new/bin/busybox" &&
+    for applet in $(busybox --list); do
+      [ "$applet" = busybox ] || ln -s busybox "$new/bin/$applet" || return
+    done &&
+    cp "$HERE/init" "$new/init" &&
+    module_files | copy_modules "$new/modules" &&
+    (cd "$new" && find . | busybox cpio -o -H newc) >"$STATE/initramfs.cpio.new" &&
+    rm -rf "$new" &&
+    mv "$STATE/initramfs.cpio.new" "$STATE/initramfs.cpio"
+}
+
+# Another invocation in this clone may be at it, too.
+prepare() {
+  local lock
+  [ "$(uname -m)" = x86_64 ] || no_vm "the VM is for x86_64, this machine is $(uname -m)"
+  mkdir -p "$STATE"
+  exec {lock}>"$STATE/lock"
+  flock -w 600 "$lock" || no_vm "another invocation has been preparing it for 10 minutes"
+  has_packages
+  has_kernel
+  if ! [ "$STATE/initramfs.cpio" -nt "$HERE/init" ] || ! [ "$STATE/initramfs.cpio" -nt "${BASH_SOURCE[0]}" ]; then
+    logged "making the initramfs" build_initramfs || exit 1
+  fi
+  # What failed runs have left.
+  find "$STATE" -maxdepth 1 -name 'run.*' -mmin +1440 -exec rm -rf {} +
+  exec {lock}>&-
+}
+
+# ------------------------------------------------------------------------------------------------------------------- running it
+
+QEMU="" RUN="" TAILS=()
+# With whatever this script ends: no VM stays behind. Its folder does where it tells something.
+clean_up() {
+  local status=$?
+  trap '' INT TERM HUP
+  if [ -n "$QEMU" ] && kill -9 "$QEMU" 2>/dev/null; then wait "$QEMU" 2>/dev/null || true; fi
+  [ ${#TAILS[@]} -eq 0 ] || kill "${TAILS[@]}" 2>/dev/null || true
+  [ -z "$RUN" ] || [ "$status" -eq "$VM_FAILED" ] || rm -rf "$RUN"
+}
+trap clean_up EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+trap 'exit 129' HUP
+
+# A comma in a folder's name would end an argument of qemu's; it is written twice.
+start_vm() {
+  # Killed with this script, even where the script gets no chance to do so.
+  setpriv --pdeathsig KILL qemu-system-x86_64 \
+    -machine q35 -accel tcg,thread=multi -cpu max -smp 2 -m "$MEMORY_MIB" -nodefaults -no-reboot \
+    -display none -monitor none -serial "file:${RUN//,/,,}/console" \
+    -kernel "$(compgen -G "$STATE/kernel/boot/vmlinuz-*")" -initrd "$STATE/initramfs.cpio" \
+    -append "console=ttyS0 panic=-1 loglevel=4 mitigations=off nokaslr no_timer_check random.trust_cpu=on" \
+    -virtfs "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap" \
+    -virtfs "local,path=${RUN//,/,,},mount_tag=share,security_model=none" \
+    </dev/null >"$RUN/qemu" 2>&1 &
+  QEMU=$!
+  tail -s 0.2 -n +1 --pid="$QEMU" -f "$RUN/stdout" &
+  TAILS+=($!)
+  tail -s 0.2 -n +1 --pid="$QEMU" -f "$RUN/stderr" >&2 &
+  TAILS+=($!)
+}
+
+# wait_for_vm: until it has ended; exits if it has to be stopped.
+wait_for_vm() {
+  local next_sign_s=30
+  while kill -0 "$QEMU" 2>/dev/null; do
+    pause 0.1 || true
+    if ((SECONDS >= LIMIT_S)); then
+      say "stopped: the limit of $LIMIT_S s is over"
+      exit "$TIMED_OUT"
+    elif ! kill -0 "${TAILS[0]}" 2>/dev/null && kill -0 "$QEMU" 2>/dev/null; then
+      say "stopped: nobody reads the output any more"
+      exit "$NO_READER"
+    elif ((SECONDS >= next_sign_s)); then
+      say "running for $SECONDS s (limit $LIMIT_S s)"
+      next_sign_s=$((next_sign_s + 30))
+    fi
+  done
+}
+
+# in_vm "line for bash": exits with its code.
+in_vm() {
+  local status
+  RUN="$(mktemp -d "$STATE/run.XXXXXX")"
+  printf '%s' "$ROOT" >"$RUN/root"
+  printf '%s' "$LOSS_PERCENT" >"$RUN/loss"
+  printf 'cd %q || exit\n%s\n' "$ROOT" "$1" >"$RUN/command"
+  : >"$RUN/stdout" 2>"$RUN/stderr"
+  SECONDS=0
+  start_vm
+  wait_for_vm
+  QEMU=""
+  wait "${TAILS[@]}" || true
+  TAILS=()
+  if ! status="$(cat "$RUN/status" 2>/dev/null)"; then
+    say "the VM ended by itself after $SECONDS s. Its console ($RUN):"
+    tail -n 40 "$RUN/qemu" "$RUN/console" >&2
+    exit "$VM_FAILED"
+  fi
+  grep 'soft_roce: .* was cut off' "$RUN/console" >&2 || true
+  say "exit code $status after $SECONDS s"
+  [ "$status" -ne "$NO_VM" ] || status=1
+  exit "$status"
+}
+
+# ---------------------------------------------------------------------------------------------------------------- what is asked
+
+LOSS_PERCENT="" LIMIT_S=600 MEMORY_MIB=3072
+while [ $# -gt 0 ]; do
+  case "$1" in
+    --loss | --limit | --memory)
+      [ $# -ge 2 ] || bad_use "$1 needs a value"
+      [[ "$2" =~ ^[0-9]+(\.[0-9]+)?$ ]] || bad_use "$1 $2: allowed is a number"
+      case "$1" in
+        --loss) LOSS_PERCENT="$2" ;;
+        --limit) LIMIT_S="${2%.*}" ;;
+        --memory) MEMORY_MIB="${2%.*}" ;;
+      esac
+      shift 2
+      ;;
+    --)
+      shift
+      break
+      ;;
+    -*) bad_use "$1: allowed is --loss, --limit, --memory" ;;
+    *) break ;;
+  esac
+done
+
+# What the default needs is compiled here, before: the VM is too slow for that.
+default_command() {
+  local python="${PYTHON:-.venv/bin/python}" conformance
+  cd "$ROOT"
+  [ -x "$python" ] || "$ROOT/scripts/setup_env.sh" >&2 || return
+  conformance="$("$python" tests/conformance/build.py)" || return
+  printf '%q ' scripts/soft_roce/default.sh "$conformance" "$python" "${LOSS_PERCENT:-0.5}"
+}
+
+prepare
+case $# in
+  0) line="$(default_command)" ;;
+  1) line="$1" ;;
+  *) line="$(printf '%q ' "$@")" ;;
+esac
+LOSS_PERCENT="${LOSS_PERCENT:-0}"
+in_vm "$line"

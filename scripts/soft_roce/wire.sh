@@ -1,0 +1,116 @@
+#!/usr/bin/env bash
+# The two RDMA devices of the soft-RoCE VM and the link between them. In the VM it is on PATH, for tests as well:
+#
+#   soft_roce_wire make PERCENT   the devices and the link, once, by the VM's init
+#   soft_roce_wire loss PERCENT   from now on the link loses so many packets, in each direction; 0: none
+#   soft_roce_wire lost           prints how many it has lost since
+#   soft_roce_wire cut            it loses all: what a NIC sees when a cable is pulled further away
+#   soft_roce_wire heal           as it was before `cut`
+#   soft_roce_wire down | up      the second device's port goes down, which the device reports, and comes back
+#
+# rxe0 (10.9.0.1) sits on veth0 and rxe1 (10.9.0.2) on veth1, the two ends of one pair. Packets between them do leave one
+# end and enter the other; rxe itself short-circuits only what a device sends to its own address, which never gets lost.
+set -euo pipefail
+
+ENDS=(veth0 veth1)
+MTU_BYTES=4200 # a RoCE packet of 4096 bytes and its headers
+STATE=/run/soft_roce/loss
+
+# Without rules the kernel would deliver what goes to an address of its own right away. The local table comes last for
+# what is sent, and first for what has come in over the pair.
+make_rules() {
+  local name
+  for name in all "${ENDS[@]}"; do
+    echo 0 >"/proc/sys/net/ipv4/conf/$name/rp_filter"
+    echo 1 >"/proc/sys/net/ipv4/conf/$name/accept_local"
+  done
+  ip rule add pref 1 iif veth0 lookup local
+  ip rule add pref 2 iif veth1 lookup local
+  ip rule add pref 3 iif lo to 127.0.0.0/8 lookup local
+  ip rule add pref 4 to 10.9.0.2 lookup 10
+  ip rule add pref 5 to 10.9.0.1 lookup 11
+  ip rule add pref 100 lookup local
+  ip rule del pref 0
+}
+
+# Routes go with the port of their device: after `down` they have to be made again.
+make_routes() {
+  ip route replace 10.9.0.2/32 dev veth0 src 10.9.0.1 table 10
+  ip route replace 10.9.0.1/32 dev veth1 src 10.9.0.2 table 11
+}
+
+# lose PERCENT: on both ends, as each only sees what it sends.
+lose() {
+  local name
+  for name in "${ENDS[@]}"; do
+    if [ "$1" = 0 ]; then
+      tc qdisc del dev "$name" root 2>/dev/null || true
+    else
+      tc qdisc replace dev "$name" root netem loss "$1%"
+    fi
+  done
+}
+
+# tc's line: Sent 90 bytes 1 pkt (dropped 2, overlimits 0 requeues 0)
+lost() {
+  local name
+  for name in "${ENDS[@]}"; do tc -s qdisc show dev "$name"; done |
+    awk '/dropped/ { gsub(/,/, ""); sum += $7 } END { print sum + 0 }'
+}
+
+# is_ready DEVICE "the address as a name ends with it"
+is_ready() {
+  local port="/sys/class/infiniband/$1/ports/1"
+  grep -q ACTIVE "$port/state" && grep -qs "$2" "$port"/gids/*
+}
+
+# An address reaches the table of a device's names (GIDs) a moment after it was given.
+wait_for_devices() {
+  local attempt device
+  for attempt in {1..100}; do
+    ! { is_ready rxe0 0a09:0001 && is_ready rxe1 0a09:0002; } || return 0
+    sleep 0.1
+  done
+  printf 'soft_roce_wire: the devices are not ready after 10 s\n' >&2
+  for device in rxe0 rxe1; do cat "/sys/class/infiniband/$device/ports/1/"{state,gids/?} >&2; done
+  exit 1
+}
+
+make() {
+  ip link set lo up
+  ip link add veth0 mtu "$MTU_BYTES" type veth peer name veth1 mtu "$MTU_BYTES"
+  ip addr add 10.9.0.1/24 dev veth0
+  ip addr add 10.9.0.2/24 dev veth1
+  ip link set veth0 up
+  ip link set veth1 up
+  rdma link add rxe0 type rxe netdev veth0
+  rdma link add rxe1 type rxe netdev veth1
+  make_rules
+  make_routes
+  wait_for_devices
+}
+
+case "${1:-}" in
+  make)
+    make
+    lose "$2"
+    echo "$2" >"$STATE"
+    ;;
+  loss)
+    lose "$2"
+    echo "$2" >"$STATE"
+    ;;
+  lost) lost ;;
+  cut) lose 100 ;;
+  heal) lose "$(cat "$STATE")" ;;
+  down) ip link set veth1 down ;;
+  up)
+    ip link set veth1 up
+    make_routes
+    wait_for_devices
+    ;;
+  *)
+    printf '%s: none of make, loss, lost, cut, heal, down, up\n' "${1:-}" >&2
+    exit 2
+    ;;
+esac

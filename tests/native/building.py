@@ -1,0 +1,145 @@
+"""Compiles and links the tests' native programs. Objects are kept under build/, for all programs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import runpy
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+CSRC = ROOT / "csrc"
+# The product's own sources that most programs link.
+PARTS = ("common", "layout", "transport", "proxy")
+FLAGS = ("-std=c++20", "-g1", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-ffp-contract=off")
+
+OBJECTS = ROOT / "build" / "native_claims"
+OBJECTS_KEPT_SECONDS = 86400.0  # since they were last used
+
+# Which transports the compiler finds the headers of.
+_OPTIONAL = runpy.run_path(str(CSRC / "transport" / "optional.py"), run_name="optional")
+
+
+class CannotBuild(RuntimeError):
+    """There is no compiler, or it found a mistake."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flavour:
+    """How a program is compiled and linked."""
+
+    name: str
+    options: tuple[str, ...]
+    compiler: str = "g++"
+
+
+def _sanitized(name: str, sanitizers: str) -> Flavour:
+    flags = ("-O1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all")
+    return Flavour(name=name, options=flags)
+
+
+MEMORY = _sanitized("memory", "address,undefined")
+THREAD = _sanitized("thread", "thread")
+PLAIN = Flavour(name="plain", options=("-O2",))
+PRODUCT = Flavour(name="product", options=("-O3", "-fno-fast-math"))
+
+
+def run(
+    command: Sequence[str | Path], timeout: float, *, libraries: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """libraries: a folder whose shared libraries come before the system's."""
+    environment = None if libraries is None else {**os.environ, "LD_LIBRARY_PATH": str(libraries)}
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout,
+        check=False,
+        env=environment,
+    )
+
+
+def compiler(name: str = "g++") -> str:
+    found = shutil.which(name)
+    if found is None:
+        raise CannotBuild(f"{name} is not on the path")
+    return found
+
+
+@cache
+def transports() -> Any:
+    return _OPTIONAL["find_transports"](compiler())
+
+
+def product_sources(parts: Iterable[str] = PARTS) -> list[Path]:
+    """What needs no CUDA, of the transports that can be compiled here."""
+    found = [path for part in parts for path in (CSRC / part).rglob("*.cc") if "cuda" not in path.parts]
+    return sorted(path for path in found if transports().compiles(path))
+
+
+@cache
+def _headers_text(folders: tuple[Path, ...]) -> bytes:
+    return b"".join(path.read_bytes() for folder in folders for path in sorted(folder.rglob("*.h")))
+
+
+def compiled(source: Path, flavour: Flavour, folders: tuple[Path, ...]) -> Path:
+    """The object of a source, named by all that it depends on, so never stale. `folders`: of headers."""
+    options = [*FLAGS, *flavour.options, *(f"-isystem{path}" for path in transports().include_dirs)]
+    made_of = " ".join([flavour.compiler, *options]).encode()
+    text = b"\0".join([made_of, _headers_text(folders), source.read_bytes()])
+    OBJECTS.mkdir(parents=True, exist_ok=True)
+    obj = OBJECTS / f"{source.stem}-{hashlib.sha256(text).hexdigest()[:24]}.o"
+    if obj.exists():
+        obj.touch()
+        return obj
+    unfinished = obj.with_suffix(f".{os.getpid()}")
+    includes = [f"-I{folder}" for folder in folders]
+    _need(run([compiler(flavour.compiler), *options, *includes, "-c", source, "-o", unfinished], 600))
+    unfinished.rename(obj)  # another session may be making the same one
+    return obj
+
+
+def link(binary: Path, sources: Sequence[Path], flavour: Flavour) -> Path:
+    """Makes the program of `sources`; the product's own see the product's headers alone."""
+
+    def folders_of(source: Path) -> tuple[Path, ...]:
+        return (CSRC,) if source.is_relative_to(CSRC) else tuple(dict.fromkeys((CSRC, HERE, source.parent)))
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(
+            pool.map(lambda source: compiled(source, flavour, folders_of(source)), sorted(set(sources)))
+        )
+    unfinished = binary.with_name(f"{binary.name}.{os.getpid()}")
+    libraries = ("-pthread", "-lrt", "-ldl")
+    _need(run([compiler(), *flavour.options, *objects, "-o", unfinished, *libraries], 300))
+    unfinished.rename(binary)
+    return binary
+
+
+def link_shared(library: Path, source: Path) -> None:
+    """A shared library of one source, without the sanitizers, which are the program's."""
+    folders = [f"-I{folder}" for folder in (CSRC, HERE)]
+    includes = [f"-isystem{path}" for path in transports().include_dirs]
+    hidden = ("-fPIC", "-shared", "-fvisibility=hidden")
+    _need(run([compiler(), *FLAGS, "-O1", *hidden, *folders, *includes, source, "-o", library], 300))
+
+
+def drop_old_objects() -> None:
+    for obj in OBJECTS.glob("*"):
+        if obj.stat().st_mtime < time.time() - OBJECTS_KEPT_SECONDS:
+            obj.unlink(missing_ok=True)
+
+
+def _need(result: subprocess.CompletedProcess[str]) -> None:
+    if result.returncode != 0:
+        raise CannotBuild(result.stderr)
