@@ -445,6 +445,7 @@ EXPORTED int ibv_destroy_ah(ibv_ah* ah) {
   delete reinterpret_cast<Ah*>(ah);
   return 0;
 }
+EXPORTED int ibv_fork_init() { return 0; }
 EXPORTED const char* ibv_wc_status_str(ibv_wc_status status) {
   return status == IBV_WC_RETRY_EXC_ERR ? "transport retry counter exceeded" : "another error";
 }

@@ -34,7 +34,13 @@ void* symbol(const char* name) {
 
 }  // namespace
 
-std::string load_library() { return ibverbs().failure; }
+std::string load_library() {
+  // A process that loads data forks. On kernels before 5.12 the queues of a NIC would go to the child at its first
+  // write; later ones need nothing, and this does nothing there.
+  static const int fork_is_safe = ibverbs().handle == nullptr ? 0 : ibv_fork_init();
+  static_cast<void>(fork_is_safe);
+  return ibverbs().failure;
+}
 
 void* efa_symbol(const char* name) {
   static const Library library("libefa.so.1");
@@ -87,4 +93,5 @@ UCCL_EP_FORWARD(int, ibv_modify_qp, (ibv_qp * qp, ibv_qp_attr* attr, int mask), 
 UCCL_EP_FORWARD(int, ibv_destroy_qp, (ibv_qp * qp), (qp))
 UCCL_EP_FORWARD(ibv_ah*, ibv_create_ah, (ibv_pd * pd, ibv_ah_attr* attr), (pd, attr))
 UCCL_EP_FORWARD(int, ibv_destroy_ah, (ibv_ah * ah), (ah))
+UCCL_EP_FORWARD(int, ibv_fork_init, (), ())
 UCCL_EP_FORWARD(const char*, ibv_wc_status_str, (ibv_wc_status status), (status))
