@@ -41,8 +41,6 @@ LONG_SECONDS = 120
 
 
 def product_of(target: str) -> tuple[Path, ...]:
-    if target == "ofi_address":  # its errors are made there
-        return (CSRC / "transport" / "ofi" / "library.cc",)
     return PROXY if '"lone_proxy.h"' in (HERE / f"{target}.cc").read_text() else ()
 
 

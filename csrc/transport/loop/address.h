@@ -5,7 +5,7 @@
 #include <sstream>
 #include <string>
 
-#include "common/error.h"
+#include "transport/failure.h"
 
 namespace uccl_ep::loop {
 
@@ -36,12 +36,8 @@ inline Address decode_address(const std::string& text) {
   in >> tag >> a.rank >> a.generation >> a.pid >> a.pid_namespace >> a.boot_id >> a.region_name >> a.region_bytes >>
       a.inbox_name >> a.inbox_slots;
   // Only what comes out alike: streams take signs, spaces and what follows the last field, and wrap negative numbers.
-  if (!in || tag != "loop2" || a.rank < 0 || a.region_bytes == 0 || a.inbox_slots == 0 || encode_address(a) != text) {
-    ErrorRecord record;
-    record.kind = ErrorKind::kTransport;
-    record.set_message("loop: no address of this transport: '" + text.substr(0, 80) + "'");
-    throw CommunicationFailure(record);
-  }
+  if (!in || tag != "loop2" || a.rank < 0 || a.region_bytes == 0 || a.inbox_slots == 0 || encode_address(a) != text)
+    fail_address("loop", text);
   return a;
 }
 

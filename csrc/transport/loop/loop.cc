@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "common/units.h"
+#include "transport/failure.h"
 #include "transport/registry.h"
 
 namespace uccl_ep {
@@ -17,15 +18,7 @@ constexpr uint64_t kCopyBytesPerPoll = 1 << 20;
 constexpr uint64_t kStalledRetryUsec = 200;
 constexpr uint64_t kDisorderNsec = 100'000;
 
-[[noreturn]] void fail(int rank, int peer, const std::string& text) {
-  ErrorRecord record;
-  record.kind = ErrorKind::kTransport;
-  record.step = Step::kShip;
-  record.rank = rank;
-  record.peer = peer;
-  record.set_message("loop: " + text);
-  throw CommunicationFailure(record);
-}
+[[noreturn]] void fail(int rank, int peer, const std::string& text) { fail_transport("loop", rank, peer, text); }
 
 }  // namespace
 

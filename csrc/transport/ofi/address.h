@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "transport/ofi/library.h"
+#include "transport/failure.h"
 #include "transport/ofi/naming.h"
 
 namespace uccl_ep::ofi {
@@ -104,8 +104,7 @@ inline Address decode_address(const std::string& text) {
   a.naming = static_cast<Naming>(naming);
   for (size_t i = 0; whole && i < num_nics; ++i) whole = take(in, a.nics.emplace_back());
   // Only what comes out alike: streams take signs and spaces, and wrap negative numbers.
-  if (!whole || !(in >> end) || end != "end" || encode_address(a) != text)
-    fail(-1, -1, "no address of this transport: '" + text.substr(0, 80) + "'");
+  if (!whole || !(in >> end) || end != "end" || encode_address(a) != text) fail_address("ofi", text);
   return a;
 }
 

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "common/error.h"
+#include "transport/failure.h"
 
 namespace uccl_ep::ofi {
 namespace {
@@ -68,15 +68,7 @@ uint32_t api_version() { return std::min<uint32_t>(fi_version(), FI_VERSION(FI_M
 
 std::string error_text(ssize_t result) { return fi_strerror(static_cast<int>(-result)); }
 
-void fail(int rank, int peer, const std::string& text) {
-  ErrorRecord record;
-  record.kind = ErrorKind::kTransport;
-  record.step = Step::kShip;
-  record.rank = rank;
-  record.peer = peer;
-  record.set_message("ofi: " + text);
-  throw CommunicationFailure(record);
-}
+void fail(int rank, int peer, const std::string& text) { fail_transport("ofi", rank, peer, text); }
 
 }  // namespace uccl_ep::ofi
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "common/error.h"
+#include "transport/failure.h"
 
 namespace uccl_ep::verbs {
 
@@ -108,12 +108,8 @@ inline Address decode_address(const std::string& text) {
   }
   in >> end;
   // Only what comes out alike: streams take signs, spaces and what follows the last field, and wrap negative numbers.
-  if (!in || tag != "verbs1" || end != "end" || a.rank < 0 || num_nics == 0 || encode_address(a) != text) {
-    ErrorRecord record;
-    record.kind = ErrorKind::kTransport;
-    record.set_message("verbs: no address of this transport: '" + text.substr(0, 80) + "'");
-    throw CommunicationFailure(record);
-  }
+  if (!in || tag != "verbs1" || end != "end" || a.rank < 0 || num_nics == 0 || encode_address(a) != text)
+    fail_address("verbs", text);
   return a;
 }
 

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "transport/failure.h"
 #include "transport/verbs/library.h"
 
 namespace uccl_ep::verbs {
@@ -54,6 +55,8 @@ bool file_exists(const std::string& path) {
   return stat(path.c_str(), &info) == 0;
 }
 
+constexpr uint64_t kGpuPageBytes = 64 << 10;  // peer memory is pinned by these
+
 // What an operator can do about a registration that failed with `error`.
 std::string registration_advice(const RegisteredRegion& region, Memory kind, int error) {
   if (kind == Memory::kHost)
@@ -75,15 +78,7 @@ bool is_mapped_ipv4(const ibv_gid& gid) {
 
 }  // namespace
 
-void fail(int rank, int peer, const std::string& text) {
-  ErrorRecord record;
-  record.kind = ErrorKind::kTransport;
-  record.step = Step::kShip;
-  record.rank = rank;
-  record.peer = peer;
-  record.set_message("verbs: " + text);
-  throw CommunicationFailure(record);
-}
+void fail(int rank, int peer, const std::string& text) { fail_transport("verbs", rank, peer, text); }
 
 std::vector<std::string> device_names() {
   std::vector<std::string> names;
@@ -98,6 +93,7 @@ RegisteredMemory::RegisteredMemory(ibv_pd* pd, Memory kind, const RegisteredRegi
     refuse("writes of " + std::to_string(largest_write_bytes) + " bytes: memory is registered in pieces of " +
            std::to_string(most_piece_bytes));
   stride_ = most_piece_bytes - largest_write_bytes;
+  if (stride_ > kGpuPageBytes) stride_ -= stride_ % kGpuPageBytes;
   // Data may pass data: an arrival is reported by a completion, which passes nothing.
   const unsigned int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_RELAXED_ORDERING;
   for (uint64_t offset = 0; offset == 0 || offset + largest_write_bytes < num_bytes_; offset += stride_) {
