@@ -336,7 +336,9 @@ from uccl_ep_train.bootstrap import StoreBootstrap
 
 rank, port, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=60))
-config = EpConfig(num_experts=4, hidden=128, domains=(0, 1), budget_bytes=4 << 20, dispatch_dtype="bf16")
+config = EpConfig(
+    num_experts=4, hidden=128, domains=(0, 1), transport="loop", budget_bytes=4 << 20, dispatch_dtype="bf16"
+)
 buffer = Buffer(None, config, bootstrap=StoreBootstrap(store, rank, 2, name="exit", timeout_s=60.0))
 x, idx = torch.ones(8, 128, dtype=torch.bfloat16), torch.arange(16).reshape(8, 2) % 4
 result = buffer.dispatch(x, idx)
