@@ -58,7 +58,9 @@ class Clone:
         variables = {name: value for name, value in os.environ.items() if name not in ("CI", "UCCL_EP_APT")}
         variables |= {"QEMU_DOES": does, "QEMU_PID": str(self.pid_file)}
         variables["PATH"] = f"{self.root / 'bin'}:{os.environ['PATH']}" if path is None else path
-        command = ["/bin/bash", str(self.root / "scripts" / "soft_roce.sh"), *arguments]
+        # Whoever runs the tests may ignore SIGHUP (nohup), and bash never traps what it was told to ignore.
+        told = ["/usr/bin/env", "--default-signal=INT,TERM,HUP"]
+        command = [*told, "/bin/bash", str(self.root / "scripts" / "soft_roce.sh"), *arguments]
         return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def run(self, *arguments: str, does: str = "run") -> tuple[int, bytes, str]:
