@@ -55,3 +55,14 @@ def _one_thread_per_rank() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No variable of ours or of UCCL-EP is set, and none has been warned about."""
+    from uccl_ep_train import env
+
+    for name in list(os.environ):
+        if name.startswith("UCCL_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setattr(env, "_warned", set())

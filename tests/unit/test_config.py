@@ -1,7 +1,6 @@
 """`EpConfig`: ranges, sources of values, and the table of environment variables."""
 
 import dataclasses
-import os
 import warnings
 
 import pytest
@@ -13,13 +12,7 @@ from uccl_ep_train.native import native_config
 BASE = {"num_experts": 8, "hidden": 256}
 
 
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith("UCCL_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setattr(env, "_warned", set())
-
+pytestmark = pytest.mark.usefixtures("clean_environment")
 
 BAD = [
     ("num_experts", 0),

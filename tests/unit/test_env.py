@@ -14,13 +14,7 @@ from uccl_ep_train.errors import ConfigError
 BASE = {"num_experts": 8, "hidden": 256}
 
 
-@pytest.fixture(autouse=True)
-def clean_environment(monkeypatch):
-    for name in list(os.environ):
-        if name.startswith("UCCL_"):
-            monkeypatch.delenv(name)
-    monkeypatch.setattr(env, "_warned", set())
-
+pytestmark = pytest.mark.usefixtures("clean_environment")
 
 # What operators of UCCL-EP set, in its text form; the field, our variable and the value.
 THEIRS = {
