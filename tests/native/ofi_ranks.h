@@ -126,7 +126,12 @@ class ForkedRank {
     for (const std::string& address : addresses) put(to_child_[1], address);
     EXPECT(get(from_child_[0]) == "connected");
   }
-  void signal(int number) const { kill(pid_, number); }
+  // A SIGSTOP has taken effect when this returns.
+  void signal(int number) const {
+    kill(pid_, number);
+    int status = 0;
+    if (number == SIGSTOP) EXPECT(waitpid(pid_, &status, WUNTRACED) == pid_ && WIFSTOPPED(status));
+  }
 
  private:
   int run(size_t num_ranks) {
