@@ -58,5 +58,6 @@ class StageCase:
     capacity_factor: float | None = None
     pad_to_capacity: bool = False
     quantization_padding: bool = False
+    rank_capacity: float | None = None  # rows that a rank has room for, of those that all alike would get
     options: dict[str, Any] = field(default_factory=dict)
     corrupt: str = ""  # "" | zero_prob_grad | zero_row | topk_of_probs | rank_order

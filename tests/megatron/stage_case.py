@@ -36,6 +36,40 @@ def compare(rank: int, case: StageCase) -> dict[str, float]:
         dist.barrier()
 
 
+def over_budget(rank: int) -> dict[str, Any]:
+    """Everything goes to one rank, which has too little room; then what Megatron does after such a step."""
+    case = StageCase(routing="one_expert", rank_capacity=2.0)
+    initialize(case.tp, case.ep, case.etp)
+    plugin.disable()
+    try:
+        dispatcher = _dispatcher(case, "uccl_ep")
+        manager = dispatcher._comm_manager
+        with torch.no_grad():
+            rows, flags, required = [], [], []
+            for factor, grow in ((2.0, False), (None, False), (2.0, True)):
+                manager.moe_expert_rank_capacity_factor = factor
+                if grow:
+                    manager.grow_recv_capacity(required[0])
+                manager.over_budget.fill_(0)
+                hidden, _ = _tokens(case, rank)
+                stage = dispatcher.dispatch_preprocess(hidden, *routing_of(case, rank))
+                rows.append(dispatcher.token_dispatch(*stage)[0])
+                dispatcher.token_combine(rows[-1])
+                flags.append(bool(manager.over_budget))
+                required.append(int(manager.required_recv))
+        short, all_rows, grown = rows
+        return {
+            "room": [len(r) for r in rows],
+            "over": flags,
+            "required": required[0],
+            "kept": torch.equal(short[: len(all_rows)], all_rows[: len(short)]),
+            "grown": torch.equal(grown[: len(all_rows)], all_rows),
+        }
+    finally:
+        plugin.disable()
+        dist.barrier()
+
+
 def sums(rank: int, case: StageCase) -> dict[str, tuple[float, float, float]]:
     """For output and hidden_grad, sums over a token's experts: (stock's error, ours, distance of the two).
 
@@ -128,6 +162,8 @@ def config_of(case: StageCase, carrier: dict[str, Any]) -> TransformerConfig:
         # Afterwards, because with FP8 the constructor wants TransformerEngine.
         config.fp8 = "e4m3"
         config.moe_router_padding_for_quantization = True
+    # Also afterwards: Megatron 0.16 has no such field, later ones want TransformerEngine with it.
+    config.moe_expert_rank_capacity_factor = case.rank_capacity
     return config
 
 
@@ -191,11 +227,14 @@ def _through(case: StageCase, dispatcher: Any, rank: int, corrupt: str) -> dict[
     rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
     tokens_per_expert = torch.as_tensor(tokens_per_expert).cpu()
     expert = torch.arange(len(tokens_per_expert)).repeat_interleave(tokens_per_expert).to(rows.device)
+    used, room = len(expert), len(rows)  # the same, unless the rows have a budget
+    rows, row_probs = rows[:used], row_probs[:used]
     expert_out = _expert(rows, expert, row_probs)
     if corrupt == "zero_row" and rows.shape[0]:
         expert_out = expert_out * (torch.arange(rows.shape[0], device=rows.device) > 0)[:, None].to(
             rows.dtype
         )
+    expert_out = torch.cat([expert_out, expert_out.new_zeros(room - used, HIDDEN)])
     out = dispatcher.combine_preprocess(expert_out)
     out = dispatcher.combine_postprocess(dispatcher.token_combine(out))
     out.backward(out_grad)

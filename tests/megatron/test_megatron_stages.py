@@ -28,6 +28,7 @@ CASES = {
     "capacity above what is routed": StageCase(capacity_factor=2.0, pad_to_capacity=True),
     "quantisation padding": StageCase(quantization_padding=True),
     "quantisation padding, fp32": StageCase(quantization_padding=True, dtype="fp32", tokens=(40, 24, 31, 17)),
+    "room for whatever comes": StageCase(rank_capacity=4.0, tokens=(24, 24, 24, 24)),
     "router in bf16": StageCase(router_dtype="bf16"),
 }
 
@@ -71,6 +72,40 @@ def test_expert_input_is_bitwise_equal_with_expert_tp(ranks: MegatronRanks, dtyp
     """The output is a sum over expert TP whose rounding differs; what the experts see does not."""
     case = StageCase(dtype=dtype, tp=2, etp=2, ep=2, tokens=(24, 24, 8, 8))
     assert differences(ranks, case) <= {"output", "hidden_grad", "probs_grad"}
+
+
+MANY = {
+    "of all expert tp ranks": StageCase(
+        dtype="fp32", tp=2, etp=2, ep=2, experts=64, topk=20, tokens=(24, 24, 8, 8)
+    ),
+    "by quantisation padding": StageCase(
+        dtype="fp32", experts=256, topk=8, quantization_padding=True, tokens=(24, 17, 0, 33)
+    ),
+}
+
+
+@pytest.mark.parametrize("why", MANY)
+def test_a_token_may_go_to_more_than_32_experts(ranks: MegatronRanks, why: str) -> None:
+    for result in ranks.run("stage_case.compare", case=MANY[why]):
+        sums = {name: result.pop(name) for name in ("output", "hidden_grad", "probs_grad")}
+        assert set(result.values()) == {0.0}
+        assert max(sums.values()) <= 1e-6, sums
+
+
+def test_a_rank_without_room_says_so_and_has_room_once_its_budget_has_grown(ranks: MegatronRanks) -> None:
+    """What Megatron does from 0.17 on: over budget, repeat the step without a budget, grow, go on."""
+    found = ranks.run("stage_case.over_budget")
+    needed = 4 * 24 * 2  # every token's two experts are on rank 0
+    assert found[0] == {
+        "room": [96, needed, needed],
+        "over": [True, False, False],
+        "required": needed,
+        "kept": True,
+        "grown": True,
+    }
+    for other in found[1:]:  # nothing comes, and each has its room
+        assert other["room"] == [96, 0, 96]
+        assert other["over"] == [False] * 3 and other["required"] == 0
 
 
 def test_expert_tensor_parallel_parity_depends_on_the_source_order(ranks: MegatronRanks) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator
@@ -185,6 +186,39 @@ def train_step(case: TrainCase, model: Any, optimizer: Any, step: int) -> float:
     )
     optimizer.step()
     return sum(float(r["loss"]) for r in reduced)
+
+
+def change_dispatcher(rank: int, case: TrainCase, first: str) -> tuple[str, bool]:
+    """Half of the steps with the dispatcher `first`, and the rest with the other of the two from its state.
+
+    The weights at the end, and whether a distributed checkpoint of Megatron's has the same shards of both.
+    """
+    initialize(case.tp, case.ep, case.etp)
+    state: Any = None
+    shards = []
+    second = "uccl_ep" if first == "alltoall" else "alltoall"
+    for turn, dispatcher in enumerate((first, second)):
+        plugin.disable()
+        options = case.options if dispatcher == "uccl_ep" else {}
+        model, optimizer, _ = build(
+            dataclasses.replace(case, dispatcher=dispatcher, options=options, seed=case.seed + 100 * turn)
+        )
+        if turn:  # weights of another seed go
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        for step in range(turn * case.steps // 2, (turn + 1) * case.steps // 2):
+            train_step(case, model, optimizer, step)
+        state = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        # Name, shape, offsets and replica of each; the tensors themselves are not looked at.
+        shards.append(
+            {
+                key: dataclasses.replace(shard, data=None) if dataclasses.is_dataclass(shard) else None
+                for key, shard in model.sharded_state_dict().items()
+            }
+        )
+    plugin.disable()
+    dist.barrier()
+    return digest(*model.parameters()), shards[0] == shards[1]
 
 
 def gradient_distance(rank: int, case: TrainCase) -> tuple[float, float]:

@@ -92,10 +92,20 @@ class UcclEpManager:
         # Megatron's experts rely on a flex dispatcher to pad for quantised products (0: no need, in 0.17+).
         wanted = get_align_size_for_quantization(config) if quantised or self.pads_map else 1
         self.expert_alignment = max(1, int(wanted))
+        # Set: each rank has a budget of rows, whatever comes, and the host reads no count. Megatron 0.17+
+        # looks at the two tensors after a step; after one over budget it clears the factor, repeats the
+        # step, grows the budget and sets the factor again.
+        self.moe_expert_rank_capacity_factor: float | None = getattr(
+            config, "moe_expert_rank_capacity_factor", None
+        )
+        self.over_budget = torch.zeros(1, dtype=torch.bool, device=buffer.device)
+        self.required_recv = torch.zeros(1, dtype=torch.int64, device=buffer.device)  # rows, the most so far
+        self._least_budget = 0  # rows
+        self._topk = config.moe_router_topk * num_virtual_experts // config.num_moe_experts
         self.routing_map: torch.Tensor | None = None  # bool [n, E*TP]
         self.token_probs: torch.Tensor | None = None  # router dtype [n, E*TP], zero where not routed
         self.dispatched_probs: torch.Tensor | None = None  # router dtype [R]
-        self.tokens_per_expert: torch.Tensor | None = None  # int64 [L] on the CPU, padding included
+        self.tokens_per_expert: torch.Tensor | None = None  # int64 [L], padding included; see DispatchResult
         self._handle: Any = None
 
     def setup_metadata(self, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
@@ -123,12 +133,29 @@ class UcclEpManager:
             probs=self.token_probs.to(torch.float32),
             handle=self.handles.take(now),
             expert_alignment=self.expert_alignment,
+            capacity=self._row_budget(hidden_states.shape[0]),
         )
+        if result.overflow is not None:
+            self.over_budget |= result.overflow
+            needed = result.tokens_per_expert.sum(0, keepdim=True)
+            torch.maximum(self.required_recv, needed, out=self.required_recv)
         self.handles.keep(now, result.handle)
         self._handle = result.handle
         self.tokens_per_expert = result.tokens_per_expert
         self.dispatched_probs = result.row_weights.to(self.token_probs.dtype)
         return result.rows
+
+    def grow_recv_capacity(self, new_capacity: int) -> None:
+        """From now on the budget is at least `new_capacity` rows."""
+        self._least_budget = max(self._least_budget, new_capacity)
+
+    def _row_budget(self, num_tokens: int) -> int | None:
+        """Of a rank with `num_tokens` tokens: the factor times what comes if all get alike. None: any."""
+        if self.moe_expert_rank_capacity_factor is None:
+            return None
+        budget = int(num_tokens * self._topk * self.moe_expert_rank_capacity_factor)
+        budget = max(budget, self._least_budget)
+        return budget + -budget % self.expert_alignment
 
     def combine(
         self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
