@@ -344,6 +344,7 @@ x, idx = torch.ones(8, 128, dtype=torch.bfloat16), torch.arange(16).reshape(8, 2
 result = buffer.dispatch(x, idx)
 buffer.combine(result.rows, result.handle)
 print("ready", flush=True)
+sys.stdin.readline()  # who leaves now leaves nobody inside of the operations above
 if how == "pending" and rank == 1:
     pending = [buffer.combine_async(result.rows, result.handle) for _ in range(3)]
 if how == "raises" and rank == 1:
@@ -365,13 +366,18 @@ def test_an_interpreter_that_exits_without_close_tells_the_other_and_does_not_ha
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", EXIT, str(rank), str(store.port), how],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
     ]  # fmt: skip
     try:
         for process in processes:
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            assert process.stdout is not None and process.stdin is not None
+            assert process.stdout.readline() == "ready\n", process.communicate(timeout=30)[1]
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
         started = time.monotonic()
         errors = [process.communicate(timeout=30)[1] for process in processes]
         assert time.monotonic() - started < 10
