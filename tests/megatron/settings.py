@@ -53,6 +53,7 @@ class StageCase:
     etp: int = 1
     experts: int = 8
     topk: int = 2
+    hidden: int = 128
     tokens: tuple[int, ...] = (24, 24, 24, 24)
     routing: str = "random"  # | one_expert | zero_probs | dropped
     capacity_factor: float | None = None

@@ -17,7 +17,6 @@ from tests.megatron.settings import StageCase
 from tests.megatron.training_case import carrier_of, initialize
 from uccl_ep_train.megatron import buffers, plugin
 
-HIDDEN = 128
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -120,7 +119,7 @@ def _expert(rows: torch.Tensor, local_expert: torch.Tensor, probs: torch.Tensor)
 def _tokens(case: StageCase, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states (a leaf) and the gradient of the output, [n,1,H]."""
     generator = torch.Generator().manual_seed(rank)
-    shape = (case.tokens[rank], 1, HIDDEN)
+    shape = (case.tokens[rank], 1, case.hidden)
     placed = {"device": devices.own(), "dtype": DTYPES[case.dtype]}
     hidden = torch.randn(shape, generator=generator).to(**placed).requires_grad_()
     return hidden, torch.randn(shape, generator=generator).to(**placed)
@@ -138,7 +137,7 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
 def config_of(case: StageCase, carrier: dict[str, Any]) -> TransformerConfig:
     config = TransformerConfig(
         num_layers=1,
-        hidden_size=HIDDEN,
+        hidden_size=case.hidden,
         num_attention_heads=4,
         num_moe_experts=case.experts,
         moe_ffn_hidden_size=64,
@@ -234,7 +233,7 @@ def _through(case: StageCase, dispatcher: Any, rank: int, corrupt: str) -> dict[
         expert_out = expert_out * (torch.arange(rows.shape[0], device=rows.device) > 0)[:, None].to(
             rows.dtype
         )
-    expert_out = torch.cat([expert_out, expert_out.new_zeros(room - used, HIDDEN)])
+    expert_out = torch.cat([expert_out, expert_out.new_zeros(room - used, case.hidden)])
     out = dispatcher.combine_preprocess(expert_out)
     out = dispatcher.combine_postprocess(dispatcher.token_combine(out))
     out.backward(out_grad)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from uccl_ep_train import fp8
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ConfigError
 
@@ -52,10 +53,11 @@ class BufferPool:
             raise ConfigError(
                 f"params_dtype = {dtype}: the dispatcher carries torch.bfloat16 and torch.float32"
             )
+        hidden = getattr(config, "moe_latent_size", None) or config.hidden_size
         wide = dtype == torch.float32 or getattr(config, "fp32_residual_connection", False)
         options = {
             "num_experts": tp_size * config.num_moe_experts,
-            "hidden": getattr(config, "moe_latent_size", None) or config.hidden_size,
+            "hidden": hidden + row_padding(hidden),
             "source_order": stock_source_order(tp_size, ep_size),
             **self.options,
         }
@@ -69,6 +71,11 @@ class BufferPool:
                     f"allowed is {name} = 'bf16', which sends rows unquantised"
                 )
         return ep_config
+
+
+def row_padding(hidden: int) -> int:
+    """Elements that a row of a model lacks to one of the dispatcher's, which is a multiple of 128."""
+    return -hidden % fp8.BLOCK
 
 
 def stock_source_order(tp_size: int, ep_size: int) -> tuple[int, ...]:

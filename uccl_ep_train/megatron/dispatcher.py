@@ -24,7 +24,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, MoETokenDispatcher
 
-from uccl_ep_train.megatron.buffers import BufferPool
+from uccl_ep_train.megatron.buffers import BufferPool, row_padding
 from uccl_ep_train.megatron.compat import UnsupportedMegatronError
 from uccl_ep_train.megatron.recompute import HandleQueue, phase
 
@@ -107,6 +107,7 @@ class UcclEpManager:
         self.dispatched_probs: torch.Tensor | None = None  # router dtype [R]
         self.tokens_per_expert: torch.Tensor | None = None  # int64 [L], padding included; see DispatchResult
         self._handle: Any = None
+        self._hidden = 0  # elements of a row in the model
 
     def setup_metadata(self, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
         """routing_map bool, probs float, both [n, EP*TP, L]. Plain torch: Megatron compiles it."""
@@ -126,14 +127,15 @@ class UcclEpManager:
         """
         assert self.token_probs is not None and self.routing_map is not None, "dispatch before setup_metadata"
         now = phase(self._training())
+        num_tokens, self._hidden = hidden_states.shape
         result = self.buffer.dispatch(
-            hidden_states.contiguous(),
+            self._padded(hidden_states),
             routing_map=self.routing_map,
             # The wire is fp32; autograd undoes both casts, so a low-precision router loses nothing.
             probs=self.token_probs.to(torch.float32),
             handle=self.handles.take(now),
             expert_alignment=self.expert_alignment,
-            capacity=self._row_budget(hidden_states.shape[0]),
+            capacity=self._row_budget(num_tokens),
         )
         if result.overflow is not None:
             self.over_budget |= result.overflow
@@ -143,7 +145,7 @@ class UcclEpManager:
         self._handle = result.handle
         self.tokens_per_expert = result.tokens_per_expert
         self.dispatched_probs = result.row_weights.to(self.token_probs.dtype)
-        return result.rows
+        return self._unpadded(result.rows)
 
     def grow_recv_capacity(self, new_capacity: int) -> None:
         """From now on the budget is at least `new_capacity` rows."""
@@ -162,7 +164,15 @@ class UcclEpManager:
     ) -> torch.Tensor:
         """Rows [R,H] of the experts -> [n,H], the unweighted sum of each token's rows."""
         handle, self._handle = self._handle, None  # the saved plan must not outlive the micro-batch here
-        return self.buffer.combine(hidden_states.contiguous(), handle)
+        return self._unpadded(self.buffer.combine(self._padded(hidden_states), handle))
+
+    def _padded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Zeros at the end of each row, where a model's rows are no multiple of 128 (GPT-OSS: 2880)."""
+        padding = row_padding(self._hidden)
+        return torch.nn.functional.pad(rows, (0, padding)) if padding else rows.contiguous()
+
+    def _unpadded(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows[:, : self._hidden].contiguous()
 
     def get_permuted_hidden_states_by_experts(
         self, hidden_states: torch.Tensor
