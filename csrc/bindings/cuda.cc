@@ -9,6 +9,7 @@
 #include "backend/cuda/queue_probe.h"
 #include "bindings/bindings.h"
 #include "engine/cuda/engine.h"
+#include "engine/cuda/trial.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -139,6 +140,9 @@ void bind_cuda(py::module_& m) {
           },
           "abort"_a = false);
   bind_measurements(m);
+  m.def("cuda_pci_address", &pci_address, "device"_a);
+  m.def("try_cuda_memory", &try_device_memory, "device"_a, "num_bytes"_a, Release());
+  m.def("try_cuda_registration", &try_device_registration, "trial"_a, "device"_a, "num_bytes"_a, Release());
   m.def("cuda_memory_plan", &cuda_memory_entries);
   m.def("cuda_least_budget", &cuda_least_budget_bytes);
 }
