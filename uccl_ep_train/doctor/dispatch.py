@@ -158,11 +158,14 @@ def compare(buffer: Buffer, batch: Batch, wire: str) -> list[str]:
 def _difference(seen: Tensor, right: Tensor) -> str:
     """ "" if equal to the last bit."""
     seen = seen.detach().cpu()
-    if seen.shape != right.shape:
-        return f"{list(seen.shape)} instead of {list(right.shape)}"
-    if torch.equal(seen, right):
+    if seen.shape != right.shape or seen.dtype != right.dtype:
+        return f"{seen.dtype} {list(seen.shape)} instead of {right.dtype} {list(right.shape)}"
+    # Not by value: -0.0 equals 0.0.
+    bits = {torch.bfloat16: torch.int16, torch.float32: torch.int32}[right.dtype]
+    unequal = seen.contiguous().view(bits) != right.contiguous().view(bits)
+    if not unequal.any():
         return ""
-    rows = (seen != right).reshape(len(right), -1).any(dim=1).nonzero().flatten()
+    rows = unequal.reshape(len(right), -1).any(dim=1).nonzero().flatten()
     return f"{len(rows)} of {len(right)} rows differ, the first is row {int(rows[0])}"
 
 
