@@ -1,4 +1,4 @@
-"""The doctor's table, its meeting of ranks, and what ranks check together; the rest: test_doctor_machine.py."""
+"""The doctor's table, its meeting of ranks, and what ranks check together (test_doctor_machine.py: alone)."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def judge(group: Group, facts: Mapping[int, Facts], options: Options) -> list[Fi
         return said or [
             fine(
                 f"a buffer takes {where}{seen['shm_bytes'] / MIB:.0f} MiB of /dev/shm a rank "
-                f"(hidden {options.hidden}); {seen['shm_free_bytes'] / MIB:.0f} MiB are free"
+                f"(hidden {options.hidden}), which has {seen['shm_total_bytes'] / MIB:.0f}"
             )
         ]
 
