@@ -138,10 +138,18 @@ def test_the_slurm_script_does_not_start_what_the_doctor_advises_against(tmp_pat
 @pytest.mark.megatron
 def test_the_slurm_script_trains(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
-    done = sbatch(
-        tmp_path, "recipes.launch", "--recipe", "tiny_host", "--num-ranks", "2", "--device", "cpu", "--steps", "2",
-        "--run-dir", str(tmp_path / "run"), DOCTOR_ARGS="skip",
-    )  # fmt: skip
+    recipe = [
+        "recipes.launch",
+        "--recipe",
+        "tiny_host",
+        "--num-ranks",
+        "2",
+        "--device",
+        "cpu",
+        "--steps",
+        "2",
+    ]
+    done = sbatch(tmp_path, *recipe, f"--run-dir={tmp_path / 'run'}", DOCTOR_ARGS="skip")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "finished at step 2" in done.stdout
 
