@@ -13,6 +13,8 @@ import argparse
 import os
 import signal
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from uccl_ep_train.doctor.checks import STAGES
 from uccl_ep_train.doctor.findings import FIX, Finding, Group, Report
 from uccl_ep_train.doctor.meeting import (
+    GRACE_S,
     Identity,
     LostError,
     Meeting,
@@ -93,6 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         show(Report(Group((Place.here(),)), (finding,)), as_json)
         return 1
     session = Session(Here(Meeting(me, store, options.timeout_s), options), STAGES)
+    if store is not None:
+        threading.Thread(target=_watch, args=(session, me, as_json), name="watch", daemon=True).start()
     status = _run(session, me, as_json)
     if session.hung:
         _end_now(status)
@@ -112,18 +117,36 @@ def _run(session: Session, me: Identity, as_json: bool) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except Stopped:
-        _speak(session, me, "the launcher stopped this run", as_json)
+        _speak(session, me, "the launcher stopped this run", as_json, without_0=False)
     except (LostError, dist.DistError) as error:
-        _speak(session, me, lost(error), as_json)
+        _speak(session, me, lost(error), as_json, without_0=True)
     session.hung = True  # a thread may be in the middle of something
     return 1
 
 
-def _speak(session: Session, me: Identity, by: str, as_json: bool) -> None:
+def _speak(session: Session, me: Identity, by: str, as_json: bool, *, without_0: bool) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it has been heard
-    report = session.stopped(by, lambda: open_store(me, 5.0))
+    report = session.stopped(by, lambda: open_store(me, 5.0), without_0=without_0)
     if report is not None:
         show(report, as_json)
+
+
+def _watch(session: Session, me: Identity, as_json: bool) -> None:
+    """Ends this process where the store never answers: no call to it has a deadline of its own."""
+    meeting = session.here.meeting
+    store = meeting.store
+    while store.waited_s() < meeting.timeout_s + GRACE_S:
+        time.sleep(0.2)
+    by = meeting.silence(0, meeting.timeout_s + GRACE_S)
+    meeting.store = None  # nobody may ask it again
+    report = session.stopped(by, _no_store, without_0=True)
+    if report is not None:
+        show(report, as_json)
+    _end_now(1)
+
+
+def _no_store() -> NoReturn:
+    raise LostError("the store does not answer")
 
 
 def _stop(*_: Any) -> NoReturn:

@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -33,7 +34,7 @@ class UsageError(ValueError):
 
 
 class LostError(RuntimeError):
-    """Rank 0 cannot be heard any more; the text says why."""
+    """Rank 0 cannot be heard any more; the text says of it why."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,31 @@ def unreachable(me: Identity, error: Exception) -> tuple[str, str]:
     )
 
 
+class TimedStore:
+    """A store whose calls are timed: where the process that serves it is stopped they do not come back."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+        self._began: dict[int, float] = {}  # by thread; written by it alone
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.real, name)
+
+        def timed(*given: Any) -> Any:
+            own = threading.get_ident()
+            self._began[own] = time.monotonic()
+            try:
+                return call(*given)
+            finally:
+                self._began.pop(own, None)
+
+        return timed
+
+    def waited_s(self) -> float:
+        """Of the call that has waited longest; 0: there is none."""
+        return max((time.monotonic() - began for began in list(self._began.values())), default=0.0)
+
+
 class Meeting:
     """The ranks that check each other. Rank 0 calls `gather`, the others `report`, in the same order.
 
@@ -181,7 +207,7 @@ class Meeting:
             return None
         import torch.distributed as dist
 
-        return dist.PrefixStore(self.me.prefix, store)
+        return TimedStore(dist.PrefixStore(self.me.prefix, store))
 
     def about_to(self, what: str) -> None:
         """Says what this rank does next, for whoever misses it."""
@@ -197,7 +223,8 @@ class Meeting:
         here: dict[int, Any] = {0: payload}
         waited_for = set(range(1, self.me.size))
         late: dict[int, str] = {}
-        deadline = time.monotonic() + (self.timeout_s + GRACE_S if patience_s is None else patience_s)
+        waited_s = self.timeout_s + GRACE_S if patience_s is None else patience_s
+        deadline = time.monotonic() + waited_s
         pause_s, looked = 0.001, time.monotonic()
         while waited_for:
             for rank in sorted(waited_for):
@@ -214,7 +241,7 @@ class Meeting:
                         late[rank] = self.last_seen(rank, "has ended")
                         waited_for.discard(rank)
             if now > deadline:
-                late |= {rank: self.last_seen(rank, self._silence(rank)) for rank in waited_for}
+                late |= {rank: self.last_seen(rank, self.silence(rank, waited_s)) for rank in waited_for}
                 break
             if waited_for:
                 time.sleep(pause_s)
@@ -235,11 +262,9 @@ class Meeting:
         deadline, pause_s = time.monotonic() + patience_s, 0.001
         while not self.store.check([f"answer/{step}"]):
             if self._has_ended(0):
-                raise LostError(
-                    f"rank 0 has ended (process {self._known(0).pid} on {self._known(0).place.host})"
-                )
+                raise LostError("has ended")
             if time.monotonic() > deadline:
-                raise LostError(f"rank 0 has not answered for {patience_s:g} s")
+                raise LostError(self.silence(0, patience_s))
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
         return json.loads(self.store.get(f"answer/{step}"))
@@ -303,10 +328,9 @@ class Meeting:
         seen = self.presences[rank]
         return seen is not None and seen.has_ended()
 
-    def _silence(self, rank: int) -> str:
+    def silence(self, rank: int, waited_s: float) -> str:
         seen = self.presences[rank]
         if seen is None:
-            return f"did not come within {START_FACTOR * self.timeout_s:g} s"
-        if seen.has_stopped():
-            return f"has not answered for {self.timeout_s:g} s: its process is stopped"
-        return f"has not answered for {self.timeout_s:g} s"
+            return f"did not come within {waited_s:g} s"
+        stopped = ": its process is stopped" if seen.has_stopped() else ""
+        return f"has not answered for {waited_s:g} s{stopped}"

@@ -67,7 +67,7 @@ def look_at_sockets(here: Here) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    store = dist.PrefixStore("sockets", here.meeting.store)
+    store = dist.PrefixStore("sockets", here.meeting.store.real)
     patience = datetime.timedelta(seconds=0.5 * here.options.timeout_s)
     try:
         group: Any = dist.ProcessGroupGloo(store, members.index(here.me.rank), len(members), patience)

@@ -15,7 +15,7 @@ from typing import Any
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.doctor.findings import FIX, WARNING, Facts, Finding, Group, Report, Said, each
 from uccl_ep_train.doctor.meeting import GRACE_S, Identity, LostError, Meeting
-from uccl_ep_train.errors import CommunicationError, EpError
+from uccl_ep_train.errors import EpError
 from uccl_ep_train.lifecycle import Settled
 from uccl_ep_train.topology import Topology
 from uccl_ep_train.transport import Place
@@ -105,7 +105,7 @@ class _Looked:
 
 def _look(check: Check, here: Here, deadline_s: float) -> _Looked:
     """On a thread of its own: a driver that never returns must not keep this process from saying so."""
-    looked = _Looked(hung=True)
+    looked = _Looked()
 
     def run() -> None:
         try:
@@ -121,13 +121,12 @@ def _look(check: Check, here: Here, deadline_s: float) -> _Looked:
         except BaseException as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             looked.error = f"{type(error).__name__}: {error} (at {where.name}, line {where.lineno})"
-        looked.hung = False
 
     thread = threading.Thread(target=run, name=f"check {check.name}", daemon=True)
     thread.start()
     thread.join(deadline_s)
-    if looked.hung:
-        looked.error = f"did not end within {deadline_s:g} s"
+    if thread.is_alive():  # what it may still write is not looked at
+        return _Looked(error=f"did not end within {deadline_s:g} s", hung=True)
     return looked
 
 
@@ -229,10 +228,15 @@ class Session:
         meeting.answer(report.exit_status)
         return report.exit_status
 
-    def stopped(self, by: str, reconnect: Callable[[], Any]) -> Report | None:
-        """What is known when this rank is told to stop, or rank 0 is lost; None: another rank speaks."""
+    def stopped(self, by: str, reconnect: Callable[[], Any], *, without_0: bool) -> Report | None:
+        """What is known when this rank is told to stop, or rank 0 is lost (without_0): it cannot speak then.
+
+        None: a lower rank speaks.
+        """
         meeting = self.here.meeting
         missing = meeting.missing_now(reconnect)
+        if without_0 and meeting.me.rank != 0:
+            missing.setdefault(0, meeting.last_seen(0, by))
         speaker = min(rank for rank in range(meeting.me.size) if rank not in missing)
         if meeting.me.rank != speaker:
             return None
@@ -253,13 +257,14 @@ class Session:
 def failure(text: str) -> Said:
     """For what a check could not look at."""
     return Said(
-        FIX, text, "this has to work before a job can: the message is the product's or the system's own"
+        FIX,
+        text,
+        "a job would end the same way; docs/nics.md lists the messages of transports with what to do",
     )
 
 
 def lost(error: Exception) -> str:
-    """A word for `stopped`."""
+    """Of rank 0, for `stopped`."""
     if isinstance(error, LostError):
         return str(error)
-    kind = "the store of the ranks" if not isinstance(error, CommunicationError) else "another rank"
-    return f"{kind} was lost ({str(error).splitlines()[0][:120]})"
+    return f"cannot be heard any more, the store was lost: {str(error).splitlines()[0][:120]}"
