@@ -178,11 +178,20 @@ def _config_error(message: str) -> Exception:
 
 
 def _warn(environ: Mapping[str, str]) -> None:
+    for name, text in remarks(environ):
+        if name not in _warned:
+            _warned.add(name)
+            warnings.warn(text, stacklevel=4)
+
+
+def remarks(environ: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
+    """(variable, what is the matter) of each `UCCL_*` variable that is unknown or has no effect here."""
+    environ = os.environ if environ is None else environ
+    found = []
     for name in sorted(environ):
         known = _BY_NAME.get(name)
-        if not name.startswith(FAMILY_PREFIX) or name in _warned or (known and not known.no_effect):
+        if not name.startswith(FAMILY_PREFIX) or (known and not known.no_effect):
             continue
-        _warned.add(name)
         if known is None:
             near = difflib.get_close_matches(name, _BY_NAME, n=1)
             meant = f"did you mean {near[0]}? " if near else ""
@@ -192,7 +201,14 @@ def _warn(environ: Mapping[str, str]) -> None:
             )
         else:
             text = f"environment variable {name} has no effect here: {known.no_effect}"
-        warnings.warn(text, stacklevel=4)
+        found.append((name, text))
+    return found
+
+
+def of_family(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The `UCCL_*` variables that are set, known or not."""
+    environ = os.environ if environ is None else environ
+    return {name: environ[name] for name in sorted(environ) if name.startswith(FAMILY_PREFIX)}
 
 
 def read(name: str, default: str = "") -> str:

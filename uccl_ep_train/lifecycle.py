@@ -69,10 +69,25 @@ class Created(NamedTuple):
     engine: Any
 
 
-def settle_config(
-    bootstrap: Bootstrap, config: EpConfig
-) -> tuple[int, Topology, torch.device, EpConfig, str]:
-    """Collective: the generation key, the domains, the configuration with what "auto" came to, our NICs."""
+class Settled(NamedTuple):
+    """What the ranks have agreed on before anything is allocated.
+
+    generation  the key of the engine, as `topology.Agreement` has it
+    config      with what "auto" came to
+    nics        this rank's, as the transport names them; "" for loop
+    why         the transport was chosen
+    """
+
+    generation: int
+    topology: Topology
+    device: torch.device
+    config: EpConfig
+    nics: str
+    why: str
+
+
+def settle_config(bootstrap: Bootstrap, config: EpConfig) -> Settled:
+    """Collective; allocates nothing. Raises what the creation of a `Buffer` raises."""
     device = torch.device("cpu")
 
     def choose_backend() -> bytes:
@@ -98,7 +113,8 @@ def settle_config(
     if config.transport == "auto" and topology.num_domains > 1 and bootstrap.rank == 0:
         transport.announce(choice)
     nics = str(probes[bootstrap.rank].get(choice.name, ["", ""])[1])
-    return generation, topology, device, windows.settle(choice.apply(config), nics, topology), nics
+    settled = windows.settle(choice.apply(config), nics, topology)
+    return Settled(generation, topology, device, settled, nics, choice.why)
 
 
 def create_engine(bootstrap: Bootstrap, config: EpConfig) -> Created:
@@ -124,7 +140,7 @@ def create_engine(bootstrap: Bootstrap, config: EpConfig) -> Created:
         return b""
 
     try:
-        generation, topology, device, settled, nics = settle_config(bootstrap, config)
+        generation, topology, device, settled, nics, _ = settle_config(bootstrap, config)
         handles += exchange(bootstrap, "allocate", allocate)
         exchange(bootstrap, "connect", connect)
         # `start` removes the names under which peers find the memory: only now has everybody mapped it.

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ConfigError, NativeMissingError
 from uccl_ep_train.topology import Topology
+
+SYSFS = Path("/sys")
 
 
 def load_native() -> Any:
@@ -62,6 +66,85 @@ def probe_transports(config: EpConfig, names: Sequence[str]) -> list[tuple[str, 
     native = core.EngineConfig()
     _set_nic(native.nic, config)
     return list(core.transports(native, list(names)))
+
+
+def built_transports() -> tuple[str, ...]:
+    """The transports that were compiled."""
+    return tuple(load_native().transport_names())
+
+
+@dataclass(frozen=True)
+class HostNic:
+    """A NIC as sysfs shows it, by its port that is ACTIVE, else its first.
+
+    pci_path    "pci0000:00/0000:00:01.0/0000:01:00.0"; "": no PCI device
+    numa_node   -1: not known
+    link_layer  "InfiniBand" | "Ethernet" (RoCE) | "Unspecified" (EFA)
+    state       "ACTIVE" | "DOWN" | ...
+    """
+
+    name: str
+    family: str
+    pci_path: str
+    driver: str
+    numa_node: int
+    port: int
+    link_layer: str
+    state: str
+    gbits_per_s: float
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a rank's choice of NICs goes by: its place among the ranks that share the host's, and the PCI
+    address of its GPU ("": tensors in CPU memory).
+    """
+
+    local_idx: int = 0
+    local_size: int = 1
+    near_pci: str = ""
+
+
+def host_nics(root: Path = SYSFS) -> list[HostNic]:
+    """The RDMA NICs of this host, as the transports find them."""
+    return [HostNic(**nic) for nic in load_native().host_nics(str(root))]
+
+
+def rank_nics(config: EpConfig, around: Surroundings, root: Path = SYSFS) -> list[HostNic]:
+    """Those that a rank would use for `verbs`. Raises `ConfigError` for one that is named and absent or down,
+    and where none is left.
+    """
+    return [HostNic(**nic) for nic in load_native().rank_nics(_trial(config, around), str(root))]
+
+
+def try_registration(
+    config: EpConfig, around: Surroundings, host_bytes: int, *, device: int = -1, device_bytes: int = 0
+) -> None:
+    """Opens `config.transport` and registers so much memory of the host, and of a GPU, as an engine would.
+
+    Raises what the creation of a buffer raises where a NIC cannot be opened or refuses memory.
+    """
+    core = load_native()
+    trial = _trial(config, around)
+    trial.transport = config.transport
+    trial.host_bytes = host_bytes
+    if device_bytes:
+        core.try_cuda_registration(trial, device, device_bytes)
+    else:
+        core.try_registration(trial)
+
+
+def _trial(config: EpConfig, around: Surroundings) -> Any:
+    core = load_native()
+    trial, native = core.Trial(), core.EngineConfig()
+    _set_nic(native.nic, config)
+    trial.nic = native.nic
+    trial.local_idx, trial.local_size, trial.near_pci = (
+        around.local_idx,
+        around.local_size,
+        around.near_pci,
+    )
+    return trial
 
 
 def _set_nic(nic: Any, config: EpConfig) -> None:

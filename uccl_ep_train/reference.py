@@ -243,6 +243,11 @@ class ReferenceGroup:
         """The unweighted sum [T, H] over each token's rows [R, H] at every rank."""
         return self._combine(rows, None, plan)
 
+    def combine_of(self, source: int, rows: Sequence[Tensor], plan: Plan) -> Tensor:
+        """As `combine`, of one source only: its output [T, H]."""
+        wire_bf16 = rows[0].dtype == torch.bfloat16 and self.combine_wire_dtype == "bf16"
+        return self._combine_source(source, rows, plan, "bf16" if wire_bf16 else "fp32")
+
     def combine_backward(
         self, grad_outputs: Sequence[Tensor], plan: Plan, *, grad_dtype: str | None = None
     ) -> tuple[list[Tensor], WireCounts]:

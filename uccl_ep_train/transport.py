@@ -151,16 +151,16 @@ def _problem(name: str, probes: Sequence[Probe], places: Sequence[Place], on_gpu
     lacking = [rank for rank, entry in enumerate(probes) if not entry.usable]
     if lacking:
         return "; ".join(
-            f"{_ranks_on(ranks, places)}: {text}"
+            f"{ranks_on(ranks, places)}: {text}"
             for text, ranks in _grouped((probes[rank].text, rank) for rank in lacking).items()
         )
     if on_gpu and any(entry.link == "tcp" for entry in probes):
         ranks = [rank for rank, entry in enumerate(probes) if entry.link == "tcp"]
         text = f"TCP cannot read the memory of a GPU ({probes[ranks[0]].text})"
-        return f"{_ranks_on(ranks, places)}: {text}"
+        return f"{ranks_on(ranks, places)}: {text}"
     kinds = _grouped((entry.link == "efa", rank) for rank, entry in enumerate(probes))
     if name == "verbs" and len(kinds) == 2:
-        have, lack = (_ranks_on(kinds[efa], places) for efa in (True, False))
+        have, lack = (ranks_on(kinds[efa], places) for efa in (True, False))
         return f"EFA reaches EFA only, and {have} would use it, {lack} another"
     return ""
 
@@ -169,7 +169,7 @@ def _mixed_providers(probes: Sequence[Probe], places: Sequence[Place]) -> str:
     kinds = _grouped((entry.link == "tcp", rank) for rank, entry in enumerate(probes))
     if len(kinds) == 1:
         return ""
-    each = "; ".join(f"{_ranks_on(ranks, places)}: {probes[ranks[0]].text}" for ranks in kinds.values())
+    each = "; ".join(f"{ranks_on(ranks, places)}: {probes[ranks[0]].text}" for ranks in kinds.values())
     return f"ranks would take providers that cannot talk ({each}); set ofi_provider"
 
 
@@ -182,10 +182,10 @@ def _grouped(pairs: Iterable[tuple[Any, int]]) -> dict[Any, list[int]]:
 
 def _hosts(places: Sequence[Place]) -> str:
     groups = _grouped((place.memory, rank) for rank, place in enumerate(places))
-    return "; ".join(_ranks_on(ranks, places) for ranks in groups.values())
+    return "; ".join(ranks_on(ranks, places) for ranks in groups.values())
 
 
-def _ranks_on(ranks: Sequence[int], places: Sequence[Place]) -> str:
+def ranks_on(ranks: Sequence[int], places: Sequence[Place]) -> str:
     """ "ranks 0-3, 8 on node1"; the hosts only where they are one or two."""
     spans: list[list[int]] = []
     for rank in ranks:

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "engine/engine.h"
+#include "transport/trial.h"
 
 namespace uccl_ep {
 
@@ -131,6 +132,8 @@ pybind11::tuple stop_trace(AnyEngine& engine) {
   return trace_tuple(trace);
 }
 
+// bindings/probes.cc
+void bind_probes(pybind11::module_& m);
 // bindings/cuda.cc
 void bind_cuda(pybind11::module_& m);
 

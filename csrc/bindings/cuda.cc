@@ -9,6 +9,7 @@
 #include "backend/cuda/queue_probe.h"
 #include "bindings/bindings.h"
 #include "engine/cuda/engine.h"
+#include "engine/cuda/trial.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -80,6 +81,13 @@ void bind_measurements(py::module_& m) {
       "device"_a, "capacity"_a, "commands"_a, "first"_a = 0, "pause_usec"_a = 0);
 }
 
+void bind_trials(py::module_& m) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  m.def("cuda_pci_address", &pci_address, "device"_a);
+  m.def("try_cuda_memory", &try_device_memory, "device"_a, "num_bytes"_a, Release());
+  m.def("try_cuda_registration", &try_device_registration, "trial"_a, "device"_a, "num_bytes"_a, Release());
+}
+
 }  // namespace
 
 void bind_cuda(py::module_& m) {
@@ -139,6 +147,7 @@ void bind_cuda(py::module_& m) {
           },
           "abort"_a = false);
   bind_measurements(m);
+  bind_trials(m);
   m.def("cuda_memory_plan", &cuda_memory_entries);
   m.def("cuda_least_budget", &cuda_least_budget_bytes);
 }

@@ -287,6 +287,7 @@ PYBIND11_MODULE(_native, m) {
   bind_args(m);
   bind_op(m);
   bind_engine(m);
+  bind_probes(m);
 #ifdef UCCL_EP_CUDA
   bind_cuda(m);
 #endif

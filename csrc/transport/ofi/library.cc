@@ -3,11 +3,37 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <array>
+#include <csignal>
 
 #include "transport/failure.h"
 
 namespace uccl_ep::ofi {
 namespace {
+
+// The program's signals are the program's. What libfabric brings with it takes them: libinfinipath when it is loaded
+// (SIGINT, SIGTERM and others; it ends the process by exit(1)), the shm provider when it is initialised. A trainer that
+// saves on SIGTERM would never hear of it.
+class KeptSignals {
+ public:
+  KeptSignals() {
+    for (int number = 1; number < kNumSignals; ++number)
+      known_[at(number)] = sigaction(number, nullptr, &before_[at(number)]) == 0;
+  }
+  ~KeptSignals() {
+    for (int number = 1; number < kNumSignals; ++number)
+      if (known_[at(number)]) sigaction(number, &before_[at(number)], nullptr);
+  }
+  KeptSignals(const KeptSignals&) = delete;
+  KeptSignals& operator=(const KeptSignals&) = delete;
+
+ private:
+  static constexpr int kNumSignals = 32;  // those that are not real-time signals
+  static size_t at(int number) { return static_cast<size_t>(number); }
+
+  std::array<struct sigaction, kNumSignals> before_{};
+  std::array<bool, kNumSignals> known_{};
+};
 
 // The newest version of each symbol is taken: the library itself allocates the structures that it reads, and they grow
 // at their ends only.
@@ -51,7 +77,10 @@ struct Library {
 
 // Never unloaded: providers keep threads and handlers.
 const Library& library() {
-  static const Library* const loaded = new Library;
+  static const Library* const loaded = [] {
+    const KeptSignals kept;
+    return new Library;
+  }();
   return *loaded;
 }
 
@@ -77,6 +106,7 @@ void fail(int rank, int peer, const std::string& text) { fail_transport("ofi", r
 
 FORWARDED int fi_getinfo(uint32_t version, const char* node, const char* service, uint64_t flags,
                          const struct fi_info* hints, struct fi_info** info) {
+  const uccl_ep::ofi::KeptSignals kept;  // the first call initialises the providers
   return uccl_ep::ofi::library().getinfo(version, node, service, flags, hints, info);
 }
 FORWARDED void fi_freeinfo(struct fi_info* info) { uccl_ep::ofi::library().freeinfo(info); }

@@ -1,0 +1,161 @@
+"""Checks `environment` and `leftovers`: misleading variables, and what dead jobs left."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from uccl_ep_train import env
+from uccl_ep_train.config import EpConfig
+from uccl_ep_train.doctor.findings import WARNING, Facts, Finding, Group, Said, each, fine, fix, warning
+from uccl_ep_train.doctor.session import Here, Options
+from uccl_ep_train.errors import ConfigError
+
+ENVIRONMENT, LEFTOVERS = "environment", "leftovers"
+_SHARED_MEMORY = Path("/dev/shm")
+_SEGMENTS = ("uccl_ep.*", "uccl_ep_probe_*")
+_YOUNG_S = 60.0
+"""A buffer that is being made has named segments, too, for seconds."""
+
+
+def look(here: Here) -> dict[str, Any]:
+    """Reads the configuration for the checks that follow."""
+    facts: dict[str, Any] = {
+        "remarks": [list(remark) for remark in env.remarks()],
+        "set": env.of_family(),
+        "nccl_gid": env.read("NCCL_IB_GID_INDEX"),
+        "refused": "",
+        "gid": -1,
+        "faults": [],
+    }
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            here.config = EpConfig.from_env(
+                num_experts=_divisible(here.options.num_experts, len(here.group)), hidden=here.options.hidden
+            )
+    except ConfigError as error:
+        return facts | {"refused": str(error)}
+    facts["gid"] = here.config.ib_gid_index
+    facts["faults"] = [name for name in facts["set"] if name.startswith("UCCL_EP_LOOP_")]
+    return facts
+
+
+def _divisible(experts: int, ranks: int) -> int:
+    return -(-experts // ranks) * ranks
+
+
+def judge(_: Group, facts: Mapping[int, Facts], options: Options) -> list[Finding]:
+    return each(ENVIRONMENT, facts, lambda _, seen: _of_rank(seen)) + _unequal(facts)
+
+
+def _of_rank(seen: Facts) -> list[Said]:
+    said = []
+    if seen["refused"]:
+        said.append(
+            fix(seen["refused"], "`python -m uccl_ep_train.env` shows every setting and where it comes from")
+        )
+    for _, text in seen["remarks"]:
+        said.append(warning(text, "unset it, or correct its name"))
+    if seen["faults"]:
+        said.append(
+            warning(
+                f"{', '.join(seen['faults'])}: what makes the loop transport slow or faulty is set",
+                "these are for tests; unset them for a job",
+            )
+        )
+    if seen["nccl_gid"] and seen["gid"] >= 0 and str(seen["gid"]) != seen["nccl_gid"]:
+        said.append(
+            warning(
+                f"NCCL_IB_GID_INDEX is {seen['nccl_gid']}, ours is {seen['gid']}",
+                "both name an entry of the same table and are usually equal: set UCCL_EP_IB_GID_INDEX "
+                "to NCCL's",
+            )
+        )
+    return said or [
+        fine(f"{len(seen['set'])} UCCL_* variables are set" if seen["set"] else "no UCCL_* variable is set")
+    ]
+
+
+def _unequal(facts: Mapping[int, Facts]) -> list[Finding]:
+    """Variables that a launcher has passed on to some hosts only. Those of NICs may differ."""
+    names = {name for seen in facts.values() for name in seen["set"]}
+    may_differ = {entry.name for entry in env.VARIABLES if entry.field in _per_rank()}
+    found = []
+    for name in sorted(names - may_differ):
+        without = tuple(rank for rank, seen in sorted(facts.items()) if name not in seen["set"])
+        if without:
+            found.append(
+                Finding(
+                    ENVIRONMENT,
+                    WARNING,
+                    f"{name} is not set here, and is on the other ranks",
+                    "let the launcher pass it on: sbatch --export=ALL, mpirun -x, env of the pod, "
+                    "runtime_env of Ray",
+                    without,
+                )
+            )
+    return found
+
+
+def _per_rank() -> set[str]:
+    import dataclasses
+
+    return {entry.name for entry in dataclasses.fields(EpConfig) if not entry.metadata["info"].agree}
+
+
+def look_for_leftovers(_: Here) -> dict[str, Any]:
+    return {"stale": stale_segments(_SHARED_MEMORY)}
+
+
+def stale_segments(folder: Path, now: float | None = None) -> list[str]:
+    """Our named segments that are older than a minute and that no process here has mapped: what was killed
+    while a buffer was made leaves them; later nothing has a name any more.
+    """
+    now = time.time() if now is None else now
+    old = []
+    for pattern in _SEGMENTS:
+        for path in folder.glob(pattern):
+            try:
+                info = path.stat()
+            except OSError:
+                continue
+            if info.st_uid == os.getuid() and now - info.st_mtime > _YOUNG_S:
+                old.append(path)
+    if not old:
+        return []
+    mapped = _mapped()
+    return sorted(str(path) for path in old if str(path) not in mapped)
+
+
+def _mapped() -> str:
+    """The maps of all processes that this one may look at, as one text."""
+    texts = []
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            texts.append(maps.read_text())
+        except OSError:
+            continue
+    return "\n".join(texts)
+
+
+def judge_leftovers(_: Group, facts: Mapping[int, Facts], options: Options) -> list[Finding]:
+    def of_rank(rank: int, seen: Facts) -> list[Said]:
+        if not seen["stale"]:
+            return [fine("no shared memory of a dead job")]
+        names = [Path(path).name for path in seen["stale"]]
+        shown = ", ".join(names[:2]) + (" and others" if len(names) > 2 else "")
+        return [
+            warning(
+                f"{len(names)} segments in /dev/shm that no process of this host uses: {shown}",
+                "a job was killed while it made its buffers. Remove them, unless a container shares "
+                "this /dev/shm:\n"
+                "--json has all names",
+            )
+        ]
+
+    return each(LEFTOVERS, facts, of_rank)
