@@ -146,7 +146,7 @@ def measure(
     contenders: list[Contender] = []
     try:
         # Ours last: from then on every MoE layer that is built has to have our dispatcher.
-        for dispatcher in sorted(wanted, key=OURS.__eq__):
+        for dispatcher in sorted(wanted, key=lambda name: name == OURS):
             contender, reason = None, ""
             try:
                 contender = Contender(dispatcher, cell)
