@@ -75,6 +75,12 @@ def sized(recipe: Recipe, *, tokens: int | None, hidden: int | None, expert_ffn:
     return recipe if expert_ffn is None else replace(recipe, expert_ffn_size=expert_ffn)
 
 
+def architecture(recipe: Recipe) -> dict[str, int]:
+    """What of the model a record names."""
+    names = ("num_layers", "hidden_size", "num_heads", "expert_ffn_size", "num_experts", "topk")
+    return {name: getattr(recipe, name) for name in names}
+
+
 def cells_of(args: argparse.Namespace, recipe: Recipe) -> list[Cell]:
     """The sweep, also the cells that cannot run (`Cell.problem`)."""
     cells = []

@@ -109,6 +109,7 @@ class Contender:
             dispatch_ms=dispatch_RN.mean(0),
             combine_ms=combine_RN.mean(0),
             slowest_rank=Counter(wall_RN.argmax(0).tolist()).most_common(1)[0][0],
+            deterministic=not on_gpu or self._training.config.deterministic_mode,
             flops_per_token=flops_per_token(
                 self._training.model.module.named_parameters(),
                 self._training.config,
@@ -118,6 +119,13 @@ class Contender:
             outside_torch_bytes=max(r["outside"] for r in ranks) if self.dispatcher == OURS else None,
             rss_bytes=max(r["rss"] for r in ranks),
         )
+
+    def close(self) -> None:
+        """Lets the model go. Python's collector does not see through nodes of autograd, by which hooks of the
+        data parallel wrapper, and a graph whose end a dispatcher keeps, hold on to it."""
+        self._training.model.grad_accs.clear()
+        for layer in self._training.moe_layers():
+            layer.token_dispatcher = None
 
 
 def start_timing() -> float:
@@ -169,4 +177,8 @@ def measure(
     finally:
         gc.enable()
         plugin.disable()  # collective: it closes the buffers
+        for contender in contenders:
+            contender.close()
+        contenders.clear()
+        gc.collect()
     return sorted(trained, key=lambda entry: wanted.index(entry.dispatcher)), refused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from bench.flops import peak_flops
 from bench.report import Record, aligned, quantile
-from bench.step_cases import OURS, STOCK, Cell
+from bench.step_cases import OURS, STOCK, Cell, architecture
 
 # Up to two experts a token, the order of a sum of BF16 rows cannot change its bits.
 _MAX_TOPK_OF_EQUAL_BITS = 2
@@ -28,6 +28,7 @@ class Trained:
     cpu_ms                   [step] of all ranks together
     dispatch_ms, combine_ms  [step] mean over the ranks
     slowest_rank             that was last in most steps
+    deterministic            the same step gives the same bits
     peak_torch_bytes         of the rank with the most, by torch's allocator, without the other dispatchers'
                              models; None on a CPU
     outside_torch_bytes      what the dispatcher allocates beside torch; None: not known
@@ -41,7 +42,8 @@ class Trained:
     dispatch_ms: torch.Tensor
     combine_ms: torch.Tensor
     slowest_rank: int
-    flops_per_token: float
+    deterministic: bool
+    flops_per_token: float | None
     peak_torch_bytes: int | None
     outside_torch_bytes: int | None
     rss_bytes: int
@@ -86,43 +88,40 @@ _NUMBERS = (
     "median_ms", "p10_ms", "p90_ms", "slowest_rank", "cpu_ms", "dispatch_ms", "combine_ms", "comm_share",
     "tokens_per_s_per_rank", "model_flops_per_token", "tflops_per_rank", "peak_flops_per_rank", "mfu",
     "peak_torch_bytes", "outside_torch_bytes", "process_rss_bytes",
-    "speedup", "speedup_p10", "speedup_p90", "equals_stock", "loss_difference", "losses",
+    "speedup", "speedup_p10", "speedup_p90", "deterministic", "equals_stock", "loss_difference", "losses",
 )  # fmt: skip
 
 
 def _record(cell: Cell, dispatcher: str, about: Record) -> Record:
-    recipe = asdict(cell.recipe)
+    recipe = cell.recipe
     ours = dispatcher == OURS
     return {
         "system": dispatcher,
-        "recipe": recipe["name"],
-        "device": recipe["device"],
-        "ranks": recipe["num_ranks"],
-        "domains": -(-recipe["num_ranks"] // recipe["domain_size"]),
+        "recipe": recipe.name,
+        "device": recipe.device,
+        "ranks": recipe.num_ranks,
+        "domains": -(-recipe.num_ranks // recipe.domain_size),
         "micro_batch_tokens": cell.micro_batch_tokens,
         "tokens_per_rank": cell.tokens_per_rank,
-        **{
-            name: recipe[name]
-            for name in (
-                "sequence_length", "num_microbatches", "num_layers", "hidden_size", "num_heads",
-                "expert_ffn_size", "num_experts", "topk", "seed",
-            )
-        },
-        "dispatch_dtype": recipe["dispatch_dtype"] if ours else "bf16",
-        "grad_dtype": recipe["grad_dtype"] if ours else "bf16",
-        "cell_dtype": recipe["dispatch_dtype"],
+        "sequence_length": recipe.sequence_length,
+        "num_microbatches": recipe.num_microbatches,
+        **architecture(recipe),
+        "seed": recipe.seed,
+        "dispatch_dtype": recipe.dispatch_dtype if ours else "bf16",
+        "grad_dtype": recipe.grad_dtype if ours else "bf16",
+        "cell_dtype": recipe.dispatch_dtype,
         "overlap": cell.overlap,
         "runs": 0,
         **dict.fromkeys(_NUMBERS),
         "not_run": "",
         **about,
-    }  # fmt: skip
+    }
 
 
 def _numbers(cell: Cell, entry: Trained, stock: Trained | None, peak: float | None) -> Record:
     median_ms = quantile(entry.wall_ms, 0.5)
     rate = cell.tokens_per_rank / (1e-3 * float(entry.wall_ms.quantile(0.5)))
-    flops = rate * entry.flops_per_token
+    flops = None if entry.flops_per_token is None else rate * entry.flops_per_token
     numbers: Record = {
         "runs": entry.wall_ms.numel(),
         "median_ms": median_ms,
@@ -135,12 +134,13 @@ def _numbers(cell: Cell, entry: Trained, stock: Trained | None, peak: float | No
         "comm_share": round(float((entry.comm_ms / entry.wall_ms).quantile(0.5)), 4),
         "tokens_per_s_per_rank": round(rate, 1),
         "model_flops_per_token": entry.flops_per_token,
-        "tflops_per_rank": round(flops / 1e12, 6),
+        "tflops_per_rank": None if flops is None else round(flops / 1e12, 6),
         "peak_flops_per_rank": peak,
-        "mfu": None if peak is None else round(flops / peak, 4),
+        "mfu": None if peak is None or flops is None else round(flops / peak, 4),
         "peak_torch_bytes": entry.peak_torch_bytes,
         "outside_torch_bytes": entry.outside_torch_bytes,
         "process_rss_bytes": entry.rss_bytes,
+        "deterministic": entry.deterministic,
         "losses": entry.losses_N,
     }
     if stock is not None and entry is not stock:
@@ -160,6 +160,7 @@ def broken_promise(record: Record) -> str:
     """What has to be equal bit for bit and is not, or ""."""
     promised = (
         record["system"] == OURS
+        and record["deterministic"]
         and record["dispatch_dtype"] == record["grad_dtype"] == "bf16"
         and record["topk"] <= _MAX_TOPK_OF_EQUAL_BITS
     )
@@ -188,7 +189,7 @@ def table(records: Sequence[Record]) -> str:
                 *(f"{r[name]:,.1f}" for name in ("cpu_ms", "dispatch_ms", "combine_ms")),
                 f"{r['comm_share']:.0%}",
                 f"{r['tokens_per_s_per_rank']:,.0f}",
-                f"{r['tflops_per_rank']:.3g}",
+                "not known" if r["tflops_per_rank"] is None else f"{r['tflops_per_rank']:.3g}",
                 "not known" if r["mfu"] is None else f"{r['mfu']:.1%}",
                 *(_mebibytes(r[name]) for name in ("peak_torch_bytes", "outside_torch_bytes")),
                 f"{r['losses'][-1]:.4f}",

@@ -20,6 +20,7 @@ from recipes.launch import chosen_recipe, default_run_dir, parse_args
 from recipes.metrics import Reporter, StepMetrics, read_metrics
 from recipes.plot import plot_losses
 from recipes.proof import Crossing, ProofError, check
+from tests.megatron.harness import MegatronRanks
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP_KEYS = ["step", "train_loss", "val_loss", "tokens_per_s", "dispatch_ms", "combine_ms", "dispatcher"]
@@ -122,6 +123,13 @@ def test_other_dispatchers_and_ablations_have_their_own_run_directory() -> None:
         )
     }
     assert folders == {"runs/tiny_host", "runs/tiny_host-alltoall", "runs/tiny_host-zero_experts"}
+
+
+def test_the_scale_error_halves_rows_and_leaves_their_gradient(ranks: MegatronRanks) -> None:
+    halved, gradient = ranks.run("ablation_case.rows_and_gradient", ablate="wrong_scale")[0]
+    assert (halved, gradient) == ([0.5, 1.0, 1.5], [1.0, 1.0, 1.0])
+    untouched, gradient = ranks.run("ablation_case.rows_and_gradient", ablate="none")[0]
+    assert (untouched, gradient) == ([1.0, 2.0, 3.0], [1.0, 1.0, 1.0])
 
 
 def crossing(**changes: int) -> Crossing:

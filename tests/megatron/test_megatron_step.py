@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from recipes import devices
+from tests.megatron.harness import MegatronRanks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,6 +24,12 @@ def bench(device: str, out: Path, *options: str) -> tuple[list[dict[str, Any]], 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(out.with_suffix(".json").read_text()), done.stdout
+
+
+def test_a_cell_leaves_no_model_behind(ranks: MegatronRanks, tmp_path: Path) -> None:
+    """Otherwise the next cells of a sweep run out of a GPU's memory."""
+    found = ranks.run("step_case.models_left", data_dir=str(tmp_path), device=ranks.device)
+    assert found == [(["uccl_ep", "alltoall"], 0)] * 4
 
 
 @pytest.mark.slow

@@ -93,7 +93,8 @@ def test_model_flops_are_those_counted_by_hand() -> None:
     """tiny_host: a layer has 4 H^2 of attention, E H of the router and 2 x 2 H F of a token's two experts."""
     config = SimpleNamespace(
         num_layers=4, hidden_size=128, num_attention_heads=4, kv_channels=32, num_moe_experts=8,
-        moe_router_topk=2, expert_model_parallel_size=4,
+        moe_router_topk=2, expert_model_parallel_size=4, tensor_model_parallel_size=1,
+        expert_tensor_parallel_size=None, pipeline_model_parallel_size=1,
     )  # fmt: skip
     layer = 4 * 128**2 + 8 * 128 + 2 * 2 * 128 * 512
     by_hand = 6 * (4 * layer + 272 * 128) + 6 * 4 * 256 * 128
@@ -103,6 +104,12 @@ def test_model_flops_are_those_counted_by_hand() -> None:
     assert flops_per_token(a_model(config, shared=True), config, 256) == by_hand
     config.moe_router_topk = 1  # how many a token uses does
     assert flops_per_token(a_model(config, shared=True), config, 256) == by_hand - 6 * 4 * 2 * 128 * 512
+    config.multi_latent_attention, config.v_head_dim = True, 32
+    config.qk_head_dim, config.qk_pos_emb_head_dim = 32, 16  # a query is 16 wider, the mean 8
+    wider = by_hand - 6 * 4 * 2 * 128 * 512 + 6 * 4 * 256 * 4 * 8
+    assert flops_per_token(a_model(config, shared=True), config, 256) == wider
+    config.tensor_model_parallel_size = 2
+    assert flops_per_token(a_model(config, shared=True), config, 256) is None, "a rank has half of it"
 
 
 def test_peaks_are_found_by_name_and_never_guessed() -> None:
@@ -115,12 +122,17 @@ def test_peaks_are_found_by_name_and_never_guessed() -> None:
     assert all(1e14 < value < 1e16 for value in PEAK_FLOPS.values())
 
 
-def trained(dispatcher: str, factor: float = 1.0, losses: tuple[float, ...] = (5.0, 4.0, 3.0)) -> Trained:
+def trained(
+    dispatcher: str,
+    factor: float = 1.0,
+    losses: tuple[float, ...] = (5.0, 4.0, 3.0),
+    deterministic: bool = True,
+) -> Trained:
     wall_ms = factor * torch.tensor([10.0, 20.0, 30.0], dtype=torch.float64)
     return Trained(
         dispatcher=dispatcher, losses_RN=[list(losses), list(losses)], wall_ms=wall_ms, cpu_ms=2 * wall_ms,
-        dispatch_ms=0.2 * wall_ms, combine_ms=0.1 * wall_ms, slowest_rank=1, flops_per_token=1e6,
-        peak_torch_bytes=None, outside_torch_bytes=1 << 20, rss_bytes=1 << 30,
+        dispatch_ms=0.2 * wall_ms, combine_ms=0.1 * wall_ms, slowest_rank=1, deterministic=deterministic,
+        flops_per_token=1e6, peak_torch_bytes=None, outside_torch_bytes=1 << 20, rss_bytes=1 << 30,
     )  # fmt: skip
 
 
@@ -168,6 +180,9 @@ def test_losses_that_have_to_be_equal_and_are_not_break_the_promise() -> None:
     assert broken_promise(alone) == "", "nothing to compare with"
     fp8, *_ = records_of(cells("--dispatch-dtype", "fp8")[0], [other, trained("alltoall")], {}, ABOUT)
     assert broken_promise(fp8) == "", "FP8 rounds"
+    loose = trained("uccl_ep", losses=(5.0, 4.0, 3.1), deterministic=False)
+    varying, *_ = records_of(BF16, [loose, trained("alltoall")], {}, ABOUT)
+    assert broken_promise(varying) == "", "stock would differ from itself"
 
 
 def test_the_png_is_drawn_from_what_ran(tmp_path: Path) -> None:
