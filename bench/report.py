@@ -137,10 +137,10 @@ def table(records: Sequence[Record]) -> str:
             )
         )
     refused = [f"{record['system']}  not run: {record['not_run']}" for record in records if record["not_run"]]
-    return "\n".join([*(_aligned(rows) if len(rows) > 1 else ()), *refused])
+    return "\n".join([*(aligned(rows) if len(rows) > 1 else ()), *refused])
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(

@@ -42,13 +42,19 @@ def verify(recipe: Recipe, training: Training) -> None:
 
 def ablate(recipe: Recipe, moe_layers: Iterable[Any]) -> None:
     """zero_experts: the experts return zeros. zero_prob_grad: the router gets no gradient through its
-    probabilities (the fault that no test of Megatron's own notices)."""
+    probabilities (the fault that no test of Megatron's own notices). wrong_scale: rows come out of
+    FP8 at half their value, as if their codes were read with the exponent bias of the other e4m3 (8 in AMD's
+    "fnuz", 7 in OCP's)."""
     for layer in moe_layers:
         if recipe.ablate == "zero_experts":
             layer.experts.forward = _zeroed(layer.experts.forward)
         elif recipe.ablate == "zero_prob_grad":
             layer.token_dispatcher.dispatch_preprocess = _without_gradient(
                 layer.token_dispatcher.dispatch_preprocess
+            )
+        elif recipe.ablate == "wrong_scale":
+            layer.token_dispatcher.dispatch_postprocess = _with_wrong_scale(
+                layer.token_dispatcher.dispatch_postprocess
             )
 
 
@@ -78,3 +84,24 @@ def _without_gradient(preprocess: Callable[..., Any]) -> Callable[..., Any]:
         return preprocess(hidden, routing_map, _ZeroGradient.apply(probs))
 
     return dispatch_preprocess
+
+
+class _Halved(torch.autograd.Function):
+    """Half of each value. The gradient passes unchanged, as it does through FP8: the backward of a dispatch
+    knows nothing of scales."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RH: torch.Tensor) -> torch.Tensor:
+        return rows_RH * 0.5
+
+    @staticmethod
+    def backward(ctx: Any, grad_RH: torch.Tensor) -> torch.Tensor:
+        return grad_RH
+
+
+def _with_wrong_scale(postprocess: Callable[..., Any]) -> Callable[..., Any]:
+    def dispatch_postprocess(*args: Any) -> Any:
+        rows_RH, tokens_per_expert, probs = postprocess(*args)
+        return _Halved.apply(rows_RH), tokens_per_expert, probs
+
+    return dispatch_postprocess

@@ -91,8 +91,8 @@ def default_run_dir(recipe: Recipe) -> Path:
     return Path("runs") / (recipe.name + suffix + ("" if recipe.ablate == "none" else f"-{recipe.ablate}"))
 
 
-def run_ranks(num_ranks: int, argv: list[str]) -> int:
-    """Runs this module on `num_ranks` local ranks under torchrun's agent; its exit status.
+def run_ranks(num_ranks: int, argv: list[str], module: str = "recipes.launch") -> int:
+    """Runs a module on `num_ranks` local ranks under torchrun's agent; its exit status.
 
     The agent passes SIGINT and SIGTERM on to the ranks, which save and leave; it kills what stays too long.
     """
@@ -105,17 +105,17 @@ def run_ranks(num_ranks: int, argv: list[str]) -> int:
         max_restarts=0, run_id="recipe", monitor_interval=0.2,
     )  # fmt: skip
     try:
-        elastic_launch(config, sys.executable)("-m", "recipes.launch", *argv)
+        elastic_launch(config, sys.executable)("-m", module, *argv)
     except SignalException:
         return _STOPPED
     except ChildFailedError as error:
-        print(f"recipe failed: {error}", file=sys.stderr)
+        print(f"{module} failed: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def train_rank(args: argparse.Namespace, recipe: Recipe, why_cpu: str, run_dir: Path) -> int:
-    """One rank's whole life."""
+def set_up_rank(recipe: Recipe) -> None:
+    """This rank's device, Megatron with what it needs on a CPU, and the process groups."""
     backend = devices.join(recipe.device, int(env.read("LOCAL_RANK", "0")))
     from uccl_ep_train.megatron import cpu_shims
 
@@ -126,6 +126,13 @@ def train_rank(args: argparse.Namespace, recipe: Recipe, why_cpu: str, run_dir: 
     from recipes import train
 
     train.set_up(recipe, backend)
+
+
+def train_rank(args: argparse.Namespace, recipe: Recipe, why_cpu: str, run_dir: Path) -> int:
+    """One rank's whole life."""
+    set_up_rank(recipe)
+    from recipes import train
+
     if dist.get_rank() == 0:
         if why_cpu:
             print(why_cpu, flush=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 DEVICES = ("auto", "cpu", "cuda")
 DISPATCHERS = ("uccl_ep", "alltoall", "allgather")
-ABLATIONS = ("none", "zero_experts", "zero_prob_grad")
+ABLATIONS = ("none", "zero_experts", "zero_prob_grad", "wrong_scale")
 VOCAB_SIZE = 257  # the 256 byte values and one end-of-document token
 PADDED_VOCAB_SIZE = 272  # a multiple of 16, as vectorised matrix products like it
 

@@ -52,10 +52,14 @@ class Outcome:
     seconds: float
 
 
-def _forward_step(batches: Iterator[dict[str, torch.Tensor]], model: Any) -> tuple[torch.Tensor, Any]:
+def _forward_step(
+    batches: Iterator[dict[str, torch.Tensor]], model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
+    """return_schedule_plan: what Megatron's schedule for overlapped communication wants instead of losses."""
     batch = next(batches)
-    losses_BS = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-    return losses_BS, partial(_mean_loss, batch["loss_mask"])
+    run = model.build_schedule_plan if return_schedule_plan else model
+    result = run(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return result, partial(_mean_loss, batch["loss_mask"])
 
 
 def _mean_loss(mask_BS: torch.Tensor, losses_BS: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -79,7 +83,8 @@ def _passes(
     return sum(float(d["loss"]) for d in done) / num
 
 
-def _train_step(training: Training, batches: Batches, recipe: Recipe, step: int) -> float:
+def train_step(training: Training, batches: Batches, recipe: Recipe, step: int) -> float:
+    """Step `step`, the first being 1: forward, backward, optimizer. This rank's mean loss."""
     first = (step - 1) * recipe.num_microbatches
     stream = (batches.micro_batch(first + i) for i in range(recipe.num_microbatches))
     training.model.zero_grad_buffer()
@@ -156,7 +161,7 @@ def run(recipe: Recipe, run_dir: Path, data_dir: Path, router_trace: Path | None
         step += 1
         clock.take()
         step_started = time.perf_counter()
-        own_loss = _train_step(training, train_batches, recipe, step)
+        own_loss = train_step(training, train_batches, recipe, step)
         trace.after_step(step)
         train_loss, stopped = _agree(own_loss, stop, recipe)
         spent = clock.take()  # waits for the GPU, so what follows is the whole step

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Everything that needs GPUs, on a machine that has them and a build with nvcc:
 #
-#   ./scripts/gpu_checks.sh [tests] [sanitize] [soak] [bench]      without arguments: all four
+#   ./scripts/gpu_checks.sh [tests] [sanitize] [soak] [bench] [step]      without arguments: all but step
 #
 # tests: 10 minutes at most; soak: 10,000 operations, 10,000 rounds beside NCCL, 1,000 replays of a graph; bench: the sweep
-# of bench/README.md, and forward + backward, into $OUT (bench/results). RANKS: as many as there are GPUs.
+# of bench/README.md, and forward + backward, into $OUT (bench/results); step: a training step of Megatron with each
+# dispatcher, needs megatron-core. RANKS: as many as there are GPUs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -38,8 +39,13 @@ for what in "$@"; do
       check bench "$python" bench/dispatch_combine.py --backward --ranks "$ranks" --tokens 128 512 4096 --hidden 7168 \
         --topk 8 --experts 256 --domains 1 --num-sms 24 64 --out "$out/gpus_${ranks}_backward"
       ;;
+    step)
+      check step "$python" -m bench.megatron_step --device cuda --num-ranks "$ranks" --micro-batch-tokens 1024 4096 \
+        --hidden 2048 7168 --expert-ffn 2048 --dispatch-dtype bf16 fp8 --overlap off on --budget-mib 512 \
+        --out "$out/gpus_${ranks}_megatron_step"
+      ;;
     *)
-      printf '%s: none of tests, sanitize, soak, bench\n' "$what" >&2
+      printf '%s: none of tests, sanitize, soak, bench, step\n' "$what" >&2
       exit 2
       ;;
   esac

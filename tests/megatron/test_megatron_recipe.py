@@ -20,7 +20,7 @@ from recipes.launch import chosen_recipe, default_run_dir, parse_args
 from recipes.metrics import Reporter, StepMetrics, read_metrics
 from recipes.plot import plot_losses
 from recipes.proof import Crossing, ProofError, check
-from recipes.quality import verdict
+from tests.megatron.harness import MegatronRanks
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP_KEYS = ["step", "train_loss", "val_loss", "tokens_per_s", "dispatch_ms", "combine_ms", "dispatcher"]
@@ -125,17 +125,11 @@ def test_other_dispatchers_and_ablations_have_their_own_run_directory() -> None:
     assert folders == {"runs/tiny_host", "runs/tiny_host-alltoall", "runs/tiny_host-zero_experts"}
 
 
-def test_the_verdict_on_quality_notices_each_claim_that_fails() -> None:
-    good = {
-        "fp8": [2.01, 2.03],
-        "bf16": [2.00, 2.02],
-        "zero_experts": [2.5, 2.5],
-        "zero_prob_grad": [2.1, 2.1],
-    }
-    assert verdict(good)[1]
-    assert not verdict(good | {"fp8": [2.05, 2.05]})[1]
-    assert not verdict(good | {"zero_prob_grad": [2.03, 2.03]})[1]
-    assert verdict(good | {"zero_experts": [2.0, 2.0]})[0].count("DOES NOT HOLD") == 1
+def test_the_scale_error_halves_rows_and_leaves_their_gradient(ranks: MegatronRanks) -> None:
+    halved, gradient = ranks.run("ablation_case.rows_and_gradient", ablate="wrong_scale")[0]
+    assert (halved, gradient) == ([0.5, 1.0, 1.5], [1.0, 1.0, 1.0])
+    untouched, gradient = ranks.run("ablation_case.rows_and_gradient", ablate="none")[0]
+    assert (untouched, gradient) == ([1.0, 2.0, 3.0], [1.0, 1.0, 1.0])
 
 
 def crossing(**changes: int) -> Crossing:
@@ -219,7 +213,7 @@ def test_bf16_training_of_the_recipe_equals_alltoall_and_each_ablation_does_not(
     said, _ = launch(tmp_path / "run", *options, "--compare=alltoall").communicate(timeout=200)
     ours, stock = losses(tmp_path / "run"), losses(tmp_path / "run" / "compare_alltoall")
     assert len(ours) == 8 and ours == stock, said
-    for ablation in ("zero_experts", "zero_prob_grad"):
+    for ablation in ("zero_experts", "zero_prob_grad", "wrong_scale"):
         folder = tmp_path / ablation
         said, _ = launch(folder, *options, f"--ablate={ablation}").communicate(timeout=150)
         assert len(losses(folder)) == 8 and losses(folder) != ours, said

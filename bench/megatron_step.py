@@ -1,0 +1,97 @@
+"""Time of a Megatron training step with each dispatcher, in one job: the same weights, batches and groups.
+
+    python -m bench.megatron_step                                       starts the recipe's ranks on this host
+    python -m bench.megatron_step --micro-batch-tokens 1024 4096 --hidden 2048 7168 --overlap off on
+    torchrun --nproc_per_node=8 -m bench.megatron_step --num-ranks 8
+
+Dispatchers take turns step by step, so that ratios are of neighbouring steps. What of BF16 has to be equal to
+the last bit is compared, and ends the benchmark with an error where it is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from bench import report
+from bench.step_cases import Cell, base_recipe, cells_of, parse_args
+from recipes import devices
+from recipes.devices import DeviceError
+from recipes.launch import run_ranks, set_up_rank
+from recipes.settings import Recipe, RecipeError
+
+
+def run_cell(cell: Cell, title: str, args: argparse.Namespace, about: report.Record) -> list[report.Record]:
+    """Collective. Prints the cell's table on rank 0."""
+    from bench import step_measure, step_report  # after the ranks are set up: they import Megatron
+
+    first = dist.get_rank() == 0
+    started = time.monotonic()
+    trained: list[step_measure.Trained] = []
+    refused = dict.fromkeys(args.dispatchers, cell.problem)
+    if not cell.problem:
+        progress = report.Progress(title, active=first)
+        trained, refused = step_measure.measure(
+            cell, args.dispatchers, args.warmup, Path("runs") / "data", progress
+        )
+    records = step_report.records_of(cell, trained, refused, about)
+    if first:
+        seconds = time.monotonic() - started
+        print(
+            f"\n{title}; {args.steps} steps each, {seconds:.0f} s\n{step_report.table(records)}", flush=True
+        )
+    return records
+
+
+def run_rank(args: argparse.Namespace, recipe: Recipe) -> int:
+    """One rank's whole life."""
+    set_up_rank(recipe)
+    from bench import step_report
+
+    first = dist.get_rank() == 0
+    about = report.about_here(args.commit) | step_report.about_versions()
+    records: list[report.Record] = []
+    cells = cells_of(args, recipe)
+    for index, cell in enumerate(cells):
+        records += run_cell(cell, f"[{index + 1}/{len(cells)}] {cell}", args, about)
+        if first:
+            report.write_json(records, Path(f"{args.out}.json"))
+    broken = [
+        f"{step_report.label(r)}: {problem}" for r in records if (problem := step_report.broken_promise(r))
+    ]
+    if first:
+        step_report.write_png(records, Path(f"{args.out}.png"))
+        versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+        print(f"\n{about['hardware']}, {versions}, commit {about['commit']}")
+        print(f"written: {args.out}.json and .png", flush=True)
+        print("\n".join(broken), end="\n" if broken else "", file=sys.stderr, flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    return 1 if broken else 0
+
+
+def main(argv: list[str]) -> int:
+    args = parse_args(argv, str(__doc__).splitlines()[0])
+    try:
+        recipe, why_cpu = devices.place(base_recipe(args))
+    except (RecipeError, DeviceError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if dist.is_torchelastic_launched():
+        return run_rank(args, recipe)
+    problems = [cell.problem for cell in cells_of(args, recipe)]
+    if all(problems):
+        print("nothing to measure: " + "; ".join(dict.fromkeys(problems)), file=sys.stderr)
+        return 2
+    if why_cpu:
+        print(why_cpu, flush=True)
+    # Decided here once: the last of two equal options counts.
+    return run_ranks(recipe.num_ranks, [*argv, f"--device={recipe.device}"], module="bench.megatron_step")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,156 @@
+"""The cells of `megatron_step.py`: a recipe in one size, and the command line that asks for them."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench.options import RESULTS
+from recipes import RECIPES
+from recipes.settings import DEVICES, DISPATCHERS, Recipe, RecipeError
+from uccl_ep_train import fp8
+
+STOCK = "alltoall"
+OURS = "uccl_ep"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What is compared: every dispatcher trains `recipe` (whose own dispatcher does not count).
+
+    overlap  Megatron's `overlap_moe_expert_parallel_comm`: communication of one micro-batch beside
+             computation of another
+    problem  why it cannot run; "" if nothing is known
+    """
+
+    recipe: Recipe
+    overlap: bool
+    problem: str = ""
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Of a rank in a forward pass."""
+        return self.recipe.micro_batch_size * self.recipe.sequence_length
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """In a step."""
+        return self.micro_batch_tokens * self.recipe.num_microbatches
+
+    def __str__(self) -> str:
+        r = self.recipe
+        return (
+            f"{r.name} {self.micro_batch_tokens} tokens x {r.num_microbatches}, H={r.hidden_size}, "
+            f"{r.dispatch_dtype}, overlap {'on' if self.overlap else 'off'}"
+        )
+
+
+def sized(recipe: Recipe, *, tokens: int | None, hidden: int | None, expert_ffn: int | None) -> Recipe:
+    """The recipe with so many tokens of a rank in a forward pass, and so wide. Raises RecipeError.
+
+    Sequences keep their length if `tokens` are whole ones, or become one that is shorter. Heads keep their
+    width, so that there are more of them; experts keep their ratio to the hidden size unless `expert_ffn` is
+    given.
+    """
+    if tokens is not None:
+        length = min(tokens, recipe.sequence_length)
+        if length < 1 or tokens % length:
+            raise RecipeError(f"{tokens} tokens are not whole sequences of {length}")
+        recipe = replace(recipe, sequence_length=length, micro_batch_size=tokens // length)
+    if hidden is not None:
+        head = recipe.hidden_size // recipe.num_heads
+        if hidden % fp8.BLOCK or hidden % head:
+            raise RecipeError(
+                f"hidden = {hidden} is not a multiple of {fp8.BLOCK} and of {head}, a head's width"
+            )
+        recipe = replace(
+            recipe,
+            hidden_size=hidden,
+            num_heads=hidden // head,
+            expert_ffn_size=recipe.expert_ffn_size * hidden // recipe.hidden_size,
+        )
+    return recipe if expert_ffn is None else replace(recipe, expert_ffn_size=expert_ffn)
+
+
+def architecture(recipe: Recipe) -> dict[str, int]:
+    """What of the model a record names."""
+    names = ("num_layers", "hidden_size", "num_heads", "expert_ffn_size", "num_experts", "topk")
+    return {name: getattr(recipe, name) for name in names}
+
+
+def cells_of(args: argparse.Namespace, recipe: Recipe) -> list[Cell]:
+    """The sweep, also the cells that cannot run (`Cell.problem`)."""
+    cells = []
+    for dtype, tokens, hidden, overlap in itertools.product(
+        args.dispatch_dtype, args.micro_batch_tokens, args.hidden, args.overlap
+    ):
+        chosen, problem = replace(recipe, dispatch_dtype=dtype), ""
+        try:
+            chosen = sized(chosen, tokens=tokens, hidden=hidden, expert_ffn=args.expert_ffn)
+        except RecipeError as error:
+            problem = str(error)
+        cells.append(Cell(recipe=chosen, overlap=overlap == "on", problem=problem))
+    return cells
+
+
+def parse_args(argv: list[str], about: str = "") -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.megatron_step", description=about)
+    parser.add_argument("--recipe", choices=sorted(RECIPES), default="tiny_host")
+    parser.add_argument("--dispatchers", nargs="+", choices=DISPATCHERS, default=[OURS, STOCK])
+    parser.add_argument("--device", choices=DEVICES, help="default: the recipe's")
+    parser.add_argument("--num-ranks", type=int, help="on this machine; default: the recipe's")
+    sweep = parser.add_argument_group("the sweep: every combination of; defaults are the recipe's")
+    sweep.add_argument("--micro-batch-tokens", type=int, nargs="+", default=[None], help="of a rank")
+    sweep.add_argument("--hidden", type=int, nargs="+", default=[None])
+    sweep.add_argument("--dispatch-dtype", nargs="+", choices=("bf16", "fp8"), default=["bf16"], help=OURS)
+    sweep.add_argument(
+        "--overlap", nargs="+", choices=("off", "on"), default=["off"],
+        help="Megatron's overlap of expert parallel communication with another micro-batch",
+    )  # fmt: skip
+    parser.add_argument("--expert-ffn", type=int, help="width of the experts; default: in the recipe's ratio")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument(
+        "--num-microbatches", type=int,
+        help="of a step, in all cells; default: the recipe's, with --overlap on at least 2",
+    )  # fmt: skip
+    parser.add_argument("--grad-dtype", choices=("bf16", "fp8"), help=f"gradients of combine, {OURS}")
+    parser.add_argument("--budget-mib", type=int, help=f"memory of {OURS} for each rank")
+    parser.add_argument("--steps", type=int, default=20, help="counted ones of each dispatcher")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--commit", default="", help="to record; default: $BENCH_COMMIT, else git's")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS / "megatron_step", help="where to write, without .json and .png"
+    )
+    args = parser.parse_args(argv)
+    if len(set(args.dispatchers)) < len(args.dispatchers):
+        parser.error("--dispatchers names one twice")
+    if args.steps < 2 or args.warmup < 1:
+        parser.error("--steps has to be at least 2, and --warmup at least 1: the first step allocates")
+    return args
+
+
+def base_recipe(args: argparse.Namespace) -> Recipe:
+    """The recipe with what all cells share. Raises RecipeError."""
+    recipe = RECIPES[args.recipe]()
+    num_ranks = args.num_ranks or recipe.num_ranks
+    at_least = 2 if "on" in args.overlap else 1
+    changes: dict[str, Any] = {
+        "device": args.device,
+        "num_layers": args.layers,
+        "grad_dtype": args.grad_dtype,
+        "budget_bytes": None if args.budget_mib is None else args.budget_mib << 20,
+        "seed": args.seed,
+    }
+    return replace(
+        recipe,
+        num_ranks=num_ranks,
+        domain_size=min(recipe.domain_size, num_ranks),
+        num_microbatches=args.num_microbatches or max(at_least, recipe.num_microbatches),
+        num_steps=args.warmup + args.steps,
+        ablate="none",
+        **{name: value for name, value in changes.items() if value is not None},
+    )

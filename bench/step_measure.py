@@ -1,0 +1,184 @@
+"""One cell: a model for each dispatcher in the same processes, whose steps take turns.
+
+All have the same weights at first and the same batches. Every round is a step of each, in an order that
+turns from round to round, so that what disturbs the machine disturbs all alike; ratios are taken in a round.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.flops import flops_per_token
+from bench.lineup import OURS_REFUSES, agree, describe
+from bench.measure import start_together
+from bench.step_cases import OURS, Cell
+from bench.step_report import Trained
+from recipes import devices, dispatchers
+from recipes.data import Batches, build_batches
+from recipes.model import build
+from recipes.timing import DispatchClock
+from recipes.train import train_step
+from uccl_ep_train import env
+from uccl_ep_train.megatron import plugin
+
+# Megatron says by assertions what settings it does not support, and older ones do not know the setting.
+_REFUSES = (*OURS_REFUSES, AssertionError, TypeError, NotImplementedError)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One counted step of one dispatcher on this rank.
+
+    wall_ms                  from the moment when all start
+    dispatch_ms, combine_ms  forward and backward, see recipes/timing.py
+    cpu_ms                   processor time of all threads
+    """
+
+    wall_ms: float
+    dispatch_ms: float
+    combine_ms: float
+    cpu_ms: float
+
+
+class Contender:
+    """A model with one dispatcher. Collective, as all of its methods are."""
+
+    def __init__(self, dispatcher: str, cell: Cell) -> None:
+        """Raises what refuses the cell, one of _REFUSES."""
+        self.dispatcher = dispatcher
+        self._recipe = replace(cell.recipe, token_dispatcher=dispatcher)
+        before = _allocated()
+        carrier = dispatchers.enable(self._recipe)
+        if cell.overlap:
+            carrier["overlap_moe_expert_parallel_comm"] = True
+        self._training = build(self._recipe, carrier)
+        dispatchers.verify(self._recipe, self._training)
+        self._clock = DispatchClock(self._training.moe_layers())
+        self._resident_bytes = _allocated() - before
+        self._peak_bytes = 0
+        self._turns: list[Turn] = []
+        self._losses: list[float] = []
+
+    def step(self, batches: Batches, number: int, *, counted: bool) -> None:
+        before = _allocated()
+        if devices.own().type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self._clock.take()
+        cpu_start, start = time.process_time(), start_timing()
+        loss = train_step(self._training, batches, self._recipe, number)
+        spent = self._clock.take()  # waits for the GPU
+        wall_ms, cpu_ms = 1e3 * (time.perf_counter() - start), 1e3 * (time.process_time() - cpu_start)
+        self._losses.append(loss)
+        if counted:
+            self._turns.append(Turn(wall_ms, spent["dispatch"], spent["combine"], cpu_ms))
+        # Less what was there before, which is this model's and the others'; then this one's again.
+        self._peak_bytes = max(self._peak_bytes, _peak() - before + self._resident_bytes)
+        self._resident_bytes += _allocated() - before
+
+    def trained(self, cell: Cell) -> Trained:
+        on_gpu = devices.own().type == "cuda"
+        outside = sum(buffer.memory_plan().total_bytes for buffer in plugin.buffers())
+        own = {
+            "turns": self._turns,
+            "losses": self._losses,
+            "peak": self._peak_bytes,
+            "outside": outside,
+            "rss": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        }
+        ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(ranks, own)
+        wall_RN, cpu_RN, dispatch_RN, combine_RN = (
+            torch.tensor([[getattr(turn, name) for turn in r["turns"]] for r in ranks], dtype=torch.float64)
+            for name in ("wall_ms", "cpu_ms", "dispatch_ms", "combine_ms")
+        )
+        return Trained(
+            dispatcher=self.dispatcher,
+            losses_RN=[r["losses"] for r in ranks],
+            wall_ms=wall_RN.max(0).values,
+            cpu_ms=cpu_RN.sum(0),
+            dispatch_ms=dispatch_RN.mean(0),
+            combine_ms=combine_RN.mean(0),
+            slowest_rank=Counter(wall_RN.argmax(0).tolist()).most_common(1)[0][0],
+            deterministic=not on_gpu or self._training.config.deterministic_mode,
+            flops_per_token=flops_per_token(
+                self._training.model.module.named_parameters(),
+                self._training.config,
+                cell.recipe.sequence_length,
+            ),
+            peak_torch_bytes=max(r["peak"] for r in ranks) if on_gpu else None,
+            outside_torch_bytes=max(r["outside"] for r in ranks) if self.dispatcher == OURS else None,
+            rss_bytes=max(r["rss"] for r in ranks),
+        )
+
+    def close(self) -> None:
+        """Lets the model go. Python's collector does not see through nodes of autograd, by which hooks of the
+        data parallel wrapper, and a graph whose end a dispatcher keeps, hold on to it."""
+        self._training.model.grad_accs.clear()
+        for layer in self._training.moe_layers():
+            layer.token_dispatcher = None
+
+
+def start_timing() -> float:
+    """Collective: when all ranks start; between hosts, which have no common clock, when this one leaves a
+    barrier."""
+    devices.synchronize()
+    if env.read("LOCAL_WORLD_SIZE") == env.read("WORLD_SIZE"):
+        return start_together()
+    dist.barrier()
+    return time.perf_counter()
+
+
+def _allocated() -> int:
+    return torch.cuda.memory_allocated() if devices.own().type == "cuda" else 0
+
+
+def _peak() -> int:
+    return torch.cuda.max_memory_allocated() if devices.own().type == "cuda" else 0
+
+
+def measure(
+    cell: Cell, wanted: list[str], warmup: int, data_dir: Path, progress: Callable[[int, int], None]
+) -> tuple[list[Trained], dict[str, str]]:
+    """Collective. What ran, in the order of `wanted`, and why each of the others did not."""
+    refused: dict[str, str] = {}
+    contenders: list[Contender] = []
+    try:
+        # Ours last: from then on every MoE layer that is built has to have our dispatcher.
+        for dispatcher in sorted(wanted, key=lambda name: name == OURS):
+            contender, reason = None, ""
+            try:
+                contender = Contender(dispatcher, cell)
+            except _REFUSES as error:
+                reason = describe(error)
+            reason = agree(reason)
+            if contender is None or reason:
+                refused[dispatcher] = reason
+            else:
+                contenders.append(contender)
+        batches, _ = build_batches(cell.recipe, data_dir)
+        gc.disable()
+        for index in range(cell.recipe.num_steps if contenders else 0):
+            for turn in range(len(contenders)):
+                contender = contenders[(index + turn) % len(contenders)]
+                contender.step(batches, index + 1, counted=index >= warmup)
+            gc.collect()  # between rounds, and not in somebody's step
+            progress(index + 1, cell.recipe.num_steps)
+        trained = [contender.trained(cell) for contender in contenders]
+    finally:
+        gc.enable()
+        plugin.disable()  # collective: it closes the buffers
+        for contender in contenders:
+            contender.close()
+        contenders.clear()
+        gc.collect()
+    return sorted(trained, key=lambda entry: wanted.index(entry.dispatcher)), refused
