@@ -79,7 +79,7 @@ struct RankInput {
     }
     const uint32_t experts = run.num_experts();
     for (uint64_t t = 0; t < num_tokens; ++t) {
-      const uint64_t first = random() % experts, step = 1 + random() % (experts / run.width() + 1);
+      const uint64_t first = random() % experts, step = 1 + random() % (experts / run.width());
       for (uint32_t k = 0; k < run.width(); ++k) {
         if (run.is_map) {
           routing.push_back(chance(3));
@@ -91,6 +91,9 @@ struct RankInput {
         values.push_back(normal(random));
       }
     }
+    x.reserve(1);  // a rank without tokens has addresses, too
+    routing.reserve(1);
+    values.reserve(1);
   }
 };
 
@@ -115,9 +118,11 @@ struct Combined {
   std::vector<float> values;
 };
 
+// An address, also of nothing.
 template <typename T>
-T* data_or_null(std::vector<T>& v) {
-  return v.empty() ? nullptr : v.data();
+T* address_if(bool wanted, std::vector<T>& v) {
+  v.reserve(1);
+  return wanted ? v.data() : nullptr;
 }
 
 inline DispatchArgs dispatch_args(const CudaRun& run, const RankInput& in, bool has_routing) {
@@ -138,13 +143,13 @@ inline CombineArgs combine_args(const CudaRun& run, const RankInput& in, Dispatc
   to.out.assign(in.num_tokens * run.hidden * dtype_bytes(run.dtype), 0xEE);
   to.values.assign(run.with_values ? in.values.size() : 0, 0.0f);
   CombineArgs args;
-  args.rows = from.rows.data();
+  args.rows = address_if(true, from.rows);
   args.hidden = run.hidden;
   args.dtype = run.dtype;
   args.wire = run.combine_wire();
-  args.values = run.with_values ? from.values.data() : nullptr;
-  args.out = to.out.data();
-  args.values_out = run.with_values ? to.values.data() : nullptr;
+  args.values = address_if(run.with_values, from.values);
+  args.out = address_if(true, to.out);
+  args.values_out = address_if(run.with_values, to.values);
   return args;
 }
 
@@ -164,7 +169,8 @@ class HostRank {
     got.make_room(run_, op->plan->num_rows);
     got.counts = op->plan->tokens_per_expert;
     if (run_.compact) engine_.give_row_experts(*op, got.experts.data());
-    engine_.give_output(*op, {got.rows.data(), data_or_null(got.scales), data_or_null(got.values)});
+    engine_.give_output(*op, {address_if(true, got.rows), address_if(run_.fp8_codes, got.scales),
+                              address_if(run_.with_values, got.values)});
     EXPECT(engine_.wait(*op, kRunPatienceUsec));
     return got;
   }
@@ -187,6 +193,15 @@ class HostRank {
   std::shared_ptr<Plan> plan_;
 };
 
+// Kernels that run may write to memory that goes with the stack.
+struct CloseOnFailure {
+  CudaEngine& engine;
+  const int before = std::uncaught_exceptions();
+  ~CloseOnFailure() {
+    if (std::uncaught_exceptions() > before) engine.close(true);
+  }
+};
+
 class CudaRank {
  public:
   CudaRank(const CudaRun& run, int rank)
@@ -203,8 +218,9 @@ class CudaRank {
   CudaEngine& engine() { return engine_; }
 
   Dispatched dispatch(const RankInput& in, bool cached) {
-    auto op = engine_.dispatch(dispatch_args(run_, in, !cached), {cached ? plan_ : nullptr, stream_});
     Dispatched got;
+    const CloseOnFailure guard{engine_};
+    auto op = engine_.dispatch(dispatch_args(run_, in, !cached), {cached ? plan_ : nullptr, stream_});
     const bool guessed = !op->counts_known && op->place.fit == cuda::Fit::kIfLargeEnough;
     if (guessed || op->counts_known) give(*op, got);
     const uint64_t deadline = now_usec() + kRunPatienceUsec;
@@ -225,6 +241,7 @@ class CudaRank {
   }
   Combined combine(const RankInput& in, Dispatched& from) {
     Combined got;
+    const CloseOnFailure guard{engine_};
     auto op = engine_.combine(combine_args(run_, in, from, got), {plan_, stream_});
     finish(*op);
     return got;
@@ -244,10 +261,10 @@ class CudaRank {
     got.make_room(run_, op.plan->sizes.num_rows);
     if (op.place.state != cuda::PlanState::kKnown) storage_.assign(op.plan->storage_bytes, 0xDD);
     CudaOutput output;
-    output.rows = got.rows.data();
-    output.scales = data_or_null(got.scales);
-    output.values = data_or_null(got.values);
-    output.row_experts = data_or_null(got.experts);
+    output.rows = address_if(true, got.rows);
+    output.scales = address_if(run_.fp8_codes, got.scales);
+    output.values = address_if(run_.with_values, got.values);
+    output.row_experts = address_if(run_.compact, got.experts);
     output.plan = storage_.data();
     output.stream = stream_;
     engine_.give_output(op, output);
