@@ -36,7 +36,7 @@ __device__ __forceinline__ void proxy_fence() {
 // By one thread of each of `num_blocks` blocks. True in the last: it sees what all blocks wrote before they arrived,
 // publishes it with what it publishes at whatever scope, and the counter is 0 again.
 __device__ __forceinline__ bool arrive_last(uint32_t* counter, uint32_t num_blocks) {
-  if (ptx::add_acq_rel_gpu(counter, 1) != num_blocks - 1) return false;
+  if (ptx::add_one_acq_rel_gpu(counter) != num_blocks - 1) return false;
   *counter = 0;
   return true;
 }
@@ -45,7 +45,7 @@ __device__ __forceinline__ uint32_t take_number(uint32_t* counter) { return atom
 
 // By one thread, which has made its own writes visible to the GPU: counts it; the count before. Nobody waits for that
 // until it is used.
-__device__ __forceinline__ uint32_t count_one(uint32_t* counter) { return ptx::add_release_gpu(counter, 1); }
+__device__ __forceinline__ uint32_t count_one(uint32_t* counter) { return ptx::add_one_release_gpu(counter); }
 // By the one that counted last: it may publish what all have written, and the counter is 0 again.
 __device__ __forceinline__ void end_count(uint32_t* counter) {
   ptx::fence_acq_rel_gpu();
@@ -62,7 +62,7 @@ __device__ __forceinline__ void add_global(uint64_t* sum, uint64_t value) {
 
 // ---- in shared memory of one block ----------------------------------------------------------------------------------
 // By one thread: adds 1 to a word that others wait for.
-__device__ __forceinline__ void count_shared(uint32_t* word) { ptx::add_release_block(word, 1); }
+__device__ __forceinline__ void count_shared(uint32_t* word) { ptx::add_one_release_block(word); }
 __device__ __forceinline__ uint32_t read_shared(uint32_t* word) { return ptx::load_acquire_block(word); }
 // Order comes from the block's own barriers.
 __device__ __forceinline__ void add_shared(uint32_t* counter, uint32_t value) { atomicAdd(counter, value); }

@@ -43,14 +43,14 @@ __device__ __forceinline__ void store_release_gpu(uint64_t* to, uint64_t value) 
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
 // Return what was there before.
-__device__ __forceinline__ uint32_t add_acq_rel_gpu(uint32_t* to, uint32_t value) {
+__device__ __forceinline__ uint32_t add_one_acq_rel_gpu(uint32_t* to) {
   uint32_t before;
-  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(value) : "memory");
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(to) : "memory");
   return before;
 }
-__device__ __forceinline__ uint32_t add_release_gpu(uint32_t* to, uint32_t value) {
+__device__ __forceinline__ uint32_t add_one_release_gpu(uint32_t* to) {
   uint32_t before;
-  asm volatile("atom.add.release.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(value) : "memory");
+  asm volatile("atom.add.release.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(to) : "memory");
   return before;
 }
 __device__ __forceinline__ void fence_acq_rel_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
@@ -58,9 +58,8 @@ __device__ __forceinline__ void fence_acq_rel_gpu() { asm volatile("fence.acq_re
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- shared memory of a block ---------------------------------------------------------------------------------------
-__device__ __forceinline__ void add_release_block(uint32_t* to, uint32_t value) {
-  asm volatile("red.release.cta.shared.add.u32 [%0], %1;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))),
-               "r"(value)
+__device__ __forceinline__ void add_one_release_block(uint32_t* to) {
+  asm volatile("red.release.cta.shared.add.u32 [%0], 1;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to)))
                : "memory");
 }
 // An atomic, too, which tells compute-sanitizer that it is meant.

@@ -215,7 +215,7 @@ template <PlanState kState, bool kBulk, bool kNet>
 __global__ void __launch_bounds__(kThreads<kNet>, 1)
     dispatch(const __grid_constant__ Domain d, const __grid_constant__ PlanView plan,
              const __grid_constant__ PlaceArgs args) {
-  uint8_t* const shared = dynamic_shared();
+  UCCL_EP_DYNAMIC_SHARED(shared);
   __shared__ Arrivals arrivals;
   __shared__ Staged staged;
   if (!kNet) __builtin_assume(d.net == nullptr);

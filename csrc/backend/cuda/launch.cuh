@@ -17,10 +17,7 @@ void launch_kernel(void (*kernel)(Parameters...), const Launch& how, const Argum
   kernel<<<how.blocks, how.threads, how.shared_bytes, how.stream>>>(arguments...);
 }
 
-// A block's, of as many bytes as its launch says.
-__device__ __forceinline__ uint8_t* dynamic_shared() {
-  extern __shared__ __align__(128) uint8_t shared[];
-  return shared;
-}
+// A block's, of as many bytes as its launch says. No function: the compiler would order additions to it otherwise.
+#define UCCL_EP_DYNAMIC_SHARED(name) extern __shared__ __align__(128) uint8_t name[]
 
 }  // namespace uccl_ep::cuda

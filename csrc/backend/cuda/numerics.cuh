@@ -64,7 +64,8 @@ __device__ __forceinline__ uint32_t decode_two(uint32_t codes, float scale) {
 #if __CUDA_ARCH__ >= 890
   if ((codes & 0x7F) != kE4m3Nan && (codes & 0x7F00) != uint32_t{kE4m3Nan} << 8) {
     const float2 values = ptx::from_e4m3(static_cast<uint16_t>(codes));
-    return ptx::to_bf16(values.x * scale, values.y * scale);
+    const float high = values.y * scale;
+    return ptx::to_bf16(values.x * scale, high);
   }
 #endif
   return pack_bf16(e4m3_to_fp32(codes & 0xFF) * scale, e4m3_to_fp32(codes >> 8 & 0xFF) * scale);

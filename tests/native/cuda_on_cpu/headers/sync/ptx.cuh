@@ -43,15 +43,15 @@ inline void store_two_relaxed_system(uint64_t* to, uint64_t first, uint64_t seco
   __atomic_store_n(to + !swapped, swapped ? first : second, __ATOMIC_RELAXED);
 }
 inline void store_release_gpu(uint64_t* to, uint64_t value) { store_release_system(to, value); }
-inline uint32_t add_acq_rel_gpu(uint32_t* to, uint32_t value) {
+inline uint32_t add_one_acq_rel_gpu(uint32_t* to) {
   act();
-  return __atomic_fetch_add(to, value, __ATOMIC_ACQ_REL);
+  return __atomic_fetch_add(to, 1u, __ATOMIC_ACQ_REL);
 }
-inline uint32_t add_release_gpu(uint32_t* to, uint32_t value) {
+inline uint32_t add_one_release_gpu(uint32_t* to) {
   act();
-  return __atomic_fetch_add(to, value, __ATOMIC_RELEASE);
+  return __atomic_fetch_add(to, 1u, __ATOMIC_RELEASE);
 }
-inline void add_release_block(uint32_t* to, uint32_t value) { add_release_gpu(to, value); }
+inline void add_one_release_block(uint32_t* to) { add_one_release_gpu(to); }
 inline void fence_acq_rel_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void fence_acq_rel_gpu() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void fence_proxy_async_global() {}

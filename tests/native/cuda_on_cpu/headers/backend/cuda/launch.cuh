@@ -21,6 +21,6 @@ void launch_kernel(void (*kernel)(Parameters...), const Launch& how, const Argum
   cuda_on_cpu::queue_grid(how.stream, {how.blocks, how.threads, how.shared_bytes},
                           [kernel, given = std::tuple<Arguments...>(arguments...)] { std::apply(kernel, given); });
 }
-inline uint8_t* dynamic_shared() { return cuda_on_cpu::dynamic_memory(); }
+#define UCCL_EP_DYNAMIC_SHARED(name) uint8_t* const name = cuda_on_cpu::dynamic_memory()
 
 }  // namespace uccl_ep::cuda
