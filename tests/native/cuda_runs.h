@@ -36,6 +36,7 @@ struct CudaRun {
   bool bulk_copies = true;
   int rounds = 2;
   uint64_t seed = 1;
+  double arrival_timeout_s = 60;
   LoopOptions loop;
   uint64_t least_windows = 0;  // that a rank's operations have to take
 
@@ -55,7 +56,7 @@ inline EngineConfig config_of(const CudaRun& run, int rank) {
   config.hidden = run.hidden;
   config.max_element_bytes = dtype_bytes(run.dtype);
   config.generation = 42;
-  config.arrival_timeout_s = 60;
+  config.arrival_timeout_s = run.arrival_timeout_s;
   config.progress_timeout_s = 40;
   config.bulk_copies = run.bulk_copies;
   config.loop = run.loop;

@@ -14,8 +14,10 @@ from tests.native.building import PARTS, run
 
 HERE = Path(__file__).resolve().parent
 OF_TRANSPORTS = ("verbs", "verbs_engine", "ofi", "ofi_fault")  # begin with the name of one
+# Kernels on the stand-in for CUDA: docs/cuda_on_cpu.md.
+ON_CPU = ("lanes", "cuda_engine")
 PROGRAMS = (
-    "queue", "layout", "loop", "nics", "stream", "fault", "life", "device", "engine", "cuda", *OF_TRANSPORTS
+    "queue", "layout", "loop", "nics", "stream", "fault", "life", "device", "engine", "cuda", *ON_CPU, *OF_TRANSPORTS
 )  # fmt: skip
 # Where threads meet without a lock: these run under TSan every time, the others with -m slow.
 LOCK_FREE = ("queue", "stream")
@@ -36,17 +38,23 @@ def claims_of(program: str) -> list[str]:
 
 def cases(sanitizer: str) -> list[object]:
     slow = [pytest.mark.slow] if sanitizer == "thread" else []
+    # A GPU's data races are not a CPU's.
+    programs = PROGRAMS if sanitizer == "memory" else [name for name in PROGRAMS if name not in ON_CPU]
     return [
         pytest.param(program, claim, id=f"{program}: {claim}", marks=[] if program in LOCK_FREE else slow)
-        for program in PROGRAMS
+        for program in programs
         for claim in claims_of(program)
     ]
 
 
 def sources_of(program: str) -> list[Path]:
+    if program == "lanes":
+        return [HERE / "lanes_claims.cc", *building.CUDA_ON_CPU.glob("*.cc")]
     product = building.product_sources(ENGINE_PARTS if "engine" in program else PARTS)
     if program == "cuda":  # what of it needs no CUDA
         product.append(building.CSRC / "backend" / "cuda" / "layout.cc")
+    if program in ON_CPU:
+        product += building.cuda_sources()
     return [HERE / f"{program}_claims.cc", *product]
 
 
@@ -106,6 +114,18 @@ def test_claim_without_data_races(build: Build, program: str, claim: str) -> Non
 def test_every_claim_is_a_case(build: Build, program: str) -> None:
     need_transport(program)
     assert run([build(program, "memory"), "--list"], 60).stdout.splitlines() == claims_of(program)
+
+
+# Orders and data of each claim, beside the one of every run.
+SWEEP = "UCCL_EP_CUDA_SEEDS", "100:12"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("claim", [claim for claim in claims_of("cuda_engine") if "host's bits" in claim])
+def test_many_orders(build: Build, claim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(*SWEEP)
+    holds(build, "cuda_engine", claim, "memory")
 
 
 def test_a_false_claim_fails(tmp_path: Path) -> None:
