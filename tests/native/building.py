@@ -25,7 +25,7 @@ FLAGS = ("-std=c++20", "-g1", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-ffp-c
 OBJECTS = ROOT / "build" / "native_claims"
 OBJECTS_KEPT_SECONDS = 86400.0  # since they were last used
 
-# The stand-in for CUDA: its headers come first, kernels are C++ to the compiler, of an architecture with bulk copies.
+# The stand-in for CUDA: its headers come first, kernels are C++ to the compiler.
 CUDA_ON_CPU = HERE / "cuda_on_cpu"
 CUDA_FOLDERS = (CUDA_ON_CPU / "headers", CUDA_ON_CPU)
 KERNEL_OPTIONS = (
@@ -129,14 +129,15 @@ def compiled(source: Path, flavour: Flavour, folders: tuple[Path, ...]) -> Path:
 
 
 def _folders_of(source: Path, on_cpu: bool) -> tuple[Path, ...]:
-    if source.is_relative_to(CSRC):
-        return (*CUDA_FOLDERS, CSRC) if "cuda" in source.parts and on_cpu else (CSRC,)
+    csrc = next((folder for folder in source.parents if folder.name == "csrc"), None)  # a copy of it, too
+    if csrc is not None:
+        return (*CUDA_FOLDERS, csrc) if "cuda" in source.parts and on_cpu else (csrc,)
     return tuple(dict.fromkeys((*(CUDA_FOLDERS if on_cpu else ()), CSRC, HERE, source.parent)))
 
 
 def link(binary: Path, sources: Sequence[Path], flavour: Flavour) -> Path:
-    """Makes the program of `sources`; the product's own see the product's headers alone, and if the stand-in for
-    CUDA is among them, that's."""
+    """Makes the program of `sources`; the product's own see its headers alone, and those of the stand-in
+    for CUDA if that is among them."""
     on_cpu = any(source.parent == CUDA_ON_CPU for source in sources)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:

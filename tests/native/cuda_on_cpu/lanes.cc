@@ -15,7 +15,7 @@
 #include <random>
 #include <thread>
 
-#include "fiber.h"
+#include "block.h"
 
 #ifdef __x86_64__
 // What a call keeps goes to the stack, and comes back from the other one.
@@ -46,162 +46,36 @@ cuda_on_cpu_switch:
 namespace cuda_on_cpu {
 
 thread_local Index thread_index, block_index, grid_size;
+std::atomic<uint64_t> seed_of_all{0}, threads_so_far{0};
+alignas(128) thread_local uint8_t dynamic_bytes[kSharedBytes];
+thread_local Random random_of_thread;
 
 namespace {
 
-constexpr uint32_t kWarp = 32;
-constexpr uint32_t kBarriers = 16;
-constexpr uint32_t kSharedBytes = 232448;
 constexpr uint8_t kGarbage = 0xA5;
-// A block whose lanes have nothing but looked at flags for so many turns gives its core away.
-constexpr uint32_t kQuietTurns = 8;
-
-std::atomic<uint64_t> seed_of_all{0};
-std::atomic<uint64_t> threads_so_far{0};
-alignas(128) thread_local uint8_t dynamic_bytes[kSharedBytes];
-
-struct Random {
-  uint64_t seed = 0;
-  std::mt19937_64 engine;
-  uint64_t next() {
-    const uint64_t now = seed_of_all.load(std::memory_order_relaxed);
-    if (now == 0) return 0;
-    if (now != seed) {
-      seed = now;
-      engine.seed(now * 0x9E3779B97F4A7C15ull + threads_so_far.fetch_add(1));
-    }
-    return engine();
-  }
-  bool one_in(uint32_t n) { return seed_of_all.load(std::memory_order_relaxed) != 0 && next() % n == 0; }
-};
-thread_local Random random_of_thread;
 
 const char* name_of(Meeting kind) {
   static const char* const names[] = {"__syncwarp", "a shuffle", "a vote", "a reduction"};
   return names[static_cast<uint32_t>(kind)];
 }
 
-// What a lane has asked for by bulk copies of stores.
-struct BulkStore {
-  uint8_t* to;
-  const uint8_t* from;
-  uint32_t num_bytes;
-  std::string bytes;  // when they have been read
-  bool is_read = false, is_complete = false;
-};
-using Group = std::vector<std::shared_ptr<BulkStore>>;
-struct BulkLoad {
-  uint8_t* to;
-  const uint8_t* from;
-  uint32_t num_bytes;
-  uint64_t* barrier;
-};
-
-enum class State : uint32_t { kReady, kWaitsForWarp, kWaitsForBlock, kLeft };
-
-struct Lane {
-  Context context;
-  std::unique_ptr<Stack> stack;
-  Index index;
-  State state = State::kReady;
-  uint32_t turns_since_look = kQuietTurns;  // it has work at first
-  const char* waits_for = "";
-  const void* waits_at = nullptr;
-  Group open_group;
-  std::deque<Group> groups;
-#ifdef __SANITIZE_ADDRESS__
-  void* fake_stack = nullptr;
-#endif
-};
-
-struct Warp {
-  uint32_t left = 0;  // lanes that have
-  uint32_t arrived = 0, mask = 0, number = 0;
-  Meeting kind = Meeting::kSync;
-  uint64_t values[2][kWarp] = {};
-};
-struct Barrier {
-  uint32_t size = 0, arrived = 0, number = 0;
-  bool all = true, result[2] = {};
-};
-
-// A barrier of bulk loads as it lies in shared memory: what is missing of its phase.
-struct TransactionBarrier {
-  uint32_t bytes;
-  uint16_t arrivals, phase;
-};
-static_assert(sizeof(TransactionBarrier) == 8);
-
-class Block;
 std::mutex blocks_mutex;
 std::vector<Block*> all_blocks;
-
-class Block {
- public:
-  Block(const Grid& grid, uint32_t number, const std::function<void()>& body)
-      : grid_(grid), body_(body), lanes_(grid.threads), warps_((grid.threads + kWarp - 1) / kWarp), number_(number) {}
-
-  void run();
-  const uint64_t* meet(Meeting kind, uint32_t mask, uint64_t value, const void* at);
-  bool meet_block(uint32_t id, uint32_t size, bool yes, const void* at);
-  void look(const void* at);
-  void act();
-  void leave();
-  uint32_t size() const { return grid_.threads; }
-  Lane& lane() { return *running_; }
-  void begin(const BulkLoad& load) { loads_.push_back(load); }
-  void store(const BulkStore& store) {
-    auto shared = std::make_shared<BulkStore>(store);
-    running_->open_group.push_back(shared);
-    stores_.push_back(std::move(shared));
-  }
-  void commit();
-  void wait_stores(uint32_t groups, bool only_read, const void* at);
-  const std::function<void()>& body() const { return body_; }
-  std::string report() const;
-  [[noreturn]] void fail(const std::string& what);
-  bool one_in(uint32_t n) { return random_of_thread.one_in(n); }
-
- private:
-  void schedule();
-  void resume(Lane& lane);
-  void suspend(bool for_good = false);
-  void park(State state, const char* what, const void* at);
-  void wake(uint32_t first, uint32_t mask);
-  void wake_barrier(uint32_t id);
-  bool move_bulk(bool all);
-  void idle();
-  uint32_t number_of(const Lane& lane) const { return static_cast<uint32_t>(&lane - lanes_.data()); }
-
-  const Grid grid_;
-  const std::function<void()>& body_;
-  std::vector<Lane> lanes_;
-  std::vector<Warp> warps_;
-  Barrier barriers_[kBarriers];
-  std::deque<Lane*> ready_;
-  Lane* running_ = nullptr;
-  Context scheduler_;
-  uint32_t num_left_ = 0;
-  const uint32_t number_;
-  uint32_t turns_since_work_ = 0, idle_rounds_ = 0;
-  std::string fault_;
-  std::deque<BulkLoad> loads_;
-  std::deque<std::shared_ptr<BulkStore>> stores_;
-#ifdef __SANITIZE_ADDRESS__
-  void* scheduler_fake_stack_ = nullptr;
-  const void* scheduler_stack_ = nullptr;
-  size_t scheduler_stack_bytes_ = 0;
-#endif
-};
 thread_local Block* own_block = nullptr;
 
 void enter_lane() {
 #ifdef __SANITIZE_ADDRESS__
   __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
 #endif
-  own_block->body()();
-  own_block->leave();
+  try {
+    own_block->body()();
+    own_block->leave();
+  } catch (const GivenUp&) {  // and nobody waits for it
+  }
+  own_block->suspend(true);
 }
+
+}  // namespace
 
 void Block::resume(Lane& lane) {
   running_ = &lane;
@@ -311,8 +185,7 @@ void Block::leave() {
 
 void Block::fail(const std::string& what) {
   if (fault_.empty()) fault_ = what + "\n" + report();
-  suspend(true);
-  std::abort();  // nobody resumes it
+  throw GivenUp{};
 }
 
 void Block::park(State state, const char* what, const void* at) {
@@ -406,64 +279,6 @@ void Block::act() {
   suspend();
 }
 
-// ---- bulk copies ----------------------------------------------------------------------------------------------------
-
-void complete(TransactionBarrier& barrier) {
-  if (barrier.arrivals != 0 || barrier.bytes != 0) return;
-  barrier.phase ^= 1;
-  barrier.arrivals = 1;
-}
-
-// One that is under way, or all. False: there is none.
-bool Block::move_bulk(bool all) {
-  bool any = false;
-  const auto chosen = [&](size_t count) { return all ? 0 : random_of_thread.next() % count; };
-  while (!loads_.empty() && (all || !any)) {
-    const auto it = loads_.begin() + static_cast<ptrdiff_t>(chosen(loads_.size()));
-    const BulkLoad load = *it;
-    loads_.erase(it);
-    std::memcpy(load.to, load.from, load.num_bytes);
-    auto& barrier = *reinterpret_cast<TransactionBarrier*>(load.barrier);
-    barrier.bytes -= load.num_bytes;
-    complete(barrier);
-    any = true;
-  }
-  bool stored = false;
-  while (!stores_.empty() && (all || !stored)) {
-    const auto it = stores_.begin() + static_cast<ptrdiff_t>(chosen(stores_.size()));
-    BulkStore& store = **it;
-    if (!store.is_read) store.bytes.assign(reinterpret_cast<const char*>(store.from), store.num_bytes);
-    const bool was_read = store.is_read;
-    store.is_read = stored = any = true;
-    if (!was_read && !all) break;
-    std::memcpy(store.to, store.bytes.data(), store.num_bytes);
-    store.is_complete = true;
-    stores_.erase(it);
-  }
-  return any;
-}
-
-void Block::commit() {
-  running_->groups.push_back(std::move(running_->open_group));
-  running_->open_group.clear();
-}
-
-void Block::wait_stores(uint32_t groups, bool only_read, const void* at) {
-  const auto done = [&](const Group& group) {
-    return std::all_of(group.begin(), group.end(),
-                       [&](const auto& store) { return only_read ? store->is_read : store->is_complete; });
-  };
-  Lane& lane = *running_;
-  const auto over = [&] {
-    const size_t old = lane.groups.size() > groups ? lane.groups.size() - groups : 0;
-    return std::all_of(lane.groups.begin(), lane.groups.begin() + static_cast<ptrdiff_t>(old), done);
-  };
-  while (!over()) look(at);
-  while (!lane.groups.empty() && std::all_of(lane.groups.front().begin(), lane.groups.front().end(),
-                                             [](const auto& store) { return store->is_complete; }))
-    lane.groups.pop_front();
-}
-
 // ---- what is known of a block ---------------------------------------------------------------------------------------
 
 std::string Block::report() const {
@@ -487,12 +302,10 @@ std::string Block::report() const {
   return text;
 }
 
-Block& current() {
+Block& current_block() {
   if (own_block == nullptr) throw Fault("only a lane may do this");
   return *own_block;
 }
-
-}  // namespace
 
 void run_grid(const Grid& grid, const std::function<void()>& lane) {
   if (grid.blocks == 0 || grid.threads == 0 || grid.threads > 1024 || grid.shared_bytes > kSharedBytes)
@@ -529,45 +342,13 @@ std::string report() {
 uint8_t* dynamic_memory() { return dynamic_bytes; }
 
 const uint64_t* meet(Meeting kind, uint32_t mask, uint64_t value) {
-  return current().meet(kind, mask, value, __builtin_return_address(0));
+  return current_block().meet(kind, mask, value, __builtin_return_address(0));
 }
 bool meet_block(uint32_t id, uint32_t size, bool yes) {
-  return current().meet_block(id, size, yes, __builtin_return_address(0));
+  return current_block().meet_block(id, size, yes, __builtin_return_address(0));
 }
-void meet_whole_block() { current().meet_block(0, current().size(), true, __builtin_return_address(0)); }
-void look() { current().look(__builtin_return_address(0)); }
-void act() { current().act(); }
-
-uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(static_cast<const uint8_t*>(p) - dynamic_bytes);
-}
-void* shared_pointer(uint32_t address) { return dynamic_bytes + static_cast<int32_t>(address); }
-
-void init_barrier(uint32_t barrier, uint32_t arrivals) {
-  *static_cast<TransactionBarrier*>(shared_pointer(barrier)) = {0, static_cast<uint16_t>(arrivals), 0};
-}
-void load_bulk(uint32_t to, const void* from, uint32_t num_bytes, uint32_t barrier) {
-  if ((reinterpret_cast<uintptr_t>(from) | to | num_bytes) % 16 != 0) current().fail("a bulk load that is not aligned");
-  auto& its = *static_cast<TransactionBarrier*>(shared_pointer(barrier));
-  its.bytes += num_bytes;
-  if (its.arrivals == 0) current().fail("more arrivals at a barrier of bulk loads than it waits for");
-  --its.arrivals;
-  current().begin({static_cast<uint8_t*>(shared_pointer(to)), static_cast<const uint8_t*>(from), num_bytes,
-                   static_cast<uint64_t*>(shared_pointer(barrier))});
-  act();
-}
-void wait_barrier(uint32_t barrier, uint32_t parity) {
-  const auto& its = *static_cast<const TransactionBarrier*>(shared_pointer(barrier));
-  while (its.phase == (parity & 1)) current().look(__builtin_return_address(0));
-}
-void store_bulk(void* to, uint32_t from, uint32_t num_bytes) {
-  if ((reinterpret_cast<uintptr_t>(to) | from | num_bytes) % 16 != 0) current().fail("a bulk store that is not aligned");
-  current().store({static_cast<uint8_t*>(to), static_cast<const uint8_t*>(shared_pointer(from)), num_bytes, {}});
-  act();
-}
-void commit_stores() { current().commit(); }
-void wait_stores(uint32_t groups, bool only_read) {
-  current().wait_stores(groups, only_read, __builtin_return_address(0));
-}
+void meet_whole_block() { current_block().meet_block(0, current_block().size(), true, __builtin_return_address(0)); }
+void look() { current_block().look(__builtin_return_address(0)); }
+void act() { current_block().act(); }
 
 }  // namespace cuda_on_cpu

@@ -1,6 +1,6 @@
 // A GPU's blocks on a CPU: each is a thread of the system, its lanes are fibers of that thread, which switch where they
-// wait for each other or look at a flag. Collectives wait for exactly the lanes of their mask. What no GPU would bear is
-// a Fault: lanes of a warp in different collectives, a lane that has left, lanes that all wait.
+// wait for each other or look at a flag. Collectives wait for exactly the lanes of their mask. What no GPU would bear
+// is a Fault: lanes of a warp in different collectives, a lane that has left, lanes that all wait.
 //
 // Not emulated: weak memory (an x86 is stronger than a GPU), caches, time. See docs/cuda_on_cpu.md.
 #pragma once

@@ -126,7 +126,10 @@ CUresult cuMemGetHandleForAddressRange(void*, CUdeviceptr, size_t, CUmemRangeHan
 
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
-#define FUNCTION(name) {#name, reinterpret_cast<void*>(&name)}
+#define FUNCTION(name)                    \
+  {                                       \
+    #name, reinterpret_cast<void*>(&name) \
+  }
   static const struct {
     const char* name;
     void* function;

@@ -233,12 +233,10 @@ cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const
   for (size_t i = 0; i < count; ++i) copies.push_back({to[i], from[i], num_bytes[i]});
   std::rotate(copies.begin(), copies.begin() + static_cast<ptrdiff_t>(cuda_on_cpu::random_number() % count),
               copies.end());
-  for (const Copy& copy : copies)
-    cudaMemcpyAsync(copy.to, copy.from, copy.num_bytes, cudaMemcpyDefault, stream);
+  for (const Copy& copy : copies) cudaMemcpyAsync(copy.to, copy.from, copy.num_bytes, cudaMemcpyDefault, stream);
   return cudaSuccess;
 }
 CUresult cuStreamWriteValue64(CpuStream* stream, CUdeviceptr address, uint64_t value, unsigned) {
-  cuda_on_cpu::queue(stream,
-                     [=] { __atomic_store_n(reinterpret_cast<uint64_t*>(address), value, __ATOMIC_RELEASE); });
+  cuda_on_cpu::queue(stream, [=] { __atomic_store_n(reinterpret_cast<uint64_t*>(address), value, __ATOMIC_RELEASE); });
   return CUDA_SUCCESS;
 }
