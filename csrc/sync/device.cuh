@@ -3,36 +3,24 @@
 
 #include <cstdint>
 
+#include "sync/ptx.cuh"
+
 namespace uccl_ep::cuda {
 
 // ---- flags that other GPUs or the host read or write: acquire and release at system scope ---------------------------
-__device__ __forceinline__ uint64_t read_flag(const uint64_t* flag) {
-  uint64_t value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
-  return value;
-}
+__device__ __forceinline__ uint64_t read_flag(const uint64_t* flag) { return ptx::load_acquire_system(flag); }
 // Without order, for polling: an acquire empties the L1 cache of its SM. read_flag() follows when it has come.
-__device__ __forceinline__ uint64_t peek_flag(const uint64_t* flag) {
-  uint64_t value;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(flag) : "memory");
-  return value;
-}
-__device__ __forceinline__ void publish_flag(uint64_t* flag, uint64_t value) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
-}
+__device__ __forceinline__ uint64_t peek_flag(const uint64_t* flag) { return ptx::load_relaxed_system(flag); }
+__device__ __forceinline__ void publish_flag(uint64_t* flag, uint64_t value) { ptx::store_release_system(flag, value); }
 // Several flags at once: one fence, and then stores without order.
-__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
-__device__ __forceinline__ void store_flag(uint64_t* flag, uint64_t value) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
-}
+__device__ __forceinline__ void fence_system() { ptx::fence_acq_rel_system(); }
+__device__ __forceinline__ void store_flag(uint64_t* flag, uint64_t value) { ptx::store_relaxed_system(flag, value); }
 // Two words that validate themselves, in one transaction over PCIe; either may be seen first.
 __device__ __forceinline__ void store_words(uint64_t* to, uint64_t first, uint64_t second) {
-  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(to), "l"(first), "l"(second) : "memory");
+  ptx::store_two_relaxed_system(to, first, second);
 }
 // For other blocks of this GPU.
-__device__ __forceinline__ void publish_in_gpu(uint64_t* flag, uint64_t value) {
-  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
-}
+__device__ __forceinline__ void publish_in_gpu(uint64_t* flag, uint64_t value) { ptx::store_release_gpu(flag, value); }
 // The winner publishes what it wrote since.
 __device__ __forceinline__ bool take_claim(uint64_t* claim) {
   return atomicCAS_system(reinterpret_cast<unsigned long long*>(claim), 0ull, 1ull) == 0;
@@ -40,7 +28,7 @@ __device__ __forceinline__ bool take_claim(uint64_t* claim) {
 // Generic accesses before it are ordered with bulk copies (the async proxy) after it, and the other way round.
 __device__ __forceinline__ void proxy_fence() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async.global;" ::: "memory");
+  ptx::fence_proxy_async_global();
 #endif
 }
 
@@ -48,9 +36,7 @@ __device__ __forceinline__ void proxy_fence() {
 // By one thread of each of `num_blocks` blocks. True in the last: it sees what all blocks wrote before they arrived,
 // publishes it with what it publishes at whatever scope, and the counter is 0 again.
 __device__ __forceinline__ bool arrive_last(uint32_t* counter, uint32_t num_blocks) {
-  uint32_t before;
-  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  if (before != num_blocks - 1) return false;
+  if (ptx::add_one_acq_rel_gpu(counter) != num_blocks - 1) return false;
   *counter = 0;
   return true;
 }
@@ -59,58 +45,31 @@ __device__ __forceinline__ uint32_t take_number(uint32_t* counter) { return atom
 
 // By one thread, which has made its own writes visible to the GPU: counts it; the count before. Nobody waits for that
 // until it is used.
-__device__ __forceinline__ uint32_t count_one(uint32_t* counter) {
-  uint32_t before;
-  asm volatile("atom.add.release.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  return before;
-}
+__device__ __forceinline__ uint32_t count_one(uint32_t* counter) { return ptx::add_one_release_gpu(counter); }
 // By the one that counted last: it may publish what all have written, and the counter is 0 again.
 __device__ __forceinline__ void end_count(uint32_t* counter) {
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  ptx::fence_acq_rel_gpu();
   *counter = 0;
 }
 
 // How many have been counted: without order, for polling, and with it.
-__device__ __forceinline__ uint32_t peek_counter(const uint32_t* counter) {
-  uint32_t value;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
-  return value;
-}
-__device__ __forceinline__ uint32_t read_counter(const uint32_t* counter) {
-  uint32_t value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
-  return value;
-}
+__device__ __forceinline__ uint32_t peek_counter(const uint32_t* counter) { return ptx::load_relaxed_gpu(counter); }
+__device__ __forceinline__ uint32_t read_counter(const uint32_t* counter) { return ptx::load_acquire_gpu(counter); }
 
 __device__ __forceinline__ void add_global(uint64_t* sum, uint64_t value) {
   atomicAdd(reinterpret_cast<unsigned long long*>(sum), static_cast<unsigned long long>(value));
 }
 
 // ---- in shared memory of one block ----------------------------------------------------------------------------------
-// By one thread: adds 1 to a word that others wait for. Both are atomic, which tells compute-sanitizer that they are
-// meant.
-__device__ __forceinline__ void count_shared(uint32_t* word) {
-  asm volatile("red.release.cta.shared.add.u32 [%0], 1;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(word)))
-               : "memory");
-}
-__device__ __forceinline__ uint32_t read_shared(uint32_t* word) {
-  uint32_t value;
-  asm volatile("atom.acquire.cta.shared.or.b32 %0, [%1], 0;"
-               : "=r"(value)
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(word)))
-               : "memory");
-  return value;
-}
+// By one thread: adds 1 to a word that others wait for.
+__device__ __forceinline__ void count_shared(uint32_t* word) { ptx::add_one_release_block(word); }
+__device__ __forceinline__ uint32_t read_shared(uint32_t* word) { return ptx::load_acquire_block(word); }
 // Order comes from the block's own barriers.
 __device__ __forceinline__ void add_shared(uint32_t* counter, uint32_t value) { atomicAdd(counter, value); }
 __device__ __forceinline__ void add_shared(unsigned long long* sum, unsigned long long value) { atomicAdd(sum, value); }
 __device__ __forceinline__ void or_shared(uint32_t* word, uint32_t bits) { atomicOr(word, bits); }
 
 // ---- time -----------------------------------------------------------------------------------------------------------
-__device__ __forceinline__ uint64_t now_nsec() {
-  uint64_t value;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
-  return value;
-}
+__device__ __forceinline__ uint64_t now_nsec() { return ptx::globaltimer(); }
 
 }  // namespace uccl_ep::cuda

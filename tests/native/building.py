@@ -25,6 +25,18 @@ FLAGS = ("-std=c++20", "-g1", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-ffp-c
 OBJECTS = ROOT / "build" / "native_claims"
 OBJECTS_KEPT_SECONDS = 86400.0  # since they were last used
 
+# The stand-in for CUDA: its headers come first, kernels are C++ to the compiler.
+CUDA_ON_CPU = HERE / "cuda_on_cpu"
+CUDA_FOLDERS = (CUDA_ON_CPU / "headers", CUDA_ON_CPU)
+KERNEL_OPTIONS = (
+    "-D__CUDA_ARCH__=900",
+    "-Wno-unknown-pragmas",
+    "-Wno-parentheses",
+    "-Wno-shadow",
+    "-x",
+    "c++",
+)
+
 # Which transports the compiler finds the headers of.
 _OPTIONAL = runpy.run_path(str(CSRC / "transport" / "optional.py"), run_name="optional")
 
@@ -87,14 +99,21 @@ def product_sources(parts: Iterable[str] = PARTS) -> list[Path]:
     return sorted(path for path in found if transports().compiles(path))
 
 
+def cuda_sources() -> list[Path]:
+    """The CUDA backend and engine, and the stand-in that they run on."""
+    product = [path for path in CSRC.rglob("*.c[cu]") if "cuda" in path.parts]
+    return sorted([*product, *CUDA_ON_CPU.glob("*.cc")])
+
+
 @cache
 def _headers_text(folders: tuple[Path, ...]) -> bytes:
-    return b"".join(path.read_bytes() for folder in folders for path in sorted(folder.rglob("*.h")))
+    return b"".join(path.read_bytes() for folder in folders for path in sorted(folder.rglob("*.*h")))
 
 
 def compiled(source: Path, flavour: Flavour, folders: tuple[Path, ...]) -> Path:
     """The object of a source, named by all that it depends on, so never stale. `folders`: of headers."""
     options = [*FLAGS, *flavour.options, *(f"-isystem{path}" for path in transports().include_dirs)]
+    options += KERNEL_OPTIONS if source.suffix == ".cu" else ()
     made_of = " ".join([flavour.compiler, *options]).encode()
     text = b"\0".join([made_of, _headers_text(folders), source.read_bytes()])
     OBJECTS.mkdir(parents=True, exist_ok=True)
@@ -109,15 +128,23 @@ def compiled(source: Path, flavour: Flavour, folders: tuple[Path, ...]) -> Path:
     return obj
 
 
-def link(binary: Path, sources: Sequence[Path], flavour: Flavour) -> Path:
-    """Makes the program of `sources`; the product's own see the product's headers alone."""
+def _folders_of(source: Path, on_cpu: bool) -> tuple[Path, ...]:
+    csrc = next((folder for folder in source.parents if folder.name == "csrc"), None)  # a copy of it, too
+    if csrc is not None:
+        return (*CUDA_FOLDERS, csrc) if "cuda" in source.parts and on_cpu else (csrc,)
+    return tuple(dict.fromkeys((*(CUDA_FOLDERS if on_cpu else ()), CSRC, HERE, source.parent)))
 
-    def folders_of(source: Path) -> tuple[Path, ...]:
-        return (CSRC,) if source.is_relative_to(CSRC) else tuple(dict.fromkeys((CSRC, HERE, source.parent)))
+
+def link(binary: Path, sources: Sequence[Path], flavour: Flavour) -> Path:
+    """Makes the program of `sources`; the product's own see its headers alone, and those of the stand-in
+    for CUDA if that is among them."""
+    on_cpu = any(source.parent == CUDA_ON_CPU for source in sources)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(
-            pool.map(lambda source: compiled(source, flavour, folders_of(source)), sorted(set(sources)))
+            pool.map(
+                lambda source: compiled(source, flavour, _folders_of(source, on_cpu)), sorted(set(sources))
+            )
         )
     unfinished = binary.with_name(f"{binary.name}.{os.getpid()}")
     libraries = ("-pthread", "-lrt", "-ldl")

@@ -14,8 +14,11 @@ from tests.native.building import PARTS, run
 
 HERE = Path(__file__).resolve().parent
 OF_TRANSPORTS = ("verbs", "verbs_engine", "ofi", "ofi_fault")  # begin with the name of one
+# Kernels on the stand-in for CUDA: docs/cuda_on_cpu.md.
+ON_CPU = ("lanes", "cuda_engine")
 PROGRAMS = (
-    "queue", "layout", "loop", "nics", "stream", "fault", "life", "device", "engine", "cuda", *OF_TRANSPORTS
+    "queue", "layout", "loop", "nics", "stream", "fault", "life", "device", "engine", "cuda", *ON_CPU,
+    *OF_TRANSPORTS,
 )  # fmt: skip
 # Where threads meet without a lock: these run under TSan every time, the others with -m slow.
 LOCK_FREE = ("queue", "stream")
@@ -36,17 +39,23 @@ def claims_of(program: str) -> list[str]:
 
 def cases(sanitizer: str) -> list[object]:
     slow = [pytest.mark.slow] if sanitizer == "thread" else []
+    # A GPU's data races are not a CPU's.
+    programs = PROGRAMS if sanitizer == "memory" else [name for name in PROGRAMS if name not in ON_CPU]
     return [
         pytest.param(program, claim, id=f"{program}: {claim}", marks=[] if program in LOCK_FREE else slow)
-        for program in PROGRAMS
+        for program in programs
         for claim in claims_of(program)
     ]
 
 
 def sources_of(program: str) -> list[Path]:
+    if program == "lanes":
+        return [HERE / "lanes_claims.cc", *building.CUDA_ON_CPU.glob("*.cc")]
     product = building.product_sources(ENGINE_PARTS if "engine" in program else PARTS)
     if program == "cuda":  # what of it needs no CUDA
         product.append(building.CSRC / "backend" / "cuda" / "layout.cc")
+    if program in ON_CPU:
+        product += building.cuda_sources()
     return [HERE / f"{program}_claims.cc", *product]
 
 
@@ -106,6 +115,51 @@ def test_claim_without_data_races(build: Build, program: str, claim: str) -> Non
 def test_every_claim_is_a_case(build: Build, program: str) -> None:
     need_transport(program)
     assert run([build(program, "memory"), "--list"], 60).stdout.splitlines() == claims_of(program)
+
+
+# Orders and data of each claim, beside the one of every run.
+SWEEP = "UCCL_EP_CUDA_SEEDS", "100:12"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("claim", [claim for claim in claims_of("cuda_engine") if "host's bits" in claim])
+def test_many_orders(build: Build, claim: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(*SWEEP)
+    holds(build, "cuda_engine", claim, "memory")
+
+
+# (file of csrc/backend/cuda, what it says, what a mutant says instead)
+MUTANTS = {
+    "a row is placed before it has come": (
+        "place.cuh", "if (!ready) look(d, op, args, arrivals);", "return true;",
+    ),
+    "a sum is merged before it has come": (
+        "merge.cuh", "if (chunk < arrived) return true;", "return true;",
+    ),
+    "a lane leaves a collective": (
+        "net.cuh", "if (__all_sync(kFullWarp, last_look)) return;", "if (last_look && lane == 0) return;",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_broken_kernel_is_found(tmp_path: Path, mutant: str) -> None:
+    """Negative control: bits that are compared, and lanes that are watched."""
+    name, right, wrong = MUTANTS[mutant]
+    csrc = building.shutil.copytree(building.CSRC, tmp_path / "csrc")
+    broken = csrc / "backend" / "cuda" / name
+    assert broken.read_text().count(right) == 1
+    broken.write_text(broken.read_text().replace(right, wrong))
+    sources = [
+        csrc / path.relative_to(building.CSRC) if path.suffix == ".cu" else path
+        for path in sources_of("cuda_engine")
+    ]
+    binary = building.link(tmp_path / "claims", sources, building.PLAIN)
+    result = run([binary, "2 domains of a rank have the host's bits"], 150)
+    assert result.returncode != 0, result.stdout
 
 
 def test_a_false_claim_fails(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 // The GPU's clock beside the host's.
+#include "backend/cuda/launch.cuh"
 #include "backend/cuda/memory.h"
 #include "backend/cuda/trace.h"
 #include "common/units.h"
@@ -17,7 +18,7 @@ ClockSample sample_clock(uint64_t* word, cudaStream_t stream) {
   ClockSample best;
   for (int i = 0; i < kSamples; ++i) {
     const uint64_t before = uccl_ep::now_nsec();
-    read_clock<<<1, 1, 0, stream>>>(word);
+    launch_kernel(read_clock, {1, 1, 0, stream}, word);
     must(cudaGetLastError(), "read_clock");
     must(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
     const uint64_t error = (uccl_ep::now_nsec() - before) / 2;

@@ -139,7 +139,7 @@ template <bool kBulk, bool kNet, typename Row, typename Wire>
 __global__ void __launch_bounds__(kThreads<kBulk>, 1)
     combine(const __grid_constant__ Domain d, const __grid_constant__ PlanView plan,
             const __grid_constant__ CombineArgs args) {
-  extern __shared__ __align__(128) uint8_t shared[];
+  UCCL_EP_DYNAMIC_SHARED(shared);
   __shared__ FoldRange folds;
   __shared__ MergeRange merges;
   __shared__ __align__(8) uint64_t barriers[(kFoldWarps<true> + kMergeWarps<true>)*kRing];  // of bulk copies
@@ -208,10 +208,11 @@ template <bool kBulk, typename Row, typename Wire>
 void launch(const Domain& domain, const PlanView& plan, const CombineArgs& args, uint32_t num_sms,
             cudaStream_t stream) {
   const uint32_t bytes = kBulk ? kBulkBytes : 0;
+  const Launch how{num_sms, kThreads<kBulk>, bytes, stream};
   if (domain.net == nullptr)
-    combine<kBulk, false, Row, Wire><<<num_sms, kThreads<kBulk>, bytes, stream>>>(domain, plan, args);
+    launch_kernel(combine<kBulk, false, Row, Wire>, how, domain, plan, args);
   else
-    combine<kBulk, true, Row, Wire><<<num_sms, kThreads<kBulk>, bytes, stream>>>(domain, plan, args);
+    launch_kernel(combine<kBulk, true, Row, Wire>, how, domain, plan, args);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "backend/cuda/launch.cuh"
 #include "backend/cuda/layout.h"
 #include "backend/cuda/net.h"
 #include "backend/cuda/packet.h"
@@ -89,21 +90,8 @@ struct Crew {
   __device__ __forceinline__ uint32_t lane() const { return thread % kWarp; }
   __device__ __forceinline__ uint32_t warp() const { return thread / kWarp; }
   __device__ __forceinline__ uint32_t warps() const { return size / kWarp; }
-  __device__ __forceinline__ void sync() const { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(size) : "memory"); }
-  __device__ __forceinline__ bool all(bool good) const {
-    uint32_t result;
-    asm volatile(
-        "{\n"
-        ".reg .pred in, out;\n"
-        "setp.ne.u32 in, %3, 0;\n"
-        "bar.red.and.pred out, %1, %2, in;\n"
-        "selp.u32 %0, 1, 0, out;\n"
-        "}"
-        : "=r"(result)
-        : "r"(id), "r"(size), "r"(static_cast<uint32_t>(good))
-        : "memory");
-    return result != 0;
-  }
+  __device__ __forceinline__ void sync() const { ptx::barrier(id, size); }
+  __device__ __forceinline__ bool all(bool good) const { return ptx::barrier_and(id, size, good); }
   __device__ __forceinline__ bool any(bool good) const { return !all(!good); }
 };
 

@@ -215,7 +215,7 @@ template <PlanState kState, bool kBulk, bool kNet>
 __global__ void __launch_bounds__(kThreads<kNet>, 1)
     dispatch(const __grid_constant__ Domain d, const __grid_constant__ PlanView plan,
              const __grid_constant__ PlaceArgs args) {
-  extern __shared__ __align__(128) uint8_t shared[];
+  UCCL_EP_DYNAMIC_SHARED(shared);
   __shared__ Arrivals arrivals;
   __shared__ Staged staged;
   if (!kNet) __builtin_assume(d.net == nullptr);
@@ -290,12 +290,13 @@ void launch_one(const Domain& domain, const PlanView& plan, PlaceArgs& args, uin
       args.kept_tiles = 1;
   }
   if (args.ring_warps < 2) {
-    dispatch<kState, false, kNet><<<blocks, kThreads<kNet>, tile_bytes, stream>>>(domain, plan, args);
+    launch_kernel(dispatch<kState, false, kNet>, {blocks, kThreads<kNet>, tile_bytes, stream}, domain, plan, args);
     return;
   }
   const uint32_t place_bytes = max(args.ring_warps * warp_bytes, tile_bytes);
   args.stage_ring = copies ? place_bytes : 0;
-  dispatch<kState, true, kNet><<<blocks, kThreads<kNet>, place_bytes + stage_bytes, stream>>>(domain, plan, args);
+  launch_kernel(dispatch<kState, true, kNet>, {blocks, kThreads<kNet>, place_bytes + stage_bytes, stream}, domain, plan,
+                args);
 }
 
 template <PlanState kState>

@@ -2,11 +2,11 @@
 #pragma once
 
 #include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <cstdint>
 
 #include "layout/wire.h"
+#include "sync/ptx.cuh"
 
 namespace uccl_ep::cuda {
 
@@ -26,11 +26,7 @@ __device__ __forceinline__ uint16_t fp32_to_bf16(float value) {
 }
 __device__ __forceinline__ float canonical(float value) { return value != value ? __uint_as_float(kFp32Nan) : value; }
 
-__device__ __forceinline__ uint32_t pack_finite_bf16(float low, float high) {
-  uint32_t packed;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  return packed;
-}
+__device__ __forceinline__ uint32_t pack_finite_bf16(float low, float high) { return ptx::to_bf16(low, high); }
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t packed = pack_finite_bf16(low, high);
   if (low != low) packed = (packed & 0xFFFF0000u) | kBf16Nan;
@@ -41,9 +37,7 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 // Round to nearest even, saturate. Both are finite.
 __device__ __forceinline__ uint16_t pack_e4m3(float low, float high) {
 #if __CUDA_ARCH__ >= 890
-  uint16_t packed;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
-  return packed;
+  return ptx::to_e4m3(low, high);
 #else
   auto encode = [](float value) {
     const uint32_t bits = __float_as_uint(value);
@@ -69,12 +63,9 @@ __device__ __forceinline__ float e4m3_to_fp32(uint32_t code) {
 __device__ __forceinline__ uint32_t decode_two(uint32_t codes, float scale) {
 #if __CUDA_ARCH__ >= 890
   if ((codes & 0x7F) != kE4m3Nan && (codes & 0x7F00) != uint32_t{kE4m3Nan} << 8) {
-    uint32_t halves;  // exact: FP16 has more of everything
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(codes)));
-    const float2 values = __half22float2(*reinterpret_cast<__half2*>(&halves));
-    uint32_t packed;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(values.y * scale), "f"(values.x * scale));
-    return packed;
+    const float2 values = ptx::from_e4m3(static_cast<uint16_t>(codes));
+    const float high = values.y * scale;
+    return ptx::to_bf16(values.x * scale, high);
   }
 #endif
   return pack_bf16(e4m3_to_fp32(codes & 0xFF) * scale, e4m3_to_fp32(codes >> 8 & 0xFF) * scale);

@@ -7,6 +7,7 @@
 #include <new>
 #include <stdexcept>
 
+#include "backend/cuda/launch.cuh"
 #include "backend/cuda/memory.h"
 #include "common/units.h"
 #include "queue/device.cuh"
@@ -97,7 +98,7 @@ QueueMeasured measure_queue(int device, uint32_t capacity, uint64_t commands, ui
 
   QueueMeasured found;
   Consumer consumer(pinned, capacity, first);
-  push_many<<<1, 1>>>(queue, commands);
+  launch_kernel(push_many, {1, 1}, queue, commands);
   must(cudaGetLastError(), "push_many");
   uint64_t started = 0;
   for (uint64_t i = 0; i < commands; ++i) {
@@ -107,7 +108,7 @@ QueueMeasured measure_queue(int device, uint32_t capacity, uint64_t commands, ui
   }
   if (commands > 1)
     found.commands_per_s = 1e9 * static_cast<double>(commands - 1) / static_cast<double>(uccl_ep::now_nsec() - started);
-  go_round<<<1, 1>>>(queue, commands, reinterpret_cast<const uint64_t*>(answers), nsec);
+  launch_kernel(go_round, {1, 1}, queue, commands, reinterpret_cast<const uint64_t*>(answers), nsec);
   must(cudaGetLastError(), "go_round");
   for (uint64_t i = 0; i < kRoundTrips; ++i) {
     consumer.take();

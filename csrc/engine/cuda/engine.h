@@ -132,6 +132,7 @@ class CudaEngine {
   void check_row(uint32_t hidden, Dtype dtype) const;
   void follow(cudaStream_t stream, cudaStream_t other);  // `stream` waits for what is queued on `other`
   void finish(CudaOp& op);
+  void note_last(const CudaOp& op);
   bool tell_fault() const;
   void watch();
   ErrorRecord record_of(const cuda::HostError& error) const;
@@ -158,7 +159,7 @@ class CudaEngine {
   // Of several domains: the branch of a graph that wakes the proxy.
   cudaStream_t wake_stream_ = nullptr;
   cudaEvent_t wake_begin_ = nullptr, wake_end_ = nullptr;
-  cudaStream_t last_stream_ = nullptr;  // of the last operation outside a graph, which ends with last_done_
+  cudaStream_t last_stream_ = nullptr;  // of the last launch outside a graph, which ends with last_done_
   cudaEvent_t last_done_ = nullptr;
   uint8_t* pinned_ = nullptr;  // HostError, HostCounts, and the word that stops kernels
   uint64_t* stop_word_ = nullptr;

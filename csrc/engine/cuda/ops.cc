@@ -211,6 +211,7 @@ void CudaEngine::give_up_guess(CudaOp& op) {
 void CudaEngine::exchange(CudaOp& op) {
   op.place.fit = cuda::Fit::kNever;
   launch(op);
+  note_last(op);  // it may be all that is launched
 }
 
 void CudaEngine::launch(CudaOp& op) {
@@ -359,11 +360,15 @@ std::shared_ptr<CudaOp> CudaEngine::combine(const CombineArgs& args, const CudaC
 
 void CudaEngine::finish(CudaOp& op) {
   if (op.done != nullptr) must(cudaEventRecord(op.done, op.stream), "cudaEventRecord");
-  if (!op.captured) {
-    must(cudaEventRecord(last_done_, op.stream), "cudaEventRecord");
-    last_stream_ = op.stream;
-  }
+  note_last(op);
   op.launched = true;
+}
+
+// What comes next on another stream runs after what has been launched, and close() waits for that.
+void CudaEngine::note_last(const CudaOp& op) {
+  if (op.captured) return;
+  must(cudaEventRecord(last_done_, op.stream), "cudaEventRecord");
+  last_stream_ = op.stream;
 }
 
 void CudaEngine::wait(CudaOp& op, cudaStream_t stream) const {

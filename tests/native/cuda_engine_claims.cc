@@ -1,0 +1,199 @@
+// Whole CUDA engines, ranks as threads, kernels on the CPU: every byte is the host backend's, whatever order lanes,
+// warps, blocks, streams and ranks run in. UCCL_EP_CUDA_SEEDS=first:count tries other orders and other data.
+#include <cstdlib>
+#include <cstring>
+
+#include "cuda_runs.h"
+
+using namespace uccl_ep;
+
+namespace {
+
+constexpr Dtype kBf16 = Dtype::kBf16, kFp32 = Dtype::kFp32, kFp8 = Dtype::kFp8;
+
+// By the environment, or one.
+void try_seeds(CudaRun run) {
+  uint64_t first = 1, count = 1;
+  if (const char* given = std::getenv("UCCL_EP_CUDA_SEEDS")) {
+    char* rest = nullptr;
+    first = std::strtoull(given, &rest, 10);
+    count = *rest == ':' ? std::strtoull(rest + 1, nullptr, 10) : 1;
+  }
+  for (run.seed = first; run.seed < first + count; ++run.seed) {
+    try {
+      same_as_host(run);
+    } catch (const std::exception& failure) {  // before another one hides it
+      throw std::logic_error("UCCL_EP_CUDA_SEEDS=" + std::to_string(run.seed) + ": " + failure.what());
+    }
+  }
+}
+CudaRun run_of(const std::vector<int>& domain_of, Dtype dtype = kBf16, Dtype wire = kBf16) {
+  CudaRun run;
+  run.domain_of = domain_of;
+  run.dtype = dtype;
+  run.wire = wire;
+  return run;
+}
+// More tokens than the buffer takes at once: three windows a dispatch.
+CudaRun windows_of(const std::vector<int>& domain_of, Dtype dtype, Dtype wire) {
+  CudaRun run = run_of(domain_of, dtype, wire);
+  run.hidden = 1024;
+  run.spare_bytes = 1 << 20;
+  run.num_tokens = {170, 150, 0, 60};
+  run.rounds = 1;
+  run.least_windows = 4 * 2 + 1;
+  return run;
+}
+// What the network may do.
+LoopOptions everything() {
+  LoopOptions loop;
+  loop.seed = 7;
+  loop.duplicate_rate = 0.5;
+  loop.refuse_rate = 0.5;
+  loop.latency_usec = 100;
+  return loop;
+}
+
+}  // namespace
+
+CLAIM("one rank gives itself the host's bits") { try_seeds(run_of({0})); }
+CLAIM("2 ranks of a domain have the host's bits, BF16") { try_seeds(run_of({0, 0})); }
+CLAIM("4 ranks of a domain have the host's bits, FP32") { try_seeds(run_of({0, 0, 0, 0}, kFp32, kFp32)); }
+CLAIM("2 ranks of a domain have the host's bits, FP8, codes and scales") {
+  CudaRun run = run_of({0, 0}, kBf16, kFp8);
+  try_seeds(run);
+  run.fp8_codes = true;
+  try_seeds(run);
+}
+CLAIM("2 domains of a rank have the host's bits") { try_seeds(run_of({0, 1})); }
+CLAIM("2 domains of 2 ranks have the host's bits, FP32") { try_seeds(run_of({0, 0, 1, 1}, kFp32, kFp32)); }
+CLAIM("2 domains of 2 ranks have the host's bits, FP8") { try_seeds(run_of({0, 0, 1, 1}, kBf16, kFp8)); }
+CLAIM("4 domains of a rank have the host's bits") { try_seeds(run_of({0, 1, 2, 3})); }
+CLAIM("domains of 3 and 1 ranks have the host's bits") { try_seeds(run_of({0, 0, 0, 1})); }
+CLAIM("interleaved domains have the host's bits") { try_seeds(run_of({0, 1, 0, 1})); }
+CLAIM("plain loads in place of bulk copies give the same bits") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 0, 1, 1}}) {
+    CudaRun run = run_of(domain_of, kBf16, kFp8);
+    run.bulk_copies = false;
+    try_seeds(run);
+  }
+}
+CLAIM("compact rows of a map have the host's bits") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1, 0}}) {
+    CudaRun run = run_of(domain_of);
+    run.compact = run.is_map = true;
+    try_seeds(run);
+  }
+}
+CLAIM("padded experts, ranks without tokens and rows without weights have the host's bits") {
+  CudaRun run = run_of({0, 1, 0});
+  run.alignment = 16;
+  run.num_tokens = {0, 70, 1};
+  try_seeds(run);
+  run.with_values = false;
+  try_seeds(run);
+}
+CLAIM("blocks that only stage change no bit") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}}) {
+    CudaRun run = run_of(domain_of);
+    run.stage_sms = 5;
+    try_seeds(run);
+  }
+}
+CLAIM("2 ranks of a domain have the host's bits in windows") { try_seeds(windows_of({0, 0}, kFp32, kFp32)); }
+CLAIM("2 domains of a rank have the host's bits in windows, FP32") { try_seeds(windows_of({0, 1}, kFp32, kFp32)); }
+CLAIM("2 domains of a rank have the host's bits in windows, BF16") { try_seeds(windows_of({0, 1}, kBf16, kBf16)); }
+CLAIM("2 domains of 2 ranks have the host's bits in windows, FP8") {
+  CudaRun run = windows_of({0, 0, 1, 1}, kBf16, kFp8);
+  run.num_tokens = {128, 100, 0, 60};
+  run.least_windows = 0;
+  try_seeds(run);
+}
+CLAIM("4 domains of a rank have the host's bits in windows, a map") {
+  CudaRun run = windows_of({0, 1, 2, 3}, kFp32, kFp32);
+  run.is_map = run.compact = true;
+  run.hidden = 2048;
+  run.num_tokens = {128, 100, 0, 60};
+  run.least_windows = 4 + 1;
+  try_seeds(run);
+}
+CLAIM("what the network may do changes no bit, in windows of 2 domains of 2 ranks") {
+  CudaRun run = windows_of({0, 0, 1, 1}, kFp32, kFp32);
+  run.num_tokens = {128, 100, 0, 60};
+  run.least_windows = 4 + 1;
+  run.loop = everything();
+  try_seeds(run);
+}
+CLAIM("control: one other bit of one rank is seen") {
+  CudaRun run = run_of({0, 1});
+  run.rounds = 1;
+  auto hosts = make_ranks<HostRank>(run);
+  auto expected = results_of(run, hosts);
+  expected[1][0].combined[1].out.back() ^= 1;
+  auto ranks = make_ranks<CudaRank>(run);
+  EXPECT_THROWS(std::logic_error, compare(run, results_of(run, ranks), expected));
+}
+
+// ---- faults ---------------------------------------------------------------------------------------------------------
+namespace {
+
+// All ranks but those that `leave` dispatch; what each threw, and that it did so in time.
+void expect_failures(CudaRun run, const std::function<void(CudaRank&, int)>& leave, ErrorKind kind, double limit_s) {
+  auto ranks = make_ranks<CudaRank>(run);
+  by_ranks(run.num_ranks(), [&](int r) {
+    CudaRank& rank = *ranks[static_cast<size_t>(r)];
+    if (r == run.num_ranks() - 1 && leave) {
+      leave(rank, r);
+      return;
+    }
+    const uint64_t started = now_usec();
+    const RankInput in(run, r, 0);
+    try {
+      Dispatched got = rank.dispatch(in, false);
+      rank.combine(in, got);
+    } catch (const CommunicationFailure& failure) {
+      if (failure.record().kind != kind)
+        throw std::logic_error("another kind of error: " + std::string(failure.what()));
+      EXPECT(static_cast<double>(now_usec() - started) * 1e-6 < limit_s);
+      return;
+    }
+    throw std::logic_error("did not fail");
+  });
+}
+
+}  // namespace
+
+CLAIM("a rank of another domain that never comes is an error of all others within the deadline") {
+  CudaRun run = run_of({0, 0, 1});
+  run.arrival_timeout_s = 1.5;
+  expect_failures(run, [](CudaRank&, int) { usleep(3'000'000); }, ErrorKind::kArrivalTimeout, 12);
+}
+CLAIM("a rank of another domain that leaves is an error of all others at once") {
+  CudaRun run = run_of({0, 0, 1});
+  expect_failures(run, [](CudaRank& rank, int) { rank.engine().close(true); }, ErrorKind::kPeerFailed, 10);
+}
+CLAIM("a network that delivers nothing to a rank is an error of all within the deadline") {
+  CudaRun run = run_of({0, 1});
+  run.loop.drop_peer = 1;
+  run.arrival_timeout_s = 1.5;
+  expect_failures(run, {}, ErrorKind::kArrivalTimeout, 12);
+}
+CLAIM("a dispatch that is refused on a rank stops the kernels of the others before their memory goes") {
+  // Those that have asked for counts have launched nothing else when the error comes.
+  CudaRun run = run_of({0, 1, 0});
+  run.num_tokens = {1u << 16, 10, 10};
+  run.hidden = 128;
+  auto ranks = make_ranks<CudaRank>(run);
+  std::atomic<int> failures{0};
+  by_ranks(run.num_ranks(), [&](int r) {
+    const RankInput in(run, r, 0);
+    try {
+      ranks[static_cast<size_t>(r)]->dispatch(in, false);
+    } catch (const std::exception&) {
+      failures.fetch_add(1);
+    }
+  });
+  EXPECT_EQ(failures.load(), 3);
+}
+
+int main(int argc, char** argv) { return claims::main(argc, argv); }

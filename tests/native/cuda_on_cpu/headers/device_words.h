@@ -1,0 +1,168 @@
+// What CUDA C++ has beside C++ and the kernels use: qualifiers, vectors, functions of bits, collectives of a warp.
+#pragma once
+
+// Before the words below become macros, which libstdc++ uses otherwise.
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+#include "lanes.h"
+
+#define __host__
+#define __device__
+#define __global__ static
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __shared__ static thread_local
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#define __builtin_assume(truth) static_cast<void>(0)
+
+#define threadIdx (::cuda_on_cpu::thread_index)
+#define blockIdx (::cuda_on_cpu::block_index)
+#define gridDim (::cuda_on_cpu::grid_size)
+
+struct uint2 {
+  uint32_t x, y;
+};
+struct float2 {
+  float x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+// As CUDA's: of two types, in their common one.
+template <typename A, typename B>
+constexpr std::common_type_t<A, B> min(A a, B b) {
+  using T = std::common_type_t<A, B>;
+  return static_cast<T>(b) < static_cast<T>(a) ? static_cast<T>(b) : static_cast<T>(a);
+}
+template <typename A, typename B>
+constexpr std::common_type_t<A, B> max(A a, B b) {
+  using T = std::common_type_t<A, B>;
+  return static_cast<T>(a) < static_cast<T>(b) ? static_cast<T>(b) : static_cast<T>(a);
+}
+
+inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
+inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline int __popc(uint32_t bits) { return std::popcount(bits); }
+inline int __popcll(unsigned long long bits) { return std::popcount(bits); }
+inline int __ffs(uint32_t bits) { return bits == 0 ? 0 : std::countr_zero(bits) + 1; }
+// Bytes of b:a, numbered from a's lowest, one for each of four digits.
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t digits) {
+  const uint64_t all = uint64_t{b} << 32 | a;
+  uint32_t out = 0;
+  for (uint32_t i = 0; i < 4; ++i) out |= static_cast<uint32_t>(all >> 8 * (digits >> 4 * i & 7) & 0xFF) << 8 * i;
+  return out;
+}
+template <typename Half>
+uint32_t largest_halves(uint32_t a, uint32_t b) {
+  const auto half = [](uint32_t x, uint32_t y) {
+    return static_cast<uint32_t>(static_cast<uint16_t>(std::max(static_cast<Half>(x), static_cast<Half>(y))));
+  };
+  return half(a & 0xFFFF, b & 0xFFFF) | half(a >> 16, b >> 16) << 16;
+}
+inline uint32_t __vmaxu2(uint32_t a, uint32_t b) { return largest_halves<uint16_t>(a, b); }
+inline uint32_t __vmaxs2(uint32_t a, uint32_t b) { return largest_halves<int16_t>(a, b); }
+template <typename T>
+T __ldcg(const T* from) {
+  return *from;
+}
+template <typename T>
+T __ldcs(const T* from) {
+  return *from;
+}
+
+inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __nanosleep(uint32_t) { cuda_on_cpu::look(); }
+template <typename T>
+T atomicAdd(T* to, T value) {
+  cuda_on_cpu::act();
+  return __atomic_fetch_add(to, value, __ATOMIC_RELAXED);
+}
+template <typename T>
+T atomicOr(T* to, T value) {
+  cuda_on_cpu::act();
+  return __atomic_fetch_or(to, value, __ATOMIC_RELAXED);
+}
+template <typename T>
+T atomicCAS_system(T* to, T expected, T value) {
+  cuda_on_cpu::act();
+  __atomic_compare_exchange_n(to, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  return expected;
+}
+
+// ---- collectives ----------------------------------------------------------------------------------------------------
+inline void __syncthreads() { cuda_on_cpu::meet_whole_block(); }
+inline void __syncwarp(uint32_t mask = 0xFFFFFFFFu) { cuda_on_cpu::meet(cuda_on_cpu::Meeting::kSync, mask, 0); }
+
+template <typename T>
+T shuffle(uint32_t mask, T value, uint32_t from) {
+  static_assert(sizeof(T) <= 8);
+  uint64_t word = 0;
+  std::memcpy(&word, &value, sizeof(T));
+  const uint64_t* const words = cuda_on_cpu::meet(cuda_on_cpu::Meeting::kShuffle, mask, word);
+  if ((mask >> (from & 31) & 1) != 0) std::memcpy(&value, words + (from & 31), sizeof(T));
+  return value;
+}
+template <typename T>
+T __shfl_sync(uint32_t mask, T value, uint32_t lane, uint32_t width = 32) {
+  const uint32_t own = threadIdx.x % 32;
+  return shuffle(mask, value, own / width * width + lane % width);
+}
+template <typename T>
+T __shfl_up_sync(uint32_t mask, T value, uint32_t delta) {
+  const uint32_t own = threadIdx.x % 32;
+  return shuffle(mask, value, own < delta ? own : own - delta);
+}
+template <typename T>
+T __shfl_xor_sync(uint32_t mask, T value, uint32_t lanes) {
+  return shuffle(mask, value, threadIdx.x % 32 ^ lanes);
+}
+inline uint32_t __ballot_sync(uint32_t mask, bool yes) {
+  const uint64_t* const all = cuda_on_cpu::meet(cuda_on_cpu::Meeting::kVote, mask, yes);
+  uint32_t bits = 0;
+  for (uint32_t i = 0; i < 32; ++i)
+    if ((mask >> i & 1) != 0) bits |= static_cast<uint32_t>(all[i]) << i;
+  return bits;
+}
+inline bool __all_sync(uint32_t mask, bool yes) { return __ballot_sync(mask, yes) == mask; }
+inline bool __any_sync(uint32_t mask, bool yes) { return __ballot_sync(mask, yes) != 0; }
+template <typename Choose>
+uint32_t reduce(uint32_t mask, uint32_t value, Choose choose) {
+  const uint64_t* const all = cuda_on_cpu::meet(cuda_on_cpu::Meeting::kReduce, mask, value);
+  for (uint32_t i = 0; i < 32; ++i)
+    if ((mask >> i & 1) != 0) value = choose(value, static_cast<uint32_t>(all[i]));
+  return value;
+}
+inline uint32_t __reduce_min_sync(uint32_t mask, uint32_t value) {
+  return reduce(mask, value, [](uint32_t a, uint32_t b) { return std::min(a, b); });
+}
+inline uint32_t __reduce_max_sync(uint32_t mask, uint32_t value) {
+  return reduce(mask, value, [](uint32_t a, uint32_t b) { return std::max(a, b); });
+}

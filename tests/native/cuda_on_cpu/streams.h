@@ -1,0 +1,21 @@
+// Streams of the stand-in for CUDA: a thread each, which does what is queued in its order.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+#include "lanes.h"
+
+struct CpuStream;
+
+namespace cuda_on_cpu {
+
+void queue(CpuStream* stream, std::function<void()> work);
+// A Fault in a lane is printed and ends the program: nobody could go on.
+void queue_grid(CpuStream* stream, const Grid& grid, std::function<void()> lane);
+
+constexpr int kDevices = 8;
+// How many bytes of NICs have been made visible, by calls.
+uint64_t num_flushes();
+
+}  // namespace cuda_on_cpu

@@ -1,0 +1,147 @@
+// What ranks dispatch and combine, drawn from a seed; the same for either backend.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "engine/engine.h"
+
+namespace uccl_ep {
+
+// What the ranks of a group do.
+struct CudaRun {
+  std::vector<int> domain_of = {0, 0};
+  std::vector<uint64_t> num_tokens = {40, 27};  // by rank; again from the first when there are more ranks
+  uint32_t experts_per_rank = 4, hidden = 256, topk = 3;
+  Dtype dtype = Dtype::kBf16, wire = Dtype::kBf16;  // of the rows of a dispatch
+  bool compact = false, with_values = true;
+  bool fp8_codes = false;  // FP8 rows come out as codes and scales
+  bool is_map = false;
+  uint32_t alignment = 1;
+  int64_t spare_bytes = 8 << 20;  // of the budget, beyond the least
+  uint32_t num_sms = 2, stage_sms = 0;
+  bool bulk_copies = true;
+  int rounds = 2;
+  uint64_t seed = 1;
+  double arrival_timeout_s = 60;
+  LoopOptions loop;
+  uint64_t least_windows = 0;  // that a rank's operations have to take
+
+  uint64_t tokens_of(int rank) const { return num_tokens[static_cast<size_t>(rank) % num_tokens.size()]; }
+  int num_ranks() const { return static_cast<int>(domain_of.size()); }
+  uint32_t num_experts() const { return experts_per_rank * static_cast<uint32_t>(num_ranks()); }
+  uint32_t width() const { return is_map ? num_experts() : topk; }
+  Dtype combine_wire() const { return dtype; }
+};
+
+inline EngineConfig config_of(const CudaRun& run, int rank) {
+  EngineConfig config;
+  config.rank = rank;
+  config.num_ranks = run.num_ranks();
+  config.domain_of = run.domain_of;
+  config.num_experts = run.num_experts();
+  config.hidden = run.hidden;
+  config.max_element_bytes = dtype_bytes(run.dtype);
+  config.generation = 42;
+  config.arrival_timeout_s = run.arrival_timeout_s;
+  config.progress_timeout_s = 40;
+  config.bulk_copies = run.bulk_copies;
+  config.loop = run.loop;
+  return config;
+}
+
+// A rank's tensors of one round.
+struct RankInput {
+  uint64_t num_tokens = 0;
+  std::vector<uint8_t> x, routing;
+  std::vector<float> values;
+
+  RankInput(const CudaRun& run, int rank, int round) : num_tokens(run.tokens_of(rank)) {
+    std::mt19937_64 random(run.seed * 1000 + static_cast<uint64_t>(rank * 100 + round));
+    std::normal_distribution<float> normal;
+    const auto chance = [&](uint64_t n) { return random() % n == 0; };
+    for (uint64_t i = 0; i < num_tokens * run.hidden; ++i) {
+      const float value = chance(50) ? 0.0f : normal(random) * (chance(40) ? 1e3f : 1.0f);
+      const auto* const bytes = reinterpret_cast<const uint8_t*>(&value);
+      x.insert(x.end(), bytes + 4 - dtype_bytes(run.dtype), bytes + 4);  // the upper half of it is a BF16
+    }
+    const uint32_t experts = run.num_experts();
+    for (uint64_t t = 0; t < num_tokens; ++t) {
+      const uint64_t first = random() % experts, step = 1 + random() % (experts / run.width());
+      for (uint32_t k = 0; k < run.width(); ++k) {
+        if (run.is_map) {
+          routing.push_back(chance(3));
+        } else {
+          const int64_t expert = chance(8) ? -1 : static_cast<int64_t>((first + k * step) % experts);
+          const auto* const bytes = reinterpret_cast<const uint8_t*>(&expert);
+          routing.insert(routing.end(), bytes, bytes + sizeof(expert));
+        }
+        values.push_back(normal(random));
+      }
+    }
+    x.reserve(1);  // a rank without tokens has addresses, too
+    routing.reserve(1);
+    values.reserve(1);
+  }
+};
+
+struct Dispatched {
+  std::vector<uint64_t> counts;
+  std::vector<uint8_t> rows;
+  std::vector<float> scales, values;
+  std::vector<int64_t> experts;
+
+  // Nothing of what is there is right by chance.
+  void make_room(const CudaRun& run, uint64_t num_rows) {
+    constexpr uint8_t kGarbage = 0xEE;
+    const uint64_t width = run.compact ? std::min(run.width(), run.experts_per_rank) : 1;
+    rows.assign(num_rows * run.hidden * (run.fp8_codes ? 1 : dtype_bytes(run.dtype)), kGarbage);
+    scales.assign(run.fp8_codes ? num_rows * run.hidden / kFp8Block : 0, -7.0f);
+    values.assign(run.with_values ? num_rows * width : 0, -7.0f);
+    experts.assign(run.compact ? num_rows * width : 0, -7);
+  }
+};
+struct Combined {
+  std::vector<uint8_t> out;
+  std::vector<float> values;
+};
+
+// An address, also of nothing.
+template <typename T>
+T* address_if(bool wanted, std::vector<T>& v) {
+  v.reserve(1);
+  return wanted ? v.data() : nullptr;
+}
+
+inline DispatchArgs dispatch_args(const CudaRun& run, const RankInput& in, bool has_routing) {
+  DispatchArgs args;
+  args.x = in.x.data();
+  args.num_tokens = in.num_tokens;
+  args.hidden = run.hidden;
+  args.dtype = run.dtype;
+  args.wire = run.wire;
+  args.has_routing = has_routing;
+  args.routing = {run.is_map ? RoutingKind::kMap : RoutingKind::kTopk, in.routing.data(), run.width()};
+  args.values = run.with_values ? in.values.data() : nullptr;
+  args.expert_alignment = run.alignment;
+  args.compact = run.compact;
+  return args;
+}
+inline CombineArgs combine_args(const CudaRun& run, const RankInput& in, Dispatched& from, Combined& to) {
+  to.out.assign(in.num_tokens * run.hidden * dtype_bytes(run.dtype), 0xEE);
+  to.values.assign(run.with_values ? in.values.size() : 0, 0.0f);
+  CombineArgs args;
+  args.rows = address_if(true, from.rows);
+  args.hidden = run.hidden;
+  args.dtype = run.dtype;
+  args.wire = run.combine_wire();
+  args.values = address_if(run.with_values, from.values);
+  args.out = address_if(true, to.out);
+  args.values_out = address_if(run.with_values, to.values);
+  return args;
+}
+
+}  // namespace uccl_ep

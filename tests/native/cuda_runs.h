@@ -1,0 +1,272 @@
+// Ranks of CUDA engines in one process, on the stand-in for CUDA, beside ranks of the host backend that do the same:
+// every byte that comes out is compared.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <barrier>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <thread>
+
+#include "claims.h"
+#include "common/units.h"
+#include "cuda_on_cpu/lanes.h"
+#include "cuda_run.h"
+#include "engine/cuda/engine.h"
+#include "engine/engine.h"
+
+namespace uccl_ep {
+
+constexpr uint64_t kRunPatienceUsec = 100'000'000;
+
+// One rank of either backend.
+class HostRank {
+ public:
+  HostRank(const CudaRun& run, int rank) : run_(run), engine_(with_budget(config_of(run, rank))) {}
+  Engine& engine() { return engine_; }
+
+  Dispatched dispatch(const RankInput& in, bool cached) {
+    DispatchArgs args = dispatch_args(run_, in, !cached);
+    if (cached) args.plan = plan_;
+    auto op = engine_.dispatch(args);
+    EXPECT(engine_.wait_counts(*op, kRunPatienceUsec));
+    plan_ = op->plan;
+    Dispatched got;
+    got.make_room(run_, op->plan->num_rows);
+    got.counts = op->plan->tokens_per_expert;
+    if (run_.compact) engine_.give_row_experts(*op, got.experts.data());
+    engine_.give_output(*op, {address_if(true, got.rows), address_if(run_.fp8_codes, got.scales),
+                              address_if(run_.with_values, got.values)});
+    EXPECT(engine_.wait(*op, kRunPatienceUsec));
+    return got;
+  }
+  Combined combine(const RankInput& in, Dispatched& from) {
+    Combined got;
+    CombineArgs args = combine_args(run_, in, from, got);
+    args.plan = plan_;
+    auto op = engine_.combine(args);
+    EXPECT(engine_.wait(*op, kRunPatienceUsec));
+    return got;
+  }
+
+ private:
+  static EngineConfig with_budget(EngineConfig config) {
+    config.budget_bytes = 64 << 20;
+    return config;
+  }
+  const CudaRun run_;
+  Engine engine_;
+  std::shared_ptr<Plan> plan_;
+};
+
+// Kernels that run may write to memory that goes with the stack.
+struct CloseOnFailure {
+  CudaEngine& engine;
+  const int before = std::uncaught_exceptions();
+  ~CloseOnFailure() {
+    if (std::uncaught_exceptions() > before) engine.close(true);
+  }
+};
+
+class CudaRank {
+ public:
+  CudaRank(const CudaRun& run, int rank)
+      : run_(run),
+        rank_(rank),
+        engine_(with_budget(run, config_of(run, rank)), rank, run.num_sms, std::max(run.num_sms, run.stage_sms)) {
+    EXPECT(cudaSetDevice(rank) == cudaSuccess);
+    EXPECT(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking) == cudaSuccess);
+  }
+  ~CudaRank() {
+    engine_.close(true);
+    cudaStreamDestroy(stream_);
+  }
+  CudaEngine& engine() { return engine_; }
+
+  Dispatched dispatch(const RankInput& in, bool cached) {
+    Dispatched got;
+    const CloseOnFailure guard{engine_};
+    auto op = engine_.dispatch(dispatch_args(run_, in, !cached), {cached ? plan_ : nullptr, stream_});
+    const bool guessed = !op->counts_known && op->place.fit == cuda::Fit::kIfLargeEnough;
+    if (guessed || op->counts_known) give(*op, got);
+    const uint64_t deadline = now_usec() + kRunPatienceUsec;
+    while (!engine_.poll_counts(*op)) {
+      EXPECT(now_usec() < deadline);
+      usleep(200);
+    }
+    std::vector<uint8_t> unused = std::move(storage_);  // kernels may still look at it
+    if (op->placed)
+      storage_ = std::move(unused);
+    else
+      give(*op, got);
+    plan_ = op->plan;
+    finish(*op);
+    got.counts = plan_->tokens_per_expert;
+    shrink(got, plan_->sizes.num_rows);
+    return got;
+  }
+  Combined combine(const RankInput& in, Dispatched& from) {
+    Combined got;
+    const CloseOnFailure guard{engine_};
+    auto op = engine_.combine(combine_args(run_, in, from, got), {plan_, stream_});
+    finish(*op);
+    return got;
+  }
+  double stat(const std::string& name) const {
+    for (const auto& [its, value] : engine_.stats())
+      if (its == name) return value;
+    throw std::logic_error("no stat " + name);
+  }
+
+ private:
+  static EngineConfig with_budget(const CudaRun& run, EngineConfig config) {
+    config.budget_bytes = cuda_least_budget_bytes(config) + static_cast<uint64_t>(run.spare_bytes);
+    return config;
+  }
+  void give(CudaOp& op, Dispatched& got) {
+    got.make_room(run_, op.plan->sizes.num_rows);
+    if (op.place.state != cuda::PlanState::kKnown) storage_.assign(op.plan->storage_bytes, 0xDD);
+    CudaOutput output;
+    output.rows = address_if(true, got.rows);
+    output.scales = address_if(run_.fp8_codes, got.scales);
+    output.values = address_if(run_.with_values, got.values);
+    output.row_experts = address_if(run_.compact, got.experts);
+    output.plan = storage_.data();
+    output.stream = stream_;
+    engine_.give_output(op, output);
+  }
+  void finish(CudaOp& op) {
+    engine_.wait(op, stream_);
+    cudaStreamSynchronize(stream_);
+    engine_.check();
+  }
+  void shrink(Dispatched& got, uint64_t num_rows) const {
+    Dispatched exact;
+    exact.make_room(run_, num_rows);
+    got.rows.resize(exact.rows.size());
+    got.scales.resize(exact.scales.size());
+    got.values.resize(exact.values.size());
+    got.experts.resize(exact.experts.size());
+  }
+
+  const CudaRun run_;
+  const int rank_;
+  CudaEngine engine_;
+  cudaStream_t stream_ = nullptr;
+  std::shared_ptr<CudaPlan> plan_;
+  std::vector<uint8_t> storage_;
+};
+
+template <typename T>
+void expect_same(const std::vector<T>& ours, const std::vector<T>& theirs, const std::string& what) {
+  if (ours.size() != theirs.size())
+    throw std::logic_error(what + ": " + std::to_string(ours.size()) + " instead of " + std::to_string(theirs.size()));
+  for (size_t i = 0; i < ours.size(); ++i)
+    if (std::memcmp(&ours[i], &theirs[i], sizeof(T)) != 0)
+      throw std::logic_error(what + ": differs first at " + std::to_string(i) + " of " + std::to_string(ours.size()));
+}
+
+// By threads, a rank each; throws the first failure by rank.
+inline void by_ranks(int num_ranks, const std::function<void(int)>& body) {
+  std::vector<std::string> failures(static_cast<size_t>(num_ranks));
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < num_ranks; ++rank)
+    threads.emplace_back([&, rank] {
+      try {
+        body(rank);
+      } catch (const std::exception& failure) {
+        failures[static_cast<size_t>(rank)] = failure.what();
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  std::string all;
+  for (int rank = 0; rank < num_ranks; ++rank)
+    if (const std::string& text = failures[static_cast<size_t>(rank)]; !text.empty())
+      all += " rank " + std::to_string(rank) + ": " + text + ";";
+  if (!all.empty()) throw std::logic_error(all);
+}
+
+template <typename Rank>
+std::vector<std::unique_ptr<Rank>> make_ranks(const CudaRun& run) {
+  std::vector<std::unique_ptr<Rank>> ranks;
+  std::vector<std::string> handles;
+  for (int rank = 0; rank < run.num_ranks(); ++rank) {
+    ranks.push_back(std::make_unique<Rank>(run, rank));
+    handles.push_back(ranks.back()->engine().export_handle());
+  }
+  std::barrier meeting(run.num_ranks());
+  by_ranks(run.num_ranks(), [&](int rank) {
+    ranks[static_cast<size_t>(rank)]->engine().connect(handles);
+    meeting.arrive_and_wait();
+    ranks[static_cast<size_t>(rank)]->engine().start();
+  });
+  return ranks;
+}
+
+// A new plan and then the same one again, each there and back.
+struct RoundResult {
+  Dispatched dispatched[2];
+  Combined combined[2];
+};
+template <typename Rank>
+std::vector<std::vector<RoundResult>> results_of(const CudaRun& run, std::vector<std::unique_ptr<Rank>>& ranks) {
+  std::vector<std::vector<RoundResult>> all(ranks.size());
+  by_ranks(run.num_ranks(), [&](int r) {
+    Rank& rank = *ranks[static_cast<size_t>(r)];
+    std::string failure;
+    try {
+      for (int round = 0; round < run.rounds; ++round) {
+        RoundResult result;
+        const RankInput in(run, r, round);
+        for (int again = 0; again < 2; ++again) {
+          result.dispatched[again] = rank.dispatch(in, again != 0);
+          if (!run.fp8_codes) result.combined[again] = rank.combine(in, result.dispatched[again]);
+        }
+        all[static_cast<size_t>(r)].push_back(std::move(result));
+      }
+    } catch (const std::exception& caught) {
+      failure = caught.what();
+    }
+    rank.engine().close(!failure.empty());
+    if (!failure.empty()) throw std::logic_error(failure);
+  });
+  return all;
+}
+
+inline void compare(const CudaRun& run, const std::vector<std::vector<RoundResult>>& ours,
+                    const std::vector<std::vector<RoundResult>>& theirs) {
+  for (size_t rank = 0; rank < ours.size(); ++rank)
+    for (size_t round = 0; round < ours[rank].size(); ++round)
+      for (int again = 0; again < 2; ++again) {
+        const Dispatched &a = ours[rank][round].dispatched[again], &b = theirs[rank][round].dispatched[again];
+        const std::string where = "rank " + std::to_string(rank) + ", round " + std::to_string(round) +
+                                  (again != 0 ? ", known plan: " : ", new plan: ");
+        expect_same(a.counts, b.counts, where + "counts");
+        expect_same(a.rows, b.rows, where + "rows");
+        expect_same(a.scales, b.scales, where + "scales");
+        expect_same(a.values, b.values, where + "weights");
+        expect_same(a.experts, b.experts, where + "experts");
+        if (run.fp8_codes) continue;
+        const Combined &c = ours[rank][round].combined[again], &d = theirs[rank][round].combined[again];
+        expect_same(c.out, d.out, where + "combined rows");
+        expect_same(c.values, d.values, where + "combined weights");
+      }
+}
+
+inline void same_as_host(const CudaRun& run) {
+  cuda_on_cpu::disturb(0);
+  auto hosts = make_ranks<HostRank>(run);
+  const auto expected = results_of(run, hosts);
+  hosts.clear();
+  cuda_on_cpu::disturb(run.seed);
+  auto ranks = make_ranks<CudaRank>(run);
+  compare(run, results_of(run, ranks), expected);
+  for (const auto& rank : ranks)
+    if (rank->stat("windows") < static_cast<double>(run.least_windows))
+      throw std::logic_error("only " + std::to_string(rank->stat("windows")) + " windows");
+}
+
+}  // namespace uccl_ep

@@ -1,0 +1,139 @@
+// The stand-in for a GPU itself: what lanes do together, and that it finds what no GPU would bear.
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include "backend/cuda/bulk.cuh"
+#include "claims.h"
+#include "sync/ptx.cuh"
+
+using cuda_on_cpu::Fault;
+using cuda_on_cpu::run_grid;
+
+namespace {
+
+constexpr uint32_t kAll = 0xFFFFFFFFu;
+
+// The Fault that a grid ends with.
+std::string fault_of(const cuda_on_cpu::Grid& grid, const std::function<void()>& lane) {
+  try {
+    run_grid(grid, lane);
+  } catch (const Fault& fault) {
+    return fault.what();
+  }
+  return "";
+}
+bool says(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
+
+}  // namespace
+
+CLAIM("lanes of a warp exchange values, vote and reduce, whatever order they run in") {
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    cuda_on_cpu::disturb(seed);
+    std::atomic<uint32_t> wrong{0};
+    run_grid({2, 96}, [&] {
+      const uint32_t lane = threadIdx.x % 32;
+      bool good = __shfl_sync(kAll, lane * 3, 5u) == 15 && __shfl_xor_sync(kAll, lane, 1u) == (lane ^ 1);
+      good &= __shfl_sync(kAll, lane, 1u, 8) == lane / 8 * 8 + 1 &&
+              __shfl_up_sync(kAll, lane, 2u) + 2 == std::max(lane, 2u) + (lane < 2 ? lane : 0);
+      good &= __ballot_sync(kAll, lane % 2 != 0) == 0xAAAAAAAAu && __any_sync(kAll, lane == 31) &&
+              !__all_sync(kAll, lane != 31);
+      good &= __reduce_max_sync(kAll, lane) == 31 && __reduce_min_sync(kAll, lane + 7) == 7;
+      if (!good) wrong.fetch_add(1);
+    });
+    EXPECT_EQ(wrong.load(), 0u);
+  }
+  cuda_on_cpu::disturb(0);
+}
+
+CLAIM("blocks run at the same time: each waits for what the others say") {
+  uint32_t arrived = 0;
+  run_grid({4, 32}, [&] {
+    if (threadIdx.x == 0) uccl_ep::cuda::ptx::add_one_acq_rel_gpu(&arrived);
+    while (uccl_ep::cuda::ptx::load_acquire_gpu(&arrived) < 4) continue;
+    __syncthreads();
+  });
+  EXPECT_EQ(arrived, 4u);
+}
+
+CLAIM("lanes of a warp in different collectives are a fault") {
+  EXPECT(says(fault_of({1, 32},
+                       [] {
+                         if (threadIdx.x == 7)
+                           __ballot_sync(kAll, true);
+                         else
+                           __syncwarp();
+                       }),
+              "others of its warp are in"));
+}
+
+CLAIM("a collective that a lane has left before is a fault") {
+  EXPECT(says(fault_of({1, 32},
+                       [] {
+                         if (threadIdx.x == 31) return;
+                         __syncwarp();
+                       }),
+              "left"));
+}
+
+CLAIM("a barrier that some threads never reach is a fault that says where all lanes are") {
+  const std::string text = fault_of({1, 64}, [] { uccl_ep::cuda::ptx::barrier(threadIdx.x < 32 ? 1 : 2, 64); });
+  EXPECT(says(text, "all lanes wait") && says(text, "barrier 1") && says(text, "barrier 2") && says(text, ": 0-31"));
+}
+
+CLAIM("threads that disagree about the size of a barrier are a fault") {
+  EXPECT(says(fault_of({1, 64}, [] { uccl_ep::cuda::ptx::barrier(1, threadIdx.x < 32 ? 64 : 32); }), "others have"));
+}
+
+namespace {
+
+// Loads 64 bytes to shared memory and stores them again; `waits`: as one has to.
+void copy_by_bulk(const uint8_t* from, uint8_t* to, bool waits) {
+  uint8_t* const shared = cuda_on_cpu::dynamic_memory();
+  static thread_local uint64_t barrier;
+  if (threadIdx.x == 0) {
+    uccl_ep::cuda::init_barrier(&barrier);
+    uccl_ep::cuda::load_bulk(shared, from, 64, &barrier);
+  }
+  __syncwarp();
+  uccl_ep::cuda::wait_barrier(&barrier, 0);
+  if (threadIdx.x != 0) return;
+  uccl_ep::cuda::store_bulk(to, shared, 64);
+  uccl_ep::cuda::commit_stores();
+  if (waits) uccl_ep::cuda::wait_stores_read<0>();
+  std::memset(shared, 0, 64);
+  uccl_ep::cuda::wait_stores<0>();
+}
+
+bool copies_right(bool waits) {
+  for (uint64_t seed = 1; seed <= 30; ++seed) {
+    cuda_on_cpu::disturb(seed);
+    alignas(16) uint8_t from[64], to[64] = {};
+    for (size_t i = 0; i < sizeof(from); ++i) from[i] = static_cast<uint8_t>(i + seed);
+    run_grid({1, 32, 64}, [&] { copy_by_bulk(from, to, waits); });
+    if (std::memcmp(from, to, sizeof(from)) != 0) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+CLAIM("bulk copies are over when they are waited for, and not before") {
+  EXPECT(copies_right(true));
+  EXPECT(!copies_right(false));  // control: shared memory that is written again too early
+  cuda_on_cpu::disturb(0);
+}
+
+CLAIM("conversions to E4M3 and BF16 give back every code and round to nearest even") {
+  using namespace uccl_ep::cuda;
+  for (uint32_t code = 0; code < 256; ++code) {
+    if ((code & 0x7F) == 0x7F) continue;
+    const float2 value = ptx::from_e4m3(static_cast<uint16_t>(code | code << 8));
+    EXPECT_EQ(static_cast<uint32_t>(ptx::to_e4m3(value.x, value.y)), code | code << 8);
+  }
+  EXPECT_EQ(static_cast<uint32_t>(ptx::to_e4m3(1000.0f, -1000.0f)), 0xFE7Eu);
+  EXPECT_EQ(static_cast<uint32_t>(ptx::to_e4m3(1.0625f, 1.1875f)), 0x3A38u);  // ties, to even
+  EXPECT_EQ(ptx::to_bf16(1.00390625f, 1.01171875f), 0x3F823F80u);
+  EXPECT_EQ(__byte_perm(0x44332211u, 0, 0x3424u), 0x44003300u);
+}
+
+int main(int argc, char** argv) { return claims::main(argc, argv); }
