@@ -34,9 +34,10 @@ _NOT_CONFIG = {
     "adam_beta1", "adam_beta2", "clip_grad", "disable_bias_linear", "exp_avg_dtype", "exp_avg_sq_dtype",
     "global_batch_size", "group_query_attention", "lr", "lr_decay_style", "lr_warmup_iters",
     "make_vocab_size_divisible_by", "max_position_embeddings", "micro_batch_size", "min_lr",
-    "no_bias_dropout_fusion", "position_embedding_type", "seed", "seq_length", "tokenizer_model",
-    "tokenizer_type", "train_iters", "untie_embeddings_and_output_weights", "use_distributed_optimizer",
-    "use_precision_aware_optimizer", "weight_decay", "yarn_original_max_position_embeddings",
+    "no_bias_dropout_fusion", "no_yarn_correction_range_round_to_int", "position_embedding_type", "seed",
+    "seq_length", "tokenizer_model", "tokenizer_type", "train_iters", "untie_embeddings_and_output_weights",
+    "use_distributed_optimizer", "use_precision_aware_optimizer", "weight_decay",
+    "yarn_original_max_position_embeddings",
 }  # fmt: skip
 _MLA_CONFIG = {"rotary_base", "rotary_scaling_factor", "mscale", "mscale_all_dim"}
 _ACTIVATIONS: dict[str, Arguments] = {
@@ -119,6 +120,7 @@ def _attention_arguments(model: Model) -> Arguments:
         found |= {
             "position_embedding_type": "yarn",
             "yarn_original_max_position_embeddings": yarn.original_length,
+            "no_yarn_correction_range_round_to_int": True,
         }
     return found | {
         "group_query_attention": model.num_query_groups is not None,

@@ -7,6 +7,7 @@ uses, has the same parameters and needs a GPU.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -104,15 +105,14 @@ def check(arguments: Arguments) -> None:
     from megatron.core import utils
     from packaging.version import Version
 
-    absent = utils.get_te_version() is None
-    if absent:
+    before = utils._te_version
+    if sys.modules.get("transformer_engine") is None:
         utils._te_version = Version(_ASSUMED_TE)  # else every FP8 option is refused
         arguments = arguments | {"moe_permute_fusion": None}  # a kernel that is looked for
     try:
         _config(arguments)
     finally:
-        if absent:
-            utils._te_version = None
+        utils._te_version = before
 
 
 def _distinct_stages(model: Model, layout: Layout) -> list[int]:

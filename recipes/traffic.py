@@ -56,10 +56,9 @@ class Spread:
 
 def spread(model: Model, num_ranks: int, domain_size: int) -> Spread:
     """Of an expert parallel group in domains of `domain_size` ranks."""
-    per_rank = model.num_experts // num_ranks
     size = min(domain_size, num_ranks)
-    rank = hit_probability(model, range(per_rank))
-    domain = hit_probability(model, range(size * per_rank))
+    rank = _mean_hit(model, num_ranks)
+    domain = _mean_hit(model, num_ranks // size)
     others = num_ranks / size - 1
     # Of a domain's ranks one has the row already: the source, or the rail that the row came to.
     return Spread(
@@ -68,6 +67,12 @@ def spread(model: Model, num_ranks: int, domain_size: int) -> Spread:
         pairs_link=model.topk * (size - 1) / size,
         pairs_nic=model.topk * others * size / num_ranks,
     )
+
+
+def _mean_hit(model: Model, num_parts: int) -> float:
+    """Over equal parts of the experts, which need not be alike: groups may end inside one."""
+    size = model.num_experts // num_parts
+    return sum(hit_probability(model, range(i * size, (i + 1) * size)) for i in range(num_parts)) / num_parts
 
 
 def hit_probability(model: Model, experts: range) -> float:

@@ -23,12 +23,13 @@ from recipes.proof import Crossing, ProofError, check
 from recipes.quality import verdict
 
 ROOT = Path(__file__).resolve().parents[2]
-SETTINGS_AT_FIRST = (
-    "name num_ranks domain_size threads_per_rank num_layers hidden_size num_heads expert_ffn_size num_experts "
-    "topk aux_loss_coeff sequence_length micro_batch_size num_microbatches num_steps lr min_lr warmup_steps "
-    "adam_beta2 weight_decay clip_grad seed token_dispatcher dispatch_dtype grad_dtype budget_bytes ablate "
-    "val_interval val_batches checkpoint_interval val_fraction"
-).split()
+SETTINGS_AT_FIRST = {
+    "name", "num_ranks", "domain_size", "threads_per_rank", "num_layers", "hidden_size", "num_heads",
+    "expert_ffn_size", "num_experts", "topk", "aux_loss_coeff", "sequence_length", "micro_batch_size",
+    "num_microbatches", "num_steps", "lr", "min_lr", "warmup_steps", "adam_beta2", "weight_decay",
+    "clip_grad", "seed", "token_dispatcher", "dispatch_dtype", "grad_dtype", "budget_bytes", "ablate",
+    "val_interval", "val_batches", "checkpoint_interval", "val_fraction",
+}  # fmt: skip
 STEP_KEYS = ["step", "train_loss", "val_loss", "tokens_per_s", "dispatch_ms", "combine_ms", "dispatcher"]
 
 
