@@ -9,7 +9,7 @@ from recipes.settings import Recipe
 
 
 def dsv3_proxy_4xh200() -> Recipe:
-    """One dense and two MoE layers: a third would need 45 GiB more.
+    """One dense and two MoE layers: a third MoE layer would need 42 GiB more.
 
     Sizes of a layer, routing and precision are DeepSeek-V3's; text and vocabulary are bytes.
     """

@@ -29,14 +29,23 @@ def prepare() -> None:
     parameters.prepare()
 
 
-def look(name: str, hardware: str = "", changes: dict[str, Any] | None = None, **options: Any) -> Outcome:
-    """changes: of the layout, or with a leading "model." of the model."""
+def look(
+    name: str,
+    hardware: str = "",
+    changes: dict[str, Any] | None = None,
+    only_config: bool = False,
+    **options: Any,
+) -> Outcome:
+    """changes: of the layout, or with a leading "model." of the model. only_config: builds no module."""
     if name in RECIPES:
         job = jobs.of_recipe(dataclasses.replace(RECIPES[name](), **options))
     else:
         job = jobs.of_pretraining(PRETRAININGS[name](), hardware, **options)
     job = _changed(job, changes or {})
     try:
+        if only_config:
+            parameters.check(job.arguments)
+            return Outcome()
         found = dry_run.inspect(job)
         found.check()
     except Exception as error:
