@@ -36,7 +36,21 @@ class LatentCoreAttention(torch.nn.Module):
         return out_BNSV.permute(2, 0, 1, 3).flatten(2)
 
 
-def use_in(block_spec: Any) -> None:
+def use_in(block_spec: Any, q_rank: int | None) -> None:
     """Puts it into all layers of a local block spec."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    class Queries(ColumnParallelLinear):
+        """Stands for the projection with a norm of its own that Megatron 0.19 wants for uncompressed queries,
+        and has in TransformerEngine only. The published models have no such norm."""
+
     for layer in block_spec.layer_specs:
-        layer.submodules.self_attention.submodules.core_attention = LatentCoreAttention
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = LatentCoreAttention
+        if q_rank is None:
+            attention.q_layernorm = IdentityOp  # is of compressed queries
+            attention.linear_q_proj = Queries
+    # Which modules are of that kind Megatron asks here; its local layers have no other use for it.
+    LocalSpecProvider.column_parallel_layer_norm_linear = lambda _self: Queries

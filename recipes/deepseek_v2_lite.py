@@ -42,7 +42,11 @@ _LAYOUTS = {
 
 
 def deepseek_v2_lite() -> Pretraining:
-    """One node. 64 experts and 2 shared ones; queries are not compressed."""
+    """One node. 64 experts and 2 shared ones; queries are not compressed.
+
+    With Megatron-Core 0.19 and TransformerEngine their projection has a norm of its own, 2048 weights
+    a layer, which the published model and Megatron-Core 0.16 have not.
+    """
     return Pretraining(
         name="deepseek_v2_lite",
         model=_MODEL,

@@ -71,6 +71,7 @@ def transformer_config(recipe: Recipe, carrier: dict[str, Any]) -> TransformerCo
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
         **(_transformer_engine_config(recipe) if te else {}),
+        **({"transformer_impl": "local"} if recipe.model.latent and not te else {}),
         **carrier,
     )
 
@@ -107,7 +108,7 @@ def _layer_spec(recipe: Recipe, config: TransformerConfig) -> Any:
     if model.latent or model.first_dense_layers:
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
         if model.latent:
-            attention.use_in(spec)
+            attention.use_in(spec, model.latent.q_rank)
         return spec
     # The same layers as those of a block spec, which brings another final norm where TransformerEngine is
     # there.

@@ -171,7 +171,9 @@ def _build(model: Model, layout: Layout, arguments: Arguments, stage: int) -> to
     plain = {k: v for k, v in arguments.items() if k not in _NEEDS_TE | _RECOMPUTE}
     # The dispatcher has no parameters, and ours would look for its peers.
     plain |= {"moe_token_dispatcher_type": "alltoall", "moe_flex_dispatcher_backend": None}
-    config = _config(plain, use_cpu_initialization=True, perform_initialization=False)
+    config = _config(
+        plain, transformer_impl="local", use_cpu_initialization=True, perform_initialization=False
+    )
     if plain["position_embedding_type"] == "yarn":
         set_yarn(config, plain)
     model_parallel_cuda_manual_seed(1)
@@ -181,7 +183,7 @@ def _build(model: Model, layout: Layout, arguments: Arguments, stage: int) -> to
                 config, use_transformer_engine=False, normalization=plain["normalization"]
             )
             if model.latent:
-                attention.use_in(spec)
+                attention.use_in(spec, model.latent.q_rank)
             mtp = (
                 get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
                 if model.mtp_layers

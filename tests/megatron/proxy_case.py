@@ -14,22 +14,11 @@ from recipes import RECIPES, devices, dispatchers, train
 from recipes.architecture import Latent
 from recipes.model import build
 from recipes.settings import Recipe
+from tests.megatron.settings import ProxyOutcome
 from tests.megatron.training_case import digest, initialize
 from uccl_ep_train.megatron import plugin
 
 NUM_STEPS = 3
-
-
-@dataclass(frozen=True)
-class ProxyOutcome:
-    """Of one rank."""
-
-    losses: tuple[float, ...]
-    parameters: str
-    bias: tuple[float, ...]  # of the last layer's experts
-    most_groups: int  # of a token's experts
-    shared: int  # parameters of shared experts
-    dispatchers: tuple[str, ...]
 
 
 def shrunken(dispatcher: str, limited: bool) -> Recipe:
