@@ -43,7 +43,7 @@ class Cell:
     def __str__(self) -> str:
         r = self.recipe
         return (
-            f"{r.name} {self.micro_batch_tokens} tokens x {r.num_microbatches}, H={r.hidden_size}, "
+            f"{r.name} {self.micro_batch_tokens} tokens x {r.num_microbatches}, H={r.model.hidden_size}, "
             f"{r.dispatch_dtype}, overlap {'on' if self.overlap else 'off'}"
         )
 
@@ -60,25 +60,28 @@ def sized(recipe: Recipe, *, tokens: int | None, hidden: int | None, expert_ffn:
         if length < 1 or tokens % length:
             raise RecipeError(f"{tokens} tokens are not whole sequences of {length}")
         recipe = replace(recipe, sequence_length=length, micro_batch_size=tokens // length)
+    model = recipe.model
     if hidden is not None:
-        head = recipe.hidden_size // recipe.num_heads
+        head = model.hidden_size // model.num_heads
         if hidden % fp8.BLOCK or hidden % head:
             raise RecipeError(
                 f"hidden = {hidden} is not a multiple of {fp8.BLOCK} and of {head}, a head's width"
             )
-        recipe = replace(
-            recipe,
+        model = replace(
+            model,
             hidden_size=hidden,
             num_heads=hidden // head,
-            expert_ffn_size=recipe.expert_ffn_size * hidden // recipe.hidden_size,
+            expert_ffn_size=model.expert_ffn_size * hidden // model.hidden_size,
         )
-    return recipe if expert_ffn is None else replace(recipe, expert_ffn_size=expert_ffn)
+    if expert_ffn is not None:
+        model = replace(model, expert_ffn_size=expert_ffn)
+    return replace(recipe, model=model)
 
 
 def architecture(recipe: Recipe) -> dict[str, int]:
     """What of the model a record names."""
     names = ("num_layers", "hidden_size", "num_heads", "expert_ffn_size", "num_experts", "topk")
-    return {name: getattr(recipe, name) for name in names}
+    return {name: getattr(recipe.model, name) for name in names}
 
 
 def cells_of(args: argparse.Namespace, recipe: Recipe) -> list[Cell]:
@@ -140,7 +143,7 @@ def base_recipe(args: argparse.Namespace) -> Recipe:
     at_least = 2 if "on" in args.overlap else 1
     changes: dict[str, Any] = {
         "device": args.device,
-        "num_layers": args.layers,
+        "model": None if args.layers is None else replace(recipe.model, num_layers=args.layers),
         "grad_dtype": args.grad_dtype,
         "budget_bytes": None if args.budget_mib is None else args.budget_mib << 20,
         "seed": args.seed,

@@ -4,8 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from recipes.deepseek_v2_lite import deepseek_v2_lite
+from recipes.deepseek_v3 import deepseek_v3
+from recipes.dsv3_proxy import dsv3_proxy_4xh200
+from recipes.gpt_oss import gpt_oss_120b
+from recipes.kimi_k2 import kimi_k2
+from recipes.layout import Pretraining
+from recipes.mixtral import mixtral_8x7b
 from recipes.paired_host import paired_host
+from recipes.qwen3 import qwen3_30b_a3b, qwen3_235b_a22b
 from recipes.settings import Recipe
 from recipes.tiny_host import tiny_host
 
-RECIPES: dict[str, Callable[[], Recipe]] = {"tiny_host": tiny_host, "paired_host": paired_host}
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "tiny_host": tiny_host,
+    "paired_host": paired_host,
+    "dsv3_proxy_4xh200": dsv3_proxy_4xh200,
+}
+"""Trained by recipes/train.py."""
+
+PRETRAININGS: dict[str, Callable[[], Pretraining]] = {
+    "deepseek_v3": deepseek_v3,
+    "deepseek_v2_lite": deepseek_v2_lite,
+    "qwen3_30b_a3b": qwen3_30b_a3b,
+    "qwen3_235b_a22b": qwen3_235b_a22b,
+    "mixtral_8x7b": mixtral_8x7b,
+    "kimi_k2": kimi_k2,
+    "gpt_oss_120b": gpt_oss_120b,
+}
+"""Trained by Megatron-LM's pretrain_gpt.py."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from recipes.architecture import Model
 from recipes.settings import Recipe
 
 if TYPE_CHECKING:
@@ -25,6 +26,25 @@ _FREE = {"budget_bytes", "threads_per_rank", "val_interval", "checkpoint_interva
 
 class CheckpointError(RuntimeError):
     """A checkpoint belongs to a run with other settings."""
+
+
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """All settings by name, the model's among them, as JSON has them."""
+    settings = asdict(recipe)
+    model = settings.pop("model")
+    found: dict[str, Any] = json.loads(json.dumps(settings | model))
+    return found
+
+
+def _defaults() -> dict[str, Any]:
+    """What settings were before they existed."""
+    found: dict[str, Any] = {}
+    for entry in (*fields(Recipe), *fields(Model)):
+        if entry.default_factory is not MISSING:
+            found[entry.name] = asdict(entry.default_factory())
+        elif entry.default is not MISSING:
+            found[entry.name] = entry.default
+    return found
 
 
 @dataclass(frozen=True)
@@ -44,8 +64,9 @@ class Checkpoints:
         if not self.steps():
             return
         # Those that name no device were made when there was only the CPU.
-        saved = {"device": "cpu"} | json.loads((self._path(self.steps()[-1]) / _SETTINGS).read_text())
-        now = json.loads(json.dumps(asdict(self.recipe)))
+        written = json.loads((self._path(self.steps()[-1]) / _SETTINGS).read_text())
+        saved = {"device": "cpu"} | _defaults() | written
+        now = settings_of(self.recipe)
         different = {
             key: {"saved": saved.get(key), "now": value}
             for key, value in now.items()
@@ -75,7 +96,7 @@ class Checkpoints:
         torch.save(state, aside / f"rank_{dist.get_rank()}.pt")
         dist.barrier()
         if dist.get_rank() == 0:
-            (aside / _SETTINGS).write_text(json.dumps(asdict(self.recipe), indent=1))
+            (aside / _SETTINGS).write_text(json.dumps(settings_of(self.recipe), indent=1))
             shutil.rmtree(final, ignore_errors=True)
             aside.rename(final)
             for old in self.steps()[:-_KEPT]:

@@ -20,7 +20,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.tokenizers import MegatronTokenizerBase
 
 from recipes import devices
-from recipes.settings import VOCAB_SIZE, Recipe
+from recipes.architecture import BYTE_VOCAB_SIZE
+from recipes.settings import Recipe
 
 EOD = 256
 _FORMAT = 1  # part of the cache's name: raise it when the way the corpus is written changes
@@ -36,11 +37,11 @@ class ByteTokenizer(MegatronTokenizerBase):
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
-        return {"class": "ByteTokenizer", "vocab_size": VOCAB_SIZE}
+        return {"class": "ByteTokenizer", "vocab_size": BYTE_VOCAB_SIZE}
 
     @property
     def vocab_size(self) -> int:
-        return VOCAB_SIZE
+        return BYTE_VOCAB_SIZE
 
     @property
     def vocab(self) -> dict[str, int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from recipes.arguments import DISPATCHERS
 from recipes.model import Training
 from recipes.settings import Recipe
 
@@ -14,7 +15,7 @@ from recipes.settings import Recipe
 def enable(recipe: Recipe) -> dict[str, Any]:
     """The TransformerConfig arguments that select the recipe's dispatcher."""
     if recipe.token_dispatcher != "uccl_ep":
-        return {"moe_token_dispatcher_type": recipe.token_dispatcher}
+        return dict(DISPATCHERS[recipe.token_dispatcher])
     from uccl_ep_train.megatron import plugin
 
     return plugin.enable(
@@ -36,7 +37,7 @@ def verify(recipe: Recipe, training: Training) -> None:
         return
     for layer in training.moe_layers():
         name = type(layer.token_dispatcher).__name__
-        if recipe.token_dispatcher not in name.lower():
+        if recipe.token_dispatcher.split("-")[0] not in name.lower():
             raise RuntimeError(f"MoE layer {layer.layer_number} has {name}, not {recipe.token_dispatcher}")
 
 

@@ -1,7 +1,12 @@
-"""python -m recipes.launch --recipe tiny_host [--token-dispatcher uccl_ep|alltoall|allgather] [options]
+"""python -m recipes.launch --recipe tiny_host [--token-dispatcher uccl_ep|alltoall|...] [--dry-run] [options]
 
 Starts the recipe's ranks on this machine (unless torchrun already did), trains, and draws the loss curve.
 A GPU for each rank if there are as many, else the CPU. Ctrl-C saves a checkpoint; the same command resumes.
+
+A full-size recipe is trained by Megatron-LM's own script, on ranks that torchrun starts:
+
+    torchrun ... -m recipes.launch --recipe deepseek_v3 --hardware h200 --megatron-lm PATH \\
+        --data-path PREFIX [-- further arguments of pretrain_gpt.py]
 """
 
 from __future__ import annotations
@@ -15,18 +20,28 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from recipes import RECIPES, devices
+from recipes import PRETRAININGS, RECIPES, devices, jobs, pretrain
 from recipes.checkpoint import CheckpointError, Checkpoints
 from recipes.devices import DeviceError
+from recipes.hardware import NODES
 from recipes.settings import ABLATIONS, DEVICES, DISPATCHERS, Recipe, RecipeError
 from uccl_ep_train import env
+from uccl_ep_train.errors import ConfigError
 
 _STOPPED = 130  # exit status after Ctrl-C, as shells use it
+# Options that only recipes/train.py knows.
+_OWN_LOOP = ("device", "domain_size", "ablate", "run_dir", "restart", "resume", "compare", "router_trace")
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m recipes.launch", description=__doc__.splitlines()[0])
-    parser.add_argument("--recipe", choices=sorted(RECIPES), default="tiny_host")
+    parser.add_argument("--recipe", choices=[*RECIPES, *PRETRAININGS], default="tiny_host")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print arguments, parameters, memory and traffic; fail if a GPU's memory is too small",
+    )
+    _add_full_size_options(parser)
     parser.add_argument(
         "--device",
         choices=DEVICES,
@@ -35,7 +50,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--num-ranks",
         type=int,
-        help="on this machine; default: the recipe's. Fewer ranks hold more experts each",
+        help="default: the recipe's. On this machine, and fewer hold more experts each; full-size: in all",
     )
     parser.add_argument("--token-dispatcher", choices=DISPATCHERS, help="default: the recipe's")
     parser.add_argument("--dispatch-dtype", choices=("fp8", "bf16"), help="rows on the wire (uccl_ep)")
@@ -63,7 +78,24 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--router-trace", type=Path, help="save what the routers chose in a few steps (.npz), for bench/"
     )
-    return parser.parse_args(argv)
+    # What follows `--` is pretrain_gpt.py's.
+    end = argv.index("--") if "--" in argv else len(argv)
+    args = parser.parse_args(argv[:end])
+    args.extra = argv[end + 1 :]
+    if args.recipe in PRETRAININGS:
+        given = [name for name in _OWN_LOOP if getattr(args, name)]
+    else:
+        given = [name for name in ("megatron_lm", "data_path", "hardware", "extra") if getattr(args, name)]
+    if given:
+        parser.error(f"--{given[0].replace('_', '-')} is not for {args.recipe}")
+    return args
+
+
+def _add_full_size_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("recipes that Megatron-LM trains: " + ", ".join(PRETRAININGS))
+    group.add_argument("--hardware", choices=sorted(NODES), help="node type to lay it out for (h200)")
+    group.add_argument("--megatron-lm", type=Path, help="a checkout, with pretrain_gpt.py")
+    group.add_argument("--data-path", nargs="+", default=[], help="of pretrain_gpt.py: prefixes of datasets")
 
 
 def chosen_recipe(args: argparse.Namespace, dispatcher: str | None) -> Recipe:
@@ -153,12 +185,54 @@ def train_rank(args: argparse.Namespace, recipe: Recipe, why_cpu: str, run_dir: 
     return 0
 
 
+def chosen_job(args: argparse.Namespace) -> jobs.Job:
+    """What a dry run describes and, of a full-size recipe, Megatron-LM trains. Raises RecipeError."""
+    if args.recipe in RECIPES:
+        return jobs.of_recipe(chosen_recipe(args, args.token_dispatcher))
+    recipe = PRETRAININGS[args.recipe]()
+    if args.dispatch_dtype:
+        recipe = dataclasses.replace(recipe, dispatch_dtype=args.dispatch_dtype)
+    if args.grad_dtype:
+        recipe = dataclasses.replace(recipe, grad_dtype=args.grad_dtype)
+    job = jobs.of_pretraining(recipe, args.hardware or "h200", args.token_dispatcher, args.num_ranks)
+    asked = {"train_iters": args.steps, "seed": args.seed}
+    return job.with_arguments({name: value for name, value in asked.items() if value is not None})
+
+
+def _describe_or_start(args: argparse.Namespace) -> int:
+    """A dry run, or a full-size recipe; the second does not return."""
+    try:
+        job = chosen_job(args)
+        if args.dry_run:
+            from recipes import dry_run  # imports what needs Megatron
+
+            dry_run.run(job)
+        else:
+            pretrain.start(pretrain.command(job, args.megatron_lm, args.data_path, args.extra))
+    except (RecipeError, ConfigError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _placed(args: argparse.Namespace) -> tuple[Recipe, str]:
+    """The recipe for this machine, and why it is for the CPU. Raises RecipeError or DeviceError."""
+    recipe, why_cpu = devices.place(
+        chosen_recipe(args, args.token_dispatcher), keep_domains=args.domain_size is not None
+    )
+    for dispatcher in {recipe.token_dispatcher, args.compare or recipe.token_dispatcher}:
+        jobs.check_package(dispatcher)
+        if dispatcher.startswith("flex") and recipe.device == "cpu":
+            raise RecipeError(f"token_dispatcher = {dispatcher}: it needs GPUs; {why_cpu or 'device = cpu'}")
+    return recipe, why_cpu
+
+
 def main(argv: list[str]) -> int:
     args = parse_args(argv)
+    if args.dry_run or args.recipe in PRETRAININGS:
+        return _describe_or_start(args)
     try:
-        recipe, why_cpu = devices.place(
-            chosen_recipe(args, args.token_dispatcher), keep_domains=args.domain_size is not None
-        )
+        recipe, why_cpu = _placed(args)
     except (RecipeError, DeviceError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -13,17 +13,21 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from recipes import devices
-from recipes.settings import PADDED_VOCAB_SIZE, Recipe
+from recipes import attention, devices
+from recipes.arguments import config_arguments, model_arguments
+from recipes.settings import Recipe
 
 
 @dataclass(frozen=True)
@@ -47,35 +51,72 @@ class Training:
 
 def transformer_config(recipe: Recipe, carrier: dict[str, Any]) -> TransformerConfig:
     """`carrier` holds the dispatcher's keyword arguments (from `uccl_ep_train.megatron.enable` or stock)."""
-    return TransformerConfig(
-        num_layers=recipe.num_layers,
-        hidden_size=recipe.hidden_size,
-        num_attention_heads=recipe.num_heads,
-        ffn_hidden_size=recipe.expert_ffn_size,
-        moe_ffn_hidden_size=recipe.expert_ffn_size,
-        num_moe_experts=recipe.num_experts,
-        moe_router_topk=recipe.topk,
-        moe_router_dtype="fp32",
-        moe_router_load_balancing_type="aux_loss",
-        moe_aux_loss_coeff=recipe.aux_loss_coeff,
+    te = uses_transformer_engine(recipe)
+    kind = MLATransformerConfig if recipe.model.latent else TransformerConfig
+    return kind(
+        **config_arguments(model_arguments(recipe.model)),
         expert_model_parallel_size=recipe.num_ranks,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         attention_softmax_in_fp32=True,
         bf16=True,
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
-        deterministic_mode=recipe.device == "cuda",  # a resumed run repeats the bits of one left alone
-        use_cpu_initialization=True,  # for GPUs, too: nothing has to be known of their generators
+        # A resumed run repeats the bits of one left alone. TransformerEngine would want an environment
+        # variable.
+        deterministic_mode=recipe.device == "cuda" and not te,
+        use_cpu_initialization=not te,  # for GPUs, too: nothing has to be known of their generators
         # The fused kernels need a GPU and more packages; the local spec has a plain torch path for each.
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
+        bias_activation_fusion=te,
         bias_dropout_fusion=False,
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
+        **(_transformer_engine_config(recipe) if te else {}),
+        **({"transformer_impl": "local"} if recipe.model.latent and not te else {}),
         **carrier,
+    )
+
+
+def uses_transformer_engine(recipe: Recipe) -> bool:
+    return recipe.transformer_engine and recipe.device == "cuda"
+
+
+def _transformer_engine_config(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "transformer_impl": "transformer_engine",
+        "moe_grouped_gemm": True,
+        "moe_permute_fusion": recipe.token_dispatcher != "uccl_ep",  # ours has nothing left to permute
+        "fp8": "e4m3" if recipe.fp8_recipe else None,
+        "fp8_recipe": recipe.fp8_recipe or "delayed",
+    }
+
+
+def _moments(recipe: Recipe) -> dict[str, Any]:
+    """Moments in BF16, which only TransformerEngine's optimizer can keep."""
+    if recipe.optimizer_bytes != 8 or not uses_transformer_engine(recipe):
+        return {}
+    return {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": torch.bfloat16,
+        "exp_avg_sq_dtype": torch.bfloat16,
+    }
+
+
+def _layer_spec(recipe: Recipe, config: TransformerConfig) -> Any:
+    model = recipe.model
+    if uses_transformer_engine(recipe):
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    if model.latent or model.first_dense_layers:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+        if model.latent:
+            attention.use_in(spec, model.latent.q_rank)
+        return spec
+    # The same layers as those of a block spec, which brings another final norm where TransformerEngine is
+    # there.
+    return get_gpt_layer_local_spec(
+        num_experts=model.num_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=model.qk_norm,
+        normalization="RMSNorm",
     )
 
 
@@ -86,15 +127,18 @@ def build(recipe: Recipe, carrier: dict[str, Any]) -> Training:
     config = transformer_config(recipe, carrier)
     gpt = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(
-            num_experts=recipe.num_experts, moe_grouped_gemm=False, normalization="RMSNorm"
-        ),
-        vocab_size=PADDED_VOCAB_SIZE,
+        transformer_layer_spec=_layer_spec(recipe, config),
+        vocab_size=recipe.model.vocab_size,
         max_sequence_length=recipe.sequence_length,
         position_embedding_type="rope",
-        share_embeddings_and_output_weights=True,
+        rotary_base=recipe.model.rope_theta,
+        share_embeddings_and_output_weights=recipe.model.tied_embeddings,
     ).to(devices.own())
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=recipe.distributed_optimizer,
+    )
     model = DistributedDataParallel(config, ddp_config, Float16Module(config, gpt))
     model.broadcast_params()
     optimizer = get_megatron_optimizer(
@@ -107,6 +151,8 @@ def build(recipe: Recipe, carrier: dict[str, Any]) -> Training:
             clip_grad=recipe.clip_grad,
             bf16=True,
             params_dtype=torch.bfloat16,
+            use_distributed_optimizer=recipe.distributed_optimizer,
+            **_moments(recipe),
         ),
         [model],
     )

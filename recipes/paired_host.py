@@ -14,13 +14,13 @@ def paired_host() -> Recipe:
     At tiny_host's learning rate runs that differ by FP8's rounding drift apart by about a percent, in which
     no 0.3 % can be told. One domain: the bits are the same over several, and proxies take time of a core.
     """
+    tiny = tiny_host()
     return replace(
-        tiny_host(),
+        tiny,
         name="paired_host",
         num_ranks=2,
         domain_size=2,
-        num_layers=2,
-        expert_ffn_size=256,
+        model=replace(tiny.model, num_layers=2, expert_ffn_size=256),
         sequence_length=128,
         num_steps=300,
         lr=3e-4,

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from recipes import traffic
 from recipes.settings import Recipe
-
-_FP8_BLOCK = 128
 
 
 class ProofError(RuntimeError):
@@ -45,8 +44,7 @@ class Crossing:
 
 def expected_dispatch_bytes(wanted_TE: torch.Tensor, recipe: Recipe) -> int:
     """`wanted_TE`: the router's map for a domain's experts. A row goes there once, a probability per pair."""
-    scale_bytes = -(-4 * recipe.hidden_size // _FP8_BLOCK // 16) * 16  # fp32 per block, a multiple of 16
-    row_bytes = recipe.hidden_size + scale_bytes if recipe.dispatch_dtype == "fp8" else 2 * recipe.hidden_size
+    row_bytes = traffic.row_bytes(recipe.model, recipe.dispatch_dtype)
     return num_rows(wanted_TE) * row_bytes + 4 * int(wanted_TE.sum())
 
 
@@ -60,8 +58,8 @@ def _measured(layer: Any, recipe: Recipe, into: list[Crossing]) -> Callable[...,
     buffer, forward = layer.token_dispatcher.buffer, layer.forward
     topology, rank = buffer.topology, buffer.rank
     own_domain = topology.domain_of[rank]
-    num_local = recipe.num_experts // recipe.num_ranks
-    sum_bytes = (4 if buffer.config.combine_wire_dtype == "fp32" else 2) * recipe.hidden_size
+    num_local = recipe.model.num_experts // recipe.num_ranks
+    sum_bytes = (4 if buffer.config.combine_wire_dtype == "fp32" else 2) * recipe.model.hidden_size
     experts = [
         [e for m in ranks for e in range(m * num_local, (m + 1) * num_local)] for ranks in topology.members
     ]

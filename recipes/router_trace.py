@@ -48,7 +48,7 @@ class RouterTrace:
         np.savez_compressed(
             file,
             topk_idx=torch.stack(list(self._saved.values())).numpy(),
-            num_experts=np.array(self._recipe.num_experts),
+            num_experts=np.array(self._recipe.model.num_experts),
             steps=np.array(list(self._saved)),
         )
 
@@ -57,6 +57,6 @@ class RouterTrace:
             if router.training:
                 # A recipe's router drops nothing, so that every token has topk experts.
                 experts = output[1].nonzero()[:, 1]
-                into.append(experts.view(-1, self._recipe.topk))
+                into.append(experts.view(-1, self._recipe.model.topk))
 
         return chosen

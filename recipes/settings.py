@@ -1,14 +1,18 @@
-"""What a recipe may set. A recipe is a function that returns one `Recipe`; it holds no logic."""
+"""What a recipe that `train.py` trains may set. A recipe is a function without logic, of one `Recipe`.
+
+Those that Megatron-LM trains return a `Pretraining`, see layout.py.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from recipes.architecture import Model
+from recipes.layout import Layout
+
 DEVICES = ("auto", "cpu", "cuda")
-DISPATCHERS = ("uccl_ep", "alltoall", "allgather")
+DISPATCHERS = ("uccl_ep", "alltoall", "allgather", "flex-deepep", "flex-hybridep")
 ABLATIONS = ("none", "zero_experts", "zero_prob_grad", "wrong_scale")
-VOCAB_SIZE = 257  # the 256 byte values and one end-of-document token
-PADDED_VOCAB_SIZE = 272  # a multiple of 16, as vectorised matrix products like it
 
 
 class RecipeError(ValueError):
@@ -27,15 +31,11 @@ class Recipe:
     domain_size: int  # consecutive ranks that share memory; rows for other domains go through the proxies
     threads_per_rank: int  # intra-op threads of torch
 
-    # Model (GPTModel with the local spec; every layer is an MoE layer, no shared expert)
-    num_layers: int
-    hidden_size: int  # a multiple of 128, the FP8 block
-    num_heads: int
-    expert_ffn_size: int
-    num_experts: int
-    topk: int
-    aux_loss_coeff: float
+    model: Model
     sequence_length: int  # bytes
+    # Layers and grouped products of TransformerEngine on GPUs; else, and on CPUs, Megatron's local spec.
+    transformer_engine: bool = False
+    fp8_recipe: str | None = None  # of TransformerEngine's products; None: BF16
 
     # Steps
     micro_batch_size: int  # sequences of a rank in a forward pass
@@ -48,6 +48,8 @@ class Recipe:
     weight_decay: float
     clip_grad: float  # norm
     seed: int
+    distributed_optimizer: bool = False  # its checkpoints are not supported: checkpoint_interval = 0
+    optimizer_bytes: int = 12  # per parameter: FP32 master weight and moments; 8: BF16 moments, on GPUs
 
     # Dispatcher
     token_dispatcher: str  # one of DISPATCHERS
@@ -59,20 +61,44 @@ class Recipe:
     # Reporting
     val_interval: int  # steps
     val_batches: int  # forward passes of a rank in a validation
-    checkpoint_interval: int  # steps
+    checkpoint_interval: int  # steps; 0: none are written, and a stopped run begins anew
     val_fraction: float  # of the text's files
 
+    hardware: str = ""  # node type that it is sized for, see hardware.py; empty: any machine
+
     def __post_init__(self) -> None:
-        divisors = [n for n in range(1, self.num_experts + 1) if self.num_experts % n == 0]
+        num_experts = self.model.num_experts
+        divisors = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
         if self.num_ranks not in divisors:
             raise RecipeError(
-                f"num_ranks = {self.num_ranks}: {self.num_experts} experts have to be spread evenly; "
+                f"num_ranks = {self.num_ranks}: {num_experts} experts have to be spread evenly; "
                 f"allowed is one of {divisors}"
             )
         if not 1 <= self.domain_size <= self.num_ranks:
             raise RecipeError(
                 f"domain_size = {self.domain_size}: allowed is 1 .. {self.num_ranks}, the number of ranks"
             )
+
+        if self.hardware and self.device == "cpu":
+            raise RecipeError(f"device = cpu: {self.name} is sized for GPUs of {self.hardware}")
+        if self.distributed_optimizer and self.checkpoint_interval:
+            raise RecipeError(
+                f"checkpoint_interval = {self.checkpoint_interval}: allowed with distributed_optimizer is 0"
+            )
+
+    @property
+    def layout(self) -> Layout:
+        """For the dry run: all ranks in one expert parallel group."""
+        return Layout(
+            num_ranks=self.num_ranks,
+            ep=self.num_ranks,
+            sequence_length=self.sequence_length,
+            micro_batch_size=self.micro_batch_size,
+            global_batch_size=self.num_ranks * self.micro_batch_size * self.num_microbatches,
+            fp8_recipe=self.fp8_recipe,
+            distributed_optimizer=self.distributed_optimizer,
+            optimizer_bytes=self.optimizer_bytes,
+        )
 
     @property
     def tokens_per_step(self) -> int:

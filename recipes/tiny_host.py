@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from recipes.architecture import Model
 from recipes.settings import Recipe
 
 
@@ -13,13 +14,15 @@ def tiny_host() -> Recipe:
         num_ranks=4,
         domain_size=2,
         threads_per_rank=1,
-        num_layers=4,
-        hidden_size=128,
-        num_heads=4,
-        expert_ffn_size=512,
-        num_experts=8,
-        topk=2,
-        aux_loss_coeff=1e-2,
+        model=Model(
+            num_layers=4,
+            hidden_size=128,
+            num_heads=4,
+            expert_ffn_size=512,
+            num_experts=8,
+            topk=2,
+            aux_loss_coeff=1e-2,
+        ),
         sequence_length=256,
         micro_batch_size=4,
         num_microbatches=1,

@@ -182,7 +182,7 @@ def run(recipe: Recipe, run_dir: Path, data_dir: Path, router_trace: Path | None
                 dispatcher=recipe.token_dispatcher,
             )
             reporter.step(metrics, 1e3 * seconds)
-        if step % recipe.checkpoint_interval == 0 or last or stopped:
+        if recipe.checkpoint_interval and (step % recipe.checkpoint_interval == 0 or last or stopped):
             checkpoints.save(training, step)
     if reporter:
         reporter.close()

@@ -62,3 +62,15 @@ class StageCase:
     rank_capacity: float | None = None  # rows that a rank has room for, of those that all alike would get
     options: dict[str, Any] = field(default_factory=dict)
     corrupt: str = ""  # "" | zero_prob_grad | zero_row | topk_of_probs | rank_order
+
+
+@dataclass(frozen=True)
+class ProxyOutcome:
+    """Of one rank of proxy_case.train_proxy."""
+
+    losses: tuple[float, ...]
+    parameters: str
+    bias: tuple[float, ...]  # of the last layer's experts
+    most_groups: int  # of a token's experts
+    shared: int  # parameters of shared experts
+    dispatchers: tuple[str, ...]

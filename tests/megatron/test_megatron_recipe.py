@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from recipes import RECIPES, devices
-from recipes.checkpoint import CheckpointError, Checkpoints
+from recipes.checkpoint import CheckpointError, Checkpoints, settings_of
 from recipes.launch import chosen_recipe, default_run_dir, parse_args
 from recipes.metrics import Reporter, StepMetrics, read_metrics
 from recipes.plot import plot_losses
@@ -23,6 +23,13 @@ from recipes.proof import Crossing, ProofError, check
 from tests.megatron.harness import MegatronRanks
 
 ROOT = Path(__file__).resolve().parents[2]
+SETTINGS_AT_FIRST = {
+    "name", "num_ranks", "domain_size", "threads_per_rank", "num_layers", "hidden_size", "num_heads",
+    "expert_ffn_size", "num_experts", "topk", "aux_loss_coeff", "sequence_length", "micro_batch_size",
+    "num_microbatches", "num_steps", "lr", "min_lr", "warmup_steps", "adam_beta2", "weight_decay",
+    "clip_grad", "seed", "token_dispatcher", "dispatch_dtype", "grad_dtype", "budget_bytes", "ablate",
+    "val_interval", "val_batches", "checkpoint_interval", "val_fraction",
+}  # fmt: skip
 STEP_KEYS = ["step", "train_loss", "val_loss", "tokens_per_s", "dispatch_ms", "combine_ms", "dispatcher"]
 
 
@@ -71,13 +78,14 @@ def test_options_override_the_recipe_and_nothing_else() -> None:
     )
     assert (changed.num_steps, changed.seed, changed.dispatch_dtype) == (7, 1, "bf16")
     assert changed.token_dispatcher == "allgather"
-    assert changed.hidden_size == recipe.hidden_size
+    assert changed.model == recipe.model
 
 
 def test_the_recipe_is_what_the_project_promises() -> None:
     recipe = RECIPES["tiny_host"]()
-    assert (recipe.num_ranks, recipe.domain_size, recipe.num_experts, recipe.topk) == (4, 2, 8, 2)
-    assert recipe.hidden_size % 128 == 0
+    assert (recipe.num_ranks, recipe.domain_size) == (4, 2)
+    assert (recipe.model.num_experts, recipe.model.topk) == (8, 2)
+    assert recipe.model.hidden_size % 128 == 0
     assert recipe.token_dispatcher == "uccl_ep" and recipe.dispatch_dtype == "fp8"
 
 
@@ -92,7 +100,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
     recipe = dataclasses.replace(RECIPES["tiny_host"](), device="cpu")
     folder = tmp_path / "checkpoints" / "step_000005"
     folder.mkdir(parents=True)
-    (folder / "recipe.json").write_text(json.dumps(asdict(recipe)))
+    (folder / "recipe.json").write_text(json.dumps(settings_of(recipe)))
     (tmp_path / "checkpoints" / "step_000009.part").mkdir()  # a save that was cut short does not count
     checkpoints = Checkpoints(tmp_path / "checkpoints", recipe)
     assert checkpoints.steps() == [5]
@@ -104,8 +112,8 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
         other = dataclasses.replace(checkpoints, recipe=dataclasses.replace(recipe, **change))
         with pytest.raises(CheckpointError, match=next(iter(change))):
             other.check()
-    older = asdict(recipe)
-    del older["device"]  # such a checkpoint is of the CPU
+    # Such a checkpoint is of the CPU, and of a model that had no other settings.
+    older = {name: value for name, value in settings_of(recipe).items() if name in SETTINGS_AT_FIRST}
     (folder / "recipe.json").write_text(json.dumps(older))
     checkpoints.check()
     with pytest.raises(CheckpointError, match="device"):

@@ -115,8 +115,8 @@ def test_skewed_routing_is_skewed() -> None:
 def test_the_bundled_trace_is_small_real_and_skewed() -> None:
     trace, recipe = load_trace(str(BUNDLED)), RECIPES["tiny_host"]()
     assert BUNDLED.stat().st_size <= 200_000
-    assert (trace.topk, trace.num_experts) == (recipe.topk, recipe.num_experts)
-    assert trace.topk_idx_SLTK.shape[1:3] == (recipe.num_layers, recipe.tokens_per_step)
+    assert (trace.topk, trace.num_experts) == (recipe.model.topk, recipe.model.num_experts)
+    assert trace.topk_idx_SLTK.shape[1:3] == (recipe.model.num_layers, recipe.tokens_per_step)
     load = torch.bincount(trace.topk_idx_SLTK[0, 0].flatten().long(), minlength=trace.num_experts)
     assert int(load.max()) > 2 * float(load.float().mean())
 

@@ -37,16 +37,16 @@ def test_cells_are_the_cross_product_of_the_lists() -> None:
 
 def test_without_options_the_cell_is_the_recipe() -> None:
     (cell,) = cells()
-    assert (cell.micro_batch_tokens, cell.recipe.hidden_size, cell.overlap) == (1024, 128, False)
+    assert (cell.micro_batch_tokens, cell.recipe.model.hidden_size, cell.overlap) == (1024, 128, False)
     assert cell.recipe.num_microbatches == TINY.num_microbatches
 
 
 def test_sizes_keep_heads_sequences_and_the_experts_ratio() -> None:
     wide = sized(TINY, tokens=512, hidden=256, expert_ffn=None)
-    assert (wide.num_heads, wide.expert_ffn_size) == (8, 1024)
+    assert (wide.model.num_heads, wide.model.expert_ffn_size) == (8, 1024)
     assert (wide.sequence_length, wide.micro_batch_size) == (256, 2)
     short = sized(TINY, tokens=100, hidden=None, expert_ffn=64)
-    assert (short.sequence_length, short.micro_batch_size, short.expert_ffn_size) == (100, 1, 64)
+    assert (short.sequence_length, short.micro_batch_size, short.model.expert_ffn_size) == (100, 1, 64)
 
 
 @pytest.mark.parametrize("sizes", [{"tokens": 300}, {"tokens": 0}, {"hidden": 192}, {"hidden": 100}])

@@ -174,10 +174,14 @@ def test_ranks_and_domains_that_cannot_be_are_refused_before_ranks_start(
 
 
 def test_a_recipe_checks_itself() -> None:
-    for name, make in RECIPES.items():
-        assert make().device == "auto", name
+    for make in RECIPES.values():
         with pytest.raises(RecipeError):
-            dataclasses.replace(make(), num_ranks=make().num_experts + 1)
+            dataclasses.replace(make(), num_ranks=make().model.num_experts + 1)
+    assert RECIPES["tiny_host"]().device == "auto"
+    with pytest.raises(RecipeError, match="sized for GPUs of h200"):
+        dataclasses.replace(RECIPES["dsv3_proxy_4xh200"](), device="cpu")
+    with pytest.raises(RecipeError, match="checkpoint_interval"):
+        dataclasses.replace(RECIPES["tiny_host"](), distributed_optimizer=True)
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ class BufferPool:
         # Imported here, so that flags and checks of the plug-in work without the compiled extension.
         from uccl_ep_train import Buffer
 
-        ep_config = self._ep_config(config, tp_size, ep_size)
+        ep_config = self.ep_config(config, tp_size, ep_size)
         key = (group, ep_config)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.closed:
@@ -47,7 +47,8 @@ class BufferPool:
             _, buffer = self._buffers.popitem()
             buffer.close()
 
-    def _ep_config(self, config: Any, tp_size: int, ep_size: int) -> EpConfig:
+    def ep_config(self, config: Any, tp_size: int, ep_size: int) -> EpConfig:
+        """What `buffer` would be made with. Raises ConfigError."""
         dtype = config.params_dtype
         if dtype not in (torch.bfloat16, torch.float32):
             raise ConfigError(

@@ -209,8 +209,13 @@ def _rng() -> None:
 
 
 def _te_names() -> None:
-    """megatron-core 0.16.1 leaves TransformerEngine's names undefined in moe_utils when it is absent."""
+    """megatron-core 0.16.1 without TransformerEngine: its names are undefined in moe_utils, and latent
+    attention believes that it is there."""
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
+
+    if not isinstance(getattr(multi_latent_attention, "TELinear", None), type):
+        multi_latent_attention.HAVE_TE = False
 
     for name in (
         "te_general_gemm", "fused_permute", "fused_permute_with_probs", "fused_unpermute",

@@ -1,0 +1,215 @@
+"""From a recipe to what is started: Megatron-LM's arguments, and refusals before anything starts."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recipes import PRETRAININGS, RECIPES, arguments, jobs, launch, pretrain
+from recipes.hardware import NODES
+from recipes.launch import chosen_job, parse_args
+from recipes.settings import RecipeError
+
+ROOT = Path(__file__).resolve().parents[2]
+BIG = ["--recipe=qwen3_30b_a3b", "--hardware=h200"]
+
+
+def test_every_recipe_is_known_by_its_own_name() -> None:
+    for table in (RECIPES, PRETRAININGS):
+        for name, make in table.items():
+            assert make().name == name
+    assert not set(RECIPES) & set(PRETRAININGS)
+
+
+def test_every_full_size_recipe_has_a_layout_for_every_node_type() -> None:
+    for make in PRETRAININGS.values():
+        assert set(make().layouts) == set(NODES)
+
+
+@pytest.mark.parametrize("name", PRETRAININGS)
+def test_a_layout_fills_whole_nodes_and_whole_steps(name: str) -> None:
+    for hardware, layout in PRETRAININGS[name]().layouts.items():
+        assert layout.num_ranks % NODES[hardware].gpus == 0
+        assert layout.dp % layout.ep == 0
+        assert layout.global_batch_size % (layout.dp * layout.micro_batch_size) == 0
+        assert layout.num_microbatches >= layout.pp, "the pipeline never fills"
+        assert layout.ep <= jobs.CUDA_MAX_RANKS
+
+
+def test_the_largest_group_is_that_of_the_cuda_backend() -> None:
+    header = (ROOT / "csrc" / "backend" / "cuda" / "layout.h").read_text()
+    found = re.search(r"constexpr uint32_t kMaxRanks = (\d+);", header)
+    assert found and int(found[1]) == jobs.CUDA_MAX_RANKS
+
+
+def test_arguments_become_words_as_megatron_lm_parses_them() -> None:
+    words = arguments.command_line(
+        {
+            "num_layers": 3,
+            "swiglu": True,
+            "bf16": False,
+            "kv_channels": None,
+            "window_size": (127, 0),
+            "moe_layer_freq": [0, 1, 1],
+            "recompute_modules": ["moe", "layernorm"],
+        }
+    )
+    assert words == [
+        "--num-layers", "3", "--swiglu", "--window-size", "127,0", "--moe-layer-freq", "[0,1,1]",
+        "--recompute-modules", "moe", "layernorm",
+    ]  # fmt: skip
+
+
+def test_a_dispatcher_is_what_megatron_calls_it() -> None:
+    wanted = {
+        "uccl_ep": ("uccl_ep", None),
+        "alltoall": ("alltoall", None),
+        "flex-deepep": ("flex", "deepep"),
+        "flex-hybridep": ("flex", "hybridep"),
+    }
+    for name, (kind, backend) in wanted.items():
+        found = chosen_job(parse_args([*BIG, f"--token-dispatcher={name}"])).arguments
+        assert found["moe_token_dispatcher_type"] == kind
+        assert found.get("moe_flex_dispatcher_backend") == backend
+        assert ("uccl_ep_dispatch_dtype" in found) == (name == "uccl_ep")
+
+
+def test_options_override_a_full_size_recipe() -> None:
+    options = ["--dispatch-dtype=bf16", "--grad-dtype=fp8", "--steps=7", "--seed=5", "--num-ranks=16"]
+    job = chosen_job(parse_args([*BIG, *options]))
+    assert job.arguments["uccl_ep_dispatch_dtype"] == "bf16"
+    assert job.arguments["uccl_ep_grad_dtype"] == "fp8"
+    assert (job.arguments["train_iters"], job.arguments["seed"], job.layout.num_ranks) == (7, 5, 16)
+    assert job.layout.num_microbatches == 32
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--num-ranks=12"], "num_ranks = 12: allowed are multiples of 8"),
+        (["--num-ranks=24"], "24 data parallel ranks do not divide the 512 sequences"),
+        (["--token-dispatcher=allgather"], "token_dispatcher = allgather"),
+        (["--hardware=mi300x", "--token-dispatcher=uccl_ep"], "uccl_ep has no HIP backend"),
+        (["--recipe=gpt_oss_120b", "--token-dispatcher=uccl_ep"], "2880 is none; allowed here are alltoall"),
+    ],
+)
+def test_what_cannot_run_is_refused(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RecipeError):
+        chosen_job(parse_args([*BIG, *options]))
+    for more in ([], ["--dry-run"]):
+        assert launch.main([*BIG, *options, *more]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_the_dispatcher_that_cannot_run_is_not_chosen_silently() -> None:
+    for options in (["--recipe=gpt_oss_120b"], ["--recipe=kimi_k2", "--hardware=mi300x"]):
+        job = chosen_job(parse_args(options))
+        assert job.dispatcher == "alltoall" and job.why_dispatcher
+    job = chosen_job(parse_args(["--recipe=kimi_k2"]))
+    assert job.dispatcher == "uccl_ep" and not job.why_dispatcher
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    (tmp_path / "pretrain_gpt.py").write_text("")
+    return tmp_path
+
+
+def started_by(monkeypatch: pytest.MonkeyPatch, num_ranks: int | None) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if num_ranks is not None:
+        monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
+
+
+def test_a_rank_becomes_megatron_lms_own_script(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started_by(monkeypatch, 8)
+    replaced: list[list[str]] = []
+    monkeypatch.setattr(pretrain, "start", replaced.append)
+    options = [f"--megatron-lm={checkout}", "--data-path", "0.5", "a", "0.5", "b"]
+    assert launch.main([*BIG, *options, "--", "--lr", "1e-5"]) == 0
+    ((python, *words),) = replaced
+    assert python == sys.executable
+    script = str(checkout / "pretrain_gpt.py")
+    assert words[:3] == ["-m", "uccl_ep_train.megatron.launch", script]
+    assert words[words.index("--data-path") :] == ["--data-path", "0.5", "a", "0.5", "b", "--lr", "1e-5"]
+    assert words.index("--lr") < words.index("--data-path"), "the recipe's own comes first"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options", "words"),
+    [
+        (8, [], "give its checkout, --megatron-lm PATH"),
+        (8, ["--megatron-lm=nowhere"], "nowhere: no pretrain_gpt.py there"),
+        (
+            None,
+            ["CHECKOUT", "--data-path=a"],
+            "needs 8 ranks here, and was not started by torchrun: torchrun",
+        ),
+        (4, ["CHECKOUT", "--data-path=a"], "needs 8 ranks here, and torchrun started 4"),
+        (8, ["CHECKOUT"], "no data: give --data-path"),
+        (
+            8,
+            ["CHECKOUT", "--token-dispatcher=flex-deepep", "--", "--mock-data"],
+            "deep_ep cannot be imported",
+        ),
+    ],
+)
+def test_what_is_missing_is_said_before_megatron_starts(
+    checkout: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    num_ranks: int | None,
+    options: list[str],
+    words: str,
+) -> None:
+    started_by(monkeypatch, num_ranks)
+    monkeypatch.setitem(sys.modules, "deep_ep", None)
+    monkeypatch.setattr(pretrain, "start", lambda _words: pytest.fail("it started"))
+    given = [f"--megatron-lm={checkout}" if option == "CHECKOUT" else option for option in options]
+    assert launch.main([*BIG, *given]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_flex_dispatcher_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    package: Any = SimpleNamespace(Buffer=object)
+    monkeypatch.setitem(sys.modules, "deep_ep", package)
+    jobs.check_package("flex-deepep")
+    with pytest.raises(RecipeError, match="deep_ep has no HybridEPBuffer"):
+        jobs.check_package("flex-hybridep")
+    for other in ("uccl_ep", "alltoall", "allgather"):
+        jobs.check_package(other)
+
+
+@pytest.mark.parametrize("options", [["--token-dispatcher=flex-deepep"], ["--compare=flex-deepep"]])
+def test_flex_dispatchers_of_tiny_host_are_refused_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    monkeypatch.setattr(launch, "run_ranks", lambda *_: pytest.fail("ranks started"))
+    monkeypatch.setitem(sys.modules, "deep_ep", None)
+    assert launch.main(["--device=cpu", *options]) == 2
+    assert "deep_ep cannot be imported" in capsys.readouterr().err
+    package: Any = SimpleNamespace(Buffer=object)
+    monkeypatch.setitem(sys.modules, "deep_ep", package)
+    assert launch.main(["--device=cpu", *options]) == 2
+    assert "it needs GPUs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--hardware=h200"],
+        ["--", "--lr", "1"],
+        ["--recipe=kimi_k2", "--ablate=zero_experts"],
+        ["--recipe=kimi_k2", "--resume"],
+    ],
+)
+def test_options_of_the_other_kind_of_recipe_are_refused(options: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(options)
