@@ -47,7 +47,7 @@ class Model:
     """A GPT with mixture-of-experts layers."""
 
     num_layers: int
-    hidden_size: int  # a multiple of 128 for uccl_ep
+    hidden_size: int
     num_heads: int
     expert_ffn_size: int
     num_experts: int

@@ -51,7 +51,7 @@ def of_pretraining(
     node, layout = NODES[hardware], recipe.layouts[hardware]
     if num_ranks is not None:
         layout = _resized(layout, num_ranks)
-    why = recipe.not_uccl_ep or node.no_uccl_ep
+    why = node.no_uccl_ep
     if dispatcher == "uccl_ep" and why:
         raise RecipeError(f"token_dispatcher = uccl_ep: {why}; allowed here are {', '.join(_others())}")
     chosen = dispatcher or ("alltoall" if why else recipe.token_dispatcher)

@@ -63,7 +63,6 @@ class Pretraining:
     """A full-size recipe, trained by Megatron-LM's pretrain_gpt.py.
 
     token_dispatcher  the recipe's choice, which `--token-dispatcher` overrides
-    not_uccl_ep       why that is not uccl_ep; empty if it is
     """
 
     name: str
@@ -71,7 +70,6 @@ class Pretraining:
     layouts: Mapping[str, Layout] = field(repr=False)  # by node type, see hardware.py
     schedule: Schedule
     token_dispatcher: str = "uccl_ep"
-    not_uccl_ep: str = ""
     dispatch_dtype: str = "fp8"  # rows on the wire, uccl_ep
     grad_dtype: str = "bf16"  # gradients of combine on the wire, uccl_ep
     budget_bytes: int = 1 << 30  # memory of the dispatcher per rank, uccl_ep

@@ -93,10 +93,12 @@ def hit_probability(model: Model, experts: range) -> float:
 
 
 def row_bytes(model: Model, dtype: str) -> int:
-    """On the wire; FP8 with an FP32 scale per block, the scales padded to 16 bytes."""
+    """On the wire of uccl_ep, the last block filled up; FP8 with an FP32 scale per block, those padded to 16
+    bytes."""
+    num_blocks = -(-model.hidden_size // _FP8_BLOCK)
     if dtype == "bf16":
-        return 2 * model.hidden_size
-    return model.hidden_size + -(-4 * model.hidden_size // _FP8_BLOCK // 16) * 16
+        return 2 * _FP8_BLOCK * num_blocks
+    return _FP8_BLOCK * num_blocks + -(-4 * num_blocks // 16) * 16
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def of_layer(model: Model, layout: Layout, node: Node, dtype: str, grad_dtype: s
 def of_stock_layer(model: Model, layout: Layout, node: Node) -> Traffic:
     """Of Megatron's alltoall dispatcher: a BF16 row for every pair, wherever it goes."""
     size = min(node.gpus, layout.ep)
-    pairs = layout.tokens_per_pass * model.topk * row_bytes(model, "bf16")
+    pairs = layout.tokens_per_pass * model.topk * 2 * model.hidden_size
     one_way = Bytes(pairs * (size - 1) / layout.ep, pairs * (layout.ep - size) / layout.ep)
     again = layout.recompute == FULL or "moe" in layout.recompute
     return Traffic(one_way, one_way, one_way, again, layout.ep > node.gpus)

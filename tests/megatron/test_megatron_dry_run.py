@@ -126,7 +126,6 @@ def test_what_does_not_fit_is_an_error(name: str, hardware: str, changes: dict[s
         ({"recompute": ("nothing",)}, "Invalid choices for recompute_modules"),
         ({"recompute": ("mla_up_proj",)}, "multi_latent_attention"),
         ({"model.router": Router(num_groups=3, group_topk=2)}, "groups"),
-        ({"model.hidden_size": 2880}, "a multiple of 128"),
     ],
 )
 def test_what_megatron_or_the_dispatcher_refuses_is_said(

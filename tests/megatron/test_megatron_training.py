@@ -32,6 +32,7 @@ FEATURES: dict[str, TrainCase] = {
         dtype="bf16", config={"recompute_granularity": "selective", "recompute_modules": ["moe"]}
     ),
     "a shared expert": TrainCase(config={"moe_shared_expert_intermediate_size": 64}),
+    "experts with biases": TrainCase(config={"add_bias_linear": True}),
     "1F1B expert parallel overlap": TrainCase(
         dtype="bf16", num_microbatches=3, config={"overlap_moe_expert_parallel_comm": True}
     ),

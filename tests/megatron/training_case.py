@@ -78,6 +78,7 @@ def transformer_config(case: TrainCase, carrier: dict[str, Any]) -> TransformerC
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
+        "add_bias_linear": False,
     }
     return TransformerConfig(
         num_layers=case.layers,
@@ -91,7 +92,6 @@ def transformer_config(case: TrainCase, carrier: dict[str, Any]) -> TransformerC
         sequence_parallel=case.tp > 1,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.etp,
-        add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=case.dtype == "bf16",
