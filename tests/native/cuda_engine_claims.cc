@@ -3,7 +3,9 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "cuda_on_cpu/streams.h"
 #include "cuda_runs.h"
+#include "transport/cuda/visibility.h"
 
 using namespace uccl_ep;
 
@@ -194,6 +196,15 @@ CLAIM("a dispatch that is refused on a rank stops the kernels of the others befo
     }
   });
   EXPECT_EQ(failures.load(), 3);
+}
+
+CLAIM("what NICs write is flushed once a call, by a GPU that does not order it") {
+  cuda::CudaVisibility visibility(3);
+  EXPECT(visibility.needed());
+  const uint64_t before = cuda_on_cpu::num_flushes();
+  visibility.flush();
+  visibility.flush();
+  EXPECT_EQ(cuda_on_cpu::num_flushes(), before + 2);
 }
 
 int main(int argc, char** argv) { return claims::main(argc, argv); }

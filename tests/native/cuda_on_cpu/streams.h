@@ -15,7 +15,7 @@ void queue(CpuStream* stream, std::function<void()> work);
 void queue_grid(CpuStream* stream, const Grid& grid, std::function<void()> lane);
 
 constexpr int kDevices = 8;
-// How many bytes of NICs have been made visible, by calls.
+// Calls so far that made visible what NICs had written.
 uint64_t num_flushes();
 
 }  // namespace cuda_on_cpu
