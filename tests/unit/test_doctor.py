@@ -10,37 +10,14 @@ import torch
 
 from tests.bits import flip_bit
 from tests.unit.by_hand import together
+from tests.unit.doctor_cases import APART, MIB, NODE0, OPTIONS, PAIR, both, levels, the
 from uccl_ep_train import Buffer, EpConfig, LocalBootstrap
 from uccl_ep_train.doctor import __main__ as doctor
 from uccl_ep_train.doctor import dispatch, network
 from uccl_ep_train.doctor.findings import FIX, OK, WARNING, Finding, Group, Report
-from uccl_ep_train.doctor.meeting import Identity, Meeting, Presence, identity
-from uccl_ep_train.doctor.session import Here, Options
-from uccl_ep_train.transport import Place
+from uccl_ep_train.doctor.meeting import Identity, Presence, identity
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
-NODE0, NODE1 = Place("node0", "boot0 1"), Place("node1", "boot1 1")
-PAIR, APART = Group((NODE0, NODE0)), Group((NODE0, NODE1))
-OPTIONS = Options()
-MIB = 1 << 20
-
-
-def alone(**settings: Any) -> Here:
-    meeting = Meeting(Identity(), None, 1.0)
-    return Here(meeting, OPTIONS, config=EpConfig(num_experts=8, hidden=256, backend="host", **settings))
-
-
-def both(facts: dict[str, Any], **second: Any) -> dict[int, dict[str, Any]]:
-    return {0: facts, 1: {**facts, **second}}
-
-
-def levels(findings: Any) -> list[str]:
-    return [finding.level for finding in findings]
-
-
-def the(findings: Any, level: str = FIX) -> Finding:
-    (finding,) = [finding for finding in findings if finding.level == level]
-    return finding
 
 
 # ------------------------------------------------------------------------------------------- the table
