@@ -24,7 +24,7 @@ class DeviceError(ValueError):
 def place(recipe: Recipe, *, keep_domains: bool = False) -> tuple[Recipe, str]:
     """The recipe for this machine, and why it is for the CPU: one line, empty if that was asked for.
 
-    On GPUs all ranks form one domain, whatever the recipe says: the CUDA backend refuses several.
+    On GPUs all ranks form one domain, whatever the recipe says: they are on one host.
 
     keep_domains  the user asked for this domain_size
 
@@ -34,7 +34,7 @@ def place(recipe: Recipe, *, keep_domains: bool = False) -> tuple[Recipe, str]:
         return recipe, ""
     why = lacking(recipe.num_ranks)
     if not why and keep_domains and recipe.domain_size < recipe.num_ranks:
-        why = f"domains of {recipe.domain_size} ranks were asked for, and GPUs work inside one domain only"
+        why = f"domains of {recipe.domain_size} ranks were asked for, and a recipe on GPUs has one domain"
     if not why:
         return replace(recipe, device="cuda", domain_size=recipe.num_ranks), ""
     if recipe.device == "cuda":
