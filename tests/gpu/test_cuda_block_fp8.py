@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from typing import Any
 
@@ -57,9 +58,9 @@ def received(fp8_scale: str) -> tuple[dict[str, Tensor], list[int]]:
 
 def block_values(rows_RH: Tensor) -> Tensor:
     """What a block-FP8 product multiplies: TransformerEngine's 1x128 quantisation, decoded."""
-    import transformer_engine_torch as tex
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
+    tex: Any = importlib.import_module("transformer_engine_torch")
     quantizer = Float8BlockQuantizer(
         tex.DType.kFloat8E4M3, rowwise=True, columnwise=False, block_scaling_dim=1
     )
