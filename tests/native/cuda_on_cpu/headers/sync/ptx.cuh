@@ -85,8 +85,9 @@ inline uint16_t to_e4m3(float low, float high) {
 inline float2 from_e4m3(uint16_t codes) {
   const auto convert = [](uint32_t code) {
     const uint32_t exponent = code >> 3 & 15, fraction = code & 7;
-    const float magnitude = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -9)
-                                          : std::ldexp(static_cast<float>(8 + fraction), static_cast<int>(exponent) - 10);
+    const float magnitude = exponent == 0
+                                ? std::ldexp(static_cast<float>(fraction), -9)
+                                : std::ldexp(static_cast<float>(8 + fraction), static_cast<int>(exponent) - 10);
     return (code & 0x80) != 0 ? -magnitude : magnitude;
   };
   return {convert(codes & 0xFF), convert(codes >> 8)};
