@@ -80,6 +80,17 @@ CLAIM("a barrier that some threads never reach is a fault that says where all la
   EXPECT(says(text, "all lanes wait") && says(text, "barrier 1") && says(text, "barrier 2") && says(text, ": 0-31"));
 }
 
+CLAIM("a fault of one block ends the others, whatever they wait for") {
+  const uint32_t never = 0;
+  EXPECT(says(fault_of({3, 32},
+                       [&] {
+                         if (blockIdx.x == 1 && threadIdx.x == 0) return;
+                         if (blockIdx.x == 1) __syncwarp();
+                         while (uccl_ep::cuda::ptx::load_acquire_gpu(&never) == 0) continue;
+                       }),
+              "block 1"));
+}
+
 CLAIM("threads that disagree about the size of a barrier are a fault") {
   EXPECT(says(fault_of({1, 64}, [] { uccl_ep::cuda::ptx::barrier(1, threadIdx.x < 32 ? 64 : 32); }), "others have"));
 }

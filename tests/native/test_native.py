@@ -138,7 +138,8 @@ MUTANTS = {
         "merge.cuh", "if (chunk < arrived) return true;", "return true;",
     ),
     "a lane leaves a collective": (
-        "net.cuh", "if (__all_sync(kFullWarp, last_look)) return;", "if (last_look && lane == 0) return;",
+        "stage.cuh", "__syncwarp();\n  if (crew.lane() == 0) count_shared",
+        "if (crew.lane() != 0) __syncwarp();\n  if (crew.lane() == 0) count_shared",
     ),
 }  # fmt: skip
 

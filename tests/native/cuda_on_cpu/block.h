@@ -86,8 +86,14 @@ struct Barrier {
 
 class Block {
  public:
-  Block(const Grid& grid, uint32_t number, const std::function<void()>& body)
-      : grid_(grid), body_(body), lanes_(grid.threads), warps_((grid.threads + kWarp - 1) / kWarp), number_(number) {}
+  // `given_up`: by a block of the grid that found a fault.
+  Block(const Grid& grid, uint32_t number, const std::function<void()>& body, std::atomic<bool>& given_up)
+      : grid_(grid),
+        body_(body),
+        given_up_(given_up),
+        lanes_(grid.threads),
+        warps_((grid.threads + kWarp - 1) / kWarp),
+        number_(number) {}
 
   void run();
   const uint64_t* meet(Meeting kind, uint32_t mask, uint64_t value, const void* at);
@@ -124,6 +130,7 @@ class Block {
 
   const Grid grid_;
   const std::function<void()>& body_;
+  std::atomic<bool>& given_up_;
   std::vector<Lane> lanes_;
   std::vector<Warp> warps_;
   Barrier barriers_[kBarriers];

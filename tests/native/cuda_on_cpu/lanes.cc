@@ -127,18 +127,20 @@ void Block::run() {
     all_blocks.push_back(this);
   }
   schedule();
+  if (!fault_.empty()) given_up_.store(true);
   {
     const std::lock_guard lock(blocks_mutex);
     std::erase(all_blocks, this);
   }
-  if (fault_.empty() && !loads_.empty()) fault_ = "a block has left while a bulk load was under way";
+  if (fault_.empty() && !given_up_.load() && !loads_.empty())
+    fault_ = "a block has left while a bulk load was under way";
   while (move_bulk(true)) continue;
   own_block = nullptr;
   if (!fault_.empty()) throw Fault("block " + std::to_string(number_) + ": " + fault_);
 }
 
 void Block::schedule() {
-  while (num_left_ < lanes_.size() && fault_.empty()) {
+  while (num_left_ < lanes_.size() && fault_.empty() && !given_up_.load()) {
     if (ready_.empty()) {
       if (move_bulk(true)) continue;
       fault_ = "all lanes wait:\n" + report();
@@ -312,6 +314,7 @@ void run_grid(const Grid& grid, const std::function<void()>& lane) {
     throw Fault("a launch of " + std::to_string(grid.blocks) + " blocks of " + std::to_string(grid.threads) +
                 " threads with " + std::to_string(grid.shared_bytes) + " bytes");
   std::vector<std::exception_ptr> faults(grid.blocks);
+  std::atomic<bool> given_up{false};
   std::vector<std::thread> threads;
   std::vector<uint32_t> order(grid.blocks);
   for (uint32_t b = 0; b < grid.blocks; ++b) order[b] = b;
@@ -319,7 +322,7 @@ void run_grid(const Grid& grid, const std::function<void()>& lane) {
   for (uint32_t b : order)
     threads.emplace_back([&, b] {
       try {
-        Block(grid, b, lane).run();
+        Block(grid, b, lane, given_up).run();
       } catch (...) {
         faults[b] = std::current_exception();
       }
