@@ -88,7 +88,7 @@ def train_proxy(rank: int, dispatcher: str, limited: bool = True) -> ProxyOutcom
         for layer in layers:
             layer.router.register_forward_hook(lambda _router, _inputs, out: chosen.append(out[1]))
         batches: Any = _Batches(recipe)
-        losses = [train._train_step(training, batches, recipe, step) for step in range(1, NUM_STEPS + 1)]
+        losses = [train.train_step(training, batches, recipe, step) for step in range(1, NUM_STEPS + 1)]
         named = list(training.model.named_parameters())
         return ProxyOutcome(
             losses=tuple(losses),
