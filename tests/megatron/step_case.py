@@ -16,8 +16,9 @@ from tests.megatron.training_case import initialize
 def models_left(rank: int, data_dir: str, device: str) -> tuple[list[str], int]:
     """The dispatchers that trained a cell, and how many more models live after it than before."""
     initialize(1, 4, 1)
+    # As many layers as TrainCase: Megatron sums auxiliary losses by layer as long as the process lives.
     args = parse_args(
-        [f"--device={device}", "--layers=1", "--micro-batch-tokens=64", "--steps=2", "--warmup=1"]
+        [f"--device={device}", "--layers=2", "--micro-batch-tokens=64", "--steps=2", "--warmup=1"]
     )
     recipe, _ = devices.place(base_recipe(args))
     (cell,) = cells_of(args, recipe)
