@@ -172,7 +172,7 @@ class UcclEpManager:
         return torch.nn.functional.pad(rows, (0, padding)) if padding else rows.contiguous()
 
     def _unpadded(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows[:, : self._hidden].contiguous()
+        return rows[:, : self._hidden].contiguous() if row_padding(self._hidden) else rows
 
     def get_permuted_hidden_states_by_experts(
         self, hidden_states: torch.Tensor
