@@ -64,6 +64,10 @@ __device__ __forceinline__ void add_global(uint64_t* sum, uint64_t value) {
 // By one thread: adds 1 to a word that others wait for.
 __device__ __forceinline__ void count_shared(uint32_t* word) { ptx::add_one_release_block(word); }
 __device__ __forceinline__ uint32_t read_shared(uint32_t* word) { return ptx::load_acquire_block(word); }
+// A box for one value that is not 0. False: it is full.
+__device__ __forceinline__ bool put_shared(uint32_t* box, uint32_t value) { return ptx::put_release_block(box, value); }
+// 0: it was empty.
+__device__ __forceinline__ uint32_t take_shared(uint32_t* box) { return ptx::take_acquire_block(box); }
 // Order comes from the block's own barriers.
 __device__ __forceinline__ void add_shared(uint32_t* counter, uint32_t value) { atomicAdd(counter, value); }
 __device__ __forceinline__ void add_shared(unsigned long long* sum, unsigned long long value) { atomicAdd(sum, value); }

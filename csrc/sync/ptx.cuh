@@ -62,6 +62,24 @@ __device__ __forceinline__ void add_one_release_block(uint32_t* to) {
   asm volatile("red.release.cta.shared.add.u32 [%0], 1;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(to)))
                : "memory");
 }
+// True: the word was 0 and is `value` now.
+__device__ __forceinline__ bool put_release_block(uint32_t* to, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.release.cta.shared.cas.b32 %0, [%1], 0, %2;"
+               : "=r"(before)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(to))), "r"(value)
+               : "memory");
+  return before == 0;
+}
+// What was there; it is 0 now.
+__device__ __forceinline__ uint32_t take_acquire_block(uint32_t* from) {
+  uint32_t value;
+  asm volatile("atom.acquire.cta.shared.exch.b32 %0, [%1], 0;"
+               : "=r"(value)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(from)))
+               : "memory");
+  return value;
+}
 // An atomic, too, which tells compute-sanitizer that it is meant.
 __device__ __forceinline__ uint32_t load_acquire_block(uint32_t* from) {
   uint32_t value;
@@ -71,6 +89,22 @@ __device__ __forceinline__ uint32_t load_acquire_block(uint32_t* from) {
                : "memory");
   return value;
 }
+
+// ---- a warp --------------------------------------------------------------------------------------------------------
+#if __CUDA_ARCH__ >= 900
+// By a whole warp: true in one lane, always the same one. Of `lane == 0` the compiler does not know that it is one.
+__device__ __forceinline__ bool elect() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred is;\n"
+      "elect.sync _|is, 0xFFFFFFFF;\n"
+      "selp.u32 %0, 1, 0, is;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
+}
+#endif
 
 // ---- barriers of some warps of a block, `size` threads
 // ----------------------------------------------------------------

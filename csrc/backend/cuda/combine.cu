@@ -142,9 +142,11 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
   UCCL_EP_DYNAMIC_SHARED(shared);
   __shared__ FoldRange folds;
   __shared__ MergeRange merges;
+  __shared__ Boxes<kFoldWarps<kBulk>> boxes;
   __shared__ __align__(8) uint64_t barriers[(kFoldWarps<true> + kMergeWarps<true>)*kRing];  // of bulk copies
   constexpr uint32_t kFold = kFoldWarps<kBulk>, kMerge = kMergeWarps<kBulk>;
   if (!kNet) __builtin_assume(d.net == nullptr);
+  if (threadIdx.x < kWarp) boxes.begin();
   const Op op = enter(d, OpKind::kCombine);
   if (blockIdx.x == 0 && threadIdx.x == 0) trace_kernel(d, TraceKind::kKernelBegin, OpKind::kCombine, op.epoch);
   if constexpr (kNet) {
@@ -172,6 +174,7 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
       tell_empty_chunks(crew, d, op, plan, args);
       all_alike(crew, d, op.epoch);
     }
+    tell_folded(Fold{d, op, plan, args, folds, nullptr, 0}, boxes);
   } else {
     const bool is_folding = warp <= kFold;
     const Crew crew = is_folding ? Crew::of(2, 1, kFold) : Crew::of(3, 1 + kFold, kMerge);
@@ -185,7 +188,12 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
       good = good && wait_members(crew, d, d.at.merged, op.free_after, Step::kFold);
       if (good) {
         const StepClock clock(crew, d, Step::kFold);
-        sum_all<kBulk, Row, Wire>({crew, kFold, false}, d, Fold{d, op, plan, args, folds}, args.hidden, ring);
+        // Shuffled, or the compiler works it out for every segment.
+        const uint32_t units = __shfl_sync(kFullWarp, args.hidden * dtype_bytes(args.dtype) / 16, 0);
+        const Fold fold{d, op, plan, args, folds, boxes.tags + crew.warp() * kBoxes, units};
+        sum_all<kBulk, Row, Wire>({crew, kFold, false}, d, fold, args.hidden, ring);
+        __syncwarp();
+        if (crew.lane() == 0) count_shared(&boxes.ended);
         finish_fold(crew, d, op, plan, args);
         clock.stop();
       }

@@ -39,6 +39,20 @@ __device__ inline void find_fold_range(const Crew& crew, const Domain& d, const 
   crew.sync();
 }
 
+// In shared memory: tags of rows that warps of the block have folded, plus 1, for the one that tells. Each warp puts
+// into its own boxes in turn.
+constexpr uint32_t kBoxes = 16;  // more than a warp puts at once
+template <uint32_t kWarps>
+struct Boxes {
+  uint32_t tags[kWarps * kBoxes];
+  uint32_t ended;  // warps that put nothing more
+  // By the first warp of the block; a barrier of all threads follows.
+  __device__ void begin() {
+    for (uint32_t i = threadIdx.x; i < kWarps * kBoxes; i += kWarp) tags[i] = 0;
+    if (threadIdx.x == 0) ended = 0;
+  }
+};
+
 // Sum n is that of the (n / ranks)-th row of the source that is (n % ranks)-th after us.
 struct Fold {
   const Domain& d;
@@ -46,6 +60,9 @@ struct Fold {
   const PlanView& plan;
   const CombineArgs& args;
   const FoldRange& range;
+  uint32_t* const boxes;  // this warp's
+  const uint32_t units;  // of 16 bytes in one of the caller's rows
+  mutable uint32_t put = 0;
 
   __device__ Taken taken() const { return Taken::kFolded; }
   __device__ uint32_t least() const { return 4; }
@@ -74,30 +91,72 @@ struct Fold {
     if (sum.count > 0) return;
     for (uint64_t i = 0; i < bytes / 16; ++i) reinterpret_cast<uint4*>(sum.out)[i] = make_uint4(0, 0, 0, 0);
     proxy_fence();
-    __threadfence_system();
-    finish(sum.tag, count(sum.tag));
+    fence_system();
+    if (!count(sum.tag)) return;
+    fence_system();
+    finish(sum.tag);
   }
   __device__ uint32_t slot(uint32_t k) const { return plan.compact_width > 0 ? k : plan.slots[k]; }
-  __device__ uint32_t place(const Sum&, uint32_t k) const {
-    return slot(k) * (args.hidden * dtype_bytes(args.dtype) / 16);
-  }
+  __device__ uint32_t place(const Sum&, uint32_t k) const { return slot(k) * units; }
   __device__ const uint8_t* base() const { return args.rows; }
   __device__ bool wait(uint32_t) const { return true; }
   __device__ bool at_once(uint32_t tag) const { return !in_domain(d, tag / max_chunks(d)); }
-  __device__ bool reports() const { return true; }
-  // One of a chunk's pieces is in its source's memory: the last tells the source.
-  __device__ Counted count(uint32_t tag) const {
+  __device__ bool tells() const { return true; }
+  __device__ bool tell(uint32_t lane, uint32_t count, uint32_t tag) const {
+    bool good = true;
+    if (lane < count)
+      for (uint32_t looks = 1; good && !put_shared(boxes + (put + lane) % kBoxes, tag + 1); ++looks)
+        good = looks % 64 != 0 || !stopped(d);
+    put += count;
+    return __all_sync(kFullWarp, good);
+  }
+  // A piece of a chunk is in its source's memory. By one thread, after a fence; true: it was the last, and after
+  // another fence finish() follows.
+  __device__ bool count(uint32_t tag) const {
     const uint32_t s = tag / max_chunks(d), chunk = tag % max_chunks(d);
     const uint32_t* const rows_before = plan.chunk_rows + s * (plan.num_chunks + 1) + chunk;
-    return {rows_before[0], rows_before[1], count_one(at<uint32_t>(d, d.rank, d.at.chunk_counts) + tag)};
+    const uint32_t before = take_number(at<uint32_t>(d, d.rank, d.at.chunk_counts) + tag);
+    return before + 1 == rows_before[1] - rows_before[0];
   }
-  __device__ void finish(uint32_t tag, const Counted& counted) const {
-    if (counted.before + 1 != counted.end - counted.begin) return;
-    end_count(at<uint32_t>(d, d.rank, d.at.chunk_counts) + tag);
+  __device__ void finish(uint32_t tag) const {
     const uint32_t s = tag / max_chunks(d);
-    publish_flag(folded(d, holder_of(d, s), stream_of(d, s), d.rank) + tag % max_chunks(d), op.epoch);
+    *(at<uint32_t>(d, d.rank, d.at.chunk_counts) + tag) = 0;
+    store_flag(folded(d, holder_of(d, s), stream_of(d, s), d.rank) + tag % max_chunks(d), op.epoch);
   }
 };
+
+// By one warp: tells the sources of chunks whose last row has been folded. Those that fold do not wait for its fences,
+// which take their time while the link is full of rows.
+template <uint32_t kWarps>
+__device__ inline void tell_folded(const Fold& fold, Boxes<kWarps>& boxes) {
+  constexpr uint32_t kEach = (kWarps * kBoxes + kWarp - 1) / kWarp;
+  const uint32_t lane = threadIdx.x % kWarp;
+  for (uint32_t looks = 1;; ++looks) {
+    const bool last_look = __all_sync(kFullWarp, read_shared(&boxes.ended) == kWarps);
+    uint32_t found[kEach], any = 0;
+#pragma unroll
+    for (uint32_t u = 0; u < kEach; ++u) {
+      const uint32_t i = u * kWarp + lane;
+      found[u] = i < kWarps * kBoxes ? take_shared(boxes.tags + i) : 0;
+      any |= found[u];
+    }
+    if (!__any_sync(kFullWarp, any != 0)) {
+      if (last_look || (looks % 64 == 0 && __any_sync(kFullWarp, stopped(fold.d)))) return;
+      __nanosleep(50);
+      continue;
+    }
+    fence_system();
+    uint32_t complete = 0;
+#pragma unroll
+    for (uint32_t u = 0; u < kEach; ++u)
+      if (found[u] != 0 && fold.count(found[u] - 1)) complete |= 1u << u;
+    if (complete == 0) continue;
+    fence_system();
+#pragma unroll
+    for (uint32_t u = 0; u < kEach; ++u)
+      if ((complete >> u & 1) != 0) fold.finish(found[u] - 1);
+  }
+}
 
 // By a warp of one block: nothing comes back of these chunks, and nobody waits for it.
 __device__ inline void tell_empty_chunks(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,

@@ -132,9 +132,8 @@ struct Merge {
     return good;
   }
   __device__ bool at_once(uint32_t) const { return false; }
-  __device__ bool reports() const { return false; }
-  __device__ Counted count(uint32_t) const { return {}; }
-  __device__ void finish(uint32_t, const Counted&) const {}
+  __device__ bool tells() const { return false; }
+  __device__ bool tell(uint32_t, uint32_t, uint32_t) const { return true; }
 
   // By crews of all blocks: tokens that no expert got.
   __device__ void fill_empty(const Crew& crew) const {
@@ -207,14 +206,13 @@ struct Relay {
     return good;
   }
   __device__ bool at_once(uint32_t) const { return true; }
-  __device__ bool reports() const { return true; }
-  // A row of a chunk is in the ring; who pushes the chunk looks at the count.
-  __device__ Counted count(uint32_t tag) const {
+  __device__ bool tells() const { return true; }
+  // Rows of a chunk are in the ring; who pushes the chunk looks at the count.
+  __device__ bool tell(uint32_t lane, uint32_t count, uint32_t tag) const {
     const uint32_t k = tag >> kChunkBits & (1u << kStreamBits) - 1, chunk = tag >> kChunkBits + kStreamBits;
-    count_one(at<uint32_t>(d, d.rank, d.at.relayed_counts) + k * d.at.return_slots + chunk);
-    return {};
+    if (lane < count) count_one(at<uint32_t>(d, d.rank, d.at.relayed_counts) + k * d.at.return_slots + chunk);
+    return true;
   }
-  __device__ void finish(uint32_t, const Counted&) const {}
 };
 
 // Chunks of a ring that the values of a combine take after its rows.

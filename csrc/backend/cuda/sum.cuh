@@ -53,11 +53,6 @@ struct Sum {
   }
 };
 
-// Of sums that somebody waits for together, numbers `begin` to `end`, `before` had been counted when this one was.
-struct Counted {
-  uint32_t begin = 0, end = 0, before = 0;
-};
-
 // The sums that are a warp's turn, some at a time, looked up by a lane each. Work has, for sums 0 .. end():
 //   Taken taken()              where it is counted which of them have been taken
 //   uint32_t least()           sums for each warp with fewer of which all are dealt out
@@ -65,10 +60,9 @@ struct Counted {
 //   uint32_t place(sum, k)     where addend k lies, in units of 16 bytes from base()
 //   const uint8_t* base()
 //   bool wait(tag)             by the warp: the addends have arrived; false: an error is known
-//   bool at_once(tag)          a row is counted when it is written: somebody far away waits for it
-//   bool reports()             count() and finish() are to be called
-//   Counted count(tag)         by one lane: the sum is visible to the GPU
-//   void finish(tag, counted)  later by that lane: tells whom it concerns if that was the last
+//   bool at_once(tag)          a row is told when it is written: somebody far away waits for it
+//   bool tells()               tell() is to be called
+//   bool tell(lane, count, tag) by the warp: so many sums are written, a lane each; false: an error is known
 // Who sums: all warps of a crew, or warps that join those.
 struct Summers {
   const Crew& crew;
@@ -115,10 +109,9 @@ __device__ void sum_rows(const Summers& by, const Domain& d, const Work& work, u
         add_values(total, reinterpret_cast<const In*>(work.base() + uint64_t{work.place(sum, sum.first + k)} * 16) + i);
       put_values(total, reinterpret_cast<Out*>(sum.out) + i);
     }
-    if (!work.reports()) continue;
-    __threadfence_system();
+    if (!work.tells()) continue;
     __syncwarp();
-    if (crew.lane() == 0) work.finish(sum.tag, work.count(sum.tag));
+    if (!work.tell(crew.lane(), 1, sum.tag)) return;
   }
 }
 
@@ -130,7 +123,7 @@ constexpr uint32_t kMostVectors = 7;  // 16 bytes of a lane in a segment
 constexpr uint32_t kRing = 5;
 constexpr uint32_t kLag = 2;
 constexpr uint32_t kSumWarpBytes = kRing * kMostVectors * kWarp * 16;
-constexpr uint32_t kReport = 4;       // rows that are reported together, a lane each
+constexpr uint32_t kTold = 4;         // rows that are told together, a lane each
 constexpr uint32_t kStoreSteps = 10;  // after which a step's stores are complete
 
 // Rows go in whole segments of 7 or of 4 vectors; the last may be cut.
@@ -185,7 +178,7 @@ struct BulkSums {
   Turns<Work> ahead;
   Sum load, pending;                   // the sum that is loaded, and the next one
   uint32_t load_place, pending_place;  // lane i: where addend i lies
-  uint32_t load_at = 0, load_addend = 0, loaded = 0, load_slot;
+  uint32_t load_at = 0, load_addend = 0, load_slot;
   // Sums whose loads have begun, by their number: lane n % 32 has the n-th. Of more than the ring holds none is asked
   // for.
   Sum begun;
@@ -198,8 +191,9 @@ struct BulkSums {
         lane(by.crew.lane()),
         row_bytes(bytes),
         state(s),
-        ring(shared_address(s.memory)),
-        full(shared_address(s.barriers)),
+        // Shuffled, or the compiler works them out from the thread's number wherever they are used.
+        ring(__shfl_sync(kFullWarp, shared_address(s.memory), 0)),
+        full(__shfl_sync(kFullWarp, shared_address(s.barriers), 0)),
         ahead(domain, w, by),
         load_slot(s.slot),
         good(__all_sync(kFullWarp, !stopped(domain))) {
@@ -223,22 +217,22 @@ struct BulkSums {
     ++num_begun;
     look_ahead();
     good = good && work.wait(load.tag);
+    if (!good) load.count = 0;
   }
   // A group of stores a step, most of them empty, so that steps are what is counted.
   __device__ __forceinline__ void load_segment() {
-    if (load.count == 0 || !good) {
-      if (lane == 0) commit_stores();
+    if (load.count == 0) {
+      if (ptx::elect()) commit_stores();
       return;
     }
     uint32_t place = __shfl_sync(kFullWarp, load_place, load_addend % kWarp);
     if (load_addend >= kWarp) place = work.place(load, load.first + load_addend);
-    if (lane == 0) {
+    if (ptx::elect()) {
       commit_stores();
       wait_stores_read<kLag>();
       load_bulk(ring + load_slot * kSegment, work.base() + uint64_t{place} * 16 + load_at, part(load_at),
                 full + load_slot * 8);
     }
-    ++loaded;
     load_slot = load_slot + 1 == kRing ? 0 : load_slot + 1;
     if (++load_addend < load.count) return;
     load_addend = 0;
@@ -249,49 +243,42 @@ struct BulkSums {
   __device__ void run() {
     for (uint32_t i = 0; i < kRing - kLag; ++i) load_segment();
     uint32_t summed = 0, slot = state.slot, parity = state.parity;
-    // Rows that are written and not reported, a lane each: those that have been counted, those that wait for their
-    // stores, and later ones. A warp looks at each again when it has another row: nobody waits for stores or counters.
-    uint32_t counting = 0, counting_tag = 0, waiting = 0, waiting_tag = 0, waits_since = 0, later = 0, later_tag = 0;
-    Counted counted;
-    const auto end_counting = [&] {
-      if (lane < counting) work.finish(counting_tag, counted);
-      counting = 0;
-    };
-    const auto count_rows = [&](uint32_t count, uint32_t tag) {
+    // Rows that are written and not told, a lane each: those that wait for their stores, and later ones. A warp looks
+    // again when it has another row: it waits for stores at the end only.
+    uint32_t waiting = 0, waiting_tag = 0, waits_since = 0, later = 0, later_tag = 0;
+    const auto tell_rows = [&](uint32_t count, uint32_t tag) {
+      if (count == 0) return true;
       __syncwarp();
       proxy_fence();  // what bulk stores wrote is published by ordinary ones
-      counting = count;
-      counting_tag = tag;
-      if (lane < count) counted = work.count(tag);
+      return work.tell(lane, count, tag);
     };
     const auto row_written = [&](uint32_t tag) {
-      end_counting();
       if (work.at_once(tag)) {
-        if (lane == 0) wait_stores<0>();
-        count_rows(1, tag);
-        return;
+        if (ptx::elect()) wait_stores<0>();
+        return tell_rows(1, tag);
       }
       if (waiting > 0 && summed - waits_since >= kStoreSteps) {
-        if (lane == 0) wait_stores<kStoreSteps>();
-        count_rows(waiting, waiting_tag);
+        if (ptx::elect()) wait_stores<kStoreSteps>();
+        if (!tell_rows(waiting, waiting_tag)) return false;
         waiting = 0;
       }
       if (lane == later) later_tag = tag;
-      if (++later < kReport || waiting > 0) return;
+      if (++later < kTold || waiting > 0) return true;
       waiting = later;
       waiting_tag = later_tag;
       waits_since = summed;
       later = 0;
+      return true;
     };
     for (uint32_t n = 0; n < num_begun; ++n) {
+      if (!good && n + 1 == num_begun) {  // an error is known: nothing of this sum has been loaded
+        if (ptx::elect()) wait_stores<0>();
+        return;
+      }
       const Sum now = begun.of(n % kWarp);
       for (uint32_t begin = 0; begin < row_bytes; begin += kSegment) {
         float sum[kVectors][8] = {};
         for (uint32_t left = now.count; left > 0;) {
-          if (summed == loaded) {  // an error is known
-            if (lane == 0) wait_stores<0>();
-            return;
-          }
           const uint32_t from = ring + slot * kSegment + lane * 16;
           wait_barrier(full + slot * 8, parity);
           uint4 raw[kVectors];
@@ -307,7 +294,7 @@ struct BulkSums {
             for (uint32_t v = 0; v < kVectors; ++v) store_shared(from + v * kWarp * 16, packed[v]);
             fence_shared();
             __syncwarp();
-            if (lane == 0) store_bulk(now.out + begin, ring + slot * kSegment, part(begin));
+            if (ptx::elect()) store_bulk(now.out + begin, ring + slot * kSegment, part(begin));
           }
           slot = slot + 1 == kRing ? 0 : slot + 1;
           parity ^= slot == 0;
@@ -315,17 +302,13 @@ struct BulkSums {
           load_segment();
         }
       }
-      if (work.reports()) row_written(now.tag);
+      if (work.tells() && !row_written(now.tag)) break;
     }
-    if (lane == 0) wait_stores<0>();
+    if (ptx::elect()) wait_stores<0>();
     __syncwarp();
     state.slot = slot;
     state.parity = parity;
-    end_counting();
-    count_rows(waiting, waiting_tag);
-    end_counting();
-    count_rows(later, later_tag);
-    end_counting();
+    if (tell_rows(waiting, waiting_tag)) tell_rows(later, later_tag);
   }
 };
 

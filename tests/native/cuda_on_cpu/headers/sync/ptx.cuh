@@ -52,9 +52,23 @@ inline uint32_t add_one_release_gpu(uint32_t* to) {
   return __atomic_fetch_add(to, 1u, __ATOMIC_RELEASE);
 }
 inline void add_one_release_block(uint32_t* to) { add_one_release_gpu(to); }
+inline bool put_release_block(uint32_t* to, uint32_t value) {
+  act();
+  uint32_t before = 0;
+  return __atomic_compare_exchange_n(to, &before, value, false, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
+}
+inline uint32_t take_acquire_block(uint32_t* from) {
+  look();
+  return __atomic_exchange_n(from, 0u, __ATOMIC_ACQUIRE);
+}
 inline void fence_acq_rel_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void fence_acq_rel_gpu() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void fence_proxy_async_global() {}
+
+inline bool elect() {
+  __syncwarp();
+  return threadIdx.x % 32 == 0;
+}
 
 inline void barrier(uint32_t id, uint32_t size) { cuda_on_cpu::meet_block(id, size, true); }
 inline bool barrier_and(uint32_t id, uint32_t size, bool value) { return cuda_on_cpu::meet_block(id, size, value); }
