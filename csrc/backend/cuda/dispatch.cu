@@ -83,6 +83,9 @@ __device__ void stage(const Crew& crew, const Domain& d, const Op& op, const Pla
   // What the half held before must have been read by all.
   if (!wait_members(crew, d, d.at.read, op.free_after, Step::kStage)) return;
   const StageShare share = stage_share(d, args);
+  if (kState == PlanState::kNew && d.net == nullptr && args.stage.wire == Dtype::kFp8 &&
+      share.chunks() >= kManyChunks && !crew.all(crew.thread != 0 || wait_routed(d, staged)))
+    return;
   const StepClock clock(crew, d, Step::kStage, workers(d) - share.count);
   // Where rows for other domains go is known when all is routed.
   if (kFresh && d.net != nullptr && !crew.all(crew.thread != 0 || wait_block(d, &local(d).packed, op.epoch))) return;
@@ -99,13 +102,15 @@ __device__ void stage(const Crew& crew, const Domain& d, const Op& op, const Pla
 }
 
 // By the crew that will place: the exchange of a new plan. False: an error is known.
-__device__ bool exchange(const Crew& crew, const Domain& d, const Op& op, const PlaceArgs& args, uint8_t* shared) {
+__device__ bool exchange(const Crew& crew, const Domain& d, const Op& op, const PlaceArgs& args, Staged& staged,
+                         uint8_t* shared) {
   if (wait_members(crew, d, d.at.read, op.free_after, Step::kExchange) && wait_packets_gone(crew, d, op.epoch)) {
     const StepClock clock(crew, d, Step::kExchange);
     if (blockIdx.x == 0) write_headers(crew, d, op, args.signature, args.stage.num_tokens);
     route(crew, d, op, args.routing, args.stage.num_tokens, args.kept_tiles, shared);
     clock.stop();
   }
+  if (crew.thread == 0) count_shared(&staged.routed);
   if (last_block(crew, d, Arrival::kRouted, workers(d))) {
     if (crew.thread == 0 && d.net == nullptr) keep(d, op, OpKind::kDispatch);  // all blocks have entered
     if (going(crew, d)) {
@@ -220,6 +225,7 @@ __global__ void __launch_bounds__(kThreads<kNet>, 1)
   __shared__ Staged staged;
   if (!kNet) __builtin_assume(d.net == nullptr);
   if (threadIdx.x < kStageWarps) staged.chunks[threadIdx.x] = 0;
+  if (threadIdx.x == 0) staged.routed = 0;
   const Op op = kState == PlanState::kExchanged ? current_dispatch(d) : enter(d, OpKind::kDispatch);
   if (blockIdx.x == 0 && threadIdx.x == 0) trace_kernel(d, TraceKind::kKernelBegin, OpKind::kDispatch, op.epoch);
   if constexpr (kNet) {
@@ -243,7 +249,7 @@ __global__ void __launch_bounds__(kThreads<kNet>, 1)
     const Crew crew = Crew::of(3, kFirstPlace, kPlacing<kNet>);
     bool good = true;
     if constexpr (kState == PlanState::kNew) {
-      good = exchange(crew, d, op, args, shared);
+      good = exchange(crew, d, op, args, staged, shared);
       placed = !good || blockIdx.x >= args.num_blocks || has_memory<kState>(d, args);
 #if __CUDA_ARCH__ >= 900
       if (kBulk) fence_shared();  // rings take the place of the tile
