@@ -99,6 +99,43 @@ def test_two_groups_of_other_domains_in_one_process() -> None:
         assert one.run(step) == [[], []]
 
 
+# ------------------------------------------------------------- what a program does while copies are due
+
+
+def read_back_at_once(seat: Seat, config: dict[str, Any]) -> list[bool]:
+    """Calls that keep others of their context waiting until kernels are over, while these wait for copies."""
+    with seat.buffer(config) as buffer:
+        x_TH = torch.randn(500, config["hidden"], device=buffer.device).to(torch.bfloat16)
+        idx_T1 = torch.arange(500, device=buffer.device)[:, None] % config["num_experts"]
+        result = buffer.dispatch(x_TH, idx_T1)
+        torch.cuda.synchronize()
+
+        def combine() -> torch.Tensor:
+            return buffer.combine(result.rows, result.handle)
+
+        same = [combine()[0, 0].item() == x_TH[0, 0].item()]  # a value, from the default stream
+        out_TH = combine()
+        same.append(bool(torch.erfinv(x_TH.float() * 0).eq(0).all()))  # a kernel's first launch
+        same.append(torch.equal(out_TH.cpu(), x_TH.cpu()))
+        out_TH = combine()
+        torch.cuda.empty_cache()  # frees memory
+        same.append(torch.equal(out_TH, x_TH))
+        torch.cuda.synchronize()
+        buffer.check()
+        return same
+
+
+@pytest.mark.parametrize("layout", ["2x1", "2x2", "4x1"])
+def test_a_program_reads_frees_and_loads_while_rows_are_on_their_way(
+    domain_ranks: DomainRanks, layout: str
+) -> None:
+    spec = spec_of(layout, num_experts=8, hidden=2048)
+    # Some milliseconds for each operation: its copies are handed over one by one meanwhile.
+    slow = {"loop_gbytes_per_s": 0.5, "loop_latency_us": 500.0, "dispatch_dtype": "bf16", "max_dtype": "bf16"}
+    found = domain_ranks.run(spec.num_ranks, read_back_at_once, spec.config() | slow)
+    assert found == [[True] * 4] * spec.num_ranks
+
+
 # ------------------------------------------------------------------------------------------- memory
 
 

@@ -48,11 +48,13 @@ Network::Network(Engine& life, const cuda::RegionLayout& layout, int rank, int d
       topo_(life.topology()),
       rank_(rank),
       registered_(regions.size(), nullptr),
-      hosts_(regions.size(), nullptr),
-      copies_(device) {
+      hosts_(regions.size(), nullptr) {
   DeviceRegions all;
-  all.copies = &copies_;
-  if (has_nics) visibility_ = std::make_unique<cuda::CudaVisibility>(device);
+  if (has_nics)
+    visibility_ = std::make_unique<cuda::CudaVisibility>(device);
+  else
+    copies_ = std::make_unique<cuda::CudaCopies>(device);
+  all.copies = copies_.get();
   if (visibility_ != nullptr && visibility_->needed()) all.nic_writes = visibility_.get();
   for (const cuda::DeviceMapping& region : regions)
     all.regions.push_back({region.base(), region.base() == nullptr ? 0 : region.num_bytes(), ""});

@@ -1,8 +1,10 @@
 #include "transport/cuda/copies.h"
 
 #include <cuda.h>
+#include <dlfcn.h>
 
 #include <string>
+#include <type_traits>
 
 #include "backend/cuda/memory.h"
 #include "common/units.h"
@@ -55,6 +57,49 @@ WriteValue find_write_value(int device) {
   return UCCL_EP_FIND_DRIVER(cuStreamWriteValue64);
 }
 
+// The driver's calls for contexts; by name, because their forms differ between versions under one.
+struct Contexts {
+  CUresult (*create)(CUcontext*, unsigned, CUdevice) = nullptr;
+  CUresult (*destroy)(CUcontext) = nullptr;
+  CUresult (*push)(CUcontext) = nullptr;
+  CUresult (*pop)(CUcontext*) = nullptr;
+  CUresult (*make_current)(CUcontext) = nullptr;
+  CUresult (*device_get)(CUdevice*, int) = nullptr;
+
+  Contexts() {
+    void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);  // the runtime has loaded it
+    if (driver == nullptr) return;
+    const auto find = [&](auto& call, const char* name) {
+      call = reinterpret_cast<std::remove_reference_t<decltype(call)>>(dlsym(driver, name));
+      return call != nullptr;
+    };
+    there = find(create, "cuCtxCreate_v2") && find(destroy, "cuCtxDestroy_v2") && find(push, "cuCtxPushCurrent_v2") &&
+            find(pop, "cuCtxPopCurrent_v2") && find(make_current, "cuCtxSetCurrent") && find(device_get, "cuDeviceGet");
+  }
+  bool there = false;
+};
+const Contexts& contexts() {
+  static const Contexts calls;
+  return calls;
+}
+
+// This thread is in a context, or stays where it is where that is null.
+class InContext {
+ public:
+  explicit InContext(void* context) : context_(context) {
+    if (context != nullptr) check(contexts().push(static_cast<CUcontext>(context)), "cuCtxPushCurrent");
+  }
+  ~InContext() {
+    CUcontext popped = nullptr;
+    if (context_ != nullptr) contexts().pop(&popped);
+  }
+  InContext(const InContext&) = delete;
+  InContext& operator=(const InContext&) = delete;
+
+ private:
+  void* const context_;
+};
+
 }  // namespace
 
 CudaCopies::CudaCopies(int device) : device_(device) {
@@ -70,12 +115,25 @@ CudaCopies::~CudaCopies() { destroy(); }
 
 void CudaCopies::create(int device) {
   const OnDevice guard(device);
+  if (contexts().there) {
+    CUdevice handle = 0;
+    CUcontext made = nullptr, popped = nullptr;
+    check(contexts().device_get(&handle, device), "cuDeviceGet");
+    check(contexts().create(&made, 0, handle), "cuCtxCreate");
+    context_ = made;
+    check(contexts().pop(&popped), "cuCtxPopCurrent");
+  }
+  write_value_ = reinterpret_cast<void*>(find_write_value(device));
+  create_lanes();
+}
+
+void CudaCopies::create_lanes() {
+  const InContext guard(context_);
   int lowest = 0, highest = 0;
   check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
   check(cudaHostAlloc(reinterpret_cast<void**>(&words_), kLanes * kLineBytes,
                       cudaHostAllocPortable | cudaHostAllocMapped),
         "cudaHostAlloc");
-  write_value_ = reinterpret_cast<void*>(find_write_value(device));
   for (size_t i = 0; i < kLanes; ++i) {
     Lane& lane = lanes_[i];
     lane.word = words_ + i * (kLineBytes / sizeof(uint64_t));
@@ -90,6 +148,12 @@ void CudaCopies::create(int device) {
 }
 
 void CudaCopies::destroy() {
+  destroy_lanes();
+  if (context_ != nullptr) contexts().destroy(static_cast<CUcontext>(context_));
+}
+
+void CudaCopies::destroy_lanes() {
+  const InContext guard(context_);
   for (Lane& lane : lanes_) {
     if (lane.stream != nullptr) {
       cudaStreamSynchronize(lane.stream);
@@ -104,7 +168,10 @@ void CudaCopies::destroy() {
 // The proxy's thread, when it comes first. Another thread may be capturing a graph while this one copies.
 void CudaCopies::enter_thread() {
   if (entered_) return;
-  check(cudaSetDevice(device_), "cudaSetDevice");
+  if (context_ != nullptr)
+    check(contexts().make_current(static_cast<CUcontext>(context_)), "cuCtxSetCurrent");
+  else
+    check(cudaSetDevice(device_), "cudaSetDevice");
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
   entered_ = true;

@@ -12,6 +12,10 @@
 namespace uccl_ep::cuda {
 
 // Made and destroyed by any thread; used by one. Its errors are CommunicationFailure(kTransport) that name the call.
+//
+// It has a context of the driver of its own. Kernels wait for these copies, and some calls that any thread of the
+// process may make meanwhile (freeing memory, the first launch of a kernel, reading a value back) keep every other call
+// of their context, or its copies, waiting until kernels are over.
 class CudaCopies final : public DeviceCopies {
  public:
   // `device`: whose memory is the source.
@@ -48,13 +52,16 @@ class CudaCopies final : public DeviceCopies {
   };
 
   void create(int device);
+  void create_lanes();
   void destroy();
+  void destroy_lanes();
   void enter_thread();
   void hand_over(Lane& lane);
   void mark(Lane& lane);
   void look(Lane& lane);
 
   const int device_;
+  void* context_ = nullptr;  // CUcontext; null: the process's own, where there is no driver to ask for another
   bool entered_ = false;
   std::array<Lane, kLanes> lanes_;
   size_t next_ = 0;

@@ -11,6 +11,7 @@ enum CUresult {
   CUDA_ERROR_NOT_SUPPORTED = 801
 };
 using CUdevice = int;
+using CUcontext = struct CUctx_st*;
 using CUdeviceptr = unsigned long long;
 using CUmemGenericAllocationHandle = unsigned long long;
 enum CUmemAllocationHandleType { CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR = 1 };
