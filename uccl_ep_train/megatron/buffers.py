@@ -7,9 +7,14 @@ from typing import Any
 
 import torch
 
-from uccl_ep_train import fp8
+from uccl_ep_train import env, fp8
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ConfigError
+
+# SMs of the kernels where Megatron computes nothing beside them, and of the GPU's at most a third, so that
+# two buffers leave others theirs. 24 need half as long again to decode FP8 rows as NVLink needs to bring them
+# (docs/performance_notes.md).
+SMS_ALONE = 48
 
 
 class BufferPool:
@@ -64,6 +69,8 @@ class BufferPool:
         }
         if not wide and options.get("combine_wire_dtype") != "fp32":
             options.setdefault("max_dtype", "bf16")
+        if "num_sms" not in options and "num_sms" not in env.settings():
+            options |= sms_alone(config)
         ep_config = EpConfig.from_env(**options)
         for name in ("dispatch_dtype", "grad_dtype"):
             if dtype == torch.float32 and getattr(ep_config, name) == "fp8":
@@ -72,6 +79,16 @@ class BufferPool:
                     f"allowed is {name} = 'bf16', which sends rows unquantised"
                 )
         return ep_config
+
+
+def sms_alone(config: Any) -> dict[str, int]:
+    """num_sms for a TransformerConfig where the default, which leaves SMs to others, is too few."""
+    beside = ("overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap")
+    if not torch.cuda.is_available() or any(getattr(config, name, False) for name in beside):
+        return {}
+    least = EpConfig.__dataclass_fields__["num_sms"].default
+    num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return {"num_sms": max(least, min(SMS_ALONE, num_sms // 3))}
 
 
 def row_padding(hidden: int) -> int:

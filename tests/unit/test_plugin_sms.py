@@ -1,0 +1,54 @@
+"""How many SMs the plug-in gives a buffer: more where Megatron computes nothing beside it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from uccl_ep_train.megatron.buffers import BufferPool
+
+
+def model(**flags: bool) -> Any:
+    return SimpleNamespace(params_dtype=torch.bfloat16, hidden_size=256, num_moe_experts=8, **flags)
+
+
+def sms_of(pool: BufferPool, config: Any) -> int:
+    return pool.ep_config(config, tp_size=1, ep_size=4).num_sms
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.delenv("UCCL_EP_NUM_SMS", raising=False)
+    return properties
+
+
+def test_alone_it_takes_more_than_the_default(gpu: Any) -> None:
+    assert sms_of(BufferPool({}), model()) == 44  # a third of 132
+    gpu.multi_processor_count = 400
+    assert sms_of(BufferPool({}), model()) == 48
+    gpu.multi_processor_count = 20  # no less than anywhere
+    assert sms_of(BufferPool({}), model()) == 24
+
+
+@pytest.mark.parametrize("flag", ["overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap"])
+def test_beside_computation_it_takes_the_default(gpu: Any, flag: str) -> None:
+    assert sms_of(BufferPool({}), model(**{flag: True})) == 24
+
+
+def test_what_was_asked_for_stays(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sms_of(BufferPool({"num_sms": 10}), model()) == 10
+    monkeypatch.setenv("UCCL_EP_NUM_SMS", "12")
+    assert sms_of(BufferPool({}), model()) == 12
+
+
+def test_without_a_gpu_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UCCL_EP_NUM_SMS", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert sms_of(BufferPool({}), model()) == 24
