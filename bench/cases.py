@@ -22,6 +22,8 @@ ROUTINGS = ("uniform", "zipf", "one_hot", "trace")
 
 OPS = ("dispatch", "combine")
 BACKWARD = "forward_backward"  # both, and the backward of both
+FORMS = ("topk", "map")
+
 CAPACITY_SLACK = 1.1
 CAPACITY_MULTIPLE = 128  # rows
 
@@ -33,6 +35,7 @@ class Case:
     num_sms    what systems that have such a limit are given; 0: their own default
     stage_sms  what our staging alone may take; 0: as num_sms
     trace      file that the routing "trace" is taken from
+    form       in which we are given the routing: "topk", indices; "map", Megatron's map of bools
     """
 
     tokens: int
@@ -47,6 +50,7 @@ class Case:
     num_sms: int = 0
     stage_sms: int = 0
     trace: str = ""
+    form: str = "topk"
 
     @property
     def problem(self) -> str:
@@ -84,9 +88,12 @@ class Case:
         return self.hidden + (scales + 15) // 16 * 16
 
     def __str__(self) -> str:
-        limits = f", {self.num_sms} SMs" if self.num_sms else ""
+        limits = " as a map" if self.form == "map" else ""
+        limits += f", {self.num_sms} SMs" if self.num_sms else ""
         if self.stage_sms:
-            limits += f", {self.stage_sms} for staging" if limits else f", {self.stage_sms} SMs for staging"
+            limits += (
+                f", {self.stage_sms} for staging" if self.num_sms else f", {self.stage_sms} SMs for staging"
+            )
         limits += f", link {self.link_gbytes_per_s:g} GB/s" if self.link_gbytes_per_s else ""
         return (
             f"T={self.tokens} H={self.hidden} top-{self.topk} of {self.experts}, {self.ranks} ranks in "

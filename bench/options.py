@@ -7,7 +7,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from bench.cases import ROUTINGS, Case
+from bench.cases import FORMS, ROUTINGS, Case
 from bench.lineup import SYSTEMS
 from bench.trace import BUNDLED, load_trace
 
@@ -47,6 +47,9 @@ def parse_args(argv: list[str], about: str = "") -> argparse.Namespace:
         "--dtype", nargs="+", choices=("bf16", "fp8"), default=["bf16", "fp8"], help="of dispatch"
     )
     sweep.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["uniform"])
+    sweep.add_argument(
+        "--form", nargs="+", choices=FORMS, default=["topk"], help="of the routing that we are given"
+    )
     sweep.add_argument("--num-sms", type=int, nargs="+", default=[0], help="GPU only; 0: each system's own")
     sweep.add_argument(
         "--stage-sms", type=int, nargs="+", default=[0], help="our staging alone, GPU only; 0: as --num-sms"
@@ -80,7 +83,7 @@ def parse_args(argv: list[str], about: str = "") -> argparse.Namespace:
 def cases_of(args: argparse.Namespace, num_ranks: int) -> list[Case]:
     """The sweep, also the cases that cannot run (`Case.problem`). Raises TraceError."""
     cases = []
-    axes = ("domains", "num_sms", "stage_sms", "dtype", "routing", "link_gbytes_per_s", "hidden")
+    axes = ("domains", "num_sms", "stage_sms", "dtype", "routing", "form", "link_gbytes_per_s", "hidden")
     for values in itertools.product(*(getattr(args, name) for name in axes)):
         chosen = dict(zip(axes, values, strict=True))
         topk, experts = DEFAULT_TOPK, DEFAULT_EXPERTS

@@ -17,6 +17,7 @@ DISTINCTIONS = {
     "experts": "of {}",
     "domains": "{} domain(s)",
     "routing": "{}",
+    "form": "{}",
     "link_gbytes_per_s": "{:g} GB/s link",
     "num_sms": "{} SMs",
     "stage_sms": "{} SMs for staging",

@@ -104,6 +104,8 @@ class UcclEp(System):
         elif backward:
             self.ops = (*OPS, BACKWARD)
         self._sample: Sample | None = None
+        self._given: dict[str, Any] = {}  # the routing, as an argument
+        self._weights = torch.empty(0)  # of its pairs
         self._known: Any = None
         self._capacity: dict[str, Any] = {}
         self._dispatched: Any = None
@@ -132,8 +134,13 @@ class UcclEp(System):
         self._known = self._dispatched = self._out = self._expert_rows = self._leaf = None
         if self.mode == "sync_free":
             self._capacity = {"capacity": sample.traffic.capacity_rows()}
+        self._given, self._weights = {"topk_idx": sample.topk_idx}, sample.topk_weights
+        if sample.traffic.case.form == "map":
+            zeros_TE = sample.topk_weights.new_zeros(len(sample.x), sample.traffic.case.experts)
+            self._weights = zeros_TE.scatter(1, sample.topk_idx, sample.topk_weights)
+            self._given = {"routing_map": zeros_TE.bool().scatter(1, sample.topk_idx, True)}
         if self.mode == "cached_plan" or self._extra:
-            first = self.buffer.dispatch(sample.x, sample.topk_idx, sample.topk_weights, **self._capacity)
+            first = self._dispatch(sample.x, self._weights)
             self._known = first.handle if self.mode == "cached_plan" else None
             self._expert_rows = first.rows if self._extra else None
 
@@ -141,22 +148,22 @@ class UcclEp(System):
         sample = self._sample
         assert sample is not None
         if op == "dispatch":
-            self._dispatched = self._dispatch(sample.x, sample.topk_weights, **self._extra)
+            self._dispatched = self._dispatch(sample.x, self._weights, **self._extra)
         elif op == "combine":
             rows = self._dispatched.rows if self._expert_rows is None else self._expert_rows
             self._out = self.buffer.combine(rows, self._dispatched.handle)
         else:
             self._leaf = sample.x.detach().requires_grad_()
             with torch.enable_grad():
-                there = self._dispatch(self._leaf, sample.topk_weights.detach().requires_grad_())
+                there = self._dispatch(self._leaf, self._weights.detach().requires_grad_())
                 out = self.buffer.combine(there.rows, there.handle)
                 ones = torch.ones_like(there.row_weights)
                 torch.autograd.backward([out, there.row_weights], [sample.x, ones])
 
     def _dispatch(self, x: Tensor, weights: Tensor, **extra: Any) -> Any:
-        assert self._sample is not None
-        topk_idx = self._sample.topk_idx if self._known is None else None
-        return self.buffer.dispatch(x, topk_idx, weights, handle=self._known, **self._capacity, **extra)
+        given = {} if self._known is not None else self._given
+        values: dict[str, Any] = {"probs" if "routing_map" in self._given else "topk_weights": weights}
+        return self.buffer.dispatch(x, **given, **values, handle=self._known, **self._capacity, **extra)
 
     def check(self) -> None:
         if self._capacity and bool(self._dispatched.overflow):

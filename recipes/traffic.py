@@ -17,12 +17,12 @@ from recipes.architecture import Model
 from recipes.hardware import Node
 from recipes.layout import FULL, Layout
 
-FIXED_SECONDS = {False: 100e-6, True: 150e-6}
+FIXED_SECONDS = {False: 85e-6, True: 150e-6}
 """What a dispatch or combine takes beyond its bytes, inside one domain and over several.
 
-Measured on H200 with 4096 tokens of 7168, top-8 of 256. One domain, 64 SMs: 346 µs for 82.4 MB, 583 for
-159.6 (bench/results/h200_x4_5fcee8b.json). Two, 24 SMs and the loop transport at 50 GB/s: 760 µs for 30.3 MB,
-1278 for 58.5 (bench/results/h200_x2_two_domains.json)."""
+Measured on H200 with 4096 tokens of 7168, top-8 of 256. One domain, 64 SMs: 334 µs for 82.4 MB, 560 to 582
+for 159.6 (bench/results/h200_x4_backward.json). Two, 24 SMs and the loop transport at 50 GB/s: 760 µs for
+30.3 MB, 1278 for 58.5 (bench/results/h200_x2_two_domains.json)."""
 _FP8_BLOCK = 128
 
 

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Everything that needs GPUs, on a machine that has them and a build with nvcc:
 #
-#   ./scripts/gpu_checks.sh [tests] [sanitize] [soak] [bench] [step]      without arguments: all but step
+#   ./scripts/gpu_checks.sh [tests] [domains] [megatron] [sanitize] [soak] [bench] [links] [step]    none: all but step
 #
-# tests: 10 minutes at most; soak: 10,000 operations, 10,000 rounds beside NCCL, 1,000 replays of a graph; bench: the sweep
-# of bench/README.md, and forward + backward, into $OUT (bench/results); step: a training step of Megatron with each
-# dispatcher, needs megatron-core. RANKS: as many as there are GPUs.
+# On 4 x H200: tests (one domain) 3 minutes; domains (several) about 6; megatron 2; sanitize 1 GPU; soak: 10,000 operations,
+# 10,000 rounds beside NCCL, 1,000 replays of a graph, and all that is slow; bench: the sweep of bench/README.md, and forward +
+# backward, 2 minutes; links: several domains with a link of 50 GB/s and without a limit, 1 minute; step: a training step of
+# Megatron with each dispatcher, up to half a minute a cell. What is measured goes into $OUT (bench/results). megatron and
+# step need megatron-core. RANKS: as many as there are GPUs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -21,17 +23,18 @@ check() {
   printf '[gpu] %s took %d s\n' "$name" $((SECONDS - started))
 }
 
-[ $# -gt 0 ] || set -- tests sanitize soak bench
+[ $# -gt 0 ] || set -- tests domains megatron sanitize soak bench links
 for what in "$@"; do
   case "$what" in
     tests)
-      check tests "$python" -m pytest -q tests/gpu
+      check tests "$python" -m pytest -q tests/gpu --ignore-glob='*test_cuda_domain*'
       # What the host backend has to do, too, as far as there is a GPU for each rank.
       check tests "$python" -m pytest -q --backend cuda tests/unit/test_dispatch_combine.py \
         tests/unit/test_property.py tests/unit/test_row_layouts.py tests/unit/test_rank_mismatch.py
-      # Megatron's training, stages and plug-in: on GPUs where there are four.
-      check megatron "$python" -m pytest -q tests/megatron
       ;;
+    domains) check domains "$python" -m pytest -q tests/gpu/test_cuda_domain*.py ;;
+    # Training, stages and plug-in: on GPUs where there are four.
+    megatron) check megatron "$python" -m pytest -q tests/megatron ;;
     sanitize) check sanitize env PYTHON="$python" ./scripts/sanitize.sh ;;
     soak) check soak "$python" -m pytest -q -m slow tests/gpu ;;
     bench)
@@ -39,13 +42,21 @@ for what in "$@"; do
       check bench "$python" bench/dispatch_combine.py --backward --ranks "$ranks" --tokens 128 512 4096 --hidden 7168 \
         --topk 8 --experts 256 --domains 1 --num-sms 24 64 --out "$out/gpus_${ranks}_backward"
       ;;
+    links)
+      # 512 MiB hold fewer than 4096 tokens in one window.
+      for domains in $(printf "%s\n" 2 "$ranks" | sort -u); do
+        check links env UCCL_EP_LOOP_LATENCY_US=5 UCCL_EP_BUDGET_BYTES=$((640 << 20)) "$python" bench/dispatch_combine.py \
+          --ranks "$ranks" --domains "$domains" --link-gbytes-per-s 50 0 --tokens 128 1024 4096 --hidden 7168 --topk 8 \
+          --experts 256 --num-sms 24 64 --systems uccl_ep uccl_ep_cached --out "$out/gpus_${ranks}_domains_$domains"
+      done
+      ;;
     step)
       check step "$python" -m bench.megatron_step --device cuda --num-ranks "$ranks" --micro-batch-tokens 1024 4096 \
         --hidden 2048 7168 --expert-ffn 2048 --dispatch-dtype bf16 fp8 --overlap off on --budget-mib 512 \
         --out "$out/gpus_${ranks}_megatron_step"
       ;;
     *)
-      printf '%s: none of tests, sanitize, soak, bench, step\n' "$what" >&2
+      printf '%s: none of tests, domains, megatron, sanitize, soak, bench, links, step\n' "$what" >&2
       exit 2
       ;;
   esac

@@ -87,6 +87,14 @@ CLAIM("compact rows of a map have the host's bits") {
     try_seeds(run);
   }
 }
+CLAIM("maps of more columns than a warp reads at a time have the host's bits") {
+  for (uint32_t experts : {160, 150, 131}) {  // of two ranks: 320; and 300, 262, which are no multiples of 8
+    CudaRun run = run_of({0, 0});
+    run.experts_per_rank = experts;
+    run.is_map = true;
+    try_seeds(run);
+  }
+}
 CLAIM("padded experts, ranks without tokens and rows without weights have the host's bits") {
   CudaRun run = run_of({0, 1, 0});
   run.alignment = 16;

@@ -137,6 +137,9 @@ MUTANTS = {
     "a sum is merged before it has come": (
         "merge.cuh", "if (chunk < arrived) return true;", "return true;",
     ),
+    "the warp that tells leaves before the last row": (
+        "fold.cuh", "read_shared(&boxes.ended) == kWarps", "read_shared(&boxes.ended) > 0",
+    ),
     "a lane leaves a collective": (
         "stage.cuh", "__syncwarp();\n  if (crew.lane() == 0) count_shared",
         "if (crew.lane() != 0) __syncwarp();\n  if (crew.lane() == 0) count_shared",

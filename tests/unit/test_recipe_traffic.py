@@ -89,7 +89,7 @@ TWO_DOMAINS = {**CASE, "num_sms": 24, "link_gbytes_per_s": 50.0}
 @pytest.mark.parametrize("op", ["dispatch", "combine"])
 @pytest.mark.parametrize(
     ("file", "case", "ep", "domain_size"),
-    [("h200_x4_5fcee8b.json", ONE_DOMAIN, 4, 8), ("h200_x2_two_domains.json", TWO_DOMAINS, 2, 1)],
+    [("h200_x4_backward.json", ONE_DOMAIN, 4, 8), ("h200_x2_two_domains.json", TWO_DOMAINS, 2, 1)],
 )
 def test_bytes_and_times_are_those_measured(
     file: str, case: dict[str, Any], ep: int, domain_size: int, op: str, dtype: str
@@ -107,7 +107,7 @@ def test_bytes_and_times_are_those_measured(
 def test_the_stock_dispatchers_bytes_are_those_measured() -> None:
     """Control: a row for every pair, more than three times as many as ours."""
     record = measured(
-        "h200_x4_5fcee8b.json", system="megatron_alltoall", op="dispatch", dtype="bf16", tokens=4096,
+        "h200_x4_backward.json", system="megatron_alltoall", op="dispatch", dtype="bf16", tokens=4096,
         routing="uniform",
     )  # fmt: skip
     found = traffic.of_stock_layer(model(256, 8), layout(4), H200)

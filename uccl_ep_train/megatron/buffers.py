@@ -86,9 +86,9 @@ def sms_alone(config: Any) -> dict[str, int]:
     beside = ("overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap")
     if not torch.cuda.is_available() or any(getattr(config, name, False) for name in beside):
         return {}
-    least = EpConfig.__dataclass_fields__["num_sms"].default
-    num_sms = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    return {"num_sms": max(least, min(SMS_ALONE, num_sms // 3))}
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    num_sms = min(SMS_ALONE, properties.multi_processor_count // 3)
+    return {"num_sms": num_sms} if num_sms > EpConfig.num_sms else {}
 
 
 def row_padding(hidden: int) -> int:

@@ -232,7 +232,7 @@ __device__ UCCL_EP_WRITES uint64_t write_tile(const Crew& crew, const Domain& d,
         first_slot, piece, position, static_cast<uint16_t>(first + p.token), static_cast<uint16_t>(p.same)};
   };
   if (r.is_map)
-    visit_map(crew, d, r, tile, true, first, count, write);
+    visit_map(crew, d, tile, count, write);
   else
     visit_topk(crew, d, r, first, count, write);
   crew.sync();

@@ -138,32 +138,58 @@ __device__ __forceinline__ void visit_topk(const Crew& crew, const Domain& d, co
     visit(pair);
   }
 }
-// The same for a map, a warp per token. `pairs_to` of the tile must be known if `counted`.
+// The same for a map, of which read_tile has made masks; a warp per token.
 template <typename Visit>
-__device__ __forceinline__ void visit_map(const Crew& crew, const Domain& d, const DeviceRouting& r, const Tile& tile,
-                                          bool counted, uint32_t first, uint32_t count, Visit visit) {
-  const uint32_t lane = crew.lane(), ranks = d.at.num_ranks;
+__device__ __forceinline__ void visit_map(const Crew& crew, const Domain& d, const Tile& tile, uint32_t count,
+                                          Visit visit) {
+  const uint32_t lane = crew.lane(), ranks = d.at.num_ranks, experts = d.at.num_experts;
   for (uint32_t token = crew.warp(); token < count; token += crew.warps()) {
-    const uint8_t* const row = static_cast<const uint8_t*>(r.data) + uint64_t{first + token} * r.width;
     uint32_t before = 0;  // experts of the token in earlier columns
-    for (uint32_t begin = 0; begin < r.width; begin += kWarp) {
-      const uint32_t expert = begin + lane;
-      const bool has = expert < r.width && row[expert] != 0;
+    for (uint32_t begin = 0; begin < experts; begin += kWarp) {
+      const uint32_t expert = begin + lane, to = expert < experts ? rank_of(d, expert) : 0;
+      const uint32_t number = expert_number(d, expert, to);
+      const bool has = expert < experts && (tile.expert[number] >> token & 1) != 0;
       const uint32_t all = __ballot_sync(kFullWarp, has);
       if (has) {
-        const uint32_t to = rank_of(d, expert), first_member = d.first_of[d.domain_of[to]];
-        Pair pair{token, expert, expert, expert_number(d, expert, to), to, 0, 0, 0};
-        if (counted) {
-          pair.same = tile.pairs_to[token * ranks + to];
-          pair.same_lower = before + __popc(all & ((1u << lane) - 1));
-          // Columns come in the order of the group's ranks.
-          for (uint32_t r = 0; r < expert / d.experts_per_rank; ++r)
-            pair.same_lower -= tile.pairs_to[token * ranks + d.number_of[r]];
-          for (uint32_t r = first_member; r < to; ++r) pair.ranks_lower += tile.pairs_to[token * ranks + r] != 0;
-        }
+        Pair pair{token, expert, expert, number, to, tile.pairs_to[token * ranks + to], 0, 0};
+        pair.same_lower = before + __popc(all & ((1u << lane) - 1));
+        // Columns come in the order of the group's ranks.
+        for (uint32_t r = 0; r < expert / d.experts_per_rank; ++r)
+          pair.same_lower -= tile.pairs_to[token * ranks + d.number_of[r]];
+        for (uint32_t r = d.first_of[d.domain_of[to]]; r < to; ++r)
+          pair.ranks_lower += tile.pairs_to[token * ranks + r] != 0;
         visit(pair);
       }
       before += __popc(all);
+    }
+  }
+}
+// Which of four bytes are not 0, a bit each.
+__device__ __forceinline__ uint32_t bits_of(uint32_t bytes) {
+  const uint32_t ones = ((bytes & 0x7F7F7F7Fu) + 0x7F7F7F7Fu | bytes) >> 7 & 0x01010101u;
+  return ones * 0x01020408u >> 24 & 0xF;  // no two of its products meet
+}
+// Masks and pairs of what a map has of a tile. A warp takes a token, a lane eight neighbouring columns at a time: with
+// a column a lane every 32 of them would wait for memory. Not inlined, for want of registers.
+__device__ __noinline__ void read_map(const Crew crew, const Domain& d, const DeviceRouting& r, Mask* masks,
+                                      uint32_t* pairs_to, uint32_t first, uint32_t count) {
+  constexpr uint32_t kColumns = 8;
+  const bool eights = r.width % kColumns == 0 && reinterpret_cast<uint64_t>(r.data) % kColumns == 0;
+  for (uint32_t token = crew.warp(); token < count; token += crew.warps()) {
+    const uint8_t* const row = static_cast<const uint8_t*>(r.data) + uint64_t{first + token} * r.width;
+    for (uint32_t column = crew.lane() * kColumns; column < r.width; column += kWarp * kColumns) {
+      uint32_t bits = 0;
+      if (eights) {
+        const uint2 bytes = *reinterpret_cast<const uint2*>(row + column);
+        bits = bits_of(bytes.x) | bits_of(bytes.y) << 4;
+      } else {
+        for (uint32_t i = 0; i < kColumns && column + i < r.width; ++i) bits |= uint32_t{row[column + i] != 0} << i;
+      }
+      for (; bits != 0; bits &= bits - 1) {
+        const uint32_t expert = column + __ffs(bits) - 1, to = rank_of(d, expert);
+        or_shared(reinterpret_cast<uint32_t*>(masks + expert_number(d, expert, to)) + token / 32, 1u << token % 32);
+        add_shared(&pairs_to[token * d.at.num_ranks + to], 1);
+      }
     }
   }
 }
@@ -175,17 +201,11 @@ __device__ inline void read_tile(const Crew& crew, const Domain& d, const Device
   for (uint32_t i = crew.thread; i < d.at.num_experts + ranks; i += crew.size) tile.expert[i] = 0;
   for (uint32_t i = crew.thread; i < kTileTokens * ranks; i += crew.size) tile.pairs_to[i] = 0;
   crew.sync();
-  const auto mark = [&](const Pair& p) {
-    or_shared(reinterpret_cast<uint32_t*>(&tile.expert[p.expert]) + p.token / 32, 1u << p.token % 32);
-  };
   if (r.is_map)
-    visit_map(crew, d, r, tile, false, first, count, [&](const Pair& p) {
-      mark(p);
-      add_shared(&tile.pairs_to[p.token * ranks + p.to], 1);
-    });
+    read_map(crew, d, r, tile.expert, tile.pairs_to, first, count);
   else
     visit_topk(crew, d, r, first, count, [&](const Pair& p) {
-      mark(p);
+      or_shared(reinterpret_cast<uint32_t*>(&tile.expert[p.expert]) + p.token / 32, 1u << p.token % 32);
       if (p.same_lower == 0) tile.pairs_to[p.token * ranks + p.to] = p.same;
     });
   crew.sync();
