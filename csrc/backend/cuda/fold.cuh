@@ -102,13 +102,12 @@ struct Fold {
   __device__ bool wait(uint32_t) const { return true; }
   __device__ bool at_once(uint32_t tag) const { return !in_domain(d, tag / max_chunks(d)); }
   __device__ bool tells() const { return true; }
-  __device__ bool tell(uint32_t lane, uint32_t count, uint32_t tag) const {
-    bool good = true;
+  __device__ void tell(uint32_t lane, uint32_t count, uint32_t tag) const {
     if (lane < count)
-      for (uint32_t looks = 1; good && !put_shared(boxes + (put + lane) % kBoxes, tag + 1); ++looks)
-        good = looks % 64 != 0 || !stopped(d);
+      for (uint32_t looks = 1; !put_shared(boxes + (put + lane) % kBoxes, tag + 1); ++looks)
+        if (looks % 64 == 0 && stopped(d)) break;  // nobody may be left to empty it
     put += count;
-    return __all_sync(kFullWarp, good);
+    __syncwarp();
   }
   // A piece of a chunk is in its source's memory. By one thread, after a fence; true: it was the last, and after
   // another fence finish() follows.

@@ -133,7 +133,7 @@ struct Merge {
   }
   __device__ bool at_once(uint32_t) const { return false; }
   __device__ bool tells() const { return false; }
-  __device__ bool tell(uint32_t, uint32_t, uint32_t) const { return true; }
+  __device__ void tell(uint32_t, uint32_t, uint32_t) const {}
 
   // By crews of all blocks: tokens that no expert got.
   __device__ void fill_empty(const Crew& crew) const {
@@ -208,10 +208,9 @@ struct Relay {
   __device__ bool at_once(uint32_t) const { return true; }
   __device__ bool tells() const { return true; }
   // Rows of a chunk are in the ring; who pushes the chunk looks at the count.
-  __device__ bool tell(uint32_t lane, uint32_t count, uint32_t tag) const {
+  __device__ void tell(uint32_t lane, uint32_t count, uint32_t tag) const {
     const uint32_t k = tag >> kChunkBits & (1u << kStreamBits) - 1, chunk = tag >> kChunkBits + kStreamBits;
     if (lane < count) count_one(at<uint32_t>(d, d.rank, d.at.relayed_counts) + k * d.at.return_slots + chunk);
-    return true;
   }
 };
 

@@ -149,7 +149,7 @@ __device__ __forceinline__ void row_staged(const Crew& crew, Staged& staged) {
   if (crew.lane() == 0) count_shared(&staged.chunks[crew.warp()]);
 }
 // By one thread; false: an error is known. Where many rows are to be quantised, routing goes first, for which all ranks
-// wait: its loads would stand behind those of the rows. (Rows that are only copied take bulk copies, and no longer so.)
+// wait: its loads would stand behind those of the rows. Rows that are only copied gain nothing by it.
 constexpr uint32_t kManyChunks = 4;
 __device__ inline bool wait_routed(const Domain& d, Staged& staged) {
   for (uint32_t looks = 1; read_shared(&staged.routed) == 0; ++looks) {

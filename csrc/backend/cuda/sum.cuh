@@ -62,7 +62,7 @@ struct Sum {
 //   bool wait(tag)             by the warp: the addends have arrived; false: an error is known
 //   bool at_once(tag)          a row is told when it is written: somebody far away waits for it
 //   bool tells()               tell() is to be called
-//   bool tell(lane, count, tag) by the warp: so many sums are written, a lane each; false: an error is known
+//   void tell(lane, count, tag) by the warp: so many sums are written, a lane each; after an error nobody is told
 // Who sums: all warps of a crew, or warps that join those.
 struct Summers {
   const Crew& crew;
@@ -111,7 +111,7 @@ __device__ void sum_rows(const Summers& by, const Domain& d, const Work& work, u
     }
     if (!work.tells()) continue;
     __syncwarp();
-    if (!work.tell(crew.lane(), 1, sum.tag)) return;
+    work.tell(crew.lane(), 1, sum.tag);
   }
 }
 
@@ -247,28 +247,28 @@ struct BulkSums {
     // again when it has another row: it waits for stores at the end only.
     uint32_t waiting = 0, waiting_tag = 0, waits_since = 0, later = 0, later_tag = 0;
     const auto tell_rows = [&](uint32_t count, uint32_t tag) {
-      if (count == 0) return true;
+      if (count == 0) return;
       __syncwarp();
       proxy_fence();  // what bulk stores wrote is published by ordinary ones
-      return work.tell(lane, count, tag);
+      work.tell(lane, count, tag);
     };
     const auto row_written = [&](uint32_t tag) {
       if (work.at_once(tag)) {
         if (ptx::elect()) wait_stores<0>();
-        return tell_rows(1, tag);
+        tell_rows(1, tag);
+        return;
       }
       if (waiting > 0 && summed - waits_since >= kStoreSteps) {
         if (ptx::elect()) wait_stores<kStoreSteps>();
-        if (!tell_rows(waiting, waiting_tag)) return false;
+        tell_rows(waiting, waiting_tag);
         waiting = 0;
       }
       if (lane == later) later_tag = tag;
-      if (++later < kTold || waiting > 0) return true;
+      if (++later < kTold || waiting > 0) return;
       waiting = later;
       waiting_tag = later_tag;
       waits_since = summed;
       later = 0;
-      return true;
     };
     for (uint32_t n = 0; n < num_begun; ++n) {
       if (!good && n + 1 == num_begun) {  // an error is known: nothing of this sum has been loaded
@@ -302,13 +302,14 @@ struct BulkSums {
           load_segment();
         }
       }
-      if (work.tells() && !row_written(now.tag)) break;
+      if (work.tells()) row_written(now.tag);
     }
     if (ptx::elect()) wait_stores<0>();
     __syncwarp();
     state.slot = slot;
     state.parity = parity;
-    if (tell_rows(waiting, waiting_tag)) tell_rows(later, later_tag);
+    tell_rows(waiting, waiting_tag);
+    tell_rows(later, later_tag);
   }
 };
 
