@@ -152,6 +152,7 @@ def measure(
     """Collective. What ran, in the order of `wanted`, and why each of the others did not."""
     refused: dict[str, str] = {}
     contenders: list[Contender] = []
+    contender: Contender | None = None
     try:
         # Ours last: from then on every MoE layer that is built has to have our dispatcher.
         for dispatcher in sorted(wanted, key=lambda name: name == OURS):
@@ -173,12 +174,12 @@ def measure(
                 contender.step(batches, index + 1, counted=index >= warmup)
             gc.collect()  # between rounds, and not in somebody's step
             progress(index + 1, cell.recipe.num_steps)
-        trained = [contender.trained(cell) for contender in contenders]
+        trained = [entry.trained(cell) for entry in contenders]
     finally:
         gc.enable()
         plugin.disable()  # collective: it closes the buffers
-        for contender in contenders:
-            contender.close()
-        contenders.clear()
+        while contenders:
+            contenders.pop().close()
+        contender = None  # the last of them, and its model
         gc.collect()
     return sorted(trained, key=lambda entry: wanted.index(entry.dispatcher)), refused

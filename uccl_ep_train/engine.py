@@ -317,7 +317,9 @@ class Buffer:
         credit.*, proxy.*: waits for credits, refused posts, arrivals, dropped duplicates;
         proxy.command_usec.{p50, p99}: from the queue until flushed, the last 1024 chunks. memory.*: sizes.
         On a GPU: step_seconds.*: what the first block spent in a step, waiting included; dispatch.guesses*:
-        new plans whose memory was taken before the counts were known, and those of them that needed more.
+        new plans whose memory was taken before the counts were known, and those of them that needed more;
+        straggler.*: waiting for it to enter operations; rows.{shipped, placed, folded, relayed}: without
+        operations with a capacity, whose counts nobody reads.
         """
         native = self._last_stats if self._closed else self._engine.stats()
         return {**native, **self._clock.read()}

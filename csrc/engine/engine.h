@@ -90,6 +90,11 @@ WindowParams window_of(const EngineConfig& config);
 std::vector<std::pair<std::string, uint64_t>> memory_entries(const EngineConfig& config);
 uint64_t least_budget_bytes(const EngineConfig& config);
 
+// Numbers by the names that Buffer.stats() documents.
+using Stats = std::vector<std::pair<std::string, double>>;
+// Whom a rank has waited for longest, by what it has waited for each; -1: for nobody.
+void put_straggler(Stats& out, const std::vector<uint64_t>& waited_usec, int own_rank);
+
 class Engine {
  public:
   // Allocates the region. Throws UsageFailure for a configuration that cannot work.
@@ -135,7 +140,7 @@ class Engine {
 
   // Name and value, dotted names (docs of Buffer.stats()). Of a device engine only what its proxy counts, and its
   // memory.
-  std::vector<std::pair<std::string, double>> stats() const;
+  Stats stats() const;
   const Topology& topology() const { return topo_; }
   bool failed() const { return control().error_claim.taken(); }
   // Returns when an error reaches this rank, or after `timeout_usec`.

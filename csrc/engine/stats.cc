@@ -5,8 +5,6 @@ namespace uccl_ep {
 
 namespace {
 
-using Stats = std::vector<std::pair<std::string, double>>;
-
 void put(Stats& out, const std::string& name, uint64_t value) { out.emplace_back(name, static_cast<double>(value)); }
 
 void put_ports(Stats& out, const host::StepCounters& c) {
@@ -48,20 +46,19 @@ void put_proxy(Stats& out, const ProxyStats& proxy) {
   out.emplace_back("proxy.busy_seconds", static_cast<double>(proxy.busy_usec) * 1e-6);
 }
 
-// Whom this rank has waited for longest, -1: for nobody.
-void put_straggler(Stats& out, const std::vector<Counter>& waited_usec, int own_rank) {
+}  // namespace
+
+void put_straggler(Stats& out, const std::vector<uint64_t>& waited_usec, int own_rank) {
   int straggler = -1;
   uint64_t most_usec = 0;
   for (size_t rank = 0; rank < waited_usec.size(); ++rank) {
-    if (static_cast<int>(rank) == own_rank || waited_usec[rank].value() <= most_usec) continue;
-    most_usec = waited_usec[rank].value();
+    if (static_cast<int>(rank) == own_rank || waited_usec[rank] <= most_usec) continue;
+    most_usec = waited_usec[rank];
     straggler = static_cast<int>(rank);
   }
   out.emplace_back("straggler.rank", straggler);
   out.emplace_back("straggler.wait_seconds", static_cast<double>(most_usec) * 1e-6);
 }
-
-}  // namespace
 
 Stats Engine::stats() const {
   Stats out;
@@ -85,7 +82,9 @@ Stats Engine::stats() const {
       seconds("busy_seconds.", busy_nsec_, 1e-9);
       seconds("blocked_seconds.", blocked_usec_, 1e-6);
     }
-    put_straggler(out, waited_usec_, config_.rank);
+    std::vector<uint64_t> waited_usec;
+    for (const Counter& rank : waited_usec_) waited_usec.push_back(rank.value());
+    put_straggler(out, waited_usec, config_.rank);
   }
   put_proxy(out, proxy_->stats());
   uint64_t allocated = 0;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -81,3 +82,24 @@ def test_what_kernels_push_is_what_the_proxy_ships(domain_ranks: DomainRanks, tm
             assert late > -CLOCK_USEC, event
         seen = {e["name"].split()[0] for e in events if lanes[e["tid"]] == "gpu sees"}
         assert seen == {"header", "rows", "return"}
+
+
+def wait_for_a_late_rank(seat: Seat, domains: tuple[int, ...], late: int) -> dict[str, float]:
+    with seat.buffer({"num_experts": 2 * len(domains), "hidden": 512, "domains": domains}) as buffer:
+        x = torch.randn(100, 512, device="cuda", dtype=torch.bfloat16)
+        topk_idx = torch.rand(100, 2 * len(domains), device="cuda").topk(2, dim=1).indices
+        for again in range(2):
+            if again and seat.rank == late:
+                time.sleep(0.3)
+            result = buffer.dispatch(x, topk_idx)
+            buffer.combine(result.rows, result.handle)
+            torch.cuda.synchronize()
+        return buffer.stats()
+
+
+@pytest.mark.parametrize("domains", [(0, 0), (0, 1)], ids=str)
+def test_the_straggler_is_named(domain_ranks: DomainRanks, domains: tuple[int, ...]) -> None:
+    others, late = domain_ranks.run(2, wait_for_a_late_rank, domains, 1)
+    assert others["straggler.rank"] == 1
+    assert 0.2 < others["straggler.wait_seconds"] < 2.0
+    assert late["straggler.wait_seconds"] < others["straggler.wait_seconds"]

@@ -103,6 +103,15 @@ CLAIM("padded experts, ranks without tokens and rows without weights have the ho
   run.with_values = false;
   try_seeds(run);
 }
+CLAIM("ranks that have nothing to wait for but that a late one enters wait for that") {
+  for (const std::vector<int>& domain_of : {std::vector<int>{0, 1}, {0, 0}}) {
+    CudaRun run = run_of(domain_of);
+    run.num_tokens = {0};
+    run.late_usec = 200'000;
+    run.arrival_timeout_s = 5;
+    try_seeds(run);
+  }
+}
 CLAIM("blocks that only stage change no bit") {
   for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}}) {
     CudaRun run = run_of(domain_of);

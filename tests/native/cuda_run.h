@@ -27,6 +27,7 @@ struct CudaRun {
   int rounds = 2;
   uint64_t seed = 1;
   double arrival_timeout_s = 60;
+  uint32_t late_usec = 0;  // the last rank's, before every call
   LoopOptions loop;
   uint64_t least_windows = 0;  // that a rank's operations have to take
 

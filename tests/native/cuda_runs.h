@@ -8,6 +8,7 @@
 #include <barrier>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <random>
 #include <thread>
 
@@ -221,8 +222,13 @@ std::vector<std::vector<RoundResult>> results_of(const CudaRun& run, std::vector
       for (int round = 0; round < run.rounds; ++round) {
         RoundResult result;
         const RankInput in(run, r, round);
+        const auto be_late = [&] {
+          if (r == run.num_ranks() - 1) usleep(run.late_usec);
+        };
         for (int again = 0; again < 2; ++again) {
+          be_late();
           result.dispatched[again] = rank.dispatch(in, again != 0);
+          be_late();
           if (!run.fp8_codes) result.combined[again] = rank.combine(in, result.dispatched[again]);
         }
         all[static_cast<size_t>(r)].push_back(std::move(result));
@@ -260,10 +266,21 @@ inline void same_as_host(const CudaRun& run) {
   cuda_on_cpu::disturb(0);
   auto hosts = make_ranks<HostRank>(run);
   const auto expected = results_of(run, hosts);
+  std::vector<std::map<std::string, double>> host_stats;
+  for (const auto& host : hosts) {
+    const Stats stats = host->engine().stats();
+    host_stats.emplace_back(stats.begin(), stats.end());
+  }
   hosts.clear();
   cuda_on_cpu::disturb(run.seed);
   auto ranks = make_ranks<CudaRank>(run);
   compare(run, results_of(run, ranks), expected);
+  for (size_t r = 0; r < ranks.size(); ++r)
+    for (const char* rows : {"rows.shipped", "rows.placed", "rows.folded", "rows.relayed"})
+      if (ranks[r]->stat(rows) != host_stats[r][rows])
+        throw std::logic_error(std::string(rows) + " of rank " + std::to_string(r) + ": " +
+                               std::to_string(ranks[r]->stat(rows)) + " instead of " +
+                               std::to_string(host_stats[r][rows]));
   for (const auto& rank : ranks)
     if (rank->stat("windows") < static_cast<double>(run.least_windows))
       throw std::logic_error("only " + std::to_string(rank->stat("windows")) + " windows");

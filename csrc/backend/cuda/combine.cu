@@ -72,7 +72,7 @@ __device__ void push_returns(const Domain& d, const Op& op, const PlanView& plan
              row_bytes,
              net_state(d).relayed[k],
              0};
-    push_chunks(d, out);
+    push_chunks(d, out, [] { return true; });
   }
   if (args.signature.with_values == 0 || args.window != 0) return;
   if (!__all_sync(kFullWarp, lane != 0 || wait_block(d, &local(d).values_relayed, op.epoch))) return;
@@ -83,8 +83,9 @@ __device__ void push_returns(const Domain& d, const Op& op, const PlanView& plan
     for (uint32_t first = 0; first < chunks; first += kWarp) {
       const uint32_t c = first + lane;
       const uint64_t left = uint64_t{4} * plan.relayed_pairs[k] - c * d.at.slot_bytes;
-      push_all(d, c < chunks,
-               {net.relayed[k].channel, min(left, d.at.slot_bytes), net_state(d).relayed[k] + row_chunks + c});
+      push_all(d, c < chunks, [&](uint32_t) {
+        return Command{net.relayed[k].channel, min(left, d.at.slot_bytes), net_state(d).relayed[k] + row_chunks + c};
+      });
     }
   }
 }
@@ -118,8 +119,16 @@ __device__ void serve_network(const Domain& d, const Op& op, const PlanView& pla
     find_merge_range(Crew::of(1, 0, 1), d, plan, args, range);
   }
   __syncthreads();
-  if (warp == 0) relay(d, through, workers(d));
-  if (warp == 1 && push_packets(d, op, false, false)) push_returns(d, op, plan, args, range);
+  if (warp == 0) relay(d, through, workers(d) + 1);  // and who waits for headers below
+  if (warp == 1 && wait_packed(d, op)) {
+    push_packets(d, op, false, false);
+    push_returns(d, op, plan, args, range);
+  }
+  if (warp == 2) {
+    const Crew crew = Crew::of(4, 2, 1);
+    if (going(crew, d)) all_alike(crew, d, op.epoch);
+    if (crew.thread == 0) count_one(through);
+  }
   __syncthreads();
   constexpr uint32_t kFold = kFoldWarps<kBulk>;
   if (warp <= kFold) return;
@@ -170,10 +179,7 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
   __syncthreads();
   if (warp == 0) {
     const Crew crew = Crew::of(1, 0, 1);
-    if (blockIdx.x == 0 && going(crew, d)) {
-      tell_empty_chunks(crew, d, op, plan, args);
-      all_alike(crew, d, op.epoch);
-    }
+    if (blockIdx.x == 0 && going(crew, d)) tell_empty_chunks(crew, d, op, plan, args);
     tell_folded(Fold{d, op, plan, args, folds, nullptr, 0}, boxes);
   } else {
     const bool is_folding = warp <= kFold;
@@ -183,6 +189,9 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
     if (kBulk) begin_ring(ring, crew.lane());
 #endif
     bool good = going(crew, d);
+    // Pieces come from ranks that have entered, so this keeps a warp that merges waiting for no longer than those do. A
+    // warp that tells of folded rows would keep ranks waiting. With other domains it is the network's block that looks.
+    if (!kNet && blockIdx.x == 0 && warp == kFold + kMerge && good) all_alike(Crew::of(4, warp, 1), d, op.epoch);
     if (is_folding) {
       // The pieces of the last combine must have been merged.
       good = good && wait_members(crew, d, d.at.merged, op.free_after, Step::kFold);

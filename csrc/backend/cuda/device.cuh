@@ -75,6 +75,38 @@ __device__ __forceinline__ uint32_t rotated(const Domain& d, uint32_t i) {
   const uint32_t r = d.rank + 1 + i;
   return r < d.at.num_ranks ? r : r - d.at.num_ranks;
 }
+// Rows of several sources in turn: row n / sources of the n % sources-th, from the one after us on; of our domain, and
+// of the others.
+struct SourceRow {
+  uint32_t source, row;
+};
+__device__ __forceinline__ uint32_t num_near(const Domain& d) { return d.end - d.first; }
+__device__ __forceinline__ uint32_t num_far(const Domain& d) {
+  return d.net != nullptr ? d.at.num_ranks - num_near(d) : 0;
+}
+__device__ __forceinline__ SourceRow near_row(const Domain& d, uint32_t n) {
+  const uint32_t next = d.rank + 1 + n % num_near(d);
+  return {next < d.end ? next : next - num_near(d), n / num_near(d)};
+}
+__device__ __forceinline__ SourceRow far_row(const Domain& d, uint32_t n) {
+  const uint32_t next = (d.rank + n) % num_far(d);
+  return {next < d.first ? next : next + num_near(d), n / num_far(d)};
+}
+// Most rows of a source.
+struct MostRows {
+  uint32_t near_one, far_one;
+  __device__ __forceinline__ uint32_t near_sum(const Domain& d) const { return near_one * num_near(d); }
+  __device__ __forceinline__ uint32_t far_sum(const Domain& d) const { return far_one * num_far(d); }
+  // By one thread: `rows_of(s)` of source s.
+  template <typename RowsOf>
+  __device__ __forceinline__ void find(const Domain& d, RowsOf rows_of) {
+    near_one = far_one = 0;
+    for (uint32_t s = 0; s < d.at.num_ranks; ++s) {
+      uint32_t& most = in_domain(d, s) ? near_one : far_one;
+      most = max(most, rows_of(s));
+    }
+  }
+};
 
 // ---- crews ----------------------------------------------------------------------------------------------------------
 // Warps of a block that do the same thing, beside other crews of the block.
@@ -230,11 +262,19 @@ __device__ inline bool wait_members(const Crew& crew, const Domain& d, uint64_t 
     good &= wait_flag(d, member_flag(d, d.rank, flags, r), value, step, r);
   return crew.all(good);
 }
-// By a crew: every rank has entered.
+// By one thread: rank `r` has entered. One of all threads of a kernel counts how long that took.
+__device__ inline bool wait_rank(const Domain& d, uint64_t epoch, uint32_t r, bool counts) {
+  const uint64_t* const flag = at<uint64_t>(d, d.rank, d.at.header_full) + r;
+  if (read_flag(flag) >= epoch) return true;
+  const uint64_t started = now_nsec();
+  const bool good = wait_flag(d, flag, epoch, Step::kExchange, r, -1, true);
+  if (counts) local(d).waited_nsec[r] += now_nsec() - started;
+  return good;
+}
+// By one crew of a kernel: every rank has entered.
 __device__ inline bool wait_entered(const Crew& crew, const Domain& d, uint64_t epoch) {
   bool good = true;
-  for (uint32_t r = crew.thread; r < d.at.num_ranks; r += crew.size)
-    good &= wait_flag(d, at<uint64_t>(d, d.rank, d.at.header_full) + r, epoch, Step::kExchange, r, -1, true);
+  for (uint32_t r = crew.thread; r < d.at.num_ranks; r += crew.size) good &= wait_rank(d, epoch, r, true);
   return crew.all(good);
 }
 // By a crew: the transport has let go of our packets of two operations ago.

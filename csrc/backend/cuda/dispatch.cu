@@ -196,10 +196,8 @@ __device__ void serve_network(const Domain& d, const Op& op, const PlanView& pla
   constexpr bool kFresh = kState != PlanState::kKnown;
   const uint32_t warp = threadIdx.x / kWarp;
   uint32_t* const through = &local(d).arrived[static_cast<uint32_t>(Arrival::kThrough)];
-  const bool with_values = args.window == 0 && args.routing.values != nullptr;
   if (warp == 0) relay(d, through, workers(d));
-  if (warp == 1 && kState != PlanState::kExchanged && push_packets(d, op, kFresh, with_values))
-    push_streams<kFresh>(d, plan, args);
+  if (warp == 1 && kState != PlanState::kExchanged) push_streams<kFresh>(d, op, plan, args);
   __syncthreads();
   if (warp < kFirstPlace) return;
   const Crew crew = Crew::of(3, kFirstPlace, kPlacing<true>);

@@ -20,7 +20,7 @@ __device__ __forceinline__ ChunkRange chunks_of(const CombineArgs& args, uint32_
 struct FoldRange {
   uint32_t begin[kMaxRanks], end[kMaxRanks];  // rows
   uint32_t pieces[kMaxRanks];                 // of the source, in earlier windows
-  uint32_t most;                              // rows of a source
+  MostRows most;
 };
 __device__ inline void find_fold_range(const Crew& crew, const Domain& d, const PlanView& plan, const CombineArgs& args,
                                        FoldRange& out) {
@@ -32,10 +32,7 @@ __device__ inline void find_fold_range(const Crew& crew, const Domain& d, const 
     out.pieces[s] = plan.chunk_pieces[s * entries + chunks.first];
   }
   crew.sync();
-  if (crew.thread == 0) {
-    out.most = 0;
-    for (uint32_t s = 0; s < d.at.num_ranks; ++s) out.most = max(out.most, out.end[s] - out.begin[s]);
-  }
+  if (crew.thread == 0) out.most.find(d, [&](uint32_t s) { return out.end[s] - out.begin[s]; });
   crew.sync();
 }
 
@@ -53,7 +50,7 @@ struct Boxes {
   }
 };
 
-// Sum n is that of the (n / ranks)-th row of the source that is (n % ranks)-th after us.
+// A sum is that of a row; those of other domains first, for their sums have the longer way to go.
 struct Fold {
   const Domain& d;
   const Op& op;
@@ -66,9 +63,11 @@ struct Fold {
 
   __device__ Taken taken() const { return Taken::kFolded; }
   __device__ uint32_t least() const { return 4; }
-  __device__ uint32_t end() const { return range.most * d.at.num_ranks; }
+  __device__ uint32_t end() const { return range.most.far_sum(d) + range.most.near_sum(d); }
   __device__ Sum look_up(uint32_t n) const {
-    const uint32_t s = rotated(d, n % d.at.num_ranks), row = range.begin[s] + n / d.at.num_ranks;
+    const uint32_t far = range.most.far_sum(d);
+    const auto [s, number] = n < far ? far_row(d, n) : near_row(d, n - far);
+    const uint32_t row = range.begin[s] + number;
     if (row >= range.end[s]) return {};
     const uint64_t bytes = uint64_t{args.hidden} * dtype_bytes(args.wire);
     Sum sum;

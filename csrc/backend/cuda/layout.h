@@ -154,7 +154,9 @@ struct Local {
   uint32_t arrived[9] = {};  // blocks that are through with something, by Arrival; the last resets it
   uint32_t taken[4] = {};  // shares of work that have been taken, by Taken; reset when all are through
   uint64_t block_hash[kMaxBlocks] = {};
-  uint64_t step_nsec[kNumSteps] = {};  // what block 0 has spent in a step, since creation
+  // Since creation: what block 0 has spent in a step; by rank, how long we were there before it entered.
+  uint64_t step_nsec[kNumSteps] = {};
+  uint64_t waited_nsec[kMaxRanks] = {};
 };
 
 struct ListEntry;

@@ -32,21 +32,21 @@ __device__ __forceinline__ StreamPart part_of(const Domain& d, uint32_t first, u
 }
 
 // ---- the relay ------------------------------------------------------------------------------------------------------
-// By one warp, until all other blocks of the kernel are through.
+// By one warp, until so many others of the kernel are through: all that wait for flags.
 __device__ inline void relay(const Domain& d, const uint32_t* arrived, uint32_t others) {
-  const Net& net = *d.net;
-  const uint32_t lane = threadIdx.x % kWarp;
-  while (true) {
-    const bool last_look = peek_counter(arrived) >= others;
-    for (uint32_t i = lane; i < net.num_polled; i += kWarp) {
-      const Net::Polled& polled = net.polled[i];
-      if (peek_flag(polled.word) == peek_flag(polled.flag)) continue;
+  const uint32_t lane = threadIdx.x % kWarp, num_polled = d.net->num_polled;
+  // A look across PCIe takes microseconds, so it is an acquire at once; which words are the first is not looked up
+  // anew.
+  const Net::Polled own = lane < num_polled ? d.net->polled[lane] : Net::Polled{};
+  while (!__all_sync(kFullWarp, peek_counter(arrived) >= others)) {
+    for (uint32_t i = lane; i < num_polled; i += kWarp) {
+      const Net::Polled polled = i == lane ? own : d.net->polled[i];
       const uint64_t value = read_flag(polled.word);
+      if (value == peek_flag(polled.flag)) continue;
       publish_in_gpu(polled.flag, value);
       if (polled.also != nullptr) publish_in_gpu(polled.also, value);
       trace_now(d, TraceKind::kSeenArrived, i, value);
     }
-    if (__all_sync(kFullWarp, last_look)) return;
   }
 }
 
@@ -59,53 +59,71 @@ struct Outgoing {
   uint64_t serial = 0;  // of the next chunk
   uint32_t chunk = 0;
 
-  __device__ __forceinline__ bool left() const { return chunk * per_chunk < rows; }
-  __device__ __forceinline__ uint32_t rows_here() const { return min(per_chunk, rows - chunk * per_chunk); }
+  // Rows of the `i`-th chunk from here; 0: there is none.
+  __device__ __forceinline__ uint32_t rows_in(uint32_t i) const {
+    const uint32_t first = (chunk + i) * per_chunk;
+    return first < rows ? min(per_chunk, rows - first) : 0;
+  }
+  __device__ __forceinline__ bool left() const { return rows_in(0) > 0; }
 };
 
-// By one warp: pushes what each lane has. The command ring is never full: see command_capacity in layout/wire.h.
-__device__ inline void push_all(const Domain& d, bool has, const Command& command) {
+// By one warp: pushes what each lane has, `count` commands: of(i) for each. What they tell of the lane has seen, if
+// without order. The command ring is never full: see command_capacity in layout/wire.h.
+template <typename Of>
+__device__ __forceinline__ void push_all(const Domain& d, uint32_t count, Of of) {
   const uint32_t lane = threadIdx.x % kWarp;
-  const uint32_t mask = __ballot_sync(kFullWarp, has);
+  const uint32_t mask = __ballot_sync(kFullWarp, count > 0);
   if (mask == 0) return;
   fence_system();
   __syncwarp();
+  CommandProducer producer(d.net->commands);
   for (uint32_t left = mask; left != 0; left &= left - 1) {
-    const uint32_t from = __ffs(left) - 1;
-    const Command its{__shfl_sync(kFullWarp, command.channel, from), __shfl_sync(kFullWarp, command.num_bytes, from),
-                      __shfl_sync(kFullWarp, command.serial, from)};
-    if (lane != 0) continue;
-    trace_now(d, TraceKind::kPushed, its.channel, its.serial, its.num_bytes);
-    CommandProducer producer(d.net->commands);
-    producer.push(its);
-    producer.keep();
+    const uint32_t from = __ffs(left) - 1, its_count = __shfl_sync(kFullWarp, count, from);
+    for (uint32_t i = 0; i < its_count; ++i) {
+      const Command own = of(i);
+      const Command its{__shfl_sync(kFullWarp, own.channel, from), __shfl_sync(kFullWarp, own.num_bytes, from),
+                        __shfl_sync(kFullWarp, own.serial, from)};
+      if (lane != 0) continue;
+      trace_now(d, TraceKind::kPushed, its.channel, its.serial, its.num_bytes);
+      producer.push(its);
+    }
   }
+  if (lane == 0) producer.keep();
   __syncwarp();
 }
 
-// By one warp, a channel a lane: chunk by chunk as they become complete. Returns when all have been pushed, or after an
-// error.
-__device__ inline void push_chunks(const Domain& d, Outgoing out) {
-  for (uint32_t looks = 1; __any_sync(kFullWarp, out.left()); ++looks) {
-    bool complete = false;
-    Command command{};
-    if (out.left() && read_counter(out.counts + out.chunk) == out.rows_here()) {
-      complete = true;
-      command = {out.channel, uint64_t{out.rows_here()} * out.row_bytes, out.serial};
-      out.counts[out.chunk] = 0;
-      ++out.chunk;
-      ++out.serial;
+// By one warp, a channel a lane: chunks as they become complete, in their order. Returns when all have been pushed, and
+// what is to be done beside them (`beside()`, asked until it says so), or after an error. Several chunks at a look: on
+// a full link its fence takes microseconds.
+template <typename Beside>
+__device__ __forceinline__ void push_chunks(const Domain& d, Outgoing out, Beside beside) {
+  constexpr uint32_t kAhead = 4;
+  bool done = beside();
+  for (uint32_t looks = 1; !done || __any_sync(kFullWarp, out.left()); ++looks) {
+    uint32_t counted[kAhead];
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i)
+      counted[i] = out.rows_in(i) > 0 ? peek_counter(out.counts + out.chunk + i) : 0;
+    uint32_t complete = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i) {
+      if (complete != i || counted[i] == 0 || counted[i] != out.rows_in(i)) continue;
+      out.counts[out.chunk + i] = 0;
+      ++complete;
     }
-    push_all(d, complete, command);
+    push_all(d, complete, [&](uint32_t i) {
+      return Command{out.channel, uint64_t{out.rows_in(i)} * out.row_bytes, out.serial + i};
+    });
+    out.chunk += complete;
+    out.serial += complete;
+    if (!done) done = beside();
     if (looks % 64 == 0 && __any_sync(kFullWarp, stopped(d))) return;
   }
 }
 
-// By one warp: the packets of an operation, when they are complete.
-__device__ inline bool push_packets(const Domain& d, const Op& op, bool is_new, bool with_values) {
+// By one warp: the packets of an operation, which are complete.
+__device__ inline void push_packets(const Domain& d, const Op& op, bool is_new, bool with_values) {
   const uint32_t lane = threadIdx.x % kWarp;
-  if (!__all_sync(kFullWarp, lane != 0 || wait_block(d, &local(d).packed, op.epoch))) return false;
-  __syncwarp();
   for (uint32_t first = 0; first < d.at.num_domains; first += kWarp) {
     const uint32_t to = first + lane;
     const bool has = to < d.at.num_domains && to != own_domain(d);
@@ -121,9 +139,17 @@ __device__ inline bool push_packets(const Domain& d, const Op& op, bool is_new, 
                  h.stream_rows, with_values};
       command = {d.net->to[to].packet_channel, packet_parts(sizes).end, op.epoch - 1};
     }
-    push_all(d, has, command);
+    push_all(d, has, [&](uint32_t) { return command; });
   }
-  return true;
+}
+// By one warp: whether they are.
+__device__ __forceinline__ bool are_packed(const Domain& d, const Op& op) {
+  return __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || (peek_flag(&local(d).packed) >= op.epoch &&
+                                                            read_flag(&local(d).packed) >= op.epoch));
+}
+// Waits until they are; false: an error is known.
+__device__ __forceinline__ bool wait_packed(const Domain& d, const Op& op) {
+  return __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || wait_block(d, &local(d).packed, op.epoch));
 }
 
 // By a crew: what the rings to sources held before has left.

@@ -17,7 +17,7 @@ struct Arrivals {
   uint32_t position[kMaxRanks];               // in its stream, of the window's first row of it
   uint32_t slot[kMaxRanks];                   // of another domain: where its first chunk lies in the ring
   uint64_t chunks[kMaxRanks];                 // and how many there were before
-  uint32_t most;                              // of a source
+  MostRows most;
 };
 
 // By a crew. Later windows of a new plan are planned, too, and not placed yet.
@@ -49,15 +49,12 @@ __device__ inline void find_arrivals(const Crew& crew, const Domain& d, const Pl
     }
   }
   crew.sync();
-  if (crew.thread == 0) {
-    out.most = 0;
-    for (uint32_t s = 0; s < d.at.num_ranks; ++s) out.most = max(out.most, out.all_end[s] - out.begin[s]);
-  }
+  if (crew.thread == 0) out.most.find(d, [&](uint32_t s) { return out.all_end[s] - out.begin[s]; });
   crew.sync();
 }
 
-// 32 rows, in the lanes of a warp. Row n is the (n / ranks)-th of the source that is (n % ranks)-th after us, so that
-// neighbours read different peers.
+// 32 rows, in the lanes of a warp: in turn of all sources, so that neighbours read different peers, those of our domain
+// first: rows of others are still on their way.
 template <bool kFresh>
 struct RowBatch {
   uint32_t source = 0, position = 0, row = 0;  // position: in the window's part of the stream
@@ -67,8 +64,9 @@ struct RowBatch {
   RowBatch() = default;
   __device__ __forceinline__ RowBatch(const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args,
                                       const Arrivals& arrivals, uint32_t n) {
-    const uint32_t s = rotated(d, n % d.at.num_ranks);
-    row = arrivals.begin[s] + n / d.at.num_ranks;
+    const uint32_t near = arrivals.most.near_sum(d);
+    const auto [s, number] = d.net == nullptr || n < near ? near_row(d, n) : far_row(d, n - near);
+    row = arrivals.begin[s] + number;
     if (row >= arrivals.all_end[s]) return;
     source = s;
     if constexpr (kFresh) {
@@ -196,7 +194,7 @@ __device__ __forceinline__ Shares row_shares(const Crew& crew, const Domain& d, 
                                              const Arrivals& arrivals) {
   return {d,
           Taken::kPlaced,
-          arrivals.most * d.at.num_ranks,
+          arrivals.most.near_sum(d) + arrivals.most.far_sum(d),
           crew.warp() * args.num_blocks + blockIdx.x,
           args.num_blocks * crew.warps(),
           8};

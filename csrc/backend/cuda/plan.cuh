@@ -89,8 +89,7 @@ __device__ inline bool read_sources(const Crew& crew, const Domain& d, const Op&
   // Two warps for each source, so that all that is read of it is under way at a time.
   for (uint32_t i = crew.warp(); i < 2 * ranks && good; i += crew.warps()) {
     const uint32_t s = i % ranks;
-    good = __all_sync(
-        kFullWarp, wait_flag(d, at<uint64_t>(d, d.rank, d.at.header_full) + s, op.epoch, Step::kExchange, s, -1, true));
+    good = __all_sync(kFullWarp, wait_rank(d, op.epoch, s, i < ranks && crew.lane() == 0));
     if (good && i >= ranks) good = __all_sync(kFullWarp, crew.lane() != 0 || is_alike(d, op.epoch, s));
     if (!good || i >= ranks) continue;
     const uint32_t* const theirs = reinterpret_cast<const uint32_t*>(packet(d, s, op.epoch) + packet_parts({}).counts) +

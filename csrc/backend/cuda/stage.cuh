@@ -262,25 +262,31 @@ __device__ __forceinline__ void end_row(const Crew& crew, const Domain& d, const
   __syncwarp();
 }
 
-// By the warp that hands chunks to the proxy.
+// By the warp that hands packets and chunks to the proxy. Of a new plan packets come first; else rows need not wait for
+// the values in them. Not inlined, for want of registers.
 template <bool kFresh>
-__device__ inline void push_streams(const Domain& d, const PlanView& plan, const PlaceArgs& args) {
+__device__ __noinline__ void push_streams(const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args) {
+  const bool with_values = args.window == 0 && args.routing.values != nullptr;
+  if (kFresh && !wait_packed(d, op)) return;
   const uint32_t row_bytes = static_cast<uint32_t>(staged_row_bytes(args.stage.wire, args.stage.hidden));
-  for (uint32_t first = 0; first < d.at.num_domains; first += kWarp) {
-    const uint32_t to = first + threadIdx.x % kWarp;
-    Outgoing out;
-    if (to < d.at.num_domains && to != own_domain(d)) {
-      const StreamPart part = sent_part<kFresh>(d, plan, args, to);
-      out = {d.net->to[to].row_channel,
-             at<uint32_t>(d, d.rank, d.at.sent_counts) + to * d.at.row_slots,
-             part.end - part.first,
-             rows_per_chunk(d, row_bytes),
-             row_bytes,
-             net_state(d).sent[to],
-             0};
-    }
-    push_chunks(d, out);
+  static_assert(kMaxDomains <= kWarp);
+  const uint32_t to = threadIdx.x % kWarp;
+  Outgoing out;
+  if (to < d.at.num_domains && to != own_domain(d)) {
+    const StreamPart part = sent_part<kFresh>(d, plan, args, to);
+    out = {d.net->to[to].row_channel,
+           at<uint32_t>(d, d.rank, d.at.sent_counts) + to * d.at.row_slots,
+           part.end - part.first,
+           rows_per_chunk(d, row_bytes),
+           row_bytes,
+           net_state(d).sent[to],
+           0};
   }
+  push_chunks(d, out, [&] {
+    if (!are_packed(d, op)) return false;
+    push_packets(d, op, kFresh, with_values);
+    return true;
+  });
 }
 
 // By a crew of kStageWarps.

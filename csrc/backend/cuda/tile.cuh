@@ -24,6 +24,7 @@ struct Tile {
   uint32_t* pairs_to;  // [tokens][ranks] pairs of the token
   uint32_t* slot_begin;  // [tokens][ranks] pairs of earlier tokens
   uint32_t* pieces;  // [domains][tokens] pieces of earlier tokens of the tile
+  uint32_t* named;  // [tokens][words] of a map: the experts of a token, as the caller names them, a bit each
   // What lies before it; carried from tile to tile, one place for all.
   PacketPlace* packet;  // [domains]
   uint32_t* expert_base;  // [experts]
@@ -37,8 +38,9 @@ struct Tile {
   static __host__ __device__ uint32_t carried_bytes(uint32_t experts, uint32_t ranks, uint32_t domains) {
     return round_up(sizeof(PacketPlace) * domains + 4 * (experts + 4 * ranks + 1 + 2 * domains), 8);
   }
+  static __host__ __device__ uint32_t words(uint32_t experts) { return (experts + 31) / 32; }
   static __host__ __device__ uint32_t own_bytes(uint32_t experts, uint32_t ranks, uint32_t domains) {
-    return 8 * (experts + ranks + domains) + 4 * kTileTokens * (2 * ranks + domains);
+    return 8 * (experts + ranks + domains) + 4 * kTileTokens * (2 * ranks + domains + words(experts));
   }
   __device__ Tile(uint8_t* shared, const Offsets& at, uint32_t number)
       : expert(reinterpret_cast<Mask*>(shared + carried_bytes(at.num_experts, at.num_ranks, at.num_domains) +
@@ -48,6 +50,7 @@ struct Tile {
         pairs_to(reinterpret_cast<uint32_t*>(stream + at.num_domains)),
         slot_begin(pairs_to + kTileTokens * at.num_ranks),
         pieces(slot_begin + kTileTokens * at.num_ranks),
+        named(pieces + kTileTokens * at.num_domains),
         packet(reinterpret_cast<PacketPlace*>(shared)),
         expert_base(reinterpret_cast<uint32_t*>(packet + at.num_domains)),
         row_base(expert_base + at.num_experts),
@@ -138,29 +141,46 @@ __device__ __forceinline__ void visit_topk(const Crew& crew, const Domain& d, co
     visit(pair);
   }
 }
-// The same for a map, of which read_tile has made masks; a warp per token.
+// How many of a row of bits lie below number `end`.
+__device__ __forceinline__ uint32_t bits_below(const uint32_t* row, uint32_t end) {
+  uint32_t count = 0;
+  for (uint32_t w = 0; w < end / 32; ++w) count += __popc(row[w]);
+  if (end % 32 != 0) count += __popc(row[end / 32] & ((1u << end % 32) - 1));
+  return count;
+}
+// The number of the `n`-th that is set, or `none`.
+__device__ __forceinline__ uint32_t find_bit(const uint32_t* row, uint32_t words, uint32_t n, uint32_t none) {
+  for (uint32_t w = 0; w < words; ++w) {
+    uint32_t word = row[w];
+    const uint32_t count = __popc(word);
+    if (n < count) {
+      for (; n > 0; --n) word &= word - 1;
+      return w * 32 + __ffs(word) - 1;
+    }
+    n -= count;
+  }
+  return none;
+}
+// The same for a map that read_tile has read. Some lanes to a token, with a pair each in turn: what is done with a pair
+// waits for memory, so many are done at once.
 template <typename Visit>
 __device__ __forceinline__ void visit_map(const Crew& crew, const Domain& d, const Tile& tile, uint32_t count,
                                           Visit visit) {
-  const uint32_t lane = crew.lane(), ranks = d.at.num_ranks, experts = d.at.num_experts;
-  for (uint32_t token = crew.warp(); token < count; token += crew.warps()) {
-    uint32_t before = 0;  // experts of the token in earlier columns
-    for (uint32_t begin = 0; begin < experts; begin += kWarp) {
-      const uint32_t expert = begin + lane, to = expert < experts ? rank_of(d, expert) : 0;
-      const uint32_t number = expert_number(d, expert, to);
-      const bool has = expert < experts && (tile.expert[number] >> token & 1) != 0;
-      const uint32_t all = __ballot_sync(kFullWarp, has);
-      if (has) {
-        Pair pair{token, expert, expert, number, to, tile.pairs_to[token * ranks + to], 0, 0};
-        pair.same_lower = before + __popc(all & ((1u << lane) - 1));
-        // Columns come in the order of the group's ranks.
-        for (uint32_t r = 0; r < expert / d.experts_per_rank; ++r)
-          pair.same_lower -= tile.pairs_to[token * ranks + d.number_of[r]];
-        for (uint32_t r = d.first_of[d.domain_of[to]]; r < to; ++r)
-          pair.ranks_lower += tile.pairs_to[token * ranks + r] != 0;
-        visit(pair);
-      }
-      before += __popc(all);
+  constexpr uint32_t kGroup = 8, kTokens = kWarp / kGroup;
+  const uint32_t ranks = d.at.num_ranks, experts = d.at.num_experts, words = Tile::words(experts);
+  for (uint32_t begin = crew.warp() * kTokens; begin < count; begin += crew.warps() * kTokens) {
+    const uint32_t token = begin + crew.lane() / kGroup;
+    const uint32_t* const row = tile.named + token * words;
+    for (uint32_t n = crew.lane() % kGroup;; n += kGroup) {
+      const uint32_t expert = token < count ? find_bit(row, words, n, experts) : experts;
+      if (__all_sync(kFullWarp, expert == experts)) break;
+      if (expert == experts) continue;
+      const uint32_t to = rank_of(d, expert);
+      Pair pair{token, expert, expert, expert_number(d, expert, to), to, tile.pairs_to[token * ranks + to], 0, 0};
+      pair.same_lower = n - bits_below(row, expert - expert % d.experts_per_rank);
+      for (uint32_t r = d.first_of[d.domain_of[to]]; r < to; ++r)
+        pair.ranks_lower += tile.pairs_to[token * ranks + r] != 0;
+      visit(pair);
     }
   }
 }
@@ -169,22 +189,24 @@ __device__ __forceinline__ uint32_t bits_of(uint32_t bytes) {
   const uint32_t ones = ((bytes & 0x7F7F7F7Fu) + 0x7F7F7F7Fu | bytes) >> 7 & 0x01010101u;
   return ones * 0x01020408u >> 24 & 0xF;  // no two of its products meet
 }
-// Masks and pairs of what a map has of a tile. A warp takes a token, a lane eight neighbouring columns at a time: with
-// a column a lane every 32 of them would wait for memory. Not inlined, for want of registers.
+// Bits, masks and pairs of what a map has of a tile. A warp takes a token, a lane eight neighbouring columns at a time:
+// with a column a lane every 32 of them would wait for memory. Not inlined, for want of registers.
 __device__ __noinline__ void read_map(const Crew crew, const Domain& d, const DeviceRouting& r, Mask* masks,
-                                      uint32_t* pairs_to, uint32_t first, uint32_t count) {
+                                      uint32_t* pairs_to, uint32_t* named, uint32_t first, uint32_t count) {
   constexpr uint32_t kColumns = 8;
   const bool eights = r.width % kColumns == 0 && reinterpret_cast<uint64_t>(r.data) % kColumns == 0;
+  const uint32_t all_columns = Tile::words(r.width) * 32;
   for (uint32_t token = crew.warp(); token < count; token += crew.warps()) {
     const uint8_t* const row = static_cast<const uint8_t*>(r.data) + uint64_t{first + token} * r.width;
-    for (uint32_t column = crew.lane() * kColumns; column < r.width; column += kWarp * kColumns) {
+    for (uint32_t column = crew.lane() * kColumns; column < all_columns; column += kWarp * kColumns) {
       uint32_t bits = 0;
-      if (eights) {
+      if (eights && column < r.width) {
         const uint2 bytes = *reinterpret_cast<const uint2*>(row + column);
         bits = bits_of(bytes.x) | bits_of(bytes.y) << 4;
       } else {
         for (uint32_t i = 0; i < kColumns && column + i < r.width; ++i) bits |= uint32_t{row[column + i] != 0} << i;
       }
+      reinterpret_cast<uint8_t*>(named)[(token * all_columns + column) / 8] = static_cast<uint8_t>(bits);
       for (; bits != 0; bits &= bits - 1) {
         const uint32_t expert = column + __ffs(bits) - 1, to = rank_of(d, expert);
         or_shared(reinterpret_cast<uint32_t*>(masks + expert_number(d, expert, to)) + token / 32, 1u << token % 32);
@@ -202,7 +224,7 @@ __device__ inline void read_tile(const Crew& crew, const Domain& d, const Device
   for (uint32_t i = crew.thread; i < kTileTokens * ranks; i += crew.size) tile.pairs_to[i] = 0;
   crew.sync();
   if (r.is_map)
-    read_map(crew, d, r, tile.expert, tile.pairs_to, first, count);
+    read_map(crew, d, r, tile.expert, tile.pairs_to, tile.named, first, count);
   else
     visit_topk(crew, d, r, first, count, [&](const Pair& p) {
       or_shared(reinterpret_cast<uint32_t*>(&tile.expert[p.expert]) + p.token / 32, 1u << p.token % 32);

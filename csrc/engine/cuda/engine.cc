@@ -364,18 +364,21 @@ void CudaEngine::close(bool abort) {
   share_.give_back();
 }
 
-std::vector<std::pair<std::string, double>> CudaEngine::stats() const {
+Stats CudaEngine::stats() const {
   const std::lock_guard lock(mutex_);
-  std::vector<std::pair<std::string, double>> all = {
-      {"dispatch.calls", static_cast<double>(num_dispatches_)},
-      {"combine.calls", static_cast<double>(num_combines_)},
-      {"dispatch.guesses", static_cast<double>(num_guesses_)},
-      {"dispatch.guesses_too_low", static_cast<double>(num_misses_)},
-      {"windows", static_cast<double>(num_windows_)},
-      {"memory.allocated_bytes", static_cast<double>(layout_.total_bytes + host_bytes(config_, layout_))},
-      {"memory.max_tokens", static_cast<double>(layout_.max_tokens)},
-      {"memory.window_bytes", static_cast<double>(layout_.half_bytes)},
-      {"memory.piece_bytes", static_cast<double>(layout_.piece_bytes)}};
+  Stats all = {{"dispatch.calls", static_cast<double>(num_dispatches_)},
+               {"combine.calls", static_cast<double>(num_combines_)},
+               {"dispatch.guesses", static_cast<double>(num_guesses_)},
+               {"dispatch.guesses_too_low", static_cast<double>(num_misses_)},
+               {"windows", static_cast<double>(num_windows_)},
+               {"rows.shipped", static_cast<double>(rows_shipped_)},
+               {"rows.placed", static_cast<double>(rows_placed_)},
+               {"rows.folded", static_cast<double>(rows_folded_)},
+               {"rows.relayed", static_cast<double>(rows_relayed_)},
+               {"memory.allocated_bytes", static_cast<double>(layout_.total_bytes + host_bytes(config_, layout_))},
+               {"memory.max_tokens", static_cast<double>(layout_.max_tokens)},
+               {"memory.window_bytes", static_cast<double>(layout_.half_bytes)},
+               {"memory.piece_bytes", static_cast<double>(layout_.piece_bytes)}};
   if (network_ != nullptr)  // what the proxy counts
     for (const auto& [name, value] : life_.stats())
       if (name.starts_with("ship.") || name.starts_with("credit.") || name.starts_with("proxy."))
@@ -384,15 +387,19 @@ std::vector<std::pair<std::string, double>> CudaEngine::stats() const {
   const OnDevice guard(device_);
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // the caller may be capturing a graph
   cudaThreadExchangeStreamCaptureMode(&mode);
-  uint64_t nsec[kNumSteps] = {};
-  const uint8_t* from = domain_.base[domain_.rank] + layout_.local + offsetof(cuda::Local, step_nsec);
-  cudaMemcpyAsync(nsec, from, sizeof(nsec), cudaMemcpyDeviceToHost, control_stream_);
+  cuda::Local local;
+  cudaMemcpyAsync(&local, domain_.base[domain_.rank] + layout_.local, sizeof(local), cudaMemcpyDeviceToHost,
+                  control_stream_);
   cudaStreamSynchronize(control_stream_);
   cudaThreadExchangeStreamCaptureMode(&mode);
   for (uint32_t s = 1; s < kNumSteps; ++s)
-    if (nsec[s] > 0)
+    if (local.step_nsec[s] > 0)
       all.emplace_back(std::string("step_seconds.") + step_name(static_cast<Step>(s)),
-                       static_cast<double>(nsec[s]) * 1e-9);
+                       static_cast<double>(local.step_nsec[s]) * 1e-9);
+  std::vector<uint64_t> waited_usec;
+  for (int rank = 0; rank < config_.num_ranks; ++rank)
+    waited_usec.push_back(local.waited_nsec[domain_.number_of[rank]] / 1000);
+  put_straggler(all, waited_usec, config_.rank);
   return all;
 }
 

@@ -112,7 +112,7 @@ class CudaEngine {
   void start_trace(uint64_t max_events);
   Trace stop_trace();
   void close(bool abort);
-  std::vector<std::pair<std::string, double>> stats() const;
+  Stats stats() const;
 
  private:
   // Starts an operation on the caller's stream, or aside on ours, after what is queued there.
@@ -165,12 +165,13 @@ class CudaEngine {
   uint64_t* stop_word_ = nullptr;
   mutable std::mutex mutex_;   // one launch at a time
   uint64_t calls_ = 0, num_dispatches_ = 0, num_combines_ = 0, num_windows_ = 0;
+  uint64_t rows_shipped_ = 0, rows_placed_ = 0, rows_folded_ = 0, rows_relayed_ = 0;  // but for those with a capacity
   uint64_t num_guesses_ = 0, num_misses_ = 0;
   using Form = std::tuple<RoutingKind, uint32_t, uint32_t, uint32_t, int>;  // see form_of()
   std::map<Form, Guess> guesses_;
   bool started_ = false, closed_ = false;
   std::vector<cuda::DeviceMapping> trace_memory_;  // the last is in use; of the others kernels or graphs may know
-  std::vector<Network::Seen> seen_;                // by index in Net::polled
+  std::vector<Network::Seen> seen_;  // by index in Net::polled
   cuda::ClockSample trace_began_;
   Flag leaving_;
   std::thread watcher_;

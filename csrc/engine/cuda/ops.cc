@@ -299,6 +299,10 @@ void CudaEngine::place_windows(CudaOp& op) {
   place.state = cuda::PlanState::kKnown;
   place.row_values = nullptr;
   place.row_experts = nullptr;
+  if (!plan.has_capacity) {
+    rows_shipped_ += plan.sizes.shipped_rows;
+    rows_placed_ += plan.view.compact_width > 0 ? plan.sizes.received_rows : plan.sizes.received_pairs;
+  }
   const uint32_t most_tokens = plan.has_capacity ? 0 : plan.sizes.most_tokens;
   while ((place.window + 1) * uint64_t{place.window_tokens} < most_tokens) {
     place.window += 1;
@@ -321,6 +325,10 @@ std::shared_ptr<CudaOp> CudaEngine::combine(const CombineArgs& args, const CudaC
   auto op = begin(call.plan, call.stream, args.aside);
   op->counts_known = true;
   num_combines_ += 1;
+  if (!plan.has_capacity) {
+    rows_folded_ += plan.sizes.received_rows;
+    rows_relayed_ += plan.sizes.relayed_rows;
+  }
   cuda::CombineArgs combine;
   OpSignature& s = combine.signature;
   s.kind = OpKind::kCombine;

@@ -188,13 +188,14 @@ uint64_t CudaCopies::start(void* to, const void* from, uint64_t num_bytes) {
   lane.to[waiting] = to;
   lane.from[waiting] = from;
   lane.num_bytes[waiting] = num_bytes;
+  lane.waiting_bytes += num_bytes;
   ++lane.started;
   if (waiting + 1 == (write_value_ != nullptr ? kBatch : 1)) hand_over(lane);
   return lane.started * kLanes + idx;
 }
 
 void CudaCopies::flush() {
-  if (Lane& lane = lanes_[next_]; lane.started != lane.marked) hand_over(lane);
+  if (Lane& lane = lanes_[next_]; lane.waiting_bytes >= kFewBytes) hand_over(lane);
 }
 
 void CudaCopies::hand_over(Lane& lane) {
@@ -234,12 +235,14 @@ void CudaCopies::mark(Lane& lane) {
     check(cudaEventRecord(event, lane.stream), "cudaEventRecord");
   }
   lane.marked = number;
+  lane.waiting_bytes = 0;
   next_ = (next_ + 1) % kLanes;
 }
 
 bool CudaCopies::done(uint64_t ticket) {
   Lane& lane = lanes_[ticket % kLanes];
   const uint64_t number = ticket / kLanes;
+  if (lane.marked < number) hand_over(lane);
   if (lane.over < number) look(lane);
   return lane.over >= number;
 }
