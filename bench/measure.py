@@ -61,6 +61,7 @@ class Recorder:
 
     def run(self, sample: Sample, *, counted: bool) -> None:
         self.system.bind(sample)
+        wake_links()
         finish_device()
         for op in self.system.ops:
             steps_before = self.system.step_seconds()
@@ -137,8 +138,7 @@ def timed_on_gpu(call: Callable[[], None]) -> float:
     in training, where it runs ahead; what it then waits for (counts) is in the time.
     """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    wake_links()
-    torch.cuda._sleep(2_000_000)  # cycles, about 1 ms: longer than any of the systems takes to be queued
+    torch.cuda._sleep(8_000_000)  # cycles, about 4 ms: longer than any of the systems takes to be queued
     dist.all_reduce(torch.zeros(1, device="cuda"))
     begin.record()
     call()
@@ -151,8 +151,8 @@ def wake_links() -> None:
     """Collective. NVLink that nothing crossed for some 100 ms, here while a routing is drawn, sleeps, and
     what comes first takes 0.3 ms more. In training something crosses it all the time.
     """
-    there = torch.empty(dist.get_world_size() << 20, dtype=torch.uint8, device="cuda")
-    dist.all_to_all_single(torch.empty_like(there), there)
+    if torch.cuda.is_available():
+        dist.all_reduce(torch.zeros(1 << 22, device="cuda"))
 
 
 def finish_device() -> None:

@@ -163,7 +163,6 @@ void Engine::check_deadlines(const Op& op, const Steps& steps, const host::PlanS
   }
 }
 
-// A rank whose heart stopped, -1 if none did: it is the cause, not whom we happen to wait for.
 int Engine::stale_rank() const {
   const uint64_t now = now_usec();
   int stalest = -1;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -147,19 +148,18 @@ def alone(rank: int) -> list[str]:
 
 def freed_inputs(rank: int) -> dict[str, bool]:
     """Which stage inputs the 1F1B schedule would free, with our carrier and as all-to-all."""
-    more: tuple[int, ...] = ()
     try:
         from megatron.core.models.common.utils import should_free_input
-
-        more = (2,)  # local experts
-    except ImportError:  # its home and signature up to 0.16
+    except ImportError:  # its home up to 0.18
         from megatron.core.models.gpt.fine_grained_callables import should_free_input
+    named = inspect.signature(should_free_input).parameters
+    more = {"num_local_experts": 2} if "num_local_experts" in named else {}  # from 0.17 on
     case = TrainCase(dtype="bf16", config={"overlap_moe_expert_parallel_comm": True})
     _fresh(case)
     ours = transformer_config(case, dict(plugin.CARRIER))
     stock = transformer_config(case, {"moe_token_dispatcher_type": "alltoall"})
     return {
-        f"{name}, {who}": should_free_input(name, True, config, *more)
+        f"{name}, {who}": should_free_input(name, True, config, **more)
         for who, config in (("ours", ours), ("alltoall", stock))
         for name in ("moe_dispatch", "mlp")
     }

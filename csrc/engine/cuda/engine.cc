@@ -293,7 +293,14 @@ ErrorRecord CudaEngine::record_of(const cuda::HostError& error) const {
   record.chunk = error.chunk;
   record.expected = error.expected;
   record.seen = error.seen;
-  record.set_message(text_of(error));
+  std::string text = text_of(error);
+  // What a rank sends may have to pass through another one's proxy.
+  const bool late = record.kind == ErrorKind::kArrivalTimeout || record.kind == ErrorKind::kProgressTimeout;
+  if (const int stale = late ? life_.stale_rank() : -1; stale >= 0) {
+    record.peer = stale;
+    text += "; rank " + std::to_string(stale) + " shows no sign of life";
+  }
+  record.set_message(text);
   return record;
 }
 
