@@ -88,8 +88,8 @@ def run_rank(args: argparse.Namespace) -> int:
     return 0
 
 
-def start_ranks(num_ranks: int, argv: list[str]) -> int:
-    """This program on `num_ranks` ranks of this host, under torchrun's agent; its exit status."""
+def start_ranks(num_ranks: int, argv: list[str], program: Path = Path(__file__)) -> int:
+    """A program on `num_ranks` ranks of this host, under torchrun's agent; its exit status."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -100,7 +100,7 @@ def start_ranks(num_ranks: int, argv: list[str]) -> int:
         max_restarts=0, run_id="bench", monitor_interval=0.2,
     )  # fmt: skip
     try:
-        elastic_launch(config, sys.executable)(str(Path(__file__).resolve()), *argv)
+        elastic_launch(config, sys.executable)(str(program.resolve()), *argv)
     except ChildFailedError as error:
         print(f"benchmark failed: {error}", file=sys.stderr)
         return 1

@@ -49,6 +49,7 @@ for what in "$@"; do
           --ranks "$ranks" --domains "$domains" --link-gbytes-per-s 50 0 --tokens 128 1024 4096 --hidden 7168 --topk 8 \
           --experts 256 --num-sms 24 64 --systems uccl_ep uccl_ep_cached --out "$out/gpus_${ranks}_domains_$domains"
       done
+      check links "$python" bench/proxy_load.py --ranks "$ranks" --tokens 2048 --hidden 7168 --out "$out/gpus_${ranks}_proxy_load"
       ;;
     step)
       check step "$python" -m bench.megatron_step --device cuda --num-ranks "$ranks" --micro-batch-tokens 1024 4096 \

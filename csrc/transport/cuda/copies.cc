@@ -188,14 +188,15 @@ uint64_t CudaCopies::start(void* to, const void* from, uint64_t num_bytes) {
   lane.to[waiting] = to;
   lane.from[waiting] = from;
   lane.num_bytes[waiting] = num_bytes;
-  lane.waiting_bytes += num_bytes;
+  if (waiting == 0) lane.waiting_since_nsec = now_nsec();
   ++lane.started;
   if (waiting + 1 == (write_value_ != nullptr ? kBatch : 1)) hand_over(lane);
   return lane.started * kLanes + idx;
 }
 
 void CudaCopies::flush() {
-  if (Lane& lane = lanes_[next_]; lane.waiting_bytes >= kFewBytes) hand_over(lane);
+  Lane& lane = lanes_[next_];
+  if (lane.started != lane.marked && now_nsec() - lane.waiting_since_nsec >= kHoldNsec) hand_over(lane);
 }
 
 void CudaCopies::hand_over(Lane& lane) {
@@ -235,7 +236,6 @@ void CudaCopies::mark(Lane& lane) {
     check(cudaEventRecord(event, lane.stream), "cudaEventRecord");
   }
   lane.marked = number;
-  lane.waiting_bytes = 0;
   next_ = (next_ + 1) % kLanes;
 }
 

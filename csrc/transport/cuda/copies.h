@@ -33,9 +33,9 @@ class CudaCopies final : public DeviceCopies {
   static constexpr size_t kLanes = 2;  // one engine's next copies are set up while the other's run
   // Copies that are handed over and told of together: handing over and telling cost as much as copying.
   static constexpr size_t kBatch = 8;
-  // Less than this is handed over when somebody asks whether it is done, or with what follows: the thread would be late
-  // for the chunks behind a header.
-  static constexpr uint64_t kFewBytes = 64 << 10;
+  // Fewer are handed over after this time, or when somebody asks whether one is done: a call to the driver takes 10 us,
+  // after a pause 50, in which the thread is late for the chunks behind a header, and the link idles.
+  static constexpr uint64_t kHoldNsec = 8'000;
   // A stream; its copies are over in their order. Those of different lanes run side by side.
   struct Lane {
     cudaStream_t stream = nullptr;
@@ -45,7 +45,7 @@ class CudaCopies final : public DeviceCopies {
     std::array<void*, kBatch> to{};
     std::array<const void*, kBatch> from{};
     std::array<size_t, kBatch> num_bytes{};
-    uint64_t waiting_bytes = 0;  // of them
+    uint64_t waiting_since_nsec = 0;  // of the first of them
     uint64_t over = 0;     // of those that were started, as far as known
     // Copies that are over. In pinned memory; writer: the stream, after each batch; reader: the host; never reset.
     uint64_t* word = nullptr;

@@ -1,0 +1,166 @@
+"""What proxies take of the host while a link is full and while nothing happens; how late the next chunk is.
+
+    python bench/proxy_load.py                                       starts 4 ranks on this host, in 2 domains
+    torchrun --nproc_per_node=4 bench/proxy_load.py --tokens 4096
+
+busy    processor time of the proxies' threads for each second of operations, one after the other
+idle    the same while the program sleeps
+replay  GPUs only: time of a captured dispatch and combine, replayed at once and after the sleep
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):  # started by its path, as torchrun does
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import argparse
+import time
+
+import torch
+import torch.distributed as dist
+
+from bench import report
+from bench.dispatch_combine import start_ranks
+from bench.measure import finish_device, wake_links
+from uccl_ep_train import Buffer, EpConfig, env
+
+THREAD = "uccl_ep_proxy"
+EXPERTS_PER_RANK, TOPK = 8, 4
+BUSY_S, IDLE_S = 2.0, 1.0
+REPLAYS = 10
+
+
+def proxy_seconds() -> float:
+    """Processor time of this process's proxy threads, in clock ticks of usually 10 ms."""
+    total = 0.0
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        name, fields = stat.read_text().rsplit(")", 1)
+        if name.endswith(THREAD):
+            user, system = fields.split()[11:13]
+            total += (int(user) + int(system)) / 100
+    return total
+
+
+class Load:
+    """A buffer with one routing, whose plan is known after the first operation."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        ranks = dist.get_world_size()
+        config = EpConfig.from_env(
+            num_experts=EXPERTS_PER_RANK * ranks, hidden=args.hidden, dispatch_dtype="bf16",
+            domain_size=ranks // args.domains, loop_gbytes_per_s=args.link_gbytes_per_s, transport="loop",
+        )  # fmt: skip
+        self.buffer = Buffer(None, config)
+        device = self.buffer.device
+        self.x_TH = torch.randn(args.tokens, args.hidden, dtype=torch.bfloat16, device=device)
+        routing_TE = torch.rand(args.tokens, config.num_experts, device=device)
+        self.idx_TK = routing_TE.topk(TOPK, dim=1).indices
+        self.handle = self.buffer.dispatch(self.x_TH, self.idx_TK).handle
+
+    def operation(self) -> None:
+        got = self.buffer.dispatch(self.x_TH, handle=self.handle)
+        self.buffer.combine(got.rows, got.handle)
+        finish_device()
+
+    def capture(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            got = self.buffer.dispatch(self.x_TH, handle=self.handle)
+            self.buffer.combine(got.rows, got.handle)
+        return graph
+
+
+def slowest(value: float) -> float:
+    """Collective."""
+    most = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return float(most)
+
+
+def measure_busy(load: Load) -> float:
+    """Cores of the busiest rank's proxy."""
+    for _ in range(3):
+        load.operation()
+    dist.barrier()
+    started, before = time.monotonic(), proxy_seconds()
+    while slowest(time.monotonic() - started) < BUSY_S:
+        load.operation()
+    return slowest((proxy_seconds() - before) / (time.monotonic() - started))
+
+
+def measure_idle() -> float:
+    time.sleep(0.2)
+    before = proxy_seconds()
+    time.sleep(IDLE_S)
+    return slowest((proxy_seconds() - before) / IDLE_S)
+
+
+def measure_replays(load: Load, pause_s: float, graph: torch.cuda.CUDAGraph) -> torch.Tensor:
+    """Microseconds on the slowest rank, from a moment at which all ranks are ready."""
+    took = []
+    for _ in range(REPLAYS):
+        time.sleep(pause_s)
+        wake_links()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        dist.all_reduce(torch.zeros(1, device="cuda"))
+        begin.record()
+        graph.replay()
+        end.record()
+        finish_device()
+        load.buffer.check()
+        took.append(slowest(1e3 * float(begin.elapsed_time(end))))
+    return torch.tensor(took, dtype=torch.float64)
+
+
+def run_rank(args: argparse.Namespace) -> int:
+    """One rank's whole life."""
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(env.read("LOCAL_RANK", "0")))
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    else:
+        dist.init_process_group("gloo")
+    load = Load(args)
+    found = {"busy_cores": round(measure_busy(load), 3), "idle_cores": round(measure_idle(), 3)}
+    if load.buffer.device.type == "cuda":
+        graph = load.capture()
+        measure_replays(load, 0.0, graph)
+        for name, pause_s in (("replay_us", 0.0), ("replay_after_idling_us", IDLE_S)):
+            found[name] = report.quantile(measure_replays(load, pause_s, graph), 0.5)
+        del graph
+    load.buffer.close()
+    if dist.get_rank() == 0:
+        asked = {name: getattr(args, name) for name in ("tokens", "hidden", "domains", "link_gbytes_per_s")}
+        record = {"system": "uccl_ep", "op": "proxy_load", "ranks": dist.get_world_size()} | asked | found
+        for name, value in found.items():
+            print(f"{name:>24}  {value}")
+        report.write_json([record | report.about_here(args.commit)], args.out.with_suffix(".json"))
+        print(f"written: {args.out}.json")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=1024, help="per rank")
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--domains", type=int, default=2, help="the ranks are split into")
+    parser.add_argument("--link-gbytes-per-s", type=float, default=50.0, help="0: unlimited")
+    parser.add_argument("--ranks", type=int, default=4, help="to start when not under torchrun")
+    parser.add_argument("--commit", default="", help="to record; default: $BENCH_COMMIT, else git's")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "proxy_load")
+    args = parser.parse_args(argv)
+    if dist.is_torchelastic_launched():
+        return run_rank(args)
+    if args.ranks % args.domains or args.domains < 2:
+        parser.error(f"--domains {args.domains}: at least 2, and a divisor of {args.ranks} ranks")
+    return start_ranks(args.ranks, argv, Path(__file__))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
