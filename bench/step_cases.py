@@ -52,8 +52,8 @@ def sized(recipe: Recipe, *, tokens: int | None, hidden: int | None, expert_ffn:
     """The recipe with so many tokens of a rank in a forward pass, and so wide. Raises RecipeError.
 
     Sequences keep their length if `tokens` are whole ones, or become one that is shorter. Heads keep their
-    width, so that there are more of them; experts keep their ratio to the hidden size unless `expert_ffn` is
-    given.
+    width, so that there are more of them, unless it is a width of their own; experts keep their ratio to the
+    hidden size unless `expert_ffn` is given.
     """
     if tokens is not None:
         length = min(tokens, recipe.sequence_length)
@@ -62,7 +62,8 @@ def sized(recipe: Recipe, *, tokens: int | None, hidden: int | None, expert_ffn:
         recipe = replace(recipe, sequence_length=length, micro_batch_size=tokens // length)
     model = recipe.model
     if hidden is not None:
-        head = model.hidden_size // model.num_heads
+        own_width = model.latent is not None or model.head_dim is not None
+        head = 1 if own_width else model.hidden_size // model.num_heads
         if hidden % fp8.BLOCK or hidden % head:
             raise RecipeError(
                 f"hidden = {hidden} is not a multiple of {fp8.BLOCK} and of {head}, a head's width"
@@ -70,7 +71,7 @@ def sized(recipe: Recipe, *, tokens: int | None, hidden: int | None, expert_ffn:
         model = replace(
             model,
             hidden_size=hidden,
-            num_heads=hidden // head,
+            num_heads=model.num_heads if own_width else hidden // head,
             expert_ffn_size=model.expert_ffn_size * hidden // model.hidden_size,
         )
     if expert_ffn is not None:

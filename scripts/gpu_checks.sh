@@ -3,10 +3,10 @@
 #
 #   ./scripts/gpu_checks.sh [tests] [domains] [megatron] [sanitize] [soak] [bench] [links] [step]    none: all but step
 #
-# On 4 x H200: tests (one domain) 3 minutes; domains (several) about 6; megatron 2; sanitize 1 GPU; soak: 10,000 operations,
+# On 4 x H200: tests (one domain) 3 minutes; domains (several) about 9; megatron 2; sanitize 1 GPU; soak: 10,000 operations,
 # 10,000 rounds beside NCCL, 1,000 replays of a graph, and all that is slow; bench: the sweep of bench/README.md, and forward +
 # backward, 2 minutes; links: several domains with a link of 50 GB/s and without a limit, 1 minute; step: a training step of
-# Megatron with each dispatcher, up to half a minute a cell. What is measured goes into $OUT (bench/results). megatron and
+# Megatron with each dispatcher, 4 GPUs of 140 GB, 50 s a cell. What is measured goes into $OUT (bench/results). megatron and
 # step need megatron-core. RANKS: as many as there are GPUs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -52,8 +52,8 @@ for what in "$@"; do
       check links "$python" bench/proxy_load.py --ranks "$ranks" --tokens 2048 --hidden 7168 --out "$out/gpus_${ranks}_proxy_load"
       ;;
     step)
-      check step "$python" -m bench.megatron_step --device cuda --num-ranks "$ranks" --micro-batch-tokens 1024 4096 \
-        --hidden 2048 7168 --expert-ffn 2048 --dispatch-dtype bf16 fp8 --overlap off on --budget-mib 512 \
+      check step "$python" -m bench.megatron_step --device cuda --num-ranks "$ranks" --recipe dsv3_proxy_4xh200 --layers 2 \
+        --micro-batch-tokens 1024 4096 --hidden 2048 7168 --expert-ffn 2048 --dispatch-dtype fp8 --overlap off on --steps 6 \
         --out "$out/gpus_${ranks}_megatron_step"
       ;;
     *)

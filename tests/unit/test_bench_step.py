@@ -47,6 +47,9 @@ def test_sizes_keep_heads_sequences_and_the_experts_ratio() -> None:
     assert (wide.sequence_length, wide.micro_batch_size) == (256, 2)
     short = sized(TINY, tokens=100, hidden=None, expert_ffn=64)
     assert (short.sequence_length, short.micro_batch_size, short.model.expert_ffn_size) == (100, 1, 64)
+    # Heads of a width of their own are as many as before.
+    narrow = sized(RECIPES["dsv3_proxy_4xh200"](), tokens=None, hidden=2048, expert_ffn=2048).model
+    assert (narrow.hidden_size, narrow.num_heads, narrow.expert_ffn_size) == (2048, 128, 2048)
 
 
 @pytest.mark.parametrize("sizes", [{"tokens": 300}, {"tokens": 0}, {"hidden": 192}, {"hidden": 100}])
