@@ -18,7 +18,6 @@ if __package__ in (None, ""):  # started by its path, as torchrun does
 
 import argparse
 
-import torch
 import torch.distributed as dist
 
 from bench import plot, report
@@ -28,8 +27,8 @@ from bench.lineup import line_up
 from bench.measure import measure, reserve_gpu_memory
 from bench.options import cases_of, parse_args
 from bench.peers import MegatronAllToAll, about_stock
+from bench.ranks import join_group, start_ranks
 from bench.trace import TraceError
-from uccl_ep_train import env
 
 
 def run_case(case: Case, title: str, args: argparse.Namespace, about: report.Record) -> list[report.Record]:
@@ -62,13 +61,7 @@ def run_case(case: Case, title: str, args: argparse.Namespace, about: report.Rec
 def run_rank(args: argparse.Namespace) -> int:
     """One rank's whole life."""
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")  # about packages that a CPU cannot have
-    torch.set_num_threads(1)  # the ranks share the host's cores
-    torch.set_grad_enabled(False)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(env.read("LOCAL_RANK", "0")))
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-    else:
-        dist.init_process_group("gloo")
+    join_group()
     about = report.about_here(args.commit)
     if dist.get_rank() == 0 and "deep_ep" in args.systems:
         print(about_deep_ep(), flush=True)
@@ -88,25 +81,6 @@ def run_rank(args: argparse.Namespace) -> int:
     return 0
 
 
-def start_ranks(num_ranks: int, argv: list[str], program: Path = Path(__file__)) -> int:
-    """A program on `num_ranks` ranks of this host, under torchrun's agent; its exit status."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    # gloo looks for an address by the host's name, which not every machine resolves.
-    env.set_default("GLOO_SOCKET_IFNAME", "lo")
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-        max_restarts=0, run_id="bench", monitor_interval=0.2,
-    )  # fmt: skip
-    try:
-        elastic_launch(config, sys.executable)(str(program.resolve()), *argv)
-    except ChildFailedError as error:
-        print(f"benchmark failed: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 def main(argv: list[str]) -> int:
     args = parse_args(argv, str(__doc__).splitlines()[0])
     if dist.is_torchelastic_launched():
@@ -118,7 +92,7 @@ def main(argv: list[str]) -> int:
     if all(problems):
         print("nothing to measure: " + "; ".join(dict.fromkeys(problems)), file=sys.stderr)
         return 2
-    return start_ranks(args.ranks, argv)
+    return start_ranks(args.ranks, Path(__file__), argv)
 
 
 if __name__ == "__main__":

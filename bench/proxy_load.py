@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from bench import report
-from bench.dispatch_combine import start_ranks
 from bench.measure import finish_device, wake_links
-from uccl_ep_train import Buffer, EpConfig, env
+from bench.ranks import join_group, start_ranks
+from uccl_ep_train import Buffer, EpConfig
 
 THREAD = "uccl_ep_proxy"
 EXPERTS_PER_RANK, TOPK = 8, 4
@@ -117,13 +117,7 @@ def measure_replays(load: Load, pause_s: float, graph: torch.cuda.CUDAGraph) -> 
 
 def run_rank(args: argparse.Namespace) -> int:
     """One rank's whole life."""
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(env.read("LOCAL_RANK", "0")))
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-    else:
-        dist.init_process_group("gloo")
+    join_group()
     load = Load(args)
     found = {"busy_cores": round(measure_busy(load), 3), "idle_cores": round(measure_idle(), 3)}
     if load.buffer.device.type == "cuda":
@@ -159,7 +153,7 @@ def main(argv: list[str]) -> int:
         return run_rank(args)
     if args.ranks % args.domains or args.domains < 2:
         parser.error(f"--domains {args.domains}: at least 2, and a divisor of {args.ranks} ranks")
-    return start_ranks(args.ranks, argv, Path(__file__))
+    return start_ranks(args.ranks, Path(__file__), argv)
 
 
 if __name__ == "__main__":

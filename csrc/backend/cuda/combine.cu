@@ -56,9 +56,10 @@ __device__ void finish(const Crew& crew, const Domain& d, const Op& op, const Pl
   if (args.values != nullptr) fill_nan(crew, args.values, args.value_bytes);
 }
 
-// By one warp of the block that sees to the network: our sums for other domains, in chunks, and then values.
-__device__ void push_returns(const Domain& d, const Op& op, const PlanView& plan, const CombineArgs& args,
-                             const MergeRange& range) {
+// By one warp of the block that sees to the network: our sums for other domains, in chunks, and then values. Not
+// inlined, for want of registers.
+__device__ __noinline__ void push_returns(const Domain& d, const Op& op, const PlanView& plan, const CombineArgs& args,
+                                          const MergeRange& range) {
   const uint32_t row_bytes = args.hidden * dtype_bytes(args.wire), lane = threadIdx.x % kWarp;
   const Net& net = *d.net;
   for (uint32_t first = 1; first <= net.num_relayed; first += kWarp) {

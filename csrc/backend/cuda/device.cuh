@@ -75,38 +75,6 @@ __device__ __forceinline__ uint32_t rotated(const Domain& d, uint32_t i) {
   const uint32_t r = d.rank + 1 + i;
   return r < d.at.num_ranks ? r : r - d.at.num_ranks;
 }
-// Rows of several sources in turn: row n / sources of the n % sources-th, from the one after us on; of our domain, and
-// of the others.
-struct SourceRow {
-  uint32_t source, row;
-};
-__device__ __forceinline__ uint32_t num_near(const Domain& d) { return d.end - d.first; }
-__device__ __forceinline__ uint32_t num_far(const Domain& d) {
-  return d.net != nullptr ? d.at.num_ranks - num_near(d) : 0;
-}
-__device__ __forceinline__ SourceRow near_row(const Domain& d, uint32_t n) {
-  const uint32_t next = d.rank + 1 + n % num_near(d);
-  return {next < d.end ? next : next - num_near(d), n / num_near(d)};
-}
-__device__ __forceinline__ SourceRow far_row(const Domain& d, uint32_t n) {
-  const uint32_t next = (d.rank + n) % num_far(d);
-  return {next < d.first ? next : next + num_near(d), n / num_far(d)};
-}
-// Most rows of a source.
-struct MostRows {
-  uint32_t near_one, far_one;
-  __device__ __forceinline__ uint32_t near_sum(const Domain& d) const { return near_one * num_near(d); }
-  __device__ __forceinline__ uint32_t far_sum(const Domain& d) const { return far_one * num_far(d); }
-  // By one thread: `rows_of(s)` of source s.
-  template <typename RowsOf>
-  __device__ __forceinline__ void find(const Domain& d, RowsOf rows_of) {
-    near_one = far_one = 0;
-    for (uint32_t s = 0; s < d.at.num_ranks; ++s) {
-      uint32_t& most = in_domain(d, s) ? near_one : far_one;
-      most = max(most, rows_of(s));
-    }
-  }
-};
 
 // ---- crews ----------------------------------------------------------------------------------------------------------
 // Warps of a block that do the same thing, beside other crews of the block.
@@ -294,54 +262,6 @@ __device__ inline bool last_block(const Crew& crew, const Domain& d, Arrival wha
   bool last = false;
   if (crew.thread == 0) last = arrive_last(&local(d).arrived[static_cast<uint32_t>(what)], num_blocks);
   return crew.any(last);
-}
-
-// ---- shares of work -------------------------------------------------------------------------------------------------
-// Numbers 0 .. end in the order in which they are wanted. Three quarters are dealt out to the warps of a kernel, number
-// by number; the rest is taken, a few at a time, by whoever is through: how long a number takes differs.
-enum class Taken : uint32_t { kPlaced, kFolded, kMerged, kRelayed };
-class Shares {
- public:
-  // By a warp, number `first` of `warps` that begin together; one that joins them later has a `first` of kJoins. With
-  // fewer numbers than `least` for each warp all are dealt out.
-  __device__ Shares(const Domain& d, Taken what, uint32_t end, uint32_t first, uint32_t warps, uint32_t least)
-      : end_(end),
-        dealt_(end / warps < least ? end : end / warps * 3 / 4 * warps),
-        step_(warps),
-        few_(min(max(end / warps / 16, 1), 4)),
-        counter_(&local(d).taken[static_cast<uint32_t>(what)]),
-        next_(first) {
-    take();
-  }
-  static constexpr uint32_t kJoins = 0xFFFFFFFFu;
-
-  // A number for each lane, or `end`. False: there are no more.
-  __device__ __forceinline__ bool next(uint32_t& number, uint32_t lane) {
-    if (next_ < dealt_) {
-      number = next_ + lane * step_;
-      if (number >= dealt_) number = end_;
-      next_ += kWarp * step_;
-      return true;
-    }
-    const uint32_t first = dealt_ + few_ * __shfl_sync(kFullWarp, taken_, 0);
-    if (first >= end_) return false;
-    take();
-    number = lane < few_ ? min(first + lane, end_) : end_;
-    return true;
-  }
-
- private:
-  // Ahead: nobody waits for the counter.
-  __device__ __forceinline__ void take() {
-    if (dealt_ < end_ && threadIdx.x % kWarp == 0) taken_ = take_number(counter_);
-  }
-  const uint32_t end_, dealt_, step_, few_;
-  uint32_t* const counter_;
-  uint32_t next_, taken_ = 0;
-};
-// By one thread, when all blocks are through.
-__device__ __forceinline__ void put_back(const Domain& d, Taken what) {
-  local(d).taken[static_cast<uint32_t>(what)] = 0;
 }
 
 // By a crew: our flag at every member.

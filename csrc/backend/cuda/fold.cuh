@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backend/cuda/device.cuh"
+#include "backend/cuda/shares.cuh"
 #include "backend/cuda/steps.h"
 #include "backend/cuda/sum.cuh"
 

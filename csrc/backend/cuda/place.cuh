@@ -6,6 +6,7 @@
 #include "backend/cuda/net.cuh"
 #include "backend/cuda/numerics.cuh"
 #include "backend/cuda/plan.cuh"
+#include "backend/cuda/shares.cuh"
 #include "backend/cuda/steps.h"
 
 namespace uccl_ep::cuda {

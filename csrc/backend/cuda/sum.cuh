@@ -4,6 +4,7 @@
 #include "backend/cuda/bulk.cuh"
 #include "backend/cuda/device.cuh"
 #include "backend/cuda/numerics.cuh"
+#include "backend/cuda/shares.cuh"
 
 namespace uccl_ep::cuda {
 

@@ -1,0 +1,75 @@
+// What a fault that a kernel found means.
+#include "backend/cuda/packet.h"
+#include "engine/cuda/engine.h"
+
+namespace uccl_ep {
+
+ErrorRecord CudaEngine::record_of(const cuda::HostError& error) const {
+  ErrorRecord record;
+  record.kind = static_cast<ErrorKind>(error.kind);
+  record.step = static_cast<Step>(error.step);
+  record.rank = config_.rank;
+  record.peer = rank_of(error.peer);
+  record.epoch = error.epoch;
+  record.chunk = error.chunk;
+  record.expected = error.expected;
+  record.seen = error.seen;
+  std::string text = text_of(error);
+  // What a rank sends may have to pass through another one's proxy.
+  const bool late = record.kind == ErrorKind::kArrivalTimeout || record.kind == ErrorKind::kProgressTimeout;
+  if (const int stale = late ? life_.stale_rank() : -1; stale >= 0) {
+    record.peer = stale;
+    text += "; rank " + std::to_string(stale) + " shows no sign of life";
+  }
+  record.set_message(text);
+  return record;
+}
+
+// In the group, of a rank as kernels number it.
+int CudaEngine::rank_of(int number) const {
+  for (int rank = 0; rank < config_.num_ranks; ++rank)
+    if (domain_.number_of[rank] == number) return rank;
+  return -1;
+}
+
+std::string CudaEngine::text_of(const cuda::HostError& error) const {
+  const std::string own = "rank " + std::to_string(config_.rank);
+  const std::string peer = "rank " + std::to_string(rank_of(error.peer));
+  const std::string call = "call " + std::to_string(error.epoch) + " on the buffer: ";
+  switch (static_cast<cuda::DeviceFault>(error.code)) {
+    case cuda::DeviceFault::kTimeout:
+      return own + " waited in " + step_name(static_cast<Step>(error.step)) + " for " + peer +
+             (error.kind == static_cast<uint32_t>(ErrorKind::kArrivalTimeout) ? " to enter the operation" : "");
+    case cuda::DeviceFault::kMismatch: {
+      std::string calls[2];
+      const int numbers[2] = {static_cast<int>(domain_.rank), error.peer};
+      for (int i = 0; i < 2; ++i) {
+        const auto number = static_cast<uint32_t>(numbers[i]);
+        const bool near = number >= domain_.first && number < domain_.end;
+        const uint8_t* const packets =
+            near ? domain_.base[number] + layout_.packets : network_->packets_of(domain_, number);
+        cuda::DeviceHeader header{};
+        cudaMemcpyAsync(&header, packets + cuda::packet_slot(error.epoch) * layout_.packet_bytes, sizeof(header),
+                        cudaMemcpyDeviceToHost, control_stream_);
+        cudaStreamSynchronize(control_stream_);
+        calls[i] = "rank " + std::to_string(rank_of(numbers[i])) + " called " + describe(header.signature);
+      }
+      return call + calls[0] + ", " + calls[1];
+    }
+    case cuda::DeviceFault::kPlanDiffers:
+      return call + own + " used plan " + std::to_string(error.seen) + " with another routing than it was made for";
+    case cuda::DeviceFault::kExpertRange:
+      return call + own + ": topk_idx names expert " + std::to_string(static_cast<int64_t>(error.seen)) +
+             " for token " + std::to_string(error.chunk) + "; allowed is -1 .. " + std::to_string(error.expected - 1);
+    case cuda::DeviceFault::kExpertTwice:
+      return call + own + ": topk_idx names expert " + std::to_string(error.seen) + " twice for token " +
+             std::to_string(error.chunk);
+    case cuda::DeviceFault::kTooManyPairs:
+      return call + own + ": " + std::to_string(error.seen) + " pairs of token and expert; the buffer holds " +
+             std::to_string(error.expected) + ": a larger budget_bytes holds more";
+    default:
+      return own + " failed";
+  }
+}
+
+}  // namespace uccl_ep
