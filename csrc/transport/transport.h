@@ -76,7 +76,7 @@ class DeviceCopies {
   virtual ~DeviceCopies() = default;
   // Starts a copy; copies may complete in any order. Returns a ticket. Throws CommunicationFailure(kTransport).
   virtual uint64_t start(void* to, const void* from, uint64_t num_bytes) = 0;
-  // What was started is told of from now on: without it a copy may never be done.
+  // Called again and again while copies are under way: what was started may be handed on together with what follows.
   virtual void flush() = 0;
   // All its bytes are visible to every GPU of the receiving domain and to the host. Asked until it says so, once;
   // throws as start().

@@ -35,8 +35,7 @@ __device__ __forceinline__ StreamPart part_of(const Domain& d, uint32_t first, u
 // By one warp, until so many others of the kernel are through: all that wait for flags.
 __device__ inline void relay(const Domain& d, const uint32_t* arrived, uint32_t others) {
   const uint32_t lane = threadIdx.x % kWarp, num_polled = d.net->num_polled;
-  // A look across PCIe takes microseconds, so it is an acquire at once; which words are the first is not looked up
-  // anew.
+  // A look across PCIe takes microseconds: it is an acquire at once, and where a lane's first word lies is kept.
   const Net::Polled own = lane < num_polled ? d.net->polled[lane] : Net::Polled{};
   while (!__all_sync(kFullWarp, peek_counter(arrived) >= others)) {
     for (uint32_t i = lane; i < num_polled; i += kWarp) {
@@ -67,15 +66,15 @@ struct Outgoing {
   __device__ __forceinline__ bool left() const { return rows_in(0) > 0; }
 };
 
-// By one warp: pushes what each lane has, `count` commands: of(i) for each. What they tell of the lane has seen, if
-// without order. The command ring is never full: see command_capacity in layout/wire.h.
+// By one warp: pushes what each lane has, `count` commands, of(0) and so on. The lane has seen what they tell of; a look
+// without order is enough. The command ring is never full: see command_capacity in layout/wire.h.
 template <typename Of>
 __device__ __forceinline__ void push_all(const Domain& d, uint32_t count, Of of) {
   const uint32_t lane = threadIdx.x % kWarp;
   const uint32_t mask = __ballot_sync(kFullWarp, count > 0);
   if (mask == 0) return;
+  __syncwarp();  // orders what the lanes have read before what one of them writes
   fence_system();
-  __syncwarp();
   CommandProducer producer(d.net->commands);
   for (uint32_t left = mask; left != 0; left &= left - 1) {
     const uint32_t from = __ffs(left) - 1, its_count = __shfl_sync(kFullWarp, count, from);
