@@ -90,7 +90,8 @@ def main(argv: list[str]) -> int:
     if why_cpu:
         print(why_cpu, flush=True)
     # Decided here once: the last of two equal options counts.
-    return run_ranks(recipe.num_ranks, [*argv, f"--device={recipe.device}"], module="bench.megatron_step")
+    argv = [*argv, f"--device={recipe.device}"]
+    return run_ranks(recipe.num_ranks, argv, program=("-m", "bench.megatron_step"))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ if __package__ in (None, ""):  # started by its path, as torchrun does
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import argparse
+import os
 import time
 
 import torch
@@ -35,13 +36,16 @@ REPLAYS = 10
 
 def proxy_seconds() -> float:
     """Processor time of this process's proxy threads, in clock ticks of usually 10 ms."""
-    total = 0.0
+    ticks = 0
     for stat in Path("/proc/self/task").glob("*/stat"):
-        name, fields = stat.read_text().rsplit(")", 1)
-        if name.endswith(THREAD):
+        try:
+            name, fields = stat.read_text().rsplit(")", 1)
+        except OSError:  # another thread, which has ended meanwhile
+            continue
+        if name.endswith(f"({THREAD}"):
             user, system = fields.split()[11:13]
-            total += (int(user) + int(system)) / 100
-    return total
+            ticks += int(user) + int(system)
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Load:

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from recipes.launch import run_ranks
 from uccl_ep_train import env
 
 
 def start_ranks(num_ranks: int, program: Path, argv: list[str]) -> int:
-    """`program` on so many ranks of this host, under torchrun's agent; its exit status."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
+    """`program` on so many ranks of this host; its exit status."""
     # gloo looks for an address by the host's name, which not every machine resolves.
     env.set_default("GLOO_SOCKET_IFNAME", "lo")
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-        max_restarts=0, run_id="bench", monitor_interval=0.2,
-    )  # fmt: skip
-    try:
-        elastic_launch(config, sys.executable)(str(program.resolve()), *argv)
-    except ChildFailedError as error:
-        print(f"benchmark failed: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return run_ranks(num_ranks, argv, program=(str(program.resolve()),))
 
 
 def join_group() -> None:

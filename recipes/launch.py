@@ -123,8 +123,8 @@ def default_run_dir(recipe: Recipe) -> Path:
     return Path("runs") / (recipe.name + suffix + ("" if recipe.ablate == "none" else f"-{recipe.ablate}"))
 
 
-def run_ranks(num_ranks: int, argv: list[str], module: str = "recipes.launch") -> int:
-    """Runs a module on `num_ranks` local ranks under torchrun's agent; its exit status.
+def run_ranks(num_ranks: int, argv: list[str], program: tuple[str, ...] = ("-m", "recipes.launch")) -> int:
+    """Runs a program on `num_ranks` local ranks under torchrun's agent; its exit status.
 
     The agent passes SIGINT and SIGTERM on to the ranks, which save and leave; it kills what stays too long.
     """
@@ -137,11 +137,11 @@ def run_ranks(num_ranks: int, argv: list[str], module: str = "recipes.launch") -
         max_restarts=0, run_id="recipe", monitor_interval=0.2,
     )  # fmt: skip
     try:
-        elastic_launch(config, sys.executable)("-m", module, *argv)
+        elastic_launch(config, sys.executable)(*program, *argv)
     except SignalException:
         return _STOPPED
     except ChildFailedError as error:
-        print(f"{module} failed: {error}", file=sys.stderr)
+        print(f"{program[-1]} failed: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -69,7 +69,7 @@ def test_nothing_to_measure_starts_no_ranks(
     assert megatron_step.main(["--device=cpu", "--hidden", "100"]) == 2
     assert "hidden = 100" in capsys.readouterr().err and started == []
     assert megatron_step.main(["--device=cpu", "--num-ranks=2"]) == 0
-    assert started[0][0][0] == 2 and started[0][1] == {"module": "bench.megatron_step"}
+    assert started[0][0][0] == 2 and started[0][1] == {"program": ("-m", "bench.megatron_step")}
 
 
 def a_model(config: SimpleNamespace, shared: bool) -> list[tuple[str, torch.Tensor]]:

@@ -66,8 +66,8 @@ struct Outgoing {
   __device__ __forceinline__ bool left() const { return rows_in(0) > 0; }
 };
 
-// By one warp: pushes what each lane has, `count` commands, of(0) and so on. The lane has seen what they tell of; a look
-// without order is enough. The command ring is never full: see command_capacity in layout/wire.h.
+// By one warp: pushes what each lane has, `count` commands, of(0) and so on. The lane has seen what they tell of; a
+// look without order is enough. The command ring is never full: see command_capacity in layout/wire.h.
 template <typename Of>
 __device__ __forceinline__ void push_all(const Domain& d, uint32_t count, Of of) {
   const uint32_t lane = threadIdx.x % kWarp;
