@@ -1,11 +1,19 @@
 #!/usr/bin/env bash
-# The kernels under compute-sanitizer, on a small case. Needs a GPU and a build with nvcc. Every tool has to find nothing.
+# The kernels under compute-sanitizer, on a small case: one rank, and where there are two GPUs two ranks, in one domain and in
+# two. Needs a build with nvcc. Every tool has to find nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python="${PYTHON:-.venv/bin/python}"
+starts=("$python")
+if [ "$("$python" -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ]; then
+  starts+=("$python -m torch.distributed.run --nproc_per_node=2 --master_port=${MASTER_PORT:-29511}")
+fi
 for tool in ${TOOLS:-memcheck racecheck synccheck}; do
-  printf '[sanitize] %s\n' "$tool"
-  # torch's own kernels are not ours to check.
-  compute-sanitizer --tool "$tool" --kernel-name kns=uccl_ep --error-exitcode 1 "$python" tests/gpu/small_case.py
+  for start in "${starts[@]}"; do
+    printf '[sanitize] %s: %s\n' "$tool" "$start"
+    # torch's own kernels are not ours to check.
+    # shellcheck disable=SC2086  # the words of the command
+    compute-sanitizer --tool "$tool" --target-processes all --kernel-name kns=uccl_ep --error-exitcode 1 $start tests/gpu/small_case.py
+  done
 done

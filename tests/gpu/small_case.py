@@ -1,18 +1,24 @@
-"""A few operations of every kind on one rank, for compute-sanitizer: see scripts/sanitize.sh."""
+"""A few operations of every kind, for compute-sanitizer: see scripts/sanitize.sh.
+
+One rank, or as torchrun starts them: in one domain, then in a domain each.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
+import torch.distributed as dist
 
 from uccl_ep_train import Buffer, EpConfig
 from uccl_ep_train.bootstrap import LocalBootstrap
 
 T, H, K, E = 70, 1024, 3, 8
+CASES = ((torch.bfloat16, "fp8"), (torch.bfloat16, "bf16"), (torch.float32, "bf16"))
 
 
 def use(buffer: Buffer, dtype: torch.dtype, wire: str) -> None:
@@ -38,15 +44,24 @@ def use(buffer: Buffer, dtype: torch.dtype, wire: str) -> None:
 
 
 def main() -> None:
-    for bulk_copies in (True, False):
-        config = EpConfig(
-            num_experts=E, hidden=H, backend="cuda", dispatch_dtype="bf16", budget_bytes=24 << 20,
-            bulk_copies=bulk_copies, arrival_timeout_s=300.0, progress_timeout_s=300.0,
-        )  # fmt: skip
-        with Buffer(None, config, bootstrap=LocalBootstrap.create(1)[0]) as buffer:
-            for dtype, wire in ((torch.bfloat16, "fp8"), (torch.bfloat16, "bf16"), (torch.float32, "bf16")):
-                use(buffer, dtype, wire)
-    print("small case done")
+    ranks, here = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    torch.cuda.set_device(here)
+    if ranks > 1:
+        dist.init_process_group("gloo")
+    for domain_size in sorted({1, ranks}, reverse=True):
+        for bulk_copies in (True, False):
+            config = EpConfig(
+                num_experts=E, hidden=H, backend="cuda", dispatch_dtype="bf16", budget_bytes=24 << 20,
+                domain_size=domain_size, transport="loop", bulk_copies=bulk_copies,
+                arrival_timeout_s=300.0, progress_timeout_s=300.0,
+            )  # fmt: skip
+            bootstrap = LocalBootstrap.create(1)[0] if ranks == 1 else None
+            with Buffer(None, config, bootstrap=bootstrap) as buffer:
+                for dtype, wire in CASES:
+                    use(buffer, dtype, wire)
+        print(f"small case done: {ranks} ranks in domains of {domain_size}", flush=True)
+    if ranks > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

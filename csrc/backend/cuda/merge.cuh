@@ -32,6 +32,8 @@ __device__ inline void find_merge_range(const Crew& crew, const Domain& d, const
     out.end_token = min(own.end * kChunkTokens, plan.num_tokens);
     out.pieces = plan.chunk_pieces[d.rank * entries + own.first];
   }
+  // Without it racecheck reports the writes above against reads beyond the block's own barrier.
+  crew.sync();
   if (d.net == nullptr) return;
   for (uint32_t to = crew.thread; to < d.at.num_domains; to += crew.size) {
     out.returned_rows[to] = plan.sent_chunks[to * entries + own.first];
@@ -51,6 +53,7 @@ __device__ inline void find_merge_range(const Crew& crew, const Domain& d, const
     out.most = 0;
     for (uint32_t k = 1; k <= num_relayed; ++k) out.most = max(out.most, out.end_row[k] - out.first_row[k]);
   }
+  crew.sync();
 }
 
 // The rank that returns sums of a domain to us.
