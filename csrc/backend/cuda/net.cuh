@@ -143,12 +143,16 @@ __device__ inline void push_packets(const Domain& d, const Op& op, bool is_new, 
 }
 // By one warp: whether they are.
 __device__ __forceinline__ bool are_packed(const Domain& d, const Op& op) {
-  return __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || (peek_flag(&local(d).packed) >= op.epoch &&
-                                                            read_flag(&local(d).packed) >= op.epoch));
+  const bool packed = __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || (peek_flag(&local(d).packed) >= op.epoch &&
+                                                                         read_flag(&local(d).packed) >= op.epoch));
+  __syncwarp();  // votes order no memory, and others than the first lane read the packets
+  return packed;
 }
 // Waits until they are; false: an error is known.
 __device__ __forceinline__ bool wait_packed(const Domain& d, const Op& op) {
-  return __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || wait_block(d, &local(d).packed, op.epoch));
+  const bool packed = __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || wait_block(d, &local(d).packed, op.epoch));
+  __syncwarp();
+  return packed;
 }
 
 // By a crew: what the rings to sources held before has left.

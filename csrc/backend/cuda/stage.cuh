@@ -242,6 +242,7 @@ __device__ __noinline__ uint32_t find_slots(const Domain& d, const PlanView& pla
   const bool has = staged.ring_place[warp][lane] != nullptr;
   const bool good = !has || wait_slot(d, lane, staged.ring_chunk[warp][lane]);
   const uint32_t mask = __ballot_sync(kFullWarp, has);
+  __syncwarp();  // every lane reads every place; votes order no memory
   return __all_sync(kFullWarp, good) ? mask : kNoWay;
 }
 template <bool kFresh>

@@ -1,0 +1,58 @@
+"""Megatron's CUDA graphs of the router and of what our dispatcher does before it dispatches."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.megatron.harness import CaseError, MegatronRanks, megatron_is_installed
+from uccl_ep_train import cuda
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without nvcc"
+    ),
+    pytest.mark.skipif(
+        not megatron_is_installed() or importlib.util.find_spec("transformer_engine") is None,
+        reason="Megatron-Core or TransformerEngine is not installed",
+    ),
+]
+
+ROUTER, PREPROCESS = ["moe_router"], ["moe_router", "moe_preprocess"]
+STEPS_WITH, MICROBATCHES, LAYERS = 4, 2, 2
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[MegatronRanks]:
+    """As many ranks as there are GPUs, four at most."""
+    group = MegatronRanks(min(4, torch.cuda.device_count()))
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize("modules", [ROUTER, PREPROCESS], ids=["router", "router and preprocess"])
+def test_a_captured_router_trains_bit_for_bit_like_one_that_is_not(
+    gpus: MegatronRanks, modules: list[str]
+) -> None:
+    plain = gpus.run("graph_case.train", dispatcher="uccl_ep", modules=[], forget=False)
+    graphed = gpus.run("graph_case.train", dispatcher="uccl_ep", modules=modules, forget=False)
+    assert [found[2] for found in plain] == [0] * gpus.num_ranks
+    assert [found[2] for found in graphed] == [STEPS_WITH * MICROBATCHES * LAYERS] * gpus.num_ranks
+    assert [found[:2] for found in graphed] == [found[:2] for found in plain]
+
+
+def test_preprocessing_that_leaves_something_out_of_the_graph_is_seen(gpus: MegatronRanks) -> None:
+    """Then the gradient of the probabilities leads into the capture, which is over."""
+    with pytest.raises(CaseError, match="backward through the graph a second time"):
+        gpus.run("graph_case.train", dispatcher="uccl_ep", modules=PREPROCESS, forget=True)
+
+
+def test_stock_trains_with_the_same_graphs(gpus: MegatronRanks) -> None:
+    """Else what ours does with them shows nothing."""
+    stock = gpus.run("graph_case.train", dispatcher="alltoall", modules=ROUTER, forget=False)
+    ours = gpus.run("graph_case.train", dispatcher="uccl_ep", modules=ROUTER, forget=False)
+    assert [found[:2] for found in ours] == [found[:2] for found in stock]
