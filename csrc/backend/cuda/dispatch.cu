@@ -87,7 +87,7 @@ __device__ void stage(const Crew& crew, const Domain& d, const Op& op, const Pla
       share.chunks() >= kManyChunks && !crew.all(crew.thread != 0 || wait_routed(d, staged)))
     return;
   const StepClock clock(crew, d, Step::kStage, workers(d) - share.count);
-  // Where rows for other domains go is known when all is routed.
+  // By all blocks.
   if (kFresh && d.net != nullptr && !crew.all(crew.thread != 0 || wait_block(d, &local(d).packed, op.epoch))) return;
   bool done = false;
   if constexpr (kBulk) {
@@ -101,15 +101,20 @@ __device__ void stage(const Crew& crew, const Domain& d, const Op& op, const Pla
   if (args.routing_compared && args.window == 0) compare_routing(crew, d, plan, args.routing, args.signature.plan_id);
 }
 
-// By the crew that will place: the exchange of a new plan. False: an error is known.
+// By a crew of each block: its tiles of a new plan. After an error, which all look for later, some are missing.
+__device__ void exchange_tiles(const Crew& crew, const Domain& d, const Op& op, const PlaceArgs& args,
+                               uint8_t* shared) {
+  if (!wait_members(crew, d, d.at.read, op.free_after, Step::kExchange) || !wait_packets_gone(crew, d, op.epoch))
+    return;
+  const StepClock clock(crew, d, Step::kExchange);
+  if (blockIdx.x == 0) write_headers(crew, d, op, args.signature, args.stage.num_tokens);
+  route(crew, d, op, args.routing, args.stage.num_tokens, args.kept_tiles, shared);
+  clock.stop();
+}
+
+// By the crew that will place, when its block's tiles are routed: the exchange. False: an error is known.
 __device__ bool exchange(const Crew& crew, const Domain& d, const Op& op, const PlaceArgs& args, Staged& staged,
                          uint8_t* shared) {
-  if (wait_members(crew, d, d.at.read, op.free_after, Step::kExchange) && wait_packets_gone(crew, d, op.epoch)) {
-    const StepClock clock(crew, d, Step::kExchange);
-    if (blockIdx.x == 0) write_headers(crew, d, op, args.signature, args.stage.num_tokens);
-    route(crew, d, op, args.routing, args.stage.num_tokens, args.kept_tiles, shared);
-    clock.stop();
-  }
   if (crew.thread == 0) count_shared(&staged.routed);
   if (last_block(crew, d, Arrival::kRouted, workers(d))) {
     if (crew.thread == 0 && d.net == nullptr) keep(d, op, OpKind::kDispatch);  // all blocks have entered
@@ -234,6 +239,10 @@ __global__ void __launch_bounds__(kThreads<kNet>, 1)
   }
   const uint32_t warp = threadIdx.x / kWarp;
   bool placed = true;
+  // Who stages routes, too: where a row for another domain goes is known when all is routed.
+  if constexpr (kState == PlanState::kNew && kNet)
+    if (warp >= kFirstStage)
+      exchange_tiles(Crew::of(4, kFirstStage, kStageWarps + kPlacing<kNet>), d, op, args, shared);
   if (warp < kServeWarps) {
     const Crew crew = Crew::of(1, 0, kServeWarps);
     if (going(crew, d)) serve<kState>(crew, d, op, plan, args);
@@ -247,6 +256,7 @@ __global__ void __launch_bounds__(kThreads<kNet>, 1)
     const Crew crew = Crew::of(3, kFirstPlace, kPlacing<kNet>);
     bool good = true;
     if constexpr (kState == PlanState::kNew) {
+      if constexpr (!kNet) exchange_tiles(crew, d, op, args, shared);
       good = exchange(crew, d, op, args, staged, shared);
       placed = !good || blockIdx.x >= args.num_blocks || has_memory<kState>(d, args);
 #if __CUDA_ARCH__ >= 900
@@ -331,8 +341,7 @@ cudaError_t launch_dispatch(const Domain& domain, const PlanView& plan, const Pl
 
 uint32_t routing_bytes(const Offsets& at, uint32_t tiles) {
   const uint32_t own = Tile::own_bytes(at.num_experts, at.num_ranks, at.num_domains);
-  const uint32_t carried = Tile::carried_bytes(at.num_experts, at.num_ranks, at.num_domains);
-  return static_cast<uint32_t>(round_up(carried + tiles * own, kTileAlign));
+  return static_cast<uint32_t>(round_up(Tile::common_bytes(at.num_ranks, at.num_domains) + tiles * own, kTileAlign));
 }
 
 cudaError_t load_dispatch(uint32_t shared_bytes) {

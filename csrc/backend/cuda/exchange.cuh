@@ -144,22 +144,23 @@ __device__ __forceinline__ uint64_t hash_pair(uint32_t place, uint32_t expert) {
   return z ^ z >> 31;
 }
 
-// By a crew, of several domains: where each token of a tile is in our streams, and what comes back for it.
-__device__ inline void write_streams(const Crew& crew, const Domain& d, const Tile& tile, uint32_t first,
-                                     uint32_t count) {
+// By a crew, of several domains: where each token is in our streams, and what comes back for it.
+__device__ inline void write_streams(const Crew& crew, const Domain& d, const Tiles& tiles) {
   const uint32_t own = own_domain(d), max_tokens = d.at.max_tokens;
   uint32_t* const addends = at<uint32_t>(d, d.rank, d.at.addends);
-  for (uint32_t t = crew.thread; t < count; t += crew.size) {
+  for (uint32_t token = crew.thread; token < tiles.count; token += crew.size) {
+    const Tile tile = tiles.with(token);
+    const uint32_t t = token % kTileTokens;
     const Mask bit = Mask{1} << t, below = bit - 1;
     uint32_t begin = 0;
     for (uint32_t to = 0; to < d.at.num_domains; ++to) {
       const uint32_t row = tile.stream_base[to] + __popcll(tile.stream[to] & below);
       begin += to == own ? tile.piece_base[own] + tile.pieces[own * kTileTokens + t] : row;
       if (to == own || (tile.stream[to] & bit) == 0) continue;
-      at<uint32_t>(d, d.rank, d.at.sent_tokens)[to * uint64_t{max_tokens} + row] = first + t;
+      at<uint32_t>(d, d.rank, d.at.sent_tokens)[to * uint64_t{max_tokens} + row] = tiles.first + token;
       tile.packet[to].stream_pieces[row] = tile.piece_base[to] + tile.pieces[to * kTileTokens + t];
     }
-    at<uint32_t>(d, d.rank, d.at.token_addends)[first + t] = begin;
+    at<uint32_t>(d, d.rank, d.at.token_addends)[tiles.first + token] = begin;
     for (uint32_t to = 0; to < d.at.num_domains; ++to) {
       if ((tile.stream[to] & bit) == 0) continue;
       if (to != own) {
@@ -173,18 +174,18 @@ __device__ inline void write_streams(const Crew& crew, const Domain& d, const Ti
   }
 }
 
-// By a crew: what earlier chunks of tokens have, for each chunk of a tile, or at the end of all (`chunks` 1, a tile
+// By a warp: what earlier chunks of tokens have, for each chunk of a tile, or at the end of all (`chunks` 1, a tile
 // without tokens).
-__device__ inline void write_chunks(const Crew& crew, const Domain& d, const Tile& tile, uint32_t first,
-                                    uint32_t chunks, uint32_t all_chunks) {
-  const uint32_t c0 = first / kChunkTokens;
+__device__ inline void write_chunks(const Domain& d, const Tile& tile, uint32_t first, uint32_t chunks,
+                                    uint32_t all_chunks) {
+  const uint32_t c0 = first / kChunkTokens, lane = threadIdx.x % kWarp;
   const auto low = [](Mask mask) { return static_cast<uint32_t>(__popc(static_cast<uint32_t>(mask))); };
-  for (uint32_t r = crew.thread; r < d.at.num_ranks; r += crew.size) {
+  for (uint32_t r = lane; r < d.at.num_ranks; r += kWarp) {
     const uint32_t to = d.domain_of[r];
     uint32_t* const rows_of = tile.packet[to].chunk_rows + uint64_t{r - d.first_of[to]} * (all_chunks + 1) + c0;
     for (uint32_t c = 0; c < chunks; ++c) rows_of[c] = tile.row_base[r] + (c == 0 ? 0 : low(tile.destination[r]));
   }
-  for (uint32_t to = crew.thread; to < d.at.num_domains; to += crew.size)
+  for (uint32_t to = lane; to < d.at.num_domains; to += kWarp)
     for (uint32_t c = 0; c < chunks; ++c) {
       const uint32_t rows_before = tile.stream_base[to] + (c == 0 ? 0 : low(tile.stream[to]));
       tile.packet[to].chunk_pieces[c0 + c] = tile.piece_base[to] + (c == 0 ? 0 : tile.pieces[to * kTileTokens + kWarp]);
@@ -194,58 +195,74 @@ __device__ inline void write_chunks(const Crew& crew, const Domain& d, const Til
     }
 }
 
+// By a crew: what lies before each number of a tile, and before the next one's. Not before its own numbers are known.
+__device__ inline void add_tile(const Crew& crew, const Domain& d, const Tile& tile, const Tile& next) {
+  const uint32_t experts = d.at.num_experts, ranks = d.at.num_ranks, domains = d.at.num_domains;
+  for (uint32_t i = crew.thread; i < experts + ranks; i += crew.size)  // row_base follows expert_base
+    next.expert_base[i] = tile.expert_base[i] + __popcll(tile.expert[i]);
+  for (uint32_t to = crew.thread; to < ranks; to += crew.size)
+    next.pair_base[to] = tile.pair_base[to] + pairs_of_tile(d, tile, to);
+  for (uint32_t to = crew.thread; to < domains; to += crew.size) {
+    next.stream_base[to] = tile.stream_base[to] + __popcll(tile.stream[to]);
+    next.piece_base[to] = tile.piece_base[to] + pieces_of_tile(d, tile, to);
+  }
+}
+
 // Where there are no bulk copies, conversions to FP8 leave no registers for it.
 #if __CUDA_ARCH__ >= 900
 #define UCCL_EP_WRITES __forceinline__
 #else
 #define UCCL_EP_WRITES __noinline__
 #endif
-// By a crew: lists, pairs and values of a tile; returns this thread's part of the hash.
-__device__ UCCL_EP_WRITES uint64_t write_tile(const Crew& crew, const Domain& d, const DeviceRouting& r,
-                                              const Tile& tile, uint32_t first, uint32_t count, uint32_t all_chunks) {
-  const uint32_t ranks = d.at.num_ranks, own = own_domain(d);
+// By a crew: lists, pairs and values of tiles, of which the first knows what lies before it, and after it before the
+// tile behind them; returns this thread's part of the hash.
+__device__ UCCL_EP_WRITES uint64_t write_tiles(const Crew& crew, const Domain& d, const DeviceRouting& r,
+                                               const Tiles& tiles, uint32_t all_chunks) {
+  const uint32_t ranks = d.at.num_ranks, own = own_domain(d), size = tiles.size();
   uint32_t* const origin = at<uint32_t>(d, d.rank, d.at.pair_origin);
   static_assert(kChunkTokens == kWarp && kTileTokens == 2 * kWarp);
-  write_chunks(crew, d, tile, first, min(kTileTokens / kChunkTokens, all_chunks - first / kChunkTokens), all_chunks);
+  // Each number is one thread's from tile to tile.
+  for (uint32_t t = 1; t < size; ++t) add_tile(crew, d, tiles.tile(t - 1), tiles.tile(t));
+  crew.sync();
+  for (uint32_t t = crew.warp(); t < size; t += crew.warps()) {
+    const uint32_t first = tiles.first + t * kTileTokens;
+    write_chunks(d, tiles.tile(t), first, min(kTileTokens / kChunkTokens, all_chunks - first / kChunkTokens),
+                 all_chunks);
+  }
   if (d.net != nullptr)
-    write_streams(crew, d, tile, first, count);
+    write_streams(crew, d, tiles);
   else
-    for (uint32_t t = crew.thread; t < count; t += crew.size)
-      at<uint32_t>(d, d.rank, d.at.token_addends)[first + t] = tile.piece_base[0] + tile.pieces[t];
+    for (uint32_t t = crew.thread; t < tiles.count; t += crew.size)
+      at<uint32_t>(d, d.rank, d.at.token_addends)[tiles.first + t] =
+          tiles.with(t).piece_base[0] + tiles.with(t).pieces[t % kTileTokens];
   uint64_t hash = 0;
   const auto write = [&](const Pair& p) {
-    const Mask below = (Mask{1} << p.token) - 1;
+    const Tile tile = tiles.with(p.token);
+    const uint32_t t = p.token % kTileTokens, token = tiles.first + p.token;
+    const Mask below = (Mask{1} << t) - 1;
     const uint32_t to = d.domain_of[p.to], first_pair = tile.pair_begin[d.first_of[to]];
     const PacketPlace& packet = tile.packet[to];
-    const uint32_t first_slot = tile.pair_base[p.to] + tile.slot_begin[p.token * ranks + p.to];
+    const uint32_t first_slot = tile.pair_base[p.to] + tile.slot_begin[t * ranks + p.to];
     const uint32_t number = tile.pair_begin[p.to] + first_slot + p.same_lower;
-    const uint32_t place = (first + p.token) * r.width + p.column;
+    const uint32_t place = token * r.width + p.column;
     packet.pairs[number - first_pair] = {p.expert - p.to * d.experts_per_rank,
                                          tile.expert_base[p.expert] + __popcll(tile.expert[p.expert] & below)};
     origin[number] = place;
     if (r.values != nullptr) packet.values[number - first_pair] = r.values[place];
     hash += hash_pair(place, p.named);
     if (p.same_lower != 0) return;
-    const uint32_t piece = tile.piece_base[to] + tile.pieces[to * kTileTokens + p.token] + p.ranks_lower;
-    const uint32_t position = to == own ? first + p.token : tile.stream_base[to] + __popcll(tile.stream[to] & below);
+    const uint32_t piece = tile.piece_base[to] + tile.pieces[to * kTileTokens + t] + p.ranks_lower;
+    const uint32_t position = to == own ? token : tile.stream_base[to] + __popcll(tile.stream[to] & below);
     packet.lists[tile.row_begin[p.to] + tile.row_base[p.to] + __popcll(tile.destination[p.to] & below)] = {
-        first_slot, piece, position, static_cast<uint16_t>(first + p.token), static_cast<uint16_t>(p.same)};
+        first_slot, piece, position, static_cast<uint16_t>(token), static_cast<uint16_t>(p.same)};
   };
   if (r.is_map)
-    visit_map(crew, d, tile, count, write);
+    visit_map(crew, d, tiles, write);
   else
-    visit_topk(crew, d, r, first, count, write);
+    visit_topk(crew, d, r, tiles.first, tiles.count, write);
   crew.sync();
-  // On to the next tile.
-  for (uint32_t e = crew.thread; e < d.at.num_experts; e += crew.size) tile.expert_base[e] += __popcll(tile.expert[e]);
-  for (uint32_t to = crew.thread; to < ranks; to += crew.size) {
-    tile.row_base[to] += __popcll(tile.destination[to]);
-    tile.pair_base[to] += pairs_of_tile(d, tile, to);
-  }
-  for (uint32_t to = crew.thread; to < d.at.num_domains; to += crew.size) {
-    tile.stream_base[to] += __popcll(tile.stream[to]);
-    tile.piece_base[to] += pieces_of_tile(d, tile, to);
-  }
+  add_tile(crew, d, tiles.tile(size - 1), tiles.tile(0));
+  crew.sync();
   return hash;
 }
 #undef UCCL_EP_WRITES
@@ -253,7 +270,7 @@ __device__ UCCL_EP_WRITES uint64_t write_tile(const Crew& crew, const Domain& d,
 // By a crew of one block, after the last tile: what all have.
 __device__ inline void end_tiles(const Crew& crew, const Domain& d, const Tile& tile, uint32_t num_tokens) {
   const uint32_t chunks = (num_tokens + kChunkTokens - 1) / kChunkTokens;
-  write_chunks(crew, d, tile, chunks * kChunkTokens, 1, chunks);
+  if (crew.warp() == 0) write_chunks(d, tile, chunks * kChunkTokens, 1, chunks);
   uint32_t addends = tile.piece_base[own_domain(d)];
   for (uint32_t to = 0; to < d.at.num_domains; ++to) {
     if (to == own_domain(d)) continue;
@@ -270,12 +287,14 @@ __device__ inline bool route(const Crew& crew, const Domain& d, const Op& op, co
   const uint32_t num_tiles = (num_tokens + kTileTokens - 1) / kTileTokens;
   const uint32_t per_block = (num_tiles + workers(d) - 1) / workers(d);
   const uint32_t first_tile = min(blockIdx.x * per_block, num_tiles), end_tile = min(first_tile + per_block, num_tiles);
-  const auto tokens_of = [&](uint32_t t) { return min(kTileTokens, num_tokens - t * kTileTokens); };
-  const auto tile_of = [&](uint32_t t) { return Tile(shared, d.at, kept >= per_block ? t - first_tile : 0); };
-  for (uint32_t t = first_tile; t < end_tile; ++t) {
-    const Tile tile = tile_of(t);
-    read_tile(crew, d, r, tile, t * kTileTokens, tokens_of(t));
-    count_tile(crew, d, tile, TileCounts(d, t));
+  const auto tiles_from = [&](uint32_t tile) {
+    const uint32_t first = tile * kTileTokens, end = min(min(tile + kept, end_tile) * kTileTokens, num_tokens);
+    return Tiles{shared, d.at, first, end - first};
+  };
+  for (uint32_t t = first_tile; t < end_tile; t += kept) {
+    const Tiles tiles = tiles_from(t);
+    read_tiles(crew, d, r, tiles);
+    count_tiles(crew, d, tiles);
     crew.sync();
   }
   // All blocks run at the same time: no more than the buffer has SMs.
@@ -283,18 +302,17 @@ __device__ inline bool route(const Crew& crew, const Domain& d, const Op& op, co
     publish_in_gpu(&local(d).counted, op.epoch);
   bool good = crew.thread != 0 || wait_flag(d, &local(d).counted, op.epoch, Step::kExchange, d.rank);
   if (!crew.all(good)) return false;
-  if (!begin_tiles(crew, d, op, tile_of(first_tile), first_tile, num_tiles, num_tokens, r.values != nullptr))
-    return false;
+  const Tile first(shared, d.at, 0);
+  if (!begin_tiles(crew, d, op, first, first_tile, num_tiles, num_tokens, r.values != nullptr)) return false;
   uint64_t hash = 0;
-  for (uint32_t t = first_tile; t < end_tile; ++t) {
-    const Tile tile = tile_of(t);
-    if (kept < per_block) read_tile(crew, d, r, tile, t * kTileTokens, tokens_of(t));
-    hash += write_tile(crew, d, r, tile, t * kTileTokens, tokens_of(t), (num_tokens + kChunkTokens - 1) / kChunkTokens);
-    crew.sync();
+  for (uint32_t t = first_tile; t < end_tile; t += kept) {
+    const Tiles tiles = tiles_from(t);
+    if (kept < per_block) read_tiles(crew, d, r, tiles);
+    hash += write_tiles(crew, d, r, tiles, (num_tokens + kChunkTokens - 1) / kChunkTokens);
   }
   // The block with the last tile, or the first if there is none.
   if (end_tile == num_tiles && (first_tile < end_tile || (num_tiles == 0 && blockIdx.x == 0)))
-    end_tiles(crew, d, tile_of(first_tile), num_tokens);
+    end_tiles(crew, d, first, num_tokens);
   hash = crew_sum(crew, hash);
   if (crew.thread == 0) local(d).block_hash[blockIdx.x] = hash;
   return !stopped(d);

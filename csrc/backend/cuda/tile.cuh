@@ -1,4 +1,5 @@
-// Tiles: what the routing of kTileTokens neighbouring tokens says, as masks and counts in shared memory.
+// Tiles: what the routing of kTileTokens neighbouring tokens says, as masks and counts in shared memory. Those of a
+// group are worked on together: a tile is a chain of latencies.
 #pragma once
 
 #include "backend/cuda/device.cuh"
@@ -25,25 +26,28 @@ struct Tile {
   uint32_t* slot_begin;  // [tokens][ranks] pairs of earlier tokens
   uint32_t* pieces;  // [domains][tokens] pieces of earlier tokens of the tile
   uint32_t* named;  // [tokens][words] of a map: the experts of a token, as the caller names them, a bit each
-  // What lies before it; carried from tile to tile, one place for all.
-  PacketPlace* packet;  // [domains]
+  // What lies before it.
   uint32_t* expert_base;  // [experts]
   uint32_t* row_base;  // [ranks]
   uint32_t* pair_base;  // [ranks]
   uint32_t* stream_base;  // [domains]
+  uint32_t* piece_base;  // [domains]
+  // One place for all tiles.
+  PacketPlace* packet;  // [domains]
   uint32_t* row_begin;  // [ranks] of all tiles: rows for lower members of the domain
   uint32_t* pair_begin;  // [ranks + 1] of all tiles: pairs for lower ranks
-  uint32_t* piece_base;  // [domains]
 
-  static __host__ __device__ uint32_t carried_bytes(uint32_t experts, uint32_t ranks, uint32_t domains) {
-    return round_up(sizeof(PacketPlace) * domains + 4 * (experts + 4 * ranks + 1 + 2 * domains), 8);
+  static __host__ __device__ uint32_t common_bytes(uint32_t ranks, uint32_t domains) {
+    return round_up(sizeof(PacketPlace) * domains + 4 * (2 * ranks + 1), 8);
   }
   static __host__ __device__ uint32_t words(uint32_t experts) { return (experts + 31) / 32; }
   static __host__ __device__ uint32_t own_bytes(uint32_t experts, uint32_t ranks, uint32_t domains) {
-    return 8 * (experts + ranks + domains) + 4 * kTileTokens * (2 * ranks + domains + words(experts));
+    return round_up(8 * (experts + ranks + domains) + 4 * kTileTokens * (2 * ranks + domains + words(experts)) +
+                        4 * (experts + 2 * ranks + 2 * domains),
+                    8);
   }
   __device__ Tile(uint8_t* shared, const Offsets& at, uint32_t number)
-      : expert(reinterpret_cast<Mask*>(shared + carried_bytes(at.num_experts, at.num_ranks, at.num_domains) +
+      : expert(reinterpret_cast<Mask*>(shared + common_bytes(at.num_ranks, at.num_domains) +
                                        number * own_bytes(at.num_experts, at.num_ranks, at.num_domains))),
         destination(expert + at.num_experts),
         stream(destination + at.num_ranks),
@@ -51,14 +55,26 @@ struct Tile {
         slot_begin(pairs_to + kTileTokens * at.num_ranks),
         pieces(slot_begin + kTileTokens * at.num_ranks),
         named(pieces + kTileTokens * at.num_domains),
-        packet(reinterpret_cast<PacketPlace*>(shared)),
-        expert_base(reinterpret_cast<uint32_t*>(packet + at.num_domains)),
+        expert_base(named + kTileTokens * words(at.num_experts)),
         row_base(expert_base + at.num_experts),
         pair_base(row_base + at.num_ranks),
         stream_base(pair_base + at.num_ranks),
-        row_begin(stream_base + at.num_domains),
-        pair_begin(row_begin + at.num_ranks),
-        piece_base(pair_begin + at.num_ranks + 1) {}
+        piece_base(stream_base + at.num_domains),
+        packet(reinterpret_cast<PacketPlace*>(shared)),
+        row_begin(reinterpret_cast<uint32_t*>(packet + at.num_domains)),
+        pair_begin(row_begin + at.num_ranks) {}
+};
+
+// Neighbouring tiles of a block, the first ones of its shared memory.
+struct Tiles {
+  uint8_t* shared;
+  const Offsets& at;
+  uint32_t first, count;  // tokens
+
+  __device__ __forceinline__ uint32_t size() const { return (count + kTileTokens - 1) / kTileTokens; }
+  __device__ __forceinline__ Tile tile(uint32_t number) const { return {shared, at, number}; }
+  // The one with a token of theirs, which is its `token % kTileTokens`-th.
+  __device__ __forceinline__ Tile with(uint32_t token) const { return tile(token / kTileTokens); }
 };
 
 // What is counted of a tile, in memory. All but the last are added up.
@@ -78,7 +94,7 @@ struct TileCounts {
 
 // A pair of token and expert, as one lane sees it, and what its token has besides.
 struct Pair {
-  uint32_t token;  // of the tile
+  uint32_t token;  // of those given
   uint32_t column;  // of the caller's routing
   uint32_t named;  // expert, as the caller names it
   uint32_t expert, to;  // as kernels number it; `to`: its rank
@@ -102,8 +118,8 @@ __device__ __forceinline__ uint32_t expert_number(const Domain& d, uint32_t expe
   return rank * d.experts_per_rank + expert % d.experts_per_rank;
 }
 
-// Calls visit(pair) for the pairs of a tile whose tokens are `first` to `first + count`, by the lanes of a crew. A
-// token's columns lie in neighbouring lanes, as many as its K rounded up to a power of two.
+// Calls visit(pair) for the pairs of tokens `first` to `first + count`, by the lanes of a crew. A token's columns lie
+// in neighbouring lanes, as many as its K rounded up to a power of two.
 template <typename Visit>
 __device__ __forceinline__ void visit_topk(const Crew& crew, const Domain& d, const DeviceRouting& r, uint32_t first,
                                            uint32_t count, Visit visit) {
@@ -161,25 +177,25 @@ __device__ __forceinline__ uint32_t find_bit(const uint32_t* row, uint32_t words
   }
   return none;
 }
-// The same for a map that read_tile has read. Some lanes to a token, with a pair each in turn: what is done with a pair
-// waits for memory, so many are done at once.
+// The same for a map that read_tiles has read. Some lanes to a token, with a pair each in turn: what is done with a
+// pair waits for memory, so many are done at once.
 template <typename Visit>
-__device__ __forceinline__ void visit_map(const Crew& crew, const Domain& d, const Tile& tile, uint32_t count,
-                                          Visit visit) {
+__device__ __forceinline__ void visit_map(const Crew& crew, const Domain& d, const Tiles& tiles, Visit visit) {
   constexpr uint32_t kGroup = 8, kTokens = kWarp / kGroup;
   const uint32_t ranks = d.at.num_ranks, experts = d.at.num_experts, words = Tile::words(experts);
-  for (uint32_t begin = crew.warp() * kTokens; begin < count; begin += crew.warps() * kTokens) {
+  for (uint32_t begin = crew.warp() * kTokens; begin < tiles.count; begin += crew.warps() * kTokens) {
     const uint32_t token = begin + crew.lane() / kGroup;
-    const uint32_t* const row = tile.named + token * words;
+    const Tile tile = tiles.with(begin);  // all of a warp's are of one
+    const uint32_t* const row = tile.named + token % kTileTokens * words;
+    const uint32_t* const pairs_to = tile.pairs_to + token % kTileTokens * ranks;
     for (uint32_t n = crew.lane() % kGroup;; n += kGroup) {
-      const uint32_t expert = token < count ? find_bit(row, words, n, experts) : experts;
+      const uint32_t expert = token < tiles.count ? find_bit(row, words, n, experts) : experts;
       if (__all_sync(kFullWarp, expert == experts)) break;
       if (expert == experts) continue;
       const uint32_t to = rank_of(d, expert);
-      Pair pair{token, expert, expert, expert_number(d, expert, to), to, tile.pairs_to[token * ranks + to], 0, 0};
+      Pair pair{token, expert, expert, expert_number(d, expert, to), to, pairs_to[to], 0, 0};
       pair.same_lower = n - bits_below(row, expert - expert % d.experts_per_rank);
-      for (uint32_t r = d.first_of[d.domain_of[to]]; r < to; ++r)
-        pair.ranks_lower += tile.pairs_to[token * ranks + r] != 0;
+      for (uint32_t r = d.first_of[d.domain_of[to]]; r < to; ++r) pair.ranks_lower += pairs_to[r] != 0;
       visit(pair);
     }
   }
@@ -189,15 +205,16 @@ __device__ __forceinline__ uint32_t bits_of(uint32_t bytes) {
   const uint32_t ones = ((bytes & 0x7F7F7F7Fu) + 0x7F7F7F7Fu | bytes) >> 7 & 0x01010101u;
   return ones * 0x01020408u >> 24 & 0xF;  // no two of its products meet
 }
-// Bits, masks and pairs of what a map has of a tile. A warp takes a token, a lane eight neighbouring columns at a time:
+// Bits, masks and pairs of what a map has of tiles. A warp takes a token, a lane eight neighbouring columns at a time:
 // with a column a lane every 32 of them would wait for memory. Not inlined, for want of registers.
-__device__ __noinline__ void read_map(const Crew crew, const Domain& d, const DeviceRouting& r, Mask* masks,
-                                      uint32_t* pairs_to, uint32_t* named, uint32_t first, uint32_t count) {
+__device__ __noinline__ void read_map(const Crew crew, const Domain& d, const DeviceRouting& r, const Tiles tiles) {
   constexpr uint32_t kColumns = 8;
   const bool eights = r.width % kColumns == 0 && reinterpret_cast<uint64_t>(r.data) % kColumns == 0;
   const uint32_t all_columns = Tile::words(r.width) * 32;
-  for (uint32_t token = crew.warp(); token < count; token += crew.warps()) {
-    const uint8_t* const row = static_cast<const uint8_t*>(r.data) + uint64_t{first + token} * r.width;
+  for (uint32_t t = crew.warp(); t < tiles.count; t += crew.warps()) {
+    const Tile tile = tiles.with(t);
+    const uint32_t token = t % kTileTokens;
+    const uint8_t* const row = static_cast<const uint8_t*>(r.data) + uint64_t{tiles.first + t} * r.width;
     for (uint32_t column = crew.lane() * kColumns; column < all_columns; column += kWarp * kColumns) {
       uint32_t bits = 0;
       if (eights && column < r.width) {
@@ -206,34 +223,41 @@ __device__ __noinline__ void read_map(const Crew crew, const Domain& d, const De
       } else {
         for (uint32_t i = 0; i < kColumns && column + i < r.width; ++i) bits |= uint32_t{row[column + i] != 0} << i;
       }
-      reinterpret_cast<uint8_t*>(named)[(token * all_columns + column) / 8] = static_cast<uint8_t>(bits);
+      reinterpret_cast<uint8_t*>(tile.named)[(token * all_columns + column) / 8] = static_cast<uint8_t>(bits);
       for (; bits != 0; bits &= bits - 1) {
         const uint32_t expert = column + __ffs(bits) - 1, to = rank_of(d, expert);
-        or_shared(reinterpret_cast<uint32_t*>(masks + expert_number(d, expert, to)) + token / 32, 1u << token % 32);
-        add_shared(&pairs_to[token * d.at.num_ranks + to], 1);
+        or_shared(reinterpret_cast<uint32_t*>(tile.expert + expert_number(d, expert, to)) + token / 32,
+                  1u << token % 32);
+        add_shared(&tile.pairs_to[token * d.at.num_ranks + to], 1);
       }
     }
   }
 }
 
-// By a crew: the tile's masks and counts, from the caller's routing.
-__device__ inline void read_tile(const Crew& crew, const Domain& d, const DeviceRouting& r, const Tile& tile,
-                                 uint32_t first, uint32_t count) {
-  const uint32_t ranks = d.at.num_ranks;
-  for (uint32_t i = crew.thread; i < d.at.num_experts + ranks; i += crew.size) tile.expert[i] = 0;
-  for (uint32_t i = crew.thread; i < kTileTokens * ranks; i += crew.size) tile.pairs_to[i] = 0;
+// By a crew: the tiles' masks and counts, from the caller's routing.
+__device__ inline void read_tiles(const Crew& crew, const Domain& d, const DeviceRouting& r, const Tiles& tiles) {
+  const uint32_t ranks = d.at.num_ranks, domains = d.at.num_domains, size = tiles.size();
+  for (uint32_t t = 0; t < size; ++t) {
+    const Tile tile = tiles.tile(t);
+    for (uint32_t i = crew.thread; i < d.at.num_experts + ranks; i += crew.size) tile.expert[i] = 0;
+    for (uint32_t i = crew.thread; i < kTileTokens * ranks; i += crew.size) tile.pairs_to[i] = 0;
+  }
   crew.sync();
   if (r.is_map)
-    read_map(crew, d, r, tile.expert, tile.pairs_to, tile.named, first, count);
+    read_map(crew, d, r, tiles);
   else
-    visit_topk(crew, d, r, first, count, [&](const Pair& p) {
-      or_shared(reinterpret_cast<uint32_t*>(&tile.expert[p.expert]) + p.token / 32, 1u << p.token % 32);
-      if (p.same_lower == 0) tile.pairs_to[p.token * ranks + p.to] = p.same;
+    visit_topk(crew, d, r, tiles.first, tiles.count, [&](const Pair& p) {
+      const Tile tile = tiles.with(p.token);
+      const uint32_t token = p.token % kTileTokens;
+      or_shared(reinterpret_cast<uint32_t*>(&tile.expert[p.expert]) + token / 32, 1u << token % 32);
+      if (p.same_lower == 0) tile.pairs_to[token * ranks + p.to] = p.same;
     });
   crew.sync();
-  // A warp per destination: its tokens, and the pairs of earlier tokens.
+  // A warp per destination of a tile: its tokens, and the pairs of earlier tokens.
   const uint32_t lane = crew.lane();
-  for (uint32_t to = crew.warp(); to < ranks; to += crew.warps()) {
+  for (uint32_t i = crew.warp(); i < size * ranks; i += crew.warps()) {
+    const Tile tile = tiles.tile(i / ranks);
+    const uint32_t to = i % ranks;
     const uint32_t low = tile.pairs_to[lane * ranks + to], high = tile.pairs_to[(lane + kWarp) * ranks + to];
     const uint32_t low_mask = __ballot_sync(kFullWarp, low != 0), high_mask = __ballot_sync(kFullWarp, high != 0);
     if (lane == 0) tile.destination[to] = Mask{high_mask} << 32 | low_mask;
@@ -242,7 +266,9 @@ __device__ inline void read_tile(const Crew& crew, const Domain& d, const Device
     tile.slot_begin[(lane + kWarp) * ranks + to] = low_total + warp_prefix(high, lane) - high;
   }
   // And per domain: its tokens, and the pieces of earlier tokens.
-  for (uint32_t to = crew.warp(); to < d.at.num_domains; to += crew.warps()) {
+  for (uint32_t i = crew.warp(); i < size * domains; i += crew.warps()) {
+    const Tile tile = tiles.tile(i / domains);
+    const uint32_t to = i % domains;
     uint32_t low = 0, high = 0;
     for (uint32_t r = d.first_of[to]; r < d.first_of[to + 1]; ++r) {
       low += tile.pairs_to[lane * ranks + r] != 0;
@@ -268,21 +294,27 @@ __device__ inline uint32_t pieces_of_tile(const Domain& d, const Tile& tile, uin
   return pieces;
 }
 
-__device__ inline void count_tile(const Crew& crew, const Domain& d, const Tile& tile, const TileCounts& out) {
-  for (uint32_t e = crew.thread; e < d.at.num_experts; e += crew.size) out.expert[e] = __popcll(tile.expert[e]);
-  for (uint32_t to = crew.thread; to < d.at.num_ranks; to += crew.size) {
-    out.rows_to[to] = __popcll(tile.destination[to]);
-    out.pairs_to[to] = pairs_of_tile(d, tile, to);
+// By a crew.
+__device__ inline void count_tiles(const Crew& crew, const Domain& d, const Tiles& tiles) {
+  const uint32_t lane = crew.lane(), first = tiles.first / kTileTokens;
+  for (uint32_t t = 0; t < tiles.size(); ++t) {
+    const Tile tile = tiles.tile(t);
+    const TileCounts out(d, first + t);
+    for (uint32_t e = crew.thread; e < d.at.num_experts; e += crew.size) out.expert[e] = __popcll(tile.expert[e]);
+    if (crew.warp() != t % crew.warps()) continue;
+    for (uint32_t to = lane; to < d.at.num_ranks; to += kWarp) {
+      out.rows_to[to] = __popcll(tile.destination[to]);
+      out.pairs_to[to] = pairs_of_tile(d, tile, to);
+    }
+    uint32_t most = 0;
+    for (uint32_t to = lane; to < d.at.num_domains; to += kWarp) {
+      out.stream[to] = __popcll(tile.stream[to]);
+      const uint32_t low = tile.pieces[to * kTileTokens + kWarp], all = pieces_of_tile(d, tile, to);
+      most = max(most, max(low, all - low));
+    }
+    most = __reduce_max_sync(kFullWarp, most);
+    if (lane == 0) *out.most_pieces = most;
   }
-  for (uint32_t to = crew.thread; to < d.at.num_domains; to += crew.size) out.stream[to] = __popcll(tile.stream[to]);
-  if (crew.warp() != crew.warps() - 1) return;
-  uint32_t most = 0;
-  for (uint32_t to = crew.lane(); to < d.at.num_domains; to += kWarp) {
-    const uint32_t low = tile.pieces[to * kTileTokens + kWarp], all = pieces_of_tile(d, tile, to);
-    most = max(most, max(low, all - low));
-  }
-  most = __reduce_max_sync(kFullWarp, most);
-  if (crew.lane() == 0) *out.most_pieces = most;
 }
 
 }  // namespace uccl_ep::cuda
