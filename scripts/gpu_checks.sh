@@ -3,11 +3,11 @@
 #
 #   ./scripts/gpu_checks.sh [tests] [domains] [megatron] [sanitize] [soak] [bench] [links] [step]    none: all but step
 #
-# On 4 x H200: tests (one domain) 3 minutes; domains (several) about 9; megatron 2; sanitize 1 GPU; soak: 10,000 operations,
-# 10,000 rounds beside NCCL, 1,000 replays of a graph, and all that is slow; bench: the sweep of bench/README.md, and forward +
-# backward, 2 minutes; links: several domains with a link of 50 GB/s and without a limit, 1 minute; step: a training step of
-# Megatron with each dispatcher, 4 GPUs of 140 GB, 50 s a cell. What is measured goes into $OUT (bench/results). megatron and
-# step need megatron-core. RANKS: as many as there are GPUs.
+# On 4 x H200: tests (one domain) 3 minutes; domains (several) about 9; megatron 2; sanitize 1 or 2 GPUs, 2 minutes; soak:
+# 10,000 operations, 10,000 rounds beside NCCL, 1,000 replays of a graph, and all that is slow; bench: the sweep of
+# bench/README.md, forward + backward, other widths and uneven routing, 4 minutes; links: several domains with a link of
+# 50 GB/s and without a limit, 1 minute; step: a training step of Megatron with each dispatcher, 4 GPUs of 140 GB, 50 s a
+# cell. What is measured goes into $OUT (bench/results). megatron and step need megatron-core. RANKS: as many as there are GPUs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -41,6 +41,10 @@ for what in "$@"; do
       check bench "$python" bench/dispatch_combine.py --preset ht --ranks "$ranks" --out "$out/gpus_${ranks}_one_domain"
       check bench "$python" bench/dispatch_combine.py --backward --ranks "$ranks" --tokens 128 512 4096 --hidden 7168 \
         --topk 8 --experts 256 --domains 1 --num-sms 24 64 --out "$out/gpus_${ranks}_backward"
+      check bench "$python" bench/dispatch_combine.py --ranks "$ranks" --tokens 512 4096 --hidden 2048 4096 --topk 8 \
+        --experts 256 --routing uniform zipf one_hot --domains 1 --num-sms 24 --out "$out/gpus_${ranks}_shapes"
+      check bench "$python" bench/dispatch_combine.py --ranks "$ranks" --tokens 4096 --hidden 7168 --routing trace \
+        --domains 1 --num-sms 24 --out "$out/gpus_${ranks}_router_trace"
       ;;
     links)
       # 512 MiB hold fewer than 4096 tokens in one window.
