@@ -95,6 +95,18 @@ CLAIM("maps of more columns than a warp reads at a time have the host's bits") {
     try_seeds(run);
   }
 }
+CLAIM("tiles for which a block has no room, and so reads twice, have the host's bits") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}})
+    for (const bool is_map : {false, true}) {
+      CudaRun run = run_of(domain_of);
+      run.experts_per_rank = 1500;  // 60 KiB a tile
+      run.map_one_in = 500;
+      run.is_map = is_map;
+      run.num_tokens = {250, 130};
+      run.rounds = 1;
+      try_seeds(run);
+    }
+}
 CLAIM("padded experts, ranks without tokens and rows without weights have the host's bits") {
   CudaRun run = run_of({0, 1, 0});
   run.alignment = 16;

@@ -20,6 +20,7 @@ struct CudaRun {
   bool compact = false, with_values = true;
   bool fp8_codes = false;  // FP8 rows come out as codes and scales
   bool is_map = false;
+  uint32_t map_one_in = 3;  // of a map's entries are routed
   uint32_t alignment = 1;
   int64_t spare_bytes = 8 << 20;  // of the budget, beyond the least
   uint32_t num_sms = 2, stage_sms = 0;
@@ -74,7 +75,7 @@ struct RankInput {
       const uint64_t first = random() % experts, step = 1 + random() % (experts / run.width());
       for (uint32_t k = 0; k < run.width(); ++k) {
         if (run.is_map) {
-          routing.push_back(chance(3));
+          routing.push_back(chance(run.map_one_in));
         } else {
           const int64_t expert = chance(8) ? -1 : static_cast<int64_t>((first + k * step) % experts);
           const auto* const bytes = reinterpret_cast<const uint8_t*>(&expert);
