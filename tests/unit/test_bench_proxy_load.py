@@ -25,6 +25,10 @@ def spin_as(name: str) -> float:
             pass
         counted = proxy_seconds() - before
 
+    # A thread that was joined may still be listed, and gone a moment later.
+    until = time.monotonic() + 10.0
+    while proxy_seconds() > 0 and time.monotonic() < until:
+        time.sleep(0.01)
     thread = threading.Thread(target=spin)
     thread.start()
     thread.join()

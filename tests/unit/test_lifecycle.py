@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.segments import left_behind, segments
 from tests.unit.by_hand import (
     E,
     H,
@@ -28,7 +29,6 @@ from tests.unit.by_hand import (
     inputs,
     on_all,
     outcome,
-    shared_memory,
     together,
 )
 from uccl_ep_train import Buffer
@@ -291,7 +291,7 @@ print("leaving")
 
 
 def test_the_interpreter_exits_with_open_buffers_and_pending_operations() -> None:
-    before = shared_memory()
+    before = segments()
     ended = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=100)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "leaving\n", "")
-    assert shared_memory() <= before
+    assert not left_behind(before)
