@@ -87,7 +87,7 @@ __device__ void stage(const Crew& crew, const Domain& d, const Op& op, const Pla
       share.chunks() >= kManyChunks && !crew.all(crew.thread != 0 || wait_routed(d, staged)))
     return;
   const StepClock clock(crew, d, Step::kStage, workers(d) - share.count);
-  // By all blocks.
+  // Where rows for other domains go depends on the tiles of all blocks.
   if (kFresh && d.net != nullptr && !crew.all(crew.thread != 0 || wait_block(d, &local(d).packed, op.epoch))) return;
   bool done = false;
   if constexpr (kBulk) {
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(kThreads<kNet>, 1)
   }
   const uint32_t warp = threadIdx.x / kWarp;
   bool placed = true;
-  // Who stages routes, too: where a row for another domain goes is known when all is routed.
+  // Who stages routes, too: it could not begin before all is routed.
   if constexpr (kState == PlanState::kNew && kNet)
     if (warp >= kFirstStage)
       exchange_tiles(Crew::of(4, kFirstStage, kStageWarps + kPlacing<kNet>), d, op, args, shared);

@@ -195,7 +195,7 @@ __device__ inline void write_chunks(const Domain& d, const Tile& tile, uint32_t 
     }
 }
 
-// By a crew: what lies before each number of a tile, and before the next one's. Not before its own numbers are known.
+// By a crew: before `next` lies what lies before a tile, and the tile. They may be the same.
 __device__ inline void add_tile(const Crew& crew, const Domain& d, const Tile& tile, const Tile& next) {
   const uint32_t experts = d.at.num_experts, ranks = d.at.num_ranks, domains = d.at.num_domains;
   for (uint32_t i = crew.thread; i < experts + ranks; i += crew.size)  // row_base follows expert_base
@@ -214,8 +214,8 @@ __device__ inline void add_tile(const Crew& crew, const Domain& d, const Tile& t
 #else
 #define UCCL_EP_WRITES __noinline__
 #endif
-// By a crew: lists, pairs and values of tiles, of which the first knows what lies before it, and after it before the
-// tile behind them; returns this thread's part of the hash.
+// By a crew: lists, pairs and values of tiles, the first of which knows what lies before it, and then what lies before
+// the tile behind them; returns this thread's part of the hash.
 __device__ UCCL_EP_WRITES uint64_t write_tiles(const Crew& crew, const Domain& d, const DeviceRouting& r,
                                                const Tiles& tiles, uint32_t all_chunks) {
   const uint32_t ranks = d.at.num_ranks, own = own_domain(d), size = tiles.size();
