@@ -30,7 +30,7 @@ PACKAGES=(
   # 0.16.1 is the last for Python 3.11; from 0.20 on nothing has been tested.
   "megatron-core==0.16.1; python_version < '3.12'" "megatron-core>=0.16.1,<0.20; python_version >= '3.12'"
   numpy matplotlib tqdm
-  pytest pytest-timeout pytest-xdist hypothesis pyyaml
+  pytest pytest-timeout hypothesis pyyaml
   "ruff==0.17.5" "mypy==2.4.1" "clang-format==23.1.5"
 )
 

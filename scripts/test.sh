@@ -7,11 +7,6 @@
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 cd "$ROOT"
-if [ $# -eq 0 ]; then
-  set -- --durations=10
-  # Most tests wait for something: two processes take two thirds of the time of one. Those of a file stay together. GPUs
-  # cannot be shared so.
-  [ -e /dev/nvidiactl ] || set -- "$@" -n 2 --dist loadfile
-fi
+[ $# -gt 0 ] || set -- --durations=10
 printf '[test] python -m pytest %s\n' "$*"
 exec "$VENV/bin/python" -m pytest "$@"

@@ -81,20 +81,22 @@ def test_a_rank_that_never_enters_is_named_by_all(call: str, layout: str, absent
 @pytest.mark.parametrize("layout", ["1x4", "2x2"])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_late_rank_is_waited_for_longer_than_the_progress_deadline(call: str, layout: str) -> None:
-    late_s = 1.5
-    with spec_of(layout, arrival_timeout_s=60.0, progress_timeout_s=0.75).group() as group:
+    late_s, progress_s = 1.5, 0.75
+    with spec_of(layout, arrival_timeout_s=60.0, progress_timeout_s=progress_s).group() as group:
         handles = group.run(lambda rank, buffer: dispatch(buffer).handle)
 
-        def step(rank: int, buffer: Buffer) -> float:
-            started = time.monotonic()
+        def step(rank: int, buffer: Buffer) -> tuple[float, float]:
             if rank == 1:
                 time.sleep(late_s)
+            called = time.monotonic()
             CALLS[call](buffer, handles[rank])
-            return time.monotonic() - started
+            return called, time.monotonic()
 
         # The last calls are for the close: within the progress deadline all are there.
         times = group.run(step)
-        assert all(seconds >= late_s for seconds in times), times
+        late = times[1][0]
+        assert all(returned >= late for _, returned in times), times
+        assert late - max(called for called, _ in times[:1] + times[2:]) > progress_s, times
 
 
 def test_a_network_that_is_slow_but_moves_is_waited_for() -> None:
