@@ -71,7 +71,7 @@ def train(rank: int, dispatcher: str, modules: list[str], forget: bool) -> tuple
 
 def _graphs(modules: list[str]) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
-    name = "cuda_graph_modules" if "cuda_graph_modules" in known else "cuda_graph_scope"  # before 0.18
+    name = "cuda_graph_modules" if "cuda_graph_modules" in known else "cuda_graph_scope"  # its former name
     return {
         "cuda_graph_impl": "transformer_engine",
         "cuda_graph_warmup_steps": WARMUP,

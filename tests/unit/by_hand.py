@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,3 +65,7 @@ def dispatch(buffer: Buffer, **arguments: Any) -> Any:
 
 def on_all(buffers: list[Buffer], call: Callable[[Buffer], Any]) -> list[Any]:
     return together([lambda entry=entry: call(entry) for entry in buffers])
+
+
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir() if "uccl_ep" in path.name}

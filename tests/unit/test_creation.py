@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.segments import left_behind, segments
-from tests.unit.by_hand import SETTINGS, close, create
+from tests.unit.by_hand import SETTINGS, close, create, shared_memory
 from uccl_ep_train import Buffer, EpConfig, lifecycle, memory_plan
 from uccl_ep_train.errors import (
     ConfigError,
@@ -101,7 +100,7 @@ class _FaultyEngine:
 def test_a_failure_at_any_step_fails_all_at_once_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, method: str, domain_size: int
 ) -> None:
-    before = segments()
+    before = shared_memory()
     core = lifecycle.load_native()
     monkeypatch.setattr(lifecycle, "load_native", lambda: FaultyCore(core, method))
     started = time.monotonic()
@@ -109,4 +108,4 @@ def test_a_failure_at_any_step_fails_all_at_once_and_leaves_nothing(
     assert time.monotonic() - started < 20  # Not the 30 s that a missing rank takes.
     assert isinstance(results[0], PeerFailed) and "rank 1 failed with MemoryError" in str(results[0])
     assert isinstance(results[1], MemoryError)
-    assert not left_behind(before)
+    assert shared_memory() == before

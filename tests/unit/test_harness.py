@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests import cases, harness, segments
+from tests import cases, harness
 from tests.bits import bit_difference
 from tests.cases import LAYOUTS, EngineSpec, expect, make_case
 from tests.harness import RankGroup, RanksHung, run_ranks
@@ -275,27 +272,3 @@ class TestProcesses:
         for pid in pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
-
-
-def test_shared_memory_that_is_left_is_seen_and_that_of_other_processes_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(segments, "GRACE_S", 0.1)
-    before = segments.segments()
-    left, others = (Path(f"/dev/shm/uccl_ep.test_{kind}_{os.getpid()}") for kind in ("left", "others"))
-    for path in (left, others):
-        path.write_bytes(bytes(4096))
-    maps_it = (
-        "import mmap, sys; file = open(sys.argv[1], 'r+b'); memory = mmap.mmap(file.fileno(), 0); print(); "
-        "sys.stdout.flush(); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", maps_it, str(others)]
-    try:
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-            assert other.stdout is not None and other.stdout.readline() == b"\n"
-            assert segments.left_behind(before) & {left.name, others.name} == {left.name}
-            other.communicate()
-        assert segments.left_behind(before) >= {left.name, others.name}
-    finally:
-        left.unlink()
-        others.unlink()

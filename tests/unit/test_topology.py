@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.segments import left_behind, segments
 from uccl_ep_train import EpConfig, LocalBootstrap, Topology, topology
 from uccl_ep_train.errors import ConfigError, EpError, PeerFailed, RankMismatchError, TopologyError
 from uccl_ep_train.topology import (
@@ -32,6 +31,10 @@ def on_every_rank(size, call):
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(run, LocalBootstrap.create(size, timeout_s=20)))
+
+
+def probe_segments():
+    return {path.name for path in Path("/dev/shm").glob("uccl_ep_probe_*")}
 
 
 def test_domains_are_dense_and_ordered_by_their_lowest_rank():
@@ -71,9 +74,9 @@ def test_domains_of_another_length_than_the_group_are_refused():
 
 
 def test_threads_of_one_process_are_probed_as_one_domain_and_nothing_is_left():
-    before = segments()
+    before = probe_segments()
     assert on_every_rank(3, probe) == [Topology.split(3, 3)] * 3
-    assert not left_behind(before)
+    assert probe_segments() == before
 
 
 def test_ranks_with_another_boot_id_are_another_domain(monkeypatch):
@@ -101,7 +104,7 @@ def test_ranks_that_disagree_on_their_domain_are_named():
 
 
 def test_a_rank_that_cannot_create_shared_memory_fails_all_and_leaves_nothing(monkeypatch):
-    before = segments()
+    before = probe_segments()
     create = Segment.create
     turns = iter(range(3))
 
@@ -118,7 +121,7 @@ def test_a_rank_that_cannot_create_shared_memory_fails_all_and_leaves_nothing(mo
         "TopologyError",
     ]
     assert "no shared memory here" in str(next(entry for entry in results if isinstance(entry, PeerFailed)))
-    assert not left_behind(before)
+    assert probe_segments() == before
 
 
 def test_a_segment_is_readable_by_name_and_nonce_only():
