@@ -129,19 +129,27 @@ def test_many_orders(build: Build, claim: str, monkeypatch: pytest.MonkeyPatch) 
     holds(build, "cuda_engine", claim, "memory")
 
 
-# (file of csrc/backend/cuda, what it says, what a mutant says instead)
+TWO_DOMAINS = "2 domains of a rank have the host's bits"
+ONE_DOMAIN = "2 ranks of a domain have the host's bits, BF16"
+# (a claim that does not hold, file of csrc/backend/cuda, what it says, what a mutant says instead)
 MUTANTS = {
     "a row is placed before it has come": (
-        "place.cuh", "if (!ready) look(d, op, args, arrivals);", "return true;",
+        TWO_DOMAINS, "place.cuh", "if (!ready) look(d, op, args, arrivals);", "return true;",
+    ),
+    "a row is placed before its list is there": (
+        ONE_DOMAIN, "plan.cuh", "good &= wait_peer(", "good &= d.at.num_ranks > 0 || wait_peer(",
+    ),
+    "counts are told of before they are there": (
+        ONE_DOMAIN, "dispatch.cu", "wait_shared(d, &staged.totals)", "staged.totals < 2",
     ),
     "a sum is merged before it has come": (
-        "merge.cuh", "if (chunk < arrived) return true;", "return true;",
+        TWO_DOMAINS, "merge.cuh", "if (chunk < arrived) return true;", "return true;",
     ),
     "the warp that tells leaves before the last row": (
-        "fold.cuh", "read_shared(&boxes.ended) == kWarps", "read_shared(&boxes.ended) > 0",
+        TWO_DOMAINS, "fold.cuh", "read_shared(&boxes.ended) == kWarps", "read_shared(&boxes.ended) > 0",
     ),
     "a lane leaves a collective": (
-        "stage.cuh", "__syncwarp();\n  if (crew.lane() == 0) count_shared",
+        TWO_DOMAINS, "stage.cuh", "__syncwarp();\n  if (crew.lane() == 0) count_shared",
         "if (crew.lane() != 0) __syncwarp();\n  if (crew.lane() == 0) count_shared",
     ),
 }  # fmt: skip
@@ -152,7 +160,7 @@ MUTANTS = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_broken_kernel_is_found(tmp_path: Path, mutant: str) -> None:
     """Negative control: bits that are compared, and lanes that are watched."""
-    name, right, wrong = MUTANTS[mutant]
+    claim, name, right, wrong = MUTANTS[mutant]
     csrc = building.shutil.copytree(building.CSRC, tmp_path / "csrc")
     broken = csrc / "backend" / "cuda" / name
     assert broken.read_text().count(right) == 1
@@ -162,7 +170,7 @@ def test_a_broken_kernel_is_found(tmp_path: Path, mutant: str) -> None:
         for path in sources_of("cuda_engine")
     ]
     binary = building.link(tmp_path / "claims", sources, building.PLAIN)
-    result = run([binary, "2 domains of a rank have the host's bits"], 150)
+    result = run([binary, claim], 150)
     assert result.returncode != 0, result.stdout
 
 

@@ -223,12 +223,24 @@ __device__ inline bool wait_block(const Domain& d, const uint64_t* flag, uint64_
     if (looks % 64 == 0 && stopped(d)) return false;
   return read_flag(flag) >= value;
 }
-// By a crew: flags of every member.
-__device__ inline bool wait_members(const Crew& crew, const Domain& d, uint64_t flags, uint64_t value, Step step) {
+// By one thread, for what another crew of this block does, once. False: an error is known.
+__device__ inline bool wait_shared(const Domain& d, uint32_t* word) {
+  for (uint32_t looks = 1; read_shared(word) == 0; ++looks) {
+    if (looks % 64 == 0 && stopped(d)) return false;
+    __nanosleep(50);
+  }
+  return true;
+}
+// By every thread of a crew, which has to decide together: flags of its share of the members.
+__device__ inline bool wait_some_members(const Crew& crew, const Domain& d, uint64_t flags, uint64_t value, Step step) {
   bool good = true;
   for (uint32_t r = d.first + crew.thread; r < d.end; r += crew.size)
     good &= wait_flag(d, member_flag(d, d.rank, flags, r), value, step, r);
-  return crew.all(good);
+  return good;
+}
+// By a crew: flags of every member.
+__device__ inline bool wait_members(const Crew& crew, const Domain& d, uint64_t flags, uint64_t value, Step step) {
+  return crew.all(wait_some_members(crew, d, flags, value, step));
 }
 // By one thread: rank `r` has entered. One of all threads of a kernel counts how long that took.
 __device__ inline bool wait_rank(const Domain& d, uint64_t epoch, uint32_t r, bool counts) {
@@ -245,14 +257,18 @@ __device__ inline bool wait_entered(const Crew& crew, const Domain& d, uint64_t 
   for (uint32_t r = crew.thread; r < d.at.num_ranks; r += crew.size) good &= wait_rank(d, epoch, r, true);
   return crew.all(good);
 }
-// By a crew: the transport has let go of our packets of two operations ago.
-__device__ inline bool wait_packets_gone(const Crew& crew, const Domain& d, uint64_t epoch) {
+// By every thread of a crew, which has to decide together: the transport has let go of its share of our packets of two
+// operations ago.
+__device__ inline bool wait_some_packets_gone(const Crew& crew, const Domain& d, uint64_t epoch) {
   bool good = true;
   if (d.net != nullptr && epoch > kHalves)
     for (uint32_t to = crew.thread; to < d.at.num_domains; to += crew.size)
       if (to != own_domain(d))
         good &= wait_flag(d, net_state(d).packets_gone + to, epoch - kHalves, Step::kShip, d.first_of[to]);
-  return crew.all(good);
+  return good;
+}
+__device__ inline bool wait_packets_gone(const Crew& crew, const Domain& d, uint64_t epoch) {
+  return crew.all(wait_some_packets_gone(crew, d, epoch));
 }
 
 enum class Arrival : uint32_t { kCounted, kRouted, kValues, kHashed, kPlaced, kFolded, kMerged, kRelayed, kThrough };

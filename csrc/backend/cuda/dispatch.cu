@@ -24,12 +24,19 @@ constexpr uint32_t kMostKept = 16;  // tiles of a block
 // By the crew that serves: of a plan that is known, what the others wait for; of a new one, its heads; then what rows
 // have beside their data.
 template <PlanState kState>
-__device__ void serve(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args) {
+__device__ void serve(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args,
+                      Staged& staged) {
   constexpr bool kFresh = kState != PlanState::kKnown;
   const bool first = args.window == 0;
   if constexpr (kFresh) {
     if (blockIdx.x >= args.num_blocks) return;
-    if (!crew.all(crew.thread != 0 || wait_block(d, &local(d).planned, op.epoch))) return;
+    // Counts go ahead of the lists, so that all that follows from them is known when these are there.
+    if (kState == PlanState::kNew && blockIdx.x == 0) {
+      if (!crew.all(crew.thread != 0 || wait_shared(d, &staged.totals))) return;
+      publish_packet(crew, d, d.at.header_full, op.epoch);
+      count_received(crew, d, op, args.signature, args.call);
+    }
+    if (!wait_plan(crew, d, op)) return;
     if (!has_memory<kState>(d, args)) return;
     const StepClock clock(crew, d, Step::kPlan);
     plan_heads(crew, d, op, plan, args.num_blocks);
@@ -84,7 +91,7 @@ __device__ void stage(const Crew& crew, const Domain& d, const Op& op, const Pla
   if (!wait_members(crew, d, d.at.read, op.free_after, Step::kStage)) return;
   const StageShare share = stage_share(d, args);
   if (kState == PlanState::kNew && d.net == nullptr && args.stage.wire == Dtype::kFp8 &&
-      share.chunks() >= kManyChunks && !crew.all(crew.thread != 0 || wait_routed(d, staged)))
+      share.chunks() >= kManyChunks && !crew.all(crew.thread != 0 || wait_shared(d, &staged.routed)))
     return;
   const StepClock clock(crew, d, Step::kStage, workers(d) - share.count);
   // Where rows for other domains go depends on the tiles of all blocks.
@@ -101,40 +108,41 @@ __device__ void stage(const Crew& crew, const Domain& d, const Op& op, const Pla
   if (args.routing_compared && args.window == 0) compare_routing(crew, d, plan, args.routing, args.signature.plan_id);
 }
 
-// By a crew of each block: its tiles of a new plan. After an error, which all look for later, some are missing.
-__device__ void exchange_tiles(const Crew& crew, const Domain& d, const Op& op, const PlaceArgs& args,
+// By a crew of each block: its tiles of a new plan. False: an error is known.
+__device__ bool exchange_tiles(const Crew& crew, const Domain& d, const Op& op, const PlaceArgs& args, Staged& staged,
                                uint8_t* shared) {
-  if (!wait_members(crew, d, d.at.read, op.free_after, Step::kExchange) || !wait_packets_gone(crew, d, op.epoch))
-    return;
   const StepClock clock(crew, d, Step::kExchange);
-  if (blockIdx.x == 0) write_headers(crew, d, op, args.signature, args.stage.num_tokens);
-  route(crew, d, op, args.routing, args.stage.num_tokens, args.kept_tiles, shared);
+  const bool good =
+      route(crew, d, op, args.signature, args.routing, args.stage.num_tokens, args.kept_tiles, shared, &staged.totals);
   clock.stop();
+  return good;
 }
 
 // By the crew that will place, when its block's tiles are routed: the exchange. False: an error is known.
-__device__ bool exchange(const Crew& crew, const Domain& d, const Op& op, const PlaceArgs& args, Staged& staged,
-                         uint8_t* shared) {
+__device__ bool exchange(const Crew& crew, const Domain& d, const Op& op, const PlaceArgs& args, Staged& staged) {
   if (crew.thread == 0) count_shared(&staged.routed);
   if (last_block(crew, d, Arrival::kRouted, workers(d))) {
-    if (crew.thread == 0 && d.net == nullptr) keep(d, op, OpKind::kDispatch);  // all blocks have entered
-    if (going(crew, d)) {
-      if (crew.thread == 0 && d.net != nullptr) publish_in_gpu(&local(d).packed, op.epoch);
-      // Two warps, for a release takes its time.
-      const bool with_values = args.routing.values != nullptr;
-      for (uint32_t r = d.first + crew.lane(); r < d.end; r += kWarp) {
-        if (crew.warp() == 0) publish_flag(at<uint64_t>(d, r, d.at.header_full) + d.rank, op.epoch);
-        if (crew.warp() == 1 && with_values) publish_flag(at<uint64_t>(d, r, d.at.values_full) + d.rank, op.epoch);
-      }
-      uint64_t hash = 0;
-      for (uint32_t b = crew.thread; b < workers(d); b += crew.size) hash += __ldcg(&local(d).block_hash[b]);
-      hash = crew_sum(crew, hash);
-      if (crew.thread == 0) header(d, d.rank, op.epoch).routing_hash = hash;  // nobody else looks at it
-      count_received(crew, d, op, args.signature, args.call, reinterpret_cast<uint32_t*>(shared));
+    if (crew.thread == 0) {
+      if (d.net == nullptr)
+        keep(d, op, OpKind::kDispatch);  // all blocks have entered
+      else
+        publish_in_gpu(&local(d).packed, op.epoch);
+    }
+    // Two warps, for a release takes its time.
+    const bool with_values = args.routing.values != nullptr;
+    for (uint32_t r = d.first + crew.lane(); r < d.end; r += kWarp) {
+      if (crew.warp() == 0) publish_flag(member_flag(d, r, d.at.lists_full, d.rank), op.epoch);
+      if (crew.warp() == 1 && with_values) publish_flag(at<uint64_t>(d, r, d.at.values_full) + d.rank, op.epoch);
+    }
+    uint64_t hash = 0;
+    for (uint32_t b = crew.thread; b < workers(d); b += crew.size) hash += __ldcg(&local(d).block_hash[b]);
+    hash = crew_sum(crew, hash);
+    if (crew.thread == 0) {
+      header(d, d.rank, op.epoch).routing_hash = hash;  // no other rank looks at it
+      publish_in_gpu(&local(d).hashed, op.epoch);
     }
   }
-  if (blockIdx.x >= args.num_blocks) return true;  // has nothing left to do
-  return crew.all(crew.thread != 0 || wait_block(d, &local(d).planned, op.epoch));
+  return blockIdx.x >= args.num_blocks || wait_plan(crew, d, op);  // others have nothing left to do
 }
 
 template <PlanState kState, bool kBulk>
@@ -228,7 +236,7 @@ __global__ void __launch_bounds__(kThreads<kNet>, 1)
   __shared__ Staged staged;
   if (!kNet) __builtin_assume(d.net == nullptr);
   if (threadIdx.x < kStageWarps) staged.chunks[threadIdx.x] = 0;
-  if (threadIdx.x == 0) staged.routed = 0;
+  if (threadIdx.x == 0) staged.routed = staged.totals = 0;
   const Op op = kState == PlanState::kExchanged ? current_dispatch(d) : enter(d, OpKind::kDispatch);
   if (blockIdx.x == 0 && threadIdx.x == 0) trace_kernel(d, TraceKind::kKernelBegin, OpKind::kDispatch, op.epoch);
   if constexpr (kNet) {
@@ -239,13 +247,14 @@ __global__ void __launch_bounds__(kThreads<kNet>, 1)
   }
   const uint32_t warp = threadIdx.x / kWarp;
   bool placed = true;
+  bool good = true;
   // Who stages routes, too: it could not begin before all is routed.
   if constexpr (kState == PlanState::kNew && kNet)
     if (warp >= kFirstStage)
-      exchange_tiles(Crew::of(4, kFirstStage, kStageWarps + kPlacing<kNet>), d, op, args, shared);
+      good = exchange_tiles(Crew::of(4, kFirstStage, kStageWarps + kPlacing<kNet>), d, op, args, staged, shared);
   if (warp < kServeWarps) {
     const Crew crew = Crew::of(1, 0, kServeWarps);
-    if (going(crew, d)) serve<kState>(crew, d, op, plan, args);
+    if (going(crew, d)) serve<kState>(crew, d, op, plan, args, staged);
   } else if (warp < kFirstStage) {
     if (kState != PlanState::kExchanged) tell_staged(d, op, stage_share(d, args), staged);
   } else if (warp < kFirstPlace) {
@@ -254,10 +263,9 @@ __global__ void __launch_bounds__(kThreads<kNet>, 1)
       stage<kState, kBulk>(crew, d, op, plan, args, staged, shared);
   } else {
     const Crew crew = Crew::of(3, kFirstPlace, kPlacing<kNet>);
-    bool good = true;
     if constexpr (kState == PlanState::kNew) {
-      if constexpr (!kNet) exchange_tiles(crew, d, op, args, shared);
-      good = exchange(crew, d, op, args, staged, shared);
+      if constexpr (!kNet) good = exchange_tiles(crew, d, op, args, staged, shared);
+      good = good && exchange(crew, d, op, args, staged);
       placed = !good || blockIdx.x >= args.num_blocks || has_memory<kState>(d, args);
 #if __CUDA_ARCH__ >= 900
       if (kBulk) fence_shared();  // rings take the place of the tile

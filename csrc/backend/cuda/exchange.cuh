@@ -12,33 +12,40 @@
 
 namespace uccl_ep::cuda {
 
-// One number of the tiles before a tile, and of all.
+// A number of the tiles before a tile, and of all.
 struct Before {
   uint32_t here = 0, total = 0;
 };
-// By one thread: of `kNumbers` numbers, `apart` from each other.
-template <uint32_t kNumbers>
-__device__ __forceinline__ void add_up(const Domain& d, uint32_t number, uint32_t apart, uint32_t tile,
-                                       uint32_t num_tiles, Before (&sums)[kNumbers]) {
-  constexpr uint32_t kBatch = 16;  // tiles whose counts are loaded at a time
-  const uint32_t stride = tile_numbers(d.at.num_experts, d.at.num_ranks, d.at.num_domains);
-  const uint32_t* const counts = at<uint32_t>(d, d.rank, d.at.tile_counts) + number;
+// By one thread: the bytes of a word of the tiles' counts.
+__device__ __forceinline__ void add_up(const Domain& d, uint32_t word, uint32_t tile, uint32_t num_tiles,
+                                       Before (&sums)[4]) {
+  constexpr uint32_t kBatch = 24;  // tiles whose counts are loaded at a time
+  const uint32_t stride = tile_words(d.at);
+  const uint32_t* const counts = at<uint32_t>(d, d.rank, d.at.tile_counts) + word;
   for (uint32_t begin = 0; begin < num_tiles; begin += kBatch) {
-    uint32_t value[kNumbers][kBatch];
+    uint32_t value[kBatch];
 #pragma unroll
-    for (uint32_t n = 0; n < kNumbers; ++n)
+    for (uint32_t u = 0; u < kBatch; ++u)
+      value[u] = begin + u < num_tiles ? __ldcg(counts + uint64_t{begin + u} * stride) : 0;
+    // Two in a word, with room for the sum of a batch.
+    static_assert(kBatch * 0xFF < 1 << 16);
+    Before even, odd;
 #pragma unroll
-      for (uint32_t u = 0; u < kBatch; ++u)
-        value[n][u] = begin + u < num_tiles && number + n * apart < stride
-                          ? __ldcg(counts + n * apart + uint64_t{begin + u} * stride)
-                          : 0;
-#pragma unroll
-    for (uint32_t n = 0; n < kNumbers; ++n)
-#pragma unroll
-      for (uint32_t u = 0; u < kBatch; ++u) {
-        sums[n].total += value[n][u];
-        if (begin + u < tile) sums[n].here += value[n][u];
+    for (uint32_t u = 0; u < kBatch; ++u) {
+      const uint32_t low = value[u] & 0x00FF00FFu, high = value[u] >> 8 & 0x00FF00FFu;
+      even.total += low;
+      odd.total += high;
+      if (begin + u < tile) {
+        even.here += low;
+        odd.here += high;
       }
+    }
+#pragma unroll
+    for (uint32_t n = 0; n < 4; ++n) {
+      const Before& both = n % 2 == 0 ? even : odd;
+      sums[n].here += both.here >> n / 2 * 16 & 0xFFFF;
+      sums[n].total += both.total >> n / 2 * 16 & 0xFFFF;
+    }
   }
 }
 
@@ -85,26 +92,38 @@ __device__ inline void begin_packets(const Domain& d, const Op& op, const Tile& 
 // pairs.
 __device__ inline bool begin_tiles(const Crew& crew, const Domain& d, const Op& op, const Tile& tile,
                                    uint32_t first_tile, uint32_t num_tiles, uint32_t num_tokens, bool with_values) {
-  const uint32_t ranks = d.at.num_ranks, experts = d.at.num_experts, domains = d.at.num_domains;
+  const uint32_t ranks = d.at.num_ranks, experts = d.at.num_experts;
   __shared__ uint32_t stream_totals[kMaxRanks], all_most;
   const bool writes_totals = blockIdx.x == 0;
-  const uint32_t numbers = experts + 2 * ranks + domains;
-  constexpr uint32_t kNumbers = 2;
-  for (uint32_t first = crew.thread; first < numbers; first += kNumbers * crew.size) {
-    Before sums[kNumbers];
-    add_up(d, first, crew.size, first_tile, num_tiles, sums);
+  const uint32_t token_words = tile_token_words(d.at), numbers = experts + ranks + d.at.num_domains;
+  for (uint32_t word = crew.thread; word < token_words + ranks; word += crew.size) {
+    Before sums[4];
+    add_up(d, word, first_tile, num_tiles, sums);
+    if (word >= token_words) {  // one number
+      uint32_t here = 0, total = 0;
 #pragma unroll
-    for (uint32_t n = 0; n < kNumbers; ++n) {
-      const uint32_t i = first + n * crew.size;
-      if (i < numbers) tile.expert_base[i] = sums[n].here;  // then row_base, pair_base, stream_base
-      if (writes_totals && i < experts) {
+      for (uint32_t n = 0; n < 4; ++n) {
+        here += sums[n].here << 8 * n;
+        total += sums[n].total << 8 * n;
+      }
+      tile.pair_base[word - token_words] = here;
+      tile.pair_begin[word - token_words] = total;
+      continue;
+    }
+#pragma unroll
+    for (uint32_t n = 0; n < 4; ++n) {
+      const uint32_t i = 4 * word + n;
+      if (i >= numbers) break;
+      tile.expert_base[i] = sums[n].here;  // then row_base, stream_base
+      if (i >= experts + ranks) {
+        stream_totals[i - experts - ranks] = sums[n].total;
+      } else if (i >= experts) {
+        tile.row_begin[i - experts] = sums[n].total;
+      } else if (writes_totals) {
         const uint32_t to = d.domain_of[i / d.experts_per_rank], base = d.first_of[to] * d.experts_per_rank;
         uint8_t* const counts = own_packet(d, to, op.epoch) + packet_parts({}).counts;
         reinterpret_cast<uint32_t*>(counts)[i - base] = sums[n].total;
       }
-      if (i >= experts && i < experts + ranks) tile.row_begin[i - experts] = sums[n].total;
-      if (i >= experts + ranks && i < experts + 2 * ranks) tile.pair_begin[i - experts - ranks] = sums[n].total;
-      if (i >= experts + 2 * ranks && i < numbers) stream_totals[i - experts - 2 * ranks] = sums[n].total;
     }
   }
   if (writes_totals && crew.warp() == crew.warps() - 1) {
@@ -281,9 +300,11 @@ __device__ inline void end_tiles(const Crew& crew, const Domain& d, const Tile& 
 }
 
 // By a crew, one of each block: the routing of all our tokens. Shared memory has room for `kept` tiles; if a block has
-// more, each is read twice. False: an error is known.
-__device__ inline bool route(const Crew& crew, const Domain& d, const Op& op, const DeviceRouting& r,
-                             uint32_t num_tokens, uint32_t kept, uint8_t* shared) {
+// more, each is read twice. `totals`, in shared memory: set when block 0 has written the headers and counts. False: an
+// error is known.
+__device__ inline bool route(const Crew& crew, const Domain& d, const Op& op, const OpSignature& signature,
+                             const DeviceRouting& r, uint32_t num_tokens, uint32_t kept, uint8_t* shared,
+                             uint32_t* totals) {
   const uint32_t num_tiles = (num_tokens + kTileTokens - 1) / kTileTokens;
   const uint32_t per_block = (num_tiles + workers(d) - 1) / workers(d);
   const uint32_t first_tile = min(blockIdx.x * per_block, num_tiles), end_tile = min(first_tile + per_block, num_tiles);
@@ -291,19 +312,28 @@ __device__ inline bool route(const Crew& crew, const Domain& d, const Op& op, co
     const uint32_t first = tile * kTileTokens, end = min(min(tile + kept, end_tile) * kTileTokens, num_tokens);
     return Tiles{shared, d.at, first, end - first};
   };
+  bool good = true;
   for (uint32_t t = first_tile; t < end_tile; t += kept) {
     const Tiles tiles = tiles_from(t);
-    read_tiles(crew, d, r, tiles);
+    good &= read_tiles(crew, d, r, tiles);
     count_tiles(crew, d, tiles);
     crew.sync();
   }
+  if (first_tile == end_tile) crew.sync();
   // All blocks run at the same time: no more than the buffer has SMs.
-  if (last_block(crew, d, Arrival::kCounted, workers(d)) && crew.thread == 0)
-    publish_in_gpu(&local(d).counted, op.epoch);
-  bool good = crew.thread != 0 || wait_flag(d, &local(d).counted, op.epoch, Step::kExchange, d.rank);
+  if (crew.thread == crew.size - 1) {
+    if (arrive_last(&local(d).arrived[static_cast<uint32_t>(Arrival::kCounted)], workers(d)))
+      publish_in_gpu(&local(d).counted, op.epoch);
+    good &= wait_flag(d, &local(d).counted, op.epoch, Step::kExchange, d.rank);
+  }
+  // Meanwhile: what our packets held two operations ago has been read, and has left.
+  good &= wait_some_members(crew, d, d.at.read, op.free_after, Step::kExchange);
+  good &= wait_some_packets_gone(crew, d, op.epoch);
   if (!crew.all(good)) return false;
+  if (blockIdx.x == 0) write_headers(crew, d, op, signature, num_tokens);
   const Tile first(shared, d.at, 0);
   if (!begin_tiles(crew, d, op, first, first_tile, num_tiles, num_tokens, r.values != nullptr)) return false;
+  if (blockIdx.x == 0 && crew.thread == 0) count_shared(totals);
   uint64_t hash = 0;
   for (uint32_t t = first_tile; t < end_tile; t += kept) {
     const Tiles tiles = tiles_from(t);
@@ -315,7 +345,7 @@ __device__ inline bool route(const Crew& crew, const Domain& d, const Op& op, co
     end_tiles(crew, d, first, num_tokens);
   hash = crew_sum(crew, hash);
   if (crew.thread == 0) local(d).block_hash[blockIdx.x] = hash;
-  return !stopped(d);
+  return true;
 }
 
 }  // namespace uccl_ep::cuda

@@ -91,6 +91,7 @@ RegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64_t row
   cursor.take("rings", several ? device_ring_bytes(topo, l.rings) : 0);  // first: the transport counts from 0
   l.header_full = cursor.take("flags.header_full", 8 * ranks);
   l.values_full = cursor.take("flags.values_full", 8 * ranks);
+  l.lists_full = cursor.take("flags.lists_full", 8 * members);
   l.read = cursor.take("flags.read", 8 * members);
   l.folded_all = cursor.take("flags.folded_all", 8 * members);
   l.merged = cursor.take("flags.merged", 8 * members);
@@ -103,7 +104,7 @@ RegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64_t row
   l.net = cursor.take("net", several * sizeof(Net));
   l.net_state = cursor.take("net_state", several * sizeof(NetState));
   l.plan_scratch = cursor.take("plan", sizeof(PlanScratch) + 4 * experts_per_rank * (ranks + 3));
-  l.tile_counts = cursor.take("tile_counts", 4 * (tokens / kTileTokens) * (num_experts + 2 * ranks + domains + 1));
+  l.tile_counts = cursor.take("tile_counts", 4 * (tokens / kTileTokens) * tile_words(l));
   l.token_addends = cursor.take("token_addends", 4 * (tokens + 1));
   l.addends = cursor.take("addends", several * 4 * pairs);
   l.sent_chunks = cursor.take("sent_chunks", several * 4 * domains * (chunks + 1));

@@ -29,7 +29,10 @@ constexpr uint32_t kHalves = 2;
 // all tokens. The *holder* of a rank's rows for our domain is the rank itself or, of another domain, its rail in ours.
 
 // Flags, all uint64 epochs that only grow. In the region of the rank that reads them; written by peers over NVLink.
-//   header_full[s]  writer: rank s; of another domain: the relay (net.cuh). Its packet of that epoch is there.
+//   header_full[s]  writer: rank s; of another domain: the relay (net.cuh). The header of its packet of that epoch is
+//   there,
+//                   and of a new plan its counts; of another domain the packet.
+//   lists_full[m]   writer: member m. Of a new plan: its packet of that epoch is there, but for its values.
 //   rows_full[m][c] writer: member m. Chunk c (kStageRows) of its staged rows of that epoch is in its region.
 //   values_full[s]  writer: as of header_full. The fp32 values of that epoch are in its packet.
 //   read[m]         writer: member m. It has read what it wanted of our packet and rows of that epoch.
@@ -39,7 +42,7 @@ constexpr uint32_t kHalves = 2;
 //   merged[m]       writer: member m. It has read all pieces in its region up to that epoch: they may be overwritten.
 struct Offsets {
   uint64_t header_full = 0, values_full = 0;  // [ranks]
-  uint64_t read = 0, folded_all = 0, merged = 0;  // [members]
+  uint64_t lists_full = 0, read = 0, folded_all = 0, merged = 0;  // [members]
   uint64_t rows_full = 0;  // [members][chunks]
   uint64_t folded = 0;  // [streams][members][chunks]
   uint64_t packets = 0;  // [halves] for our own domain: packet.h
@@ -55,7 +58,7 @@ struct Offsets {
   uint64_t sent_counts = 0;  // [domains][slots] uint32: rows of a chunk that are staged; who ships it resets it
   uint64_t relayed_counts = 0;  // [streams][slots] uint32: likewise, merged
   uint64_t chunk_counts = 0;  // [ranks][chunks] uint32: pieces of a chunk that are done; the last resets it
-  uint64_t tile_counts = 0;  // [tiles] uint32[experts + 2 * ranks + domains]: see exchange.cuh
+  uint64_t tile_counts = 0;  // [tiles] uint32[tile_words]: see tile.cuh
   uint64_t plan_scratch = 0;  // PlanScratch
   uint64_t token_addends = 0;  // [tokens + 1] uint32: addends of earlier tokens
   uint64_t addends = 0;  // [pairs] uint32: see PlanView
@@ -82,6 +85,12 @@ struct RegionLayout : Offsets {
   DeviceRings rings;
   std::vector<std::pair<std::string, uint64_t>> entries;  // by purpose; their sum is total_bytes
 };
+
+// What is counted of a tile: tokens by expert, rank and domain, a byte each; and all of it.
+constexpr uint32_t tile_token_words(const Offsets& at) {
+  return (at.num_experts + at.num_ranks + at.num_domains + 3) / 4;
+}
+constexpr uint32_t tile_words(const Offsets& at) { return tile_token_words(at) + at.num_ranks + 1; }
 
 constexpr uint64_t kDevicePage = 2u << 20;  // memory of a GPU comes in whole ones
 
@@ -150,6 +159,7 @@ struct Local {
   uint64_t packed = 0;  // epoch whose packets are complete, and of a new plan all that is known of its streams
   uint64_t values_relayed = 0;  // epoch whose values are in the rings to their sources
   uint64_t planned = 0;  // epoch whose PlanScratch is complete
+  uint64_t hashed = 0;  // epoch whose routing's hash is in our header
   uint64_t routing_hash = 0;  // of a routing that is compared with a plan's; the last to add resets it
   uint32_t arrived[9] = {};  // blocks that are through with something, by Arrival; the last resets it
   uint32_t taken[4] = {};  // shares of work that have been taken, by Taken; reset when all are through

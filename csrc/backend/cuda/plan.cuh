@@ -29,7 +29,7 @@ struct FromSource {
   uint32_t rows, pairs, first_pair, tokens, stream_rows, most_pieces;
 };
 
-// By a warp: what a source's header says, and where the parts of its packet lie.
+// By one thread: what a source's header says, and where the parts of its packet lie.
 __device__ inline FromSource read_header(const Domain& d, const Op& op, uint32_t source, bool with_values) {
   const uint8_t* const bytes = packet(d, source, op.epoch);
   const DeviceHeader& h = *reinterpret_cast<const DeviceHeader*>(bytes);
@@ -39,21 +39,19 @@ __device__ inline FromSource read_header(const Domain& d, const Op& op, uint32_t
   const uint32_t all_pairs = h.pair_begin[members], tokens = h.num_tokens, stream_rows = h.stream_rows;
   const uint32_t most_pieces = h.most_pieces;
   const uint64_t entries = (tokens + kChunkTokens - 1) / kChunkTokens + 1;
-  if (threadIdx.x % kWarp == 0) {
-    const PacketParts parts =
-        packet_parts({members, d.experts_per_rank, tokens, all_rows, all_pairs, stream_rows, with_values});
-    PlanScratch& plan = scratch(d);
-    plan.lists[source] = reinterpret_cast<const ListEntry*>(bytes + parts.lists) + first_row;
-    plan.pairs[source] = reinterpret_cast<const PairEntry*>(bytes + parts.pairs);
-    plan.values[source] = reinterpret_cast<const float*>(bytes + parts.values);
-    plan.chunk_rows[source] = reinterpret_cast<const uint32_t*>(bytes + parts.chunk_rows) + member * entries;
-    plan.chunk_pieces[source] = reinterpret_cast<const uint32_t*>(bytes + parts.chunk_pieces);
-    plan.chunk_streams[source] = reinterpret_cast<const uint32_t*>(bytes + parts.chunk_streams);
-    plan.stream_pieces[source] = reinterpret_cast<const uint32_t*>(bytes + parts.stream_pieces);
-    plan.num_tokens[source] = tokens;
-    plan.stream_rows[source] = stream_rows;
-    plan.num_pairs[source] = all_pairs;
-  }
+  const PacketParts parts =
+      packet_parts({members, d.experts_per_rank, tokens, all_rows, all_pairs, stream_rows, with_values});
+  PlanScratch& plan = scratch(d);
+  plan.lists[source] = reinterpret_cast<const ListEntry*>(bytes + parts.lists) + first_row;
+  plan.pairs[source] = reinterpret_cast<const PairEntry*>(bytes + parts.pairs);
+  plan.values[source] = reinterpret_cast<const float*>(bytes + parts.values);
+  plan.chunk_rows[source] = reinterpret_cast<const uint32_t*>(bytes + parts.chunk_rows) + member * entries;
+  plan.chunk_pieces[source] = reinterpret_cast<const uint32_t*>(bytes + parts.chunk_pieces);
+  plan.chunk_streams[source] = reinterpret_cast<const uint32_t*>(bytes + parts.chunk_streams);
+  plan.stream_pieces[source] = reinterpret_cast<const uint32_t*>(bytes + parts.stream_pieces);
+  plan.num_tokens[source] = tokens;
+  plan.stream_rows[source] = stream_rows;
+  plan.num_pairs[source] = all_pairs;
   return {end_row - first_row, end_pair - first_pair, first_pair, tokens, stream_rows, most_pieces};
 }
 
@@ -71,53 +69,66 @@ __device__ inline PlanSizes sent_sizes(const Domain& d, const Op& op) {
   return sizes;
 }
 
-// What count_received works with, in shared memory.
-struct Received {
-  FromSource* from;  // [ranks]
-  uint32_t* counts;  // [ranks][experts of a rank]
-  uint32_t* begin;   // [experts of a rank] first slot
-  uint32_t* exact;   // [experts of a rank] pairs
-};
-
-// By a crew: the headers and counts of all sources. False: a rank is missing or has called something else.
+// By a crew: the headers and counts of all sources; the counts go where `Bases::slot` will be. False: a rank is missing
+// or has called something else.
 __device__ inline bool read_sources(const Crew& crew, const Domain& d, const Op& op, bool with_values,
-                                    const Received& received) {
-  const uint32_t ranks = d.at.num_ranks, experts = d.experts_per_rank;
-  // A warp that waits for several, one after the other, would have as many deadlines.
-  if (ranks > crew.warps() && !wait_entered(crew, d, op.epoch)) return false;
+                                    FromSource* from) {
+  constexpr uint32_t kBatch = 4;  // counts that a thread loads at a time
+  const uint32_t ranks = d.at.num_ranks, experts = d.experts_per_rank, all = ranks * experts;
+  if (!wait_entered(crew, d, op.epoch)) return false;
+  uint32_t counts[kBatch];
+  const auto load = [&](uint32_t first) {
+#pragma unroll
+    for (uint32_t u = 0; u < kBatch; ++u) {
+      const uint32_t i = first + u * crew.size, s = i / experts;
+      if (i >= all) continue;
+      const uint8_t* const theirs = packet(d, s, op.epoch) + packet_parts({}).counts;
+      counts[u] = reinterpret_cast<const uint32_t*>(theirs)[(d.rank - d.first) * experts + i % experts];
+    }
+  };
+  const auto store = [&](uint32_t first) {
+#pragma unroll
+    for (uint32_t u = 0; u < kBatch; ++u)
+      if (first + u * crew.size < all) slot_base(d)[first + u * crew.size] = counts[u];
+  };
+  // Beside the first counts one warp loads the headers, and another compares them.
+  load(crew.thread);
   bool good = true;
-  // Two warps for each source, so that all that is read of it is under way at a time.
-  for (uint32_t i = crew.warp(); i < 2 * ranks && good; i += crew.warps()) {
-    const uint32_t s = i % ranks;
-    good = __all_sync(kFullWarp, wait_rank(d, op.epoch, s, i < ranks && crew.lane() == 0));
-    if (good && i >= ranks) good = __all_sync(kFullWarp, crew.lane() != 0 || is_alike(d, op.epoch, s));
-    if (!good || i >= ranks) continue;
-    const uint32_t* const theirs = reinterpret_cast<const uint32_t*>(packet(d, s, op.epoch) + packet_parts({}).counts) +
-                                   (d.rank - d.first) * experts;
-    const FromSource read = read_header(d, op, s, with_values);
-    for (uint32_t l = crew.lane(); l < experts; l += kWarp) received.counts[s * experts + l] = theirs[l];
-    if (crew.lane() == 0) received.from[s] = read;
+  for (uint32_t s = crew.lane(); s < ranks; s += kWarp) {
+    if (crew.warp() == 0) from[s] = read_header(d, op, s, with_values);
+    if (crew.warp() == 1) good &= is_alike(d, op.epoch, s);
+  }
+  store(crew.thread);
+  for (uint32_t first = crew.thread + kBatch * crew.size; first < all; first += kBatch * crew.size) {
+    load(first);
+    store(first);
   }
   return crew.all(good);
 }
 
-// By a warp: the segments of the experts, one after the other. Returns their end.
-__device__ inline uint32_t lay_out_experts(const Domain& d, uint32_t alignment, const Received& received) {
+// By a warp: the segments of the experts, one after the other, and of each the first slots of the sources. Returns
+// their end.
+__device__ inline uint32_t lay_out_experts(const Domain& d, uint32_t alignment) {
   const uint32_t ranks = d.at.num_ranks, experts = d.experts_per_rank, lane = threadIdx.x % kWarp;
   const Bases base(d);
   uint32_t first_slot = 0;
   for (uint32_t first = 0; first < experts; first += kWarp) {
     const uint32_t l = first + lane;
     uint32_t count = 0;
-    for (uint32_t s = 0; l < experts && s < ranks; ++s) count += received.counts[s * experts + l];
+    for (uint32_t s = 0; l < experts && s < ranks; ++s) count += base.slot[s * experts + l];
     const uint32_t size = (count + alignment - 1) / alignment * alignment;
     const uint32_t end = first_slot + warp_prefix(size, lane);
     if (l < experts) {
-      received.begin[l] = end - size;
       base.size[l] = size;
       base.padding[2 * l] = end - size + count;
       base.padding[2 * l + 1] = end;
-      received.exact[l] = count;
+      uint32_t slot = end - size;
+      for (uint32_t i = 0; i < ranks; ++i) {
+        uint32_t& of_source = base.slot[d.source_order[i] * experts + l];
+        const uint32_t theirs = of_source;
+        of_source = slot;
+        slot += theirs;
+      }
     }
     first_slot = __shfl_sync(kFullWarp, end, kWarp - 1);
   }
@@ -143,44 +154,47 @@ __device__ inline PlanSizes number_sources(const Domain& d, const Op& op, const 
   return sizes;
 }
 
-// By a crew of one block: when all ranks have entered, the counts for the host, and what places rows. `shared`: memory
-// for three numbers per expert of the group. Nothing comes of it if a rank is missing or has called something else.
+// By a crew of at least two warps, of one block: when all ranks have entered, what places rows, and the counts for the
+// host. Nothing comes of it if a rank is missing or has called something else.
 __device__ inline void count_received(const Crew& crew, const Domain& d, const Op& op, const OpSignature& signature,
-                                      uint64_t call, uint32_t* shared) {
-  const uint32_t ranks = d.at.num_ranks, experts = d.experts_per_rank, alignment = signature.expert_alignment;
+                                      uint64_t call) {
   __shared__ FromSource from[kMaxRanks];
-  const Received received{from, shared, shared + d.at.num_experts, shared + d.at.num_experts + experts};
-  PlanScratch& plan = scratch(d);
-  const Bases base(d);
-  if (!read_sources(crew, d, op, signature.with_values != 0, received)) return;
+  __shared__ uint32_t end_slot;
+  if (!read_sources(crew, d, op, signature.with_values != 0, from)) return;
+  const bool sums_up = crew.warp() == 1 && crew.lane() == 0;
+  PlanSizes sizes;
   if (crew.warp() == 0) {
-    const uint32_t end = lay_out_experts(d, alignment, received);
-    if (crew.lane() == 0) {
-      PlanSizes sizes = number_sources(d, op, from);
-      sizes.num_rows = signature.compact_width > 0 ? sizes.received_rows : end;
-      plan.sizes = sizes;
-    }
+    const uint32_t end = lay_out_experts(d, signature.expert_alignment);
+    if (crew.lane() == 0) end_slot = end;
   }
+  if (sums_up) sizes = number_sources(d, op, from);
   crew.sync();
-  for (uint32_t l = crew.thread; l < experts; l += crew.size) {
-    uint32_t slot = received.begin[l];
-    for (uint32_t i = 0; i < ranks; ++i) {
-      const uint32_t at_source = d.source_order[i] * experts + l;
-      base.slot[at_source] = slot;
-      slot += received.counts[at_source];
-    }
+  if (sums_up) {
+    sizes.num_rows = signature.compact_width > 0 ? sizes.received_rows : end_slot;
+    scratch(d).sizes = sizes;
+    publish_in_gpu(&local(d).planned, op.epoch);
   }
-  crew.sync();
-  if (crew.thread == 0) publish_in_gpu(&local(d).planned, op.epoch);
   // Then the host, which is farther away.
+  const uint32_t experts = d.experts_per_rank;
+  const Bases base(d);
   uint32_t* const host = reinterpret_cast<uint32_t*>(d.counts + 1);
   for (uint32_t l = crew.thread; l < experts; l += crew.size) {
-    host[l] = received.exact[l];
-    host[experts + l] = (received.exact[l] + alignment - 1) / alignment * alignment;
+    const uint32_t padded = base.size[l], padding = base.padding[2 * l + 1] - base.padding[2 * l];
+    host[l] = padded - padding;
+    host[experts + l] = padded;
   }
-  if (crew.thread == crew.size - 1) d.counts->sizes = plan.sizes;
+  if (sums_up) d.counts->sizes = sizes;
   crew.sync();
   if (crew.thread == 0) publish_flag(&d.counts->call, call);
+}
+
+// By a crew of a block that places: the plan is there, and the lists that rows come from. False: an error is known.
+__device__ inline bool wait_plan(const Crew& crew, const Domain& d, const Op& op) {
+  bool good = true;
+  if (crew.thread == crew.size - 1) good = wait_block(d, &local(d).planned, op.epoch);
+  for (uint32_t r = d.first + crew.thread; r < d.end; r += crew.size)
+    good &= wait_peer(d, member_flag(d, d.rank, d.at.lists_full, r), op.epoch, op.epoch, Step::kExchange, r, -1);
+  return crew.all(good);
 }
 
 // By crews of `num_blocks` blocks, where there are several domains: what is known of streams.
@@ -262,7 +276,7 @@ __device__ inline void plan_heads(const Crew& crew, const Domain& d, const Op& o
   if (crew.thread == 0) {
     plan.pair_begin[ranks] = from.sizes.sent_pairs;
     plan.row_slot[from.sizes.received_rows] = from.sizes.received_pairs;
-    *plan.routing_hash = header(d, d.rank, op.epoch).routing_hash;
+    if (wait_block(d, &local(d).hashed, op.epoch)) *plan.routing_hash = header(d, d.rank, op.epoch).routing_hash;
     *plan.overflow = from.sizes.num_rows > plan.num_slots;
   }
 }

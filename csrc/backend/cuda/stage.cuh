@@ -139,6 +139,7 @@ struct StageShare {
 struct Staged {
   uint32_t chunks[kStageWarps];
   uint32_t routed;  // 1: so is the block's part of a new plan, or there is an error
+  uint32_t totals;  // 1: the headers of a new plan have its counts; in block 0
   uint32_t ring_chunk[kStageWarps][kMaxDomains];
   uint8_t* ring_place[kStageWarps][kMaxDomains];
 };
@@ -148,16 +149,9 @@ __device__ __forceinline__ void row_staged(const Crew& crew, Staged& staged) {
   __syncwarp();
   if (crew.lane() == 0) count_shared(&staged.chunks[crew.warp()]);
 }
-// By one thread; false: an error is known. Where many rows are to be quantised, routing goes first, for which all ranks
-// wait: its loads would stand behind those of the rows. Rows that are only copied gain nothing by it.
+// Where many rows are to be quantised, routing goes first, for which all ranks wait: its loads would stand behind those
+// of the rows. Rows that are only copied gain nothing by it.
 constexpr uint32_t kManyChunks = 4;
-__device__ inline bool wait_routed(const Domain& d, Staged& staged) {
-  for (uint32_t looks = 1; read_shared(&staged.routed) == 0; ++looks) {
-    if (looks % 64 == 0 && stopped(d)) return false;
-    __nanosleep(50);
-  }
-  return true;
-}
 // By one warp beside the crew, which does not wait for the flags: on a link full of rows their way takes its time.
 __device__ inline void tell_staged(const Domain& d, const Op& op, const StageShare& share, Staged& staged) {
   const uint32_t lane = threadIdx.x % kWarp, end = share.chunks(), ranks = d.end - d.first;

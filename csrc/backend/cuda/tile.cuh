@@ -29,8 +29,8 @@ struct Tile {
   // What lies before it.
   uint32_t* expert_base;  // [experts]
   uint32_t* row_base;  // [ranks]
-  uint32_t* pair_base;  // [ranks]
   uint32_t* stream_base;  // [domains]
+  uint32_t* pair_base;  // [ranks]
   uint32_t* piece_base;  // [domains]
   // One place for all tiles.
   PacketPlace* packet;  // [domains]
@@ -57,9 +57,9 @@ struct Tile {
         named(pieces + kTileTokens * at.num_domains),
         expert_base(named + kTileTokens * words(at.num_experts)),
         row_base(expert_base + at.num_experts),
-        pair_base(row_base + at.num_ranks),
-        stream_base(pair_base + at.num_ranks),
-        piece_base(stream_base + at.num_domains),
+        stream_base(row_base + at.num_ranks),
+        pair_base(stream_base + at.num_domains),
+        piece_base(pair_base + at.num_ranks),
         packet(reinterpret_cast<PacketPlace*>(shared)),
         row_begin(reinterpret_cast<uint32_t*>(packet + at.num_domains)),
         pair_begin(row_begin + at.num_ranks) {}
@@ -77,20 +77,18 @@ struct Tiles {
   __device__ __forceinline__ Tile with(uint32_t token) const { return tile(token / kTileTokens); }
 };
 
-// What is counted of a tile, in memory. All but the last are added up.
-__host__ __device__ constexpr uint32_t tile_numbers(uint32_t experts, uint32_t ranks, uint32_t domains) {
-  return experts + 2 * ranks + domains + 1;
-}
+// What is counted of a tile, in memory: numbers of tokens, a byte each, and then words. All but the last are added up.
 struct TileCounts {
-  uint32_t *expert, *rows_to, *pairs_to, *stream, *most_pieces;
+  uint8_t *expert, *rows_to, *stream;
+  uint32_t *pairs_to, *most_pieces;
   __device__ TileCounts(const Domain& d, uint32_t tile)
-      : expert(at<uint32_t>(d, d.rank, d.at.tile_counts) +
-               uint64_t{tile} * tile_numbers(d.at.num_experts, d.at.num_ranks, d.at.num_domains)),
+      : expert(at<uint8_t>(d, d.rank, d.at.tile_counts) + uint64_t{tile} * 4 * tile_words(d.at)),
         rows_to(expert + d.at.num_experts),
-        pairs_to(rows_to + d.at.num_ranks),
-        stream(pairs_to + d.at.num_ranks),
-        most_pieces(stream + d.at.num_domains) {}
+        stream(rows_to + d.at.num_ranks),
+        pairs_to(reinterpret_cast<uint32_t*>(expert) + tile_token_words(d.at)),
+        most_pieces(pairs_to + d.at.num_ranks) {}
 };
+static_assert(kTileTokens < 256);
 
 // A pair of token and expert, as one lane sees it, and what its token has besides.
 struct Pair {
@@ -119,19 +117,23 @@ __device__ __forceinline__ uint32_t expert_number(const Domain& d, uint32_t expe
 }
 
 // Calls visit(pair) for the pairs of tokens `first` to `first + count`, by the lanes of a crew. A token's columns lie
-// in neighbouring lanes, as many as its K rounded up to a power of two.
+// in neighbouring lanes, as many as its K rounded up to a power of two. False: this lane saw what is no routing.
 template <typename Visit>
-__device__ __forceinline__ void visit_topk(const Crew& crew, const Domain& d, const DeviceRouting& r, uint32_t first,
+__device__ __forceinline__ bool visit_topk(const Crew& crew, const Domain& d, const DeviceRouting& r, uint32_t first,
                                            uint32_t count, Visit visit) {
   uint32_t group = 1;
   while (group < r.width) group *= 2;
   const uint32_t per_warp = kWarp / group, lane = crew.lane(), column = lane % group;
+  bool good = true;
   for (uint32_t begin = crew.warp() * per_warp; begin < count; begin += crew.warps() * per_warp) {
     const uint32_t token = begin + lane / group;
     long long expert = -1;
     if (token < count && column < r.width)
       expert = static_cast<const long long*>(r.data)[uint64_t{first + token} * r.width + column];
-    if (expert != -1 && !good_expert(d, expert, first + token)) expert = -1;
+    if (expert != -1 && !good_expert(d, expert, first + token)) {
+      expert = -1;
+      good = false;
+    }
     const int own = static_cast<int>(expert);
     const int to = own < 0 ? -1 : static_cast<int>(rank_of(d, own));
     const int first_member = own < 0 ? 0 : d.first_of[d.domain_of[to]];
@@ -151,11 +153,14 @@ __device__ __forceinline__ void visit_topk(const Crew& crew, const Domain& d, co
       pair.ranks_lower += leader_to >= first_member && leader_to < to;
     }
     if (own < 0) continue;
-    if (twice)
+    if (twice) {
       report(d, DeviceFault::kExpertTwice, Step::kExchange, static_cast<int>(d.rank), static_cast<int>(first + token),
              1, static_cast<uint64_t>(own), ErrorKind::kPeerFailed);
+      good = false;
+    }
     visit(pair);
   }
+  return good;
 }
 // How many of a row of bits lie below number `end`.
 __device__ __forceinline__ uint32_t bits_below(const uint32_t* row, uint32_t end) {
@@ -234,8 +239,8 @@ __device__ __noinline__ void read_map(const Crew crew, const Domain& d, const De
   }
 }
 
-// By a crew: the tiles' masks and counts, from the caller's routing.
-__device__ inline void read_tiles(const Crew& crew, const Domain& d, const DeviceRouting& r, const Tiles& tiles) {
+// By a crew: the tiles' masks and counts, from the caller's routing. False: this thread saw what is no routing.
+__device__ inline bool read_tiles(const Crew& crew, const Domain& d, const DeviceRouting& r, const Tiles& tiles) {
   const uint32_t ranks = d.at.num_ranks, domains = d.at.num_domains, size = tiles.size();
   for (uint32_t t = 0; t < size; ++t) {
     const Tile tile = tiles.tile(t);
@@ -243,10 +248,11 @@ __device__ inline void read_tiles(const Crew& crew, const Domain& d, const Devic
     for (uint32_t i = crew.thread; i < kTileTokens * ranks; i += crew.size) tile.pairs_to[i] = 0;
   }
   crew.sync();
+  bool good = true;
   if (r.is_map)
     read_map(crew, d, r, tiles);
   else
-    visit_topk(crew, d, r, tiles.first, tiles.count, [&](const Pair& p) {
+    good = visit_topk(crew, d, r, tiles.first, tiles.count, [&](const Pair& p) {
       const Tile tile = tiles.with(p.token);
       const uint32_t token = p.token % kTileTokens;
       or_shared(reinterpret_cast<uint32_t*>(&tile.expert[p.expert]) + token / 32, 1u << token % 32);
@@ -281,6 +287,7 @@ __device__ inline void read_tiles(const Crew& crew, const Domain& d, const Devic
     tile.pieces[to * kTileTokens + kWarp + lane] = low_total + warp_prefix(high, lane) - high;
   }
   crew.sync();
+  return good;
 }
 
 __device__ inline uint32_t pairs_of_tile(const Domain& d, const Tile& tile, uint32_t to) {
@@ -300,15 +307,16 @@ __device__ inline void count_tiles(const Crew& crew, const Domain& d, const Tile
   for (uint32_t t = 0; t < tiles.size(); ++t) {
     const Tile tile = tiles.tile(t);
     const TileCounts out(d, first + t);
-    for (uint32_t e = crew.thread; e < d.at.num_experts; e += crew.size) out.expert[e] = __popcll(tile.expert[e]);
+    for (uint32_t e = crew.thread; e < d.at.num_experts; e += crew.size)
+      out.expert[e] = static_cast<uint8_t>(__popcll(tile.expert[e]));
     if (crew.warp() != t % crew.warps()) continue;
     for (uint32_t to = lane; to < d.at.num_ranks; to += kWarp) {
-      out.rows_to[to] = __popcll(tile.destination[to]);
+      out.rows_to[to] = static_cast<uint8_t>(__popcll(tile.destination[to]));
       out.pairs_to[to] = pairs_of_tile(d, tile, to);
     }
     uint32_t most = 0;
     for (uint32_t to = lane; to < d.at.num_domains; to += kWarp) {
-      out.stream[to] = __popcll(tile.stream[to]);
+      out.stream[to] = static_cast<uint8_t>(__popcll(tile.stream[to]));
       const uint32_t low = tile.pieces[to * kTileTokens + kWarp], all = pieces_of_tile(d, tile, to);
       most = max(most, max(low, all - low));
     }
