@@ -3,10 +3,10 @@
 #
 #   ./scripts/gpu_checks.sh [tests] [domains] [megatron] [sanitize] [soak] [bench] [links] [step]    none: all but step
 #
-# On 4 x H200: tests (one domain) 3 minutes; domains (several) about 9; megatron 2; sanitize 1 or 2 GPUs, 2 minutes; soak:
+# On 4 x H200: tests (one domain) 4 to 7 minutes; domains (several) about 9; megatron 2; sanitize 1 or 2 GPUs, 2 minutes; soak:
 # 10,000 operations, 10,000 rounds beside NCCL, 1,000 replays of a graph, and all that is slow; bench: the sweep of
-# bench/README.md, forward + backward, other widths and uneven routing, 4 minutes; links: several domains with a link of
-# 50 GB/s and without a limit, 1 minute; step: a training step of Megatron with each dispatcher, 4 GPUs of 140 GB, 50 s a
+# bench/README.md, forward + backward, other widths and uneven routing, 7 minutes; links: several domains with a link of
+# 50 GB/s and without a limit, 4 minutes; step: a training step of Megatron with each dispatcher, 4 GPUs of 140 GB, 50 s a
 # cell. What is measured goes into $OUT (bench/results). megatron and step need megatron-core. RANKS: as many as there are GPUs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

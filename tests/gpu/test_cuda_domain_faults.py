@@ -80,8 +80,10 @@ ON_GPUS = (("backend", "cuda"), ("budget_bytes", 128 << 20), ("num_sms", 8))
 
 @pytest.mark.timeout(120)
 def test_a_thawed_rank_raises_and_a_thousand_operations_of_the_others_stay_exact() -> None:
-    """Three domains of one rank: with two GPUs the survivors need not take turns on one. Their 250 rounds ended before the
-    thawed one had said its last words."""
+    """Three domains of one rank: with two GPUs the survivors need not take turns on one.
+
+    250 rounds of theirs ended before the thawed rank had said its last words.
+    """
     play(Plot(victim=2, rounds=1000, thaw_at=25, keeps_old=False, domains=(0, 1, 2), settings=ON_GPUS))
 
 

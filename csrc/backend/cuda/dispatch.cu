@@ -36,8 +36,7 @@ __device__ void serve(const Crew& crew, const Domain& d, const Op& op, const Pla
       publish_packet(crew, d, d.at.header_full, op.epoch);
       count_received(crew, d, op, args.signature, args.call);
     }
-    if (!wait_plan(crew, d, op)) return;
-    if (!has_memory<kState>(d, args)) return;
+    if (!wait_plan(crew, d, op) || !has_memory<kState>(d, args) || !wait_lists(crew, d, op)) return;
     const StepClock clock(crew, d, Step::kPlan);
     plan_heads(crew, d, op, plan, args.num_blocks);
     clock.stop();
@@ -150,7 +149,11 @@ __device__ void place(const Crew& crew, const Domain& d, const Op& op, const Pla
                       Arrivals& arrivals, uint8_t* shared) {
   constexpr bool kFresh = kState != PlanState::kKnown;
   const StepClock clock(crew, d, Step::kPlace);
+  // Where there are several windows, it looks into the lists.
+  const bool windows = plan.num_chunks > args.window_tokens / kChunkTokens;
+  if (kFresh && windows && !wait_lists(crew, d, op)) return;
   find_arrivals<kFresh>(crew, d, plan, args, arrivals);
+  if (kFresh && !windows && !wait_lists(crew, d, op)) return;
   if constexpr (kBulk) {
 #if __CUDA_ARCH__ >= 900
     if (crew.warp() < args.ring_warps) {
@@ -272,8 +275,7 @@ __global__ void __launch_bounds__(kThreads<kNet>, 1)
 #endif
       crew.sync();
     }
-    if (good && placed && blockIdx.x < args.num_blocks && going(crew, d))
-      place<kState, kBulk>(crew, d, op, plan, args, arrivals, shared);
+    if (good && placed && blockIdx.x < args.num_blocks) place<kState, kBulk>(crew, d, op, plan, args, arrivals, shared);
   }
   __syncthreads();  // what the other crews have found counts
   if constexpr (kNet) {

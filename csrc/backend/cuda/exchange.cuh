@@ -22,6 +22,7 @@ __device__ __forceinline__ void add_up(const Domain& d, uint32_t word, uint32_t 
   constexpr uint32_t kBatch = 24;  // tiles whose counts are loaded at a time
   const uint32_t stride = tile_words(d.at);
   const uint32_t* const counts = at<uint32_t>(d, d.rank, d.at.tile_counts) + word;
+#pragma unroll 1
   for (uint32_t begin = 0; begin < num_tiles; begin += kBatch) {
     uint32_t value[kBatch];
 #pragma unroll
@@ -52,11 +53,13 @@ __device__ __forceinline__ void add_up(const Domain& d, uint32_t word, uint32_t 
 // By a warp: where our packets lie, and the numbers in their headers, which block 0 writes; a domain a lane.
 __device__ inline void begin_packets(const Domain& d, const Op& op, const Tile& tile, const uint32_t* stream_totals,
                                      uint32_t num_tokens, bool with_values, uint32_t most_pieces) {
+#pragma unroll 1
   for (uint32_t to = threadIdx.x % kWarp; to < d.at.num_domains; to += kWarp) {
     const uint32_t first = d.first_of[to], end = d.first_of[to + 1];
     uint8_t* const bytes = own_packet(d, to, op.epoch);
     DeviceHeader& head = *reinterpret_cast<DeviceHeader*>(bytes);
     uint32_t rows = 0, pieces = 0;
+#pragma unroll 1
     for (uint32_t r = first; r < end; ++r) {
       const uint32_t theirs = tile.row_begin[r];
       tile.row_begin[r] = rows;
@@ -96,6 +99,7 @@ __device__ inline bool begin_tiles(const Crew& crew, const Domain& d, const Op& 
   __shared__ uint32_t stream_totals[kMaxRanks], all_most;
   const bool writes_totals = blockIdx.x == 0;
   const uint32_t token_words = tile_token_words(d.at), numbers = experts + ranks + d.at.num_domains;
+#pragma unroll 1
   for (uint32_t word = crew.thread; word < token_words + ranks; word += crew.size) {
     Before sums[4];
     add_up(d, word, first_tile, num_tiles, sums);
@@ -128,6 +132,7 @@ __device__ inline bool begin_tiles(const Crew& crew, const Domain& d, const Op& 
   }
   if (writes_totals && crew.warp() == crew.warps() - 1) {
     uint32_t most = 0;
+#pragma unroll 1
     for (uint32_t t = crew.lane(); t < num_tiles; t += kWarp) most = max(most, __ldcg(TileCounts(d, t).most_pieces));
     most = __reduce_max_sync(kFullWarp, most);
     if (crew.lane() == 0) all_most = most;
@@ -135,6 +140,7 @@ __device__ inline bool begin_tiles(const Crew& crew, const Domain& d, const Op& 
   crew.sync();
   if (crew.thread == 0) {
     uint32_t pair_sum = 0;
+#pragma unroll 1
     for (uint32_t to = 0; to < ranks; ++to) {
       const uint32_t mine = tile.pair_begin[to];
       tile.pair_begin[to] = pair_sum;
@@ -167,11 +173,13 @@ __device__ __forceinline__ uint64_t hash_pair(uint32_t place, uint32_t expert) {
 __device__ inline void write_streams(const Crew& crew, const Domain& d, const Tiles& tiles) {
   const uint32_t own = own_domain(d), max_tokens = d.at.max_tokens;
   uint32_t* const addends = at<uint32_t>(d, d.rank, d.at.addends);
+#pragma unroll 1
   for (uint32_t token = crew.thread; token < tiles.count; token += crew.size) {
     const Tile tile = tiles.with(token);
     const uint32_t t = token % kTileTokens;
     const Mask bit = Mask{1} << t, below = bit - 1;
     uint32_t begin = 0;
+#pragma unroll 1
     for (uint32_t to = 0; to < d.at.num_domains; ++to) {
       const uint32_t row = tile.stream_base[to] + __popcll(tile.stream[to] & below);
       begin += to == own ? tile.piece_base[own] + tile.pieces[own * kTileTokens + t] : row;
@@ -180,6 +188,7 @@ __device__ inline void write_streams(const Crew& crew, const Domain& d, const Ti
       tile.packet[to].stream_pieces[row] = tile.piece_base[to] + tile.pieces[to * kTileTokens + t];
     }
     at<uint32_t>(d, d.rank, d.at.token_addends)[tiles.first + token] = begin;
+#pragma unroll 1
     for (uint32_t to = 0; to < d.at.num_domains; ++to) {
       if ((tile.stream[to] & bit) == 0) continue;
       if (to != own) {
@@ -187,6 +196,7 @@ __device__ inline void write_streams(const Crew& crew, const Domain& d, const Ti
         continue;
       }
       uint32_t piece = tile.piece_base[own] + tile.pieces[own * kTileTokens + t];
+#pragma unroll 1
       for (uint32_t r = d.first; r < d.end; ++r)
         if ((tile.destination[r] & bit) != 0) addends[begin++] = piece++;
     }
@@ -199,12 +209,16 @@ __device__ inline void write_chunks(const Domain& d, const Tile& tile, uint32_t 
                                     uint32_t all_chunks) {
   const uint32_t c0 = first / kChunkTokens, lane = threadIdx.x % kWarp;
   const auto low = [](Mask mask) { return static_cast<uint32_t>(__popc(static_cast<uint32_t>(mask))); };
+#pragma unroll 1
   for (uint32_t r = lane; r < d.at.num_ranks; r += kWarp) {
     const uint32_t to = d.domain_of[r];
     uint32_t* const rows_of = tile.packet[to].chunk_rows + uint64_t{r - d.first_of[to]} * (all_chunks + 1) + c0;
+#pragma unroll 1
     for (uint32_t c = 0; c < chunks; ++c) rows_of[c] = tile.row_base[r] + (c == 0 ? 0 : low(tile.destination[r]));
   }
+#pragma unroll 1
   for (uint32_t to = lane; to < d.at.num_domains; to += kWarp)
+#pragma unroll 1
     for (uint32_t c = 0; c < chunks; ++c) {
       const uint32_t rows_before = tile.stream_base[to] + (c == 0 ? 0 : low(tile.stream[to]));
       tile.packet[to].chunk_pieces[c0 + c] = tile.piece_base[to] + (c == 0 ? 0 : tile.pieces[to * kTileTokens + kWarp]);
@@ -217,10 +231,13 @@ __device__ inline void write_chunks(const Domain& d, const Tile& tile, uint32_t 
 // By a crew: before `next` lies what lies before a tile, and the tile. They may be the same.
 __device__ inline void add_tile(const Crew& crew, const Domain& d, const Tile& tile, const Tile& next) {
   const uint32_t experts = d.at.num_experts, ranks = d.at.num_ranks, domains = d.at.num_domains;
+#pragma unroll 1
   for (uint32_t i = crew.thread; i < experts + ranks; i += crew.size)  // row_base follows expert_base
     next.expert_base[i] = tile.expert_base[i] + __popcll(tile.expert[i]);
+#pragma unroll 1
   for (uint32_t to = crew.thread; to < ranks; to += crew.size)
     next.pair_base[to] = tile.pair_base[to] + pairs_of_tile(d, tile, to);
+#pragma unroll 1
   for (uint32_t to = crew.thread; to < domains; to += crew.size) {
     next.stream_base[to] = tile.stream_base[to] + __popcll(tile.stream[to]);
     next.piece_base[to] = tile.piece_base[to] + pieces_of_tile(d, tile, to);
@@ -241,8 +258,10 @@ __device__ UCCL_EP_WRITES uint64_t write_tiles(const Crew& crew, const Domain& d
   uint32_t* const origin = at<uint32_t>(d, d.rank, d.at.pair_origin);
   static_assert(kChunkTokens == kWarp && kTileTokens == 2 * kWarp);
   // Each number is one thread's from tile to tile.
+#pragma unroll 1
   for (uint32_t t = 1; t < size; ++t) add_tile(crew, d, tiles.tile(t - 1), tiles.tile(t));
   crew.sync();
+#pragma unroll 1
   for (uint32_t t = crew.warp(); t < size; t += crew.warps()) {
     const uint32_t first = tiles.first + t * kTileTokens;
     write_chunks(d, tiles.tile(t), first, min(kTileTokens / kChunkTokens, all_chunks - first / kChunkTokens),
@@ -251,6 +270,7 @@ __device__ UCCL_EP_WRITES uint64_t write_tiles(const Crew& crew, const Domain& d
   if (d.net != nullptr)
     write_streams(crew, d, tiles);
   else
+#pragma unroll 1
     for (uint32_t t = crew.thread; t < tiles.count; t += crew.size)
       at<uint32_t>(d, d.rank, d.at.token_addends)[tiles.first + t] =
           tiles.with(t).piece_base[0] + tiles.with(t).pieces[t % kTileTokens];
@@ -291,6 +311,7 @@ __device__ inline void end_tiles(const Crew& crew, const Domain& d, const Tile& 
   const uint32_t chunks = (num_tokens + kChunkTokens - 1) / kChunkTokens;
   if (crew.warp() == 0) write_chunks(d, tile, chunks * kChunkTokens, 1, chunks);
   uint32_t addends = tile.piece_base[own_domain(d)];
+#pragma unroll 1
   for (uint32_t to = 0; to < d.at.num_domains; ++to) {
     if (to == own_domain(d)) continue;
     addends += tile.stream_base[to];
@@ -313,6 +334,7 @@ __device__ inline bool route(const Crew& crew, const Domain& d, const Op& op, co
     return Tiles{shared, d.at, first, end - first};
   };
   bool good = true;
+#pragma unroll 1
   for (uint32_t t = first_tile; t < end_tile; t += kept) {
     const Tiles tiles = tiles_from(t);
     good &= read_tiles(crew, d, r, tiles);
@@ -335,6 +357,7 @@ __device__ inline bool route(const Crew& crew, const Domain& d, const Op& op, co
   if (!begin_tiles(crew, d, op, first, first_tile, num_tiles, num_tokens, r.values != nullptr)) return false;
   if (blockIdx.x == 0 && crew.thread == 0) count_shared(totals);
   uint64_t hash = 0;
+#pragma unroll 1
   for (uint32_t t = first_tile; t < end_tile; t += kept) {
     const Tiles tiles = tiles_from(t);
     if (kept < per_block) read_tiles(crew, d, r, tiles);

@@ -270,84 +270,86 @@ __device__ void place_rows_bulk(const Crew& crew, const Domain& d, const Op& op,
   __syncwarp();
 
   Shares shares = row_shares(crew, d, args, arrivals);
-  bool good = __all_sync(kFullWarp, !stopped(d));
   RowBatch<kFresh> batch;
   uint32_t left = 0;  // rows of the batch that are not loaded yet
-  uint32_t loaded = 0, placed = 0;
-  uint32_t stage_first[kPlaceStages], stage_count[kPlaceStages], stage_slot[kPlaceStages];
-  const auto load_next = [&](uint32_t stage) {
-    while (left == 0) {
-      uint32_t n;
-      if (!shares.next(n, lane)) return;
-      batch = RowBatch<kFresh>(d, op, plan, args, arrivals, n);
-      __syncwarp();
-      left = __ballot_sync(kFullWarp, batch.count > 0);
-    }
-    const uint32_t i = __ffs(left) - 1;
-    left &= left - 1;
-    const uint32_t first = __shfl_sync(kFullWarp, batch.first, i);
-    uint32_t count = __shfl_sync(kFullWarp, batch.count, i), slot = __shfl_sync(kFullWarp, batch.row, i);
-    if (plan.compact_width > 0)
-      count = 1;
-    else if (lane < count)
-      slot = plan.slots[first + lane];
-    good = batch.wait(d, op, args, arrivals, i, lane);
-    if (!good) return;
-    const uint8_t* const from = batch.at_lane(d, op, args, arrivals, i);
-    stage_first[stage] = first;
-    stage_count[stage] = count;
-    stage_slot[stage] = slot;
-    if (lane == 0) {
-      proxy_fence();  // flags were read by ordinary loads, the row is read by a bulk copy
-      load_bulk(ring + stage * stride, from, wire_bytes, full + stage);
-    }
-    ++loaded;
+  // A row under way, or being placed: its pairs, and lane i's slot.
+  struct Row {
+    uint32_t first = 0, count = 0, slot = 0;
   };
-#pragma unroll
-  for (uint32_t i = 0; i < kPlaceStages - 1; ++i)
-    if (good) load_next(i);
-  while (placed < loaded) {  // also after an error: what is under way must land before the block ends
-#pragma unroll
-    for (uint32_t stage = 0; stage < kPlaceStages; ++stage) {
-      if (placed == loaded) break;
-      wait_barrier(full + stage, placed / kPlaceStages);
-      const uint8_t* const row = ring + stage * stride;
-      // Decoded rows leave in halves: one is stored while the other is decoded.
-      for (uint32_t part = 0; part < (decodes ? 2 : 1); ++part) {
-        const uint8_t* from = row;
-        if (decodes) {
-          wait_stores_read<1>();
-          __syncwarp();
-          uint4* const half = reinterpret_cast<uint4*>(decoded + part * hidden);
-          const uint32_t units = hidden / 32, first = part * units;  // of 16 values
-          dequantise(row, args.stage, first, first + units, lane, [&](uint32_t v, const uint4& low, const uint4& high) {
-            half[2 * (v - first)] = low;
-            half[2 * (v - first) + 1] = high;
-          });
-          fence_shared();
-          __syncwarp();
-          from = decoded + part * hidden;
-        }
-        for (uint32_t s = 0; s < stage_count[stage]; s += kWarp) {
-          uint32_t slot = stage_slot[stage];
-          if (s > 0 && s + lane < stage_count[stage]) slot = plan.slots[stage_first[stage] + s + lane];
-          const bool wanted = s + lane < stage_count[stage] && slot < plan.num_slots;
-          if (wanted) store_bulk(args.rows + uint64_t{slot} * out_bytes + part * hidden, from, part_bytes);
-          if (wanted && codes && bulk_scales(args)) {
-            const uint32_t bytes = hidden / kFp8Block * static_cast<uint32_t>(sizeof(float));
-            store_bulk(reinterpret_cast<uint8_t*>(args.scales) + uint64_t{slot} * bytes, row + hidden, bytes);
-          }
-          if (codes && !bulk_scales(args))
-            for (uint32_t mask = __ballot_sync(kFullWarp, wanted); mask != 0; mask &= mask - 1)
-              copy_scales(row, __shfl_sync(kFullWarp, slot, __ffs(mask) - 1), args, lane);
-        }
-        commit_stores();
+  Row now, next;
+  uint32_t under_way = 0, load_stage = 0, place_stage = 0, parity = 0;
+  static_assert(kPlaceStages == 3);  // `now` and `next` are all that is under way
+  // Everything is in one place, though `next` has to be moved for it: a copy for each stage is four times the code.
+  bool more = __all_sync(kFullWarp, !stopped(d));
+  while (true) {
+    while (more && under_way < kPlaceStages - 1) {
+      if (left == 0) {
+        uint32_t n;
+        more = shares.next(n, lane);
+        if (!more) break;
+        batch = RowBatch<kFresh>(d, op, plan, args, arrivals, n);
+        __syncwarp();
+        left = __ballot_sync(kFullWarp, batch.count > 0);
+        continue;
       }
-      ++placed;
-      if (!decodes) wait_stores_read<1>();  // the stage that is loaded next was stored one round ago
-      __syncwarp();
-      if (good) load_next((stage + kPlaceStages - 1) % kPlaceStages);
+      const uint32_t i = __ffs(left) - 1;
+      left &= left - 1;
+      Row row{__shfl_sync(kFullWarp, batch.first, i), __shfl_sync(kFullWarp, batch.count, i),
+              __shfl_sync(kFullWarp, batch.row, i)};
+      if (plan.compact_width > 0)
+        row.count = 1;
+      else if (lane < row.count)
+        row.slot = plan.slots[row.first + lane];
+      more = batch.wait(d, op, args, arrivals, i, lane);
+      if (!more) break;
+      const uint8_t* const from = batch.at_lane(d, op, args, arrivals, i);
+      if (lane == 0) {
+        proxy_fence();  // flags were read by ordinary loads, the row is read by a bulk copy
+        load_bulk(ring + load_stage * stride, from, wire_bytes, full + load_stage);
+      }
+      load_stage = load_stage + 1 == kPlaceStages ? 0 : load_stage + 1;
+      (under_way++ == 0 ? now : next) = row;
     }
+    if (under_way == 0) break;  // not before, even after an error: what is under way must land before the block ends
+    wait_barrier(full + place_stage, parity);
+    const uint8_t* const row = ring + place_stage * stride;
+    // Decoded rows leave in halves: one is stored while the other is decoded.
+    for (uint32_t part = 0; part < (decodes ? 2 : 1); ++part) {
+      const uint8_t* from = row;
+      if (decodes) {
+        wait_stores_read<1>();
+        __syncwarp();
+        uint4* const half = reinterpret_cast<uint4*>(decoded + part * hidden);
+        const uint32_t units = hidden / 32, first = part * units;  // of 16 values
+        dequantise(row, args.stage, first, first + units, lane, [&](uint32_t v, const uint4& low, const uint4& high) {
+          half[2 * (v - first)] = low;
+          half[2 * (v - first) + 1] = high;
+        });
+        fence_shared();
+        __syncwarp();
+        from = decoded + part * hidden;
+      }
+      for (uint32_t s = 0; s < now.count; s += kWarp) {
+        uint32_t slot = now.slot;
+        if (s > 0 && s + lane < now.count) slot = plan.slots[now.first + s + lane];
+        const bool wanted = s + lane < now.count && slot < plan.num_slots;
+        if (wanted) store_bulk(args.rows + uint64_t{slot} * out_bytes + part * hidden, from, part_bytes);
+        if (wanted && codes && bulk_scales(args)) {
+          const uint32_t bytes = hidden / kFp8Block * static_cast<uint32_t>(sizeof(float));
+          store_bulk(reinterpret_cast<uint8_t*>(args.scales) + uint64_t{slot} * bytes, row + hidden, bytes);
+        }
+        if (codes && !bulk_scales(args))
+          for (uint32_t mask = __ballot_sync(kFullWarp, wanted); mask != 0; mask &= mask - 1)
+            copy_scales(row, __shfl_sync(kFullWarp, slot, __ffs(mask) - 1), args, lane);
+      }
+      commit_stores();
+    }
+    now = next;
+    --under_way;
+    place_stage = place_stage + 1 == kPlaceStages ? 0 : place_stage + 1;
+    parity ^= place_stage == 0;
+    if (!decodes) wait_stores_read<1>();  // the stage that is loaded next was stored one round ago
+    __syncwarp();
   }
   wait_stores<0>();
 }

@@ -188,10 +188,13 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
   if (crew.thread == 0) publish_flag(&d.counts->call, call);
 }
 
-// By a crew of a block that places: the plan is there, and the lists that rows come from. False: an error is known.
+// By a crew: the plan is there. False: an error is known.
 __device__ inline bool wait_plan(const Crew& crew, const Domain& d, const Op& op) {
+  return crew.all(crew.thread != 0 || wait_block(d, &local(d).planned, op.epoch));
+}
+// By a crew, then: so are the lists that it was made of.
+__device__ inline bool wait_lists(const Crew& crew, const Domain& d, const Op& op) {
   bool good = true;
-  if (crew.thread == crew.size - 1) good = wait_block(d, &local(d).planned, op.epoch);
   for (uint32_t r = d.first + crew.thread; r < d.end; r += crew.size)
     good &= wait_peer(d, member_flag(d, d.rank, d.at.lists_full, r), op.epoch, op.epoch, Step::kExchange, r, -1);
   return crew.all(good);

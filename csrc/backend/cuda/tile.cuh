@@ -1,5 +1,6 @@
 // Tiles: what the routing of kTileTokens neighbouring tokens says, as masks and counts in shared memory. Those of a
-// group are worked on together: a tile is a chain of latencies.
+// group are worked on together: a tile is a chain of latencies. Most of its instructions run once or twice in a kernel,
+// so each that is there has to be fetched: loops are not unrolled here nor in exchange.cuh.
 #pragma once
 
 #include "backend/cuda/device.cuh"
@@ -122,9 +123,11 @@ template <typename Visit>
 __device__ __forceinline__ bool visit_topk(const Crew& crew, const Domain& d, const DeviceRouting& r, uint32_t first,
                                            uint32_t count, Visit visit) {
   uint32_t group = 1;
+#pragma unroll 1
   while (group < r.width) group *= 2;
   const uint32_t per_warp = kWarp / group, lane = crew.lane(), column = lane % group;
   bool good = true;
+#pragma unroll 1
   for (uint32_t begin = crew.warp() * per_warp; begin < count; begin += crew.warps() * per_warp) {
     const uint32_t token = begin + lane / group;
     long long expert = -1;
@@ -140,6 +143,7 @@ __device__ __forceinline__ bool visit_topk(const Crew& crew, const Domain& d, co
     Pair pair{token, column, static_cast<uint32_t>(own), 0, static_cast<uint32_t>(to), 0, 0, 0};
     if (own >= 0) pair.expert = expert_number(d, own, to);
     bool twice = false;
+#pragma unroll 1
     for (uint32_t i = 0; i < r.width; ++i) {
       const int other = __shfl_sync(kFullWarp, own, i, group), other_to = __shfl_sync(kFullWarp, to, i, group);
       if (other < 0) continue;
@@ -148,6 +152,7 @@ __device__ __forceinline__ bool visit_topk(const Crew& crew, const Domain& d, co
       pair.same_lower += other_to == to && other < own;
     }
     const bool leads = own >= 0 && pair.same_lower == 0;
+#pragma unroll 1
     for (uint32_t i = 0; i < r.width; ++i) {
       const int leader_to = __shfl_sync(kFullWarp, leads ? to : -1, i, group);
       pair.ranks_lower += leader_to >= first_member && leader_to < to;
@@ -242,9 +247,12 @@ __device__ __noinline__ void read_map(const Crew crew, const Domain& d, const De
 // By a crew: the tiles' masks and counts, from the caller's routing. False: this thread saw what is no routing.
 __device__ inline bool read_tiles(const Crew& crew, const Domain& d, const DeviceRouting& r, const Tiles& tiles) {
   const uint32_t ranks = d.at.num_ranks, domains = d.at.num_domains, size = tiles.size();
+#pragma unroll 1
   for (uint32_t t = 0; t < size; ++t) {
     const Tile tile = tiles.tile(t);
+#pragma unroll 1
     for (uint32_t i = crew.thread; i < d.at.num_experts + ranks; i += crew.size) tile.expert[i] = 0;
+#pragma unroll 1
     for (uint32_t i = crew.thread; i < kTileTokens * ranks; i += crew.size) tile.pairs_to[i] = 0;
   }
   crew.sync();
@@ -261,6 +269,7 @@ __device__ inline bool read_tiles(const Crew& crew, const Domain& d, const Devic
   crew.sync();
   // A warp per destination of a tile: its tokens, and the pairs of earlier tokens.
   const uint32_t lane = crew.lane();
+#pragma unroll 1
   for (uint32_t i = crew.warp(); i < size * ranks; i += crew.warps()) {
     const Tile tile = tiles.tile(i / ranks);
     const uint32_t to = i % ranks;
@@ -272,10 +281,12 @@ __device__ inline bool read_tiles(const Crew& crew, const Domain& d, const Devic
     tile.slot_begin[(lane + kWarp) * ranks + to] = low_total + warp_prefix(high, lane) - high;
   }
   // And per domain: its tokens, and the pieces of earlier tokens.
+#pragma unroll 1
   for (uint32_t i = crew.warp(); i < size * domains; i += crew.warps()) {
     const Tile tile = tiles.tile(i / domains);
     const uint32_t to = i % domains;
     uint32_t low = 0, high = 0;
+#pragma unroll 1
     for (uint32_t r = d.first_of[to]; r < d.first_of[to + 1]; ++r) {
       low += tile.pairs_to[lane * ranks + r] != 0;
       high += tile.pairs_to[(lane + kWarp) * ranks + r] != 0;
@@ -297,6 +308,7 @@ __device__ inline uint32_t pairs_of_tile(const Domain& d, const Tile& tile, uint
 
 __device__ inline uint32_t pieces_of_tile(const Domain& d, const Tile& tile, uint32_t domain) {
   uint32_t pieces = 0;
+#pragma unroll 1
   for (uint32_t r = d.first_of[domain]; r < d.first_of[domain + 1]; ++r) pieces += __popcll(tile.destination[r]);
   return pieces;
 }
@@ -304,17 +316,21 @@ __device__ inline uint32_t pieces_of_tile(const Domain& d, const Tile& tile, uin
 // By a crew.
 __device__ inline void count_tiles(const Crew& crew, const Domain& d, const Tiles& tiles) {
   const uint32_t lane = crew.lane(), first = tiles.first / kTileTokens;
+#pragma unroll 1
   for (uint32_t t = 0; t < tiles.size(); ++t) {
     const Tile tile = tiles.tile(t);
     const TileCounts out(d, first + t);
+#pragma unroll 1
     for (uint32_t e = crew.thread; e < d.at.num_experts; e += crew.size)
       out.expert[e] = static_cast<uint8_t>(__popcll(tile.expert[e]));
     if (crew.warp() != t % crew.warps()) continue;
+#pragma unroll 1
     for (uint32_t to = lane; to < d.at.num_ranks; to += kWarp) {
       out.rows_to[to] = static_cast<uint8_t>(__popcll(tile.destination[to]));
       out.pairs_to[to] = pairs_of_tile(d, tile, to);
     }
     uint32_t most = 0;
+#pragma unroll 1
     for (uint32_t to = lane; to < d.at.num_domains; to += kWarp) {
       out.stream[to] = static_cast<uint8_t>(__popcll(tile.stream[to]));
       const uint32_t low = tile.pieces[to * kTileTokens + kWarp], all = pieces_of_tile(d, tile, to);
