@@ -341,7 +341,6 @@ __device__ inline bool route(const Crew& crew, const Domain& d, const Op& op, co
     count_tiles(crew, d, tiles);
     crew.sync();
   }
-  if (first_tile == end_tile) crew.sync();
   // All blocks run at the same time: no more than the buffer has SMs.
   if (crew.thread == crew.size - 1) {
     if (arrive_last(&local(d).arrived[static_cast<uint32_t>(Arrival::kCounted)], workers(d)))

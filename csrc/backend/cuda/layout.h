@@ -29,9 +29,8 @@ constexpr uint32_t kHalves = 2;
 // all tokens. The *holder* of a rank's rows for our domain is the rank itself or, of another domain, its rail in ours.
 
 // Flags, all uint64 epochs that only grow. In the region of the rank that reads them; written by peers over NVLink.
-//   header_full[s]  writer: rank s; of another domain: the relay (net.cuh). The header of its packet of that epoch is
-//   there,
-//                   and of a new plan its counts; of another domain the packet.
+//   header_full[s]  writer: rank s. The header of its packet of that epoch is there, and of a new plan its counts. Of
+//                   another domain: the relay (net.cuh); the packet.
 //   lists_full[m]   writer: member m. Of a new plan: its packet of that epoch is there, but for its values.
 //   rows_full[m][c] writer: member m. Chunk c (kStageRows) of its staged rows of that epoch is in its region.
 //   values_full[s]  writer: as of header_full. The fp32 values of that epoch are in its packet.
