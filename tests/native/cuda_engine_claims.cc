@@ -209,6 +209,24 @@ CLAIM("a network that delivers nothing to a rank is an error of all within the d
   run.arrival_timeout_s = 1.5;
   expect_failures(run, {}, ErrorKind::kArrivalTimeout, 12);
 }
+CLAIM("a routing that a later block refuses is an error of every rank's dispatch, which has no counts") {
+  CudaRun run = run_of({0, 0});
+  run.num_tokens = {130, 130};  // the last tile is block 1's
+  auto ranks = make_ranks<CudaRank>(run);
+  std::atomic<int> failures{0};
+  by_ranks(run.num_ranks(), [&](int r) {
+    RankInput in(run, r, 0);
+    const int64_t none = run.num_experts();
+    if (r == 1) std::memcpy(in.routing.data() + in.routing.size() - sizeof(none), &none, sizeof(none));
+    try {
+      ranks[static_cast<size_t>(r)]->dispatch(in, false);
+    } catch (const std::exception&) {
+      failures.fetch_add(1);
+    }
+    EXPECT(!ranks[static_cast<size_t>(r)]->had_counts());
+  });
+  EXPECT_EQ(failures.load(), 2);
+}
 CLAIM("a dispatch that is refused on a rank stops the kernels of the others before their memory goes") {
   // Those that have asked for counts have launched nothing else when the error comes.
   CudaRun run = run_of({0, 1, 0});

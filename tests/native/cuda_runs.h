@@ -86,6 +86,7 @@ class CudaRank {
     cudaStreamDestroy(stream_);
   }
   CudaEngine& engine() { return engine_; }
+  bool had_counts() const { return plan_ != nullptr; }
 
   Dispatched dispatch(const RankInput& in, bool cached) {
     Dispatched got;

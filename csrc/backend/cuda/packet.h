@@ -24,7 +24,7 @@ struct PairEntry {
 struct DeviceHeader {
   uint64_t epoch;
   OpSignature signature;
-  uint64_t routing_hash;  // only its writer looks at it
+  uint64_t routing_hash;  // only its writer's rank looks at it
   uint32_t num_tokens;
   // Of a new plan.
   uint32_t stream_rows;

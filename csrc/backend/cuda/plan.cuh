@@ -154,8 +154,20 @@ __device__ inline PlanSizes number_sources(const Domain& d, const Op& op, const 
   return sizes;
 }
 
-// By a crew of at least two warps, of one block: when all ranks have entered, what places rows, and the counts for the
-// host. Nothing comes of it if a rank is missing or has called something else.
+// By a crew: the plan is there. False: an error is known.
+__device__ inline bool wait_plan(const Crew& crew, const Domain& d, const Op& op) {
+  return crew.all(crew.thread != 0 || wait_block(d, &local(d).planned, op.epoch));
+}
+// By a crew, then: so are the lists that it was made of.
+__device__ inline bool wait_lists(const Crew& crew, const Domain& d, const Op& op) {
+  bool good = true;
+  for (uint32_t r = d.first + crew.thread; r < d.end; r += crew.size)
+    good &= wait_peer(d, member_flag(d, d.rank, d.at.lists_full, r), op.epoch, op.epoch, Step::kExchange, r, -1);
+  return crew.all(good);
+}
+
+// By a crew of at least two warps, of one block: when all ranks have entered, what places rows, and then the counts for
+// the host. Nothing comes of it if a rank is missing or has called something else.
 __device__ inline void count_received(const Crew& crew, const Domain& d, const Op& op, const OpSignature& signature,
                                       uint64_t call) {
   __shared__ FromSource from[kMaxRanks];
@@ -174,7 +186,9 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
     scratch(d).sizes = sizes;
     publish_in_gpu(&local(d).planned, op.epoch);
   }
-  // Then the host, which is farther away.
+  // The host is told of no counts of a routing that a rank may still refuse: its dispatch would return without an
+  // error.
+  if (!wait_lists(crew, d, op)) return;
   const uint32_t experts = d.experts_per_rank;
   const Bases base(d);
   uint32_t* const host = reinterpret_cast<uint32_t*>(d.counts + 1);
@@ -186,18 +200,6 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
   if (sums_up) d.counts->sizes = sizes;
   crew.sync();
   if (crew.thread == 0) publish_flag(&d.counts->call, call);
-}
-
-// By a crew: the plan is there. False: an error is known.
-__device__ inline bool wait_plan(const Crew& crew, const Domain& d, const Op& op) {
-  return crew.all(crew.thread != 0 || wait_block(d, &local(d).planned, op.epoch));
-}
-// By a crew, then: so are the lists that it was made of.
-__device__ inline bool wait_lists(const Crew& crew, const Domain& d, const Op& op) {
-  bool good = true;
-  for (uint32_t r = d.first + crew.thread; r < d.end; r += crew.size)
-    good &= wait_peer(d, member_flag(d, d.rank, d.at.lists_full, r), op.epoch, op.epoch, Step::kExchange, r, -1);
-  return crew.all(good);
 }
 
 // By crews of `num_blocks` blocks, where there are several domains: what is known of streams.
