@@ -131,6 +131,15 @@ CLAIM("blocks that only stage change no bit") {
     try_seeds(run);
   }
 }
+CLAIM("rows that some warps plan and others place have the host's bits") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}}) {
+    CudaRun run = run_of(domain_of);
+    run.spare_bytes = 32 << 20;
+    run.num_tokens = {900, 500};  // a warp that places has more than 32 rows
+    run.rounds = 1;
+    try_seeds(run);
+  }
+}
 CLAIM("2 ranks of a domain have the host's bits in windows") { try_seeds(windows_of({0, 0}, kFp32, kFp32)); }
 CLAIM("2 domains of a rank have the host's bits in windows, FP32") { try_seeds(windows_of({0, 1}, kFp32, kFp32)); }
 CLAIM("2 domains of a rank have the host's bits in windows, BF16") { try_seeds(windows_of({0, 1}, kBf16, kBf16)); }

@@ -139,6 +139,10 @@ MUTANTS = {
     "a row is placed before its list is there": (
         ONE_DOMAIN, "plan.cuh", "good &= wait_peer(", "good &= d.at.num_ranks > 0 || wait_peer(",
     ),
+    "some rows that others place are not planned": (
+        "rows that some warps plan and others place have the host's bits", "plan.cuh",
+        "n += num_blocks * crew.size)\n      plan_row", "n += 2 * num_blocks * crew.size)\n      plan_row",
+    ),
     "counts are told of before they are there": (
         ONE_DOMAIN, "dispatch.cu", "wait_shared(d, &staged.totals)", "staged.totals < 2",
     ),
@@ -158,9 +162,10 @@ MUTANTS = {
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_broken_kernel_is_found(tmp_path: Path, mutant: str) -> None:
+def test_a_broken_kernel_is_found(tmp_path: Path, mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: bits that are compared, and lanes that are watched."""
     claim, name, right, wrong = MUTANTS[mutant]
+    monkeypatch.setenv(*SWEEP)
     csrc = building.shutil.copytree(building.CSRC, tmp_path / "csrc")
     broken = csrc / "backend" / "cuda" / name
     assert broken.read_text().count(right) == 1

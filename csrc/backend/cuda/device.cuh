@@ -271,7 +271,18 @@ __device__ inline bool wait_packets_gone(const Crew& crew, const Domain& d, uint
   return crew.all(wait_some_packets_gone(crew, d, epoch));
 }
 
-enum class Arrival : uint32_t { kCounted, kRouted, kValues, kHashed, kPlaced, kFolded, kMerged, kRelayed, kThrough };
+enum class Arrival : uint32_t {
+  kCounted,
+  kRouted,
+  kRowsPlanned,
+  kValues,
+  kHashed,
+  kPlaced,
+  kFolded,
+  kMerged,
+  kRelayed,
+  kThrough
+};
 // By a crew of each of `num_blocks`, at the end of its work: true in the last, which publishes the writes of all.
 __device__ inline bool last_block(const Crew& crew, const Domain& d, Arrival what, uint32_t num_blocks) {
   crew.sync();

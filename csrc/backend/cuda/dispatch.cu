@@ -23,7 +23,7 @@ constexpr uint32_t kMostKept = 16;  // tiles of a block
 
 // By the crew that serves: of a plan that is known, what the others wait for; of a new one, its heads; then what rows
 // have beside their data.
-template <PlanState kState>
+template <PlanState kState, bool kNet>
 __device__ void serve(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args,
                       Staged& staged) {
   constexpr bool kFresh = kState != PlanState::kKnown;
@@ -38,6 +38,8 @@ __device__ void serve(const Crew& crew, const Domain& d, const Op& op, const Pla
     }
     if (!wait_plan(crew, d, op) || !has_memory<kState>(d, args) || !wait_lists(crew, d, op)) return;
     const StepClock clock(crew, d, Step::kPlan);
+    plan_rows(crew, d, op, plan, args.num_blocks,
+              args.num_blocks * (args.ring_warps < 2 ? kPlacing<kNet> : args.ring_warps));
     plan_heads(crew, d, op, plan, args.num_blocks);
     clock.stop();
   } else {
@@ -257,7 +259,7 @@ __global__ void __launch_bounds__(kThreads<kNet>, 1)
       good = exchange_tiles(Crew::of(4, kFirstStage, kStageWarps + kPlacing<kNet>), d, op, args, staged, shared);
   if (warp < kServeWarps) {
     const Crew crew = Crew::of(1, 0, kServeWarps);
-    if (going(crew, d)) serve<kState>(crew, d, op, plan, args, staged);
+    if (going(crew, d)) serve<kState, kNet>(crew, d, op, plan, args, staged);
   } else if (warp < kFirstStage) {
     if (kState != PlanState::kExchanged) tell_staged(d, op, stage_share(d, args), staged);
   } else if (warp < kFirstPlace) {

@@ -158,9 +158,10 @@ struct Local {
   uint64_t packed = 0;  // epoch whose packets are complete, and of a new plan all that is known of its streams
   uint64_t values_relayed = 0;  // epoch whose values are in the rings to their sources
   uint64_t planned = 0;  // epoch whose PlanScratch is complete
+  uint64_t rows_planned = 0;  // epoch of a new plan whose rows are known, but for the first of each warp that places
   uint64_t hashed = 0;  // epoch whose routing's hash is in our header
   uint64_t routing_hash = 0;  // of a routing that is compared with a plan's; the last to add resets it
-  uint32_t arrived[9] = {};  // blocks that are through with something, by Arrival; the last resets it
+  uint32_t arrived[10] = {};  // blocks that are through with something, by Arrival; the last resets it
   uint32_t taken[4] = {};  // shares of work that have been taken, by Taken; reset when all are through
   uint64_t block_hash[kMaxBlocks] = {};
   // Since creation: what block 0 has spent in a step; by rank, how long we were there before it entered.

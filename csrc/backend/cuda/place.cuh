@@ -54,6 +54,18 @@ __device__ inline void find_arrivals(const Crew& crew, const Domain& d, const Pl
   crew.sync();
 }
 
+// Whether others have planned a warp's rows: of a new plan never its first ones.
+template <bool kFresh>
+struct PlannedRows {
+  bool first = true, planned = !kFresh;
+  // By every lane, for each batch of rows.
+  __device__ __forceinline__ bool next(const Domain& d, const Op& op) {
+    if (!planned && !first) planned = read_flag(&local(d).rows_planned) >= op.epoch;
+    first = false;
+    return planned;
+  }
+};
+
 // 32 rows, in the lanes of a warp: in turn of all sources, so that neighbours read different peers, those of our domain
 // first: rows of others are still on their way.
 template <bool kFresh>
@@ -64,35 +76,25 @@ struct RowBatch {
 
   RowBatch() = default;
   __device__ __forceinline__ RowBatch(const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args,
-                                      const Arrivals& arrivals, uint32_t n) {
+                                      const Arrivals& arrivals, uint32_t n, bool planned) {
     const uint32_t near = arrivals.most.near_sum(d);
     const auto [s, number] = d.net == nullptr || n < near ? near_row(d, n) : far_row(d, n - near);
     row = arrivals.begin[s] + number;
     if (row >= arrivals.all_end[s]) return;
     source = s;
-    if constexpr (kFresh) {
-      const PlanScratch& from = scratch(d);
-      const uint4 raw = *reinterpret_cast<const uint4*>(from.lists[s] + (row - arrivals.begin[s]));
-      first = from.slot_begin[s] + raw.x;
-      count = raw.w >> 16;
-      position = raw.z;
-      plan.row_token[row] = raw.w & 0xFFFF;
-      plan.row_piece[row] = raw.y;
-      plan.row_slot[row] = first;
-      if (d.net != nullptr) plan.row_position[row] = position;
-      const PairEntry* const source_pairs = from.pairs[s] + (first + from.value_begin[s]);
-      const uint32_t* const base = slot_base(d) + s * d.experts_per_rank;
-      for (uint32_t p = 0; p < count; ++p) {
-        const uint2 pair = *reinterpret_cast<const uint2*>(source_pairs + p);
-        plan.slots[first + p] = plan.compact_width > 0 ? pair.x : base[pair.x] + pair.y;
-      }
-      if (row >= arrivals.end[s]) count = 0;
+    PlannedRow known;
+    if (kFresh && !planned) {
+      known = plan_row(d, plan, s, row - arrivals.begin[s], row);
     } else {
-      position = (d.net != nullptr ? plan.row_position : plan.row_token)[row];
-      first = plan.row_slot[row];
-      count = plan.row_slot[row + 1] - first;
+      // Of a new plan, the next source's first row may not be planned.
+      const bool last = kFresh && row + 1 == arrivals.all_end[s];
+      known.position = (d.net != nullptr ? plan.row_position : plan.row_token)[row];
+      known.first = plan.row_slot[row];
+      known.count = (last ? scratch(d).slot_end[s] : plan.row_slot[row + 1]) - known.first;
     }
-    position -= arrivals.position[s];
+    first = known.first;
+    count = kFresh && row >= arrivals.end[s] ? 0 : known.count;
+    position = known.position - arrivals.position[s];
     look(d, op, args, arrivals);
   }
   // Its chunk in the ring, of another domain.
@@ -210,8 +212,9 @@ __device__ void place_rows(const Crew& crew, const Domain& d, const Op& op, cons
   const uint64_t out_bytes = codes ? hidden : uint64_t{hidden} * dtype_bytes(args.stage.dtype);
   const uint32_t lane = crew.lane();
   Shares shares = row_shares(crew, d, args, arrivals);
+  PlannedRows<kFresh> planned;
   for (uint32_t n = 0; shares.next(n, lane);) {
-    RowBatch<kFresh> batch(d, op, plan, args, arrivals, n);
+    RowBatch<kFresh> batch(d, op, plan, args, arrivals, n, planned.next(d, op));
     __syncwarp();
     for (uint32_t i = 0; i < kWarp; ++i) {
       const uint32_t count = __shfl_sync(kFullWarp, batch.count, i);
@@ -270,6 +273,7 @@ __device__ void place_rows_bulk(const Crew& crew, const Domain& d, const Op& op,
   __syncwarp();
 
   Shares shares = row_shares(crew, d, args, arrivals);
+  PlannedRows<kFresh> planned;
   RowBatch<kFresh> batch;
   uint32_t left = 0;  // rows of the batch that are not loaded yet
   // A row under way, or being placed: its pairs, and lane i's slot.
@@ -287,7 +291,7 @@ __device__ void place_rows_bulk(const Crew& crew, const Domain& d, const Op& op,
         uint32_t n;
         more = shares.next(n, lane);
         if (!more) break;
-        batch = RowBatch<kFresh>(d, op, plan, args, arrivals, n);
+        batch = RowBatch<kFresh>(d, op, plan, args, arrivals, n, planned.next(d, op));
         __syncwarp();
         left = __ballot_sync(kFullWarp, batch.count > 0);
         continue;

@@ -4,6 +4,7 @@
 
 #include "backend/cuda/device.cuh"
 #include "backend/cuda/exchange.cuh"
+#include "backend/cuda/shares.cuh"
 #include "backend/cuda/steps.h"
 
 namespace uccl_ep::cuda {
@@ -58,6 +59,7 @@ __device__ inline FromSource read_header(const Domain& d, const Op& op, uint32_t
 // By one thread: what our own packets say.
 __device__ inline PlanSizes sent_sizes(const Domain& d, const Op& op) {
   PlanSizes sizes;
+#pragma unroll 1
   for (uint32_t to = 0; to < d.at.num_domains; ++to) {
     const DeviceHeader& h = *reinterpret_cast<const DeviceHeader*>(own_packet(d, to, op.epoch));
     const uint32_t members = d.first_of[to + 1] - d.first_of[to];
@@ -94,11 +96,13 @@ __device__ inline bool read_sources(const Crew& crew, const Domain& d, const Op&
   // Beside the first counts one warp loads the headers, and another compares them.
   load(crew.thread);
   bool good = true;
+#pragma unroll 1
   for (uint32_t s = crew.lane(); s < ranks; s += kWarp) {
     if (crew.warp() == 0) from[s] = read_header(d, op, s, with_values);
     if (crew.warp() == 1) good &= is_alike(d, op.epoch, s);
   }
   store(crew.thread);
+#pragma unroll 1
   for (uint32_t first = crew.thread + kBatch * crew.size; first < all; first += kBatch * crew.size) {
     load(first);
     store(first);
@@ -112,6 +116,7 @@ __device__ inline uint32_t lay_out_experts(const Domain& d, uint32_t alignment) 
   const uint32_t ranks = d.at.num_ranks, experts = d.experts_per_rank, lane = threadIdx.x % kWarp;
   const Bases base(d);
   uint32_t first_slot = 0;
+#pragma unroll 1
   for (uint32_t first = 0; first < experts; first += kWarp) {
     const uint32_t l = first + lane;
     uint32_t count = 0;
@@ -123,6 +128,7 @@ __device__ inline uint32_t lay_out_experts(const Domain& d, uint32_t alignment) 
       base.padding[2 * l] = end - size + count;
       base.padding[2 * l + 1] = end;
       uint32_t slot = end - size;
+#pragma unroll 1
       for (uint32_t i = 0; i < ranks; ++i) {
         uint32_t& of_source = base.slot[d.source_order[i] * experts + l];
         const uint32_t theirs = of_source;
@@ -139,6 +145,7 @@ __device__ inline uint32_t lay_out_experts(const Domain& d, uint32_t alignment) 
 __device__ inline PlanSizes number_sources(const Domain& d, const Op& op, const FromSource* from) {
   PlanScratch& plan = scratch(d);
   PlanSizes sizes = sent_sizes(d, op);
+#pragma unroll 1
   for (uint32_t i = 0; i < d.at.num_ranks; ++i) {
     const uint32_t s = d.source_order[i];
     plan.row_begin[s] = sizes.received_rows;
@@ -150,6 +157,7 @@ __device__ inline PlanSizes number_sources(const Domain& d, const Op& op, const 
     sizes.most_pieces = max(sizes.most_pieces, from[s].most_pieces);
   }
   if (d.net != nullptr)
+#pragma unroll 1
     for (uint32_t k = 1; k <= d.net->num_relayed; ++k) sizes.relayed_rows += from[d.net->relayed[k].source].stream_rows;
   return sizes;
 }
@@ -200,6 +208,64 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
   if (sums_up) d.counts->sizes = sizes;
   crew.sync();
   if (crew.thread == 0) publish_flag(&d.counts->call, call);
+}
+
+// What is known of a received row: its first pair, their number, and where it lies in its source's stream.
+struct PlannedRow {
+  uint32_t first, count, position;
+};
+// By one thread, of a new plan: row `row`, the `number`-th from `source`.
+__device__ __forceinline__ PlannedRow plan_row(const Domain& d, const PlanView& plan, uint32_t source, uint32_t number,
+                                               uint32_t row) {
+  // All that is known without the list is loaded before it, and its pairs together: each load is a way to the source
+  // and back, and a store would keep the next one waiting.
+  constexpr uint32_t kBatch = 6;
+  const PlanScratch& from = scratch(d);
+  const ListEntry* const list = from.lists[source];
+  const uint32_t slot_begin = from.slot_begin[source];
+  const PairEntry* const pairs = from.pairs[source] + (slot_begin + from.value_begin[source]);
+  const uint32_t* const base = slot_base(d) + source * d.experts_per_rank;
+  const uint4 raw = *reinterpret_cast<const uint4*>(list + number);
+  const uint32_t first = slot_begin + raw.x, count = raw.w >> 16, position = raw.z;
+#pragma unroll 1
+  for (uint32_t begin = 0; begin < count; begin += kBatch) {
+    uint2 pair[kBatch];
+#pragma unroll
+    for (uint32_t p = 0; p < kBatch; ++p)
+      if (begin + p < count) pair[p] = *reinterpret_cast<const uint2*>(pairs + raw.x + begin + p);
+    if (plan.compact_width == 0)
+#pragma unroll
+      for (uint32_t p = 0; p < kBatch; ++p)
+        if (begin + p < count) pair[p].x = base[pair[p].x] + pair[p].y;
+#pragma unroll
+    for (uint32_t p = 0; p < kBatch; ++p)
+      if (begin + p < count) plan.slots[first + begin + p] = pair[p].x;
+  }
+  plan.row_token[row] = raw.w & 0xFFFF;
+  plan.row_piece[row] = raw.y;
+  plan.row_slot[row] = first;
+  if (d.net != nullptr) plan.row_position[row] = position;
+  return {first, count, position};
+}
+
+// By crews of `num_blocks` blocks: the rows of a new plan but for the first ones of each of `warps` that place, which
+// plan those themselves and then find the others planned, if they are many.
+__device__ inline void plan_rows(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
+                                 uint32_t num_blocks, uint32_t warps) {
+  const PlanScratch& from = scratch(d);
+  if (from.sizes.received_rows < warps * kWarp) return;
+  // No more than what is dealt out of the rows together with the places that sources with fewer rows leave empty.
+  const uint32_t first_rows = min(Shares::dealt_to_each(from.sizes.received_rows, warps), kWarp) * warps;
+#pragma unroll 1
+  for (uint32_t i = 0; i < d.at.num_ranks; ++i) {
+    const uint32_t source = rotated(d, i), begin = from.row_begin[source], rows = from.row_end[source] - begin;
+    const uint32_t skipped = in_domain(d, source) ? first_rows / (d.end - d.first) : 0;
+#pragma unroll 1
+    for (uint32_t n = skipped + blockIdx.x * crew.size + crew.thread; n < rows; n += num_blocks * crew.size)
+      plan_row(d, plan, source, n, begin + n);
+  }
+  if (last_block(crew, d, Arrival::kRowsPlanned, num_blocks) && crew.thread == 0)
+    publish_in_gpu(&local(d).rows_planned, op.epoch);
 }
 
 // By crews of `num_blocks` blocks, where there are several domains: what is known of streams.

@@ -47,7 +47,7 @@ class Shares {
   // fewer numbers than `least` for each warp all are dealt out.
   __device__ Shares(const Domain& d, Taken what, uint32_t end, uint32_t first, uint32_t warps, uint32_t least)
       : end_(end),
-        dealt_(end / warps < least ? end : end / warps * 3 / 4 * warps),
+        dealt_(end / warps < least ? end : dealt_to_each(end, warps) * warps),
         step_(warps),
         few_(min(max(end / warps / 16, 1), 4)),
         counter_(&local(d).taken[static_cast<uint32_t>(what)]),
@@ -55,6 +55,9 @@ class Shares {
     take();
   }
   static constexpr uint32_t kJoins = 0xFFFFFFFFu;
+
+  // Of many numbers: how many each warp gets before it has to take more.
+  static __device__ __forceinline__ uint32_t dealt_to_each(uint32_t end, uint32_t warps) { return end / warps * 3 / 4; }
 
   // A number for each lane, or `end`. False: there are no more.
   __device__ __forceinline__ bool next(uint32_t& number, uint32_t lane) {
