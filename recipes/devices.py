@@ -24,7 +24,8 @@ class DeviceError(ValueError):
 def place(recipe: Recipe, *, keep_domains: bool = False) -> tuple[Recipe, str]:
     """The recipe for this machine, and why it is for the CPU: one line, empty if that was asked for.
 
-    On GPUs all ranks form one domain, whatever the recipe says: they are on one host.
+    On GPUs all ranks form one domain, whatever the recipe says: they are on one host. Several have to be
+    asked for; rows then cross to the others through the proxies, as between hosts.
 
     keep_domains  the user asked for this domain_size
 
@@ -33,10 +34,9 @@ def place(recipe: Recipe, *, keep_domains: bool = False) -> tuple[Recipe, str]:
     if recipe.device == "cpu":
         return recipe, ""
     why = lacking(recipe.num_ranks)
-    if not why and keep_domains and recipe.domain_size < recipe.num_ranks:
-        why = f"domains of {recipe.domain_size} ranks were asked for, and a recipe on GPUs has one domain"
     if not why:
-        return replace(recipe, device="cuda", domain_size=recipe.num_ranks), ""
+        domain_size = recipe.domain_size if keep_domains else recipe.num_ranks
+        return replace(recipe, device="cuda", domain_size=domain_size), ""
     if recipe.device == "cuda":
         raise DeviceError(f"device = cuda: {why}")
     return replace(recipe, device="cpu"), f"running on the CPU: {why}"

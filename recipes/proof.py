@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recipes import traffic
+from recipes import devices, traffic
 from recipes.settings import Recipe
 
 
@@ -30,7 +30,7 @@ class Crossing:
     layer: int
     rank: int
     domain: int
-    dispatch_bytes: int  # its own rows and their probabilities
+    dispatch_bytes: int  # its own rows, on CPUs with their probabilities
     expected_dispatch_bytes: int  # of these, by the router's map
     combine_bytes: int  # sums of its domain's experts that it relays back
     expected_combine_bytes: int  # of these, by the maps of the ranks that it relays for
@@ -43,8 +43,12 @@ class Crossing:
 
 
 def expected_dispatch_bytes(wanted_TE: torch.Tensor, recipe: Recipe) -> int:
-    """`wanted_TE`: the router's map for a domain's experts. A row goes there once, a probability per pair."""
+    """`wanted_TE`: the router's map for a domain's experts. A row goes there once, on CPUs with a probability
+    per pair; GPUs send those with the routing, and rows at multiples of 128 bytes.
+    """
     row_bytes = traffic.row_bytes(recipe.model, recipe.dispatch_dtype)
+    if devices.own().type == "cuda":
+        return num_rows(wanted_TE) * -(-row_bytes // 128) * 128
     return num_rows(wanted_TE) * row_bytes + 4 * int(wanted_TE.sum())
 
 
@@ -67,6 +71,7 @@ def _measured(layer: Any, recipe: Recipe, into: list[Crossing]) -> Callable[...,
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         before = buffer.stats()
         result = forward(*args, **kwargs)
+        devices.synchronize()
         map_TE = layer.token_dispatcher.routing_map
         rows: list[Any] = [None] * topology.num_ranks  # [rank][domain]
         # Also a barrier: what this rank relays for others has been shipped when they have it.

@@ -9,7 +9,7 @@ One server process imports Megatron once and forks the ranks. They form a group 
 process. A case that raises on any rank ends all of them; the next case gets fresh ones.
 
 Each rank has a GPU where there are enough (`recipes/devices.py`: `lacking`), else all work on the CPU; a case
-asks `devices.own()` where its tensors belong. On GPUs all ranks are in one domain.
+asks `devices.own()` where its tensors belong.
 """
 
 from __future__ import annotations
@@ -77,15 +77,6 @@ class MegatronRanks:
                 texts.setdefault(text, []).append(rank)  # usually all ranks say the same
             raise CaseError("\n".join(f"ranks {who}: {text}" for text, who in texts.items()), names)
         return [reply[1] for reply in replies]
-
-    def skip_if_several_domains(self, domain_size: int) -> None:
-        """Skips the test where the ranks cannot have domains of this size."""
-        import pytest  # not above: the ranks import this file, too
-
-        if self.device == "cuda" and domain_size < self.num_ranks:
-            pytest.skip(
-                f"{self.num_ranks} ranks on GPUs in domains of {domain_size}: they work inside one domain"
-            )
 
     def _replies(self, deadline: float) -> list[tuple[Any, ...]]:
         replies: dict[int, tuple[Any, ...]] = {}

@@ -43,7 +43,7 @@ def shrunken(dispatcher: str, limited: bool) -> Recipe:
             topk=2,
             router=dataclasses.replace(model.router, **groups),
         ),
-        domain_size=2 if devices.own().type == "cpu" else 4,
+        domain_size=2,
         sequence_length=32,
         micro_batch_size=2,
         num_microbatches=2,

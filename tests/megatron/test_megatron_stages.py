@@ -57,13 +57,11 @@ def test_an_fp64_router_gets_its_dtype_back_and_fp32_gradients(ranks: MegatronRa
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_domain_layout_changes_no_bit(ranks: MegatronRanks, layout: str) -> None:
-    ranks.skip_if_several_domains(LAYOUTS[layout])
     case = StageCase(options={"domain_size": LAYOUTS[layout]}, tokens=(24, 5, 0, 40))
     assert differences(ranks, case) == set()
 
 
 def test_domains_that_interleave_change_no_bit(ranks: MegatronRanks) -> None:
-    ranks.skip_if_several_domains(2)
     assert differences(ranks, StageCase(options={"domains": (0, 1, 0, 1)})) == set()
     assert differences(ranks, StageCase(options={"domains": (0, 0, 1, 0)})) == set()
 
@@ -121,7 +119,6 @@ def test_sums_over_many_experts_are_as_exact_as_alltoall(
     ranks: MegatronRanks, topk: int, layout: str
 ) -> None:
     """Above top-2 the order of sums matters: FP32 within 1e-6 of stock, BF16 within twice stock's error."""
-    ranks.skip_if_several_domains(LAYOUTS[layout])
     case = StageCase(experts=16, topk=topk, options={"domain_size": LAYOUTS[layout]})
     for result in ranks.run("stage_case.sums", case=dataclasses.replace(case, dtype="fp32")):
         assert all(distance <= 1e-6 for _, _, distance in result.values()), result

@@ -66,7 +66,6 @@ def stock_runs() -> dict[Any, list[Outcome]]:
 def test_fifty_steps_of_top_2_are_bitwise_equal(
     ranks: MegatronRanks, stock_runs: dict[Any, list[Outcome]], dtype: str, layout: str
 ) -> None:
-    ranks.skip_if_several_domains(LAYOUTS[layout])
     case = TrainCase(dtype=dtype, steps=ENOUGH_STEPS, options={"domain_size": LAYOUTS[layout]})
     if dtype not in stock_runs:
         stock_runs[dtype] = train(ranks, stock_of(case))

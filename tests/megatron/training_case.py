@@ -66,9 +66,7 @@ def initialize(tp: int = 1, ep: int = 4, etp: int = 1) -> None:
 def carrier_of(dispatcher: str, options: dict[str, Any]) -> dict[str, Any]:
     if dispatcher != "uccl_ep":
         return {"moe_token_dispatcher_type": dispatcher}
-    defaults = {"dispatch_dtype": "bf16", "budget_bytes": BUDGET_BYTES, "transport": "loop"}
-    if devices.own().type == "cpu":
-        defaults["domain_size"] = 2  # on GPUs there is one domain
+    defaults = {"dispatch_dtype": "bf16", "budget_bytes": BUDGET_BYTES, "transport": "loop", "domain_size": 2}
     return plugin.enable(**(defaults | options))
 
 

@@ -91,21 +91,18 @@ def test_a_rank_on_gpus_takes_the_one_of_its_number(monkeypatch: pytest.MonkeyPa
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8", "the user's choice counts"
 
 
-def test_on_gpus_all_ranks_are_in_one_domain(machine: Any) -> None:
+def test_on_gpus_all_ranks_are_in_one_domain_unless_others_are_asked_for(machine: Any) -> None:
     machine(4)
     assert (recipe().domain_size, place(recipe())[0].domain_size) == (2, 4)
     machine(3)
     assert place(recipe())[0].domain_size == 2
 
 
-def test_domains_that_were_asked_for_are_kept_on_the_cpu_or_refused(machine: Any) -> None:
+def test_domains_that_were_asked_for_are_kept(machine: Any) -> None:
     machine(4)
-    placed, why_cpu = place(recipe("--domain-size", "2"), keep_domains=True)
-    assert (placed.device, placed.domain_size) == ("cpu", 2)
-    assert "domains of 2 ranks" in why_cpu
-    with pytest.raises(DeviceError, match="domains of 2 ranks"):
-        place(recipe("--domain-size", "2", "--device", "cuda"), keep_domains=True)
-    assert place(recipe("--domain-size", "4"), keep_domains=True)[0].device == "cuda"
+    for size in ("1", "2", "4"):
+        placed, why_cpu = place(recipe("--domain-size", size), keep_domains=True)
+        assert (placed.device, placed.domain_size, why_cpu) == ("cuda", int(size), "")
 
 
 def test_too_few_gpus_are_an_error_before_ranks_start(
