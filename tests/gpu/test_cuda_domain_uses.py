@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -166,6 +167,27 @@ def test_the_least_budget_works_and_the_plan_is_what_is_allocated(
         )
         for least, (planned, allocated, told) in zip(leasts, results, strict=True):
             assert planned == allocated <= budget and told == least
+
+
+def contexts_after_use(seat: Seat, config: dict[str, Any]) -> list[int]:
+    """The GPUs on which this process has a context when it has closed a buffer."""
+    use_all_of(seat, config)
+    driver, flags, active = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint(), ctypes.c_int()
+    found = []
+    for gpu in range(torch.cuda.device_count()):
+        assert driver.cuDevicePrimaryCtxGetState(gpu, ctypes.byref(flags), ctypes.byref(active)) == 0
+        found += [gpu] * active.value
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("domains", [(0, 0), (0, 1)])
+def test_a_process_has_a_context_on_its_own_gpu_only(
+    domain_ranks: DomainRanks, domains: tuple[int, ...]
+) -> None:
+    """A thread of its own closes a buffer, and a thread's current GPU is the first one to begin with."""
+    spec = EngineSpec(domains=domains, num_experts=16, hidden=1024)
+    assert domain_ranks.run(2, contexts_after_use, spec.config()) == [[0], [1]]
 
 
 def ask_for_too_much(seat: Seat, spec: EngineSpec) -> str:

@@ -2,7 +2,9 @@
 // warps, blocks, streams and ranks run in. UCCL_EP_CUDA_SEEDS=first:count tries other orders and other data.
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 
+#include "backend/cuda/memory.h"
 #include "cuda_on_cpu/streams.h"
 #include "cuda_runs.h"
 #include "transport/cuda/visibility.h"
@@ -172,6 +174,18 @@ CLAIM("control: one other bit of one rank is seen") {
   expected[1][0].combined[1].out.back() ^= 1;
   auto ranks = make_ranks<CudaRank>(run);
   EXPECT_THROWS(std::logic_error, compare(run, results_of(run, ranks), expected));
+}
+
+// ---- devices --------------------------------------------------------------------------------------------------------
+CLAIM("a thread without a GPU of its own leaves no context on the first one") {
+  std::thread([] { const cuda::OnDevice there(3); }).join();
+  EXPECT(cuda::has_context(3) && !cuda::has_context(0));
+  EXPECT(cudaSetDevice(1) == cudaSuccess);
+  {
+    const cuda::OnDevice there(3);
+  }
+  int device = -1;
+  EXPECT(cudaGetDevice(&device) == cudaSuccess && device == 1);
 }
 
 // ---- faults ---------------------------------------------------------------------------------------------------------

@@ -56,6 +56,16 @@ uint64_t granularity(const CUmemAllocationProp& p) {
 
 }  // namespace
 
+bool has_context(int device) try {
+  CUdevice handle = 0;
+  unsigned flags = 0;
+  int active = 0;
+  return UCCL_EP_DRIVER(cuDeviceGet)(&handle, device) == CUDA_SUCCESS &&
+         UCCL_EP_DRIVER(cuDevicePrimaryCtxGetState)(handle, &flags, &active) == CUDA_SUCCESS && active != 0;
+} catch (const std::runtime_error&) {  // the driver went first
+  return false;
+}
+
 void DeviceMapping::swap(DeviceMapping& other) {
   std::swap(address_, other.address_);
   std::swap(handle_, other.handle_);

@@ -13,7 +13,11 @@ namespace uccl_ep::cuda {
 // Throws std::runtime_error naming the call.
 void must(cudaError_t status, const char* what);
 
-// For its life the calling thread's current device is `device`.
+// Whether this process has its context on a device, which takes half a gigabyte there.
+bool has_context(int device);
+
+// For its life the calling thread's current device is `device`. Afterwards the one of before, unless going back would
+// make this process's context there: a new thread's is GPU 0.
 class OnDevice {
  public:
   explicit OnDevice(int device) {
@@ -22,7 +26,7 @@ class OnDevice {
     if (changed_) must(cudaSetDevice(device), "cudaSetDevice");
   }
   ~OnDevice() {
-    if (changed_) cudaSetDevice(before_);
+    if (changed_ && has_context(before_)) cudaSetDevice(before_);
   }
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;

@@ -75,6 +75,11 @@ CUresult cuDeviceGet(CUdevice* device, int ordinal) {
   *device = ordinal;
   return CUDA_SUCCESS;
 }
+CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {
+  *flags = 0;
+  *active = cuda_on_cpu::has_context(device);
+  return CUDA_SUCCESS;
+}
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute, CUdevice) {
   *value = 1;
   return CUDA_SUCCESS;
@@ -134,6 +139,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, 
     const char* name;
     void* function;
   } functions[] = {FUNCTION(cuDeviceGet),
+                   FUNCTION(cuDevicePrimaryCtxGetState),
                    FUNCTION(cuDeviceGetAttribute),
                    FUNCTION(cuMemGetAllocationGranularity),
                    FUNCTION(cuMemCreate),

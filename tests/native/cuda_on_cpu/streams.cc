@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -94,6 +95,7 @@ struct CpuEvent {
 namespace {
 
 thread_local int own_device = 0;
+std::atomic<bool> contexts[cuda_on_cpu::kDevices];
 
 CpuStream& stream_of(CpuStream* stream) {
   static CpuStream* const defaults = new CpuStream[cuda_on_cpu::kDevices];  // of each device; never destroyed
@@ -120,6 +122,8 @@ void queue_grid(CpuStream* stream, const Grid& grid, std::function<void()> lane)
 
 }  // namespace cuda_on_cpu
 
+bool cuda_on_cpu::has_context(int device) { return contexts[device]; }
+
 const char* cudaGetErrorString(cudaError_t status) { return status == cudaSuccess ? "no error" : "an error"; }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 
@@ -130,6 +134,7 @@ cudaError_t cudaGetDevice(int* device) {
 cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= cuda_on_cpu::kDevices) return cudaErrorInvalidDevice;
   own_device = device;
+  contexts[device] = true;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() {

@@ -15,6 +15,8 @@ void queue(CpuStream* stream, std::function<void()> work);
 void queue_grid(CpuStream* stream, const Grid& grid, std::function<void()> lane);
 
 constexpr int kDevices = 8;
+// A device has one from the first time that a thread made it its own.
+bool has_context(int device);
 // Calls so far that made visible what NICs had written.
 uint64_t num_flushes();
 

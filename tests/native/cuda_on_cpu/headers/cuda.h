@@ -43,6 +43,7 @@ struct CUmemAccessDesc {
 
 extern "C" {
 CUresult cuDeviceGet(CUdevice* device, int ordinal);
+CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active);
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device);
 CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp* properties,
                                        CUmemAllocationGranularity_flags option);
