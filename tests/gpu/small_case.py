@@ -18,6 +18,7 @@ from uccl_ep_train import Buffer, EpConfig
 from uccl_ep_train.bootstrap import LocalBootstrap
 
 T, H, K, E = 70, 1024, 3, 8
+MANY = 600
 CASES = ((torch.bfloat16, "fp8"), (torch.bfloat16, "bf16"), (torch.float32, "bf16"))
 
 
@@ -43,20 +44,34 @@ def use(buffer: Buffer, dtype: torch.dtype, wire: str) -> None:
     buffer.check()
 
 
+def use_much(buffer: Buffer) -> None:
+    """More rows than the warps of two SMs look up at once: those of a new plan are planned beside them."""
+    for wire in ("bf16", "fp8"):
+        x_TH = torch.ones(MANY, 128, dtype=torch.bfloat16, device=buffer.device)
+        idx_TK = torch.arange(2 * MANY, device=buffer.device).reshape(MANY, 2) % E
+        result = buffer.dispatch(x_TH, idx_TK, dispatch_dtype=wire)
+        assert buffer.combine(result.rows, result.handle).eq(2).all()
+        torch.cuda.synchronize()
+        buffer.check()
+
+
 def main() -> None:
     ranks, here = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     torch.cuda.set_device(here)
     if ranks > 1:
         dist.init_process_group("gloo")
     for domain_size in sorted({1, ranks}, reverse=True):
-        for bulk_copies in (True, False):
+        for bulk_copies, num_sms in ((True, 24), (False, 24), (True, 2)):
             config = EpConfig(
-                num_experts=E, hidden=H, backend="cuda", dispatch_dtype="bf16", budget_bytes=24 << 20,
-                domain_size=domain_size, transport="loop", bulk_copies=bulk_copies,
+                num_experts=E, hidden=H, backend="cuda", dispatch_dtype="bf16", budget_bytes=48 << 20,
+                domain_size=domain_size, transport="loop", bulk_copies=bulk_copies, num_sms=num_sms,
                 arrival_timeout_s=300.0, progress_timeout_s=300.0,
             )  # fmt: skip
             bootstrap = LocalBootstrap.create(1)[0] if ranks == 1 else None
             with Buffer(None, config, bootstrap=bootstrap) as buffer:
+                if num_sms == 2:
+                    use_much(buffer)
+                    continue
                 for dtype, wire in CASES:
                     use(buffer, dtype, wire)
         print(f"small case done: {ranks} ranks in domains of {domain_size}", flush=True)
