@@ -19,7 +19,7 @@ from recipes.checkpoint import CheckpointError, Checkpoints, settings_of
 from recipes.launch import chosen_recipe, default_run_dir, parse_args
 from recipes.metrics import Reporter, StepMetrics, read_metrics
 from recipes.plot import plot_losses
-from recipes.proof import Crossing, ProofError, check
+from recipes.proof import Crossing, ProofError, check, expected_dispatch_bytes
 from tests.megatron.harness import MegatronRanks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,6 +153,21 @@ def test_the_proof_of_crossing_accepts_a_layer_whose_tokens_all_want_one_domain(
     nothing_back = crossing(layer=2, combine_bytes=0, expected_combine_bytes=0)
     nothing_sent = crossing(layer=2, dispatch_bytes=0, expected_dispatch_bytes=0)
     check([crossing(), nothing_back, nothing_sent])
+
+
+@pytest.mark.parametrize(("device", "dtype", "num_bytes"), [
+    ("cpu", "fp8", 2 * (128 + 16) + 4 * 3), ("cpu", "bf16", 2 * 256 + 4 * 3),
+    ("cuda", "fp8", 2 * 256), ("cuda", "bf16", 2 * 256),
+])  # fmt: skip
+def test_bytes_that_have_to_cross(
+    device: str, dtype: str, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three tokens, two of them with experts in a domain: one has two there."""
+    monkeypatch.setattr(devices, "own", lambda: torch.device(device))
+    recipe = dataclasses.replace(RECIPES["tiny_host"](), dispatch_dtype=dtype)
+    assert recipe.model.hidden_size == 128
+    wanted_TE = torch.tensor([[True, True], [False, False], [False, True]])
+    assert expected_dispatch_bytes(wanted_TE, recipe) == num_bytes
 
 
 @pytest.mark.parametrize("lost", ["dispatch_bytes", "combine_bytes"])

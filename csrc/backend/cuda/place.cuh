@@ -54,12 +54,12 @@ __device__ inline void find_arrivals(const Crew& crew, const Domain& d, const Pl
   crew.sync();
 }
 
-// Whether others have planned a warp's rows: of a new plan never its first ones.
+// By a warp that places: whether its next batch of rows has been planned by others; of a new plan never the first one.
 template <bool kFresh>
-struct PlannedRows {
+struct PlannedByOthers {
   bool first = true, planned = !kFresh;
-  // By every lane, for each batch of rows.
-  __device__ __forceinline__ bool next(const Domain& d, const Op& op) {
+  // By every lane, once for each batch.
+  __device__ __forceinline__ bool look(const Domain& d, const Op& op) {
     if (!planned && !first) planned = read_flag(&local(d).rows_planned) >= op.epoch;
     first = false;
     return planned;
@@ -75,6 +75,7 @@ struct RowBatch {
   bool ready = false;                    // its chunk has been staged, or has arrived
 
   RowBatch() = default;
+  // `planned`: all that is known of the rows is in the plan; else this puts it there.
   __device__ __forceinline__ RowBatch(const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args,
                                       const Arrivals& arrivals, uint32_t n, bool planned) {
     const uint32_t near = arrivals.most.near_sum(d);
@@ -212,9 +213,9 @@ __device__ void place_rows(const Crew& crew, const Domain& d, const Op& op, cons
   const uint64_t out_bytes = codes ? hidden : uint64_t{hidden} * dtype_bytes(args.stage.dtype);
   const uint32_t lane = crew.lane();
   Shares shares = row_shares(crew, d, args, arrivals);
-  PlannedRows<kFresh> planned;
+  PlannedByOthers<kFresh> planned;
   for (uint32_t n = 0; shares.next(n, lane);) {
-    RowBatch<kFresh> batch(d, op, plan, args, arrivals, n, planned.next(d, op));
+    RowBatch<kFresh> batch(d, op, plan, args, arrivals, n, planned.look(d, op));
     __syncwarp();
     for (uint32_t i = 0; i < kWarp; ++i) {
       const uint32_t count = __shfl_sync(kFullWarp, batch.count, i);
@@ -273,7 +274,7 @@ __device__ void place_rows_bulk(const Crew& crew, const Domain& d, const Op& op,
   __syncwarp();
 
   Shares shares = row_shares(crew, d, args, arrivals);
-  PlannedRows<kFresh> planned;
+  PlannedByOthers<kFresh> planned;
   RowBatch<kFresh> batch;
   uint32_t left = 0;  // rows of the batch that are not loaded yet
   // A row under way, or being placed: its pairs, and lane i's slot.
@@ -291,7 +292,7 @@ __device__ void place_rows_bulk(const Crew& crew, const Domain& d, const Op& op,
         uint32_t n;
         more = shares.next(n, lane);
         if (!more) break;
-        batch = RowBatch<kFresh>(d, op, plan, args, arrivals, n, planned.next(d, op));
+        batch = RowBatch<kFresh>(d, op, plan, args, arrivals, n, planned.look(d, op));
         __syncwarp();
         left = __ballot_sync(kFullWarp, batch.count > 0);
         continue;
