@@ -1,0 +1,141 @@
+"""Megatron's own dispatcher tests, with our dispatcher in place of the one that they name.
+
+    torchrun --nproc_per_node 4 scripts/megatron_own_tests.py MEGATRON_LM [--domain-size D] [--wrong] [...]
+
+MEGATRON_LM is a checkout of Megatron-LM: its Megatron-Core is used, and its files stay as they are. Those of
+`test_a2a_token_dispatcher.py` run and, of `test_token_dispatcher.py`, those of HybridEP. A test that asks for
+eight ranks gets the layout nearest to its own on as many as there are: on GPUs, one each, or on the CPU.
+
+--domain-size D  ranks that share a domain (all)
+--wrong          the control: rows are multiplied by 2, then by 3 ..., and tests that dispatch have to fail
+...              arguments of pytest
+
+Ends with 1 where tests failed or none got to our dispatcher, of which Megatron's tests know nothing. On CPUs
+take 2 or 4 ranks: Megatron leaves its gloo groups behind, tens of threads a test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from uccl_ep_train.megatron import cpu_shims
+
+FOLDER = "tests/unit_tests/transformer/moe"
+TESTS = (f"{FOLDER}/test_a2a_token_dispatcher.py", f"{FOLDER}/test_token_dispatcher.py::TestFlexDispatcher")
+
+
+def nearest_layout(tp_size: int, ep_size: int, num_ranks: int) -> tuple[int, int]:
+    """(TP, EP) for at most `num_ranks` ranks: the larger of the two is halved until they suffice."""
+    while tp_size * ep_size > num_ranks:
+        tp_size, ep_size = (tp_size // 2, ep_size) if tp_size > ep_size else (tp_size, ep_size // 2)
+    return tp_size, ep_size
+
+
+class InPlaceOfStock:
+    """A plugin of pytest: every layer of a test gets our dispatcher."""
+
+    def __init__(self, options: dict[str, Any], wrong: bool) -> None:
+        """options: see `uccl_ep_train.megatron.enable`"""
+        self.options = options
+        self.wrong = wrong
+        self.num_dispatches = 0
+        self._has_gpu = torch.cuda.is_available
+
+    def pytest_collection(self) -> None:
+        torch.cuda.is_available = lambda: True  # else they are skipped on the CPU
+
+    def pytest_collection_finish(self) -> None:
+        torch.cuda.is_available = self._has_gpu
+
+    @pytest.fixture(autouse=True)
+    def ours(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        from tests.unit_tests.test_utilities import Utils
+        from tests.unit_tests.transformer.moe.test_token_dispatcher import MoEModelTestContainer
+
+        from uccl_ep_train.megatron import plugin
+        from uccl_ep_train.megatron.dispatcher import UcclEpManager
+
+        stock_init, our_dispatch = MoEModelTestContainer.__init__, UcclEpManager.dispatch
+
+        def init(container: Any, *, tp_size: int, ep_size: int, **kwargs: Any) -> None:
+            tp_size, ep_size = nearest_layout(tp_size, ep_size, Utils.world_size)
+            kwargs |= {"moe_token_dispatcher_type": plugin.DISPATCHER_NAME}
+            stock_init(container, tp_size=tp_size, ep_size=ep_size, **kwargs)
+
+        def dispatch(manager: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            self.num_dispatches += 1
+            rows = our_dispatch(manager, *args, **kwargs)
+            return rows * (1 + self.num_dispatches) if self.wrong else rows
+
+        monkeypatch.setattr(MoEModelTestContainer, "__init__", init)
+        monkeypatch.setattr(UcclEpManager, "dispatch", dispatch)
+        plugin.enable(**self.options)
+        yield
+        plugin.disable()
+
+
+def join_on_cpu() -> None:
+    """What Megatron's `Utils.initialize_distributed` does, over gloo."""
+    from tests.unit_tests.test_utilities import Utils
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    Utils.inited = True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("megatron_lm", type=Path)
+    parser.add_argument("--domain-size", type=int)
+    parser.add_argument("--wrong", action="store_true")
+    args, for_pytest = parser.parse_known_args()
+    root = args.megatron_lm.resolve()
+    if not (root / TESTS[0]).is_file():
+        parser.error(f"{args.megatron_lm} has no {TESTS[0]}; allowed is a checkout of Megatron-LM")
+    sys.path.insert(0, str(root))  # before our own `tests`
+    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    on_gpus = torch.cuda.device_count() >= num_ranks
+    if not on_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        cpu_shims.install()
+    cpu_shims.install_for_local_spec()
+    from megatron.core.transformer.moe import fused_a2a
+    from tests.unit_tests.test_utilities import Utils
+
+    if not on_gpus:
+        Utils.initialize_distributed = staticmethod(join_on_cpu)
+    fused_a2a.HAVE_HYBRIDEP = True  # its tests are ours: the plug-in takes its place
+    options = {"dispatch_dtype": "bf16", "backend": "cuda" if on_gpus else "host", "transport": "loop"}
+    if args.domain_size:
+        options["domain_size"] = args.domain_size
+    ours = InPlaceOfStock(options, args.wrong)
+    # Their conftest.py downloads data of other tests.
+    quiet = [
+        "-q",
+        "--noconftest",
+        "-pno:cacheprovider",
+        "-pno:warnings",
+        f"-c{os.devnull}",
+        f"--rootdir={root}",
+    ]
+    if rank > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
+    failed = pytest.main([*quiet, *(str(root / test) for test in TESTS), *for_pytest], plugins=[ours])
+    print(f"{ours.num_dispatches} dispatches by uccl_ep on {num_ranks} ranks, {'GPUs' if on_gpus else 'CPU'}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return int(bool(failed) or ours.num_dispatches == 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
