@@ -22,6 +22,9 @@ DISPATCHERS: dict[str, Arguments] = {
 }
 """What selects a dispatcher. uccl_ep is a name that the plug-in adds."""
 
+EVAL_INTERVAL = 1000
+"""Steps. Megatron-LM (0.16 to 0.20) has no default, and ends with an error where none is given."""
+
 # Where Megatron-LM and TransformerConfig call the same thing differently.
 _CONFIG_NAMES = {
     "num_experts": "num_moe_experts",
@@ -31,12 +34,13 @@ _CONFIG_NAMES = {
 }
 # Of the model or of the training program, not of TransformerConfig.
 _NOT_CONFIG = {
-    "adam_beta1", "adam_beta2", "clip_grad", "disable_bias_linear", "exp_avg_dtype", "exp_avg_sq_dtype",
-    "global_batch_size", "group_query_attention", "lr", "lr_decay_style", "lr_warmup_iters",
-    "make_vocab_size_divisible_by", "max_position_embeddings", "micro_batch_size", "min_lr",
-    "no_bias_dropout_fusion", "no_yarn_correction_range_round_to_int", "position_embedding_type", "seed",
-    "seq_length", "tokenizer_model", "tokenizer_type", "train_iters", "untie_embeddings_and_output_weights",
-    "use_distributed_optimizer", "use_precision_aware_optimizer", "weight_decay",
+    "adam_beta1", "adam_beta2", "clip_grad", "disable_bias_linear", "eval_interval", "eval_iters",
+    "exp_avg_dtype", "exp_avg_sq_dtype", "global_batch_size", "group_query_attention", "log_interval",
+    "log_throughput", "lr", "lr_decay_style", "lr_warmup_iters", "make_vocab_size_divisible_by",
+    "max_position_embeddings", "micro_batch_size", "min_lr", "mock_data", "no_bias_dropout_fusion",
+    "no_yarn_correction_range_round_to_int", "position_embedding_type", "seed", "seq_length", "split",
+    "tokenizer_model", "tokenizer_type", "train_iters", "untie_embeddings_and_output_weights",
+    "use_distributed_optimizer", "use_precision_aware_optimizer", "vocab_size", "weight_decay",
     "yarn_original_max_position_embeddings",
 }  # fmt: skip
 _MLA_CONFIG = {"rotary_base", "rotary_scaling_factor", "mscale", "mscale_all_dim"}
@@ -168,6 +172,7 @@ def schedule_arguments(schedule: Schedule) -> Arguments:
         "adam_beta2": schedule.adam_beta2,
         "weight_decay": schedule.weight_decay,
         "clip_grad": schedule.clip_grad,
+        "eval_interval": EVAL_INTERVAL,
     }
 
 

@@ -83,6 +83,55 @@ def of_pretraining(
     return job.with_arguments(_dispatcher_arguments(job))
 
 
+def trial(recipe: Pretraining, hardware: str, num_layers: int, num_ranks: int) -> Pretraining:
+    """The first `num_layers` of it on `num_ranks` GPUs of one host, which share the experts, for ten steps.
+
+    Widths, experts, micro-batches, precision and recomputation stay, so that a rank does in a layer what it
+    does in the whole model, with more experts of its own. One of its dense layers is left.
+
+    Raises RecipeError.
+    """
+    model = recipe.model
+    least = 1 + min(1, model.first_dense_layers)
+    if not least <= num_layers <= model.num_layers:
+        raise RecipeError(f"trial = {num_layers}: allowed are {least} .. {model.num_layers} layers")
+    if num_ranks < 1 or model.num_experts % num_ranks:
+        raise RecipeError(
+            f"num_ranks = {num_ranks}: in a trial all ranks share the {model.num_experts} experts of a "
+            "layer; allowed is what divides them, and a GPU each"
+        )
+    layout = recipe.layouts[hardware]
+    return replace(
+        recipe,
+        model=replace(model, num_layers=num_layers, first_dense_layers=min(1, model.first_dense_layers)),
+        layouts={
+            hardware: replace(
+                layout,
+                num_ranks=num_ranks,
+                pp=1,
+                last_stage_layers=None,
+                ep=num_ranks,
+                global_batch_size=2 * num_ranks * layout.micro_batch_size,
+            )
+        },
+        schedule=replace(recipe.schedule, num_steps=10, warmup_steps=2),
+    )
+
+
+def trial_arguments(job: Job) -> Arguments:
+    """What else Megatron-LM is told in a trial: made-up data, and a line for each step."""
+    return {
+        "tokenizer_type": "NullTokenizer",
+        "tokenizer_model": None,
+        "vocab_size": job.model.vocab_size - 1,  # and the end of a document
+        "mock_data": True,
+        "split": "100,0,0",
+        "eval_iters": 0,
+        "log_interval": 1,
+        "log_throughput": True,
+    }
+
+
 def of_recipe(recipe: Recipe) -> Job:
     """A recipe that `train.py` trains; the arguments say the same in Megatron-LM's words."""
     job = Job(

@@ -7,6 +7,10 @@ A full-size recipe is trained by Megatron-LM's own script, on ranks that torchru
 
     torchrun ... -m recipes.launch --recipe deepseek_v3 --hardware h200 --megatron-lm PATH \\
         --data-path PREFIX [-- further arguments of pretrain_gpt.py]
+
+or tried out on the GPUs that are here: four of its layers, ten steps, made-up data:
+
+    python -m recipes.launch --recipe deepseek_v2_lite --trial 4 --megatron-lm PATH
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from recipes import PRETRAININGS, RECIPES, devices, jobs, pretrain
@@ -85,7 +90,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     if args.recipe in PRETRAININGS:
         given = [name for name in _OWN_LOOP if getattr(args, name)]
     else:
-        given = [name for name in ("megatron_lm", "data_path", "hardware", "extra") if getattr(args, name)]
+        given = [
+            name for name in ("megatron_lm", "data_path", "hardware", "trial", "extra") if getattr(args, name)
+        ]
     if given:
         parser.error(f"--{given[0].replace('_', '-')} is not for {args.recipe}")
     return args
@@ -96,6 +103,9 @@ def _add_full_size_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--hardware", choices=sorted(NODES), help="node type to lay it out for (h200)")
     group.add_argument("--megatron-lm", type=Path, help="a checkout, with pretrain_gpt.py")
     group.add_argument("--data-path", nargs="+", default=[], help="of pretrain_gpt.py: prefixes of datasets")
+    group.add_argument(
+        "--trial", type=int, metavar="LAYERS", help="so many layers of it on this host's GPUs, ten steps"
+    )
 
 
 def chosen_recipe(args: argparse.Namespace, dispatcher: str | None) -> Recipe:
@@ -194,12 +204,38 @@ def chosen_job(args: argparse.Namespace) -> jobs.Job:
         recipe = dataclasses.replace(recipe, dispatch_dtype=args.dispatch_dtype)
     if args.grad_dtype:
         recipe = dataclasses.replace(recipe, grad_dtype=args.grad_dtype)
-    job = jobs.of_pretraining(recipe, args.hardware or "h200", args.token_dispatcher, args.num_ranks)
+    hardware, num_ranks = args.hardware or "h200", args.num_ranks
+    if args.trial is not None:
+        num_ranks = _trial_ranks(num_ranks)
+        recipe = jobs.trial(recipe, hardware, args.trial, num_ranks)
+    job = jobs.of_pretraining(recipe, hardware, args.token_dispatcher, num_ranks)
+    if args.trial is not None:
+        job = job.with_arguments(jobs.trial_arguments(job))
     asked = {"train_iters": args.steps, "seed": args.seed}
     return job.with_arguments({name: value for name, value in asked.items() if value is not None})
 
 
-def _describe_or_start(args: argparse.Namespace) -> int:
+def _trial_ranks(asked: int | None) -> int:
+    """As many as there are GPUs, unless asked for; inside a rank as many as there are."""
+    if asked is not None:
+        return asked
+    there = int(env.read("WORLD_SIZE", "0")) or torch.cuda.device_count()
+    if there == 0:
+        raise RecipeError("a trial needs GPUs, and torch sees none; for a dry run give --num-ranks")
+    return there
+
+
+def _start_trial(job: jobs.Job, args: argparse.Namespace, argv: list[str]) -> int:
+    """Its ranks on this host. Raises RecipeError for what they would."""
+    why = devices.lacking(job.layout.num_ranks)
+    if why:
+        raise RecipeError(f"a trial needs GPUs: {why}")
+    pretrain.script_of(job, args.megatron_lm)
+    jobs.check_package(job.dispatcher)
+    return run_ranks(job.layout.num_ranks, argv)
+
+
+def _describe_or_start(args: argparse.Namespace, argv: list[str]) -> int:
     """A dry run, or a full-size recipe; the second does not return."""
     try:
         job = chosen_job(args)
@@ -207,6 +243,8 @@ def _describe_or_start(args: argparse.Namespace) -> int:
             from recipes import dry_run  # imports what needs Megatron
 
             dry_run.run(job)
+        elif args.trial is not None and not dist.is_torchelastic_launched():
+            return _start_trial(job, args, argv)
         else:
             pretrain.start(pretrain.command(job, args.megatron_lm, args.data_path, args.extra))
     except (RecipeError, ConfigError) as error:
@@ -230,7 +268,7 @@ def _placed(args: argparse.Namespace) -> tuple[Recipe, str]:
 def main(argv: list[str]) -> int:
     args = parse_args(argv)
     if args.dry_run or args.recipe in PRETRAININGS:
-        return _describe_or_start(args)
+        return _describe_or_start(args, argv)
     try:
         recipe, why_cpu = _placed(args)
     except (RecipeError, DeviceError) as error:

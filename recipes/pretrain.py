@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from recipes.arguments import command_line
+from recipes.arguments import Arguments, command_line
 from recipes.jobs import Job, check_package
 from recipes.settings import RecipeError
 from uccl_ep_train import env
@@ -21,6 +22,19 @@ def command(job: Job, megatron_lm: Path | None, data_path: Sequence[str], extra:
     Raises RecipeError, saying what to give, where the script, the ranks, the data or the dispatcher's
     package are missing.
     """
+    script = script_of(job, megatron_lm)
+    _check_ranks(job)
+    given = [*extra, *command_line(job.arguments)]
+    if not data_path and not any(word.split("=")[0] in _DATA for word in given):
+        raise RecipeError("no data: give --data-path PREFIX, or `-- --mock-data` to try it")
+    check_package(job.dispatcher)
+    data = ["--data-path", *data_path] if data_path else []
+    launcher = [sys.executable, "-m", "uccl_ep_train.megatron.launch", str(script)]
+    return [*launcher, *command_line(job.arguments | _without_apex()), *data, *extra]
+
+
+def script_of(job: Job, megatron_lm: Path | None) -> Path:
+    """Raises RecipeError where there is none."""
     if megatron_lm is None:
         raise RecipeError(
             f"{job.name} is trained by Megatron-LM's pretrain_gpt.py: give its checkout, --megatron-lm PATH, "
@@ -29,19 +43,20 @@ def command(job: Job, megatron_lm: Path | None, data_path: Sequence[str], extra:
     script = megatron_lm / "pretrain_gpt.py"
     if not script.is_file():
         raise RecipeError(f"--megatron-lm {megatron_lm}: no pretrain_gpt.py there")
-    _check_ranks(job)
-    if not data_path and not any(word.split("=")[0] in _DATA for word in extra):
-        raise RecipeError("no data: give --data-path PREFIX, or `-- --mock-data` for a trial")
-    check_package(job.dispatcher)
-    data = ["--data-path", *data_path] if data_path else []
-    launcher = [sys.executable, "-m", "uccl_ep_train.megatron.launch", str(script)]
-    return [*launcher, *command_line(job.arguments), *data, *extra]
+    return script
 
 
 def start(words: list[str]) -> None:
     """Does not return."""
     sys.stdout.flush()
     os.execv(words[0], words)
+
+
+def _without_apex() -> Arguments:
+    """Megatron-LM adds gradients of the output layer up in a kernel of APEX, and ends where it is missing."""
+    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None:
+        return {}
+    return {"no_gradient_accumulation_fusion": True}
 
 
 def _check_ranks(job: Job) -> None:

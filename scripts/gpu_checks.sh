@@ -7,7 +7,8 @@
 # 10,000 operations, 10,000 rounds beside NCCL, 1,000 replays of a graph, and all that is slow; bench: the sweep of
 # bench/README.md, forward + backward, other widths and uneven routing, 7 minutes; links: several domains with a link of
 # 50 GB/s and without a limit, 4 minutes; step: a training step of Megatron with each dispatcher, 4 GPUs of 140 GB, 50 s a
-# cell. What is measured goes into $OUT (bench/results). megatron and step need megatron-core. RANKS: as many as there are GPUs.
+# cell. What is measured goes into $OUT (bench/results). megatron and step need megatron-core;
+# with MEGATRON_LM, a checkout of Megatron-LM, megatron runs its own dispatcher tests, too. RANKS: as many as there are GPUs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -34,7 +35,12 @@ for what in "$@"; do
       ;;
     domains) check domains "$python" -m pytest -q tests/gpu/test_cuda_domain*.py ;;
     # Training, stages and plug-in: on GPUs where there are four.
-    megatron) check megatron "$python" -m pytest -q tests/megatron ;;
+    megatron)
+      check megatron "$python" -m pytest -q tests/megatron
+      [ -z "${MEGATRON_LM:-}" ] ||
+        check megatron "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
+          scripts/megatron_own_tests.py "$MEGATRON_LM"
+      ;;
     sanitize) check sanitize env PYTHON="$python" ./scripts/sanitize.sh ;;
     soak) check soak "$python" -m pytest -q -m slow tests/gpu ;;
     bench)

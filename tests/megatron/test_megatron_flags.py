@@ -142,10 +142,10 @@ SCRIPT = """
 import os
 import torch
 from megatron.training.arguments import parse_args
-from megatron.training.training import get_model
+from megatron.training.training import setup_model_and_optimizer
 
 args = parse_args()
-(model,) = get_model(args)
+(model,), _, _ = setup_model_and_optimizer(args)
 names = {type(m.token_dispatcher).__name__ for m in model.modules() if hasattr(m, "token_dispatcher")}
 # One write: the ranks share the pipe.
 os.write(1, f"dispatchers: {' '.join(names)} backend: {args.moe_flex_dispatcher_backend}\\n".encode())
@@ -175,7 +175,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.initialize import initialize_megatron
 
-def get_model(args):
+def setup_model_and_optimizer(args):
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     model_parallel_cuda_manual_seed(1)
@@ -186,7 +186,8 @@ def get_model(args):
         moe_flex_dispatcher_backend=args.moe_flex_dispatcher_backend,
     )
     spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False)
-    return [GPTModel(config=config, transformer_layer_spec=spec, vocab_size=64, max_sequence_length=16)]
+    model = GPTModel(config=config, transformer_layer_spec=spec, vocab_size=64, max_sequence_length=16)
+    return [model], None, None
 """,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -174,6 +175,101 @@ def test_what_is_missing_is_said_before_megatron_starts(
     given = [f"--megatron-lm={checkout}" if option == "CHECKOUT" else option for option in options]
     assert launch.main([*BIG, *given]) == 2
     assert words in capsys.readouterr().err
+
+
+TRIAL = ["--trial=3", "--num-ranks=2"]
+
+
+@pytest.mark.parametrize("name", PRETRAININGS)
+def test_a_trial_changes_neither_the_layers_nor_how_they_are_computed(name: str) -> None:
+    whole, trial = (chosen_job(parse_args([f"--recipe={name}", *more])).arguments for more in ([], TRIAL))
+    changed = {key for key in whole | trial if whole.get(key) != trial.get(key)}
+    depth = {
+        "num_layers",
+        "moe_layer_freq",
+        "pipeline_model_parallel_size",
+        "decoder_last_pipeline_num_layers",
+    }
+    steps = {
+        "global_batch_size",
+        "train_iters",
+        "lr_warmup_iters",
+        "eval_iters",
+        "log_interval",
+        "log_throughput",
+    }
+    data = {"tokenizer_type", "tokenizer_model", "vocab_size", "mock_data", "split"}
+    assert changed <= depth | steps | data | {"expert_model_parallel_size"}
+    assert (trial["num_layers"], trial["expert_model_parallel_size"], trial["train_iters"]) == (3, 2, 10)
+    assert trial["global_batch_size"] == 2 * 2 * trial["micro_batch_size"]
+    if whole.get("moe_layer_freq"):
+        assert trial["moe_layer_freq"] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--trial=0", "--num-ranks=2"], "trial = 0: allowed are 1 .. 48 layers"),
+        (["--trial=49", "--num-ranks=2"], "trial = 49: allowed are 1 .. 48 layers"),
+        (["--recipe=deepseek_v3", "--trial=1", "--num-ranks=2"], "trial = 1: allowed are 2 .. 61 layers"),
+        (["--trial=3", "--num-ranks=3"], "num_ranks = 3: in a trial all ranks share the 128 experts"),
+        (["--trial=3", "--num-ranks=0"], "num_ranks = 0: in a trial"),
+        (["--trial=3"], "torch sees none; for a dry run give --num-ranks"),
+        (TRIAL, "a trial needs GPUs: 2 ranks need a GPU each, and torch sees 0"),
+    ],
+)
+def test_a_trial_that_cannot_run_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    started_by(monkeypatch, None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr(launch, "run_ranks", lambda *_: pytest.fail("ranks started"))
+    assert launch.main([*BIG, *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_trial_starts_a_rank_for_each_gpu(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started_by(monkeypatch, None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("uccl_ep_train.cuda.built", lambda: True)
+    started: list[tuple[int, list[str]]] = []
+    monkeypatch.setattr(launch, "run_ranks", lambda num_ranks, argv: started.append((num_ranks, argv)) or 0)
+    argv = [*BIG, "--trial=3", f"--megatron-lm={checkout}", "--", "--seed", "3"]
+    assert launch.main([*BIG, "--trial=3"]) == 2 and "give its checkout" in capsys.readouterr().err
+    assert launch.main(argv) == 0 and started == [(4, argv)]
+    # And a rank that was started so:
+    started_by(monkeypatch, 4)
+    monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: True)
+    replaced: list[list[str]] = []
+    monkeypatch.setattr(pretrain, "start", replaced.append)
+    assert launch.main(argv) == 0
+    (words,) = replaced
+    assert "--mock-data" in words and words[-2:] == ["--seed", "3"]
+    assert words[words.index("--expert-model-parallel-size") + 1] == "4"
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_without_apex_gradients_are_added_up_without_its_kernel(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    started_by(monkeypatch, 8)
+    find_spec = importlib.util.find_spec
+    apex = "fused_weight_gradient_mlp_cuda"
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name: (object() if there else None) if name == apex else find_spec(name),
+    )
+    words = pretrain.command(chosen_job(parse_args(BIG)), checkout, ["a"], [])
+    assert ("--no-gradient-accumulation-fusion" in words) == (not there)
+
+
+@pytest.mark.parametrize("name", PRETRAININGS)
+def test_megatron_lm_is_told_when_to_evaluate(name: str) -> None:
+    """It divides by this number, for which it has no default."""
+    assert chosen_job(parse_args([f"--recipe={name}"])).arguments["eval_interval"] > 0
 
 
 def test_a_flex_dispatcher_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import sys
 import types
+import typing
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -154,6 +155,12 @@ def _tensor_type() -> None:
         return result if args or kwargs else as_cuda.get(result, result)
 
     torch.Tensor.type = type_  # type: ignore[method-assign, assignment]
+
+
+def _typing_override() -> None:
+    """megatron.training from 0.17 on is written for Python 3.12. It needs this name of it only."""
+    if not hasattr(typing, "override"):
+        typing.override = lambda method: method  # type: ignore[attr-defined]
 
 
 class _NeedsTriton:
@@ -320,8 +327,9 @@ def _bf16_matmul() -> None:
 
 
 ALL: tuple[Callable[[], None], ...] = (
-    _current_device, _streams, _nvtx, _compile, _tensor_cuda, _device_literal, _tensor_type, _triton_kernels,
-    _gpu_packages, _rng, _te_names, _splits, _sp_norm, _uneven_collectives, _bf16_matmul,
+    _current_device, _streams, _nvtx, _compile, _tensor_cuda, _device_literal, _tensor_type,
+    _typing_override, _triton_kernels, _gpu_packages, _rng, _te_names, _splits, _sp_norm, _uneven_collectives,
+    _bf16_matmul,
 )  # fmt: skip
 
 

@@ -17,17 +17,17 @@ from uccl_ep_train.megatron import cpu_shims, flags
 
 
 def patch_training() -> None:
-    """Hooks into megatron.training where it builds parser and model. Raises UnsupportedMegatronError."""
+    """Hooks into megatron.training where it has built the parser and the model. Raises UnsupportedMegatronError."""
     from megatron.training import arguments, training
 
     from uccl_ep_train.megatron.compat import UnsupportedMegatronError
 
-    for module, name in ((arguments, "add_megatron_arguments"), (training, "get_model")):
+    for module, name in ((arguments, "add_megatron_arguments"), (training, "setup_model_and_optimizer")):
         if not hasattr(module, name):
             raise UnsupportedMegatronError(
                 f"{module.__name__} has no {name}; known to work: Megatron-LM 0.16 to 0.20"
             )
-    stock_add, stock_get_model = arguments.add_megatron_arguments, training.get_model
+    stock_add, stock_setup = arguments.add_megatron_arguments, training.setup_model_and_optimizer
 
     @functools.wraps(stock_add)
     def add_megatron_arguments(parser: Any) -> Any:
@@ -35,14 +35,14 @@ def patch_training() -> None:
         flags.extend_megatron_parser(parser)
         return parser
 
-    @functools.wraps(stock_get_model)
-    def get_model(*args: Any, **kwargs: Any) -> Any:
-        chunks = stock_get_model(*args, **kwargs)
+    @functools.wraps(stock_setup)
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        chunks, *others = stock_setup(*args, **kwargs)
         _verify_chunks(chunks)
-        return chunks
+        return chunks, *others
 
     arguments.add_megatron_arguments = add_megatron_arguments
-    training.get_model = get_model
+    training.setup_model_and_optimizer = setup_model_and_optimizer
 
 
 def _verify_chunks(chunks: list[Any]) -> None:

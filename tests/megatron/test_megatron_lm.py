@@ -1,0 +1,79 @@
+"""Megatron-LM as it is: its pretrain_gpt.py, and its own dispatcher tests. MEGATRON_LM names the checkout."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKOUT = os.environ.get("MEGATRON_LM", "")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM names no checkout of Megatron-LM"),
+]
+
+MODEL = shlex.split("""
+    --num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
+    --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128 --ffn-hidden-size 256
+    --expert-model-parallel-size 2 --moe-router-dtype fp32 --moe-router-load-balancing-type none
+    --micro-batch-size 2 --global-batch-size 8 --train-iters 5 --lr 1e-3 --seed 7 --log-interval 1
+    --eval-iters 0 --eval-interval 100 --mock-data --tokenizer-type NullTokenizer --vocab-size 255
+    --attention-dropout 0 --hidden-dropout 0 --position-embedding-type rope --disable-bias-linear
+    --transformer-impl local --use-cpu-initialization --distributed-backend gloo --no-persist-layer-norm
+    --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
+    --no-gradient-accumulation-fusion --no-rope-fusion
+""")
+
+
+def torchrun(*words: str, cpu: bool) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*command, "--nproc-per-node=2", *words], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        check=False, env=os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if cpu else {}),
+    )  # fmt: skip
+
+
+def pretrain(dispatcher: str, *more: str) -> tuple[list[tuple[str, str]], str]:
+    """Loss and gradient's norm of each step, as printed, and all that was."""
+    done = torchrun(
+        "-m", "uccl_ep_train.megatron.launch", f"{CHECKOUT}/pretrain_gpt.py", *MODEL,
+        "--moe-token-dispatcher-type", dispatcher, *more, cpu=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    steps = re.findall(r"lm loss: (\S+) .*grad norm: (\S+)", done.stdout)
+    assert len(steps) == 5, done.stdout[-4000:]
+    return steps, done.stdout
+
+
+@pytest.mark.parametrize("options", [[], ["--bf16", "--use-distributed-optimizer"]])
+def test_pretrain_gpt_trains_alike_and_says_who_dispatched(options: list[str]) -> None:
+    stock, printed = pretrain("alltoall", *options)
+    assert "uccl_ep: dispatcher in place" not in printed
+    ours, printed = pretrain("uccl_ep", "--uccl-ep-dispatch-dtype", "bf16", *options)
+    assert printed.count("uccl_ep: dispatcher in place in 2 MoE layers") == 1
+    assert ours == stock
+    assert len(set(ours)) == 5  # it learns: no step is like another
+
+
+@pytest.mark.parametrize("domain_size", [1, 2])
+def test_its_own_dispatcher_tests_pass(domain_size: int) -> None:
+    done = torchrun("scripts/megatron_own_tests.py", CHECKOUT, f"--domain-size={domain_size}", cpu=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    (dispatches,) = re.findall(r"(\d+) dispatches by uccl_ep on 2 ranks", done.stdout)
+    assert int(dispatches) >= 20
+
+
+def test_its_own_dispatcher_tests_fail_with_wrong_rows() -> None:
+    """Control."""
+    done = torchrun("scripts/megatron_own_tests.py", CHECKOUT, "--wrong", cpu=False)
+    assert done.returncode != 0
+    ((failed, passed),) = re.findall(r"(\d+) failed, (\d+) passed", done.stdout)
+    # Those with one rank have Megatron's dispatcher.
+    assert int(failed) >= 20 and int(passed) <= 6
