@@ -235,7 +235,12 @@ def test_a_trial_starts_a_rank_for_each_gpu(
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("uccl_ep_train.cuda.built", lambda: True)
     started: list[tuple[int, list[str]]] = []
-    monkeypatch.setattr(launch, "run_ranks", lambda num_ranks, argv: started.append((num_ranks, argv)) or 0)
+
+    def run_ranks(num_ranks: int, argv: list[str]) -> int:
+        started.append((num_ranks, argv))
+        return 0
+
+    monkeypatch.setattr(launch, "run_ranks", run_ranks)
     argv = [*BIG, "--trial=3", f"--megatron-lm={checkout}", "--", "--seed", "3"]
     assert launch.main([*BIG, "--trial=3"]) == 2 and "give its checkout" in capsys.readouterr().err
     assert launch.main(argv) == 0 and started == [(4, argv)]

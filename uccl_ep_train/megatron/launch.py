@@ -17,7 +17,7 @@ from uccl_ep_train.megatron import cpu_shims, flags
 
 
 def patch_training() -> None:
-    """Hooks into megatron.training where it has built the parser and the model. Raises UnsupportedMegatronError."""
+    """Hooks into megatron.training behind parser and model. Raises UnsupportedMegatronError."""
     from megatron.training import arguments, training
 
     from uccl_ep_train.megatron.compat import UnsupportedMegatronError
