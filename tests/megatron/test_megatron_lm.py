@@ -32,11 +32,14 @@ MODEL = shlex.split("""
 """)
 
 
+CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # asked for with tensor parallelism
+
+
 def torchrun(*words: str, cpu: bool) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     return subprocess.run(
         [*command, "--nproc-per-node=2", *words], cwd=ROOT, capture_output=True, text=True, timeout=300,
-        check=False, env=os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if cpu else {}),
+        check=False, env=os.environ | CONNECTIONS | ({"CUDA_VISIBLE_DEVICES": ""} if cpu else {}),
     )  # fmt: skip
 
 
@@ -52,8 +55,18 @@ def pretrain(dispatcher: str, *more: str) -> tuple[list[tuple[str, str]], str]:
     return steps, done.stdout
 
 
-@pytest.mark.parametrize("options", [[], ["--bf16", "--use-distributed-optimizer"]])
-def test_pretrain_gpt_trains_alike_and_says_who_dispatched(options: list[str]) -> None:
+OPTIONS = {
+    "fp32": "",
+    "distributed optimizer": "--bf16 --use-distributed-optimizer",
+    "1F1B overlap": "--bf16 --use-distributed-optimizer --overlap-moe-expert-parallel-comm",
+    "recompute": "--bf16 --recompute-granularity selective --recompute-modules moe",
+    "tensor parallel": "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel",
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_pretrain_gpt_trains_alike_and_says_who_dispatched(name: str) -> None:
+    options = OPTIONS[name].split()
     stock, printed = pretrain("alltoall", *options)
     assert "uccl_ep: dispatcher in place" not in printed
     ours, printed = pretrain("uccl_ep", "--uccl-ep-dispatch-dtype", "bf16", *options)

@@ -361,6 +361,7 @@ def install_training() -> None:
     cuda: Any = torch.cuda
     cuda.device_count = lambda: 1  # without a device the process groups are not made
     cuda.set_device = lambda *_a: None
+    cuda.get_device_properties = lambda *_a: types.SimpleNamespace(major=0, minor=0)  # asked with TP
     if hasattr(initialize, "fused_kernels"):
         initialize.fused_kernels.load = lambda _args: None  # would look for nvcc
     without_cuda = functools.partial(initialize.initialize_megatron, allow_no_cuda=True)
