@@ -36,6 +36,8 @@ from uccl_ep_train.errors import ConfigError
 _STOPPED = 130  # exit status after Ctrl-C, as shells use it
 # Options that only recipes/train.py knows.
 _OWN_LOOP = ("device", "domain_size", "ablate", "run_dir", "restart", "resume", "compare", "router_trace")
+# And those that only recipes/pretrain.py knows.
+_FULL_SIZE = ("megatron_lm", "data_path", "hardware", "trial", "extra")
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -90,9 +92,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     if args.recipe in PRETRAININGS:
         given = [name for name in _OWN_LOOP if getattr(args, name)]
     else:
-        given = [
-            name for name in ("megatron_lm", "data_path", "hardware", "trial", "extra") if getattr(args, name)
-        ]
+        given = [name for name in _FULL_SIZE if getattr(args, name) not in (None, [])]
     if given:
         parser.error(f"--{given[0].replace('_', '-')} is not for {args.recipe}")
     return args

@@ -305,6 +305,7 @@ def test_flex_dispatchers_of_tiny_host_are_refused_before_ranks_start(
     "options",
     [
         ["--hardware=h200"],
+        ["--trial=0"],
         ["--", "--lr", "1"],
         ["--recipe=kimi_k2", "--ablate=zero_experts"],
         ["--recipe=kimi_k2", "--resume"],
