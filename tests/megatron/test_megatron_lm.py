@@ -30,8 +30,6 @@ MODEL = shlex.split("""
     --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion
     --no-gradient-accumulation-fusion --no-rope-fusion
 """)
-
-
 CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # asked for with tensor parallelism
 
 
@@ -60,7 +58,8 @@ OPTIONS = {
     "distributed optimizer": "--bf16 --use-distributed-optimizer",
     "1F1B overlap": "--bf16 --use-distributed-optimizer --overlap-moe-expert-parallel-comm",
     "recompute": "--bf16 --recompute-granularity selective --recompute-modules moe",
-    "tensor parallel": "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --sequence-parallel",
+    "tensor parallel": "--bf16 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 "
+    "--sequence-parallel",
 }
 
 
@@ -88,5 +87,5 @@ def test_its_own_dispatcher_tests_fail_with_wrong_rows() -> None:
     done = torchrun("scripts/megatron_own_tests.py", CHECKOUT, "--wrong", cpu=False)
     assert done.returncode != 0
     ((failed, passed),) = re.findall(r"(\d+) failed, (\d+) passed", done.stdout)
-    # Those with one rank have Megatron's dispatcher.
-    assert int(failed) >= 20 and int(passed) <= 6
+    # Those with one rank have Megatron's dispatcher; with TransformerEngine there are more of both.
+    assert int(failed) >= 20 and int(passed) <= int(failed) // 3
