@@ -11,6 +11,7 @@ from recipes.gpt_oss import gpt_oss_120b
 from recipes.kimi_k2 import kimi_k2
 from recipes.layout import Pretraining
 from recipes.mixtral import mixtral_8x7b
+from recipes.paired_gpu import paired_gpu
 from recipes.paired_host import paired_host
 from recipes.qwen3 import qwen3_30b_a3b, qwen3_235b_a22b
 from recipes.settings import Recipe
@@ -19,6 +20,7 @@ from recipes.tiny_host import tiny_host
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "tiny_host": tiny_host,
     "paired_host": paired_host,
+    "paired_gpu": paired_gpu,
     "dsv3_proxy_4xh200": dsv3_proxy_4xh200,
 }
 """Trained by recipes/train.py."""

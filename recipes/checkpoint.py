@@ -22,6 +22,8 @@ _KEPT = 2
 _SETTINGS = "recipe.json"
 # What a resumed run may change: neither its result nor its metrics depend on it.
 _FREE = {"budget_bytes", "threads_per_rank", "val_interval", "checkpoint_interval"}
+# And what another run may change that goes on where this one ended: weights and optimizer know nothing of it.
+_FREE_TO_OTHERS = {"token_dispatcher", "dispatch_dtype", "grad_dtype", "domain_size", "ablate"}
 
 
 class CheckpointError(RuntimeError):
@@ -49,10 +51,14 @@ def _defaults() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of a run in `folder`. `save` and `restore` are collective."""
+    """The checkpoints of a run in `folder`. `save` and `restore` are collective.
+
+    of_another  the folder is of a run that may have had another dispatcher
+    """
 
     folder: Path
     recipe: Recipe
+    of_another: bool = False
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
@@ -67,10 +73,11 @@ class Checkpoints:
         written = json.loads((self._path(self.steps()[-1]) / _SETTINGS).read_text())
         saved = {"device": "cpu"} | _defaults() | written
         now = settings_of(self.recipe)
+        free = _FREE | _FREE_TO_OTHERS if self.of_another else _FREE
         different = {
             key: {"saved": saved.get(key), "now": value}
             for key, value in now.items()
-            if key not in _FREE and saved.get(key) != value
+            if key not in free and saved.get(key) != value
         }
         if different:
             raise CheckpointError(

@@ -35,7 +35,10 @@ from uccl_ep_train.errors import ConfigError
 
 _STOPPED = 130  # exit status after Ctrl-C, as shells use it
 # Options that only recipes/train.py knows.
-_OWN_LOOP = ("device", "domain_size", "ablate", "run_dir", "restart", "resume", "compare", "router_trace")
+_OWN_LOOP = (
+    "device", "domain_size", "ablate", "run_dir", "restart", "resume", "start_from", "stop_at", "compare",
+    "router_trace",
+)  # fmt: skip
 # And those that only recipes/pretrain.py knows.
 _FULL_SIZE = ("megatron_lm", "data_path", "hardware", "trial", "extra")
 
@@ -49,6 +52,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         help="print arguments, parameters, memory and traffic; fail if a GPU's memory is too small",
     )
     _add_full_size_options(parser)
+    _add_own_loop_options(parser)
     parser.add_argument(
         "--device",
         choices=DEVICES,
@@ -70,31 +74,14 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, help="optimizer steps of the whole run")
     parser.add_argument("--seed", type=int)
-    parser.add_argument(
-        "--run-dir", type=Path, help="default: runs/<recipe>; resumed when it holds a checkpoint"
-    )
-    parser.add_argument(
-        "--restart", action="store_true", help="do not resume: overwrite the run in --run-dir"
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="resume, and fail when there is nothing to resume"
-    )
-    parser.add_argument(
-        "--compare", choices=DISPATCHERS, help="train once more with this dispatcher and draw both curves"
-    )
-    parser.add_argument(
-        "--router-trace", type=Path, help="save what the routers chose in a few steps (.npz), for bench/"
-    )
     # What follows `--` is pretrain_gpt.py's.
     end = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:end])
     args.extra = argv[end + 1 :]
-    if args.recipe in PRETRAININGS:
-        given = [name for name in _OWN_LOOP if getattr(args, name)]
-    else:
-        given = [name for name in _FULL_SIZE if getattr(args, name) not in (None, [])]
-    if given:
-        parser.error(f"--{given[0].replace('_', '-')} is not for {args.recipe}")
+    for name in _OWN_LOOP if args.recipe in PRETRAININGS else _FULL_SIZE:
+        value = getattr(args, name)
+        if value is not None and value is not False and value != []:
+            parser.error(f"--{name.replace('_', '-')} is not for {args.recipe}")
     return args
 
 
@@ -105,6 +92,30 @@ def _add_full_size_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--data-path", nargs="+", default=[], help="of pretrain_gpt.py: prefixes of datasets")
     group.add_argument(
         "--trial", type=int, metavar="LAYERS", help="so many layers of it on this host's GPUs, ten steps"
+    )
+
+
+def _add_own_loop_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("runs of the other recipes")
+    group.add_argument(
+        "--run-dir", type=Path, help="default: runs/<recipe>; resumed when it holds a checkpoint"
+    )
+    group.add_argument("--restart", action="store_true", help="do not resume: overwrite the run in --run-dir")
+    group.add_argument(
+        "--resume", action="store_true", help="resume, and fail when there is nothing to resume"
+    )
+    group.add_argument(
+        "--start-from",
+        type=Path,
+        metavar="RUN_DIR",
+        help="go on from another run's newest checkpoint, which may have had another dispatcher",
+    )
+    group.add_argument("--stop-at", type=int, metavar="STEP", help="save a checkpoint after it, and leave")
+    group.add_argument(
+        "--compare", choices=DISPATCHERS, help="train once more with this dispatcher and draw both curves"
+    )
+    group.add_argument(
+        "--router-trace", type=Path, help="save what the routers chose in a few steps (.npz), for bench/"
     )
 
 
@@ -182,7 +193,8 @@ def train_rank(args: argparse.Namespace, recipe: Recipe, why_cpu: str, run_dir: 
             shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
         print(f"recipe {recipe.name}, run directory {run_dir}\n{train.describe(recipe)}", flush=True)
     dist.barrier()
-    outcome = train.run(recipe, run_dir, Path("runs") / "data", args.router_trace)
+    data_dir = Path("runs") / "data"
+    outcome = train.run(recipe, run_dir, data_dir, args.router_trace, args.start_from, args.stop_at)
     if dist.get_rank() == 0:
         state = "finished" if outcome.finished else "stopped, the same command resumes it,"
         print(
@@ -262,7 +274,17 @@ def _placed(args: argparse.Namespace) -> tuple[Recipe, str]:
         jobs.check_package(dispatcher)
         if dispatcher.startswith("flex") and recipe.device == "cpu":
             raise RecipeError(f"token_dispatcher = {dispatcher}: it needs GPUs; {why_cpu or 'device = cpu'}")
+    if args.stop_at is not None and not 1 <= args.stop_at <= recipe.num_steps:
+        raise RecipeError(f"stop_at = {args.stop_at}: allowed is 1 .. {recipe.num_steps}, the run's steps")
+    if args.stop_at is not None and recipe.distributed_optimizer:
+        raise RecipeError(f"stop_at = {args.stop_at}: a run with distributed_optimizer writes no checkpoints")
     return recipe, why_cpu
+
+
+def _check_start(other: Checkpoints) -> None:
+    if not other.steps():
+        raise CheckpointError(f"--start-from: no checkpoint in {other.folder}")
+    other.check()
 
 
 def main(argv: list[str]) -> int:
@@ -284,6 +306,8 @@ def main(argv: list[str]) -> int:
     try:
         if not args.restart:
             checkpoints.check()  # here once, rather than on every rank
+        if args.start_from is not None:
+            _check_start(Checkpoints(args.start_from / "checkpoints", recipe, of_another=True))
     except CheckpointError as error:
         print(error, file=sys.stderr)
         return 2

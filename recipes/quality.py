@@ -1,4 +1,5 @@
-"""python -m recipes.quality [--recipe paired_host] [--seeds 1 2 ...] [--variants alltoall ...] [--so-far]
+"""python -m recipes.quality [--recipe paired_host] [--seeds 1 2 ...] [--variants alltoall ...]
+                          [--branch-at STEP] [--so-far]
 
 Trains the recipe with Megatron's all-to-all dispatcher and with ours in several ways, over several seeds, and
 says whether
@@ -11,6 +12,10 @@ says whether
 The loss of a run is the mean of its training losses over the last third of the steps. Runs of one seed see
 the same batches, so that what a batch adds to the loss cancels in the difference. The validation loss at the
 end is shown beside it; it decides nothing.
+
+With --branch-at all runs of a seed go on from one checkpoint, which all-to-all has trained so far: where a
+loss falls fastest, runs of one dispatcher differ by when it does. All-to-all trained twice
+(`alltoall_again`) says what can be told at all; on CPUs it repeats its bits.
 
 Finished runs in the folder are not repeated, so a stopped comparison goes on where it was. With --so-far
 nothing is trained: the table of the runs that there are.
@@ -26,15 +31,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes import RECIPES
+from recipes.checkpoint import Checkpoints
 from recipes.launch import run_ranks
 from recipes.metrics import read_metrics
 from recipes.paired import difference
+from recipes.settings import Recipe
 
 MARGIN = 0.003
 TAIL = 1 / 3
 STOCK = "alltoall"
+AGAIN = "alltoall_again"
 VARIANTS = {
     STOCK: ["--token-dispatcher=alltoall"],
+    AGAIN: ["--token-dispatcher=alltoall"],
     "bf16": ["--dispatch-dtype=bf16"],
     "fp8": ["--dispatch-dtype=fp8"],
     "fp8_grad": ["--dispatch-dtype=fp8", "--grad-dtype=fp8"],
@@ -114,8 +123,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="paired_host")
     # With three, FP8's interval was as wide as the margin.
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(1, 9)))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=[v for v in VARIANTS if v != AGAIN]
+    )
     parser.add_argument("--steps", type=int, help="default: the recipe's")
+    parser.add_argument("--branch-at", type=int, metavar="STEP", help=f"{STOCK} trains all runs' beginning")
     parser.add_argument("--so-far", action="store_true", help="train nothing")
     args = parser.parse_args(argv)
     if len(set(args.seeds)) < 2:
@@ -125,19 +137,33 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def _train(recipe: Recipe, folder: Path, options: list[str]) -> int:
+    print(folder, flush=True)
+    return run_ranks(recipe.num_ranks, [f"--recipe={recipe.name}", f"--run-dir={folder}", *options])
+
+
 def main(argv: list[str]) -> int:
     args = parse_args(argv)
     recipe = RECIPES[args.recipe]()
     num_steps = args.steps or recipe.num_steps
     runs: Runs = {name: {} for name in args.variants}
     for seed in args.seeds:
+        settings = [f"--seed={seed}", f"--steps={num_steps}"]
+        prefix, suffix = f"runs/quality/{args.recipe}-{num_steps}", f"-{seed}"
+        if args.branch_at is not None:
+            suffix += f"-from{args.branch_at}"
+            trunk = Path(f"{prefix}-trunk{suffix}")
+            begun = Checkpoints(trunk / "checkpoints", recipe).steps()[-1:] == [args.branch_at]
+            if not begun and not args.so_far:
+                status = _train(recipe, trunk, [*settings, *VARIANTS[STOCK], f"--stop-at={args.branch_at}"])
+                if status != 0:
+                    return status
+            settings.append(f"--start-from={trunk}")
         for name in args.variants:
-            folder = Path("runs") / "quality" / f"{args.recipe}-{num_steps}-{name}-{seed}"
+            folder = Path(f"{prefix}-{name}{suffix}")
             losses = final_losses(folder, num_steps)
             if losses is None and not args.so_far:
-                print(f"{name}, seed {seed}: {folder}", flush=True)
-                own = [f"--recipe={args.recipe}", f"--seed={seed}", f"--steps={num_steps}", *VARIANTS[name]]
-                status = run_ranks(recipe.num_ranks, [*own, f"--run-dir={folder}"])
+                status = _train(recipe, folder, [*settings, *VARIANTS[name]])
                 if status != 0:
                     return status
                 losses = final_losses(folder, num_steps)

@@ -128,10 +128,20 @@ def set_up(recipe: Recipe, backend: str) -> None:
     )
 
 
-def run(recipe: Recipe, run_dir: Path, data_dir: Path, router_trace: Path | None = None) -> Outcome:
+def run(
+    recipe: Recipe,
+    run_dir: Path,
+    data_dir: Path,
+    router_trace: Path | None = None,
+    start_from: Path | None = None,
+    stop_at: int | None = None,
+) -> Outcome:
     """Trains to the recipe's last step or to a signal, resuming from the newest checkpoint in `run_dir`.
 
     router_trace  where to save what the routers chose, see `router_trace.py`
+    start_from    folder of another run, to go on from its newest checkpoint while `run_dir` has none; it may
+                  have had another dispatcher
+    stop_at       step after which to save a checkpoint and stop as if by a signal
     """
     stop = _Stop()
     stop.listen()
@@ -143,6 +153,8 @@ def run(recipe: Recipe, run_dir: Path, data_dir: Path, router_trace: Path | None
     train_batches, val_batches = build_batches(recipe, data_dir)
     checkpoints = Checkpoints(run_dir / "checkpoints", recipe)
     first_step = checkpoints.restore(training)
+    if first_step == 0 and start_from is not None:
+        first_step = Checkpoints(start_from / "checkpoints", recipe, of_another=True).restore(training)
     reporter = None
     if dist.get_rank() == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -164,6 +176,7 @@ def run(recipe: Recipe, run_dir: Path, data_dir: Path, router_trace: Path | None
         own_loss = train_step(training, train_batches, recipe, step)
         trace.after_step(step)
         train_loss, stopped = _agree(own_loss, stop, recipe)
+        stopped |= step == stop_at
         spent = clock.take()  # waits for the GPU, so what follows is the whole step
         seconds = time.perf_counter() - step_started
         last = step == recipe.num_steps
@@ -182,7 +195,8 @@ def run(recipe: Recipe, run_dir: Path, data_dir: Path, router_trace: Path | None
                 dispatcher=recipe.token_dispatcher,
             )
             reporter.step(metrics, 1e3 * seconds)
-        if recipe.checkpoint_interval and (step % recipe.checkpoint_interval == 0 or last or stopped):
+        regular = recipe.checkpoint_interval and (step % recipe.checkpoint_interval == 0 or last or stopped)
+        if regular or step == stop_at:
             checkpoints.save(training, step)
     if reporter:
         reporter.close()

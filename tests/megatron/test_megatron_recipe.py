@@ -16,7 +16,7 @@ import torch
 
 from recipes import RECIPES, devices
 from recipes.checkpoint import CheckpointError, Checkpoints, settings_of
-from recipes.launch import chosen_recipe, default_run_dir, parse_args
+from recipes.launch import chosen_recipe, default_run_dir, main, parse_args
 from recipes.metrics import Reporter, StepMetrics, read_metrics
 from recipes.plot import plot_losses
 from recipes.proof import Crossing, ProofError, check, expected_dispatch_bytes
@@ -96,6 +96,18 @@ def test_resume_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     assert "no checkpoint" in done.stderr
 
 
+@pytest.mark.parametrize(("options", "said"), [
+    (["--stop-at=0"], "stop_at = 0: allowed is 1 .. 240"),
+    (["--stop-at=241"], "stop_at = 241: allowed is 1 .. 240"),
+    (["--start-from=nowhere"], "--start-from: no checkpoint in nowhere/checkpoints"),
+])  # fmt: skip
+def test_where_a_run_begins_and_stops_is_checked_before_ranks_start(
+    options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([f"--run-dir={tmp_path}", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
     recipe = dataclasses.replace(RECIPES["tiny_host"](), device="cpu")
     folder = tmp_path / "checkpoints" / "step_000005"
@@ -112,6 +124,12 @@ def test_a_checkpoint_of_another_run_is_refused_by_name(tmp_path: Path) -> None:
         other = dataclasses.replace(checkpoints, recipe=dataclasses.replace(recipe, **change))
         with pytest.raises(CheckpointError, match=next(iter(change))):
             other.check()
+        going_on = dataclasses.replace(other, of_another=True)  # free is the dispatcher, and nothing else
+        if next(iter(change)) in ("dispatch_dtype", "token_dispatcher"):
+            going_on.check()
+        else:
+            with pytest.raises(CheckpointError, match=next(iter(change))):
+                going_on.check()
     # Such a checkpoint is of the CPU, and of a model that had no other settings.
     older = {name: value for name, value in settings_of(recipe).items() if name in SETTINGS_AT_FIRST}
     (folder / "recipe.json").write_text(json.dumps(older))
@@ -224,6 +242,24 @@ def test_a_stopped_run_resumes_bit_for_bit_and_proves_its_traffic(tmp_path: Path
     said, _ = launch(tmp_path / "whole", *options).communicate(timeout=150)
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole"), said
     assert losses(tmp_path / "stopped")[: len(before)] == before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_run_goes_on_with_another_dispatcher(tmp_path: Path) -> None:
+    """Half by all-to-all and half by ours has the losses of all-to-all alone; in FP8 (the control) not."""
+    options = ["--recipe=paired_host", "--device=cpu"]
+    whole, trunk = tmp_path / "whole", tmp_path / "trunk"
+    said, _ = launch(whole, *options, "--token-dispatcher=alltoall").communicate(timeout=100)
+    assert len(losses(whole)) == 8, said
+    said, _ = launch(trunk, *options, "--token-dispatcher=alltoall", "--stop-at=4").communicate(timeout=100)
+    assert "stopped" in said and losses(trunk) == losses(whole)[:4], said
+    for dtype in ("bf16", "fp8"):
+        branch = tmp_path / dtype
+        own = [f"--start-from={trunk}", f"--dispatch-dtype={dtype}"]
+        said, _ = launch(branch, *options, *own).communicate(timeout=100)
+        assert [step for step, *_ in losses(branch)] == [5, 6, 7, 8], said
+        assert (losses(branch) == losses(whole)[4:]) == (dtype == "bf16"), said
 
 
 @pytest.mark.slow

@@ -309,6 +309,7 @@ def test_flex_dispatchers_of_tiny_host_are_refused_before_ranks_start(
         ["--", "--lr", "1"],
         ["--recipe=kimi_k2", "--ablate=zero_experts"],
         ["--recipe=kimi_k2", "--resume"],
+        ["--recipe=kimi_k2", "--stop-at=0"],
     ],
 )
 def test_options_of_the_other_kind_of_recipe_are_refused(options: list[str]) -> None:
