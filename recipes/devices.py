@@ -24,22 +24,22 @@ class DeviceError(ValueError):
 def place(recipe: Recipe, *, keep_domains: bool = False) -> tuple[Recipe, str]:
     """The recipe for this machine, and why it is for the CPU: one line, empty if that was asked for.
 
-    On GPUs all ranks form one domain, whatever the recipe says: they are on one host. Several have to be
-    asked for; rows then cross to the others through the proxies, as between hosts.
+    On GPUs, and on several hosts without GPUs, too, the ranks of a host form one domain, whatever the recipe
+    says. Smaller ones have to be asked for; rows then cross to the others through the proxies.
 
     keep_domains  the user asked for this domain_size
 
     Raises DeviceError for "cuda" where that cannot be.
     """
-    if recipe.device == "cpu":
-        return recipe, ""
-    why = lacking(recipe.num_ranks)
-    if not why:
-        domain_size = recipe.domain_size if keep_domains else recipe.num_ranks
-        return replace(recipe, device="cuda", domain_size=domain_size), ""
-    if recipe.device == "cuda":
+    # Of torchrun; without it all ranks start here.
+    on_this_host = int(env.read("LOCAL_WORLD_SIZE", "0")) or recipe.num_ranks
+    why = "" if recipe.device == "cpu" else lacking(on_this_host)
+    if why and recipe.device == "cuda":
         raise DeviceError(f"device = cuda: {why}")
-    return replace(recipe, device="cpu"), f"running on the CPU: {why}"
+    device = "cpu" if why or recipe.device == "cpu" else "cuda"
+    if not keep_domains and (device == "cuda" or on_this_host < recipe.num_ranks):
+        recipe = replace(recipe, domain_size=on_this_host)
+    return replace(recipe, device=device), why and f"running on the CPU: {why}"
 
 
 def lacking(num_ranks: int) -> str:

@@ -23,7 +23,6 @@ def enable(recipe: Recipe) -> dict[str, Any]:
         grad_dtype=recipe.grad_dtype,
         budget_bytes=recipe.budget_bytes,
         domain_size=recipe.domain_size,
-        transport="loop",
         backend="cuda" if recipe.device == "cuda" else "host",
     )
 

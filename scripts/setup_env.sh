@@ -140,6 +140,7 @@ wished_for_all() {
   wished_for libclang-rt-dev compgen -G "/usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer-*"
   wished_for libibverbs-dev test -f "${NIC_HEADERS[0]}"
   wished_for ibverbs-providers compgen -G "/etc/libibverbs.d/*.driver"
+  wished_for iproute2 env PATH="$PATH:/usr/sbin:/sbin" which ip
   wished_for libfabric-dev test -f "${NIC_HEADERS[1]}" -o -f "${NIC_HEADERS[2]}"
 }
 

@@ -33,19 +33,30 @@ MODEL = shlex.split("""
 CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # asked for with tensor parallelism
 
 
-def torchrun(*words: str, cpu: bool) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
+def torchrun(*words: str, cpu: bool, hosts: int = 1) -> subprocess.CompletedProcess[str]:
+    """Two ranks: on this host, or one on each of two."""
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run"]
+    if hosts == 1:
+        command += ["--standalone", "--nproc-per-node=2", *words]
+    else:
+        meet = "--nnodes=2 --node_rank=$NODE_RANK --master_addr=$MASTER_ADDR --master_port=29500"
+        command = [
+            "scripts/several_hosts.sh",
+            "bash",
+            "-c",
+            f"{shlex.join(command)} {meet} {shlex.join(words)}",
+        ]
     return subprocess.run(
-        [*command, "--nproc-per-node=2", *words], cwd=ROOT, capture_output=True, text=True, timeout=300,
-        check=False, env=os.environ | CONNECTIONS | ({"CUDA_VISIBLE_DEVICES": ""} if cpu else {}),
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | CONNECTIONS | ({"CUDA_VISIBLE_DEVICES": ""} if cpu else {}),
     )  # fmt: skip
 
 
-def pretrain(dispatcher: str, *more: str) -> tuple[list[tuple[str, str]], str]:
+def pretrain(dispatcher: str, *more: str, hosts: int = 1) -> tuple[list[tuple[str, str]], str]:
     """Loss and gradient's norm of each step, as printed, and all that was."""
     done = torchrun(
         "-m", "uccl_ep_train.megatron.launch", f"{CHECKOUT}/pretrain_gpt.py", *MODEL,
-        "--moe-token-dispatcher-type", dispatcher, *more, cpu=True,
+        "--moe-token-dispatcher-type", dispatcher, *more, cpu=True, hosts=hosts,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     steps = re.findall(r"lm loss: (\S+) .*grad norm: (\S+)", done.stdout)
@@ -72,6 +83,14 @@ def test_pretrain_gpt_trains_alike_and_says_who_dispatched(name: str) -> None:
     assert printed.count("uccl_ep: dispatcher in place in 2 MoE layers") == 1
     assert ours == stock
     assert len(set(ours)) == 5  # it learns: no step is like another
+
+
+def test_pretrain_gpt_trains_alike_on_two_hosts() -> None:
+    """With no setting of ours: the hosts make the domains, and rows go over TCP."""
+    stock, _ = pretrain("alltoall", "--bf16", hosts=2)
+    ours, printed = pretrain("uccl_ep", "--uccl-ep-dispatch-dtype", "bf16", "--bf16", hosts=2)
+    assert "dispatcher in place in 2 MoE layers" in printed
+    assert ours == stock
 
 
 @pytest.mark.parametrize("domain_size", [1, 2])

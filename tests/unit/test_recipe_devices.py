@@ -98,6 +98,22 @@ def test_on_gpus_all_ranks_are_in_one_domain_unless_others_are_asked_for(machine
     assert place(recipe())[0].domain_size == 2
 
 
+def test_the_ranks_of_each_of_several_hosts_are_a_domain(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert place(recipe())[0].device == "cpu"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    eight = recipe("--num-ranks=8", "--domain-size=4")
+    placed, why_cpu = place(eight)
+    assert (placed.device, placed.domain_size, why_cpu) == ("cuda", 2, "")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    for device in ("auto", "cpu"):
+        assert place(dataclasses.replace(eight, device=device))[0].domain_size == 1
+        assert place(dataclasses.replace(eight, device=device), keep_domains=True)[0].domain_size == 4
+
+
 def test_domains_that_were_asked_for_are_kept(machine: Any) -> None:
     machine(4)
     for size in ("1", "2", "4"):
