@@ -14,8 +14,7 @@ from torch import Tensor
 
 from bench.cases import Case, Traffic, draw_routing
 from bench.lineup import OURS_REFUSES, REFUSES, Lineup, agree, describe
-from bench.systems import Sample, System, UcclEp, largest_difference
-from uccl_ep_train import env
+from bench.systems import Sample, System, UcclEp, largest_difference, on_one_host
 
 START_MARGIN_S = 0.004  # longer than a rank needs to leave a collective when it has to wait for a core
 
@@ -195,8 +194,7 @@ def measure(
     x_TH = torch.randn(case.tokens, case.hidden, generator=generator).to(torch.bfloat16)
     if torch.cuda.is_available():
         x_TH = x_TH.cuda()
-    one_host = env.read("LOCAL_WORLD_SIZE") == env.read("WORLD_SIZE")
-    timed = timed_on_host if one_host else timed_between_hosts
+    timed = timed_on_host if on_one_host() else timed_between_hosts
     if x_TH.is_cuda:
         timed = timed_on_gpu
     sample = draw_sample(case, x_TH, seed=seed * 100_003)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from bench.cases import Case, Traffic
-from bench.systems import Sample, System
+from bench.systems import Sample, System, on_one_host
 
 
 class Memcpy(System):
@@ -25,6 +25,8 @@ class Memcpy(System):
     end_to_end = False
 
     def __init__(self, case: Case) -> None:
+        if not on_one_host():
+            raise RuntimeError("the ranks are on several hosts, which share no memory")
         self.dtype = case.dtype
         self._rank, self._ranks = dist.get_rank(), case.ranks
         per_rank = case.tokens * case.row_bytes

@@ -23,12 +23,12 @@ from bench.lineup import OURS_REFUSES, agree, describe
 from bench.measure import start_together
 from bench.step_cases import OURS, Cell
 from bench.step_report import Trained
+from bench.systems import on_one_host
 from recipes import devices, dispatchers
 from recipes.data import Batches, build_batches
 from recipes.model import build
 from recipes.timing import DispatchClock
 from recipes.train import train_step
-from uccl_ep_train import env
 from uccl_ep_train.megatron import plugin
 
 # Megatron says by assertions what settings it does not support, and older ones do not know the setting.
@@ -132,7 +132,7 @@ def start_timing() -> float:
     """Collective: when all ranks start; between hosts, which have no common clock, when this one leaves a
     barrier."""
     devices.synchronize()
-    if env.read("LOCAL_WORLD_SIZE") == env.read("WORLD_SIZE"):
+    if on_one_host():
         return start_together()
     dist.barrier()
     return time.perf_counter()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.cases import BACKWARD, OPS, Case, Traffic
-from uccl_ep_train import Buffer, EpConfig
+from uccl_ep_train import Buffer, EpConfig, env
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,11 @@ class UcclEp(System):
 
     def close(self) -> None:
         self.buffer.close()
+
+
+def on_one_host() -> bool:
+    """Whether torchrun started all ranks here."""
+    return env.read("LOCAL_WORLD_SIZE") == env.read("WORLD_SIZE")
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:

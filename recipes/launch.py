@@ -61,7 +61,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--num-ranks",
         type=int,
-        help="default: the recipe's. On this machine, and fewer hold more experts each; full-size: in all",
+        help="default: the recipe's, under torchrun its; fewer hold more experts each. Full-size: in all",
     )
     parser.add_argument("--token-dispatcher", choices=DISPATCHERS, help="default: the recipe's")
     parser.add_argument("--dispatch-dtype", choices=("fp8", "bf16"), help="rows on the wire (uccl_ep)")
@@ -122,7 +122,8 @@ def _add_own_loop_options(parser: argparse.ArgumentParser) -> None:
 def chosen_recipe(args: argparse.Namespace, dispatcher: str | None) -> Recipe:
     """The recipe with the command line's changes. Raises RecipeError."""
     recipe = RECIPES[args.recipe]()
-    num_ranks = recipe.num_ranks if args.num_ranks is None else args.num_ranks
+    started = int(env.read("WORLD_SIZE", "0")) if dist.is_torchelastic_launched() else recipe.num_ranks
+    num_ranks = started if args.num_ranks is None else args.num_ranks
     changes = {
         "device": args.device,
         "num_ranks": num_ranks,

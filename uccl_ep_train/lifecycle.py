@@ -107,6 +107,7 @@ def settle_config(bootstrap: Bootstrap, config: EpConfig) -> Settled:
     config = config.replace(backend="cuda" if device.type == "cuda" else "host")
     generation, probes = agree_on_config(bootstrap, config, verify, transport.probes)
     topology = resolve_topology(bootstrap, config)
+    transport.check_domains(config, topology, places)
     choice = transport.choose(
         config.transport, places, probes, num_domains=topology.num_domains, on_gpu=device.type == "cuda"
     )

@@ -17,7 +17,7 @@ from uccl_ep_train.bootstrap import require
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.native import probe_transports
-from uccl_ep_train.topology import memory_id
+from uccl_ep_train.topology import Topology, memory_id
 
 NETWORKS = ("verbs", "ofi")
 """Transports that reach other hosts, the better first."""
@@ -72,6 +72,17 @@ class Choice:
     def apply(self, config: EpConfig) -> EpConfig:
         provider = config.ofi_provider or self.provider
         return config.replace(transport=self.name, ofi_provider=provider)
+
+
+def check_domains(config: EpConfig, topology: Topology, places: Sequence[Place]) -> None:
+    """Raises `ConfigError` if a domain that was set has ranks that cannot map each other's memory; pure."""
+    for ranks in topology.members:
+        if len({places[rank].memory for rank in ranks}) > 1:
+            name = "domain_size" if config.domains is None else "domains"
+            raise ConfigError(
+                f"{name} = {getattr(config, name)}: ranks {list(ranks)} would be a domain and share no "
+                f"memory: {_hosts(places)}; allowed are smaller domains, or none set: then they are found"
+            )
 
 
 def probe(config: EpConfig, places: Sequence[Place]) -> dict[str, Any]:

@@ -133,9 +133,19 @@ def test_a_nic_on_another_socket_than_the_gpu_is_a_warning(tmp_path: Path) -> No
     assert [finding.level for finding in judged({0: near, 1: near})] == [OK]
 
 
-@pytest.mark.parametrize(("group", "level"), [(TWO_HOSTS, WARNING), (ONE_HOST, OK)], ids=["two hosts", "one"])
-def test_no_nic_at_all_matters_between_hosts(tmp_path: Path, group: Group, level: str) -> None:
-    assert only(tmp_path, group).level == level
+@pytest.mark.parametrize(
+    ("group", "transport", "level", "text"),
+    [
+        (TWO_HOSTS, "auto", WARNING, "no RDMA NIC: /sys/class/infiniband is empty"),
+        (TWO_HOSTS, "ofi", OK, "no RDMA NIC, and none is needed for transport ofi"),
+        (ONE_HOST, "auto", OK, "no RDMA NIC, and none is needed on one host"),
+    ],
+)
+def test_no_nic_at_all_matters_between_hosts(
+    tmp_path: Path, group: Group, transport: str, level: str, text: str
+) -> None:
+    finding = only(tmp_path, group, transport=transport)
+    assert (finding.level, finding.text) == (level, text)
 
 
 def test_the_finding_names_the_rank_whose_host_is_at_fault(tmp_path: Path) -> None:

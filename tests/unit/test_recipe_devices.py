@@ -114,6 +114,17 @@ def test_the_ranks_of_each_of_several_hosts_are_a_domain(
         assert place(dataclasses.replace(eight, device=device), keep_domains=True)[0].domain_size == 4
 
 
+def test_a_recipe_has_the_ranks_that_torchrun_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert recipe().num_ranks == 4, "WORLD_SIZE alone may be of pods"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
+    assert recipe().num_ranks == 8
+    assert recipe("--num-ranks=2").num_ranks == 2
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    with pytest.raises(RecipeError, match=r"num_ranks = 16: 8 experts"):
+        recipe()
+
+
 def test_domains_that_were_asked_for_are_kept(machine: Any) -> None:
     machine(4)
     for size in ("1", "2", "4"):

@@ -235,6 +235,18 @@ def test_across_hosts_without_a_network_every_rank_is_told_what_is_missing(
     assert "verbs: ranks 0-1 on node0 and node1: this host has no RDMA NIC" in str(results[0])
 
 
+@pytest.mark.parametrize("settings", [{"domain_size": 2}, {"domains": (0, 0)}], ids=["size", "ids"])
+def test_a_domain_across_hosts_fails_on_every_rank(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (name, value), *_ = settings.items()
+    two_hosts(monkeypatch)
+    for result in create(2, **settings):
+        assert isinstance(result, ConfigError)
+        assert str(result).startswith(f"{name} = {value}: ranks [0, 1] would be a domain and share no")
+        assert "rank 0 on node0; rank 1 on node1; allowed are smaller domains, or none set" in str(result)
+
+
 def test_loop_forced_across_hosts_fails_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     two_hosts(monkeypatch, verbs=CX7, ofi=TCP)
     for result in create(2, transport="loop"):

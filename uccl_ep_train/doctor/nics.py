@@ -115,7 +115,7 @@ def judge(group: Group, facts: Mapping[int, Facts], options: Options) -> list[Fi
     def of_rank(rank: int, seen: Facts) -> list[Said]:
         wanted = seen["transport"] in ("verbs",) or (group.spans_hosts and seen["transport"] == "auto")
         problems = [*_links(seen, wanted), *_addresses(seen, wanted), *_packets(seen), *_distance(seen)]
-        return problems or [_summary(seen, wanted)]
+        return problems or [_summary(seen, wanted, group.spans_hosts)]
 
     found = each(NAME, facts, of_rank)
     used = {rank: {**seen, "count": len(seen["chosen"]), **_kind(seen)} for rank, seen in facts.items()}
@@ -245,7 +245,7 @@ def _distance(seen: Facts) -> list[Said]:
     ]
 
 
-def _summary(seen: Facts, wanted: bool) -> Said:
+def _summary(seen: Facts, wanted: bool, spans_hosts: bool) -> Said:
     if not seen["nics"]:
         if wanted:
             return warning(
@@ -254,7 +254,8 @@ def _summary(seen: Facts, wanted: bool) -> Said:
                 "resource) are missing.\n"
                 "Else rows go over TCP by libfabric, from CPU memory only",
             )
-        return fine("no RDMA NIC, and none is needed on one host")
+        why = f"for transport {seen['transport']}" if spans_hosts else "on one host"
+        return fine(f"no RDMA NIC, and none is needed {why}")
     nics = [seen["nics"][name] for name in seen["chosen"]]
     kinds = sorted({f"{nic['family']}, {nic['link_layer']}, {nic['gbits_per_s']:g} Gb/s" for nic in nics})
     modules = f"; {', '.join(seen['modules'])} loaded" if seen["modules"] else ""
