@@ -61,7 +61,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--num-ranks",
         type=int,
-        help="default: the recipe's, under torchrun its; fewer hold more experts each. Full-size: in all",
+        help="default: torchrun's, else the recipe's; fewer hold more experts each. Full-size: in all",
     )
     parser.add_argument("--token-dispatcher", choices=DISPATCHERS, help="default: the recipe's")
     parser.add_argument("--dispatch-dtype", choices=("fp8", "bf16"), help="rows on the wire (uccl_ep)")
