@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKOUT = os.environ.get("MEGATRON_LM", "")
@@ -106,5 +107,6 @@ def test_its_own_dispatcher_tests_fail_with_wrong_rows() -> None:
     done = torchrun("scripts/megatron_own_tests.py", CHECKOUT, "--wrong", cpu=False)
     assert done.returncode != 0
     ((failed, passed),) = re.findall(r"(\d+) failed, (\d+) passed", done.stdout)
-    # Those with one rank have Megatron's dispatcher; with TransformerEngine there are more of both.
-    assert int(failed) >= 20 and int(passed) <= int(failed) // 3
+    # Those with one rank have Megatron's dispatcher; with TransformerEngine, on GPUs, there are more of both.
+    most_passed = int(failed) // 3 if torch.cuda.is_available() else 6
+    assert int(failed) >= 20 and int(passed) <= most_passed
