@@ -56,7 +56,7 @@ class Outputs(NamedTuple):
     def shrink(self, num_rows: int) -> None:
         """To the first rows, in place. Their memory stays what it is."""
         for tensor in self:
-            if tensor is not None and len(tensor) != num_rows:
+            if tensor is not None:
                 tensor.resize_(num_rows, *tensor.shape[1:])
 
 
@@ -94,6 +94,8 @@ class Dispatched:
 
     def settle(self) -> None:
         """What is left to do when the engine is done."""
+        if self.outputs is self.received:
+            return
         for kept, received in zip(self.outputs, self.received, strict=True):
             if kept is not None and received is not None and kept is not received:
                 kept.copy_(received[: len(kept)])

@@ -61,7 +61,7 @@ def train(rank: int, dispatcher: str, modules: list[str], forget: bool) -> tuple
                 helper = TECudaGraphHelper([model], config, SEQUENCE, MICRO_BATCH, [optimizer])
                 helper.create_cudagraphs()
                 _count(helper, replays)
-            losses.append(train_step(case, model, optimizer, step))
+            losses.append(train_step(case, [model], optimizer, step))
         return tuple(losses), digest(*model.parameters()), len(replays)
     finally:
         destroy_num_microbatches_calculator()

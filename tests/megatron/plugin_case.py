@@ -186,7 +186,7 @@ def recomputation_with_other_routing(rank: int, on_rank: int, checked: bool) -> 
     if not checked:
         manager.handles.take = lambda now: None
     before = [p.detach().clone() for p in model.parameters()]
-    found = _error(lambda: train_step(case, model, optimizer, 0))
+    found = _error(lambda: train_step(case, [model], optimizer, 0))
     if found[0]:
         same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         assert same, "an optimizer step was applied after the error"
@@ -201,7 +201,7 @@ def saved_plans(rank: int) -> dict[str, Any]:
     model, optimizer, _ = build(case)
     handles = moe_layers(model)[0].token_dispatcher._comm_manager.handles
     count: dict[str, Any] = {}
-    train_step(case, model, optimizer, 0)
+    train_step(case, [model], optimizer, 0)
     count["after a step"] = len(handles)
     model.eval()
     with torch.no_grad():
@@ -218,11 +218,11 @@ def saved_plans(rank: int) -> dict[str, Any]:
     finally:
         recompute.HandleQueue.LIMIT = limit
     optimizer.step()  # drops what the failed pass left
-    count["step after the error"] = _error(lambda: train_step(case, model, optimizer, 1))
+    count["step after the error"] = _error(lambda: train_step(case, [model], optimizer, 1))
     plugin.disable()
     plain = TrainCase()
     model, optimizer, _ = build(plain)
-    count["step of another model"] = _error(lambda: train_step(plain, model, optimizer, 0))
+    count["step of another model"] = _error(lambda: train_step(plain, [model], optimizer, 0))
     plugin.disable()
     dist.barrier()
     return count

@@ -17,6 +17,8 @@ class TrainCase:
     ep: int = 4
     tp: int = 1
     etp: int = 1
+    pp: int = 1
+    chunks: int = 1  # of the model, on each rank: virtual pipeline stages
     layers: int = 2
     experts: int = 8
     topk: int = 2

@@ -36,7 +36,13 @@ FEATURES: dict[str, TrainCase] = {
     "1F1B expert parallel overlap": TrainCase(
         dtype="bf16", num_microbatches=3, config={"overlap_moe_expert_parallel_comm": True}
     ),
-}
+    "pipeline stages": TrainCase(dtype="bf16", pp=2, ep=2, layers=4, num_microbatches=6, dist_opt=True),
+    "virtual pipeline stages": TrainCase(dtype="bf16", pp=2, chunks=2, ep=2, layers=4, num_microbatches=6),
+    "1F1B expert parallel overlap of virtual pipeline stages": TrainCase(
+        dtype="bf16", pp=2, chunks=2, ep=2, layers=4, num_microbatches=6,
+        config={"overlap_moe_expert_parallel_comm": True},
+    ),
+}  # fmt: skip
 
 
 def stock_of(case: TrainCase) -> TrainCase:

@@ -41,25 +41,30 @@ def digest(*tensors: torch.Tensor) -> str:
     return sha.hexdigest()[:16]
 
 
-_layout: tuple[int, int, int] | None = None
+_layout: tuple[int, ...] | None = None
 
 
-def initialize(tp: int = 1, ep: int = 4, etp: int = 1) -> None:
-    """Process groups of a layout; the ranks go from one to the next.
+def initialize(tp: int = 1, ep: int = 4, etp: int = 1, pp: int = 1, chunks: int = 1) -> None:
+    """Process groups of a layout; the ranks go from one to the next. `chunks`: of the model, on each rank.
 
     Megatron forgets its groups without destroying them; three threads of each would pile up.
     """
     global _layout
-    if _layout == (tp, ep, etp) and parallel_state.model_parallel_is_initialized():
+    layout = (tp, ep, etp, pp, chunks)
+    if _layout == layout and parallel_state.model_parallel_is_initialized():
         return
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
         for group in list(dist.distributed_c10d._world.pg_map):
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
-    _layout = (tp, ep, etp)
+    _layout = layout
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp
+        tensor_model_parallel_size=tp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
     )
 
 
@@ -90,6 +95,8 @@ def transformer_config(case: TrainCase, carrier: dict[str, Any]) -> TransformerC
         sequence_parallel=case.tp > 1,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.etp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.chunks if case.chunks > 1 else None,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bf16=case.dtype == "bf16",
@@ -108,17 +115,17 @@ def transformer_config(case: TrainCase, carrier: dict[str, Any]) -> TransformerC
     )
 
 
-def build(case: TrainCase) -> tuple[Any, Any, TransformerConfig]:
-    """The wrapped model, its optimizer and its config."""
-    torch.manual_seed(case.seed)
-    model_parallel_cuda_manual_seed(case.seed)
-    config = transformer_config(case, carrier_of(case.dispatcher, case.options))
+def _build_chunk(case: TrainCase, config: TransformerConfig, number: int) -> Any:
+    virtual = number if case.chunks > 1 else None
     gpt: torch.nn.Module = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(num_experts=case.experts, moe_grouped_gemm=False),
         vocab_size=VOCAB,
         max_sequence_length=SEQUENCE,
-        share_embeddings_and_output_weights=not config.overlap_moe_expert_parallel_comm,
+        share_embeddings_and_output_weights=case.pp == 1 and not config.overlap_moe_expert_parallel_comm,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
+        vp_stage=virtual,
     ).to(devices.own())
     if case.dtype == "bf16":
         gpt = Float16Module(config, gpt)
@@ -127,6 +134,15 @@ def build(case: TrainCase) -> tuple[Any, Any, TransformerConfig]:
     )
     model = DistributedDataParallel(config, ddp_config, gpt)
     model.broadcast_params()
+    return model
+
+
+def build_chunks(case: TrainCase) -> tuple[list[Any], Any, TransformerConfig]:
+    """The wrapped chunks of the model, their optimizer and their config."""
+    torch.manual_seed(case.seed)
+    model_parallel_cuda_manual_seed(case.seed)
+    config = transformer_config(case, carrier_of(case.dispatcher, case.options))
+    chunks = [_build_chunk(case, config, number) for number in range(case.chunks)]
     optimizer_config = OptimizerConfig(
         optimizer="adam",
         lr=1e-2,
@@ -135,10 +151,16 @@ def build(case: TrainCase) -> tuple[Any, Any, TransformerConfig]:
         params_dtype=config.params_dtype,
         use_distributed_optimizer=case.dist_opt,
     )
-    optimizer = get_megatron_optimizer(optimizer_config, [model])
+    optimizer = get_megatron_optimizer(optimizer_config, chunks)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    config.no_sync_func = model.no_sync
+    config.no_sync_func = chunks[0].no_sync if len(chunks) == 1 else [chunk.no_sync for chunk in chunks]
+    return chunks, optimizer, config
+
+
+def build(case: TrainCase) -> tuple[Any, Any, TransformerConfig]:
+    """The same of a model in one piece."""
+    (model,), optimizer, config = build_chunks(case)
     return model, optimizer, config
 
 
@@ -170,13 +192,16 @@ def batches_of(case: TrainCase, step: int) -> Iterator[torch.Tensor]:
         yield ((start + stride * torch.arange(SEQUENCE + 1)) % VOCAB).to(devices.own())
 
 
-def train_step(case: TrainCase, model: Any, optimizer: Any, step: int) -> float:
-    model.zero_grad_buffer()
+def train_step(case: TrainCase, chunks: list[Any], optimizer: Any, step: int) -> float:
+    """Sum of the micro-batches' losses; 0 but on the last pipeline stage."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
     optimizer.zero_grad()
+    batches = [batches_of(case, step) for _ in chunks]
     reduced = get_forward_backward_func()(
         forward_step_func=_forward,
-        data_iterator=batches_of(case, step),
-        model=[model],
+        data_iterator=batches if len(chunks) > 1 else batches[0],
+        model=chunks,
         num_microbatches=case.num_microbatches,
         seq_length=SEQUENCE,
         micro_batch_size=MICRO_BATCH,
@@ -205,7 +230,7 @@ def change_dispatcher(rank: int, case: TrainCase, first: str) -> tuple[str, bool
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(state["optimizer"])
         for step in range(turn * case.steps // 2, (turn + 1) * case.steps // 2):
-            train_step(case, model, optimizer, step)
+            train_step(case, [model], optimizer, step)
         state = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         # Name, shape, offsets and replica of each; the tensors themselves are not looked at.
         shards.append(
@@ -228,7 +253,7 @@ def gradient_distance(rank: int, case: TrainCase) -> tuple[float, float]:
         model, optimizer, _ = build(dataclasses.replace(case, dispatcher=dispatcher))
         if dispatcher == "uccl_ep" and case.corrupt:
             _corrupt(case.corrupt, moe_layers(model)[0])
-        loss = train_step(case, model, optimizer, 0)
+        loss = train_step(case, [model], optimizer, 0)
         found.append((loss, torch.cat([p.main_grad.flatten().double() for p in model.parameters()])))
     plugin.disable()
     dist.barrier()
@@ -266,21 +291,21 @@ def _corrupt(kind: str, layer: MoELayer) -> None:
 
 def train(rank: int, case: TrainCase, probe: Callable[[Any], dict[str, Any]] | None = None) -> Outcome:
     """`case.steps` steps from the case's seed; collective."""
-    initialize(case.tp, case.ep, case.etp)
+    initialize(case.tp, case.ep, case.etp, case.pp, case.chunks)
     plugin.disable()
     try:
-        model, optimizer, _ = build(case)
-        layers = moe_layers(model)
+        chunks, optimizer, _ = build_chunks(case)
+        layers = [layer for chunk in chunks for layer in moe_layers(chunk)]
         if case.dispatcher == "uccl_ep":
-            assert plugin.verify(model) == case.layers
+            assert plugin.verify(chunks) == case.layers // case.pp
         if case.corrupt:
             _corrupt(case.corrupt, layers[0])
         inputs: list[str] = []
         _record_expert_inputs(layers[0], inputs)
         losses, after_step = [], []
         for step in range(case.steps):
-            losses.append(train_step(case, model, optimizer, step))
-            after_step.append(digest(*model.parameters()))
+            losses.append(train_step(case, chunks, optimizer, step))
+            after_step.append(digest(*(p for chunk in chunks for p in chunk.parameters())))
         return Outcome(
             losses=tuple(losses),
             parameters=after_step[-1],
@@ -288,7 +313,7 @@ def train(rank: int, case: TrainCase, probe: Callable[[Any], dict[str, Any]] | N
             expert_inputs=tuple(inputs),
             dispatchers=tuple(type(layer.token_dispatcher).__name__ for layer in layers),
             stats=plugin.buffers()[0].stats() if plugin.buffers() else {},
-            probe=probe(model) if probe else {},
+            probe=probe(chunks[0]) if probe else {},
         )
     finally:
         plugin.disable()
