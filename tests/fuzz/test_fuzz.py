@@ -40,8 +40,10 @@ LIBFUZZER_SECONDS = 6
 LONG_SECONDS = 120
 
 
-def product_of(target: str) -> tuple[Path, ...]:
-    return PROXY if '"lone_proxy.h"' in (HERE / f"{target}.cc").read_text() else ()
+def sources_of(target: str) -> tuple[Path, ...]:
+    """Without a driver."""
+    source = HERE / f"{target}.cc"
+    return (source, *(PROXY if '"lone_proxy.h"' in source.read_text() else ()))
 
 
 def need_headers(target: str) -> None:
@@ -60,7 +62,7 @@ def built(target: str, folder: Path) -> Path:
     """The target with the small driver."""
     need_headers(target)
     objects = objects_of([HERE / "driver.cc"], MEMORY)
-    objects += objects_of([HERE / f"{target}.cc", *product_of(target)], GXX)
+    objects += objects_of(sources_of(target), GXX)
     return linked(objects, folder / target, MEMORY)
 
 
@@ -133,8 +135,7 @@ def libfuzzer(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 def fuzz_by_clang(target: str, folder: Path, seconds: int) -> None:
     need_headers(target)
-    sources = [HERE / f"{target}.cc", *product_of(target)]
-    program = linked(objects_of(sources, CLANG), folder / target, CLANG)
+    program = linked(objects_of(sources_of(target), CLANG), folder / target, CLANG)
     found, corpus = folder / "found", HERE / "corpus" / target
     found.mkdir()
     options = [f"-max_total_time={seconds}", "-max_len=4096", "-timeout=10", f"-artifact_prefix={folder}/"]
@@ -219,7 +220,7 @@ def mutated(mutant: Mutant, folder: Path) -> Path:
     includes = [*NIC_HEADERS, *(f"-I{path}" for path in (folder / "changed", CSRC, HERE))]
     result = run([compiler(), *FLAGS, *GXX.options, "-Wno-error", *includes, "-c", anew, "-o", obj], 300)
     assert result.returncode == 0, result.stderr
-    others = [path for path in (target, *product_of(mutant.target)) if path not in (anew, CSRC / mutant.file)]
+    others = [path for path in sources_of(mutant.target) if path not in (anew, CSRC / mutant.file)]
     objects = [obj, *objects_of([HERE / "driver.cc"], MEMORY), *objects_of(others, GXX)]
     return linked(objects, folder / mutant.target, MEMORY)
 

@@ -135,17 +135,21 @@ def _folders_of(source: Path, on_cpu: bool) -> tuple[Path, ...]:
     return tuple(dict.fromkeys((*(CUDA_FOLDERS if on_cpu else ()), CSRC, HERE, source.parent)))
 
 
-def link(binary: Path, sources: Sequence[Path], flavour: Flavour) -> Path:
-    """Makes the program of `sources`; the product's own see its headers alone, and those of the stand-in
-    for CUDA if that is among them."""
+def objects_of(sources: Sequence[Path], flavour: Flavour) -> list[Path]:
+    """Of a program; the product's own sources see its headers alone, and those of the stand-in for CUDA if
+    that is among them."""
     on_cpu = any(source.parent == CUDA_ON_CPU for source in sources)
-
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(
+        return list(
             pool.map(
                 lambda source: compiled(source, flavour, _folders_of(source, on_cpu)), sorted(set(sources))
             )
         )
+
+
+def link(binary: Path, sources: Sequence[Path], flavour: Flavour) -> Path:
+    """Makes the program of `sources`."""
+    objects = objects_of(sources, flavour)
     unfinished = binary.with_name(f"{binary.name}.{os.getpid()}")
     libraries = ("-pthread", "-lrt", "-ldl")
     _need(run([compiler(), *flavour.options, *objects, "-o", unfinished, *libraries], 300))

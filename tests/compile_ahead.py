@@ -1,0 +1,43 @@
+"""Compiles what the default tests compile, so that they find it done: python -m tests.compile_ahead
+
+For CI, beside what leaves a core idle. Objects are named by what they are made of (tests/native/building.py),
+so what is forgotten here or has changed since is compiled by its test, and nothing stale is ever used.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from functools import partial
+
+from tests.conformance.build import build as build_conformance
+from tests.fuzz import test_fuzz
+from tests.native import building, test_native
+
+Job = Callable[[], object]
+
+
+def jobs() -> dict[str, Job]:
+    """In the order of the tests."""
+    missing = building.transports().missing
+    found: dict[str, Job] = {"conformance": partial(build_conformance, building.MEMORY)}
+    clang = [test_fuzz.CLANG] if shutil.which(test_fuzz.CLANG.compiler) is not None else []
+    for target in test_fuzz.TARGETS:
+        if target.removesuffix("_address") not in missing:
+            for flavour in (test_fuzz.GXX, *clang):
+                needed = test_fuzz.sources_of(target)
+                found[f"{flavour.name} {target}"] = partial(test_fuzz.objects_of, needed, flavour)
+    for program in test_native.PROGRAMS:
+        if program.split("_")[0] not in missing:
+            for sanitizer in ("memory", "thread") if program in test_native.LOCK_FREE else ("memory",):
+                sources, flavour = test_native.sources_of(program), test_native.SANITIZERS[sanitizer]
+                found[f"{program}, {sanitizer}"] = partial(building.objects_of, sources, flavour)
+    return found
+
+
+if __name__ == "__main__":
+    for name, job in jobs().items():
+        since = time.monotonic()
+        job()
+        print(f"{name}: {time.monotonic() - since:.1f} s", flush=True)
