@@ -127,8 +127,9 @@ class Engine {
   void fail(const std::string& text);
   // To every rank directly, unless it has an earlier error.
   void spread(const ErrorRecord& record) const;
-  // A rank whose heart stopped, -1 if none did: it is the cause, not whom we happen to wait for.
-  int stale_rank() const;
+  // For a deadline: the rank whose heart stopped, if one did, is the cause, not whom we happen to wait for. The message
+  // is `text`, that, and what is wrong with our NICs.
+  void blame(ErrorRecord& record, std::string text) const;
   // Throws the error that reached this rank, if any.
   void check() const;
   // Waits, bounded by the progress deadline, until every rank closes. With `abort` tells the others and does not wait.
@@ -178,6 +179,7 @@ class Engine {
   void sleep(uint32_t ticket, const Op& op, const Steps& steps, const WaitingOn& waiting);
   void check_deadlines(const Op& op, const Steps& steps, const host::PlanStep& plan, uint64_t started_usec);
   bool long_closed(int rank, uint64_t now_usec);
+  int stale_rank() const;
   ErrorRecord timeout_record(const Op& op, const WaitingOn& waiting, bool arrival, uint64_t waited_usec) const;
   void locate(const Op& op, const Steps& steps, ErrorRecord& record) const;
   bool peer_closed(int rank) const;

@@ -163,6 +163,7 @@ void Engine::check_deadlines(const Op& op, const Steps& steps, const host::PlanS
   }
 }
 
+// -1: no rank's heart stopped.
 int Engine::stale_rank() const {
   const uint64_t now = now_usec();
   int stalest = -1;
@@ -180,22 +181,27 @@ int Engine::stale_rank() const {
   return stalest;
 }
 
+void Engine::blame(ErrorRecord& record, std::string text) const {
+  if (const int stale = stale_rank(); stale >= 0) {
+    record.peer = stale;
+    text += "; rank " + std::to_string(stale) + " shows no sign of life";
+  }
+  if (const std::string trouble = proxy_->trouble(); !trouble.empty()) text += "; " + trouble;
+  record.set_message(text);
+}
+
 ErrorRecord Engine::timeout_record(const Op& op, const WaitingOn& waiting, bool arrival, uint64_t waited_usec) const {
-  const int stale = stale_rank();
   ErrorRecord record;
   record.kind = arrival ? ErrorKind::kArrivalTimeout : ErrorKind::kProgressTimeout;
   record.step = waiting.step;
   record.rank = config_.rank;
-  record.peer = stale >= 0 ? stale : waiting.peer;
+  record.peer = waiting.peer;
   record.epoch = op.epoch;
   record.chunk = waiting.chunk;
   record.expected = waiting.expected;
   record.seen = waiting.seen;
-  std::string text = "rank " + std::to_string(config_.rank) + " waited " + std::to_string(waited_usec / 1000) +
-                     " ms in " + step_name(waiting.step) + " for rank " + std::to_string(waiting.peer) + " " +
-                     waiting.what;
-  if (stale >= 0) text += "; rank " + std::to_string(stale) + " shows no sign of life";
-  record.set_message(text);
+  blame(record, "rank " + std::to_string(config_.rank) + " waited " + std::to_string(waited_usec / 1000) + " ms in " +
+                    step_name(waiting.step) + " for rank " + std::to_string(waiting.peer) + " " + waiting.what);
   return record;
 }
 

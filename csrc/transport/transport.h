@@ -130,6 +130,9 @@ class Transport {
   virtual uint64_t idle_usec() const = 0;
   // False once the peer's process is known to be gone (a transport that cannot know says true).
   virtual bool peer_alive(int peer) const = 0;
+  // What is wrong with our NICs now, for the text of an error: "port 1 of NIC mlx5_0 went down 3.2 s ago". Empty:
+  // nothing that is known. Any thread.
+  virtual std::string trouble() const { return {}; }
 };
 
 struct LoopOptions {

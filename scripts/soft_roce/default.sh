@@ -10,7 +10,8 @@ conformance="$1" python="$2" loss_percent="$3"
 failed=()
 
 # Deadlines are stretched: an emulated core is some twenty times slower.
-"$conformance" verbs --device rxe0 --device rxe1 --patience 4 --cut 'soft_roce_wire cut' --heal 'soft_roce_wire heal' ||
+"$conformance" verbs --device rxe0 --device rxe1 --patience 4 --cut 'soft_roce_wire cut' --heal 'soft_roce_wire heal' \
+  --down 'soft_roce_wire down' --up 'soft_roce_wire up' ||
   failed+=("the conformance suite")
 
 soft_roce_wire loss "$loss_percent"

@@ -6,7 +6,8 @@
 //   conformance loop --seeds FROM TO    streams under faults drawn from seeds; --seed N: one of them
 // Options: --slow (slow claims, too), --patience FACTOR (of all deadlines), --device NAME (several: the ranks in turn),
 // --nics N (that a rank uses), --provider NAME, --interface NAME, --cut COMMAND and --heal COMMAND (of the link),
-// --broken (seeds: over a transport that loses bytes). Returns 0 if all holds, 77 if nothing can be tried, else 1.
+// --down COMMAND and --up COMMAND (of a port), --broken (seeds: over a transport that loses bytes). Returns 0 if all
+// holds, 77 if nothing can be tried, else 1.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -60,6 +61,8 @@ class Parser {
         {"--interface", [&] { suite().nic.interface = next(); }},
         {"--cut", [&] { suite().cut_command = next(); }},
         {"--heal", [&] { suite().heal_command = next(); }},
+        {"--down", [&] { suite().down_command = next(); }},
+        {"--up", [&] { suite().up_command = next(); }},
         {"--seed",
          [&] {
            const uint64_t seed = number();

@@ -1,5 +1,6 @@
 // A peer is killed, a peer is frozen, the link is cut.
 #include <cstdlib>
+#include <utility>
 
 #include "crew.h"
 #include "ranks.h"
@@ -190,6 +191,39 @@ CLAIM("a link that is cut and healed within the deadline loses nothing: the stre
   settle(book, ranks[0], ranks[1], 2 * kPatientUsec);
   book.expect_complete();
   for (uint64_t number = 0; number < kWrites; ++number) EXPECT(intact(ranks.at(1, place(number)), kBytes, number));
+}
+
+CLAIM("a port that goes down is named until it is back, and then the NIC serves new transports") {
+  if (suite().down_command.empty()) throw Skipped("no command that takes a port down was given (--down, --up)");
+  // The claim's process ends with the port up, whatever happens.
+  struct Up {
+    ~Up() { run(); }
+    void run() {
+      if (!std::exchange(done, true) && std::system(suite().up_command.c_str()) != 0) std::abort();
+    }
+    bool done = false;
+  } up;
+  {
+    Ranks ranks;
+    auto trouble = [&] {
+      for (size_t rank : {0, 1}) poll_once(ranks[rank]);
+      return ranks[1].trouble();
+    };
+    EXPECT(trouble().empty());
+    EXPECT_EQ(std::system(suite().down_command.c_str()), 0);
+    EXPECT(eventually([&] { return !trouble().empty(); }, suite().patient_usec(kPatientUsec)));
+    const std::string text = ranks[1].trouble(), device = suite().devices_of(1).at(0);
+    EXPECT(text.substr(0, text.find(" went down ")) == "port 1 of NIC " + device);
+    up.run();
+    EXPECT(eventually([&] { return trouble().empty(); }, suite().patient_usec(kPatientUsec)));
+  }
+  Ranks ranks;
+  Book book(0, 1);
+  fill(ranks.at(0, kData), kBytes, 1);
+  post(book, ranks[0], ranks[1], write_of(1, 1, kData, kData, kBytes));
+  settle(book, ranks[0], ranks[1]);
+  book.expect_complete();
+  EXPECT(intact(ranks.at(1, kData), kBytes, 1));
 }
 
 CLAIM("a link that stays cut beyond the deadline is a typed error at all ranks") {

@@ -22,6 +22,8 @@ struct Suite {
   uint32_t num_nics = 1;  // that a rank uses
   // Commands of the shell that cut and heal the link between the ranks; empty: there is none.
   std::string cut_command, heal_command;
+  // Of the shell, too: a port of a NIC goes down and comes back.
+  std::string down_command, up_command;
 
   std::vector<std::string> devices_of(int rank) const {
     return devices.empty() ? nic.devices : std::vector{devices[static_cast<size_t>(rank) % devices.size()]};

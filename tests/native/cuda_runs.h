@@ -6,6 +6,9 @@
 
 #include <algorithm>
 #include <barrier>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -171,6 +174,44 @@ void expect_same(const std::vector<T>& ours, const std::vector<T>& theirs, const
       throw std::logic_error(what + ": differs first at " + std::to_string(i) + " of " + std::to_string(ours.size()));
 }
 
+// Says what every lane waits for when ranks take so long that one of them may hang; their own deadlines come later, and
+// end the kernels.
+class Watch {
+ public:
+  Watch() : thread_([this] { watch(); }) {}
+  ~Watch() {
+    {
+      const std::lock_guard lock(mutex_);
+      over_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+
+ private:
+  void watch() {
+    std::unique_lock lock(mutex_);
+    if (changed_.wait_for(lock, std::chrono::seconds(30), [&] { return over_; })) return;
+    std::fprintf(stderr, "after 30 s:\n%s", cuda_on_cpu::report().c_str());
+    std::fflush(stderr);
+  }
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool over_ = false;
+  std::thread thread_;
+};
+
+// What an error says beside its text.
+inline std::string told_by(const std::exception& caught) {
+  std::string text = caught.what();
+  if (const auto* failure = dynamic_cast<const CommunicationFailure*>(&caught)) {
+    const ErrorRecord& record = failure->record();
+    text += " (epoch " + std::to_string(record.epoch) + ", chunk " + std::to_string(record.chunk) + ", expected " +
+            std::to_string(record.expected) + ", seen " + std::to_string(record.seen) + ")";
+  }
+  return text;
+}
+
 // By threads, a rank each; throws the first failure by rank.
 inline void by_ranks(int num_ranks, const std::function<void(int)>& body) {
   std::vector<std::string> failures(static_cast<size_t>(num_ranks));
@@ -216,6 +257,7 @@ struct RoundResult {
 template <typename Rank>
 std::vector<std::vector<RoundResult>> results_of(const CudaRun& run, std::vector<std::unique_ptr<Rank>>& ranks) {
   std::vector<std::vector<RoundResult>> all(ranks.size());
+  const Watch watch;
   by_ranks(run.num_ranks(), [&](int r) {
     Rank& rank = *ranks[static_cast<size_t>(r)];
     std::string failure;
@@ -235,7 +277,7 @@ std::vector<std::vector<RoundResult>> results_of(const CudaRun& run, std::vector
         all[static_cast<size_t>(r)].push_back(std::move(result));
       }
     } catch (const std::exception& caught) {
-      failure = caught.what();
+      failure = told_by(caught);
     }
     rank.engine().close(!failure.empty());
     if (!failure.empty()) throw std::logic_error(failure);

@@ -4,7 +4,10 @@
 #include "fake_verbs.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <infiniband/verbs.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -29,6 +32,7 @@ struct Device {
 struct Context {
   verbs_context extended{};
   int device = 0;
+  int told = -1;  // the last event
 };
 struct Cq {
   ibv_cq base{};
@@ -329,14 +333,34 @@ EXPORTED ibv_context* ibv_open_device(ibv_device* device) {
   ibv_context& base = context->extended.context;
   base.device = device;
   base.abi_compat = __VERBS_ABI_IS_EXTENDED;
+  base.async_fd = eventfd(0, 0);
   base.ops.poll_cq = poll_cq;
   base.ops.post_srq_recv = post_srq_recv;
   base.ops.post_recv = post_recv;
   return &base;
 }
 EXPORTED int ibv_close_device(ibv_context* context) {
+  close(context->async_fd);
   delete reinterpret_cast<Context*>(verbs_get_ctx(context));
   return 0;
+}
+EXPORTED int ibv_get_async_event(ibv_context* context, ibv_async_event* event) {
+  const Lock lock(mutex());
+  Context* const its = reinterpret_cast<Context*>(verbs_get_ctx(context));
+  if (its->device != state.event_device || its->told == state.event) {
+    if ((fcntl(context->async_fd, F_GETFL) & O_NONBLOCK) == 0) ++state.blocked;
+    errno = EAGAIN;
+    return -1;
+  }
+  its->told = state.event;
+  event->event_type = static_cast<ibv_event_type>(state.event);
+  event->element.port_num = state.event_port;
+  ++state.events_read;
+  return 0;
+}
+EXPORTED void ibv_ack_async_event(ibv_async_event*) {
+  const Lock lock(mutex());
+  ++state.events_acknowledged;
 }
 EXPORTED int ibv_query_device(ibv_context*, ibv_device_attr* attr) {
   std::memset(attr, 0, sizeof(*attr));

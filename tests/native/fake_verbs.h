@@ -20,6 +20,9 @@ struct FakeVerbs {
   // At any time.
   uint32_t cut_qp = 0;  // what is posted by this queue pair is not acknowledged, then its retries are exceeded
   bool holds = false;   // nothing moves
+  // What the NICs of `event_device` tell next, once each: an ibv_event_type; -1: nothing.
+  int event = -1, event_device = 0;
+  uint8_t event_port = 1;
 
   // What happened.
   uint32_t queue_pairs = 0;  // alive
@@ -29,6 +32,8 @@ struct FakeVerbs {
   uint64_t largest_registration_bytes = 0;
   uint64_t outside = 0;  // writes that met no registered memory
   uint64_t wrong_order = 0;  // objects destroyed before those that need them
+  uint64_t events_read = 0, events_acknowledged = 0;
+  uint64_t blocked = 0;  // asked for events that there were not, and would have had to wait
   uint64_t to_cut_ones = 0;  // writes that reached memory after their queue pair was put in the error state
   uint8_t service_level = 0, traffic_class = 0, timeout = 0;  // of the last connection
 };

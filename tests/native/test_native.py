@@ -13,7 +13,7 @@ from tests.native import building
 from tests.native.building import PARTS, run
 
 HERE = Path(__file__).resolve().parent
-OF_TRANSPORTS = ("verbs", "verbs_engine", "ofi", "ofi_fault")  # begin with the name of one
+OF_TRANSPORTS = ("verbs", "verbs_event", "verbs_engine", "ofi", "ofi_fault")  # begin with the name of one
 # Kernels on the stand-in for CUDA: docs/cuda_on_cpu.md.
 ON_CPU = ("lanes", "cuda_engine")
 PROGRAMS = (

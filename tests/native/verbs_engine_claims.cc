@@ -1,5 +1,9 @@
 // Whole dispatches and combines over the verbs transport, whose NICs are the stand-in: EFA's queue pairs, which no CPU
 // has, and RC with several NICs.
+#include <infiniband/verbs.h>
+
+#include <string>
+
 #include "claims.h"
 #include "engine_runs.h"
 #include "fake_verbs.h"
@@ -37,6 +41,23 @@ CLAIM("windows of one write per NIC, as Thor2 wants, only cost time") {
     config.nic.window_ops = 1;
     config.nic.window_bytes = 1572864;
   });
+}
+
+CLAIM("an operation that is late while a port is down names the port") {
+  fake_verbs().holds = true;
+  fake_verbs().event = IBV_EVENT_PORT_ERR;
+  std::string text;
+  try {
+    run({0, 1}, {}, 1, [](EngineConfig& config) {
+      over_verbs(config);
+      config.arrival_timeout_s = 1.5;
+      config.progress_timeout_s = 1;
+    });
+  } catch (const std::exception& failure) {
+    text = failure.what();
+  }
+  EXPECT(text.find("to enter the operation") != std::string::npos);
+  EXPECT(text.find("; port 1 of NIC fake0 went down 1.") != std::string::npos);
 }
 
 int main(int argc, char** argv) { return claims::main(argc, argv); }

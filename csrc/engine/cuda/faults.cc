@@ -14,14 +14,11 @@ ErrorRecord CudaEngine::record_of(const cuda::HostError& error) const {
   record.chunk = error.chunk;
   record.expected = error.expected;
   record.seen = error.seen;
-  std::string text = text_of(error);
   // What a rank sends may have to pass through another one's proxy.
-  const bool late = record.kind == ErrorKind::kArrivalTimeout || record.kind == ErrorKind::kProgressTimeout;
-  if (const int stale = late ? life_.stale_rank() : -1; stale >= 0) {
-    record.peer = stale;
-    text += "; rank " + std::to_string(stale) + " shows no sign of life";
-  }
-  record.set_message(text);
+  if (record.kind == ErrorKind::kArrivalTimeout || record.kind == ErrorKind::kProgressTimeout)
+    life_.blame(record, text_of(error));
+  else
+    record.set_message(text_of(error));
   return record;
 }
 

@@ -93,5 +93,7 @@ UCCL_EP_FORWARD(int, ibv_modify_qp, (ibv_qp * qp, ibv_qp_attr* attr, int mask), 
 UCCL_EP_FORWARD(int, ibv_destroy_qp, (ibv_qp * qp), (qp))
 UCCL_EP_FORWARD(ibv_ah*, ibv_create_ah, (ibv_pd * pd, ibv_ah_attr* attr), (pd, attr))
 UCCL_EP_FORWARD(int, ibv_destroy_ah, (ibv_ah * ah), (ah))
+UCCL_EP_FORWARD(int, ibv_get_async_event, (ibv_context * context, ibv_async_event* event), (context, event))
+UCCL_EP_FORWARD(void, ibv_ack_async_event, (ibv_async_event * event), (event))
 UCCL_EP_FORWARD(int, ibv_fork_init, (), ())
 UCCL_EP_FORWARD(const char*, ibv_wc_status_str, (ibv_wc_status status), (status))

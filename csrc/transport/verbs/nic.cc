@@ -1,12 +1,15 @@
 #include "transport/verbs/nic.h"
 
 #include <endian.h>
+#include <fcntl.h>
 #include <sys/stat.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 
+#include "common/units.h"
 #include "transport/failure.h"
 #include "transport/verbs/library.h"
 
@@ -138,6 +141,9 @@ Nic::Nic(const std::string& name, const NicOptions& options, const TransportSetu
   constexpr uint32_t kAmazon = 0x1d0f;
   port_.is_efa = limits_.vendor_id == kAmazon;
   choose_gid(options.gid_index);
+  if (const int flags = fcntl(context_->async_fd, F_GETFL);
+      flags < 0 || fcntl(context_->async_fd, F_SETFL, flags | O_NONBLOCK) < 0)
+    fail(rank_, -1, "NIC " + name_ + " tells no events: " + std::strerror(errno));
   pd_.reset(ibv_alloc_pd(context_.get()));
   if (!pd_) fail(rank_, -1, "NIC " + name_ + " gives no protection domain: " + std::strerror(errno));
 }
@@ -179,6 +185,41 @@ NicAddress Nic::address() const {
   a.host = host_.address();
   if (device_.num_bytes() != 0) a.device = device_.address();
   return a;
+}
+
+void Nic::read_events() {
+  for (ibv_async_event event{}; ibv_get_async_event(context_.get(), &event) == 0;) {
+    ibv_ack_async_event(&event);  // at once: what it is about cannot be destroyed before
+    take_event(event);
+  }
+}
+
+// What happens to a queue pair is told by completions, here or at the peer.
+void Nic::take_event(const ibv_async_event& event) {
+  const uint64_t count = port_events_.own();
+  switch (event.event_type) {
+    case IBV_EVENT_DEVICE_FATAL:
+      fail(rank_, -1, "NIC " + name_ + " has stopped working (its driver reports a fatal error: see dmesg)");
+    case IBV_EVENT_CQ_ERR:
+    case IBV_EVENT_SRQ_ERR:
+      fail(rank_, -1, "NIC " + name_ + " has lost a queue (its driver reports an error of it: see dmesg)");
+    case IBV_EVENT_PORT_ERR:
+    case IBV_EVENT_PORT_ACTIVE:
+      if (event.element.port_num != port_.number || (count % 2 != 0) == (event.event_type == IBV_EVENT_PORT_ERR))
+        return;
+      if (count % 2 == 0) down_since_usec_.publish(now_usec());
+      port_events_.publish(count + 1);
+      return;
+    default:
+      return;
+  }
+}
+
+std::string Nic::trouble() const {
+  if (port_events_.read() % 2 == 0) return {};
+  char ago[32];
+  std::snprintf(ago, sizeof(ago), "%.1f s ago", static_cast<double>(now_usec() - down_since_usec_.read()) * 1e-6);
+  return "port " + std::to_string(port_.number) + " of NIC " + name_ + " went down " + ago;
 }
 
 }  // namespace uccl_ep::verbs

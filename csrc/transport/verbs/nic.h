@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "sync/flag.h"
 #include "transport/transport.h"
 #include "transport/verbs/address.h"
 
@@ -83,8 +84,15 @@ class Nic {
   const RegisteredMemory& memory(Memory which) const { return which == Memory::kHost ? host_ : device_; }
   NicAddress address() const;
 
+  // What it tells of itself beside completions. For the proxy's thread, now and then; never blocks. Throws
+  // CommunicationFailure(kTransport) for what it does not recover from.
+  void read_events();
+  // As Transport::trouble(). Any thread.
+  std::string trouble() const;
+
  private:
   void choose_gid(int wanted);
+  void take_event(const ibv_async_event& event);
 
   const std::string name_;
   const int rank_;
@@ -93,6 +101,8 @@ class Nic {
   Port port_;
   Owned<ibv_pd> pd_;
   RegisteredMemory host_, device_;
+  Flag port_events_;  // how often the port went down or came back: odd while it is down
+  Flag down_since_usec_;  // published before port_events_
 };
 
 }  // namespace uccl_ep::verbs

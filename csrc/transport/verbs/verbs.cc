@@ -19,6 +19,7 @@ constexpr uint32_t kMostArrivals = 4096;  // between two polls
 constexpr int kCompletionsPerPoll = 64;
 // Nobody rings when something arrives: the proxy looks again, the later the longer nothing came.
 constexpr uint64_t kLeastNapUsec = 20, kMostNapUsec = 1000, kNapsPerPause = 30;
+constexpr uint64_t kEventsPeriodUsec = 50'000;
 
 }  // namespace
 
@@ -239,6 +240,7 @@ size_t VerbsTransport::poll(std::span<Completion> out) {
   if (first_ready_ == ready_.size()) {
     ready_.clear();
     first_ready_ = 0;
+    read_events();
     for (auto& rail : rails_) harvest(*rail);
     if (device_.nic_writes != nullptr && !ready_.empty()) device_.nic_writes->flush();
   }
@@ -247,6 +249,20 @@ size_t VerbsTransport::poll(std::span<Completion> out) {
   first_ready_ += count;
   if (count != 0) last_event_usec_ = now_usec();
   return count;
+}
+
+void VerbsTransport::read_events() {
+  const uint64_t now = now_usec();
+  if (now < next_events_usec_) return;
+  next_events_usec_ = now + kEventsPeriodUsec;
+  for (auto& rail : rails_) rail->nic->read_events();
+}
+
+std::string VerbsTransport::trouble() const {
+  std::string all;
+  for (auto& rail : rails_)
+    if (const std::string its = rail->nic->trouble(); !its.empty()) all += (all.empty() ? "" : ", ") + its;
+  return all;
 }
 
 void VerbsTransport::harvest(Rail& rail) {
@@ -302,8 +318,12 @@ void VerbsTransport::tell(Rail& rail, int peer, const Write& write, const char* 
 const char* VerbsTransport::reason_for(const Rail& rail, int peer, const ibv_wc& completion) {
   std::string text = std::string(ibv_wc_status_str(completion.status)) + " (NIC " + rail.nic->name() +
                      ", vendor error " + std::to_string(completion.vendor_err) + ")";
-  if (completion.status == IBV_WC_RETRY_EXC_ERR)
-    text += ": the peer is gone, its link is cut, or too much was in flight (UCCL_IB_MAX_INFLIGHT_BYTES)";
+  if (completion.status == IBV_WC_RETRY_EXC_ERR) {
+    const std::string trouble = rail.nic->trouble();
+    text += ": " + (trouble.empty() ? "the peer is gone, its link is cut, or too much was in flight "
+                                      "(UCCL_IB_MAX_INFLIGHT_BYTES)"
+                                    : trouble);
+  }
   return reasons_.try_emplace({peer, text}, text).first->second.c_str();
 }
 

@@ -35,6 +35,7 @@ class VerbsTransport final : public Transport {
   size_t poll(std::span<Completion> out) override;
   uint64_t idle_usec() const override;
   bool peer_alive(int peer) const override { return processes_[static_cast<size_t>(peer)].alive(); }
+  std::string trouble() const override;
 
  private:
   // A NIC with its connections. Destroyed from the last member to the first: nobody writes to memory that is gone.
@@ -59,6 +60,7 @@ class VerbsTransport final : public Transport {
   size_t peer_index(int peer) const;
   Rail* choose_rail(const WriteRequest& request, size_t peer_idx);
   Write write_of(const Rail& rail, size_t peer_idx, const WriteRequest& request) const;
+  void read_events();
   void harvest(Rail& rail);
   void arrived(Rail& rail, const ibv_wc& completion);
   void completed(Rail& rail, const ibv_wc& completion);
@@ -78,6 +80,7 @@ class VerbsTransport final : public Transport {
   size_t first_ready_ = 0;
   std::map<std::pair<int, std::string>, std::string> reasons_;  // texts that completions point to
   uint64_t last_event_usec_ = 0;
+  uint64_t next_events_usec_ = 0;  // when the NICs' own events are read again
   uint64_t strangers_ = 0;
 };
 

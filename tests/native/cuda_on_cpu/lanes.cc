@@ -1,5 +1,6 @@
 #include "lanes.h"
 
+#include <dlfcn.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -283,11 +284,15 @@ void Block::act() {
 
 // ---- what is known of a block ---------------------------------------------------------------------------------------
 
+// Places are offsets in the program, as addr2line takes them.
 std::string Block::report() const {
   std::map<std::string, std::vector<uint32_t>> alike;
   for (const Lane& lane : lanes_) {
+    Dl_info program{};
+    if (lane.waits_at != nullptr) dladdr(lane.waits_at, &program);
     char at[64];
-    std::snprintf(at, sizeof(at), " at %p", lane.waits_at);
+    std::snprintf(at, sizeof(at), " at +0x%zx",
+                  static_cast<size_t>(static_cast<const char*>(lane.waits_at) - static_cast<char*>(program.dli_fbase)));
     alike[lane.state == State::kLeft ? "has left" : std::string(lane.waits_for) + at].push_back(number_of(lane));
   }
   std::string text;
