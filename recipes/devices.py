@@ -1,8 +1,10 @@
 """CPU or GPUs: which of them a run uses, and what differs between the two. Nothing else in the recipes asks.
 
-A rank needs a GPU of its own. `place` decides before the ranks start; every rank then calls `join`, before
-anything of CUDA is used. What is small (losses, stop flags, counts) stays on the CPU and goes over gloo on
-both.
+A rank needs a GPU of its own, unless NCCL lets ranks share them: from 2.30 on it does so where
+NCCL_MULTI_RANK_GPU_ENABLE=1 is set. They then take turns: all can be tried so, but no time measured.
+
+`place` decides before the ranks start; every rank then calls `join`, before anything of CUDA is used. What is
+small (losses, stop flags, counts) stays on the CPU and goes over gloo on both.
 """
 
 from __future__ import annotations
@@ -46,9 +48,13 @@ def lacking(num_ranks: int) -> str:
     """What `num_ranks` ranks on GPUs lack here; empty if nothing."""
     # Unlike is_available() this asks NVML and leaves CUDA alone, so that GPUs can still be hidden.
     there = torch.cuda.device_count()
-    if there < num_ranks:
+    if there < (1 if _may_share() else num_ranks):
         return f"{num_ranks} ranks need a GPU each, and torch sees {there}"
     return "" if cuda.built() else "the extension was built without nvcc"
+
+
+def _may_share() -> bool:
+    return env.read("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "1"
 
 
 def join(device: str, local_rank: int) -> str:
@@ -57,7 +63,7 @@ def join(device: str, local_rank: int) -> str:
         env.set_value("CUDA_VISIBLE_DEVICES", "")
         return "gloo"
     env.set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same products in every run
-    torch.cuda.set_device(local_rank)
+    torch.cuda.set_device(local_rank % torch.cuda.device_count() if _may_share() else local_rank)
     return "cpu:gloo,cuda:nccl"
 
 

@@ -4,7 +4,8 @@
 
 MEGATRON_LM is a checkout of Megatron-LM: its Megatron-Core is used, and its files stay as they are. Those of
 `test_a2a_token_dispatcher.py` run and, of `test_token_dispatcher.py`, those of HybridEP. A test that asks for
-eight ranks gets the layout nearest to its own on as many as there are: on GPUs, one each, or on the CPU.
+eight ranks gets the layout nearest to its own on as many as there are: on GPUs, one each (with NCCL from 2.30
+on and its NCCL_MULTI_RANK_GPU_ENABLE=1 ranks may share them), or on the CPU.
 
 --domain-size D  ranks that share a domain (all)
 --wrong          the control: rows are multiplied by 2, then by 3 ..., and tests that dispatch have to fail
@@ -110,7 +111,8 @@ def main() -> int:
         parser.error(f"{args.megatron_lm} has no {TESTS[0]}; allowed is a checkout of Megatron-LM")
     sys.path.insert(0, str(root))  # before our own `tests`
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    on_gpus = torch.cuda.device_count() >= num_ranks
+    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "1"
+    on_gpus = torch.cuda.device_count() >= (1 if may_share else num_ranks)
     if not on_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         cpu_shims.install()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from recipes import devices
 from tests.megatron.harness import CaseError, MegatronRanks, megatron_is_installed
 from uccl_ep_train import cuda
 
@@ -28,8 +29,8 @@ STEPS_WITH, MICROBATCHES, LAYERS = 4, 2, 2
 
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[MegatronRanks]:
-    """As many ranks as there are GPUs, four at most."""
-    group = MegatronRanks(min(4, torch.cuda.device_count()))
+    """Four ranks, or as many as there are GPUs."""
+    group = MegatronRanks(min(4, torch.cuda.device_count()) if devices.lacking(4) else 4)
     yield group
     group.close()
 

@@ -202,7 +202,7 @@ def device(request: pytest.FixtureRequest) -> list[str]:
     """The launcher's options for a device; on GPUs with two ranks where there are no four."""
     if request.param == "cpu":
         return ["--device=cpu"]
-    num_ranks = 4 if torch.cuda.device_count() >= 4 else 2
+    num_ranks = 2 if devices.lacking(4) else 4
     why_not = devices.lacking(num_ranks)
     if why_not:
         pytest.skip(why_not)

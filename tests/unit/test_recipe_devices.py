@@ -91,6 +91,24 @@ def test_a_rank_on_gpus_takes_the_one_of_its_number(monkeypatch: pytest.MonkeyPa
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8", "the user's choice counts"
 
 
+def test_ranks_share_gpus_where_nccl_is_told_to_let_them(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    machine(2)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "0")
+    assert place(recipe())[0].device == "cpu"
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert place(recipe())[0].device == "cuda"
+    for rank in range(4):
+        devices.join("cuda", rank)
+    assert taken == [0, 1, 0, 1]
+    machine(0)
+    assert place(recipe())[1] == "running on the CPU: 4 ranks need a GPU each, and torch sees 0"
+
+
 def test_on_gpus_all_ranks_are_in_one_domain_unless_others_are_asked_for(machine: Any) -> None:
     machine(4)
     assert (recipe().domain_size, place(recipe())[0].domain_size) == (2, 4)
