@@ -12,6 +12,7 @@
 #include <cstring>
 #include <functional>
 #include <map>
+#include <mutex>
 #include <random>
 #include <thread>
 
@@ -174,32 +175,18 @@ void expect_same(const std::vector<T>& ours, const std::vector<T>& theirs, const
       throw std::logic_error(what + ": differs first at " + std::to_string(i) + " of " + std::to_string(ours.size()));
 }
 
-// Says what every lane waits for when ranks take so long that one of them may hang; their own deadlines come later, and
-// end the kernels.
-class Watch {
- public:
-  Watch() : thread_([this] { watch(); }) {}
-  ~Watch() {
-    {
-      const std::lock_guard lock(mutex_);
-      over_ = true;
-    }
-    changed_.notify_all();
-    thread_.join();
-  }
-
- private:
-  void watch() {
-    std::unique_lock lock(mutex_);
-    if (changed_.wait_for(lock, std::chrono::seconds(30), [&] { return over_; })) return;
+// Until it goes: says what every lane waits for if that takes so long that a rank may hang. Deadlines of the ranks come
+// later, and end the kernels.
+inline std::jthread watch() {
+  return std::jthread([](const std::stop_token& over) {
+    std::mutex mutex;
+    std::unique_lock lock(mutex);
+    std::condition_variable_any never;
+    if (never.wait_for(lock, over, std::chrono::seconds(30), [&] { return over.stop_requested(); })) return;
     std::fprintf(stderr, "after 30 s:\n%s", cuda_on_cpu::report().c_str());
     std::fflush(stderr);
-  }
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool over_ = false;
-  std::thread thread_;
-};
+  });
+}
 
 // What an error says beside its text.
 inline std::string told_by(const std::exception& caught) {
@@ -257,7 +244,7 @@ struct RoundResult {
 template <typename Rank>
 std::vector<std::vector<RoundResult>> results_of(const CudaRun& run, std::vector<std::unique_ptr<Rank>>& ranks) {
   std::vector<std::vector<RoundResult>> all(ranks.size());
-  const Watch watch;
+  const std::jthread watching = watch();
   by_ranks(run.num_ranks(), [&](int r) {
     Rank& rank = *ranks[static_cast<size_t>(r)];
     std::string failure;

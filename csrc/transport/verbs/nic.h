@@ -101,8 +101,9 @@ class Nic {
   Port port_;
   Owned<ibv_pd> pd_;
   RegisteredMemory host_, device_;
-  Flag port_events_;  // how often the port went down or came back: odd while it is down
-  Flag down_since_usec_;  // published before port_events_
+  // Writer: the proxy's thread; readers: any thread that words an error; never reset. How often the port went down or
+  // came back, odd while it is down; and when it went down last, published before that.
+  Flag port_events_, down_since_usec_;
 };
 
 }  // namespace uccl_ep::verbs
