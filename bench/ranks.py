@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from recipes import devices
 from recipes.launch import run_ranks
 from uccl_ep_train import env
 
@@ -22,8 +23,5 @@ def join_group() -> None:
     """This process as a rank: its GPU if there are any, the default group, one thread, no gradients."""
     torch.set_num_threads(1)  # the ranks share the host's cores
     torch.set_grad_enabled(False)
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(env.read("LOCAL_RANK", "0")))
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-    else:
-        dist.init_process_group("gloo")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dist.init_process_group(devices.join(device, int(env.read("LOCAL_RANK", "0"))))

@@ -205,7 +205,7 @@ def _git(*arguments: str) -> str:
 
 
 def hardware() -> str:
-    """CPU model, cores, GPUs and torch of this host; no name of it."""
+    """CPU model, cores, GPUs, whether ranks share them, and torch of this host; no name of it."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -214,5 +214,8 @@ def hardware() -> str:
     model = models[0] if models else platform.machine()
     gpus = "no GPU"
     if torch.cuda.is_available():
-        gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        count, ranks = torch.cuda.device_count(), int(env.read("LOCAL_WORLD_SIZE", "1"))
+        gpus = f"{count} x {torch.cuda.get_device_name()}" + (
+            f" shared by {ranks} ranks" if ranks > count else ""
+        )
     return f"{model}, {len(models) or '?'} cores, {gpus}, torch {torch.__version__}"

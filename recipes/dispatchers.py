@@ -22,6 +22,7 @@ def enable(recipe: Recipe) -> dict[str, Any]:
         dispatch_dtype=recipe.dispatch_dtype,
         grad_dtype=recipe.grad_dtype,
         budget_bytes=recipe.budget_bytes,
+        window_tokens=recipe.layout.tokens_per_pass,
         domain_size=recipe.domain_size,
         backend="cuda" if recipe.device == "cuda" else "host",
     )

@@ -69,24 +69,26 @@ def inspect(job: Job) -> Found:
 def _dispatcher_bytes(job: Job) -> int:
     """Of the buffer that all layers share. The plug-in's own checks of the model, too: raises ConfigError.
 
-    The plan is the host backend's where there is no GPU; on one the buffer may take all of its budget.
+    Where the extension was built without nvcc, the plan of a GPU is not known; it may take all of its budget.
     """
     import torch
 
-    from uccl_ep_train import Topology, memory_plan
+    from uccl_ep_train import Topology, cuda, memory_plan
     from uccl_ep_train.megatron.buffers import BufferPool
 
     options = {
         "dispatch_dtype": job.dispatch_dtype,
         "grad_dtype": job.grad_dtype,
         "budget_bytes": job.budget_bytes,
+        "window_tokens": job.layout.tokens_per_pass,
+        "backend": "cuda" if job.node and cuda.built() else "host",
     }
     model = SimpleNamespace(
         params_dtype=torch.bfloat16, num_moe_experts=job.model.num_experts, hidden_size=job.model.hidden_size
     )
     config = BufferPool(options).ep_config(model, 1, job.layout.ep)
     plan = memory_plan(config, Topology.split(job.layout.ep, job.domain_size))
-    return max(plan.total_bytes, job.budget_bytes)
+    return plan.total_bytes if config.backend == "cuda" else max(plan.total_bytes, job.budget_bytes)
 
 
 def report(found: Found) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from uccl_ep_train.config_checks import (
     MAX_RANKS,
+    MAX_TOKENS,
     FieldInfo,
     boolean,
     choice,
@@ -105,6 +106,16 @@ class EpConfig(TransportConfig):
             "1 .. 2^46, at least the least budget that memory_plan() names",
             "memory of a rank for staging, landing, fold pieces, relay output, flags and rings",
             integer(1, 1 << 46),
+        ),
+    )
+    window_tokens: int | None = field(
+        default=None,
+        metadata=info(
+            "tokens",
+            "None, or 1 .. 65536",
+            "no more of the budget is taken than so many tokens of each rank need to go in one window; "
+            "longer operations take several. None: all of it; GPU only",
+            optional(integer(1, MAX_TOKENS)),
         ),
     )
     chunk_bytes: int | None = field(

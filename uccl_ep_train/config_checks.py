@@ -12,6 +12,7 @@ ROW_BLOCK = 128
 """Elements that share one FP8 scale; hidden sizes are multiples of it."""
 
 MAX_RANKS = 65536
+MAX_TOKENS = 65536  # of a rank in an operation on GPUs
 MAX_TOPK = 32
 
 

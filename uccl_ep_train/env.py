@@ -78,6 +78,7 @@ VARIABLES: tuple[Variable, ...] = (
     _config("fp8_scale", str, "pow2 | fp32"),
     _config("max_dtype", str, "bf16 | fp32"),
     _config("budget_bytes", _bytes, "bytes, or with K, M, G"),
+    _config("window_tokens", int, "integer"),
     _config("chunk_bytes", _bytes, "bytes, or with K, M, G"),
     _config("window_chunks", int, "integer"),
     _config("arrival_timeout_s", float, "seconds"),

@@ -40,6 +40,7 @@ def native_config(config: EpConfig, topology: Topology, rank: int, generation: i
     native.hidden = config.hidden
     native.max_element_bytes = 4 if config.max_dtype == "fp32" else 2
     native.budget_bytes = config.budget_bytes
+    native.window_tokens = config.window_tokens or 0
     native.chunk_bytes = config.chunk_bytes or 0
     native.window_chunks = config.window_chunks or 0
     native.arrival_timeout_s = config.arrival_timeout_s

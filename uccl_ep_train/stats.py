@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from uccl_ep_train.config import EpConfig
-from uccl_ep_train.cuda import choose_device
+from uccl_ep_train.cuda import built, choose_device
 from uccl_ep_train.native import load_native, native_config
 from uccl_ep_train.topology import Topology
 
@@ -51,7 +51,7 @@ def memory_plan(config: EpConfig, num_ranks_or_topology: int | Topology, rank: i
     With a number of ranks, the domains are those the configuration sets, else one domain. Raises
     `MemoryBudgetError` naming the least budget (bytes) where `config.budget_bytes` is below it, `ConfigError`
     where the configuration does not fit the number of ranks. Where `config.backend` comes to "cuda", memory
-    of the GPU, and what goes with it on the host.
+    of the GPU, and what goes with it on the host; said outright, "cuda" needs no GPU for that.
     """
     if isinstance(num_ranks_or_topology, Topology):
         topology = num_ranks_or_topology
@@ -60,7 +60,7 @@ def memory_plan(config: EpConfig, num_ranks_or_topology: int | Topology, rank: i
         topology = Topology.from_config(config, num_ranks_or_topology) or one_domain
     native = native_config(config, topology, rank)
     core = load_native()
-    on_gpu = choose_device(config).type == "cuda"
+    on_gpu = (config.backend == "cuda" and built()) or choose_device(config).type == "cuda"
     entries = core.cuda_memory_plan(native) if on_gpu else core.memory_plan(native)
     least = core.cuda_least_budget(native) if on_gpu else core.least_budget(native)
     return MemoryPlan(

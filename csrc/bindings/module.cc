@@ -125,6 +125,7 @@ void bind_config(py::module_& m) {
       .def_readwrite("hidden", &EngineConfig::hidden)
       .def_readwrite("max_element_bytes", &EngineConfig::max_element_bytes)
       .def_readwrite("budget_bytes", &EngineConfig::budget_bytes)
+      .def_readwrite("window_tokens", &EngineConfig::window_tokens)
       .def_readwrite("chunk_bytes", &EngineConfig::chunk_bytes)
       .def_readwrite("window_chunks", &EngineConfig::window_chunks)
       .def_readwrite("arrival_timeout_s", &EngineConfig::arrival_timeout_s)

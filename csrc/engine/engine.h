@@ -31,6 +31,7 @@ struct EngineConfig {
   uint32_t hidden = 0;  // largest row
   uint32_t max_element_bytes = 4;  // of a tensor on this buffer: 2 or 4
   uint64_t budget_bytes = 0;
+  uint32_t window_tokens = 0;  // of a CUDA engine: no more of the budget is taken than they need; 0: all of it
   uint64_t chunk_bytes = 0;  // 0: chosen from the budget
   uint32_t window_chunks = 0;  // 0: chosen
   double arrival_timeout_s = 300;

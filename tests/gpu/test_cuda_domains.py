@@ -1,4 +1,7 @@
-"""Several domains on GPUs give the oracle's bits, whatever the options, sizes and faults of the network."""
+"""Several domains on GPUs give the oracle's bits, whatever the options, sizes and faults of the network.
+
+So does one domain of four processes, which other tests make of threads with a GPU each.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,20 @@ from tests.gpu.domain_ranks import NEEDS_GPU, DomainRanks, Seat, check, spec_of,
 
 pytestmark = NEEDS_GPU
 
-EACH = pytest.mark.parametrize("layout", ["2x1", "2x2", "4x1"])
-SOURCE_ORDER = {"2x1": (1, 0), "2x2": (2, 0, 3, 1), "4x1": (3, 1, 0, 2)}
+SEVERAL = ["2x1", "2x2", "4x1"]
+EACH = pytest.mark.parametrize("layout", ["1x4", *SEVERAL])
+EACH_WITH_A_NETWORK = pytest.mark.parametrize("layout", SEVERAL)
+SOURCE_ORDER = {"1x4": (1, 3, 0, 2), "2x1": (1, 0), "2x2": (2, 0, 3, 1), "4x1": (3, 1, 0, 2)}
 
 
-@pytest.mark.parametrize("layout", ["2x1", "4x1", "2x2", "3+1", "interleaved", "3x2"])
+@pytest.mark.parametrize("layout", ["1x4", "2x1", "4x1", "2x2", "3+1", "interleaved", "3x2"])
 def test_random_cases(domain_ranks: DomainRanks, layout: str) -> None:
     check(domain_ranks, spec_of(layout), range(12), max_tokens=150)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", ["2x1", "4x1", "2x2", "3+1", "interleaved", "3x2"])
+@pytest.mark.parametrize("layout", ["1x4", "2x1", "4x1", "2x2", "3+1", "interleaved", "3x2"])
 def test_many_random_cases(domain_ranks: DomainRanks, layout: str) -> None:
     for first in range(100, 220, 40):
         check(domain_ranks, spec_of(layout), range(first, first + 40), max_tokens=300)
@@ -42,7 +47,7 @@ def test_options(domain_ranks: DomainRanks, layout: str, option: str) -> None:
     check(domain_ranks, spec, range(4), max_tokens=100, **wires)
 
 
-@pytest.mark.parametrize("layout", ["2x2", "4x1"])
+@pytest.mark.parametrize("layout", ["1x4", "2x2", "4x1"])
 @pytest.mark.parametrize("experts", [8, 64, 256])
 @pytest.mark.parametrize("form", ["topk", "map"])
 def test_many_experts(domain_ranks: DomainRanks, layout: str, experts: int, form: str) -> None:
@@ -57,7 +62,7 @@ def test_tokens_with_very_many_experts(domain_ranks: DomainRanks, layout: str, r
     check(domain_ranks, spec, range(2), max_tokens=120, focus="spread", drop_rate=0.0, **reach)
 
 
-@EACH
+@EACH_WITH_A_NETWORK
 def test_few_experts_of_a_token_leave_streams_empty(domain_ranks: DomainRanks, layout: str) -> None:
     spec = spec_of(layout, hidden=256)
     for focus in ("expert", "rank"):  # only one rank, or one domain, gets anything
@@ -110,7 +115,7 @@ def test_plain_loads_give_the_same_bits(domain_ranks: DomainRanks, layout: str) 
     check(domain_ranks, spec_of(layout, settings=(("bulk_copies", False),)), range(5), max_tokens=150)
 
 
-@EACH
+@EACH_WITH_A_NETWORK
 @pytest.mark.parametrize("bulk_copies", [True, False])
 def test_one_block_beside_that_of_the_network(
     domain_ranks: DomainRanks, layout: str, bulk_copies: bool
@@ -143,6 +148,18 @@ def test_more_than_the_buffer_holds_goes_in_windows(
         assert entry["windows"] >= (1.5 if wire == "fp8" else 2) * operations > 0, entry
 
 
+@EACH
+@pytest.mark.parametrize(("tokens", "least", "most"), [(192, 1, 1), (700, 3, 4)])
+def test_a_buffer_for_so_many_tokens_takes_them_in_one_window(
+    domain_ranks: DomainRanks, layout: str, tokens: int, least: int, most: int
+) -> None:
+    spec = spec_of(layout, settings=(("window_tokens", 192), ("max_dtype", "fp32")))
+    everybody = {**BUSY, "hidden": 1024, "dtype": torch.float32, "num_tokens": (tokens,) * spec.num_ranks}
+    for entry in check(domain_ranks, spec, range(2), **everybody):
+        operations = 4 * entry["caller.dispatch.calls"]
+        assert 0 < least * operations <= entry["windows"] <= most * operations, entry
+
+
 FAULTS: dict[str, dict[str, Any]] = {
     "disorder": {"loop_seed": 6, "loop_latency_us": 300.0},
     "duplicates": {"loop_seed": 5, "loop_duplicate_rate": 1.0},
@@ -153,7 +170,7 @@ FAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@EACH
+@EACH_WITH_A_NETWORK
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_the_network_may_do_changes_no_bit(domain_ranks: DomainRanks, layout: str, fault: str) -> None:
     """Streams of many small chunks, which come in any order."""

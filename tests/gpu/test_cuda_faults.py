@@ -20,12 +20,12 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.fault,
     pytest.mark.skipif(
-        torch.cuda.device_count() < 2 or not cuda.built(), reason="fewer than 2 GPUs, or built without nvcc"
+        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without nvcc"
     ),
 ]
 
 T, H, K = 512, 1024, 2
-RANKS = min(4, torch.cuda.device_count())
+RANKS = 4  # processes, which take turns where there are fewer GPUs
 VICTIM = RANKS - 1
 SETTINGS: dict[str, Any] = {
     "num_experts": 8, "hidden": H, "backend": "cuda", "budget_bytes": 64 << 20, "arrival_timeout_s": 30.0,

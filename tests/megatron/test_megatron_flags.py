@@ -29,6 +29,11 @@ def megatron_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--moe-flex-dispatcher-backend", choices=["deepep", "hybridep"], default="deepep")
     parser.add_argument("--moe-enable-deepep", action="store_true")
+    parser.add_argument("--seq-length", type=int)
+    parser.add_argument("--micro-batch-size", type=int)
+    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    parser.add_argument("--context-parallel-size", type=int, default=1)
+    parser.add_argument("--sequence-parallel", action="store_true")
     return parser
 
 
@@ -79,6 +84,35 @@ def test_our_name_becomes_the_carrier_and_the_options_reach_the_plugin(enabled: 
             "loop_gbytes_per_s": 12.5,
         }
     ]
+
+
+SHAPE = ("--moe-token-dispatcher-type", "uccl_ep", "--seq-length", "4096", "--micro-batch-size", "2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "tokens"),
+    [
+        (SHAPE, None, 8192),
+        ((*SHAPE, "--context-parallel-size", "3"), None, 2731),
+        ((*SHAPE, "--tensor-model-parallel-size", "4"), None, 8192),  # attention alone is cut
+        ((*SHAPE, "--tensor-model-parallel-size", "4", "--sequence-parallel"), None, 2048),
+        ((*SHAPE, "--seq-length", "1000000"), None, 65536),
+        ((*SHAPE, "--uccl-ep-window-tokens", "100"), "200", 100),
+        (SHAPE, "200", None),  # the environment counts
+        (SHAPE[:4], None, None),
+    ],
+)
+def test_a_buffer_is_as_large_as_megatrons_shapes_need(
+    arguments: tuple[str, ...],
+    variable: str | None,
+    tokens: int | None,
+    enabled: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if variable:
+        monkeypatch.setenv("UCCL_EP_WINDOW_TOKENS", variable)
+    parse(*arguments)
+    assert [options.get("window_tokens") for options in enabled] == [tokens]
 
 
 def test_every_field_that_the_model_does_not_decide_is_an_option() -> None:

@@ -170,6 +170,35 @@ CLAIM("a region of several domains is within its budget, says what all of it is 
   });
 }
 
+CLAIM("with a number of tokens a region is the smallest whose windows hold them, or all of the budget") {
+  uint32_t sized_ones = 0;
+  std::vector<Topology> topologies = one_domain();
+  for (const Topology& topo : several_domains()) topologies.push_back(topo);
+  for (const Topology& topo : topologies)
+    for (uint64_t row_bytes : kRowBytes)
+      for (uint32_t tokens : {1u, 500u, 4096u}) {
+        const uint32_t experts = static_cast<uint32_t>(topo.num_ranks) * 4;
+        const uint64_t least = round_up(cuda::least_budget_bytes(topo, experts, row_bytes), cuda::kDevicePage);
+        const uint64_t budget = std::max(least, uint64_t{256} << 20);
+        const auto holds = [&](const cuda::RegionLayout& layout) {
+          const uint32_t pieces = cuda::kChunkTokens * std::min(layout.num_members, 8u);
+          return cuda::window_tokens(layout, row_bytes) >= tokens &&
+                 cuda::combine_window_tokens(layout, row_bytes, pieces) >= tokens;
+        };
+        const cuda::RegionLayout all = cuda::make_layout(topo, experts, row_bytes, budget);
+        const cuda::RegionLayout sized = cuda::make_layout(topo, experts, row_bytes, budget, tokens);
+        if (!holds(all)) {
+          EXPECT_EQ(sized.total_bytes, all.total_bytes);
+          continue;
+        }
+        EXPECT(holds(sized) && sized.total_bytes <= all.total_bytes);
+        if (sized.total_bytes == least) continue;
+        EXPECT(!holds(cuda::make_layout(topo, experts, row_bytes, sized.total_bytes - cuda::kDevicePage)));
+        sized_ones += sized.total_bytes < all.total_bytes;
+      }
+  EXPECT(sized_ones > 20);
+}
+
 // Whether the rows of a window of `tokens` fit the ring, the memory for staged rows, and a chunk of tokens the window.
 bool dispatch_window_fits(const cuda::RegionLayout& layout, uint64_t bytes, uint32_t tokens) {
   const uint64_t per_slot = layout.slot_bytes / bytes;

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.harness import RankGroup
-from uccl_ep_train import Buffer, EpConfig, Topology, memory_plan
+from uccl_ep_train import Buffer, EpConfig, Topology, cuda, memory_plan
 from uccl_ep_train.errors import ConfigError, MemoryBudgetError
 from uccl_ep_train.stats import CALL_KINDS, format_stats, sum_stats
 
@@ -47,6 +47,22 @@ def test_the_least_budget_works_and_less_does_not() -> None:
 def test_64_mib_are_enough_for_64_ranks_and_hidden_8192() -> None:
     config = EpConfig(num_experts=256, hidden=8192, budget_bytes=64 << 20, domain_size=8)
     assert memory_plan(config, 64).total_bytes <= 64 << 20
+
+
+@pytest.mark.skipif(not cuda.built(), reason="built without nvcc")
+def test_a_plan_of_a_gpu_needs_none_and_grows_with_the_tokens_of_a_window() -> None:
+    config = EpConfig(num_experts=256, hidden=7168, max_dtype="bf16", backend="cuda")
+    whole = memory_plan(config, 4)
+    sized = memory_plan(config.replace(window_tokens=4096), 4)
+    small = memory_plan(config.replace(window_tokens=1024), 4)
+    row = 2 * 7168
+    # Staged rows twice; pieces of tokens that reach all four ranks, and those of a chunk of 32.
+    assert sized["rows"] == 2 * 4096 * row
+    assert sized["pieces"] == 4 * (4096 + 32) * row
+    assert small.total_bytes < sized.total_bytes / 3 and sized.total_bytes < whole.total_bytes
+    assert whole.total_bytes <= config.budget_bytes
+    more_than_there_is = config.replace(window_tokens=65536)
+    assert memory_plan(more_than_there_is, 4).entries == whole.entries
 
 
 def test_a_plan_for_a_group_that_does_not_fit_is_refused() -> None:

@@ -10,7 +10,9 @@ import argparse
 import dataclasses
 from typing import Any
 
+from uccl_ep_train import env
 from uccl_ep_train.config import EpConfig
+from uccl_ep_train.config_checks import MAX_TOKENS
 from uccl_ep_train.env import FIELDS
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.megatron import plugin
@@ -69,6 +71,17 @@ def extend_megatron_parser(parser: argparse.ArgumentParser) -> None:
     parser.parse_known_args = parse_known_args  # type: ignore[assignment, method-assign]
 
 
+def window_tokens(namespace: argparse.Namespace) -> int | None:
+    """Tokens that a rank dispatches at once, by Megatron's arguments; None where they do not tell."""
+    length, size = (getattr(namespace, name, None) for name in ("seq_length", "micro_batch_size"))
+    if not length or not size:
+        return None
+    parts = getattr(namespace, "context_parallel_size", 1)
+    if getattr(namespace, "sequence_parallel", False):
+        parts *= namespace.tensor_model_parallel_size
+    return min(-(-length * size // parts), MAX_TOKENS)
+
+
 def select_dispatcher(namespace: argparse.Namespace) -> None:
     """Enables the plug-in if the parsed arguments ask for it; ConfigError if they contradict each other."""
     given = options(namespace)
@@ -82,5 +95,8 @@ def select_dispatcher(namespace: argparse.Namespace) -> None:
         return
     if getattr(namespace, "moe_enable_deepep", False):
         raise ConfigError(f"--moe-enable-deepep contradicts {DISPATCHER_OPTION} {DISPATCHER_NAME}")
+    tokens = window_tokens(namespace)
+    if tokens is not None and "window_tokens" not in env.settings():
+        given.setdefault("window_tokens", tokens)
     for name, value in plugin.enable(**given).items():
         setattr(namespace, name, value)

@@ -136,17 +136,28 @@ uint64_t least_budget_bytes(const Topology& topo, uint32_t num_experts, uint64_t
 
 // An eighth of the budget for the routing, which goes in one piece, half of that where other domains get it, too; the
 // rest for rows, which go in windows.
-RegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes) {
+RegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes,
+                         uint32_t window_tokens) {
   const auto bytes = [&](uint32_t tokens, uint32_t window) {
     const RegionLayout l = layout_for(topo, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens);
     return round_up(l.total_bytes, kDevicePage);
   };
   const uint64_t rest = bytes(1, 1);
   const uint64_t share = topo.num_domains() > 1 ? 16 : 8;
-  const uint32_t tokens = largest(kMaxTokens / kTileTokens, [&](uint32_t n) {
-    return bytes(n, 1) - rest <= budget_bytes / share && bytes(n, 1) <= budget_bytes;
-  });
-  const uint32_t window = largest(tokens, [&](uint32_t n) { return bytes(tokens, n) <= budget_bytes; });
+  const auto within = [&](uint64_t budget) {
+    const uint32_t tokens = largest(kMaxTokens / kTileTokens, [&](uint32_t n) {
+      return bytes(n, 1) - rest <= budget / share && bytes(n, 1) <= budget;
+    });
+    return std::pair(tokens, largest(tokens, [&](uint32_t n) { return bytes(tokens, n) <= budget; }));
+  };
+  if (window_tokens > 0) {
+    const uint32_t pages = largest(static_cast<uint32_t>(budget_bytes / kDevicePage + 1), [&](uint32_t n) {
+      const uint64_t fewer = (n - 1) * kDevicePage;
+      return fewer < rest || within(fewer).second * kTileTokens < window_tokens;
+    });
+    budget_bytes = std::min(budget_bytes, pages * kDevicePage);
+  }
+  const auto [tokens, window] = within(budget_bytes);
   RegionLayout l = layout_for(topo, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens);
   const uint64_t unused = round_up(l.total_bytes, kDevicePage) - l.total_bytes;
   l.entries.emplace_back("unused", unused);

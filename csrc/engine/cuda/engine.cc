@@ -75,7 +75,7 @@ cuda::RegionLayout layout_of(const EngineConfig& config) {
                                                ": this buffer needs at least " + std::to_string(least));
   const Topology topo = Topology::from_labels(config.domain_of);
   const auto within = [&](uint64_t bytes) {
-    return cuda::make_layout(topo, config.num_experts, row_bytes_of(config), bytes);
+    return cuda::make_layout(topo, config.num_experts, row_bytes_of(config), bytes, config.window_tokens);
   };
   // The less there is on the device, the less is on the host.
   return within(config.budget_bytes - host_bytes(config, within(config.budget_bytes)));
