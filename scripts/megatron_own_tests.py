@@ -11,8 +11,7 @@ on and its NCCL_MULTI_RANK_GPU_ENABLE=1 ranks may share them), or on the CPU.
 --wrong          the control: rows are multiplied by 2, then by 3 ..., and tests that dispatch have to fail
 ...              arguments of pytest
 
-Ends with 1 where tests failed or none got to our dispatcher, of which Megatron's tests know nothing. On CPUs
-take 2 or 4 ranks: Megatron leaves its gloo groups behind, tens of threads a test.
+Ends with 1 where tests failed or none got to our dispatcher, of which Megatron's tests know nothing.
 """
 
 from __future__ import annotations
@@ -41,6 +40,11 @@ def nearest_layout(tp_size: int, ep_size: int, num_ranks: int) -> tuple[int, int
     while tp_size * ep_size > num_ranks:
         tp_size, ep_size = (tp_size // 2, ep_size) if tp_size > ep_size else (tp_size, ep_size // 2)
     return tp_size, ep_size
+
+
+def groups() -> list[dist.ProcessGroup]:
+    """Of this process, in the order in which they were made."""
+    return list(dist.distributed_c10d._world.pg_map)
 
 
 class InPlaceOfStock:
@@ -86,9 +90,14 @@ class InPlaceOfStock:
 
         monkeypatch.setattr(MoEModelTestContainer, "__init__", init)
         monkeypatch.setattr(UcclEpManager, "dispatch", dispatch)
+        before = set(groups())
         plugin.enable(**self.options)
         yield
         plugin.disable()
+        # Megatron forgets the groups of a test, which keep threads of gloo or memory of a GPU for each.
+        for group in groups():
+            if group not in before and group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
 
 
 def join_on_cpu() -> None:

@@ -113,8 +113,8 @@ class EpConfig(TransportConfig):
         metadata=info(
             "tokens",
             "None, or 1 .. 65536",
-            "no more of the budget is taken than so many tokens of each rank need to go in one window; "
-            "longer operations take several. None: all of it; GPU only",
+            "of the budget, what so many tokens of each rank need to go in one window; operations with up "
+            "to eight times as many take several. None: all of the budget; GPU only",
             optional(integer(1, MAX_TOKENS)),
         ),
     )

@@ -170,33 +170,30 @@ CLAIM("a region of several domains is within its budget, says what all of it is 
   });
 }
 
-CLAIM("with a number of tokens a region is the smallest whose windows hold them, or all of the budget") {
-  uint32_t sized_ones = 0;
+CLAIM("a region for so many tokens holds them in one window, eight times as many in several, and is smaller") {
+  uint32_t smaller = 0;
   std::vector<Topology> topologies = one_domain();
   for (const Topology& topo : several_domains()) topologies.push_back(topo);
   for (const Topology& topo : topologies)
     for (uint64_t row_bytes : kRowBytes)
-      for (uint32_t tokens : {1u, 500u, 4096u}) {
+      for (uint32_t tokens : {1u, 500u, 4096u, cuda::kMaxTokens}) {
         const uint32_t experts = static_cast<uint32_t>(topo.num_ranks) * 4;
-        const uint64_t least = round_up(cuda::least_budget_bytes(topo, experts, row_bytes), cuda::kDevicePage);
-        const uint64_t budget = std::max(least, uint64_t{256} << 20);
-        const auto holds = [&](const cuda::RegionLayout& layout) {
+        const uint64_t budget = std::max(cuda::least_budget_bytes(topo, experts, row_bytes), uint64_t{256} << 20);
+        const auto holds = [&](const cuda::RegionLayout& layout, uint32_t some) {
           const uint32_t pieces = cuda::kChunkTokens * std::min(layout.num_members, 8u);
-          return cuda::window_tokens(layout, row_bytes) >= tokens &&
-                 cuda::combine_window_tokens(layout, row_bytes, pieces) >= tokens;
+          return cuda::window_tokens(layout, row_bytes) >= some &&
+                 cuda::combine_window_tokens(layout, row_bytes, pieces) >= some;
         };
         const cuda::RegionLayout all = cuda::make_layout(topo, experts, row_bytes, budget);
         const cuda::RegionLayout sized = cuda::make_layout(topo, experts, row_bytes, budget, tokens);
-        if (!holds(all)) {
-          EXPECT_EQ(sized.total_bytes, all.total_bytes);
-          continue;
-        }
-        EXPECT(holds(sized) && sized.total_bytes <= all.total_bytes);
-        if (sized.total_bytes == least) continue;
-        EXPECT(!holds(cuda::make_layout(topo, experts, row_bytes, sized.total_bytes - cuda::kDevicePage)));
-        sized_ones += sized.total_bytes < all.total_bytes;
+        const uint32_t whole = static_cast<uint32_t>(round_up(tokens, cuda::kTileTokens));
+        EXPECT(sized.total_bytes <= all.total_bytes);
+        EXPECT_EQ(sized.max_tokens, std::min<uint64_t>(all.max_tokens, round_up(8 * tokens, cuda::kTileTokens)));
+        EXPECT(holds(sized, tokens) || !holds(all, tokens));
+        EXPECT(sized.half_bytes <= whole * row_bytes);
+        smaller += sized.total_bytes < all.total_bytes / 2;
       }
-  EXPECT(sized_ones > 20);
+  EXPECT(smaller > 20);
 }
 
 // Whether the rows of a window of `tokens` fit the ring, the memory for staged rows, and a chunk of tokens the window.

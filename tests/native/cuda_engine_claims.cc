@@ -145,6 +145,18 @@ CLAIM("rows that some warps plan and others place have the host's bits") {
 CLAIM("2 ranks of a domain have the host's bits in windows") { try_seeds(windows_of({0, 0}, kFp32, kFp32)); }
 CLAIM("2 domains of a rank have the host's bits in windows, FP32") { try_seeds(windows_of({0, 1}, kFp32, kFp32)); }
 CLAIM("2 domains of a rank have the host's bits in windows, BF16") { try_seeds(windows_of({0, 1}, kBf16, kBf16)); }
+CLAIM("a buffer for 64 tokens takes 200 in windows and has the host's bits") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}}) {
+    CudaRun run = run_of(domain_of, kFp32, kFp32);
+    run.num_tokens = {200, 130};
+    run.spare_bytes = 64 << 20;
+    run.rounds = 1;
+    run.least_windows = 4 * 2 + 1;
+    EXPECT_THROWS(std::logic_error, try_seeds(run));  // control: the budget would hold them in one
+    run.window_tokens = 64;
+    try_seeds(run);
+  }
+}
 CLAIM("2 domains of 2 ranks have the host's bits in windows, FP8") {
   CudaRun run = windows_of({0, 0, 1, 1}, kBf16, kFp8);
   run.num_tokens = {128, 100, 0, 60};

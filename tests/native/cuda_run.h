@@ -23,6 +23,7 @@ struct CudaRun {
   uint32_t map_one_in = 3;  // of a map's entries are routed
   uint32_t alignment = 1;
   int64_t spare_bytes = 8 << 20;  // of the budget, beyond the least
+  uint32_t window_tokens = 0;
   uint32_t num_sms = 2, stage_sms = 0;
   bool bulk_copies = true;
   int rounds = 2;
@@ -50,6 +51,7 @@ inline EngineConfig config_of(const CudaRun& run, int rank) {
   config.generation = 42;
   config.arrival_timeout_s = run.arrival_timeout_s;
   config.progress_timeout_s = 40;
+  config.window_tokens = run.window_tokens;
   config.bulk_copies = run.bulk_copies;
   config.loop = run.loop;
   return config;

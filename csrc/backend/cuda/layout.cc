@@ -12,6 +12,7 @@ namespace {
 
 constexpr uint64_t kAlign = 256;
 constexpr uint32_t kUsualRanks = 8;  // that a token reaches
+constexpr uint32_t kMostWindows = 8;  // of an operation, where a window's tokens are given
 
 class Cursor {
  public:
@@ -144,20 +145,15 @@ RegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t ro
   };
   const uint64_t rest = bytes(1, 1);
   const uint64_t share = topo.num_domains() > 1 ? 16 : 8;
-  const auto within = [&](uint64_t budget) {
-    const uint32_t tokens = largest(kMaxTokens / kTileTokens, [&](uint32_t n) {
-      return bytes(n, 1) - rest <= budget / share && bytes(n, 1) <= budget;
-    });
-    return std::pair(tokens, largest(tokens, [&](uint32_t n) { return bytes(tokens, n) <= budget; }));
+  const uint32_t wanted = window_tokens == 0 ? kMaxTokens : window_tokens;
+  const auto blocks = [](uint64_t of) {
+    return static_cast<uint32_t>(std::min<uint64_t>(round_up(of, kTileTokens), kMaxTokens) / kTileTokens);
   };
-  if (window_tokens > 0) {
-    const uint32_t pages = largest(static_cast<uint32_t>(budget_bytes / kDevicePage + 1), [&](uint32_t n) {
-      const uint64_t fewer = (n - 1) * kDevicePage;
-      return fewer < rest || within(fewer).second * kTileTokens < window_tokens;
-    });
-    budget_bytes = std::min(budget_bytes, pages * kDevicePage);
-  }
-  const auto [tokens, window] = within(budget_bytes);
+  const uint32_t tokens = largest(blocks(uint64_t{wanted} * kMostWindows), [&](uint32_t n) {
+    return bytes(n, 1) - rest <= budget_bytes / share && bytes(n, 1) <= budget_bytes;
+  });
+  const uint32_t window =
+      largest(std::min(tokens, blocks(wanted)), [&](uint32_t n) { return bytes(tokens, n) <= budget_bytes; });
   RegionLayout l = layout_for(topo, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens);
   const uint64_t unused = round_up(l.total_bytes, kDevicePage) - l.total_bytes;
   l.entries.emplace_back("unused", unused);

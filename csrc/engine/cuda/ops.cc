@@ -54,7 +54,8 @@ void CudaEngine::check_at_once(uint64_t num_tokens, uint32_t width, uint64_t wir
   if (num_tokens <= tokens) return;
   refuse(UsageKind::kShape, std::to_string(num_tokens) +
                                 " tokens: with a capacity an operation has to fit the buffer at once, which holds " +
-                                std::to_string(tokens) + " of this routing and size; a larger budget_bytes holds more");
+                                std::to_string(tokens) +
+                                " of this routing and size; a larger budget_bytes or window_tokens holds more");
 }
 
 void CudaEngine::check_dispatch(const DispatchArgs& args, const CudaCall& call) const {
@@ -62,8 +63,8 @@ void CudaEngine::check_dispatch(const DispatchArgs& args, const CudaCall& call) 
   check_row(args.hidden, args.dtype);
   const std::string tokens = std::to_string(args.num_tokens) + " tokens: ";
   if (args.num_tokens > layout_.max_tokens)
-    refuse(UsageKind::kShape,
-           tokens + "with its budget_bytes this buffer holds the routing of " + std::to_string(layout_.max_tokens));
+    refuse(UsageKind::kShape, tokens + "with its budget_bytes and window_tokens this buffer holds the routing of " +
+                                  std::to_string(layout_.max_tokens));
   if (args.has_routing && args.num_tokens * args.routing.width >= uint64_t{1} << 32)
     refuse(UsageKind::kShape, tokens + "with " + std::to_string(args.routing.width) +
                                   " columns of routing each, the product has to be below 2^32");
