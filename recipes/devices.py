@@ -48,13 +48,9 @@ def lacking(num_ranks: int) -> str:
     """What `num_ranks` ranks on GPUs lack here; empty if nothing."""
     # Unlike is_available() this asks NVML and leaves CUDA alone, so that GPUs can still be hidden.
     there = torch.cuda.device_count()
-    if there < (1 if _may_share() else num_ranks):
+    if there < (1 if cuda.ranks_may_share() else num_ranks):
         return f"{num_ranks} ranks need a GPU each, and torch sees {there}"
     return "" if cuda.built() else "the extension was built without nvcc"
-
-
-def _may_share() -> bool:
-    return env.read("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "1"
 
 
 def join(device: str, local_rank: int) -> str:
@@ -63,7 +59,7 @@ def join(device: str, local_rank: int) -> str:
         env.set_value("CUDA_VISIBLE_DEVICES", "")
         return "gloo"
     env.set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same products in every run
-    torch.cuda.set_device(local_rank % torch.cuda.device_count() if _may_share() else local_rank)
+    torch.cuda.set_device(local_rank % torch.cuda.device_count() if cuda.ranks_may_share() else local_rank)
     return "cpu:gloo,cuda:nccl"
 
 

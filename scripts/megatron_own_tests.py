@@ -27,6 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from uccl_ep_train import cuda
 from uccl_ep_train.megatron import cpu_shims
 
 FOLDER = "tests/unit_tests/transformer/moe"
@@ -120,8 +121,7 @@ def main() -> int:
         parser.error(f"{args.megatron_lm} has no {TESTS[0]}; allowed is a checkout of Megatron-LM")
     sys.path.insert(0, str(root))  # before our own `tests`
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    may_share = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "1"
-    on_gpus = torch.cuda.device_count() >= (1 if may_share else num_ranks)
+    on_gpus = torch.cuda.device_count() >= (1 if cuda.ranks_may_share() else num_ranks)
     if not on_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         cpu_shims.install()

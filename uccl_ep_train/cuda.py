@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from uccl_ep_train import env
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.handle import DispatchHandle
@@ -26,6 +27,11 @@ from uccl_ep_train.pending import Record
 def built() -> bool:
     """Whether the extension was built with nvcc."""
     return hasattr(load_native(), "CudaEngine")
+
+
+def ranks_may_share() -> bool:
+    """Whether several ranks may use one GPU: NCCL allows it from 2.30 on, where its variable says so."""
+    return env.read("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "1"
 
 
 def choose_device(config: EpConfig) -> torch.device:

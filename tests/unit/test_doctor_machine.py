@@ -19,7 +19,10 @@ pytestmark = pytest.mark.usefixtures("clean_environment")
 
 # ---------------------------------------------------------------------------------------------- layout
 
-RANK = {"launcher": "torchrun", "local_rank": 0, "visible": "", "num_gpus": 0, "gpu": -1, "gpu_id": ""}
+RANK = {
+    "launcher": "torchrun", "local_rank": 0, "visible": "", "num_gpus": 0, "gpu": -1, "gpu_id": "",
+    "may_share": False,
+}  # fmt: skip
 WITH_GPU = {**RANK, "num_gpus": 2, "gpu": 0, "gpu_id": "GPU-a"}
 
 
@@ -30,6 +33,14 @@ def test_two_ranks_that_use_one_gpu_are_named_and_ray_is_thought_of() -> None:
         "they use one GPU, GPU-a (LOCAL_RANK 0, 0; CUDA_VISIBLE_DEVICES is not set)"
     )
     assert "LOCAL_RANK is 0 everywhere" in finding.remedy
+
+
+def test_two_ranks_that_may_use_one_gpu_are_told_that_they_take_turns() -> None:
+    allowed = {**WITH_GPU, "may_share": True}
+    finding = the(layout.judge(PAIR, both(allowed, local_rank=2), OPTIONS), WARNING)
+    assert "one GPU, GPU-a" in finding.text and "take turns" in finding.remedy
+    # Only where all ranks were told so.
+    assert levels(layout.judge(PAIR, both(allowed, may_share=False), OPTIONS)) == [FIX]
 
 
 def test_each_rank_shown_one_gpu_of_its_own_is_fine_though_local_rank_is_0_everywhere() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from uccl_ep_train import env
+from uccl_ep_train import cuda, env
 from uccl_ep_train.doctor.findings import FIX, OK, WARNING, Facts, Finding, Group
 from uccl_ep_train.doctor.session import Here, Options
 
@@ -17,6 +17,7 @@ _ONE_EACH = (
     "LOCAL_RANK:\n"
     "scripts/ray has both"
 )
+_TURNS = "NCCL_MULTI_RANK_GPU_ENABLE allows that from NCCL 2.30 on. They take turns: for a try, not for speed"
 
 
 def look(here: Here) -> dict[str, Any]:
@@ -30,6 +31,7 @@ def look(here: Here) -> dict[str, Any]:
         "local_rank": me.local_rank,
         "visible": env.read("CUDA_VISIBLE_DEVICES"),
         "num_gpus": count,
+        "may_share": cuda.ranks_may_share(),
         "gpu": -1,
         "gpu_id": "",
     }
@@ -46,7 +48,7 @@ def judge(group: Group, facts: Mapping[int, Facts], options: Options) -> list[Fi
     taken: dict[tuple[str, int], list[int]] = {}
     for rank, seen in facts.items():
         taken.setdefault((group.places[rank].memory, seen["local_rank"]), []).append(rank)
-        if seen["num_gpus"] > 1 and seen["local_rank"] >= seen["num_gpus"]:
+        if seen["num_gpus"] > 1 and seen["local_rank"] >= seen["num_gpus"] and not seen["may_share"]:
             found.append(
                 Finding(
                     NAME,
@@ -82,14 +84,15 @@ def _shared_gpus(group: Group, facts: Mapping[int, Facts]) -> list[Finding]:
             # Where torch does not tell the device's own id, its number counts inside what a rank is shown.
             gpu = seen["gpu_id"] or f"{seen['visible']}:{seen['gpu']}"
             users.setdefault((group.places[rank].host, gpu), []).append(rank)
+    allowed = all(seen["may_share"] for seen in facts.values())
     return [
         Finding(
             NAME,
-            FIX,
+            WARNING if allowed else FIX,
             f"they use one GPU, {gpu} (LOCAL_RANK "
             f"{', '.join(str(facts[rank]['local_rank']) for rank in ranks)}; "
             f"CUDA_VISIBLE_DEVICES {facts[ranks[0]]['visible'] or 'is not set'})",
-            _ONE_EACH,
+            _TURNS if allowed else _ONE_EACH,
             tuple(ranks),
         )
         for (_, gpu), ranks in users.items()
