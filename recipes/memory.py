@@ -44,7 +44,7 @@ def of_fullest_rank(
     stages = [_of_stage(model, layout, s, i) for i, s in enumerate(parameters.stages)]
     fullest = max(stages, key=lambda memory: memory.total_bytes)
     more = (
-        ("dispatcher, its budget", dispatcher_bytes),
+        ("dispatcher's buffer", dispatcher_bytes),
         ("allowance: CUDA, NCCL, fragmentation", int(ALLOWANCE * gpu_bytes)),
     )
     return Memory(fullest.stage, fullest.entries + more)

@@ -93,8 +93,8 @@ constexpr uint32_t tile_words(const Offsets& at) { return tile_token_words(at) +
 
 constexpr uint64_t kDevicePage = 2u << 20;  // memory of a GPU comes in whole ones
 
-// The largest layout within `budget_bytes`, which is at least the least. With `window_tokens` no window holds more, and
-// no operation has more than eight times as many tokens.
+// The largest layout within `budget_bytes`, which is at least the least. With `window_tokens` at most one for windows
+// of so many tokens, of widest rows, and for operations with eight times as many.
 RegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes,
                          uint32_t window_tokens = 0);
 uint64_t least_budget_bytes(const Topology& topo, uint32_t num_experts, uint64_t row_bytes);
