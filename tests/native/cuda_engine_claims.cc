@@ -157,6 +157,14 @@ CLAIM("a buffer for 64 tokens takes 200 in windows and has the host's bits") {
     try_seeds(run);
   }
 }
+CLAIM("regions of more than 4 GiB give what small ones give") {
+  CudaRun run = run_of({0, 1}, kFp32, kFp32);
+  run.hidden = 8192;
+  run.num_tokens = {70, 41};
+  run.spare_bytes = int64_t{6} << 30;
+  run.rounds = 1;
+  try_seeds(run);
+}
 CLAIM("2 domains of 2 ranks have the host's bits in windows, FP8") {
   CudaRun run = windows_of({0, 0, 1, 1}, kBf16, kFp8);
   run.num_tokens = {128, 100, 0, 60};

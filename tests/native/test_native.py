@@ -22,6 +22,7 @@ PROGRAMS = (
 )  # fmt: skip
 # Where threads meet without a lock: these run under TSan every time, the others with -m slow.
 LOCK_FREE = ("queue", "stream")
+LARGE = "regions of more than 4 GiB give what small ones give"  # 13 GB of memory, a minute
 # What a claim prints that cannot be tried here.
 SKIPPED = "skipped: "
 # Libraries that NICs come with, as the stand-in bears them.
@@ -42,7 +43,12 @@ def cases(sanitizer: str) -> list[object]:
     # A GPU's data races are not a CPU's.
     programs = PROGRAMS if sanitizer == "memory" else [name for name in PROGRAMS if name not in ON_CPU]
     return [
-        pytest.param(program, claim, id=f"{program}: {claim}", marks=[] if program in LOCK_FREE else slow)
+        pytest.param(
+            program,
+            claim,
+            id=f"{program}: {claim}",
+            marks=pytest.mark.slow if claim == LARGE else [] if program in LOCK_FREE else slow,
+        )
         for program in programs
         for claim in claims_of(program)
     ]
