@@ -84,6 +84,8 @@ def test_pretrain_gpt_trains_alike_and_says_who_dispatched(name: str) -> None:
     assert "uccl_ep: dispatcher in place" not in printed
     ours, printed = pretrain("uccl_ep", "--uccl-ep-dispatch-dtype", "bf16", *options)
     assert printed.count("uccl_ep: dispatcher in place in 2 MoE layers") == 1
+    tokens = 2 * 64 // (2 if "--sequence-parallel" in options else 1)  # that a buffer on GPUs is made for
+    assert re.findall(r"window_tokens +(\d+) ", printed) == [str(tokens)]
     assert ours == stock
     assert len(set(ours)) == 5  # it learns: no step is like another
 
