@@ -132,7 +132,8 @@ def with_everything_around(rank: Rank, rounds: int) -> int:
 def test_skew_beside_nccl_and_a_full_device(connections: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", str(connections))
     monkeypatch.setenv("UCCL_EP_BACKEND", "cuda")
-    num_ranks = min(4, torch.cuda.device_count()) if devices.lacking(4) else 4
+    num_gpus = torch.cuda.device_count()
+    num_ranks = num_gpus if devices.lacking(4) else max(4, num_gpus)
     with ProcessRanks(num_ranks, with_everything_around, (ROUNDS,)) as ranks:
         outcomes = ranks.outcomes(timeout_s=500)
     assert all(not outcome.error for outcome in outcomes.values()), outcomes
@@ -166,6 +167,6 @@ def graph_around(rank: Rank, replays: int) -> Any:
 
 def test_a_thousand_replays_with_changing_routing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCCL_EP_BACKEND", "cuda")
-    with ProcessRanks(4, graph_around, (1000,)) as ranks:
+    with ProcessRanks(max(4, torch.cuda.device_count()), graph_around, (1000,)) as ranks:
         outcomes = ranks.outcomes(timeout_s=100)
     assert all(outcome.value == 0 for outcome in outcomes.values()), outcomes
