@@ -27,11 +27,13 @@ from bench.lineup import line_up
 from bench.measure import measure, reserve_gpu_memory
 from bench.options import cases_of, parse_args
 from bench.peers import MegatronAllToAll, about_stock
-from bench.ranks import join_group, start_ranks
+from bench.ranks import Meeting, join_group, meeting, start_ranks
 from bench.trace import TraceError
 
 
-def run_case(case: Case, title: str, args: argparse.Namespace, about: report.Record) -> list[report.Record]:
+def run_case(
+    case: Case, title: str, args: argparse.Namespace, meet: Meeting, about: report.Record
+) -> list[report.Record]:
     """Collective. Prints the case's table on rank 0."""
     first = dist.get_rank() == 0
     if case.problem:
@@ -42,7 +44,9 @@ def run_case(case: Case, title: str, args: argparse.Namespace, about: report.Rec
     started = time.monotonic()
     lineup = line_up(case, args.systems, backward=args.backward)
     progress = report.Progress(title, active=first)
-    measured = measure(case, lineup, runs=args.runs, warmup=args.warmup, seed=args.seed, progress=progress)
+    measured = measure(
+        case, lineup, runs=args.runs, warmup=args.warmup, seed=args.seed, meet=meet, progress=progress
+    )
     records = report.records_of(case, measured, lineup.refused, about)
     if first:
         print(f"\n{title}; {args.runs} runs, {time.monotonic() - started:.1f} s")
@@ -61,7 +65,8 @@ def run_case(case: Case, title: str, args: argparse.Namespace, about: report.Rec
 def run_rank(args: argparse.Namespace) -> int:
     """One rank's whole life."""
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")  # about packages that a CPU cannot have
-    join_group()
+    join_group(args.share_gpus)
+    meet = meeting()
     about = report.about_here(args.commit)
     if dist.get_rank() == 0 and "deep_ep" in args.systems:
         print(about_deep_ep(), flush=True)
@@ -69,13 +74,14 @@ def run_rank(args: argparse.Namespace) -> int:
     records = []
     cases = cases_of(args, dist.get_world_size())
     for index, case in enumerate(cases):
-        records += run_case(case, f"[{index + 1}/{len(cases)}] {case}", args, about)
+        records += run_case(case, f"[{index + 1}/{len(cases)}] {case}", args, meet, about)
         if dist.get_rank() == 0:
             report.write_json(records, Path(f"{args.out}.json"))
     if dist.get_rank() == 0:
         plot.write_png(records, Path(f"{args.out}.png"))
         print(f"\n{about['hardware']}, commit {about['commit']}")
         print(f"written: {args.out}.json and .png")
+    meet.close()
     dist.barrier()
     dist.destroy_process_group()
     return 0

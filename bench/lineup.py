@@ -12,6 +12,7 @@ from bench import deep_ep_peers
 from bench.cases import Case
 from bench.memcpy import Memcpy
 from bench.peers import BareAllToAll, MegatronAllToAll
+from bench.ranks import lacks_nccl, too_many_sms
 from bench.systems import MODE_SUFFIX, System, UcclEp, label_of
 from uccl_ep_train import Buffer, errors
 
@@ -32,7 +33,10 @@ class Lineup:
     refused: dict[str, str] = field(default_factory=dict)
 
     def add(self, label: str, make: Callable[[], System]) -> None:
-        """Collective."""
+        """Collective. A peer, which on GPUs needs NCCL."""
+        if lacks_nccl():
+            self.refused[label] = "not with --share-gpus: needs NCCL"
+            return
         try:
             system, reason = make(), ""
         except REFUSES as error:
@@ -83,6 +87,9 @@ def _add_ours(lineup: Lineup, wanted: list[str], backward: bool) -> None:
         buffer = lineup.buffer = UcclEp.create_buffer(case)
     except errors.EpError as error:
         lineup.refused |= dict.fromkeys(modes.values(), describe(error))
+        return
+    if reason := too_many_sms(buffer.config):
+        lineup.refused |= dict.fromkeys(modes.values(), reason)
         return
     layouts = [False, True] if buffer.device.type == "cuda" and case.dtype == "fp8" else [False]
     lineup.systems += [

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bench.cases import Case, Traffic, draw_routing
 from bench.lineup import OURS_REFUSES, REFUSES, Lineup, agree, describe
+from bench.ranks import Meeting, lacks_nccl
 from bench.systems import Sample, System, UcclEp, largest_difference, on_one_host
 
 START_MARGIN_S = 0.004  # longer than a rank needs to leave a collective when it has to wait for a core
@@ -131,14 +132,14 @@ def timed_between_hosts(call: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def timed_on_gpu(call: Callable[[], None]) -> float:
-    """From the end of a collective on the caller's stream, at which all GPUs arrive together, to the moment
-    when the stream may use the results. The host queues the call while the collective is still under way, as
-    in training, where it runs ahead; what it then waits for (counts) is in the time.
+def timed_on_gpu(meet: Meeting, call: Callable[[], None]) -> float:
+    """From where all GPUs have come together, on the caller's stream, to the moment when the stream may use
+    the results. The host queues the call while they are still coming, as in training, where it runs ahead;
+    what it then waits for (counts) is in the time.
     """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(8_000_000)  # cycles, about 4 ms: longer than any of the systems takes to be queued
-    dist.all_reduce(torch.zeros(1, device="cuda"))
+    meet()
     begin.record()
     call()
     end.record()
@@ -150,7 +151,7 @@ def wake_links() -> None:
     """Collective. NVLink that nothing crossed for some 100 ms, here while a routing is drawn, sleeps, and
     what comes first takes 0.3 ms more. In training something crosses it all the time.
     """
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and not lacks_nccl():
         dist.all_reduce(torch.zeros(1 << 22, device="cuda"))
 
 
@@ -184,6 +185,7 @@ def measure(
     runs: int,
     warmup: int,
     seed: int,
+    meet: Meeting,
     progress: Callable[[int, int], None],
 ) -> list[Measured]:
     """Collective. Systems that cannot run the case leave the line-up.
@@ -196,7 +198,7 @@ def measure(
         x_TH = x_TH.cuda()
     timed = timed_on_host if on_one_host() else timed_between_hosts
     if x_TH.is_cuda:
-        timed = timed_on_gpu
+        timed = partial(timed_on_gpu, meet)
     sample = draw_sample(case, x_TH, seed=seed * 100_003)
     for system in list(lineup.systems):
         reason = try_out(system, sample)

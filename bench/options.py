@@ -9,6 +9,7 @@ from typing import Any
 
 from bench.cases import FORMS, ROUTINGS, Case
 from bench.lineup import SYSTEMS
+from bench.ranks import parse
 from bench.trace import BUNDLED, load_trace
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -77,7 +78,7 @@ def parse_args(argv: list[str], about: str = "") -> argparse.Namespace:
     preset = parser.parse_known_args(argv)[0].preset
     if preset:
         parser.set_defaults(**PRESETS[preset])
-    return parser.parse_args(argv)
+    return parse(parser, argv)
 
 
 def cases_of(args: argparse.Namespace, num_ranks: int) -> list[Case]:

@@ -25,8 +25,15 @@ import torch.distributed as dist
 
 from bench import report
 from bench.measure import finish_device, wake_links
-from bench.ranks import join_group, start_ranks
-from uccl_ep_train import Buffer, EpConfig
+from bench.ranks import (
+    Meeting,
+    join_group,
+    meeting,
+    parse,
+    start_ranks,
+    too_many_sms,
+)
+from uccl_ep_train import Buffer, EpConfig, errors
 
 THREAD = "uccl_ep_proxy"
 EXPERTS_PER_RANK, TOPK = 8, 4
@@ -57,6 +64,8 @@ class Load:
             num_experts=EXPERTS_PER_RANK * ranks, hidden=args.hidden, dispatch_dtype="bf16",
             domain_size=ranks // args.domains, loop_gbytes_per_s=args.link_gbytes_per_s, transport="loop",
         )  # fmt: skip
+        if reason := too_many_sms(config):
+            raise errors.ConfigError(reason)
         self.buffer = Buffer(None, config)
         device = self.buffer.device
         self.x_TH = torch.randn(args.tokens, args.hidden, dtype=torch.bfloat16, device=device)
@@ -102,14 +111,14 @@ def measure_idle() -> float:
     return slowest((proxy_seconds() - before) / IDLE_S)
 
 
-def measure_replays(load: Load, pause_s: float, graph: torch.cuda.CUDAGraph) -> torch.Tensor:
+def measure_replays(load: Load, pause_s: float, graph: torch.cuda.CUDAGraph, meet: Meeting) -> torch.Tensor:
     """Microseconds on the slowest rank, from a moment at which all ranks are ready."""
     took = []
     for _ in range(REPLAYS):
         time.sleep(pause_s)
         wake_links()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        dist.all_reduce(torch.zeros(1, device="cuda"))
+        meet()
         begin.record()
         graph.replay()
         end.record()
@@ -121,14 +130,15 @@ def measure_replays(load: Load, pause_s: float, graph: torch.cuda.CUDAGraph) -> 
 
 def run_rank(args: argparse.Namespace) -> int:
     """One rank's whole life."""
-    join_group()
+    join_group(args.share_gpus)
     load = Load(args)
     found = {"busy_cores": round(measure_busy(load), 3), "idle_cores": round(measure_idle(), 3)}
     if load.buffer.device.type == "cuda":
-        graph = load.capture()
-        measure_replays(load, 0.0, graph)
+        graph, meet = load.capture(), meeting()
+        measure_replays(load, 0.0, graph, meet)
         for name, pause_s in (("replay_us", 0.0), ("replay_after_idling_us", IDLE_S)):
-            found[name] = report.quantile(measure_replays(load, pause_s, graph), 0.5)
+            found[name] = report.quantile(measure_replays(load, pause_s, graph, meet), 0.5)
+        meet.close()
         del graph
     load.buffer.close()
     if dist.get_rank() == 0:
@@ -152,7 +162,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ranks", type=int, default=4, help="to start when not under torchrun")
     parser.add_argument("--commit", default="", help="to record; default: $BENCH_COMMIT, else git's")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "proxy_load")
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     if dist.is_torchelastic_launched():
         return run_rank(args)
     if args.ranks % args.domains or args.domains < 2:

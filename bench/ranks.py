@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from recipes import devices
 from recipes.launch import run_ranks
-from uccl_ep_train import env
+from uccl_ep_train import Buffer, EpConfig, env
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """The arguments, with --share-gpus among them, if this machine has what they want."""
+    parser.add_argument(
+        "--share-gpus",
+        action="store_true",
+        help="ours only, on fewer GPUs than ranks, which run at once on them: start NVIDIA's MPS first",
+    )
+    args = parser.parse_args(argv)
+    if args.share_gpus and torch.cuda.device_count() == 0:  # which leaves CUDA alone
+        parser.error("--share-gpus: torch sees no GPU")
+    return args
 
 
 def start_ranks(num_ranks: int, program: Path, argv: list[str]) -> int:
@@ -19,9 +34,70 @@ def start_ranks(num_ranks: int, program: Path, argv: list[str]) -> int:
     return run_ranks(num_ranks, argv, program=(str(program.resolve()),))
 
 
-def join_group() -> None:
-    """This process as a rank: its GPU if there are any, the default group, one thread, no gradients."""
+def join_group(share_gpus: bool = False) -> None:
+    """This process as a rank: its GPU if there are any, the default group, one thread, no gradients.
+
+    share_gpus  GPUs may have several ranks, and the group has no NCCL, which MPS keeps waiting for ever
+    """
     torch.set_num_threads(1)  # the ranks share the host's cores
     torch.set_grad_enabled(False)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dist.init_process_group(devices.join(device, int(env.read("LOCAL_RANK", "0"))))
+    local_rank = int(env.read("LOCAL_RANK", "0"))
+    if share_gpus and torch.cuda.is_available():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        dist.init_process_group("gloo")
+        return
+    dist.init_process_group(devices.join("cuda" if torch.cuda.is_available() else "cpu", local_rank))
+
+
+def lacks_nccl() -> bool:
+    """GPUs, and a group without NCCL: ranks that share them."""
+    return torch.cuda.is_available() and "nccl" not in dist.get_backend_config()
+
+
+def too_many_sms(config: EpConfig) -> str:
+    """Why ranks that share a GPU cannot use such buffers, or "": their kernels wait for each other, so all of
+    them have to fit on it.
+    """
+    if not lacks_nccl():
+        return ""
+    ranks_of_gpu = -(-int(env.read("LOCAL_WORLD_SIZE", "1")) // torch.cuda.device_count())
+    sms = max(config.num_sms, config.stage_sms or 0) * ranks_of_gpu
+    most = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return f"not with --share-gpus: {ranks_of_gpu} ranks take {sms} SMs of {most}" if sms > most else ""
+
+
+class Meeting:
+    """Where GPUs come together, on the stream of the caller, who does not wait: none leaves a call before all
+    have come to it. By an all-reduce of NCCL; by `DispatchMeeting` where there is none.
+    """
+
+    def __call__(self) -> None:
+        """Collective."""
+        dist.all_reduce(torch.zeros(1, device="cuda"))
+
+    def close(self) -> None:
+        """Collective."""
+
+
+class DispatchMeeting(Meeting):
+    """By a dispatch, whose plan is known, of a row to each rank of one host."""
+
+    def __init__(self) -> None:
+        """Collective."""
+        ranks = dist.get_world_size()
+        config: dict[str, Any] = {"num_experts": ranks, "hidden": 128, "domain_size": ranks, "num_sms": 2}
+        self._buffer = Buffer(None, EpConfig(**config, dispatch_dtype="bf16", budget_bytes=64 << 20))
+        self._row = torch.ones(1, 128, dtype=torch.bfloat16, device=self._buffer.device)
+        everybody = torch.arange(ranks, device=self._buffer.device).reshape(1, ranks)
+        self._plan = self._buffer.dispatch(self._row, everybody).handle
+
+    def __call__(self) -> None:
+        self._buffer.dispatch(self._row, handle=self._plan)
+
+    def close(self) -> None:
+        self._buffer.close()
+
+
+def meeting() -> Meeting:
+    """Collective."""
+    return DispatchMeeting() if lacks_nccl() else Meeting()

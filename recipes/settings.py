@@ -79,6 +79,12 @@ class Recipe:
                 f"domain_size = {self.domain_size}: allowed is 1 .. {self.num_ranks}, the number of ranks"
             )
 
+        dense = self.model.first_dense_layers
+        if self.model.num_layers <= dense:
+            raise RecipeError(
+                f"num_layers = {self.model.num_layers}: {dense} of {self.name} are dense; "
+                f"allowed is at least {dense + 1}"
+            )
         if self.hardware and self.device == "cpu":
             raise RecipeError(f"device = cpu: {self.name} is sized for GPUs of {self.hardware}")
         if self.distributed_optimizer and self.checkpoint_interval:

@@ -224,6 +224,9 @@ def test_a_recipe_checks_itself() -> None:
         dataclasses.replace(RECIPES["dsv3_proxy_4xh200"](), device="cpu")
     with pytest.raises(RecipeError, match="checkpoint_interval"):
         dataclasses.replace(RECIPES["tiny_host"](), distributed_optimizer=True)
+    proxy = RECIPES["dsv3_proxy_4xh200"]()
+    with pytest.raises(RecipeError, match=r"num_layers = 1: 1 of .* are dense; allowed is at least 2"):
+        dataclasses.replace(proxy, model=dataclasses.replace(proxy.model, num_layers=1))
 
 
 @pytest.fixture

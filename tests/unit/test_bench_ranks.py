@@ -1,0 +1,80 @@
+"""Ranks of the benchmarks that share a GPU: how they start together, and what they refuse."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bench import lineup, proxy_load, ranks
+from bench.lineup import Lineup
+from bench.options import parse_args
+from bench.ranks import DispatchMeeting
+from tests.process_ranks import ProcessRanks, Rank
+from uccl_ep_train import EpConfig
+
+LATE_S = 0.4
+
+
+def come_late(rank: Rank) -> tuple[float, float]:
+    """When this rank came to the second meeting, and when it left."""
+    meet = DispatchMeeting()
+    meet()
+    time.sleep(LATE_S * rank.rank)
+    came = time.monotonic()
+    meet()
+    left = time.monotonic()
+    meet.close()
+    return came, left
+
+
+def test_nobody_leaves_a_meeting_before_all_have_come() -> None:
+    with ProcessRanks(2, come_late) as processes:
+        outcomes = processes.outcomes(timeout_s=30)
+    assert not any(outcome.error for outcome in outcomes.values()), outcomes
+    came, left = zip(*(outcome.value for outcome in outcomes.values()), strict=True)
+    assert came[1] - came[0] > LATE_S / 2
+    assert min(left) > max(came)
+
+
+@pytest.fixture
+def one_gpu_of_four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (lineup, ranks):
+        monkeypatch.setattr(module, "lacks_nccl", lambda: True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+
+
+@pytest.mark.usefixtures("one_gpu_of_four_ranks")
+def test_kernels_that_wait_for_each_other_have_to_fit_on_the_gpu() -> None:
+    def refusal(**sms: int) -> str:
+        return ranks.too_many_sms(EpConfig(num_experts=8, hidden=128, **sms))
+
+    assert refusal(num_sms=33) == refusal(num_sms=24, stage_sms=33) == ""
+    assert refusal(num_sms=34) == "not with --share-gpus: 4 ranks take 136 SMs of 132"
+    assert "400 SMs" in refusal(num_sms=24, stage_sms=100)
+
+
+@pytest.mark.usefixtures("one_gpu_of_four_ranks")
+def test_peers_are_refused_where_there_is_no_nccl() -> None:
+    case: Any = None
+    asked = Lineup(case)
+    asked.add("a peer", lambda: pytest.fail("made"))
+    assert asked.refused == {"a peer": "not with --share-gpus: needs NCCL"}
+    assert not asked.systems
+
+
+@pytest.mark.parametrize("parse", [parse_args, proxy_load.main])
+def test_gpus_to_share_have_to_be_there(
+    parse: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit):
+        parse(["--share-gpus"])
+    assert "--share-gpus: torch sees no GPU" in capsys.readouterr().err
