@@ -6,6 +6,7 @@ R rows received by this rank.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from dataclasses import replace
@@ -318,8 +319,7 @@ class Buffer:
         proxy.command_usec.{p50, p99}: from the queue until flushed, the last 1024 chunks. memory.*: sizes.
         On a GPU: step_seconds.*: what the first block spent in a step, waiting included; dispatch.guesses*:
         new plans whose memory was taken before the counts were known, and those of them that needed more;
-        straggler.*: waiting for it to enter operations; rows.{shipped, placed, folded, relayed}: without
-        operations with a capacity, whose counts nobody reads.
+        straggler.*: waiting for it to enter operations; rows.*: without operations with a capacity.
         """
         native = self._last_stats if self._closed else self._engine.stats()
         return {**native, **self._clock.read()}
@@ -340,15 +340,16 @@ class Buffer:
     def close(self, *, abort: bool = False) -> None:
         """Gives everything back. Idempotent; works on a broken buffer, and raises no error of an operation.
 
-        Without `abort` it waits for the operations of this rank and for all ranks to close, at most
-        `progress_timeout_s`; Ctrl-C turns it into an abort. With `abort` nothing is waited for, and peers in
-        the middle of an operation raise `PeerFailed`. Operations still pending raise `ClosedError` or a
-        `CommunicationError`.
+        Without `abort` it waits for the operations of this rank (not for a graph's replays: synchronise
+        first) and for all ranks to close, at most `progress_timeout_s`; Ctrl-C turns it into an abort. With
+        `abort` nothing is waited for, and peers in the middle of an operation raise `PeerFailed`. Operations
+        still pending raise `ClosedError` or a `CommunicationError`.
         """
         if self._closed:
             return
         self._closed = True
-        self._last_stats = dict(self._engine.stats())
+        with contextlib.suppress(RuntimeError):  # of a GPU that has broken
+            self._last_stats = dict(self._engine.stats())
         try:
             self._engine.close(abort=abort or self._error is not None)
         finally:

@@ -207,8 +207,9 @@ class Launcher:
         args.out_ptr = address(out_TH)
         args.values_out_ptr = address(values)
         args.aside = aside
-        native = self._combine(args, handle.plan)
-        self._track(native, aside, handle.storage, rows_RH, row_values, out_TH, values)
+        with self._no_way_back("combine"):
+            native = self._combine(args, handle.plan)
+            self._track(native, aside, handle.storage, rows_RH, row_values, out_TH, values)
         return Combined(native, out_TH, values)
 
     def wait(self, native: Any) -> None:

@@ -136,6 +136,11 @@ def create_engine(bootstrap: Bootstrap, config: EpConfig) -> Created:
         created[0].connect(handles)
         return b""
 
+    def share_memory() -> bytes:
+        if device.type == "cuda":
+            created[0].share_memory()
+        return b""
+
     def start() -> bytes:
         created[0].start()
         return b""
@@ -144,6 +149,7 @@ def create_engine(bootstrap: Bootstrap, config: EpConfig) -> Created:
         generation, topology, device, settled, nics, _ = settle_config(bootstrap, config)
         handles += exchange(bootstrap, "allocate", allocate)
         exchange(bootstrap, "connect", connect)
+        exchange(bootstrap, "share memory", share_memory)
         # `start` removes the names under which peers find the memory: only now has everybody mapped it.
         exchange(bootstrap, "start", start)
     except BaseException:

@@ -126,6 +126,7 @@ void bind_cuda(py::module_& m) {
            Release())
       .def("export_handle", [](const CudaEngine& self) { return py::bytes(self.export_handle()); })
       .def("connect", &CudaEngine::connect, Release())
+      .def("share_memory", &CudaEngine::share_memory, Release())
       .def("start", &CudaEngine::start, Release())
       .def("dispatch", &dispatch, "args"_a, "plan"_a.none(true), "stream"_a)
       .def("combine", &combine, "args"_a, "plan"_a, "stream"_a)

@@ -142,6 +142,8 @@ def alone(rank: int) -> list[str]:
     _fresh(case)
     model, _, _ = build(case)
     assert plugin.verify(model) == case.layers and not plugin.buffers()
+    # Experts pad for FP8 by the name in the configuration.
+    assert {layer.config.moe_token_dispatcher_type for layer in moe_layers(model)} == {"alltoall"}
     plugin.disable()
     return [type(layer.token_dispatcher).__name__ for layer in moe_layers(model)]
 

@@ -252,6 +252,59 @@ CLAIM("a network that delivers nothing to a rank is an error of all within the d
   run.arrival_timeout_s = 1.5;
   expect_failures(run, {}, ErrorKind::kArrivalTimeout, 12);
 }
+CLAIM("copies that the GPU does not take are an error of all at once") {
+  const CudaRun run = run_of({0, 1});
+  auto ranks = make_ranks<CudaRank>(run);
+  cuda_on_cpu::break_copies_of(1);
+  std::atomic<int> failures{0};
+  const uint64_t started = now_usec();
+  by_ranks(run.num_ranks(), [&](int r) {
+    try {
+      const RankInput in(run, r, 0);
+      Dispatched got = ranks[static_cast<size_t>(r)]->dispatch(in, false);
+      ranks[static_cast<size_t>(r)]->combine(in, got);
+      ranks[static_cast<size_t>(r)]->engine().check();
+    } catch (const CommunicationFailure& failure) {
+      EXPECT(std::string(failure.what()).find("copy between GPUs: cudaMemcpy") != std::string::npos);
+      failures.fetch_add(1);
+    }
+  });
+  cuda_on_cpu::break_copies_of(-1);
+  EXPECT_EQ(failures.load(), 2);
+  EXPECT(now_usec() - started < 20'000'000);  // deadlines are 40 and 60 s
+}
+CLAIM("a context that is lost is an error, though no kernel runs any more that could find one") {
+  const CudaRun run = run_of({0});
+  auto ranks = make_ranks<CudaRank>(run);
+  CudaEngine& engine = ranks[0]->engine();
+  cudaStream_t stream = nullptr;
+  EXPECT(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+  Flag over;  // what comes before, which never ends
+  const auto wait = [](void* flag) {
+    while (static_cast<Flag*>(flag)->read() == 0) usleep(100);
+  };
+  EXPECT(cudaLaunchHostFunc(stream, wait, &over) == cudaSuccess);
+  const RankInput in(run, 0, 0);
+  const auto op = engine.dispatch(dispatch_args(run, in, true), {nullptr, stream});
+  usleep(300'000);
+  const bool waited = !engine.poll_counts(*op);
+  cuda_on_cpu::break_streams_of(0);
+  std::string heard;
+  for (const uint64_t deadline = now_usec() + 5'000'000; heard.empty() && now_usec() < deadline; usleep(1000)) {
+    try {
+      engine.poll_counts(*op);
+    } catch (const CommunicationFailure& failure) {
+      heard = failure.what();
+    }
+  }
+  cuda_on_cpu::break_streams_of(-1);
+  over.publish(1);
+  cudaStreamSynchronize(stream);
+  engine.close(true);
+  cudaStreamDestroy(stream);
+  EXPECT(waited);
+  EXPECT(heard.find("lost its GPU's context") != std::string::npos);
+}
 CLAIM("a routing that a later block refuses is an error of every rank's dispatch, which has no counts") {
   CudaRun run = run_of({0, 0});
   run.num_tokens = {130, 130};  // the last tile is block 1's

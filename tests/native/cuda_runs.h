@@ -230,6 +230,10 @@ std::vector<std::unique_ptr<Rank>> make_ranks(const CudaRun& run) {
   std::barrier meeting(run.num_ranks());
   by_ranks(run.num_ranks(), [&](int rank) {
     ranks[static_cast<size_t>(rank)]->engine().connect(handles);
+    if constexpr (std::is_same_v<Rank, CudaRank>) {
+      meeting.arrive_and_wait();
+      ranks[static_cast<size_t>(rank)]->engine().share_memory();
+    }
     meeting.arrive_and_wait();
     ranks[static_cast<size_t>(rank)]->engine().start();
   });

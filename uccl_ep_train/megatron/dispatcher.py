@@ -26,7 +26,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatche
 
 from uccl_ep_train.megatron.buffers import BufferPool, row_padding
 from uccl_ep_train.megatron.compat import UnsupportedMegatronError
-from uccl_ep_train.megatron.recompute import HandleQueue, phase
+from uccl_ep_train.megatron.recompute import HandleQueue, is_repeated, phase
 
 
 class UcclEpTokenDispatcher(MoEFlexTokenDispatcher):
@@ -126,7 +126,7 @@ class UcclEpManager:
         in between. Routing comes from the map, never from the probabilities: a routed one may be zero.
         """
         assert self.token_probs is not None and self.routing_map is not None, "dispatch before setup_metadata"
-        now = phase(self._training())
+        now = phase(self._may_reuse_plans())
         num_tokens, self._hidden = hidden_states.shape
         result = self.buffer.dispatch(
             self._padded(hidden_states),
@@ -185,9 +185,9 @@ class UcclEpManager:
     def get_number_of_tokens_per_expert(self) -> torch.Tensor | None:
         return self.tokens_per_expert
 
-    def _training(self) -> bool:
+    def _may_reuse_plans(self) -> bool:
         layer = self.layer() if self.layer is not None else None
-        return layer is not None and layer.training
+        return layer is not None and layer.training and not is_repeated(layer)
 
 
 def _padded_map(routing_map: torch.Tensor, multiple: int) -> torch.Tensor:

@@ -145,6 +145,8 @@ def _swap_dispatcher(state: _Enabled) -> None:
     def build(*args: Any, config: Any, pg_collection: Any = None, **kwargs: Any) -> Any:
         """What `MoELayer` calls instead of the class."""
         if utils.get_pg_size(pg_collection.tp_ep) == 1:
+            # A flex dispatcher would pad the rows for FP8 products; for this one the experts do.
+            config.moe_token_dispatcher_type = "alltoall"
             return moe_layer.MoEAlltoAllTokenDispatcher(
                 *args, config=config, pg_collection=pg_collection, **kwargs
             )

@@ -3,6 +3,7 @@
 Whether a plan is reused follows from the call structure alone (DESIGN: never from local data), so all ranks
 agree. Megatron runs a checkpointed layer first without gradients, later, in backward, once more with them.
 Micro-batches go through a layer's backward in the order of its forward, so the plans form a queue per layer.
+A layer that a forward pass calls several times goes through backward in the other order: see `is_repeated`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Phase(enum.Enum):
 
 
 def phase(training: bool) -> Phase:
-    """Of the call that is being made now. `training`: the layer's mode; evaluation recomputes nothing."""
+    """Of the call that is being made now. `training`: the layer may be recomputed, unlike in evaluation."""
     if not training or not (is_checkpointing() or _te_checkpointing()):
         return Phase.ONCE
     if not torch.is_grad_enabled():
@@ -40,9 +41,20 @@ def phase(training: bool) -> Phase:
 
 
 def _te_checkpointing() -> bool:
-    """TransformerEngine's own checkpoint, which Megatron uses for FP8 layers, has its own flag."""
+    """TransformerEngine's own checkpoint, which Megatron uses for FP8 layers, has flags of its own. Up to
+    2.18 the first is not set in a recomputation, which begins outside of its autocast; the second one is.
+    """
     te = sys.modules.get("transformer_engine.pytorch.distributed")
-    return te is not None and bool(te.is_fp8_activation_recompute_enabled())
+    if te is None:
+        return False
+    return bool(te.is_fp8_activation_recompute_enabled() or te.in_fp8_activation_recompute_phase())
+
+
+def is_repeated(layer: Any) -> bool:
+    """Whether a forward pass calls an MoE layer several times: multi-token prediction by one layer."""
+    config = layer.config
+    repeats = getattr(config, "mtp_use_repeated_layer", False) and (config.mtp_num_layers or 0) > 1
+    return bool(repeats and getattr(layer.router, "is_mtp_layer", False))
 
 
 class HandleQueue:
@@ -59,10 +71,15 @@ class HandleQueue:
         return len(self._handles)
 
     def take(self, now: Phase) -> Any:
-        """The saved plan for a recomputation, None for any other call. Raises RecomputeError."""
+        """The saved plan for a recomputation, None for any other call, and where its first run could not be
+        told from others. Raises RecomputeError.
+        """
         if now is not Phase.AGAIN:
             return None
         if not self._handles:
+            # Up to 2.18 TransformerEngine does not tell of a first run whose autocast is inside of it.
+            if not is_checkpointing():
+                return None
             raise RecomputeError(
                 "a layer is recomputed that left no saved plan: was its first run not checkpointed?"
             )

@@ -199,7 +199,7 @@ bool DescriptorSocket::send(const std::string& address, int fd) {
   throw system_failure("sendmsg");
 }
 
-bool DescriptorSocket::receive(std::vector<int>& received) {
+bool DescriptorSocket::receive(Descriptors& received) {
   Message message{};
   iovec part{&message, sizeof(message)};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
@@ -223,8 +223,13 @@ bool DescriptorSocket::receive(std::vector<int>& received) {
   return true;
 }
 
-std::vector<int> DescriptorSocket::exchange(const std::vector<std::string>& addresses, int fd, double timeout_s) {
-  std::vector<int> received(addresses.size(), -1);
+Descriptors::~Descriptors() {
+  for (int fd : fds_)
+    if (fd >= 0) close(fd);
+}
+
+Descriptors DescriptorSocket::exchange(const std::vector<std::string>& addresses, int fd, double timeout_s) {
+  Descriptors received(std::vector<int>(addresses.size(), -1));
   std::vector<size_t> unsent;
   for (size_t r = 0; r < addresses.size(); ++r)
     if (!addresses[r].empty()) unsent.push_back(r);
@@ -240,12 +245,9 @@ std::vector<int> DescriptorSocket::exchange(const std::vector<std::string>& addr
     std::erase_if(unsent, [&](size_t r) { return send(addresses[r], fd); });
     while (receive(received)) {
     }
-    if (now_usec() > deadline) {
-      for (int got : received)
-        if (got >= 0) close(got);
+    if (now_usec() > deadline)
       throw std::runtime_error("rank " + std::to_string(missing()) + " did not pass its device memory within " +
                                std::to_string(timeout_s) + " s");
-    }
     pollfd waits{socket_, POLLIN, 0};
     poll(&waits, 1, 5);
   }

@@ -5,7 +5,9 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <new>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace uccl_ep::cuda {
@@ -24,6 +26,11 @@ class OnDevice {
     must(cudaGetDevice(&before_), "cudaGetDevice");
     changed_ = before_ != device;
     if (changed_) must(cudaSetDevice(device), "cudaSetDevice");
+  }
+  // Where an error of the GPU must not keep the caller from what comes next.
+  OnDevice(int device, std::nothrow_t) noexcept {
+    changed_ = cudaGetDevice(&before_) == cudaSuccess && before_ != device;
+    if (changed_) cudaSetDevice(device);
   }
   ~OnDevice() {
     if (changed_ && has_context(before_)) cudaSetDevice(before_);
@@ -68,6 +75,22 @@ class DeviceMapping {
   uint64_t num_bytes_ = 0;
 };
 
+// Owned ones, -1: none. A descriptor that is left open keeps the memory of its rank for the life of this process.
+class Descriptors {
+ public:
+  explicit Descriptors(std::vector<int> fds) : fds_(std::move(fds)) {}
+  Descriptors(Descriptors&& other) noexcept : fds_(std::exchange(other.fds_, {})) {}
+  ~Descriptors();
+
+  size_t size() const { return fds_.size(); }
+  int& operator[](size_t i) { return fds_[i]; }
+  int operator[](size_t i) const { return fds_[i]; }
+  int release(size_t i) { return std::exchange(fds_[i], -1); }
+
+ private:
+  std::vector<int> fds_;
+};
+
 // Passes one descriptor to each peer and gets one from each. Made before the addresses are exchanged.
 class DescriptorSocket {
  public:
@@ -79,12 +102,12 @@ class DescriptorSocket {
 
   const std::string& address() const { return address_; }
   // Collective. `addresses` by rank; those of ranks that take no part, and our own, are empty. By rank, what each
-  // sent (-1: takes no part); the caller closes them. Throws std::runtime_error naming the rank that did not come.
-  std::vector<int> exchange(const std::vector<std::string>& addresses, int fd, double timeout_s);
+  // sent (none: takes no part). Throws std::runtime_error naming the rank that did not come.
+  Descriptors exchange(const std::vector<std::string>& addresses, int fd, double timeout_s);
 
  private:
   bool send(const std::string& address, int fd);
-  bool receive(std::vector<int>& received);
+  bool receive(Descriptors& received);
 
   const int rank_;
   const uint64_t key_;

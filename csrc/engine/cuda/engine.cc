@@ -56,6 +56,7 @@ bool is_bad_routing(const cuda::HostError& error) {
 
 constexpr uint64_t kPinnedBytes = kPageBytes;
 constexpr uint32_t kStaticSharedBytes = 8192;  // kernels declare less
+constexpr uint64_t kContextUsec = 100'000;       // between looks at whether it is there
 
 uint64_t pinned_bytes(const EngineConfig& config) {
   return 2 * kPinnedBytes + round_up(8 * uint64_t{config.num_experts}, kPageBytes);
@@ -167,12 +168,15 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms,
   if (has_nics()) register_with_nics(life_, regions_[config.rank]);
 }
 
-CudaEngine::~CudaEngine() {
-  close(true);
-  for (cudaEvent_t event : {inputs_ready_, last_done_, wake_begin_, wake_end_}) cudaEventDestroy(event);
-  for (cudaStream_t stream : {stream_, control_stream_, wake_stream_}) cudaStreamDestroy(stream);
-  cudaFreeHost(pinned_);
+CudaHandles::~CudaHandles() {
+  for (cudaEvent_t event : {inputs_ready_, last_done_, wake_begin_, wake_end_})
+    if (event != nullptr) cudaEventDestroy(event);
+  for (cudaStream_t stream : {stream_, control_stream_, wake_stream_})
+    if (stream != nullptr) cudaStreamDestroy(stream);
+  if (pinned_ != nullptr) cudaFreeHost(pinned_);
 }
+
+CudaEngine::~CudaEngine() { close(true); }
 
 std::string CudaEngine::export_handle() const {
   return encode_device_handle({socket_.address(), region_bytes_[config_.rank], life_.export_handle()});
@@ -181,29 +185,27 @@ std::string CudaEngine::export_handle() const {
 void CudaEngine::connect(const std::vector<std::string>& handles) {
   const OnDevice guard(device_);
   if (handles.size() != regions_.size()) throw UsageFailure(UsageKind::kConfig, "connect needs one handle per rank");
-  std::vector<std::string> addresses(handles.size()), lives(handles.size());
+  std::vector<std::string> lives(handles.size());
+  addresses_.resize(handles.size());
   for (size_t r = 0; r < handles.size(); ++r) {
     const DeviceHandle handle = decode_device_handle(handles[r]);
     // Without NICs our copy engines write to ranks of other domains, too.
     const bool mapped = !has_nics() || topo_.domain_of[r] == topo_.domain_of[config_.rank];
     if (static_cast<int>(r) != config_.rank && mapped) {
-      addresses[r] = handle.socket_name;
+      addresses_[r] = handle.socket_name;
       region_bytes_[r] = handle.region_bytes;
     }
     lives[r] = handle.life;
   }
   life_.connect(lives);
-  const int own = regions_[config_.rank].export_fd();
-  std::vector<int> fds;
-  try {
-    fds = socket_.exchange(addresses, own, config_.arrival_timeout_s);
-  } catch (...) {
-    ::close(own);
-    throw;
-  }
-  ::close(own);
-  for (size_t r = 0; r < fds.size(); ++r)
-    if (fds[r] >= 0) regions_[r] = cuda::DeviceMapping::import(fds[r], device_, region_bytes_[r]);
+}
+
+void CudaEngine::share_memory() {
+  const OnDevice guard(device_);
+  const cuda::Descriptors own({regions_[config_.rank].export_fd()});
+  cuda::Descriptors got = socket_.exchange(addresses_, own[0], config_.arrival_timeout_s);
+  for (size_t r = 0; r < got.size(); ++r)
+    if (got[r] >= 0) regions_[r] = cuda::DeviceMapping::import(got.release(r), device_, region_bytes_[r]);
   if (topo_.num_domains() > 1)
     network_ = std::make_unique<Network>(life_, layout_, config_.rank, device_, has_nics(), regions_);
 }
@@ -268,8 +270,17 @@ void CudaEngine::watch() {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cudaThreadExchangeStreamCaptureMode(&mode);
   bool told = false, stopped = false;
+  uint64_t asked_usec = now_usec();
   while (leaving_.read() == 0) {
     if (!told) told = tell_fault();
+    if (!stopped && now_usec() - asked_usec > kContextUsec) {
+      asked_usec = now_usec();
+      // A fault of any kernel ends the context: then none of ours runs that would find its deadline over.
+      const cudaError_t status = cudaStreamQuery(control_stream_);
+      if (status != cudaSuccess && status != cudaErrorNotReady && status != cudaErrorCudartUnloading)
+        fail(std::string("lost its GPU's context, which an earlier kernel or call has broken: ") +
+             cudaGetErrorString(status));
+    }
     if (!stopped && life_.failed()) {
       stopped = true;
       cudaMemcpyAsync(domain_.base[domain_.rank] + layout_.local + offsetof(cuda::Local, stop), stop_word_,
@@ -289,7 +300,7 @@ void CudaEngine::close(bool abort) {
     closed_ = true;
   }
   if (started_) {
-    const OnDevice guard(device_);
+    const OnDevice guard(device_, std::nothrow);
     if (abort && !life_.failed()) fail("closed its buffer while the others may still use it");
     cudaEventSynchronize(last_done_);  // what is queued ends by itself, by the error, or by its deadline
     life_.close(abort);
@@ -325,7 +336,7 @@ Stats CudaEngine::stats() const {
   const OnDevice guard(device_);
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // the caller may be capturing a graph
   cudaThreadExchangeStreamCaptureMode(&mode);
-  cuda::Local local;
+  cuda::Local local{};
   cudaMemcpyAsync(&local, domain_.base[domain_.rank] + layout_.local, sizeof(local), cudaMemcpyDeviceToHost,
                   control_stream_);
   cudaStreamSynchronize(control_stream_);

@@ -83,7 +83,23 @@ class SmShare {
   uint32_t sms_;
 };
 
-class CudaEngine {
+// What a constructor that throws gives back, too.
+struct CudaHandles {
+  CudaHandles() = default;
+  CudaHandles(const CudaHandles&) = delete;
+  CudaHandles& operator=(const CudaHandles&) = delete;
+  ~CudaHandles();
+
+  cudaStream_t stream_ = nullptr, control_stream_ = nullptr;
+  cudaEvent_t inputs_ready_ = nullptr;
+  // Of several domains: the branch of a graph that wakes the proxy.
+  cudaStream_t wake_stream_ = nullptr;
+  cudaEvent_t wake_begin_ = nullptr, wake_end_ = nullptr;
+  cudaEvent_t last_done_ = nullptr;  // see last_stream_
+  uint8_t* pinned_ = nullptr;        // HostError, HostCounts, and the word that stops kernels
+};
+
+class CudaEngine : private CudaHandles {
  public:
   // Allocates the region on `device`. Throws UsageFailure for a configuration that cannot work.
   CudaEngine(const EngineConfig& config, int device, uint32_t num_sms, uint32_t stage_sms);
@@ -91,6 +107,8 @@ class CudaEngine {
 
   std::string export_handle() const;
   void connect(const std::vector<std::string>& handles);
+  // Ranks map each other's regions. Each waits for the others: when all are connected.
+  void share_memory();
   void start();
 
   std::shared_ptr<CudaOp> dispatch(const DispatchArgs& args, const CudaCall& call);
@@ -154,14 +172,8 @@ class CudaEngine {
   cuda::DescriptorSocket socket_;
   std::vector<cuda::DeviceMapping> regions_;
   std::vector<uint64_t> region_bytes_;
-  cudaStream_t stream_ = nullptr, control_stream_ = nullptr;
-  cudaEvent_t inputs_ready_ = nullptr;
-  // Of several domains: the branch of a graph that wakes the proxy.
-  cudaStream_t wake_stream_ = nullptr;
-  cudaEvent_t wake_begin_ = nullptr, wake_end_ = nullptr;
+  std::vector<std::string> addresses_;  // of the sockets of ranks whose regions we map, else empty
   cudaStream_t last_stream_ = nullptr;  // of the last launch outside a graph, which ends with last_done_
-  cudaEvent_t last_done_ = nullptr;
-  uint8_t* pinned_ = nullptr;  // HostError, HostCounts, and the word that stops kernels
   uint64_t* stop_word_ = nullptr;
   mutable std::mutex mutex_;   // one launch at a time
   uint64_t calls_ = 0, num_dispatches_ = 0, num_combines_ = 0, num_windows_ = 0;

@@ -199,7 +199,19 @@ void CudaCopies::flush() {
   if (lane.started != lane.marked && now_nsec() - lane.waiting_since_nsec >= kHoldNsec) hand_over(lane);
 }
 
+// Throws nothing: whoever hands over goes on with what has nothing to do with these copies, the news of their error
+// among it. Who asks whether one of them is done hears of it.
 void CudaCopies::hand_over(Lane& lane) {
+  try {
+    if (lane.error == nullptr) return copy(lane);
+  } catch (const CommunicationFailure&) {
+    lane.error = std::current_exception();
+  }
+  lane.marked = lane.started;
+  next_ = (next_ + 1) % kLanes;
+}
+
+void CudaCopies::copy(Lane& lane) {
   const size_t count = lane.started - lane.marked;
 #if CUDART_VERSION >= 13000
   if (count > 1) {
@@ -243,6 +255,7 @@ bool CudaCopies::done(uint64_t ticket) {
   Lane& lane = lanes_[ticket % kLanes];
   const uint64_t number = ticket / kLanes;
   if (lane.marked < number) hand_over(lane);
+  if (lane.over < number && lane.error != nullptr) std::rethrow_exception(lane.error);
   if (lane.over < number) look(lane);
   return lane.over >= number;
 }

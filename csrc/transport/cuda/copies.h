@@ -5,6 +5,7 @@
 
 #include <array>
 #include <cstdint>
+#include <exception>
 #include <vector>
 
 #include "transport/transport.h"
@@ -52,7 +53,8 @@ class CudaCopies final : public DeviceCopies {
     void* device_word = nullptr;  // as the GPU sees it
     // Where streams write no words: a batch records the event of its last copy, events[n % size].
     std::vector<cudaEvent_t> events;
-    uint64_t fruitless = 0;  // looks in a row
+    uint64_t fruitless = 0;    // looks in a row
+    std::exception_ptr error;  // of what could not be handed over
   };
 
   void create(int device);
@@ -61,6 +63,7 @@ class CudaCopies final : public DeviceCopies {
   void destroy_lanes();
   void enter_thread();
   void hand_over(Lane& lane);
+  void copy(Lane& lane);
   void mark(Lane& lane);
   void look(Lane& lane);
 

@@ -124,6 +124,10 @@ void queue_grid(CpuStream* stream, const Grid& grid, std::function<void()> lane)
 
 bool cuda_on_cpu::has_context(int device) { return contexts[device]; }
 
+static std::atomic<int> breaks_copies{-1}, breaks_streams{-1};
+void cuda_on_cpu::break_copies_of(int device) { breaks_copies = device; }
+void cuda_on_cpu::break_streams_of(int device) { breaks_streams = device; }
+
 const char* cudaGetErrorString(cudaError_t status) { return status == cudaSuccess ? "no error" : "an error"; }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 
@@ -161,7 +165,10 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   stream_of(stream).wait();
   return cudaSuccess;
 }
-cudaError_t cudaStreamQuery(cudaStream_t stream) { return stream_of(stream).idle() ? cudaSuccess : cudaErrorNotReady; }
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  if (own_device == breaks_streams) return cudaErrorLaunchFailure;
+  return stream_of(stream).idle() ? cudaSuccess : cudaErrorNotReady;
+}
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
   *status = cudaStreamCaptureStatusNone;
   return cudaSuccess;
@@ -214,6 +221,7 @@ cudaError_t cudaMemset(void* to, int value, size_t num_bytes) {
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t num_bytes, cudaMemcpyKind kind, cudaStream_t stream) {
   if (num_bytes == 0) return cudaSuccess;
+  if (kind == cudaMemcpyDefault && own_device == breaks_copies) return cudaErrorLaunchFailure;
   std::string staged;  // of memory that is not pinned CUDA takes a copy before it returns
   if (kind == cudaMemcpyHostToDevice) staged.assign(static_cast<const char*>(from), num_bytes);
   cuda_on_cpu::queue(stream, [=, staged = std::move(staged)] {
@@ -229,6 +237,7 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t num_bytes, cudaMemcpyK
 // In any order.
 cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* const* from, const size_t* num_bytes, size_t count,
                                  cudaMemcpyAttributes*, size_t*, size_t, cudaStream_t stream) {
+  if (own_device == breaks_copies) return cudaErrorLaunchFailure;
   struct Copy {
     void* to;
     const void* from;

@@ -17,6 +17,9 @@ void queue_grid(CpuStream* stream, const Grid& grid, std::function<void()> lane)
 constexpr int kDevices = 8;
 // A device has one from the first time that a thread made it its own.
 bool has_context(int device);
+// From now on copies that threads of this device hand over fail, and questions about a stream; -1: of none.
+void break_copies_of(int device);
+void break_streams_of(int device);
 // Calls so far that made visible what NICs had written.
 uint64_t num_flushes();
 
