@@ -171,7 +171,7 @@ CLAIM("a region of several domains is within its budget, says what all of it is 
 }
 
 CLAIM("a region for so many tokens holds them in one window, eight times as many in several, and is smaller") {
-  uint32_t smaller = 0;
+  uint32_t smaller = 0, larger = 0;
   std::vector<Topology> topologies = one_domain();
   for (const Topology& topo : several_domains()) topologies.push_back(topo);
   for (const Topology& topo : topologies)
@@ -187,13 +187,20 @@ CLAIM("a region for so many tokens holds them in one window, eight times as many
         const cuda::RegionLayout all = cuda::make_layout(topo, experts, row_bytes, budget);
         const cuda::RegionLayout sized = cuda::make_layout(topo, experts, row_bytes, budget, tokens);
         const uint32_t whole = static_cast<uint32_t>(round_up(tokens, cuda::kTileTokens));
-        EXPECT(sized.total_bytes <= all.total_bytes);
-        EXPECT_EQ(sized.max_tokens, std::min<uint64_t>(all.max_tokens, round_up(8 * tokens, cuda::kTileTokens)));
+        const uint64_t several = std::min<uint64_t>(all.max_tokens, round_up(8 * tokens, cuda::kTileTokens));
+        EXPECT(sized.total_bytes <= budget);
+        EXPECT(sized.total_bytes <= all.total_bytes || sized.max_tokens > all.max_tokens);
+        // Their routing has a place before any rows.
+        if (cuda::least_budget_bytes(topo, experts, row_bytes, tokens) <= budget)
+          EXPECT_EQ(sized.max_tokens, std::max<uint64_t>(several, whole));
+        else
+          EXPECT(several <= sized.max_tokens && sized.max_tokens < whole);
+        larger += sized.max_tokens > all.max_tokens;
         EXPECT(holds(sized, tokens) || !holds(all, tokens));
         EXPECT(sized.half_bytes <= whole * row_bytes);
         smaller += sized.total_bytes < all.total_bytes / 2;
       }
-  EXPECT(smaller > 20);
+  EXPECT(smaller > 20 && larger > 5);
 }
 
 // Whether the rows of a window of `tokens` fit the ring, the memory for staged rows, and a chunk of tokens the window.

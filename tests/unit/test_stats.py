@@ -61,8 +61,22 @@ def test_a_plan_of_a_gpu_needs_none_and_grows_with_the_tokens_of_a_window() -> N
     assert sized["pieces"] == 4 * (4096 + 32) * row
     assert small.total_bytes < sized.total_bytes / 3 and sized.total_bytes < whole.total_bytes
     assert whole.total_bytes <= config.budget_bytes
-    more_than_there_is = config.replace(window_tokens=65536)
-    assert memory_plan(more_than_there_is, 4).entries == whole.entries
+    # Routing of so many has its place, and rows get what is left.
+    most = memory_plan(config.replace(window_tokens=65536), 4)
+    assert most["pieces"] < whole["pieces"] and most.total_bytes <= config.budget_bytes
+
+
+@pytest.mark.skipif(not cuda.built(), reason="built without nvcc")
+def test_a_budget_that_does_not_hold_the_routing_of_a_windows_tokens_is_refused_with_one_that_does() -> None:
+    """64 ranks of 8 domains: 4,096 tokens' routing takes more than its share of the default budget."""
+    config = EpConfig(num_experts=256, hidden=7168, max_dtype="bf16", backend="cuda", domain_size=8)
+    assert memory_plan(config.replace(window_tokens=4096), 64).total_bytes <= config.budget_bytes
+    many = config.replace(window_tokens=65536, budget_bytes=2 << 30)
+    least = memory_plan(many, 64).least_budget_bytes
+    assert least > config.budget_bytes > memory_plan(config, 64).least_budget_bytes
+    with pytest.raises(MemoryBudgetError, match=f"{config.budget_bytes}: .* at least {least}"):
+        memory_plan(many.replace(budget_bytes=config.budget_bytes), 64)
+    assert memory_plan(many.replace(budget_bytes=least), 64).total_bytes <= least
 
 
 def test_a_plan_for_a_group_that_does_not_fit_is_refused() -> None:

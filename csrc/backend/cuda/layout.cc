@@ -118,6 +118,10 @@ RegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64_t row
   return l;
 }
 
+uint32_t blocks_of(uint64_t tokens) {
+  return static_cast<uint32_t>(std::min<uint64_t>(round_up(tokens, kTileTokens), kMaxTokens) / kTileTokens);
+}
+
 // The most blocks of tokens, up to `most`, for which fits(blocks).
 template <typename Fits>
 uint32_t largest(uint32_t most, Fits fits) {
@@ -131,12 +135,13 @@ uint32_t largest(uint32_t most, Fits fits) {
 
 }  // namespace
 
-uint64_t least_budget_bytes(const Topology& topo, uint32_t num_experts, uint64_t row_bytes) {
-  return round_up(layout_for(topo, num_experts, row_bytes, kTileTokens, kTileTokens).total_bytes, kDevicePage);
+uint64_t least_budget_bytes(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint32_t window_tokens) {
+  const uint32_t tokens = blocks_of(std::max(window_tokens, 1u)) * kTileTokens;
+  return round_up(layout_for(topo, num_experts, row_bytes, tokens, kTileTokens).total_bytes, kDevicePage);
 }
 
-// An eighth of the budget for the routing, which goes in one piece, half of that where other domains get it, too; the
-// rest for rows, which go in windows.
+// An eighth of the budget for the routing, which goes in one piece, half of that where other domains get it, too, but
+// at least that of `window_tokens`; the rest for rows, which go in windows.
 RegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes,
                          uint32_t window_tokens) {
   const auto bytes = [&](uint32_t tokens, uint32_t window) {
@@ -146,14 +151,12 @@ RegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t ro
   const uint64_t rest = bytes(1, 1);
   const uint64_t share = topo.num_domains() > 1 ? 16 : 8;
   const uint32_t wanted = window_tokens == 0 ? kMaxTokens : window_tokens;
-  const auto blocks = [](uint64_t of) {
-    return static_cast<uint32_t>(std::min<uint64_t>(round_up(of, kTileTokens), kMaxTokens) / kTileTokens);
-  };
-  const uint32_t tokens = largest(blocks(uint64_t{wanted} * kMostWindows), [&](uint32_t n) {
-    return bytes(n, 1) - rest <= budget_bytes / share && bytes(n, 1) <= budget_bytes;
+  const uint32_t tokens = largest(blocks_of(uint64_t{wanted} * kMostWindows), [&](uint32_t n) {
+    const bool is_wanted = window_tokens != 0 && n <= blocks_of(window_tokens);
+    return (is_wanted || bytes(n, 1) - rest <= budget_bytes / share) && bytes(n, 1) <= budget_bytes;
   });
   const uint32_t window =
-      largest(std::min(tokens, blocks(wanted)), [&](uint32_t n) { return bytes(tokens, n) <= budget_bytes; });
+      largest(std::min(tokens, blocks_of(wanted)), [&](uint32_t n) { return bytes(tokens, n) <= budget_bytes; });
   RegionLayout l = layout_for(topo, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens);
   const uint64_t unused = round_up(l.total_bytes, kDevicePage) - l.total_bytes;
   l.entries.emplace_back("unused", unused);

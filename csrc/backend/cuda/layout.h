@@ -97,7 +97,8 @@ constexpr uint64_t kDevicePage = 2u << 20;  // memory of a GPU comes in whole on
 // of so many tokens, of widest rows, and for operations with eight times as many.
 RegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes,
                          uint32_t window_tokens = 0);
-uint64_t least_budget_bytes(const Topology& topo, uint32_t num_experts, uint64_t row_bytes);
+// With `window_tokens`: what operations of so many tokens need, though rows go in the least windows.
+uint64_t least_budget_bytes(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint32_t window_tokens = 0);
 
 // From one staged row to the next. Bulk copies are slow where source and destination lie differently in 128 bytes.
 constexpr uint64_t staged_row_bytes(Dtype wire, uint64_t hidden) { return round_up(wire_row_bytes(wire, hidden), 128); }

@@ -56,7 +56,7 @@ bool is_bad_routing(const cuda::HostError& error) {
 
 constexpr uint64_t kPinnedBytes = kPageBytes;
 constexpr uint32_t kStaticSharedBytes = 8192;  // kernels declare less
-constexpr uint64_t kContextUsec = 100'000;       // between looks at whether it is there
+constexpr uint64_t kContextUsec = 100'000;  // between looks at whether it is there
 
 uint64_t pinned_bytes(const EngineConfig& config) {
   return 2 * kPinnedBytes + round_up(8 * uint64_t{config.num_experts}, kPageBytes);
@@ -107,8 +107,9 @@ std::vector<std::pair<std::string, uint64_t>> cuda_memory_entries(const EngineCo
 
 uint64_t cuda_least_budget_bytes(const EngineConfig& config) {
   const Topology topo = Topology::from_labels(config.domain_of);
-  const uint64_t least = cuda::least_budget_bytes(topo, config.num_experts, row_bytes_of(config));
-  return least + host_bytes(config, cuda::make_layout(topo, config.num_experts, row_bytes_of(config), least));
+  const uint64_t least = cuda::least_budget_bytes(topo, config.num_experts, row_bytes_of(config), config.window_tokens);
+  return least + host_bytes(config, cuda::make_layout(topo, config.num_experts, row_bytes_of(config), least,
+                                                      config.window_tokens));
 }
 
 SmShare::SmShare(int device, uint32_t sms) : device_(device), sms_(sms) {
