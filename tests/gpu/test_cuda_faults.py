@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -84,6 +85,48 @@ def test_the_others_raise_in_time_and_name_the_rank(how: str) -> None:
     # A frozen rank has not entered the next operation.
     limit_s = 2.0 if how == "kill" else SETTINGS["arrival_timeout_s"] + 2.0
     assert all(seconds < limit_s for _, seconds in strike(RANKS, VICTIM, how, {}))
+
+
+def lose_the_context(rank: Rank, changes: dict[str, Any]) -> tuple[dict[str, Any], str, float, float]:
+    """Fields and text of the error, when it was raised, and how long closing took."""
+    buffer = make_buffer(rank, changes)
+    use(buffer)
+    rank.mark("works")
+    if rank.rank == VICTIM:
+        rank.wait_for("strike")
+        beyond = torch.full((1,), 1 << 40, device=buffer.device)
+        with contextlib.suppress(RuntimeError):  # of torch, which may learn it here or later
+            torch.ones(1, device=buffer.device)[beyond].cpu()
+    # The victim makes no call of the engine any more that could tell the others.
+    again = buffer.check if rank.rank == VICTIM else lambda: use(buffer)
+    try:
+        while True:
+            again()
+            time.sleep(0.001)
+    except CommunicationError as error:
+        raised = time.monotonic()
+        buffer.close()
+        return error.fields(), str(error), raised, time.monotonic() - raised
+
+
+# Where every rank is a domain the victim's proxy lives on, too.
+@pytest.mark.parametrize("domains", [None, tuple(range(RANKS))], ids=["one domain", "each alone"])
+def test_a_rank_whose_context_is_lost_is_an_error_on_every_rank(domains: tuple[int, ...] | None) -> None:
+    """A kernel of the program breaks it, as an index out of bounds does: no kernel runs there any more."""
+    changes = {"domains": domains, "budget_bytes": 128 << 20} if domains else {}
+    with ProcessRanks(RANKS, lose_the_context, (changes,)) as ranks:
+        ranks.wait_mark("works")
+        time.sleep(0.5)
+        struck = time.monotonic()
+        ranks.tell("strike")
+        outcomes = ranks.outcomes(timeout_s=60)
+    for rank, outcome in outcomes.items():
+        assert not outcome.error, outcome.trace
+        fields, text, raised, closing_s = outcome.value
+        assert "lost its GPU's context" in text, text
+        assert fields["peer"] == VICTIM, (rank, fields)
+        # Deadlines are 5 and 30 s.
+        assert raised - struck < 3.0 and closing_s < 3.0, (rank, raised - struck, closing_s)
 
 
 def make_and_close(rank: Rank, cycles: int, changes: dict[str, Any]) -> list[tuple[int, int, int]]:
