@@ -28,19 +28,26 @@ from uccl_ep_train.megatron import plugin
 
 WARMUP = 2  # steps before the graphs are captured
 STEPS = 6
+PADDED = {
+    "moe_expert_capacity_factor": 0.75,
+    "moe_pad_expert_input_to_capacity": True,
+    "moe_token_drop_policy": "probs",
+}
 
 
-def train(rank: int, dispatcher: str, modules: list[str], forget: bool) -> tuple[tuple[float, ...], str, int]:
+def train(
+    rank: int, dispatcher: str, modules: list[str], forget: bool = False, padded: bool = False
+) -> tuple[tuple[float, ...], str, int]:
     """Losses, a digest of the weights, and how often graphs were replayed.
 
     modules  what is captured; none: no graphs
     forget   what `dispatch_preprocess` leaves on the manager is not told to Megatron
+    padded   each expert gets alike
     """
     ranks = dist.get_world_size()
     initialize(1, ranks, 1)
-    case = TrainCase(
-        dispatcher=dispatcher, dtype="bf16", ep=ranks, steps=STEPS, config=_graphs(modules) if modules else {}
-    )
+    settings = (_graphs(modules) if modules else {}) | (PADDED if padded else {})
+    case = TrainCase(dispatcher=dispatcher, dtype="bf16", ep=ranks, steps=STEPS, config=settings)
     plugin.disable()
     init_num_microbatches_calculator(
         rank, None, MICRO_BATCH * ranks * case.num_microbatches, MICRO_BATCH, ranks, False

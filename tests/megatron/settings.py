@@ -60,6 +60,7 @@ class StageCase:
     routing: str = "random"  # | one_expert | zero_probs | dropped
     capacity_factor: float | None = None
     pad_to_capacity: bool = False
+    captured: bool = False  # our dispatcher is told that it becomes part of a CUDA graph
     quantization_padding: bool = False
     rank_capacity: float | None = None  # rows that a rank has room for, of those that all alike would get
     options: dict[str, Any] = field(default_factory=dict)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from recipes import devices
 from tests.megatron.settings import StageCase
 from tests.megatron.training_case import carrier_of, initialize
 from uccl_ep_train.megatron import buffers, plugin
+from uccl_ep_train.megatron import dispatcher as our_stages
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -31,6 +34,20 @@ def compare(rank: int, case: StageCase) -> dict[str, float]:
         return {name: _difference(stock[name], ours[name]) for name in stock}
     finally:
         buffers.stock_source_order = stock_order
+        plugin.disable()
+        dist.barrier()
+
+
+def compare_captured(rank: int, case: StageCase) -> dict[str, float]:
+    """As `compare`, of ours, with and without `captured`."""
+    initialize(case.tp, case.ep, case.etp)
+    plugin.disable()
+    try:
+        plain = _through(case, _dispatcher(case, "uccl_ep"), rank, "")
+        told = dataclasses.replace(case, captured=True)
+        captured = _through(told, _dispatcher(told, "uccl_ep"), rank, "")
+        return {name: _difference(plain[name], captured[name]) for name in plain}
+    finally:
         plugin.disable()
         dist.barrier()
 
@@ -222,7 +239,10 @@ def _through(case: StageCase, dispatcher: Any, rank: int, corrupt: str) -> dict[
     stage_in, stage_probs = dispatcher.dispatch_preprocess(hidden, routing_map.clone(), probs)
     if corrupt == "zero_prob_grad":
         dispatcher._comm_manager.token_probs = dispatcher._comm_manager.token_probs.detach()
-    rows, row_probs = dispatcher.token_dispatch(stage_in, stage_probs)
+    with mock.patch.object(our_stages, "is_capturing", lambda: case.captured):
+        rows, row_probs = dispatcher.token_dispatch(stage_in, stage_probs)
+    if hasattr(dispatcher, "before_step"):  # ours
+        dispatcher.before_step()
     rows, tokens_per_expert, row_probs = dispatcher.dispatch_postprocess(rows, row_probs)
     tokens_per_expert = torch.as_tensor(tokens_per_expert).cpu()
     expert = torch.arange(len(tokens_per_expert)).repeat_interleave(tokens_per_expert).to(rows.device)

@@ -31,6 +31,7 @@ def megatron_parser() -> argparse.ArgumentParser:
     parser.add_argument("--moe-enable-deepep", action="store_true")
     parser.add_argument("--seq-length", type=int)
     parser.add_argument("--micro-batch-size", type=int)
+    parser.add_argument("--eval-micro-batch-size", type=int)  # Megatron-LM main
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
@@ -93,6 +94,8 @@ SHAPE = ("--moe-token-dispatcher-type", "uccl_ep", "--seq-length", "4096", "--mi
     ("arguments", "variable", "tokens"),
     [
         (SHAPE, None, 8192),
+        ((*SHAPE, "--eval-micro-batch-size", "3"), None, 12288),
+        ((*SHAPE, "--eval-micro-batch-size", "1"), None, 8192),
         ((*SHAPE, "--context-parallel-size", "3"), None, 2731),
         ((*SHAPE, "--tensor-model-parallel-size", "4"), None, 8192),  # attention alone is cut
         ((*SHAPE, "--tensor-model-parallel-size", "4", "--sequence-parallel"), None, 2048),

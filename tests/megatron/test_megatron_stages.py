@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from tests.megatron.harness import MegatronRanks
+from tests.megatron.harness import CaseError, MegatronRanks
 from tests.megatron.settings import StageCase
 
 LAYOUTS = {"1x4": 4, "2x2": 2, "4x1": 1}  # domains x ranks: domain size
@@ -26,6 +26,7 @@ CASES = {
     "capacity": StageCase(capacity_factor=0.75),
     "capacity with padding": StageCase(capacity_factor=0.75, pad_to_capacity=True),
     "capacity above what is routed": StageCase(capacity_factor=2.0, pad_to_capacity=True),
+    "captured with padded capacity": StageCase(capacity_factor=0.75, pad_to_capacity=True, captured=True),
     "quantisation padding": StageCase(quantization_padding=True),
     "quantisation padding, fp32": StageCase(quantization_padding=True, dtype="fp32", tokens=(40, 24, 31, 17)),
     "room for whatever comes": StageCase(rank_capacity=4.0, tokens=(24, 24, 24, 24)),
@@ -71,6 +72,10 @@ def test_expert_input_is_bitwise_equal_with_expert_tp(ranks: MegatronRanks, dtyp
     """The output is a sum over expert TP whose rounding differs; what the experts see does not."""
     case = StageCase(dtype=dtype, tp=2, etp=2, ep=2, tokens=(24, 24, 8, 8))
     assert differences(ranks, case) <= {"output", "hidden_grad", "probs_grad"}
+    captured = StageCase(
+        dtype=dtype, tp=2, etp=2, ep=2, capacity_factor=0.75, pad_to_capacity=True, captured=True
+    )
+    assert differences(ranks, captured) <= {"output", "hidden_grad", "probs_grad"}
 
 
 MANY = {
@@ -105,6 +110,25 @@ def test_a_rank_without_room_says_so_and_has_room_once_its_budget_has_grown(rank
     for other in found[1:]:  # nothing comes, and each has its room
         assert other["room"] == [96, 0, 96]
         assert other["over"] == [False] * 3 and other["required"] == 0
+
+
+PADDED = StageCase(capacity_factor=0.75, pad_to_capacity=True)
+
+
+@pytest.mark.parametrize(
+    "case", [PADDED, dataclasses.replace(PADDED, quantization_padding=True)], ids=["plain", "quantised"]
+)
+def test_counts_known_beforehand_change_no_bit(ranks: MegatronRanks, case: StageCase) -> None:
+    """The host then reads none, as in a graph. (Stock adds no padding of quantisation to a capacity.)"""
+    for result in ranks.run("stage_case.compare_captured", case=case):
+        assert result.keys() == EVERYTHING and set(result.values()) == {0.0}
+
+
+def test_a_graph_whose_counts_were_other_ones_is_an_error(ranks: MegatronRanks) -> None:
+    """A rank has fewer tokens, so its padded capacity is another; counts that are read would allow it."""
+    uneven = dataclasses.replace(PADDED, tokens=(24, 24, 24, 16))
+    with pytest.raises(CaseError, match="all ranks of the group need the same number of"):
+        ranks.run("stage_case.compare_captured", case=uneven)
 
 
 def test_expert_tensor_parallel_parity_depends_on_the_source_order(ranks: MegatronRanks) -> None:

@@ -44,6 +44,9 @@ def test_beside_computation_it_takes_the_default(gpu: Any, flag: str) -> None:
 
 def test_what_was_asked_for_stays(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sms_of(BufferPool({"num_sms": 10}), model()) == 10
+    asking = model(moe_flex_dispatcher_num_sms=30)  # Megatron-LM main
+    assert sms_of(BufferPool({}), asking) == 30
+    assert sms_of(BufferPool({"num_sms": 10}), asking) == 10
     monkeypatch.setenv("UCCL_EP_NUM_SMS", "12")
     assert sms_of(BufferPool({}), model()) == 12
 

@@ -70,7 +70,7 @@ class BufferPool:
         if not wide and options.get("combine_wire_dtype") != "fp32":
             options.setdefault("max_dtype", "bf16")
         if "num_sms" not in options and "num_sms" not in env.settings():
-            options |= sms_alone(config)
+            options |= sms_of(config)
         ep_config = EpConfig.from_env(**options)
         for name in ("dispatch_dtype", "grad_dtype"):
             if dtype == torch.float32 and getattr(ep_config, name) == "fp8":
@@ -81,8 +81,13 @@ class BufferPool:
         return ep_config
 
 
-def sms_alone(config: Any) -> dict[str, int]:
-    """num_sms for a TransformerConfig where the default, which leaves SMs to others, is too few."""
+def sms_of(config: Any) -> dict[str, int]:
+    """num_sms for a TransformerConfig that asks for so many (Megatron-LM main), or where the default, which
+    leaves SMs to others, is too few.
+    """
+    asked = getattr(config, "moe_flex_dispatcher_num_sms", None)
+    if asked is not None:
+        return {"num_sms": asked}
     beside = ("overlap_moe_expert_parallel_comm", "moe_shared_expert_overlap")
     if not torch.cuda.is_available() or any(getattr(config, name, False) for name in beside):
         return {}

@@ -21,9 +21,10 @@ import weakref
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization
+from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, get_capacity
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, MoETokenDispatcher
 
+from uccl_ep_train.errors import RoutingError
 from uccl_ep_train.megatron.buffers import BufferPool, row_padding
 from uccl_ep_train.megatron.compat import UnsupportedMegatronError
 from uccl_ep_train.megatron.recompute import HandleQueue, is_repeated, phase
@@ -74,9 +75,10 @@ class UcclEpTokenDispatcher(MoEFlexTokenDispatcher):
         """Tells the manager which layer it serves; called when the layer has been built."""
         self._comm_manager.layer = weakref.ref(layer)
 
-    def after_step(self) -> None:
-        """Between two optimizer steps no saved plan is waited for."""
+    def before_step(self) -> None:
+        """Between two optimizer steps no saved plan is waited for. Raises RoutingError."""
         self._comm_manager.handles.clear()
+        self._comm_manager.check_captured_counts()
 
 
 class UcclEpManager:
@@ -101,6 +103,11 @@ class UcclEpManager:
         self.over_budget = torch.zeros(1, dtype=torch.bool, device=buffer.device)
         self.required_recv = torch.zeros(1, dtype=torch.int64, device=buffer.device)  # rows, the most so far
         self._least_budget = 0  # rows
+        # Set: the router gives each expert alike, so that a CUDA graph may know the counts beforehand.
+        padded = getattr(config, "moe_pad_expert_input_to_capacity", False)
+        self._capacity_factor: float | None = config.moe_expert_capacity_factor if padded else None
+        self._counts_captured = False
+        self._other_counts = torch.zeros(1, dtype=torch.bool, device=buffer.device)
         self._topk = config.moe_router_topk * num_virtual_experts // config.num_moe_experts
         self.routing_map: torch.Tensor | None = None  # bool [n, E*TP]
         self.token_probs: torch.Tensor | None = None  # router dtype [n, E*TP], zero where not routed
@@ -128,6 +135,9 @@ class UcclEpManager:
         assert self.token_probs is not None and self.routing_map is not None, "dispatch before setup_metadata"
         now = phase(self._may_reuse_plans())
         num_tokens, self._hidden = hidden_states.shape
+        local_experts = self.buffer.config.num_experts // self.buffer.num_ranks
+        # Where the host may not read them.
+        rows_each = self._rows_of_each_expert(num_tokens) if is_capturing() else None
         result = self.buffer.dispatch(
             self._padded(hidden_states),
             routing_map=self.routing_map,
@@ -135,15 +145,19 @@ class UcclEpManager:
             probs=self.token_probs.to(torch.float32),
             handle=self.handles.take(now),
             expert_alignment=self.expert_alignment,
-            capacity=self._row_budget(num_tokens),
+            capacity=self._row_budget(num_tokens) if rows_each is None else local_experts * rows_each,
         )
-        if result.overflow is not None:
+        self.tokens_per_expert = result.tokens_per_expert
+        if rows_each is not None:
+            self._counts_captured = True
+            self._other_counts |= result.overflow | result.tokens_per_expert.ne(rows_each).any()
+            self.tokens_per_expert = torch.full((local_experts,), rows_each, device="cpu")
+        elif result.overflow is not None:
             self.over_budget |= result.overflow
             needed = result.tokens_per_expert.sum(0, keepdim=True)
             torch.maximum(self.required_recv, needed, out=self.required_recv)
         self.handles.keep(now, result.handle)
         self._handle = result.handle
-        self.tokens_per_expert = result.tokens_per_expert
         self.dispatched_probs = result.row_weights.to(self.token_probs.dtype)
         return self._unpadded(result.rows)
 
@@ -158,6 +172,25 @@ class UcclEpManager:
         budget = int(num_tokens * self._topk * self.moe_expert_rank_capacity_factor)
         budget = max(budget, self._least_budget)
         return budget + -budget % self.expert_alignment
+
+    def _rows_of_each_expert(self, num_tokens: int) -> int | None:
+        """What `moe_pad_expert_input_to_capacity` lets each have, if all ranks have `num_tokens` tokens."""
+        if self._capacity_factor is None:
+            return None
+        of_a_rank = get_capacity(num_tokens * self._topk, self.num_virtual_experts, self._capacity_factor)
+        if self.pads_map:
+            of_a_rank = min(num_tokens, of_a_rank + -of_a_rank % self.expert_alignment)
+        rows = of_a_rank * self.buffer.num_ranks
+        return rows + -rows % self.expert_alignment
+
+    def check_captured_counts(self) -> None:
+        """Raises RoutingError if a graph that knew the counts beforehand has been given other ones."""
+        if self._counts_captured and not is_capturing() and bool(self._other_counts):
+            raise RoutingError(
+                "in a CUDA graph, where the host cannot read them, experts got other numbers of rows than "
+                "moe_pad_expert_input_to_capacity gives them; all ranks of the group need the same number of "
+                "tokens there"
+            )
 
     def combine(
         self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
@@ -188,6 +221,11 @@ class UcclEpManager:
     def _may_reuse_plans(self) -> bool:
         layer = self.layer() if self.layer is not None else None
         return layer is not None and layer.training and not is_repeated(layer)
+
+
+def is_capturing() -> bool:
+    """Whether what is launched now becomes part of a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _padded_map(routing_map: torch.Tensor, multiple: int) -> torch.Tensor:

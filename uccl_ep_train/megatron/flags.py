@@ -76,6 +76,7 @@ def window_tokens(namespace: argparse.Namespace) -> int | None:
     length, size = (getattr(namespace, name, None) for name in ("seq_length", "micro_batch_size"))
     if not length or not size:
         return None
+    size = max(size, getattr(namespace, "eval_micro_batch_size", None) or 0)
     parts = getattr(namespace, "context_parallel_size", 1)
     if getattr(namespace, "sequence_parallel", False):
         parts *= namespace.tensor_model_parallel_size

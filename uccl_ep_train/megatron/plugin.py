@@ -198,4 +198,4 @@ def _require_ours(layer: Any, name: str) -> None:
 def _before_optimizer_step(state: _Enabled, *_args: Any) -> None:
     """Plans of first runs whose recomputation never came (a loss without backward) end here."""
     for dispatcher in state.dispatchers:
-        dispatcher.after_step()
+        dispatcher.before_step()
