@@ -6,6 +6,8 @@
 busy    processor time of the proxies' threads for each second of operations, one after the other
 idle    the same while the program sleeps
 replay  GPUs only: time of a captured dispatch and combine, replayed at once and after the sleep
+
+With --domains 1 there are no proxies: what is later after the sleep then is later because of the rest.
 """
 
 from __future__ import annotations
@@ -157,7 +159,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--tokens", type=int, default=1024, help="per rank")
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--domains", type=int, default=2, help="the ranks are split into")
+    parser.add_argument("--domains", type=int, default=2, help="the ranks are split into; 1: no proxies")
     parser.add_argument("--link-gbytes-per-s", type=float, default=50.0, help="0: unlimited")
     parser.add_argument("--ranks", type=int, default=4, help="to start when not under torchrun")
     parser.add_argument("--commit", default="", help="to record; default: $BENCH_COMMIT, else git's")
@@ -165,8 +167,8 @@ def main(argv: list[str]) -> int:
     args = parse(parser, argv)
     if dist.is_torchelastic_launched():
         return run_rank(args)
-    if args.ranks % args.domains or args.domains < 2:
-        parser.error(f"--domains {args.domains}: at least 2, and a divisor of {args.ranks} ranks")
+    if args.domains < 1 or args.ranks % args.domains:
+        parser.error(f"--domains {args.domains}: allowed is a divisor of {args.ranks} ranks")
     return start_ranks(args.ranks, Path(__file__), argv)
 
 
