@@ -14,6 +14,8 @@ rank's data. So:
   the forward call.
 * autograd runs a backward only where a result contributes to the loss. A rank whose loss does not use its
   rows (it may have received none) has to keep them in the graph: a sum over an empty tensor does.
+* Under `torch.utils.checkpoint(use_reentrant=False)` recomputation begins at the first saved tensor that
+  backward reads, so a rank must not skip its experts where it has no rows; with reentrant ones it may.
 
 No tensor is saved: in-place changes of inputs and outputs are allowed.
 """

@@ -126,8 +126,9 @@ class StoreBootstrap(_SteppedBootstrap):
     ) -> None:
         super().__init__(rank, size, timeout_s)
         self._store = store
-        count = self._guard(lambda: store.add(f"uccl_ep_train/{name}/creations/{rank}", 1))
-        self._prefix = f"uccl_ep_train/{name}/{count}"
+        self._counts = f"uccl_ep_train/{name}/creations"
+        self._count = self._count_of(rank, 1)
+        self._prefix = f"uccl_ep_train/{name}/{self._count}"
 
     def _key(self, step: int, rank: int) -> str:
         return f"{self._prefix}/{step}/{rank}"
@@ -146,7 +147,7 @@ class StoreBootstrap(_SteppedBootstrap):
             if time.monotonic() > deadline:
                 missing = [peer for peer, key in enumerate(keys) if not self._check([key])]
                 if missing:
-                    raise self._timed_out(what, missing)
+                    raise self._timed_out(what + self._other_counts(missing), missing)
                 break
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.02)
@@ -155,6 +156,20 @@ class StoreBootstrap(_SteppedBootstrap):
             # Everybody has posted this step, hence finished the one before: nobody reads that frame any more.
             self._forget(self._key(step - 1, self._rank))
         return frames
+
+    def _count_of(self, rank: int, added: int) -> int:
+        return int(self._guard(lambda: self._store.add(f"{self._counts}/{rank}", added)))
+
+    def _other_counts(self, missing: list[int]) -> str:
+        """What to do about ranks that never meet, because one of them was here without the others before."""
+        counts = {peer: self._count_of(peer, 0) for peer in missing}
+        others = [f"rank {peer} its {count}." for peer, count in counts.items() if 0 != count != self._count]
+        if not others:
+            return ""
+        return (
+            f" (this rank's {self._count}. creation on the group, {', '.join(others)}: not all ranks made "
+            "each. Make a new group, on all of them)"
+        )
 
     def _check(self, keys: list[str]) -> bool:
         return bool(self._guard(lambda: self._store.check(keys)))

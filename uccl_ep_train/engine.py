@@ -21,7 +21,7 @@ from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ClosedError, CommunicationError, DtypeError
 from uccl_ep_train.handle import DispatchHandle, DispatchResult, RowLayout
 from uccl_ep_train.launch import Launcher
-from uccl_ep_train.lifecycle import Operation, abandon, create_engine, watch_optimizers
+from uccl_ep_train.lifecycle import Operation, abandon, create_engine, require_own, watch_optimizers
 from uccl_ep_train.pending import InFlight, PendingCombine, PendingDispatch
 from uccl_ep_train.stats import CallClock, MemoryPlan, memory_plan
 from uccl_ep_train.trace import DEFAULT_EVENTS, Trace
@@ -64,6 +64,9 @@ class Buffer:
         self._owner = object()  # Marks this buffer's handles without keeping the buffer alive.
         self._error: CommunicationError | None = None
         self._closed = False
+        self._pow2 = config.fp8_scale == "pow2"
+        self._wire_fp32 = config.combine_wire_dtype == "fp32"
+        self._pid = os.getpid()
         self._last_stats: dict[str, float] = {}
         self.topology, self.device, self._settled, self.nics, self._engine = create_engine(meeting, config)
         self.transport = self._settled.transport
@@ -74,7 +77,7 @@ class Buffer:
             )
         else:
             self._launcher = Launcher(self._engine, self._in_flight, self._owner)
-        self._finalizer = weakref.finalize(self, abandon, self._engine, self._in_flight, os.getpid())
+        self._finalizer = weakref.finalize(self, abandon, self._engine, self._in_flight, self._pid)
         watch_optimizers(self)
 
     # Dispatch
@@ -253,7 +256,7 @@ class Buffer:
         routing.check_combine_rows(rows, handle, self.config, self.device)
         grad_wire = self.config.grad_dtype if grad_dtype is None else grad_dtype
         attach = autograd.needs_graph(rows)
-        if attach:
+        if attach or grad_dtype is not None:
             routing.check_wire("rows", rows, "grad_dtype", grad_wire)
         with self._operation("combine", starts=True):
             launched = self._launcher.combine(rows, handle, wire_fp32=self._wire_fp32, aside=aside)
@@ -348,6 +351,9 @@ class Buffer:
         if self._closed:
             return
         self._closed = True
+        if os.getpid() != self._pid:
+            self._finalizer()
+            return
         with contextlib.suppress(RuntimeError):  # of a GPU that has broken
             self._last_stats = dict(self._engine.stats())
         try:
@@ -372,20 +378,14 @@ class Buffer:
             f"hidden {self.config.hidden}, {self.config.dispatch_dtype} dispatch, {state})"
         )
 
-    @property
-    def _pow2(self) -> bool:
-        return self.config.fp8_scale == "pow2"
-
-    @property
-    def _wire_fp32(self) -> bool:
-        return self.config.combine_wire_dtype == "fp32"
-
     def _ready(self) -> None:
+        require_own(self._pid)
         if self._closed:
             raise ClosedError("the buffer is closed")
         self.check()
 
     def _wait(self, native: Any) -> None:
+        require_own(self._pid)
         try:
             self._launcher.wait(native)
         finally:

@@ -2,7 +2,8 @@
 
 Two families, because they leave different things usable:
 
-* `InputError`, `ConfigError`: raised on the host before anything is launched. The buffer stays usable.
+* `InputError`, `ConfigError`: raised on the host before anything is launched. The buffer stays usable if all
+  ranks raised it: one that goes on alone is a call behind the others, and operations pair up by their order.
 * `CommunicationError`: an operation that involves other ranks failed. Outputs are filled with NaN, the buffer
   is broken (every later call raises the same error) and has to be closed; a new buffer may be created.
 
@@ -57,7 +58,7 @@ class MemoryBudgetError(ConfigError):
 
 
 class InputError(EpError, ValueError):
-    """An argument of a call cannot work. Nothing was launched; the buffer stays usable."""
+    """An argument of a call cannot work. Nothing was launched; the buffer stays usable (see above)."""
 
 
 class DtypeError(InputError, TypeError):

@@ -32,7 +32,12 @@ _NOTHING = ctypes.create_string_buffer(64)
 def address(tensor: Tensor | None) -> int:
     if tensor is None:
         return 0
-    return tensor.data_ptr() or ctypes.addressof(_NOTHING)
+    begin = tensor.data_ptr()
+    if begin == 0:
+        if tensor.numel() > 0:  # of inputs this is checked before
+            raise RuntimeError(f"a {type(tensor).__name__} of shape {list(tensor.shape)} has no memory")
+        return ctypes.addressof(_NOTHING)
+    return begin
 
 
 class Outputs(NamedTuple):

@@ -18,7 +18,7 @@ import torch
 from uccl_ep_train import cuda, transport, windows
 from uccl_ep_train.bootstrap import Bootstrap, decode, exchange
 from uccl_ep_train.config import EpConfig
-from uccl_ep_train.errors import CommunicationError
+from uccl_ep_train.errors import ClosedError, CommunicationError
 from uccl_ep_train.native import check_fit, load_native, native_config
 from uccl_ep_train.pending import InFlight
 from uccl_ep_train.stats import CallClock
@@ -167,6 +167,15 @@ def create_engine(bootstrap: Bootstrap, config: EpConfig) -> Created:
 # Engines of a parent process, inherited by fork: their threads do not exist here and their memory is the
 # parent's.
 _inherited: list[Any] = []
+
+
+def require_own(process_id: int) -> None:
+    """Raises ClosedError in a process that was forked from the one that made a buffer."""
+    if os.getpid() != process_id:
+        raise ClosedError(
+            f"the buffer belongs to process {process_id}, from which process {os.getpid()} was forked; its "
+            "threads do not exist here. Make one in the process that uses it"
+        )
 
 
 LEAVE_GRACE_S = 2.0

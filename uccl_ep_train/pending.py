@@ -68,6 +68,7 @@ class _Pending(Generic[Result]):
     def __init__(self, native: Any, finish: Callable[[], Result]) -> None:
         self._native = native
         self._finish: Callable[[], Result] | None = finish
+        self._lock = threading.RLock()
         self._result: Result | None = None
         self._error: Exception | None = None
 
@@ -77,22 +78,24 @@ class _Pending(Generic[Result]):
         return self._finish is None or bool(self._native.done)
 
     def wait(self) -> Result:
-        """The result, attached to the autograd graph; waits for it. A second call gives (or raises) the same.
+        """The result, attached to the autograd graph; waits for it. A second call, on any thread, gives (or
+        raises) the same.
 
         Raises the `CommunicationError` of a failed operation; its outputs then hold NaN.
         """
-        if self._error is not None:
-            raise self._error
-        if self._finish is not None:
-            try:
-                self._result = self._finish()
-            except Exception as error:
-                # Not BaseException: an interrupted wait can be taken up again.
-                self._error = error
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._finish is not None:
+                try:
+                    self._result = self._finish()
+                except Exception as error:
+                    # Not BaseException: an interrupted wait can be taken up again.
+                    self._error = error
+                    self._finish = None
+                    raise
                 self._finish = None
-                raise
-            self._finish = None
-        return self._result  # type: ignore[return-value]
+            return self._result  # type: ignore[return-value]
 
 
 class PendingDispatch(_Pending[DispatchResult]):

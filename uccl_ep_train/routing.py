@@ -238,9 +238,16 @@ def _check_tensor(name: str, tensor: Tensor, dims: int, device: torch.device) ->
         raise InputError(f"{name} is {tensor.layout}; allowed is a plain dense tensor")
     if tensor.dim() != dims:
         raise ShapeError(f"{name} has {tensor.dim()} dimensions; allowed is {dims}")
-    if not tensor.is_contiguous() or tensor.is_neg():
+    if not tensor.is_contiguous():
         raise ShapeError(
             f"{name} is not contiguous (strides {tuple(tensor.stride())}); pass {name}.contiguous()"
+        )
+    if tensor.is_neg():
+        raise InputError(f"{name} is a view with other signs than its memory; pass {name}.resolve_neg()")
+    if tensor.numel() > 0 and tensor.data_ptr() == 0:
+        raise InputError(
+            f"{name}, a {type(tensor).__name__}, has no memory of its own (it is a wrapper, freed, or fake); "
+            "allowed is a plain tensor"
         )
 
 

@@ -51,12 +51,24 @@ def with_map(**changes: Any) -> dict[str, Any]:
     return {"x": x(), **mapped(), **changes}
 
 
+def freed(tensor: Tensor) -> Tensor:
+    """As frameworks do that give activations or weights back."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def negated(rows: int, columns: int) -> Tensor:
+    return torch.zeros(rows, columns // 2, 2, dtype=FP32).neg().reshape(rows, columns)._neg_view()
+
+
 BAD_DISPATCH: dict[str, tuple[type[Exception], str, Callable[[], dict[str, Any]]]] = {
     "x fp64": (DtypeError, "x is float64", lambda: with_topk(x=x().double())),
     "x fp16": (DtypeError, "x is float16", lambda: with_topk(x=x().half())),
     "x no tensor": (DtypeError, "x is list", lambda: with_topk(x=[1.0])),
     "x fp32 as fp8": (DtypeError, "'fp8' quantises BF16 rows only", lambda: with_topk(x=x().float())),
     "x one dimension": (ShapeError, "x has 1 dimensions", lambda: with_topk(x=x()[0])),
+    "x freed": (InputError, "x, a Tensor, has no memory of its own", lambda: with_topk(x=freed(bf16(T, H)))),
+    "x negated": (InputError, r"x\.resolve_neg\(\)", lambda: with_topk(x=negated(T, H))),
     "x strided": (ShapeError, r"x\.contiguous\(\)", lambda: with_topk(x=bf16(T, 2 * H)[:, ::2])),
     "x transposed": (ShapeError, "not contiguous", lambda: with_topk(x=bf16(H, T).t())),
     "x expanded": (ShapeError, "not contiguous", lambda: with_topk(x=bf16(1, H).expand(T, H))),
@@ -146,12 +158,13 @@ BAD_COMBINE: dict[str, tuple[type[Exception], str, Callable[[Tensor], dict[str, 
     "rows too few": (ShapeError, "the handle's dispatch gave 8", lambda rows: {"rows": rows[:-1]}),
     "rows fp64": (DtypeError, "rows is float64", lambda rows: {"rows": rows.double()}),
     "rows strided": (ShapeError, "not contiguous", lambda rows: {"rows": rows.t().contiguous().t()}),
+    "rows freed": (InputError, "has no memory of its own", lambda rows: {"rows": freed(rows.clone())}),
     "rows narrow": (ShapeError, "rows has 64 columns", lambda rows: {"rows": rows[:, :64].contiguous()}),
     "handle missing": (DtypeError, "handle is NoneType", lambda rows: {"rows": rows, "handle": None}),
     "unknown gradient wire": (
         InputError,
         "grad_dtype = 'int4'",
-        lambda rows: {"rows": rows.detach().requires_grad_(), "grad_dtype": "int4"},
+        lambda rows: {"rows": rows.detach(), "grad_dtype": "int4"},
     ),
     "fp32 gradients as fp8": (
         DtypeError,

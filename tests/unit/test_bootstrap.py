@@ -152,6 +152,22 @@ def test_a_second_bootstrap_on_a_store_does_not_read_frames_of_a_first_that_brok
     assert results == [[b"new", b"new"]] * 2
 
 
+def test_ranks_that_never_meet_because_one_was_alone_before_are_told_so():
+    store = dist.HashStore()
+
+    def create(rank):
+        return StoreBootstrap(store, rank, 2, name="g", timeout_s=0.2)
+
+    alone = outcome(lambda: create(0).all_gather(b"", "x"))
+    assert isinstance(alone, ArrivalTimeout) and "Make a new group" not in str(alone)
+    errors = on_every_rank(
+        [create(0), create(1)], lambda entry: [entry.all_gather(b"", "x") for _ in range(2)]
+    )
+    assert [type(error) for error in errors] == [ArrivalTimeout] * 2
+    assert "this rank's 2. creation on the group, rank 1 its 1." in str(errors[0])
+    assert "Make a new group" in str(errors[1])
+
+
 def test_a_store_that_cannot_be_reached_is_a_transport_error():
     class Gone:
         def add(self, *_):

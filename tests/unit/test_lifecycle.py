@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -65,6 +66,30 @@ def test_operations_whose_pending_object_was_dropped_run_and_let_go_of_their_ten
         return torch.equal(last.rows, expected.rows) and len(buffer._in_flight) == 0
 
     assert on_all(buffers, drop) == [True, True]
+    close(buffers)
+
+
+def test_threads_that_wait_for_one_operation_get_one_result() -> None:
+    """Else it is on the graph twice, and this rank's backward has an operation more than the others'."""
+    buffers = create(2)
+
+    def wait_on_both(buffer: Buffer) -> int:
+        x, *routing = inputs(buffer.rank)
+        x = x.clone().requires_grad_()
+        gate = threading.Barrier(4)
+        most = 0
+
+        def wait(pending: Any) -> Any:
+            gate.wait(20)
+            return pending.wait()
+
+        with ThreadPoolExecutor(4) as pool:
+            for _ in range(100):
+                results = list(pool.map(wait, [buffer.dispatch_async(x, *routing)] * 4))
+                most = max(most, len({id(result) for result in results}))
+        return most
+
+    assert on_all(buffers, wait_on_both) == [1, 1]
     close(buffers)
 
 
@@ -271,6 +296,30 @@ def test_a_forked_child_disturbs_nobody() -> None:
             os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert all(result.rows is not None for result in on_all(buffers, dispatch))
+    close(buffers)
+
+
+def test_a_forked_child_is_told_that_a_buffer_is_not_its_own() -> None:
+    """As a data loader's workers; without a word it would wait for threads that it does not have."""
+    buffers = create(2)
+    handles = [result.handle for result in on_all(buffers, dispatch)]
+    rows = [torch.ones(handle.num_rows, H, dtype=torch.bfloat16) for handle in handles]
+    pending = [b.combine_async(*given) for b, *given in zip(buffers, rows, handles, strict=True)]
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        try:
+            signal.alarm(20)
+            combine = functools.partial(buffers[0].combine, rows[0], handles[0])
+            for call in (functools.partial(dispatch, buffers[0]), combine, pending[0].wait):
+                with pytest.raises(ClosedError, match="was forked"):
+                    call()
+                refused += 1
+            buffers[0].close()
+        finally:
+            os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert all(entry.wait().shape == (T, H) for entry in pending)
     close(buffers)
 
 
