@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from uccl_ep_train import EpConfig
-from uccl_ep_train.native import probe_transports
+from uccl_ep_train.native import built_transports, probe_transports
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = Path(__file__).with_name("doctor_rank.py")
@@ -62,8 +62,9 @@ def test_all_is_well_on_two_ranks(settings: dict[str, str]) -> None:
     report: dict[str, Any] = json.loads(text[text.index("{\n") : text.rindex("}") + 1])
     assert report["exit_status"] == 0 and len(report["ranks"]) == 2
     levels = {finding["check"]: finding["level"] for finding in report["findings"]}
-    # Cores are few here, and tests that were killed leave segments.
-    assert {check for check, level in levels.items() if level == "warning"} <= {"limits", "leftovers"}
+    # Cores are few here, tests that were killed leave segments, and a build may lack headers of a transport.
+    allowed = {"limits", "leftovers"} | ({"versions"} if len(built_transports()) < 3 else set())
+    assert {check for check, level in levels.items() if level == "warning"} <= allowed
     assert levels["dispatch"] == levels["sockets"] == levels["registration"] == "ok"
     for seen in report["facts"]["dispatch"].values():
         assert seen["wrong"] == [] and (seen["wire_bytes"] > 0) == bool(settings)
