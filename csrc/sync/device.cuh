@@ -14,6 +14,8 @@ __device__ __forceinline__ uint64_t peek_flag(const uint64_t* flag) { return ptx
 __device__ __forceinline__ void publish_flag(uint64_t* flag, uint64_t value) { ptx::store_release_system(flag, value); }
 // Several flags at once: one fence, and then stores without order.
 __device__ __forceinline__ void fence_system() { ptx::fence_acq_rel_system(); }
+// Before counters of this GPU that are added to without order: who finds them full fences at system scope.
+__device__ __forceinline__ void fence_gpu() { ptx::fence_acq_rel_gpu(); }
 __device__ __forceinline__ void store_flag(uint64_t* flag, uint64_t value) { ptx::store_relaxed_system(flag, value); }
 // Two words that validate themselves, in one transaction over PCIe; either may be seen first.
 __device__ __forceinline__ void store_words(uint64_t* to, uint64_t first, uint64_t second) {
@@ -42,10 +44,16 @@ __device__ __forceinline__ bool arrive_last(uint32_t* counter, uint32_t num_bloc
 }
 // Without order: who comes how many-th.
 __device__ __forceinline__ uint32_t take_number(uint32_t* counter) { return atomicAdd(counter, 1u); }
+__device__ __forceinline__ uint32_t take_numbers(uint32_t* counter, uint32_t count) {
+  return atomicAdd(counter, count);
+}
 
 // By one thread, which has made its own writes visible to the GPU: counts it; the count before. Nobody waits for that
 // until it is used.
-__device__ __forceinline__ uint32_t count_one(uint32_t* counter) { return ptx::add_one_release_gpu(counter); }
+__device__ __forceinline__ uint32_t count_one(uint32_t* counter) { return ptx::add_release_gpu(counter, 1); }
+__device__ __forceinline__ uint32_t count_some(uint32_t* counter, uint32_t count) {
+  return ptx::add_release_gpu(counter, count);
+}
 // By the one that counted last: it may publish what all have written, and the counter is 0 again.
 __device__ __forceinline__ void end_count(uint32_t* counter) {
   ptx::fence_acq_rel_gpu();

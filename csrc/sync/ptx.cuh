@@ -48,9 +48,9 @@ __device__ __forceinline__ uint32_t add_one_acq_rel_gpu(uint32_t* to) {
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(to) : "memory");
   return before;
 }
-__device__ __forceinline__ uint32_t add_one_release_gpu(uint32_t* to) {
+__device__ __forceinline__ uint32_t add_release_gpu(uint32_t* to, uint32_t value) {
   uint32_t before;
-  asm volatile("atom.add.release.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(to) : "memory");
+  asm volatile("atom.add.release.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(value) : "memory");
   return before;
 }
 __device__ __forceinline__ void fence_acq_rel_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }

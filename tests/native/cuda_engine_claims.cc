@@ -165,6 +165,15 @@ CLAIM("regions of more than 4 GiB give what small ones give") {
   run.rounds = 1;
   try_seeds(run);
 }
+CLAIM("rows of which the first are summed in parts have the host's bits") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 1}, {0, 0, 1, 1}})
+    for (uint32_t hidden : {2048, 3072, 3584}) {  // 2 and 3 short segments, 2 long ones
+      CudaRun run = run_of(domain_of);
+      run.hidden = hidden;
+      run.num_tokens = {70, 41};
+      try_seeds(run);
+    }
+}
 CLAIM("2 domains of 2 ranks have the host's bits in windows, FP8") {
   CudaRun run = windows_of({0, 0, 1, 1}, kBf16, kFp8);
   run.num_tokens = {128, 100, 0, 60};

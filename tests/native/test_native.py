@@ -140,7 +140,8 @@ ONE_DOMAIN = "2 ranks of a domain have the host's bits, BF16"
 # (a claim that does not hold, file of csrc/backend/cuda, what it says, what a mutant says instead)
 MUTANTS = {
     "a row is placed before it has come": (
-        TWO_DOMAINS, "place.cuh", "if (!ready) look(d, op, args, arrivals);", "return true;",
+        TWO_DOMAINS, "place.cuh", "if (!ready) look(d, op, args, arrivals);",
+        "if (!ready) look(d, op, args, arrivals), ready = true;",
     ),
     "a row is placed before its list is there": (
         ONE_DOMAIN, "plan.cuh", "good &= wait_peer(", "good &= d.at.num_ranks > 0 || wait_peer(",
@@ -154,6 +155,10 @@ MUTANTS = {
     ),
     "a sum is merged before it has come": (
         TWO_DOMAINS, "merge.cuh", "if (chunk < arrived) return true;", "return true;",
+    ),
+    "a part of a row counts as the row": (
+        "rows of which the first are summed in parts have the host's bits", "merge.cuh",
+        "parted.weight(is_part)", "parted.weight(!is_part)",
     ),
     "the warp that tells leaves before the last row": (
         TWO_DOMAINS, "fold.cuh", "read_shared(&boxes.ended) == kWarps", "read_shared(&boxes.ended) > 0",

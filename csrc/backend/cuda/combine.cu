@@ -26,6 +26,17 @@ __device__ void sum_all(const Summers& by, const Domain& d, const Work& work, ui
   }
 }
 
+// Between domains: the rows of the first chunk of each of so many streams, in multiples of `whole`, as far as there are
+// warps for them.
+template <bool kBulk>
+__device__ __forceinline__ PartedRows parted_rows(const Domain& d, const CombineArgs& args, uint32_t streams,
+                                                  uint32_t whole = 1) {
+  if constexpr (!kBulk) return {};
+  const uint32_t row_bytes = args.hidden * 2, warps = kMergeWarps<kBulk> * workers(d);
+  const uint32_t rows = (rows_per_chunk(d, row_bytes) + whole - 1) / whole * whole;
+  return {min(rows * streams, warps), segments_of(row_bytes)};
+}
+
 // By both crews: the one that folds joins the other when it has done so.
 template <bool kBulk, bool kNet, typename Row, typename Wire>
 __device__ void merge_all(const Crew& crew, bool has_folded, const Domain& d, const Op& op, const PlanView& plan,
@@ -34,21 +45,24 @@ __device__ void merge_all(const Crew& crew, bool has_folded, const Domain& d, co
   const Summers by{crew, kMergeWarps<kBulk>, has_folded};
   if constexpr (kNet) {
     if (!wait_returns_gone(crew, d)) return;
-    sum_all<kBulk, Wire, Wire>(by, d, Relay{d, op, plan, args, range}, args.hidden, ring);
+    const PartedRows parted = parted_rows<kBulk>(d, args, d.net->num_relayed);
+    sum_all<kBulk, Wire, Wire>(by, d, Relay{d, op, plan, args, range, parted}, args.hidden, ring);
   }
-  const Merge merge(d, op, plan, args, range);
+  const Merge<kNet> merge(d, op, plan, args, range);
   if (!has_folded) merge.fill_empty(crew);
   sum_all<kBulk, Wire, Row>(by, d, merge, args.hidden, ring);
   if (!has_folded) finish_merge(crew, d, op, plan, args, range);
   clock.stop();
 }
 
-__device__ void finish(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const CombineArgs& args) {
+// By a crew, when all sums are written, or (not good) after an error.
+__device__ void finish(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const CombineArgs& args,
+                       bool good) {
   if (crew.thread == 0) {
     keep(d, op, OpKind::kCombine);
     for (Taken what : {Taken::kFolded, Taken::kMerged, Taken::kRelayed}) put_back(d, what);
   }
-  if (going(crew, d)) {
+  if (good) {
     publish_to_members(crew, d, d.at.merged, op.epoch);
     return;
   }
@@ -59,7 +73,7 @@ __device__ void finish(const Crew& crew, const Domain& d, const Op& op, const Pl
 // By one warp of the block that sees to the network: our sums for other domains, in chunks, and then values. Not
 // inlined, for want of registers.
 __device__ __noinline__ void push_returns(const Domain& d, const Op& op, const PlanView& plan, const CombineArgs& args,
-                                          const MergeRange& range) {
+                                          const MergeRange& range, uint32_t parts) {
   const uint32_t row_bytes = args.hidden * dtype_bytes(args.wire), lane = threadIdx.x % kWarp;
   const Net& net = *d.net;
   for (uint32_t first = 1; first <= net.num_relayed; first += kWarp) {
@@ -72,7 +86,8 @@ __device__ __noinline__ void push_returns(const Domain& d, const Op& op, const P
              rows_per_chunk(d, row_bytes),
              row_bytes,
              net_state(d).relayed[k],
-             0};
+             0,
+             parts};
     push_chunks(d, out, [] { return true; });
   }
   if (args.signature.with_values == 0 || args.window != 0) return;
@@ -114,34 +129,38 @@ __device__ void end_returns(const Crew& crew, const Domain& d, const PlanView& p
 template <bool kBulk>
 __device__ void serve_network(const Domain& d, const Op& op, const PlanView& plan, const CombineArgs& args,
                               MergeRange& range) {
+  __shared__ uint32_t end_of_relay;
   const uint32_t warp = threadIdx.x / kWarp;
-  uint32_t* const through = &local(d).arrived[static_cast<uint32_t>(Arrival::kThrough)];
   if (warp == 0) {
     find_merge_range(Crew::of(1, 0, 1), d, plan, args, range);
+    if (threadIdx.x == 0) end_of_relay = 0;
   }
   __syncthreads();
-  if (warp == 0) relay(d, through, workers(d) + 1);  // and who waits for headers below
-  if (warp == 1 && wait_packed(d, op)) {
-    push_packets(d, op, false, false);
-    push_returns(d, op, plan, args, range);
+  if (warp == 0) relay(d, &end_of_relay);
+  if (warp == 1) {
+    if (wait_packed(d, op)) {
+      push_packets(d, op, false, false);
+      push_returns(d, op, plan, args, range, parted_rows<kBulk>(d, args, 1).parts);
+    }
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) count_through(d);
   }
   if (warp == 2) {
     const Crew crew = Crew::of(4, 2, 1);
     if (going(crew, d)) all_alike(crew, d, op.epoch);
-    if (crew.thread == 0) count_one(through);
+    if (crew.thread == 0) count_through(d);
   }
-  __syncthreads();
   constexpr uint32_t kFold = kFoldWarps<kBulk>;
   if (warp <= kFold) return;
   const Crew crew = Crew::of(3, 1 + kFold, kMergeWarps<kBulk>);
-  if (crew.thread == 0) end_count(through);
+  const bool good = wait_through(crew, d, workers(d) + 2, &end_of_relay);
+  // As at the end of a dispatch.
+  if (crew.warp() == 2 && crew.lane() == 0) tell_ended(d);
+  if (good && crew.warp() == 1) end_returns(Crew::of(4, 2 + kFold, 1), d, plan, args, range);
+  finish(crew, d, op, plan, args, good);
+  if (d.trace == nullptr) return;
   crew.sync();
-  finish(crew, d, op, plan, args);
-  if (going(crew, d)) end_returns(crew, d, plan, args, range);
-  crew.sync();
-  if (crew.thread != 0) return;
-  trace_kernel(d, TraceKind::kKernelEnd, OpKind::kCombine, op.epoch);
-  tell_ended(d);
+  if (crew.thread == 0) trace_kernel(d, TraceKind::kKernelEnd, OpKind::kCombine, op.epoch);
 }
 
 // kNet: there are several domains.
@@ -178,10 +197,16 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
     }
   }
   __syncthreads();
+  PartedRows parted;
+  if constexpr (kNet) {
+    // Whole chunks of tokens, too, since one flag tells of each.
+    parted = parted_rows<kBulk>(d, args, num_far(d), kChunkTokens);
+    parted.num_parted = min(parted.num_parted, folds.most.far_sum(d));
+  }
   if (warp == 0) {
     const Crew crew = Crew::of(1, 0, 1);
     if (blockIdx.x == 0 && going(crew, d)) tell_empty_chunks(crew, d, op, plan, args);
-    tell_folded(Fold{d, op, plan, args, folds, nullptr, 0}, boxes);
+    tell_folded(Fold<kNet>{d, op, plan, args, folds, nullptr, 0, parted}, boxes);
   } else {
     const bool is_folding = warp <= kFold;
     const Crew crew = is_folding ? Crew::of(2, 1, kFold) : Crew::of(3, 1 + kFold, kMerge);
@@ -200,7 +225,7 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
         const StepClock clock(crew, d, Step::kFold);
         // Shuffled, or the compiler works it out for every segment.
         const uint32_t units = __shfl_sync(kFullWarp, args.hidden * dtype_bytes(args.dtype) / 16, 0);
-        const Fold fold{d, op, plan, args, folds, boxes.tags + crew.warp() * kBoxes, units};
+        const Fold<kNet> fold{d, op, plan, args, folds, boxes.tags + crew.warp() * kBoxes, units, parted};
         sum_all<kBulk, Row, Wire>({crew, kFold, false}, d, fold, args.hidden, ring);
         __syncwarp();
         if (crew.lane() == 0) count_shared(&boxes.ended);
@@ -212,13 +237,13 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
   }
   __syncthreads();  // what the other crews have found counts
   if constexpr (kNet) {
-    if (threadIdx.x == 0) count_one(&local(d).arrived[static_cast<uint32_t>(Arrival::kThrough)]);
+    if (threadIdx.x == 0) count_through(d);
     return;
   }
   if (warp <= kFold) return;
   const Crew crew = Crew::of(3, 1 + kFold, kMerge);
   if (!last_block(crew, d, Arrival::kMerged, gridDim.x)) return;
-  finish(crew, d, op, plan, args);
+  finish(crew, d, op, plan, args, going(crew, d));
   if (crew.thread == 0) trace_kernel(d, TraceKind::kKernelEnd, OpKind::kCombine, op.epoch);
 }
 

@@ -217,6 +217,13 @@ __device__ inline bool wait_peer(const Domain& d, const uint64_t* flag, uint64_t
   return wait_flag(d, at<uint64_t>(d, d.rank, d.at.header_full) + peer, epoch, Step::kExchange, peer, -1, true) &&
          wait_flag(d, flag, value, step, peer, chunk);
 }
+// The same, or only a look (kLooks).
+template <bool kLooks>
+__device__ __forceinline__ bool peer_came(const Domain& d, const uint64_t* flag, uint64_t value, uint64_t epoch,
+                                          Step step, uint32_t peer, int chunk) {
+  if constexpr (kLooks) return peek_flag(flag) >= value && read_flag(flag) >= value;
+  return wait_peer(d, flag, value, epoch, step, peer, chunk);
+}
 // By one thread, for what other blocks of this kernel do: they have the deadlines.
 __device__ inline bool wait_block(const Domain& d, const uint64_t* flag, uint64_t value) {
   for (uint32_t looks = 1; peek_flag(flag) < value; ++looks)

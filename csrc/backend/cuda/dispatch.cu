@@ -170,10 +170,11 @@ __device__ void place(const Crew& crew, const Domain& d, const Op& op, const Pla
   clock.stop();
 }
 
-// By a crew, when all rows are in their slots, or after an error.
-__device__ void finish(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args) {
+// By a crew, when all rows are in their slots, or (not good) after an error.
+__device__ void finish(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args,
+                       bool good) {
   if (crew.thread == 0) put_back(d, Taken::kPlaced);
-  if (going(crew, d)) {
+  if (good) {
     publish_to_members(crew, d, d.at.read, op.epoch);
     return;
   }
@@ -212,23 +213,29 @@ __device__ void end_streams(const Crew& crew, const Domain& d, const PlanView& p
 template <PlanState kState>
 __device__ void serve_network(const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args) {
   constexpr bool kFresh = kState != PlanState::kKnown;
+  constexpr bool kPushes = kState != PlanState::kExchanged;
+  __shared__ uint32_t end_of_relay;
   const uint32_t warp = threadIdx.x / kWarp;
-  uint32_t* const through = &local(d).arrived[static_cast<uint32_t>(Arrival::kThrough)];
-  if (warp == 0) relay(d, through, workers(d));
-  if (warp == 1 && kState != PlanState::kExchanged) push_streams<kFresh>(d, op, plan, args);
+  if (threadIdx.x == 0) end_of_relay = 0;
   __syncthreads();
+  if (warp == 0) relay(d, &end_of_relay);
+  if (warp == 1 && kPushes) {
+    push_streams<kFresh>(d, op, plan, args);
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) count_through(d);
+  }
   if (warp < kFirstPlace) return;
   const Crew crew = Crew::of(3, kFirstPlace, kPlacing<true>);
-  if (crew.thread == 0) end_count(through);
+  const bool good = wait_through(crew, d, workers(d) + kPushes, &end_of_relay);
+  const bool placed = !good || has_memory<kState>(d, args);
+  if (kPushes && crew.thread == 0) keep(d, op, OpKind::kDispatch);
+  // Flags of the domain, of other domains and of the proxy by a warp each: each has a fence, which takes its time.
+  if (crew.warp() == 2 && crew.lane() == 0) tell_ended(d);
+  if (good && crew.warp() == 1) end_streams<kState>(Crew::of(4, kFirstPlace + 1, 1), d, plan, args, placed);
+  if (placed) finish(crew, d, op, plan, args, good);
+  if (d.trace == nullptr) return;
   crew.sync();
-  const bool good = going(crew, d), placed = !good || has_memory<kState>(d, args);
-  if (kState != PlanState::kExchanged && crew.thread == 0) keep(d, op, OpKind::kDispatch);
-  if (placed) finish(crew, d, op, plan, args);
-  if (good) end_streams<kState>(crew, d, plan, args, placed);
-  crew.sync();
-  if (crew.thread != 0) return;
-  trace_kernel(d, TraceKind::kKernelEnd, OpKind::kDispatch, op.epoch);
-  tell_ended(d);
+  if (crew.thread == 0) trace_kernel(d, TraceKind::kKernelEnd, OpKind::kDispatch, op.epoch);
 }
 
 // kBulk: shared memory holds the rings of the crew that places, and of the one that stages; before it places, a tile.
@@ -281,7 +288,7 @@ __global__ void __launch_bounds__(kThreads<kNet>, 1)
   }
   __syncthreads();  // what the other crews have found counts
   if constexpr (kNet) {
-    if (threadIdx.x == 0) count_one(&local(d).arrived[static_cast<uint32_t>(Arrival::kThrough)]);
+    if (threadIdx.x == 0) count_through(d);
     return;
   }
   constexpr bool kKnown = kState == PlanState::kKnown;
@@ -289,7 +296,7 @@ __global__ void __launch_bounds__(kThreads<kNet>, 1)
   const Crew crew = Crew::of(3, kFirstPlace, kPlacing<kNet>);
   if (!last_block(crew, d, Arrival::kPlaced, kKnown ? gridDim.x : args.num_blocks)) return;
   if (kKnown && crew.thread == 0) keep(d, op, OpKind::kDispatch);
-  finish(crew, d, op, plan, args);
+  finish(crew, d, op, plan, args, going(crew, d));
   if (crew.thread == 0) trace_kernel(d, TraceKind::kKernelEnd, OpKind::kDispatch, op.epoch);
 }
 

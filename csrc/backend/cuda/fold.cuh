@@ -37,8 +37,10 @@ __device__ inline void find_fold_range(const Crew& crew, const Domain& d, const 
   crew.sync();
 }
 
-// In shared memory: tags of rows that warps of the block have folded, plus 1, for the one that tells. Each warp puts
-// into its own boxes in turn.
+// In shared memory: tags of rows that warps of the block have folded, plus 1, for the one that tells; with kPart, of a
+// part of a row. Each warp puts into its own boxes in turn.
+constexpr uint32_t kPart = 1u << 31;
+static_assert(uint64_t{kMaxRanks} * (kMaxTokens / kChunkTokens) < kPart);
 constexpr uint32_t kBoxes = 16;  // more than a warp puts at once
 template <uint32_t kWarps>
 struct Boxes {
@@ -51,7 +53,9 @@ struct Boxes {
   }
 };
 
-// A sum is that of a row; those of other domains first, for their sums have the longer way to go.
+// Rows of other domains first, for their sums have the longer way to go. A sum is that of a row, or of a part (kNet:
+// there are several domains).
+template <bool kNet>
 struct Fold {
   const Domain& d;
   const Op& op;
@@ -60,13 +64,17 @@ struct Fold {
   const FoldRange& range;
   uint32_t* const boxes;  // this warp's
   const uint32_t units;  // of 16 bytes in one of the caller's rows
+  const PartedRows parted;
   mutable uint32_t put = 0;
 
   __device__ Taken taken() const { return Taken::kFolded; }
   __device__ uint32_t least() const { return 4; }
-  __device__ uint32_t end() const { return range.most.far_sum(d) + range.most.near_sum(d); }
-  __device__ Sum look_up(uint32_t n) const {
-    const uint32_t far = range.most.far_sum(d);
+  __device__ uint32_t end() const {
+    const uint32_t rows = range.most.far_sum(d) + range.most.near_sum(d);
+    return kNet ? parted.end(rows) : rows;
+  }
+  __device__ Sum look_up(uint32_t number_of_sum) const {
+    const uint32_t far = range.most.far_sum(d), n = kNet ? parted.row(number_of_sum) : number_of_sum;
     const auto [s, number] = n < far ? far_row(d, n) : near_row(d, n - far);
     const uint32_t row = range.begin[s] + number;
     if (row >= range.end[s]) return {};
@@ -80,6 +88,7 @@ struct Fold {
       sum.count = plan.row_slot[row + 1] - sum.first;
     }
     sum.tag = s * max_chunks(d) + plan.row_token[row] / kChunkTokens;
+    if constexpr (kNet) sum.part = parted.part(number_of_sum);
     sum.out = at<uint8_t>(d, holder_of(d, s), d.at.pieces) + stream_of(d, s) * d.at.piece_bytes +
               (plan.row_piece[row] - range.pieces[s]) * bytes;
     if (args.may_drop) drop(sum, bytes);
@@ -92,30 +101,38 @@ struct Fold {
     for (uint64_t i = 0; i < bytes / 16; ++i) reinterpret_cast<uint4*>(sum.out)[i] = make_uint4(0, 0, 0, 0);
     proxy_fence();
     fence_system();
-    if (!count(sum.tag)) return;
+    if (count(sum.tag, sum.part > 0) != parts_of(sum.tag)) return;
     fence_system();
     finish(sum.tag);
   }
   __device__ uint32_t slot(uint32_t k) const { return plan.compact_width > 0 ? k : plan.slots[k]; }
   __device__ uint32_t place(const Sum&, uint32_t k) const { return slot(k) * units; }
   __device__ const uint8_t* base() const { return args.rows; }
-  __device__ bool wait(uint32_t) const { return true; }
+  static constexpr bool kSumsFirst = false, kSplits = kNet, kRehearses = false;
+  template <bool kLooks>
+  __device__ bool came(uint32_t) const {
+    return true;
+  }
   __device__ bool at_once(uint32_t tag) const { return !in_domain(d, tag / max_chunks(d)); }
   __device__ bool tells() const { return true; }
-  __device__ void tell(uint32_t lane, uint32_t count, uint32_t tag) const {
+  __device__ void tell(uint32_t lane, uint32_t count, uint32_t tag, bool is_part) const {
+    const uint32_t told = tag + 1 | (kNet && is_part ? kPart : 0);
     if (lane < count)
-      for (uint32_t looks = 1; !put_shared(boxes + (put + lane) % kBoxes, tag + 1); ++looks)
+      for (uint32_t looks = 1; !put_shared(boxes + (put + lane) % kBoxes, told); ++looks)
         if (looks % 64 == 0 && stopped(d)) break;  // nobody may be left to empty it
     put += count;
     __syncwarp();
   }
-  // A piece of a chunk is in its source's memory. By one thread, after a fence; true: it was the last, and after
-  // another fence finish() follows.
-  __device__ bool count(uint32_t tag) const {
+  // A piece of a chunk, or a part of one, is in its source's memory. By one thread, after a fence: how many parts are.
+  // After all parts_of(tag), and another fence, finish() follows.
+  __device__ uint32_t count(uint32_t tag, bool is_part) const {
+    const uint32_t weight = kNet ? parted.weight(is_part) : 1;
+    return take_numbers(at<uint32_t>(d, d.rank, d.at.chunk_counts) + tag, weight) + weight;
+  }
+  __device__ uint32_t parts_of(uint32_t tag) const {
     const uint32_t s = tag / max_chunks(d), chunk = tag % max_chunks(d);
     const uint32_t* const rows_before = plan.chunk_rows + s * (plan.num_chunks + 1) + chunk;
-    const uint32_t before = take_number(at<uint32_t>(d, d.rank, d.at.chunk_counts) + tag);
-    return before + 1 == rows_before[1] - rows_before[0];
+    return (rows_before[1] - rows_before[0]) * (kNet ? parted.parts : 1);
   }
   __device__ void finish(uint32_t tag) const {
     const uint32_t s = tag / max_chunks(d);
@@ -126,8 +143,8 @@ struct Fold {
 
 // By one warp: tells the sources of chunks whose last row has been folded. Those that fold do not wait for its fences,
 // which take their time while the link is full of rows.
-template <uint32_t kWarps>
-__device__ inline void tell_folded(const Fold& fold, Boxes<kWarps>& boxes) {
+template <bool kNet, uint32_t kWarps>
+__device__ inline void tell_folded(const Fold<kNet>& fold, Boxes<kWarps>& boxes) {
   constexpr uint32_t kEach = (kWarps * kBoxes + kWarp - 1) / kWarp;
   const uint32_t lane = threadIdx.x % kWarp;
   for (uint32_t looks = 1;; ++looks) {
@@ -144,11 +161,18 @@ __device__ inline void tell_folded(const Fold& fold, Boxes<kWarps>& boxes) {
       __nanosleep(50);
       continue;
     }
-    fence_system();
-    uint32_t complete = 0;
+    fence_gpu();
+    // All on their way before the first is looked at: each takes its time.
+    uint32_t counted[kEach], wanted[kEach], complete = 0;
 #pragma unroll
-    for (uint32_t u = 0; u < kEach; ++u)
-      if (found[u] != 0 && fold.count(found[u] - 1)) complete |= 1u << u;
+    for (uint32_t u = 0; u < kEach; ++u) {
+      const bool is_part = (found[u] & kPart) != 0;
+      found[u] &= ~kPart;
+      counted[u] = found[u] != 0 ? fold.count(found[u] - 1, is_part) : 0;
+      wanted[u] = found[u] != 0 ? fold.parts_of(found[u] - 1) : 1;
+    }
+#pragma unroll
+    for (uint32_t u = 0; u < kEach; ++u) complete |= (counted[u] == wanted[u]) << u;
     if (complete == 0) continue;
     fence_system();
 #pragma unroll

@@ -61,26 +61,28 @@ __device__ __forceinline__ uint32_t rail_of(const Domain& d, uint32_t domain) {
   const uint32_t first = d.first_of[domain], size = d.first_of[domain + 1] - first;
   return first + (d.rank - d.first) % size;
 }
-// By a warp: the pieces of a chunk of tokens of a stream have arrived, a rank a lane.
-__device__ __forceinline__ bool wait_pieces(const Domain& d, const Op& op, uint32_t stream, uint32_t chunk) {
+// By a warp: the pieces of a chunk of tokens of a stream have arrived, a rank a lane. Waits for them, or only looks.
+template <bool kLooks>
+__device__ __forceinline__ bool pieces_came(const Domain& d, const Op& op, uint32_t stream, uint32_t chunk) {
   bool good = true;
   for (uint32_t r = d.first + threadIdx.x % kWarp; r < d.end; r += kWarp)
-    good &= wait_peer(d, folded(d, d.rank, stream, r) + chunk, op.epoch, op.epoch, Step::kMerge, r,
-                      static_cast<int>(chunk));
+    good &= peer_came<kLooks>(d, folded(d, d.rank, stream, r) + chunk, op.epoch, op.epoch, Step::kMerge, r,
+                              static_cast<int>(chunk));
   return __all_sync(kFullWarp, good);
 }
 
-// By a warp: the sums of other domains for a chunk of our tokens have arrived, a domain a lane.
-__device__ __forceinline__ bool wait_returned(const Domain& d, const PlanView& plan, const MergeRange& range,
-                                              uint64_t epoch, uint32_t row_bytes, uint32_t chunk) {
+// By a warp: the sums of other domains for a chunk of our tokens have arrived, a domain a lane. As above.
+template <bool kLooks>
+__device__ __forceinline__ bool returns_came(const Domain& d, const PlanView& plan, const MergeRange& range,
+                                             uint64_t epoch, uint32_t row_bytes, uint32_t chunk) {
   bool good = true;
   for (uint32_t to = threadIdx.x % kWarp; to < d.at.num_domains; to += kWarp) {
     if (to == own_domain(d)) continue;
     const uint32_t rows_until = plan.sent_chunks[to * (plan.num_chunks + 1) + chunk + 1];
     const uint32_t chunks = part_of(d, range.returned_rows[to], rows_until, row_bytes).chunks;
     if (chunks > 0)
-      good &= wait_peer(d, net_state(d).returns_there + to, range.returned_chunks[to] + chunks, epoch, Step::kMerge,
-                        rail_of(d, to), static_cast<int>(chunks - 1));
+      good &= peer_came<kLooks>(d, net_state(d).returns_there + to, range.returned_chunks[to] + chunks, epoch,
+                                Step::kMerge, rail_of(d, to), static_cast<int>(chunks - 1));
   }
   return __all_sync(kFullWarp, good);
 }
@@ -92,7 +94,8 @@ __device__ __forceinline__ uint32_t returned_place(const Domain& d, const MergeR
   return (d.net->to[to].returns + ring_offset(d, range.returned_slot[to], d.at.return_slots, row, row_bytes)) / 16;
 }
 
-// Our tokens of a window, as sums of the pieces that come back, and of other domains' sums.
+// Our tokens of a window, as sums of the pieces that come back, and (kNet) of other domains' sums.
+template <bool kNet>
 struct Merge {
   const Domain& d;
   const Op& op;
@@ -118,17 +121,19 @@ struct Merge {
     return sum;
   }
   __device__ uint32_t place(const Sum&, uint32_t k) const {
-    if (d.net == nullptr) return (d.at.pieces + uint64_t{k - range.pieces} * row_bytes()) / 16;
+    if constexpr (!kNet) return (d.at.pieces + uint64_t{k - range.pieces} * row_bytes()) / 16;
     const uint32_t addend = plan.addends[k];
     if ((addend & kReturned) == 0) return (d.at.pieces + uint64_t{addend - range.pieces} * row_bytes()) / 16;
     return returned_place(d, range, addend, row_bytes());
   }
   __device__ const uint8_t* base() const { return d.base[d.rank]; }
   // By a warp: what the chunk's tokens need has arrived.
-  __device__ bool wait(uint32_t chunk) const {
+  static constexpr bool kSumsFirst = kNet, kSplits = false, kRehearses = false;
+  template <bool kLooks>
+  __device__ bool came(uint32_t chunk) const {
     if (chunk < arrived) return true;
-    bool good = wait_pieces(d, op, 0, chunk) &&
-                (d.net == nullptr || wait_returned(d, plan, range, op.epoch, row_bytes(), chunk));
+    bool good = pieces_came<kLooks>(d, op, 0, chunk) &&
+                (!kNet || returns_came<kLooks>(d, plan, range, op.epoch, row_bytes(), chunk));
     __syncwarp();  // orders what the lanes have read before the loads that one of them issues
     proxy_fence();
     if (good) arrived = chunk + 1;
@@ -136,7 +141,7 @@ struct Merge {
   }
   __device__ bool at_once(uint32_t) const { return false; }
   __device__ bool tells() const { return false; }
-  __device__ void tell(uint32_t, uint32_t, uint32_t) const {}
+  __device__ void tell(uint32_t, uint32_t, uint32_t, bool) const {}
 
   // By crews of all blocks: tokens that no expert got.
   __device__ void fill_empty(const Crew& crew) const {
@@ -158,6 +163,7 @@ struct Relay {
   const PlanView& plan;
   const CombineArgs& args;
   const MergeRange& range;
+  const PartedRows parted;
   mutable uint32_t arrived = 0xFFFFFFFFu;  // a stream and chunk that has
 
   // A tag: chunk of the ring, stream, chunk of tokens.
@@ -167,15 +173,17 @@ struct Relay {
   __device__ uint32_t row_bytes() const { return args.hidden * dtype_bytes(args.wire); }
   __device__ Taken taken() const { return Taken::kRelayed; }
   __device__ uint32_t least() const { return 4; }
-  __device__ uint32_t end() const { return range.most * d.net->num_relayed; }
-  __device__ Sum look_up(uint32_t n) const {
-    const uint32_t k = 1 + n % d.net->num_relayed, r = n / d.net->num_relayed, row = range.first_row[k] + r;
+  __device__ uint32_t end() const { return parted.end(range.most * d.net->num_relayed); }
+  __device__ Sum look_up(uint32_t number) const {
+    const uint32_t n = parted.row(number), k = 1 + n % d.net->num_relayed, r = n / d.net->num_relayed,
+                   row = range.first_row[k] + r;
     if (row >= range.end_row[k]) return {};
     const uint32_t* const pieces = plan.relayed_piece + plan.relayed_begin[k] + row;
     Sum sum;
     sum.first = pieces[0];
     sum.count = pieces[1] - pieces[0];
     sum.tag = (r / rows_per_chunk(d, row_bytes()) << kStreamBits | k) << kChunkBits | chunk_of(k, row);
+    sum.part = parted.part(number);
     sum.out = at<uint8_t>(d, d.rank, d.net->relayed[k].returns) +
               ring_offset(d, range.relayed_slot[k], d.at.return_slots, r, row_bytes());
     return sum;
@@ -199,10 +207,14 @@ struct Relay {
     return (d.at.pieces + k * d.at.piece_bytes + uint64_t{j - range.relayed_pieces[k]} * row_bytes()) / 16;
   }
   __device__ const uint8_t* base() const { return d.base[d.rank]; }
-  __device__ bool wait(uint32_t tag) const {
+  static constexpr bool kSumsFirst = true, kSplits = true, kRehearses = true;
+  // A warp that waits for its first pieces fetches the code of a sum meanwhile, which takes as long as ten sums.
+  __device__ Sum rehearsal() const { return {1, 0, kRehearsal, 1, nullptr}; }
+  template <bool kLooks>
+  __device__ bool came(uint32_t tag) const {
     const uint32_t which = tag & (1u << kChunkBits + kStreamBits) - 1;
-    if (which == arrived) return true;
-    const bool good = wait_pieces(d, op, which >> kChunkBits, which & (1u << kChunkBits) - 1);
+    if (which == arrived || tag == kRehearsal) return true;
+    const bool good = pieces_came<kLooks>(d, op, which >> kChunkBits, which & (1u << kChunkBits) - 1);
     __syncwarp();  // as in Merge
     proxy_fence();
     if (good) arrived = which;
@@ -210,10 +222,11 @@ struct Relay {
   }
   __device__ bool at_once(uint32_t) const { return true; }
   __device__ bool tells() const { return true; }
-  // Rows of a chunk are in the ring; who pushes the chunk looks at the count.
-  __device__ void tell(uint32_t lane, uint32_t count, uint32_t tag) const {
+  // Rows of a chunk, or parts, are in the ring; who pushes the chunk looks at the count.
+  __device__ void tell(uint32_t lane, uint32_t count, uint32_t tag, bool is_part) const {
     const uint32_t k = tag >> kChunkBits & (1u << kStreamBits) - 1, chunk = tag >> kChunkBits + kStreamBits;
-    if (lane < count) count_one(at<uint32_t>(d, d.rank, d.at.relayed_counts) + k * d.at.return_slots + chunk);
+    if (lane < count)
+      count_some(at<uint32_t>(d, d.rank, d.at.relayed_counts) + k * d.at.return_slots + chunk, parted.weight(is_part));
   }
 };
 

@@ -32,12 +32,12 @@ __device__ __forceinline__ StreamPart part_of(const Domain& d, uint32_t first, u
 }
 
 // ---- the relay ------------------------------------------------------------------------------------------------------
-// By one warp, until so many others of the kernel are through: all that wait for flags.
-__device__ inline void relay(const Domain& d, const uint32_t* arrived, uint32_t others) {
+// By one warp, until nobody of the kernel waits for flags any more: `end` is a word of shared memory.
+__device__ inline void relay(const Domain& d, uint32_t* end) {
   const uint32_t lane = threadIdx.x % kWarp, num_polled = d.net->num_polled;
   // A look across PCIe takes microseconds: it is an acquire at once, and where a lane's first word lies is kept.
   const Net::Polled own = lane < num_polled ? d.net->polled[lane] : Net::Polled{};
-  while (!__all_sync(kFullWarp, peek_counter(arrived) >= others)) {
+  while (__any_sync(kFullWarp, read_shared(end) == 0)) {
     for (uint32_t i = lane; i < num_polled; i += kWarp) {
       const Net::Polled polled = i == lane ? own : d.net->polled[i];
       const uint64_t value = read_flag(polled.word);
@@ -53,10 +53,11 @@ __device__ inline void relay(const Domain& d, const uint32_t* arrived, uint32_t 
 // A channel whose chunks become complete one after the other, as a lane sees it.
 struct Outgoing {
   uint32_t channel = 0;
-  uint32_t* counts = nullptr;  // by chunk: rows that are there
+  uint32_t* counts = nullptr;  // by chunk: parts of rows that are there
   uint32_t rows = 0, per_chunk = 1, row_bytes = 0;
   uint64_t serial = 0;  // of the next chunk
   uint32_t chunk = 0;
+  uint32_t parts = 1;  // of a row, as they are counted
 
   // Rows of the `i`-th chunk from here; 0: there is none.
   __device__ __forceinline__ uint32_t rows_in(uint32_t i) const {
@@ -106,7 +107,7 @@ __device__ __forceinline__ void push_chunks(const Domain& d, Outgoing out, Besid
     uint32_t complete = 0;
 #pragma unroll
     for (uint32_t i = 0; i < kAhead; ++i) {
-      if (complete != i || counted[i] == 0 || counted[i] != out.rows_in(i)) continue;
+      if (complete != i || counted[i] == 0 || counted[i] != out.rows_in(i) * out.parts) continue;
       out.counts[out.chunk + i] = 0;
       ++complete;
     }
@@ -165,6 +166,22 @@ __device__ inline bool wait_returns_gone(const Crew& crew, const Domain& d) {
 }
 
 // ---- the end of a kernel --------------------------------------------------------------------------------------------
+// By a crew of the block that sees to the network: `others` of the kernel are through, and the relay may end. A look of
+// the relay's takes microseconds, so nobody waits for its last one. Each of the others has deadlines. False: an error
+// is known.
+__device__ inline bool wait_through(const Crew& crew, const Domain& d, uint32_t others, uint32_t* end_of_relay) {
+  if (crew.thread == 0) {
+    uint32_t* const through = &local(d).arrived[static_cast<uint32_t>(Arrival::kThrough)];
+    while (peek_counter(through) < others) __nanosleep(50);
+    end_count(through);
+    count_shared(end_of_relay);
+  }
+  return going(crew, d);
+}
+// By one thread: it is through, with what its warp has done.
+__device__ __forceinline__ void count_through(const Domain& d) {
+  count_one(&local(d).arrived[static_cast<uint32_t>(Arrival::kThrough)]);
+}
 // By one thread: the proxy may sleep, unless more has been launched.
 __device__ inline void tell_ended(const Domain& d) { publish_flag(d.net->ended, ++net_state(d).ended); }
 

@@ -124,13 +124,19 @@ struct RowBatch {
   __device__ __forceinline__ void look(const Domain& d, const Op& op, const PlaceArgs& args, const Arrivals& arrivals) {
     if (count > 0) ready = read_flag(flag(d)) >= wanted(d, op, args, arrivals);
   }
-  // By the warp: row `i` has been staged. What else has arrived meanwhile is noted, too.
-  __device__ __forceinline__ bool wait(const Domain& d, const Op& op, const PlaceArgs& args, const Arrivals& arrivals,
-                                       uint32_t i, uint32_t lane) {
+  // By the warp: whether row `i` has been staged, or has arrived. What else has meanwhile is noted, too.
+  __device__ __forceinline__ bool is_there(const Domain& d, const Op& op, const PlaceArgs& args,
+                                           const Arrivals& arrivals, uint32_t i) {
     if (__shfl_sync(kFullWarp, ready, i)) return true;
     if (!ready) look(d, op, args, arrivals);
+    return __shfl_sync(kFullWarp, ready, i);
+  }
+  // By the warp: waits until it has. False: an error is known.
+  __device__ __forceinline__ bool wait(const Domain& d, const Op& op, const PlaceArgs& args, const Arrivals& arrivals,
+                                       uint32_t i, uint32_t lane) {
+    if (is_there(d, op, args, arrivals, i)) return true;
     bool good = true;
-    if (lane == i && !ready) {
+    if (lane == i) {
       good = wait_peer(d, flag(d), wanted(d, op, args, arrivals), op.epoch, Step::kPlace, source,
                        static_cast<int>(chunk(d, args)));
       ready = true;
@@ -298,6 +304,8 @@ __device__ void place_rows_bulk(const Crew& crew, const Domain& d, const Op& op,
         continue;
       }
       const uint32_t i = __ffs(left) - 1;
+      // What is here is placed before the warp waits for what is not.
+      if (under_way > 0 && !batch.is_there(d, op, args, arrivals, i)) break;
       left &= left - 1;
       Row row{__shfl_sync(kFullWarp, batch.first, i), __shfl_sync(kFullWarp, batch.count, i),
               __shfl_sync(kFullWarp, batch.row, i)};

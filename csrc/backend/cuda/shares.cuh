@@ -39,7 +39,8 @@ struct MostRows {
 };
 
 // Numbers 0 .. end in the order in which they are wanted. Three quarters are dealt out to the warps of a kernel, number
-// by number; the rest is taken, a few at a time, by whoever is through: how long a number takes differs.
+// by number; the rest is taken by whoever is through: how long a number takes differs. A few at a time, and the last
+// ones one by one, so that no warp still has several when the others have none.
 enum class Taken : uint32_t { kPlaced, kFolded, kMerged, kRelayed };
 class Shares {
  public:
@@ -49,7 +50,9 @@ class Shares {
       : end_(end),
         dealt_(end / warps < least ? end : dealt_to_each(end, warps) * warps),
         step_(warps),
-        few_(min(max(end / warps / 16, 1), 4)),
+        log_few_(end / warps < 32   ? 0
+                 : end / warps < 64 ? 1
+                                    : 2),
         counter_(&local(d).taken[static_cast<uint32_t>(what)]),
         next_(first) {
     take();
@@ -67,10 +70,13 @@ class Shares {
       next_ += kWarp * step_;
       return true;
     }
-    const uint32_t first = dealt_ + few_ * __shfl_sync(kFullWarp, taken_, 0);
+    // The last two of each warp one by one. Worked out here, for want of registers.
+    const uint32_t rest = end_ - dealt_, fews = rest > 2 * step_ ? (rest - 2 * step_) >> log_few_ : 0;
+    const uint32_t turn = __shfl_sync(kFullWarp, taken_, 0), earlier = min(turn, fews);
+    const uint32_t first = dealt_ + (earlier << log_few_) + (turn - earlier);
     if (first >= end_) return false;
     take();
-    number = lane < few_ ? min(first + lane, end_) : end_;
+    number = lane < (turn < fews ? 1u << log_few_ : 1) ? first + lane : end_;
     return true;
   }
 
@@ -79,7 +85,7 @@ class Shares {
   __device__ __forceinline__ void take() {
     if (dealt_ < end_ && threadIdx.x % kWarp == 0) taken_ = take_number(counter_);
   }
-  const uint32_t end_, dealt_, step_, few_;
+  const uint32_t end_, dealt_, step_, log_few_;
   uint32_t* const counter_;
   uint32_t next_, taken_ = 0;
 };

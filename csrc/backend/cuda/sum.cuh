@@ -41,15 +41,19 @@ __device__ __forceinline__ void put_values(const float (&sum)[8], float* to) {
                                                    canonical(sum[4 * v + 2]), canonical(sum[4 * v + 3]));
 }
 
+constexpr uint32_t kRehearsal = 0xFFFFFFFFu;  // a tag
+
 // A sum, as the lane sees it that looked it up.
 struct Sum {
   uint32_t count = 0;   // addends; 0: there is none
   uint32_t first = 0;   // Work::place(sum, first + i) is the i-th
   uint32_t tag = 0;     // for Work
-  uint8_t* out = nullptr;
+  uint32_t part = 0;    // 0: of all of the row; else of its part-th segment only
+  uint8_t* out = nullptr;  // the row's
 
   __device__ __forceinline__ Sum of(uint32_t lane) const {
     return {__shfl_sync(kFullWarp, count, lane), __shfl_sync(kFullWarp, first, lane), __shfl_sync(kFullWarp, tag, lane),
+            __shfl_sync(kFullWarp, part, lane),
             reinterpret_cast<uint8_t*>(__shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(out), lane))};
   }
 };
@@ -60,10 +64,16 @@ struct Sum {
 //   Sum look_up(n)             once, by one lane; count 0: there is nothing to sum
 //   uint32_t place(sum, k)     where addend k lies, in units of 16 bytes from base()
 //   const uint8_t* base()
-//   bool wait(tag)             by the warp: the addends have arrived; false: an error is known
+//   bool kSumsFirst            what is here is summed and told before a warp waits for the next sum's addends; costs
+//                              instructions of every step
+//   bool came<kLooks>(tag)     by the warp: they are; waits for it, or only looks. False of one that waits: an error is
+//                              known
+//   bool kRehearses            the first sum is rehearsal(), of anything and for nobody
+//   bool kSplits               some sums are of a segment
 //   bool at_once(tag)          a row is told when it is written: somebody far away waits for it
 //   bool tells()               tell() is to be called
-//   void tell(lane, count, tag) by the warp: so many sums are written, a lane each; after an error nobody is told
+//   void tell(lane, count, tag, is_part) by the warp: so many sums are written, a lane each; after an error nobody is
+//                              told
 // Who sums: all warps of a crew, or warps that join those.
 struct Summers {
   const Crew& crew;
@@ -97,13 +107,28 @@ struct Turns {
   }
 };
 
+// Numbers of rows, the first of them in parts, which warps work on side by side: somebody far away waits for the first
+// chunk of rows, and a row takes a warp ten microseconds.
+struct PartedRows {
+  uint32_t num_parted = 0, parts = 1;  // segments of a row
+
+  __device__ __forceinline__ uint32_t end(uint32_t rows) const { return rows + min(num_parted, rows) * (parts - 1); }
+  __device__ __forceinline__ bool is_part(uint32_t n) const { return n < num_parted * parts; }
+  __device__ __forceinline__ uint32_t row(uint32_t n) const {
+    return is_part(n) ? n / parts : n - num_parted * (parts - 1);
+  }
+  __device__ __forceinline__ uint32_t part(uint32_t n) const { return is_part(n) ? n % parts + 1 : 0; }
+  // Parts that a sum stands for where they are counted.
+  __device__ __forceinline__ uint32_t weight(bool is_part) const { return is_part ? 1 : parts; }
+};
+
 // Plain loads: for every architecture and every dtype.
 template <typename In, typename Out, typename Work>
 __device__ void sum_rows(const Summers& by, const Domain& d, const Work& work, uint32_t hidden) {
   const Crew& crew = by.crew;
   Turns<Work> turns(d, work, by);
   for (Sum sum = turns.next(); sum.count > 0; sum = turns.next()) {
-    if (!work.wait(sum.tag)) return;
+    if (!work.template came<false>(sum.tag)) return;
     for (uint32_t i = crew.lane() * 8; i < hidden; i += kWarp * 8) {
       float total[8] = {};
       for (uint32_t k = 0; k < sum.count; ++k)
@@ -112,7 +137,7 @@ __device__ void sum_rows(const Summers& by, const Domain& d, const Work& work, u
     }
     if (!work.tells()) continue;
     __syncwarp();
-    work.tell(crew.lane(), 1, sum.tag);
+    work.tell(crew.lane(), 1, sum.tag, false);
   }
 }
 
@@ -129,6 +154,10 @@ constexpr uint32_t kStoreSteps = 10;  // after which a step's stores are complet
 
 // Rows go in whole segments of 7 or of 4 vectors; the last may be cut.
 __host__ __device__ constexpr bool long_segments(uint32_t row_bytes) { return row_bytes % (7 * kWarp * 16) == 0; }
+__device__ __forceinline__ uint32_t segments_of(uint32_t row_bytes) {
+  const uint32_t segment = (long_segments(row_bytes) ? 7 : 4) * kWarp * 16;
+  return (row_bytes + segment - 1) / segment;
+}
 
 // Sums as BF16. NaN, of which the conversion makes 0x7FFF, is looked for once: it is the largest signed half.
 template <uint32_t kVectors>
@@ -178,12 +207,14 @@ struct BulkSums {
   // Where the loads are.
   Turns<Work> ahead;
   Sum load, pending;                   // the sum that is loaded, and the next one
-  uint32_t load_place, pending_place;  // lane i: where addend i lies
+  uint32_t load_place, pending_place = 0;  // lane i: where addend i lies
   uint32_t load_at = 0, load_addend = 0, load_slot;
   // Sums whose loads have begun, by their number: lane n % 32 has the n-th. Of more than the ring holds none is asked
   // for.
   Sum begun;
   uint32_t num_begun = 0;
+  uint32_t num_loads = 0;  // that have begun
+  bool is_here = false;    // all that `load` needs
   bool good;
 
   __device__ BulkSums(const Summers& by, const Domain& domain, const Work& w, uint32_t bytes, RingState& s)
@@ -198,12 +229,21 @@ struct BulkSums {
         ahead(domain, w, by),
         load_slot(s.slot),
         good(__all_sync(kFullWarp, !stopped(domain))) {
-    look_ahead();
+    if constexpr (Work::kRehearses)
+      pending = work.rehearsal();
+    else
+      look_ahead();
     next_load();
   }
   // Bytes of the segment that begins at `at`.
   __device__ __forceinline__ uint32_t part(uint32_t at) const {
     return kVectors == kMostVectors ? kSegment : min(kSegment, row_bytes - at);
+  }
+  __device__ __forceinline__ uint32_t begin_of(const Sum& sum) const {
+    return Work::kSplits && sum.part > 0 ? (sum.part - 1) * kSegment : 0;
+  }
+  __device__ __forceinline__ uint32_t end_of(const Sum& sum) const {
+    return Work::kSplits && sum.part > 0 ? min(sum.part * kSegment, row_bytes) : row_bytes;
   }
   __device__ __forceinline__ void look_ahead() {
     pending = ahead.next();
@@ -212,56 +252,79 @@ struct BulkSums {
   __device__ __forceinline__ void next_load() {
     load = pending;
     load_place = pending_place;
-    load_at = load_addend = 0;
+    load_at = begin_of(load);
+    load_addend = 0;
     if (load.count == 0) return;
     if (lane == num_begun % kWarp) begun = load;
     ++num_begun;
     look_ahead();
-    good = good && work.wait(load.tag);
+    if constexpr (Work::kSumsFirst)
+      is_here = false;
+    else
+      good = good && work.template came<false>(load.tag);
     if (!good) load.count = 0;
   }
-  // A group of stores a step, most of them empty, so that steps are what is counted.
-  __device__ __forceinline__ void load_segment() {
-    if (load.count == 0) {
+  // When all that is here has been summed and told, and not before: a warp may wait for what is not.
+  __device__ __forceinline__ void wait_for_load() {
+    if (is_here || load.count == 0) return;
+    is_here = good = work.template came<false>(load.tag);
+    if (!good) load.count = 0;
+  }
+  // After `summed` steps: keeps the ring filled. A group of stores a step, most of them empty, so that steps are what
+  // is counted.
+  __device__ __forceinline__ void load_ahead(uint32_t summed) {
+    if constexpr (Work::kSumsFirst) {
       if (ptx::elect()) commit_stores();
-      return;
+      while (load.count != 0 && num_loads - summed < kRing - kLag && (is_here || work.template came<true>(load.tag))) {
+        is_here = true;
+        load_segment<false>();
+      }
+    } else if (load.count != 0) {
+      load_segment<true>();
+    } else if (ptx::elect()) {
+      commit_stores();
     }
+  }
+  template <bool kCommits>
+  __device__ __forceinline__ void load_segment() {
     uint32_t place = __shfl_sync(kFullWarp, load_place, load_addend % kWarp);
     if (load_addend >= kWarp) place = work.place(load, load.first + load_addend);
     if (ptx::elect()) {
-      commit_stores();
+      if (kCommits) commit_stores();
       wait_stores_read<kLag>();
       load_bulk(ring + load_slot * kSegment, work.base() + uint64_t{place} * 16 + load_at, part(load_at),
                 full + load_slot * 8);
     }
     load_slot = load_slot + 1 == kRing ? 0 : load_slot + 1;
+    ++num_loads;
     if (++load_addend < load.count) return;
     load_addend = 0;
     load_at += kSegment;
-    if (load_at >= row_bytes) next_load();
+    if (load_at >= end_of(load)) next_load();
   }
 
   __device__ void run() {
-    for (uint32_t i = 0; i < kRing - kLag; ++i) load_segment();
+    if constexpr (!Work::kSumsFirst)
+      for (uint32_t i = 0; i < kRing - kLag; ++i) load_ahead(0);
     uint32_t summed = 0, slot = state.slot, parity = state.parity;
     // Rows that are written and not told, a lane each: those that wait for their stores, and later ones. A warp looks
     // again when it has another row: it waits for stores at the end only.
     uint32_t waiting = 0, waiting_tag = 0, waits_since = 0, later = 0, later_tag = 0;
-    const auto tell_rows = [&](uint32_t count, uint32_t tag) {
+    const auto tell_rows = [&](uint32_t count, uint32_t tag, bool is_part) {
       if (count == 0) return;
       __syncwarp();
       proxy_fence();  // what bulk stores wrote is published by ordinary ones
-      work.tell(lane, count, tag);
+      work.tell(lane, count, tag, is_part);
     };
-    const auto row_written = [&](uint32_t tag) {
+    const auto row_written = [&](uint32_t tag, bool is_part) {
       if (work.at_once(tag)) {
         if (ptx::elect()) wait_stores<0>();
-        tell_rows(1, tag);
+        tell_rows(1, tag, is_part);
         return;
       }
       if (waiting > 0 && summed - waits_since >= kStoreSteps) {
         if (ptx::elect()) wait_stores<kStoreSteps>();
-        tell_rows(waiting, waiting_tag);
+        tell_rows(waiting, waiting_tag, false);
         waiting = 0;
       }
       if (lane == later) later_tag = tag;
@@ -272,12 +335,16 @@ struct BulkSums {
       later = 0;
     };
     for (uint32_t n = 0; n < num_begun; ++n) {
+      if (Work::kSumsFirst && num_loads == summed) {
+        wait_for_load();
+        load_ahead(summed);
+      }
       if (!good && n + 1 == num_begun) {  // an error is known: nothing of this sum has been loaded
         if (ptx::elect()) wait_stores<0>();
         return;
       }
       const Sum now = begun.of(n % kWarp);
-      for (uint32_t begin = 0; begin < row_bytes; begin += kSegment) {
+      for (uint32_t begin = begin_of(now), end = end_of(now); begin < end; begin += kSegment) {
         float sum[kVectors][8] = {};
         for (uint32_t left = now.count; left > 0;) {
           const uint32_t from = ring + slot * kSegment + lane * 16;
@@ -295,22 +362,24 @@ struct BulkSums {
             for (uint32_t v = 0; v < kVectors; ++v) store_shared(from + v * kWarp * 16, packed[v]);
             fence_shared();
             __syncwarp();
-            if (ptx::elect()) store_bulk(now.out + begin, ring + slot * kSegment, part(begin));
+            if (ptx::elect() && (!Work::kRehearses || now.tag != kRehearsal))
+              store_bulk(now.out + begin, ring + slot * kSegment, part(begin));
           }
           slot = slot + 1 == kRing ? 0 : slot + 1;
           parity ^= slot == 0;
           __syncwarp();
-          load_segment();
+          load_ahead(summed);
         }
       }
-      if (work.tells()) row_written(now.tag);
+      if (work.tells() && (!Work::kRehearses || now.tag != kRehearsal))
+        row_written(now.tag, Work::kSplits && now.part > 0);
     }
     if (ptx::elect()) wait_stores<0>();
     __syncwarp();
     state.slot = slot;
     state.parity = parity;
-    tell_rows(waiting, waiting_tag);
-    tell_rows(later, later_tag);
+    tell_rows(waiting, waiting_tag, false);
+    tell_rows(later, later_tag, false);
   }
 };
 

@@ -254,7 +254,10 @@ void CudaCopies::mark(Lane& lane) {
 bool CudaCopies::done(uint64_t ticket) {
   Lane& lane = lanes_[ticket % kLanes];
   const uint64_t number = ticket / kLanes;
-  if (lane.marked < number) hand_over(lane);
+  if (lane.marked < number) {
+    flush();
+    if (lane.marked < number) return false;
+  }
   if (lane.over < number && lane.error != nullptr) std::rethrow_exception(lane.error);
   if (lane.over < number) look(lane);
   return lane.over >= number;

@@ -34,9 +34,10 @@ class CudaCopies final : public DeviceCopies {
   static constexpr size_t kLanes = 2;  // one engine's next copies are set up while the other's run
   // Copies that are handed over and told of together: handing over and telling cost as much as copying.
   static constexpr size_t kBatch = 8;
-  // Fewer are handed over after this time, or when somebody asks whether one is done: a call to the driver takes 10 us,
-  // after a pause 50, in which the thread is late for the chunks behind a header, and the link idles.
-  static constexpr uint64_t kHoldNsec = 8'000;
+  // Fewer are handed over after this time, also if somebody asks before whether one is done: a call to the driver takes
+  // 10 us, after a pause 20 to 50, in which the thread would be late for the first rows behind a header, and the link
+  // would idle.
+  static constexpr uint64_t kHoldNsec = 10'000;
   // A stream; its copies are over in their order. Those of different lanes run side by side.
   struct Lane {
     cudaStream_t stream = nullptr;

@@ -47,11 +47,11 @@ inline uint32_t add_one_acq_rel_gpu(uint32_t* to) {
   act();
   return __atomic_fetch_add(to, 1u, __ATOMIC_ACQ_REL);
 }
-inline uint32_t add_one_release_gpu(uint32_t* to) {
+inline uint32_t add_release_gpu(uint32_t* to, uint32_t value) {
   act();
-  return __atomic_fetch_add(to, 1u, __ATOMIC_RELEASE);
+  return __atomic_fetch_add(to, value, __ATOMIC_RELEASE);
 }
-inline void add_one_release_block(uint32_t* to) { add_one_release_gpu(to); }
+inline void add_one_release_block(uint32_t* to) { add_release_gpu(to, 1); }
 inline bool put_release_block(uint32_t* to, uint32_t value) {
   act();
   uint32_t before = 0;
