@@ -234,11 +234,12 @@ def watch_optimizers(buffer: Checked) -> None:
     with _hook_lock:
         _live.add(buffer)
         if not _hooked:
-            register_optimizer_step_pre_hook(_check_live)
+            register_optimizer_step_pre_hook(check_live_buffers)
             _hooked = True
 
 
-def _check_live(*_: Any) -> None:
+def check_live_buffers(*_: Any) -> None:
+    """Raises the error of an operation that failed, of any buffer that is not closed."""
     with _hook_lock:
         buffers = list(_live)
     for buffer in buffers:

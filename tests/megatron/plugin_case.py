@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
+import sys
+import time
+import types
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +28,7 @@ from tests.megatron.training_case import (
     transformer_config,
 )
 from uccl_ep_train.errors import EpError
-from uccl_ep_train.megatron import plugin, recompute
+from uccl_ep_train.megatron import dispatcher, plugin, recompute
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
@@ -86,6 +91,60 @@ def _options() -> dict[str, Any]:
 def _inputs(case: TrainCase) -> tuple[torch.Tensor, torch.Tensor, None]:
     tokens = next(batches_of(case, 0))[:, :-1]
     return tokens, torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1), None
+
+
+def replayed_steps(rank: int) -> dict[str, Any]:
+    """An optimizer in a CUDA graph: a stand-in for Megatron's wrapper; replays run none of torch's hooks."""
+    case = TrainCase()
+    _fresh(case)
+    stand_in = types.ModuleType("megatron.core.optimizer.optimizer_cuda_graph")
+    replays = []
+
+    class OptimizerCudaGraphWrapper:
+        def __call__(self) -> None:
+            replays.append(1)
+
+    stand_in.OptimizerCudaGraphWrapper = OptimizerCudaGraphWrapper  # type: ignore[attr-defined]
+    replaced = sys.modules.get(stand_in.__name__)
+    sys.modules[stand_in.__name__] = stand_in
+    try:
+        model, _, _ = build(case)
+        model(*_inputs(case))
+        step = OptimizerCudaGraphWrapper()
+        found: dict[str, Any] = {"good": (_error(step), len(replays))}
+        (buffer,) = plugin.buffers()
+        dist.barrier()  # nobody fails before all have taken a good step
+        if rank == 0:
+            buffer._engine.fail("on purpose")
+        deadline = time.monotonic() + 20
+        while not _error(buffer._engine.check)[0] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        found["failed"] = (_error(step)[0], len(replays))
+        plugin.disable()
+        found["disabled"] = (_error(step), len(replays))
+    finally:
+        del sys.modules[stand_in.__name__]
+        if replaced is not None:
+            sys.modules[stand_in.__name__] = replaced
+    return found
+
+
+def alignments(rank: int) -> dict[str, int]:
+    """Rows to which each expert's segment is padded, by what Megatron's configuration asks for."""
+    case = TrainCase()
+    _fresh(case)
+    model, _, _ = build(case)
+    (layer, *_) = moe_layers(model)
+    config = transformer_config(case, {})
+    found = {"bf16": layer.token_dispatcher._comm_manager.expert_alignment}
+    with unittest.mock.patch.object(dispatcher, "get_align_size_for_quantization", lambda config: 256):
+        for name in ("fp8", "moe_use_grouped_tensor"):
+            changed = copy.copy(config)
+            object.__setattr__(changed, name, True)
+            manager = dispatcher.UcclEpManager(layer.token_dispatcher.buffer, config.num_moe_experts, changed)
+            found[name] = manager.expert_alignment
+    plugin.disable()
+    return found
 
 
 def refusals(rank: int) -> dict[str, tuple[str, str]]:

@@ -60,6 +60,22 @@ def test_an_unknown_megatron_is_refused_and_left_alone(ranks: MegatronRanks) -> 
     assert found["unchanged"]
 
 
+def test_no_step_of_an_optimizer_in_a_graph_follows_a_failed_operation(ranks: MegatronRanks) -> None:
+    """Its replays run no hook of torch's. Controls: before the failure, and without the plug-in, it steps."""
+    for rank, found in enumerate(ranks.run("plugin_case.replayed_steps")):
+        assert found["good"] == (("", ""), 1)
+        assert found["failed"][0] and found["failed"][1] == 1, (rank, found)
+        assert found["disabled"] == (("", ""), 2)
+
+
+def test_segments_are_padded_for_products_that_want_it(ranks: MegatronRanks) -> None:
+    assert same_on_all(ranks.run("plugin_case.alignments")) == {
+        "bf16": 1,
+        "fp8": 256,
+        "moe_use_grouped_tensor": 256,
+    }
+
+
 def test_a_group_of_one_rank_has_megatrons_own_dispatcher(ranks: MegatronRanks) -> None:
     assert set(same_on_all(ranks.run("plugin_case.alone"))) == {"MoEAlltoAllTokenDispatcher"}
 

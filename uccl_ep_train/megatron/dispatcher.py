@@ -89,10 +89,13 @@ class UcclEpManager:
         self.num_virtual_experts = num_virtual_experts
         self.layer: weakref.ref[torch.nn.Module] | None = None
         self.handles = HandleQueue()
-        quantised = bool(config.fp8 or getattr(config, "fp4", None))
+        # Quantised products, and those of TransformerEngine's grouped tensors, want segments of whole blocks.
+        blocks = bool(
+            config.fp8 or getattr(config, "fp4", None) or getattr(config, "moe_use_grouped_tensor", False)
+        )
         self.pads_map = bool(getattr(config, "moe_router_padding_for_quantization", False))
-        # Megatron's experts rely on a flex dispatcher to pad for quantised products (0: no need, in 0.17+).
-        wanted = get_align_size_for_quantization(config) if quantised or self.pads_map else 1
+        # Megatron's experts rely on a flex dispatcher to do it (0: no need, in 0.17+), or copy what it left.
+        wanted = get_align_size_for_quantization(config) if blocks or self.pads_map else 1
         self.expert_alignment = max(1, int(wanted))
         # Set: each rank has a budget of rows, whatever comes, and the host reads no count. Megatron 0.17+
         # looks at the two tensors after a step; after one over budget it clears the factor, repeats the

@@ -1,4 +1,5 @@
-"""The only place that changes Megatron: three names are replaced, and put back by `disable()`.
+"""The only place that changes Megatron: three names are replaced (a fourth where there are optimizers in CUDA
+graphs), and put back by `disable()`.
 
 The carrier `flex` / `hybridep` is not HybridEP: Megatron decides by these strings which tensors its schedules
 may free and where they look for the dispatcher's state, and with them it does what our dispatcher needs.
@@ -19,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ConfigError
+from uccl_ep_train.lifecycle import check_live_buffers
 from uccl_ep_train.megatron.buffers import BufferPool
 from uccl_ep_train.megatron.compat import DispatcherMissingError, check_megatron
 
@@ -69,6 +71,7 @@ def enable(**options: Any) -> dict[str, Any]:
     # (That no step follows a failed operation is the buffers' own hook.)
     hook = register_optimizer_step_pre_hook(functools.partial(_before_optimizer_step, _enabled))
     _enabled.undo.append(hook.remove)
+    _check_replayed_steps(_enabled)
     atexit.register(disable)
     return dict(CARRIER)
 
@@ -193,6 +196,24 @@ def _require_ours(layer: Any, name: str) -> None:
         f"{layer.config.moe_token_dispatcher_type!r}), not the uccl_ep dispatcher. Build the model after "
         f"enable(), with the arguments that it returns: {CARRIER}"
     )
+
+
+def _check_replayed_steps(state: _Enabled) -> None:
+    """`--optimizer-cuda-graph`: no hook of torch's runs when the graph of a step is replayed."""
+    try:
+        from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
+    except ImportError:  # Megatron up to 0.19
+        return
+    stock_call = OptimizerCudaGraphWrapper.__call__
+
+    @functools.wraps(stock_call)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        check_live_buffers()
+        _before_optimizer_step(state)
+        return stock_call(self, *args, **kwargs)
+
+    OptimizerCudaGraphWrapper.__call__ = call
+    state.undo.append(lambda: setattr(OptimizerCudaGraphWrapper, "__call__", stock_call))
 
 
 def _before_optimizer_step(state: _Enabled, *_args: Any) -> None:
