@@ -200,8 +200,9 @@ ErrorRecord Engine::timeout_record(const Op& op, const WaitingOn& waiting, bool 
   record.chunk = waiting.chunk;
   record.expected = waiting.expected;
   record.seen = waiting.seen;
-  blame(record, "rank " + std::to_string(config_.rank) + " waited " + std::to_string(waited_usec / 1000) + " ms in " +
-                    step_name(waiting.step) + " for rank " + std::to_string(waiting.peer) + " " + waiting.what);
+  blame(record, "call " + std::to_string(op.epoch) + " on the buffer: rank " + std::to_string(config_.rank) +
+                    " waited " + std::to_string(waited_usec / 1000) + " ms in " + step_name(waiting.step) +
+                    " for rank " + std::to_string(waiting.peer) + " " + waiting.what);
   return record;
 }
 

@@ -35,7 +35,7 @@ std::string CudaEngine::text_of(const cuda::HostError& error) const {
   const std::string call = "call " + std::to_string(error.epoch) + " on the buffer: ";
   switch (static_cast<cuda::DeviceFault>(error.code)) {
     case cuda::DeviceFault::kTimeout:
-      return own + " waited in " + step_name(static_cast<Step>(error.step)) + " for " + peer +
+      return call + own + " waited in " + step_name(static_cast<Step>(error.step)) + " for " + peer +
              (error.kind == static_cast<uint32_t>(ErrorKind::kArrivalTimeout) ? " to enter the operation" : "");
     case cuda::DeviceFault::kMismatch: {
       std::string calls[2];
