@@ -188,7 +188,7 @@ def _time_lines(found: Found, times: int) -> list[str]:
     assert found.ours is not None
     seconds = found.ours.seconds(job.node)
     ours = found.ours.total.seconds(job.node) * times
-    fixed = traffic.FIXED_SECONDS[found.ours.several_domains] * 1e6
+    fixed = traffic.FIXED_SECONDS * 1e6
     return [
         f"predicted: dispatch {seconds['dispatch'] * 1e6:.0f} µs, combine {seconds['combine'] * 1e6:.0f} µs, "
         f"all of a step {seconds['all'] * times:.3f} s (bytes alone {ours:.3f} s, those of the stock "

@@ -17,12 +17,12 @@ from recipes.architecture import Model
 from recipes.hardware import Node
 from recipes.layout import FULL, Layout
 
-FIXED_SECONDS = {False: 85e-6, True: 150e-6}
-"""What a dispatch or combine takes beyond its bytes, inside one domain and over several.
+FIXED_SECONDS = 85e-6
+"""What a dispatch with a new plan, or a combine, takes beyond its bytes, inside one domain and over several.
 
 Measured on H200 with 4096 tokens of 7168, top-8 of 256. One domain, 64 SMs: 334 µs for 82.4 MB, 560 to 582
-for 159.6 (bench/results/h200_x4_backward.json). Two, 24 SMs and the loop transport at 50 GB/s: 760 µs for
-30.3 MB, 1278 for 58.5 (bench/results/h200_x2_two_domains.json)."""
+for 159.6 (bench/results/h200_x4_backward.json). Two, 24 SMs and the loop transport at 50 GB/s: 701 µs for
+30.3 MB, 1248 to 1255 for 58.5 (bench/results/h200_x2_two_domains.json)."""
 _FP8_BLOCK = 128
 
 
@@ -118,9 +118,8 @@ class Traffic:
 
     def seconds(self, node: Node) -> dict[str, float]:
         """Of dispatch and combine, forward, and of all of forward and backward."""
-        fixed = FIXED_SECONDS[self.several_domains]
         dispatch, combine, gradients = (
-            b.seconds(node) + fixed for b in (self.dispatch, self.combine, self.gradients)
+            b.seconds(node) + FIXED_SECONDS for b in (self.dispatch, self.combine, self.gradients)
         )
         both = (dispatch + combine) * (2 if self.again else 1) + gradients + combine
         return {"dispatch": dispatch, "combine": combine, "all": both}
