@@ -43,10 +43,10 @@ __device__ __forceinline__ bool arrive_last(uint32_t* counter, uint32_t num_bloc
   return true;
 }
 // Without order: who comes how many-th.
-__device__ __forceinline__ uint32_t take_number(uint32_t* counter) { return atomicAdd(counter, 1u); }
 __device__ __forceinline__ uint32_t take_numbers(uint32_t* counter, uint32_t count) {
   return atomicAdd(counter, count);
 }
+__device__ __forceinline__ uint32_t take_number(uint32_t* counter) { return take_numbers(counter, 1); }
 
 // By one thread, which has made its own writes visible to the GPU: counts it; the count before. Nobody waits for that
 // until it is used.

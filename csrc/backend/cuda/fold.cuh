@@ -57,6 +57,7 @@ struct Boxes {
 // there are several domains).
 template <bool kNet>
 struct Fold {
+  static constexpr bool kSumsFirst = false, kSplits = kNet, kRehearses = false;
   const Domain& d;
   const Op& op;
   const PlanView& plan;
@@ -108,7 +109,6 @@ struct Fold {
   __device__ uint32_t slot(uint32_t k) const { return plan.compact_width > 0 ? k : plan.slots[k]; }
   __device__ uint32_t place(const Sum&, uint32_t k) const { return slot(k) * units; }
   __device__ const uint8_t* base() const { return args.rows; }
-  static constexpr bool kSumsFirst = false, kSplits = kNet, kRehearses = false;
   template <bool kLooks>
   __device__ bool came(uint32_t) const {
     return true;

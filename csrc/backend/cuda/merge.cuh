@@ -97,6 +97,7 @@ __device__ __forceinline__ uint32_t returned_place(const Domain& d, const MergeR
 // Our tokens of a window, as sums of the pieces that come back, and (kNet) of other domains' sums.
 template <bool kNet>
 struct Merge {
+  static constexpr bool kSumsFirst = kNet, kSplits = false, kRehearses = false;
   const Domain& d;
   const Op& op;
   const PlanView& plan;
@@ -128,7 +129,6 @@ struct Merge {
   }
   __device__ const uint8_t* base() const { return d.base[d.rank]; }
   // By a warp: what the chunk's tokens need has arrived.
-  static constexpr bool kSumsFirst = kNet, kSplits = false, kRehearses = false;
   template <bool kLooks>
   __device__ bool came(uint32_t chunk) const {
     if (chunk < arrived) return true;
@@ -158,6 +158,7 @@ struct Merge {
 // Rows of the streams that we relay: row n / streams of each in turn. It ends before Merge begins, which waits for
 // other domains: nobody may wait for them and have rows that they wait for.
 struct Relay {
+  static constexpr bool kSumsFirst = true, kSplits = true, kRehearses = true;
   const Domain& d;
   const Op& op;
   const PlanView& plan;
@@ -207,7 +208,6 @@ struct Relay {
     return (d.at.pieces + k * d.at.piece_bytes + uint64_t{j - range.relayed_pieces[k]} * row_bytes()) / 16;
   }
   __device__ const uint8_t* base() const { return d.base[d.rank]; }
-  static constexpr bool kSumsFirst = true, kSplits = true, kRehearses = true;
   // A warp that waits for its first pieces fetches the code of a sum meanwhile, which takes as long as ten sums.
   __device__ Sum rehearsal() const { return {1, 0, kRehearsal, 1, nullptr}; }
   template <bool kLooks>

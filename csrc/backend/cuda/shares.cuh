@@ -38,6 +38,21 @@ struct MostRows {
   }
 };
 
+// Numbers of rows, the first of them in parts, which warps work on side by side: somebody far away waits for the first
+// chunk of rows, and a row takes a warp ten microseconds.
+struct PartedRows {
+  uint32_t num_parted = 0, parts = 1;  // segments of a row
+
+  __device__ __forceinline__ uint32_t end(uint32_t rows) const { return rows + min(num_parted, rows) * (parts - 1); }
+  __device__ __forceinline__ bool is_part(uint32_t n) const { return n < num_parted * parts; }
+  __device__ __forceinline__ uint32_t row(uint32_t n) const {
+    return is_part(n) ? n / parts : n - num_parted * (parts - 1);
+  }
+  __device__ __forceinline__ uint32_t part(uint32_t n) const { return is_part(n) ? n % parts + 1 : 0; }
+  // Parts that a sum stands for where they are counted.
+  __device__ __forceinline__ uint32_t weight(bool is_part) const { return is_part ? 1 : parts; }
+};
+
 // Numbers 0 .. end in the order in which they are wanted. Three quarters are dealt out to the warps of a kernel, number
 // by number; the rest is taken by whoever is through: how long a number takes differs. A few at a time, and the last
 // ones one by one, so that no warp still has several when the others have none.

@@ -107,21 +107,6 @@ struct Turns {
   }
 };
 
-// Numbers of rows, the first of them in parts, which warps work on side by side: somebody far away waits for the first
-// chunk of rows, and a row takes a warp ten microseconds.
-struct PartedRows {
-  uint32_t num_parted = 0, parts = 1;  // segments of a row
-
-  __device__ __forceinline__ uint32_t end(uint32_t rows) const { return rows + min(num_parted, rows) * (parts - 1); }
-  __device__ __forceinline__ bool is_part(uint32_t n) const { return n < num_parted * parts; }
-  __device__ __forceinline__ uint32_t row(uint32_t n) const {
-    return is_part(n) ? n / parts : n - num_parted * (parts - 1);
-  }
-  __device__ __forceinline__ uint32_t part(uint32_t n) const { return is_part(n) ? n % parts + 1 : 0; }
-  // Parts that a sum stands for where they are counted.
-  __device__ __forceinline__ uint32_t weight(bool is_part) const { return is_part ? 1 : parts; }
-};
-
 // Plain loads: for every architecture and every dtype.
 template <typename In, typename Out, typename Work>
 __device__ void sum_rows(const Summers& by, const Domain& d, const Work& work, uint32_t hidden) {
