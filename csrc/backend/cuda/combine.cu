@@ -7,7 +7,7 @@ namespace {
 
 // Warps of the crews, after one that speaks for the block. Sums by bulk copies need shared memory for each.
 template <bool kBulk>
-constexpr uint32_t kFoldWarps = kBulk ? 7 : 12;
+constexpr uint32_t kFoldWarps = kBulk ? 7 : 11;
 template <bool kBulk>
 constexpr uint32_t kMergeWarps = kBulk ? 4 : 8;
 template <bool kBulk>
@@ -26,15 +26,18 @@ __device__ void sum_all(const Summers& by, const Domain& d, const Work& work, ui
   }
 }
 
-// Between domains: the rows of the first chunk of each of so many streams, in multiples of `whole`, as far as there are
-// warps for them.
+// Between domains: so many first rows of each of so many streams, as far as there are warps for them.
 template <bool kBulk>
 __device__ __forceinline__ PartedRows parted_rows(const Domain& d, const CombineArgs& args, uint32_t streams,
-                                                  uint32_t whole = 1) {
+                                                  uint32_t rows) {
   if constexpr (!kBulk) return {};
-  const uint32_t row_bytes = args.hidden * 2, warps = kMergeWarps<kBulk> * workers(d);
-  const uint32_t rows = (rows_per_chunk(d, row_bytes) + whole - 1) / whole * whole;
-  return {min(rows * streams, warps), segments_of(row_bytes)};
+  return {min(rows * streams, kMergeWarps<kBulk> * workers(d)), segments_of(args.hidden * 2)};
+}
+// Those that are folded: of the first chunk; whole chunks of tokens where a flag tells of these. A rank that is alone
+// is through with it so soon that the next one, too, is wanted before it has been folded row by row.
+__device__ __forceinline__ uint32_t first_folded(const Domain& d, uint32_t row_bytes) {
+  const uint32_t rows = rows_per_chunk(d, row_bytes);
+  return is_alone(d) ? 2 * rows : (rows + kChunkTokens - 1) / kChunkTokens * kChunkTokens;
 }
 
 // By both crews: the one that folds joins the other when it has done so.
@@ -45,8 +48,7 @@ __device__ void merge_all(const Crew& crew, bool has_folded, const Domain& d, co
   const Summers by{crew, kMergeWarps<kBulk>, has_folded};
   if constexpr (kNet) {
     if (!wait_returns_gone(crew, d)) return;
-    const PartedRows parted = parted_rows<kBulk>(d, args, d.net->num_relayed);
-    sum_all<kBulk, Wire, Wire>(by, d, Relay{d, op, plan, args, range, parted}, args.hidden, ring);
+    if (!is_alone(d)) sum_all<kBulk, Wire, Wire>(by, d, Relay{d, op, plan, args, range}, args.hidden, ring);
   }
   const Merge<kNet> merge(d, op, plan, args, range);
   if (!has_folded) merge.fill_empty(crew);
@@ -125,6 +127,16 @@ __device__ void end_returns(const Crew& crew, const Domain& d, const PlanView& p
   }
 }
 
+// By a warp of one block: what this rank has called. False: an error is known.
+__device__ inline bool write_packets(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
+                                     const CombineArgs& args) {
+  if (!going(crew, d) || !wait_packets_gone(crew, d, op.epoch)) return false;
+  write_headers(crew, d, op, args.signature, plan.num_tokens);
+  crew.sync();
+  publish_packet(crew, d, d.at.header_full, op.epoch);
+  return true;
+}
+
 // The block that sees to the network.
 template <bool kBulk>
 __device__ void serve_network(const Domain& d, const Op& op, const PlanView& plan, const CombineArgs& args,
@@ -138,9 +150,9 @@ __device__ void serve_network(const Domain& d, const Op& op, const PlanView& pla
   __syncthreads();
   if (warp == 0) relay(d, &end_of_relay);
   if (warp == 1) {
-    if (wait_packed(d, op)) {
+    if (write_packets(Crew::of(2, 1, 1), d, op, plan, args)) {
       push_packets(d, op, false, false);
-      push_returns(d, op, plan, args, range, parted_rows<kBulk>(d, args, 1).parts);
+      push_returns(d, op, plan, args, range, parted_rows<kBulk>(d, args, 0, 0).parts);
     }
     __syncwarp();
     if (threadIdx.x % kWarp == 0) count_through(d);
@@ -189,24 +201,19 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
     const Crew crew = Crew::of(1, 0, 1);
     find_fold_range(crew, d, plan, args, folds);
     find_merge_range(crew, d, plan, args, merges);
-    if (blockIdx.x == 0 && going(crew, d) && wait_packets_gone(crew, d, op.epoch)) {
-      write_headers(crew, d, op, args.signature, plan.num_tokens);
-      crew.sync();
-      publish_packet(crew, d, d.at.header_full, op.epoch);
-      if (d.net != nullptr && crew.thread == 0) publish_in_gpu(&local(d).packed, op.epoch);
+    if (kNet && threadIdx.x == 0) {
+      const uint32_t row_bytes = args.hidden * dtype_bytes(args.wire);
+      folds.parted = parted_rows<kBulk>(d, args, num_far(d), first_folded(d, row_bytes));
+      folds.parted.num_parted = min(folds.parted.num_parted, folds.most.far_sum(d));
+      merges.parted = parted_rows<kBulk>(d, args, d.net->num_relayed, rows_per_chunk(d, row_bytes));
     }
+    if (!kNet && blockIdx.x == 0) write_packets(crew, d, op, plan, args);
   }
   __syncthreads();
-  PartedRows parted;
-  if constexpr (kNet) {
-    // Whole chunks of tokens, too, since one flag tells of each.
-    parted = parted_rows<kBulk>(d, args, num_far(d), kChunkTokens);
-    parted.num_parted = min(parted.num_parted, folds.most.far_sum(d));
-  }
   if (warp == 0) {
     const Crew crew = Crew::of(1, 0, 1);
     if (blockIdx.x == 0 && going(crew, d)) tell_empty_chunks(crew, d, op, plan, args);
-    tell_folded(Fold<kNet>{d, op, plan, args, folds, nullptr, 0, parted}, boxes);
+    tell_folded(Fold<kNet>{d, op, plan, args, folds, nullptr, 0}, boxes);
   } else {
     const bool is_folding = warp <= kFold;
     const Crew crew = is_folding ? Crew::of(2, 1, kFold) : Crew::of(3, 1 + kFold, kMerge);
@@ -221,11 +228,12 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
     if (is_folding) {
       // The pieces of the last combine must have been merged.
       good = good && wait_members(crew, d, d.at.merged, op.free_after, Step::kFold);
+      if constexpr (kNet) good = good && (!is_alone(d) || wait_returns_gone(crew, d));
       if (good) {
         const StepClock clock(crew, d, Step::kFold);
         // Shuffled, or the compiler works it out for every segment.
         const uint32_t units = __shfl_sync(kFullWarp, args.hidden * dtype_bytes(args.dtype) / 16, 0);
-        const Fold<kNet> fold{d, op, plan, args, folds, boxes.tags + crew.warp() * kBoxes, units, parted};
+        const Fold<kNet> fold{d, op, plan, args, folds, boxes.tags + crew.warp() * kBoxes, units};
         sum_all<kBulk, Row, Wire>({crew, kFold, false}, d, fold, args.hidden, ring);
         __syncwarp();
         if (crew.lane() == 0) count_shared(&boxes.ended);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backend/cuda/device.cuh"
+#include "backend/cuda/net.cuh"
 #include "backend/cuda/shares.cuh"
 #include "backend/cuda/steps.h"
 #include "backend/cuda/sum.cuh"
@@ -17,11 +18,16 @@ __device__ __forceinline__ ChunkRange chunks_of(const CombineArgs& args, uint32_
   return {first, args.is_last ? chunks : min(first + per_window, chunks)};
 }
 
+// A rank that is alone in its domain has nothing to merge for others: what it folds for them goes into their rings.
+__device__ __forceinline__ bool is_alone(const Domain& d) { return num_near(d) == 1; }
+
 // What a window folds, by source; in shared memory.
 struct FoldRange {
   uint32_t begin[kMaxRanks], end[kMaxRanks];  // rows
-  uint32_t pieces[kMaxRanks];                 // of the source, in earlier windows
+  uint8_t* to[kMaxRanks];                     // where piece 0 of the source would be; or the ring to it
+  uint32_t slot[kMaxRanks];                   // of the ring: of the first chunk
   MostRows most;
+  PartedRows parted;
 };
 __device__ inline void find_fold_range(const Crew& crew, const Domain& d, const PlanView& plan, const CombineArgs& args,
                                        FoldRange& out) {
@@ -30,7 +36,15 @@ __device__ inline void find_fold_range(const Crew& crew, const Domain& d, const 
     const ChunkRange chunks = chunks_of(args, plan.chunks[s]);
     out.begin[s] = plan.row_begin[s] + plan.chunk_rows[s * entries + chunks.first];
     out.end[s] = plan.row_begin[s] + plan.chunk_rows[s * entries + chunks.end];
-    out.pieces[s] = plan.chunk_pieces[s * entries + chunks.first];
+    const uint32_t k = stream_of(d, s);
+    if (!in_domain(d, s) && is_alone(d)) {
+      out.to[s] = at<uint8_t>(d, d.rank, d.net->relayed[k].returns);
+      out.slot[s] = static_cast<uint32_t>(net_state(d).relayed[k] % d.at.return_slots);
+    } else {
+      const uint64_t earlier = plan.chunk_pieces[s * entries + chunks.first];
+      out.to[s] = at<uint8_t>(d, holder_of(d, s), d.at.pieces) + k * d.at.piece_bytes -
+                  earlier * args.hidden * dtype_bytes(args.wire);
+    }
   }
   crew.sync();
   if (crew.thread == 0) out.most.find(d, [&](uint32_t s) { return out.end[s] - out.begin[s]; });
@@ -40,7 +54,9 @@ __device__ inline void find_fold_range(const Crew& crew, const Domain& d, const 
 // In shared memory: tags of rows that warps of the block have folded, plus 1, for the one that tells; with kPart, of a
 // part of a row. Each warp puts into its own boxes in turn.
 constexpr uint32_t kPart = 1u << 31;
-static_assert(uint64_t{kMaxRanks} * (kMaxTokens / kChunkTokens) < kPart);
+// A tag of a row that goes into a ring: with the number of its chunk's counter.
+constexpr uint32_t kInRing = 1u << 30;
+static_assert(uint64_t{kMaxRanks} * (kMaxTokens / kChunkTokens) < kInRing);
 constexpr uint32_t kBoxes = 16;  // more than a warp puts at once
 template <uint32_t kWarps>
 struct Boxes {
@@ -65,17 +81,16 @@ struct Fold {
   const FoldRange& range;
   uint32_t* const boxes;  // this warp's
   const uint32_t units;  // of 16 bytes in one of the caller's rows
-  const PartedRows parted;
   mutable uint32_t put = 0;
 
   __device__ Taken taken() const { return Taken::kFolded; }
   __device__ uint32_t least() const { return 4; }
   __device__ uint32_t end() const {
     const uint32_t rows = range.most.far_sum(d) + range.most.near_sum(d);
-    return kNet ? parted.end(rows) : rows;
+    return kNet ? range.parted.end(rows) : rows;
   }
   __device__ Sum look_up(uint32_t number_of_sum) const {
-    const uint32_t far = range.most.far_sum(d), n = kNet ? parted.row(number_of_sum) : number_of_sum;
+    const uint32_t far = range.most.far_sum(d), n = kNet ? range.parted.row(number_of_sum) : number_of_sum;
     const auto [s, number] = n < far ? far_row(d, n) : near_row(d, n - far);
     const uint32_t row = range.begin[s] + number;
     if (row >= range.end[s]) return {};
@@ -88,10 +103,14 @@ struct Fold {
       sum.first = plan.row_slot[row];
       sum.count = plan.row_slot[row + 1] - sum.first;
     }
-    sum.tag = s * max_chunks(d) + plan.row_token[row] / kChunkTokens;
-    if constexpr (kNet) sum.part = parted.part(number_of_sum);
-    sum.out = at<uint8_t>(d, holder_of(d, s), d.at.pieces) + stream_of(d, s) * d.at.piece_bytes +
-              (plan.row_piece[row] - range.pieces[s]) * bytes;
+    if constexpr (kNet) sum.part = range.parted.part(number_of_sum);
+    if (kNet && n < far && is_alone(d)) {  // the rows that it gets are those of the stream
+      sum.tag = kInRing | ring_counter(d, stream_of(d, s), number / rows_per_chunk(d, bytes));
+      sum.out = range.to[s] + ring_offset(d, range.slot[s], d.at.return_slots, number, bytes);
+    } else {
+      sum.tag = s * max_chunks(d) + plan.row_token[row] / kChunkTokens;
+      sum.out = range.to[s] + plan.row_piece[row] * bytes;
+    }
     if (args.may_drop) drop(sum, bytes);
     return sum;
   }
@@ -102,6 +121,7 @@ struct Fold {
     for (uint64_t i = 0; i < bytes / 16; ++i) reinterpret_cast<uint4*>(sum.out)[i] = make_uint4(0, 0, 0, 0);
     proxy_fence();
     fence_system();
+    if (is_in_ring(sum.tag)) return count_in_ring(sum.tag, sum.part > 0);
     if (count(sum.tag, sum.part > 0) != parts_of(sum.tag)) return;
     fence_system();
     finish(sum.tag);
@@ -113,26 +133,35 @@ struct Fold {
   __device__ bool came(uint32_t) const {
     return true;
   }
-  __device__ bool at_once(uint32_t tag) const { return !in_domain(d, tag / max_chunks(d)); }
+  __device__ bool is_in_ring(uint32_t tag) const { return kNet && (tag & kInRing) != 0; }
+  __device__ bool at_once(uint32_t tag) const { return is_in_ring(tag) || !in_domain(d, tag / max_chunks(d)); }
   __device__ bool tells() const { return true; }
-  __device__ void tell(uint32_t lane, uint32_t count, uint32_t tag, bool is_part) const {
-    const uint32_t told = tag + 1 | (kNet && is_part ? kPart : 0);
+  __device__ void tell(uint32_t lane, uint32_t count, uint32_t tag) const {
     if (lane < count)
-      for (uint32_t looks = 1; !put_shared(boxes + (put + lane) % kBoxes, told); ++looks)
+      for (uint32_t looks = 1; !put_shared(boxes + (put + lane) % kBoxes, tag + 1); ++looks)
         if (looks % 64 == 0 && stopped(d)) break;  // nobody may be left to empty it
     put += count;
     __syncwarp();
   }
+  __device__ void tell_at_once(uint32_t lane, uint32_t tag, bool is_part) const {
+    if (!is_in_ring(tag))
+      tell(lane, 1, tag | (kNet && is_part ? kPart : 0));
+    else if (lane == 0)
+      count_in_ring(tag, is_part);
+  }
+  __device__ void count_in_ring(uint32_t tag, bool is_part) const {
+    count_some(at<uint32_t>(d, d.rank, d.at.relayed_counts) + (tag & ~kInRing), range.parted.weight(is_part));
+  }
   // A piece of a chunk, or a part of one, is in its source's memory. By one thread, after a fence: how many parts are.
   // After all parts_of(tag), and another fence, finish() follows.
   __device__ uint32_t count(uint32_t tag, bool is_part) const {
-    const uint32_t weight = kNet ? parted.weight(is_part) : 1;
+    const uint32_t weight = kNet ? range.parted.weight(is_part) : 1;
     return take_numbers(at<uint32_t>(d, d.rank, d.at.chunk_counts) + tag, weight) + weight;
   }
   __device__ uint32_t parts_of(uint32_t tag) const {
     const uint32_t s = tag / max_chunks(d), chunk = tag % max_chunks(d);
     const uint32_t* const rows_before = plan.chunk_rows + s * (plan.num_chunks + 1) + chunk;
-    return (rows_before[1] - rows_before[0]) * (kNet ? parted.parts : 1);
+    return (rows_before[1] - rows_before[0]) * (kNet ? range.parted.parts : 1);
   }
   __device__ void finish(uint32_t tag) const {
     const uint32_t s = tag / max_chunks(d);

@@ -21,6 +21,7 @@ struct MergeRange {
   // By stream that we relay: rows, pieces in earlier windows, where the first chunk lies.
   uint32_t first_row[kMaxRanks], end_row[kMaxRanks], relayed_pieces[kMaxRanks], relayed_slot[kMaxRanks];
   uint32_t most;  // rows of a stream
+  PartedRows parted;  // of those that we relay
 };
 __device__ inline void find_merge_range(const Crew& crew, const Domain& d, const PlanView& plan,
                                         const CombineArgs& args, MergeRange& out) {
@@ -97,7 +98,7 @@ __device__ __forceinline__ uint32_t returned_place(const Domain& d, const MergeR
 // Our tokens of a window, as sums of the pieces that come back, and (kNet) of other domains' sums.
 template <bool kNet>
 struct Merge {
-  static constexpr bool kSumsFirst = kNet, kSplits = false, kRehearses = false;
+  static constexpr bool kSumsFirst = kNet, kSplits = false, kRehearses = kNet;
   const Domain& d;
   const Op& op;
   const PlanView& plan;
@@ -131,7 +132,7 @@ struct Merge {
   // By a warp: what the chunk's tokens need has arrived.
   template <bool kLooks>
   __device__ bool came(uint32_t chunk) const {
-    if (chunk < arrived) return true;
+    if (chunk < arrived || (kNet && chunk == kRehearsal)) return true;
     bool good = pieces_came<kLooks>(d, op, 0, chunk) &&
                 (!kNet || returns_came<kLooks>(d, plan, range, op.epoch, row_bytes(), chunk));
     __syncwarp();  // orders what the lanes have read before the loads that one of them issues
@@ -141,7 +142,8 @@ struct Merge {
   }
   __device__ bool at_once(uint32_t) const { return false; }
   __device__ bool tells() const { return false; }
-  __device__ void tell(uint32_t, uint32_t, uint32_t, bool) const {}
+  __device__ void tell(uint32_t, uint32_t, uint32_t) const {}
+  __device__ void tell_at_once(uint32_t, uint32_t, bool) const {}
 
   // By crews of all blocks: tokens that no expert got.
   __device__ void fill_empty(const Crew& crew) const {
@@ -164,7 +166,6 @@ struct Relay {
   const PlanView& plan;
   const CombineArgs& args;
   const MergeRange& range;
-  const PartedRows parted;
   mutable uint32_t arrived = 0xFFFFFFFFu;  // a stream and chunk that has
 
   // A tag: chunk of the ring, stream, chunk of tokens.
@@ -174,9 +175,9 @@ struct Relay {
   __device__ uint32_t row_bytes() const { return args.hidden * dtype_bytes(args.wire); }
   __device__ Taken taken() const { return Taken::kRelayed; }
   __device__ uint32_t least() const { return 4; }
-  __device__ uint32_t end() const { return parted.end(range.most * d.net->num_relayed); }
+  __device__ uint32_t end() const { return range.parted.end(range.most * d.net->num_relayed); }
   __device__ Sum look_up(uint32_t number) const {
-    const uint32_t n = parted.row(number), k = 1 + n % d.net->num_relayed, r = n / d.net->num_relayed,
+    const uint32_t n = range.parted.row(number), k = 1 + n % d.net->num_relayed, r = n / d.net->num_relayed,
                    row = range.first_row[k] + r;
     if (row >= range.end_row[k]) return {};
     const uint32_t* const pieces = plan.relayed_piece + plan.relayed_begin[k] + row;
@@ -184,7 +185,7 @@ struct Relay {
     sum.first = pieces[0];
     sum.count = pieces[1] - pieces[0];
     sum.tag = (r / rows_per_chunk(d, row_bytes()) << kStreamBits | k) << kChunkBits | chunk_of(k, row);
-    sum.part = parted.part(number);
+    sum.part = range.parted.part(number);
     sum.out = at<uint8_t>(d, d.rank, d.net->relayed[k].returns) +
               ring_offset(d, range.relayed_slot[k], d.at.return_slots, r, row_bytes());
     return sum;
@@ -208,8 +209,6 @@ struct Relay {
     return (d.at.pieces + k * d.at.piece_bytes + uint64_t{j - range.relayed_pieces[k]} * row_bytes()) / 16;
   }
   __device__ const uint8_t* base() const { return d.base[d.rank]; }
-  // A warp that waits for its first pieces fetches the code of a sum meanwhile, which takes as long as ten sums.
-  __device__ Sum rehearsal() const { return {1, 0, kRehearsal, 1, nullptr}; }
   template <bool kLooks>
   __device__ bool came(uint32_t tag) const {
     const uint32_t which = tag & (1u << kChunkBits + kStreamBits) - 1;
@@ -222,11 +221,11 @@ struct Relay {
   }
   __device__ bool at_once(uint32_t) const { return true; }
   __device__ bool tells() const { return true; }
-  // Rows of a chunk, or parts, are in the ring; who pushes the chunk looks at the count.
-  __device__ void tell(uint32_t lane, uint32_t count, uint32_t tag, bool is_part) const {
+  __device__ void tell(uint32_t, uint32_t, uint32_t) const {}
+  __device__ void tell_at_once(uint32_t lane, uint32_t tag, bool is_part) const {
     const uint32_t k = tag >> kChunkBits & (1u << kStreamBits) - 1, chunk = tag >> kChunkBits + kStreamBits;
-    if (lane < count)
-      count_some(at<uint32_t>(d, d.rank, d.at.relayed_counts) + k * d.at.return_slots + chunk, parted.weight(is_part));
+    if (lane == 0)
+      count_some(at<uint32_t>(d, d.rank, d.at.relayed_counts) + ring_counter(d, k, chunk), range.parted.weight(is_part));
   }
 };
 

@@ -156,6 +156,12 @@ __device__ __forceinline__ bool wait_packed(const Domain& d, const Op& op) {
   return packed;
 }
 
+// The counter of a chunk of the ring to a source, among relayed_counts: parts of rows that are there. Who pushes the
+// chunk looks at it.
+__device__ __forceinline__ uint32_t ring_counter(const Domain& d, uint32_t stream, uint32_t chunk) {
+  return stream * d.at.return_slots + chunk;
+}
+
 // By a crew: what the rings to sources held before has left.
 __device__ inline bool wait_returns_gone(const Crew& crew, const Domain& d) {
   bool good = true;

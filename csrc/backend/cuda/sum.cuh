@@ -68,12 +68,13 @@ struct Sum {
 //                              instructions of every step
 //   bool came<kLooks>(tag)     by the warp: they are; waits for it, or only looks. False of one that waits: an error is
 //                              known
-//   bool kRehearses            the first sum is rehearsal(), of anything and for nobody
+//   bool kRehearses            a warp's first sum is of anything and for nobody, unless it joins others: it fetches the
+//                              code, which takes as long as ten sums, while the first addends are on their way
 //   bool kSplits               some sums are of a segment
-//   bool at_once(tag)          a row is told when it is written: somebody far away waits for it
-//   bool tells()               tell() is to be called
-//   void tell(lane, count, tag, is_part) by the warp: so many sums are written, a lane each; after an error nobody is
-//                              told
+//   bool tells()               tell() is to be called, or where at_once(tag) tell_at_once(), when a sum is written:
+//                              somebody far away waits for it
+//   void tell(lane, count, tag) by the warp: so many sums are written, a lane each; after an error nobody is told
+//   void tell_at_once(lane, tag, is_part)
 // Who sums: all warps of a crew, or warps that join those.
 struct Summers {
   const Crew& crew;
@@ -122,7 +123,10 @@ __device__ void sum_rows(const Summers& by, const Domain& d, const Work& work, u
     }
     if (!work.tells()) continue;
     __syncwarp();
-    work.tell(crew.lane(), 1, sum.tag, false);
+    if (work.at_once(sum.tag))
+      work.tell_at_once(crew.lane(), sum.tag, false);
+    else
+      work.tell(crew.lane(), 1, sum.tag);
   }
 }
 
@@ -184,6 +188,7 @@ __device__ __forceinline__ void begin_ring(const RingState& ring, uint32_t lane)
 template <uint32_t kVectors, typename Work>
 struct BulkSums {
   static constexpr uint32_t kSegment = kVectors * kWarp * 16;
+  static constexpr bool kSegments = Work::kSplits || Work::kRehearses;  // a sum may be of one
   const Domain& d;
   const Work& work;
   const uint32_t lane, row_bytes;
@@ -214,8 +219,8 @@ struct BulkSums {
         ahead(domain, w, by),
         load_slot(s.slot),
         good(__all_sync(kFullWarp, !stopped(domain))) {
-    if constexpr (Work::kRehearses)
-      pending = work.rehearsal();
+    if (Work::kRehearses && !by.join)
+      pending = {1, 0, kRehearsal, 1, nullptr};
     else
       look_ahead();
     next_load();
@@ -225,10 +230,10 @@ struct BulkSums {
     return kVectors == kMostVectors ? kSegment : min(kSegment, row_bytes - at);
   }
   __device__ __forceinline__ uint32_t begin_of(const Sum& sum) const {
-    return Work::kSplits && sum.part > 0 ? (sum.part - 1) * kSegment : 0;
+    return kSegments && sum.part > 0 ? (sum.part - 1) * kSegment : 0;
   }
   __device__ __forceinline__ uint32_t end_of(const Sum& sum) const {
-    return Work::kSplits && sum.part > 0 ? min(sum.part * kSegment, row_bytes) : row_bytes;
+    return kSegments && sum.part > 0 ? min(sum.part * kSegment, row_bytes) : row_bytes;
   }
   __device__ __forceinline__ void look_ahead() {
     pending = ahead.next();
@@ -295,21 +300,23 @@ struct BulkSums {
     // Rows that are written and not told, a lane each: those that wait for their stores, and later ones. A warp looks
     // again when it has another row: it waits for stores at the end only.
     uint32_t waiting = 0, waiting_tag = 0, waits_since = 0, later = 0, later_tag = 0;
-    const auto tell_rows = [&](uint32_t count, uint32_t tag, bool is_part) {
+    const auto tell_rows = [&](uint32_t count, uint32_t tag) {
       if (count == 0) return;
       __syncwarp();
       proxy_fence();  // what bulk stores wrote is published by ordinary ones
-      work.tell(lane, count, tag, is_part);
+      work.tell(lane, count, tag);
     };
     const auto row_written = [&](uint32_t tag, bool is_part) {
       if (work.at_once(tag)) {
         if (ptx::elect()) wait_stores<0>();
-        tell_rows(1, tag, is_part);
+        __syncwarp();
+        proxy_fence();
+        work.tell_at_once(lane, tag, is_part);
         return;
       }
       if (waiting > 0 && summed - waits_since >= kStoreSteps) {
         if (ptx::elect()) wait_stores<kStoreSteps>();
-        tell_rows(waiting, waiting_tag, false);
+        tell_rows(waiting, waiting_tag);
         waiting = 0;
       }
       if (lane == later) later_tag = tag;
@@ -363,8 +370,8 @@ struct BulkSums {
     __syncwarp();
     state.slot = slot;
     state.parity = parity;
-    tell_rows(waiting, waiting_tag, false);
-    tell_rows(later, later_tag, false);
+    tell_rows(waiting, waiting_tag);
+    tell_rows(later, later_tag);
   }
 };
 
