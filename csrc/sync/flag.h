@@ -66,6 +66,9 @@ class Bell {
     if (sleepers_.load(std::memory_order_seq_cst) != 0) futex(FUTEX_WAKE, INT_MAX, nullptr);
   }
 
+  // A hint: somebody sleeps, or is about to.
+  bool has_sleeper() const { return sleepers_.load(std::memory_order_relaxed) != 0; }
+
   // Returns after a ring since `ticket` was taken, or after `timeout_usec`. The caller looks at its flags again.
   void wait(uint32_t ticket, uint64_t timeout_usec) {
     timespec timeout{static_cast<time_t>(timeout_usec / 1000000), static_cast<long>(timeout_usec % 1000000) * 1000};

@@ -17,11 +17,11 @@ OF_TRANSPORTS = ("verbs", "verbs_event", "verbs_engine", "ofi", "ofi_fault")  # 
 # Kernels on the stand-in for CUDA: docs/cuda_on_cpu.md.
 ON_CPU = ("lanes", "cuda_engine")
 PROGRAMS = (
-    "queue", "layout", "loop", "nics", "stream", "fault", "life", "device", "engine", "cuda", *ON_CPU,
+    "queue", "layout", "loop", "copier", "nics", "stream", "fault", "life", "device", "engine", "cuda", *ON_CPU,
     *OF_TRANSPORTS,
 )  # fmt: skip
 # Where threads meet without a lock: these run under TSan every time, the others with -m slow.
-LOCK_FREE = ("queue", "stream")
+LOCK_FREE = ("queue", "stream", "copier")
 LARGE = "regions of more than 4 GiB give what small ones give"  # 13 GB of memory, a minute
 # What a claim prints that cannot be tried here.
 SKIPPED = "skipped: "

@@ -53,7 +53,7 @@ Network::Network(Engine& life, const cuda::RegionLayout& layout, int rank, int d
   if (has_nics)
     visibility_ = std::make_unique<cuda::CudaVisibility>(device);
   else
-    copies_ = std::make_unique<cuda::CudaCopies>(device);
+    copies_ = std::make_unique<Copier>(std::make_unique<cuda::CudaCopies>(device));
   all.copies = copies_.get();
   if (visibility_ != nullptr && visibility_->needed()) all.nic_writes = visibility_.get();
   for (const cuda::DeviceMapping& region : regions)

@@ -57,7 +57,7 @@ class Network {
   const Topology& topo_;
   const int rank_;
   std::vector<uint8_t*> registered_, hosts_;  // by rank
-  std::unique_ptr<cuda::CudaCopies> copies_;          // only without NICs
+  std::unique_ptr<Copier> copies_;                    // only without NICs
   std::unique_ptr<cuda::CudaVisibility> visibility_;  // only where a NIC writes
   cuda::Net net_{};
   std::vector<Seen> seen_;

@@ -13,10 +13,11 @@
 namespace uccl_ep::cuda {
 namespace {
 
-// Without words: more copies than this under way wait for the oldest.
 constexpr size_t kEvents = 256;
-// A context that broke writes no word: the stream is asked now and then.
-constexpr uint64_t kLooksPerQuery = 1 << 16;
+// A context that broke writes no word: the streams are asked now and then.
+constexpr uint64_t kQueryNsec = 20'000'000;
+// After a pause of milliseconds a call to the driver takes 20 to 50 us. This one is made meanwhile.
+constexpr uint64_t kWarmNsec = 100'000;
 
 [[noreturn]] void fail(const char* call, const std::string& why) {
   ErrorRecord record;
@@ -141,6 +142,7 @@ void CudaCopies::create_lanes() {
     check(cudaHostGetDevicePointer(&lane.device_word, lane.word, 0), "cudaHostGetDevicePointer");
     check(cudaStreamCreateWithPriority(&lane.stream, cudaStreamNonBlocking, highest), "cudaStreamCreateWithPriority");
     if (write_value_ != nullptr) continue;
+    lane.tickets.resize(kEvents);
     lane.events.resize(kEvents, nullptr);
     for (cudaEvent_t& event : lane.events)
       check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreateWithFlags");
@@ -168,117 +170,85 @@ void CudaCopies::destroy_lanes() {
   if (words_ != nullptr) cudaFreeHost(words_);
 }
 
-// The proxy's thread, when it comes first. Another thread may be capturing a graph while this one copies.
 void CudaCopies::enter_thread() {
-  if (entered_) return;
   if (context_ != nullptr)
     check(contexts().make_current(static_cast<CUcontext>(context_)), "cuCtxSetCurrent");
   else
     check(cudaSetDevice(device_), "cudaSetDevice");
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
-  entered_ = true;
 }
 
-uint64_t CudaCopies::start(void* to, const void* from, uint64_t num_bytes) {
-  enter_thread();
-  const size_t idx = next_;
-  Lane& lane = lanes_[idx];
-  const size_t waiting = lane.started - lane.marked;
-  lane.to[waiting] = to;
-  lane.from[waiting] = from;
-  lane.num_bytes[waiting] = num_bytes;
-  if (waiting == 0) lane.waiting_since_nsec = now_nsec();
-  ++lane.started;
-  if (waiting + 1 == (write_value_ != nullptr ? kBatch : 1)) hand_over(lane);
-  return lane.started * kLanes + idx;
+void CudaCopies::hand_over(std::span<const Copy> copies, uint64_t last) {
+  Lane& lane = lanes_[lane_of(last)];
+  copy(lane, copies);
+  mark(lane, last);
 }
 
-void CudaCopies::flush() {
-  Lane& lane = lanes_[next_];
-  if (lane.started != lane.marked && now_nsec() - lane.waiting_since_nsec >= kHoldNsec) hand_over(lane);
-}
-
-// Throws nothing: whoever hands over goes on with what has nothing to do with these copies, the news of their error
-// among it. Who asks whether one of them is done hears of it.
-void CudaCopies::hand_over(Lane& lane) {
-  try {
-    if (lane.error == nullptr) return copy(lane);
-  } catch (const CommunicationFailure&) {
-    lane.error = std::current_exception();
-  }
-  lane.marked = lane.started;
-  next_ = (next_ + 1) % kLanes;
-}
-
-void CudaCopies::copy(Lane& lane) {
-  const size_t count = lane.started - lane.marked;
+void CudaCopies::copy(const Lane& lane, std::span<const Copy> copies) {
 #if CUDART_VERSION >= 13000
-  if (count > 1) {
+  if (copies.size() > 1) {
+    std::array<void*, kGroup> to{};
+    std::array<const void*, kGroup> from{};
+    std::array<size_t, kGroup> num_bytes{};
+    for (size_t i = 0; i < copies.size(); ++i) {
+      to[i] = copies[i].to;
+      from[i] = copies[i].from;
+      num_bytes[i] = copies[i].num_bytes;
+    }
     cudaMemcpyAttributes attributes{};
     attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
     size_t first = 0;
-    check(cudaMemcpyBatchAsync(lane.to.data(), lane.from.data(), lane.num_bytes.data(), count, &attributes, &first, 1,
+    check(cudaMemcpyBatchAsync(to.data(), from.data(), num_bytes.data(), copies.size(), &attributes, &first, 1,
                                lane.stream),
           "cudaMemcpyBatchAsync");
-    mark(lane);
     return;
   }
 #endif
-  for (size_t i = 0; i < count; ++i)
-    check(cudaMemcpyAsync(lane.to[i], lane.from[i], lane.num_bytes[i], cudaMemcpyDefault, lane.stream),
-          "cudaMemcpyAsync");
-  mark(lane);
+  for (const Copy& copy : copies)
+    check(cudaMemcpyAsync(copy.to, copy.from, copy.num_bytes, cudaMemcpyDefault, lane.stream), "cudaMemcpyAsync");
 }
 
-// The copies so far of a lane; those that follow go to the next one.
-void CudaCopies::mark(Lane& lane) {
-  const uint64_t number = lane.started;
-  if (write_value_ != nullptr) {
-    // By default the write comes after a fence of the whole system, so who sees the number sees the bytes.
-    check(reinterpret_cast<WriteValue>(write_value_)(lane.stream, reinterpret_cast<CUdeviceptr>(lane.device_word),
-                                                     number, CU_STREAM_WRITE_VALUE_DEFAULT),
-          "cuStreamWriteValue64");
-  } else {
-    const cudaEvent_t event = lane.events[number % lane.events.size()];
-    if (number - lane.over > lane.events.size()) {  // it stands for a copy that nobody asked for yet
-      check(cudaEventSynchronize(event), "cudaEventSynchronize");
-      lane.over = number - lane.events.size();
-    }
-    check(cudaEventRecord(event, lane.stream), "cudaEventRecord");
-  }
-  lane.marked = number;
-  next_ = (next_ + 1) % kLanes;
+// The copies so far of a lane.
+void CudaCopies::mark(Lane& lane, uint64_t last) {
+  lane.last = last;
+  if (write_value_ != nullptr) return write(lane);
+  while (lane.num_events - lane.num_over == kEvents) look_at_events(lane);
+  check(cudaEventRecord(lane.events[lane.num_events % kEvents], lane.stream), "cudaEventRecord");
+  lane.tickets[lane.num_events++ % kEvents] = last;
 }
 
-bool CudaCopies::done(uint64_t ticket) {
-  Lane& lane = lanes_[ticket % kLanes];
-  const uint64_t number = ticket / kLanes;
-  if (lane.marked < number) {
-    flush();
-    if (lane.marked < number) return false;
-  }
-  if (lane.over < number && lane.error != nullptr) std::rethrow_exception(lane.error);
-  if (lane.over < number) look(lane);
-  return lane.over >= number;
+void CudaCopies::write(const Lane& lane) {
+  // By default the write comes after a fence of the whole system, so who sees the number sees the bytes.
+  check(reinterpret_cast<WriteValue>(write_value_)(lane.stream, reinterpret_cast<CUdeviceptr>(lane.device_word),
+                                                   lane.last, CU_STREAM_WRITE_VALUE_DEFAULT),
+        "cuStreamWriteValue64");
+  last_call_nsec_ = now_nsec();
 }
 
-void CudaCopies::look(Lane& lane) {
-  const uint64_t before = lane.over;
-  if (write_value_ != nullptr) {
-    lane.over = read_device_flag(lane.word);
-  } else {
-    while (lane.over < lane.marked) {
-      const cudaError_t status = cudaEventQuery(lane.events[(lane.over + 1) % lane.events.size()]);
-      if (status == cudaErrorNotReady) break;
-      check(status, "cudaEventQuery");
-      ++lane.over;
-    }
+bool CudaCopies::done(uint64_t ticket) const { return read_device_flag(lanes_[lane_of(ticket)].word) >= ticket; }
+
+void CudaCopies::look() {
+  if (write_value_ == nullptr)
+    for (Lane& lane : lanes_) look_at_events(lane);
+  const uint64_t now = now_nsec();
+  if (write_value_ != nullptr && now - last_call_nsec_ > kWarmNsec) write(lanes_[0]);
+  if (now < next_query_nsec_) return;
+  next_query_nsec_ = now + kQueryNsec;
+  for (Lane& lane : lanes_) {
+    if (read_device_flag(lane.word) == lane.last) continue;
+    const cudaError_t status = cudaStreamQuery(lane.stream);
+    if (status != cudaErrorNotReady) check(status, "cudaStreamQuery");
   }
-  lane.fruitless = lane.over != before ? 0 : lane.fruitless + 1;
-  if (lane.fruitless == 0 || lane.fruitless % kLooksPerQuery != 0) return;
-  const cudaError_t status = cudaStreamQuery(lane.stream);
-  if (status != cudaErrorNotReady) check(status, "cudaStreamQuery");
+}
+
+void CudaCopies::look_at_events(Lane& lane) {
+  for (; lane.num_over < lane.num_events; ++lane.num_over) {
+    const cudaError_t status = cudaEventQuery(lane.events[lane.num_over % kEvents]);
+    if (status == cudaErrorNotReady) return;
+    check(status, "cudaEventQuery");
+    reinterpret_cast<Flag*>(lane.word)->publish(lane.tickets[lane.num_over % kEvents]);
+  }
 }
 
 }  // namespace uccl_ep::cuda

@@ -1,0 +1,119 @@
+#include "transport/copier.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+
+#include <algorithm>
+
+#include "common/units.h"
+
+namespace uccl_ep {
+namespace {
+
+// Who calls flush() less often naps.
+constexpr uint64_t kSteadyNsec = 50'000;
+// Who does not for so long has something to do every now and then, as a heartbeat, and no copies.
+constexpr uint64_t kAwakeAfterNsec = 200'000;
+// For so long after a call the thread stays awake.
+constexpr uint64_t kAwakeNsec = 200'000;
+constexpr uint64_t kSleepUsec = 1'000'000;
+// While the engines are busy fewer copies than a group wait for so long: handing over and telling cost as much as
+// copying, and are done once for all of them.
+constexpr uint64_t kHoldNsec = 10'000;
+
+}  // namespace
+
+Copier::Copier(std::unique_ptr<CopyEngines> engines) : engines_(std::move(engines)) {
+  // Signals are for the application's threads.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  thread_ = std::thread([this] { run(); });
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+Copier::~Copier() {
+  stopping_.publish(1);
+  bell_.ring();
+  thread_.join();
+}
+
+uint64_t Copier::start(void* to, const void* from, uint64_t num_bytes) {
+  const uint64_t ticket = started_.own() + 1;
+  while (ticket - handed_over_.read() > kCapacity) sched_yield();
+  copies_[ticket % kCapacity] = {to, from, num_bytes};
+  started_.publish(ticket);
+  bell_.ring();
+  return ticket;
+}
+
+void Copier::flush() {
+  const uint64_t now = now_nsec();
+  if (now - last_flush_nsec_ >= kSteadyNsec) steady_since_nsec_ = now;
+  last_flush_nsec_ = now;
+  if (now - steady_since_nsec_ < kAwakeAfterNsec) return;
+  awake_nsec_.set(now);
+  if (bell_.has_sleeper()) bell_.ring();
+}
+
+bool Copier::done(uint64_t ticket) {
+  if (handed_over_.read() < ticket) return false;
+  if (engines_->done(ticket)) return true;
+  if (failed_.read() != 0) std::rethrow_exception(error_);
+  return false;
+}
+
+void Copier::run() {
+  pthread_setname_np(pthread_self(), "uccl_ep_copier");
+  attempt([&] { engines_->enter_thread(); });
+  for (;;) {
+    const uint32_t ticket = bell_.ticket();
+    const bool stopping = stopping_.read() != 0;
+    if (hand_over()) continue;
+    if (stopping && handed_over_.own() == started_.read()) return;
+    attempt([&] { engines_->look(); });
+    rest(ticket);
+  }
+}
+
+// Whoever asks for a copy hears of the first error.
+template <typename Call>
+void Copier::attempt(Call call) {
+  if (failed_.own() != 0) return;
+  try {
+    call();
+  } catch (const CommunicationFailure&) {
+    error_ = std::current_exception();
+    failed_.publish(1);
+  }
+}
+
+// What there is of the group that is next, if it is time.
+bool Copier::hand_over() {
+  const uint64_t before = handed_over_.own(), end = before / CopyEngines::kGroup * CopyEngines::kGroup + CopyEngines::kGroup;
+  const uint64_t last = std::min(started_.read(), end);
+  if (last == before) return false;
+  if (last < end && before != 0 && failed_.own() == 0 && !engines_->done(before)) {
+    const uint64_t now = now_nsec();
+    if (held_ != before) held_since_nsec_ = now;
+    held_ = before;
+    if (now - held_since_nsec_ < kHoldNsec) return false;
+  }
+  std::array<CopyEngines::Copy, CopyEngines::kGroup> copies;
+  for (uint64_t ticket = before + 1; ticket <= last; ++ticket) copies[ticket - before - 1] = copies_[ticket % kCapacity];
+  attempt([&] { engines_->hand_over({copies.data(), last - before}, last); });
+  handed_over_.publish(last);
+  return true;
+}
+
+// `ticket` was taken before there was nothing to hand over.
+void Copier::rest(uint32_t ticket) {
+  const uint64_t now = now_nsec(), awake = awake_nsec_.value();
+  if (now < awake + kAwakeNsec || started_.read() > handed_over_.own())
+    sched_yield();
+  else
+    bell_.wait(ticket, kSleepUsec);
+}
+
+}  // namespace uccl_ep
