@@ -3,9 +3,11 @@
     python bench/proxy_load.py                                       starts 4 ranks on this host, in 2 domains
     torchrun --nproc_per_node=4 bench/proxy_load.py --tokens 4096
 
-busy    processor time of the proxies' threads for each second of operations, one after the other
+busy    processor time of the proxies' threads for each second of operations, one after the other; copier: of
+        the threads that hand `loop`'s copies to the GPUs, which a NIC does itself
 idle    the same while the program sleeps
-replay  GPUs only: time of a captured dispatch and combine, replayed at once and after the sleep
+replay  GPUs only: time of a captured dispatch and combine, replayed at once, after the sleep, and after the
+        sleep and a wake() of the buffer
 
 With --domains 1 there are no proxies: what is later after the sleep then is later because of the rest.
 """
@@ -37,21 +39,21 @@ from bench.ranks import (
 )
 from uccl_ep_train import Buffer, EpConfig, errors
 
-THREAD = "uccl_ep_proxy"
+THREAD, COPIER = "uccl_ep_proxy", "uccl_ep_copier"
 EXPERTS_PER_RANK, TOPK = 8, 4
 BUSY_S, IDLE_S = 2.0, 1.0
 REPLAYS = 10
 
 
-def proxy_seconds() -> float:
-    """Processor time of this process's proxy threads, in clock ticks of usually 10 ms."""
+def thread_seconds(thread: str = THREAD) -> float:
+    """Processor time of this process's threads of a name, in clock ticks of usually 10 ms."""
     ticks = 0
     for stat in Path("/proc/self/task").glob("*/stat"):
         try:
             name, fields = stat.read_text().rsplit(")", 1)
         except OSError:  # another thread, which has ended meanwhile
             continue
-        if name.endswith(f"({THREAD}"):
+        if name.endswith(f"({thread}"):
             user, system = fields.split()[11:13]
             ticks += int(user) + int(system)
     return ticks / os.sysconf("SC_CLK_TCK")
@@ -95,31 +97,37 @@ def slowest(value: float) -> float:
     return float(most)
 
 
-def measure_busy(load: Load) -> float:
-    """Cores of the busiest rank's proxy."""
+def measure_busy(load: Load) -> list[float]:
+    """Cores of the busiest rank's proxy, and of the busiest copier."""
     for _ in range(3):
         load.operation()
     dist.barrier()
-    started, before = time.monotonic(), proxy_seconds()
+    started, before = time.monotonic(), [thread_seconds(name) for name in (THREAD, COPIER)]
     while slowest(time.monotonic() - started) < BUSY_S:
         load.operation()
-    return slowest((proxy_seconds() - before) / (time.monotonic() - started))
+    took = time.monotonic() - started
+    return [slowest((thread_seconds(name) - was) / took) for name, was in zip((THREAD, COPIER), before, strict=True)]
 
 
 def measure_idle() -> float:
+    """Cores of both together, of the busiest rank."""
     time.sleep(0.2)
-    before = proxy_seconds()
+    before = thread_seconds(THREAD) + thread_seconds(COPIER)
     time.sleep(IDLE_S)
-    return slowest((proxy_seconds() - before) / IDLE_S)
+    return slowest((thread_seconds(THREAD) + thread_seconds(COPIER) - before) / IDLE_S)
 
 
-def measure_replays(load: Load, pause_s: float, graph: torch.cuda.CUDAGraph, meet: Meeting) -> torch.Tensor:
+def measure_replays(
+    load: Load, graph: torch.cuda.CUDAGraph, meet: Meeting, *, pause_s: float, wakes: bool = False
+) -> torch.Tensor:
     """Microseconds on the slowest rank, from a moment at which all ranks are ready."""
     took = []
     for _ in range(REPLAYS):
         time.sleep(pause_s)
         wake_links()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if wakes:
+            load.buffer.wake()
         meet()
         begin.record()
         graph.replay()
@@ -134,12 +142,17 @@ def run_rank(args: argparse.Namespace) -> int:
     """One rank's whole life."""
     join_group(args.share_gpus)
     load = Load(args)
-    found = {"busy_cores": round(measure_busy(load), 3), "idle_cores": round(measure_idle(), 3)}
+    busy, copier = measure_busy(load)
+    found = {"busy_cores": round(busy, 3), "copier_cores": round(copier, 3), "idle_cores": round(measure_idle(), 3)}
     if load.buffer.device.type == "cuda":
         graph, meet = load.capture(), meeting()
-        measure_replays(load, 0.0, graph, meet)
-        for name, pause_s in (("replay_us", 0.0), ("replay_after_idling_us", IDLE_S)):
-            found[name] = report.quantile(measure_replays(load, pause_s, graph, meet), 0.5)
+        measure_replays(load, graph, meet, pause_s=0.0)
+        for name, pause_s, wakes in (
+            ("replay_us", 0.0, False),
+            ("replay_after_idling_us", IDLE_S, False),
+            ("replay_after_idling_and_wake_us", IDLE_S, True),
+        ):
+            found[name] = report.quantile(measure_replays(load, graph, meet, pause_s=pause_s, wakes=wakes), 0.5)
         meet.close()
         del graph
     load.buffer.close()
@@ -147,7 +160,7 @@ def run_rank(args: argparse.Namespace) -> int:
         asked = {name: getattr(args, name) for name in ("tokens", "hidden", "domains", "link_gbytes_per_s")}
         record = {"system": "uccl_ep", "op": "proxy_load", "ranks": dist.get_world_size()} | asked | found
         for name, value in found.items():
-            print(f"{name:>24}  {value}")
+            print(f"{name:>31}  {value}")
         report.write_json([record | report.about_here(args.commit)], args.out.with_suffix(".json"))
         print(f"written: {args.out}.json")
     dist.barrier()

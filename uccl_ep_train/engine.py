@@ -309,6 +309,17 @@ class Buffer:
             self._remember(error)
             raise
 
+    def wake(self) -> None:
+        """A graph that was captured with this buffer is about to be replayed, after a pause of more than 10 ms.
+
+        Optional, and only of use with several domains: its first operation would wait 100 to 250 us for the
+        proxy's thread to wake up. Called right before `graph.replay()` that is over when the GPU begins.
+        Operations that are no graph's do it themselves. Raises `ClosedError`, and as `check`.
+        """
+        self._ready()
+        if self.device.type == "cuda":
+            self._engine.wake()
+
     def stats(self) -> dict[str, float]:
         """Counters since creation by name; after `close` those of the end. `stats.format_stats` prints them.
 

@@ -132,6 +132,7 @@ void bind_cuda(py::module_& m) {
       .def("combine", &combine, "args"_a, "plan"_a, "stream"_a)
       .def("fail", &CudaEngine::fail, Release())
       .def("check", &CudaEngine::check, Release())
+      .def("wake", &CudaEngine::wake, Release())
       .def("start_trace", &CudaEngine::start_trace, "max_events"_a, Release())
       .def("stop_trace", &stop_trace<CudaEngine>)
       .def("stats",

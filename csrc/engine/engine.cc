@@ -194,10 +194,19 @@ void Engine::connect(const std::vector<std::string>& handles) {
 
 void Engine::attach_device(DeviceRegions device) { transport_->attach_device(std::move(device)); }
 
-void Engine::note_launched() {
+void Engine::note_launched(bool by_replay) {
   {
     const std::lock_guard lock(launch_mutex_);  // a replay of a graph says so by a thread of CUDA's
     launched_.publish(launched_.own() + 1);
+    if (by_replay) awaited_.publish(awaited_.own() + 1);
+  }
+  control().proxy_bell.ring();
+}
+
+void Engine::wake() {
+  {
+    const std::lock_guard lock(launch_mutex_);
+    awaited_.publish(awaited_.own() + 1);
   }
   control().proxy_bell.ring();
 }
@@ -226,6 +235,7 @@ void Engine::start() {
   proxy.transport = transport_.get();
   if (config_.device_rings) {
     proxy.launched = &launched_;
+    proxy.awaited = &awaited_;
     proxy.ended = reinterpret_cast<const Flag*>(proxy.region + layout_.ended_offset);
   }
   proxy.trace = &proxy_trace_;

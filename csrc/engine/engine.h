@@ -158,7 +158,9 @@ class Engine {
   uint8_t* region_base(int rank) const { return regions_[static_cast<size_t>(rank)].base(); }
   uint64_t region_bytes(int rank) const { return regions_[static_cast<size_t>(rank)].num_bytes(); }
   // One more kernel has been queued: the proxy stays awake until it has ended.
-  void note_launched();
+  void note_launched(bool by_replay = false);
+  // A replay is to come: the proxy is awake for it.
+  void wake();
 
  private:
   using Steps = std::vector<std::unique_ptr<host::HostStep>>;
@@ -202,8 +204,9 @@ class Engine {
   std::unique_ptr<CommandRing> commands_;
   std::unique_ptr<host::HostContext> context_;
   std::unique_ptr<Proxy> proxy_;
-  // Operations of a device engine that were queued. Writer: note_launched(); reader: the proxy; never reset.
-  Flag launched_;
+  // Operations of a device engine that were queued; replays and what said that one is to come. Writers: note_launched(),
+  // wake(); reader: the proxy; never reset.
+  Flag launched_, awaited_;
   std::mutex launch_mutex_;
 
   mutable std::mutex mutex_;  // guards what follows

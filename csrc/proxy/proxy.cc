@@ -30,6 +30,9 @@ constexpr uint64_t kFailedRetryUsec = 10'000;
 // longer nothing was to do the longer: the first chunk after a pause is late by 100 us, or by a thirtieth of the pause.
 // On a virtual machine each nap may take 40 us of a core.
 constexpr uint64_t kAwakeUsec = 500;
+// With graphs nothing is heard of an operation before its kernels run, and then it takes 100 us and more until the thread
+// is awake: from one layer to the next it stays so.
+constexpr uint64_t kAwakeForReplaysUsec = 10'000;
 constexpr uint64_t kLeastNapUsec = 100;
 constexpr uint64_t kMostNapUsec = 5000;
 constexpr uint64_t kNapsPerPause = 30;
@@ -110,9 +113,14 @@ void Proxy::run_once(uint32_t ticket) {
 }
 
 // After an error nothing is shipped any more, however many operations are under way.
-bool Proxy::stays_awake() const {
+bool Proxy::stays_awake() {
   if (context_.launched == nullptr || context_.control->error_claim.taken()) return false;
-  return context_.launched->read() > context_.ended->read() || now_usec() - last_chunk_usec_ < kAwakeUsec;
+  if (const uint64_t awaited = context_.awaited->read(); awaited != awaited_) {
+    awaited_ = awaited;
+    last_chunk_usec_ = now_usec();
+  }
+  return context_.launched->read() > context_.ended->read() ||
+         now_usec() - last_chunk_usec_ < (awaited_ != 0 ? kAwakeForReplaysUsec : kAwakeUsec);
 }
 
 // `ticket` was taken before a pass that found nothing, so what came since then ends the sleep at once.

@@ -37,6 +37,8 @@ struct ProxyContext {
   // and take chunks without ringing. Null on the host, where everybody rings.
   const Flag* launched = nullptr;
   const Flag* ended = nullptr;
+  // How often a graph was replayed, or somebody said that one will be. With `launched`.
+  const Flag* awaited = nullptr;
   TraceBuffer* trace = nullptr;  // the proxy's thread writes; nullptr: nobody wants one
   // A post that was refused for longer is an error.
   uint64_t progress_timeout_usec = 20'000'000;
@@ -110,7 +112,7 @@ class Proxy {
  private:
   void run();
   void run_once(uint32_t ticket);
-  bool stays_awake() const;
+  bool stays_awake();
   void sleep(uint32_t ticket);
   uint64_t sleep_usec() const;
   void account();
@@ -126,7 +128,8 @@ class Proxy {
   bool failed_ = false;  // an exception came out of a pass: only errors and byes are sent any more
   uint32_t empty_passes_ = 0;
   uint64_t awake_since_usec_ = 0;
-  uint64_t last_chunk_usec_ = 0;  // when a chunk or a credit last moved
+  uint64_t last_chunk_usec_ = 0;  // when a chunk or a credit last moved, or was awaited
+  uint64_t awaited_ = 0;
   Counter wakeups_, passes_, busy_usec_;
   Flag stopping_;
   std::thread thread_;

@@ -236,6 +236,27 @@ CLAIM("while an operation runs on the GPU its proxy does not sleep, unless there
   EXPECT(eventually([&] { return node.proxy->stats().wakeups > awake + 10; }, 5'000'000));
 }
 
+CLAIM("a proxy is awake for a replay that somebody told it of, and for the next one, and then sleeps again") {
+  World world(device_options());
+  Node& node = world.nodes[0];
+  world.start();
+  usleep(50'000);  // asleep, and never awake for a replay yet
+  const auto awake_usec = [&] {
+    const uint64_t naps = node.proxy->stats().wakeups;
+    node.awaited->publish(node.awaited->own() + 1);
+    node.control().proxy_bell.ring();
+    EXPECT(eventually([&] { return node.proxy->stats().wakeups > naps; }));
+    const uint64_t since = now_usec(), woken = node.proxy->stats().wakeups;
+    EXPECT(eventually([&] { return node.proxy->stats().wakeups > woken; }));
+    return now_usec() - since;
+  };
+  uint64_t longest = 0;
+  for (int i = 0; i < 5; ++i) longest = std::max(longest, awake_usec());
+  EXPECT(longest >= 8'000);  // naps are shorter
+  const ProxyStats before = node.proxy->stats();
+  EXPECT(eventually([&] { return node.proxy->stats().wakeups > before.wakeups + 10; }, 5'000'000));
+}
+
 CLAIM("a sleeping proxy is woken by a command, by an arrival and by a credit") {
   World world{WorldOptions{}};
   world.start();

@@ -53,7 +53,7 @@ struct Node {
   std::unique_ptr<TestRegion> region;
   std::vector<Mapping> devices;  // by rank, the device regions as this one has mapped them
   std::unique_ptr<FakeCopies> copies;
-  std::unique_ptr<Flag> launched = std::make_unique<Flag>();
+  std::unique_ptr<Flag> launched = std::make_unique<Flag>(), awaited = std::make_unique<Flag>();
   std::unique_ptr<uint8_t, decltype(&std::free)> command_memory{nullptr, &std::free};
   std::unique_ptr<CommandRing> commands;
   std::unique_ptr<Transport> transport;
@@ -157,6 +157,7 @@ class World {
     context.transport = node.transport.get();
     if (options.device) {
       context.launched = node.launched.get();
+      context.awaited = node.awaited.get();
       context.ended = &node.ended();
     }
     context.progress_timeout_usec = options.progress_timeout_usec;

@@ -6,7 +6,7 @@ import ctypes
 import threading
 import time
 
-from bench.proxy_load import THREAD, proxy_seconds
+from bench.proxy_load import THREAD, thread_seconds
 
 PR_SET_NAME = 15
 BUSY_S = 0.3
@@ -19,15 +19,15 @@ def spin_as(name: str) -> float:
     def spin() -> None:
         nonlocal counted
         ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
-        before = proxy_seconds()
+        before = thread_seconds()
         until = time.thread_time() + BUSY_S
         while time.thread_time() < until:
             pass
-        counted = proxy_seconds() - before
+        counted = thread_seconds() - before
 
     # A thread that was joined may still be listed, and gone a moment later.
     until = time.monotonic() + 10.0
-    while proxy_seconds() > 0 and time.monotonic() < until:
+    while thread_seconds() > 0 and time.monotonic() < until:
         time.sleep(0.01)
     thread = threading.Thread(target=spin)
     thread.start()

@@ -315,6 +315,7 @@ class TestManyBuffers:
 
         def step(rank: int, buffer: Buffer) -> None:
             handle = run_case(case, expected, rank, buffer).handle
+            buffer.wake()  # nothing to do on the host
             buffer.close()
             buffer.close()
             assert buffer.closed and buffer.stats()["dispatch.calls"] == 2
@@ -322,6 +323,8 @@ class TestManyBuffers:
                 buffer.dispatch(case.inputs[rank].x, case.inputs[rank].topk_idx)
             with pytest.raises(ClosedError):
                 buffer.combine(expected.expert_rows[rank], handle)
+            with pytest.raises(ClosedError):
+                buffer.wake()
 
         run_ranks(2, spec.config(), step)
 

@@ -126,6 +126,9 @@ class CudaEngine : private CudaHandles {
   void fail(const std::string& text) { life_.fail(text); }
   // Throws the error that reached this rank, one that its kernels have found but nobody has heard of included.
   void check() const;
+  void wake() {
+    if (network_ != nullptr) life_.wake();
+  }
   // As of an Engine; with what kernels that are launched in between note. Waits for them.
   void start_trace(uint64_t max_events);
   Trace stop_trace();

@@ -231,7 +231,7 @@ void CudaEngine::note_launch(const CudaOp& op) {
   must(cudaEventRecord(wake_begin_, op.stream), "cudaEventRecord");
   must(cudaStreamWaitEvent(wake_stream_, wake_begin_, 0), "cudaStreamWaitEvent");
   must(cudaLaunchHostFunc(
-           wake_stream_, [](void* life) { static_cast<Engine*>(life)->note_launched(); }, &life_),
+           wake_stream_, [](void* life) { static_cast<Engine*>(life)->note_launched(true); }, &life_),
        "cudaLaunchHostFunc");
   must(cudaEventRecord(wake_end_, wake_stream_), "cudaEventRecord");
 }
