@@ -126,6 +126,16 @@ CLAIM("ranks that have nothing to wait for but that a late one enters wait for t
     try_seeds(run);
   }
 }
+CLAIM("rows that an output has no room for are left out of the sums, and nobody waits for them") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}, {0, 0, 1, 1}, {0, 1, 2}}) {
+    CudaRun run = run_of(domain_of);
+    run.num_tokens = {90, 70};
+    run.capacity = 40;
+    try_seeds(run);
+    run.bulk_copies = false;
+    try_seeds(run);
+  }
+}
 CLAIM("blocks that only stage change no bit") {
   for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}}) {
     CudaRun run = run_of(domain_of);

@@ -31,6 +31,7 @@ struct CudaRun {
   double arrival_timeout_s = 60;
   uint32_t late_usec = 0;  // the last rank's, before every call
   LoopOptions loop;
+  int64_t capacity = -1;  // rows of a CUDA engine's output, of which every rank gets more; its counts stay on the GPU
   uint64_t least_windows = 0;  // that a rank's operations have to take
 
   uint64_t tokens_of(int rank) const { return num_tokens[static_cast<size_t>(rank) % num_tokens.size()]; }
@@ -106,6 +107,15 @@ struct Dispatched {
     scales.assign(run.fp8_codes ? num_rows * run.hidden / kFp8Block : 0, -7.0f);
     values.assign(run.with_values ? num_rows * width : 0, -7.0f);
     experts.assign(run.compact ? num_rows * width : 0, -7);
+  }
+  // What is left of it, or what is missing as zeros.
+  void resize(const CudaRun& run, uint64_t num_rows) {
+    Dispatched exact;
+    exact.make_room(run, num_rows);
+    rows.resize(exact.rows.size());
+    scales.resize(exact.scales.size());
+    values.resize(exact.values.size());
+    experts.resize(exact.experts.size());
   }
 };
 struct Combined {
