@@ -106,7 +106,10 @@ def measure_busy(load: Load) -> list[float]:
     while slowest(time.monotonic() - started) < BUSY_S:
         load.operation()
     took = time.monotonic() - started
-    return [slowest((thread_seconds(name) - was) / took) for name, was in zip((THREAD, COPIER), before, strict=True)]
+    return [
+        slowest((thread_seconds(name) - was) / took)
+        for name, was in zip((THREAD, COPIER), before, strict=True)
+    ]
 
 
 def measure_idle() -> float:
@@ -143,7 +146,11 @@ def run_rank(args: argparse.Namespace) -> int:
     join_group(args.share_gpus)
     load = Load(args)
     busy, copier = measure_busy(load)
-    found = {"busy_cores": round(busy, 3), "copier_cores": round(copier, 3), "idle_cores": round(measure_idle(), 3)}
+    found = {
+        "busy_cores": round(busy, 3),
+        "copier_cores": round(copier, 3),
+        "idle_cores": round(measure_idle(), 3),
+    }
     if load.buffer.device.type == "cuda":
         graph, meet = load.capture(), meeting()
         measure_replays(load, graph, meet, pause_s=0.0)
@@ -152,7 +159,9 @@ def run_rank(args: argparse.Namespace) -> int:
             ("replay_after_idling_us", IDLE_S, False),
             ("replay_after_idling_and_wake_us", IDLE_S, True),
         ):
-            found[name] = report.quantile(measure_replays(load, graph, meet, pause_s=pause_s, wakes=wakes), 0.5)
+            found[name] = report.quantile(
+                measure_replays(load, graph, meet, pause_s=pause_s, wakes=wakes), 0.5
+            )
         meet.close()
         del graph
     load.buffer.close()

@@ -310,7 +310,7 @@ class Buffer:
             raise
 
     def wake(self) -> None:
-        """A graph that was captured with this buffer is about to be replayed, after a pause of more than 10 ms.
+        """A graph that was captured with this buffer is about to be replayed, after a pause of 10 ms or more.
 
         Optional, and only of use with several domains: its first operation would wait 100 to 250 us for the
         proxy's thread to wake up. Called right before `graph.replay()` that is over when the GPU begins.
@@ -321,19 +321,8 @@ class Buffer:
             self._engine.wake()
 
     def stats(self) -> dict[str, float]:
-        """Counters since creation by name; after `close` those of the end. `stats.format_stats` prints them.
-
-        caller.{dispatch, combine, dispatch_backward, combine_backward}.{calls, seconds}: what callers asked
-        for, and the time they spent in it, launch and wait; what ran behind their backs is not in it.
-        dispatch.*, combine.*: operations of the engine (a backward of dispatch is a combine), its busy time.
-        rows.*, pairs.*: by the step that moved them. ring.*: chunks, laps and waits of each window. ship.*:
-        chunks and bytes on the wire by kind and destination domain. busy_seconds.*, blocked_seconds.*: at
-        work and waiting, by step. straggler.*: the rank that was waited for longest (-1: none), and how long.
-        credit.*, proxy.*: waits for credits, refused posts, arrivals, dropped duplicates;
-        proxy.command_usec.{p50, p99}: from the queue until flushed, the last 1024 chunks. memory.*: sizes.
-        On a GPU: step_seconds.*: what the first block spent in a step, waiting included; dispatch.guesses*:
-        new plans whose memory was taken before the counts were known, and those of them that needed more;
-        straggler.*: waiting for it to enter operations; rows.*: without operations with a capacity.
+        """Counters since creation by name (`stats.py` tells what each says); after `close` those of the end.
+        `stats.format_stats` prints them.
         """
         native = self._last_stats if self._closed else self._engine.stats()
         return {**native, **self._clock.read()}

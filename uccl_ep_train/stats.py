@@ -1,4 +1,28 @@
-"""Numbers for people: the memory plan, and a buffer's statistics summed over ranks and printed."""
+"""Numbers for people: the memory plan, and a buffer's statistics summed over ranks and printed.
+
+Names of statistics, counted since the buffer was made; seconds unless the name says otherwise:
+
+    caller.{dispatch, combine, dispatch_backward, combine_backward}.{calls, seconds}
+                        what callers asked for, and the time they spent in it, launch and wait; what ran
+                        behind their backs is not in it
+    dispatch.*, combine.*    operations of the engine (a backward of dispatch is a combine), its busy time
+    rows.*, pairs.*     by the step that moved them
+    ring.*              chunks, laps and waits of each window
+    ship.*              chunks and bytes on the wire by kind and destination domain
+    busy_seconds.*, blocked_seconds.*    at work and waiting, by step
+    straggler.*         the rank that was waited for longest (-1: none), and how long
+    credit.*, proxy.*   waits for credits, refused posts, arrivals, dropped duplicates;
+                        proxy.command_usec.{p50, p99}: from the queue until flushed, the last 1024 chunks
+    memory.*            sizes in bytes
+
+On a GPU:
+
+    step_seconds.*      what the first block spent in a step, waiting included
+    dispatch.guesses*   new plans whose memory was taken before the counts were known, and those of them that
+                        needed more
+    straggler.*         waiting for it to enter operations
+    rows.*              without operations with a capacity
+"""
 
 from __future__ import annotations
 

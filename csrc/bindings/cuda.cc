@@ -88,9 +88,7 @@ void bind_trials(py::module_& m) {
   m.def("try_cuda_registration", &try_device_registration, "trial"_a, "device"_a, "num_bytes"_a, Release());
 }
 
-}  // namespace
-
-void bind_cuda(py::module_& m) {
+void bind_plan(py::module_& m) {
   py::class_<CudaPlan, std::shared_ptr<CudaPlan>>(m, "CudaPlan")
       .def_readonly("plan_id", &CudaPlan::plan_id)
       .def_readonly("expert_alignment", &CudaPlan::expert_alignment)
@@ -104,6 +102,12 @@ void bind_cuda(py::module_& m) {
       .def_property_readonly("num_rows", [](const CudaPlan& p) { return p.sizes.num_rows; })
       .def_property_readonly("routing_kind",
                              [](const CudaPlan& p) { return p.routing_kind == RoutingKind::kTopk ? "topk" : "map"; });
+}
+
+}  // namespace
+
+void bind_cuda(py::module_& m) {
+  bind_plan(m);
   py::class_<PyCudaOp>(m, "CudaOp")
       .def("wait_counts", &wait_counts, "counts"_a)
       .def("wait", [](PyCudaOp& self, uintptr_t stream) { self.engine->wait(*self.op, stream_of(stream)); })

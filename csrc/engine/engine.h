@@ -204,8 +204,8 @@ class Engine {
   std::unique_ptr<CommandRing> commands_;
   std::unique_ptr<host::HostContext> context_;
   std::unique_ptr<Proxy> proxy_;
-  // Operations of a device engine that were queued; replays and what said that one is to come. Writers: note_launched(),
-  // wake(); reader: the proxy; never reset.
+  // Operations of a device engine that were queued; replays, and what said that one is to come. Writers:
+  // note_launched(), wake(); reader: the proxy; never reset.
   Flag launched_, awaited_;
   std::mutex launch_mutex_;
 

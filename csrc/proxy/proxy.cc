@@ -30,8 +30,8 @@ constexpr uint64_t kFailedRetryUsec = 10'000;
 // longer nothing was to do the longer: the first chunk after a pause is late by 100 us, or by a thirtieth of the pause.
 // On a virtual machine each nap may take 40 us of a core.
 constexpr uint64_t kAwakeUsec = 500;
-// With graphs nothing is heard of an operation before its kernels run, and then it takes 100 us and more until the thread
-// is awake: from one layer to the next it stays so.
+// With graphs nothing is heard of an operation before its kernels run, and then it takes 100 us and more until the
+// thread is awake: from one layer to the next it stays so.
 constexpr uint64_t kAwakeForReplaysUsec = 10'000;
 constexpr uint64_t kLeastNapUsec = 100;
 constexpr uint64_t kMostNapUsec = 5000;

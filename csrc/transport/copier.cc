@@ -91,7 +91,8 @@ void Copier::attempt(Call call) {
 
 // What there is of the group that is next, if it is time.
 bool Copier::hand_over() {
-  const uint64_t before = handed_over_.own(), end = before / CopyEngines::kGroup * CopyEngines::kGroup + CopyEngines::kGroup;
+  const uint64_t before = handed_over_.own(),
+                 end = before / CopyEngines::kGroup * CopyEngines::kGroup + CopyEngines::kGroup;
   const uint64_t last = std::min(started_.read(), end);
   if (last == before) return false;
   if (last < end && before != 0 && failed_.own() == 0 && !engines_->done(before)) {
@@ -101,7 +102,8 @@ bool Copier::hand_over() {
     if (now - held_since_nsec_ < kHoldNsec) return false;
   }
   std::array<CopyEngines::Copy, CopyEngines::kGroup> copies;
-  for (uint64_t ticket = before + 1; ticket <= last; ++ticket) copies[ticket - before - 1] = copies_[ticket % kCapacity];
+  for (uint64_t ticket = before + 1; ticket <= last; ++ticket)
+    copies[ticket - before - 1] = copies_[ticket % kCapacity];
   attempt([&] { engines_->hand_over({copies.data(), last - before}, last); });
   handed_over_.publish(last);
   return true;

@@ -225,7 +225,8 @@ struct Relay {
   __device__ void tell_at_once(uint32_t lane, uint32_t tag, bool is_part) const {
     const uint32_t k = tag >> kChunkBits & (1u << kStreamBits) - 1, chunk = tag >> kChunkBits + kStreamBits;
     if (lane == 0)
-      count_some(at<uint32_t>(d, d.rank, d.at.relayed_counts) + ring_counter(d, k, chunk), range.parted.weight(is_part));
+      count_some(at<uint32_t>(d, d.rank, d.at.relayed_counts) + ring_counter(d, k, chunk),
+                 range.parted.weight(is_part));
   }
 };
 
