@@ -154,11 +154,19 @@ MUTANTS = {
         ONE_DOMAIN, "dispatch.cu", "wait_shared(d, &staged.totals)", "staged.totals < 2",
     ),
     "a sum is merged before it has come": (
-        TWO_DOMAINS, "merge.cuh", "if (chunk < arrived) return true;", "return true;",
+        TWO_DOMAINS, "merge.cuh", "if (chunk < arrived || (kNet && chunk == kRehearsal)) return true;",
+        "return true;",
     ),
     "a part of a row counts as the row": (
         "rows of which the first are summed in parts have the host's bits", "merge.cuh",
         "parted.weight(is_part)", "parted.weight(!is_part)",
+    ),
+    "a folded row lies in the ring where another window's does": (
+        TWO_DOMAINS, "fold.cuh", "ring_offset(d, range.slot[s],", "ring_offset(d, 0,",
+    ),
+    "a row that was dropped is not counted": (
+        "rows that an output has no room for are left out of the sums, and nobody waits for them", "fold.cuh",
+        "return count_in_ring(sum.tag, sum.part > 0);", "return;",
     ),
     "the warp that tells leaves before the last row": (
         TWO_DOMAINS, "fold.cuh", "read_shared(&boxes.ended) == kWarps", "read_shared(&boxes.ended) > 0",
