@@ -15,7 +15,7 @@ namespace {
 constexpr uint64_t kSteadyNsec = 50'000;
 // Who does not for so long has something to do every now and then, as a heartbeat, and no copies.
 constexpr uint64_t kAwakeAfterNsec = 200'000;
-// For so long after a call the thread stays awake.
+// For so long after a call of either the thread stays awake.
 constexpr uint64_t kAwakeNsec = 200'000;
 constexpr uint64_t kSleepUsec = 1'000'000;
 // While the engines are busy fewer copies than a group wait for so long: handing over and telling cost as much as
@@ -44,6 +44,7 @@ uint64_t Copier::start(void* to, const void* from, uint64_t num_bytes) {
   while (ticket - handed_over_.read() > kCapacity) sched_yield();
   copies_[ticket % kCapacity] = {to, from, num_bytes};
   started_.publish(ticket);
+  awake_nsec_.set(now_nsec());  // more will come, also from a caller that is slow
   bell_.ring();
   return ticket;
 }

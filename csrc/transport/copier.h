@@ -67,7 +67,7 @@ class Copier final : public DeviceCopies {
   std::exception_ptr error_;  // the first; before `failed_` is published
   Flag failed_;               // 1: nothing more is handed over
   Flag stopping_;
-  Counter awake_nsec_;  // when the caller last was; a hint
+  Counter awake_nsec_;  // when the caller last was, or started a copy; a hint
   Bell bell_;
   std::thread thread_;
 };
