@@ -67,6 +67,18 @@ def test_a_plan_of_a_gpu_needs_none_and_grows_with_the_tokens_of_a_window() -> N
 
 
 @pytest.mark.skipif(not cuda.built(), reason="built without nvcc")
+def test_ranks_that_are_alone_in_their_domains_keep_pieces_of_their_own_tokens_only() -> None:
+    config = EpConfig(
+        num_experts=256, hidden=7168, max_dtype="bf16", backend="cuda", transport="loop", window_tokens=4096,
+        budget_bytes=4 << 30,
+    )  # fmt: skip
+    row = 2 * 7168
+    assert memory_plan(config.replace(domain_size=1), 4)["pieces"] == (4096 + 32) * row
+    # Of each of two ranks its own stream and one of the other domain.
+    assert memory_plan(config.replace(domain_size=2), 4)["pieces"] == 2 * (2 * 4096 + 2 * 32) * row
+
+
+@pytest.mark.skipif(not cuda.built(), reason="built without nvcc")
 def test_a_budget_that_does_not_hold_the_routing_of_a_windows_tokens_is_refused_with_one_that_does() -> None:
     """64 ranks of 8 domains: 4,096 tokens' routing takes more than its share of the default budget."""
     config = EpConfig(num_experts=256, hidden=7168, max_dtype="bf16", backend="cuda", domain_size=8)

@@ -114,7 +114,8 @@ RegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64_t row
   l.pair_origin = cursor.take("pair_origin", pairs * 4);
   l.piece_values = cursor.take("piece_values", streams * pairs * sizeof(float));
   l.rows = cursor.take("rows", kHalves * l.half_bytes);
-  l.pieces = cursor.take("pieces", streams * l.piece_bytes);
+  // Where every rank is alone in its domain, what is folded for others goes into the rings.
+  l.pieces = cursor.take("pieces", (members > 1 ? streams : 1) * l.piece_bytes);
   return l;
 }
 

@@ -48,7 +48,7 @@ struct Offsets {
   uint64_t packet_bytes = 0;
   uint64_t rows = 0;  // [halves] half_bytes: rows for our own domain, at the place of their token
   // Combine.
-  uint64_t pieces = 0;  // [streams] piece_bytes; a row's pieces lie side by side, ranks ascending
+  uint64_t pieces = 0;  // [streams] piece_bytes, or of our own only; a row's pieces lie side by side, ranks ascending
   uint64_t piece_values = 0;  // [streams][pairs] float
   // Read and written by this rank only.
   uint64_t local = 0;  // Local
