@@ -62,6 +62,15 @@ struct Numbers {
   std::vector<uint64_t> from, to;
 };
 
+// A copier of engines that make every copy at once.
+struct Copying {
+  explicit Copying(size_t count) : numbers(count) { bench.allowed.publish(kForever); }
+  uint64_t start(size_t i) { return numbers.start(copier, i); }
+  Bench bench;
+  Numbers numbers;
+  Copier copier{std::make_unique<Engines>(bench)};
+};
+
 // Asks as a proxy does, for at most two seconds.
 bool comes(Copier& copier, uint64_t ticket) {
   for (const uint64_t end = now_usec() + 2'000'000; now_usec() < end;) {
@@ -136,11 +145,10 @@ CLAIM("what was started is copied before the copier is gone") {
 }
 
 CLAIM("the thread sleeps when its caller does, and comes at once for a copy") {
-  Bench bench;
-  bench.allowed.publish(kForever);
-  Numbers numbers(2);
-  Copier copier(std::make_unique<Engines>(bench));
-  numbers.start(copier, 0);
+  Copying copying(2);
+  Bench& bench = copying.bench;
+  Copier& copier = copying.copier;
+  copying.start(0);
   EXPECT(comes(copier, 1));
   usleep(20'000);  // the thread falls asleep
   const uint64_t looks = bench.looks.value();
@@ -149,38 +157,38 @@ CLAIM("the thread sleeps when its caller does, and comes at once for a copy") {
     for (int pass = 0; pass < 20; ++pass) copier.flush();
   }
   EXPECT(bench.looks.value() - looks <= 1);
-  numbers.start(copier, 1);
+  copying.start(1);
   EXPECT(soon([&] { return copier.done(2); }, 300'000));  // without flush()
   // A caller that is awake keeps the thread awake.
+  usleep(20'000);
   const uint64_t asleep = bench.looks.value();
-  EXPECT(soon([&] {
+  const auto stays_awake = [&] {
     copier.flush();
     return bench.looks.value() - asleep > 10;
-  }));
+  };
+  EXPECT(soon(stays_awake, 300'000));  // without a call it looks once a second
 }
 
 CLAIM("an engine's error is an error of the copies that are not made, and of all that follow") {
-  Bench bench;
-  bench.allowed.publish(kForever);
-  Numbers numbers(12);
-  Copier copier(std::make_unique<Engines>(bench));
-  numbers.start(copier, 0);
+  Copying copying(12);
+  Bench& bench = copying.bench;
+  Copier& copier = copying.copier;
+  copying.start(0);
   EXPECT(comes(copier, 1));
   bench.fails_at.publish(2);
-  const uint64_t failed = numbers.start(copier, 1);
+  const uint64_t failed = copying.start(1);
   EXPECT(error_of(copier, failed).find("would not start") != std::string::npos);
   EXPECT(copier.done(1));
-  for (size_t i = 2; i < 12; ++i) numbers.start(copier, i);
+  for (size_t i = 2; i < 12; ++i) copying.start(i);
   for (uint64_t ticket = 3; ticket <= 12; ++ticket)
     EXPECT(error_of(copier, ticket).find("would not start") != std::string::npos);
-  EXPECT_EQ(numbers.to[11], ~0ull);
+  EXPECT_EQ(copying.numbers.to[11], ~0ull);
 }
 
 CLAIM("an error that comes up while nothing is handed over is one of the next copy") {
-  Bench bench;
-  bench.allowed.publish(kForever);
-  Numbers numbers(1);
-  Copier copier(std::make_unique<Engines>(bench));
+  Copying copying(1);
+  Bench& bench = copying.bench;
+  Copier& copier = copying.copier;
   EXPECT(soon([&] { return bench.looks.value() > 0; }));
   const uint64_t looks = bench.looks.value();
   bench.look_fails.publish(1);
@@ -188,7 +196,7 @@ CLAIM("an error that comes up while nothing is handed over is one of the next co
     copier.flush();
     return bench.looks.value() > looks;
   }));
-  EXPECT(error_of(copier, numbers.start(copier, 0)).find("broke") != std::string::npos);
+  EXPECT(error_of(copier, copying.start(0)).find("broke") != std::string::npos);
 }
 
 int main(int argc, char** argv) { return claims::main(argc, argv); }

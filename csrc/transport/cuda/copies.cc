@@ -232,7 +232,9 @@ void CudaCopies::look() {
   if (write_value_ == nullptr)
     for (Lane& lane : lanes_) look_at_events(lane);
   const uint64_t now = now_nsec();
-  if (write_value_ != nullptr && now - last_call_nsec_ > kWarmNsec) write(lanes_[0]);
+  if (write_value_ != nullptr && now - last_call_nsec_ > kWarmNsec &&
+      read_device_flag(lanes_[0].word) == lanes_[0].last)
+    write(lanes_[0]);  // not behind copies that hang
   if (now < next_query_nsec_) return;
   next_query_nsec_ = now + kQueryNsec;
   for (Lane& lane : lanes_) {
