@@ -121,11 +121,11 @@ def wrong_with(case: Case, seat: Seat, buffer: Buffer, given: Case | None = None
 
 
 def tight_spec(layout: str, **settings: Any) -> EngineSpec:
-    """Wide rows in little more than the least budget: windows of few tokens, chunks of few rows."""
+    """Wide rows in a page more than the least budget: windows of few tokens, chunks of few rows."""
     spec = spec_of(layout, num_experts=8, hidden=4096)
     config = EpConfig(**spec.config(), backend="cuda")
     least = memory_plan(config, spec.num_ranks).least_budget_bytes
-    return replace(spec, settings=(("budget_bytes", least + (1 << 20)), *settings.items()))
+    return replace(spec, settings=(("budget_bytes", least + (2 << 20)), *settings.items()))
 
 
 def as_many_as_fit(buffer: Buffer) -> tuple[int, ...]:

@@ -161,6 +161,9 @@ MUTANTS = {
         "rows of which the first are summed in parts have the host's bits", "merge.cuh",
         "parted.weight(is_part)", "parted.weight(!is_part)",
     ),
+    "a row that is last and in parts is another one": (
+        TWO_DOMAINS, "shares.cuh", "return first + (n - first) / parts;", "return (n - first) / parts;",
+    ),
     "a folded row lies in the ring where another window's does": (
         TWO_DOMAINS, "fold.cuh", "ring_offset(d, range.slot[s],", "ring_offset(d, 0,",
     ),

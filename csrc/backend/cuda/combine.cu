@@ -33,6 +33,14 @@ __device__ __forceinline__ PartedRows parted_rows(const Domain& d, const Combine
   if constexpr (!kBulk) return {};
   return {min(rows * streams, kMergeWarps<kBulk> * workers(d)), segments_of(args.hidden * 2)};
 }
+// And of the tokens' last sums, which come with the last chunk: one part for each warp.
+template <bool kBulk>
+__device__ __forceinline__ PartedRows last_rows(const Domain& d, const CombineArgs& args, uint32_t rows) {
+  if constexpr (!kBulk) return {};
+  const uint32_t parts = segments_of(args.hidden * 2);
+  const uint32_t num_parted = min(rows, (kFoldWarps<kBulk> + kMergeWarps<kBulk>)*workers(d) / parts);
+  return {num_parted, parts, rows - num_parted};
+}
 // Those that are folded: of the first chunk; whole chunks of tokens where a flag tells of these. A rank that is alone
 // is through with it so soon that the next one, too, is wanted before it has been folded row by row.
 __device__ __forceinline__ uint32_t first_folded(const Domain& d, uint32_t row_bytes) {
@@ -206,6 +214,7 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
       folds.parted = parted_rows<kBulk>(d, args, num_far(d), first_folded(d, row_bytes));
       folds.parted.num_parted = min(folds.parted.num_parted, folds.most.far_sum(d));
       merges.parted = parted_rows<kBulk>(d, args, d.net->num_relayed, rows_per_chunk(d, row_bytes));
+      merges.last = last_rows<kBulk>(d, args, merges.end_token - merges.first_token);
     }
     if (!kNet && blockIdx.x == 0) write_packets(crew, d, op, plan, args);
   }

@@ -145,16 +145,19 @@ uint64_t least_budget_bytes(const Topology& topo, uint32_t num_experts, uint64_t
 // at least that of `window_tokens`; the rest for rows, which go in windows.
 RegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes,
                          uint32_t window_tokens) {
-  const auto bytes = [&](uint32_t tokens, uint32_t window) {
-    const RegionLayout l = layout_for(topo, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens);
-    return round_up(l.total_bytes, kDevicePage);
+  const auto used = [&](uint32_t tokens, uint32_t window) {
+    return layout_for(topo, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens).total_bytes;
   };
-  const uint64_t rest = bytes(1, 1);
+  const auto bytes = [&](uint32_t tokens, uint32_t window) { return round_up(used(tokens, window), kDevicePage); };
+  // Beyond the least; what its last page has left costs nothing.
+  const auto routing = [&](uint32_t tokens) {
+    return bytes(tokens, 1) == bytes(1, 1) ? 0 : used(tokens, 1) - used(1, 1);
+  };
   const uint64_t share = topo.num_domains() > 1 ? 16 : 8;
   const uint32_t wanted = window_tokens == 0 ? kMaxTokens : window_tokens;
   const uint32_t tokens = largest(blocks_of(uint64_t{wanted} * kMostWindows), [&](uint32_t n) {
     const bool is_wanted = window_tokens != 0 && n <= blocks_of(window_tokens);
-    return (is_wanted || bytes(n, 1) - rest <= budget_bytes / share) && bytes(n, 1) <= budget_bytes;
+    return (is_wanted || routing(n) <= budget_bytes / share) && bytes(n, 1) <= budget_bytes;
   });
   const uint32_t window =
       largest(std::min(tokens, blocks_of(wanted)), [&](uint32_t n) { return bytes(tokens, n) <= budget_bytes; });

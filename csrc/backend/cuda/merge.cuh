@@ -14,6 +14,7 @@ namespace uccl_ep::cuda {
 // What a window merges, in shared memory.
 struct MergeRange {
   uint32_t first_token, end_token;
+  PartedRows last;  // of our tokens
   uint32_t pieces;  // of ours in our domain, in earlier windows
   // By domain: rows of our stream in earlier windows, where the first chunk that comes back lies, how many came before.
   uint32_t returned_rows[kMaxRanks], returned_slot[kMaxRanks];
@@ -98,7 +99,7 @@ __device__ __forceinline__ uint32_t returned_place(const Domain& d, const MergeR
 // Our tokens of a window, as sums of the pieces that come back, and (kNet) of other domains' sums.
 template <bool kNet>
 struct Merge {
-  static constexpr bool kSumsFirst = kNet, kSplits = false, kRehearses = kNet;
+  static constexpr bool kSumsFirst = kNet, kSplits = kNet, kRehearses = kNet;
   const Domain& d;
   const Op& op;
   const PlanView& plan;
@@ -112,10 +113,14 @@ struct Merge {
   __device__ uint32_t row_bytes() const { return args.hidden * dtype_bytes(args.wire); }
   __device__ Taken taken() const { return Taken::kMerged; }
   __device__ uint32_t least() const { return 0; }
-  __device__ uint32_t end() const { return range.end_token - range.first_token; }
+  __device__ uint32_t end() const {
+    const uint32_t tokens = range.end_token - range.first_token;
+    return kNet ? range.last.end(tokens) : tokens;
+  }
   __device__ Sum look_up(uint32_t n) const {
-    const uint32_t token = range.first_token + n;
+    const uint32_t token = range.first_token + (kNet ? range.last.row(n) : n);
     Sum sum;
+    if constexpr (kNet) sum.part = range.last.part(n);
     sum.first = plan.addend_begin[token];
     sum.count = plan.addend_begin[token + 1] - sum.first;
     sum.tag = token / kChunkTokens;

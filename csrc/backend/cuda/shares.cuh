@@ -38,17 +38,19 @@ struct MostRows {
   }
 };
 
-// Numbers of rows, the first of them in parts, which warps work on side by side: somebody far away waits for the first
-// chunk of rows, and a row takes a warp ten microseconds.
+// Numbers of rows, some of them in parts, which warps work on side by side, for a row takes a warp ten microseconds: the
+// first ones, where somebody far away waits for the first chunk of rows, or the last ones, for which all wait.
 struct PartedRows {
   uint32_t num_parted = 0, parts = 1;  // segments of a row
+  uint32_t first = 0;                  // of the rows in parts, and its first part's number
 
   __device__ __forceinline__ uint32_t end(uint32_t rows) const { return rows + min(num_parted, rows) * (parts - 1); }
-  __device__ __forceinline__ bool is_part(uint32_t n) const { return n < num_parted * parts; }
+  __device__ __forceinline__ bool is_part(uint32_t n) const { return n - first < num_parted * parts; }
   __device__ __forceinline__ uint32_t row(uint32_t n) const {
-    return is_part(n) ? n / parts : n - num_parted * (parts - 1);
+    if (is_part(n)) return first + (n - first) / parts;
+    return n < first ? n : n - num_parted * (parts - 1);
   }
-  __device__ __forceinline__ uint32_t part(uint32_t n) const { return is_part(n) ? n % parts + 1 : 0; }
+  __device__ __forceinline__ uint32_t part(uint32_t n) const { return is_part(n) ? (n - first) % parts + 1 : 0; }
   // Parts that a sum stands for where they are counted.
   __device__ __forceinline__ uint32_t weight(bool is_part) const { return is_part ? 1 : parts; }
 };
