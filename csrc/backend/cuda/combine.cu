@@ -213,6 +213,7 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
       const uint32_t row_bytes = args.hidden * dtype_bytes(args.wire);
       folds.parted = parted_rows<kBulk>(d, args, num_far(d), first_folded(d, row_bytes));
       folds.parted.num_parted = min(folds.parted.num_parted, folds.most.far_sum(d));
+      folds.hurried = min(first_folded(d, row_bytes) * num_far(d), folds.most.far_sum(d));
       merges.parted = parted_rows<kBulk>(d, args, d.net->num_relayed, rows_per_chunk(d, row_bytes));
       merges.last = last_rows<kBulk>(d, args, merges.end_token - merges.first_token);
     }

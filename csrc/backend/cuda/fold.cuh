@@ -28,6 +28,7 @@ struct FoldRange {
   uint32_t slot[kMaxRanks];                   // of the ring: of the first chunk
   MostRows most;
   PartedRows parted;
+  uint32_t hurried;  // first rows whose warps tell of them themselves
 };
 __device__ inline void find_fold_range(const Crew& crew, const Domain& d, const PlanView& plan, const CombineArgs& args,
                                        FoldRange& out) {
@@ -56,7 +57,9 @@ __device__ inline void find_fold_range(const Crew& crew, const Domain& d, const 
 constexpr uint32_t kPart = 1u << 31;
 // A tag of a row that goes into a ring: with the number of its chunk's counter.
 constexpr uint32_t kInRing = 1u << 30;
-static_assert(uint64_t{kMaxRanks} * (kMaxTokens / kChunkTokens) < kInRing);
+// Of a row that somebody far away waits for already: its warp tells of it itself, for that is sooner.
+constexpr uint32_t kHurried = 1u << 29;
+static_assert(uint64_t{kMaxRanks} * (kMaxTokens / kChunkTokens) < kHurried);
 constexpr uint32_t kBoxes = 16;  // more than a warp puts at once
 template <uint32_t kWarps>
 struct Boxes {
@@ -109,6 +112,7 @@ struct Fold {
       sum.out = range.to[s] + ring_offset(d, range.slot[s], d.at.return_slots, number, bytes);
     } else {
       sum.tag = s * max_chunks(d) + plan.row_token[row] / kChunkTokens;
+      if (kNet && n < range.hurried) sum.tag |= kHurried;
       sum.out = range.to[s] + plan.row_piece[row] * bytes;
     }
     if (args.may_drop) drop(sum, bytes);
@@ -121,10 +125,10 @@ struct Fold {
     for (uint64_t i = 0; i < bytes / 16; ++i) reinterpret_cast<uint4*>(sum.out)[i] = make_uint4(0, 0, 0, 0);
     proxy_fence();
     fence_system();
-    if (is_in_ring(sum.tag)) return count_in_ring(sum.tag, sum.part > 0);
-    if (count(sum.tag, sum.part > 0) != parts_of(sum.tag)) return;
-    fence_system();
-    finish(sum.tag);
+    if (is_in_ring(sum.tag))
+      count_in_ring(sum.tag, sum.part > 0);
+    else
+      count_and_finish(sum.tag & ~kHurried, sum.part > 0);
   }
   __device__ uint32_t slot(uint32_t k) const { return plan.compact_width > 0 ? k : plan.slots[k]; }
   __device__ uint32_t place(const Sum&, uint32_t k) const { return slot(k) * units; }
@@ -134,7 +138,7 @@ struct Fold {
     return true;
   }
   __device__ bool is_in_ring(uint32_t tag) const { return kNet && (tag & kInRing) != 0; }
-  __device__ bool at_once(uint32_t tag) const { return is_in_ring(tag) || !in_domain(d, tag / max_chunks(d)); }
+  __device__ bool at_once(uint32_t tag) const { return is_in_ring(tag) || !in_domain(d, (tag & ~kHurried) / max_chunks(d)); }
   __device__ bool tells() const { return true; }
   __device__ void tell(uint32_t lane, uint32_t count, uint32_t tag) const {
     if (lane < count)
@@ -144,10 +148,11 @@ struct Fold {
     __syncwarp();
   }
   __device__ void tell_at_once(uint32_t lane, uint32_t tag, bool is_part) const {
-    if (!is_in_ring(tag))
-      tell(lane, 1, tag | (kNet && is_part ? kPart : 0));
-    else if (lane == 0)
-      count_in_ring(tag, is_part);
+    if (!is_in_ring(tag) && !(kNet && (tag & kHurried) != 0)) return tell(lane, 1, tag | (kNet && is_part ? kPart : 0));
+    if (lane != 0) return;
+    if (is_in_ring(tag)) return count_in_ring(tag, is_part);
+    fence_gpu();
+    count_and_finish(tag & ~kHurried, is_part);
   }
   __device__ void count_in_ring(uint32_t tag, bool is_part) const {
     count_some(at<uint32_t>(d, d.rank, d.at.relayed_counts) + (tag & ~kInRing), range.parted.weight(is_part));
@@ -157,6 +162,11 @@ struct Fold {
   __device__ uint32_t count(uint32_t tag, bool is_part) const {
     const uint32_t weight = kNet ? range.parted.weight(is_part) : 1;
     return take_numbers(at<uint32_t>(d, d.rank, d.at.chunk_counts) + tag, weight) + weight;
+  }
+  __device__ void count_and_finish(uint32_t tag, bool is_part) const {
+    if (count(tag, is_part) != parts_of(tag)) return;
+    fence_system();
+    finish(tag);
   }
   __device__ uint32_t parts_of(uint32_t tag) const {
     const uint32_t s = tag / max_chunks(d), chunk = tag % max_chunks(d);
