@@ -22,7 +22,7 @@ FIXED_SECONDS = 85e-6
 
 Measured on H200 with 4096 tokens of 7168, top-8 of 256. One domain, 64 SMs: 334 µs for 82.4 MB, 560 to 582
 for 159.6 (bench/results/h200_x4_backward.json). Two, 24 SMs and the loop transport at 50 GB/s: 678 µs for
-30.3 MB, 1224 to 1242 for 58.5 (bench/results/h200_x2_two_domains.json)."""
+30.3 MB, 1224 to 1241 for 58.5 (bench/results/h200_x2_two_domains.json)."""
 _FP8_BLOCK = 128
 
 

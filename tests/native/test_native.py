@@ -161,6 +161,10 @@ MUTANTS = {
         "rows of which the first are summed in parts have the host's bits", "merge.cuh",
         "parted.weight(is_part)", "parted.weight(!is_part)",
     ),
+    "a hurried row is told of before the rest of its chunk is there": (
+        "2 domains of 2 ranks have the host's bits, FP8", "fold.cuh",
+        "if (count(tag, is_part) != parts_of(tag)) return;", "if (count(tag, is_part) == 0) return;",
+    ),
     "a row that is last and in parts is another one": (
         TWO_DOMAINS, "shares.cuh", "return first + (n - first) / parts;", "return (n - first) / parts;",
     ),
@@ -169,7 +173,7 @@ MUTANTS = {
     ),
     "a row that was dropped is not counted": (
         "rows that an output has no room for are left out of the sums, and nobody waits for them", "fold.cuh",
-        "return count_in_ring(sum.tag, sum.part > 0);", "return;",
+        "count_in_ring(sum.tag, sum.part > 0);", "return;",
     ),
     "the warp that tells leaves before the last row": (
         TWO_DOMAINS, "fold.cuh", "read_shared(&boxes.ended) == kWarps", "read_shared(&boxes.ended) > 0",

@@ -79,6 +79,21 @@ def test_ranks_that_are_alone_in_their_domains_keep_pieces_of_their_own_tokens_o
 
 
 @pytest.mark.skipif(not cuda.built(), reason="built without nvcc")
+@pytest.mark.parametrize(("num_ranks", "domain_size"), [(2, 1), (4, 2), (4, 1), (4, 4)])
+def test_a_page_more_than_the_least_budget_holds_the_routing_of_several_windows(
+    num_ranks: int, domain_size: int
+) -> None:
+    """Memory of GPUs comes in pages of 2 MiB, of which an eighth of a small budget is none."""
+    config = EpConfig(num_experts=8, hidden=4096, backend="cuda", transport="loop", domain_size=domain_size)
+    window = 64  # tokens, the least
+    least = memory_plan(config, num_ranks).least_budget_bytes
+    plan = memory_plan(config.replace(budget_bytes=least + (2 << 20)), num_ranks)
+    assert plan["rows"] == 2 * window * 4 * 4096
+    tokens = plan["pair_origin"] // (16 * 4)  # pairs of a token, bytes of a pair
+    assert tokens >= 3 * window
+
+
+@pytest.mark.skipif(not cuda.built(), reason="built without nvcc")
 def test_a_budget_that_does_not_hold_the_routing_of_a_windows_tokens_is_refused_with_one_that_does() -> None:
     """64 ranks of 8 domains: 4,096 tokens' routing takes more than its share of the default budget."""
     config = EpConfig(num_experts=256, hidden=7168, max_dtype="bf16", backend="cuda", domain_size=8)

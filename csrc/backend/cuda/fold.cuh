@@ -138,7 +138,9 @@ struct Fold {
     return true;
   }
   __device__ bool is_in_ring(uint32_t tag) const { return kNet && (tag & kInRing) != 0; }
-  __device__ bool at_once(uint32_t tag) const { return is_in_ring(tag) || !in_domain(d, (tag & ~kHurried) / max_chunks(d)); }
+  __device__ bool at_once(uint32_t tag) const {
+    return is_in_ring(tag) || !in_domain(d, (tag & ~kHurried) / max_chunks(d));
+  }
   __device__ bool tells() const { return true; }
   __device__ void tell(uint32_t lane, uint32_t count, uint32_t tag) const {
     if (lane < count)

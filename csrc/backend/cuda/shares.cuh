@@ -38,8 +38,8 @@ struct MostRows {
   }
 };
 
-// Numbers of rows, some of them in parts, which warps work on side by side, for a row takes a warp ten microseconds: the
-// first ones, where somebody far away waits for the first chunk of rows, or the last ones, for which all wait.
+// Numbers of rows, some of them in parts, which warps work on side by side, for a row takes a warp ten microseconds:
+// the first ones, where somebody far away waits for the first chunk of rows, or the last ones, for which all wait.
 struct PartedRows {
   uint32_t num_parted = 0, parts = 1;  // segments of a row
   uint32_t first = 0;                  // of the rows in parts, and its first part's number
