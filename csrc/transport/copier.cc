@@ -65,6 +65,11 @@ bool Copier::done(uint64_t ticket) {
   return false;
 }
 
+void Copier::wake() {
+  awake_nsec_.set(now_nsec());
+  bell_.ring();
+}
+
 void Copier::run() {
   pthread_setname_np(pthread_self(), "uccl_ep_copier");
   attempt([&] { engines_->enter_thread(); });

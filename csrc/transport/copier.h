@@ -48,6 +48,8 @@ class Copier final : public DeviceCopies {
   // Says that the caller is awake: the thread is, too, while it is called every few microseconds.
   void flush() override;
   bool done(uint64_t ticket) override;
+  // By any thread: copies are to come. The thread, and its next call of the engines, need not wake up for the first.
+  void wake();
 
  private:
   static constexpr uint64_t kCapacity = 1024;  // copies that were started and not handed over; more have to wait
@@ -67,7 +69,7 @@ class Copier final : public DeviceCopies {
   std::exception_ptr error_;  // the first; before `failed_` is published
   Flag failed_;               // 1: nothing more is handed over
   Flag stopping_;
-  Counter awake_nsec_;  // when the caller last was, or started a copy; a hint
+  Counter awake_nsec_;  // when the caller last was, or started a copy, or somebody called wake(); a hint
   Bell bell_;
   std::thread thread_;
 };

@@ -167,6 +167,11 @@ CLAIM("the thread sleeps when its caller does, and comes at once for a copy") {
     return bench.looks.value() - asleep > 10;
   };
   EXPECT(soon(stays_awake, 300'000));  // without a call it looks once a second
+  // So does who says that copies are to come.
+  usleep(20'000);
+  const uint64_t told = bench.looks.value();
+  copier.wake();
+  EXPECT(soon([&] { return bench.looks.value() > told; }, 300'000));
 }
 
 CLAIM("an engine's error is an error of the copies that are not made, and of all that follow") {

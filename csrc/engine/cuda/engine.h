@@ -127,7 +127,9 @@ class CudaEngine : private CudaHandles {
   // Throws the error that reached this rank, one that its kernels have found but nobody has heard of included.
   void check() const;
   void wake() {
-    if (network_ != nullptr) life_.wake();
+    if (network_ == nullptr) return;
+    life_.wake();
+    network_->wake();
   }
   // As of an Engine; with what kernels that are launched in between note. Waits for them.
   void start_trace(uint64_t max_events);
@@ -147,6 +149,7 @@ class CudaEngine : private CudaHandles {
   void launch(CudaOp& op);
   void note_launch(const CudaOp& op);
   void end_launch(const CudaOp& op);
+  void note_replay();
   void place_windows(CudaOp& op);
   void size_plan(CudaPlan& plan, const CudaPlan::Sizes& sizes) const;
   void check_usable() const;

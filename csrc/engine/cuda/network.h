@@ -33,6 +33,10 @@ class Network {
 
   // What kernels are told, in device memory. `domain` is complete but for this.
   const cuda::Net* fill(const cuda::Domain& domain);
+  // By any thread: an operation is to come.
+  void wake() {
+    if (copies_ != nullptr) copies_->wake();
+  }
   // What the words say that kernels poll, by index in Net::polled.
   struct Seen {
     TraceKind kind;

@@ -231,9 +231,14 @@ void CudaEngine::note_launch(const CudaOp& op) {
   must(cudaEventRecord(wake_begin_, op.stream), "cudaEventRecord");
   must(cudaStreamWaitEvent(wake_stream_, wake_begin_, 0), "cudaStreamWaitEvent");
   must(cudaLaunchHostFunc(
-           wake_stream_, [](void* life) { static_cast<Engine*>(life)->note_launched(true); }, &life_),
+           wake_stream_, [](void* engine) { static_cast<CudaEngine*>(engine)->note_replay(); }, this),
        "cudaLaunchHostFunc");
   must(cudaEventRecord(wake_end_, wake_stream_), "cudaEventRecord");
+}
+// By a thread of CUDA's, which is not to call CUDA. Both threads wake up at a time, not the copier after the proxy.
+void CudaEngine::note_replay() {
+  life_.note_launched(true);
+  network_->wake();
 }
 // After the launch: what a graph has beside it ends with it.
 void CudaEngine::end_launch(const CudaOp& op) {
