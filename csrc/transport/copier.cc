@@ -66,7 +66,10 @@ bool Copier::done(uint64_t ticket) {
 }
 
 void Copier::wake() {
-  awake_nsec_.set(now_nsec());
+  {
+    const std::lock_guard lock(wake_mutex_);
+    told_nsec_.set(now_nsec());
+  }
   bell_.ring();
 }
 
@@ -117,7 +120,7 @@ bool Copier::hand_over() {
 
 // `ticket` was taken before there was nothing to hand over.
 void Copier::rest(uint32_t ticket) {
-  const uint64_t now = now_nsec(), awake = awake_nsec_.value();
+  const uint64_t now = now_nsec(), awake = std::max(awake_nsec_.value(), told_nsec_.value());
   if (now < awake + kAwakeNsec || started_.read() > handed_over_.own())
     sched_yield();
   else

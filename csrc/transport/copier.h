@@ -5,6 +5,7 @@
 #include <array>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <thread>
 
@@ -69,7 +70,9 @@ class Copier final : public DeviceCopies {
   std::exception_ptr error_;  // the first; before `failed_` is published
   Flag failed_;               // 1: nothing more is handed over
   Flag stopping_;
-  Counter awake_nsec_;  // when the caller last was, or started a copy, or somebody called wake(); a hint
+  Counter awake_nsec_;  // when the caller last was, or started a copy; a hint
+  Counter told_nsec_;   // when wake() was last called
+  std::mutex wake_mutex_;  // who calls it writes alone
   Bell bell_;
   std::thread thread_;
 };

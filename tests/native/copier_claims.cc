@@ -62,15 +62,6 @@ struct Numbers {
   std::vector<uint64_t> from, to;
 };
 
-// A copier of engines that make every copy at once.
-struct Copying {
-  explicit Copying(size_t count) : numbers(count) { bench.allowed.publish(kForever); }
-  uint64_t start(size_t i) { return numbers.start(copier, i); }
-  Bench bench;
-  Numbers numbers;
-  Copier copier{std::make_unique<Engines>(bench)};
-};
-
 // Asks as a proxy does, for at most two seconds.
 bool comes(Copier& copier, uint64_t ticket) {
   for (const uint64_t end = now_usec() + 2'000'000; now_usec() < end;) {
@@ -79,6 +70,18 @@ bool comes(Copier& copier, uint64_t ticket) {
   }
   return false;
 }
+
+// A copier of engines that make every copy at once.
+struct Copying {
+  explicit Copying(size_t count) : numbers(count) { bench.allowed.publish(kForever); }
+  uint64_t start(size_t i) { return numbers.start(copier, i); }
+  // The first copy, and nothing after it.
+  void make_first() { EXPECT(comes(copier, start(0))); }
+  Bench bench;
+  Numbers numbers;
+  Copier copier{std::make_unique<Engines>(bench)};
+};
+
 std::string error_of(Copier& copier, uint64_t ticket) {
   try {
     return comes(copier, ticket) ? "done" : "not done";
@@ -146,10 +149,8 @@ CLAIM("what was started is copied before the copier is gone") {
 
 CLAIM("the thread sleeps when its caller does, and comes at once for a copy") {
   Copying copying(2);
-  Bench& bench = copying.bench;
-  Copier& copier = copying.copier;
-  copying.start(0);
-  EXPECT(comes(copier, 1));
+  auto& [bench, numbers, copier] = copying;
+  copying.make_first();
   usleep(20'000);  // the thread falls asleep
   const uint64_t looks = bench.looks.value();
   for (int nap = 0; nap < 20; ++nap) {
@@ -176,10 +177,8 @@ CLAIM("the thread sleeps when its caller does, and comes at once for a copy") {
 
 CLAIM("an engine's error is an error of the copies that are not made, and of all that follow") {
   Copying copying(12);
-  Bench& bench = copying.bench;
-  Copier& copier = copying.copier;
-  copying.start(0);
-  EXPECT(comes(copier, 1));
+  auto& [bench, numbers, copier] = copying;
+  copying.make_first();
   bench.fails_at.publish(2);
   const uint64_t failed = copying.start(1);
   EXPECT(error_of(copier, failed).find("would not start") != std::string::npos);
@@ -187,13 +186,12 @@ CLAIM("an engine's error is an error of the copies that are not made, and of all
   for (size_t i = 2; i < 12; ++i) copying.start(i);
   for (uint64_t ticket = 3; ticket <= 12; ++ticket)
     EXPECT(error_of(copier, ticket).find("would not start") != std::string::npos);
-  EXPECT_EQ(copying.numbers.to[11], ~0ull);
+  EXPECT_EQ(numbers.to[11], ~0ull);
 }
 
 CLAIM("an error that comes up while nothing is handed over is one of the next copy") {
   Copying copying(1);
-  Bench& bench = copying.bench;
-  Copier& copier = copying.copier;
+  auto& [bench, numbers, copier] = copying;
   EXPECT(soon([&] { return bench.looks.value() > 0; }));
   const uint64_t looks = bench.looks.value();
   bench.look_fails.publish(1);

@@ -33,19 +33,19 @@ __device__ __forceinline__ PartedRows parted_rows(const Domain& d, const Combine
   if constexpr (!kBulk) return {};
   return {min(rows * streams, kMergeWarps<kBulk> * workers(d)), segments_of(args.hidden * 2)};
 }
-// And of the tokens' last sums, which come with the last chunk: one part for each warp.
+// Those that are folded: of the first chunk; whole chunks of tokens where a flag tells of these. A rank that is alone
+// is through with it so soon that the next one, too, is wanted before it has been folded row by row.
+__device__ __forceinline__ uint32_t first_folded(const Domain& d, uint32_t row_bytes) {
+  const uint32_t rows = rows_per_chunk(d, row_bytes);
+  return is_alone(d) ? 2 * rows : (rows + kChunkTokens - 1) / kChunkTokens * kChunkTokens;
+}
+// The last of so many tokens, whose addends come with the last chunk: one part for each warp.
 template <bool kBulk>
 __device__ __forceinline__ PartedRows last_rows(const Domain& d, const CombineArgs& args, uint32_t rows) {
   if constexpr (!kBulk) return {};
   const uint32_t parts = segments_of(args.hidden * 2);
   const uint32_t num_parted = min(rows, (kFoldWarps<kBulk> + kMergeWarps<kBulk>)*workers(d) / parts);
   return {num_parted, parts, rows - num_parted};
-}
-// Those that are folded: of the first chunk; whole chunks of tokens where a flag tells of these. A rank that is alone
-// is through with it so soon that the next one, too, is wanted before it has been folded row by row.
-__device__ __forceinline__ uint32_t first_folded(const Domain& d, uint32_t row_bytes) {
-  const uint32_t rows = rows_per_chunk(d, row_bytes);
-  return is_alone(d) ? 2 * rows : (rows + kChunkTokens - 1) / kChunkTokens * kChunkTokens;
 }
 
 // By both crews: the one that folds joins the other when it has done so.

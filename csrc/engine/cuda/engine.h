@@ -148,8 +148,8 @@ class CudaEngine : private CudaHandles {
   void exchange(CudaOp& op);
   void launch(CudaOp& op);
   void note_launch(const CudaOp& op);
-  void end_launch(const CudaOp& op);
   void note_replay();
+  void end_launch(const CudaOp& op);
   void place_windows(CudaOp& op);
   void size_plan(CudaPlan& plan, const CudaPlan::Sizes& sizes) const;
   void check_usable() const;
