@@ -217,6 +217,7 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
       merges.parted = parted_rows<kBulk>(d, args, d.net->num_relayed, rows_per_chunk(d, row_bytes));
       merges.last = last_rows<kBulk>(d, args, merges.end_token - merges.first_token);
     }
+    crew.sync();  // as in find_merge_range
     if (!kNet && blockIdx.x == 0) write_packets(crew, d, op, plan, args);
   }
   __syncthreads();
