@@ -147,8 +147,7 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms,
   must(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
   must(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest), "cudaStreamCreate");
   must(cudaStreamCreateWithPriority(&control_stream_, cudaStreamNonBlocking, highest), "cudaStreamCreate");
-  must(cudaStreamCreateWithFlags(&wake_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
-  for (cudaEvent_t* event : {&inputs_ready_, &last_done_, &wake_begin_, &wake_end_})
+  for (cudaEvent_t* event : {&inputs_ready_, &last_done_})
     must(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "cudaEventCreate");
   must(cudaHostAlloc(reinterpret_cast<void**>(&pinned_), pinned_bytes(config), cudaHostAllocPortable), "cudaHostAlloc");
   std::fill_n(pinned_, pinned_bytes(config), uint8_t{0});
@@ -170,9 +169,9 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms,
 }
 
 CudaHandles::~CudaHandles() {
-  for (cudaEvent_t event : {inputs_ready_, last_done_, wake_begin_, wake_end_})
+  for (cudaEvent_t event : {inputs_ready_, last_done_})
     if (event != nullptr) cudaEventDestroy(event);
-  for (cudaStream_t stream : {stream_, control_stream_, wake_stream_})
+  for (cudaStream_t stream : {stream_, control_stream_})
     if (stream != nullptr) cudaStreamDestroy(stream);
   if (pinned_ != nullptr) cudaFreeHost(pinned_);
 }

@@ -47,7 +47,7 @@ struct CudaOp {
   bool counts_known = false;
   bool placed = false;            // or will be by what is launched
   cudaStream_t stream = nullptr;  // that it runs on
-  bool captured = false;          // into a graph
+  cudaGraph_t captured_by = nullptr;
   cudaEvent_t done = nullptr;     // if that is not the caller's
   bool launched = false;
   ~CudaOp() {
@@ -92,9 +92,6 @@ struct CudaHandles {
 
   cudaStream_t stream_ = nullptr, control_stream_ = nullptr;
   cudaEvent_t inputs_ready_ = nullptr;
-  // Of several domains: the branch of a graph that wakes the proxy.
-  cudaStream_t wake_stream_ = nullptr;
-  cudaEvent_t wake_begin_ = nullptr, wake_end_ = nullptr;
   cudaEvent_t last_done_ = nullptr;  // see last_stream_
   uint8_t* pinned_ = nullptr;        // HostError, HostCounts, and the word that stops kernels
 };
@@ -149,7 +146,6 @@ class CudaEngine : private CudaHandles {
   void launch(CudaOp& op);
   void note_launch(const CudaOp& op);
   void note_replay();
-  void end_launch(const CudaOp& op);
   void place_windows(CudaOp& op);
   void size_plan(CudaPlan& plan, const CudaPlan::Sizes& sizes) const;
   void check_usable() const;

@@ -20,10 +20,16 @@ auto form_of(const CudaPlan& plan) {
                     std::bit_width(plan.view.num_tokens));
 }
 
-bool is_capturing(cudaStream_t stream) {
+// The graph that is being captured from the stream, or null.
+cudaGraph_t captured_graph(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  must(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-  return status != cudaStreamCaptureStatusNone;
+  cudaGraph_t graph = nullptr;
+#if CUDART_VERSION >= 13000
+  must(cudaStreamGetCaptureInfo(stream, &status, nullptr, &graph), "cudaStreamGetCaptureInfo");
+#else
+  must(cudaStreamGetCaptureInfo_v2(stream, &status, nullptr, &graph), "cudaStreamGetCaptureInfo");
+#endif
+  return status == cudaStreamCaptureStatusNone ? nullptr : graph;
 }
 
 }  // namespace
@@ -78,7 +84,7 @@ void CudaEngine::check_dispatch(const DispatchArgs& args, const CudaCall& call) 
   }
   if (!args.has_routing) refuse(UsageKind::kInput, "dispatch without routing needs the handle of an earlier dispatch");
   if (args.capacity < 0) {
-    if (is_capturing(call.stream))
+    if (captured_graph(call.stream) != nullptr)
       refuse(UsageKind::kInput,
              "while a graph is captured the counts cannot be read: dispatch needs a capacity or the handle of an "
              "earlier dispatch");
@@ -116,8 +122,8 @@ std::shared_ptr<CudaOp> CudaEngine::begin(std::shared_ptr<CudaPlan> plan, cudaSt
     follow(stream_, stream);
   }
   // The operations of a buffer are one sequence. What a graph holds is ordered by who replays it.
-  op->captured = is_capturing(op->stream);
-  if (last_stream_ != op->stream && !op->captured)
+  op->captured_by = captured_graph(op->stream);
+  if (last_stream_ != op->stream && op->captured_by == nullptr)
     must(cudaStreamWaitEvent(op->stream, last_done_, 0), "cudaStreamWaitEvent");
   return op;
 }
@@ -218,31 +224,24 @@ void CudaEngine::exchange(CudaOp& op) {
 void CudaEngine::launch(CudaOp& op) {
   note_launch(op);
   must(launch_dispatch(domain_, op.plan->view, op.place, num_sms_, stage_sms_, op.stream), "dispatch");
-  end_launch(op);
 }
 
-// The proxy stays awake for it. A graph has a node beside the kernel that says so at every replay.
+// The proxy stays awake for it. A graph has a node that says so at every replay, as it begins: threads wake up beside
+// whatever comes before the kernel, and nothing waits for the host.
 void CudaEngine::note_launch(const CudaOp& op) {
   if (network_ == nullptr) return;
-  if (!op.captured) {
+  if (op.captured_by == nullptr) {
     life_.note_launched();
     return;
   }
-  must(cudaEventRecord(wake_begin_, op.stream), "cudaEventRecord");
-  must(cudaStreamWaitEvent(wake_stream_, wake_begin_, 0), "cudaStreamWaitEvent");
-  must(cudaLaunchHostFunc(
-           wake_stream_, [](void* engine) { static_cast<CudaEngine*>(engine)->note_replay(); }, this),
-       "cudaLaunchHostFunc");
-  must(cudaEventRecord(wake_end_, wake_stream_), "cudaEventRecord");
+  cudaGraphNode_t node;
+  const cudaHostNodeParams params{[](void* engine) { static_cast<CudaEngine*>(engine)->note_replay(); }, this};
+  must(cudaGraphAddHostNode(&node, op.captured_by, nullptr, 0, &params), "cudaGraphAddHostNode");
 }
 // By a thread of CUDA's, which is not to call CUDA. Both threads wake up at a time, not the copier after the proxy.
 void CudaEngine::note_replay() {
   life_.note_launched(true);
   network_->wake();
-}
-// After the launch: what a graph has beside it ends with it.
-void CudaEngine::end_launch(const CudaOp& op) {
-  if (network_ != nullptr && op.captured) must(cudaStreamWaitEvent(op.stream, wake_end_, 0), "cudaStreamWaitEvent");
 }
 
 bool CudaEngine::poll_counts(CudaOp& op) {
@@ -364,7 +363,6 @@ std::shared_ptr<CudaOp> CudaEngine::combine(const CombineArgs& args, const CudaC
     combine.is_last = (combine.window + 1) * uint64_t{combine.window_tokens} >= most;
     note_launch(*op);
     must(launch_combine(domain_, plan.view, combine, num_sms_, op->stream), "combine");
-    end_launch(*op);
     combine.window += 1;
     num_windows_ += 1;
   } while (!combine.is_last);
@@ -380,7 +378,7 @@ void CudaEngine::finish(CudaOp& op) {
 
 // What comes next on another stream runs after what has been launched, and close() waits for that.
 void CudaEngine::note_last(const CudaOp& op) {
-  if (op.captured) return;
+  if (op.captured_by != nullptr) return;
   must(cudaEventRecord(last_done_, op.stream), "cudaEventRecord");
   last_stream_ = op.stream;
 }

@@ -169,9 +169,16 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
   if (own_device == breaks_streams) return cudaErrorLaunchFailure;
   return stream_of(stream).idle() ? cudaSuccess : cudaErrorNotReady;
 }
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long*,
+                                     cudaGraph_t* graph) {
   *status = cudaStreamCaptureStatusNone;
+  *graph = nullptr;
   return cudaSuccess;
+}
+// Nothing is ever captured.
+cudaError_t cudaGraphAddHostNode(cudaGraphNode_t*, cudaGraph_t, const cudaGraphNode_t*, size_t,
+                                 const cudaHostNodeParams*) {
+  return cudaErrorNotSupported;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, void (*function)(void*), void* argument) {
