@@ -110,8 +110,8 @@ def run_rank(local: int, scenario: str) -> None:
     buffer.close()
     tell(closed=True)
     if scenario == "cut":
-        # Until all ranks have raised: one host may wait in an operation, the other for it to enter the next one. Over a link
-        # that is mended before, that host would be told the first one's error.
+        # Until all ranks have raised: one host may wait in an operation, the other for it to enter the
+        # next one. Over a link that is mended before, that host would be told the first one's error.
         time.sleep(DEADLINE_S / 2 + 1.0)
         if dist.get_rank() == num_ranks - 1:
             network("up")
