@@ -312,7 +312,7 @@ class Buffer:
     def wake(self) -> None:
         """A graph that was captured with this buffer is about to be replayed, after a pause of 10 ms or more.
 
-        Optional, and only of use with several domains: its first operation would wait 100 to 250 us for the
+        Optional, and only of use with several domains: its first operation would wait some 150 us for the
         proxy's thread to wake up. Called right before `graph.replay()` that is over when the GPU begins.
         Operations that are no graph's do it themselves. Raises `ClosedError`, and as `check`.
         """

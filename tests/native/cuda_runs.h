@@ -131,6 +131,7 @@ class CudaRank {
     finish(*op);
     return got;
   }
+  cudaStream_t stream() const { return stream_; }
   double stat(const std::string& name) const {
     for (const auto& [its, value] : engine_.stats())
       if (its == name) return value;

@@ -35,7 +35,11 @@ Build = Callable[[str, str], Path]
 
 
 def claims_of(program: str) -> list[str]:
-    return CLAIM.findall((HERE / f"{program}_claims.cc").read_text())
+    text = (HERE / f"{program}_claims.cc").read_text()
+    claims = CLAIM.findall(text)
+    if len(claims) != len(re.findall(r"^CLAIM\(", text, re.MULTILINE)):
+        raise ValueError(f"{program}_claims.cc: each CLAIM needs its name on its own line, in one string")
+    return claims
 
 
 def cases(sanitizer: str) -> list[object]:

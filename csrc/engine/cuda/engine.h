@@ -47,7 +47,7 @@ struct CudaOp {
   bool counts_known = false;
   bool placed = false;            // or will be by what is launched
   cudaStream_t stream = nullptr;  // that it runs on
-  cudaGraph_t captured_by = nullptr;
+  cudaGraph_t captured_by = nullptr;  // while it is launched
   cudaEvent_t done = nullptr;     // if that is not the caller's
   bool launched = false;
   ~CudaOp() {

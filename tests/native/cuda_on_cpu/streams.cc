@@ -38,6 +38,7 @@ struct CpuStream {
     std::unique_lock lock(mutex);
     changed.wait(lock, [&] { return todo.empty(); });
   }
+  std::atomic<CpuGraph*> graph{nullptr};
 
  private:
   void work() {
@@ -106,6 +107,8 @@ CpuStream& stream_of(CpuStream* stream) {
 
 namespace cuda_on_cpu {
 
+void capture(CpuStream* stream, CpuGraph* graph) { stream->graph = graph; }
+
 void queue(CpuStream* stream, std::function<void()> work) { stream_of(stream).add(std::move(work)); }
 
 void queue_grid(CpuStream* stream, const Grid& grid, std::function<void()> lane) {
@@ -169,16 +172,17 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
   if (own_device == breaks_streams) return cudaErrorLaunchFailure;
   return stream_of(stream).idle() ? cudaSuccess : cudaErrorNotReady;
 }
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long*,
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long*,
                                      cudaGraph_t* graph) {
-  *status = cudaStreamCaptureStatusNone;
-  *graph = nullptr;
+  *graph = stream_of(stream).graph;
+  *status = *graph != nullptr ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
-// Nothing is ever captured.
-cudaError_t cudaGraphAddHostNode(cudaGraphNode_t*, cudaGraph_t, const cudaGraphNode_t*, size_t,
-                                 const cudaHostNodeParams*) {
-  return cudaErrorNotSupported;
+cudaError_t cudaGraphAddHostNode(cudaGraphNode_t*, cudaGraph_t graph, const cudaGraphNode_t*, size_t num_dependencies,
+                                 const cudaHostNodeParams* params) {
+  graph->host_nodes.emplace_back([host = *params] { host.fn(host.userData); });
+  graph->num_dependencies += num_dependencies;
+  return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, void (*function)(void*), void* argument) {

@@ -3,13 +3,21 @@
 
 #include <cstdint>
 #include <functional>
+#include <vector>
 
 #include "lanes.h"
 
 struct CpuStream;
+// What is captured of a graph: its nodes of the host, and how many nodes they wait for.
+struct CpuGraph {
+  std::vector<std::function<void()>> host_nodes;
+  size_t num_dependencies = 0;
+};
 
 namespace cuda_on_cpu {
 
+// What the stream is given from now on is part of `graph`, until that is null. Kernels run at once, all the same.
+void capture(CpuStream* stream, CpuGraph* graph);
 void queue(CpuStream* stream, std::function<void()> work);
 // A Fault in a lane is printed and ends the program: nobody could go on.
 void queue_grid(CpuStream* stream, const Grid& grid, std::function<void()> lane);
