@@ -19,7 +19,7 @@ from uccl_ep_train import env
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.handle import DispatchHandle
-from uccl_ep_train.launch import Dispatched, Launcher, Outputs, Receive, address
+from uccl_ep_train.launch import Combined, Dispatched, Launcher, Outputs, Receive, address
 from uccl_ep_train.native import load_native
 from uccl_ep_train.pending import Record
 
@@ -83,8 +83,11 @@ class CudaLauncher(Launcher):
         # On the caller's own stream memory is given back in the order of the stream.
         return super()._track(native, aside, *tensors) if aside else _UNTRACKED
 
-    def wait(self, native: Any) -> None:
-        native.wait(self._stream())
+    def wait(self, launched: Dispatched | Combined) -> None:
+        launched.native.wait(self._stream())
+
+    def finish(self, launched: Dispatched | Combined) -> None:
+        pass  # The caller's stream has it in its order.
 
     def _receive(self, native: Any, handle: DispatchHandle, receive: Receive) -> Dispatched:
         if native.counts_known:
@@ -97,13 +100,16 @@ class CudaLauncher(Launcher):
                 received = receive(native.plan.num_rows)
             except torch.OutOfMemoryError:  # what comes may be less
                 native.give_up_guess()
-        native.wait_counts(address(counts))
+        launched = Dispatched(native, handle, received, received, counts)
+        shrink = received.shrinking()
+        num_rows = native.wait_counts(address(counts))
         if native.placed:
-            received.shrink(native.plan.num_rows)
-        else:
-            received = _NO_OUTPUTS  # before there are others: nothing has been written there, nor will be
-            handle.keep(None)
-            received = receive(native.plan.num_rows)
+            shrink(num_rows)
+            return launched
+        # Nothing has been written to these outputs, nor will be: they go before there are others.
+        del launched, received, shrink
+        handle.keep(None)
+        received = receive(num_rows)
         return Dispatched(native, handle, received, received, counts)
 
     def _receive_known(self, native: Any, handle: DispatchHandle, receive: Receive) -> Dispatched:
@@ -133,13 +139,8 @@ class CudaLauncher(Launcher):
         scales: Tensor | None,
         weights_R: Tensor | None,
     ) -> None:
-        native.set_output(
-            rows=address(rows_RH),
-            scales=address(scales),
-            values=address(weights_R),
-            plan=address(storage),
-            stream=self._stream(),
-        )
+        plan, stream = address(storage), self._stream()
+        native.set_output(address(rows_RH), address(scales), address(weights_R), plan, stream)
 
     def _combine(self, args: Any, plan: Any) -> Any:
         return self._engine.combine(args, plan, self._stream())

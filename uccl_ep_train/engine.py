@@ -20,7 +20,7 @@ from uccl_ep_train.bootstrap import Bootstrap, TorchBootstrap
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ClosedError, CommunicationError, DtypeError
 from uccl_ep_train.handle import DispatchHandle, DispatchResult, RowLayout
-from uccl_ep_train.launch import Launcher
+from uccl_ep_train.launch import Combined, DispatchCall, Dispatched, Launcher
 from uccl_ep_train.lifecycle import Operation, abandon, create_engine, require_own, watch_optimizers
 from uccl_ep_train.pending import InFlight, PendingCombine, PendingDispatch
 from uccl_ep_train.stats import CallClock, MemoryPlan, memory_plan
@@ -125,14 +125,17 @@ class Buffer:
         Raises `InputError` (`DtypeError`, `ShapeError`, `RoutingError`, `DeviceError`) before anything is
         launched; `CommunicationError`, after which the buffer is broken; `ClosedError`.
         """
-        return self._start_dispatch(
+        call = self._check_dispatch(
             x,
             (topk_idx, topk_weights, routing_map, probs),
             handle,
             RowLayout(layout, expert_alignment, capacity),
             (dispatch_dtype, output_dtype),
-            aside=False,
-        ).wait()
+        )
+        with self._operation("dispatch"):
+            launched = self._launcher.dispatch(call, aside=False)
+            self._finish(launched)
+        return self._dispatched(call, launched)
 
     def dispatch_async(
         self,
@@ -154,25 +157,31 @@ class Buffer:
         The result of `wait()` is differentiable, too. The arguments must not be changed before `wait()`
         returned; they are kept alive even if the pending object is dropped.
         """
-        return self._start_dispatch(
+        call = self._check_dispatch(
             x,
             (topk_idx, topk_weights, routing_map, probs),
             handle,
             RowLayout(layout, expert_alignment, capacity),
             (dispatch_dtype, output_dtype),
-            aside=True,
         )
+        with self._operation("dispatch"):
+            launched = self._launcher.dispatch(call, aside=True)
 
-    def _start_dispatch(
+        def finish() -> DispatchResult:
+            with self._operation("dispatch", starts=False):
+                self._wait(launched)
+            return self._dispatched(call, launched)
+
+        return PendingDispatch(launched.native, launched.handle, launched.tokens_per_expert, finish)
+
+    def _check_dispatch(
         self,
         x: Tensor,
         given: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
         handle: DispatchHandle | None,
         asked: RowLayout,
         dtypes: tuple[str | None, str | None],
-        *,
-        aside: bool,
-    ) -> PendingDispatch:
+    ) -> DispatchCall:
         """given: topk_idx, topk_weights, routing_map, probs; dtypes: of the wire and of the output."""
         self._ready()
         wire, output_dtype = dtypes
@@ -187,38 +196,29 @@ class Buffer:
         rows = routing.check_layout(asked, handle)
         fp8_rows = routing.check_output(output_dtype, wire)
         attach = autograd.needs_graph(x, routed.values) and not fp8_rows
-        with self._operation("dispatch", starts=True):
-            launched = self._launcher.dispatch(
-                x, routed, handle, rows=rows, wire=wire, pow2=self._pow2, fp8_rows=fp8_rows, aside=aside
-            )
-        given_handle, tokens_per_expert = launched.handle, launched.tokens_per_expert
-        gradients = self._combine_gradients(given_handle) if attach else None
+        return DispatchCall(x, routed, handle, rows, wire, self._pow2, fp8_rows, attach)
 
-        def finish() -> DispatchResult:
-            with self._operation("dispatch"):
-                self._wait(launched.native)
-                launched.settle()
-            outputs = launched.outputs
-            filled = (launched.rows, outputs.row_weights)
-            if gradients is not None:
-                written = (outputs.rows, outputs.row_weights)
-                filled = autograd.attach_dispatch(x, routed.values, written, gradients)
-            return DispatchResult(
-                filled[0], tokens_per_expert, filled[1], given_handle, outputs.row_experts, launched.overflow
-            )
-
-        return PendingDispatch(launched.native, given_handle, tokens_per_expert, finish)
+    def _dispatched(self, call: DispatchCall, launched: Dispatched) -> DispatchResult:
+        """The result of a dispatch that is over."""
+        outputs, handle = launched.outputs, launched.handle
+        rows, row_weights = launched.rows, outputs.row_weights
+        if call.attach:
+            written, gradients = (outputs.rows, row_weights), self._combine_gradients(handle)
+            rows, row_weights = autograd.attach_dispatch(call.x, call.routed.values, written, gradients)
+        return DispatchResult(
+            rows, launched.tokens_per_expert, row_weights, handle, outputs.row_experts, launched.overflow
+        )
 
     def _combine_gradients(self, handle: DispatchHandle) -> autograd.CombineGradients:
         """The backward of a dispatch."""
 
         def run(grad_rows_RH: Tensor, grad_row_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
             self._ready()
-            with self._operation("dispatch_backward", starts=True):
+            with self._operation("dispatch_backward"):
                 launched = self._launcher.combine(
                     grad_rows_RH, handle, wire_fp32=self._wire_fp32, row_values=grad_row_weights
                 )
-                self._wait(launched.native)
+                self._finish(launched)
             return launched.out, launched.values
 
         return run
@@ -240,17 +240,29 @@ class Buffer:
 
         Raises what `dispatch` raises.
         """
-        return self._start_combine(rows, handle, grad_dtype, aside=False).wait()
+        grad_wire = self._check_combine(rows, handle, grad_dtype)
+        with self._operation("combine"):
+            launched = self._launcher.combine(rows, handle, wire_fp32=self._wire_fp32)
+            self._finish(launched)
+        return self._combined(rows, handle, launched, grad_wire)
 
     def combine_async(
         self, rows: Tensor, handle: DispatchHandle, *, grad_dtype: str | None = None
     ) -> PendingCombine:
         """As `combine`, but returns at once. `rows` must not be changed before `wait()` returned."""
-        return self._start_combine(rows, handle, grad_dtype, aside=True)
+        grad_wire = self._check_combine(rows, handle, grad_dtype)
+        with self._operation("combine"):
+            launched = self._launcher.combine(rows, handle, wire_fp32=self._wire_fp32, aside=True)
 
-    def _start_combine(
-        self, rows: Tensor, handle: DispatchHandle, grad_dtype: str | None, *, aside: bool
-    ) -> PendingCombine:
+        def finish() -> Tensor:
+            with self._operation("combine", starts=False):
+                self._wait(launched)
+            return self._combined(rows, handle, launched, grad_wire)
+
+        return PendingCombine(launched.native, finish)
+
+    def _check_combine(self, rows: Tensor, handle: DispatchHandle, grad_dtype: str | None) -> str | None:
+        """How gradients of the result will travel; None: it has none."""
         self._ready()
         routing.check_handle(handle, self._owner)
         routing.check_combine_rows(rows, handle, self.config, self.device)
@@ -258,35 +270,27 @@ class Buffer:
         attach = autograd.needs_graph(rows)
         if attach or grad_dtype is not None:
             routing.check_wire("rows", rows, "grad_dtype", grad_wire)
-        with self._operation("combine", starts=True):
-            launched = self._launcher.combine(rows, handle, wire_fp32=self._wire_fp32, aside=aside)
+        return grad_wire if attach else None
 
-        def finish() -> Tensor:
-            with self._operation("combine"):
-                self._wait(launched.native)
-            if not attach:
-                return launched.out
-            return autograd.attach_combine(rows, launched.out, self._dispatch_gradients(handle, grad_wire))
-
-        return PendingCombine(launched.native, finish)
+    def _combined(
+        self, rows: Tensor, handle: DispatchHandle, launched: Combined, grad_wire: str | None
+    ) -> Tensor:
+        """The result of a combine that is over."""
+        if grad_wire is None:
+            return launched.out
+        return autograd.attach_combine(rows, launched.out, self._dispatch_gradients(handle, grad_wire))
 
     def _dispatch_gradients(self, handle: DispatchHandle, wire: str) -> autograd.DispatchGradients:
         """The backward of a combine."""
 
         def run(grad_out_TH: Tensor) -> Tensor:
             self._ready()
-            planned = routing.Routing("plan", None, None)
-            with self._operation("combine_backward", starts=True):
-                launched = self._launcher.dispatch(
-                    grad_out_TH,
-                    planned,
-                    handle,
-                    rows=handle.row_layout,
-                    wire=wire,
-                    pow2=self._pow2,
-                )
-                self._wait(launched.native)
-                launched.settle()
+            call = DispatchCall(
+                grad_out_TH, routing.PLANNED, handle, handle.row_layout, wire, self._pow2, False, False
+            )
+            with self._operation("combine_backward"):
+                launched = self._launcher.dispatch(call, aside=False)
+                self._finish(launched)
             return launched.outputs.rows
 
         return run
@@ -384,14 +388,22 @@ class Buffer:
             raise ClosedError("the buffer is closed")
         self.check()
 
-    def _wait(self, native: Any) -> None:
-        require_own(self._pid)
+    def _finish(self, launched: Dispatched | Combined) -> None:
+        """Of an operation on the caller's stream."""
         try:
-            self._launcher.wait(native)
+            self._launcher.finish(launched)
         finally:
             self._in_flight.prune()
 
-    def _operation(self, kind: str, *, starts: bool = False) -> Operation:
+    def _wait(self, launched: Dispatched | Combined) -> None:
+        """Of an operation aside."""
+        require_own(self._pid)
+        try:
+            self._launcher.wait(launched)
+        finally:
+            self._in_flight.prune()
+
+    def _operation(self, kind: str, *, starts: bool = True) -> Operation:
         return Operation(kind, self._clock, self._remember, starts=starts)
 
     def _remember(self, error: CommunicationError) -> None:

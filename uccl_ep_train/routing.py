@@ -44,6 +44,10 @@ class Routing:
         return 0 if self.indices is None else self.indices.shape[1]
 
 
+PLANNED = Routing("plan", None, None)
+"""The handle's, without weights."""
+
+
 def check_rows(name: str, rows: Tensor, config: EpConfig, device: torch.device) -> None:
     """`rows` is [n, H], BF16 or FP32, contiguous, on `device`; H a multiple of 128 up to `config.hidden`."""
     _check_tensor(name, rows, 2, device)
@@ -256,6 +260,7 @@ def _dtype(tensor: Tensor) -> str:
 
 
 __all__ = [
+    "PLANNED",
     "Routing",
     "RoutingError",
     "check_alignment",

@@ -67,11 +67,11 @@ struct PyDispatchArgs {
   uintptr_t routing_ptr = 0;
   uint32_t routing_width = 0;
   uintptr_t values_ptr = 0;
-  std::shared_ptr<Plan> plan;
   uint32_t expert_alignment = 1;
   bool compact = false;
   int64_t capacity = -1;
   bool aside = false;
+  std::shared_ptr<Plan> plan;  // of the host backend
 
   DispatchArgs native() const {
     DispatchArgs args;
@@ -99,11 +99,11 @@ struct PyCombineArgs {
   uint32_t hidden = 0;
   uint32_t element_bytes = 2;
   bool wire_fp32 = false;
-  std::shared_ptr<Plan> plan;
   uintptr_t values_ptr = 0;
   uintptr_t out_ptr = 0;
   uintptr_t values_out_ptr = 0;
   bool aside = false;
+  std::shared_ptr<Plan> plan;  // of the host backend
 
   CombineArgs native() const {
     CombineArgs args;

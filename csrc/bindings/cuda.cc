@@ -27,8 +27,8 @@ struct PyCudaOp {
 
 constexpr uint64_t kSpinUsec = 5000;  // then threads that share the core get it, too
 
-// Writes the pairs of each local expert, padding included, to `counts`.
-void wait_counts(PyCudaOp& self, uintptr_t counts) {
+// Writes the pairs of each local expert, padding included, to `counts`; returns how many rows come.
+uint64_t wait_counts(PyCudaOp& self, uintptr_t counts) {
   wait_with_signals([&](uint64_t usec) {
     // The step goes on when this thread has seen the counts: it does not sleep.
     const uint64_t started = now_usec();
@@ -41,6 +41,7 @@ void wait_counts(PyCudaOp& self, uintptr_t counts) {
   });
   const std::vector<uint64_t>& known = self.op->plan->tokens_per_expert;
   std::copy(known.begin(), known.end(), reinterpret_cast<int64_t*>(counts));
+  return self.op->plan->sizes.num_rows;
 }
 
 PyCudaOp dispatch(std::shared_ptr<CudaEngine> self, const PyDispatchArgs& args, std::shared_ptr<CudaPlan> plan,

@@ -175,34 +175,18 @@ void bind_plan(py::module_& m) {
 }
 
 void bind_args(py::module_& m) {
+  // In the order of their fields.
   py::class_<PyDispatchArgs>(m, "DispatchArgs")
-      .def(py::init<>())
-      .def_readwrite("x_ptr", &PyDispatchArgs::x_ptr)
-      .def_readwrite("num_tokens", &PyDispatchArgs::num_tokens)
-      .def_readwrite("hidden", &PyDispatchArgs::hidden)
-      .def_readwrite("element_bytes", &PyDispatchArgs::element_bytes)
-      .def_readwrite("wire", &PyDispatchArgs::wire)
-      .def_readwrite("fp8_pow2", &PyDispatchArgs::fp8_pow2)
-      .def_readwrite("routing", &PyDispatchArgs::routing)
-      .def_readwrite("routing_ptr", &PyDispatchArgs::routing_ptr)
-      .def_readwrite("routing_width", &PyDispatchArgs::routing_width)
-      .def_readwrite("values_ptr", &PyDispatchArgs::values_ptr)
-      .def_readwrite("plan", &PyDispatchArgs::plan)
-      .def_readwrite("expert_alignment", &PyDispatchArgs::expert_alignment)
-      .def_readwrite("compact", &PyDispatchArgs::compact)
-      .def_readwrite("capacity", &PyDispatchArgs::capacity)
-      .def_readwrite("aside", &PyDispatchArgs::aside);
+      .def(py::init<uintptr_t, uint64_t, uint32_t, uint32_t, std::string, bool, std::string, uintptr_t, uint32_t,
+                    uintptr_t, uint32_t, bool, int64_t, bool>(),
+           "x_ptr"_a, "num_tokens"_a, "hidden"_a, "element_bytes"_a, "wire"_a, "fp8_pow2"_a, "routing"_a,
+           "routing_ptr"_a, "routing_width"_a, "values_ptr"_a, "expert_alignment"_a, "compact"_a, "capacity"_a,
+           "aside"_a)
+      .def_readwrite("plan", &PyDispatchArgs::plan);
   py::class_<PyCombineArgs>(m, "CombineArgs")
-      .def(py::init<>())
-      .def_readwrite("rows_ptr", &PyCombineArgs::rows_ptr)
-      .def_readwrite("hidden", &PyCombineArgs::hidden)
-      .def_readwrite("element_bytes", &PyCombineArgs::element_bytes)
-      .def_readwrite("wire_fp32", &PyCombineArgs::wire_fp32)
-      .def_readwrite("plan", &PyCombineArgs::plan)
-      .def_readwrite("values_ptr", &PyCombineArgs::values_ptr)
-      .def_readwrite("out_ptr", &PyCombineArgs::out_ptr)
-      .def_readwrite("aside", &PyCombineArgs::aside)
-      .def_readwrite("values_out_ptr", &PyCombineArgs::values_out_ptr);
+      .def(py::init<uintptr_t, uint32_t, uint32_t, bool, uintptr_t, uintptr_t, uintptr_t, bool>(), "rows_ptr"_a,
+           "hidden"_a, "element_bytes"_a, "wire_fp32"_a, "values_ptr"_a, "out_ptr"_a, "values_out_ptr"_a, "aside"_a)
+      .def_readwrite("plan", &PyCombineArgs::plan);
 }
 
 void bind_op(py::module_& m) {

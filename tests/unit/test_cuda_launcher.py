@@ -16,7 +16,7 @@ from torch import Tensor
 from uccl_ep_train import launch
 from uccl_ep_train.cuda import CudaLauncher
 from uccl_ep_train.handle import RowLayout
-from uccl_ep_train.launch import Dispatched
+from uccl_ep_train.launch import DispatchCall, Dispatched
 from uccl_ep_train.pending import InFlight
 from uccl_ep_train.routing import Routing
 
@@ -52,7 +52,7 @@ class Op:
     rows: list[int] = field(default_factory=list)  # addresses
     done: bool = False
 
-    def wait_counts(self, address: int) -> None:
+    def wait_counts(self, address: int) -> int:
         if self.interrupt is not None:
             raise self.interrupt("while it waited")
         guess, self.plan.num_rows = self.plan.num_rows, sum(self.counts)
@@ -61,12 +61,13 @@ class Op:
         self.is_guessed &= self.placed
         self.plan.tokens_per_expert = self.counts
         ctypes.memmove(address, (ctypes.c_int64 * L)(*self.counts), 8 * L)
+        return self.plan.num_rows
 
     def give_up_guess(self) -> None:
         assert self.is_guessed and self.memory == []
         self.is_guessed = False
 
-    def set_output(self, *, rows: int, scales: int, values: int, plan: int, stream: int) -> None:
+    def set_output(self, rows: int, scales: int, values: int, plan: int, stream: int) -> None:
         assert rows != 0 and plan != 0
         self.memory.append((self.plan.num_rows, self.counts_known))
         self.rows.append(rows)
@@ -96,17 +97,17 @@ def start(
     launcher = OnCpu(engine, in_flight, object(), torch.device("cpu"), L)
     x_TH = torch.ones(T, H, dtype=torch.bfloat16)
     routed = Routing("topk", torch.zeros(T, K, dtype=torch.int64), torch.ones(T, K))
-    launched = launcher.dispatch(
-        x_TH,
-        routed,
-        None,
+    call = DispatchCall(
+        x=x_TH,
+        routed=routed,
+        handle=None,
         rows=RowLayout(capacity=capacity),
         wire="fp8",
         pow2=True,
         fp8_rows=True,
-        aside=aside,
+        attach=False,
     )
-    return launched, engine, in_flight
+    return launcher.dispatch(call, aside=aside), engine, in_flight
 
 
 def shapes(launched: Dispatched) -> list[tuple[int, ...]]:

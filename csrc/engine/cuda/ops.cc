@@ -313,8 +313,9 @@ void CudaEngine::place_windows(CudaOp& op) {
     place.window += 1;
     launch(op);
     num_windows_ += 1;
+    op.launched = false;
   }
-  finish(op);
+  if (!op.launched) finish(op);
 }
 
 std::shared_ptr<CudaOp> CudaEngine::combine(const CombineArgs& args, const CudaCall& call) {
