@@ -81,11 +81,8 @@ class Case:
         return BF16_BYTES * self.hidden
 
     def wire_row_bytes(self, dtype: str) -> int:
-        """Of a row between ranks: FP8 codes carry their scales, padded to 16 bytes."""
-        if dtype == "bf16":
-            return BF16_BYTES * self.hidden
-        scales = 4 * self.hidden // BLOCK
-        return self.hidden + (scales + 15) // 16 * 16
+        """Of a row between ranks."""
+        return wire_row_bytes(dtype, self.hidden)
 
     def __str__(self) -> str:
         limits = " as a map" if self.form == "map" else ""
@@ -122,6 +119,13 @@ def draw_routing(case: Case, seed: int) -> tuple[Tensor, Tensor]:
 def _weighted(topk_idx_NTK: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     weights_NTK = torch.rand(topk_idx_NTK.shape, generator=generator) + 0.1
     return topk_idx_NTK, weights_NTK / weights_NTK.sum(-1, keepdim=True)
+
+
+def wire_row_bytes(dtype: str, hidden: int) -> int:
+    """Of a row between ranks: FP8 codes carry their scales, padded to 16 bytes."""
+    if dtype == "bf16":
+        return BF16_BYTES * hidden
+    return hidden + (4 * hidden // BLOCK + 15) // 16 * 16
 
 
 def exchanges(op: str, dtype: str, grad_dtype: str = "bf16") -> list[tuple[str, bool]]:

@@ -51,9 +51,11 @@ def run_rank(args: argparse.Namespace, recipe: Recipe) -> int:
     """One rank's whole life."""
     set_up_rank(recipe)
     from bench import step_report
+    from bench.step_split import link_gbytes_per_s
 
     first = dist.get_rank() == 0
     about = report.about_here(args.commit) | step_report.about_versions()
+    about["link_gbytes_per_s"] = link_gbytes_per_s() if recipe.device == "cuda" else None
     records: list[report.Record] = []
     cells = cells_of(args, recipe)
     for index, cell in enumerate(cells):

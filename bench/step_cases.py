@@ -10,11 +10,14 @@ from typing import Any
 
 from bench.options import RESULTS
 from recipes import RECIPES
+from recipes.architecture import Model
 from recipes.settings import DEVICES, DISPATCHERS, Recipe, RecipeError
 from uccl_ep_train import fp8
 
 STOCK = "alltoall"
 OURS = "uccl_ep"
+IDEAL = "ideal"
+"""Rows are moved in no time, see ideal.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +106,7 @@ def cells_of(args: argparse.Namespace, recipe: Recipe) -> list[Cell]:
 def parse_args(argv: list[str], about: str = "") -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.megatron_step", description=about)
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="tiny_host")
-    parser.add_argument("--dispatchers", nargs="+", choices=DISPATCHERS, default=[OURS, STOCK])
+    parser.add_argument("--dispatchers", nargs="+", choices=(*DISPATCHERS, IDEAL), default=[OURS, STOCK])
     parser.add_argument("--device", choices=DEVICES, help="default: the recipe's")
     parser.add_argument("--num-ranks", type=int, help="on this machine; default: the recipe's")
     sweep = parser.add_argument_group("the sweep: every combination of; defaults are the recipe's")
@@ -116,6 +119,8 @@ def parse_args(argv: list[str], about: str = "") -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--expert-ffn", type=int, help="width of the experts; default: in the recipe's ratio")
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--experts", type=int, help="of the group; a router's groups of experts go")
+    parser.add_argument("--topk", type=int, help="experts of a token")
     parser.add_argument(
         "--num-microbatches", type=int,
         help="of a step, in all cells; default: the recipe's, with --overlap on at least 2",
@@ -137,6 +142,17 @@ def parse_args(argv: list[str], about: str = "") -> argparse.Namespace:
     return args
 
 
+def _model(args: argparse.Namespace, model: Model) -> Model:
+    """With the options' layers, experts and top-k. Raises RecipeError."""
+    sizes = {"num_layers": args.layers, "num_experts": args.experts, "topk": args.topk}
+    model = replace(model, **{name: size for name, size in sizes.items() if size is not None})
+    if not 1 <= model.topk <= model.num_experts:
+        raise RecipeError(f"topk = {model.topk}: allowed is 1 .. {model.num_experts}, the number of experts")
+    if args.experts is None and args.topk is None:
+        return model
+    return replace(model, router=replace(model.router, num_groups=None, group_topk=None))
+
+
 def base_recipe(args: argparse.Namespace) -> Recipe:
     """The recipe with what all cells share. Raises RecipeError."""
     recipe = RECIPES[args.recipe]()
@@ -144,7 +160,7 @@ def base_recipe(args: argparse.Namespace) -> Recipe:
     at_least = 2 if "on" in args.overlap else 1
     changes: dict[str, Any] = {
         "device": args.device,
-        "model": None if args.layers is None else replace(recipe.model, num_layers=args.layers),
+        "model": _model(args, recipe.model),
         "grad_dtype": args.grad_dtype,
         "budget_bytes": None if args.budget_mib is None else args.budget_mib << 20,
         "seed": args.seed,

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,17 @@ import torch
 import torch.distributed as dist
 
 from bench.flops import flops_per_token
+from bench.ideal import Ideal
 from bench.lineup import OURS_REFUSES, agree, describe
 from bench.measure import start_together
-from bench.step_cases import OURS, Cell
+from bench.step_cases import IDEAL, OURS, STOCK, Cell
 from bench.step_report import Trained
+from bench.step_split import Traffic, gpu_busy, waiting_ms
 from bench.systems import on_one_host
 from recipes import devices, dispatchers
 from recipes.data import Batches, build_batches
 from recipes.model import build
-from recipes.timing import DispatchClock
+from recipes.timing import KINDS, DispatchClock, Span
 from recipes.train import train_step
 from uccl_ep_train.megatron import plugin
 
@@ -42,12 +45,14 @@ class Turn:
     wall_ms                  from the moment when all start
     dispatch_ms, combine_ms  forward and backward, see recipes/timing.py
     cpu_ms                   processor time of all threads
+    spans                    what dispatch_ms and combine_ms are the sums of
     """
 
     wall_ms: float
     dispatch_ms: float
     combine_ms: float
     cpu_ms: float
+    spans: list[Span]
 
 
 class Contender:
@@ -56,14 +61,23 @@ class Contender:
     def __init__(self, dispatcher: str, cell: Cell) -> None:
         """Raises what refuses the cell, one of _REFUSES."""
         self.dispatcher = dispatcher
-        self._recipe = replace(cell.recipe, token_dispatcher=dispatcher)
+        stands_on = STOCK if dispatcher == IDEAL else dispatcher
+        self._recipe = replace(cell.recipe, token_dispatcher=stands_on)
         before = _allocated()
         carrier = dispatchers.enable(self._recipe)
         if cell.overlap:
             carrier["overlap_moe_expert_parallel_comm"] = True
         self._training = build(self._recipe, carrier)
         dispatchers.verify(self._recipe, self._training)
-        self._clock = DispatchClock(self._training.moe_layers())
+        layers = self._training.moe_layers()
+        if dispatcher == IDEAL:
+            model = self._recipe.model
+            for layer in layers:
+                Ideal(layer.token_dispatcher, model.num_experts // self._recipe.num_ranks, model.topk)
+        self._traffic = Traffic(layers)
+        self._clock = DispatchClock(layers)
+        self._wire_bytes = 0
+        self._busy: float | None = None
         self._resident_bytes = _allocated() - before
         self._peak_bytes = 0
         self._turns: list[Turn] = []
@@ -73,17 +87,35 @@ class Contender:
         before = _allocated()
         if devices.own().type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        self._clock.take()
+        self._traffic.counting = number == 1
         cpu_start, start = time.process_time(), start_timing()
+        self._clock.start()
         loss = train_step(self._training, batches, self._recipe, number)
-        spent = self._clock.take()  # waits for the GPU
+        spans = self._clock.spans()  # waits for the GPU
         wall_ms, cpu_ms = 1e3 * (time.perf_counter() - start), 1e3 * (time.process_time() - cpu_start)
         self._losses.append(loss)
+        if number == 1:
+            self._wire_bytes = self._count_wire()
         if counted:
-            self._turns.append(Turn(wall_ms, spent["dispatch"], spent["combine"], cpu_ms))
+            spent = [sum(s.end_ms - s.start_ms for s in spans if s.kind == kind) for kind in KINDS]
+            self._turns.append(Turn(wall_ms, *spent, cpu_ms, spans))
         # Less what was there before, which is this model's and the others'; then this one's again.
         self._peak_bytes = max(self._peak_bytes, _peak() - before + self._resident_bytes)
         self._resident_bytes += _allocated() - before
+
+    def look_busy(self, batches: Batches, number: int) -> None:
+        """One more step, to see how busy the GPU is; it does not count."""
+        start_timing()
+        step = partial(train_step, self._training, batches, self._recipe, number)
+        self._busy = gpu_busy(step) if devices.own().type == "cuda" else None
+
+    def _count_wire(self) -> int:
+        recipe = self._recipe
+        if self.dispatcher == IDEAL:
+            return 0
+        ours = self.dispatcher == OURS
+        dtypes = (recipe.dispatch_dtype, recipe.grad_dtype) if ours else ("bf16", "bf16")
+        return self._traffic.wire_bytes(per_pair=not ours, hidden=recipe.model.hidden_size, dtypes=dtypes)
 
     def trained(self, cell: Cell) -> Trained:
         on_gpu = devices.own().type == "cuda"
@@ -94,6 +126,7 @@ class Contender:
             "peak": self._peak_bytes,
             "outside": outside,
             "rss": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            "busy": self._busy,
         }
         ranks: list[dict[str, Any]] = [{}] * dist.get_world_size()
         dist.all_gather_object(ranks, own)
@@ -101,6 +134,10 @@ class Contender:
             torch.tensor([[getattr(turn, name) for turn in r["turns"]] for r in ranks], dtype=torch.float64)
             for name in ("wall_ms", "cpu_ms", "dispatch_ms", "combine_ms")
         )
+        waited = [
+            waiting_ms(spans_R)
+            for spans_R in zip(*([t.spans for t in r["turns"]] for r in ranks), strict=True)
+        ]
         return Trained(
             dispatcher=self.dispatcher,
             losses_RN=[r["losses"] for r in ranks],
@@ -108,6 +145,9 @@ class Contender:
             cpu_ms=cpu_RN.sum(0),
             dispatch_ms=dispatch_RN.mean(0),
             combine_ms=combine_RN.mean(0),
+            waiting_ms=_mean_of_ranks(waited),
+            wire_bytes=self._wire_bytes,
+            gpu_busy=min(r["busy"] for r in ranks) if on_gpu else None,
             slowest_rank=Counter(wall_RN.argmax(0).tolist()).most_common(1)[0][0],
             deterministic=not on_gpu or self._training.config.deterministic_mode,
             flops_per_token=flops_per_token(
@@ -126,6 +166,12 @@ class Contender:
         self._training.model.grad_accs.clear()
         for layer in self._training.moe_layers():
             layer.token_dispatcher = None
+
+
+def _mean_of_ranks(waited: list[list[float] | None]) -> torch.Tensor | None:
+    if any(ranks is None for ranks in waited):
+        return None
+    return torch.tensor(waited, dtype=torch.float64).mean(1)
 
 
 def start_timing() -> float:
@@ -174,6 +220,8 @@ def measure(
                 contender.step(batches, index + 1, counted=index >= warmup)
             gc.collect()  # between rounds, and not in somebody's step
             progress(index + 1, cell.recipe.num_steps)
+        for contender in contenders:
+            contender.look_busy(batches, cell.recipe.num_steps + 1)
         trained = [entry.trained(cell) for entry in contenders]
     finally:
         gc.enable()

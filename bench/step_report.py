@@ -12,7 +12,7 @@ import torch
 
 from bench.flops import peak_flops
 from bench.report import Record, aligned, quantile
-from bench.step_cases import OURS, STOCK, Cell, architecture
+from bench.step_cases import IDEAL, OURS, STOCK, Cell, architecture
 
 # Up to two experts a token, the order of a sum of BF16 rows cannot change its bits.
 _MAX_TOPK_OF_EQUAL_BITS = 2
@@ -27,6 +27,10 @@ class Trained:
     wall_ms                  [step] of the slowest rank
     cpu_ms                   [step] of all ranks together
     dispatch_ms, combine_ms  [step] mean over the ranks
+    waiting_ms               [step] of the two: until the last rank was there, mean over the ranks; None: the
+                             ranks went through different stages
+    wire_bytes               that the busiest rank exchanged with others in the first step
+    gpu_busy                 share of a step in which the least busy GPU was; None on a CPU
     slowest_rank             that was last in most steps
     deterministic            the same step gives the same bits
     peak_torch_bytes         of the rank with the most, by torch's allocator, without the other dispatchers'
@@ -41,6 +45,9 @@ class Trained:
     cpu_ms: torch.Tensor
     dispatch_ms: torch.Tensor
     combine_ms: torch.Tensor
+    waiting_ms: torch.Tensor | None
+    wire_bytes: int
+    gpu_busy: float | None
     slowest_rank: int
     deterministic: bool
     flops_per_token: float | None
@@ -78,14 +85,19 @@ def records_of(
     """One record per dispatcher, of those that did not run, too: the same fields."""
     stock = next((entry for entry in trained if entry.dispatcher == STOCK), None)
     peak = peak_flops(device_name(cell.recipe.device))
-    found = [_record(cell, entry.dispatcher, about) | _numbers(cell, entry, stock, peak) for entry in trained]
+    link = about["link_gbytes_per_s"]
+    found = [
+        _record(cell, entry.dispatcher, about) | _numbers(cell, entry, stock, peak) | _split(entry, link)
+        for entry in trained
+    ]
     return found + [
         _record(cell, dispatcher, about) | {"not_run": reason} for dispatcher, reason in refused.items()
     ]
 
 
 _NUMBERS = (
-    "median_ms", "p10_ms", "p90_ms", "slowest_rank", "cpu_ms", "dispatch_ms", "combine_ms", "comm_share",
+    "median_ms", "p10_ms", "p90_ms", "slowest_rank", "cpu_ms", "gpu_busy", "dispatch_ms", "combine_ms",
+    "comm_share", "waiting_ms", "wire_ms", "own_ms", "wire_bytes",
     "tokens_per_s_per_rank", "model_flops_per_token", "tflops_per_rank", "peak_flops_per_rank", "mfu",
     "peak_torch_bytes", "outside_torch_bytes", "process_rss_bytes",
     "speedup", "speedup_p10", "speedup_p90", "deterministic", "equals_stock", "loss_difference", "losses",
@@ -156,6 +168,19 @@ def _numbers(cell: Cell, entry: Trained, stock: Trained | None, peak: float | No
     return numbers
 
 
+def _split(entry: Trained, link_gbytes_per_s: float | None) -> Record:
+    """What dispatch and combine are made of. Wire: the bytes at the link's rate; own: what then is left."""
+    numbers: Record = {"gpu_busy": entry.gpu_busy, "wire_bytes": entry.wire_bytes}
+    if entry.waiting_ms is None:
+        return numbers
+    numbers["waiting_ms"] = quantile(entry.waiting_ms, 0.5)
+    if link_gbytes_per_s is not None:
+        wire_ms = entry.wire_bytes / link_gbytes_per_s / 1e6
+        numbers["wire_ms"] = round(wire_ms, 1)
+        numbers["own_ms"] = quantile(entry.comm_ms - entry.waiting_ms - wire_ms, 0.5)
+    return numbers
+
+
 def broken_promise(record: Record) -> str:
     """What has to be equal bit for bit and is not, or ""."""
     promised = (
@@ -173,7 +198,8 @@ def table(records: Sequence[Record]) -> str:
     """A line per dispatcher of one cell; then ratios, losses, and what did not run."""
     head = (
         "dispatcher", "", "median ms", "p10", "p90", "last rank", "cpu ms", "dispatch ms", "combine ms",
-        "share", "tokens/s/rank", "TFLOP/s", "MFU", "torch MiB", "beside MiB", "last loss",
+        "share", "waiting", "wire", "own", "GPU busy", "tokens/s/rank", "TFLOP/s", "MFU", "torch MiB",
+        "beside MiB", "last loss",
     )  # fmt: skip
     rows, notes = [head], []
     for r in records:
@@ -188,9 +214,11 @@ def table(records: Sequence[Record]) -> str:
                 f"{r['slowest_rank']}",
                 *(f"{r[name]:,.1f}" for name in ("cpu_ms", "dispatch_ms", "combine_ms")),
                 f"{r['comm_share']:.0%}",
+                *(_known(r[name], ",.1f") for name in ("waiting_ms", "wire_ms", "own_ms")),
+                _known(r["gpu_busy"], ".0%"),
                 f"{r['tokens_per_s_per_rank']:,.0f}",
-                "not known" if r["tflops_per_rank"] is None else f"{r['tflops_per_rank']:.3g}",
-                "not known" if r["mfu"] is None else f"{r['mfu']:.1%}",
+                _known(r["tflops_per_rank"], ".3g"),
+                _known(r["mfu"], ".1%"),
                 *(_mebibytes(r[name]) for name in ("peak_torch_bytes", "outside_torch_bytes")),
                 f"{r['losses'][-1]:.4f}",
             )
@@ -198,6 +226,10 @@ def table(records: Sequence[Record]) -> str:
         if r["speedup"] is not None:
             notes += [_ratio_line(r), _loss_line(r)]
     return "\n".join([*(aligned(rows) if len(rows) > 1 else ()), *notes])
+
+
+def _known(value: float | None, form: str) -> str:
+    return "not known" if value is None else format(value, form)
 
 
 def _mebibytes(size: int | None) -> str:
@@ -213,6 +245,8 @@ def _ratio_line(r: Record) -> str:
 
 
 def _loss_line(r: Record) -> str:
+    if r["system"] == IDEAL:
+        return f"  losses of {IDEAL}: of rows that are not its own, they mean nothing"
     if r["equals_stock"]:
         return f"  losses of {r['system']}: those of {STOCK} to the last bit, on all ranks, in all steps"
     return f"  losses of {r['system']}: differ from {STOCK}'s by up to {r['loss_difference']:.2e} of them"

@@ -14,6 +14,7 @@ from recipes.mixtral import mixtral_8x7b
 from recipes.paired_gpu import paired_gpu
 from recipes.paired_host import paired_host
 from recipes.qwen3 import qwen3_30b_a3b, qwen3_235b_a22b
+from recipes.rank_of_job import deepseek_v3_rank, qwen3_235b_rank
 from recipes.settings import Recipe
 from recipes.tiny_host import tiny_host
 
@@ -22,6 +23,8 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "paired_host": paired_host,
     "paired_gpu": paired_gpu,
     "dsv3_proxy_4xh200": dsv3_proxy_4xh200,
+    "deepseek_v3_rank": deepseek_v3_rank,
+    "qwen3_235b_rank": qwen3_235b_rank,
 }
 """Trained by recipes/train.py."""
 

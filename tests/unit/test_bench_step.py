@@ -11,13 +11,18 @@ import torch
 
 from bench import megatron_step, step_report
 from bench.flops import PEAK_FLOPS, flops_per_token, peak_flops
+from bench.ideal import Ideal
 from bench.step_cases import Cell, base_recipe, cells_of, parse_args, sized
 from bench.step_report import Trained, broken_promise, label, records_of, table
+from bench.step_split import busy_share, waiting_ms
 from recipes import RECIPES
+from recipes.deepseek_v3 import deepseek_v3
+from recipes.qwen3 import qwen3_235b_a22b
 from recipes.settings import RecipeError
+from recipes.timing import Span
 
 TINY = RECIPES["tiny_host"]()
-ABOUT = {"commit": "c", "hardware": "h", "versions": {}}
+ABOUT = {"commit": "c", "hardware": "h", "versions": {}, "link_gbytes_per_s": None}
 
 
 def cells(*arguments: str) -> list[Cell]:
@@ -134,7 +139,8 @@ def trained(
     wall_ms = factor * torch.tensor([10.0, 20.0, 30.0], dtype=torch.float64)
     return Trained(
         dispatcher=dispatcher, losses_RN=[list(losses), list(losses)], wall_ms=wall_ms, cpu_ms=2 * wall_ms,
-        dispatch_ms=0.2 * wall_ms, combine_ms=0.1 * wall_ms, slowest_rank=1, deterministic=deterministic,
+        dispatch_ms=0.2 * wall_ms, combine_ms=0.1 * wall_ms, waiting_ms=0.05 * wall_ms, wire_bytes=10**9,
+        gpu_busy=None, slowest_rank=1, deterministic=deterministic,
         flops_per_token=1e6, peak_torch_bytes=None, outside_torch_bytes=1 << 20, rss_bytes=1 << 30,
     )  # fmt: skip
 
@@ -169,7 +175,8 @@ def test_a_dispatcher_that_is_slower_is_called_so() -> None:
     assert "0.50 x as fast as alltoall" in slow and "SLOWER than alltoall" in slow
     fast = table(records_of(BF16, [trained("uccl_ep", 0.5), trained("alltoall")], {}, ABOUT))
     assert "2.00 x as fast as alltoall" in fast and "SLOWER" not in fast
-    assert fast.count("not known") == 4, fast  # utilisation and torch's memory of both
+    # Of both: utilisation, torch's memory, the wire's time and what it leaves, how busy a GPU is.
+    assert fast.count("not known") == 2 * 5, fast
 
 
 def test_losses_that_have_to_be_equal_and_are_not_break_the_promise() -> None:
@@ -193,3 +200,61 @@ def test_the_png_is_drawn_from_what_ran(tmp_path: Path) -> None:
     step_report.write_png(found, tmp_path / "step.png")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
     assert label(found[0]) == "1024 x 1 tokens, H=128"
+
+
+def test_dispatch_and_combine_are_split_into_waiting_wire_and_the_rest() -> None:
+    about = ABOUT | {"link_gbytes_per_s": 500.0}
+    (record,) = records_of(BF16, [trained("uccl_ep", 10.0)], {}, about)
+    assert record["dispatch_ms"] + record["combine_ms"] == 60.0
+    assert (record["waiting_ms"], record["wire_ms"], record["own_ms"]) == (10.0, 2.0, 48.0)
+    (unknown,) = records_of(BF16, [trained("uccl_ep", 10.0)], {}, ABOUT)
+    assert (unknown["waiting_ms"], unknown["wire_ms"], unknown["own_ms"]) == (10.0, None, None)
+
+
+def test_a_rank_waits_from_where_it_begins_until_the_last_one_begins() -> None:
+    def spans(*starts: float, kind: str = "dispatch") -> list[Span]:
+        between = [Span("combine", False, 100.0, 900.0)]  # rows do not move: nobody is waited for
+        return [*between, *(Span(kind, True, start, start + 7.0) for start in starts)]
+
+    assert waiting_ms([spans(1.0, 20.0), spans(4.0, 10.0)]) == [3.0, 10.0]
+    assert waiting_ms([spans(5.0), spans(5.0)]) == [0.0, 0.0]
+    assert waiting_ms([spans(1.0), spans(4.0, kind="combine")]) is None
+    assert waiting_ms([spans(1.0), spans(4.0, 10.0)]) is None
+
+
+def test_a_gpu_is_busy_where_anything_runs() -> None:
+    assert busy_share([(0.0, 4.0), (2.0, 5.0), (9.0, 10.0), (3.0, 4.0)]) == 0.6
+    assert busy_share([(5.0, 6.0)]) == 1.0 and busy_share([]) == 0.0
+
+
+def test_experts_and_topk_are_options_and_groups_of_experts_go() -> None:
+    (cell,) = cells("--recipe", "deepseek_v3_rank", "--experts", "16", "--topk", "8")
+    model = cell.recipe.model
+    assert (model.num_experts, model.topk, model.router.num_groups) == (16, 8, None)
+    with pytest.raises(RecipeError, match=r"topk = 9: allowed is 1 \.\. 8"):
+        cells("--experts", "8", "--topk", "9")
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3_rank", "qwen3_235b_rank"])
+def test_a_rank_of_a_job_has_its_experts_and_rows(name: str) -> None:
+    recipe = RECIPES[name]()
+    rows = recipe.micro_batch_size * recipe.sequence_length * recipe.model.topk
+    assert 4 <= recipe.model.num_experts // recipe.num_ranks <= 8 and 16_000 <= rows <= 33_000
+    full = (deepseek_v3() if "deepseek" in name else qwen3_235b_a22b()).model
+    for width in ("hidden_size", "expert_ffn_size", "num_heads"):
+        assert getattr(recipe.model, width) == getattr(full, width)
+
+
+def test_the_ideal_dispatcher_gives_each_expert_alike_and_moves_nothing() -> None:
+    tokens, hidden, topk, experts = 5, 128, 2, 3
+    dispatcher = SimpleNamespace()
+    Ideal(dispatcher, experts, topk)
+    x = torch.ones(tokens, 1, hidden, requires_grad=True)
+    probs = torch.ones(tokens, 6, requires_grad=True)
+    moved, weights = dispatcher.dispatch_preprocess(x, None, probs)
+    rows, counts, row_probs = dispatcher.dispatch_postprocess(*dispatcher.token_dispatch(moved, weights))
+    assert counts.tolist() == [4, 3, 3] and rows.shape == (10, hidden) and row_probs.shape == (10,)
+    out = dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(2 * rows)))
+    assert out.shape == x.shape
+    (out.sum() + row_probs.sum()).backward()
+    assert x.grad is not None and not x.grad.any() and probs.grad is not None and not probs.grad.any()

@@ -1,0 +1,47 @@
+"""A rank of a real job, on two GPUs: full-size layers, and the experts and rows of a rank of a large group."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from recipes.architecture import Model
+from recipes.deepseek_v3 import deepseek_v3
+from recipes.dsv3_proxy import dsv3_proxy_4xh200
+from recipes.qwen3 import qwen3_235b_a22b
+from recipes.settings import Recipe
+
+
+def deepseek_v3_rank() -> Recipe:
+    """Two MoE layers of DeepSeek-V3 with 4 experts a rank, as 64 ranks have; 32,768 rows a rank and layer."""
+    return _rank("deepseek_v3_rank", deepseek_v3().model, num_experts=8)
+
+
+def qwen3_235b_rank() -> Recipe:
+    """Two MoE layers of Qwen3-235B-A22B, 8 experts a rank, as 16 ranks have; 32,768 rows a rank and layer."""
+    return _rank("qwen3_235b_rank", qwen3_235b_a22b().model, num_experts=16)
+
+
+def _rank(name: str, model: Model, num_experts: int) -> Recipe:
+    """A token goes to half as many experts as in the published model, and 8,192 tokens are in a pass."""
+    return dataclasses.replace(
+        dsv3_proxy_4xh200(),
+        name=name,
+        hardware="h100",
+        num_ranks=2,
+        domain_size=2,
+        model=dataclasses.replace(
+            model,
+            num_layers=2,
+            first_dense_layers=0,
+            num_experts=num_experts,
+            topk=model.topk // 2,
+            router=dataclasses.replace(model.router, num_groups=None, group_topk=None),
+            vocab_size=272,
+            tied_embeddings=True,
+            mtp_layers=0,
+            tokenizer="",
+        ),
+        fp8_recipe=None,
+        micro_batch_size=2,
+        num_microbatches=2,
+    )
