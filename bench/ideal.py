@@ -1,7 +1,7 @@
 """A dispatcher that moves rows in no time, for `megatron_step.py`: what a step takes without communication.
 
-It stands in for the stages of a layer's dispatcher. Each expert gets as many rows as if the router gave all of
-them alike, so nobody waits for the fullest rank. Rows and gradients are constants: losses mean nothing.
+It stands in for the stages of a layer's dispatcher. All experts get the same number of rows, so nobody waits
+for the fullest rank. Rows and gradients are constants: losses mean nothing.
 """
 
 from __future__ import annotations

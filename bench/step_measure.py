@@ -30,7 +30,7 @@ from bench.systems import on_one_host
 from recipes import devices, dispatchers
 from recipes.data import Batches, build_batches
 from recipes.model import build
-from recipes.timing import KINDS, DispatchClock, Span
+from recipes.timing import KINDS, DispatchClock, Span, sum_ms
 from recipes.train import train_step
 from uccl_ep_train.megatron import plugin
 
@@ -69,7 +69,7 @@ class Contender:
             carrier["overlap_moe_expert_parallel_comm"] = True
         self._training = build(self._recipe, carrier)
         dispatchers.verify(self._recipe, self._training)
-        layers = self._training.moe_layers()
+        layers = list(self._training.moe_layers())
         if dispatcher == IDEAL:
             model = self._recipe.model
             for layer in layers:
@@ -97,8 +97,8 @@ class Contender:
         if number == 1:
             self._wire_bytes = self._count_wire()
         if counted:
-            spent = [sum(s.end_ms - s.start_ms for s in spans if s.kind == kind) for kind in KINDS]
-            self._turns.append(Turn(wall_ms, *spent, cpu_ms, spans))
+            dispatch_ms, combine_ms = (sum_ms(spans, kind) for kind in KINDS)
+            self._turns.append(Turn(wall_ms, dispatch_ms, combine_ms, cpu_ms, spans))
         # Less what was there before, which is this model's and the others'; then this one's again.
         self._peak_bytes = max(self._peak_bytes, _peak() - before + self._resident_bytes)
         self._resident_bytes += _allocated() - before
@@ -134,6 +134,7 @@ class Contender:
             torch.tensor([[getattr(turn, name) for turn in r["turns"]] for r in ranks], dtype=torch.float64)
             for name in ("wall_ms", "cpu_ms", "dispatch_ms", "combine_ms")
         )
+        waits = self.dispatcher != IDEAL
         waited = [
             waiting_ms(spans_R)
             for spans_R in zip(*([t.spans for t in r["turns"]] for r in ranks), strict=True)
@@ -145,7 +146,7 @@ class Contender:
             cpu_ms=cpu_RN.sum(0),
             dispatch_ms=dispatch_RN.mean(0),
             combine_ms=combine_RN.mean(0),
-            waiting_ms=_mean_of_ranks(waited),
+            waiting_ms=_mean_of_ranks(waited) if waits else None,
             wire_bytes=self._wire_bytes,
             gpu_busy=min(r["busy"] for r in ranks) if on_gpu else None,
             slowest_rank=Counter(wall_RN.argmax(0).tolist()).most_common(1)[0][0],

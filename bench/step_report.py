@@ -27,8 +27,8 @@ class Trained:
     wall_ms                  [step] of the slowest rank
     cpu_ms                   [step] of all ranks together
     dispatch_ms, combine_ms  [step] mean over the ranks
-    waiting_ms               [step] of the two: until the last rank was there, mean over the ranks; None: the
-                             ranks went through different stages
+    waiting_ms               [step] of the two: until the last rank was there, mean over the ranks; None:
+                             nobody is waited for, or the ranks went through different stages
     wire_bytes               that the busiest rank exchanged with others in the first step
     gpu_busy                 share of a step in which the least busy GPU was; None on a CPU
     slowest_rank             that was last in most steps

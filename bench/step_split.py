@@ -87,7 +87,7 @@ def link_gbytes_per_s() -> float:
     return sent.numel() * (ranks - 1) / ranks / float(slowest) / 1e9
 
 
-def gpu_busy(step: Callable[[], None]) -> float:
+def gpu_busy(step: Callable[[], Any]) -> float:
     """The share of a step's time in which something ran on this rank's GPU, waiting kernels included.
 
     Runs the step under torch's profiler, which makes the host slower: the step itself is no faster than that.

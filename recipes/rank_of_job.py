@@ -1,4 +1,4 @@
-"""A rank of a real job, on two GPUs: full-size layers, and the experts and rows of a rank of a large group."""
+"""A rank of a real job, on two GPUs: full-size layers, as many experts and rows as in a large group."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from recipes.settings import Recipe
 
 def deepseek_v3_rank() -> Recipe:
     """Two MoE layers of DeepSeek-V3 with 4 experts a rank, as 64 ranks have; 32,768 rows a rank and layer."""
-    return _rank("deepseek_v3_rank", deepseek_v3().model, num_experts=8)
+    return _rank("deepseek_v3_rank", deepseek_v3().model, num_experts=8, topk=4, micro_batch_size=2)
 
 
 def qwen3_235b_rank() -> Recipe:
     """Two MoE layers of Qwen3-235B-A22B, 8 experts a rank, as 16 ranks have; 32,768 rows a rank and layer."""
-    return _rank("qwen3_235b_rank", qwen3_235b_a22b().model, num_experts=16)
+    return _rank("qwen3_235b_rank", qwen3_235b_a22b().model, num_experts=16, topk=2, micro_batch_size=4)
 
 
-def _rank(name: str, model: Model, num_experts: int) -> Recipe:
-    """A token goes to half as many experts as in the published model, and 8,192 tokens are in a pass."""
+def _rank(name: str, model: Model, *, num_experts: int, topk: int, micro_batch_size: int) -> Recipe:
+    """Of 2 ranks, each with topk x micro_batch_size x 4096 rows in a forward pass of a layer."""
     return dataclasses.replace(
         dsv3_proxy_4xh200(),
         name=name,
@@ -34,7 +34,7 @@ def _rank(name: str, model: Model, num_experts: int) -> Recipe:
             num_layers=2,
             first_dense_layers=0,
             num_experts=num_experts,
-            topk=model.topk // 2,
+            topk=topk,
             router=dataclasses.replace(model.router, num_groups=None, group_topk=None),
             vocab_size=272,
             tied_embeddings=True,
@@ -42,6 +42,6 @@ def _rank(name: str, model: Model, num_experts: int) -> Recipe:
             tokenizer="",
         ),
         fp8_recipe=None,
-        micro_batch_size=2,
-        num_microbatches=2,
+        micro_batch_size=micro_batch_size,
+        num_microbatches=4,
     )

@@ -43,6 +43,10 @@ class Span(NamedTuple):
     end_ms: float
 
 
+def sum_ms(spans: Iterable[Span], kind: str) -> float:
+    return sum((span.end_ms - span.start_ms for span in spans if span.kind == kind), 0.0)
+
+
 class DispatchClock:
     """Times of dispatch and combine until `take()` or `spans()`."""
 
