@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from uccl_ep_train.opaque import opaque
 from uccl_ep_train.routing import is_aligned
 
 CombineGradients = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
@@ -64,6 +65,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @opaque
     def backward(
         ctx: Any, grad_rows_RH: Tensor, grad_row_weights: Tensor | None
     ) -> tuple[Tensor | None, ...]:
@@ -84,6 +86,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @opaque
     def backward(ctx: Any, grad_out_TH: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.dispatch_gradients(_plain(grad_out_TH)), None, None
 

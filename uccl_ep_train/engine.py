@@ -10,7 +10,6 @@ import contextlib
 import os
 import weakref
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +21,7 @@ from uccl_ep_train.errors import ClosedError, CommunicationError, DtypeError
 from uccl_ep_train.handle import DispatchHandle, DispatchResult, RowLayout
 from uccl_ep_train.launch import Combined, DispatchCall, Dispatched, Launcher
 from uccl_ep_train.lifecycle import Operation, abandon, create_engine, require_own, watch_optimizers
+from uccl_ep_train.opaque import opaque_methods
 from uccl_ep_train.pending import InFlight, PendingCombine, PendingDispatch
 from uccl_ep_train.stats import CallClock, MemoryPlan, memory_plan
 from uccl_ep_train.trace import DEFAULT_EVENTS, Trace
@@ -29,6 +29,7 @@ from uccl_ep_train.trace import DEFAULT_EVENTS, Trace
 __all__ = ["Buffer", "PendingCombine", "PendingDispatch"]
 
 
+@opaque_methods
 class Buffer:
     """Dispatches tokens to experts and combines their outputs over one group of ranks.
 
@@ -39,8 +40,8 @@ class Buffer:
     config     see `EpConfig`
     bootstrap  replaces the group where there is no torch.distributed
 
-    `device` says where all tensors of its calls have to lie: the GPU that was current when it was made, or
-    the CPU (`EpConfig.backend`); `transport`, what carries rows between domains, "auto" resolved.
+    `device` is where all tensors of its calls have to lie: the GPU that was current when it was made, or the
+    CPU (`EpConfig.backend`); `transport` carries rows between domains, "auto" resolved.
 
     Raises `ConfigError` (a value cannot work; `MemoryBudgetError` names the least budget), `TopologyError`
     (ranks disagree on domains), `RankMismatchError` (on other settings), `ArrivalTimeout` (a rank is
@@ -370,9 +371,7 @@ class Buffer:
     def __enter__(self) -> Buffer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(abort=kind is not None)
 
     def __repr__(self) -> str:

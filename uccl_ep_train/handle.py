@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from uccl_ep_train.opaque import opaque_methods
+
 
 @dataclass(frozen=True)
 class RowLayout:
@@ -38,6 +40,7 @@ class RowLayout:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+@opaque_methods
 class DispatchHandle:
     """The plan of one dispatch: needed by `combine`, and by later dispatches with the same routing.
 

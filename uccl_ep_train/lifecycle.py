@@ -20,6 +20,7 @@ from uccl_ep_train.bootstrap import Bootstrap, decode, exchange
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ClosedError, CommunicationError
 from uccl_ep_train.native import check_fit, load_native, native_config
+from uccl_ep_train.opaque import opaque
 from uccl_ep_train.pending import InFlight
 from uccl_ep_train.stats import CallClock
 from uccl_ep_train.topology import Topology, agree_on_config, resolve_topology
@@ -238,6 +239,7 @@ def watch_optimizers(buffer: Checked) -> None:
             _hooked = True
 
 
+@opaque
 def check_live_buffers(*_: Any) -> None:
     """Raises the error of an operation that failed, of any buffer that is not closed."""
     with _hook_lock:

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from uccl_ep_train.handle import DispatchHandle, DispatchResult
+from uccl_ep_train.opaque import opaque_methods
 
 Result = TypeVar("Result")
 
@@ -62,6 +63,7 @@ class InFlight:
             return len(self._records)
 
 
+@opaque_methods
 class _Pending(Generic[Result]):
     """One launched operation. `finish` waits for the engine and returns the result."""
 
@@ -98,6 +100,7 @@ class _Pending(Generic[Result]):
             return self._result  # type: ignore[return-value]
 
 
+@opaque_methods
 class PendingDispatch(_Pending[DispatchResult]):
     """A dispatch whose counts are known and whose rows are on their way.
 
@@ -122,5 +125,6 @@ class PendingDispatch(_Pending[DispatchResult]):
         return self.handle.num_rows
 
 
+@opaque_methods
 class PendingCombine(_Pending[Tensor]):
     """A combine on its way; `wait` returns the output [T, H]."""

@@ -28,6 +28,7 @@ from uccl_ep_train.errors import RoutingError
 from uccl_ep_train.megatron.buffers import BufferPool, row_padding
 from uccl_ep_train.megatron.compat import UnsupportedMegatronError
 from uccl_ep_train.megatron.recompute import HandleQueue, is_repeated, phase
+from uccl_ep_train.opaque import opaque
 
 
 class UcclEpTokenDispatcher(MoEFlexTokenDispatcher):
@@ -127,6 +128,7 @@ class UcclEpManager:
             self.routing_map = _padded_map(self.routing_map, self.expert_alignment)
         self.token_probs = probs.reshape(num_tokens, self.num_virtual_experts)
 
+    @opaque
     def dispatch(
         self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
     ) -> torch.Tensor:
@@ -195,6 +197,7 @@ class UcclEpManager:
                 "tokens there"
             )
 
+    @opaque
     def combine(
         self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
     ) -> torch.Tensor:

@@ -23,6 +23,7 @@ from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.lifecycle import check_live_buffers
 from uccl_ep_train.megatron.buffers import BufferPool
 from uccl_ep_train.megatron.compat import DispatcherMissingError, check_megatron
+from uccl_ep_train.opaque import opaque
 
 DISPATCHER_NAME = "uccl_ep"
 CARRIER = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
@@ -216,6 +217,7 @@ def _check_replayed_steps(state: _Enabled) -> None:
     state.undo.append(lambda: setattr(OptimizerCudaGraphWrapper, "__call__", stock_call))
 
 
+@opaque
 def _before_optimizer_step(state: _Enabled, *_args: Any) -> None:
     """Plans of first runs whose recomputation never came (a loss without backward) end here."""
     for dispatcher in state.dispatchers:
