@@ -83,8 +83,8 @@ class CudaLauncher(Launcher):
         # On the caller's own stream memory is given back in the order of the stream.
         return super()._track(native, aside, *tensors) if aside else _UNTRACKED
 
-    def wait(self, launched: Dispatched | Combined) -> None:
-        launched.native.wait(self._stream())
+    def wait_native(self, native: Any) -> None:
+        native.wait(self._stream())
 
     def finish(self, launched: Dispatched | Combined) -> None:
         pass  # The caller's stream has it in its order.

@@ -173,7 +173,8 @@ class Buffer:
                 self._wait(launched)
             return self._dispatched(call, launched)
 
-        return PendingDispatch(launched.native, launched.handle, launched.tokens_per_expert, finish)
+        pending = PendingDispatch(launched.native, launched.handle, launched.tokens_per_expert, finish)
+        return self._in_flight.follow(pending)
 
     def _check_dispatch(
         self,
@@ -260,7 +261,7 @@ class Buffer:
                 self._wait(launched)
             return self._combined(rows, handle, launched, grad_wire)
 
-        return PendingCombine(launched.native, finish)
+        return self._in_flight.follow(PendingCombine(launched.native, finish))
 
     def _check_combine(self, rows: Tensor, handle: DispatchHandle, grad_dtype: str | None) -> str | None:
         """How gradients of the result will travel; None: it has none."""
@@ -346,7 +347,9 @@ class Buffer:
         return memory_plan(self._settled, self.topology, self.rank)
 
     def close(self, *, abort: bool = False) -> None:
-        """Gives everything back. Idempotent; works on a broken buffer, and raises no error of an operation.
+        """Gives everything back, whoever still refers to the buffer, a traceback or a handle (still readable).
+        Idempotent; by any thread, also while others are in a call; works on a broken buffer, and raises no
+        error of an operation.
 
         Without `abort` it waits for the operations of this rank (not for a graph's replays: synchronise
         first) and for all ranks to close, at most `progress_timeout_s`; Ctrl-C turns it into an abort. With
@@ -366,7 +369,7 @@ class Buffer:
         finally:
             # Ctrl-C, too, comes out of it only when the engine is closed.
             self._finalizer.detach()
-            self._in_flight.clear()
+            self._in_flight.clear(self._launcher.wait_native)
 
     def __enter__(self) -> Buffer:
         return self

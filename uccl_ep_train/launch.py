@@ -242,8 +242,12 @@ class Launcher:
 
     def wait(self, launched: Dispatched | Combined) -> None:
         """Returns when the caller's stream may use the outputs."""
-        launched.native.wait()
+        self.wait_native(launched.native)
         launched.settle()
+
+    def wait_native(self, native: Any) -> None:
+        """The engine's part of `wait`. Raises what the operation failed with."""
+        native.wait()
 
     def finish(self, launched: Dispatched | Combined) -> None:
         """`wait` for an operation that was not launched aside."""

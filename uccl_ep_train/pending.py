@@ -8,15 +8,18 @@ engine is done.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from uccl_ep_train.errors import EpError
 from uccl_ep_train.handle import DispatchHandle, DispatchResult
 from uccl_ep_train.opaque import opaque_methods
 
 Result = TypeVar("Result")
+AnyPending = TypeVar("AnyPending", bound="_Pending[Any]")
 
 
 class Record:
@@ -30,6 +33,10 @@ class Record:
         # Detached: the memory is wanted, not the graph.
         self._tensors += [tensor.detach() for tensor in tensors if tensor is not None]
 
+    def let_go(self) -> None:
+        """Tracebacks may lead to this record, and live long."""
+        self._tensors = []
+
 
 class InFlight:
     """Tensors of operations that the engine may still touch. Refers to no buffer and may outlive one."""
@@ -37,6 +44,13 @@ class InFlight:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._records: list[Record] = []
+        self._pending: weakref.WeakSet[_Pending[Any]] = weakref.WeakSet()
+
+    def follow(self, pending: AnyPending) -> AnyPending:
+        """A caller gets it, and may keep it for longer than the engine lives."""
+        with self._lock:
+            self._pending.add(pending)
+        return pending
 
     def add(self, native: Any, *tensors: Tensor | None) -> Record:
         record = Record(native)
@@ -53,10 +67,16 @@ class InFlight:
         with self._lock:
             self._records = [entry for entry in self._records if not entry.native.done]
 
-    def clear(self) -> None:
-        """Only after the engine has been closed."""
+    def clear(self, wait: Callable[[Any], None] | None = None) -> None:
+        """Only after the engine has been closed. `wait` raises what a native operation failed with."""
         with self._lock:
-            self._records = []
+            records, self._records = self._records, []
+            pending, self._pending = list(self._pending), weakref.WeakSet()
+        for record in records:
+            record.let_go()
+        if wait is not None:
+            for operation in pending:
+                operation.let_go(wait)
 
     def __len__(self) -> int:
         with self._lock:
@@ -98,6 +118,19 @@ class _Pending(Generic[Result]):
                     raise
                 self._finish = None
             return self._result  # type: ignore[return-value]
+
+    def let_go(self, wait: Callable[[Any], None]) -> None:
+        """The engine has been closed: an operation that failed keeps its error and none of its tensors."""
+        # Who waits on another thread lets go as soon as it sees the end.
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._finish is not None:
+                wait(self._native)
+        except EpError as error:
+            self._error, self._finish = error.again(), None
+        finally:
+            self._lock.release()
 
 
 @opaque_methods

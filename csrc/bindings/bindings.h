@@ -25,7 +25,11 @@ inline Dtype tensor_dtype(uint32_t element_bytes) {
                      "element_bytes = " + std::to_string(element_bytes) + ": allowed 2 (bf16) and 4 (fp32)");
 }
 
-// Waits in slices, so that Ctrl-C is seen.
+// Throws what a signal's handler raises, and what another thread has injected (PyThreadState_SetAsyncExc): the
+// interpreter looks for the latter only in its own loop, so some of it is run.
+void look_at_interrupts();
+
+// Waits in slices, so that interrupts are seen.
 template <typename Wait>
 void wait_with_signals(Wait wait) {
   constexpr uint64_t kSliceUsec = 50000;
@@ -36,11 +40,11 @@ void wait_with_signals(Wait wait) {
       over = wait(kSliceUsec);
     }
     if (over) return;
-    if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();
+    look_at_interrupts();
   }
 }
 
-// Closes on another thread, so that Ctrl-C can end the wait for operations and ranks: the others then raise.
+// Closes on another thread, so that an interrupt can end the wait for operations and ranks: the others then raise.
 template <typename Close, typename Fail>
 void close_with_signals(Close close, Fail fail) {
   std::future<void> closed = std::async(std::launch::async, close);

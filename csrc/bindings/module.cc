@@ -1,4 +1,5 @@
 // Python face of the engine: conversions only. Whatever waits releases the GIL and looks at signals in between.
+#include <pybind11/eval.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -253,7 +254,15 @@ void bind_engine(py::module_& m) {
           "abort"_a = false);
 }
 
+// A function of Python that does nothing. Never freed: threads may wait while the interpreter ends.
+PyObject* nothing = nullptr;
+
 }  // namespace
+
+void uccl_ep::look_at_interrupts() {
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  py::reinterpret_borrow<py::object>(nothing)();
+}
 
 py::tuple uccl_ep::trace_tuple(const Trace& trace) {
   py::list events;
@@ -266,6 +275,7 @@ py::tuple uccl_ep::trace_tuple(const Trace& trace) {
 PYBIND11_MODULE(_native, m) {
   m.doc() = "Native engine of uccl_ep_train: host backend, command queue, proxies, loop transport.";
   py::register_exception_translator(&translate);
+  nothing = py::eval("lambda: None", py::dict()).release().ptr();
   bind_nic(m);
   bind_config(m);
   bind_plan(m);

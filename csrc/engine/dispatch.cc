@@ -47,7 +47,9 @@ std::shared_ptr<Op> Engine::dispatch(const DispatchArgs& args) {
     plan_source(topo_, config_.num_experts, static_cast<uint32_t>(args.num_tokens), args.routing, *fresh);
     fresh->expert_alignment = args.expert_alignment;
     fresh->engine_generation = config_.generation;
-    if (args.compact) fresh->compact_width = std::min(args.routing.width, context_->experts_per_rank);
+    if (args.compact)
+      fresh->compact_width =
+          std::min(args.routing.width, config_.num_experts / static_cast<uint32_t>(config_.num_ranks));
   }
   if (args.plan == nullptr) {
     if (fresh == nullptr)

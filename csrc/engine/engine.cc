@@ -1,4 +1,4 @@
-// Life of an engine: creation, connection, waiting, teardown.
+// Life of an engine: creation, connection, waiting. Its end: close.cc.
 #include "engine/engine.h"
 
 #include <algorithm>
@@ -200,7 +200,8 @@ void Engine::note_launched(bool by_replay) {
     launched_.publish(launched_.own() + 1);
     if (by_replay) awaited_.publish(awaited_.own() + 1);
   }
-  control().proxy_bell.ring();
+  const std::shared_lock held(memory_mutex_);
+  if (!given_back_) control().proxy_bell.ring();
 }
 
 void Engine::wake() {
@@ -208,7 +209,8 @@ void Engine::wake() {
     const std::lock_guard lock(launch_mutex_);
     awaited_.publish(awaited_.own() + 1);
   }
-  control().proxy_bell.ring();
+  const std::shared_lock held(memory_mutex_);
+  if (!given_back_) control().proxy_bell.ring();
 }
 
 void Engine::start() {
@@ -247,13 +249,25 @@ void Engine::start() {
   started_ = true;
 }
 
+bool Engine::failed() const {
+  const std::shared_lock held(memory_mutex_);
+  return given_back_ ? last_error_.has_value() : control().error_claim.taken();
+}
+
 void Engine::check() const {
-  if (failed()) throw CommunicationFailure(posted_error(control()));
+  const std::shared_lock held(memory_mutex_);
+  if (given_back_) {
+    if (last_error_) throw CommunicationFailure(*last_error_);
+  } else if (control().error_claim.taken()) {
+    throw CommunicationFailure(posted_error(control()));
+  }
 }
 
 void Engine::wait_for_error(uint64_t timeout_usec) const {
+  const std::shared_lock held(memory_mutex_);
+  if (given_back_) return;
   const uint32_t ticket = control().worker_bell.ticket();
-  if (!failed()) control().worker_bell.wait(ticket, timeout_usec);
+  if (!control().error_claim.taken()) control().worker_bell.wait(ticket, timeout_usec);
 }
 
 void Engine::check_usable() const {
@@ -321,56 +335,13 @@ void Engine::give_output(Op& op, const DispatchOutput& output) {
     op.values_out = output.values;
     op.output_given = true;
   }
-  control().worker_bell.ring();
+  const std::shared_lock held(memory_mutex_);
+  if (!given_back_) control().worker_bell.ring();
 }
 
 void Engine::give_row_experts(Op& op, int64_t* experts) {
   std::lock_guard lock(op.mutex);
   op.experts_out = experts;
-}
-
-void Engine::fail(const std::string& text) {
-  ErrorRecord record;
-  record.kind = ErrorKind::kPeerFailed;
-  record.rank = record.peer = config_.rank;
-  record.set_message("rank " + std::to_string(config_.rank) + ": " + text);
-  spread(record);
-}
-
-namespace {
-
-// How long a rank that leaves after an error tries to tell the other domains.
-constexpr double kTellSeconds = 0.5;
-
-template <typename Condition>
-void wait_for(double seconds, Condition condition) {
-  const uint64_t deadline = now_usec() + static_cast<uint64_t>(seconds * 1e6);
-  while (!condition() && now_usec() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-}
-
-}  // namespace
-
-void Engine::close(bool abort) {
-  {
-    std::lock_guard lock(mutex_);
-    if (closed_) return;
-    closed_ = true;
-    if (!started_) return;
-  }
-  if (abort && !failed()) fail("closed its buffer while the others may still use it");
-  {
-    // Operations that are under way end by themselves, or by the error, or by their deadline.
-    std::unique_lock lock(mutex_);
-    queue_changed_.wait(lock, [&] { return queue_.empty() && !busy_; });
-    stop_ = true;
-    queue_changed_.notify_all();
-  }
-  if (worker_.joinable()) worker_.join();
-  proxy_->announce_close();
-  wait_for(config_.progress_timeout_s, [this] { return failed() || proxy_->all_closed(); });
-  // Who gives up, or found an error, stays until the others have been told.
-  if (failed()) wait_for(kTellSeconds, [this] { return proxy_->error_delivered(); });
-  proxy_->stop();
 }
 
 }  // namespace uccl_ep

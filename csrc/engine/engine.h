@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <shared_mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -133,8 +134,13 @@ class Engine {
   void blame(ErrorRecord& record, std::string text) const;
   // Throws the error that reached this rank, if any.
   void check() const;
-  // Waits, bounded by the progress deadline, until every rank closes. With `abort` tells the others and does not wait.
+  // Waits, bounded by the progress deadline, until every rank closes; then gives everything back. With `abort` tells
+  // the others and does not wait. By any thread, whatever others do here; operations under way end first. Afterwards
+  // all may be called: operations are refused, statistics and the error are those of the end.
   void close(bool abort);
+  // Its two parts, for who has registered our memory elsewhere. leave() is false if somebody has left before.
+  bool leave(bool abort);
+  void give_back();
 
   // trace.cc. Records what happens from now on: of each thread at least `max_events`, for which memory is taken when
   // more are wanted than before. Throws UsageFailure.
@@ -146,7 +152,7 @@ class Engine {
   // memory.
   Stats stats() const;
   const Topology& topology() const { return topo_; }
-  bool failed() const { return control().error_claim.taken(); }
+  bool failed() const;
   // Returns when an error reaches this rank, or after `timeout_usec`.
   void wait_for_error(uint64_t timeout_usec) const;
   uint32_t num_experts() const { return config_.num_experts; }
@@ -188,6 +194,7 @@ class Engine {
   bool peer_closed(int rank) const;
   void trace(TraceKind kind, const Op& op, const WaitingOn& of, uint64_t began_nsec);
   void settle() const;
+  void forget_traces();
   void finish(Op& op, const ErrorRecord* error);
 
   ControlBlock& control() const { return *controls_[config_.rank]; }
@@ -197,7 +204,7 @@ class Engine {
   const WindowParams window_;
   const RegionLayout layout_;
   const Channels channels_;
-  std::vector<Mapping> regions_;  // [rank], unmapped outside our domain
+  std::vector<Mapping> regions_;  // [rank], unmapped outside our domain; all of them by give_back()
   std::vector<ControlBlock*> controls_;  // [rank], null outside our domain
   TraceBuffer proxy_trace_, worker_trace_;
   std::unique_ptr<Transport> transport_;
@@ -227,6 +234,13 @@ class Engine {
   Counter blocked_usec_[kNumSteps];  // asleep while the step was not done
   std::vector<Counter> waited_usec_;  // [rank] asleep and waiting_for() it
   std::thread worker_;
+
+  // Held shared by threads that are not ours while they look at the memory, the transport or the proxy; give_back()
+  // takes it alone. After `mutex_`, never before.
+  mutable std::shared_mutex memory_mutex_;
+  bool given_back_ = false;
+  std::optional<ErrorRecord> last_error_;  // of the end
+  Stats last_stats_;
 };
 
 }  // namespace uccl_ep

@@ -182,6 +182,8 @@ int Engine::stale_rank() const {
 }
 
 void Engine::blame(ErrorRecord& record, std::string text) const {
+  const std::shared_lock held(memory_mutex_);
+  if (given_back_) return record.set_message(text);
   if (const int stale = stale_rank(); stale >= 0) {
     record.peer = stale;
     text += "; rank " + std::to_string(stale) + " shows no sign of life";
@@ -223,6 +225,8 @@ void Engine::locate(const Op& op, const Steps& steps, ErrorRecord& record) const
 // Ours first: of two ranks that find an error at once, each would otherwise put its own into the other's block, and
 // neither proxy would find one to send.
 void Engine::spread(const ErrorRecord& record) const {
+  const std::shared_lock held(memory_mutex_);
+  if (given_back_) return;
   post_error(control(), record);
   for (ControlBlock* peer : controls_)
     if (peer != nullptr && peer != &control()) post_error(*peer, record);

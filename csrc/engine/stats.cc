@@ -72,6 +72,8 @@ Stats Engine::stats() const {
     }
     if (!started_) return out;
   }
+  const std::shared_lock held(memory_mutex_);
+  if (given_back_) return last_stats_;
   if (context_ != nullptr) {
     put_ports(out, context_->counters);
     for (Step step : {Step::kExchange, Step::kPlan, Step::kStage, Step::kPlace, Step::kFold, Step::kMerge}) {

@@ -1,4 +1,5 @@
 // Traces: on, off, and what the worker adds.
+#include <algorithm>
 #include <chrono>
 
 #include "common/units.h"
@@ -15,7 +16,7 @@ void Engine::start_trace(uint64_t max_events) {
   if (!started_) throw UsageFailure(UsageKind::kClosed, "the buffer was not started");
   if (traced_) throw UsageFailure(UsageKind::kInput, "the buffer is being traced already");
   proxy_trace_.start(max_events);
-  if (context_ != nullptr) worker_trace_.start(max_events);
+  if (!config_.device_rings) worker_trace_.start(max_events);
   traced_ = true;
 }
 
@@ -25,8 +26,15 @@ Trace Engine::stop_trace() {
   if (!traced_) throw UsageFailure(UsageKind::kInput, "the buffer is not being traced");
   traced_ = false;
   Trace trace = proxy_trace_.stop();
-  if (context_ != nullptr) trace.append(worker_trace_.stop());
+  if (!config_.device_rings) trace.append(worker_trace_.stop());
+  const std::shared_lock held(memory_mutex_);
+  if (given_back_) forget_traces();
   return trace;
+}
+
+void Engine::forget_traces() {
+  proxy_trace_.forget();
+  worker_trace_.forget();
 }
 
 // An operation is over when its rows are here: what it has sent may still be on its way.
@@ -37,9 +45,13 @@ void Engine::settle() const {
     return started_ && !closed_ && !failed();
   };
   if (!usable()) return;
-  const uint64_t deadline = now_usec() + kPatienceUsec, first_pass = proxy_->stats().passes;
+  const uint64_t deadline = now_usec() + kPatienceUsec;
+  uint64_t first_pass = UINT64_MAX;
   for (uint64_t taken = UINT64_MAX; usable() && now_usec() < deadline;) {
+    const std::shared_lock held(memory_mutex_);
+    if (given_back_) return;
     const ProxyStats stats = proxy_->stats();
+    first_pass = std::min(first_pass, stats.passes);
     uint64_t flushed = 0;
     for (const ShipStats& ship : stats.ships) flushed += ship.chunks;
     // A whole pass has looked at the queue since, and another one.

@@ -83,6 +83,9 @@ class TraceBuffer {
     return {{events, events + of_session(filled_.read(), session(wanted))}, of_session(lost_.read(), session(wanted))};
   }
 
+  // When there is no writer any more, and it is off.
+  void forget() { memory_ = {}; }
+
   // ---- the writer
   bool on() const { return is_on(wanted_.read()); }
   void add(const TraceEvent& event) {

@@ -258,8 +258,17 @@ void CudaEngine::check() const {
 // A fault that a kernel found goes to all ranks; the first error of this rank wins. True if there is one.
 bool CudaEngine::tell_fault() const {
   if (read_device_flag(&domain_.error->published) == 0) return false;
-  if (!life_.failed()) life_.spread(record_of(*domain_.error));
+  if (life_.failed()) return true;
+  const std::shared_lock held(memory_mutex_);
+  if (!given_back_) life_.spread(record_of(*domain_.error));
   return true;
+}
+
+void CudaEngine::wake() {
+  const std::shared_lock held(memory_mutex_);
+  if (network_ == nullptr) return;
+  life_.wake();
+  network_->wake();
 }
 
 // Tells all ranks of this rank's faults; an error that reached this rank stops its kernels.
@@ -299,17 +308,29 @@ void CudaEngine::close(bool abort) {
     if (closed_) return;
     closed_ = true;
   }
+  const OnDevice guard(device_, std::nothrow);
   if (started_) {
-    const OnDevice guard(device_, std::nothrow);
     if (abort && !life_.failed()) fail("closed its buffer while the others may still use it");
     cudaEventSynchronize(last_done_);  // what is queued ends by itself, by the error, or by its deadline
-    life_.close(abort);
+    life_.leave(abort);
     leaving_.publish(1);
     watcher_.join();
     cudaStreamSynchronize(control_stream_);
   }
-  network_.reset();  // when the proxy has stopped
-  regions_.clear();
+  give_back();
+}
+
+// The proxy has stopped. The network has registered the host's memory with the driver, the transport ours with NICs.
+void CudaEngine::give_back() {
+  const std::lock_guard lock(mutex_);
+  const std::unique_lock held(memory_mutex_);
+  given_back_ = true;
+  if (started_) cudaEventSynchronize(last_done_);  // of a thread that was in the middle of an operation
+  network_.reset();
+  life_.leave(true);
+  life_.give_back();
+  for (cuda::DeviceMapping& region : regions_) region = cuda::DeviceMapping();
+  if (domain_.trace == nullptr) trace_memory_.clear();
   share_.give_back();
 }
 
@@ -328,7 +349,7 @@ Stats CudaEngine::stats() const {
                {"memory.max_tokens", static_cast<double>(layout_.max_tokens)},
                {"memory.window_bytes", static_cast<double>(layout_.half_bytes)},
                {"memory.piece_bytes", static_cast<double>(layout_.piece_bytes)}};
-  if (network_ != nullptr)  // what the proxy counts
+  if (topo_.num_domains() > 1)  // what the proxy counts
     for (const auto& [name, value] : life_.stats())
       if (name.starts_with("ship.") || name.starts_with("credit.") || name.starts_with("proxy."))
         all.emplace_back(name, value);

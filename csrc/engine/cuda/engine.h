@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -123,11 +124,7 @@ class CudaEngine : private CudaHandles {
   void fail(const std::string& text) { life_.fail(text); }
   // Throws the error that reached this rank, one that its kernels have found but nobody has heard of included.
   void check() const;
-  void wake() {
-    if (network_ == nullptr) return;
-    life_.wake();
-    network_->wake();
-  }
+  void wake();
   // As of an Engine; with what kernels that are launched in between note. Waits for them.
   void start_trace(uint64_t max_events);
   Trace stop_trace();
@@ -155,6 +152,7 @@ class CudaEngine : private CudaHandles {
   void note_last(const CudaOp& op);
   bool tell_fault() const;
   void watch();
+  void give_back();
   ErrorRecord record_of(const cuda::HostError& error) const;
   std::string text_of(const cuda::HostError& error) const;
   int rank_of(int number) const;
@@ -184,6 +182,9 @@ class CudaEngine : private CudaHandles {
   using Form = std::tuple<RoutingKind, uint32_t, uint32_t, uint32_t, int>;  // see form_of()
   std::map<Form, Guess> guesses_;
   bool started_ = false, closed_ = false;
+  // Held shared by who looks at regions or the network without `mutex_`; close() gives them back with both.
+  mutable std::shared_mutex memory_mutex_;
+  bool given_back_ = false;
   std::vector<cuda::DeviceMapping> trace_memory_;  // the last is in use; of the others kernels or graphs may know
   std::vector<Network::Seen> seen_;  // by index in Net::polled
   cuda::ClockSample trace_began_;

@@ -222,6 +222,7 @@ void CudaEngine::exchange(CudaOp& op) {
 }
 
 void CudaEngine::launch(CudaOp& op) {
+  if (given_back_) refuse(UsageKind::kClosed, "the buffer was closed in the middle of an operation");
   note_launch(op);
   must(launch_dispatch(domain_, op.plan->view, op.place, num_sms_, stage_sms_, op.stream), "dispatch");
 }

@@ -79,6 +79,7 @@ Trace CudaEngine::stop_trace() {
     trace.events.push_back(event);
   }
   trace.lost += ring.next - records.size();
+  if (given_back_) trace_memory_.clear();
   return trace;
 }
 
