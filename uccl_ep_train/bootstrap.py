@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
+from uccl_ep_train.answers import MOST_SHOWN, decode, malformed, require
+from uccl_ep_train.ends import LOOK_S, Ends, Process
 from uccl_ep_train.errors import (
     ArrivalTimeout,
     CommunicationError,
@@ -23,8 +25,6 @@ from uccl_ep_train.errors import (
 )
 
 DEFAULT_TIMEOUT_S = 300.0
-_MOST_SHOWN = 80
-"""Characters of a foreign text in an error."""
 
 
 @runtime_checkable
@@ -61,6 +61,11 @@ class _SteppedBootstrap:
         self._size = size
         self._timeout_s = timeout_s
         self._step = 0
+        self._processes: Sequence[Process] = ()
+
+    def watch(self, processes: Sequence[Process]) -> None:
+        """By rank. Errors name hosts from now on, and `StoreBootstrap` notices processes that end."""
+        self._processes = processes
 
     @property
     def rank(self) -> int:
@@ -79,7 +84,7 @@ class _SteppedBootstrap:
         for peer, frame in enumerate(frames):
             name, _, body = frame.partition(b"\0")
             # Whatever it is: the frame of a stranger need not be text.
-            seen = name[:_MOST_SHOWN].decode(errors="backslashreplace")
+            seen = name[:MOST_SHOWN].decode(errors="backslashreplace")
             if name != what.encode():
                 raise RankMismatchError(
                     f"creation: rank {self._rank} is at {what!r} while rank {peer} is at {seen!r}",
@@ -96,8 +101,10 @@ class _SteppedBootstrap:
         self.all_gather(b"", what)
 
     def _timed_out(self, what: str, missing: list[int]) -> ArrivalTimeout:
+        look = [f"rank {peer} {self._processes[peer]}" for peer in missing if self._processes]
         return ArrivalTimeout(
-            f"creation, {what}: rank {self._rank} waited {self._timeout_s:g} s for "
+            (f"look first at {', '.join(look)}: " if look else "")
+            + f"creation, {what}: rank {self._rank} waited {self._timeout_s:g} s for "
             f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self._size}",
             rank=self._rank,
             step="bootstrap",
@@ -119,6 +126,8 @@ class StoreBootstrap(_SteppedBootstrap):
     Keys carry `name`, how many bootstraps this rank has had under that name, and the step. The count lies in
     the store too, so that frames of an earlier bootstrap, or of a process that has been replaced, are never
     taken for new ones.
+
+    A rank that dies or gives up ends the creation for those that wait: `ends.py` tells how they know.
     """
 
     def __init__(
@@ -129,6 +138,15 @@ class StoreBootstrap(_SteppedBootstrap):
         self._counts = f"uccl_ep_train/{name}/creations"
         self._count = self._count_of(rank, 1)
         self._prefix = f"uccl_ep_train/{name}/{self._count}"
+        self._ends = Ends(store, f"{self._prefix}/end", rank, self._guard)
+
+    def watch(self, processes: Sequence[Process]) -> None:
+        super().watch(processes)
+        self._ends.processes = processes
+
+    def leave(self, error: BaseException) -> None:
+        """Tells the ranks that wait for this one that it will not come."""
+        self._ends.say(error)
 
     def _key(self, step: int, rank: int) -> str:
         return f"{self._prefix}/{step}/{rank}"
@@ -137,13 +155,27 @@ class StoreBootstrap(_SteppedBootstrap):
         self._guard(lambda: self._store.set(self._key(step, self._rank), frame))
 
     def _collect(self, step: int, what: str, deadline: float) -> list[bytes]:
+        try:
+            return self._gather(step, what, deadline)
+        except TransportError as error:
+            self._ends.blame_for_store(what, error)
+            raise
+        except BaseException as error:
+            self.leave(error)
+            raise
+
+    def _gather(self, step: int, what: str, deadline: float) -> list[bytes]:
         keys = [self._key(step, peer) for peer in range(self._size)]
         # `check` in a loop, not `wait`, not even in slices: a client that waits holds the one connection, and
         # the lock, that the program's other threads need, and torch logs two warnings for each slice that
         # runs out. Nothing is guessed by the pauses: each ends in a look at what was waited for, until the
         # deadline, and a rank is at most one pause (20 ms) late.
         pause_s = 0.0005
+        look = time.monotonic() + LOOK_S
         while not self._check(keys):
+            if time.monotonic() > look:
+                look = time.monotonic() + LOOK_S
+                self._ends.look(what, lambda: self._check(keys))
             if time.monotonic() > deadline:
                 missing = [peer for peer, key in enumerate(keys) if not self._check([key])]
                 if missing:
@@ -184,6 +216,7 @@ class StoreBootstrap(_SteppedBootstrap):
         for peer in range(self._size):
             self._forget(self._key(self._step - 1, peer))
         self._forget(f"{self._prefix}/finished")
+        self._forget(f"{self._prefix}/end")
 
     def _forget(self, key: str) -> None:
         try:
@@ -301,6 +334,11 @@ def exchange(bootstrap: Bootstrap, what: str, produce: Callable[[], bytes]) -> l
     except Exception as error:
         failure = error
         payload = b"-" + json.dumps([type(error).__name__, str(error)]).encode()
+    except BaseException as error:  # Ctrl-C: this rank waits for nobody any more
+        leave = getattr(bootstrap, "leave", None)
+        if leave is not None:
+            leave(error)
+        raise
     try:
         answers = bootstrap.all_gather(payload, what)
         if failure is not None:
@@ -325,31 +363,8 @@ def exchange(bootstrap: Bootstrap, what: str, produce: Callable[[], bytes]) -> l
                 seen=name,
             )
         if answer[:1] != b"+":
-            raise _malformed(bootstrap, what, peer, answer)
+            raise malformed(bootstrap, what, peer, answer)
     return [answer[1:] for answer in answers]
-
-
-Decoded = TypeVar("Decoded")
-
-
-def decode(
-    bootstrap: Bootstrap, what: str, peer: int, answer: bytes, shape: Callable[[Any], Decoded]
-) -> Decoded:
-    """What rank `peer` said in an exchange, from JSON; `shape` raises `ValueError` for what none of us says.
-
-    Raises `TransportError` naming the rank: a stranger, or another version of this package, has written to
-    our store.
-    """
-    try:
-        return shape(json.loads(answer))
-    except (ValueError, RecursionError) as error:
-        raise _malformed(bootstrap, what, peer, answer) from error
-
-
-def require(holds: bool, text: str) -> None:
-    """For the shapes of `decode`."""
-    if not holds:
-        raise ValueError(text)
 
 
 def _failure(value: Any) -> tuple[str, str]:
@@ -358,14 +373,3 @@ def _failure(value: Any) -> tuple[str, str]:
         "no error's class and message",
     )
     return value[0], value[1]
-
-
-def _malformed(bootstrap: Bootstrap, what: str, peer: int, answer: bytes) -> TransportError:
-    return TransportError(
-        f"creation, {what}: rank {peer} sent {answer[:_MOST_SHOWN]!r}, which no rank of this version sends",
-        rank=bootstrap.rank,
-        step="bootstrap",
-        peer=peer,
-        expected=what,
-        seen=len(answer),
-    )

@@ -18,9 +18,10 @@ from uccl_ep_train import autograd, cuda, routing
 from uccl_ep_train.bootstrap import Bootstrap, TorchBootstrap
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ClosedError, CommunicationError, DtypeError
+from uccl_ep_train.explain import explain
 from uccl_ep_train.handle import DispatchHandle, DispatchResult, RowLayout
 from uccl_ep_train.launch import Combined, DispatchCall, Dispatched, Launcher
-from uccl_ep_train.lifecycle import Operation, abandon, create_engine, require_own, watch_optimizers
+from uccl_ep_train.lifecycle import Operation, abandon, create_engine, leave, require_own, watch_optimizers
 from uccl_ep_train.opaque import opaque_methods
 from uccl_ep_train.pending import InFlight, PendingCombine, PendingDispatch
 from uccl_ep_train.stats import CallClock, MemoryPlan, memory_plan
@@ -45,8 +46,8 @@ class Buffer:
 
     Raises `ConfigError` (a value cannot work; `MemoryBudgetError` names the least budget), `TopologyError`
     (ranks disagree on domains), `RankMismatchError` (on other settings), `ArrivalTimeout` (a rank is
-    missing), `PeerFailed` (another rank raised one of these), `NativeMissingError`. If creation fails on one
-    rank it fails on all, and nothing stays allocated.
+    missing), `PeerDied`, `PeerFailed` (another rank raised one of these), `NativeMissingError`. If creation
+    fails on one rank it fails on all, and nothing stays allocated.
 
     Use it as a context manager, or call `close`. A buffer that is neither closed nor referenced any more
     leaves the group: at once if operations are pending, else after waiting 2 s for the other ranks to leave,
@@ -69,7 +70,9 @@ class Buffer:
         self._wire_fp32 = config.combine_wire_dtype == "fp32"
         self._pid = os.getpid()
         self._last_stats: dict[str, float] = {}
-        self.topology, self.device, self._settled, self.nics, self._engine = create_engine(meeting, config)
+        self.topology, self.device, self._settled, self.nics, self._engine, self._ranks = create_engine(
+            meeting, config
+        )
         self.transport = self._settled.transport
         if self.device.type == "cuda":
             num_experts = config.num_experts // self.num_ranks
@@ -330,8 +333,7 @@ class Buffer:
         """Counters since creation by name (`stats.py` tells what each says); after `close` those of the end.
         `stats.format_stats` prints them.
         """
-        native = self._last_stats if self._closed else self._engine.stats()
-        return {**native, **self._clock.read()}
+        return {**(self._last_stats if self._closed else self._engine.stats()), **self._clock.read()}
 
     def trace(self, path: str | os.PathLike[str], *, max_events: int = DEFAULT_EVENTS) -> Trace:
         """`with buffer.trace(path):` writes what happens inside to `<path>.rank<rank>.json`: see `trace.py`.
@@ -365,7 +367,7 @@ class Buffer:
         with contextlib.suppress(RuntimeError):  # of a GPU that has broken
             self._last_stats = dict(self._engine.stats())
         try:
-            self._engine.close(abort=abort or self._error is not None)
+            leave(self._engine, self._error, abort=abort)
         finally:
             # Ctrl-C, too, comes out of it only when the engine is closed.
             self._finalizer.detach()
@@ -408,7 +410,8 @@ class Buffer:
     def _operation(self, kind: str, *, starts: bool = True) -> Operation:
         return Operation(kind, self._clock, self._remember, starts=starts)
 
-    def _remember(self, error: CommunicationError) -> None:
+    def _remember(self, error: CommunicationError, doing: str = "") -> None:
         """The first communication error breaks the buffer: every later call raises it again."""
+        explain(error, self._ranks, doing)
         if self._error is None:
             self._error = error.again()

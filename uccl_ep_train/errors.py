@@ -136,6 +136,10 @@ class CommunicationError(EpError):
             "seen": self.seen,
         }
 
+    def rewrite(self, message: str) -> None:
+        """Gives it another text, for whoever knows more than the finder."""
+        self.args = (message,)
+
     def again(self) -> CommunicationError:
         return type(self)(*self.args, **self.fields())
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from uccl_ep_train.errors import EpError
+from uccl_ep_train.explain import told
 from uccl_ep_train.fp8 import BLOCK
 from uccl_ep_train.handle import DispatchHandle, Fp8Rows, RowLayout
 from uccl_ep_train.native import load_native
@@ -321,7 +322,7 @@ class _NoWayBack:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not isinstance(error, EpError):
-            self._engine.fail(f"{self._what} was given up by {type(error).__name__}: {error}")
+            self._engine.fail(f"{self._what} was given up by {told(error)}")
 
 
 def _allocate(x_TH: Tensor, dtype: torch.dtype, rows: RowLayout, num_rows: int, weighted: bool) -> Outputs:

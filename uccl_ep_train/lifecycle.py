@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import sys
 import threading
@@ -15,13 +13,15 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from uccl_ep_train import cuda, transport, windows
-from uccl_ep_train.bootstrap import Bootstrap, decode, exchange
+from uccl_ep_train import cuda, leftovers, transport, windows
+from uccl_ep_train.bootstrap import Bootstrap, exchange
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ClosedError, CommunicationError
+from uccl_ep_train.explain import told
 from uccl_ep_train.native import check_fit, load_native, native_config
 from uccl_ep_train.opaque import opaque
 from uccl_ep_train.pending import InFlight
+from uccl_ep_train.presence import Presence, meet
 from uccl_ep_train.stats import CallClock
 from uccl_ep_train.topology import Topology, agree_on_config, resolve_topology
 
@@ -34,7 +34,12 @@ class Operation:
     __slots__ = ("_clock", "_kind", "_remember", "_started", "_starts")
 
     def __init__(
-        self, kind: str, clock: CallClock, remember: Callable[[CommunicationError], None], *, starts: bool
+        self,
+        kind: str,
+        clock: CallClock,
+        remember: Callable[[CommunicationError, str], None],
+        *,
+        starts: bool,
     ) -> None:
         """starts: this is where the operation begins; else it counts to one that has begun"""
         self._kind = kind
@@ -49,7 +54,7 @@ class Operation:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, CommunicationError):
-            self._remember(error)
+            self._remember(error, self._kind)
         self._clock.add(self._kind, time.perf_counter() - self._started, starts=self._starts)
 
 
@@ -61,13 +66,16 @@ def new_engine(native: Any, config: EpConfig, device: torch.device) -> Any:
 
 
 class Created(NamedTuple):
-    """config: with what "auto" came to. nics: this rank's, as the transport names them; "" for loop."""
+    """config: with what "auto" came to. nics: this rank's, as the transport names them; "" for loop.
+    ranks: where each runs.
+    """
 
     topology: Topology
     device: torch.device
     config: EpConfig
     nics: str
     engine: Any
+    ranks: tuple[Presence, ...]
 
 
 class Settled(NamedTuple):
@@ -77,6 +85,7 @@ class Settled(NamedTuple):
     config      with what "auto" came to
     nics        this rank's, as the transport names them; "" for loop
     why         the transport was chosen
+    ranks       where each runs
     """
 
     generation: int
@@ -85,6 +94,7 @@ class Settled(NamedTuple):
     config: EpConfig
     nics: str
     why: str
+    ranks: tuple[Presence, ...]
 
 
 def settle_config(bootstrap: Bootstrap, config: EpConfig) -> Settled:
@@ -94,7 +104,7 @@ def settle_config(bootstrap: Bootstrap, config: EpConfig) -> Settled:
     def choose_backend() -> bytes:
         nonlocal device
         device = cuda.choose_device(config)
-        return json.dumps(dataclasses.astuple(transport.Place.here())).encode()
+        return b""
 
     def verify() -> dict[str, Any]:
         check_fit(config, bootstrap.size)
@@ -102,8 +112,9 @@ def settle_config(bootstrap: Bootstrap, config: EpConfig) -> Settled:
         load_native()
         return transport.probe(config, places)
 
-    answers = exchange(bootstrap, "backend", choose_backend)
-    places = [decode(bootstrap, "backend", peer, said, transport.place) for peer, said in enumerate(answers)]
+    ranks = meet(bootstrap)
+    places = [rank.place for rank in ranks]
+    exchange(bootstrap, "backend", choose_backend)
     # What "auto" came to has to be the same on all ranks, too.
     config = config.replace(backend="cuda" if device.type == "cuda" else "host")
     generation, probes = agree_on_config(bootstrap, config, verify, transport.probes)
@@ -116,7 +127,7 @@ def settle_config(bootstrap: Bootstrap, config: EpConfig) -> Settled:
         transport.announce(choice)
     nics = str(probes[bootstrap.rank].get(choice.name, ["", ""])[1])
     settled = windows.settle(choice.apply(config), nics, topology)
-    return Settled(generation, topology, device, settled, nics, choice.why)
+    return Settled(generation, topology, device, settled, nics, choice.why, ranks)
 
 
 def create_engine(bootstrap: Bootstrap, config: EpConfig) -> Created:
@@ -146,8 +157,9 @@ def create_engine(bootstrap: Bootstrap, config: EpConfig) -> Created:
         created[0].start()
         return b""
 
+    leftovers.sweep()
     try:
-        generation, topology, device, settled, nics, _ = settle_config(bootstrap, config)
+        generation, topology, device, settled, nics, _, ranks = settle_config(bootstrap, config)
         handles += exchange(bootstrap, "allocate", allocate)
         exchange(bootstrap, "connect", connect)
         exchange(bootstrap, "share memory", share_memory)
@@ -157,12 +169,13 @@ def create_engine(bootstrap: Bootstrap, config: EpConfig) -> Created:
         # Popped: the traceback keeps `created` alive, and an engine frees its memory when it is collected.
         while created:
             created.pop().close(abort=True)
+        leftovers.sweep()  # of a rank that died
         raise
     finally:
         finish = getattr(bootstrap, "finish", None)
         if finish is not None:
             finish()
-    return Created(topology, device, settled, nics, created[0])
+    return Created(topology, device, settled, nics, created[0], ranks)
 
 
 # Engines of a parent process, inherited by fork: their threads do not exist here and their memory is the
@@ -179,6 +192,14 @@ def require_own(process_id: int) -> None:
         )
 
 
+def leave(engine: Any, error: CommunicationError | None, *, abort: bool) -> None:
+    """Closes the engine of a buffer with that error. Who aborts by an exception tells the others which."""
+    cause = sys.exc_info()[1]
+    if abort and error is None and cause is not None:
+        engine.fail(f"left its buffer because of {told(cause)}")
+    engine.close(abort=abort or error is not None)
+
+
 LEAVE_GRACE_S = 2.0
 """How long an idle rank that goes without `close` waits for ranks that are not done yet."""
 
@@ -190,7 +211,10 @@ def abandon(engine: Any, in_flight: InFlight, process_id: int) -> None:
         return
     in_flight.prune()
     # An exception that ended the program: the peers should know at once.
-    if len(in_flight) > 0 or getattr(sys, "last_value", None) is not None:
+    last = getattr(sys, "last_value", None)
+    if last is not None:
+        engine.fail(f"its program was ended by {told(last)}")
+    if len(in_flight) > 0 or last is not None:
         engine.close(abort=True)
     else:
         _leave(engine)

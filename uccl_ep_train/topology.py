@@ -7,6 +7,7 @@ nonce there. Containers of one host may fail the second, clones of one machine i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -16,14 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from uccl_ep_train.bootstrap import Bootstrap, Decoded, decode, exchange, require
+from uccl_ep_train import leftovers, limits
+from uccl_ep_train.answers import Decoded, decode, require
+from uccl_ep_train.bootstrap import Bootstrap, exchange
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ConfigError, RankMismatchError, TopologyError
 
 NONCE_BYTES = 32
 _SEGMENT_PREFIX = "/uccl_ep_probe_"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def agree_on_config(
     bootstrap: Bootstrap, config: EpConfig, verify: Callable[[], Any], shape: Callable[[Any], Any]
 ) -> Agreement:
     """Ranks compare the settings that must be equal, take a common generation key, and say what `verify`
-    returned: anything that JSON can carry and `shape` takes (as `bootstrap.decode`).
+    returned: anything that JSON can carry and `shape` takes (as `answers.decode`).
 
     Raises `TopologyError` when ranks set different domains and `RankMismatchError` for any other setting;
     both name two ranks and their values, and every rank raises the same.
@@ -238,10 +240,16 @@ def domains_of_reach(reached: Sequence[frozenset[int]]) -> Topology:
 
 
 def boot_id() -> str:
-    """Identifies the running kernel. Where it cannot be read the host's name has to do."""
+    """Identifies the running kernel. Where there is none the host's name has to do.
+
+    Raises `ConfigError` where this process can open no file: who cannot look is no stranger.
+    """
     try:
         return _BOOT_ID.read_text().strip()
-    except OSError:
+    except OSError as error:
+        refused = limits.refusal_of(error, "reading the host's boot id")
+        if refused is not None:
+            raise refused from error
         return os.uname().nodename
 
 
@@ -251,55 +259,78 @@ def memory_id() -> str:
     Containers of one host have mounts of their own unless they share their IPC namespace.
     """
     try:
-        mount = os.stat(_SHARED_MEMORY).st_dev
+        mount = os.stat(limits.SHARED_MEMORY).st_dev
     except OSError:
         mount = 0
     return f"{boot_id()} {mount}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Segment:
-    """A randomly named shared-memory segment holding a nonce."""
+    """A randomly named shared-memory segment holding a nonce, locked as `leftovers` wants it."""
 
     name: str
     nonce: bytes
+    descriptor: int
 
     @classmethod
     def create(cls) -> Segment:
+        """Raises `ConfigError` where the host has too little of something, `TopologyError`."""
         nonce = secrets.token_bytes(NONCE_BYTES)
-        name = f"{_SEGMENT_PREFIX}{secrets.token_hex(12)}"
-        try:
-            descriptor = _shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR)
+        while True:
+            name = f"{_SEGMENT_PREFIX}{os.getpid()}.{secrets.token_hex(12)}"
+            text = f"cannot create shared memory {name}"
             try:
-                os.write(descriptor, nonce)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise TopologyError(f"cannot create shared memory {name}: {error}") from error
-        return cls(name=name, nonce=nonce)
+                descriptor = _shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR)
+            except OSError as error:
+                raise limits.refusal_of(error, text) or TopologyError(f"{text}: {error}") from error
+            segment = cls(name, nonce, descriptor)
+            try:
+                if leftovers.lock(descriptor):
+                    os.posix_fallocate(descriptor, 0, NONCE_BYTES)
+                    os.write(descriptor, nonce)
+                    return segment
+            except OSError as error:
+                segment.unlink()
+                refused = limits.refusal_of(error, text, NONCE_BYTES)
+                raise refused or TopologyError(f"{text}: {error}") from error
+            segment.unlink()  # somebody who sweeps has taken it for one that was left behind
 
     def unlink(self) -> None:
         import _posixshmem
 
-        try:
+        with contextlib.suppress(OSError):  # gone already: nothing is leaked
             _posixshmem.shm_unlink(self.name)
-        except OSError:  # Gone already: nothing is leaked.
-            return
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
 
 
 def readable(name: str, nonce: bytes) -> bool:
-    """Whether this process opens the segment, maps it and finds the nonce."""
+    """Whether this process opens the segment, maps it and finds the nonce.
+
+    Raises `ConfigError` where it cannot try: that says nothing of whom it reaches.
+    """
     try:
         descriptor = _shm_open(name, os.O_RDWR)
-    except OSError:
-        return False
+    except OSError as error:
+        return _not_reached(name, error)
     try:
         with mmap.mmap(descriptor, NONCE_BYTES) as view:
             return view[:] == nonce
-    except (OSError, ValueError):
+    except OSError as error:
+        return _not_reached(name, error)
+    except ValueError:
         return False
     finally:
         os.close(descriptor)
+
+
+def _not_reached(name: str, error: OSError) -> bool:
+    refused = limits.refusal_of(error, f"cannot try to open shared memory {name}")
+    if refused is not None:
+        raise refused from error
+    return False
 
 
 def _shm_open(name: str, flags: int) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from uccl_ep_train.bootstrap import require
+from uccl_ep_train.answers import require
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.native import probe_transports
@@ -46,12 +46,6 @@ class Place:
     @classmethod
     def here(cls) -> Place:
         return cls(os.uname().nodename, memory_id())
-
-
-def place(value: Any) -> Place:
-    """What a rank said of its place. Raises `ValueError` for what no rank says."""
-    require(isinstance(value, list) and [type(part) for part in value] == [str, str], "no place")
-    return Place(*value)
 
 
 def probes(value: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@
 #include <future>
 #include <memory>
 #include <string>
+#include <system_error>
 
 #include "engine/engine.h"
 #include "transport/trial.h"
@@ -45,9 +46,17 @@ void wait_with_signals(Wait wait) {
 }
 
 // Closes on another thread, so that an interrupt can end the wait for operations and ranks: the others then raise.
+// Where no thread is to be had, on this one, and interrupts come after it.
 template <typename Close, typename Fail>
 void close_with_signals(Close close, Fail fail) {
-  std::future<void> closed = std::async(std::launch::async, close);
+  std::future<void> closed;
+  try {
+    closed = std::async(std::launch::async, close);
+  } catch (const std::system_error&) {
+    const pybind11::gil_scoped_release release;
+    close();
+    return;
+  }
   try {
     wait_with_signals(
         [&](uint64_t usec) { return closed.wait_for(std::chrono::microseconds(usec)) == std::future_status::ready; });

@@ -9,6 +9,7 @@
 
 #include "backend/host/numerics.h"
 #include "bindings/bindings.h"
+#include "common/limits.h"
 #include "engine/engine.h"
 #include "transport/registry.h"
 
@@ -68,6 +69,9 @@ void translate(std::exception_ptr failure) {
               .attr(class_of(r.kind))(e.what(), "rank"_a = r.rank, "epoch"_a = r.epoch, "step"_a = step_name(r.step),
                                       "chunk"_a = r.chunk, "peer"_a = r.peer, "expected"_a = r.expected,
                                       "seen"_a = r.seen));
+  } catch (const LimitFailure& e) {
+    raise(
+        py::module_::import("uccl_ep_train.limits").attr("refusal")(limit_name(e.limit()), e.what(), e.wanted_bytes()));
   } catch (const UsageFailure& e) {
     raise(py::module_::import("uccl_ep_train.errors").attr(class_of(e.kind()))(e.what()));
   }

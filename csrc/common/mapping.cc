@@ -1,37 +1,59 @@
 #include "common/mapping.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cinttypes>
 #include <cstdio>
 #include <cstring>
 #include <utility>
 
-#include "common/error.h"
+#include "common/limits.h"
 
 namespace uccl_ep {
 namespace {
 
-[[noreturn]] void fail(const std::string& what, const std::string& name, int error) {
+// Memory of a segment is reserved piece by piece, so that signals that interrupt it cannot keep it from coming to an
+// end.
+constexpr uint64_t kReservedAtOnce = 64 << 20;
+
+[[noreturn]] void fail(const std::string& what, const std::string& name, int error, uint64_t wanted_bytes = 0) {
+  const std::string text = what + " " + name + ": " + std::strerror(error);
+  if (lacks_descriptors(error)) throw LimitFailure(HostLimit::kDescriptors, text);
+  if (error == ENOSPC) throw LimitFailure(HostLimit::kSharedMemory, text, wanted_bytes);
+  if (error == ENOMEM) throw LimitFailure(HostLimit::kAddressSpace, text, wanted_bytes);
   ErrorRecord record;
   record.kind = ErrorKind::kTransport;
-  record.set_message(what + " " + name + ": " + std::strerror(error));
+  record.set_message(text);
   throw CommunicationFailure(record);
+}
+
+std::string sized(const char* doing, uint64_t num_bytes) {
+  return std::string(doing) + " " + std::to_string(num_bytes) + " bytes of";
 }
 
 }  // namespace
 
 Mapping Mapping::create() {
+  while (true) {
+    Mapping mapping = create_unlocked();
+    if (mapping.lock()) return mapping;
+  }
+}
+
+Mapping Mapping::create_unlocked() {
   uint64_t words[2];
   if (getrandom(words, sizeof(words), 0) != static_cast<ssize_t>(sizeof(words)))
     fail("no random name for", "shared memory", errno);
   char name[64];
-  std::snprintf(name, sizeof(name), "/uccl_ep.%016" PRIx64 "%016" PRIx64, words[0], words[1]);
+  std::snprintf(name, sizeof(name), "/uccl_ep.%d.%016" PRIx64 "%016" PRIx64, static_cast<int>(getpid()), words[0],
+                words[1]);
   Mapping mapping;
   mapping.fd_ = shm_open(name, O_RDWR | O_CREAT | O_EXCL, 0600);
   if (mapping.fd_ < 0) fail("creating", name, errno);
@@ -40,14 +62,24 @@ Mapping Mapping::create() {
   return mapping;
 }
 
+// False: somebody who sweeps came in between, took the new segment for one that was left behind, and removes it.
+bool Mapping::lock() {
+  if (flock(fd_, LOCK_EX | LOCK_NB) != 0) {
+    if (errno == EWOULDBLOCK) return false;
+    fail("locking", name_, errno);
+  }
+  struct stat info;
+  if (fstat(fd_, &info) != 0) fail("looking at", name_, errno);
+  return info.st_nlink != 0;
+}
+
 Mapping Mapping::open(const std::string& name, uint64_t num_bytes) {
   Mapping mapping;
   mapping.name_ = name;
   mapping.open_descriptor();
   struct stat info;
   if (fstat(mapping.fd_, &info) != 0) fail("looking at", name, errno);
-  if (static_cast<uint64_t>(info.st_size) < num_bytes)
-    fail("mapping " + std::to_string(num_bytes) + " bytes of", name, ENXIO);
+  if (static_cast<uint64_t>(info.st_size) < num_bytes) fail(sized("mapping", num_bytes), name, ENXIO);
   mapping.map(num_bytes);
   mapping.close_descriptor();
   return mapping;
@@ -70,13 +102,22 @@ Mapping::~Mapping() {
 
 void Mapping::grow(uint64_t num_bytes) {
   if (ftruncate(fd_, static_cast<off_t>(num_bytes)) != 0)
-    fail("sizing to " + std::to_string(num_bytes) + " bytes", name_, errno);
+    fail("sizing to " + std::to_string(num_bytes) + " bytes", name_, errno, num_bytes);
   map(num_bytes);
 }
 
 void Mapping::reserve(uint64_t offset, uint64_t num_bytes) {
-  const int error = posix_fallocate(fd_, static_cast<off_t>(offset), static_cast<off_t>(num_bytes));
-  if (error != 0) fail("reserving " + std::to_string(num_bytes) + " bytes of", name_, error);
+  uint64_t done = 0;
+  while (done < num_bytes) {
+    const uint64_t piece = std::min(num_bytes - done, kReservedAtOnce);
+    const int error = posix_fallocate(fd_, static_cast<off_t>(offset + done), static_cast<off_t>(piece));
+    if (error == EINTR) continue;
+    if (error == ENOSPC || error == ENOMEM)  // a full file system, or a cgroup's memory
+      throw LimitFailure(HostLimit::kSharedMemory,
+                         sized("reserving", num_bytes) + " " + name_ + ": " + std::strerror(error), num_bytes);
+    if (error != 0) fail(sized("reserving", num_bytes), name_, error);
+    done += piece;
+  }
 }
 
 void Mapping::unlink() {
@@ -104,7 +145,7 @@ void Mapping::close_descriptor() {
 
 void Mapping::map(uint64_t num_bytes) {
   void* base = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
-  if (base == MAP_FAILED) fail("mapping " + std::to_string(num_bytes) + " bytes of", name_, errno);
+  if (base == MAP_FAILED) fail(sized("mapping", num_bytes), name_, errno, num_bytes);
   base_ = static_cast<uint8_t*>(base);
   num_bytes_ = num_bytes;
 }

@@ -1,6 +1,8 @@
 // A POSIX shared-memory segment in our address space: the symmetric memory of a domain on the host, and a loop
 // transport's inbox. The pages live while anyone maps them, and a name is never used twice, so a peer that is late or
 // frozen can never write into memory that was given to somebody else.
+// The creator holds a lock (flock) on the segment for as long as it lives. A named segment that is not locked was left
+// behind: `uccl_ep_train/leftovers.py` removes it.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +10,8 @@
 
 namespace uccl_ep {
 
-// Move-only. Unmaps when it goes; the creator also removes the name. Every failure throws
-// CommunicationFailure(kTransport).
+// Move-only. Unmaps when it goes; the creator also removes the name. What the host has too little of throws
+// LimitFailure, every other failure CommunicationFailure(kTransport).
 class Mapping {
  public:
   Mapping() = default;
@@ -20,7 +22,7 @@ class Mapping {
   }
   ~Mapping();
 
-  // A new empty segment under a random 128-bit name.
+  // A new empty segment under our pid and a random 128-bit name, locked.
   static Mapping create();
   // A segment of somebody else; it must have `num_bytes` already.
   static Mapping open(const std::string& name, uint64_t num_bytes);
@@ -38,6 +40,8 @@ class Mapping {
   const std::string& name() const { return name_; }
 
  private:
+  static Mapping create_unlocked();
+  bool lock();
   void swap(Mapping& other) noexcept;
   void open_descriptor();
   void close_descriptor();

@@ -13,6 +13,8 @@
 #include <string>
 #include <utility>
 
+#include "common/limits.h"
+
 namespace uccl_ep {
 
 // Pids of two processes can be compared only when these are equal.
@@ -21,11 +23,15 @@ inline uint64_t pid_namespace() {
   return stat("/proc/self/ns/pid", &info) == 0 ? static_cast<uint64_t>(info.st_ino) : 0;
 }
 
-// The same for all processes of a running kernel, other containers included; "unknown" where it cannot be read.
+// The same for all processes of a running kernel, other containers included; "unknown" where there is none. Throws
+// LimitFailure where no file can be opened: who cannot look must not take a neighbour for a stranger.
 inline std::string host_boot_id() {
   char text[64] = {};
   FILE* file = std::fopen("/proc/sys/kernel/random/boot_id", "r");
-  if (file == nullptr) return "unknown";
+  if (file == nullptr) {
+    if (lacks_descriptors(errno)) throw LimitFailure(HostLimit::kDescriptors, "reading the host's boot id");
+    return "unknown";
+  }
   const bool read = std::fscanf(file, "%63s", text) == 1;
   std::fclose(file);
   return read ? text : "unknown";

@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "common/process.h"
+#include "common/thread.h"
 #include "common/units.h"
 #include "engine/handle.h"
 #include "transport/registry.h"
@@ -244,7 +245,7 @@ void Engine::start() {
   proxy.progress_timeout_usec = static_cast<uint64_t>(config_.progress_timeout_s * 1e6);
   proxy_ = std::make_unique<Proxy>(proxy);
   proxy_->start();
-  if (context_ != nullptr) worker_ = std::thread([this] { work(); });
+  if (context_ != nullptr) worker_ = start_thread("the worker", [this] { work(); });
   std::lock_guard lock(mutex_);
   started_ = true;
 }

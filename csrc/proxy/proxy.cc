@@ -2,12 +2,12 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <sys/prctl.h>
 
 #include <algorithm>
 #include <exception>
 
+#include "common/thread.h"
 #include "common/units.h"
 #include "proxy/health.h"
 #include "proxy/lander.h"
@@ -66,12 +66,7 @@ Proxy::Proxy(ProxyContext context) : context_(std::move(context)), completions_(
 Proxy::~Proxy() { stop(); }
 
 void Proxy::start() {
-  // Signals are for the application's threads.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  thread_ = std::thread([this] { run(); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  thread_ = start_thread("the proxy", [this] { run(); });
 }
 
 void Proxy::stop() {

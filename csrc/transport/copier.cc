@@ -2,10 +2,10 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 
 #include <algorithm>
 
+#include "common/thread.h"
 #include "common/units.h"
 
 namespace uccl_ep {
@@ -25,12 +25,7 @@ constexpr uint64_t kHoldNsec = 10'000;
 }  // namespace
 
 Copier::Copier(std::unique_ptr<CopyEngines> engines) : engines_(std::move(engines)) {
-  // Signals are for the application's threads.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  thread_ = std::thread([this] { run(); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  thread_ = start_thread("the copies between GPUs", [this] { run(); });
 }
 
 Copier::~Copier() {

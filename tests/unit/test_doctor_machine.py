@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -284,20 +283,7 @@ def test_a_variable_that_was_not_passed_on_to_all_hosts_is_said(monkeypatch: pyt
     assert finding.text.startswith("UCCL_EP_TRANSPORT is not set here") and finding.ranks == (1,)
 
 
-def test_segments_of_dead_jobs_are_found_and_those_in_use_or_young_are_not(tmp_path: Path) -> None:
-    dead, used, young, foreign = (
-        tmp_path / name for name in ("uccl_ep.1", "uccl_ep.2", "uccl_ep.3", "other")
-    )
-    for path in (dead, used, young, foreign):
-        path.write_bytes(bytes(4096))
-        if path is not young:
-            os.utime(path, (time.time() - 3600,) * 2)
-    with used.open("r+b") as file:
-        import mmap
-
-        with mmap.mmap(file.fileno(), 4096):
-            assert environment.stale_segments(tmp_path) == [str(dead)]
-    assert environment.stale_segments(tmp_path) == [str(dead), str(used)]
-    found = environment.judge_leftovers(PAIR, both({"stale": [str(dead)]}), OPTIONS)
-    assert "1 segments in /dev/shm that no process of this host uses: uccl_ep.1" in the(found, WARNING).text
+def test_segments_of_dead_jobs_are_said() -> None:
+    found = environment.judge_leftovers(PAIR, both({"stale": ["/dev/shm/uccl_ep.1.ab"]}), OPTIONS)
+    assert "1 segments in /dev/shm that no process uses: uccl_ep.1.ab" in the(found, WARNING).text
     assert levels(environment.judge_leftovers(PAIR, both({"stale": []}), OPTIONS)) == [OK]

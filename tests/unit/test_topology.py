@@ -164,9 +164,9 @@ def test_each_rank_learns_what_all_say():
 def test_memory_is_shared_inside_one_kernel_and_one_mount(monkeypatch):
     here = topology.memory_id()
     assert here == topology.memory_id() and topology.boot_id() in here
-    monkeypatch.setattr(topology, "_SHARED_MEMORY", Path("/proc"))
+    monkeypatch.setattr(topology.limits, "SHARED_MEMORY", Path("/proc"))
     assert topology.memory_id() != here
-    monkeypatch.setattr(topology, "_SHARED_MEMORY", Path("/nowhere"))
+    monkeypatch.setattr(topology.limits, "SHARED_MEMORY", Path("/nowhere"))
     assert topology.memory_id() != here
     monkeypatch.undo()
     monkeypatch.setattr(topology, "boot_id", lambda: "another")

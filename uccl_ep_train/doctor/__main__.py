@@ -34,6 +34,7 @@ from uccl_ep_train.doctor.meeting import (
     unreachable,
 )
 from uccl_ep_train.doctor.session import Here, Options, Session, lost
+from uccl_ep_train.limits import start_thread
 from uccl_ep_train.transport import Place
 
 USAGE = 2
@@ -97,7 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     session = Session(Here(Meeting(me, store, options.timeout_s), options), STAGES)
     if store is not None:
-        threading.Thread(target=_watch, args=(session, me, as_json), name="watch", daemon=True).start()
+        start_thread(
+            threading.Thread(target=_watch, args=(session, me, as_json), name="the watch", daemon=True)
+        )
     status = _run(session, me, as_json)
     if session.hung:
         _end_now(status)

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from uccl_ep_train import env
+from uccl_ep_train import env, leftovers
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.doctor.findings import WARNING, Facts, Finding, Group, Said, each, fine, fix, warning
 from uccl_ep_train.doctor.session import Here, Options
 from uccl_ep_train.errors import ConfigError
 
 ENVIRONMENT, LEFTOVERS = "environment", "leftovers"
-_SHARED_MEMORY = Path("/dev/shm")
-_SEGMENTS = ("uccl_ep.*", "uccl_ep_probe_*")
-_YOUNG_S = 60.0
-"""A buffer that is being made has named segments, too, for seconds."""
 
 
 def look(here: Here) -> dict[str, Any]:
@@ -109,38 +103,7 @@ def _per_rank() -> set[str]:
 
 
 def look_for_leftovers(_: Here) -> dict[str, Any]:
-    return {"stale": stale_segments(_SHARED_MEMORY)}
-
-
-def stale_segments(folder: Path, now: float | None = None) -> list[str]:
-    """Our named segments that are older than a minute and that no process here has mapped: what was killed
-    while a buffer was made leaves them; later nothing has a name any more.
-    """
-    now = time.time() if now is None else now
-    old = []
-    for pattern in _SEGMENTS:
-        for path in folder.glob(pattern):
-            try:
-                info = path.stat()
-            except OSError:
-                continue
-            if info.st_uid == os.getuid() and now - info.st_mtime > _YOUNG_S:
-                old.append(path)
-    if not old:
-        return []
-    mapped = _mapped()
-    return sorted(str(path) for path in old if str(path) not in mapped)
-
-
-def _mapped() -> str:
-    """The maps of all processes that this one may look at, as one text."""
-    texts = []
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            texts.append(maps.read_text())
-        except OSError:
-            continue
-    return "\n".join(texts)
+    return {"stale": leftovers.find()}
 
 
 def judge_leftovers(_: Group, facts: Mapping[int, Facts], options: Options) -> list[Finding]:
@@ -151,10 +114,9 @@ def judge_leftovers(_: Group, facts: Mapping[int, Facts], options: Options) -> l
         shown = ", ".join(names[:2]) + (" and others" if len(names) > 2 else "")
         return [
             warning(
-                f"{len(names)} segments in /dev/shm that no process of this host uses: {shown}",
-                "a job was killed while it made its buffers. Remove them, unless a container shares "
-                "this /dev/shm:\n"
-                "--json has all names",
+                f"{len(names)} segments in /dev/shm that no process uses: {shown}",
+                "a job was killed while it made its buffers. The next buffer that is made here removes "
+                "them; --json has all names",
             )
         ]
 

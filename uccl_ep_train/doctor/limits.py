@@ -4,43 +4,37 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from uccl_ep_train.doctor.findings import Facts, Finding, Group, Said, each, fine, fix, warning
 from uccl_ep_train.doctor.session import Here, Options
+from uccl_ep_train.limits import CGROUPS, UNLIMITED, cgroup_folders, limit_of, number_in
 from uccl_ep_train.native import host_nics
 
 NAME = "limits"
 MIB = 1 << 20
-UNLIMITED = -1
 THREADS_OF_RANK = 64
 """Of torch, NCCL, gloo, a data loader and our proxy, about."""
 FILES_OF_RANK = 512
 FILES_OF_PEER = 16
 """Sockets of gloo, NCCL and libfabric to a peer, over the groups of a job, about."""
-_CGROUPS = Path("/sys/fs/cgroup")
 _STATUS = Path("/proc/self/status")
 _CAP_IPC_LOCK = 14
 
 
 def look(here: Here) -> dict[str, Any]:
     facts: dict[str, Any] = {
-        "locked_bytes": UNLIMITED if may_lock_all() else _limit(resource.RLIMIT_MEMLOCK),
-        "files": _limit(resource.RLIMIT_NOFILE),
-        "processes": _limit(resource.RLIMIT_NPROC),
+        "locked_bytes": UNLIMITED if may_lock_all() else limit_of(resource.RLIMIT_MEMLOCK),
+        "files": limit_of(resource.RLIMIT_NOFILE),
+        "processes": limit_of(resource.RLIMIT_NPROC),
         "cores": sorted(os.sched_getaffinity(0)),
         "proxies": 1 if here.config is None else here.config.num_proxies,
         "budget_bytes": 0 if here.config is None else here.config.budget_bytes,
         "has_nic": bool(host_nics()),
     }
     return facts | cgroup_limits()
-
-
-def _limit(which: int) -> int:
-    soft, _ = resource.getrlimit(which)
-    return UNLIMITED if soft == resource.RLIM_INFINITY else soft
 
 
 def may_lock_all(status: Path = _STATUS) -> bool:
@@ -54,51 +48,26 @@ def may_lock_all(status: Path = _STATUS) -> bool:
     return False
 
 
-def cgroup_limits(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> dict[str, Any]:
+def cgroup_limits(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> dict[str, Any]:
     """The tightest limits of this process's cgroup and those above it, of version 2 or 1; UNLIMITED: none.
 
     memory_left_bytes, tasks_left; quota: cores' worth of time.
     """
     left, tasks, quota = [], [], []
-    for folder in _folders(root, own):
-        memory = _number(folder / "memory.max", folder / "memory.limit_in_bytes")
+    for folder in cgroup_folders(root, own):
+        memory = number_in(folder / "memory.max", folder / "memory.limit_in_bytes")
         if 0 <= memory < 1 << 60:  # version 1 says "no limit" by a number near 2^63
-            used = _number(folder / "memory.current", folder / "memory.usage_in_bytes")
+            used = number_in(folder / "memory.current", folder / "memory.usage_in_bytes")
             left.append(max(0, memory - max(0, used)))
-        most = _number(folder / "pids.max")
+        most = number_in(folder / "pids.max")
         if most >= 0:
-            tasks.append(max(0, most - max(0, _number(folder / "pids.current"))))
+            tasks.append(max(0, most - max(0, number_in(folder / "pids.current"))))
         quota += _quota(folder)
     return {
         "memory_left_bytes": min(left, default=UNLIMITED),
         "tasks_left": min(tasks, default=UNLIMITED),
         "quota": min(quota, default=float(UNLIMITED)),
     }
-
-
-def _folders(root: Path, own: Path) -> Iterator[Path]:
-    """Of each hierarchy: our cgroup and all above it. A container sees its own as the root."""
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        lines = ["0::/"]
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        base = root / controllers if controllers and not controllers.startswith("name=") else root
-        folder = base / path.lstrip("/")
-        while folder != base and base in folder.parents:
-            yield folder
-            folder = folder.parent
-        yield base
-
-
-def _number(*paths: Path) -> int:
-    for path in paths:
-        try:
-            return int(path.read_text())
-        except (OSError, ValueError):
-            continue
-    return UNLIMITED
 
 
 def _quota(folder: Path) -> list[float]:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from uccl_ep_train import env
-from uccl_ep_train.topology import boot_id
+from uccl_ep_train.presence import Presence
 from uccl_ep_train.transport import Place
 
 START_FACTOR = 3
@@ -26,7 +24,6 @@ START_FACTOR = 3
 many times longer than the others."""
 GRACE_S = 5.0
 LEAVE_S = 3.0
-_PROC = Path("/proc")
 
 
 class UsageError(ValueError):
@@ -87,45 +84,6 @@ def _number(name: str, default: int) -> int:
         return int(text) if text else default
     except ValueError:
         raise UsageError(f"{name} = {text!r}: allowed is an integer") from None
-
-
-@dataclass(frozen=True)
-class Presence:
-    """Where a rank is, as it says itself; `pid` counts in `pid_space`."""
-
-    place: Place
-    pid: int
-    pid_space: str
-
-    @classmethod
-    def here(cls) -> Presence:
-        return cls(Place.here(), os.getpid(), _pid_space())
-
-    def has_ended(self) -> bool:
-        """Whether its process is known to be gone: only from where its number means the same."""
-        if self.pid_space != _pid_space():
-            return False
-        try:
-            # The state follows the name, which is in parentheses and may hold any character.
-            state = (_PROC / str(self.pid) / "stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
-            return True
-        return state in "ZX"
-
-    def has_stopped(self) -> bool:
-        if self.pid_space != _pid_space():
-            return False
-        try:
-            return (_PROC / str(self.pid) / "stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-        except (OSError, IndexError):
-            return False
-
-
-def _pid_space() -> str:
-    try:
-        return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return boot_id()
 
 
 def open_store(me: Identity, timeout_s: float) -> Any:

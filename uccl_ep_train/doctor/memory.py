@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from uccl_ep_train import cuda
 from uccl_ep_train.doctor.findings import Facts, Finding, Group, Said, each, fine, fix
-from uccl_ep_train.doctor.limits import UNLIMITED, cgroup_limits
+from uccl_ep_train.doctor.limits import cgroup_limits
 from uccl_ep_train.doctor.session import Here, Options
+from uccl_ep_train.limits import SHARED_MEMORY, UNLIMITED
 from uccl_ep_train.stats import MemoryPlan, memory_plan
 
 NAME = "memory"
 MIB = 1 << 20
-_SHARED_MEMORY = Path("/dev/shm")
 _OF_HOST, _PINNED = "host.", "host.pinned"
 """How the plan of a GPU's buffer names what lies on the host, and what of it is not in /dev/shm."""
 
@@ -24,7 +23,7 @@ def look(here: Here) -> dict[str, Any]:
     config = here.usable_config() if here.settled is None else here.settled.config
     plan = memory_plan(config, here.topology(), here.group.index(here.me.rank))
     facts = split(plan, on_gpu=cuda.choose_device(config).type == "cuda")
-    space = os.statvfs(_SHARED_MEMORY)
+    space = os.statvfs(SHARED_MEMORY)
     facts["shm_free_bytes"] = space.f_bavail * space.f_frsize
     facts["shm_total_bytes"] = space.f_blocks * space.f_frsize
     facts["memory_left_bytes"] = cgroup_limits()["memory_left_bytes"]

@@ -17,6 +17,7 @@ from uccl_ep_train.doctor.findings import FIX, WARNING, Facts, Finding, Group, R
 from uccl_ep_train.doctor.meeting import GRACE_S, Identity, LostError, Meeting
 from uccl_ep_train.errors import EpError
 from uccl_ep_train.lifecycle import Settled
+from uccl_ep_train.limits import start_thread
 from uccl_ep_train.topology import Topology
 from uccl_ep_train.transport import Place
 
@@ -123,7 +124,10 @@ def _look(check: Check, here: Here, deadline_s: float) -> _Looked:
             looked.error = f"{type(error).__name__}: {error} (at {where.name}, line {where.lineno})"
 
     thread = threading.Thread(target=run, name=f"check {check.name}", daemon=True)
-    thread.start()
+    try:
+        start_thread(thread)
+    except EpError as error:
+        return _Looked(error=f"{type(error).__name__}: {error}")
     thread.join(deadline_s)
     if thread.is_alive():  # what it may still write is not looked at
         return _Looked(error=f"did not end within {deadline_s:g} s", hung=True)

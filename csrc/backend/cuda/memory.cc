@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "common/limits.h"
 #include "common/units.h"
 
 namespace uccl_ep::cuda {
@@ -151,6 +152,15 @@ std::runtime_error system_failure(const char* what) {
   return std::runtime_error(std::string("passing memory between processes: ") + what + ": " + std::strerror(errno));
 }
 
+[[noreturn]] void fail_gone(int rank, size_t peer) {
+  ErrorRecord record;
+  record.kind = ErrorKind::kPeerDied;
+  record.rank = rank;
+  record.peer = static_cast<int32_t>(peer);
+  record.set_message("rank " + std::to_string(peer) + " is gone: nobody takes what it is to be passed");
+  throw CommunicationFailure(record);
+}
+
 sockaddr_un abstract_address(const std::string& name, socklen_t& length) {
   sockaddr_un to{};
   to.sun_family = AF_UNIX;
@@ -159,10 +169,21 @@ sockaddr_un abstract_address(const std::string& name, socklen_t& length) {
   return to;
 }
 
+// Whether a socket has the address. Asked through a socket of its own: ours must go on hearing everybody.
+bool is_there(const std::string& address) {
+  const Descriptors probe({socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)});
+  socklen_t length = 0;
+  const sockaddr_un to = abstract_address(address, length);
+  return probe[0] < 0 || connect(probe[0], reinterpret_cast<const sockaddr*>(&to), length) == 0 ||
+         errno != ECONNREFUSED;
+}
+
 }  // namespace
 
 DescriptorSocket::DescriptorSocket(int rank, uint64_t key) : rank_(rank), key_(key) {
   socket_ = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (socket_ < 0 && lacks_descriptors(errno))
+    throw LimitFailure(HostLimit::kDescriptors, "a socket that passes memory between processes");
   if (socket_ < 0) throw system_failure("socket");
   address_ = "uccl_ep_" + std::to_string(getpid()) + "_" + std::to_string(now_nsec()) + "_" +
              std::to_string(reinterpret_cast<uintptr_t>(this));
@@ -176,6 +197,7 @@ DescriptorSocket::DescriptorSocket(int rank, uint64_t key) : rank_(rank), key_(k
 
 DescriptorSocket::~DescriptorSocket() { close(socket_); }
 
+// False: not yet, or the peer is gone, which the caller finds out.
 bool DescriptorSocket::send(const std::string& address, int fd) {
   socklen_t length = 0;
   sockaddr_un to = abstract_address(address, length);
@@ -195,7 +217,8 @@ bool DescriptorSocket::send(const std::string& address, int fd) {
   c->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(c), &fd, sizeof(fd));
   if (sendmsg(socket_, &header, 0) >= 0) return true;
-  if (errno == EAGAIN || errno == ENOBUFS || errno == EINTR) return false;  // the peer's queue is full for now
+  // The peer's queue is full for now.
+  if (errno == EAGAIN || errno == ENOBUFS || errno == EINTR || errno == ECONNREFUSED) return false;
   throw system_failure("sendmsg");
 }
 
@@ -210,6 +233,8 @@ bool DescriptorSocket::receive(Descriptors& received) {
   header.msg_controllen = sizeof(control);
   const ssize_t bytes = recvmsg(socket_, &header, MSG_CMSG_CLOEXEC);
   if (bytes < 0) return false;
+  if ((header.msg_flags & MSG_CTRUNC) != 0)
+    throw LimitFailure(HostLimit::kDescriptors, "taking the memory that a rank passes on");
   const cmsghdr* c = CMSG_FIRSTHDR(&header);
   if (c == nullptr || c->cmsg_type != SCM_RIGHTS) return true;
   int fd = -1;
@@ -234,6 +259,8 @@ Descriptors DescriptorSocket::exchange(const std::vector<std::string>& addresses
   for (size_t r = 0; r < addresses.size(); ++r)
     if (!addresses[r].empty()) unsent.push_back(r);
   const std::vector<size_t> peers = unsent;
+  constexpr uint64_t kLookUsec = 200'000;
+  uint64_t look_usec = now_usec() + kLookUsec;
   const uint64_t deadline = now_usec() + static_cast<uint64_t>(timeout_s * 1e6);
   const auto missing = [&] {
     for (size_t r : peers)
@@ -244,6 +271,11 @@ Descriptors DescriptorSocket::exchange(const std::vector<std::string>& addresses
   while (!unsent.empty() || missing() >= 0) {
     std::erase_if(unsent, [&](size_t r) { return send(addresses[r], fd); });
     while (receive(received)) {
+    }
+    if (now_usec() > look_usec) {
+      look_usec = now_usec() + kLookUsec;
+      for (size_t r : peers)
+        if (!is_there(addresses[r])) fail_gone(rank_, r);
     }
     if (now_usec() > deadline)
       throw std::runtime_error("rank " + std::to_string(missing()) + " did not pass its device memory within " +

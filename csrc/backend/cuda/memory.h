@@ -102,7 +102,8 @@ class DescriptorSocket {
 
   const std::string& address() const { return address_; }
   // Collective. `addresses` by rank; those of ranks that take no part, and our own, are empty. By rank, what each
-  // sent (none: takes no part). Throws std::runtime_error naming the rank that did not come.
+  // sent (none: takes no part). Throws std::runtime_error naming the rank that did not come, and
+  // CommunicationFailure(kPeerDied) for one that is gone.
   Descriptors exchange(const std::vector<std::string>& addresses, int fd, double timeout_s);
 
  private:

@@ -8,6 +8,7 @@
 #include <map>
 #include <stdexcept>
 
+#include "common/thread.h"
 #include "common/units.h"
 #include "engine/handle.h"
 
@@ -244,7 +245,7 @@ void CudaEngine::start() {
   domain_.error = reinterpret_cast<cuda::HostError*>(pinned_);
   domain_.counts = reinterpret_cast<cuda::HostCounts*>(pinned_ + kPinnedBytes);
   life_.start();
-  watcher_ = std::thread([this] { watch(); });
+  watcher_ = start_thread("watching the GPU", [this] { watch(); });
   const std::lock_guard lock(mutex_);
   started_ = true;
 }
@@ -316,6 +317,8 @@ void CudaEngine::close(bool abort) {
     leaving_.publish(1);
     watcher_.join();
     cudaStreamSynchronize(control_stream_);
+  } else {
+    life_.close(true);  // its proxy may run already
   }
   give_back();
 }

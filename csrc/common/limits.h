@@ -1,0 +1,33 @@
+// What fails because the host gives a process no more of something. The bindings add the limit's name and value.
+#pragma once
+
+#include <cerrno>
+#include <cstdint>
+#include <string>
+
+#include "common/error.h"
+
+namespace uccl_ep {
+
+enum class HostLimit : uint32_t { kThreads, kDescriptors, kSharedMemory, kAddressSpace };
+
+inline const char* limit_name(HostLimit limit) {
+  static const char* const names[] = {"threads", "descriptors", "shared_memory", "address_space"};
+  return names[static_cast<uint32_t>(limit)];
+}
+
+class LimitFailure : public UsageFailure {
+ public:
+  LimitFailure(HostLimit limit, const std::string& text, uint64_t wanted_bytes = 0)
+      : UsageFailure(UsageKind::kConfig, text), limit_(limit), wanted_bytes_(wanted_bytes) {}
+  HostLimit limit() const { return limit_; }
+  uint64_t wanted_bytes() const { return wanted_bytes_; }
+
+ private:
+  HostLimit limit_;
+  uint64_t wanted_bytes_;
+};
+
+inline bool lacks_descriptors(int error) { return error == EMFILE || error == ENFILE; }
+
+}  // namespace uccl_ep

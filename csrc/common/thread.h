@@ -1,0 +1,37 @@
+// How a thread of ours begins.
+#pragma once
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <string>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "common/limits.h"
+
+namespace uccl_ep {
+
+// Runs `run` on a thread that gets no signals: they are for the application's threads. Throws LimitFailure(kThreads)
+// where the host gives no thread; `what` names it.
+template <typename Run>
+std::thread start_thread(const char* what, Run run) {
+  struct Blocked {
+    sigset_t before;
+    Blocked() {
+      sigset_t all;
+      sigfillset(&all);
+      pthread_sigmask(SIG_SETMASK, &all, &before);
+    }
+    ~Blocked() { pthread_sigmask(SIG_SETMASK, &before, nullptr); }
+  };
+  try {
+    const Blocked blocked;
+    return std::thread(std::move(run));
+  } catch (const std::system_error& error) {
+    throw LimitFailure(HostLimit::kThreads, std::string("no thread for ") + what + ": " + error.code().message());
+  }
+}
+
+}  // namespace uccl_ep

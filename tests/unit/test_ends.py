@@ -1,0 +1,146 @@
+"""Who waits in a creation learns at once that another rank has left it, by its death or not."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.unit.by_hand import outcome, together
+from uccl_ep_train.bootstrap import StoreBootstrap, exchange
+from uccl_ep_train.errors import ArrivalTimeout, PeerDied, PeerFailed, TransportError
+from uccl_ep_train.presence import Presence, meet
+
+AT_ONCE_S = 5.0
+"""Far below the deadline of these bootstraps, whatever else the machine does."""
+
+
+class Known:
+    """A process as one rank sees it."""
+
+    host = "node7"
+
+    def __init__(self, *, ended: bool = False) -> None:
+        self.ended = ended
+
+    def has_ended(self) -> bool:
+        return self.ended
+
+    def __str__(self) -> str:
+        return "on node7 (pid 4711)"
+
+
+def bootstraps(size: int, store: Any = None, timeout_s: float = 60.0) -> list[StoreBootstrap]:
+    store = store or dist.HashStore()
+    return [StoreBootstrap(store, rank, size, name="test", timeout_s=timeout_s) for rank in range(size)]
+
+
+def gather(entry: StoreBootstrap) -> Any:
+    return outcome(lambda: entry.all_gather(b"", "allocate"))
+
+
+def test_a_rank_of_the_dead_ones_host_tells_those_of_other_hosts() -> None:
+    near, far, _ = bootstraps(3)
+    near.watch([Known(), Known(), Known(ended=True)])
+    far.watch([Known(), Known(), Known()])  # it cannot look there
+    started = time.monotonic()
+    for error in together([lambda: gather(near), lambda: gather(far)]):
+        assert isinstance(error, PeerDied) and error.peer == 2
+        assert str(error) == (
+            "creation, allocate: rank 2 on node7 (pid 4711) died; see its log, and dmesg on node7 "
+            "(the out-of-memory killer)"
+        )
+    assert time.monotonic() - started < AT_ONCE_S
+
+
+def test_where_nobody_can_look_the_deadline_remains_and_names_the_host() -> None:
+    """Control of the test above, too: nothing else ends the wait."""
+    ranks = bootstraps(3, timeout_s=0.8)
+    for entry in ranks:
+        entry.watch([Known()] * 3)
+    for error in together([lambda: gather(ranks[0]), lambda: gather(ranks[1])]):
+        assert isinstance(error, ArrivalTimeout)
+        assert str(error).startswith("look first at rank 2 on node7 (pid 4711): creation, allocate: rank ")
+
+
+def test_a_rank_that_has_done_its_part_may_end() -> None:
+    """It posted what the others wait for, saw theirs, and left, between two looks of the other."""
+    first, second = bootstraps(2)
+    last = threading.Thread(target=lambda: second.all_gather(b"", "allocate"))
+
+    class Leaving(Known):
+        def has_ended(self) -> bool:
+            if not last.ident:
+                last.start()
+                last.join()  # it saw our frame before
+            return True
+
+    first.watch([Known(), Leaving()])
+    assert gather(first) == [b"", b""]
+    assert last.ident, "nobody looked"
+
+
+def test_a_rank_that_gives_up_says_so() -> None:
+    first, second = bootstraps(2)
+
+    def interrupted() -> bytes:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        exchange(second, "allocate", interrupted)
+    started = time.monotonic()
+    error = gather(first)
+    assert isinstance(error, PeerFailed) and error.peer == 1
+    assert str(error) == "creation, allocate: rank 1 gave up by KeyboardInterrupt: "
+    assert time.monotonic() - started < AT_ONCE_S
+
+
+def test_the_first_that_ran_out_of_patience_names_the_cause_for_all() -> None:
+    store = dist.HashStore()
+    hasty = StoreBootstrap(store, 0, 3, name="test", timeout_s=0.3)
+    patient = StoreBootstrap(store, 1, 3, name="test", timeout_s=60.0)
+    for error in together([lambda: gather(hasty), lambda: gather(patient)]):
+        assert isinstance(error, ArrivalTimeout) and error.peer == 2
+        assert "rank 0 waited 0.3 s for rank 2 of 3" in str(error)
+
+
+class Gone:
+    """A store that goes after so many calls."""
+
+    def __init__(self, calls: int) -> None:
+        self._store, self._left = dist.HashStore(), calls
+
+    def __getattr__(self, name: str) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise OSError("connection reset by peer")
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("dead", [True, False])
+def test_a_store_that_goes_with_the_rank_that_served_it(dead: bool) -> None:
+    entry = bootstraps(1, Gone(20))[0]
+    entry._size = 2
+    entry.watch([Known(), Known(ended=dead)])
+    error = gather(entry)
+    assert isinstance(error, PeerDied if dead else TransportError)
+    assert "died" in str(error) if dead else "connection reset by peer" in str(error)
+
+
+def test_what_a_stranger_wrote_is_an_error_and_no_crash() -> None:
+    store = dist.HashStore()
+    first = bootstraps(2, store)[0]
+    store.set(f"{first._prefix}/end", b"\xff{")
+    error = gather(first)
+    assert isinstance(error, PeerFailed) and "gave up" in str(error)
+
+
+def test_ranks_learn_where_the_others_run() -> None:
+    here = Presence.here()
+    for ranks in together([lambda entry=entry: meet(entry) for entry in bootstraps(2)]):
+        assert ranks == (here, here) and here.pid == os.getpid() and here.host == os.uname().nodename
+        assert str(ranks[1]) == f"on {here.host} (pid {here.pid})"

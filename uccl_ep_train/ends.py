@@ -1,0 +1,112 @@
+"""How a rank that waits in the creation of a buffer learns that another one has left it, by its death or not.
+
+A process that ends is seen by the ranks that share its pid namespace. They tell the others through the store,
+and so does a rank that gives up.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from uccl_ep_train.errors import ArrivalTimeout, CommunicationError, PeerDied, PeerFailed
+
+LOOK_S = 0.25
+"""Between looks at who has left."""
+_STORE_GRACE_S = 1.0
+"""A process that dies is seen to be gone so long, at most, after the store that it served."""
+
+
+class Process(Protocol):
+    """Of a rank; its str() says where it runs."""
+
+    @property
+    def host(self) -> str: ...
+
+    def has_ended(self) -> bool: ...
+
+
+def where_to_look(process: Process) -> str:
+    """What the end of a process may be found by."""
+    return f"see its log, and dmesg on {process.host} (the out-of-memory killer)"
+
+
+class Ends:
+    """Of one creation, on one rank.
+
+    key        in the store, of what the first rank that left says of it
+    guard      calls a function of the store; raises `TransportError`
+    processes  by rank; none: not known yet
+    """
+
+    def __init__(self, store: Any, key: str, rank: int, guard: Callable[[Callable[[], Any]], Any]) -> None:
+        self._store = store
+        self._key = key
+        self._rank = rank
+        self._guard = guard
+        self.processes: Sequence[Process] = ()
+
+    def look(self, what: str, complete: Callable[[], bool]) -> None:
+        """Raises for what made another rank leave, unless the step is complete by now: who leaves after its
+        last step has done its part.
+        """
+        dead = self._dead()
+        said = bool(self._guard(lambda: self._store.check([self._key])))
+        if (dead < 0 and not said) or complete():
+            return
+        if said:
+            raise self._end(what, bytes(self._guard(lambda: self._store.get(self._key))))
+        raise self._died(what, dead)
+
+    def blame_for_store(self, what: str, error: Exception) -> None:
+        """The store went. Raises `PeerDied` where a rank of this host, which may have served it, did."""
+        until = time.monotonic() + _STORE_GRACE_S
+        while self.processes and time.monotonic() < until:
+            if (dead := self._dead()) >= 0:
+                raise self._died(what, dead) from error
+            time.sleep(0.02)
+
+    def say(self, error: BaseException) -> None:
+        """Why this rank leaves, to those that wait for it; the first that leaves is the cause."""
+        peer = error.peer if isinstance(error, CommunicationError) else -1
+        said = json.dumps([type(error).__name__, str(error), self._rank, peer])
+        try:
+            if not self._store.check([self._key]):
+                self._store.set(self._key, said)
+        except Exception:  # Who cannot be told waits for the deadline.
+            return
+
+    def _dead(self) -> int:
+        """A rank whose process has ended; -1: none is known to have."""
+        ended = (
+            peer for peer, process in enumerate(self.processes) if peer != self._rank and process.has_ended()
+        )
+        return next(ended, -1)
+
+    def _died(self, what: str, peer: int) -> PeerDied:
+        process = self.processes[peer]
+        return PeerDied(
+            f"creation, {what}: rank {peer} {process} died; {where_to_look(process)}",
+            rank=self._rank,
+            step="bootstrap",
+            peer=peer,
+        )
+
+    def _end(self, what: str, said: bytes) -> CommunicationError:
+        try:
+            name, text, finder, peer = json.loads(said)
+        except (ValueError, TypeError):
+            name, text, finder, peer = "an error", repr(said[:80]), -1, -1
+        same = {cls.__name__: cls for cls in (PeerDied, ArrivalTimeout)}.get(name)
+        if same is not None:
+            return same(text, rank=finder, step="bootstrap", peer=peer)
+        return PeerFailed(
+            f"creation, {what}: rank {finder} gave up by {name}: {text}",
+            rank=self._rank,
+            step="bootstrap",
+            peer=finder,
+            expected="ok",
+            seen=name,
+        )

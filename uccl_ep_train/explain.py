@@ -1,0 +1,45 @@
+"""Texts of errors for people who are woken by them: whom to look at, where, and what the other rank said."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+
+from uccl_ep_train.ends import Process, where_to_look
+from uccl_ep_train.errors import (
+    ArrivalTimeout,
+    CommunicationError,
+    PeerDied,
+    PeerFailed,
+    ProgressTimeout,
+    TransportError,
+)
+
+_MOST_TOLD = 150
+"""Characters of an exception that travel to the other ranks, in a record of fixed size."""
+
+
+def explain(error: CommunicationError, ranks: Sequence[Process], doing: str) -> None:
+    """Puts the rank to look at, and its host, into the text of an error of an operation.
+
+    ranks  where each runs
+    doing  the operation, "" between operations
+    """
+    peer = error.peer
+    if not 0 <= peer < len(ranks):
+        return
+    who, text = f"rank {peer} {ranks[peer]}", str(error)
+    if isinstance(error, PeerDied):
+        call = f"call {error.epoch} on the buffer" if error.epoch > 0 else ""
+        when = " in " + " of ".join(part for part in (doing, call) if part) if doing or call else ""
+        error.rewrite(f"{who} died{when}; {where_to_look(ranks[peer])}: {text}")
+    elif isinstance(error, ArrivalTimeout | ProgressTimeout):
+        error.rewrite(f"look first at {who}: {text}")
+    elif isinstance(error, PeerFailed | TransportError) and peer != error.rank:
+        error.rewrite(f"{text} ({who})")
+
+
+def told(error: BaseException) -> str:
+    """An exception's type and text in one line, for ranks that have to stop because of it."""
+    line = " ".join("".join(traceback.format_exception_only(error)).split())
+    return line if len(line) <= _MOST_TOLD else line[: _MOST_TOLD - 3] + "..."
