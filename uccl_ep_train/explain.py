@@ -35,7 +35,7 @@ def explain(error: CommunicationError, ranks: Sequence[Process], doing: str) -> 
         error.rewrite(f"{who} died{when}; {where_to_look(ranks[peer])}: {text}")
     elif isinstance(error, ArrivalTimeout | ProgressTimeout):
         error.rewrite(f"look first at {who}: {text}")
-    elif isinstance(error, PeerFailed | TransportError) and peer != error.rank:
+    elif isinstance(error, PeerFailed | TransportError):
         error.rewrite(f"{text} ({who})")
 
 

@@ -49,6 +49,16 @@ def refusal_of(error: OSError, text: str, wanted_bytes: int = 0) -> ConfigError 
     return None if limit is None else refusal(limit, f"{text}: {error.strerror}", wanted_bytes)
 
 
+def require_descriptor(text: str) -> None:
+    """Raises `ConfigError` where not one more file can be opened."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        refused = refusal_of(error, text)
+        if refused is not None:
+            raise refused from error
+
+
 def start_thread(thread: threading.Thread) -> None:
     """`thread.start()`. Raises `ConfigError` naming the limits where the host gives no thread."""
     try:

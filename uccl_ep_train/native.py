@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from uccl_ep_train import limits
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ConfigError, NativeMissingError
 from uccl_ep_train.topology import Topology
@@ -16,10 +17,13 @@ SYSFS = Path("/sys")
 
 
 def load_native() -> Any:
-    """The extension module. Raises `NativeMissingError` saying how to build it."""
+    """The extension module. Raises `NativeMissingError` saying how to build it, and `ConfigError` where no
+    file can be opened.
+    """
     try:
         return importlib.import_module("uccl_ep_train._native")
     except ImportError as error:
+        limits.require_descriptor("the compiled extension uccl_ep_train._native cannot be opened")
         raise NativeMissingError(
             "the compiled extension uccl_ep_train._native cannot be imported: build it with "
             f"'pip install .' (or 'pip install -e . --no-build-isolation') in the project's folder ({error})"
