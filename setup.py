@@ -21,7 +21,6 @@ ENV = runpy.run_path(str(ROOT / "uccl_ep_train" / "env.py"))
 WERROR = ENV["warnings_are_errors"]()
 SANITIZER = ENV["sanitizer"]()
 SANITIZE = [f"-fsanitize={SANITIZER}", "-fno-sanitize-recover=all"] if SANITIZER else []
-OPTIONAL = runpy.run_path(str(ROOT / "csrc" / "transport" / "optional.py"), run_name="optional")
 
 COMPILE_FLAGS = [
     "-O3",
@@ -135,10 +134,10 @@ class BuildExt(build_ext):
 
 def extension() -> Pybind11Extension:
     csrc = ROOT / "csrc"
-    sources = [path for path in sorted(csrc.rglob("*.cc")) if transports.compiles(path)]
+    sources = sorted(csrc.rglob("*.cc"))
     headers = [path for pattern in ("*.h", "*.cuh") for path in sorted(csrc.rglob(pattern))]
     options: dict[str, list] = {
-        "include_dirs": ["csrc", *transports.include_dirs],
+        "include_dirs": ["csrc"],
         "libraries": ["rt", "pthread", "dl"],
     }
     if nvcc:
@@ -167,9 +166,6 @@ print(
     if nvcc
     else "uccl_ep_train: no nvcc; the host backend is built"
 )
-
-transports = OPTIONAL["find_transports"](shutil.which("g++") or shutil.which("c++") or "cc")
-print(f"uccl_ep_train: {OPTIONAL['text'](transports)}")
 
 ParallelCompile(needs_recompile=needs_recompile).install()
 setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExt})

@@ -23,6 +23,7 @@
 #include "transport/registry.h"
 
 using namespace uccl_ep;
+using namespace uccl_ep::ofi;
 
 namespace {
 
@@ -111,18 +112,18 @@ std::shared_ptr<Raw> open_raw(const Load& load, uint8_t* memory, uint64_t op_fla
   must(fi_fabric(raw->info->fabric_attr, &raw->fabric, nullptr), "fi_fabric");
   must(fi_domain(raw->fabric, raw->info.get(), &raw->domain, nullptr), "fi_domain");
   fi_av_attr table = {};
-  table.type = FI_AV_TABLE;
+  table.type = kFiAvTable;
   must(fi_av_open(raw->domain, &table, &raw->table, nullptr), "fi_av_open");
   fi_cq_attr queue = {};
   queue.size = 4096;
-  queue.format = FI_CQ_FORMAT_DATA;
+  queue.format = kFiCqFormatData;
   must(fi_cq_open(raw->domain, &queue, &raw->queue, nullptr), "fi_cq_open");
   must(fi_endpoint(raw->domain, raw->info.get(), &raw->endpoint, nullptr), "fi_endpoint");
   must(fi_ep_bind(raw->endpoint, &raw->table->fid, 0), "fi_ep_bind");
-  must(fi_ep_bind(raw->endpoint, &raw->queue->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind");
+  must(fi_ep_bind(raw->endpoint, &raw->queue->fid, kFiTransmit | kFiRecv), "fi_ep_bind");
   must(fi_enable(raw->endpoint), "fi_enable");
-  must(fi_mr_reg(raw->domain, memory, load.region_bytes(), FI_WRITE | FI_REMOTE_WRITE, 0, 4711, 0, &raw->memory,
-                 nullptr),
+  must(raw->domain->mr->reg(&raw->domain->fid, memory, load.region_bytes(), kFiWrite | kFiRemoteWrite, 0, 4711, 0,
+                            &raw->memory, nullptr),
        "fi_mr_reg");
   return raw;
 }
@@ -141,15 +142,16 @@ End raw(const Load& load, uint8_t* memory, uint64_t op_flags) {
   };
   auto poll = [=] {
     fi_cq_data_entry entries[64];
-    const ssize_t count = fi_cq_read(raw->queue, entries, 64);
-    if (count != -FI_EAGAIN) must(count, "fi_cq_read");
+    const ssize_t count = raw->queue->ops->read(raw->queue, entries, 64);
+    if (count != -EAGAIN) must(count, "fi_cq_read");
     return count > 0 ? static_cast<uint64_t>(count) : 0;
   };
   auto post = [=](uint64_t number) {
     const uint64_t offset = number % load.window * load.bytes;
-    const ssize_t result = fi_writedata(raw->endpoint, memory + offset, load.bytes, fi_mr_desc(raw->memory), number,
-                                        raw->peer, offset, raw->peer_key, nullptr);
-    if (result != -FI_EAGAIN) must(result, "fi_writedata");
+    const ssize_t result =
+        raw->endpoint->rma->writedata(raw->endpoint, memory + offset, load.bytes, fi_mr_desc(raw->memory), number,
+                                      raw->peer, offset, raw->peer_key, nullptr);
+    if (result != -EAGAIN) must(result, "fi_writedata");
     return result == 0;
   };
   return {name, connect, post, [] {}, poll, poll};
@@ -194,7 +196,7 @@ int run(const Load& load, uint64_t turns) {
   const char* const names[] = {"ours", "raw", "raw_delivered"};
   std::vector<uint8_t> memory(load.region_bytes(), static_cast<uint8_t>(rank + 1));
   const End ends[] = {ours(rank, load, memory.data()), raw(load, memory.data(), 0),
-                      raw(load, memory.data(), FI_DELIVERY_COMPLETE)};
+                      raw(load, memory.data(), kFiDeliveryComplete)};
   for (const End& end : ends) {
     put(out, end.address);
     end.connect(get(in));

@@ -20,19 +20,16 @@ Job = Callable[[], object]
 
 def jobs() -> dict[str, Job]:
     """In the order of the tests."""
-    missing = building.transports().missing
     found: dict[str, Job] = {"conformance": partial(build_conformance, building.MEMORY)}
     clang = [test_fuzz.CLANG] if shutil.which(test_fuzz.CLANG.compiler) is not None else []
     for target in test_fuzz.TARGETS:
-        if target.removesuffix("_address") not in missing:
-            for flavour in (test_fuzz.GXX, *clang):
-                needed = test_fuzz.sources_of(target)
-                found[f"{flavour.name} {target}"] = partial(test_fuzz.objects_of, needed, flavour)
+        for flavour in (test_fuzz.GXX, *clang):
+            needed = test_fuzz.sources_of(target)
+            found[f"{flavour.name} {target}"] = partial(test_fuzz.objects_of, needed, flavour)
     for program in test_native.PROGRAMS:
-        if program.split("_")[0] not in missing:
-            for sanitizer in ("memory", "thread") if program in test_native.LOCK_FREE else ("memory",):
-                sources, flavour = test_native.sources_of(program), test_native.SANITIZERS[sanitizer]
-                found[f"{program}, {sanitizer}"] = partial(building.objects_of, sources, flavour)
+        for sanitizer in ("memory", "thread") if program in test_native.LOCK_FREE else ("memory",):
+            sources, flavour = test_native.sources_of(program), test_native.SANITIZERS[sanitizer]
+            found[f"{program}, {sanitizer}"] = partial(building.objects_of, sources, flavour)
     return found
 
 

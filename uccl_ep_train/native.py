@@ -66,16 +66,11 @@ def native_config(config: EpConfig, topology: Topology, rank: int, generation: i
 
 
 def probe_transports(config: EpConfig, names: Sequence[str]) -> list[tuple[str, bool, str, str]]:
-    """(name, usable, text, link) of those of the named transports that this build has, about this host."""
+    """(name, usable, text, link) of the named transports, about this host."""
     core = load_native()
     native = core.EngineConfig()
     _set_nic(native.nic, config)
     return list(core.transports(native, list(names)))
-
-
-def built_transports() -> tuple[str, ...]:
-    """The transports that were compiled."""
-    return tuple(load_native().transport_names())
 
 
 @dataclass(frozen=True)

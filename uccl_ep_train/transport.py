@@ -148,7 +148,11 @@ def _choose_network(table: dict[str, list[Probe]], places: Sequence[Place], on_g
 
 
 def _answer(said: dict[str, Any], name: str) -> Probe:
-    return Probe(*said[name]) if name in said else Probe(False, "this build does not have it")
+    return (
+        Probe(*said[name])
+        if name in said
+        else Probe(False, "this rank says nothing of it: does it run another version?")
+    )
 
 
 def _problem(name: str, probes: Sequence[Probe], places: Sequence[Place], on_gpu: bool) -> str:

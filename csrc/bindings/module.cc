@@ -108,7 +108,7 @@ const char* name_of(LinkKind link) {
   }
 }
 
-// What those of the named transports that this build has say about this host: (name, usable, text, link).
+// What the named transports say about this host: (name, usable, text, link).
 std::vector<std::tuple<std::string, bool, std::string, std::string>> probe_named(
     const EngineConfig& config, const std::vector<std::string>& names) {
   std::vector<std::tuple<std::string, bool, std::string, std::string>> found;

@@ -1,4 +1,4 @@
-// Python face of what this build has and what this host offers: conversions only.
+// Python face of what this host offers: conversions only.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -38,12 +38,6 @@ py::list rank_nics(const Trial& trial, const std::string& root) {
   return list_of(nics_of_rank(setup, trial.options.nic, offered, root));
 }
 
-std::vector<std::string> transport_names() {
-  std::vector<std::string> names;
-  for (const TransportKind& kind : transports()) names.emplace_back(kind.name);
-  return names;
-}
-
 }  // namespace
 
 void bind_probes(py::module_& m) {
@@ -57,7 +51,6 @@ void bind_probes(py::module_& m) {
       .def_readwrite("local_idx", &Trial::local_idx)
       .def_readwrite("local_size", &Trial::local_size)
       .def_readwrite("near_pci", &Trial::near_pci);
-  m.def("transport_names", &transport_names);
   m.def("host_nics", [](const std::string& root) { return list_of(host_nics(root)); }, "root"_a = "/sys");
   m.def("rank_nics", &rank_nics, "trial"_a, "root"_a = "/sys");
   m.def("try_registration", &try_registration, "trial"_a, py::call_guard<py::gil_scoped_release>());

@@ -1,4 +1,4 @@
-// The transports of this build, by name. Each registers itself, so a folder that was not compiled is simply not there.
+// The transports, by name. Each registers itself; every build has all of them.
 #pragma once
 
 #include <cstdint>

@@ -16,6 +16,7 @@ LAYERS = ["bindings", "engine", "proxy", "transport", "backend", "queue", "sync"
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _TORCH = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"](?:torch|ATen|c10)/[^>"]*[>"]', re.MULTILINE)
+_NIC = re.compile(r"^[ \t]*#.*include[ \t(]*[<\"](?:infiniband|rdma)/[^>\"]*[>\"]", re.MULTILINE)
 _ATOMIC = re.compile(
     r"std::atomic\w*|std::memory_order\w*|#[ \t]*include[ \t]*<(?:std)?atomic(?:\.h)?>"
     r"|cuda::(?:std::)?atomic\w*|\b__(?:atomic|sync)_\w+|\batomic(?:Add|CAS|Exch|Or|And|Max|Min|Inc|Dec|Sub|Xor)\w*"
@@ -57,6 +58,13 @@ def check_torch_headers(root: Path) -> list[str]:
         line
         for path in project_files(root, *CPP, under="csrc")
         for line in matches(root, path, path.read_text(), _TORCH)
+    ]
+
+
+def check_nic_headers(root: Path) -> list[str]:
+    """Every build has every transport: what is used of NICs' libraries is declared in csrc/transport."""
+    return [
+        line for path in project_files(root, *CPP) for line in matches(root, path, path.read_text(), _NIC)
     ]
 
 
@@ -129,7 +137,13 @@ def _called(node: ast.Call) -> str:
 
 # ------------------------------------------------------------------------------------ claims
 
-CHECKS: list[Check] = [check_includes, check_torch_headers, check_atomics, check_imports]
+CHECKS: list[Check] = [
+    check_includes,
+    check_torch_headers,
+    check_nic_headers,
+    check_atomics,
+    check_imports,
+]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -151,6 +165,8 @@ PLANTED: list[tuple[Check, str, str]] = [
     (check_includes, "csrc/utils2/bad.cc", '#include "common/units.h"\n'),
     (check_torch_headers, "csrc/bindings/bad.cc", "#include <torch/extension.h>\n"),
     (check_torch_headers, "csrc/bindings/bad.cc", '#include "c10/core/Device.h"\n'),
+    (check_nic_headers, "csrc/transport/verbs/bad.h", "#include <infiniband/verbs.h>\n"),
+    (check_nic_headers, "tests/native/bad.cc", "#if __has_include(<rdma/fabric.h>)\n#endif\n"),
     (check_atomics, "csrc/queue/bad.h", "std::atomic<int> counter;\n"),
     (check_atomics, "csrc/queue/bad.h", "/* a\n */ __atomic_store_n(&x, 1, 0);\n"),
     (check_atomics, "csrc/backend/cuda/bad.cu", "atomicAdd(&x, 1);\n"),

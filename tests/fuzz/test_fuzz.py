@@ -19,7 +19,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.native import building
 from tests.native.building import CSRC, FLAGS, MEMORY, Flavour, compiled, compiler, run
 
 HERE = Path(__file__).resolve().parent
@@ -33,7 +32,6 @@ CLANG = Flavour(
     options=("-O1", "-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all"),
     compiler="clang++",
 )
-NIC_HEADERS = [f"-isystem{path}" for path in building.transports().include_dirs]
 FOUND = 86  # what a program that a sanitizer or a claim ended returns
 SECONDS = 2.0
 LIBFUZZER_SECONDS = 6
@@ -46,13 +44,6 @@ def sources_of(target: str) -> tuple[Path, ...]:
     return (source, *(PROXY if '"lone_proxy.h"' in source.read_text() else ()))
 
 
-def need_headers(target: str) -> None:
-    """Skips the address of a transport that cannot be compiled here."""
-    missing = building.transports().missing
-    if target.removesuffix("_address") in missing:
-        pytest.skip(missing[target.removesuffix("_address")])
-
-
 def objects_of(sources: Sequence[Path], flavour: Flavour) -> list[Path]:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(lambda source: compiled(source, flavour, (CSRC, HERE)), sources))
@@ -60,7 +51,6 @@ def objects_of(sources: Sequence[Path], flavour: Flavour) -> list[Path]:
 
 def built(target: str, folder: Path) -> Path:
     """The target with the small driver."""
-    need_headers(target)
     objects = objects_of([HERE / "driver.cc"], MEMORY)
     objects += objects_of(sources_of(target), GXX)
     return linked(objects, folder / target, MEMORY)
@@ -134,7 +124,6 @@ def libfuzzer(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def fuzz_by_clang(target: str, folder: Path, seconds: int) -> None:
-    need_headers(target)
     program = linked(objects_of(sources_of(target), CLANG), folder / target, CLANG)
     found, corpus = folder / "found", HERE / "corpus" / target
     found.mkdir()
@@ -207,7 +196,6 @@ MUTANTS = (
 
 def mutated(mutant: Mutant, folder: Path) -> Path:
     """The target with one file of the product changed."""
-    need_headers(mutant.target)
     text = (CSRC / mutant.file).read_text()
     assert text.count(mutant.old) == 1, f"{mutant.file} does not say {mutant.old!r} once"
     changed = folder / "changed" / mutant.file
@@ -217,7 +205,7 @@ def mutated(mutant: Mutant, folder: Path) -> Path:
     # A header is changed for the target alone: that is where its code is.
     anew = target if changed.suffix == ".h" else changed
     obj = folder / "changed.o"
-    includes = [*NIC_HEADERS, *(f"-I{path}" for path in (folder / "changed", CSRC, HERE))]
+    includes = [f"-I{path}" for path in (folder / "changed", CSRC, HERE)]
     result = run([compiler(), *FLAGS, *GXX.options, "-Wno-error", *includes, "-c", anew, "-o", obj], 300)
     assert result.returncode == 0, result.stderr
     others = [path for path in sources_of(mutant.target) if path not in (anew, CSRC / mutant.file)]

@@ -12,7 +12,7 @@ import pytest
 
 from recipes.metrics import read_metrics
 from tests.hosts.exchange import DEADLINE_S, RANKS_PER_HOST
-from uccl_ep_train.native import built_transports
+from tests.machine import lacks_tcp
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_HOSTS = 77
@@ -22,7 +22,7 @@ TORCHRUN = (
     f"--nproc_per_node={RANKS_PER_HOST} --master_addr=$MASTER_ADDR --master_port=29500 -m "
 )
 
-pytestmark = pytest.mark.skipif("ofi" not in built_transports(), reason="built without libfabric's headers")
+pytestmark = pytest.mark.skipif(bool(lacks_tcp()), reason=lacks_tcp())
 
 
 def on_two_hosts(*command: str, timeout_s: float = 90) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from uccl_ep_train.native import built_transports
+from tests.machine import lacks_tcp
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKOUT = os.environ.get("MEGATRON_LM", "")
@@ -159,7 +159,7 @@ def test_pretrain_gpt_trains_such_models_alike(name: str) -> None:
     assert len(set(ours)) == 5
 
 
-@pytest.mark.skipif("ofi" not in built_transports(), reason="built without libfabric's headers")
+@pytest.mark.skipif(bool(lacks_tcp()), reason=lacks_tcp())
 def test_pretrain_gpt_trains_alike_on_two_hosts() -> None:
     """With no setting of ours: the hosts make the domains, and rows go over TCP."""
     stock, _ = pretrain("alltoall", "--bf16", hosts=2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import runpy
 import shutil
 import subprocess
 import time
@@ -13,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -36,9 +34,6 @@ KERNEL_OPTIONS = (
     "-x",
     "c++",
 )
-
-# Which transports the compiler finds the headers of.
-_OPTIONAL = runpy.run_path(str(CSRC / "transport" / "optional.py"), run_name="optional")
 
 
 class CannotBuild(RuntimeError):
@@ -88,15 +83,9 @@ def compiler(name: str = "g++") -> str:
     return found
 
 
-@cache
-def transports() -> Any:
-    return _OPTIONAL["find_transports"](compiler())
-
-
 def product_sources(parts: Iterable[str] = PARTS) -> list[Path]:
-    """What needs no CUDA, of the transports that can be compiled here."""
-    found = [path for part in parts for path in (CSRC / part).rglob("*.cc") if "cuda" not in path.parts]
-    return sorted(path for path in found if transports().compiles(path))
+    """What needs no CUDA."""
+    return sorted(path for part in parts for path in (CSRC / part).rglob("*.cc") if "cuda" not in path.parts)
 
 
 def cuda_sources() -> list[Path]:
@@ -112,7 +101,7 @@ def _headers_text(folders: tuple[Path, ...]) -> bytes:
 
 def compiled(source: Path, flavour: Flavour, folders: tuple[Path, ...]) -> Path:
     """The object of a source, named by all that it depends on, so never stale. `folders`: of headers."""
-    options = [*FLAGS, *flavour.options, *(f"-isystem{path}" for path in transports().include_dirs)]
+    options = [*FLAGS, *flavour.options]
     options += KERNEL_OPTIONS if source.suffix == ".cu" else ()
     made_of = " ".join([flavour.compiler, *options]).encode()
     text = b"\0".join([made_of, _headers_text(folders), source.read_bytes()])
@@ -160,9 +149,8 @@ def link(binary: Path, sources: Sequence[Path], flavour: Flavour) -> Path:
 def link_shared(library: Path, source: Path) -> None:
     """A shared library of one source, without the sanitizers, which are the program's."""
     folders = [f"-I{folder}" for folder in (CSRC, HERE)]
-    includes = [f"-isystem{path}" for path in transports().include_dirs]
     hidden = ("-fPIC", "-shared", "-fvisibility=hidden")
-    _need(run([compiler(), *FLAGS, "-O1", *hidden, *folders, *includes, source, "-o", library], 300))
+    _need(run([compiler(), *FLAGS, "-O1", *hidden, *folders, source, "-o", library], 300))
 
 
 def drop_old_objects() -> None:

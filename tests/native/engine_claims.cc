@@ -16,14 +16,11 @@ using namespace uccl_ep;
 
 namespace {
 
-// Skips where this build or this machine has no libfabric.
+// Skips where this machine has no libfabric.
 void over_libfabric(EngineConfig& config) {
   config.transport = "ofi";
   config.nic.provider = "tcp";
-  const auto& kinds = transports();
-  const auto ofi = std::find_if(kinds.begin(), kinds.end(), [](auto& kind) { return std::string(kind.name) == "ofi"; });
-  if (ofi == kinds.end()) throw claims::Skip{"this build has no transport ofi"};
-  const Probe found = ofi->probe({{}, config.nic});
+  const Probe found = transport_named("ofi").probe({{}, config.nic});
   if (!found.usable) throw claims::Skip{found.text};
 }
 

@@ -5,7 +5,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <infiniband/verbs.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -15,7 +14,11 @@
 #include <map>
 #include <mutex>
 #include <random>
+#include <string>
 #include <vector>
+
+#include "transport/verbs/efa_abi.h"
+#include "transport/verbs/extended.h"
 
 extern "C" {
 __attribute__((visibility("default"))) uccl_ep::FakeVerbs fake_verbs_state;
@@ -23,6 +26,7 @@ __attribute__((visibility("default"))) uccl_ep::FakeVerbs fake_verbs_state;
 
 namespace {
 
+using namespace uccl_ep::verbs;
 using uccl_ep::FakeVerbs;
 FakeVerbs& state = fake_verbs_state;
 
@@ -212,7 +216,7 @@ int poll_cq(ibv_cq* cq, int most, ibv_wc* out) {
 }
 
 void start(ibv_qp_ex* ex) { qp_of(ex)->building.clear(); }
-void write_imm(ibv_qp_ex* ex, uint32_t rkey, uint64_t remote, __be32 immediate) {
+void write_imm(ibv_qp_ex* ex, uint32_t rkey, uint64_t remote, uint32_t immediate) {
   Post post;
   post.wr_id = ex->wr_id;
   post.signalled = qp_of(ex)->all_signalled || (ex->wr_flags & IBV_SEND_SIGNALED) != 0;
@@ -311,7 +315,6 @@ Mr* new_mr(ibv_pd* pd, void* address, size_t num_bytes, uint64_t iova) {
 }  // namespace
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
-#undef ibv_query_port
 
 EXPORTED ibv_device** ibv_get_device_list(int* count) {
   auto** list = new ibv_device*[9]();
@@ -332,7 +335,7 @@ EXPORTED ibv_context* ibv_open_device(ibv_device* device) {
   context->extended.query_port = query_port;
   ibv_context& base = context->extended.context;
   base.device = device;
-  base.abi_compat = __VERBS_ABI_IS_EXTENDED;
+  base.abi_compat = reinterpret_cast<void*>(kExtendedAbi);
   base.async_fd = eventfd(0, 0);
   base.ops.poll_cq = poll_cq;
   base.ops.post_srq_recv = post_srq_recv;
@@ -370,7 +373,7 @@ EXPORTED int ibv_query_device(ibv_context*, ibv_device_attr* attr) {
   attr->vendor_id = state.is_efa ? 0x1d0f : 0x15b3;
   return 0;
 }
-EXPORTED int ibv_query_port(ibv_context*, uint8_t, _compat_ibv_port_attr*) { return ENOSYS; }
+EXPORTED int ibv_query_port(ibv_context*, uint8_t, ibv_port_attr*) { return ENOSYS; }
 EXPORTED ssize_t _ibv_query_gid_table(ibv_context* context, ibv_gid_entry* entries, size_t most, uint32_t, size_t) {
   const int device = reinterpret_cast<Context*>(verbs_get_ctx(context))->device;
   size_t i = 0;
@@ -436,7 +439,6 @@ EXPORTED int ibv_destroy_srq(ibv_srq* srq) {
   delete reinterpret_cast<Srq*>(srq);
   return 0;
 }
-EXPORTED ibv_qp* ibv_create_qp(ibv_pd*, ibv_qp_init_attr*) { return nullptr; }
 EXPORTED ibv_qp_ex* ibv_qp_to_qp_ex(ibv_qp* qp) { return &reinterpret_cast<Qp*>(qp)->ex; }
 EXPORTED int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   const Lock lock(mutex());
@@ -475,28 +477,23 @@ EXPORTED const char* ibv_wc_status_str(ibv_wc_status status) {
 }
 
 // ---- libefa
-struct FakeEfaInit {
-  uint64_t comp_mask;
-  uint32_t driver_qp_type;
-  uint16_t flags;
-  uint8_t sl, reserved;
-};
-EXPORTED ibv_qp* efadv_create_qp_ex(ibv_context* context, ibv_qp_init_attr_ex* init, FakeEfaInit* its, uint32_t) {
+EXPORTED ibv_qp* efadv_create_qp_ex(ibv_context* context, ibv_qp_init_attr_ex* init, efadv_qp_init_attr* its,
+                                    uint32_t) {
   ibv_qp* const qp = create_qp_ex(context, init);
   reinterpret_cast<Qp*>(qp)->datagrams = true;
-  reinterpret_cast<Qp*>(qp)->unsolicited = (its->flags & 1) != 0;
+  reinterpret_cast<Qp*>(qp)->unsolicited = (its->flags & EFADV_QP_FLAGS_UNSOLICITED_WRITE_RECV) != 0;
   state.service_level = its->sl;
   return qp;
 }
-EXPORTED int efadv_query_device(ibv_context*, void* limits, uint32_t num_bytes) {
+EXPORTED int efadv_query_device(ibv_context*, efadv_device_attr* limits, uint32_t num_bytes) {
   std::memset(limits, 0, num_bytes);
-  auto* const words = static_cast<uint32_t*>(limits);
-  words[2] = words[3] = 4096;  // max_sq_wr, max_rq_wr
-  words[6] = (state.can_write ? 1u << 3 : 0) | (state.can_receive_unsolicited ? 1u << 4 : 0);
-  words[7] = 1u << 30;  // max_rdma_size
+  limits->max_sq_wr = limits->max_rq_wr = 4096;
+  if (state.can_write) limits->device_caps |= EFADV_DEVICE_ATTR_CAPS_RDMA_WRITE;
+  if (state.can_receive_unsolicited) limits->device_caps |= EFADV_DEVICE_ATTR_CAPS_UNSOLICITED_WRITE_RECV;
+  limits->max_rdma_size = 1u << 30;
   return 0;
 }
-EXPORTED int efadv_query_ah(ibv_ah* ah, void* route, uint32_t) {
-  std::memcpy(static_cast<uint8_t*>(route) + 8, &reinterpret_cast<Ah*>(ah)->number, sizeof(uint16_t));
+EXPORTED int efadv_query_ah(ibv_ah* ah, efadv_ah_attr* route, uint32_t) {
+  route->ahn = reinterpret_cast<Ah*>(ah)->number;
   return 0;
 }

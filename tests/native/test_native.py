@@ -13,7 +13,7 @@ from tests.native import building
 from tests.native.building import PARTS, run
 
 HERE = Path(__file__).resolve().parent
-OF_TRANSPORTS = ("verbs", "verbs_event", "verbs_engine", "ofi", "ofi_fault")  # begin with the name of one
+OF_TRANSPORTS = ("verbs", "verbs_event", "verbs_engine", "ofi", "ofi_fault")
 # Kernels on the stand-in for CUDA: docs/cuda_on_cpu.md.
 ON_CPU = ("lanes", "cuda_engine")
 PROGRAMS = (
@@ -69,13 +69,6 @@ def sources_of(program: str) -> list[Path]:
     return [HERE / f"{program}_claims.cc", *product]
 
 
-def need_transport(program: str) -> None:
-    """Skips the claims of a transport that cannot be compiled here."""
-    name = program.split("_")[0]
-    if name in building.transports().missing:
-        pytest.skip(building.transports().missing[name])
-
-
 @pytest.fixture(scope="session")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     """Links a program once per session and sanitizer."""
@@ -98,7 +91,6 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
 
 
 def holds(build: Build, program: str, claim: str, sanitizer: str) -> None:
-    need_transport(program)
     binary = build(program, sanitizer)
     result = run([binary, claim], 150, libraries=binary.parent)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -123,7 +115,6 @@ def test_claim_without_data_races(build: Build, program: str, claim: str) -> Non
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_every_claim_is_a_case(build: Build, program: str) -> None:
-    need_transport(program)
     assert run([build(program, "memory"), "--list"], 60).stdout.splitlines() == claims_of(program)
 
 

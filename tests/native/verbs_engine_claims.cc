@@ -1,12 +1,11 @@
 // Whole dispatches and combines over the verbs transport, whose NICs are the stand-in: EFA's queue pairs, which no CPU
 // has, and RC with several NICs.
-#include <infiniband/verbs.h>
-
 #include <string>
 
 #include "claims.h"
 #include "engine_runs.h"
 #include "fake_verbs.h"
+#include "transport/verbs/abi.h"
 
 using namespace uccl_ep;
 
@@ -45,7 +44,7 @@ CLAIM("windows of one write per NIC, as Thor2 wants, only cost time") {
 
 CLAIM("an operation that is late while a port is down names the port") {
   fake_verbs().holds = true;
-  fake_verbs().event = IBV_EVENT_PORT_ERR;
+  fake_verbs().event = verbs::IBV_EVENT_PORT_ERR;
   std::string text;
   try {
     run({0, 1}, {}, 1, [](EngineConfig& config) {

@@ -67,13 +67,11 @@ def test_equal_local_ranks_on_one_host_are_a_warning_without_gpus() -> None:
 
 def test_versions_that_differ_are_named_with_their_ranks() -> None:
     here = versions.look(alone())
-    assert not here["native"] and "loop" in here["transports"]
-    here["transports"] = "loop, verbs, ofi"  # what is missing from this build is another finding
+    assert not here["native"]
     assert FIX not in levels(versions.judge(PAIR, both(here), OPTIONS))
     for name, value in (
         ("torch", "1.0"),
         ("megatron", "0.1"),
-        ("transports", "loop"),
         ("with_cuda", "perhaps"),
     ):
         finding = the(versions.judge(PAIR, both(here, **{name: value}), OPTIONS))

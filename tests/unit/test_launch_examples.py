@@ -120,12 +120,10 @@ def sbatch(tmp_path: Path, *arguments: str, **changes: str) -> subprocess.Comple
 
 
 def test_the_slurm_script_checks_then_runs_its_program_on_all_nodes(tmp_path: Path) -> None:
-    from uccl_ep_train import EpConfig
-    from uccl_ep_train.native import probe_transports
+    from tests.machine import lacks_tcp
 
-    told = probe_transports(EpConfig(num_experts=8, hidden=256, ofi_provider="tcp"), ["ofi"])
-    if not any(usable for _, usable, *_ in told):
-        pytest.skip(f"needs libfabric's tcp: {told or 'this build has no ofi'}")
+    if lacks_tcp():
+        pytest.skip(lacks_tcp())
     done = sbatch(tmp_path, "uccl_ep_train.env", FABRIC="tcp", UCCL_EP_DOMAIN_SIZE="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 domains over ofi" in done.stdout

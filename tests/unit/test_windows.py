@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.machine import lacks_tcp
 from uccl_ep_train import EpConfig, windows
 from uccl_ep_train.calibrate import CANDIDATES, best
 from uccl_ep_train.errors import ConfigError
-from uccl_ep_train.native import probe_transports
 from uccl_ep_train.topology import Topology
 from uccl_ep_train.windows import Windows
 
@@ -94,11 +94,8 @@ def torchrun(*program: str) -> subprocess.CompletedProcess[str]:
 def test_a_calibration_over_a_real_network_is_kept_and_used(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, usable, text, _ = (probe_transports(CONFIG, ["ofi"]) or [("ofi", False, "this build has no ofi", "")])[
-        0
-    ]
-    if not usable:
-        pytest.skip(f"ofi: {text}")
+    if lacks_tcp():
+        pytest.skip(lacks_tcp())
     for name, value in {
         "TRANSPORT": "ofi",
         "OFI_PROVIDER": "tcp",

@@ -26,7 +26,7 @@ from uccl_ep_train.doctor.findings import (
 )
 from uccl_ep_train.doctor.session import Here, Options
 from uccl_ep_train.errors import NativeMissingError
-from uccl_ep_train.native import built_transports, load_native
+from uccl_ep_train.native import load_native
 
 NAME = "versions"
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -35,7 +35,6 @@ _INSTALL = "install one and the same environment on all hosts, or use one image"
 # (fact, in words): those that have to be equal for ranks to understand each other.
 _MUST_AGREE = (
     ("package", "the version of uccl_ep_train"),
-    ("transports", "the transports that were compiled"),
     ("with_cuda", "whether the extension was built with nvcc"),
     ("torch", "the version of torch"),
     ("megatron", "the version of megatron-core"),
@@ -66,7 +65,6 @@ def look(_: Here) -> dict[str, Any]:
     except NativeMissingError as error:
         return facts | {"native": str(error)}
     return facts | {
-        "transports": ", ".join(built_transports()),
         "with_cuda": cuda.built(),
         "digest": hashlib.sha256(Path(core.__file__).read_bytes()).hexdigest()[:12],
     }
@@ -110,20 +108,8 @@ def _of_rank(seen: Facts) -> list[Said]:
     )
     said = [
         fine(f"Python {seen['python']}, torch {seen['torch']}{gpu}; {trainers}"),
-        fine(
-            f"uccl_ep_train {seen['package']}, extension {seen['digest']}: backends {backends}; "
-            f"transports {seen['transports']}"
-        ),
+        fine(f"uccl_ep_train {seen['package']}, extension {seen['digest']}: backends {backends}"),
     ]
-    missing = {"verbs": "libibverbs-dev", "ofi": "libfabric-dev"}
-    for name, package in missing.items():
-        if name not in seen["transports"].split(", "):
-            said.append(
-                warning(
-                    f"transport {name} was not compiled",
-                    f"if the cluster needs it: install {package} (or its vendor's headers) and build again",
-                )
-            )
     if not seen["megatron"]:
         said.append(
             warning(

@@ -45,10 +45,10 @@ void OfiTransport::read(uint32_t nic, std::span<Completion> out, size_t& count) 
   const size_t room = std::min(entries.size(), out.size() - count);
   if (room == 0) return;
   const ssize_t result = nics_[nic].endpoint->read(entries.data(), room, sources.data());
-  if (result == -FI_EAVAIL) {
+  if (result == -kFiEavail) {
     read_error(nic);
     report_failed(out, count);
-  } else if (result < 0 && result != -FI_EAGAIN) {
+  } else if (result < 0 && result != -EAGAIN) {
     fail(own_.rank, -1, own_.provider + ": the completion queue cannot be read: " + error_text(result));
   }
   for (ssize_t i = 0; i < result; ++i)
@@ -98,7 +98,7 @@ void OfiTransport::take(uint32_t nic, const fi_cq_data_entry& entry, fi_addr_t s
 bool OfiTransport::take_arrival(uint32_t nic, const fi_cq_data_entry& entry, fi_addr_t source, Arrival& arrival) {
   if (own_.naming == Naming::kMessage) {
     if (!take_notice(entry, arrival)) return false;
-  } else if ((entry.flags & FI_REMOTE_CQ_DATA) == 0) {
+  } else if ((entry.flags & kFiRemoteCqData) == 0) {
     return false;
   } else if (own_.naming == Naming::kTag) {
     arrival = tags_.decode(entry.data);
@@ -124,7 +124,7 @@ void OfiTransport::post_receive(uint32_t idx) {
   const Nic& nic = nics_[receive.nic];
   const iovec to = {&receive.notice, sizeof(receive.notice)};
   void* desc = nic.receive_desc;
-  const fi_msg message = {&to, &desc, 1, FI_ADDR_UNSPEC, &receive.context, 0};
+  const fi_msg message = {&to, &desc, 1, kFiAddrUnspec, &receive.context, 0};
   if (nic.endpoint->receive(message) != 0) unposted_.push_back(idx);
 }
 

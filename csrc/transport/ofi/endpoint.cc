@@ -6,16 +6,7 @@
 namespace uccl_ep::ofi {
 namespace {
 
-// Since libfabric 1.20 a registration may name a dmabuf; older headers do not declare it.
-constexpr uint64_t kMrDmabuf = uint64_t{1} << 40;
-constexpr uint32_t kDmabufVersion = FI_VERSION(1, 20);
-struct Dmabuf {
-  int fd;
-  uint64_t offset;
-  size_t len;
-  void* base_addr;
-};
-
+constexpr uint32_t kDmabufVersion = fi_version_of(1, 20);
 constexpr int kKeyAttempts = 16;
 
 uint64_t random_bits() {
@@ -39,13 +30,13 @@ Endpoint::Endpoint(Offer offer, int rank, uint32_t num_arrivals) : offer_(std::m
   check(fi_domain(fabric, info, &domain, nullptr), "the domain cannot be opened");
   domain_.reset(domain);
   fi_av_attr table_attr = {};
-  table_attr.type = FI_AV_TABLE;
+  table_attr.type = kFiAvTable;
   fid_av* table = nullptr;
   check(fi_av_open(domain, &table_attr, &table, nullptr), "no table of addresses");
   table_.reset(table);
   fi_cq_attr queue_attr = {};
   queue_attr.size = info->tx_attr->size + num_arrivals;
-  queue_attr.format = FI_CQ_FORMAT_DATA;
+  queue_attr.format = kFiCqFormatData;
   fid_cq* queue = nullptr;
   check(fi_cq_open(domain, &queue_attr, &queue, nullptr),
         "no completion queue of " + std::to_string(queue_attr.size) + " entries");
@@ -53,7 +44,7 @@ Endpoint::Endpoint(Offer offer, int rank, uint32_t num_arrivals) : offer_(std::m
   fid_ep* endpoint = nullptr;
   check(fi_endpoint(domain, info, &endpoint, nullptr), "no endpoint");
   endpoint_.reset(endpoint);
-  check(fi_ep_bind(endpoint, &queue->fid, FI_TRANSMIT | FI_RECV), "the queue cannot be bound");
+  check(fi_ep_bind(endpoint, &queue->fid, kFiTransmit | kFiRecv), "the queue cannot be bound");
   check(fi_ep_bind(endpoint, &table->fid, 0), "the table of addresses cannot be bound");
   check(fi_enable(endpoint), "the endpoint cannot be enabled");
 }
@@ -61,7 +52,7 @@ Endpoint::Endpoint(Offer offer, int rank, uint32_t num_arrivals) : offer_(std::m
 // Memory stays registered until nothing can write it any more; but an endpoint that owns its registrations is busy
 // until they are gone.
 Endpoint::~Endpoint() {
-  if (endpoint_ != nullptr && fi_close(&endpoint_->fid) == -FI_EBUSY) {
+  if (endpoint_ != nullptr && fi_close(&endpoint_->fid) == -EBUSY) {
     memories_.clear();
     fi_close(&endpoint_->fid);
   }
@@ -83,7 +74,7 @@ fi_addr_t Endpoint::insert(const std::string& name, int peer) {
     fail(rank_, peer,
          "rank " + std::to_string(peer) + " has an endpoint name of " + std::to_string(name.size()) +
              " bytes, ours has " + std::to_string(this->name().size()));
-  fi_addr_t address = FI_ADDR_NOTAVAIL;
+  fi_addr_t address = kFiAddrNotavail;
   const int inserted = fi_av_insert(table_.get(), name.data(), 1, &address, 0, nullptr);
   if (inserted != 1)
     fail(rank_, peer,
@@ -122,7 +113,7 @@ RegisteredMemory& Endpoint::add(const RegisteredRegion& region, uint64_t largest
     uint8_t* base = memory->base_ + start;
     Fid<fid_mr> piece = register_piece(base, std::min(kMaxPieceBytes, region.bytes - start), region, use);
     memory->remote_.pieces.push_back(
-        {fi_mr_key(piece.get()), asks(FI_MR_VIRT_ADDR) ? reinterpret_cast<uint64_t>(base) : 0});
+        {fi_mr_key(piece.get()), asks(kFiMrVirtAddr) ? reinterpret_cast<uint64_t>(base) : 0});
     memory->descs_.push_back(fi_mr_desc(piece.get()));
     memory->pieces_.push_back(std::move(piece));
   }
@@ -136,23 +127,23 @@ Fid<fid_mr> Endpoint::register_piece(void* base, uint64_t bytes, const Registere
   fi_mr_attr attr = {};
   attr.mr_iov = &range;
   attr.iov_count = 1;
-  attr.access = use == Use::kPrivate ? FI_SEND | FI_RECV : FI_WRITE | FI_REMOTE_WRITE;
-  attr.iface = device ? FI_HMEM_CUDA : FI_HMEM_SYSTEM;
+  attr.access = use == Use::kPrivate ? kFiSend | kFiRecv : kFiWrite | kFiRemoteWrite;
+  attr.iface = device ? kFiHmemCuda : kFiHmemSystem;
   fid_mr* piece = nullptr;
-  int result = -FI_ENOSYS;
-  Dmabuf dmabuf = {};
+  int result = -ENOSYS;
+  fi_mr_dmabuf dmabuf = {};
   if (device && region.dmabuf_fd >= 0 && api_version() >= kDmabufVersion) {
     const uint64_t offset = static_cast<uint64_t>(static_cast<uint8_t*>(base) - static_cast<uint8_t*>(region.base));
     dmabuf = {region.dmabuf_fd, offset, bytes, region.base};
-    attr.mr_iov = reinterpret_cast<const iovec*>(&dmabuf);
-    result = try_register(attr, kMrDmabuf, piece);
+    attr.dmabuf = &dmabuf;
+    result = try_register(attr, kFiMrDmabuf, piece);
     attr.mr_iov = &range;
   }
   if (result != 0) result = try_register(attr, 0, piece);
   check(result, "cannot register " + std::to_string(bytes) + " bytes of " +
                     (device ? "device memory (FI_HMEM_CUDA)" : "host memory"));
   Fid<fid_mr> owned(piece);
-  if (asks(FI_MR_ENDPOINT)) {
+  if (asks(kFiMrEndpoint)) {
     check(fi_mr_bind(piece, &endpoint_->fid, 0), "memory cannot be bound to the endpoint");
     check(fi_mr_enable(piece), "memory cannot be enabled");
   }
@@ -162,10 +153,10 @@ Fid<fid_mr> Endpoint::register_piece(void* base, uint64_t bytes, const Registere
 // Keys that we choose are drawn: who was not told one cannot write.
 int Endpoint::try_register(fi_mr_attr& attr, uint64_t flags, fid_mr*& piece) const {
   const size_t key_bytes = std::min<size_t>(offer_.info->domain_attr->mr_key_size, 8);
-  int result = -FI_ENOKEY;
-  for (int attempt = 0; attempt < kKeyAttempts && result == -FI_ENOKEY; ++attempt) {
+  int result = -ENOKEY;
+  for (int attempt = 0; attempt < kKeyAttempts && result == -ENOKEY; ++attempt) {
     attr.requested_key =
-        asks(FI_MR_PROV_KEY) || key_bytes == 0 ? 0 : random_bits() >> (64 - 8 * static_cast<int>(key_bytes));
+        asks(kFiMrProvKey) || key_bytes == 0 ? 0 : random_bits() >> (64 - 8 * static_cast<int>(key_bytes));
     result = fi_mr_regattr(domain_.get(), &attr, flags, &piece);
   }
   return result;

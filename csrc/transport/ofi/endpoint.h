@@ -62,7 +62,7 @@ class Endpoint {
     return fi_writemsg(endpoint_.get(), &message, flags);
   }
   ssize_t send(const fi_msg& message, uint64_t flags) const { return fi_sendmsg(endpoint_.get(), &message, flags); }
-  ssize_t receive(const fi_msg& message) const { return fi_recvmsg(endpoint_.get(), &message, FI_COMPLETION); }
+  ssize_t receive(const fi_msg& message) const { return fi_recvmsg(endpoint_.get(), &message, kFiCompletion); }
   ssize_t read(fi_cq_data_entry* entries, size_t count, fi_addr_t* sources) const {
     return fi_cq_readfrom(queue_.get(), entries, count, sources);
   }

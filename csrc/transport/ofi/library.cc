@@ -35,6 +35,14 @@ class KeptSignals {
   std::array<bool, kNumSignals> known_{};
 };
 
+constexpr uint32_t kOldest = fi_version_of(1, 14);
+constexpr const char* kPackage =
+    "install libfabric (Debian, Ubuntu: apt-get install libfabric1), or the one of the fabric's vendor";
+
+std::string text_of(uint32_t version) {
+  return "libfabric " + std::to_string(version >> 16) + '.' + std::to_string(version & 0xffff);
+}
+
 // The newest version of each symbol is taken: the library itself allocates the structures that it reads, and they grow
 // at their ends only.
 struct Library {
@@ -42,7 +50,8 @@ struct Library {
     void* handle = dlopen("libfabric.so.1", RTLD_NOW | RTLD_LOCAL);
     if (handle == nullptr) {
       const char* text = dlerror();
-      problem = std::string("libfabric cannot be loaded: ") + (text != nullptr ? text : "libfabric.so.1");
+      problem =
+          std::string("libfabric cannot be loaded (") + (text != nullptr ? text : "libfabric.so.1") + "): " + kPackage;
       // Where the installer of EFA puts it.
       for (const char* path : {"/opt/amazon/efa/lib/libfabric.so.1", "/opt/amazon/efa/lib64/libfabric.so.1"})
         if (handle == nullptr) handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
@@ -55,24 +64,23 @@ struct Library {
     load(handle, "fi_fabric", fabric);
     load(handle, "fi_strerror", strerror);
     load(handle, "fi_version", version);
-    if (problem.empty() && version() < FI_VERSION(1, 14))
-      problem = "libfabric " + std::to_string(FI_MAJOR(version())) + '.' + std::to_string(FI_MINOR(version())) +
-                " is too old: 1.14 is needed";
+    if (problem.empty() && version() < kOldest)
+      problem = text_of(version()) + " is too old, " + text_of(kOldest) + " is needed: " + kPackage;
   }
 
   template <typename Function>
   void load(void* handle, const char* name, Function*& function) {
     function = reinterpret_cast<Function*>(dlsym(handle, name));
-    if (function == nullptr) problem = std::string("libfabric.so.1 has no ") + name;
+    if (function == nullptr) problem = std::string("libfabric.so.1 has no ") + name + ": " + kPackage;
   }
 
   std::string problem;
-  decltype(::fi_getinfo)* getinfo = nullptr;
-  decltype(::fi_freeinfo)* freeinfo = nullptr;
-  decltype(::fi_dupinfo)* dupinfo = nullptr;
-  decltype(::fi_fabric)* fabric = nullptr;
-  decltype(::fi_strerror)* strerror = nullptr;
-  decltype(::fi_version)* version = nullptr;
+  decltype(fi_getinfo)* getinfo = nullptr;
+  decltype(fi_freeinfo)* freeinfo = nullptr;
+  decltype(fi_dupinfo)* dupinfo = nullptr;
+  decltype(fi_fabric)* fabric = nullptr;
+  decltype(fi_strerror)* strerror = nullptr;
+  decltype(fi_version)* version = nullptr;
 };
 
 // Never unloaded: providers keep threads and handlers.
@@ -88,33 +96,25 @@ const Library& library() {
 
 const std::string& library_problem() { return library().problem; }
 
-std::string library_text() {
-  const uint32_t version = fi_version();
-  return "libfabric " + std::to_string(FI_MAJOR(version)) + '.' + std::to_string(FI_MINOR(version));
-}
+std::string library_text() { return text_of(fi_version()); }
 
-uint32_t api_version() { return std::min<uint32_t>(fi_version(), FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION)); }
+uint32_t api_version() { return std::min<uint32_t>(fi_version(), kDeclaredVersion); }
 
 std::string error_text(ssize_t result) { return fi_strerror(static_cast<int>(-result)); }
 
 void fail(int rank, int peer, const std::string& text) { fail_transport("ofi", rank, peer, text); }
 
+int fi_getinfo(uint32_t version, const char* node, const char* service, uint64_t flags, const fi_info* hints,
+               fi_info** info) {
+  const KeptSignals kept;  // the first call initialises the providers
+  return library().getinfo(version, node, service, flags, hints, info);
+}
+void fi_freeinfo(fi_info* info) { library().freeinfo(info); }
+fi_info* fi_dupinfo(const fi_info* info) { return library().dupinfo(info); }
+int fi_fabric(fi_fabric_attr* attr, fid_fabric** fabric, void* context) {
+  return library().fabric(attr, fabric, context);
+}
+const char* fi_strerror(int number) { return library().strerror(number); }
+uint32_t fi_version() { return library().version(); }
+
 }  // namespace uccl_ep::ofi
-
-// Hidden: libfabric itself calls these names, and must reach its own.
-#define FORWARDED extern "C" __attribute__((visibility("hidden")))
-
-FORWARDED int fi_getinfo(uint32_t version, const char* node, const char* service, uint64_t flags,
-                         const struct fi_info* hints, struct fi_info** info) {
-  const uccl_ep::ofi::KeptSignals kept;  // the first call initialises the providers
-  return uccl_ep::ofi::library().getinfo(version, node, service, flags, hints, info);
-}
-FORWARDED void fi_freeinfo(struct fi_info* info) { uccl_ep::ofi::library().freeinfo(info); }
-FORWARDED struct fi_info* fi_dupinfo(const struct fi_info* info) { return uccl_ep::ofi::library().dupinfo(info); }
-FORWARDED int fi_fabric(struct fi_fabric_attr* attr, struct fid_fabric** fabric, void* context) {
-  return uccl_ep::ofi::library().fabric(attr, fabric, context);
-}
-FORWARDED const char* fi_strerror(int number) { return uccl_ep::ofi::library().strerror(number); }
-FORWARDED uint32_t fi_version(void) { return uccl_ep::ofi::library().version(); }
-
-#undef FORWARDED

@@ -1,19 +1,15 @@
-// libfabric, loaded when it is first needed: this build works where it is not installed. Its headers call a handful of
-// exported functions; library.cc defines those as forwarders, everything else goes through the objects' own tables.
+// libfabric, loaded when it is first needed: a machine without it misses the ofi transport and nothing else. A handful
+// of its functions is exported, library.cc calls those; everything else goes through the objects' own tables (calls.h).
 #pragma once
 
-#include <rdma/fabric.h>
-#include <rdma/fi_cm.h>
-#include <rdma/fi_domain.h>
-#include <rdma/fi_endpoint.h>
-#include <rdma/fi_eq.h>
-#include <rdma/fi_errno.h>
-#include <rdma/fi_rma.h>
 #include <sys/types.h>
 
 #include <cstdint>
 #include <memory>
 #include <string>
+
+#include "transport/ofi/abi.h"
+#include "transport/ofi/calls.h"
 
 namespace uccl_ep::ofi {
 
@@ -21,10 +17,20 @@ namespace uccl_ep::ofi {
 const std::string& library_problem();
 // "libfabric 1.17"; only of a library that was loaded.
 std::string library_text();
-// What to ask it for: its version or that of our headers, whichever is older.
+// What to ask it for: its version or that of our declarations, whichever is older.
 uint32_t api_version();
 // Of a result < 0.
 std::string error_text(ssize_t result);
+
+// The library's own; only where there is no problem with it.
+int fi_getinfo(uint32_t version, const char* node, const char* service, uint64_t flags, const fi_info* hints,
+               fi_info** info);
+void fi_freeinfo(fi_info* info);
+fi_info* fi_dupinfo(const fi_info* info);
+int fi_fabric(fi_fabric_attr* attr, fid_fabric** fabric, void* context);
+const char* fi_strerror(int number);
+uint32_t fi_version();
+inline fi_info* fi_allocinfo() { return fi_dupinfo(nullptr); }
 
 struct FreeInfo {
   void operator()(fi_info* info) const { fi_freeinfo(info); }

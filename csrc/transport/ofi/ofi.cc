@@ -31,7 +31,7 @@ Naming naming_of(const fi_info& info, Naming wanted, const TransportSetup& setup
   const bool tags = info.domain_attr->cq_data_size >= sizeof(uint64_t) &&
                     Tags::suffice(setup.largest_write_bytes, static_cast<uint32_t>(setup.num_ranks));
   if (wanted == Naming::kTag && !tags) return Naming::kMessage;
-  if (wanted == Naming::kSource && (info.caps & FI_SOURCE) == 0) return Naming::kMessage;
+  if (wanted == Naming::kSource && (info.caps & kFiSource) == 0) return Naming::kMessage;
   return wanted;
 }
 
@@ -190,7 +190,7 @@ PostResult OfiTransport::post_write(const WriteRequest& request) {
   if (!peer.parked.empty() || free_.empty()) return PostResult::kAgain;
   const uint32_t nic_idx = choose_nic(request);
   Nic& nic = nics_[nic_idx];
-  submit_held(nic, FI_MORE);
+  submit_held(nic, kFiMore);
   if (!peer.parked.empty()) return PostResult::kAgain;
   const uint32_t idx = pop(free_);
   Op& op = ops_[idx];

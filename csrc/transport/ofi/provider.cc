@@ -29,26 +29,26 @@ Family family_of(const std::string& provider) {
 Info make_hints(const std::string& provider, Naming naming, bool device_memory) {
   Info hints(fi_allocinfo());
   if (hints == nullptr) fail(-1, -1, "libfabric has no memory");
-  hints->caps = FI_MSG | FI_RMA | FI_WRITE | FI_REMOTE_WRITE | FI_SEND | FI_RECV;
-  if (naming == Naming::kSource) hints->caps |= FI_SOURCE;
-  if (device_memory) hints->caps |= FI_HMEM;
-  hints->mode = FI_CONTEXT | FI_CONTEXT2;
-  hints->ep_attr->type = FI_EP_RDM;
+  hints->caps = kFiMsg | kFiRma | kFiWrite | kFiRemoteWrite | kFiSend | kFiRecv;
+  if (naming == Naming::kSource) hints->caps |= kFiSource;
+  if (device_memory) hints->caps |= kFiHmem;
+  hints->mode = kFiContext | kFiContext2;
+  hints->ep_attr->type = kFiEpRdm;
   // A write that is done has reached the peer's memory.
-  hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;
-  hints->domain_attr->threading = FI_THREAD_DOMAIN;
-  hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
-  hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
-  hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
-  hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT |
-                                (device_memory ? FI_MR_HMEM : 0);
+  hints->tx_attr->op_flags = kFiDeliveryComplete;
+  hints->domain_attr->threading = kFiThreadDomain;
+  hints->domain_attr->control_progress = kFiProgressManual;
+  hints->domain_attr->data_progress = kFiProgressManual;
+  hints->domain_attr->resource_mgmt = kFiRmEnabled;
+  hints->domain_attr->mr_mode =
+      kFiMrLocal | kFiMrVirtAddr | kFiMrAllocated | kFiMrProvKey | kFiMrEndpoint | (device_memory ? kFiMrHmem : 0);
   if (!provider.empty()) hints->fabric_attr->prov_name = strdup(provider.c_str());  // fi_freeinfo() frees it
   return hints;
 }
 
 // A socket address that a peer on another host can use: link-local ones name an interface of ours.
 bool reachable(const fi_info& info) {
-  if (info.addr_format != FI_SOCKADDR_IN6 || info.src_addr == nullptr || info.src_addrlen < 28) return true;
+  if (info.addr_format != kFiSockaddrIn6 || info.src_addr == nullptr || info.src_addrlen < 28) return true;
   const uint8_t* address = static_cast<const uint8_t*>(info.src_addr) + 8;
   return !(address[0] == 0xfe && (address[1] & 0xc0) == 0x80);
 }
@@ -137,7 +137,7 @@ std::vector<Offer> take_nearest(std::vector<Offer> offers, const Wanted& wanted)
 }  // namespace
 
 std::string Offer::pci() const {
-  if (info->nic == nullptr || info->nic->bus_attr == nullptr || info->nic->bus_attr->bus_type != FI_BUS_PCI) return "";
+  if (info->nic == nullptr || info->nic->bus_attr == nullptr || info->nic->bus_attr->bus_type != kFiBusPci) return "";
   const fi_pci_attr& pci = info->nic->bus_attr->attr.pci;
   char text[32];
   std::snprintf(text, sizeof(text), "%04x:%02x:%02x.%x", pci.domain_id, pci.bus_id, pci.device_id, pci.function_id);

@@ -22,7 +22,7 @@ struct Offer {
   Family family;
   std::string provider() const { return info->fabric_attr->prov_name; }
   std::string domain() const { return info->domain_attr->name; }
-  bool has_device_memory() const { return (info->caps & FI_HMEM) != 0; }
+  bool has_device_memory() const { return (info->caps & kFiHmem) != 0; }
   std::string pci() const;  // "0000:1b:00.0"; empty: unknown
 };
 

@@ -40,8 +40,8 @@ void OfiTransport::submit_held(Nic& nic, uint64_t flags) {
 void OfiTransport::submit_or_park(uint32_t idx, uint64_t flags) {
   Op& op = ops_[idx];
   Peer& peer = peers_[static_cast<size_t>(op.request.peer)];
-  const ssize_t result = peer.parked.empty() ? submit(op, flags) : -FI_EAGAIN;
-  if (result == -FI_EAGAIN) {
+  const ssize_t result = peer.parked.empty() ? submit(op, flags) : -EAGAIN;
+  if (result == -EAGAIN) {
     op.refused_since_usec = now_usec();
     push(peer.parked, idx);
     ++num_parked_;
@@ -71,9 +71,9 @@ ssize_t OfiTransport::write(Op& op, const Peer& peer, uint64_t flags) const {
   const fi_rma_iov to = {piece.start + remote_offset % remote.stride_bytes, request.num_bytes, piece.key};
   void* desc = local.desc(local_offset);
   fi_msg_rma message = {&from, &desc, 1, peer.endpoints[op.nic], &to, 1, &op.context, 0};
-  flags |= FI_COMPLETION | FI_DELIVERY_COMPLETE;
+  flags |= kFiCompletion | kFiDeliveryComplete;
   if (peer.address.naming != Naming::kMessage) {
-    flags |= FI_REMOTE_CQ_DATA;
+    flags |= kFiRemoteCqData;
     message.data = peer.address.naming == Naming::kSource
                        ? request.immediate
                        : peer.tags.encode({static_cast<uint32_t>(own_.rank), request.immediate, request.num_bytes});
@@ -87,7 +87,7 @@ ssize_t OfiTransport::send_notice(Op& op, const Peer& peer, uint64_t flags) cons
   const iovec from = {&op.notice, sizeof(op.notice)};
   void* desc = nic.op_desc;
   const fi_msg message = {&from, &desc, 1, peer.endpoints[op.nic], &op.context, 0};
-  return nic.endpoint->send(message, flags | FI_COMPLETION | FI_DELIVERY_COMPLETE);
+  return nic.endpoint->send(message, flags | kFiCompletion | kFiDeliveryComplete);
 }
 
 void OfiTransport::retry_parked(uint64_t now_usec) {
@@ -101,15 +101,15 @@ void OfiTransport::retry_parked_of(Peer& peer, uint64_t now_usec) {
   while (!peer.parked.empty()) {
     const uint32_t idx = peer.parked.first;
     const uint64_t refused_usec = now_usec - std::min(now_usec, ops_[idx].refused_since_usec);
-    const ssize_t result = given_up ? -FI_EAGAIN : submit(ops_[idx], 0);
-    if (result == -FI_EAGAIN) {
+    const ssize_t result = given_up ? -EAGAIN : submit(ops_[idx], 0);
+    if (result == -EAGAIN) {
       const bool gone = refused_usec > kAskAfterUsec && !peer.process.alive();
       given_up = given_up || gone || refused_usec > setup_.progress_timeout_usec;
       if (!given_up) return;
     }
     pop(peer.parked);
     --num_parked_;
-    if (result == -FI_EAGAIN)
+    if (result == -EAGAIN)
       set_failed(idx, own_.provider + " refused it for " + std::to_string(refused_usec / 1000) + " ms" +
                           (peer.process.alive() ? "" : ", and the peer's process is gone"));
     else if (result != 0)

@@ -1,8 +1,6 @@
 // The writes to one peer over one NIC, from posting until they are flushed. Posts are the same for all queue pairs.
 #pragma once
 
-#include <infiniband/verbs.h>
-
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -104,7 +102,7 @@ class Link {
     ibv_qp_ex* const qp = outlet_.qp;
     doorbell_->prepare();
     qp->wr_id = (uint64_t{index_} + 1) << kSerialBits | ((posted_ - 1) & ((uint64_t{1} << kSerialBits) - 1));
-    qp->wr_flags = signalled ? IBV_SEND_SIGNALED : 0;
+    qp->wr_flags = signalled ? unsigned{IBV_SEND_SIGNALED} : 0;
     ibv_wr_rdma_write_imm(qp, write.remote_key, write.to, htobe32(write.immediate));
     if (outlet_.ah != nullptr) ibv_wr_set_ud_addr(qp, outlet_.ah, outlet_.remote_qp, kQueueKey);
     if (write.num_bytes != 0)

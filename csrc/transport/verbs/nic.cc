@@ -11,7 +11,7 @@
 
 #include "common/units.h"
 #include "transport/failure.h"
-#include "transport/verbs/library.h"
+#include "transport/nics.h"
 
 namespace uccl_ep::verbs {
 namespace {
@@ -23,7 +23,8 @@ class DeviceList {
  public:
   DeviceList() {
     if (const std::string missing = load_library(); !missing.empty())
-      refuse("libibverbs cannot be loaded (" + missing + "): install rdma-core");
+      refuse("libibverbs cannot be loaded (" + missing + "): " + kVerbsPackages +
+             (host_nics().empty() ? "; and this host has no RDMA NIC: /sys/class/infiniband is empty" : ""));
     list_ = ibv_get_device_list(&count_);
   }
   ~DeviceList() {
@@ -86,6 +87,13 @@ void fail(int rank, int peer, const std::string& text) { fail_transport("verbs",
 std::vector<std::string> device_names() {
   std::vector<std::string> names;
   for (ibv_device* device : DeviceList()) names.push_back(ibv_get_device_name(device));
+  if (!names.empty()) return names;
+  std::string shown;
+  for (const HostNic& nic : host_nics()) shown += (shown.empty() ? "" : ", ") + describe(nic);
+  if (!shown.empty())
+    refuse("libibverbs offers none of this host's NICs (" + shown +
+           "): their drivers' libraries are missing (Debian, Ubuntu: apt-get install ibverbs-providers), or "
+           "/dev/infiniband is, as in a container");
   return names;
 }
 

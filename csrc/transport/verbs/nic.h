@@ -1,8 +1,6 @@
 // A NIC that was opened: its port, its completion queue, and the memory that it may read and write.
 #pragma once
 
-#include <infiniband/verbs.h>
-
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -11,6 +9,7 @@
 #include "sync/flag.h"
 #include "transport/transport.h"
 #include "transport/verbs/address.h"
+#include "transport/verbs/library.h"
 
 namespace uccl_ep::verbs {
 
@@ -65,7 +64,8 @@ struct Port {
   bool is_efa = false;
 };
 
-// The names of the devices that libibverbs offers. Throws UsageFailure where it cannot be loaded.
+// The names of the devices that libibverbs offers; none on a host without any. Throws UsageFailure where it cannot be
+// loaded, and where it offers none of those that sysfs shows.
 std::vector<std::string> device_names();
 
 class Nic {

@@ -2,8 +2,6 @@
 // writes are posted alike (link.h).
 #pragma once
 
-#include <infiniband/verbs.h>
-
 #include <cstdint>
 #include <memory>
 #include <vector>

@@ -3,65 +3,25 @@
 #include <cstring>
 #include <map>
 
-#include "transport/verbs/library.h"
+#include "transport/verbs/efa_abi.h"
 #include "transport/verbs/queue_pairs.h"
 
-// What Debian's efadv.h lacks, from rdma-core's documentation: manuals efadv_create_qp_ex, efadv_query_device,
-// efadv_query_ah of version 52.
 namespace uccl_ep::verbs {
 namespace {
 
-constexpr uint32_t kDriverTypeSrd = 0;
-constexpr uint16_t kUnsolicitedWriteReceive = 1 << 0;  // a flag of the queue pair
-constexpr uint32_t kCanWrite = 1 << 3;                 // capabilities of the device
-constexpr uint32_t kCanReceiveUnsolicited = 1 << 4;
-
-struct EfaQueuePairInit {
-  uint64_t comp_mask = 0;
-  uint32_t driver_qp_type = kDriverTypeSrd;
-  uint16_t flags = 0;
-  uint8_t sl = 0;
-  uint8_t reserved = 0;
-};
-static_assert(sizeof(EfaQueuePairInit) == 16);
-
-struct EfaDeviceLimits {
-  uint64_t comp_mask = 0;
-  uint32_t max_sq_wr = 0, max_rq_wr = 0;
-  uint16_t max_sq_sge = 0, max_rq_sge = 0, inline_buf_size = 0;
-  uint8_t reserved[2] = {};
-  uint32_t device_caps = 0, max_rdma_size = 0;
-};
-static_assert(sizeof(EfaDeviceLimits) == 32);
-
-struct EfaRoute {
-  uint64_t comp_mask = 0;
-  uint16_t ahn = 0;
-  uint8_t reserved[6] = {};
-};
-static_assert(sizeof(EfaRoute) == 16);
-
-using CreateQp = ibv_qp*(ibv_context*, ibv_qp_init_attr_ex*, EfaQueuePairInit*, uint32_t);
-using QueryDevice = int(ibv_context*, EfaDeviceLimits*, uint32_t);
-using QueryRoute = int(ibv_ah*, EfaRoute*, uint32_t);
-
 template <typename Function>
 Function* efa(const char* name) {
-  void* const found = efa_symbol(name);
-  if (found == nullptr)
-    throw UsageFailure(UsageKind::kConfig,
-                       std::string("verbs: libefa.so.1 has no ") + name + ": install the EFA driver's rdma-core");
-  return reinterpret_cast<Function*>(found);
+  return reinterpret_cast<Function*>(efa_symbol(name));
 }
 
 class ScalableReliableDatagrams final : public QueuePairs {
  public:
   ScalableReliableDatagrams(Nic& nic, const QueuePairOptions& options)
       : nic_(nic), options_(*options.nic), setup_(*options.setup), routes_(static_cast<size_t>(setup_.num_ranks)) {
-    EfaDeviceLimits limits;
-    if (efa<QueryDevice>("efadv_query_device")(nic.context(), &limits, sizeof(limits)) != 0)
+    efadv_device_attr limits{};
+    if (efa<efadv_query_device>("efadv_query_device")(nic.context(), &limits, sizeof(limits)) != 0)
       fail(nic.rank(), -1, "NIC " + nic.name() + " does not say what it can do");
-    if ((limits.device_caps & kCanWrite) == 0)
+    if ((limits.device_caps & EFADV_DEVICE_ATTR_CAPS_RDMA_WRITE) == 0)
       throw UsageFailure(UsageKind::kConfig, "verbs: EFA device " + nic.name() +
                                                  " has no RDMA write: p5 instances and later have it; use transport = "
                                                  "'ofi' here");
@@ -69,7 +29,7 @@ class ScalableReliableDatagrams final : public QueuePairs {
       throw UsageFailure(UsageKind::kConfig, "verbs: EFA device " + nic.name() + " writes at most " +
                                                  std::to_string(limits.max_rdma_size) + " bytes, chunks have " +
                                                  std::to_string(setup_.largest_write_bytes));
-    unsolicited_ = (limits.device_caps & kCanReceiveUnsolicited) != 0;
+    unsolicited_ = (limits.device_caps & EFADV_DEVICE_ATTR_CAPS_UNSOLICITED_WRITE_RECV) != 0;
     create(options, limits);
     if (!unsolicited_) give_back(std::min(options.sizes.arrivals, limits.max_rq_wr));
   }
@@ -92,8 +52,8 @@ class ScalableReliableDatagrams final : public QueuePairs {
     if (!ah)
       fail(nic_.rank(), peer,
            "NIC " + nic_.name() + " finds no way to rank " + std::to_string(peer) + ": " + std::strerror(errno));
-    EfaRoute number;
-    if (efa<QueryRoute>("efadv_query_ah")(ah.get(), &number, sizeof(number)) != 0)
+    efadv_ah_attr number{};
+    if (efa<efadv_query_ah>("efadv_query_ah")(ah.get(), &number, sizeof(number)) != 0)
       fail(nic_.rank(), peer, "NIC " + nic_.name() + " does not say the number of an address handle");
     senders_[{number.ahn, remote.queue_pairs[own]}] = peer;
     return {ibv_qp_to_qp_ex(qp_.get()), ah.get(), remote.queue_pairs[own]};
@@ -120,7 +80,7 @@ class ScalableReliableDatagrams final : public QueuePairs {
   void cut(int) override {}
 
  private:
-  void create(const QueuePairOptions& options, const EfaDeviceLimits& limits) {
+  void create(const QueuePairOptions& options, const efadv_device_attr& limits) {
     ibv_qp_init_attr_ex init{};
     init.qp_type = IBV_QPT_DRIVER;
     init.send_cq = init.recv_cq = options.completions;
@@ -132,10 +92,11 @@ class ScalableReliableDatagrams final : public QueuePairs {
     init.pd = nic_.pd();
     init.send_ops_flags = IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM;
     init.sq_sig_all = 1;
-    EfaQueuePairInit its;
-    its.flags = unsolicited_ ? kUnsolicitedWriteReceive : 0;
+    efadv_qp_init_attr its{};
+    its.driver_qp_type = EFADV_QP_DRIVER_TYPE_SRD;
+    its.flags = unsolicited_ ? uint16_t{EFADV_QP_FLAGS_UNSOLICITED_WRITE_RECV} : uint16_t{0};
     its.sl = static_cast<uint8_t>(std::max(options_.service_level, 0));
-    qp_.reset(efa<CreateQp>("efadv_create_qp_ex")(nic_.context(), &init, &its, sizeof(its)));
+    qp_.reset(efa<efadv_create_qp_ex>("efadv_create_qp_ex")(nic_.context(), &init, &its, sizeof(its)));
     if (!qp_) fail(nic_.rank(), -1, "NIC " + nic_.name() + " gives no SRD queue pair: " + std::strerror(errno));
     ibv_qp_attr attr{};
     attr.port_num = nic_.port().number;
