@@ -13,6 +13,20 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python="${PYTHON:-.venv/bin/python}"
+known=(tests domains megatron sanitize soak bench links step)
+[ $# -gt 0 ] || set -- "${known[@]:0:7}"
+for what in "$@"; do
+  [[ " ${known[*]} " == *" $what "* ]] || { printf '%s: none of %s\n' "$what" "${known[*]}" >&2 && exit 2; }
+done
+# Now, and not when its turn comes.
+. scripts/gpu_needs.sh
+need_gpus "$python" "${RANKS:-1}"
+for what in "$@"; do
+  case "$what" in
+    megatron | step) need_module "$python" megatron.core "megatron-core (scripts/setup_env.sh installs it)" ;;
+    sanitize) need_program compute-sanitizer "CUDA's toolkit has it" ;;
+  esac
+done
 ranks="${RANKS:-$("$python" -c 'import torch; print(torch.cuda.device_count())')}"
 out="${OUT:-bench/results}"
 failed=()
@@ -24,7 +38,6 @@ check() {
   printf '[gpu] %s took %d s\n' "$name" $((SECONDS - started))
 }
 
-[ $# -gt 0 ] || set -- tests domains megatron sanitize soak bench links
 for what in "$@"; do
   case "$what" in
     tests)
@@ -65,10 +78,6 @@ for what in "$@"; do
       check step "$python" -m bench.megatron_step --device cuda --num-ranks "$ranks" --recipe dsv3_proxy_4xh200 --layers 2 \
         --micro-batch-tokens 1024 4096 --hidden 2048 7168 --expert-ffn 2048 --dispatch-dtype fp8 --overlap off on --steps 6 \
         --out "$out/gpus_${ranks}_megatron_step"
-      ;;
-    *)
-      printf '%s: none of tests, domains, megatron, sanitize, soak, bench, links, step\n' "$what" >&2
-      exit 2
       ;;
   esac
 done

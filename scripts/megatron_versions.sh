@@ -6,6 +6,16 @@
 #
 # Sets everything up (see setup_env.sh), then unpacks each release's source under build/megatron and compiles its one
 # helper. Releases after 0.16 ask for Python 3.12; they run on 3.11, too. About 3 minutes a release.
+
+# Before the set-up, which may take minutes.
+for version in "$@"; do
+  [ "$version" != -- ] || break
+  [[ "$version" =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] ||
+    { printf '%s: no release of megatron-core, as in 0.18.2; what follows -- is for pytest\n' "$version" >&2 && exit 2; }
+done
+for program in c++ tar; do
+  command -v "$program" >/dev/null || { printf 'there is no %s, which unpacks or compiles\n' "$program" >&2 && exit 77; }
+done
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 versions=()

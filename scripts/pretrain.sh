@@ -5,6 +5,14 @@
 #   ./scripts/pretrain.sh [arguments of the launcher]      e.g. --token-dispatcher alltoall, --compare alltoall, --help
 #
 # A later --recipe overrides tiny_host. Runs in the clone's folder, to which relative paths refer.
+
+# Before the set-up, which may take minutes; what else the launcher needs it says itself.
+case " $* " in
+  *" --device cuda "* | *" --device=cuda "*)
+    . "$(dirname "${BASH_SOURCE[0]}")/needs.sh"
+    has_gpu || { printf '[pretrain] --device cuda: this machine has no NVIDIA GPU, or no driver for it\n' >&2 && exit 1; }
+    ;;
+esac
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 cd "$ROOT"

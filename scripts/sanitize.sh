@@ -5,6 +5,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python="${PYTHON:-.venv/bin/python}"
+. scripts/gpu_needs.sh
+need_gpus "$python" 1
+need_program compute-sanitizer "CUDA's toolkit has it"
 starts=("$python")
 if [ "$("$python" -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ]; then
   starts+=("$python -m torch.distributed.run --nproc_per_node=2 --master_port=${MASTER_PORT:-29511}")

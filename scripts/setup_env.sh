@@ -10,7 +10,7 @@
 #                       name the CPU package index that PyTorch's own installation page gives:
 #                       UCCL_EP_PIP_ARGS="--extra-index-url <that address>"
 #   UCCL_EP_APT=1       as root on Debian or Ubuntu: install with apt-get what is missing of compiler, Python headers, spin,
-#                       clang, and the headers of libibverbs and libfabric
+#                       clang, iproute2, and the libraries of NICs and fabrics, which are found at run time
 #   UCCL_EP_WERROR=1    compiler warnings are errors
 #
 # An up-to-date environment costs a few dozen milliseconds: two stamp files hold a hash of what it was made from.
@@ -106,6 +106,7 @@ find_python() {
 }
 
 . "$ROOT/scripts/apt.sh"
+. "$ROOT/scripts/needs.sh"
 
 # missing "what" package...: installs it where that was allowed, else says what to do and stops.
 missing() {
@@ -119,29 +120,21 @@ missing() {
     "(as root, UCCL_EP_APT=1 lets this script do it)"
 }
 
-# wished_for package probe...: as missing(), for what only some parts need, where the probe fails. Tried once; without it
-# they are not built, or their tests skip.
+# wished_for package: as missing(), for what only some parts need. Tried once; without it their tests skip.
 wished_for() {
-  local package="$1"
-  shift
-  if "$@" >/dev/null || ! may_apt || stamp_is "wished_for_$package" tried; then
+  if ! may_apt || stamp_is "wished_for_$1" tried; then
     return
   fi
-  write_stamp "wished_for_$package" tried
-  (run_stage "apt-get install $package" apt_install "$package") || say "going on without $package: what needs it is left out"
+  write_stamp "wished_for_$1" tried
+  (run_stage "apt-get install $1" apt_install "$1") || say "going on without $1"
 }
 
-# Headers of NIC libraries: what of the transports is compiled depends on them. The libraries are found at run time.
-NIC_HEADERS=(/usr/include/infiniband/verbs.h /usr/include/rdma/fabric.h /opt/amazon/efa/include/rdma/fabric.h)
-
+# All but what the VM needs, which soft_roce.sh installs.
 wished_for_all() {
-  wished_for spin command -v spin
-  wished_for clang command -v clang++
-  wished_for libclang-rt-dev compgen -G "/usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer-*"
-  wished_for libibverbs-dev test -f "${NIC_HEADERS[0]}"
-  wished_for ibverbs-providers compgen -G "/etc/libibverbs.d/*.driver"
-  wished_for iproute2 env PATH="$PATH:/usr/sbin:/sbin" which ip
-  wished_for libfabric-dev test -f "${NIC_HEADERS[1]}" -o -f "${NIC_HEADERS[2]}"
+  local package
+  for package in $(missing_for fuzzing) $(missing_for models) $(missing_for nics) $(missing_for fabric) $(missing_for hosts); do
+    wished_for "$package"
+  done
 }
 
 # Which Python that Debian or Ubuntu release has.
@@ -222,11 +215,10 @@ packages_hash() {
   { printf '%s\n' "$TORCH_SPEC" "${PIP_ARGS[*]}" "${PACKAGES[@]}" && cat "$ROOT/pyproject.toml"; } | hash_of
 }
 
-# The clone's place counts, because an editable package points to it. So do headers that come, go or change.
+# The clone's place counts, because an editable package points to it.
 build_hash() {
   {
     printf '%s\n%s\n' "$ROOT" "$("$VENV/bin/python" -V)"
-    sha256sum "${NIC_HEADERS[@]}" 2>/dev/null || true
     cd "$ROOT"
     find pyproject.toml setup.py uccl_ep_train/env.py csrc -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
   } | hash_of
@@ -294,5 +286,6 @@ set_up() {
 }
 
 set_up
+left_out | sed 's/^/[set-up] /'
 # These are for this script alone; the package would warn of variables that it does not know.
 unset UCCL_EP_TORCH_SPEC UCCL_EP_PIP_ARGS UCCL_EP_APT

@@ -29,17 +29,13 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 HERE="$ROOT/scripts/soft_roce"
 STATE="$ROOT/build/soft_roce"
 . "$ROOT/scripts/apt.sh"
+. "$ROOT/scripts/needs.sh"
 # Where not only root's programs are.
 PATH="$PATH:/usr/sbin:/sbin"
 
 # NO_READER is what a shell says of a program that SIGPIPE has ended.
 NO_VM=77 TIMED_OUT=124 VM_FAILED=125 NO_READER=141
 
-# program:package, of what runs here and, from here, in the VM.
-PROGRAMS=(
-  qemu-system-x86_64:qemu-system-x86 busybox:busybox-static modprobe:kmod
-  ip:iproute2 tc:iproute2 rdma:iproute2 ibv_rc_pingpong:ibverbs-utils
-)
 # Each with what it needs. rdma_ucm is for programs that meet through librdmacm.
 MODULES=(virtio_pci 9pnet_virtio 9p overlay crc32_pclmul crc32_generic veth sch_netem rdma_rxe ib_uverbs rdma_ucm)
 
@@ -82,28 +78,36 @@ logged() {
   return "$status"
 }
 
-# Debian's other busybox needs libraries, which the initramfs does not have.
-has_static_busybox() { ! ldd "$(command -v busybox)" >/dev/null 2>&1; }
+has_kernel() { compgen -G "$STATE/kernel/boot/vmlinuz-*" >/dev/null; }
 
-missing_packages() {
-  local entry
-  for entry in "${PROGRAMS[@]}"; do
-    command -v "${entry%%:*}" >/dev/null || printf '%s\n' "${entry#*:}"
+# Before anything is installed, fetched or compiled: all that is missing, in one line.
+check_machine() {
+  local program packages why=""
+  [ "$(uname -m)" = x86_64 ] || no_vm "the VM is for x86_64, this machine is $(uname -m)"
+  mapfile -t packages < <(missing_for vm | sort -u)
+  if ! may_apt; then
+    [ ${#packages[@]} -eq 0 ] ||
+      why+="missing ${packages[*]}. As root on Debian: apt-get install ${packages[*]} (UCCL_EP_APT=1 lets this script do it). "
+    has_kernel ||
+      why+="Debian's kernel is not in build/soft_roce, and only root with UCCL_EP_APT=1 fetches it with apt-get. "
+  elif ! has_kernel; then
+    for program in apt-cache dpkg-deb; do
+      has_program "$program" || why+="there is no $program to fetch Debian's kernel. "
+    done
+  fi
+  for program in flock setpriv; do
+    has_program "$program" || why+="there is no $program (package util-linux). "
   done
-  ! command -v busybox >/dev/null || has_static_busybox || printf 'busybox-static\n'
-  compgen -G '/usr/lib/*/libibverbs/librxe-*.so' >/dev/null || printf 'ibverbs-providers\n'
-  compgen -G '/usr/share/*/bios-256k.bin' >/dev/null || printf 'seabios\n'
+  [ -z "$why" ] || no_vm "$why"
 }
 
-has_packages() {
+get_packages() {
   local missing
-  mapfile -t missing < <(missing_packages | sort -u)
+  mapfile -t missing < <(missing_for vm | sort -u)
   [ ${#missing[@]} -eq 0 ] && return
-  may_apt ||
-    no_vm "missing ${missing[*]}. As root on Debian: apt-get install ${missing[*]} (UCCL_EP_APT=1 lets this script do it)"
   logged "apt-get install ${missing[*]}" apt_install "${missing[@]}" || no_vm "apt-get could not install ${missing[*]}"
-  mapfile -t missing < <(missing_packages | sort -u)
-  [ ${#missing[@]} -eq 0 ] || no_vm "apt-get installed ${missing[*]}, and still something is missing"
+  mapfile -t missing < <(missing_for vm | sort -u)
+  [ ${#missing[@]} -eq 0 ] || no_vm "apt-get has installed what it could, and ${missing[*]} is still missing"
 }
 
 # The kernel that apt has today; another one is taken when build/soft_roce is removed. Later releases of Debian have merged
@@ -123,9 +127,8 @@ unpack_kernel() {
     mv "$STATE/kernel.new" "$STATE/kernel"
 }
 
-has_kernel() {
-  ! compgen -G "$STATE/kernel/boot/vmlinuz-*" >/dev/null || return 0
-  may_apt || no_vm "Debian's kernel is not in build/soft_roce, and only root with UCCL_EP_APT=1 fetches it with apt-get"
+get_kernel() {
+  ! has_kernel || return 0
   logged "apt-get update" apt-get update || no_vm "apt-get update failed"
   logged "fetching Debian's kernel" unpack_kernel || no_vm "apt-get has no linux-image-amd64, or could not fetch it"
 }
@@ -167,12 +170,11 @@ build_initramfs() {
 # Another invocation in this clone may be at it, too.
 prepare() {
   local lock
-  [ "$(uname -m)" = x86_64 ] || no_vm "the VM is for x86_64, this machine is $(uname -m)"
   mkdir -p "$STATE"
   exec {lock}>"$STATE/lock"
   flock -w 600 "$lock" || no_vm "another invocation has been preparing it for 10 minutes"
-  has_packages
-  has_kernel
+  get_packages
+  get_kernel
   if ! [ "$STATE/initramfs.cpio" -nt "$HERE/init" ] || ! [ "$STATE/initramfs.cpio" -nt "${BASH_SOURCE[0]}" ]; then
     logged "making the initramfs" build_initramfs || exit 1
   fi
@@ -282,15 +284,27 @@ while [ $# -gt 0 ]; do
   esac
 done
 
-# What the default needs is compiled here, before: the VM is too slow for that.
-default_command() {
-  local python="${PYTHON:-.venv/bin/python}" conformance
+# What the default command needs is there before anything else is done, and is compiled here: the VM is too slow for that.
+PYTHON_OF_DEFAULT="${PYTHON:-.venv/bin/python}"
+check_default() {
   cd "$ROOT"
-  [ -x "$python" ] || "$ROOT/scripts/setup_env.sh" >&2 || return
-  conformance="$("$python" tests/conformance/build.py)" || return
-  printf '%q ' scripts/soft_roce/default.sh "$conformance" "$python" "${LOSS_PERCENT:-0.5}"
+  has_program g++ || { say "there is no g++, which compiles the conformance suite" && exit 1; }
+  [ -n "${PYTHON:-}" ] || "$ROOT/scripts/setup_env.sh" >&2 || exit 1
+  "$PYTHON_OF_DEFAULT" -c 'from uccl_ep_train.native import load_native; load_native()' >&2 || {
+    say "$PYTHON_OF_DEFAULT does not load uccl_ep_train: see above; scripts/setup_env.sh builds it"
+    exit 1
+  }
 }
 
+default_command() {
+  local conformance
+  cd "$ROOT"
+  conformance="$("$PYTHON_OF_DEFAULT" tests/conformance/build.py)" || return
+  printf '%q ' scripts/soft_roce/default.sh "$conformance" "$PYTHON_OF_DEFAULT" "${LOSS_PERCENT:-0.5}"
+}
+
+check_machine
+[ $# -gt 0 ] || check_default
 prepare
 case $# in
   0) line="$(default_command)" ;;

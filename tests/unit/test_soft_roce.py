@@ -123,12 +123,27 @@ def test_where_qemu_is_missing_and_may_not_be_installed_it_says_so(clone: Clone)
     tools.mkdir()
     for name in ("id", "uname", "mkdir", "flock", "sort", "ldd", "dirname", "bash"):
         (tools / name).symlink_to(shutil.which(name) or "")
+    shutil.rmtree(clone.state / "kernel")
     process = clone.start("true", path=str(tools))
     out, err = process.communicate(timeout=WAIT_S)
     if (shutil.which("qemu-system-x86_64", path="/usr/sbin:/sbin")) is not None:
         pytest.skip("qemu lies where the script looks in any case")
     assert (process.returncode, out) == (77, b"")
-    assert "no VM: missing" in err.decode() and "qemu-system-x86" in err.decode()
+    # All in one line, before anything is fetched.
+    (line,) = err.decode().splitlines()
+    assert "no VM: missing" in line and "qemu-system-x86" in line and "Debian's kernel is not" in line
+
+
+def test_without_the_extension_the_default_command_fails_before_the_vm_starts(
+    clone: Clone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = clone.root / "bin" / "python"
+    python.write_text("#!/bin/bash\necho 'no _native' >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHON", str(python))
+    code, out, err = clone.run()
+    assert (code, out) == (1, b"") and "no _native" in err and "does not load uccl_ep_train" in err
+    assert not clone.pid_file.exists()
 
 
 def test_a_limit_ends_it_and_leaves_nothing_behind(clone: Clone) -> None:

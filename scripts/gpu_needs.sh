@@ -1,0 +1,22 @@
+# Whether a script that needs GPUs can do its work here, asked before it begins; sourced by those. What is missing ends the
+# script with 77 and one line.
+
+lacks() {
+  printf '[gpu] cannot be done here: %s\n' "$*" >&2
+  exit 77
+}
+
+# need_gpus PYTHON NUM_RANKS
+need_gpus() {
+  local why
+  command -v "$1" >/dev/null || lacks "there is no $1: run scripts/setup_env.sh, or let PYTHON name an interpreter"
+  why="$("$1" -c 'import sys; from recipes.devices import lacking; print(lacking(int(sys.argv[1])))' "$2" 2>&1)" ||
+    lacks "$1 does not load the package: $(tail -n 1 <<<"$why")"
+  [ -z "$why" ] || lacks "$why"
+}
+
+# need_module PYTHON MODULE "what brings it"
+need_module() { "$1" -c "import $2" 2>/dev/null || lacks "$1 has no $2: $3"; }
+
+# need_program PROGRAM "what brings it"
+need_program() { command -v "$1" >/dev/null || lacks "$1 is not on PATH: $2"; }
