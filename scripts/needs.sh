@@ -5,6 +5,7 @@
 declare -A PARTS=(
   [fuzzing]="fuzzing by libFuzzer" [models]="the model checker" [nics]="RDMA NICs (transport verbs)"
   [fabric]="TCP and fabrics between hosts (transport ofi)" [hosts]="several hosts on this machine"
+  [abi]="comparing what is declared of libibverbs and libfabric with their headers"
   [vm]="RDMA verbs in a VM (soft_roce.sh)"
 )
 
@@ -33,6 +34,10 @@ missing_for() {
     models) has_program spin || printf 'spin\n' ;;
     nics) compgen -G '/etc/libibverbs.d/*.driver' >/dev/null || printf 'ibverbs-providers\n' ;;
     fabric) has_library libfabric.so.1 || compgen -G '/opt/amazon/efa/lib*/libfabric.so.1' >/dev/null || printf 'libfabric1\n' ;;
+    abi)
+      [ -e /usr/include/infiniband/efadv.h ] || printf 'libibverbs-dev\n'
+      [ -e /usr/include/rdma/fabric.h ] || printf 'libfabric-dev\n'
+      ;;
     hosts) has_program ip || printf 'iproute2\n' ;;
     vm)
       for entry in "${VM_PROGRAMS[@]}"; do
@@ -51,7 +56,7 @@ has_gpu() { [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1;
 # What this machine does without, and the one command that adds it. A build has all of it: nothing is compiled again.
 left_out() {
   local part missing packages=()
-  for part in nics fabric fuzzing models hosts vm; do
+  for part in nics fabric fuzzing models abi hosts vm; do
     mapfile -t missing < <(missing_for "$part" | sort -u)
     [ ${#missing[@]} -gt 0 ] || continue
     [ ${#packages[@]} -gt 0 ] || printf 'left out on this machine:\n'

@@ -10,7 +10,8 @@
 #                       name the CPU package index that PyTorch's own installation page gives:
 #                       UCCL_EP_PIP_ARGS="--extra-index-url <that address>"
 #   UCCL_EP_APT=1       as root on Debian or Ubuntu: install with apt-get what is missing of compiler, Python headers, spin,
-#                       clang, iproute2, and the libraries of NICs and fabrics, which are found at run time
+#                       clang, iproute2, the libraries of NICs and fabrics, which are found at run time, and their headers,
+#                       which one test compares with
 #   UCCL_EP_WERROR=1    compiler warnings are errors
 #
 # An up-to-date environment costs a few dozen milliseconds: two stamp files hold a hash of what it was made from.
@@ -131,9 +132,11 @@ wished_for() {
 
 # All but what the VM needs, which soft_roce.sh installs.
 wished_for_all() {
-  local package
-  for package in $(missing_for fuzzing) $(missing_for models) $(missing_for nics) $(missing_for fabric) $(missing_for hosts); do
-    wished_for "$package"
+  local part package
+  for part in fuzzing models nics fabric abi hosts; do
+    for package in $(missing_for "$part"); do
+      wished_for "$package"
+    done
   done
 }
 
