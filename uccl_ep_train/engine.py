@@ -21,7 +21,16 @@ from uccl_ep_train.errors import ClosedError, CommunicationError, DtypeError
 from uccl_ep_train.explain import explain
 from uccl_ep_train.handle import DispatchHandle, DispatchResult, RowLayout
 from uccl_ep_train.launch import Combined, DispatchCall, Dispatched, Launcher
-from uccl_ep_train.lifecycle import Operation, abandon, create_engine, leave, require_own, watch_optimizers
+from uccl_ep_train.lifecycle import (
+    GroupLife,
+    Operation,
+    abandon,
+    create_engine,
+    drop_outlived,
+    leave,
+    require_own,
+    watch_optimizers,
+)
 from uccl_ep_train.opaque import opaque_methods
 from uccl_ep_train.pending import InFlight, PendingCombine, PendingDispatch
 from uccl_ep_train.stats import CallClock, MemoryPlan, memory_plan
@@ -58,6 +67,8 @@ class Buffer:
         if not isinstance(config, EpConfig):
             raise DtypeError(f"config is {type(config).__name__}; allowed is an EpConfig")
         meeting = bootstrap or TorchBootstrap(group, timeout_s=config.arrival_timeout_s)
+        drop_outlived()
+        self._group = GroupLife(group) if bootstrap is None else None
         self.config = config
         self.rank = meeting.rank
         self.num_ranks = meeting.size
@@ -305,6 +316,11 @@ class Buffer:
     @property
     def closed(self) -> bool:
         return self._closed
+
+    @property
+    def group_destroyed(self) -> bool:
+        """Whether its torch.distributed group has been destroyed; False without one."""
+        return self._group is not None and self._group.over
 
     def check(self) -> None:
         """Raises the error of a failed operation, if any; runs before every step of a torch optimizer."""

@@ -36,7 +36,7 @@ def _bytes(text: str) -> int:
     return int(stripped)
 
 
-def _boolean(text: str) -> bool:
+def boolean(text: str) -> bool:
     if text.strip() not in ("0", "1"):
         raise ValueError("neither 0 nor 1")
     return text.strip() == "1"
@@ -86,7 +86,7 @@ VARIABLES: tuple[Variable, ...] = (
     _config("backend", str, "auto | host | cuda"),
     _config("num_sms", int, "integer"),
     _config("stage_sms", int, "integer"),
-    _config("bulk_copies", _boolean, "0 | 1"),
+    _config("bulk_copies", boolean, "0 | 1"),
     _config("domain_size", int, "ranks"),
     _config("domains", _integers, "domain id per rank: 0,0,1,1"),
     _config("transport", str, "auto | loop | verbs | ofi"),

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -234,13 +235,45 @@ def _leave(engine: Any) -> None:
     impatience.cancel()
 
 
+class GroupLife:
+    """Tells whether a torch.distributed group has been destroyed. Does not keep it alive."""
+
+    def __init__(self, group: Any) -> None:
+        """group: None stands for the default group. One that torch does not know counts as alive for ever."""
+        if group is None and torch.distributed.is_initialized():
+            group = torch.distributed.group.WORLD
+        self._group = weakref.ref(group) if _is_registered(group) else None
+
+    @property
+    def over(self) -> bool:
+        if self._group is None:
+            return False
+        group = self._group()  # torch holds those that it knows
+        return group is None or not _is_registered(group)
+
+
+def _is_registered(group: Any) -> bool:
+    if group is None or not torch.distributed.is_available():
+        return False
+    try:
+        torch.distributed.get_process_group_ranks(group)
+    except (KeyError, ValueError, TypeError):
+        return False
+    return True
+
+
 class Checked(Protocol):
-    """Something with an error that may be pending."""
+    """Something with an error that may be pending, and a group that may have been destroyed."""
 
     @property
     def closed(self) -> bool: ...
 
+    @property
+    def group_destroyed(self) -> bool: ...
+
     def check(self) -> None: ...
+
+    def close(self, *, abort: bool = False) -> None: ...
 
 
 _live: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -265,9 +298,40 @@ def watch_optimizers(buffer: Checked) -> None:
 
 @opaque
 def check_live_buffers(*_: Any) -> None:
-    """Raises the error of an operation that failed, of any buffer that is not closed."""
+    """Raises the error of an operation that failed, of any buffer that is not closed.
+
+    A broken buffer whose process group has been destroyed cannot be used again. Once torch.distributed works
+    anew (a restart in the process) it is closed with a warning instead, for it says nothing of the new ranks.
+    """
     with _hook_lock:
         buffers = list(_live)
     for buffer in buffers:
-        if not buffer.closed:
+        if buffer.closed:
+            continue
+        try:
             buffer.check()
+        except CommunicationError as error:
+            if not (buffer.group_destroyed and torch.distributed.is_initialized()):
+                raise
+            warnings.warn(
+                f"a buffer is dropped whose process group has been destroyed; its error was: {error}",
+                stacklevel=2,
+            )
+            buffer.close(abort=True)
+
+
+def drop_outlived() -> None:
+    """Closes broken buffers whose process groups have been destroyed: a new one needs their memory."""
+    with _hook_lock:
+        buffers = list(_live)
+    for buffer in buffers:
+        if not buffer.closed and buffer.group_destroyed and _is_broken(buffer):
+            buffer.close(abort=True)
+
+
+def _is_broken(buffer: Checked) -> bool:
+    try:
+        buffer.check()
+    except CommunicationError:
+        return True
+    return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import operator
 import sys
 import time
 import types
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_layer, token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -28,10 +30,9 @@ from tests.megatron.training_case import (
     transformer_config,
 )
 from uccl_ep_train.errors import EpError
-from uccl_ep_train.megatron import dispatcher, plugin, recompute
+from uccl_ep_train.megatron import dispatcher, plugin
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 
 def _error(action: Callable[[], Any]) -> tuple[str, str]:
@@ -54,11 +55,13 @@ def lifecycle(rank: int) -> dict[str, Any]:
     _fresh(case)
     stock = _patched_names()
     model, _, _ = build(case)
+    replaced = sum(map(operator.ne, stock, _patched_names()))
     layers = moe_layers(model)
     named = {"moe_token_dispatcher_type": "uccl_ep"}
     by_name = transformer_config(case, named)
     result = {
         "our name": (by_name.moe_token_dispatcher_type, by_name.moe_flex_dispatcher_backend),
+        "replaced": replaced,
         "verified": plugin.verify(model),
         "verified chunks": plugin.verify([model, model]),
         "buffers": len(plugin.buffers()),
@@ -66,6 +69,7 @@ def lifecycle(rank: int) -> dict[str, Any]:
         "described": "dispatch_dtype" in plugin.describe(),
         "again": plugin.enable(**_options()),
         "other options": _error(lambda: plugin.enable(num_sms=3)),
+        "no reuse": _error(lambda: plugin.enable(**_options(), reuse_plans_in_recompute=False)),
     }
     plugin.disable()
     result["restored"] = stock == _patched_names()
@@ -80,6 +84,10 @@ def _patched_names() -> tuple[Any, ...]:
         moe_layer.MoEFlexTokenDispatcher,
         moe_layer.MoELayer.__init__,
         TransformerConfig.__post_init__,
+        random.CheckpointFunction.forward,
+        random.CheckpointWithoutOutput.checkpoint,
+        torch.utils.checkpoint.CheckpointFunction.forward,
+        torch.utils.checkpoint._checkpoint_hook,
     )
 
 
@@ -161,6 +169,7 @@ def refusals(rank: int) -> dict[str, tuple[str, str]]:
     plugin.disable()
     found["model's option"] = _error(lambda: plugin.enable(hidden=256))
     found["bad option"] = _error(lambda: plugin.enable(dispatch_dtype="int4"))
+    found["reuse"] = _error(lambda: plugin.enable(reuse_plans_in_recompute=1))
     found["unknown option"] = _error(lambda: plugin.enable(colour="blue"))
     plugin.disable()
     return found
@@ -227,8 +236,8 @@ def freed_inputs(rank: int) -> dict[str, bool]:
 
 
 def recomputation_with_other_routing(rank: int, on_rank: int, checked: bool) -> tuple[str, str]:
-    """The error of a step whose recomputed routing differs on one rank. Not `checked`: no plan is saved."""
-    case = TrainCase(config=FULL)
+    """The error of a step whose recomputed routing differs on one rank. Not `checked`: no plan is reused."""
+    case = TrainCase(config=FULL, options={"reuse_plans_in_recompute": checked})
     _fresh(case)
     model, optimizer, _ = build(case)
     manager: Any = moe_layers(model)[0].token_dispatcher._comm_manager
@@ -244,8 +253,6 @@ def recomputation_with_other_routing(rank: int, on_rank: int, checked: bool) -> 
         return rows
 
     manager.dispatch = dispatch
-    if not checked:
-        manager.handles.take = lambda now: None
     before = [p.detach().clone() for p in model.parameters()]
     found = _error(lambda: train_step(case, [model], optimizer, 0))
     if found[0]:
@@ -253,37 +260,3 @@ def recomputation_with_other_routing(rank: int, on_rank: int, checked: bool) -> 
         assert same, "an optimizer step was applied after the error"
     plugin.disable()
     return found
-
-
-def saved_plans(rank: int) -> dict[str, Any]:
-    """How many plans wait for their recomputation after each kind of forward pass."""
-    case = TrainCase(config=SELECTIVE)
-    _fresh(case)
-    model, optimizer, _ = build(case)
-    handles = moe_layers(model)[0].token_dispatcher._comm_manager.handles
-    count: dict[str, Any] = {}
-    train_step(case, [model], optimizer, 0)
-    count["after a step"] = len(handles)
-    model.eval()
-    with torch.no_grad():
-        model(*_inputs(case))
-    count["after evaluation"] = len(handles)
-    model.train()
-    model(*_inputs(case))
-    count["after a forward pass without backward"] = len(handles)
-    optimizer.step()
-    count["after the next optimizer step"] = len(handles)
-    limit, recompute.HandleQueue.LIMIT = recompute.HandleQueue.LIMIT, 3
-    try:
-        count["too many"] = _error(lambda: [model(*_inputs(case)) for _ in range(5)])
-    finally:
-        recompute.HandleQueue.LIMIT = limit
-    optimizer.step()  # drops what the failed pass left
-    count["step after the error"] = _error(lambda: train_step(case, [model], optimizer, 1))
-    plugin.disable()
-    plain = TrainCase()
-    model, optimizer, _ = build(plain)
-    count["step of another model"] = _error(lambda: train_step(plain, [model], optimizer, 0))
-    plugin.disable()
-    dist.barrier()
-    return count

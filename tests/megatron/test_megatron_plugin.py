@@ -27,7 +27,8 @@ def test_enable_serves_all_layers_from_one_buffer_and_disable_undoes_it(ranks: M
         "moe_token_dispatcher_type": "flex",
         "moe_flex_dispatcher_backend": "hybridep",
     }
-    assert found["other options"][0] == "ConfigError"
+    assert found["other options"][0] == found["no reuse"][0] == "ConfigError"
+    assert found["replaced"] == 7
     assert found["our name"] == ("flex", "hybridep")
     assert found["restored"]
     assert found["our name after"] == "uccl_ep", "Megatron, which does not know it, has to see and refuse it"
@@ -46,6 +47,7 @@ def test_every_way_to_miss_our_dispatcher_is_an_error(ranks: MegatronRanks) -> N
         "model's option": "ConfigError",
         "bad option": "ConfigError",
         "unknown option": "ConfigError",
+        "reuse": "ConfigError",
     }
     assert "MoEAlltoAllTokenDispatcher" in found["built before"][1]
     assert "MoEAlltoAllTokenDispatcher" in found["other carrier"][1]
@@ -110,18 +112,3 @@ def test_without_the_saved_plan_other_routing_would_go_unnoticed(ranks: Megatron
     """Control for the test above."""
     found = ranks.run("plugin_case.recomputation_with_other_routing", on_rank=0, checked=False)
     assert [error for error, _ in found] == [""] * len(found)
-
-
-def test_saved_plans_do_not_pile_up(ranks: MegatronRanks) -> None:
-    found = same_on_all(ranks.run("plugin_case.saved_plans"))
-    assert found["after a step"] == 0
-    assert found["after evaluation"] == 0
-    assert found["after a forward pass without backward"] == 1
-    assert found["after the next optimizer step"] == 0
-    assert found["too many"][0] == "RecomputeError" and "eval()" in found["too many"][1]
-
-
-def test_an_error_inside_a_checkpoint_does_not_confuse_later_steps(ranks: MegatronRanks) -> None:
-    """Megatron's flag stays set then; without more than the flag every later dispatch was a recomputation."""
-    found = same_on_all(ranks.run("plugin_case.saved_plans"))
-    assert found["step after the error"] == found["step of another model"] == ("", "")

@@ -40,6 +40,7 @@ class BufferPool:
         key = (group, ep_config)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.closed:
+            self._drop_outlived()
             buffer = self._buffers[key] = Buffer(group, ep_config)
         return buffer
 
@@ -47,10 +48,22 @@ class BufferPool:
         """The resolved configuration of each buffer."""
         return [config for _, config in self._buffers]
 
-    def close(self) -> None:
+    @property
+    def outlived(self) -> bool:
+        """Whether there are buffers and the process groups of all have been destroyed."""
+        return bool(self._buffers) and all(buffer.group_destroyed for buffer in self)
+
+    def close(self, *, abort: bool = False) -> None:
         while self._buffers:
             _, buffer = self._buffers.popitem()
-            buffer.close()
+            buffer.close(abort=abort)
+
+    def _drop_outlived(self) -> None:
+        """Whose group has been destroyed will have no layer of a new model: its memory is needed."""
+        for key, buffer in list(self._buffers.items()):
+            if buffer.group_destroyed:
+                del self._buffers[key]
+                buffer.close(abort=True)
 
     def ep_config(self, config: Any, tp_size: int, ep_size: int) -> EpConfig:
         """What `buffer` would be made with. Raises ConfigError."""

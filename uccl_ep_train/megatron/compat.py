@@ -45,5 +45,6 @@ def check_megatron() -> None:
     missing = sorted(name for name in _STAGES if not hasattr(flex, name))
     if missing:
         refuse(f"MoEFlexTokenDispatcher has no {', '.join(missing)}")
-    if not hasattr(mcore_random, "is_checkpointing"):
-        refuse("megatron.core.tensor_parallel.random has no is_checkpointing")
+    for name in ("CheckpointFunction", "CheckpointWithoutOutput"):
+        if not hasattr(mcore_random, name):
+            refuse(f"megatron.core.tensor_parallel.random has no {name}")

@@ -17,7 +17,6 @@ overlap schedule and CUDA graphs reach into that manager by attribute name.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatche
 from uccl_ep_train.errors import RoutingError
 from uccl_ep_train.megatron.buffers import BufferPool, row_padding
 from uccl_ep_train.megatron.compat import UnsupportedMegatronError
-from uccl_ep_train.megatron.recompute import HandleQueue, is_repeated, phase
+from uccl_ep_train.megatron.recompute import save_plan, saved_plan
 from uccl_ep_train.opaque import opaque
 
 
@@ -72,13 +71,8 @@ class UcclEpTokenDispatcher(MoEFlexTokenDispatcher):
         """Of the latest forward pass: bool [n, E*TP], as it was dispatched."""
         return self._comm_manager.routing_map
 
-    def attach(self, layer: torch.nn.Module) -> None:
-        """Tells the manager which layer it serves; called when the layer has been built."""
-        self._comm_manager.layer = weakref.ref(layer)
-
     def before_step(self) -> None:
-        """Between two optimizer steps no saved plan is waited for. Raises RoutingError."""
-        self._comm_manager.handles.clear()
+        """Before every step of a torch optimizer. Raises RoutingError."""
         self._comm_manager.check_captured_counts()
 
 
@@ -88,8 +82,6 @@ class UcclEpManager:
     def __init__(self, buffer: Any, num_virtual_experts: int, config: Any) -> None:
         self.buffer = buffer
         self.num_virtual_experts = num_virtual_experts
-        self.layer: weakref.ref[torch.nn.Module] | None = None
-        self.handles = HandleQueue()
         # Quantised products, and those of TransformerEngine's grouped tensors, want segments of whole blocks.
         blocks = bool(
             config.fp8 or getattr(config, "fp4", None) or getattr(config, "moe_use_grouped_tensor", False)
@@ -138,19 +130,23 @@ class UcclEpManager:
         in between. Routing comes from the map, never from the probabilities: a routed one may be zero.
         """
         assert self.token_probs is not None and self.routing_map is not None, "dispatch before setup_metadata"
-        now = phase(self._may_reuse_plans())
         num_tokens, self._hidden = hidden_states.shape
         local_experts = self.buffer.config.num_experts // self.buffer.num_ranks
         # Where the host may not read them.
         rows_each = self._rows_of_each_expert(num_tokens) if is_capturing() else None
+        plan = saved_plan(self)
+        if rows_each is not None:
+            capacity: int | None = local_experts * rows_each
+        else:  # With a plan: the plan's. The budget may have grown since.
+            capacity = self._row_budget(num_tokens) if plan is None else None
         result = self.buffer.dispatch(
             self._padded(hidden_states),
             routing_map=self.routing_map,
             # The wire is fp32; autograd undoes both casts, so a low-precision router loses nothing.
             probs=self.token_probs.to(torch.float32),
-            handle=self.handles.take(now),
+            handle=plan,
             expert_alignment=self.expert_alignment,
-            capacity=self._row_budget(num_tokens) if rows_each is None else local_experts * rows_each,
+            capacity=capacity,
         )
         self.tokens_per_expert = result.tokens_per_expert
         if rows_each is not None:
@@ -161,7 +157,7 @@ class UcclEpManager:
             self.over_budget |= result.overflow
             needed = result.tokens_per_expert.sum(0, keepdim=True)
             torch.maximum(self.required_recv, needed, out=self.required_recv)
-        self.handles.keep(now, result.handle)
+        save_plan(self, result.handle)
         self._handle = result.handle
         self.dispatched_probs = result.row_weights.to(self.token_probs.dtype)
         return self._unpadded(result.rows)
@@ -202,7 +198,9 @@ class UcclEpManager:
         self, hidden_states: torch.Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
     ) -> torch.Tensor:
         """Rows [R,H] of the experts -> [n,H], the unweighted sum of each token's rows."""
-        handle, self._handle = self._handle, None  # the saved plan must not outlive the micro-batch here
+        handle, self._handle = self._handle, None
+        # The plan and the graph, which has plans of the layers below, must not outlive the micro-batch here.
+        self.token_probs = self.dispatched_probs = None
         return self._unpadded(self.buffer.combine(self._padded(hidden_states), handle))
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
@@ -223,10 +221,6 @@ class UcclEpManager:
 
     def get_number_of_tokens_per_expert(self) -> torch.Tensor | None:
         return self.tokens_per_expert
-
-    def _may_reuse_plans(self) -> bool:
-        layer = self.layer() if self.layer is not None else None
-        return layer is not None and layer.training and not is_repeated(layer)
 
 
 def is_capturing() -> bool:

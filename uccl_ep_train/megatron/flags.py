@@ -17,7 +17,7 @@ from uccl_ep_train.env import FIELDS
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.megatron import plugin
 from uccl_ep_train.megatron.compat import UnsupportedMegatronError
-from uccl_ep_train.megatron.plugin import DISPATCHER_NAME
+from uccl_ep_train.megatron.plugin import DISPATCHER_NAME, REUSE_OPTION
 
 DISPATCHER_OPTION = "--moe-token-dispatcher-type"
 _PREFIX = "uccl_ep_"
@@ -37,11 +37,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             metavar=variable.form.upper() if " " not in variable.form else "VALUE",
             help=f"{info.reason}{unit}; {info.allowed}".replace("%", "%%"),
         )
+    group.add_argument(
+        "--" + (_PREFIX + REUSE_OPTION).replace("_", "-"),
+        dest=_PREFIX + REUSE_OPTION,
+        type=env.boolean,
+        metavar="VALUE",
+        help="whether recomputed layers use the plans of their first run (1, the default), which exchanges no "
+        "routing again, or make new ones (0), as routing that differs there needs; 0 | 1",
+    )
 
 
 def options(namespace: argparse.Namespace) -> dict[str, Any]:
     """The dispatcher's options that were given, as keyword arguments of `plugin.enable`."""
-    given = {name: getattr(namespace, _PREFIX + name, None) for name in FIELDS}
+    given = {name: getattr(namespace, _PREFIX + name, None) for name in (*FIELDS, REUSE_OPTION)}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -93,6 +101,7 @@ def select_dispatcher(namespace: argparse.Namespace) -> None:
                 f"{option} needs {DISPATCHER_OPTION} {DISPATCHER_NAME}, "
                 f"not {namespace.moe_token_dispatcher_type}"
             )
+        plugin.retire()
         return
     if getattr(namespace, "moe_enable_deepep", False):
         raise ConfigError(f"--moe-enable-deepep contradicts {DISPATCHER_OPTION} {DISPATCHER_NAME}")

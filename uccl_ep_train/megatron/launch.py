@@ -10,14 +10,17 @@ from __future__ import annotations
 import functools
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from uccl_ep_train.megatron import cpu_shims, flags
 
 
-def patch_training() -> None:
-    """Hooks into megatron.training behind parser and model. Raises UnsupportedMegatronError."""
+def patch_training() -> Callable[[], None]:
+    """Hooks into megatron.training behind parser and model; returns what undoes it. Raises
+    UnsupportedMegatronError.
+    """
     from megatron.training import arguments, training
 
     from uccl_ep_train.megatron.compat import UnsupportedMegatronError
@@ -43,6 +46,12 @@ def patch_training() -> None:
 
     arguments.add_megatron_arguments = add_megatron_arguments
     training.setup_model_and_optimizer = setup_model_and_optimizer
+
+    def undo() -> None:
+        arguments.add_megatron_arguments = stock_add
+        training.setup_model_and_optimizer = stock_setup
+
+    return undo
 
 
 def _verify_chunks(chunks: list[Any]) -> None:
@@ -75,8 +84,25 @@ def main(argv: list[str]) -> None:
     sys.path.insert(0, str(script.resolve().parent))  # as `python SCRIPT` does; Megatron-LM lies beside it
     if cpu_shims.install():
         cpu_shims.install_training()
-    patch_training()
-    runpy.run_path(str(script), run_name="__main__")
+    run(script)
+
+
+def run(script: Path) -> None:
+    """Runs the script with the dispatcher to be had, and leaves nothing of it behind: may be called again."""
+    from uccl_ep_train.megatron import plugin
+
+    undo = patch_training()
+    failed = True
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+        failed = False
+    except SystemExit as end:
+        failed = end.code not in (None, 0)
+        raise
+    finally:
+        undo()
+        # Others in the middle of an operation are told at once if this rank has failed.
+        plugin.disable(abort=failed)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The only place that changes Megatron: three names are replaced (a fourth where there are optimizers in CUDA
-graphs), and put back by `disable()`.
+"""What changes Megatron: three names are replaced here (a fourth where there are optimizers in CUDA graphs), the
+functions of checkpoints in `recompute.py`, and all are put back by `disable()`.
 
 The carrier `flex` / `hybridep` is not HybridEP: Megatron decides by these strings which tensors its schedules
 may free and where they look for the dispatcher's state, and with them it does what our dispatcher needs.
@@ -23,10 +23,12 @@ from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.lifecycle import check_live_buffers
 from uccl_ep_train.megatron.buffers import BufferPool
 from uccl_ep_train.megatron.compat import DispatcherMissingError, check_megatron
+from uccl_ep_train.megatron.recompute import record_checkpoints
 from uccl_ep_train.opaque import opaque
 
 DISPATCHER_NAME = "uccl_ep"
 CARRIER = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
+REUSE_OPTION = "reuse_plans_in_recompute"
 _DECIDED_BY_THE_MODEL = ("num_experts", "hidden", "source_order")
 
 
@@ -35,20 +37,31 @@ class _Enabled:
     """What `disable()` has to undo."""
 
     pool: BufferPool
+    reuses_plans: bool
     undo: list[Callable[[], None]] = field(default_factory=list)
     dispatchers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As `enable` was given them."""
+        return self.pool.options | {REUSE_OPTION: self.reuses_plans}
 
 
 _enabled: _Enabled | None = None
 
 
-def enable(**options: Any) -> dict[str, Any]:
+def enable(*, reuse_plans_in_recompute: bool = True, **options: Any) -> dict[str, Any]:
     """Makes every MoE layer that is built from now on use our dispatcher.
 
+    reuse_plans_in_recompute: a recomputed layer (of Megatron's, TransformerEngine's or torch's checkpoint) uses
+    the plan of its first run and exchanges no routing; routing that differs raises PlanMismatchError. False:
+    it makes a new plan. Equal on all ranks.
     options: fields of `EpConfig` except num_experts, hidden and source_order, which the model decides; what
     is not given comes from the environment (UCCL_EP_*) or the defaults.
     Returns the keyword arguments for TransformerConfig that carry the choice through Megatron; from now on
     moe_token_dispatcher_type="uccl_ep" in a TransformerConfig means the same.
+    May be called again, also after a restart: what is left of a training whose process groups have been
+    destroyed is closed when new layers are built, or here if the options are others.
     Raises ConfigError for a bad option or when already enabled with other ones, UnsupportedMegatronError,
     and ImportError without Megatron-Core. Building a layer with another dispatcher raises
     DispatcherMissingError.
@@ -57,18 +70,25 @@ def enable(**options: Any) -> dict[str, Any]:
     refused = [name for name in _DECIDED_BY_THE_MODEL if name in options]
     if refused:
         raise ConfigError(f"{refused[0]} is decided by the model; it cannot be an option")
+    if not isinstance(reuse_plans_in_recompute, bool):
+        raise ConfigError(f"{REUSE_OPTION} = {reuse_plans_in_recompute!r}; allowed is True | False")
+    asked = options | {REUSE_OPTION: reuse_plans_in_recompute}
+    if _enabled is not None and _enabled.options != asked:
+        retire()
+        if _enabled is not None:
+            raise ConfigError(f"already enabled with {_enabled.options}; call disable() first")
     if _enabled is not None:
-        if _enabled.pool.options != options:
-            raise ConfigError(f"already enabled with {_enabled.pool.options}; call disable() first")
         return dict(CARRIER)
     EpConfig.from_env(
         num_experts=1, hidden=128, **options
     )  # a bad option is an error here, not at the first layer
     check_megatron()
-    _enabled = _Enabled(BufferPool(options))
+    _enabled = _Enabled(BufferPool(options), reuse_plans_in_recompute)
     _accept_our_name(_enabled)
     _swap_dispatcher(_enabled)
     _check_each_layer(_enabled)
+    if reuse_plans_in_recompute:
+        _enabled.undo += record_checkpoints()
     # (That no step follows a failed operation is the buffers' own hook.)
     hook = register_optimizer_step_pre_hook(functools.partial(_before_optimizer_step, _enabled))
     _enabled.undo.append(hook.remove)
@@ -77,8 +97,11 @@ def enable(**options: Any) -> dict[str, Any]:
     return dict(CARRIER)
 
 
-def disable() -> None:
-    """Puts Megatron's names back and closes all buffers; layers that used them raise ClosedError."""
+def disable(*, abort: bool = False) -> None:
+    """Puts Megatron's names back and closes all buffers; layers that used them raise ClosedError.
+
+    abort: as of `Buffer.close`
+    """
     global _enabled
     state, _enabled = _enabled, None
     if state is None:
@@ -86,7 +109,13 @@ def disable() -> None:
     atexit.unregister(disable)
     while state.undo:
         state.undo.pop()()
-    state.pool.close()
+    state.pool.close(abort=abort)
+
+
+def retire() -> None:
+    """Disables the plug-in if it is left over from a training whose process groups have been destroyed."""
+    if _enabled is not None and _enabled.pool.outlived:
+        disable(abort=True)
 
 
 def verify(model: torch.nn.Module | Iterable[torch.nn.Module]) -> int:
@@ -174,8 +203,6 @@ def _check_each_layer(state: _Enabled) -> None:
         stock_init(self, *args, **kwargs)
         # Megatron numbers a layer after its construction.
         _require_ours(self, "a MoE layer" if self.layer_number is None else f"MoE layer {self.layer_number}")
-        if hasattr(self.token_dispatcher, "attach"):
-            self.token_dispatcher.attach(self)
 
     MoELayer.__init__ = init
     state.undo.append(lambda: setattr(MoELayer, "__init__", stock_init))
@@ -219,6 +246,6 @@ def _check_replayed_steps(state: _Enabled) -> None:
 
 @opaque
 def _before_optimizer_step(state: _Enabled, *_args: Any) -> None:
-    """Plans of first runs whose recomputation never came (a loss without backward) end here."""
+    """What a CUDA graph could not say when it was replayed."""
     for dispatcher in state.dispatchers:
         dispatcher.before_step()
