@@ -14,23 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
-from uccl_ep_train import autograd, cuda, routing
+from uccl_ep_train import autograd, cuda, lifecycle, routing
 from uccl_ep_train.bootstrap import Bootstrap, TorchBootstrap
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ClosedError, CommunicationError, DtypeError
 from uccl_ep_train.explain import explain
 from uccl_ep_train.handle import DispatchHandle, DispatchResult, RowLayout
 from uccl_ep_train.launch import Combined, DispatchCall, Dispatched, Launcher
-from uccl_ep_train.lifecycle import (
-    GroupLife,
-    Operation,
-    abandon,
-    create_engine,
-    drop_outlived,
-    leave,
-    require_own,
-    watch_optimizers,
-)
+from uccl_ep_train.lifecycle import Operation, abandon, create_engine, leave, require_own
 from uccl_ep_train.opaque import opaque_methods
 from uccl_ep_train.pending import InFlight, PendingCombine, PendingDispatch
 from uccl_ep_train.stats import CallClock, MemoryPlan, memory_plan
@@ -67,8 +58,6 @@ class Buffer:
         if not isinstance(config, EpConfig):
             raise DtypeError(f"config is {type(config).__name__}; allowed is an EpConfig")
         meeting = bootstrap or TorchBootstrap(group, timeout_s=config.arrival_timeout_s)
-        drop_outlived()
-        self._group = GroupLife(group) if bootstrap is None else None
         self.config = config
         self.rank = meeting.rank
         self.num_ranks = meeting.size
@@ -93,7 +82,7 @@ class Buffer:
         else:
             self._launcher = Launcher(self._engine, self._in_flight, self._owner)
         self._finalizer = weakref.finalize(self, abandon, self._engine, self._in_flight, self._pid)
-        watch_optimizers(self)
+        lifecycle.watch_optimizers(self, lifecycle.GroupLife(group) if bootstrap is None else None)
 
     # Dispatch
 
@@ -317,11 +306,6 @@ class Buffer:
     def closed(self) -> bool:
         return self._closed
 
-    @property
-    def group_destroyed(self) -> bool:
-        """Whether its torch.distributed group has been destroyed; False without one."""
-        return self._group is not None and self._group.over
-
     def check(self) -> None:
         """Raises the error of a failed operation, if any; runs before every step of a torch optimizer."""
         if self._error is not None:
@@ -371,8 +355,8 @@ class Buffer:
 
         Without `abort` it waits for the operations of this rank (not for a graph's replays: synchronise
         first) and for all ranks to close, at most `progress_timeout_s`; Ctrl-C turns it into an abort. With
-        `abort` nothing is waited for, and peers in the middle of an operation raise `PeerFailed`. Operations
-        still pending raise `ClosedError` or a `CommunicationError`.
+        `abort` nothing is waited for: pending operations raise `ClosedError` or a `CommunicationError` at once,
+        those of peers `PeerFailed`. So a monitor, in another thread, unblocks ranks that wait in operations.
         """
         if self._closed:
             return

@@ -158,6 +158,7 @@ def create_engine(bootstrap: Bootstrap, config: EpConfig) -> Created:
         created[0].start()
         return b""
 
+    drop_outlived()
     leftovers.sweep()
     try:
         generation, topology, device, settled, nics, _, ranks = settle_config(bootstrap, config)
@@ -263,26 +264,25 @@ def _is_registered(group: Any) -> bool:
 
 
 class Checked(Protocol):
-    """Something with an error that may be pending, and a group that may have been destroyed."""
+    """Something with an error that may be pending."""
 
     @property
     def closed(self) -> bool: ...
-
-    @property
-    def group_destroyed(self) -> bool: ...
 
     def check(self) -> None: ...
 
     def close(self, *, abort: bool = False) -> None: ...
 
 
-_live: weakref.WeakSet[Any] = weakref.WeakSet()
+_live: weakref.WeakKeyDictionary[Any, GroupLife | None] = weakref.WeakKeyDictionary()
 _hook_lock = threading.Lock()
 _hooked = False
 
 
-def watch_optimizers(buffer: Checked) -> None:
+def watch_optimizers(buffer: Checked, life: GroupLife | None) -> None:
     """From now until it is closed, `buffer.check()` runs before every step of every torch optimizer.
+
+    life: of its torch.distributed group; None: it has none
 
     An operation that failed left NaN behind, possibly in gradients only: no step may be taken with them.
     """
@@ -290,10 +290,16 @@ def watch_optimizers(buffer: Checked) -> None:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     with _hook_lock:
-        _live.add(buffer)
+        _live[buffer] = life
         if not _hooked:
             register_optimizer_step_pre_hook(check_live_buffers)
             _hooked = True
+
+
+def group_is_over(buffer: Checked) -> bool:
+    """Whether the torch.distributed group of a buffer has been destroyed."""
+    life = _live.get(buffer)
+    return life is not None and life.over
 
 
 @opaque
@@ -311,7 +317,7 @@ def check_live_buffers(*_: Any) -> None:
         try:
             buffer.check()
         except CommunicationError as error:
-            if not (buffer.group_destroyed and torch.distributed.is_initialized()):
+            if not (group_is_over(buffer) and torch.distributed.is_initialized()):
                 raise
             warnings.warn(
                 f"a buffer is dropped whose process group has been destroyed; its error was: {error}",
@@ -325,7 +331,7 @@ def drop_outlived() -> None:
     with _hook_lock:
         buffers = list(_live)
     for buffer in buffers:
-        if not buffer.closed and buffer.group_destroyed and _is_broken(buffer):
+        if not buffer.closed and group_is_over(buffer) and _is_broken(buffer):
             buffer.close(abort=True)
 
 

@@ -78,6 +78,12 @@ class MegatronRanks:
             raise CaseError("\n".join(f"ranks {who}: {text}" for text, who in texts.items()), names)
         return [reply[1] for reply in replies]
 
+    @property
+    def store_port(self) -> int:
+        """Of the store of the group, for groups that a case makes itself; started if need be."""
+        self._start()
+        return int(self._store.port)
+
     def _replies(self, deadline: float) -> list[tuple[Any, ...]]:
         replies: dict[int, tuple[Any, ...]] = {}
         while len(replies) < self.num_ranks:

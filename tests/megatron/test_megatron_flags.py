@@ -69,6 +69,7 @@ def test_our_name_becomes_the_carrier_and_the_options_reach_the_plugin(enabled: 
         "--uccl-ep-domain-size", "4",
         "--uccl-ep-transport", "loop",
         "--uccl-ep-loop-gbytes-per-s", "12.5",
+        "--uccl-ep-reuse-plans-in-recompute", "0",
     )  # fmt: skip
     assert namespace.moe_token_dispatcher_type == "flex"
     assert namespace.moe_flex_dispatcher_backend == "hybridep"
@@ -83,6 +84,7 @@ def test_our_name_becomes_the_carrier_and_the_options_reach_the_plugin(enabled: 
             "domain_size": 4,
             "transport": "loop",
             "loop_gbytes_per_s": 12.5,
+            "reuse_plans_in_recompute": False,
         }
     ]
 
@@ -123,6 +125,7 @@ def test_every_field_that_the_model_does_not_decide_is_an_option() -> None:
     flags.extend_megatron_parser(parser)
     fields = {f.name for f in dataclasses.fields(EpConfig)} - {"num_experts", "hidden", "source_order"}
     options = {name for name in parser._option_string_actions if name.startswith("--uccl-ep-")}
+    fields.add("reuse_plans_in_recompute")  # the plug-in's own
     assert options == {"--uccl-ep-" + name.replace("_", "-") for name in fields}
     assert "bytes" in parser.format_help()
 
@@ -141,6 +144,10 @@ def test_megatrons_own_dispatchers_are_left_alone(enabled: list[Any]) -> None:
         (("--moe-token-dispatcher-type", "uccl_ep", "--moe-enable-deepep"), "--moe-enable-deepep"),
         (("--moe-token-dispatcher-type", "uccl_ep", "--uccl-ep-num-sms", "many"), "invalid"),
         (("--moe-token-dispatcher-type", "uccl-ep"), "invalid choice"),
+        (
+            ("--moe-token-dispatcher-type", "uccl_ep", "--uccl-ep-reuse-plans-in-recompute", "2"),
+            "invalid boolean value: '2'",
+        ),
     ],
 )
 def test_contradictions_end_at_the_command_line(
@@ -178,6 +185,7 @@ def test_options_of_the_model_are_refused_by_name() -> None:
 SCRIPT = """
 import os
 import torch
+from megatron.core import parallel_state
 from megatron.training.arguments import parse_args
 from megatron.training.training import setup_model_and_optimizer
 
@@ -186,7 +194,21 @@ args = parse_args()
 names = {type(m.token_dispatcher).__name__ for m in model.modules() if hasattr(m, "token_dispatcher")}
 # One write: the ranks share the pipe.
 os.write(1, f"dispatchers: {' '.join(names)} backend: {args.moe_flex_dispatcher_backend}\\n".encode())
+parallel_state.destroy_model_parallel()
 torch.distributed.destroy_process_group()
+"""
+
+# Runs SCRIPT, whose path is the first argument, with each list of arguments: by the launcher each time, or
+# the launcher runs this file, which runs it each time.
+AGAIN = """
+import os, runpy, sys
+from uccl_ep_train.megatron import launch
+
+script, folder, options = sys.argv[1], sys.argv[2], [line.split() for line in sys.argv[3:]]
+for number, arguments in enumerate(options):
+    os.environ["GROUPS_AT"] = f"file://{folder}/{number}"
+    sys.argv = [script, *arguments]
+    launch.main(sys.argv) if os.environ["BY"] == "launcher" else runpy.run_path(script, run_name="__main__")
 """
 
 TRAINING = {
@@ -204,6 +226,7 @@ def parse_args(extra_args_provider=None):
     return add_megatron_arguments(argparse.ArgumentParser()).parse_args()
 """,
     "training.py": """
+import os
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -213,7 +236,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.initialize import initialize_megatron
 
 def setup_model_and_optimizer(args):
-    torch.distributed.init_process_group("gloo")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    at = os.environ.get("GROUPS_AT")
+    torch.distributed.init_process_group("gloo", init_method=at, rank=rank, world_size=size)
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     model_parallel_cuda_manual_seed(1)
     config = TransformerConfig(
@@ -246,24 +271,54 @@ def test_the_launcher_runs_a_script_with_the_dispatcher_it_names(
     tmp_path: Path, options: tuple[str, ...], expected: str
 ) -> None:
     """Two ranks; a stand-in for Megatron-LM's training package beside the real megatron.core."""
+    printed = launch(["-m", "uccl_ep_train.megatron.launch", str(written(tmp_path)), *options])
+    assert printed.count(expected) == 2, printed
+    assert printed.count("uccl_ep: dispatcher in place in 2 MoE layers") == ("uccl_ep" in options)
+
+
+@pytest.mark.parametrize("by", ["launcher", "script"])
+def test_one_process_may_train_several_times(tmp_path: Path, by: str) -> None:
+    """With the same options, with others, and with Megatron's dispatcher; groups are made anew each time."""
+    script, again = written(tmp_path), tmp_path / "again.py"
+    again.write_text(AGAIN)
+    ours = "--moe-token-dispatcher-type uccl_ep --uccl-ep-dispatch-dtype bf16"
+    options = [ours, ours, f"{ours} --uccl-ep-num-sms 2", "--moe-token-dispatcher-type alltoall"]
+    start = [] if by == "launcher" else ["-m", "uccl_ep_train.megatron.launch"]
+    command = [*start, str(again), str(script), str(tmp_path), *options]
+    printed = launch(command, BY=by)
+    assert printed.count("dispatchers: UcclEpTokenDispatcher") == 2 * 3, printed
+    assert printed.count("dispatchers: MoEAlltoAllTokenDispatcher") == 2, printed
+
+
+def written(folder: Path) -> Path:
+    """SCRIPT, and the training package beside it."""
     # Not imported: without the launcher's shims Megatron-Core may be there and yet fail on a CPU.
     if not megatron_is_installed():
         pytest.skip("no module megatron.core: megatron-core is not installed")
-    training = tmp_path / "megatron" / "training"
+    training = folder / "megatron" / "training"
     training.mkdir(parents=True)
     for name, text in TRAINING.items():
         (training / name).write_text(text)
-    script = tmp_path / "pretrain.py"
+    script = folder / "pretrain.py"
     script.write_text(SCRIPT)
+    return script
+
+
+def launch(arguments: list[str], **environment: str) -> str:
+    """What two ranks print."""
     command = [
-        sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-        "-m", "uccl_ep_train.megatron.launch", str(script), *options,
-    ]  # fmt: skip
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+    ]
     # The script puts nothing on a GPU, and may find fewer of them than ranks.
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        [*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)} | environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(expected) == 2, done.stdout + done.stderr
-    assert done.stdout.count("uccl_ep: dispatcher in place in 2 MoE layers") == ("uccl_ep" in options)
+    return done.stdout

@@ -1,4 +1,4 @@
-"""A recomputation has the plan of its own first run, however losses, backward passes and optimizers follow."""
+"""A recomputation has the plan of its own first run, in whatever order backward passes and steps come."""
 
 from __future__ import annotations
 

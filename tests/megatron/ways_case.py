@@ -1,4 +1,4 @@
-"""Runs on the ranks: ways of training that a recomputation has to survive, each with the gradients it gives."""
+"""Runs on the ranks: ways of training that recomputations have to survive, with the gradients they give."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ def _step(optimizer: torch.optim.Optimizer, _: torch.Tensor) -> None:
 WAYS: dict[str, Callable[[Any, torch.Tensor, torch.Tensor], None]] = {
     way.__name__: way
     for way in (
-        in_order, last_first, one_backward_of_two, backward_twice, no_grad_first, loss_thrown_away, called_twice,
-        lengths_by_rank, error_inside, other_optimizer_between, optimizer_inside_backward,
+        in_order, last_first, one_backward_of_two, backward_twice, no_grad_first, loss_thrown_away,
+        called_twice, lengths_by_rank, error_inside, other_optimizer_between, optimizer_inside_backward,
     )
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ import torch
 from uccl_ep_train import env, fp8
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ConfigError
+from uccl_ep_train.lifecycle import group_is_over
 
 # SMs of the kernels where Megatron computes nothing beside them, and of the GPU's at most a third, so that
 # two buffers leave others theirs. 24 need half as long again to decode FP8 rows as NVLink needs to bring them
@@ -51,7 +52,7 @@ class BufferPool:
     @property
     def outlived(self) -> bool:
         """Whether there are buffers and the process groups of all have been destroyed."""
-        return bool(self._buffers) and all(buffer.group_destroyed for buffer in self)
+        return bool(self._buffers) and all(group_is_over(buffer) for buffer in self)
 
     def close(self, *, abort: bool = False) -> None:
         while self._buffers:
@@ -61,7 +62,7 @@ class BufferPool:
     def _drop_outlived(self) -> None:
         """Whose group has been destroyed will have no layer of a new model: its memory is needed."""
         for key, buffer in list(self._buffers.items()):
-            if buffer.group_destroyed:
+            if group_is_over(buffer):
                 del self._buffers[key]
                 buffer.close(abort=True)
 

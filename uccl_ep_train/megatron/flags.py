@@ -42,8 +42,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         dest=_PREFIX + REUSE_OPTION,
         type=env.boolean,
         metavar="VALUE",
-        help="whether recomputed layers use the plans of their first run (1, the default), which exchanges no "
-        "routing again, or make new ones (0), as routing that differs there needs; 0 | 1",
+        help="recomputed layers use the plans of their first run and exchange no routing (1, the default), "
+        "or make new ones (0), as routing that differs there needs; 0 | 1",
     )
 
 

@@ -1,5 +1,5 @@
-"""What changes Megatron: three names are replaced here (a fourth where there are optimizers in CUDA graphs), the
-functions of checkpoints in `recompute.py`, and all are put back by `disable()`.
+"""What changes Megatron: three names are replaced here (a fourth where there are optimizers in CUDA graphs),
+those of checkpoints in `recompute.py`, and all are put back by `disable()`.
 
 The carrier `flex` / `hybridep` is not HybridEP: Megatron decides by these strings which tensors its schedules
 may free and where they look for the dispatcher's state, and with them it does what our dispatcher needs.
@@ -53,9 +53,9 @@ _enabled: _Enabled | None = None
 def enable(*, reuse_plans_in_recompute: bool = True, **options: Any) -> dict[str, Any]:
     """Makes every MoE layer that is built from now on use our dispatcher.
 
-    reuse_plans_in_recompute: a recomputed layer (of Megatron's, TransformerEngine's or torch's checkpoint) uses
-    the plan of its first run and exchanges no routing; routing that differs raises PlanMismatchError. False:
-    it makes a new plan. Equal on all ranks.
+    reuse_plans_in_recompute: a layer recomputed by a checkpoint (Megatron's, TransformerEngine's or torch's)
+    uses the plan of its first run and exchanges no routing; routing that differs raises PlanMismatchError.
+    False: it makes a new plan. Equal on all ranks.
     options: fields of `EpConfig` except num_experts, hidden and source_order, which the model decides; what
     is not given comes from the environment (UCCL_EP_*) or the defaults.
     Returns the keyword arguments for TransformerConfig that carry the choice through Megatron; from now on
@@ -113,9 +113,12 @@ def disable(*, abort: bool = False) -> None:
 
 
 def retire() -> None:
-    """Disables the plug-in if it is left over from a training whose process groups have been destroyed."""
+    """Disables the plug-in if it is left over from a training whose process groups have been destroyed.
+
+    Without an abort: a rank may come here while others are in their last step.
+    """
     if _enabled is not None and _enabled.pool.outlived:
-        disable(abort=True)
+        disable()
 
 
 def verify(model: torch.nn.Module | Iterable[torch.nn.Module]) -> int:

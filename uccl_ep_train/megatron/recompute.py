@@ -116,7 +116,7 @@ def record_checkpoints() -> list[Callable[[], None]]:
         _record_function(of_torch.CheckpointFunction, "forward"),
     ]
     # Megatron has imported it, if it is installed.
-    of_te = sys.modules.get("transformer_engine.pytorch.distributed")
+    of_te: Any = sys.modules.get("transformer_engine.pytorch.distributed")
     if hasattr(of_te, "_CheckpointFunction"):
         undo.append(_record_function(of_te._CheckpointFunction, "forward"))
     undo += [_record_frames(module) for module in (of_torch, of_te) if hasattr(module, "_checkpoint_hook")]
@@ -140,9 +140,9 @@ def _record_frames(module: Any) -> Callable[[], None]:
     """Of checkpoints that are not reentrant: a context around the first run, which is given a frame with the
     function that recomputes.
     """
-    stock = module._checkpoint_hook
+    stock: Any = module._checkpoint_hook
 
-    class RecordingHook(stock):  # type: ignore[misc]
+    class RecordingHook(stock):
         def __init__(self, frame: Any, *args: Any) -> None:
             super().__init__(frame, *args)
             record, recompute = Record(), frame.recompute_fn
