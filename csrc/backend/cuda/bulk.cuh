@@ -6,6 +6,13 @@
 
 namespace uccl_ep::cuda {
 
+// Kernels with bulk copies are never launched on GPUs without them: for those they are compiled empty.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kHasBulk = false;
+#else
+constexpr bool kHasBulk = true;
+#endif
+
 #if __CUDA_ARCH__ >= 900
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {

@@ -188,6 +188,7 @@ template <bool kBulk, bool kNet, typename Row, typename Wire>
 __global__ void __launch_bounds__(kThreads<kBulk>, 1)
     combine(const __grid_constant__ Domain d, const __grid_constant__ PlanView plan,
             const __grid_constant__ CombineArgs args) {
+  if constexpr (kBulk && !kHasBulk) return;
   UCCL_EP_DYNAMIC_SHARED(shared);
   __shared__ FoldRange folds;
   __shared__ MergeRange merges;

@@ -243,6 +243,7 @@ template <PlanState kState, bool kBulk, bool kNet>
 __global__ void __launch_bounds__(kThreads<kNet>, 1)
     dispatch(const __grid_constant__ Domain d, const __grid_constant__ PlanView plan,
              const __grid_constant__ PlaceArgs args) {
+  if constexpr (kBulk && !kHasBulk) return;
   UCCL_EP_DYNAMIC_SHARED(shared);
   __shared__ Arrivals arrivals;
   __shared__ Staged staged;
