@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -43,18 +44,31 @@ class Reporter:
         path.write_text("".join(json.dumps(asdict(m)) + "\n" for m in kept))
         self._file = path.open("a", buffering=1)
         self._val = next((m.val_loss for m in reversed(kept) if m.val_loss is not None), None)
+        self._num_steps, self._first_step = num_steps, first_step
+        self._started: float | None = None  # when the first of the steps began
         self._bar = tqdm(
-            total=num_steps, initial=first_step, desc=label, unit="step", dynamic_ncols=True, mininterval=0.5
+            total=num_steps,
+            initial=first_step,
+            desc=label,
+            bar_format="{desc}: {bar:10} step {n_fmt} of {total_fmt}{postfix}",
+            dynamic_ncols=True,
+            mininterval=0.5,
         )
 
     def step(self, metrics: StepMetrics, step_ms: float) -> None:
         self._file.write(json.dumps(asdict(metrics)) + "\n")
         self._val = metrics.val_loss if metrics.val_loss is not None else self._val
+        if self._started is None:
+            self._started = time.monotonic() - step_ms / 1e3
+        # Of all steps so far, with validations and checkpoints.
+        mean_s = (time.monotonic() - self._started) / (metrics.step - self._first_step)
+        left_s = mean_s * (self._num_steps - metrics.step)
         share = (metrics.dispatch_ms + metrics.combine_ms) / step_ms
         self._bar.set_postfix_str(
             f"loss {metrics.train_loss:.3f}"
             + (f", val {self._val:.3f}" if self._val is not None else "")
             + f", {metrics.tokens_per_s / 1e3:.1f}k tokens/s, dispatch+combine {share:.0%}"
+            + f", about {left_s:.0f} s left"
         )
         self._bar.update()
 

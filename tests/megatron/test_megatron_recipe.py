@@ -30,6 +30,7 @@ SETTINGS_AT_FIRST = {
     "clip_grad", "seed", "token_dispatcher", "dispatch_dtype", "grad_dtype", "budget_bytes", "ablate",
     "val_interval", "val_batches", "checkpoint_interval", "val_fraction",
 }  # fmt: skip
+STEPS = RECIPES["tiny_host"]().num_steps
 STEP_KEYS = ["step", "train_loss", "val_loss", "tokens_per_s", "dispatch_ms", "combine_ms", "dispatcher"]
 
 
@@ -61,6 +62,25 @@ def test_a_resumed_run_drops_the_steps_it_repeats(tmp_path: Path) -> None:
     reporter.close()
     assert [m.step for m in read_metrics(path)] == [1, 2, 3]
     assert [m.val_loss for m in read_metrics(path)] == [None, 2.0, None]
+
+
+@pytest.mark.parametrize(("first_step", "left_s"), [(0, 160), (10, 160)])
+def test_progress_says_how_long_the_steps_left_take(
+    first_step: int, left_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """By the steps of this run alone: a resumed one has not made those before its checkpoint."""
+    now = [100.0]
+    monkeypatch.setattr("recipes.metrics.time.monotonic", lambda: now[0])
+    reporter = Reporter(tmp_path / "metrics.jsonl", num_steps=100, first_step=first_step, label="test")
+    now[0] += 60.0  # for the validation before the first step
+    for step in range(first_step + 1, 21):
+        now[0] += 2.0
+        reporter.step(a_step(step), step_ms=2000.0)
+    reporter.close()
+    assert f"step 20 of 100, loss 0.250, 1.0k tokens/s, dispatch+combine 0%, about {left_s} s left" in (
+        capsys.readouterr().err
+    )
 
 
 def test_the_curve_is_drawn_from_what_there_is(tmp_path: Path) -> None:
@@ -97,8 +117,8 @@ def test_resume_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("options", "said"), [
-    (["--stop-at=0"], "stop_at = 0: allowed is 1 .. 240"),
-    (["--stop-at=241"], "stop_at = 241: allowed is 1 .. 240"),
+    (["--stop-at=0"], f"stop_at = 0: allowed is 1 .. {STEPS}"),
+    ([f"--stop-at={STEPS + 1}"], f"stop_at = {STEPS + 1}: allowed is 1 .. {STEPS}"),
     (["--start-from=nowhere"], "--start-from: no checkpoint in nowhere/checkpoints"),
 ])  # fmt: skip
 def test_where_a_run_begins_and_stops_is_checked_before_ranks_start(

@@ -42,7 +42,8 @@ def test_cells_are_the_cross_product_of_the_lists() -> None:
 
 def test_without_options_the_cell_is_the_recipe() -> None:
     (cell,) = cells()
-    assert (cell.micro_batch_tokens, cell.recipe.model.hidden_size, cell.overlap) == (1024, 128, False)
+    tokens = TINY.micro_batch_size * TINY.sequence_length
+    assert (cell.micro_batch_tokens, cell.recipe.model.hidden_size, cell.overlap) == (tokens, 128, False)
     assert cell.recipe.num_microbatches == TINY.num_microbatches
 
 
