@@ -23,7 +23,7 @@ No tensor is saved: in-place changes of inputs and outputs are allowed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,15 +35,20 @@ from uccl_ep_train.routing import is_aligned
 CombineGradients = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 """(grad_rows [R, H], grad_row_weights | None) to (grad_x [T, H], grad_values [T, K] or [T, E] | None).
 
-grad_row_weights is [R], or [R, W] if the rows are compact.
+grad_row_weights is [R], or [R, W] if the rows are compact. Both as autograd has them: see `plain`.
 """
 
 DispatchGradients = Callable[[Tensor], Tensor]
-"""grad_out [T, H] to grad_rows [R, H]."""
+"""grad_out [T, H], as autograd has it, to grad_rows [R, H]."""
 
 
-def _plain(rows: Tensor) -> Tensor:
+Gradient = TypeVar("Gradient", Tensor, Tensor | None)
+
+
+def plain(rows: Gradient) -> Gradient:
     """As an engine takes rows. Gradients are often expanded scalars (from a sum), strided or odd views."""
+    if rows is None:
+        return None
     rows = rows.contiguous()
     return rows if is_aligned(rows) else rows.clone()
 
@@ -69,8 +74,7 @@ class _Dispatch(torch.autograd.Function):
     def backward(
         ctx: Any, grad_rows_RH: Tensor, grad_row_weights: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        weights = None if grad_row_weights is None else grad_row_weights.contiguous()
-        grad_x_TH, grad_values = ctx.combine_gradients(_plain(grad_rows_RH), weights)
+        grad_x_TH, grad_values = ctx.combine_gradients(grad_rows_RH, grad_row_weights)
         need_x, need_values = ctx.needs_input_grad[:2]
         return grad_x_TH if need_x else None, grad_values if need_values else None, None, None
 
@@ -88,7 +92,7 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     @opaque
     def backward(ctx: Any, grad_out_TH: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.dispatch_gradients(_plain(grad_out_TH)), None, None
+        return ctx.dispatch_gradients(grad_out_TH), None, None
 
 
 def needs_graph(*inputs: Tensor | None) -> bool:

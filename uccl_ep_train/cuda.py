@@ -79,6 +79,9 @@ class CudaLauncher(Launcher):
         # What torch.cuda.current_stream() asks, without an object around the answer: 20 us on a slow host.
         return int(torch._C._cuda_getCurrentRawStream(self._device.index))
 
+    def refuse(self, why: str) -> None:
+        self._engine.refused(why, self._stream())
+
     def _track(self, native: Any, aside: bool, *tensors: Tensor | None) -> Record:
         # On the caller's own stream memory is given back in the order of the stream.
         return super()._track(native, aside, *tensors) if aside else _UNTRACKED
@@ -144,3 +147,10 @@ class CudaLauncher(Launcher):
 
     def _combine(self, args: Any, plan: Any) -> Any:
         return self._engine.combine(args, plan, self._stream())
+
+
+def launcher(engine: Any, in_flight: Any, owner: object, device: torch.device, num_experts: int) -> Launcher:
+    """For the engine of a rank, whose tensors lie on `device`. num_experts: of this rank"""
+    if device.type == "cuda":
+        return CudaLauncher(engine, in_flight, owner, device, num_experts)
+    return Launcher(engine, in_flight, owner)

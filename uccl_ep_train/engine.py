@@ -9,18 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from uccl_ep_train import autograd, cuda, lifecycle, routing
+from uccl_ep_train import autograd, cuda, lifecycle
 from uccl_ep_train.bootstrap import Bootstrap, TorchBootstrap
+from uccl_ep_train.calls import Call, Checks, CombineCall, DispatchCall
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import ClosedError, CommunicationError, DtypeError
 from uccl_ep_train.explain import explain
 from uccl_ep_train.handle import DispatchHandle, DispatchResult, RowLayout
-from uccl_ep_train.launch import Combined, DispatchCall, Dispatched, Launcher
+from uccl_ep_train.launch import Combined, Dispatched
 from uccl_ep_train.lifecycle import Operation, abandon, create_engine, leave, require_own
 from uccl_ep_train.opaque import opaque_methods
 from uccl_ep_train.pending import InFlight, PendingCombine, PendingDispatch
@@ -36,6 +36,7 @@ class Buffer:
 
     Creation is collective. Operations form one sequence that has to be the same on every rank of the group; a
     rank that deviates makes all of them raise `RankMismatchError`. Concurrent sequences need two buffers.
+    A call that was refused has its place, too (see `errors.py`): catch it on all ranks or on none.
 
     group      a torch.distributed process group (None: the default group); used for creation only
     config     see `EpConfig`
@@ -66,7 +67,6 @@ class Buffer:
         self._owner = object()  # Marks this buffer's handles without keeping the buffer alive.
         self._error: CommunicationError | None = None
         self._closed = False
-        self._pow2 = config.fp8_scale == "pow2"
         self._wire_fp32 = config.combine_wire_dtype == "fp32"
         self._pid = os.getpid()
         self._last_stats: dict[str, float] = {}
@@ -74,13 +74,9 @@ class Buffer:
             meeting, config
         )
         self.transport = self._settled.transport
-        if self.device.type == "cuda":
-            num_experts = config.num_experts // self.num_ranks
-            self._launcher: Launcher = cuda.CudaLauncher(
-                self._engine, self._in_flight, self._owner, self.device, num_experts
-            )
-        else:
-            self._launcher = Launcher(self._engine, self._in_flight, self._owner)
+        experts = config.num_experts // self.num_ranks
+        self._checks = Checks(config, self.device, self._owner, experts)
+        self._launcher = cuda.launcher(self._engine, self._in_flight, self._owner, self.device, experts)
         self._finalizer = weakref.finalize(self, abandon, self._engine, self._in_flight, self._pid)
         lifecycle.watch_optimizers(self, lifecycle.GroupLife(group) if bootstrap is None else None)
 
@@ -129,15 +125,17 @@ class Buffer:
         Raises `InputError` (`DtypeError`, `ShapeError`, `RoutingError`, `DeviceError`) before anything is
         launched; `CommunicationError`, after which the buffer is broken; `ClosedError`.
         """
-        call = self._check_dispatch(
-            x,
-            (topk_idx, topk_weights, routing_map, probs),
-            handle,
-            RowLayout(layout, expert_alignment, capacity),
-            (dispatch_dtype, output_dtype),
-        )
+        self._ready()
         with self._operation("dispatch"):
-            launched = self._launcher.dispatch(call, aside=False)
+            with Call(self._launcher, "dispatch"):
+                call = self._checks.dispatch(
+                    x,
+                    (topk_idx, topk_weights, routing_map, probs),
+                    handle,
+                    RowLayout(layout, expert_alignment, capacity),
+                    (dispatch_dtype, output_dtype),
+                )
+                launched = self._launcher.dispatch(call, aside=False)
             self._finish(launched)
         return self._dispatched(call, launched)
 
@@ -161,14 +159,15 @@ class Buffer:
         The result of `wait()` is differentiable, too. The arguments must not be changed before `wait()`
         returned; they are kept alive even if the pending object is dropped.
         """
-        call = self._check_dispatch(
-            x,
-            (topk_idx, topk_weights, routing_map, probs),
-            handle,
-            RowLayout(layout, expert_alignment, capacity),
-            (dispatch_dtype, output_dtype),
-        )
-        with self._operation("dispatch"):
+        self._ready()
+        with self._operation("dispatch"), Call(self._launcher, "dispatch"):
+            call = self._checks.dispatch(
+                x,
+                (topk_idx, topk_weights, routing_map, probs),
+                handle,
+                RowLayout(layout, expert_alignment, capacity),
+                (dispatch_dtype, output_dtype),
+            )
             launched = self._launcher.dispatch(call, aside=True)
 
         def finish() -> DispatchResult:
@@ -178,30 +177,6 @@ class Buffer:
 
         pending = PendingDispatch(launched.native, launched.handle, launched.tokens_per_expert, finish)
         return self._in_flight.follow(pending)
-
-    def _check_dispatch(
-        self,
-        x: Tensor,
-        given: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
-        handle: DispatchHandle | None,
-        asked: RowLayout,
-        dtypes: tuple[str | None, str | None],
-    ) -> DispatchCall:
-        """given: topk_idx, topk_weights, routing_map, probs; dtypes: of the wire and of the output."""
-        self._ready()
-        wire, output_dtype = dtypes
-        wire = self.config.dispatch_dtype if wire is None else wire
-        routing.check_rows("x", x, self.config, self.device)
-        routing.check_wire("x", x, "dispatch_dtype", wire)
-        if handle is not None:
-            routing.check_handle(handle, self._owner)
-        routed = routing.check_routing(x, *given, handle, self.config.num_experts)
-        if asked.compact:
-            asked = replace(asked, width=min(routed.width, self.config.num_experts // self.num_ranks))
-        rows = routing.check_layout(asked, handle)
-        fp8_rows = routing.check_output(output_dtype, wire)
-        attach = autograd.needs_graph(x, routed.values) and not fp8_rows
-        return DispatchCall(x, routed, handle, rows, wire, self._pow2, fp8_rows, attach)
 
     def _dispatched(self, call: DispatchCall, launched: Dispatched) -> DispatchResult:
         """The result of a dispatch that is over."""
@@ -220,9 +195,11 @@ class Buffer:
         def run(grad_rows_RH: Tensor, grad_row_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
             self._ready()
             with self._operation("dispatch_backward"):
-                launched = self._launcher.combine(
-                    grad_rows_RH, handle, wire_fp32=self._wire_fp32, row_values=grad_row_weights
-                )
+                with Call(self._launcher, "backward of dispatch"):
+                    rows, values = autograd.plain(grad_rows_RH), autograd.plain(grad_row_weights)
+                    launched = self._launcher.combine(
+                        rows, handle, wire_fp32=self._wire_fp32, row_values=values
+                    )
                 self._finish(launched)
             return launched.out, launched.values
 
@@ -245,60 +222,54 @@ class Buffer:
 
         Raises what `dispatch` raises.
         """
-        grad_wire = self._check_combine(rows, handle, grad_dtype)
+        self._ready()
         with self._operation("combine"):
-            launched = self._launcher.combine(rows, handle, wire_fp32=self._wire_fp32)
+            with Call(self._launcher, "combine"):
+                call = self._checks.combine(rows, handle, grad_dtype)
+                launched = self._launcher.combine(rows, handle, wire_fp32=self._wire_fp32)
             self._finish(launched)
-        return self._combined(rows, handle, launched, grad_wire)
+        return self._combined(call, launched)
 
     def combine_async(
         self, rows: Tensor, handle: DispatchHandle, *, grad_dtype: str | None = None
     ) -> PendingCombine:
         """As `combine`, but returns at once. `rows` must not be changed before `wait()` returned."""
-        grad_wire = self._check_combine(rows, handle, grad_dtype)
-        with self._operation("combine"):
+        self._ready()
+        with self._operation("combine"), Call(self._launcher, "combine"):
+            call = self._checks.combine(rows, handle, grad_dtype)
             launched = self._launcher.combine(rows, handle, wire_fp32=self._wire_fp32, aside=True)
 
         def finish() -> Tensor:
             with self._operation("combine", starts=False):
                 self._wait(launched)
-            return self._combined(rows, handle, launched, grad_wire)
+            return self._combined(call, launched)
 
         return self._in_flight.follow(PendingCombine(launched.native, finish))
 
-    def _check_combine(self, rows: Tensor, handle: DispatchHandle, grad_dtype: str | None) -> str | None:
-        """How gradients of the result will travel; None: it has none."""
-        self._ready()
-        routing.check_handle(handle, self._owner)
-        routing.check_combine_rows(rows, handle, self.config, self.device)
-        grad_wire = self.config.grad_dtype if grad_dtype is None else grad_dtype
-        attach = autograd.needs_graph(rows)
-        if attach or grad_dtype is not None:
-            routing.check_wire("rows", rows, "grad_dtype", grad_wire)
-        return grad_wire if attach else None
-
-    def _combined(
-        self, rows: Tensor, handle: DispatchHandle, launched: Combined, grad_wire: str | None
-    ) -> Tensor:
+    def _combined(self, call: CombineCall, launched: Combined) -> Tensor:
         """The result of a combine that is over."""
-        if grad_wire is None:
+        if call.grad_wire is None:
             return launched.out
-        return autograd.attach_combine(rows, launched.out, self._dispatch_gradients(handle, grad_wire))
+        gradients = self._dispatch_gradients(call.handle, call.grad_wire)
+        return autograd.attach_combine(call.rows, launched.out, gradients)
 
     def _dispatch_gradients(self, handle: DispatchHandle, wire: str) -> autograd.DispatchGradients:
         """The backward of a combine."""
 
         def run(grad_out_TH: Tensor) -> Tensor:
             self._ready()
-            call = DispatchCall(
-                grad_out_TH, routing.PLANNED, handle, handle.row_layout, wire, self._pow2, False, False
-            )
             with self._operation("combine_backward"):
-                launched = self._launcher.dispatch(call, aside=False)
+                with Call(self._launcher, "backward of combine"):
+                    call = self._checks.gradients_of_combine(autograd.plain(grad_out_TH), handle, wire)
+                    launched = self._launcher.dispatch(call, aside=False)
                 self._finish(launched)
             return launched.outputs.rows
 
         return run
+
+    def preparing(self, what: str) -> Call:
+        """`with buffer.preparing("dispatch"):` what arguments come from; what it raises refuses the call."""
+        return Call(self._launcher, what)
 
     # State
 
@@ -349,14 +320,15 @@ class Buffer:
         return memory_plan(self._settled, self.topology, self.rank)
 
     def close(self, *, abort: bool = False) -> None:
-        """Gives everything back, whoever still refers to the buffer, a traceback or a handle (still readable).
-        Idempotent; by any thread, also while others are in a call; works on a broken buffer, and raises no
-        error of an operation.
+        """Gives everything back, whoever still refers to the buffer, a traceback or a (readable) handle.
+
+        Idempotent. Any thread may call it, also while others are in a call. It works on a broken buffer, and
+        raises no error of an operation.
 
         Without `abort` it waits for the operations of this rank (not for a graph's replays: synchronise
         first) and for all ranks to close, at most `progress_timeout_s`; Ctrl-C turns it into an abort. With
-        `abort` nothing is waited for: pending operations raise `ClosedError` or a `CommunicationError` at once,
-        those of peers `PeerFailed`. So a monitor, in another thread, unblocks ranks that wait in operations.
+        `abort` nothing is waited for: pending operations raise `ClosedError` or a `CommunicationError` at
+        once, those of peers `PeerFailed`. So a monitor, in another thread, unblocks ranks that wait.
         """
         if self._closed:
             return

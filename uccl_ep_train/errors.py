@@ -2,8 +2,10 @@
 
 Two families, because they leave different things usable:
 
-* `InputError`, `ConfigError`: raised on the host before anything is launched. The buffer stays usable if all
-  ranks raised it: one that goes on alone is a call behind the others, and operations pair up by their order.
+* `InputError`, `ConfigError`: raised on the host before anything is launched. A refused call of a buffer
+  takes its number, whatever refused it (running out of memory and Ctrl-C, too), because calls pair up by
+  their order. Catch it on all ranks or on none: if all go on they are in step; if one goes on alone, or
+  repeats the call, it is a call ahead, and all raise `RankMismatchError`, which says what it refused and why.
 * `CommunicationError`: an operation that involves other ranks failed. Outputs are filled with NaN, the buffer
   is broken (every later call raises the same error) and has to be closed; a new buffer may be created.
 
@@ -93,7 +95,7 @@ class CommunicationError(EpError):
     """An operation that involves other ranks failed; the first cause, as seen by the rank that noticed it.
 
     rank      group rank that noticed the failure (-1: unknown, as below)
-    epoch     number of the operation on its buffer
+    epoch     number of the operation on its buffer, not counting calls that were refused
     step      exchange | plan | stage | ship | place | fold | merge, or what was going on during creation
     chunk     index of the chunk inside the operation
     peer      group rank that was waited for
@@ -179,7 +181,9 @@ class TransportError(CommunicationError):
 
 
 class RankMismatchError(CommunicationError):
-    """Two ranks do different things (operation, dtype, hidden size, setting); names both ranks and both."""
+    """Two ranks do different things (operation, dtype, hidden size, setting), or one has refused a call that
+    the other made; names both ranks and both calls, and why the call was refused.
+    """
 
     kind = "rank_mismatch"
 

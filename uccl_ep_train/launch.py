@@ -9,19 +9,16 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from uccl_ep_train.errors import EpError
-from uccl_ep_train.explain import told
+from uccl_ep_train.calls import DispatchCall
 from uccl_ep_train.fp8 import BLOCK
 from uccl_ep_train.handle import DispatchHandle, Fp8Rows, RowLayout
 from uccl_ep_train.native import load_native
 from uccl_ep_train.pending import InFlight, Record
-from uccl_ep_train.routing import Routing
 
 # What is the host's stays there, whatever torch.set_default_device says.
 _HOST = torch.device("cpu")
@@ -71,28 +68,6 @@ class Outputs(NamedTuple):
 
 
 Receive = Callable[[int], Outputs]
-
-
-class DispatchCall(NamedTuple):
-    """A checked dispatch.
-
-    x         [T, H]
-    routed    "plan": the handle's routing is used
-    handle    None: a new plan is made
-    wire      "fp8" | "bf16"
-    pow2      scales of FP8 are powers of two
-    fp8_rows  rows are returned as codes and scales
-    attach    the results belong on the autograd graph
-    """
-
-    x: Tensor
-    routed: Routing
-    handle: DispatchHandle | None
-    rows: RowLayout
-    wire: str
-    pow2: bool
-    fp8_rows: bool
-    attach: bool
 
 
 @dataclass
@@ -167,23 +142,21 @@ class Launcher:
         x_TH, routed, handle, rows = call.x, call.routed, call.handle, call.rows
         args = self._dispatch_args(call, aside)
         dtype = torch.float8_e4m3fn if call.fp8_rows else x_TH.dtype
-        # From the launch on: an interrupt may come as soon as it returns.
-        with self._no_way_back("dispatch"):
-            native = self._dispatch(args, None if handle is None else handle.plan)
-            record = self._track(native, aside, x_TH, routed.indices, routed.values)
-            known = handle or DispatchHandle.of_plan(native.plan, self._owner, rows)
+        native = self._dispatch(args, None if handle is None else handle.plan)
+        record = self._track(native, aside, x_TH, routed.indices, routed.values)
+        known = handle or DispatchHandle.of_plan(native.plan, self._owner, rows)
 
-            def receive(num_rows: int) -> Outputs:
-                received = _allocate(x_TH, dtype, rows, num_rows, routed.values is not None)
-                if handle is None:
-                    known.keep(self._plan_memory(native))
-                record.keep(known.storage, received.row_experts, *received[:3])
-                if received.row_experts is not None:
-                    native.set_row_experts(address(received.row_experts))
-                self._give_output(native, known.storage, *received[:3])
-                return received
+        def receive(num_rows: int) -> Outputs:
+            received = _allocate(x_TH, dtype, rows, num_rows, routed.values is not None)
+            if handle is None:
+                known.keep(self._plan_memory(native))
+            record.keep(known.storage, received.row_experts, *received[:3])
+            if received.row_experts is not None:
+                native.set_row_experts(address(received.row_experts))
+            self._give_output(native, known.storage, *received[:3])
+            return received
 
-            return self._receive(native, known, receive)
+        return self._receive(native, known, receive)
 
     def _dispatch_args(self, call: DispatchCall, aside: bool) -> Any:
         x_TH, routed, handle, rows = call.x, call.routed, call.handle, call.rows
@@ -236,10 +209,17 @@ class Launcher:
             address(values),
             aside,
         )
-        with self._no_way_back("combine"):
-            native = self._combine(args, handle.plan)
-            self._track(native, aside, handle.storage, rows_RH, row_values, out_TH, values)
+        native = self._combine(args, handle.plan)
+        self._track(native, aside, handle.storage, rows_RH, row_values, out_TH, values)
         return Combined(native, out_TH, values)
+
+    def num_calls(self) -> int:
+        """Of operations that have been queued and calls that were refused, on this rank."""
+        return int(self._engine.num_calls())
+
+    def fail(self, why: str) -> None:
+        """This rank cannot go on: every rank raises."""
+        self._engine.fail(why)
 
     def wait(self, launched: Dispatched | Combined) -> None:
         """Returns when the caller's stream may use the outputs."""
@@ -302,27 +282,9 @@ class Launcher:
         args.plan = plan
         return self._engine.combine(args)
 
-    def _no_way_back(self, what: str) -> _NoWayBack:
-        return _NoWayBack(self._engine, what)
-
-
-class _NoWayBack:
-    """Peers count on an operation that has been queued: if this rank cannot go on, they must know."""
-
-    __slots__ = ("_engine", "_what")
-
-    def __init__(self, engine: Any, what: str) -> None:
-        self._engine = engine
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None and not isinstance(error, EpError):
-            self._engine.fail(f"{self._what} was given up by {told(error)}")
+    def refuse(self, why: str) -> None:
+        """A call was refused, and takes its number after what has been queued."""
+        self._engine.refused(why)
 
 
 def _allocate(x_TH: Tensor, dtype: torch.dtype, rows: RowLayout, num_rows: int, weighted: bool) -> Outputs:

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "backend/plan.h"
@@ -15,6 +16,8 @@ namespace uccl_ep {
 struct Op {
   // Fixed before it is queued.
   uint64_t epoch = 0;
+  uint64_t num_refused = 0;  // calls that this rank refused before this one
+  std::string refusal;  // why, the last of them
   OpSignature signature{};
   std::shared_ptr<Plan> plan;
   const uint8_t* rows_in = nullptr;   // dispatch: x [T, H]; combine: [num_rows, H]
@@ -29,6 +32,8 @@ struct Op {
 
   // Of a row of rows_out.
   uint64_t out_row_bytes() const { return scales_out != nullptr ? signature.hidden : row_bytes; }
+  // As users count.
+  uint64_t call() const { return epoch + num_refused; }
   bool is_dispatch() const { return signature.kind == OpKind::kDispatch; }
   bool makes_plan() const { return is_dispatch() && signature.plan_use == PlanUse::kNew; }
 

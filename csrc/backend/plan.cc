@@ -16,6 +16,28 @@ std::string describe(const OpSignature& s) {
   return text + (s.with_values ? ", weights)" : ")");
 }
 
+std::string describe_refusals(int rank, uint64_t first, uint64_t count, const std::string& why) {
+  const std::string text = "rank " + std::to_string(rank) + " refused call" + (count > 1 ? "s " : " ") +
+                           std::to_string(first) + (count > 1 ? " to " + std::to_string(first + count - 1) : "");
+  if (why.empty()) return text;
+  return text + (count > 1 ? ", the last: " : ": ") + why;
+}
+
+std::string describe_mismatch(uint64_t epoch, const Called& one, const Called& other, const std::string& why) {
+  const auto rank = [](const Called& of) { return "rank " + std::to_string(of.rank); };
+  if (one.num_refused == other.num_refused)
+    return "call " + std::to_string(epoch + one.num_refused) + " on the buffer: " + rank(one) + " called " +
+           describe(one.signature) + ", " + rank(other) + " called " + describe(other.signature);
+  const auto call = [&](const Called& of) {
+    return "call " + std::to_string(epoch + of.num_refused) + " of " + rank(of) + ", " + describe(of.signature);
+  };
+  const Called& behind = one.num_refused < other.num_refused ? one : other;
+  const Called& ahead = one.num_refused < other.num_refused ? other : one;
+  // They agreed on the operation before: all that was refused since follows it.
+  return call(behind) + ", met " + call(ahead) + ": " +
+         describe_refusals(ahead.rank, epoch + behind.num_refused, ahead.num_refused - behind.num_refused, why);
+}
+
 namespace {
 
 [[noreturn]] void refuse(const std::string& text) { throw UsageFailure(UsageKind::kRouting, text); }

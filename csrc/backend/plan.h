@@ -76,6 +76,19 @@ struct Plan {
 
 // A call as an error names it.
 std::string describe(const OpSignature& signature);
+// "rank 1 refused call 7: why", or several calls from `first` on; without `why` where it is not known.
+std::string describe_refusals(int rank, uint64_t first, uint64_t count, const std::string& why);
+
+// What a rank called as its operation `epoch`, after so many calls that it refused.
+struct Called {
+  int rank = -1;
+  OpSignature signature{};
+  uint64_t num_refused = 0;
+};
+// The error of two ranks that called differently. `why` the rank that has refused more calls did so last, if known.
+std::string describe_mismatch(uint64_t epoch, const Called& one, const Called& other, const std::string& why);
+// How long a rank waits for the one that refused a call to say why. The error has the deadlines' two seconds to come.
+constexpr uint64_t kWhyUsec = 1000000;
 
 // Builds the source streams of a plan. Throws UsageFailure (kRouting) naming token, expert and what is allowed.
 void plan_source(const Topology& topo, uint32_t num_experts, uint32_t num_tokens, const Routing& routing, Plan& plan);

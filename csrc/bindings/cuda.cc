@@ -135,6 +135,11 @@ void bind_cuda(py::module_& m) {
       .def("start", &CudaEngine::start, Release())
       .def("dispatch", &dispatch, "args"_a, "plan"_a.none(true), "stream"_a)
       .def("combine", &combine, "args"_a, "plan"_a, "stream"_a)
+      .def(
+          "refused",
+          [](CudaEngine& self, const std::string& why, uintptr_t stream) { self.refused(why, stream_of(stream)); },
+          "why"_a, "stream"_a, Release())
+      .def("num_calls", &CudaEngine::num_calls, Release())
       .def("fail", &CudaEngine::fail, Release())
       .def("check", &CudaEngine::check, Release())
       .def("wake", &CudaEngine::wake, Release())

@@ -239,6 +239,8 @@ void bind_engine(py::module_& m) {
              py::gil_scoped_release release;
              return PyOp{self, self->combine(native)};
            })
+      .def("refused", &Engine::refused, "why"_a, Release())
+      .def("num_calls", &Engine::num_calls, Release())
       .def("fail", &Engine::fail, Release())
       .def("check", &Engine::check, Release())
       .def("start_trace", &Engine::start_trace, "max_events"_a, Release())

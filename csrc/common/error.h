@@ -30,6 +30,21 @@ inline const char* step_name(Step step) {
   return names[static_cast<uint32_t>(step)];
 }
 
+// Texts of other processes get into messages, and Python takes no broken UTF-8.
+template <size_t kBytes>
+void make_printable(char (&text)[kBytes]) {
+  text[kBytes - 1] = 0;
+  for (char* c = text; *c != 0; ++c)
+    if (*c < ' ' || *c > '~') *c = '?';
+}
+// As much of `text` as there is room for.
+template <size_t kBytes>
+void copy_text(char (&to)[kBytes], const std::string& text) {
+  std::snprintf(to, kBytes, "%s", text.c_str());
+  if (text.size() >= kBytes) std::memcpy(to + kBytes - 4, "...", 4);
+  make_printable(to);
+}
+
 // Plain bytes: it is copied into the control block of domain peers and written to the other ranks by the transport.
 struct ErrorRecord {
   ErrorKind kind = ErrorKind::kNone;
@@ -40,20 +55,11 @@ struct ErrorRecord {
   int64_t chunk = -1;
   uint64_t expected = 0;
   uint64_t seen = 0;
-  char message[208] = {};
+  char message[464] = {};  // two calls, and why one of them was refused
 
-  void set_message(const std::string& text) {
-    std::snprintf(message, sizeof(message), "%s", text.c_str());
-    make_printable();
-  }
-  // Texts of other processes get into messages, and Python takes no broken UTF-8.
-  void make_printable() {
-    message[sizeof(message) - 1] = 0;
-    for (char* c = message; *c != 0; ++c)
-      if (*c < ' ' || *c > '~') *c = '?';
-  }
+  void set_message(const std::string& text) { copy_text(message, text); }
 };
-static_assert(sizeof(ErrorRecord) == 256, "its size is part of the layout");
+static_assert(sizeof(ErrorRecord) == 512, "its size is part of the layout");
 
 // An operation failed on this or another rank: the buffer can no longer be used.
 class CommunicationFailure : public std::runtime_error {

@@ -11,7 +11,12 @@ void Engine::fail(const std::string& text) {
   ErrorRecord record;
   record.kind = ErrorKind::kPeerFailed;
   record.rank = record.peer = config_.rank;
-  record.set_message("rank " + std::to_string(config_.rank) + ": " + text);
+  std::string message = "rank " + std::to_string(config_.rank) + ": " + text;
+  {
+    const std::lock_guard lock(mutex_);
+    if (refused_last_) message += std::string("; its last call was refused: ") + control().refusals[num_refused_ % 2];
+  }
+  record.set_message(message);
   spread(record);
 }
 

@@ -299,9 +299,13 @@ void Engine::check_plan(const std::shared_ptr<Plan>& plan) const {
 std::shared_ptr<Op> Engine::submit(std::shared_ptr<Op> op) {
   std::lock_guard lock(mutex_);
   if (closed_) throw UsageFailure(UsageKind::kClosed, "the buffer is closed");
-  op->epoch = next_epoch_++;
+  op->epoch = num_queued_ + 1;
+  op->num_refused = num_refused_;
+  if (num_refused_ > 0) op->refusal = control().refusals[num_refused_ % 2];
   if (op->makes_plan()) op->plan->plan_id = op->epoch;
   queue_.push_back(op);
+  ++num_queued_;
+  refused_last_ = false;
   queue_changed_.notify_all();
   return op;
 }

@@ -125,6 +125,16 @@ class Engine {
   // Compact rows, before give_output: where their experts go.
   void give_row_experts(Op& op, int64_t* experts);
 
+  // A call of this rank was refused before it was queued, `why`. It takes a number, so that what the rank calls next is
+  // no match for what the others call now. Nothing on a buffer that is closed or broken.
+  void refused(const std::string& why);
+  // Operations that were queued and calls that were refused. Who sees it unchanged has done neither.
+  uint64_t num_calls() const;
+  // Why this rank refused the `nth` call that it did, where that is known; else "".
+  std::string refusal(uint64_t nth) const;
+  // "; rank 1 refused call 7: why", where `rank` is not in our call 7 and has refused more calls than our
+  // `num_refused`.
+  std::string refused_since(int rank, uint64_t call, uint64_t num_refused) const;
   // This rank cannot go on: every rank raises.
   void fail(const std::string& text);
   // To every rank directly, unless it has an earlier error.
@@ -165,6 +175,9 @@ class Engine {
   uint64_t region_bytes(int rank) const { return regions_[static_cast<size_t>(rank)].num_bytes(); }
   // One more kernel has been queued: the proxy stays awake until it has ended.
   void note_launched(bool by_replay = false);
+  // An operation has been queued.
+  void note_queued();
+  uint64_t num_queued() const;
   // A replay is to come: the proxy is awake for it.
   void wake();
 
@@ -224,7 +237,8 @@ class Engine {
   bool started_ = false;
   bool closed_ = false;
   bool traced_ = false;
-  uint64_t next_epoch_ = 1;
+  uint64_t num_queued_ = 0, num_refused_ = 0;
+  bool refused_last_ = false;
   struct OpCounters {
     uint64_t dispatches = 0, combines = 0, dispatch_usec = 0, combine_usec = 0;
   } counters_;

@@ -145,7 +145,8 @@ void Engine::check_deadlines(const Op& op, const Steps& steps, const host::PlanS
       ErrorRecord record = timeout_record(op, {Step::kExchange, src, -1, op.epoch, op.epoch - 1, ""}, true, 0);
       record.kind = ErrorKind::kPeerFailed;
       record.peer = src;
-      record.set_message("rank " + std::to_string(src) + " closed its buffer before call " + std::to_string(op.epoch));
+      record.set_message("rank " + std::to_string(src) + " closed its buffer before call " + std::to_string(op.call()) +
+                         refused_since(src, op.call(), op.num_refused));
       throw CommunicationFailure(record);
     }
   }
@@ -202,9 +203,10 @@ ErrorRecord Engine::timeout_record(const Op& op, const WaitingOn& waiting, bool 
   record.chunk = waiting.chunk;
   record.expected = waiting.expected;
   record.seen = waiting.seen;
-  blame(record, "call " + std::to_string(op.epoch) + " on the buffer: rank " + std::to_string(config_.rank) +
+  const std::string refused = arrival ? refused_since(waiting.peer, op.call(), op.num_refused) : "";
+  blame(record, "call " + std::to_string(op.call()) + " on the buffer: rank " + std::to_string(config_.rank) +
                     " waited " + std::to_string(waited_usec / 1000) + " ms in " + step_name(waiting.step) +
-                    " for rank " + std::to_string(waiting.peer) + " " + waiting.what);
+                    " for rank " + std::to_string(waiting.peer) + " " + waiting.what + refused);
   return record;
 }
 

@@ -13,7 +13,8 @@ namespace uccl_ep {
 // type 3 bits | channel 11 bits | serial 18 bits.
 // data:    channel = the receiver's incoming channel, serial = number of the chunk on that channel since creation
 // credit:  channel = the receiver's outgoing channel, serial = number of chunks that its reader has consumed
-// heartbeat: channel = 1 if the sender's operation moved since its last heartbeat, else 0; serial = sender's rank
+// heartbeat: channel = 1 if the sender's operation moved since its last heartbeat, else 0, and above that bit the lower
+//   bits of the number of calls that it has refused; serial = sender's rank
 // error, bye: channel = 0, serial = sender's rank
 // A serial never restarts, so an immediate of an earlier epoch is an old serial. A window is < 2^16 chunks and a chunk
 // is posted only when the one a window before it was consumed, so two live serials of a channel differ by < 2^17 and
@@ -30,6 +31,7 @@ enum class ImmType : uint32_t { kData = 1, kCredit = 2, kError = 3, kHeartbeat =
 constexpr uint32_t kImmSerialBits = 18;
 constexpr uint32_t kImmChannelBits = 11;
 constexpr uint32_t kMaxChannels = 1u << kImmChannelBits;
+constexpr uint32_t kHeartbeatRefusals = kMaxChannels / 2;  // a heartbeat tells their number modulo this
 constexpr uint32_t kMaxWindowChunks = 1u << 16;
 constexpr uint32_t kMaxRanks = 1u << kImmSerialBits;
 constexpr uint32_t kImmTypeBits = 32 - kImmChannelBits - kImmSerialBits;
@@ -95,7 +97,7 @@ struct OpHeader {
   uint64_t epoch;
   OpSignature signature;
   uint32_t num_tokens;  // of the source
-  uint32_t reserved;
+  uint32_t num_refused;  // calls that the source refused before this one: compared as the signature is
   uint64_t num_rows;    // to the destination domain
   uint64_t num_pairs;   // to the destination domain
 };

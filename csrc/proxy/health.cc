@@ -14,7 +14,7 @@ ErrorRecord checked(ErrorRecord record, int finder, int num_ranks) {
   if (record.step > Step::kClose) record.step = Step::kNone;
   if (record.peer < 0 || record.peer >= num_ranks) record.peer = -1;
   record.rank = finder;
-  record.make_printable();
+  make_printable(record.message);
   return record;
 }
 
@@ -26,6 +26,7 @@ Health::Health(const ProxyContext& context)
       remote_idx_(static_cast<size_t>(context.topo->num_ranks), -1),
       heard_(static_cast<size_t>(context.topo->num_ranks)),
       moved_(static_cast<size_t>(context.topo->num_ranks)),
+      calls_refused_(static_cast<size_t>(context.topo->num_ranks)),
       closed_(static_cast<size_t>(context.topo->num_ranks)) {
   for (int rank = 0; rank < context.topo->num_ranks; ++rank) {
     if (rank == context.rank) continue;
@@ -55,7 +56,8 @@ void Health::send_heartbeats() {
     WriteRequest request{};
     request.peer = remote.rank;
     const uint32_t moved = progress != remote.told_progress ? 1 : 0;
-    request.immediate = encode_imm(ImmType::kHeartbeat, moved, static_cast<uint64_t>(context_.rank));
+    const uint32_t refused = static_cast<uint32_t>(context_.control->num_refused.read() % kHeartbeatRefusals);
+    request.immediate = encode_imm(ImmType::kHeartbeat, refused << 1 | moved, static_cast<uint64_t>(context_.rank));
     request.cookie = encode_cookie({PostKind::kHeartbeat, static_cast<uint32_t>(remote.rank)});
     if (context_.transport->post_write(request) == PostResult::kAgain) continue;  // the next period will do
     remote.heartbeat_in_flight = true;
@@ -195,7 +197,12 @@ void Health::publish_settled() {
 
 void Health::arrive(const Imm& imm, int peer, uint64_t now_usec) {
   if (remote_idx_[static_cast<size_t>(peer)] < 0 || static_cast<int>(imm.serial) != peer) return;
-  if (imm.type == ImmType::kHeartbeat && imm.channel != 0) moved_[static_cast<size_t>(peer)].publish(now_usec);
+  if (imm.type == ImmType::kHeartbeat) {
+    if ((imm.channel & 1) != 0) moved_[static_cast<size_t>(peer)].publish(now_usec);
+    Flag& refused = calls_refused_[static_cast<size_t>(peer)];
+    const uint64_t heard = refused.own() / kHeartbeatRefusals + 1;  // what makes it grow
+    refused.publish(heard * kHeartbeatRefusals + (imm.channel >> 1));
+  }
   if (imm.type == ImmType::kBye) closed_[static_cast<size_t>(peer)].publish(1);
   if (imm.type != ImmType::kError) return;
   ErrorRecord record;
@@ -230,6 +237,13 @@ uint64_t Health::last_heard_usec(int rank) const {
   const ControlBlock* control = context_.domain_controls[static_cast<size_t>(rank)];
   return std::max(created_usec_,
                   control != nullptr ? control->heartbeat.read() : heard_[static_cast<size_t>(rank)].read());
+}
+
+uint32_t Health::num_refused(int rank) const {
+  const ControlBlock* control = context_.domain_controls[static_cast<size_t>(rank)];
+  const uint64_t number =
+      control != nullptr ? control->num_refused.read() : calls_refused_[static_cast<size_t>(rank)].read();
+  return static_cast<uint32_t>(number % kHeartbeatRefusals);
 }
 
 uint64_t Health::last_moved_usec(int rank) const {

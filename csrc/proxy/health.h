@@ -38,6 +38,7 @@ class Health {
   bool error_delivered() const;
   uint64_t last_heard_usec(int rank) const;
   uint64_t last_moved_usec(int rank) const;
+  uint32_t num_refused(int rank) const;
   void add_stats(ProxyStats& stats) const { stats.heartbeats_sent = heartbeats_.value(); }
 
  private:
@@ -87,6 +88,7 @@ class Health {
   // Writer: the proxy; readers: any thread of this process; never reset.
   std::vector<Flag> heard_;       // [rank] now_usec() of the last message
   std::vector<Flag> moved_;  // [rank] now_usec() of the last heartbeat that said that the rank's operation moved
+  std::vector<Flag> calls_refused_;  // [rank] modulo kHeartbeatRefusals, as its heartbeats say
   std::vector<Flag> closed_;  // [rank] 1: its bye arrived, or it is dead
   Flag shipping_error_;  // 1: an error that we found is on its way to the other domains
   Flag error_settled_;  // 1: it has reached all that live

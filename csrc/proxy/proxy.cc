@@ -247,6 +247,7 @@ ProxyStats Proxy::stats() const {
 
 uint64_t Proxy::last_heard_usec(int rank) const { return health_->last_heard_usec(rank); }
 uint64_t Proxy::last_moved_usec(int rank) const { return health_->last_moved_usec(rank); }
+uint32_t Proxy::num_refused(int rank) const { return health_->num_refused(rank); }
 bool Proxy::remote_closed(int rank) const { return health_->closed(rank); }
 void Proxy::announce_close() { health_->announce_close(); }
 bool Proxy::all_closed() const { return health_->all_closed(); }

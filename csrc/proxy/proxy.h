@@ -96,6 +96,8 @@ class Proxy {
   // now_usec() of the last movement of the rank's operation, as far as known: of a rank of another domain by its
   // heartbeats.
   uint64_t last_moved_usec(int rank) const;
+  // Calls that the rank has refused, modulo kHeartbeatRefusals: as far as known, by its heartbeats.
+  uint32_t num_refused(int rank) const;
   // As Transport::trouble().
   std::string trouble() const { return context_.transport->trouble(); }
   // The rank entered close() (domain peer: its flag; other domain: its bye arrived) or its process is gone.

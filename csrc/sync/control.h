@@ -12,6 +12,8 @@
 
 namespace uccl_ep {
 
+constexpr size_t kRefusalBytes = 192;  // of the text that says why a call was refused
+
 struct ControlBlock {
   // Written once by the owner before the handle is given out.
   uint64_t magic = 0;
@@ -33,6 +35,11 @@ struct ControlBlock {
   alignas(kLineBytes) Bell proxy_bell;
   // 1 once the owner entered close(). Readers: domain peers; a rank that said so may disappear.
   alignas(kLineBytes) Flag closing;
+  // Number of calls that the owner has refused; call n leaves why in refusals[n % 2] before. Writer: the owner;
+  // readers: the owner's proxy, which tells the other domains the number, and domain peers whose patience is over. A
+  // text is for messages only: it may be overwritten while it is read.
+  alignas(kLineBytes) Flag num_refused;
+  char refusals[2][kRefusalBytes] = {};
   // The first error that reached this rank. Writers: the owner or any domain peer, the first wins the claim;
   // reader: the owner. Never reset: after an error the engine is created anew.
   alignas(kLineBytes) Claim error_claim;

@@ -132,6 +132,7 @@ class CudaRank {
     return got;
   }
   cudaStream_t stream() const { return stream_; }
+  const std::shared_ptr<CudaPlan>& plan() const { return plan_; }
   double stat(const std::string& name) const {
     for (const auto& [its, value] : engine_.stats())
       if (its == name) return value;

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.harness import RankGroup
 from uccl_ep_train import Buffer
-from uccl_ep_train.autograd import _plain
+from uccl_ep_train.autograd import plain
 from uccl_ep_train.routing import is_aligned
 
 T, H, K, E = 5, 128, 2, 8
@@ -201,6 +201,6 @@ def test_a_cached_dispatch_is_differentiable_in_new_weights(group: RankGroup) ->
 
 def test_gradients_that_begin_inside_a_row_are_copied_to_where_kernels_can_read_them() -> None:
     odd = torch.arange(257, dtype=torch.bfloat16)[1:].view(2, 128)
-    assert not is_aligned(odd) and is_aligned(_plain(odd)) and _plain(odd).equal(odd)
+    assert not is_aligned(odd) and is_aligned(plain(odd)) and plain(odd).equal(odd)
     even = torch.ones(2, 128)
-    assert _plain(even) is even
+    assert plain(even) is even

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from uccl_ep_train import launch
+from uccl_ep_train.calls import Call, DispatchCall
 from uccl_ep_train.cuda import CudaLauncher
 from uccl_ep_train.handle import RowLayout
-from uccl_ep_train.launch import DispatchCall, Dispatched
+from uccl_ep_train.launch import Dispatched
 from uccl_ep_train.pending import InFlight
 from uccl_ep_train.routing import Routing
 
@@ -77,9 +78,18 @@ class Engine:
     def __init__(self, op: Op) -> None:
         self.op = op
         self.failures: list[str] = []
+        self.refusals: list[str] = []
+        self.exchanged = False  # something was launched before there was memory
 
     def dispatch(self, args: Any, plan: Any, stream: int) -> Op:
+        self.exchanged = not self.op.is_guessed and not self.op.counts_known
         return self.op
+
+    def num_calls(self) -> int:
+        return int(self.exchanged or self.op.memory != []) + len(self.refusals)
+
+    def refused(self, why: str, stream: int) -> None:
+        self.refusals.append(why)
 
     def fail(self, text: str) -> None:
         self.failures.append(text)
@@ -107,7 +117,9 @@ def start(
         fp8_rows=True,
         attach=False,
     )
-    return launcher.dispatch(call, aside=aside), engine, in_flight
+    with Call(launcher, "dispatch"):
+        launched = launcher.dispatch(call, aside=aside)
+    return launched, engine, in_flight
 
 
 def shapes(launched: Dispatched) -> list[tuple[int, ...]]:
@@ -178,6 +190,24 @@ def test_who_is_interrupted_while_it_waits_for_counts_tells_the_others(guessed: 
     with pytest.raises(KeyboardInterrupt):
         start(op, engine=engine)
     assert engine.failures == ["dispatch was given up by KeyboardInterrupt: while it waited"]
+
+
+@pytest.mark.parametrize("capacity", [9, None])
+def test_without_memory_a_dispatch_is_refused_if_nothing_of_it_was_launched(
+    capacity: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(launch, "_allocate", no_memory)
+    op = Op(Plan(num_rows=9, nbytes=8 + 8 * L + 8), [1, 2, 3], counts_known=capacity is not None)
+    engine = Engine(op)
+    with pytest.raises(torch.OutOfMemoryError):
+        start(op, capacity=capacity, engine=engine)
+    said = "OutOfMemoryError: no more"
+    # Without a capacity peers have the counts of this rank, and wait for its rows.
+    assert engine.refusals == ([said] if capacity is not None else [])
+    assert engine.failures == ([] if capacity is not None else [f"dispatch was given up by {said}"])
 
 
 def test_only_what_runs_aside_is_kept_alive_by_the_buffer() -> None:

@@ -129,25 +129,27 @@ class UcclEpManager:
         `token_probs` is read here and not in setup_metadata, because the 1F1B schedule puts a detached copy
         in between. Routing comes from the map, never from the probabilities: a routed one may be zero.
         """
-        assert self.token_probs is not None and self.routing_map is not None, "dispatch before setup_metadata"
-        num_tokens, self._hidden = hidden_states.shape
-        local_experts = self.buffer.config.num_experts // self.buffer.num_ranks
-        # Where the host may not read them.
-        rows_each = self._rows_of_each_expert(num_tokens) if is_capturing() else None
-        plan = saved_plan(self)
-        if rows_each is not None:
-            capacity: int | None = local_experts * rows_each
-        else:  # With a plan: the plan's. The budget may have grown since.
-            capacity = self._row_budget(num_tokens) if plan is None else None
-        result = self.buffer.dispatch(
-            self._padded(hidden_states),
-            routing_map=self.routing_map,
-            # The wire is fp32; autograd undoes both casts, so a low-precision router loses nothing.
-            probs=self.token_probs.to(torch.float32),
-            handle=plan,
-            expert_alignment=self.expert_alignment,
-            capacity=capacity,
-        )
+        with self.buffer.preparing("dispatch"):
+            assert self.token_probs is not None and self.routing_map is not None, "setup_metadata comes first"
+            num_tokens, self._hidden = hidden_states.shape
+            local_experts = self.buffer.config.num_experts // self.buffer.num_ranks
+            # Where the host may not read them.
+            rows_each = self._rows_of_each_expert(num_tokens) if is_capturing() else None
+            plan = saved_plan(self)
+            if rows_each is not None:
+                capacity: int | None = local_experts * rows_each
+            else:  # With a plan: the plan's. The budget may have grown since.
+                capacity = self._row_budget(num_tokens) if plan is None else None
+            arguments: dict[str, Any] = {
+                "x": self._padded(hidden_states),
+                "routing_map": self.routing_map,
+                # The wire is fp32; autograd undoes both casts, so a low-precision router loses nothing.
+                "probs": self.token_probs.to(torch.float32),
+                "handle": plan,
+                "expert_alignment": self.expert_alignment,
+                "capacity": capacity,
+            }
+        result = self.buffer.dispatch(**arguments)
         self.tokens_per_expert = result.tokens_per_expert
         if rows_each is not None:
             self._counts_captured = True
@@ -201,7 +203,9 @@ class UcclEpManager:
         handle, self._handle = self._handle, None
         # The plan and the graph, which has plans of the layers below, must not outlive the micro-batch here.
         self.token_probs = self.dispatched_probs = None
-        return self._unpadded(self.buffer.combine(self._padded(hidden_states), handle))
+        with self.buffer.preparing("combine"):
+            rows = self._padded(hidden_states)
+        return self._unpadded(self.buffer.combine(rows, handle))
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
         """Zeros at the end of each row, where a model's rows are no multiple of 128 (GPT-OSS: 2880)."""

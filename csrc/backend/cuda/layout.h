@@ -132,6 +132,7 @@ struct Progress {
   uint64_t num_dispatches = 0;
   uint64_t half_epoch[kHalves] = {};  // last dispatch that used the half
   uint64_t last_combine = 0;
+  uint64_t num_refused = 0;  // calls of this rank, so far. Writer: refuse.cu, in the order of the operations
 };
 
 // What a plan takes memory for.
@@ -204,7 +205,7 @@ struct HostError {
   uint32_t step;  // Step
   int32_t peer;
   int32_t chunk;
-  uint64_t epoch, expected, seen;
+  uint64_t epoch, num_refused, expected, seen;
   uint32_t code;  // DeviceFault
 };
 enum class DeviceFault : uint32_t {

@@ -26,6 +26,7 @@ struct DeviceHeader {
   OpSignature signature;
   uint64_t routing_hash;  // only its writer's rank looks at it
   uint32_t num_tokens;
+  uint32_t num_refused;  // as in OpHeader
   // Of a new plan.
   uint32_t stream_rows;
   uint32_t most_pieces;  // that a chunk of tokens has in any domain

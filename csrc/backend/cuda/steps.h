@@ -11,6 +11,7 @@ namespace uccl_ep::cuda {
 // Load the kernels on the current device. Before the first launch.
 cudaError_t load_dispatch(uint32_t shared_bytes);
 cudaError_t load_combine(uint32_t shared_bytes);
+cudaError_t load_refusal(uint32_t shared_bytes);
 // Shared memory that a block needs at least to route tokens.
 uint32_t routing_bytes(const Offsets& at, uint32_t tiles = 1);
 
@@ -79,5 +80,8 @@ struct CombineArgs {
 };
 cudaError_t launch_combine(const Domain& domain, const PlanView& plan, const CombineArgs& args, uint32_t num_sms,
                            cudaStream_t stream);
+
+// One more call of this rank was refused: for the headers of what comes later.
+cudaError_t launch_refusal(const Domain& domain, cudaStream_t stream);
 
 }  // namespace uccl_ep::cuda

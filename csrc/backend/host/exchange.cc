@@ -65,6 +65,7 @@ class ExchangeStep final : public HostStep {
     header.epoch = op_.epoch;
     header.signature = op_.signature;
     header.num_tokens = op_.plan->num_tokens;
+    header.num_refused = static_cast<uint32_t>(op_.num_refused);
     header.num_rows = stream.num_rows();
     header.num_pairs = stream.pair_expert.size();
     std::memcpy(port.slot(), &header, sizeof(header));

@@ -38,8 +38,7 @@ class HostPlan final : public PlanStep {
     bool moved = false;
     for (size_t src = 0; src < entered_.size(); ++src) {
       if (entered_[src] || !context_.incoming[src].header.ready()) continue;
-      read_header(static_cast<int>(src));
-      moved = true;
+      moved |= read_header(static_cast<int>(src));
     }
     if (num_entered_ < entered_.size()) return moved;
     if (!counts_known_) {
@@ -88,19 +87,31 @@ class HostPlan final : public PlanStep {
     throw CommunicationFailure(record);
   }
 
-  void read_header(int src) {
+  // Another call than ours. False: `src` has refused calls before it, and is about to tell everybody why.
+  bool meet_other_call(int src, const OpHeader& header) {
+    const uint64_t now = now_usec();
+    if (header.num_refused > op_.num_refused) {
+      if (met_usec_ == 0) met_usec_ = now;
+      if (now - met_usec_ < kWhyUsec) return false;
+    }
+    refuse(ErrorKind::kRankMismatch, src,
+           describe_mismatch(op_.epoch, {context_.rank, op_.signature, op_.num_refused},
+                             {src, header.signature, header.num_refused},
+                             header.num_refused < op_.num_refused ? op_.refusal : ""));
+  }
+
+  // False: there is nothing to go on with.
+  bool read_header(int src) {
     InPort& port = context_.incoming[src].header;
     OpHeader header;
     std::memcpy(&header, port.slot(), sizeof(header));
-    const std::string call = "call " + std::to_string(op_.epoch) + " on the buffer: ";
+    if (header.num_refused != op_.num_refused) return meet_other_call(src, header);
     if (header.signature.plan_use == PlanUse::kDiffers)
       refuse(ErrorKind::kPlanMismatch, src,
-             call + "rank " + std::to_string(src) + " used plan " + std::to_string(header.signature.plan_id) +
-                 " with another routing than it was made for");
+             "call " + std::to_string(op_.call()) + " on the buffer: rank " + std::to_string(src) + " used plan " +
+                 std::to_string(header.signature.plan_id) + " with another routing than it was made for");
     if (header.epoch != op_.epoch || (header.signature != op_.signature && op_.signature.plan_use != PlanUse::kDiffers))
-      refuse(ErrorKind::kRankMismatch, src,
-             call + "rank " + std::to_string(context_.rank) + " called " + describe(op_.signature) + ", rank " +
-                 std::to_string(src) + " called " + describe(header.signature));
+      return meet_other_call(src, header);
     rows_[src] = header.num_rows;
     pairs_[src] = header.num_pairs;
     if (op_.makes_plan()) {
@@ -112,6 +123,7 @@ class HostPlan final : public PlanStep {
     port.release();
     entered_[src] = true;
     ++num_entered_;
+    return true;
   }
 
   uint64_t& slot_count(uint32_t expert, int src) {
@@ -218,6 +230,7 @@ class HostPlan final : public PlanStep {
   std::vector<uint64_t> my_pairs_;   // [source rank] pairs of its rows with our experts
   std::vector<uint64_t> my_rows_;    // [source rank] its rows with our experts; compact: then the next row
   size_t num_entered_ = 0;
+  uint64_t met_usec_ = 0;  // when a rank was first found to be ahead of us
   bool counts_known_ = false;
 };
 

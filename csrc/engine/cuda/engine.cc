@@ -146,8 +146,8 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms,
   const OnDevice guard(device_);
   int lowest = 0, highest = 0;
   must(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
-  must(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, highest), "cudaStreamCreate");
-  must(cudaStreamCreateWithPriority(&control_stream_, cudaStreamNonBlocking, highest), "cudaStreamCreate");
+  for (cudaStream_t* stream : {&stream_, &control_stream_, &refusal_stream_})
+    must(cudaStreamCreateWithPriority(stream, cudaStreamNonBlocking, highest), "cudaStreamCreate");
   for (cudaEvent_t* event : {&inputs_ready_, &last_done_})
     must(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "cudaEventCreate");
   must(cudaHostAlloc(reinterpret_cast<void**>(&pinned_), pinned_bytes(config), cudaHostAllocPortable), "cudaHostAlloc");
@@ -162,7 +162,7 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms,
     throw UsageFailure(UsageKind::kConfig, "num_experts = " + std::to_string(config.num_experts) + ": routing needs " +
                                                std::to_string(needed) + " bytes of shared memory, this GPU has " +
                                                std::to_string(domain_.shared_bytes));
-  for (auto load : {cuda::load_dispatch, cuda::load_combine, cuda::load_clock})
+  for (auto load : {cuda::load_dispatch, cuda::load_combine, cuda::load_refusal, cuda::load_clock})
     must(load(static_cast<uint32_t>(shared_bytes)), "loading the kernels");
   regions_[config.rank] = cuda::DeviceMapping::create(device_, layout_.total_bytes);
   region_bytes_[config.rank] = regions_[config.rank].num_bytes();
@@ -172,7 +172,7 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms,
 CudaHandles::~CudaHandles() {
   for (cudaEvent_t event : {inputs_ready_, last_done_})
     if (event != nullptr) cudaEventDestroy(event);
-  for (cudaStream_t stream : {stream_, control_stream_})
+  for (cudaStream_t stream : {stream_, control_stream_, refusal_stream_})
     if (stream != nullptr) cudaStreamDestroy(stream);
   if (pinned_ != nullptr) cudaFreeHost(pinned_);
 }
@@ -258,10 +258,15 @@ void CudaEngine::check() const {
 
 // A fault that a kernel found goes to all ranks; the first error of this rank wins. True if there is one.
 bool CudaEngine::tell_fault() const {
-  if (read_device_flag(&domain_.error->published) == 0) return false;
+  const cuda::HostError& error = *domain_.error;
+  if (read_device_flag(&error.published) == 0) return false;
+  // A peer that has refused more calls is about to say why.
+  const bool peer_knows =
+      static_cast<cuda::DeviceFault>(error.code) == cuda::DeviceFault::kMismatch && error.seen > error.expected;
+  for (const uint64_t met = now_usec(); peer_knows && !life_.failed() && now_usec() - met < kWhyUsec;) usleep(1000);
   if (life_.failed()) return true;
   const std::shared_lock held(memory_mutex_);
-  if (!given_back_) life_.spread(record_of(*domain_.error));
+  if (!given_back_) life_.spread(record_of(error));
   return true;
 }
 

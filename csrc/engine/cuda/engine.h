@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "backend/cuda/memory.h"
+#include "backend/cuda/packet.h"
 #include "backend/cuda/steps.h"
 #include "backend/cuda/trace.h"
 #include "engine/cuda/guess.h"
@@ -50,6 +51,7 @@ struct CudaOp {
   cudaStream_t stream = nullptr;  // that it runs on
   cudaGraph_t captured_by = nullptr;  // while it is launched
   cudaEvent_t done = nullptr;     // if that is not the caller's
+  bool queued = false;  // something of it is launched: peers count on the rest
   bool launched = false;
   ~CudaOp() {
     if (done != nullptr) cudaEventDestroy(done);
@@ -92,6 +94,7 @@ struct CudaHandles {
   ~CudaHandles();
 
   cudaStream_t stream_ = nullptr, control_stream_ = nullptr;
+  cudaStream_t refusal_stream_ = nullptr;  // no graph is ever captured from it
   cudaEvent_t inputs_ready_ = nullptr;
   cudaEvent_t last_done_ = nullptr;  // see last_stream_
   uint8_t* pinned_ = nullptr;        // HostError, HostCounts, and the word that stops kernels
@@ -121,6 +124,10 @@ class CudaEngine : private CudaHandles {
   // What the caller queues on `stream` from now on runs after the operation.
   void wait(CudaOp& op, cudaStream_t stream) const;
 
+  // As of an Engine. The refused call would have come after what is queued on `stream`.
+  void refused(const std::string& why, cudaStream_t stream);
+  uint64_t num_calls() const { return life_.num_calls(); }
+
   void fail(const std::string& text) { life_.fail(text); }
   // Throws the error that reached this rank, one that its kernels have found but nobody has heard of included.
   void check() const;
@@ -141,6 +148,7 @@ class CudaEngine : private CudaHandles {
   void check_form(const DispatchArgs& args, const CudaPlan& plan);
   void exchange(CudaOp& op);
   void launch(CudaOp& op);
+  void note_queued(CudaOp& op);
   void note_launch(const CudaOp& op);
   void note_replay();
   void place_windows(CudaOp& op);
@@ -150,11 +158,14 @@ class CudaEngine : private CudaHandles {
   void follow(cudaStream_t stream, cudaStream_t other);  // `stream` waits for what is queued on `other`
   void finish(CudaOp& op);
   void note_last(const CudaOp& op);
+  void note_last(cudaStream_t stream);
   bool tell_fault() const;
   void watch();
   void give_back();
   ErrorRecord record_of(const cuda::HostError& error) const;
   std::string text_of(const cuda::HostError& error) const;
+  std::string text_of_mismatch(const cuda::HostError& error) const;
+  cuda::DeviceHeader header_of(int number, uint64_t epoch) const;
   int rank_of(int number) const;
   TraceEvent event_of(const cuda::TraceRecord& record) const;
   // What goes between domains goes over NICs; else all ranks are on this host.
@@ -176,7 +187,7 @@ class CudaEngine : private CudaHandles {
   cudaStream_t last_stream_ = nullptr;  // of the last launch outside a graph, which ends with last_done_
   uint64_t* stop_word_ = nullptr;
   mutable std::mutex mutex_;   // one launch at a time
-  uint64_t calls_ = 0, num_dispatches_ = 0, num_combines_ = 0, num_windows_ = 0;
+  uint64_t num_begun_ = 0, num_dispatches_ = 0, num_combines_ = 0, num_windows_ = 0;
   uint64_t rows_shipped_ = 0, rows_placed_ = 0, rows_folded_ = 0, rows_relayed_ = 0;  // but for those with a capacity
   uint64_t num_guesses_ = 0, num_misses_ = 0;
   using Form = std::tuple<RoutingKind, uint32_t, uint32_t, uint32_t, int>;  // see form_of()
@@ -191,6 +202,9 @@ class CudaEngine : private CudaHandles {
   Flag leaving_;
   std::thread watcher_;
 };
+
+// The graph that is being captured from the stream, or null.
+cudaGraph_t captured_graph(cudaStream_t stream);
 
 // What memory_plan() shows for a buffer of CUDA tensors.
 std::vector<std::pair<std::string, uint64_t>> cuda_memory_entries(const EngineConfig& config);

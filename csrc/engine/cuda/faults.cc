@@ -29,30 +29,41 @@ int CudaEngine::rank_of(int number) const {
   return -1;
 }
 
+// Of the operation `epoch` of the rank that kernels number so.
+cuda::DeviceHeader CudaEngine::header_of(int number, uint64_t epoch) const {
+  const auto rank = static_cast<uint32_t>(number);
+  const bool near = rank >= domain_.first && rank < domain_.end;
+  const uint8_t* const packets = near ? domain_.base[rank] + layout_.packets : network_->packets_of(domain_, rank);
+  cuda::DeviceHeader header{};
+  cudaMemcpyAsync(&header, packets + cuda::packet_slot(epoch) * layout_.packet_bytes, sizeof(header),
+                  cudaMemcpyDeviceToHost, control_stream_);
+  cudaStreamSynchronize(control_stream_);
+  return header;
+}
+
+std::string CudaEngine::text_of_mismatch(const cuda::HostError& error) const {
+  const auto called = [&](int number) {
+    const cuda::DeviceHeader header = header_of(number, error.epoch);
+    return Called{rank_of(number), header.signature, header.num_refused};
+  };
+  const Called own = called(static_cast<int>(domain_.rank)), other = called(error.peer);
+  return describe_mismatch(error.epoch, own, other,
+                           own.num_refused > other.num_refused ? life_.refusal(own.num_refused) : "");
+}
+
 std::string CudaEngine::text_of(const cuda::HostError& error) const {
   const std::string own = "rank " + std::to_string(config_.rank);
   const std::string peer = "rank " + std::to_string(rank_of(error.peer));
-  const std::string call = "call " + std::to_string(error.epoch) + " on the buffer: ";
+  const uint64_t number = error.epoch + error.num_refused;
+  const std::string call = "call " + std::to_string(number) + " on the buffer: ";
+  const bool arrival = error.kind == static_cast<uint32_t>(ErrorKind::kArrivalTimeout);
   switch (static_cast<cuda::DeviceFault>(error.code)) {
     case cuda::DeviceFault::kTimeout:
       return call + own + " waited in " + step_name(static_cast<Step>(error.step)) + " for " + peer +
-             (error.kind == static_cast<uint32_t>(ErrorKind::kArrivalTimeout) ? " to enter the operation" : "");
-    case cuda::DeviceFault::kMismatch: {
-      std::string calls[2];
-      const int numbers[2] = {static_cast<int>(domain_.rank), error.peer};
-      for (int i = 0; i < 2; ++i) {
-        const auto number = static_cast<uint32_t>(numbers[i]);
-        const bool near = number >= domain_.first && number < domain_.end;
-        const uint8_t* const packets =
-            near ? domain_.base[number] + layout_.packets : network_->packets_of(domain_, number);
-        cuda::DeviceHeader header{};
-        cudaMemcpyAsync(&header, packets + cuda::packet_slot(error.epoch) * layout_.packet_bytes, sizeof(header),
-                        cudaMemcpyDeviceToHost, control_stream_);
-        cudaStreamSynchronize(control_stream_);
-        calls[i] = "rank " + std::to_string(rank_of(numbers[i])) + " called " + describe(header.signature);
-      }
-      return call + calls[0] + ", " + calls[1];
-    }
+             (arrival ? " to enter the operation" + life_.refused_since(rank_of(error.peer), number, error.num_refused)
+                      : "");
+    case cuda::DeviceFault::kMismatch:
+      return text_of_mismatch(error);
     case cuda::DeviceFault::kPlanDiffers:
       return call + own + " used plan " + std::to_string(error.seen) + " with another routing than it was made for";
     case cuda::DeviceFault::kExpertRange:

@@ -20,7 +20,8 @@ auto form_of(const CudaPlan& plan) {
                     std::bit_width(plan.view.num_tokens));
 }
 
-// The graph that is being captured from the stream, or null.
+}  // namespace
+
 cudaGraph_t captured_graph(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   cudaGraph_t graph = nullptr;
@@ -31,8 +32,6 @@ cudaGraph_t captured_graph(cudaStream_t stream) {
 #endif
   return status == cudaStreamCaptureStatusNone ? nullptr : graph;
 }
-
-}  // namespace
 
 void CudaEngine::check_usable() const {
   if (closed_) refuse(UsageKind::kClosed, "the buffer is closed");
@@ -115,7 +114,7 @@ void CudaEngine::follow(cudaStream_t stream, cudaStream_t other) {
 std::shared_ptr<CudaOp> CudaEngine::begin(std::shared_ptr<CudaPlan> plan, cudaStream_t stream, bool aside) {
   auto op = std::make_shared<CudaOp>();
   op->plan = std::move(plan);
-  op->call = ++calls_;
+  op->call = ++num_begun_;
   op->stream = aside ? stream_ : stream;
   if (aside) {
     must(cudaEventCreateWithFlags(&op->done, cudaEventDisableTiming), "cudaEventCreate");
@@ -173,7 +172,7 @@ std::shared_ptr<CudaOp> CudaEngine::dispatch(const DispatchArgs& args, const Cud
   if (!fresh && args.has_routing) check_form(args, *call.plan);
   auto op = begin(fresh ? new_plan(args) : call.plan, call.stream, args.aside);
   CudaPlan& plan = *op->plan;
-  if (fresh) plan.plan_id = op->call;
+  if (fresh) plan.plan_id = life_.num_queued() + 1;
   num_dispatches_ += 1;
   op->counts_known = !fresh || plan.has_capacity;
 
@@ -225,6 +224,13 @@ void CudaEngine::launch(CudaOp& op) {
   if (given_back_) refuse(UsageKind::kClosed, "the buffer was closed in the middle of an operation");
   note_launch(op);
   must(launch_dispatch(domain_, op.plan->view, op.place, num_sms_, stage_sms_, op.stream), "dispatch");
+  note_queued(op);
+}
+
+void CudaEngine::note_queued(CudaOp& op) {
+  if (op.queued) return;
+  op.queued = true;
+  life_.note_queued();
 }
 
 // The proxy stays awake for it. A graph has a node that says so at every replay, as it begins: threads wake up beside
@@ -365,6 +371,7 @@ std::shared_ptr<CudaOp> CudaEngine::combine(const CombineArgs& args, const CudaC
     combine.is_last = (combine.window + 1) * uint64_t{combine.window_tokens} >= most;
     note_launch(*op);
     must(launch_combine(domain_, plan.view, combine, num_sms_, op->stream), "combine");
+    note_queued(*op);
     combine.window += 1;
     num_windows_ += 1;
   } while (!combine.is_last);
@@ -380,9 +387,11 @@ void CudaEngine::finish(CudaOp& op) {
 
 // What comes next on another stream runs after what has been launched, and close() waits for that.
 void CudaEngine::note_last(const CudaOp& op) {
-  if (op.captured_by != nullptr) return;
-  must(cudaEventRecord(last_done_, op.stream), "cudaEventRecord");
-  last_stream_ = op.stream;
+  if (op.captured_by == nullptr) note_last(op.stream);
+}
+void CudaEngine::note_last(cudaStream_t stream) {
+  must(cudaEventRecord(last_done_, stream), "cudaEventRecord");
+  last_stream_ = stream;
 }
 
 void CudaEngine::wait(CudaOp& op, cudaStream_t stream) const {

@@ -8,7 +8,7 @@ namespace uccl_ep::loop {
 
 // Messages up to this size (credits, heartbeats, an ErrorRecord) do not queue behind data, as on a NIC that serves its
 // queue pairs in turn; they still use their share of the rate.
-constexpr uint64_t kSmallBytes = 256;
+constexpr uint64_t kSmallBytes = 512;
 
 class EgressLink {
  public:

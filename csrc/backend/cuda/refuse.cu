@@ -1,0 +1,24 @@
+// A call that was refused takes its number in the order of the operations, so that replays of a graph carry the count
+// of when they run, and what was queued before does not.
+#include "backend/cuda/launch.cuh"
+#include "backend/cuda/steps.h"
+
+namespace uccl_ep::cuda {
+namespace {
+
+__global__ void count_refusal(uint64_t* num_refused) { *num_refused += 1; }
+
+}  // namespace
+
+cudaError_t launch_refusal(const Domain& domain, cudaStream_t stream) {
+  uint8_t* const own = domain.base[domain.rank] + domain.at.local;
+  launch_kernel(count_refusal, {1, 1, 0, stream}, &reinterpret_cast<Local*>(own)->progress.num_refused);
+  return cudaGetLastError();
+}
+
+cudaError_t load_refusal(uint32_t) {
+  cudaFuncAttributes attributes{};
+  return cudaFuncGetAttributes(&attributes, count_refusal);
+}
+
+}  // namespace uccl_ep::cuda
