@@ -32,6 +32,9 @@ class Bootstrap(Protocol):
     """What the creation of a buffer needs. Every rank makes the same calls in the same order.
 
     rank, size  of this process in the group
+
+    `StoreBootstrap` has more, which a creation uses where it is there: `watch` and `leave`, so that ranks
+    which die or give up are noticed before the deadline, and `finish`.
     """
 
     @property
@@ -101,10 +104,9 @@ class _SteppedBootstrap:
         self.all_gather(b"", what)
 
     def _timed_out(self, what: str, missing: list[int]) -> ArrivalTimeout:
-        look = [f"rank {peer} {self._processes[peer]}" for peer in missing if self._processes]
+        look = f"look first at rank {missing[0]} {self._processes[missing[0]]}: " if self._processes else ""
         return ArrivalTimeout(
-            (f"look first at {', '.join(look)}: " if look else "")
-            + f"creation, {what}: rank {self._rank} waited {self._timeout_s:g} s for "
+            f"{look}creation, {what}: rank {self._rank} waited {self._timeout_s:g} s for "
             f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self._size}",
             rank=self._rank,
             step="bootstrap",

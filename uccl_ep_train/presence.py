@@ -57,8 +57,8 @@ class Presence:
 
 
 def meet(bootstrap: Bootstrap) -> tuple[Presence, ...]:
-    """Where each rank runs, by rank; collective, and the first step of a creation: from then on a rank whose
-    process ends is noticed (`Bootstrap` says by which of them).
+    """Where each rank runs, by rank; collective, and the first step of a creation: from then on a bootstrap
+    that can watch notices a rank whose process ends.
     """
     answers = exchange(bootstrap, "processes", lambda: json.dumps(_said(Presence.here())).encode())
     ranks = tuple(decode(bootstrap, "processes", peer, said, _presence) for peer, said in enumerate(answers))
