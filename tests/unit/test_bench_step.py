@@ -146,7 +146,7 @@ def trained(
     )  # fmt: skip
 
 
-BF16 = cells()[0]
+BF16 = cells("--micro-batch-tokens", "1024")[0]
 
 
 def test_records_of_what_ran_and_what_did_not_have_the_same_fields() -> None:
