@@ -1,17 +1,20 @@
 """Builds `uccl_ep_train._native` from csrc/. Metadata: pyproject.toml. Torch is not needed."""
 
+import json
 import os
+import resource
 import runpy
 import shutil
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import pybind11
-from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
+from pybind11.setup_helpers import Pybind11Extension
 from setuptools import setup
+from setuptools._distutils.ccompiler import gen_preprocess_options
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
@@ -21,6 +24,7 @@ ENV = runpy.run_path(str(ROOT / "uccl_ep_train" / "env.py"))
 WERROR = ENV["warnings_are_errors"]()
 SANITIZER = ENV["sanitizer"]()
 SANITIZE = [f"-fsanitize={SANITIZER}", "-fno-sanitize-recover=all"] if SANITIZER else []
+UNITS = runpy.run_path(str(ROOT / "csrc" / "units.py"), run_name="units")
 
 COMPILE_FLAGS = [
     "-O3",
@@ -39,6 +43,9 @@ COMPILE_FLAGS = [
     *([*SANITIZE, "-O1", "-g1", "-fno-omit-frame-pointer"] if SANITIZER else []),
 ]
 
+STANDARD = "csrc/common/standard.h"  # compiled once, ahead of all others
+REPORT = "compile_time.json"
+
 
 def find_nvcc() -> str | None:
     """The CUDA compiler, or None. Its absence is no error: the host backend alone is built."""
@@ -55,15 +62,30 @@ def find_toolkit(compiler: str) -> Path:
     raise SystemExit(f"{compiler} has no include/cuda_runtime.h beside it; set CUDA_HOME (tried {places})")
 
 
-def needs_recompile(obj: str, src: str) -> bool:
-    """True when the object is older than its source, a header it includes, or the flags in this file."""
-    dependencies = Path(obj).with_suffix(".d")
+def is_current(obj: Path, source: str) -> bool:
+    """False when the object is older than its source, a header it includes, or the flags in this file."""
     try:
-        built = os.stat(obj).st_mtime
-        named = dependencies.read_text().replace("\\\n", " ").split(":", 1)[1].split()
-        return any(os.stat(ROOT / path).st_mtime > built for path in [src, "setup.py", *named])
+        built = obj.stat().st_mtime
+        named = obj.with_suffix(".d").read_text().replace("\\\n", " ").split(":", 1)[1].split()
+        return all(
+            os.stat(ROOT / path).st_mtime <= built for path in [source, "setup.py", "csrc/units.py", *named]
+        )
     except (OSError, IndexError):
-        return True
+        return False
+
+
+def run(command: list[str]) -> str:
+    """What the compiler prints; ends the build with it if there is an error."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout}")
+    return done.stdout
+
+
+def children_seconds() -> float:
+    """Processor time of the compilers that have ended."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
 
 
 CUDA_FLAGS = [
@@ -85,50 +107,79 @@ CUDA_FLAGS = [
 
 
 class BuildExt(build_ext):
-    """Objects stay in build/, for editable installs too: a second build compiles only what changed."""
+    """Compiles and links. Objects stay in build/, for editable installs too: what has not changed is kept."""
 
     def build_extension(self, ext: Pybind11Extension) -> None:
-        if nvcc:
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                ext.extra_objects = list(pool.map(self.compile_kernel, sorted(CUDA.glob("*.cu"))))
+        """One pool for both compilers, the longest units first, so that no core idles at the end."""
+        kernels = [str(path.relative_to(ROOT)) for path in CUDA.glob("*.cu")] if nvcc else []
+        units = UNITS["longest_first"]([*ext.sources, *kernels])
+        objects = {source: self.object_of(source) for source in units}
+        stale = [source for source in units if not is_current(objects[source], source)]
+        if stale:
+            self.compile_standard(ext)
+        self.compile_all(ext, stale, len(units))
+        ext.sources, ext.extra_objects = [], sorted(map(str, objects.values()))
         super().build_extension(ext)
 
-    def compile_kernel(self, source: Path) -> str:
-        """Compiles one file of kernels by nvcc; its object."""
-        relative = str(source.relative_to(ROOT))
-        obj = Path(self.build_temp) / f"{relative}.o"
-        if needs_recompile(str(obj), relative):
-            obj.parent.mkdir(parents=True, exist_ok=True)
-            dependencies = str(obj.with_suffix(".d"))
-            done = subprocess.run(
-                [
-                    str(nvcc),
-                    *CUDA_FLAGS,
-                    "-Icsrc",
-                    "-MMD",
-                    "-MF",
-                    dependencies,
-                    "-c",
-                    relative,
-                    "-o",
-                    str(obj),
-                ],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                check=False,
-            )
-            if done.returncode:
-                raise SystemExit(f"nvcc failed for {relative}:\n{done.stdout}")
-            obj.with_suffix(".ptxas").write_text(done.stdout)
-        return str(obj)
+    def compile_all(self, ext: Pybind11Extension, sources: list[str], num_units: int) -> None:
+        """Says after each unit how long the rest will take, and keeps what all took, for CI."""
+        progress, before = UNITS["Progress"](sources), children_seconds()
+        pool = ThreadPoolExecutor(os.cpu_count())
+        try:
+            running = {pool.submit(self.compile_unit, ext, source): source for source in sources}
+            for unit in as_completed(running):
+                unit.result()
+                print(progress.done(running[unit]), flush=True)
+        finally:
+            pool.shutdown(cancel_futures=True)
+        report = {
+            "units": num_units,
+            "compiled": len(sources),
+            "wall_s": round(progress.elapsed_s(), 1),
+            "cpu_s": round(children_seconds() - before, 1),
+        }
+        (Path(self.build_temp) / REPORT).write_text(json.dumps(report))
+        print(f"compile time: {report}", flush=True)
+
+    def object_of(self, source: str) -> Path:
+        return Path(self.build_temp) / (f"{source}.o" if source.endswith(".cu") else f"{source[:-3]}.o")
+
+    def compile_standard(self, ext: Pybind11Extension) -> None:
+        """The standard library's headers as g++ reads them best: they are half of what most units are."""
+        standard = Path(self.build_temp) / STANDARD
+        compiled = standard.with_name(f"{standard.name}.gch")
+        if is_current(compiled, STANDARD):
+            return
+        standard.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / STANDARD, standard)
+        flags = gen_preprocess_options(ext.define_macros, ext.include_dirs) + ext.extra_compile_args
+        command = [*self.compiler.compiler_so_cxx, *flags, "-w", "-x", "c++-header", str(standard)]
+        run([*command, "-MF", str(compiled.with_suffix(".d")), "-o", str(compiled)])
+
+    def compile_unit(self, ext: Pybind11Extension, source: str) -> None:
+        if source.endswith(".cu"):
+            self.compile_kernels(source)
+            return
+        faster = [] if SANITIZER or not UNITS["is_cold"](source) else ["-O1"]
+        self.compiler.compile(
+            [source],
+            output_dir=self.build_temp,
+            macros=ext.define_macros,
+            include_dirs=ext.include_dirs,
+            extra_preargs=["-include", str(Path(self.build_temp) / STANDARD)],
+            extra_postargs=[*ext.extra_compile_args, *faster],
+        )
+
+    def compile_kernels(self, source: str) -> None:
+        obj = self.object_of(source)
+        obj.parent.mkdir(parents=True, exist_ok=True)
+        command = [str(nvcc), *CUDA_FLAGS, "-Icsrc", "-MMD", "-MF", str(obj.with_suffix(".d"))]
+        obj.with_suffix(".ptxas").write_text(run([*command, "-c", source, "-o", str(obj)]))
 
     def finalize_options(self) -> None:
         super().finalize_options()
         kind = ("werror" if WERROR else "plain") + ("-cuda" if nvcc else "") + (SANITIZER and f"-{SANITIZER}")
-        self.force = (
-            True  # link anew: nvcc may have come or gone since. Objects are kept, see needs_recompile.
-        )
+        self.force = True  # link anew: nvcc may have come or gone since. Objects are kept, see is_current.
         self.build_temp = str(Path("build") / f"objects-{sys.implementation.cache_tag}-{kind}")
 
 
@@ -167,5 +218,4 @@ print(
     else "uccl_ep_train: no nvcc; the host backend is built"
 )
 
-ParallelCompile(needs_recompile=needs_recompile).install()
 setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExt})

@@ -13,6 +13,7 @@ case " $* " in
     has_gpu || { printf '[pretrain] --device cuda: this machine has no NVIDIA GPU, or no driver for it\n' >&2 && exit 1; }
     ;;
 esac
+TOOLS_TOO=0
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 cd "$ROOT"

@@ -26,11 +26,14 @@ TORCH_SPEC="${UCCL_EP_TORCH_SPEC:-torch==2.13.0}"
 WERROR="${UCCL_EP_WERROR:-0}"
 read -r -a PIP_ARGS <<<"${UCCL_EP_PIP_ARGS:-}"
 
-# Formatters and type checkers are pinned, because another version formats and complains differently.
 PACKAGES=(
   # 0.16.1 is the last for Python 3.11; from 0.20 on nothing has been tested.
   "megatron-core==0.16.1; python_version < '3.12'" "megatron-core>=0.16.1,<0.20; python_version >= '3.12'"
   numpy matplotlib tqdm
+)
+# What training does without: pretrain.sh sets TOOLS_TOO=0. Formatters and type checkers are pinned, because another
+# version formats and complains differently.
+TOOLS=(
   pytest pytest-timeout hypothesis pyyaml
   "ruff==0.17.5" "mypy==2.4.1" "clang-format==23.1.5"
 )
@@ -62,6 +65,13 @@ stop_ticker() {
 }
 trap stop_ticker EXIT
 
+# The newest estimate that the log has since line $1 (setup.py prints them), else the log's last line.
+progress_since() {
+  local estimate
+  estimate="$(tail -n "+$1" "$LOG" | grep -o 'compiled [0-9]* of .* left' | tail -n 1)" || true
+  printf '%s' "${estimate:-$(tail -n 1 "$LOG" | cut -c 1-100)}"
+}
+
 # run_stage "what" command...: runs it with its output in the log; a sign of life every 15 s; the log's tail on failure.
 run_stage() {
   local what="$1" started status=0 first_line
@@ -72,7 +82,7 @@ run_stage() {
   first_line=$(($(wc -l <"$LOG") + 1))
   # The lock (descriptor 9) is not for the ticker: it may outlive a killed script.
   (while ! pause 15 && kill -0 $$; do
-    say "  still at it, $(seconds_since "$started"): $(tail -n 1 "$LOG" | cut -c 1-100)"
+    say "  still at it, $(seconds_since "$started"): $(progress_since "$first_line")"
   done) 9>&- &
   TICKER=$!
   "$@" >>"$LOG" 2>&1 </dev/null || status=$?
@@ -188,7 +198,7 @@ make_venv() {
   ! has_own_torch "$BASE_PYTHON" || options+=(--system-site-packages)
   # Not `venv --clear`: the log and the lock live inside.
   find "$VENV" -mindepth 1 -maxdepth 1 ! -name .uccl_ep -exec rm -rf {} + &&
-    rm -f "$STATE/packages" "$STATE/build" &&
+    rm -f "$STATE/packages" "$STATE/tools" "$STATE/build" &&
     "$BASE_PYTHON" -m venv "${options[@]}" "$VENV"
 }
 
@@ -210,7 +220,8 @@ install_packages() {
   pip_install "${PACKAGES[@]}" "${requirements[@]}"
 }
 
-build_package() { (cd "$ROOT" && UCCL_EP_WERROR="$WERROR" pip_install --no-build-isolation --editable .); }
+# Verbose, so that the log has the estimates of setup.py.
+build_package() { (cd "$ROOT" && UCCL_EP_WERROR="$WERROR" pip_install --verbose --no-build-isolation --editable .); }
 
 hash_of() { sha256sum | cut -d ' ' -f 1; }
 
@@ -227,10 +238,14 @@ build_hash() {
   } | hash_of
 }
 
+tools_hash() { printf '%s\n' "${PIP_ARGS[*]}" "${TOOLS[@]}" | hash_of; }
+
 stamp_is() { [ "$(cat "$STATE/$1" 2>/dev/null)" = "$2" ]; }
 
 # Renamed into place, so that an interrupted script leaves no half-written stamp.
 write_stamp() { printf '%s\n' "$2" >"$STATE/$1.new" && mv "$STATE/$1.new" "$STATE/$1"; }
+
+has_tools() { [ "${TOOLS_TOO:-1}" = 0 ] || stamp_is tools "$(tools_hash)"; }
 
 has_extension() { compgen -G "$ROOT/uccl_ep_train/_native*.so" >/dev/null; }
 
@@ -256,7 +271,7 @@ set_up() {
     flock 9
   fi
   wished_for_all
-  if venv_is_usable && stamp_is packages "$(packages_hash)" && is_built "$(build_hash)"; then
+  if venv_is_usable && stamp_is packages "$(packages_hash)" && has_tools && is_built "$(build_hash)"; then
     say "$VENV is up to date ($(seconds_since "$started"))"
     exec 9>&-
     return
@@ -276,8 +291,12 @@ set_up() {
     else
       run_stage "installing $TORCH_SPEC (the largest download)" pip_install "$TORCH_SPEC"
     fi
-    run_stage "installing megatron-core and the tools" install_packages
+    run_stage "installing megatron-core" install_packages
     write_stamp packages "$hash"
+  fi
+  if ! has_tools; then
+    run_stage "installing what the tests need" pip_install "${TOOLS[@]}"
+    write_stamp tools "$(tools_hash)"
   fi
   hash="$(build_hash)"
   if ! is_built "$hash"; then
