@@ -167,7 +167,7 @@ __device__ void serve_network(const Domain& d, const Op& op, const PlanView& pla
   }
   if (warp == 2) {
     const Crew crew = Crew::of(4, 2, 1);
-    if (going(crew, d)) all_alike(crew, d, op.epoch);
+    if (going(crew, d)) all_alike(crew, d, op.epoch, args.signature);
     if (crew.thread == 0) count_through(d);
   }
   constexpr uint32_t kFold = kFoldWarps<kBulk>;
@@ -236,7 +236,8 @@ __global__ void __launch_bounds__(kThreads<kBulk>, 1)
     bool good = going(crew, d);
     // Pieces come from ranks that have entered, so this keeps a warp that merges waiting for no longer than those do. A
     // warp that tells of folded rows would keep ranks waiting. With other domains it is the network's block that looks.
-    if (!kNet && blockIdx.x == 0 && warp == kFold + kMerge && good) all_alike(Crew::of(4, warp, 1), d, op.epoch);
+    if (!kNet && blockIdx.x == 0 && warp == kFold + kMerge && good)
+      all_alike(Crew::of(4, warp, 1), d, op.epoch, args.signature);
     if (is_folding) {
       // The pieces of the last combine must have been merged.
       good = good && wait_members(crew, d, d.at.merged, op.free_after, Step::kFold);

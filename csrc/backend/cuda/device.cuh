@@ -326,26 +326,24 @@ __device__ inline void write_headers(const Crew& crew, const Domain& d, const Op
     h.num_refused = static_cast<uint32_t>(local(d).progress.num_refused);
   }
 }
-// By one thread, when rank r has entered: whether with the same signature, and after as many calls that it refused.
-__device__ inline bool is_alike(const Domain& d, uint64_t epoch, uint32_t r) {
-  const OpSignature own = header(d, d.rank, epoch).signature;  // copies: loaded at once
-  const OpSignature other = header(d, r, epoch).signature;
-  const uint32_t refused = header(d, d.rank, epoch).num_refused, other_refused = header(d, r, epoch).num_refused;
-  if (refused == other_refused && own.kind == other.kind && own.dtype == other.dtype && own.wire == other.wire &&
-      own.plan_use == other.plan_use && own.hidden == other.hidden && own.with_values == other.with_values &&
-      own.fp8_pow2 == other.fp8_pow2 && own.compact_width == other.compact_width &&
-      own.with_capacity == other.with_capacity && own.expert_alignment == other.expert_alignment &&
-      own.plan_id == other.plan_id)
+// By one thread, when rank r has entered: whether with our signature, and after as many calls that it refused.
+__device__ inline bool is_alike(const Domain& d, uint64_t epoch, const OpSignature& own, uint32_t r) {
+  const OpSignature other = header(d, r, epoch).signature;  // a copy: loaded at once
+  const uint32_t other_refused = header(d, r, epoch).num_refused;
+  if (other_refused == static_cast<uint32_t>(local(d).progress.num_refused) && own.kind == other.kind &&
+      own.dtype == other.dtype && own.wire == other.wire && own.plan_use == other.plan_use &&
+      own.hidden == other.hidden && own.with_values == other.with_values && own.fp8_pow2 == other.fp8_pow2 &&
+      own.compact_width == other.compact_width && own.with_capacity == other.with_capacity &&
+      own.expert_alignment == other.expert_alignment && own.plan_id == other.plan_id)
     return true;
-  report(d, DeviceFault::kMismatch, Step::kPlan, static_cast<int>(r), -1, refused, other_refused,
-         ErrorKind::kRankMismatch);
+  report(d, DeviceFault::kMismatch, Step::kPlan, static_cast<int>(r), -1, 0, 0, ErrorKind::kRankMismatch);
   return false;
 }
 // By a crew: all ranks have entered, and are alike.
-__device__ inline bool all_alike(const Crew& crew, const Domain& d, uint64_t epoch) {
+__device__ inline bool all_alike(const Crew& crew, const Domain& d, uint64_t epoch, const OpSignature& own) {
   if (!wait_entered(crew, d, epoch)) return false;
   bool good = true;
-  for (uint32_t r = crew.thread; r < d.at.num_ranks; r += crew.size) good &= is_alike(d, epoch, r);
+  for (uint32_t r = crew.thread; r < d.at.num_ranks; r += crew.size) good &= is_alike(d, epoch, own, r);
   return crew.all(good);
 }
 

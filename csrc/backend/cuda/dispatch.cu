@@ -58,7 +58,7 @@ __device__ void serve(const Crew& crew, const Domain& d, const Op& op, const Pla
         if (crew.thread == 0 && d.net != nullptr) publish_in_gpu(&local(d).packed, op.epoch);
       }
     }
-    if (blockIdx.x == 0 && !all_alike(crew, d, op.epoch)) return;
+    if (blockIdx.x == 0 && !all_alike(crew, d, op.epoch, args.signature)) return;
   }
   if (blockIdx.x >= args.num_blocks || !first) return;
   if (plan.compact_width == 0) fill_padding(crew, d, plan, args, kFresh ? Bases(d).padding : plan.padding);

@@ -73,7 +73,7 @@ __device__ inline PlanSizes sent_sizes(const Domain& d, const Op& op) {
 
 // By a crew: the headers and counts of all sources; the counts go where `Bases::slot` will be. False: a rank is missing
 // or has called something else.
-__device__ inline bool read_sources(const Crew& crew, const Domain& d, const Op& op, bool with_values,
+__device__ inline bool read_sources(const Crew& crew, const Domain& d, const Op& op, const OpSignature& signature,
                                     FromSource* from) {
   constexpr uint32_t kBatch = 4;  // counts that a thread loads at a time
   const uint32_t ranks = d.at.num_ranks, experts = d.experts_per_rank, all = ranks * experts;
@@ -98,8 +98,8 @@ __device__ inline bool read_sources(const Crew& crew, const Domain& d, const Op&
   bool good = true;
 #pragma unroll 1
   for (uint32_t s = crew.lane(); s < ranks; s += kWarp) {
-    if (crew.warp() == 0) from[s] = read_header(d, op, s, with_values);
-    if (crew.warp() == 1) good &= is_alike(d, op.epoch, s);
+    if (crew.warp() == 0) from[s] = read_header(d, op, s, signature.with_values != 0);
+    if (crew.warp() == 1) good &= is_alike(d, op.epoch, signature, s);
   }
   store(crew.thread);
 #pragma unroll 1
@@ -180,7 +180,7 @@ __device__ inline void count_received(const Crew& crew, const Domain& d, const O
                                       uint64_t call) {
   __shared__ FromSource from[kMaxRanks];
   __shared__ uint32_t end_slot;
-  if (!read_sources(crew, d, op, signature.with_values != 0, from)) return;
+  if (!read_sources(crew, d, op, signature, from)) return;
   const bool sums_up = crew.warp() == 1 && crew.lane() == 0;
   PlanSizes sizes;
   if (crew.warp() == 0) {

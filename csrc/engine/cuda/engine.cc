@@ -258,15 +258,19 @@ void CudaEngine::check() const {
 
 // A fault that a kernel found goes to all ranks; the first error of this rank wins. True if there is one.
 bool CudaEngine::tell_fault() const {
-  const cuda::HostError& error = *domain_.error;
-  if (read_device_flag(&error.published) == 0) return false;
-  // A peer that has refused more calls is about to say why.
-  const bool peer_knows =
-      static_cast<cuda::DeviceFault>(error.code) == cuda::DeviceFault::kMismatch && error.seen > error.expected;
-  for (const uint64_t met = now_usec(); peer_knows && !life_.failed() && now_usec() - met < kWhyUsec;) usleep(1000);
+  if (read_device_flag(&domain_.error->published) == 0) return false;
   if (life_.failed()) return true;
+  ErrorRecord record;
+  {
+    const std::shared_lock held(memory_mutex_);
+    if (given_back_) return true;
+    record = record_of(*domain_.error);
+  }
+  // A peer that has refused more calls is about to say why.
+  const bool peer_knows = record.kind == ErrorKind::kRankMismatch && record.seen > record.expected;
+  for (const uint64_t met = now_usec(); peer_knows && !life_.failed() && now_usec() - met < kWhyUsec;) usleep(1000);
   const std::shared_lock held(memory_mutex_);
-  if (!given_back_) life_.spread(record_of(error));
+  if (!given_back_ && !life_.failed()) life_.spread(record);
   return true;
 }
 

@@ -164,7 +164,7 @@ class CudaEngine : private CudaHandles {
   void give_back();
   ErrorRecord record_of(const cuda::HostError& error) const;
   std::string text_of(const cuda::HostError& error) const;
-  std::string text_of_mismatch(const cuda::HostError& error) const;
+  void tell_mismatch(const cuda::HostError& error, ErrorRecord& record) const;
   cuda::DeviceHeader header_of(int number, uint64_t epoch) const;
   int rank_of(int number) const;
   TraceEvent event_of(const cuda::TraceRecord& record) const;

@@ -14,6 +14,10 @@ ErrorRecord CudaEngine::record_of(const cuda::HostError& error) const {
   record.chunk = error.chunk;
   record.expected = error.expected;
   record.seen = error.seen;
+  if (static_cast<cuda::DeviceFault>(error.code) == cuda::DeviceFault::kMismatch) {
+    tell_mismatch(error, record);
+    return record;
+  }
   // What a rank sends may have to pass through another one's proxy.
   if (record.kind == ErrorKind::kArrivalTimeout || record.kind == ErrorKind::kProgressTimeout)
     life_.blame(record, text_of(error));
@@ -41,14 +45,17 @@ cuda::DeviceHeader CudaEngine::header_of(int number, uint64_t epoch) const {
   return header;
 }
 
-std::string CudaEngine::text_of_mismatch(const cuda::HostError& error) const {
+// Expected and seen are the calls that either has refused.
+void CudaEngine::tell_mismatch(const cuda::HostError& error, ErrorRecord& record) const {
   const auto called = [&](int number) {
     const cuda::DeviceHeader header = header_of(number, error.epoch);
     return Called{rank_of(number), header.signature, header.num_refused};
   };
   const Called own = called(static_cast<int>(domain_.rank)), other = called(error.peer);
-  return describe_mismatch(error.epoch, own, other,
-                           own.num_refused > other.num_refused ? life_.refusal(own.num_refused) : "");
+  record.expected = own.num_refused;
+  record.seen = other.num_refused;
+  record.set_message(describe_mismatch(error.epoch, own, other,
+                                       own.num_refused > other.num_refused ? life_.refusal(own.num_refused) : ""));
 }
 
 std::string CudaEngine::text_of(const cuda::HostError& error) const {
@@ -62,8 +69,6 @@ std::string CudaEngine::text_of(const cuda::HostError& error) const {
       return call + own + " waited in " + step_name(static_cast<Step>(error.step)) + " for " + peer +
              (arrival ? " to enter the operation" + life_.refused_since(rank_of(error.peer), number, error.num_refused)
                       : "");
-    case cuda::DeviceFault::kMismatch:
-      return text_of_mismatch(error);
     case cuda::DeviceFault::kPlanDiffers:
       return call + own + " used plan " + std::to_string(error.seen) + " with another routing than it was made for";
     case cuda::DeviceFault::kExpertRange:
