@@ -119,6 +119,7 @@ class Case:
     expert_alignment: int
     layout: str = "expert_major"
     capacities: tuple[int, ...] | None = None
+    padded: tuple[bool, ...] = ()  # pad_to_capacity of each rank
 
     def __repr__(self) -> str:
         first = self.inputs[0]
@@ -127,7 +128,7 @@ class Case:
             f"Case(seed {self.seed}, T {[len(entry.x) for entry in self.inputs]}, H {first.x.shape[1]}, "
             f"{first.x.dtype}, {form}, weights {first.weights is not None}, {self.dispatch_dtype} forward, "
             f"{self.grad_dtype} backward, alignment {self.expert_alignment}, {self.layout}, "
-            f"capacities {self.capacities}, {self.spec})"
+            f"capacities {self.capacities}, padded {self.padded}, {self.spec})"
         )
 
 
@@ -153,6 +154,7 @@ def make_case(
     expert_alignment: int | None = None,
     layout: str | None = None,
     capacity: int | None = None,
+    padded: bool | None = None,
     max_tokens: int = 24,
 ) -> Case:
     """A case for a buffer made from `spec`; whatever is None is drawn from the seed.
@@ -165,6 +167,7 @@ def make_case(
     special     whether rows hold zeros, -0.0, huge, tiny and non-finite values
     layout      "expert_major" | "compact"; drawn only where the alignment may be 1
     capacity    about so many rows, one more on each rank; NO_CAPACITY: none is given
+    padded      whether all ranks pad to it; drawn for each
     """
     rng = random.Random(seed)
     pick = lambda given, choices: rng.choice(choices) if given is None else given  # noqa: E731
@@ -190,6 +193,7 @@ def make_case(
     capacity = pick(capacity, [NO_CAPACITY] * 4 + [3, 20, 200])
     alignment = 1 if layout == "compact" else alignment
     capacities = None if capacity < 0 else tuple(capacity + rank for rank in range(spec.num_ranks))
+    pads = tuple(pick(padded, [False, True]) and capacities is not None for _ in spec.domains)
 
     def rank_input(count: int) -> RankInput:
         x_TH = make_rows(generator, count, hidden, dtype, special=special)
@@ -202,7 +206,7 @@ def make_case(
         return RankInput(x_TH, routing_map=map_TE, probs=probs_TE)
 
     inputs = tuple(rank_input(count) for count in tokens)
-    return Case(seed, spec, inputs, wire, grad_wire, alignment, layout, capacities)
+    return Case(seed, spec, inputs, wire, grad_wire, alignment, layout, capacities, pads)
 
 
 # ---------------------------------------------------------------------------------------- expecting
@@ -242,6 +246,7 @@ def expect(case: Case) -> Expected:
         dispatch_dtype=case.dispatch_dtype,
         layout=case.layout,
         capacities=case.capacities,
+        pad_to_capacity=case.padded,
     )
     plan = dispatched.plan
     num_rows = [len(rows) for rows in dispatched.rows]
@@ -303,6 +308,7 @@ def begin_case(case: Case, expected: Expected, rank: int, buffer: Buffer) -> Cal
         dispatch_dtype=case.dispatch_dtype,
         layout=case.layout,
         capacity=None if case.capacities is None else case.capacities[rank],
+        pad_to_capacity=case.padded[rank],
     )
     num_rows = len(expected.expert_rows[rank])
     assert case.capacities is None or len(result.rows) == case.capacities[rank]

@@ -96,6 +96,7 @@ class Buffer:
         output_dtype: str | None = None,
         layout: str = "expert_major",
         capacity: int | None = None,
+        pad_to_capacity: bool = False,
     ) -> DispatchResult:
         """Sends each token to the ranks of its experts and returns the rows that this rank's experts got.
 
@@ -118,23 +119,21 @@ class Buffer:
         capacity          0 .. 2^31 - 1 rows that the outputs hold, whatever comes; may differ per rank (on a
                           GPU all give one, or none). More are dropped, in all operations on the handle, and
                           `overflow` says so; memory of rows that did not come is not written (gradients of
-                          them neither). None: as many rows as come. With a handle: the handle's
+                          them neither): it may hold NaN. None: as many rows as come. With a handle: its
+        pad_to_capacity   rows that did not come are padding: zeros, as are their gradients in the backward of
+                          `combine`; scales 1.0, row_experts -1. May differ per rank. With a handle: its
 
         Differentiable in x and topk_weights (probs); see `autograd.py` for what ranks must have in common.
 
         Raises `InputError` (`DtypeError`, `ShapeError`, `RoutingError`, `DeviceError`) before anything is
         launched; `CommunicationError`, after which the buffer is broken; `ClosedError`.
         """
+        given, dtypes = (topk_idx, topk_weights, routing_map, probs), (dispatch_dtype, output_dtype)
+        asked = RowLayout(layout, expert_alignment, capacity, pad_to_capacity)
         self._ready()
         with self._operation("dispatch"):
             with Call(self._launcher, "dispatch"):
-                call = self._checks.dispatch(
-                    x,
-                    (topk_idx, topk_weights, routing_map, probs),
-                    handle,
-                    RowLayout(layout, expert_alignment, capacity),
-                    (dispatch_dtype, output_dtype),
-                )
+                call = self._checks.dispatch(x, given, handle, asked, dtypes)
                 launched = self._launcher.dispatch(call, aside=False)
             self._finish(launched)
         return self._dispatched(call, launched)
@@ -153,21 +152,18 @@ class Buffer:
         output_dtype: str | None = None,
         layout: str = "expert_major",
         capacity: int | None = None,
+        pad_to_capacity: bool = False,
     ) -> PendingDispatch:
         """As `dispatch`, but returns once counts are known: with a handle at once, else when all entered.
 
         The result of `wait()` is differentiable, too. The arguments must not be changed before `wait()`
         returned; they are kept alive even if the pending object is dropped.
         """
+        given, dtypes = (topk_idx, topk_weights, routing_map, probs), (dispatch_dtype, output_dtype)
+        asked = RowLayout(layout, expert_alignment, capacity, pad_to_capacity)
         self._ready()
         with self._operation("dispatch"), Call(self._launcher, "dispatch"):
-            call = self._checks.dispatch(
-                x,
-                (topk_idx, topk_weights, routing_map, probs),
-                handle,
-                RowLayout(layout, expert_alignment, capacity),
-                (dispatch_dtype, output_dtype),
-            )
+            call = self._checks.dispatch(x, given, handle, asked, dtypes)
             launched = self._launcher.dispatch(call, aside=True)
 
         def finish() -> DispatchResult:

@@ -19,16 +19,18 @@ from uccl_ep_train.opaque import opaque_methods
 class RowLayout:
     """How the rows of a dispatch lie.
 
-    name       "expert_major": a row per pair of token and expert, each expert's rows together and padded.
-               "compact": a row per token
-    alignment  rows, to which an expert's rows are padded; 1 if compact
-    capacity   rows of the outputs; None: as many as are received
-    width      W if compact, else 0
+    name             "expert_major": a row per pair of token and expert, each expert's rows together and
+                     padded. "compact": a row per token
+    alignment        rows, to which an expert's rows are padded; 1 if compact
+    capacity         rows of the outputs; None: as many as are received
+    pad_to_capacity  rows after the last that came are padding; else they are not written
+    width            W if compact, else 0
     """
 
     name: str = "expert_major"
     alignment: int = 1
     capacity: int | None = None
+    pad_to_capacity: bool = False
     width: int = 0
 
     @property
@@ -55,6 +57,7 @@ class DispatchHandle:
     tokens_per_expert_exact  the same without padding
     layout                   "expert_major" | "compact"
     capacity                 rows, None: none was given
+    pad_to_capacity          rows up to it are padding where none came
     plan_id                  equal on all ranks
     expert_alignment         rows
     nbytes                   memory held by the plan
@@ -71,6 +74,7 @@ class DispatchHandle:
     layout: str = "expert_major"
     row_width: int = 0
     capacity: int | None = None
+    pad_to_capacity: bool = False
 
     # Read when they are asked for: a handle is made before the counts are known.
 
@@ -92,7 +96,9 @@ class DispatchHandle:
 
     @property
     def row_layout(self) -> RowLayout:
-        return RowLayout(self.layout, self.expert_alignment, self.capacity, self.row_width)
+        return RowLayout(
+            self.layout, self.expert_alignment, self.capacity, self.pad_to_capacity, self.row_width
+        )
 
     def keep(self, storage: Tensor | None) -> None:
         """The plan's memory on a GPU, before anybody else has the handle."""
@@ -112,6 +118,7 @@ class DispatchHandle:
             layout=rows.name,
             row_width=rows.width,
             capacity=rows.capacity,
+            pad_to_capacity=rows.pad_to_capacity,
         )
 
 
@@ -142,7 +149,8 @@ class DispatchResult(NamedTuple):
                        missing; None without a capacity
 
     With a capacity, rows, row_weights and row_experts after the last row that came are not written: what they
-    hold is undefined.
+    hold is undefined. After a dispatch with `pad_to_capacity` they are padding: zero rows (codes 0, scales
+    1.0), weights 0, experts -1.
     """
 
     rows: Any

@@ -56,6 +56,12 @@ class Outputs(NamedTuple):
         assert rows is not None
         return Outputs(rows, like(self.scales), like(self.row_weights), like(self.row_experts))
 
+    def pad(self, first: int) -> None:
+        """The rows from `first` on become padding."""
+        for tensor, value in zip(self, (0, 1, 0, -1), strict=True):
+            if tensor is not None:
+                tensor[first:].fill_(value)
+
     def shrinking(self) -> Callable[[int], None]:
         """Makes them shorter, in place, when it is called with a number of rows. Memory stays what it is."""
         resizing = [(tensor.resize_, tensor.shape[1:]) for tensor in self if tensor is not None]
@@ -177,6 +183,7 @@ class Launcher:
             rows.alignment,
             rows.compact,
             -1 if rows.capacity is None else rows.capacity,
+            rows.pad_to_capacity,
             aside,
         )
 
@@ -245,6 +252,8 @@ class Launcher:
         native.wait_counts()  # of a new plan
         num_rows, capacity = native.plan.num_rows, handle.capacity
         received = receive(max(num_rows, capacity or 0))
+        if handle.pad_to_capacity:
+            received.pad(num_rows)  # no row that comes is there
         tokens_per_expert = torch.tensor(native.plan.tokens_per_expert, dtype=torch.int64, device=_HOST)
         launched = Dispatched(native, handle, received, received, tokens_per_expert)
         if capacity is not None:

@@ -201,12 +201,14 @@ class ReferenceGroup:
         dispatch_dtype: str | None = None,
         layout: str = "expert_major",
         capacities: Sequence[int] | None = None,
+        pad_to_capacity: Sequence[bool] | None = None,
     ) -> Dispatched:
         """Rows of every rank's tokens x [T, H] (bfloat16 or float32) at the experts that ``routings`` name.
 
         ``layout`` is "expert_major", or "compact" (a row per token and rank; the alignment is then ignored).
         ``capacities`` are the most rows that each rank keeps; those after are dropped, and absent from every
-        operation on the plan. The counts of the plan stay those of all rows.
+        operation on the plan. The counts of the plan stay those of all rows. Ranks that ``pad_to_capacity``
+        have so many rows, the last of them padding; others only those that came.
 
         Raises:
             DtypeError, ConfigError: see ``wire_of_rows``.
@@ -224,7 +226,7 @@ class ReferenceGroup:
         else:
             plan = make_plan(routings, self.num_experts, self.source_order, expert_alignment)
         if capacities is not None:
-            plan = plan.cut(capacities)
+            plan = plan.cut(capacities, pad_to_capacity or [False] * self.num_ranks)
         rows, wire = self._dispatch_rows(x, plan, dispatch_dtype or self.dispatch_dtype, any(weighted))
         ranks = range(self.num_ranks)
         weights = [place_weights(plan, owner) for owner in ranks] if any(weighted) else None

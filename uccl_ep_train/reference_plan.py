@@ -115,8 +115,11 @@ class Plan:
     def num_rows(self, owner: int) -> int:
         return self.rows_per_rank[owner]
 
-    def cut(self, capacities: Sequence[int]) -> Plan:
-        """The plan without what lies beyond the first ``capacities[rank]`` rows of each rank."""
+    def cut(self, capacities: Sequence[int], padded: Sequence[bool]) -> Plan:
+        """The plan without what lies beyond the first ``capacities[rank]`` rows of each rank.
+
+        A rank that is ``padded`` has so many rows even if fewer come.
+        """
 
         def kept(segment: Segment) -> Segment:
             keep = segment.rows < capacities[segment.owner]
@@ -126,7 +129,10 @@ class Plan:
         return replace(
             self,
             segments=tuple(map(kept, self.segments)),
-            rows_per_rank=tuple(map(min, self.rows_per_rank, capacities)),
+            rows_per_rank=tuple(
+                capacity if pads else min(rows, capacity)
+                for rows, capacity, pads in zip(self.rows_per_rank, capacities, padded, strict=True)
+            ),
             overflow=tuple(map(int.__gt__, self.rows_per_rank, capacities)),
         )
 

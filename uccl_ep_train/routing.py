@@ -104,6 +104,10 @@ def check_layout(asked: RowLayout, handle: DispatchHandle | None) -> RowLayout:
         raise InputError(f"layout = {name!r}; allowed is 'expert_major' | 'compact'")
     alignment = check_alignment(asked.alignment, handle)
     _check_capacity(asked.capacity)
+    if not isinstance(asked.pad_to_capacity, bool):
+        raise InputError(f"pad_to_capacity = {asked.pad_to_capacity!r}; allowed is True | False")
+    if asked.pad_to_capacity and (asked if handle is None else handle).capacity is None:
+        raise InputError("pad_to_capacity = True without a capacity; pass capacity, or False")
     if handle is None:
         if name == "compact" and alignment != 1:
             raise InputError(f"expert_alignment = {alignment} with layout = 'compact'; allowed is 1")
@@ -112,6 +116,8 @@ def check_layout(asked: RowLayout, handle: DispatchHandle | None) -> RowLayout:
         raise InputError(f"layout = {name!r} but the handle has {handle.layout!r}")
     if asked.capacity not in (None, handle.capacity):
         raise InputError(f"capacity = {asked.capacity} but the handle has {handle.capacity}")
+    if asked.pad_to_capacity and not handle.pad_to_capacity:
+        raise InputError("pad_to_capacity = True but the handle has False")
     return handle.row_layout
 
 

@@ -83,6 +83,7 @@ struct PyDispatchArgs {
   uint32_t expert_alignment = 1;
   bool compact = false;
   int64_t capacity = -1;
+  bool pad_to_capacity = false;
   bool aside = false;
   std::shared_ptr<Plan> plan;  // of the host backend
 
@@ -102,6 +103,7 @@ struct PyDispatchArgs {
     args.expert_alignment = expert_alignment;
     args.compact = compact;
     args.capacity = capacity;
+    args.pad_to_capacity = pad_to_capacity;
     args.aside = aside;
     return args;
   }

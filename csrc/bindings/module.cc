@@ -183,10 +183,10 @@ void bind_args(py::module_& m) {
   // In the order of their fields.
   py::class_<PyDispatchArgs>(m, "DispatchArgs")
       .def(py::init<uintptr_t, uint64_t, uint32_t, uint32_t, std::string, bool, std::string, uintptr_t, uint32_t,
-                    uintptr_t, uint32_t, bool, int64_t, bool>(),
+                    uintptr_t, uint32_t, bool, int64_t, bool, bool>(),
            "x_ptr"_a, "num_tokens"_a, "hidden"_a, "element_bytes"_a, "wire"_a, "fp8_pow2"_a, "routing"_a,
            "routing_ptr"_a, "routing_width"_a, "values_ptr"_a, "expert_alignment"_a, "compact"_a, "capacity"_a,
-           "aside"_a)
+           "pad_to_capacity"_a, "aside"_a)
       .def_readwrite("plan", &PyDispatchArgs::plan);
   py::class_<PyCombineArgs>(m, "CombineArgs")
       .def(py::init<uintptr_t, uint32_t, uint32_t, bool, uintptr_t, uintptr_t, uintptr_t, bool>(), "rows_ptr"_a,

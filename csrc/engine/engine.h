@@ -65,6 +65,7 @@ struct DispatchArgs {
   bool compact = false;  // a row per received token instead of one per pair
   // Of a CUDA engine only.
   int64_t capacity = -1;  // rows of the output; -1: exactly those that arrive
+  bool pad_to_capacity = false;  // rows of the capacity that nothing arrives for become padding
   bool aside = false;  // on a stream of the engine, else on the caller's
 };
 

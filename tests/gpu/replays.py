@@ -58,7 +58,7 @@ def replay(
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         result = buffer.dispatch(given.x, given.topk_idx, given.topk_weights, capacity=capacity,
-                                 dispatch_dtype="fp8")  # fmt: skip
+                                 pad_to_capacity=True, dispatch_dtype="fp8")  # fmt: skip
         out = buffer.combine(result.rows, result.handle)
     found = []
     for turn in range(turns):
@@ -78,6 +78,7 @@ def replay(
                 "" if not result.overflow else "overflow",
                 "" if result.tokens_per_expert.sum() == num_rows else "counts",
                 bit_difference(result.rows[:num_rows].cpu(), dispatched.rows[rank]),
+                "" if result.rows[num_rows:].eq(0).all() else "padding",
                 bit_difference(out.cpu(), outputs[rank]),
             ]
             found += [f"rank {rank}, turn {turn}, case {i}: {line}" for line in seen if line]

@@ -26,7 +26,14 @@ def use(buffer: Buffer, dtype: torch.dtype, wire: str) -> None:
     x_TH = torch.ones(T, H, dtype=dtype, device=buffer.device, requires_grad=True)
     idx_TK = torch.arange(T * K, device=buffer.device).reshape(T, K) % E
     weights_TK = torch.ones(T, K, device=buffer.device, requires_grad=True)
-    for options in ({}, {"layout": "compact"}, {"capacity": T * K - 20}, {"expert_alignment": 16}):
+    for options in (
+        {},
+        {"layout": "compact"},
+        {"capacity": T * K - 20},
+        {"capacity": 8 * T * K, "pad_to_capacity": True},
+        {"capacity": 8 * T * K, "pad_to_capacity": True, "layout": "compact"},
+        {"expert_alignment": 16},
+    ):
         result = buffer.dispatch(x_TH, idx_TK, weights_TK, dispatch_dtype=wire, **options)
         out_TH = buffer.combine(result.rows, result.handle)
         assert result.row_weights is not None

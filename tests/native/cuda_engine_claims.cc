@@ -13,8 +13,6 @@ using namespace uccl_ep;
 
 namespace {
 
-constexpr Dtype kBf16 = Dtype::kBf16, kFp32 = Dtype::kFp32, kFp8 = Dtype::kFp8;
-
 // By the environment, or one.
 void try_seeds(CudaRun run) {
   uint64_t first = 1, count = 1;
@@ -31,33 +29,6 @@ void try_seeds(CudaRun run) {
     }
   }
 }
-CudaRun run_of(const std::vector<int>& domain_of, Dtype dtype = kBf16, Dtype wire = kBf16) {
-  CudaRun run;
-  run.domain_of = domain_of;
-  run.dtype = dtype;
-  run.wire = wire;
-  return run;
-}
-// More tokens than the buffer takes at once: three windows a dispatch.
-CudaRun windows_of(const std::vector<int>& domain_of, Dtype dtype, Dtype wire) {
-  CudaRun run = run_of(domain_of, dtype, wire);
-  run.hidden = 1024;
-  run.spare_bytes = 1 << 20;
-  run.num_tokens = {170, 150, 0, 60};
-  run.rounds = 1;
-  run.least_windows = 4 * 2 + 1;
-  return run;
-}
-// What the network may do.
-LoopOptions everything() {
-  LoopOptions loop;
-  loop.seed = 7;
-  loop.duplicate_rate = 0.5;
-  loop.refuse_rate = 0.5;
-  loop.latency_usec = 100;
-  return loop;
-}
-
 }  // namespace
 
 CLAIM("one rank gives itself the host's bits") { try_seeds(run_of({0})); }
@@ -135,6 +106,24 @@ CLAIM("rows that an output has no room for are left out of the sums, and nobody 
     run.bulk_copies = false;
     try_seeds(run);
   }
+}
+CLAIM("what no row came for becomes padding where that is asked for, and is not touched otherwise") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1, 0}})
+    for (const bool pads : {false, true})
+      for (const bool compact : {false, true}) {
+        CudaRun run = run_of(domain_of);
+        run.num_tokens = {40, 0, 27};
+        run.rounds = 1;
+        run.capacity = 300;
+        run.is_spacious = true;
+        run.pad_to_capacity = pads;
+        run.compact = compact;
+        try_seeds(run);
+        if (!compact) run.alignment = 16;
+        run.wire = kFp8;
+        run.fp8_codes = true;
+        try_seeds(run);
+      }
 }
 CLAIM("blocks that only stage change no bit") {
   for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}}) {

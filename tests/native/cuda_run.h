@@ -11,6 +11,8 @@
 
 namespace uccl_ep {
 
+constexpr Dtype kBf16 = Dtype::kBf16, kFp32 = Dtype::kFp32, kFp8 = Dtype::kFp8;
+
 // What the ranks of a group do.
 struct CudaRun {
   std::vector<int> domain_of = {0, 0};
@@ -32,6 +34,8 @@ struct CudaRun {
   uint32_t late_usec = 0;  // the last rank's, before every call
   LoopOptions loop;
   int64_t capacity = -1;  // rows of a CUDA engine's output, of which every rank gets more; its counts stay on the GPU
+  bool is_spacious = false;  // the capacity: every rank gets fewer
+  bool pad_to_capacity = false;
   uint64_t least_windows = 0;  // that a rank's operations have to take
 
   uint64_t tokens_of(int rank) const { return num_tokens[static_cast<size_t>(rank) % num_tokens.size()]; }
@@ -40,6 +44,33 @@ struct CudaRun {
   uint32_t width() const { return is_map ? num_experts() : topk; }
   Dtype combine_wire() const { return dtype; }
 };
+
+inline CudaRun run_of(const std::vector<int>& domain_of, Dtype dtype = kBf16, Dtype wire = kBf16) {
+  CudaRun run;
+  run.domain_of = domain_of;
+  run.dtype = dtype;
+  run.wire = wire;
+  return run;
+}
+// More tokens than the buffer takes at once: three windows a dispatch.
+inline CudaRun windows_of(const std::vector<int>& domain_of, Dtype dtype, Dtype wire) {
+  CudaRun run = run_of(domain_of, dtype, wire);
+  run.hidden = 1024;
+  run.spare_bytes = 1 << 20;
+  run.num_tokens = {170, 150, 0, 60};
+  run.rounds = 1;
+  run.least_windows = 4 * 2 + 1;
+  return run;
+}
+// What the network may do.
+inline LoopOptions everything() {
+  LoopOptions loop;
+  loop.seed = 7;
+  loop.duplicate_rate = 0.5;
+  loop.refuse_rate = 0.5;
+  loop.latency_usec = 100;
+  return loop;
+}
 
 inline EngineConfig config_of(const CudaRun& run, int rank) {
   EngineConfig config;
@@ -99,9 +130,9 @@ struct Dispatched {
   std::vector<float> scales, values;
   std::vector<int64_t> experts;
 
+  static constexpr uint8_t kGarbage = 0xEE;
   // Nothing of what is there is right by chance.
   void make_room(const CudaRun& run, uint64_t num_rows) {
-    constexpr uint8_t kGarbage = 0xEE;
     const uint64_t width = run.compact ? std::min(run.width(), run.experts_per_rank) : 1;
     rows.assign(num_rows * run.hidden * (run.fp8_codes ? 1 : dtype_bytes(run.dtype)), kGarbage);
     scales.assign(run.fp8_codes ? num_rows * run.hidden / kFp8Block : 0, -7.0f);
@@ -116,6 +147,17 @@ struct Dispatched {
     scales.resize(exact.scales.size());
     values.resize(exact.values.size());
     experts.resize(exact.experts.size());
+  }
+  // As many rows as the capacity has: the first, or more, which are padding or have not been written to.
+  void fit_capacity(const CudaRun& run) {
+    const bool pads = run.pad_to_capacity;
+    Dispatched exact;
+    exact.make_room(run, static_cast<uint64_t>(run.capacity));
+    if ((exact.rows.size() > rows.size()) != run.is_spacious) throw std::logic_error("another number of rows came");
+    rows.resize(exact.rows.size(), pads ? 0 : kGarbage);
+    scales.resize(exact.scales.size(), pads ? 1.0f : -7.0f);
+    values.resize(exact.values.size(), pads ? 0.0f : -7.0f);
+    experts.resize(exact.experts.size(), pads ? -1 : -7);
   }
 };
 struct Combined {

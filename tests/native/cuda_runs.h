@@ -48,9 +48,7 @@ class HostRank {
     EXPECT(engine_.wait(*op, kRunPatienceUsec));
     if (run_.capacity >= 0) {
       got.counts.clear();
-      if (got.rows.size() <= static_cast<uint64_t>(run_.capacity) * run_.hidden * dtype_bytes(run_.dtype))
-        throw std::logic_error("no row is too many");
-      got.resize(run_, static_cast<uint64_t>(run_.capacity));
+      got.fit_capacity(run_);
     }
     return got;
   }
@@ -105,6 +103,7 @@ class CudaRank {
     const CloseOnFailure guard{engine_};
     DispatchArgs args = dispatch_args(run_, in, !cached);
     if (!cached) args.capacity = run_.capacity;
+    args.pad_to_capacity = run_.pad_to_capacity;
     auto op = engine_.dispatch(args, {cached ? plan_ : nullptr, stream_});
     const bool guessed = !op->counts_known && op->place.fit == cuda::Fit::kIfLargeEnough;
     if (guessed || op->counts_known) give(*op, got);

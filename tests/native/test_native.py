@@ -170,6 +170,10 @@ MUTANTS = {
         "rows that an output has no room for are left out of the sums, and nobody waits for them", "fold.cuh",
         "count_in_ring(sum.tag, sum.part > 0);", "return;",
     ),
+    "padding begins a row late": (
+        "what no row came for becomes padding where that is asked for, and is not touched otherwise",
+        "pad.cu", "first = rows_of(d, plan),", "first = rows_of(d, plan) + 1,",
+    ),
     "the warp that tells leaves before the last row": (
         TWO_DOMAINS, "fold.cuh", "read_shared(&boxes.ended) == kWarps", "read_shared(&boxes.ended) > 0",
     ),

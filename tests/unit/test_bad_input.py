@@ -106,6 +106,8 @@ BAD_DISPATCH: dict[str, tuple[type[Exception], str, Callable[[], dict[str, Any]]
     "capacity bool": (InputError, "capacity = True", lambda: with_topk(capacity=True)),
     "capacity negative": (InputError, "capacity = -1; allowed is 0", lambda: with_topk(capacity=-1)),
     "capacity too large": (InputError, "allowed is 0 .. 2147483647", lambda: with_topk(capacity=1 << 31)),
+    "padded without a capacity": (InputError, "without a cap", lambda: with_topk(pad_to_capacity=True)),
+    "padded by a number": (InputError, "= 1; allow", lambda: with_topk(capacity=9, pad_to_capacity=1)),
     "unknown output": (InputError, "output_dtype = 'int4'", lambda: with_topk(output_dtype="int4")),
     "bf16 as codes": (
         InputError, "'fp8' with dispatch_dtype = 'bf16'",

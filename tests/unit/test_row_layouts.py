@@ -24,6 +24,7 @@ from tests.cases import (
 )
 from tests.harness import ON_GPUS, RankGroup
 from uccl_ep_train import Buffer, fp8
+from uccl_ep_train.errors import InputError
 
 SMALL_WINDOWS = (("chunk_bytes", 4096), ("window_chunks", 2))
 SPECS = {
@@ -61,6 +62,7 @@ def arguments_of(case: Case, rank: int, buffer: Buffer) -> dict[str, Any]:
         "expert_alignment": case.expert_alignment,
         "dispatch_dtype": case.dispatch_dtype,
         "capacity": None if case.capacities is None else case.capacities[rank],
+        "pad_to_capacity": case.padded[rank],
     }
 
 
@@ -170,12 +172,15 @@ def test_compact_experts_compute_what_a_dense_layer_does() -> None:
 
 class TestCodesAndScales:
     @pytest.mark.parametrize("layout", ["expert_major", "compact"])
-    @pytest.mark.parametrize("capacity", [NO_CAPACITY, 30])
+    @pytest.mark.parametrize("capacity", [NO_CAPACITY, 30, 400])
     def test_rows_are_the_codes_and_scales_that_travelled(
         self, engine: Engine, layout: str, capacity: int
     ) -> None:
         spec, group = engine
-        case = busy(spec, 8, layout=layout, capacity=capacity, expert_alignment=8, special=True, **FP8)
+        padded = capacity == 400
+        case = busy(
+            spec, 8, layout=layout, capacity=capacity, padded=padded, expert_alignment=8, special=True, **FP8
+        )
         expected = expect(case)
         wanted = spec.oracle().fp8_rows([entry.x for entry in case.inputs], expected.dispatched.plan)
 
@@ -248,6 +253,40 @@ class TestCapacity:
 
         group.run(step)
 
+    @pytest.mark.parametrize("layout", ["expert_major", "compact"])
+    @pytest.mark.parametrize("share", [0.4, 1.0, 1.6])
+    def test_rows_that_did_not_come_are_padding_if_asked_for(
+        self, engine: Engine, layout: str, share: float
+    ) -> None:
+        spec, group = engine
+        whole = busy(spec, 9, layout=layout, capacity=NO_CAPACITY, form="map", special=True, **FP8)
+        needed = expect(whole).dispatched.plan.rows_per_rank
+        capacities = tuple(int(share * rows) + 1 for rows in needed)
+        case = replace(whole, capacities=capacities, padded=(True,) * spec.num_ranks)
+        for rank, seen in enumerate(check_case(group, case)):  # all rows are compared, and their gradients
+            assert len(seen.rows) == len(seen.grad_expert_rows) == capacities[rank]
+            missing = seen.rows[needed[rank] :]
+            assert torch.equal(missing, torch.zeros_like(missing)) and len(missing) == max(
+                0, capacities[rank] - needed[rank]
+            )
+
+    def test_a_handle_keeps_that_it_pads(self, engine: Engine) -> None:
+        spec, group = engine
+        case = busy(spec, 4, form="topk", capacity=400, padded=True, special=False)
+
+        def step(rank: int, buffer: Buffer) -> None:
+            arguments = arguments_of(case, rank, buffer)
+            first = buffer.dispatch(**arguments)
+            assert first.handle.pad_to_capacity and not bool(first.overflow)
+            rest = {"dispatch_dtype": case.dispatch_dtype}
+            again = buffer.dispatch_async(arguments["x"], handle=first.handle, **rest).wait()
+            assert torch.equal(again.rows, first.rows) and first.rows[-1].eq(0).all()
+            plain = buffer.dispatch(**(arguments | {"pad_to_capacity": False}))
+            with pytest.raises(InputError, match="pad_to_capacity = True but the handle has False"):
+                buffer.dispatch(arguments["x"], handle=plain.handle, pad_to_capacity=True, **rest)
+
+        group.run(step)
+
     @pytest.mark.skipif(ON_GPUS, reason="there all ranks give one, or none")
     def test_it_may_be_given_on_some_ranks_only(self, engine: Engine) -> None:
         _, group = engine
@@ -260,3 +299,44 @@ class TestCapacity:
             assert (result.overflow is None) == (capacity is None)
 
         group.run(step)
+
+
+@pytest.fixture
+def uninitialised_is_nan() -> Iterator[None]:
+    """What torch hands out without writing to it holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("uninitialised_is_nan")
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_dense_product_over_all_rows_has_the_gradients_of_exact_counts(padded: bool) -> None:
+    """Without padding (negative control) one row that did not come makes every weight's gradient NaN."""
+    spec = EngineSpec(num_experts=8, hidden=128)
+    case = make_case(
+        3, spec, num_tokens=(7, 5, 0, 8), hidden=128, dtype=torch.float32, dispatch_dtype="bf16",
+        grad_dtype="bf16", form="topk", top_k=3, focus="spread", weighted=False, special=False,
+        layout="expert_major", expert_alignment=1, capacity=NO_CAPACITY,
+    )  # fmt: skip
+
+    def weight_gradient(rank: int, buffer: Buffer, **options: Any) -> Tensor:
+        given = case.inputs[rank].on(buffer.device)
+        # Sums of integers: the order of a product does not matter.
+        x = given.x.mul(4).round()
+        weight_HH = torch.eye(128, device=buffer.device).requires_grad_()
+        result = buffer.dispatch(x, given.topk_idx, dispatch_dtype="bf16", **options)
+        out = buffer.combine(result.rows @ weight_HH, result.handle)
+        out.backward(torch.ones_like(out))
+        assert weight_HH.grad is not None
+        return weight_HH.grad.cpu()
+
+    def step(rank: int, buffer: Buffer) -> bool:
+        exact = weight_gradient(rank, buffer)
+        cut = weight_gradient(rank, buffer, capacity=90, pad_to_capacity=padded)
+        assert exact.isfinite().all()
+        return torch.equal(cut, exact) if padded else not bool(cut.isnan().all())
+
+    with spec.group() as group:
+        assert group.run(step) == [padded] * 4

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backend/cuda/device.cuh"
+#include "backend/cuda/pad.cuh"
 #include "backend/cuda/plan.cuh"
 #include "backend/cuda/steps.h"
 
@@ -9,19 +10,9 @@ namespace uccl_ep::cuda {
 
 __device__ inline void fill_padding(const Crew& crew, const Domain& d, const PlanView& plan, const PlaceArgs& args,
                                     const uint32_t* padding) {
-  const uint32_t blocks = args.stage.hidden / kFp8Block;
-  const uint64_t out_bytes =
-      args.scales != nullptr ? args.stage.hidden : uint64_t{args.stage.hidden} * dtype_bytes(args.stage.dtype);
-  uint4* const out = reinterpret_cast<uint4*>(args.rows);
-  for (uint32_t l = blockIdx.x; l < d.experts_per_rank; l += args.num_blocks) {
-    const uint64_t first = min(padding[2 * l], plan.num_slots), end = min(padding[2 * l + 1], plan.num_slots);
-    for (uint64_t i = first * out_bytes / 16 + crew.thread; i < end * out_bytes / 16; i += crew.size)
-      out[i] = make_uint4(0, 0, 0, 0);
-    if (args.scales != nullptr)
-      for (uint64_t i = first * blocks + crew.thread; i < end * blocks; i += crew.size) args.scales[i] = 1.0f;
-    if (args.row_values != nullptr)
-      for (uint64_t i = first + crew.thread; i < end; i += crew.size) args.row_values[i] = 0.0f;
-  }
+  for (uint32_t l = blockIdx.x; l < d.experts_per_rank; l += args.num_blocks)
+    pad_rows(args, min(padding[2 * l], plan.num_slots), min(padding[2 * l + 1], plan.num_slots), 1, crew.thread,
+             crew.size);
 }
 
 // In the order of the source's packet.

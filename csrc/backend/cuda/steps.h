@@ -12,6 +12,7 @@ namespace uccl_ep::cuda {
 cudaError_t load_dispatch(uint32_t shared_bytes);
 cudaError_t load_combine(uint32_t shared_bytes);
 cudaError_t load_refusal(uint32_t shared_bytes);
+cudaError_t load_pad(uint32_t shared_bytes);
 // Shared memory that a block needs at least to route tokens.
 uint32_t routing_bytes(const Offsets& at, uint32_t tiles = 1);
 
@@ -63,6 +64,9 @@ struct PlaceArgs {
 };
 cudaError_t launch_dispatch(const Domain& domain, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
                             uint32_t stage_sms, cudaStream_t stream);
+// After a dispatch with a capacity: what it has written to, from the end of the rows that came on, becomes padding.
+cudaError_t launch_pad(const Domain& domain, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
+                       cudaStream_t stream);
 
 // A window of a combine: folds what came here and, side by side, merges what comes back.
 struct CombineArgs {

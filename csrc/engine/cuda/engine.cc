@@ -162,7 +162,8 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms,
     throw UsageFailure(UsageKind::kConfig, "num_experts = " + std::to_string(config.num_experts) + ": routing needs " +
                                                std::to_string(needed) + " bytes of shared memory, this GPU has " +
                                                std::to_string(domain_.shared_bytes));
-  for (auto load : {cuda::load_dispatch, cuda::load_combine, cuda::load_refusal, cuda::load_clock})
+  for (auto load :
+       {cuda::load_dispatch, cuda::load_combine, cuda::load_refusal, cuda::load_pad, cuda::load_clock})
     must(load(static_cast<uint32_t>(shared_bytes)), "loading the kernels");
   regions_[config.rank] = cuda::DeviceMapping::create(device_, layout_.total_bytes);
   region_bytes_[config.rank] = regions_[config.rank].num_bytes();

@@ -48,6 +48,7 @@ struct CudaOp {
   std::shared_ptr<CudaPlan> plan;
   bool counts_known = false;
   bool placed = false;            // or will be by what is launched
+  bool pads = false;              // the output beyond the rows that came
   cudaStream_t stream = nullptr;  // that it runs on
   cudaGraph_t captured_by = nullptr;  // while it is launched
   cudaEvent_t done = nullptr;     // if that is not the caller's

@@ -175,6 +175,7 @@ std::shared_ptr<CudaOp> CudaEngine::dispatch(const DispatchArgs& args, const Cud
   if (fresh) plan.plan_id = life_.num_queued() + 1;
   num_dispatches_ += 1;
   op->counts_known = !fresh || plan.has_capacity;
+  op->pads = plan.has_capacity && args.pad_to_capacity;
 
   cuda::PlaceArgs& place = op->place;
   OpSignature& s = place.signature;
@@ -296,6 +297,7 @@ void CudaEngine::give_output(CudaOp& op, const CudaOutput& output) {
   place.row_values = output.values;
   place.row_experts = output.row_experts;
   launch(op);
+  if (op.pads) must(launch_pad(domain_, plan.view, place, num_sms_, op.stream), "pad");
   num_windows_ += 1;
   op.placed = true;
   if (op.counts_known)

@@ -1,0 +1,41 @@
+// Padding up to a capacity: how many rows came is known on the GPU only.
+#include "backend/cuda/launch.cuh"
+#include "backend/cuda/pad.cuh"
+
+namespace uccl_ep::cuda {
+namespace {
+
+constexpr uint32_t kThreads = 512;
+
+// Rows of the plan, those that were dropped included.
+__device__ __forceinline__ uint32_t rows_of(const Domain& d, const PlanView& plan) {
+  return plan.compact_width > 0 ? plan.row_end[d.source_order[d.at.num_ranks - 1]]
+                                : plan.padding[2 * d.experts_per_rank - 1];
+}
+
+__global__ void __launch_bounds__(kThreads) pad(const __grid_constant__ Domain d, const __grid_constant__ PlanView plan,
+                                                const __grid_constant__ PlaceArgs args) {
+  // The dispatch may have failed: then the output holds NaN, and the plan anything.
+  if (stopped(d)) return;
+  const uint64_t first = rows_of(d, plan), end = plan.num_slots;
+  const uint32_t thread = blockIdx.x * kThreads + threadIdx.x, threads = gridDim.x * kThreads;
+  const uint32_t width = max(plan.compact_width, 1);
+  pad_rows(args, first, end, width, thread, threads);
+  if (args.row_experts != nullptr)
+    for (uint64_t i = first * width + thread; i < end * width; i += threads) args.row_experts[i] = -1;
+}
+
+}  // namespace
+
+cudaError_t launch_pad(const Domain& domain, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
+                       cudaStream_t stream) {
+  launch_kernel(pad, {num_sms, kThreads, 0, stream}, domain, plan, args);
+  return cudaGetLastError();
+}
+
+cudaError_t load_pad(uint32_t) {
+  cudaFuncAttributes attributes{};
+  return cudaFuncGetAttributes(&attributes, pad);
+}
+
+}  // namespace uccl_ep::cuda
