@@ -144,6 +144,7 @@ def test_every_argument_of_dispatch_is_tested_above() -> None:
     assert set.union(*refused) == {
         "x", "topk_idx", "topk_weights", "routing_map", "probs",
         "handle", "expert_alignment", "dispatch_dtype", "output_dtype", "layout", "capacity",
+        "pad_to_capacity",
     }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor
 from tests.harness import RankGroup
 from tests.process_ranks import ProcessRanks, Rank
 from uccl_ep_train import Buffer, EpConfig
-from uccl_ep_train.errors import DtypeError, InputError, RankMismatchError
+from uccl_ep_train.errors import ConfigError, DtypeError, InputError, RankMismatchError
+from uccl_ep_train.megatron.buffers import BufferPool
 
 H, E, K, T = 256, 4, 2, 6
 
@@ -62,6 +64,12 @@ def test_fp16_is_refused_by_combine_too() -> None:
 
     with RankGroup(2, {"num_experts": E, "hidden": H}) as group:
         group.run(step)
+
+
+def test_fp16_is_refused_for_a_megatron_model() -> None:
+    model: Any = SimpleNamespace(params_dtype=torch.float16, hidden_size=H, num_moe_experts=E)
+    with pytest.raises(ConfigError, match=r"params_dtype = torch\.float16"):
+        BufferPool({}).ep_config(model, tp_size=1, ep_size=2)
 
 
 def test_requires_grad_that_differs_is_a_mismatch() -> None:
