@@ -23,6 +23,7 @@ from uccl_ep_train.errors import (
     RankMismatchError,
     TransportError,
 )
+from uccl_ep_train.patience import Patience
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -82,7 +83,7 @@ class _SteppedBootstrap:
         step = self._step
         self._step += 1
         self._post(step, what.encode() + b"\0" + payload)
-        frames = self._collect(step, what, time.monotonic() + self._timeout_s)
+        frames = self._collect(step, what, Patience(self._timeout_s))
         payloads = []
         for peer, frame in enumerate(frames):
             name, _, body = frame.partition(b"\0")
@@ -118,7 +119,7 @@ class _SteppedBootstrap:
     def _post(self, step: int, frame: bytes) -> None:
         raise NotImplementedError
 
-    def _collect(self, step: int, what: str, deadline: float) -> list[bytes]:
+    def _collect(self, step: int, what: str, patience: Patience) -> list[bytes]:
         raise NotImplementedError
 
 
@@ -156,9 +157,9 @@ class StoreBootstrap(_SteppedBootstrap):
     def _post(self, step: int, frame: bytes) -> None:
         self._guard(lambda: self._store.set(self._key(step, self._rank), frame))
 
-    def _collect(self, step: int, what: str, deadline: float) -> list[bytes]:
+    def _collect(self, step: int, what: str, patience: Patience) -> list[bytes]:
         try:
-            return self._gather(step, what, deadline)
+            return self._gather(step, what, patience)
         except TransportError as error:
             self._ends.blame_for_store(what, error)
             raise
@@ -166,7 +167,7 @@ class StoreBootstrap(_SteppedBootstrap):
             self.leave(error)
             raise
 
-    def _gather(self, step: int, what: str, deadline: float) -> list[bytes]:
+    def _gather(self, step: int, what: str, patience: Patience) -> list[bytes]:
         keys = [self._key(step, peer) for peer in range(self._size)]
         # `check` in a loop, not `wait`, not even in slices: a client that waits holds the one connection, and
         # the lock, that the program's other threads need, and torch logs two warnings for each slice that
@@ -178,7 +179,7 @@ class StoreBootstrap(_SteppedBootstrap):
             if time.monotonic() > look:
                 look = time.monotonic() + LOOK_S
                 self._ends.look(what, lambda: self._check(keys))
-            if time.monotonic() > deadline:
+            if patience.over():
                 missing = [peer for peer, key in enumerate(keys) if not self._check([key])]
                 if missing:
                     raise self._timed_out(what + self._other_counts(missing), missing)
@@ -309,11 +310,11 @@ class LocalBootstrap(_SteppedBootstrap):
             room.readers_left.setdefault(step, room.size)
             room.changed.notify_all()
 
-    def _collect(self, step: int, what: str, deadline: float) -> list[bytes]:
+    def _collect(self, step: int, what: str, patience: Patience) -> list[bytes]:
         room = self._room
         with room.changed:
             frames = room.frames[step]
-            room.changed.wait_for(lambda: None not in frames, timeout=max(0.0, deadline - time.monotonic()))
+            patience.wait_for(room.changed, lambda: None not in frames)
             missing = [peer for peer, frame in enumerate(frames) if frame is None]
             if missing:
                 raise self._timed_out(what, missing)

@@ -141,7 +141,8 @@ class EpConfig(TransportConfig):
         metadata=info(
             "seconds",
             "> 0, at most 10^6",
-            "a peer that has not entered the operation by then is an error; covers slow data loading",
+            "a peer that has not entered the operation by then is an error; covers slow data loading. A "
+            "pause of this process does not count",
             number(0.0, 1e6, open_low=True),
             agree=False,
         ),
@@ -151,7 +152,7 @@ class EpConfig(TransportConfig):
         metadata=info(
             "seconds",
             "> 0, at most 10^6",
-            "all ranks entered, and no byte or flag moved for this long: an error",
+            "all ranks entered, and no byte or flag moved for this long: an error; a slow link is none",
             number(0.0, 1e6, open_low=True),
             agree=False,
         ),

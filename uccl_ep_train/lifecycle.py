@@ -21,6 +21,7 @@ from uccl_ep_train.errors import ClosedError, CommunicationError
 from uccl_ep_train.explain import told
 from uccl_ep_train.native import check_fit, load_native, native_config
 from uccl_ep_train.opaque import opaque
+from uccl_ep_train.patience import PatientTimer
 from uccl_ep_train.pending import InFlight
 from uccl_ep_train.presence import Presence, meet
 from uccl_ep_train.stats import CallClock
@@ -225,7 +226,7 @@ def abandon(engine: Any, in_flight: InFlight, process_id: int) -> None:
 
 def _leave(engine: Any) -> None:
     """Closes with the other ranks if they go too, as they do at the end of a program; else without them."""
-    impatience = threading.Timer(LEAVE_GRACE_S, engine.fail, ["left without closing its buffer"])
+    impatience = PatientTimer(LEAVE_GRACE_S, engine.fail, ["left without closing its buffer"])
     impatience.daemon = True
     try:
         impatience.start()

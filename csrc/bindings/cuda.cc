@@ -131,7 +131,14 @@ void bind_cuda(py::module_& m) {
            Release())
       .def("export_handle", [](const CudaEngine& self) { return py::bytes(self.export_handle()); })
       .def("connect", &CudaEngine::connect, Release())
-      .def("share_memory", &CudaEngine::share_memory, Release())
+      .def("share_memory",
+           [](CudaEngine& self) {
+             const py::gil_scoped_release release;
+             self.share_memory([] {
+               const py::gil_scoped_acquire acquire;
+               look_at_interrupts();
+             });
+           })
       .def("start", &CudaEngine::start, Release())
       .def("dispatch", &dispatch, "args"_a, "plan"_a.none(true), "stream"_a)
       .def("combine", &combine, "args"_a, "plan"_a, "stream"_a)

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <chrono>
 
-#include "common/units.h"
+#include "common/patience.h"
 #include "engine/engine.h"
 
 namespace uccl_ep {
@@ -27,8 +27,8 @@ constexpr double kTellSeconds = 0.5;
 
 template <typename Condition>
 void wait_for(double seconds, Condition condition) {
-  const uint64_t deadline = now_usec() + static_cast<uint64_t>(seconds * 1e6);
-  while (!condition() && now_usec() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  Patience patience(static_cast<uint64_t>(seconds * 1e6));
+  while (!condition() && !patience.over()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 }  // namespace

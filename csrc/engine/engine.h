@@ -164,6 +164,8 @@ class Engine {
   Stats stats() const;
   const Topology& topology() const { return topo_; }
   bool failed() const;
+  // Grows when an operation of any rank moves, or bytes of chunks, as far as this rank knows.
+  uint64_t moves() const;
   // Returns when an error reaches this rank, or after `timeout_usec`.
   void wait_for_error(uint64_t timeout_usec) const;
   uint32_t num_experts() const { return config_.num_experts; }
@@ -200,8 +202,14 @@ class Engine {
   void run_steps(Op& op, Steps& steps, const host::PlanStep& plan);
   WaitingOn waiting_for(const Steps& steps, const host::PlanStep& plan) const;
   void sleep(uint32_t ticket, const Op& op, const Steps& steps, const WaitingOn& waiting);
-  void check_deadlines(const Op& op, const Steps& steps, const host::PlanStep& plan, uint64_t started_usec);
-  bool long_closed(int rank, uint64_t now_usec);
+  // By the worker's patience.
+  struct Waiting {
+    uint64_t started_usec = 0;
+    uint64_t moved_usec = 0;  // when moves() was last seen to grow
+    uint64_t moves = 0;
+  };
+  void check_deadlines(const Op& op, const Steps& steps, const host::PlanStep& plan, Waiting& waiting);
+  bool long_closed(int rank, uint64_t patient_usec);
   int stale_rank() const;
   ErrorRecord timeout_record(const Op& op, const WaitingOn& waiting, bool arrival, uint64_t waited_usec) const;
   void locate(const Op& op, const Steps& steps, ErrorRecord& record) const;
@@ -244,7 +252,9 @@ class Engine {
     uint64_t dispatches = 0, combines = 0, dispatch_usec = 0, combine_usec = 0;
   } counters_;
   // By step. Writer: the worker.
-  std::vector<uint64_t> closed_seen_usec_;  // [rank] when the worker first saw that it has closed; 0: it has not
+  PatienceClock patience_;
+  std::vector<uint64_t>
+      closed_seen_usec_;  // [rank] patience_ when the worker first saw that it has closed; 0: it has not
   Counter busy_nsec_[kNumSteps];  // in advance() that moved something
   Counter blocked_usec_[kNumSteps];  // asleep while the step was not done
   std::vector<Counter> waited_usec_;  // [rank] asleep and waiting_for() it

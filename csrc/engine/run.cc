@@ -69,9 +69,11 @@ void Engine::count(const Op& op, uint64_t started_nsec) {
 }
 
 void Engine::run_steps(Op& op, Steps& steps, const host::PlanStep& plan) {
-  const uint64_t started = now_usec();
-  control().progress.publish(started);
+  Waiting waiting;
+  waiting.started_usec = patience_.now();
+  control().progress.publish(now_usec());
   while (true) {
+    patience_.now();
     const uint32_t ticket = control().worker_bell.ticket();  // before the look that may find nothing
     bool moved = false;
     bool done = true;
@@ -91,7 +93,7 @@ void Engine::run_steps(Op& op, Steps& steps, const host::PlanStep& plan) {
       control().progress.publish(now_usec());
       continue;
     }
-    check_deadlines(op, steps, plan, started);
+    check_deadlines(op, steps, plan, waiting);
     sleep(ticket, op, steps, waiting_for(steps, plan));
   }
 }
@@ -126,17 +128,21 @@ bool Engine::peer_closed(int rank) const {
 }
 
 // What a closed rank sent before, an error that explains it above all, may still be on its way.
-bool Engine::long_closed(int rank, uint64_t now_usec) {
+bool Engine::long_closed(int rank, uint64_t patient_usec) {
   constexpr uint64_t kGraceUsec = 1000000;
   if (!peer_closed(rank)) return false;
   uint64_t& seen = closed_seen_usec_[rank];
-  if (seen == 0) seen = now_usec;
-  return now_usec - seen > kGraceUsec;
+  if (seen == 0) seen = patient_usec;
+  return patient_usec - seen > kGraceUsec;
 }
 
 // Contract 7: while somebody has not entered the operation, the arrival deadline; then, the progress deadline.
-void Engine::check_deadlines(const Op& op, const Steps& steps, const host::PlanStep& plan, uint64_t started_usec) {
-  const uint64_t now = now_usec();
+void Engine::check_deadlines(const Op& op, const Steps& steps, const host::PlanStep& plan, Waiting& waits) {
+  const uint64_t now = patience_.now();
+  if (const uint64_t so_far = moves(); so_far != waits.moves) {
+    waits.moves = so_far;
+    waits.moved_usec = now;
+  }
   int missing = -1;
   for (int src = 0; src < topo_.num_ranks; ++src) {
     if (plan.entered(src)) continue;
@@ -150,11 +156,9 @@ void Engine::check_deadlines(const Op& op, const Steps& steps, const host::PlanS
       throw CommunicationFailure(record);
     }
   }
-  uint64_t since = started_usec;
-  for (int rank = 0; rank < topo_.num_ranks && missing < 0; ++rank)
-    since = std::max(since, proxy_->last_moved_usec(rank));
+  const uint64_t since = missing >= 0 ? waits.started_usec : waits.moved_usec;
   const double limit_s = missing >= 0 ? config_.arrival_timeout_s : config_.progress_timeout_s;
-  if (now < since || static_cast<double>(now - since) < limit_s * 1e6) return;
+  if (static_cast<double>(now - since) < limit_s * 1e6) return;
   for (auto& step : steps) {
     if (step->done()) continue;
     WaitingOn waiting = step->waiting_on();
@@ -164,18 +168,23 @@ void Engine::check_deadlines(const Op& op, const Steps& steps, const host::PlanS
   }
 }
 
+uint64_t Engine::moves() const {
+  const std::shared_lock held(memory_mutex_);
+  uint64_t sum = 0;
+  for (int rank = 0; rank < topo_.num_ranks && !given_back_; ++rank) sum += proxy_->last_moved_usec(rank);
+  return sum;
+}
+
 // -1: no rank's heart stopped.
 int Engine::stale_rank() const {
-  const uint64_t now = now_usec();
   int stalest = -1;
   uint64_t oldest = kStaleHeartbeatUsec;
   for (int rank = 0; rank < topo_.num_ranks; ++rank) {
     if (rank == config_.rank) continue;
-    const uint64_t heard = proxy_->last_heard_usec(rank);
     // Ranks of other domains are heard less often.
     const uint64_t allowed = controls_[rank] != nullptr ? 0 : kStaleHeartbeatUsec;
-    if (now > heard + allowed && now - heard - allowed > oldest) {
-      oldest = now - heard - allowed;
+    if (const uint64_t silent = proxy_->silent_usec(rank); silent > oldest + allowed) {
+      oldest = silent - allowed;
       stalest = rank;
     }
   }

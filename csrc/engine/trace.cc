@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <chrono>
 
-#include "common/units.h"
+#include "common/patience.h"
 #include "engine/engine.h"
 
 namespace uccl_ep {
@@ -45,9 +45,9 @@ void Engine::settle() const {
     return started_ && !closed_ && !failed();
   };
   if (!usable()) return;
-  const uint64_t deadline = now_usec() + kPatienceUsec;
+  Patience patience(kPatienceUsec);
   uint64_t first_pass = UINT64_MAX;
-  for (uint64_t taken = UINT64_MAX; usable() && now_usec() < deadline;) {
+  for (uint64_t taken = UINT64_MAX; usable() && !patience.over();) {
     const std::shared_lock held(memory_mutex_);
     if (given_back_) return;
     const ProxyStats stats = proxy_->stats();

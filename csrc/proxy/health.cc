@@ -24,7 +24,9 @@ Health::Health(const ProxyContext& context)
     : context_(context),
       created_usec_(now_usec()),
       remote_idx_(static_cast<size_t>(context.topo->num_ranks), -1),
+      heard_before_(static_cast<size_t>(context.topo->num_ranks)),
       heard_(static_cast<size_t>(context.topo->num_ranks)),
+      heard_patient_(static_cast<size_t>(context.topo->num_ranks)),
       moved_(static_cast<size_t>(context.topo->num_ranks)),
       calls_refused_(static_cast<size_t>(context.topo->num_ranks)),
       closed_(static_cast<size_t>(context.topo->num_ranks)) {
@@ -40,16 +42,30 @@ Health::Health(const ProxyContext& context)
   }
 }
 
-void Health::housekeeping(uint64_t now_usec) {
+void Health::housekeeping(uint64_t now_usec, uint64_t moved_bytes) {
   if (now_usec < next_housekeeping_usec_) return;
   next_housekeeping_usec_ = now_usec + kHeartbeatUsec;
   context_.control->heartbeat.publish(now_usec);
+  if (moved_bytes != moved_bytes_) context_.control->carried.publish(now_usec);
+  moved_bytes_ = moved_bytes;
+  listen();
   if (period_++ % kRemoteHeartbeatPeriods == 0) send_heartbeats();
   watch_processes();
 }
 
+// After a pause of our own everybody seems to have been silent: they get time to beat again.
+void Health::listen() {
+  const uint64_t patient = patience_.now();
+  for (size_t rank = 0; rank < heard_before_.size(); ++rank) {
+    const uint64_t heard = last_heard_usec(static_cast<int>(rank));
+    if (heard != heard_before_[rank]) heard_patient_[rank].publish(patient);
+    heard_before_[rank] = heard;
+  }
+  patient_.publish(patient);
+}
+
 void Health::send_heartbeats() {
-  const uint64_t progress = context_.control->progress.read();
+  const uint64_t progress = last_moved_usec(context_.rank);
   for (Remote& remote : remotes_) {
     // At most one in flight: a peer that takes nothing is not fed more.
     if (remote.heartbeat_in_flight || closed_[static_cast<size_t>(remote.rank)].own() != 0) continue;
@@ -248,7 +264,8 @@ uint32_t Health::num_refused(int rank) const {
 
 uint64_t Health::last_moved_usec(int rank) const {
   const ControlBlock* control = context_.domain_controls[static_cast<size_t>(rank)];
-  return control != nullptr ? control->progress.read() : moved_[static_cast<size_t>(rank)].read();
+  if (control == nullptr) return moved_[static_cast<size_t>(rank)].read();
+  return std::max(control->progress.read(), control->carried.read());
 }
 
 }  // namespace uccl_ep

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "common/patience.h"
 #include "common/process.h"
 #include "proxy/post.h"
 #include "proxy/proxy.h"
@@ -16,8 +17,8 @@ class Health {
 
   // Posts what is owed to ranks of other domains: byes, our error.
   bool send_due();
-  // At most every kHeartbeatUsec does anything: heartbeats, process watching.
-  void housekeeping(uint64_t now_usec);
+  // At most every kHeartbeatUsec does anything: heartbeats, process watching. `moved_bytes`, of chunks, so far.
+  void housekeeping(uint64_t now_usec, uint64_t moved_bytes);
   uint64_t next_housekeeping_usec() const { return next_housekeeping_usec_; }
   // Something is owed that the transport refused.
   bool refused() const { return refused_; }
@@ -37,6 +38,10 @@ class Health {
   bool all_closed() const;
   bool error_delivered() const;
   uint64_t last_heard_usec(int rank) const;
+  uint64_t silent_usec(int rank) const {
+    const uint64_t heard = heard_patient_[static_cast<size_t>(rank)].read();  // first: it may grow meanwhile
+    return patient_.read() - heard;
+  }
   uint64_t last_moved_usec(int rank) const;
   uint32_t num_refused(int rank) const;
   void add_stats(ProxyStats& stats) const { stats.heartbeats_sent = heartbeats_.value(); }
@@ -67,6 +72,7 @@ class Health {
   void settle(Debt& debt);
   void publish_settled();
   void send_heartbeats();
+  void listen();
   void watch_processes();
   void found_dead(const Watched& watched);
   void start_shipping(const ErrorRecord& record);
@@ -84,9 +90,14 @@ class Health {
   bool byes_owed_ = false;        // byes were asked for and handed out to remotes_
   bool error_owed_ = false;       // likewise, of our error
   Counter heartbeats_;
+  PatienceClock patience_;
+  uint64_t moved_bytes_ = 0;
+  std::vector<uint64_t> heard_before_;  // [rank] last_heard_usec() at the last housekeeping
 
   // Writer: the proxy; readers: any thread of this process; never reset.
   std::vector<Flag> heard_;       // [rank] now_usec() of the last message
+  std::vector<Flag> heard_patient_;  // [rank] patience_ when it was seen that we have heard of it
+  Flag patient_;  // patience_ now; after what is compared with it
   std::vector<Flag> moved_;  // [rank] now_usec() of the last heartbeat that said that the rank's operation moved
   std::vector<Flag> calls_refused_;  // [rank] modulo kHeartbeatRefusals, as its heartbeats say
   std::vector<Flag> closed_;  // [rank] 1: its bye arrived, or it is dead

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "common/error.h"
+#include "common/patience.h"
 
 namespace uccl_ep {
 
@@ -39,18 +40,22 @@ inline ErrorRecord make_error(ErrorKind kind, int rank, int peer, const std::str
 // Since when the transport refuses one post.
 class Refusal {
  public:
-  void clear() { since_usec_ = 0; }
+  void clear() { refused_ = false; }
   // Throws CommunicationFailure(kTransport) once the refusals last longer than `limit_usec`.
   void note(uint64_t now_usec, uint64_t limit_usec, int rank, int peer, const char* what) {
-    if (since_usec_ == 0) since_usec_ = now_usec;
-    if (now_usec - since_usec_ <= limit_usec) return;
+    const uint64_t patient_usec = patience_.at(now_usec);
+    if (!refused_) since_usec_ = patient_usec;
+    refused_ = true;
+    if (patient_usec - since_usec_ <= limit_usec) return;
     throw CommunicationFailure(make_error(ErrorKind::kTransport, rank, peer,
                                           std::string("the transport refused ") + what + " to rank " +
                                               std::to_string(peer) + " for " +
-                                              std::to_string((now_usec - since_usec_) / 1000) + " ms"));
+                                              std::to_string((patient_usec - since_usec_) / 1000) + " ms"));
   }
 
  private:
+  PatienceClock patience_;
+  bool refused_ = false;
   uint64_t since_usec_ = 0;
 };
 

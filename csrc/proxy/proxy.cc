@@ -166,7 +166,7 @@ bool Proxy::step() {
     moved |= lander_->return_credits(!moved, now);
     context_.transport->flush();
   }
-  health_->housekeeping(now);
+  health_->housekeeping(now, settled_bytes_ + context_.transport->moved_bytes());
   return moved;
 }
 
@@ -193,7 +193,10 @@ void Proxy::take(const Completion& completion, uint64_t polled_nsec) {
                                           "the transport names rank " + std::to_string(completion.peer) + " of " +
                                               std::to_string(context_.topo->num_ranks)));
   const uint64_t now_usec = polled_nsec / 1000;
-  if (is_of_chunk(completion)) last_chunk_usec_ = now_usec;
+  if (is_of_chunk(completion)) {
+    last_chunk_usec_ = now_usec;
+    if (completion.kind != Completion::Kind::kFailure) settled_bytes_ += completion.num_bytes;
+  }
   if (completion.kind == Completion::Kind::kArrival) {
     health_->heard(completion.peer, now_usec);
     const Imm imm = decode_imm(completion.immediate);
@@ -246,6 +249,7 @@ ProxyStats Proxy::stats() const {
 }
 
 uint64_t Proxy::last_heard_usec(int rank) const { return health_->last_heard_usec(rank); }
+uint64_t Proxy::silent_usec(int rank) const { return health_->silent_usec(rank); }
 uint64_t Proxy::last_moved_usec(int rank) const { return health_->last_moved_usec(rank); }
 uint32_t Proxy::num_refused(int rank) const { return health_->num_refused(rank); }
 bool Proxy::remote_closed(int rank) const { return health_->closed(rank); }

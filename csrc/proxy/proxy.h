@@ -93,8 +93,10 @@ class Proxy {
   // now_usec() of the last sign of life: the heartbeat of a domain peer, any message of another rank. Never older than
   // this proxy.
   uint64_t last_heard_usec(int rank) const;
-  // now_usec() of the last movement of the rank's operation, as far as known: of a rank of another domain by its
-  // heartbeats.
+  // How long there has been no sign of life, by this proxy's patience: no longer than since it was made.
+  uint64_t silent_usec(int rank) const;
+  // now_usec() of the last movement of the rank's operation or of its bytes, as far as known: of a rank of another
+  // domain by its heartbeats.
   uint64_t last_moved_usec(int rank) const;
   // Calls that the rank has refused, modulo kHeartbeatRefusals: as far as known, by its heartbeats.
   uint32_t num_refused(int rank) const;
@@ -132,6 +134,7 @@ class Proxy {
   uint64_t awake_since_usec_ = 0;
   uint64_t last_chunk_usec_ = 0;  // when a chunk or a credit last moved, or was awaited
   uint64_t awaited_ = 0;
+  uint64_t settled_bytes_ = 0;  // of chunks that have arrived or were flushed
   Counter wakeups_, passes_, busy_usec_;
   Flag stopping_;
   std::thread thread_;

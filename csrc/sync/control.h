@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "common/error.h"
+#include "common/patience.h"
 #include "common/units.h"
 #include "sync/flag.h"
 
@@ -28,6 +29,9 @@ struct ControlBlock {
   // now_usec() of the last movement of the owner's current operation. Writer: its worker; readers: domain peers and
   // the owner's proxy, which tells the other domains. A progress deadline runs only while nobody moves.
   alignas(kLineBytes) Flag progress;
+  // now_usec() when it was last seen that bytes of chunks had moved between domains, also inside a chunk. Writer: the
+  // owner's proxy; readers as of `progress`, which it stands beside.
+  alignas(kLineBytes) Flag carried;
   // The sleeper is the owner's worker thread. Rung by whoever published a flag that the worker may wait for.
   alignas(kLineBytes) Bell worker_bell;
   // The sleeper is the owner's proxy thread. Rung by the worker (commands), by readers of landing memory (credits) and
@@ -67,8 +71,8 @@ inline bool post_error(ControlBlock& control, const ErrorRecord& record) {
 // The error whose claim on `control` is taken. Its writer publishes it within microseconds, unless it died in between.
 inline ErrorRecord posted_error(const ControlBlock& control) {
   constexpr uint64_t kPatienceUsec = 100000;
-  const uint64_t deadline = now_usec() + kPatienceUsec;
-  while (!control.error_claim.published() && now_usec() < deadline) usleep(100);
+  Patience patience(kPatienceUsec);
+  while (!control.error_claim.published() && !patience.over()) usleep(100);
   if (control.error_claim.published()) return control.error;
   ErrorRecord record;
   record.kind = ErrorKind::kPeerFailed;

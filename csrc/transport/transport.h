@@ -126,6 +126,9 @@ class Transport {
   virtual void flush() = 0;
   // Fills `out`, returns how many. Never blocks.
   virtual size_t poll(std::span<Completion> out) = 0;
+  // Bytes of writes that have left, also of those that are under way, at the last poll(): while they grow a slow link
+  // is not a dead one. 0 where only whole writes are known.
+  virtual uint64_t moved_bytes() const { return 0; }
   // How long the proxy may sleep, if nobody rings its bell, before poll() has something to do. UINT64_MAX: until rung.
   virtual uint64_t idle_usec() const = 0;
   // False once the peer's process is known to be gone (a transport that cannot know says true).

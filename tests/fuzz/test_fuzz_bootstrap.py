@@ -14,6 +14,7 @@ from uccl_ep_train import bootstrap, topology, transport
 from uccl_ep_train.bootstrap import _SteppedBootstrap, exchange
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import EpError
+from uccl_ep_train.patience import Patience
 from uccl_ep_train.topology import agree_on_config, probe
 
 CONFIG = EpConfig(num_experts=4, hidden=128)
@@ -30,7 +31,7 @@ class WithAStranger(_SteppedBootstrap):
     def _post(self, step: int, frame: bytes) -> None:
         self._frame = frame
 
-    def _collect(self, step: int, what: str, deadline: float) -> list[bytes]:
+    def _collect(self, step: int, what: str, patience: Patience) -> list[bytes]:
         return [self._frame, self._change(self._frame)]
 
 

@@ -235,7 +235,7 @@ std::vector<std::unique_ptr<Rank>> make_ranks(const CudaRun& run) {
     ranks[static_cast<size_t>(rank)]->engine().connect(handles);
     if constexpr (std::is_same_v<Rank, CudaRank>) {
       meeting.arrive_and_wait();
-      ranks[static_cast<size_t>(rank)]->engine().share_memory();
+      ranks[static_cast<size_t>(rank)]->engine().share_memory([] {});
     }
     meeting.arrive_and_wait();
     ranks[static_cast<size_t>(rank)]->engine().start();

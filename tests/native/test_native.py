@@ -15,7 +15,7 @@ from tests.native.building import PARTS, run
 HERE = Path(__file__).resolve().parent
 OF_TRANSPORTS = ("verbs", "verbs_event", "verbs_engine", "ofi", "ofi_fault")
 # Kernels on the stand-in for CUDA: docs/cuda_on_cpu.md.
-ON_CPU = ("lanes", "cuda_engine", "cuda_engine_refusal")
+ON_CPU = ("lanes", "cuda_engine", "cuda_engine_refusal", "pause_engine")
 PROGRAMS = (
     "queue", "layout", "loop", "copier", "nics", "stream", "fault", "life", "device", "engine", "cuda",
     *ON_CPU, *OF_TRANSPORTS,

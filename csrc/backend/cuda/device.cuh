@@ -193,18 +193,52 @@ __device__ inline void report(const Domain& d, DeviceFault code, Step step, int 
   publish_flag(&local(d).stop, 1);
 }
 
+// The deadline of one thread's wait. Time in which our host stood still does not count; nor does, of a progress
+// deadline, time before bytes last moved between domains. The host is asked, across PCIe, when the wait is no short one
+// any more, and when it is over: then until it beats, since who stands still has nothing to say.
+struct Patience {
+  const uint64_t limit;
+  const bool is_arrival;
+  uint64_t until = now_nsec() + kAskNsec;
+  uint64_t paused = kUnknown;  // as the host said
+  uint64_t beats = 0;          // likewise, when it was over; 0: it is not
+
+  static constexpr uint64_t kAskNsec = 10'000'000, kUnknown = ~uint64_t{0};
+
+  __device__ __forceinline__ bool over(const Domain& d) { return now_nsec() >= until && ask(d); }
+
+ private:
+  __device__ inline bool ask(const Domain& d) {
+    until += kAskNsec;
+    if (paused == kUnknown) {
+      paused = read_flag(&d.pulse->paused_nsec);
+      if (limit > 2 * kAskNsec) until += limit - 2 * kAskNsec;
+      return false;
+    }
+    const uint64_t before = beats;
+    beats = read_flag(&d.pulse->beats);
+    if (before == 0 || beats == before) return false;
+    beats = 0;
+    const uint64_t paused_before = paused;
+    paused = read_flag(&d.pulse->paused_nsec);
+    const uint64_t still = is_arrival ? limit : peek_flag(&d.pulse->still_nsec);
+    const uint64_t moved = still < limit ? limit - still : 0, stood = paused - paused_before;
+    until = now_nsec() + (moved > stood ? moved : stood);
+    return moved == 0 && stood == 0;
+  }
+};
+
 // By one thread. False: an error is known (perhaps this wait's own deadline) and the kernel has to return.
 __device__ inline bool wait_flag(const Domain& d, const uint64_t* flag, uint64_t value, Step step, uint32_t peer,
                                  int chunk = -1, bool arrival = false) {
   if (read_flag(flag) >= value) return true;
-  const uint64_t started = now_nsec();
-  const uint64_t limit = arrival ? d.arrival_nsec : d.progress_nsec;
+  Patience patience{arrival ? d.arrival_nsec : d.progress_nsec, arrival};
   for (uint32_t looks = 1;; ++looks) {
     const uint64_t seen = peek_flag(flag);
     if (seen >= value) return read_flag(flag) >= value;
     if (looks % 64 != 0) continue;
     if (stopped(d)) return false;
-    if (now_nsec() - started > limit) {
+    if (patience.over(d)) {
       report(d, DeviceFault::kTimeout, step, static_cast<int>(peer), chunk, value, seen,
              arrival ? ErrorKind::kArrivalTimeout : ErrorKind::kProgressTimeout);
       return false;

@@ -208,6 +208,13 @@ struct HostError {
   uint64_t epoch, num_refused, expected, seen;
   uint32_t code;  // DeviceFault
 };
+// Pinned host memory. Writer: a thread of the host; reader: kernels, now and then while their deadlines are over.
+struct HostPulse {
+  uint64_t beats;  // only grows while the host runs; from 1 on; published after the others
+  uint64_t paused_nsec;  // that the host has stood still so far
+  uint64_t still_nsec;  // since bytes last moved between domains, but for such pauses
+};
+constexpr uint64_t kNeverMoved = ~uint64_t{0};
 enum class DeviceFault : uint32_t {
   kNone,
   kTimeout,
@@ -280,6 +287,7 @@ struct Domain {
   TraceRing* trace;  // nullptr: it is off
   HostError* error;
   HostCounts* counts;
+  const HostPulse* pulse;
 };
 
 }  // namespace uccl_ep::cuda

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "common/limits.h"
+#include "common/patience.h"
 #include "common/units.h"
 
 namespace uccl_ep::cuda {
@@ -253,7 +254,8 @@ Descriptors::~Descriptors() {
     if (fd >= 0) close(fd);
 }
 
-Descriptors DescriptorSocket::exchange(const std::vector<std::string>& addresses, int fd, double timeout_s) {
+Descriptors DescriptorSocket::exchange(const std::vector<std::string>& addresses, int fd, double timeout_s,
+                                       const std::function<void()>& look) {
   Descriptors received(std::vector<int>(addresses.size(), -1));
   std::vector<size_t> unsent;
   for (size_t r = 0; r < addresses.size(); ++r)
@@ -261,7 +263,7 @@ Descriptors DescriptorSocket::exchange(const std::vector<std::string>& addresses
   const std::vector<size_t> peers = unsent;
   constexpr uint64_t kLookUsec = 200'000;
   uint64_t look_usec = now_usec() + kLookUsec;
-  const uint64_t deadline = now_usec() + static_cast<uint64_t>(timeout_s * 1e6);
+  Patience patience(static_cast<uint64_t>(timeout_s * 1e6));
   const auto missing = [&] {
     for (size_t r : peers)
       if (received[r] < 0) return static_cast<int>(r);
@@ -277,11 +279,12 @@ Descriptors DescriptorSocket::exchange(const std::vector<std::string>& addresses
       for (size_t r : peers)
         if (!is_there(addresses[r])) fail_gone(rank_, r);
     }
-    if (now_usec() > deadline)
+    if (patience.over())
       throw std::runtime_error("rank " + std::to_string(missing()) + " did not pass its device memory within " +
                                std::to_string(timeout_s) + " s");
     pollfd waits{socket_, POLLIN, 0};
     poll(&waits, 1, 5);
+    look();
   }
   return received;
 }

@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <functional>
 #include <new>
 #include <string>
 #include <utility>
@@ -103,8 +104,9 @@ class DescriptorSocket {
   const std::string& address() const { return address_; }
   // Collective. `addresses` by rank; those of ranks that take no part, and our own, are empty. By rank, what each
   // sent (none: takes no part). Throws std::runtime_error naming the rank that did not come, and
-  // CommunicationFailure(kPeerDied) for one that is gone.
-  Descriptors exchange(const std::vector<std::string>& addresses, int fd, double timeout_s);
+  // CommunicationFailure(kPeerDied) for one that is gone. Calls `look` while it waits, and throws what that throws.
+  Descriptors exchange(const std::vector<std::string>& addresses, int fd, double timeout_s,
+                       const std::function<void()>& look);
 
  private:
   bool send(const std::string& address, int fd);

@@ -56,6 +56,8 @@ bool is_bad_routing(const cuda::HostError& error) {
 }
 
 constexpr uint64_t kPinnedBytes = kPageBytes;
+constexpr uint64_t kPulseOffset = kPinnedBytes / 4;
+static_assert(sizeof(cuda::HostError) <= kPulseOffset);
 constexpr uint32_t kStaticSharedBytes = 8192;  // kernels declare less
 constexpr uint64_t kContextUsec = 100'000;  // between looks at whether it is there
 
@@ -202,10 +204,10 @@ void CudaEngine::connect(const std::vector<std::string>& handles) {
   life_.connect(lives);
 }
 
-void CudaEngine::share_memory() {
+void CudaEngine::share_memory(const std::function<void()>& look) {
   const OnDevice guard(device_);
   const cuda::Descriptors own({regions_[config_.rank].export_fd()});
-  cuda::Descriptors got = socket_.exchange(addresses_, own[0], config_.arrival_timeout_s);
+  cuda::Descriptors got = socket_.exchange(addresses_, own[0], config_.arrival_timeout_s, look);
   for (size_t r = 0; r < got.size(); ++r)
     if (got[r] >= 0) regions_[r] = cuda::DeviceMapping::import(got.release(r), device_, region_bytes_[r]);
   if (topo_.num_domains() > 1)
@@ -246,6 +248,9 @@ void CudaEngine::start() {
   domain_.error = reinterpret_cast<cuda::HostError*>(pinned_);
   domain_.counts = reinterpret_cast<cuda::HostCounts*>(pinned_ + kPinnedBytes);
   life_.start();
+  auto* const pulse = reinterpret_cast<cuda::HostPulse*>(pinned_ + kPulseOffset);
+  pulse_ = std::make_unique<Pulse>(*pulse, life_);
+  domain_.pulse = pulse;
   watcher_ = start_thread("watching the GPU", [this] { watch(); });
   const std::lock_guard lock(mutex_);
   started_ = true;
@@ -339,6 +344,7 @@ void CudaEngine::give_back() {
   const std::unique_lock held(memory_mutex_);
   given_back_ = true;
   if (started_) cudaEventSynchronize(last_done_);  // of a thread that was in the middle of an operation
+  pulse_.reset();
   network_.reset();
   life_.leave(true);
   life_.give_back();

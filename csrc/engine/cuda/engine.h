@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -22,6 +23,7 @@
 #include "backend/cuda/trace.h"
 #include "engine/cuda/guess.h"
 #include "engine/cuda/network.h"
+#include "engine/cuda/pulse.h"
 #include "engine/engine.h"
 
 namespace uccl_ep {
@@ -109,8 +111,9 @@ class CudaEngine : private CudaHandles {
 
   std::string export_handle() const;
   void connect(const std::vector<std::string>& handles);
-  // Ranks map each other's regions. Each waits for the others: when all are connected.
-  void share_memory();
+  // Ranks map each other's regions. Each waits for the others: when all are connected. `look` is called while it
+  // waits, and may throw.
+  void share_memory(const std::function<void()>& look);
   void start();
 
   std::shared_ptr<CudaOp> dispatch(const DispatchArgs& args, const CudaCall& call);
@@ -202,6 +205,7 @@ class CudaEngine : private CudaHandles {
   cuda::ClockSample trace_began_;
   Flag leaving_;
   std::thread watcher_;
+  std::unique_ptr<Pulse> pulse_;  // while kernels may wait
 };
 
 // The graph that is being captured from the stream, or null.

@@ -20,9 +20,16 @@ class EgressLink {
     const uint64_t started = free_nsec_ > now_nsec ? free_nsec_ : now_nsec;
     const double exact = transmission_nsec(num_bytes) + carry_nsec_;
     const uint64_t whole = static_cast<uint64_t>(exact);
+    posted_bytes_ += num_bytes;
     carry_nsec_ = exact - static_cast<double>(whole);  // without it small messages would be sent too fast
     free_nsec_ = started + whole;
     return num_bytes <= kSmallBytes ? std::min(free_nsec_, now_nsec + whole) : free_nsec_;
+  }
+
+  // Bytes whose time has come.
+  uint64_t left_bytes(uint64_t now_nsec) const {
+    if (free_nsec_ <= now_nsec) return posted_bytes_;
+    return posted_bytes_ - static_cast<uint64_t>(static_cast<double>(free_nsec_ - now_nsec) / nsec_per_byte_);
   }
 
   double transmission_nsec(uint64_t num_bytes) const { return static_cast<double>(num_bytes) * nsec_per_byte_; }
@@ -30,6 +37,7 @@ class EgressLink {
  private:
   double nsec_per_byte_;
   double carry_nsec_ = 0;
+  uint64_t posted_bytes_ = 0;
   uint64_t free_nsec_ = 0;
 };
 

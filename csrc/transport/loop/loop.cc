@@ -30,7 +30,7 @@ LoopTransport::LoopTransport(const TransportSetup& setup, const TransportOptions
       connected_(setup.peers),
       link_(options_.gbytes_per_s),
       random_(options_.seed * 1000003 + static_cast<uint64_t>(setup.rank)),
-      progress_timeout_nsec_(1000 * setup.progress_timeout_usec) {
+      progress_timeout_usec_(setup.progress_timeout_usec) {
   options_.queue_depth = std::max(options_.queue_depth, 1u);
   own_ = {setup.rank,      setup.generation, static_cast<int>(getpid()),
           pid_namespace(), host_boot_id(),   region_.name,
@@ -155,6 +155,7 @@ size_t LoopTransport::poll(std::span<Completion> out) {
     harvest(out, count);
     return count;
   }
+  moved_bytes_ = link_.left_bytes(now);
   if (num_stalled_ != 0) retry_stalled(now);
   if (!copying_.empty()) look_at_copies(now);
   // Half of the room for each, so that neither our completions nor the arrivals starve the other.
@@ -166,13 +167,15 @@ size_t LoopTransport::poll(std::span<Completion> out) {
 
 bool LoopTransport::link_holds(uint64_t now_nsec) {
   if (options_.cut == nullptr || options_.cut->read() % 2 == 0) {
-    cut_since_nsec_ = 0;
+    is_cut_ = false;
     return false;
   }
-  if (cut_since_nsec_ == 0) cut_since_nsec_ = now_nsec;
-  if (now_nsec - cut_since_nsec_ <= progress_timeout_nsec_) return true;
+  const uint64_t patient_usec = patience_.at(now_nsec / 1000);
+  if (!is_cut_) cut_since_usec_ = patient_usec;
+  is_cut_ = true;
+  if (patient_usec - cut_since_usec_ <= progress_timeout_usec_) return true;
   if (failure_.empty())
-    failure_ = "the link was cut for " + std::to_string((now_nsec - cut_since_nsec_) / 1'000'000) + " ms";
+    failure_ = "the link was cut for " + std::to_string((patient_usec - cut_since_usec_) / 1000) + " ms";
   fail_pending(now_nsec);
   return false;
 }
@@ -309,7 +312,7 @@ void LoopTransport::harvest(std::span<Completion> out, size_t& count) {
 }
 
 uint64_t LoopTransport::idle_usec() const {
-  if (cut_since_nsec_ != 0) return kStalledRetryUsec;
+  if (is_cut_) return kStalledRetryUsec;
   if (more_now_ || !copying_.empty()) return 0;  // nobody rings when a copy is over
   uint64_t usec = num_stalled_ != 0 ? kStalledRetryUsec : UINT64_MAX;
   if (!due_.empty()) {

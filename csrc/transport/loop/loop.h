@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "common/mapping.h"
+#include "common/patience.h"
 #include "common/process.h"
 #include "sync/control.h"
 #include "transport/loop/address.h"
@@ -38,6 +39,7 @@ class LoopTransport final : public Transport {
     if (device_.copies != nullptr) device_.copies->flush();
   }
   size_t poll(std::span<Completion> out) override;
+  uint64_t moved_bytes() const override { return moved_bytes_; }
   uint64_t idle_usec() const override;
   bool peer_alive(int peer) const override;
 
@@ -112,8 +114,11 @@ class LoopTransport final : public Transport {
   std::vector<Due> due_;  // heap, earliest first
   std::vector<uint32_t> copying_;  // due, but their copy is not over yet
   std::string failure_;  // what failed first
-  const uint64_t progress_timeout_nsec_;
-  uint64_t cut_since_nsec_ = 0;  // 0: the link is whole
+  const uint64_t progress_timeout_usec_;
+  PatienceClock patience_;
+  bool is_cut_ = false;
+  uint64_t cut_since_usec_ = 0;  // of patience_
+  uint64_t moved_bytes_ = 0;
   uint64_t num_scheduled_ = 0;
   uint64_t num_stalled_ = 0;
   uint64_t copied_bytes_ = 0;  // in this poll

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "common/patience.h"
 #include "common/process.h"
 #include "transport/ofi/address.h"
 #include "transport/ofi/endpoint.h"
@@ -30,7 +31,7 @@ struct Op {
   fi_context2 context;  // libfabric's; by its address a completion names the write
   WriteRequest request;
   Notice notice;
-  uint64_t refused_since_usec;  // 0: it was not
+  uint64_t refused_since_usec;  // of patience_
   uint32_t nic;
   uint32_t next;  // in a list of free or parked ones
   bool written;  // of Naming::kMessage: its bytes are flushed
@@ -127,6 +128,7 @@ class OfiTransport final : public Transport {
   Address own_;
   Tags tags_;  // ours
   DeviceFlush* nic_writes_ = nullptr;
+  PatienceClock patience_;
   uint64_t latest_usec_ = 0;  // when something last moved
   uint64_t num_strangers_ = 0;
   uint32_t num_in_flight_ = 0;  // ops that are not free

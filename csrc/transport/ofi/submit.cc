@@ -42,7 +42,7 @@ void OfiTransport::submit_or_park(uint32_t idx, uint64_t flags) {
   Peer& peer = peers_[static_cast<size_t>(op.request.peer)];
   const ssize_t result = peer.parked.empty() ? submit(op, flags) : -EAGAIN;
   if (result == -EAGAIN) {
-    op.refused_since_usec = now_usec();
+    op.refused_since_usec = patience_.now();
     push(peer.parked, idx);
     ++num_parked_;
   } else if (result != 0) {
@@ -97,10 +97,11 @@ void OfiTransport::retry_parked(uint64_t now_usec) {
 
 // Until one is refused again. After the deadline, or when the peer is gone, all of them have failed.
 void OfiTransport::retry_parked_of(Peer& peer, uint64_t now_usec) {
+  const uint64_t patient_usec = patience_.at(now_usec);
   bool given_up = false;
   while (!peer.parked.empty()) {
     const uint32_t idx = peer.parked.first;
-    const uint64_t refused_usec = now_usec - std::min(now_usec, ops_[idx].refused_since_usec);
+    const uint64_t refused_usec = patient_usec - ops_[idx].refused_since_usec;
     const ssize_t result = given_up ? -EAGAIN : submit(ops_[idx], 0);
     if (result == -EAGAIN) {
       const bool gone = refused_usec > kAskAfterUsec && !peer.process.alive();

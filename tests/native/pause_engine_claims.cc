@@ -1,0 +1,154 @@
+// Deadlines of kernels: they follow the host that launched them, and bytes that move between domains.
+#include <cuda_runtime.h>
+#include <signal.h>
+#include <sys/wait.h>
+
+#include <atomic>
+#include <thread>
+
+#include "backend/cuda/device.cuh"
+#include "cuda_runs.h"
+
+using namespace uccl_ep;
+
+namespace {
+
+constexpr uint64_t kLimitUsec = 300'000, kSlackUsec = 300'000;
+
+// A kernel of one thread that waits for a flag, and the host that it knows by its pulse.
+class Wait {
+ public:
+  explicit Wait(bool is_arrival) : is_arrival_(is_arrival) {
+    d_.base[0] = reinterpret_cast<uint8_t*>(&local_);
+    d_.arrival_nsec = d_.progress_nsec = 1000 * kLimitUsec;
+    d_.error = &error_;
+    d_.pulse = &pulse_;
+    pulse_.still_nsec = cuda::kNeverMoved;
+  }
+  // `host` is called every 10 ms with the time since the beginning. How long the kernel waited.
+  uint64_t run(const std::function<void(uint64_t)>& host) {
+    std::atomic<bool> over{false};
+    const uint64_t started = now_usec();
+    std::thread beating([&] {
+      while (!over) {
+        host(now_usec() - started);
+        usleep(10'000);
+      }
+    });
+    cuda_on_cpu::run_grid({1, 32}, [&] {
+      if (threadIdx.x == 0) came = cuda::wait_flag(d_, &flag_, 1, Step::kPlace, 0, -1, is_arrival_);
+    });
+    const uint64_t usec = now_usec() - started;
+    over = true;
+    beating.join();
+    return usec;
+  }
+  void beat() { store(pulse_.beats, pulse_.beats + 1); }
+  void pause(uint64_t usec) { store(pulse_.paused_nsec, pulse_.paused_nsec + 1000 * usec); }
+  void still(uint64_t usec) { store(pulse_.still_nsec, 1000 * usec); }
+  void publish() { store(flag_, 1); }
+  bool reported() const { return error_.published != 0; }
+
+  bool came = false;
+
+ private:
+  static void store(uint64_t& word, uint64_t value) { reinterpret_cast<Flag*>(&word)->publish(value); }
+
+  const bool is_arrival_;
+  cuda::Domain d_{};
+  cuda::Local local_{};
+  cuda::HostError error_{};
+  cuda::HostPulse pulse_{};
+  uint64_t flag_ = 0;
+};
+
+// Stops this process again and again, each time for `usec`.
+class Pauses {
+ public:
+  explicit Pauses(useconds_t usec) : child_(fork()) {
+    if (child_ != 0) return;
+    const pid_t parent = getppid();
+    while (getppid() == parent) {
+      usleep(500'000);
+      kill(parent, SIGSTOP);
+      usleep(usec);
+      kill(parent, SIGCONT);
+    }
+    _exit(0);
+  }
+  ~Pauses() {
+    usleep(10'000);
+    kill(child_, SIGKILL);
+    waitpid(child_, nullptr, 0);
+  }
+
+ private:
+  const pid_t child_;
+};
+
+}  // namespace
+
+CLAIM("a kernel whose host lives waits as long as its deadline says, and reports") {
+  for (const bool is_arrival : {false, true}) {
+    Wait wait(is_arrival);
+    const uint64_t usec = wait.run([&](uint64_t) { wait.beat(); });
+    EXPECT(!wait.came && wait.reported());
+    EXPECT(usec >= kLimitUsec && usec < kLimitUsec + kSlackUsec);
+  }
+}
+
+CLAIM("no deadline passes while the host stands still, nor because it has stood still") {
+  for (const bool is_arrival : {false, true}) {
+    Wait wait(is_arrival);
+    bool paused = false;
+    wait.run([&](uint64_t usec) {
+      if (usec < 4 * kLimitUsec) return;
+      if (!paused) wait.pause(usec);
+      paused = true;
+      wait.beat();
+      if (usec > 4 * kLimitUsec + kLimitUsec / 2) wait.publish();
+    });
+    EXPECT(wait.came && !wait.reported());
+  }
+}
+
+CLAIM("after a pause of the host the deadline is what it was") {
+  Wait wait(false);
+  const uint64_t pause_usec = 3 * kLimitUsec, begins_usec = kLimitUsec / 2;
+  bool paused = false;
+  const uint64_t usec = wait.run([&](uint64_t at) {
+    if (at > begins_usec && at < begins_usec + pause_usec) return;
+    if (at > begins_usec && !paused) wait.pause(pause_usec);
+    paused = at > begins_usec;
+    wait.beat();
+  });
+  EXPECT(!wait.came && wait.reported());
+  EXPECT(usec >= kLimitUsec + pause_usec && usec < kLimitUsec + pause_usec + kSlackUsec);
+}
+
+CLAIM("bytes that move between domains put a progress deadline off, and no arrival deadline") {
+  const uint64_t moving_usec = 3 * kLimitUsec;
+  for (const bool is_arrival : {false, true}) {
+    Wait wait(is_arrival);
+    const uint64_t usec = wait.run([&](uint64_t at) {
+      wait.still(at < moving_usec ? 0 : at - moving_usec);
+      wait.beat();
+    });
+    const uint64_t limit = is_arrival ? kLimitUsec : moving_usec + kLimitUsec;
+    EXPECT(!wait.came && wait.reported());
+    EXPECT(usec >= limit - 20'000 && usec < limit + kSlackUsec);
+  }
+}
+
+CLAIM("engines of a process that is paused for longer than the deadline go on, on the host and on GPUs") {
+  CudaRun run;
+  run.domain_of = {0, 0, 1};
+  run.num_tokens = {40, 27, 30};
+  run.arrival_timeout_s = 2;
+  run.late_usec = 1'000'000;
+  run.rounds = 1;
+  const Pauses pauses(3'000'000);
+  same_as_host(run);
+}
+
+int main(int argc, char** argv) { return claims::main(argc, argv); }
