@@ -199,9 +199,10 @@ __device__ inline void report(const Domain& d, DeviceFault code, Step step, int 
 struct Patience {
   const uint64_t limit;
   const bool is_arrival;
-  uint64_t until = now_nsec() + kAskNsec;
-  uint64_t paused = kUnknown;  // as the host said
-  uint64_t beats = 0;          // likewise, when it was over; 0: it is not
+  uint64_t deadline = now_nsec() + limit;
+  uint64_t until = deadline - limit + kAskNsec;  // then the host is asked
+  uint64_t paused = kUnknown;                    // as the host said
+  uint64_t beats = 0;                            // likewise, when it was over; 0: it is not
 
   static constexpr uint64_t kAskNsec = 10'000'000, kUnknown = ~uint64_t{0};
 
@@ -209,10 +210,11 @@ struct Patience {
 
  private:
   __device__ inline bool ask(const Domain& d) {
-    until += kAskNsec;
+    const uint64_t now = now_nsec();
+    until = now + kAskNsec;
     if (paused == kUnknown) {
       paused = read_flag(&d.pulse->paused_nsec);
-      if (limit > 2 * kAskNsec) until += limit - 2 * kAskNsec;
+      if (deadline > until) until = deadline;
       return false;
     }
     const uint64_t before = beats;
@@ -221,10 +223,12 @@ struct Patience {
     beats = 0;
     const uint64_t paused_before = paused;
     paused = read_flag(&d.pulse->paused_nsec);
+    deadline += paused - paused_before;
     const uint64_t still = is_arrival ? limit : peek_flag(&d.pulse->still_nsec);
-    const uint64_t moved = still < limit ? limit - still : 0, stood = paused - paused_before;
-    until = now_nsec() + (moved > stood ? moved : stood);
-    return moved == 0 && stood == 0;
+    if (still < limit && now + (limit - still) > deadline) deadline = now + (limit - still);
+    if (deadline <= now) return true;
+    until = deadline;
+    return false;
   }
 };
 
