@@ -203,7 +203,6 @@ struct Patience {
   uint64_t until = deadline - limit + kAskNsec;  // then the host is asked
   uint64_t paused = kUnknown;                    // as the host said
   uint64_t beats = 0;                            // likewise, when it was over; 0: it is not
-
   static constexpr uint64_t kAskNsec = 10'000'000, kUnknown = ~uint64_t{0};
 
   __device__ __forceinline__ bool over(const Domain& d) { return now_nsec() >= until && ask(d); }
