@@ -1,10 +1,10 @@
 #include "engine/cuda/pulse.h"
 
 #include <pthread.h>
-#include <signal.h>
 #include <time.h>
 
 #include "common/patience.h"
+#include "common/thread.h"
 
 namespace uccl_ep {
 namespace {
@@ -24,12 +24,7 @@ void publish(uint64_t& word, uint64_t value) { reinterpret_cast<Flag*>(&word)->p
 
 Pulse::Pulse(cuda::HostPulse& words, const Engine& life) : words_(words), life_(life) {
   words_.still_nsec = cuda::kNeverMoved;
-  // Signals are for the application's threads.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
   thread_ = start_thread("beating for kernels", [this] { run(); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 Pulse::~Pulse() {
