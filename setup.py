@@ -115,8 +115,6 @@ class BuildExt(build_ext):
         units = UNITS["longest_first"]([*ext.sources, *kernels])
         objects = {source: self.object_of(source) for source in units}
         stale = [source for source in units if not is_current(objects[source], source)]
-        if stale:
-            self.compile_standard(ext)
         self.compile_all(ext, stale, len(units))
         ext.sources, ext.extra_objects = [], sorted(map(str, objects.values()))
         super().build_extension(ext)
@@ -124,6 +122,8 @@ class BuildExt(build_ext):
     def compile_all(self, ext: Pybind11Extension, sources: list[str], num_units: int) -> None:
         """Says after each unit how long the rest will take, and keeps what all took, for CI."""
         progress, before = UNITS["Progress"](sources), children_seconds()
+        if sources:
+            self.compile_standard(ext)
         pool = ThreadPoolExecutor(os.cpu_count())
         try:
             running = {pool.submit(self.compile_unit, ext, source): source for source in sources}
