@@ -105,10 +105,7 @@ void bind_plan(py::module_& m) {
                              [](const CudaPlan& p) { return p.routing_kind == RoutingKind::kTopk ? "topk" : "map"; });
 }
 
-}  // namespace
-
-void bind_cuda(py::module_& m) {
-  bind_plan(m);
+void bind_op(py::module_& m) {
   py::class_<PyCudaOp>(m, "CudaOp")
       .def("wait_counts", &wait_counts, "counts"_a)
       .def("wait", [](PyCudaOp& self, uintptr_t stream) { self.engine->wait(*self.op, stream_of(stream)); })
@@ -125,6 +122,13 @@ void bind_cuda(py::module_& m) {
         // On the caller's own stream memory is given back in the order of the stream.
         return self.op->launched && (self.op->done == nullptr || cudaEventQuery(self.op->done) != cudaErrorNotReady);
       });
+}
+
+}  // namespace
+
+void bind_cuda(py::module_& m) {
+  bind_plan(m);
+  bind_op(m);
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<CudaEngine, std::shared_ptr<CudaEngine>>(m, "CudaEngine")
       .def(py::init<const EngineConfig&, int, uint32_t, uint32_t>(), "config"_a, "device"_a, "num_sms"_a, "stage_sms"_a,

@@ -23,7 +23,7 @@ class Wait {
     d_.arrival_nsec = d_.progress_nsec = 1000 * kLimitUsec;
     d_.error = &error_;
     d_.pulse = &pulse_;
-    pulse_.still_nsec = cuda::kNeverMoved;
+    pulse_.alive_nsec = pulse_.still_nsec = cuda::kMostLivedNsec;
   }
   // `host` is called every 10 ms with the time since the beginning. How long the kernel waited.
   uint64_t run(const std::function<void(uint64_t)>& host) {
@@ -44,7 +44,10 @@ class Wait {
     return usec;
   }
   void beat() { store(pulse_.beats, pulse_.beats + 1); }
-  void pause(uint64_t usec) { store(pulse_.paused_nsec, pulse_.paused_nsec + 1000 * usec); }
+  void alive(uint64_t usec) {
+    store(pulse_.alive_nsec, 1000 * usec);
+    still(usec);
+  }
   void still(uint64_t usec) { store(pulse_.still_nsec, 1000 * usec); }
   void publish() { store(flag_, 1); }
   bool reported() const { return error_.published != 0; }
@@ -98,32 +101,31 @@ CLAIM("a kernel whose host lives waits as long as its deadline says, and reports
 }
 
 CLAIM("no deadline passes while the host stands still, nor because it has stood still") {
+  const uint64_t ends_usec = 4 * kLimitUsec;
   for (const bool is_arrival : {false, true}) {
     Wait wait(is_arrival);
-    bool paused = false;
     wait.run([&](uint64_t usec) {
-      if (usec < 4 * kLimitUsec) return;
-      if (!paused) wait.pause(usec);
-      paused = true;
+      if (usec < ends_usec) return;
+      wait.alive(usec - ends_usec);
       wait.beat();
-      if (usec > 4 * kLimitUsec + kLimitUsec / 2) wait.publish();
+      if (usec > ends_usec + kLimitUsec / 2) wait.publish();
     });
     EXPECT(wait.came && !wait.reported());
   }
 }
 
-CLAIM("after a pause of the host the deadline is what it was") {
-  Wait wait(false);
-  const uint64_t pause_usec = 3 * kLimitUsec, begins_usec = kLimitUsec / 2;
-  bool paused = false;
-  const uint64_t usec = wait.run([&](uint64_t at) {
-    if (at > begins_usec && at < begins_usec + pause_usec) return;
-    if (at > begins_usec && !paused) wait.pause(pause_usec);
-    paused = at > begins_usec;
-    wait.beat();
-  });
-  EXPECT(!wait.came && wait.reported());
-  EXPECT(usec >= kLimitUsec + pause_usec && usec < kLimitUsec + pause_usec + kSlackUsec);
+CLAIM("after a pause of the host the deadline begins anew") {
+  const uint64_t ends_usec = 4 * kLimitUsec, begins_usec = kLimitUsec / 2;
+  for (const bool is_arrival : {false, true}) {
+    Wait wait(is_arrival);
+    const uint64_t usec = wait.run([&](uint64_t at) {
+      if (at > begins_usec && at < ends_usec) return;
+      if (at > begins_usec) wait.alive(at - ends_usec);
+      wait.beat();
+    });
+    EXPECT(!wait.came && wait.reported());
+    EXPECT(usec >= kLimitUsec + ends_usec - 20'000 && usec < kLimitUsec + ends_usec + kSlackUsec);
+  }
 }
 
 CLAIM("bytes that move between domains put a progress deadline off, and no arrival deadline") {

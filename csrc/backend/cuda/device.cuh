@@ -9,6 +9,7 @@
 #include "backend/cuda/layout.h"
 #include "backend/cuda/net.h"
 #include "backend/cuda/packet.h"
+#include "backend/cuda/patience.cuh"
 #include "backend/cuda/trace.cuh"
 #include "sync/device.cuh"
 
@@ -193,55 +194,17 @@ __device__ inline void report(const Domain& d, DeviceFault code, Step step, int 
   publish_flag(&local(d).stop, 1);
 }
 
-// The deadline of one thread's wait. Time in which our host stood still does not count; nor does, of a progress
-// deadline, time before bytes last moved between domains. The host is asked, across PCIe, when the wait is no short one
-// any more, and when it is over: then until it beats, since who stands still has nothing to say.
-struct Patience {
-  const uint64_t limit;
-  const bool is_arrival;
-  uint64_t deadline = now_nsec() + limit;
-  uint64_t until = deadline - limit + kAskNsec;  // then the host is asked
-  uint64_t paused = kUnknown;                    // as the host said
-  uint64_t beats = 0;                            // likewise, when it was over; 0: it is not
-  static constexpr uint64_t kAskNsec = 10'000'000, kUnknown = ~uint64_t{0};
-
-  __device__ __forceinline__ bool over(const Domain& d) { return now_nsec() >= until && ask(d); }
-
- private:
-  __device__ inline bool ask(const Domain& d) {
-    const uint64_t now = now_nsec();
-    until = now + kAskNsec;
-    if (paused == kUnknown) {
-      paused = read_flag(&d.pulse->paused_nsec);
-      if (deadline > until) until = deadline;
-      return false;
-    }
-    const uint64_t before = beats;
-    beats = read_flag(&d.pulse->beats);
-    if (before == 0 || beats == before) return false;
-    beats = 0;
-    const uint64_t paused_before = paused;
-    paused = read_flag(&d.pulse->paused_nsec);
-    deadline += paused - paused_before;
-    const uint64_t still = is_arrival ? limit : peek_flag(&d.pulse->still_nsec);
-    if (still < limit && now + (limit - still) > deadline) deadline = now + (limit - still);
-    if (deadline <= now) return true;
-    until = deadline;
-    return false;
-  }
-};
-
 // By one thread. False: an error is known (perhaps this wait's own deadline) and the kernel has to return.
 __device__ inline bool wait_flag(const Domain& d, const uint64_t* flag, uint64_t value, Step step, uint32_t peer,
                                  int chunk = -1, bool arrival = false) {
   if (read_flag(flag) >= value) return true;
-  Patience patience{arrival ? d.arrival_nsec : d.progress_nsec, arrival};
+  const Patience patience;
   for (uint32_t looks = 1;; ++looks) {
     const uint64_t seen = peek_flag(flag);
     if (seen >= value) return read_flag(flag) >= value;
     if (looks % 64 != 0) continue;
     if (stopped(d)) return false;
-    if (patience.over(d)) {
+    if (patience.over(d, local(d).patient_since, arrival)) {
       report(d, DeviceFault::kTimeout, step, static_cast<int>(peer), chunk, value, seen,
              arrival ? ErrorKind::kArrivalTimeout : ErrorKind::kProgressTimeout);
       return false;
@@ -365,13 +328,14 @@ __device__ inline void write_headers(const Crew& crew, const Domain& d, const Op
 }
 // By one thread, when rank r has entered: whether with our signature, and after as many calls that it refused.
 __device__ inline bool is_alike(const Domain& d, uint64_t epoch, const OpSignature& own, uint32_t r) {
-  const OpSignature other = header(d, r, epoch).signature;  // a copy: loaded at once
-  const uint32_t other_refused = header(d, r, epoch).num_refused;
-  if (other_refused == static_cast<uint32_t>(local(d).progress.num_refused) && own.kind == other.kind &&
-      own.dtype == other.dtype && own.wire == other.wire && own.plan_use == other.plan_use &&
+  const DeviceHeader& theirs = header(d, r, epoch);
+  const uint32_t refused = theirs.num_refused;
+  const OpSignature other = theirs.signature;  // a copy: loaded at once
+  if (own.kind == other.kind && own.dtype == other.dtype && own.wire == other.wire && own.plan_use == other.plan_use &&
       own.hidden == other.hidden && own.with_values == other.with_values && own.fp8_pow2 == other.fp8_pow2 &&
       own.compact_width == other.compact_width && own.with_capacity == other.with_capacity &&
-      own.expert_alignment == other.expert_alignment && own.plan_id == other.plan_id)
+      own.expert_alignment == other.expert_alignment && own.plan_id == other.plan_id &&
+      refused == static_cast<uint32_t>(local(d).progress.num_refused))
     return true;
   report(d, DeviceFault::kMismatch, Step::kPlan, static_cast<int>(r), -1, 0, 0, ErrorKind::kRankMismatch);
   return false;

@@ -166,6 +166,9 @@ struct Local {
   uint64_t hashed = 0;  // epoch whose routing's hash is in our header
   uint64_t routing_hash = 0;  // of a routing that is compared with a plan's; the last to add resets it
   uint32_t arrived[10] = {};  // blocks that are through with something, by Arrival; the last resets it
+  // Progress, arrival: the time, in ticks of patience.cuh, before which no wait's deadline begins. Writers and readers:
+  // threads whose deadline is over; any of their values will do; never reset.
+  uint32_t patient_since[2] = {};
   uint32_t taken[4] = {};  // shares of work that have been taken, by Taken; reset when all are through
   uint64_t block_hash[kMaxBlocks] = {};
   // Since creation: what block 0 has spent in a step; by rank, how long we were there before it entered.
@@ -209,12 +212,13 @@ struct HostError {
   uint32_t code;  // DeviceFault
 };
 // Pinned host memory. Writer: a thread of the host; reader: kernels, now and then while their deadlines are over.
+// Times are at most kMostLivedNsec, and deadlines half of that: kernels keep both in 32 bits.
+constexpr uint64_t kMostLivedNsec = uint64_t{1} << 50;
 struct HostPulse {
   uint64_t beats;  // only grows while the host runs; from 1 on; published after the others
-  uint64_t paused_nsec;  // that the host has stood still so far
-  uint64_t still_nsec;  // since bytes last moved between domains, but for such pauses
+  uint64_t alive_nsec;  // since the host last stood still
+  uint64_t still_nsec;  // since then, or since bytes last moved between domains: the shorter of the two
 };
-constexpr uint64_t kNeverMoved = ~uint64_t{0};
 enum class DeviceFault : uint32_t {
   kNone,
   kTimeout,

@@ -164,8 +164,7 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms,
     throw UsageFailure(UsageKind::kConfig, "num_experts = " + std::to_string(config.num_experts) + ": routing needs " +
                                                std::to_string(needed) + " bytes of shared memory, this GPU has " +
                                                std::to_string(domain_.shared_bytes));
-  for (auto load :
-       {cuda::load_dispatch, cuda::load_combine, cuda::load_refusal, cuda::load_pad, cuda::load_clock})
+  for (auto load : {cuda::load_dispatch, cuda::load_combine, cuda::load_refusal, cuda::load_pad, cuda::load_clock})
     must(load(static_cast<uint32_t>(shared_bytes)), "loading the kernels");
   regions_[config.rank] = cuda::DeviceMapping::create(device_, layout_.total_bytes);
   region_bytes_[config.rank] = regions_[config.rank].num_bytes();
@@ -240,8 +239,11 @@ void CudaEngine::start() {
     domain_.net = network_->fill(domain_);
     seen_ = network_->seen();
   }
-  domain_.arrival_nsec = static_cast<uint64_t>(config_.arrival_timeout_s * 1e9);
-  domain_.progress_nsec = static_cast<uint64_t>(config_.progress_timeout_s * 1e9);
+  const auto deadline_nsec = [](double seconds) {
+    return static_cast<uint64_t>(std::min(seconds * 1e9, static_cast<double>(cuda::kMostLivedNsec / 2)));
+  };
+  domain_.arrival_nsec = deadline_nsec(config_.arrival_timeout_s);
+  domain_.progress_nsec = deadline_nsec(config_.progress_timeout_s);
   int major = 0;
   must(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_), "cudaDeviceGetAttribute");
   domain_.bulk_copies = major == 9 && config_.bulk_copies;

@@ -3,6 +3,8 @@
 #include <pthread.h>
 #include <time.h>
 
+#include <algorithm>
+
 #include "common/patience.h"
 #include "common/thread.h"
 
@@ -23,7 +25,6 @@ void publish(uint64_t& word, uint64_t value) { reinterpret_cast<Flag*>(&word)->p
 }  // namespace
 
 Pulse::Pulse(cuda::HostPulse& words, const Engine& life) : words_(words), life_(life) {
-  words_.still_nsec = cuda::kNeverMoved;
   thread_ = start_thread("beating for kernels", [this] { run(); });
 }
 
@@ -36,18 +37,18 @@ Pulse::~Pulse() {
 void Pulse::run() {
   pthread_setname_np(pthread_self(), "uccl_ep_pulse");
   uint64_t last = boot_nsec(), moves = life_.moves();
+  uint64_t alive = cuda::kMostLivedNsec, still = alive;  // before the first pause nothing is held back
   for (uint64_t beats = 1; stopping_.read() == 0; ++beats) {
     const uint32_t ticket = bell_.ticket();
     const uint64_t now = boot_nsec(), gap = now - last;
     last = now;
-    if (gap > 1000 * kPatienceStepUsec)
-      publish(words_.paused_nsec, words_.paused_nsec + gap);
-    else if (words_.still_nsec != cuda::kNeverMoved)
-      publish(words_.still_nsec, words_.still_nsec + gap);
-    if (const uint64_t so_far = life_.moves(); so_far != moves) {
-      moves = so_far;
-      publish(words_.still_nsec, 0);
-    }
+    const bool has_paused = gap > 1000 * kPatienceStepUsec;
+    alive = has_paused ? 0 : std::min(alive + gap, cuda::kMostLivedNsec);
+    const uint64_t so_far = life_.moves();
+    still = has_paused || so_far != moves ? 0 : std::min(still + gap, cuda::kMostLivedNsec);
+    moves = so_far;
+    publish(words_.alive_nsec, alive);
+    publish(words_.still_nsec, still);
     publish(words_.beats, beats);
     bell_.wait(ticket, kBeatUsec);
   }

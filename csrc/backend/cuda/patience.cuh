@@ -1,0 +1,37 @@
+// How long a kernel waits: its deadlines, from which its host's own pauses are taken.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "backend/cuda/layout.h"
+#include "sync/device.cuh"
+
+namespace uccl_ep::cuda {
+
+// The deadline of a thread's wait. It begins anew after a pause of our host, and a progress deadline when bytes move
+// between domains. The host is asked, across PCIe, only when the deadline is over, and until it has beaten: who stands
+// still has nothing to say.
+//
+// A time is ticks of 2^20 ns in 32 bits, compared by its difference to another: kernels have no registers to spare.
+struct Patience {
+  static constexpr uint32_t kTickShift = 20, kBeatMsec = 128;
+  const uint32_t started = ticks(now_nsec());
+
+  // `since`: Local's patient_since.
+  __device__ __forceinline__ bool over(const Domain& d, uint32_t* since, bool is_arrival) const {
+    const uint32_t now = ticks(now_nsec()), limit = ticks(is_arrival ? d.arrival_nsec : d.progress_nsec) + 1;
+    if (now - started <= limit || now - __ldcg(since + is_arrival) <= limit) return false;
+    const uint64_t before = read_flag(&d.pulse->beats);
+    for (uint32_t msec = 0; msec < kBeatMsec; ++msec) __nanosleep(1'000'000);
+    const bool beats = read_flag(&d.pulse->beats) != before;
+    const uint32_t lived = beats ? ticks(read_flag(is_arrival ? &d.pulse->alive_nsec : &d.pulse->still_nsec)) : 0;
+    __stcg(since + is_arrival, now - lived);
+    return lived > limit;
+  }
+
+  static __device__ __forceinline__ uint32_t ticks(uint64_t nsec) { return static_cast<uint32_t>(nsec >> kTickShift); }
+};
+
+}  // namespace uccl_ep::cuda
