@@ -42,7 +42,7 @@ def run_case(
             print(f"\n{title}\n{report.table(records)}", flush=True)
         return records
     started = time.monotonic()
-    lineup = line_up(case, args.systems, backward=args.backward)
+    lineup = line_up(case, args.systems, backward=args.backward, compact=args.compact)
     progress = report.Progress(title, active=first)
     measured = measure(
         case, lineup, runs=args.runs, warmup=args.warmup, seed=args.seed, meet=meet, progress=progress

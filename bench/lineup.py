@@ -14,9 +14,10 @@ from bench.memcpy import Memcpy
 from bench.peers import BareAllToAll, MegatronAllToAll
 from bench.ranks import lacks_nccl, too_many_sms
 from bench.systems import MODE_SUFFIX, System, UcclEp, label_of
+from bench.torch_alone import TorchAlone
 from uccl_ep_train import Buffer, errors
 
-SYSTEMS = ("uccl_ep", "uccl_ep_sync_free", "uccl_ep_cached", "megatron", "bare", "deep_ep", "memcpy")
+SYSTEMS = ("uccl_ep", "uccl_ep_sync_free", "uccl_ep_cached", "megatron", "bare", "deep_ep", "memcpy", "torch")
 
 # What says that a system cannot run a case. Anything else is a fault, and ends the benchmark.
 OURS_REFUSES = (errors.InputError, errors.ConfigError, MemoryError, torch.OutOfMemoryError)
@@ -60,10 +61,10 @@ class Lineup:
                 system.close()
 
 
-def line_up(case: Case, wanted: list[str], *, backward: bool) -> Lineup:
-    """Collective."""
+def line_up(case: Case, wanted: list[str], *, backward: bool, compact: bool) -> Lineup:
+    """Collective. compact: ours returns a row per token, in systems of their own, too."""
     lineup = Lineup(case)
-    _add_ours(lineup, wanted, backward)
+    _add_ours(lineup, wanted, backward, compact)
     if "megatron" in wanted:
         lineup.add("megatron_alltoall bf16", lambda: MegatronAllToAll(case, backward=backward))
     if "bare" in wanted:
@@ -73,10 +74,12 @@ def line_up(case: Case, wanted: list[str], *, backward: bool) -> Lineup:
             lineup.add(label, make)
     if "memcpy" in wanted and not torch.cuda.is_available():
         lineup.add(f"memcpy {case.dtype}", lambda: Memcpy(case))
+    if "torch" in wanted and backward and torch.cuda.is_available():
+        lineup.add("torch_autograd bf16", lambda: TorchAlone(case))
     return lineup
 
 
-def _add_ours(lineup: Lineup, wanted: list[str], backward: bool) -> None:
+def _add_ours(lineup: Lineup, wanted: list[str], backward: bool, compact: bool) -> None:
     case = lineup.case
     names = {mode: UcclEp.name + suffix for mode, suffix in MODE_SUFFIX.items()}
     modes = {mode: label_of(name, "", case.dtype) for mode, name in names.items() if name in wanted}
@@ -91,10 +94,14 @@ def _add_ours(lineup: Lineup, wanted: list[str], backward: bool) -> None:
     if reason := too_many_sms(buffer.config):
         lineup.refused |= dict.fromkeys(modes.values(), reason)
         return
-    layouts = [False, True] if buffer.device.type == "cuda" and case.dtype == "fp8" else [False]
+    layouts = ["expert_major"]
+    if buffer.device.type == "cuda" and case.dtype == "fp8":
+        layouts.append("expert_major_fp8")
+    if compact:
+        layouts.append("compact")
     lineup.systems += [
-        UcclEp(buffer, case.dtype, mode=mode, fp8_rows=fp8_rows, backward=backward)
-        for fp8_rows in layouts
+        UcclEp(buffer, case.dtype, mode=mode, layout=layout, backward=backward)
+        for layout in layouts
         for mode in modes
     ]
 

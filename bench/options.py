@@ -64,6 +64,7 @@ def parse_args(argv: list[str], about: str = "") -> argparse.Namespace:
     )
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--backward", action="store_true", help="time forward + backward of both, too")
+    parser.add_argument("--compact", action="store_true", help="ours with compact rows, too")
     parser.add_argument("--runs", type=int, default=20, help="counted runs, each with another routing")
     parser.add_argument("--warmup", type=int, default=2, help="runs before them; one more compares")
     parser.add_argument("--seed", type=int, default=1)

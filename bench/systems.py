@@ -78,7 +78,7 @@ class System(ABC):
 
 def label_of(name: str, layout: str, dtype: str) -> str:
     """For a reader: two systems of one case never have the same."""
-    return f"{name} {dtype}" + (" codes" if layout == "expert_major_fp8" else "")
+    return f"{name} {dtype}" + {"expert_major_fp8": " codes", "compact": " compact"}.get(layout, "")
 
 
 MODE_SUFFIX = {"uncached": "", "sync_free": "_sync_free", "cached_plan": "_cached"}
@@ -90,18 +90,19 @@ class UcclEp(System):
     name = "uccl_ep"
 
     def __init__(
-        self, buffer: Buffer, dtype: str, *, mode: str, fp8_rows: bool = False, backward: bool = False
+        self, buffer: Buffer, dtype: str, *, mode: str, layout: str = "expert_major", backward: bool = False
     ) -> None:
+        """layout: as a table has it; "expert_major_fp8": rows stay codes and scales"""
         self.buffer = buffer
         self.dtype = dtype
         self.mode = mode
         self.name = type(self).name + MODE_SUFFIX[mode]
         if buffer.device.type == "cuda":
             self.num_sms, self.stage_sms = buffer.config.num_sms, buffer.config.stage_sms or 0
+        self.layout = layout
+        fp8_rows = layout == "expert_major_fp8"
         self._extra: dict[str, Any] = {"output_dtype": "fp8"} if fp8_rows else {}
-        if fp8_rows:
-            self.layout = "expert_major_fp8"
-        elif backward:
+        if backward and not fp8_rows:
             self.ops = (*OPS, BACKWARD)
         self._sample: Sample | None = None
         self._given: dict[str, Any] = {}  # the routing, as an argument
@@ -162,6 +163,8 @@ class UcclEp(System):
 
     def _dispatch(self, x: Tensor, weights: Tensor, **extra: Any) -> Any:
         given = {} if self._known is not None else self._given
+        if self.layout == "compact":
+            extra = {"layout": "compact", **extra}
         values: dict[str, Any] = {"probs" if "routing_map" in self._given else "topk_weights": weights}
         return self.buffer.dispatch(x, **given, **values, handle=self._known, **self._capacity, **extra)
 
@@ -174,7 +177,7 @@ class UcclEp(System):
 
     def results(self) -> dict[str, Tensor]:
         assert self._out is not None
-        if self._extra:
+        if self.layout != "expert_major":
             return {}
         num_rows = int(self._dispatched.tokens_per_expert.sum())
         found = {"rows": self._dispatched.rows[:num_rows], "output": self._out}

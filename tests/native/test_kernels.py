@@ -1,7 +1,7 @@
 """What ptxas says of the kernels: nothing is spilled to memory, on any architecture they are built for.
 
-But for a few bytes in `dispatch` without bulk copies, which no GPU runs that has them. Its blocks leave a thread
-96 registers, and a new plan needs one more since refused calls are compared.
+But for a few bytes in `dispatch` without bulk copies, which no GPU runs that has them. Its blocks leave 96
+registers to a thread, and a new plan needs one more since refused calls are compared.
 """
 
 from __future__ import annotations
