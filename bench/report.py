@@ -30,7 +30,8 @@ def records_of(
     """One record per system and operation; `PAIR` is the sum of both, run by run. One per refused system."""
     found = []
     for entry in measured:
-        for op in (*OPS, PAIR, *entry.system.ops[len(OPS) :]):
+        of_system = entry.system.ops
+        for op in (*of_system[:2], PAIR, *of_system[2:]) if of_system[:2] == OPS else of_system:
             ops = OPS if op == PAIR else (op,)
             wall = sum_over(entry.wall_us, ops)
             steps = {

@@ -1,7 +1,7 @@
 """What torch itself takes of forward + backward: two functions on the graph whose work is nothing.
 
-As a dispatch with a new plan does, the host waits until the GPU has begun. No dispatcher
-that is two autograd functions takes less.
+As a dispatch with a new plan does, the host waits until the GPU has begun. No dispatcher that is two autograd
+functions takes less.
 """
 
 from __future__ import annotations
