@@ -13,16 +13,17 @@ from recipes.settings import Recipe
 
 def deepseek_v3_rank() -> Recipe:
     """Two MoE layers of DeepSeek-V3 with 4 experts a rank, as 64 ranks have; 32,768 rows a rank and layer."""
-    return _rank("deepseek_v3_rank", deepseek_v3().model, num_experts=8, topk=4, micro_batch_size=2)
+    return _rank("deepseek_v3_rank", deepseek_v3().model, num_experts=8, topk=4, passes=(2, 4))
 
 
 def qwen3_235b_rank() -> Recipe:
     """Two MoE layers of Qwen3-235B-A22B, 8 experts a rank, as 16 ranks have; 32,768 rows a rank and layer."""
-    return _rank("qwen3_235b_rank", qwen3_235b_a22b().model, num_experts=16, topk=2, micro_batch_size=4)
+    return _rank("qwen3_235b_rank", qwen3_235b_a22b().model, num_experts=16, topk=2, passes=(4, 8))
 
 
-def _rank(name: str, model: Model, *, num_experts: int, topk: int, micro_batch_size: int) -> Recipe:
-    """Of 2 ranks, each with topk x micro_batch_size x 4096 rows in a forward pass of a layer."""
+def _rank(name: str, model: Model, *, num_experts: int, topk: int, passes: tuple[int, int]) -> Recipe:
+    """passes: sequences of 4096 tokens in a forward pass, and forward passes of a step."""
+    micro_batch_size, num_microbatches = passes
     return dataclasses.replace(
         dsv3_proxy_4xh200(),
         name=name,
@@ -43,5 +44,5 @@ def _rank(name: str, model: Model, *, num_experts: int, topk: int, micro_batch_s
         ),
         fp8_recipe=None,
         micro_batch_size=micro_batch_size,
-        num_microbatches=4,
+        num_microbatches=num_microbatches,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Sequence
 
 from uccl_ep_train.ends import Process, where_to_look
@@ -41,5 +40,5 @@ def explain(error: CommunicationError, ranks: Sequence[Process], doing: str) -> 
 
 def told(error: BaseException) -> str:
     """An exception's type and text in one line, for ranks that have to stop because of it."""
-    line = " ".join("".join(traceback.format_exception_only(error)).split())
+    line = " ".join(f"{type(error).__name__}: {error}".split())
     return line if len(line) <= _MOST_TOLD else line[: _MOST_TOLD - 3] + "..."

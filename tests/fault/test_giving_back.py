@@ -52,7 +52,7 @@ def held() -> dict[str, int]:
     return {
         "mapped bytes": mapped,
         "descriptors": sum("uccl_ep." in link or "pidfd" in link for link in links),
-        "names": sum(name.startswith("uccl_ep.") for name in os.listdir("/dev/shm")),
+        "names": sum(name.startswith(f"uccl_ep.{os.getpid()}.") for name in os.listdir("/dev/shm")),
         "threads": sum(name.startswith("uccl_ep") for name in threads),
     }
 

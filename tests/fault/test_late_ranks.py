@@ -65,7 +65,10 @@ def test_a_rank_that_never_enters_is_named_by_all(call: str, layout: str, absent
                 with pytest.raises(ArrivalTimeout, match=f"rank {absent} to enter"):
                     CALLS[call](buffer, handles[rank])
                 return arrival_s
-            with pytest.raises(ArrivalTimeout, match=rf"^call \d+ on .*rank {absent} to enter") as caught:
+            with pytest.raises(
+                ArrivalTimeout,
+                match=rf"^look first at rank {absent} .*: call \d+ on .*rank {absent} to enter",
+            ) as caught:
                 CALLS[call](buffer, handles[rank])
             seconds = time.monotonic() - started
             assert caught.value.peer == absent and caught.value.step == "exchange" and caught.value.epoch == 2
