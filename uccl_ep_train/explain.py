@@ -40,5 +40,5 @@ def explain(error: CommunicationError, ranks: Sequence[Process], doing: str) -> 
 
 def told(error: BaseException) -> str:
     """An exception's type and text in one line, for ranks that have to stop because of it."""
-    line = " ".join(f"{type(error).__name__}: {error}".split())
+    line = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
     return line if len(line) <= _MOST_TOLD else line[: _MOST_TOLD - 3] + "..."

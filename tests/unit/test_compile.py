@@ -175,7 +175,7 @@ def compile_what_is_not_opaque(rank: Rank) -> list[str]:
         evaluator.set_code_exec_strategy(
             Buffer.dispatch.__code__, evaluator._FrameExecStrategy(default, default)
         )
-        vars(Buffer._start_dispatch).clear()
+        vars(Buffer._dispatched).clear()
         compiled = torch.compile(layer, backend="eager")
         compiled(buffer, *inputs(rank.rank, 5))
         return watched.ours()
@@ -233,7 +233,7 @@ def test_what_is_not_opaque_is_compiled() -> None:
 
 
 def test_properties_and_methods_of_a_class_are_opaque() -> None:
-    for name in ("__init__", "dispatch", "combine_async", "close", "_start_dispatch"):
+    for name in ("__init__", "dispatch", "combine_async", "close", "_dispatched"):
         assert vars(vars(Buffer)[name])["_torchdynamo_disable"], name
     assert vars(Buffer.closed.fget)["_torchdynamo_disable"]
     assert vars(vars(DispatchHandle)["num_rows"].func)["_torchdynamo_disable"]
