@@ -64,6 +64,9 @@ __device__ __forceinline__ void end_count(uint32_t* counter) {
 __device__ __forceinline__ uint32_t peek_counter(const uint32_t* counter) { return ptx::load_relaxed_gpu(counter); }
 __device__ __forceinline__ uint32_t read_counter(const uint32_t* counter) { return ptx::load_acquire_gpu(counter); }
 
+// Without order, and whoever writes last.
+__device__ __forceinline__ void put_word(uint32_t* word, uint32_t value) { atomicExch(word, value); }
+
 __device__ __forceinline__ void add_global(uint64_t* sum, uint64_t value) {
   atomicAdd(reinterpret_cast<unsigned long long*>(sum), static_cast<unsigned long long>(value));
 }

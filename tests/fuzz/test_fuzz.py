@@ -187,7 +187,7 @@ MUTANTS = (
     Mutant("immediates", SHIPPER, "if (index >= channels_.size() || ", "if (", OUT_OF_BOUNDS),
     Mutant("immediates", "proxy/proxy.cc", "completion.peer < 0 || ", "", OUT_OF_BOUNDS),
     Mutant("immediates", HEALTH, "record.step > Step::kClose", "false", "an error has a step"),
-    Mutant("immediates", HEALTH, "record.make_printable();", "", "an error is printable"),
+    Mutant("immediates", HEALTH, "make_printable(record.message);", "", "an error is printable"),
     Mutant("commands", SHIPPER, "command.channel >= channels_.size()", "false", OUT_OF_BOUNDS),
     Mutant("commands", SHIPPER, "command.num_bytes > send.slot_bytes", "false", "a write"),
     Mutant("commands", "queue/ring.h", " || (words.word[1] & kCommandPhase) != phase", "", "a torn command"),

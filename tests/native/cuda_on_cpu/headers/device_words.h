@@ -111,6 +111,11 @@ T atomicOr(T* to, T value) {
   return __atomic_fetch_or(to, value, __ATOMIC_RELAXED);
 }
 template <typename T>
+T atomicExch(T* to, T value) {
+  cuda_on_cpu::act();
+  return __atomic_exchange_n(to, value, __ATOMIC_RELAXED);
+}
+template <typename T>
 T atomicCAS_system(T* to, T expected, T value) {
   cuda_on_cpu::act();
   __atomic_compare_exchange_n(to, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);

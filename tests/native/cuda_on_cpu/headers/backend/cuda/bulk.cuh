@@ -10,6 +10,8 @@
 
 namespace uccl_ep::cuda {
 
+constexpr bool kHasBulk = true;
+
 using cuda_on_cpu::commit_stores;
 using cuda_on_cpu::load_bulk;
 using cuda_on_cpu::shared_address;
