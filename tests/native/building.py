@@ -102,7 +102,8 @@ def _headers_text(folders: tuple[Path, ...]) -> bytes:
 def compiled(source: Path, flavour: Flavour, folders: tuple[Path, ...]) -> Path:
     """The object of a source, named by all that it depends on, so never stale. `folders`: of headers."""
     options = [*FLAGS, *flavour.options]
-    options += KERNEL_OPTIONS if source.suffix == ".cu" else ()
+    if source.suffix == ".cu" or b'.cuh"' in source.read_bytes():
+        options += KERNEL_OPTIONS
     made_of = " ".join([flavour.compiler, *options]).encode()
     text = b"\0".join([made_of, _headers_text(folders), source.read_bytes()])
     OBJECTS.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ namespace {
 
 constexpr uint64_t kPromptlyUsec = 20'000'000;  // deadlines are 40 and 60 s
 
-CudaRun run_of(const std::vector<int>& domain_of) {
+CudaRun small_run_of(const std::vector<int>& domain_of) {
   CudaRun run;
   run.domain_of = domain_of;
   return run;
@@ -49,16 +49,20 @@ const std::vector<std::pair<std::string, Call>>& calls() {
 // A stream that gets no further until it goes.
 class Blocked {
  public:
-  explicit Blocked(cudaStream_t stream) {
+  explicit Blocked(cudaStream_t stream) : stream_(stream) {
     const auto wait = [](void* flag) {
       while (static_cast<Flag*>(flag)->read() == 0) usleep(100);
     };
     EXPECT(cudaLaunchHostFunc(stream, wait, &over_) == cudaSuccess);
   }
-  ~Blocked() { end(); }
+  ~Blocked() {
+    end();
+    cudaStreamSynchronize(stream_);  // it looks no more
+  }
   void end() { over_.publish(1); }
 
  private:
+  const cudaStream_t stream_;
   Flag over_;
 };
 
@@ -67,7 +71,7 @@ class Blocked {
 CLAIM("a rank that goes on after a refusal is a mismatch on all ranks, which hear what it refused and why") {
   for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}, {0, 0, 1}})
     for (const auto& [name, call] : calls()) {
-      const CudaRun run = run_of(domain_of);
+      const CudaRun run = small_run_of(domain_of);
       const int last = run.num_ranks() - 1;
       auto ranks = make_ranks<CudaRank>(run);
       by_ranks(run.num_ranks(), [&](int r) {
@@ -84,7 +88,7 @@ CLAIM("a rank that goes on after a refusal is a mismatch on all ranks, which hea
 }
 CLAIM("ranks that all refuse are in step, whatever their reasons, and get the same rows") {
   for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}}) {
-    const CudaRun run = run_of(domain_of);
+    const CudaRun run = small_run_of(domain_of);
     auto ranks = make_ranks<CudaRank>(run);
     by_ranks(run.num_ranks(), [&](int r) {
       CudaRank& rank = *ranks[static_cast<size_t>(r)];
@@ -106,7 +110,7 @@ CLAIM("ranks that all refuse are in step, whatever their reasons, and get the sa
   }
 }
 CLAIM("what is queued before a refusal does not see it, and an error has the reason of its own refusal") {
-  const CudaRun run = run_of({0, 0});
+  const CudaRun run = small_run_of({0, 0});
   auto ranks = make_ranks<CudaRank>(run);
   by_ranks(run.num_ranks(), [&](int r) {
     CudaRank& rank = *ranks[static_cast<size_t>(r)];
@@ -135,7 +139,7 @@ CLAIM("what is queued before a refusal does not see it, and an error has the rea
   });
 }
 CLAIM("a call that is refused while a graph is captured takes its number outside of the graph") {
-  const CudaRun run = run_of({0, 1});
+  const CudaRun run = small_run_of({0, 1});
   auto ranks = make_ranks<CudaRank>(run);
   by_ranks(run.num_ranks(), [&](int r) {
     CudaRank& rank = *ranks[static_cast<size_t>(r)];
@@ -155,7 +159,7 @@ CLAIM("a call that is refused while a graph is captured takes its number outside
 }
 CLAIM("a rank that never comes is named with the call that it refused, and in its domain why") {
   for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}}) {
-    CudaRun run = run_of(domain_of);
+    CudaRun run = small_run_of(domain_of);
     run.arrival_timeout_s = 2;
     auto ranks = make_ranks<CudaRank>(run);
     by_ranks(run.num_ranks(), [&](int r) {
