@@ -10,6 +10,7 @@ a CUDA graph their order is that of the streams: who replays one beside other ca
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,15 +98,15 @@ class CudaLauncher(Launcher):
             return self._receive_known(native, handle, receive)
         # What can be done before the counts come is done before; after that the caller waits for every line.
         counts = torch.empty(self._num_experts, dtype=torch.int64, device="cpu")
-        received = _NO_OUTPUTS
+        received, guess = _NO_OUTPUTS, 0
         if native.is_guessed:
             try:
-                received = receive(native.plan.num_rows)
+                received, guess = receive(native.plan.num_rows), native.plan.num_rows
             except torch.OutOfMemoryError:  # what comes may be less
                 native.give_up_guess()
         launched = Dispatched(native, handle, received, received, counts)
         shrink = received.shrinking()
-        num_rows = native.wait_counts(address(counts))
+        num_rows = native.wait_counts(address(counts), partial(shrink, guess))
         if native.placed:
             shrink(num_rows)
             return launched

@@ -30,19 +30,25 @@ inline Dtype tensor_dtype(uint32_t element_bytes) {
 // interpreter looks for the latter only in its own loop, so some of it is run.
 void look_at_interrupts();
 
-// Waits in slices, so that interrupts are seen.
-template <typename Wait>
-void wait_with_signals(Wait wait) {
-  constexpr uint64_t kSliceUsec = 50000;
+// Waits in slices of so long, and calls `between` after each, with the GIL.
+template <typename Wait, typename Between>
+void wait_with(Wait wait, uint64_t slice_usec, Between between) {
   while (true) {
     bool over = false;
     {
       pybind11::gil_scoped_release release;
-      over = wait(kSliceUsec);
+      over = wait(slice_usec);
     }
     if (over) return;
-    look_at_interrupts();
+    between();
   }
+}
+
+// So that interrupts are seen.
+template <typename Wait>
+void wait_with_signals(Wait wait) {
+  constexpr uint64_t kSliceUsec = 50000;
+  wait_with(wait, kSliceUsec, look_at_interrupts);
 }
 
 // Closes on another thread, so that an interrupt can end the wait for operations and ranks: the others then raise.

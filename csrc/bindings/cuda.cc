@@ -27,18 +27,26 @@ struct PyCudaOp {
 
 constexpr uint64_t kSpinUsec = 5000;  // then threads that share the core get it, too
 
-// Writes the pairs of each local expert, padding included, to `counts`; returns how many rows come.
-uint64_t wait_counts(PyCudaOp& self, uintptr_t counts) {
-  wait_with_signals([&](uint64_t usec) {
-    // The step goes on when this thread has seen the counts: it does not sleep.
-    const uint64_t started = now_usec();
-    while (!self.engine->poll_counts(*self.op)) {
-      const uint64_t waited = now_usec() - started;
-      if (waited > usec) return false;
-      if (waited > kSpinUsec) sched_yield();
-    }
-    return true;
-  });
+// What follows a wait of milliseconds finds cold caches: it took three to five times as long on a virtual machine. So
+// that it stays warm, some of it is run this often.
+constexpr uint64_t kRehearsalUsec = 250;
+
+bool poll_counts_for(PyCudaOp& self, uint64_t usec, uint64_t started) {
+  const uint64_t until = now_usec() + usec;
+  while (!self.engine->poll_counts(*self.op)) {
+    const uint64_t now = now_usec();
+    if (now > until) return false;
+    if (now - started > kSpinUsec) sched_yield();
+  }
+  return true;
+}
+
+// Writes the pairs of each local expert, padding included, to `counts`; returns how many rows come. Calls `rehearse`,
+// a Python function, again and again: interrupts are seen in it.
+uint64_t wait_counts(PyCudaOp& self, uintptr_t counts, const py::function& rehearse) {
+  // The step goes on when this thread has seen the counts: it does not sleep.
+  const uint64_t started = now_usec();
+  wait_with([&](uint64_t usec) { return poll_counts_for(self, usec, started); }, kRehearsalUsec, rehearse);
   const std::vector<uint64_t>& known = self.op->plan->tokens_per_expert;
   std::copy(known.begin(), known.end(), reinterpret_cast<int64_t*>(counts));
   return self.op->plan->sizes.num_rows;
@@ -107,7 +115,7 @@ void bind_plan(py::module_& m) {
 
 void bind_op(py::module_& m) {
   py::class_<PyCudaOp>(m, "CudaOp")
-      .def("wait_counts", &wait_counts, "counts"_a)
+      .def("wait_counts", &wait_counts, "counts"_a, "rehearse"_a)
       .def("wait", [](PyCudaOp& self, uintptr_t stream) { self.engine->wait(*self.op, stream_of(stream)); })
       .def("give_up_guess", [](PyCudaOp& self) { self.engine->give_up_guess(*self.op); })
       .def("set_output", &set_output, "rows"_a, "scales"_a, "values"_a, "plan"_a, "stream"_a)

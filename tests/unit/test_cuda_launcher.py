@@ -6,6 +6,7 @@ On CPU tensors, with a stand-in for the engine.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,10 +53,13 @@ class Op:
     memory: list[tuple[int, bool]] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)  # addresses
     done: bool = False
+    rehearsals: int = 0
 
-    def wait_counts(self, address: int) -> int:
+    def wait_counts(self, address: int, rehearse: Callable[[], None]) -> int:
         if self.interrupt is not None:
             raise self.interrupt("while it waited")
+        for _ in range(self.rehearsals):
+            rehearse()
         guess, self.plan.num_rows = self.plan.num_rows, sum(self.counts)
         self.placed = self.is_guessed and self.plan.num_rows <= guess
         self.counts_known = True
@@ -132,6 +136,21 @@ def expect_rows(launched: Dispatched, num_rows: int, counts: list[int]) -> None:
     assert shapes(launched) == [(num_rows, H), (num_rows, 1), (num_rows,)]
     assert launched.handle.num_rows == num_rows
     assert launched.tokens_per_expert.tolist() == counts == list(launched.handle.tokens_per_expert or ())
+
+
+@pytest.mark.parametrize("guess", [None, 20])
+def test_rehearsals_while_counts_are_waited_for_change_nothing(guess: int | None) -> None:
+    op = Op(Plan(num_rows=guess or 0), [4, 0, 7], is_guessed=guess is not None, rehearsals=3)
+    launched, _, _ = start(op)
+    expect_rows(launched, 11, [4, 0, 7])
+    assert launched.outputs.rows.data_ptr() == op.rows[-1] and len(op.memory) == 1
+
+
+def test_a_rehearsal_runs_what_follows_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(launch.Outputs, "shrinking", lambda outputs: asked.append)
+    start(Op(Plan(num_rows=20), [4, 0, 7], is_guessed=True, rehearsals=2))
+    assert asked == [20, 20, 11]
 
 
 def test_memory_by_a_guess_is_given_before_the_counts_come() -> None:
