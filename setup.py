@@ -25,6 +25,8 @@ WERROR = ENV["warnings_are_errors"]()
 SANITIZER = ENV["sanitizer"]()
 SANITIZE = [f"-fsanitize={SANITIZER}", "-fno-sanitize-recover=all"] if SANITIZER else []
 UNITS = runpy.run_path(str(ROOT / "csrc" / "units.py"), run_name="units")
+ARCHITECTURES = runpy.run_path(str(ROOT / "csrc" / "architectures.py"), run_name="architectures")
+ARCHS = ARCHITECTURES["chosen"](ENV["cuda_architectures"]())
 
 COMPILE_FLAGS = [
     "-O3",
@@ -43,12 +45,15 @@ COMPILE_FLAGS = [
     *([*SANITIZE, "-O1", "-g1", "-fno-omit-frame-pointer"] if SANITIZER else []),
 ]
 
+BUILD = ("setup.py", "csrc/units.py", "csrc/architectures.py")
 STANDARD = "csrc/common/standard.h"  # compiled once, ahead of all others
 REPORT = "compile_time.json"
 
 
 def find_nvcc() -> str | None:
     """The CUDA compiler, or None. Its absence is no error: the host backend alone is built."""
+    if not ARCHS:
+        return None
     home = ENV["read"]("CUDA_HOME", "/usr/local/cuda")
     return shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home) / "bin"))
 
@@ -67,9 +72,7 @@ def is_current(obj: Path, source: str) -> bool:
     try:
         built = obj.stat().st_mtime
         named = obj.with_suffix(".d").read_text().replace("\\\n", " ").split(":", 1)[1].split()
-        return all(
-            os.stat(ROOT / path).st_mtime <= built for path in [source, "setup.py", "csrc/units.py", *named]
-        )
+        return all(os.stat(ROOT / path).st_mtime <= built for path in [source, *BUILD, *named])
     except (OSError, IndexError):
         return False
 
@@ -98,10 +101,7 @@ CUDA_FLAGS = [
     "-lineinfo",  # profilers show the source
     "-Xptxas=-v",  # registers and spills of each kernel, for tests/native/test_kernels.py
     "-Xcompiler=-fPIC,-fvisibility=hidden",
-    # Hopper's bulk copies, and plain loads for what came before and comes after.
-    "-gencode=arch=compute_90a,code=sm_90a",
-    "-gencode=arch=compute_80,code=sm_80",
-    "-gencode=arch=compute_80,code=compute_80",
+    *(flag for name in ARCHS for flag in ARCHITECTURES["KNOWN"][name]),
     *(["--Werror=all-warnings"] if WERROR else []),
 ]
 
@@ -178,7 +178,8 @@ class BuildExt(build_ext):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        kind = ("werror" if WERROR else "plain") + ("-cuda" if nvcc else "") + (SANITIZER and f"-{SANITIZER}")
+        kind = "werror" if WERROR else "plain"
+        kind += ARCHITECTURES["folder_suffix"](ARCHS if nvcc else []) + (SANITIZER and f"-{SANITIZER}")
         self.force = True  # link anew: nvcc may have come or gone since. Objects are kept, see is_current.
         self.build_temp = str(Path("build") / f"objects-{sys.implementation.cache_tag}-{kind}")
 
@@ -212,10 +213,10 @@ def extension() -> Pybind11Extension:
 
 
 nvcc = find_nvcc()
-print(
-    f"uccl_ep_train: found {nvcc}; both backends are built"
-    if nvcc
-    else "uccl_ep_train: no nvcc; the host backend is built"
-)
+if nvcc:
+    print(f"uccl_ep_train: both backends are built, for GPUs of {' and '.join(ARCHS)} by {nvcc}")
+else:
+    why = "no nvcc" if ARCHS else "no GPU here, and UCCL_EP_CUDA_ARCHS names no architecture"
+    print(f"uccl_ep_train: the host backend is built ({why})")
 
 setup(ext_modules=[extension()], cmdclass={"build_ext": BuildExt})

@@ -50,7 +50,7 @@ def lacking(num_ranks: int) -> str:
     there = torch.cuda.device_count()
     if there < (1 if cuda.ranks_may_share() else num_ranks):
         return f"{num_ranks} ranks need a GPU each, and torch sees {there}"
-    return "" if cuda.built() else "the extension was built without nvcc"
+    return "" if cuda.built() else "the extension was built without CUDA kernels"
 
 
 def join(device: str, local_rank: int) -> str:

@@ -69,7 +69,8 @@ def inspect(job: Job) -> Found:
 def _dispatcher_bytes(job: Job) -> int:
     """Of the buffer that all layers share. The plug-in's own checks of the model, too: raises ConfigError.
 
-    Where the extension was built without nvcc, the plan of a GPU is not known; it may take all of its budget.
+    Where the extension was built without CUDA kernels, the plan of a GPU is not known; it may take all of
+    its budget.
     """
     import torch
 

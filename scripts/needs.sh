@@ -66,6 +66,9 @@ left_out() {
   if has_gpu && ! has_nvcc; then
     printf 'left out of the build: GPUs. There is no nvcc: install the CUDA toolkit, or name it by CUDA_HOME; remove .venv/.uccl_ep/build\n'
   fi
+  if has_nvcc && ! has_gpu && [ "${UCCL_EP_CUDA_ARCHS:-auto}" = auto ]; then
+    printf 'left out of the build: kernels, as there is no GPU here. UCCL_EP_CUDA_ARCHS=all compiles those of every GPU\n'
+  fi
   [ ${#packages[@]} -gt 0 ] || return 0
   mapfile -t packages < <(printf '%s\n' "${packages[@]}" | sort -u)
   printf 'to add it, on Debian or Ubuntu, as root:  apt-get update && apt-get install -y %s\n' "${packages[*]}"

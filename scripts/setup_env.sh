@@ -12,6 +12,7 @@
 #   UCCL_EP_APT=1       as root on Debian or Ubuntu: install with apt-get what is missing of compiler, Python headers, spin,
 #                       clang, iproute2, the libraries of NICs and fabrics, which are found at run time, and their headers,
 #                       which one test compares with
+#   UCCL_EP_CUDA_ARCHS  what kernels are compiled for: "auto" (the GPUs of this machine; the default), "all", "none", names
 #   UCCL_EP_WERROR=1    compiler warnings are errors
 #
 # An up-to-date environment costs a few dozen milliseconds: two stamp files hold a hash of what it was made from.
@@ -232,7 +233,7 @@ packages_hash() {
 # The clone's place counts, because an editable package points to it.
 build_hash() {
   {
-    printf '%s\n%s\n' "$ROOT" "$("$VENV/bin/python" -V)"
+    printf '%s\n%s\n%s\n' "$ROOT" "$("$VENV/bin/python" -V)" "$("$VENV/bin/python" "$ROOT/csrc/architectures.py")"
     cd "$ROOT"
     find pyproject.toml setup.py uccl_ep_train/env.py csrc -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
   } | hash_of
@@ -310,4 +311,4 @@ set_up() {
 set_up
 left_out | sed 's/^/[set-up] /'
 # These are for this script alone; the package would warn of variables that it does not know.
-unset UCCL_EP_TORCH_SPEC UCCL_EP_PIP_ARGS UCCL_EP_APT
+unset UCCL_EP_TORCH_SPEC UCCL_EP_PIP_ARGS UCCL_EP_APT UCCL_EP_CUDA_ARCHS

@@ -26,7 +26,7 @@ from uccl_ep_train.pending import Record
 
 
 def built() -> bool:
-    """Whether the extension was built with nvcc."""
+    """Whether the extension was built with CUDA kernels."""
     return hasattr(load_native(), "CudaEngine")
 
 
@@ -46,12 +46,13 @@ def choose_device(config: EpConfig) -> torch.device:
     if there and built():
         return torch.device("cuda", torch.cuda.current_device())
     if config.backend == "cuda":
-        missing = "torch sees no GPU" if not there else "the extension was built without nvcc"
+        missing = "torch sees no GPU" if not there else "the extension was built without CUDA kernels"
         raise ConfigError(f"backend = 'cuda': {missing}; allowed here is 'host'")
     if there:
         raise ConfigError(
-            "backend = 'auto': there is a GPU, and the extension was built without nvcc; build it with nvcc "
-            "on the PATH or in CUDA_HOME, or say backend = 'host' for CPU tensors"
+            "backend = 'auto': there is a GPU, and the extension was built without CUDA kernels; build it "
+            "on this machine with nvcc on the PATH or in CUDA_HOME, or with UCCL_EP_CUDA_ARCHS=all, or say "
+            "backend = 'host' for CPU tensors"
         )
     return torch.device("cpu")
 

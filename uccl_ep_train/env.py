@@ -118,6 +118,13 @@ VARIABLES: tuple[Variable, ...] = (
         PREFIX + "WINDOWS_FILE", "", str, "path", "where measured windows of NICs are kept (calibrate.py)"
     ),
     Variable(PREFIX + "WERROR", "", int, "0 | 1", "build only: compiler warnings are errors"),
+    Variable(
+        PREFIX + "CUDA_ARCHS",
+        "",
+        str,
+        "auto | all | none | names",
+        "build only: the GPU architectures that kernels are compiled for, see `csrc/architectures.py`",
+    ),
     Variable(PREFIX + "SANITIZE", "", str, "address | undefined | thread", "build only: see CONTRIBUTING.md"),
     Variable(PREFIX + "APT", "", int, "0 | 1", "scripts/setup_env.sh only: it may install system packages"),
     Variable(PREFIX + "TORCH_SPEC", "", str, "requirement", "scripts/setup_env.sh only: which torch"),
@@ -230,6 +237,11 @@ def set_value(name: str, value: str) -> None:
 def warnings_are_errors() -> bool:
     """UCCL_EP_WERROR=1, read by the build."""
     return os.environ.get(PREFIX + "WERROR", "") == "1"
+
+
+def cuda_architectures() -> str:
+    """UCCL_EP_CUDA_ARCHS, read by the build: see `csrc/architectures.py`."""
+    return os.environ.get(PREFIX + "CUDA_ARCHS", "auto")
 
 
 def sanitizer() -> str:

@@ -28,7 +28,7 @@ from uccl_ep_train.bootstrap import StoreBootstrap
 NEEDS_GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without nvcc"
+        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without CUDA kernels"
     ),
 ]
 MOST_RANKS = 6

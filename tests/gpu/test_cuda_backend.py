@@ -26,7 +26,7 @@ from uccl_ep_train.errors import (
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without nvcc"
+        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without CUDA kernels"
     ),
 ]
 

@@ -16,7 +16,7 @@ from uccl_ep_train.bootstrap import LocalBootstrap
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without nvcc"
+        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without CUDA kernels"
     ),
     pytest.mark.skipif(
         importlib.util.find_spec("transformer_engine") is None, reason="TransformerEngine is not installed"

@@ -21,7 +21,7 @@ NVCC = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without nvcc"
+        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without CUDA kernels"
     ),
     pytest.mark.skipif(not Path(NVCC).is_file(), reason=f"no nvcc ({NVCC})"),
 ]

@@ -15,7 +15,7 @@ from uccl_ep_train import cuda
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without nvcc"
+        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without CUDA kernels"
     ),
     pytest.mark.skipif(
         not megatron_is_installed() or importlib.util.find_spec("transformer_engine") is None,

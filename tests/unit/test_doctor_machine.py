@@ -211,7 +211,7 @@ OTHER = {"gpu": 1, "id": "GPU-b", "peers": {"0": True}}
 @pytest.mark.parametrize(
     ("changes", "level", "text"),
     [
-        ({"with_cuda": False}, FIX, "built without nvcc"),
+        ({"with_cuda": False}, FIX, "built without CUDA kernels"),
         ({"vmm": "cuMemCreate failed (801)"}, FIX, "its memory cannot be shared: cuMemCreate failed (801)"),
         ({"id": "MIG-c"}, WARNING, "is a slice of a GPU"),
         ({"name": "H100"}, WARNING, "ranks differ in their GPUs"),

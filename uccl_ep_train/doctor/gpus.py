@@ -115,10 +115,9 @@ def _of_rank(seen: Facts) -> list[Said]:
     if not seen["with_cuda"] and seen["backend"] != "host":
         said.append(
             fix(
-                "there is a GPU, and the extension was built without nvcc",
-                "build it with nvcc on the PATH or in CUDA_HOME (pip install . --no-build-isolation), "
-                "or set\n"
-                "UCCL_EP_BACKEND=host for tensors in CPU memory",
+                "there is a GPU, and the extension was built without CUDA kernels",
+                "build it here with nvcc on the PATH or in CUDA_HOME (pip install . --no-build-isolation),\n"
+                "or with UCCL_EP_CUDA_ARCHS=all; or set UCCL_EP_BACKEND=host for tensors in CPU memory",
             )
         )
     if "MIG" in seen.get("name", "") or seen.get("id", "").startswith("MIG"):
