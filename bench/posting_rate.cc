@@ -73,7 +73,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   WorldOptions options;
-  options.window = {64, 64, static_cast<uint32_t>(std::strtoul(argv[2], nullptr, 10)), 16};
+  options.rings = {64, 64, static_cast<uint32_t>(std::strtoul(argv[2], nullptr, 10)), 16};
   World world(options);
   const Measured found = measure(world, static_cast<uint64_t>(1e6 * std::strtod(argv[1], nullptr)),
                                  std::strtoul(argv[3], nullptr, 10) == 2);

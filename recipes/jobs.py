@@ -13,7 +13,7 @@ from recipes.layout import Layout, Pretraining
 from recipes.settings import Recipe, RecipeError
 
 CUDA_MAX_RANKS = 64
-"""Of a group of uccl_ep's CUDA backend: kMaxRanks in csrc/backend/cuda/layout.h."""
+"""Of a group of uccl_ep's CUDA backend: kMaxCudaRanks in csrc/backend/cuda/layout.h."""
 _PACKAGES = {"flex-deepep": ("deep_ep", "Buffer"), "flex-hybridep": ("deep_ep", "HybridEPBuffer")}
 
 

@@ -21,13 +21,13 @@ struct Op {
   OpSignature signature{};
   std::shared_ptr<Plan> plan;
   const uint8_t* rows_in = nullptr;   // dispatch: x [T, H]; combine: [num_rows, H]
-  const float* values_in = nullptr;   // dispatch: [T, width]; combine: [num_values]; nullptr = none travel
+  const float* weights_in = nullptr;  // dispatch: [T, width]; combine: [num_weights]; nullptr = none travel
   uint64_t row_bytes = 0;             // of a tensor row: H * size of dtype
 
   // Given by the caller: combine at once, dispatch when the counts are known.
   uint8_t* rows_out = nullptr;   // dispatch: [num_rows, H]; combine: [T, H]
   float* scales_out = nullptr;  // dispatch: [num_rows, H / 128]: rows_out gets FP8 codes; nullptr = dequantised rows
-  float* values_out = nullptr;  // dispatch: [num_values]; combine: [T, width]
+  float* weights_out = nullptr;  // dispatch: [num_weights]; combine: [T, width]
   int64_t* experts_out = nullptr;  // dispatch of compact rows: [num_rows, W]; nullptr = not wanted
 
   // Of a row of rows_out.

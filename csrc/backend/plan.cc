@@ -13,7 +13,7 @@ std::string describe(const OpSignature& s) {
   if (s.expert_alignment != 1) text += ", alignment " + std::to_string(s.expert_alignment);
   if (s.with_capacity != 0) text += ", a capacity";
   if (s.compact_width != 0) text += ", compact rows of " + std::to_string(s.compact_width) + " weights";
-  return text + (s.with_values ? ", weights)" : ")");
+  return text + (s.with_weights ? ", weights)" : ")");
 }
 
 std::string describe_refusals(int rank, uint64_t first, uint64_t count, const std::string& why) {
@@ -142,8 +142,8 @@ uint64_t Plan::num_bytes() const {
   for (auto& s : source)
     total += bytes(s.row_token) + bytes(s.row_pair_begin) + bytes(s.pair_expert) + bytes(s.pair_source);
   for (auto& s : incoming)
-    total += bytes(s.row_pair_begin) + bytes(s.my_row) + bytes(s.my_first_pair) + bytes(s.my_slot_begin) +
-             bytes(s.my_slot) + bytes(s.my_expert) + bytes(s.pair_member);
+    total += bytes(s.row_pair_begin) + bytes(s.my_row) + bytes(s.my_first_pair) + bytes(s.my_out_begin) +
+             bytes(s.my_out) + bytes(s.my_expert) + bytes(s.pair_member);
   return total;
 }
 

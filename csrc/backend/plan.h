@@ -40,9 +40,9 @@ struct IncomingStream {
   std::vector<uint32_t> my_row;         // [m]
   std::vector<uint32_t>
       my_first_pair;  // [m] number of our first pair in the stream; a row's pairs with us are consecutive
-  std::vector<uint32_t> my_slot_begin;  // [m + 1] into my_slot
-  std::vector<uint32_t> my_slot;        // [my pairs] where the pair's value goes: see Plan::row_of
-  std::vector<uint32_t> my_expert;      // [my pairs] local index; compact rows only
+  std::vector<uint32_t> my_out_begin;  // [m + 1] into my_out
+  std::vector<uint32_t> my_out;  // [my pairs] where the pair's weight goes: see Plan::row_of
+  std::vector<uint32_t> my_expert;  // [my pairs] local index; compact rows only
   // Only where we merge the stream (our own rows, rows that we relay): the member of our domain that has the pair.
   std::vector<uint16_t> pair_member;    // [pairs]
 
@@ -57,7 +57,7 @@ struct Plan {
   uint32_t num_tokens = 0;
   uint32_t num_experts = 0;
   uint32_t expert_alignment = 1;
-  // W, columns of a compact row's values. 0: rows are expert-major, one per pair.
+  // W, columns of a compact row's weights. 0: rows are expert-major, one per pair.
   uint32_t compact_width = 0;
   std::vector<SourceStream> source;      // [domain]
   std::vector<IncomingStream> incoming;  // [source rank]
@@ -66,11 +66,11 @@ struct Plan {
   uint64_t num_rows = 0;                 // padded total; compact: one per received row
 
   bool compact() const { return compact_width != 0; }
-  // The row of a slot. Expert-major: row and value of a pair have the same index. Compact: the pairs of a row are
-  // row * W + 0, 1, ...
-  uint64_t row_of(uint32_t slot) const { return compact() ? slot / compact_width : slot; }
-  // fp32 values beside the rows, unused columns of compact rows included.
-  uint64_t num_values() const { return compact() ? num_rows * compact_width : num_rows; }
+  // The row of a pair's place in the output. Expert-major: row and weight of a pair have the same index. Compact: the
+  // pairs of a row are row * W + 0, 1, ...
+  uint64_t row_of(uint32_t out) const { return compact() ? out / compact_width : out; }
+  // Weights beside the rows, unused columns of compact rows included.
+  uint64_t num_weights() const { return compact() ? num_rows * compact_width : num_rows; }
   uint64_t num_bytes() const;
 };
 

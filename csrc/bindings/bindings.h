@@ -104,7 +104,7 @@ struct PyDispatchArgs {
     args.has_routing = routing != "plan";
     args.routing = {routing == "topk" ? RoutingKind::kTopk : RoutingKind::kMap, pointer<const void>(routing_ptr),
                     routing_width};
-    args.values = pointer<const float>(values_ptr);
+    args.weights = pointer<const float>(values_ptr);
     args.plan = plan;
     args.expert_alignment = expert_alignment;
     args.compact = compact;
@@ -133,9 +133,9 @@ struct PyCombineArgs {
     args.dtype = tensor_dtype(element_bytes);
     args.wire = wire_fp32 ? Dtype::kFp32 : args.dtype;
     args.plan = plan;
-    args.values = pointer<const float>(values_ptr);
+    args.weights = pointer<const float>(values_ptr);
     args.out = pointer<uint8_t>(out_ptr);
-    args.values_out = pointer<float>(values_out_ptr);
+    args.weights_out = pointer<float>(values_out_ptr);
     args.aside = aside;
     return args;
   }

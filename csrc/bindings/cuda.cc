@@ -68,7 +68,7 @@ void set_output(PyCudaOp& self, uintptr_t rows, uintptr_t scales, uintptr_t valu
   CudaOutput& output = self.output;
   output.rows = pointer<uint8_t>(rows);
   output.scales = pointer<float>(scales);
-  output.values = pointer<float>(values);
+  output.weights = pointer<float>(values);
   output.plan = pointer<uint8_t>(plan);
   output.stream = stream_of(stream);
   const py::gil_scoped_release release;

@@ -68,7 +68,7 @@ void Engine::give_back() {
   const std::lock_guard lock(mutex_);
   const std::unique_lock held(memory_mutex_);
   last_stats_ = std::move(last);
-  if (control().error_claim.taken()) last_error_ = posted_error(control());
+  if (control().error_claim.claimed()) last_error_ = posted_error(control());
   given_back_ = true;
   proxy_.reset();
   context_.reset();

@@ -35,10 +35,10 @@ std::shared_ptr<Op> Engine::dispatch(const DispatchArgs& args) {
   op->signature.dtype = args.dtype;
   op->signature.wire = args.wire;
   op->signature.hidden = args.hidden;
-  op->signature.with_values = args.values != nullptr;
+  op->signature.with_weights = args.weights != nullptr;
   op->signature.fp8_pow2 = args.wire == Dtype::kFp8 && args.fp8_pow2;
   op->rows_in = args.x;
-  op->values_in = args.values;
+  op->weights_in = args.weights;
   op->row_bytes = uint64_t{args.hidden} * dtype_bytes(args.dtype);
 
   std::shared_ptr<Plan> fresh;

@@ -46,7 +46,7 @@ const EngineConfig& checked(const EngineConfig& c) {
     for (uint64_t bytes : {rings.packet_bytes, rings.rows_slot_bytes, rings.return_slot_bytes})
       require(bytes > 0 && bytes % 16 == 0, "device rings: slots of " + std::to_string(bytes) + " bytes");
     for (uint32_t slots : {rings.rows_slots, rings.return_slots})
-      require(slots >= 1 && slots < kMaxWindowChunks, "device rings: " + std::to_string(slots) + " slots");
+      require(slots >= 1 && slots < kMaxRingSlots, "device rings: " + std::to_string(slots) + " slots");
   }
   return c;
 }
@@ -71,7 +71,7 @@ const TransportKind& transport_of(const EngineConfig& config, const Topology& to
   return transport_named(topo.num_domains() > 1 ? config.transport : "loop");
 }
 
-// The largest over the ranks, so that all choose the same window.
+// The largest over the ranks, so that all choose the same rings.
 uint64_t transport_bytes(const EngineConfig& config, const Topology& topo) {
   size_t smallest = topo.members[0].size();
   for (auto& members : topo.members) smallest = std::min(smallest, members.size());
@@ -109,26 +109,26 @@ MemoryNeeds needs_of(const EngineConfig& config, const Topology& topo) {
   return needs;
 }
 
-RegionLayout layout_of(const EngineConfig& config, const Topology& topo, const WindowParams& window, int rank) {
+RegionLayout layout_of(const EngineConfig& config, const Topology& topo, const RingParams& rings, int rank) {
   return config.device_rings ? make_device_layout(topo, *config.device_rings, rank)
-                             : make_region_layout(topo, window, rank);
+                             : make_region_layout(topo, rings, rank);
 }
 
-Channels channels_of(const EngineConfig& config, const Topology& topo, const WindowParams& window) {
+Channels channels_of(const EngineConfig& config, const Topology& topo, const RingParams& rings) {
   return config.device_rings ? make_device_channels(topo, *config.device_rings, config.rank)
-                             : make_channels(topo, window, config.rank);
+                             : make_channels(topo, rings, config.rank);
 }
 
 }  // namespace
 
-WindowParams window_of(const EngineConfig& config) {
+RingParams ring_params_of(const EngineConfig& config) {
   const Topology topo = Topology::from_labels(checked(config).domain_of);
-  return config.device_rings ? WindowParams{} : choose_window(topo, needs_of(config, topo));
+  return config.device_rings ? RingParams{} : choose_rings(topo, needs_of(config, topo));
 }
 
 std::vector<std::pair<std::string, uint64_t>> memory_entries(const EngineConfig& config) {
   const Topology topo = Topology::from_labels(checked(config).domain_of);
-  auto entries = layout_of(config, topo, window_of(config), config.rank).entries;
+  auto entries = layout_of(config, topo, ring_params_of(config), config.rank).entries;
   const size_t others = static_cast<size_t>(topo.num_ranks) - topo.members[topo.domain_of[config.rank]].size();
   entries.emplace_back("transport", transport_of(config, topo).memory_bytes({config.loop, config.nic}, others));
   return entries;
@@ -142,14 +142,14 @@ uint64_t least_budget_bytes(const EngineConfig& config) {
 Engine::Engine(const EngineConfig& config)
     : config_(checked(config)),
       topo_(Topology::from_labels(config.domain_of)),
-      window_(window_of(config)),
-      layout_(layout_of(config, topo_, window_, config.rank)),
-      channels_(channels_of(config, topo_, window_)),
+      ring_params_(ring_params_of(config)),
+      layout_(layout_of(config, topo_, ring_params_, config.rank)),
+      channels_(channels_of(config, topo_, ring_params_)),
       regions_(static_cast<size_t>(config.num_ranks)),
       controls_(regions_.size(), nullptr),
       closed_seen_usec_(regions_.size()),
       waited_usec_(regions_.size()) {
-  CommandRing::check_limits(channels_.out.size(), window_.slot_bytes);
+  CommandRing::check_limits(channels_.out.size(), ring_params_.slot_bytes);
   Mapping region = Mapping::create();
   region.grow(layout_.total_bytes);  // zero-filled: every flag starts at 0
   region.reserve(0, layout_.total_bytes);
@@ -181,7 +181,7 @@ void Engine::connect(const std::vector<std::string>& handles) {
     const Handle handle = decode_handle(handles[rank]);
     addresses[rank] = handle.address;
     if (topo_.domain_of[rank] == topo_.domain_of[config_.rank] && rank != config_.rank) {
-      require(handle.region_bytes == layout_of(config_, topo_, window_, rank).total_bytes,
+      require(handle.region_bytes == layout_of(config_, topo_, ring_params_, rank).total_bytes,
               "rank " + std::to_string(rank) + " has another layout");
       regions_[rank] = Mapping::open(handle.region_name, handle.region_bytes);
       controls_[rank] = reinterpret_cast<ControlBlock*>(regions_[rank].base());
@@ -223,7 +223,7 @@ void Engine::start() {
     throw std::logic_error("the layout has too little room for the command ring");
   commands_ = std::make_unique<CommandRing>(bases[config_.rank] + layout_.commands_offset, layout_.num_commands);
   if (!config_.device_rings)
-    context_ = host::make_context(topo_, window_, channels_, config_.rank, order_of(config_), bases,
+    context_ = host::make_context(topo_, ring_params_, channels_, config_.rank, order_of(config_), bases,
                                   {commands_.get(), &control().proxy_bell, &worker_trace_});
 
   ProxyContext proxy;
@@ -252,14 +252,14 @@ void Engine::start() {
 
 bool Engine::failed() const {
   const std::shared_lock held(memory_mutex_);
-  return given_back_ ? last_error_.has_value() : control().error_claim.taken();
+  return given_back_ ? last_error_.has_value() : control().error_claim.claimed();
 }
 
 void Engine::check() const {
   const std::shared_lock held(memory_mutex_);
   if (given_back_) {
     if (last_error_) throw CommunicationFailure(*last_error_);
-  } else if (control().error_claim.taken()) {
+  } else if (control().error_claim.claimed()) {
     throw CommunicationFailure(posted_error(control()));
   }
 }
@@ -268,7 +268,7 @@ void Engine::wait_for_error(uint64_t timeout_usec) const {
   const std::shared_lock held(memory_mutex_);
   if (given_back_) return;
   const uint32_t ticket = control().worker_bell.ticket();
-  if (!control().error_claim.taken()) control().worker_bell.wait(ticket, timeout_usec);
+  if (!control().error_claim.claimed()) control().worker_bell.wait(ticket, timeout_usec);
 }
 
 void Engine::check_usable() const {
@@ -337,7 +337,7 @@ void Engine::give_output(Op& op, const DispatchOutput& output) {
     if (op.failed) throw CommunicationFailure(op.error);
     op.rows_out = output.rows;
     op.scales_out = output.scales;
-    op.values_out = output.values;
+    op.weights_out = output.weights;
     op.output_given = true;
   }
   const std::shared_lock held(memory_mutex_);

@@ -59,7 +59,7 @@ struct DispatchArgs {
   bool fp8_pow2 = true;
   bool has_routing = false;  // false: `plan` is used as it is
   Routing routing;
-  const float* values = nullptr;  // [T, width]
+  const float* weights = nullptr;  // [T, width]
   std::shared_ptr<Plan> plan;  // with routing: checked against it
   uint32_t expert_alignment = 1;
   bool compact = false;  // a row per received token instead of one per pair
@@ -73,7 +73,7 @@ struct DispatchArgs {
 struct DispatchOutput {
   uint8_t* rows = nullptr;
   float* scales = nullptr;
-  float* values = nullptr;
+  float* weights = nullptr;
 };
 
 struct CombineArgs {
@@ -82,13 +82,13 @@ struct CombineArgs {
   Dtype dtype = Dtype::kBf16;
   Dtype wire = Dtype::kBf16;
   std::shared_ptr<Plan> plan;
-  const float* values = nullptr;  // [num_values]
+  const float* weights = nullptr;  // [num_weights]
   uint8_t* out = nullptr;  // [T, H]
-  float* values_out = nullptr;  // [T, width], zeroed
+  float* weights_out = nullptr;  // [T, width], zeroed
   bool aside = false;  // as in DispatchArgs
 };
 
-WindowParams window_of(const EngineConfig& config);
+RingParams ring_params_of(const EngineConfig& config);
 // Everything that an engine allocates, by purpose; and the least budget that would do.
 std::vector<std::pair<std::string, uint64_t>> memory_entries(const EngineConfig& config);
 uint64_t least_budget_bytes(const EngineConfig& config);
@@ -223,7 +223,7 @@ class Engine {
 
   const EngineConfig config_;
   const Topology topo_;
-  const WindowParams window_;
+  const RingParams ring_params_;
   const RegionLayout layout_;
   const Channels channels_;
   std::vector<Mapping> regions_;  // [rank], unmapped outside our domain; all of them by give_back()

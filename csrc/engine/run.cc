@@ -88,7 +88,7 @@ void Engine::run_steps(Op& op, Steps& steps, const host::PlanStep& plan) {
       done &= step->done();
     }
     if (done) return;
-    if (control().error_claim.taken()) throw CommunicationFailure(posted_error(control()));
+    if (control().error_claim.claimed()) throw CommunicationFailure(posted_error(control()));
     if (moved) {
       control().progress.publish(now_usec());
       continue;
@@ -249,14 +249,14 @@ void Engine::finish(Op& op, const ErrorRecord* error) {
     // Whoever ignores the exception must not compute with half a result.
     const Plan& plan = *op.plan;
     const uint64_t rows = op.is_dispatch() ? plan.num_rows : plan.num_tokens;
-    const uint64_t values = op.is_dispatch() ? plan.num_values() : uint64_t{plan.num_tokens} * plan.routing_width;
+    const uint64_t weights = op.is_dispatch() ? plan.num_weights() : uint64_t{plan.num_tokens} * plan.routing_width;
     const auto fill = [&](void* out, uint64_t num_bytes) {
       if (op.output_given && out != nullptr) std::memset(out, 0xFF, num_bytes);
     };
     fill(op.rows_out, rows * op.out_row_bytes());  // all ones is a NaN in BF16, FP32 and e4m3
     fill(op.scales_out, rows * (op.signature.hidden / kFp8Block) * sizeof(float));
-    fill(op.values_out, values * sizeof(float));
-    fill(op.experts_out, values * sizeof(int64_t));  // -1: none
+    fill(op.weights_out, weights * sizeof(float));
+    fill(op.experts_out, weights * sizeof(int64_t));  // -1: none
     op.error = *error;
     op.failed = true;
   }

@@ -93,8 +93,8 @@ Stats Engine::stats() const {
   for (auto& entry : memory_entries(config_)) allocated += entry.second;
   put(out, "memory.allocated_bytes", allocated);
   if (!config_.device_rings) {
-    put(out, "memory.chunk_bytes", window_.slot_bytes);
-    put(out, "memory.window_chunks", window_.num_slots);
+    put(out, "memory.chunk_bytes", ring_params_.slot_bytes);
+    put(out, "memory.window_chunks", ring_params_.num_slots);
   }
   return out;
 }

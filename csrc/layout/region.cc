@@ -31,7 +31,7 @@ class Cursor {
     ring.num_slots = num_slots;
     ring.num_readers = num_readers;
     ring.stamps_offset = take("flags", num_slots * sizeof(uint64_t));
-    ring.taken_offset = take("flags", num_readers * kLineBytes);
+    ring.consumed_offset = take("flags", num_readers * kLineBytes);
     ring.slots_offset = slots_on_device_ ? take_device(slot_bytes * num_slots) : take(name, slot_bytes * num_slots);
     return ring;
   }
@@ -47,8 +47,8 @@ class Cursor {
   const bool slots_on_device_;
 };
 
-uint64_t header_bytes(const Topology& topo, const WindowParams& window, int domain) {
-  const uint64_t experts_per_rank = window.num_experts / static_cast<uint32_t>(topo.num_ranks);
+uint64_t header_bytes(const Topology& topo, const RingParams& rings, int domain) {
+  const uint64_t experts_per_rank = rings.num_experts / static_cast<uint32_t>(topo.num_ranks);
   const uint64_t num_counts = (experts_per_rank + 1) * static_cast<uint64_t>(topo.size_of(domain));
   return round_up(sizeof(OpHeader) + sizeof(uint32_t) * num_counts, kLineBytes);
 }
@@ -107,38 +107,40 @@ void list_channels(const Topology& topo, const RegionLayout& layout, Channels& c
 
 }  // namespace
 
-RegionLayout make_region_layout(const Topology& topo, const WindowParams& w, int rank) {
+RegionLayout make_region_layout(const Topology& topo, const RingParams& params, int rank) {
   RegionLayout layout;
   const int own = topo.domain_of[rank];
   const uint32_t n = static_cast<uint32_t>(topo.size_of(own));
-  const uint64_t own_header_bytes = header_bytes(topo, w, own);
+  const uint64_t own_header_bytes = header_bytes(topo, params, own);
   Cursor cursor(layout);
   take_control(cursor, topo, rank, layout);
 
   layout.own_header = cursor.ring("routing", RingKind::kHeader, own_header_bytes, kHeaderSlots, n);
-  layout.own_meta = cursor.ring("routing", RingKind::kMeta, w.meta_slot_bytes, w.num_slots, n);
-  layout.own_rows = cursor.ring("staging", RingKind::kRows, w.slot_bytes, w.num_slots, n);
+  layout.own_meta = cursor.ring("routing", RingKind::kMeta, params.meta_slot_bytes, params.num_slots, n);
+  layout.own_rows = cursor.ring("staging", RingKind::kRows, params.slot_bytes, params.num_slots, n);
   layout.header_send.resize(topo.members.size());
   layout.meta_send.resize(topo.members.size());
   layout.rows_send.resize(topo.members.size());
   layout.return_landing.resize(topo.members.size());
   for (int d = 0; d < topo.num_domains(); ++d) {
     if (d == own) continue;
-    layout.header_send[d] = cursor.ring("routing", RingKind::kHeader, header_bytes(topo, w, d), kHeaderSlots, 0);
-    layout.meta_send[d] = cursor.ring("routing", RingKind::kMeta, w.meta_slot_bytes, w.num_slots, 0);
-    layout.rows_send[d] = cursor.ring("staging", RingKind::kRows, w.slot_bytes, w.num_slots, 0);
-    layout.return_landing[d] = cursor.ring("landing", RingKind::kReturn, w.slot_bytes, w.num_slots, 1);
+    layout.header_send[d] = cursor.ring("routing", RingKind::kHeader, header_bytes(topo, params, d), kHeaderSlots, 0);
+    layout.meta_send[d] = cursor.ring("routing", RingKind::kMeta, params.meta_slot_bytes, params.num_slots, 0);
+    layout.rows_send[d] = cursor.ring("staging", RingKind::kRows, params.slot_bytes, params.num_slots, 0);
+    layout.return_landing[d] = cursor.ring("landing", RingKind::kReturn, params.slot_bytes, params.num_slots, 1);
   }
   layout.pieces.resize(1 + layout.incoming.size());
   for (uint32_t q = 0; q < n; ++q)
-    layout.pieces[0].push_back(cursor.ring("fold pieces", RingKind::kPieces, w.slot_bytes, w.num_slots, 1));
+    layout.pieces[0].push_back(cursor.ring("fold pieces", RingKind::kPieces, params.slot_bytes, params.num_slots, 1));
   for (size_t i = 0; i < layout.incoming.size(); ++i) {
     layout.header_landing.push_back(cursor.ring("landing", RingKind::kHeader, own_header_bytes, kHeaderSlots, n));
-    layout.meta_landing.push_back(cursor.ring("landing", RingKind::kMeta, w.meta_slot_bytes, w.num_slots, n));
-    layout.rows_landing.push_back(cursor.ring("landing", RingKind::kRows, w.slot_bytes, w.num_slots, n));
-    layout.return_send.push_back(cursor.ring("relay output", RingKind::kReturn, w.slot_bytes, w.num_slots, 0));
+    layout.meta_landing.push_back(cursor.ring("landing", RingKind::kMeta, params.meta_slot_bytes, params.num_slots, n));
+    layout.rows_landing.push_back(cursor.ring("landing", RingKind::kRows, params.slot_bytes, params.num_slots, n));
+    layout.return_send.push_back(
+        cursor.ring("relay output", RingKind::kReturn, params.slot_bytes, params.num_slots, 0));
     for (uint32_t q = 0; q < n; ++q)
-      layout.pieces[1 + i].push_back(cursor.ring("fold pieces", RingKind::kPieces, w.slot_bytes, w.num_slots, 1));
+      layout.pieces[1 + i].push_back(
+          cursor.ring("fold pieces", RingKind::kPieces, params.slot_bytes, params.num_slots, 1));
   }
   take_commands(cursor, layout);
   return layout;
@@ -190,10 +192,10 @@ uint64_t device_ring_bytes(const Topology& topo, const DeviceRings& rings) {
 
 namespace {
 
-uint64_t largest_region(const Topology& topo, const WindowParams& window) {
+uint64_t largest_region(const Topology& topo, const RingParams& rings) {
   uint64_t bytes = 0;
   for (int rank = 0; rank < topo.num_ranks; ++rank)
-    bytes = std::max(bytes, make_region_layout(topo, window, rank).total_bytes);
+    bytes = std::max(bytes, make_region_layout(topo, rings, rank).total_bytes);
   return bytes;
 }
 
@@ -209,30 +211,31 @@ uint64_t meta_slot_bytes_for(uint64_t slot_bytes) {
   return round_up(std::max<uint64_t>(slot_bytes / 8, 64), kLineBytes);
 }
 
-WindowParams window_of(const Topology& topo, uint32_t num_experts, uint64_t slot_bytes, uint32_t num_slots) {
+RingParams ring_params_of(const Topology& topo, uint32_t num_experts, uint64_t slot_bytes, uint32_t num_slots) {
   size_t widest = 0;
   for (auto& members : topo.members) widest = std::max(widest, members.size());
   const uint64_t domain_experts = num_experts / static_cast<uint64_t>(topo.num_ranks) * widest;
-  WindowParams window;
-  window.slot_bytes = slot_bytes;
-  window.meta_slot_bytes = std::max(meta_slot_bytes_for(slot_bytes), round_up(4 * (1 + domain_experts), kLineBytes));
-  window.num_slots = num_slots;
-  window.num_experts = num_experts;
-  return window;
+  RingParams rings;
+  rings.slot_bytes = slot_bytes;
+  rings.meta_slot_bytes = std::max(meta_slot_bytes_for(slot_bytes), round_up(4 * (1 + domain_experts), kLineBytes));
+  rings.num_slots = num_slots;
+  rings.num_experts = num_experts;
+  return rings;
 }
 
 constexpr uint64_t kDefaultChunkBytes = 256 << 10;
-constexpr uint32_t kDefaultWindowChunks = 8;
-constexpr uint32_t kLeastWindowChunks = 2;
+constexpr uint32_t kDefaultRingSlots = 8;
+constexpr uint32_t kLeastRingSlots = 2;
 
 }  // namespace
 
 uint64_t least_budget_bytes(const Topology& topo, const MemoryNeeds& needs) {
   const uint64_t slot_bytes = least_slot_bytes(topo, needs.num_experts, needs.least_row_bytes);
-  return needs.beside_bytes + largest_region(topo, window_of(topo, needs.num_experts, slot_bytes, kLeastWindowChunks));
+  return needs.beside_bytes +
+         largest_region(topo, ring_params_of(topo, needs.num_experts, slot_bytes, kLeastRingSlots));
 }
 
-WindowParams choose_window(const Topology& topo, const MemoryNeeds& needs) {
+RingParams choose_rings(const Topology& topo, const MemoryNeeds& needs) {
   const uint64_t least_slot = least_slot_bytes(topo, needs.num_experts, needs.least_row_bytes);
   const bool choose_chunk = needs.chunk_bytes == 0;
   const bool choose_slots = needs.window_chunks == 0;
@@ -240,28 +243,28 @@ WindowParams choose_window(const Topology& topo, const MemoryNeeds& needs) {
     throw UsageFailure(UsageKind::kConfig, "chunk_bytes = " + std::to_string(needs.chunk_bytes) +
                                                ": one row with its weights needs " + std::to_string(least_slot) +
                                                " bytes");
-  if (needs.window_chunks >= kMaxWindowChunks)
+  if (needs.window_chunks >= kMaxRingSlots)
     throw UsageFailure(UsageKind::kConfig, "window_chunks = " + std::to_string(needs.window_chunks) +
-                                               ": allowed 1 to " + std::to_string(kMaxWindowChunks - 1));
-  uint32_t slots = choose_slots ? kDefaultWindowChunks : needs.window_chunks;
+                                               ": allowed 1 to " + std::to_string(kMaxRingSlots - 1));
+  uint32_t slots = choose_slots ? kDefaultRingSlots : needs.window_chunks;
   uint64_t slot_bytes =
       choose_chunk ? std::max(kDefaultChunkBytes, least_slot) : round_up(needs.chunk_bytes, kLineBytes);
-  auto window = [&] { return window_of(topo, needs.num_experts, slot_bytes, slots); };
-  auto need = [&] { return needs.beside_bytes + largest_region(topo, window()); };
+  auto rings = [&] { return ring_params_of(topo, needs.num_experts, slot_bytes, slots); };
+  auto need = [&] { return needs.beside_bytes + largest_region(topo, rings()); };
   auto shrink_chunk = [&](uint64_t least) {
     while (choose_chunk && slot_bytes > least && need() > needs.budget_bytes)
       slot_bytes = std::max(least, round_up(slot_bytes / 2, kLineBytes));
   };
-  // Shrink what the caller left open: first the chunks to an eighth, then the window, then the chunks to the least.
+  // Shrink what the caller left open: first the chunks to an eighth, then their number, then the chunks to the least.
   shrink_chunk(std::max(least_slot, kDefaultChunkBytes / 8));
-  while (choose_slots && slots > kLeastWindowChunks && need() > needs.budget_bytes) --slots;
+  while (choose_slots && slots > kLeastRingSlots && need() > needs.budget_bytes) --slots;
   shrink_chunk(least_slot);
   if (need() > needs.budget_bytes)
     throw UsageFailure(UsageKind::kBudget, "budget_bytes = " + std::to_string(needs.budget_bytes) +
                                                " is too small: the least is " + std::to_string(need()) + " bytes for " +
                                                std::to_string(topo.num_ranks) + " ranks in " +
                                                std::to_string(topo.num_domains()) + " domains");
-  return window();
+  return rings();
 }
 
 uint32_t Channels::out_of(const RingLayout& ring) const {
@@ -305,8 +308,8 @@ Channels match_channels(const Topology& topo, int rank, LayoutOf layout_of) {
 
 }  // namespace
 
-Channels make_channels(const Topology& topo, const WindowParams& window, int rank) {
-  return match_channels(topo, rank, [&](int of) { return make_region_layout(topo, window, of); });
+Channels make_channels(const Topology& topo, const RingParams& rings, int rank) {
+  return match_channels(topo, rank, [&](int of) { return make_region_layout(topo, rings, of); });
 }
 
 Channels make_device_channels(const Topology& topo, const DeviceRings& rings, int rank) {

@@ -19,26 +19,26 @@ inline const char* ring_name(RingKind kind) {
   return names[static_cast<uint32_t>(kind)];
 }
 
-// A window of `num_slots` chunk slots. Chunk number `serial` (counted since creation, never restarting) uses slot
+// `num_slots` chunk slots. Chunk number `serial` (counted since creation, never restarting) uses slot
 // serial % num_slots. Flags are in the region; so are slots, but those of a device layout are in the device region.
 //   stamps: Flag per slot, = serial + 1.
 //     domain ring or landing ring: "the chunk is there". Writer: the producer (landing: the rail's proxy). Readers: all
 //     readers. send ring: "the transport has flushed the chunk". Writer: the proxy. Reader: the producer.
-//   taken: FlagLine per reader, = number of chunks that it is done with. Writer: that reader. Reader: the producer
+//   consumed: FlagLine per reader, = number of chunks that it is done with. Writer: that reader. Reader: the producer
 //     (landing: the rail's proxy, which turns it into credits). Send rings have none.
 struct RingLayout {
   RingKind kind = RingKind::kRows;
   uint64_t slots_offset = 0;
   uint64_t slot_bytes = 0;
   uint64_t stamps_offset = 0;
-  uint64_t taken_offset = 0;
+  uint64_t consumed_offset = 0;
   uint32_t num_slots = 0;
   uint32_t num_readers = 0;
 
   uint64_t slot_offset(uint64_t serial) const { return slots_offset + serial % num_slots * slot_bytes; }
 };
 
-struct WindowParams {
+struct RingParams {
   uint64_t slot_bytes = 0;       // of row, piece and return chunks
   uint64_t meta_slot_bytes = 0;  // of routing chunks
   uint32_t num_slots = 0;        // of every ring but the header rings
@@ -49,7 +49,7 @@ constexpr uint32_t kHeaderSlots = 2;  // see Exchange: a header of epoch n-2 has
 // Rings of a CUDA buffer that a transport carries: their slots lie in device memory, from offset 0 of a rank's device
 // region on. Slots follow each other at `slot_bytes`, so a multiple of 256 keeps every slot aligned.
 struct DeviceRings {
-  uint64_t packet_bytes = 0;  // a slot of the header rings: header, routing and values of an operation in one chunk
+  uint64_t packet_bytes = 0;  // a slot of the header rings: header, routing and weights of an operation in one chunk
   uint64_t rows_slot_bytes = 0;
   uint32_t rows_slots = 0;
   uint64_t return_slot_bytes = 0;
@@ -91,7 +91,7 @@ struct RegionLayout {
   std::vector<std::pair<std::string, uint64_t>> entries;
 };
 
-RegionLayout make_region_layout(const Topology& topo, const WindowParams& window, int rank);
+RegionLayout make_region_layout(const Topology& topo, const RingParams& rings, int rank);
 // Control page, board and command ring in the region, and only the rings that a transport carries. Without meta rings:
 // the packet in a header ring has it all, chunk epoch - 1 of it for each operation.
 RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, int rank);
@@ -108,8 +108,8 @@ struct MemoryNeeds {
   uint32_t window_chunks = 0;  // 0: chosen
   uint64_t beside_bytes = 0;  // allocated outside the region, by the transport
 };
-WindowParams choose_window(const Topology& topo, const MemoryNeeds& needs);
-// The least budget that choose_window accepts: two slots of one row with all its pairs on every ring of the busiest
+RingParams choose_rings(const Topology& topo, const MemoryNeeds& needs);
+// The least budget that choose_rings accepts: two slots of one row with all its pairs on every ring of the busiest
 // rank.
 uint64_t least_budget_bytes(const Topology& topo, const MemoryNeeds& needs);
 
@@ -134,7 +134,7 @@ struct Channels {
   // Index of the channel that starts in `ring`; UINT32_MAX when the ring is no send ring.
   uint32_t out_of(const RingLayout& ring) const;
 };
-Channels make_channels(const Topology& topo, const WindowParams& window, int rank);
+Channels make_channels(const Topology& topo, const RingParams& rings, int rank);
 Channels make_device_channels(const Topology& topo, const DeviceRings& rings, int rank);
 
 }  // namespace uccl_ep

@@ -16,10 +16,10 @@ namespace uccl_ep {
 // heartbeat: channel = 1 if the sender's operation moved since its last heartbeat, else 0, and above that bit the lower
 //   bits of the number of calls that it has refused; serial = sender's rank
 // error, bye: channel = 0, serial = sender's rank
-// A serial never restarts, so an immediate of an earlier epoch is an old serial. A window is < 2^16 chunks and a chunk
-// is posted only when the one a window before it was consumed, so two live serials of a channel differ by < 2^17 and
-// 18 bits tell them apart: a wrapped serial cannot be mistaken. In full, for data (w: the window, s: the serial of an
-// immediate, e: the highest serial that arrived, + 1):
+// A serial never restarts, so an immediate of an earlier epoch is an old serial. A ring has < 2^16 slots and a chunk
+// is posted only when the one a ring before it was consumed, so two live serials of a channel differ by < 2^17 and
+// 18 bits tell them apart: a wrapped serial cannot be mistaken. In full, for data (w: the slots of the ring, s: the
+// serial of an immediate, e: the highest serial that arrived, + 1):
 //   s arrives for the first time: what is w before s was consumed, so e > s - w. What is w before e - 1 was consumed as
 //   well, and s was not, so s > e - 1 - w. Together |s - e| <= w < 2^16.
 //   s is reported again: by the transport's contract before 2^17 serials have gone by, so e - s < 2^17.
@@ -32,12 +32,12 @@ constexpr uint32_t kImmSerialBits = 18;
 constexpr uint32_t kImmChannelBits = 11;
 constexpr uint32_t kMaxChannels = 1u << kImmChannelBits;
 constexpr uint32_t kHeartbeatRefusals = kMaxChannels / 2;  // a heartbeat tells their number modulo this
-constexpr uint32_t kMaxWindowChunks = 1u << 16;
+constexpr uint32_t kMaxRingSlots = 1u << 16;
 constexpr uint32_t kMaxRanks = 1u << kImmSerialBits;
 constexpr uint32_t kImmTypeBits = 32 - kImmChannelBits - kImmSerialBits;
 constexpr int64_t kImmSerialReach = int64_t{1} << (kImmSerialBits - 1);  // of widen_serial(), to either side
 static_assert(static_cast<uint32_t>(ImmType::kBye) < 1u << kImmTypeBits);
-static_assert(2 * int64_t{kMaxWindowChunks} <= kImmSerialReach, "a wrapped serial could be mistaken");
+static_assert(2 * int64_t{kMaxRingSlots} <= kImmSerialReach, "a wrapped serial could be mistaken");
 
 struct Imm {
   ImmType type;
@@ -75,16 +75,16 @@ inline const char* dtype_name(Dtype dtype) {
 // What every rank must have called alike (contract 9). Compared field by field by every rank that reads it.
 struct OpSignature {
   OpKind kind;
-  Dtype dtype;      // of the tensors
-  Dtype wire;       // of the rows between ranks
+  Dtype dtype;  // of the tensors
+  Dtype wire;  // of the rows between ranks
   PlanUse plan_use;
   uint32_t hidden;
-  uint32_t with_values;  // fp32 per pair: weights or their gradients
+  uint32_t with_weights;  // fp32 per pair: weights, of a combine their gradients
   uint32_t fp8_pow2;
   uint32_t expert_alignment;
   uint32_t compact_width;  // columns of a compact row's weights; 0: rows are expert-major
   uint32_t with_capacity;  // CUDA: the output has a size of its own, and the counts stay on the device
-  uint64_t plan_id;      // epoch of the dispatch that made the plan; 0 for a new one
+  uint64_t plan_id;  // epoch of the dispatch that made the plan; 0 for a new one
 
   bool operator==(const OpSignature&) const = default;
 };
@@ -98,8 +98,8 @@ struct OpHeader {
   OpSignature signature;
   uint32_t num_tokens;  // of the source
   uint32_t num_refused;  // calls that the source refused before this one: compared as the signature is
-  uint64_t num_rows;    // to the destination domain
-  uint64_t num_pairs;   // to the destination domain
+  uint64_t num_rows;  // to the destination domain
+  uint64_t num_pairs;  // to the destination domain
 };
 static_assert(sizeof(OpHeader) % 8 == 0);
 

@@ -245,7 +245,7 @@ bool Health::all_closed() const {
 bool Health::error_delivered() const {
   const ControlBlock& control = *context_.control;
   if (shipping_error_.read() != 0) return error_settled_.read() != 0;
-  if (!control.error_claim.taken()) return true;
+  if (!control.error_claim.claimed()) return true;
   return control.error_claim.published() && control.error.rank != context_.rank;
 }
 

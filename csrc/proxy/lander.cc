@@ -68,10 +68,10 @@ void Lander::ring_readers() {
 }
 
 uint64_t Lander::consumed(const InChannel& in) const {
-  const FlagLine* taken = reinterpret_cast<const FlagLine*>(context_.region + in.landing.taken_offset);
+  const FlagLine* consumed = reinterpret_cast<const FlagLine*>(context_.region + in.landing.consumed_offset);
   uint64_t least = UINT64_MAX;
   for (uint32_t reader = 0; reader < in.landing.num_readers; ++reader)
-    least = std::min(least, taken[reader].flag.read());
+    least = std::min(least, consumed[reader].flag.read());
   return least;
 }
 
@@ -83,7 +83,7 @@ bool Lander::return_credits(bool now_all, uint64_t now_usec) {
     Channel& channel = channels_[index];
     const uint64_t batch = now_all ? 1 : std::max(1u, channel.in->landing.num_slots / 2);
     const uint64_t num_consumed = consumed(*channel.in);
-    const bool tellable = num_consumed - channel.credit_base < kMaxWindowChunks;
+    const bool tellable = num_consumed - channel.credit_base < kMaxRingSlots;
     if (num_consumed >= channel.returned + batch && tellable) any |= post_credit(index, num_consumed, now_usec);
     if (channel.returned == channel.end) {
       channel.open = false;

@@ -20,7 +20,7 @@ class Lander {
   // Wakes the readers of everything that arrived since the last call.
   void ring_readers();
 
-  // Sends credits for consumed chunks: half a window at a time, or whatever there is when `now_all`.
+  // Sends credits for consumed chunks: half a ring at a time, or whatever there is when `now_all`.
   bool return_credits(bool now_all, uint64_t now_usec);
   void credit_flushed(uint32_t channel);
   bool refused() const { return refused_; }

@@ -109,7 +109,7 @@ void Proxy::run_once(uint32_t ticket) {
 
 // After an error nothing is shipped any more, however many operations are under way.
 bool Proxy::stays_awake() {
-  if (context_.launched == nullptr || context_.control->error_claim.taken()) return false;
+  if (context_.launched == nullptr || context_.control->error_claim.claimed()) return false;
   if (const uint64_t awaited = context_.awaited->read(); awaited != awaited_) {
     awaited_ = awaited;
     last_chunk_usec_ = now_usec();
@@ -152,7 +152,7 @@ bool Proxy::step() {
   passes_.add(1);
   const uint64_t now = now_usec();
   // After an error nobody reads what would be sent: only the error itself, byes and heartbeats still go out.
-  const bool usable = !failed_ && !context_.control->error_claim.taken();
+  const bool usable = !failed_ && !context_.control->error_claim.claimed();
   bool moved = health_->send_due();
   if (usable) {
     const bool drained = shipper_->drain();

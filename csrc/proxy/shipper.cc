@@ -67,7 +67,7 @@ void Shipper::take(const Command& command, uint64_t taken_nsec) {
   if (channel.queued++ == channel.posted) turns_.push(command.channel);
 }
 
-bool Shipper::window_open(const Channel& channel) const {
+bool Shipper::has_room(const Channel& channel) const {
   return context_.transport->has_room(channel.slots[channel.posted % channel.out->send.num_slots].num_bytes);
 }
 
@@ -78,7 +78,7 @@ bool Shipper::post(uint64_t now_usec) {
   for (size_t fruitless = 0; fruitless < turns_.size();) {
     const uint32_t index = turns_.front();
     Channel& channel = channels_[index];
-    if (!window_open(channel)) break;  // its turn stays: the next room is for this channel
+    if (!has_room(channel)) break;  // its turn stays: the next room is for this channel
     turns_.pop();
     if (try_post(index, now_usec)) {
       any = true;
@@ -115,7 +115,7 @@ bool Shipper::try_post(uint32_t index, uint64_t now_usec) {
   request.immediate = encode_imm(ImmType::kData, out.peer_channel, serial);
   request.cookie = encode_cookie({PostKind::kData, index, slot_idx});
   request.memory = memory_;
-  request.windowed = true;
+  request.limited = true;
   const uint64_t posted_nsec = traces() ? now_nsec() : 0;  // before: the peer may have it at once
   if (context_.transport->post_write(request) == PostResult::kAgain) {
     refused_ = true;

@@ -18,7 +18,7 @@ class Shipper {
 
   // Takes commands. Throws CommunicationFailure for one that its producer cannot have meant.
   bool drain();
-  // Posts what credits and windows allow, one chunk per channel in turn.
+  // Posts what credits and the NIC allow, one chunk per channel in turn.
   bool post(uint64_t now_usec);
   // Posts were refused in the last post(): nobody rings when they would be accepted.
   bool refused() const { return refused_; }
@@ -39,7 +39,7 @@ class Shipper {
     uint64_t taken_nsec = 0;
     bool in_flight = false;
   };
-  // Chunks wait in the slots of their window: serials [posted, queued).
+  // Chunks wait in the slots of their ring: serials [posted, queued).
   struct Channel {
     const OutChannel* out = nullptr;
     uint64_t queued = 0;
@@ -77,7 +77,7 @@ class Shipper {
   };
 
   void take(const Command& command, uint64_t taken_nsec);
-  bool window_open(const Channel& channel) const;
+  bool has_room(const Channel& channel) const;
   bool has_credit(Channel& channel, uint64_t now_usec);
   bool try_post(uint32_t index, uint64_t now_usec);
   void trace(TraceKind kind, const Channel& channel, const Slot& slot, uint64_t begin_nsec, uint64_t end_nsec) const;

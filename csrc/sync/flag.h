@@ -45,7 +45,7 @@ class Claim {
   }
   // The winner publishes what it wrote since take().
   void publish() { state_.store(2, std::memory_order_release); }
-  bool taken() const { return state_.load(std::memory_order_acquire) != 0; }
+  bool claimed() const { return state_.load(std::memory_order_acquire) != 0; }
   bool published() const { return state_.load(std::memory_order_acquire) == 2; }
 
  private:

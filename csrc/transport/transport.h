@@ -57,7 +57,7 @@ struct WriteRequest {
   uint32_t immediate;
   uint64_t cookie;  // comes back with kWriteDone
   Memory memory = Memory::kHost;
-  bool windowed = false;  // counts in the window of its NIC: see has_room()
+  bool limited = false;  // counts towards its NIC's limit: see has_room()
 };
 
 struct Completion {
@@ -116,7 +116,7 @@ class Transport {
   virtual void attach_device(DeviceRegions device) = 0;
   // After every rank has connected: names that were only needed for that are removed.
   virtual void sealed() = 0;
-  // A NIC's window has room for one more write of so many bytes. It closes for windowed writes only: whoever posts
+  // A NIC's limit has room for one more write of so many bytes. It closes for limited writes only: whoever posts
   // others need not ask. One write may always be in flight.
   virtual bool has_room(uint64_t num_bytes) const = 0;
   // Throws CommunicationFailure(kTransport) for a write that leaves a region, or to a rank that is not connected; then

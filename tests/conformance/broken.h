@@ -77,7 +77,7 @@ class Twice final : public Wrapped {
     const PostResult result = inner_->post_write(request);
     if (result == PostResult::kPosted) {
       again_.push_back(request);
-      again_.back().windowed = false;
+      again_.back().limited = false;
     }
     return result;
   }

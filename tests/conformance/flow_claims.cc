@@ -121,23 +121,23 @@ CLAIM("a peer that does not poll holds up no other, and gets all that it was sen
 }
 
 // ---- windows --------------------------------------------------------------------------------------------------------
-constexpr uint64_t kWindowedBytes = 1000;
+constexpr uint64_t kLimitedBytes = 1000;
 
-WriteRequest windowed(uint64_t number) {
-  WriteRequest request = write_of(number, 1, place(number), place(number), kWindowedBytes);
-  request.windowed = true;
+WriteRequest limited(uint64_t number) {
+  WriteRequest request = write_of(number, 1, place(number), place(number), kLimitedBytes);
+  request.limited = true;
   return request;
 }
 
-// Writes that were posted, without polling, before the window closed.
+// Writes that were posted, without polling, before the limit was reached.
 uint64_t writes_until_closed(Ranks& ranks, Book& book, uint64_t first) {
   for (uint64_t count = 0; count < 1000; ++count) {
-    if (!ranks[0].has_room(kWindowedBytes)) return count;
-    book.posted(first + count, kWindowedBytes);
-    if (ranks[0].post_write(windowed(first + count)) != PostResult::kPosted)
-      throw std::logic_error("a queue is shorter than the window");
+    if (!ranks[0].has_room(kLimitedBytes)) return count;
+    book.posted(first + count, kLimitedBytes);
+    if (ranks[0].post_write(limited(first + count)) != PostResult::kPosted)
+      throw std::logic_error("a queue is shorter than the limit");
   }
-  throw std::logic_error("the window does not close");
+  throw std::logic_error("the limit does not hold");
 }
 
 void expect_window(uint64_t window_bytes, uint32_t window_ops, uint64_t most) {
@@ -146,7 +146,7 @@ void expect_window(uint64_t window_bytes, uint32_t window_ops, uint64_t most) {
   options.nic.window_ops = window_ops;
   Ranks ranks(options);
   Book book(0, 1);
-  post(book, ranks[0], ranks[1], write_of(1'000'000, 1, kData, kData, 8));  // connects; not in the window
+  post(book, ranks[0], ranks[1], write_of(1'000'000, 1, kData, kData, 8));  // connects; not counted
   settle(book, ranks[0], ranks[1]);
   book.expect_complete();
   for (uint64_t lap = 0; lap < 3; ++lap) {  // what was given back is there again, no more and no less
@@ -156,7 +156,7 @@ void expect_window(uint64_t window_bytes, uint32_t window_ops, uint64_t most) {
       post(book, ranks[0], ranks[1], write_of(100'000 + lap * 1000 + i, 1, kData, kData, 8));
     settle(book, ranks[0], ranks[1]);
     book.expect_complete();
-    EXPECT(ranks[0].has_room(kWindowedBytes));
+    EXPECT(ranks[0].has_room(kLimitedBytes));
   }
 }
 
@@ -165,14 +165,14 @@ CLAIM("a window of operations holds exactly so many writes") {
 }
 
 CLAIM("a window of bytes holds exactly what fits, and always one write") {
-  expect_window(3 * kWindowedBytes, 0, 3);
-  expect_window(4 * kWindowedBytes - 1, 0, 3);
+  expect_window(3 * kLimitedBytes, 0, 3);
+  expect_window(4 * kLimitedBytes - 1, 0, 3);
   expect_window(1, 0, 1);
 }
 
 CLAIM("of two windows the narrower one holds") {
-  expect_window(3 * kWindowedBytes, 2, 2);
-  expect_window(2 * kWindowedBytes, 3, 2);
+  expect_window(3 * kLimitedBytes, 2, 2);
+  expect_window(2 * kLimitedBytes, 3, 2);
 }
 
 }  // namespace

@@ -109,7 +109,7 @@ uint64_t allocations_of(World& world, uint64_t num_commands) {
 
 WorldOptions allocation_options() {
   WorldOptions options = world_options();
-  options.window = {64, 64, 64, 16};
+  options.rings = {64, 64, 64, 16};
   return options;
 }
 

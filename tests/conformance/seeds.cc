@@ -24,7 +24,7 @@ uint64_t chunk_bytes(uint64_t key, uint64_t serial) { return 8 * (1 + pattern_wo
 WorldOptions options_of(uint64_t seed, std::mt19937_64& random, const Flag& clock_nsec) {
   WorldOptions options;
   options.labels = one_of<std::vector<int>>(random, {{0, 1}, {0, 1}, {0, 0, 1}, {0, 1, 1, 1}, {0, 1, 2}, {0, 1, 0, 2}});
-  options.window = {kSlotBytes, kSlotBytes, one_of(random, {2u, 2u, 3u, kMostSlots}), 12};
+  options.rings = {kSlotBytes, kSlotBytes, one_of(random, {2u, 2u, 3u, kMostSlots}), 12};
   options.loop.seed = one_of<uint64_t>(random, {0, seed + 1, seed + 1, seed + 1});
   options.loop.refuse_rate = one_of(random, {0.0, 0.1, 0.5});
   options.loop.duplicate_rate = one_of(random, {0.0, 0.2, 1.0});

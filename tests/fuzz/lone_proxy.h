@@ -24,12 +24,13 @@ struct Place {
 };
 
 inline Place make_place(bool device) {
-  constexpr WindowParams kWindow = {1024, 256, 2, 10};
-  constexpr DeviceRings kRings = {512, 1024, 3, 1024, 2};
+  constexpr RingParams kHostRings = {1024, 256, 2, 10};
+  constexpr DeviceRings kDeviceRings = {512, 1024, 3, 1024, 2};
   Place p;
   for (int r = 0; r < p.topo.num_ranks; ++r)
-    p.layouts.push_back(device ? make_device_layout(p.topo, kRings, r) : make_region_layout(p.topo, kWindow, r));
-  p.channels = device ? make_device_channels(p.topo, kRings, 0) : make_channels(p.topo, kWindow, 0);
+    p.layouts.push_back(device ? make_device_layout(p.topo, kDeviceRings, r)
+                               : make_region_layout(p.topo, kHostRings, r));
+  p.channels = device ? make_device_channels(p.topo, kDeviceRings, 0) : make_channels(p.topo, kHostRings, 0);
   return p;
 }
 
@@ -139,8 +140,8 @@ class LoneProxy {
   // A reader is done with the next chunk of a landing ring, if it is there.
   void read(size_t in, uint32_t reader) {
     const RingLayout& ring = at.channels.in[in].landing;
-    Flag& taken = reinterpret_cast<FlagLine*>(region() + ring.taken_offset)[reader % ring.num_readers].flag;
-    if (stamp(ring, taken.own() % ring.num_slots) == taken.own() + 1) taken.publish(taken.own() + 1);
+    Flag& consumed = reinterpret_cast<FlagLine*>(region() + ring.consumed_offset)[reader % ring.num_readers].flag;
+    if (stamp(ring, consumed.own() % ring.num_slots) == consumed.own() + 1) consumed.publish(consumed.own() + 1);
   }
   // The producer of an outgoing channel pushes its next chunk, if its slot is free.
   bool send(uint32_t out, uint64_t num_bytes) {

@@ -108,27 +108,27 @@ void for_layouts(const std::vector<Topology>& topologies, Check check) {
       const uint64_t least = cuda::least_budget_bytes(topo, experts, row_bytes);
       for (uint64_t budget : {least, least + 12345, 2 * least, uint64_t{64} << 20, uint64_t{512} << 20}) {
         if (budget < least) continue;
-        const cuda::RegionLayout layout = cuda::make_layout(topo, experts, row_bytes, budget);
+        const cuda::DeviceRegionLayout layout = cuda::make_layout(topo, experts, row_bytes, budget);
         EXPECT(layout.total_bytes <= round_up(budget, cuda::kDevicePage));
         check(topo, row_bytes, layout);
       }
     }
 }
 
-uint64_t bytes_of(const cuda::RegionLayout& layout, const std::string& name) {
+uint64_t bytes_of(const cuda::DeviceRegionLayout& layout, const std::string& name) {
   for (const auto& [entry, bytes] : layout.entries)
     if (entry == name) return bytes;
   throw std::logic_error("no entry " + name);
 }
 
-void expect_adds_up(const cuda::RegionLayout& layout) {
+void expect_adds_up(const cuda::DeviceRegionLayout& layout) {
   uint64_t sum = 0;
   for (const auto& [name, bytes] : layout.entries) sum += bytes;
   EXPECT_EQ(sum, layout.total_bytes);
 }
 
-// The most pieces that a chunk of tokens can have: a token reaches every member.
-uint32_t most_pieces(const cuda::RegionLayout& layout) { return cuda::kChunkTokens * layout.num_members; }
+// The most pieces that a token block can have: a token reaches every member.
+uint32_t most_pieces(const cuda::DeviceRegionLayout& layout) { return cuda::kTokenBlock * layout.num_members; }
 
 // Rows of every wire dtype that are no wider than `row_bytes`.
 std::vector<uint64_t> wire_rows(uint64_t row_bytes) {
@@ -141,17 +141,17 @@ std::vector<uint64_t> wire_rows(uint64_t row_bytes) {
 }
 
 CLAIM("a region is within its budget, says what all of it is for, and holds a chunk of tokens") {
-  for_layouts(one_domain(), [](const Topology&, uint64_t row_bytes, const cuda::RegionLayout& layout) {
+  for_layouts(one_domain(), [](const Topology&, uint64_t row_bytes, const cuda::DeviceRegionLayout& layout) {
     expect_adds_up(layout);
     EXPECT_EQ(bytes_of(layout, "rings"), 0u);
-    for (uint64_t bytes : wire_rows(row_bytes)) EXPECT(cuda::window_tokens(layout, bytes) >= cuda::kChunkTokens);
-    EXPECT(cuda::combine_window_tokens(layout, row_bytes, most_pieces(layout)) >= cuda::kChunkTokens);
+    for (uint64_t bytes : wire_rows(row_bytes)) EXPECT(cuda::window_tokens(layout, bytes) >= cuda::kTokenBlock);
+    EXPECT(cuda::combine_window_tokens(layout, row_bytes, most_pieces(layout)) >= cuda::kTokenBlock);
     EXPECT_EQ(layout.rows % 128, 0u);
   });
 }
 
 CLAIM("a region of several domains is within its budget, says what all of it is for, and begins with its rings") {
-  for_layouts(several_domains(), [](const Topology& topo, uint64_t, const cuda::RegionLayout& layout) {
+  for_layouts(several_domains(), [](const Topology& topo, uint64_t, const cuda::DeviceRegionLayout& layout) {
     expect_adds_up(layout);
     EXPECT_EQ(layout.num_domains, static_cast<uint32_t>(topo.num_domains()));
     EXPECT(layout.entries.front().first == "rings");
@@ -179,13 +179,13 @@ CLAIM("a region for so many tokens holds them in one window, eight times as many
       for (uint32_t tokens : {1u, 500u, 4096u, cuda::kMaxTokens}) {
         const uint32_t experts = static_cast<uint32_t>(topo.num_ranks) * 4;
         const uint64_t budget = std::max(cuda::least_budget_bytes(topo, experts, row_bytes), uint64_t{256} << 20);
-        const auto holds = [&](const cuda::RegionLayout& layout, uint32_t some) {
-          const uint32_t pieces = cuda::kChunkTokens * std::min(layout.num_members, 8u);
+        const auto holds = [&](const cuda::DeviceRegionLayout& layout, uint32_t some) {
+          const uint32_t pieces = cuda::kTokenBlock * std::min(layout.num_members, 8u);
           return cuda::window_tokens(layout, row_bytes) >= some &&
                  cuda::combine_window_tokens(layout, row_bytes, pieces) >= some;
         };
-        const cuda::RegionLayout all = cuda::make_layout(topo, experts, row_bytes, budget);
-        const cuda::RegionLayout sized = cuda::make_layout(topo, experts, row_bytes, budget, tokens);
+        const cuda::DeviceRegionLayout all = cuda::make_layout(topo, experts, row_bytes, budget);
+        const cuda::DeviceRegionLayout sized = cuda::make_layout(topo, experts, row_bytes, budget, tokens);
         const uint32_t whole = static_cast<uint32_t>(round_up(tokens, cuda::kTileTokens));
         const uint64_t several = std::min<uint64_t>(all.max_tokens, round_up(8 * tokens, cuda::kTileTokens));
         EXPECT(sized.total_bytes <= budget);
@@ -203,47 +203,47 @@ CLAIM("a region for so many tokens holds them in one window, eight times as many
   EXPECT(smaller > 20 && larger > 5);
 }
 
-// Whether the rows of a window of `tokens` fit the ring, the memory for staged rows, and a chunk of tokens the window.
-bool dispatch_window_fits(const cuda::RegionLayout& layout, uint64_t bytes, uint32_t tokens) {
+// Whether the rows of a window of `tokens` fit the ring, the memory for staged rows, and a token block the window.
+bool dispatch_window_fits(const cuda::DeviceRegionLayout& layout, uint64_t bytes, uint32_t tokens) {
   const uint64_t per_slot = layout.slot_bytes / bytes;
-  return tokens >= cuda::kChunkTokens && tokens % cuda::kChunkTokens == 0 && tokens <= layout.max_tokens &&
+  return tokens >= cuda::kTokenBlock && tokens % cuda::kTokenBlock == 0 && tokens <= layout.max_tokens &&
          tokens * bytes <= layout.half_bytes && per_slot > 0 && (tokens + per_slot - 1) / per_slot <= layout.row_slots;
 }
 
 CLAIM("a window of a dispatch is at least a chunk of tokens, and the ring to a domain holds it") {
   uint32_t last = 0;
-  for_layouts(several_domains(), [&](const Topology&, uint64_t row_bytes, const cuda::RegionLayout& layout) {
+  for_layouts(several_domains(), [&](const Topology&, uint64_t row_bytes, const cuda::DeviceRegionLayout& layout) {
     EXPECT(!wire_rows(row_bytes).empty());
     for (uint64_t bytes : wire_rows(row_bytes)) {
       const uint32_t tokens = cuda::window_tokens(layout, bytes);
       EXPECT(dispatch_window_fits(layout, bytes, tokens));
       // Control: it is as large as it can be.
-      EXPECT(tokens == layout.max_tokens || !dispatch_window_fits(layout, bytes, tokens + cuda::kChunkTokens));
+      EXPECT(tokens == layout.max_tokens || !dispatch_window_fits(layout, bytes, tokens + cuda::kTokenBlock));
       last = tokens;
     }
   });
   EXPECT(last > 0);
 }
 
-// Whether the pieces of a window of `tokens` fit their memory, and its sums the ring beside the values of all pairs.
-bool combine_window_fits(const cuda::RegionLayout& layout, uint64_t bytes, uint32_t pieces, uint32_t tokens) {
+// Whether the pieces of a window of `tokens` fit their memory, and its sums the ring beside the weights of all pairs.
+bool combine_window_fits(const cuda::DeviceRegionLayout& layout, uint64_t bytes, uint32_t pieces, uint32_t tokens) {
   const uint64_t per_slot = layout.slot_bytes / bytes;
-  if (tokens < cuda::kChunkTokens || tokens % cuda::kChunkTokens != 0 || per_slot == 0) return false;
-  const uint64_t values = cuda::value_chunks(layout.max_pairs, layout.slot_bytes);
-  return uint64_t{tokens / cuda::kChunkTokens} * pieces * bytes <= layout.piece_bytes &&
-         values * layout.slot_bytes >= 4 * uint64_t{layout.max_pairs} &&
-         (tokens + per_slot - 1) / per_slot + values <= layout.return_slots;
+  if (tokens < cuda::kTokenBlock || tokens % cuda::kTokenBlock != 0 || per_slot == 0) return false;
+  const uint64_t weights = cuda::weight_chunks(layout.max_pairs, layout.slot_bytes);
+  return uint64_t{tokens / cuda::kTokenBlock} * pieces * bytes <= layout.piece_bytes &&
+         weights * layout.slot_bytes >= 4 * uint64_t{layout.max_pairs} &&
+         (tokens + per_slot - 1) / per_slot + weights <= layout.return_slots;
 }
 
 CLAIM("a window of a combine is at least a chunk of tokens, and the ring back holds its sums and all values") {
-  for_layouts(several_domains(), [](const Topology&, uint64_t row_bytes, const cuda::RegionLayout& layout) {
+  for_layouts(several_domains(), [](const Topology&, uint64_t row_bytes, const cuda::DeviceRegionLayout& layout) {
     for (uint64_t bytes : {row_bytes, row_bytes / 2})
-      for (uint32_t pieces : {1u, cuda::kChunkTokens, most_pieces(layout)}) {
+      for (uint32_t pieces : {1u, cuda::kTokenBlock, most_pieces(layout)}) {
         if (bytes % 256 != 0) continue;
         const uint32_t tokens = cuda::combine_window_tokens(layout, bytes, pieces);
         EXPECT(tokens <= layout.max_tokens);
         EXPECT(combine_window_fits(layout, bytes, pieces, tokens));
-        EXPECT(tokens == layout.max_tokens || !combine_window_fits(layout, bytes, pieces, tokens + cuda::kChunkTokens));
+        EXPECT(tokens == layout.max_tokens || !combine_window_fits(layout, bytes, pieces, tokens + cuda::kTokenBlock));
       }
   });
 }
@@ -251,13 +251,13 @@ CLAIM("a window of a combine is at least a chunk of tokens, and the ring back ho
 // Begin and end of the parts of a packet, in the order in which they must lie.
 std::vector<std::pair<uint64_t, uint64_t>> parts_of(const cuda::PacketSizes& s) {
   const cuda::PacketParts p = cuda::packet_parts(s);
-  const uint64_t entries = (s.num_tokens + cuda::kChunkTokens - 1) / cuda::kChunkTokens + 1;
+  const uint64_t entries = (s.num_tokens + cuda::kTokenBlock - 1) / cuda::kTokenBlock + 1;
   return {{0, sizeof(cuda::DeviceHeader)},
           {p.counts, p.counts + uint64_t{4} * s.members * s.experts_per_rank},
-          {p.chunk_rows, p.chunk_rows + 4 * s.members * entries},
-          {p.chunk_pieces, p.chunk_pieces + 4 * entries},
-          {p.chunk_streams, p.chunk_streams + 4 * entries},
-          {p.values, p.values + (s.with_values ? uint64_t{4} * s.pairs : 0)},
+          {p.token_block_rows, p.token_block_rows + 4 * s.members * entries},
+          {p.token_block_pieces, p.token_block_pieces + 4 * entries},
+          {p.token_block_streams, p.token_block_streams + 4 * entries},
+          {p.weights, p.weights + (s.with_weights ? uint64_t{4} * s.pairs : 0)},
           {p.lists, p.lists + sizeof(cuda::ListEntry) * uint64_t{s.rows}},
           {p.pairs, p.pairs + sizeof(cuda::PairEntry) * uint64_t{s.pairs}},
           {p.stream_pieces, p.stream_pieces + 4 * (uint64_t{s.stream_rows} + 1)},
@@ -276,9 +276,9 @@ CLAIM("the parts of a packet are aligned and do not overlap") {
     for (uint32_t tokens : {0u, 1u, 31u, 32u, 33u, cuda::kMaxTokens})
       for (uint32_t pairs : {0u, 1u, 5u, cuda::kMaxTokens * cuda::kPairsPerToken})
         for (uint32_t rows : {0u, 1u, members * tokens})
-          for (bool with_values : {false, true}) {
-            EXPECT(well_laid_out({members, 3, tokens, rows, pairs, tokens, with_values}));
-            EXPECT(well_laid_out({members, 256, tokens, rows, pairs, 0, with_values}));
+          for (bool with_weights : {false, true}) {
+            EXPECT(well_laid_out({members, 3, tokens, rows, pairs, tokens, with_weights}));
+            EXPECT(well_laid_out({members, 256, tokens, rows, pairs, 0, with_weights}));
           }
   // Control: by 32 bits the pairs of the largest would begin before the lists end.
   EXPECT(cuda::packet_parts({64, 4, cuda::kMaxTokens, 64 * cuda::kMaxTokens, 1u << 31, 0, true}).end >= 1ull << 32);
@@ -287,7 +287,7 @@ CLAIM("the parts of a packet are aligned and do not overlap") {
 CLAIM("a packet has room for the most tokens, rows and pairs") {
   auto topologies = several_domains();
   for (const Topology& topo : one_domain()) topologies.push_back(topo);
-  for_layouts(topologies, [](const Topology& topo, uint64_t, const cuda::RegionLayout& layout) {
+  for_layouts(topologies, [](const Topology& topo, uint64_t, const cuda::DeviceRegionLayout& layout) {
     const uint32_t tokens = layout.max_tokens, experts = layout.num_experts / layout.num_ranks;
     for (int domain = 0; domain < topo.num_domains(); ++domain) {
       const uint32_t members = static_cast<uint32_t>(topo.size_of(domain));
@@ -307,11 +307,11 @@ CLAIM("with a known plan a packet is its header and the values") {
   for (uint32_t pairs : {0u, 1u, 4u, 1000u, 1u << 21}) {
     cuda::PacketSizes sizes;
     sizes.pairs = pairs;
-    sizes.with_values = true;
+    sizes.with_weights = true;
     const cuda::PacketParts parts = cuda::packet_parts(sizes);
-    EXPECT_EQ(parts.values, header);
+    EXPECT_EQ(parts.weights, header);
     EXPECT_EQ(parts.end, header + round_up(4 * uint64_t{pairs}, 16));
-    sizes.with_values = false;
+    sizes.with_weights = false;
     EXPECT_EQ(cuda::packet_parts(sizes).end, header);
   }
 }

@@ -85,7 +85,7 @@ CLAIM("padded experts, ranks without tokens and rows without weights have the ho
   run.alignment = 16;
   run.num_tokens = {0, 70, 1};
   try_seeds(run);
-  run.with_values = false;
+  run.with_weights = false;
   try_seeds(run);
 }
 CLAIM("ranks that have nothing to wait for but that a late one enters wait for that") {

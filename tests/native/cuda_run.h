@@ -19,7 +19,7 @@ struct CudaRun {
   std::vector<uint64_t> num_tokens = {40, 27};  // by rank; again from the first when there are more ranks
   uint32_t experts_per_rank = 4, hidden = 256, topk = 3;
   Dtype dtype = Dtype::kBf16, wire = Dtype::kBf16;  // of the rows of a dispatch
-  bool compact = false, with_values = true;
+  bool compact = false, with_weights = true;
   bool fp8_codes = false;  // FP8 rows come out as codes and scales
   bool is_map = false;
   uint32_t map_one_in = 3;  // of a map's entries are routed
@@ -93,7 +93,7 @@ inline EngineConfig config_of(const CudaRun& run, int rank) {
 struct RankInput {
   uint64_t num_tokens = 0;
   std::vector<uint8_t> x, routing;
-  std::vector<float> values;
+  std::vector<float> weights;
 
   RankInput(const CudaRun& run, int rank, int round) : num_tokens(run.tokens_of(rank)) {
     std::mt19937_64 random(run.seed * 1000 + static_cast<uint64_t>(rank * 100 + round));
@@ -115,19 +115,19 @@ struct RankInput {
           const auto* const bytes = reinterpret_cast<const uint8_t*>(&expert);
           routing.insert(routing.end(), bytes, bytes + sizeof(expert));
         }
-        values.push_back(normal(random));
+        weights.push_back(normal(random));
       }
     }
     x.reserve(1);  // a rank without tokens has addresses, too
     routing.reserve(1);
-    values.reserve(1);
+    weights.reserve(1);
   }
 };
 
 struct Dispatched {
   std::vector<uint64_t> counts;
   std::vector<uint8_t> rows;
-  std::vector<float> scales, values;
+  std::vector<float> scales, weights;
   std::vector<int64_t> experts;
 
   static constexpr uint8_t kGarbage = 0xEE;
@@ -136,7 +136,7 @@ struct Dispatched {
     const uint64_t width = run.compact ? std::min(run.width(), run.experts_per_rank) : 1;
     rows.assign(num_rows * run.hidden * (run.fp8_codes ? 1 : dtype_bytes(run.dtype)), kGarbage);
     scales.assign(run.fp8_codes ? num_rows * run.hidden / kFp8Block : 0, -7.0f);
-    values.assign(run.with_values ? num_rows * width : 0, -7.0f);
+    weights.assign(run.with_weights ? num_rows * width : 0, -7.0f);
     experts.assign(run.compact ? num_rows * width : 0, -7);
   }
   // What is left of it, or what is missing as zeros.
@@ -145,7 +145,7 @@ struct Dispatched {
     exact.make_room(run, num_rows);
     rows.resize(exact.rows.size());
     scales.resize(exact.scales.size());
-    values.resize(exact.values.size());
+    weights.resize(exact.weights.size());
     experts.resize(exact.experts.size());
   }
   // As many rows as the capacity has: the first, or more, which are padding or have not been written to.
@@ -156,13 +156,13 @@ struct Dispatched {
     if ((exact.rows.size() > rows.size()) != run.is_spacious) throw std::logic_error("another number of rows came");
     rows.resize(exact.rows.size(), pads ? 0 : kGarbage);
     scales.resize(exact.scales.size(), pads ? 1.0f : -7.0f);
-    values.resize(exact.values.size(), pads ? 0.0f : -7.0f);
+    weights.resize(exact.weights.size(), pads ? 0.0f : -7.0f);
     experts.resize(exact.experts.size(), pads ? -1 : -7);
   }
 };
 struct Combined {
   std::vector<uint8_t> out;
-  std::vector<float> values;
+  std::vector<float> weights;
 };
 
 // An address, also of nothing.
@@ -181,22 +181,22 @@ inline DispatchArgs dispatch_args(const CudaRun& run, const RankInput& in, bool 
   args.wire = run.wire;
   args.has_routing = has_routing;
   args.routing = {run.is_map ? RoutingKind::kMap : RoutingKind::kTopk, in.routing.data(), run.width()};
-  args.values = run.with_values ? in.values.data() : nullptr;
+  args.weights = run.with_weights ? in.weights.data() : nullptr;
   args.expert_alignment = run.alignment;
   args.compact = run.compact;
   return args;
 }
 inline CombineArgs combine_args(const CudaRun& run, const RankInput& in, Dispatched& from, Combined& to) {
   to.out.assign(in.num_tokens * run.hidden * dtype_bytes(run.dtype), 0xEE);
-  to.values.assign(run.with_values ? in.values.size() : 0, 0.0f);
+  to.weights.assign(run.with_weights ? in.weights.size() : 0, 0.0f);
   CombineArgs args;
   args.rows = address_if(true, from.rows);
   args.hidden = run.hidden;
   args.dtype = run.dtype;
   args.wire = run.combine_wire();
-  args.values = address_if(run.with_values, from.values);
+  args.weights = address_if(run.with_weights, from.weights);
   args.out = address_if(true, to.out);
-  args.values_out = address_if(run.with_values, to.values);
+  args.weights_out = address_if(run.with_weights, to.weights);
   return args;
 }
 

@@ -44,7 +44,7 @@ class HostRank {
     got.counts = op->plan->tokens_per_expert;
     if (run_.compact) engine_.give_row_experts(*op, got.experts.data());
     engine_.give_output(*op, {address_if(true, got.rows), address_if(run_.fp8_codes, got.scales),
-                              address_if(run_.with_values, got.values)});
+                              address_if(run_.with_weights, got.weights)});
     EXPECT(engine_.wait(*op, kRunPatienceUsec));
     if (run_.capacity >= 0) {
       got.counts.clear();
@@ -149,7 +149,7 @@ class CudaRank {
     CudaOutput output;
     output.rows = address_if(true, got.rows);
     output.scales = address_if(run_.fp8_codes, got.scales);
-    output.values = address_if(run_.with_values, got.values);
+    output.weights = address_if(run_.with_weights, got.weights);
     output.row_experts = address_if(run_.compact, got.experts);
     output.plan = storage_.data();
     output.stream = stream_;
@@ -290,12 +290,12 @@ inline void compare(const CudaRun& run, const std::vector<std::vector<RoundResul
         expect_same(a.counts, b.counts, where + "counts");
         expect_same(a.rows, b.rows, where + "rows");
         expect_same(a.scales, b.scales, where + "scales");
-        expect_same(a.values, b.values, where + "weights");
+        expect_same(a.weights, b.weights, where + "weights");
         expect_same(a.experts, b.experts, where + "experts");
         if (run.fp8_codes) continue;
         const Combined &c = ours[rank][round].combined[again], &d = theirs[rank][round].combined[again];
         expect_same(c.out, d.out, where + "combined rows");
-        expect_same(c.values, d.values, where + "combined weights");
+        expect_same(c.weights, d.weights, where + "combined weights");
       }
 }
 

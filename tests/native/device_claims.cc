@@ -248,7 +248,7 @@ CLAIM("a sender gets no further than its receivers have taken, the slowest of th
     }
     return landing.arrived(ends.in).read();
   };
-  EXPECT_EQ(send_all(), uint64_t{4});  // a window
+  EXPECT_EQ(send_all(), uint64_t{4});  // a ring
   while (fast.ready()) fast.release();
   EXPECT_EQ(send_all(), uint64_t{4});
   slow.release();

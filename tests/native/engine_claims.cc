@@ -119,7 +119,7 @@ struct DeviceEngines {
       const RingLayout& landing = engine.channels().in[c].landing;
       const uint8_t* slot = devices[rank][rank].base() + landing.slot_offset(serial);
       EXPECT(std::all_of(slot, slot + 128, [&](uint8_t byte) { return byte == c + 1; }));
-      FlagLine* taken = reinterpret_cast<FlagLine*>(own(engine) + landing.taken_offset);
+      FlagLine* taken = reinterpret_cast<FlagLine*>(own(engine) + landing.consumed_offset);
       for (uint32_t reader = 0; reader < landing.num_readers; ++reader) taken[reader].flag.publish(serial + 1);
     }
   }

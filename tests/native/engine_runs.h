@@ -50,7 +50,7 @@ class RankRun {
     dispatch.dtype = dispatch.wire = Dtype::kFp32;
     dispatch.has_routing = true;
     dispatch.routing = {RoutingKind::kTopk, idx_.data(), kTopk};
-    dispatch.values = with_weights ? weights_.data() : nullptr;
+    dispatch.weights = with_weights ? weights_.data() : nullptr;
     auto op = engine_.dispatch(dispatch);
     EXPECT(engine_.wait_counts(*op, kPatienceUsec));
     std::vector<float> rows(op->plan->num_rows * kHidden, -1.0f);
@@ -64,12 +64,12 @@ class RankRun {
     combine.hidden = kHidden;
     combine.dtype = combine.wire = Dtype::kFp32;
     combine.plan = op->plan;
-    combine.values = with_weights ? row_weights.data() : nullptr;
-    combine.values_out = with_weights ? weights_back.data() : nullptr;
+    combine.weights = with_weights ? row_weights.data() : nullptr;
+    combine.weights_out = with_weights ? weights_back.data() : nullptr;
     combine.out = reinterpret_cast<uint8_t*>(out.data());
     auto first = engine_.combine(combine);
-    combine.values = nullptr;
-    combine.values_out = nullptr;
+    combine.weights = nullptr;
+    combine.weights_out = nullptr;
     combine.out = reinterpret_cast<uint8_t*>(out_again.data());
     auto second = engine_.combine(combine);
     EXPECT(engine_.wait(*first, kPatienceUsec));

@@ -17,7 +17,8 @@ inline void add_slots(std::vector<Span>& spans, const RingLayout& ring) {
 }
 inline void add_flags(std::vector<Span>& spans, const RingLayout& ring) {
   spans.push_back({ring.stamps_offset, ring.stamps_offset + ring.num_slots * sizeof(uint64_t)});
-  if (ring.num_readers != 0) spans.push_back({ring.taken_offset, ring.taken_offset + ring.num_readers * kLineBytes});
+  if (ring.num_readers != 0)
+    spans.push_back({ring.consumed_offset, ring.consumed_offset + ring.num_readers * kLineBytes});
 }
 
 // Without the own domain's places in lists by domain.

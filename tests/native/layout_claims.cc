@@ -12,10 +12,10 @@ namespace {
 
 struct Case {
   std::vector<int> labels;
-  WindowParams window;
+  RingParams rings;
 };
 
-WindowParams window_of(uint64_t slot_bytes, uint32_t num_slots, uint32_t num_experts) {
+RingParams ring_params_of(uint64_t slot_bytes, uint32_t num_slots, uint32_t num_experts) {
   return {slot_bytes, 1024, num_slots, num_experts};
 }
 
@@ -26,7 +26,7 @@ std::vector<Case> cases() {
       {0, 1, 2, 0}, {4, 7, 4, 9}, {0, 0, 1, 1, 2}, {2, 0, 1, 0, 2}, {0, 0, 0, 0, 1, 1, 2}, {0, 1, 1, 1, 1, 1, 1, 0}};
   for (auto& l : labels)
     for (uint32_t num_slots : {2u, 3u, 8u})
-      all.push_back({l, window_of(num_slots == 3 ? 7232 : 65536, num_slots, static_cast<uint32_t>(l.size()) * 4)});
+      all.push_back({l, ring_params_of(num_slots == 3 ? 7232 : 65536, num_slots, static_cast<uint32_t>(l.size()) * 4)});
   return all;
 }
 
@@ -34,7 +34,7 @@ CLAIM("the rings, flags and records of a rank never overlap") {
   for (const Case& c : cases()) {
     const Topology topo = Topology::from_labels(c.labels);
     for (int rank = 0; rank < topo.num_ranks; ++rank) {
-      const RegionLayout layout = make_region_layout(topo, c.window, rank);
+      const RegionLayout layout = make_region_layout(topo, c.rings, rank);
       std::vector<Span> spans = control_spans(topo, layout);
       for (const RingLayout* ring : rings_of(layout)) {
         add_flags(spans, *ring);
@@ -54,7 +54,7 @@ CLAIM("the entries of a memory plan add up to the bytes of the region") {
   for (const Case& c : cases()) {
     const Topology topo = Topology::from_labels(c.labels);
     for (int rank = 0; rank < topo.num_ranks; ++rank) {
-      const RegionLayout layout = make_region_layout(topo, c.window, rank);
+      const RegionLayout layout = make_region_layout(topo, c.rings, rank);
       uint64_t sum = 0;
       for (auto& [name, bytes] : layout.entries) sum += bytes;
       EXPECT_EQ(sum, layout.total_bytes);
@@ -67,7 +67,7 @@ CLAIM("what a sender takes for the receiver's landing is the receiver's landing,
   for (const Case& c : cases()) {
     const Topology topo = Topology::from_labels(c.labels);
     std::vector<Channels> channels;
-    for (int rank = 0; rank < topo.num_ranks; ++rank) channels.push_back(make_channels(topo, c.window, rank));
+    for (int rank = 0; rank < topo.num_ranks; ++rank) channels.push_back(make_channels(topo, c.rings, rank));
     for (int rank = 0; rank < topo.num_ranks; ++rank)
       for (int peer = 0; peer < topo.num_ranks; ++peer)
         EXPECT(connected(rank, channels[static_cast<size_t>(rank)], peer, channels[static_cast<size_t>(peer)]));
@@ -76,9 +76,9 @@ CLAIM("what a sender takes for the receiver's landing is the receiver's landing,
 
 CLAIM("a wrong offset or channel number would be noticed") {
   const Topology topo = Topology::from_labels({0, 0, 0, 1});
-  const WindowParams window = window_of(65536, 2, 16);
-  Channels mine = make_channels(topo, window, 0);
-  const Channels theirs = make_channels(topo, window, 3);
+  const RingParams rings = ring_params_of(65536, 2, 16);
+  Channels mine = make_channels(topo, rings, 0);
+  const Channels theirs = make_channels(topo, rings, 3);
   EXPECT(connected(0, mine, 3, theirs));
   mine.out[2].remote_slots_offset += 64;
   EXPECT(!connected(0, mine, 3, theirs));
@@ -95,7 +95,7 @@ CLAIM("every rank of another domain lands on exactly one rank of ours, and its s
         if (topo.domain_of[static_cast<size_t>(src)] == d) continue;
         int num_landings = 0;
         for (int rank : topo.members[static_cast<size_t>(d)]) {
-          const RegionLayout layout = make_region_layout(topo, c.window, rank);
+          const RegionLayout layout = make_region_layout(topo, c.rings, rank);
           const auto count = std::count(layout.incoming.begin(), layout.incoming.end(), src);
           num_landings += static_cast<int>(count);
           EXPECT(count == 0 || topo.rail(src, d) == rank);
@@ -107,10 +107,10 @@ CLAIM("every rank of another domain lands on exactly one rank of ours, and its s
 
 CLAIM("a send ring is found again as its channel") {
   const Topology topo = Topology::from_labels({0, 1, 0, 2});
-  const WindowParams window = window_of(65536, 2, 16);
+  const RingParams rings = ring_params_of(65536, 2, 16);
   for (int rank = 0; rank < topo.num_ranks; ++rank) {
-    const RegionLayout layout = make_region_layout(topo, window, rank);
-    const Channels channels = make_channels(topo, window, rank);
+    const RegionLayout layout = make_region_layout(topo, rings, rank);
+    const Channels channels = make_channels(topo, rings, rank);
     for (uint32_t c = 0; c < channels.out.size(); ++c) EXPECT_EQ(channels.out_of(channels.out[c].send), c);
     EXPECT_EQ(channels.out_of(layout.own_rows), UINT32_MAX);
   }
@@ -120,12 +120,12 @@ CLAIM("256 domains fit the channel field, and their channels fit together") {
   std::vector<int> labels(256);
   std::iota(labels.begin(), labels.end(), 0);
   const Topology topo = Topology::from_labels(labels);
-  const WindowParams window = window_of(7232, 2, 256);
-  const Channels first = make_channels(topo, window, 0);
+  const RingParams rings = ring_params_of(7232, 2, 256);
+  const Channels first = make_channels(topo, rings, 0);
   EXPECT_EQ(first.out.size(), size_t{255 * 4});
   EXPECT_EQ(first.in.size(), size_t{255 * 4});
   EXPECT(first.out.size() <= kMaxChannels);
-  const Channels last = make_channels(topo, window, 255);
+  const Channels last = make_channels(topo, rings, 255);
   EXPECT(connected(0, first, 255, last));
   EXPECT(connected(255, last, 0, first));
 }
@@ -135,7 +135,7 @@ CLAIM("256 domains of four ranks fit every field: each channel survives an immed
   for (size_t rank = 0; rank < labels.size(); ++rank) labels[rank] = static_cast<int>(rank % 256);
   const Topology topo = Topology::from_labels(labels);
   EXPECT(labels.size() <= kMaxRanks);
-  const Channels channels = make_channels(topo, window_of(7232, kMaxWindowChunks - 1, 1024), 5);
+  const Channels channels = make_channels(topo, ring_params_of(7232, kMaxRingSlots - 1, 1024), 5);
   EXPECT_EQ(channels.out.size(), size_t{255 * 4});
   auto survives = [](ImmType type, uint32_t channel, uint64_t serial) {
     const Imm imm = decode_imm(encode_imm(type, channel, serial));
@@ -154,7 +154,7 @@ CLAIM("256 domains of which one is too small to land all others are refused, by 
   for (size_t rank = 1; rank < labels.size(); ++rank) labels[rank] = 1 + static_cast<int>(rank % 255);
   const Topology topo = Topology::from_labels(labels);
   try {
-    make_channels(topo, window_of(7232, 2, 1024), 0);
+    make_channels(topo, ring_params_of(7232, 2, 1024), 0);
   } catch (const UsageFailure& failure) {
     const std::string text = failure.what();
     EXPECT(text.find(std::to_string(255 * 4 * 3 + 255)) != std::string::npos);
@@ -168,7 +168,7 @@ CLAIM("more channels than an immediate can name are refused") {
   std::vector<int> labels(700);
   for (size_t rank = 0; rank < labels.size(); ++rank) labels[rank] = rank == 0 ? 0 : 1;  // one rank lands 699 sources
   const Topology topo = Topology::from_labels(labels);
-  EXPECT_THROWS(UsageFailure, make_channels(topo, window_of(7232, 2, 700), 0));
+  EXPECT_THROWS(UsageFailure, make_channels(topo, ring_params_of(7232, 2, 700), 0));
 }
 
 }  // namespace

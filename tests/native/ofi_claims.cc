@@ -128,7 +128,7 @@ CLAIM("a window in bytes or operations closes for what is in flight, and one wri
   Transport& sender = *all[0].transport;
   EXPECT(sender.has_room(5000));
   WriteRequest request = write_to(1, kData, 600, 1);
-  request.windowed = true;
+  request.limited = true;
   EXPECT(sender.post_write(request) == PostResult::kPosted);
   EXPECT(!sender.has_room(600) && sender.has_room(400));
   request.num_bytes = 100;

@@ -19,10 +19,10 @@ constexpr uint64_t kLimitUsec = 300'000, kSlackUsec = 300'000;
 class Wait {
  public:
   explicit Wait(bool is_arrival) : is_arrival_(is_arrival) {
-    d_.base[0] = reinterpret_cast<uint8_t*>(&local_);
-    d_.arrival_nsec = d_.progress_nsec = 1000 * kLimitUsec;
-    d_.error = &error_;
-    d_.pulse = &pulse_;
+    group_.base[0] = reinterpret_cast<uint8_t*>(&local_);
+    group_.arrival_nsec = group_.progress_nsec = 1000 * kLimitUsec;
+    group_.error = &error_;
+    group_.pulse = &pulse_;
     pulse_.alive_nsec = pulse_.still_nsec = cuda::kMostLivedNsec;
   }
   // `host` is called every 10 ms with the time since the beginning. How long the kernel waited.
@@ -36,7 +36,7 @@ class Wait {
       }
     });
     cuda_on_cpu::run_grid({1, 32}, [&] {
-      if (threadIdx.x == 0) came = cuda::wait_flag(d_, &flag_, 1, Step::kPlace, 0, -1, is_arrival_);
+      if (threadIdx.x == 0) came = cuda::wait_flag(group_, &flag_, 1, Step::kPlace, 0, -1, is_arrival_);
     });
     const uint64_t usec = now_usec() - started;
     over = true;
@@ -58,7 +58,7 @@ class Wait {
   static void store(uint64_t& word, uint64_t value) { reinterpret_cast<Flag*>(&word)->publish(value); }
 
   const bool is_arrival_;
-  cuda::Domain d_{};
+  cuda::Group group_{};
   cuda::Local local_{};
   cuda::HostError error_{};
   cuda::HostPulse pulse_{};

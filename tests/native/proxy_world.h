@@ -36,8 +36,8 @@ using Wrap = std::function<std::unique_ptr<Transport>(int rank, std::unique_ptr<
 struct WorldOptions {
   std::string kind = "loop";
   std::vector<int> labels = {0, 1};
-  WindowParams window = {4096, 1024, 2, 16};
-  std::optional<DeviceRings> device;  // chunks lie in a "device" region of ordinary memory; else `window` holds
+  RingParams rings = {4096, 1024, 2, 16};
+  std::optional<DeviceRings> device;  // chunks lie in a "device" region of ordinary memory; else `rings` holds
   uint64_t copy_usec = 0;             // the most that a copy between those takes
   LoopOptions loop;
   NicOptions nic;
@@ -116,8 +116,8 @@ class World {
  private:
   void make_layout(Node& node, int rank, const WorldOptions& options) {
     if (!options.device) {
-      node.layout = make_region_layout(topo, options.window, rank);
-      node.channels = make_channels(topo, options.window, rank);
+      node.layout = make_region_layout(topo, options.rings, rank);
+      node.channels = make_channels(topo, options.rings, rank);
       return;
     }
     node.layout = make_device_layout(topo, *options.device, rank);
@@ -226,7 +226,7 @@ class Sink {
   }
   void release() {
     ++serial_;
-    reinterpret_cast<FlagLine*>(node_.region->base() + ring_.taken_offset)[reader_].flag.publish(serial_);
+    reinterpret_cast<FlagLine*>(node_.region->base() + ring_.consumed_offset)[reader_].flag.publish(serial_);
     if (!node_.on_device()) node_.control().proxy_bell.ring();
   }
 

@@ -194,7 +194,7 @@ CLAIM("an immediate survives at the limits of its fields") {
 CLAIM("a cookie survives at the limits of its fields") {
   for (PostKind kind : {PostKind::kData, PostKind::kBye})
     for (uint32_t index : {0u, kMaxCookieIndex})
-      for (uint32_t slot : {0u, kMaxWindowChunks, UINT32_MAX}) {
+      for (uint32_t slot : {0u, kMaxRingSlots, UINT32_MAX}) {
         const Cookie c = decode_cookie(encode_cookie({kind, index, slot}));
         EXPECT(c.kind == kind && c.index == index && c.slot == slot);
       }
@@ -204,8 +204,8 @@ CLAIM("a serial within two windows of the expected one is widened exactly, also 
   const uint64_t span = uint64_t{1} << kImmSerialBits;
   for (uint64_t near :
        {uint64_t{0}, uint64_t{5}, span - 1, span, span + 1, 5 * span + span / 2, (uint64_t{1} << 50) + 3})
-    for (int64_t diff : {int64_t{0}, int64_t{1}, int64_t{-1}, int64_t{kMaxWindowChunks}, -int64_t{kMaxWindowChunks},
-                         2 * int64_t{kMaxWindowChunks} - 1, -2 * int64_t{kMaxWindowChunks}}) {
+    for (int64_t diff : {int64_t{0}, int64_t{1}, int64_t{-1}, int64_t{kMaxRingSlots}, -int64_t{kMaxRingSlots},
+                         2 * int64_t{kMaxRingSlots} - 1, -2 * int64_t{kMaxRingSlots}}) {
       if (diff < 0 && near < static_cast<uint64_t>(-diff)) continue;
       const uint64_t serial = near + static_cast<uint64_t>(diff);
       EXPECT_EQ(widen_serial(static_cast<uint32_t>(serial & (span - 1)), near), serial);
@@ -228,7 +228,7 @@ CLAIM("no serial within reach is mistaken for another: tried for every distance,
   for (int64_t near : {int64_t{0}, int64_t{1}, span / 2 - 1, span / 2, span - 1, span, 7 * span + 3, int64_t{1} << 60})
     for (int64_t distance = -kImmSerialReach; distance < kImmSerialReach; ++distance) attempt(near, distance);
   for (int64_t near = 0; near < 2 * span; ++near)  // every value of the low bits, without and with a lap behind
-    for (int64_t distance : {int64_t{1}, int64_t{kMaxWindowChunks}, kImmSerialReach - 1})
+    for (int64_t distance : {int64_t{1}, int64_t{kMaxRingSlots}, kImmSerialReach - 1})
       for (int64_t sign : {1, -1}) attempt(near, sign * distance);
   EXPECT_EQ(wrong, uint64_t{0});
   EXPECT(tried > 4'000'000);

@@ -160,7 +160,7 @@ CLAIM("all channels of all ranks stream at once") {
 
 CLAIM("a stream goes on where the 18 bits of its serial wrap, twice") {
   WorldOptions options;
-  options.window = {64, 64, 8, 16};
+  options.rings = {64, 64, 8, 16};
   World world(options);
   const uint32_t channel = out_channel(world.nodes[0], RingKind::kRows, 1);
   Source source(world.nodes[0], channel);
@@ -181,7 +181,7 @@ CLAIM("a stream goes on where the 18 bits of its serial wrap, twice") {
 CLAIM("never more data is in flight than the window allows, but one chunk always is") {
   for (auto [ops, bytes, most] : {std::tuple<uint64_t, uint64_t, uint64_t>{2, 0, 2}, {0, 3 * 2048, 3}, {0, 1, 1}}) {
     WorldOptions options;
-    options.window = {4096, 1024, 8, 16};
+    options.rings = {4096, 1024, 8, 16};
     options.nic.window_ops = ops;
     options.nic.window_bytes = bytes;
     options.loop.latency_usec = 20;

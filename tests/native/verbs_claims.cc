@@ -265,16 +265,16 @@ CLAIM("windows hold per NIC, in operations and in bytes, and what carries no dat
   nic.window_bytes = 1000;
   Net net(2, nic);
   fake_verbs().holds = true;
-  auto windowed = [&](uint64_t num_bytes) {
+  auto limited = [&](uint64_t num_bytes) {
     return net[0].post_write({1, kPageBytes, kPageBytes, num_bytes, 1, 1, Memory::kHost, true});
   };
   for (int i = 0; i < 4; ++i) {  // two on each NIC
     EXPECT(net[0].has_room(400));
-    EXPECT(windowed(400) == PostResult::kPosted);
+    EXPECT(limited(400) == PostResult::kPosted);
   }
   EXPECT(!net[0].has_room(400) && net[0].has_room(200));
-  EXPECT(windowed(400) == PostResult::kAgain);
-  EXPECT(windowed(100) == PostResult::kPosted && windowed(100) == PostResult::kPosted);
+  EXPECT(limited(400) == PostResult::kAgain);
+  EXPECT(limited(100) == PostResult::kPosted && limited(100) == PostResult::kPosted);
   EXPECT(!net[0].has_room(1));  // three operations on each
   EXPECT(net[0].post_write(small(1, 9, 0)) == PostResult::kPosted);
   fake_verbs().holds = false;

@@ -2,8 +2,8 @@
 // own domain pull it, to the others it is shipped.
 //
 // A block routes whole tiles of kTileTokens tokens, neighbouring ones. First every tile's counts go to memory: pairs by
-// expert, rows and pairs by destination, rows by domain, the most pieces of a chunk. When all blocks have counted, each
-// adds up the tiles before its own, so that positions count tokens in their order.
+// expert, rows and pairs by destination, rows by domain, the most pieces of a token block. When all blocks have
+// counted, each adds up the tiles before its own, so that positions count tokens in their order.
 #pragma once
 
 #include "backend/cuda/device.cuh"
@@ -17,11 +17,11 @@ struct Before {
   uint32_t here = 0, total = 0;
 };
 // By one thread: the bytes of a word of the tiles' counts.
-__device__ __forceinline__ void add_up(const Domain& d, uint32_t word, uint32_t tile, uint32_t num_tiles,
+__device__ __forceinline__ void add_up(const Group& g, uint32_t word, uint32_t tile, uint32_t num_tiles,
                                        Before (&sums)[4]) {
   constexpr uint32_t kBatch = 24;  // tiles whose counts are loaded at a time
-  const uint32_t stride = tile_words(d.at);
-  const uint32_t* const counts = at<uint32_t>(d, d.rank, d.at.tile_counts) + word;
+  const uint32_t stride = tile_words(g.map);
+  const uint32_t* const counts = at<uint32_t>(g, g.rank, g.map.tile_counts) + word;
 #pragma unroll 1
   for (uint32_t begin = 0; begin < num_tiles; begin += kBatch) {
     uint32_t value[kBatch];
@@ -51,12 +51,13 @@ __device__ __forceinline__ void add_up(const Domain& d, uint32_t word, uint32_t 
 }
 
 // By a warp: where our packets lie, and the numbers in their headers, which block 0 writes; a domain a lane.
-__device__ inline void begin_packets(const Domain& d, const Op& op, const Tile& tile, const uint32_t* stream_totals,
-                                     uint32_t num_tokens, bool with_values, uint32_t most_pieces) {
+__device__ inline void begin_packets(const Group& g, const KernelOp& op, const Tile& tile,
+                                     const uint32_t* stream_totals, uint32_t num_tokens, bool with_weights,
+                                     uint32_t most_pieces) {
 #pragma unroll 1
-  for (uint32_t to = threadIdx.x % kWarp; to < d.at.num_domains; to += kWarp) {
-    const uint32_t first = d.first_of[to], end = d.first_of[to + 1];
-    uint8_t* const bytes = own_packet(d, to, op.epoch);
+  for (uint32_t to = threadIdx.x % kWarp; to < g.map.num_domains; to += kWarp) {
+    const uint32_t first = g.first_of[to], end = g.first_of[to + 1];
+    uint8_t* const bytes = own_packet(g, to, op.epoch);
     DeviceHeader& head = *reinterpret_cast<DeviceHeader*>(bytes);
     uint32_t rows = 0, pieces = 0;
 #pragma unroll 1
@@ -72,7 +73,7 @@ __device__ inline void begin_packets(const Domain& d, const Op& op, const Tile& 
     }
     tile.piece_base[to] = pieces;
     const uint32_t num_pairs = tile.pair_begin[end] - tile.pair_begin[first];
-    const uint32_t stream_rows = to == own_domain(d) ? 0 : stream_totals[to];
+    const uint32_t stream_rows = to == own_domain(g) ? 0 : stream_totals[to];
     if (blockIdx.x == 0) {
       head.row_begin[end - first] = rows;
       head.pair_begin[end - first] = num_pairs;
@@ -80,29 +81,29 @@ __device__ inline void begin_packets(const Domain& d, const Op& op, const Tile& 
       head.most_pieces = most_pieces;
     }
     const PacketParts parts =
-        packet_parts({end - first, d.experts_per_rank, num_tokens, rows, num_pairs, stream_rows, with_values});
+        packet_parts({end - first, g.experts_per_rank, num_tokens, rows, num_pairs, stream_rows, with_weights});
     tile.packet[to] = {reinterpret_cast<ListEntry*>(bytes + parts.lists),
                        reinterpret_cast<PairEntry*>(bytes + parts.pairs),
-                       reinterpret_cast<float*>(bytes + parts.values),
-                       reinterpret_cast<uint32_t*>(bytes + parts.chunk_rows),
-                       reinterpret_cast<uint32_t*>(bytes + parts.chunk_pieces),
-                       reinterpret_cast<uint32_t*>(bytes + parts.chunk_streams),
+                       reinterpret_cast<float*>(bytes + parts.weights),
+                       reinterpret_cast<uint32_t*>(bytes + parts.token_block_rows),
+                       reinterpret_cast<uint32_t*>(bytes + parts.token_block_pieces),
+                       reinterpret_cast<uint32_t*>(bytes + parts.token_block_streams),
                        reinterpret_cast<uint32_t*>(bytes + parts.stream_pieces)};
   }
 }
 
 // By a crew: what lies before the block's first tile; block 0 writes the totals into the headers. False: too many
 // pairs.
-__device__ inline bool begin_tiles(const Crew& crew, const Domain& d, const Op& op, const Tile& tile,
-                                   uint32_t first_tile, uint32_t num_tiles, uint32_t num_tokens, bool with_values) {
-  const uint32_t ranks = d.at.num_ranks, experts = d.at.num_experts;
-  __shared__ uint32_t stream_totals[kMaxRanks], all_most;
+__device__ inline bool begin_tiles(const Crew& crew, const Group& g, const KernelOp& op, const Tile& tile,
+                                   uint32_t first_tile, uint32_t num_tiles, uint32_t num_tokens, bool with_weights) {
+  const uint32_t ranks = g.map.num_ranks, experts = g.map.num_experts;
+  __shared__ uint32_t stream_totals[kMaxCudaRanks], all_most;
   const bool writes_totals = blockIdx.x == 0;
-  const uint32_t token_words = tile_token_words(d.at), numbers = experts + ranks + d.at.num_domains;
+  const uint32_t token_words = tile_token_words(g.map), numbers = experts + ranks + g.map.num_domains;
 #pragma unroll 1
   for (uint32_t word = crew.thread; word < token_words + ranks; word += crew.size) {
     Before sums[4];
-    add_up(d, word, first_tile, num_tiles, sums);
+    add_up(g, word, first_tile, num_tiles, sums);
     if (word >= token_words) {  // one number
       uint32_t here = 0, total = 0;
 #pragma unroll
@@ -124,8 +125,8 @@ __device__ inline bool begin_tiles(const Crew& crew, const Domain& d, const Op& 
       } else if (i >= experts) {
         tile.row_begin[i - experts] = sums[n].total;
       } else if (writes_totals) {
-        const uint32_t to = d.domain_of[i / d.experts_per_rank], base = d.first_of[to] * d.experts_per_rank;
-        uint8_t* const counts = own_packet(d, to, op.epoch) + packet_parts({}).counts;
+        const uint32_t to = g.domain_of[i / g.experts_per_rank], base = g.first_of[to] * g.experts_per_rank;
+        uint8_t* const counts = own_packet(g, to, op.epoch) + packet_parts({}).counts;
         reinterpret_cast<uint32_t*>(counts)[i - base] = sums[n].total;
       }
     }
@@ -133,7 +134,7 @@ __device__ inline bool begin_tiles(const Crew& crew, const Domain& d, const Op& 
   if (writes_totals && crew.warp() == crew.warps() - 1) {
     uint32_t most = 0;
 #pragma unroll 1
-    for (uint32_t t = crew.lane(); t < num_tiles; t += kWarp) most = max(most, __ldcg(TileCounts(d, t).most_pieces));
+    for (uint32_t t = crew.lane(); t < num_tiles; t += kWarp) most = max(most, __ldcg(TileCounts(g, t).most_pieces));
     most = __reduce_max_sync(kFullWarp, most);
     if (crew.lane() == 0) all_most = most;
   }
@@ -150,13 +151,13 @@ __device__ inline bool begin_tiles(const Crew& crew, const Domain& d, const Op& 
   }
   crew.sync();
   const uint32_t num_pairs = tile.pair_begin[ranks];
-  if (num_pairs > d.at.max_pairs) {
+  if (num_pairs > g.map.max_pairs) {
     if (crew.thread == 0)
-      report(d, DeviceFault::kTooManyPairs, Step::kExchange, static_cast<int>(d.rank), -1, d.at.max_pairs, num_pairs,
+      report(g, DeviceFault::kTooManyPairs, Step::kExchange, static_cast<int>(g.rank), -1, g.map.max_pairs, num_pairs,
              ErrorKind::kPeerFailed);
     return false;
   }
-  if (crew.warp() == 0) begin_packets(d, op, tile, stream_totals, num_tokens, with_values, all_most);
+  if (crew.warp() == 0) begin_packets(g, op, tile, stream_totals, num_tokens, with_weights, all_most);
   crew.sync();
   return true;
 }
@@ -170,9 +171,9 @@ __device__ __forceinline__ uint64_t hash_pair(uint32_t place, uint32_t expert) {
 }
 
 // By a crew, of several domains: where each token is in our streams, and what comes back for it.
-__device__ inline void write_streams(const Crew& crew, const Domain& d, const Tiles& tiles) {
-  const uint32_t own = own_domain(d), max_tokens = d.at.max_tokens;
-  uint32_t* const addends = at<uint32_t>(d, d.rank, d.at.addends);
+__device__ inline void write_streams(const Crew& crew, const Group& g, const Tiles& tiles) {
+  const uint32_t own = own_domain(g), max_tokens = g.map.max_tokens;
+  uint32_t* const addends = at<uint32_t>(g, g.rank, g.map.addends);
 #pragma unroll 1
   for (uint32_t token = crew.thread; token < tiles.count; token += crew.size) {
     const Tile tile = tiles.with(token);
@@ -180,16 +181,16 @@ __device__ inline void write_streams(const Crew& crew, const Domain& d, const Ti
     const Mask bit = Mask{1} << t, below = bit - 1;
     uint32_t begin = 0;
 #pragma unroll 1
-    for (uint32_t to = 0; to < d.at.num_domains; ++to) {
+    for (uint32_t to = 0; to < g.map.num_domains; ++to) {
       const uint32_t row = tile.stream_base[to] + __popcll(tile.stream[to] & below);
       begin += to == own ? tile.piece_base[own] + tile.pieces[own * kTileTokens + t] : row;
       if (to == own || (tile.stream[to] & bit) == 0) continue;
-      at<uint32_t>(d, d.rank, d.at.sent_tokens)[to * uint64_t{max_tokens} + row] = tiles.first + token;
+      at<uint32_t>(g, g.rank, g.map.sent_tokens)[to * uint64_t{max_tokens} + row] = tiles.first + token;
       tile.packet[to].stream_pieces[row] = tile.piece_base[to] + tile.pieces[to * kTileTokens + t];
     }
-    at<uint32_t>(d, d.rank, d.at.token_addends)[tiles.first + token] = begin;
+    at<uint32_t>(g, g.rank, g.map.token_addends)[tiles.first + token] = begin;
 #pragma unroll 1
-    for (uint32_t to = 0; to < d.at.num_domains; ++to) {
+    for (uint32_t to = 0; to < g.map.num_domains; ++to) {
       if ((tile.stream[to] & bit) == 0) continue;
       if (to != own) {
         addends[begin++] = kReturned | to << 16 | (tile.stream_base[to] + __popcll(tile.stream[to] & below));
@@ -197,50 +198,52 @@ __device__ inline void write_streams(const Crew& crew, const Domain& d, const Ti
       }
       uint32_t piece = tile.piece_base[own] + tile.pieces[own * kTileTokens + t];
 #pragma unroll 1
-      for (uint32_t r = d.first; r < d.end; ++r)
+      for (uint32_t r = g.first; r < g.end; ++r)
         if ((tile.destination[r] & bit) != 0) addends[begin++] = piece++;
     }
   }
 }
 
-// By a warp: what earlier chunks of tokens have, for each chunk of a tile, or at the end of all (`chunks` 1, a tile
+// By a warp: what earlier token blocks have, for each one of a tile, or at the end of all (`token_blocks` 1, a tile
 // without tokens).
-__device__ inline void write_chunks(const Domain& d, const Tile& tile, uint32_t first, uint32_t chunks,
-                                    uint32_t all_chunks) {
-  const uint32_t c0 = first / kChunkTokens, lane = threadIdx.x % kWarp;
+__device__ inline void write_token_blocks(const Group& g, const Tile& tile, uint32_t first, uint32_t token_blocks,
+                                          uint32_t all_token_blocks) {
+  const uint32_t c0 = first / kTokenBlock, lane = threadIdx.x % kWarp;
   const auto low = [](Mask mask) { return static_cast<uint32_t>(__popc(static_cast<uint32_t>(mask))); };
 #pragma unroll 1
-  for (uint32_t r = lane; r < d.at.num_ranks; r += kWarp) {
-    const uint32_t to = d.domain_of[r];
-    uint32_t* const rows_of = tile.packet[to].chunk_rows + uint64_t{r - d.first_of[to]} * (all_chunks + 1) + c0;
+  for (uint32_t r = lane; r < g.map.num_ranks; r += kWarp) {
+    const uint32_t to = g.domain_of[r];
+    uint32_t* const rows_of =
+        tile.packet[to].token_block_rows + uint64_t{r - g.first_of[to]} * (all_token_blocks + 1) + c0;
 #pragma unroll 1
-    for (uint32_t c = 0; c < chunks; ++c) rows_of[c] = tile.row_base[r] + (c == 0 ? 0 : low(tile.destination[r]));
+    for (uint32_t c = 0; c < token_blocks; ++c) rows_of[c] = tile.row_base[r] + (c == 0 ? 0 : low(tile.destination[r]));
   }
 #pragma unroll 1
-  for (uint32_t to = lane; to < d.at.num_domains; to += kWarp)
+  for (uint32_t to = lane; to < g.map.num_domains; to += kWarp)
 #pragma unroll 1
-    for (uint32_t c = 0; c < chunks; ++c) {
+    for (uint32_t c = 0; c < token_blocks; ++c) {
       const uint32_t rows_before = tile.stream_base[to] + (c == 0 ? 0 : low(tile.stream[to]));
-      tile.packet[to].chunk_pieces[c0 + c] = tile.piece_base[to] + (c == 0 ? 0 : tile.pieces[to * kTileTokens + kWarp]);
-      if (to == own_domain(d)) continue;
-      tile.packet[to].chunk_streams[c0 + c] = rows_before;
-      at<uint32_t>(d, d.rank, d.at.sent_chunks)[uint64_t{to} * (max_chunks(d) + 1) + c0 + c] = rows_before;
+      tile.packet[to].token_block_pieces[c0 + c] =
+          tile.piece_base[to] + (c == 0 ? 0 : tile.pieces[to * kTileTokens + kWarp]);
+      if (to == own_domain(g)) continue;
+      tile.packet[to].token_block_streams[c0 + c] = rows_before;
+      at<uint32_t>(g, g.rank, g.map.sent_token_blocks)[uint64_t{to} * (max_token_blocks(g) + 1) + c0 + c] = rows_before;
     }
 }
 
 // By a crew: before `next` lies what lies before a tile, and the tile. They may be the same.
-__device__ inline void add_tile(const Crew& crew, const Domain& d, const Tile& tile, const Tile& next) {
-  const uint32_t experts = d.at.num_experts, ranks = d.at.num_ranks, domains = d.at.num_domains;
+__device__ inline void add_tile(const Crew& crew, const Group& g, const Tile& tile, const Tile& next) {
+  const uint32_t experts = g.map.num_experts, ranks = g.map.num_ranks, domains = g.map.num_domains;
 #pragma unroll 1
   for (uint32_t i = crew.thread; i < experts + ranks; i += crew.size)  // row_base follows expert_base
     next.expert_base[i] = tile.expert_base[i] + __popcll(tile.expert[i]);
 #pragma unroll 1
   for (uint32_t to = crew.thread; to < ranks; to += crew.size)
-    next.pair_base[to] = tile.pair_base[to] + pairs_of_tile(d, tile, to);
+    next.pair_base[to] = tile.pair_base[to] + pairs_of_tile(g, tile, to);
 #pragma unroll 1
   for (uint32_t to = crew.thread; to < domains; to += crew.size) {
     next.stream_base[to] = tile.stream_base[to] + __popcll(tile.stream[to]);
-    next.piece_base[to] = tile.piece_base[to] + pieces_of_tile(d, tile, to);
+    next.piece_base[to] = tile.piece_base[to] + pieces_of_tile(g, tile, to);
   }
 }
 
@@ -250,123 +253,123 @@ __device__ inline void add_tile(const Crew& crew, const Domain& d, const Tile& t
 #else
 #define UCCL_EP_WRITES __noinline__
 #endif
-// By a crew: lists, pairs and values of tiles, the first of which knows what lies before it, and then what lies before
+// By a crew: lists, pairs and weights of tiles, the first of which knows what lies before it, and then what lies before
 // the tile behind them; returns this thread's part of the hash.
-__device__ UCCL_EP_WRITES uint64_t write_tiles(const Crew& crew, const Domain& d, const DeviceRouting& r,
-                                               const Tiles& tiles, uint32_t all_chunks) {
-  const uint32_t ranks = d.at.num_ranks, own = own_domain(d), size = tiles.size();
-  uint32_t* const origin = at<uint32_t>(d, d.rank, d.at.pair_origin);
-  static_assert(kChunkTokens == kWarp && kTileTokens == 2 * kWarp);
+__device__ UCCL_EP_WRITES uint64_t write_tiles(const Crew& crew, const Group& g, const DeviceRouting& r,
+                                               const Tiles& tiles, uint32_t all_token_blocks) {
+  const uint32_t ranks = g.map.num_ranks, own = own_domain(g), size = tiles.size();
+  uint32_t* const origin = at<uint32_t>(g, g.rank, g.map.pair_origin);
+  static_assert(kTokenBlock == kWarp && kTileTokens == 2 * kWarp);
   // Each number is one thread's from tile to tile.
 #pragma unroll 1
-  for (uint32_t t = 1; t < size; ++t) add_tile(crew, d, tiles.tile(t - 1), tiles.tile(t));
+  for (uint32_t t = 1; t < size; ++t) add_tile(crew, g, tiles.tile(t - 1), tiles.tile(t));
   crew.sync();
 #pragma unroll 1
   for (uint32_t t = crew.warp(); t < size; t += crew.warps()) {
     const uint32_t first = tiles.first + t * kTileTokens;
-    write_chunks(d, tiles.tile(t), first, min(kTileTokens / kChunkTokens, all_chunks - first / kChunkTokens),
-                 all_chunks);
+    write_token_blocks(g, tiles.tile(t), first, min(kTileTokens / kTokenBlock, all_token_blocks - first / kTokenBlock),
+                       all_token_blocks);
   }
-  if (d.net != nullptr)
-    write_streams(crew, d, tiles);
+  if (g.net != nullptr)
+    write_streams(crew, g, tiles);
   else
 #pragma unroll 1
     for (uint32_t t = crew.thread; t < tiles.count; t += crew.size)
-      at<uint32_t>(d, d.rank, d.at.token_addends)[tiles.first + t] =
+      at<uint32_t>(g, g.rank, g.map.token_addends)[tiles.first + t] =
           tiles.with(t).piece_base[0] + tiles.with(t).pieces[t % kTileTokens];
   uint64_t hash = 0;
   const auto write = [&](const Pair& p) {
     const Tile tile = tiles.with(p.token);
     const uint32_t t = p.token % kTileTokens, token = tiles.first + p.token;
     const Mask below = (Mask{1} << t) - 1;
-    const uint32_t to = d.domain_of[p.to], first_pair = tile.pair_begin[d.first_of[to]];
+    const uint32_t to = g.domain_of[p.to], first_pair = tile.pair_begin[g.first_of[to]];
     const PacketPlace& packet = tile.packet[to];
-    const uint32_t first_slot = tile.pair_base[p.to] + tile.slot_begin[t * ranks + p.to];
-    const uint32_t number = tile.pair_begin[p.to] + first_slot + p.same_lower;
+    const uint32_t row_first_pair = tile.pair_base[p.to] + tile.pairs_before[t * ranks + p.to];
+    const uint32_t number = tile.pair_begin[p.to] + row_first_pair + p.same_lower;
     const uint32_t place = token * r.width + p.column;
-    packet.pairs[number - first_pair] = {p.expert - p.to * d.experts_per_rank,
+    packet.pairs[number - first_pair] = {p.expert - p.to * g.experts_per_rank,
                                          tile.expert_base[p.expert] + __popcll(tile.expert[p.expert] & below)};
     origin[number] = place;
-    if (r.values != nullptr) packet.values[number - first_pair] = r.values[place];
+    if (r.weights != nullptr) packet.weights[number - first_pair] = r.weights[place];
     hash += hash_pair(place, p.named);
     if (p.same_lower != 0) return;
     const uint32_t piece = tile.piece_base[to] + tile.pieces[to * kTileTokens + t] + p.ranks_lower;
     const uint32_t position = to == own ? token : tile.stream_base[to] + __popcll(tile.stream[to] & below);
     packet.lists[tile.row_begin[p.to] + tile.row_base[p.to] + __popcll(tile.destination[p.to] & below)] = {
-        first_slot, piece, position, static_cast<uint16_t>(token), static_cast<uint16_t>(p.same)};
+        row_first_pair, piece, position, static_cast<uint16_t>(token), static_cast<uint16_t>(p.same)};
   };
   if (r.is_map)
-    visit_map(crew, d, tiles, write);
+    visit_map(crew, g, tiles, write);
   else
-    visit_topk(crew, d, r, tiles.first, tiles.count, write);
+    visit_topk(crew, g, r, tiles.first, tiles.count, write);
   crew.sync();
-  add_tile(crew, d, tiles.tile(size - 1), tiles.tile(0));
+  add_tile(crew, g, tiles.tile(size - 1), tiles.tile(0));
   crew.sync();
   return hash;
 }
 #undef UCCL_EP_WRITES
 
 // By a crew of one block, after the last tile: what all have.
-__device__ inline void end_tiles(const Crew& crew, const Domain& d, const Tile& tile, uint32_t num_tokens) {
-  const uint32_t chunks = (num_tokens + kChunkTokens - 1) / kChunkTokens;
-  if (crew.warp() == 0) write_chunks(d, tile, chunks * kChunkTokens, 1, chunks);
-  uint32_t addends = tile.piece_base[own_domain(d)];
+__device__ inline void end_tiles(const Crew& crew, const Group& g, const Tile& tile, uint32_t num_tokens) {
+  const uint32_t token_blocks = (num_tokens + kTokenBlock - 1) / kTokenBlock;
+  if (crew.warp() == 0) write_token_blocks(g, tile, token_blocks * kTokenBlock, 1, token_blocks);
+  uint32_t addends = tile.piece_base[own_domain(g)];
 #pragma unroll 1
-  for (uint32_t to = 0; to < d.at.num_domains; ++to) {
-    if (to == own_domain(d)) continue;
+  for (uint32_t to = 0; to < g.map.num_domains; ++to) {
+    if (to == own_domain(g)) continue;
     addends += tile.stream_base[to];
     if (crew.thread == 0) tile.packet[to].stream_pieces[tile.stream_base[to]] = tile.piece_base[to];
   }
-  if (crew.thread == 0) at<uint32_t>(d, d.rank, d.at.token_addends)[num_tokens] = addends;
+  if (crew.thread == 0) at<uint32_t>(g, g.rank, g.map.token_addends)[num_tokens] = addends;
 }
 
 // By a crew, one of each block: the routing of all our tokens. Shared memory has room for `kept` tiles; if a block has
 // more, each is read twice. `totals`, in shared memory: set when block 0 has written the headers and counts. False: an
 // error is known.
-__device__ inline bool route(const Crew& crew, const Domain& d, const Op& op, const OpSignature& signature,
+__device__ inline bool route(const Crew& crew, const Group& g, const KernelOp& op, const OpSignature& signature,
                              const DeviceRouting& r, uint32_t num_tokens, uint32_t kept, uint8_t* shared,
                              uint32_t* totals) {
   const uint32_t num_tiles = (num_tokens + kTileTokens - 1) / kTileTokens;
-  const uint32_t per_block = (num_tiles + workers(d) - 1) / workers(d);
+  const uint32_t per_block = (num_tiles + workers(g) - 1) / workers(g);
   const uint32_t first_tile = min(blockIdx.x * per_block, num_tiles), end_tile = min(first_tile + per_block, num_tiles);
   const auto tiles_from = [&](uint32_t tile) {
     const uint32_t first = tile * kTileTokens, end = min(min(tile + kept, end_tile) * kTileTokens, num_tokens);
-    return Tiles{shared, d.at, first, end - first};
+    return Tiles{shared, g.map, first, end - first};
   };
   bool good = true;
 #pragma unroll 1
   for (uint32_t t = first_tile; t < end_tile; t += kept) {
     const Tiles tiles = tiles_from(t);
-    good &= read_tiles(crew, d, r, tiles);
-    count_tiles(crew, d, tiles);
+    good &= read_tiles(crew, g, r, tiles);
+    count_tiles(crew, g, tiles);
     crew.sync();
   }
   // All blocks run at the same time: no more than the buffer has SMs.
   if (crew.thread == crew.size - 1) {
-    if (arrive_last(&local(d).arrived[static_cast<uint32_t>(Arrival::kCounted)], workers(d)))
-      publish_in_gpu(&local(d).counted, op.epoch);
-    good &= wait_flag(d, &local(d).counted, op.epoch, Step::kExchange, d.rank);
+    if (arrive_last(&local(g).arrived[static_cast<uint32_t>(Phase::kCounted)], workers(g)))
+      publish_in_gpu(&local(g).counted, op.epoch);
+    good &= wait_flag(g, &local(g).counted, op.epoch, Step::kExchange, g.rank);
   }
   // Meanwhile: what our packets held two operations ago has been read, and has left.
-  good &= wait_some_members(crew, d, d.at.read, op.free_after, Step::kExchange);
-  good &= wait_some_packets_gone(crew, d, op.epoch);
+  good &= wait_some_members(crew, g, g.map.read, op.free_after, Step::kExchange);
+  good &= wait_some_packets_gone(crew, g, op.epoch);
   if (!crew.all(good)) return false;
-  if (blockIdx.x == 0) write_headers(crew, d, op, signature, num_tokens);
-  const Tile first(shared, d.at, 0);
-  if (!begin_tiles(crew, d, op, first, first_tile, num_tiles, num_tokens, r.values != nullptr)) return false;
+  if (blockIdx.x == 0) write_headers(crew, g, op, signature, num_tokens);
+  const Tile first(shared, g.map, 0);
+  if (!begin_tiles(crew, g, op, first, first_tile, num_tiles, num_tokens, r.weights != nullptr)) return false;
   if (blockIdx.x == 0 && crew.thread == 0) count_shared(totals);
   uint64_t hash = 0;
 #pragma unroll 1
   for (uint32_t t = first_tile; t < end_tile; t += kept) {
     const Tiles tiles = tiles_from(t);
-    if (kept < per_block) read_tiles(crew, d, r, tiles);
-    hash += write_tiles(crew, d, r, tiles, (num_tokens + kChunkTokens - 1) / kChunkTokens);
+    if (kept < per_block) read_tiles(crew, g, r, tiles);
+    hash += write_tiles(crew, g, r, tiles, (num_tokens + kTokenBlock - 1) / kTokenBlock);
   }
   // The block with the last tile, or the first if there is none.
   if (end_tile == num_tiles && (first_tile < end_tile || (num_tiles == 0 && blockIdx.x == 0)))
-    end_tiles(crew, d, first, num_tokens);
+    end_tiles(crew, g, first, num_tokens);
   hash = crew_sum(crew, hash);
-  if (crew.thread == 0) local(d).block_hash[blockIdx.x] = hash;
+  if (crew.thread == 0) local(g).block_hash[blockIdx.x] = hash;
   return true;
 }
 

@@ -10,45 +10,45 @@
 namespace uccl_ep::cuda {
 
 // Chunks of a source's tokens that a window has.
-struct ChunkRange {
+struct TokenBlockRange {
   uint32_t first, end;
 };
-__device__ __forceinline__ ChunkRange chunks_of(const CombineArgs& args, uint32_t chunks) {
-  const uint32_t per_window = args.window_tokens / kChunkTokens, first = min(args.window * per_window, chunks);
-  return {first, args.is_last ? chunks : min(first + per_window, chunks)};
+__device__ __forceinline__ TokenBlockRange token_blocks_of(const KernelCombineArgs& args, uint32_t token_blocks) {
+  const uint32_t per_window = args.window_tokens / kTokenBlock, first = min(args.window * per_window, token_blocks);
+  return {first, args.is_last ? token_blocks : min(first + per_window, token_blocks)};
 }
 
 // A rank that is alone in its domain has nothing to merge for others: what it folds for them goes into their rings.
-__device__ __forceinline__ bool is_alone(const Domain& d) { return num_near(d) == 1; }
+__device__ __forceinline__ bool is_alone(const Group& g) { return num_near(g) == 1; }
 
 // What a window folds, by source; in shared memory.
 struct FoldRange {
-  uint32_t begin[kMaxRanks], end[kMaxRanks];  // rows
-  uint8_t* to[kMaxRanks];                     // where piece 0 of the source would be; or the ring to it
-  uint32_t slot[kMaxRanks];                   // of the ring: of the first chunk
+  uint32_t begin[kMaxCudaRanks], end[kMaxCudaRanks];  // rows
+  uint8_t* to[kMaxCudaRanks];                         // where piece 0 of the source would be; or the ring to it
+  uint32_t slot[kMaxCudaRanks];                       // of the ring: of the first chunk
   MostRows most;
   PartedRows parted;
   uint32_t hurried;  // first rows whose warps tell of them themselves
 };
-__device__ inline void find_fold_range(const Crew& crew, const Domain& d, const PlanView& plan, const CombineArgs& args,
-                                       FoldRange& out) {
-  const uint32_t entries = plan.num_chunks + 1;
-  for (uint32_t s = crew.thread; s < d.at.num_ranks; s += crew.size) {
-    const ChunkRange chunks = chunks_of(args, plan.chunks[s]);
-    out.begin[s] = plan.row_begin[s] + plan.chunk_rows[s * entries + chunks.first];
-    out.end[s] = plan.row_begin[s] + plan.chunk_rows[s * entries + chunks.end];
-    const uint32_t k = stream_of(d, s);
-    if (!in_domain(d, s) && is_alone(d)) {
-      out.to[s] = at<uint8_t>(d, d.rank, d.net->relayed[k].returns);
-      out.slot[s] = static_cast<uint32_t>(net_state(d).relayed[k] % d.at.return_slots);
+__device__ inline void find_fold_range(const Crew& crew, const Group& g, const PlanView& plan,
+                                       const KernelCombineArgs& args, FoldRange& out) {
+  const uint32_t entries = plan.num_token_blocks + 1;
+  for (uint32_t s = crew.thread; s < g.map.num_ranks; s += crew.size) {
+    const TokenBlockRange token_blocks = token_blocks_of(args, plan.token_blocks[s]);
+    out.begin[s] = plan.row_begin[s] + plan.token_block_rows[s * entries + token_blocks.first];
+    out.end[s] = plan.row_begin[s] + plan.token_block_rows[s * entries + token_blocks.end];
+    const uint32_t k = stream_of(g, s);
+    if (!in_domain(g, s) && is_alone(g)) {
+      out.to[s] = at<uint8_t>(g, g.rank, g.net->relayed[k].returns);
+      out.slot[s] = static_cast<uint32_t>(net_state(g).relayed[k] % g.map.return_slots);
     } else {
-      const uint64_t earlier = plan.chunk_pieces[s * entries + chunks.first];
-      out.to[s] = at<uint8_t>(d, holder_of(d, s), d.at.pieces) + k * d.at.piece_bytes -
+      const uint64_t earlier = plan.token_block_pieces[s * entries + token_blocks.first];
+      out.to[s] = at<uint8_t>(g, holder_of(g, s), g.map.pieces) + k * g.map.piece_bytes -
                   earlier * args.hidden * dtype_bytes(args.wire);
     }
   }
   crew.sync();
-  if (crew.thread == 0) out.most.find(d, [&](uint32_t s) { return out.end[s] - out.begin[s]; });
+  if (crew.thread == 0) out.most.find(g, [&](uint32_t s) { return out.end[s] - out.begin[s]; });
   crew.sync();
 }
 
@@ -59,7 +59,7 @@ constexpr uint32_t kPart = 1u << 31;
 constexpr uint32_t kInRing = 1u << 30;
 // Of a row that somebody far away waits for already: its warp tells of it itself, for that is sooner.
 constexpr uint32_t kHurried = 1u << 29;
-static_assert(uint64_t{kMaxRanks} * (kMaxTokens / kChunkTokens) < kHurried);
+static_assert(uint64_t{kMaxCudaRanks} * (kMaxTokens / kTokenBlock) < kHurried);
 constexpr uint32_t kBoxes = 16;  // more than a warp puts at once
 template <uint32_t kWarps>
 struct Boxes {
@@ -77,24 +77,24 @@ struct Boxes {
 template <bool kNet>
 struct Fold {
   static constexpr bool kSumsFirst = false, kSplits = kNet, kRehearses = false;
-  const Domain& d;
-  const Op& op;
+  const Group& g;
+  const KernelOp& op;
   const PlanView& plan;
-  const CombineArgs& args;
+  const KernelCombineArgs& args;
   const FoldRange& range;
   uint32_t* const boxes;  // this warp's
   const uint32_t units;  // of 16 bytes in one of the caller's rows
   mutable uint32_t put = 0;
 
-  __device__ Taken taken() const { return Taken::kFolded; }
+  __device__ SharedWork shared_work() const { return SharedWork::kFolded; }
   __device__ uint32_t least() const { return 4; }
   __device__ uint32_t end() const {
-    const uint32_t rows = range.most.far_sum(d) + range.most.near_sum(d);
+    const uint32_t rows = range.most.far_sum(g) + range.most.near_sum(g);
     return kNet ? range.parted.end(rows) : rows;
   }
   __device__ Sum look_up(uint32_t number_of_sum) const {
-    const uint32_t far = range.most.far_sum(d), n = kNet ? range.parted.row(number_of_sum) : number_of_sum;
-    const auto [s, number] = n < far ? far_row(d, n) : near_row(d, n - far);
+    const uint32_t far = range.most.far_sum(g), n = kNet ? range.parted.row(number_of_sum) : number_of_sum;
+    const auto [s, number] = n < far ? far_row(g, n) : near_row(g, n - far);
     const uint32_t row = range.begin[s] + number;
     if (row >= range.end[s]) return {};
     const uint64_t bytes = uint64_t{args.hidden} * dtype_bytes(args.wire);
@@ -103,24 +103,24 @@ struct Fold {
       sum.first = row;
       sum.count = 1;
     } else {
-      sum.first = plan.row_slot[row];
-      sum.count = plan.row_slot[row + 1] - sum.first;
+      sum.first = plan.row_pair_begin[row];
+      sum.count = plan.row_pair_begin[row + 1] - sum.first;
     }
     if constexpr (kNet) sum.part = range.parted.part(number_of_sum);
-    if (kNet && n < far && is_alone(d)) {  // the rows that it gets are those of the stream
-      sum.tag = kInRing | ring_counter(d, stream_of(d, s), number / rows_per_chunk(d, bytes));
-      sum.out = range.to[s] + ring_offset(d, range.slot[s], d.at.return_slots, number, bytes);
+    if (kNet && n < far && is_alone(g)) {  // the rows that it gets are those of the stream
+      sum.tag = kInRing | ring_counter(g, stream_of(g, s), number / rows_per_chunk(g, bytes));
+      sum.out = range.to[s] + ring_offset(g, range.slot[s], g.map.return_slots, number, bytes);
     } else {
-      sum.tag = s * max_chunks(d) + plan.row_token[row] / kChunkTokens;
+      sum.tag = s * max_token_blocks(g) + plan.row_token[row] / kTokenBlock;
       if (kNet && n < range.hurried) sum.tag |= kHurried;
       sum.out = range.to[s] + plan.row_piece[row] * bytes;
     }
     if (args.may_drop) drop(sum, bytes);
     return sum;
   }
-  // Slots that the caller's rows do not have; they are the row's last ones.
+  // Rows that the caller's output does not have; they are the last ones of the sum.
   __device__ void drop(Sum& sum, uint64_t bytes) const {
-    while (sum.count > 0 && slot(sum.first + sum.count - 1) >= plan.num_slots) --sum.count;
+    while (sum.count > 0 && out_row(sum.first + sum.count - 1) >= plan.num_out_rows) --sum.count;
     if (sum.count > 0) return;
     for (uint64_t i = 0; i < bytes / 16; ++i) reinterpret_cast<uint4*>(sum.out)[i] = make_uint4(0, 0, 0, 0);
     proxy_fence();
@@ -130,8 +130,8 @@ struct Fold {
     else
       count_and_finish(sum.tag & ~kHurried, sum.part > 0);
   }
-  __device__ uint32_t slot(uint32_t k) const { return plan.compact_width > 0 ? k : plan.slots[k]; }
-  __device__ uint32_t place(const Sum&, uint32_t k) const { return slot(k) * units; }
+  __device__ uint32_t out_row(uint32_t k) const { return plan.compact_width > 0 ? k : plan.out_rows[k]; }
+  __device__ uint32_t place(const Sum&, uint32_t k) const { return out_row(k) * units; }
   __device__ const uint8_t* base() const { return args.rows; }
   template <bool kLooks>
   __device__ bool came(uint32_t) const {
@@ -139,13 +139,13 @@ struct Fold {
   }
   __device__ bool is_in_ring(uint32_t tag) const { return kNet && (tag & kInRing) != 0; }
   __device__ bool at_once(uint32_t tag) const {
-    return is_in_ring(tag) || !in_domain(d, (tag & ~kHurried) / max_chunks(d));
+    return is_in_ring(tag) || !in_domain(g, (tag & ~kHurried) / max_token_blocks(g));
   }
   __device__ bool tells() const { return true; }
   __device__ void tell(uint32_t lane, uint32_t count, uint32_t tag) const {
     if (lane < count)
       for (uint32_t looks = 1; !put_shared(boxes + (put + lane) % kBoxes, tag + 1); ++looks)
-        if (looks % 64 == 0 && stopped(d)) break;  // nobody may be left to empty it
+        if (looks % 64 == 0 && stopped(g)) break;  // nobody may be left to empty it
     put += count;
     __syncwarp();
   }
@@ -157,13 +157,13 @@ struct Fold {
     count_and_finish(tag & ~kHurried, is_part);
   }
   __device__ void count_in_ring(uint32_t tag, bool is_part) const {
-    count_some(at<uint32_t>(d, d.rank, d.at.relayed_counts) + (tag & ~kInRing), range.parted.weight(is_part));
+    count_some(at<uint32_t>(g, g.rank, g.map.relayed_counts) + (tag & ~kInRing), range.parted.num_parts_of(is_part));
   }
-  // A piece of a chunk, or a part of one, is in its source's memory. By one thread, after a fence: how many parts are.
-  // After all parts_of(tag), and another fence, finish() follows.
+  // A piece of a token block, or a part of one, is in its source's memory. By one thread, after a fence: how many parts
+  // are. After all parts_of(tag), and another fence, finish() follows.
   __device__ uint32_t count(uint32_t tag, bool is_part) const {
-    const uint32_t weight = kNet ? range.parted.weight(is_part) : 1;
-    return take_numbers(at<uint32_t>(d, d.rank, d.at.chunk_counts) + tag, weight) + weight;
+    const uint32_t parts = kNet ? range.parted.num_parts_of(is_part) : 1;
+    return take_numbers(at<uint32_t>(g, g.rank, g.map.token_block_counts) + tag, parts) + parts;
   }
   __device__ void count_and_finish(uint32_t tag, bool is_part) const {
     if (count(tag, is_part) != parts_of(tag)) return;
@@ -171,19 +171,19 @@ struct Fold {
     finish(tag);
   }
   __device__ uint32_t parts_of(uint32_t tag) const {
-    const uint32_t s = tag / max_chunks(d), chunk = tag % max_chunks(d);
-    const uint32_t* const rows_before = plan.chunk_rows + s * (plan.num_chunks + 1) + chunk;
+    const uint32_t s = tag / max_token_blocks(g), token_block = tag % max_token_blocks(g);
+    const uint32_t* const rows_before = plan.token_block_rows + s * (plan.num_token_blocks + 1) + token_block;
     return (rows_before[1] - rows_before[0]) * (kNet ? range.parted.parts : 1);
   }
   __device__ void finish(uint32_t tag) const {
-    const uint32_t s = tag / max_chunks(d);
-    *(at<uint32_t>(d, d.rank, d.at.chunk_counts) + tag) = 0;
-    store_flag(folded(d, holder_of(d, s), stream_of(d, s), d.rank) + tag % max_chunks(d), op.epoch);
+    const uint32_t s = tag / max_token_blocks(g);
+    *(at<uint32_t>(g, g.rank, g.map.token_block_counts) + tag) = 0;
+    store_flag(folded(g, holder_of(g, s), stream_of(g, s), g.rank) + tag % max_token_blocks(g), op.epoch);
   }
 };
 
-// By one warp: tells the sources of chunks whose last row has been folded. Those that fold do not wait for its fences,
-// which take their time while the link is full of rows.
+// By one warp: tells the sources of token blocks whose last row has been folded. Those that fold do not wait for its
+// fences, which take their time while the link is full of rows.
 template <bool kNet, uint32_t kWarps>
 __device__ inline void tell_folded(const Fold<kNet>& fold, Boxes<kWarps>& boxes) {
   constexpr uint32_t kEach = (kWarps * kBoxes + kWarp - 1) / kWarp;
@@ -198,7 +198,7 @@ __device__ inline void tell_folded(const Fold<kNet>& fold, Boxes<kWarps>& boxes)
       any |= found[u];
     }
     if (!__any_sync(kFullWarp, any != 0)) {
-      if (last_look || (looks % 64 == 0 && __any_sync(kFullWarp, stopped(fold.d)))) return;
+      if (last_look || (looks % 64 == 0 && __any_sync(kFullWarp, stopped(fold.g)))) return;
       __nanosleep(50);
       continue;
     }
@@ -222,42 +222,43 @@ __device__ inline void tell_folded(const Fold<kNet>& fold, Boxes<kWarps>& boxes)
   }
 }
 
-// By a warp of one block: nothing comes back of these chunks, and nobody waits for it.
-__device__ inline void tell_empty_chunks(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
-                                         const CombineArgs& args) {
-  for (uint32_t s = 0; s < d.at.num_ranks; ++s) {
-    const uint32_t* const before = plan.chunk_rows + s * (plan.num_chunks + 1);
-    const ChunkRange chunks = chunks_of(args, plan.chunks[s]);
-    for (uint32_t c = chunks.first + crew.lane(); c < chunks.end; c += kWarp)
-      if (before[c] == before[c + 1]) publish_flag(folded(d, holder_of(d, s), stream_of(d, s), d.rank) + c, op.epoch);
+// By a warp of one block: nothing comes back of these token blocks, and nobody waits for it.
+__device__ inline void tell_empty_token_blocks(const Crew& crew, const Group& g, const KernelOp& op,
+                                               const PlanView& plan, const KernelCombineArgs& args) {
+  for (uint32_t s = 0; s < g.map.num_ranks; ++s) {
+    const uint32_t* const before = plan.token_block_rows + s * (plan.num_token_blocks + 1);
+    const TokenBlockRange token_blocks = token_blocks_of(args, plan.token_blocks[s]);
+    for (uint32_t c = token_blocks.first + crew.lane(); c < token_blocks.end; c += kWarp)
+      if (before[c] == before[c + 1]) publish_flag(folded(g, holder_of(g, s), stream_of(g, s), g.rank) + c, op.epoch);
   }
 }
 
 // By crews of all blocks: weights' gradients, to those that merge them.
-__device__ inline void fold_values(const Crew& crew, const Domain& d, const PlanView& plan, const CombineArgs& args) {
-  const uint32_t first = blockIdx.x * crew.size + crew.thread, step = workers(d) * crew.size;
+__device__ inline void fold_weights(const Crew& crew, const Group& g, const PlanView& plan,
+                                    const KernelCombineArgs& args) {
+  const uint32_t first = blockIdx.x * crew.size + crew.thread, step = workers(g) * crew.size;
   const uint32_t width = plan.compact_width;
-  for (uint32_t s = 0; s < d.at.num_ranks; ++s) {
-    float* const to = at<float>(d, holder_of(d, s), d.at.piece_values) + uint64_t{stream_of(d, s)} * d.at.max_pairs;
-    const uint32_t offset = plan.value_begin[s];
+  for (uint32_t s = 0; s < g.map.num_ranks; ++s) {
+    float* const to = at<float>(g, holder_of(g, s), g.map.piece_weights) + uint64_t{stream_of(g, s)} * g.map.max_pairs;
+    const uint32_t offset = plan.weight_begin[s];
     if (width > 0) {
       for (uint32_t row = plan.row_begin[s] + first; row < plan.row_end[s]; row += step)
-        for (uint32_t p = plan.row_slot[row]; p < plan.row_slot[row + 1]; ++p)
+        for (uint32_t p = plan.row_pair_begin[row]; p < plan.row_pair_begin[row + 1]; ++p)
           to[p + offset] =
-              row < plan.num_slots ? args.row_values[uint64_t{row} * width + p - plan.row_slot[row]] : 0.0f;
+              row < plan.num_out_rows ? args.row_weights[uint64_t{row} * width + p - plan.row_pair_begin[row]] : 0.0f;
       continue;
     }
-    const uint32_t end = plan.row_slot[plan.row_end[s]];
-    for (uint32_t p = plan.row_slot[plan.row_begin[s]] + first; p < end; p += step)
-      to[p + offset] = plan.slots[p] < plan.num_slots ? args.row_values[plan.slots[p]] : 0.0f;
+    const uint32_t end = plan.row_pair_begin[plan.row_end[s]];
+    for (uint32_t p = plan.row_pair_begin[plan.row_begin[s]] + first; p < end; p += step)
+      to[p + offset] = plan.out_rows[p] < plan.num_out_rows ? args.row_weights[plan.out_rows[p]] : 0.0f;
   }
 }
 // When the rows are folded, too: every member learns that it has all of both.
-__device__ inline void finish_fold(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
-                                   const CombineArgs& args) {
-  if (args.row_values != nullptr && args.window == 0) fold_values(crew, d, plan, args);
-  if (last_block(crew, d, Arrival::kFolded, workers(d)) && going(crew, d))
-    publish_to_members(crew, d, d.at.folded_all, op.epoch);
+__device__ inline void finish_fold(const Crew& crew, const Group& g, const KernelOp& op, const PlanView& plan,
+                                   const KernelCombineArgs& args) {
+  if (args.row_weights != nullptr && args.window == 0) fold_weights(crew, g, plan, args);
+  if (last_block(crew, g, Phase::kFolded, workers(g)) && going(crew, g))
+    publish_to_members(crew, g, g.map.folded_all, op.epoch);
 }
 
 }  // namespace uccl_ep::cuda

@@ -16,7 +16,7 @@ constexpr uint32_t kMostWindows = 8;  // of an operation, where a window's token
 
 class Cursor {
  public:
-  explicit Cursor(RegionLayout& layout) : layout_(layout) {}
+  explicit Cursor(DeviceRegionLayout& layout) : layout_(layout) {}
   uint64_t take(const std::string& name, uint64_t bytes) {
     const uint64_t at = layout_.total_bytes;
     const uint64_t size = round_up(bytes, kAlign);
@@ -26,7 +26,7 @@ class Cursor {
   }
 
  private:
-  RegionLayout& layout_;
+  DeviceRegionLayout& layout_;
 };
 
 // What a domain has at most, and a rank merges for other domains at most.
@@ -55,15 +55,15 @@ DeviceRings rings_for(const Shape& shape, uint64_t packet_bytes, uint64_t row_by
   rings.packet_bytes = packet_bytes;
   rings.rows_slot_bytes = rings.return_slot_bytes = round_up(per_chunk * row_bytes, kAlign);
   rings.rows_slots = slots;
-  rings.return_slots = slots + value_chunks(max_pairs, rings.return_slot_bytes);
+  rings.return_slots = slots + weight_chunks(max_pairs, rings.return_slot_bytes);
   return rings;
 }
 
 // Routing for `num_tokens`, rows and pieces for a window of `window` of them.
-RegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint32_t num_tokens,
-                        uint32_t window) {
+DeviceRegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint32_t num_tokens,
+                              uint32_t window) {
   const Shape shape(topo);
-  RegionLayout l;
+  DeviceRegionLayout l;
   l.num_ranks = shape.ranks;
   l.num_members = shape.members;
   l.num_streams = shape.streams;
@@ -74,9 +74,9 @@ RegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64_t row
   l.max_pairs = num_tokens * kPairsPerToken;
   l.half_bytes = window * row_bytes;
   // Most tokens reach fewer ranks than there are; a window takes what fits.
-  l.piece_bytes = (uint64_t{window} * std::min(shape.members, kUsualRanks) + kChunkTokens * shape.members) * row_bytes;
+  l.piece_bytes = (uint64_t{window} * std::min(shape.members, kUsualRanks) + kTokenBlock * shape.members) * row_bytes;
   const uint64_t ranks = shape.ranks, members = shape.members, streams = shape.streams, domains = shape.domains;
-  const uint64_t tokens = num_tokens, pairs = l.max_pairs, chunks = tokens / kChunkTokens;
+  const uint64_t tokens = num_tokens, pairs = l.max_pairs, token_blocks = tokens / kTokenBlock;
   const uint32_t experts_per_rank = num_experts / shape.ranks;
   const uint32_t stream_rows = domains > 1 ? num_tokens : 0;
   l.packet_bytes = round_up(packet_parts({shape.members, experts_per_rank, num_tokens, shape.members * num_tokens,
@@ -91,14 +91,14 @@ RegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64_t row
   Cursor cursor(l);
   cursor.take("rings", several ? device_ring_bytes(topo, l.rings) : 0);  // first: the transport counts from 0
   l.header_full = cursor.take("flags.header_full", 8 * ranks);
-  l.values_full = cursor.take("flags.values_full", 8 * ranks);
+  l.weights_full = cursor.take("flags.values_full", 8 * ranks);
   l.lists_full = cursor.take("flags.lists_full", 8 * members);
   l.read = cursor.take("flags.read", 8 * members);
   l.folded_all = cursor.take("flags.folded_all", 8 * members);
   l.merged = cursor.take("flags.merged", 8 * members);
-  l.rows_full = cursor.take("flags.rows_full", 8 * members * (tokens / kStageRows));
-  l.folded = cursor.take("flags.folded", 8 * streams * members * chunks);
-  l.chunk_counts = cursor.take("chunk_counts", 4 * ranks * chunks);
+  l.rows_full = cursor.take("flags.rows_full", 8 * members * (tokens / kRowGroup));
+  l.folded = cursor.take("flags.folded", 8 * streams * members * token_blocks);
+  l.token_block_counts = cursor.take("chunk_counts", 4 * ranks * token_blocks);
   l.sent_counts = cursor.take("sent_counts", several * 4 * domains * l.row_slots);
   l.relayed_counts = cursor.take("relayed_counts", several * 4 * streams * l.return_slots);
   l.local = cursor.take("local", sizeof(Local));
@@ -108,11 +108,11 @@ RegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64_t row
   l.tile_counts = cursor.take("tile_counts", 4 * (tokens / kTileTokens) * tile_words(l));
   l.token_addends = cursor.take("token_addends", 4 * (tokens + 1));
   l.addends = cursor.take("addends", several * 4 * pairs);
-  l.sent_chunks = cursor.take("sent_chunks", several * 4 * domains * (chunks + 1));
+  l.sent_token_blocks = cursor.take("sent_chunks", several * 4 * domains * (token_blocks + 1));
   l.sent_tokens = cursor.take("sent_tokens", several * 4 * domains * tokens);
   l.packets = cursor.take("packets", kHalves * l.packet_bytes);
   l.pair_origin = cursor.take("pair_origin", pairs * 4);
-  l.piece_values = cursor.take("piece_values", streams * pairs * sizeof(float));
+  l.piece_weights = cursor.take("piece_values", streams * pairs * sizeof(float));
   l.rows = cursor.take("rows", kHalves * l.half_bytes);
   // Where every rank is alone in its domain, what is folded for others goes into the rings.
   l.pieces = cursor.take("pieces", (members > 1 ? streams : 1) * l.piece_bytes);
@@ -143,8 +143,8 @@ uint64_t least_budget_bytes(const Topology& topo, uint32_t num_experts, uint64_t
 
 // An eighth of the budget for the routing, which goes in one piece, half of that where other domains get it, too, but
 // at least that of `window_tokens`; the rest for rows, which go in windows.
-RegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes,
-                         uint32_t window_tokens) {
+DeviceRegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes,
+                               uint32_t window_tokens) {
   const auto used = [&](uint32_t tokens, uint32_t window) {
     return layout_for(topo, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens).total_bytes;
   };
@@ -161,42 +161,42 @@ RegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t ro
   });
   const uint32_t window =
       largest(std::min(tokens, blocks_of(wanted)), [&](uint32_t n) { return bytes(tokens, n) <= budget_bytes; });
-  RegionLayout l = layout_for(topo, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens);
+  DeviceRegionLayout l = layout_for(topo, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens);
   const uint64_t unused = round_up(l.total_bytes, kDevicePage) - l.total_bytes;
   l.entries.emplace_back("unused", unused);
   l.total_bytes += unused;
   return l;
 }
 
-uint64_t lay_out_plan(PlanView& view, const PlanSizes& sizes, uint8_t* memory, const Offsets& of) {
+uint64_t lay_out_plan(PlanView& view, const PlanSizes& sizes, uint8_t* memory, const DeviceMap& of) {
   uint64_t at = 0;
   const auto take = [&](auto*& pointer, uint64_t count) {
     pointer = memory == nullptr ? nullptr : reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(memory + at);
     at += sizeof(*pointer) * count;
   };
   const uint64_t ranks = of.num_ranks, experts = of.num_experts / of.num_ranks;
-  const uint64_t entries = uint64_t{view.num_chunks} + 1;
+  const uint64_t entries = uint64_t{view.num_token_blocks} + 1;
   take(view.routing_hash, 1);
   take(view.tokens_per_expert, experts);
   take(view.overflow, 1);
   take(view.row_begin, ranks);
   take(view.row_end, ranks);
-  take(view.value_begin, ranks);
-  take(view.chunk_rows, ranks * entries);
-  take(view.chunk_pieces, ranks * entries);
-  take(view.chunks, ranks);
+  take(view.weight_begin, ranks);
+  take(view.token_block_rows, ranks * entries);
+  take(view.token_block_pieces, ranks * entries);
+  take(view.token_blocks, ranks);
   take(view.padding, 2 * experts);
   take(view.row_token, sizes.received_rows);
   take(view.row_piece, sizes.received_rows);
-  take(view.row_slot, uint64_t{sizes.received_rows} + 1);
-  take(view.slots, sizes.received_pairs);
+  take(view.row_pair_begin, uint64_t{sizes.received_rows} + 1);
+  take(view.out_rows, sizes.received_pairs);
   take(view.addend_begin, uint64_t{view.num_tokens} + 1);
   take(view.pair_begin, ranks + 1);
   take(view.pair_place, sizes.sent_pairs);
   if (of.num_domains == 1) return at;
   take(view.row_position, sizes.received_rows);
-  take(view.chunk_streams, ranks * entries);
-  take(view.sent_chunks, of.num_domains * entries);
+  take(view.token_block_streams, ranks * entries);
+  take(view.sent_token_blocks, of.num_domains * entries);
   take(view.sent_begin, uint64_t{of.num_domains} + 1);
   take(view.sent_tokens, sizes.shipped_rows);
   take(view.addends, sizes.sent_addends);

@@ -14,13 +14,13 @@
 
 namespace uccl_ep::cuda {
 
-constexpr uint32_t kMaxRanks = 64;         // of the group: kernel arguments hold a pointer per rank
-constexpr uint32_t kMaxDomains = 32;       // a lane of a warp each
-constexpr uint32_t kMaxBlocks = 1024;      // of a kernel
-constexpr uint32_t kTileTokens = 64;       // routed together: a bit each of a 64-bit mask
-constexpr uint32_t kStageRows = 8;         // staged rows that one flag publishes
-constexpr uint32_t kChunkTokens = 32;      // tokens whose pieces one flag publishes; windows consist of whole ones
-constexpr uint32_t kPairsPerToken = 32;    // of the capacity; an operation may distribute them otherwise
+constexpr uint32_t kMaxCudaRanks = 64;   // of the group: kernel arguments hold a pointer per rank
+constexpr uint32_t kMaxDomains = 32;     // a lane of a warp each
+constexpr uint32_t kMaxBlocks = 1024;    // of a kernel
+constexpr uint32_t kTileTokens = 64;     // routed together: a bit each of a 64-bit mask
+constexpr uint32_t kRowGroup = 8;        // staged rows that one flag publishes
+constexpr uint32_t kTokenBlock = 32;     // tokens whose pieces one flag publishes; windows consist of whole ones
+constexpr uint32_t kPairsPerToken = 32;  // of the capacity; an operation may distribute them otherwise
 constexpr uint32_t kMaxTokens = 1u << 16;
 constexpr uint32_t kHalves = 2;
 
@@ -30,38 +30,38 @@ constexpr uint32_t kHalves = 2;
 
 // Flags, all uint64 epochs that only grow. In the region of the rank that reads them; written by peers over NVLink.
 //   header_full[s]  writer: rank s. The header of its packet of that epoch is there, and of a new plan its counts. Of
-//                   another domain: the relay (net.cuh); the packet.
-//   lists_full[m]   writer: member m. Of a new plan: its packet of that epoch is there, but for its values.
-//   rows_full[m][c] writer: member m. Chunk c (kStageRows) of its staged rows of that epoch is in its region.
-//   values_full[s]  writer: as of header_full. The fp32 values of that epoch are in its packet.
+//                   another domain: the poller (net.cuh); the packet.
+//   lists_full[m]   writer: member m. Of a new plan: its packet of that epoch is there, but for its weights.
+//   rows_full[m][c] writer: member m. Row group c of its staged rows of that epoch is in its region.
+//   weights_full[s] writer: as of header_full. The weights of that epoch are in its packet.
 //   read[m]         writer: member m. It has read what it wanted of our packet and rows of that epoch.
-//   folded[k][m][c] writer: member m. Its pieces of chunk c (kChunkTokens of the source's tokens) of the stream that we
+//   folded[k][m][c] writer: member m. Its pieces of the source's token block c, of the stream that we
 //                   merge as number k (0: our own, then those that we relay) are in our region.
-//   folded_all[m]   writer: member m. All its pieces and fp32 values of that epoch are in our region.
+//   folded_all[m]   writer: member m. All its pieces and weights of that epoch are in our region.
 //   merged[m]       writer: member m. It has read all pieces in its region up to that epoch: they may be overwritten.
-struct Offsets {
-  uint64_t header_full = 0, values_full = 0;  // [ranks]
+struct DeviceMap {
+  uint64_t header_full = 0, weights_full = 0;  // [ranks]
   uint64_t lists_full = 0, read = 0, folded_all = 0, merged = 0;  // [members]
-  uint64_t rows_full = 0;  // [members][chunks]
-  uint64_t folded = 0;  // [streams][members][chunks]
+  uint64_t rows_full = 0;  // [members][row groups]
+  uint64_t folded = 0;  // [streams][members][token blocks]
   uint64_t packets = 0;  // [halves] for our own domain: packet.h
   uint64_t packet_bytes = 0;
   uint64_t rows = 0;  // [halves] half_bytes: rows for our own domain, at the place of their token
   // Combine.
   uint64_t pieces = 0;  // [streams] piece_bytes, or of our own only; a row's pieces lie side by side, ranks ascending
-  uint64_t piece_values = 0;  // [streams][pairs] float
+  uint64_t piece_weights = 0;  // [streams][pairs] float
   // Read and written by this rank only.
   uint64_t local = 0;  // Local
   uint64_t net = 0;  // Net and NetState, where there are several domains
   uint64_t net_state = 0;
   uint64_t sent_counts = 0;  // [domains][slots] uint32: rows of a chunk that are staged; who ships it resets it
   uint64_t relayed_counts = 0;  // [streams][slots] uint32: likewise, merged
-  uint64_t chunk_counts = 0;  // [ranks][chunks] uint32: pieces of a chunk that are done; the last resets it
+  uint64_t token_block_counts = 0;  // [ranks][token blocks] uint32: its pieces that are done; the last resets it
   uint64_t tile_counts = 0;  // [tiles] uint32[tile_words]: see tile.cuh
   uint64_t plan_scratch = 0;  // PlanScratch
   uint64_t token_addends = 0;  // [tokens + 1] uint32: addends of earlier tokens
   uint64_t addends = 0;  // [pairs] uint32: see PlanView
-  uint64_t sent_chunks = 0;  // [domains][chunks + 1] uint32: rows of the stream of earlier chunks of tokens
+  uint64_t sent_token_blocks = 0;  // [domains][token blocks + 1] uint32: rows of the stream of earlier token blocks
   uint64_t sent_tokens = 0;  // [domains][tokens] uint32: of a row of the stream
   uint64_t pair_origin = 0;  // [pairs] uint32: place in the caller's [T, width]
   uint64_t total_bytes = 0;
@@ -80,50 +80,50 @@ struct Offsets {
   uint32_t row_slots = 0, return_slots = 0;
   uint64_t slot_bytes = 0;
 };
-struct RegionLayout : Offsets {
+struct DeviceRegionLayout : DeviceMap {
   DeviceRings rings;
   std::vector<std::pair<std::string, uint64_t>> entries;  // by purpose; their sum is total_bytes
 };
 
 // What is counted of a tile: tokens by expert, rank and domain, a byte each; and all of it.
-constexpr uint32_t tile_token_words(const Offsets& at) {
-  return (at.num_experts + at.num_ranks + at.num_domains + 3) / 4;
+constexpr uint32_t tile_token_words(const DeviceMap& map) {
+  return (map.num_experts + map.num_ranks + map.num_domains + 3) / 4;
 }
-constexpr uint32_t tile_words(const Offsets& at) { return tile_token_words(at) + at.num_ranks + 1; }
+constexpr uint32_t tile_words(const DeviceMap& map) { return tile_token_words(map) + map.num_ranks + 1; }
 
 constexpr uint64_t kDevicePage = 2u << 20;  // memory of a GPU comes in whole ones
 
 // The largest layout within `budget_bytes`, which is at least the least. With `window_tokens` at most one for windows
 // of so many tokens, of widest rows, and for operations with eight times as many.
-RegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes,
-                         uint32_t window_tokens = 0);
+DeviceRegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes,
+                               uint32_t window_tokens = 0);
 // With `window_tokens`: what operations of so many tokens need, though rows go in the least windows.
 uint64_t least_budget_bytes(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint32_t window_tokens = 0);
 
 // From one staged row to the next. Bulk copies are slow where source and destination lie differently in 128 bytes.
 constexpr uint64_t staged_row_bytes(Dtype wire, uint64_t hidden) { return round_up(wire_row_bytes(wire, hidden), 128); }
 
-// Chunks of a ring that the fp32 values of a stream take.
-constexpr uint32_t value_chunks(uint64_t num_pairs, uint64_t slot_bytes) {
+// Chunks of a ring that the weights of a stream take.
+constexpr uint32_t weight_chunks(uint64_t num_pairs, uint64_t slot_bytes) {
   return static_cast<uint32_t>((4 * num_pairs + slot_bytes - 1) / slot_bytes);
 }
-// Whole chunks of tokens of which at most `most` rows are, up to all.
-inline uint32_t window_of(const Offsets& at, uint64_t most) {
-  const uint64_t tokens = most / kChunkTokens * kChunkTokens;
-  return tokens < at.max_tokens ? static_cast<uint32_t>(tokens) : at.max_tokens;
+// Whole token blocks of which at most `most` rows are, up to all.
+inline uint32_t whole_token_blocks(const DeviceMap& map, uint64_t most) {
+  const uint64_t tokens = most / kTokenBlock * kTokenBlock;
+  return tokens < map.max_tokens ? static_cast<uint32_t>(tokens) : map.max_tokens;
 }
 // Tokens whose staged rows fit a half, here and between domains: a longer dispatch goes in windows of so many.
-inline uint32_t window_tokens(const Offsets& at, uint64_t row_bytes) {
-  const uint64_t staged = at.half_bytes / row_bytes, shipped = at.row_slots * (at.slot_bytes / row_bytes);
-  return window_of(at, at.num_domains > 1 && shipped < staged ? shipped : staged);
+inline uint32_t window_tokens(const DeviceMap& map, uint64_t row_bytes) {
+  const uint64_t staged = map.half_bytes / row_bytes, shipped = map.row_slots * (map.slot_bytes / row_bytes);
+  return whole_token_blocks(map, map.num_domains > 1 && shipped < staged ? shipped : staged);
 }
-// Tokens whose pieces fit the memory if a chunk of tokens has at most `most_pieces` in any domain. At least a chunk.
-inline uint32_t combine_window_tokens(const Offsets& at, uint64_t row_bytes, uint32_t most_pieces) {
-  const uint64_t pieces = at.piece_bytes / row_bytes;
-  const uint64_t folded = most_pieces == 0 ? at.max_tokens : pieces / most_pieces * kChunkTokens;
-  const uint64_t slots = at.return_slots - (at.num_domains > 1 ? value_chunks(at.max_pairs, at.slot_bytes) : 0);
-  const uint64_t returned = slots * (at.slot_bytes / row_bytes);
-  return window_of(at, at.num_domains > 1 && returned < folded ? returned : folded);
+// Tokens whose pieces fit the memory if a token block has at most `most_pieces` in any domain. At least one.
+inline uint32_t combine_window_tokens(const DeviceMap& map, uint64_t row_bytes, uint32_t most_pieces) {
+  const uint64_t pieces = map.piece_bytes / row_bytes;
+  const uint64_t folded = most_pieces == 0 ? map.max_tokens : pieces / most_pieces * kTokenBlock;
+  const uint64_t slots = map.return_slots - (map.num_domains > 1 ? weight_chunks(map.max_pairs, map.slot_bytes) : 0);
+  const uint64_t returned = slots * (map.slot_bytes / row_bytes);
+  return whole_token_blocks(map, map.num_domains > 1 && returned < folded ? returned : folded);
 }
 
 // How far this rank is; kept in device memory so that a captured graph advances it, too.
@@ -140,7 +140,7 @@ struct PlanSizes {
   uint32_t num_rows = 0;  // of the output
   uint32_t received_rows = 0, received_pairs = 0, sent_pairs = 0;
   uint32_t most_tokens = 0;  // of any rank
-  uint32_t most_pieces = 0;  // that any chunk of tokens of any rank has in any domain
+  uint32_t most_pieces = 0;  // that any token block of any rank has in any domain
   // Where there are several domains.
   uint32_t shipped_rows = 0;  // of our streams to others
   uint32_t relayed_rows = 0;  // of the streams that we merge for others
@@ -160,20 +160,20 @@ struct Local {
   uint64_t stop = 0;  // 1: an error is known, kernels return. Writers: kernels of this rank, its host
   uint64_t counted = 0;  // epoch whose tiles have all been counted
   uint64_t packed = 0;  // epoch whose packets are complete, and of a new plan all that is known of its streams
-  uint64_t values_relayed = 0;  // epoch whose values are in the rings to their sources
+  uint64_t weights_relayed = 0;  // epoch whose weights are in the rings to their sources
   uint64_t planned = 0;  // epoch whose PlanScratch is complete
   uint64_t rows_planned = 0;  // epoch of a new plan whose rows are known, but for the first of each warp that places
   uint64_t hashed = 0;  // epoch whose routing's hash is in our header
   uint64_t routing_hash = 0;  // of a routing that is compared with a plan's; the last to add resets it
-  uint32_t arrived[10] = {};  // blocks that are through with something, by Arrival; the last resets it
+  uint32_t arrived[10] = {};  // blocks that are through with something, by Phase; the last resets it
   // Progress, arrival: the time, in ticks of patience.cuh, before which no wait's deadline begins. Writers and readers:
   // threads whose deadline is over; any of their values will do; never reset.
   uint32_t patient_since[2] = {};
-  uint32_t taken[4] = {};  // shares of work that have been taken, by Taken; reset when all are through
+  uint32_t next_share[4] = {};  // of the work that is not dealt out, by SharedWork; reset when all are through
   uint64_t block_hash[kMaxBlocks] = {};
   // Since creation: what block 0 has spent in a step; by rank, how long we were there before it entered.
   uint64_t step_nsec[kNumSteps] = {};
-  uint64_t waited_nsec[kMaxRanks] = {};
+  uint64_t waited_nsec[kMaxCudaRanks] = {};
 };
 
 struct ListEntry;
@@ -181,18 +181,19 @@ struct PairEntry;
 // What a new plan is made of, between the kernels that make it.
 struct PlanScratch {
   // By source: its received rows and pairs, which are numbered in the given order of sources.
-  uint32_t row_begin[kMaxRanks], row_end[kMaxRanks];
-  uint32_t slot_begin[kMaxRanks], slot_end[kMaxRanks];
-  uint32_t value_begin[kMaxRanks];  // as in PlanView
-  // Of its packet: its rows for us; all its pairs, and their values; numbers of earlier chunks of tokens.
-  const ListEntry* lists[kMaxRanks];
-  const PairEntry* pairs[kMaxRanks];
-  const float* values[kMaxRanks];
-  const uint32_t *chunk_rows[kMaxRanks], *chunk_pieces[kMaxRanks], *chunk_streams[kMaxRanks];
-  const uint32_t* stream_pieces[kMaxRanks];
-  uint32_t num_tokens[kMaxRanks], stream_rows[kMaxRanks], num_pairs[kMaxRanks];
+  uint32_t row_begin[kMaxCudaRanks], row_end[kMaxCudaRanks];
+  uint32_t pair_begin[kMaxCudaRanks], pair_end[kMaxCudaRanks];
+  uint32_t weight_begin[kMaxCudaRanks];  // as in PlanView
+  // Of its packet: its rows for us; all its pairs, and their weights; numbers of earlier token blocks.
+  const ListEntry* lists[kMaxCudaRanks];
+  const PairEntry* pairs[kMaxCudaRanks];
+  const float* weights[kMaxCudaRanks];
+  const uint32_t *token_block_rows[kMaxCudaRanks], *token_block_pieces[kMaxCudaRanks],
+      *token_block_streams[kMaxCudaRanks];
+  const uint32_t* stream_pieces[kMaxCudaRanks];
+  uint32_t num_tokens[kMaxCudaRanks], stream_rows[kMaxCudaRanks], num_pairs[kMaxCudaRanks];
   PlanSizes sizes;
-  // Followed by uint32 slot_base[ranks][experts of a rank], padding[experts of a rank][2], size[experts of a rank].
+  // Followed by uint32 out_row_base[ranks][experts of a rank], padding[experts of a rank][2], size[experts of a rank].
 };
 
 // Pinned host memory. Writer: a kernel; reader: the host.
@@ -233,27 +234,27 @@ enum class DeviceFault : uint32_t {
 struct PlanView {
   uint64_t* routing_hash = nullptr;  // [1]
   int64_t* tokens_per_expert = nullptr;  // [experts of a rank] pairs, padding included
-  uint64_t* overflow = nullptr;  // [1] 1: more slots were needed than the caller has
+  uint64_t* overflow = nullptr;  // [1] 1: more rows came than the caller has room for
   // Of this rank as destination.
   uint32_t* row_begin = nullptr;  // [ranks] a source's rows, numbered in the given order of sources
   uint32_t* row_end = nullptr;  // [ranks]
-  uint32_t* value_begin = nullptr;  // [ranks] number of a pair in its source's packet = ours + value_begin (mod 2^32)
-  uint32_t* chunk_rows = nullptr;  // [ranks][chunks + 1] the source's rows for us of earlier chunks of its tokens
-  uint32_t* chunk_pieces = nullptr;  // [ranks][chunks + 1] its pieces in our domain of earlier chunks
-  uint32_t* chunks = nullptr;  // [ranks] chunks of a source's tokens
-  uint32_t* padding = nullptr;  // [experts of a rank][2]: slots that are padding
+  uint32_t* weight_begin = nullptr;  // [ranks] number of a pair in its source's packet = ours + weight_begin (mod 2^32)
+  uint32_t* token_block_rows = nullptr;  // [ranks][token blocks + 1] the source's rows for us of earlier ones
+  uint32_t* token_block_pieces = nullptr;  // [ranks][token blocks + 1] its pieces in our domain of earlier ones
+  uint32_t* token_blocks = nullptr;  // [ranks] token blocks of a source's tokens
+  uint32_t* padding = nullptr;  // [experts of a rank][2]: rows of the output that are padding
   uint32_t* row_token = nullptr;  // [received rows]
   uint32_t* row_piece = nullptr;  // [received rows] number among the source's pieces in our domain
-  uint32_t* row_slot = nullptr;  // [received rows + 1] into slots
-  uint32_t* slots = nullptr;  // [received pairs] of expert-major rows; of compact ones the local expert
+  uint32_t* row_pair_begin = nullptr;  // [received rows + 1] into out_rows
+  uint32_t* out_rows = nullptr;  // [received pairs] a row of the output; of compact rows the local expert
   // Of this rank as source.
   uint32_t* addend_begin = nullptr;  // [tokens + 1] addends of earlier tokens: pieces, and sums from other domains
   uint32_t* pair_begin = nullptr;  // [ranks + 1] pairs for lower ranks
-  uint32_t* pair_place = nullptr;  // [sent pairs] index in the caller's [T, width] values
+  uint32_t* pair_place = nullptr;  // [sent pairs] index in the caller's [T, width] weights
   // Where there are several domains; else nullptr.
   uint32_t* row_position = nullptr;  // [received rows] in the stream
-  uint32_t* chunk_streams = nullptr;  // [ranks][chunks + 1] rows of the source's stream of earlier chunks
-  uint32_t* sent_chunks = nullptr;  // [domains][chunks + 1] rows of our stream of earlier chunks
+  uint32_t* token_block_streams = nullptr;  // [ranks][token blocks + 1] rows of the source's stream of earlier ones
+  uint32_t* sent_token_blocks = nullptr;  // [domains][token blocks + 1] rows of our stream of earlier ones
   uint32_t* sent_begin = nullptr;  // [domains + 1] into sent_tokens; nothing of our own
   uint32_t* sent_tokens = nullptr;  // [rows for other domains] token of each row of our streams
   uint32_t* addends = nullptr;  // [addends] number of a piece, or kReturned | domain << 16 | row of the stream
@@ -261,34 +262,34 @@ struct PlanView {
   uint32_t* relayed_pairs = nullptr;  // [streams] pairs of a stream
   uint32_t* relayed_piece = nullptr;  // [relayed rows, one more for each stream] pieces of earlier rows
   uint32_t num_tokens = 0;
-  uint32_t num_chunks = 0;  // of the rank with the most tokens
-  uint32_t num_slots = 0;  // of the caller's rows: higher slots are dropped
-  // 0: a row goes to each of its slots, and a value too. Else rows are compact: row i goes to slot i, its values to
-  // [i, compact_width], and `slots` holds the experts instead.
+  uint32_t num_token_blocks = 0;  // of the rank with the most tokens
+  uint32_t num_out_rows = 0;  // that the caller has: higher ones are dropped
+  // 0: a received row is written once per pair, with the pair's weight beside it. Else rows are compact: received row i
+  // is row i of the output, its weights are row i of [rows, compact_width], and `out_rows` holds the experts instead.
   uint32_t compact_width = 0;
 };
 constexpr uint32_t kReturned = 1u << 31;
 // Points a plan's arrays into `memory`, in the order above; their bytes. Null: only those.
-uint64_t lay_out_plan(PlanView& view, const PlanSizes& sizes, uint8_t* memory, const Offsets& of);
+uint64_t lay_out_plan(PlanView& view, const PlanSizes& sizes, uint8_t* memory, const DeviceMap& of);
 
 struct Net;
-struct TraceRing;
+struct TraceLog;
 // What every kernel knows of the group.
-struct Domain {
-  Offsets at;
-  uint8_t* base[kMaxRanks];  // regions of our domain, mapped here
+struct Group {
+  DeviceMap map;
+  uint8_t* base[kMaxCudaRanks];  // regions of our domain, mapped here
   uint32_t rank;  // ours
   uint32_t first, end;  // of our domain
   uint32_t experts_per_rank;
-  uint32_t source_order[kMaxRanks];
-  uint8_t number_of[kMaxRanks];  // by group rank
-  uint8_t domain_of[kMaxRanks];
-  uint8_t first_of[kMaxRanks + 1];  // by domain, then the number of ranks
+  uint32_t source_order[kMaxCudaRanks];
+  uint8_t number_of[kMaxCudaRanks];  // by group rank
+  uint8_t domain_of[kMaxCudaRanks];
+  uint8_t first_of[kMaxCudaRanks + 1];  // by domain, then the number of ranks
   uint64_t arrival_nsec, progress_nsec;  // deadlines
   uint32_t shared_bytes;  // a block may have
   bool bulk_copies;  // this GPU has them
   const Net* net;  // nullptr: there is one domain
-  TraceRing* trace;  // nullptr: it is off
+  TraceLog* trace;  // nullptr: it is off
   HostError* error;
   HostCounts* counts;
   const HostPulse* pulse;

@@ -1,6 +1,6 @@
 // Between domains. Rows for another domain are staged packed, in the order of our tokens, into a ring of chunks; one
 // block of every kernel, which does nothing else, sees to the network: a warp hands chunks that are complete to the
-// proxy, and one warp, the relay, follows what the proxies of our domain say. It alone polls memory of the host.
+// proxy, and one warp, the poller, follows what the proxies of our domain say. It alone polls memory of the host.
 #pragma once
 
 #include "backend/cuda/device.cuh"
@@ -9,16 +9,16 @@
 namespace uccl_ep::cuda {
 
 // Rows of a stream in a chunk of a ring.
-__device__ __forceinline__ uint32_t rows_per_chunk(const Domain& d, uint32_t row_bytes) {
-  return static_cast<uint32_t>(d.at.slot_bytes) / row_bytes;
+__device__ __forceinline__ uint32_t rows_per_chunk(const Group& g, uint32_t row_bytes) {
+  return static_cast<uint32_t>(g.map.slot_bytes) / row_bytes;
 }
 // Where row `row` of a window lies, whose first chunk has the slot `slot` of a ring of `slots`.
-__device__ __forceinline__ uint64_t ring_offset(const Domain& d, uint32_t slot, uint32_t slots, uint32_t row,
+__device__ __forceinline__ uint64_t ring_offset(const Group& g, uint32_t slot, uint32_t slots, uint32_t row,
                                                 uint32_t row_bytes) {
-  const uint32_t per_chunk = rows_per_chunk(d, row_bytes), chunk = row / per_chunk;
+  const uint32_t per_chunk = rows_per_chunk(g, row_bytes), chunk = row / per_chunk;
   uint32_t its = slot + chunk;
   if (its >= slots) its -= slots;
-  return its * d.at.slot_bytes + uint64_t{row - chunk * per_chunk} * row_bytes;
+  return its * g.map.slot_bytes + uint64_t{row - chunk * per_chunk} * row_bytes;
 }
 
 // The part of a stream that a window ships.
@@ -26,25 +26,25 @@ struct StreamPart {
   uint32_t first = 0, end = 0;  // rows
   uint32_t chunks = 0;
 };
-__device__ __forceinline__ StreamPart part_of(const Domain& d, uint32_t first, uint32_t end, uint32_t row_bytes) {
-  const uint32_t per_chunk = rows_per_chunk(d, row_bytes);
+__device__ __forceinline__ StreamPart part_of(const Group& g, uint32_t first, uint32_t end, uint32_t row_bytes) {
+  const uint32_t per_chunk = rows_per_chunk(g, row_bytes);
   return {first, end, (end - first + per_chunk - 1) / per_chunk};
 }
 
-// ---- the relay ------------------------------------------------------------------------------------------------------
+// ---- the poller -----------------------------------------------------------------------------------------------------
 // By one warp, until nobody of the kernel waits for flags any more: `end` is a word of shared memory.
-__device__ inline void relay(const Domain& d, uint32_t* end) {
-  const uint32_t lane = threadIdx.x % kWarp, num_polled = d.net->num_polled;
+__device__ inline void poll_hosts(const Group& g, uint32_t* end) {
+  const uint32_t lane = threadIdx.x % kWarp, num_polled = g.net->num_polled;
   // A look across PCIe takes microseconds: it is an acquire at once, and where a lane's first word lies is kept.
-  const Net::Polled own = lane < num_polled ? d.net->polled[lane] : Net::Polled{};
+  const Net::Polled own = lane < num_polled ? g.net->polled[lane] : Net::Polled{};
   while (__any_sync(kFullWarp, read_shared(end) == 0)) {
     for (uint32_t i = lane; i < num_polled; i += kWarp) {
-      const Net::Polled polled = i == lane ? own : d.net->polled[i];
+      const Net::Polled polled = i == lane ? own : g.net->polled[i];
       const uint64_t value = read_flag(polled.word);
       if (value == peek_flag(polled.flag)) continue;
       publish_in_gpu(polled.flag, value);
       if (polled.also != nullptr) publish_in_gpu(polled.also, value);
-      trace_now(d, TraceKind::kSeenArrived, i, value);
+      trace_now(g, TraceKind::kSeenArrived, i, value);
     }
   }
 }
@@ -70,13 +70,13 @@ struct Outgoing {
 // By one warp: pushes what each lane has, `count` commands, of(0) and so on. The lane has seen what they tell of; a
 // look without order is enough. The command ring is never full: see command_capacity in layout/wire.h.
 template <typename Of>
-__device__ __forceinline__ void push_all(const Domain& d, uint32_t count, Of of) {
+__device__ __forceinline__ void push_all(const Group& g, uint32_t count, Of of) {
   const uint32_t lane = threadIdx.x % kWarp;
   const uint32_t mask = __ballot_sync(kFullWarp, count > 0);
   if (mask == 0) return;
   __syncwarp();  // orders what the lanes have read before what one of them writes
   fence_system();
-  CommandProducer producer(d.net->commands);
+  CommandProducer producer(g.net->commands);
   for (uint32_t left = mask; left != 0; left &= left - 1) {
     const uint32_t from = __ffs(left) - 1, its_count = __shfl_sync(kFullWarp, count, from);
     for (uint32_t i = 0; i < its_count; ++i) {
@@ -84,7 +84,7 @@ __device__ __forceinline__ void push_all(const Domain& d, uint32_t count, Of of)
       const Command its{__shfl_sync(kFullWarp, own.channel, from), __shfl_sync(kFullWarp, own.num_bytes, from),
                         __shfl_sync(kFullWarp, own.serial, from)};
       if (lane != 0) continue;
-      trace_now(d, TraceKind::kPushed, its.channel, its.serial, its.num_bytes);
+      trace_now(g, TraceKind::kPushed, its.channel, its.serial, its.num_bytes);
       producer.push(its);
     }
   }
@@ -96,7 +96,7 @@ __device__ __forceinline__ void push_all(const Domain& d, uint32_t count, Of of)
 // what is to be done beside them (`beside()`, asked until it says so), or after an error. Several chunks at a look: on
 // a full link its fence takes microseconds.
 template <typename Beside>
-__device__ __forceinline__ void push_chunks(const Domain& d, Outgoing out, Beside beside) {
+__device__ __forceinline__ void push_chunks(const Group& g, Outgoing out, Beside beside) {
   constexpr uint32_t kAhead = 4;
   bool done = beside();
   for (uint32_t looks = 1; !done || __any_sync(kFullWarp, out.left()); ++looks) {
@@ -111,84 +111,84 @@ __device__ __forceinline__ void push_chunks(const Domain& d, Outgoing out, Besid
       out.counts[out.chunk + i] = 0;
       ++complete;
     }
-    push_all(d, complete, [&](uint32_t i) {
+    push_all(g, complete, [&](uint32_t i) {
       return Command{out.channel, uint64_t{out.rows_in(i)} * out.row_bytes, out.serial + i};
     });
     out.chunk += complete;
     out.serial += complete;
     if (!done) done = beside();
-    if (looks % 64 == 0 && __any_sync(kFullWarp, stopped(d))) return;
+    if (looks % 64 == 0 && __any_sync(kFullWarp, stopped(g))) return;
   }
 }
 
 // By one warp: the packets of an operation, which are complete.
-__device__ inline void push_packets(const Domain& d, const Op& op, bool is_new, bool with_values) {
+__device__ inline void push_packets(const Group& g, const KernelOp& op, bool is_new, bool with_weights) {
   const uint32_t lane = threadIdx.x % kWarp;
-  for (uint32_t first = 0; first < d.at.num_domains; first += kWarp) {
+  for (uint32_t first = 0; first < g.map.num_domains; first += kWarp) {
     const uint32_t to = first + lane;
-    const bool has = to < d.at.num_domains && to != own_domain(d);
+    const bool has = to < g.map.num_domains && to != own_domain(g);
     Command command{};
     if (has) {
-      const DeviceHeader& h = *reinterpret_cast<const DeviceHeader*>(own_packet(d, to, op.epoch));
-      const uint32_t members = d.first_of[to + 1] - d.first_of[to];
+      const DeviceHeader& h = *reinterpret_cast<const DeviceHeader*>(own_packet(g, to, op.epoch));
+      const uint32_t members = g.first_of[to + 1] - g.first_of[to];
       PacketSizes sizes;
-      sizes.with_values = with_values;
+      sizes.with_weights = with_weights;
       sizes.pairs = h.pair_begin[members];
       if (is_new)
-        sizes = {members,       d.experts_per_rank, h.num_tokens, h.row_begin[members], h.pair_begin[members],
-                 h.stream_rows, with_values};
-      command = {d.net->to[to].packet_channel, packet_parts(sizes).end, op.epoch - 1};
+        sizes = {members,       g.experts_per_rank, h.num_tokens, h.row_begin[members], h.pair_begin[members],
+                 h.stream_rows, with_weights};
+      command = {g.net->to[to].packet_channel, packet_parts(sizes).end, op.epoch - 1};
     }
-    push_all(d, has, [&](uint32_t) { return command; });
+    push_all(g, has, [&](uint32_t) { return command; });
   }
 }
 // By one warp: whether they are.
-__device__ __forceinline__ bool are_packed(const Domain& d, const Op& op) {
-  const bool packed = __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || (peek_flag(&local(d).packed) >= op.epoch &&
-                                                                         read_flag(&local(d).packed) >= op.epoch));
+__device__ __forceinline__ bool are_packed(const Group& g, const KernelOp& op) {
+  const bool packed = __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || (peek_flag(&local(g).packed) >= op.epoch &&
+                                                                         read_flag(&local(g).packed) >= op.epoch));
   __syncwarp();  // votes order no memory, and others than the first lane read the packets
   return packed;
 }
 // Waits until they are; false: an error is known.
-__device__ __forceinline__ bool wait_packed(const Domain& d, const Op& op) {
-  const bool packed = __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || wait_block(d, &local(d).packed, op.epoch));
+__device__ __forceinline__ bool wait_packed(const Group& g, const KernelOp& op) {
+  const bool packed = __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || wait_block(g, &local(g).packed, op.epoch));
   __syncwarp();
   return packed;
 }
 
 // The counter of a chunk of the ring to a source, among relayed_counts: parts of rows that are there. Who pushes the
 // chunk looks at it.
-__device__ __forceinline__ uint32_t ring_counter(const Domain& d, uint32_t stream, uint32_t chunk) {
-  return stream * d.at.return_slots + chunk;
+__device__ __forceinline__ uint32_t ring_counter(const Group& g, uint32_t stream, uint32_t chunk) {
+  return stream * g.map.return_slots + chunk;
 }
 
 // By a crew: what the rings to sources held before has left.
-__device__ inline bool wait_returns_gone(const Crew& crew, const Domain& d) {
+__device__ inline bool wait_returns_gone(const Crew& crew, const Group& g) {
   bool good = true;
-  const NetState& state = net_state(d);
-  for (uint32_t k = 1 + crew.thread; k <= d.net->num_relayed; k += crew.size)
-    good &= wait_flag(d, state.returns_gone + k, state.relayed[k], Step::kShip, d.net->relayed[k].source);
+  const NetState& state = net_state(g);
+  for (uint32_t k = 1 + crew.thread; k <= g.net->num_relayed; k += crew.size)
+    good &= wait_flag(g, state.returns_gone + k, state.relayed[k], Step::kShip, g.net->relayed[k].source);
   return crew.all(good);
 }
 
 // ---- the end of a kernel --------------------------------------------------------------------------------------------
-// By a crew of the block that sees to the network: `others` of the kernel are through, and the relay may end. A look of
-// the relay's takes microseconds, so nobody waits for its last one. Each of the others has deadlines. False: an error
-// is known.
-__device__ inline bool wait_through(const Crew& crew, const Domain& d, uint32_t others, uint32_t* end_of_relay) {
+// By a crew of the block that sees to the network: `others` of the kernel are through, and the poller may end. A look
+// of the poller's takes microseconds, so nobody waits for its last one. Each of the others has deadlines. False: an
+// error is known.
+__device__ inline bool wait_through(const Crew& crew, const Group& g, uint32_t others, uint32_t* poller_ends) {
   if (crew.thread == 0) {
-    uint32_t* const through = &local(d).arrived[static_cast<uint32_t>(Arrival::kThrough)];
+    uint32_t* const through = &local(g).arrived[static_cast<uint32_t>(Phase::kThrough)];
     while (peek_counter(through) < others) __nanosleep(50);
     end_count(through);
-    count_shared(end_of_relay);
+    count_shared(poller_ends);
   }
-  return going(crew, d);
+  return going(crew, g);
 }
 // By one thread: it is through, with what its warp has done.
-__device__ __forceinline__ void count_through(const Domain& d) {
-  count_one(&local(d).arrived[static_cast<uint32_t>(Arrival::kThrough)]);
+__device__ __forceinline__ void count_through(const Group& g) {
+  count_one(&local(g).arrived[static_cast<uint32_t>(Phase::kThrough)]);
 }
 // By one thread: the proxy may sleep, unless more has been launched.
-__device__ inline void tell_ended(const Domain& d) { publish_flag(d.net->ended, ++net_state(d).ended); }
+__device__ inline void tell_ended(const Group& g) { publish_flag(g.net->ended, ++net_state(g).ended); }
 
 }  // namespace uccl_ep::cuda

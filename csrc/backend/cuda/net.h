@@ -7,28 +7,28 @@
 
 namespace uccl_ep::cuda {
 
-constexpr uint32_t kMaxPolled = 6 * kMaxRanks;
+constexpr uint32_t kMaxPolled = 6 * kMaxCudaRanks;
 
 // Constant; in device memory.
 struct Net {
-  // Another domain: our stream there, and the sums that come back. Offsets in our region.
+  // Another domain: our stream there, and the sums that come back. DeviceMap in our region.
   struct To {
     uint64_t packets, rows, returns;
     uint32_t packet_channel, row_channel;
-    uint64_t* returns_taken;  // on the host: returned chunks that we are done with
-  } to[kMaxRanks];
-  // The stream of a rank to our domain. Offsets in the holder's region.
+    uint64_t* returns_consumed;  // on the host: returned chunks that we are done with
+  } to[kMaxCudaRanks];
+  // The stream of a rank to our domain. DeviceMap in the holder's region.
   struct From {
     uint32_t holder;
     uint32_t stream;  // as which the holder merges it
     uint64_t packets, rows;
-    uint64_t* taken;  // on the holder's host: chunks of rows that we are done with; nullptr in our domain
-  } from[kMaxRanks];
+    uint64_t* rows_consumed;  // on the holder's host: chunks of rows that we are done with; nullptr in our domain
+  } from[kMaxCudaRanks];
   // A stream that we merge for another domain, from number 1 on.
   struct Relayed {
     uint32_t source, channel;
     uint64_t returns;  // in our region
-  } relayed[kMaxRanks];
+  } relayed[kMaxCudaRanks];
   uint32_t domain, num_relayed;  // relayed[1] .. relayed[num_relayed]
   CommandQueue commands;
   uint64_t* ended;  // on the host: kernels that have ended
@@ -42,18 +42,18 @@ struct Net {
 
 // Chunks since creation, by channel. Kernels advance it, so that graph replays do, too.
 struct NetState {
-  uint64_t sent[kMaxRanks];                          // by domain
-  uint64_t received[kMaxRanks];                      // by source
-  uint64_t returned[kMaxRanks];                      // by domain
-  uint64_t relayed[kMaxRanks];                       // by stream
+  uint64_t sent[kMaxCudaRanks];      // by domain
+  uint64_t received[kMaxCudaRanks];  // by source
+  uint64_t returned[kMaxCudaRanks];  // by domain
+  uint64_t relayed[kMaxCudaRanks];   // by stream
   uint64_t ended;
   ProducerState producer;
-  // Flags. Writer: the relay, one warp of a kernel; readers: all blocks. Chunks that have arrived, or have left for
+  // Flags. Writer: the poller, one warp of a kernel; readers: all blocks. Chunks that have arrived, or have left for
   // good.
-  uint64_t rows_there[kMaxRanks];     // by source
-  uint64_t returns_there[kMaxRanks];  // by domain
-  uint64_t packets_gone[kMaxRanks], rows_gone[kMaxRanks];  // by domain
-  uint64_t returns_gone[kMaxRanks];   // by stream
+  uint64_t rows_there[kMaxCudaRanks];                              // by source
+  uint64_t returns_there[kMaxCudaRanks];                           // by domain
+  uint64_t packets_gone[kMaxCudaRanks], rows_gone[kMaxCudaRanks];  // by domain
+  uint64_t returns_gone[kMaxCudaRanks];                            // by stream
 };
 
 }  // namespace uccl_ep::cuda

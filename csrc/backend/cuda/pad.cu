@@ -8,16 +8,16 @@ namespace {
 constexpr uint32_t kThreads = 512;
 
 // Rows of the plan, those that were dropped included.
-__device__ __forceinline__ uint32_t rows_of(const Domain& d, const PlanView& plan) {
-  return plan.compact_width > 0 ? plan.row_end[d.source_order[d.at.num_ranks - 1]]
-                                : plan.padding[2 * d.experts_per_rank - 1];
+__device__ __forceinline__ uint32_t rows_of(const Group& g, const PlanView& plan) {
+  return plan.compact_width > 0 ? plan.row_end[g.source_order[g.map.num_ranks - 1]]
+                                : plan.padding[2 * g.experts_per_rank - 1];
 }
 
-__global__ void __launch_bounds__(kThreads) pad(const __grid_constant__ Domain d, const __grid_constant__ PlanView plan,
+__global__ void __launch_bounds__(kThreads) pad(const __grid_constant__ Group g, const __grid_constant__ PlanView plan,
                                                 const __grid_constant__ PlaceArgs args) {
   // The dispatch may have failed: then the output holds NaN, and the plan anything.
-  if (stopped(d)) return;
-  const uint64_t first = rows_of(d, plan), end = plan.num_slots;
+  if (stopped(g)) return;
+  const uint64_t first = rows_of(g, plan), end = plan.num_out_rows;
   const uint32_t thread = blockIdx.x * kThreads + threadIdx.x, threads = gridDim.x * kThreads;
   const uint32_t width = max(plan.compact_width, 1);
   pad_rows(args, first, end, width, thread, threads);
@@ -27,9 +27,9 @@ __global__ void __launch_bounds__(kThreads) pad(const __grid_constant__ Domain d
 
 }  // namespace
 
-cudaError_t launch_pad(const Domain& domain, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
+cudaError_t launch_pad(const Group& group, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
                        cudaStream_t stream) {
-  launch_kernel(pad, {num_sms, kThreads, 0, stream}, domain, plan, args);
+  launch_kernel(pad, {num_sms, kThreads, 0, stream}, group, plan, args);
   return cudaGetLastError();
 }
 

@@ -6,7 +6,7 @@
 
 namespace uccl_ep::cuda {
 
-// By `threads` threads, this one `thread`: rows `first` to `end` become padding; each has `width` values.
+// By `threads` threads, this one `thread`: rows `first` to `end` become padding; each has `width` weights.
 __device__ __forceinline__ void pad_rows(const PlaceArgs& args, uint64_t first, uint64_t end, uint32_t width,
                                          uint32_t thread, uint32_t threads) {
   const uint32_t blocks = args.stage.hidden / kFp8Block;
@@ -17,8 +17,8 @@ __device__ __forceinline__ void pad_rows(const PlaceArgs& args, uint64_t first, 
     out[i] = make_uint4(0, 0, 0, 0);
   if (args.scales != nullptr)
     for (uint64_t i = first * blocks + thread; i < end * blocks; i += threads) args.scales[i] = 1.0f;
-  if (args.row_values != nullptr)
-    for (uint64_t i = first * width + thread; i < end * width; i += threads) args.row_values[i] = 0.0f;
+  if (args.row_weights != nullptr)
+    for (uint64_t i = first * width + thread; i < end * width; i += threads) args.row_weights[i] = 0.0f;
 }
 
 }  // namespace uccl_ep::cuda

@@ -15,18 +15,18 @@ namespace uccl_ep::cuda {
 // still has nothing to say.
 //
 // A time is ticks of 2^20 ns in 32 bits, compared by its difference to another: kernels have no registers to spare.
-struct Patience {
+struct KernelPatience {
   static constexpr uint32_t kTickShift = 20, kBeatTicks = 128;
   const uint32_t started = ticks(now_nsec());
 
   // `since`: Local's patient_since.
-  __device__ __forceinline__ bool over(const Domain& d, uint32_t* since, bool is_arrival) const {
-    const uint32_t now = ticks(now_nsec()), limit = ticks(is_arrival ? d.arrival_nsec : d.progress_nsec) + 1;
+  __device__ __forceinline__ bool over(const Group& g, uint32_t* since, bool is_arrival) const {
+    const uint32_t now = ticks(now_nsec()), limit = ticks(is_arrival ? g.arrival_nsec : g.progress_nsec) + 1;
     if (now - started <= limit || now - peek_counter(since + is_arrival) <= limit) return false;
-    const uint64_t before = read_flag(&d.pulse->beats);
-    while (read_flag(&d.pulse->beats) == before && ticks(now_nsec()) - now <= kBeatTicks) __nanosleep(1'000'000);
-    const bool beats = read_flag(&d.pulse->beats) != before;
-    const uint32_t lived = beats ? ticks(read_flag(is_arrival ? &d.pulse->alive_nsec : &d.pulse->still_nsec)) : 0;
+    const uint64_t before = read_flag(&g.pulse->beats);
+    while (read_flag(&g.pulse->beats) == before && ticks(now_nsec()) - now <= kBeatTicks) __nanosleep(1'000'000);
+    const bool beats = read_flag(&g.pulse->beats) != before;
+    const uint32_t lived = beats ? ticks(read_flag(is_arrival ? &g.pulse->alive_nsec : &g.pulse->still_nsec)) : 0;
     put_word(since + is_arrival, now - lived);
     return lived > limit;
   }

@@ -10,29 +10,29 @@ namespace uccl_ep::cuda {
 struct SourceRow {
   uint32_t source, row;
 };
-__device__ __forceinline__ uint32_t num_near(const Domain& d) { return d.end - d.first; }
-__device__ __forceinline__ uint32_t num_far(const Domain& d) {
-  return d.net != nullptr ? d.at.num_ranks - num_near(d) : 0;
+__device__ __forceinline__ uint32_t num_near(const Group& g) { return g.end - g.first; }
+__device__ __forceinline__ uint32_t num_far(const Group& g) {
+  return g.net != nullptr ? g.map.num_ranks - num_near(g) : 0;
 }
-__device__ __forceinline__ SourceRow near_row(const Domain& d, uint32_t n) {
-  const uint32_t next = d.rank + 1 + n % num_near(d);
-  return {next < d.end ? next : next - num_near(d), n / num_near(d)};
+__device__ __forceinline__ SourceRow near_row(const Group& g, uint32_t n) {
+  const uint32_t next = g.rank + 1 + n % num_near(g);
+  return {next < g.end ? next : next - num_near(g), n / num_near(g)};
 }
-__device__ __forceinline__ SourceRow far_row(const Domain& d, uint32_t n) {
-  const uint32_t next = (d.rank + n) % num_far(d);
-  return {next < d.first ? next : next + num_near(d), n / num_far(d)};
+__device__ __forceinline__ SourceRow far_row(const Group& g, uint32_t n) {
+  const uint32_t next = (g.rank + n) % num_far(g);
+  return {next < g.first ? next : next + num_near(g), n / num_far(g)};
 }
 // Most rows of a source.
 struct MostRows {
   uint32_t near_one, far_one;
-  __device__ __forceinline__ uint32_t near_sum(const Domain& d) const { return near_one * num_near(d); }
-  __device__ __forceinline__ uint32_t far_sum(const Domain& d) const { return far_one * num_far(d); }
+  __device__ __forceinline__ uint32_t near_sum(const Group& g) const { return near_one * num_near(g); }
+  __device__ __forceinline__ uint32_t far_sum(const Group& g) const { return far_one * num_far(g); }
   // By one thread: `rows_of(s)` of source s.
   template <typename RowsOf>
-  __device__ __forceinline__ void find(const Domain& d, RowsOf rows_of) {
+  __device__ __forceinline__ void find(const Group& g, RowsOf rows_of) {
     near_one = far_one = 0;
-    for (uint32_t s = 0; s < d.at.num_ranks; ++s) {
-      uint32_t& most = in_domain(d, s) ? near_one : far_one;
+    for (uint32_t s = 0; s < g.map.num_ranks; ++s) {
+      uint32_t& most = in_domain(g, s) ? near_one : far_one;
       most = max(most, rows_of(s));
     }
   }
@@ -52,31 +52,31 @@ struct PartedRows {
   }
   __device__ __forceinline__ uint32_t part(uint32_t n) const { return is_part(n) ? (n - first) % parts + 1 : 0; }
   // Parts that a sum stands for where they are counted.
-  __device__ __forceinline__ uint32_t weight(bool is_part) const { return is_part ? 1 : parts; }
+  __device__ __forceinline__ uint32_t num_parts_of(bool is_part) const { return is_part ? 1 : parts; }
 };
 
 // Numbers 0 .. end in the order in which they are wanted. Three quarters are dealt out to the warps of a kernel, number
-// by number; the rest is taken by whoever is through: how long a number takes differs. A few at a time, and the last
+// by number; the rest is claimed by whoever is through: how long a number takes differs. A few at a time, and the last
 // ones one by one, so that no warp still has several when the others have none.
-enum class Taken : uint32_t { kPlaced, kFolded, kMerged, kRelayed };
+enum class SharedWork : uint32_t { kPlaced, kFolded, kMerged, kRelayed };
 class Shares {
  public:
   // By a warp, number `first` of `warps` that begin together; one that joins them later has a `first` of kJoins. With
   // fewer numbers than `least` for each warp all are dealt out.
-  __device__ Shares(const Domain& d, Taken what, uint32_t end, uint32_t first, uint32_t warps, uint32_t least)
+  __device__ Shares(const Group& g, SharedWork what, uint32_t end, uint32_t first, uint32_t warps, uint32_t least)
       : end_(end),
         dealt_(end / warps < least ? end : dealt_to_each(end, warps) * warps),
         step_(warps),
         log_few_(end / warps < 32   ? 0
                  : end / warps < 64 ? 1
                                     : 2),
-        counter_(&local(d).taken[static_cast<uint32_t>(what)]),
+        counter_(&local(g).next_share[static_cast<uint32_t>(what)]),
         next_(first) {
-    take();
+    claim();
   }
   static constexpr uint32_t kJoins = 0xFFFFFFFFu;
 
-  // Of many numbers: how many each warp gets before it has to take more.
+  // Of many numbers: how many each warp gets before it has to claim more.
   static __device__ __forceinline__ uint32_t dealt_to_each(uint32_t end, uint32_t warps) { return end / warps * 3 / 4; }
 
   // A number for each lane, or `end`. False: there are no more.
@@ -89,26 +89,26 @@ class Shares {
     }
     // The last two of each warp one by one. Worked out here, for want of registers.
     const uint32_t rest = end_ - dealt_, fews = rest > 2 * step_ ? (rest - 2 * step_) >> log_few_ : 0;
-    const uint32_t turn = __shfl_sync(kFullWarp, taken_, 0), earlier = min(turn, fews);
+    const uint32_t turn = __shfl_sync(kFullWarp, claimed_, 0), earlier = min(turn, fews);
     const uint32_t first = dealt_ + (earlier << log_few_) + (turn - earlier);
     if (first >= end_) return false;
-    take();
+    claim();
     number = lane < (turn < fews ? 1u << log_few_ : 1) ? first + lane : end_;
     return true;
   }
 
  private:
   // Ahead: nobody waits for the counter.
-  __device__ __forceinline__ void take() {
-    if (dealt_ < end_ && threadIdx.x % kWarp == 0) taken_ = take_number(counter_);
+  __device__ __forceinline__ void claim() {
+    if (dealt_ < end_ && threadIdx.x % kWarp == 0) claimed_ = take_number(counter_);
   }
   const uint32_t end_, dealt_, step_, log_few_;
   uint32_t* const counter_;
-  uint32_t next_, taken_ = 0;
+  uint32_t next_, claimed_ = 0;
 };
 // By one thread, when all blocks are through.
-__device__ __forceinline__ void put_back(const Domain& d, Taken what) {
-  local(d).taken[static_cast<uint32_t>(what)] = 0;
+__device__ __forceinline__ void reset_shares(const Group& g, SharedWork what) {
+  local(g).next_share[static_cast<uint32_t>(what)] = 0;
 }
 
 }  // namespace uccl_ep::cuda

@@ -9,8 +9,8 @@
 
 namespace uccl_ep::cuda {
 
-// A crew has a warp for every row of a chunk.
-constexpr uint32_t kStageWarps = kStageRows;
+// A crew has a warp for every row of a row group.
+constexpr uint32_t kStageWarps = kRowGroup;
 constexpr uint32_t kFirstStageWarp = 3;  // of a block
 
 // Where a warp writes a row: for our own domain, and into the rings to those that want it. Their places are in shared
@@ -125,21 +125,21 @@ __device__ __noinline__ void quantise_row_divided(const uint4* from, const Outs 
   quantise_row<false>(from, outs, hidden, lane);
 }
 
-// What a block stages: of tokens [begin, end) the chunks first, first + count, ... with a flag each.
+// What a block stages: of tokens [begin, end) the row groups first, first + count, ... with a flag each.
 struct StageShare {
   uint32_t begin, end, first, count;
-  __device__ __forceinline__ bool has(uint32_t chunk) const { return begin + chunk * kStageRows < end; }
-  __device__ __forceinline__ uint32_t chunks() const {
-    const uint32_t all = (max(begin, end) - begin + kStageRows - 1) / kStageRows;
+  __device__ __forceinline__ bool has(uint32_t row_group) const { return begin + row_group * kRowGroup < end; }
+  __device__ __forceinline__ uint32_t row_groups() const {
+    const uint32_t all = (max(begin, end) - begin + kRowGroup - 1) / kRowGroup;
     return first < all ? (all - first + count - 1) / count : 0;
   }
 };
-// In shared memory: in how many of the block's chunks a warp of its crew is through with its row; and of that row,
-// where it goes in the rings to other domains, and in which chunk of theirs that is.
+// What the crew tells the other warps of its block, in shared memory.
 struct Staged {
-  uint32_t chunks[kStageWarps];
+  uint32_t row_groups[kStageWarps];  // by warp: of how many row groups of the block it has staged its row
   uint32_t routed;  // 1: so is the block's part of a new plan, or there is an error
   uint32_t totals;  // 1: the headers of a new plan have its counts; in block 0
+  // By warp: where its row goes in the ring to a domain, and the chunk of the ring that this is.
   uint32_t ring_chunk[kStageWarps][kMaxDomains];
   uint8_t* ring_place[kStageWarps][kMaxDomains];
 };
@@ -147,26 +147,26 @@ struct Staged {
 __device__ __forceinline__ void row_staged(const Crew& crew, Staged& staged) {
   proxy_fence();
   __syncwarp();
-  if (crew.lane() == 0) count_shared(&staged.chunks[crew.warp()]);
+  if (crew.lane() == 0) count_shared(&staged.row_groups[crew.warp()]);
 }
 // Where many rows are to be quantised, routing goes first, for which all ranks wait: its loads would stand behind those
 // of the rows. Rows that are only copied gain nothing by it.
-constexpr uint32_t kManyChunks = 4;
+constexpr uint32_t kManyRowGroups = 4;
 // By one warp beside the crew, which does not wait for the flags: on a link full of rows their way takes its time.
-__device__ inline void tell_staged(const Domain& d, const Op& op, const StageShare& share, Staged& staged) {
-  const uint32_t lane = threadIdx.x % kWarp, end = share.chunks(), ranks = d.end - d.first;
+__device__ inline void tell_staged(const Group& g, const KernelOp& op, const StageShare& share, Staged& staged) {
+  const uint32_t lane = threadIdx.x % kWarp, end = share.row_groups(), ranks = g.end - g.first;
   for (uint32_t told = 0, looks = 1; told < end; ++looks) {
     const uint32_t done =
-        __reduce_min_sync(kFullWarp, lane < kStageWarps ? read_shared(&staged.chunks[lane]) : kFullWarp);
+        __reduce_min_sync(kFullWarp, lane < kStageWarps ? read_shared(&staged.row_groups[lane]) : kFullWarp);
     if (done == told) {
-      if (looks % 64 == 0 && __any_sync(kFullWarp, stopped(d))) return;
+      if (looks % 64 == 0 && __any_sync(kFullWarp, stopped(g))) return;
       __nanosleep(50);  // of the microsecond or more that a row takes
       continue;
     }
     __syncwarp();  // orders what the lanes have read before what any of them writes
     fence_system();
     for (uint32_t i = lane; i < (done - told) * ranks; i += kWarp)
-      store_flag(rows_full(d, d.first + i % ranks, d.rank) + share.first + (told + i / ranks) * share.count, op.epoch);
+      store_flag(rows_full(g, g.first + i % ranks, g.rank) + share.first + (told + i / ranks) * share.count, op.epoch);
     told = done;
   }
 }
@@ -185,23 +185,24 @@ __device__ __forceinline__ void stage_row(const StageArgs& args, uint32_t token,
 
 // The part of our stream to a domain that a window ships. Of a new plan, which is not complete yet, the first.
 template <bool kFresh>
-__device__ inline StreamPart sent_part(const Domain& d, const PlanView& plan, const PlaceArgs& args, uint32_t to) {
+__device__ inline StreamPart sent_part(const Group& g, const PlanView& plan, const PlaceArgs& args, uint32_t to) {
   const uint32_t row_bytes = static_cast<uint32_t>(staged_row_bytes(args.stage.wire, args.stage.hidden));
-  const uint32_t chunks = (args.stage.num_tokens + kChunkTokens - 1) / kChunkTokens;
-  const uint32_t per_window = args.window_tokens / kChunkTokens;
-  const uint32_t first = min(args.window * per_window, chunks), end = min(first + per_window, chunks);
-  const uint32_t* const before = kFresh ? at<uint32_t>(d, d.rank, d.at.sent_chunks) + uint64_t{to} * (max_chunks(d) + 1)
-                                        : plan.sent_chunks + uint64_t{to} * (plan.num_chunks + 1);
-  if (to == own_domain(d)) return {};
-  return part_of(d, __ldcg(before + first), __ldcg(before + end), row_bytes);
+  const uint32_t token_blocks = (args.stage.num_tokens + kTokenBlock - 1) / kTokenBlock;
+  const uint32_t per_window = args.window_tokens / kTokenBlock;
+  const uint32_t first = min(args.window * per_window, token_blocks), end = min(first + per_window, token_blocks);
+  const uint32_t* const before =
+      kFresh ? at<uint32_t>(g, g.rank, g.map.sent_token_blocks) + uint64_t{to} * (max_token_blocks(g) + 1)
+             : plan.sent_token_blocks + uint64_t{to} * (plan.num_token_blocks + 1);
+  if (to == own_domain(g)) return {};
+  return part_of(g, __ldcg(before + first), __ldcg(before + end), row_bytes);
 }
 
 // By a warp: where a token's row goes beside our own domain; lane `to` sees to domain `to`.
 template <bool kFresh>
-__device__ __forceinline__ void find_slot(const Domain& d, const PlanView& plan, const PlaceArgs& args, uint32_t token,
+__device__ __forceinline__ void find_slot(const Group& g, const PlanView& plan, const PlaceArgs& args, uint32_t token,
                                           Staged& staged) {
-  const uint32_t* const begins = kFresh ? at<uint32_t>(d, d.rank, d.at.token_addends) : plan.addend_begin;
-  const uint32_t* const addends = kFresh ? at<uint32_t>(d, d.rank, d.at.addends) : plan.addends;
+  const uint32_t* const begins = kFresh ? at<uint32_t>(g, g.rank, g.map.token_addends) : plan.addend_begin;
+  const uint32_t* const addends = kFresh ? at<uint32_t>(g, g.rank, g.map.addends) : plan.addends;
   const uint32_t lane = threadIdx.x % kWarp, end = __ldcg(begins + token + 1);
   uint32_t found = 0;
   for (uint32_t first = __ldcg(begins + token); first < end; first += kWarp) {
@@ -215,158 +216,159 @@ __device__ __forceinline__ void find_slot(const Domain& d, const PlanView& plan,
   place = nullptr;
   if (found == 0) return;
   const uint32_t row_bytes = static_cast<uint32_t>(staged_row_bytes(args.stage.wire, args.stage.hidden));
-  const uint32_t row = (found & 0xFFFF) - sent_part<kFresh>(d, plan, args, lane).first;
-  const uint32_t slot = static_cast<uint32_t>(net_state(d).sent[lane] % d.at.row_slots);
-  staged.ring_chunk[threadIdx.x / kWarp - kFirstStageWarp][lane] = row / rows_per_chunk(d, row_bytes);
-  place = at<uint8_t>(d, d.rank, d.net->to[lane].rows) + ring_offset(d, slot, d.at.row_slots, row, row_bytes);
+  const uint32_t row = (found & 0xFFFF) - sent_part<kFresh>(g, plan, args, lane).first;
+  const uint32_t slot = static_cast<uint32_t>(net_state(g).sent[lane] % g.map.row_slots);
+  staged.ring_chunk[threadIdx.x / kWarp - kFirstStageWarp][lane] = row / rows_per_chunk(g, row_bytes);
+  place = at<uint8_t>(g, g.rank, g.net->to[lane].rows) + ring_offset(g, slot, g.map.row_slots, row, row_bytes);
 }
 // By a lane with a place: what its slot held before has left. Chunks of earlier windows need nothing of this one.
-__device__ __forceinline__ bool wait_slot(const Domain& d, uint32_t to, uint32_t chunk) {
-  const NetState& state = net_state(d);
-  const uint64_t serial = state.sent[to] + chunk, slots = d.at.row_slots;
-  return serial < slots || wait_flag(d, state.rows_gone + to, serial - slots + 1, Step::kShip, d.first_of[to], chunk);
+__device__ __forceinline__ bool wait_slot(const Group& g, uint32_t to, uint32_t chunk) {
+  const NetState& state = net_state(g);
+  const uint64_t serial = state.sent[to] + chunk, slots = g.map.row_slots;
+  return serial < slots || wait_flag(g, state.rows_gone + to, serial - slots + 1, Step::kShip, g.first_of[to], chunk);
 }
 // By a warp, for each row of its: to which domains it goes, a bit each; kNoWay: an error is known.
 constexpr uint32_t kNoWay = 0xFFFFFFFFu;
 template <bool kFresh>
-__device__ __noinline__ uint32_t find_slots(const Domain& d, const PlanView& plan, const PlaceArgs& args,
-                                            uint32_t token, Staged& staged) {
+__device__ __noinline__ uint32_t find_slots(const Group& g, const PlanView& plan, const PlaceArgs& args, uint32_t token,
+                                            Staged& staged) {
   const uint32_t warp = threadIdx.x / kWarp - kFirstStageWarp, lane = threadIdx.x % kWarp;
-  find_slot<kFresh>(d, plan, args, token, staged);
+  find_slot<kFresh>(g, plan, args, token, staged);
   const bool has = staged.ring_place[warp][lane] != nullptr;
-  const bool good = !has || wait_slot(d, lane, staged.ring_chunk[warp][lane]);
+  const bool good = !has || wait_slot(g, lane, staged.ring_chunk[warp][lane]);
   const uint32_t mask = __ballot_sync(kFullWarp, has);
   __syncwarp();  // every lane reads every place; votes order no memory
   return __all_sync(kFullWarp, good) ? mask : kNoWay;
 }
 template <bool kFresh>
-__device__ __forceinline__ bool begin_row(const Crew& crew, const Domain& d, const PlanView& plan,
-                                          const PlaceArgs& args, uint32_t token, Staged& staged, Outs& outs) {
-  if (d.net == nullptr) return true;
-  outs.others = find_slots<kFresh>(d, plan, args, token, staged);
+__device__ __forceinline__ bool begin_row(const Crew& crew, const Group& g, const PlanView& plan, const PlaceArgs& args,
+                                          uint32_t token, Staged& staged, Outs& outs) {
+  if (g.net == nullptr) return true;
+  outs.others = find_slots<kFresh>(g, plan, args, token, staged);
   outs.ring_places = staged.ring_place[crew.warp()];
   return outs.others != kNoWay;
 }
 // And when it is there.
-__device__ __forceinline__ void end_row(const Crew& crew, const Domain& d, const Staged& staged, const Outs& outs) {
+__device__ __forceinline__ void end_row(const Crew& crew, const Group& g, const Staged& staged, const Outs& outs) {
   if (outs.others == 0) return;
   __syncwarp();
   if ((outs.others >> crew.lane() & 1) != 0)
-    count_one(at<uint32_t>(d, d.rank, d.at.sent_counts) + crew.lane() * d.at.row_slots +
+    count_one(at<uint32_t>(g, g.rank, g.map.sent_counts) + crew.lane() * g.map.row_slots +
               staged.ring_chunk[crew.warp()][crew.lane()]);
   __syncwarp();
 }
 
 // By the warp that hands packets and chunks to the proxy. Of a new plan packets come first; else rows need not wait for
-// the values in them. Not inlined, for want of registers.
+// the weights in them. Not inlined, for want of registers.
 template <bool kFresh>
-__device__ __noinline__ void push_streams(const Domain& d, const Op& op, const PlanView& plan, const PlaceArgs& args) {
-  const bool with_values = args.window == 0 && args.routing.values != nullptr;
-  if (kFresh && !wait_packed(d, op)) return;
+__device__ __noinline__ void push_streams(const Group& g, const KernelOp& op, const PlanView& plan,
+                                          const PlaceArgs& args) {
+  const bool with_weights = args.window == 0 && args.routing.weights != nullptr;
+  if (kFresh && !wait_packed(g, op)) return;
   const uint32_t row_bytes = static_cast<uint32_t>(staged_row_bytes(args.stage.wire, args.stage.hidden));
   static_assert(kMaxDomains <= kWarp);
   const uint32_t to = threadIdx.x % kWarp;
   Outgoing out;
-  if (to < d.at.num_domains && to != own_domain(d)) {
-    const StreamPart part = sent_part<kFresh>(d, plan, args, to);
-    out = {d.net->to[to].row_channel,
-           at<uint32_t>(d, d.rank, d.at.sent_counts) + to * d.at.row_slots,
+  if (to < g.map.num_domains && to != own_domain(g)) {
+    const StreamPart part = sent_part<kFresh>(g, plan, args, to);
+    out = {g.net->to[to].row_channel,
+           at<uint32_t>(g, g.rank, g.map.sent_counts) + to * g.map.row_slots,
            part.end - part.first,
-           rows_per_chunk(d, row_bytes),
+           rows_per_chunk(g, row_bytes),
            row_bytes,
-           net_state(d).sent[to],
+           net_state(g).sent[to],
            0};
   }
-  push_chunks(d, out, [&] {
-    if (!are_packed(d, op)) return false;
-    push_packets(d, op, kFresh, with_values);
+  push_chunks(g, out, [&] {
+    if (!are_packed(g, op)) return false;
+    push_packets(g, op, kFresh, with_weights);
     return true;
   });
 }
 
 // By a crew of kStageWarps.
 template <bool kFresh>
-__device__ inline void stage_rows(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
-                                  const PlaceArgs& args, const StageShare& share, Staged& staged_chunks) {
+__device__ inline void stage_rows(const Crew& crew, const Group& g, const KernelOp& op, const PlanView& plan,
+                                  const PlaceArgs& args, const StageShare& share, Staged& progress) {
   const uint64_t stride = staged_row_bytes(args.stage.wire, args.stage.hidden);
-  uint8_t* const staged = rows(d, d.rank, op.half);
-  for (uint32_t chunk = share.first; share.has(chunk); chunk += share.count) {
-    const uint32_t row = chunk * kStageRows + crew.warp(), token = share.begin + row;
+  uint8_t* const staged = rows(g, g.rank, op.half);
+  for (uint32_t row_group = share.first; share.has(row_group); row_group += share.count) {
+    const uint32_t row = row_group * kRowGroup + crew.warp(), token = share.begin + row;
     if (token < share.end) {
       Outs outs{staged + row * stride, 0, nullptr};
-      if (!begin_row<kFresh>(crew, d, plan, args, token, staged_chunks, outs)) return;
+      if (!begin_row<kFresh>(crew, g, plan, args, token, progress, outs)) return;
       stage_row(args.stage, token, outs, crew.lane());
-      end_row(crew, d, staged_chunks, outs);
+      end_row(crew, g, progress, outs);
     }
-    row_staged(crew, staged_chunks);
+    row_staged(crew, progress);
   }
 }
 
-// ---- by bulk copies (sm_90): a ring of parts of rows in shared memory is filled ahead -------------------------------
+// ---- by bulk copies (sm_90): a pipeline of parts of rows in shared memory -------------------------------------------
 constexpr uint32_t kStagePart = 3584;  // bytes
-constexpr uint32_t kStageRing = 2;
-constexpr uint32_t kStageBytes = kStageWarps * kStageRing * kStagePart;
+constexpr uint32_t kCopyStages = 2;
+constexpr uint32_t kStageBytes = kStageWarps * kCopyStages * kStagePart;
 
 #if __CUDA_ARCH__ >= 900
 // As stage_rows, for rows that are copied, where there is one domain.
-__device__ inline void stage_rows_bulk(const Crew& crew, const Domain& d, const Op& op, const StageArgs& args,
-                                       const StageShare& share, Staged& staged_chunks, uint8_t* shared) {
-  __shared__ __align__(8) uint64_t all_barriers[kStageWarps * kStageRing];
-  uint64_t* const barriers = all_barriers + crew.warp() * kStageRing;
+__device__ inline void stage_rows_bulk(const Crew& crew, const Group& g, const KernelOp& op, const StageArgs& args,
+                                       const StageShare& share, Staged& progress, uint8_t* shared) {
+  __shared__ __align__(8) uint64_t all_barriers[kStageWarps * kCopyStages];
+  uint64_t* const barriers = all_barriers + crew.warp() * kCopyStages;
   const uint64_t stride = staged_row_bytes(args.wire, args.hidden);
   const uint32_t row_bytes = args.hidden * dtype_bytes(args.dtype), lane = crew.lane();
-  uint8_t* const staged = rows(d, d.rank, op.half);
-  const uint32_t ring = shared_address(shared + crew.warp() * kStageRing * kStagePart);
+  uint8_t* const staged = rows(g, g.rank, op.half);
+  const uint32_t pipeline = shared_address(shared + crew.warp() * kCopyStages * kStagePart);
   const uint32_t full = shared_address(barriers);
   if (lane == 0) {
-    for (uint32_t i = 0; i < kStageRing; ++i) init_barrier(barriers + i);
+    for (uint32_t i = 0; i < kCopyStages; ++i) init_barrier(barriers + i);
     fence_barriers();
   }
   __syncwarp();
-  uint32_t load_token = share.begin + share.first * kStageRows + crew.warp(), load_at = 0, load_slot = 0;
+  uint32_t load_token = share.begin + share.first * kRowGroup + crew.warp(), load_at = 0, load_stage = 0;
   const auto load_part = [&] {
     if (load_token >= share.end) return;
     if (lane == 0)
-      load_bulk(ring + load_slot * kStagePart, args.x + uint64_t{load_token} * row_bytes + load_at,
-                min(kStagePart, row_bytes - load_at), full + load_slot * 8);
-    load_slot = load_slot + 1 == kStageRing ? 0 : load_slot + 1;
+      load_bulk(pipeline + load_stage * kStagePart, args.x + uint64_t{load_token} * row_bytes + load_at,
+                min(kStagePart, row_bytes - load_at), full + load_stage * 8);
+    load_stage = load_stage + 1 == kCopyStages ? 0 : load_stage + 1;
     load_at += kStagePart;
     if (load_at < row_bytes) return;
     load_at = 0;
-    load_token += share.count * kStageRows;
+    load_token += share.count * kRowGroup;
   };
-  for (uint32_t i = 0; i < kStageRing; ++i) load_part();
-  uint32_t slot = 0, parity = 0;
-  for (uint32_t chunk = share.first; share.has(chunk); chunk += share.count) {
-    const uint32_t row = chunk * kStageRows + crew.warp();
+  for (uint32_t i = 0; i < kCopyStages; ++i) load_part();
+  uint32_t stage = 0, parity = 0;
+  for (uint32_t row_group = share.first; share.has(row_group); row_group += share.count) {
+    const uint32_t row = row_group * kRowGroup + crew.warp();
     for (uint32_t at = 0; share.begin + row < share.end && at < row_bytes; at += kStagePart) {
-      wait_barrier(full + slot * 8, parity);
+      wait_barrier(full + stage * 8, parity);
       const uint32_t vectors = min(kStagePart, row_bytes - at) / 16;
       uint4* const to = reinterpret_cast<uint4*>(staged + row * stride + at);
 #pragma unroll 4
-      for (uint32_t i = lane; i < vectors; i += kWarp) to[i] = load_shared(ring + slot * kStagePart + i * 16);
-      slot = slot + 1 == kStageRing ? 0 : slot + 1;
-      parity ^= slot == 0;
+      for (uint32_t i = lane; i < vectors; i += kWarp) to[i] = load_shared(pipeline + stage * kStagePart + i * 16);
+      stage = stage + 1 == kCopyStages ? 0 : stage + 1;
+      parity ^= stage == 0;
       __syncwarp();
       load_part();
     }
-    row_staged(crew, staged_chunks);
+    row_staged(crew, progress);
   }
 }
 #endif
 
 // By crews of all blocks: fp32 per pair, in the order of the plan. True in the last block.
-__device__ inline bool stage_values(const Crew& crew, const Domain& d, const Op& op, const PlanView& plan,
-                                    const float* from) {
-  const uint32_t me = blockIdx.x * crew.size + crew.thread, all = workers(d) * crew.size;
-  for (uint32_t to = 0; to < d.at.num_domains; ++to) {
-    const uint32_t begin = plan.pair_begin[d.first_of[to]], end = plan.pair_begin[d.first_of[to + 1]];
-    uint8_t* const bytes = own_packet(d, to, op.epoch);
-    float* const staged = reinterpret_cast<float*>(bytes + packet_parts({}).values);
+__device__ inline bool stage_weights(const Crew& crew, const Group& g, const KernelOp& op, const PlanView& plan,
+                                     const float* from) {
+  const uint32_t me = blockIdx.x * crew.size + crew.thread, all = workers(g) * crew.size;
+  for (uint32_t to = 0; to < g.map.num_domains; ++to) {
+    const uint32_t begin = plan.pair_begin[g.first_of[to]], end = plan.pair_begin[g.first_of[to + 1]];
+    uint8_t* const bytes = own_packet(g, to, op.epoch);
+    float* const staged = reinterpret_cast<float*>(bytes + packet_parts({}).weights);
     for (uint32_t p = begin + me; p < end; p += all) staged[p - begin] = from[plan.pair_place[p]];
-    if (me == 0) reinterpret_cast<DeviceHeader*>(bytes)->pair_begin[d.first_of[to + 1] - d.first_of[to]] = end - begin;
+    if (me == 0) reinterpret_cast<DeviceHeader*>(bytes)->pair_begin[g.first_of[to + 1] - g.first_of[to]] = end - begin;
   }
-  return last_block(crew, d, Arrival::kValues, workers(d));
+  return last_block(crew, g, Phase::kWeights, workers(g));
 }
 
 }  // namespace uccl_ep::cuda

@@ -14,12 +14,12 @@ cudaError_t load_combine(uint32_t shared_bytes);
 cudaError_t load_refusal(uint32_t shared_bytes);
 cudaError_t load_pad(uint32_t shared_bytes);
 // Shared memory that a block needs at least to route tokens.
-uint32_t routing_bytes(const Offsets& at, uint32_t tiles = 1);
+uint32_t routing_bytes(const DeviceMap& map, uint32_t tiles = 1);
 
 // The router's output on the device. topk: int64 [T, width], -1 = dropped. map: bool [T, width = experts].
 struct DeviceRouting {
   const void* data = nullptr;
-  const float* values = nullptr;  // [T, width], or nullptr: none travel
+  const float* weights = nullptr;  // [T, width], or nullptr: none travel
   bool is_map = false;
   uint32_t width = 0;
 };
@@ -44,7 +44,7 @@ enum class Fit : uint32_t { kAlways, kIfLargeEnough, kNever };
 // Blocks above `num_sms` stage only, or route.
 struct PlaceArgs {
   OpSignature signature{};
-  // Of a new plan: the routing. Else values to stage, and data to compare with the plan, if given.
+  // Of a new plan: the routing. Else weights to stage, and data to compare with the plan, if given.
   DeviceRouting routing;
   StageArgs stage;
   PlanState state = PlanState::kKnown;
@@ -54,38 +54,38 @@ struct PlaceArgs {
   bool routing_compared = false;
   uint32_t window = 0, window_tokens = 0;
   uint32_t num_blocks = 0;         // that place
-  uint32_t ring_warps = 0;         // of a block, that have shared memory for bulk copies
+  uint32_t bulk_warps = 0;         // of a block, that have shared memory for bulk copies
   uint32_t kept_tiles = 1;         // of a new routing, for which a block has shared memory
-  uint32_t stage_ring = 0;         // where in shared memory staging has its own; 0: it has none
-  uint8_t* rows = nullptr;         // [slots, H] of dtype, or codes
-  float* scales = nullptr;         // [slots, H / 128]; nullptr: FP8 rows are dequantised
-  float* row_values = nullptr;     // [slots] or [slots, W]; nullptr: none travel, or not in this window
-  int64_t* row_experts = nullptr;  // [slots, W] of compact rows, in the first window
+  uint32_t copy_pipeline = 0;      // where in shared memory staging has its own; 0: it has none
+  uint8_t* rows = nullptr;         // [rows, H] of dtype, or codes
+  float* scales = nullptr;         // [rows, H / 128]; nullptr: FP8 rows are dequantised
+  float* row_weights = nullptr;    // [rows] or [rows, W]; nullptr: none travel, or not in this window
+  int64_t* row_experts = nullptr;  // [rows, W] of compact rows, in the first window
 };
-cudaError_t launch_dispatch(const Domain& domain, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
+cudaError_t launch_dispatch(const Group& group, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
                             uint32_t stage_sms, cudaStream_t stream);
 // After a dispatch with a capacity: what it has written to, from the end of the rows that came on, becomes padding.
-cudaError_t launch_pad(const Domain& domain, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
+cudaError_t launch_pad(const Group& group, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
                        cudaStream_t stream);
 
 // A window of a combine: folds what came here and, side by side, merges what comes back.
-struct CombineArgs {
+struct KernelCombineArgs {
   OpSignature signature{};
   uint32_t window = 0, window_tokens = 0;
-  bool is_last = true;                // of the combine's windows
-  bool may_drop = false;              // the plan may have slots that `rows` has not
+  bool is_last = true;    // of the combine's windows
+  bool may_drop = false;  // the plan may have rows that `rows` has not
   uint32_t hidden = 0;
   Dtype dtype = Dtype::kBf16, wire = Dtype::kBf16;
-  const uint8_t* rows = nullptr;      // [slots, H]
-  const float* row_values = nullptr;  // [slots] or [slots, W]; nullptr: none travel
-  uint8_t* out = nullptr;             // [T, H]
-  float* values = nullptr;            // [T, width], zeroed; nullptr: none travel
-  uint64_t value_bytes = 0;
+  const uint8_t* rows = nullptr;       // [rows, H]
+  const float* row_weights = nullptr;  // [rows] or [rows, W]; nullptr: none travel
+  uint8_t* out = nullptr;              // [T, H]
+  float* weights = nullptr;            // [T, width], zeroed; nullptr: none travel
+  uint64_t weight_bytes = 0;
 };
-cudaError_t launch_combine(const Domain& domain, const PlanView& plan, const CombineArgs& args, uint32_t num_sms,
+cudaError_t launch_combine(const Group& group, const PlanView& plan, const KernelCombineArgs& args, uint32_t num_sms,
                            cudaStream_t stream);
 
 // One more call of this rank was refused: for the headers of what comes later.
-cudaError_t launch_refusal(const Domain& domain, cudaStream_t stream);
+cudaError_t launch_refusal(const Group& group, cudaStream_t stream);
 
 }  // namespace uccl_ep::cuda

@@ -58,8 +58,8 @@ struct Sum {
   }
 };
 
-// The sums that are a warp's turn, some at a time, looked up by a lane each. Work has, for sums 0 .. end():
-//   Taken taken()              where it is counted which of them have been taken
+// A policy of sums. Work has, for sums 0 .. end():
+//   SharedWork shared_work()   whose shares they are
 //   uint32_t least()           sums for each warp with fewer of which all are dealt out
 //   Sum look_up(n)             once, by one lane; count 0: there is nothing to sum
 //   uint32_t place(sum, k)     where addend k lies, in units of 16 bytes from base()
@@ -81,19 +81,20 @@ struct Summers {
   uint32_t warps;  // of a block, that begin together
   bool join;
 };
+// The sums of one warp. It looks up some at a time, one per lane.
 template <typename Work>
-struct Turns {
+struct WarpSums {
   const Work& work;
   const uint32_t lane;
   Shares shares;
   uint32_t left = 0;
   Sum batch;
 
-  __device__ Turns(const Domain& d, const Work& w, const Summers& by)
+  __device__ WarpSums(const Group& g, const Work& w, const Summers& by)
       : work(w),
         lane(by.crew.lane()),
-        shares(d, w.taken(), w.end(), by.join ? Shares::kJoins : by.crew.warp() * workers(d) + blockIdx.x,
-               by.warps * workers(d), w.least()) {}
+        shares(g, w.shared_work(), w.end(), by.join ? Shares::kJoins : by.crew.warp() * workers(g) + blockIdx.x,
+               by.warps * workers(g), w.least()) {}
   // The next sum, in every lane; count 0: no more.
   __device__ __forceinline__ Sum next() {
     while (left == 0) {
@@ -110,10 +111,10 @@ struct Turns {
 
 // Plain loads: for every architecture and every dtype.
 template <typename In, typename Out, typename Work>
-__device__ void sum_rows(const Summers& by, const Domain& d, const Work& work, uint32_t hidden) {
+__device__ void sum_rows(const Summers& by, const Group& g, const Work& work, uint32_t hidden) {
   const Crew& crew = by.crew;
-  Turns<Work> turns(d, work, by);
-  for (Sum sum = turns.next(); sum.count > 0; sum = turns.next()) {
+  WarpSums<Work> sums(g, work, by);
+  for (Sum sum = sums.next(); sum.count > 0; sum = sums.next()) {
     if (!work.template came<false>(sum.tag)) return;
     for (uint32_t i = crew.lane() * 8; i < hidden; i += kWarp * 8) {
       float total[8] = {};
@@ -131,13 +132,13 @@ __device__ void sum_rows(const Summers& by, const Domain& d, const Work& work, u
 }
 
 // ---- BF16 sums by bulk copies (sm_90) -------------------------------------------------------------------------------
-// A warp walks over (sum, segment, addend), a step each. A ring of segments in shared memory is filled ahead; a sum
+// A warp walks over (sum, segment, addend), a step each. A pipeline of segments in shared memory is filled ahead; a sum
 // leaves from the place of its last addend, which is filled again kLag steps later: by then the sum has been read. What
 // limits it is the number of instructions of a step.
 constexpr uint32_t kMostVectors = 7;  // 16 bytes of a lane in a segment
-constexpr uint32_t kRing = 5;
+constexpr uint32_t kSumStages = 5;
 constexpr uint32_t kLag = 2;
-constexpr uint32_t kSumWarpBytes = kRing * kMostVectors * kWarp * 16;
+constexpr uint32_t kSumWarpBytes = kSumStages * kMostVectors * kWarp * 16;
 constexpr uint32_t kTold = 4;         // rows that are told together, a lane each
 constexpr uint32_t kStoreSteps = 10;  // after which a step's stores are complete
 
@@ -168,18 +169,18 @@ __device__ __forceinline__ void pack_sums(const float (&sums)[kVectors][8], uint
   }
 }
 
-// A warp's ring, between one use of it and the next.
-struct RingState {
+// A warp's pipeline, between one use of it and the next.
+struct SumPipeline {
   uint8_t* memory = nullptr;     // kSumWarpBytes
-  uint64_t* barriers = nullptr;  // kRing, one for every segment: filled
-  uint32_t slot = 0, parity = 0;
+  uint64_t* barriers = nullptr;  // kSumStages, one for every segment: filled
+  uint32_t stage = 0, parity = 0;
 };
 
 #if __CUDA_ARCH__ >= 900
 // By a warp, once.
-__device__ __forceinline__ void begin_ring(const RingState& ring, uint32_t lane) {
+__device__ __forceinline__ void begin_pipeline(const SumPipeline& pipeline, uint32_t lane) {
   if (lane == 0) {
-    for (uint32_t i = 0; i < kRing; ++i) init_barrier(ring.barriers + i);
+    for (uint32_t i = 0; i < kSumStages; ++i) init_barrier(pipeline.barriers + i);
     fence_barriers();
   }
   __syncwarp();
@@ -189,36 +190,36 @@ template <uint32_t kVectors, typename Work>
 struct BulkSums {
   static constexpr uint32_t kSegment = kVectors * kWarp * 16;
   static constexpr bool kSegments = Work::kSplits || Work::kRehearses;  // a sum may be of one
-  const Domain& d;
+  const Group& g;
   const Work& work;
   const uint32_t lane, row_bytes;
-  RingState& state;
-  const uint32_t ring, full;  // addresses in shared memory
+  SumPipeline& state;
+  const uint32_t pipeline, full;  // addresses in shared memory
   // Where the loads are.
-  Turns<Work> ahead;
+  WarpSums<Work> ahead;
   Sum load, pending;                   // the sum that is loaded, and the next one
   uint32_t load_place, pending_place = 0;  // lane i: where addend i lies
-  uint32_t load_at = 0, load_addend = 0, load_slot;
-  // Sums whose loads have begun, by their number: lane n % 32 has the n-th. Of more than the ring holds none is asked
-  // for.
+  uint32_t load_at = 0, load_addend = 0, load_stage;
+  // Sums whose loads have begun, by their number: lane n % 32 has the n-th. Of more than the pipeline holds none is
+  // asked for.
   Sum begun;
   uint32_t num_begun = 0;
   uint32_t num_loads = 0;  // that have begun
   bool is_here = false;    // all that `load` needs
   bool good;
 
-  __device__ BulkSums(const Summers& by, const Domain& domain, const Work& w, uint32_t bytes, RingState& s)
-      : d(domain),
+  __device__ BulkSums(const Summers& by, const Group& group, const Work& w, uint32_t bytes, SumPipeline& s)
+      : g(group),
         work(w),
         lane(by.crew.lane()),
         row_bytes(bytes),
         state(s),
         // Shuffled, or the compiler works them out from the thread's number wherever they are used.
-        ring(__shfl_sync(kFullWarp, shared_address(s.memory), 0)),
+        pipeline(__shfl_sync(kFullWarp, shared_address(s.memory), 0)),
         full(__shfl_sync(kFullWarp, shared_address(s.barriers), 0)),
-        ahead(domain, w, by),
-        load_slot(s.slot),
-        good(__all_sync(kFullWarp, !stopped(domain))) {
+        ahead(group, w, by),
+        load_stage(s.stage),
+        good(__all_sync(kFullWarp, !stopped(group))) {
     if (Work::kRehearses && !by.join)
       pending = {1, 0, kRehearsal, 1, nullptr};
     else
@@ -260,12 +261,13 @@ struct BulkSums {
     is_here = good = work.template came<false>(load.tag);
     if (!good) load.count = 0;
   }
-  // After `summed` steps: keeps the ring filled. A group of stores a step, most of them empty, so that steps are what
-  // is counted.
+  // After `summed` steps: keeps the pipeline filled. A group of stores a step, most of them empty, so that steps are
+  // what is counted.
   __device__ __forceinline__ void load_ahead(uint32_t summed) {
     if constexpr (Work::kSumsFirst) {
       if (ptx::elect()) commit_stores();
-      while (load.count != 0 && num_loads - summed < kRing - kLag && (is_here || work.template came<true>(load.tag))) {
+      while (load.count != 0 && num_loads - summed < kSumStages - kLag &&
+             (is_here || work.template came<true>(load.tag))) {
         is_here = true;
         load_segment<false>();
       }
@@ -282,10 +284,10 @@ struct BulkSums {
     if (ptx::elect()) {
       if (kCommits) commit_stores();
       wait_stores_read<kLag>();
-      load_bulk(ring + load_slot * kSegment, work.base() + uint64_t{place} * 16 + load_at, part(load_at),
-                full + load_slot * 8);
+      load_bulk(pipeline + load_stage * kSegment, work.base() + uint64_t{place} * 16 + load_at, part(load_at),
+                full + load_stage * 8);
     }
-    load_slot = load_slot + 1 == kRing ? 0 : load_slot + 1;
+    load_stage = load_stage + 1 == kSumStages ? 0 : load_stage + 1;
     ++num_loads;
     if (++load_addend < load.count) return;
     load_addend = 0;
@@ -295,8 +297,8 @@ struct BulkSums {
 
   __device__ void run() {
     if constexpr (!Work::kSumsFirst)
-      for (uint32_t i = 0; i < kRing - kLag; ++i) load_ahead(0);
-    uint32_t summed = 0, slot = state.slot, parity = state.parity;
+      for (uint32_t i = 0; i < kSumStages - kLag; ++i) load_ahead(0);
+    uint32_t summed = 0, stage = state.stage, parity = state.parity;
     // Rows that are written and not told, a lane each: those that wait for their stores, and later ones. A warp looks
     // again when it has another row: it waits for stores at the end only.
     uint32_t waiting = 0, waiting_tag = 0, waits_since = 0, later = 0, later_tag = 0;
@@ -339,8 +341,8 @@ struct BulkSums {
       for (uint32_t begin = begin_of(now), end = end_of(now); begin < end; begin += kSegment) {
         float sum[kVectors][8] = {};
         for (uint32_t left = now.count; left > 0;) {
-          const uint32_t from = ring + slot * kSegment + lane * 16;
-          wait_barrier(full + slot * 8, parity);
+          const uint32_t from = pipeline + stage * kSegment + lane * 16;
+          wait_barrier(full + stage * 8, parity);
           uint4 raw[kVectors];
 #pragma unroll
           for (uint32_t v = 0; v < kVectors; ++v) raw[v] = load_shared(from + v * kWarp * 16);
@@ -355,10 +357,10 @@ struct BulkSums {
             fence_shared();
             __syncwarp();
             if (ptx::elect() && (!Work::kRehearses || now.tag != kRehearsal))
-              store_bulk(now.out + begin, ring + slot * kSegment, part(begin));
+              store_bulk(now.out + begin, pipeline + stage * kSegment, part(begin));
           }
-          slot = slot + 1 == kRing ? 0 : slot + 1;
-          parity ^= slot == 0;
+          stage = stage + 1 == kSumStages ? 0 : stage + 1;
+          parity ^= stage == 0;
           __syncwarp();
           load_ahead(summed);
         }
@@ -368,7 +370,7 @@ struct BulkSums {
     }
     if (ptx::elect()) wait_stores<0>();
     __syncwarp();
-    state.slot = slot;
+    state.stage = stage;
     state.parity = parity;
     tell_rows(waiting, waiting_tag);
     tell_rows(later, later_tag);
@@ -376,12 +378,12 @@ struct BulkSums {
 };
 
 template <typename Work>
-__device__ __forceinline__ void sum_rows_bulk(const Summers& by, const Domain& d, const Work& work, uint32_t row_bytes,
-                                              RingState& ring) {
+__device__ __forceinline__ void sum_rows_bulk(const Summers& by, const Group& g, const Work& work, uint32_t row_bytes,
+                                              SumPipeline& pipeline) {
   if (long_segments(row_bytes))
-    BulkSums<7, Work>(by, d, work, row_bytes, ring).run();
+    BulkSums<7, Work>(by, g, work, row_bytes, pipeline).run();
   else
-    BulkSums<4, Work>(by, d, work, row_bytes, ring).run();
+    BulkSums<4, Work>(by, g, work, row_bytes, pipeline).run();
 }
 #endif
 

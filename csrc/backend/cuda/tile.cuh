@@ -14,8 +14,8 @@ using Mask = unsigned long long;  // a bit per token of a tile
 struct PacketPlace {
   ListEntry* lists;
   PairEntry* pairs;
-  float* values;
-  uint32_t *chunk_rows, *chunk_pieces, *chunk_streams, *stream_pieces;
+  float* weights;
+  uint32_t *token_block_rows, *token_block_pieces, *token_block_streams, *stream_pieces;
 };
 
 // A tile in shared memory, number `number` of those that the block has there.
@@ -24,7 +24,7 @@ struct Tile {
   Mask* destination;  // [ranks] tokens that go there
   Mask* stream;  // [domains] tokens that go there
   uint32_t* pairs_to;  // [tokens][ranks] pairs of the token
-  uint32_t* slot_begin;  // [tokens][ranks] pairs of earlier tokens
+  uint32_t* pairs_before;  // [tokens][ranks] pairs of earlier tokens
   uint32_t* pieces;  // [domains][tokens] pieces of earlier tokens of the tile
   uint32_t* named;  // [tokens][words] of a map: the experts of a token, as the caller names them, a bit each
   // What lies before it.
@@ -47,33 +47,33 @@ struct Tile {
                         4 * (experts + 2 * ranks + 2 * domains),
                     8);
   }
-  __device__ Tile(uint8_t* shared, const Offsets& at, uint32_t number)
-      : expert(reinterpret_cast<Mask*>(shared + common_bytes(at.num_ranks, at.num_domains) +
-                                       number * own_bytes(at.num_experts, at.num_ranks, at.num_domains))),
-        destination(expert + at.num_experts),
-        stream(destination + at.num_ranks),
-        pairs_to(reinterpret_cast<uint32_t*>(stream + at.num_domains)),
-        slot_begin(pairs_to + kTileTokens * at.num_ranks),
-        pieces(slot_begin + kTileTokens * at.num_ranks),
-        named(pieces + kTileTokens * at.num_domains),
-        expert_base(named + kTileTokens * words(at.num_experts)),
-        row_base(expert_base + at.num_experts),
-        stream_base(row_base + at.num_ranks),
-        pair_base(stream_base + at.num_domains),
-        piece_base(pair_base + at.num_ranks),
+  __device__ Tile(uint8_t* shared, const DeviceMap& map, uint32_t number)
+      : expert(reinterpret_cast<Mask*>(shared + common_bytes(map.num_ranks, map.num_domains) +
+                                       number * own_bytes(map.num_experts, map.num_ranks, map.num_domains))),
+        destination(expert + map.num_experts),
+        stream(destination + map.num_ranks),
+        pairs_to(reinterpret_cast<uint32_t*>(stream + map.num_domains)),
+        pairs_before(pairs_to + kTileTokens * map.num_ranks),
+        pieces(pairs_before + kTileTokens * map.num_ranks),
+        named(pieces + kTileTokens * map.num_domains),
+        expert_base(named + kTileTokens * words(map.num_experts)),
+        row_base(expert_base + map.num_experts),
+        stream_base(row_base + map.num_ranks),
+        pair_base(stream_base + map.num_domains),
+        piece_base(pair_base + map.num_ranks),
         packet(reinterpret_cast<PacketPlace*>(shared)),
-        row_begin(reinterpret_cast<uint32_t*>(packet + at.num_domains)),
-        pair_begin(row_begin + at.num_ranks) {}
+        row_begin(reinterpret_cast<uint32_t*>(packet + map.num_domains)),
+        pair_begin(row_begin + map.num_ranks) {}
 };
 
 // Neighbouring tiles of a block, the first ones of its shared memory.
 struct Tiles {
   uint8_t* shared;
-  const Offsets& at;
+  const DeviceMap& map;
   uint32_t first, count;  // tokens
 
   __device__ __forceinline__ uint32_t size() const { return (count + kTileTokens - 1) / kTileTokens; }
-  __device__ __forceinline__ Tile tile(uint32_t number) const { return {shared, at, number}; }
+  __device__ __forceinline__ Tile tile(uint32_t number) const { return {shared, map, number}; }
   // The one with a token of theirs, which is its `token % kTileTokens`-th.
   __device__ __forceinline__ Tile with(uint32_t token) const { return tile(token / kTileTokens); }
 };
@@ -82,12 +82,12 @@ struct Tiles {
 struct TileCounts {
   uint8_t *expert, *rows_to, *stream;
   uint32_t *pairs_to, *most_pieces;
-  __device__ TileCounts(const Domain& d, uint32_t tile)
-      : expert(at<uint8_t>(d, d.rank, d.at.tile_counts) + uint64_t{tile} * 4 * tile_words(d.at)),
-        rows_to(expert + d.at.num_experts),
-        stream(rows_to + d.at.num_ranks),
-        pairs_to(reinterpret_cast<uint32_t*>(expert) + tile_token_words(d.at)),
-        most_pieces(pairs_to + d.at.num_ranks) {}
+  __device__ TileCounts(const Group& g, uint32_t tile)
+      : expert(at<uint8_t>(g, g.rank, g.map.tile_counts) + uint64_t{tile} * 4 * tile_words(g.map)),
+        rows_to(expert + g.map.num_experts),
+        stream(rows_to + g.map.num_ranks),
+        pairs_to(reinterpret_cast<uint32_t*>(expert) + tile_token_words(g.map)),
+        most_pieces(pairs_to + g.map.num_ranks) {}
 };
 static_assert(kTileTokens < 256);
 
@@ -102,25 +102,25 @@ struct Pair {
   uint32_t ranks_lower;  // lower ranks of that domain that the token goes to
 };
 
-__device__ inline bool good_expert(const Domain& d, long long expert, uint32_t token) {
-  if (expert >= 0 && expert < d.at.num_experts) return true;
-  report(d, DeviceFault::kExpertRange, Step::kExchange, static_cast<int>(d.rank), static_cast<int>(token),
-         d.at.num_experts, static_cast<uint64_t>(expert), ErrorKind::kPeerFailed);
+__device__ inline bool good_expert(const Group& g, long long expert, uint32_t token) {
+  if (expert >= 0 && expert < g.map.num_experts) return true;
+  report(g, DeviceFault::kExpertRange, Step::kExchange, static_cast<int>(g.rank), static_cast<int>(token),
+         g.map.num_experts, static_cast<uint64_t>(expert), ErrorKind::kPeerFailed);
   return false;
 }
 
 // Number of the rank that has the caller's expert `expert`.
-__device__ __forceinline__ uint32_t rank_of(const Domain& d, uint32_t expert) {
-  return d.number_of[expert / d.experts_per_rank];
+__device__ __forceinline__ uint32_t rank_of(const Group& g, uint32_t expert) {
+  return g.number_of[expert / g.experts_per_rank];
 }
-__device__ __forceinline__ uint32_t expert_number(const Domain& d, uint32_t expert, uint32_t rank) {
-  return rank * d.experts_per_rank + expert % d.experts_per_rank;
+__device__ __forceinline__ uint32_t expert_number(const Group& g, uint32_t expert, uint32_t rank) {
+  return rank * g.experts_per_rank + expert % g.experts_per_rank;
 }
 
 // Calls visit(pair) for the pairs of tokens `first` to `first + count`, by the lanes of a crew. A token's columns lie
 // in neighbouring lanes, as many as its K rounded up to a power of two. False: this lane saw what is no routing.
 template <typename Visit>
-__device__ __forceinline__ bool visit_topk(const Crew& crew, const Domain& d, const DeviceRouting& r, uint32_t first,
+__device__ __forceinline__ bool visit_topk(const Crew& crew, const Group& g, const DeviceRouting& r, uint32_t first,
                                            uint32_t count, Visit visit) {
   uint32_t group = 1;
 #pragma unroll 1
@@ -133,15 +133,15 @@ __device__ __forceinline__ bool visit_topk(const Crew& crew, const Domain& d, co
     long long expert = -1;
     if (token < count && column < r.width)
       expert = static_cast<const long long*>(r.data)[uint64_t{first + token} * r.width + column];
-    if (expert != -1 && !good_expert(d, expert, first + token)) {
+    if (expert != -1 && !good_expert(g, expert, first + token)) {
       expert = -1;
       good = false;
     }
     const int own = static_cast<int>(expert);
-    const int to = own < 0 ? -1 : static_cast<int>(rank_of(d, own));
-    const int first_member = own < 0 ? 0 : d.first_of[d.domain_of[to]];
+    const int to = own < 0 ? -1 : static_cast<int>(rank_of(g, own));
+    const int first_member = own < 0 ? 0 : g.first_of[g.domain_of[to]];
     Pair pair{token, column, static_cast<uint32_t>(own), 0, static_cast<uint32_t>(to), 0, 0, 0};
-    if (own >= 0) pair.expert = expert_number(d, own, to);
+    if (own >= 0) pair.expert = expert_number(g, own, to);
     bool twice = false;
 #pragma unroll 1
     for (uint32_t i = 0; i < r.width; ++i) {
@@ -159,7 +159,7 @@ __device__ __forceinline__ bool visit_topk(const Crew& crew, const Domain& d, co
     }
     if (own < 0) continue;
     if (twice) {
-      report(d, DeviceFault::kExpertTwice, Step::kExchange, static_cast<int>(d.rank), static_cast<int>(first + token),
+      report(g, DeviceFault::kExpertTwice, Step::kExchange, static_cast<int>(g.rank), static_cast<int>(first + token),
              1, static_cast<uint64_t>(own), ErrorKind::kPeerFailed);
       good = false;
     }
@@ -190,9 +190,9 @@ __device__ __forceinline__ uint32_t find_bit(const uint32_t* row, uint32_t words
 // The same for a map that read_tiles has read. Some lanes to a token, with a pair each in turn: what is done with a
 // pair waits for memory, so many are done at once.
 template <typename Visit>
-__device__ __forceinline__ void visit_map(const Crew& crew, const Domain& d, const Tiles& tiles, Visit visit) {
+__device__ __forceinline__ void visit_map(const Crew& crew, const Group& g, const Tiles& tiles, Visit visit) {
   constexpr uint32_t kGroup = 8, kTokens = kWarp / kGroup;
-  const uint32_t ranks = d.at.num_ranks, experts = d.at.num_experts, words = Tile::words(experts);
+  const uint32_t ranks = g.map.num_ranks, experts = g.map.num_experts, words = Tile::words(experts);
   for (uint32_t begin = crew.warp() * kTokens; begin < tiles.count; begin += crew.warps() * kTokens) {
     const uint32_t token = begin + crew.lane() / kGroup;
     const Tile tile = tiles.with(begin);  // all of a warp's are of one
@@ -202,10 +202,10 @@ __device__ __forceinline__ void visit_map(const Crew& crew, const Domain& d, con
       const uint32_t expert = token < tiles.count ? find_bit(row, words, n, experts) : experts;
       if (__all_sync(kFullWarp, expert == experts)) break;
       if (expert == experts) continue;
-      const uint32_t to = rank_of(d, expert);
-      Pair pair{token, expert, expert, expert_number(d, expert, to), to, pairs_to[to], 0, 0};
-      pair.same_lower = n - bits_below(row, expert - expert % d.experts_per_rank);
-      for (uint32_t r = d.first_of[d.domain_of[to]]; r < to; ++r) pair.ranks_lower += pairs_to[r] != 0;
+      const uint32_t to = rank_of(g, expert);
+      Pair pair{token, expert, expert, expert_number(g, expert, to), to, pairs_to[to], 0, 0};
+      pair.same_lower = n - bits_below(row, expert - expert % g.experts_per_rank);
+      for (uint32_t r = g.first_of[g.domain_of[to]]; r < to; ++r) pair.ranks_lower += pairs_to[r] != 0;
       visit(pair);
     }
   }
@@ -217,7 +217,7 @@ __device__ __forceinline__ uint32_t bits_of(uint32_t bytes) {
 }
 // Bits, masks and pairs of what a map has of tiles. A warp takes a token, a lane eight neighbouring columns at a time:
 // with a column a lane every 32 of them would wait for memory. Not inlined, for want of registers.
-__device__ __noinline__ void read_map(const Crew crew, const Domain& d, const DeviceRouting& r, const Tiles tiles) {
+__device__ __noinline__ void read_map(const Crew crew, const Group& g, const DeviceRouting& r, const Tiles tiles) {
   constexpr uint32_t kColumns = 8;
   const bool eights = r.width % kColumns == 0 && reinterpret_cast<uint64_t>(r.data) % kColumns == 0;
   const uint32_t all_columns = Tile::words(r.width) * 32;
@@ -235,32 +235,32 @@ __device__ __noinline__ void read_map(const Crew crew, const Domain& d, const De
       }
       reinterpret_cast<uint8_t*>(tile.named)[(token * all_columns + column) / 8] = static_cast<uint8_t>(bits);
       for (; bits != 0; bits &= bits - 1) {
-        const uint32_t expert = column + __ffs(bits) - 1, to = rank_of(d, expert);
-        or_shared(reinterpret_cast<uint32_t*>(tile.expert + expert_number(d, expert, to)) + token / 32,
+        const uint32_t expert = column + __ffs(bits) - 1, to = rank_of(g, expert);
+        or_shared(reinterpret_cast<uint32_t*>(tile.expert + expert_number(g, expert, to)) + token / 32,
                   1u << token % 32);
-        add_shared(&tile.pairs_to[token * d.at.num_ranks + to], 1);
+        add_shared(&tile.pairs_to[token * g.map.num_ranks + to], 1);
       }
     }
   }
 }
 
 // By a crew: the tiles' masks and counts, from the caller's routing. False: this thread saw what is no routing.
-__device__ inline bool read_tiles(const Crew& crew, const Domain& d, const DeviceRouting& r, const Tiles& tiles) {
-  const uint32_t ranks = d.at.num_ranks, domains = d.at.num_domains, size = tiles.size();
+__device__ inline bool read_tiles(const Crew& crew, const Group& g, const DeviceRouting& r, const Tiles& tiles) {
+  const uint32_t ranks = g.map.num_ranks, domains = g.map.num_domains, size = tiles.size();
 #pragma unroll 1
   for (uint32_t t = 0; t < size; ++t) {
     const Tile tile = tiles.tile(t);
 #pragma unroll 1
-    for (uint32_t i = crew.thread; i < d.at.num_experts + ranks; i += crew.size) tile.expert[i] = 0;
+    for (uint32_t i = crew.thread; i < g.map.num_experts + ranks; i += crew.size) tile.expert[i] = 0;
 #pragma unroll 1
     for (uint32_t i = crew.thread; i < kTileTokens * ranks; i += crew.size) tile.pairs_to[i] = 0;
   }
   crew.sync();
   bool good = true;
   if (r.is_map)
-    read_map(crew, d, r, tiles);
+    read_map(crew, g, r, tiles);
   else
-    good = visit_topk(crew, d, r, tiles.first, tiles.count, [&](const Pair& p) {
+    good = visit_topk(crew, g, r, tiles.first, tiles.count, [&](const Pair& p) {
       const Tile tile = tiles.with(p.token);
       const uint32_t token = p.token % kTileTokens;
       or_shared(reinterpret_cast<uint32_t*>(&tile.expert[p.expert]) + token / 32, 1u << token % 32);
@@ -277,8 +277,8 @@ __device__ inline bool read_tiles(const Crew& crew, const Domain& d, const Devic
     const uint32_t low_mask = __ballot_sync(kFullWarp, low != 0), high_mask = __ballot_sync(kFullWarp, high != 0);
     if (lane == 0) tile.destination[to] = Mask{high_mask} << 32 | low_mask;
     const uint32_t low_end = warp_prefix(low, lane), low_total = __shfl_sync(kFullWarp, low_end, kWarp - 1);
-    tile.slot_begin[lane * ranks + to] = low_end - low;
-    tile.slot_begin[(lane + kWarp) * ranks + to] = low_total + warp_prefix(high, lane) - high;
+    tile.pairs_before[lane * ranks + to] = low_end - low;
+    tile.pairs_before[(lane + kWarp) * ranks + to] = low_total + warp_prefix(high, lane) - high;
   }
   // And per domain: its tokens, and the pieces of earlier tokens.
 #pragma unroll 1
@@ -287,7 +287,7 @@ __device__ inline bool read_tiles(const Crew& crew, const Domain& d, const Devic
     const uint32_t to = i % domains;
     uint32_t low = 0, high = 0;
 #pragma unroll 1
-    for (uint32_t r = d.first_of[to]; r < d.first_of[to + 1]; ++r) {
+    for (uint32_t r = g.first_of[to]; r < g.first_of[to + 1]; ++r) {
       low += tile.pairs_to[lane * ranks + r] != 0;
       high += tile.pairs_to[(lane + kWarp) * ranks + r] != 0;
     }
@@ -301,39 +301,39 @@ __device__ inline bool read_tiles(const Crew& crew, const Domain& d, const Devic
   return good;
 }
 
-__device__ inline uint32_t pairs_of_tile(const Domain& d, const Tile& tile, uint32_t to) {
-  const uint32_t last = (kTileTokens - 1) * d.at.num_ranks + to;
-  return tile.slot_begin[last] + tile.pairs_to[last];
+__device__ inline uint32_t pairs_of_tile(const Group& g, const Tile& tile, uint32_t to) {
+  const uint32_t last = (kTileTokens - 1) * g.map.num_ranks + to;
+  return tile.pairs_before[last] + tile.pairs_to[last];
 }
 
-__device__ inline uint32_t pieces_of_tile(const Domain& d, const Tile& tile, uint32_t domain) {
+__device__ inline uint32_t pieces_of_tile(const Group& g, const Tile& tile, uint32_t domain) {
   uint32_t pieces = 0;
 #pragma unroll 1
-  for (uint32_t r = d.first_of[domain]; r < d.first_of[domain + 1]; ++r) pieces += __popcll(tile.destination[r]);
+  for (uint32_t r = g.first_of[domain]; r < g.first_of[domain + 1]; ++r) pieces += __popcll(tile.destination[r]);
   return pieces;
 }
 
 // By a crew.
-__device__ inline void count_tiles(const Crew& crew, const Domain& d, const Tiles& tiles) {
+__device__ inline void count_tiles(const Crew& crew, const Group& g, const Tiles& tiles) {
   const uint32_t lane = crew.lane(), first = tiles.first / kTileTokens;
 #pragma unroll 1
   for (uint32_t t = 0; t < tiles.size(); ++t) {
     const Tile tile = tiles.tile(t);
-    const TileCounts out(d, first + t);
+    const TileCounts out(g, first + t);
 #pragma unroll 1
-    for (uint32_t e = crew.thread; e < d.at.num_experts; e += crew.size)
+    for (uint32_t e = crew.thread; e < g.map.num_experts; e += crew.size)
       out.expert[e] = static_cast<uint8_t>(__popcll(tile.expert[e]));
     if (crew.warp() != t % crew.warps()) continue;
 #pragma unroll 1
-    for (uint32_t to = lane; to < d.at.num_ranks; to += kWarp) {
+    for (uint32_t to = lane; to < g.map.num_ranks; to += kWarp) {
       out.rows_to[to] = static_cast<uint8_t>(__popcll(tile.destination[to]));
-      out.pairs_to[to] = pairs_of_tile(d, tile, to);
+      out.pairs_to[to] = pairs_of_tile(g, tile, to);
     }
     uint32_t most = 0;
 #pragma unroll 1
-    for (uint32_t to = lane; to < d.at.num_domains; to += kWarp) {
+    for (uint32_t to = lane; to < g.map.num_domains; to += kWarp) {
       out.stream[to] = static_cast<uint8_t>(__popcll(tile.stream[to]));
-      const uint32_t low = tile.pieces[to * kTileTokens + kWarp], all = pieces_of_tile(d, tile, to);
+      const uint32_t low = tile.pieces[to * kTileTokens + kWarp], all = pieces_of_tile(g, tile, to);
       most = max(most, max(low, all - low));
     }
     most = __reduce_max_sync(kFullWarp, most);

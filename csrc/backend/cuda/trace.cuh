@@ -8,20 +8,20 @@
 
 namespace uccl_ep::cuda {
 
-// By one thread, while d.trace is not null.
-__device__ inline void note(const Domain& d, const TraceRecord& record) {
-  const uint32_t i = take_number(&d.trace->next);
-  if (i < d.trace->capacity) reinterpret_cast<TraceRecord*>(d.trace + 1)[i] = record;
+// By one thread, while g.trace is not null.
+__device__ inline void note(const Group& g, const TraceRecord& record) {
+  const uint32_t i = take_number(&g.trace->next);
+  if (i < g.trace->capacity) reinterpret_cast<TraceRecord*>(g.trace + 1)[i] = record;
 }
 
-__device__ inline void trace_now(const Domain& d, TraceKind kind, uint32_t what, uint64_t number,
+__device__ inline void trace_now(const Group& g, TraceKind kind, uint32_t what, uint64_t number,
                                  uint64_t num_bytes = 0) {
-  if (d.trace == nullptr) return;
+  if (g.trace == nullptr) return;
   const uint64_t now = now_nsec();
-  note(d, {now, now, number, num_bytes, static_cast<uint32_t>(kind), what});
+  note(g, {now, now, number, num_bytes, static_cast<uint32_t>(kind), what});
 }
-__device__ inline void trace_kernel(const Domain& d, TraceKind kind, OpKind operation, uint64_t epoch) {
-  trace_now(d, kind, static_cast<uint32_t>(operation), epoch);
+__device__ inline void trace_kernel(const Group& g, TraceKind kind, OpKind operation, uint64_t epoch) {
+  trace_now(g, kind, static_cast<uint32_t>(operation), epoch);
 }
 
 }  // namespace uccl_ep::cuda

@@ -15,7 +15,7 @@ struct TraceRecord {
 };
 // Followed by `capacity` records. Writers: kernels of the rank; reader: its host, when they are through. It zeroes both
 // before it switches on.
-struct TraceRing {
+struct TraceLog {
   uint32_t next;  // records that were wanted
   uint32_t capacity;
 };

@@ -7,10 +7,10 @@ namespace {
 
 class Builder {
  public:
-  Builder(HostContext& context, const WindowParams& window, const Channels& channels,
-          const std::vector<uint8_t*>& regions, const ProxyQueue& proxy)
+  Builder(HostContext& context, const RingParams& rings, const Channels& channels, const std::vector<uint8_t*>& regions,
+          const ProxyQueue& proxy)
       : context_(context), channels_(channels), regions_(regions), proxy_(proxy) {
-    for (int rank : context.members()) layouts_[rank] = make_region_layout(context.topo, window, rank);
+    for (int rank : context.members()) layouts_[rank] = make_region_layout(context.topo, rings, rank);
   }
   explicit Builder(const Builder&) = delete;
 
@@ -76,7 +76,7 @@ class Builder {
 
 }  // namespace
 
-std::unique_ptr<HostContext> make_context(const Topology& topo, const WindowParams& window, const Channels& channels,
+std::unique_ptr<HostContext> make_context(const Topology& topo, const RingParams& rings, const Channels& channels,
                                           int rank, std::vector<int> source_order, const std::vector<uint8_t*>& regions,
                                           const ProxyQueue& proxy) {
   auto context = std::make_unique<HostContext>();
@@ -84,10 +84,10 @@ std::unique_ptr<HostContext> make_context(const Topology& topo, const WindowPara
   context->domain = topo.domain_of[rank];
   context->member = static_cast<uint32_t>(topo.local_of[rank]);
   context->topo = topo;
-  context->num_experts = window.num_experts;
-  context->experts_per_rank = window.num_experts / static_cast<uint32_t>(topo.num_ranks);
+  context->num_experts = rings.num_experts;
+  context->experts_per_rank = rings.num_experts / static_cast<uint32_t>(topo.num_ranks);
   context->source_order = std::move(source_order);
-  Builder(*context, window, channels, regions, proxy).build();
+  Builder(*context, rings, channels, regions, proxy).build();
   return context;
 }
 

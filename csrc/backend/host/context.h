@@ -62,7 +62,7 @@ struct HostContext {
 };
 
 // `regions`, `controls`: by rank, nullptr outside our domain.
-std::unique_ptr<HostContext> make_context(const Topology& topo, const WindowParams& window, const Channels& channels,
+std::unique_ptr<HostContext> make_context(const Topology& topo, const RingParams& rings, const Channels& channels,
                                           int rank, std::vector<int> source_order, const std::vector<uint8_t*>& regions,
                                           const ProxyQueue& proxy);
 

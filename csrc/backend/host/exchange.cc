@@ -5,7 +5,7 @@
 namespace uccl_ep::host {
 
 RowFormat row_format(const Op& op) {
-  return {wire_row_bytes(op.signature.wire, op.signature.hidden), op.signature.with_values != 0};
+  return {wire_row_bytes(op.signature.wire, op.signature.hidden), op.signature.with_weights != 0};
 }
 
 namespace {

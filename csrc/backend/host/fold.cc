@@ -57,17 +57,17 @@ class FoldStep final : public HostStep {
     const OpSignature& s = op_.signature;
     const Plan& plan = *op_.plan;
     for (; mine < stream.my_row.size() && stream.my_row[mine] < chunk.end_row(); ++mine) {
-      const uint32_t begin = stream.my_slot_begin[mine];
-      const uint32_t end = stream.my_slot_begin[mine + 1];
-      rows_.clear();  // slots of a row are in the order of its experts; a compact row is their sum already
+      const uint32_t begin = stream.my_out_begin[mine];
+      const uint32_t end = stream.my_out_begin[mine + 1];
+      rows_.clear();  // pairs of a row are in the order of its experts; a compact row is their sum already
       const uint32_t end_rows = plan.compact() ? begin + 1 : end;
       for (uint32_t i = begin; i < end_rows; ++i)
-        rows_.push_back(op_.rows_in + plan.row_of(stream.my_slot[i]) * op_.row_bytes);
+        rows_.push_back(op_.rows_in + plan.row_of(stream.my_out[i]) * op_.row_bytes);
       sum_rows(rows_.data(), end_rows - begin, s.dtype, s.hidden, s.wire, slot + chunk.row_offset(stream.my_row[mine]));
       context_.counters.rows_folded.add(1);
-      if (!chunk.with_values) continue;
-      float* values = reinterpret_cast<float*>(slot + chunk.value_offset(stream.my_first_pair[mine]));
-      for (uint32_t i = begin; i < end; ++i) values[i - begin] = op_.values_in[stream.my_slot[i]];
+      if (!chunk.with_weights) continue;
+      float* weights = reinterpret_cast<float*>(slot + chunk.weight_offset(stream.my_first_pair[mine]));
+      for (uint32_t i = begin; i < end; ++i) weights[i - begin] = op_.weights_in[stream.my_out[i]];
     }
   }
 

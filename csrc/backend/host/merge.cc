@@ -21,7 +21,7 @@ WaitingOn waiting_for_piece(const HostContext& context, const std::vector<InPort
   return {};
 }
 
-// Appends the piece of each member that has pairs of `row`, ranks ascending, and copies the values of its pairs.
+// Appends the piece of each member that has pairs of `row`, ranks ascending, and copies the weights of its pairs.
 // Pairs of a row are in the order of experts, so those of one member are consecutive.
 class RowPieces {
  public:
@@ -36,10 +36,10 @@ class RowPieces {
       last = member;
     }
   }
-  float value(uint32_t pair) const {
-    float value;
-    std::memcpy(&value, pieces_[stream_.pair_member[pair]].slot() + chunk_.value_offset(pair), sizeof(value));
-    return value;
+  float weight(uint32_t pair) const {
+    float weight;
+    std::memcpy(&weight, pieces_[stream_.pair_member[pair]].slot() + chunk_.weight_offset(pair), sizeof(weight));
+    return weight;
   }
 
  private:
@@ -63,7 +63,7 @@ class MergeRelayed final : public HostStep {
     for (InPort& port : ports_.pieces) port.release();
     ports_.returned.publish(chunk.num_bytes());
     context_.counters.rows_relayed.add(chunk.num_rows);
-    if (chunk.with_values) context_.counters.pairs_relayed.add(chunk.num_pairs);
+    if (chunk.with_weights) context_.counters.pairs_relayed.add(chunk.num_pairs);
     next_row_ = chunk.end_row();
     return true;
   }
@@ -94,9 +94,9 @@ class MergeRelayed final : public HostStep {
       sum_rows(rows_.data(), static_cast<uint32_t>(rows_.size()), s.wire, s.hidden, s.wire,
                slot + chunk.row_offset(row));
     }
-    if (!chunk.with_values) return;
-    float* values = reinterpret_cast<float*>(slot + chunk.value_offset(chunk.first_pair));
-    for (uint32_t i = 0; i < chunk.num_pairs; ++i) values[i] = pieces.value(chunk.first_pair + i);
+    if (!chunk.with_weights) return;
+    float* weights = reinterpret_cast<float*>(slot + chunk.weight_offset(chunk.first_pair));
+    for (uint32_t i = 0; i < chunk.num_pairs; ++i) weights[i] = pieces.weight(chunk.first_pair + i);
   }
 
   MergedPorts& ports_;
@@ -181,7 +181,7 @@ class MergeOutput final : public HostStep {
     return true;
   }
 
-  // Adds the row's addends in order, and puts the values of its pairs back to where the weights came from.
+  // Adds the row's addends in order, and puts the weights of its pairs back to where the weights came from.
   void append(size_t d) {
     const Stream& stream = streams_[d];
     const SourceStream& source = op_.plan->source[d];
@@ -190,15 +190,15 @@ class MergeOutput final : public HostStep {
     if (static_cast<int>(d) == context_.domain) {
       const RowPieces pieces(op_.plan->incoming[context_.rank], stream.chunk, own_.pieces);
       pieces.append(stream.row, rows_);
-      for (uint32_t pair = first; stream.chunk.with_values && pair < end; ++pair)
-        op_.values_out[source.pair_source[pair]] = pieces.value(pair);
+      for (uint32_t pair = first; stream.chunk.with_weights && pair < end; ++pair)
+        op_.weights_out[source.pair_source[pair]] = pieces.weight(pair);
       return;
     }
     const uint8_t* slot = context_.outgoing[d].returned.slot();
     rows_.push_back(slot + stream.chunk.row_offset(stream.row));
-    const float* values = reinterpret_cast<const float*>(slot + stream.chunk.value_offset(first));
-    for (uint32_t pair = first; stream.chunk.with_values && pair < end; ++pair)
-      op_.values_out[source.pair_source[pair]] = values[pair - first];
+    const float* weights = reinterpret_cast<const float*>(slot + stream.chunk.weight_offset(first));
+    for (uint32_t pair = first; stream.chunk.with_weights && pair < end; ++pair)
+      op_.weights_out[source.pair_source[pair]] = weights[pair - first];
   }
 
   void step_over(size_t d) {

@@ -7,8 +7,8 @@
 namespace uccl_ep::host {
 namespace {
 
-// Pulls the rows that our experts want from staging (own domain) and landing (other domains) and writes each into its
-// slots.
+// Pulls the rows that our experts want from staging (own domain) and landing (other domains) and writes each into the
+// output.
 class PlaceStep final : public HostStep {
  public:
   PlaceStep(HostContext& context, Op& op, const PlanStep& plan)
@@ -57,14 +57,14 @@ class PlaceStep final : public HostStep {
     }
     const Plan& plan = *op_.plan;
     if (plan.compact()) {
-      if (op_.values_out != nullptr) std::fill_n(op_.values_out, plan.num_values(), 0.0f);
-      if (op_.experts_out != nullptr) std::fill_n(op_.experts_out, plan.num_values(), int64_t{-1});
+      if (op_.weights_out != nullptr) std::fill_n(op_.weights_out, plan.num_weights(), 0.0f);
+      if (op_.experts_out != nullptr) std::fill_n(op_.experts_out, plan.num_weights(), int64_t{-1});
     } else {
-      uint64_t slot = 0;
+      uint64_t row = 0;
       for (size_t e = 0; e < plan.tokens_per_expert.size(); ++e) {
         const uint64_t exact = plan.tokens_per_expert_exact[e];
-        pad(slot + exact, plan.tokens_per_expert[e] - exact);
-        slot += plan.tokens_per_expert[e];
+        pad(row + exact, plan.tokens_per_expert[e] - exact);
+        row += plan.tokens_per_expert[e];
       }
     }
     started_ = true;
@@ -76,7 +76,7 @@ class PlaceStep final : public HostStep {
     const uint64_t blocks = op_.signature.hidden / kFp8Block;
     std::memset(op_.rows_out + first * op_.out_row_bytes(), 0, num_rows * op_.out_row_bytes());
     if (op_.scales_out != nullptr) std::fill_n(op_.scales_out + first * blocks, num_rows * blocks, 1.0f);
-    if (op_.values_out != nullptr) std::fill_n(op_.values_out + first, num_rows, 0.0f);
+    if (op_.weights_out != nullptr) std::fill_n(op_.weights_out + first, num_rows, 0.0f);
   }
 
   int blocked_source() const {
@@ -90,18 +90,18 @@ class PlaceStep final : public HostStep {
   void place_chunk(const IncomingStream& stream, const Chunk& chunk, const uint8_t* slot, uint32_t& mine) const {
     const Plan& plan = *op_.plan;
     for (; mine < stream.my_row.size() && stream.my_row[mine] < chunk.end_row(); ++mine) {
-      const uint32_t begin = stream.my_slot_begin[mine];
-      const uint32_t end = stream.my_slot_begin[mine + 1];
-      const uint64_t first = plan.row_of(stream.my_slot[begin]);
+      const uint32_t begin = stream.my_out_begin[mine];
+      const uint32_t end = stream.my_out_begin[mine + 1];
+      const uint64_t first = plan.row_of(stream.my_out[begin]);
       write_row(slot + chunk.row_offset(stream.my_row[mine]), first);
       const uint32_t end_rows = plan.compact() ? begin + 1 : end;
-      for (uint32_t s = begin + 1; s < end_rows; ++s) copy_row(first, stream.my_slot[s]);
+      for (uint32_t s = begin + 1; s < end_rows; ++s) copy_row(first, stream.my_out[s]);
       context_.counters.rows_placed.add(end_rows - begin);
       if (op_.experts_out != nullptr)
-        for (uint32_t s = begin; s < end; ++s) op_.experts_out[stream.my_slot[s]] = stream.my_expert[s];
-      if (!chunk.with_values) continue;
-      const float* values = reinterpret_cast<const float*>(slot + chunk.value_offset(stream.my_first_pair[mine]));
-      for (uint32_t s = begin; s < end; ++s) op_.values_out[stream.my_slot[s]] = values[s - begin];
+        for (uint32_t s = begin; s < end; ++s) op_.experts_out[stream.my_out[s]] = stream.my_expert[s];
+      if (!chunk.with_weights) continue;
+      const float* weights = reinterpret_cast<const float*>(slot + chunk.weight_offset(stream.my_first_pair[mine]));
+      for (uint32_t s = begin; s < end; ++s) op_.weights_out[stream.my_out[s]] = weights[s - begin];
     }
   }
 

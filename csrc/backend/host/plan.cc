@@ -16,11 +16,11 @@ class HostPlan final : public PlanStep {
         my_pairs_(entered_.size(), 0),
         my_rows_(entered_.size(), 0) {
     if (!op.makes_plan()) return;
-    next_slot_.assign(entered_.size() * context.experts_per_rank, 0);
+    next_out_.assign(entered_.size() * context.experts_per_rank, 0);
     op.plan->incoming.assign(entered_.size(), {});
     for (size_t src = 0; src < entered_.size(); ++src) {
       op.plan->incoming[src].row_pair_begin.push_back(0);
-      op.plan->incoming[src].my_slot_begin.push_back(0);
+      op.plan->incoming[src].my_out_begin.push_back(0);
     }
   }
 
@@ -117,7 +117,7 @@ class HostPlan final : public PlanStep {
     if (op_.makes_plan()) {
       const uint32_t* counts = reinterpret_cast<const uint32_t*>(port.slot() + sizeof(header));
       const uint32_t* mine = counts + context_.member * context_.experts_per_rank;
-      for (uint32_t e = 0; e < context_.experts_per_rank; ++e) slot_count(e, src) = mine[e];
+      for (uint32_t e = 0; e < context_.experts_per_rank; ++e) out_count(e, src) = mine[e];
       my_rows_[src] = counts[context_.members().size() * context_.experts_per_rank + context_.member];
     }
     port.release();
@@ -126,8 +126,8 @@ class HostPlan final : public PlanStep {
     return true;
   }
 
-  uint64_t& slot_count(uint32_t expert, int src) {
-    return next_slot_[expert * entered_.size() + static_cast<size_t>(src)];
+  uint64_t& out_count(uint32_t expert, int src) {
+    return next_out_[expert * entered_.size() + static_cast<size_t>(src)];
   }
 
   // Turns counts into the first slot of each (expert, source): expert-major, sources in stock order, segments padded.
@@ -137,8 +137,8 @@ class HostPlan final : public PlanStep {
     for (uint32_t e = 0; e < context_.experts_per_rank; ++e) {
       const uint64_t begin = slot;
       for (int src : context_.source_order) {
-        const uint64_t count = slot_count(e, src);
-        slot_count(e, src) = slot;
+        const uint64_t count = out_count(e, src);
+        out_count(e, src) = slot;
         slot += count;
         my_pairs_[src] += count;
       }
@@ -148,9 +148,9 @@ class HostPlan final : public PlanStep {
     }
     plan.num_rows = plan.compact() ? assign_rows() : slot;
     for (size_t src = 0; src < entered_.size(); ++src) reserve(plan.incoming[src], src);
-    if (plan.num_values() >= UINT32_MAX)
+    if (plan.num_weights() >= UINT32_MAX)
       refuse(ErrorKind::kTransport, context_.rank,
-             std::to_string(plan.num_values()) + " received pairs: a plan numbers fewer than 2^32");
+             std::to_string(plan.num_weights()) + " received pairs: a plan numbers fewer than 2^32");
   }
 
   // Compact rows: turns the rows of each source into its first row. Returns the number of all.
@@ -163,7 +163,7 @@ class HostPlan final : public PlanStep {
   // A saved plan holds no spare memory.
   void reserve(IncomingStream& stream, size_t src) const {
     stream.row_pair_begin.reserve(rows_[src] + 1);
-    stream.my_slot.reserve(my_pairs_[src]);
+    stream.my_out.reserve(my_pairs_[src]);
     if (op_.plan->compact()) stream.my_expert.reserve(my_pairs_[src]);
     if (context_.holder(static_cast<int>(src)) == context_.rank) stream.pair_member.reserve(pairs_[src]);
   }
@@ -196,9 +196,9 @@ class HostPlan final : public PlanStep {
           stream.my_row.push_back(stream.num_rows());
           stream.my_first_pair.push_back(stream.row_pair_begin.back() + p);
         }
-        push_slot(stream, src, local, mine++);
+        push_out(stream, src, local, mine++);
       }
-      if (mine != 0) stream.my_slot_begin.push_back(static_cast<uint32_t>(stream.my_slot.size()));
+      if (mine != 0) stream.my_out_begin.push_back(static_cast<uint32_t>(stream.my_out.size()));
       stream.row_pair_begin.push_back(stream.row_pair_begin.back() + pairs);
       word += pairs;
     }
@@ -206,15 +206,15 @@ class HostPlan final : public PlanStep {
   }
 
   // `nth`: how many of our experts the row had before `local`.
-  void push_slot(IncomingStream& stream, int src, uint32_t local, uint32_t nth) {
+  void push_out(IncomingStream& stream, int src, uint32_t local, uint32_t nth) {
     const uint32_t width = op_.plan->compact_width;
     if (width == 0) {
-      stream.my_slot.push_back(static_cast<uint32_t>(slot_count(local, src)++));
+      stream.my_out.push_back(static_cast<uint32_t>(out_count(local, src)++));
       return;
     }
     if (nth == 0) ++my_rows_[src];
     if (nth == width) corrupt(src);
-    stream.my_slot.push_back(static_cast<uint32_t>((my_rows_[src] - 1) * width + nth));
+    stream.my_out.push_back(static_cast<uint32_t>((my_rows_[src] - 1) * width + nth));
     stream.my_expert.push_back(local);
   }
 
@@ -223,12 +223,12 @@ class HostPlan final : public PlanStep {
            "the routing that arrived from rank " + std::to_string(src) + " is not what its header announced");
   }
 
-  std::vector<bool> entered_;      // [source rank]
-  std::vector<uint64_t> rows_;     // [source rank]
-  std::vector<uint64_t> pairs_;    // [source rank]
-  std::vector<uint64_t> next_slot_;  // [expert][source rank]: counts, then the next slot
-  std::vector<uint64_t> my_pairs_;   // [source rank] pairs of its rows with our experts
-  std::vector<uint64_t> my_rows_;    // [source rank] its rows with our experts; compact: then the next row
+  std::vector<bool> entered_;       // [source rank]
+  std::vector<uint64_t> rows_;      // [source rank]
+  std::vector<uint64_t> pairs_;     // [source rank]
+  std::vector<uint64_t> next_out_;  // [expert][source rank]: counts, then the next slot
+  std::vector<uint64_t> my_pairs_;  // [source rank] pairs of its rows with our experts
+  std::vector<uint64_t> my_rows_;   // [source rank] its rows with our experts; compact: then the next row
   size_t num_entered_ = 0;
   uint64_t met_usec_ = 0;  // when a rank was first found to be ahead of us
   bool counts_known_ = false;

@@ -18,8 +18,8 @@ namespace uccl_ep::host {
 inline Flag* stamp_of(uint8_t* region, const RingLayout& ring, uint64_t serial) {
   return reinterpret_cast<Flag*>(region + ring.stamps_offset) + serial % ring.num_slots;
 }
-inline Flag* taken_of(uint8_t* region, const RingLayout& ring, uint32_t reader) {
-  return &reinterpret_cast<FlagLine*>(region + ring.taken_offset)[reader].flag;
+inline Flag* consumed_of(uint8_t* region, const RingLayout& ring, uint32_t reader) {
+  return &reinterpret_cast<FlagLine*>(region + ring.consumed_offset)[reader].flag;
 }
 
 // Over all producers of one ring kind. Writer: the worker.
@@ -97,14 +97,15 @@ class OutPort {
     queue_.trace->add({now, now, serial_, num_bytes, TraceKind::kPushed, ring_.kind, Step::kShip, -1, channel_});
   }
   uint64_t slowest() {
-    if (all_taken_ > serial_ - ring_.num_slots) return all_taken_;  // flags only grow: the last look is a lower bound
-    all_taken_ = UINT64_MAX;
+    if (all_consumed_ > serial_ - ring_.num_slots)
+      return all_consumed_;  // flags only grow: the last look is a lower bound
+    all_consumed_ = UINT64_MAX;
     for (uint32_t r = 0; r < ring_.num_readers; ++r) {
-      const uint64_t taken = taken_of(region_, ring_, r)->read();
-      if (taken < all_taken_) slowest_ = r;
-      all_taken_ = taken < all_taken_ ? taken : all_taken_;
+      const uint64_t consumed = consumed_of(region_, ring_, r)->read();
+      if (consumed < all_consumed_) slowest_ = r;
+      all_consumed_ = consumed < all_consumed_ ? consumed : all_consumed_;
     }
-    return all_taken_;
+    return all_consumed_;
   }
 
   uint8_t* region_ = nullptr;
@@ -114,7 +115,7 @@ class OutPort {
   ProxyQueue queue_;
   uint32_t channel_ = 0;
   uint64_t serial_ = 0;
-  uint64_t all_taken_ = 0;
+  uint64_t all_consumed_ = 0;
   uint64_t counted_ = 0;
   uint32_t slowest_ = 0;
 };
@@ -132,7 +133,7 @@ class InPort {
   // All loads of the slot are done: it may be overwritten.
   void release() {
     ++serial_;
-    taken_of(region_, ring_, reader_)->publish(serial_);
+    consumed_of(region_, ring_, reader_)->publish(serial_);
     waker_->ring();
   }
   uint64_t serial() const { return serial_; }

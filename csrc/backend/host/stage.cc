@@ -64,16 +64,17 @@ class StageStep final : public HostStep {
       else
         std::memcpy(out, in, op_.row_bytes);
     }
-    if (!chunk.with_values) return;
-    float* values = reinterpret_cast<float*>(slot + chunk.value_offset(chunk.first_pair));
-    for (uint32_t i = 0; i < chunk.num_pairs; ++i) values[i] = op_.values_in[stream.pair_source[chunk.first_pair + i]];
+    if (!chunk.with_weights) return;
+    float* weights = reinterpret_cast<float*>(slot + chunk.weight_offset(chunk.first_pair));
+    for (uint32_t i = 0; i < chunk.num_pairs; ++i)
+      weights[i] = op_.weights_in[stream.pair_source[chunk.first_pair + i]];
   }
 
   void count(int d, const Chunk& chunk) const {
     context_.counters.rows_staged.add(chunk.num_rows);
     if (d == context_.domain) return;
     context_.counters.rows_shipped.add(chunk.num_rows);
-    if (chunk.with_values) context_.counters.pairs_shipped.add(chunk.num_pairs);
+    if (chunk.with_weights) context_.counters.pairs_shipped.add(chunk.num_pairs);
   }
 
   const RowFormat format_;

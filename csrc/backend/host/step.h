@@ -33,14 +33,14 @@ std::unique_ptr<HostStep> make_exchange(HostContext& context, Op& op);
 class PlanStep : public HostStep {
  public:
   using HostStep::HostStep;
-  virtual bool entered(int src) const = 0;          // its header has arrived
-  virtual bool stream_planned(int src) const = 0;   // all its rows have slots
+  virtual bool entered(int src) const = 0;         // its header has arrived
+  virtual bool stream_planned(int src) const = 0;  // it is known where all its rows go
 };
 std::unique_ptr<PlanStep> make_plan(HostContext& context, Op& op);
 
 // Dispatch: our rows into the send staging, quantised.
 std::unique_ptr<HostStep> make_stage(HostContext& context, Op& op);
-// Dispatch: rows from staging and landing into their slots.
+// Dispatch: rows from staging and landing into the output.
 std::unique_ptr<HostStep> make_place(HostContext& context, Op& op, const PlanStep& plan);
 // Combine: sums of this rank's experts, to the rank that merges the row.
 std::unique_ptr<HostStep> make_fold(HostContext& context, Op& op);

@@ -31,7 +31,7 @@ void CudaEngine::check_plan(const CudaPlan& plan) const {
 // With a capacity nobody knows how many windows the others need, so there is one. A row or a piece of 1 byte: it is not
 // what limits the operation.
 void CudaEngine::check_at_once(uint64_t num_tokens, uint32_t width, uint64_t wire_bytes, uint64_t piece_bytes) const {
-  const uint64_t most = width == 0 ? 0 : uint64_t{cuda::kChunkTokens} * std::min(width, layout_.num_members);
+  const uint64_t most = width == 0 ? 0 : uint64_t{cuda::kTokenBlock} * std::min(width, layout_.num_members);
   const uint64_t tokens = std::min(window_tokens(layout_, wire_bytes),
                                    combine_window_tokens(layout_, piece_bytes, static_cast<uint32_t>(most)));
   if (num_tokens <= tokens) return;

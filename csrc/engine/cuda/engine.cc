@@ -19,7 +19,7 @@ using cuda::must;
 using cuda::OnDevice;
 
 // The host side of the buffer moves no rows; of several domains it ships those of the GPU.
-EngineConfig life_config(EngineConfig config, const cuda::RegionLayout& layout) {
+EngineConfig life_config(EngineConfig config, const cuda::DeviceRegionLayout& layout) {
   config.hidden = kFp8Block;
   config.max_element_bytes = 2;
   config.chunk_bytes = 0;
@@ -37,8 +37,9 @@ const EngineConfig& checked(const EngineConfig& config, uint32_t num_sms) {
   const auto require = [](bool good, const std::string& text) {
     if (!good) throw UsageFailure(UsageKind::kConfig, text);
   };
-  require(config.num_ranks <= static_cast<int>(cuda::kMaxRanks),
-          std::to_string(config.num_ranks) + " ranks: the CUDA backend has at most " + std::to_string(cuda::kMaxRanks));
+  require(
+      config.num_ranks <= static_cast<int>(cuda::kMaxCudaRanks),
+      std::to_string(config.num_ranks) + " ranks: the CUDA backend has at most " + std::to_string(cuda::kMaxCudaRanks));
   const int domains = Topology::from_labels(config.domain_of).num_domains();
   require(domains <= static_cast<int>(cuda::kMaxDomains),
           std::to_string(domains) + " domains: the CUDA backend has at most " + std::to_string(cuda::kMaxDomains));
@@ -66,13 +67,13 @@ uint64_t pinned_bytes(const EngineConfig& config) {
 }
 
 // Memory of the host that a buffer takes, too.
-uint64_t host_bytes(const EngineConfig& config, const cuda::RegionLayout& layout) {
+uint64_t host_bytes(const EngineConfig& config, const cuda::DeviceRegionLayout& layout) {
   uint64_t bytes = pinned_bytes(config);
   for (const auto& [name, size] : memory_entries(life_config(config, layout))) bytes += size;
   return bytes;
 }
 
-cuda::RegionLayout layout_of(const EngineConfig& config) {
+cuda::DeviceRegionLayout layout_of(const EngineConfig& config) {
   const uint64_t least = cuda_least_budget_bytes(config);
   if (config.budget_bytes < least)
     throw UsageFailure(UsageKind::kBudget, "budget_bytes = " + std::to_string(config.budget_bytes) +
@@ -88,8 +89,8 @@ cuda::RegionLayout layout_of(const EngineConfig& config) {
 // That buffers leave to others, NCCL above all.
 uint32_t reserved_sms(uint32_t all) { return std::min(32u, all / 4); }
 
-std::mutex taken_mutex;
-std::map<int, uint32_t> taken_sms;  // by device
+std::mutex held_mutex;
+std::map<int, uint32_t> held_sms;  // by device
 
 uint32_t sms_of(int device) {
   int sms = 0;
@@ -100,7 +101,7 @@ uint32_t sms_of(int device) {
 }  // namespace
 
 std::vector<std::pair<std::string, uint64_t>> cuda_memory_entries(const EngineConfig& config) {
-  const cuda::RegionLayout layout = layout_of(config);
+  const cuda::DeviceRegionLayout layout = layout_of(config);
   auto entries = layout.entries;
   entries.emplace_back("host.pinned", pinned_bytes(config));
   for (const auto& [name, bytes] : memory_entries(life_config(config, layout)))
@@ -118,18 +119,18 @@ uint64_t cuda_least_budget_bytes(const EngineConfig& config) {
 SmShare::SmShare(int device, uint32_t sms) : device_(device), sms_(sms) {
   const uint32_t all = sms_of(device), reserved = reserved_sms(all);
   const std::string own = "num_sms, stage_sms = " + std::to_string(sms) + ": ";
-  const std::lock_guard lock(taken_mutex);
-  uint32_t& taken = taken_sms[device];
-  if (sms == 0 || taken + sms + reserved > all)
+  const std::lock_guard lock(held_mutex);
+  uint32_t& others = held_sms[device];
+  if (sms == 0 || others + sms + reserved > all)
     throw UsageFailure(UsageKind::kConfig, own + "of this GPU's " + std::to_string(all) +
-                                               " SMs other buffers of this process have " + std::to_string(taken) +
+                                               " SMs other buffers of this process have " + std::to_string(others) +
                                                ", and " + std::to_string(reserved) + " stay free");
-  taken += sms;
+  others += sms;
 }
 
 void SmShare::give_back() {
-  const std::lock_guard lock(taken_mutex);
-  taken_sms[device_] -= sms_;
+  const std::lock_guard lock(held_mutex);
+  held_sms[device_] -= sms_;
   sms_ = 0;
 }
 
@@ -159,11 +160,11 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms,
   int shared_bytes = 0;
   must(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_),
        "cudaDeviceGetAttribute");
-  domain_.shared_bytes = static_cast<uint32_t>(shared_bytes) - kStaticSharedBytes;
-  if (const uint32_t needed = cuda::routing_bytes(layout_); needed > domain_.shared_bytes)
+  group_.shared_bytes = static_cast<uint32_t>(shared_bytes) - kStaticSharedBytes;
+  if (const uint32_t needed = cuda::routing_bytes(layout_); needed > group_.shared_bytes)
     throw UsageFailure(UsageKind::kConfig, "num_experts = " + std::to_string(config.num_experts) + ": routing needs " +
                                                std::to_string(needed) + " bytes of shared memory, this GPU has " +
-                                               std::to_string(domain_.shared_bytes));
+                                               std::to_string(group_.shared_bytes));
   for (auto load : {cuda::load_dispatch, cuda::load_combine, cuda::load_refusal, cuda::load_pad, cuda::load_clock})
     must(load(static_cast<uint32_t>(shared_bytes)), "loading the kernels");
   regions_[config.rank] = cuda::DeviceMapping::create(device_, layout_.total_bytes);
@@ -215,64 +216,64 @@ void CudaEngine::share_memory(const std::function<void()>& look) {
 
 void CudaEngine::start() {
   const OnDevice guard(device_);
-  domain_.at = layout_;
-  domain_.experts_per_rank = config_.num_experts / static_cast<uint32_t>(config_.num_ranks);
+  group_.map = layout_;
+  group_.experts_per_rank = config_.num_experts / static_cast<uint32_t>(config_.num_ranks);
   uint8_t number = 0;
   for (int d = 0; d < topo_.num_domains(); ++d) {
-    domain_.first_of[d] = number;
+    group_.first_of[d] = number;
     for (int r : topo_.members[d]) {
-      domain_.number_of[r] = number;
-      domain_.domain_of[number] = static_cast<uint8_t>(d);
-      if (d == topo_.domain_of[config_.rank]) domain_.base[number] = regions_[r].base();
+      group_.number_of[r] = number;
+      group_.domain_of[number] = static_cast<uint8_t>(d);
+      if (d == topo_.domain_of[config_.rank]) group_.base[number] = regions_[r].base();
       ++number;
     }
   }
-  domain_.first_of[topo_.num_domains()] = number;
+  group_.first_of[topo_.num_domains()] = number;
   const int own = topo_.domain_of[config_.rank];
-  domain_.rank = domain_.number_of[config_.rank];
-  domain_.first = domain_.first_of[own];
-  domain_.end = domain_.first_of[own + 1];
+  group_.rank = group_.number_of[config_.rank];
+  group_.first = group_.first_of[own];
+  group_.end = group_.first_of[own + 1];
   for (size_t i = 0; i < regions_.size(); ++i)
-    domain_.source_order[i] =
-        domain_.number_of[config_.source_order.empty() ? i : static_cast<size_t>(config_.source_order[i])];
+    group_.source_order[i] =
+        group_.number_of[config_.source_order.empty() ? i : static_cast<size_t>(config_.source_order[i])];
   if (network_ != nullptr) {
-    domain_.net = network_->fill(domain_);
+    group_.net = network_->fill(group_);
     seen_ = network_->seen();
   }
   const auto deadline_nsec = [](double seconds) {
     return static_cast<uint64_t>(std::min(seconds * 1e9, static_cast<double>(cuda::kMostLivedNsec / 2)));
   };
-  domain_.arrival_nsec = deadline_nsec(config_.arrival_timeout_s);
-  domain_.progress_nsec = deadline_nsec(config_.progress_timeout_s);
+  group_.arrival_nsec = deadline_nsec(config_.arrival_timeout_s);
+  group_.progress_nsec = deadline_nsec(config_.progress_timeout_s);
   int major = 0;
   must(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_), "cudaDeviceGetAttribute");
-  domain_.bulk_copies = major == 9 && config_.bulk_copies;
-  domain_.error = reinterpret_cast<cuda::HostError*>(pinned_);
-  domain_.counts = reinterpret_cast<cuda::HostCounts*>(pinned_ + kPinnedBytes);
+  group_.bulk_copies = major == 9 && config_.bulk_copies;
+  group_.error = reinterpret_cast<cuda::HostError*>(pinned_);
+  group_.counts = reinterpret_cast<cuda::HostCounts*>(pinned_ + kPinnedBytes);
   life_.start();
   auto* const pulse = reinterpret_cast<cuda::HostPulse*>(pinned_ + kPulseOffset);
   pulse_ = std::make_unique<Pulse>(*pulse, life_);
-  domain_.pulse = pulse;
+  group_.pulse = pulse;
   watcher_ = start_thread("watching the GPU", [this] { watch(); });
   const std::lock_guard lock(mutex_);
   started_ = true;
 }
 
 void CudaEngine::check() const {
-  if (started_ && tell_fault() && is_bad_routing(*domain_.error))
-    throw UsageFailure(UsageKind::kRouting, text_of(*domain_.error));
+  if (started_ && tell_fault() && is_bad_routing(*group_.error))
+    throw UsageFailure(UsageKind::kRouting, text_of(*group_.error));
   life_.check();
 }
 
 // A fault that a kernel found goes to all ranks; the first error of this rank wins. True if there is one.
 bool CudaEngine::tell_fault() const {
-  if (read_device_flag(&domain_.error->published) == 0) return false;
+  if (read_device_flag(&group_.error->published) == 0) return false;
   if (life_.failed()) return true;
   ErrorRecord record;
   {
     const std::shared_lock held(memory_mutex_);
     if (given_back_) return true;
-    record = record_of(*domain_.error);
+    record = record_of(*group_.error);
   }
   // A peer that has refused more calls is about to say why.
   const bool peer_knows = record.kind == ErrorKind::kRankMismatch && record.seen > record.expected;
@@ -310,7 +311,7 @@ void CudaEngine::watch() {
     }
     if (!stopped && life_.failed()) {
       stopped = true;
-      cudaMemcpyAsync(domain_.base[domain_.rank] + layout_.local + offsetof(cuda::Local, stop), stop_word_,
+      cudaMemcpyAsync(group_.base[group_.rank] + layout_.local + offsetof(cuda::Local, stop), stop_word_,
                       sizeof(*stop_word_), cudaMemcpyHostToDevice, control_stream_);
     }
     if (stopped)
@@ -351,7 +352,7 @@ void CudaEngine::give_back() {
   life_.leave(true);
   life_.give_back();
   for (cuda::DeviceMapping& region : regions_) region = cuda::DeviceMapping();
-  if (domain_.trace == nullptr) trace_memory_.clear();
+  if (group_.trace == nullptr) trace_memory_.clear();
   share_.give_back();
 }
 
@@ -379,7 +380,7 @@ Stats CudaEngine::stats() const {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // the caller may be capturing a graph
   cudaThreadExchangeStreamCaptureMode(&mode);
   cuda::Local local{};
-  cudaMemcpyAsync(&local, domain_.base[domain_.rank] + layout_.local, sizeof(local), cudaMemcpyDeviceToHost,
+  cudaMemcpyAsync(&local, group_.base[group_.rank] + layout_.local, sizeof(local), cudaMemcpyDeviceToHost,
                   control_stream_);
   cudaStreamSynchronize(control_stream_);
   cudaThreadExchangeStreamCaptureMode(&mode);
@@ -389,7 +390,7 @@ Stats CudaEngine::stats() const {
                        static_cast<double>(local.step_nsec[s]) * 1e-9);
   std::vector<uint64_t> waited_usec;
   for (int rank = 0; rank < config_.num_ranks; ++rank)
-    waited_usec.push_back(local.waited_nsec[domain_.number_of[rank]] / 1000);
+    waited_usec.push_back(local.waited_nsec[group_.number_of[rank]] / 1000);
   put_straggler(all, waited_usec, config_.rank);
   return all;
 }

@@ -69,7 +69,7 @@ struct CudaCall {
 struct CudaOutput {
   uint8_t* rows = nullptr;
   float* scales = nullptr;  // FP8 rows go out as codes and scales
-  float* values = nullptr;
+  float* weights = nullptr;
   int64_t* row_experts = nullptr;  // of compact rows
   uint8_t* plan = nullptr;  // memory of a new plan
   cudaStream_t stream = nullptr;
@@ -180,10 +180,10 @@ class CudaEngine : private CudaHandles {
   const int device_;
   const uint32_t num_sms_, stage_sms_;
   SmShare share_;
-  cuda::RegionLayout layout_;
+  cuda::DeviceRegionLayout layout_;
   Engine life_;
   std::unique_ptr<Network> network_;  // where there are several domains
-  cuda::Domain domain_{};
+  cuda::Group group_{};
   cuda::DescriptorSocket socket_;
   std::vector<cuda::DeviceMapping> regions_;
   std::vector<uint64_t> region_bytes_;

@@ -29,17 +29,17 @@ ErrorRecord CudaEngine::record_of(const cuda::HostError& error) const {
 // In the group, of a rank as kernels number it.
 int CudaEngine::rank_of(int number) const {
   for (int rank = 0; rank < config_.num_ranks; ++rank)
-    if (domain_.number_of[rank] == number) return rank;
+    if (group_.number_of[rank] == number) return rank;
   return -1;
 }
 
 // Of the operation `epoch` of the rank that kernels number so.
 cuda::DeviceHeader CudaEngine::header_of(int number, uint64_t epoch) const {
   const auto rank = static_cast<uint32_t>(number);
-  const bool near = rank >= domain_.first && rank < domain_.end;
-  const uint8_t* const packets = near ? domain_.base[rank] + layout_.packets : network_->packets_of(domain_, rank);
+  const bool near = rank >= group_.first && rank < group_.end;
+  const uint8_t* const packets = near ? group_.base[rank] + layout_.packets : network_->packets_of(group_, rank);
   cuda::DeviceHeader header{};
-  cudaMemcpyAsync(&header, packets + cuda::packet_slot(epoch) * layout_.packet_bytes, sizeof(header),
+  cudaMemcpyAsync(&header, packets + cuda::packet_half(epoch) * layout_.packet_bytes, sizeof(header),
                   cudaMemcpyDeviceToHost, control_stream_);
   cudaStreamSynchronize(control_stream_);
   return header;
@@ -51,7 +51,7 @@ void CudaEngine::tell_mismatch(const cuda::HostError& error, ErrorRecord& record
     const cuda::DeviceHeader header = header_of(number, error.epoch);
     return Called{rank_of(number), header.signature, header.num_refused};
   };
-  const Called own = called(static_cast<int>(domain_.rank)), other = called(error.peer);
+  const Called own = called(static_cast<int>(group_.rank)), other = called(error.peer);
   record.expected = own.num_refused;
   record.seen = other.num_refused;
   record.set_message(describe_mismatch(error.epoch, own, other,

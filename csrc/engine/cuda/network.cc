@@ -41,7 +41,7 @@ void register_with_nics(Engine& life, const cuda::DeviceMapping& own) {
   if (fd >= 0) close(fd);
 }
 
-Network::Network(Engine& life, const cuda::RegionLayout& layout, int rank, int device, bool has_nics,
+Network::Network(Engine& life, const cuda::DeviceRegionLayout& layout, int rank, int device, bool has_nics,
                  const std::vector<cuda::DeviceMapping>& regions)
     : life_(life),
       layout_(layout),
@@ -81,37 +81,37 @@ Network::~Network() {
     if (memory != nullptr) cudaHostUnregister(memory);
 }
 
-const uint8_t* Network::packets_of(const cuda::Domain& domain, uint32_t number) const {
+const uint8_t* Network::packets_of(const cuda::Group& group, uint32_t number) const {
   const cuda::Net::From& from = net_.from[number];
-  return domain.base[from.holder] + from.packets;
+  return group.base[from.holder] + from.packets;
 }
 
 // Streams of others to our domain.
-void Network::fill_sources(const cuda::Domain& domain) {
+void Network::fill_sources(const cuda::Group& group) {
   const int own = topo_.domain_of[rank_];
   for (int src = 0; src < topo_.num_ranks; ++src) {
-    cuda::Net::From& from = net_.from[domain.number_of[src]];
-    from.holder = domain.number_of[src];
+    cuda::Net::From& from = net_.from[group.number_of[src]];
+    from.holder = group.number_of[src];
     if (topo_.domain_of[src] == own) continue;
     const int holder = topo_.rail(src, own);
     const RegionLayout theirs = make_device_layout(topo_, layout_.rings, holder);
     const size_t i = index_of(theirs.incoming, src);
-    from.holder = domain.number_of[holder];
+    from.holder = group.number_of[holder];
     from.stream = static_cast<uint32_t>(1 + i);
     from.packets = theirs.header_landing[i].slots_offset;
     from.rows = theirs.rows_landing[i].slots_offset;
-    from.taken = at<uint64_t>(
-        host(holder), theirs.rows_landing[i].taken_offset + static_cast<uint64_t>(topo_.local_of[rank_]) * kLineBytes);
+    from.rows_consumed = at<uint64_t>(host(holder), theirs.rows_landing[i].consumed_offset +
+                                                        static_cast<uint64_t>(topo_.local_of[rank_]) * kLineBytes);
   }
   const RegionLayout& mine = life_.layout();
   net_.num_relayed = static_cast<uint32_t>(mine.incoming.size());
   for (size_t i = 0; i < mine.incoming.size(); ++i)
-    net_.relayed[1 + i] = {domain.number_of[mine.incoming[i]], life_.channels().out_of(mine.return_send[i]),
+    net_.relayed[1 + i] = {group.number_of[mine.incoming[i]], life_.channels().out_of(mine.return_send[i]),
                            mine.return_send[i].slots_offset};
 }
 
 // Our streams to other domains.
-void Network::fill_destinations(const cuda::Domain& domain) {
+void Network::fill_destinations(const cuda::Group& group) {
   const RegionLayout& mine = life_.layout();
   for (int d = 0; d < topo_.num_domains(); ++d) {
     if (d == topo_.domain_of[rank_]) continue;
@@ -121,12 +121,12 @@ void Network::fill_destinations(const cuda::Domain& domain) {
     to.returns = mine.return_landing[d].slots_offset;
     to.packet_channel = life_.channels().out_of(mine.header_send[d]);
     to.row_channel = life_.channels().out_of(mine.rows_send[d]);
-    to.returns_taken = at<uint64_t>(host(rank_), mine.return_landing[d].taken_offset);
+    to.returns_consumed = at<uint64_t>(host(rank_), mine.return_landing[d].consumed_offset);
   }
   net_.domain = static_cast<uint32_t>(topo_.domain_of[rank_]);
   net_.commands.ring = at<uint64_t>(host(rank_), mine.commands_offset);
   net_.commands.capacity = mine.num_commands;
-  auto* const state = at<cuda::NetState>(domain.base[domain.rank], layout_.net_state);
+  auto* const state = at<cuda::NetState>(group.base[group.rank], layout_.net_state);
   net_.commands.state = &state->producer;
   net_.ended = at<uint64_t>(host(rank_), mine.ended_offset);
 }
@@ -137,28 +137,28 @@ void Network::poll(const Seen& what, const void* word, uint64_t* flag, uint64_t*
 }
 
 // Arrivals at all members, for us those that return sums; what of ours has left.
-void Network::fill_polled(const cuda::Domain& domain) {
-  uint8_t* const region = domain.base[domain.rank];
+void Network::fill_polled(const cuda::Group& group) {
+  uint8_t* const region = group.base[group.rank];
   auto* const state = at<cuda::NetState>(region, layout_.net_state);
   for (int member : topo_.members[topo_.domain_of[rank_]]) {
     const RegionLayout theirs = make_device_layout(topo_, layout_.rings, member);
     const Channels channels = make_device_channels(topo_, layout_.rings, member);
     const uint64_t* const board = at<uint64_t>(host(member), theirs.board_offset);
     for (size_t c = 0; c < channels.in.size(); ++c) {
-      const uint32_t source = domain.number_of[channels.in[c].peer];
+      const uint32_t source = group.number_of[channels.in[c].peer];
       const Seen what{TraceKind::kSeenArrived, channels.in[c].landing.kind, channels.in[c].peer, member};
       if (what.ring == RingKind::kHeader)
         poll(what, board + c, at<uint64_t>(region, layout_.header_full) + source,
-             at<uint64_t>(region, layout_.values_full) + source);
+             at<uint64_t>(region, layout_.weights_full) + source);
       else if (what.ring == RingKind::kRows)
         poll(what, board + c, &state->rows_there[source]);
       else if (member == rank_)
-        poll(what, board + c, &state->returns_there[domain.domain_of[source]]);
+        poll(what, board + c, &state->returns_there[group.domain_of[source]]);
     }
     if (member != rank_) continue;
     for (size_t c = 0; c < channels.out.size(); ++c) {
       const int peer = channels.out[c].peer;
-      const uint32_t to = domain.domain_of[domain.number_of[peer]];
+      const uint32_t to = group.domain_of[group.number_of[peer]];
       const RingKind kind = channels.out[c].send.kind;
       uint64_t* const flag = kind == RingKind::kHeader ? &state->packets_gone[to]
                              : kind == RingKind::kRows ? &state->rows_gone[to]
@@ -168,11 +168,11 @@ void Network::fill_polled(const cuda::Domain& domain) {
   }
 }
 
-const cuda::Net* Network::fill(const cuda::Domain& domain) {
-  fill_sources(domain);
-  fill_destinations(domain);
-  fill_polled(domain);
-  uint8_t* const to = domain.base[domain.rank] + layout_.net;
+const cuda::Net* Network::fill(const cuda::Group& group) {
+  fill_sources(group);
+  fill_destinations(group);
+  fill_polled(group);
+  uint8_t* const to = group.base[group.rank] + layout_.net;
   must(cudaMemcpy(to, &net_, sizeof(net_), cudaMemcpyHostToDevice), "cudaMemcpy");
   return reinterpret_cast<const cuda::Net*>(to);
 }

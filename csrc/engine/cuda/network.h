@@ -25,14 +25,14 @@ void register_with_nics(Engine& life, const cuda::DeviceMapping& own);
 class Network {
  public:
   // `life` is connected. `regions`: by rank; without NICs those of other domains, too. Both outlive this.
-  Network(Engine& life, const cuda::RegionLayout& layout, int rank, int device, bool has_nics,
+  Network(Engine& life, const cuda::DeviceRegionLayout& layout, int rank, int device, bool has_nics,
           const std::vector<cuda::DeviceMapping>& regions);
   ~Network();
   Network(const Network&) = delete;
   Network& operator=(const Network&) = delete;
 
   // What kernels are told, in device memory. `domain` is complete but for this.
-  const cuda::Net* fill(const cuda::Domain& domain);
+  const cuda::Net* fill(const cuda::Group& group);
   // By any thread: an operation is to come.
   void wake() {
     if (copies_ != nullptr) copies_->wake();
@@ -46,18 +46,18 @@ class Network {
   };
   const std::vector<Seen>& seen() const { return seen_; }
   // Where the packets of a rank of another domain land, by the number that kernels use.
-  const uint8_t* packets_of(const cuda::Domain& domain, uint32_t number) const;
+  const uint8_t* packets_of(const cuda::Group& group, uint32_t number) const;
 
  private:
   // Memory of a member's host, as our GPU sees it.
   uint8_t* host(int rank) const { return hosts_[static_cast<size_t>(rank)]; }
-  void fill_sources(const cuda::Domain& domain);
-  void fill_destinations(const cuda::Domain& domain);
-  void fill_polled(const cuda::Domain& domain);
+  void fill_sources(const cuda::Group& group);
+  void fill_destinations(const cuda::Group& group);
+  void fill_polled(const cuda::Group& group);
   void poll(const Seen& what, const void* word, uint64_t* flag, uint64_t* also = nullptr);
 
   const Engine& life_;
-  const cuda::RegionLayout& layout_;
+  const cuda::DeviceRegionLayout& layout_;
   const Topology& topo_;
   const int rank_;
   std::vector<uint8_t*> registered_, hosts_;  // by rank

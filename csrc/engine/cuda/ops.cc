@@ -61,12 +61,12 @@ std::shared_ptr<CudaPlan> CudaEngine::new_plan(const DispatchArgs& args) const {
   plan->routing_width = args.routing.width;
   plan->expert_alignment = args.expert_alignment;
   plan->has_capacity = args.capacity >= 0;
-  if (args.compact) plan->view.compact_width = std::min(args.routing.width, domain_.experts_per_rank);
+  if (args.compact) plan->view.compact_width = std::min(args.routing.width, group_.experts_per_rank);
   plan->view.num_tokens = static_cast<uint32_t>(args.num_tokens);
   if (args.capacity < 0) return plan;
-  const uint32_t ranks = domain_.at.num_ranks;
+  const uint32_t ranks = group_.map.num_ranks;
   const uint32_t tokens = window_tokens(layout_, cuda::staged_row_bytes(args.wire, args.hidden));
-  const uint32_t most_pairs = std::min(args.routing.width, domain_.experts_per_rank);
+  const uint32_t most_pairs = std::min(args.routing.width, group_.experts_per_rank);
   CudaPlan::Sizes sizes;
   sizes.num_rows = static_cast<uint32_t>(args.capacity);
   sizes.received_rows = ranks * tokens;
@@ -84,10 +84,10 @@ std::shared_ptr<CudaPlan> CudaEngine::new_plan(const DispatchArgs& args) const {
 
 void CudaEngine::size_plan(CudaPlan& plan, const CudaPlan::Sizes& sizes) const {
   plan.sizes = sizes;
-  plan.view.num_slots = sizes.num_rows;
-  plan.view.num_chunks = (sizes.most_tokens + cuda::kChunkTokens - 1) / cuda::kChunkTokens;
+  plan.view.num_out_rows = sizes.num_rows;
+  plan.view.num_token_blocks = (sizes.most_tokens + cuda::kTokenBlock - 1) / cuda::kTokenBlock;
   plan.counts_begin = sizeof(*plan.view.routing_hash);
-  plan.counts_end = plan.counts_begin + sizeof(*plan.view.tokens_per_expert) * domain_.experts_per_rank;
+  plan.counts_end = plan.counts_begin + sizeof(*plan.view.tokens_per_expert) * group_.experts_per_rank;
   plan.storage_bytes = cuda::lay_out_plan(plan.view, sizes, nullptr, layout_);
 }
 
@@ -111,13 +111,13 @@ std::shared_ptr<CudaOp> CudaEngine::dispatch(const DispatchArgs& args, const Cud
   s.wire = args.wire;
   s.plan_use = fresh ? PlanUse::kNew : PlanUse::kCached;
   s.hidden = args.hidden;
-  s.with_values = args.values != nullptr;
+  s.with_weights = args.weights != nullptr;
   s.fp8_pow2 = args.wire == Dtype::kFp8 && args.fp8_pow2;
   s.expert_alignment = plan.expert_alignment;
   s.compact_width = plan.view.compact_width;
   s.with_capacity = plan.has_capacity;
   s.plan_id = fresh ? 0 : plan.plan_id;
-  place.routing = {args.routing.data, args.values, args.routing.kind == RoutingKind::kMap, args.routing.width};
+  place.routing = {args.routing.data, args.weights, args.routing.kind == RoutingKind::kMap, args.routing.width};
   place.stage = {args.x, static_cast<uint32_t>(args.num_tokens), args.hidden, args.dtype, args.wire, args.fp8_pow2};
   place.routing_compared = !fresh && args.has_routing;
   place.window_tokens = window_tokens(layout_, cuda::staged_row_bytes(args.wire, args.hidden));
@@ -151,7 +151,7 @@ void CudaEngine::exchange(CudaOp& op) {
 void CudaEngine::launch(CudaOp& op) {
   if (given_back_) refuse(UsageKind::kClosed, "the buffer was closed in the middle of an operation");
   note_launch(op);
-  must(launch_dispatch(domain_, op.plan->view, op.place, num_sms_, stage_sms_, op.stream), "dispatch");
+  must(launch_dispatch(group_, op.plan->view, op.place, num_sms_, stage_sms_, op.stream), "dispatch");
   note_queued(op);
 }
 
@@ -181,7 +181,7 @@ void CudaEngine::note_replay() {
 
 bool CudaEngine::poll_counts(CudaOp& op) {
   if (op.counts_known) return true;
-  cuda::HostCounts& counts = *domain_.counts;
+  cuda::HostCounts& counts = *group_.counts;
   if (read_device_flag(&counts.call) != op.call) {
     check();
     return false;
@@ -193,7 +193,7 @@ bool CudaEngine::poll_counts(CudaOp& op) {
   op.placed = op.placed && sizes.fits(plan.sizes);
   if (op.placed) {
     plan.sizes = sizes;
-    plan.view.num_slots = sizes.num_rows;
+    plan.view.num_out_rows = sizes.num_rows;
     place_windows(op);
   } else {
     num_misses_ += op.place.fit == cuda::Fit::kIfLargeEnough;
@@ -203,7 +203,7 @@ bool CudaEngine::poll_counts(CudaOp& op) {
     size_plan(plan, sizes);
   }
   if (plan.view.num_tokens > 0) guesses_[form_of(plan)].learn(plan.view.num_tokens, sizes);
-  const uint32_t experts = domain_.experts_per_rank;
+  const uint32_t experts = group_.experts_per_rank;
   const uint32_t* exact = reinterpret_cast<const uint32_t*>(&counts + 1);
   plan.tokens_per_expert_exact.assign(exact, exact + experts);
   plan.tokens_per_expert.assign(exact + experts, exact + 2 * experts);
@@ -221,10 +221,10 @@ void CudaEngine::give_output(CudaOp& op, const CudaOutput& output) {
   place.memory = plan.sizes;
   place.rows = output.rows;
   place.scales = output.scales;
-  place.row_values = output.values;
+  place.row_weights = output.weights;
   place.row_experts = output.row_experts;
   launch(op);
-  if (op.pads) must(launch_pad(domain_, plan.view, place, num_sms_, op.stream), "pad");
+  if (op.pads) must(launch_pad(group_, plan.view, place, num_sms_, op.stream), "pad");
   num_windows_ += 1;
   op.placed = true;
   if (op.counts_known)
@@ -238,7 +238,7 @@ void CudaEngine::place_windows(CudaOp& op) {
   const CudaPlan& plan = *op.plan;
   cuda::PlaceArgs& place = op.place;
   place.state = cuda::PlanState::kKnown;
-  place.row_values = nullptr;
+  place.row_weights = nullptr;
   place.row_experts = nullptr;
   if (!plan.has_capacity) {
     rows_shipped_ += plan.sizes.shipped_rows;
@@ -271,14 +271,14 @@ std::shared_ptr<CudaOp> CudaEngine::combine(const CombineArgs& args, const CudaC
     rows_folded_ += plan.sizes.received_rows;
     rows_relayed_ += plan.sizes.relayed_rows;
   }
-  cuda::CombineArgs combine;
+  cuda::KernelCombineArgs combine;
   OpSignature& s = combine.signature;
   s.kind = OpKind::kCombine;
   s.dtype = args.dtype;
   s.wire = args.wire;
   s.plan_use = PlanUse::kCached;
   s.hidden = args.hidden;
-  s.with_values = args.values != nullptr;
+  s.with_weights = args.weights != nullptr;
   s.expert_alignment = plan.expert_alignment;
   s.compact_width = plan.view.compact_width;
   s.with_capacity = plan.has_capacity;
@@ -291,15 +291,15 @@ std::shared_ptr<CudaOp> CudaEngine::combine(const CombineArgs& args, const CudaC
   combine.dtype = args.dtype;
   combine.wire = args.wire;
   combine.rows = args.rows;
-  combine.row_values = args.values;
+  combine.row_weights = args.weights;
   combine.out = args.out;
-  combine.values = args.values_out;
-  combine.value_bytes = uint64_t{4} * plan.view.num_tokens * plan.routing_width;
+  combine.weights = args.weights_out;
+  combine.weight_bytes = uint64_t{4} * plan.view.num_tokens * plan.routing_width;
   const uint32_t most = plan.has_capacity ? 0 : plan.sizes.most_tokens;
   do {
     combine.is_last = (combine.window + 1) * uint64_t{combine.window_tokens} >= most;
     note_launch(*op);
-    must(launch_combine(domain_, plan.view, combine, num_sms_, op->stream), "combine");
+    must(launch_combine(group_, plan.view, combine, num_sms_, op->stream), "combine");
     note_queued(*op);
     combine.window += 1;
     num_windows_ += 1;

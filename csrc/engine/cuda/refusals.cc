@@ -19,14 +19,14 @@ cudaError_t synchronise_beside_capture(cudaStream_t stream) {
 
 void CudaEngine::refused(const std::string& why, cudaStream_t stream) {
   const std::lock_guard lock(mutex_);
-  if (closed_ || !started_ || life_.failed() || read_device_flag(&domain_.error->published) != 0) return;
+  if (closed_ || !started_ || life_.failed() || read_device_flag(&group_.error->published) != 0) return;
   try {
     const cuda::OnDevice guard(device_);
     life_.refused(why);
     const bool captured = captured_graph(stream) != nullptr;
     const cudaStream_t own = captured ? refusal_stream_ : stream;
     if (last_stream_ != own) must(cudaStreamWaitEvent(own, last_done_, 0), "cudaStreamWaitEvent");
-    must(launch_refusal(domain_, own), "refusal");
+    must(launch_refusal(group_, own), "refusal");
     note_last(own);
     // Whoever replays a graph knows of no stream of ours: what comes later comes after it.
     if (captured) must(synchronise_beside_capture(own), "cudaStreamSynchronize");

@@ -36,15 +36,15 @@ void CudaEngine::start_trace(uint64_t max_events) {
   const std::lock_guard lock(mutex_);
   const RelaxedCapture relaxed;
   try {
-    const uint64_t num_bytes = sizeof(cuda::TraceRing) + max_events * sizeof(cuda::TraceRecord);
+    const uint64_t num_bytes = sizeof(cuda::TraceLog) + max_events * sizeof(cuda::TraceRecord);
     if (trace_memory_.empty() || trace_memory_.back().num_bytes() < num_bytes)
       trace_memory_.push_back(cuda::DeviceMapping::create(device_, num_bytes));
     uint8_t* const memory = trace_memory_.back().base();
-    const cuda::TraceRing ring{0, static_cast<uint32_t>(max_events)};
+    const cuda::TraceLog log{0, static_cast<uint32_t>(max_events)};
     must(cudaMemsetAsync(memory, 0, num_bytes, control_stream_), "cudaMemset");
-    must(cudaMemcpyAsync(memory, &ring, sizeof(ring), cudaMemcpyHostToDevice, control_stream_), "cudaMemcpy");
+    must(cudaMemcpyAsync(memory, &log, sizeof(log), cudaMemcpyHostToDevice, control_stream_), "cudaMemcpy");
     trace_began_ = cuda::sample_clock(stop_word_ + 1, control_stream_);
-    domain_.trace = reinterpret_cast<cuda::TraceRing*>(memory);
+    group_.trace = reinterpret_cast<cuda::TraceLog*>(memory);
   } catch (...) {
     life_.stop_trace();
     throw;
@@ -53,20 +53,20 @@ void CudaEngine::start_trace(uint64_t max_events) {
 
 Trace CudaEngine::stop_trace() {
   const cuda::OnDevice guard(device_);
-  cuda::TraceRing* on_device = nullptr;
+  cuda::TraceLog* on_device = nullptr;
   {
     const std::lock_guard lock(mutex_);
-    std::swap(on_device, domain_.trace);
+    std::swap(on_device, group_.trace);
   }
   if (on_device != nullptr) must(cudaEventSynchronize(last_done_), "cudaEventSynchronize");
   Trace trace = life_.stop_trace();
   const std::lock_guard lock(mutex_);
   const RelaxedCapture relaxed;
   const cuda::ClockSample last = cuda::sample_clock(stop_word_ + 1, control_stream_);
-  cuda::TraceRing ring{};
-  must(cudaMemcpyAsync(&ring, on_device, sizeof(ring), cudaMemcpyDeviceToHost, control_stream_), "cudaMemcpy");
+  cuda::TraceLog log{};
+  must(cudaMemcpyAsync(&log, on_device, sizeof(log), cudaMemcpyDeviceToHost, control_stream_), "cudaMemcpy");
   must(cudaStreamSynchronize(control_stream_), "cudaStreamSynchronize");
-  std::vector<cuda::TraceRecord> records(std::min(ring.next, ring.capacity));
+  std::vector<cuda::TraceRecord> records(std::min(log.next, log.capacity));
   must(cudaMemcpyAsync(records.data(), on_device + 1, records.size() * sizeof(records[0]), cudaMemcpyDeviceToHost,
                        control_stream_),
        "cudaMemcpy");
@@ -78,7 +78,7 @@ Trace CudaEngine::stop_trace() {
     event.end_nsec = host_time(record.end_nsec, trace_began_, last);
     trace.events.push_back(event);
   }
-  trace.lost += ring.next - records.size();
+  trace.lost += log.next - records.size();
   if (given_back_) trace_memory_.clear();
   return trace;
 }

@@ -26,7 +26,7 @@ LoopTransport::LoopTransport(const TransportSetup& setup, const TransportOptions
     : region_(setup.region),
       options_(options.loop),
       inbox_(Mapping::create()),
-      window_(options.nic.window_bytes, options.nic.window_ops),
+      load_(options.nic.window_bytes, options.nic.window_ops),
       connected_(setup.peers),
       link_(options_.gbytes_per_s),
       random_(options_.seed * 1000003 + static_cast<uint64_t>(setup.rank)),
@@ -107,7 +107,7 @@ PostResult LoopTransport::post_write(const WriteRequest& request) {
   Write next{request, chance(options_.duplicate_rate)};
   if (next.has_copy() && !peer.lost) next.copy = start_copy(request);  // if it throws, nothing was posted
   ++peer.outstanding;
-  if (request.windowed) window_.take(request.num_bytes);
+  if (request.limited) load_.take(request.num_bytes);
   if (peer.lost) return PostResult::kPosted;
   const uint32_t write = take_write_slot();
   writes_[write] = next;
@@ -289,7 +289,7 @@ void LoopTransport::deliver(uint32_t write, uint64_t now_nsec) {
 Completion LoopTransport::report(uint32_t write, Completion::Kind kind) {
   const WriteRequest& request = writes_[write].request;
   --peers_[static_cast<size_t>(request.peer)].outstanding;
-  if (request.windowed) window_.give_back(request.num_bytes);
+  if (request.limited) load_.give_back(request.num_bytes);
   free_writes_.push_back(write);
   const char* reason = kind == Completion::Kind::kFailure ? failure_.c_str() : nullptr;
   return {kind, request.peer, 0, request.num_bytes, request.cookie, reason};

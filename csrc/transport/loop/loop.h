@@ -16,8 +16,8 @@
 #include "transport/loop/address.h"
 #include "transport/loop/inbox.h"
 #include "transport/loop/link.h"
+#include "transport/nic_load.h"
 #include "transport/transport.h"
-#include "transport/window.h"
 
 namespace uccl_ep::loop {
 
@@ -32,7 +32,7 @@ class LoopTransport final : public Transport {
   void connect(const std::vector<std::string>& addresses) override;
   void attach_device(DeviceRegions device) override;
   void sealed() override { inbox_.unlink(); }
-  bool has_room(uint64_t num_bytes) const override { return window_.has_room(num_bytes); }
+  bool has_room(uint64_t num_bytes) const override { return load_.has_room(num_bytes); }
   PostResult post_write(const WriteRequest& request) override;
   // A write is on its way as soon as it is posted.
   void flush() override {
@@ -104,7 +104,7 @@ class LoopTransport final : public Transport {
   LoopOptions options_;
   Address own_;
   Mapping inbox_;
-  Window window_;
+  NicLoad load_;
   std::vector<Peer> peers_;  // by rank
   std::vector<int> connected_;  // ranks
   EgressLink link_;

@@ -83,7 +83,7 @@ void OfiTransport::take(uint32_t nic, const fi_cq_data_entry& entry, fi_addr_t s
       ++num_strangers_;
     return;
   }
-  Op& op = ops_[idx];
+  Post& op = ops_[idx];
   const bool notice_due =
       !op.written && peers_[static_cast<size_t>(op.request.peer)].address.naming == Naming::kMessage;
   if (!notice_due) {
@@ -133,9 +133,9 @@ void OfiTransport::report_failed(std::span<Completion> out, size_t& count) {
 }
 
 Completion OfiTransport::report(uint32_t idx, Completion::Kind kind) {
-  const Op& op = ops_[idx];
+  const Post& op = ops_[idx];
   const WriteRequest& request = op.request;
-  if (request.windowed) nics_[op.nic].window.give_back(request.num_bytes);
+  if (request.limited) nics_[op.nic].load.give_back(request.num_bytes);
   --num_in_flight_;
   push(free_, idx);
   return {kind, request.peer, 0, request.num_bytes, request.cookie, op.reason};

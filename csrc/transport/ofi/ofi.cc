@@ -49,7 +49,7 @@ OfiTransport::OfiTransport(const TransportSetup& setup, const NicOptions& option
     : setup_(setup),
       options_(options),
       latest_usec_(now_usec()),
-      ops_(std::make_unique<Op[]>(kNumOps)),
+      ops_(std::make_unique<Post[]>(kNumOps)),
       receives_(std::make_unique<Receive[]>(kNumReceives)) {
   if (setup.region.bytes == 0) fail(setup.rank, -1, "a region without bytes cannot be registered");
   for (uint32_t idx = 0; idx < kNumOps; ++idx) push(free_, idx);
@@ -76,9 +76,9 @@ void OfiTransport::open(std::vector<Offer> offers) {
     Nic nic;
     nic.endpoint = std::make_unique<Endpoint>(std::move(offer), setup_.rank, kQueuedArrivals);
     nic.region = &nic.endpoint->add_host(setup_.region, setup_.largest_write_bytes);
-    nic.op_desc = nic.endpoint->add_private(ops_.get(), kNumOps * sizeof(Op)).desc(0);
+    nic.op_desc = nic.endpoint->add_private(ops_.get(), kNumOps * sizeof(Post)).desc(0);
     nic.receive_desc = nic.endpoint->add_private(receives_.get(), kNumReceives * sizeof(Receive)).desc(0);
-    nic.window = {options_.window_bytes, options_.window_ops};
+    nic.load = {options_.window_bytes, options_.window_ops};
     own_.nics.push_back({nic.endpoint->name(), nic.region->remote(), {}});
     nics_.push_back(std::move(nic));
   }
@@ -168,16 +168,16 @@ OfiTransport::Peer& OfiTransport::checked_peer(const WriteRequest& request) {
 }
 
 bool OfiTransport::has_room(uint64_t num_bytes) const {
-  return std::any_of(nics_.begin(), nics_.end(), [&](const Nic& nic) { return nic.window.has_room(num_bytes); });
+  return std::any_of(nics_.begin(), nics_.end(), [&](const Nic& nic) { return nic.load.has_room(num_bytes); });
 }
 
-// In turns; a windowed write goes where there is room.
+// In turns; a limited write goes where there is room.
 uint32_t OfiTransport::choose_nic(const WriteRequest& request) {
   const uint32_t count = static_cast<uint32_t>(nics_.size());
   uint32_t chosen = next_nic_ % count;
-  for (uint32_t i = 0; request.windowed && i < count; ++i) {
+  for (uint32_t i = 0; request.limited && i < count; ++i) {
     const uint32_t candidate = (next_nic_ + i) % count;
-    if (!nics_[candidate].window.has_room(request.num_bytes)) continue;
+    if (!nics_[candidate].load.has_room(request.num_bytes)) continue;
     chosen = candidate;
     break;
   }
@@ -193,13 +193,13 @@ PostResult OfiTransport::post_write(const WriteRequest& request) {
   submit_held(nic, kFiMore);
   if (!peer.parked.empty()) return PostResult::kAgain;
   const uint32_t idx = pop(free_);
-  Op& op = ops_[idx];
+  Post& op = ops_[idx];
   op.request = request;
   op.refused_since_usec = 0;
   op.nic = nic_idx;
   op.written = false;
   op.reason = nullptr;
-  if (request.windowed) nic.window.take(request.num_bytes);
+  if (request.limited) nic.load.take(request.num_bytes);
   ++num_in_flight_;
   nic.held = idx;
   return PostResult::kPosted;
@@ -214,7 +214,7 @@ uint64_t OfiTransport::idle_usec() const {
 }
 
 uint64_t OfiTransport::memory_bytes(size_t num_peers) {
-  return kNumOps * sizeof(Op) + kNumReceives * (sizeof(Receive) + sizeof(uint32_t)) + num_peers * sizeof(Peer);
+  return kNumOps * sizeof(Post) + kNumReceives * (sizeof(Receive) + sizeof(uint32_t)) + num_peers * sizeof(Peer);
 }
 
 }  // namespace ofi

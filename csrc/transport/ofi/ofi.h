@@ -13,11 +13,11 @@
 
 #include "common/patience.h"
 #include "common/process.h"
+#include "transport/nic_load.h"
 #include "transport/ofi/address.h"
 #include "transport/ofi/endpoint.h"
 #include "transport/ofi/naming.h"
 #include "transport/transport.h"
-#include "transport/window.h"
 
 namespace uccl_ep::ofi {
 
@@ -27,7 +27,7 @@ constexpr uint32_t kNumOps = 4096;
 constexpr uint32_t kNumReceives = 1024;
 
 // A write, until it is reported.
-struct Op {
+struct Post {
   fi_context2 context;  // libfabric's; by its address a completion names the write
   WriteRequest request;
   Notice notice;
@@ -44,7 +44,7 @@ struct Receive {
   uint32_t nic;
 };
 
-// Indices of ops, in order, linked by Op::next.
+// Indices of ops, in order, linked by Post::next.
 struct OpList {
   uint32_t first = kNumOps, last = kNumOps;
   bool empty() const { return first == kNumOps; }
@@ -81,7 +81,7 @@ class OfiTransport final : public Transport {
     RegisteredMemory* device = nullptr;
     void* op_desc = nullptr;  // of the memory of ops_, of receives_
     void* receive_desc = nullptr;
-    Window window;
+    NicLoad load;
     uint32_t held = kNumOps;
     std::vector<int> rank_of;  // by its fi_addr_t
   };
@@ -106,9 +106,9 @@ class OfiTransport final : public Transport {
   uint32_t pop(OpList& list);
   void submit_held(Nic& nic, uint64_t flags);
   void submit_or_park(uint32_t idx, uint64_t flags);
-  ssize_t submit(Op& op, uint64_t flags);
-  ssize_t write(Op& op, const Peer& peer, uint64_t flags) const;
-  ssize_t send_notice(Op& op, const Peer& peer, uint64_t flags) const;
+  ssize_t submit(Post& op, uint64_t flags);
+  ssize_t write(Post& op, const Peer& peer, uint64_t flags) const;
+  ssize_t send_notice(Post& op, const Peer& peer, uint64_t flags) const;
   void retry_parked(uint64_t now_usec);
   void retry_parked_of(Peer& peer, uint64_t now_usec);
   void set_failed(uint32_t idx, const std::string& text);
@@ -136,7 +136,7 @@ class OfiTransport final : public Transport {
   uint32_t next_nic_ = 0, next_read_ = 0;  // rotate
   OpList free_, failed_;
   std::vector<Peer> peers_;  // by rank
-  std::unique_ptr<Op[]> ops_;  // before the endpoints: those still know them while they close
+  std::unique_ptr<Post[]> ops_;  // before the endpoints: those still know them while they close
   std::unique_ptr<Receive[]> receives_;
   std::vector<uint32_t> unposted_;  // receives that the provider refused
   std::vector<Nic> nics_;

@@ -38,7 +38,7 @@ void OfiTransport::submit_held(Nic& nic, uint64_t flags) {
 
 // What was parked before goes first: else it might never.
 void OfiTransport::submit_or_park(uint32_t idx, uint64_t flags) {
-  Op& op = ops_[idx];
+  Post& op = ops_[idx];
   Peer& peer = peers_[static_cast<size_t>(op.request.peer)];
   const ssize_t result = peer.parked.empty() ? submit(op, flags) : -EAGAIN;
   if (result == -EAGAIN) {
@@ -50,14 +50,14 @@ void OfiTransport::submit_or_park(uint32_t idx, uint64_t flags) {
   }
 }
 
-ssize_t OfiTransport::submit(Op& op, uint64_t flags) {
+ssize_t OfiTransport::submit(Post& op, uint64_t flags) {
   const Peer& peer = peers_[static_cast<size_t>(op.request.peer)];
   if (peer.address.naming != Naming::kMessage) return write(op, peer, flags);
   if (op.request.num_bytes == 0) op.written = true;
   return op.written ? send_notice(op, peer, flags) : write(op, peer, flags);
 }
 
-ssize_t OfiTransport::write(Op& op, const Peer& peer, uint64_t flags) const {
+ssize_t OfiTransport::write(Post& op, const Peer& peer, uint64_t flags) const {
   const WriteRequest& request = op.request;
   const Nic& nic = nics_[op.nic];
   // Without bytes any place will do, but some providers want one.
@@ -81,7 +81,7 @@ ssize_t OfiTransport::write(Op& op, const Peer& peer, uint64_t flags) const {
   return nic.endpoint->write(message, flags);
 }
 
-ssize_t OfiTransport::send_notice(Op& op, const Peer& peer, uint64_t flags) const {
+ssize_t OfiTransport::send_notice(Post& op, const Peer& peer, uint64_t flags) const {
   const Nic& nic = nics_[op.nic];
   op.notice = {peer.address.secret, op.request.num_bytes, static_cast<uint32_t>(own_.rank), op.request.immediate};
   const iovec from = {&op.notice, sizeof(op.notice)};

@@ -33,7 +33,7 @@ struct Write {
   uint64_t to = 0;
   uint32_t local_key = 0, remote_key = 0;
   uint32_t immediate = 0;
-  bool windowed = false;
+  bool limited = false;
 };
 
 class Link {

@@ -47,7 +47,7 @@ void VerbsTransport::open(const HostNic& chosen) {
          "NIC " + name + " gives no completion queue of " + std::to_string(room) + ": " + std::strerror(errno));
   const QueuePairOptions options{&rail->options, &setup_, sizes, rail->completions.get()};
   rail->pairs = nic.port().is_efa ? make_srd(nic, options) : make_rc(nic, options);
-  rail->window = Window(rail->options.window_bytes, rail->options.window_ops);
+  rail->load = NicLoad(rail->options.window_bytes, rail->options.window_ops);
   rails_.push_back(std::move(rail));
 }
 
@@ -147,7 +147,7 @@ void VerbsTransport::attach_device(DeviceRegions device) {
 }
 
 bool VerbsTransport::has_room(uint64_t num_bytes) const {
-  return std::any_of(rails_.begin(), rails_.end(), [&](auto& rail) { return rail->window.has_room(num_bytes); });
+  return std::any_of(rails_.begin(), rails_.end(), [&](auto& rail) { return rail->load.has_room(num_bytes); });
 }
 
 size_t VerbsTransport::peer_index(int peer) const {
@@ -157,7 +157,7 @@ size_t VerbsTransport::peer_index(int peer) const {
   return idx;
 }
 
-// In turn, so that chunks spread; a link that is broken, full or has no window left is passed over.
+// In turn, so that chunks spread; a link that is broken, full or has no room left is passed over.
 VerbsTransport::Rail* VerbsTransport::choose_rail(const WriteRequest& request, size_t peer_idx) {
   Rail* broken = nullptr;
   for (size_t i = 0; i < rails_.size(); ++i) {
@@ -165,7 +165,7 @@ VerbsTransport::Rail* VerbsTransport::choose_rail(const WriteRequest& request, s
     const Link& link = rail.links[peer_idx];
     if (link.broken() != nullptr) broken = &rail;
     if (link.broken() != nullptr || link.full() || rail.in_flight >= rail.pairs->most_writes() ||
-        (request.windowed && !rail.window.has_room(request.num_bytes)))
+        (request.limited && !rail.load.has_room(request.num_bytes)))
       continue;
     next_rail_ = (next_rail_ + i + 1) % rails_.size();
     return &rail;
@@ -194,7 +194,7 @@ Write VerbsTransport::write_of(const Rail& rail, size_t peer_idx, const WriteReq
   write.cookie = request.cookie;
   write.num_bytes = request.num_bytes;
   write.immediate = request.immediate;
-  write.windowed = request.windowed;
+  write.limited = request.limited;
   // Without bytes the address has to be a valid one all the same.
   const MemoryAddress& target = request.num_bytes != 0 ? theirs : remote.host;
   const uint64_t offset = request.num_bytes != 0 ? request.remote_offset : 0;
@@ -214,7 +214,7 @@ PostResult VerbsTransport::post_write(const WriteRequest& request) {
   if (rail == nullptr) return PostResult::kAgain;
   Link& link = rail->links[idx];
   ++rail->in_flight;
-  if (write.windowed) rail->window.take(write.num_bytes);
+  if (write.limited) rail->load.take(write.num_bytes);
   if (link.broken() != nullptr)
     tell(*rail, request.peer, write, link.broken());
   else if (link.post(rail == rails_[0].get() ? write : write_of(*rail, idx, request)))
@@ -310,7 +310,7 @@ void VerbsTransport::break_off(Rail& rail, Link& link, const char* reason) {
 
 void VerbsTransport::tell(Rail& rail, int peer, const Write& write, const char* reason) {
   --rail.in_flight;
-  if (write.windowed) rail.window.give_back(write.num_bytes);
+  if (write.limited) rail.load.give_back(write.num_bytes);
   ready_.push_back({reason == nullptr ? Completion::Kind::kWriteDone : Completion::Kind::kFailure, peer, 0,
                     write.num_bytes, write.cookie, reason});
 }

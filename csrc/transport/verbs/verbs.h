@@ -10,12 +10,12 @@
 #include <vector>
 
 #include "common/process.h"
+#include "transport/nic_load.h"
 #include "transport/nics.h"
 #include "transport/transport.h"
 #include "transport/verbs/link.h"
 #include "transport/verbs/nic.h"
 #include "transport/verbs/queue_pairs.h"
-#include "transport/window.h"
 
 namespace uccl_ep::verbs {
 
@@ -44,7 +44,7 @@ class VerbsTransport final : public Transport {
     std::unique_ptr<Nic> nic;
     Owned<ibv_cq> completions;
     std::unique_ptr<QueuePairs> pairs;
-    Window window;
+    NicLoad load;
     std::vector<std::unique_ptr<Doorbell>> doorbells;
     std::vector<Link> links;  // by peer, as in setup_.peers
     std::vector<NicAddress> remotes;  // likewise

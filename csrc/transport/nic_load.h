@@ -5,11 +5,11 @@
 
 namespace uccl_ep {
 
-class Window {
+class NicLoad {
  public:
-  Window() = default;
+  NicLoad() = default;
   // 0: no limit.
-  Window(uint64_t limit_bytes, uint64_t limit_ops) : limit_bytes_(limit_bytes), limit_ops_(limit_ops) {}
+  NicLoad(uint64_t limit_bytes, uint64_t limit_ops) : limit_bytes_(limit_bytes), limit_ops_(limit_ops) {}
 
   // One write may always be in flight, whatever its size.
   bool has_room(uint64_t num_bytes) const {
