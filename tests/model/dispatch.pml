@@ -1,4 +1,4 @@
-// Two dispatches in flight over one-slot windows: do the channels of an operation ever wait for each other in a circle?
+// Two dispatches in flight over one-slot rings: do the channels of an operation ever wait for each other in a circle?
 //
 //   Worker   a rank's worker         csrc/engine/run.cc, dispatch.cc: all steps side by side, one operation at a time
 //   Ship     two ranks' proxies      csrc/proxy: a chunk goes where a credit is, a credit when both readers are done
@@ -20,7 +20,7 @@
 #define ROWS(s) (2 * (s) + 1)
 #define kRings 8
 
-// By ring, since creation; the window is one slot at either end.
+// By ring, since creation; one slot at either end.
 byte staged[kRings], arrived[kRings], credited[kRings];
 byte taken[16];  // [2 * ring + reader]
 byte op[4] = 1;

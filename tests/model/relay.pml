@@ -1,4 +1,4 @@
-// Two combines in flight over one-slot windows: fold at the experts, merge on the relays, ship, merge into the output.
+// Two combines in flight over one-slot rings: fold at the experts, merge on the relays, ship, merge into the output.
 //
 //   Rank0 to Rank3  the workers       csrc/engine/combine.cc, csrc/backend/host/fold.cc, merge.cc
 //   Ship            the proxies       csrc/proxy, from the relay's output to the source
@@ -17,7 +17,7 @@
 #define kOps 2
 #define kChunks 2  // of a stream in one operation
 
-// By stream, since creation; every window is one slot.
+// By stream, since creation; every ring has one slot.
 byte folded[10];  // [2 * stream + member]
 byte merged[5], arrived[5], taken[5];
 byte op[6] = 1;
@@ -29,7 +29,7 @@ byte token;  // the next one of rank 0's output
 #else
 #define ABSENT(x, member) false
 #endif
-// One window of three slots for two pieces and the output, whoever comes first.
+// One ring of three slots for two pieces and the output, whoever comes first.
 #ifdef RELAY_ONE_WINDOW
 #define USED(x) (folded[2 * (x)] + folded[2 * (x) + 1] - 2 * merged[x] + (x != 3 -> merged[x] - arrived[x] : 0))
 #define PIECE_FREE(x, member) (USED(x) < 3)
