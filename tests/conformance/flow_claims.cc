@@ -160,17 +160,17 @@ void expect_window(uint64_t window_bytes, uint32_t window_ops, uint64_t most) {
   }
 }
 
-CLAIM("a window of operations holds exactly so many writes") {
+CLAIM("a limit of operations holds exactly so many writes") {
   for (uint32_t ops : {1u, 2u, 7u}) expect_window(0, ops, ops);
 }
 
-CLAIM("a window of bytes holds exactly what fits, and always one write") {
+CLAIM("a limit of bytes holds exactly what fits, and always one write") {
   expect_window(3 * kLimitedBytes, 0, 3);
   expect_window(4 * kLimitedBytes - 1, 0, 3);
   expect_window(1, 0, 1);
 }
 
-CLAIM("of two windows the narrower one holds") {
+CLAIM("of two limits the tighter one holds") {
   expect_window(3 * kLimitedBytes, 2, 2);
   expect_window(2 * kLimitedBytes, 3, 2);
 }

@@ -31,7 +31,7 @@ Counts expect_whole(World& world, uint64_t num_chunks) {
   return {stats.arrivals, stats.duplicates_dropped};
 }
 
-CLAIM("a stream through a window of two chunks arrives whole at a slow reader") {
+CLAIM("a stream through a ring of two slots arrives whole at a slow reader") {
   for (const Variant& variant : variants()) {
     WorldOptions options = world_options();
     options.loop = variant.loop;

@@ -140,7 +140,7 @@ std::vector<uint64_t> wire_rows(uint64_t row_bytes) {
   return bytes;
 }
 
-CLAIM("a region is within its budget, says what all of it is for, and holds a chunk of tokens") {
+CLAIM("a region is within its budget, says what all of it is for, and holds a token block") {
   for_layouts(one_domain(), [](const Topology&, uint64_t row_bytes, const cuda::DeviceRegionLayout& layout) {
     expect_adds_up(layout);
     EXPECT_EQ(bytes_of(layout, "rings"), 0u);
@@ -210,7 +210,7 @@ bool dispatch_window_fits(const cuda::DeviceRegionLayout& layout, uint64_t bytes
          tokens * bytes <= layout.half_bytes && per_slot > 0 && (tokens + per_slot - 1) / per_slot <= layout.row_slots;
 }
 
-CLAIM("a window of a dispatch is at least a chunk of tokens, and the ring to a domain holds it") {
+CLAIM("a window of a dispatch is at least a token block, and the ring to a domain holds it") {
   uint32_t last = 0;
   for_layouts(several_domains(), [&](const Topology&, uint64_t row_bytes, const cuda::DeviceRegionLayout& layout) {
     EXPECT(!wire_rows(row_bytes).empty());
@@ -235,7 +235,7 @@ bool combine_window_fits(const cuda::DeviceRegionLayout& layout, uint64_t bytes,
          (tokens + per_slot - 1) / per_slot + weights <= layout.return_slots;
 }
 
-CLAIM("a window of a combine is at least a chunk of tokens, and the ring back holds its sums and all values") {
+CLAIM("a window of a combine is at least a token block, and the ring back holds its sums and all weights") {
   for_layouts(several_domains(), [](const Topology&, uint64_t row_bytes, const cuda::DeviceRegionLayout& layout) {
     for (uint64_t bytes : {row_bytes, row_bytes / 2})
       for (uint32_t pieces : {1u, cuda::kTokenBlock, most_pieces(layout)}) {
@@ -302,7 +302,7 @@ CLAIM("a packet has room for the most tokens, rows and pairs") {
   });
 }
 
-CLAIM("with a known plan a packet is its header and the values") {
+CLAIM("with a known plan a packet is its header and the weights") {
   const uint64_t header = round_up(sizeof(cuda::DeviceHeader), 16);
   for (uint32_t pairs : {0u, 1u, 4u, 1000u, 1u << 21}) {
     cuda::PacketSizes sizes;

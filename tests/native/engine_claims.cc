@@ -35,14 +35,14 @@ LoopOptions faulty() {
 
 }  // namespace
 
-CLAIM("one domain of 4 ranks gives every token back, windows of two chunks") { run({0, 0, 0, 0}, {}, 8); }
-CLAIM("2 domains of 2 ranks give every token back, windows of two chunks") { run({0, 0, 1, 1}, {}, 8); }
+CLAIM("one domain of 4 ranks gives every token back, rings of two slots") { run({0, 0, 0, 0}, {}, 8); }
+CLAIM("2 domains of 2 ranks give every token back, rings of two slots") { run({0, 0, 1, 1}, {}, 8); }
 CLAIM("interleaved domains of 3 and 1 ranks give every token back under every fault") {
   run({0, 1, 0, 0}, faulty(), 4);
 }
 CLAIM("4 domains of 1 rank give every token back under every fault") { run({0, 1, 2, 3}, faulty(), 4); }
 CLAIM("2 domains of 2 ranks give every token back over libfabric") { run({0, 0, 1, 1}, {}, 8, over_libfabric); }
-CLAIM("3 domains of unequal size give every token back over libfabric with a window of 2 writes and 4 KiB") {
+CLAIM("3 domains of unequal size give every token back over libfabric with a limit of 2 writes and 4 KiB") {
   run({0, 1, 1, 2}, {}, 4, [](EngineConfig& config) {
     over_libfabric(config);
     config.nic.window_ops = 2;

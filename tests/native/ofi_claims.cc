@@ -119,7 +119,7 @@ CLAIM("thousands of writes in flight between 4 ranks arrive and are done exactly
   }
 }
 
-CLAIM("a window in bytes or operations closes for what is in flight, and one write always fits") {
+CLAIM("a limit in bytes or operations closes for what is in flight, and one write always fits") {
   need_libfabric();
   NicOptions options = tcp();
   options.window_ops = 2;

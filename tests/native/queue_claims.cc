@@ -200,7 +200,7 @@ CLAIM("a cookie survives at the limits of its fields") {
       }
 }
 
-CLAIM("a serial within two windows of the expected one is widened exactly, also where 18 bits wrap") {
+CLAIM("a serial within two rings of the expected one is widened exactly, also where 18 bits wrap") {
   const uint64_t span = uint64_t{1} << kImmSerialBits;
   for (uint64_t near :
        {uint64_t{0}, uint64_t{5}, span - 1, span, span + 1, 5 * span + span / 2, (uint64_t{1} << 50) + 3})

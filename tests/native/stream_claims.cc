@@ -36,34 +36,34 @@ void expect_stream(const LoopOptions& loop, std::vector<int> labels = {0, 1}, ui
                                : world.nodes[0].proxy->stats().refused_posts > 0);
 }
 
-CLAIM("1,000 chunks through a window of 2 arrive intact at a slow reader") { expect_stream({}); }
+CLAIM("1,000 chunks through a ring of 2 arrive intact at a slow reader") { expect_stream({}); }
 
-CLAIM("1,000 chunks through a window of 2 arrive intact out of order and delayed") {
+CLAIM("1,000 chunks through a ring of 2 arrive intact out of order and delayed") {
   LoopOptions loop;
   loop.seed = 5;
   expect_stream(loop);
 }
 
-CLAIM("1,000 chunks through a window of 2 arrive intact when posts are refused") {
+CLAIM("1,000 chunks through a ring of 2 arrive intact when posts are refused") {
   LoopOptions loop;
   loop.refuse_rate = 0.3;
   expect_stream(loop);
 }
 
-CLAIM("1,000 chunks through a window of 2 arrive intact when writes are duplicated") {
+CLAIM("1,000 chunks through a ring of 2 arrive intact when writes are duplicated") {
   LoopOptions loop;
   loop.duplicate_rate = 0.3;
   expect_stream(loop);
 }
 
-CLAIM("1,000 chunks through a window of 2 arrive intact over a slow link with latency") {
+CLAIM("1,000 chunks through a ring of 2 arrive intact over a slow link with latency") {
   LoopOptions loop;
   loop.gbytes_per_s = 0.05;
   loop.latency_usec = 30;
   expect_stream(loop);
 }
 
-CLAIM("1,000 chunks through a window of 2 arrive intact with a queue of one write") {
+CLAIM("1,000 chunks through a ring of 2 arrive intact with a queue of one write") {
   LoopOptions loop;
   loop.queue_depth = 1;
   WorldOptions options;
@@ -74,7 +74,7 @@ CLAIM("1,000 chunks through a window of 2 arrive intact with a queue of one writ
   EXPECT(result.complete && result.broken == 0);
 }
 
-CLAIM("1,000 chunks through a window of 2 arrive intact under all faults at once, with three readers") {
+CLAIM("1,000 chunks through a ring of 2 arrive intact under all faults at once, with three readers") {
   LoopOptions loop;
   loop.seed = 9;
   loop.refuse_rate = 0.2;
@@ -178,7 +178,7 @@ CLAIM("a stream goes on where the 18 bits of its serial wrap, twice") {
   EXPECT_EQ(sink.serial(), kChunks);
 }
 
-CLAIM("never more data is in flight than the window allows, but one chunk always is") {
+CLAIM("never more data is in flight than the ring allows, but one chunk always is") {
   for (auto [ops, bytes, most] : {std::tuple<uint64_t, uint64_t, uint64_t>{2, 0, 2}, {0, 3 * 2048, 3}, {0, 1, 1}}) {
     WorldOptions options;
     options.rings = {4096, 1024, 8, 16};

@@ -258,7 +258,7 @@ CLAIM("with two NICs chunks are spread, and go on over the other one when a link
   EXPECT_EQ(ends[Completion::Kind::kWriteDone], 19);
 }
 
-CLAIM("windows hold per NIC, in operations and in bytes, and what carries no data passes") {
+CLAIM("limits hold per NIC, in operations and in bytes, and what carries no data passes") {
   NicOptions nic;
   nic.devices = {"fake0", "fake1"};
   nic.window_ops = 3;

@@ -34,7 +34,7 @@ CLAIM("interleaved domains give every token back over EFA's datagrams in any ord
   EXPECT_EQ(fake_verbs().outside, uint64_t{0});
 }
 
-CLAIM("windows of one write per NIC, as Thor2 wants, only cost time") {
+CLAIM("limits of one write per NIC, as Thor2 wants, only cost time") {
   run({0, 1, 0, 1}, {}, 3, [](EngineConfig& config) {
     over_verbs(config);
     config.nic.window_ops = 1;
