@@ -14,7 +14,7 @@ from uccl_ep_train.lifecycle import group_is_over
 
 # SMs of the kernels where Megatron computes nothing beside them, and of the GPU's at most a third, so that
 # two buffers leave others theirs. 24 need half as long again to decode FP8 rows as NVLink needs to bring them
-# (docs/performance_notes.md).
+# (docs/performance.md).
 SMS_ALONE = 48
 
 
