@@ -14,7 +14,7 @@ from bench.systems import Sample, System, on_one_host
 
 
 class Memcpy(System):
-    """`memcpy` of as many bytes as dispatch and combine must at least write (README.md names them).
+    """`memcpy` of as many bytes as dispatch and combine must at least write (`Traffic.least_copies`).
 
     Every rank copies the same amounts between the same kinds of memory as our way does, in long runs from
     memory that is already mapped, and waits for nobody.
