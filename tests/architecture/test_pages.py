@@ -12,6 +12,7 @@ from tests import evidence
 from tests.architecture.tree import ROOT, Check, plant, project_files
 
 MAX_WORDS = 22_000
+MAX_LINES_A_VERSION = 40
 MAX_LINES = {"README.md": 120, "docs/performance.md": 150, "docs/architecture.md": 200}
 COUNTED = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md", "docs/*.md")
 WRITE = "python -m tests.evidence --write"
@@ -49,6 +50,12 @@ def check_length(root: Path) -> list[str]:
         f"{name}: more than {limit} lines"
         for name, limit in MAX_LINES.items()
         if texts.get(name, "").count("\n") > limit
+    ]
+    versions = re.split(r"^## ", texts.get("CHANGELOG.md", ""), flags=re.MULTILINE)[1:]
+    found += [
+        f"CHANGELOG.md: more than {MAX_LINES_A_VERSION} lines for {version.splitlines()[0]}"
+        for version in versions
+        if version.count("\n") > MAX_LINES_A_VERSION
     ]
     words = sum(len(text.split()) for text in texts.values())
     return found + ([f"docs: {words} words, allowed are {MAX_WORDS}"] if words > MAX_WORDS else [])
@@ -105,6 +112,8 @@ PLANTED: list[tuple[Check, str, str, str]] = [
     (check_result_files, "docs/bad.md", "`bench/results/gone.json`\n", "cites gone.json"),
     (check_result_files, evidence.PAGE, "../bench/results/gone.json\n", ""),
     (check_length, "README.md", "line\n" * (MAX_LINES["README.md"] + 1), "more than 120 lines"),
+    (check_length, "CHANGELOG.md", "## 2\n" + "* a\n" * MAX_LINES_A_VERSION, "more than 40 lines for 2"),
+    (check_length, "CHANGELOG.md", "## 2\n* a\n## 1\n" + "* a\n" * (MAX_LINES_A_VERSION - 1), ""),
     (check_length, "docs/bad.md", LONG_LINE, "words, allowed are"),
     (check_length, "other/bad.md", LONG_LINE, ""),
 ]
