@@ -63,16 +63,19 @@ def module_lines(root: Path = ROOT) -> list[str]:
     ]
 
 
-def result_line(path: Path) -> str:
-    """One result file: commits, hardware, how many records, and how many of them could not run."""
-    records: list[dict[str, Any]] = json.loads(path.read_text())
-    # Seven digits, and what marks a tree with changes.
-    commits = sorted({_COMMIT.sub(r"\1", record["commit"]) for record in records})
-    hardware = sorted({_HOST.sub("", record["hardware"]) for record in records})
-    not_run = sum(bool(record.get("not_run")) for record in records)
-    cases = f"{len(records)} records" + (f", {not_run} of them not run" if not_run else "")
-    link = f"[{path.stem}](../{RESULTS}/{path.name})"
-    return f"* {link}: {', '.join(hardware)}; {', '.join(commits)}; {cases}"
+def result_lines(paths: list[Path]) -> list[str]:
+    """The result files by hardware: of each its commits, how many records, how many of them could not run."""
+    lines: dict[str, list[str]] = {}
+    for path in paths:
+        records: list[dict[str, Any]] = json.loads(path.read_text())
+        # Seven digits, and what marks a tree with changes.
+        commits = sorted({_COMMIT.sub(r"\1", record["commit"]) for record in records})
+        not_run = sum(bool(record.get("not_run")) for record in records)
+        counts = f"{len(records)}" + (f", {not_run} of them not run" if not_run else "")
+        hardware = ", ".join(sorted({_HOST.sub("", record["hardware"]) for record in records}))
+        link = f"[{path.stem}](../{RESULTS}/{path.name})"
+        lines.setdefault(hardware, []).append(f"* {link}: {', '.join(commits)}; {counts}")
+    return [line for hardware in sorted(lines) for line in ("", f"**{hardware}**", "", *lines[hardware])]
 
 
 def page(root: Path = ROOT) -> str:
@@ -81,8 +84,8 @@ def page(root: Path = ROOT) -> str:
     lines = [HEAD]
     for folder in sorted({path.parent for path in (root / "tests").glob("*/test_*.py")}):
         lines += folder_lines(folder, notes[folder.name])
-    lines += ["", "## Result files", ""]
-    lines += [result_line(path) for path in sorted((root / RESULTS).glob("*.json"))]
+    lines += ["", "## Result files", "", "Of each: the commits, and how many records."]
+    lines += result_lines(sorted((root / RESULTS).glob("*.json")))
     return "\n".join(lines) + "\n"
 
 

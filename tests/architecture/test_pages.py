@@ -96,7 +96,7 @@ def test_a_small_tree_keeps_the_rules_and_its_page_says_what_is_there(tmp_path: 
     assert [line for check in CHECKS for line in check(root)] == []
     text = (root / evidence.PAGE).read_text()
     assert "* **`tests/unit`** (1 tests, 2 native claims): A holds.\n  * CI\n" in text
-    assert text.endswith(f"* [a](../{RESULT}): 2 x G; 0123456-dirty; 1 records\n")
+    assert text.endswith(f"\n\n**2 x G**\n\n* [a](../{RESULT}): 0123456-dirty; 1\n")
     assert evidence.module_lines(root) == ["tests/unit/test_a.py (1): Shows A."]
 
 
