@@ -61,7 +61,7 @@ def too_many_sms(config: EpConfig) -> str:
     if not lacks_nccl():
         return ""
     ranks_of_gpu = -(-int(env.read("LOCAL_WORLD_SIZE", "1")) // torch.cuda.device_count())
-    sms = max(config.num_sms, config.stage_sms or 0) * ranks_of_gpu
+    sms = max(config.gpu.num_sms, config.gpu.stage_sms or 0) * ranks_of_gpu
     most = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
     return f"not with --share-gpus: {ranks_of_gpu} ranks take {sms} SMs of {most}" if sms > most else ""
 

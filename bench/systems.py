@@ -98,7 +98,8 @@ class UcclEp(System):
         self.mode = mode
         self.name = type(self).name + MODE_SUFFIX[mode]
         if buffer.device.type == "cuda":
-            self.num_sms, self.stage_sms = buffer.config.num_sms, buffer.config.stage_sms or 0
+            gpu = buffer.config.gpu
+            self.num_sms, self.stage_sms = gpu.num_sms, gpu.stage_sms or 0
         self.layout = layout
         fp8_rows = layout == "expert_major_fp8"
         self._extra: dict[str, Any] = {"output_dtype": "fp8"} if fp8_rows else {}
@@ -173,7 +174,7 @@ class UcclEp(System):
             raise RuntimeError(f"{self.name}: {self._capacity} rows were not enough")
 
     def wire_bytes(self, op: str, traffic: Traffic) -> tuple[int, int]:
-        return traffic.row_wire(op, self.buffer.config.grad_dtype)
+        return traffic.row_wire(op, self.buffer.config.wire.grad_dtype)
 
     def results(self) -> dict[str, Tensor]:
         assert self._out is not None

@@ -77,7 +77,7 @@ def _dispatcher_bytes(job: Job) -> int:
     from uccl_ep_train import Topology, cuda, memory_plan
     from uccl_ep_train.megatron.buffers import BufferPool
 
-    options = {
+    options: dict[str, str | int | None] = {
         "dispatch_dtype": job.dispatch_dtype,
         "grad_dtype": job.grad_dtype,
         "budget_bytes": job.budget_bytes,
@@ -89,7 +89,7 @@ def _dispatcher_bytes(job: Job) -> int:
     )
     config = BufferPool(options).ep_config(model, 1, job.layout.ep)
     plan = memory_plan(config, Topology.split(job.layout.ep, job.domain_size))
-    return plan.total_bytes if config.backend == "cuda" else max(plan.total_bytes, job.budget_bytes)
+    return plan.total_bytes if config.gpu.backend == "cuda" else max(plan.total_bytes, job.budget_bytes)
 
 
 def report(found: Found) -> str:

@@ -63,7 +63,7 @@ def _measured(layer: Any, recipe: Recipe, into: list[Crossing]) -> Callable[...,
     topology, rank = buffer.topology, buffer.rank
     own_domain = topology.domain_of[rank]
     num_local = recipe.model.num_experts // recipe.num_ranks
-    sum_bytes = (4 if buffer.config.combine_wire_dtype == "fp32" else 2) * recipe.model.hidden_size
+    sum_bytes = (4 if buffer.config.wire.combine_wire_dtype == "fp32" else 2) * recipe.model.hidden_size
     experts = [
         [e for m in ranks for e in range(m * num_local, (m + 1) * num_local)] for ranks in topology.members
     ]

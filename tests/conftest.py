@@ -60,9 +60,9 @@ def _one_thread_per_rank() -> Iterator[None]:
 @pytest.fixture
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable of ours or of UCCL-EP is set, and none has been warned about."""
-    from uccl_ep_train import env
+    from uccl_ep_train import variables
 
     for name in list(os.environ):
         if name.startswith("UCCL_"):
             monkeypatch.delenv(name)
-    monkeypatch.setattr(env, "_warned", set())
+    monkeypatch.setattr(variables, "_warned", set())

@@ -20,39 +20,51 @@ __version__ = "0.1.0"
 _HOMES = {
     "Bootstrap": "bootstrap",
     "Buffer": "engine",
+    "Deadlines": "config",
     "DispatchHandle": "handle",
     "DispatchResult": "handle",
     "EpConfig": "config",
     "EpError": "errors",
+    "Gpu": "config",
     "LocalBootstrap": "bootstrap",
+    "LoopFaults": "config",
+    "Memory": "config",
     "MemoryPlan": "stats",
+    "Network": "config",
     "PendingCombine": "engine",
     "PendingDispatch": "engine",
     "Topology": "topology",
     "TorchBootstrap": "bootstrap",
+    "Wire": "config",
     "memory_plan": "stats",
 }
 
 __all__ = [
     "Bootstrap",
     "Buffer",
+    "Deadlines",
     "DispatchHandle",
     "DispatchResult",
     "EpConfig",
     "EpError",
+    "Gpu",
     "LocalBootstrap",
+    "LoopFaults",
+    "Memory",
     "MemoryPlan",
+    "Network",
     "PendingCombine",
     "PendingDispatch",
     "Topology",
     "TorchBootstrap",
+    "Wire",
     "__version__",
     "memory_plan",
 ]
 
 if TYPE_CHECKING:
     from uccl_ep_train.bootstrap import Bootstrap, LocalBootstrap, TorchBootstrap
-    from uccl_ep_train.config import EpConfig
+    from uccl_ep_train.config import Deadlines, EpConfig, Gpu, LoopFaults, Memory, Network, Wire
     from uccl_ep_train.engine import Buffer, PendingCombine, PendingDispatch
     from uccl_ep_train.errors import EpError
     from uccl_ep_train.handle import DispatchHandle, DispatchResult

@@ -106,7 +106,8 @@ def _group() -> Iterator[None]:
 def calibrate(options: argparse.Namespace) -> Windows | None:
     """Collective. None where there are no NICs to calibrate. Raises what a `Buffer` raises."""
     config = EpConfig.from_env(num_experts=options.experts, hidden=options.hidden)
-    if config.nic_window_bytes is not None or config.nic_window_ops is not None:
+    network = config.network
+    if network.nic_window_bytes is not None or network.nic_window_ops is not None:
         raise ConfigError(
             "nic_window_bytes, nic_window_ops are set: allowed is neither, or nothing could be measured"
         )

@@ -115,7 +115,7 @@ class Checks:
     ) -> DispatchCall:
         """given: topk_idx, topk_weights, routing_map, probs; dtypes: of the wire and of the output."""
         wire, output_dtype = dtypes
-        wire = self.config.dispatch_dtype if wire is None else wire
+        wire = self.config.wire.dispatch_dtype if wire is None else wire
         routing.check_rows("x", x, self.config, self.device)
         routing.check_wire("x", x, "dispatch_dtype", wire)
         if handle is not None:
@@ -135,7 +135,7 @@ class Checks:
     def combine(self, rows: Tensor, handle: DispatchHandle, grad_dtype: str | None) -> CombineCall:
         routing.check_handle(handle, self.owner)
         routing.check_combine_rows(rows, handle, self.config, self.device)
-        grad_wire = self.config.grad_dtype if grad_dtype is None else grad_dtype
+        grad_wire = self.config.wire.grad_dtype if grad_dtype is None else grad_dtype
         attach = autograd.needs_graph(rows)
         if attach or grad_dtype is not None:
             routing.check_wire("rows", rows, "grad_dtype", grad_wire)
@@ -143,4 +143,4 @@ class Checks:
 
     @property
     def _pow2(self) -> bool:
-        return self.config.fp8_scale == "pow2"
+        return self.config.wire.fp8_scale == "pow2"

@@ -1,320 +1,230 @@
-"""`EpConfig`: everything a buffer can be told, with unit, range and reason per field.
-
-The environment is not read here: `EpConfig.from_env` asks `env.py`.
-"""
+"""`EpConfig`: everything a buffer can be told. `config_groups.py` declares what is not the model's."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
 
-from uccl_ep_train.config_checks import (
-    MAX_RANKS,
-    MAX_TOKENS,
-    FieldInfo,
-    boolean,
-    choice,
-    hidden_size,
-    info,
-    integer,
-    integers,
-    number,
-    optional,
-    permutation,
+from uccl_ep_train import variables
+from uccl_ep_train.config_checks import Value, hidden_size, integer, optional, permutation
+from uccl_ep_train.config_fields import Group, Setting, required, setting, settings_of
+from uccl_ep_train.config_groups import (
+    GROUPS,
+    SETTINGS,
+    SETTINGS_OF,
+    Deadlines,
+    Gpu,
+    LoopFaults,
+    Memory,
+    Network,
+    Wire,
 )
-from uccl_ep_train.config_transport import TransportConfig
 from uccl_ep_train.errors import ConfigError
 
+__all__ = ["Deadlines", "EpConfig", "Gpu", "LoopFaults", "Memory", "Network", "Wire"]
 
-@dataclass(frozen=True, kw_only=True)
-class EpConfig(TransportConfig):
-    """Configuration of one `Buffer`. Frozen; validated on construction. `config_transport.py` has the fields
-    that say how rows travel between domains.
 
-    Raises `ConfigError` naming the field, the value and what is allowed. `describe()` prints all values with
-    their units and where each came from. Fields marked "ranks agree" there must be equal on all ranks of the
-    group, which is checked when the buffer is created.
+class _FlatName:
+    """`config.num_sms`, which is `config.gpu.num_sms`; of the class: the default."""
+
+    def __init__(self, of: Setting) -> None:
+        self._of = of
+        self.__doc__ = of.path
+
+    def __get__(self, config: EpConfig | None, owner: type[EpConfig]) -> object:
+        return self._of.default if config is None else self._of.of(config)
+
+
+@dataclass(frozen=True, kw_only=True, init=False)
+class EpConfig(Group):
+    """Configuration of one `Buffer`. Frozen, hashable; validated on construction.
+
+        EpConfig(num_experts=64, hidden=4096, gpu=Gpu(num_sms=32), deadlines=Deadlines(progress_timeout_s=60))
+
+    Every setting of a group has a public name of its own, which works as an argument, as an attribute and in
+    `replace`, too: `EpConfig(num_experts=64, hidden=4096, num_sms=32).num_sms`. It is the field's name, after
+    "loop_" for those of `LoopFaults`. `describe()` prints all values with their units and where each came
+    from. Those marked "ranks agree" there must be equal on all ranks of the group, which is checked when the
+    buffer is created.
+
+    Raises `ConfigError` naming the setting, the value and what is allowed, and for one that is given by both
+    names.
     """
 
-    num_experts: int = field(
-        metadata=info(
-            "experts",
-            "1 .. 2^20, divisible by the number of ranks",
-            "experts of the whole group; expert e belongs to group rank e // (num_experts / ranks)",
-            integer(1, 1 << 20),
-        )
-    )
-    hidden: int = field(
-        metadata=info(
-            "elements",
-            "a multiple of 128, 128 .. 131072",
-            "largest row length used on this buffer; slots are sized for it",
-            hidden_size,
-        )
-    )
-    dispatch_dtype: str = field(
-        default="fp8",
-        metadata=info(
-            "",
-            "'fp8' | 'bf16'",
-            "fp8: BF16 rows are quantised on the wire (FP32 rows are refused); bf16: rows travel unquantised",
-            choice("fp8", "bf16"),
-        ),
-    )
-    grad_dtype: str = field(
-        default="bf16",
-        metadata=info(
-            "",
-            "'bf16' | 'fp8'",
-            "wire dtype of combine's backward, a dispatch of gradients; bf16: gradients travel unquantised",
-            choice("bf16", "fp8"),
-        ),
-    )
-    combine_wire_dtype: str = field(
-        default="bf16",
-        metadata=info(
-            "",
-            "'bf16' | 'fp32' (fp32 needs max_dtype='fp32')",
-            "dtype of BF16 partial sums between hops; fp32: no rounding before the last sum",
-            choice("bf16", "fp32"),
-        ),
-    )
-    fp8_scale: str = field(
-        default="pow2",
-        metadata=info(
-            "",
-            "'pow2' | 'fp32'",
-            "pow2: scales are powers of two, so dequantised rows are exact in BF16; fp32: unrounded scales",
-            choice("pow2", "fp32"),
-        ),
-    )
-    max_dtype: str = field(
-        default="fp32",
-        metadata=info(
-            "",
-            "'bf16' | 'fp32'",
-            "widest tensor dtype that the slots are sized for; bf16 halves the memory",
-            choice("bf16", "fp32"),
-        ),
-    )
-    budget_bytes: int = field(
-        default=512 << 20,
-        metadata=info(
-            "bytes",
-            "1 .. 2^46, at least the least budget that memory_plan() names",
-            "memory of a rank for staging, landing, fold pieces, relay output, flags and rings",
-            integer(1, 1 << 46),
-        ),
-    )
-    window_tokens: int | None = field(
-        default=None,
-        metadata=info(
-            "tokens",
-            "None, or 1 .. 65536",
-            "of the budget, what so many tokens of each rank need to go in one window; operations with up "
-            "to eight times as many take several. None: all of the budget; GPU only",
-            optional(integer(1, MAX_TOKENS)),
-        ),
-    )
-    chunk_bytes: int | None = field(
-        default=None,
-        metadata=info(
-            "bytes",
-            "None, or 1 .. 2^30",
-            "size of a chunk; None: chosen from the budget",
-            optional(integer(1, 1 << 30)),
-        ),
-    )
-    window_chunks: int | None = field(
-        default=None,
-        metadata=info(
-            "chunks",
-            "None, or 1 .. 65536",
-            "slots per channel; None: chosen from the budget",
-            optional(integer(1, 65536)),
-        ),
-    )
-    arrival_timeout_s: float = field(
-        default=300.0,
-        metadata=info(
-            "seconds",
-            "> 0, at most 10^6",
-            "a peer that has not entered the operation by then is an error; covers slow data loading. A "
-            "pause of this process does not count",
-            number(0.0, 1e6, open_low=True),
-            agree=False,
-        ),
-    )
-    progress_timeout_s: float = field(
-        default=20.0,
-        metadata=info(
-            "seconds",
-            "> 0, at most 10^6",
-            "all ranks entered, and no byte or flag moved for this long: an error; a slow link is none",
-            number(0.0, 1e6, open_low=True),
-            agree=False,
-        ),
-    )
-    backend: str = field(
-        default="auto",
-        metadata=info(
-            "",
-            "auto | host | cuda",
-            "where the tensors of a buffer lie: in CPU memory or on a GPU; auto: cuda if there is one",
-            choice("auto", "host", "cuda"),
-        ),
-    )
-    num_sms: int = field(
-        default=24,
-        metadata=info(
-            "SMs",
-            "1 .. 1024",
-            "streaming multiprocessors that the kernels may occupy; GPU only",
-            integer(1, 1024),
-        ),
-    )
-    stage_sms: int | None = field(
-        default=None,
-        metadata=info(
-            "SMs",
-            "None, or 1 .. 1024",
-            "SMs that staging and the routing of a new plan may take before they leave; None: num_sms",
-            optional(integer(1, 1024)),
-        ),
-    )
-    bulk_copies: bool = field(
-        default=True,
-        metadata=info(
-            "",
-            "True | False",
-            "use the copy engines that SMs of sm_90 have; False: plain loads, as on other GPUs",
-            boolean,
-            agree=False,
-        ),
-    )
-    domain_size: int | None = field(
-        default=None,
-        metadata=info(
-            "ranks",
-            "None, or 1 .. 65536",
-            "splits the group in consecutive domains of this size (the last may be smaller); None: probed",
-            optional(integer(1, MAX_RANKS)),
-        ),
-    )
-    domains: tuple[int, ...] | None = field(
-        default=None,
-        metadata=info(
-            "domain ids",
-            "None, or an integer >= 0 per rank of the group",
-            "domain of each rank, for uneven or interleaved domains; overrides domain_size",
-            optional(integers(0, MAX_RANKS - 1)),
-        ),
-    )
-    num_proxies: int = field(
-        default=1,
-        metadata=info(
-            "threads",
-            "1 .. 4 (the host backend has 1)",
-            "proxy threads of a rank that post to the transport",
-            integer(1, 4),
-        ),
-    )
-    source_order: tuple[int, ...] | None = field(
-        default=None,
-        metadata=info(
-            "group ranks",
-            "None, or a permutation of the group's ranks",
-            "order of the sources inside an expert's rows; None: ascending group rank",
-            optional(permutation),
-        ),
-    )
+    num_experts: int = required(integer(1, 1 << 20), native="=")
+    """Experts of the whole group; expert e belongs to group rank e // (num_experts / ranks).
 
-    def __post_init__(self) -> None:
-        for entry in dataclasses.fields(self):
-            about: FieldInfo = entry.metadata["info"]
-            value = getattr(self, entry.name)
-            try:
-                checked = about.check(value)
-            except (ValueError, TypeError, OverflowError):
-                raise ConfigError(f"{entry.name} = {value!r}: allowed is {about.allowed}") from None
-            object.__setattr__(self, entry.name, checked)
-        if self.combine_wire_dtype == "fp32" and self.max_dtype != "fp32":
+    Unit: experts. Allowed: 1 .. 2^20, divisible by the number of ranks.
+    """
+
+    hidden: int = required(hidden_size(), native="=")
+    """Largest row length used on this buffer; slots are sized for it.
+
+    Unit: elements. Allowed: a multiple of 128, 128 .. 131072.
+    """
+
+    source_order: tuple[int, ...] | None = setting(None, optional(permutation()), native="=")
+    """Order of the sources inside an expert's rows; None: ascending group rank.
+
+    Unit: group ranks. Allowed: None, or a permutation of the group's ranks.
+    """
+
+    wire: Wire
+    """How values are written on their way."""
+
+    memory: Memory
+    """What a buffer may allocate on this rank, and how it divides it."""
+
+    deadlines: Deadlines
+    """How long a rank waits for others before it raises."""
+
+    gpu: Gpu
+    """Whether tensors lie on a GPU, and what the kernels may take of it."""
+
+    network: Network
+    """Which ranks are a domain, and how rows travel between domains."""
+
+    faults: LoopFaults
+    """What makes the loop transport slow or faulty."""
+
+    if TYPE_CHECKING:
+        _sources: Mapping[str, str]
+
+        def __getattr__(self, name: str) -> Value:
+            """Settings by their public names."""
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        hidden: int,
+        source_order: Sequence[int] | None = None,
+        wire: Wire | None = None,
+        memory: Memory | None = None,
+        deadlines: Deadlines | None = None,
+        gpu: Gpu | None = None,
+        network: Network | None = None,
+        faults: LoopFaults | None = None,
+        **flat: Value,
+    ) -> None:
+        groups = (wire, memory, deadlines, gpu, network, faults)
+        values = by_public_name(flat | dict(zip(GROUPS, groups, strict=True)))
+        for name, value in (("num_experts", num_experts), ("hidden", hidden), ("source_order", source_order)):
+            object.__setattr__(self, name, value)
+        for name, owner in GROUPS.items():
+            own = {entry.field: entry.name for entry in SETTINGS_OF[name]}
+            given = {field: values.pop(public) for field, public in own.items() if public in values}
+            object.__setattr__(self, name, owner(**given))
+        if values:
+            raise TypeError(f"EpConfig.__init__() got an unexpected keyword argument {next(iter(values))!r}")
+        self._set_sources({})
+        self.__post_init__()
+        if self.wire.combine_wire_dtype == "fp32" and self.memory.max_dtype != "fp32":
             raise ConfigError(
                 "combine_wire_dtype = 'fp32' with max_dtype = 'bf16': the slots would be too small; "
                 "allowed is max_dtype = 'fp32'"
             )
 
     @classmethod
-    def from_env(cls, **overrides: Any) -> EpConfig:
+    def from_env(cls, **given: Value | Group) -> EpConfig:
         """Arguments, else `UCCL_*` variables (`python -m uccl_ep_train.env` lists them), else defaults.
 
         Raises `ConfigError` for a bad value, naming the variable if it came from the environment, and for two
         variables that set one field to different values.
         """
-        from uccl_ep_train import env
-
-        names = {entry.name for entry in dataclasses.fields(cls)}
-        unknown = sorted(set(overrides) - names)
+        unknown = sorted(set(given) - set(GROUPS) - set(ALL_SETTINGS))
         if unknown:
-            raise ConfigError(
-                f"unknown configuration field {unknown[0]!r}; allowed is one of {sorted(names)}"
-            )
-        found = {name: setting for name, setting in env.settings().items() if name not in overrides}
-        if overrides.get("domain_size") is not None:
-            found.pop("domains", None)  # It would override an argument.
+            allowed = sorted([*GROUPS, *ALL_SETTINGS])
+            raise ConfigError(f"unknown configuration field {unknown[0]!r}; allowed is one of {allowed}")
+        values = by_public_name(given)
+        said = {name: found for name, found in variables.said().items() if name not in values}
+        if values.get("domain_size") is not None:
+            said.pop("domains", None)  # It would override an argument.
+        values |= {name: found.value for name, found in said.items()}
         try:
-            config = cls(**overrides, **{name: setting.value for name, setting in found.items()})
+            config = cls(**values)  # type: ignore[arg-type]
         except ConfigError as error:
-            setting = found.get(str(error).split(" ", 1)[0])
-            if setting is not None:
-                raise ConfigError(f"environment variable {setting.variable.name}: {error}") from None
+            blamed = said.get(str(error).split(" ", 1)[0])
+            if blamed is not None:
+                raise ConfigError(f"environment variable {blamed.variable.name}: {error}") from None
             raise
-        sources = dict.fromkeys(overrides, "argument")
-        for name, setting in found.items():
-            sources[name] = f"environment {setting.variable.name}"
-        config._set_sources(sources)
+        config._set_sources({name: f"environment {found.variable.name}" for name, found in said.items()})
         return config
 
-    def replace(self, **changes: Any) -> EpConfig:
-        """A copy with some fields changed; the sources of the others are kept."""
-        config = dataclasses.replace(self, **changes)
-        kept = {name: source for name, source in self._sources().items() if name not in changes}
-        config._set_sources(kept | dict.fromkeys(changes, "argument"))
+    def replace(self, **changes: Value | Group) -> Self:
+        """A copy with some settings changed, by their public names, or some groups; the sources of the others
+        are kept. Raises as the constructor.
+        """
+        changed = by_public_name(changes)
+        kept = {
+            entry.name: entry.of(self)
+            for entry in self._given()
+            if entry.name not in changed and entry.group not in changes
+        }
+        config = type(self)(**(kept | changed))  # type: ignore[arg-type]
+        config._set_sources({name: source for name, source in self._sources.items() if name in kept})
         return config
 
     def describe(self) -> str:
-        """A line per field: name, value, unit, source of the value, whether ranks must agree, reason."""
-        sources = self._sources()
+        """A line per setting: name, value, unit, source of the value, whether ranks must agree, reason."""
+        given = {entry.name for entry in self._given()}
         rows = []
-        inherited = {entry.name for entry in dataclasses.fields(TransportConfig)}
-        for entry in sorted(dataclasses.fields(self), key=lambda entry: entry.name in inherited):
-            about: FieldInfo = entry.metadata["info"]
-            value = getattr(self, entry.name)
-            source = sources.get(entry.name)
-            if source is None:
-                # A directly constructed dataclass does not know which arguments were passed.
-                source = "default" if value == entry.default else "argument"
-            agree = "ranks agree" if about.agree else "per rank"
-            rows.append((entry.name, repr(value), about.unit, source, agree, about.reason))
+        for name, entry in ALL_SETTINGS.items():
+            source = self._sources.get(name, "argument" if name in given else "default")
+            agree = "ranks agree" if entry.spec.agree else "per rank"
+            rows.append((name, repr(entry.of(self)), entry.info.unit, source, agree, entry.info.reason))
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + "  " + row[5]
             for row in rows
         )
 
-    def agreed_values(self) -> dict[str, Any]:
-        """The fields that must be equal on every rank, JSON-ready."""
-        return {
-            entry.name: getattr(self, entry.name)
-            for entry in dataclasses.fields(self)
-            if entry.metadata["info"].agree
-        }
+    def agreed_values(self) -> dict[str, Value]:
+        """The settings that must be equal on every rank, by public name, JSON-ready."""
+        return {name: entry.of(self) for name, entry in ALL_SETTINGS.items() if entry.spec.agree}
 
-    def _sources(self) -> Mapping[str, str]:
-        return getattr(self, "_field_sources", {})
+    def _given(self) -> Iterator[Setting]:
+        for entry in ALL_SETTINGS.values():
+            holder = getattr(self, entry.group) if entry.group else self
+            if entry.field in holder.given:
+                yield entry
 
     def _set_sources(self, sources: Mapping[str, str]) -> None:
-        # Not a field: two configurations with equal values are equal wherever the values came from.
-        object.__setattr__(self, "_field_sources", dict(sources))
+        """Of values that are no arguments of this program. Not a field, as `given`."""
+        object.__setattr__(self, "_sources", dict(sources))
+
+
+ALL_SETTINGS: dict[str, Setting] = {entry.name: entry for entry in settings_of(EpConfig)} | SETTINGS
+"""By public name."""
+
+for _entry in SETTINGS.values():
+    setattr(EpConfig, _entry.name, _FlatName(_entry))
+
+
+def by_public_name(given: Mapping[str, Value | Group]) -> dict[str, Value]:
+    """Arguments of `EpConfig` with its groups taken apart: of each what it was given; None is no group.
+
+    Raises `ConfigError` for what is no group, and for a setting that is given both by its public name and in
+    its group, naming both.
+    """
+    found: dict[str, Value] = {}
+    for name, value in given.items():
+        owner = GROUPS.get(name)
+        if owner is None:
+            found[name] = value  # type: ignore[assignment]
+        elif value is not None and not isinstance(value, owner):
+            raise ConfigError(f"{name} = {value!r}: allowed is a {owner.__name__}")
+    for name, entries in SETTINGS_OF.items():
+        group = given.get(name)
+        for entry in entries:
+            if not isinstance(group, Group) or entry.field not in group.given:
+                continue
+            value = getattr(group, entry.field)
+            if entry.name in found:
+                raise ConfigError(
+                    f"{entry.name} = {found[entry.name]!r} and {entry.path} = {value!r} are one setting: "
+                    "allowed is one of them"
+                )
+            found[entry.name] = value
+    return found

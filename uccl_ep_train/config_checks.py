@@ -1,12 +1,15 @@
-"""What a field of `EpConfig` carries besides its value (unit, range, reason) and the checks of its value."""
+"""Kinds of configuration values: how a value is checked, and how the environment's text of one is read."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeAlias, TypeVar, cast, get_args
+
+Value: TypeAlias = bool | int | float | str | Sequence[int] | Sequence[str] | None
+"""What a field of a configuration can be given."""
 
 ROW_BLOCK = 128
 """Elements that share one FP8 scale; hidden sizes are multiples of it."""
@@ -15,119 +18,161 @@ MAX_RANKS = 65536
 MAX_TOKENS = 65536  # of a rank in an operation on GPUs
 MAX_TOPK = 32
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
-class FieldInfo:
-    """What a reader of a field has to know.
+class Kind(Generic[T]):
+    """A kind of values.
 
-    unit     of the value
-    allowed  the range in words, repeated by the error
-    reason   why one would set it
-    check    returns the normalised value or raises ValueError/TypeError
-    agree    True: has to be equal on every rank of the group
+    check  returns the normalised value or raises ValueError, TypeError or OverflowError
+    parse  reads the text of an environment variable or of a command line; raises ValueError
+    form   of that text, in words; "": a number of the field's unit
     """
 
-    unit: str
-    allowed: str
-    reason: str
-    check: Callable[[Any], Any]
-    agree: bool = True
+    check: Callable[[object], T]
+    parse: Callable[[str], Value] = str
+    form: str = ""
 
 
-def integer(low: int, high: int) -> Callable[[Any], int]:
-    def check(value: Any) -> int:
+def integer(low: int, high: int, *, parse: Callable[[str], int] = int, form: str = "integer") -> Kind[int]:
+    def check(value: object) -> int:
         if isinstance(value, bool):
             raise TypeError("a bool is no number")
-        number = operator.index(value)
+        number = operator.index(cast(int, value))
         if not low <= number <= high:
             raise ValueError("out of range")
         return number
 
-    return check
+    return Kind(check, parse, form)
 
 
-def number(low: float, high: float, *, open_low: bool = False) -> Callable[[Any], float]:
-    def check(value: Any) -> float:
+def num_bytes(low: int, high: int) -> Kind[int]:
+    return integer(low, high, parse=parse_bytes, form="bytes, or with K, M, G")
+
+
+def number(low: float, high: float, *, open_low: bool = False) -> Kind[float]:
+    def check(value: object) -> float:
         if isinstance(value, bool | str):
             raise TypeError("not a number")
-        number = float(value)
+        number = float(cast(float, value))
         if math.isnan(number) or not low <= number <= high or (open_low and number == low):
             raise ValueError("out of range")
         return number
 
-    return check
+    return Kind(check, float)
 
 
-def choice(*choices: str) -> Callable[[Any], str]:
-    def check(value: Any) -> str:
+def choice(literal: object) -> Kind[str]:
+    """One of a `Literal` type's strings."""
+    choices: tuple[str, ...] = get_args(literal)
+
+    def check(value: object) -> str:
         if value not in choices:
             raise ValueError("unknown choice")
         return str(value)
 
-    return check
+    return Kind(check, str, " | ".join(choices))
 
 
-def boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError("not a boolean")
-    return value
+def flag() -> Kind[bool]:
+    def check(value: object) -> bool:
+        if not isinstance(value, bool):
+            raise TypeError("not a boolean")
+        return value
+
+    return Kind(check, boolean, "0 | 1")
 
 
-def optional(inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value is None else inner(value)
+def optional(inner: Kind[T]) -> Kind[T | None]:
+    return replace(
+        cast(Kind[T | None], inner), check=lambda value: None if value is None else inner.check(value)
+    )
 
 
-def integers(low: int, high: int) -> Callable[[Any], tuple[int, ...]]:
-    item = integer(low, high)
+def integers(low: int, high: int, *, form: str) -> Kind[tuple[int, ...]]:
+    item = integer(low, high).check
 
-    def check(value: Any) -> tuple[int, ...]:
+    def check(value: object) -> tuple[int, ...]:
         if isinstance(value, str | bytes):
             raise TypeError("not a sequence of integers")
-        numbers = tuple(item(entry) for entry in value)
+        numbers = tuple(item(entry) for entry in cast(Sequence[object], value))
         if not numbers:
             raise ValueError("empty")
         return numbers
 
-    return check
+    return Kind(check, parse_integers, form)
 
 
-def name_of(max_length: int) -> Callable[[Any], str]:
+def name_of(max_length: int) -> Kind[str]:
     """A word without spaces, commas and slashes."""
 
-    def check(value: Any) -> str:
+    def check(value: object) -> str:
         if not isinstance(value, str):
             raise TypeError("not a string")
         if not 1 <= len(value) <= max_length or any(c.isspace() or c in ",/" for c in value):
             raise ValueError("no name")
         return value
 
-    return check
+    return Kind(check, str, "name")
 
 
-def names(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str | bytes):
-        raise TypeError("not a sequence of names")
-    checked = tuple(name_of(64)(entry) for entry in value)
-    if not checked:
-        raise ValueError("empty")
-    return checked
+def names(*, form: str) -> Kind[tuple[str, ...]]:
+    item = name_of(64).check
+
+    def check(value: object) -> tuple[str, ...]:
+        if isinstance(value, str | bytes):
+            raise TypeError("not a sequence of names")
+        checked = tuple(item(entry) for entry in cast(Sequence[object], value))
+        if not checked:
+            raise ValueError("empty")
+        return checked
+
+    return Kind(check, parse_names, form)
 
 
-def hidden_size(value: Any) -> int:
-    number = integer(ROW_BLOCK, 1 << 17)(value)
-    if number % ROW_BLOCK:
-        raise ValueError("not a multiple of the block")
-    return number
+def hidden_size() -> Kind[int]:
+    inner = integer(ROW_BLOCK, 1 << 17).check
+
+    def check(value: object) -> int:
+        number = inner(value)
+        if number % ROW_BLOCK:
+            raise ValueError("not a multiple of the block")
+        return number
+
+    return Kind(check, int, "integer")
 
 
-def permutation(value: Any) -> tuple[int, ...]:
-    numbers = integers(0, MAX_RANKS - 1)(value)
-    if sorted(numbers) != list(range(len(numbers))):
-        raise ValueError("not a permutation")
-    return numbers
+def permutation() -> Kind[tuple[int, ...]]:
+    inner = integers(0, MAX_RANKS - 1, form="group ranks: 1,0")
+
+    def check(value: object) -> tuple[int, ...]:
+        numbers = inner.check(value)
+        if sorted(numbers) != list(range(len(numbers))):
+            raise ValueError("not a permutation")
+        return numbers
+
+    return replace(inner, check=check)
 
 
-def info(
-    unit: str, allowed: str, reason: str, check: Callable[[Any], Any], *, agree: bool = True
-) -> dict[str, FieldInfo]:
-    return {"info": FieldInfo(unit=unit, allowed=allowed, reason=reason, check=check, agree=agree)}
+def parse_integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.replace(",", " ").split())
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    return tuple(text.replace(",", " ").split())
+
+
+def parse_bytes(text: str) -> int:
+    """'536870912', '512M', '1G': powers of 1024."""
+    units = {"K": 10, "M": 20, "G": 30}
+    stripped = text.strip().upper().removesuffix("IB")
+    if stripped and stripped[-1] in units:
+        return int(stripped[:-1]) << units[stripped[-1]]
+    return int(stripped)
+
+
+def boolean(text: str) -> bool:
+    if text.strip() not in ("0", "1"):
+        raise ValueError("neither 0 nor 1")
+    return text.strip() == "1"

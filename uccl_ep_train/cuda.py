@@ -38,14 +38,14 @@ def ranks_may_share() -> bool:
 def choose_device(config: EpConfig) -> torch.device:
     """Where the tensors of a buffer that is made now have to lie: the current GPU, or the CPU.
 
-    Raises `ConfigError` where `config.backend` names what is not there.
+    Raises `ConfigError` where `config.gpu.backend` names what is not there.
     """
-    if config.backend == "host":
+    if config.gpu.backend == "host":
         return torch.device("cpu")
     there = torch.cuda.is_available()
     if there and built():
         return torch.device("cuda", torch.cuda.current_device())
-    if config.backend == "cuda":
+    if config.gpu.backend == "cuda":
         missing = "torch sees no GPU" if not there else "the extension was built without CUDA kernels"
         raise ConfigError(f"backend = 'cuda': {missing}; allowed here is 'host'")
     if there:

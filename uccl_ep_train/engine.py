@@ -58,7 +58,7 @@ class Buffer:
     def __init__(self, group: Any, config: EpConfig, *, bootstrap: Bootstrap | None = None) -> None:
         if not isinstance(config, EpConfig):
             raise DtypeError(f"config is {type(config).__name__}; allowed is an EpConfig")
-        meeting = bootstrap or TorchBootstrap(group, timeout_s=config.arrival_timeout_s)
+        meeting = bootstrap or TorchBootstrap(group, timeout_s=config.deadlines.arrival_timeout_s)
         self.config = config
         self.rank = meeting.rank
         self.num_ranks = meeting.size
@@ -67,13 +67,13 @@ class Buffer:
         self._owner = object()  # Marks this buffer's handles without keeping the buffer alive.
         self._error: CommunicationError | None = None
         self._closed = False
-        self._wire_fp32 = config.combine_wire_dtype == "fp32"
+        self._wire_fp32 = config.wire.combine_wire_dtype == "fp32"
         self._pid = os.getpid()
         self._last_stats: dict[str, float] = {}
         self.topology, self.device, self._settled, self.nics, self._engine, self._ranks = create_engine(
             meeting, config
         )
-        self.transport = self._settled.transport
+        self.transport = self._settled.network.transport
         experts = config.num_experts // self.num_ranks
         self._checks = Checks(config, self.device, self._owner, experts)
         self._launcher = cuda.launcher(self._engine, self._in_flight, self._owner, self.device, experts)
@@ -351,7 +351,7 @@ class Buffer:
         state = "closed" if self._closed else "broken" if self._error is not None else "open"
         return (
             f"Buffer(rank {self.rank}, {self.topology}, {self.config.num_experts} experts, "
-            f"hidden {self.config.hidden}, {self.config.dispatch_dtype} dispatch, {state})"
+            f"hidden {self.config.hidden}, {self.config.wire.dispatch_dtype} dispatch, {state})"
         )
 
     def _ready(self) -> None:

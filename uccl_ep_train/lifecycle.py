@@ -63,7 +63,7 @@ class Operation:
 def new_engine(native: Any, config: EpConfig, device: torch.device) -> Any:
     """The engine of one rank, not connected yet."""
     if device.type == "cuda":
-        return load_native().CudaEngine(native, device.index, config.num_sms, config.stage_sms or 0)
+        return load_native().CudaEngine(native, device.index, config.gpu.num_sms, config.gpu.stage_sms or 0)
     return load_native().Engine(native)
 
 
@@ -123,9 +123,13 @@ def settle_config(bootstrap: Bootstrap, config: EpConfig) -> Settled:
     topology = resolve_topology(bootstrap, config)
     transport.check_domains(config, topology, places)
     choice = transport.choose(
-        config.transport, places, probes, num_domains=topology.num_domains, on_gpu=device.type == "cuda"
+        config.network.transport,
+        places,
+        probes,
+        num_domains=topology.num_domains,
+        on_gpu=device.type == "cuda",
     )
-    if config.transport == "auto" and topology.num_domains > 1 and bootstrap.rank == 0:
+    if config.network.transport == "auto" and topology.num_domains > 1 and bootstrap.rank == 0:
         transport.announce(choice)
     nics = str(probes[bootstrap.rank].get(choice.name, ["", ""])[1])
     settled = windows.settle(choice.apply(config), nics, topology)

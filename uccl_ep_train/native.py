@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from uccl_ep_train import limits
-from uccl_ep_train.config import EpConfig
+from uccl_ep_train.config import ALL_SETTINGS, EpConfig
+from uccl_ep_train.config_checks import Value
 from uccl_ep_train.errors import ConfigError, NativeMissingError
 from uccl_ep_train.topology import Topology
+
+if TYPE_CHECKING:
+    from uccl_ep_train._native import EngineConfig, Trial
 
 SYSFS = Path("/sys")
 
 
-def load_native() -> Any:
+def load_native() -> ModuleType:
     """The extension module. Raises `NativeMissingError` saying how to build it, and `ConfigError` where no
     file can be opened.
     """
@@ -30,47 +36,53 @@ def load_native() -> Any:
         ) from error
 
 
-def native_config(config: EpConfig, topology: Topology, rank: int, generation: int = 1) -> Any:
+ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
+
+
+def native_values(config: EpConfig, topology: Topology, rank: int, generation: int) -> dict[str, Value]:
+    """One rank's native `EngineConfig`, by the names of its fields, "nic.window_ops"; None: left as it is."""
+    values: dict[str, Value] = _settings(config)
+    return values | {
+        "rank": rank,
+        "num_ranks": topology.num_ranks,
+        "domain_of": topology.domain_of,
+        "generation": generation,
+        "max_element_bytes": ELEMENT_BYTES[config.memory.max_dtype],
+        # Creation has replaced "auto" by then; a plan made without peers takes them to be on one host.
+        "transport": None if config.network.transport == "auto" else config.network.transport,
+    }
+
+
+def native_config(config: EpConfig, topology: Topology, rank: int, generation: int = 1) -> EngineConfig:
     """The native `EngineConfig` of one rank.
 
     Raises `ConfigError` where the configuration does not fit the group's size.
     """
     check_fit(config, topology.num_ranks)
-    native = load_native().EngineConfig()
-    native.rank = rank
-    native.num_ranks = topology.num_ranks
-    native.domain_of = list(topology.domain_of)
-    native.num_experts = config.num_experts
-    native.hidden = config.hidden
-    native.max_element_bytes = 4 if config.max_dtype == "fp32" else 2
-    native.budget_bytes = config.budget_bytes
-    native.window_tokens = config.window_tokens or 0
-    native.chunk_bytes = config.chunk_bytes or 0
-    native.window_chunks = config.window_chunks or 0
-    native.arrival_timeout_s = config.arrival_timeout_s
-    native.progress_timeout_s = config.progress_timeout_s
-    native.num_proxies = config.num_proxies
-    native.bulk_copies = config.bulk_copies
-    native.source_order = list(config.source_order or range(topology.num_ranks))
-    native.generation = generation
-    # Creation has replaced "auto" by then; a plan made without peers takes them to be on one host.
-    native.transport = "loop" if config.transport == "auto" else config.transport
-    native.loop_gbytes_per_s = config.loop_gbytes_per_s
-    native.loop_latency_us = config.loop_latency_us
-    native.loop_seed = config.loop_seed
-    native.loop_refuse_rate = config.loop_refuse_rate
-    native.loop_duplicate_rate = config.loop_duplicate_rate
-    native.loop_drop_peer = config.loop_drop_peer
-    _set_nic(native.nic, config)
+    return _filled(native_values(config, topology, rank, generation))
+
+
+def _settings(config: EpConfig) -> dict[str, Value]:
+    return {entry.native: entry.of(config) for entry in ALL_SETTINGS.values() if entry.native}
+
+
+def _filled(values: Mapping[str, Value]) -> EngineConfig:
+    native: EngineConfig = load_native().EngineConfig()
+    for path, value in values.items():
+        *groups, name = path.split(".")
+        if value is not None:
+            setattr(functools.reduce(getattr, groups, native), name, value)
     return native
+
+
+def _nic_config(config: EpConfig) -> EngineConfig:
+    """With nothing but what says how NICs are used."""
+    return _filled({path: value for path, value in _settings(config).items() if path.startswith("nic.")})
 
 
 def probe_transports(config: EpConfig, names: Sequence[str]) -> list[tuple[str, bool, str, str]]:
     """(name, usable, text, link) of the named transports, about this host."""
-    core = load_native()
-    native = core.EngineConfig()
-    _set_nic(native.nic, config)
-    return list(core.transports(native, list(names)))
+    return list(load_native().transports(_nic_config(config), list(names)))
 
 
 @dataclass(frozen=True)
@@ -120,13 +132,14 @@ def rank_nics(config: EpConfig, around: Surroundings, root: Path = SYSFS) -> lis
 def try_registration(
     config: EpConfig, around: Surroundings, host_bytes: int, *, device: int = -1, device_bytes: int = 0
 ) -> None:
-    """Opens `config.transport` and registers so much memory of the host, and of a GPU, as an engine would.
+    """Opens the configured transport and registers so much memory of the host, and of a GPU, as an engine
+    would.
 
     Raises what the creation of a buffer raises where a NIC cannot be opened or refuses memory.
     """
     core = load_native()
     trial = _trial(config, around)
-    trial.transport = config.transport
+    trial.transport = config.network.transport
     trial.host_bytes = host_bytes
     if device_bytes:
         core.try_cuda_registration(trial, device, device_bytes)
@@ -134,28 +147,15 @@ def try_registration(
         core.try_registration(trial)
 
 
-def _trial(config: EpConfig, around: Surroundings) -> Any:
-    core = load_native()
-    trial, native = core.Trial(), core.EngineConfig()
-    _set_nic(native.nic, config)
-    trial.nic = native.nic
+def _trial(config: EpConfig, around: Surroundings) -> Trial:
+    trial: Trial = load_native().Trial()
+    trial.nic = _nic_config(config).nic
     trial.local_idx, trial.local_size, trial.near_pci = (
         around.local_idx,
         around.local_size,
         around.near_pci,
     )
     return trial
-
-
-def _set_nic(nic: Any, config: EpConfig) -> None:
-    nic.devices = list(config.nics or ())
-    nic.provider = config.ofi_provider or ""
-    nic.interface = config.net_interface or ""
-    nic.gid_index = config.ib_gid_index
-    nic.service_level = config.ib_service_level
-    nic.traffic_class = config.ib_traffic_class
-    nic.window_bytes = config.nic_window_bytes or 0
-    nic.window_ops = config.nic_window_ops or 0
 
 
 def check_fit(config: EpConfig, num_ranks: int) -> None:
@@ -168,7 +168,7 @@ def check_fit(config: EpConfig, num_ranks: int) -> None:
         raise ConfigError(
             f"source_order = {config.source_order}: allowed is a permutation of the {num_ranks} group ranks"
         )
-    if config.loop_drop_peer >= num_ranks:
+    if config.faults.drop_peer >= num_ranks:
         raise ConfigError(
-            f"loop_drop_peer = {config.loop_drop_peer}: allowed is -1 or a group rank below {num_ranks}"
+            f"loop_drop_peer = {config.faults.drop_peer}: allowed is -1 or a group rank below {num_ranks}"
         )

@@ -53,7 +53,7 @@ def check_rows(name: str, rows: Tensor, config: EpConfig, device: torch.device) 
     _check_tensor(name, rows, 2, device)
     if rows.dtype not in (torch.bfloat16, torch.float32):
         raise DtypeError(f"{name} is {_dtype(rows)}; allowed is bfloat16 or float32")
-    if rows.dtype == torch.float32 and config.max_dtype == "bf16":
+    if rows.dtype == torch.float32 and config.memory.max_dtype == "bf16":
         raise DtypeError(f"{name} is float32 and the buffer was created with max_dtype = 'bf16'")
     num_rows, hidden = rows.shape
     if hidden % ROW_BLOCK or not 0 < hidden <= config.hidden:

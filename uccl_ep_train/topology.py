@@ -66,14 +66,14 @@ class Topology:
     @classmethod
     def from_config(cls, config: EpConfig, num_ranks: int) -> Topology | None:
         """The domains that the configuration sets, or None: to be probed."""
-        if config.domains is not None:
-            if len(config.domains) != num_ranks:
+        if config.network.domains is not None:
+            if len(config.network.domains) != num_ranks:
                 raise ConfigError(
-                    f"domains = {config.domains}: allowed is an id for each of the {num_ranks} ranks"
+                    f"domains = {config.network.domains}: allowed is an id for each of the {num_ranks} ranks"
                 )
-            return cls.from_domains(config.domains)
-        if config.domain_size is not None:
-            return cls.split(num_ranks, config.domain_size)
+            return cls.from_domains(config.network.domains)
+        if config.network.domain_size is not None:
+            return cls.split(num_ranks, config.network.domain_size)
         return None
 
     @property

@@ -64,7 +64,7 @@ class Choice:
     provider: str | None = None
 
     def apply(self, config: EpConfig) -> EpConfig:
-        provider = config.ofi_provider or self.provider
+        provider = config.network.ofi_provider or self.provider
         return config.replace(transport=self.name, ofi_provider=provider)
 
 
@@ -72,18 +72,18 @@ def check_domains(config: EpConfig, topology: Topology, places: Sequence[Place])
     """Raises `ConfigError` if a domain that was set has ranks that cannot map each other's memory; pure."""
     for ranks in topology.members:
         if len({places[rank].memory for rank in ranks}) > 1:
-            name = "domain_size" if config.domains is None else "domains"
+            name = "domain_size" if config.network.domains is None else "domains"
             raise ConfigError(
-                f"{name} = {getattr(config, name)}: ranks {list(ranks)} would be a domain and share no "
-                f"memory: {_hosts(places)}; allowed are smaller domains, or none set: then they are found"
+                f"{name} = {getattr(config.network, name)}: ranks {list(ranks)} would be a domain and share "
+                f"no memory: {_hosts(places)}; allowed are smaller domains, or none set: then they are found"
             )
 
 
 def probe(config: EpConfig, places: Sequence[Place]) -> dict[str, Any]:
     """This rank's answers, JSON-ready, about the transports that are in question: none on one host."""
     one_memory = len({place.memory for place in places}) == 1
-    wanted = [name for name in NETWORKS if config.transport == name or config.transport == "auto"]
-    if config.transport == "auto" and one_memory:
+    wanted = [name for name in NETWORKS if config.network.transport in (name, "auto")]
+    if config.network.transport == "auto" and one_memory:
         wanted = []
     return {name: [usable, text, link] for name, usable, text, link in probe_transports(config, wanted)}
 

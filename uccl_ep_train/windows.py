@@ -82,7 +82,9 @@ def store(key: str, windows: Windows, figures: Mapping[str, Any], path: Path | N
 
 def settle(config: EpConfig, nics: str, topology: Topology) -> EpConfig:
     """`config` with the measured windows, where it leaves both open and the transport has NICs."""
-    if config.transport == "loop" or config.nic_window_bytes is not None or config.nic_window_ops is not None:
+    network = config.network
+    settled = network.nic_window_bytes is not None or network.nic_window_ops is not None
+    if network.transport == "loop" or settled:
         return config
-    found = lookup(topology_key(config.transport, nics, topology))
+    found = lookup(topology_key(network.transport, nics, topology))
     return config if found is None else found.apply(config)

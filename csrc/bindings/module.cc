@@ -9,6 +9,7 @@
 
 #include "backend/host/numerics.h"
 #include "bindings/bindings.h"
+#include "common/fields.h"
 #include "common/limits.h"
 #include "engine/engine.h"
 #include "transport/registry.h"
@@ -83,16 +84,13 @@ struct PyOp {
   std::shared_ptr<Op> op;
 };
 
-void bind_nic(py::module_& m) {
-  py::class_<NicOptions>(m, "NicOptions")
-      .def_readwrite("devices", &NicOptions::devices)
-      .def_readwrite("provider", &NicOptions::provider)
-      .def_readwrite("interface", &NicOptions::interface)
-      .def_readwrite("gid_index", &NicOptions::gid_index)
-      .def_readwrite("service_level", &NicOptions::service_level)
-      .def_readwrite("traffic_class", &NicOptions::traffic_class)
-      .def_readwrite("window_bytes", &NicOptions::window_bytes)
-      .def_readwrite("window_ops", &NicOptions::window_ops);
+// A class with the fields that its structure lists.
+template <typename Struct>
+py::class_<Struct> bind_fields(py::module_& m, const char* name) {
+  py::class_<Struct> bound(m, name);
+  bound.def(py::init<>());
+  std::apply([&](const auto&... field) { (bound.def_readwrite(field.name, field.member), ...); }, kFields<Struct>);
+  return bound;
 }
 
 const char* name_of(LinkKind link) {
@@ -121,44 +119,9 @@ std::vector<std::tuple<std::string, bool, std::string, std::string>> probe_named
 }
 
 void bind_config(py::module_& m) {
-  py::class_<EngineConfig>(m, "EngineConfig")
-      .def(py::init<>())
-      .def_readwrite("rank", &EngineConfig::rank)
-      .def_readwrite("num_ranks", &EngineConfig::num_ranks)
-      .def_readwrite("domain_of", &EngineConfig::domain_of)
-      .def_readwrite("num_experts", &EngineConfig::num_experts)
-      .def_readwrite("hidden", &EngineConfig::hidden)
-      .def_readwrite("max_element_bytes", &EngineConfig::max_element_bytes)
-      .def_readwrite("budget_bytes", &EngineConfig::budget_bytes)
-      .def_readwrite("window_tokens", &EngineConfig::window_tokens)
-      .def_readwrite("chunk_bytes", &EngineConfig::chunk_bytes)
-      .def_readwrite("window_chunks", &EngineConfig::window_chunks)
-      .def_readwrite("arrival_timeout_s", &EngineConfig::arrival_timeout_s)
-      .def_readwrite("progress_timeout_s", &EngineConfig::progress_timeout_s)
-      .def_readwrite("num_proxies", &EngineConfig::num_proxies)
-      .def_readwrite("bulk_copies", &EngineConfig::bulk_copies)
-      .def_readwrite("source_order", &EngineConfig::source_order)
-      .def_readwrite("generation", &EngineConfig::generation)
-      .def_readwrite("transport", &EngineConfig::transport)
-      .def_readwrite("nic", &EngineConfig::nic)
-      .def_property(
-          "loop_gbytes_per_s", [](const EngineConfig& c) { return c.loop.gbytes_per_s; },
-          [](EngineConfig& c, double v) { c.loop.gbytes_per_s = v; })
-      .def_property(
-          "loop_latency_us", [](const EngineConfig& c) { return c.loop.latency_usec; },
-          [](EngineConfig& c, double v) { c.loop.latency_usec = v; })
-      .def_property(
-          "loop_seed", [](const EngineConfig& c) { return c.loop.seed; },
-          [](EngineConfig& c, uint64_t v) { c.loop.seed = v; })
-      .def_property(
-          "loop_refuse_rate", [](const EngineConfig& c) { return c.loop.refuse_rate; },
-          [](EngineConfig& c, double v) { c.loop.refuse_rate = v; })
-      .def_property(
-          "loop_duplicate_rate", [](const EngineConfig& c) { return c.loop.duplicate_rate; },
-          [](EngineConfig& c, double v) { c.loop.duplicate_rate = v; })
-      .def_property(
-          "loop_drop_peer", [](const EngineConfig& c) { return c.loop.drop_peer; },
-          [](EngineConfig& c, int v) { c.loop.drop_peer = v; });
+  bind_fields<LoopOptions>(m, "LoopOptions");
+  bind_fields<NicOptions>(m, "NicOptions");
+  bind_fields<EngineConfig>(m, "EngineConfig");
   m.def("transports", &probe_named, "config"_a, "names"_a, py::call_guard<py::gil_scoped_release>());
   m.def("memory_plan", &memory_entries);
   m.def("least_budget", [](const EngineConfig& config) { return least_budget_bytes(config); });
@@ -282,7 +245,6 @@ PYBIND11_MODULE(_native, m) {
   m.doc() = "Native engine of uccl_ep_train: host backend, command queue, proxies, loop transport.";
   py::register_exception_translator(&translate);
   nothing = py::eval("lambda: None", py::dict()).release().ptr();
-  bind_nic(m);
   bind_config(m);
   bind_plan(m);
   bind_args(m);

@@ -16,6 +16,7 @@
 #include "backend/host/context.h"
 #include "backend/host/step.h"
 #include "backend/op.h"
+#include "common/fields.h"
 #include "common/mapping.h"
 #include "layout/region.h"
 #include "proxy/proxy.h"
@@ -49,6 +50,28 @@ struct EngineConfig {
   // no budget and runs no operation.
   std::optional<DeviceRings> device_rings;
 };
+
+// What Python fills in, by these names: uccl_ep_train/config_groups.py says from what.
+template <>
+inline constexpr auto kFields<EngineConfig> = std::tuple{UCCL_EP_FIELD(EngineConfig, rank),
+                                                         UCCL_EP_FIELD(EngineConfig, num_ranks),
+                                                         UCCL_EP_FIELD(EngineConfig, domain_of),
+                                                         UCCL_EP_FIELD(EngineConfig, num_experts),
+                                                         UCCL_EP_FIELD(EngineConfig, hidden),
+                                                         UCCL_EP_FIELD(EngineConfig, max_element_bytes),
+                                                         UCCL_EP_FIELD(EngineConfig, budget_bytes),
+                                                         UCCL_EP_FIELD(EngineConfig, window_tokens),
+                                                         UCCL_EP_FIELD(EngineConfig, chunk_bytes),
+                                                         UCCL_EP_FIELD(EngineConfig, window_chunks),
+                                                         UCCL_EP_FIELD(EngineConfig, arrival_timeout_s),
+                                                         UCCL_EP_FIELD(EngineConfig, progress_timeout_s),
+                                                         UCCL_EP_FIELD(EngineConfig, num_proxies),
+                                                         UCCL_EP_FIELD(EngineConfig, bulk_copies),
+                                                         UCCL_EP_FIELD(EngineConfig, source_order),
+                                                         UCCL_EP_FIELD(EngineConfig, generation),
+                                                         UCCL_EP_FIELD(EngineConfig, transport),
+                                                         UCCL_EP_FIELD(EngineConfig, loop),
+                                                         UCCL_EP_FIELD(EngineConfig, nic)};
 
 struct DispatchArgs {
   const uint8_t* x = nullptr;  // [T, H]

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "common/error.h"
+#include "common/fields.h"
 #include "sync/flag.h"
 
 namespace uccl_ep {
@@ -166,6 +167,19 @@ struct NicOptions {
   uint64_t window_bytes = 0;
   uint32_t window_ops = 0;
 };
+
+template <>
+inline constexpr auto kFields<LoopOptions> =
+    std::tuple{UCCL_EP_FIELD(LoopOptions, gbytes_per_s),   UCCL_EP_FIELD(LoopOptions, latency_usec),
+               UCCL_EP_FIELD(LoopOptions, seed),           UCCL_EP_FIELD(LoopOptions, refuse_rate),
+               UCCL_EP_FIELD(LoopOptions, duplicate_rate), UCCL_EP_FIELD(LoopOptions, drop_peer)};
+
+template <>
+inline constexpr auto kFields<NicOptions> =
+    std::tuple{UCCL_EP_FIELD(NicOptions, devices),       UCCL_EP_FIELD(NicOptions, provider),
+               UCCL_EP_FIELD(NicOptions, interface),     UCCL_EP_FIELD(NicOptions, gid_index),
+               UCCL_EP_FIELD(NicOptions, service_level), UCCL_EP_FIELD(NicOptions, traffic_class),
+               UCCL_EP_FIELD(NicOptions, window_bytes),  UCCL_EP_FIELD(NicOptions, window_ops)};
 
 struct TransportOptions {
   LoopOptions loop;

@@ -1,13 +1,17 @@
 """`EpConfig`: ranges, sources of values, and the table of environment variables."""
 
 import dataclasses
+import inspect
 import warnings
 
 import pytest
 
-from uccl_ep_train import EpConfig, Topology, env
+from uccl_ep_train import EpConfig, Topology, config_fields, config_groups
+from uccl_ep_train.config import ALL_SETTINGS
+from uccl_ep_train.config_fields import field_texts
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.native import native_config
+from uccl_ep_train.variables import VARIABLES
 
 BASE = {"num_experts": 8, "hidden": 256}
 
@@ -82,12 +86,11 @@ def test_a_bad_value_is_named_with_what_is_allowed(name, value):
     with pytest.raises(ConfigError) as caught:
         EpConfig(**{**BASE, name: value})
     message = str(caught.value)
-    allowed = {entry.name: entry.metadata["info"].allowed for entry in dataclasses.fields(EpConfig)}[name]
-    assert message == f"{name} = {value!r}: allowed is {allowed}"
+    assert message == f"{name} = {value!r}: allowed is {ALL_SETTINGS[name].info.allowed}"
 
 
 def test_every_field_has_a_bad_value_above():
-    assert {name for name, _ in BAD} == {entry.name for entry in dataclasses.fields(EpConfig)}
+    assert {name for name, _ in BAD} == set(ALL_SETTINGS)
 
 
 def test_edges_of_ranges_are_allowed():
@@ -115,11 +118,26 @@ def test_it_is_frozen_and_keyword_only():
         EpConfig(8, 256)
 
 
-def test_every_field_states_unit_range_and_reason():
-    for entry in dataclasses.fields(EpConfig):
-        info = entry.metadata["info"]
+def test_every_field_has_a_text_with_its_range_and_reason_and_numbers_a_unit():
+    for entry in ALL_SETTINGS.values():
+        info = field_texts(entry.owner)[entry.field]
         assert info.allowed and info.reason
-        assert isinstance(info.unit, str)
+        assert info.unit or entry.form != "" or isinstance(entry.default, str)
+
+
+def test_errors_say_what_the_text_below_the_field_says():
+    source = " ".join(inspect.getsource(config_groups).split())
+    for name, value in BAD:
+        if name not in BASE and name != "source_order":
+            with pytest.raises(ConfigError) as caught:
+                EpConfig(**BASE, **{name: value})
+            assert f"Allowed: {str(caught.value).split(': allowed is ', 1)[1]}." in source
+
+
+def test_without_its_source_the_package_still_names_field_and_value(monkeypatch):
+    monkeypatch.setattr(config_fields, "field_texts", lambda _: {})
+    with pytest.raises(ConfigError, match=r"^num_sms = 0: allowed is what the documentation says$"):
+        EpConfig(**BASE, num_sms=0)
 
 
 def test_argument_beats_environment_beats_default(monkeypatch):
@@ -141,7 +159,7 @@ def lines_of(config):
 def test_describe_names_the_source_of_every_value(monkeypatch):
     monkeypatch.setenv("UCCL_EP_BUDGET_BYTES", "64M")
     lines = lines_of(EpConfig.from_env(**BASE, num_proxies=1))
-    assert set(lines) == {entry.name for entry in dataclasses.fields(EpConfig)}
+    assert set(lines) == set(ALL_SETTINGS)
     assert "environment UCCL_EP_BUDGET_BYTES" in lines["budget_bytes"]
     assert str(64 << 20) in lines["budget_bytes"]
     assert " argument " in lines["num_proxies"]  # Given, though it equals the default.
@@ -242,9 +260,8 @@ PARSED = {
 
 
 def test_the_table_covers_every_field_but_those_the_model_decides():
-    fields = {entry.name for entry in dataclasses.fields(EpConfig)}
-    assert {variable.field for variable in env.VARIABLES if variable.field} == set(PARSED)
-    assert fields - set(PARSED) == {"num_experts", "hidden", "source_order"}
+    assert {variable.field for variable in VARIABLES if variable.field} == set(PARSED)
+    assert set(ALL_SETTINGS) - set(PARSED) == {"num_experts", "hidden", "source_order"}
 
 
 @pytest.mark.parametrize("name", PARSED)

@@ -10,6 +10,7 @@ import pytest
 
 from uccl_ep_train import EpConfig, env
 from uccl_ep_train.errors import ConfigError
+from uccl_ep_train.variables import VARIABLES
 
 BASE = {"num_experts": 8, "hidden": 256}
 
@@ -130,7 +131,7 @@ def test_the_table_prints_value_source_unit_and_default_of_every_variable_withou
     cells = printed(
         UCCL_IB_SL="4", UCCL_EP_NIC_WINDOW_BYTES="1M", UCCL_RDMA_ADAPTIVE_SLEEP="1", UCCL_EP_NUM_SMS="8"
     )
-    assert set(cells) == {variable.name for variable in env.VARIABLES}
+    assert set(cells) == {variable.name for variable in VARIABLES}
     assert cells["UCCL_EP_BUDGET_BYTES"][:4] == [str(512 << 20), "default", "bytes", str(512 << 20)]
     assert cells["UCCL_EP_NIC_WINDOW_BYTES"][:4] == [
         str(1 << 20),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from uccl_ep_train import env
+from uccl_ep_train.variables import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM, KUBERNETES, RAY = (ROOT / "scripts" / name for name in ("slurm", "kubernetes", "ray"))
@@ -26,7 +26,7 @@ LIMIT_S = 110
 def unknown_variables(text: str) -> set[str]:
     """UCCL_* names that the table of settings does not have."""
     named = set(re.findall(r"\bUCCL_[A-Z0-9_]*[A-Z0-9]\b", text))
-    return named - {variable.name for variable in env.VARIABLES}
+    return named - {variable.name for variable in VARIABLES}
 
 
 def examples() -> list[Path]:

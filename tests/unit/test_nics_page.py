@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 from pathlib import Path
 
-from uccl_ep_train import EpConfig, env
-from uccl_ep_train.config_transport import TransportConfig
+from uccl_ep_train.config_groups import SETTINGS
+from uccl_ep_train.variables import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "nics.md").read_text()
@@ -37,17 +36,16 @@ def literals(*folders: str) -> str:
 
 
 def test_every_nic_setting_is_listed_with_its_variables() -> None:
-    fields = {entry.name for entry in dataclasses.fields(TransportConfig)}
-    wanted = {name for name in fields if not name.startswith("loop_")} - {"transport"}
+    wanted = {entry.name for entry in SETTINGS.values() if entry.native.startswith("nic.")}
     rows = table("Settings")
     assert {row[0] for row in rows} == wanted
     for name, ours, theirs, *_ in rows:
-        names = {variable.name for variable in env.VARIABLES if variable.field == name}
+        names = {variable.name for variable in VARIABLES if variable.field == name}
         assert names == {entry for entry in (ours, theirs) if entry}
 
 
 def test_what_has_no_effect_is_listed_with_the_reason_that_is_printed() -> None:
-    idle = {variable.name: variable.no_effect for variable in env.VARIABLES if variable.no_effect}
+    idle = {variable.name: variable.no_effect for variable in VARIABLES if variable.no_effect}
     assert len(idle) == 3
     for name, reason in idle.items():
         (line,) = [line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |")]
@@ -55,9 +53,7 @@ def test_what_has_no_effect_is_listed_with_the_reason_that_is_printed() -> None:
 
 
 def test_the_transports_are_those_that_may_be_named() -> None:
-    allowed = {entry.name: entry.metadata["info"].allowed for entry in dataclasses.fields(EpConfig)}[
-        "transport"
-    ]
+    allowed = SETTINGS["transport"].info.allowed
     named = [row[0].split("`")[0] for row in table("Which transport")]
     assert " | ".join(f"'{name}'" for name in named) == allowed
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from uccl_ep_train.bootstrap import Bootstrap
 from uccl_ep_train.config import EpConfig
+from uccl_ep_train.config_checks import Value
 from uccl_ep_train.doctor.findings import FIX, Facts, Finding, Group, Said, each, fine, fix
 from uccl_ep_train.doctor.network import bootstrap_of
 from uccl_ep_train.doctor.session import Here, Options, Skipped
@@ -80,21 +81,21 @@ def look(here: Here) -> dict[str, Any]:
 def small(config: EpConfig, topology: Topology, timeout_s: float) -> EpConfig:
     """The job's settings, but for sizes and patience."""
     patience_s = 0.4 * timeout_s
-    changes: dict[str, Any] = {
+    changes: dict[str, Value] = {
         "num_experts": EXPERTS_OF_RANK * topology.num_ranks,
         "hidden": HIDDEN,
-        "budget_bytes": min(config.budget_bytes, BUDGET_BYTES),
+        "budget_bytes": min(config.memory.budget_bytes, BUDGET_BYTES),
         "chunk_bytes": None,
         "window_chunks": None,
-        "arrival_timeout_s": min(config.arrival_timeout_s, patience_s),
-        "progress_timeout_s": min(config.progress_timeout_s, patience_s),
+        "arrival_timeout_s": min(config.deadlines.arrival_timeout_s, patience_s),
+        "progress_timeout_s": min(config.deadlines.progress_timeout_s, patience_s),
     }
     config = config.replace(**changes)
     try:
         least = memory_plan(config, topology).least_budget_bytes
     except MemoryBudgetError:
         return config.replace(budget_bytes=1 << 30)
-    return config.replace(budget_bytes=max(config.budget_bytes, least))
+    return config.replace(budget_bytes=max(config.memory.budget_bytes, least))
 
 
 def rehearse(bootstrap: Bootstrap, config: EpConfig) -> dict[str, Any]:
@@ -127,8 +128,8 @@ def compare(buffer: Buffer, batch: Batch, wire: str) -> list[str]:
     oracle = ReferenceGroup(
         buffer.topology.domain_of,
         batch.num_experts,
-        combine_wire_dtype=buffer.config.combine_wire_dtype,
-        fp8_scale=buffer.config.fp8_scale,
+        combine_wire_dtype=buffer.config.wire.combine_wire_dtype,
+        fp8_scale=buffer.config.wire.fp8_scale,
     )
     routings = [
         Routing.from_topk(batch.topk_idx[peer], batch.topk_weights[peer], batch.num_experts) for peer in ranks

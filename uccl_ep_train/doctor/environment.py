@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from uccl_ep_train import env, leftovers
+from uccl_ep_train import env, leftovers, variables
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.doctor.findings import WARNING, Facts, Finding, Group, Said, each, fine, fix, warning
 from uccl_ep_train.doctor.session import Here, Options
@@ -19,7 +19,7 @@ ENVIRONMENT, LEFTOVERS = "environment", "leftovers"
 def look(here: Here) -> dict[str, Any]:
     """Reads the configuration for the checks that follow."""
     facts: dict[str, Any] = {
-        "remarks": [list(remark) for remark in env.remarks()],
+        "remarks": [list(remark) for remark in variables.remarks()],
         "set": env.of_family(),
         "nccl_gid": env.read("NCCL_IB_GID_INDEX"),
         "refused": "",
@@ -34,7 +34,7 @@ def look(here: Here) -> dict[str, Any]:
             )
     except ConfigError as error:
         return facts | {"refused": str(error)}
-    facts["gid"] = here.config.ib_gid_index
+    facts["gid"] = here.config.network.ib_gid_index
     facts["faults"] = [name for name in facts["set"] if name.startswith("UCCL_EP_LOOP_")]
     return facts
 
@@ -78,7 +78,9 @@ def _of_rank(seen: Facts) -> list[Said]:
 def _unequal(facts: Mapping[int, Facts]) -> list[Finding]:
     """Variables that a launcher has passed on to some hosts only. Those of NICs may differ."""
     names = {name for seen in facts.values() for name in seen["set"]}
-    may_differ = {entry.name for entry in env.VARIABLES if entry.field in _per_rank()}
+    may_differ = {
+        entry.name for entry in variables.VARIABLES if entry.setting and not entry.setting.spec.agree
+    }
     found = []
     for name in sorted(names - may_differ):
         without = tuple(rank for rank, seen in sorted(facts.items()) if name not in seen["set"])
@@ -94,12 +96,6 @@ def _unequal(facts: Mapping[int, Facts]) -> list[Finding]:
                 )
             )
     return found
-
-
-def _per_rank() -> set[str]:
-    import dataclasses
-
-    return {entry.name for entry in dataclasses.fields(EpConfig) if not entry.metadata["info"].agree}
 
 
 def look_for_leftovers(_: Here) -> dict[str, Any]:

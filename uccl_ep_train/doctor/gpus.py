@@ -38,7 +38,7 @@ def look(here: Here) -> dict[str, Any]:
         "num_gpus": torch.cuda.device_count(),
         "gpu": here.gpu,
         "torch_cuda": torch.version.cuda or "",
-        "backend": "auto" if here.config is None else here.config.backend,
+        "backend": "auto" if here.config is None else here.config.gpu.backend,
         "with_cuda": False,
     }
     try:

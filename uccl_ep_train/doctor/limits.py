@@ -30,8 +30,8 @@ def look(here: Here) -> dict[str, Any]:
         "files": limit_of(resource.RLIMIT_NOFILE),
         "processes": limit_of(resource.RLIMIT_NPROC),
         "cores": sorted(os.sched_getaffinity(0)),
-        "proxies": 1 if here.config is None else here.config.num_proxies,
-        "budget_bytes": 0 if here.config is None else here.config.budget_bytes,
+        "proxies": 1 if here.config is None else here.config.network.num_proxies,
+        "budget_bytes": 0 if here.config is None else here.config.memory.budget_bytes,
         "has_nic": bool(host_nics()),
     }
     return facts | cgroup_limits()

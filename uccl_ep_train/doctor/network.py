@@ -203,9 +203,9 @@ def look_at_transport(here: Here) -> dict[str, Any]:
     here.settled = settle_config(bootstrap_of(here, TRANSPORT), here.usable_config())
     settled = here.settled
     return {
-        "name": settled.config.transport,
+        "name": settled.config.network.transport,
         "why": settled.why,
-        "provider": settled.config.ofi_provider or "",
+        "provider": settled.config.network.ofi_provider or "",
         "nics": settled.nics,
         "domains": str(settled.topology),
         "num_domains": settled.topology.num_domains,
@@ -254,8 +254,8 @@ def _in_question(here: Here) -> list[tuple[str, bool]]:
     """(transport, whether it is the one that was chosen)."""
     assert here.settled is not None
     config = here.settled.config
-    if config.transport != "loop":
-        return [(config.transport, True)]
+    if config.network.transport != "loop":
+        return [(config.network.transport, True)]
     others = probe_transports(config, ["verbs", "ofi"])
     return [("loop", True)] + [(name, False) for name, usable, _, link in others if usable and link != "tcp"]
 

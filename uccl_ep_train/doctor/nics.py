@@ -50,8 +50,8 @@ def see(here: Here, root: Path) -> dict[str, Any]:
     }
     if here.config is None:
         return facts
-    facts["forced_gid"] = here.config.ib_gid_index
-    facts["transport"] = here.config.transport
+    facts["forced_gid"] = here.config.network.ib_gid_index
+    facts["transport"] = here.config.network.transport
     around = surroundings(here)
     facts["gpu_numa"] = _gpu_numa(around.near_pci, root)
     try:

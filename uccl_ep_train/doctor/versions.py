@@ -66,7 +66,7 @@ def look(_: Here) -> dict[str, Any]:
         return facts | {"native": str(error)}
     return facts | {
         "with_cuda": cuda.built(),
-        "digest": hashlib.sha256(Path(core.__file__).read_bytes()).hexdigest()[:12],
+        "digest": hashlib.sha256(Path(str(core.__file__)).read_bytes()).hexdigest()[:12],
     }
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from uccl_ep_train import env, fp8
-from uccl_ep_train.config import EpConfig
+from uccl_ep_train import fp8, variables
+from uccl_ep_train.config import EpConfig, Gpu, by_public_name
+from uccl_ep_train.config_checks import Value
+from uccl_ep_train.config_fields import Group
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.lifecycle import group_is_over
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from uccl_ep_train.engine import Buffer
 
 # SMs of the kernels where Megatron computes nothing beside them, and of the GPU's at most a third, so that
 # two buffers leave others theirs. 24 need half as long again to decode FP8 rows as NVLink needs to bring them
@@ -24,15 +31,15 @@ class BufferPool:
     Creation is collective over the group: every rank of a group builds the same layers in the same order.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        """`options`: fields of `EpConfig`, except those that the model decides."""
-        self.options = dict(options)
-        self._buffers: dict[tuple[Any, EpConfig], Any] = {}
+    def __init__(self, options: Mapping[str, Value | Group]) -> None:
+        """`options`: arguments of `EpConfig`, except those that the model decides."""
+        self.options = by_public_name(options)
+        self._buffers: dict[tuple[ProcessGroup, EpConfig], Buffer] = {}
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Buffer]:
         return iter(self._buffers.values())
 
-    def buffer(self, group: Any, config: Any, tp_size: int, ep_size: int) -> Any:
+    def buffer(self, group: ProcessGroup, config: Any, tp_size: int, ep_size: int) -> Buffer:
         """The buffer of an expert TP x EP group for a model's TransformerConfig. Raises ConfigError."""
         # Imported here, so that flags and checks of the plug-in work without the compiled extension.
         from uccl_ep_train import Buffer
@@ -75,7 +82,7 @@ class BufferPool:
             )
         hidden = getattr(config, "moe_latent_size", None) or config.hidden_size
         wide = dtype == torch.float32 or getattr(config, "fp32_residual_connection", False)
-        options = {
+        options: dict[str, Value] = {
             "num_experts": tp_size * config.num_moe_experts,
             "hidden": hidden + row_padding(hidden),
             "source_order": stock_source_order(tp_size, ep_size),
@@ -83,11 +90,11 @@ class BufferPool:
         }
         if not wide and options.get("combine_wire_dtype") != "fp32":
             options.setdefault("max_dtype", "bf16")
-        if "num_sms" not in options and "num_sms" not in env.settings():
+        if "num_sms" not in options and "num_sms" not in variables.said():
             options |= sms_of(config)
         ep_config = EpConfig.from_env(**options)
         for name in ("dispatch_dtype", "grad_dtype"):
-            if dtype == torch.float32 and getattr(ep_config, name) == "fp8":
+            if dtype == torch.float32 and getattr(ep_config.wire, name) == "fp8":
                 raise ConfigError(
                     f"{name} = 'fp8' quantises BF16 rows and this model has float32 hidden states; "
                     f"allowed is {name} = 'bf16', which sends rows unquantised"
@@ -107,7 +114,7 @@ def sms_of(config: Any) -> dict[str, int]:
         return {}
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     num_sms = min(SMS_ALONE, properties.multi_processor_count // 3)
-    return {"num_sms": num_sms} if num_sms > EpConfig.num_sms else {}
+    return {"num_sms": num_sms} if num_sms > Gpu.num_sms else {}
 
 
 def row_padding(hidden: int) -> int:

@@ -1,19 +1,16 @@
 """Command-line options of the dispatcher, made from `EpConfig`'s fields: `--uccl-ep-dispatch-dtype fp8` etc.
 
-The environment's table (`env.py`) says which fields may be set from outside and how their text is read, so a
-new field becomes an option by being listed there.
+Every setting of its groups is an option, whose text is read as that of its variable.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from typing import Any
 
-from uccl_ep_train import env
-from uccl_ep_train.config import EpConfig
-from uccl_ep_train.config_checks import MAX_TOKENS
-from uccl_ep_train.env import FIELDS
+from uccl_ep_train import variables
+from uccl_ep_train.config_checks import MAX_TOKENS, boolean
+from uccl_ep_train.config_groups import SETTINGS
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.megatron import plugin
 from uccl_ep_train.megatron.compat import UnsupportedMegatronError
@@ -26,21 +23,20 @@ _PREFIX = "uccl_ep_"
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds `--uccl-ep-*`, each unset by default, so that the environment still counts."""
     group = parser.add_argument_group("uccl_ep dispatcher")
-    about = {f.name: f.metadata["info"] for f in dataclasses.fields(EpConfig)}
-    for variable in FIELDS.values():
-        info = about[variable.field]
+    for name, setting in SETTINGS.items():
+        info = setting.info
         unit = f" [{info.unit}]" if info.unit else ""
         group.add_argument(
-            "--" + (_PREFIX + variable.field).replace("_", "-"),
-            dest=_PREFIX + variable.field,
-            type=variable.parse,
-            metavar=variable.form.upper() if " " not in variable.form else "VALUE",
+            "--" + (_PREFIX + name).replace("_", "-"),
+            dest=_PREFIX + name,
+            type=setting.spec.kind.parse,
+            metavar=setting.form.upper() if " " not in setting.form else "VALUE",
             help=f"{info.reason}{unit}; {info.allowed}".replace("%", "%%"),
         )
     group.add_argument(
         "--" + (_PREFIX + REUSE_OPTION).replace("_", "-"),
         dest=_PREFIX + REUSE_OPTION,
-        type=env.boolean,
+        type=boolean,
         metavar="VALUE",
         help="recomputed layers use the plans of their first run and exchange no routing (1, the default), "
         "or make new ones (0), as routing that differs there needs; 0 | 1",
@@ -49,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def options(namespace: argparse.Namespace) -> dict[str, Any]:
     """The dispatcher's options that were given, as keyword arguments of `plugin.enable`."""
-    given = {name: getattr(namespace, _PREFIX + name, None) for name in (*FIELDS, REUSE_OPTION)}
+    given = {name: getattr(namespace, _PREFIX + name, None) for name in (*SETTINGS, REUSE_OPTION)}
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -106,7 +102,7 @@ def select_dispatcher(namespace: argparse.Namespace) -> None:
     if getattr(namespace, "moe_enable_deepep", False):
         raise ConfigError(f"--moe-enable-deepep contradicts {DISPATCHER_OPTION} {DISPATCHER_NAME}")
     tokens = window_tokens(namespace)
-    if tokens is not None and "window_tokens" not in env.settings():
+    if tokens is not None and "window_tokens" not in variables.said():
         given.setdefault("window_tokens", tokens)
     for name, value in plugin.enable(**given).items():
         setattr(namespace, name, value)

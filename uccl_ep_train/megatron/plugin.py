@@ -13,18 +13,23 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from uccl_ep_train.config import EpConfig
+from uccl_ep_train.config import EpConfig, by_public_name
+from uccl_ep_train.config_checks import Value
+from uccl_ep_train.config_fields import Group
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.lifecycle import check_live_buffers
 from uccl_ep_train.megatron.buffers import BufferPool
 from uccl_ep_train.megatron.compat import DispatcherMissingError, check_megatron
 from uccl_ep_train.megatron.recompute import record_checkpoints
 from uccl_ep_train.opaque import opaque
+
+if TYPE_CHECKING:
+    from uccl_ep_train.engine import Buffer
 
 DISPATCHER_NAME = "uccl_ep"
 CARRIER = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
@@ -42,7 +47,7 @@ class _Enabled:
     dispatchers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Value]:
         """As `enable` was given them."""
         return self.pool.options | {REUSE_OPTION: self.reuses_plans}
 
@@ -50,14 +55,14 @@ class _Enabled:
 _enabled: _Enabled | None = None
 
 
-def enable(*, reuse_plans_in_recompute: bool = True, **options: Any) -> dict[str, Any]:
+def enable(*, reuse_plans_in_recompute: bool = True, **options: Value | Group) -> dict[str, str]:
     """Makes every MoE layer that is built from now on use our dispatcher.
 
     reuse_plans_in_recompute: a layer recomputed by a checkpoint (Megatron's, TransformerEngine's or torch's)
     uses the plan of its first run and exchanges no routing; routing that differs raises PlanMismatchError.
     False: it makes a new plan. Equal on all ranks.
-    options: fields of `EpConfig` except num_experts, hidden and source_order, which the model decides; what
-    is not given comes from the environment (UCCL_EP_*) or the defaults.
+    options: arguments of `EpConfig`, groups too, except num_experts, hidden and source_order, which the model
+    decides; what is not given comes from the environment (UCCL_EP_*) or the defaults.
     Returns the keyword arguments for TransformerConfig that carry the choice through Megatron; from now on
     moe_token_dispatcher_type="uccl_ep" in a TransformerConfig means the same.
     May be called again, also after a restart: what is left of a training whose process groups have been
@@ -72,7 +77,7 @@ def enable(*, reuse_plans_in_recompute: bool = True, **options: Any) -> dict[str
         raise ConfigError(f"{refused[0]} is decided by the model; it cannot be an option")
     if not isinstance(reuse_plans_in_recompute, bool):
         raise ConfigError(f"{REUSE_OPTION} = {reuse_plans_in_recompute!r}; allowed is True | False")
-    asked = options | {REUSE_OPTION: reuse_plans_in_recompute}
+    asked = by_public_name(options) | {REUSE_OPTION: reuse_plans_in_recompute}
     if _enabled is not None and _enabled.options != asked:
         retire()
         if _enabled is not None:
@@ -148,7 +153,7 @@ def describe() -> str:
     return "\n".join(config.describe() for config in _enabled.pool.configs()) if _enabled is not None else ""
 
 
-def buffers() -> list[Any]:
+def buffers() -> list[Buffer]:
     """The open buffers, one per expert parallel group and configuration; empty when disabled."""
     return list(_enabled.pool) if _enabled is not None else []
 

@@ -1,0 +1,22 @@
+// What of a structure another language sees, listed once, beside the structure.
+#pragma once
+
+#include <tuple>
+
+namespace uccl_ep {
+
+template <typename Struct, typename Member>
+struct Field {
+  const char* name;
+  Member Struct::* member;
+};
+
+// Specialised beside each structure that has some.
+template <typename Struct>
+inline constexpr std::tuple<> kFields{};
+
+}  // namespace uccl_ep
+
+// A name and a member that cannot differ.
+#define UCCL_EP_FIELD(type, name) \
+  ::uccl_ep::Field { #name, &type::name }
