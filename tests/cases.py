@@ -25,6 +25,8 @@ from tests.bits import bit_difference
 from tests.case_values import experts_in_focus, make_map, make_rows, make_topk
 from tests.harness import ON_GPUS, RankGroup
 from uccl_ep_train import Buffer
+from uccl_ep_train.config_groups import WireDtype
+from uccl_ep_train.handle import LayoutName
 from uccl_ep_train.reference import Combined, Dispatched, ReferenceGroup, Routing, WireCounts
 
 # "domains x ranks": the domain of each rank of the group.
@@ -114,10 +116,10 @@ class Case:
     seed: int
     spec: EngineSpec
     inputs: tuple[RankInput, ...]
-    dispatch_dtype: str
-    grad_dtype: str
+    dispatch_dtype: WireDtype
+    grad_dtype: WireDtype
     expert_alignment: int
-    layout: str = "expert_major"
+    layout: LayoutName = "expert_major"
     capacities: tuple[int, ...] | None = None
     padded: tuple[bool, ...] = ()  # pad_to_capacity of each rank
 
@@ -152,7 +154,7 @@ def make_case(
     weighted: bool | None = None,
     special: bool | None = None,
     expert_alignment: int | None = None,
-    layout: str | None = None,
+    layout: LayoutName | None = None,
     capacity: int | None = None,
     padded: bool | None = None,
     max_tokens: int = 24,
@@ -176,8 +178,8 @@ def make_case(
     tokens = list(num_tokens) if num_tokens is not None else tokens
     hidden = pick(hidden, [size for size in HIDDEN_SIZES if size <= spec.hidden])
     dtype = pick(dtype, [torch.bfloat16, torch.bfloat16, torch.float32])
-    wire = pick(dispatch_dtype, ["fp8", "bf16"]) if dtype == torch.bfloat16 else "bf16"
-    grad_wire = pick(grad_dtype, ["fp8", "bf16", "bf16"]) if dtype == torch.bfloat16 else "bf16"
+    wire: WireDtype = pick(dispatch_dtype, ["fp8", "bf16"]) if dtype == torch.bfloat16 else "bf16"
+    grad_wire: WireDtype = pick(grad_dtype, ["fp8", "bf16", "bf16"]) if dtype == torch.bfloat16 else "bf16"
     form = pick(form, ["topk", "map"])
     top_k = min(pick(top_k, [1, 2, 2, 3, 4, 8]), spec.num_experts)
     focus = pick(focus, ["spread", "spread", "spread", "expert", "rank"])

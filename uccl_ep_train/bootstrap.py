@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
 from uccl_ep_train.answers import MOST_SHOWN, decode, malformed, require
 from uccl_ep_train.ends import LOOK_S, Ends, Process
@@ -25,7 +25,12 @@ from uccl_ep_train.errors import (
 )
 from uccl_ep_train.patience import Patience
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store
+
 DEFAULT_TIMEOUT_S = 300.0
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -134,7 +139,7 @@ class StoreBootstrap(_SteppedBootstrap):
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, *, name: str, timeout_s: float = DEFAULT_TIMEOUT_S
+        self, store: Store, rank: int, size: int, *, name: str, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
         super().__init__(rank, size, timeout_s)
         self._store = store
@@ -155,7 +160,8 @@ class StoreBootstrap(_SteppedBootstrap):
         return f"{self._prefix}/{step}/{rank}"
 
     def _post(self, step: int, frame: bytes) -> None:
-        self._guard(lambda: self._store.set(self._key(step, self._rank), frame))
+        # Bytes, whatever torch's own declaration says.
+        self._guard(lambda: self._store.set(self._key(step, self._rank), frame))  # type: ignore[arg-type]
 
     def _collect(self, step: int, what: str, patience: Patience) -> list[bytes]:
         try:
@@ -227,7 +233,7 @@ class StoreBootstrap(_SteppedBootstrap):
         except Exception:  # Some stores cannot delete; a few dead bytes do no harm.
             return
 
-    def _guard(self, call: Callable[[], Any]) -> Any:
+    def _guard(self, call: Callable[[], T]) -> T:
         try:
             return call()
         except Exception as error:
@@ -245,13 +251,13 @@ class TorchBootstrap(StoreBootstrap):
     group has no store.
     """
 
-    def __init__(self, group: Any = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(self, group: ProcessGroup | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         import torch.distributed as dist
 
         if not dist.is_available() or not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialised: call init_process_group first")
         if group is None:
-            group = dist.group.WORLD
+            group = cast("ProcessGroup", dist.group.WORLD)
         rank = dist.get_rank(group)
         if rank < 0:
             raise ConfigError("this process is not a member of the group")
@@ -264,7 +270,7 @@ class TorchBootstrap(StoreBootstrap):
         )
 
 
-def _store_of(group: Any) -> Any:
+def _store_of(group: ProcessGroup) -> Store:
     from torch.distributed import distributed_c10d
 
     getter = getattr(group, "get_group_store", None)

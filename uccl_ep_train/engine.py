@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Literal, cast
 
 from torch import Tensor
 
@@ -17,15 +17,19 @@ from uccl_ep_train import autograd, cuda, lifecycle
 from uccl_ep_train.bootstrap import Bootstrap, TorchBootstrap
 from uccl_ep_train.calls import Call, Checks, CombineCall, DispatchCall
 from uccl_ep_train.config import EpConfig
+from uccl_ep_train.config_groups import WireDtype
 from uccl_ep_train.errors import ClosedError, CommunicationError, DtypeError
 from uccl_ep_train.explain import explain
-from uccl_ep_train.handle import DispatchHandle, DispatchResult, RowLayout
+from uccl_ep_train.handle import DispatchHandle, DispatchResult, LayoutName, RowLayout
 from uccl_ep_train.launch import Combined, Dispatched
 from uccl_ep_train.lifecycle import Operation, abandon, create_engine, leave, require_own
 from uccl_ep_train.opaque import opaque_methods
 from uccl_ep_train.pending import InFlight, PendingCombine, PendingDispatch
 from uccl_ep_train.stats import CallClock, MemoryPlan, memory_plan
 from uccl_ep_train.trace import DEFAULT_EVENTS, Trace
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["Buffer", "PendingCombine", "PendingDispatch"]
 
@@ -55,7 +59,9 @@ class Buffer:
     too. A rank that goes on raises `PeerFailed`.
     """
 
-    def __init__(self, group: Any, config: EpConfig, *, bootstrap: Bootstrap | None = None) -> None:
+    def __init__(
+        self, group: ProcessGroup | None, config: EpConfig, *, bootstrap: Bootstrap | None = None
+    ) -> None:
         if not isinstance(config, EpConfig):
             raise DtypeError(f"config is {type(config).__name__}; allowed is an EpConfig")
         meeting = bootstrap or TorchBootstrap(group, timeout_s=config.deadlines.arrival_timeout_s)
@@ -92,9 +98,9 @@ class Buffer:
         probs: Tensor | None = None,
         handle: DispatchHandle | None = None,
         expert_alignment: int = 1,
-        dispatch_dtype: str | None = None,
-        output_dtype: str | None = None,
-        layout: str = "expert_major",
+        dispatch_dtype: WireDtype | None = None,
+        output_dtype: Literal["fp8"] | None = None,
+        layout: LayoutName = "expert_major",
         capacity: int | None = None,
         pad_to_capacity: bool = False,
     ) -> DispatchResult:
@@ -148,9 +154,9 @@ class Buffer:
         probs: Tensor | None = None,
         handle: DispatchHandle | None = None,
         expert_alignment: int = 1,
-        dispatch_dtype: str | None = None,
-        output_dtype: str | None = None,
-        layout: str = "expert_major",
+        dispatch_dtype: WireDtype | None = None,
+        output_dtype: Literal["fp8"] | None = None,
+        layout: LayoutName = "expert_major",
         capacity: int | None = None,
         pad_to_capacity: bool = False,
     ) -> PendingDispatch:
@@ -177,7 +183,7 @@ class Buffer:
     def _dispatched(self, call: DispatchCall, launched: Dispatched) -> DispatchResult:
         """The result of a dispatch that is over."""
         outputs, handle = launched.outputs, launched.handle
-        rows, row_weights = launched.rows, outputs.row_weights
+        rows, row_weights = cast(Tensor, launched.rows), outputs.row_weights
         if call.attach:
             written, gradients = (outputs.rows, row_weights), self._combine_gradients(handle)
             rows, row_weights = autograd.attach_dispatch(call.x, call.routed.values, written, gradients)
@@ -203,7 +209,7 @@ class Buffer:
 
     # Combine
 
-    def combine(self, rows: Tensor, handle: DispatchHandle, *, grad_dtype: str | None = None) -> Tensor:
+    def combine(self, rows: Tensor, handle: DispatchHandle, *, grad_dtype: WireDtype | None = None) -> Tensor:
         """Sums, for each token that was dispatched from this rank, the rows that its experts made of it.
 
         rows        [R, H] bfloat16 | float32, contiguous, in the order of `DispatchResult.rows`; padding is
@@ -227,7 +233,7 @@ class Buffer:
         return self._combined(call, launched)
 
     def combine_async(
-        self, rows: Tensor, handle: DispatchHandle, *, grad_dtype: str | None = None
+        self, rows: Tensor, handle: DispatchHandle, *, grad_dtype: WireDtype | None = None
     ) -> PendingCombine:
         """As `combine`, but returns at once. `rows` must not be changed before `wait()` returned."""
         self._ready()

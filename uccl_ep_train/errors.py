@@ -14,7 +14,7 @@ The native core raises these classes by name; this file must therefore not impor
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypedDict
 
 __all__ = [
     "ArrivalTimeout",
@@ -91,6 +91,18 @@ class TopologyError(EpError):
     """Ranks disagree on which of them form a domain, or the domains that were set are not reachable."""
 
 
+class ErrorFields(TypedDict):
+    """As `CommunicationError` has them."""
+
+    rank: int
+    epoch: int
+    step: str
+    chunk: int
+    peer: int
+    expected: object
+    seen: object
+
+
 class CommunicationError(EpError):
     """An operation that involves other ranks failed; the first cause, as seen by the rank that noticed it.
 
@@ -114,8 +126,8 @@ class CommunicationError(EpError):
         step: str = "",
         chunk: int = -1,
         peer: int = -1,
-        expected: Any = None,
-        seen: Any = None,
+        expected: object = None,
+        seen: object = None,
     ) -> None:
         super().__init__(message)
         self.rank = rank
@@ -126,7 +138,7 @@ class CommunicationError(EpError):
         self.expected = expected
         self.seen = seen
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> ErrorFields:
         """The keyword arguments that rebuild this error."""
         return {
             "rank": self.rank,
@@ -145,7 +157,7 @@ class CommunicationError(EpError):
     def again(self) -> CommunicationError:
         return type(self)(*self.args, **self.fields())
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # Launchers send exceptions between processes; the default would lose the keyword-only fields.
         return _rebuild, (type(self), self.args, self.fields())
 
@@ -194,7 +206,5 @@ class PlanMismatchError(CommunicationError):
     kind = "plan_mismatch"
 
 
-def _rebuild(
-    cls: type[CommunicationError], args: tuple[Any, ...], fields: dict[str, Any]
-) -> CommunicationError:
+def _rebuild(cls: type[CommunicationError], args: tuple[str, ...], fields: ErrorFields) -> CommunicationError:
     return cls(*args, **fields)

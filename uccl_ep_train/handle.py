@@ -8,11 +8,44 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+from uccl_ep_train.errors import DtypeError
 from uccl_ep_train.opaque import opaque_methods
+
+LayoutName = Literal["expert_major", "compact"]
+
+
+class NativePlan(Protocol):
+    """What `DispatchHandle` asks of a plan of the native core, on the host or on a GPU."""
+
+    @property
+    def plan_id(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def expert_alignment(self) -> int: ...
+    @property
+    def tokens_per_expert(self) -> list[int]: ...
+    @property
+    def tokens_per_expert_exact(self) -> list[int]: ...
+    @property
+    def routing_width(self) -> int: ...
+    @property
+    def routing_kind(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class NativeOp(Protocol):
+    """What a pending operation asks of one of the native core."""
+
+    @property
+    def done(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -27,7 +60,7 @@ class RowLayout:
     width            W if compact, else 0
     """
 
-    name: str = "expert_major"
+    name: LayoutName = "expert_major"
     alignment: int = 1
     capacity: int | None = None
     pad_to_capacity: bool = False
@@ -68,10 +101,10 @@ class DispatchHandle:
     expert_alignment: int
     routing_kind: str
     routing_width: int
-    plan: Any = field(repr=False)
+    plan: NativePlan = field(repr=False)
     owner: object = field(repr=False)
     storage: Tensor | None = field(default=None, repr=False)
-    layout: str = "expert_major"
+    layout: LayoutName = "expert_major"
     row_width: int = 0
     capacity: int | None = None
     pad_to_capacity: bool = False
@@ -105,7 +138,7 @@ class DispatchHandle:
         object.__setattr__(self, "storage", storage)
 
     @classmethod
-    def of_plan(cls, plan: Any, owner: object, rows: RowLayout) -> DispatchHandle:
+    def of_plan(cls, plan: NativePlan, owner: object, rows: RowLayout) -> DispatchHandle:
         """From a native plan; `owner` identifies the buffer."""
         return cls(
             num_tokens=plan.num_tokens,
@@ -138,7 +171,7 @@ class DispatchResult(NamedTuple):
 
     rows               [R, H], dtype of x; expert-major, each expert's segment padded with zero rows. Compact:
                        one row per token, ordered by source and token. With output_dtype = "fp8": `Fp8Rows`
-                       (in padding rows codes are 0 and scales 1.0)
+                       (in padding rows codes are 0 and scales 1.0); `fp8_rows` for type checkers
     tokens_per_expert  [L] int64: pairs of each local expert, padding included; on the CPU, with a capacity on
                        the device of rows. Not cut by the capacity
     row_weights        [R] float32, zero for padding; compact: [R, W], of the experts in row_experts, zero
@@ -153,9 +186,17 @@ class DispatchResult(NamedTuple):
     1.0), weights 0, experts -1.
     """
 
-    rows: Any
+    rows: Tensor
     tokens_per_expert: Tensor
     row_weights: Tensor | None
     handle: DispatchHandle
     row_experts: Tensor | None = None
     overflow: Tensor | None = None
+
+    @property
+    def fp8_rows(self) -> Fp8Rows:
+        """`rows` of a dispatch with output_dtype = "fp8". Raises `DtypeError` for those of another."""
+        rows: object = self.rows
+        if not isinstance(rows, Fp8Rows):
+            raise DtypeError(f"rows are {self.rows.dtype}: allowed are those of output_dtype = 'fp8'")
+        return rows

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from uccl_ep_train.errors import EpError
-from uccl_ep_train.handle import DispatchHandle, DispatchResult
+from uccl_ep_train.handle import DispatchHandle, DispatchResult, NativeOp
 from uccl_ep_train.opaque import opaque_methods
 
 Result = TypeVar("Result")
@@ -87,7 +87,7 @@ class InFlight:
 class _Pending(Generic[Result]):
     """One launched operation. `finish` waits for the engine and returns the result."""
 
-    def __init__(self, native: Any, finish: Callable[[], Result]) -> None:
+    def __init__(self, native: NativeOp, finish: Callable[[], Result]) -> None:
         self._native = native
         self._finish: Callable[[], Result] | None = finish
         self._lock = threading.RLock()
@@ -119,7 +119,7 @@ class _Pending(Generic[Result]):
                 self._finish = None
             return self._result  # type: ignore[return-value]
 
-    def let_go(self, wait: Callable[[Any], None]) -> None:
+    def let_go(self, wait: Callable[[NativeOp], None]) -> None:
         """The engine has been closed: an operation that failed keeps its error and none of its tensors."""
         # Who waits on another thread lets go as soon as it sees the end.
         if not self._lock.acquire(blocking=False):
@@ -144,7 +144,7 @@ class PendingDispatch(_Pending[DispatchResult]):
 
     def __init__(
         self,
-        native: Any,
+        native: NativeOp,
         handle: DispatchHandle,
         tokens_per_expert: Tensor,
         finish: Callable[[], DispatchResult],

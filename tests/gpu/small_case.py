@@ -16,13 +16,18 @@ import torch.distributed as dist
 
 from uccl_ep_train import Buffer, EpConfig
 from uccl_ep_train.bootstrap import LocalBootstrap
+from uccl_ep_train.config_groups import WireDtype
 
 T, H, K, E = 70, 1024, 3, 8
 MANY = 600
-CASES = ((torch.bfloat16, "fp8"), (torch.bfloat16, "bf16"), (torch.float32, "bf16"))
+CASES: tuple[tuple[torch.dtype, WireDtype], ...] = (
+    (torch.bfloat16, "fp8"),
+    (torch.bfloat16, "bf16"),
+    (torch.float32, "bf16"),
+)
 
 
-def use(buffer: Buffer, dtype: torch.dtype, wire: str) -> None:
+def use(buffer: Buffer, dtype: torch.dtype, wire: WireDtype) -> None:
     x_TH = torch.ones(T, H, dtype=dtype, device=buffer.device, requires_grad=True)
     idx_TK = torch.arange(T * K, device=buffer.device).reshape(T, K) % E
     weights_TK = torch.ones(T, K, device=buffer.device, requires_grad=True)

@@ -14,7 +14,7 @@ from tests.gpu.domain_ranks import NEEDS_GPU, SETTINGS, DomainRanks, Seat, check
 from tests.gpu.test_cuda_faults import strike, use
 from tests.harness import RankGroup
 from uccl_ep_train import Topology
-from uccl_ep_train.errors import CommunicationError, ConfigError
+from uccl_ep_train.errors import CommunicationError, ConfigError, ErrorFields
 
 pytestmark = [*NEEDS_GPU, pytest.mark.fault]
 
@@ -43,7 +43,7 @@ def test_the_others_raise_in_time_and_name_the_rank(layout: str, how: str) -> No
 # ------------------------------------------------------------------------------------- what is lost
 
 
-def lose(seat: Seat, config: dict[str, Any]) -> tuple[str, dict[str, Any], float]:
+def lose(seat: Seat, config: dict[str, Any]) -> tuple[str, ErrorFields, float]:
     """Class and fields of the error, and seconds until it was raised."""
     buffer = seat.buffer(config)
     started = time.monotonic()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.process_ranks import START_TIMEOUT_S, ProcessRanks, Rank
 from uccl_ep_train import Buffer, EpConfig, cuda
 from uccl_ep_train.bootstrap import TorchBootstrap
-from uccl_ep_train.errors import CommunicationError
+from uccl_ep_train.errors import CommunicationError, ErrorFields
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,7 +87,7 @@ def test_the_others_raise_in_time_and_name_the_rank(how: str) -> None:
     assert all(seconds < limit_s for _, seconds in strike(RANKS, VICTIM, how, {}))
 
 
-def lose_the_context(rank: Rank, changes: dict[str, Any]) -> tuple[dict[str, Any], str, float, float]:
+def lose_the_context(rank: Rank, changes: dict[str, Any]) -> tuple[ErrorFields, str, float, float]:
     """Fields and text of the error, when it was raised, and how long closing took."""
     buffer = make_buffer(rank, changes)
     use(buffer)

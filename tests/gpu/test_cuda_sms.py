@@ -16,6 +16,7 @@ import torch
 
 from tests.gpu.test_cuda_backend import spec_of
 from uccl_ep_train import Buffer, cuda
+from uccl_ep_train.config_groups import WireDtype
 
 NVCC = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
 pytestmark = [
@@ -72,7 +73,7 @@ def count_free(census: Callable[[], set[int]]) -> set[int]:
 @pytest.mark.parametrize(("num_sms", "stage_sms"), [(16, None), (24, None), (24, 90)])
 @pytest.mark.parametrize("wire", ["bf16", "fp8"])
 def test_kernels_keep_to_num_sms(
-    census: Callable[[], set[int]], num_sms: int, stage_sms: int | None, wire: str
+    census: Callable[[], set[int]], num_sms: int, stage_sms: int | None, wire: WireDtype
 ) -> None:
     """Those of staging are free again when our rows are staged and routed."""
     sms = (("num_sms", num_sms), ("stage_sms", stage_sms))

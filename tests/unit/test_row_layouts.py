@@ -193,6 +193,9 @@ class TestCodesAndScales:
                 arguments["x"], handle=first.handle, dispatch_dtype="fp8", output_dtype="fp8"
             )
             plain = buffer.dispatch(arguments["x"].detach(), handle=first.handle, dispatch_dtype="fp8")
+            assert first.fp8_rows is first.rows
+            with pytest.raises(InputError, match=r"^rows are torch\.bfloat16: allowed are those of"):
+                plain.fp8_rows  # noqa: B018
             num_rows = len(wanted[rank].codes)
             found = []
             for result in (first, again):

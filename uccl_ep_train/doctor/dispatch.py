@@ -17,6 +17,7 @@ from torch import Tensor
 from uccl_ep_train.bootstrap import Bootstrap
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.config_checks import Value
+from uccl_ep_train.config_groups import WireDtype
 from uccl_ep_train.doctor.findings import FIX, Facts, Finding, Group, Said, each, fine, fix
 from uccl_ep_train.doctor.network import bootstrap_of
 from uccl_ep_train.doctor.session import Here, Options, Skipped
@@ -30,7 +31,7 @@ NAME = "dispatch"
 HIDDEN = 1024
 EXPERTS_OF_RANK = 2
 BUDGET_BYTES = 64 << 20
-WIRES = ("bf16", "fp8")
+WIRES: tuple[WireDtype, ...] = ("bf16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def rehearse(bootstrap: Bootstrap, config: EpConfig) -> dict[str, Any]:
         }
 
 
-def compare(buffer: Buffer, batch: Batch, wire: str) -> list[str]:
+def compare(buffer: Buffer, batch: Batch, wire: WireDtype) -> list[str]:
     """One dispatch and its combine."""
     rank, ranks = buffer.rank, range(buffer.num_ranks)
     oracle = ReferenceGroup(
