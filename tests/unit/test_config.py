@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 
+from tests.unit.setting_values import PARSED
 from uccl_ep_train import EpConfig, Topology, config_fields, config_groups
 from uccl_ep_train.config import ALL_SETTINGS
 from uccl_ep_train.config_fields import field_texts
@@ -219,44 +220,6 @@ def test_a_domain_size_argument_is_not_overridden_by_domains_of_the_environment(
     monkeypatch.setenv("UCCL_EP_DOMAINS", "0,0,0,0")
     assert EpConfig.from_env(**BASE).domains == (0, 0, 0, 0)
     assert EpConfig.from_env(**BASE, domain_size=2).domains is None
-
-
-# A value of every variable in its textual form, and what becomes of it.
-PARSED = {
-    "dispatch_dtype": ("bf16", "bf16"),
-    "grad_dtype": ("fp8", "fp8"),
-    "combine_wire_dtype": ("fp32", "fp32"),
-    "fp8_scale": ("fp32", "fp32"),
-    "max_dtype": ("fp32", "fp32"),
-    "budget_bytes": ("1GiB", 1 << 30),
-    "window_tokens": ("4096", 4096),
-    "chunk_bytes": ("64k", 64 << 10),
-    "window_chunks": ("3", 3),
-    "arrival_timeout_s": ("1.5", 1.5),
-    "progress_timeout_s": ("2", 2.0),
-    "backend": ("host", "host"),
-    "num_sms": ("24", 24),
-    "stage_sms": ("64", 64),
-    "bulk_copies": ("0", False),
-    "domain_size": ("4", 4),
-    "domains": ("0, 1,0 1", (0, 1, 0, 1)),
-    "transport": ("loop", "loop"),
-    "nics": ("mlx5_0, mlx5_1", ("mlx5_0", "mlx5_1")),
-    "nic_window_bytes": ("2M", 2 << 20),
-    "nic_window_ops": ("4", 4),
-    "ib_gid_index": ("3", 3),
-    "ib_service_level": ("0", 0),
-    "ib_traffic_class": ("106", 106),
-    "ofi_provider": ("verbs;ofi_rxm", "verbs;ofi_rxm"),
-    "net_interface": ("eth0", "eth0"),
-    "loop_gbytes_per_s": ("12.5", 12.5),
-    "loop_latency_us": ("3", 3.0),
-    "loop_seed": ("7", 7),
-    "loop_refuse_rate": ("0.1", 0.1),
-    "loop_duplicate_rate": ("0.2", 0.2),
-    "loop_drop_peer": ("1", 1),
-    "num_proxies": ("2", 2),
-}
 
 
 def test_the_table_covers_every_field_but_those_the_model_decides():

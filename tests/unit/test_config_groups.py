@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.setting_values import PARSED
 from uccl_ep_train import Deadlines, EpConfig, Gpu, LoopFaults, Memory, Network, Topology, Wire
 from uccl_ep_train.config import ALL_SETTINGS
 from uccl_ep_train.config_groups import GROUPS, SETTINGS
@@ -21,42 +22,7 @@ BASE = {"num_experts": 8, "hidden": 256}
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
 
-# Of each setting a value that is not its default, in the form in which it is kept.
-OTHER = {
-    "dispatch_dtype": "bf16",
-    "grad_dtype": "fp8",
-    "combine_wire_dtype": "fp32",
-    "fp8_scale": "fp32",
-    "max_dtype": "bf16",
-    "budget_bytes": 1 << 24,
-    "window_tokens": 100,
-    "chunk_bytes": 1 << 12,
-    "window_chunks": 5,
-    "arrival_timeout_s": 1.5,
-    "progress_timeout_s": 2.5,
-    "backend": "host",
-    "num_sms": 7,
-    "stage_sms": 9,
-    "bulk_copies": False,
-    "domain_size": 2,
-    "domains": (0, 1),
-    "num_proxies": 2,
-    "transport": "ofi",
-    "nics": ("mlx5_1",),
-    "nic_window_bytes": (1 << 64) - 1,
-    "nic_window_ops": 11,
-    "ib_gid_index": 3,
-    "ib_service_level": 4,
-    "ib_traffic_class": 5,
-    "ofi_provider": "efa",
-    "net_interface": "eth1",
-    "loop_gbytes_per_s": 12.5,
-    "loop_latency_us": 3.5,
-    "loop_seed": 13,
-    "loop_refuse_rate": 0.25,
-    "loop_duplicate_rate": 0.5,
-    "loop_drop_peer": 1,
-}
+OTHER = {name: value for name, (_, value) in PARSED.items()}
 
 
 def nested(name: str, value: object) -> dict[str, object]:

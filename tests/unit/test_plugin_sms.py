@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from uccl_ep_train import Gpu, Wire
 from uccl_ep_train.megatron.buffers import BufferPool
 
 
@@ -43,7 +44,9 @@ def test_beside_computation_it_takes_the_default(gpu: Any, flag: str) -> None:
 
 
 def test_what_was_asked_for_stays(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert sms_of(BufferPool({"num_sms": 10}), model()) == 10
+    for options in ({"num_sms": 10}, {"gpu": Gpu(num_sms=10)}):
+        assert sms_of(BufferPool(options), model()) == 10
+    assert sms_of(BufferPool({"gpu": Gpu(backend="cuda")}), model()) == 44  # which says nothing of SMs
     asking = model(moe_flex_dispatcher_num_sms=30)  # Megatron-LM main
     assert sms_of(BufferPool({}), asking) == 30
     assert sms_of(BufferPool({"num_sms": 10}), asking) == 10
@@ -55,3 +58,11 @@ def test_without_a_gpu_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UCCL_EP_NUM_SMS", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert sms_of(BufferPool({}), model()) == 24
+
+
+def test_groups_as_options_mean_what_their_settings_mean() -> None:
+    for options in ({"combine_wire_dtype": "fp32"}, {"wire": Wire(combine_wire_dtype="fp32")}):
+        config = BufferPool(options).ep_config(model(), tp_size=1, ep_size=4)
+        assert (config.wire.combine_wire_dtype, config.memory.max_dtype) == ("fp32", "fp32")
+    assert BufferPool({"wire": Wire()}).ep_config(model(), tp_size=1, ep_size=4).memory.max_dtype == "bf16"
+    assert BufferPool({"wire": Wire(grad_dtype="fp8")}).options == {"grad_dtype": "fp8"}
