@@ -95,6 +95,18 @@ IMPORT_RULES = [
     ("uccl_ep_train/reference.py", "", _NATIVE, "the oracle is independent of what it judges"),
     ("uccl_ep_train/reference_plan.py", "", _NATIVE, "the oracle is independent of what it judges"),
     ("uccl_ep_train/fp8.py", "", _NATIVE, "the oracle is independent of what it judges"),
+    (
+        "uccl_ep_train/env.py",
+        "",
+        ("uccl_ep_train.config", "uccl_ep_train.errors"),
+        "it is run before the package exists",
+    ),
+    (
+        "uccl_ep_train/variables.py",
+        "",
+        ("uccl_ep_train.config",),
+        "a configuration is made from what it says",
+    ),
     ("recipes", "", ("tests", "bench"), "what users run does not need the tests"),
 ]
 
@@ -177,6 +189,12 @@ PLANTED: list[tuple[Check, str, str]] = [
     (check_imports, "uccl_ep_train/megatron/bad.py", "import recipes\n"),
     (check_imports, "uccl_ep_train/errors.py", "from uccl_ep_train import _native\n"),
     (check_imports, "uccl_ep_train/reference.py", "from uccl_ep_train.engine import Buffer\n"),
+    (check_imports, "uccl_ep_train/env.py", "def f():\n    from uccl_ep_train.config import EpConfig\n"),
+    (
+        check_imports,
+        "uccl_ep_train/variables.py",
+        "def f():\n    from uccl_ep_train.config import EpConfig\n",
+    ),
     (check_imports, "recipes/bad.py", "import tests.harness\n"),
 ]
 
