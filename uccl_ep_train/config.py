@@ -1,4 +1,4 @@
-"""`EpConfig`: everything a buffer can be told. `config_groups.py` declares what is not the model's."""
+"""`EpConfig`: everything a buffer can be told. `config_sections.py` declares what is not the model's."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Self
 
 from uccl_ep_train import variables
 from uccl_ep_train.config_checks import Value, hidden_size, integer, optional, permutation
-from uccl_ep_train.config_fields import Group, Setting, required, setting, settings_of
-from uccl_ep_train.config_groups import (
-    GROUPS,
+from uccl_ep_train.config_fields import Section, Setting, required, setting, settings_of
+from uccl_ep_train.config_sections import (
+    SECTIONS,
     SETTINGS,
     SETTINGS_OF,
     Deadlines,
@@ -37,16 +37,17 @@ class _FlatName:
 
 
 @dataclass(frozen=True, kw_only=True, init=False)
-class EpConfig(Group):
+class EpConfig(Section):
     """Configuration of one `Buffer`. Frozen, hashable; validated on construction.
 
         EpConfig(num_experts=64, hidden=4096, gpu=Gpu(num_sms=32), deadlines=Deadlines(progress_timeout_s=60))
 
-    Every setting of a group has a public name of its own, which works as an argument, as an attribute and in
+    Every setting of a section has a public name of its own. It works as an argument, as an attribute and in
     `replace`, too: `EpConfig(num_experts=64, hidden=4096, num_sms=32).num_sms`. It is the field's name, after
-    "loop_" for those of `LoopFaults`. `describe()` prints all values with their units and where each came
-    from. Those marked "ranks agree" there must be equal on all ranks of the group, which is checked when the
-    buffer is created.
+    "loop_" for those of `LoopFaults`.
+
+    `describe()` prints all values with their units and where each came from. Those marked "ranks agree" there
+    must be equal on all ranks of the group, which is checked when the buffer is created.
 
     Raises `ConfigError` naming the setting, the value and what is allowed, and for one that is given by both
     names.
@@ -108,11 +109,11 @@ class EpConfig(Group):
         faults: LoopFaults | None = None,
         **flat: Value,
     ) -> None:
-        groups = (wire, memory, deadlines, gpu, network, faults)
-        values = by_public_name(flat | dict(zip(GROUPS, groups, strict=True)))
+        sections = (wire, memory, deadlines, gpu, network, faults)
+        values = by_public_name(flat | dict(zip(SECTIONS, sections, strict=True)))
         for name, value in (("num_experts", num_experts), ("hidden", hidden), ("source_order", source_order)):
             object.__setattr__(self, name, value)
-        for name, owner in GROUPS.items():
+        for name, owner in SECTIONS.items():
             own = {entry.field: entry.name for entry in SETTINGS_OF[name]}
             given = {field: values.pop(public) for field, public in own.items() if public in values}
             object.__setattr__(self, name, owner(**given))
@@ -127,15 +128,15 @@ class EpConfig(Group):
             )
 
     @classmethod
-    def from_env(cls, **given: Value | Group) -> EpConfig:
+    def from_env(cls, **given: Value | Section) -> EpConfig:
         """Arguments, else `UCCL_*` variables (`python -m uccl_ep_train.env` lists them), else defaults.
 
         Raises `ConfigError` for a bad value, naming the variable if it came from the environment, and for two
         variables that set one field to different values.
         """
-        unknown = sorted(set(given) - set(GROUPS) - set(ALL_SETTINGS))
+        unknown = sorted(set(given) - set(SECTIONS) - set(ALL_SETTINGS))
         if unknown:
-            allowed = sorted([*GROUPS, *ALL_SETTINGS])
+            allowed = sorted([*SECTIONS, *ALL_SETTINGS])
             raise ConfigError(f"unknown configuration field {unknown[0]!r}; allowed is one of {allowed}")
         values = by_public_name(given)
         said = {name: found for name, found in variables.said().items() if name not in values}
@@ -152,15 +153,15 @@ class EpConfig(Group):
         config._set_sources({name: f"environment {found.variable.name}" for name, found in said.items()})
         return config
 
-    def replace(self, **changes: Value | Group) -> Self:
-        """A copy with some settings changed, by their public names, or some groups; the sources of the others
-        are kept. Raises as the constructor.
+    def replace(self, **changes: Value | Section) -> Self:
+        """A copy with some settings changed, by their public names, or some sections. The sources of the
+        others are kept. Raises as the constructor.
         """
         changed = by_public_name(changes)
         kept = {
             entry.name: entry.of(self)
             for entry in self._given()
-            if entry.name not in changed and entry.group not in changes
+            if entry.name not in changed and entry.section not in changes
         }
         config = type(self)(**(kept | changed))  # type: ignore[arg-type]
         config._set_sources({name: source for name, source in self._sources.items() if name in kept})
@@ -186,7 +187,7 @@ class EpConfig(Group):
 
     def _given(self) -> Iterator[Setting]:
         for entry in ALL_SETTINGS.values():
-            holder = getattr(self, entry.group) if entry.group else self
+            holder = getattr(self, entry.section) if entry.section else self
             if entry.field in holder.given:
                 yield entry
 
@@ -202,25 +203,25 @@ for _entry in SETTINGS.values():
     setattr(EpConfig, _entry.name, _FlatName(_entry))
 
 
-def by_public_name(given: Mapping[str, Value | Group]) -> dict[str, Value]:
-    """Arguments of `EpConfig` with its groups taken apart: of each what it was given; None is no group.
+def by_public_name(given: Mapping[str, Value | Section]) -> dict[str, Value]:
+    """Arguments of `EpConfig` with its sections taken apart: of each what it was given; None is no section.
 
-    Raises `ConfigError` for what is no group, and for a setting that is given both by its public name and in
-    its group, naming both.
+    Raises `ConfigError` for what is no section, and for a setting that is given by its public name and in its
+    section, naming both.
     """
     found: dict[str, Value] = {}
     for name, value in given.items():
-        owner = GROUPS.get(name)
+        owner = SECTIONS.get(name)
         if owner is None:
             found[name] = value  # type: ignore[assignment]
         elif value is not None and not isinstance(value, owner):
             raise ConfigError(f"{name} = {value!r}: allowed is a {owner.__name__}")
     for name, entries in SETTINGS_OF.items():
-        group = given.get(name)
+        section = given.get(name)
         for entry in entries:
-            if not isinstance(group, Group) or entry.field not in group.given:
+            if not isinstance(section, Section) or entry.field not in section.given:
                 continue
-            value = getattr(group, entry.field)
+            value = getattr(section, entry.field)
             if entry.name in found:
                 raise ConfigError(
                     f"{entry.name} = {found[entry.name]!r} and {entry.path} = {value!r} are one setting: "

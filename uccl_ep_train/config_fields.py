@@ -99,13 +99,13 @@ def _bodies(module: str) -> dict[str, list[ast.stmt]]:
 class Setting:
     """A field by its public name, which is one in all of a configuration: `num_sms` of `gpu.num_sms`.
 
-    owner  class that declares it
-    group  field of `EpConfig` that holds it; "": `EpConfig` itself
-    field  of the owner
+    owner    class that declares it
+    section  field of `EpConfig` that holds it; "": `EpConfig` itself
+    field    of the owner
     """
 
     owner: type
-    group: str
+    section: str
     field: str
     name: str
     default: object
@@ -113,7 +113,7 @@ class Setting:
 
     @property
     def path(self) -> str:
-        return f"{self.group}.{self.field}" if self.group else self.field
+        return f"{self.section}.{self.field}" if self.section else self.field
 
     @property
     def variable(self) -> str:
@@ -134,7 +134,7 @@ class Setting:
         return field_texts(self.owner).get(self.field, unknown)
 
     def of(self, config: object) -> Value:
-        holder = getattr(config, self.group) if self.group else config
+        holder = getattr(config, self.section) if self.section else config
         return cast(Value, getattr(holder, self.field))
 
     def checked(self, value: object) -> object:
@@ -145,17 +145,17 @@ class Setting:
             raise ConfigError(f"{self.name} = {value!r}: allowed is {self.info.allowed}") from None
 
 
-def settings_of(owner: type, group: str = "") -> tuple[Setting, ...]:
+def settings_of(owner: type, section: str = "") -> tuple[Setting, ...]:
     """The fields of a dataclass that `setting` declares."""
     prefix = getattr(owner, "prefix", "")
     return tuple(
-        Setting(owner, group, entry.name, prefix + entry.name, entry.default, entry.metadata["spec"])
+        Setting(owner, section, entry.name, prefix + entry.name, entry.default, entry.metadata["spec"])
         for entry in dataclasses.fields(owner)
         if "spec" in entry.metadata
     )
 
 
-class Group:
+class Section:
     """Base of frozen keyword-only dataclasses of settings: checks values, and knows which were given."""
 
     prefix: ClassVar[str] = ""
@@ -166,7 +166,7 @@ class Group:
 
     def __new__(cls, *_: object, **given: object) -> Self:
         self = super().__new__(cls)
-        # Not a field: two groups with equal values are equal whoever gave them.
+        # Not a field: two sections with equal values are equal whoever gave them.
         object.__setattr__(self, "given", frozenset(given))
         return self
 

@@ -17,7 +17,7 @@ from uccl_ep_train import autograd, cuda, lifecycle
 from uccl_ep_train.bootstrap import Bootstrap, TorchBootstrap
 from uccl_ep_train.calls import Call, Checks, CombineCall, DispatchCall
 from uccl_ep_train.config import EpConfig
-from uccl_ep_train.config_groups import WireDtype
+from uccl_ep_train.config_sections import WireDtype
 from uccl_ep_train.errors import ClosedError, CommunicationError, DtypeError
 from uccl_ep_train.explain import explain
 from uccl_ep_train.handle import DispatchHandle, DispatchResult, LayoutName, RowLayout

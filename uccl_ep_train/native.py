@@ -69,9 +69,9 @@ def _settings(config: EpConfig) -> dict[str, Value]:
 def _filled(values: Mapping[str, Value]) -> EngineConfig:
     native: EngineConfig = load_native().EngineConfig()
     for path, value in values.items():
-        *groups, name = path.split(".")
+        *holders, name = path.split(".")
         if value is not None:
-            setattr(functools.reduce(getattr, groups, native), name, value)
+            setattr(functools.reduce(getattr, holders, native), name, value)
     return native
 
 

@@ -1,6 +1,6 @@
 """The table of environment variables, and what the environment says of a configuration.
 
-Names, forms and meanings of our own come from the settings that `config_groups.py` declares. Variables that
+Names, forms and meanings of our own come from the settings that `config_sections.py` declares. Variables that
 operators of UCCL-EP set already mean the same here, beside our own `UCCL_EP_*`.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from uccl_ep_train import env
 from uccl_ep_train.config_checks import Value
 from uccl_ep_train.config_fields import PREFIX, Setting
-from uccl_ep_train.config_groups import SETTINGS
+from uccl_ep_train.config_sections import SETTINGS
 from uccl_ep_train.env import FAMILY_PREFIX
 from uccl_ep_train.errors import ConfigError
 

@@ -11,6 +11,11 @@ struct Field {
   Member Struct::* member;
 };
 
+template <typename Struct, typename Member>
+constexpr Field<Struct, Member> field(const char* name, Member Struct::* member) {
+  return {name, member};
+}
+
 // Specialised beside each structure that has some.
 template <typename Struct>
 inline constexpr std::tuple<> kFields{};
@@ -18,5 +23,4 @@ inline constexpr std::tuple<> kFields{};
 }  // namespace uccl_ep
 
 // A name and a member that cannot differ.
-#define UCCL_EP_FIELD(type, name) \
-  ::uccl_ep::Field { #name, &type::name }
+#define UCCL_EP_FIELD(type, name) ::uccl_ep::field(#name, &type::name)

@@ -51,7 +51,7 @@ struct EngineConfig {
   std::optional<DeviceRings> device_rings;
 };
 
-// What Python fills in, by these names: uccl_ep_train/config_groups.py says from what.
+// What Python fills in, by these names: uccl_ep_train/config_sections.py says from what.
 template <>
 inline constexpr auto kFields<EngineConfig> = std::tuple{UCCL_EP_FIELD(EngineConfig, rank),
                                                          UCCL_EP_FIELD(EngineConfig, num_ranks),

@@ -16,7 +16,7 @@ import torch
 
 from tests.gpu.test_cuda_backend import spec_of
 from uccl_ep_train import Buffer, cuda
-from uccl_ep_train.config_groups import WireDtype
+from uccl_ep_train.config_sections import WireDtype
 
 NVCC = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
 pytestmark = [

@@ -7,7 +7,7 @@ import warnings
 import pytest
 
 from tests.unit.setting_values import PARSED
-from uccl_ep_train import EpConfig, Topology, config_fields, config_groups
+from uccl_ep_train import EpConfig, Topology, config_fields, config_sections
 from uccl_ep_train.config import ALL_SETTINGS
 from uccl_ep_train.config_fields import field_texts
 from uccl_ep_train.errors import ConfigError
@@ -127,7 +127,7 @@ def test_every_field_has_a_text_with_its_range_and_reason_and_numbers_a_unit():
 
 
 def test_errors_say_what_the_text_below_the_field_says():
-    source = " ".join(inspect.getsource(config_groups).split())
+    source = " ".join(inspect.getsource(config_sections).split())
     for name, value in BAD:
         if name not in BASE and name != "source_order":
             with pytest.raises(ConfigError) as caught:

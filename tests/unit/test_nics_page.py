@@ -6,7 +6,7 @@ import itertools
 import re
 from pathlib import Path
 
-from uccl_ep_train.config_groups import SETTINGS
+from uccl_ep_train.config_sections import SETTINGS
 from uccl_ep_train.variables import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -60,7 +60,7 @@ def test_without_a_gpu_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sms_of(BufferPool({}), model()) == 24
 
 
-def test_groups_as_options_mean_what_their_settings_mean() -> None:
+def test_sections_as_options_mean_what_their_settings_mean() -> None:
     for options in ({"combine_wire_dtype": "fp32"}, {"wire": Wire(combine_wire_dtype="fp32")}):
         config = BufferPool(options).ep_config(model(), tp_size=1, ep_size=4)
         assert (config.wire.combine_wire_dtype, config.memory.max_dtype) == ("fp32", "fp32")

@@ -17,7 +17,7 @@ from torch import Tensor
 from uccl_ep_train.bootstrap import Bootstrap
 from uccl_ep_train.config import EpConfig
 from uccl_ep_train.config_checks import Value
-from uccl_ep_train.config_groups import WireDtype
+from uccl_ep_train.config_sections import WireDtype
 from uccl_ep_train.doctor.findings import FIX, Facts, Finding, Group, Said, each, fine, fix
 from uccl_ep_train.doctor.network import bootstrap_of
 from uccl_ep_train.doctor.session import Here, Options, Skipped

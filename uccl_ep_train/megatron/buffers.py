@@ -10,7 +10,7 @@ import torch
 from uccl_ep_train import fp8, variables
 from uccl_ep_train.config import EpConfig, Gpu, by_public_name
 from uccl_ep_train.config_checks import Value
-from uccl_ep_train.config_fields import Group
+from uccl_ep_train.config_fields import Section
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.lifecycle import group_is_over
 
@@ -31,7 +31,7 @@ class BufferPool:
     Creation is collective over the group: every rank of a group builds the same layers in the same order.
     """
 
-    def __init__(self, options: Mapping[str, Value | Group]) -> None:
+    def __init__(self, options: Mapping[str, Value | Section]) -> None:
         """`options`: arguments of `EpConfig`, except those that the model decides."""
         self.options = by_public_name(options)
         self._buffers: dict[tuple[ProcessGroup, EpConfig], Buffer] = {}

@@ -1,6 +1,6 @@
 """Command-line options of the dispatcher, made from `EpConfig`'s fields: `--uccl-ep-dispatch-dtype fp8` etc.
 
-Every setting of its groups is an option, whose text is read as that of its variable.
+Every setting of its sections is an option, whose text is read as that of its variable.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from uccl_ep_train import variables
 from uccl_ep_train.config_checks import MAX_TOKENS, boolean
-from uccl_ep_train.config_groups import SETTINGS
+from uccl_ep_train.config_sections import SETTINGS
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.megatron import plugin
 from uccl_ep_train.megatron.compat import UnsupportedMegatronError

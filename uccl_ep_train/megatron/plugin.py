@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from uccl_ep_train.config import EpConfig, by_public_name
 from uccl_ep_train.config_checks import Value
-from uccl_ep_train.config_fields import Group
+from uccl_ep_train.config_fields import Section
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.lifecycle import check_live_buffers
 from uccl_ep_train.megatron.buffers import BufferPool
@@ -55,14 +55,14 @@ class _Enabled:
 _enabled: _Enabled | None = None
 
 
-def enable(*, reuse_plans_in_recompute: bool = True, **options: Value | Group) -> dict[str, str]:
+def enable(*, reuse_plans_in_recompute: bool = True, **options: Value | Section) -> dict[str, str]:
     """Makes every MoE layer that is built from now on use our dispatcher.
 
     reuse_plans_in_recompute: a layer recomputed by a checkpoint (Megatron's, TransformerEngine's or torch's)
     uses the plan of its first run and exchanges no routing; routing that differs raises PlanMismatchError.
     False: it makes a new plan. Equal on all ranks.
-    options: arguments of `EpConfig`, groups too, except num_experts, hidden and source_order, which the model
-    decides; what is not given comes from the environment (UCCL_EP_*) or the defaults.
+    options: arguments of `EpConfig`, sections too, except num_experts, hidden and source_order, which the
+    model decides; what is not given comes from the environment (UCCL_EP_*) or the defaults.
     Returns the keyword arguments for TransformerConfig that carry the choice through Megatron; from now on
     moe_token_dispatcher_type="uccl_ep" in a TransformerConfig means the same.
     May be called again, also after a restart: what is left of a training whose process groups have been

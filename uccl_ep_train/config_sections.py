@@ -1,7 +1,7 @@
-"""The groups of `EpConfig`: every setting that is not the model's.
+"""The sections of `EpConfig`: every setting that is not the model's.
 
-Each field has one public name: its own, with the `prefix` of its group before it. That is a flat argument of
-`EpConfig`, what errors say, an option of Megatron's command line and, after UCCL_EP_, a variable.
+Each field has one public name: its own, with the `prefix` of its section before it. That is a flat argument
+of `EpConfig`, what errors say, an option of Megatron's command line and, after UCCL_EP_, a variable.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from uccl_ep_train.config_checks import (
     number,
     optional,
 )
-from uccl_ep_train.config_fields import Group, Setting, setting, settings_of
+from uccl_ep_train.config_fields import Section, Setting, setting, settings_of
 
 WireDtype = Literal["fp8", "bf16"]
 WideDtype = Literal["bf16", "fp32"]
@@ -32,7 +32,7 @@ TransportName = Literal["auto", "loop", "verbs", "ofi"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wire(Group):
+class Wire(Section):
     """How values are written on their way."""
 
     dispatch_dtype: WireDtype = setting("fp8", choice(WireDtype))
@@ -61,7 +61,7 @@ class Wire(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory(Group):
+class Memory(Section):
     """What a buffer may allocate on this rank, and how it divides it."""
 
     max_dtype: WideDtype = setting("fp32", choice(WideDtype), native="max_element_bytes")
@@ -97,7 +97,7 @@ class Memory(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deadlines(Group):
+class Deadlines(Section):
     """How long a rank waits for others before it raises."""
 
     arrival_timeout_s: float = setting(300.0, number(0.0, 1e6, open_low=True), agree=False, native="=")
@@ -115,7 +115,7 @@ class Deadlines(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gpu(Group):
+class Gpu(Section):
     """Whether tensors lie on a GPU, and what the kernels may take of it."""
 
     backend: Backend = setting("auto", choice(Backend))
@@ -144,7 +144,7 @@ class Gpu(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network(Group):
+class Network(Section):
     """Which ranks are a domain, and how rows travel between domains. NIC settings that are left open follow
     the NIC's family (`docs/nics.md`) and may differ per rank.
     """
@@ -249,7 +249,7 @@ class Network(Group):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopFaults(Group):
+class LoopFaults(Section):
     """What makes the loop transport slow or faulty, to stand in for a NIC and for tests."""
 
     prefix = "loop_"
@@ -291,7 +291,7 @@ class LoopFaults(Group):
     """
 
 
-GROUPS: dict[str, type[Group]] = {
+SECTIONS: dict[str, type[Section]] = {
     "wire": Wire,
     "memory": Memory,
     "deadlines": Deadlines,
@@ -302,8 +302,8 @@ GROUPS: dict[str, type[Group]] = {
 """By the field of `EpConfig` that holds one."""
 
 SETTINGS_OF: dict[str, tuple[Setting, ...]] = {
-    group: settings_of(owner, group) for group, owner in GROUPS.items()
+    section: settings_of(owner, section) for section, owner in SECTIONS.items()
 }
 
 SETTINGS: dict[str, Setting] = {entry.name: entry for entries in SETTINGS_OF.values() for entry in entries}
-"""All fields of the groups, by their public names."""
+"""All fields of the sections, by their public names."""

@@ -1,4 +1,4 @@
-"""The groups of `EpConfig`, their settings' public names, and the native structure that they fill."""
+"""The sections of `EpConfig`, their settings' public names, and the native structure that they fill."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.setting_values import PARSED
-from uccl_ep_train import Deadlines, EpConfig, Gpu, LoopFaults, Memory, Network, Topology, Wire
+from uccl_ep_train import Deadlines, EpConfig, Gpu, LoopFaults, Network, Topology, Wire
 from uccl_ep_train.config import ALL_SETTINGS
-from uccl_ep_train.config_groups import GROUPS, SETTINGS
+from uccl_ep_train.config_sections import SECTIONS, SETTINGS
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.native import load_native, native_config, native_values
 
@@ -27,18 +27,18 @@ OTHER = {name: value for name, (_, value) in PARSED.items()}
 
 def nested(name: str, value: object) -> dict[str, object]:
     entry = SETTINGS[name]
-    return {entry.group: GROUPS[entry.group](**{entry.field: value})}
+    return {entry.section: SECTIONS[entry.section](**{entry.field: value})}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_both_names_of_a_setting_mean_the_same(name: str) -> None:
     value, entry = OTHER[name], SETTINGS[name]
-    flat, grouped = EpConfig(**BASE, **{name: value}), EpConfig(**BASE, **nested(name, value))
-    assert flat == grouped != EpConfig(**BASE)
-    assert hash(flat) == hash(grouped)
-    assert getattr(grouped, name) == getattr(getattr(flat, entry.group), entry.field) == value
+    flat, inside = EpConfig(**BASE, **{name: value}), EpConfig(**BASE, **nested(name, value))
+    assert flat == inside != EpConfig(**BASE)
+    assert hash(flat) == hash(inside)
+    assert getattr(inside, name) == getattr(getattr(flat, entry.section), entry.field) == value
     assert getattr(EpConfig, name) == getattr(EpConfig(**BASE), name) == entry.default
-    assert flat.describe() == grouped.describe() != EpConfig(**BASE).describe()
+    assert flat.describe() == inside.describe() != EpConfig(**BASE).describe()
     assert EpConfig(**BASE).replace(**{name: value}) == flat
     assert dataclasses.replace(EpConfig(**BASE), **{name: value}) == flat
     assert EpConfig(**BASE).replace(**nested(name, value)) == flat
@@ -47,7 +47,7 @@ def test_both_names_of_a_setting_mean_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_given_by_both_names_is_an_error_that_has_both(name: str) -> None:
     value, entry = OTHER[name], SETTINGS[name]
-    # Also where they say the same, and where the group says what it is without it.
+    # Also where they say the same, and where the section says what it is without it.
     for other in (value, entry.default):
         for make in (EpConfig, EpConfig.from_env, lambda **given: EpConfig(**BASE).replace(**given)):
             with pytest.raises(ConfigError) as caught:
@@ -57,12 +57,12 @@ def test_a_setting_given_by_both_names_is_an_error_that_has_both(name: str) -> N
             )
 
 
-def test_other_settings_of_a_group_may_be_given_by_their_public_names() -> None:
+def test_other_settings_of_a_section_may_be_given_by_their_public_names() -> None:
     config = EpConfig(**BASE, gpu=Gpu(num_sms=8), stage_sms=4)
     assert config.gpu == Gpu(num_sms=8, stage_sms=4)
 
 
-def test_what_is_no_group_is_an_error() -> None:
+def test_what_is_no_section_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"^gpu = Wire\(.*\): allowed is a Gpu$"):
         EpConfig(**BASE, gpu=Wire())
     with pytest.raises(ConfigError, match=r"^faults = 1: allowed is a LoopFaults$"):
@@ -71,7 +71,7 @@ def test_what_is_no_group_is_an_error() -> None:
 
 
 def test_an_unknown_name_is_an_error() -> None:
-    for unknown in ("num_smz", "seed"):  # the field of a group, without its prefix
+    for unknown in ("num_smz", "seed"):  # the field of a section, without its prefix
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{unknown}'"):
             EpConfig(**BASE, **{unknown: 1})
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{unknown}'"):
@@ -84,7 +84,7 @@ def test_an_unknown_name_is_an_error() -> None:
         EpConfig.from_env(**BASE, seed=1)
 
 
-def test_a_group_checks_its_values_and_names_them_as_everybody_does() -> None:
+def test_a_section_checks_its_values_and_names_them_as_everybody_does() -> None:
     with pytest.raises(ConfigError, match=r"^num_sms = 0: allowed is 1 \.\. 1024$"):
         Gpu(num_sms=0)
     with pytest.raises(ConfigError, match=r"^loop_seed = -1: allowed is 0 \(in order\) \.\. 2\^63 - 1$"):
@@ -93,7 +93,7 @@ def test_a_group_checks_its_values_and_names_them_as_everybody_does() -> None:
     assert isinstance(Deadlines(arrival_timeout_s=5).arrival_timeout_s, float)
 
 
-def test_groups_and_flat_attributes_are_frozen() -> None:
+def test_sections_and_flat_attributes_are_frozen() -> None:
     config = EpConfig(**BASE)
     for holder, name in ((config, "gpu"), (config, "num_sms"), (config.gpu, "num_sms")):
         with pytest.raises(dataclasses.FrozenInstanceError):
@@ -109,11 +109,11 @@ def test_a_configuration_survives_pickle_copy_and_repr(monkeypatch: pytest.Monke
         assert other == config and hash(other) == hash(config)
         assert other.describe() == config.describe()
         assert "environment UCCL_EP_NUM_SMS" in other.describe()
-    names = {group.__name__: group for group in (EpConfig, Deadlines, Gpu, LoopFaults, Memory, Network, Wire)}
+    names = {owner.__name__: owner for owner in (EpConfig, *SECTIONS.values())}
     assert eval(repr(config), names) == config
 
 
-def test_a_group_of_an_argument_leaves_its_other_settings_to_the_environment(
+def test_a_section_of_an_argument_leaves_its_other_settings_to_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("UCCL_EP_NUM_SMS", "8")
@@ -124,7 +124,7 @@ def test_a_group_of_an_argument_leaves_its_other_settings_to_the_environment(
     assert EpConfig.from_env(**BASE, network=Network(domain_size=2)).domains is None
 
 
-def test_replacing_a_group_keeps_nothing_of_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacing_a_section_keeps_nothing_of_the_old_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCCL_EP_NUM_SMS", "8")
     monkeypatch.setenv("UCCL_EP_GRAD_DTYPE", "fp8")
     config = EpConfig.from_env(**BASE, stage_sms=4).replace(gpu=Gpu(bulk_copies=False))
@@ -137,7 +137,7 @@ def test_replacing_a_group_keeps_nothing_of_the_old_one(monkeypatch: pytest.Monk
 def test_every_variable_is_named_by_the_one_rule() -> None:
     for name, entry in SETTINGS.items():
         assert entry.variable == "UCCL_EP_" + name.upper()
-        prefix = "loop_" if entry.group == "faults" else ""
+        prefix = "loop_" if entry.section == "faults" else ""
         assert name == prefix + entry.field
 
 
