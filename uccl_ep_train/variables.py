@@ -64,6 +64,7 @@ VARIABLES: tuple[Variable, ...] = (
     _idle("RDMA_ADAPTIVE_SLEEP", "an idle proxy always goes to sleep"),
     _other("WINDOWS_FILE", "path", "where measured windows of NICs are kept (calibrate.py)"),
     _other("WERROR", "0 | 1", "build only: compiler warnings are errors"),
+    _other("CUDA_ARCHS", "auto | all | none | names", "build only: GPUs that kernels are compiled for"),
     _other("SANITIZE", "address | undefined | thread", "build only: see CONTRIBUTING.md"),
     _other("APT", "0 | 1", "scripts/setup_env.sh only: it may install system packages"),
     _other("TORCH_SPEC", "requirement", "scripts/setup_env.sh only: which torch"),
