@@ -35,7 +35,7 @@ PACKAGES=(
 # What training does without: pretrain.sh sets TOOLS_TOO=0. Formatters and type checkers are pinned, because another
 # version formats and complains differently.
 TOOLS=(
-  pytest pytest-timeout hypothesis pyyaml
+  pytest pytest-timeout pytest-xdist hypothesis pyyaml
   "ruff==0.17.5" "mypy==2.4.1" "clang-format==23.1.5"
 )
 

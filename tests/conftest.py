@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 
@@ -41,6 +41,17 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("ci", derandomize=True, deadline=None, database=None, print_blob=True)
     settings.register_profile("developer", deadline=None, print_blob=True)
     settings.load_profile("ci" if os.environ.get("CI") else "developer")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from tests import shares
+
+    for item in items:
+        path = PurePosixPath(item.path.relative_to(ROOT / "tests"))
+        program = getattr(getattr(item, "callspec", None), "params", {}).get("program")
+        item.add_marker(pytest.mark.xdist_group(shares.group_of(path, program)))
+        if shares.is_alone(path, program):
+            item.add_marker(pytest.mark.alone)
 
 
 @pytest.fixture(autouse=True, scope="session")

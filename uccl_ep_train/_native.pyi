@@ -1,5 +1,5 @@
 # Written by scripts/native_stub.py from the bindings; tests/native/test_stub.py compares the two.
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 class CombineArgs:
     def __init__(self, rows_ptr: int, hidden: int, element_bytes: int, wire_fp32: bool, values_ptr: int, out_ptr: int, values_out_ptr: int, aside: bool) -> None: ...
