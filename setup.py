@@ -58,6 +58,16 @@ def find_nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home) / "bin"))
 
 
+def compiled_for(compiler: str | None) -> list[str]:
+    """Of the architectures that were asked for those that the compiler knows."""
+    if compiler is None:
+        return []
+    names, lacking = ARCHITECTURES["known_to"](run([compiler, "--list-gpu-arch"]), ARCHS)
+    if lacking:
+        print(f"uccl_ep_train: {compiler} does not know {', '.join(lacking)}: PTX is built in their place")
+    return names
+
+
 def find_toolkit(compiler: str) -> Path:
     """The folder with the headers and libraries of `compiler`, which may be a wrapper elsewhere."""
     places = [Path(compiler).resolve().parents[1], Path(ENV["read"]("CUDA_HOME", "/usr/local/cuda"))]
@@ -91,6 +101,8 @@ def children_seconds() -> float:
     return spent.ru_utime + spent.ru_stime
 
 
+nvcc = find_nvcc()
+BUILT_FOR = compiled_for(nvcc)
 CUDA_FLAGS = [
     "-std=c++20",
     "-O3",
@@ -101,7 +113,7 @@ CUDA_FLAGS = [
     "-lineinfo",  # profilers show the source
     "-Xptxas=-v",  # registers and spills of each kernel, for tests/native/test_kernels.py
     "-Xcompiler=-fPIC,-fvisibility=hidden",
-    *(flag for name in ARCHS for flag in ARCHITECTURES["KNOWN"][name]),
+    *(flag for name in BUILT_FOR for flag in ARCHITECTURES["KNOWN"][name]),
     *(["--Werror=all-warnings"] if WERROR else []),
 ]
 
@@ -179,7 +191,7 @@ class BuildExt(build_ext):
     def finalize_options(self) -> None:
         super().finalize_options()
         kind = "werror" if WERROR else "plain"
-        kind += ARCHITECTURES["folder_suffix"](ARCHS if nvcc else []) + (SANITIZER and f"-{SANITIZER}")
+        kind += ARCHITECTURES["folder_suffix"](BUILT_FOR) + (SANITIZER and f"-{SANITIZER}")
         self.force = True  # link anew: nvcc may have come or gone since. Objects are kept, see is_current.
         self.build_temp = str(Path("build") / f"objects-{sys.implementation.cache_tag}-{kind}")
 
@@ -212,9 +224,8 @@ def extension() -> Pybind11Extension:
     )
 
 
-nvcc = find_nvcc()
 if nvcc:
-    print(f"uccl_ep_train: both backends are built, for GPUs of {' and '.join(ARCHS)} by {nvcc}")
+    print(f"uccl_ep_train: both backends are built, for GPUs of {', '.join(BUILT_FOR)} by {nvcc}")
 else:
     why = "no nvcc" if ARCHS else "no GPU here, and UCCL_EP_CUDA_ARCHS names no architecture"
     print(f"uccl_ep_train: the host backend is built ({why})")

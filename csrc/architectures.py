@@ -6,6 +6,7 @@ UCCL_EP_CUDA_ARCHS says which: "auto" (those of this machine's GPUs), "all", "no
 
 from __future__ import annotations
 
+import re
 import runpy
 import shutil
 import subprocess
@@ -13,11 +14,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Hopper's bulk copies, and plain loads for what came before and comes after.
+
+def _binary(name: str) -> list[str]:
+    return [f"-gencode=arch=compute_{name},code=sm_{name}"]
+
+
+# From 90 on kernels have bulk copies; before, plain loads. "90" is PTX for what is not listed or comes after.
 KNOWN = {
-    "80": ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_80,code=compute_80"],
-    "90a": ["-gencode=arch=compute_90a,code=sm_90a"],
+    "80": _binary("80"),
+    "90a": _binary("90a"),
+    "100a": _binary("100a"),
+    "103a": _binary("103a"),
+    "120a": _binary("120a"),
+    "90": ["-gencode=arch=compute_90,code=compute_90"],
 }
+OF_CAPABILITY = {(9, 0): "90a", (10, 0): "100a", (10, 3): "103a", (12, 0): "120a"}
 LEAST = (8, 0)
 
 
@@ -26,7 +37,7 @@ def of_capability(capability: str) -> str | None:
     major, minor = (int(part) for part in capability.split("."))
     if (major, minor) < LEAST:
         return None
-    return "90a" if (major, minor) == (9, 0) else "80"
+    return "80" if major == LEAST[0] else OF_CAPABILITY.get((major, minor), "90")
 
 
 def of_this_machine() -> list[str]:
@@ -38,28 +49,39 @@ def of_this_machine() -> list[str]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         return []
-    return sorted({name for line in done.stdout.split() if (name := of_capability(line)) is not None})
+    found = {name for line in done.stdout.split() if (name := of_capability(line)) is not None}
+    return [name for name in KNOWN if name in found]
 
 
 def chosen(asked: str) -> list[str]:
-    """Sorted. Raises SystemExit, which names what is allowed."""
+    """In the order of `KNOWN`. Raises SystemExit, which names what is allowed."""
     words = asked.replace(",", " ").split()
     if words in ([], ["auto"]):
         return of_this_machine()
     if words == ["none"]:
         return []
     if words == ["all"]:
-        return sorted(KNOWN)
-    unknown = [word for word in words if word not in KNOWN]
-    if unknown:
+        return list(KNOWN)
+    if any(word not in KNOWN for word in words):
         allowed = "auto | all | none, or some of " + ", ".join(KNOWN)
         raise SystemExit(f"environment variable UCCL_EP_CUDA_ARCHS = {asked!r}: allowed is {allowed}")
-    return sorted(set(words))
+    return [name for name in KNOWN if name in words]
+
+
+def known_to(listed: str, names: list[str]) -> tuple[list[str], list[str]]:
+    """`names` without those that a compiler lacks, in whose place PTX is made; and those.
+
+    listed  what `nvcc --list-gpu-arch` prints
+    """
+    numbers = set(re.findall(r"compute_(\d+)", listed))
+    lacking = [name for name in names if name.rstrip("a") not in numbers]
+    kept = {"90" if name in lacking else name for name in names}
+    return [name for name in KNOWN if name in kept], lacking
 
 
 def folder_suffix(names: list[str]) -> str:
     """Of the objects that are compiled for them."""
-    return "" if not names else "-cuda" if names == sorted(KNOWN) else "-cuda_" + "_".join(names)
+    return "" if not names else "-cuda" if names == list(KNOWN) else "-cuda_" + "_".join(names)
 
 
 if __name__ == "__main__":

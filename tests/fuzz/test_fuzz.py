@@ -34,7 +34,7 @@ CLANG = Flavour(
 )
 FOUND = 86  # what a program that a sanitizer or a claim ended returns
 SECONDS = 2.0
-LIBFUZZER_SECONDS = 6
+LIBFUZZER_SECONDS = 3
 LONG_SECONDS = 120
 
 

@@ -67,8 +67,14 @@ def stock_runs() -> dict[Any, list[Outcome]]:
     return {}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [
+        *(("bf16", layout) for layout in LAYOUTS),
+        ("fp32", "2x2"),
+        *(pytest.param("fp32", layout, marks=pytest.mark.slow) for layout in ("1x4", "4x1")),
+    ],
+)
 def test_fifty_steps_of_top_2_are_bitwise_equal(
     ranks: MegatronRanks, stock_runs: dict[Any, list[Outcome]], dtype: str, layout: str
 ) -> None:

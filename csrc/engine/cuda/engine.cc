@@ -8,6 +8,7 @@
 #include <map>
 #include <stdexcept>
 
+#include "backend/cuda/arch.h"
 #include "common/thread.h"
 #include "common/units.h"
 #include "engine/handle.h"
@@ -245,9 +246,7 @@ void CudaEngine::start() {
   };
   group_.arrival_nsec = deadline_nsec(config_.arrival_timeout_s);
   group_.progress_nsec = deadline_nsec(config_.progress_timeout_s);
-  int major = 0;
-  must(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_), "cudaDeviceGetAttribute");
-  group_.bulk_copies = major == 9 && config_.bulk_copies;
+  group_.bulk_copies = config_.bulk_copies && cuda::has_bulk_copies();
   group_.error = reinterpret_cast<cuda::HostError*>(pinned_);
   group_.counts = reinterpret_cast<cuda::HostCounts*>(pinned_ + kPinnedBytes);
   life_.start();
