@@ -7,7 +7,10 @@ from collections.abc import Iterable
 
 # Set-up, probes, errors and conversions: nobody waits for these, so they are compiled in less time.
 COLD = (
-    *("bindings/", "common/", "layout/", "backend/cuda/", "engine/engine.cc", "engine/stats.cc"),
+    *("bindings/", "common/", "layout/", "backend/cuda/", "engine/config.cc", "engine/stats.cc"),
+    "engine/group/control_plane.cc",
+    "engine/group/stats.cc",
+    "engine/host/stats.cc",
     *(f"engine/cuda/{name}.cc" for name in ("checks", "engine", "faults", "network", "trace", "trial")),
     *(f"transport/{name}.cc" for name in ("nics", "registry", "trial")),
     *(f"transport/ofi/{name}.cc" for name in ("endpoint", "library", "provider")),

@@ -82,7 +82,9 @@ def blocks(native: ModuleType) -> dict[str, str]:
         if name.startswith("_"):
             continue
         if isinstance(bound, type):
-            lines = [f"class {name}:", *(f"    {line}" for line in members(bound, native.__name__))]
+            bases = ", ".join(base.__name__ for base in bound.__bases__ if base.__module__ == native.__name__)
+            lines = [f"class {name}({bases}):" if bases else f"class {name}:"]
+            lines += [f"    {line}" for line in members(bound, native.__name__)]
         else:
             lines = [function(str(bound.__doc__), native.__name__)]
         found[name] = "\n".join(lines)

@@ -81,15 +81,9 @@ class CudaLauncher(Launcher):
         # What torch.cuda.current_stream() asks, without an object around the answer: 20 us on a slow host.
         return int(torch._C._cuda_getCurrentRawStream(self._device.index))
 
-    def refuse(self, why: str) -> None:
-        self._engine.refused(why, self._stream())
-
     def _track(self, native: Any, aside: bool, *tensors: Tensor | None) -> Record:
         # On the caller's own stream memory is given back in the order of the stream.
         return super()._track(native, aside, *tensors) if aside else _UNTRACKED
-
-    def wait_native(self, native: Any) -> None:
-        native.wait(self._stream())
 
     def finish(self, launched: Dispatched | Combined) -> None:
         pass  # The caller's stream has it in its order.
@@ -132,23 +126,6 @@ class CudaLauncher(Launcher):
 
     def _with_dropped(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
         return rows  # The kernels leave out what was dropped.
-
-    def _dispatch(self, args: Any, plan: Any) -> Any:
-        return self._engine.dispatch(args, plan, self._stream())
-
-    def _give_output(
-        self,
-        native: Any,
-        storage: Tensor | None,
-        rows_RH: Tensor,
-        scales: Tensor | None,
-        weights_R: Tensor | None,
-    ) -> None:
-        plan, stream = address(storage), self._stream()
-        native.set_output(address(rows_RH), address(scales), address(weights_R), plan, stream)
-
-    def _combine(self, args: Any, plan: Any) -> Any:
-        return self._engine.combine(args, plan, self._stream())
 
 
 def launcher(engine: Any, in_flight: Any, owner: object, device: torch.device, num_experts: int) -> Launcher:

@@ -148,7 +148,7 @@ class Launcher:
         x_TH, routed, handle, rows = call.x, call.routed, call.handle, call.rows
         args = self._dispatch_args(call, aside)
         dtype = torch.float8_e4m3fn if call.fp8_rows else x_TH.dtype
-        native = self._dispatch(args, None if handle is None else handle.plan)
+        native = self._engine.dispatch(args, None if handle is None else handle.plan, self._stream())
         record = self._track(native, aside, x_TH, routed.indices, routed.values)
         known = handle or DispatchHandle.of_plan(native.plan, self._owner, rows)
 
@@ -157,9 +157,7 @@ class Launcher:
             if handle is None:
                 known.keep(self._plan_memory(native))
             record.keep(known.storage, received.row_experts, *received[:3])
-            if received.row_experts is not None:
-                native.set_row_experts(address(received.row_experts))
-            self._give_output(native, known.storage, *received[:3])
+            native.set_output(*map(address, (*received, known.storage)), self._stream())
             return received
 
         return self._receive(native, known, receive)
@@ -216,7 +214,7 @@ class Launcher:
             address(values),
             aside,
         )
-        native = self._combine(args, handle.plan)
+        native = self._engine.combine(args, handle.plan, self._stream())
         self._track(native, aside, handle.storage, rows_RH, row_values, out_TH, values)
         return Combined(native, out_TH, values)
 
@@ -235,13 +233,21 @@ class Launcher:
 
     def wait_native(self, native: Any) -> None:
         """The engine's part of `wait`. Raises what the operation failed with."""
-        native.wait()
+        native.wait(self._stream())
 
     def finish(self, launched: Dispatched | Combined) -> None:
         """`wait` for an operation that was not launched aside."""
         self.wait(launched)
 
+    def refuse(self, why: str) -> None:
+        """A call was refused, and takes its number after what has been queued."""
+        self._engine.refused(why, self._stream())
+
     # What differs between backends.
+
+    def _stream(self) -> int:
+        """The caller's, as the engine takes it; 0: there is none."""
+        return 0
 
     def _track(self, native: Any, aside: bool, *tensors: Tensor | None) -> Record:
         """Keeps tensors alive until the engine is done with them."""
@@ -272,28 +278,6 @@ class Launcher:
             return rows
         num_dropped = handle.plan.num_rows - handle.capacity
         return torch.cat([rows, rows.new_zeros(num_dropped, *rows.shape[1:])])
-
-    def _dispatch(self, args: Any, plan: Any) -> Any:
-        args.plan = plan
-        return self._engine.dispatch(args)
-
-    def _give_output(
-        self,
-        native: Any,
-        storage: Tensor | None,
-        rows_RH: Tensor,
-        scales: Tensor | None,
-        weights_R: Tensor | None,
-    ) -> None:
-        native.set_output(address(rows_RH), address(scales), address(weights_R))
-
-    def _combine(self, args: Any, plan: Any) -> Any:
-        args.plan = plan
-        return self._engine.combine(args)
-
-    def refuse(self, why: str) -> None:
-        """A call was refused, and takes its number after what has been queued."""
-        self._engine.refused(why)
 
 
 def _allocate(x_TH: Tensor, dtype: torch.dtype, rows: RowLayout, num_rows: int, weighted: bool) -> Outputs:

@@ -8,6 +8,7 @@
 #include "bindings/bindings.h"
 #include "transport/nics.h"
 #include "transport/registry.h"
+#include "transport/trial.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;

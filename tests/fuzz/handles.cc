@@ -1,5 +1,5 @@
 // The handles of engines: the first byte says which of the two.
-#include "engine/handle.h"
+#include "engine/group/handle.h"
 
 #include "target.h"
 

@@ -319,14 +319,16 @@ CLAIM("a context that is lost is an error, though no kernel runs any more that c
   };
   EXPECT(cudaLaunchHostFunc(stream, wait, &over) == cudaSuccess);
   const RankInput in(run, 0, 0);
-  const auto op = engine.dispatch(dispatch_args(run, in, true), {nullptr, stream});
+  DispatchArgs args = dispatch_args(run, in, true);
+  args.stream = stream;
+  const auto op = engine.dispatch(args);
   usleep(300'000);
-  const bool waited = !engine.poll_counts(*op);
+  const bool waited = !op->wait_counts(0);
   cuda_on_cpu::break_streams_of(0);
   std::string heard;
   for (const uint64_t deadline = now_usec() + 5'000'000; heard.empty() && now_usec() < deadline; usleep(1000)) {
     try {
-      engine.poll_counts(*op);
+      op->wait_counts(0);
     } catch (const CommunicationFailure& failure) {
       heard = failure.what();
     }

@@ -119,9 +119,9 @@ CLAIM("what is queued before a refusal does not see it, and an error has the rea
     Combined before, after;
     if (r == 1) {
       Blocked stream(rank.stream());
-      const auto op = rank.engine().combine(combine_args(run, in, got, before), {rank.plan(), rank.stream()});
+      const auto op = rank.engine().combine(rank.combine_of(in, got, before));
       rank.engine().refused("the first", rank.stream());
-      const auto next = rank.engine().combine(combine_args(run, in, got, after), {rank.plan(), rank.stream()});
+      const auto next = rank.engine().combine(rank.combine_of(in, got, after));
       rank.engine().refused("the second", rank.stream());
       stream.end();
       cudaStreamSynchronize(rank.stream());
@@ -180,6 +180,101 @@ CLAIM("a rank that never comes is named with the call that it refused, and in it
       }
       expect_text(text, {"to enter the operation; rank 1 refused call 2"});
       if (domain_of[1] == 0) expect_text(text, {"call 2: InputError: capacity = -1"});
+    });
+  }
+}
+
+namespace {
+
+// What an engine says to a call that it refuses; to one that it takes: nothing, and to one that it fails at: so.
+std::string said_to(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const UsageFailure& failure) {
+    return std::to_string(static_cast<int>(failure.kind())) + " " + failure.what();
+  }
+  return "";
+}
+
+// To a right dispatch and a right combine, then to wrong ones. `others`: a plan of another engine.
+template <typename Rank>
+std::vector<std::string> said_by(Rank& rank, const CudaRun& run, const std::shared_ptr<SavedPlan>& others) {
+  const RankInput in(run, 0, 0);
+  Dispatched got = rank.dispatch(in, false);
+  std::vector<std::string> all;
+  const auto dispatch = [&](const std::function<void(DispatchArgs&)>& change) {
+    DispatchArgs args = dispatch_args(run, in, true);
+    change(args);
+    all.push_back(said_to([&] { rank.engine().dispatch(args); }));
+  };
+  Combined sums;
+  const auto combine = [&](const std::function<void(CombineArgs&)>& change) {
+    CombineArgs args = rank.combine_of(in, got, sums);
+    change(args);
+    all.push_back(said_to([&] { rank.engine().combine(args); }));
+  };
+  all.push_back(said_to([&] { rank.combine(in, got); }));
+  dispatch([](DispatchArgs& args) { args.hidden = 0; });
+  dispatch([](DispatchArgs& args) { args.hidden += 1; });
+  dispatch([](DispatchArgs& args) { args.hidden *= 2; });
+  dispatch([](DispatchArgs& args) { args.dtype = args.wire = kFp32; });
+  dispatch([](DispatchArgs& args) { args.dtype = args.wire = kFp8; });
+  dispatch([](DispatchArgs& args) { args.expert_alignment = 0; });
+  dispatch([](DispatchArgs& args) { args.expert_alignment = (1u << 20) + 1; });
+  dispatch([](DispatchArgs& args) {
+    args.compact = true;
+    args.expert_alignment = 2;
+  });
+  dispatch([](DispatchArgs& args) { args.num_tokens = UINT32_MAX; });
+  dispatch([](DispatchArgs& args) { args.has_routing = false; });
+  dispatch([&](DispatchArgs& args) { args.plan = others; });
+  dispatch([&](DispatchArgs& args) {
+    args.has_routing = false;
+    args.plan = rank.plan();
+    args.num_tokens -= 1;
+  });
+  combine([](CombineArgs& args) { args.hidden += 1; });
+  combine([](CombineArgs& args) { args.wire = kFp32; });
+  combine([](CombineArgs& args) { args.plan = nullptr; });
+  combine([&](CombineArgs& args) { args.plan = others; });
+  return all;
+}
+
+}  // namespace
+
+CLAIM("engines of both memories refuse the same calls, in the same words") {
+  CudaRun run = small_run_of({0});
+  auto hosts = make_ranks<HostRank>(run), other_hosts = make_ranks<HostRank>(run);
+  auto ranks = make_ranks<CudaRank>(run);
+  other_hosts[0]->dispatch(RankInput(run, 0, 0), false);
+  hosts[0]->dispatch(RankInput(run, 0, 0), false);
+  ranks[0]->dispatch(RankInput(run, 0, 0), false);
+  // Those of the other memory, for all engines here are of one generation.
+  const auto by_host = said_by(*hosts[0], run, ranks[0]->plan());
+  const auto by_cuda = said_by(*ranks[0], run, other_hosts[0]->plan());
+  EXPECT_EQ(by_host.size(), by_cuda.size());
+  for (size_t i = 0; i < by_host.size(); ++i) {
+    if (by_host[i] != by_cuda[i])
+      throw std::logic_error("\"" + by_host[i] + "\" and \"" + by_cuda[i] + "\" to call " + std::to_string(i));
+    EXPECT_EQ(by_host[i].empty(), i == 0);  // the right one
+  }
+}
+CLAIM("engines that connect and never start give everything back") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}}) {
+    const CudaRun run = small_run_of(domain_of);
+    std::vector<std::unique_ptr<CudaRank>> ranks;
+    std::vector<std::string> handles;
+    for (int rank = 0; rank < run.num_ranks(); ++rank) {
+      ranks.push_back(std::make_unique<CudaRank>(run, rank));
+      handles.push_back(ranks.back()->engine().export_handle());
+    }
+    by_ranks(run.num_ranks(), [&](int r) {
+      CudaEngine& engine = ranks[static_cast<size_t>(r)]->engine();
+      engine.connect(handles);
+      engine.share_memory([] {});
+      engine.close(false);
+      engine.close(true);
+      EXPECT_THROWS(UsageFailure, engine.dispatch({}));
     });
   }
 }

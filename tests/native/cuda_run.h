@@ -7,7 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "engine/engine.h"
+#include "engine/call.h"
+#include "engine/config.h"
 
 namespace uccl_ep {
 
@@ -170,6 +171,16 @@ template <typename T>
 T* address_if(bool wanted, std::vector<T>& v) {
   v.reserve(1);
   return wanted ? v.data() : nullptr;
+}
+
+// Where a dispatch's results go.
+inline DispatchOutput output_of(const CudaRun& run, Dispatched& got) {
+  DispatchOutput output;
+  output.rows = address_if(true, got.rows);
+  output.scales = address_if(run.fp8_codes, got.scales);
+  output.weights = address_if(run.with_weights, got.weights);
+  output.row_experts = address_if(run.compact, got.experts);
+  return output;
 }
 
 inline DispatchArgs dispatch_args(const CudaRun& run, const RankInput& in, bool has_routing) {

@@ -21,7 +21,7 @@
 #include "cuda_on_cpu/lanes.h"
 #include "cuda_run.h"
 #include "engine/cuda/engine.h"
-#include "engine/engine.h"
+#include "engine/host/engine.h"
 
 namespace uccl_ep {
 
@@ -31,21 +31,19 @@ constexpr uint64_t kRunPatienceUsec = 100'000'000;
 class HostRank {
  public:
   HostRank(const CudaRun& run, int rank) : run_(run), engine_(with_budget(config_of(run, rank))) {}
-  Engine& engine() { return engine_; }
+  HostEngine& engine() { return engine_; }
 
   Dispatched dispatch(const RankInput& in, bool cached) {
     DispatchArgs args = dispatch_args(run_, in, !cached);
     if (cached) args.plan = plan_;
     auto op = engine_.dispatch(args);
-    EXPECT(engine_.wait_counts(*op, kRunPatienceUsec));
-    plan_ = op->plan;
+    EXPECT(op->wait_counts(kRunPatienceUsec));
+    plan_ = op->plan();
     Dispatched got;
-    got.make_room(run_, op->plan->num_rows);
-    got.counts = op->plan->tokens_per_expert;
-    if (run_.compact) engine_.give_row_experts(*op, got.experts.data());
-    engine_.give_output(*op, {address_if(true, got.rows), address_if(run_.fp8_codes, got.scales),
-                              address_if(run_.with_weights, got.weights)});
-    EXPECT(engine_.wait(*op, kRunPatienceUsec));
+    got.make_room(run_, plan_->num_rows());
+    got.counts = plan_->tokens_per_expert();
+    op->give_output(output_of(run_, got));
+    EXPECT(op->wait(nullptr, kRunPatienceUsec));
     if (run_.capacity >= 0) {
       got.counts.clear();
       got.fit_capacity(run_);
@@ -54,14 +52,17 @@ class HostRank {
   }
   // Zeros add as much as what a capacity dropped.
   Combined combine(const RankInput& in, Dispatched from) {
-    from.resize(run_, plan_->num_rows);
+    from.resize(run_, plan_->num_rows());
     Combined got;
-    CombineArgs args = combine_args(run_, in, from, got);
-    args.plan = plan_;
-    auto op = engine_.combine(args);
-    EXPECT(engine_.wait(*op, kRunPatienceUsec));
+    EXPECT(engine_.combine(combine_of(in, from, got))->wait(nullptr, kRunPatienceUsec));
     return got;
   }
+  CombineArgs combine_of(const RankInput& in, Dispatched& from, Combined& got) const {
+    CombineArgs args = combine_args(run_, in, from, got);
+    args.plan = plan_;
+    return args;
+  }
+  const std::shared_ptr<SavedPlan>& plan() const { return plan_; }
 
  private:
   static EngineConfig with_budget(EngineConfig config) {
@@ -69,8 +70,8 @@ class HostRank {
     return config;
   }
   const CudaRun run_;
-  Engine engine_;
-  std::shared_ptr<Plan> plan_;
+  HostEngine engine_;
+  std::shared_ptr<SavedPlan> plan_;
 };
 
 // Kernels that run may write to memory that goes with the stack.
@@ -104,34 +105,40 @@ class CudaRank {
     DispatchArgs args = dispatch_args(run_, in, !cached);
     if (!cached) args.capacity = run_.capacity;
     args.pad_to_capacity = run_.pad_to_capacity;
-    auto op = engine_.dispatch(args, {cached ? plan_ : nullptr, stream_});
-    const bool guessed = !op->counts_known && op->place.fit == cuda::Fit::kIfLargeEnough;
-    if (guessed || op->counts_known) give(*op, got);
+    args.plan = cached ? plan_ : nullptr;
+    args.stream = stream_;
+    auto op = engine_.dispatch(args);
+    if (op->is_guessed() || op->counts_known()) give(*op, got, cached);
     const uint64_t deadline = now_usec() + kRunPatienceUsec;
-    while (!engine_.poll_counts(*op)) {
+    while (!op->wait_counts(0)) {
       EXPECT(now_usec() < deadline);
       usleep(200);
     }
     std::vector<uint8_t> unused = std::move(storage_);  // kernels may still look at it
-    if (op->placed)
+    if (op->placed())
       storage_ = std::move(unused);
     else
-      give(*op, got);
-    plan_ = op->plan;
+      give(*op, got, cached);
+    plan_ = op->plan();
     finish(*op);
-    got.counts = plan_->tokens_per_expert;
-    got.resize(run_, plan_->sizes.num_rows);
+    got.counts = plan_->tokens_per_expert();
+    got.resize(run_, plan_->num_rows());
     return got;
   }
   Combined combine(const RankInput& in, Dispatched& from) {
     Combined got;
     const CloseOnFailure guard{engine_};
-    auto op = engine_.combine(combine_args(run_, in, from, got), {plan_, stream_});
-    finish(*op);
+    finish(*engine_.combine(combine_of(in, from, got)));
     return got;
   }
+  CombineArgs combine_of(const RankInput& in, Dispatched& from, Combined& got) const {
+    CombineArgs args = combine_args(run_, in, from, got);
+    args.plan = plan_;
+    args.stream = stream_;
+    return args;
+  }
   cudaStream_t stream() const { return stream_; }
-  const std::shared_ptr<CudaPlan>& plan() const { return plan_; }
+  const std::shared_ptr<SavedPlan>& plan() const { return plan_; }
   double stat(const std::string& name) const {
     for (const auto& [its, value] : engine_.stats())
       if (its == name) return value;
@@ -143,20 +150,16 @@ class CudaRank {
     config.budget_bytes = cuda_least_budget_bytes(config) + static_cast<uint64_t>(run.spare_bytes);
     return config;
   }
-  void give(CudaOp& op, Dispatched& got) {
-    got.make_room(run_, op.plan->sizes.num_rows);
-    if (op.place.state != cuda::PlanState::kKnown) storage_.assign(op.plan->storage_bytes, 0xDD);
-    CudaOutput output;
-    output.rows = address_if(true, got.rows);
-    output.scales = address_if(run_.fp8_codes, got.scales);
-    output.weights = address_if(run_.with_weights, got.weights);
-    output.row_experts = address_if(run_.compact, got.experts);
+  void give(Operation& op, Dispatched& got, bool cached) {
+    got.make_room(run_, op.plan()->num_rows());
+    if (!cached) storage_.assign(op.plan()->num_bytes(), 0xDD);
+    DispatchOutput output = output_of(run_, got);
     output.plan = storage_.data();
     output.stream = stream_;
-    engine_.give_output(op, output);
+    op.give_output(output);
   }
-  void finish(CudaOp& op) {
-    engine_.wait(op, stream_);
+  void finish(Operation& op) {
+    op.wait(stream_, 0);
     cudaStreamSynchronize(stream_);
     engine_.check();
   }
@@ -165,7 +168,7 @@ class CudaRank {
   const int rank_;
   CudaEngine engine_;
   cudaStream_t stream_ = nullptr;
-  std::shared_ptr<CudaPlan> plan_;
+  std::shared_ptr<SavedPlan> plan_;
   std::vector<uint8_t> storage_;
 };
 

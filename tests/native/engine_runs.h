@@ -8,7 +8,7 @@
 #include <thread>
 
 #include "claims.h"
-#include "engine/engine.h"
+#include "engine/host/engine.h"
 #include "fake_copies.h"
 #include "transport/registry.h"
 
@@ -52,18 +52,21 @@ class RankRun {
     dispatch.routing = {RoutingKind::kTopk, idx_.data(), kTopk};
     dispatch.weights = with_weights ? weights_.data() : nullptr;
     auto op = engine_.dispatch(dispatch);
-    EXPECT(engine_.wait_counts(*op, kPatienceUsec));
-    std::vector<float> rows(op->plan->num_rows * kHidden, -1.0f);
-    std::vector<float> row_weights(op->plan->num_rows, -1.0f);
-    engine_.give_output(*op, {reinterpret_cast<uint8_t*>(rows.data()), nullptr, row_weights.data()});
-    EXPECT(engine_.wait(*op, kPatienceUsec));
+    EXPECT(op->wait_counts(kPatienceUsec));
+    std::vector<float> rows(op->plan()->num_rows() * kHidden, -1.0f);
+    std::vector<float> row_weights(op->plan()->num_rows(), -1.0f);
+    DispatchOutput output;
+    output.rows = reinterpret_cast<uint8_t*>(rows.data());
+    output.weights = row_weights.data();
+    op->give_output(output);
+    EXPECT(op->wait(nullptr, kPatienceUsec));
 
     std::vector<float> out(x_.size() + 1), out_again(x_.size() + 1), weights_back(weights_.size() + 1, 0.0f);
     CombineArgs combine;
     combine.rows = reinterpret_cast<const uint8_t*>(rows.data());
     combine.hidden = kHidden;
     combine.dtype = combine.wire = Dtype::kFp32;
-    combine.plan = op->plan;
+    combine.plan = op->plan();
     combine.weights = with_weights ? row_weights.data() : nullptr;
     combine.weights_out = with_weights ? weights_back.data() : nullptr;
     combine.out = reinterpret_cast<uint8_t*>(out.data());
@@ -72,8 +75,8 @@ class RankRun {
     combine.weights_out = nullptr;
     combine.out = reinterpret_cast<uint8_t*>(out_again.data());
     auto second = engine_.combine(combine);
-    EXPECT(engine_.wait(*first, kPatienceUsec));
-    EXPECT(engine_.wait(*second, kPatienceUsec));
+    EXPECT(first->wait(nullptr, kPatienceUsec));
+    EXPECT(second->wait(nullptr, kPatienceUsec));
     check(out, with_weights ? &weights_back : nullptr);
     EXPECT(out == out_again);
   }
@@ -121,7 +124,7 @@ inline void run(const std::vector<int>& domain_of, const LoopOptions& loop, int 
   for (int rank = 0; rank < n; ++rank) {
     EngineConfig config = config_of(rank, domain_of, loop);
     if (change) change(config);
-    engines.push_back(std::make_unique<Engine>(config));
+    engines.push_back(std::make_unique<HostEngine>(config));
     handles.push_back(engines.back()->export_handle());
   }
   std::barrier meeting(n);

@@ -77,8 +77,8 @@ class FaultyCore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._core, name)
 
-    def Engine(self, config: Any) -> Any:
-        engine = self._core.Engine(config)
+    def HostEngine(self, config: Any) -> Any:
+        engine = self._core.HostEngine(config)
         return _FaultyEngine(engine, self._method) if config.rank == 1 else engine
 
 

@@ -72,8 +72,8 @@ class Op:
         assert self.is_guessed and self.memory == []
         self.is_guessed = False
 
-    def set_output(self, rows: int, scales: int, values: int, plan: int, stream: int) -> None:
-        assert rows != 0 and plan != 0
+    def set_output(self, rows: int, scales: int, weights: int, experts: int, plan: int, stream: int) -> None:
+        assert rows != 0 and plan != 0 and experts == 0
         self.memory.append((self.plan.num_rows, self.counts_known))
         self.rows.append(rows)
 

@@ -30,7 +30,14 @@ def test_a_name_without_a_source_is_found() -> None:
     assert unknown(["layout/", "layout/gone.cc"], SOURCES) == ["layout/gone.cc"]
 
 
-HOT = ("backend/host/", "backend/plan.cc", "proxy/", "engine/run.cc", "engine/cuda/ops.cc", "transport/loop/")
+HOT = (
+    "backend/host/",
+    "backend/plan.cc",
+    "proxy/",
+    "engine/host/run.cc",
+    "engine/cuda/ops.cc",
+    "transport/loop/",
+)
 
 
 def test_what_operations_wait_for_is_not_cold() -> None:
@@ -42,14 +49,14 @@ def test_what_operations_wait_for_is_not_cold() -> None:
 
 def test_the_longest_units_begin_first_whatever_compiles_them() -> None:
     given = ["csrc/proxy/proxy.cc", "csrc/bindings/module.cc", "csrc/backend/cuda/clock.cu"]
-    given += ["csrc/engine/run.cc", "csrc/backend/cuda/dispatch.cu"]
+    given += ["csrc/engine/host/run.cc", "csrc/backend/cuda/dispatch.cu"]
     assert UNITS["longest_first"](given) == [given[4], given[1], given[2], given[3], given[0]]
 
 
 def test_progress_says_how_long_the_rest_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    others = ["csrc/engine/run.cc", "csrc/proxy/proxy.cc"]
+    others = ["csrc/engine/host/run.cc", "csrc/proxy/proxy.cc"]
     progress = UNITS["Progress"](["csrc/bindings/module.cc", *others])
     of_others, of_module = UNITS["OTHERS"], UNITS["LONGEST"]["bindings/module.cc"]
     now[0] += 10

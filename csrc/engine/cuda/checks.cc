@@ -17,17 +17,6 @@ void CudaEngine::check_usable() const {
   check();
 }
 
-void CudaEngine::check_row(uint32_t hidden, Dtype dtype) const {
-  if (hidden == 0 || hidden % kFp8Block != 0 || uint64_t{hidden} * dtype_bytes(dtype) > layout_.row_bytes)
-    refuse(UsageKind::kShape, "rows of " + std::to_string(hidden) + " " + dtype_name(dtype) +
-                                  " elements: a multiple of 128 is needed, and at most " +
-                                  std::to_string(layout_.row_bytes) + " bytes");
-}
-
-void CudaEngine::check_plan(const CudaPlan& plan) const {
-  if (plan.engine_generation != config_.generation) refuse(UsageKind::kInput, "the handle belongs to another buffer");
-}
-
 // With a capacity nobody knows how many windows the others need, so there is one. A row or a piece of 1 byte: it is not
 // what limits the operation.
 void CudaEngine::check_at_once(uint64_t num_tokens, uint32_t width, uint64_t wire_bytes, uint64_t piece_bytes) const {
@@ -41,9 +30,9 @@ void CudaEngine::check_at_once(uint64_t num_tokens, uint32_t width, uint64_t wir
                                 " of this routing and size; a larger budget_bytes or window_tokens holds more");
 }
 
-void CudaEngine::check_dispatch(const DispatchArgs& args, const CudaCall& call) const {
+void CudaEngine::check_dispatch(const DispatchArgs& args) const {
   check_usable();
-  check_row(args.hidden, args.dtype);
+  check_call(args, limits());
   const std::string tokens = std::to_string(args.num_tokens) + " tokens: ";
   if (args.num_tokens > layout_.max_tokens)
     refuse(UsageKind::kShape, tokens + "with its budget_bytes and window_tokens this buffer holds the routing of " +
@@ -51,17 +40,13 @@ void CudaEngine::check_dispatch(const DispatchArgs& args, const CudaCall& call) 
   if (args.has_routing && args.num_tokens * args.routing.width >= uint64_t{1} << 32)
     refuse(UsageKind::kShape, tokens + "with " + std::to_string(args.routing.width) +
                                   " columns of routing each, the product has to be below 2^32");
-  if (call.plan != nullptr) {
-    check_plan(*call.plan);
-    if (args.num_tokens != call.plan->view.num_tokens)
-      refuse(UsageKind::kShape, "x has " + std::to_string(args.num_tokens) + " tokens, the handle was made for " +
-                                    std::to_string(call.plan->view.num_tokens));
-    if (call.plan->has_capacity) check_at_once(args.num_tokens, 0, cuda::staged_row_bytes(args.wire, args.hidden), 1);
+  if (args.plan != nullptr) {
+    if (args.plan->facts().has_capacity)
+      check_at_once(args.num_tokens, 0, cuda::staged_row_bytes(args.wire, args.hidden), 1);
     return;
   }
-  if (!args.has_routing) refuse(UsageKind::kInput, "dispatch without routing needs the handle of an earlier dispatch");
   if (args.capacity < 0) {
-    if (captured_graph(call.stream) != nullptr)
+    if (captured_graph(cuda_stream(args.stream)) != nullptr)
       refuse(UsageKind::kInput,
              "while a graph is captured the counts cannot be read: dispatch needs a capacity or the handle of an "
              "earlier dispatch");
@@ -80,8 +65,8 @@ void CudaEngine::check_form(const DispatchArgs& args, const CudaPlan& plan) {
   record.rank = record.peer = config_.rank;
   record.set_message("rank " + std::to_string(config_.rank) + " used plan " + std::to_string(plan.plan_id) +
                      " with another routing than it was made for");
-  life_.spread(record);
-  life_.check();
+  plane_.spread(record);
+  plane_.check();
 }
 
 }  // namespace uccl_ep

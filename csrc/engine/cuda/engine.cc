@@ -11,28 +11,13 @@
 #include "backend/cuda/arch.h"
 #include "common/thread.h"
 #include "common/units.h"
-#include "engine/handle.h"
+#include "engine/group/handle.h"
 
 namespace uccl_ep {
 namespace {
 
 using cuda::must;
 using cuda::OnDevice;
-
-// The host side of the buffer moves no rows; of several domains it ships those of the GPU.
-EngineConfig life_config(EngineConfig config, const cuda::DeviceRegionLayout& layout) {
-  config.hidden = kFp8Block;
-  config.max_element_bytes = 2;
-  config.chunk_bytes = 0;
-  config.window_chunks = 0;
-  if (layout.num_domains > 1)
-    config.device_rings = layout.rings;
-  else
-    config.budget_bytes = least_budget_bytes(config);
-  return config;
-}
-
-uint64_t row_bytes_of(const EngineConfig& config) { return uint64_t{config.hidden} * config.max_element_bytes; }
 
 const EngineConfig& checked(const EngineConfig& config, uint32_t num_sms) {
   const auto require = [](bool good, const std::string& text) {
@@ -70,7 +55,7 @@ uint64_t pinned_bytes(const EngineConfig& config) {
 // Memory of the host that a buffer takes, too.
 uint64_t host_bytes(const EngineConfig& config, const cuda::DeviceRegionLayout& layout) {
   uint64_t bytes = pinned_bytes(config);
-  for (const auto& [name, size] : memory_entries(life_config(config, layout))) bytes += size;
+  for (const auto& [name, size] : memory_entries(config, layout.rings)) bytes += size;
   return bytes;
 }
 
@@ -81,7 +66,7 @@ cuda::DeviceRegionLayout layout_of(const EngineConfig& config) {
                                                ": this buffer needs at least " + std::to_string(least));
   const Topology topo = Topology::from_labels(config.domain_of);
   const auto within = [&](uint64_t bytes) {
-    return cuda::make_layout(topo, config.num_experts, row_bytes_of(config), bytes, config.window_tokens);
+    return cuda::make_layout(topo, config.num_experts, config.widest_row_bytes(), bytes, config.window_tokens);
   };
   // The less there is on the device, the less is on the host.
   return within(config.budget_bytes - host_bytes(config, within(config.budget_bytes)));
@@ -101,19 +86,19 @@ uint32_t sms_of(int device) {
 
 }  // namespace
 
-std::vector<std::pair<std::string, uint64_t>> cuda_memory_entries(const EngineConfig& config) {
+MemoryEntries cuda_memory_entries(const EngineConfig& config) {
   const cuda::DeviceRegionLayout layout = layout_of(config);
   auto entries = layout.entries;
   entries.emplace_back("host.pinned", pinned_bytes(config));
-  for (const auto& [name, bytes] : memory_entries(life_config(config, layout)))
-    entries.emplace_back("host." + name, bytes);
+  for (const auto& [name, bytes] : memory_entries(config, layout.rings)) entries.emplace_back("host." + name, bytes);
   return entries;
 }
 
 uint64_t cuda_least_budget_bytes(const EngineConfig& config) {
   const Topology topo = Topology::from_labels(config.domain_of);
-  const uint64_t least = cuda::least_budget_bytes(topo, config.num_experts, row_bytes_of(config), config.window_tokens);
-  return least + host_bytes(config, cuda::make_layout(topo, config.num_experts, row_bytes_of(config), least,
+  const uint64_t least =
+      cuda::least_budget_bytes(topo, config.num_experts, config.widest_row_bytes(), config.window_tokens);
+  return least + host_bytes(config, cuda::make_layout(topo, config.num_experts, config.widest_row_bytes(), least,
                                                       config.window_tokens));
 }
 
@@ -143,7 +128,7 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms,
       stage_sms_(std::max(num_sms, stage_sms)),
       share_(device, stage_sms_),
       layout_(layout_of(config)),
-      life_(near_gpu(life_config(config, layout_), device)),
+      plane_(config, layout_.rings, pci_address(device)),
       socket_(config.rank, config.generation),
       regions_(static_cast<size_t>(config.num_ranks)),
       region_bytes_(regions_.size()) {
@@ -170,7 +155,7 @@ CudaEngine::CudaEngine(const EngineConfig& config, int device, uint32_t num_sms,
     must(load(static_cast<uint32_t>(shared_bytes)), "loading the kernels");
   regions_[config.rank] = cuda::DeviceMapping::create(device_, layout_.total_bytes);
   region_bytes_[config.rank] = regions_[config.rank].num_bytes();
-  if (has_nics()) register_with_nics(life_, regions_[config.rank]);
+  if (has_nics()) register_with_nics(plane_, regions_[config.rank]);
 }
 
 CudaHandles::~CudaHandles() {
@@ -184,13 +169,13 @@ CudaHandles::~CudaHandles() {
 CudaEngine::~CudaEngine() { close(true); }
 
 std::string CudaEngine::export_handle() const {
-  return encode_device_handle({socket_.address(), region_bytes_[config_.rank], life_.export_handle()});
+  return encode_device_handle({socket_.address(), region_bytes_[config_.rank], plane_.export_handle()});
 }
 
 void CudaEngine::connect(const std::vector<std::string>& handles) {
   const OnDevice guard(device_);
   if (handles.size() != regions_.size()) throw UsageFailure(UsageKind::kConfig, "connect needs one handle per rank");
-  std::vector<std::string> lives(handles.size());
+  std::vector<std::string> planes(handles.size());
   addresses_.resize(handles.size());
   for (size_t r = 0; r < handles.size(); ++r) {
     const DeviceHandle handle = decode_device_handle(handles[r]);
@@ -200,9 +185,9 @@ void CudaEngine::connect(const std::vector<std::string>& handles) {
       addresses_[r] = handle.socket_name;
       region_bytes_[r] = handle.region_bytes;
     }
-    lives[r] = handle.life;
+    planes[r] = handle.plane;
   }
-  life_.connect(lives);
+  plane_.connect(planes);
 }
 
 void CudaEngine::share_memory(const std::function<void()>& look) {
@@ -212,7 +197,7 @@ void CudaEngine::share_memory(const std::function<void()>& look) {
   for (size_t r = 0; r < got.size(); ++r)
     if (got[r] >= 0) regions_[r] = cuda::DeviceMapping::import(got.release(r), device_, region_bytes_[r]);
   if (topo_.num_domains() > 1)
-    network_ = std::make_unique<Network>(life_, layout_, config_.rank, device_, has_nics(), regions_);
+    network_ = std::make_unique<Network>(plane_, layout_, config_.rank, device_, has_nics(), regions_);
 }
 
 void CudaEngine::start() {
@@ -249,9 +234,9 @@ void CudaEngine::start() {
   group_.bulk_copies = config_.bulk_copies && cuda::has_bulk_copies();
   group_.error = reinterpret_cast<cuda::HostError*>(pinned_);
   group_.counts = reinterpret_cast<cuda::HostCounts*>(pinned_ + kPinnedBytes);
-  life_.start();
+  plane_.start();
   auto* const pulse = reinterpret_cast<cuda::HostPulse*>(pinned_ + kPulseOffset);
-  pulse_ = std::make_unique<Pulse>(*pulse, life_);
+  pulse_ = std::make_unique<Pulse>(*pulse, plane_);
   group_.pulse = pulse;
   watcher_ = start_thread("watching the GPU", [this] { watch(); });
   const std::lock_guard lock(mutex_);
@@ -261,13 +246,13 @@ void CudaEngine::start() {
 void CudaEngine::check() const {
   if (started_ && tell_fault() && is_bad_routing(*group_.error))
     throw UsageFailure(UsageKind::kRouting, text_of(*group_.error));
-  life_.check();
+  plane_.check();
 }
 
 // A fault that a kernel found goes to all ranks; the first error of this rank wins. True if there is one.
 bool CudaEngine::tell_fault() const {
   if (read_device_flag(&group_.error->published) == 0) return false;
-  if (life_.failed()) return true;
+  if (plane_.failed()) return true;
   ErrorRecord record;
   {
     const std::shared_lock held(memory_mutex_);
@@ -276,16 +261,16 @@ bool CudaEngine::tell_fault() const {
   }
   // A peer that has refused more calls is about to say why.
   const bool peer_knows = record.kind == ErrorKind::kRankMismatch && record.seen > record.expected;
-  for (const uint64_t met = now_usec(); peer_knows && !life_.failed() && now_usec() - met < kWhyUsec;) usleep(1000);
+  for (const uint64_t met = now_usec(); peer_knows && !plane_.failed() && now_usec() - met < kWhyUsec;) usleep(1000);
   const std::shared_lock held(memory_mutex_);
-  if (!given_back_ && !life_.failed()) life_.spread(record);
+  if (!given_back_ && !plane_.failed()) plane_.spread(record);
   return true;
 }
 
 void CudaEngine::wake() {
   const std::shared_lock held(memory_mutex_);
   if (network_ == nullptr) return;
-  life_.wake();
+  plane_.wake();
   network_->wake();
 }
 
@@ -308,7 +293,7 @@ void CudaEngine::watch() {
         fail(std::string("lost its GPU's context, which an earlier kernel or call has broken: ") +
              cudaGetErrorString(status));
     }
-    if (!stopped && life_.failed()) {
+    if (!stopped && plane_.failed()) {
       stopped = true;
       cudaMemcpyAsync(group_.base[group_.rank] + layout_.local + offsetof(cuda::Local, stop), stop_word_,
                       sizeof(*stop_word_), cudaMemcpyHostToDevice, control_stream_);
@@ -316,7 +301,7 @@ void CudaEngine::watch() {
     if (stopped)
       usleep(1000);
     else
-      life_.wait_for_error(2000);
+      plane_.wait_for_error(2000);
   }
 }
 
@@ -327,15 +312,13 @@ void CudaEngine::close(bool abort) {
     closed_ = true;
   }
   const OnDevice guard(device_, std::nothrow);
+  plane_.refuse_calls(abort || !started_);  // its proxy may run, though we have not started
+  if (started_) cudaEventSynchronize(last_done_);  // what is queued ends by itself, by the error, or by its deadline
+  plane_.leave();
   if (started_) {
-    if (abort && !life_.failed()) fail("closed its buffer while the others may still use it");
-    cudaEventSynchronize(last_done_);  // what is queued ends by itself, by the error, or by its deadline
-    life_.leave(abort);
     leaving_.publish(1);
     watcher_.join();
     cudaStreamSynchronize(control_stream_);
-  } else {
-    life_.close(true);  // its proxy may run already
   }
   give_back();
 }
@@ -348,8 +331,7 @@ void CudaEngine::give_back() {
   if (started_) cudaEventSynchronize(last_done_);  // of a thread that was in the middle of an operation
   pulse_.reset();
   network_.reset();
-  life_.leave(true);
-  life_.give_back();
+  plane_.give_back();
   for (cuda::DeviceMapping& region : regions_) region = cuda::DeviceMapping();
   if (group_.trace == nullptr) trace_memory_.clear();
   share_.give_back();
@@ -371,7 +353,7 @@ Stats CudaEngine::stats() const {
                {"memory.window_bytes", static_cast<double>(layout_.half_bytes)},
                {"memory.piece_bytes", static_cast<double>(layout_.piece_bytes)}};
   if (topo_.num_domains() > 1)  // what the proxy counts
-    for (const auto& [name, value] : life_.stats())
+    for (const auto& [name, value] : plane_.stats())
       if (name.starts_with("ship.") || name.starts_with("credit.") || name.starts_with("proxy."))
         all.emplace_back(name, value);
   if (!started_ || closed_) return all;

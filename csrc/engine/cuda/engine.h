@@ -1,6 +1,4 @@
-// One rank's end of a buffer whose tensors lie on a GPU. Operations are launched by the caller's thread on a stream of
-// this engine; what watches over the other ranks (heartbeats, errors, the end) is an Engine of the host backend that
-// moves no rows.
+// The engine of tensors on a GPU: operations are launched by the caller's thread, on its stream or on one of ours.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -25,12 +23,21 @@
 #include "engine/cuda/network.h"
 #include "engine/cuda/pulse.h"
 #include "engine/engine.h"
+#include "engine/group/control_plane.h"
 
 namespace uccl_ep {
 
+class CudaEngine;
+
 // A plan in device memory that the caller allocated: `storage_bytes`, known with the sizes.
-struct CudaPlan {
+struct CudaPlan final : SavedPlan {
   using Sizes = cuda::PlanSizes;  // counts, a guess of them, or with a capacity the most that there can be
+  PlanFacts facts() const override;
+  uint64_t num_rows() const override { return sizes.num_rows; }
+  uint64_t num_bytes() const override { return storage_bytes; }
+  const std::vector<uint64_t>& tokens_per_expert() const override { return padded_counts; }
+  const std::vector<uint64_t>& tokens_per_expert_exact() const override { return exact_counts; }
+
   uint64_t plan_id = 0;
   uint64_t engine_generation = 0;
   RoutingKind routing_kind = RoutingKind::kTopk;
@@ -38,42 +45,48 @@ struct CudaPlan {
   uint32_t expert_alignment = 1;
   bool has_capacity = false;
   uint64_t storage_bytes = 0;
-  std::vector<uint64_t> tokens_per_expert, tokens_per_expert_exact;  // empty with a capacity
+  std::vector<uint64_t> padded_counts, exact_counts;  // empty with a capacity
   uint64_t counts_begin = 0, counts_end = 0;  // bytes of the storage: PlanView's tokens_per_expert; overflow follows
   Sizes sizes;
   cuda::PlanView view;
 };
 
-struct CudaOp {
-  uint64_t call = 0;
-  cuda::PlaceArgs place;  // of a dispatch
-  std::shared_ptr<CudaPlan> plan;
-  bool counts_known = false;
-  bool placed = false;            // or will be by what is launched
-  bool pads = false;              // the output beyond the rows that came
-  cudaStream_t stream = nullptr;  // that it runs on
-  cudaGraph_t captured_by = nullptr;  // while it is launched
-  cudaEvent_t done = nullptr;     // if that is not the caller's
-  bool queued = false;  // something of it is launched: peers count on the rest
-  bool launched = false;
-  ~CudaOp() {
-    if (done != nullptr) cudaEventDestroy(done);
-  }
+class CudaOp final : public Operation {
+ public:
+  explicit CudaOp(CudaEngine& engine) : engine_(engine) {}
+  ~CudaOp() override;
+  CudaOp(const CudaOp&) = delete;
+  CudaOp& operator=(const CudaOp&) = delete;
+
+  std::shared_ptr<SavedPlan> plan() const override { return plan_; }
+  bool wait_counts(uint64_t timeout_usec) override;
+  bool counts_known() const override { return counts_known_; }
+  bool is_guessed() const override { return place_.fit == cuda::Fit::kIfLargeEnough; }
+  void give_up_guess() override;
+  bool placed() const override { return placed_; }
+  void give_output(const DispatchOutput& output) override;
+  bool wait(Stream stream, uint64_t timeout_usec) override;
+  bool done() const override;
+
+ private:
+  friend class CudaEngine;
+  CudaEngine& engine_;
+  uint64_t call_ = 0;
+  cuda::PlaceArgs place_;  // of a dispatch
+  std::shared_ptr<CudaPlan> plan_;
+  bool counts_known_ = false;
+  uint64_t waited_since_usec_ = 0;  // for the counts; 0: nobody does
+  bool placed_ = false;             // or will be by what is launched
+  bool pads_ = false;              // the output beyond the rows that came
+  cudaStream_t stream_ = nullptr;  // that it runs on
+  cudaGraph_t captured_by_ = nullptr;  // while it is launched
+  cudaEvent_t done_ = nullptr;     // if that is not the caller's
+  bool queued_ = false;  // something of it is launched: peers count on the rest
+  bool launched_ = false;
 };
 
-// How an operation is called, beside its arguments.
-struct CudaCall {
-  std::shared_ptr<CudaPlan> plan;  // of a dispatch: nullptr makes a new one; with routing: compared with it
-  cudaStream_t stream = nullptr;   // the caller's: what it has queued comes first
-};
-struct CudaOutput {
-  uint8_t* rows = nullptr;
-  float* scales = nullptr;  // FP8 rows go out as codes and scales
-  float* weights = nullptr;
-  int64_t* row_experts = nullptr;  // of compact rows
-  uint8_t* plan = nullptr;  // memory of a new plan
-  cudaStream_t stream = nullptr;
-};
+inline cudaStream_t cuda_stream(Stream stream) { return static_cast<cudaStream_t>(stream); }
+
 // SMs of a GPU that the kernels of a buffer may take while they wait. Those of several buffers wait at the same time,
 // and each needs its SMs for that (contract 12); NCCL needs some, too. Throws UsageFailure where there are not enough.
 class SmShare {
@@ -103,52 +116,44 @@ struct CudaHandles {
   uint8_t* pinned_ = nullptr;        // HostError, HostCounts, and the word that stops kernels
 };
 
-class CudaEngine : private CudaHandles {
+class CudaEngine final : public Engine, private CudaHandles {
  public:
   // Allocates the region on `device`. Throws UsageFailure for a configuration that cannot work.
   CudaEngine(const EngineConfig& config, int device, uint32_t num_sms, uint32_t stage_sms);
-  ~CudaEngine();
+  ~CudaEngine() override;
 
-  std::string export_handle() const;
-  void connect(const std::vector<std::string>& handles);
-  // Ranks map each other's regions. Each waits for the others: when all are connected. `look` is called while it
-  // waits, and may throw.
-  void share_memory(const std::function<void()>& look);
-  void start();
+  std::string export_handle() const override;
+  void connect(const std::vector<std::string>& handles) override;
+  void share_memory(const std::function<void()>& look) override;
+  void start() override;
 
-  std::shared_ptr<CudaOp> dispatch(const DispatchArgs& args, const CudaCall& call);
-  // True when the counts of a new plan have arrived, or are not waited for. `op.placed` says whether what was given
-  // was large enough.
-  bool poll_counts(CudaOp& op);
-  // There is no memory for the guess: the counts are waited for first.
-  void give_up_guess(CudaOp& op);
-  // Memory for what the plan's sizes say.
-  void give_output(CudaOp& op, const CudaOutput& output);
-  std::shared_ptr<CudaOp> combine(const CombineArgs& args, const CudaCall& call);
-  // What the caller queues on `stream` from now on runs after the operation.
-  void wait(CudaOp& op, cudaStream_t stream) const;
+  std::shared_ptr<Operation> dispatch(const DispatchArgs& args) override;
+  std::shared_ptr<Operation> combine(const CombineArgs& args) override;
+  void refused(const std::string& why, Stream stream) override;
+  uint64_t num_calls() const override { return plane_.num_calls(); }
 
-  // As of an Engine. The refused call would have come after what is queued on `stream`.
-  void refused(const std::string& why, cudaStream_t stream);
-  uint64_t num_calls() const { return life_.num_calls(); }
-
-  void fail(const std::string& text) { life_.fail(text); }
-  // Throws the error that reached this rank, one that its kernels have found but nobody has heard of included.
-  void check() const;
-  void wake();
-  // As of an Engine; with what kernels that are launched in between note. Waits for them.
-  void start_trace(uint64_t max_events);
-  Trace stop_trace();
-  void close(bool abort);
-  Stats stats() const;
+  void fail(const std::string& text) override { plane_.fail(text); }
+  // With an error that its kernels have found but nobody has heard of.
+  void check() const override;
+  void wake() override;
+  // Waits for kernels that are launched in between.
+  void start_trace(uint64_t max_events) override;
+  Trace stop_trace() override;
+  void close(bool abort) override;
+  Stats stats() const override;
 
  private:
+  friend class CudaOp;
+  // True when the counts of a new plan have arrived, or are not waited for.
+  bool poll_counts(CudaOp& op);
+  void give_up_guess(CudaOp& op);
+  void give_output(CudaOp& op, const DispatchOutput& output);
+
   // Starts an operation on the caller's stream, or aside on ours, after what is queued there.
   std::shared_ptr<CudaOp> begin(std::shared_ptr<CudaPlan> plan, cudaStream_t stream, bool aside);
   std::shared_ptr<CudaPlan> new_plan(const DispatchArgs& args) const;
-  void check_dispatch(const DispatchArgs& args, const CudaCall& call) const;
+  void check_dispatch(const DispatchArgs& args) const;
   void check_at_once(uint64_t num_tokens, uint32_t width, uint64_t wire_bytes, uint64_t piece_bytes) const;
-  void check_plan(const CudaPlan& plan) const;
   void check_form(const DispatchArgs& args, const CudaPlan& plan);
   void exchange(CudaOp& op);
   void launch(CudaOp& op);
@@ -158,7 +163,7 @@ class CudaEngine : private CudaHandles {
   void place_windows(CudaOp& op);
   void size_plan(CudaPlan& plan, const CudaPlan::Sizes& sizes) const;
   void check_usable() const;
-  void check_row(uint32_t hidden, Dtype dtype) const;
+  CallLimits limits() const { return {config_.generation, layout_.row_bytes, false}; }
   void follow(cudaStream_t stream, cudaStream_t other);  // `stream` waits for what is queued on `other`
   void finish(CudaOp& op);
   void note_last(const CudaOp& op);
@@ -181,7 +186,7 @@ class CudaEngine : private CudaHandles {
   const uint32_t num_sms_, stage_sms_;
   SmShare share_;
   cuda::DeviceRegionLayout layout_;
-  Engine life_;
+  ControlPlane plane_;
   std::unique_ptr<Network> network_;  // where there are several domains
   cuda::Group group_{};
   cuda::DescriptorSocket socket_;
@@ -212,7 +217,7 @@ class CudaEngine : private CudaHandles {
 cudaGraph_t captured_graph(cudaStream_t stream);
 
 // What memory_plan() shows for a buffer of CUDA tensors.
-std::vector<std::pair<std::string, uint64_t>> cuda_memory_entries(const EngineConfig& config);
+MemoryEntries cuda_memory_entries(const EngineConfig& config);
 uint64_t cuda_least_budget_bytes(const EngineConfig& config);
 
 }  // namespace uccl_ep

@@ -20,7 +20,7 @@ ErrorRecord CudaEngine::record_of(const cuda::HostError& error) const {
   }
   // What a rank sends may have to pass through another one's proxy.
   if (record.kind == ErrorKind::kArrivalTimeout || record.kind == ErrorKind::kProgressTimeout)
-    life_.blame(record, text_of(error));
+    plane_.blame(record, text_of(error));
   else
     record.set_message(text_of(error));
   return record;
@@ -55,7 +55,7 @@ void CudaEngine::tell_mismatch(const cuda::HostError& error, ErrorRecord& record
   record.expected = own.num_refused;
   record.seen = other.num_refused;
   record.set_message(describe_mismatch(error.epoch, own, other,
-                                       own.num_refused > other.num_refused ? life_.refusal(own.num_refused) : ""));
+                                       own.num_refused > other.num_refused ? plane_.refusal(own.num_refused) : ""));
 }
 
 std::string CudaEngine::text_of(const cuda::HostError& error) const {
@@ -67,7 +67,7 @@ std::string CudaEngine::text_of(const cuda::HostError& error) const {
   switch (static_cast<cuda::DeviceFault>(error.code)) {
     case cuda::DeviceFault::kTimeout:
       return call + own + " waited in " + step_name(static_cast<Step>(error.step)) + " for " + peer +
-             (arrival ? " to enter the operation" + life_.refused_since(rank_of(error.peer), number, error.num_refused)
+             (arrival ? " to enter the operation" + plane_.refused_since(rank_of(error.peer), number, error.num_refused)
                       : "");
     case cuda::DeviceFault::kPlanDiffers:
       return call + own + " used plan " + std::to_string(error.seen) + " with another routing than it was made for";

@@ -23,17 +23,16 @@ T* at(uint8_t* base, uint64_t offset) {
 
 }  // namespace
 
-EngineConfig near_gpu(EngineConfig config, int device) {
+std::string pci_address(int device) {
   char text[32] = {};
   must(cudaDeviceGetPCIBusId(text, sizeof(text), device), "cudaDeviceGetPCIBusId");
-  config.near_pci = text;
-  return config;
+  return text;
 }
 
-void register_with_nics(Engine& life, const cuda::DeviceMapping& own) {
+void register_with_nics(ControlPlane& plane, const cuda::DeviceMapping& own) {
   const int fd = own.export_dmabuf();
   try {
-    life.register_device({own.base(), own.num_bytes(), "", fd});
+    plane.register_device({own.base(), own.num_bytes(), "", fd});
   } catch (...) {
     if (fd >= 0) close(fd);
     throw;
@@ -41,11 +40,11 @@ void register_with_nics(Engine& life, const cuda::DeviceMapping& own) {
   if (fd >= 0) close(fd);
 }
 
-Network::Network(Engine& life, const cuda::DeviceRegionLayout& layout, int rank, int device, bool has_nics,
+Network::Network(ControlPlane& plane, const cuda::DeviceRegionLayout& layout, int rank, int device, bool has_nics,
                  const std::vector<cuda::DeviceMapping>& regions)
-    : life_(life),
+    : plane_(plane),
       layout_(layout),
-      topo_(life.topology()),
+      topo_(plane.topology()),
       rank_(rank),
       registered_(regions.size(), nullptr),
       hosts_(regions.size(), nullptr) {
@@ -58,14 +57,14 @@ Network::Network(Engine& life, const cuda::DeviceRegionLayout& layout, int rank,
   if (visibility_ != nullptr && visibility_->needed()) all.nic_writes = visibility_.get();
   for (const cuda::DeviceMapping& region : regions)
     all.regions.push_back({region.base(), region.base() == nullptr ? 0 : region.num_bytes(), ""});
-  life.attach_device(std::move(all));
+  plane.attach_device(std::move(all));
   try {
     for (int member : topo_.members[topo_.domain_of[rank]]) {
       const size_t m = static_cast<size_t>(member);
-      must(cudaHostRegister(life.region_base(member), round_up(life.region_bytes(member), kPageBytes),
+      must(cudaHostRegister(plane.region_base(member), round_up(plane.region_bytes(member), kPageBytes),
                             cudaHostRegisterMapped | cudaHostRegisterPortable),
            "cudaHostRegister");
-      registered_[m] = life.region_base(member);
+      registered_[m] = plane.region_base(member);
       must(cudaHostGetDevicePointer(reinterpret_cast<void**>(&hosts_[m]), registered_[m], 0),
            "cudaHostGetDevicePointer");
     }
@@ -103,24 +102,24 @@ void Network::fill_sources(const cuda::Group& group) {
     from.rows_consumed = at<uint64_t>(host(holder), theirs.rows_landing[i].consumed_offset +
                                                         static_cast<uint64_t>(topo_.local_of[rank_]) * kLineBytes);
   }
-  const RegionLayout& mine = life_.layout();
+  const RegionLayout& mine = plane_.layout();
   net_.num_relayed = static_cast<uint32_t>(mine.incoming.size());
   for (size_t i = 0; i < mine.incoming.size(); ++i)
-    net_.relayed[1 + i] = {group.number_of[mine.incoming[i]], life_.channels().out_of(mine.return_send[i]),
+    net_.relayed[1 + i] = {group.number_of[mine.incoming[i]], plane_.channels().out_of(mine.return_send[i]),
                            mine.return_send[i].slots_offset};
 }
 
 // Our streams to other domains.
 void Network::fill_destinations(const cuda::Group& group) {
-  const RegionLayout& mine = life_.layout();
+  const RegionLayout& mine = plane_.layout();
   for (int d = 0; d < topo_.num_domains(); ++d) {
     if (d == topo_.domain_of[rank_]) continue;
     cuda::Net::To& to = net_.to[d];
     to.packets = mine.header_send[d].slots_offset;
     to.rows = mine.rows_send[d].slots_offset;
     to.returns = mine.return_landing[d].slots_offset;
-    to.packet_channel = life_.channels().out_of(mine.header_send[d]);
-    to.row_channel = life_.channels().out_of(mine.rows_send[d]);
+    to.packet_channel = plane_.channels().out_of(mine.header_send[d]);
+    to.row_channel = plane_.channels().out_of(mine.rows_send[d]);
     to.returns_consumed = at<uint64_t>(host(rank_), mine.return_landing[d].consumed_offset);
   }
   net_.domain = static_cast<uint32_t>(topo_.domain_of[rank_]);

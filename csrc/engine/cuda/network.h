@@ -6,26 +6,27 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "backend/cuda/layout.h"
 #include "backend/cuda/memory.h"
 #include "backend/cuda/net.h"
-#include "engine/engine.h"
+#include "engine/group/control_plane.h"
 #include "transport/cuda/copies.h"
 #include "transport/cuda/visibility.h"
 
 namespace uccl_ep {
 
-// `config` with the NICs that are near to the GPU.
-EngineConfig near_gpu(EngineConfig config, int device);
-// Lets the NICs of `life` reach our device memory; before its handle is exported.
-void register_with_nics(Engine& life, const cuda::DeviceMapping& own);
+// "0000:1b:00.0"
+std::string pci_address(int device);
+// Lets the NICs of `plane` reach our device memory; before its handle is exported.
+void register_with_nics(ControlPlane& plane, const cuda::DeviceMapping& own);
 
 class Network {
  public:
-  // `life` is connected. `regions`: by rank; without NICs those of other domains, too. Both outlive this.
-  Network(Engine& life, const cuda::DeviceRegionLayout& layout, int rank, int device, bool has_nics,
+  // `plane` is connected. `regions`: by rank; without NICs those of other domains, too. Both outlive this.
+  Network(ControlPlane& plane, const cuda::DeviceRegionLayout& layout, int rank, int device, bool has_nics,
           const std::vector<cuda::DeviceMapping>& regions);
   ~Network();
   Network(const Network&) = delete;
@@ -56,7 +57,7 @@ class Network {
   void fill_polled(const cuda::Group& group);
   void poll(const Seen& what, const void* word, uint64_t* flag, uint64_t* also = nullptr);
 
-  const Engine& life_;
+  const ControlPlane& plane_;
   const cuda::DeviceRegionLayout& layout_;
   const Topology& topo_;
   const int rank_;

@@ -39,18 +39,18 @@ void CudaEngine::follow(cudaStream_t stream, cudaStream_t other) {
 }
 
 std::shared_ptr<CudaOp> CudaEngine::begin(std::shared_ptr<CudaPlan> plan, cudaStream_t stream, bool aside) {
-  auto op = std::make_shared<CudaOp>();
-  op->plan = std::move(plan);
-  op->call = ++num_begun_;
-  op->stream = aside ? stream_ : stream;
+  auto op = std::make_shared<CudaOp>(*this);
+  op->plan_ = std::move(plan);
+  op->call_ = ++num_begun_;
+  op->stream_ = aside ? stream_ : stream;
   if (aside) {
-    must(cudaEventCreateWithFlags(&op->done, cudaEventDisableTiming), "cudaEventCreate");
+    must(cudaEventCreateWithFlags(&op->done_, cudaEventDisableTiming), "cudaEventCreate");
     follow(stream_, stream);
   }
   // The operations of a buffer are one sequence. What a graph holds is ordered by who replays it.
-  op->captured_by = captured_graph(op->stream);
-  if (last_stream_ != op->stream && op->captured_by == nullptr)
-    must(cudaStreamWaitEvent(op->stream, last_done_, 0), "cudaStreamWaitEvent");
+  op->captured_by_ = captured_graph(op->stream_);
+  if (last_stream_ != op->stream_ && op->captured_by_ == nullptr)
+    must(cudaStreamWaitEvent(op->stream_, last_done_, 0), "cudaStreamWaitEvent");
   return op;
 }
 
@@ -61,7 +61,7 @@ std::shared_ptr<CudaPlan> CudaEngine::new_plan(const DispatchArgs& args) const {
   plan->routing_width = args.routing.width;
   plan->expert_alignment = args.expert_alignment;
   plan->has_capacity = args.capacity >= 0;
-  if (args.compact) plan->view.compact_width = std::min(args.routing.width, group_.experts_per_rank);
+  plan->view.compact_width = compact_width_of(args, group_.experts_per_rank);
   plan->view.num_tokens = static_cast<uint32_t>(args.num_tokens);
   if (args.capacity < 0) return plan;
   const uint32_t ranks = group_.map.num_ranks;
@@ -91,37 +91,27 @@ void CudaEngine::size_plan(CudaPlan& plan, const CudaPlan::Sizes& sizes) const {
   plan.storage_bytes = cuda::lay_out_plan(plan.view, sizes, nullptr, layout_);
 }
 
-std::shared_ptr<CudaOp> CudaEngine::dispatch(const DispatchArgs& args, const CudaCall& call) {
+std::shared_ptr<Operation> CudaEngine::dispatch(const DispatchArgs& args) {
   const std::lock_guard lock(mutex_);
   const cuda::OnDevice guard(device_);
-  check_dispatch(args, call);
-  const bool fresh = call.plan == nullptr;
-  if (!fresh && args.has_routing) check_form(args, *call.plan);
-  auto op = begin(fresh ? new_plan(args) : call.plan, call.stream, args.aside);
-  CudaPlan& plan = *op->plan;
-  if (fresh) plan.plan_id = life_.num_queued() + 1;
+  check_dispatch(args);
+  const auto known = own_plan<CudaPlan>(args.plan);
+  const bool fresh = known == nullptr;
+  if (!fresh && args.has_routing) check_form(args, *known);
+  auto op = begin(fresh ? new_plan(args) : known, cuda_stream(args.stream), args.aside);
+  CudaPlan& plan = *op->plan_;
+  if (fresh) plan.plan_id = plane_.num_queued() + 1;
   num_dispatches_ += 1;
-  op->counts_known = !fresh || plan.has_capacity;
-  op->pads = plan.has_capacity && args.pad_to_capacity;
+  op->counts_known_ = !fresh || plan.has_capacity;
+  op->pads_ = plan.has_capacity && args.pad_to_capacity;
 
-  cuda::PlaceArgs& place = op->place;
-  OpSignature& s = place.signature;
-  s.kind = OpKind::kDispatch;
-  s.dtype = args.dtype;
-  s.wire = args.wire;
-  s.plan_use = fresh ? PlanUse::kNew : PlanUse::kCached;
-  s.hidden = args.hidden;
-  s.with_weights = args.weights != nullptr;
-  s.fp8_pow2 = args.wire == Dtype::kFp8 && args.fp8_pow2;
-  s.expert_alignment = plan.expert_alignment;
-  s.compact_width = plan.view.compact_width;
-  s.with_capacity = plan.has_capacity;
-  s.plan_id = fresh ? 0 : plan.plan_id;
+  cuda::PlaceArgs& place = op->place_;
+  place.signature = make_signature(args, plan.facts(), fresh ? PlanUse::kNew : PlanUse::kCached);
   place.routing = {args.routing.data, args.weights, args.routing.kind == RoutingKind::kMap, args.routing.width};
   place.stage = {args.x, static_cast<uint32_t>(args.num_tokens), args.hidden, args.dtype, args.wire, args.fp8_pow2};
   place.routing_compared = !fresh && args.has_routing;
   place.window_tokens = window_tokens(layout_, cuda::staged_row_bytes(args.wire, args.hidden));
-  place.call = op->call;
+  place.call = op->call_;
   if (!fresh) return op;
   place.state = cuda::PlanState::kNew;
   if (plan.has_capacity) return op;
@@ -143,7 +133,7 @@ void CudaEngine::give_up_guess(CudaOp& op) {
 }
 
 void CudaEngine::exchange(CudaOp& op) {
-  op.place.fit = cuda::Fit::kNever;
+  op.place_.fit = cuda::Fit::kNever;
   launch(op);
   note_last(op);  // it may be all that is launched
 }
@@ -151,72 +141,72 @@ void CudaEngine::exchange(CudaOp& op) {
 void CudaEngine::launch(CudaOp& op) {
   if (given_back_) refuse(UsageKind::kClosed, "the buffer was closed in the middle of an operation");
   note_launch(op);
-  must(launch_dispatch(group_, op.plan->view, op.place, num_sms_, stage_sms_, op.stream), "dispatch");
+  must(launch_dispatch(group_, op.plan_->view, op.place_, num_sms_, stage_sms_, op.stream_), "dispatch");
   note_queued(op);
 }
 
 void CudaEngine::note_queued(CudaOp& op) {
-  if (op.queued) return;
-  op.queued = true;
-  life_.note_queued();
+  if (op.queued_) return;
+  op.queued_ = true;
+  plane_.note_queued();
 }
 
 // The proxy stays awake for it. A graph has a node that says so at every replay, as it begins: threads wake up beside
 // whatever comes before the kernel, and nothing waits for the host.
 void CudaEngine::note_launch(const CudaOp& op) {
   if (network_ == nullptr) return;
-  if (op.captured_by == nullptr) {
-    life_.note_launched();
+  if (op.captured_by_ == nullptr) {
+    plane_.note_launched();
     return;
   }
   cudaGraphNode_t node;
   const cudaHostNodeParams params{[](void* engine) { static_cast<CudaEngine*>(engine)->note_replay(); }, this};
-  must(cudaGraphAddHostNode(&node, op.captured_by, nullptr, 0, &params), "cudaGraphAddHostNode");
+  must(cudaGraphAddHostNode(&node, op.captured_by_, nullptr, 0, &params), "cudaGraphAddHostNode");
 }
 // By a thread of CUDA's, which is not to call CUDA. Both threads wake up at a time, not the copier after the proxy.
 void CudaEngine::note_replay() {
-  life_.note_launched(true);
+  plane_.note_launched(true);
   network_->wake();
 }
 
 bool CudaEngine::poll_counts(CudaOp& op) {
-  if (op.counts_known) return true;
+  if (op.counts_known_) return true;
   cuda::HostCounts& counts = *group_.counts;
-  if (read_device_flag(&counts.call) != op.call) {
+  if (read_device_flag(&counts.call) != op.call_) {
     check();
     return false;
   }
   const std::lock_guard lock(mutex_);
   const cuda::OnDevice guard(device_);
-  CudaPlan& plan = *op.plan;
+  CudaPlan& plan = *op.plan_;
   const CudaPlan::Sizes sizes = counts.sizes;
-  op.placed = op.placed && sizes.fits(plan.sizes);
-  if (op.placed) {
+  op.placed_ = op.placed_ && sizes.fits(plan.sizes);
+  if (op.placed_) {
     plan.sizes = sizes;
     plan.view.num_out_rows = sizes.num_rows;
     place_windows(op);
   } else {
-    num_misses_ += op.place.fit == cuda::Fit::kIfLargeEnough;
-    op.launched = false;
-    op.place.state = cuda::PlanState::kExchanged;
-    op.place.fit = cuda::Fit::kAlways;
+    num_misses_ += op.place_.fit == cuda::Fit::kIfLargeEnough;
+    op.launched_ = false;
+    op.place_.state = cuda::PlanState::kExchanged;
+    op.place_.fit = cuda::Fit::kAlways;
     size_plan(plan, sizes);
   }
   if (plan.view.num_tokens > 0) guesses_[form_of(plan)].learn(plan.view.num_tokens, sizes);
   const uint32_t experts = group_.experts_per_rank;
   const uint32_t* exact = reinterpret_cast<const uint32_t*>(&counts + 1);
-  plan.tokens_per_expert_exact.assign(exact, exact + experts);
-  plan.tokens_per_expert.assign(exact + experts, exact + 2 * experts);
-  op.counts_known = true;
+  plan.exact_counts.assign(exact, exact + experts);
+  plan.padded_counts.assign(exact + experts, exact + 2 * experts);
+  op.counts_known_ = true;
   return true;
 }
 
-void CudaEngine::give_output(CudaOp& op, const CudaOutput& output) {
+void CudaEngine::give_output(CudaOp& op, const DispatchOutput& output) {
   const std::lock_guard lock(mutex_);
   const cuda::OnDevice guard(device_);
-  CudaPlan& plan = *op.plan;
-  if (op.done != nullptr) follow(op.stream, output.stream);  // the memory may still be in use there
-  cuda::PlaceArgs& place = op.place;
+  CudaPlan& plan = *op.plan_;
+  if (op.done_ != nullptr) follow(op.stream_, cuda_stream(output.stream));  // the memory may still be in use there
+  cuda::PlaceArgs& place = op.place_;
   if (place.state != cuda::PlanState::kKnown) cuda::lay_out_plan(plan.view, plan.sizes, output.plan, layout_);
   place.memory = plan.sizes;
   place.rows = output.rows;
@@ -224,10 +214,10 @@ void CudaEngine::give_output(CudaOp& op, const CudaOutput& output) {
   place.row_weights = output.weights;
   place.row_experts = output.row_experts;
   launch(op);
-  if (op.pads) must(launch_pad(group_, plan.view, place, num_sms_, op.stream), "pad");
+  if (op.pads_) must(launch_pad(group_, plan.view, place, num_sms_, op.stream_), "pad");
   num_windows_ += 1;
-  op.placed = true;
-  if (op.counts_known)
+  op.placed_ = true;
+  if (op.counts_known_)
     place_windows(op);
   else
     finish(op);
@@ -235,8 +225,8 @@ void CudaEngine::give_output(CudaOp& op, const CudaOutput& output) {
 
 // The windows after the first.
 void CudaEngine::place_windows(CudaOp& op) {
-  const CudaPlan& plan = *op.plan;
-  cuda::PlaceArgs& place = op.place;
+  const CudaPlan& plan = *op.plan_;
+  cuda::PlaceArgs& place = op.place_;
   place.state = cuda::PlanState::kKnown;
   place.row_weights = nullptr;
   place.row_experts = nullptr;
@@ -249,40 +239,29 @@ void CudaEngine::place_windows(CudaOp& op) {
     place.window += 1;
     launch(op);
     num_windows_ += 1;
-    op.launched = false;
+    op.launched_ = false;
   }
-  if (!op.launched) finish(op);
+  if (!op.launched_) finish(op);
 }
 
-std::shared_ptr<CudaOp> CudaEngine::combine(const CombineArgs& args, const CudaCall& call) {
+std::shared_ptr<Operation> CudaEngine::combine(const CombineArgs& args) {
   const std::lock_guard lock(mutex_);
   const cuda::OnDevice guard(device_);
   check_usable();
-  check_row(args.hidden, args.wire);
-  if (call.plan == nullptr) refuse(UsageKind::kInput, "combine needs the handle of a dispatch");
-  check_plan(*call.plan);
-  const CudaPlan& plan = *call.plan;
+  check_call(args, limits());
+  const auto known = own_plan<CudaPlan>(args.plan);
+  const CudaPlan& plan = *known;
   const uint64_t piece_bytes = uint64_t{args.hidden} * dtype_bytes(args.wire);
   if (plan.has_capacity) check_at_once(plan.view.num_tokens, plan.routing_width, 1, piece_bytes);
-  auto op = begin(call.plan, call.stream, args.aside);
-  op->counts_known = true;
+  auto op = begin(known, cuda_stream(args.stream), args.aside);
+  op->counts_known_ = true;
   num_combines_ += 1;
   if (!plan.has_capacity) {
     rows_folded_ += plan.sizes.received_rows;
     rows_relayed_ += plan.sizes.relayed_rows;
   }
   cuda::KernelCombineArgs combine;
-  OpSignature& s = combine.signature;
-  s.kind = OpKind::kCombine;
-  s.dtype = args.dtype;
-  s.wire = args.wire;
-  s.plan_use = PlanUse::kCached;
-  s.hidden = args.hidden;
-  s.with_weights = args.weights != nullptr;
-  s.expert_alignment = plan.expert_alignment;
-  s.compact_width = plan.view.compact_width;
-  s.with_capacity = plan.has_capacity;
-  s.plan_id = plan.plan_id;
+  combine.signature = make_signature(args, plan.facts());
   // With a capacity there is one window.
   combine.window_tokens =
       plan.has_capacity ? layout_.max_tokens : combine_window_tokens(layout_, piece_bytes, plan.sizes.most_pieces);
@@ -299,7 +278,7 @@ std::shared_ptr<CudaOp> CudaEngine::combine(const CombineArgs& args, const CudaC
   do {
     combine.is_last = (combine.window + 1) * uint64_t{combine.window_tokens} >= most;
     note_launch(*op);
-    must(launch_combine(group_, plan.view, combine, num_sms_, op->stream), "combine");
+    must(launch_combine(group_, plan.view, combine, num_sms_, op->stream_), "combine");
     note_queued(*op);
     combine.window += 1;
     num_windows_ += 1;
@@ -309,23 +288,18 @@ std::shared_ptr<CudaOp> CudaEngine::combine(const CombineArgs& args, const CudaC
 }
 
 void CudaEngine::finish(CudaOp& op) {
-  if (op.done != nullptr) must(cudaEventRecord(op.done, op.stream), "cudaEventRecord");
+  if (op.done_ != nullptr) must(cudaEventRecord(op.done_, op.stream_), "cudaEventRecord");
   note_last(op);
-  op.launched = true;
+  op.launched_ = true;
 }
 
 // What comes next on another stream runs after what has been launched, and close() waits for that.
 void CudaEngine::note_last(const CudaOp& op) {
-  if (op.captured_by == nullptr) note_last(op.stream);
+  if (op.captured_by_ == nullptr) note_last(op.stream_);
 }
 void CudaEngine::note_last(cudaStream_t stream) {
   must(cudaEventRecord(last_done_, stream), "cudaEventRecord");
   last_stream_ = stream;
-}
-
-void CudaEngine::wait(CudaOp& op, cudaStream_t stream) const {
-  check();
-  if (op.done != nullptr) must(cudaStreamWaitEvent(stream, op.done, 0), "cudaStreamWaitEvent");
 }
 
 }  // namespace uccl_ep

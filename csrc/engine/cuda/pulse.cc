@@ -24,7 +24,7 @@ void publish(uint64_t& word, uint64_t value) { reinterpret_cast<Flag*>(&word)->p
 
 }  // namespace
 
-Pulse::Pulse(cuda::HostPulse& words, const Engine& life) : words_(words), life_(life) {
+Pulse::Pulse(cuda::HostPulse& words, const ControlPlane& plane) : words_(words), plane_(plane) {
   thread_ = start_thread("beating for kernels", [this] { run(); });
 }
 
@@ -36,7 +36,7 @@ Pulse::~Pulse() {
 
 void Pulse::run() {
   pthread_setname_np(pthread_self(), "uccl_ep_pulse");
-  uint64_t last = boot_nsec(), moves = life_.moves();
+  uint64_t last = boot_nsec(), moves = plane_.moves();
   uint64_t alive = cuda::kMostLivedNsec, still = alive;  // before the first pause nothing is held back
   for (uint64_t beats = 1; stopping_.read() == 0; ++beats) {
     const uint32_t ticket = bell_.ticket();
@@ -44,7 +44,7 @@ void Pulse::run() {
     last = now;
     const bool has_paused = gap > 1000 * kPatienceStepUsec;
     alive = has_paused ? 0 : std::min(alive + gap, cuda::kMostLivedNsec);
-    const uint64_t so_far = life_.moves();
+    const uint64_t so_far = plane_.moves();
     still = has_paused || so_far != moves ? 0 : std::min(still + gap, cuda::kMostLivedNsec);
     moves = so_far;
     publish(words_.alive_nsec, alive);

@@ -5,15 +5,15 @@
 #include <thread>
 
 #include "backend/cuda/layout.h"
-#include "engine/engine.h"
+#include "engine/group/control_plane.h"
 #include "sync/flag.h"
 
 namespace uccl_ep {
 
 class Pulse {
  public:
-  // Writes `words`, in pinned memory, about `life`, which has started. Both outlive this.
-  Pulse(cuda::HostPulse& words, const Engine& life);
+  // Writes `words`, in pinned memory, about `plane`, which has started. Both outlive this.
+  Pulse(cuda::HostPulse& words, const ControlPlane& plane);
   ~Pulse();
   Pulse(const Pulse&) = delete;
   Pulse& operator=(const Pulse&) = delete;
@@ -22,7 +22,7 @@ class Pulse {
   void run();
 
   cuda::HostPulse& words_;
-  const Engine& life_;
+  const ControlPlane& plane_;
   Flag stopping_;
   Bell bell_;
   std::thread thread_;

@@ -17,12 +17,13 @@ cudaError_t synchronise_beside_capture(cudaStream_t stream) {
 
 }  // namespace
 
-void CudaEngine::refused(const std::string& why, cudaStream_t stream) {
+void CudaEngine::refused(const std::string& why, Stream caller) {
+  const cudaStream_t stream = cuda_stream(caller);
   const std::lock_guard lock(mutex_);
-  if (closed_ || !started_ || life_.failed() || read_device_flag(&group_.error->published) != 0) return;
+  if (closed_ || !started_ || plane_.failed() || read_device_flag(&group_.error->published) != 0) return;
   try {
     const cuda::OnDevice guard(device_);
-    life_.refused(why);
+    plane_.refused(why);
     const bool captured = captured_graph(stream) != nullptr;
     const cudaStream_t own = captured ? refusal_stream_ : stream;
     if (last_stream_ != own) must(cudaStreamWaitEvent(own, last_done_, 0), "cudaStreamWaitEvent");

@@ -32,7 +32,7 @@ uint64_t host_time(uint64_t gpu_nsec, const cuda::ClockSample& first, const cuda
 
 void CudaEngine::start_trace(uint64_t max_events) {
   const cuda::OnDevice guard(device_);
-  life_.start_trace(max_events);
+  plane_.start_trace(max_events);
   const std::lock_guard lock(mutex_);
   const RelaxedCapture relaxed;
   try {
@@ -46,7 +46,7 @@ void CudaEngine::start_trace(uint64_t max_events) {
     trace_began_ = cuda::sample_clock(stop_word_ + 1, control_stream_);
     group_.trace = reinterpret_cast<cuda::TraceLog*>(memory);
   } catch (...) {
-    life_.stop_trace();
+    plane_.stop_trace();
     throw;
   }
 }
@@ -59,7 +59,7 @@ Trace CudaEngine::stop_trace() {
     std::swap(on_device, group_.trace);
   }
   if (on_device != nullptr) must(cudaEventSynchronize(last_done_), "cudaEventSynchronize");
-  Trace trace = life_.stop_trace();
+  Trace trace = plane_.stop_trace();
   const std::lock_guard lock(mutex_);
   const RelaxedCapture relaxed;
   const cuda::ClockSample last = cuda::sample_clock(stop_word_ + 1, control_stream_);
@@ -92,7 +92,7 @@ TraceEvent CudaEngine::event_of(const cuda::TraceRecord& record) const {
   event.channel = record.what;
   if (event.kind == TraceKind::kKernelStep) event.step = static_cast<Step>(record.what);
   if (event.kind == TraceKind::kPushed) {
-    const OutChannel& out = life_.channels().out[record.what];
+    const OutChannel& out = plane_.channels().out[record.what];
     event.ring = out.send.kind;
     event.peer = out.peer;
   }

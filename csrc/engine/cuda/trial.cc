@@ -14,8 +14,6 @@ using cuda::DeviceMapping;
 using cuda::must;
 using cuda::OnDevice;
 
-std::string pci_address(int device) { return near_gpu({}, device).near_pci; }
-
 bool try_device_memory(int device, uint64_t num_bytes) {
   constexpr int kPattern = 0x5A;
   const OnDevice there(device);

@@ -4,13 +4,10 @@
 #include <cstdint>
 #include <string>
 
-#include "engine/engine.h"
 #include "transport/trial.h"
 
 namespace uccl_ep {
 
-// "0000:1b:00.0"
-std::string pci_address(int device);
 // Allocates device memory, exports it, imports what was exported and reads there what was written here. Returns whether
 // the driver gives a dmabuf of it. Throws std::runtime_error naming the call of CUDA that failed or what was read.
 bool try_device_memory(int device, uint64_t num_bytes);

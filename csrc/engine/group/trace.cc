@@ -1,13 +1,14 @@
-// Traces: on, off, and what the worker adds.
+// Traces: on and off, of all threads.
 #include <algorithm>
 #include <chrono>
+#include <thread>
 
 #include "common/patience.h"
-#include "engine/engine.h"
+#include "engine/group/control_plane.h"
 
 namespace uccl_ep {
 
-void Engine::start_trace(uint64_t max_events) {
+void ControlPlane::start_trace(uint64_t max_events) {
   if (max_events == 0 || max_events > kMaxTraceEvents)
     throw UsageFailure(UsageKind::kInput, "max_events = " + std::to_string(max_events) + ": allowed 1 to " +
                                               std::to_string(kMaxTraceEvents));
@@ -15,30 +16,28 @@ void Engine::start_trace(uint64_t max_events) {
   if (closed_) throw UsageFailure(UsageKind::kClosed, "the buffer is closed");
   if (!started_) throw UsageFailure(UsageKind::kClosed, "the buffer was not started");
   if (traced_) throw UsageFailure(UsageKind::kInput, "the buffer is being traced already");
-  proxy_trace_.start(max_events);
-  if (!config_.device_rings) worker_trace_.start(max_events);
+  for (TraceBuffer* of : traces_) of->start(max_events);
   traced_ = true;
 }
 
-Trace Engine::stop_trace() {
+Trace ControlPlane::stop_trace() {
   settle();
   std::lock_guard lock(mutex_);
   if (!traced_) throw UsageFailure(UsageKind::kInput, "the buffer is not being traced");
   traced_ = false;
-  Trace trace = proxy_trace_.stop();
-  if (!config_.device_rings) trace.append(worker_trace_.stop());
+  Trace trace;
+  for (TraceBuffer* of : traces_) trace.append(of->stop());
   const std::shared_lock held(memory_mutex_);
   if (given_back_) forget_traces();
   return trace;
 }
 
-void Engine::forget_traces() {
-  proxy_trace_.forget();
-  worker_trace_.forget();
+void ControlPlane::forget_traces() {
+  for (TraceBuffer* of : traces_) of->forget();
 }
 
 // An operation is over when its rows are here: what it has sent may still be on its way.
-void Engine::settle() const {
+void ControlPlane::settle() const {
   constexpr uint64_t kPatienceUsec = 1000000;
   const auto usable = [this] {
     std::lock_guard lock(mutex_);
@@ -60,12 +59,6 @@ void Engine::settle() const {
     control().proxy_bell.ring();
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
-}
-
-void Engine::trace(TraceKind kind, const Op& op, const WaitingOn& of, uint64_t began_nsec) {
-  if (!worker_trace_.on()) return;
-  worker_trace_.add({began_nsec, now_nsec(), op.epoch, 0, kind, RingKind::kHeader, of.step, of.peer,
-                     static_cast<uint32_t>(op.signature.kind)});
 }
 
 }  // namespace uccl_ep

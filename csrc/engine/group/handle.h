@@ -20,7 +20,7 @@ struct Handle {
 struct DeviceHandle {
   std::string socket_name;  // where descriptors are passed
   uint64_t region_bytes = 0;
-  std::string life;  // Handle of the engine's host side
+  std::string plane;  // Handle of its control plane
 };
 
 // A name goes into a socket's or a segment's address.
@@ -102,7 +102,7 @@ inline std::string encode_device_handle(const DeviceHandle& h) {
   std::string bytes;
   detail::put(bytes, h.socket_name);
   detail::put(bytes, h.region_bytes);
-  detail::put(bytes, h.life);
+  detail::put(bytes, h.plane);
   return bytes;
 }
 // Throws UsageFailure(kConfig).
@@ -111,7 +111,7 @@ inline DeviceHandle decode_device_handle(const std::string& bytes) {
   DeviceHandle h;
   h.socket_name = fields.name();
   h.region_bytes = fields.number();
-  h.life = fields.text();
+  h.plane = fields.text();
   fields.end();
   return h;
 }

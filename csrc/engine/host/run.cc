@@ -4,30 +4,30 @@
 #include <cstring>
 
 #include "common/units.h"
-#include "engine/engine.h"
+#include "engine/host/engine.h"
 
 namespace uccl_ep {
 
-void Engine::work() {
+void HostEngine::work() {
   while (true) {
-    std::shared_ptr<Op> op;
+    std::shared_ptr<HostOperation> operation;
     {
       std::unique_lock lock(mutex_);
       queue_changed_.wait(lock, [&] { return stop_ || !queue_.empty(); });
       if (queue_.empty()) return;
-      op = queue_.front();
+      operation = queue_.front();
       queue_.pop_front();
       busy_ = true;
     }
-    run(*op);
-    op.reset();
+    run(operation->op_);
+    operation.reset();
     std::lock_guard lock(mutex_);
     busy_ = false;
     queue_changed_.notify_all();
   }
 }
 
-void Engine::run(Op& op) {
+void HostEngine::run(Op& op) {
   const uint64_t started = now_nsec();
   Steps steps;
   try {
@@ -41,9 +41,9 @@ void Engine::run(Op& op) {
     ErrorRecord record = failure.record();
     if (record.rank < 0) record.rank = config_.rank;
     if (record.epoch == 0) record.epoch = op.epoch;
-    spread(record);
+    plane_.spread(record);
     // The first error that reached this rank is the one that everybody raises.
-    record = posted_error(control());
+    record = posted_error(plane_.control());
     if (record.step == Step::kNone) locate(op, steps, record);
     count(op, started);
     finish(op, &record);
@@ -53,14 +53,14 @@ void Engine::run(Op& op) {
     record.rank = record.peer = config_.rank;
     record.epoch = op.epoch;
     record.set_message("rank " + std::to_string(config_.rank) + " failed: " + failure.what());
-    spread(record);
+    plane_.spread(record);
     count(op, started);
     finish(op, &record);
   }
 }
 
 // Before the caller can see that the operation is over: statistics that it reads then include it.
-void Engine::count(const Op& op, uint64_t started_nsec) {
+void HostEngine::count(const Op& op, uint64_t started_nsec) {
   trace(TraceKind::kOperation, op, {}, started_nsec);
   const uint64_t usec = (now_nsec() - started_nsec) / 1000;
   std::lock_guard lock(mutex_);
@@ -68,13 +68,13 @@ void Engine::count(const Op& op, uint64_t started_nsec) {
   (op.is_dispatch() ? counters_.dispatch_usec : counters_.combine_usec) += usec;
 }
 
-void Engine::run_steps(Op& op, Steps& steps, const host::PlanStep& plan) {
+void HostEngine::run_steps(Op& op, Steps& steps, const host::PlanStep& plan) {
   Waiting waiting;
   waiting.started_usec = patience_.now();
-  control().progress.publish(now_usec());
+  plane_.control().progress.publish(now_usec());
   while (true) {
     patience_.now();
-    const uint32_t ticket = control().worker_bell.ticket();  // before the look that may find nothing
+    const uint32_t ticket = plane_.control().worker_bell.ticket();  // before the look that may find nothing
     bool moved = false;
     bool done = true;
     for (auto& step : steps) {
@@ -88,9 +88,9 @@ void Engine::run_steps(Op& op, Steps& steps, const host::PlanStep& plan) {
       done &= step->done();
     }
     if (done) return;
-    if (control().error_claim.claimed()) throw CommunicationFailure(posted_error(control()));
+    if (plane_.control().error_claim.claimed()) throw CommunicationFailure(posted_error(plane_.control()));
     if (moved) {
-      control().progress.publish(now_usec());
+      plane_.control().progress.publish(now_usec());
       continue;
     }
     check_deadlines(op, steps, plan, waiting);
@@ -99,7 +99,7 @@ void Engine::run_steps(Op& op, Steps& steps, const host::PlanStep& plan) {
 }
 
 // The first rank that has not entered; else what the first step waits for that waits for another rank.
-WaitingOn Engine::waiting_for(const Steps& steps, const host::PlanStep& plan) const {
+WaitingOn HostEngine::waiting_for(const Steps& steps, const host::PlanStep& plan) const {
   for (int src = 0; src < topo_.num_ranks; ++src)
     if (src != config_.rank && !plan.entered(src)) return {Step::kExchange, src};
   WaitingOn own;
@@ -112,10 +112,10 @@ WaitingOn Engine::waiting_for(const Steps& steps, const host::PlanStep& plan) co
   return own;
 }
 
-void Engine::sleep(uint32_t ticket, const Op& op, const Steps& steps, const WaitingOn& waiting) {
+void HostEngine::sleep(uint32_t ticket, const Op& op, const Steps& steps, const WaitingOn& waiting) {
   constexpr uint64_t kLookUsec = 20000;  // how often an otherwise silent wait looks at the deadlines
   const uint64_t slept = now_nsec();
-  control().worker_bell.wait(ticket, kLookUsec);
+  plane_.control().worker_bell.wait(ticket, kLookUsec);
   trace(TraceKind::kWait, op, waiting, slept);
   const uint64_t usec = (now_nsec() - slept) / 1000;
   if (waiting.peer >= 0) waited_usec_[static_cast<size_t>(waiting.peer)].add(usec);
@@ -123,23 +123,19 @@ void Engine::sleep(uint32_t ticket, const Op& op, const Steps& steps, const Wait
     if (!step->done()) blocked_usec_[static_cast<size_t>(step->step())].add(usec);
 }
 
-bool Engine::peer_closed(int rank) const {
-  return controls_[rank] != nullptr ? controls_[rank]->closing.read() != 0 : proxy_->remote_closed(rank);
-}
-
 // What a closed rank sent before, an error that explains it above all, may still be on its way.
-bool Engine::long_closed(int rank, uint64_t patient_usec) {
+bool HostEngine::long_closed(int rank, uint64_t patient_usec) {
   constexpr uint64_t kGraceUsec = 1000000;
-  if (!peer_closed(rank)) return false;
+  if (!plane_.peer_closed(rank)) return false;
   uint64_t& seen = closed_seen_usec_[rank];
   if (seen == 0) seen = patient_usec;
   return patient_usec - seen > kGraceUsec;
 }
 
 // Contract 7: while somebody has not entered the operation, the arrival deadline; then, the progress deadline.
-void Engine::check_deadlines(const Op& op, const Steps& steps, const host::PlanStep& plan, Waiting& waits) {
+void HostEngine::check_deadlines(const Op& op, const Steps& steps, const host::PlanStep& plan, Waiting& waits) {
   const uint64_t now = patience_.now();
-  if (const uint64_t so_far = moves(); so_far != waits.moves) {
+  if (const uint64_t so_far = plane_.moves(); so_far != waits.moves) {
     waits.moves = so_far;
     waits.moved_usec = now;
   }
@@ -152,7 +148,7 @@ void Engine::check_deadlines(const Op& op, const Steps& steps, const host::PlanS
       record.kind = ErrorKind::kPeerFailed;
       record.peer = src;
       record.set_message("rank " + std::to_string(src) + " closed its buffer before call " + std::to_string(op.call()) +
-                         refused_since(src, op.call(), op.num_refused));
+                         plane_.refused_since(src, op.call(), op.num_refused));
       throw CommunicationFailure(record);
     }
   }
@@ -168,41 +164,8 @@ void Engine::check_deadlines(const Op& op, const Steps& steps, const host::PlanS
   }
 }
 
-uint64_t Engine::moves() const {
-  const std::shared_lock held(memory_mutex_);
-  uint64_t sum = 0;
-  for (int rank = 0; rank < topo_.num_ranks && !given_back_; ++rank) sum += proxy_->last_moved_usec(rank);
-  return sum;
-}
-
-// -1: no rank's heart stopped.
-int Engine::stale_rank() const {
-  int stalest = -1;
-  uint64_t oldest = kStaleHeartbeatUsec;
-  for (int rank = 0; rank < topo_.num_ranks; ++rank) {
-    if (rank == config_.rank) continue;
-    // Ranks of other domains are heard less often.
-    const uint64_t allowed = controls_[rank] != nullptr ? 0 : kStaleHeartbeatUsec;
-    if (const uint64_t silent = proxy_->silent_usec(rank); silent > oldest + allowed) {
-      oldest = silent - allowed;
-      stalest = rank;
-    }
-  }
-  return stalest;
-}
-
-void Engine::blame(ErrorRecord& record, std::string text) const {
-  const std::shared_lock held(memory_mutex_);
-  if (given_back_) return record.set_message(text);
-  if (const int stale = stale_rank(); stale >= 0) {
-    record.peer = stale;
-    text += "; rank " + std::to_string(stale) + " shows no sign of life";
-  }
-  if (const std::string trouble = proxy_->trouble(); !trouble.empty()) text += "; " + trouble;
-  record.set_message(text);
-}
-
-ErrorRecord Engine::timeout_record(const Op& op, const WaitingOn& waiting, bool arrival, uint64_t waited_usec) const {
+ErrorRecord HostEngine::timeout_record(const Op& op, const WaitingOn& waiting, bool arrival,
+                                       uint64_t waited_usec) const {
   ErrorRecord record;
   record.kind = arrival ? ErrorKind::kArrivalTimeout : ErrorKind::kProgressTimeout;
   record.step = waiting.step;
@@ -212,15 +175,15 @@ ErrorRecord Engine::timeout_record(const Op& op, const WaitingOn& waiting, bool 
   record.chunk = waiting.chunk;
   record.expected = waiting.expected;
   record.seen = waiting.seen;
-  const std::string refused = arrival ? refused_since(waiting.peer, op.call(), op.num_refused) : "";
-  blame(record, "call " + std::to_string(op.call()) + " on the buffer: rank " + std::to_string(config_.rank) +
-                    " waited " + std::to_string(waited_usec / 1000) + " ms in " + step_name(waiting.step) +
-                    " for rank " + std::to_string(waiting.peer) + " " + waiting.what + refused);
+  const std::string refused = arrival ? plane_.refused_since(waiting.peer, op.call(), op.num_refused) : "";
+  plane_.blame(record, "call " + std::to_string(op.call()) + " on the buffer: rank " + std::to_string(config_.rank) +
+                           " waited " + std::to_string(waited_usec / 1000) + " ms in " + step_name(waiting.step) +
+                           " for rank " + std::to_string(waiting.peer) + " " + waiting.what + refused);
   return record;
 }
 
 // Whoever found the error was in no operation (a process is gone, a rank gave up): how far did ours get?
-void Engine::locate(const Op& op, const Steps& steps, ErrorRecord& record) const {
+void HostEngine::locate(const Op& op, const Steps& steps, ErrorRecord& record) const {
   if (record.epoch == 0) record.epoch = op.epoch;
   for (auto& step : steps) {
     const WaitingOn waiting = step->done() ? WaitingOn{} : step->waiting_on();
@@ -231,19 +194,13 @@ void Engine::locate(const Op& op, const Steps& steps, ErrorRecord& record) const
   }
 }
 
-// To every rank directly: domain peers here, the others by our proxy, which finds the record of our own in our control
-// block.
-// Ours first: of two ranks that find an error at once, each would otherwise put its own into the other's block, and
-// neither proxy would find one to send.
-void Engine::spread(const ErrorRecord& record) const {
-  const std::shared_lock held(memory_mutex_);
-  if (given_back_) return;
-  post_error(control(), record);
-  for (ControlBlock* peer : controls_)
-    if (peer != nullptr && peer != &control()) post_error(*peer, record);
+void HostEngine::trace(TraceKind kind, const Op& op, const WaitingOn& of, uint64_t began_nsec) {
+  if (!worker_trace_.on()) return;
+  worker_trace_.add({began_nsec, now_nsec(), op.epoch, 0, kind, RingKind::kHeader, of.step, of.peer,
+                     static_cast<uint32_t>(op.signature.kind)});
 }
 
-void Engine::finish(Op& op, const ErrorRecord* error) {
+void HostEngine::finish(Op& op, const ErrorRecord* error) {
   std::lock_guard lock(op.mutex);
   if (error != nullptr) {
     // Whoever ignores the exception must not compute with half a result.

@@ -1,0 +1,102 @@
+#include "engine/call.h"
+
+#include <algorithm>
+#include <string>
+
+#include "common/error.h"
+
+namespace uccl_ep {
+namespace {
+
+constexpr uint32_t kMostAlignment = 1u << 20;
+
+void require(bool holds, UsageKind kind, const std::string& text) {
+  if (!holds) throw UsageFailure(kind, text);
+}
+
+void check_row(uint32_t hidden, Dtype dtype, const CallLimits& limits) {
+  require(hidden > 0 && hidden % kFp8Block == 0, UsageKind::kShape,
+          "rows of " + std::to_string(hidden) + " elements: a multiple of 128 is needed");
+  require(uint64_t{hidden} * dtype_bytes(dtype) <= limits.widest_row_bytes, UsageKind::kShape,
+          "rows of " + std::to_string(hidden) + " " + dtype_name(dtype) +
+              " elements: this buffer was made for rows of " + std::to_string(limits.widest_row_bytes) + " bytes");
+}
+
+void check_own(const PlanFacts& plan, const CallLimits& limits) {
+  if (plan.engine_generation != limits.engine_generation) refuse_plan();
+}
+
+void check_rows_of(const DispatchArgs& args) {
+  const std::string alignment = "expert_alignment = " + std::to_string(args.expert_alignment);
+  require(args.wire != Dtype::kFp8 || args.dtype == Dtype::kBf16, UsageKind::kDtype,
+          std::string("FP8 dispatch of ") + dtype_name(args.dtype) + " rows: only bf16 rows are quantised");
+  require(args.expert_alignment >= 1 && args.expert_alignment <= kMostAlignment, UsageKind::kInput,
+          alignment + ": allowed 1 to 2^20");
+  require(!args.compact || args.expert_alignment == 1, UsageKind::kInput,
+          alignment + " with compact rows: allowed is 1, they are not padded");
+}
+
+}  // namespace
+
+void refuse_plan() { throw UsageFailure(UsageKind::kInput, "the handle belongs to another buffer"); }
+
+void check_call(const DispatchArgs& args, const CallLimits& limits) {
+  check_row(args.hidden, args.dtype, limits);
+  check_rows_of(args);
+  require(args.num_tokens < UINT32_MAX, UsageKind::kShape,
+          std::to_string(args.num_tokens) + " tokens: allowed are fewer than 2^32");
+  if (args.plan == nullptr) {
+    require(args.has_routing, UsageKind::kInput, "dispatch without routing needs the handle of an earlier dispatch");
+    return;
+  }
+  const PlanFacts plan = args.plan->facts();
+  check_own(plan, limits);
+  require(args.num_tokens == plan.num_tokens || (args.has_routing && limits.takes_other_tokens), UsageKind::kShape,
+          "x has " + std::to_string(args.num_tokens) + " tokens, the handle was made for " +
+              std::to_string(plan.num_tokens));
+}
+
+void check_call(const CombineArgs& args, const CallLimits& limits) {
+  check_row(args.hidden, args.dtype, limits);
+  check_row(args.hidden, args.wire, limits);
+  require(args.plan != nullptr, UsageKind::kInput, "combine needs the handle of a dispatch");
+  check_own(args.plan->facts(), limits);
+}
+
+OpSignature make_signature(const DispatchArgs& args, const PlanFacts& plan, PlanUse use) {
+  OpSignature s{};
+  s.kind = OpKind::kDispatch;
+  s.dtype = args.dtype;
+  s.wire = args.wire;
+  s.plan_use = use;
+  s.hidden = args.hidden;
+  s.with_weights = args.weights != nullptr;
+  s.fp8_pow2 = args.wire == Dtype::kFp8 && args.fp8_pow2;
+  s.expert_alignment = plan.expert_alignment;
+  s.compact_width = plan.compact_width;
+  s.with_capacity = plan.has_capacity;
+  s.plan_id = use == PlanUse::kNew ? 0 : plan.plan_id;
+  return s;
+}
+
+OpSignature make_signature(const CombineArgs& args, const PlanFacts& plan) {
+  OpSignature s{};
+  s.kind = OpKind::kCombine;
+  s.dtype = args.dtype;
+  s.wire = args.wire;
+  s.plan_use = PlanUse::kCached;
+  s.hidden = args.hidden;
+  s.with_weights = args.weights != nullptr;
+  s.fp8_pow2 = false;  // sums are never quantised
+  s.expert_alignment = plan.expert_alignment;
+  s.compact_width = plan.compact_width;
+  s.with_capacity = plan.has_capacity;
+  s.plan_id = plan.plan_id;
+  return s;
+}
+
+uint32_t compact_width_of(const DispatchArgs& args, uint32_t experts_per_rank) {
+  return args.compact ? std::min(args.routing.width, experts_per_rank) : 0;
+}
+
+}  // namespace uccl_ep

@@ -1,0 +1,94 @@
+// Errors of all ranks: telling them, hearing of them, and who is to blame for a deadline.
+#include <algorithm>
+
+#include "engine/group/control_plane.h"
+
+namespace uccl_ep {
+
+void ControlPlane::fail(const std::string& text) {
+  ErrorRecord record;
+  record.kind = ErrorKind::kPeerFailed;
+  record.rank = record.peer = config_.rank;
+  std::string message = "rank " + std::to_string(config_.rank) + ": " + text;
+  {
+    const std::lock_guard lock(mutex_);
+    const std::shared_lock held(memory_mutex_);
+    if (refused_last_ && !given_back_)
+      message += std::string("; its last call was refused: ") + control().refusals[num_refused_ % 2];
+  }
+  record.set_message(message);
+  spread(record);
+}
+
+// To every rank directly: domain peers here, the others by our proxy, which finds the record of our own in our control
+// block.
+// Ours first: of two ranks that find an error at once, each would otherwise put its own into the other's block, and
+// neither proxy would find one to send.
+void ControlPlane::spread(const ErrorRecord& record) const {
+  const std::shared_lock held(memory_mutex_);
+  if (given_back_) return;
+  post_error(control(), record);
+  for (ControlBlock* peer : controls_)
+    if (peer != nullptr && peer != &control()) post_error(*peer, record);
+}
+
+bool ControlPlane::failed() const {
+  const std::shared_lock held(memory_mutex_);
+  return given_back_ ? last_error_.has_value() : control().error_claim.claimed();
+}
+
+void ControlPlane::check() const {
+  const std::shared_lock held(memory_mutex_);
+  if (given_back_) {
+    if (last_error_) throw CommunicationFailure(*last_error_);
+  } else if (control().error_claim.claimed()) {
+    throw CommunicationFailure(posted_error(control()));
+  }
+}
+
+void ControlPlane::wait_for_error(uint64_t timeout_usec) const {
+  const std::shared_lock held(memory_mutex_);
+  if (given_back_) return;
+  const uint32_t ticket = control().worker_bell.ticket();
+  if (!control().error_claim.claimed()) control().worker_bell.wait(ticket, timeout_usec);
+}
+
+bool ControlPlane::peer_closed(int rank) const {
+  return controls_[rank] != nullptr ? controls_[rank]->closing.read() != 0 : proxy_->remote_closed(rank);
+}
+
+uint64_t ControlPlane::moves() const {
+  const std::shared_lock held(memory_mutex_);
+  uint64_t sum = 0;
+  for (int rank = 0; rank < topo_.num_ranks && !given_back_; ++rank) sum += proxy_->last_moved_usec(rank);
+  return sum;
+}
+
+// -1: no rank's heart stopped.
+int ControlPlane::stale_rank() const {
+  int stalest = -1;
+  uint64_t oldest = kStaleHeartbeatUsec;
+  for (int rank = 0; rank < topo_.num_ranks; ++rank) {
+    if (rank == config_.rank) continue;
+    // Ranks of other domains are heard less often.
+    const uint64_t allowed = controls_[rank] != nullptr ? 0 : kStaleHeartbeatUsec;
+    if (const uint64_t silent = proxy_->silent_usec(rank); silent > oldest + allowed) {
+      oldest = silent - allowed;
+      stalest = rank;
+    }
+  }
+  return stalest;
+}
+
+void ControlPlane::blame(ErrorRecord& record, std::string text) const {
+  const std::shared_lock held(memory_mutex_);
+  if (given_back_) return record.set_message(text);
+  if (const int stale = stale_rank(); stale >= 0) {
+    record.peer = stale;
+    text += "; rank " + std::to_string(stale) + " shows no sign of life";
+  }
+  if (const std::string trouble = proxy_->trouble(); !trouble.empty()) text += "; " + trouble;
+  record.set_message(text);
+}
+
+}  // namespace uccl_ep

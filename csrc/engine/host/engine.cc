@@ -1,0 +1,153 @@
+// Creation, the queue, waiting and the end. The worker: run.cc.
+#include "engine/host/engine.h"
+
+#include <chrono>
+#include <numeric>
+
+#include "common/thread.h"
+
+namespace uccl_ep {
+namespace {
+
+std::vector<int> order_of(const EngineConfig& config) {
+  std::vector<int> order = config.source_order;
+  if (order.empty()) {
+    order.resize(static_cast<size_t>(config.num_ranks));
+    std::iota(order.begin(), order.end(), 0);
+  }
+  return order;
+}
+
+MemoryNeeds needs_of(const EngineConfig& config, const Topology& topo) {
+  MemoryNeeds needs;
+  needs.num_experts = config.num_experts;
+  needs.least_row_bytes = config.widest_row_bytes();
+  needs.budget_bytes = config.budget_bytes;
+  needs.chunk_bytes = config.chunk_bytes;
+  needs.window_chunks = config.window_chunks;
+  needs.beside_bytes = transport_bytes(config, topo);
+  return needs;
+}
+
+RingParams rings_of(const EngineConfig& config) {
+  const Topology topo = Topology::from_labels(checked(config).domain_of);
+  return choose_rings(topo, needs_of(config, topo));
+}
+
+template <typename Condition>
+bool wait_until(Op& op, uint64_t timeout_usec, Condition condition) {
+  std::unique_lock lock(op.mutex);
+  const bool holds =
+      op.changed.wait_for(lock, std::chrono::microseconds(timeout_usec), [&] { return op.failed || condition(); });
+  if (op.failed) throw CommunicationFailure(op.error);
+  return holds;
+}
+
+}  // namespace
+
+MemoryEntries host_memory_entries(const EngineConfig& config) { return memory_entries(config, rings_of(config)); }
+
+uint64_t host_least_budget_bytes(const EngineConfig& config) {
+  const Topology topo = Topology::from_labels(checked(config).domain_of);
+  return least_budget_bytes(topo, needs_of(config, topo));
+}
+
+PlanFacts HostPlan::facts() const {
+  PlanFacts facts;
+  facts.plan_id = plan->plan_id;
+  facts.engine_generation = plan->engine_generation;
+  facts.routing_kind = plan->routing_kind;
+  facts.routing_width = plan->routing_width;
+  facts.num_tokens = plan->num_tokens;
+  facts.expert_alignment = plan->expert_alignment;
+  facts.compact_width = plan->compact_width;
+  return facts;
+}
+
+HostOperation::HostOperation(HostEngine& engine, std::shared_ptr<HostPlan> plan)
+    : engine_(engine), plan_(std::move(plan)) {
+  op_.plan = plan_->plan;
+}
+
+bool HostOperation::wait_counts(uint64_t timeout_usec) {
+  return wait_until(op_, timeout_usec, [&] { return op_.counts_known; });
+}
+
+bool HostOperation::wait(Stream, uint64_t timeout_usec) {
+  return wait_until(op_, timeout_usec, [&] { return op_.done; });
+}
+
+bool HostOperation::counts_known() const {
+  const std::lock_guard lock(op_.mutex);
+  return op_.counts_known;
+}
+
+bool HostOperation::done() const {
+  const std::lock_guard lock(op_.mutex);
+  return op_.done;
+}
+
+void HostOperation::give_output(const DispatchOutput& output) {
+  {
+    const std::lock_guard lock(op_.mutex);
+    if (op_.failed) throw CommunicationFailure(op_.error);
+    op_.rows_out = output.rows;
+    op_.scales_out = output.scales;
+    op_.weights_out = output.weights;
+    op_.experts_out = output.row_experts;
+    op_.output_given = true;
+  }
+  engine_.plane_.ring_worker();
+}
+
+HostEngine::HostEngine(const EngineConfig& config)
+    : config_(checked(config)),
+      rings_(rings_of(config)),
+      plane_(config, rings_),
+      topo_(plane_.topology()),
+      closed_seen_usec_(static_cast<size_t>(config.num_ranks)),
+      waited_usec_(closed_seen_usec_.size()) {
+  plane_.add_trace(worker_trace_);
+}
+
+HostEngine::~HostEngine() { close(true); }
+
+void HostEngine::start() {
+  std::vector<uint8_t*> bases;
+  for (int rank = 0; rank < config_.num_ranks; ++rank) bases.push_back(plane_.region_base(rank));
+  context_ = host::make_context(topo_, rings_, plane_.channels(), config_.rank, order_of(config_), bases,
+                                {&plane_.commands(), &plane_.control().proxy_bell, &worker_trace_});
+  worker_ = start_thread("the worker", [this] { work(); });
+  plane_.start();
+}
+
+CallLimits HostEngine::limits() const { return {config_.generation, config_.widest_row_bytes(), true}; }
+
+std::shared_ptr<Operation> HostEngine::submit(std::shared_ptr<HostOperation> operation) {
+  const std::lock_guard lock(mutex_);
+  const ControlPlane::Number number = plane_.number_call();
+  Op& op = operation->op_;
+  op.epoch = number.epoch;
+  op.num_refused = number.num_refused;
+  op.refusal = number.refusal;
+  if (op.makes_plan()) op.plan->plan_id = op.epoch;
+  queue_.push_back(operation);
+  queue_changed_.notify_all();
+  return operation;
+}
+
+void HostEngine::close(bool abort) {
+  if (!plane_.refuse_calls(abort)) return;
+  {
+    // Operations that are under way end by themselves, or by the error, or by their deadline.
+    std::unique_lock lock(mutex_);
+    queue_changed_.wait(lock, [&] { return queue_.empty() && !busy_; });
+    stop_ = true;
+    queue_changed_.notify_all();
+  }
+  if (worker_.joinable()) worker_.join();
+  plane_.leave();
+  plane_.give_back();
+}
+
+}  // namespace uccl_ep
