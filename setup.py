@@ -20,7 +20,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).resolve().parent
 CUDA = ROOT / "csrc" / "backend" / "cuda"
 # The environment is read in one file only; it needs nothing but the standard library.
-ENV = runpy.run_path(str(ROOT / "uccl_ep_train" / "env.py"))
+ENV = runpy.run_path(str(ROOT / "uccl_ep_train" / "settings" / "env.py"))
 WERROR = ENV["warnings_are_errors"]()
 SANITIZER = ENV["sanitizer"]()
 SANITIZE = [f"-fsanitize={SANITIZER}", "-fno-sanitize-recover=all"] if SANITIZER else []

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from bench.trace import load_trace
-from uccl_ep_train.fp8 import BLOCK
-from uccl_ep_train.topology import Topology
+from uccl_ep_train.core.topology import Topology
+from uccl_ep_train.oracle.fp8 import BLOCK
 
 BF16_BYTES = 2
 VALUE_BYTES = 4  # a router weight, fp32, per pair

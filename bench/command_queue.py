@@ -18,8 +18,8 @@ import argparse
 import torch
 
 from bench import report
-from uccl_ep_train import cuda
-from uccl_ep_train.native import load_native
+from uccl_ep_train.core import cuda
+from uccl_ep_train.core.native import load_native
 
 CAPACITIES = (64, 1024, 16384)  # commands
 COMMANDS = 2_000_000

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bench.cases import Case, Traffic
 from bench.systems import MODE_SUFFIX, Sample, System, label_of
-from uccl_ep_train.fp8 import quantize
+from uccl_ep_train.oracle.fp8 import quantize
 
 DEFAULT_NUM_SMS = 24
 

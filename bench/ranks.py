@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from recipes import devices
 from recipes.launch import run_ranks
-from uccl_ep_train import Buffer, EpConfig, env
+from uccl_ep_train import Buffer, EpConfig
+from uccl_ep_train.settings import env
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:

@@ -17,7 +17,7 @@ import torch
 from bench.cases import BACKWARD, OPS, Case, exchanges
 from bench.measure import Measured
 from bench.systems import label_of
-from uccl_ep_train import env
+from uccl_ep_train.settings import env
 
 PAIR = "dispatch+combine"
 OURS = "uccl_ep"

@@ -12,7 +12,7 @@ from bench.options import RESULTS
 from recipes import RECIPES
 from recipes.architecture import Model
 from recipes.settings import DEVICES, DISPATCHERS, Recipe, RecipeError
-from uccl_ep_train import fp8
+from uccl_ep_train.oracle import fp8
 
 STOCK = "alltoall"
 OURS = "uccl_ep"

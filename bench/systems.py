@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from bench.cases import BACKWARD, OPS, Case, Traffic
-from uccl_ep_train import Buffer, EpConfig, env
+from uccl_ep_train import Buffer, EpConfig
+from uccl_ep_train.settings import env
 
 
 @dataclass(frozen=True)

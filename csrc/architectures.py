@@ -85,5 +85,5 @@ def folder_suffix(names: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    env = runpy.run_path(str(ROOT / "uccl_ep_train" / "env.py"))
+    env = runpy.run_path(str(ROOT / "uccl_ep_train" / "settings" / "env.py"))
     print(*chosen(env["cuda_architectures"]()))

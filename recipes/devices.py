@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from recipes.settings import Recipe
-from uccl_ep_train import cuda, env
+from uccl_ep_train.core import cuda
+from uccl_ep_train.settings import env
 
 
 class DeviceError(ValueError):

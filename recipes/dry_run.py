@@ -74,7 +74,8 @@ def _dispatcher_bytes(job: Job) -> int:
     """
     import torch
 
-    from uccl_ep_train import Topology, cuda, memory_plan
+    from uccl_ep_train import Topology, memory_plan
+    from uccl_ep_train.core import cuda
     from uccl_ep_train.megatron.buffers import BufferPool
 
     options: dict[str, str | int | None] = {

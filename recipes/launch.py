@@ -30,8 +30,8 @@ from recipes.checkpoint import CheckpointError, Checkpoints
 from recipes.devices import DeviceError
 from recipes.hardware import NODES
 from recipes.settings import ABLATIONS, DEVICES, DISPATCHERS, Recipe, RecipeError
-from uccl_ep_train import env
 from uccl_ep_train.errors import ConfigError
+from uccl_ep_train.settings import env
 
 _STOPPED = 130  # exit status after Ctrl-C, as shells use it
 # Options that only recipes/train.py knows.

@@ -11,7 +11,7 @@ from pathlib import Path
 from recipes.arguments import Arguments, command_line
 from recipes.jobs import Job, check_package
 from recipes.settings import RecipeError
-from uccl_ep_train import env
+from uccl_ep_train.settings import env
 
 _DATA = ("--mock-data", "--data-path", "--data-args-path", "--train-data-path", "--per-split-data-args-path")
 

@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from uccl_ep_train import cuda
+from uccl_ep_train.core import cuda
 from uccl_ep_train.megatron import cpu_shims
 
 FOLDER = "tests/unit_tests/transformer/moe"

@@ -235,7 +235,7 @@ build_hash() {
   {
     printf '%s\n%s\n%s\n' "$ROOT" "$("$VENV/bin/python" -V)" "$("$VENV/bin/python" "$ROOT/csrc/architectures.py")"
     cd "$ROOT"
-    find pyproject.toml setup.py uccl_ep_train/env.py csrc -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
+    find pyproject.toml setup.py uccl_ep_train/settings/env.py csrc -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
   } | hash_of
 }
 

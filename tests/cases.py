@@ -25,9 +25,9 @@ from tests.bits import bit_difference
 from tests.case_values import experts_in_focus, make_map, make_rows, make_topk
 from tests.harness import ON_GPUS, RankGroup
 from uccl_ep_train import Buffer
-from uccl_ep_train.config_sections import WireDtype
-from uccl_ep_train.handle import LayoutName
-from uccl_ep_train.reference import Combined, Dispatched, ReferenceGroup, Routing, WireCounts
+from uccl_ep_train.common.handle import LayoutName
+from uccl_ep_train.oracle.reference import Combined, Dispatched, ReferenceGroup, Routing, WireCounts
+from uccl_ep_train.settings.sections import WireDtype
 
 # "domains x ranks": the domain of each rank of the group.
 LAYOUTS: dict[str, tuple[int, ...]] = {

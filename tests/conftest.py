@@ -71,7 +71,7 @@ def _one_thread_per_rank() -> Iterator[None]:
 @pytest.fixture
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable of ours or of UCCL-EP is set, and none has been warned about."""
-    from uccl_ep_train import variables
+    from uccl_ep_train.settings import variables
 
     for name in list(os.environ):
         if name.startswith("UCCL_"):

@@ -26,8 +26,8 @@ Made by `python -m tests.evidence --write` from the tests, `tests/folders.toml` 
 
 ## Tests
 
-A test is a claim. It compares bits with the oracle `uccl_ep_train/reference.py`, and a control shows that it
-can fail. *CI* is a machine with a CPU alone. Native claims are sentences in C++ programs.
+A test is a claim. It compares bits with the oracle, `uccl_ep_train/oracle`, and a control shows that it can
+fail. *CI* is a machine with a CPU alone. Native claims are sentences in C++ programs.
 `python -m tests.evidence --modules` has a line for each module.
 """
 

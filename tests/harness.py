@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from uccl_ep_train import Buffer, EpConfig
-from uccl_ep_train.bootstrap import LocalBootstrap
 from uccl_ep_train.errors import PeerFailed
+from uccl_ep_train.group.bootstrap import LocalBootstrap
 
 DEFAULT_TIMEOUT_S = 60.0
 ABORT_GRACE_S = 10.0

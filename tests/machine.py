@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from uccl_ep_train import EpConfig
-from uccl_ep_train.native import probe_transports
+from uccl_ep_train.core.native import probe_transports
 
 
 @cache

@@ -36,7 +36,7 @@ START_TIMEOUT_S = 60.0
 EXIT_GRACE_S = 5.0
 STORE_TIMEOUT = datetime.timedelta(seconds=60)
 # torch's optimizers import torch._dynamo when the first one is made: more than a second for each rank.
-PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "uccl_ep_train", "uccl_ep_train.engine"]
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "uccl_ep_train", "uccl_ep_train.api.buffer"]
 
 
 @dataclass(frozen=True)

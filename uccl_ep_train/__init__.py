@@ -8,35 +8,41 @@
 
 Names are loaded on first use: configuration, topology and errors work without torch and without the native
 extension.
+
+`api` holds `Buffer`, `core` the way from a call to native code, `group` what ranks settle among themselves,
+`settings` the configuration, `oracle` the meaning in plain torch, `tools` programs, `megatron` the plug-in.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+from uccl_ep_train.earlier_paths import HOMES, EarlierPaths
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Bootstrap": "bootstrap",
-    "Buffer": "engine",
-    "Deadlines": "config",
-    "DispatchHandle": "handle",
-    "DispatchResult": "handle",
-    "EpConfig": "config",
+_DEFINED_IN = {
+    "Bootstrap": "group.bootstrap",
+    "Buffer": "api.buffer",
+    "Deadlines": "settings.config",
+    "DispatchHandle": "common.handle",
+    "DispatchResult": "common.handle",
+    "EpConfig": "settings.config",
     "EpError": "errors",
-    "Gpu": "config",
-    "LocalBootstrap": "bootstrap",
-    "LoopFaults": "config",
-    "Memory": "config",
-    "MemoryPlan": "stats",
-    "Network": "config",
-    "PendingCombine": "engine",
-    "PendingDispatch": "engine",
-    "Topology": "topology",
-    "TorchBootstrap": "bootstrap",
-    "Wire": "config",
-    "memory_plan": "stats",
+    "Gpu": "settings.config",
+    "LocalBootstrap": "group.bootstrap",
+    "LoopFaults": "settings.config",
+    "Memory": "settings.config",
+    "MemoryPlan": "core.stats",
+    "Network": "settings.config",
+    "PendingCombine": "api.buffer",
+    "PendingDispatch": "api.buffer",
+    "Topology": "core.topology",
+    "TorchBootstrap": "group.bootstrap",
+    "Wire": "settings.config",
+    "memory_plan": "core.stats",
 }
 
 __all__ = [
@@ -63,17 +69,22 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from uccl_ep_train.bootstrap import Bootstrap, LocalBootstrap, TorchBootstrap
-    from uccl_ep_train.config import Deadlines, EpConfig, Gpu, LoopFaults, Memory, Network, Wire
-    from uccl_ep_train.engine import Buffer, PendingCombine, PendingDispatch
+    from uccl_ep_train.api.buffer import Buffer, PendingCombine, PendingDispatch
+    from uccl_ep_train.common.handle import DispatchHandle, DispatchResult
+    from uccl_ep_train.core.stats import MemoryPlan, memory_plan
+    from uccl_ep_train.core.topology import Topology
     from uccl_ep_train.errors import EpError
-    from uccl_ep_train.handle import DispatchHandle, DispatchResult
-    from uccl_ep_train.stats import MemoryPlan, memory_plan
-    from uccl_ep_train.topology import Topology
+    from uccl_ep_train.group.bootstrap import Bootstrap, LocalBootstrap, TorchBootstrap
+    from uccl_ep_train.settings.config import Deadlines, EpConfig, Gpu, LoopFaults, Memory, Network, Wire
+
+
+sys.meta_path.insert(0, EarlierPaths(__name__, HOMES))
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
+    if name in HOMES:
+        return importlib.import_module(f"{__name__}.{name}")
+    home = _DEFINED_IN.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{home}"), name)

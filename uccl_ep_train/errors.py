@@ -208,3 +208,13 @@ class PlanMismatchError(CommunicationError):
 
 def _rebuild(cls: type[CommunicationError], args: tuple[str, ...], fields: ErrorFields) -> CommunicationError:
     return cls(*args, **fields)
+
+
+_MOST_TOLD = 150
+"""Characters of an exception that travel to the other ranks, in a record of fixed size."""
+
+
+def told(error: BaseException) -> str:
+    """An exception's type and text in one line, for ranks that have to stop because of it."""
+    line = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    return line if len(line) <= _MOST_TOLD else line[: _MOST_TOLD - 3] + "..."

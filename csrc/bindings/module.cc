@@ -73,7 +73,7 @@ void translate(std::exception_ptr failure) {
                                       "seen"_a = r.seen));
   } catch (const LimitFailure& e) {
     raise(
-        py::module_::import("uccl_ep_train.limits").attr("refusal")(limit_name(e.limit()), e.what(), e.wanted_bytes()));
+        py::module_::import("uccl_ep_train.common.limits").attr("refusal")(limit_name(e.limit()), e.what(), e.wanted_bytes()));
   } catch (const UsageFailure& e) {
     raise(py::module_::import("uccl_ep_train.errors").attr(class_of(e.kind()))(e.what()));
   }

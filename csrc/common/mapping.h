@@ -2,7 +2,7 @@
 // transport's inbox. The pages live while anyone maps them, and a name is never used twice, so a peer that is late or
 // frozen can never write into memory that was given to somebody else.
 // The creator holds a lock (flock) on the segment for as long as it lives. A named segment that is not locked was left
-// behind: `uccl_ep_train/leftovers.py` removes it.
+// behind: `uccl_ep_train/group/leftovers.py` removes it.
 #pragma once
 
 #include <cstdint>

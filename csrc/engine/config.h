@@ -36,7 +36,7 @@ struct EngineConfig {
   uint64_t widest_row_bytes() const { return uint64_t{hidden} * max_element_bytes; }
 };
 
-// What Python fills in, by these names: uccl_ep_train/config_sections.py says from what.
+// What Python fills in, by these names: uccl_ep_train/settings/sections.py says from what.
 template <>
 inline constexpr auto kFields<EngineConfig> = std::tuple{UCCL_EP_FIELD(EngineConfig, rank),
                                                          UCCL_EP_FIELD(EngineConfig, num_ranks),

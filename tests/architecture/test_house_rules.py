@@ -55,11 +55,11 @@ def check_nothing_ends_the_process(root: Path) -> list[str]:
 
 
 def check_environment(root: Path) -> list[str]:
-    """uccl_ep_train/env.py alone reads the environment. Tests, benchmarks and scripts are exempt."""
+    """uccl_ep_train/settings/env.py alone reads the environment. Tests, benchmarks and scripts are exempt."""
     found = []
     for path in project_files(root, ".py"):
         parts = path.relative_to(root).parts
-        if parts[0] in ("tests", "bench", "scripts") or parts == ("uccl_ep_train", "env.py"):
+        if parts[0] in ("tests", "bench", "scripts") or parts == ("uccl_ep_train", "settings", "env.py"):
             continue
         found += [f"{path.relative_to(root)}:{line}: {what}" for line, what in _environment_uses(path)]
     for path in project_files(root, *CPP, under="csrc"):
@@ -207,7 +207,7 @@ PLANTED: list[tuple[Check, str, str]] = [
     (check_nothing_ends_the_process, "csrc/backend/cuda/bad.cu", "if (late) __trap();\n"),
     (check_nothing_ends_the_process, "csrc/engine/bad.cc", "if (x) std::terminate ();\n"),
     (check_nothing_ends_the_process, "csrc/engine/bad.cc", "assert(x < 65536);\n"),
-    (check_environment, "uccl_ep_train/engine.py", "import os\nDEBUG = os.environ.get('X')\n"),
+    (check_environment, "uccl_ep_train/api/buffer.py", "import os\nDEBUG = os.environ.get('X')\n"),
     (check_environment, "recipes/bad.py", "import os\nos.getenv('X')\n"),
     (check_environment, "setup.py", "from os import environ\n"),
     (check_environment, "csrc/common/bad.h", 'const char* x = std::getenv("X");\n'),
@@ -238,7 +238,7 @@ def test_a_planted_violation_is_found(check: Check, name: str, text: str, tmp_pa
 def test_what_is_allowed_is_not_reported(tmp_path: Path) -> None:
     allowed = {
         "csrc/engine/good.cc": "// exit() is a word\nop.exit(1); bool on_exit(int);\n#if A\n",
-        "uccl_ep_train/env.py": "import os\nos.environ['X']\n",
+        "uccl_ep_train/settings/env.py": "import os\nos.environ['X']\n",
         "csrc/engine/long.cc": f"namespace n {{\nstruct S {{\n{_BODY}{_BODY}}};\n}}\n",
         "recipes/long.py": f"class C:\n{_BODY}{_BODY}",
         "tests/good.py": "import os\nos.environ['X']\n",

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.architecture.tree import CPP, ROOT, Check, cpp_code, matches, plant, project_files
+from uccl_ep_train.earlier_paths import HOMES
 
 # An #include may only point down this list, or stay in its folder.
 LAYERS = ["bindings", "engine", "proxy", "transport", "backend", "queue", "sync", "layout", "common"]
@@ -82,35 +83,84 @@ def check_atomics(root: Path) -> list[str]:
 
 # ------------------------------------------------------------------------------------ Python
 
-_NATIVE = ("uccl_ep_train._native", "uccl_ep_train.native", "uccl_ep_train.engine")
+# An import may only point down this list, or stay in its folder. Folders of one line do not know each other.
+PACKAGE = [
+    ("megatron", "tools"),
+    ("api",),
+    ("group",),
+    ("core",),
+    ("oracle", "settings"),
+    ("common",),
+    ("errors", "earlier_paths"),
+]
 
 # (folder or file, exempt folder, what it must not import, why)
 IMPORT_RULES = [
+    ("uccl_ep_train", "uccl_ep_train/megatron", ("megatron",), "it knows no trainer"),
+    ("uccl_ep_train", "", ("recipes", "tests", "bench"), "a library knows no program that uses it"),
     (
         "uccl_ep_train",
-        "uccl_ep_train/megatron",
-        ("megatron", "uccl_ep_train.megatron"),
-        "it knows no trainer",
+        "uccl_ep_train/core",
+        ("uccl_ep_train._native",),
+        "the core is the only door to native code; the oracle judges that, and it raises what `errors` has",
     ),
-    ("uccl_ep_train", "", ("recipes", "tests", "bench"), "a library knows no program that uses it"),
-    ("uccl_ep_train/errors.py", "", ("uccl_ep_train._native",), "the native core raises these classes"),
-    ("uccl_ep_train/reference.py", "", _NATIVE, "the oracle is independent of what it judges"),
-    ("uccl_ep_train/reference_plan.py", "", _NATIVE, "the oracle is independent of what it judges"),
-    ("uccl_ep_train/fp8.py", "", _NATIVE, "the oracle is independent of what it judges"),
+    *(
+        (f"uccl_ep_train/{folder}", "", ("uccl_ep_train.oracle",), "nothing that it judges relies on it")
+        for folder in ("megatron", "api", "group", "core")
+    ),
     (
-        "uccl_ep_train/env.py",
+        "uccl_ep_train/settings/env.py",
         "",
-        ("uccl_ep_train.config", "uccl_ep_train.errors"),
+        ("uccl_ep_train.settings.config", "uccl_ep_train.errors"),
         "it is run before the package exists",
     ),
     (
-        "uccl_ep_train/variables.py",
+        "uccl_ep_train/settings/variables.py",
         "",
-        ("uccl_ep_train.config",),
+        ("uccl_ep_train.settings.config",),
         "a configuration is made from what it says",
     ),
     ("recipes", "", ("tests", "bench"), "what users run does not need the tests"),
 ]
+
+
+def check_package(root: Path) -> list[str]:
+    """Imports inside the package point down the list, by today's paths. Its face may import all."""
+    found = []
+    for path in project_files(root, ".py", under="uccl_ep_train"):
+        own = path.relative_to(root / "uccl_ep_train").with_suffix("").parts[0]
+        if own == "__init__":
+            continue
+        for line, module in imports_of(path, root):
+            if module.startswith("uccl_ep_train.") and (
+                problem := _import_problem(own, module.split(".")[1])
+            ):
+                found.append(f"{path.relative_to(root)}:{line}: imports {module}: {problem}")
+    return found
+
+
+def _import_problem(own: str, target: str) -> str:
+    floors = {folder: floor for floor, folders in enumerate(PACKAGE) for folder in folders}
+    if own not in floors:
+        return f"the package has {' '.join(floors)} and nothing else"
+    if target in ("_native", own):
+        return ""
+    if target not in floors:
+        return "inside the package a name is imported from the module that defines it"
+    if floors[target] < floors[own]:
+        return f"{own} lies below {target}"
+    return f"{own} and {target} do not know each other" if floors[target] == floors[own] else ""
+
+
+def check_earlier_paths(root: Path) -> list[str]:
+    """Paths from before there were folders are for programs of others."""
+    return [
+        f"{path.relative_to(root)}:{line}: imports {module}: now {HOMES[module.split('.')[1]]}"
+        for folder in ("uccl_ep_train", "recipes", "bench", "scripts", "tests")
+        for path in project_files(root, ".py", under=folder)
+        for line, module in imports_of(path, root)
+        if module.startswith("uccl_ep_train.") and module.split(".")[1] in HOMES
+    ]
 
 
 def check_imports(root: Path) -> list[str]:
@@ -156,6 +206,8 @@ CHECKS: list[Check] = [
     check_torch_headers,
     check_nic_headers,
     check_atomics,
+    check_package,
+    check_earlier_paths,
     check_imports,
 ]
 
@@ -188,19 +240,28 @@ PLANTED: list[tuple[Check, str, str]] = [
     (check_atomics, "csrc/queue/bad.h", "std::atomic<int> counter;\n"),
     (check_atomics, "csrc/queue/bad.h", "/* a\n */ __atomic_store_n(&x, 1, 0);\n"),
     (check_atomics, "csrc/backend/cuda/bad.cu", "atomicAdd(&x, 1);\n"),
-    (check_imports, "uccl_ep_train/bad.py", "def f():\n    from megatron.core import parallel_state\n"),
-    (check_imports, "uccl_ep_train/bad.py", "from .megatron import flags\n"),
-    (check_imports, "uccl_ep_train/bad.py", "from uccl_ep_train import megatron\n"),
-    (check_imports, "uccl_ep_train/bad.py", "import importlib\nimportlib.import_module('recipes.launch')\n"),
-    (check_imports, "uccl_ep_train/megatron/bad.py", "import recipes\n"),
-    (check_imports, "uccl_ep_train/errors.py", "from uccl_ep_train import _native\n"),
-    (check_imports, "uccl_ep_train/reference.py", "from uccl_ep_train.engine import Buffer\n"),
-    (check_imports, "uccl_ep_train/env.py", "def f():\n    from uccl_ep_train.config import EpConfig\n"),
+    (check_imports, "uccl_ep_train/api/bad.py", "def f():\n    from megatron.core import parallel_state\n"),
     (
         check_imports,
-        "uccl_ep_train/variables.py",
-        "def f():\n    from uccl_ep_train.config import EpConfig\n",
+        "uccl_ep_train/api/bad.py",
+        "import importlib\nimportlib.import_module('recipes.launch')\n",
     ),
+    (check_imports, "uccl_ep_train/megatron/bad.py", "import recipes\n"),
+    (check_imports, "uccl_ep_train/errors.py", "from uccl_ep_train import _native\n"),
+    (check_imports, "uccl_ep_train/oracle/plan.py", "import uccl_ep_train._native\n"),
+    (check_imports, "uccl_ep_train/core/bad.py", "from uccl_ep_train.oracle.fp8 import BLOCK\n"),
+    (check_imports, "uccl_ep_train/settings/env.py", "def f():\n    import uccl_ep_train.settings.config\n"),
+    (check_imports, "uccl_ep_train/settings/variables.py", "from uccl_ep_train.settings import config\n"),
+    (check_package, "uccl_ep_train/bad.py", "import uccl_ep_train.errors\n"),
+    (check_package, "uccl_ep_train/utils/bad.py", "import uccl_ep_train.errors\n"),
+    (check_package, "uccl_ep_train/core/bad.py", "from ..group import domains\n"),
+    (check_package, "uccl_ep_train/api/bad.py", "from uccl_ep_train.megatron import flags\n"),
+    (check_package, "uccl_ep_train/api/bad.py", "def f():\n    from uccl_ep_train import megatron\n"),
+    (check_package, "uccl_ep_train/tools/bad.py", "from uccl_ep_train import Buffer\n"),
+    (check_package, "uccl_ep_train/oracle/plan.py", "from uccl_ep_train.core.native import load_native\n"),
+    (check_package, "uccl_ep_train/oracle/plan.py", "from uccl_ep_train.settings.env import read\n"),
+    (check_earlier_paths, "recipes/bad.py", "from uccl_ep_train.engine import Buffer\n"),
+    (check_earlier_paths, "tests/unit/bad.py", "def f():\n    from uccl_ep_train import cuda\n"),
     (check_imports, "recipes/bad.py", "import tests.harness\n"),
 ]
 
@@ -218,7 +279,10 @@ def test_what_is_allowed_is_not_reported(tmp_path: Path) -> None:
         "csrc/sync/flag.h": "#include <atomic>\nstd::atomic<int> x;\n",
         "csrc/engine/factory.cc": '#include "transport/loop/loop.h"\nconst char* text = "std::atomic";\n',
         "csrc/transport/factory.cc": '#include "transport/loop/loop.h"\n',
-        "uccl_ep_train/megatron/plugin.py": "import megatron.core\nfrom uccl_ep_train.engine import Buffer\n",
+        "uccl_ep_train/__init__.py": "from uccl_ep_train.api.buffer import Buffer\n",
+        "uccl_ep_train/megatron/plugin.py": "import megatron.core\nimport uccl_ep_train.api.buffer\n",
+        "uccl_ep_train/core/native.py": "from uccl_ep_train import _native\nimport uccl_ep_train.errors\n",
+        "uccl_ep_train/tools/doctor/dispatch.py": "from uccl_ep_train.oracle.reference import dispatch\n",
         "recipes/launch.py": "import uccl_ep_train.megatron\nimport megatron.core\n",
     }
     plant(tmp_path, allowed)

@@ -13,7 +13,7 @@ import pytest
 from tests.process_ranks import START_TIMEOUT_S, Outcome, ProcessRanks, Rank
 from tests.unit.by_hand import close, create
 from uccl_ep_train import Buffer, EpConfig
-from uccl_ep_train.bootstrap import TorchBootstrap
+from uccl_ep_train.group.bootstrap import TorchBootstrap
 
 pytestmark = pytest.mark.fault
 

@@ -21,8 +21,8 @@ from tests.cases import EngineSpec, check_case, make_case
 from tests.harness import RankGroup
 from tests.process_ranks import START_TIMEOUT_S, ProcessRanks, Rank
 from uccl_ep_train import Buffer, EpConfig
-from uccl_ep_train.bootstrap import TorchBootstrap
 from uccl_ep_train.errors import CommunicationError, EpError, PeerFailed
+from uccl_ep_train.group.bootstrap import TorchBootstrap
 
 pytestmark = pytest.mark.fault
 
@@ -333,7 +333,7 @@ import datetime, sys, time
 import torch
 import torch.distributed as dist
 from uccl_ep_train import Buffer, EpConfig
-from uccl_ep_train.bootstrap import StoreBootstrap
+from uccl_ep_train.group.bootstrap import StoreBootstrap
 
 rank, port, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=60))

@@ -10,8 +10,8 @@ import torch
 
 from tests.process_ranks import START_TIMEOUT_S, ProcessRanks, Rank
 from uccl_ep_train import Buffer, EpConfig
-from uccl_ep_train.bootstrap import TorchBootstrap
 from uccl_ep_train.errors import CommunicationError
+from uccl_ep_train.group.bootstrap import TorchBootstrap
 
 pytestmark = pytest.mark.fault
 

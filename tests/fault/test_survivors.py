@@ -13,8 +13,8 @@ import torch.distributed as dist
 from tests.cases import EngineSpec, differences, expect, make_case, run_case
 from tests.process_ranks import START_TIMEOUT_S, ProcessRanks, Rank
 from uccl_ep_train import Buffer, EpConfig
-from uccl_ep_train.bootstrap import StoreBootstrap, TorchBootstrap
 from uccl_ep_train.errors import CommunicationError
+from uccl_ep_train.group.bootstrap import StoreBootstrap, TorchBootstrap
 
 pytestmark = pytest.mark.fault
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from tests.process_ranks import START_TIMEOUT_S, ProcessRanks, Rank
 from uccl_ep_train import Buffer, EpConfig
-from uccl_ep_train.bootstrap import TorchBootstrap
 from uccl_ep_train.errors import CommunicationError
+from uccl_ep_train.group.bootstrap import TorchBootstrap
 
 NUM_RANKS = 4
 EXPERTS_PER_RANK = 2

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from uccl_ep_train import bootstrap, topology, transport
-from uccl_ep_train.bootstrap import _SteppedBootstrap, exchange
-from uccl_ep_train.config import EpConfig
 from uccl_ep_train.errors import EpError
-from uccl_ep_train.patience import Patience
-from uccl_ep_train.topology import agree_on_config, probe
+from uccl_ep_train.group import bootstrap, domains, transport
+from uccl_ep_train.group.bootstrap import _SteppedBootstrap, exchange
+from uccl_ep_train.group.domains import agree_on_config, probe
+from uccl_ep_train.group.patience import Patience
+from uccl_ep_train.settings.config import EpConfig
 
 CONFIG = EpConfig(num_experts=4, hidden=128)
 EXAMPLES = 100
@@ -102,7 +102,7 @@ def test_who_said_it_is_named() -> None:
 @pytest.mark.parametrize("step", ["configuration", "topology"])
 def test_a_reader_that_does_not_look_is_found(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the same inputs, read without a look at their shape."""
-    for module in (bootstrap, topology):
+    for module in (bootstrap, domains):
         monkeypatch.setattr(
             module, "decode", lambda ranks, what, peer, answer, shape: shape(json.loads(answer))
         )

@@ -22,8 +22,9 @@ import torch.distributed as dist
 
 from tests.cases import LAYOUTS, Case, EngineSpec, differences, expect, make_case, run_case
 from tests.process_ranks import START_TIMEOUT_S, ProcessRanks, Rank
-from uccl_ep_train import Buffer, EpConfig, cuda, memory_plan
-from uccl_ep_train.bootstrap import StoreBootstrap
+from uccl_ep_train import Buffer, EpConfig, memory_plan
+from uccl_ep_train.core import cuda
+from uccl_ep_train.group.bootstrap import StoreBootstrap
 
 NEEDS_GPU = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ import torch
 from tests.bits import bit_difference
 from tests.cases import NO_CAPACITY, Case, EngineSpec, make_case, with_inputs
 from uccl_ep_train import Buffer
-from uccl_ep_train.reference import Dispatched
+from uccl_ep_train.oracle.reference import Dispatched
 
 CAPACITY_PER_TOKEN = 2  # each names two experts
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from uccl_ep_train import Buffer, EpConfig
-from uccl_ep_train.bootstrap import LocalBootstrap
-from uccl_ep_train.config_sections import WireDtype
+from uccl_ep_train.group.bootstrap import LocalBootstrap
+from uccl_ep_train.settings.sections import WireDtype
 
 T, H, K, E = 70, 1024, 3, 8
 MANY = 600

@@ -11,7 +11,8 @@ import torch
 from tests.cases import NO_CAPACITY, EngineSpec, check_case, expect, make_case, with_inputs
 from tests.gpu.replays import changing_cases, replay, what_comes
 from tests.harness import Outcome
-from uccl_ep_train import Buffer, EpConfig, cuda, memory_plan
+from uccl_ep_train import Buffer, EpConfig, memory_plan
+from uccl_ep_train.core import cuda
 from uccl_ep_train.errors import (
     CommunicationError,
     DeviceError,

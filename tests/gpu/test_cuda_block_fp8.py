@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from uccl_ep_train import Buffer, EpConfig, cuda
-from uccl_ep_train.bootstrap import LocalBootstrap
+from uccl_ep_train import Buffer, EpConfig
+from uccl_ep_train.core import cuda
+from uccl_ep_train.group.bootstrap import LocalBootstrap
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,8 @@ import torch
 from tests.cases import NO_CAPACITY, Case, EngineSpec, check_case, make_case, with_inputs
 from tests.gpu.test_cuda_backend import spec_of
 from tests.harness import RankGroup
-from uccl_ep_train import Buffer, EpConfig, cuda, memory_plan
+from uccl_ep_train import Buffer, EpConfig, memory_plan
+from uccl_ep_train.core import cuda
 
 pytestmark = [
     pytest.mark.gpu,

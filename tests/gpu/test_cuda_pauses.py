@@ -10,8 +10,8 @@ import torch
 
 from tests.process_ranks import ProcessRanks, Rank
 from uccl_ep_train import Buffer, EpConfig
-from uccl_ep_train.bootstrap import TorchBootstrap
 from uccl_ep_train.errors import CommunicationError
+from uccl_ep_train.group.bootstrap import TorchBootstrap
 
 T, H, K, E = 64, 256, 2, 8
 DEADLINE_S, PAUSE_S, GRACE_S = 1.5, 4.0, 2.0

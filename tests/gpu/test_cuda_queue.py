@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from uccl_ep_train import cuda
+from uccl_ep_train.core import cuda
+from uccl_ep_train.core.native import load_native
 from uccl_ep_train.errors import ConfigError
-from uccl_ep_train.native import load_native
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,8 @@ import torch
 
 from tests.cases import EngineSpec
 from tests.harness import Outcome, RankGroup
-from uccl_ep_train import Buffer, cuda
+from uccl_ep_train import Buffer
+from uccl_ep_train.core import cuda
 from uccl_ep_train.errors import InputError, RankMismatchError
 
 RANKS = 2  # as threads, a GPU each

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from tests.gpu.test_cuda_backend import spec_of
-from uccl_ep_train import Buffer, cuda
-from uccl_ep_train.config_sections import WireDtype
+from uccl_ep_train import Buffer
+from uccl_ep_train.core import cuda
+from uccl_ep_train.settings.sections import WireDtype
 
 NVCC = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
 pytestmark = [

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from recipes import devices
 from tests.cases import EngineSpec, check_case, expect, make_case
 from tests.process_ranks import START_TIMEOUT_S, ProcessRanks, Rank
-from uccl_ep_train import Buffer, EpConfig, cuda
-from uccl_ep_train.bootstrap import TorchBootstrap
+from uccl_ep_train import Buffer, EpConfig
+from uccl_ep_train.core import cuda
+from uccl_ep_train.group.bootstrap import TorchBootstrap
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.megatron.harness import megatron_is_installed
-from uccl_ep_train.config import ALL_SETTINGS, EpConfig
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.megatron import flags, plugin
 from uccl_ep_train.megatron.compat import UnsupportedMegatronError
+from uccl_ep_train.settings.config import ALL_SETTINGS, EpConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,7 +10,7 @@ import torch
 
 from recipes import devices
 from tests.megatron.harness import CaseError, MegatronRanks, megatron_is_installed
-from uccl_ep_train import cuda
+from uccl_ep_train.core import cuda
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,7 +18,7 @@ LIBRARIES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "lib
 OPERATIONS = """
 import torch
 from tests.harness import run_ranks
-from uccl_ep_train.native import load_native
+from uccl_ep_train.core.native import load_native
 
 def step(rank, buffer):
     x, idx = torch.ones(7 + rank, 128), torch.arange(2 * (7 + rank)).reshape(-1, 2) % 8
@@ -32,7 +32,7 @@ print(load_native().__file__, run_ranks(4, settings, step))
 # Four rows where there are two.
 PAST_THE_END = """
 import numpy as np
-from uccl_ep_train.native import load_native
+from uccl_ep_train.core.native import load_native
 
 rows, codes, scales = np.zeros(256, np.uint16), np.zeros(512, np.uint8), np.zeros(4, np.float32)
 load_native().quantize_fp8(rows.ctypes.data, 4, 128, True, codes.ctypes.data, scales.ctypes.data)

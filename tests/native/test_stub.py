@@ -12,8 +12,8 @@ import pybind11
 import pytest
 
 from scripts.native_stub import HEAD, STUB, blocks
-from uccl_ep_train import cuda
-from uccl_ep_train.native import load_native
+from uccl_ep_train.core import cuda
+from uccl_ep_train.core.native import load_native
 
 REPAIR = "run scripts/native_stub.py"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from uccl_ep_train import EpConfig
-from uccl_ep_train.doctor.findings import FIX, Finding, Group
-from uccl_ep_train.doctor.meeting import Identity, Meeting
-from uccl_ep_train.doctor.session import Here, Options
-from uccl_ep_train.transport import Place
+from uccl_ep_train.group.transport import Place
+from uccl_ep_train.tools.doctor.findings import FIX, Finding, Group
+from uccl_ep_train.tools.doctor.meeting import Identity, Meeting
+from uccl_ep_train.tools.doctor.session import Here, Options
 
 NODE0, NODE1 = Place("node0", "boot0 1"), Place("node1", "boot1 1")
 PAIR, APART = Group((NODE0, NODE0)), Group((NODE0, NODE1))

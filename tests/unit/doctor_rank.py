@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from uccl_ep_train.doctor import __main__ as doctor
-from uccl_ep_train.doctor.checks import STAGES
-from uccl_ep_train.doctor.session import Check, Here
+from uccl_ep_train.tools.doctor import __main__ as doctor
+from uccl_ep_train.tools.doctor.checks import STAGES
+from uccl_ep_train.tools.doctor.session import Check, Here
 
 
 def _older(facts: Any) -> Any:

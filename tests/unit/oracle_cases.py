@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from uccl_ep_train.reference import (
+from uccl_ep_train.oracle.reference import (
     Routing,
 )
 

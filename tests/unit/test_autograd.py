@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.harness import RankGroup
 from uccl_ep_train import Buffer
-from uccl_ep_train.autograd import plain
-from uccl_ep_train.routing import is_aligned
+from uccl_ep_train.core.autograd import plain
+from uccl_ep_train.core.routing import is_aligned
 
 T, H, K, E = 5, 128, 2, 8
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from uccl_ep_train.bootstrap import Bootstrap, LocalBootstrap, StoreBootstrap, TorchBootstrap, exchange
 from uccl_ep_train.errors import ArrivalTimeout, ConfigError, PeerFailed, RankMismatchError, TransportError
+from uccl_ep_train.group.bootstrap import Bootstrap, LocalBootstrap, StoreBootstrap, TorchBootstrap, exchange
 
 
 def local(size, timeout_s=20.0):

@@ -18,7 +18,8 @@ from torch import Tensor
 
 import uccl_ep_train
 from tests.process_ranks import ProcessRanks, Rank
-from uccl_ep_train import Buffer, DispatchHandle, EpConfig, opaque
+from uccl_ep_train import Buffer, DispatchHandle, EpConfig
+from uccl_ep_train.common import opaque
 
 H, E, K = 128, 4, 2
 PACKAGE = str(Path(uccl_ep_train.__file__).parent)

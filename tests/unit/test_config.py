@@ -7,12 +7,13 @@ import warnings
 import pytest
 
 from tests.unit.setting_values import PARSED
-from uccl_ep_train import EpConfig, Topology, config_fields, config_sections
-from uccl_ep_train.config import ALL_SETTINGS
-from uccl_ep_train.config_fields import field_texts
+from uccl_ep_train import EpConfig, Topology
+from uccl_ep_train.core.native import native_config
 from uccl_ep_train.errors import ConfigError
-from uccl_ep_train.native import native_config
-from uccl_ep_train.variables import VARIABLES
+from uccl_ep_train.settings import fields, sections
+from uccl_ep_train.settings.config import ALL_SETTINGS
+from uccl_ep_train.settings.fields import field_texts
+from uccl_ep_train.settings.variables import VARIABLES
 
 BASE = {"num_experts": 8, "hidden": 256}
 
@@ -127,7 +128,7 @@ def test_every_field_has_a_text_with_its_range_and_reason_and_numbers_a_unit():
 
 
 def test_errors_say_what_the_text_below_the_field_says():
-    source = " ".join(inspect.getsource(config_sections).split())
+    source = " ".join(inspect.getsource(sections).split())
     for name, value in BAD:
         if name not in BASE and name != "source_order":
             with pytest.raises(ConfigError) as caught:
@@ -136,7 +137,7 @@ def test_errors_say_what_the_text_below_the_field_says():
 
 
 def test_without_its_source_the_package_still_names_field_and_value(monkeypatch):
-    monkeypatch.setattr(config_fields, "field_texts", lambda _: {})
+    monkeypatch.setattr(fields, "field_texts", lambda _: {})
     with pytest.raises(ConfigError, match=r"^num_sms = 0: allowed is what the documentation says$"):
         EpConfig(**BASE, num_sms=0)
 

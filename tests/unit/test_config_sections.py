@@ -12,10 +12,10 @@ import pytest
 
 from tests.unit.setting_values import PARSED
 from uccl_ep_train import Deadlines, EpConfig, Gpu, LoopFaults, Network, Topology, Wire
-from uccl_ep_train.config import ALL_SETTINGS
-from uccl_ep_train.config_sections import SECTIONS, SETTINGS
+from uccl_ep_train.core.native import load_native, native_config, native_values
 from uccl_ep_train.errors import ConfigError
-from uccl_ep_train.native import load_native, native_config, native_values
+from uccl_ep_train.settings.config import ALL_SETTINGS
+from uccl_ep_train.settings.sections import SECTIONS, SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = {"num_experts": 8, "hidden": 256}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.unit.by_hand import SETTINGS, close, create, shared_memory
-from uccl_ep_train import Buffer, EpConfig, lifecycle, memory_plan
+from uccl_ep_train import Buffer, EpConfig, memory_plan
 from uccl_ep_train.errors import (
     ConfigError,
     DtypeError,
@@ -19,6 +19,7 @@ from uccl_ep_train.errors import (
     PeerFailed,
     RankMismatchError,
 )
+from uccl_ep_train.group import lifecycle
 
 
 def test_the_configuration_must_be_one() -> None:

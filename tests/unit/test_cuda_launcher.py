@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from uccl_ep_train import launch
-from uccl_ep_train.calls import Call, DispatchCall
-from uccl_ep_train.cuda import CudaLauncher
-from uccl_ep_train.handle import RowLayout
-from uccl_ep_train.launch import Dispatched
-from uccl_ep_train.pending import InFlight
-from uccl_ep_train.routing import Routing
+from uccl_ep_train.common.handle import RowLayout
+from uccl_ep_train.core import operations
+from uccl_ep_train.core.calls import Call, DispatchCall
+from uccl_ep_train.core.cuda import CudaLauncher
+from uccl_ep_train.core.operations import Dispatched
+from uccl_ep_train.core.pending import InFlight
+from uccl_ep_train.core.routing import Routing
 
 T, H, K, L = 6, 128, 2, 3
 
@@ -148,7 +148,7 @@ def test_rehearsals_while_counts_are_waited_for_change_nothing(guess: int | None
 
 def test_a_rehearsal_runs_what_follows_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(launch.Outputs, "shrinking", lambda outputs: asked.append)
+    monkeypatch.setattr(operations.Outputs, "shrinking", lambda outputs: asked.append)
     start(Op(Plan(num_rows=20), [4, 0, 7], is_guessed=True, rehearsals=2))
     assert asked == [20, 20, 11]
 
@@ -174,14 +174,14 @@ def test_a_guess_that_was_too_low_is_followed_by_the_exact_size() -> None:
 
 def test_without_memory_for_the_guess_the_counts_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     op = Op(Plan(num_rows=20), [4, 0, 7], is_guessed=True)
-    allocate = launch._allocate
+    allocate = operations._allocate
 
     def short_of_memory(x: Tensor, dtype: torch.dtype, rows: RowLayout, num_rows: int, weighted: bool) -> Any:
         if num_rows > 11:
             raise torch.OutOfMemoryError("no more")
         return allocate(x, dtype, rows, num_rows, weighted)
 
-    monkeypatch.setattr(launch, "_allocate", short_of_memory)
+    monkeypatch.setattr(operations, "_allocate", short_of_memory)
     launched, engine, _ = start(op)
     assert op.memory == [(11, True)] and engine.failures == []
     expect_rows(launched, 11, [4, 0, 7])
@@ -218,7 +218,7 @@ def test_without_memory_a_dispatch_is_refused_if_nothing_of_it_was_launched(
     def no_memory(*_: Any) -> Any:
         raise torch.OutOfMemoryError("no more")
 
-    monkeypatch.setattr(launch, "_allocate", no_memory)
+    monkeypatch.setattr(operations, "_allocate", no_memory)
     op = Op(Plan(num_rows=9, nbytes=8 + 8 * L + 8), [1, 2, 3], counts_known=capacity is not None)
     engine = Engine(op)
     with pytest.raises(torch.OutOfMemoryError):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.unit.by_hand import SETTINGS, create, dispatch
 from uccl_ep_train import Buffer, EpConfig
 from uccl_ep_train.errors import CommunicationError
-from uccl_ep_train.lifecycle import check_live_buffers, group_is_over
+from uccl_ep_train.group.lifecycle import check_live_buffers, group_is_over
 
 CONFIG = EpConfig(**SETTINGS)
 

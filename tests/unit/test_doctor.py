@@ -12,10 +12,10 @@ from tests.bits import flip_bit
 from tests.unit.by_hand import together
 from tests.unit.doctor_cases import APART, MIB, NODE0, OPTIONS, PAIR, both, levels, the
 from uccl_ep_train import Buffer, EpConfig, LocalBootstrap
-from uccl_ep_train.doctor import __main__ as doctor
-from uccl_ep_train.doctor import dispatch, network
-from uccl_ep_train.doctor.findings import FIX, OK, WARNING, Finding, Group, Report
-from uccl_ep_train.doctor.meeting import Identity, Presence, identity
+from uccl_ep_train.tools.doctor import __main__ as doctor
+from uccl_ep_train.tools.doctor import dispatch, network
+from uccl_ep_train.tools.doctor.findings import FIX, OK, WARNING, Finding, Group, Report
+from uccl_ep_train.tools.doctor.meeting import Identity, Presence, identity
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.unit.doctor_cases import APART, MIB, NODE0, OPTIONS, PAIR, alone, both, levels, the
 from uccl_ep_train import memory_plan
-from uccl_ep_train.doctor import environment, gpus, layout, limits, memory, versions
-from uccl_ep_train.doctor.findings import FIX, OK, WARNING, Group
+from uccl_ep_train.tools.doctor import environment, gpus, layout, limits, memory, versions
+from uccl_ep_train.tools.doctor.findings import FIX, OK, WARNING, Group
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
 

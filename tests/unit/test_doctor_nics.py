@@ -11,11 +11,11 @@ import pytest
 
 from tests.unit.made_up_sysfs import INFINIBAND, UNUSED, V1_IPV4, V1_LINK, V2_IPV4, add_nic
 from uccl_ep_train import EpConfig
-from uccl_ep_train.doctor import nics
-from uccl_ep_train.doctor.findings import FIX, OK, WARNING, Facts, Finding, Group
-from uccl_ep_train.doctor.meeting import Identity, Meeting
-from uccl_ep_train.doctor.session import Here, Options
-from uccl_ep_train.transport import Place
+from uccl_ep_train.group.transport import Place
+from uccl_ep_train.tools.doctor import nics
+from uccl_ep_train.tools.doctor.findings import FIX, OK, WARNING, Facts, Finding, Group
+from uccl_ep_train.tools.doctor.meeting import Identity, Meeting
+from uccl_ep_train.tools.doctor.session import Here, Options
 
 pytestmark = pytest.mark.usefixtures("clean_environment")
 TWO_HOSTS = Group((Place("node0", "boot0 1"), Place("node1", "boot1 1")))

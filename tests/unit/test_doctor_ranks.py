@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from uccl_ep_train import EpConfig
-from uccl_ep_train.native import probe_transports
+from uccl_ep_train.core.native import probe_transports
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK = Path(__file__).with_name("doctor_rank.py")
@@ -194,7 +194,7 @@ def test_loading_libfabric_leaves_the_programs_signals_alone() -> None:
     program = """
 import os, signal
 from uccl_ep_train import EpConfig
-from uccl_ep_train.native import probe_transports
+from uccl_ep_train.core.native import probe_transports
 heard = []
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, lambda number, _: heard.append(number))

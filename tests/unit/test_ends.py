@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.unit.by_hand import outcome, together
-from uccl_ep_train.bootstrap import StoreBootstrap, exchange
 from uccl_ep_train.errors import ArrivalTimeout, PeerDied, PeerFailed, TransportError
-from uccl_ep_train.presence import Presence, meet
+from uccl_ep_train.group.bootstrap import StoreBootstrap, exchange
+from uccl_ep_train.group.presence import Presence, meet
 
 AT_ONCE_S = 5.0
 """Far below the deadline of these bootstraps, whatever else the machine does."""

@@ -8,9 +8,10 @@ import warnings
 
 import pytest
 
-from uccl_ep_train import EpConfig, env
+from uccl_ep_train import EpConfig
 from uccl_ep_train.errors import ConfigError
-from uccl_ep_train.variables import VARIABLES
+from uccl_ep_train.settings import env
+from uccl_ep_train.settings.variables import VARIABLES
 
 BASE = {"num_experts": 8, "hidden": 256}
 

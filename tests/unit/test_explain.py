@@ -16,9 +16,16 @@ import torch.distributed as dist
 from tests.process_ranks import ProcessRanks, Rank
 from tests.unit.by_hand import close, create, dispatch, inputs, on_all, outcome
 from uccl_ep_train import Buffer, EpConfig
-from uccl_ep_train.bootstrap import TorchBootstrap
-from uccl_ep_train.errors import ArrivalTimeout, CommunicationError, PeerDied, PeerFailed, RankMismatchError
-from uccl_ep_train.explain import explain, told
+from uccl_ep_train.errors import (
+    ArrivalTimeout,
+    CommunicationError,
+    PeerDied,
+    PeerFailed,
+    RankMismatchError,
+    told,
+)
+from uccl_ep_train.group.bootstrap import TorchBootstrap
+from uccl_ep_train.group.explain import explain
 
 HERE = f"on {os.uname().nodename} (pid {os.getpid()})"
 
@@ -137,7 +144,7 @@ import datetime, sys, time
 import torch
 import torch.distributed as dist
 from uccl_ep_train import Buffer, EpConfig
-from uccl_ep_train.bootstrap import StoreBootstrap
+from uccl_ep_train.group.bootstrap import StoreBootstrap
 
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=60))

@@ -1,4 +1,4 @@
-"""Claims about the definition of FP8 rows (`uccl_ep_train/fp8.py`), each with a control that would fail.
+"""Claims about the definition of FP8 rows (`oracle/fp8.py`), each with a control that would fail.
 
 The definition is checked against things it does not use: exact rational arithmetic, an exhaustive search for
 the nearest code, numpy's division, torch's float8 casts (inside +-448, where all versions of torch agree).
@@ -26,8 +26,8 @@ from tests.unit.fp8_blocks import (
     round_trip,
     same_bits,
 )
-from uccl_ep_train import fp8
 from uccl_ep_train.errors import ConfigError, DtypeError, ShapeError
+from uccl_ep_train.oracle import fp8
 
 # ---- codes
 

@@ -16,7 +16,7 @@ from tests.unit.fp8_blocks import (
     round_trip,
     same_bits,
 )
-from uccl_ep_train import fp8
+from uccl_ep_train.oracle import fp8
 
 
 def test_pow2_dequantisation_is_exact_for_every_code_and_every_scale() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from uccl_ep_train.variables import VARIABLES
+from uccl_ep_train.settings.variables import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 SLURM, KUBERNETES, RAY = (ROOT / "scripts" / name for name in ("slurm", "kubernetes", "ray"))

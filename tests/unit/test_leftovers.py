@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.by_hand import close, create
-from uccl_ep_train import leftovers
-from uccl_ep_train.topology import Segment
+from uccl_ep_train.group import leftovers
+from uccl_ep_train.group.domains import Segment
 
 NOBODY = 65534
 NO_PROCESS = 2**22 + 1

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.process_ranks import ProcessRanks, Rank
-from uccl_ep_train import Buffer, EpConfig, limits
-from uccl_ep_train.bootstrap import TorchBootstrap
+from uccl_ep_train import Buffer, EpConfig
+from uccl_ep_train.common import limits
 from uccl_ep_train.errors import ConfigError
+from uccl_ep_train.group.bootstrap import TorchBootstrap
 
 ALONE = """
 import os, resource, sys

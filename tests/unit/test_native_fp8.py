@@ -1,4 +1,4 @@
-"""Claims about the native FP8 conversion: it equals the definition in `uccl_ep_train/fp8.py` in every bit.
+"""Claims about the native FP8 conversion: it equals the definition in `oracle/fp8.py` in every bit.
 
 The controls show that the blocks compared here reveal the mistakes that fast conversions make: ties away from
 zero, a reciprocal instead of a division, subnormals flushed to zero.
@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from uccl_ep_train import _native, fp8
+from uccl_ep_train import _native
+from uccl_ep_train.oracle import fp8
 
 GUARD = 256  # elements before and after each output, which must stay as they were
 MODES = pytest.mark.parametrize("mode", fp8.SCALE_MODES)

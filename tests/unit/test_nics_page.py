@@ -6,8 +6,8 @@ import itertools
 import re
 from pathlib import Path
 
-from uccl_ep_train.config_sections import SETTINGS
-from uccl_ep_train.variables import VARIABLES
+from uccl_ep_train.settings.sections import SETTINGS
+from uccl_ep_train.settings.variables import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "nics.md").read_text()

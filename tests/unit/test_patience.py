@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from uccl_ep_train import patience
-from uccl_ep_train.patience import STEP_S, Patience, PatientTimer
+from uccl_ep_train.group import patience
+from uccl_ep_train.group.patience import STEP_S, Patience, PatientTimer
 
 
 class Clock:

@@ -16,7 +16,7 @@ from recipes.devices import DeviceError, place
 from recipes.launch import chosen_recipe, parse_args
 from recipes.settings import Recipe, RecipeError
 from recipes.timing import DispatchClock
-from uccl_ep_train import cuda
+from uccl_ep_train.core import cuda
 
 
 def recipe(*arguments: str) -> Recipe:

@@ -233,7 +233,7 @@ def test_a_trial_starts_a_rank_for_each_gpu(
 ) -> None:
     started_by(monkeypatch, None)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    monkeypatch.setattr("uccl_ep_train.cuda.built", lambda: True)
+    monkeypatch.setattr("uccl_ep_train.core.cuda.built", lambda: True)
     started: list[tuple[int, list[str]]] = []
 
     def run_ranks(num_ranks: int, argv: list[str]) -> int:

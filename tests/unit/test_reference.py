@@ -1,4 +1,4 @@
-"""Claims about the oracle (`uccl_ep_train/reference.py`), each with a control that would fail.
+"""Claims about the oracle (`uccl_ep_train/oracle/reference.py`), each with a control that would fail.
 
 The oracle works with whole segments of rows. Here it meets a brute force that walks token by token in numpy
 and shares nothing with it, and examples worked by hand. The brute force belongs here: other tests are not to
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.unit.oracle_cases import LAYOUTS, Case, assert_all_equal
 from uccl_ep_train.errors import ConfigError, DtypeError, RoutingError, ShapeError
-from uccl_ep_train.reference import (
+from uccl_ep_train.oracle.reference import (
     ReferenceGroup,
     Routing,
     WireCounts,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.unit.oracle_cases import LAYOUTS, TWO_BY_TWO, Case, assert_all_equal, same_bits
-from uccl_ep_train import fp8
-from uccl_ep_train.reference import (
+from uccl_ep_train.oracle import fp8
+from uccl_ep_train.oracle.reference import (
     ReferenceGroup,
     Routing,
 )

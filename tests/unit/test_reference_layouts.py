@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from uccl_ep_train.reference import Dispatched, ReferenceGroup, Routing
+from uccl_ep_train.oracle.reference import Dispatched, ReferenceGroup, Routing
 
 
 def by_hand(layout: str = "compact", **options: list[int]) -> tuple[ReferenceGroup, Dispatched]:

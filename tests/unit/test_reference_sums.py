@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.oracle_cases import LAYOUTS, TWO_BY_TWO, same_bits
-from uccl_ep_train.reference import (
+from uccl_ep_train.oracle.reference import (
     ReferenceGroup,
     Routing,
     make_plan,

@@ -23,8 +23,9 @@ from tests.cases import (
     run_case,
 )
 from tests.harness import ON_GPUS, RankGroup
-from uccl_ep_train import Buffer, fp8
+from uccl_ep_train import Buffer
 from uccl_ep_train.errors import InputError
+from uccl_ep_train.oracle import fp8
 
 SMALL_WINDOWS = (("chunk_bytes", 4096), ("window_chunks", 2))
 SPECS = {

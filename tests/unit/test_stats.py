@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tests.harness import RankGroup
-from uccl_ep_train import Buffer, EpConfig, Topology, cuda, memory_plan
+from uccl_ep_train import Buffer, EpConfig, Topology, memory_plan
+from uccl_ep_train.core import cuda
+from uccl_ep_train.core.stats import CALL_KINDS, format_stats, sum_stats
 from uccl_ep_train.errors import ConfigError, MemoryBudgetError
-from uccl_ep_train.stats import CALL_KINDS, format_stats, sum_stats
 
 BASE: dict[str, Any] = {"num_experts": 8, "hidden": 256, "budget_bytes": 8 << 20}
 

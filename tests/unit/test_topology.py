@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from uccl_ep_train import EpConfig, LocalBootstrap, Topology, topology
+from uccl_ep_train import EpConfig, LocalBootstrap, Topology
 from uccl_ep_train.errors import ConfigError, EpError, PeerFailed, RankMismatchError, TopologyError
-from uccl_ep_train.topology import (
+from uccl_ep_train.group import domains
+from uccl_ep_train.group.domains import (
     Segment,
     agree_on_config,
     domains_of_reach,
@@ -82,7 +83,7 @@ def test_threads_of_one_process_are_probed_as_one_domain_and_nothing_is_left():
 def test_ranks_with_another_boot_id_are_another_domain(monkeypatch):
     """Two hosts, imitated: ranks alternate between them."""
     hosts = iter(["a", "b", "a", "b"])
-    monkeypatch.setattr(topology, "boot_id", lambda: next(hosts))
+    monkeypatch.setattr(domains, "boot_id", lambda: next(hosts))
     layouts = on_every_rank(4, probe)
     assert len(set(layouts)) == 1
     assert layouts[0].num_domains == 2
@@ -91,7 +92,7 @@ def test_ranks_with_another_boot_id_are_another_domain(monkeypatch):
 
 def test_equal_boot_ids_do_not_make_a_domain_where_the_memory_is_not_shared(monkeypatch):
     """Two containers of one host, imitated: every name of another rank leads nowhere."""
-    monkeypatch.setattr(topology, "readable", lambda name, nonce: False)
+    monkeypatch.setattr(domains, "readable", lambda name, nonce: False)
     assert on_every_rank(3, probe) == [Topology.split(3, 1)] * 3
 
 
@@ -128,7 +129,7 @@ def test_a_segment_is_readable_by_name_and_nonce_only():
     segment = Segment.create()
     try:
         assert readable(segment.name, segment.nonce)
-        assert not readable(segment.name, os.urandom(topology.NONCE_BYTES))
+        assert not readable(segment.name, os.urandom(domains.NONCE_BYTES))
         assert not readable("/uccl_ep_probe_nobody", segment.nonce)
     finally:
         segment.unlink()
@@ -137,7 +138,7 @@ def test_a_segment_is_readable_by_name_and_nonce_only():
 
 
 def test_settings_are_used_without_probing(monkeypatch):
-    monkeypatch.setattr(topology, "probe", lambda _: pytest.fail("probed"))
+    monkeypatch.setattr(domains, "probe", lambda _: pytest.fail("probed"))
     config = EpConfig(**BASE, domains=(0, 1, 1))
     assert on_every_rank(3, lambda entry: resolve_topology(entry, config))[2].members == ((0,), (1, 2))
 
@@ -162,15 +163,15 @@ def test_each_rank_learns_what_all_say():
 
 
 def test_memory_is_shared_inside_one_kernel_and_one_mount(monkeypatch):
-    here = topology.memory_id()
-    assert here == topology.memory_id() and topology.boot_id() in here
-    monkeypatch.setattr(topology.limits, "SHARED_MEMORY", Path("/proc"))
-    assert topology.memory_id() != here
-    monkeypatch.setattr(topology.limits, "SHARED_MEMORY", Path("/nowhere"))
-    assert topology.memory_id() != here
+    here = domains.memory_id()
+    assert here == domains.memory_id() and domains.boot_id() in here
+    monkeypatch.setattr(domains.limits, "SHARED_MEMORY", Path("/proc"))
+    assert domains.memory_id() != here
+    monkeypatch.setattr(domains.limits, "SHARED_MEMORY", Path("/nowhere"))
+    assert domains.memory_id() != here
     monkeypatch.undo()
-    monkeypatch.setattr(topology, "boot_id", lambda: "another")
-    assert topology.memory_id() != here
+    monkeypatch.setattr(domains, "boot_id", lambda: "another")
+    assert domains.memory_id() != here
 
 
 def test_ranks_that_agree_share_one_fresh_generation():

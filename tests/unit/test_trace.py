@@ -19,9 +19,9 @@ import torch
 
 from tests.harness import RankGroup
 from uccl_ep_train import Buffer
+from uccl_ep_train.api.trace import merge_traces
+from uccl_ep_train.core.stats import sum_stats
 from uccl_ep_train.errors import ClosedError, ConfigError, DtypeError, EpError, InputError
-from uccl_ep_train.stats import sum_stats
-from uccl_ep_train.trace import merge_traces
 
 SETTINGS: dict[str, Any] = {
     "backend": "host", "num_experts": 8, "hidden": 256, "max_dtype": "fp32",

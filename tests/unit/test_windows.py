@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from tests.machine import lacks_tcp
-from uccl_ep_train import EpConfig, windows
-from uccl_ep_train.calibrate import CANDIDATES, best
+from uccl_ep_train import EpConfig
+from uccl_ep_train.core.topology import Topology
 from uccl_ep_train.errors import ConfigError
-from uccl_ep_train.topology import Topology
-from uccl_ep_train.windows import Windows
+from uccl_ep_train.group import windows
+from uccl_ep_train.group.windows import Windows
+from uccl_ep_train.tools.calibrate import CANDIDATES, best
 
 TOPOLOGY = Topology.from_config(EpConfig(num_experts=8, hidden=128, domains=(0, 0, 1)), 3)
 CONFIG = EpConfig(num_experts=8, hidden=128, transport="verbs")

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from uccl_ep_train import fp8, variables
-from uccl_ep_train.config import EpConfig, Gpu, by_public_name
-from uccl_ep_train.config_checks import Value
-from uccl_ep_train.config_fields import Section
 from uccl_ep_train.errors import ConfigError
-from uccl_ep_train.lifecycle import group_is_over
+from uccl_ep_train.group.lifecycle import group_is_over
+from uccl_ep_train.settings import variables
+from uccl_ep_train.settings.checks import ROW_BLOCK, Value
+from uccl_ep_train.settings.config import EpConfig, Gpu, by_public_name
+from uccl_ep_train.settings.fields import Section
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from uccl_ep_train.engine import Buffer
+    from uccl_ep_train.api.buffer import Buffer
 
 # SMs of the kernels where Megatron computes nothing beside them, and of the GPU's at most a third, so that
 # two buffers leave others theirs. 24 need half as long again to decode FP8 rows as NVLink needs to bring them
@@ -42,7 +42,7 @@ class BufferPool:
     def buffer(self, group: ProcessGroup, config: Any, tp_size: int, ep_size: int) -> Buffer:
         """The buffer of an expert TP x EP group for a model's TransformerConfig. Raises ConfigError."""
         # Imported here, so that flags and checks of the plug-in work without the compiled extension.
-        from uccl_ep_train import Buffer
+        from uccl_ep_train.api.buffer import Buffer
 
         ep_config = self.ep_config(config, tp_size, ep_size)
         key = (group, ep_config)
@@ -119,7 +119,7 @@ def sms_of(config: Any) -> dict[str, int]:
 
 def row_padding(hidden: int) -> int:
     """Elements that a row of a model lacks to one of the dispatcher's, which is a multiple of 128."""
-    return -hidden % fp8.BLOCK
+    return -hidden % ROW_BLOCK
 
 
 def stock_source_order(tp_size: int, ep_size: int) -> tuple[int, ...]:

@@ -23,11 +23,11 @@ import torch
 from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, get_capacity
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, MoETokenDispatcher
 
+from uccl_ep_train.common.opaque import opaque
 from uccl_ep_train.errors import RoutingError
 from uccl_ep_train.megatron.buffers import BufferPool, row_padding
 from uccl_ep_train.megatron.compat import UnsupportedMegatronError
 from uccl_ep_train.megatron.recompute import save_plan, saved_plan
-from uccl_ep_train.opaque import opaque
 
 
 class UcclEpTokenDispatcher(MoEFlexTokenDispatcher):

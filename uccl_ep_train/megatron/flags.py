@@ -8,13 +8,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from uccl_ep_train import variables
-from uccl_ep_train.config_checks import MAX_TOKENS, boolean
-from uccl_ep_train.config_sections import SETTINGS
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.megatron import plugin
 from uccl_ep_train.megatron.compat import UnsupportedMegatronError
 from uccl_ep_train.megatron.plugin import DISPATCHER_NAME, REUSE_OPTION
+from uccl_ep_train.settings import variables
+from uccl_ep_train.settings.checks import MAX_TOKENS, boolean
+from uccl_ep_train.settings.sections import SETTINGS
 
 DISPATCHER_OPTION = "--moe-token-dispatcher-type"
 _PREFIX = "uccl_ep_"

@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from uccl_ep_train.config import EpConfig, by_public_name
-from uccl_ep_train.config_checks import Value
-from uccl_ep_train.config_fields import Section
+from uccl_ep_train.common.opaque import opaque
 from uccl_ep_train.errors import ConfigError
-from uccl_ep_train.lifecycle import check_live_buffers
+from uccl_ep_train.group.lifecycle import check_live_buffers
 from uccl_ep_train.megatron.buffers import BufferPool
 from uccl_ep_train.megatron.compat import DispatcherMissingError, check_megatron
 from uccl_ep_train.megatron.recompute import record_checkpoints
-from uccl_ep_train.opaque import opaque
+from uccl_ep_train.settings.checks import Value
+from uccl_ep_train.settings.config import EpConfig, by_public_name
+from uccl_ep_train.settings.fields import Section
 
 if TYPE_CHECKING:
-    from uccl_ep_train.engine import Buffer
+    from uccl_ep_train.api.buffer import Buffer
 
 DISPATCHER_NAME = "uccl_ep"
 CARRIER = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}

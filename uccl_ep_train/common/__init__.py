@@ -1,0 +1,1 @@
+"""What every folder may use; itself it knows errors alone."""

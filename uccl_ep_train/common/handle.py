@@ -1,0 +1,202 @@
+"""What a dispatch returns.
+
+R = received rows (padding included; with a capacity: that), H = hidden, L = experts of a rank, W = columns of
+a compact row's weights: as many experts of a rank as a token can have, min(K or E, L).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+from uccl_ep_train.common.opaque import opaque_methods
+from uccl_ep_train.errors import DtypeError
+
+LayoutName = Literal["expert_major", "compact"]
+
+
+class NativePlan(Protocol):
+    """What `DispatchHandle` asks of a plan of the native core, on the host or on a GPU."""
+
+    @property
+    def plan_id(self) -> int: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def expert_alignment(self) -> int: ...
+    @property
+    def tokens_per_expert(self) -> list[int]: ...
+    @property
+    def tokens_per_expert_exact(self) -> list[int]: ...
+    @property
+    def routing_width(self) -> int: ...
+    @property
+    def routing_kind(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+class NativeOp(Protocol):
+    """What a pending operation asks of one of the native core."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How the rows of a dispatch lie.
+
+    name             "expert_major": a row per pair of token and expert, each expert's rows together and
+                     padded. "compact": a row per token
+    alignment        rows, to which an expert's rows are padded; 1 if compact
+    capacity         rows of the outputs; None: as many as are received
+    pad_to_capacity  rows after the last that came are padding; else they are not written
+    width            W if compact, else 0
+    """
+
+    name: LayoutName = "expert_major"
+    alignment: int = 1
+    capacity: int | None = None
+    pad_to_capacity: bool = False
+    width: int = 0
+
+    @property
+    def compact(self) -> bool:
+        return self.name == "compact"
+
+    def weights_shape(self, num_rows: int) -> tuple[int, ...]:
+        return (num_rows, self.width) if self.compact else (num_rows,)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+@opaque_methods
+class DispatchHandle:
+    """The plan of one dispatch: needed by `combine`, and by later dispatches with the same routing.
+
+    A handle belongs to its buffer and holds at most 16 bytes per pair sent or received (on a GPU, where its
+    memory is there before the counts are known, of what recent dispatches had, and a quarter). Frozen; any
+    number may be in use at a time; freed when the last reference is gone.
+
+    num_tokens               T, rows of x that were dispatched from this rank
+    num_rows                 R, rows received, padding included; with a capacity: the capacity
+    tokens_per_expert        pairs of each local expert, padded to `expert_alignment`: its rows if they are
+                             expert-major. None with a capacity: the host is not told
+    tokens_per_expert_exact  the same without padding
+    layout                   "expert_major" | "compact"
+    capacity                 rows, None: none was given
+    pad_to_capacity          rows up to it are padding where none came
+    plan_id                  equal on all ranks
+    expert_alignment         rows
+    nbytes                   memory held by the plan
+    """
+
+    num_tokens: int
+    plan_id: int
+    expert_alignment: int
+    routing_kind: str
+    routing_width: int
+    plan: NativePlan = field(repr=False)
+    owner: object = field(repr=False)
+    storage: Tensor | None = field(default=None, repr=False)
+    layout: LayoutName = "expert_major"
+    row_width: int = 0
+    capacity: int | None = None
+    pad_to_capacity: bool = False
+
+    # Read when they are asked for: a handle is made before the counts are known.
+
+    @cached_property
+    def num_rows(self) -> int:
+        return int(self.plan.num_rows) if self.capacity is None else self.capacity
+
+    @cached_property
+    def tokens_per_expert(self) -> tuple[int, ...] | None:
+        return tuple(self.plan.tokens_per_expert) if self.capacity is None else None
+
+    @cached_property
+    def tokens_per_expert_exact(self) -> tuple[int, ...] | None:
+        return tuple(self.plan.tokens_per_expert_exact) if self.capacity is None else None
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.plan.nbytes)
+
+    @property
+    def row_layout(self) -> RowLayout:
+        return RowLayout(
+            self.layout, self.expert_alignment, self.capacity, self.pad_to_capacity, self.row_width
+        )
+
+    def keep(self, storage: Tensor | None) -> None:
+        """The plan's memory on a GPU, before anybody else has the handle."""
+        object.__setattr__(self, "storage", storage)
+
+    @classmethod
+    def of_plan(cls, plan: NativePlan, owner: object, rows: RowLayout) -> DispatchHandle:
+        """From a native plan; `owner` identifies the buffer."""
+        return cls(
+            num_tokens=plan.num_tokens,
+            plan_id=plan.plan_id,
+            expert_alignment=plan.expert_alignment,
+            routing_kind=plan.routing_kind,
+            routing_width=plan.routing_width,
+            plan=plan,
+            owner=owner,
+            layout=rows.name,
+            row_width=rows.width,
+            capacity=rows.capacity,
+            pad_to_capacity=rows.pad_to_capacity,
+        )
+
+
+class Fp8Rows(NamedTuple):
+    """Rows as a block-scaled GEMM takes them: value = code * scale of its block of 128 columns.
+
+    codes   [R, H] float8_e4m3fn
+    scales  [R, H / 128] float32
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+
+class DispatchResult(NamedTuple):
+    """What `Buffer.dispatch` returns.
+
+    rows               [R, H], dtype of x; expert-major, each expert's segment padded with zero rows. Compact:
+                       one row per token, ordered by source and token. With output_dtype = "fp8": `Fp8Rows`
+                       (in padding rows codes are 0 and scales 1.0); `fp8_rows` for type checkers
+    tokens_per_expert  [L] int64: pairs of each local expert, padding included; on the CPU, with a capacity on
+                       the device of rows. Not cut by the capacity
+    row_weights        [R] float32, zero for padding; compact: [R, W], of the experts in row_experts, zero
+                       beside them; None if the dispatch was given no weights
+    handle             for `combine` and for later dispatches with the same routing
+    row_experts        compact: [R, W] int64, local indices of a row's experts, ascending, then -1; else None
+    overflow           bool [] on the device of rows: more rows came than the capacity, and those after it are
+                       missing; None without a capacity
+
+    With a capacity, rows, row_weights and row_experts after the last row that came are not written: what they
+    hold is undefined. After a dispatch with `pad_to_capacity` they are padding: zero rows (codes 0, scales
+    1.0), weights 0, experts -1.
+    """
+
+    rows: Tensor
+    tokens_per_expert: Tensor
+    row_weights: Tensor | None
+    handle: DispatchHandle
+    row_experts: Tensor | None = None
+    overflow: Tensor | None = None
+
+    @property
+    def fp8_rows(self) -> Fp8Rows:
+        """`rows` of a dispatch with output_dtype = "fp8". Raises `DtypeError` for those of another."""
+        rows: object = self.rows
+        if not isinstance(rows, Fp8Rows):
+            raise DtypeError(f"rows are {self.rows.dtype}: allowed are those of output_dtype = 'fp8'")
+        return rows

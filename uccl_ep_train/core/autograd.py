@@ -1,0 +1,117 @@
+"""dispatch and combine as autograd functions over a finished forward operation and a frozen plan.
+
+    backward of dispatch  =  combine of the rows' gradients; with it, fp32 per pair, the weights' gradients
+    backward of combine   =  dispatch of the output's gradients on the saved plan, in `grad_dtype`
+
+A backward is an operation of the whole group: every rank has to run it, and in the same order. Whether it
+runs, and whether weights travel with it, must therefore follow from the call structure and never from a
+rank's data. So:
+
+* A result is attached to the graph if gradients are enabled and any differentiable argument requires them.
+  This must be equal on all ranks (it is if all ranks run one model).
+* Once attached, the backward is one operation, whichever of the arguments need a gradient and whichever of
+  the results got one: missing gradients are zeros. Weights' gradients travel exactly if weights were given in
+  the forward call.
+* autograd runs a backward only where a result contributes to the loss. A rank whose loss does not use its
+  rows (it may have received none) has to keep them in the graph: a sum over an empty tensor does.
+* Under `torch.utils.checkpoint(use_reentrant=False)` recomputation begins at the first saved tensor that
+  backward reads, so a rank must not skip its experts where it has no rows; with reentrant ones it may.
+
+No tensor is saved: in-place changes of inputs and outputs are allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from uccl_ep_train.common.opaque import opaque
+from uccl_ep_train.core.routing import is_aligned
+
+CombineGradients = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+"""(grad_rows [R, H], grad_row_weights | None) to (grad_x [T, H], grad_values [T, K] or [T, E] | None).
+
+grad_row_weights is [R], or [R, W] if the rows are compact. Both as autograd has them: see `plain`.
+"""
+
+DispatchGradients = Callable[[Tensor], Tensor]
+"""grad_out [T, H], as autograd has it, to grad_rows [R, H]."""
+
+
+Gradient = TypeVar("Gradient", Tensor, Tensor | None)
+
+
+def plain(rows: Gradient) -> Gradient:
+    """As an engine takes rows. Gradients are often expanded scalars (from a sum), strided or odd views."""
+    if rows is None:
+        return None
+    rows = rows.contiguous()
+    return rows if is_aligned(rows) else rows.clone()
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TH: Tensor,
+        values: Tensor | None,
+        filled: tuple[Tensor, Tensor | None],
+        combine_gradients: CombineGradients,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(True)
+        ctx.combine_gradients = combine_gradients
+        # Inside a tuple autograd does not see them as inputs, so that the results are no views and the caller
+        # may change them in place.
+        return filled
+
+    @staticmethod
+    @once_differentiable
+    @opaque
+    def backward(
+        ctx: Any, grad_rows_RH: Tensor, grad_row_weights: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        grad_x_TH, grad_values = ctx.combine_gradients(grad_rows_RH, grad_row_weights)
+        need_x, need_values = ctx.needs_input_grad[:2]
+        return grad_x_TH if need_x else None, grad_values if need_values else None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows_RH: Tensor, filled: tuple[Tensor], dispatch_gradients: DispatchGradients
+    ) -> Tensor:
+        ctx.set_materialize_grads(True)
+        ctx.dispatch_gradients = dispatch_gradients
+        return filled[0]
+
+    @staticmethod
+    @once_differentiable
+    @opaque
+    def backward(ctx: Any, grad_out_TH: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.dispatch_gradients(grad_out_TH), None, None
+
+
+def needs_graph(*inputs: Tensor | None) -> bool:
+    """Whether a call's results belong on the graph; ranks must agree on it, see the head of this file."""
+    return torch.is_grad_enabled() and any(entry is not None and entry.requires_grad for entry in inputs)
+
+
+def attach_dispatch(
+    x_TH: Tensor,
+    values: Tensor | None,
+    filled: tuple[Tensor, Tensor | None],
+    combine_gradients: CombineGradients,
+) -> tuple[Tensor, Tensor | None]:
+    """The results of a finished dispatch as differentiable functions of x and the weights."""
+    with torch.enable_grad():
+        return _Dispatch.apply(x_TH, values, filled, combine_gradients)
+
+
+def attach_combine(rows_RH: Tensor, out_TH: Tensor, dispatch_gradients: DispatchGradients) -> Tensor:
+    """The result of a finished combine as a differentiable function of the rows."""
+    with torch.enable_grad():
+        return _Combine.apply(rows_RH, (out_TH,), dispatch_gradients)

@@ -1,0 +1,145 @@
+"""What a call of a `Buffer` was given, once it is checked; and what becomes of a call that raises.
+
+Shapes: T tokens of this rank, H hidden, R rows received by this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from uccl_ep_train.common.handle import DispatchHandle, RowLayout
+from uccl_ep_train.core import autograd, routing
+from uccl_ep_train.errors import ClosedError, CommunicationError, EpError, told
+from uccl_ep_train.settings.config import EpConfig
+
+
+class Queue(Protocol):
+    """Where calls go: a launcher."""
+
+    def num_calls(self) -> int: ...
+
+    def refuse(self, why: str) -> None: ...
+
+    def fail(self, why: str) -> None: ...
+
+
+class Call:
+    """A call on its way to be queued: whatever is raised in it either takes the call's number, or ends all.
+
+    Operations pair up by their order. A rank that raises before its operation is queued, and goes on, is a
+    call ahead of the others: its next one must not pair with their current one. Once it is queued, peers
+    count on it: if this rank cannot go on, they have to know.
+    """
+
+    __slots__ = ("_num_calls", "_queue", "_what")
+
+    def __init__(self, queue: Queue, what: str) -> None:
+        self._queue = queue
+        self._what = what
+
+    def __enter__(self) -> None:
+        self._num_calls = self._queue.num_calls()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, (ClosedError, CommunicationError)):
+            return
+        if self._queue.num_calls() == self._num_calls:
+            self._queue.refuse(told(error))
+        elif not isinstance(error, EpError):
+            self._queue.fail(f"{self._what} was given up by {told(error)}")
+
+
+class DispatchCall(NamedTuple):
+    """A checked dispatch.
+
+    x         [T, H]
+    routed    "plan": the handle's routing is used
+    handle    None: a new plan is made
+    wire      "fp8" | "bf16"
+    pow2      scales of FP8 are powers of two
+    fp8_rows  rows are returned as codes and scales
+    attach    the results belong on the autograd graph
+    """
+
+    x: Tensor
+    routed: routing.Routing
+    handle: DispatchHandle | None
+    rows: RowLayout
+    wire: str
+    pow2: bool
+    fp8_rows: bool = False
+    attach: bool = False
+
+
+class CombineCall(NamedTuple):
+    """A checked combine.
+
+    rows       [R, H]
+    grad_wire  how gradients of the result travel, "fp8" | "bf16"; None: the result has none
+    """
+
+    rows: Tensor
+    handle: DispatchHandle
+    grad_wire: str | None
+
+
+@dataclass(frozen=True)
+class Checks:
+    """Checks what a buffer's calls are given. Its methods raise `InputError`.
+
+    device         where tensors have to lie
+    owner          of the buffer's handles
+    local_experts  of this rank
+    """
+
+    config: EpConfig
+    device: torch.device
+    owner: object
+    local_experts: int
+
+    def dispatch(
+        self,
+        x: Tensor,
+        given: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+        handle: DispatchHandle | None,
+        asked: RowLayout,
+        dtypes: tuple[str | None, str | None],
+    ) -> DispatchCall:
+        """given: topk_idx, topk_weights, routing_map, probs; dtypes: of the wire and of the output."""
+        wire, output_dtype = dtypes
+        wire = self.config.wire.dispatch_dtype if wire is None else wire
+        routing.check_rows("x", x, self.config, self.device)
+        routing.check_wire("x", x, "dispatch_dtype", wire)
+        if handle is not None:
+            routing.check_handle(handle, self.owner)
+        routed = routing.check_routing(x, *given, handle, self.config.num_experts)
+        if asked.compact:
+            asked = replace(asked, width=min(routed.width, self.local_experts))
+        rows = routing.check_layout(asked, handle)
+        fp8_rows = routing.check_output(output_dtype, wire)
+        attach = autograd.needs_graph(x, routed.values) and not fp8_rows
+        return DispatchCall(x, routed, handle, rows, wire, self._pow2, fp8_rows, attach)
+
+    def gradients_of_combine(self, grad_out_TH: Tensor, handle: DispatchHandle, wire: str) -> DispatchCall:
+        """The dispatch that is a combine's backward."""
+        return DispatchCall(grad_out_TH, routing.PLANNED, handle, handle.row_layout, wire, self._pow2)
+
+    def combine(self, rows: Tensor, handle: DispatchHandle, grad_dtype: str | None) -> CombineCall:
+        routing.check_handle(handle, self.owner)
+        routing.check_combine_rows(rows, handle, self.config, self.device)
+        grad_wire = self.config.wire.grad_dtype if grad_dtype is None else grad_dtype
+        attach = autograd.needs_graph(rows)
+        if attach or grad_dtype is not None:
+            routing.check_wire("rows", rows, "grad_dtype", grad_wire)
+        return CombineCall(rows, handle, grad_wire if attach else None)
+
+    @property
+    def _pow2(self) -> bool:
+        return self.config.wire.fp8_scale == "pow2"

@@ -1,0 +1,293 @@
+"""Turns checked tensors into native operations.
+
+The same two operations serve forward and backward: gradients of a combine are dispatched on the saved plan,
+gradients of a dispatch are combined.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from uccl_ep_train.common.handle import DispatchHandle, Fp8Rows, RowLayout
+from uccl_ep_train.core.calls import DispatchCall
+from uccl_ep_train.core.native import load_native
+from uccl_ep_train.core.pending import InFlight, Record
+from uccl_ep_train.settings.checks import ROW_BLOCK
+
+# What is the host's stays there, whatever torch.set_default_device says.
+_HOST = torch.device("cpu")
+
+# A tensor without elements has address 0, which the native core reads as "not given".
+_NOTHING = ctypes.create_string_buffer(64)
+
+
+def address(tensor: Tensor | None) -> int:
+    if tensor is None:
+        return 0
+    begin = tensor.data_ptr()
+    if begin == 0:
+        if tensor.numel() > 0:  # of inputs this is checked before
+            raise RuntimeError(f"a {type(tensor).__name__} of shape {list(tensor.shape)} has no memory")
+        return ctypes.addressof(_NOTHING)
+    return begin
+
+
+class Outputs(NamedTuple):
+    """Tensors that a dispatch writes; `scales` with FP8 codes as rows, `row_experts` for compact rows."""
+
+    rows: Tensor
+    scales: Tensor | None
+    row_weights: Tensor | None
+    row_experts: Tensor | None
+
+    def like(self, num_rows: int) -> Outputs:
+        """Others, of so many rows."""
+
+        def like(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.new_empty(num_rows, *tensor.shape[1:])
+
+        rows = like(self.rows)
+        assert rows is not None
+        return Outputs(rows, like(self.scales), like(self.row_weights), like(self.row_experts))
+
+    def pad(self, first: int) -> None:
+        """The rows from `first` on become padding."""
+        for tensor, value in zip(self, (0, 1, 0, -1), strict=True):
+            if tensor is not None:
+                tensor[first:].fill_(value)
+
+    def shrinking(self) -> Callable[[int], None]:
+        """Makes them shorter, in place, when it is called with a number of rows. Memory stays what it is."""
+        resizing = [(tensor.resize_, tensor.shape[1:]) for tensor in self if tensor is not None]
+
+        def shrink(num_rows: int) -> None:
+            for resize, row in resizing:
+                resize(num_rows, *row)
+
+        return shrink
+
+
+Receive = Callable[[int], Outputs]
+
+
+@dataclass
+class Dispatched:
+    """A launched dispatch: `outputs` are being written until `native.wait()` returned, then `settle()`.
+
+    received           what the engine writes; other tensors than `outputs` where more came than the capacity
+                       holds
+    counts             [L] int64: tokens_per_expert, if it is not the handle's
+    overflow           bool [], as the result has it
+    """
+
+    native: Any
+    handle: DispatchHandle
+    received: Outputs
+    outputs: Outputs
+    counts: Tensor | None = None
+    overflow: Tensor | None = None
+
+    @property
+    def rows(self) -> Tensor | Fp8Rows:
+        rows, scales = self.outputs[:2]
+        return rows if scales is None else Fp8Rows(rows, scales)
+
+    @property
+    def tokens_per_expert(self) -> Tensor:
+        """[L] int64, as the result has it."""
+        if self.counts is None:
+            self.counts = torch.tensor(self.handle.tokens_per_expert, dtype=torch.int64, device=_HOST)
+        return self.counts
+
+    def settle(self) -> None:
+        """What is left to do when the engine is done."""
+        if self.outputs is self.received:
+            return
+        for kept, received in zip(self.outputs, self.received, strict=True):
+            if kept is not None and received is not None and kept is not received:
+                kept.copy_(received[: len(kept)])
+
+
+@dataclass(frozen=True)
+class Combined:
+    """A launched combine: `out` and `values` are being written until `native.wait()` returned."""
+
+    native: Any
+    out: Tensor
+    values: Tensor | None
+
+    def settle(self) -> None:
+        """Nothing is left to do."""
+
+
+class Launcher:
+    """Launches on one engine of the host backend, and keeps what the engine touches alive.
+
+    engine     native engine
+    in_flight  records the tensors of unfinished operations
+    owner      marks the handles of this engine
+    """
+
+    def __init__(self, engine: Any, in_flight: InFlight, owner: object) -> None:
+        self._engine = engine
+        self._in_flight = in_flight
+        self._owner = owner
+        self._core = load_native()
+
+    def dispatch(self, call: DispatchCall, *, aside: bool) -> Dispatched:
+        """Returns when the counts are known, if they have to be, and the outputs are as large as they say.
+
+        aside  on a GPU: beside the caller's stream
+        """
+        x_TH, routed, handle, rows = call.x, call.routed, call.handle, call.rows
+        args = self._dispatch_args(call, aside)
+        dtype = torch.float8_e4m3fn if call.fp8_rows else x_TH.dtype
+        native = self._engine.dispatch(args, None if handle is None else handle.plan, self._stream())
+        record = self._track(native, aside, x_TH, routed.indices, routed.values)
+        known = handle or DispatchHandle.of_plan(native.plan, self._owner, rows)
+
+        def receive(num_rows: int) -> Outputs:
+            received = _allocate(x_TH, dtype, rows, num_rows, routed.values is not None)
+            if handle is None:
+                known.keep(self._plan_memory(native))
+            record.keep(known.storage, received.row_experts, *received[:3])
+            native.set_output(*map(address, (*received, known.storage)), self._stream())
+            return received
+
+        return self._receive(native, known, receive)
+
+    def _dispatch_args(self, call: DispatchCall, aside: bool) -> Any:
+        x_TH, routed, handle, rows = call.x, call.routed, call.handle, call.rows
+        num_tokens, hidden = x_TH.shape
+        width = routed.width if routed.indices is not None or handle is None else handle.routing_width
+        # In the order of the fields: by their names it takes three times as long.
+        return self._core.DispatchArgs(
+            address(x_TH),
+            num_tokens,
+            hidden,
+            x_TH.element_size(),
+            "fp8" if call.wire == "fp8" else "same",
+            call.pow2,
+            routed.kind,
+            address(routed.indices),
+            width,
+            address(routed.values),
+            rows.alignment,
+            rows.compact,
+            -1 if rows.capacity is None else rows.capacity,
+            rows.pad_to_capacity,
+            aside,
+        )
+
+    def combine(
+        self,
+        rows_RH: Tensor,
+        handle: DispatchHandle,
+        *,
+        wire_fp32: bool,
+        row_values: Tensor | None = None,
+        aside: bool = False,
+    ) -> Combined:
+        """`row_values` [R] fp32 (compact: [R, W]) go back to their pairs: `values`, shaped as the routing.
+
+        What a capacity has dropped adds nothing.
+        """
+        rows_RH = self._with_dropped(rows_RH, handle)
+        row_values = None if row_values is None else self._with_dropped(row_values, handle)
+        out_TH = rows_RH.new_empty(handle.num_tokens, rows_RH.shape[1])
+        values = None
+        if row_values is not None:
+            values = row_values.new_zeros(handle.num_tokens, handle.routing_width)
+        args = self._core.CombineArgs(
+            address(rows_RH),
+            rows_RH.shape[1],
+            rows_RH.element_size(),
+            wire_fp32,
+            address(row_values),
+            address(out_TH),
+            address(values),
+            aside,
+        )
+        native = self._engine.combine(args, handle.plan, self._stream())
+        self._track(native, aside, handle.storage, rows_RH, row_values, out_TH, values)
+        return Combined(native, out_TH, values)
+
+    def num_calls(self) -> int:
+        """Of operations that have been queued and calls that were refused, on this rank."""
+        return int(self._engine.num_calls())
+
+    def fail(self, why: str) -> None:
+        """This rank cannot go on: every rank raises."""
+        self._engine.fail(why)
+
+    def wait(self, launched: Dispatched | Combined) -> None:
+        """Returns when the caller's stream may use the outputs."""
+        self.wait_native(launched.native)
+        launched.settle()
+
+    def wait_native(self, native: Any) -> None:
+        """The engine's part of `wait`. Raises what the operation failed with."""
+        native.wait(self._stream())
+
+    def finish(self, launched: Dispatched | Combined) -> None:
+        """`wait` for an operation that was not launched aside."""
+        self.wait(launched)
+
+    def refuse(self, why: str) -> None:
+        """A call was refused, and takes its number after what has been queued."""
+        self._engine.refused(why, self._stream())
+
+    # What differs between backends.
+
+    def _stream(self) -> int:
+        """The caller's, as the engine takes it; 0: there is none."""
+        return 0
+
+    def _track(self, native: Any, aside: bool, *tensors: Tensor | None) -> Record:
+        """Keeps tensors alive until the engine is done with them."""
+        return self._in_flight.add(native, *tensors)
+
+    def _receive(self, native: Any, handle: DispatchHandle, receive: Receive) -> Dispatched:
+        """Calls receive(num_rows), which allocates outputs for so many rows and gives them to the engine."""
+        native.wait_counts()  # of a new plan
+        num_rows, capacity = native.plan.num_rows, handle.capacity
+        received = receive(max(num_rows, capacity or 0))
+        if handle.pad_to_capacity:
+            received.pad(num_rows)  # no row that comes is there
+        tokens_per_expert = torch.tensor(native.plan.tokens_per_expert, dtype=torch.int64, device=_HOST)
+        launched = Dispatched(native, handle, received, received, tokens_per_expert)
+        if capacity is not None:
+            launched.overflow = torch.tensor(num_rows > capacity, device=_HOST)
+            if capacity < num_rows:
+                launched.outputs = received.like(capacity)
+        return launched
+
+    def _plan_memory(self, native: Any) -> Tensor | None:
+        """Of a new plan, where it is not the engine's own."""
+        return None
+
+    def _with_dropped(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
+        """All rows of the plan (or a value of each): zeros in the place of those that a capacity dropped."""
+        if handle.capacity is None or handle.plan.num_rows <= handle.capacity:
+            return rows
+        num_dropped = handle.plan.num_rows - handle.capacity
+        return torch.cat([rows, rows.new_zeros(num_dropped, *rows.shape[1:])])
+
+
+def _allocate(x_TH: Tensor, dtype: torch.dtype, rows: RowLayout, num_rows: int, weighted: bool) -> Outputs:
+    """Memory for `num_rows` rows of `dtype`, on the device of x; codes of FP8 get scales."""
+    hidden = x_TH.shape[1]
+    codes = dtype == torch.float8_e4m3fn
+    shape = rows.weights_shape(num_rows)
+    return Outputs(
+        x_TH.new_empty((num_rows, hidden), dtype=dtype) if codes else x_TH.new_empty(num_rows, hidden),
+        x_TH.new_empty((num_rows, hidden // ROW_BLOCK), dtype=torch.float32) if codes else None,
+        x_TH.new_empty(shape, dtype=torch.float32) if weighted else None,
+        x_TH.new_empty(shape, dtype=torch.int64) if rows.compact else None,
+    )

@@ -1,0 +1,281 @@
+"""Checks the arguments of dispatch and combine on the host, before anything is launched.
+
+Shapes: T tokens, H hidden, K experts per token, E experts, R received rows. What a tensor *contains* (experts
+out of range, one expert twice in a token) is checked by the native core while it reads the routing: on the
+CPU before launch, on a GPU by the kernels that read it.
+
+An argument is never copied or converted behind the caller's back: a wrong dtype or a strided view is an error
+that says what to call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from uccl_ep_train.common.handle import DispatchHandle, RowLayout
+from uccl_ep_train.errors import DeviceError, DtypeError, InputError, RoutingError, ShapeError
+from uccl_ep_train.settings.checks import MAX_TOPK, ROW_BLOCK
+from uccl_ep_train.settings.config import EpConfig
+
+MAX_TOKENS = 1 << 30
+MAX_ALIGNMENT = 1 << 20
+ROW_ALIGNMENT = 16  # bytes
+MAX_CAPACITY = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class Routing:
+    """A checked routing.
+
+    kind    topk | map: `indices` is int64 [T, K] | bool [T, E]; plan: the handle's, `indices` is None
+    values  float32, [T, K] or [T, E] by the kind (of the plan, for "plan"); None: no weights travel
+    """
+
+    kind: str
+    indices: Tensor | None
+    values: Tensor | None
+
+    @property
+    def width(self) -> int:
+        """K or E."""
+        return 0 if self.indices is None else self.indices.shape[1]
+
+
+PLANNED = Routing("plan", None, None)
+"""The handle's, without weights."""
+
+
+def check_rows(name: str, rows: Tensor, config: EpConfig, device: torch.device) -> None:
+    """`rows` is [n, H], BF16 or FP32, contiguous, on `device`; H a multiple of 128 up to `config.hidden`."""
+    _check_tensor(name, rows, 2, device)
+    if rows.dtype not in (torch.bfloat16, torch.float32):
+        raise DtypeError(f"{name} is {_dtype(rows)}; allowed is bfloat16 or float32")
+    if rows.dtype == torch.float32 and config.memory.max_dtype == "bf16":
+        raise DtypeError(f"{name} is float32 and the buffer was created with max_dtype = 'bf16'")
+    num_rows, hidden = rows.shape
+    if hidden % ROW_BLOCK or not 0 < hidden <= config.hidden:
+        raise ShapeError(
+            f"{name} has {hidden} columns; allowed is a multiple of {ROW_BLOCK} up to the buffer's hidden = "
+            f"{config.hidden}"
+        )
+    if num_rows > MAX_TOKENS:
+        raise ShapeError(f"{name} has {num_rows} rows; allowed is at most {MAX_TOKENS}")
+    if device.type == "cuda" and not is_aligned(rows):
+        raise InputError(
+            f"{name} begins at address {rows.data_ptr():#x}; allowed on a GPU is a multiple of "
+            f"{ROW_ALIGNMENT}: pass {name}.clone()"
+        )
+
+
+def is_aligned(rows: Tensor) -> bool:
+    """Whether kernels can read the rows 16 bytes at a time. Views that begin inside a row may not be."""
+    return rows.data_ptr() % ROW_ALIGNMENT == 0
+
+
+def check_wire(name: str, rows: Tensor, what: str, dtype: str) -> None:
+    """`dtype` is a wire dtype ("fp8" | "bf16") that `rows` can travel in; `what` names the option."""
+    if dtype not in ("fp8", "bf16"):
+        raise InputError(f"{what} = {dtype!r}; allowed is 'fp8' | 'bf16'")
+    if dtype == "fp8" and rows.dtype != torch.bfloat16:
+        raise DtypeError(
+            f"{name} is {_dtype(rows)} and {what} = 'fp8' quantises BF16 rows only; convert it with "
+            f".bfloat16() or use {what} = 'bf16', which sends rows unquantised"
+        )
+
+
+def check_output(output_dtype: str | None, wire: str) -> bool:
+    """Whether rows go out as codes and scales."""
+    if output_dtype is None:
+        return False
+    if output_dtype != "fp8":
+        raise InputError(f"output_dtype = {output_dtype!r}; allowed is None (the dtype of x) | 'fp8'")
+    if wire != "fp8":
+        raise InputError(f"output_dtype = 'fp8' with dispatch_dtype = {wire!r}; allowed is 'fp8'")
+    return True
+
+
+def check_layout(asked: RowLayout, handle: DispatchHandle | None) -> RowLayout:
+    """How the rows of a dispatch will lie: with a handle as there, and asked for so or by default."""
+    name = asked.name
+    if name not in ("expert_major", "compact"):
+        raise InputError(f"layout = {name!r}; allowed is 'expert_major' | 'compact'")
+    alignment = check_alignment(asked.alignment, handle)
+    _check_capacity(asked.capacity)
+    if not isinstance(asked.pad_to_capacity, bool):
+        raise InputError(f"pad_to_capacity = {asked.pad_to_capacity!r}; allowed is True | False")
+    if asked.pad_to_capacity and (asked if handle is None else handle).capacity is None:
+        raise InputError("pad_to_capacity = True without a capacity; pass capacity, or False")
+    if handle is None:
+        if name == "compact" and alignment != 1:
+            raise InputError(f"expert_alignment = {alignment} with layout = 'compact'; allowed is 1")
+        return asked
+    if name not in ("expert_major", handle.layout):
+        raise InputError(f"layout = {name!r} but the handle has {handle.layout!r}")
+    if asked.capacity not in (None, handle.capacity):
+        raise InputError(f"capacity = {asked.capacity} but the handle has {handle.capacity}")
+    if asked.pad_to_capacity and not handle.pad_to_capacity:
+        raise InputError("pad_to_capacity = True but the handle has False")
+    return handle.row_layout
+
+
+def _check_capacity(capacity: int | None) -> None:
+    if capacity is None:
+        return
+    if isinstance(capacity, bool) or not isinstance(capacity, int):
+        raise InputError(f"capacity = {capacity!r}; allowed is an integer or None")
+    if not 0 <= capacity <= MAX_CAPACITY:
+        raise InputError(f"capacity = {capacity}; allowed is 0 .. {MAX_CAPACITY} rows")
+
+
+def check_alignment(expert_alignment: int, handle: DispatchHandle | None) -> int:
+    if isinstance(expert_alignment, bool) or not isinstance(expert_alignment, int):
+        raise InputError(f"expert_alignment = {expert_alignment!r}; allowed is an integer")
+    if not 1 <= expert_alignment <= MAX_ALIGNMENT:
+        raise InputError(f"expert_alignment = {expert_alignment}; allowed is 1 .. {MAX_ALIGNMENT} rows")
+    if handle is None or expert_alignment == handle.expert_alignment:
+        return expert_alignment
+    if expert_alignment == 1:
+        return handle.expert_alignment  # Not given: the plan's.
+    raise InputError(f"expert_alignment = {expert_alignment} but the handle has {handle.expert_alignment}")
+
+
+def check_handle(handle: DispatchHandle, owner: object) -> None:
+    """`handle` came from a dispatch of this buffer."""
+    if not isinstance(handle, DispatchHandle):
+        raise DtypeError(f"handle is {type(handle).__name__}; allowed is the handle of a DispatchResult")
+    if handle.owner is not owner:
+        raise InputError(
+            "the handle comes from another buffer; allowed is a handle of this buffer's dispatch"
+        )
+
+
+def check_combine_rows(rows: Tensor, handle: DispatchHandle, config: EpConfig, device: torch.device) -> None:
+    """`rows` is [R, H] as the handle's dispatch gave it."""
+    check_rows("rows", rows, config, device)
+    if rows.shape[0] != handle.num_rows:
+        raise ShapeError(f"rows has {rows.shape[0]} rows; the handle's dispatch gave {handle.num_rows}")
+
+
+def check_routing(
+    x: Tensor,
+    topk_idx: Tensor | None,
+    topk_weights: Tensor | None,
+    routing_map: Tensor | None,
+    probs: Tensor | None,
+    handle: DispatchHandle | None,
+    num_experts: int,
+) -> Routing:
+    """One of: topk_idx [T, K] int64 with topk_weights [T, K], or routing_map [T, E] bool with probs [T, E].
+
+    All on the device of x. Weights are float32 and optional. With a handle the routing may be left out.
+    """
+    topk = topk_idx is not None or topk_weights is not None
+    mapped = routing_map is not None or probs is not None
+    if topk and mapped:
+        raise InputError(
+            "both forms of routing were given; allowed is topk_idx, topk_weights or routing_map, probs"
+        )
+    if not topk and not mapped and handle is None:
+        raise InputError("no routing was given; pass topk_idx, routing_map or a handle")
+    indices = routing_map if mapped else topk_idx
+    values = probs if mapped else topk_weights
+    if indices is None:
+        return _planned(x, "map" if mapped else "topk", values, handle)
+    if mapped:
+        _check_map(indices, x, num_experts)
+    else:
+        _check_topk(indices, x)
+    if values is not None:
+        _check_values("probs" if mapped else "topk_weights", values, tuple(indices.shape), x.device)
+    return Routing("map" if mapped else "topk", indices, values)
+
+
+def _planned(x: Tensor, kind: str, values: Tensor | None, handle: DispatchHandle | None) -> Routing:
+    name = "probs" if kind == "map" else "topk_weights"
+    if handle is None:
+        raise InputError(f"{name} was given without {'routing_map' if kind == 'map' else 'topk_idx'}")
+    if x.shape[0] != handle.num_tokens:
+        raise ShapeError(f"x has {x.shape[0]} rows; the handle's plan is for {handle.num_tokens}")
+    if values is not None:
+        if handle.routing_kind != kind:
+            raise InputError(
+                f"{name} was given, but the handle's plan was made from the form {handle.routing_kind!r}"
+            )
+        _check_values(name, values, (x.shape[0], handle.routing_width), x.device)
+    return Routing("plan", None, values)
+
+
+def _check_topk(topk_idx: Tensor, x: Tensor) -> None:
+    _check_tensor("topk_idx", topk_idx, 2, x.device)
+    if topk_idx.dtype != torch.int64:
+        raise DtypeError(f"topk_idx is {_dtype(topk_idx)}; allowed is int64: convert it with .long()")
+    if topk_idx.shape[0] != x.shape[0]:
+        raise ShapeError(f"topk_idx has {topk_idx.shape[0]} rows and x has {x.shape[0]}")
+    if not 1 <= topk_idx.shape[1] <= MAX_TOPK:
+        raise ShapeError(
+            f"topk_idx has {topk_idx.shape[1]} columns; allowed is 1 .. {MAX_TOPK}: use routing_map for more"
+        )
+
+
+def _check_map(routing_map: Tensor, x: Tensor, num_experts: int) -> None:
+    _check_tensor("routing_map", routing_map, 2, x.device)
+    if routing_map.dtype != torch.bool:
+        raise DtypeError(f"routing_map is {_dtype(routing_map)}; allowed is bool: convert it with .bool()")
+    if tuple(routing_map.shape) != (x.shape[0], num_experts):
+        raise ShapeError(f"routing_map is {list(routing_map.shape)}; [T, E] is {[x.shape[0], num_experts]}")
+
+
+def _check_values(name: str, values: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    _check_tensor(name, values, 2, device)
+    if values.dtype != torch.float32:
+        raise DtypeError(
+            f"{name} is {_dtype(values)}; allowed is float32, as weights and their gradients travel: use "
+            ".float()"
+        )
+    if tuple(values.shape) != shape:
+        raise ShapeError(f"{name} is {list(values.shape)}; allowed is {list(shape)}")
+
+
+def _check_tensor(name: str, tensor: Tensor, dims: int, device: torch.device) -> None:
+    if not isinstance(tensor, Tensor):
+        raise DtypeError(f"{name} is {type(tensor).__name__}; allowed is a torch.Tensor")
+    if tensor.device != device:
+        raise DeviceError(f"{name} is on {tensor.device}; allowed is {device}, where this buffer works")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise InputError(f"{name} is {tensor.layout}; allowed is a plain dense tensor")
+    if tensor.dim() != dims:
+        raise ShapeError(f"{name} has {tensor.dim()} dimensions; allowed is {dims}")
+    if not tensor.is_contiguous():
+        raise ShapeError(
+            f"{name} is not contiguous (strides {tuple(tensor.stride())}); pass {name}.contiguous()"
+        )
+    if tensor.is_neg():
+        raise InputError(f"{name} is a view with other signs than its memory; pass {name}.resolve_neg()")
+    if tensor.numel() > 0 and tensor.data_ptr() == 0:
+        raise InputError(
+            f"{name}, a {type(tensor).__name__}, has no memory of its own (it is a wrapper, freed, or fake); "
+            "allowed is a plain tensor"
+        )
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+__all__ = [
+    "PLANNED",
+    "Routing",
+    "RoutingError",
+    "check_alignment",
+    "check_combine_rows",
+    "check_handle",
+    "check_layout",
+    "check_output",
+    "check_routing",
+    "check_rows",
+    "check_wire",
+    "is_aligned",
+]

@@ -1,0 +1,1 @@
+"""How ranks meet, agree, and leave: creation of a buffer, its domains and transport, its end."""

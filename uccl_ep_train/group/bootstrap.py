@@ -1,0 +1,384 @@
+"""How ranks exchange a few bytes while a buffer is created; nothing of it is used afterwards.
+
+`TorchBootstrap` needs only the key-value store of a torch.distributed group: no collective runs on the group,
+so it works for any backend and cannot interleave with the program's own collectives. `LocalBootstrap` serves
+ranks that are threads of one process.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
+
+from uccl_ep_train.errors import (
+    ArrivalTimeout,
+    CommunicationError,
+    ConfigError,
+    PeerFailed,
+    RankMismatchError,
+    TransportError,
+)
+from uccl_ep_train.group.answers import MOST_SHOWN, decode, malformed, require
+from uccl_ep_train.group.ends import LOOK_S, Ends, Process
+from uccl_ep_train.group.patience import Patience
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Store
+
+DEFAULT_TIMEOUT_S = 300.0
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Bootstrap(Protocol):
+    """What the creation of a buffer needs. Every rank makes the same calls in the same order.
+
+    rank, size  of this process in the group
+
+    `StoreBootstrap` has more, which a creation uses where it is there: `watch` and `leave`, so that ranks
+    which die or give up are noticed before the deadline, and `finish`.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def all_gather(self, payload: bytes, what: str) -> list[bytes]:
+        """Every rank's payload, by rank. `what` names the step for errors and must be equal on all ranks.
+
+        Raises `ArrivalTimeout` naming the missing ranks, `RankMismatchError` naming both ranks and both
+        steps, `TransportError` when the store cannot be reached.
+        """
+        ...
+
+    def barrier(self, what: str) -> None:
+        """Returns when every rank has called it; raises what `all_gather` raises."""
+        ...
+
+
+class _SteppedBootstrap:
+    """all_gather and barrier from two primitives: post this rank's frame of a step, collect all frames."""
+
+    def __init__(self, rank: int, size: int, timeout_s: float) -> None:
+        self._rank = rank
+        self._size = size
+        self._timeout_s = timeout_s
+        self._step = 0
+        self._processes: Sequence[Process] = ()
+
+    def watch(self, processes: Sequence[Process]) -> None:
+        """By rank. Errors name hosts from now on, and `StoreBootstrap` notices processes that end."""
+        self._processes = processes
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def all_gather(self, payload: bytes, what: str) -> list[bytes]:
+        step = self._step
+        self._step += 1
+        self._post(step, what.encode() + b"\0" + payload)
+        frames = self._collect(step, what, Patience(self._timeout_s))
+        payloads = []
+        for peer, frame in enumerate(frames):
+            name, _, body = frame.partition(b"\0")
+            # Whatever it is: the frame of a stranger need not be text.
+            seen = name[:MOST_SHOWN].decode(errors="backslashreplace")
+            if name != what.encode():
+                raise RankMismatchError(
+                    f"creation: rank {self._rank} is at {what!r} while rank {peer} is at {seen!r}",
+                    rank=self._rank,
+                    step="bootstrap",
+                    peer=peer,
+                    expected=what,
+                    seen=seen,
+                )
+            payloads.append(body)
+        return payloads
+
+    def barrier(self, what: str) -> None:
+        self.all_gather(b"", what)
+
+    def _timed_out(self, what: str, missing: list[int]) -> ArrivalTimeout:
+        look = f"look first at rank {missing[0]} {self._processes[missing[0]]}: " if self._processes else ""
+        return ArrivalTimeout(
+            f"{look}creation, {what}: rank {self._rank} waited {self._timeout_s:g} s for "
+            f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self._size}",
+            rank=self._rank,
+            step="bootstrap",
+            peer=missing[0],
+            expected=self._size,
+            seen=self._size - len(missing),
+        )
+
+    def _post(self, step: int, frame: bytes) -> None:
+        raise NotImplementedError
+
+    def _collect(self, step: int, what: str, patience: Patience) -> list[bytes]:
+        raise NotImplementedError
+
+
+class StoreBootstrap(_SteppedBootstrap):
+    """Over a torch.distributed key-value store that all ranks share.
+
+    Keys carry `name`, how many bootstraps this rank has had under that name, and the step. The count lies in
+    the store too, so that frames of an earlier bootstrap, or of a process that has been replaced, are never
+    taken for new ones.
+
+    A rank that dies or gives up ends the creation for those that wait: `ends.py` tells how they know.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, *, name: str, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        super().__init__(rank, size, timeout_s)
+        self._store = store
+        self._counts = f"uccl_ep_train/{name}/creations"
+        self._count = self._count_of(rank, 1)
+        self._prefix = f"uccl_ep_train/{name}/{self._count}"
+        self._ends = Ends(store, f"{self._prefix}/end", rank, self._guard)
+
+    def watch(self, processes: Sequence[Process]) -> None:
+        super().watch(processes)
+        self._ends.processes = processes
+
+    def leave(self, error: BaseException) -> None:
+        """Tells the ranks that wait for this one that it will not come."""
+        self._ends.say(error)
+
+    def _key(self, step: int, rank: int) -> str:
+        return f"{self._prefix}/{step}/{rank}"
+
+    def _post(self, step: int, frame: bytes) -> None:
+        # Bytes, whatever torch's own declaration says.
+        self._guard(lambda: self._store.set(self._key(step, self._rank), frame))  # type: ignore[arg-type]
+
+    def _collect(self, step: int, what: str, patience: Patience) -> list[bytes]:
+        try:
+            return self._gather(step, what, patience)
+        except TransportError as error:
+            self._ends.blame_for_store(what, error)
+            raise
+        except BaseException as error:
+            self.leave(error)
+            raise
+
+    def _gather(self, step: int, what: str, patience: Patience) -> list[bytes]:
+        keys = [self._key(step, peer) for peer in range(self._size)]
+        # `check` in a loop, not `wait`, not even in slices: a client that waits holds the one connection, and
+        # the lock, that the program's other threads need, and torch logs two warnings for each slice that
+        # runs out. Nothing is guessed by the pauses: each ends in a look at what was waited for, until the
+        # deadline, and a rank is at most one pause (20 ms) late.
+        pause_s = 0.0005
+        look = time.monotonic() + LOOK_S
+        while not self._check(keys):
+            if time.monotonic() > look:
+                look = time.monotonic() + LOOK_S
+                self._ends.look(what, lambda: self._check(keys))
+            if patience.over():
+                missing = [peer for peer, key in enumerate(keys) if not self._check([key])]
+                if missing:
+                    raise self._timed_out(what + self._other_counts(missing), missing)
+                break
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.02)
+        frames = self._guard(lambda: [bytes(self._store.get(key)) for key in keys])
+        if step > 0:
+            # Everybody has posted this step, hence finished the one before: nobody reads that frame any more.
+            self._forget(self._key(step - 1, self._rank))
+        return frames
+
+    def _count_of(self, rank: int, added: int) -> int:
+        return int(self._guard(lambda: self._store.add(f"{self._counts}/{rank}", added)))
+
+    def _other_counts(self, missing: list[int]) -> str:
+        """What to do about ranks that never meet, because one of them was here without the others before."""
+        counts = {peer: self._count_of(peer, 0) for peer in missing}
+        others = [f"rank {peer} its {count}." for peer, count in counts.items() if 0 != count != self._count]
+        if not others:
+            return ""
+        return (
+            f" (this rank's {self._count}. creation on the group, {', '.join(others)}: not all ranks made "
+            "each. Make a new group, on all of them)"
+        )
+
+    def _check(self, keys: list[str]) -> bool:
+        return bool(self._guard(lambda: self._store.check(keys)))
+
+    def finish(self) -> None:
+        """Removes what this bootstrap left in the store. Every rank calls it at its end; never raises."""
+        try:
+            if self._store.add(f"{self._prefix}/finished", 1) < self._size:
+                return
+        except Exception:  # The store may be gone by now, and what it held with it.
+            return
+        for peer in range(self._size):
+            self._forget(self._key(self._step - 1, peer))
+        self._forget(f"{self._prefix}/finished")
+        self._forget(f"{self._prefix}/end")
+
+    def _forget(self, key: str) -> None:
+        try:
+            self._store.delete_key(key)
+        except Exception:  # Some stores cannot delete; a few dead bytes do no harm.
+            return
+
+    def _guard(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except Exception as error:
+            raise TransportError(
+                f"creation: rank {self._rank} cannot reach the group's store: {error}",
+                rank=self._rank,
+                step="bootstrap",
+            ) from error
+
+
+class TorchBootstrap(StoreBootstrap):
+    """Over the store of a `torch.distributed` process group (None: the default group).
+
+    Raises `ConfigError` when torch.distributed is not initialised, this process is not in the group, or the
+    group has no store.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        import torch.distributed as dist
+
+        if not dist.is_available() or not dist.is_initialized():
+            raise ConfigError("torch.distributed is not initialised: call init_process_group first")
+        if group is None:
+            group = cast("ProcessGroup", dist.group.WORLD)
+        rank = dist.get_rank(group)
+        if rank < 0:
+            raise ConfigError("this process is not a member of the group")
+        super().__init__(
+            _store_of(group),
+            rank,
+            dist.get_world_size(group),
+            name=getattr(group, "group_name", "default"),
+            timeout_s=timeout_s,
+        )
+
+
+def _store_of(group: ProcessGroup) -> Store:
+    from torch.distributed import distributed_c10d
+
+    getter = getattr(group, "get_group_store", None)
+    if getter is not None:
+        try:
+            return getter()
+        except RuntimeError:
+            pass
+    entry = distributed_c10d._world.pg_map.get(group)
+    if entry is None or entry[1] is None:
+        raise ConfigError("the group has no key-value store; pass bootstrap= instead")
+    return entry[1]
+
+
+class _LocalRoom:
+    """What the threads of a `LocalBootstrap` share: frames by step, then by rank."""
+
+    def __init__(self, size: int) -> None:
+        self.changed = threading.Condition()
+        self.frames: dict[int, list[bytes | None]] = {}
+        self.readers_left: dict[int, int] = {}
+        self.size = size
+
+
+class LocalBootstrap(_SteppedBootstrap):
+    """For ranks that are threads of one process: `LocalBootstrap.create(n)` gives one per rank."""
+
+    def __init__(self, room: _LocalRoom, rank: int, timeout_s: float) -> None:
+        super().__init__(rank, room.size, timeout_s)
+        self._room = room
+
+    @classmethod
+    def create(cls, size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[LocalBootstrap]:
+        if size < 1:
+            raise ConfigError(f"size = {size}: allowed is at least 1")
+        room = _LocalRoom(size)
+        return [cls(room, rank, timeout_s) for rank in range(size)]
+
+    def _post(self, step: int, frame: bytes) -> None:
+        room = self._room
+        with room.changed:
+            room.frames.setdefault(step, [None] * room.size)[self._rank] = frame
+            room.readers_left.setdefault(step, room.size)
+            room.changed.notify_all()
+
+    def _collect(self, step: int, what: str, patience: Patience) -> list[bytes]:
+        room = self._room
+        with room.changed:
+            frames = room.frames[step]
+            patience.wait_for(room.changed, lambda: None not in frames)
+            missing = [peer for peer, frame in enumerate(frames) if frame is None]
+            if missing:
+                raise self._timed_out(what, missing)
+            room.readers_left[step] -= 1
+            if room.readers_left[step] == 0:
+                del room.frames[step], room.readers_left[step]
+            return [frame for frame in frames if frame is not None]
+
+
+def exchange(bootstrap: Bootstrap, what: str, produce: Callable[[], bytes]) -> list[bytes]:
+    """Runs `produce` on each rank and gathers the results; if it fails on one, all ranks raise at once.
+
+    The rank that failed raises its own exception, the others `PeerFailed` naming the rank and its error. All
+    fallible steps of a buffer's creation go through here, so that nobody waits for a rank that has given up.
+    """
+    failure: Exception | None = None
+    payload = b""
+    try:
+        payload = b"+" + produce()
+    except Exception as error:
+        failure = error
+        payload = b"-" + json.dumps([type(error).__name__, str(error)]).encode()
+    except BaseException as error:  # Ctrl-C: this rank waits for nobody any more
+        leave = getattr(bootstrap, "leave", None)
+        if leave is not None:
+            leave(error)
+        raise
+    try:
+        answers = bootstrap.all_gather(payload, what)
+        if failure is not None:
+            raise failure
+    except CommunicationError:
+        if failure is not None:
+            raise failure from None
+        raise
+    finally:
+        # An exception that its own traceback leads back to would keep all that its frames hold, memory of an
+        # engine among it, until the next garbage collection.
+        failure = None
+    for peer, answer in enumerate(answers):
+        if answer[:1] == b"-":
+            name, message = decode(bootstrap, what, peer, answer[1:], _failure)
+            raise PeerFailed(
+                f"creation, {what}: rank {peer} failed with {name}: {message}",
+                rank=bootstrap.rank,
+                step="bootstrap",
+                peer=peer,
+                expected="ok",
+                seen=name,
+            )
+        if answer[:1] != b"+":
+            raise malformed(bootstrap, what, peer, answer)
+    return [answer[1:] for answer in answers]
+
+
+def _failure(value: Any) -> tuple[str, str]:
+    require(
+        isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value),
+        "no error's class and message",
+    )
+    return value[0], value[1]

@@ -1,0 +1,349 @@
+"""Creation of a buffer's engine, its end without `close`, and the check before every optimizer step."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from uccl_ep_train.common.opaque import opaque
+from uccl_ep_train.core import cuda
+from uccl_ep_train.core.native import check_fit, load_native, native_config
+from uccl_ep_train.core.pending import InFlight
+from uccl_ep_train.core.stats import CallClock
+from uccl_ep_train.core.topology import Topology
+from uccl_ep_train.errors import ClosedError, CommunicationError, told
+from uccl_ep_train.group import leftovers, transport, windows
+from uccl_ep_train.group.bootstrap import Bootstrap, exchange
+from uccl_ep_train.group.domains import agree_on_config, resolve_topology
+from uccl_ep_train.group.patience import PatientTimer
+from uccl_ep_train.group.presence import Presence, meet
+from uccl_ep_train.settings.config import EpConfig
+
+
+class Operation:
+    """Times a caller's operation, and hands a communication error to `remember`. Entered for every call: a
+    class takes a third of what a generator does.
+    """
+
+    __slots__ = ("_clock", "_kind", "_remember", "_started", "_starts")
+
+    def __init__(
+        self,
+        kind: str,
+        clock: CallClock,
+        remember: Callable[[CommunicationError, str], None],
+        *,
+        starts: bool,
+    ) -> None:
+        """starts: this is where the operation begins; else it counts to one that has begun"""
+        self._kind = kind
+        self._clock = clock
+        self._remember = remember
+        self._starts = starts
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, CommunicationError):
+            self._remember(error, self._kind)
+        self._clock.add(self._kind, time.perf_counter() - self._started, starts=self._starts)
+
+
+def new_engine(native: Any, config: EpConfig, device: torch.device) -> Any:
+    """The engine of one rank, not connected yet."""
+    if device.type == "cuda":
+        return load_native().CudaEngine(native, device.index, config.gpu.num_sms, config.gpu.stage_sms or 0)
+    return load_native().HostEngine(native)
+
+
+class Created(NamedTuple):
+    """config: with what "auto" came to. nics: this rank's, as the transport names them; "" for loop.
+    ranks: where each runs.
+    """
+
+    topology: Topology
+    device: torch.device
+    config: EpConfig
+    nics: str
+    engine: Any
+    ranks: tuple[Presence, ...]
+
+
+class Settled(NamedTuple):
+    """What the ranks have agreed on before anything is allocated.
+
+    generation  the key of the engine, as `topology.Agreement` has it
+    config      with what "auto" came to
+    nics        this rank's, as the transport names them; "" for loop
+    why         the transport was chosen
+    ranks       where each runs
+    """
+
+    generation: int
+    topology: Topology
+    device: torch.device
+    config: EpConfig
+    nics: str
+    why: str
+    ranks: tuple[Presence, ...]
+
+
+def settle_config(bootstrap: Bootstrap, config: EpConfig) -> Settled:
+    """Collective; allocates nothing. Raises what the creation of a `Buffer` raises."""
+    device = torch.device("cpu")
+
+    def choose_backend() -> bytes:
+        nonlocal device
+        device = cuda.choose_device(config)
+        return b""
+
+    def verify() -> dict[str, Any]:
+        check_fit(config, bootstrap.size)
+        Topology.from_config(config, bootstrap.size)
+        load_native()
+        return transport.probe(config, places)
+
+    ranks = meet(bootstrap)
+    places = [rank.place for rank in ranks]
+    exchange(bootstrap, "backend", choose_backend)
+    # What "auto" came to has to be the same on all ranks, too.
+    config = config.replace(backend="cuda" if device.type == "cuda" else "host")
+    generation, probes = agree_on_config(bootstrap, config, verify, transport.probes)
+    topology = resolve_topology(bootstrap, config)
+    transport.check_domains(config, topology, places)
+    choice = transport.choose(
+        config.network.transport,
+        places,
+        probes,
+        num_domains=topology.num_domains,
+        on_gpu=device.type == "cuda",
+    )
+    if config.network.transport == "auto" and topology.num_domains > 1 and bootstrap.rank == 0:
+        transport.announce(choice)
+    nics = str(probes[bootstrap.rank].get(choice.name, ["", ""])[1])
+    settled = windows.settle(choice.apply(config), nics, topology)
+    return Settled(generation, topology, device, settled, nics, choice.why, ranks)
+
+
+def create_engine(bootstrap: Bootstrap, config: EpConfig) -> Created:
+    """Collective. Every fallible step is an exchange: a failure on one rank is one on all, at once. Only
+    `transport.choose` is none: it comes to the same on all ranks.
+    """
+
+    created: list[Any] = []
+    handles: list[bytes] = []
+
+    def allocate() -> bytes:
+        created.append(
+            new_engine(native_config(settled, topology, bootstrap.rank, generation), settled, device)
+        )
+        return bytes(created[0].export_handle())
+
+    def connect() -> bytes:
+        created[0].connect(handles)
+        return b""
+
+    def share_memory() -> bytes:
+        if device.type == "cuda":
+            created[0].share_memory()
+        return b""
+
+    def start() -> bytes:
+        created[0].start()
+        return b""
+
+    drop_outlived()
+    leftovers.sweep()
+    try:
+        generation, topology, device, settled, nics, _, ranks = settle_config(bootstrap, config)
+        handles += exchange(bootstrap, "allocate", allocate)
+        exchange(bootstrap, "connect", connect)
+        exchange(bootstrap, "share memory", share_memory)
+        # `start` removes the names under which peers find the memory: only now has everybody mapped it.
+        exchange(bootstrap, "start", start)
+    except BaseException:
+        # Popped: the traceback keeps `created` alive, and an engine frees its memory when it is collected.
+        while created:
+            created.pop().close(abort=True)
+        leftovers.sweep()  # of a rank that died
+        raise
+    finally:
+        finish = getattr(bootstrap, "finish", None)
+        if finish is not None:
+            finish()
+    return Created(topology, device, settled, nics, created[0], ranks)
+
+
+# Engines of a parent process, inherited by fork: their threads do not exist here and their memory is the
+# parent's.
+_inherited: list[Any] = []
+
+
+def require_own(process_id: int) -> None:
+    """Raises ClosedError in a process that was forked from the one that made a buffer."""
+    if os.getpid() != process_id:
+        raise ClosedError(
+            f"the buffer belongs to process {process_id}, from which process {os.getpid()} was forked; its "
+            "threads do not exist here. Make one in the process that uses it"
+        )
+
+
+def leave(engine: Any, error: CommunicationError | None, *, abort: bool) -> None:
+    """Closes the engine of a buffer with that error. Who aborts by an exception tells the others which."""
+    cause = sys.exc_info()[1]
+    if abort and error is None and cause is not None:
+        engine.fail(f"left its buffer because of {told(cause)}")
+    engine.close(abort=abort or error is not None)
+
+
+LEAVE_GRACE_S = 2.0
+"""How long an idle rank that goes without `close` waits for ranks that are not done yet."""
+
+
+def abandon(engine: Any, in_flight: InFlight, process_id: int) -> None:
+    """What happens to an unclosed buffer when it is collected or the interpreter exits: waits briefly."""
+    if os.getpid() != process_id:
+        _inherited.append((engine, in_flight))
+        return
+    in_flight.prune()
+    # An exception that ended the program: the peers should know at once.
+    last = getattr(sys, "last_value", None)
+    if last is not None:
+        engine.fail(f"its program was ended by {told(last)}")
+    if len(in_flight) > 0 or last is not None:
+        engine.close(abort=True)
+    else:
+        _leave(engine)
+    in_flight.clear()
+
+
+def _leave(engine: Any) -> None:
+    """Closes with the other ranks if they go too, as they do at the end of a program; else without them."""
+    impatience = PatientTimer(LEAVE_GRACE_S, engine.fail, ["left without closing its buffer"])
+    impatience.daemon = True
+    try:
+        impatience.start()
+    except RuntimeError:  # No thread can be started this late in the interpreter's shutdown.
+        engine.close(abort=True)
+        return
+    engine.close()
+    impatience.cancel()
+
+
+class GroupLife:
+    """Tells whether a torch.distributed group has been destroyed. Does not keep it alive."""
+
+    def __init__(self, group: Any) -> None:
+        """group: None stands for the default group. One that torch does not know counts as alive for ever."""
+        if group is None and torch.distributed.is_initialized():
+            group = torch.distributed.group.WORLD
+        self._group = weakref.ref(group) if _is_registered(group) else None
+
+    @property
+    def over(self) -> bool:
+        if self._group is None:
+            return False
+        group = self._group()  # torch holds those that it knows
+        return group is None or not _is_registered(group)
+
+
+def _is_registered(group: Any) -> bool:
+    if group is None or not torch.distributed.is_available():
+        return False
+    try:
+        torch.distributed.get_process_group_ranks(group)
+    except (KeyError, ValueError, TypeError):
+        return False
+    return True
+
+
+class Checked(Protocol):
+    """Something with an error that may be pending."""
+
+    @property
+    def closed(self) -> bool: ...
+
+    def check(self) -> None: ...
+
+    def close(self, *, abort: bool = False) -> None: ...
+
+
+_live: weakref.WeakKeyDictionary[Any, GroupLife | None] = weakref.WeakKeyDictionary()
+_hook_lock = threading.Lock()
+_hooked = False
+
+
+def watch_optimizers(buffer: Checked, life: GroupLife | None) -> None:
+    """From now until it is closed, `buffer.check()` runs before every step of every torch optimizer.
+
+    life: of its torch.distributed group; None: it has none
+
+    An operation that failed left NaN behind, possibly in gradients only: no step may be taken with them.
+    """
+    global _hooked
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    with _hook_lock:
+        _live[buffer] = life
+        if not _hooked:
+            register_optimizer_step_pre_hook(check_live_buffers)
+            _hooked = True
+
+
+def group_is_over(buffer: Checked) -> bool:
+    """Whether the torch.distributed group of a buffer has been destroyed."""
+    life = _live.get(buffer)
+    return life is not None and life.over
+
+
+@opaque
+def check_live_buffers(*_: Any) -> None:
+    """Raises the error of an operation that failed, of any buffer that is not closed.
+
+    A broken buffer whose process group has been destroyed cannot be used again. Once torch.distributed works
+    anew (a restart in the process) it is closed with a warning instead, for it says nothing of the new ranks.
+    """
+    with _hook_lock:
+        buffers = list(_live)
+    for buffer in buffers:
+        if buffer.closed:
+            continue
+        try:
+            buffer.check()
+        except CommunicationError as error:
+            if not (group_is_over(buffer) and torch.distributed.is_initialized()):
+                raise
+            warnings.warn(
+                f"a buffer is dropped whose process group has been destroyed; its error was: {error}",
+                stacklevel=2,
+            )
+            buffer.close(abort=True)
+
+
+def drop_outlived() -> None:
+    """Closes broken buffers whose process groups have been destroyed: a new one needs their memory."""
+    with _hook_lock:
+        buffers = list(_live)
+    for buffer in buffers:
+        if not buffer.closed and group_is_over(buffer) and _is_broken(buffer):
+            buffer.close(abort=True)
+
+
+def _is_broken(buffer: Checked) -> bool:
+    try:
+        buffer.check()
+    except CommunicationError:
+        return True
+    return False

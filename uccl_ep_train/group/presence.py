@@ -1,0 +1,95 @@
+"""Where a rank runs, and whether its process still does."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from uccl_ep_train.group import transport
+from uccl_ep_train.group.answers import decode, require
+from uccl_ep_train.group.bootstrap import Bootstrap, exchange
+from uccl_ep_train.group.domains import boot_id
+
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True)
+class Presence:
+    """Where a rank is, as it says itself; `pid` counts in `pid_space`."""
+
+    place: transport.Place
+    pid: int
+    pid_space: str
+
+    @classmethod
+    def here(cls) -> Presence:
+        return cls(transport.Place.here(), os.getpid(), _pid_space())
+
+    @property
+    def host(self) -> str:
+        return self.place.host
+
+    def has_ended(self) -> bool:
+        """Whether its process is known to be gone: only from where its number means the same."""
+        return self._state() in ("", "Z", "X")
+
+    def has_stopped(self) -> bool:
+        return self._state() in ("T", "t")
+
+    def __str__(self) -> str:
+        return f"on {self.place.host} (pid {self.pid})"
+
+    def _state(self) -> str:
+        """A letter of proc(5); "": there is no such process; "?": not known."""
+        if self.pid_space != _pid_space():
+            return "?"
+        try:
+            # The state follows the name, which is in parentheses and may hold any character.
+            return (_PROC / str(self.pid) / "stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
+        except (OSError, IndexError):
+            return "?"
+
+
+def meet(bootstrap: Bootstrap) -> tuple[Presence, ...]:
+    """Where each rank runs, by rank; collective, and the first step of a creation: from then on a bootstrap
+    that can watch notices a rank whose process ends.
+    """
+    answers = exchange(bootstrap, "processes", lambda: json.dumps(_said(Presence.here())).encode())
+    ranks = tuple(decode(bootstrap, "processes", peer, said, _presence) for peer, said in enumerate(answers))
+    watch = getattr(bootstrap, "watch", None)
+    if watch is not None:
+        watch(ranks)
+    return ranks
+
+
+def _presence(value: Any) -> Presence:
+    require(isinstance(value, list) and [type(part) for part in value] == [str, str, int, str], "no presence")
+    host, memory, pid, pid_space = value
+    return Presence(transport.Place(host, memory), pid, pid_space)
+
+
+def _said(here: Presence) -> list[Any]:
+    return [here.place.host, here.place.memory, here.pid, here.pid_space]
+
+
+def _pid_space() -> str:
+    """Equal for processes whose pids mean the same, and that see each other in their /proc."""
+    return _pid_space_of(os.getpid())
+
+
+@functools.cache
+def _pid_space_of(pid: int) -> str:
+    """pid: our own, which a fork changes"""
+    try:
+        # A /proc of another namespace shows other processes under our numbers.
+        foreign = os.readlink(_PROC / "self") != str(pid)
+        own = f"{boot_id()} {os.readlink(_PROC / 'self/ns/pid')}"
+    except OSError:
+        return f"{boot_id()} unknown to {pid}"
+    return f"{own} unseen by {pid}" if foreign else own

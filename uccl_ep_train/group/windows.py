@@ -1,0 +1,90 @@
+"""How much a rank keeps in flight on its NICs, as `calibrate.py` measured it: kept on disk, by topology.
+
+Without a measurement the NIC family's default holds (docs/nics.md), and a setting beats both.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from uccl_ep_train.core.topology import Topology
+from uccl_ep_train.errors import ConfigError
+from uccl_ep_train.settings import env
+from uccl_ep_train.settings.config import EpConfig
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Of each NIC: bytes and writes of rows in flight.
+
+    num_bytes  `EpConfig.nic_window_bytes`
+    ops        `EpConfig.nic_window_ops`
+    """
+
+    num_bytes: int
+    ops: int
+
+    def apply(self, config: EpConfig) -> EpConfig:
+        return config.replace(nic_window_bytes=self.num_bytes, nic_window_ops=self.ops)
+
+
+def default_path() -> Path:
+    """`UCCL_EP_WINDOWS_FILE`, else nic_windows.json in the user's cache folder."""
+    named = env.read("UCCL_EP_WINDOWS_FILE")
+    cache = env.read("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(named) if named else Path(cache) / "uccl_ep_train" / "nic_windows.json"
+
+
+def topology_key(transport: str, nics: str, topology: Topology) -> str:
+    """What a measurement holds for. nics: this rank's probe of the transport."""
+    sizes = sorted(len(members) for members in topology.members)
+    return f"{transport}: {nics}; domains of {', '.join(map(str, sizes))} ranks"
+
+
+def lookup(key: str, path: Path | None = None) -> Windows | None:
+    """The windows that were measured for `key`, or None. A file that cannot be understood is warned about."""
+    path = path or default_path()
+    try:
+        entry = json.loads(path.read_text()).get(key)
+        return None if entry is None else Windows(int(entry["num_bytes"]), int(entry["ops"]))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        warnings.warn(f"{path} is no file of measured windows and is ignored: {error}", stacklevel=2)
+        return None
+
+
+def store(key: str, windows: Windows, figures: Mapping[str, Any], path: Path | None = None) -> Path:
+    """Keeps `windows` for `key`, with the figures that led to them; what the file says of others stays.
+
+    Raises `ConfigError` where the file cannot be written or holds something else.
+    """
+    path = path or default_path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        known = json.loads(path.read_text()) if path.exists() else {}
+        known[key] = {**asdict(windows), **figures}
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        unfinished.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+        unfinished.replace(path)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"UCCL_EP_WINDOWS_FILE = {str(path)!r}: allowed is a file to keep windows in ({error})"
+        ) from error
+    return path
+
+
+def settle(config: EpConfig, nics: str, topology: Topology) -> EpConfig:
+    """`config` with the measured windows, where it leaves both open and the transport has NICs."""
+    network = config.network
+    settled = network.nic_window_bytes is not None or network.nic_window_ops is not None
+    if network.transport == "loop" or settled:
+        return config
+    found = lookup(topology_key(network.transport, nics, topology))
+    return config if found is None else found.apply(config)

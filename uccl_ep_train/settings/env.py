@@ -1,0 +1,59 @@
+"""The only module that reads the environment. `python -m uccl_ep_train.env` prints every variable of ours.
+
+`variables.py` has the table of them and what they say. Nothing of this package is imported here, and nothing
+outside the standard library: `setup.py` runs this file before the package exists.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+FAMILY_PREFIX = "UCCL_"
+
+
+def of_family(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The `UCCL_*` variables that are set, known or not."""
+    environ = os.environ if environ is None else environ
+    return {name: environ[name] for name in sorted(environ) if name.startswith(FAMILY_PREFIX)}
+
+
+def read(name: str, default: str = "") -> str:
+    """A variable that belongs to somebody else (RANK, MASTER_ADDR, CUDA_HOME ...)."""
+    return os.environ.get(name, default)
+
+
+def set_default(name: str, value: str) -> None:
+    """Sets a variable that another library reads, unless the user has set it."""
+    os.environ.setdefault(name, value)
+
+
+def set_value(name: str, value: str) -> None:
+    """Sets a variable that another library reads, whatever it was; for processes started later, too."""
+    os.environ[name] = value
+
+
+def warnings_are_errors() -> bool:
+    """UCCL_EP_WERROR=1, read by the build."""
+    return os.environ.get("UCCL_EP_WERROR", "") == "1"
+
+
+def cuda_architectures() -> str:
+    """UCCL_EP_CUDA_ARCHS, read by the build: see `csrc/architectures.py`."""
+    return os.environ.get("UCCL_EP_CUDA_ARCHS", "auto")
+
+
+def sanitizer() -> str:
+    """UCCL_EP_SANITIZE, read by the build; empty: none."""
+    name = os.environ.get("UCCL_EP_SANITIZE", "")
+    if name not in ("", "address", "undefined", "thread"):
+        raise SystemExit(
+            f"environment variable UCCL_EP_SANITIZE = {name!r}: allowed is address | undefined | thread"
+        )
+    return name
+
+
+if __name__ == "__main__":
+    from uccl_ep_train.settings.variables import table
+
+    print(table())

@@ -1,0 +1,1 @@
+"""Programs beside a job: the doctor, the calibration of NICs."""
