@@ -48,6 +48,7 @@ COMPILE_FLAGS = [
 BUILD = ("setup.py", "csrc/units.py", "csrc/architectures.py")
 STANDARD = "csrc/common/standard.h"  # compiled once, ahead of all others
 REPORT = "compile_time.json"
+COMMANDS = ROOT / "compile_commands.json"  # how each unit is compiled, for editors
 
 
 def find_nvcc() -> str | None:
@@ -126,6 +127,9 @@ class BuildExt(build_ext):
         kernels = [str(path.relative_to(ROOT)) for path in CUDA.glob("*.cu")] if nvcc else []
         units = UNITS["longest_first"]([*ext.sources, *kernels])
         objects = {source: self.object_of(source) for source in units}
+        if not SANITIZER:
+            commands = [{**self.command_of(ext, source), "directory": str(ROOT)} for source in units]
+            COMMANDS.write_text(json.dumps(commands, indent=1))
         stale = [source for source in units if not is_current(objects[source], source)]
         self.compile_all(ext, stale, len(units))
         ext.sources, ext.extra_objects = [], sorted(map(str, objects.values()))
@@ -156,6 +160,19 @@ class BuildExt(build_ext):
     def object_of(self, source: str) -> Path:
         return Path(self.build_temp) / (f"{source}.o" if source.endswith(".cu") else f"{source[:-3]}.o")
 
+    def command_of(self, ext: Pybind11Extension, source: str) -> dict[str, object]:
+        """An entry of compile_commands.json. Of a kernel it is clang's: editors do not understand nvcc's."""
+        if source.endswith(".cu"):
+            known = [f"--cuda-path={find_toolkit(str(nvcc))}", f"--cuda-gpu-arch=sm_{ARCHS[0]}", "-std=c++20"]
+            command = ["clang++", "-xcuda", *known, "-Icsrc"]
+        else:
+            command = [*self.compiler.compiler_so_cxx, *self.flags_of(ext)]
+        obj = str(self.object_of(source))
+        return {"file": source, "output": obj, "arguments": [*command, "-c", source, "-o", obj]}
+
+    def flags_of(self, ext: Pybind11Extension) -> list[str]:
+        return gen_preprocess_options(ext.define_macros, ext.include_dirs) + ext.extra_compile_args
+
     def compile_standard(self, ext: Pybind11Extension) -> None:
         """The standard library's headers as g++ reads them best: they are half of what most units are."""
         standard = Path(self.build_temp) / STANDARD
@@ -164,8 +181,14 @@ class BuildExt(build_ext):
             return
         standard.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(ROOT / STANDARD, standard)
-        flags = gen_preprocess_options(ext.define_macros, ext.include_dirs) + ext.extra_compile_args
-        command = [*self.compiler.compiler_so_cxx, *flags, "-w", "-x", "c++-header", str(standard)]
+        command = [
+            *self.compiler.compiler_so_cxx,
+            *self.flags_of(ext),
+            "-w",
+            "-x",
+            "c++-header",
+            str(standard),
+        ]
         run([*command, "-MF", str(compiled.with_suffix(".d")), "-o", str(compiled)])
 
     def compile_unit(self, ext: Pybind11Extension, source: str) -> None:
