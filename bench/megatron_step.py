@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from bench import report
 from bench.step_cases import Cell, base_recipe, cells_of, parse_args
-from recipes import devices
-from recipes.devices import DeviceError
 from recipes.launch import run_ranks, set_up_rank
-from recipes.settings import Recipe, RecipeError
+from recipes.models.recipe import Recipe, RecipeError
+from recipes.plan import devices
+from recipes.plan.devices import DeviceError
 
 
 def run_cell(cell: Cell, title: str, args: argparse.Namespace, about: report.Record) -> list[report.Record]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recipes import devices
 from recipes.launch import run_ranks
+from recipes.plan import devices
 from uccl_ep_train import Buffer, EpConfig
 from uccl_ep_train.settings import env
 

@@ -22,7 +22,7 @@ import torch
 from bench import report
 from bench.report import Record
 from recipes import PRETRAININGS
-from recipes.arguments import DISPATCHERS
+from recipes.plan.arguments import DISPATCHERS
 
 TRIALS = ("deepseek_v2_lite:4", "qwen3_30b_a3b:4", "mixtral_8x7b:3")
 NUM_WARMUP = 4  # steps

@@ -10,8 +10,8 @@ from typing import Any
 
 from bench.options import RESULTS
 from recipes import RECIPES
-from recipes.architecture import Model
-from recipes.settings import DEVICES, DISPATCHERS, Recipe, RecipeError
+from recipes.models.architecture import Model
+from recipes.models.recipe import DEVICES, DISPATCHERS, Recipe, RecipeError
 from uccl_ep_train.oracle import fp8
 
 STOCK = "alltoall"

@@ -27,11 +27,12 @@ from bench.step_cases import IDEAL, OURS, STOCK, Cell
 from bench.step_report import Trained
 from bench.step_split import Traffic, gpu_busy, waiting_ms
 from bench.systems import on_one_host
-from recipes import devices, dispatchers
-from recipes.data import Batches, build_batches
-from recipes.model import build
-from recipes.timing import KINDS, DispatchClock, Span, sum_ms
-from recipes.train import train_step
+from recipes.measure.timing import KINDS, DispatchClock, Span, sum_ms
+from recipes.plan import devices
+from recipes.training import dispatchers
+from recipes.training.build import build
+from recipes.training.data import Batches, build_batches
+from recipes.training.loop import train_step
 from uccl_ep_train.megatron import plugin
 
 # Megatron says by assertions what settings it does not support, and older ones do not know the setting.
@@ -43,7 +44,7 @@ class Turn:
     """One counted step of one dispatcher on this rank.
 
     wall_ms                  from the moment when all start
-    dispatch_ms, combine_ms  forward and backward, see recipes/timing.py
+    dispatch_ms, combine_ms  forward and backward, see recipes/measure/timing.py
     cpu_ms                   processor time of all threads
     spans                    what dispatch_ms and combine_ms are the sums of
     """

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.cases import BACKWARD, VALUE_BYTES, exchanges, wire_row_bytes
-from recipes.timing import Span
+from recipes.measure.timing import Span
 
 _LINK_BYTES = 256 << 20
 _LINK_RUNS = 5

@@ -1,22 +1,30 @@
-"""Training recipes: `python -m recipes.launch --recipe tiny_host`. A recipe is a function without logic."""
+"""Training recipes: `python -m recipes.launch --recipe tiny_host`. A recipe is a function without logic.
+
+`models` says what is trained, `plan` what that comes to, `training` runs it, `measure` what a run shows.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
-from recipes.deepseek_v2_lite import deepseek_v2_lite
-from recipes.deepseek_v3 import deepseek_v3
-from recipes.dsv3_proxy import dsv3_proxy_4xh200
-from recipes.gpt_oss import gpt_oss_120b
-from recipes.kimi_k2 import kimi_k2
-from recipes.layout import Pretraining
-from recipes.mixtral import mixtral_8x7b
-from recipes.paired_gpu import paired_gpu
-from recipes.paired_host import paired_host
-from recipes.qwen3 import qwen3_30b_a3b, qwen3_235b_a22b
-from recipes.rank_of_job import deepseek_v3_rank, qwen3_235b_rank
-from recipes.settings import Recipe
-from recipes.tiny_host import tiny_host
+from recipes.earlier_paths import HOMES
+from recipes.models.deepseek_v2_lite import deepseek_v2_lite
+from recipes.models.deepseek_v3 import deepseek_v3
+from recipes.models.dsv3_proxy import dsv3_proxy_4xh200
+from recipes.models.gpt_oss import gpt_oss_120b
+from recipes.models.kimi_k2 import kimi_k2
+from recipes.models.layout import Pretraining
+from recipes.models.mixtral import mixtral_8x7b
+from recipes.models.paired_gpu import paired_gpu
+from recipes.models.paired_host import paired_host
+from recipes.models.qwen3 import qwen3_30b_a3b, qwen3_235b_a22b
+from recipes.models.rank_of_job import deepseek_v3_rank, qwen3_235b_rank
+from recipes.models.recipe import Recipe
+from recipes.models.tiny_host import tiny_host
+from uccl_ep_train.earlier_paths import EarlierPaths
+
+sys.meta_path.insert(0, EarlierPaths(__name__, HOMES))
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "tiny_host": tiny_host,
@@ -26,7 +34,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "deepseek_v3_rank": deepseek_v3_rank,
     "qwen3_235b_rank": qwen3_235b_rank,
 }
-"""Trained by recipes/train.py."""
+"""Trained by recipes/training/loop.py."""
 
 PRETRAININGS: dict[str, Callable[[], Pretraining]] = {
     "deepseek_v3": deepseek_v3,

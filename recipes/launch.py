@@ -25,21 +25,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from recipes import PRETRAININGS, RECIPES, devices, jobs, pretrain
-from recipes.checkpoint import CheckpointError, Checkpoints
-from recipes.devices import DeviceError
-from recipes.hardware import NODES
-from recipes.settings import ABLATIONS, DEVICES, DISPATCHERS, Recipe, RecipeError
+from recipes import PRETRAININGS, RECIPES
+from recipes.models.recipe import ABLATIONS, DEVICES, DISPATCHERS, Recipe, RecipeError
+from recipes.plan import devices, jobs
+from recipes.plan.devices import DeviceError
+from recipes.plan.hardware import NODES
+from recipes.training import pretrain
+from recipes.training.checkpoint import CheckpointError, Checkpoints
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.settings import env
 
 _STOPPED = 130  # exit status after Ctrl-C, as shells use it
-# Options that only recipes/train.py knows.
+# Options that only recipes/training/loop.py knows.
 _OWN_LOOP = (
     "device", "domain_size", "ablate", "run_dir", "restart", "resume", "start_from", "stop_at", "compare",
     "router_trace",
 )  # fmt: skip
-# And those that only recipes/pretrain.py knows.
+# And those that only recipes/training/pretrain.py knows.
 _FULL_SIZE = ("megatron_lm", "data_path", "hardware", "trial", "extra")
 
 
@@ -177,25 +179,25 @@ def set_up_rank(recipe: Recipe) -> None:
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
     cpu_shims.install()  # before Megatron is imported
     cpu_shims.install_for_local_spec()
-    from recipes import train
+    from recipes.training import loop
 
-    train.set_up(recipe, backend)
+    loop.set_up(recipe, backend)
 
 
 def train_rank(args: argparse.Namespace, recipe: Recipe, why_cpu: str, run_dir: Path) -> int:
     """One rank's whole life."""
     set_up_rank(recipe)
-    from recipes import train
+    from recipes.training import loop
 
     if dist.get_rank() == 0:
         if why_cpu:
             print(why_cpu, flush=True)
         if args.restart:
             shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
-        print(f"recipe {recipe.name}, run directory {run_dir}\n{train.describe(recipe)}", flush=True)
+        print(f"recipe {recipe.name}, run directory {run_dir}\n{loop.describe(recipe)}", flush=True)
     dist.barrier()
     data_dir = Path("runs") / "data"
-    outcome = train.run(recipe, run_dir, data_dir, args.router_trace, args.start_from, args.stop_at)
+    outcome = loop.run(recipe, run_dir, data_dir, args.router_trace, args.start_from, args.stop_at)
     if dist.get_rank() == 0:
         state = "finished" if outcome.finished else "stopped, the same command resumes it,"
         print(
@@ -253,7 +255,7 @@ def _describe_or_start(args: argparse.Namespace, argv: list[str]) -> int:
     try:
         job = chosen_job(args)
         if args.dry_run:
-            from recipes import dry_run  # imports what needs Megatron
+            from recipes.plan import dry_run  # imports what needs Megatron
 
             dry_run.run(job)
         elif args.trial is not None and not dist.is_torchelastic_launched():
@@ -323,7 +325,7 @@ def main(argv: list[str]) -> int:
         status = run_ranks(recipe.num_ranks, [*argv, *own])
         if status != 0:
             return status
-    from recipes.plot import plot_losses  # matplotlib takes seconds to import
+    from recipes.measure.plot import plot_losses  # matplotlib takes seconds to import
 
     curve = run_dir / "loss.png"
     plot_losses([folder / "metrics.jsonl" for folder in runs], curve)

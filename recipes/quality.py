@@ -5,7 +5,7 @@ Trains the recipe with Megatron's all-to-all dispatcher and with ours in several
 says whether
 
 * BF16 and FP8 dispatch train as well: the 95 % interval of the paired difference from all-to-all
-  (`paired.py`) lies within +-0.3 % of the loss;
+  (`measure/paired.py`) lies within +-0.3 % of the loss;
 * each fault that was put in on purpose (see `dispatchers.ablate`) is found by that same test: the interval
   lies beyond the margin, so that noise cannot pass for a find.
 
@@ -31,11 +31,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes import RECIPES
-from recipes.checkpoint import Checkpoints
 from recipes.launch import run_ranks
-from recipes.metrics import read_metrics
-from recipes.paired import difference
-from recipes.settings import Recipe
+from recipes.measure.metrics import read_metrics
+from recipes.measure.paired import difference
+from recipes.models.recipe import Recipe
+from recipes.training.checkpoint import Checkpoints
 
 MARGIN = 0.003
 TAIL = 1 / 3

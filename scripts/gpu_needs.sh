@@ -10,7 +10,7 @@ lacks() {
 need_gpus() {
   local why
   command -v "$1" >/dev/null || lacks "there is no $1: run scripts/setup_env.sh, or let PYTHON name an interpreter"
-  why="$("$1" -c 'import sys; from recipes.devices import lacking; print(lacking(int(sys.argv[1])))' "$2" 2>&1)" ||
+  why="$("$1" -c 'import sys; from recipes.plan.devices import lacking; print(lacking(int(sys.argv[1])))' "$2" 2>&1)" ||
     lacks "$1 does not load the package: $(tail -n 1 <<<"$why")"
   [ -z "$why" ] || lacks "$why"
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.earlier_paths import HOMES as HOMES_OF_RECIPES
 from tests.architecture.tree import CPP, ROOT, Check, cpp_code, matches, plant, project_files
 from uccl_ep_train.earlier_paths import HOMES
 
@@ -84,7 +85,7 @@ def check_atomics(root: Path) -> list[str]:
 # ------------------------------------------------------------------------------------ Python
 
 # An import may only point down this list, or stay in its folder. Folders of one line do not know each other.
-PACKAGE = [
+PACKAGE: list[tuple[str, ...]] = [
     ("megatron", "tools"),
     ("api",),
     ("group",),
@@ -93,6 +94,21 @@ PACKAGE = [
     ("common",),
     ("errors", "earlier_paths"),
 ]
+PACKAGES: dict[str, list[tuple[str, ...]]] = {
+    "uccl_ep_train": PACKAGE,
+    "recipes": [
+        ("quality",),
+        ("launch",),
+        ("training",),
+        ("measure",),
+        ("plan",),
+        ("models",),
+        ("earlier_paths",),
+    ],
+}
+FACES = {"recipes": ("RECIPES", "PRETRAININGS")}
+"""What is imported from a package's face inside of it, too."""
+EARLIER = {"uccl_ep_train": HOMES, "recipes": HOMES_OF_RECIPES}
 
 # (folder or file, exempt folder, what it must not import, why)
 IMPORT_RULES = [
@@ -124,26 +140,26 @@ IMPORT_RULES = [
 ]
 
 
-def check_package(root: Path) -> list[str]:
-    """Imports inside the package point down the list, by today's paths. Its face may import all."""
+def check_packages(root: Path) -> list[str]:
+    """Imports inside a package point down its list, by today's paths. Its face may import all."""
     found = []
-    for path in project_files(root, ".py", under="uccl_ep_train"):
-        own = path.relative_to(root / "uccl_ep_train").with_suffix("").parts[0]
-        if own == "__init__":
-            continue
-        for line, module in imports_of(path, root):
-            if module.startswith("uccl_ep_train.") and (
-                problem := _import_problem(own, module.split(".")[1])
-            ):
-                found.append(f"{path.relative_to(root)}:{line}: imports {module}: {problem}")
+    for package in PACKAGES:
+        for path in project_files(root, ".py", under=package):
+            own = path.relative_to(root / package).with_suffix("").parts[0]
+            for line, module in imports_of(path, root):
+                top, _, below = module.partition(".")
+                if own == "__init__" or top != package or not below:
+                    continue
+                if problem := _import_problem(package, own, below.split(".")[0]):
+                    found.append(f"{path.relative_to(root)}:{line}: imports {module}: {problem}")
     return found
 
 
-def _import_problem(own: str, target: str) -> str:
-    floors = {folder: floor for floor, folders in enumerate(PACKAGE) for folder in folders}
+def _import_problem(package: str, own: str, target: str) -> str:
+    floors = {folder: floor for floor, folders in enumerate(PACKAGES[package]) for folder in folders}
     if own not in floors:
-        return f"the package has {' '.join(floors)} and nothing else"
-    if target in ("_native", own):
+        return f"{package} has {' '.join(floors)} and nothing else"
+    if target in ("_native", own, *FACES.get(package, ())):
         return ""
     if target not in floors:
         return "inside the package a name is imported from the module that defines it"
@@ -154,13 +170,15 @@ def _import_problem(own: str, target: str) -> str:
 
 def check_earlier_paths(root: Path) -> list[str]:
     """Paths from before there were folders are for programs of others."""
-    return [
-        f"{path.relative_to(root)}:{line}: imports {module}: now {HOMES[module.split('.')[1]]}"
-        for folder in ("uccl_ep_train", "recipes", "bench", "scripts", "tests")
-        for path in project_files(root, ".py", under=folder)
-        for line, module in imports_of(path, root)
-        if module.startswith("uccl_ep_train.") and module.split(".")[1] in HOMES
-    ]
+    found = []
+    for folder in (*EARLIER, "bench", "scripts", "tests"):
+        for path in project_files(root, ".py", under=folder):
+            for line, module in imports_of(path, root):
+                package, _, name = module.partition(".")
+                home = EARLIER.get(package, {}).get(name.split(".")[0])
+                if home is not None:
+                    found.append(f"{path.relative_to(root)}:{line}: imports {module}: now {home}")
+    return found
 
 
 def check_imports(root: Path) -> list[str]:
@@ -206,7 +224,7 @@ CHECKS: list[Check] = [
     check_torch_headers,
     check_nic_headers,
     check_atomics,
-    check_package,
+    check_packages,
     check_earlier_paths,
     check_imports,
 ]
@@ -252,14 +270,18 @@ PLANTED: list[tuple[Check, str, str]] = [
     (check_imports, "uccl_ep_train/core/bad.py", "from uccl_ep_train.oracle.fp8 import BLOCK\n"),
     (check_imports, "uccl_ep_train/settings/env.py", "def f():\n    import uccl_ep_train.settings.config\n"),
     (check_imports, "uccl_ep_train/settings/variables.py", "from uccl_ep_train.settings import config\n"),
-    (check_package, "uccl_ep_train/bad.py", "import uccl_ep_train.errors\n"),
-    (check_package, "uccl_ep_train/utils/bad.py", "import uccl_ep_train.errors\n"),
-    (check_package, "uccl_ep_train/core/bad.py", "from ..group import domains\n"),
-    (check_package, "uccl_ep_train/api/bad.py", "from uccl_ep_train.megatron import flags\n"),
-    (check_package, "uccl_ep_train/api/bad.py", "def f():\n    from uccl_ep_train import megatron\n"),
-    (check_package, "uccl_ep_train/tools/bad.py", "from uccl_ep_train import Buffer\n"),
-    (check_package, "uccl_ep_train/oracle/plan.py", "from uccl_ep_train.core.native import load_native\n"),
-    (check_package, "uccl_ep_train/oracle/plan.py", "from uccl_ep_train.settings.env import read\n"),
+    (check_packages, "uccl_ep_train/bad.py", "import uccl_ep_train.errors\n"),
+    (check_packages, "uccl_ep_train/utils/bad.py", "import uccl_ep_train.errors\n"),
+    (check_packages, "uccl_ep_train/core/bad.py", "from ..group import domains\n"),
+    (check_packages, "uccl_ep_train/api/bad.py", "from uccl_ep_train.megatron import flags\n"),
+    (check_packages, "uccl_ep_train/api/bad.py", "def f():\n    from uccl_ep_train import megatron\n"),
+    (check_packages, "uccl_ep_train/tools/bad.py", "from uccl_ep_train import Buffer\n"),
+    (check_packages, "uccl_ep_train/oracle/plan.py", "from uccl_ep_train.core.native import load_native\n"),
+    (check_packages, "uccl_ep_train/oracle/plan.py", "from uccl_ep_train.settings.env import read\n"),
+    (check_packages, "recipes/bad.py", "import recipes.launch\n"),
+    (check_packages, "recipes/models/bad.py", "from recipes.plan.jobs import Job\n"),
+    (check_packages, "recipes/measure/bad.py", "from recipes import launch\n"),
+    (check_earlier_paths, "bench/bad.py", "from recipes.settings import Recipe\n"),
     (check_earlier_paths, "recipes/bad.py", "from uccl_ep_train.engine import Buffer\n"),
     (check_earlier_paths, "tests/unit/bad.py", "def f():\n    from uccl_ep_train import cuda\n"),
     (check_imports, "recipes/bad.py", "import tests.harness\n"),
@@ -283,6 +305,7 @@ def test_what_is_allowed_is_not_reported(tmp_path: Path) -> None:
         "uccl_ep_train/megatron/plugin.py": "import megatron.core\nimport uccl_ep_train.api.buffer\n",
         "uccl_ep_train/core/native.py": "from uccl_ep_train import _native\nimport uccl_ep_train.errors\n",
         "uccl_ep_train/tools/doctor/dispatch.py": "from uccl_ep_train.oracle.reference import dispatch\n",
+        "recipes/quality.py": "from recipes import RECIPES\nfrom recipes import launch\n",
         "recipes/launch.py": "import uccl_ep_train.megatron\nimport megatron.core\n",
     }
     plant(tmp_path, allowed)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes import devices
+from recipes.plan import devices
 from tests.cases import EngineSpec, check_case, expect, make_case
 from tests.process_ranks import START_TIMEOUT_S, ProcessRanks, Rank
 from uccl_ep_train import Buffer, EpConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipes.metrics import read_metrics
+from recipes.measure.metrics import read_metrics
 from tests.hosts.exchange import DEADLINE_S, RANKS_PER_HOST
 from tests.machine import lacks_tcp
 

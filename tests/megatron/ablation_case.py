@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import torch
 
-from recipes import dispatchers
-from recipes.tiny_host import tiny_host
+from recipes.models.tiny_host import tiny_host
+from recipes.training import dispatchers
 
 
 def rows_and_gradient(rank: int, ablate: str) -> tuple[list[float], list[float]]:

@@ -7,7 +7,8 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from recipes import PRETRAININGS, RECIPES, dry_run, jobs, parameters
+from recipes import PRETRAININGS, RECIPES
+from recipes.plan import dry_run, jobs, parameters
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def look(
 
 
 def _changed(job: jobs.Job, changes: dict[str, Any]) -> jobs.Job:
-    from recipes.arguments import layout_arguments, model_arguments
+    from recipes.plan.arguments import layout_arguments, model_arguments
 
     of_model = {k.removeprefix("model."): v for k, v in changes.items() if k.startswith("model.")}
     of_layout = {k: v for k, v in changes.items() if not k.startswith("model.")}

@@ -8,7 +8,7 @@ A case is named, not passed, so that the test process need not import Megatron.
 One server process imports Megatron once and forks the ranks. They form a group whose store lives in the test
 process. A case that raises on any rank ends all of them; the next case gets fresh ones.
 
-Each rank has a GPU where there are enough (`recipes/devices.py`: `lacking`), else all work on the CPU; a case
+Each rank has a GPU where there are enough (`recipes.plan.devices.lacking`), else all work on the CPU; a case
 asks `devices.own()` where its tensors belong.
 """
 
@@ -53,7 +53,7 @@ class MegatronRanks:
     """Runs cases on every rank; starts the ranks when needed and again after a failure."""
 
     def __init__(self, num_ranks: int = NUM_RANKS) -> None:
-        from recipes import devices
+        from recipes.plan import devices
 
         self.num_ranks = num_ranks
         self.device = "cpu" if devices.lacking(num_ranks) else "cuda"
@@ -170,7 +170,7 @@ def _import_megatron(device: str, rank: int) -> str:
         os.environ.pop("CUDA_MODULE_LOADING", None)  # set for ranks that are threads
     import torch
 
-    from recipes import devices
+    from recipes.plan import devices
     from uccl_ep_train.megatron import cpu_shims
 
     torch.set_num_threads(1)

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.moe import moe_layer, token_dispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from recipes import devices
+from recipes.plan import devices
 from tests.megatron.settings import TrainCase
 from tests.megatron.training_case import (
     batches_of,

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from recipes import RECIPES, devices, dispatchers, train
-from recipes.architecture import Latent
-from recipes.model import build
-from recipes.settings import Recipe
+from recipes import RECIPES
+from recipes.models.architecture import Latent
+from recipes.models.recipe import Recipe
+from recipes.plan import devices
+from recipes.training import dispatchers, loop
+from recipes.training.build import build
 from tests.megatron.settings import ProxyOutcome
 from tests.megatron.training_case import digest, initialize
 from uccl_ep_train.megatron import plugin
@@ -88,7 +90,7 @@ def train_proxy(rank: int, dispatcher: str, limited: bool = True) -> ProxyOutcom
         for layer in layers:
             layer.router.register_forward_hook(lambda _router, _inputs, out: chosen.append(out[1]))
         batches: Any = _Batches(recipe)
-        losses = [train.train_step(training, batches, recipe, step) for step in range(1, NUM_STEPS + 1)]
+        losses = [loop.train_step(training, batches, recipe, step) for step in range(1, NUM_STEPS + 1)]
         named = list(training.model.named_parameters())
         return ProxyOutcome(
             losses=tuple(losses),

@@ -14,7 +14,7 @@ from megatron.core.transformer.moe import moe_layer, moe_utils
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from recipes import devices
+from recipes.plan import devices
 from tests.megatron.settings import StageCase
 from tests.megatron.training_case import carrier_of, initialize
 from uccl_ep_train.megatron import buffers, plugin

@@ -9,7 +9,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from bench.step_cases import base_recipe, cells_of, parse_args
 from bench.step_measure import measure
-from recipes import devices
+from recipes.plan import devices
 from tests.megatron.training_case import initialize
 
 

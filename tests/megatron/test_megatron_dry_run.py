@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from recipes import PRETRAININGS
-from recipes.architecture import Router
-from recipes.hardware import NODES
+from recipes.models.architecture import Router
+from recipes.plan.hardware import NODES
 from tests.megatron import dry_run_case
 from tests.megatron.dry_run_case import Outcome
 from tests.megatron.harness import megatron_is_installed

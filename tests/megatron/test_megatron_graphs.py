@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from recipes import devices
+from recipes.plan import devices
 from tests.megatron.harness import CaseError, MegatronRanks, megatron_is_installed
 from uccl_ep_train.core import cuda
 

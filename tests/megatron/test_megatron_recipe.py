@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes import RECIPES, devices
-from recipes.checkpoint import CheckpointError, Checkpoints, settings_of
+from recipes import RECIPES
 from recipes.launch import chosen_recipe, default_run_dir, main, parse_args
-from recipes.metrics import Reporter, StepMetrics, read_metrics
-from recipes.plot import plot_losses
-from recipes.proof import Crossing, ProofError, check, expected_dispatch_bytes
+from recipes.measure.metrics import Reporter, StepMetrics, read_metrics
+from recipes.measure.plot import plot_losses
+from recipes.measure.proof import Crossing, ProofError, check, expected_dispatch_bytes
+from recipes.plan import devices
+from recipes.training.checkpoint import CheckpointError, Checkpoints, settings_of
 from tests.megatron.harness import MegatronRanks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +72,7 @@ def test_progress_says_how_long_the_steps_left_take(
 ) -> None:  # fmt: skip
     """By the steps of this run alone: a resumed one has not made those before its checkpoint."""
     now = [100.0]
-    monkeypatch.setattr("recipes.metrics.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("recipes.measure.metrics.time.monotonic", lambda: now[0])
     reporter = Reporter(tmp_path / "metrics.jsonl", num_steps=100, first_step=first_step, label="test")
     now[0] += 60.0  # for the validation before the first step
     for step in range(first_step + 1, 21):

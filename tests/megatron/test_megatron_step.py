@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from recipes import devices
+from recipes.plan import devices
 from tests.megatron.harness import MegatronRanks
 
 ROOT = Path(__file__).resolve().parents[2]

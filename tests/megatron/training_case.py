@@ -26,7 +26,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from recipes import devices
+from recipes.plan import devices
 from tests.megatron.settings import Outcome, TrainCase
 from uccl_ep_train.megatron import plugin
 

@@ -14,7 +14,7 @@ from bench.cases import BACKWARD, ROUTINGS, Case, Traffic, draw_routing
 from bench.options import PRESETS, cases_of, parse_args
 from bench.trace import BUNDLED, TraceError, load_trace
 from recipes import RECIPES
-from recipes.router_trace import RouterTrace
+from recipes.measure.router_trace import RouterTrace
 
 
 def a_case(**changes: object) -> Case:

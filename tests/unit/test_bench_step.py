@@ -16,10 +16,10 @@ from bench.step_cases import Cell, base_recipe, cells_of, parse_args, sized
 from bench.step_report import Trained, broken_promise, label, records_of, table
 from bench.step_split import busy_share, waiting_ms
 from recipes import RECIPES
-from recipes.deepseek_v3 import deepseek_v3
-from recipes.qwen3 import qwen3_235b_a22b
-from recipes.settings import RecipeError
-from recipes.timing import Span
+from recipes.measure.timing import Span
+from recipes.models.deepseek_v3 import deepseek_v3
+from recipes.models.qwen3 import qwen3_235b_a22b
+from recipes.models.recipe import RecipeError
 
 TINY = RECIPES["tiny_host"]()
 ABOUT = {"commit": "c", "hardware": "h", "versions": {}, "link_gbytes_per_s": None}

@@ -13,29 +13,38 @@ from pathlib import Path
 import pytest
 
 import uccl_ep_train
+from recipes.earlier_paths import HOMES as HOMES_OF_RECIPES
 from uccl_ep_train.earlier_paths import HOMES, EarlierPaths
 from uccl_ep_train.settings.config import EpConfig
 
 ROOT = Path(__file__).resolve().parents[2]
+TABLES = {"uccl_ep_train": HOMES, "recipes": HOMES_OF_RECIPES}
+NEED_MEGATRON = ("attention", "checkpoint", "data", "dispatchers", "model", "train")
 BELOW = [f"doctor.{path.stem}" for path in (ROOT / "uccl_ep_train" / "tools" / "doctor").glob("[!_]*.py")]
 
 
-def home_of(earlier: str) -> str:
+def is_the_same(package: str, earlier: str) -> bool:
     name, dot, below = earlier.partition(".")
-    return f"uccl_ep_train.{HOMES[name]}{dot}{below}"
-
-
-def is_the_same(earlier: str) -> bool:
-    module, home = (
-        importlib.import_module(f"uccl_ep_train.{earlier}"),
-        importlib.import_module(home_of(earlier)),
-    )
-    return module is home and module.__spec__ is not None and module.__spec__.name == home.__name__
+    module = importlib.import_module(f"{package}.{earlier}")
+    today = importlib.import_module(f"{package}.{TABLES[package][name]}{dot}{below}")
+    return module is today and module.__spec__ is not None and module.__spec__.name == today.__name__
 
 
 @pytest.mark.parametrize("earlier", [*HOMES, *BELOW])
 def test_an_earlier_path_gives_the_same_module(earlier: str) -> None:
-    assert is_the_same(earlier)
+    assert is_the_same("uccl_ep_train", earlier)
+
+
+@pytest.mark.parametrize("earlier", [name for name in HOMES_OF_RECIPES if name not in NEED_MEGATRON])
+def test_an_earlier_path_of_a_recipe_gives_the_same_module(earlier: str) -> None:
+    assert is_the_same("recipes", earlier)
+
+
+@pytest.mark.parametrize("earlier", NEED_MEGATRON)
+def test_an_earlier_path_of_what_needs_megatron_is_found(earlier: str) -> None:
+    spec = find_spec(f"recipes.{earlier}")
+    home = HOMES_OF_RECIPES[earlier].replace(".", "/")
+    assert spec is not None and spec.origin == str(ROOT / "recipes" / f"{home}.py")
 
 
 def test_a_second_copy_of_a_module_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +53,7 @@ def test_a_second_copy_of_a_module_would_be_noticed(monkeypatch: pytest.MonkeyPa
     copy = module_from_spec(spec)
     spec.loader.exec_module(copy)
     monkeypatch.setitem(sys.modules, "uccl_ep_train.config_checks", copy)
-    assert not is_the_same("config_checks")
+    assert not is_the_same("uccl_ep_train", "config_checks")
 
 
 def test_the_earlier_path_may_come_first_or_second_in_a_process() -> None:

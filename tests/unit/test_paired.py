@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from recipes import quality
-from recipes.metrics import StepMetrics
-from recipes.paired import Difference, difference, t_quantile, t_within
+from recipes.measure.metrics import StepMetrics
+from recipes.measure.paired import Difference, difference, t_quantile, t_within
 from recipes.quality import Losses, Runs, final_losses, verdict
 
 

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from recipes import RECIPES, devices, launch
-from recipes.devices import DeviceError, place
+from recipes import RECIPES, launch
 from recipes.launch import chosen_recipe, parse_args
-from recipes.settings import Recipe, RecipeError
-from recipes.timing import DispatchClock
+from recipes.measure.timing import DispatchClock
+from recipes.models.recipe import Recipe, RecipeError
+from recipes.plan import devices
+from recipes.plan.devices import DeviceError, place
 from uccl_ep_train.core import cuda
 
 

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-from recipes import PRETRAININGS, RECIPES, arguments, jobs, launch, pretrain
-from recipes.hardware import NODES
+from recipes import PRETRAININGS, RECIPES, launch
 from recipes.launch import chosen_job, parse_args
-from recipes.settings import RecipeError
+from recipes.models.recipe import RecipeError
+from recipes.plan import arguments, jobs
+from recipes.plan.hardware import NODES
+from recipes.training import pretrain
 
 ROOT = Path(__file__).resolve().parents[2]
 BIG = ["--recipe=qwen3_30b_a3b", "--hardware=h200"]

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from recipes import PRETRAININGS, traffic
-from recipes.architecture import Model, Router
-from recipes.hardware import NODES
-from recipes.layout import FULL, Layout
+from recipes import PRETRAININGS
+from recipes.models.architecture import Model, Router
+from recipes.models.layout import FULL, Layout
+from recipes.plan import traffic
+from recipes.plan.hardware import NODES
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 H200 = NODES["h200"]

@@ -1,0 +1,1 @@
+"""What a run shows: losses, times, rows that crossed domains, differences of runs."""

@@ -1,0 +1,1 @@
+"""What is trained: architectures, layouts, and a file for each recipe."""

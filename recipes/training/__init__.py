@@ -1,0 +1,1 @@
+"""The training itself: by our own loop, or by Megatron-LM."""
