@@ -168,6 +168,38 @@ def _import_problem(package: str, own: str, target: str) -> str:
     return f"{own} and {target} do not know each other" if floors[target] == floors[own] else ""
 
 
+def check_circles(root: Path) -> list[str]:
+    """No file imports itself through others: neither when it is loaded, nor in a function, nor for types."""
+    imported = {
+        path: {root.joinpath(*module.split(".")).with_suffix(".py") for _, module in imports_of(path, root)}
+        for package in PACKAGES
+        for path in project_files(root, ".py", under=package)
+        if path != root / PRINTS_WHAT_USES_IT
+    }
+    reached = {path: _reached(path, imported) for path in imported}
+    return [
+        f"{path.relative_to(root)}: imports itself through others"
+        for path in imported
+        # One line for a circle: of its first file.
+        if path in reached[path]
+        and path == min(other for other in reached[path] if path in reached.get(other, ()))
+    ]
+
+
+def _reached(path: Path, imported: dict[Path, set[Path]]) -> set[Path]:
+    reached: set[Path] = set()
+    waiting = [path]
+    while waiting:
+        new = imported.get(waiting.pop(), set()) - reached
+        reached |= new
+        waiting += new
+    return reached
+
+
+PRINTS_WHAT_USES_IT = "uccl_ep_train/settings/env.py"
+"""Imports the table of variables only where it is run as a program."""
+
+
 def check_earlier_paths(root: Path) -> list[str]:
     """Paths from before there were folders are for programs of others."""
     found = []
@@ -225,6 +257,7 @@ CHECKS: list[Check] = [
     check_nic_headers,
     check_atomics,
     check_packages,
+    check_circles,
     check_earlier_paths,
     check_imports,
 ]
@@ -236,6 +269,7 @@ def test_the_project_keeps_its_layers(check: Check) -> None:
 
 
 _HEADERS = {
+    "recipes/plan/traffic.py": "import recipes.plan.hardware\n",
     "csrc/common/units.h": "#pragma once\n",
     "csrc/transport/transport.h": '#include "common/units.h"\n',
     "csrc/transport/loop/loop.h": '#include "transport/transport.h"\n#include "transport/loop/loop.h"\n',
@@ -281,6 +315,7 @@ PLANTED: list[tuple[Check, str, str]] = [
     (check_packages, "recipes/bad.py", "import recipes.launch\n"),
     (check_packages, "recipes/models/bad.py", "from recipes.plan.jobs import Job\n"),
     (check_packages, "recipes/measure/bad.py", "from recipes import launch\n"),
+    (check_circles, "recipes/plan/hardware.py", "def f():\n    from recipes.plan import traffic\n"),
     (check_earlier_paths, "bench/bad.py", "from recipes.settings import Recipe\n"),
     (check_earlier_paths, "recipes/bad.py", "from uccl_ep_train.engine import Buffer\n"),
     (check_earlier_paths, "tests/unit/bad.py", "def f():\n    from uccl_ep_train import cuda\n"),

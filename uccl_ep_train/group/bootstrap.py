@@ -362,7 +362,7 @@ def exchange(bootstrap: Bootstrap, what: str, produce: Callable[[], bytes]) -> l
         failure = None
     for peer, answer in enumerate(answers):
         if answer[:1] == b"-":
-            name, message = decode(bootstrap, what, peer, answer[1:], _failure)
+            name, message = decode(bootstrap.rank, what, peer, answer[1:], _failure)
             raise PeerFailed(
                 f"creation, {what}: rank {peer} failed with {name}: {message}",
                 rank=bootstrap.rank,
@@ -372,7 +372,7 @@ def exchange(bootstrap: Bootstrap, what: str, produce: Callable[[], bytes]) -> l
                 seen=name,
             )
         if answer[:1] != b"+":
-            raise malformed(bootstrap, what, peer, answer)
+            raise malformed(bootstrap.rank, what, peer, answer)
     return [answer[1:] for answer in answers]
 
 

@@ -85,7 +85,7 @@ def _gather(
     bootstrap: Bootstrap, what: str, produce: Callable[[], bytes], shape: Callable[[Any], Decoded]
 ) -> list[Decoded]:
     answers = exchange(bootstrap, what, produce)
-    return [decode(bootstrap, what, peer, answer, shape) for peer, answer in enumerate(answers)]
+    return [decode(bootstrap.rank, what, peer, answer, shape) for peer, answer in enumerate(answers)]
 
 
 def _settings(value: Any) -> tuple[int, dict[str, Any], Any]:

@@ -61,7 +61,9 @@ def meet(bootstrap: Bootstrap) -> tuple[Presence, ...]:
     that can watch notices a rank whose process ends.
     """
     answers = exchange(bootstrap, "processes", lambda: json.dumps(_said(Presence.here())).encode())
-    ranks = tuple(decode(bootstrap, "processes", peer, said, _presence) for peer, said in enumerate(answers))
+    ranks = tuple(
+        decode(bootstrap.rank, "processes", peer, said, _presence) for peer, said in enumerate(answers)
+    )
     watch = getattr(bootstrap, "watch", None)
     if watch is not None:
         watch(ranks)
