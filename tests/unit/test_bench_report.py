@@ -18,6 +18,7 @@ from bench.cases import BACKWARD, OPS, Case, Traffic
 from bench.lineup import describe
 from bench.measure import Measured, difference_of
 from bench.systems import Sample, System, UcclEp
+from uccl_ep_train import EpConfig
 
 CASE = Case(
     tokens=4, hidden=128, topk=1, experts=2, ranks=2, domains=1, dtype="fp8", routing="uniform",
@@ -237,7 +238,7 @@ def test_a_buffer_is_given_the_sms_that_the_case_names(
 @pytest.mark.parametrize(("device", "expected"), [("cuda", (24, 132)), ("cpu", (0, 0))])
 def test_sms_are_recorded_of_gpus_only(device: str, expected: tuple[int, int]) -> None:
     buffer: Any = SimpleNamespace(
-        config=SimpleNamespace(num_sms=24, stage_sms=132), device=torch.device(device)
+        config=EpConfig(num_experts=8, hidden=128, num_sms=24, stage_sms=132), device=torch.device(device)
     )
     system = UcclEp(buffer, "bf16", mode="uncached")
     assert (system.num_sms, system.stage_sms) == expected
