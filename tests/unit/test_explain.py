@@ -99,7 +99,7 @@ def gives_an_operation_up(buffer: Buffer) -> None:
     def fail(*_: Any) -> None:
         raise ZeroDivisionError("no experts today")
 
-    buffer._launcher._give_output = fail  # type: ignore[method-assign]
+    buffer._launcher._receive = fail  # type: ignore[method-assign]
     with suppress(ZeroDivisionError):
         dispatch(buffer)
     buffer.close()
