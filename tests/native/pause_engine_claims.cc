@@ -36,7 +36,7 @@ class Wait {
       }
     });
     cuda_on_cpu::run_grid({1, 32}, [&] {
-      if (threadIdx.x == 0) came = cuda::wait_flag(group_, &flag_, 1, Step::kPlace, 0, -1, is_arrival_);
+      if (threadIdx.x == 0) came = cuda::wait_flag(group_, {&flag_, 1, Step::kPlace, 0, -1, is_arrival_});
     });
     const uint64_t usec = now_usec() - started;
     over = true;

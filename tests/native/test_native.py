@@ -135,26 +135,28 @@ ONE_DOMAIN = "2 ranks of a domain have the host's bits, BF16"
 # (a claim that does not hold, file of csrc/backend/cuda, what it says, what a mutant says instead)
 MUTANTS = {
     "a row is placed before it has come": (
-        TWO_DOMAINS, "place.cuh", "if (!ready) look(d, op, args, arrivals);",
-        "if (!ready) look(d, op, args, arrivals), ready = true;",
+        TWO_DOMAINS, "place.cuh", "if (!ready) look(k, arrivals);",
+        "if (!ready) look(k, arrivals), ready = true;",
     ),
     "a row is placed before its list is there": (
-        ONE_DOMAIN, "plan.cuh", "good &= wait_peer(", "good &= d.at.num_ranks > 0 || wait_peer(",
+        ONE_DOMAIN, "plan.cuh", "good &= wait_peer(", "good &= k.g.map.num_ranks > 0 || wait_peer(",
     ),
     "some rows that others place are not planned": (
         "rows that some warps plan and others place have the host's bits", "plan.cuh",
-        "n += num_blocks * crew.size)\n      plan_row", "n += 2 * num_blocks * crew.size)\n      plan_row",
+        "n += num_blocks * k.crew.size)\n      plan_row",
+        "n += 2 * num_blocks * k.crew.size)\n      plan_row",
     ),
     "counts are told of before they are there": (
-        ONE_DOMAIN, "dispatch.cu", "wait_shared(d, &staged.totals)", "staged.totals < 2",
+        ONE_DOMAIN, "roles/serve.cuh", "wait_shared(k.g, &staged.totals)", "staged.totals < 2",
     ),
     "a sum is merged before it has come": (
-        TWO_DOMAINS, "merge.cuh", "if (chunk < arrived || (kNet && chunk == kRehearsal)) return true;",
+        TWO_DOMAINS, "merge.cuh",
+        "if (token_block < arrived || (kNet && token_block == kRehearsal)) return true;",
         "return true;",
     ),
     "a part of a row counts as the row": (
         "rows of which the first are summed in parts have the host's bits", "merge.cuh",
-        "parted.weight(is_part)", "parted.weight(!is_part)",
+        "parted.num_parts_of(is_part)", "parted.num_parts_of(!is_part)",
     ),
     "a hurried row is told of before the rest of its chunk is there": (
         "2 domains of 2 ranks have the host's bits, FP8", "fold.cuh",
@@ -164,7 +166,7 @@ MUTANTS = {
         TWO_DOMAINS, "shares.cuh", "return first + (n - first) / parts;", "return (n - first) / parts;",
     ),
     "a folded row lies in the ring where another window's does": (
-        TWO_DOMAINS, "fold.cuh", "ring_offset(d, range.slot[s],", "ring_offset(d, 0,",
+        TWO_DOMAINS, "fold.cuh", "ring_offset(g, range.slot[s],", "ring_offset(g, 0,",
     ),
     "a row that was dropped is not counted": (
         "rows that an output has no room for are left out of the sums, and nobody waits for them", "fold.cuh",
@@ -172,7 +174,7 @@ MUTANTS = {
     ),
     "padding begins a row late": (
         "what no row came for becomes padding where that is asked for, and is not touched otherwise",
-        "pad.cu", "first = rows_of(d, plan),", "first = rows_of(d, plan) + 1,",
+        "pad.cu", "first = rows_of(g, plan),", "first = rows_of(g, plan) + 1,",
     ),
     "the warp that tells leaves before the last row": (
         TWO_DOMAINS, "fold.cuh", "read_shared(&boxes.ended) == kWarps", "read_shared(&boxes.ended) > 0",
@@ -182,6 +184,13 @@ MUTANTS = {
         "if (crew.lane() != 0) __syncwarp();\n  if (crew.lane() == 0) count_shared",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_names_one_place_of_the_kernels(mutant: str) -> None:
+    _, name, right, wrong = MUTANTS[mutant]
+    text = (building.CSRC / "backend" / "cuda" / name).read_text()
+    assert text.count(right) == 1 and right != wrong
 
 
 @pytest.mark.slow

@@ -51,13 +51,12 @@ __device__ __forceinline__ void add_up(const Group& g, uint32_t word, uint32_t t
 }
 
 // By a warp: where our packets lie, and the numbers in their headers, which block 0 writes; a domain a lane.
-__device__ inline void begin_packets(const Group& g, const KernelOp& op, const Tile& tile,
-                                     const uint32_t* stream_totals, uint32_t num_tokens, bool with_weights,
+__device__ inline void begin_packets(const DispatchKernel& k, const Tile& tile, const uint32_t* stream_totals,
                                      uint32_t most_pieces) {
 #pragma unroll 1
-  for (uint32_t to = threadIdx.x % kWarp; to < g.map.num_domains; to += kWarp) {
-    const uint32_t first = g.first_of[to], end = g.first_of[to + 1];
-    uint8_t* const bytes = own_packet(g, to, op.epoch);
+  for (uint32_t to = threadIdx.x % kWarp; to < k.g.map.num_domains; to += kWarp) {
+    const uint32_t first = k.g.first_of[to], end = k.g.first_of[to + 1];
+    uint8_t* const bytes = own_packet(k.g, to, k.op.epoch);
     DeviceHeader& head = *reinterpret_cast<DeviceHeader*>(bytes);
     uint32_t rows = 0, pieces = 0;
 #pragma unroll 1
@@ -73,15 +72,15 @@ __device__ inline void begin_packets(const Group& g, const KernelOp& op, const T
     }
     tile.piece_base[to] = pieces;
     const uint32_t num_pairs = tile.pair_begin[end] - tile.pair_begin[first];
-    const uint32_t stream_rows = to == own_domain(g) ? 0 : stream_totals[to];
+    const uint32_t stream_rows = to == own_domain(k.g) ? 0 : stream_totals[to];
     if (blockIdx.x == 0) {
       head.row_begin[end - first] = rows;
       head.pair_begin[end - first] = num_pairs;
       head.stream_rows = stream_rows;
       head.most_pieces = most_pieces;
     }
-    const PacketParts parts =
-        packet_parts({end - first, g.experts_per_rank, num_tokens, rows, num_pairs, stream_rows, with_weights});
+    const PacketParts parts = packet_parts({end - first, k.g.experts_per_rank, k.args.stage.num_tokens, rows, num_pairs,
+                                            stream_rows, k.args.routing.weights != nullptr});
     tile.packet[to] = {reinterpret_cast<ListEntry*>(bytes + parts.lists),
                        reinterpret_cast<PairEntry*>(bytes + parts.pairs),
                        reinterpret_cast<float*>(bytes + parts.weights),
@@ -92,18 +91,38 @@ __device__ inline void begin_packets(const Group& g, const KernelOp& op, const T
   }
 }
 
+// By a warp: the most pieces that a token block has.
+__device__ __forceinline__ uint32_t most_pieces_of_all(const Group& g, uint32_t num_tiles) {
+  uint32_t most = 0;
+#pragma unroll 1
+  for (uint32_t t = threadIdx.x % kWarp; t < num_tiles; t += kWarp)
+    most = max(most, __ldcg(TileCounts(g, t).most_pieces));
+  return __reduce_max_sync(kFullWarp, most);
+}
+
+// By one thread: numbers of pairs by rank become where they begin.
+__device__ __forceinline__ void begin_pairs(const Tile& tile, uint32_t ranks) {
+  uint32_t sum = 0;
+#pragma unroll 1
+  for (uint32_t to = 0; to < ranks; ++to) {
+    const uint32_t mine = tile.pair_begin[to];
+    tile.pair_begin[to] = sum;
+    sum += mine;
+  }
+  tile.pair_begin[ranks] = sum;
+}
+
 // By a crew: what lies before the block's first tile; block 0 writes the totals into the headers. False: too many
 // pairs.
-__device__ inline bool begin_tiles(const Crew& crew, const Group& g, const KernelOp& op, const Tile& tile,
-                                   uint32_t first_tile, uint32_t num_tiles, uint32_t num_tokens, bool with_weights) {
-  const uint32_t ranks = g.map.num_ranks, experts = g.map.num_experts;
+__device__ inline bool begin_tiles(const DispatchKernel& k, const Tile& tile, uint32_t first_tile, uint32_t num_tiles) {
+  const uint32_t ranks = k.g.map.num_ranks, experts = k.g.map.num_experts;
   __shared__ uint32_t stream_totals[kMaxCudaRanks], all_most;
   const bool writes_totals = blockIdx.x == 0;
-  const uint32_t token_words = tile_token_words(g.map), numbers = experts + ranks + g.map.num_domains;
+  const uint32_t token_words = tile_token_words(k.g.map), numbers = experts + ranks + k.g.map.num_domains;
 #pragma unroll 1
-  for (uint32_t word = crew.thread; word < token_words + ranks; word += crew.size) {
+  for (uint32_t word = k.crew.thread; word < token_words + ranks; word += k.crew.size) {
     Before sums[4];
-    add_up(g, word, first_tile, num_tiles, sums);
+    add_up(k.g, word, first_tile, num_tiles, sums);
     if (word >= token_words) {  // one number
       uint32_t here = 0, total = 0;
 #pragma unroll
@@ -125,40 +144,28 @@ __device__ inline bool begin_tiles(const Crew& crew, const Group& g, const Kerne
       } else if (i >= experts) {
         tile.row_begin[i - experts] = sums[n].total;
       } else if (writes_totals) {
-        const uint32_t to = g.domain_of[i / g.experts_per_rank], base = g.first_of[to] * g.experts_per_rank;
-        uint8_t* const counts = own_packet(g, to, op.epoch) + packet_parts({}).counts;
+        const uint32_t to = k.g.domain_of[i / k.g.experts_per_rank], base = k.g.first_of[to] * k.g.experts_per_rank;
+        uint8_t* const counts = own_packet(k.g, to, k.op.epoch) + packet_parts({}).counts;
         reinterpret_cast<uint32_t*>(counts)[i - base] = sums[n].total;
       }
     }
   }
-  if (writes_totals && crew.warp() == crew.warps() - 1) {
-    uint32_t most = 0;
-#pragma unroll 1
-    for (uint32_t t = crew.lane(); t < num_tiles; t += kWarp) most = max(most, __ldcg(TileCounts(g, t).most_pieces));
-    most = __reduce_max_sync(kFullWarp, most);
-    if (crew.lane() == 0) all_most = most;
+  if (writes_totals && k.crew.warp() == k.crew.warps() - 1) {
+    const uint32_t most = most_pieces_of_all(k.g, num_tiles);
+    if (k.crew.lane() == 0) all_most = most;
   }
-  crew.sync();
-  if (crew.thread == 0) {
-    uint32_t pair_sum = 0;
-#pragma unroll 1
-    for (uint32_t to = 0; to < ranks; ++to) {
-      const uint32_t mine = tile.pair_begin[to];
-      tile.pair_begin[to] = pair_sum;
-      pair_sum += mine;
-    }
-    tile.pair_begin[ranks] = pair_sum;
-  }
-  crew.sync();
+  k.crew.sync();
+  if (k.crew.thread == 0) begin_pairs(tile, ranks);
+  k.crew.sync();
   const uint32_t num_pairs = tile.pair_begin[ranks];
-  if (num_pairs > g.map.max_pairs) {
-    if (crew.thread == 0)
-      report(g, DeviceFault::kTooManyPairs, Step::kExchange, static_cast<int>(g.rank), -1, g.map.max_pairs, num_pairs,
-             ErrorKind::kPeerFailed);
+  if (num_pairs > k.g.map.max_pairs) {
+    if (k.crew.thread == 0)
+      report(k.g, {DeviceFault::kTooManyPairs, ErrorKind::kPeerFailed, Step::kExchange, k.g.rank, -1, k.g.map.max_pairs,
+                   num_pairs});
     return false;
   }
-  if (crew.warp() == 0) begin_packets(g, op, tile, stream_totals, num_tokens, with_weights, all_most);
-  crew.sync();
+  if (k.crew.warp() == 0) begin_packets(k, tile, stream_totals, all_most);
+  k.crew.sync();
   return true;
 }
 
@@ -255,7 +262,7 @@ __device__ inline void add_tile(const Crew& crew, const Group& g, const Tile& ti
 #endif
 // By a crew: lists, pairs and weights of tiles, the first of which knows what lies before it, and then what lies before
 // the tile behind them; returns this thread's part of the hash.
-__device__ UCCL_EP_WRITES uint64_t write_tiles(const Crew& crew, const Group& g, const DeviceRouting& r,
+__device__ UCCL_EP_WRITES uint64_t write_tiles(const Crew crew, const Group& g, const DeviceRouting& r,
                                                const Tiles& tiles, uint32_t all_token_blocks) {
   const uint32_t ranks = g.map.num_ranks, own = own_domain(g), size = tiles.size();
   uint32_t* const origin = at<uint32_t>(g, g.rank, g.map.pair_origin);
@@ -323,53 +330,53 @@ __device__ inline void end_tiles(const Crew& crew, const Group& g, const Tile& t
   if (crew.thread == 0) at<uint32_t>(g, g.rank, g.map.token_addends)[num_tokens] = addends;
 }
 
-// By a crew, one of each block: the routing of all our tokens. Shared memory has room for `kept` tiles; if a block has
-// more, each is read twice. `totals`, in shared memory: set when block 0 has written the headers and counts. False: an
-// error is known.
-__device__ inline bool route(const Crew& crew, const Group& g, const KernelOp& op, const OpSignature& signature,
-                             const DeviceRouting& r, uint32_t num_tokens, uint32_t kept, uint8_t* shared,
-                             uint32_t* totals) {
+// By a crew, one of each block: the routing of all our tokens. Shared memory has room for `kept_tiles`; if a block
+// has more, each is read twice. `totals`, in shared memory: set when block 0 has written the headers and counts. False:
+// an error is known.
+__device__ inline bool route(const DispatchKernel& k, uint8_t* shared, uint32_t* totals) {
+  const DeviceRouting& r = k.args.routing;
+  const uint32_t num_tokens = k.args.stage.num_tokens, kept = k.args.kept_tiles;
   const uint32_t num_tiles = (num_tokens + kTileTokens - 1) / kTileTokens;
-  const uint32_t per_block = (num_tiles + workers(g) - 1) / workers(g);
+  const uint32_t per_block = (num_tiles + workers(k.g) - 1) / workers(k.g);
   const uint32_t first_tile = min(blockIdx.x * per_block, num_tiles), end_tile = min(first_tile + per_block, num_tiles);
   const auto tiles_from = [&](uint32_t tile) {
     const uint32_t first = tile * kTileTokens, end = min(min(tile + kept, end_tile) * kTileTokens, num_tokens);
-    return Tiles{shared, g.map, first, end - first};
+    return Tiles{shared, k.g.map, first, end - first};
   };
   bool good = true;
 #pragma unroll 1
   for (uint32_t t = first_tile; t < end_tile; t += kept) {
     const Tiles tiles = tiles_from(t);
-    good &= read_tiles(crew, g, r, tiles);
-    count_tiles(crew, g, tiles);
-    crew.sync();
+    good &= read_tiles(k.crew, k.g, r, tiles);
+    count_tiles(k.crew, k.g, tiles);
+    k.crew.sync();
   }
   // All blocks run at the same time: no more than the buffer has SMs.
-  if (crew.thread == crew.size - 1) {
-    if (arrive_last(&local(g).arrived[static_cast<uint32_t>(Phase::kCounted)], workers(g)))
-      publish_in_gpu(&local(g).counted, op.epoch);
-    good &= wait_flag(g, &local(g).counted, op.epoch, Step::kExchange, g.rank);
+  if (k.crew.thread == k.crew.size - 1) {
+    if (arrive_last(&local(k.g).arrived[static_cast<uint32_t>(Phase::kCounted)], workers(k.g)))
+      publish_in_gpu(&local(k.g).counted, k.op.epoch);
+    good &= wait_flag(k.g, {&local(k.g).counted, k.op.epoch, Step::kExchange, k.g.rank});
   }
   // Meanwhile: what our packets held two operations ago has been read, and has left.
-  good &= wait_some_members(crew, g, g.map.read, op.free_after, Step::kExchange);
-  good &= wait_some_packets_gone(crew, g, op.epoch);
-  if (!crew.all(good)) return false;
-  if (blockIdx.x == 0) write_headers(crew, g, op, signature, num_tokens);
-  const Tile first(shared, g.map, 0);
-  if (!begin_tiles(crew, g, op, first, first_tile, num_tiles, num_tokens, r.weights != nullptr)) return false;
-  if (blockIdx.x == 0 && crew.thread == 0) count_shared(totals);
+  good &= wait_some_members(k, k.g.map.read, k.op.free_after, Step::kExchange);
+  good &= wait_some_packets_gone(k);
+  if (!k.crew.all(good)) return false;
+  if (blockIdx.x == 0) write_headers(k, k.args.signature, num_tokens);
+  const Tile first(shared, k.g.map, 0);
+  if (!begin_tiles(k, first, first_tile, num_tiles)) return false;
+  if (blockIdx.x == 0 && k.crew.thread == 0) count_shared(totals);
   uint64_t hash = 0;
 #pragma unroll 1
   for (uint32_t t = first_tile; t < end_tile; t += kept) {
     const Tiles tiles = tiles_from(t);
-    if (kept < per_block) read_tiles(crew, g, r, tiles);
-    hash += write_tiles(crew, g, r, tiles, (num_tokens + kTokenBlock - 1) / kTokenBlock);
+    if (kept < per_block) read_tiles(k.crew, k.g, r, tiles);
+    hash += write_tiles(k.crew, k.g, r, tiles, (num_tokens + kTokenBlock - 1) / kTokenBlock);
   }
   // The block with the last tile, or the first if there is none.
   if (end_tile == num_tiles && (first_tile < end_tile || (num_tiles == 0 && blockIdx.x == 0)))
-    end_tiles(crew, g, first, num_tokens);
-  hash = crew_sum(crew, hash);
-  if (crew.thread == 0) local(g).block_hash[blockIdx.x] = hash;
+    end_tiles(k.crew, k.g, first, num_tokens);
+  hash = crew_sum(k.crew, hash);
+  if (k.crew.thread == 0) local(k.g).block_hash[blockIdx.x] = hash;
   return true;
 }
 

@@ -30,26 +30,25 @@ struct FoldRange {
   PartedRows parted;
   uint32_t hurried;  // first rows whose warps tell of them themselves
 };
-__device__ inline void find_fold_range(const Crew& crew, const Group& g, const PlanView& plan,
-                                       const KernelCombineArgs& args, FoldRange& out) {
-  const uint32_t entries = plan.num_token_blocks + 1;
-  for (uint32_t s = crew.thread; s < g.map.num_ranks; s += crew.size) {
-    const TokenBlockRange token_blocks = token_blocks_of(args, plan.token_blocks[s]);
-    out.begin[s] = plan.row_begin[s] + plan.token_block_rows[s * entries + token_blocks.first];
-    out.end[s] = plan.row_begin[s] + plan.token_block_rows[s * entries + token_blocks.end];
-    const uint32_t k = stream_of(g, s);
-    if (!in_domain(g, s) && is_alone(g)) {
-      out.to[s] = at<uint8_t>(g, g.rank, g.net->relayed[k].returns);
-      out.slot[s] = static_cast<uint32_t>(net_state(g).relayed[k] % g.map.return_slots);
+__device__ inline void find_fold_range(const CombineKernel& k, FoldRange& out) {
+  const uint32_t entries = k.plan.num_token_blocks + 1;
+  for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size) {
+    const TokenBlockRange token_blocks = token_blocks_of(k.args, k.plan.token_blocks[s]);
+    out.begin[s] = k.plan.row_begin[s] + k.plan.token_block_rows[s * entries + token_blocks.first];
+    out.end[s] = k.plan.row_begin[s] + k.plan.token_block_rows[s * entries + token_blocks.end];
+    const uint32_t stream = stream_of(k.g, s);
+    if (!in_domain(k.g, s) && is_alone(k.g)) {
+      out.to[s] = at<uint8_t>(k.g, k.g.rank, k.g.net->relayed[stream].returns);
+      out.slot[s] = static_cast<uint32_t>(net_state(k.g).relayed[stream] % k.g.map.return_slots);
     } else {
-      const uint64_t earlier = plan.token_block_pieces[s * entries + token_blocks.first];
-      out.to[s] = at<uint8_t>(g, holder_of(g, s), g.map.pieces) + k * g.map.piece_bytes -
-                  earlier * args.hidden * dtype_bytes(args.wire);
+      const uint64_t earlier = k.plan.token_block_pieces[s * entries + token_blocks.first];
+      out.to[s] = at<uint8_t>(k.g, holder_of(k.g, s), k.g.map.pieces) + stream * k.g.map.piece_bytes -
+                  earlier * k.args.hidden * dtype_bytes(k.args.wire);
     }
   }
-  crew.sync();
-  if (crew.thread == 0) out.most.find(g, [&](uint32_t s) { return out.end[s] - out.begin[s]; });
-  crew.sync();
+  k.crew.sync();
+  if (k.crew.thread == 0) out.most.find(k.g, [&](uint32_t s) { return out.end[s] - out.begin[s]; });
+  k.crew.sync();
 }
 
 // In shared memory: tags of rows that warps of the block have folded, plus 1, for the one that tells; with kPart, of a
@@ -75,12 +74,8 @@ struct Boxes {
 // Rows of other domains first, for their sums have the longer way to go. A sum is that of a row, or of a part (kNet:
 // there are several domains).
 template <bool kNet>
-struct Fold {
+struct Fold : CombineKernel {
   static constexpr bool kSumsFirst = false, kSplits = kNet, kRehearses = false;
-  const Group& g;
-  const KernelOp& op;
-  const PlanView& plan;
-  const KernelCombineArgs& args;
   const FoldRange& range;
   uint32_t* const boxes;  // this warp's
   const uint32_t units;  // of 16 bytes in one of the caller's rows
@@ -223,42 +218,41 @@ __device__ inline void tell_folded(const Fold<kNet>& fold, Boxes<kWarps>& boxes)
 }
 
 // By a warp of one block: nothing comes back of these token blocks, and nobody waits for it.
-__device__ inline void tell_empty_token_blocks(const Crew& crew, const Group& g, const KernelOp& op,
-                                               const PlanView& plan, const KernelCombineArgs& args) {
-  for (uint32_t s = 0; s < g.map.num_ranks; ++s) {
-    const uint32_t* const before = plan.token_block_rows + s * (plan.num_token_blocks + 1);
-    const TokenBlockRange token_blocks = token_blocks_of(args, plan.token_blocks[s]);
-    for (uint32_t c = token_blocks.first + crew.lane(); c < token_blocks.end; c += kWarp)
-      if (before[c] == before[c + 1]) publish_flag(folded(g, holder_of(g, s), stream_of(g, s), g.rank) + c, op.epoch);
+__device__ inline void tell_empty_token_blocks(const CombineKernel& k) {
+  for (uint32_t s = 0; s < k.g.map.num_ranks; ++s) {
+    const uint32_t* const before = k.plan.token_block_rows + s * (k.plan.num_token_blocks + 1);
+    const TokenBlockRange token_blocks = token_blocks_of(k.args, k.plan.token_blocks[s]);
+    for (uint32_t c = token_blocks.first + k.crew.lane(); c < token_blocks.end; c += kWarp)
+      if (before[c] == before[c + 1])
+        publish_flag(folded(k.g, holder_of(k.g, s), stream_of(k.g, s), k.g.rank) + c, k.op.epoch);
   }
 }
 
 // By crews of all blocks: weights' gradients, to those that merge them.
-__device__ inline void fold_weights(const Crew& crew, const Group& g, const PlanView& plan,
-                                    const KernelCombineArgs& args) {
-  const uint32_t first = blockIdx.x * crew.size + crew.thread, step = workers(g) * crew.size;
-  const uint32_t width = plan.compact_width;
-  for (uint32_t s = 0; s < g.map.num_ranks; ++s) {
-    float* const to = at<float>(g, holder_of(g, s), g.map.piece_weights) + uint64_t{stream_of(g, s)} * g.map.max_pairs;
-    const uint32_t offset = plan.weight_begin[s];
+__device__ inline void fold_weights(const CombineKernel& k) {
+  const uint32_t first = blockIdx.x * k.crew.size + k.crew.thread, step = workers(k.g) * k.crew.size;
+  const uint32_t width = k.plan.compact_width;
+  for (uint32_t s = 0; s < k.g.map.num_ranks; ++s) {
+    float* const to =
+        at<float>(k.g, holder_of(k.g, s), k.g.map.piece_weights) + uint64_t{stream_of(k.g, s)} * k.g.map.max_pairs;
+    const uint32_t offset = k.plan.weight_begin[s];
     if (width > 0) {
-      for (uint32_t row = plan.row_begin[s] + first; row < plan.row_end[s]; row += step)
-        for (uint32_t p = plan.row_pair_begin[row]; p < plan.row_pair_begin[row + 1]; ++p)
-          to[p + offset] =
-              row < plan.num_out_rows ? args.row_weights[uint64_t{row} * width + p - plan.row_pair_begin[row]] : 0.0f;
+      for (uint32_t row = k.plan.row_begin[s] + first; row < k.plan.row_end[s]; row += step)
+        for (uint32_t p = k.plan.row_pair_begin[row]; p < k.plan.row_pair_begin[row + 1]; ++p)
+          to[p + offset] = row < k.plan.num_out_rows
+                               ? k.args.row_weights[uint64_t{row} * width + p - k.plan.row_pair_begin[row]]
+                               : 0.0f;
       continue;
     }
-    const uint32_t end = plan.row_pair_begin[plan.row_end[s]];
-    for (uint32_t p = plan.row_pair_begin[plan.row_begin[s]] + first; p < end; p += step)
-      to[p + offset] = plan.out_rows[p] < plan.num_out_rows ? args.row_weights[plan.out_rows[p]] : 0.0f;
+    const uint32_t end = k.plan.row_pair_begin[k.plan.row_end[s]];
+    for (uint32_t p = k.plan.row_pair_begin[k.plan.row_begin[s]] + first; p < end; p += step)
+      to[p + offset] = k.plan.out_rows[p] < k.plan.num_out_rows ? k.args.row_weights[k.plan.out_rows[p]] : 0.0f;
   }
 }
 // When the rows are folded, too: every member learns that it has all of both.
-__device__ inline void finish_fold(const Crew& crew, const Group& g, const KernelOp& op, const PlanView& plan,
-                                   const KernelCombineArgs& args) {
-  if (args.row_weights != nullptr && args.window == 0) fold_weights(crew, g, plan, args);
-  if (last_block(crew, g, Phase::kFolded, workers(g)) && going(crew, g))
-    publish_to_members(crew, g, g.map.folded_all, op.epoch);
+__device__ inline void finish_fold(const CombineKernel& k) {
+  if (k.args.row_weights != nullptr && k.args.window == 0) fold_weights(k);
+  if (last_block(k, Phase::kFolded, workers(k.g)) && going(k)) publish_to_members(k, k.g.map.folded_all);
 }
 
 }  // namespace uccl_ep::cuda

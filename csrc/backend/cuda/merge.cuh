@@ -24,38 +24,38 @@ struct MergeRange {
   uint32_t most;  // rows of a stream
   PartedRows parted;  // of those that we relay
 };
-__device__ inline void find_merge_range(const Crew& crew, const Group& g, const PlanView& plan,
-                                        const KernelCombineArgs& args, MergeRange& out) {
-  const uint32_t entries = plan.num_token_blocks + 1;
-  const uint32_t num_relayed = g.net != nullptr ? g.net->num_relayed : 0;
-  const TokenBlockRange own = token_blocks_of(args, (plan.num_tokens + kTokenBlock - 1) / kTokenBlock);
-  if (crew.thread == 0) {
-    out.first_token = min(own.first * kTokenBlock, plan.num_tokens);
-    out.end_token = min(own.end * kTokenBlock, plan.num_tokens);
-    out.pieces = plan.token_block_pieces[g.rank * entries + own.first];
+__device__ inline void find_merge_range(const CombineKernel& k, MergeRange& out) {
+  const uint32_t entries = k.plan.num_token_blocks + 1;
+  const uint32_t num_relayed = k.g.net != nullptr ? k.g.net->num_relayed : 0;
+  const TokenBlockRange own = token_blocks_of(k.args, (k.plan.num_tokens + kTokenBlock - 1) / kTokenBlock);
+  if (k.crew.thread == 0) {
+    out.first_token = min(own.first * kTokenBlock, k.plan.num_tokens);
+    out.end_token = min(own.end * kTokenBlock, k.plan.num_tokens);
+    out.pieces = k.plan.token_block_pieces[k.g.rank * entries + own.first];
   }
   // Without it racecheck reports the writes above against reads beyond the block's own barrier.
-  crew.sync();
-  if (g.net == nullptr) return;
-  for (uint32_t to = crew.thread; to < g.map.num_domains; to += crew.size) {
-    out.returned_rows[to] = plan.sent_token_blocks[to * entries + own.first];
-    out.returned_chunks[to] = net_state(g).returned[to];
-    out.returned_slot[to] = static_cast<uint32_t>(out.returned_chunks[to] % g.map.return_slots);
+  k.crew.sync();
+  if (k.g.net == nullptr) return;
+  for (uint32_t to = k.crew.thread; to < k.g.map.num_domains; to += k.crew.size) {
+    out.returned_rows[to] = k.plan.sent_token_blocks[to * entries + own.first];
+    out.returned_chunks[to] = net_state(k.g).returned[to];
+    out.returned_slot[to] = static_cast<uint32_t>(out.returned_chunks[to] % k.g.map.return_slots);
   }
-  for (uint32_t k = 1 + crew.thread; k <= num_relayed; k += crew.size) {
-    const uint32_t s = g.net->relayed[k].source;
-    const TokenBlockRange token_blocks = token_blocks_of(args, plan.token_blocks[s]);
-    out.first_row[k] = plan.token_block_streams[s * entries + token_blocks.first];
-    out.end_row[k] = plan.token_block_streams[s * entries + token_blocks.end];
-    out.relayed_pieces[k] = plan.token_block_pieces[s * entries + token_blocks.first];
-    out.relayed_slot[k] = static_cast<uint32_t>(net_state(g).relayed[k] % g.map.return_slots);
+  for (uint32_t stream = 1 + k.crew.thread; stream <= num_relayed; stream += k.crew.size) {
+    const uint32_t s = k.g.net->relayed[stream].source;
+    const TokenBlockRange token_blocks = token_blocks_of(k.args, k.plan.token_blocks[s]);
+    out.first_row[stream] = k.plan.token_block_streams[s * entries + token_blocks.first];
+    out.end_row[stream] = k.plan.token_block_streams[s * entries + token_blocks.end];
+    out.relayed_pieces[stream] = k.plan.token_block_pieces[s * entries + token_blocks.first];
+    out.relayed_slot[stream] = static_cast<uint32_t>(net_state(k.g).relayed[stream] % k.g.map.return_slots);
   }
-  crew.sync();
-  if (crew.thread == 0) {
+  k.crew.sync();
+  if (k.crew.thread == 0) {
     out.most = 0;
-    for (uint32_t k = 1; k <= num_relayed; ++k) out.most = max(out.most, out.end_row[k] - out.first_row[k]);
+    for (uint32_t stream = 1; stream <= num_relayed; ++stream)
+      out.most = max(out.most, out.end_row[stream] - out.first_row[stream]);
   }
-  crew.sync();
+  k.crew.sync();
 }
 
 // The rank that returns sums of a domain to us.
@@ -65,26 +65,26 @@ __device__ __forceinline__ uint32_t rail_of(const Group& g, uint32_t domain) {
 }
 // By a warp: the pieces of a token block of a stream have arrived, a rank a lane. Waits for them, or only looks.
 template <bool kLooks>
-__device__ __forceinline__ bool pieces_came(const Group& g, const KernelOp& op, uint32_t stream, uint32_t token_block) {
+__device__ __forceinline__ bool pieces_came(const Kernel& k, uint32_t stream, uint32_t token_block) {
   bool good = true;
-  for (uint32_t r = g.first + threadIdx.x % kWarp; r < g.end; r += kWarp)
-    good &= peer_came<kLooks>(g, folded(g, g.rank, stream, r) + token_block, op.epoch, op.epoch, Step::kMerge, r,
-                              static_cast<int>(token_block));
+  for (uint32_t r = k.g.first + threadIdx.x % kWarp; r < k.g.end; r += kWarp)
+    good &= peer_came<kLooks>(k, {folded(k.g, k.g.rank, stream, r) + token_block, k.op.epoch, Step::kMerge, r,
+                                  static_cast<int>(token_block)});
   return __all_sync(kFullWarp, good);
 }
 
 // By a warp: the sums of other domains for a token block of ours have arrived, a domain a lane. As above.
 template <bool kLooks>
-__device__ __forceinline__ bool returns_came(const Group& g, const PlanView& plan, const MergeRange& range,
-                                             uint64_t epoch, uint32_t row_bytes, uint32_t token_block) {
+__device__ __forceinline__ bool returns_came(const Kernel& k, const MergeRange& range, uint32_t row_bytes,
+                                             uint32_t token_block) {
   bool good = true;
-  for (uint32_t to = threadIdx.x % kWarp; to < g.map.num_domains; to += kWarp) {
-    if (to == own_domain(g)) continue;
-    const uint32_t rows_until = plan.sent_token_blocks[to * (plan.num_token_blocks + 1) + token_block + 1];
-    const uint32_t chunks = part_of(g, range.returned_rows[to], rows_until, row_bytes).chunks;
+  for (uint32_t to = threadIdx.x % kWarp; to < k.g.map.num_domains; to += kWarp) {
+    if (to == own_domain(k.g)) continue;
+    const uint32_t rows_until = k.plan.sent_token_blocks[to * (k.plan.num_token_blocks + 1) + token_block + 1];
+    const uint32_t chunks = part_of(k.g, range.returned_rows[to], rows_until, row_bytes).chunks;
     if (chunks > 0)
-      good &= peer_came<kLooks>(g, net_state(g).returns_there + to, range.returned_chunks[to] + chunks, epoch,
-                                Step::kMerge, rail_of(g, to), static_cast<int>(chunks - 1));
+      good &= peer_came<kLooks>(k, {net_state(k.g).returns_there + to, range.returned_chunks[to] + chunks, Step::kMerge,
+                                    rail_of(k.g, to), static_cast<int>(chunks - 1)});
   }
   return __all_sync(kFullWarp, good);
 }
@@ -98,18 +98,13 @@ __device__ __forceinline__ uint32_t returned_place(const Group& g, const MergeRa
 
 // Our tokens of a window, as sums of the pieces that come back, and (kNet) of other domains' sums.
 template <bool kNet>
-struct Merge {
+struct Merge : CombineKernel {
   static constexpr bool kSumsFirst = kNet, kSplits = kNet, kRehearses = kNet;
-  const Group& g;
-  const KernelOp& op;
-  const PlanView& plan;
-  const KernelCombineArgs& args;
   const MergeRange& range;
   mutable uint32_t arrived = 0;  // token blocks that have; a warp's sums come in the order of tokens
 
-  __device__ Merge(const Group& group, const KernelOp& o, const PlanView& p, const KernelCombineArgs& a,
-                   const MergeRange& r)
-      : g(group), op(o), plan(p), args(a), range(r), arrived(r.first_token / kTokenBlock) {}
+  __device__ Merge(const CombineKernel& k, const MergeRange& r)
+      : CombineKernel(k), range(r), arrived(r.first_token / kTokenBlock) {}
 
   __device__ uint32_t row_bytes() const { return args.hidden * dtype_bytes(args.wire); }
   __device__ SharedWork shared_work() const { return SharedWork::kMerged; }
@@ -139,8 +134,8 @@ struct Merge {
   template <bool kLooks>
   __device__ bool came(uint32_t token_block) const {
     if (token_block < arrived || (kNet && token_block == kRehearsal)) return true;
-    bool good = pieces_came<kLooks>(g, op, 0, token_block) &&
-                (!kNet || returns_came<kLooks>(g, plan, range, op.epoch, row_bytes(), token_block));
+    bool good = pieces_came<kLooks>(*this, 0, token_block) &&
+                (!kNet || returns_came<kLooks>(*this, range, row_bytes(), token_block));
     __syncwarp();  // orders what the lanes have read before the loads that one of them issues
     proxy_fence();
     if (good) arrived = token_block + 1;
@@ -152,7 +147,7 @@ struct Merge {
   __device__ void tell_at_once(uint32_t, uint32_t, bool) const {}
 
   // By crews of all blocks: tokens that no expert got.
-  __device__ void fill_empty(const Crew& crew) const {
+  __device__ void fill_empty() const {
     const uint64_t vectors = uint64_t{args.hidden} * dtype_bytes(args.dtype) / 16;
     for (uint32_t t = range.first_token + blockIdx.x * crew.warps() + crew.warp(); t < range.end_token;
          t += workers(g) * crew.warps()) {
@@ -165,12 +160,8 @@ struct Merge {
 
 // Rows of the streams that we relay: row n / streams of each in turn. It ends before Merge begins, which waits for
 // other domains: nobody may wait for them and have rows that they wait for.
-struct Relay {
+struct Relay : CombineKernel {
   static constexpr bool kSumsFirst = true, kSplits = true, kRehearses = true;
-  const Group& g;
-  const KernelOp& op;
-  const PlanView& plan;
-  const KernelCombineArgs& args;
   const MergeRange& range;
   mutable uint32_t arrived = 0xFFFFFFFFu;  // a stream and token block that has
 
@@ -219,7 +210,7 @@ struct Relay {
   __device__ bool came(uint32_t tag) const {
     const uint32_t which = tag & (1u << kTokenBlockBits + kStreamBits) - 1;
     if (which == arrived || tag == kRehearsal) return true;
-    const bool good = pieces_came<kLooks>(g, op, which >> kTokenBlockBits, which & (1u << kTokenBlockBits) - 1);
+    const bool good = pieces_came<kLooks>(*this, which >> kTokenBlockBits, which & (1u << kTokenBlockBits) - 1);
     __syncwarp();  // as in Merge
     proxy_fence();
     if (good) arrived = which;
@@ -249,55 +240,53 @@ __device__ __forceinline__ uint64_t weight_offset(const Group& g, uint32_t slot,
 }
 
 // By crews of all blocks, where there are several domains: weights' gradients, to their sources.
-__device__ inline void relay_weights(const Crew& crew, const Group& g, const KernelOp& op, const PlanView& plan,
-                                     const KernelCombineArgs& args, const MergeRange& range) {
-  const uint32_t row_bytes = args.hidden * dtype_bytes(args.wire);
-  for (uint32_t k = 1; k <= g.net->num_relayed; ++k) {
-    const float* const from = at<float>(g, g.rank, g.map.piece_weights) + uint64_t{k} * g.map.max_pairs;
-    const uint32_t chunks = part_of(g, range.first_row[k], range.end_row[k], row_bytes).chunks;
-    uint8_t* const to = at<uint8_t>(g, g.rank, g.net->relayed[k].returns);
-    for (uint32_t p = blockIdx.x * crew.size + crew.thread; p < plan.relayed_pairs[k]; p += workers(g) * crew.size)
-      *reinterpret_cast<float*>(to + weight_offset(g, range.relayed_slot[k], chunks, p)) = __ldcg(from + p);
+__device__ inline void relay_weights(const CombineKernel& k, const MergeRange& range) {
+  const uint32_t row_bytes = k.args.hidden * dtype_bytes(k.args.wire);
+  for (uint32_t stream = 1; stream <= k.g.net->num_relayed; ++stream) {
+    const float* const from = at<float>(k.g, k.g.rank, k.g.map.piece_weights) + uint64_t{stream} * k.g.map.max_pairs;
+    const uint32_t chunks = part_of(k.g, range.first_row[stream], range.end_row[stream], row_bytes).chunks;
+    uint8_t* const to = at<uint8_t>(k.g, k.g.rank, k.g.net->relayed[stream].returns);
+    for (uint32_t p = blockIdx.x * k.crew.size + k.crew.thread; p < k.plan.relayed_pairs[stream];
+         p += workers(k.g) * k.crew.size)
+      *reinterpret_cast<float*>(to + weight_offset(k.g, range.relayed_slot[stream], chunks, p)) = __ldcg(from + p);
   }
-  if (last_block(crew, g, Phase::kRelayed, workers(g)) && crew.thread == 0)
-    publish_in_gpu(&local(g).weights_relayed, op.epoch);
+  if (last_block(k, Phase::kRelayed, workers(k.g)) && k.crew.thread == 0)
+    publish_in_gpu(&local(k.g).weights_relayed, k.op.epoch);
 }
 
 // By crews of all blocks: what came back of the weights' gradients.
-__device__ inline void merge_weights(const Crew& crew, const Group& g, const KernelOp& op, const PlanView& plan,
-                                     const KernelCombineArgs& args, const MergeRange& range) {
-  const uint32_t row_bytes = args.hidden * dtype_bytes(args.wire);
-  for (uint32_t to = 0; to < g.map.num_domains; ++to) {
-    const uint32_t begin = plan.pair_begin[g.first_of[to]], end = plan.pair_begin[g.first_of[to + 1]];
-    const bool own = to == own_domain(g);
-    const uint8_t* from = at<uint8_t>(g, g.rank, own ? g.map.piece_weights : g.net->to[to].returns);
+__device__ inline void merge_weights(const CombineKernel& k, const MergeRange& range) {
+  const uint32_t row_bytes = k.args.hidden * dtype_bytes(k.args.wire);
+  for (uint32_t to = 0; to < k.g.map.num_domains; ++to) {
+    const uint32_t begin = k.plan.pair_begin[k.g.first_of[to]], end = k.plan.pair_begin[k.g.first_of[to + 1]];
+    const bool own = to == own_domain(k.g);
+    const uint8_t* from = at<uint8_t>(k.g, k.g.rank, own ? k.g.map.piece_weights : k.g.net->to[to].returns);
     uint32_t chunks = 0;
     if (!own) {
-      const TokenBlockRange window = token_blocks_of(args, (plan.num_tokens + kTokenBlock - 1) / kTokenBlock);
-      const uint32_t* const before = plan.sent_token_blocks + to * (plan.num_token_blocks + 1);
-      chunks = part_of(g, before[window.first], before[window.end], row_bytes).chunks;
-      const uint64_t all = range.returned_chunks[to] + chunks + weight_chunks_of(g, args, end - begin);
-      const bool good = crew.thread != 0 ||
-                        wait_peer(g, net_state(g).returns_there + to, all, op.epoch, Step::kMerge, rail_of(g, to), -1);
-      if (!crew.all(good)) return;
+      const TokenBlockRange window = token_blocks_of(k.args, (k.plan.num_tokens + kTokenBlock - 1) / kTokenBlock);
+      const uint32_t* const before = k.plan.sent_token_blocks + to * (k.plan.num_token_blocks + 1);
+      chunks = part_of(k.g, before[window.first], before[window.end], row_bytes).chunks;
+      const uint64_t all = range.returned_chunks[to] + chunks + weight_chunks_of(k.g, k.args, end - begin);
+      const bool good =
+          k.crew.thread != 0 || wait_peer(k, {net_state(k.g).returns_there + to, all, Step::kMerge, rail_of(k.g, to)});
+      if (!k.crew.all(good)) return;
     }
-    for (uint32_t p = begin + blockIdx.x * crew.size + crew.thread; p < end; p += workers(g) * crew.size) {
+    for (uint32_t p = begin + blockIdx.x * k.crew.size + k.crew.thread; p < end; p += workers(k.g) * k.crew.size) {
       const uint64_t offset =
-          own ? uint64_t{p - begin} * 4 : weight_offset(g, range.returned_slot[to], chunks, p - begin);
-      args.weights[plan.pair_place[p]] = __ldcg(reinterpret_cast<const float*>(from + offset));
+          own ? uint64_t{p - begin} * 4 : weight_offset(k.g, range.returned_slot[to], chunks, p - begin);
+      k.args.weights[k.plan.pair_place[p]] = __ldcg(reinterpret_cast<const float*>(from + offset));
     }
   }
 }
 
 // By crews of all blocks, with nothing left to do but the weights' gradients.
-__device__ inline void finish_merge(const Crew& crew, const Group& g, const KernelOp& op, const PlanView& plan,
-                                    const KernelCombineArgs& args, const MergeRange& range) {
+__device__ inline void finish_merge(const CombineKernel& k, const MergeRange& range) {
   bool good = true;
-  for (uint32_t r = g.first + crew.thread; r < g.end; r += crew.size)
-    good &= wait_peer(g, member_flag(g, g.rank, g.map.folded_all, r), op.epoch, op.epoch, Step::kMerge, r, -1);
-  if (!crew.all(good) || args.signature.with_weights == 0 || args.window != 0) return;
-  if (g.net != nullptr) relay_weights(crew, g, op, plan, args, range);
-  if (args.weights != nullptr) merge_weights(crew, g, op, plan, args, range);
+  for (uint32_t r = k.g.first + k.crew.thread; r < k.g.end; r += k.crew.size)
+    good &= wait_peer(k, {member_flag(k.g, k.g.rank, k.g.map.folded_all, r), k.op.epoch, Step::kMerge, r});
+  if (!k.crew.all(good) || k.args.signature.with_weights == 0 || k.args.window != 0) return;
+  if (k.g.net != nullptr) relay_weights(k, range);
+  if (k.args.weights != nullptr) merge_weights(k, range);
 }
 
 }  // namespace uccl_ep::cuda

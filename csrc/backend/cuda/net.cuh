@@ -122,36 +122,37 @@ __device__ __forceinline__ void push_chunks(const Group& g, Outgoing out, Beside
 }
 
 // By one warp: the packets of an operation, which are complete.
-__device__ inline void push_packets(const Group& g, const KernelOp& op, bool is_new, bool with_weights) {
+__device__ inline void push_packets(const Kernel& k, bool is_new, bool with_weights) {
   const uint32_t lane = threadIdx.x % kWarp;
-  for (uint32_t first = 0; first < g.map.num_domains; first += kWarp) {
+  for (uint32_t first = 0; first < k.g.map.num_domains; first += kWarp) {
     const uint32_t to = first + lane;
-    const bool has = to < g.map.num_domains && to != own_domain(g);
+    const bool has = to < k.g.map.num_domains && to != own_domain(k.g);
     Command command{};
     if (has) {
-      const DeviceHeader& h = *reinterpret_cast<const DeviceHeader*>(own_packet(g, to, op.epoch));
-      const uint32_t members = g.first_of[to + 1] - g.first_of[to];
+      const DeviceHeader& h = *reinterpret_cast<const DeviceHeader*>(own_packet(k.g, to, k.op.epoch));
+      const uint32_t members = k.g.first_of[to + 1] - k.g.first_of[to];
       PacketSizes sizes;
       sizes.with_weights = with_weights;
       sizes.pairs = h.pair_begin[members];
       if (is_new)
-        sizes = {members,       g.experts_per_rank, h.num_tokens, h.row_begin[members], h.pair_begin[members],
+        sizes = {members,       k.g.experts_per_rank, h.num_tokens, h.row_begin[members], h.pair_begin[members],
                  h.stream_rows, with_weights};
-      command = {g.net->to[to].packet_channel, packet_parts(sizes).end, op.epoch - 1};
+      command = {k.g.net->to[to].packet_channel, packet_parts(sizes).end, k.op.epoch - 1};
     }
-    push_all(g, has, [&](uint32_t) { return command; });
+    push_all(k.g, has, [&](uint32_t) { return command; });
   }
 }
 // By one warp: whether they are.
-__device__ __forceinline__ bool are_packed(const Group& g, const KernelOp& op) {
-  const bool packed = __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || (peek_flag(&local(g).packed) >= op.epoch &&
-                                                                         read_flag(&local(g).packed) >= op.epoch));
+__device__ __forceinline__ bool are_packed(const Kernel& k) {
+  const bool packed = __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || (peek_flag(&local(k.g).packed) >= k.op.epoch &&
+                                                                         read_flag(&local(k.g).packed) >= k.op.epoch));
   __syncwarp();  // votes order no memory, and others than the first lane read the packets
   return packed;
 }
 // Waits until they are; false: an error is known.
-__device__ __forceinline__ bool wait_packed(const Group& g, const KernelOp& op) {
-  const bool packed = __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || wait_block(g, &local(g).packed, op.epoch));
+__device__ __forceinline__ bool wait_packed(const Kernel& k) {
+  const bool packed =
+      __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || wait_block(k.g, &local(k.g).packed, k.op.epoch));
   __syncwarp();
   return packed;
 }
@@ -163,26 +164,27 @@ __device__ __forceinline__ uint32_t ring_counter(const Group& g, uint32_t stream
 }
 
 // By a crew: what the rings to sources held before has left.
-__device__ inline bool wait_returns_gone(const Crew& crew, const Group& g) {
+__device__ inline bool wait_returns_gone(const Kernel& k) {
   bool good = true;
-  const NetState& state = net_state(g);
-  for (uint32_t k = 1 + crew.thread; k <= g.net->num_relayed; k += crew.size)
-    good &= wait_flag(g, state.returns_gone + k, state.relayed[k], Step::kShip, g.net->relayed[k].source);
-  return crew.all(good);
+  const NetState& state = net_state(k.g);
+  for (uint32_t stream = 1 + k.crew.thread; stream <= k.g.net->num_relayed; stream += k.crew.size)
+    good &= wait_flag(
+        k.g, {state.returns_gone + stream, state.relayed[stream], Step::kShip, k.g.net->relayed[stream].source});
+  return k.crew.all(good);
 }
 
 // ---- the end of a kernel --------------------------------------------------------------------------------------------
 // By a crew of the block that sees to the network: `others` of the kernel are through, and the poller may end. A look
 // of the poller's takes microseconds, so nobody waits for its last one. Each of the others has deadlines. False: an
 // error is known.
-__device__ inline bool wait_through(const Crew& crew, const Group& g, uint32_t others, uint32_t* poller_ends) {
-  if (crew.thread == 0) {
-    uint32_t* const through = &local(g).arrived[static_cast<uint32_t>(Phase::kThrough)];
+__device__ inline bool wait_through(const Kernel& k, uint32_t others, uint32_t* poller_ends) {
+  if (k.crew.thread == 0) {
+    uint32_t* const through = &local(k.g).arrived[static_cast<uint32_t>(Phase::kThrough)];
     while (peek_counter(through) < others) __nanosleep(50);
     end_count(through);
     count_shared(poller_ends);
   }
-  return going(crew, g);
+  return going(k);
 }
 // By one thread: it is through, with what its warp has done.
 __device__ __forceinline__ void count_through(const Group& g) {

@@ -31,18 +31,18 @@ struct FromSource {
 };
 
 // By one thread: what a source's header says, and where the parts of its packet lie.
-__device__ inline FromSource read_header(const Group& g, const KernelOp& op, uint32_t source, bool with_weights) {
-  const uint8_t* const bytes = packet(g, source, op.epoch);
+__device__ inline FromSource read_header(const Kernel& k, uint32_t source, bool with_weights) {
+  const uint8_t* const bytes = packet(k.g, source, k.op.epoch);
   const DeviceHeader& h = *reinterpret_cast<const DeviceHeader*>(bytes);
-  const uint32_t member = g.rank - g.first, members = g.end - g.first;
+  const uint32_t member = k.g.rank - k.g.first, members = k.g.end - k.g.first;
   const uint32_t first_row = h.row_begin[member], end_row = h.row_begin[member + 1], all_rows = h.row_begin[members];
   const uint32_t first_pair = h.pair_begin[member], end_pair = h.pair_begin[member + 1];
   const uint32_t all_pairs = h.pair_begin[members], tokens = h.num_tokens, stream_rows = h.stream_rows;
   const uint32_t most_pieces = h.most_pieces;
   const uint64_t entries = (tokens + kTokenBlock - 1) / kTokenBlock + 1;
   const PacketParts parts =
-      packet_parts({members, g.experts_per_rank, tokens, all_rows, all_pairs, stream_rows, with_weights});
-  PlanScratch& plan = scratch(g);
+      packet_parts({members, k.g.experts_per_rank, tokens, all_rows, all_pairs, stream_rows, with_weights});
+  PlanScratch& plan = scratch(k.g);
   plan.lists[source] = reinterpret_cast<const ListEntry*>(bytes + parts.lists) + first_row;
   plan.pairs[source] = reinterpret_cast<const PairEntry*>(bytes + parts.pairs);
   plan.weights[source] = reinterpret_cast<const float*>(bytes + parts.weights);
@@ -57,15 +57,15 @@ __device__ inline FromSource read_header(const Group& g, const KernelOp& op, uin
 }
 
 // By one thread: what our own packets say.
-__device__ inline PlanSizes sent_sizes(const Group& g, const KernelOp& op) {
+__device__ inline PlanSizes sent_sizes(const Kernel& k) {
   PlanSizes sizes;
 #pragma unroll 1
-  for (uint32_t to = 0; to < g.map.num_domains; ++to) {
-    const DeviceHeader& h = *reinterpret_cast<const DeviceHeader*>(own_packet(g, to, op.epoch));
-    const uint32_t members = g.first_of[to + 1] - g.first_of[to];
+  for (uint32_t to = 0; to < k.g.map.num_domains; ++to) {
+    const DeviceHeader& h = *reinterpret_cast<const DeviceHeader*>(own_packet(k.g, to, k.op.epoch));
+    const uint32_t members = k.g.first_of[to + 1] - k.g.first_of[to];
     sizes.sent_pairs += h.pair_begin[members];
     sizes.shipped_rows += h.stream_rows;  // none of our own domain
-    if (to == own_domain(g)) sizes.sent_addends += h.row_begin[members];
+    if (to == own_domain(k.g)) sizes.sent_addends += h.row_begin[members];
   }
   sizes.sent_addends += sizes.shipped_rows;
   return sizes;
@@ -73,41 +73,40 @@ __device__ inline PlanSizes sent_sizes(const Group& g, const KernelOp& op) {
 
 // By a crew: the headers and counts of all sources; the counts go where `Bases::out_row` will be. False: a rank is
 // missing or has called something else.
-__device__ inline bool read_sources(const Crew& crew, const Group& g, const KernelOp& op, const OpSignature& signature,
-                                    FromSource* from) {
+__device__ inline bool read_sources(const Kernel& k, const OpSignature& signature, FromSource* from) {
   constexpr uint32_t kBatch = 4;  // counts that a thread loads at a time
-  const uint32_t ranks = g.map.num_ranks, experts = g.experts_per_rank, all = ranks * experts;
-  if (!wait_entered(crew, g, op.epoch)) return false;
+  const uint32_t ranks = k.g.map.num_ranks, experts = k.g.experts_per_rank, all = ranks * experts;
+  if (!wait_entered(k)) return false;
   uint32_t counts[kBatch];
   const auto load = [&](uint32_t first) {
 #pragma unroll
     for (uint32_t u = 0; u < kBatch; ++u) {
-      const uint32_t i = first + u * crew.size, s = i / experts;
+      const uint32_t i = first + u * k.crew.size, s = i / experts;
       if (i >= all) continue;
-      const uint8_t* const theirs = packet(g, s, op.epoch) + packet_parts({}).counts;
-      counts[u] = reinterpret_cast<const uint32_t*>(theirs)[(g.rank - g.first) * experts + i % experts];
+      const uint8_t* const theirs = packet(k.g, s, k.op.epoch) + packet_parts({}).counts;
+      counts[u] = reinterpret_cast<const uint32_t*>(theirs)[(k.g.rank - k.g.first) * experts + i % experts];
     }
   };
   const auto store = [&](uint32_t first) {
 #pragma unroll
     for (uint32_t u = 0; u < kBatch; ++u)
-      if (first + u * crew.size < all) out_row_base(g)[first + u * crew.size] = counts[u];
+      if (first + u * k.crew.size < all) out_row_base(k.g)[first + u * k.crew.size] = counts[u];
   };
   // Beside the first counts one warp loads the headers, and another compares them.
-  load(crew.thread);
+  load(k.crew.thread);
   bool good = true;
 #pragma unroll 1
-  for (uint32_t s = crew.lane(); s < ranks; s += kWarp) {
-    if (crew.warp() == 0) from[s] = read_header(g, op, s, signature.with_weights != 0);
-    if (crew.warp() == 1) good &= is_alike(g, op.epoch, signature, s);
+  for (uint32_t s = k.crew.lane(); s < ranks; s += kWarp) {
+    if (k.crew.warp() == 0) from[s] = read_header(k, s, signature.with_weights != 0);
+    if (k.crew.warp() == 1) good &= is_alike(k.g, k.op.epoch, signature, s);
   }
-  store(crew.thread);
+  store(k.crew.thread);
 #pragma unroll 1
-  for (uint32_t first = crew.thread + kBatch * crew.size; first < all; first += kBatch * crew.size) {
+  for (uint32_t first = k.crew.thread + kBatch * k.crew.size; first < all; first += kBatch * k.crew.size) {
     load(first);
     store(first);
   }
-  return crew.all(good);
+  return k.crew.all(good);
 }
 
 // By a warp: the segments of the experts, one after the other, and of each the first rows of the sources. Returns
@@ -142,12 +141,12 @@ __device__ inline uint32_t lay_out_experts(const Group& g, uint32_t alignment) {
 }
 
 // By one thread: what each source's rows and pairs are numbered from, and the sizes of the plan but for its rows.
-__device__ inline PlanSizes number_sources(const Group& g, const KernelOp& op, const FromSource* from) {
-  PlanScratch& plan = scratch(g);
-  PlanSizes sizes = sent_sizes(g, op);
+__device__ inline PlanSizes number_sources(const Kernel& k, const FromSource* from) {
+  PlanScratch& plan = scratch(k.g);
+  PlanSizes sizes = sent_sizes(k);
 #pragma unroll 1
-  for (uint32_t i = 0; i < g.map.num_ranks; ++i) {
-    const uint32_t s = g.source_order[i];
+  for (uint32_t i = 0; i < k.g.map.num_ranks; ++i) {
+    const uint32_t s = k.g.source_order[i];
     plan.row_begin[s] = sizes.received_rows;
     plan.pair_begin[s] = sizes.received_pairs;
     plan.weight_begin[s] = from[s].first_pair - sizes.received_pairs;
@@ -156,58 +155,58 @@ __device__ inline PlanSizes number_sources(const Group& g, const KernelOp& op, c
     sizes.most_tokens = max(sizes.most_tokens, from[s].tokens);
     sizes.most_pieces = max(sizes.most_pieces, from[s].most_pieces);
   }
-  if (g.net != nullptr)
+  if (k.g.net != nullptr)
 #pragma unroll 1
-    for (uint32_t k = 1; k <= g.net->num_relayed; ++k) sizes.relayed_rows += from[g.net->relayed[k].source].stream_rows;
+    for (uint32_t stream = 1; stream <= k.g.net->num_relayed; ++stream)
+      sizes.relayed_rows += from[k.g.net->relayed[stream].source].stream_rows;
   return sizes;
 }
 
 // By a crew: the plan is there. False: an error is known.
-__device__ inline bool wait_plan(const Crew& crew, const Group& g, const KernelOp& op) {
-  return crew.all(crew.thread != 0 || wait_block(g, &local(g).planned, op.epoch));
+__device__ inline bool wait_plan(const Kernel& k) {
+  return k.crew.all(k.crew.thread != 0 || wait_block(k.g, &local(k.g).planned, k.op.epoch));
 }
 // By a crew, then: so are the lists that it was made of.
-__device__ inline bool wait_lists(const Crew& crew, const Group& g, const KernelOp& op) {
+__device__ inline bool wait_lists(const Kernel& k) {
   bool good = true;
-  for (uint32_t r = g.first + crew.thread; r < g.end; r += crew.size)
-    good &= wait_peer(g, member_flag(g, g.rank, g.map.lists_full, r), op.epoch, op.epoch, Step::kExchange, r, -1);
-  return crew.all(good);
+  for (uint32_t r = k.g.first + k.crew.thread; r < k.g.end; r += k.crew.size)
+    good &= wait_peer(k, {member_flag(k.g, k.g.rank, k.g.map.lists_full, r), k.op.epoch, Step::kExchange, r});
+  return k.crew.all(good);
 }
 
 // By a crew of at least two warps, of one block: when all ranks have entered, what places rows, and then the counts for
 // the host. Nothing comes of it if a rank is missing or has called something else.
-__device__ inline void count_received(const Crew& crew, const Group& g, const KernelOp& op,
-                                      const OpSignature& signature, uint64_t call) {
+__device__ inline void count_received(const Kernel& k, const OpSignature& signature, uint64_t call) {
   __shared__ FromSource from[kMaxCudaRanks];
   __shared__ uint32_t end_row;
-  if (!read_sources(crew, g, op, signature, from)) return;
-  const bool sums_up = crew.warp() == 1 && crew.lane() == 0;
+  if (!read_sources(k, signature, from)) return;
+  const bool sums_up = k.crew.warp() == 1 && k.crew.lane() == 0;
   PlanSizes sizes;
-  if (crew.warp() == 0) {
-    const uint32_t end = lay_out_experts(g, signature.expert_alignment);
-    if (crew.lane() == 0) end_row = end;
+  if (k.crew.warp() == 0) {
+    const uint32_t end = lay_out_experts(k.g, signature.expert_alignment);
+    if (k.crew.lane() == 0) end_row = end;
   }
-  if (sums_up) sizes = number_sources(g, op, from);
-  crew.sync();
+  if (sums_up) sizes = number_sources(k, from);
+  k.crew.sync();
   if (sums_up) {
     sizes.num_rows = signature.compact_width > 0 ? sizes.received_rows : end_row;
-    scratch(g).sizes = sizes;
-    publish_in_gpu(&local(g).planned, op.epoch);
+    scratch(k.g).sizes = sizes;
+    publish_in_gpu(&local(k.g).planned, k.op.epoch);
   }
   // The host is told of no counts of a routing that a rank may still refuse: its dispatch would return without an
   // error.
-  if (!wait_lists(crew, g, op)) return;
-  const uint32_t experts = g.experts_per_rank;
-  const Bases base(g);
-  uint32_t* const host = reinterpret_cast<uint32_t*>(g.counts + 1);
-  for (uint32_t l = crew.thread; l < experts; l += crew.size) {
+  if (!wait_lists(k)) return;
+  const uint32_t experts = k.g.experts_per_rank;
+  const Bases base(k.g);
+  uint32_t* const host = reinterpret_cast<uint32_t*>(k.g.counts + 1);
+  for (uint32_t l = k.crew.thread; l < experts; l += k.crew.size) {
     const uint32_t padded = base.size[l], padding = base.padding[2 * l + 1] - base.padding[2 * l];
     host[l] = padded - padding;
     host[experts + l] = padded;
   }
-  if (sums_up) g.counts->sizes = sizes;
-  crew.sync();
-  if (crew.thread == 0) publish_flag(&g.counts->call, call);
+  if (sums_up) k.g.counts->sizes = sizes;
+  k.crew.sync();
+  if (k.crew.thread == 0) publish_flag(&k.g.counts->call, call);
 }
 
 // What is known of a received row: its first pair, their number, and where it lies in its source's stream.
@@ -250,129 +249,129 @@ __device__ __forceinline__ PlannedRow plan_row(const Group& g, const PlanView& p
 
 // By crews of `num_blocks` blocks: the rows of a new plan but for the first ones of each of `warps` that place, which
 // plan those themselves and then find the others planned, if they are many.
-__device__ inline void plan_rows(const Crew& crew, const Group& g, const KernelOp& op, const PlanView& plan,
-                                 uint32_t num_blocks, uint32_t warps) {
-  const PlanScratch& from = scratch(g);
+__device__ inline void plan_rows(const Kernel& k, uint32_t num_blocks, uint32_t warps) {
+  const PlanScratch& from = scratch(k.g);
   if (from.sizes.received_rows < warps * kWarp) return;
   // No more than what is dealt out of the rows together with the places that sources with fewer rows leave empty.
   const uint32_t first_rows = min(Shares::dealt_to_each(from.sizes.received_rows, warps), kWarp) * warps;
 #pragma unroll 1
-  for (uint32_t i = 0; i < g.map.num_ranks; ++i) {
-    const uint32_t source = rotated(g, i), begin = from.row_begin[source], rows = from.row_end[source] - begin;
-    const uint32_t skipped = in_domain(g, source) ? first_rows / (g.end - g.first) : 0;
+  for (uint32_t i = 0; i < k.g.map.num_ranks; ++i) {
+    const uint32_t source = rotated(k.g, i), begin = from.row_begin[source], rows = from.row_end[source] - begin;
+    const uint32_t skipped = in_domain(k.g, source) ? first_rows / (k.g.end - k.g.first) : 0;
 #pragma unroll 1
-    for (uint32_t n = skipped + blockIdx.x * crew.size + crew.thread; n < rows; n += num_blocks * crew.size)
-      plan_row(g, plan, source, n, begin + n);
+    for (uint32_t n = skipped + blockIdx.x * k.crew.size + k.crew.thread; n < rows; n += num_blocks * k.crew.size)
+      plan_row(k.g, k.plan, source, n, begin + n);
   }
-  if (last_block(crew, g, Phase::kRowsPlanned, num_blocks) && crew.thread == 0)
-    publish_in_gpu(&local(g).rows_planned, op.epoch);
+  if (last_block(k, Phase::kRowsPlanned, num_blocks) && k.crew.thread == 0)
+    publish_in_gpu(&local(k.g).rows_planned, k.op.epoch);
 }
 
 // By crews of `num_blocks` blocks, where there are several domains: what is known of streams.
-__device__ inline void plan_streams(const Crew& crew, const Group& g, const PlanView& plan, uint32_t num_blocks) {
-  const uint32_t me = blockIdx.x * crew.size + crew.thread, all = num_blocks * crew.size;
-  const PlanScratch& from = scratch(g);
-  const uint32_t entries = plan.num_token_blocks + 1,
-                 own_token_blocks = (plan.num_tokens + kTokenBlock - 1) / kTokenBlock;
-  for (uint32_t i = me; i < g.map.num_ranks * entries; i += all) {
+__device__ inline void plan_streams(const Kernel& k, uint32_t num_blocks) {
+  const uint32_t me = blockIdx.x * k.crew.size + k.crew.thread, all = num_blocks * k.crew.size;
+  const PlanScratch& from = scratch(k.g);
+  const uint32_t entries = k.plan.num_token_blocks + 1,
+                 own_token_blocks = (k.plan.num_tokens + kTokenBlock - 1) / kTokenBlock;
+  for (uint32_t i = me; i < k.g.map.num_ranks * entries; i += all) {
     const uint32_t source = i / entries, token_blocks = (from.num_tokens[source] + kTokenBlock - 1) / kTokenBlock;
     const uint32_t token_block = min(i % entries, token_blocks);
-    plan.token_block_streams[i] =
-        in_domain(g, source) ? token_block * kTokenBlock : from.token_block_streams[source][token_block];
+    k.plan.token_block_streams[i] =
+        in_domain(k.g, source) ? token_block * kTokenBlock : from.token_block_streams[source][token_block];
   }
-  const uint32_t* const sent_before = at<uint32_t>(g, g.rank, g.map.sent_token_blocks);
-  const uint32_t* const tokens = at<uint32_t>(g, g.rank, g.map.sent_tokens);
-  const uint32_t* const addends = at<uint32_t>(g, g.rank, g.map.addends);
+  const uint32_t* const sent_before = at<uint32_t>(k.g, k.g.rank, k.g.map.sent_token_blocks);
+  const uint32_t* const tokens = at<uint32_t>(k.g, k.g.rank, k.g.map.sent_tokens);
+  const uint32_t* const addends = at<uint32_t>(k.g, k.g.rank, k.g.map.addends);
   uint32_t begin = 0;
-  for (uint32_t to = 0; to < g.map.num_domains; ++to) {
-    if (me == 0) plan.sent_begin[to] = begin;
-    const uint32_t* const before = sent_before + uint64_t{to} * (max_token_blocks(g) + 1);
-    const bool own = to == own_domain(g);
+  for (uint32_t to = 0; to < k.g.map.num_domains; ++to) {
+    if (me == 0) k.plan.sent_begin[to] = begin;
+    const uint32_t* const before = sent_before + uint64_t{to} * (max_token_blocks(k.g) + 1);
+    const bool own = to == own_domain(k.g);
     for (uint32_t c = me; c < entries; c += all)
-      plan.sent_token_blocks[to * entries + c] = own ? 0 : before[min(c, own_token_blocks)];
+      k.plan.sent_token_blocks[to * entries + c] = own ? 0 : before[min(c, own_token_blocks)];
     const uint32_t rows_to = own ? 0 : before[own_token_blocks];
     for (uint32_t row = me; row < rows_to; row += all)
-      plan.sent_tokens[begin + row] = tokens[uint64_t{to} * g.map.max_tokens + row];
+      k.plan.sent_tokens[begin + row] = tokens[uint64_t{to} * k.g.map.max_tokens + row];
     begin += rows_to;
   }
-  if (me == 0) plan.sent_begin[g.map.num_domains] = begin;
-  for (uint32_t i = me; i < from.sizes.sent_addends; i += all) plan.addends[i] = addends[i];
+  if (me == 0) k.plan.sent_begin[k.g.map.num_domains] = begin;
+  for (uint32_t i = me; i < from.sizes.sent_addends; i += all) k.plan.addends[i] = addends[i];
   begin = 0;
-  for (uint32_t k = 1; k <= g.net->num_relayed; ++k) {
-    const uint32_t source = g.net->relayed[k].source, rows_of = from.stream_rows[source];
+  for (uint32_t stream = 1; stream <= k.g.net->num_relayed; ++stream) {
+    const uint32_t source = k.g.net->relayed[stream].source, rows_of = from.stream_rows[source];
     if (me == 0) {
-      plan.relayed_begin[k] = begin;
-      plan.relayed_pairs[k] = from.num_pairs[source];
+      k.plan.relayed_begin[stream] = begin;
+      k.plan.relayed_pairs[stream] = from.num_pairs[source];
     }
     for (uint32_t row = me; row <= rows_of; row += all)
-      plan.relayed_piece[begin + row] = from.stream_pieces[source][row];
+      k.plan.relayed_piece[begin + row] = from.stream_pieces[source][row];
     begin += rows_of + 1;
   }
 }
 
 // By crews of `num_blocks` blocks: the parts of a new plan that no row stands for.
-__device__ inline void plan_heads(const Crew& crew, const Group& g, const KernelOp& op, const PlanView& plan,
-                                  uint32_t num_blocks) {
-  const uint32_t ranks = g.map.num_ranks, experts = g.experts_per_rank;
-  const uint32_t me = blockIdx.x * crew.size + crew.thread, all = num_blocks * crew.size;
-  const PlanScratch& from = scratch(g);
-  const uint32_t* const addends = at<uint32_t>(g, g.rank, g.map.token_addends);
-  const uint32_t* const origin = at<uint32_t>(g, g.rank, g.map.pair_origin);
-  for (uint32_t t = me; t <= plan.num_tokens; t += all) plan.addend_begin[t] = addends[t];
-  for (uint32_t p = me; p < from.sizes.sent_pairs; p += all) plan.pair_place[p] = origin[p];
-  const uint32_t entries = plan.num_token_blocks + 1;
+__device__ inline void plan_heads(const Kernel& k, uint32_t num_blocks) {
+  const uint32_t ranks = k.g.map.num_ranks, experts = k.g.experts_per_rank;
+  const uint32_t me = blockIdx.x * k.crew.size + k.crew.thread, all = num_blocks * k.crew.size;
+  const PlanScratch& from = scratch(k.g);
+  const uint32_t* const addends = at<uint32_t>(k.g, k.g.rank, k.g.map.token_addends);
+  const uint32_t* const origin = at<uint32_t>(k.g, k.g.rank, k.g.map.pair_origin);
+  for (uint32_t t = me; t <= k.plan.num_tokens; t += all) k.plan.addend_begin[t] = addends[t];
+  for (uint32_t p = me; p < from.sizes.sent_pairs; p += all) k.plan.pair_place[p] = origin[p];
+  const uint32_t entries = k.plan.num_token_blocks + 1;
   for (uint32_t i = me; i < ranks * entries; i += all) {
     const uint32_t source = i / entries;
     const uint32_t token_blocks = (from.num_tokens[source] + kTokenBlock - 1) / kTokenBlock;
     const uint32_t token_block = min(i % entries, token_blocks);  // beyond its last: as there
-    plan.token_block_rows[i] = from.token_block_rows[source][token_block];
-    plan.token_block_pieces[i] = from.token_block_pieces[source][token_block];
+    k.plan.token_block_rows[i] = from.token_block_rows[source][token_block];
+    k.plan.token_block_pieces[i] = from.token_block_pieces[source][token_block];
   }
-  if (g.net != nullptr) plan_streams(crew, g, plan, num_blocks);
+  if (k.g.net != nullptr) plan_streams(k, num_blocks);
   if (blockIdx.x != num_blocks - 1) return;
-  const Bases base(g);
-  for (uint32_t s = crew.thread; s < ranks; s += crew.size) {
-    const uint32_t to = g.domain_of[s];
+  const Bases base(k.g);
+  for (uint32_t s = k.crew.thread; s < ranks; s += k.crew.size) {
+    const uint32_t to = k.g.domain_of[s];
     uint32_t before = 0;  // pairs for lower domains
     for (uint32_t lower = 0; lower < to; ++lower)
-      before += reinterpret_cast<const DeviceHeader*>(own_packet(g, lower, op.epoch))
-                    ->pair_begin[g.first_of[lower + 1] - g.first_of[lower]];
-    plan.pair_begin[s] =
-        before + reinterpret_cast<const DeviceHeader*>(own_packet(g, to, op.epoch))->pair_begin[s - g.first_of[to]];
-    plan.row_begin[s] = from.row_begin[s];
-    plan.row_end[s] = from.row_end[s];
-    plan.weight_begin[s] = from.weight_begin[s];
-    plan.token_blocks[s] = (from.num_tokens[s] + kTokenBlock - 1) / kTokenBlock;
+      before += reinterpret_cast<const DeviceHeader*>(own_packet(k.g, lower, k.op.epoch))
+                    ->pair_begin[k.g.first_of[lower + 1] - k.g.first_of[lower]];
+    k.plan.pair_begin[s] =
+        before +
+        reinterpret_cast<const DeviceHeader*>(own_packet(k.g, to, k.op.epoch))->pair_begin[s - k.g.first_of[to]];
+    k.plan.row_begin[s] = from.row_begin[s];
+    k.plan.row_end[s] = from.row_end[s];
+    k.plan.weight_begin[s] = from.weight_begin[s];
+    k.plan.token_blocks[s] = (from.num_tokens[s] + kTokenBlock - 1) / kTokenBlock;
   }
-  for (uint32_t i = crew.thread; i < 2 * experts; i += crew.size) plan.padding[i] = base.padding[i];
-  for (uint32_t l = crew.thread; l < experts; l += crew.size) plan.tokens_per_expert[l] = base.size[l];
-  if (crew.thread == 0) {
-    plan.pair_begin[ranks] = from.sizes.sent_pairs;
-    plan.row_pair_begin[from.sizes.received_rows] = from.sizes.received_pairs;
-    if (wait_block(g, &local(g).hashed, op.epoch)) *plan.routing_hash = header(g, g.rank, op.epoch).routing_hash;
-    *plan.overflow = from.sizes.num_rows > plan.num_out_rows;
+  for (uint32_t i = k.crew.thread; i < 2 * experts; i += k.crew.size) k.plan.padding[i] = base.padding[i];
+  for (uint32_t l = k.crew.thread; l < experts; l += k.crew.size) k.plan.tokens_per_expert[l] = base.size[l];
+  if (k.crew.thread == 0) {
+    k.plan.pair_begin[ranks] = from.sizes.sent_pairs;
+    k.plan.row_pair_begin[from.sizes.received_rows] = from.sizes.received_pairs;
+    if (wait_block(k.g, &local(k.g).hashed, k.op.epoch))
+      *k.plan.routing_hash = header(k.g, k.g.rank, k.op.epoch).routing_hash;
+    *k.plan.overflow = from.sizes.num_rows > k.plan.num_out_rows;
   }
 }
 
 // By crews of all blocks: the given routing is the plan's. Not inlined: its caller has no registers to spare.
-__device__ __noinline__ void compare_routing(const Crew& crew, const Group& g, const PlanView& plan,
-                                             const DeviceRouting& r, uint64_t plan_id) {
-  const uint64_t places = uint64_t{plan.num_tokens} * r.width;
+__device__ __noinline__ void compare_routing(const Kernel k, const DeviceRouting& r, uint64_t plan_id) {
+  const uint64_t places = uint64_t{k.plan.num_tokens} * r.width;
   uint64_t hash = 0;
-  for (uint64_t i = uint64_t{blockIdx.x} * crew.size + crew.thread; i < places; i += uint64_t{workers(g)} * crew.size) {
+  for (uint64_t i = uint64_t{blockIdx.x} * k.crew.size + k.crew.thread; i < places;
+       i += uint64_t{workers(k.g)} * k.crew.size) {
     const long long expert = !r.is_map                                     ? static_cast<const long long*>(r.data)[i]
                              : static_cast<const uint8_t*>(r.data)[i] != 0 ? static_cast<long long>(i % r.width)
                                                                            : -1;
     if (expert != -1) hash += hash_pair(static_cast<uint32_t>(i), static_cast<uint32_t>(expert));
   }
-  hash = crew_sum(crew, hash);
-  if (crew.thread == 0) add_global(&local(g).routing_hash, hash);
-  if (!last_block(crew, g, Phase::kHashed, workers(g)) || crew.thread != 0) return;
-  const uint64_t seen = local(g).routing_hash;
-  local(g).routing_hash = 0;
-  if (seen != *plan.routing_hash)
-    report(g, DeviceFault::kPlanDiffers, Step::kPlan, static_cast<int>(g.rank), -1, *plan.routing_hash, plan_id,
-           ErrorKind::kPlanMismatch);
+  hash = crew_sum(k.crew, hash);
+  if (k.crew.thread == 0) add_global(&local(k.g).routing_hash, hash);
+  if (!last_block(k, Phase::kHashed, workers(k.g)) || k.crew.thread != 0) return;
+  const uint64_t seen = local(k.g).routing_hash;
+  local(k.g).routing_hash = 0;
+  if (seen != *k.plan.routing_hash)
+    report(k.g, {DeviceFault::kPlanDiffers, ErrorKind::kPlanMismatch, Step::kPlan, k.g.rank, -1, *k.plan.routing_hash,
+                 plan_id});
 }
 
 }  // namespace uccl_ep::cuda

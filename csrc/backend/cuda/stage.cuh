@@ -1,17 +1,16 @@
 // Stage: one pass over the hidden states, copied or quantised into our region, a flag per few rows.
 #pragma once
 
-#include "backend/cuda/bulk.cuh"
 #include "backend/cuda/device.cuh"
 #include "backend/cuda/net.cuh"
 #include "backend/cuda/numerics.cuh"
+#include "backend/cuda/pipeline.cuh"
 #include "backend/cuda/steps.h"
 
 namespace uccl_ep::cuda {
 
 // A crew has a warp for every row of a row group.
 constexpr uint32_t kStageWarps = kRowGroup;
-constexpr uint32_t kFirstStageWarp = 3;  // of a block
 
 // Where a warp writes a row: for our own domain, and into the rings to those that want it. Their places are in shared
 // memory: a warp that quantises has no registers to spare.
@@ -140,8 +139,10 @@ struct Staged {
   uint32_t routed;  // 1: so is the block's part of a new plan, or there is an error
   uint32_t totals;  // 1: the headers of a new plan have its counts; in block 0
   // By warp: where its row goes in the ring to a domain, and the chunk of the ring that this is.
-  uint32_t ring_chunk[kStageWarps][kMaxDomains];
-  uint8_t* ring_place[kStageWarps][kMaxDomains];
+  struct InRings {
+    uint8_t* place[kMaxDomains];
+    uint32_t chunk[kMaxDomains];
+  } in_rings[kStageWarps];
 };
 // By a warp of the crew.
 __device__ __forceinline__ void row_staged(const Crew& crew, Staged& staged) {
@@ -153,20 +154,21 @@ __device__ __forceinline__ void row_staged(const Crew& crew, Staged& staged) {
 // of the rows. Rows that are only copied gain nothing by it.
 constexpr uint32_t kManyRowGroups = 4;
 // By one warp beside the crew, which does not wait for the flags: on a link full of rows their way takes its time.
-__device__ inline void tell_staged(const Group& g, const KernelOp& op, const StageShare& share, Staged& staged) {
-  const uint32_t lane = threadIdx.x % kWarp, end = share.row_groups(), ranks = g.end - g.first;
+__device__ inline void tell_staged(const Kernel& k, const StageShare& share, Staged& staged) {
+  const uint32_t lane = threadIdx.x % kWarp, end = share.row_groups(), ranks = k.g.end - k.g.first;
   for (uint32_t told = 0, looks = 1; told < end; ++looks) {
     const uint32_t done =
         __reduce_min_sync(kFullWarp, lane < kStageWarps ? read_shared(&staged.row_groups[lane]) : kFullWarp);
     if (done == told) {
-      if (looks % 64 == 0 && __any_sync(kFullWarp, stopped(g))) return;
+      if (looks % 64 == 0 && __any_sync(kFullWarp, stopped(k.g))) return;
       __nanosleep(50);  // of the microsecond or more that a row takes
       continue;
     }
     __syncwarp();  // orders what the lanes have read before what any of them writes
     fence_system();
     for (uint32_t i = lane; i < (done - told) * ranks; i += kWarp)
-      store_flag(rows_full(g, g.first + i % ranks, g.rank) + share.first + (told + i / ranks) * share.count, op.epoch);
+      store_flag(rows_full(k.g, k.g.first + i % ranks, k.g.rank) + share.first + (told + i / ranks) * share.count,
+                 k.op.epoch);
     told = done;
   }
 }
@@ -200,7 +202,7 @@ __device__ inline StreamPart sent_part(const Group& g, const PlanView& plan, con
 // By a warp: where a token's row goes beside our own domain; lane `to` sees to domain `to`.
 template <bool kFresh>
 __device__ __forceinline__ void find_slot(const Group& g, const PlanView& plan, const PlaceArgs& args, uint32_t token,
-                                          Staged& staged) {
+                                          Staged::InRings& rings) {
   const uint32_t* const begins = kFresh ? at<uint32_t>(g, g.rank, g.map.token_addends) : plan.addend_begin;
   const uint32_t* const addends = kFresh ? at<uint32_t>(g, g.rank, g.map.addends) : plan.addends;
   const uint32_t lane = threadIdx.x % kWarp, end = __ldcg(begins + token + 1);
@@ -212,95 +214,93 @@ __device__ __forceinline__ void find_slot(const Group& g, const PlanView& plan, 
       if ((its & ~kReturned) >> 16 == lane) found = its;
     }
   }
-  uint8_t*& place = staged.ring_place[threadIdx.x / kWarp - kFirstStageWarp][lane];
-  place = nullptr;
+  rings.place[lane] = nullptr;
   if (found == 0) return;
   const uint32_t row_bytes = static_cast<uint32_t>(staged_row_bytes(args.stage.wire, args.stage.hidden));
   const uint32_t row = (found & 0xFFFF) - sent_part<kFresh>(g, plan, args, lane).first;
   const uint32_t slot = static_cast<uint32_t>(net_state(g).sent[lane] % g.map.row_slots);
-  staged.ring_chunk[threadIdx.x / kWarp - kFirstStageWarp][lane] = row / rows_per_chunk(g, row_bytes);
-  place = at<uint8_t>(g, g.rank, g.net->to[lane].rows) + ring_offset(g, slot, g.map.row_slots, row, row_bytes);
+  rings.chunk[lane] = row / rows_per_chunk(g, row_bytes);
+  rings.place[lane] =
+      at<uint8_t>(g, g.rank, g.net->to[lane].rows) + ring_offset(g, slot, g.map.row_slots, row, row_bytes);
 }
 // By a lane with a place: what its slot held before has left. Chunks of earlier windows need nothing of this one.
 __device__ __forceinline__ bool wait_slot(const Group& g, uint32_t to, uint32_t chunk) {
   const NetState& state = net_state(g);
   const uint64_t serial = state.sent[to] + chunk, slots = g.map.row_slots;
-  return serial < slots || wait_flag(g, state.rows_gone + to, serial - slots + 1, Step::kShip, g.first_of[to], chunk);
+  return serial < slots ||
+         wait_flag(g, {state.rows_gone + to, serial - slots + 1, Step::kShip, g.first_of[to], static_cast<int>(chunk)});
 }
 // By a warp, for each row of its: to which domains it goes, a bit each; kNoWay: an error is known.
 constexpr uint32_t kNoWay = 0xFFFFFFFFu;
 template <bool kFresh>
 __device__ __noinline__ uint32_t find_slots(const Group& g, const PlanView& plan, const PlaceArgs& args, uint32_t token,
-                                            Staged& staged) {
-  const uint32_t warp = threadIdx.x / kWarp - kFirstStageWarp, lane = threadIdx.x % kWarp;
-  find_slot<kFresh>(g, plan, args, token, staged);
-  const bool has = staged.ring_place[warp][lane] != nullptr;
-  const bool good = !has || wait_slot(g, lane, staged.ring_chunk[warp][lane]);
+                                            Staged::InRings& rings) {
+  const uint32_t lane = threadIdx.x % kWarp;
+  find_slot<kFresh>(g, plan, args, token, rings);
+  const bool has = rings.place[lane] != nullptr;
+  const bool good = !has || wait_slot(g, lane, rings.chunk[lane]);
   const uint32_t mask = __ballot_sync(kFullWarp, has);
   __syncwarp();  // every lane reads every place; votes order no memory
   return __all_sync(kFullWarp, good) ? mask : kNoWay;
 }
 template <bool kFresh>
-__device__ __forceinline__ bool begin_row(const Crew& crew, const Group& g, const PlanView& plan, const PlaceArgs& args,
-                                          uint32_t token, Staged& staged, Outs& outs) {
-  if (g.net == nullptr) return true;
-  outs.others = find_slots<kFresh>(g, plan, args, token, staged);
-  outs.ring_places = staged.ring_place[crew.warp()];
+__device__ __forceinline__ bool begin_row(const DispatchKernel& k, uint32_t token, Staged& staged, Outs& outs) {
+  if (k.g.net == nullptr) return true;
+  outs.others = find_slots<kFresh>(k.g, k.plan, k.args, token, staged.in_rings[k.crew.warp()]);
+  outs.ring_places = staged.in_rings[k.crew.warp()].place;
   return outs.others != kNoWay;
 }
 // And when it is there.
-__device__ __forceinline__ void end_row(const Crew& crew, const Group& g, const Staged& staged, const Outs& outs) {
+__device__ __forceinline__ void end_row(const Kernel& k, const Staged& staged, const Outs& outs) {
   if (outs.others == 0) return;
   __syncwarp();
-  if ((outs.others >> crew.lane() & 1) != 0)
-    count_one(at<uint32_t>(g, g.rank, g.map.sent_counts) + crew.lane() * g.map.row_slots +
-              staged.ring_chunk[crew.warp()][crew.lane()]);
+  if ((outs.others >> k.crew.lane() & 1) != 0)
+    count_one(at<uint32_t>(k.g, k.g.rank, k.g.map.sent_counts) + k.crew.lane() * k.g.map.row_slots +
+              staged.in_rings[k.crew.warp()].chunk[k.crew.lane()]);
   __syncwarp();
 }
 
 // By the warp that hands packets and chunks to the proxy. Of a new plan packets come first; else rows need not wait for
 // the weights in them. Not inlined, for want of registers.
 template <bool kFresh>
-__device__ __noinline__ void push_streams(const Group& g, const KernelOp& op, const PlanView& plan,
-                                          const PlaceArgs& args) {
-  const bool with_weights = args.window == 0 && args.routing.weights != nullptr;
-  if (kFresh && !wait_packed(g, op)) return;
-  const uint32_t row_bytes = static_cast<uint32_t>(staged_row_bytes(args.stage.wire, args.stage.hidden));
+__device__ __noinline__ void push_streams(const DispatchKernel k) {
+  const bool with_weights = k.args.window == 0 && k.args.routing.weights != nullptr;
+  if (kFresh && !wait_packed(k)) return;
+  const uint32_t row_bytes = static_cast<uint32_t>(staged_row_bytes(k.args.stage.wire, k.args.stage.hidden));
   static_assert(kMaxDomains <= kWarp);
   const uint32_t to = threadIdx.x % kWarp;
   Outgoing out;
-  if (to < g.map.num_domains && to != own_domain(g)) {
-    const StreamPart part = sent_part<kFresh>(g, plan, args, to);
-    out = {g.net->to[to].row_channel,
-           at<uint32_t>(g, g.rank, g.map.sent_counts) + to * g.map.row_slots,
+  if (to < k.g.map.num_domains && to != own_domain(k.g)) {
+    const StreamPart part = sent_part<kFresh>(k.g, k.plan, k.args, to);
+    out = {k.g.net->to[to].row_channel,
+           at<uint32_t>(k.g, k.g.rank, k.g.map.sent_counts) + to * k.g.map.row_slots,
            part.end - part.first,
-           rows_per_chunk(g, row_bytes),
+           rows_per_chunk(k.g, row_bytes),
            row_bytes,
-           net_state(g).sent[to],
+           net_state(k.g).sent[to],
            0};
   }
-  push_chunks(g, out, [&] {
-    if (!are_packed(g, op)) return false;
-    push_packets(g, op, kFresh, with_weights);
+  push_chunks(k.g, out, [&] {
+    if (!are_packed(k)) return false;
+    push_packets(k, kFresh, with_weights);
     return true;
   });
 }
 
 // By a crew of kStageWarps.
 template <bool kFresh>
-__device__ inline void stage_rows(const Crew& crew, const Group& g, const KernelOp& op, const PlanView& plan,
-                                  const PlaceArgs& args, const StageShare& share, Staged& progress) {
-  const uint64_t stride = staged_row_bytes(args.stage.wire, args.stage.hidden);
-  uint8_t* const staged = rows(g, g.rank, op.half);
+__device__ inline void stage_rows(const DispatchKernel& k, const StageShare& share, Staged& progress) {
+  const uint64_t stride = staged_row_bytes(k.args.stage.wire, k.args.stage.hidden);
+  uint8_t* const staged = rows(k.g, k.g.rank, k.op.half);
   for (uint32_t row_group = share.first; share.has(row_group); row_group += share.count) {
-    const uint32_t row = row_group * kRowGroup + crew.warp(), token = share.begin + row;
+    const uint32_t row = row_group * kRowGroup + k.crew.warp(), token = share.begin + row;
     if (token < share.end) {
       Outs outs{staged + row * stride, 0, nullptr};
-      if (!begin_row<kFresh>(crew, g, plan, args, token, progress, outs)) return;
-      stage_row(args.stage, token, outs, crew.lane());
-      end_row(crew, g, progress, outs);
+      if (!begin_row<kFresh>(k, token, progress, outs)) return;
+      stage_row(k.args.stage, token, outs, k.crew.lane());
+      end_row(k, progress, outs);
     }
-    row_staged(crew, progress);
+    row_staged(k.crew, progress);
   }
 }
 
@@ -311,64 +311,57 @@ constexpr uint32_t kStageBytes = kStageWarps * kCopyStages * kStagePart;
 
 #if __CUDA_ARCH__ >= 900
 // As stage_rows, for rows that are copied, where there is one domain.
-__device__ inline void stage_rows_bulk(const Crew& crew, const Group& g, const KernelOp& op, const StageArgs& args,
-                                       const StageShare& share, Staged& progress, uint8_t* shared) {
-  __shared__ __align__(8) uint64_t all_barriers[kStageWarps * kCopyStages];
-  uint64_t* const barriers = all_barriers + crew.warp() * kCopyStages;
+__device__ inline void stage_rows_bulk(const DispatchKernel& k, const StageShare& share, Staged& progress,
+                                       uint8_t* shared) {
+  __shared__ __align__(8) uint64_t barriers[kStageWarps][kCopyStages];
+  const StageArgs& args = k.args.stage;
   const uint64_t stride = staged_row_bytes(args.wire, args.hidden);
-  const uint32_t row_bytes = args.hidden * dtype_bytes(args.dtype), lane = crew.lane();
-  uint8_t* const staged = rows(g, g.rank, op.half);
-  const uint32_t pipeline = shared_address(shared + crew.warp() * kCopyStages * kStagePart);
-  const uint32_t full = shared_address(barriers);
-  if (lane == 0) {
-    for (uint32_t i = 0; i < kCopyStages; ++i) init_barrier(barriers + i);
-    fence_barriers();
-  }
-  __syncwarp();
-  uint32_t load_token = share.begin + share.first * kRowGroup + crew.warp(), load_at = 0, load_stage = 0;
+  const uint32_t row_bytes = args.hidden * dtype_bytes(args.dtype), lane = k.crew.lane(), warp = k.crew.warp();
+  uint8_t* const staged = rows(k.g, k.g.rank, k.op.half);
+  init_stages<kCopyStages>(barriers[warp], lane);
+  Pipeline<kCopyStages> pipeline{shared_address(shared + warp * kCopyStages * kStagePart),
+                                 shared_address(barriers[warp]), kStagePart};
+  uint32_t load_token = share.begin + share.first * kRowGroup + warp, load_at = 0;
   const auto load_part = [&] {
     if (load_token >= share.end) return;
     if (lane == 0)
-      load_bulk(pipeline + load_stage * kStagePart, args.x + uint64_t{load_token} * row_bytes + load_at,
-                min(kStagePart, row_bytes - load_at), full + load_stage * 8);
-    load_stage = load_stage + 1 == kCopyStages ? 0 : load_stage + 1;
+      pipeline.load(args.x + uint64_t{load_token} * row_bytes + load_at, min(kStagePart, row_bytes - load_at));
+    pipeline.loading();
     load_at += kStagePart;
     if (load_at < row_bytes) return;
     load_at = 0;
     load_token += share.count * kRowGroup;
   };
   for (uint32_t i = 0; i < kCopyStages; ++i) load_part();
-  uint32_t stage = 0, parity = 0;
   for (uint32_t row_group = share.first; share.has(row_group); row_group += share.count) {
-    const uint32_t row = row_group * kRowGroup + crew.warp();
+    const uint32_t row = row_group * kRowGroup + warp;
     for (uint32_t at = 0; share.begin + row < share.end && at < row_bytes; at += kStagePart) {
-      wait_barrier(full + stage * 8, parity);
+      pipeline.wait();
       const uint32_t vectors = min(kStagePart, row_bytes - at) / 16;
       uint4* const to = reinterpret_cast<uint4*>(staged + row * stride + at);
 #pragma unroll 4
-      for (uint32_t i = lane; i < vectors; i += kWarp) to[i] = load_shared(pipeline + stage * kStagePart + i * 16);
-      stage = stage + 1 == kCopyStages ? 0 : stage + 1;
-      parity ^= stage == 0;
+      for (uint32_t i = lane; i < vectors; i += kWarp) to[i] = load_shared(pipeline.address() + i * 16);
+      pipeline.release();
       __syncwarp();
       load_part();
     }
-    row_staged(crew, progress);
+    row_staged(k.crew, progress);
   }
 }
 #endif
 
 // By crews of all blocks: fp32 per pair, in the order of the plan. True in the last block.
-__device__ inline bool stage_weights(const Crew& crew, const Group& g, const KernelOp& op, const PlanView& plan,
-                                     const float* from) {
-  const uint32_t me = blockIdx.x * crew.size + crew.thread, all = workers(g) * crew.size;
-  for (uint32_t to = 0; to < g.map.num_domains; ++to) {
-    const uint32_t begin = plan.pair_begin[g.first_of[to]], end = plan.pair_begin[g.first_of[to + 1]];
-    uint8_t* const bytes = own_packet(g, to, op.epoch);
+__device__ inline bool stage_weights(const Kernel& k, const float* from) {
+  const uint32_t me = blockIdx.x * k.crew.size + k.crew.thread, all = workers(k.g) * k.crew.size;
+  for (uint32_t to = 0; to < k.g.map.num_domains; ++to) {
+    const uint32_t begin = k.plan.pair_begin[k.g.first_of[to]], end = k.plan.pair_begin[k.g.first_of[to + 1]];
+    uint8_t* const bytes = own_packet(k.g, to, k.op.epoch);
     float* const staged = reinterpret_cast<float*>(bytes + packet_parts({}).weights);
-    for (uint32_t p = begin + me; p < end; p += all) staged[p - begin] = from[plan.pair_place[p]];
-    if (me == 0) reinterpret_cast<DeviceHeader*>(bytes)->pair_begin[g.first_of[to + 1] - g.first_of[to]] = end - begin;
+    for (uint32_t p = begin + me; p < end; p += all) staged[p - begin] = from[k.plan.pair_place[p]];
+    if (me == 0)
+      reinterpret_cast<DeviceHeader*>(bytes)->pair_begin[k.g.first_of[to + 1] - k.g.first_of[to]] = end - begin;
   }
-  return last_block(crew, g, Phase::kWeights, workers(g));
+  return last_block(k, Phase::kWeights, workers(k.g));
 }
 
 }  // namespace uccl_ep::cuda

@@ -104,8 +104,8 @@ struct Pair {
 
 __device__ inline bool good_expert(const Group& g, long long expert, uint32_t token) {
   if (expert >= 0 && expert < g.map.num_experts) return true;
-  report(g, DeviceFault::kExpertRange, Step::kExchange, static_cast<int>(g.rank), static_cast<int>(token),
-         g.map.num_experts, static_cast<uint64_t>(expert), ErrorKind::kPeerFailed);
+  report(g, {DeviceFault::kExpertRange, ErrorKind::kPeerFailed, Step::kExchange, g.rank, static_cast<int>(token),
+             g.map.num_experts, static_cast<uint64_t>(expert)});
   return false;
 }
 
@@ -159,8 +159,8 @@ __device__ __forceinline__ bool visit_topk(const Crew& crew, const Group& g, con
     }
     if (own < 0) continue;
     if (twice) {
-      report(g, DeviceFault::kExpertTwice, Step::kExchange, static_cast<int>(g.rank), static_cast<int>(first + token),
-             1, static_cast<uint64_t>(own), ErrorKind::kPeerFailed);
+      report(g, {DeviceFault::kExpertTwice, ErrorKind::kPeerFailed, Step::kExchange, g.rank,
+                 static_cast<int>(first + token), 1, static_cast<uint64_t>(own)});
       good = false;
     }
     visit(pair);
