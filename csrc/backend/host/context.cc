@@ -77,8 +77,8 @@ class Builder {
 }  // namespace
 
 std::unique_ptr<HostContext> make_context(const Topology& topo, const RingParams& rings, const Channels& channels,
-                                          int rank, std::vector<int> source_order, const std::vector<uint8_t*>& regions,
-                                          const ProxyQueue& proxy) {
+                                          OwnRank own, const std::vector<uint8_t*>& regions, const ProxyQueue& proxy) {
+  const int rank = own.rank;
   auto context = std::make_unique<HostContext>();
   context->rank = rank;
   context->domain = topo.domain_of[rank];
@@ -86,7 +86,7 @@ std::unique_ptr<HostContext> make_context(const Topology& topo, const RingParams
   context->topo = topo;
   context->num_experts = rings.num_experts;
   context->experts_per_rank = rings.num_experts / static_cast<uint32_t>(topo.num_ranks);
-  context->source_order = std::move(source_order);
+  context->source_order = std::move(own.source_order);
   Builder(*context, rings, channels, regions, proxy).build();
   return context;
 }

@@ -61,9 +61,12 @@ struct HostContext {
   const std::vector<int>& members() const { return topo.members[domain]; }
 };
 
+struct OwnRank {
+  int rank;
+  std::vector<int> source_order;  // of the rows that it gets
+};
 // `regions`, `controls`: by rank, nullptr outside our domain.
 std::unique_ptr<HostContext> make_context(const Topology& topo, const RingParams& rings, const Channels& channels,
-                                          int rank, std::vector<int> source_order, const std::vector<uint8_t*>& regions,
-                                          const ProxyQueue& proxy);
+                                          OwnRank own, const std::vector<uint8_t*>& regions, const ProxyQueue& proxy);
 
 }  // namespace uccl_ep::host

@@ -115,7 +115,7 @@ HostEngine::~HostEngine() { close(true); }
 void HostEngine::start() {
   std::vector<uint8_t*> bases;
   for (int rank = 0; rank < config_.num_ranks; ++rank) bases.push_back(plane_.region_base(rank));
-  context_ = host::make_context(topo_, rings_, plane_.channels(), config_.rank, order_of(config_), bases,
+  context_ = host::make_context(topo_, rings_, plane_.channels(), {config_.rank, order_of(config_)}, bases,
                                 {&plane_.commands(), &plane_.control().proxy_bell, &worker_trace_});
   worker_ = start_thread("the worker", [this] { work(); });
   plane_.start();
