@@ -1,4 +1,4 @@
-// What crosses between ranks: the 32-bit immediate, the header of an operation, the size of a row.
+// What crosses between ranks: the header of an operation, the size of a row. Immediates: layout/words.h.
 #pragma once
 
 #include <bit>
@@ -8,59 +8,6 @@
 #include "common/units.h"
 
 namespace uccl_ep {
-
-// ---- immediate ------------------------------------------------------------------------------------------------------
-// type 3 bits | channel 11 bits | serial 18 bits.
-// data:    channel = the receiver's incoming channel, serial = number of the chunk on that channel since creation
-// credit:  channel = the receiver's outgoing channel, serial = number of chunks that its reader has consumed
-// heartbeat: channel = 1 if the sender's operation moved since its last heartbeat, else 0, and above that bit the lower
-//   bits of the number of calls that it has refused; serial = sender's rank
-// error, bye: channel = 0, serial = sender's rank
-// A serial never restarts, so an immediate of an earlier epoch is an old serial. A ring has < 2^16 slots and a chunk
-// is posted only when the one a ring before it was consumed, so two live serials of a channel differ by < 2^17 and
-// 18 bits tell them apart: a wrapped serial cannot be mistaken. In full, for data (w: the slots of the ring, s: the
-// serial of an immediate, e: the highest serial that arrived, + 1):
-//   s arrives for the first time: what is w before s was consumed, so e > s - w. What is w before e - 1 was consumed as
-//   well, and s was not, so s > e - 1 - w. Together |s - e| <= w < 2^16.
-//   s is reported again: by the transport's contract before 2^17 serials have gone by, so e - s < 2^17.
-// widen_serial() is exact for -2^17 <= s - e < 2^17 (a claim tries all of them), and a repeat finds its slot's stamp
-// beyond s, whatever was put there since. Credits are counts of one channel that differ from the last known one by
-// less: the lander holds a credit back while one of 2^16 before it is in flight.
-enum class ImmType : uint32_t { kData = 1, kCredit = 2, kError = 3, kHeartbeat = 4, kBye = 5 };
-
-constexpr uint32_t kImmSerialBits = 18;
-constexpr uint32_t kImmChannelBits = 11;
-constexpr uint32_t kMaxChannels = 1u << kImmChannelBits;
-constexpr uint32_t kHeartbeatRefusals = kMaxChannels / 2;  // a heartbeat tells their number modulo this
-constexpr uint32_t kMaxRingSlots = 1u << 16;
-constexpr uint32_t kMaxRanks = 1u << kImmSerialBits;
-constexpr uint32_t kImmTypeBits = 32 - kImmChannelBits - kImmSerialBits;
-constexpr int64_t kImmSerialReach = int64_t{1} << (kImmSerialBits - 1);  // of widen_serial(), to either side
-static_assert(static_cast<uint32_t>(ImmType::kBye) < 1u << kImmTypeBits);
-static_assert(2 * int64_t{kMaxRingSlots} <= kImmSerialReach, "a wrapped serial could be mistaken");
-
-struct Imm {
-  ImmType type;
-  uint32_t channel;
-  uint32_t serial;  // low bits
-};
-
-constexpr uint32_t encode_imm(ImmType type, uint32_t channel, uint64_t serial) {
-  return static_cast<uint32_t>(type) << (kImmChannelBits + kImmSerialBits) | channel << kImmSerialBits |
-         static_cast<uint32_t>(serial & ((1u << kImmSerialBits) - 1));
-}
-constexpr Imm decode_imm(uint32_t imm) {
-  return {static_cast<ImmType>(imm >> (kImmChannelBits + kImmSerialBits)), imm >> kImmSerialBits & (kMaxChannels - 1),
-          imm & ((1u << kImmSerialBits) - 1)};
-}
-// The full serial nearest to `near` whose low bits are `low`.
-constexpr uint64_t widen_serial(uint32_t low, uint64_t near) {
-  constexpr int64_t span = int64_t{1} << kImmSerialBits;
-  int64_t diff = (static_cast<int64_t>(low) - static_cast<int64_t>(near & (span - 1)) + span) % span;
-  if (diff >= span / 2) diff -= span;
-  if (diff < 0 && near < static_cast<uint64_t>(-diff)) diff += span;
-  return near + static_cast<uint64_t>(diff);
-}
 
 // ---- operation header -----------------------------------------------------------------------------------------------
 enum class OpKind : uint32_t { kDispatch = 1, kCombine = 2 };

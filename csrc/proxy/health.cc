@@ -1,3 +1,4 @@
+#include "layout/words.h"
 #include "proxy/health.h"
 
 #include <algorithm>

@@ -6,6 +6,7 @@
 
 #include "common/patience.h"
 #include "common/process.h"
+#include "layout/words.h"
 #include "proxy/post.h"
 #include "proxy/proxy.h"
 

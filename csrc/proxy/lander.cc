@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "common/units.h"
+#include "layout/words.h"
 
 namespace uccl_ep {
 

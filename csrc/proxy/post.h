@@ -6,6 +6,7 @@
 
 #include "common/error.h"
 #include "common/patience.h"
+#include "layout/words.h"
 
 namespace uccl_ep {
 
@@ -17,14 +18,18 @@ struct Cookie {
   uint32_t index;
   uint32_t slot = 0;  // data only
 };
-constexpr uint32_t kMaxCookieIndex = (1u << 28) - 1;
+using CookieSlot = BitField<uint64_t, 0, 32>;
+using CookieIndex = BitsAbove<CookieSlot, 28>;
+using CookieKind = BitsAbove<CookieIndex, 4>;
+static_assert(CookieKind::kEnd == 64 && CookieKind::fits(static_cast<uint64_t>(PostKind::kBye)));
+constexpr uint32_t kMaxCookieIndex = static_cast<uint32_t>(CookieIndex::kMost);
 
 constexpr uint64_t encode_cookie(const Cookie& c) {
-  return static_cast<uint64_t>(c.kind) << 60 | uint64_t{c.index} << 32 | c.slot;
+  return CookieKind::put(static_cast<uint64_t>(c.kind)) | CookieIndex::put(c.index) | CookieSlot::put(c.slot);
 }
 constexpr Cookie decode_cookie(uint64_t cookie) {
-  return {static_cast<PostKind>(cookie >> 60), static_cast<uint32_t>(cookie >> 32) & kMaxCookieIndex,
-          static_cast<uint32_t>(cookie)};
+  return {static_cast<PostKind>(CookieKind::get(cookie)), static_cast<uint32_t>(CookieIndex::get(cookie)),
+          static_cast<uint32_t>(CookieSlot::get(cookie))};
 }
 
 inline ErrorRecord make_error(ErrorKind kind, int rank, int peer, const std::string& message) {

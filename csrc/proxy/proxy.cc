@@ -9,6 +9,7 @@
 
 #include "common/thread.h"
 #include "common/units.h"
+#include "layout/words.h"
 #include "proxy/health.h"
 #include "proxy/lander.h"
 #include "proxy/post.h"

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "layout/words.h"
+
 namespace uccl_ep {
 
 struct Command {
@@ -17,18 +19,22 @@ struct CommandWords {
   uint64_t word[2];
 };
 
-constexpr uint64_t kCommandPhase = uint64_t{1} << 63;
-constexpr uint32_t kCommandMaxChannel = (1u << 15) - 1;
-constexpr uint64_t kCommandMaxBytes = (uint64_t{1} << 48) - 1;
-constexpr uint64_t kCommandMaxSerial = kCommandPhase - 1;
+using CommandBytes = BitField<uint64_t, 0, 48>;  // of word 0
+using CommandChannel = BitsAbove<CommandBytes, 15>;
+using CommandSerial = BitField<uint64_t, 0, 63>;  // of word 1
+constexpr uint64_t kCommandPhase = BitsAbove<CommandChannel, 1>::kMask;
+static_assert(kCommandPhase == BitsAbove<CommandSerial, 1>::kMask);
+constexpr uint32_t kCommandMaxChannel = static_cast<uint32_t>(CommandChannel::kMost);
+constexpr uint64_t kCommandMaxBytes = CommandBytes::kMost;
+constexpr uint64_t kCommandMaxSerial = CommandSerial::kMost;
 
 constexpr CommandWords encode_command(const Command& c, bool phase) {
   const uint64_t bit = phase ? kCommandPhase : 0;
-  return {{bit | uint64_t{c.channel} << 48 | c.num_bytes, bit | c.serial}};
+  return {{bit | CommandChannel::put(c.channel) | CommandBytes::put(c.num_bytes), bit | CommandSerial::put(c.serial)}};
 }
 constexpr Command decode_command(const CommandWords& w) {
-  return {static_cast<uint32_t>((w.word[0] & ~kCommandPhase) >> 48), w.word[0] & kCommandMaxBytes,
-          w.word[1] & ~kCommandPhase};
+  return {static_cast<uint32_t>(CommandChannel::get(w.word[0])), CommandBytes::get(w.word[0]),
+          CommandSerial::get(w.word[1])};
 }
 
 // A GPU's end of the ring: how far the producer is, in device memory between its kernels; zeroed with the ring.

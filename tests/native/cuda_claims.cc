@@ -140,6 +140,17 @@ std::vector<uint64_t> wire_rows(uint64_t row_bytes) {
   return bytes;
 }
 
+CLAIM("however wide rows are, the chunks of a window fit a relay's tag") {
+  const Topology topo = Topology::from_labels(several({1, 1}));
+  for (uint64_t row_bytes : {uint64_t{14336}, uint64_t{128} << 10, uint64_t{512} << 10}) {
+    const uint64_t budget = 8 * cuda::kMaxTokens * row_bytes;
+    const cuda::DeviceRegionLayout layout = cuda::make_layout(topo, 64, row_bytes, budget);
+    EXPECT(layout.rings.rows_slots <= cuda::kMaxRelayedChunks);
+    // Negative control: with a row in each chunk they would not.
+    EXPECT(cuda::window_tokens(layout, row_bytes) > cuda::kMaxRelayedChunks);
+  }
+}
+
 CLAIM("a region is within its budget, says what all of it is for, and holds a token block") {
   for_layouts(one_domain(), [](const Topology&, uint64_t row_bytes, const cuda::DeviceRegionLayout& layout) {
     expect_adds_up(layout);

@@ -4,6 +4,7 @@
 
 #include "claims.h"
 #include "layout/region.h"
+#include "layout/words.h"
 #include "layout_checks.h"
 
 using namespace uccl_ep;

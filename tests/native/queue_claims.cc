@@ -9,6 +9,7 @@
 #include "claims.h"
 #include "common/process.h"
 #include "layout/wire.h"
+#include "layout/words.h"
 #include "proxy/post.h"
 #include "queue/ring.h"
 #include "sync/control.h"

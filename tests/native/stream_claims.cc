@@ -5,6 +5,7 @@
 
 #include "claims.h"
 #include "common/units.h"
+#include "layout/words.h"
 #include "proxy_world.h"
 #include "stream.h"
 

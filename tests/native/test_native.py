@@ -17,7 +17,7 @@ OF_TRANSPORTS = ("verbs", "verbs_event", "verbs_engine", "ofi", "ofi_fault")
 # Kernels on the stand-in for CUDA: docs/cuda_on_cpu.md.
 ON_CPU = ("lanes", "cuda_engine", "cuda_engine_refusal", "pause_engine")
 PROGRAMS = (
-    "queue", "layout", "loop", "copier", "nics", "stream", "fault", "life", "device", "engine", "cuda",
+    "queue", "words", "layout", "loop", "copier", "nics", "stream", "fault", "life", "device", "engine", "cuda",
     *ON_CPU, *OF_TRANSPORTS,
 )  # fmt: skip
 # Where threads meet without a lock: these run under TSan every time, the others with -m slow.
@@ -64,6 +64,8 @@ def sources_of(program: str) -> list[Path]:
     product = building.product_sources(ENGINE_PARTS if "engine" in program else PARTS)
     if program == "cuda":  # what of it needs no CUDA
         product.append(building.CSRC / "backend" / "cuda" / "layout.cc")
+    if program == "words":
+        product.append(building.CSRC / "backend" / "plan.cc")
     if program in ON_CPU:
         product += building.cuda_sources()
     return [HERE / f"{program}_claims.cc", *product]

@@ -3,6 +3,7 @@
 
 #include "backend/cuda/kernel.cuh"
 #include "backend/cuda/patience.cuh"
+#include "backend/cuda/words.h"
 
 namespace uccl_ep::cuda {
 

@@ -180,7 +180,7 @@ __device__ __forceinline__ uint64_t hash_pair(uint32_t place, uint32_t expert) {
 // By a crew, of several domains: where each token is in our streams, and what comes back for it.
 __device__ inline void write_streams(const Crew& crew, const Group& g, const Tiles& tiles) {
   const uint32_t own = own_domain(g), max_tokens = g.map.max_tokens;
-  uint32_t* const addends = at<uint32_t>(g, g.rank, g.map.addends);
+  Addend* const addends = at<Addend>(g, g.rank, g.map.addends);
 #pragma unroll 1
   for (uint32_t token = crew.thread; token < tiles.count; token += crew.size) {
     const Tile tile = tiles.with(token);
@@ -200,13 +200,13 @@ __device__ inline void write_streams(const Crew& crew, const Group& g, const Til
     for (uint32_t to = 0; to < g.map.num_domains; ++to) {
       if ((tile.stream[to] & bit) == 0) continue;
       if (to != own) {
-        addends[begin++] = kReturned | to << 16 | (tile.stream_base[to] + __popcll(tile.stream[to] & below));
+        addends[begin++] = Addend::of_domain(to, tile.stream_base[to] + __popcll(tile.stream[to] & below));
         continue;
       }
       uint32_t piece = tile.piece_base[own] + tile.pieces[own * kTileTokens + t];
 #pragma unroll 1
       for (uint32_t r = g.first; r < g.end; ++r)
-        if ((tile.destination[r] & bit) != 0) addends[begin++] = piece++;
+        if ((tile.destination[r] & bit) != 0) addends[begin++] = Addend::of_piece(piece++);
     }
   }
 }

@@ -51,14 +51,8 @@ __device__ inline void find_fold_range(const CombineKernel& k, FoldRange& out) {
   k.crew.sync();
 }
 
-// In shared memory: tags of rows that warps of the block have folded, plus 1, for the one that tells; with kPart, of a
-// part of a row. Each warp puts into its own boxes in turn.
-constexpr uint32_t kPart = 1u << 31;
-// A tag of a row that goes into a ring: with the number of its chunk's counter.
-constexpr uint32_t kInRing = 1u << 30;
-// Of a row that somebody far away waits for already: its warp tells of it itself, for that is sooner.
-constexpr uint32_t kHurried = 1u << 29;
-static_assert(uint64_t{kMaxCudaRanks} * (kMaxTokens / kTokenBlock) < kHurried);
+// In shared memory: tags (FoldTag) of rows that warps of the block have folded, plus 1, for the one that tells. Each
+// warp puts into its own boxes in turn.
 constexpr uint32_t kBoxes = 16;  // more than a warp puts at once
 template <uint32_t kWarps>
 struct Boxes {
@@ -103,11 +97,12 @@ struct Fold : CombineKernel {
     }
     if constexpr (kNet) sum.part = range.parted.part(number_of_sum);
     if (kNet && n < far && is_alone(g)) {  // the rows that it gets are those of the stream
-      sum.tag = kInRing | ring_counter(g, stream_of(g, s), number / rows_per_chunk(g, bytes));
+      sum.tag = FoldTag::of_chunk(ring_counter(g, stream_of(g, s), number / rows_per_chunk(g, bytes))).word;
       sum.out = range.to[s] + ring_offset(g, range.slot[s], g.map.return_slots, number, bytes);
     } else {
-      sum.tag = s * max_token_blocks(g) + plan.row_token[row] / kTokenBlock;
-      if (kNet && n < range.hurried) sum.tag |= kHurried;
+      sum.tag = FoldTag::of_token_block(s * max_token_blocks(g) + plan.row_token[row] / kTokenBlock,
+                                        kNet && n < range.hurried)
+                    .word;
       sum.out = range.to[s] + plan.row_piece[row] * bytes;
     }
     if (args.may_drop) drop(sum, bytes);
@@ -123,7 +118,7 @@ struct Fold : CombineKernel {
     if (is_in_ring(sum.tag))
       count_in_ring(sum.tag, sum.part > 0);
     else
-      count_and_finish(sum.tag & ~kHurried, sum.part > 0);
+      count_and_finish(FoldTag{sum.tag}.counter(), sum.part > 0);
   }
   __device__ uint32_t out_row(uint32_t k) const { return plan.compact_width > 0 ? k : plan.out_rows[k]; }
   __device__ uint32_t place(const Sum&, uint32_t k) const { return out_row(k) * units; }
@@ -132,9 +127,9 @@ struct Fold : CombineKernel {
   __device__ bool came(uint32_t) const {
     return true;
   }
-  __device__ bool is_in_ring(uint32_t tag) const { return kNet && (tag & kInRing) != 0; }
+  __device__ bool is_in_ring(uint32_t tag) const { return kNet && FoldTag{tag}.is_in_ring(); }
   __device__ bool at_once(uint32_t tag) const {
-    return is_in_ring(tag) || !in_domain(g, (tag & ~kHurried) / max_token_blocks(g));
+    return is_in_ring(tag) || !in_domain(g, FoldTag{tag}.counter() / max_token_blocks(g));
   }
   __device__ bool tells() const { return true; }
   __device__ void tell(uint32_t lane, uint32_t count, uint32_t tag) const {
@@ -145,14 +140,16 @@ struct Fold : CombineKernel {
     __syncwarp();
   }
   __device__ void tell_at_once(uint32_t lane, uint32_t tag, bool is_part) const {
-    if (!is_in_ring(tag) && !(kNet && (tag & kHurried) != 0)) return tell(lane, 1, tag | (kNet && is_part ? kPart : 0));
+    if (!is_in_ring(tag) && !(kNet && FoldTag{tag}.is_hurried()))
+      return tell(lane, 1, FoldTag{tag}.as_part(kNet && is_part).word);
     if (lane != 0) return;
     if (is_in_ring(tag)) return count_in_ring(tag, is_part);
     fence_gpu();
-    count_and_finish(tag & ~kHurried, is_part);
+    count_and_finish(FoldTag{tag}.counter(), is_part);
   }
   __device__ void count_in_ring(uint32_t tag, bool is_part) const {
-    count_some(at<uint32_t>(g, g.rank, g.map.relayed_counts) + (tag & ~kInRing), range.parted.num_parts_of(is_part));
+    count_some(at<uint32_t>(g, g.rank, g.map.relayed_counts) + FoldTag{tag}.counter(),
+               range.parted.num_parts_of(is_part));
   }
   // A piece of a token block, or a part of one, is in its source's memory. By one thread, after a fence: how many parts
   // are. After all parts_of(tag), and another fence, finish() follows.
@@ -202,10 +199,9 @@ __device__ inline void tell_folded(const Fold<kNet>& fold, Boxes<kWarps>& boxes)
     uint32_t counted[kEach], wanted[kEach], complete = 0;
 #pragma unroll
     for (uint32_t u = 0; u < kEach; ++u) {
-      const bool is_part = (found[u] & kPart) != 0;
-      found[u] &= ~kPart;
-      counted[u] = found[u] != 0 ? fold.count(found[u] - 1, is_part) : 0;
-      wanted[u] = found[u] != 0 ? fold.parts_of(found[u] - 1) : 1;
+      const FoldTag its{found[u] - 1};
+      counted[u] = found[u] != 0 ? fold.count(its.counter(), its.is_part()) : 0;
+      wanted[u] = found[u] != 0 ? fold.parts_of(its.counter()) : 1;
     }
 #pragma unroll
     for (uint32_t u = 0; u < kEach; ++u) complete |= (counted[u] == wanted[u]) << u;
@@ -213,7 +209,7 @@ __device__ inline void tell_folded(const Fold<kNet>& fold, Boxes<kWarps>& boxes)
     fence_system();
 #pragma unroll
     for (uint32_t u = 0; u < kEach; ++u)
-      if ((complete >> u & 1) != 0) fold.finish(found[u] - 1);
+      if ((complete >> u & 1) != 0) fold.finish(FoldTag{found[u] - 1}.counter());
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include "backend/cuda/net.h"
 #include "backend/cuda/packet.h"
+#include "backend/cuda/words.h"
 #include "common/units.h"
 
 namespace uccl_ep::cuda {
@@ -44,13 +45,16 @@ struct Shape {
   }
 };
 
-// The rings between domains hold a window, in chunks of 512 KiB, but at least 8, and a row in each.
+// The rings between domains hold a window, in chunks of 512 KiB, but at least 8, and a row in each. Rows of more than
+// 128 KiB may need larger chunks.
 DeviceRings rings_for(const Shape& shape, uint64_t packet_bytes, uint64_t row_bytes, uint32_t window,
                       uint32_t max_pairs) {
   constexpr uint64_t kUsualBytes = 512 << 10;
   DeviceRings rings;
   if (shape.domains == 1) return rings;
-  const uint64_t per_chunk = std::clamp<uint64_t>(kUsualBytes / row_bytes, 1, std::max(1u, window / 8));
+  const uint64_t least = (window + kMaxRelayedChunks - 1) / kMaxRelayedChunks;
+  const uint64_t per_chunk =
+      std::clamp<uint64_t>(kUsualBytes / row_bytes, least, std::max<uint64_t>(least, window / 8));
   const uint32_t slots = static_cast<uint32_t>((window + per_chunk - 1) / per_chunk);
   rings.packet_bytes = packet_bytes;
   rings.rows_slot_bytes = rings.return_slot_bytes = round_up(per_chunk * row_bytes, kAlign);

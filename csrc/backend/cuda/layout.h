@@ -22,6 +22,7 @@ constexpr uint32_t kRowGroup = 8;        // staged rows that one flag publishes
 constexpr uint32_t kTokenBlock = 32;     // tokens whose pieces one flag publishes; windows consist of whole ones
 constexpr uint32_t kPairsPerToken = 32;  // of the capacity; an operation may distribute them otherwise
 constexpr uint32_t kMaxTokens = 1u << 16;
+constexpr uint32_t kMaxRelayedChunks = 1u << 14;  // of rows, in a ring between domains
 constexpr uint32_t kHalves = 2;
 
 // In kernels ranks are numbered by domain, then by member, and experts by the number of their rank: a domain's are
@@ -230,6 +231,8 @@ enum class DeviceFault : uint32_t {
   kTooManyPairs
 };
 
+struct Addend;  // see words.h
+
 // A plan in device memory; arrays lie in one allocation that the caller owns.
 struct PlanView {
   uint64_t* routing_hash = nullptr;  // [1]
@@ -257,7 +260,7 @@ struct PlanView {
   uint32_t* sent_token_blocks = nullptr;  // [domains][token blocks + 1] rows of our stream of earlier ones
   uint32_t* sent_begin = nullptr;  // [domains + 1] into sent_tokens; nothing of our own
   uint32_t* sent_tokens = nullptr;  // [rows for other domains] token of each row of our streams
-  uint32_t* addends = nullptr;  // [addends] number of a piece, or kReturned | domain << 16 | row of the stream
+  Addend* addends = nullptr;  // [addends]
   uint32_t* relayed_begin = nullptr;  // [streams] into relayed_piece; the first is nothing
   uint32_t* relayed_pairs = nullptr;  // [streams] pairs of a stream
   uint32_t* relayed_piece = nullptr;  // [relayed rows, one more for each stream] pieces of earlier rows
@@ -268,7 +271,6 @@ struct PlanView {
   // is row i of the output, its weights are row i of [rows, compact_width], and `out_rows` holds the experts instead.
   uint32_t compact_width = 0;
 };
-constexpr uint32_t kReturned = 1u << 31;
 // Points a plan's arrays into `memory`, in the order above; their bytes. Null: only those.
 uint64_t lay_out_plan(PlanView& view, const PlanSizes& sizes, uint8_t* memory, const DeviceMap& of);
 

@@ -90,9 +90,9 @@ __device__ __forceinline__ bool returns_came(const Kernel& k, const MergeRange& 
 }
 
 // Where a sum of another domain lies, in units of 16 bytes of our region.
-__device__ __forceinline__ uint32_t returned_place(const Group& g, const MergeRange& range, uint32_t addend,
+__device__ __forceinline__ uint32_t returned_place(const Group& g, const MergeRange& range, const Addend& addend,
                                                    uint32_t row_bytes) {
-  const uint32_t to = (addend & ~kReturned) >> 16, row = (addend & 0xFFFF) - range.returned_rows[to];
+  const uint32_t to = addend.domain(), row = addend.row() - range.returned_rows[to];
   return (g.net->to[to].returns + ring_offset(g, range.returned_slot[to], g.map.return_slots, row, row_bytes)) / 16;
 }
 
@@ -125,8 +125,8 @@ struct Merge : CombineKernel {
   }
   __device__ uint32_t place(const Sum&, uint32_t k) const {
     if constexpr (!kNet) return (g.map.pieces + uint64_t{k - range.pieces} * row_bytes()) / 16;
-    const uint32_t addend = plan.addends[k];
-    if ((addend & kReturned) == 0) return (g.map.pieces + uint64_t{addend - range.pieces} * row_bytes()) / 16;
+    const Addend addend = plan.addends[k];
+    if (!addend.is_returned()) return (g.map.pieces + uint64_t{addend.piece() - range.pieces} * row_bytes()) / 16;
     return returned_place(g, range, addend, row_bytes());
   }
   __device__ const uint8_t* base() const { return g.base[g.rank]; }
@@ -163,11 +163,7 @@ struct Merge : CombineKernel {
 struct Relay : CombineKernel {
   static constexpr bool kSumsFirst = true, kSplits = true, kRehearses = true;
   const MergeRange& range;
-  mutable uint32_t arrived = 0xFFFFFFFFu;  // a stream and token block that has
-
-  // A tag: chunk of the ring, stream, token block.
-  static constexpr uint32_t kTokenBlockBits = 11, kStreamBits = 7;
-  static_assert(kMaxTokens / kTokenBlock <= 1u << kTokenBlockBits && kMaxCudaRanks < 1u << kStreamBits);
+  mutable uint32_t arrived = 0xFFFFFFFFu;  // RelayTag::awaited() that has
 
   __device__ uint32_t row_bytes() const { return args.hidden * dtype_bytes(args.wire); }
   __device__ SharedWork shared_work() const { return SharedWork::kRelayed; }
@@ -181,7 +177,7 @@ struct Relay : CombineKernel {
     Sum sum;
     sum.first = pieces[0];
     sum.count = pieces[1] - pieces[0];
-    sum.tag = (r / rows_per_chunk(g, row_bytes()) << kStreamBits | k) << kTokenBlockBits | token_block_of(k, row);
+    sum.tag = RelayTag::of(r / rows_per_chunk(g, row_bytes()), k, token_block_of(k, row)).word;
     sum.part = range.parted.part(number);
     sum.out = at<uint8_t>(g, g.rank, g.net->relayed[k].returns) +
               ring_offset(g, range.relayed_slot[k], g.map.return_slots, r, row_bytes());
@@ -202,27 +198,27 @@ struct Relay : CombineKernel {
     return low;
   }
   __device__ uint32_t place(const Sum& sum, uint32_t j) const {
-    const uint32_t k = sum.tag >> kTokenBlockBits & (1u << kStreamBits) - 1;
+    const uint32_t k = RelayTag{sum.tag}.stream();
     return (g.map.pieces + k * g.map.piece_bytes + uint64_t{j - range.relayed_pieces[k]} * row_bytes()) / 16;
   }
   __device__ const uint8_t* base() const { return g.base[g.rank]; }
   template <bool kLooks>
   __device__ bool came(uint32_t tag) const {
-    const uint32_t which = tag & (1u << kTokenBlockBits + kStreamBits) - 1;
-    if (which == arrived || tag == kRehearsal) return true;
-    const bool good = pieces_came<kLooks>(*this, which >> kTokenBlockBits, which & (1u << kTokenBlockBits) - 1);
+    const RelayTag its{tag};
+    if (its.awaited() == arrived || tag == kRehearsal) return true;
+    const bool good = pieces_came<kLooks>(*this, its.stream(), its.token_block());
     __syncwarp();  // as in Merge
     proxy_fence();
-    if (good) arrived = which;
+    if (good) arrived = its.awaited();
     return good;
   }
   __device__ bool at_once(uint32_t) const { return true; }
   __device__ bool tells() const { return true; }
   __device__ void tell(uint32_t, uint32_t, uint32_t) const {}
   __device__ void tell_at_once(uint32_t lane, uint32_t tag, bool is_part) const {
-    const uint32_t k = tag >> kTokenBlockBits & (1u << kStreamBits) - 1, chunk = tag >> kTokenBlockBits + kStreamBits;
+    const RelayTag its{tag};
     if (lane == 0)
-      count_some(at<uint32_t>(g, g.rank, g.map.relayed_counts) + ring_counter(g, k, chunk),
+      count_some(at<uint32_t>(g, g.rank, g.map.relayed_counts) + ring_counter(g, its.stream(), its.chunk()),
                  range.parted.num_parts_of(is_part));
   }
 };

@@ -280,7 +280,7 @@ __device__ inline void plan_streams(const Kernel& k, uint32_t num_blocks) {
   }
   const uint32_t* const sent_before = at<uint32_t>(k.g, k.g.rank, k.g.map.sent_token_blocks);
   const uint32_t* const tokens = at<uint32_t>(k.g, k.g.rank, k.g.map.sent_tokens);
-  const uint32_t* const addends = at<uint32_t>(k.g, k.g.rank, k.g.map.addends);
+  const Addend* const addends = at<Addend>(k.g, k.g.rank, k.g.map.addends);
   uint32_t begin = 0;
   for (uint32_t to = 0; to < k.g.map.num_domains; ++to) {
     if (me == 0) k.plan.sent_begin[to] = begin;

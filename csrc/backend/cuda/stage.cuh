@@ -204,20 +204,20 @@ template <bool kFresh>
 __device__ __forceinline__ void find_slot(const Group& g, const PlanView& plan, const PlaceArgs& args, uint32_t token,
                                           Staged::InRings& rings) {
   const uint32_t* const begins = kFresh ? at<uint32_t>(g, g.rank, g.map.token_addends) : plan.addend_begin;
-  const uint32_t* const addends = kFresh ? at<uint32_t>(g, g.rank, g.map.addends) : plan.addends;
+  const Addend* const addends = kFresh ? at<Addend>(g, g.rank, g.map.addends) : plan.addends;
   const uint32_t lane = threadIdx.x % kWarp, end = __ldcg(begins + token + 1);
-  uint32_t found = 0;
+  Addend found = Addend::of_piece(0);
   for (uint32_t first = __ldcg(begins + token); first < end; first += kWarp) {
-    const uint32_t addend = first + lane < end ? __ldcg(addends + first + lane) : 0;
-    for (uint32_t left = __ballot_sync(kFullWarp, (addend & kReturned) != 0); left != 0; left &= left - 1) {
-      const uint32_t its = __shfl_sync(kFullWarp, addend, __ffs(left) - 1);
-      if ((its & ~kReturned) >> 16 == lane) found = its;
+    const Addend addend{first + lane < end ? __ldcg(&addends[first + lane].word) : 0};
+    for (uint32_t left = __ballot_sync(kFullWarp, addend.is_returned()); left != 0; left &= left - 1) {
+      const Addend its{__shfl_sync(kFullWarp, addend.word, __ffs(left) - 1)};
+      if (its.domain() == lane) found = its;
     }
   }
   rings.place[lane] = nullptr;
-  if (found == 0) return;
+  if (!found.is_returned()) return;
   const uint32_t row_bytes = static_cast<uint32_t>(staged_row_bytes(args.stage.wire, args.stage.hidden));
-  const uint32_t row = (found & 0xFFFF) - sent_part<kFresh>(g, plan, args, lane).first;
+  const uint32_t row = found.row() - sent_part<kFresh>(g, plan, args, lane).first;
   const uint32_t slot = static_cast<uint32_t>(net_state(g).sent[lane] % g.map.row_slots);
   rings.chunk[lane] = row / rows_per_chunk(g, row_bytes);
   rings.place[lane] =

@@ -1,0 +1,92 @@
+// Packed words at the limits of their fields.
+#include "backend/cuda/words.h"
+#include "claims.h"
+#include "proxy/post.h"
+#include "queue/command.h"
+
+using namespace uccl_ep;
+using cuda::Addend;
+using cuda::FoldTag;
+using cuda::RelayTag;
+
+namespace {
+
+// Together they are the whole word, and no bit is of two.
+template <typename... Fields>
+constexpr bool fill_a_word() {
+  using Word = std::common_type_t<typename Fields::Word...>;
+  return (Fields::kMask ^ ...) == static_cast<Word>(~Word{0}) && (Fields::kMask | ...) == static_cast<Word>(~Word{0});
+}
+template <typename Field>
+bool keeps_its_limits() {
+  return Field::get(Field::put(Field::kMost)) == Field::kMost && Field::get(Field::put(1)) == 1 &&
+         Field::put(Field::kMost) == Field::kMask && Field::fits(Field::kMost) &&
+         !Field::fits(uint64_t{Field::kMost} + 1);
+}
+
+CLAIM("the fields of a word fill it, and each holds what it says") {
+  static_assert(fill_a_word<ImmSerial, ImmChannel, ImmKind>());
+  static_assert(fill_a_word<CookieSlot, CookieIndex, CookieKind>());
+  static_assert(fill_a_word<Addend::Row, Addend::From, Addend::Returned>());
+  static_assert(fill_a_word<FoldTag::Counter, FoldTag::Hurried, FoldTag::InRing, FoldTag::Part>());
+  static_assert(fill_a_word<RelayTag::TokenBlock, RelayTag::Stream, RelayTag::Chunk>());
+  // Negative control: a gap, and a bit of two.
+  static_assert(!fill_a_word<RelayTag::TokenBlock, RelayTag::Chunk>());
+  static_assert(!fill_a_word<RelayTag::TokenBlock, RelayTag::Stream, RelayTag::Chunk, BitField<uint32_t, 0, 1>>());
+  EXPECT(keeps_its_limits<ImmSerial>() && keeps_its_limits<ImmChannel>() && keeps_its_limits<ImmKind>());
+  EXPECT(keeps_its_limits<CommandBytes>() && keeps_its_limits<CommandChannel>() && keeps_its_limits<CommandSerial>());
+  EXPECT(keeps_its_limits<CookieSlot>() && keeps_its_limits<CookieIndex>() && keeps_its_limits<CookieKind>());
+}
+
+CLAIM("an addend survives at the limits of its fields, and a piece is never a returned sum") {
+  for (uint32_t piece : {0u, 1u, cuda::kMaxTokens, cuda::kMaxTokens * cuda::kMaxCudaRanks - 1}) {
+    EXPECT(!Addend::of_piece(piece).is_returned());
+    EXPECT_EQ(Addend::of_piece(piece).piece(), piece);
+  }
+  for (uint32_t domain : {0u, 1u, cuda::kMaxDomains - 1, Addend::From::kMost})
+    for (uint32_t row : {0u, 1u, cuda::kMaxTokens - 1}) {
+      const Addend addend = Addend::of_domain(domain, row);
+      EXPECT(addend.is_returned());
+      EXPECT_EQ(addend.domain(), domain);
+      EXPECT_EQ(addend.row(), row);
+    }
+  // Negative control: one row more would be of another domain.
+  EXPECT_EQ(Addend::of_domain(2, cuda::kMaxTokens).row(), 0u);
+}
+
+CLAIM("a fold's tag survives at the limits of its fields, and so does the box that it is put into") {
+  for (uint32_t counter : {0u, 1u, FoldTag::Counter::kMost}) {
+    for (bool hurried : {false, true})
+      for (bool is_part : {false, true}) {
+        const FoldTag tag = FoldTag::of_token_block(counter, hurried).as_part(is_part);
+        EXPECT_EQ(tag.counter(), counter);
+        EXPECT(tag.is_hurried() == hurried && tag.is_part() == is_part && !tag.is_in_ring());
+        EXPECT(tag.word + 1 != 0);  // an empty box
+        EXPECT_EQ(FoldTag{tag.word + 1 - 1}.word, tag.word);
+      }
+    const FoldTag tag = FoldTag::of_chunk(counter);
+    EXPECT_EQ(tag.counter(), counter);
+    EXPECT(tag.is_in_ring() && !tag.is_hurried() && !tag.is_part());
+  }
+  // Negative control: a counter beyond the limit says something else.
+  EXPECT(FoldTag::of_token_block(FoldTag::Counter::kMost + 1, false).is_hurried());
+}
+
+CLAIM("a relay's tag survives at the limits of its fields, and none is a rehearsal's") {
+  for (uint32_t chunk : {0u, 1u, cuda::kMaxRelayedChunks - 1})
+    for (uint32_t stream : {1u, cuda::kMaxCudaRanks})
+      for (uint32_t token_block : {0u, 1u, cuda::kMaxTokens / cuda::kTokenBlock - 1}) {
+        const RelayTag tag = RelayTag::of(chunk, stream, token_block);
+        EXPECT_EQ(tag.chunk(), chunk);
+        EXPECT_EQ(tag.stream(), stream);
+        EXPECT_EQ(tag.token_block(), token_block);
+        EXPECT_EQ(tag.awaited(), RelayTag::of(0, stream, token_block).word);
+        EXPECT(tag.word != UINT32_MAX && tag.awaited() != UINT32_MAX);
+      }
+  // Negative control: one token block more would be of another stream.
+  EXPECT_EQ(RelayTag::of(0, 2, RelayTag::TokenBlock::kMost + 1).stream(), 3u);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) { return claims::main(argc, argv); }
