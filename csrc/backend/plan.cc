@@ -16,6 +16,15 @@ std::string describe(const OpSignature& s) {
   return text + (s.with_weights ? ", weights)" : ")");
 }
 
+std::string differences(const OpSignature& one, const OpSignature& other) {
+  std::string names;
+  const auto look = [&](const auto& field) {
+    if (one.*field.member != other.*field.member) names += std::string(names.empty() ? "" : ", ") + field.name;
+  };
+  std::apply([&](const auto&... field) { (look(field), ...); }, kFields<OpSignature>);
+  return names;
+}
+
 std::string describe_refusals(int rank, uint64_t first, uint64_t count, const std::string& why) {
   const std::string text = "rank " + std::to_string(rank) + " refused call" + (count > 1 ? "s " : " ") +
                            std::to_string(first) + (count > 1 ? " to " + std::to_string(first + count - 1) : "");
@@ -25,9 +34,11 @@ std::string describe_refusals(int rank, uint64_t first, uint64_t count, const st
 
 std::string describe_mismatch(uint64_t epoch, const Called& one, const Called& other, const std::string& why) {
   const auto rank = [](const Called& of) { return "rank " + std::to_string(of.rank); };
+  const std::string named = differences(one.signature, other.signature);
+  const std::string said = named.empty() ? "" : " (different: " + named + ")";
   if (one.num_refused == other.num_refused)
     return "call " + std::to_string(epoch + one.num_refused) + " on the buffer: " + rank(one) + " called " +
-           describe(one.signature) + ", " + rank(other) + " called " + describe(other.signature);
+           describe(one.signature) + ", " + rank(other) + " called " + describe(other.signature) + said;
   const auto call = [&](const Called& of) {
     return "call " + std::to_string(epoch + of.num_refused) + " of " + rank(of) + ", " + describe(of.signature);
   };

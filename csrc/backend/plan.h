@@ -74,6 +74,8 @@ struct Plan {
   uint64_t num_bytes() const;
 };
 
+// Names of the fields that differ, "hidden, weights".
+std::string differences(const OpSignature& one, const OpSignature& other);
 // A call as an error names it.
 std::string describe(const OpSignature& signature);
 // "rank 1 refused call 7: why", or several calls from `first` on; without `why` where it is not known.

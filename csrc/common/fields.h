@@ -1,7 +1,9 @@
-// What of a structure another language sees, listed once, beside the structure.
+// What of a structure another language or an error names, listed once, beside the structure.
 #pragma once
 
+#include <cstddef>
 #include <tuple>
+#include <type_traits>
 
 namespace uccl_ep {
 
@@ -19,6 +21,23 @@ constexpr Field<Struct, Member> field(const char* name, Member Struct::* member)
 // Specialised beside each structure that has some.
 template <typename Struct>
 inline constexpr std::tuple<> kFields{};
+
+// Members of an aggregate without nested ones: as many as it can be made of.
+struct AnyMember {
+  template <typename Member>
+  constexpr operator Member() const;
+};
+template <typename Struct, typename... Members>
+constexpr size_t num_members() {
+  if constexpr (requires { Struct{Members{}..., AnyMember{}}; })
+    return num_members<Struct, Members..., AnyMember>();
+  else
+    return sizeof...(Members);
+}
+template <typename Struct>
+constexpr bool all_listed() {
+  return num_members<Struct>() == std::tuple_size_v<std::remove_cvref_t<decltype(kFields<Struct>)>>;
+}
 
 }  // namespace uccl_ep
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "common/error.h"
+#include "common/fields.h"
 #include "common/units.h"
 
 namespace uccl_ep {
@@ -19,7 +20,8 @@ inline const char* dtype_name(Dtype dtype) {
   return dtype == Dtype::kFp32 ? "fp32" : dtype == Dtype::kBf16 ? "bf16" : "fp8";
 }
 
-// What every rank must have called alike (contract 9). Compared field by field by every rank that reads it.
+// What every rank must have called alike (contract 9). Host and kernels compare it by its operator, so no field can be
+// forgotten. A new field is a line here and one of the list below, which errors name it by.
 struct OpSignature {
   OpKind kind;
   Dtype dtype;  // of the tensors
@@ -33,8 +35,21 @@ struct OpSignature {
   uint32_t with_capacity;  // CUDA: the output has a size of its own, and the counts stay on the device
   uint64_t plan_id;  // epoch of the dispatch that made the plan; 0 for a new one
 
-  bool operator==(const OpSignature&) const = default;
+  constexpr bool operator==(const OpSignature&) const = default;
 };
+template <>
+inline constexpr auto kFields<OpSignature> = std::tuple{field("kind", &OpSignature::kind),
+                                                        field("dtype", &OpSignature::dtype),
+                                                        field("wire dtype", &OpSignature::wire),
+                                                        field("use of a plan", &OpSignature::plan_use),
+                                                        field("hidden", &OpSignature::hidden),
+                                                        field("weights", &OpSignature::with_weights),
+                                                        field("fp8_scale", &OpSignature::fp8_pow2),
+                                                        field("expert_alignment", &OpSignature::expert_alignment),
+                                                        field("row layout", &OpSignature::compact_width),
+                                                        field("capacity", &OpSignature::with_capacity),
+                                                        field("plan", &OpSignature::plan_id)};
+static_assert(all_listed<OpSignature>(), "a field is missing in the list");
 
 // Followed by counts, for a new plan: uint32_t pairs per expert of the destination domain (experts in order of member,
 // then local index), then uint32_t rows per member of it.

@@ -1,5 +1,6 @@
-// Packed words at the limits of their fields.
+// Packed words at the limits of their fields, and the signature of a call, field by field.
 #include "backend/cuda/words.h"
+#include "backend/plan.h"
 #include "claims.h"
 #include "proxy/post.h"
 #include "queue/command.h"
@@ -87,6 +88,49 @@ CLAIM("a relay's tag survives at the limits of its fields, and none is a rehears
   EXPECT_EQ(RelayTag::of(0, 2, RelayTag::TokenBlock::kMost + 1).stream(), 3u);
 }
 
+// Calls look(name, signature) with signatures that differ from `from` in the field of that name.
+template <typename Look>
+void for_each_field(const OpSignature& from, Look look) {
+  std::apply(
+      [&](const auto&... field) {
+        const auto change = [&](const auto& one) {
+          OpSignature changed = from;
+          using Value = std::remove_reference_t<decltype(changed.*one.member)>;
+          changed.*one.member = static_cast<Value>(static_cast<uint64_t>(from.*one.member) + 1);
+          look(std::string(one.name), changed);
+        };
+        (change(field), ...);
+      },
+      kFields<OpSignature>);
+}
+
+CLAIM("signatures that differ in one field differ, and the error names that field and no other") {
+  OpSignature usual{};
+  usual.kind = OpKind::kDispatch;
+  usual.dtype = usual.wire = Dtype::kBf16;
+  usual.hidden = 128;
+  size_t fields = 0;
+  for_each_field(usual, [&](const std::string& name, const OpSignature& other) {
+    EXPECT(other != usual && usual != other);
+    EXPECT(differences(usual, other) == name);
+    const std::string text = describe_mismatch(7, {0, usual, 0}, {1, other, 0}, "");
+    EXPECT(text.find("(different: " + name + ")") != std::string::npos);
+    ++fields;
+  });
+  EXPECT_EQ(fields, std::tuple_size_v<std::remove_cvref_t<decltype(kFields<OpSignature>)>>);
+  // Negative control: equal ones differ in nothing.
+  const OpSignature same = usual;
+  EXPECT(same == usual && differences(usual, same).empty());
+}
+
+struct Forgetful {
+  uint32_t listed, forgotten;
+};
+
 }  // namespace
+
+template <>
+inline constexpr auto uccl_ep::kFields<Forgetful> = std::make_tuple(UCCL_EP_FIELD(Forgetful, listed));
+static_assert(!uccl_ep::all_listed<Forgetful>() && uccl_ep::num_members<Forgetful>() == 2);
 
 int main(int argc, char** argv) { return claims::main(argc, argv); }

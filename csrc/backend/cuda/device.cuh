@@ -180,12 +180,7 @@ __device__ inline bool is_alike(const Group& g, uint64_t epoch, const OpSignatur
   const DeviceHeader& theirs = header(g, r, epoch);
   const uint32_t refused = theirs.num_refused;
   const OpSignature other = theirs.signature;  // a copy: loaded at once
-  if (own.kind == other.kind && own.dtype == other.dtype && own.wire == other.wire && own.plan_use == other.plan_use &&
-      own.hidden == other.hidden && own.with_weights == other.with_weights && own.fp8_pow2 == other.fp8_pow2 &&
-      own.compact_width == other.compact_width && own.with_capacity == other.with_capacity &&
-      own.expert_alignment == other.expert_alignment && own.plan_id == other.plan_id &&
-      refused == static_cast<uint32_t>(local(g).progress.num_refused))
-    return true;
+  if (own == other && refused == static_cast<uint32_t>(local(g).progress.num_refused)) return true;
   report(g, {DeviceFault::kMismatch, ErrorKind::kRankMismatch, Step::kPlan, r});
   return false;
 }
