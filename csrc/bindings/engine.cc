@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <future>
 #include <memory>
@@ -208,12 +209,12 @@ void bind_op(py::module_& m) {
       .def("give_up_guess", &Operation::give_up_guess, Release())
       .def(
           "set_output",
-          [](Operation& self, uintptr_t rows, uintptr_t scales, uintptr_t weights, uintptr_t row_experts,
-             uintptr_t plan, uintptr_t stream) {
-            self.give_output({pointer<uint8_t>(rows), pointer<float>(scales), pointer<float>(weights),
-                              pointer<int64_t>(row_experts), pointer<uint8_t>(plan), pointer<void>(stream)});
+          // Memory of rows, scales, weights, row_experts and the plan.
+          [](Operation& self, const std::array<uintptr_t, 5>& memory, uintptr_t stream) {
+            self.give_output({pointer<uint8_t>(memory[0]), pointer<float>(memory[1]), pointer<float>(memory[2]),
+                              pointer<int64_t>(memory[3]), pointer<uint8_t>(memory[4]), pointer<void>(stream)});
           },
-          "rows"_a, "scales"_a, "weights"_a, "row_experts"_a, "plan"_a, "stream"_a, Release())
+          "memory"_a, "stream"_a, Release())
       .def_property_readonly("plan", &Operation::plan)
       .def_property_readonly("counts_known", &Operation::counts_known)
       .def_property_readonly("is_guessed", &Operation::is_guessed)

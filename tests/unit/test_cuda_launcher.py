@@ -72,7 +72,8 @@ class Op:
         assert self.is_guessed and self.memory == []
         self.is_guessed = False
 
-    def set_output(self, rows: int, scales: int, weights: int, experts: int, plan: int, stream: int) -> None:
+    def set_output(self, memory: list[int], stream: int) -> None:
+        rows, _, _, experts, plan = memory
         assert rows != 0 and plan != 0 and experts == 0
         self.memory.append((self.plan.num_rows, self.counts_known))
         self.rows.append(rows)

@@ -157,7 +157,7 @@ class Launcher:
             if handle is None:
                 known.keep(self._plan_memory(native))
             record.keep(known.storage, received.row_experts, *received[:3])
-            native.set_output(*map(address, (*received, known.storage)), self._stream())
+            native.set_output([*map(address, (*received, known.storage))], self._stream())
             return received
 
         return self._receive(native, known, receive)
