@@ -9,8 +9,8 @@
 
 namespace uccl_ep::cuda {
 
-// kPlaceWarps: of a block, that place rows.
-template <PlanState kState, uint32_t kPlaceWarps>
+// kPlacing: warps of a block that place rows.
+template <PlanState kState, uint32_t kPlacing>
 struct ServeRole {
   static constexpr uint32_t kWarps = 2;
   struct Shared {};
@@ -28,7 +28,7 @@ struct ServeRole {
       }
       if (!wait_plan(k) || !has_memory<kState>(k.g, k.args) || !wait_lists(k)) return;
       const StepClock clock(k, Step::kPlan);
-      plan_rows(k, k.args.num_blocks, k.args.num_blocks * (k.args.bulk_warps < 2 ? kPlaceWarps : k.args.bulk_warps));
+      plan_rows(k, k.args.num_blocks, k.args.num_blocks * (k.args.bulk_warps < 2 ? kPlacing : k.args.bulk_warps));
       plan_heads(k, k.args.num_blocks);
       clock.stop();
     } else {
