@@ -8,8 +8,7 @@ from collections.abc import Iterable
 # Set-up, probes, errors and conversions: nobody waits for these, so they are compiled in less time.
 COLD = (
     *("bindings/", "common/", "layout/", "backend/cuda/", "engine/config.cc", "engine/stats.cc"),
-    "engine/group/control_plane.cc",
-    "engine/group/stats.cc",
+    *(f"engine/group/{name}.cc" for name in ("choice", "control_plane", "stats")),
     "engine/host/stats.cc",
     *(f"engine/cuda/{name}.cc" for name in ("checks", "engine", "faults", "network", "trace", "trial")),
     *(f"transport/{name}.cc" for name in ("nics", "registry", "trial")),

@@ -18,7 +18,7 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parents[1]
 STUB = ROOT / "uccl_ep_train" / "_native.pyi"
 HEAD = """# Written by scripts/native_stub.py from the bindings; tests/native/test_stub.py compares the two.
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 """
 
 # What pybind11 takes for a number, and what Python calls it.

@@ -1,5 +1,5 @@
 # Written by scripts/native_stub.py from the bindings; tests/native/test_stub.py compares the two.
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 class CombineArgs:
     def __init__(self, rows_ptr: int, hidden: int, element_bytes: int, wire_fp32: bool, values_ptr: int, out_ptr: int, values_out_ptr: int, aside: bool) -> None: ...
@@ -130,6 +130,8 @@ class Trial:
     local_idx: int
     local_size: int
     near_pci: str
+
+def choose_transport(wanted: str, places: Sequence[tuple[str, str]], told: Sequence[Mapping[str, tuple[bool, str, str]]], num_domains: int, on_gpu: bool) -> tuple[str, str, str]: ...
 
 def cuda_least_budget(arg0: EngineConfig, /) -> int: ...
 

@@ -3,8 +3,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
-#include <cstring>
 #include <tuple>
 
 #include "backend/host/numerics.h"
@@ -13,7 +11,6 @@
 #include "common/limits.h"
 #include "engine/config.h"
 #include "engine/host/engine.h"
-#include "transport/registry.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -88,36 +85,10 @@ py::class_<Struct> bind_fields(py::module_& m, const char* name) {
   return bound;
 }
 
-const char* name_of(LinkKind link) {
-  switch (link) {
-    case LinkKind::kMemory:
-      return "memory";
-    case LinkKind::kEfa:
-      return "efa";
-    case LinkKind::kTcp:
-      return "tcp";
-    default:
-      return "rdma";
-  }
-}
-
-// What the named transports say about this host: (name, usable, text, link).
-std::vector<std::tuple<std::string, bool, std::string, std::string>> probe_named(
-    const EngineConfig& config, const std::vector<std::string>& names) {
-  std::vector<std::tuple<std::string, bool, std::string, std::string>> found;
-  for (const TransportKind& kind : transports()) {
-    if (std::find(names.begin(), names.end(), kind.name) == names.end()) continue;
-    const Probe probe = kind.probe({config.loop, config.nic});
-    found.emplace_back(kind.name, probe.usable, probe.text, name_of(probe.link));
-  }
-  return found;
-}
-
 void bind_config(py::module_& m) {
   bind_fields<LoopOptions>(m, "LoopOptions");
   bind_fields<NicOptions>(m, "NicOptions");
   bind_fields<EngineConfig>(m, "EngineConfig");
-  m.def("transports", &probe_named, "config"_a, "names"_a, py::call_guard<py::gil_scoped_release>());
   m.def("memory_plan", &host_memory_entries);
   m.def("least_budget", &host_least_budget_bytes);
 }

@@ -2,10 +2,16 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <map>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "engine/config.h"
+#include "engine/group/choice.h"
 #include "transport/nics.h"
 #include "transport/registry.h"
 #include "transport/trial.h"
@@ -39,6 +45,46 @@ py::list rank_nics(const Trial& trial, const std::string& root) {
   return list_of(nics_of_rank(setup, trial.options.nic, offered, root));
 }
 
+constexpr const char* kLinkNames[] = {"memory", "efa", "rdma", "tcp"};  // by LinkKind
+
+// kRdma for a name that another version may know.
+LinkKind link_named(const std::string& name) {
+  for (LinkKind link : {LinkKind::kMemory, LinkKind::kEfa, LinkKind::kTcp})
+    if (name == kLinkNames[static_cast<size_t>(link)]) return link;
+  return LinkKind::kRdma;
+}
+
+// What the named transports say about this host: (name, usable, text, link).
+std::vector<std::tuple<std::string, bool, std::string, std::string>> probe_named(
+    const EngineConfig& config, const std::vector<std::string>& names) {
+  std::vector<std::tuple<std::string, bool, std::string, std::string>> found;
+  for (const TransportKind& kind : transports()) {
+    if (std::find(names.begin(), names.end(), kind.name) == names.end()) continue;
+    const Probe probe = kind.probe({config.loop, config.nic});
+    found.emplace_back(kind.name, probe.usable, probe.text, kLinkNames[static_cast<size_t>(probe.link)]);
+  }
+  return found;
+}
+
+using Told = std::map<std::string, std::tuple<bool, std::string, std::string>>;
+
+// (name, why, provider) from what ranks told: where they are, (host, memory), and their probes by transport,
+// (usable, text, link).
+std::tuple<std::string, std::string, std::string> choose(const std::string& wanted,
+                                                         const std::vector<std::pair<std::string, std::string>>& places,
+                                                         const std::vector<Told>& told, int num_domains, bool on_gpu) {
+  std::vector<Place> native;
+  for (const auto& [host, memory] : places) native.push_back({host, memory});
+  std::vector<Offers> offers(told.size());
+  for (size_t rank = 0; rank < told.size(); ++rank)
+    for (const auto& [name, probe] : told[rank]) {
+      const auto& [usable, text, link] = probe;
+      offers[rank][name] = {usable, text, link_named(link)};
+    }
+  const TransportChoice choice = choose_transport(wanted, native, offers, num_domains, on_gpu);
+  return {choice.name, choice.why, choice.provider};
+}
+
 }  // namespace
 
 void bind_probes(py::module_& m) {
@@ -52,6 +98,8 @@ void bind_probes(py::module_& m) {
       .def_readwrite("local_idx", &Trial::local_idx)
       .def_readwrite("local_size", &Trial::local_size)
       .def_readwrite("near_pci", &Trial::near_pci);
+  m.def("transports", &probe_named, "config"_a, "names"_a, py::call_guard<py::gil_scoped_release>());
+  m.def("choose_transport", &choose, "wanted"_a, "places"_a, "told"_a, "num_domains"_a, "on_gpu"_a);
   m.def("host_nics", [](const std::string& root) { return list_of(host_nics(root)); }, "root"_a = "/sys");
   m.def("rank_nics", &rank_nics, "trial"_a, "root"_a = "/sys");
   m.def("try_registration", &try_registration, "trial"_a, py::call_guard<py::gil_scoped_release>());

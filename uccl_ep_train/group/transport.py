@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from uccl_ep_train.core.native import probe_transports
+from uccl_ep_train.core.native import load_native, probe_transports
 from uccl_ep_train.core.topology import Topology
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.group.answers import require
@@ -22,19 +22,6 @@ from uccl_ep_train.settings.config import EpConfig
 
 NETWORKS = ("verbs", "ofi")
 """Transports that reach other hosts, the better first."""
-
-
-@dataclass(frozen=True)
-class Probe:
-    """What a rank's host offers of one transport.
-
-    text  what it would use, or what is missing
-    link  what would carry the bytes: "memory" | "efa" | "rdma" | "tcp"
-    """
-
-    usable: bool
-    text: str
-    link: str = "rdma"
 
 
 @dataclass(frozen=True)
@@ -97,7 +84,7 @@ def choose(
     num_domains: int,
     on_gpu: bool,
 ) -> Choice:
-    """The transport of a group; pure.
+    """The transport of a group, by the native core; pure.
 
     wanted   EpConfig.transport, the same on all ranks
     places   of the ranks, by rank
@@ -105,82 +92,9 @@ def choose(
 
     Raises `ConfigError` naming ranks and what they lack.
     """
-    table = {name: [_answer(said, name) for said in answers] for name in NETWORKS}
-    if wanted in NETWORKS:
-        problem = _problem(wanted, table[wanted], places, on_gpu) or _mixed_providers(table[wanted], places)
-        if problem:
-            raise ConfigError(f"transport = {wanted!r}: {problem}")
-        return Choice(wanted, "it was asked for")
-    if num_domains == 1:
-        return Choice("loop", "there is one domain, and no row leaves it")
-    if len({place.memory for place in places}) == 1:
-        return Choice(
-            "loop",
-            f"all {len(places)} ranks are on one host, {places[0].host}: "
-            "copies in its memory beat the loopback of a NIC",
-        )
-    if wanted == "loop":
-        raise ConfigError(
-            "transport = 'loop': it copies inside one host, and the ranks are on several, or in containers "
-            f"that share no memory: {_hosts(places)}; allowed is auto, verbs or ofi"
-        )
-    return _choose_network(table, places, on_gpu)
-
-
-def _choose_network(table: dict[str, list[Probe]], places: Sequence[Place], on_gpu: bool) -> Choice:
-    problems = {}
-    for name in NETWORKS:
-        probes = table[name]
-        problem = _problem(name, probes, places, on_gpu)
-        if problem:
-            problems[name] = problem
-            continue
-        tcp = name == "ofi" and any(entry.link == "tcp" for entry in probes)
-        what = "EFA on every rank" if name == "verbs" and probes[0].link == "efa" else "every rank has it"
-        if tcp:
-            what = "over TCP, which every rank has"
-        missing = "".join(f"; not {better}: {why}" for better, why in problems.items())
-        return Choice(name, f"{what} (rank 0: {probes[0].text}){missing}", "tcp" if tcp else None)
-    lacks = "; ".join(f"{name}: {why}" for name, why in problems.items())
-    raise ConfigError(
-        f"transport = 'auto': nothing connects the hosts of the group ({_hosts(places)}); {lacks}; "
-        "loop: it copies inside one host"
-    )
-
-
-def _answer(said: dict[str, Any], name: str) -> Probe:
-    return (
-        Probe(*said[name])
-        if name in said
-        else Probe(False, "this rank says nothing of it: does it run another version?")
-    )
-
-
-def _problem(name: str, probes: Sequence[Probe], places: Sequence[Place], on_gpu: bool) -> str:
-    """Why a transport cannot connect all ranks; "" if it can."""
-    lacking = [rank for rank, entry in enumerate(probes) if not entry.usable]
-    if lacking:
-        return "; ".join(
-            f"{ranks_on(ranks, places)}: {text}"
-            for text, ranks in _grouped((probes[rank].text, rank) for rank in lacking).items()
-        )
-    if on_gpu and any(entry.link == "tcp" for entry in probes):
-        ranks = [rank for rank, entry in enumerate(probes) if entry.link == "tcp"]
-        text = f"TCP cannot read the memory of a GPU ({probes[ranks[0]].text})"
-        return f"{ranks_on(ranks, places)}: {text}"
-    kinds = _grouped((entry.link == "efa", rank) for rank, entry in enumerate(probes))
-    if name == "verbs" and len(kinds) == 2:
-        have, lack = (ranks_on(kinds[efa], places) for efa in (True, False))
-        return f"EFA reaches EFA only, and {have} would use it, {lack} another"
-    return ""
-
-
-def _mixed_providers(probes: Sequence[Probe], places: Sequence[Place]) -> str:
-    kinds = _grouped((entry.link == "tcp", rank) for rank, entry in enumerate(probes))
-    if len(kinds) == 1:
-        return ""
-    each = "; ".join(f"{ranks_on(ranks, places)}: {probes[ranks[0]].text}" for ranks in kinds.values())
-    return f"ranks would take providers that cannot talk ({each}); set ofi_provider"
+    told = [(place.host, place.memory) for place in places]
+    name, why, provider = load_native().choose_transport(wanted, told, answers, num_domains, on_gpu)
+    return Choice(name, why, provider or None)
 
 
 def _grouped(pairs: Iterable[tuple[Any, int]]) -> dict[Any, list[int]]:
