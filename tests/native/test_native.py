@@ -17,8 +17,8 @@ OF_TRANSPORTS = ("verbs", "verbs_event", "verbs_engine", "ofi", "ofi_fault")
 # Kernels on the stand-in for CUDA: docs/cuda_on_cpu.md.
 ON_CPU = ("lanes", "cuda_engine", "cuda_engine_refusal", "pause_engine")
 PROGRAMS = (
-    "queue", "words", "layout", "loop", "copier", "nics", "stream", "fault", "life", "device", "engine", "cuda",
-    *ON_CPU, *OF_TRANSPORTS,
+    "queue", "words", "layout", "loop", "copier", "nics", "stream", "fault", "life", "device", "engine",
+    "cuda", *ON_CPU, *OF_TRANSPORTS,
 )  # fmt: skip
 # Where threads meet without a lock: these run under TSan every time, the others with -m slow.
 LOCK_FREE = ("queue", "stream", "copier")

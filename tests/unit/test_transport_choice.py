@@ -12,6 +12,7 @@ from tests.unit.by_hand import close, create, dispatch, on_all
 from uccl_ep_train import EpConfig
 from uccl_ep_train.core.native import probe_transports
 from uccl_ep_train.errors import ConfigError, RankMismatchError
+from uccl_ep_train.group import transport
 from uccl_ep_train.group.transport import Choice, Place, choose, probe
 
 BASE: dict[str, Any] = {"num_experts": 8, "hidden": 256}
