@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench.trace import load_trace
 from uccl_ep_train.core.topology import Topology
-from uccl_ep_train.oracle.fp8 import BLOCK
+from uccl_ep_train.oracle.fp8 import wire_row_bytes
 
 BF16_BYTES = 2
 VALUE_BYTES = 4  # a router weight, fp32, per pair
@@ -82,7 +82,7 @@ class Case:
 
     def wire_row_bytes(self, dtype: str) -> int:
         """Of a row between ranks."""
-        return wire_row_bytes(dtype, self.hidden)
+        return wire_row_bytes(self.hidden, dtype)
 
     def __str__(self) -> str:
         limits = " as a map" if self.form == "map" else ""
@@ -119,13 +119,6 @@ def draw_routing(case: Case, seed: int) -> tuple[Tensor, Tensor]:
 def _weighted(topk_idx_NTK: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     weights_NTK = torch.rand(topk_idx_NTK.shape, generator=generator) + 0.1
     return topk_idx_NTK, weights_NTK / weights_NTK.sum(-1, keepdim=True)
-
-
-def wire_row_bytes(dtype: str, hidden: int) -> int:
-    """Of a row between ranks: FP8 codes carry their scales, padded to 16 bytes."""
-    if dtype == "bf16":
-        return BF16_BYTES * hidden
-    return hidden + (4 * hidden // BLOCK + 15) // 16 * 16
 
 
 def exchanges(op: str, dtype: str, grad_dtype: str = "bf16") -> list[tuple[str, bool]]:

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.cases import BACKWARD, VALUE_BYTES, exchanges, wire_row_bytes
+from bench.cases import BACKWARD, VALUE_BYTES, exchanges
 from recipes.measure.timing import Span
+from uccl_ep_train.oracle.fp8 import wire_row_bytes
 
 _LINK_BYTES = 256 << 20
 _LINK_RUNS = 5
@@ -40,7 +41,7 @@ class Traffic:
             dist.all_gather(all_N2N, own_2N)
             pairs_NN, rows_NN = torch.stack(all_N2N, 1)
             for dtype, weighted in exchanges(BACKWARD, *dtypes):
-                moved_NN = (pairs_NN if per_pair else rows_NN) * wire_row_bytes(dtype, hidden)
+                moved_NN = (pairs_NN if per_pair else rows_NN) * wire_row_bytes(hidden, dtype)
                 moved_NN += pairs_NN * VALUE_BYTES * weighted
                 moved_NN.fill_diagonal_(0)
                 total += int(max(moved_NN.sum(0).max(), moved_NN.sum(1).max()))

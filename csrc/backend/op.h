@@ -30,8 +30,9 @@ struct Op {
   float* weights_out = nullptr;  // dispatch: [num_weights]; combine: [T, width]
   int64_t* experts_out = nullptr;  // dispatch of compact rows: [num_rows, W]; nullptr = not wanted
 
+  RowShape wire_row() const { return row_shape(signature.wire, signature.hidden); }
   // Of a row of rows_out.
-  uint64_t out_row_bytes() const { return scales_out != nullptr ? signature.hidden : row_bytes; }
+  uint64_t out_row_bytes() const { return scales_out != nullptr ? wire_row().code_bytes : row_bytes; }
   // As users count.
   uint64_t call() const { return epoch + num_refused; }
   bool is_dispatch() const { return signature.kind == OpKind::kDispatch; }

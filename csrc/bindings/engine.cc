@@ -28,6 +28,12 @@ inline Dtype tensor_dtype(uint32_t element_bytes) {
                      "element_bytes = " + std::to_string(element_bytes) + ": allowed 2 (bf16) and 4 (fp32)");
 }
 
+inline Dtype row_format_named(const std::string& name, const std::string& scale) {
+  const RowFormat* const format = find_row_format(name, scale);
+  if (format == nullptr) throw UsageFailure(UsageKind::kDtype, "no rows travel as " + name + " with scales " + scale);
+  return format->id;
+}
+
 // Waits in slices of so long, and calls `between` after each, with the GIL.
 template <typename Wait, typename Between>
 void wait_with(Wait wait, uint64_t slice_usec, Between between) {
@@ -78,8 +84,8 @@ struct PyDispatchArgs {
   uint64_t num_tokens = 0;
   uint32_t hidden = 0;
   uint32_t element_bytes = 2;
-  std::string wire = "same";
-  bool fp8_pow2 = true;
+  std::string wire = "same";  // or the name of a row format, and its scale
+  std::string scale;
   std::string routing = "plan";
   uintptr_t routing_ptr = 0;
   uint32_t routing_width = 0;
@@ -96,8 +102,7 @@ struct PyDispatchArgs {
     args.num_tokens = num_tokens;
     args.hidden = hidden;
     args.dtype = tensor_dtype(element_bytes);
-    args.wire = wire == "fp8" ? Dtype::kFp8 : args.dtype;
-    args.fp8_pow2 = fp8_pow2;
+    args.wire = wire == "same" ? args.dtype : row_format_named(wire, scale);
     args.has_routing = routing != "plan";
     args.routing = {routing == "topk" ? RoutingKind::kTopk : RoutingKind::kMap, pointer<const void>(routing_ptr),
                     routing_width};
@@ -186,11 +191,11 @@ void bind_plan(py::module_& m) {
 void bind_args(py::module_& m) {
   // In the order of their fields.
   py::class_<PyDispatchArgs>(m, "DispatchArgs")
-      .def(py::init<uintptr_t, uint64_t, uint32_t, uint32_t, std::string, bool, std::string, uintptr_t, uint32_t,
+      .def(py::init<uintptr_t, uint64_t, uint32_t, uint32_t, std::string, std::string, std::string, uintptr_t, uint32_t,
                     uintptr_t, uint32_t, bool, int64_t, bool, bool>(),
-           "x_ptr"_a, "num_tokens"_a, "hidden"_a, "element_bytes"_a, "wire"_a, "fp8_pow2"_a, "routing"_a,
-           "routing_ptr"_a, "routing_width"_a, "values_ptr"_a, "expert_alignment"_a, "compact"_a, "capacity"_a,
-           "pad_to_capacity"_a, "aside"_a);
+           "x_ptr"_a, "num_tokens"_a, "hidden"_a, "element_bytes"_a, "wire"_a, "scale"_a, "routing"_a, "routing_ptr"_a,
+           "routing_width"_a, "values_ptr"_a, "expert_alignment"_a, "compact"_a, "capacity"_a, "pad_to_capacity"_a,
+           "aside"_a);
   py::class_<PyCombineArgs>(m, "CombineArgs")
       .def(py::init<uintptr_t, uint32_t, uint32_t, bool, uintptr_t, uintptr_t, uintptr_t, bool>(), "rows_ptr"_a,
            "hidden"_a, "element_bytes"_a, "wire_fp32"_a, "values_ptr"_a, "out_ptr"_a, "values_out_ptr"_a, "aside"_a);

@@ -3,7 +3,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <string>
 #include <tuple>
+#include <vector>
 
 #include "backend/host/numerics.h"
 #include "bindings/bindings.h"
@@ -69,8 +71,8 @@ void translate(std::exception_ptr failure) {
                                       "chunk"_a = r.chunk, "peer"_a = r.peer, "expected"_a = r.expected,
                                       "seen"_a = r.seen));
   } catch (const LimitFailure& e) {
-    raise(
-        py::module_::import("uccl_ep_train.common.limits").attr("refusal")(limit_name(e.limit()), e.what(), e.wanted_bytes()));
+    raise(py::module_::import("uccl_ep_train.common.limits")
+              .attr("refusal")(limit_name(e.limit()), e.what(), e.wanted_bytes()));
   } catch (const UsageFailure& e) {
     raise(py::module_::import("uccl_ep_train.errors").attr(class_of(e.kind()))(e.what()));
   }
@@ -113,6 +115,12 @@ PYBIND11_MODULE(_native, m) {
 #ifdef UCCL_EP_CUDA
   bind_cuda(m);
 #endif
+  m.def("row_formats", [] {
+    std::vector<std::tuple<std::string, std::string, uint32_t, uint32_t, uint32_t>> formats;
+    for (const RowFormat& format : kRowFormats)
+      formats.emplace_back(format.name, format.scale, format.code_bits, format.block, format.scale_bytes);
+    return formats;
+  });
   m.def("quantize_fp8", [](uintptr_t src, uint64_t rows, uint32_t hidden, bool pow2, uintptr_t codes,
                            uintptr_t scales) {
     for (uint64_t r = 0; r < rows; ++r)

@@ -28,7 +28,7 @@ void check_own(const PlanFacts& plan, const CallLimits& limits) {
 
 void check_rows_of(const DispatchArgs& args) {
   const std::string alignment = "expert_alignment = " + std::to_string(args.expert_alignment);
-  require(args.wire != Dtype::kFp8 || args.dtype == Dtype::kBf16, UsageKind::kDtype,
+  require(!is_quantised(args.wire) || args.dtype == Dtype::kBf16, UsageKind::kDtype,
           std::string("FP8 dispatch of ") + dtype_name(args.dtype) + " rows: only bf16 rows are quantised");
   require(args.expert_alignment >= 1 && args.expert_alignment <= kMostAlignment, UsageKind::kInput,
           alignment + ": allowed 1 to 2^20");
@@ -71,7 +71,6 @@ OpSignature make_signature(const DispatchArgs& args, const PlanFacts& plan, Plan
   s.plan_use = use;
   s.hidden = args.hidden;
   s.with_weights = args.weights != nullptr;
-  s.fp8_pow2 = args.wire == Dtype::kFp8 && args.fp8_pow2;
   s.expert_alignment = plan.expert_alignment;
   s.compact_width = plan.compact_width;
   s.with_capacity = plan.has_capacity;
@@ -87,7 +86,6 @@ OpSignature make_signature(const CombineArgs& args, const PlanFacts& plan) {
   s.plan_use = PlanUse::kCached;
   s.hidden = args.hidden;
   s.with_weights = args.weights != nullptr;
-  s.fp8_pow2 = false;  // sums are never quantised
   s.expert_alignment = plan.expert_alignment;
   s.compact_width = plan.compact_width;
   s.with_capacity = plan.has_capacity;

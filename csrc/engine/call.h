@@ -47,7 +47,6 @@ struct DispatchArgs {
   uint32_t hidden = 0;
   Dtype dtype = Dtype::kBf16;
   Dtype wire = Dtype::kBf16;
-  bool fp8_pow2 = true;
   bool has_routing = false;  // false: `plan` is used as it is
   Routing routing;
   const float* weights = nullptr;  // [T, width]

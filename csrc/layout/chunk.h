@@ -10,7 +10,7 @@
 namespace uccl_ep {
 
 // One wire row, and whether the fp32 weight of each pair travels with it.
-struct RowFormat {
+struct StreamFormat {
   uint64_t row_bytes = 0;
   bool with_weights = false;
 };
@@ -32,7 +32,7 @@ struct Chunk {
 
 // The chunk that starts at `first_row`: as many whole rows as the slot holds. Empty at the end of the stream.
 // `row_pair_begin`: [rows + 1] number of the first pair of each row. A slot holds at least one row (choose_rings).
-inline Chunk cut_chunk(const std::vector<uint32_t>& row_pair_begin, uint32_t first_row, const RowFormat& format,
+inline Chunk cut_chunk(const std::vector<uint32_t>& row_pair_begin, uint32_t first_row, const StreamFormat& format,
                        uint64_t slot_bytes) {
   const uint32_t num_rows = static_cast<uint32_t>(row_pair_begin.size()) - 1;
   uint32_t end = first_row;

@@ -1,4 +1,4 @@
-// What crosses between ranks: the header of an operation, the size of a row. Immediates: layout/words.h.
+// What crosses between ranks: the header of an operation with its signature. Immediates: layout/words.h.
 #pragma once
 
 #include <bit>
@@ -6,30 +6,23 @@
 
 #include "common/error.h"
 #include "common/fields.h"
-#include "common/units.h"
+#include "layout/row_format.h"
 
 namespace uccl_ep {
 
 // ---- operation header -----------------------------------------------------------------------------------------------
 enum class OpKind : uint32_t { kDispatch = 1, kCombine = 2 };
-enum class Dtype : uint32_t { kBf16 = 1, kFp32 = 2, kFp8 = 3 };
 enum class PlanUse : uint32_t { kNew = 0, kCached = 1, kDiffers = 2 };
-
-constexpr uint32_t dtype_bytes(Dtype dtype) { return dtype == Dtype::kFp32 ? 4 : dtype == Dtype::kBf16 ? 2 : 1; }
-inline const char* dtype_name(Dtype dtype) {
-  return dtype == Dtype::kFp32 ? "fp32" : dtype == Dtype::kBf16 ? "bf16" : "fp8";
-}
 
 // What every rank must have called alike (contract 9). Host and kernels compare it by its operator, so no field can be
 // forgotten. A new field is a line here and one of the list below, which errors name it by.
 struct OpSignature {
   OpKind kind;
   Dtype dtype;  // of the tensors
-  Dtype wire;  // of the rows between ranks
+  Dtype wire;  // of the rows between ranks: a row format
   PlanUse plan_use;
   uint32_t hidden;
   uint32_t with_weights;  // fp32 per pair: weights, of a combine their gradients
-  uint32_t fp8_pow2;
   uint32_t expert_alignment;
   uint32_t compact_width;  // columns of a compact row's weights; 0: rows are expert-major
   uint32_t with_capacity;  // CUDA: the output has a size of its own, and the counts stay on the device
@@ -40,11 +33,10 @@ struct OpSignature {
 template <>
 inline constexpr auto kFields<OpSignature> = std::tuple{field("kind", &OpSignature::kind),
                                                         field("dtype", &OpSignature::dtype),
-                                                        field("wire dtype", &OpSignature::wire),
+                                                        field("wire format", &OpSignature::wire),
                                                         field("use of a plan", &OpSignature::plan_use),
                                                         field("hidden", &OpSignature::hidden),
                                                         field("weights", &OpSignature::with_weights),
-                                                        field("fp8_scale", &OpSignature::fp8_pow2),
                                                         field("expert_alignment", &OpSignature::expert_alignment),
                                                         field("row layout", &OpSignature::compact_width),
                                                         field("capacity", &OpSignature::with_capacity),
@@ -72,16 +64,6 @@ constexpr uint32_t command_batch(uint32_t capacity) { return capacity < 4 ? 1 : 
 // The least capacity that is never full to a producer with at most `most_pending` commands that have not been taken.
 constexpr uint32_t command_capacity(uint32_t most_pending) {
   return std::bit_ceil(most_pending + most_pending / 3 + 1);
-}
-
-// ---- rows -----------------------------------------------------------------------------------------------------------
-constexpr uint32_t kFp8Block = 128;
-
-// One wire row. FP8: H codes, then the fp32 scales, padded to 16 bytes so that a row is one aligned bulk copy.
-constexpr uint64_t wire_row_bytes(Dtype wire, uint64_t hidden) {
-  if (wire == Dtype::kFp32) return hidden * 4;
-  if (wire == Dtype::kBf16) return hidden * 2;
-  return hidden + round_up(hidden / kFp8Block * 4, 16);
 }
 
 }  // namespace uccl_ep

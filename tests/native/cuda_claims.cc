@@ -62,7 +62,7 @@ CLAIM("guesses go with the number of tokens, and stop before they leave 32 bits"
 
 CLAIM("staged rows begin at multiples of 128 bytes and fit the widest row") {
   for (uint64_t hidden = 128; hidden <= 16384; hidden += 128)
-    for (Dtype wire : {Dtype::kBf16, Dtype::kFp8, Dtype::kFp32}) {
+    for (Dtype wire : {Dtype::kBf16, Dtype::kFp8, Dtype::kFp8Fp32, Dtype::kFp32}) {
       const uint64_t bytes = cuda::staged_row_bytes(wire, hidden);
       EXPECT_EQ(bytes % 128, 0u);
       EXPECT(bytes >= wire_row_bytes(wire, hidden) && bytes < wire_row_bytes(wire, hidden) + 128);
@@ -133,7 +133,7 @@ uint32_t most_pieces(const cuda::DeviceRegionLayout& layout) { return cuda::kTok
 // Rows of every wire dtype that are no wider than `row_bytes`.
 std::vector<uint64_t> wire_rows(uint64_t row_bytes) {
   std::vector<uint64_t> bytes;
-  for (Dtype wire : {Dtype::kBf16, Dtype::kFp8, Dtype::kFp32})
+  for (Dtype wire : {Dtype::kBf16, Dtype::kFp8, Dtype::kFp8Fp32, Dtype::kFp32})
     for (uint64_t hidden : {row_bytes / 4, row_bytes / 2})
       if (hidden % 128 == 0 && hidden > 0 && cuda::staged_row_bytes(wire, hidden) <= row_bytes)
         bytes.push_back(cuda::staged_row_bytes(wire, hidden));

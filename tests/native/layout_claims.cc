@@ -31,6 +31,25 @@ std::vector<Case> cases() {
   return all;
 }
 
+CLAIM("rows of each format are one bulk copy, with codes for each element and a scale for each block") {
+  for (const RowFormat& format : kRowFormats)
+    for (uint64_t hidden = kFp8Block; hidden <= 16384; hidden += kFp8Block) {
+      const RowShape shape = row_shape(format.id, hidden);
+      EXPECT_EQ(uint64_t{shape.code_bytes} * 8, hidden * format.code_bits);
+      EXPECT_EQ(shape.num_scales, format.scale_bytes == 0 ? 0 : hidden / format.block);
+      EXPECT_EQ(shape.bytes, wire_row_bytes(format.id, hidden));
+      EXPECT(shape.bytes % 16 == 0 && shape.bytes >= shape.code_bytes + shape.scale_bytes());
+      EXPECT(shape.bytes < shape.code_bytes + shape.scale_bytes() + 16);
+      EXPECT_EQ(is_quantised(format.id), shape.num_scales > 0);
+    }
+}
+
+CLAIM("a row format is found by what users call it, and by nothing else") {
+  for (const RowFormat& format : kRowFormats) EXPECT(find_row_format(format.name, format.scale)->id == format.id);
+  EXPECT(find_row_format("fp8", "") == nullptr);
+  EXPECT(find_row_format("bf16", "pow2") == nullptr);
+}
+
 CLAIM("the rings, flags and records of a rank never overlap") {
   for (const Case& c : cases()) {
     const Topology topo = Topology::from_labels(c.labels);

@@ -118,7 +118,7 @@ def start(
         handle=None,
         rows=RowLayout(capacity=capacity),
         wire="fp8",
-        pow2=True,
+        scale="pow2",
         fp8_rows=True,
         attach=False,
     )

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from uccl_ep_train import _native
+from uccl_ep_train.core import native
+from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.oracle import fp8
 
 GUARD = 256  # elements before and after each output, which must stay as they were
@@ -185,3 +187,24 @@ def test_control_flushed_subnormals_would_be_noticed(mode: str) -> None:
             (fp8.quantize(x, mode)[0] & 0x7F != fp8.quantize(flushed, mode)[0] & 0x7F).sum()
         )
     assert flushed_matters > 10
+
+
+# ------------------------------------------------------------------------------------ row formats
+
+
+def test_row_formats_are_those_of_the_definition() -> None:
+    assert {(entry.name, entry.scale) for entry in native.row_formats()} == {
+        ("bf16", ""), ("fp32", ""), *(("fp8", mode) for mode in fp8.SCALE_MODES),
+    }  # fmt: skip
+    for entry in native.row_formats():
+        for hidden in range(fp8.BLOCK, 40 * fp8.BLOCK, fp8.BLOCK):
+            assert entry.row_bytes(hidden) == fp8.wire_row_bytes(hidden, entry.name)
+            assert entry.num_scales(hidden) == (hidden // fp8.BLOCK if entry.name == "fp8" else 0)
+    # Negative control: scales that are not filled up are noticed.
+    entry = native.row_format("fp8", "pow2")
+    assert fp8.wire_row_bytes(640, "fp8") != 640 + entry.num_scales(640) * entry.scale_bytes
+
+
+def test_an_unknown_row_format_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"fp4.*allowed is bf16 \| fp32 \| fp8"):
+        native.row_format("fp4", "pow2")

@@ -66,6 +66,22 @@ DEVIATIONS: dict[str, tuple[Call, Call, str]] = {
 }
 
 
+# and the fields that it names
+DIFFERENT = {
+    "dtype": "dtype, wire format)",
+    "wire": "wire format)",
+    "hidden size": "hidden)",
+    "operation": "kind, wire format, use of a plan, plan)",
+    "weights": "weights)",
+    "cached or not": "use of a plan, plan)",
+    "layout": "row layout)",
+    "width of compact rows": "row layout)",
+    "alignment": "expert_alignment)",
+    "combine's hidden size": "hidden)",
+    "combine's dtype": "dtype, wire format)",
+}
+
+
 @pytest.mark.parametrize("layout", ["1x4", "2x2", "4x1", "3+1"])
 @pytest.mark.parametrize("what", DEVIATIONS)
 def test_ranks_that_do_different_things_get_an_error_that_names_both(what: str, layout: str) -> None:
@@ -87,6 +103,7 @@ def test_ranks_that_do_different_things_get_an_error_that_names_both(what: str, 
             assert outcome.seconds < PROMPTLY_S
             ranks_named = set(re.findall(r"rank (\d+)", outcome.value))
             assert str(DEVIANT) in ranks_named and len(ranks_named) == 2, outcome.value
+            assert f"different: {DIFFERENT[what]}" in outcome.value
         group.broken = True
 
 

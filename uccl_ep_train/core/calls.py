@@ -63,7 +63,7 @@ class DispatchCall(NamedTuple):
     routed    "plan": the handle's routing is used
     handle    None: a new plan is made
     wire      "fp8" | "bf16"
-    pow2      scales of FP8 are powers of two
+    scale     of a quantised wire, "pow2" | "fp32"
     fp8_rows  rows are returned as codes and scales
     attach    the results belong on the autograd graph
     """
@@ -73,7 +73,7 @@ class DispatchCall(NamedTuple):
     handle: DispatchHandle | None
     rows: RowLayout
     wire: str
-    pow2: bool
+    scale: str
     fp8_rows: bool = False
     attach: bool = False
 
@@ -125,11 +125,13 @@ class Checks:
         rows = routing.check_layout(asked, handle)
         fp8_rows = routing.check_output(output_dtype, wire)
         attach = autograd.needs_graph(x, routed.values) and not fp8_rows
-        return DispatchCall(x, routed, handle, rows, wire, self._pow2, fp8_rows, attach)
+        return DispatchCall(x, routed, handle, rows, wire, self.config.wire.fp8_scale, fp8_rows, attach)
 
     def gradients_of_combine(self, grad_out_TH: Tensor, handle: DispatchHandle, wire: str) -> DispatchCall:
         """The dispatch that is a combine's backward."""
-        return DispatchCall(grad_out_TH, routing.PLANNED, handle, handle.row_layout, wire, self._pow2)
+        return DispatchCall(
+            grad_out_TH, routing.PLANNED, handle, handle.row_layout, wire, self.config.wire.fp8_scale
+        )
 
     def combine(self, rows: Tensor, handle: DispatchHandle, grad_dtype: str | None) -> CombineCall:
         routing.check_handle(handle, self.owner)
@@ -139,7 +141,3 @@ class Checks:
         if attach or grad_dtype is not None:
             routing.check_wire("rows", rows, "grad_dtype", grad_wire)
         return CombineCall(rows, handle, grad_wire if attach else None)
-
-    @property
-    def _pow2(self) -> bool:
-        return self.config.wire.fp8_scale == "pow2"

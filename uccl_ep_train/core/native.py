@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from uccl_ep_train.common import limits
 from uccl_ep_train.core.topology import Topology
@@ -37,6 +37,44 @@ def load_native() -> ModuleType:
 
 
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
+
+
+class RowFormat(NamedTuple):
+    """How a row travels: codes, then scales, which are filled up to 16 bytes.
+
+    name         "bf16" | "fp32" | "fp8"
+    scale        "pow2" | "fp32"; "": there is none
+    code_bits    of an element
+    block        neighbouring elements with one scale
+    scale_bytes  of a scale; 0: there is none
+    """
+
+    name: str
+    scale: str
+    code_bits: int
+    block: int
+    scale_bytes: int
+
+    def num_scales(self, hidden: int) -> int:
+        return hidden // self.block if self.scale_bytes else 0
+
+    def row_bytes(self, hidden: int) -> int:
+        return hidden * self.code_bits // 8 + -(-self.num_scales(hidden) * self.scale_bytes // 16) * 16
+
+
+@functools.cache
+def row_formats() -> tuple[RowFormat, ...]:
+    """Those of the native core, which declares them."""
+    return tuple(RowFormat(*entry) for entry in load_native().row_formats())
+
+
+def row_format(name: str, scale: str) -> RowFormat:
+    """Raises `ConfigError` where no rows travel so."""
+    for entry in row_formats():
+        if entry.name == name and entry.scale in ("", scale):
+            return entry
+    known = " | ".join(dict.fromkeys(entry.name for entry in row_formats()))
+    raise ConfigError(f"no rows travel as {name!r} with scales {scale!r}; allowed is {known}")
 
 
 def native_values(config: EpConfig, topology: Topology, rank: int, generation: int) -> dict[str, Value]:

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from uccl_ep_train.common.handle import DispatchHandle, Fp8Rows, RowLayout
 from uccl_ep_train.core.calls import DispatchCall
-from uccl_ep_train.core.native import load_native
+from uccl_ep_train.core.native import RowFormat, load_native, row_format
 from uccl_ep_train.core.pending import InFlight, Record
-from uccl_ep_train.settings.checks import ROW_BLOCK
 
 # What is the host's stays there, whatever torch.set_default_device says.
 _HOST = torch.device("cpu")
@@ -147,13 +146,13 @@ class Launcher:
         """
         x_TH, routed, handle, rows = call.x, call.routed, call.handle, call.rows
         args = self._dispatch_args(call, aside)
-        dtype = torch.float8_e4m3fn if call.fp8_rows else x_TH.dtype
+        codes = row_format(call.wire, call.scale) if call.fp8_rows else None
         native = self._engine.dispatch(args, None if handle is None else handle.plan, self._stream())
         record = self._track(native, aside, x_TH, routed.indices, routed.values)
         known = handle or DispatchHandle.of_plan(native.plan, self._owner, rows)
 
         def receive(num_rows: int) -> Outputs:
-            received = _allocate(x_TH, dtype, rows, num_rows, routed.values is not None)
+            received = _allocate(x_TH, codes, rows, num_rows, routed.values is not None)
             if handle is None:
                 known.keep(self._plan_memory(native))
             record.keep(known.storage, received.row_experts, *received[:3])
@@ -172,8 +171,8 @@ class Launcher:
             num_tokens,
             hidden,
             x_TH.element_size(),
-            "fp8" if call.wire == "fp8" else "same",
-            call.pow2,
+            "same" if call.wire == "bf16" else call.wire,
+            call.scale,
             routed.kind,
             address(routed.indices),
             width,
@@ -280,14 +279,15 @@ class Launcher:
         return torch.cat([rows, rows.new_zeros(num_dropped, *rows.shape[1:])])
 
 
-def _allocate(x_TH: Tensor, dtype: torch.dtype, rows: RowLayout, num_rows: int, weighted: bool) -> Outputs:
-    """Memory for `num_rows` rows of `dtype`, on the device of x; codes of FP8 get scales."""
+def _allocate(
+    x_TH: Tensor, codes: RowFormat | None, rows: RowLayout, num_rows: int, weighted: bool
+) -> Outputs:
+    """Memory for `num_rows` rows like those of x, on its device, or for codes and scales of a format."""
     hidden = x_TH.shape[1]
-    codes = dtype == torch.float8_e4m3fn
     shape = rows.weights_shape(num_rows)
     return Outputs(
-        x_TH.new_empty((num_rows, hidden), dtype=dtype) if codes else x_TH.new_empty(num_rows, hidden),
-        x_TH.new_empty((num_rows, hidden // ROW_BLOCK), dtype=torch.float32) if codes else None,
+        x_TH.new_empty((num_rows, hidden), dtype=torch.float8_e4m3fn if codes else x_TH.dtype),
+        x_TH.new_empty((num_rows, codes.num_scales(hidden)), dtype=torch.float32) if codes else None,
         x_TH.new_empty(shape, dtype=torch.float32) if weighted else None,
         x_TH.new_empty(shape, dtype=torch.int64) if rows.compact else None,
     )

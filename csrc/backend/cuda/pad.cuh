@@ -9,7 +9,7 @@ namespace uccl_ep::cuda {
 // By `threads` threads, this one `thread`: rows `first` to `end` become padding; each has `width` weights.
 __device__ __forceinline__ void pad_rows(const PlaceArgs& args, uint64_t first, uint64_t end, uint32_t width,
                                          uint32_t thread, uint32_t threads) {
-  const uint32_t blocks = args.stage.hidden / kFp8Block;
+  const uint32_t blocks = args.stage.row.num_scales;
   const uint64_t out_bytes =
       args.scales != nullptr ? args.stage.hidden : uint64_t{args.stage.hidden} * dtype_bytes(args.stage.dtype);
   uint4* const out = reinterpret_cast<uint4*>(args.rows);

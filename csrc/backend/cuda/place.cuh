@@ -100,9 +100,7 @@ struct RowBatch {
   __device__ __forceinline__ uint32_t unit(const DispatchKernel& k) const {
     return in_domain(k.g, source) ? position / kRowGroup : position / rows_per_chunk(k.g, row_bytes(k));
   }
-  __device__ __forceinline__ static uint32_t row_bytes(const DispatchKernel& k) {
-    return static_cast<uint32_t>(staged_row_bytes(k.args.stage.wire, k.args.stage.hidden));
-  }
+  __device__ __forceinline__ static uint32_t row_bytes(const DispatchKernel& k) { return k.args.stage.stride; }
   // Where the row lies, in units of 16 bytes of its holder's region.
   __device__ __forceinline__ uint32_t where(const DispatchKernel& k, const Arrivals& arrivals) const {
     const uint32_t stride = row_bytes(k);
@@ -154,13 +152,13 @@ struct RowBatch {
 template <typename Put>
 __device__ __forceinline__ void dequantise(const uint8_t* row, const StageArgs& args, uint32_t first, uint32_t end,
                                            uint32_t lane, Put put) {
-  const float* const scales = reinterpret_cast<const float*>(row + args.hidden);
+  const float* const scales = reinterpret_cast<const float*>(row + args.row.code_bytes);
   for (uint32_t i = first + lane; i < end; i += kWarp) {
     const uint4 codes = reinterpret_cast<const uint4*>(row)[i];
     const float scale = scales[i / 8];
     const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
     uint32_t out[8];
-    bool simple = args.fp8_pow2 && scale <= 0x1p7f;
+    bool simple = args.wire == Dtype::kFp8 && scale <= 0x1p7f;
 #pragma unroll
     for (uint32_t word : words) simple = simple && !has_nan_code(word);
     if (simple) {
@@ -183,12 +181,10 @@ __device__ __forceinline__ void dequantise(const uint8_t* row, const StageArgs& 
 }
 
 // Bulk copies need multiples of 16 bytes.
-__device__ __forceinline__ bool bulk_scales(const PlaceArgs& args) {
-  return args.stage.hidden / kFp8Block * sizeof(float) % 16 == 0;
-}
+__device__ __forceinline__ bool bulk_scales(const PlaceArgs& args) { return args.stage.row.scale_bytes() % 16 == 0; }
 __device__ inline void copy_scales(const uint8_t* row, uint32_t out_row, const PlaceArgs& args, uint32_t lane) {
-  const uint32_t blocks = args.stage.hidden / kFp8Block;
-  const float* const scales = reinterpret_cast<const float*>(row + args.stage.hidden);
+  const uint32_t blocks = args.stage.row.num_scales;
+  const float* const scales = reinterpret_cast<const float*>(row + args.stage.row.code_bytes);
   float* const out = args.scales + uint64_t{out_row} * blocks;
   for (uint32_t i = lane; i < blocks; i += kWarp) out[i] = scales[i];
 }
@@ -227,7 +223,7 @@ __device__ void place_rows(const DispatchKernel& k, const Arrivals& arrivals) {
         const uint32_t out_row = compact ? own_row : k.plan.out_rows[first + s];
         if (out_row >= k.plan.num_out_rows) continue;
         uint4* const to = reinterpret_cast<uint4*>(k.args.rows + out_row * out_bytes);
-        if (k.args.stage.wire == Dtype::kFp8 && !codes)
+        if (k.args.stage.row.num_scales > 0 && !codes)
           dequantise(row, k.args.stage, 0, hidden / 16, lane, [&](uint32_t v, const uint4& low, const uint4& high) {
             to[2 * v] = low;
             to[2 * v + 1] = high;

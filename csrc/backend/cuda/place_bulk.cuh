@@ -12,8 +12,8 @@ constexpr uint32_t kPlaceStages = 3;
 constexpr uint32_t kPlaceWarps = 8;
 
 __host__ __device__ inline uint32_t place_warp_bytes(const PlaceArgs& args) {
-  const uint64_t wire = staged_row_bytes(args.stage.wire, args.stage.hidden);
-  const bool decodes = args.stage.wire == Dtype::kFp8 && args.scales == nullptr;
+  const uint64_t wire = args.stage.stride;
+  const bool decodes = args.stage.row.num_scales > 0 && args.scales == nullptr;
   return static_cast<uint32_t>(kPlaceStages * wire + (decodes ? 2 * args.stage.hidden : 0));
 }
 
@@ -50,7 +50,7 @@ struct BulkRows {
         more(__all_sync(kFullWarp, !stopped(kernel.g))) {}
 
   __device__ __forceinline__ bool codes() const { return k.args.scales != nullptr; }
-  __device__ __forceinline__ bool decodes() const { return k.args.stage.wire == Dtype::kFp8 && !codes(); }
+  __device__ __forceinline__ bool decodes() const { return k.args.stage.row.num_scales > 0 && !codes(); }
 
   __device__ __forceinline__ void run() {
     while (true) {
@@ -99,7 +99,7 @@ struct BulkRows {
       const uint8_t* const from = batch.at_lane(k, arrivals, i);
       if (lane == 0) {
         proxy_fence();  // flags were read by ordinary loads, the row is read by a bulk copy
-        pipeline.load(from, static_cast<uint32_t>(wire_row_bytes(k.args.stage.wire, k.args.stage.hidden)));
+        pipeline.load(from, k.args.stage.row.bytes);
       }
       pipeline.loading();
       (under_way++ == 0 ? now : next) = row;
@@ -125,7 +125,7 @@ struct BulkRows {
   __device__ __forceinline__ void store_row(const uint8_t* from, uint32_t part) {
     const uint32_t hidden = k.args.stage.hidden;
     const uint32_t out_bytes = codes() ? hidden : hidden * dtype_bytes(k.args.stage.dtype);
-    const uint8_t* const scales = memory + pipeline.offset() + hidden;
+    const uint8_t* const scales = memory + pipeline.offset() + k.args.stage.row.code_bytes;
     for (uint32_t s = 0; s < now.count; s += kWarp) {
       uint32_t out_row = now.out_row;
       if (s > 0 && s + lane < now.count) out_row = k.plan.out_rows[now.first + s + lane];
@@ -133,7 +133,7 @@ struct BulkRows {
       if (wanted)
         store_bulk(k.args.rows + uint64_t{out_row} * out_bytes + part * hidden, from, decodes() ? hidden : out_bytes);
       if (wanted && codes() && bulk_scales(k.args)) {
-        const uint32_t bytes = hidden / kFp8Block * static_cast<uint32_t>(sizeof(float));
+        const uint32_t bytes = k.args.stage.row.scale_bytes();
         store_bulk(reinterpret_cast<uint8_t*>(k.args.scales) + uint64_t{out_row} * bytes, scales, bytes);
       }
       if (codes() && !bulk_scales(k.args))

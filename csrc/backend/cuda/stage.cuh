@@ -177,9 +177,9 @@ __device__ inline void tell_staged(const Kernel& k, const StageShare& share, Sta
 __device__ __forceinline__ void stage_row(const StageArgs& args, uint32_t token, const Outs& outs, uint32_t lane) {
   const uint32_t vectors = args.hidden * dtype_bytes(args.dtype) / 16;
   const uint4* const from = reinterpret_cast<const uint4*>(args.x) + uint64_t{token} * vectors;
-  if (args.wire == Dtype::kFp8 && args.fp8_pow2)
+  if (args.wire == Dtype::kFp8)
     quantise_row<true>(from, outs, args.hidden, lane);
-  else if (args.wire == Dtype::kFp8)
+  else if (args.wire == Dtype::kFp8Fp32)
     quantise_row_divided(from, outs, args.hidden, lane);
   else
     copy_row(from, outs, vectors, lane);
@@ -188,7 +188,7 @@ __device__ __forceinline__ void stage_row(const StageArgs& args, uint32_t token,
 // The part of our stream to a domain that a window ships. Of a new plan, which is not complete yet, the first.
 template <bool kFresh>
 __device__ inline StreamPart sent_part(const Group& g, const PlanView& plan, const PlaceArgs& args, uint32_t to) {
-  const uint32_t row_bytes = static_cast<uint32_t>(staged_row_bytes(args.stage.wire, args.stage.hidden));
+  const uint32_t row_bytes = args.stage.stride;
   const uint32_t token_blocks = (args.stage.num_tokens + kTokenBlock - 1) / kTokenBlock;
   const uint32_t per_window = args.window_tokens / kTokenBlock;
   const uint32_t first = min(args.window * per_window, token_blocks), end = min(first + per_window, token_blocks);
@@ -216,7 +216,7 @@ __device__ __forceinline__ void find_slot(const Group& g, const PlanView& plan, 
   }
   rings.place[lane] = nullptr;
   if (!found.is_returned()) return;
-  const uint32_t row_bytes = static_cast<uint32_t>(staged_row_bytes(args.stage.wire, args.stage.hidden));
+  const uint32_t row_bytes = args.stage.stride;
   const uint32_t row = found.row() - sent_part<kFresh>(g, plan, args, lane).first;
   const uint32_t slot = static_cast<uint32_t>(net_state(g).sent[lane] % g.map.row_slots);
   rings.chunk[lane] = row / rows_per_chunk(g, row_bytes);
@@ -266,7 +266,7 @@ template <bool kFresh>
 __device__ __noinline__ void push_streams(const DispatchKernel k) {
   const bool with_weights = k.args.window == 0 && k.args.routing.weights != nullptr;
   if (kFresh && !wait_packed(k)) return;
-  const uint32_t row_bytes = static_cast<uint32_t>(staged_row_bytes(k.args.stage.wire, k.args.stage.hidden));
+  const uint32_t row_bytes = k.args.stage.stride;
   static_assert(kMaxDomains <= kWarp);
   const uint32_t to = threadIdx.x % kWarp;
   Outgoing out;
@@ -290,7 +290,7 @@ __device__ __noinline__ void push_streams(const DispatchKernel k) {
 // By a crew of kStageWarps.
 template <bool kFresh>
 __device__ inline void stage_rows(const DispatchKernel& k, const StageShare& share, Staged& progress) {
-  const uint64_t stride = staged_row_bytes(k.args.stage.wire, k.args.stage.hidden);
+  const uint64_t stride = k.args.stage.stride;
   uint8_t* const staged = rows(k.g, k.g.rank, k.op.half);
   for (uint32_t row_group = share.first; share.has(row_group); row_group += share.count) {
     const uint32_t row = row_group * kRowGroup + k.crew.warp(), token = share.begin + row;
@@ -315,7 +315,7 @@ __device__ inline void stage_rows_bulk(const DispatchKernel& k, const StageShare
                                        uint8_t* shared) {
   __shared__ __align__(8) uint64_t barriers[kStageWarps][kCopyStages];
   const StageArgs& args = k.args.stage;
-  const uint64_t stride = staged_row_bytes(args.wire, args.hidden);
+  const uint64_t stride = args.stride;
   const uint32_t row_bytes = args.hidden * dtype_bytes(args.dtype), lane = k.crew.lane(), warp = k.crew.warp();
   uint8_t* const staged = rows(k.g, k.g.rank, k.op.half);
   init_stages<kCopyStages>(barriers[warp], lane);

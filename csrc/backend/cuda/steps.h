@@ -28,7 +28,8 @@ struct StageArgs {
   const uint8_t* x = nullptr;  // [T, H]
   uint32_t num_tokens = 0, hidden = 0;
   Dtype dtype = Dtype::kBf16, wire = Dtype::kBf16;
-  bool fp8_pow2 = true;
+  RowShape row;         // of a wire row
+  uint32_t stride = 0;  // of wire rows, where they are staged
 };
 
 // What a dispatch kernel makes of its plan.

@@ -4,7 +4,7 @@
 
 namespace uccl_ep::host {
 
-RowFormat row_format(const Op& op) {
+StreamFormat stream_format(const Op& op) {
   return {wire_row_bytes(op.signature.wire, op.signature.hidden), op.signature.with_weights != 0};
 }
 

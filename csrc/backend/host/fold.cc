@@ -11,7 +11,7 @@ class FoldStep final : public HostStep {
  public:
   FoldStep(HostContext& context, Op& op)
       : HostStep(context, op),
-        format_(row_format(op)),
+        format_(stream_format(op)),
         next_row_(static_cast<size_t>(context.topo.num_ranks), 0),
         next_mine_(next_row_.size(), 0) {}
 
@@ -71,7 +71,7 @@ class FoldStep final : public HostStep {
     }
   }
 
-  const RowFormat format_;
+  const StreamFormat format_;
   std::vector<uint32_t> next_row_;   // [source rank]
   std::vector<uint32_t> next_mine_;  // [source rank]
   std::vector<const void*> rows_;

@@ -54,7 +54,7 @@ class MergeRelayed final : public HostStep {
       : HostStep(context, op),
         ports_(context.merged[merged_idx]),
         stream_(op.plan->incoming[ports_.src]),
-        format_(row_format(op)) {}
+        format_(stream_format(op)) {}
 
   bool advance() override {
     if (done() || !all_ready(ports_.pieces) || !ports_.returned.free()) return false;
@@ -101,7 +101,7 @@ class MergeRelayed final : public HostStep {
 
   MergedPorts& ports_;
   const IncomingStream& stream_;
-  const RowFormat format_;
+  const StreamFormat format_;
   uint32_t next_row_ = 0;
   std::vector<const void*> rows_;
 };
@@ -154,7 +154,7 @@ class MergeOutput final : public HostStep {
 
   void cut(size_t d) {
     const uint64_t slot_bytes = context_.outgoing[d].rows.slot_bytes();  // all row rings have the same
-    streams_[d].chunk = cut_chunk(pair_begin(d), streams_[d].row, row_format(op_), slot_bytes);
+    streams_[d].chunk = cut_chunk(pair_begin(d), streams_[d].row, stream_format(op_), slot_bytes);
   }
 
   bool has_row(size_t d, uint32_t token) const {

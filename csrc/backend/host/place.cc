@@ -14,7 +14,8 @@ class PlaceStep final : public HostStep {
   PlaceStep(HostContext& context, Op& op, const PlanStep& plan)
       : HostStep(context, op),
         plan_(plan),
-        format_(row_format(op)),
+        format_(stream_format(op)),
+        shape_(op.wire_row()),
         next_row_(static_cast<size_t>(context.topo.num_ranks), 0),
         next_mine_(next_row_.size(), 0) {}
 
@@ -73,9 +74,9 @@ class PlaceStep final : public HostStep {
 
   void pad(uint64_t first, uint64_t num_rows) const {
     if (num_rows == 0) return;
-    const uint64_t blocks = op_.signature.hidden / kFp8Block;
+    const uint64_t scales = shape_.num_scales;
     std::memset(op_.rows_out + first * op_.out_row_bytes(), 0, num_rows * op_.out_row_bytes());
-    if (op_.scales_out != nullptr) std::fill_n(op_.scales_out + first * blocks, num_rows * blocks, 1.0f);
+    if (op_.scales_out != nullptr) std::fill_n(op_.scales_out + first * scales, num_rows * scales, 1.0f);
     if (op_.weights_out != nullptr) std::fill_n(op_.weights_out + first, num_rows, 0.0f);
   }
 
@@ -105,17 +106,16 @@ class PlaceStep final : public HostStep {
     }
   }
 
-  float* scales_of(uint64_t row) const { return op_.scales_out + row * (op_.signature.hidden / kFp8Block); }
-  uint64_t scale_bytes() const { return op_.signature.hidden / kFp8Block * sizeof(float); }
+  float* scales_of(uint64_t row) const { return op_.scales_out + row * shape_.num_scales; }
 
   void write_row(const uint8_t* in, uint64_t row) const {
-    const uint32_t hidden = op_.signature.hidden;
     uint8_t* const out = op_.rows_out + row * op_.out_row_bytes();
     if (op_.scales_out != nullptr) {
-      std::memcpy(out, in, hidden);
-      std::memcpy(scales_of(row), in + hidden, scale_bytes());
-    } else if (op_.signature.wire == Dtype::kFp8) {
-      fp8_dequantize_row(in, reinterpret_cast<const float*>(in + hidden), hidden, reinterpret_cast<uint16_t*>(out));
+      std::memcpy(out, in, shape_.code_bytes);
+      std::memcpy(scales_of(row), in + shape_.code_bytes, shape_.scale_bytes());
+    } else if (shape_.num_scales > 0) {
+      fp8_dequantize_row(in, reinterpret_cast<const float*>(in + shape_.code_bytes), op_.signature.hidden,
+                         reinterpret_cast<uint16_t*>(out));
     } else {
       std::memcpy(out, in, op_.row_bytes);
     }
@@ -124,11 +124,12 @@ class PlaceStep final : public HostStep {
   void copy_row(uint64_t from, uint64_t to) const {
     const uint64_t num_bytes = op_.out_row_bytes();
     std::memcpy(op_.rows_out + to * num_bytes, op_.rows_out + from * num_bytes, num_bytes);
-    if (op_.scales_out != nullptr) std::memcpy(scales_of(to), scales_of(from), scale_bytes());
+    if (op_.scales_out != nullptr) std::memcpy(scales_of(to), scales_of(from), shape_.scale_bytes());
   }
 
   const PlanStep& plan_;
-  const RowFormat format_;
+  const StreamFormat format_;
+  const RowShape shape_;
   std::vector<uint32_t> next_row_;   // [source rank]
   std::vector<uint32_t> next_mine_;  // [source rank]
   bool started_ = false;

@@ -10,7 +10,7 @@ namespace {
 class StageStep final : public HostStep {
  public:
   StageStep(HostContext& context, Op& op)
-      : HostStep(context, op), format_(row_format(op)), next_row_(op.plan->source.size(), 0) {}
+      : HostStep(context, op), format_(stream_format(op)), next_row_(op.plan->source.size(), 0) {}
 
   bool advance() override {
     bool moved = false;
@@ -55,12 +55,13 @@ class StageStep final : public HostStep {
 
   void write_chunk(const SourceStream& stream, const Chunk& chunk, uint8_t* slot) const {
     const OpSignature& s = op_.signature;
+    const RowShape shape = op_.wire_row();
     for (uint32_t row = chunk.first_row; row < chunk.end_row(); ++row) {
       const uint8_t* in = op_.rows_in + stream.row_token[row] * op_.row_bytes;
       uint8_t* out = slot + chunk.row_offset(row);
-      if (s.wire == Dtype::kFp8)
-        fp8_quantize_row(reinterpret_cast<const uint16_t*>(in), s.hidden, s.fp8_pow2 != 0, out,
-                         reinterpret_cast<float*>(out + s.hidden));
+      if (shape.num_scales > 0)
+        fp8_quantize_row(reinterpret_cast<const uint16_t*>(in), s.hidden, s.wire == Dtype::kFp8, out,
+                         reinterpret_cast<float*>(out + shape.code_bytes));
       else
         std::memcpy(out, in, op_.row_bytes);
     }
@@ -77,7 +78,7 @@ class StageStep final : public HostStep {
     if (chunk.with_weights) context_.counters.pairs_shipped.add(chunk.num_pairs);
   }
 
-  const RowFormat format_;
+  const StreamFormat format_;
   std::vector<uint32_t> next_row_;  // [domain]
 };
 

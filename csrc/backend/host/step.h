@@ -49,7 +49,7 @@ std::unique_ptr<HostStep> make_merge_relayed(HostContext& context, Op& op, size_
 // Combine: the output.
 std::unique_ptr<HostStep> make_merge_output(HostContext& context, Op& op);
 
-// The wire format of the rows of `op`.
-RowFormat row_format(const Op& op);
+// How the rows of `op` are cut into chunks.
+StreamFormat stream_format(const Op& op);
 
 }  // namespace uccl_ep::host

@@ -108,7 +108,13 @@ std::shared_ptr<Operation> CudaEngine::dispatch(const DispatchArgs& args) {
   cuda::PlaceArgs& place = op->place_;
   place.signature = make_signature(args, plan.facts(), fresh ? PlanUse::kNew : PlanUse::kCached);
   place.routing = {args.routing.data, args.weights, args.routing.kind == RoutingKind::kMap, args.routing.width};
-  place.stage = {args.x, static_cast<uint32_t>(args.num_tokens), args.hidden, args.dtype, args.wire, args.fp8_pow2};
+  place.stage = {args.x,
+                 static_cast<uint32_t>(args.num_tokens),
+                 args.hidden,
+                 args.dtype,
+                 args.wire,
+                 row_shape(args.wire, args.hidden),
+                 static_cast<uint32_t>(cuda::staged_row_bytes(args.wire, args.hidden))};
   place.routing_compared = !fresh && args.has_routing;
   place.window_tokens = window_tokens(layout_, cuda::staged_row_bytes(args.wire, args.hidden));
   place.call = op->call_;

@@ -211,7 +211,7 @@ void HostEngine::finish(Op& op, const ErrorRecord* error) {
       if (op.output_given && out != nullptr) std::memset(out, 0xFF, num_bytes);
     };
     fill(op.rows_out, rows * op.out_row_bytes());  // all ones is a NaN in BF16, FP32 and e4m3
-    fill(op.scales_out, rows * (op.signature.hidden / kFp8Block) * sizeof(float));
+    fill(op.scales_out, rows * op.wire_row().scale_bytes());
     fill(op.weights_out, weights * sizeof(float));
     fill(op.experts_out, weights * sizeof(int64_t));  // -1: none
     op.error = *error;

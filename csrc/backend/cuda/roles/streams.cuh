@@ -43,7 +43,7 @@ struct EndStreamsRole {
   // By a warp: what we have sent, and if this kernel placed, what came and has been read.
   static __device__ void end_streams(const DispatchKernel& k, bool placed) {
     constexpr bool kFresh = kState != PlanState::kKnown;
-    const uint32_t row_bytes = static_cast<uint32_t>(staged_row_bytes(k.args.stage.wire, k.args.stage.hidden));
+    const uint32_t row_bytes = k.args.stage.stride;
     const uint32_t per_window = k.args.window_tokens / kTokenBlock, entries = k.plan.num_token_blocks + 1;
     NetState& state = net_state(k.g);
     if (kState != PlanState::kExchanged)
