@@ -124,7 +124,7 @@ PYBIND11_MODULE(_native, m) {
   m.def("quantize_fp8", [](uintptr_t src, uint64_t rows, uint32_t hidden, bool pow2, uintptr_t codes,
                            uintptr_t scales) {
     for (uint64_t r = 0; r < rows; ++r)
-      host::fp8_quantize_row(pointer<const uint16_t>(src) + r * hidden, hidden, pow2,
+      host::fp8_quantize_row(pointer<const uint16_t>(src) + r * hidden, hidden, pow2 ? Dtype::kFp8 : Dtype::kFp8Fp32,
                              pointer<uint8_t>(codes) + r * hidden, pointer<float>(scales) + r * (hidden / kFp8Block));
   });
   m.def("dequantize_fp8", [](uintptr_t codes, uintptr_t scales, uint64_t rows, uint32_t hidden, uintptr_t out) {

@@ -201,7 +201,7 @@ UCCL_EP_INLINE void decode_any(const uint8_t* codes, float scale, uint16_t* out)
 
 }  // namespace
 
-UCCL_EP_MULTIVERSION void fp8_quantize_row(const uint16_t* x_bf16, uint32_t hidden, bool pow2_scales, uint8_t* codes,
+UCCL_EP_MULTIVERSION void fp8_quantize_row(const uint16_t* x_bf16, uint32_t hidden, Dtype wire, uint8_t* codes,
                                            float* scales) {
   for (uint32_t block = 0; block < hidden / kFp8Block; ++block) {
     const uint16_t* x = x_bf16 + block * kFp8Block;
@@ -218,7 +218,7 @@ UCCL_EP_MULTIVERSION void fp8_quantize_row(const uint16_t* x_bf16, uint32_t hidd
       std::memset(out, kE4m3Nan, kFp8Block);
     } else if (amax_bits == 0) {
       for (uint32_t i = 0; i < kFp8Block; ++i) out[i] = static_cast<uint8_t>(x[i] >> 8);  // the sign of a zero
-    } else if (pow2_scales) {
+    } else if (wire == Dtype::kFp8) {
       const int32_t exponent = pow2_scale_exponent(bf16_to_fp32(amax_bits));
       const int32_t least_normal = (exponent - 6 + 127) << 7;
       scale = pow2(exponent);

@@ -7,8 +7,8 @@
 
 namespace uccl_ep::host {
 
-// `codes`: hidden e4m3 bytes, `scales`: hidden / 128 fp32.
-void fp8_quantize_row(const uint16_t* x_bf16, uint32_t hidden, bool pow2, uint8_t* codes, float* scales);
+// `codes`: hidden e4m3 bytes, `scales`: hidden / 128 fp32. `wire`: a format with scales.
+void fp8_quantize_row(const uint16_t* x_bf16, uint32_t hidden, Dtype wire, uint8_t* codes, float* scales);
 void fp8_dequantize_row(const uint8_t* codes, const float* scales, uint32_t hidden, uint16_t* out_bf16);
 
 // out = round(+0.0 + rows[0] + rows[1] + ...) in fp32, in this order, rounded once. All rows have dtype `in`.

@@ -60,7 +60,7 @@ class StageStep final : public HostStep {
       const uint8_t* in = op_.rows_in + stream.row_token[row] * op_.row_bytes;
       uint8_t* out = slot + chunk.row_offset(row);
       if (shape.num_scales > 0)
-        fp8_quantize_row(reinterpret_cast<const uint16_t*>(in), s.hidden, s.wire == Dtype::kFp8, out,
+        fp8_quantize_row(reinterpret_cast<const uint16_t*>(in), s.hidden, s.wire, out,
                          reinterpret_cast<float*>(out + shape.code_bytes));
       else
         std::memcpy(out, in, op_.row_bytes);
