@@ -21,15 +21,16 @@ HEAD = """# Written by scripts/native_stub.py from the bindings; tests/native/te
 from collections.abc import Callable, Mapping, Sequence
 """
 
-# What pybind11 takes for a number, and what Python calls it.
-_NUMBERS = (
+# What pybind11 says of a type, and what Python calls it.
+_TYPES = (
+    (re.compile(r'typing\.Annotated\[(.+?), "FixedSize\(\d+\)"\]'), r"\1"),
     (re.compile(r"typing\.SupportsInt(?: \| typing\.SupportsIndex)?"), "int"),
     (re.compile(r"typing\.SupportsFloat(?: \| typing\.SupportsIndex)?"), "float"),
 )
 
 
 def typed(text: str, module: str) -> str:
-    for pattern, name in _NUMBERS:
+    for pattern, name in _TYPES:
         text = pattern.sub(name, text)
     return text.replace(f"{module}.", "").replace("collections.abc.", "")
 

@@ -4,6 +4,7 @@
 
 #include "common/error.h"
 #include "layout/wire.h"
+#include "layout/words.h"
 #include "transport/registry.h"
 
 namespace uccl_ep {

@@ -1,5 +1,5 @@
-#include "layout/words.h"
 #include "proxy/health.h"
+#include "layout/words.h"
 
 #include <algorithm>
 #include <cstring>
