@@ -15,7 +15,16 @@ ALONE = (
     *(
         f"unit/test_{name}.py"
         for name in (
-            *("bootstrap", "buffers", "creation", "destroyed_groups", "doctor_ranks", "ends", "explain"),
+            *(
+                "bootstrap",
+                "buffers",
+                "compile",
+                "creation",
+                "destroyed_groups",
+                "doctor_ranks",
+                "ends",
+                "explain",
+            ),
             *("launch_examples", "leftovers", "lifecycle", "limits", "monitor", "soft_roce", "topology"),
         )
     ),

@@ -78,7 +78,7 @@ def test_the_family_table_is_that_of_the_code() -> None:
 
 
 def test_every_message_is_one_that_the_code_prints() -> None:
-    printed = literals("csrc/transport", "uccl_ep_train")
+    printed = literals("csrc/transport", "csrc/engine", "uccl_ep_train")
     for message, advice in table("What is wrong"):
         # States of a queue pair are put in.
         assert message.removesuffix(" RTR") in printed, message
