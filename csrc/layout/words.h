@@ -28,18 +28,18 @@ using BitsAbove = BitField<typename Below::Word, Below::kEnd, kBits>;
 // type 3 bits | channel 11 bits | serial 18 bits.
 // data:    channel = the receiver's incoming channel, serial = number of the chunk on that channel since creation
 // credit:  channel = the receiver's outgoing channel, serial = number of chunks that its reader has consumed
-// heartbeat: channel = 1 if the sender's operation moved since its last heartbeat, else 0, and above that bit the lower
-//   bits of the number of calls that it has refused; serial = sender's rank
+// heartbeat: serial = sender's rank. The lowest bit of channel says that the sender's operation moved since the last
+//   heartbeat. Above it are the lower bits of the number of calls that the sender has refused
 // error, bye: channel = 0, serial = sender's rank
-// A serial never restarts, so an immediate of an earlier epoch is an old serial. A ring has < 2^16 slots and a chunk
-// is posted only when the one a ring before it was consumed, so two live serials of a channel differ by < 2^17 and
+// A serial never restarts, so an immediate of an earlier epoch is an old serial. A ring has < 2^16 slots. A
+// chunk is posted only when the one a ring before it was consumed. So two live serials of a channel differ by < 2^17.
 // 18 bits tell them apart: a wrapped serial cannot be mistaken. In full, for data (w: the slots of the ring, s: the
 // serial of an immediate, e: the highest serial that arrived, + 1):
 //   s arrives for the first time: what is w before s was consumed, so e > s - w. What is w before e - 1 was consumed as
 //   well, and s was not, so s > e - 1 - w. Together |s - e| <= w < 2^16.
 //   s is reported again: by the transport's contract before 2^17 serials have gone by, so e - s < 2^17.
-// widen_serial() is exact for -2^17 <= s - e < 2^17 (a claim tries all of them), and a repeat finds its slot's stamp
-// beyond s, whatever was put there since. Credits are counts of one channel that differ from the last known one by
+// widen_serial() is exact for -2^17 <= s - e < 2^17 (a claim tries all of them). A repeat finds its slot's stamp beyond
+// s, whatever was put there since. Credits are counts of one channel that differ from the last known one by
 // less: the lander holds a credit back while one of 2^16 before it is in flight.
 enum class ImmType : uint32_t { kData = 1, kCredit = 2, kError = 3, kHeartbeat = 4, kBye = 5 };
 

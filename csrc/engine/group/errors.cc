@@ -22,8 +22,8 @@ void ControlPlane::fail(const std::string& text) {
 
 // To every rank directly: domain peers here, the others by our proxy, which finds the record of our own in our control
 // block.
-// Ours first: of two ranks that find an error at once, each would otherwise put its own into the other's block, and
-// neither proxy would find one to send.
+// Ours first. Two ranks may find an error at once: each would put its own into the other's block. Then neither proxy
+// would find one to send.
 void ControlPlane::spread(const ErrorRecord& record) const {
   const std::shared_lock held(memory_mutex_);
   if (given_back_) return;

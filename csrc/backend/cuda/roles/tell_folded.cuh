@@ -16,7 +16,7 @@ __device__ inline bool write_packets(const CombineKernel& k) {
 }
 
 // Of rows that are folded, those in parts: of the first chunk; whole token blocks where a flag tells of these. A rank
-// that is alone is through with it so soon that the next one, too, is wanted before it has been folded row by row.
+// that is alone folds its first chunk so fast that it folds the second one in parts, too.
 __device__ __forceinline__ uint32_t first_folded(const Group& g, uint32_t row_bytes) {
   const uint32_t rows = rows_per_chunk(g, row_bytes);
   return is_alone(g) ? 2 * rows : (rows + kTokenBlock - 1) / kTokenBlock * kTokenBlock;
