@@ -19,7 +19,7 @@ if [ $# -gt 0 ]; then
   exit
 fi
 
-processes=$(($(nproc) + 1))
+processes=$(nproc)
 [ "$processes" -le 8 ] || processes=8
 beside=(-n "$processes" --dist loadgroup)
 "$VENV/bin/python" -c 'import xdist' 2>/dev/null || beside=()

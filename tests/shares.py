@@ -1,7 +1,8 @@
 """How the tests share a machine: which run beside others, and which need it for themselves.
 
 Most tests wait more than they compute, so a few processes run them side by side (`--dist loadgroup` of
-pytest-xdist). What watches the clock, /dev/shm, descriptors or network namespaces runs alone, afterwards.
+pytest-xdist). What watches the clock, /dev/shm, descriptors or network namespaces runs alone, afterwards. So
+does training, whose ranks take all cores.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import PurePosixPath
 ALONE = (
     "fault",
     "hosts",
+    "megatron",
     *(
         f"unit/test_{name}.py"
         for name in (
