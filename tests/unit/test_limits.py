@@ -71,7 +71,7 @@ def alone(limit: str, step: str = "share memory", budget: int = 4 << 20, prefix:
 @pytest.mark.parametrize("which", OUT_OF_THREADS)
 def test_no_thread_is_an_error_that_names_the_limit(which: str) -> None:
     said = alone(OUT_OF_THREADS[which])
-    assert said.startswith("ConfigError no thread for the proxy: Resource temporarily unavailable: "), said
+    assert said.startswith("ConfigError no thread for the worker: Resource temporarily unavailable: "), said
     assert f"{which} allows " in said
     if which == "ulimit -u":
         assert " 1 processes and threads, " in said
