@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 
 namespace uccl_ep {
 
@@ -37,6 +38,18 @@ constexpr size_t num_members() {
 template <typename Struct>
 constexpr bool all_listed() {
   return num_members<Struct>() == std::tuple_size_v<std::remove_cvref_t<decltype(kFields<Struct>)>>;
+}
+
+template <auto kMember, typename Struct>
+constexpr bool equal_in(const Struct& a, const Struct& b) {
+  return a.*kMember == b.*kMember;
+}
+// All listed members are equal. No comparison hangs on another: a kernel loads all members of a peer at once.
+template <typename Struct>
+constexpr bool all_equal(const Struct& a, const Struct& b) {
+  return [&]<size_t... kAt>(std::index_sequence<kAt...>) {
+    return (true & ... & equal_in<std::get<kAt>(kFields<Struct>).member>(a, b));
+  }(std::make_index_sequence<std::tuple_size_v<std::remove_cvref_t<decltype(kFields<Struct>)>>>{});
 }
 
 }  // namespace uccl_ep

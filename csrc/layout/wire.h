@@ -14,8 +14,8 @@ namespace uccl_ep {
 enum class OpKind : uint32_t { kDispatch = 1, kCombine = 2 };
 enum class PlanUse : uint32_t { kNew = 0, kCached = 1, kDiffers = 2 };
 
-// What every rank must have called alike (contract 9). Host and kernels compare it by its operator, so no field can be
-// forgotten. A new field is a line here and one of the list below, which errors name it by.
+// What every rank must have called alike (contract 9). Host and kernels compare it by the list below, by which errors
+// name its fields, too. A new field is a line here and one there: what is not listed does not compile.
 struct OpSignature {
   OpKind kind;
   Dtype dtype;  // of the tensors
@@ -28,7 +28,7 @@ struct OpSignature {
   uint32_t with_capacity;  // CUDA: the output has a size of its own, and the counts stay on the device
   uint64_t plan_id;  // epoch of the dispatch that made the plan; 0 for a new one
 
-  constexpr bool operator==(const OpSignature&) const = default;
+  constexpr bool operator==(const OpSignature& other) const;
 };
 template <>
 inline constexpr auto kFields<OpSignature> = std::tuple{field("kind", &OpSignature::kind),
@@ -42,6 +42,7 @@ inline constexpr auto kFields<OpSignature> = std::tuple{field("kind", &OpSignatu
                                                         field("capacity", &OpSignature::with_capacity),
                                                         field("plan", &OpSignature::plan_id)};
 static_assert(all_listed<OpSignature>(), "a field is missing in the list");
+constexpr bool OpSignature::operator==(const OpSignature& other) const { return all_equal(*this, other); }
 
 // Followed by counts, for a new plan: uint32_t pairs per expert of the destination domain (experts in order of member,
 // then local index), then uint32_t rows per member of it.

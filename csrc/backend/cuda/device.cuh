@@ -3,11 +3,12 @@
 
 #include "backend/cuda/kernel.cuh"
 #include "backend/cuda/patience.cuh"
+#include "backend/cuda/signals.cuh"
 #include "backend/cuda/words.h"
 
 namespace uccl_ep::cuda {
 
-__device__ __forceinline__ bool stopped(const Group& g) { return read_flag(&local(g).stop) != 0; }
+__device__ __forceinline__ bool stopped(const Group& g) { return read(&local(g).stop) != 0; }
 // By a crew, whose threads must all decide alike.
 __device__ __forceinline__ bool going(const Kernel& k) { return k.crew.all(k.crew.thread != 0 || !stopped(k.g)); }
 
@@ -33,27 +34,35 @@ __device__ inline void report(const Group& g, const FaultRecord& fault) {
     e.expected = fault.expected;
     e.seen = fault.seen;
     e.code = static_cast<uint32_t>(fault.code);
-    publish_flag(&e.published, 1);
+    publish(&e.published, 1);
   }
-  publish_flag(&local(g).stop, 1);
+  publish(&local(g).stop, 1);
 }
 
-// A flag that gets to `value`, and what an error names where it does not.
+// A flag that gets to `value`, and what an error names where it does not: as its declaration says, or another step.
 struct Awaited {
   const uint64_t* flag;
   uint64_t value;
-  Step step;
   uint32_t peer;
-  int chunk = -1;
-  bool is_arrival = false;  // the deadline is that of a rank's entry
+  int chunk;
+  Step step;
+  bool is_arrival;  // the deadline is that of a rank's entry
+
+  template <typename Of>
+  __device__ __forceinline__ Awaited(const DeviceFlag<Of>* of, uint64_t v, uint32_t p, int c = -1,
+                                     Step s = Of::kIs.step)
+      : flag(&of->value), value(v), peer(p), chunk(c), step(s), is_arrival(Of::kIs.deadline == Deadline::kArrival) {
+    static_assert(Of::kIs.deadline == Deadline::kArrival || Of::kIs.deadline == Deadline::kProgress);
+  }
 };
+__device__ __forceinline__ bool has_come(const Awaited& what) { return read_flag(what.flag) >= what.value; }
 // By one thread. False: an error is known (perhaps this wait's own deadline) and the kernel has to return.
 __device__ inline bool wait_flag(const Group& g, const Awaited& what) {
-  if (read_flag(what.flag) >= what.value) return true;
+  if (has_come(what)) return true;
   const KernelPatience patience;
   for (uint32_t looks = 1;; ++looks) {
     const uint64_t seen = peek_flag(what.flag);
-    if (seen >= what.value) return read_flag(what.flag) >= what.value;
+    if (seen >= what.value) return has_come(what);
     if (looks % 64 != 0) continue;
     if (stopped(g)) return false;
     if (patience.over(g, local(g).patient_since, what.is_arrival)) {
@@ -64,24 +73,26 @@ __device__ inline bool wait_flag(const Group& g, const Awaited& what) {
   }
 }
 __device__ __forceinline__ Awaited entry_of(const Group& g, uint32_t rank, uint64_t epoch) {
-  return {at<uint64_t>(g, g.rank, g.map.header_full) + rank, epoch, Step::kExchange, rank, -1, true};
+  return {own_part(g, g.map.header_full) + rank, epoch, rank};
 }
 // The same for what a peer publishes in this operation, which it may not have entered yet.
 __device__ inline bool wait_peer(const Kernel& k, const Awaited& what) {
-  if (read_flag(what.flag) >= what.value) return true;
+  if (has_come(what)) return true;
   return wait_flag(k.g, entry_of(k.g, what.peer, k.op.epoch)) && wait_flag(k.g, what);
 }
 // The same, or only a look (kLooks).
 template <bool kLooks>
 __device__ __forceinline__ bool peer_came(const Kernel& k, const Awaited& what) {
-  if constexpr (kLooks) return peek_flag(what.flag) >= what.value && read_flag(what.flag) >= what.value;
+  if constexpr (kLooks) return peek_flag(what.flag) >= what.value && has_come(what);
   return wait_peer(k, what);
 }
 // By one thread, for what other blocks of this kernel do: they have the deadlines.
-__device__ inline bool wait_block(const Group& g, const uint64_t* flag, uint64_t value) {
-  for (uint32_t looks = 1; peek_flag(flag) < value; ++looks)
+template <typename Of>
+__device__ inline bool wait_block(const Group& g, const DeviceFlag<Of>* flag, uint64_t value) {
+  static_assert(Of::kIs.deadline == Deadline::kBlocks);
+  for (uint32_t looks = 1; peek(flag) < value; ++looks)
     if (looks % 64 == 0 && stopped(g)) return false;
-  return read_flag(flag) >= value;
+  return read(flag) >= value;
 }
 // By one thread, for what another crew of this block does, once. False: an error is known.
 __device__ inline bool wait_shared(const Group& g, uint32_t* word) {
@@ -92,20 +103,23 @@ __device__ inline bool wait_shared(const Group& g, uint32_t* word) {
   return true;
 }
 // By every thread of a crew, which has to decide together: flags of its share of the members.
-__device__ inline bool wait_some_members(const Kernel& k, uint64_t flags, uint64_t value, Step step) {
+template <typename Of>
+__device__ inline bool wait_some_members(const Kernel& k, Part<DeviceFlag<Of>> flags, uint64_t value,
+                                         Step step = Of::kIs.step) {
   bool good = true;
   for (uint32_t r = k.g.first + k.crew.thread; r < k.g.end; r += k.crew.size)
-    good &= wait_flag(k.g, {member_flag(k.g, k.g.rank, flags, r), value, step, r});
+    good &= wait_flag(k.g, {member_flag(k.g, k.g.rank, flags, r), value, r, -1, step});
   return good;
 }
 // By a crew: flags of every member.
-__device__ inline bool wait_members(const Kernel& k, uint64_t flags, uint64_t value, Step step) {
-  return k.crew.all(wait_some_members(k, flags, value, step));
+template <typename Of>
+__device__ inline bool wait_members(const Kernel& k, Part<DeviceFlag<Of>> flags, uint64_t value) {
+  return k.crew.all(wait_some_members(k, flags, value));
 }
 // By one thread: rank `r` has entered. One of all threads of a kernel counts how long that took.
 __device__ inline bool wait_rank(const Group& g, uint64_t epoch, uint32_t r, bool counts) {
   const Awaited entry = entry_of(g, r, epoch);
-  if (read_flag(entry.flag) >= epoch) return true;
+  if (has_come(entry)) return true;
   const uint64_t started = now_nsec();
   const bool good = wait_flag(g, entry);
   if (counts) local(g).waited_nsec[r] += now_nsec() - started;
@@ -124,7 +138,7 @@ __device__ inline bool wait_some_packets_gone(const Kernel& k) {
   if (k.g.net != nullptr && k.op.epoch > kHalves)
     for (uint32_t to = k.crew.thread; to < k.g.map.num_domains; to += k.crew.size)
       if (to != own_domain(k.g))
-        good &= wait_flag(k.g, {net_state(k.g).packets_gone + to, k.op.epoch - kHalves, Step::kShip, k.g.first_of[to]});
+        good &= wait_flag(k.g, {net_state(k.g).packets_gone + to, k.op.epoch - kHalves, k.g.first_of[to]});
   return good;
 }
 __device__ inline bool wait_packets_gone(const Kernel& k) { return k.crew.all(wait_some_packets_gone(k)); }
@@ -150,14 +164,16 @@ __device__ inline bool last_block(const Kernel& k, Phase what, uint32_t num_bloc
 }
 
 // By a crew: our flag at every member.
-__device__ inline void publish_to_members(const Kernel& k, uint64_t flags) {
+template <typename Of>
+__device__ inline void publish_to_members(const Kernel& k, Part<DeviceFlag<Of>> flags) {
   for (uint32_t r = k.g.first + k.crew.thread; r < k.g.end; r += k.crew.size)
-    publish_flag(member_flag(k.g, r, flags, k.g.rank), k.op.epoch);
+    publish(member_flag(k.g, r, flags, k.g.rank), k.op.epoch);
 }
 // By a crew: header_full or weights_full, at every member; the proxies tell the other domains.
-__device__ inline void publish_packet(const Kernel& k, uint64_t flags) {
+template <typename Of>
+__device__ inline void publish_packet(const Kernel& k, Part<DeviceFlag<Of>> flags) {
   for (uint32_t r = k.g.first + k.crew.thread; r < k.g.end; r += k.crew.size)
-    publish_flag(at<uint64_t>(k.g, r, flags) + k.g.rank, k.op.epoch);
+    publish(at(k.g, r, flags) + k.g.rank, k.op.epoch);
 }
 
 // By a crew: after an error, outputs hold nothing but NaN (all ones in every dtype).

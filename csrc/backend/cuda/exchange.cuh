@@ -21,7 +21,7 @@ __device__ __forceinline__ void add_up(const Group& g, uint32_t word, uint32_t t
                                        Before (&sums)[4]) {
   constexpr uint32_t kBatch = 24;  // tiles whose counts are loaded at a time
   const uint32_t stride = tile_words(g.map);
-  const uint32_t* const counts = at<uint32_t>(g, g.rank, g.map.tile_counts) + word;
+  const uint32_t* const counts = own_part(g, g.map.tile_counts) + word;
 #pragma unroll 1
   for (uint32_t begin = 0; begin < num_tiles; begin += kBatch) {
     uint32_t value[kBatch];
@@ -180,7 +180,7 @@ __device__ __forceinline__ uint64_t hash_pair(uint32_t place, uint32_t expert) {
 // By a crew, of several domains: where each token is in our streams, and what comes back for it.
 __device__ inline void write_streams(const Crew& crew, const Group& g, const Tiles& tiles) {
   const uint32_t own = own_domain(g), max_tokens = g.map.max_tokens;
-  Addend* const addends = at<Addend>(g, g.rank, g.map.addends);
+  Addend* const addends = own_part(g, g.map.addends);
 #pragma unroll 1
   for (uint32_t token = crew.thread; token < tiles.count; token += crew.size) {
     const Tile tile = tiles.with(token);
@@ -192,10 +192,10 @@ __device__ inline void write_streams(const Crew& crew, const Group& g, const Til
       const uint32_t row = tile.stream_base[to] + __popcll(tile.stream[to] & below);
       begin += to == own ? tile.piece_base[own] + tile.pieces[own * kTileTokens + t] : row;
       if (to == own || (tile.stream[to] & bit) == 0) continue;
-      at<uint32_t>(g, g.rank, g.map.sent_tokens)[to * uint64_t{max_tokens} + row] = tiles.first + token;
+      own_part(g, g.map.sent_tokens)[to * uint64_t{max_tokens} + row] = tiles.first + token;
       tile.packet[to].stream_pieces[row] = tile.piece_base[to] + tile.pieces[to * kTileTokens + t];
     }
-    at<uint32_t>(g, g.rank, g.map.token_addends)[tiles.first + token] = begin;
+    own_part(g, g.map.token_addends)[tiles.first + token] = begin;
 #pragma unroll 1
     for (uint32_t to = 0; to < g.map.num_domains; ++to) {
       if ((tile.stream[to] & bit) == 0) continue;
@@ -234,7 +234,7 @@ __device__ inline void write_token_blocks(const Group& g, const Tile& tile, uint
           tile.piece_base[to] + (c == 0 ? 0 : tile.pieces[to * kTileTokens + kWarp]);
       if (to == own_domain(g)) continue;
       tile.packet[to].token_block_streams[c0 + c] = rows_before;
-      at<uint32_t>(g, g.rank, g.map.sent_token_blocks)[uint64_t{to} * (max_token_blocks(g) + 1) + c0 + c] = rows_before;
+      own_part(g, g.map.sent_token_blocks)[uint64_t{to} * (max_token_blocks(g) + 1) + c0 + c] = rows_before;
     }
 }
 
@@ -265,7 +265,7 @@ __device__ inline void add_tile(const Crew& crew, const Group& g, const Tile& ti
 __device__ UCCL_EP_WRITES uint64_t write_tiles(const Crew crew, const Group& g, const DeviceRouting& r,
                                                const Tiles& tiles, uint32_t all_token_blocks) {
   const uint32_t ranks = g.map.num_ranks, own = own_domain(g), size = tiles.size();
-  uint32_t* const origin = at<uint32_t>(g, g.rank, g.map.pair_origin);
+  uint32_t* const origin = own_part(g, g.map.pair_origin);
   static_assert(kTokenBlock == kWarp && kTileTokens == 2 * kWarp);
   // Each number is one thread's from tile to tile.
 #pragma unroll 1
@@ -282,7 +282,7 @@ __device__ UCCL_EP_WRITES uint64_t write_tiles(const Crew crew, const Group& g, 
   else
 #pragma unroll 1
     for (uint32_t t = crew.thread; t < tiles.count; t += crew.size)
-      at<uint32_t>(g, g.rank, g.map.token_addends)[tiles.first + t] =
+      own_part(g, g.map.token_addends)[tiles.first + t] =
           tiles.with(t).piece_base[0] + tiles.with(t).pieces[t % kTileTokens];
   uint64_t hash = 0;
   const auto write = [&](const Pair& p) {
@@ -327,7 +327,7 @@ __device__ inline void end_tiles(const Crew& crew, const Group& g, const Tile& t
     addends += tile.stream_base[to];
     if (crew.thread == 0) tile.packet[to].stream_pieces[tile.stream_base[to]] = tile.piece_base[to];
   }
-  if (crew.thread == 0) at<uint32_t>(g, g.rank, g.map.token_addends)[num_tokens] = addends;
+  if (crew.thread == 0) own_part(g, g.map.token_addends)[num_tokens] = addends;
 }
 
 // By a crew, one of each block: the routing of all our tokens. Shared memory has room for `kept_tiles`; if a block
@@ -354,8 +354,8 @@ __device__ inline bool route(const DispatchKernel& k, uint8_t* shared, uint32_t*
   // All blocks run at the same time: no more than the buffer has SMs.
   if (k.crew.thread == k.crew.size - 1) {
     if (arrive_last(&local(k.g).arrived[static_cast<uint32_t>(Phase::kCounted)], workers(k.g)))
-      publish_in_gpu(&local(k.g).counted, k.op.epoch);
-    good &= wait_flag(k.g, {&local(k.g).counted, k.op.epoch, Step::kExchange, k.g.rank});
+      publish(&local(k.g).counted, k.op.epoch);
+    good &= wait_flag(k.g, {&local(k.g).counted, k.op.epoch, k.g.rank});
   }
   // Meanwhile: what our packets held two operations ago has been read, and has left.
   good &= wait_some_members(k, k.g.map.read, k.op.free_after, Step::kExchange);

@@ -38,11 +38,11 @@ __device__ inline void find_fold_range(const CombineKernel& k, FoldRange& out) {
     out.end[s] = k.plan.row_begin[s] + k.plan.token_block_rows[s * entries + token_blocks.end];
     const uint32_t stream = stream_of(k.g, s);
     if (!in_domain(k.g, s) && is_alone(k.g)) {
-      out.to[s] = at<uint8_t>(k.g, k.g.rank, k.g.net->relayed[stream].returns);
+      out.to[s] = at(k.g, k.g.rank, k.g.net->relayed[stream].returns);
       out.slot[s] = static_cast<uint32_t>(net_state(k.g).relayed[stream] % k.g.map.return_slots);
     } else {
       const uint64_t earlier = k.plan.token_block_pieces[s * entries + token_blocks.first];
-      out.to[s] = at<uint8_t>(k.g, holder_of(k.g, s), k.g.map.pieces) + stream * k.g.map.piece_bytes -
+      out.to[s] = at(k.g, holder_of(k.g, s), k.g.map.pieces) + stream * k.g.map.piece_bytes -
                   earlier * k.args.hidden * dtype_bytes(k.args.wire);
     }
   }
@@ -148,14 +148,13 @@ struct Fold : CombineKernel {
     count_and_finish(FoldTag{tag}.counter(), is_part);
   }
   __device__ void count_in_ring(uint32_t tag, bool is_part) const {
-    count_some(at<uint32_t>(g, g.rank, g.map.relayed_counts) + FoldTag{tag}.counter(),
-               range.parted.num_parts_of(is_part));
+    count_some(own_part(g, g.map.relayed_counts) + FoldTag{tag}.counter(), range.parted.num_parts_of(is_part));
   }
   // A piece of a token block, or a part of one, is in its source's memory. By one thread, after a fence: how many parts
   // are. After all parts_of(tag), and another fence, finish() follows.
   __device__ uint32_t count(uint32_t tag, bool is_part) const {
     const uint32_t parts = kNet ? range.parted.num_parts_of(is_part) : 1;
-    return take_numbers(at<uint32_t>(g, g.rank, g.map.token_block_counts) + tag, parts) + parts;
+    return take_numbers(own_part(g, g.map.token_block_counts) + tag, parts) + parts;
   }
   __device__ void count_and_finish(uint32_t tag, bool is_part) const {
     if (count(tag, is_part) != parts_of(tag)) return;
@@ -169,8 +168,8 @@ struct Fold : CombineKernel {
   }
   __device__ void finish(uint32_t tag) const {
     const uint32_t s = tag / max_token_blocks(g);
-    *(at<uint32_t>(g, g.rank, g.map.token_block_counts) + tag) = 0;
-    store_flag(folded(g, holder_of(g, s), stream_of(g, s), g.rank) + tag % max_token_blocks(g), op.epoch);
+    own_part(g, g.map.token_block_counts)[tag].value = 0;
+    publish_after_fence(folded(g, holder_of(g, s), stream_of(g, s), g.rank) + tag % max_token_blocks(g), op.epoch);
   }
 };
 
@@ -220,7 +219,7 @@ __device__ inline void tell_empty_token_blocks(const CombineKernel& k) {
     const TokenBlockRange token_blocks = token_blocks_of(k.args, k.plan.token_blocks[s]);
     for (uint32_t c = token_blocks.first + k.crew.lane(); c < token_blocks.end; c += kWarp)
       if (before[c] == before[c + 1])
-        publish_flag(folded(k.g, holder_of(k.g, s), stream_of(k.g, s), k.g.rank) + c, k.op.epoch);
+        publish(folded(k.g, holder_of(k.g, s), stream_of(k.g, s), k.g.rank) + c, k.op.epoch);
   }
 }
 
@@ -230,7 +229,7 @@ __device__ inline void fold_weights(const CombineKernel& k) {
   const uint32_t width = k.plan.compact_width;
   for (uint32_t s = 0; s < k.g.map.num_ranks; ++s) {
     float* const to =
-        at<float>(k.g, holder_of(k.g, s), k.g.map.piece_weights) + uint64_t{stream_of(k.g, s)} * k.g.map.max_pairs;
+        at(k.g, holder_of(k.g, s), k.g.map.piece_weights) + uint64_t{stream_of(k.g, s)} * k.g.map.max_pairs;
     const uint32_t offset = k.plan.weight_begin[s];
     if (width > 0) {
       for (uint32_t row = k.plan.row_begin[s] + first; row < k.plan.row_end[s]; row += step)

@@ -18,12 +18,16 @@ constexpr uint32_t kMostWindows = 8;  // of an operation, where a window's token
 class Cursor {
  public:
   explicit Cursor(DeviceRegionLayout& layout) : layout_(layout) {}
-  uint64_t take(const std::string& name, uint64_t bytes) {
-    const uint64_t at = layout_.total_bytes;
+  void take(const std::string& name, uint64_t bytes) {
     const uint64_t size = round_up(bytes, kAlign);
     layout_.total_bytes += size;
     layout_.entries.emplace_back(name, size);
-    return at;
+  }
+  // `count` elements, and `more_bytes` behind them.
+  template <typename T>
+  void take(Part<T>& part, const std::string& name, uint64_t count, uint64_t more_bytes = 0) {
+    part.offset = layout_.total_bytes;
+    take(name, count * sizeof(T) + more_bytes);
   }
 
  private:
@@ -94,32 +98,32 @@ DeviceRegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64
   const uint64_t several = domains > 1;
   Cursor cursor(l);
   cursor.take("rings", several ? device_ring_bytes(topo, l.rings) : 0);  // first: the transport counts from 0
-  l.header_full = cursor.take("flags.header_full", 8 * ranks);
-  l.weights_full = cursor.take("flags.values_full", 8 * ranks);
-  l.lists_full = cursor.take("flags.lists_full", 8 * members);
-  l.read = cursor.take("flags.read", 8 * members);
-  l.folded_all = cursor.take("flags.folded_all", 8 * members);
-  l.merged = cursor.take("flags.merged", 8 * members);
-  l.rows_full = cursor.take("flags.rows_full", 8 * members * (tokens / kRowGroup));
-  l.folded = cursor.take("flags.folded", 8 * streams * members * token_blocks);
-  l.token_block_counts = cursor.take("chunk_counts", 4 * ranks * token_blocks);
-  l.sent_counts = cursor.take("sent_counts", several * 4 * domains * l.row_slots);
-  l.relayed_counts = cursor.take("relayed_counts", several * 4 * streams * l.return_slots);
-  l.local = cursor.take("local", sizeof(Local));
-  l.net = cursor.take("net", several * sizeof(Net));
-  l.net_state = cursor.take("net_state", several * sizeof(NetState));
-  l.plan_scratch = cursor.take("plan", sizeof(PlanScratch) + 4 * experts_per_rank * (ranks + 3));
-  l.tile_counts = cursor.take("tile_counts", 4 * (tokens / kTileTokens) * tile_words(l));
-  l.token_addends = cursor.take("token_addends", 4 * (tokens + 1));
-  l.addends = cursor.take("addends", several * 4 * pairs);
-  l.sent_token_blocks = cursor.take("sent_chunks", several * 4 * domains * (token_blocks + 1));
-  l.sent_tokens = cursor.take("sent_tokens", several * 4 * domains * tokens);
-  l.packets = cursor.take("packets", kHalves * l.packet_bytes);
-  l.pair_origin = cursor.take("pair_origin", pairs * 4);
-  l.piece_weights = cursor.take("piece_values", streams * pairs * sizeof(float));
-  l.rows = cursor.take("rows", kHalves * l.half_bytes);
+  cursor.take(l.header_full, "flags.header_full", ranks);
+  cursor.take(l.weights_full, "flags.values_full", ranks);
+  cursor.take(l.lists_full, "flags.lists_full", members);
+  cursor.take(l.read, "flags.read", members);
+  cursor.take(l.folded_all, "flags.folded_all", members);
+  cursor.take(l.merged, "flags.merged", members);
+  cursor.take(l.rows_full, "flags.rows_full", members * (tokens / kRowGroup));
+  cursor.take(l.folded, "flags.folded", streams * members * token_blocks);
+  cursor.take(l.token_block_counts, "chunk_counts", ranks * token_blocks);
+  cursor.take(l.sent_counts, "sent_counts", several * domains * l.row_slots);
+  cursor.take(l.relayed_counts, "relayed_counts", several * streams * l.return_slots);
+  cursor.take(l.local, "local", 1);
+  cursor.take(l.net, "net", several);
+  cursor.take(l.net_state, "net_state", several);
+  cursor.take(l.plan_scratch, "plan", 1, 4 * experts_per_rank * (ranks + 3));
+  cursor.take(l.tile_counts, "tile_counts", (tokens / kTileTokens) * tile_words(l));
+  cursor.take(l.token_addends, "token_addends", tokens + 1);
+  cursor.take(l.addends, "addends", several * pairs);
+  cursor.take(l.sent_token_blocks, "sent_chunks", several * domains * (token_blocks + 1));
+  cursor.take(l.sent_tokens, "sent_tokens", several * domains * tokens);
+  cursor.take(l.packets, "packets", kHalves * l.packet_bytes);
+  cursor.take(l.pair_origin, "pair_origin", pairs);
+  cursor.take(l.piece_weights, "piece_values", streams * pairs);
+  cursor.take(l.rows, "rows", kHalves * l.half_bytes);
   // Where every rank is alone in its domain, what is folded for others goes into the rings.
-  l.pieces = cursor.take("pieces", (members > 1 ? streams : 1) * l.piece_bytes);
+  cursor.take(l.pieces, "pieces", (members > 1 ? streams : 1) * l.piece_bytes);
   return l;
 }
 

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "backend/cuda/signals.h"
 #include "common/error.h"
 #include "layout/region.h"
 #include "layout/topology.h"
@@ -29,42 +30,49 @@ constexpr uint32_t kHalves = 2;
 // neighbours. A rank's *stream* to a domain is its tokens that have experts there, in their order; to its own domain,
 // all tokens. The *holder* of a rank's rows for our domain is the rank itself or, of another domain, its rail in ours.
 
-// Flags, all uint64 epochs that only grow. In the region of the rank that reads them; written by peers over NVLink.
-//   header_full[s]  writer: rank s. The header of its packet of that epoch is there, and of a new plan its counts. Of
-//                   another domain: the poller (net.cuh); the packet.
-//   lists_full[m]   writer: member m. Of a new plan: its packet of that epoch is there, but for its weights.
-//   rows_full[m][c] writer: member m. Row group c of its staged rows of that epoch is in its region.
-//   weights_full[s] writer: as of header_full. The weights of that epoch are in its packet.
-//   read[m]         writer: member m. It has read what it wanted of our packet and rows of that epoch.
-//   folded[k][m][c] writer: member m. Its pieces of the source's token block c, of the stream that we
-//                   merge as number k (0: our own, then those that we relay) are in our region.
-//   folded_all[m]   writer: member m. All its pieces and weights of that epoch are in our region.
-//   merged[m]       writer: member m. It has read all pieces in its region up to that epoch: they may be overwritten.
+struct Addend;  // words.h
+struct Local;
+struct Net;  // net.h
+struct NetState;
+struct PlanScratch;
+
+// Where elements of type T begin in a rank's region, in bytes.
+template <typename T>
+struct Part {
+  uint64_t offset = 0;
+  // In a region that is mapped at `base`.
+  constexpr T* in(uint8_t* base) const { return reinterpret_cast<T*>(base + offset); }
+};
+
 struct DeviceMap {
-  uint64_t header_full = 0, weights_full = 0;  // [ranks]
-  uint64_t lists_full = 0, read = 0, folded_all = 0, merged = 0;  // [members]
-  uint64_t rows_full = 0;  // [members][row groups]
-  uint64_t folded = 0;  // [streams][members][token blocks]
-  uint64_t packets = 0;  // [halves] for our own domain: packet.h
+  Part<DeviceFlag<HeaderFull>> header_full;  // [ranks]
+  Part<DeviceFlag<WeightsFull>> weights_full;  // [ranks]
+  Part<DeviceFlag<ListsFull>> lists_full;  // [members]
+  Part<DeviceFlag<Read>> read;  // [members]
+  Part<DeviceFlag<FoldedAll>> folded_all;  // [members]
+  Part<DeviceFlag<Merged>> merged;  // [members]
+  Part<DeviceFlag<RowsFull>> rows_full;  // [members][row groups]
+  Part<DeviceFlag<Folded>> folded;  // [streams][members][token blocks]
+  Part<uint8_t> packets;  // [halves][packet_bytes] for our own domain: packet.h
   uint64_t packet_bytes = 0;
-  uint64_t rows = 0;  // [halves] half_bytes: rows for our own domain, at the place of their token
+  Part<uint8_t> rows;  // [halves][half_bytes] for our own domain, at the place of their token
   // Combine.
-  uint64_t pieces = 0;  // [streams] piece_bytes, or of our own only; a row's pieces lie side by side, ranks ascending
-  uint64_t piece_weights = 0;  // [streams][pairs] float
+  Part<uint8_t> pieces;  // [streams][piece_bytes], or of our own only; a row's lie side by side, ranks ascending
+  Part<float> piece_weights;  // [streams][pairs]
   // Read and written by this rank only.
-  uint64_t local = 0;  // Local
-  uint64_t net = 0;  // Net and NetState, where there are several domains
-  uint64_t net_state = 0;
-  uint64_t sent_counts = 0;  // [domains][slots] uint32: rows of a chunk that are staged; who ships it resets it
-  uint64_t relayed_counts = 0;  // [streams][slots] uint32: likewise, merged
-  uint64_t token_block_counts = 0;  // [ranks][token blocks] uint32: its pieces that are done; the last resets it
-  uint64_t tile_counts = 0;  // [tiles] uint32[tile_words]: see tile.cuh
-  uint64_t plan_scratch = 0;  // PlanScratch
-  uint64_t token_addends = 0;  // [tokens + 1] uint32: addends of earlier tokens
-  uint64_t addends = 0;  // [pairs] uint32: see PlanView
-  uint64_t sent_token_blocks = 0;  // [domains][token blocks + 1] uint32: rows of the stream of earlier token blocks
-  uint64_t sent_tokens = 0;  // [domains][tokens] uint32: of a row of the stream
-  uint64_t pair_origin = 0;  // [pairs] uint32: place in the caller's [T, width]
+  Part<Local> local;
+  Part<Net> net;  // this and the next: where there are several domains
+  Part<NetState> net_state;
+  Part<DeviceCounter<SentRows>> sent_counts;  // [domains][slots]
+  Part<DeviceCounter<RelayedRows>> relayed_counts;  // [streams][slots]
+  Part<DeviceCounter<FoldedRows>> token_block_counts;  // [ranks][token blocks] its pieces that are done
+  Part<uint32_t> tile_counts;  // [tiles][tile_words]: see tile.cuh
+  Part<PlanScratch> plan_scratch;
+  Part<uint32_t> token_addends;  // [tokens + 1] addends of earlier tokens
+  Part<Addend> addends;  // [pairs]: see PlanView
+  Part<uint32_t> sent_token_blocks;  // [domains][token blocks + 1] rows of the stream of earlier token blocks
+  Part<uint32_t> sent_tokens;  // [domains][tokens] of a row of the stream
+  Part<uint32_t> pair_origin;  // [pairs] place in the caller's [T, width]
   uint64_t total_bytes = 0;
 
   uint32_t num_ranks = 0;
@@ -158,19 +166,19 @@ struct PlanSizes {
 struct Local {
   Progress progress;
   uint64_t entered = 0;  // epoch of the operation whose kernels run
-  uint64_t stop = 0;  // 1: an error is known, kernels return. Writers: kernels of this rank, its host
-  uint64_t counted = 0;  // epoch whose tiles have all been counted
-  uint64_t packed = 0;  // epoch whose packets are complete, and of a new plan all that is known of its streams
-  uint64_t weights_relayed = 0;  // epoch whose weights are in the rings to their sources
-  uint64_t planned = 0;  // epoch whose PlanScratch is complete
-  uint64_t rows_planned = 0;  // epoch of a new plan whose rows are known, but for the first of each warp that places
-  uint64_t hashed = 0;  // epoch whose routing's hash is in our header
+  DeviceFlag<Stop> stop;
+  DeviceFlag<Counted> counted;
+  DeviceFlag<Packed> packed;
+  DeviceFlag<WeightsRelayed> weights_relayed;
+  DeviceFlag<Planned> planned;
+  DeviceFlag<RowsPlanned> rows_planned;
+  DeviceFlag<Hashed> hashed;
   uint64_t routing_hash = 0;  // of a routing that is compared with a plan's; the last to add resets it
-  uint32_t arrived[10] = {};  // blocks that are through with something, by Phase; the last resets it
+  DeviceCounter<Arrived> arrived[10] = {};  // blocks, by Phase
   // Progress, arrival: the time, in ticks of patience.cuh, before which no wait's deadline begins. Writers and readers:
   // threads whose deadline is over; any of their values will do; never reset.
   uint32_t patient_since[2] = {};
-  uint32_t next_share[4] = {};  // of the work that is not dealt out, by SharedWork; reset when all are through
+  DeviceCounter<SharesTaken> next_share[4] = {};  // by SharedWork
   uint64_t block_hash[kMaxBlocks] = {};
   // Since creation: what block 0 has spent in a step; by rank, how long we were there before it entered.
   uint64_t step_nsec[kNumSteps] = {};
@@ -199,13 +207,13 @@ struct PlanScratch {
 
 // Pinned host memory. Writer: a kernel; reader: the host.
 struct HostCounts {
-  uint64_t call;  // published last
+  DeviceFlag<CountsCome> call;  // published last
   PlanSizes sizes;
   // Followed by uint32 exact[experts of a rank], padded[experts of a rank].
 };
 struct HostError {
   uint64_t claim;
-  uint64_t published;
+  DeviceFlag<FaultTold> published;
   uint32_t kind;  // ErrorKind
   uint32_t step;  // Step
   int32_t peer;
@@ -230,8 +238,6 @@ enum class DeviceFault : uint32_t {
   kExpertTwice,
   kTooManyPairs
 };
-
-struct Addend;  // see words.h
 
 // A plan in device memory; arrays lie in one allocation that the caller owns.
 struct PlanView {
@@ -274,7 +280,6 @@ struct PlanView {
 // Points a plan's arrays into `memory`, in the order above; their bytes. Null: only those.
 uint64_t lay_out_plan(PlanView& view, const PlanSizes& sizes, uint8_t* memory, const DeviceMap& of);
 
-struct Net;
 struct TraceLog;
 // What every kernel knows of the group.
 struct Group {

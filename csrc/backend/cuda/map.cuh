@@ -15,18 +15,22 @@ namespace uccl_ep::cuda {
 constexpr uint32_t kWarp = 32;
 constexpr uint32_t kFullWarp = 0xFFFFFFFFu;
 
+// In the region of a rank of our domain.
 template <typename T>
-__device__ __forceinline__ T* at(const Group& g, uint32_t rank, uint64_t offset) {
-  return reinterpret_cast<T*>(g.base[rank] + offset);
+__device__ __forceinline__ T* at(const Group& g, uint32_t rank, Part<T> part) {
+  return part.in(g.base[rank]);
 }
-__device__ __forceinline__ Local& local(const Group& g) { return *at<Local>(g, g.rank, g.map.local); }
-__device__ __forceinline__ PlanScratch& scratch(const Group& g) {
-  return *at<PlanScratch>(g, g.rank, g.map.plan_scratch);
+__device__ __forceinline__ uint8_t* at(const Group& g, uint32_t rank, uint64_t offset) { return g.base[rank] + offset; }
+template <typename T>
+__device__ __forceinline__ T* own_part(const Group& g, Part<T> part) {
+  return at(g, g.rank, part);
 }
+__device__ __forceinline__ Local& local(const Group& g) { return *own_part(g, g.map.local); }
+__device__ __forceinline__ PlanScratch& scratch(const Group& g) { return *own_part(g, g.map.plan_scratch); }
 __device__ __forceinline__ uint32_t* out_row_base(const Group& g) {
   return reinterpret_cast<uint32_t*>(&scratch(g) + 1);
 }
-__device__ __forceinline__ NetState& net_state(const Group& g) { return *at<NetState>(g, g.rank, g.map.net_state); }
+__device__ __forceinline__ NetState& net_state(const Group& g) { return *own_part(g, g.map.net_state); }
 __device__ __forceinline__ bool in_domain(const Group& g, uint32_t rank) {
   return g.net == nullptr || (rank >= g.first && rank < g.end);
 }
@@ -34,31 +38,33 @@ __device__ __forceinline__ uint32_t own_domain(const Group& g) { return g.domain
 // A rank's packet for us, and ours for a domain.
 __device__ __forceinline__ uint8_t* packet(const Group& g, uint32_t source, uint64_t epoch) {
   const uint64_t half_begin = packet_half(epoch) * g.map.packet_bytes;
-  if (in_domain(g, source)) return at<uint8_t>(g, source, g.map.packets + half_begin);
+  if (in_domain(g, source)) return at(g, source, g.map.packets) + half_begin;
   const Net::From& from = g.net->from[source];
-  return at<uint8_t>(g, from.holder, from.packets + half_begin);
+  return at(g, from.holder, from.packets + half_begin);
 }
 __device__ __forceinline__ uint8_t* own_packet(const Group& g, uint32_t domain, uint64_t epoch) {
   const uint64_t half_begin = packet_half(epoch) * g.map.packet_bytes;
-  return at<uint8_t>(g, g.rank, (domain == own_domain(g) ? g.map.packets : g.net->to[domain].packets) + half_begin);
+  return at(g, g.rank, (domain == own_domain(g) ? g.map.packets.offset : g.net->to[domain].packets) + half_begin);
 }
 __device__ __forceinline__ DeviceHeader& header(const Group& g, uint32_t rank, uint64_t epoch) {
   return *reinterpret_cast<DeviceHeader*>(packet(g, rank, epoch));
 }
 __device__ __forceinline__ uint8_t* rows(const Group& g, uint32_t rank, uint32_t half) {
-  return at<uint8_t>(g, rank, g.map.rows) + uint64_t{half} * g.map.half_bytes;
+  return at(g, rank, g.map.rows) + uint64_t{half} * g.map.half_bytes;
 }
 __device__ __forceinline__ uint32_t max_token_blocks(const Group& g) { return g.map.max_tokens / kTokenBlock; }
 // Rank `rank` in the memory of a member of its domain.
-__device__ __forceinline__ uint64_t* member_flag(const Group& g, uint32_t owner, uint64_t flags, uint32_t rank) {
-  return at<uint64_t>(g, owner, flags) + (rank - g.first);
+template <typename Of>
+__device__ __forceinline__ DeviceFlag<Of>* member_flag(const Group& g, uint32_t owner, Part<DeviceFlag<Of>> flags,
+                                                       uint32_t rank) {
+  return at(g, owner, flags) + (rank - g.first);
 }
-__device__ __forceinline__ uint64_t* folded(const Group& g, uint32_t owner, uint32_t stream, uint32_t folder) {
-  return at<uint64_t>(g, owner, g.map.folded) +
-         (uint64_t{stream} * g.map.num_members + (folder - g.first)) * max_token_blocks(g);
+__device__ __forceinline__ DeviceFlag<Folded>* folded(const Group& g, uint32_t owner, uint32_t stream,
+                                                      uint32_t folder) {
+  return at(g, owner, g.map.folded) + (uint64_t{stream} * g.map.num_members + (folder - g.first)) * max_token_blocks(g);
 }
-__device__ __forceinline__ uint64_t* rows_full(const Group& g, uint32_t owner, uint32_t source) {
-  return at<uint64_t>(g, owner, g.map.rows_full) + uint64_t{source - g.first} * (g.map.max_tokens / kRowGroup);
+__device__ __forceinline__ DeviceFlag<RowsFull>* rows_full(const Group& g, uint32_t owner, uint32_t source) {
+  return at(g, owner, g.map.rows_full) + uint64_t{source - g.first} * (g.map.max_tokens / kRowGroup);
 }
 // Who has the rows of a rank for our domain, and as which stream it merges them.
 __device__ __forceinline__ uint32_t holder_of(const Group& g, uint32_t source) {

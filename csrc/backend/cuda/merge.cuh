@@ -68,8 +68,8 @@ template <bool kLooks>
 __device__ __forceinline__ bool pieces_came(const Kernel& k, uint32_t stream, uint32_t token_block) {
   bool good = true;
   for (uint32_t r = k.g.first + threadIdx.x % kWarp; r < k.g.end; r += kWarp)
-    good &= peer_came<kLooks>(k, {folded(k.g, k.g.rank, stream, r) + token_block, k.op.epoch, Step::kMerge, r,
-                                  static_cast<int>(token_block)});
+    good &= peer_came<kLooks>(
+        k, {folded(k.g, k.g.rank, stream, r) + token_block, k.op.epoch, r, static_cast<int>(token_block)});
   return __all_sync(kFullWarp, good);
 }
 
@@ -83,7 +83,7 @@ __device__ __forceinline__ bool returns_came(const Kernel& k, const MergeRange& 
     const uint32_t rows_until = k.plan.sent_token_blocks[to * (k.plan.num_token_blocks + 1) + token_block + 1];
     const uint32_t chunks = part_of(k.g, range.returned_rows[to], rows_until, row_bytes).chunks;
     if (chunks > 0)
-      good &= peer_came<kLooks>(k, {net_state(k.g).returns_there + to, range.returned_chunks[to] + chunks, Step::kMerge,
+      good &= peer_came<kLooks>(k, {net_state(k.g).returns_there + to, range.returned_chunks[to] + chunks,
                                     rail_of(k.g, to), static_cast<int>(chunks - 1)});
   }
   return __all_sync(kFullWarp, good);
@@ -124,9 +124,9 @@ struct Merge : CombineKernel {
     return sum;
   }
   __device__ uint32_t place(const Sum&, uint32_t k) const {
-    if constexpr (!kNet) return (g.map.pieces + uint64_t{k - range.pieces} * row_bytes()) / 16;
+    if constexpr (!kNet) return (g.map.pieces.offset + uint64_t{k - range.pieces} * row_bytes()) / 16;
     const Addend addend = plan.addends[k];
-    if (!addend.is_returned()) return (g.map.pieces + uint64_t{addend.piece() - range.pieces} * row_bytes()) / 16;
+    if (!addend.is_returned()) return (g.map.pieces.offset + uint64_t{addend.piece() - range.pieces} * row_bytes()) / 16;
     return returned_place(g, range, addend, row_bytes());
   }
   __device__ const uint8_t* base() const { return g.base[g.rank]; }
@@ -179,7 +179,7 @@ struct Relay : CombineKernel {
     sum.count = pieces[1] - pieces[0];
     sum.tag = RelayTag::of(r / rows_per_chunk(g, row_bytes()), k, token_block_of(k, row)).word;
     sum.part = range.parted.part(number);
-    sum.out = at<uint8_t>(g, g.rank, g.net->relayed[k].returns) +
+    sum.out = at(g, g.rank, g.net->relayed[k].returns) +
               ring_offset(g, range.relayed_slot[k], g.map.return_slots, r, row_bytes());
     return sum;
   }
@@ -199,7 +199,7 @@ struct Relay : CombineKernel {
   }
   __device__ uint32_t place(const Sum& sum, uint32_t j) const {
     const uint32_t k = RelayTag{sum.tag}.stream();
-    return (g.map.pieces + k * g.map.piece_bytes + uint64_t{j - range.relayed_pieces[k]} * row_bytes()) / 16;
+    return (g.map.pieces.offset + k * g.map.piece_bytes + uint64_t{j - range.relayed_pieces[k]} * row_bytes()) / 16;
   }
   __device__ const uint8_t* base() const { return g.base[g.rank]; }
   template <bool kLooks>
@@ -218,7 +218,7 @@ struct Relay : CombineKernel {
   __device__ void tell_at_once(uint32_t lane, uint32_t tag, bool is_part) const {
     const RelayTag its{tag};
     if (lane == 0)
-      count_some(at<uint32_t>(g, g.rank, g.map.relayed_counts) + ring_counter(g, its.stream(), its.chunk()),
+      count_some(own_part(g, g.map.relayed_counts) + ring_counter(g, its.stream(), its.chunk()),
                  range.parted.num_parts_of(is_part));
   }
 };
@@ -239,15 +239,15 @@ __device__ __forceinline__ uint64_t weight_offset(const Group& g, uint32_t slot,
 __device__ inline void relay_weights(const CombineKernel& k, const MergeRange& range) {
   const uint32_t row_bytes = k.args.hidden * dtype_bytes(k.args.wire);
   for (uint32_t stream = 1; stream <= k.g.net->num_relayed; ++stream) {
-    const float* const from = at<float>(k.g, k.g.rank, k.g.map.piece_weights) + uint64_t{stream} * k.g.map.max_pairs;
+    const float* const from = own_part(k.g, k.g.map.piece_weights) + uint64_t{stream} * k.g.map.max_pairs;
     const uint32_t chunks = part_of(k.g, range.first_row[stream], range.end_row[stream], row_bytes).chunks;
-    uint8_t* const to = at<uint8_t>(k.g, k.g.rank, k.g.net->relayed[stream].returns);
+    uint8_t* const to = at(k.g, k.g.rank, k.g.net->relayed[stream].returns);
     for (uint32_t p = blockIdx.x * k.crew.size + k.crew.thread; p < k.plan.relayed_pairs[stream];
          p += workers(k.g) * k.crew.size)
       *reinterpret_cast<float*>(to + weight_offset(k.g, range.relayed_slot[stream], chunks, p)) = __ldcg(from + p);
   }
   if (last_block(k, Phase::kRelayed, workers(k.g)) && k.crew.thread == 0)
-    publish_in_gpu(&local(k.g).weights_relayed, k.op.epoch);
+    publish(&local(k.g).weights_relayed, k.op.epoch);
 }
 
 // By crews of all blocks: what came back of the weights' gradients.
@@ -256,15 +256,14 @@ __device__ inline void merge_weights(const CombineKernel& k, const MergeRange& r
   for (uint32_t to = 0; to < k.g.map.num_domains; ++to) {
     const uint32_t begin = k.plan.pair_begin[k.g.first_of[to]], end = k.plan.pair_begin[k.g.first_of[to + 1]];
     const bool own = to == own_domain(k.g);
-    const uint8_t* from = at<uint8_t>(k.g, k.g.rank, own ? k.g.map.piece_weights : k.g.net->to[to].returns);
+    const uint8_t* from = at(k.g, k.g.rank, own ? k.g.map.piece_weights.offset : k.g.net->to[to].returns);
     uint32_t chunks = 0;
     if (!own) {
       const TokenBlockRange window = token_blocks_of(k.args, (k.plan.num_tokens + kTokenBlock - 1) / kTokenBlock);
       const uint32_t* const before = k.plan.sent_token_blocks + to * (k.plan.num_token_blocks + 1);
       chunks = part_of(k.g, before[window.first], before[window.end], row_bytes).chunks;
       const uint64_t all = range.returned_chunks[to] + chunks + weight_chunks_of(k.g, k.args, end - begin);
-      const bool good =
-          k.crew.thread != 0 || wait_peer(k, {net_state(k.g).returns_there + to, all, Step::kMerge, rail_of(k.g, to)});
+      const bool good = k.crew.thread != 0 || wait_peer(k, {net_state(k.g).returns_there + to, all, rail_of(k.g, to)});
       if (!k.crew.all(good)) return;
     }
     for (uint32_t p = begin + blockIdx.x * k.crew.size + k.crew.thread; p < end; p += workers(k.g) * k.crew.size) {
@@ -279,7 +278,7 @@ __device__ inline void merge_weights(const CombineKernel& k, const MergeRange& r
 __device__ inline void finish_merge(const CombineKernel& k, const MergeRange& range) {
   bool good = true;
   for (uint32_t r = k.g.first + k.crew.thread; r < k.g.end; r += k.crew.size)
-    good &= wait_peer(k, {member_flag(k.g, k.g.rank, k.g.map.folded_all, r), k.op.epoch, Step::kMerge, r});
+    good &= wait_peer(k, {member_flag(k.g, k.g.rank, k.g.map.folded_all, r), k.op.epoch, r});
   if (!k.crew.all(good) || k.args.signature.with_weights == 0 || k.args.window != 0) return;
   if (k.g.net != nullptr) relay_weights(k, range);
   if (k.args.weights != nullptr) merge_weights(k, range);

@@ -51,9 +51,10 @@ __device__ inline void poll_hosts(const Group& g, uint32_t* end) {
 
 // ---- commands -------------------------------------------------------------------------------------------------------
 // A channel whose chunks become complete one after the other, as a lane sees it.
+template <typename Of>
 struct Outgoing {
   uint32_t channel = 0;
-  uint32_t* counts = nullptr;  // by chunk: parts of rows that are there
+  DeviceCounter<Of>* counts = nullptr;  // by chunk: parts of rows that are there
   uint32_t rows = 0, per_chunk = 1, row_bytes = 0;
   uint64_t serial = 0;  // of the next chunk
   uint32_t chunk = 0;
@@ -95,20 +96,19 @@ __device__ __forceinline__ void push_all(const Group& g, uint32_t count, Of of) 
 // By one warp, a channel a lane: chunks as they become complete, in their order. Returns when all have been pushed, and
 // what is to be done beside them (`beside()`, asked until it says so), or after an error. Several chunks at a look: on
 // a full link its fence takes microseconds.
-template <typename Beside>
-__device__ __forceinline__ void push_chunks(const Group& g, Outgoing out, Beside beside) {
+template <typename Of, typename Beside>
+__device__ __forceinline__ void push_chunks(const Group& g, Outgoing<Of> out, Beside beside) {
   constexpr uint32_t kAhead = 4;
   bool done = beside();
   for (uint32_t looks = 1; !done || __any_sync(kFullWarp, out.left()); ++looks) {
     uint32_t counted[kAhead];
 #pragma unroll
-    for (uint32_t i = 0; i < kAhead; ++i)
-      counted[i] = out.rows_in(i) > 0 ? peek_counter(out.counts + out.chunk + i) : 0;
+    for (uint32_t i = 0; i < kAhead; ++i) counted[i] = out.rows_in(i) > 0 ? peek(out.counts + out.chunk + i) : 0;
     uint32_t complete = 0;
 #pragma unroll
     for (uint32_t i = 0; i < kAhead; ++i) {
       if (complete != i || counted[i] == 0 || counted[i] != out.rows_in(i) * out.parts) continue;
-      out.counts[out.chunk + i] = 0;
+      out.counts[out.chunk + i].value = 0;
       ++complete;
     }
     push_all(g, complete, [&](uint32_t i) {
@@ -144,8 +144,8 @@ __device__ inline void push_packets(const Kernel& k, bool is_new, bool with_weig
 }
 // By one warp: whether they are.
 __device__ __forceinline__ bool are_packed(const Kernel& k) {
-  const bool packed = __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || (peek_flag(&local(k.g).packed) >= k.op.epoch &&
-                                                                         read_flag(&local(k.g).packed) >= k.op.epoch));
+  const bool packed = __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || (peek(&local(k.g).packed) >= k.op.epoch &&
+                                                                         read(&local(k.g).packed) >= k.op.epoch));
   __syncwarp();  // votes order no memory, and others than the first lane read the packets
   return packed;
 }
@@ -168,8 +168,7 @@ __device__ inline bool wait_returns_gone(const Kernel& k) {
   bool good = true;
   const NetState& state = net_state(k.g);
   for (uint32_t stream = 1 + k.crew.thread; stream <= k.g.net->num_relayed; stream += k.crew.size)
-    good &= wait_flag(
-        k.g, {state.returns_gone + stream, state.relayed[stream], Step::kShip, k.g.net->relayed[stream].source});
+    good &= wait_flag(k.g, {state.returns_gone + stream, state.relayed[stream], k.g.net->relayed[stream].source});
   return k.crew.all(good);
 }
 
@@ -179,8 +178,8 @@ __device__ inline bool wait_returns_gone(const Kernel& k) {
 // error is known.
 __device__ inline bool wait_through(const Kernel& k, uint32_t others, uint32_t* poller_ends) {
   if (k.crew.thread == 0) {
-    uint32_t* const through = &local(k.g).arrived[static_cast<uint32_t>(Phase::kThrough)];
-    while (peek_counter(through) < others) __nanosleep(50);
+    DeviceCounter<Arrived>* const through = &local(k.g).arrived[static_cast<uint32_t>(Phase::kThrough)];
+    while (peek(through) < others) __nanosleep(50);
     end_count(through);
     count_shared(poller_ends);
   }

@@ -48,12 +48,11 @@ struct NetState {
   uint64_t relayed[kMaxCudaRanks];   // by stream
   uint64_t ended;
   ProducerState producer;
-  // Flags. Writer: the poller, one warp of a kernel; readers: all blocks. Chunks that have arrived, or have left for
-  // good.
-  uint64_t rows_there[kMaxCudaRanks];                              // by source
-  uint64_t returns_there[kMaxCudaRanks];                           // by domain
-  uint64_t packets_gone[kMaxCudaRanks], rows_gone[kMaxCudaRanks];  // by domain
-  uint64_t returns_gone[kMaxCudaRanks];                            // by stream
+  DeviceFlag<RowsThere> rows_there[kMaxCudaRanks];        // by source
+  DeviceFlag<ReturnsThere> returns_there[kMaxCudaRanks];  // by domain
+  DeviceFlag<PacketsGone> packets_gone[kMaxCudaRanks];    // by domain
+  DeviceFlag<RowsGone> rows_gone[kMaxCudaRanks];          // by domain
+  DeviceFlag<ReturnsGone> returns_gone[kMaxCudaRanks];    // by stream
 };
 
 }  // namespace uccl_ep::cuda

@@ -4,7 +4,7 @@
 #include "backend/cuda/device.cuh"
 #include "backend/cuda/net.cuh"
 #include "backend/cuda/numerics.cuh"
-#include "backend/cuda/plan.cuh"
+#include "backend/cuda/plan_reader.cuh"
 #include "backend/cuda/shares.cuh"
 #include "backend/cuda/steps.h"
 
@@ -23,47 +23,31 @@ struct Arrivals {
 // By a crew. Later windows of a new plan are planned, too, and not placed yet.
 template <bool kFresh>
 __device__ inline void find_arrivals(const DispatchKernel& k, Arrivals& out) {
-  const uint32_t per_window = k.args.window_tokens / kTokenBlock, entries = k.plan.num_token_blocks + 1;
-  const uint32_t first_token_block = k.args.window * per_window;
+  using Reader = PlanReader<kFresh>;
+  const Reader plan(k);
+  const uint32_t per_window = k.args.window_tokens / kTokenBlock, earlier = k.args.window * per_window;
   const bool whole = k.plan.num_token_blocks <= per_window;
   for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size) {
-    const uint32_t base = (kFresh ? scratch(k.g).row_begin : k.plan.row_begin)[s];
-    const uint32_t end = (kFresh ? scratch(k.g).row_end : k.plan.row_end)[s];
+    const uint32_t base = plan.row_begin(s), end = plan.row_end(s);
     out.begin[s] = base;
     out.end[s] = out.all_end[s] = end;
     out.position[s] = k.args.window * k.args.window_tokens;
     if (!in_domain(k.g, s)) {
       out.chunks[s] = net_state(k.g).received[s];
       out.slot[s] = static_cast<uint32_t>(out.chunks[s] % k.g.map.row_slots);
-      if (k.args.window > 0)
-        out.position[s] = k.plan.token_block_streams[s * entries + min(first_token_block, k.plan.num_token_blocks)];
+      if (k.args.window > 0) out.position[s] = plan.streams_before(s)[min(earlier, plan.token_blocks(s))];
     }
     if (whole) continue;
-    if (kFresh) {
-      const uint32_t token_blocks = (scratch(k.g).num_tokens[s] + kTokenBlock - 1) / kTokenBlock;
-      out.end[s] = base + scratch(k.g).token_block_rows[s][min(per_window, token_blocks)];
-    } else {
-      const uint32_t* const rows_before = k.plan.token_block_rows + s * entries;
-      out.begin[s] = base + rows_before[min(first_token_block, k.plan.num_token_blocks)];
-      out.end[s] = out.all_end[s] = base + rows_before[min(first_token_block + per_window, k.plan.num_token_blocks)];
-    }
+    const uint32_t token_blocks = plan.token_blocks(s);
+    const uint32_t* const before = plan.rows_before(s);
+    out.begin[s] = base + before[min(earlier, token_blocks)];
+    out.end[s] = base + before[min(earlier + per_window, token_blocks)];
+    if (!Reader::kPlansAll) out.all_end[s] = out.end[s];
   }
   k.crew.sync();
   if (k.crew.thread == 0) out.most.find(k.g, [&](uint32_t s) { return out.all_end[s] - out.begin[s]; });
   k.crew.sync();
 }
-
-// By a warp that places: whether its next batch of rows has been planned by others; of a new plan never the first one.
-template <bool kFresh>
-struct PlannedByOthers {
-  bool first = true, planned = !kFresh;
-  // By every lane, once for each batch.
-  __device__ __forceinline__ bool look(const Kernel& k) {
-    if (!planned && !first) planned = read_flag(&local(k.g).rows_planned) >= k.op.epoch;
-    first = false;
-    return planned;
-  }
-};
 
 // 32 rows, in the lanes of a warp: in turn of all sources, so that neighbours read different peers, those of our domain
 // first: rows of others are still on their way.
@@ -81,18 +65,10 @@ struct RowBatch {
     row = arrivals.begin[s] + number;
     if (row >= arrivals.all_end[s]) return;
     source = s;
-    PlannedRow known;
-    if (kFresh && !planned) {
-      known = plan_row(k.g, k.plan, s, row - arrivals.begin[s], row);
-    } else {
-      // Of a new k.plan, the next source's first row may not be planned.
-      const bool last = kFresh && row + 1 == arrivals.all_end[s];
-      known.position = (k.g.net != nullptr ? k.plan.row_position : k.plan.row_token)[row];
-      known.first = k.plan.row_pair_begin[row];
-      known.count = (last ? scratch(k.g).pair_end[s] : k.plan.row_pair_begin[row + 1]) - known.first;
-    }
+    const PlannedRow known =
+        PlanReader<kFresh>(k).row(s, row - arrivals.begin[s], row, row + 1 == arrivals.all_end[s], planned);
     first = known.first;
-    count = kFresh && row >= arrivals.end[s] ? 0 : known.count;
+    count = PlanReader<kFresh>::kPlansAll && row >= arrivals.end[s] ? 0 : known.count;
     position = known.position - arrivals.position[s];
     look(k, arrivals);
   }
@@ -105,19 +81,18 @@ struct RowBatch {
   __device__ __forceinline__ uint32_t where(const DispatchKernel& k, const Arrivals& arrivals) const {
     const uint32_t stride = row_bytes(k);
     if (in_domain(k.g, source))
-      return (k.g.map.rows + k.op.half * k.g.map.half_bytes + uint64_t{position} * stride) / 16;
+      return (k.g.map.rows.offset + k.op.half * k.g.map.half_bytes + uint64_t{position} * stride) / 16;
     const uint64_t offset = ring_offset(k.g, arrivals.slot[source], k.g.map.row_slots, position, stride);
     return (k.g.net->from[source].rows + offset) / 16;
   }
-  __device__ __forceinline__ const uint64_t* flag(const Group& g) const {
-    return in_domain(g, source) ? rows_full(g, g.rank, source) + position / kRowGroup
-                                : &net_state(g).rows_there[source];
-  }
-  __device__ __forceinline__ uint64_t wanted(const DispatchKernel& k, const Arrivals& arrivals) const {
-    return in_domain(k.g, source) ? k.op.epoch : arrivals.chunks[source] + unit(k) + 1;
+  __device__ __forceinline__ Awaited awaited(const DispatchKernel& k, const Arrivals& arrivals) const {
+    const uint32_t of = unit(k);
+    if (in_domain(k.g, source))
+      return {rows_full(k.g, k.g.rank, source) + of, k.op.epoch, source, static_cast<int>(of)};
+    return {net_state(k.g).rows_there + source, arrivals.chunks[source] + of + 1, source, static_cast<int>(of)};
   }
   __device__ __forceinline__ void look(const DispatchKernel& k, const Arrivals& arrivals) {
-    if (count > 0) ready = read_flag(flag(k.g)) >= wanted(k, arrivals);
+    if (count > 0) ready = has_come(awaited(k, arrivals));
   }
   // By the warp: whether row `i` has been staged, or has arrived. What else has meanwhile is noted, too.
   __device__ __forceinline__ bool is_there(const DispatchKernel& k, const Arrivals& arrivals, uint32_t i) {
@@ -130,7 +105,7 @@ struct RowBatch {
     if (is_there(k, arrivals, i)) return true;
     bool good = true;
     if (lane == i) {
-      good = wait_peer(k, {flag(k.g), wanted(k, arrivals), Step::kPlace, source, static_cast<int>(unit(k))});
+      good = wait_peer(k, awaited(k, arrivals));
       ready = true;
     }
     good = __all_sync(kFullWarp, good);

@@ -3,7 +3,7 @@
 
 #include "backend/cuda/device.cuh"
 #include "backend/cuda/pad.cuh"
-#include "backend/cuda/plan.cuh"
+#include "backend/cuda/plan_reader.cuh"
 #include "backend/cuda/steps.h"
 
 namespace uccl_ep::cuda {
@@ -14,32 +14,17 @@ __device__ inline void fill_padding(const DispatchKernel& k, const uint32_t* pad
              k.crew.thread, k.crew.size);
 }
 
-// In the order of the source's packet.
-template <bool kFresh>
-__device__ __forceinline__ const float* weights_of(const Kernel& k, uint32_t source) {
-  if constexpr (kFresh) return scratch(k.g).weights[source];
-  return reinterpret_cast<const float*>(packet(k.g, source, k.op.epoch) + packet_parts({}).weights);
-}
-
 // By crews of all blocks that place, when all weights have been staged. The rows of a new plan are worked out once
 // more: other blocks write them only now.
 template <bool kFresh>
 __device__ inline void place_weights(const DispatchKernel& k) {
-  const PlanScratch& from = scratch(k.g);
+  const PlanReader<kFresh> plan(k);
   for (uint32_t r = 0; r < k.g.map.num_ranks; ++r) {
-    const uint32_t source = rotated(k.g, r);
-    const uint32_t begin = kFresh ? from.pair_begin[source] : k.plan.row_pair_begin[k.plan.row_begin[source]];
-    const uint32_t end = kFresh ? from.pair_end[source] : k.plan.row_pair_begin[k.plan.row_end[source]];
-    const uint32_t offset = (kFresh ? from.weight_begin : k.plan.weight_begin)[source];
-    const float* const staged = weights_of<kFresh>(k, source);
-    for (uint32_t p = begin + blockIdx.x * k.crew.size + k.crew.thread; p < end; p += k.args.num_blocks * k.crew.size) {
-      uint32_t out_row = 0;
-      if constexpr (kFresh) {
-        const PairEntry pair = from.pairs[source][p + offset];
-        out_row = out_row_base(k.g)[source * k.g.experts_per_rank + pair.expert] + pair.position;
-      } else {
-        out_row = k.plan.out_rows[p];
-      }
+    const uint32_t source = rotated(k.g, r), end = plan.pair_end(source), offset = plan.weight_begin(source);
+    const float* const staged = plan.weights(source, k.op.epoch);
+    for (uint32_t p = plan.pair_begin(source) + blockIdx.x * k.crew.size + k.crew.thread; p < end;
+         p += k.args.num_blocks * k.crew.size) {
+      const uint32_t out_row = plan.out_row(source, p, p + offset);
       if (out_row < k.plan.num_out_rows) k.args.row_weights[out_row] = staged[p + offset];
     }
   }
@@ -48,31 +33,20 @@ __device__ inline void place_weights(const DispatchKernel& k) {
 // The same of compact rows, which get their experts, too; without weights there is nothing to wait for.
 template <bool kFresh>
 __device__ inline void place_experts(const DispatchKernel& k) {
-  const PlanScratch& from = scratch(k.g);
+  const PlanReader<kFresh> plan(k);
   const uint32_t width = k.plan.compact_width;
   for (uint32_t r = 0; r < k.g.map.num_ranks; ++r) {
-    const uint32_t source = rotated(k.g, r);
-    const uint32_t row_begin = (kFresh ? from.row_begin : k.plan.row_begin)[source];
-    const uint32_t offset = (kFresh ? from.weight_begin : k.plan.weight_begin)[source];
-    const float* const staged = weights_of<kFresh>(k, source);
-    const uint32_t end = min((kFresh ? from.row_end : k.plan.row_end)[source], k.plan.num_out_rows);
+    const uint32_t source = rotated(k.g, r), row_begin = plan.row_begin(source), offset = plan.weight_begin(source);
+    const float* const staged = plan.weights(source, k.op.epoch);
+    const uint32_t end = min(plan.row_end(source), k.plan.num_out_rows);
     for (uint32_t row = row_begin + blockIdx.x * k.crew.size + k.crew.thread; row < end;
          row += k.args.num_blocks * k.crew.size) {
-      uint32_t first = 0, count = 0;
-      if constexpr (kFresh) {
-        const ListEntry entry = from.lists[source][row - row_begin];
-        first = from.pair_begin[source] + entry.first_pair;
-        count = entry.num_pairs;
-      } else {
-        first = k.plan.row_pair_begin[row];
-        count = k.plan.row_pair_begin[row + 1] - first;
-      }
+      const auto [first, count] = plan.pairs_of(source, row - row_begin, row);
       for (uint32_t j = 0; j < width; ++j) {
         const uint64_t to = uint64_t{row} * width + j;
-        uint32_t expert = 0;
-        if (j < count) expert = kFresh ? from.pairs[source][first + j + offset].expert : k.plan.out_rows[first + j];
-        k.args.row_experts[to] = j < count ? static_cast<int64_t>(expert) : -1;
-        if (k.args.row_weights != nullptr) k.args.row_weights[to] = j < count ? staged[first + j + offset] : 0.0f;
+        const uint32_t p = first + j;
+        k.args.row_experts[to] = j < count ? static_cast<int64_t>(plan.expert(source, p, p + offset)) : -1;
+        if (k.args.row_weights != nullptr) k.args.row_weights[to] = j < count ? staged[p + offset] : 0.0f;
       }
     }
   }

@@ -170,7 +170,7 @@ __device__ inline bool wait_plan(const Kernel& k) {
 __device__ inline bool wait_lists(const Kernel& k) {
   bool good = true;
   for (uint32_t r = k.g.first + k.crew.thread; r < k.g.end; r += k.crew.size)
-    good &= wait_peer(k, {member_flag(k.g, k.g.rank, k.g.map.lists_full, r), k.op.epoch, Step::kExchange, r});
+    good &= wait_peer(k, {member_flag(k.g, k.g.rank, k.g.map.lists_full, r), k.op.epoch, r});
   return k.crew.all(good);
 }
 
@@ -191,7 +191,7 @@ __device__ inline void count_received(const Kernel& k, const OpSignature& signat
   if (sums_up) {
     sizes.num_rows = signature.compact_width > 0 ? sizes.received_rows : end_row;
     scratch(k.g).sizes = sizes;
-    publish_in_gpu(&local(k.g).planned, k.op.epoch);
+    publish(&local(k.g).planned, k.op.epoch);
   }
   // The host is told of no counts of a routing that a rank may still refuse: its dispatch would return without an
   // error.
@@ -206,7 +206,7 @@ __device__ inline void count_received(const Kernel& k, const OpSignature& signat
   }
   if (sums_up) k.g.counts->sizes = sizes;
   k.crew.sync();
-  if (k.crew.thread == 0) publish_flag(&k.g.counts->call, call);
+  if (k.crew.thread == 0) publish(&k.g.counts->call, call);
 }
 
 // What is known of a received row: its first pair, their number, and where it lies in its source's stream.
@@ -263,7 +263,7 @@ __device__ inline void plan_rows(const Kernel& k, uint32_t num_blocks, uint32_t 
       plan_row(k.g, k.plan, source, n, begin + n);
   }
   if (last_block(k, Phase::kRowsPlanned, num_blocks) && k.crew.thread == 0)
-    publish_in_gpu(&local(k.g).rows_planned, k.op.epoch);
+    publish(&local(k.g).rows_planned, k.op.epoch);
 }
 
 // By crews of `num_blocks` blocks, where there are several domains: what is known of streams.
@@ -278,9 +278,9 @@ __device__ inline void plan_streams(const Kernel& k, uint32_t num_blocks) {
     k.plan.token_block_streams[i] =
         in_domain(k.g, source) ? token_block * kTokenBlock : from.token_block_streams[source][token_block];
   }
-  const uint32_t* const sent_before = at<uint32_t>(k.g, k.g.rank, k.g.map.sent_token_blocks);
-  const uint32_t* const tokens = at<uint32_t>(k.g, k.g.rank, k.g.map.sent_tokens);
-  const Addend* const addends = at<Addend>(k.g, k.g.rank, k.g.map.addends);
+  const uint32_t* const sent_before = own_part(k.g, k.g.map.sent_token_blocks);
+  const uint32_t* const tokens = own_part(k.g, k.g.map.sent_tokens);
+  const Addend* const addends = own_part(k.g, k.g.map.addends);
   uint32_t begin = 0;
   for (uint32_t to = 0; to < k.g.map.num_domains; ++to) {
     if (me == 0) k.plan.sent_begin[to] = begin;
@@ -313,8 +313,8 @@ __device__ inline void plan_heads(const Kernel& k, uint32_t num_blocks) {
   const uint32_t ranks = k.g.map.num_ranks, experts = k.g.experts_per_rank;
   const uint32_t me = blockIdx.x * k.crew.size + k.crew.thread, all = num_blocks * k.crew.size;
   const PlanScratch& from = scratch(k.g);
-  const uint32_t* const addends = at<uint32_t>(k.g, k.g.rank, k.g.map.token_addends);
-  const uint32_t* const origin = at<uint32_t>(k.g, k.g.rank, k.g.map.pair_origin);
+  const uint32_t* const addends = own_part(k.g, k.g.map.token_addends);
+  const uint32_t* const origin = own_part(k.g, k.g.map.pair_origin);
   for (uint32_t t = me; t <= k.plan.num_tokens; t += all) k.plan.addend_begin[t] = addends[t];
   for (uint32_t p = me; p < from.sizes.sent_pairs; p += all) k.plan.pair_place[p] = origin[p];
   const uint32_t entries = k.plan.num_token_blocks + 1;

@@ -100,15 +100,15 @@ class Shares {
  private:
   // Ahead: nobody waits for the counter.
   __device__ __forceinline__ void claim() {
-    if (dealt_ < end_ && threadIdx.x % kWarp == 0) claimed_ = take_number(counter_);
+    if (dealt_ < end_ && threadIdx.x % kWarp == 0) claimed_ = take_numbers(counter_, 1);
   }
   const uint32_t end_, dealt_, step_, log_few_;
-  uint32_t* const counter_;
+  DeviceCounter<SharesTaken>* const counter_;
   uint32_t next_, claimed_ = 0;
 };
 // By one thread, when all blocks are through.
 __device__ __forceinline__ void reset_shares(const Group& g, SharedWork what) {
-  local(g).next_share[static_cast<uint32_t>(what)] = 0;
+  local(g).next_share[static_cast<uint32_t>(what)].value = 0;
 }
 
 }  // namespace uccl_ep::cuda

@@ -5,6 +5,7 @@
 #include "backend/cuda/net.cuh"
 #include "backend/cuda/numerics.cuh"
 #include "backend/cuda/pipeline.cuh"
+#include "backend/cuda/plan_reader.cuh"
 #include "backend/cuda/steps.h"
 
 namespace uccl_ep::cuda {
@@ -167,8 +168,8 @@ __device__ inline void tell_staged(const Kernel& k, const StageShare& share, Sta
     __syncwarp();  // orders what the lanes have read before what any of them writes
     fence_system();
     for (uint32_t i = lane; i < (done - told) * ranks; i += kWarp)
-      store_flag(rows_full(k.g, k.g.first + i % ranks, k.g.rank) + share.first + (told + i / ranks) * share.count,
-                 k.op.epoch);
+      publish_after_fence(
+          rows_full(k.g, k.g.first + i % ranks, k.g.rank) + share.first + (told + i / ranks) * share.count, k.op.epoch);
     told = done;
   }
 }
@@ -192,9 +193,7 @@ __device__ inline StreamPart sent_part(const Group& g, const PlanView& plan, con
   const uint32_t token_blocks = (args.stage.num_tokens + kTokenBlock - 1) / kTokenBlock;
   const uint32_t per_window = args.window_tokens / kTokenBlock;
   const uint32_t first = min(args.window * per_window, token_blocks), end = min(first + per_window, token_blocks);
-  const uint32_t* const before =
-      kFresh ? at<uint32_t>(g, g.rank, g.map.sent_token_blocks) + uint64_t{to} * (max_token_blocks(g) + 1)
-             : plan.sent_token_blocks + uint64_t{to} * (plan.num_token_blocks + 1);
+  const uint32_t* const before = PlanReader<kFresh>(g, plan).sent_before(to);
   if (to == own_domain(g)) return {};
   return part_of(g, __ldcg(before + first), __ldcg(before + end), row_bytes);
 }
@@ -203,8 +202,8 @@ __device__ inline StreamPart sent_part(const Group& g, const PlanView& plan, con
 template <bool kFresh>
 __device__ __forceinline__ void find_slot(const Group& g, const PlanView& plan, const PlaceArgs& args, uint32_t token,
                                           Staged::InRings& rings) {
-  const uint32_t* const begins = kFresh ? at<uint32_t>(g, g.rank, g.map.token_addends) : plan.addend_begin;
-  const Addend* const addends = kFresh ? at<Addend>(g, g.rank, g.map.addends) : plan.addends;
+  const uint32_t* const begins = PlanReader<kFresh>(g, plan).addend_begin();
+  const Addend* const addends = PlanReader<kFresh>(g, plan).addends();
   const uint32_t lane = threadIdx.x % kWarp, end = __ldcg(begins + token + 1);
   Addend found = Addend::of_piece(0);
   for (uint32_t first = __ldcg(begins + token); first < end; first += kWarp) {
@@ -220,15 +219,14 @@ __device__ __forceinline__ void find_slot(const Group& g, const PlanView& plan, 
   const uint32_t row = found.row() - sent_part<kFresh>(g, plan, args, lane).first;
   const uint32_t slot = static_cast<uint32_t>(net_state(g).sent[lane] % g.map.row_slots);
   rings.chunk[lane] = row / rows_per_chunk(g, row_bytes);
-  rings.place[lane] =
-      at<uint8_t>(g, g.rank, g.net->to[lane].rows) + ring_offset(g, slot, g.map.row_slots, row, row_bytes);
+  rings.place[lane] = at(g, g.rank, g.net->to[lane].rows) + ring_offset(g, slot, g.map.row_slots, row, row_bytes);
 }
 // By a lane with a place: what its slot held before has left. Chunks of earlier windows need nothing of this one.
 __device__ __forceinline__ bool wait_slot(const Group& g, uint32_t to, uint32_t chunk) {
   const NetState& state = net_state(g);
   const uint64_t serial = state.sent[to] + chunk, slots = g.map.row_slots;
   return serial < slots ||
-         wait_flag(g, {state.rows_gone + to, serial - slots + 1, Step::kShip, g.first_of[to], static_cast<int>(chunk)});
+         wait_flag(g, {state.rows_gone + to, serial - slots + 1, g.first_of[to], static_cast<int>(chunk)});
 }
 // By a warp, for each row of its: to which domains it goes, a bit each; kNoWay: an error is known.
 constexpr uint32_t kNoWay = 0xFFFFFFFFu;
@@ -255,7 +253,7 @@ __device__ __forceinline__ void end_row(const Kernel& k, const Staged& staged, c
   if (outs.others == 0) return;
   __syncwarp();
   if ((outs.others >> k.crew.lane() & 1) != 0)
-    count_one(at<uint32_t>(k.g, k.g.rank, k.g.map.sent_counts) + k.crew.lane() * k.g.map.row_slots +
+    count_one(own_part(k.g, k.g.map.sent_counts) + k.crew.lane() * k.g.map.row_slots +
               staged.in_rings[k.crew.warp()].chunk[k.crew.lane()]);
   __syncwarp();
 }
@@ -269,11 +267,11 @@ __device__ __noinline__ void push_streams(const DispatchKernel k) {
   const uint32_t row_bytes = k.args.stage.stride;
   static_assert(kMaxDomains <= kWarp);
   const uint32_t to = threadIdx.x % kWarp;
-  Outgoing out;
+  Outgoing<SentRows> out;
   if (to < k.g.map.num_domains && to != own_domain(k.g)) {
     const StreamPart part = sent_part<kFresh>(k.g, k.plan, k.args, to);
     out = {k.g.net->to[to].row_channel,
-           at<uint32_t>(k.g, k.g.rank, k.g.map.sent_counts) + to * k.g.map.row_slots,
+           own_part(k.g, k.g.map.sent_counts) + to * k.g.map.row_slots,
            part.end - part.first,
            rows_per_chunk(k.g, row_bytes),
            row_bytes,

@@ -83,7 +83,7 @@ struct TileCounts {
   uint8_t *expert, *rows_to, *stream;
   uint32_t *pairs_to, *most_pieces;
   __device__ TileCounts(const Group& g, uint32_t tile)
-      : expert(at<uint8_t>(g, g.rank, g.map.tile_counts) + uint64_t{tile} * 4 * tile_words(g.map)),
+      : expert(reinterpret_cast<uint8_t*>(own_part(g, g.map.tile_counts) + uint64_t{tile} * tile_words(g.map))),
         rows_to(expert + g.map.num_experts),
         stream(rows_to + g.map.num_ranks),
         pairs_to(reinterpret_cast<uint32_t*>(expert) + tile_token_words(g.map)),

@@ -251,7 +251,7 @@ void CudaEngine::check() const {
 
 // A fault that a kernel found goes to all ranks; the first error of this rank wins. True if there is one.
 bool CudaEngine::tell_fault() const {
-  if (read_device_flag(&group_.error->published) == 0) return false;
+  if (read_device_flag(&group_.error->published.value) == 0) return false;
   if (plane_.failed()) return true;
   ErrorRecord record;
   {
@@ -295,8 +295,8 @@ void CudaEngine::watch() {
     }
     if (!stopped && plane_.failed()) {
       stopped = true;
-      cudaMemcpyAsync(group_.base[group_.rank] + layout_.local + offsetof(cuda::Local, stop), stop_word_,
-                      sizeof(*stop_word_), cudaMemcpyHostToDevice, control_stream_);
+      cudaMemcpyAsync(&layout_.local.in(group_.base[group_.rank])->stop, stop_word_, sizeof(*stop_word_),
+                      cudaMemcpyHostToDevice, control_stream_);
     }
     if (stopped)
       usleep(1000);
@@ -361,7 +361,7 @@ Stats CudaEngine::stats() const {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // the caller may be capturing a graph
   cudaThreadExchangeStreamCaptureMode(&mode);
   cuda::Local local{};
-  cudaMemcpyAsync(&local, group_.base[group_.rank] + layout_.local, sizeof(local), cudaMemcpyDeviceToHost,
+  cudaMemcpyAsync(&local, layout_.local.in(group_.base[group_.rank]), sizeof(local), cudaMemcpyDeviceToHost,
                   control_stream_);
   cudaStreamSynchronize(control_stream_);
   cudaThreadExchangeStreamCaptureMode(&mode);

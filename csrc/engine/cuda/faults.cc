@@ -37,7 +37,7 @@ int CudaEngine::rank_of(int number) const {
 cuda::DeviceHeader CudaEngine::header_of(int number, uint64_t epoch) const {
   const auto rank = static_cast<uint32_t>(number);
   const bool near = rank >= group_.first && rank < group_.end;
-  const uint8_t* const packets = near ? group_.base[rank] + layout_.packets : network_->packets_of(group_, rank);
+  const uint8_t* const packets = near ? layout_.packets.in(group_.base[rank]) : network_->packets_of(group_, rank);
   cuda::DeviceHeader header{};
   cudaMemcpyAsync(&header, packets + cuda::packet_half(epoch) * layout_.packet_bytes, sizeof(header),
                   cudaMemcpyDeviceToHost, control_stream_);

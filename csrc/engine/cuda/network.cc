@@ -125,7 +125,7 @@ void Network::fill_destinations(const cuda::Group& group) {
   net_.domain = static_cast<uint32_t>(topo_.domain_of[rank_]);
   net_.commands.ring = at<uint64_t>(host(rank_), mine.commands_offset);
   net_.commands.capacity = mine.num_commands;
-  auto* const state = at<cuda::NetState>(group.base[group.rank], layout_.net_state);
+  auto* const state = layout_.net_state.in(group.base[group.rank]);
   net_.commands.state = &state->producer;
   net_.ended = at<uint64_t>(host(rank_), mine.ended_offset);
 }
@@ -138,7 +138,7 @@ void Network::poll(const Seen& what, const void* word, uint64_t* flag, uint64_t*
 // Arrivals at all members, for us those that return sums; what of ours has left.
 void Network::fill_polled(const cuda::Group& group) {
   uint8_t* const region = group.base[group.rank];
-  auto* const state = at<cuda::NetState>(region, layout_.net_state);
+  auto* const state = layout_.net_state.in(region);
   for (int member : topo_.members[topo_.domain_of[rank_]]) {
     const RegionLayout theirs = make_device_layout(topo_, layout_.rings, member);
     const Channels channels = make_device_channels(topo_, layout_.rings, member);
@@ -147,22 +147,22 @@ void Network::fill_polled(const cuda::Group& group) {
       const uint32_t source = group.number_of[channels.in[c].peer];
       const Seen what{TraceKind::kSeenArrived, channels.in[c].landing.kind, channels.in[c].peer, member};
       if (what.ring == RingKind::kHeader)
-        poll(what, board + c, at<uint64_t>(region, layout_.header_full) + source,
-             at<uint64_t>(region, layout_.weights_full) + source);
+        poll(what, board + c, &layout_.header_full.in(region)[source].value,
+             &layout_.weights_full.in(region)[source].value);
       else if (what.ring == RingKind::kRows)
-        poll(what, board + c, &state->rows_there[source]);
+        poll(what, board + c, &state->rows_there[source].value);
       else if (member == rank_)
-        poll(what, board + c, &state->returns_there[group.domain_of[source]]);
+        poll(what, board + c, &state->returns_there[group.domain_of[source]].value);
     }
     if (member != rank_) continue;
     for (size_t c = 0; c < channels.out.size(); ++c) {
       const int peer = channels.out[c].peer;
       const uint32_t to = group.domain_of[group.number_of[peer]];
       const RingKind kind = channels.out[c].send.kind;
-      uint64_t* const flag = kind == RingKind::kHeader ? &state->packets_gone[to]
-                             : kind == RingKind::kRows ? &state->rows_gone[to]
-                                                       : &state->returns_gone[1 + index_of(theirs.incoming, peer)];
-      poll({TraceKind::kSeenFlushed, kind, peer, member}, board + channels.in.size() + c, flag);
+      uint64_t& flag = kind == RingKind::kHeader ? state->packets_gone[to].value
+                       : kind == RingKind::kRows ? state->rows_gone[to].value
+                                                 : state->returns_gone[1 + index_of(theirs.incoming, peer)].value;
+      poll({TraceKind::kSeenFlushed, kind, peer, member}, board + channels.in.size() + c, &flag);
     }
   }
 }
@@ -171,9 +171,9 @@ const cuda::Net* Network::fill(const cuda::Group& group) {
   fill_sources(group);
   fill_destinations(group);
   fill_polled(group);
-  uint8_t* const to = group.base[group.rank] + layout_.net;
+  cuda::Net* const to = layout_.net.in(group.base[group.rank]);
   must(cudaMemcpy(to, &net_, sizeof(net_), cudaMemcpyHostToDevice), "cudaMemcpy");
-  return reinterpret_cast<const cuda::Net*>(to);
+  return to;
 }
 
 }  // namespace uccl_ep

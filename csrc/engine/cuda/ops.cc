@@ -178,7 +178,7 @@ void CudaEngine::note_replay() {
 bool CudaEngine::poll_counts(CudaOp& op) {
   if (op.counts_known_) return true;
   cuda::HostCounts& counts = *group_.counts;
-  if (read_device_flag(&counts.call) != op.call_) {
+  if (read_device_flag(&counts.call.value) != op.call_) {
     check();
     return false;
   }

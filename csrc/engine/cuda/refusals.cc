@@ -20,7 +20,7 @@ cudaError_t synchronise_beside_capture(cudaStream_t stream) {
 void CudaEngine::refused(const std::string& why, Stream caller) {
   const cudaStream_t stream = cuda_stream(caller);
   const std::lock_guard lock(mutex_);
-  if (closed_ || !started_ || plane_.failed() || read_device_flag(&group_.error->published) != 0) return;
+  if (closed_ || !started_ || plane_.failed() || read_device_flag(&group_.error->published.value) != 0) return;
   try {
     const cuda::OnDevice guard(device_);
     plane_.refused(why);

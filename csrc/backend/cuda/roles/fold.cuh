@@ -20,7 +20,7 @@ struct FoldRole {
   // By its crew. False: an error is known.
   static __device__ __forceinline__ bool run(const CombineKernel& k, Shared& shared, SumPipeline& pipeline) {
     // The pieces of the last combine must have been merged.
-    if (!wait_members(k, k.g.map.merged, k.op.free_after, Step::kFold)) return false;
+    if (!wait_members(k, k.g.map.merged, k.op.free_after)) return false;
     if constexpr (kNet)
       if (is_alone(k.g) && !wait_returns_gone(k)) return false;
     const StepClock clock(k, Step::kFold);

@@ -29,10 +29,10 @@ struct PushReturnsRole {
     const Net& net = *k.g.net;
     for (uint32_t first = 1; first <= net.num_relayed; first += kWarp) {
       const uint32_t stream = first + lane;
-      Outgoing out;
+      Outgoing<RelayedRows> out;
       if (stream <= net.num_relayed)
         out = {net.relayed[stream].channel,
-               at<uint32_t>(k.g, k.g.rank, k.g.map.relayed_counts) + stream * k.g.map.return_slots,
+               own_part(k.g, k.g.map.relayed_counts) + stream * k.g.map.return_slots,
                range.end_row[stream] - range.first_row[stream],
                rows_per_chunk(k.g, row_bytes),
                row_bytes,

@@ -30,21 +30,20 @@ __device__ inline bool finish_exchange(const DispatchKernel& k, Staged& staged) 
       if (k.g.net == nullptr)
         keep(k.g, k.op, OpKind::kDispatch);  // all blocks have entered
       else
-        publish_in_gpu(&local(k.g).packed, k.op.epoch);
+        publish(&local(k.g).packed, k.op.epoch);
     }
     // Two warps, for a release takes its time.
     const bool with_weights = k.args.routing.weights != nullptr;
     for (uint32_t r = k.g.first + k.crew.lane(); r < k.g.end; r += kWarp) {
-      if (k.crew.warp() == 0) publish_flag(member_flag(k.g, r, k.g.map.lists_full, k.g.rank), k.op.epoch);
-      if (k.crew.warp() == 1 && with_weights)
-        publish_flag(at<uint64_t>(k.g, r, k.g.map.weights_full) + k.g.rank, k.op.epoch);
+      if (k.crew.warp() == 0) publish(member_flag(k.g, r, k.g.map.lists_full, k.g.rank), k.op.epoch);
+      if (k.crew.warp() == 1 && with_weights) publish(at(k.g, r, k.g.map.weights_full) + k.g.rank, k.op.epoch);
     }
     uint64_t hash = 0;
     for (uint32_t b = k.crew.thread; b < workers(k.g); b += k.crew.size) hash += __ldcg(&local(k.g).block_hash[b]);
     hash = crew_sum(k.crew, hash);
     if (k.crew.thread == 0) {
       header(k.g, k.g.rank, k.op.epoch).routing_hash = hash;  // no other rank looks at it
-      publish_in_gpu(&local(k.g).hashed, k.op.epoch);
+      publish(&local(k.g).hashed, k.op.epoch);
     }
   }
   return blockIdx.x >= k.args.num_blocks || wait_plan(k);  // others have nothing left to do

@@ -38,23 +38,23 @@ struct ServeRole {
         write_headers(k, k.args.signature, k.args.stage.num_tokens);
         k.crew.sync();
         publish_packet(k, k.g.map.header_full);
-        if (k.crew.thread == 0 && k.g.net != nullptr && !with_weights) publish_in_gpu(&local(k.g).packed, k.op.epoch);
+        if (k.crew.thread == 0 && k.g.net != nullptr && !with_weights) publish(&local(k.g).packed, k.op.epoch);
       }
       if (with_weights) {
-        if (!wait_members(k, k.g.map.read, k.op.free_after, Step::kStage)) return;
+        if (!wait_members(k, k.g.map.read, k.op.free_after)) return;
         if (stage_weights(k, k.args.routing.weights) && going(k)) {
           publish_packet(k, k.g.map.weights_full);
-          if (k.crew.thread == 0 && k.g.net != nullptr) publish_in_gpu(&local(k.g).packed, k.op.epoch);
+          if (k.crew.thread == 0 && k.g.net != nullptr) publish(&local(k.g).packed, k.op.epoch);
         }
       }
       if (blockIdx.x == 0 && !all_alike(k, k.args.signature)) return;
     }
     if (blockIdx.x >= k.args.num_blocks || !first) return;
-    if (k.plan.compact_width == 0) fill_padding(k, kFresh ? Bases(k.g).padding : k.plan.padding);
+    if (k.plan.compact_width == 0) fill_padding(k, PlanReader<kFresh>(k).padding());
     if (k.args.row_weights != nullptr) {
       bool good = true;
       for (uint32_t r = k.crew.thread; r < k.g.map.num_ranks; r += k.crew.size)
-        good &= wait_peer(k, {at<uint64_t>(k.g, k.g.rank, k.g.map.weights_full) + r, k.op.epoch, Step::kPlace, r});
+        good &= wait_peer(k, {own_part(k.g, k.g.map.weights_full) + r, k.op.epoch, r});
       if (!k.crew.all(good)) return;
     }
     if (k.args.row_experts != nullptr)

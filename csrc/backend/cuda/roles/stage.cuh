@@ -25,7 +25,7 @@ struct StageRole {
   static __device__ void run(const DispatchKernel& k, Staged& staged, uint8_t* shared) {
     constexpr bool kFresh = kState != PlanState::kKnown;
     // What the half held before must have been read by all.
-    if (!wait_members(k, k.g.map.read, k.op.free_after, Step::kStage)) return;
+    if (!wait_members(k, k.g.map.read, k.op.free_after)) return;
     const StageShare share = stage_share(k);
     if (kState == PlanState::kNew && k.g.net == nullptr && k.args.stage.row.num_scales > 0 &&
         share.row_groups() >= kManyRowGroups && !k.crew.all(k.crew.thread != 0 || wait_shared(k.g, &staged.routed)))

@@ -44,7 +44,8 @@ struct EndStreamsRole {
   static __device__ void end_streams(const DispatchKernel& k, bool placed) {
     constexpr bool kFresh = kState != PlanState::kKnown;
     const uint32_t row_bytes = k.args.stage.stride;
-    const uint32_t per_window = k.args.window_tokens / kTokenBlock, entries = k.plan.num_token_blocks + 1;
+    const PlanReader<kFresh> plan(k);
+    const uint32_t per_window = k.args.window_tokens / kTokenBlock;
     NetState& state = net_state(k.g);
     if (kState != PlanState::kExchanged)
       for (uint32_t to = k.crew.lane(); to < k.g.map.num_domains; to += kWarp)
@@ -52,10 +53,8 @@ struct EndStreamsRole {
     if (!placed) return;
     for (uint32_t s = k.crew.lane(); s < k.g.map.num_ranks; s += kWarp) {
       if (in_domain(k.g, s)) continue;
-      const uint32_t token_blocks =
-          kFresh ? (scratch(k.g).num_tokens[s] + kTokenBlock - 1) / kTokenBlock : k.plan.token_blocks[s];
-      const uint32_t* const before =
-          kFresh ? scratch(k.g).token_block_streams[s] : k.plan.token_block_streams + s * entries;
+      const uint32_t token_blocks = plan.token_blocks(s);
+      const uint32_t* const before = plan.streams_before(s);
       const uint32_t first = min(k.args.window * per_window, token_blocks), end = min(first + per_window, token_blocks);
       state.received[s] += part_of(k.g, before[first], before[end], row_bytes).chunks;
       publish_flag(k.g.net->from[s].rows_consumed, state.received[s]);
