@@ -3,36 +3,53 @@
 #
 #   ./scripts/test.sh [arguments of pytest]      e.g. tests/unit -k dispatch, -m slow, -x
 #
-# Without arguments: everything that is not marked slow or long, first what can run side by side, then what needs the machine
-# for itself (tests/shares.py). Runs in the clone's folder, to which relative paths refer.
+# Without arguments: everything that is not marked slow or long, in the three shares of tests/shares.py. Runs in the clone's
+# folder, to which relative paths refer.
 . "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 
 cd "$ROOT"
 
-run_tests() {
+if [ $# -gt 0 ]; then
   printf '[test] python -m pytest %s\n' "$*"
   "$VENV/bin/python" -m pytest "$@"
-}
-
-if [ $# -gt 0 ]; then
-  run_tests "$@"
   exit
 fi
+
+# share NAME PRIORITY MARKS arguments...: a run of pytest with a cache of its own, for `again`.
+share() {
+  local name="$1" priority="$2" marks="not slow and not long${3:+ and $3}"
+  shift 3
+  printf '[test] %s: python -m pytest -m "%s" %s\n' "$name" "$marks" "$*"
+  nice -n "$priority" "$VENV/bin/python" -m pytest -o cache_dir="build/pytest/$name" -m "$marks" "$@"
+}
+# again NAME STATUS: what failed beside others runs once more, by itself. Exit code 1 says that tests failed; any other
+# is no verdict on them.
+again() {
+  [ "$2" -eq 1 ] || return "$2"
+  share "$1" 0 "" -q --last-failed --last-failed-no-failures none
+}
 
 processes=$(nproc)
 [ "$processes" -le 8 ] || processes=8
 beside=(-n "$processes" --dist loadgroup)
 "$VENV/bin/python" -c 'import xdist' 2>/dev/null || beside=()
-status=0
-run_tests --durations=10 -q "${beside[@]}" -m 'not slow and not long and not alone' || status=$?
-# Exit code 1: tests failed. Anything else is no verdict on them.
-if [ "$status" -eq 1 ]; then
-  printf '[test] what failed beside others runs again, by itself\n'
-  status=0
-  run_tests -q --last-failed --last-failed-no-failures none -m 'not slow and not long and not alone' || status=$?
-fi
-alone=0
-run_tests --durations=10 -m 'alone and not slow and not long' || alone=$?
-[ "$status" -ne 0 ] || exit "$alone"
-printf '[test] FAILED above, beside others and by itself (exit code %d)\n' "$status"
-exit "$status"
+mkdir -p build/pytest
+
+# What waits hardly computes: it runs beside the others, before which it goes.
+share waits 0 waits --durations=10 >build/pytest/waits.log 2>&1 </dev/null &
+waits=$!
+trap 'kill "$waits" 2>/dev/null || true' EXIT
+trains=0 others=0 waited=0
+share trains 10 trains --durations=10 || trains=$?
+share others 10 "not waits and not trains" --durations=10 -q "${beside[@]}" || others=$?
+printf '[test] what waits has run meanwhile, or still does\n'
+wait "$waits" || waited=$?
+trap - EXIT
+cat build/pytest/waits.log
+
+failed=0
+for result in "trains $trains" "others $others" "waits $waited"; do
+  read -r name status <<<"$result"
+  [ "$status" -eq 0 ] || again "$name" "$status" || failed=$?
+done
+exit "$failed"

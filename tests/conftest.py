@@ -50,8 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         path = PurePosixPath(item.path.relative_to(ROOT / "tests"))
         program = getattr(getattr(item, "callspec", None), "params", {}).get("program")
         item.add_marker(pytest.mark.xdist_group(shares.group_of(path, program)))
-        if shares.is_alone(path, program):
-            item.add_marker(pytest.mark.alone)
+        if (mark := shares.mark_of(path, program)) is not None:
+            item.add_marker(getattr(pytest.mark, mark))
 
 
 @pytest.fixture(autouse=True, scope="session")

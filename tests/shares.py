@@ -1,8 +1,8 @@
-"""How the tests share a machine: which run beside others, and which need it for themselves.
+"""How the tests share a machine: which run by themselves, and which beside each other.
 
-Most tests wait more than they compute, so a few processes run them side by side (`--dist loadgroup` of
-pytest-xdist). What watches the clock, /dev/shm, descriptors or network namespaces runs alone, afterwards. So
-does training, whose ranks take all cores.
+Most tests wait more than they compute, so a few processes run them beside each other (`--dist loadgroup` of
+pytest-xdist). Two kinds run one by one. What watches the clock, descriptors or network namespaces is marked
+`waits`: it hardly computes, and goes before all others. Training is marked `trains`: it takes all cores.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 
 # Files or folders below tests/.
-ALONE = (
+WAITS = (
     "fault",
     "hosts",
-    "megatron",
     *(
         f"unit/test_{name}.py"
         for name in (
@@ -31,14 +30,17 @@ ALONE = (
         )
     ),
 )
+TRAINS = ("megatron",)
 # Programs of tests/native.
-ALONE_PROGRAMS = ("copier", "fault", "life", "ofi_fault", "pause_engine", "verbs_event")
+WAITING_PROGRAMS = ("copier", "fault", "life", "ofi_fault", "pause_engine", "verbs_event")
 
 
-def is_alone(path: PurePosixPath, program: str | None) -> bool:
-    """path: of the test's file, below tests/; program: of a native claim."""
+def mark_of(path: PurePosixPath, program: str | None) -> str | None:
+    """path: of the test's file, below tests/; program: of a native claim. None: it runs beside others."""
     names = {str(path), *map(str, path.parents)}
-    return program in ALONE_PROGRAMS or not names.isdisjoint(ALONE)
+    if program in WAITING_PROGRAMS or not names.isdisjoint(WAITS):
+        return "waits"
+    return None if names.isdisjoint(TRAINS) else "trains"
 
 
 def group_of(path: PurePosixPath, program: str | None) -> str:

@@ -1,7 +1,7 @@
-"""The table of signals in docs/memory_model.md, made of csrc/backend/cuda/signals.h: python -m tests.signals [--write].
+"""The table of signals in docs/memory_model.md: python -m tests.signals [--write].
 
-It prints the page, or writes it. `tests/architecture/test_signals.py` fails when the committed page is not
-this one.
+It is made of csrc/backend/cuda/signals.h. This prints the page, or writes it.
+`tests/architecture/test_signals.py` fails when the committed page is not this one.
 """
 
 from __future__ import annotations

@@ -20,44 +20,6 @@ using namespace uccl_ep;
 
 namespace {
 
-const char* class_of(ErrorKind kind) {
-  switch (kind) {
-    case ErrorKind::kArrivalTimeout:
-      return "ArrivalTimeout";
-    case ErrorKind::kProgressTimeout:
-      return "ProgressTimeout";
-    case ErrorKind::kPeerDied:
-      return "PeerDied";
-    case ErrorKind::kTransport:
-      return "TransportError";
-    case ErrorKind::kRankMismatch:
-      return "RankMismatchError";
-    case ErrorKind::kPlanMismatch:
-      return "PlanMismatchError";
-    default:
-      return "PeerFailed";
-  }
-}
-
-const char* class_of(UsageKind kind) {
-  switch (kind) {
-    case UsageKind::kConfig:
-      return "ConfigError";
-    case UsageKind::kBudget:
-      return "MemoryBudgetError";
-    case UsageKind::kDtype:
-      return "DtypeError";
-    case UsageKind::kShape:
-      return "ShapeError";
-    case UsageKind::kRouting:
-      return "RoutingError";
-    case UsageKind::kClosed:
-      return "ClosedError";
-    default:
-      return "InputError";
-  }
-}
-
 void raise(const py::object& error) { PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr()); }
 
 void translate(std::exception_ptr failure) {
@@ -67,14 +29,14 @@ void translate(std::exception_ptr failure) {
   } catch (const CommunicationFailure& e) {
     const ErrorRecord& r = e.record();
     raise(py::module_::import("uccl_ep_train.errors")
-              .attr(class_of(r.kind))(e.what(), "rank"_a = r.rank, "epoch"_a = r.epoch, "step"_a = step_name(r.step),
-                                      "chunk"_a = r.chunk, "peer"_a = r.peer, "expected"_a = r.expected,
-                                      "seen"_a = r.seen));
+              .attr(error_name(r.kind))(e.what(), "rank"_a = r.rank, "epoch"_a = r.epoch, "step"_a = step_name(r.step),
+                                        "chunk"_a = r.chunk, "peer"_a = r.peer, "expected"_a = r.expected,
+                                        "seen"_a = r.seen));
   } catch (const LimitFailure& e) {
     raise(py::module_::import("uccl_ep_train.common.limits")
               .attr("refusal")(limit_name(e.limit()), e.what(), e.wanted_bytes()));
   } catch (const UsageFailure& e) {
-    raise(py::module_::import("uccl_ep_train.errors").attr(class_of(e.kind()))(e.what()));
+    raise(py::module_::import("uccl_ep_train.errors").attr(error_name(e.kind()))(e.what()));
   }
 }
 

@@ -12,6 +12,7 @@
 #include "bindings/bindings.h"
 #include "engine/config.h"
 #include "engine/group/choice.h"
+#include "engine/group/domains.h"
 #include "transport/nics.h"
 #include "transport/registry.h"
 #include "transport/trial.h"
@@ -100,6 +101,16 @@ void bind_probes(py::module_& m) {
       .def_readwrite("near_pci", &Trial::near_pci);
   m.def("transports", &probe_named, "config"_a, "names"_a, py::call_guard<py::gil_scoped_release>());
   m.def("choose_transport", &choose, "wanted"_a, "places"_a, "told"_a, "num_domains"_a, "on_gpu"_a);
+  py::class_<DomainProbe>(m, "DomainProbe")
+      .def(py::init<const std::string&>(), "kernel"_a)
+      .def("offer", [](const DomainProbe& self) { return py::bytes(self.offer()); })
+      .def(
+          "reach",
+          [](const DomainProbe& self, int rank, const std::vector<std::string>& offers) {
+            return py::bytes(self.reach(rank, offers));
+          },
+          "rank"_a, "offers"_a);
+  m.def("domains_of", &domains_of, "rank"_a, "reached"_a);
   m.def("host_nics", [](const std::string& root) { return list_of(host_nics(root)); }, "root"_a = "/sys");
   m.def("rank_nics", &rank_nics, "trial"_a, "root"_a = "/sys");
   m.def("try_registration", &try_registration, "trial"_a, py::call_guard<py::gil_scoped_release>());

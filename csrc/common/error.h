@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <exception>
 #include <stdexcept>
 #include <string>
 
@@ -72,7 +73,7 @@ class CommunicationFailure : public std::runtime_error {
 };
 
 // What the caller gave is wrong: nothing was launched, the buffer stays usable.
-enum class UsageKind : uint32_t { kConfig, kBudget, kInput, kDtype, kShape, kRouting, kClosed };
+enum class UsageKind : uint32_t { kConfig, kBudget, kInput, kDtype, kShape, kRouting, kClosed, kTopology };
 
 class UsageFailure : public std::runtime_error {
  public:
@@ -82,5 +83,51 @@ class UsageFailure : public std::runtime_error {
  private:
   UsageKind kind_;
 };
+
+// As Python names them.
+inline const char* error_name(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::kArrivalTimeout:
+      return "ArrivalTimeout";
+    case ErrorKind::kProgressTimeout:
+      return "ProgressTimeout";
+    case ErrorKind::kPeerDied:
+      return "PeerDied";
+    case ErrorKind::kTransport:
+      return "TransportError";
+    case ErrorKind::kRankMismatch:
+      return "RankMismatchError";
+    case ErrorKind::kPlanMismatch:
+      return "PlanMismatchError";
+    default:
+      return "PeerFailed";
+  }
+}
+inline const char* error_name(UsageKind kind) {
+  switch (kind) {
+    case UsageKind::kConfig:
+      return "ConfigError";
+    case UsageKind::kBudget:
+      return "MemoryBudgetError";
+    case UsageKind::kDtype:
+      return "DtypeError";
+    case UsageKind::kShape:
+      return "ShapeError";
+    case UsageKind::kRouting:
+      return "RoutingError";
+    case UsageKind::kClosed:
+      return "ClosedError";
+    case UsageKind::kTopology:
+      return "TopologyError";
+    default:
+      return "InputError";
+  }
+}
+inline const char* error_name(const std::exception& error) {
+  if (const auto* failure = dynamic_cast<const CommunicationFailure*>(&error))
+    return error_name(failure->record().kind);
+  if (const auto* failure = dynamic_cast<const UsageFailure*>(&error)) return error_name(failure->kind());
+  return "Exception";
+}
 
 }  // namespace uccl_ep

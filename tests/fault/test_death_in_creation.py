@@ -60,8 +60,7 @@ def segments_of(pids: Iterable[int]) -> set[str]:
     """Names carry the pid of who made them."""
     found = set()
     for pid in pids:
-        for pattern in (f"uccl_ep.{pid}.*", f"uccl_ep_probe_{pid}.*"):
-            found |= {path.name for path in Path("/dev/shm").glob(pattern)}
+        found |= {path.name for path in Path("/dev/shm").glob(f"uccl_ep.{pid}.*")}
     return found
 
 

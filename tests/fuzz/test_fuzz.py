@@ -182,6 +182,9 @@ MUTANTS = (
     Mutant("ofi_address", OFI, "if (!consistent) return false;", "", OUT_OF_BOUNDS),
     Mutant("handles", "engine/group/handle.h", "bytes_.size() - at_ < size)", "false)", OUT_OF_BOUNDS),
     Mutant("handles", "engine/group/handle.h", NO_ZERO, "", "a name is whole"),
+    Mutant(
+        "handles", "engine/group/handle.h", "offer.nonce.size() != kNonceBytes", "false", "a nonce is whole"
+    ),
     Mutant("immediates", LANDER, "imm.channel >= channels_.size() || ", "", OUT_OF_BOUNDS),
     Mutant("immediates", LANDER, "stamp.own() != lap_before", "false", "skips no lap"),
     Mutant("immediates", SHIPPER, "if (index >= channels_.size() || ", "if (", OUT_OF_BOUNDS),

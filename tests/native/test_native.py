@@ -18,7 +18,7 @@ OF_TRANSPORTS = ("verbs", "verbs_event", "verbs_engine", "ofi", "ofi_fault")
 ON_CPU = ("lanes", "cuda_engine", "cuda_engine_refusal", "pause_engine")
 PROGRAMS = (
     "queue", "words", "layout", "loop", "copier", "nics", "stream", "fault", "life", "device", "engine",
-    "cuda", *ON_CPU, *OF_TRANSPORTS,
+    "engine_setup", "cuda", *ON_CPU, *OF_TRANSPORTS,
 )  # fmt: skip
 # Where threads meet without a lock: these run under TSan every time, the others with -m slow.
 LOCK_FREE = ("queue", "stream", "copier")

@@ -15,8 +15,8 @@ def missing(names: tuple[str, ...]) -> list[str]:
 
 
 def test_every_name_is_that_of_a_test() -> None:
-    assert missing(shares.ALONE) == []
-    assert set(shares.ALONE_PROGRAMS) <= set(PROGRAMS)
+    assert missing((*shares.WAITS, *shares.TRAINS)) == []
+    assert set(shares.WAITING_PROGRAMS) <= set(PROGRAMS)
 
 
 def test_a_name_without_a_test_is_found() -> None:
@@ -24,12 +24,13 @@ def test_a_name_without_a_test_is_found() -> None:
     assert missing(("fault", "unit/test_gone.py")) == ["unit/test_gone.py"]
 
 
-def test_what_watches_the_clock_is_alone_and_the_rest_is_not() -> None:
+def test_what_watches_the_clock_and_what_trains_run_by_themselves_and_the_rest_does_not() -> None:
     native = PurePosixPath("native/test_native.py")
-    assert shares.is_alone(PurePosixPath("fault/test_pauses.py"), None)
-    assert shares.is_alone(PurePosixPath("unit/test_limits.py"), None)
-    assert shares.is_alone(native, "life") and not shares.is_alone(native, "queue")
-    assert not shares.is_alone(PurePosixPath("unit/test_fp8.py"), None)
+    assert shares.mark_of(PurePosixPath("fault/test_pauses.py"), None) == "waits"
+    assert shares.mark_of(PurePosixPath("unit/test_limits.py"), None) == "waits"
+    assert shares.mark_of(PurePosixPath("megatron/test_megatron_step.py"), None) == "trains"
+    assert (shares.mark_of(native, "life"), shares.mark_of(native, "queue")) == ("waits", None)
+    assert shares.mark_of(PurePosixPath("unit/test_fp8.py"), None) is None
 
 
 def test_the_claims_of_a_program_stay_together() -> None:

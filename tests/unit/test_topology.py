@@ -1,22 +1,17 @@
 """Domains: set or probed, numbered by their lowest rank, the same on every rank."""
 
 import os
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from uccl_ep_train import EpConfig, LocalBootstrap, Topology
+from uccl_ep_train.core.native import load_native
 from uccl_ep_train.errors import ConfigError, EpError, PeerFailed, RankMismatchError, TopologyError
 from uccl_ep_train.group import domains
-from uccl_ep_train.group.domains import (
-    Segment,
-    agree_on_config,
-    domains_of_reach,
-    probe,
-    readable,
-    resolve_topology,
-)
+from uccl_ep_train.group.domains import agree_on_config, probe, resolve_topology
 
 BASE = {"num_experts": 24, "hidden": 256}
 
@@ -34,8 +29,14 @@ def on_every_rank(size, call):
         return list(pool.map(run, LocalBootstrap.create(size, timeout_s=20)))
 
 
-def probe_segments():
-    return {path.name for path in Path("/dev/shm").glob("uccl_ep_probe_*")}
+def own_segments():
+    return {path.name for path in Path("/dev/shm").glob(f"uccl_ep.{os.getpid()}.*")}
+
+
+def replace_probe(monkeypatch, make):
+    """What `make` returns stands in for the native core's probe."""
+    native = types.SimpleNamespace(DomainProbe=make, domains_of=load_native().domains_of)
+    monkeypatch.setattr(domains, "load_native", lambda: native)
 
 
 def test_domains_are_dense_and_ordered_by_their_lowest_rank():
@@ -75,9 +76,9 @@ def test_domains_of_another_length_than_the_group_are_refused():
 
 
 def test_threads_of_one_process_are_probed_as_one_domain_and_nothing_is_left():
-    before = probe_segments()
+    before = own_segments()
     assert on_every_rank(3, probe) == [Topology.split(3, 3)] * 3
-    assert probe_segments() == before
+    assert own_segments() == before
 
 
 def test_ranks_with_another_boot_id_are_another_domain(monkeypatch):
@@ -91,30 +92,31 @@ def test_ranks_with_another_boot_id_are_another_domain(monkeypatch):
 
 
 def test_equal_boot_ids_do_not_make_a_domain_where_the_memory_is_not_shared(monkeypatch):
-    """Two containers of one host, imitated: every name of another rank leads nowhere."""
-    monkeypatch.setattr(domains, "readable", lambda name, nonce: False)
+    """Two containers of one host, imitated: each rank finds another nonce than was offered."""
+
+    class Elsewhere:
+        def __init__(self, kernel):
+            self._probe = load_native().DomainProbe(kernel)
+            self.reach = self._probe.reach
+
+        def offer(self):
+            said = self._probe.offer()
+            return said[:-1] + bytes([said[-1] ^ 1])
+
+    replace_probe(monkeypatch, Elsewhere)
     assert on_every_rank(3, probe) == [Topology.split(3, 1)] * 3
 
 
-def test_ranks_that_disagree_on_their_domain_are_named():
-    with pytest.raises(TopologyError, match=r"rank 0 reaches the memory of \[0, 1\], rank 1 that of \[1\]"):
-        domains_of_reach([frozenset({0, 1}), frozenset({1})])
-    # Not transitive: 1 reaches both, 0 and 2 do not reach each other.
-    with pytest.raises(TopologyError, match="rank 1"):
-        domains_of_reach([frozenset({0, 1}), frozenset({0, 1, 2}), frozenset({1, 2})])
-
-
 def test_a_rank_that_cannot_create_shared_memory_fails_all_and_leaves_nothing(monkeypatch):
-    before = probe_segments()
-    create = Segment.create
+    before = own_segments()
     turns = iter(range(3))
 
-    def refuse():
+    def refuse(kernel):
         if next(turns) == 1:
             raise TopologyError("no shared memory here")
-        return create()
+        return load_native().DomainProbe(kernel)
 
-    monkeypatch.setattr(Segment, "create", refuse)
+    replace_probe(monkeypatch, refuse)
     results = on_every_rank(3, probe)
     assert sorted(type(result).__name__ for result in results) == [
         "PeerFailed",
@@ -122,19 +124,7 @@ def test_a_rank_that_cannot_create_shared_memory_fails_all_and_leaves_nothing(mo
         "TopologyError",
     ]
     assert "no shared memory here" in str(next(entry for entry in results if isinstance(entry, PeerFailed)))
-    assert probe_segments() == before
-
-
-def test_a_segment_is_readable_by_name_and_nonce_only():
-    segment = Segment.create()
-    try:
-        assert readable(segment.name, segment.nonce)
-        assert not readable(segment.name, os.urandom(domains.NONCE_BYTES))
-        assert not readable("/uccl_ep_probe_nobody", segment.nonce)
-    finally:
-        segment.unlink()
-    assert not readable(segment.name, segment.nonce)
-    segment.unlink()  # Again: no error.
+    assert own_segments() == before
 
 
 def test_settings_are_used_without_probing(monkeypatch):

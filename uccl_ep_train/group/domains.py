@@ -1,32 +1,26 @@
 """Which ranks form a domain: probed and verified, or set, and in any case the same on every rank.
 
-A domain is a set of ranks that can map each other's memory. On the host backend that is POSIX shared memory:
-two ranks share a domain if they report the same boot id *and* each opened the other's segment and read its
-nonce there. Containers of one host may fail the second, clones of one machine image the first.
+A domain is a set of ranks that can map each other's memory. csrc/engine/group/domains.h says how they find
+out.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import mmap
 import os
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from uccl_ep_train.common import limits
+from uccl_ep_train.core.native import load_native
 from uccl_ep_train.core.topology import Topology
 from uccl_ep_train.errors import RankMismatchError, TopologyError
-from uccl_ep_train.group import leftovers
-from uccl_ep_train.group.answers import Decoded, decode, require
+from uccl_ep_train.group.answers import decode, require
 from uccl_ep_train.group.bootstrap import Bootstrap, exchange
 from uccl_ep_train.settings.config import EpConfig
 
-NONCE_BYTES = 32
-_SEGMENT_PREFIX = "/uccl_ep_probe_"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -59,7 +53,10 @@ def agree_on_config(
         generation, values, said = _settings(value)
         return generation, values, shape(said)
 
-    answers = _gather(bootstrap, "configuration", mine, settings)
+    answers = [
+        decode(bootstrap.rank, "configuration", peer, said, settings)
+        for peer, said in enumerate(exchange(bootstrap, "configuration", mine))
+    ]
     first = answers[0][1]
     for peer, (_, values, _) in enumerate(answers):
         for name in sorted(set(first) | set(values)):
@@ -81,13 +78,6 @@ def agree_on_config(
     return Agreement(answers[0][0], [said for _, _, said in answers])
 
 
-def _gather(
-    bootstrap: Bootstrap, what: str, produce: Callable[[], bytes], shape: Callable[[Any], Decoded]
-) -> list[Decoded]:
-    answers = exchange(bootstrap, what, produce)
-    return [decode(bootstrap.rank, what, peer, answer, shape) for peer, answer in enumerate(answers)]
-
-
 def _settings(value: Any) -> tuple[int, dict[str, Any], Any]:
     require(isinstance(value, dict) and "said" in value, "no settings")
     generation, values = value.get("generation"), value.get("values")
@@ -96,79 +86,33 @@ def _settings(value: Any) -> tuple[int, dict[str, Any], Any]:
     return generation, values, value["said"]
 
 
-def _offer(value: Any) -> tuple[str, str, bytes]:
-    require(isinstance(value, list) and [type(part) for part in value] == [str, str, str], "no offer")
-    boot, name, nonce = value
-    require(name.startswith(_SEGMENT_PREFIX) and "\0" not in name, "no segment of ours")
-    return boot, name, bytes.fromhex(nonce)
-
-
-def _reach(num_ranks: int) -> Callable[[Any], frozenset[int]]:
-    def shape(value: Any) -> frozenset[int]:
-        require(
-            isinstance(value, list) and all(type(rank) is int and 0 <= rank < num_ranks for rank in value),
-            "no ranks of the group",
-        )
-        return frozenset(value)
-
-    return shape
-
-
 def resolve_topology(bootstrap: Bootstrap, config: EpConfig) -> Topology:
     """The group's domains, set or probed; collective. Raises `TopologyError`, `ConfigError`."""
     return Topology.from_config(config, bootstrap.size) or probe(bootstrap)
 
 
 def probe(bootstrap: Bootstrap) -> Topology:
-    """Finds the domains by a handshake over shared memory; collective.
+    """Finds the domains by a handshake over shared memory, of the native core; collective.
 
     Raises `TopologyError` naming two ranks that disagree on sharing a domain.
     """
-    segment: list[Segment] = []
+    probes: list[Any] = []
+
+    def offer() -> bytes:
+        probes.append(load_native().DomainProbe(boot_id()))
+        return bytes(probes[0].offer())
+
+    def reach() -> bytes:
+        return bytes(probes[0].reach(bootstrap.rank, offers))
+
     try:
-
-        def offer() -> bytes:
-            segment.append(Segment.create())
-            return json.dumps([boot_id(), segment[0].name, segment[0].nonce.hex()]).encode()
-
-        offers = _gather(bootstrap, "topology: offer", offer, _offer)
-
-        def reach() -> bytes:
-            mine = offers[bootstrap.rank][0]
-            reached = [
-                rank
-                for rank, (boot, name, nonce) in enumerate(offers)
-                if rank == bootstrap.rank or (boot == mine and readable(name, nonce))
-            ]
-            return json.dumps(reached).encode()
-
-        # Nobody unlinks before everybody has looked: a rank leaves this exchange only when all have entered
-        # it.
-        reached = _gather(bootstrap, "topology: reach", reach, _reach(bootstrap.size))
+        offers = exchange(bootstrap, "topology: offer", offer)
+        # No segment goes before everybody has looked: a rank leaves this exchange only when all have entered.
+        reached = exchange(bootstrap, "topology: reach", reach)
     finally:
-        for entry in segment:
-            entry.unlink()
-    return domains_of_reach(reached)
-
-
-def domains_of_reach(reached: Sequence[frozenset[int]]) -> Topology:
-    """The domains, from the set of ranks that each rank could open (itself among them).
-
-    Ranks of a domain must see the same set; otherwise `TopologyError`.
-    """
-    for rank, ranks in enumerate(reached):
-        if rank not in ranks:
-            raise TopologyError(
-                f"rank {rank} does not reach its own memory, only that of {sorted(ranks)}; "
-                "set domains or domain_size"
-            )
-        for peer in sorted(ranks):
-            if reached[peer] != ranks:
-                raise TopologyError(
-                    f"ranks disagree on their domain: rank {rank} reaches the memory of {sorted(ranks)}, "
-                    f"rank {peer} that of {sorted(reached[peer])}; set domains or domain_size"
-                )
-    return Topology.from_domains([min(ranks) for ranks in reached])
+        # The traceback of an error keeps this frame, and a segment lives as long as its probe.
+        probes.clear()
+    return Topology.from_domains(load_native().domains_of(bootstrap.rank, reached))
 
 
 def boot_id() -> str:
@@ -195,79 +139,3 @@ def memory_id() -> str:
     except OSError:
         mount = 0
     return f"{boot_id()} {mount}"
-
-
-@dataclass
-class Segment:
-    """A randomly named shared-memory segment holding a nonce, locked as `leftovers` wants it."""
-
-    name: str
-    nonce: bytes
-    descriptor: int
-
-    @classmethod
-    def create(cls) -> Segment:
-        """Raises `ConfigError` where the host has too little of something, `TopologyError`."""
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        while True:
-            name = f"{_SEGMENT_PREFIX}{os.getpid()}.{secrets.token_hex(12)}"
-            text = f"cannot create shared memory {name}"
-            try:
-                descriptor = _shm_open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR)
-            except OSError as error:
-                raise limits.refusal_of(error, text) or TopologyError(f"{text}: {error}") from error
-            segment = cls(name, nonce, descriptor)
-            try:
-                if leftovers.lock(descriptor):
-                    os.posix_fallocate(descriptor, 0, NONCE_BYTES)
-                    os.write(descriptor, nonce)
-                    return segment
-            except OSError as error:
-                segment.unlink()
-                refused = limits.refusal_of(error, text, NONCE_BYTES)
-                raise refused or TopologyError(f"{text}: {error}") from error
-            segment.unlink()  # somebody who sweeps has taken it for one that was left behind
-
-    def unlink(self) -> None:
-        import _posixshmem
-
-        with contextlib.suppress(OSError):  # gone already: nothing is leaked
-            _posixshmem.shm_unlink(self.name)
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-        self.descriptor = -1
-
-
-def readable(name: str, nonce: bytes) -> bool:
-    """Whether this process opens the segment, maps it and finds the nonce.
-
-    Raises `ConfigError` where it cannot try: that says nothing of whom it reaches.
-    """
-    try:
-        descriptor = _shm_open(name, os.O_RDWR)
-    except OSError as error:
-        return _not_reached(name, error)
-    try:
-        with mmap.mmap(descriptor, NONCE_BYTES) as view:
-            return view[:] == nonce
-    except OSError as error:
-        return _not_reached(name, error)
-    except ValueError:
-        return False
-    finally:
-        os.close(descriptor)
-
-
-def _not_reached(name: str, error: OSError) -> bool:
-    refused = limits.refusal_of(error, f"cannot try to open shared memory {name}")
-    if refused is not None:
-        raise refused from error
-    return False
-
-
-def _shm_open(name: str, flags: int) -> int:
-    # The standard library's own binding of shm_open; `multiprocessing.shared_memory` would start a tracker
-    # process that unlinks segments of other ranks when one rank exits.
-    import _posixshmem
-
-    return _posixshmem.shm_open(name, flags, mode=0o600)

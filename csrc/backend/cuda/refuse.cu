@@ -11,8 +11,8 @@ __global__ void count_refusal(uint64_t* num_refused) { *num_refused += 1; }
 }  // namespace
 
 cudaError_t launch_refusal(const Group& group, cudaStream_t stream) {
-  uint8_t* const own = group.base[group.rank] + group.map.local;
-  launch_kernel(count_refusal, {1, 1, 0, stream}, &reinterpret_cast<Local*>(own)->progress.num_refused);
+  Local* const local = group.map.local.in(group.base[group.rank]);
+  launch_kernel(count_refusal, {1, 1, 0, stream}, &local->progress.num_refused);
   return cudaGetLastError();
 }
 

@@ -23,6 +23,14 @@ struct DeviceHandle {
   std::string plane;  // Handle of its control plane
 };
 
+// What a rank offers to those that may be in its domain: a segment of shared memory with a nonce.
+struct DomainOffer {
+  std::string kernel;
+  std::string segment;
+  std::string nonce;
+};
+constexpr size_t kNonceBytes = 32;
+
 // A name goes into a socket's or a segment's address.
 constexpr size_t kMostNameBytes = 100;
 
@@ -96,6 +104,27 @@ inline Handle decode_handle(const std::string& bytes) {
   h.address = fields.text();
   fields.end();
   return h;
+}
+
+inline std::string encode_domain_offer(const DomainOffer& offer) {
+  std::string bytes;
+  detail::put(bytes, offer.kernel);
+  detail::put(bytes, offer.segment);
+  detail::put(bytes, offer.nonce);
+  return bytes;
+}
+// Throws UsageFailure(kConfig).
+inline DomainOffer decode_domain_offer(const std::string& bytes) {
+  detail::Fields fields(bytes);
+  DomainOffer offer;
+  offer.kernel = fields.name();
+  offer.segment = fields.name();
+  offer.nonce = fields.text();
+  fields.end();
+  if (offer.segment.rfind("/uccl_ep.", 0) != 0 || offer.segment.find('/', 1) != std::string::npos ||
+      offer.nonce.size() != kNonceBytes)
+    throw UsageFailure(UsageKind::kConfig, "an offer of memory names no segment of ours, or has no nonce");
+  return offer;
 }
 
 inline std::string encode_device_handle(const DeviceHandle& h) {

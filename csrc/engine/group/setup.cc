@@ -1,0 +1,252 @@
+#include "engine/group/setup.h"
+
+#include <sys/random.h>
+#include <sys/stat.h>
+
+#include <exception>
+#include <map>
+#include <optional>
+#include <type_traits>
+#include <utility>
+
+#include "common/error.h"
+#include "engine/group/domains.h"
+#include "engine/group/handle.h"
+
+namespace uccl_ep {
+namespace {
+
+constexpr char kGood = '+', kFailed = '-';
+
+using Settings = std::map<std::string, std::string>;
+
+// What a rank says of itself.
+struct Introduction {
+  uint64_t generation = 0;
+  Place place;
+  Settings settings;  // that all ranks must have alike
+  Offers offers;
+};
+
+template <typename T>
+std::string text_of(const T& value) {
+  if constexpr (std::is_same_v<T, std::string>) {
+    return value;
+  } else if constexpr (std::is_arithmetic_v<T>) {
+    return std::to_string(value);
+  } else {
+    std::string text;
+    for (const auto& entry : value) text += (text.empty() ? "" : ", ") + text_of(entry);
+    return "(" + text + ")";
+  }
+}
+
+// All but the rank itself, the generation, and the NICs, which are each host's own.
+Settings settings_of(const EngineConfig& config) {
+  Settings settings;
+  const auto add = [&](const auto& structure, const std::string& prefix, const auto& field) {
+    const auto& value = structure.*field.member;
+    if constexpr (!std::is_same_v<std::decay_t<decltype(value)>, LoopOptions> &&
+                  !std::is_same_v<std::decay_t<decltype(value)>, NicOptions>)
+      settings[prefix + field.name] = text_of(value);
+  };
+  std::apply([&](const auto&... field) { (add(config, "", field), ...); }, kFields<EngineConfig>);
+  std::apply([&](const auto&... field) { (add(config.loop, "loop.", field), ...); }, kFields<LoopOptions>);
+  settings.erase("rank");
+  settings.erase("generation");
+  return settings;
+}
+
+std::string encode(const Introduction& said) {
+  std::string bytes;
+  detail::put(bytes, said.generation);
+  detail::put(bytes, said.place.host);
+  detail::put(bytes, said.place.memory);
+  detail::put(bytes, said.settings.size());
+  for (const auto& [name, value] : said.settings) {
+    detail::put(bytes, name);
+    detail::put(bytes, value);
+  }
+  detail::put(bytes, said.offers.size());
+  for (const auto& [name, probe] : said.offers) {
+    detail::put(bytes, name);
+    detail::put(bytes, uint64_t{probe.usable});
+    detail::put(bytes, probe.text);
+    detail::put(bytes, static_cast<uint64_t>(probe.link));
+  }
+  return bytes;
+}
+
+Introduction decode(const std::string& bytes) {
+  detail::Fields fields(bytes);
+  Introduction said;
+  said.generation = fields.number();
+  said.place.host = fields.text();
+  said.place.memory = fields.text();
+  for (uint64_t left = fields.number(); left > 0; --left) {
+    const std::string name = fields.text();
+    said.settings[name] = fields.text();
+  }
+  for (uint64_t left = fields.number(); left > 0; --left) {
+    Probe& probe = said.offers[fields.text()];
+    probe.usable = fields.number() != 0;
+    probe.text = fields.text();
+    const uint64_t link = fields.number();
+    if (link > static_cast<uint64_t>(LinkKind::kTcp)) throw UsageFailure(UsageKind::kConfig, "no kind of link");
+    probe.link = static_cast<LinkKind>(link);
+  }
+  fields.end();
+  return said;
+}
+
+uint64_t new_generation() {
+  uint64_t generation = 0;
+  while (generation == 0)
+    if (getrandom(&generation, sizeof(generation), 0) != sizeof(generation)) generation = 0;
+  return generation;
+}
+
+Place this_place() {
+  struct stat mount{};
+  const bool has = stat("/dev/shm", &mount) == 0;
+  return {host_name(), kernel_id() + " " + std::to_string(has ? mount.st_dev : 0)};
+}
+
+Introduction introduction_of(const EngineConfig& wanted) {
+  Introduction said;
+  said.generation = new_generation();
+  said.place = this_place();
+  said.settings = settings_of(wanted);
+  for (const TransportKind& kind : transports())
+    if (wanted.transport == kind.name || (wanted.transport == "auto" && std::string("loop") != kind.name))
+      said.offers[kind.name] = kind.probe({wanted.loop, wanted.nic});
+  return said;
+}
+
+void check_agreement(int rank, const std::vector<Introduction>& said) {
+  for (size_t peer = 1; peer < said.size(); ++peer)
+    for (const auto& [name, value] : said[0].settings) {
+      const auto theirs = said[peer].settings.find(name);
+      if (theirs != said[peer].settings.end() && theirs->second == value) continue;
+      ErrorRecord record;
+      record.kind = ErrorKind::kRankMismatch;
+      record.rank = rank;
+      record.peer = static_cast<int>(peer);
+      record.set_message("ranks disagree on the configuration: rank 0 has " + name + " = " + value + ", rank " +
+                         std::to_string(peer) + " has " +
+                         (theirs == said[peer].settings.end() ? "no " + name : name + " = " + theirs->second));
+      throw CommunicationFailure(record);
+    }
+}
+
+// Domains that were set have to be such that their ranks can map each other's memory.
+void check_domains(const std::vector<int>& domain_of, const std::vector<Place>& places) {
+  for (size_t rank = 0; rank < places.size(); ++rank)
+    for (size_t peer = 0; peer < rank; ++peer)
+      if (domain_of[peer] == domain_of[rank] && places[peer].memory != places[rank].memory)
+        throw UsageFailure(UsageKind::kConfig, "domain_of: ranks " + std::to_string(peer) + " and " +
+                                                   std::to_string(rank) +
+                                                   " would be of one domain and share no memory");
+}
+
+std::vector<int> find_domains(int rank, const AllGather& all_gather) {
+  std::optional<DomainProbe> probe;
+  const auto offers = exchange(rank, all_gather, "topology: offer", [&] {
+    probe.emplace(kernel_id());
+    return probe->offer();
+  });
+  // Its segment goes after this step, which a rank leaves only when all have looked.
+  const auto reached = exchange(rank, all_gather, "topology: reach", [&] { return probe->reach(rank, offers); });
+  return domains_of(rank, reached);
+}
+
+int num_domains(const std::vector<int>& domain_of) { return Topology::from_labels(domain_of).num_domains(); }
+
+}  // namespace
+
+std::vector<std::string> exchange(int rank, const AllGather& all_gather, const std::string& step,
+                                  const std::function<std::string()>& produce) {
+  std::exception_ptr failure;
+  std::string mine;
+  try {
+    mine = kGood + produce();
+  } catch (const std::exception& error) {
+    failure = std::current_exception();
+    mine = kFailed + std::string(error_name(error)) + ": " + error.what();
+  }
+  std::vector<std::string> said;
+  try {
+    said = all_gather(mine, step);
+  } catch (...) {
+    if (failure == nullptr) throw;
+  }
+  if (failure != nullptr) std::rethrow_exception(failure);
+  for (int peer = 0; peer < static_cast<int>(said.size()); ++peer) {
+    std::string& theirs = said[static_cast<size_t>(peer)];
+    if (theirs.empty() || (theirs[0] != kGood && theirs[0] != kFailed)) malformed(rank, step, peer, theirs);
+    if (theirs[0] == kFailed) {
+      ErrorRecord record;
+      record.kind = ErrorKind::kPeerFailed;
+      record.rank = rank;
+      record.peer = peer;
+      record.set_message("creation, " + step + ": rank " + std::to_string(peer) + " failed with " + theirs.substr(1));
+      throw CommunicationFailure(record);
+    }
+    theirs.erase(0, 1);
+  }
+  return said;
+}
+
+SetUp set_up(const EngineConfig& wanted, bool on_gpu, const AllGather& all_gather,
+             const std::function<std::unique_ptr<Engine>(const EngineConfig&)>& make) {
+  const int rank = wanted.rank;
+  std::vector<Introduction> said;
+  std::vector<Place> places;
+  std::vector<Offers> offers;
+  const auto all = exchange(rank, all_gather, "configuration", [&] { return encode(introduction_of(wanted)); });
+  for (int peer = 0; peer < static_cast<int>(all.size()); ++peer) {
+    try {
+      said.push_back(decode(all[static_cast<size_t>(peer)]));
+    } catch (const UsageFailure&) {
+      malformed(rank, "configuration", peer, all[static_cast<size_t>(peer)]);
+    }
+    places.push_back(said.back().place);
+    offers.push_back(said.back().offers);
+  }
+  check_agreement(rank, said);
+
+  SetUp made{nullptr, wanted, {}};
+  EngineConfig& config = made.config;
+  config.generation = said[0].generation;
+  if (config.domain_of.empty())
+    config.domain_of = find_domains(rank, all_gather);
+  else
+    check_domains(config.domain_of, places);
+  made.transport = choose_transport(config.transport, places, offers, num_domains(config.domain_of), on_gpu);
+  config.transport = made.transport.name;
+  if (config.nic.provider.empty()) config.nic.provider = made.transport.provider;
+
+  std::vector<std::string> handles;
+  const auto step = [&](const char* name, const std::function<void()>& act) {
+    exchange(rank, all_gather, name, [&] {
+      act();
+      return std::string();
+    });
+  };
+  try {
+    handles = exchange(rank, all_gather, "allocate", [&] {
+      made.engine = make(config);
+      return made.engine->export_handle();
+    });
+    step("connect", [&] { made.engine->connect(handles); });
+    step("share memory", [&] { made.engine->share_memory([] {}); });
+    // It removes the names under which peers find the memory: only now has everybody mapped it.
+    step("start", [&] { made.engine->start(); });
+  } catch (...) {
+    if (made.engine != nullptr) made.engine->close(true);
+    throw;
+  }
+  return made;
+}
+
+}  // namespace uccl_ep

@@ -1,0 +1,180 @@
+// Engines that are set up by ranks which have nothing but an all-gather of bytes.
+#include "engine/group/setup.h"
+
+#include <dirent.h>
+
+#include <condition_variable>
+#include <map>
+#include <mutex>
+
+#include "engine/group/domains.h"
+#include "engine/group/handle.h"
+#include "engine_runs.h"
+
+using namespace uccl_ep;
+
+namespace {
+
+// An all-gather between threads. `change` puts other bytes in the place of a rank's.
+class Room {
+ public:
+  using Change = std::function<void(int rank, const std::string& step, std::string& bytes)>;
+  explicit Room(int ranks, Change change = {}) : ranks_(static_cast<size_t>(ranks)), change_(std::move(change)) {}
+
+  AllGather of(int rank) {
+    return [this, rank](const std::string& mine, const std::string& step) {
+      std::unique_lock lock(mutex_);
+      std::vector<std::string>& all = said_[step];
+      all.resize(ranks_);
+      all[static_cast<size_t>(rank)] = mine;
+      if (change_) change_(rank, step, all[static_cast<size_t>(rank)]);
+      ++count_[step];
+      changed_.notify_all();
+      if (!changed_.wait_for(lock, std::chrono::seconds(30), [&] { return count_[step] == ranks_; }))
+        throw std::runtime_error("a rank did not come to " + step);
+      return said_[step];
+    };
+  }
+
+ private:
+  const size_t ranks_;
+  const Change change_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::string, std::vector<std::string>> said_;
+  std::map<std::string, size_t> count_;
+};
+
+EngineConfig wanted(int rank, int ranks, const std::vector<int>& domain_of) {
+  EngineConfig config = config_of(rank, domain_of, {});
+  config.num_ranks = ranks;
+  config.generation = 0;
+  config.transport = "auto";
+  return config;
+}
+
+std::unique_ptr<Engine> host_engine(const EngineConfig& config) { return std::make_unique<HostEngine>(config); }
+
+// What each rank says in the end: "", or its error.
+std::vector<std::string> on_each(int ranks, const std::function<void(int)>& body) {
+  std::vector<std::string> said(static_cast<size_t>(ranks));
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank)
+    threads.emplace_back([&, rank] {
+      try {
+        body(rank);
+      } catch (const std::exception& error) {
+        said[static_cast<size_t>(rank)] = std::string(error_name(error)) + ": " + error.what();
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  return said;
+}
+
+void expect_all(const std::vector<std::string>& said, const std::string& text) {
+  for (const std::string& one : said)
+    if (one.find(text) == std::string::npos) throw std::logic_error("not in \"" + one + "\": " + text);
+}
+
+// Segments of this process.
+int num_segments() {
+  int found = 0;
+  DIR* const folder = opendir("/dev/shm");
+  const std::string ours = "uccl_ep." + std::to_string(getpid()) + ".";
+  while (const dirent* entry = readdir(folder))
+    if (std::string(entry->d_name).rfind(ours, 0) == 0) ++found;
+  closedir(folder);
+  return found;
+}
+
+CLAIM("ranks that have nothing but an all-gather are set up, find their domain, and dispatch") {
+  constexpr int kRanks = 3;
+  Room room(kRanks);
+  const auto said = on_each(kRanks, [&](int rank) {
+    SetUp made = set_up(wanted(rank, kRanks, {}), false, room.of(rank), host_engine);
+    EXPECT(made.config.domain_of == std::vector<int>(kRanks, 0));
+    EXPECT(made.config.generation != 0 && made.transport.name == "loop");
+    RankRun(*made.engine, rank).dispatch_and_combine(true);
+    made.engine->close(false);
+  });
+  for (const std::string& one : said) EXPECT(one == std::string());
+  EXPECT_EQ(num_segments(), 0);
+}
+
+CLAIM("domains that are given are taken, and rows go between them") {
+  constexpr int kRanks = 3;
+  Room room(kRanks);
+  const auto said = on_each(kRanks, [&](int rank) {
+    SetUp made = set_up(wanted(rank, kRanks, {0, 1, 1}), false, room.of(rank), host_engine);
+    EXPECT(made.config.domain_of == (std::vector<int>{0, 1, 1}));
+    RankRun(*made.engine, rank).dispatch_and_combine(false);
+    made.engine->close(false);
+  });
+  for (const std::string& one : said) EXPECT(one == std::string());
+}
+
+CLAIM("a setting that differs is a mismatch on all ranks, which names both values") {
+  Room room(2);
+  const auto said = on_each(2, [&](int rank) {
+    EngineConfig config = wanted(rank, 2, {});
+    config.num_experts = rank == 0 ? 4 : 8;
+    set_up(config, false, room.of(rank), host_engine);
+  });
+  expect_all(
+      said,
+      "RankMismatchError: ranks disagree on the configuration: rank 0 has num_experts = 4, rank 1 has num_experts = 8");
+}
+
+CLAIM("a rank that fails in a step is an error of all ranks, and nothing is left behind") {
+  Room room(3);
+  const auto said = on_each(3, [&](int rank) {
+    set_up(wanted(rank, 3, {}), false, room.of(rank), [&](const EngineConfig& config) {
+      if (rank == 1) throw UsageFailure(UsageKind::kBudget, "no memory here");
+      return host_engine(config);
+    });
+  });
+  EXPECT(said[1] == std::string("MemoryBudgetError: no memory here"));
+  expect_all({said[0], said[2]},
+             "PeerFailed: creation, allocate: rank 1 failed with MemoryBudgetError: no memory here");
+  EXPECT_EQ(num_segments(), 0);
+}
+
+CLAIM("bytes that no rank sends are an error that names the rank, in every step that reads them") {
+  for (const char* step : {"configuration", "topology: offer", "topology: reach"}) {
+    Room room(2, [&](int rank, const std::string& in, std::string& bytes) {
+      if (rank == 1 && in == step) bytes = "+nothing";
+    });
+    const auto said = on_each(2, [&](int rank) { set_up(wanted(rank, 2, {}), false, room.of(rank), host_engine); });
+    // Rank 1 itself may fail with what rank 0 tells it.
+    expect_all({said[0]}, std::string("TransportError: creation, ") + step + ": rank 1 sent 'nothing', which no rank");
+    EXPECT(!said[1].empty());
+  }
+  EXPECT_EQ(num_segments(), 0);
+}
+
+CLAIM("a rank whose memory cannot be mapped is no member of the domain") {
+  const DomainProbe here("kernel"), there("another kernel"), gone("kernel");
+  DomainOffer lost = decode_domain_offer(gone.offer());
+  lost.nonce[0] ^= 1;
+  const std::vector<std::string> offers = {here.offer(), there.offer(), encode_domain_offer(lost), gone.offer()};
+  EXPECT(here.reach(0, offers) == std::string("1001"));
+  EXPECT(there.reach(1, offers) == std::string("0100"));
+}
+
+CLAIM("ranks that disagree on their domain are named") {
+  const auto error_of = [](const std::vector<std::string>& reached) {
+    const auto said = on_each(1, [&](int) { domains_of(0, reached); });
+    return said[0];
+  };
+  EXPECT(error_of({"11", "11"}) == std::string());
+  expect_all({error_of({"11", "01"})},
+             "TopologyError: ranks disagree on their domain: rank 0 reaches the memory of "
+             "[0, 1], rank 1 that of [1]");
+  expect_all({error_of({"110", "111", "011"})}, "rank 1");  // not transitive
+  expect_all({error_of({"01", "01"})}, "rank 0 does not reach its own memory");
+  EXPECT(domains_of(0, {"1010", "0101", "1010", "0101"}) == (std::vector<int>{0, 1, 0, 1}));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) { return claims::main(argc, argv); }
