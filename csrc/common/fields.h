@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -41,14 +42,14 @@ constexpr bool all_listed() {
 }
 
 template <auto kMember, typename Struct>
-constexpr bool equal_in(const Struct& a, const Struct& b) {
+constexpr uint32_t equal_in(const Struct& a, const Struct& b) {
   return a.*kMember == b.*kMember;
 }
 // All listed members are equal. No comparison hangs on another: a kernel loads all members of a peer at once.
 template <typename Struct>
 constexpr bool all_equal(const Struct& a, const Struct& b) {
   return [&]<size_t... kAt>(std::index_sequence<kAt...>) {
-    return (true & ... & equal_in<std::get<kAt>(kFields<Struct>).member>(a, b));
+    return (1u & ... & equal_in<std::get<kAt>(kFields<Struct>).member>(a, b)) != 0;
   }(std::make_index_sequence<std::tuple_size_v<std::remove_cvref_t<decltype(kFields<Struct>)>>>{});
 }
 

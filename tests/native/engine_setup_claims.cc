@@ -2,11 +2,16 @@
 #include "engine/group/setup.h"
 
 #include <dirent.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <map>
 #include <mutex>
 
+#include "common/units.h"
 #include "engine/group/domains.h"
 #include "engine/group/handle.h"
 #include "engine_runs.h"
@@ -159,6 +164,41 @@ CLAIM("a rank whose memory cannot be mapped is no member of the domain") {
   const std::vector<std::string> offers = {here.offer(), there.offer(), encode_domain_offer(lost), gone.offer()};
   EXPECT(here.reach(0, offers) == std::string("1001"));
   EXPECT(there.reach(1, offers) == std::string("0100"));
+}
+
+// Removes each segment of this process that is not locked, as leftovers.py does. How many that were.
+int sweep_once() {
+  int swept = 0;
+  DIR* const folder = opendir("/dev/shm");
+  const std::string ours = "uccl_ep." + std::to_string(getpid()) + ".";
+  while (const dirent* entry = readdir(folder)) {
+    const std::string path = "/dev/shm/" + std::string(entry->d_name);
+    if (std::string(entry->d_name).rfind(ours, 0) != 0) continue;
+    const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+    if (fd < 0) continue;
+    if (flock(fd, LOCK_EX | LOCK_NB) == 0 && unlink(path.c_str()) == 0) ++swept;
+    close(fd);
+  }
+  closedir(folder);
+  return swept;
+}
+
+CLAIM("a segment that a sweep meets before it is locked is made again") {
+  std::atomic<bool> over = false;
+  std::atomic<int> swept = 0;
+  std::thread sweeper([&] {
+    while (!over) swept += sweep_once();
+  });
+  int lost = 0;
+  const uint64_t until = now_usec() + 20'000'000;
+  for (int made = 0; (made < 200 || swept == 0) && now_usec() < until; ++made) {
+    const Mapping segment = Mapping::create();
+    if (access(("/dev/shm" + segment.name()).c_str(), F_OK) != 0) ++lost;
+  }
+  over = true;
+  sweeper.join();
+  EXPECT(swept > 0);
+  EXPECT_EQ(lost, 0);
 }
 
 CLAIM("ranks that disagree on their domain are named") {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.by_hand import close, create
+from uccl_ep_train.core.native import load_native
 from uccl_ep_train.group import leftovers
-from uccl_ep_train.group.domains import Segment
 
 NOBODY = 65534
 NO_PROCESS = 2**22 + 1
@@ -83,32 +84,14 @@ def test_a_folder_that_is_not_there_is_no_error(tmp_path: Path) -> None:
 
 
 def test_a_probe_of_a_living_process_is_locked() -> None:
-    segment = Segment.create()
-    try:
-        leftovers.sweep()
-        assert (leftovers.SHARED_MEMORY / segment.name.lstrip("/")).exists()
-    finally:
-        segment.unlink()
-
-
-def test_a_probe_that_a_sweep_meets_before_it_is_locked_is_made_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lock, met = leftovers.lock, []
-
-    def swept_first(descriptor: int) -> bool:
-        if not met:
-            met.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-            leftovers.Path(met[0]).unlink()
-        return lock(descriptor)
-
-    monkeypatch.setattr(leftovers, "lock", swept_first)
-    segment = Segment.create()
-    try:
-        assert met and not met[0].endswith(segment.name)
-        assert (leftovers.SHARED_MEMORY / segment.name.lstrip("/")).exists()
-    finally:
-        segment.unlink()
+    probe = load_native().DomainProbe("kernel")
+    found = re.search(rb"/(uccl_ep[.][0-9.a-f]+)", probe.offer())
+    assert found is not None
+    path = leftovers.SHARED_MEMORY / found[1].decode()
+    leftovers.sweep()
+    assert path.exists()
+    del probe
+    assert not path.exists()
 
 
 def test_a_creation_sweeps() -> None:
