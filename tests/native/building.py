@@ -27,7 +27,6 @@ OBJECTS_KEPT_SECONDS = 86400.0  # since they were last used
 CUDA_ON_CPU = HERE / "cuda_on_cpu"
 CUDA_FOLDERS = (CUDA_ON_CPU / "headers", CUDA_ON_CPU)
 KERNEL_OPTIONS = (
-    "-D__CUDA_ARCH__=900",
     "-Wno-unknown-pragmas",
     "-Wno-parentheses",
     "-Wno-shadow",
@@ -47,6 +46,15 @@ class Flavour:
     name: str
     options: tuple[str, ...]
     compiler: str = "g++"
+    # Of the stand-in for CUDA: lanes of a warp, and how many lanes go in lock step (1: none do).
+    lanes: int = 32
+    wave: int = 1
+
+    def options_on_cpu(self, source: Path) -> list[str]:
+        """What a source that sees the stand-in needs to know of lanes; nothing where that is the usual."""
+        lanes = [f"-DCUDA_ON_CPU_LANES={self.lanes}"] if self.lanes != 32 else []
+        wave = [f"-DCUDA_ON_CPU_WAVE={self.wave}"] if self.wave != 1 and source.parent == CUDA_ON_CPU else []
+        return lanes + wave
 
 
 def _sanitized(name: str, sanitizers: str) -> Flavour:
@@ -102,8 +110,12 @@ def _headers_text(folders: tuple[Path, ...]) -> bytes:
 def compiled(source: Path, flavour: Flavour, folders: tuple[Path, ...]) -> Path:
     """The object of a source, named by all that it depends on, so never stale. `folders`: of headers."""
     options = [*FLAGS, *flavour.options]
+    if CUDA_ON_CPU in folders:
+        options += flavour.options_on_cpu(source)
     if source.suffix == ".cu" or b'.cuh"' in source.read_bytes():
-        options += KERNEL_OPTIONS
+        # Bulk copies come with warps of 32 lanes.
+        arch = ["-D__CUDA_ARCH__=900"] if flavour.lanes == 32 else ["-D__CUDA_ARCH__=800", "-Wno-unused-parameter"]
+        options += [*arch, *KERNEL_OPTIONS]
     made_of = " ".join([flavour.compiler, *options]).encode()
     text = b"\0".join([made_of, _headers_text(folders), source.read_bytes()])
     OBJECTS.mkdir(parents=True, exist_ok=True)

@@ -174,6 +174,7 @@ template <typename Of>
 __device__ inline void publish_packet(const Kernel& k, Part<DeviceFlag<Of>> flags) {
   for (uint32_t r = k.g.first + k.crew.thread; r < k.g.end; r += k.crew.size)
     publish(at(k.g, r, flags) + k.g.rank, k.op.epoch);
+  __syncwarp();  // lanes of this warp will wait for what others of it publish here
 }
 
 // By a crew: after an error, outputs hold nothing but NaN (all ones in every dtype).

@@ -216,6 +216,7 @@ __device__ inline void write_streams(const Crew& crew, const Group& g, const Til
 __device__ inline void write_token_blocks(const Group& g, const Tile& tile, uint32_t first, uint32_t token_blocks,
                                           uint32_t all_token_blocks) {
   const uint32_t c0 = first / kTokenBlock, lane = threadIdx.x % kWarp;
+  static_assert(kTokenBlock == 32);  // bits of the lower word
   const auto low = [](Mask mask) { return static_cast<uint32_t>(__popc(static_cast<uint32_t>(mask))); };
 #pragma unroll 1
   for (uint32_t r = lane; r < g.map.num_ranks; r += kWarp) {
@@ -231,7 +232,7 @@ __device__ inline void write_token_blocks(const Group& g, const Tile& tile, uint
     for (uint32_t c = 0; c < token_blocks; ++c) {
       const uint32_t rows_before = tile.stream_base[to] + (c == 0 ? 0 : low(tile.stream[to]));
       tile.packet[to].token_block_pieces[c0 + c] =
-          tile.piece_base[to] + (c == 0 ? 0 : tile.pieces[to * kTileTokens + kWarp]);
+          tile.piece_base[to] + (c == 0 ? 0 : tile.pieces[to * kTileTokens + kTokenBlock]);
       if (to == own_domain(g)) continue;
       tile.packet[to].token_block_streams[c0 + c] = rows_before;
       own_part(g, g.map.sent_token_blocks)[uint64_t{to} * (max_token_blocks(g) + 1) + c0 + c] = rows_before;
@@ -266,7 +267,7 @@ __device__ UCCL_EP_WRITES uint64_t write_tiles(const Crew crew, const Group& g, 
                                                const Tiles& tiles, uint32_t all_token_blocks) {
   const uint32_t ranks = g.map.num_ranks, own = own_domain(g), size = tiles.size();
   uint32_t* const origin = own_part(g, g.map.pair_origin);
-  static_assert(kTokenBlock == kWarp && kTileTokens == 2 * kWarp);
+  static_assert(kTileTokens == 2 * kTokenBlock);
   // Each number is one thread's from tile to tile.
 #pragma unroll 1
   for (uint32_t t = 1; t < size; ++t) add_tile(crew, g, tiles.tile(t - 1), tiles.tile(t));

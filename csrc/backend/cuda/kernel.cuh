@@ -8,6 +8,9 @@
 
 namespace uccl_ep::cuda {
 
+// A block has at most 1,024 threads: fewer warps of more lanes.
+constexpr uint32_t warps_by_lanes(uint32_t of_32, uint32_t of_64) { return kWarp == 32 ? of_32 : of_64; }
+
 // ---- crews ----------------------------------------------------------------------------------------------------------
 // Warps of a block that do the same thing, beside other crews of the block.
 struct Crew {

@@ -9,11 +9,9 @@
 #include "backend/cuda/layout.h"
 #include "backend/cuda/net.h"
 #include "backend/cuda/packet.h"
+#include "backend/cuda/warp.cuh"
 
 namespace uccl_ep::cuda {
-
-constexpr uint32_t kWarp = 32;
-constexpr uint32_t kFullWarp = 0xFFFFFFFFu;
 
 // In the region of a rank of our domain.
 template <typename T>

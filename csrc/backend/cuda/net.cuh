@@ -73,13 +73,13 @@ struct Outgoing {
 template <typename Of>
 __device__ __forceinline__ void push_all(const Group& g, uint32_t count, Of of) {
   const uint32_t lane = threadIdx.x % kWarp;
-  const uint32_t mask = __ballot_sync(kFullWarp, count > 0);
+  const LaneMask mask = ballot(count > 0);
   if (mask == 0) return;
   __syncwarp();  // orders what the lanes have read before what one of them writes
   fence_system();
   CommandProducer producer(g.net->commands);
-  for (uint32_t left = mask; left != 0; left &= left - 1) {
-    const uint32_t from = __ffs(left) - 1, its_count = __shfl_sync(kFullWarp, count, from);
+  for (LaneMask left = mask; left != 0; left &= left - 1) {
+    const uint32_t from = lowest_lane(left), its_count = __shfl_sync(kFullWarp, count, from);
     for (uint32_t i = 0; i < its_count; ++i) {
       const Command own = of(i);
       const Command its{__shfl_sync(kFullWarp, own.channel, from), __shfl_sync(kFullWarp, own.num_bytes, from),
@@ -141,6 +141,12 @@ __device__ inline void push_packets(const Kernel& k, bool is_new, bool with_weig
     }
     push_all(k.g, has, [&](uint32_t) { return command; });
   }
+}
+// By a crew: they are.
+__device__ __forceinline__ void publish_packed(const Kernel& k) {
+  if (k.g.net == nullptr) return;
+  if (k.crew.thread == 0) publish(&local(k.g).packed, k.op.epoch);
+  __syncwarp();  // lanes of this warp will wait for other ranks, which wait for our packets
 }
 // By one warp: whether they are.
 __device__ __forceinline__ bool are_packed(const Kernel& k) {

@@ -49,8 +49,8 @@ __device__ inline void find_arrivals(const DispatchKernel& k, Arrivals& out) {
   k.crew.sync();
 }
 
-// 32 rows, in the lanes of a warp: in turn of all sources, so that neighbours read different peers, those of our domain
-// first: rows of others are still on their way.
+// Rows, one for each lane of a warp: in turn of all sources, so that neighbours read different peers, those of our
+// domain first: rows of others are still on their way.
 template <bool kFresh>
 struct RowBatch {
   uint32_t source = 0, position = 0, row = 0;  // position: in the window's part of the stream

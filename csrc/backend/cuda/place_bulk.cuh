@@ -9,7 +9,7 @@
 namespace uccl_ep::cuda {
 
 constexpr uint32_t kPlaceStages = 3;
-constexpr uint32_t kPlaceWarps = 8;
+constexpr uint32_t kPlaceWarps = warps_by_lanes(8, 5);
 
 __host__ __device__ inline uint32_t place_warp_bytes(const PlaceArgs& args) {
   const uint64_t wire = args.stage.stride;
@@ -32,7 +32,7 @@ struct BulkRows {
   Shares shares;
   PlannedByOthers<kFresh> planned;
   RowBatch<kFresh> batch;
-  uint32_t left = 0;  // rows of the batch that are not loaded yet
+  LaneMask left = 0;  // rows of the batch that are not loaded yet
   // Everything is in one place, though `next` has to be moved for it: a copy for each stage is four times the code.
   Row now, next;
   uint32_t under_way = 0;
@@ -81,10 +81,10 @@ struct BulkRows {
         if (!more) break;
         batch = RowBatch<kFresh>(k, arrivals, n, planned.look(k));
         __syncwarp();
-        left = __ballot_sync(kFullWarp, batch.count > 0);
+        left = ballot(batch.count > 0);
         continue;
       }
-      const uint32_t i = __ffs(left) - 1;
+      const uint32_t i = lowest_lane(left);
       // What is here is placed before the warp waits for what is not.
       if (under_way > 0 && !batch.is_there(k, arrivals, i)) break;
       left &= left - 1;
@@ -137,8 +137,8 @@ struct BulkRows {
         store_bulk(reinterpret_cast<uint8_t*>(k.args.scales) + uint64_t{out_row} * bytes, scales, bytes);
       }
       if (codes() && !bulk_scales(k.args))
-        for (uint32_t mask = __ballot_sync(kFullWarp, wanted); mask != 0; mask &= mask - 1)
-          copy_scales(memory + pipeline.offset(), __shfl_sync(kFullWarp, out_row, __ffs(mask) - 1), k.args, lane);
+        for (LaneMask mask = ballot(wanted); mask != 0; mask &= mask - 1)
+          copy_scales(memory + pipeline.offset(), __shfl_sync(kFullWarp, out_row, lowest_lane(mask)), k.args, lane);
     }
   }
 };

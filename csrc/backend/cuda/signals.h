@@ -211,7 +211,7 @@ struct RowsPlanned {
       .writer = "the last block that has planned its share of the rows",
       .readers = "the blocks that place, from each warp's second batch of rows on",
       .publishes =
-          "what is known of all rows of a new plan but for the first 32 (fewer where fewer are dealt out) of "
+          "what is known of all rows of a new plan but for the first, one a lane (fewer where fewer are dealt out), of "
           "each warp that places",
       .waits = "nobody: who finds it missing plans the rows himself, with the same result",
       .scope = Scope::kGpu,

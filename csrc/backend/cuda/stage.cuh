@@ -159,7 +159,7 @@ __device__ inline void tell_staged(const Kernel& k, const StageShare& share, Sta
   const uint32_t lane = threadIdx.x % kWarp, end = share.row_groups(), ranks = k.g.end - k.g.first;
   for (uint32_t told = 0, looks = 1; told < end; ++looks) {
     const uint32_t done =
-        __reduce_min_sync(kFullWarp, lane < kStageWarps ? read_shared(&staged.row_groups[lane]) : kFullWarp);
+        __reduce_min_sync(kFullWarp, lane < kStageWarps ? read_shared(&staged.row_groups[lane]) : ~0u);
     if (done == told) {
       if (looks % 64 == 0 && __any_sync(kFullWarp, stopped(k.g))) return;
       __nanosleep(50);  // of the microsecond or more that a row takes
@@ -198,6 +198,8 @@ __device__ inline StreamPart sent_part(const Group& g, const PlanView& plan, con
   return part_of(g, __ldcg(before + first), __ldcg(before + end), row_bytes);
 }
 
+// A warp may have more lanes than there are domains.
+__device__ __forceinline__ bool may_have_domain(uint32_t lane) { return kWarp <= kMaxDomains || lane < kMaxDomains; }
 // By a warp: where a token's row goes beside our own domain; lane `to` sees to domain `to`.
 template <bool kFresh>
 __device__ __forceinline__ void find_slot(const Group& g, const PlanView& plan, const PlaceArgs& args, uint32_t token,
@@ -208,11 +210,12 @@ __device__ __forceinline__ void find_slot(const Group& g, const PlanView& plan, 
   Addend found = Addend::of_piece(0);
   for (uint32_t first = __ldcg(begins + token); first < end; first += kWarp) {
     const Addend addend{first + lane < end ? __ldcg(&addends[first + lane].word) : 0};
-    for (uint32_t left = __ballot_sync(kFullWarp, addend.is_returned()); left != 0; left &= left - 1) {
-      const Addend its{__shfl_sync(kFullWarp, addend.word, __ffs(left) - 1)};
+    for (LaneMask left = ballot(addend.is_returned()); left != 0; left &= left - 1) {
+      const Addend its{__shfl_sync(kFullWarp, addend.word, lowest_lane(left))};
       if (its.domain() == lane) found = its;
     }
   }
+  if (!may_have_domain(lane)) return;
   rings.place[lane] = nullptr;
   if (!found.is_returned()) return;
   const uint32_t row_bytes = args.stage.stride;
@@ -235,11 +238,11 @@ __device__ __noinline__ uint32_t find_slots(const Group& g, const PlanView& plan
                                             Staged::InRings& rings) {
   const uint32_t lane = threadIdx.x % kWarp;
   find_slot<kFresh>(g, plan, args, token, rings);
-  const bool has = rings.place[lane] != nullptr;
+  const bool has = may_have_domain(lane) && rings.place[lane] != nullptr;
   const bool good = !has || wait_slot(g, lane, rings.chunk[lane]);
-  const uint32_t mask = __ballot_sync(kFullWarp, has);
+  const uint32_t domains = static_cast<uint32_t>(ballot(has));
   __syncwarp();  // every lane reads every place; votes order no memory
-  return __all_sync(kFullWarp, good) ? mask : kNoWay;
+  return __all_sync(kFullWarp, good) ? domains : kNoWay;
 }
 template <bool kFresh>
 __device__ __forceinline__ bool begin_row(const DispatchKernel& k, uint32_t token, Staged& staged, Outs& outs) {
@@ -252,7 +255,7 @@ __device__ __forceinline__ bool begin_row(const DispatchKernel& k, uint32_t toke
 __device__ __forceinline__ void end_row(const Kernel& k, const Staged& staged, const Outs& outs) {
   if (outs.others == 0) return;
   __syncwarp();
-  if ((outs.others >> k.crew.lane() & 1) != 0)
+  if (may_have_domain(k.crew.lane()) && (outs.others >> k.crew.lane() & 1) != 0)
     count_one(own_part(k.g, k.g.map.sent_counts) + k.crew.lane() * k.g.map.row_slots +
               staged.in_rings[k.crew.warp()].chunk[k.crew.lane()]);
   __syncwarp();

@@ -102,7 +102,7 @@ struct WarpSums {
   const Work& work;
   const uint32_t lane;
   Shares shares;
-  uint32_t left = 0;
+  LaneMask left = 0;
   Sum batch;
 
   __device__ WarpSums(const Group& g, const Work& w, const Summers& by)
@@ -116,9 +116,9 @@ struct WarpSums {
       uint32_t n;
       if (!shares.next(n, lane)) return {};
       batch = n < work.end() ? work.look_up(n) : Sum{};
-      left = __ballot_sync(kFullWarp, batch.count > 0);
+      left = ballot(batch.count > 0);
     }
-    const uint32_t i = __ffs(left) - 1;
+    const uint32_t i = lowest_lane(left);
     left &= left - 1;
     return batch.of(i);
   }

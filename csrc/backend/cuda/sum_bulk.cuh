@@ -65,7 +65,7 @@ struct BulkSums {
   Sum load, pending;  // the sum that is loaded, and the next one
   uint32_t load_place, pending_place = 0;  // lane i: where addend i lies
   uint32_t load_at = 0, load_addend = 0;
-  // Sums whose loads have begun, by their number: lane n % 32 has the n-th. Of more than the pipeline holds none is
+  // Sums whose loads have begun, by their number: lane n % kWarp has the n-th. Of more than the pipeline holds none is
   // asked for.
   Sum begun;
   uint32_t num_begun = 0;

@@ -244,6 +244,23 @@ __device__ __noinline__ void read_map(const Crew crew, const Group& g, const Dev
   }
 }
 
+// A lane sees to so many tokens of a tile: in turn u to number u * kWarp + lane.
+static_assert(kTileTokens % kWarp == 0);
+constexpr uint32_t kTileTurns = kTileTokens / kWarp;
+// By a warp, a number for each token of a tile: it becomes the sum of those before it. Returns which are not 0.
+__device__ __forceinline__ Mask sum_before(uint32_t (&numbers)[kTileTurns], uint32_t lane) {
+  Mask mask = 0;
+  uint32_t before = 0;
+#pragma unroll
+  for (uint32_t u = 0; u < kTileTurns; ++u) {
+    mask |= Mask{ballot(numbers[u] != 0)} << u * kWarp;
+    const uint32_t end = before + warp_prefix(numbers[u], lane);
+    numbers[u] = end - numbers[u];
+    if (u + 1 < kTileTurns) before = __shfl_sync(kFullWarp, end, kWarp - 1);
+  }
+  return mask;
+}
+
 // By a crew: the tiles' masks and counts, from the caller's routing. False: this thread saw what is no routing.
 __device__ inline bool read_tiles(const Crew& crew, const Group& g, const DeviceRouting& r, const Tiles& tiles) {
   const uint32_t ranks = g.map.num_ranks, domains = g.map.num_domains, size = tiles.size();
@@ -273,29 +290,28 @@ __device__ inline bool read_tiles(const Crew& crew, const Group& g, const Device
   for (uint32_t i = crew.warp(); i < size * ranks; i += crew.warps()) {
     const Tile tile = tiles.tile(i / ranks);
     const uint32_t to = i % ranks;
-    const uint32_t low = tile.pairs_to[lane * ranks + to], high = tile.pairs_to[(lane + kWarp) * ranks + to];
-    const uint32_t low_mask = __ballot_sync(kFullWarp, low != 0), high_mask = __ballot_sync(kFullWarp, high != 0);
-    if (lane == 0) tile.destination[to] = Mask{high_mask} << 32 | low_mask;
-    const uint32_t low_end = warp_prefix(low, lane), low_total = __shfl_sync(kFullWarp, low_end, kWarp - 1);
-    tile.pairs_before[lane * ranks + to] = low_end - low;
-    tile.pairs_before[(lane + kWarp) * ranks + to] = low_total + warp_prefix(high, lane) - high;
+    uint32_t pairs[kTileTurns];
+#pragma unroll
+    for (uint32_t u = 0; u < kTileTurns; ++u) pairs[u] = tile.pairs_to[(u * kWarp + lane) * ranks + to];
+    const Mask tokens = sum_before(pairs, lane);
+    if (lane == 0) tile.destination[to] = tokens;
+#pragma unroll
+    for (uint32_t u = 0; u < kTileTurns; ++u) tile.pairs_before[(u * kWarp + lane) * ranks + to] = pairs[u];
   }
   // And per domain: its tokens, and the pieces of earlier tokens.
 #pragma unroll 1
   for (uint32_t i = crew.warp(); i < size * domains; i += crew.warps()) {
     const Tile tile = tiles.tile(i / domains);
     const uint32_t to = i % domains;
-    uint32_t low = 0, high = 0;
+    uint32_t pieces[kTileTurns] = {};
 #pragma unroll 1
-    for (uint32_t r = g.first_of[to]; r < g.first_of[to + 1]; ++r) {
-      low += tile.pairs_to[lane * ranks + r] != 0;
-      high += tile.pairs_to[(lane + kWarp) * ranks + r] != 0;
-    }
-    const uint32_t low_mask = __ballot_sync(kFullWarp, low != 0), high_mask = __ballot_sync(kFullWarp, high != 0);
-    if (lane == 0) tile.stream[to] = Mask{high_mask} << 32 | low_mask;
-    const uint32_t low_end = warp_prefix(low, lane), low_total = __shfl_sync(kFullWarp, low_end, kWarp - 1);
-    tile.pieces[to * kTileTokens + lane] = low_end - low;
-    tile.pieces[to * kTileTokens + kWarp + lane] = low_total + warp_prefix(high, lane) - high;
+    for (uint32_t r = g.first_of[to]; r < g.first_of[to + 1]; ++r)
+#pragma unroll
+      for (uint32_t u = 0; u < kTileTurns; ++u) pieces[u] += tile.pairs_to[(u * kWarp + lane) * ranks + r] != 0;
+    const Mask tokens = sum_before(pieces, lane);
+    if (lane == 0) tile.stream[to] = tokens;
+#pragma unroll
+    for (uint32_t u = 0; u < kTileTurns; ++u) tile.pieces[to * kTileTokens + u * kWarp + lane] = pieces[u];
   }
   crew.sync();
   return good;
@@ -333,7 +349,7 @@ __device__ inline void count_tiles(const Crew& crew, const Group& g, const Tiles
 #pragma unroll 1
     for (uint32_t to = lane; to < g.map.num_domains; to += kWarp) {
       out.stream[to] = static_cast<uint8_t>(__popcll(tile.stream[to]));
-      const uint32_t low = tile.pieces[to * kTileTokens + kWarp], all = pieces_of_tile(g, tile, to);
+      const uint32_t low = tile.pieces[to * kTileTokens + kTokenBlock], all = pieces_of_tile(g, tile, to);
       most = max(most, max(low, all - low));
     }
     most = __reduce_max_sync(kFullWarp, most);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -14,7 +15,13 @@
 
 namespace cuda_on_cpu {
 
-constexpr uint32_t kWarp = 32;
+// Neighbouring lanes that go in lock step, as those of a wave do on a GPU without an instruction pointer for each lane;
+// 1: every lane is free.
+#ifndef CUDA_ON_CPU_WAVE
+#define CUDA_ON_CPU_WAVE 1
+#endif
+constexpr uint32_t kWave = CUDA_ON_CPU_WAVE;
+static_assert(kWave == 1 || kWave == 32 || kWave == 64);
 constexpr uint32_t kBarriers = 16;
 constexpr uint32_t kSharedBytes = 232448;
 // A block whose lanes have done nothing but look at flags for so many turns gives its core away.
@@ -56,7 +63,7 @@ struct BulkLoad {
   uint64_t* barrier;
 };
 
-enum class State : uint32_t { kReady, kWaitsForWarp, kWaitsForBlock, kLeft };
+enum class State : uint32_t { kReady, kWaitsForWarp, kWaitsForBlock, kWaitsForWave, kLeft };
 
 struct Lane {
   Context context;
@@ -74,10 +81,17 @@ struct Lane {
 };
 
 struct Warp {
-  uint32_t left = 0;  // lanes that have
-  uint32_t arrived = 0, mask = 0, number = 0;
+  LaneMask left = 0;  // lanes that have
+  LaneMask arrived = 0, mask = 0;
+  uint32_t number = 0;
   Meeting kind = Meeting::kSync;
   uint64_t values[2][kWarp] = {};
+};
+// Lanes in lock step: those that look at flags, and since when some have.
+struct Wave {
+  uint64_t looking = 0;
+  uint32_t looks = 0;
+  std::chrono::steady_clock::time_point since;
 };
 struct Barrier {
   uint32_t size = 0, arrived = 0, number = 0;
@@ -93,10 +107,11 @@ class Block {
         given_up_(given_up),
         lanes_(grid.threads),
         warps_((grid.threads + kWarp - 1) / kWarp),
+        waves_((grid.threads + kWave - 1) / kWave),
         number_(number) {}
 
   void run();
-  const uint64_t* meet(Meeting kind, uint32_t mask, uint64_t value, const void* at);
+  const uint64_t* meet(Meeting kind, LaneMask mask, uint64_t value, const void* at);
   bool meet_block(uint32_t id, uint32_t size, bool yes, const void* at);
   void look(const void* at);
   void act();
@@ -122,7 +137,10 @@ class Block {
   void schedule();
   void resume(Lane& lane);
   void park(State state, const char* what, const void* at);
-  void wake(uint32_t first, uint32_t mask);
+  void wake(uint32_t first, LaneMask mask);
+  void enter_wait();
+  void leave_wait();
+  void wake_wave(uint32_t first);
   void wake_barrier(uint32_t id);
   bool move_bulk(bool all);
   void idle();
@@ -133,6 +151,7 @@ class Block {
   std::atomic<bool>& given_up_;
   std::vector<Lane> lanes_;
   std::vector<Warp> warps_;
+  std::vector<Wave> waves_;
   Barrier barriers_[kBarriers];
   std::deque<Lane*> ready_;
   Lane* running_ = nullptr;

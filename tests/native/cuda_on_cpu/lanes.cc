@@ -66,6 +66,7 @@ thread_local Random random_of_thread;
 namespace {
 
 constexpr uint8_t kGarbage = 0xA5;
+constexpr std::chrono::seconds kMostStanding{20};
 
 const char* name_of(Meeting kind) {
   static const char* const names[] = {"__syncwarp", "a shuffle", "a vote", "a reduction"};
@@ -182,13 +183,14 @@ void Block::idle() {
 }
 
 void Block::leave() {
+  leave_wait();
   Lane& lane = *running_;
   Warp& warp = warps_[lane.index.x / kWarp];
   if (!lane.groups.empty() || !lane.open_group.empty())
     for (const Group& group : lane.groups)
       for (const auto& store : group)
         if (!store->is_read) fail("a lane has left while a bulk store reads shared memory");
-  warp.left |= 1u << lane.index.x % kWarp;
+  warp.left |= LaneMask{1} << lane.index.x % kWarp;
   lane.state = State::kLeft;
   ++num_left_;
   if (warp.arrived != 0 && (warp.mask & warp.left) != 0)
@@ -210,7 +212,7 @@ void Block::park(State state, const char* what, const void* at) {
   suspend();
 }
 
-void Block::wake(uint32_t first, uint32_t mask) {
+void Block::wake(uint32_t first, LaneMask mask) {
   const size_t before = ready_.size();
   for (uint32_t i = 0; i < kWarp && first + i < lanes_.size(); ++i) {
     Lane& lane = lanes_[first + i];
@@ -221,7 +223,8 @@ void Block::wake(uint32_t first, uint32_t mask) {
   if (one_in(4)) std::shuffle(ready_.begin() + static_cast<ptrdiff_t>(before), ready_.end(), random_of_thread.engine);
 }
 
-const uint64_t* Block::meet(Meeting kind, uint32_t mask, uint64_t value, const void* at) {
+const uint64_t* Block::meet(Meeting kind, LaneMask mask, uint64_t value, const void* at) {
+  leave_wait();
   Lane& lane = *running_;
   const uint32_t place = lane.index.x % kWarp, first = lane.index.x - place;
   Warp& warp = warps_[first / kWarp];
@@ -234,7 +237,7 @@ const uint64_t* Block::meet(Meeting kind, uint32_t mask, uint64_t value, const v
   warp.mask = mask;
   const uint32_t number = warp.number;
   warp.values[number % 2][place] = value;
-  warp.arrived |= 1u << place;
+  warp.arrived |= LaneMask{1} << place;
   if (warp.arrived == mask) {
     warp.arrived = 0;
     ++warp.number;
@@ -247,6 +250,7 @@ const uint64_t* Block::meet(Meeting kind, uint32_t mask, uint64_t value, const v
 }
 
 bool Block::meet_block(uint32_t id, uint32_t size, bool yes, const void* at) {
+  leave_wait();
   Barrier& barrier = barriers_[id];
   if (barrier.arrived != 0 && barrier.size != size)
     fail("barrier " + std::to_string(id) + " of " + std::to_string(size) + " threads, others have " +
@@ -279,7 +283,40 @@ void Block::wake_barrier(uint32_t) {
     }
 }
 
+// Lock step, at its strictest: a wait runs to its end before any other code of its wave. A lane that looks at flags
+// joins those of its wave that do. One that is through, or comes to anything else, stands still until all of them are
+// through.
+void Block::enter_wait() {
+  if constexpr (kWave == 1) return;
+  const uint32_t first = running_->index.x / kWave * kWave;
+  Wave& wave = waves_[first / kWave];
+  if (wave.looking == 0) wave = {0, 0, std::chrono::steady_clock::now()};
+  wave.looking |= uint64_t{1} << running_->index.x % kWave;
+  if (++wave.looks % 1024 != 0 || std::chrono::steady_clock::now() - wave.since < kMostStanding) return;
+  for (uint32_t i = first; i < first + kWave && i < lanes_.size(); ++i)
+    if (lanes_[i].state == State::kWaitsForWave)
+      fail("a wave looks at flags while lanes of it stand still, all blocks:\n" + cuda_on_cpu::report() + "this one:");
+}
+void Block::leave_wait() {
+  if constexpr (kWave == 1) return;
+  const uint32_t first = running_->index.x / kWave * kWave;
+  Wave& wave = waves_[first / kWave];
+  if (wave.looking == 0) return;
+  wave.looking &= ~(uint64_t{1} << running_->index.x % kWave);
+  if (wave.looking == 0) return wake_wave(first);
+  while (wave.looking != 0) park(State::kWaitsForWave, "its wave", nullptr);
+}
+void Block::wake_wave(uint32_t first) {
+  for (uint32_t i = first; i < first + kWave && i < lanes_.size(); ++i) {
+    Lane& lane = lanes_[i];
+    if (lane.state != State::kWaitsForWave) continue;
+    lane.state = State::kReady;
+    ready_.push_back(&lane);
+  }
+}
+
 void Block::look(const void* at) {
+  enter_wait();
   running_->turns_since_look = 0;
   running_->waits_for = "a flag";
   running_->waits_at = at;
@@ -288,6 +325,7 @@ void Block::look(const void* at) {
 }
 
 void Block::act() {
+  leave_wait();
   if (!one_in(4)) return;
   running_->waits_for = "its turn";
   ready_.push_back(running_);
@@ -361,7 +399,7 @@ std::string report() {
 
 uint8_t* dynamic_memory() { return dynamic_bytes; }
 
-const uint64_t* meet(Meeting kind, uint32_t mask, uint64_t value) {
+const uint64_t* meet(Meeting kind, LaneMask mask, uint64_t value) {
   return current_block().meet(kind, mask, value, __builtin_return_address(0));
 }
 bool meet_block(uint32_t id, uint32_t size, bool yes) {

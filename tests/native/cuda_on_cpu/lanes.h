@@ -9,8 +9,18 @@
 #include <functional>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
+
+// Of a program: lanes of a warp, 32 or 64. tests/native/building.py says it where it is not 32.
+#ifndef CUDA_ON_CPU_LANES
+#define CUDA_ON_CPU_LANES 32
+#endif
 
 namespace cuda_on_cpu {
+
+constexpr uint32_t kWarp = CUDA_ON_CPU_LANES;
+static_assert(kWarp == 32 || kWarp == 64);
+using LaneMask = std::conditional_t<kWarp == 64, uint64_t, uint32_t>;  // a bit each
 
 struct Index {
   uint32_t x = 0, y = 0, z = 0;
@@ -41,13 +51,13 @@ uint8_t* dynamic_memory();
 
 enum class Meeting : uint32_t { kSync, kShuffle, kVote, kReduce };
 // By the lanes of a warp in `mask`: everybody's values, by lane.
-const uint64_t* meet(Meeting kind, uint32_t mask, uint64_t value);
+const uint64_t* meet(Meeting kind, LaneMask mask, uint64_t value);
 // By `size` threads of a block: whether all have said yes.
 bool meet_block(uint32_t id, uint32_t size, bool yes);
 void meet_whole_block();
-// Lets others run: after a look at what others change.
+// Lets others run: before a look at what others change.
 void look();
-// Where another might run; what the lane does next is work.
+// Where another might run; what the lane does next is work, which others may wait for.
 void act();
 
 // ---- bulk copies ----------------------------------------------------------------------------------------------------

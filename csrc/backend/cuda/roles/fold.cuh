@@ -11,7 +11,7 @@ namespace uccl_ep::cuda {
 // elements of rows here and on their way.
 template <bool kBulk, bool kNet, typename Row, typename Wire>
 struct FoldRole {
-  static constexpr uint32_t kWarps = kBulk ? 7 : 11;
+  static constexpr uint32_t kWarps = kBulk ? 7 : warps_by_lanes(11, 9);
   struct Shared {
     FoldRange folds;
     Boxes<kWarps> boxes;

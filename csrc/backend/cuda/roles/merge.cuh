@@ -9,7 +9,7 @@ namespace uccl_ep::cuda {
 
 template <bool kBulk, bool kNet, typename Row, typename Wire>
 struct MergeRole {
-  static constexpr uint32_t kWarps = kBulk ? 4 : 8;
+  static constexpr uint32_t kWarps = kBulk ? 4 : warps_by_lanes(8, 6);
   struct Shared {
     MergeRange merges;
   };

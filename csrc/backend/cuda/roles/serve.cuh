@@ -38,13 +38,13 @@ struct ServeRole {
         write_headers(k, k.args.signature, k.args.stage.num_tokens);
         k.crew.sync();
         publish_packet(k, k.g.map.header_full);
-        if (k.crew.thread == 0 && k.g.net != nullptr && !with_weights) publish(&local(k.g).packed, k.op.epoch);
+        if (!with_weights) publish_packed(k);
       }
       if (with_weights) {
         if (!wait_members(k, k.g.map.read, k.op.free_after)) return;
         if (stage_weights(k, k.args.routing.weights) && going(k)) {
           publish_packet(k, k.g.map.weights_full);
-          if (k.crew.thread == 0 && k.g.net != nullptr) publish(&local(k.g).packed, k.op.epoch);
+          publish_packed(k);
         }
       }
       if (blockIdx.x == 0 && !all_alike(k, k.args.signature)) return;

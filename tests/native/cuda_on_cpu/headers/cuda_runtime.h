@@ -119,7 +119,7 @@ enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 template <typename T>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, T*) {
   attributes->sharedSizeBytes = 4096;  // nobody knows
-  attributes->ptxVersion = 90;           // as tests/native/building.py compiles them
+  attributes->ptxVersion = cuda_on_cpu::kWarp == 32 ? 90 : 80;  // as tests/native/building.py compiles them
   return cudaSuccess;
 }
 template <typename T>

@@ -124,50 +124,52 @@ T atomicCAS_system(T* to, T expected, T value) {
 
 // ---- collectives ----------------------------------------------------------------------------------------------------
 inline void __syncthreads() { cuda_on_cpu::meet_whole_block(); }
-inline void __syncwarp(uint32_t mask = 0xFFFFFFFFu) { cuda_on_cpu::meet(cuda_on_cpu::Meeting::kSync, mask, 0); }
+inline void __syncwarp(cuda_on_cpu::LaneMask mask = ~cuda_on_cpu::LaneMask{0}) {
+  cuda_on_cpu::meet(cuda_on_cpu::Meeting::kSync, mask, 0);
+}
 
 template <typename T>
-T shuffle(uint32_t mask, T value, uint32_t from) {
+T shuffle(cuda_on_cpu::LaneMask mask, T value, uint32_t from) {
   static_assert(sizeof(T) <= 8);
   uint64_t word = 0;
   std::memcpy(&word, &value, sizeof(T));
   const uint64_t* const words = cuda_on_cpu::meet(cuda_on_cpu::Meeting::kShuffle, mask, word);
-  if ((mask >> (from & 31) & 1) != 0) std::memcpy(&value, words + (from & 31), sizeof(T));
+  if ((mask >> from % cuda_on_cpu::kWarp & 1) != 0) std::memcpy(&value, words + from % cuda_on_cpu::kWarp, sizeof(T));
   return value;
 }
 template <typename T>
-T __shfl_sync(uint32_t mask, T value, uint32_t lane, uint32_t width = 32) {
-  const uint32_t own = threadIdx.x % 32;
+T __shfl_sync(cuda_on_cpu::LaneMask mask, T value, uint32_t lane, uint32_t width = cuda_on_cpu::kWarp) {
+  const uint32_t own = threadIdx.x % cuda_on_cpu::kWarp;
   return shuffle(mask, value, own / width * width + lane % width);
 }
 template <typename T>
-T __shfl_up_sync(uint32_t mask, T value, uint32_t delta) {
-  const uint32_t own = threadIdx.x % 32;
+T __shfl_up_sync(cuda_on_cpu::LaneMask mask, T value, uint32_t delta) {
+  const uint32_t own = threadIdx.x % cuda_on_cpu::kWarp;
   return shuffle(mask, value, own < delta ? own : own - delta);
 }
 template <typename T>
-T __shfl_xor_sync(uint32_t mask, T value, uint32_t lanes) {
-  return shuffle(mask, value, threadIdx.x % 32 ^ lanes);
+T __shfl_xor_sync(cuda_on_cpu::LaneMask mask, T value, uint32_t lanes) {
+  return shuffle(mask, value, threadIdx.x % cuda_on_cpu::kWarp ^ lanes);
 }
-inline uint32_t __ballot_sync(uint32_t mask, bool yes) {
+inline cuda_on_cpu::LaneMask __ballot_sync(cuda_on_cpu::LaneMask mask, bool yes) {
   const uint64_t* const all = cuda_on_cpu::meet(cuda_on_cpu::Meeting::kVote, mask, yes);
-  uint32_t bits = 0;
-  for (uint32_t i = 0; i < 32; ++i)
-    if ((mask >> i & 1) != 0) bits |= static_cast<uint32_t>(all[i]) << i;
+  cuda_on_cpu::LaneMask bits = 0;
+  for (uint32_t i = 0; i < cuda_on_cpu::kWarp; ++i)
+    if ((mask >> i & 1) != 0) bits |= static_cast<cuda_on_cpu::LaneMask>(all[i]) << i;
   return bits;
 }
-inline bool __all_sync(uint32_t mask, bool yes) { return __ballot_sync(mask, yes) == mask; }
-inline bool __any_sync(uint32_t mask, bool yes) { return __ballot_sync(mask, yes) != 0; }
+inline bool __all_sync(cuda_on_cpu::LaneMask mask, bool yes) { return __ballot_sync(mask, yes) == mask; }
+inline bool __any_sync(cuda_on_cpu::LaneMask mask, bool yes) { return __ballot_sync(mask, yes) != 0; }
 template <typename Choose>
-uint32_t reduce(uint32_t mask, uint32_t value, Choose choose) {
+uint32_t reduce(cuda_on_cpu::LaneMask mask, uint32_t value, Choose choose) {
   const uint64_t* const all = cuda_on_cpu::meet(cuda_on_cpu::Meeting::kReduce, mask, value);
-  for (uint32_t i = 0; i < 32; ++i)
+  for (uint32_t i = 0; i < cuda_on_cpu::kWarp; ++i)
     if ((mask >> i & 1) != 0) value = choose(value, static_cast<uint32_t>(all[i]));
   return value;
 }
-inline uint32_t __reduce_min_sync(uint32_t mask, uint32_t value) {
+inline uint32_t __reduce_min_sync(cuda_on_cpu::LaneMask mask, uint32_t value) {
   return reduce(mask, value, [](uint32_t a, uint32_t b) { return std::min(a, b); });
 }
-inline uint32_t __reduce_max_sync(uint32_t mask, uint32_t value) {
+inline uint32_t __reduce_max_sync(cuda_on_cpu::LaneMask mask, uint32_t value) {
   return reduce(mask, value, [](uint32_t a, uint32_t b) { return std::max(a, b); });
 }

@@ -58,6 +58,7 @@ inline bool put_release_block(uint32_t* to, uint32_t value) {
   return __atomic_compare_exchange_n(to, &before, value, false, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
 }
 inline uint32_t take_acquire_block(uint32_t* from) {
+  act();
   look();
   return __atomic_exchange_n(from, 0u, __ATOMIC_ACQUIRE);
 }
@@ -67,7 +68,7 @@ inline void fence_proxy_async_global() {}
 
 inline bool elect() {
   __syncwarp();
-  return threadIdx.x % 32 == 0;
+  return threadIdx.x % cuda_on_cpu::kWarp == 0;
 }
 
 inline void barrier(uint32_t id, uint32_t size) { cuda_on_cpu::meet_block(id, size, true); }
