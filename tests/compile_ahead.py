@@ -13,7 +13,7 @@ from functools import partial
 
 from tests.conformance.build import build as build_conformance
 from tests.fuzz import test_fuzz
-from tests.native import building, test_native
+from tests.native import building, test_lanes, test_native
 
 Job = Callable[[], object]
 
@@ -30,6 +30,9 @@ def jobs() -> dict[str, Job]:
         for sanitizer in ("memory", "thread") if program in test_native.LOCK_FREE else ("memory",):
             sources, flavour = test_native.sources_of(program), test_native.SANITIZERS[sanitizer]
             found[f"{program}, {sanitizer}"] = partial(building.objects_of, sources, flavour)
+    for mode, flavour in test_lanes.MODES.items():
+        sources = test_native.sources_of("cuda_engine")
+        found[f"cuda_engine, {mode}"] = partial(building.objects_of, sources, flavour)
     return found
 
 

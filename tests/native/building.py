@@ -114,7 +114,11 @@ def compiled(source: Path, flavour: Flavour, folders: tuple[Path, ...]) -> Path:
         options += flavour.options_on_cpu(source)
     if source.suffix == ".cu" or b'.cuh"' in source.read_bytes():
         # Bulk copies come with warps of 32 lanes.
-        arch = ["-D__CUDA_ARCH__=900"] if flavour.lanes == 32 else ["-D__CUDA_ARCH__=800", "-Wno-unused-parameter"]
+        arch = (
+            ["-D__CUDA_ARCH__=900"]
+            if flavour.lanes == 32
+            else ["-D__CUDA_ARCH__=800", "-Wno-unused-parameter"]
+        )
         options += [*arch, *KERNEL_OPTIONS]
     made_of = " ".join([flavour.compiler, *options]).encode()
     text = b"\0".join([made_of, _headers_text(folders), source.read_bytes()])

@@ -7,11 +7,12 @@
 #include "sync/ptx.cuh"
 
 using cuda_on_cpu::Fault;
+using cuda_on_cpu::kWarp;
 using cuda_on_cpu::run_grid;
 
 namespace {
 
-constexpr uint32_t kAll = 0xFFFFFFFFu;
+constexpr cuda_on_cpu::LaneMask kAll = ~cuda_on_cpu::LaneMask{0};
 
 // The Fault that a grid ends with.
 std::string fault_of(const cuda_on_cpu::Grid& grid, const std::function<void()>& lane) {
@@ -30,14 +31,14 @@ CLAIM("lanes of a warp exchange values, vote and reduce, whatever order they run
   for (uint64_t seed = 0; seed < 20; ++seed) {
     cuda_on_cpu::disturb(seed);
     std::atomic<uint32_t> wrong{0};
-    run_grid({2, 96}, [&] {
-      const uint32_t lane = threadIdx.x % 32;
+    run_grid({2, 3 * kWarp}, [&] {
+      const uint32_t lane = threadIdx.x % kWarp;
       bool good = __shfl_sync(kAll, lane * 3, 5u) == 15 && __shfl_xor_sync(kAll, lane, 1u) == (lane ^ 1);
       good &= __shfl_sync(kAll, lane, 1u, 8) == lane / 8 * 8 + 1 &&
               __shfl_up_sync(kAll, lane, 2u) + 2 == std::max(lane, 2u) + (lane < 2 ? lane : 0);
-      good &= __ballot_sync(kAll, lane % 2 != 0) == 0xAAAAAAAAu && __any_sync(kAll, lane == 31) &&
-              !__all_sync(kAll, lane != 31);
-      good &= __reduce_max_sync(kAll, lane) == 31 && __reduce_min_sync(kAll, lane + 7) == 7;
+      good &= __ballot_sync(kAll, lane % 2 != 0) == kAll / 3 * 2 && __any_sync(kAll, lane == kWarp - 1) &&
+              !__all_sync(kAll, lane != kWarp - 1);
+      good &= __reduce_max_sync(kAll, lane) == kWarp - 1 && __reduce_min_sync(kAll, lane + 7) == 7;
       if (!good) wrong.fetch_add(1);
     });
     EXPECT_EQ(wrong.load(), 0u);
@@ -47,8 +48,9 @@ CLAIM("lanes of a warp exchange values, vote and reduce, whatever order they run
 
 CLAIM("blocks run at the same time: each waits for what the others say") {
   uint32_t arrived = 0;
-  run_grid({4, 32}, [&] {
+  run_grid({4, kWarp}, [&] {
     if (threadIdx.x == 0) uccl_ep::cuda::ptx::add_one_acq_rel_gpu(&arrived);
+    __syncwarp();
     while (uccl_ep::cuda::ptx::load_acquire_gpu(&arrived) < 4) continue;
     __syncthreads();
   });
@@ -56,7 +58,7 @@ CLAIM("blocks run at the same time: each waits for what the others say") {
 }
 
 CLAIM("lanes of a warp in different collectives are a fault") {
-  EXPECT(says(fault_of({1, 32},
+  EXPECT(says(fault_of({1, kWarp},
                        [] {
                          if (threadIdx.x == 7)
                            __ballot_sync(kAll, true);
@@ -67,22 +69,24 @@ CLAIM("lanes of a warp in different collectives are a fault") {
 }
 
 CLAIM("a collective that a lane has left before is a fault") {
-  EXPECT(says(fault_of({1, 32},
+  EXPECT(says(fault_of({1, kWarp},
                        [] {
-                         if (threadIdx.x == 31) return;
+                         if (threadIdx.x == kWarp - 1) return;
                          __syncwarp();
                        }),
               "left"));
 }
 
 CLAIM("a barrier that some threads never reach is a fault that says where all lanes are") {
-  const std::string text = fault_of({1, 64}, [] { uccl_ep::cuda::ptx::barrier(threadIdx.x < 32 ? 1 : 2, 64); });
-  EXPECT(says(text, "all lanes wait") && says(text, "barrier 1") && says(text, "barrier 2") && says(text, ": 0-31"));
+  const std::string text =
+      fault_of({1, 2 * kWarp}, [] { uccl_ep::cuda::ptx::barrier(threadIdx.x < kWarp ? 1 : 2, 2 * kWarp); });
+  EXPECT(says(text, "all lanes wait") && says(text, "barrier 1") && says(text, "barrier 2") &&
+         says(text, kWarp == 32 ? ": 0-31" : ": 0-63"));
 }
 
 CLAIM("a fault of one block ends the others, whatever they wait for") {
   const uint32_t never = 0;
-  EXPECT(says(fault_of({3, 32},
+  EXPECT(says(fault_of({3, kWarp},
                        [&] {
                          if (blockIdx.x == 1 && threadIdx.x == 0) return;
                          if (blockIdx.x == 1) __syncwarp();
@@ -92,8 +96,40 @@ CLAIM("a fault of one block ends the others, whatever they wait for") {
 }
 
 CLAIM("threads that disagree about the size of a barrier are a fault") {
-  EXPECT(says(fault_of({1, 64}, [] { uccl_ep::cuda::ptx::barrier(1, threadIdx.x < 32 ? 64 : 32); }), "others have"));
+  EXPECT(says(fault_of({1, 2 * kWarp}, [] { uccl_ep::cuda::ptx::barrier(1, threadIdx.x < kWarp ? 2 * kWarp : kWarp); }),
+              "others have"));
 }
+
+namespace {
+
+// Lane `waits` waits for what lane `publishes` says afterwards, or (`meets`) before the lanes of a warp meet.
+std::string fault_of_waiting(uint32_t waits, uint32_t publishes, bool meets) {
+  using namespace uccl_ep::cuda;
+  uint32_t flag = 0;
+  cuda_on_cpu::stand_at_most(std::chrono::milliseconds(300));
+  const std::string fault = fault_of({1, 2 * kWarp}, [&] {
+    if (threadIdx.x == publishes && meets) ptx::add_one_acq_rel_gpu(&flag);
+    if (meets) __syncwarp();
+    if (threadIdx.x == waits)
+      while (ptx::load_acquire_gpu(&flag) == 0) continue;
+    if (threadIdx.x == publishes && !meets) ptx::add_one_acq_rel_gpu(&flag);
+  });
+  cuda_on_cpu::stand_at_most(std::chrono::seconds(30));
+  return fault;
+}
+
+}  // namespace
+
+CLAIM("a lane that waits for another of its wave is a fault in lock step, and not where lanes are free") {
+  const std::string text = fault_of_waiting(0, kWarp - 1, false);
+  EXPECT_EQ(says(text, "stand still") && says(text, "its wave"), cuda_on_cpu::in_lock_step());
+}
+
+CLAIM("what a lane publishes before a __syncwarp its wave may wait for") {
+  EXPECT_EQ(fault_of_waiting(0, kWarp - 1, true).size(), 0u);
+}
+
+CLAIM("a lane may wait for one of another wave") { EXPECT_EQ(fault_of_waiting(0, kWarp, false).size(), 0u); }
 
 namespace {
 
@@ -120,7 +156,7 @@ bool copies_right(bool waits) {
     cuda_on_cpu::disturb(seed);
     alignas(16) uint8_t from[64], to[64] = {};
     for (size_t i = 0; i < sizeof(from); ++i) from[i] = static_cast<uint8_t>(i + seed);
-    run_grid({1, 32, 64}, [&] { copy_by_bulk(from, to, waits); });
+    run_grid({1, kWarp, 64}, [&] { copy_by_bulk(from, to, waits); });
     if (std::memcmp(from, to, sizeof(from)) != 0) return false;
   }
   return true;

@@ -188,11 +188,27 @@ MUTANTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_mutant_names_one_place_of_the_kernels(mutant: str) -> None:
-    _, name, right, wrong = MUTANTS[mutant]
+def mutated(name: str, right: str, wrong: str) -> str:
+    """The file of csrc/backend/cuda with a mistake in the one place that says `right`."""
     text = (building.CSRC / "backend" / "cuda" / name).read_text()
     assert text.count(right) == 1 and right != wrong
+    return text.replace(right, wrong)
+
+
+def broken_program(folder: Path, flavour: building.Flavour, name: str, right: str, wrong: str) -> Path:
+    """The program of cuda_engine with such a mistake."""
+    csrc = building.shutil.copytree(building.CSRC, folder / "csrc")
+    (csrc / "backend" / "cuda" / name).write_text(mutated(name, right, wrong))
+    sources = [
+        csrc / path.relative_to(building.CSRC) if path.suffix == ".cu" else path
+        for path in sources_of("cuda_engine")
+    ]
+    return building.link(folder / "claims", sources, flavour)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_names_one_place_of_the_kernels(mutant: str) -> None:
+    assert mutated(*MUTANTS[mutant][1:])
 
 
 @pytest.mark.slow
@@ -202,15 +218,7 @@ def test_a_broken_kernel_is_found(tmp_path: Path, mutant: str, monkeypatch: pyte
     """Negative control: bits that are compared, and lanes that are watched."""
     claim, name, right, wrong = MUTANTS[mutant]
     monkeypatch.setenv(*SWEEP)
-    csrc = building.shutil.copytree(building.CSRC, tmp_path / "csrc")
-    broken = csrc / "backend" / "cuda" / name
-    assert broken.read_text().count(right) == 1
-    broken.write_text(broken.read_text().replace(right, wrong))
-    sources = [
-        csrc / path.relative_to(building.CSRC) if path.suffix == ".cu" else path
-        for path in sources_of("cuda_engine")
-    ]
-    binary = building.link(tmp_path / "claims", sources, building.PLAIN)
+    binary = broken_program(tmp_path, building.PLAIN, name, right, wrong)
     result = run([binary, claim], 150)
     assert result.returncode != 0, result.stdout
 

@@ -66,7 +66,7 @@ thread_local Random random_of_thread;
 namespace {
 
 constexpr uint8_t kGarbage = 0xA5;
-constexpr std::chrono::seconds kMostStanding{20};
+std::atomic<int64_t> most_standing_msec{30'000};
 
 const char* name_of(Meeting kind) {
   static const char* const names[] = {"__syncwarp", "a shuffle", "a vote", "a reduction"};
@@ -292,10 +292,12 @@ void Block::enter_wait() {
   Wave& wave = waves_[first / kWave];
   if (wave.looking == 0) wave = {0, 0, std::chrono::steady_clock::now()};
   wave.looking |= uint64_t{1} << running_->index.x % kWave;
-  if (++wave.looks % 1024 != 0 || std::chrono::steady_clock::now() - wave.since < kMostStanding) return;
+  if (++wave.looks % 64 != 0) return;
+  const std::chrono::milliseconds most{most_standing_msec.load(std::memory_order_relaxed)};
+  if (std::chrono::steady_clock::now() - wave.since < most) return;
   for (uint32_t i = first; i < first + kWave && i < lanes_.size(); ++i)
     if (lanes_[i].state == State::kWaitsForWave)
-      fail("a wave looks at flags while lanes of it stand still, all blocks:\n" + cuda_on_cpu::report() + "this one:");
+      fail("lanes of a wave wait while others of it stand still, in all blocks:\n" + cuda_on_cpu::report() + "here:");
 }
 void Block::leave_wait() {
   if constexpr (kWave == 1) return;
@@ -387,6 +389,8 @@ void run_grid(const Grid& grid, const std::function<void()>& lane) {
     if (fault) std::rethrow_exception(fault);
 }
 
+bool in_lock_step() { return kWave > 1; }
+void stand_at_most(std::chrono::milliseconds time) { most_standing_msec.store(time.count()); }
 void disturb(uint64_t seed) { seed_of_all.store(seed); }
 uint64_t random_number() { return random_of_thread.next(); }
 

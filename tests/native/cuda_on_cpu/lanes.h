@@ -5,6 +5,7 @@
 // Not emulated: weak memory (an x86 is stronger than a GPU), caches, time. See docs/cuda_on_cpu.md.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <stdexcept>
@@ -41,6 +42,11 @@ void run_grid(const Grid& grid, const std::function<void()>& lane);
 void disturb(uint64_t seed);
 // A number that follows from the seed, the thread and the calls so far; 0 while nothing is disturbed.
 uint64_t random_number();
+
+// Whether the lanes of a wave share an instruction pointer: one that waits keeps the others from running. That some
+// have waited for so long, while others of their wave stand still, is a Fault; 30 s at first.
+bool in_lock_step();
+void stand_at_most(std::chrono::milliseconds time);
 
 // Where the lanes of all blocks are now, one line for those that wait alike: for a test that runs out of time.
 std::string report();
