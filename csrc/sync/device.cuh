@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "sync/arch.cuh"
 #include "sync/ptx.cuh"
 
 namespace uccl_ep::cuda {
@@ -29,9 +30,7 @@ __device__ __forceinline__ bool take_claim(uint64_t* claim) {
 }
 // Generic accesses before it are ordered with bulk copies (the async proxy) after it, and the other way round.
 __device__ __forceinline__ void proxy_fence() {
-#if __CUDA_ARCH__ >= 900
-  ptx::fence_proxy_async_global();
-#endif
+  if constexpr (kArch.bulk_copies) ptx::fence_proxy_async_global();
 }
 
 // ---- counters of one GPU --------------------------------------------------------------------------------------------

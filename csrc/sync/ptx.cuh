@@ -91,7 +91,6 @@ __device__ __forceinline__ uint32_t load_acquire_block(uint32_t* from) {
 }
 
 // ---- a warp --------------------------------------------------------------------------------------------------------
-#if __CUDA_ARCH__ >= 900
 // By a whole warp: true in one lane, always the same one. Of `lane == 0` the compiler does not know that it is one.
 __device__ __forceinline__ bool elect() {
   uint32_t elected;
@@ -104,7 +103,6 @@ __device__ __forceinline__ bool elect() {
       : "=r"(elected));
   return elected != 0;
 }
-#endif
 
 // ---- barriers of some warps of a block, `size` threads
 // ----------------------------------------------------------------
@@ -134,7 +132,6 @@ __device__ __forceinline__ uint32_t to_bf16(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
 }
-#if __CUDA_ARCH__ >= 890
 // Saturates.
 __device__ __forceinline__ uint16_t to_e4m3(float low, float high) {
   uint16_t packed;
@@ -147,7 +144,6 @@ __device__ __forceinline__ float2 from_e4m3(uint16_t codes) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
   return __half22float2(*reinterpret_cast<__half2*>(&halves));
 }
-#endif
 
 // ---- time -----------------------------------------------------------------------------------------------------------
 __device__ __forceinline__ uint64_t globaltimer() {

@@ -1,11 +1,10 @@
 #include "backend/cuda/arch.h"
 
 #include "backend/cuda/memory.h"
+#include "sync/arch.cuh"
 
 namespace uccl_ep::cuda {
 namespace {
-
-constexpr int kLeastWithBulk = 90;  // of PTX, as in __CUDA_ARCH__ / 10
 
 __global__ void compiled_alike() {}
 
@@ -14,7 +13,7 @@ __global__ void compiled_alike() {}
 bool has_bulk_copies() {
   cudaFuncAttributes attributes{};
   must(cudaFuncGetAttributes(&attributes, compiled_alike), "cudaFuncGetAttributes");
-  return attributes.ptxVersion >= kLeastWithBulk;
+  return arch_of(attributes.ptxVersion).bulk_copies;
 }
 
 }  // namespace uccl_ep::cuda

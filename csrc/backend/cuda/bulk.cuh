@@ -6,15 +6,6 @@
 
 namespace uccl_ep::cuda {
 
-// Kernels with bulk copies are never launched on GPUs without them: for those they are compiled empty.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr bool kHasBulk = false;
-#else
-constexpr bool kHasBulk = true;
-#endif
-
-#if __CUDA_ARCH__ >= 900
-
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
@@ -78,7 +69,5 @@ __device__ __forceinline__ void wait_stores() {
 }
 // What this thread wrote to or read from shared memory comes before bulk copies after it.
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-#endif
 
 }  // namespace uccl_ep::cuda

@@ -42,7 +42,7 @@ template <bool kBulk, bool kNet, typename Row, typename Wire>
 __global__ void __launch_bounds__(Combine<kBulk, kNet, Row, Wire>::Roles::kThreads, 1)
     combine(const __grid_constant__ Group g, const __grid_constant__ PlanView plan,
             const __grid_constant__ KernelCombineArgs args) {
-  if constexpr (kBulk && !kHasBulk) return;
+  if constexpr (kBulk && !kArch.bulk_copies) return;  // never launched: see has_bulk_copies()
   using Table = Combine<kBulk, kNet, Row, Wire>;
   using Roles = typename Table::Roles;
   using Folds = typename Table::Folds;

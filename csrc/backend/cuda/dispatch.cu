@@ -47,7 +47,7 @@ template <PlanState kState, bool kBulk, bool kNet>
 __global__ void __launch_bounds__(Dispatch<kState, kBulk, kNet>::Roles::kThreads, 1)
     dispatch(const __grid_constant__ Group g, const __grid_constant__ PlanView plan,
              const __grid_constant__ PlaceArgs args) {
-  if constexpr (kBulk && !kHasBulk) return;
+  if constexpr (kBulk && !kArch.bulk_copies) return;  // never launched: see has_bulk_copies()
   using Table = Dispatch<kState, kBulk, kNet>;
   using Roles = typename Table::Roles;
   using Serves = typename Table::Serves;

@@ -255,16 +255,10 @@ __device__ inline void add_tile(const Crew& crew, const Group& g, const Tile& ti
   }
 }
 
-// Where there are no bulk copies, conversions to FP8 leave no registers for it.
-#if __CUDA_ARCH__ >= 900
-#define UCCL_EP_WRITES __forceinline__
-#else
-#define UCCL_EP_WRITES __noinline__
-#endif
 // By a crew: lists, pairs and weights of tiles, the first of which knows what lies before it, and then what lies before
 // the tile behind them; returns this thread's part of the hash.
-__device__ UCCL_EP_WRITES uint64_t write_tiles(const Crew crew, const Group& g, const DeviceRouting& r,
-                                               const Tiles& tiles, uint32_t all_token_blocks) {
+__device__ UCCL_EP_INLINE_WHERE_ROOM uint64_t write_tiles(const Crew crew, const Group& g, const DeviceRouting& r,
+                                                          const Tiles& tiles, uint32_t all_token_blocks) {
   const uint32_t ranks = g.map.num_ranks, own = own_domain(g), size = tiles.size();
   uint32_t* const origin = own_part(g, g.map.pair_origin);
   static_assert(kTileTokens == 2 * kTokenBlock);
@@ -315,7 +309,7 @@ __device__ UCCL_EP_WRITES uint64_t write_tiles(const Crew crew, const Group& g, 
   crew.sync();
   return hash;
 }
-#undef UCCL_EP_WRITES
+#undef UCCL_EP_INLINE_WHERE_ROOM
 
 // By a crew of one block, after the last tile: what all have.
 __device__ inline void end_tiles(const Crew& crew, const Group& g, const Tile& tile, uint32_t num_tokens) {

@@ -126,7 +126,8 @@ struct Merge : CombineKernel {
   __device__ uint32_t place(const Sum&, uint32_t k) const {
     if constexpr (!kNet) return (g.map.pieces.offset + uint64_t{k - range.pieces} * row_bytes()) / 16;
     const Addend addend = plan.addends[k];
-    if (!addend.is_returned()) return (g.map.pieces.offset + uint64_t{addend.piece() - range.pieces} * row_bytes()) / 16;
+    if (!addend.is_returned())
+      return (g.map.pieces.offset + uint64_t{addend.piece() - range.pieces} * row_bytes()) / 16;
     return returned_place(g, range, addend, row_bytes());
   }
   __device__ const uint8_t* base() const { return g.base[g.rank]; }

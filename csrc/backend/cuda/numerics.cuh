@@ -36,18 +36,18 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 
 // Round to nearest even, saturate. Both are finite.
 __device__ __forceinline__ uint16_t pack_e4m3(float low, float high) {
-#if __CUDA_ARCH__ >= 890
-  return ptx::to_e4m3(low, high);
-#else
-  auto encode = [](float value) {
-    const uint32_t bits = __float_as_uint(value);
-    const uint32_t m = min(bits & 0x7FFFFFFF, __float_as_uint(448.0f));
-    const uint32_t normal = ((m + 0x7FFFF + (m >> 20 & 1)) >> 20) - (120u << 3);
-    const uint32_t subnormal = __float_as_uint(__uint_as_float(m) + 16384.0f) - __float_as_uint(16384.0f);
-    return (bits >> 24 & 0x80) | (m < __float_as_uint(0x1p-6f) ? subnormal : normal);
-  };
-  return static_cast<uint16_t>(encode(low) | encode(high) << 8);
-#endif
+  if constexpr (kArch.converts_fp8) {
+    return ptx::to_e4m3(low, high);
+  } else {
+    auto encode = [](float value) {
+      const uint32_t bits = __float_as_uint(value);
+      const uint32_t m = min(bits & 0x7FFFFFFF, __float_as_uint(448.0f));
+      const uint32_t normal = ((m + 0x7FFFF + (m >> 20 & 1)) >> 20) - (120u << 3);
+      const uint32_t subnormal = __float_as_uint(__uint_as_float(m) + 16384.0f) - __float_as_uint(16384.0f);
+      return (bits >> 24 & 0x80) | (m < __float_as_uint(0x1p-6f) ? subnormal : normal);
+    };
+    return static_cast<uint16_t>(encode(low) | encode(high) << 8);
+  }
 }
 
 __device__ __forceinline__ float e4m3_to_fp32(uint32_t code) {
@@ -61,13 +61,13 @@ __device__ __forceinline__ float e4m3_to_fp32(uint32_t code) {
 
 // Two codes (the low 16 bits) times a finite scale, as BF16.
 __device__ __forceinline__ uint32_t decode_two(uint32_t codes, float scale) {
-#if __CUDA_ARCH__ >= 890
-  if ((codes & 0x7F) != kE4m3Nan && (codes & 0x7F00) != uint32_t{kE4m3Nan} << 8) {
-    const float2 values = ptx::from_e4m3(static_cast<uint16_t>(codes));
-    const float high = values.y * scale;
-    return ptx::to_bf16(values.x * scale, high);
+  if constexpr (kArch.converts_fp8) {
+    if ((codes & 0x7F) != kE4m3Nan && (codes & 0x7F00) != uint32_t{kE4m3Nan} << 8) {
+      const float2 values = ptx::from_e4m3(static_cast<uint16_t>(codes));
+      const float high = values.y * scale;
+      return ptx::to_bf16(values.x * scale, high);
+    }
   }
-#endif
   return pack_bf16(e4m3_to_fp32(codes & 0xFF) * scale, e4m3_to_fp32(codes >> 8 & 0xFF) * scale);
 }
 

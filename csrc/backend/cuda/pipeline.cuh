@@ -6,8 +6,6 @@
 
 namespace uccl_ep::cuda {
 
-#if __CUDA_ARCH__ >= 900
-
 // By a warp, once, before it makes a pipeline with these barriers.
 template <uint32_t kStages>
 __device__ __forceinline__ void init_stages(uint64_t* barriers, uint32_t lane) {
@@ -46,7 +44,5 @@ struct Pipeline {
  private:
   static __device__ __forceinline__ uint32_t after(uint32_t of) { return of + 1 == kStages ? 0 : of + 1; }
 };
-
-#endif
 
 }  // namespace uccl_ep::cuda

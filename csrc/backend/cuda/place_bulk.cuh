@@ -17,7 +17,6 @@ __host__ __device__ inline uint32_t place_warp_bytes(const PlaceArgs& args) {
   return static_cast<uint32_t>(kPlaceStages * wire + (decodes ? 2 * args.stage.hidden : 0));
 }
 
-#if __CUDA_ARCH__ >= 900
 template <bool kFresh>
 struct BulkRows {
   // A row under way, or being placed: its pairs, and lane i's row of the output.
@@ -150,6 +149,5 @@ __device__ __forceinline__ void place_rows_bulk(const DispatchKernel& k, const A
   init_stages<kPlaceStages>(own, k.crew.lane());
   BulkRows<kFresh>(k, arrivals, shared + k.crew.warp() * place_warp_bytes(k.args), own).run();
 }
-#endif
 
 }  // namespace uccl_ep::cuda

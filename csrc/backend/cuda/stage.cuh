@@ -85,11 +85,8 @@ __device__ __forceinline__ void quantise(const uint4 (&raw)[kBatch], Codes (&out
 // By a warp. With powers of two the next vectors are loaded meanwhile.
 template <bool kPow2>
 __device__ __forceinline__ void quantise_row(const uint4* from, const Outs& outs, uint32_t hidden, uint32_t lane) {
-#if __CUDA_ARCH__ >= 900
-  constexpr uint32_t kBatch = kPow2 ? 4 : 1;
-#else
-  constexpr uint32_t kBatch = 1;  // conversions to FP8 need registers there
-#endif
+  // Without bulk copies conversions to FP8 need the registers.
+  constexpr uint32_t kBatch = kPow2 && kArch.bulk_copies ? 4 : 1;
   const uint32_t end = hidden / 8;
   uint4 next[kBatch];
   const auto load_batch = [&](uint32_t begin) {
@@ -310,7 +307,6 @@ constexpr uint32_t kStagePart = 3584;  // bytes
 constexpr uint32_t kCopyStages = 2;
 constexpr uint32_t kStageBytes = kStageWarps * kCopyStages * kStagePart;
 
-#if __CUDA_ARCH__ >= 900
 // As stage_rows, for rows that are copied, where there is one domain.
 __device__ inline void stage_rows_bulk(const DispatchKernel& k, const StageShare& share, Staged& progress,
                                        uint8_t* shared) {
@@ -349,7 +345,6 @@ __device__ inline void stage_rows_bulk(const DispatchKernel& k, const StageShare
     row_staged(k.crew, progress);
   }
 }
-#endif
 
 // By crews of all blocks: fp32 per pair, in the order of the plan. True in the last block.
 __device__ inline bool stage_weights(const Kernel& k, const float* from) {

@@ -50,7 +50,6 @@ struct SumPipeline {
   uint32_t stage = 0, parity = 0;
 };
 
-#if __CUDA_ARCH__ >= 900
 template <uint32_t kVectors, SumWork Work>
 struct BulkSums {
   static constexpr uint32_t kSegment = kVectors * kWarp * 16;
@@ -252,26 +251,20 @@ __device__ __forceinline__ void sum_rows_bulk(const Summers& by, const Group& g,
   else
     BulkSums<4, Work>(by, g, work, row_bytes, pipeline).run();
 }
-#endif
 
 // By a crew that sums. False: an error is known.
 template <bool kBulk>
 __device__ __forceinline__ bool begin_sums(const Kernel& k, const SumPipeline& pipeline) {
-#if __CUDA_ARCH__ >= 900
-  if (kBulk) init_stages<kSumStages>(pipeline.barriers, k.crew.lane());
-#endif
+  if constexpr (kBulk && kArch.bulk_copies) init_stages<kSumStages>(pipeline.barriers, k.crew.lane());
   return going(k);
 }
 // By a crew. In: dtype of the addends, Out: of the sums.
 template <bool kBulk, typename In, typename Out, SumWork Work>
 __device__ void sum_all(const Summers& by, const Group& g, const Work& work, uint32_t hidden, SumPipeline& pipeline) {
-  if constexpr (kBulk) {
-#if __CUDA_ARCH__ >= 900
-    sum_rows_bulk(by, g, work, hidden * 2, pipeline);
-#endif
-  } else {
+  if constexpr (!kBulk)
     sum_rows<In, Out>(by, g, work, hidden);
-  }
+  else if constexpr (kArch.bulk_copies)
+    sum_rows_bulk(by, g, work, hidden * 2, pipeline);
 }
 
 }  // namespace uccl_ep::cuda

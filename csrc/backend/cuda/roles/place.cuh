@@ -20,9 +20,7 @@ struct PlaceRole {
       if constexpr (!kNet) routed.good = exchange_tiles(k, staged, dynamic);
       routed.good = routed.good && finish_exchange(k, staged);
       routed.placed = !routed.good || !has_rows || has_memory<kState>(k.g, k.args);
-#if __CUDA_ARCH__ >= 900
-      if (kBulk) fence_shared();  // pipelines take the place of the tile
-#endif
+      if constexpr (kBulk && kArch.bulk_copies) fence_shared();  // pipelines take the place of the tile
       k.crew.sync();
     }
     if (routed.good && routed.placed && has_rows) place_all(k, arrivals, dynamic);
@@ -55,15 +53,13 @@ struct PlaceRole {
     if (kFresh && windows && !wait_lists(k)) return;
     find_arrivals<kFresh>(k, arrivals);
     if (kFresh && !windows && !wait_lists(k)) return;
-    if constexpr (kBulk) {
-#if __CUDA_ARCH__ >= 900
+    if constexpr (!kBulk) {
+      place_rows<kFresh>(k, arrivals);
+    } else if constexpr (kArch.bulk_copies) {
       if (k.crew.warp() < k.args.bulk_warps) {
         const Crew warps{k.crew.id, k.args.bulk_warps * kWarp, k.crew.thread};
         place_rows_bulk<kFresh>(k.by(warps), arrivals, shared);
       }
-#endif
-    } else {
-      place_rows<kFresh>(k, arrivals);
     }
     k.crew.sync();
     clock.stop();

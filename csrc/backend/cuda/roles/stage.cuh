@@ -36,11 +36,9 @@ struct StageRole {
         !k.crew.all(k.crew.thread != 0 || wait_block(k.g, &local(k.g).packed, k.op.epoch)))
       return;
     bool done = false;
-    if constexpr (kBulk) {
-#if __CUDA_ARCH__ >= 900
+    if constexpr (kBulk && kArch.bulk_copies) {
       done = k.args.copy_pipeline > 0;
       if (done) stage_rows_bulk(k, share, staged, shared + k.args.copy_pipeline);
-#endif
     }
     if (!done) stage_rows<kFresh>(k, share, staged);
     clock.stop();

@@ -10,8 +10,6 @@
 
 namespace uccl_ep::cuda {
 
-constexpr bool kHasBulk = __CUDA_ARCH__ >= 900;
-
 using cuda_on_cpu::commit_stores;
 using cuda_on_cpu::load_bulk;
 using cuda_on_cpu::shared_address;
