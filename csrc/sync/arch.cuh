@@ -1,14 +1,23 @@
 // What the architecture that kernels are compiled for has. Kernels ask for these traits, never for its number.
 #pragma once
 
+#include <cstdint>
+
 namespace uccl_ep::cuda {
 
 struct Arch {
   bool converts_fp8;  // in one instruction
   bool bulk_copies;   // between global and shared memory, with barriers that count their bytes
+  uint32_t vectors_ahead;  // that a warp which quantises loads, as far as there are registers
 };
 // number: 90 of compute_90. What comes after an architecture has what that one has.
-constexpr Arch arch_of(int number) { return {.converts_fp8 = number >= 89, .bulk_copies = number >= 90}; }
+constexpr Arch arch_of(int number) {
+  return {.converts_fp8 = number >= 89,
+          .bulk_copies = number >= 90,
+          .vectors_ahead = number < 90    ? 1u
+                           : number < 120 ? 4u
+                                          : 2u};
+}
 
 #ifdef __CUDA_ARCH__
 constexpr Arch kArch = arch_of(__CUDA_ARCH__ / 10);

@@ -85,8 +85,7 @@ __device__ __forceinline__ void quantise(const uint4 (&raw)[kBatch], Codes (&out
 // By a warp. With powers of two the next vectors are loaded meanwhile.
 template <bool kPow2>
 __device__ __forceinline__ void quantise_row(const uint4* from, const Outs& outs, uint32_t hidden, uint32_t lane) {
-  // Without bulk copies conversions to FP8 need the registers.
-  constexpr uint32_t kBatch = kPow2 && kArch.bulk_copies ? 4 : 1;
+  constexpr uint32_t kBatch = kPow2 ? kArch.vectors_ahead : 1;
   const uint32_t end = hidden / 8;
   uint4 next[kBatch];
   const auto load_batch = [&](uint32_t begin) {
