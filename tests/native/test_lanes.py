@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.native import building
-from tests.native.building import MEMORY, PLAIN, Flavour, run
+from tests.native.building import MEMORY, Flavour, run
 from tests.native.test_native import SWEEP, broken_program, claims_of, mutated, sources_of
 
 # Beside free lanes, 32 to a warp, which test_native.py has.
@@ -103,20 +103,19 @@ def test_two_roles_cannot_share_a_wave(tmp_path: Path) -> None:
     assert result.returncode != 0 and STANDS in result.stderr, result.stdout + result.stderr
 
 
-FREE_64, LOCK_STEP_64 = replace(PLAIN, lanes=64), replace(PLAIN, lanes=64, wave=64)
 HEADERS = "  __syncwarp();  // lanes of this warp will wait for what"
 PACKETS = "  __syncwarp();  // lanes of this warp will wait for other ranks"
 # (mode, a claim that does not hold, what is said, file of csrc/backend/cuda, its text, a mutant's)
 MUTANTS: dict[str, tuple[Flavour, str, str, str, str, str]] = {
     "lanes wait for headers that others of their wave have not published": (
-        LOCK_STEP_64, SEVERAL_RANKS, STANDS, "device.cuh", HEADERS, HEADERS[16:],
+        MODES["64 lanes in lock step"], SEVERAL_RANKS, STANDS, "device.cuh", HEADERS, HEADERS[16:],
     ),
     "lanes wait for other ranks before one of their wave has told of the packets": (
-        LOCK_STEP_64, SEVERAL_RANKS, STANDS, "net.cuh", PACKETS, PACKETS[16:],
+        MODES["64 lanes in lock step"], SEVERAL_RANKS, STANDS, "net.cuh", PACKETS, PACKETS[16:],
     ),
     "a vote is cut to 32 lanes": (
-        FREE_64, ONE_DOMAIN, "FAILED", "sum.cuh",
-        "left = ballot(batch.count > 0);", "left = static_cast<uint32_t>(ballot(batch.count > 0));",
+        MODES["64 lanes"], ONE_DOMAIN, "", "tile.cuh",
+        "Mask{ballot(numbers[u] != 0)}", "Mask{static_cast<uint32_t>(ballot(numbers[u] != 0))}",
     ),
     "lanes that no domain has say where rows go": (
         MODES["64 lanes"], SEVERAL_RANKS, "out of bounds", "stage.cuh",
