@@ -66,7 +66,6 @@ thread_local Random random_of_thread;
 namespace {
 
 constexpr uint8_t kGarbage = 0xA5;
-std::atomic<int64_t> most_standing_msec{30'000};
 
 const char* name_of(Meeting kind) {
   static const char* const names[] = {"__syncwarp", "a shuffle", "a vote", "a reduction"};
@@ -283,40 +282,6 @@ void Block::wake_barrier(uint32_t) {
     }
 }
 
-// Lock step, at its strictest: a wait runs to its end before any other code of its wave. A lane that looks at flags
-// joins those of its wave that do. One that is through, or comes to anything else, stands still until all of them are
-// through.
-void Block::enter_wait() {
-  if constexpr (kWave == 1) return;
-  const uint32_t first = running_->index.x / kWave * kWave;
-  Wave& wave = waves_[first / kWave];
-  if (wave.looking == 0) wave = {0, 0, std::chrono::steady_clock::now()};
-  wave.looking |= uint64_t{1} << running_->index.x % kWave;
-  if (++wave.looks % 64 != 0) return;
-  const std::chrono::milliseconds most{most_standing_msec.load(std::memory_order_relaxed)};
-  if (std::chrono::steady_clock::now() - wave.since < most) return;
-  for (uint32_t i = first; i < first + kWave && i < lanes_.size(); ++i)
-    if (lanes_[i].state == State::kWaitsForWave)
-      fail("lanes of a wave wait while others of it stand still, in all blocks:\n" + cuda_on_cpu::report() + "here:");
-}
-void Block::leave_wait() {
-  if constexpr (kWave == 1) return;
-  const uint32_t first = running_->index.x / kWave * kWave;
-  Wave& wave = waves_[first / kWave];
-  if (wave.looking == 0) return;
-  wave.looking &= ~(uint64_t{1} << running_->index.x % kWave);
-  if (wave.looking == 0) return wake_wave(first);
-  while (wave.looking != 0) park(State::kWaitsForWave, "its wave", nullptr);
-}
-void Block::wake_wave(uint32_t first) {
-  for (uint32_t i = first; i < first + kWave && i < lanes_.size(); ++i) {
-    Lane& lane = lanes_[i];
-    if (lane.state != State::kWaitsForWave) continue;
-    lane.state = State::kReady;
-    ready_.push_back(&lane);
-  }
-}
-
 void Block::look(const void* at) {
   enter_wait();
   running_->turns_since_look = 0;
@@ -389,8 +354,6 @@ void run_grid(const Grid& grid, const std::function<void()>& lane) {
     if (fault) std::rethrow_exception(fault);
 }
 
-bool in_lock_step() { return kWave > 1; }
-void stand_at_most(std::chrono::milliseconds time) { most_standing_msec.store(time.count()); }
 void disturb(uint64_t seed) { seed_of_all.store(seed); }
 uint64_t random_number() { return random_of_thread.next(); }
 
