@@ -9,7 +9,7 @@ namespace uccl_ep::cuda {
 namespace {
 
 // clang-format off
-// Who does what. `a ..> b`: b waits for a. `a --> b`: b is published when a is done.
+// Who does what, by warps of 32 lanes. `a ..> b`: b waits for a. `a --> b`: b is published when a is done.
 //
 // warps   role   time ---->
 // 1       tell   ranges of rows --> block barrier | empty token blocks --> folded | boxes ..> count pieces --> folded
@@ -17,7 +17,7 @@ namespace {
 // 4 (8)   merge  block barrier ..> empty tokens | folded ..> relay rows --> chunks
 //                  | folded, returns_there ..> merge rows | folded_all ..> weights; last block --> merged
 //
-// In brackets: without bulk copies, of 32 lanes. In one domain block 0's tell warp writes headers (--> header_full), and a merge warp
+// In brackets: without bulk copies. In one domain block 0's tell warp writes headers (--> header_full), and a merge warp
 // of it compares them. Where there are several (kNet), one more block does, which sees to the network:
 //
 // 1       poll     words of hosts ..> --> returns_there, returns_gone, header_full; until all blocks are through

@@ -163,7 +163,7 @@ __device__ inline bool last_block(const Kernel& k, Phase what, uint32_t num_bloc
   return k.crew.any(last);
 }
 
-// By a crew: our flag at every member.
+// By a crew, whose warps do not wait for it in this kernel: our flag at every member.
 template <typename Of>
 __device__ inline void publish_to_members(const Kernel& k, Part<DeviceFlag<Of>> flags) {
   for (uint32_t r = k.g.first + k.crew.thread; r < k.g.end; r += k.crew.size)

@@ -216,7 +216,7 @@ __device__ __forceinline__ uint32_t bits_of(uint32_t bytes) {
   return ones * 0x01020408u >> 24 & 0xF;  // no two of its products meet
 }
 // Bits, masks and pairs of what a map has of tiles. A warp takes a token, a lane eight neighbouring columns at a time:
-// with a column a lane every 32 of them would wait for memory. Not inlined, for want of registers.
+// with a column a lane every warp of them would wait for memory. Not inlined, for want of registers.
 __device__ __noinline__ void read_map(const Crew crew, const Group& g, const DeviceRouting& r, const Tiles tiles) {
   constexpr uint32_t kColumns = 8;
   const bool eights = r.width % kColumns == 0 && reinterpret_cast<uint64_t>(r.data) % kColumns == 0;
