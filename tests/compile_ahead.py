@@ -30,8 +30,8 @@ def jobs() -> dict[str, Job]:
         for sanitizer in ("memory", "thread") if program in test_native.LOCK_FREE else ("memory",):
             sources, flavour = test_native.sources_of(program), test_native.SANITIZERS[sanitizer]
             found[f"{program}, {sanitizer}"] = partial(building.objects_of, sources, flavour)
-    for mode, flavour in test_lanes.MODES.items():
-        sources = test_native.sources_of("cuda_engine")
+    for mode in filter(test_lanes.CHOSEN.get, test_lanes.MODES):
+        sources, flavour = test_native.sources_of("cuda_engine"), test_lanes.MODES[mode]
         found[f"cuda_engine, {mode}"] = partial(building.objects_of, sources, flavour)
     return found
 

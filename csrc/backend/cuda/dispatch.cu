@@ -55,7 +55,8 @@ __global__ void __launch_bounds__(Dispatch<kState, kBulk, kNet>::Roles::kThreads
   using Tells = typename Table::Tells;
   using Stages = typename Table::Stages;
   using Places = typename Table::Places;
-  constexpr bool kKnown = kState == PlanState::kKnown, kStages = kState != PlanState::kExchanged;
+  constexpr bool kKnown = kState == PlanState::kKnown, kNew = kState == PlanState::kNew;
+  constexpr bool kStages = kState != PlanState::kExchanged;
   UCCL_EP_DYNAMIC_SHARED(dynamic);
   __shared__ KernelOp op;
   __shared__ typename Roles::Shared shared;
@@ -76,25 +77,23 @@ __global__ void __launch_bounds__(Dispatch<kState, kBulk, kNet>::Roles::kThreads
   }
   Routed routed;
   // Who stages routes, too: it could not begin before all is routed.
-  if constexpr (kState == PlanState::kNew && kNet)
+  if constexpr (kNew && kNet)
     if (Roles::template is_in<Stages>() || Roles::template is_in<Places>())
       routed.good = exchange_tiles(kernel.by(Roles::template crew_from<Stages>()), shared, dynamic);
   // The compiler lays roles out in this order, and code that lies first is fetched first. Everybody waits for the
   // routing of a new plan: behind the other roles it took 7 us longer. Of a known plan everybody waits for staged rows.
-  const auto serve = [&] {
-    const DispatchKernel k = kernel.by(Roles::template crew<Serves>());
+  const auto serve = [&](const DispatchKernel& k) {
     if (going(k)) Serves::run(k, shared);
   };
-  constexpr bool kServesEarly = kState == PlanState::kNew;
   if (Roles::template is_in<Places>()) {
     Places::run(kernel.by(Roles::template crew<Places>()), shared, shared, dynamic, routed);
-  } else if (kServesEarly && Roles::template is_in<Serves>()) {
-    serve();
+  } else if (kNew && Roles::template is_in<Serves>()) {
+    serve(kernel.by(Roles::template crew<Serves>()));
   } else if (Roles::template is_in<Stages>()) {
     const DispatchKernel k = kernel.by(Roles::template crew<Stages>());
     if (kStages && going(k)) Stages::run(k, shared, dynamic);
-  } else if (!kServesEarly && Roles::template is_in<Serves>()) {
-    serve();
+  } else if (!kNew && Roles::template is_in<Serves>()) {
+    serve(kernel.by(Roles::template crew<Serves>()));
   } else if (kStages) {
     Tells::run(kernel, shared);
   }
