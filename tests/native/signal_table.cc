@@ -26,8 +26,8 @@ std::string patience_of(const Signal& signal) {
 }
 
 void print(const Signal& signal) {
-  std::printf("| `%s` | %s | %s | %s | %s | %s | %s | %s |\n", signal.name, signal.writer, signal.readers,
-              signal.publishes, signal.waits, name_of(signal.scope), patience_of(signal).c_str(),
+  std::printf("|`%s`|%s|%s|%s|%s|%s|%s|%s|\n", signal.name, signal.writer, signal.readers, signal.publishes,
+              signal.waits, name_of(signal.scope), patience_of(signal).c_str(),
               signal.reset != nullptr ? signal.reset : "never");
 }
 
@@ -40,7 +40,7 @@ void print_all(const std::tuple<Of...>&) {
 
 int main() {
   std::puts(
-      "| signal | writer | readers | what it publishes | who waits | scope | step, deadline | reset |\n"
+      "|signal|writer|readers|what it publishes|who waits|scope|step, deadline|reset|\n"
       "|---|---|---|---|---|---|---|---|");
   print_all(AllSignals{});
 }
