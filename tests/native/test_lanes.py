@@ -21,7 +21,6 @@ MODES = {
 }
 SEVERAL_RANKS = "2 domains of 2 ranks have the host's bits, FP8"
 SEVERAL_DOMAINS = "4 domains of a rank have the host's bits"
-ONE_RANK = "one rank gives itself the host's bits"
 ONE_DOMAIN = "2 ranks of a domain have the host's bits, BF16"
 # In every run; the others with -m slow.
 CHOSEN = {
@@ -98,8 +97,9 @@ def test_two_warps_of_a_wave_cannot_wait_for_each_other(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_two_roles_cannot_share_a_wave(tmp_path: Path) -> None:
+    """One ends the kernel when the other is through (`EndReturnsRole`)."""
     binary = building.link(tmp_path / "claims", sources_of("cuda_engine"), replace(MEMORY, wave=64))
-    result = run([binary, ONE_RANK], 150)
+    result = run([binary, SEVERAL_RANKS], 150)
     assert result.returncode != 0 and STANDS in result.stderr, result.stdout + result.stderr
 
 
