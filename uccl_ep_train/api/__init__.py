@@ -1,1 +1,1 @@
-"""The face: `Buffer` and what it hands out. Programs import from `uccl_ep_train`."""
+"""The public classes: `Buffer` and `Trace`. Programs import them from `uccl_ep_train`."""

@@ -39,25 +39,25 @@ __all__ = ["Buffer", "PendingCombine", "PendingDispatch"]
 class Buffer:
     """Dispatches tokens to experts and combines their outputs over one group of ranks.
 
-    Creation is collective. Operations form one sequence that has to be the same on every rank of the group; a
-    rank that deviates makes all of them raise `RankMismatchError`. Concurrent sequences need two buffers.
-    A call that was refused has its place, too (see `errors.py`): catch it on all ranks or on none.
+    Creation is collective. Operations form one sequence, which must be the same on every rank of the group.
+    If one rank deviates, all raise `RankMismatchError`. Concurrent sequences need two buffers. A refused call
+    counts as part of the sequence (see `errors.py`): catch its error on all ranks or on none.
 
     group      a torch.distributed process group (None: the default group); used for creation only
     config     see `EpConfig`
-    bootstrap  replaces the group where there is no torch.distributed
+    bootstrap  replaces the group if torch.distributed is not used
 
-    `device` is where all tensors of its calls have to lie: the GPU that was current when it was made, or the
-    CPU (`EpConfig.backend`); `transport` carries rows between domains, "auto" resolved.
+    All tensors must lie on `device`: the GPU that was current at creation, or the CPU (`EpConfig.backend`).
+    `transport` names the transport between domains, with "auto" resolved.
 
-    Raises `ConfigError` (a value cannot work; `MemoryBudgetError` names the least budget), `TopologyError`
+    Raises `ConfigError` (an invalid value; `MemoryBudgetError` names the least budget), `TopologyError`
     (ranks disagree on domains), `RankMismatchError` (on other settings), `ArrivalTimeout` (a rank is
     missing), `PeerDied`, `PeerFailed` (another rank raised one of these), `NativeMissingError`. If creation
     fails on one rank it fails on all, and nothing stays allocated.
 
-    Use it as a context manager, or call `close`. A buffer that is neither closed nor referenced any more
-    leaves the group: at once if operations are pending, else after waiting 2 s for the other ranks to leave,
-    too. A rank that goes on raises `PeerFailed`.
+    Use it as a context manager, or call `close`. A buffer that is collected without `close` leaves
+    the group: at once if operations are pending, else after waiting up to 2 s for the other ranks to leave.
+    Ranks that continue raise `PeerFailed`.
     """
 
     def __init__(
@@ -110,27 +110,28 @@ class Buffer:
         x                 [T, H] bfloat16 | float32, contiguous; T may differ per rank and be 0; H a multiple
                           of 128, at most `config.hidden`, equal on all ranks
         topk_idx          [T, K] int64, -1: dropped; K at most 32
-        topk_weights      [T, K] float32, or None: no weights travel (on any rank)
+        topk_weights      [T, K] float32, or None on all ranks: no weights are sent
         routing_map       [T, E] bool, instead of topk_idx; any number of experts per token
         probs             [T, E] float32, with routing_map
         handle            of an earlier dispatch of this buffer: its plan is used and no routing is exchanged.
-                          Routing given with it must be the same, else every rank raises `PlanMismatchError`
+                          Routing passed with it must be equal, else every rank raises `PlanMismatchError`
         expert_alignment  rows; each expert's segment is padded to a multiple of it with zero rows
         dispatch_dtype    "fp8" | "bf16" for this call; None: the configuration's
-        output_dtype      "fp8": rows stay as they travelled, codes and scales (`Fp8Rows`), and no gradient
-                          flows back; with dispatch_dtype "fp8" only. None: the dtype of x
+        output_dtype      "fp8": rows stay as on the wire, codes and scales (`Fp8Rows`), and have no gradient;
+                          only with dispatch_dtype "fp8". None: the dtype of x
         layout            "expert_major": a row for each of a token's experts. "compact": a row per token and
-                          rank, with `row_experts` and `row_weights` [R, W]; `combine` then takes the sum over
-                          the row's experts. Equal on all ranks; expert_alignment has to be 1. With a handle:
-                          the handle's
-        capacity          0 .. 2^31 - 1 rows that the outputs hold, whatever comes; may differ per rank (on a
-                          GPU all give one, or none). More are dropped, in all operations on the handle, and
-                          `overflow` says so; memory of rows that did not come is not written (gradients of
-                          them neither): it may hold NaN. None: as many rows as come. With a handle: its
-        pad_to_capacity   rows that did not come are padding: zeros, as are their gradients in the backward of
-                          `combine`; scales 1.0, row_experts -1. May differ per rank. With a handle: its
+                          rank, with `row_experts` and `row_weights` [R, W]; `combine` then expects the sum
+                          over the row's experts. Equal on all ranks; expert_alignment must be 1. With a
+                          handle: the handle's
+        capacity          0 .. 2^31 - 1: the fixed number of output rows; may differ per rank (on a GPU all
+                          ranks pass one, or none does). Further rows are dropped in all operations on the
+                          handle, and `overflow` is true. Unused rows and their gradients are not written and
+                          may hold NaN. None: as many rows as are received. With a handle: the handle's
+        pad_to_capacity   unused rows become padding: zeros, as do their gradients in the backward of
+                          `combine`; scales 1.0, row_experts -1. May differ per rank. With a handle: the
+                          handle's
 
-        Differentiable in x and topk_weights (probs); see `autograd.py` for what ranks must have in common.
+        Differentiable in x and topk_weights (probs); `autograd.py` says what must be equal on all ranks.
 
         Raises `InputError` (`DtypeError`, `ShapeError`, `RoutingError`, `DeviceError`) before anything is
         launched; `CommunicationError`, after which the buffer is broken; `ClosedError`.
@@ -161,10 +162,11 @@ class Buffer:
         capacity: int | None = None,
         pad_to_capacity: bool = False,
     ) -> PendingDispatch:
-        """As `dispatch`, but returns once counts are known: with a handle at once, else when all entered.
+        """As `dispatch`, but returns once counts are known: with a handle at once, else when all ranks
+        entered.
 
-        The result of `wait()` is differentiable, too. The arguments must not be changed before `wait()`
-        returned; they are kept alive even if the pending object is dropped.
+        The result of `wait()` is differentiable, too. Do not change the arguments before `wait()` has
+        returned. They are kept alive even if the pending object is dropped.
         """
         given, dtypes = (topk_idx, topk_weights, routing_map, probs), (dispatch_dtype, output_dtype)
         asked = RowLayout(layout, expert_alignment, capacity, pad_to_capacity)
@@ -182,7 +184,7 @@ class Buffer:
         return self._in_flight.follow(pending)
 
     def _dispatched(self, call: DispatchCall, launched: Dispatched) -> DispatchResult:
-        """The result of a dispatch that is over."""
+        """The result of a finished dispatch."""
         outputs, handle = launched.outputs, launched.handle
         rows, row_weights = cast(Tensor, launched.rows), outputs.row_weights
         if call.attach:
@@ -211,17 +213,18 @@ class Buffer:
     # Combine
 
     def combine(self, rows: Tensor, handle: DispatchHandle, *, grad_dtype: WireDtype | None = None) -> Tensor:
-        """Sums, for each token that was dispatched from this rank, the rows that its experts made of it.
+        """Sums, for each token of this rank, the rows that its experts computed.
 
         rows        [R, H] bfloat16 | float32, contiguous, in the order of `DispatchResult.rows`; padding is
-                    ignored; a compact row is the sum of what the rank's experts made of it; H may differ from
-                    the dispatch's
+                    ignored; a compact row is the sum over the rank's experts; H may differ from the
+                    dispatch's
         handle      of the dispatch
-        grad_dtype  "bf16" | "fp8": how gradients travel in this call's backward; None: the configuration's
+        grad_dtype  "bf16" | "fp8": the wire format of gradients in this call's backward; None: the
+                    configuration's
 
         Returns [T, H] in the dtype of rows: the unweighted sum over the token's experts (multiply rows by
-        `row_weights` for a weighted one), zero for tokens without experts and without those that a capacity
-        dropped. Differentiable in rows.
+        `row_weights` for a weighted one), without rows that a capacity dropped, and zero for tokens
+        without experts. Differentiable in rows.
 
         Raises what `dispatch` raises.
         """
@@ -236,7 +239,7 @@ class Buffer:
     def combine_async(
         self, rows: Tensor, handle: DispatchHandle, *, grad_dtype: WireDtype | None = None
     ) -> PendingCombine:
-        """As `combine`, but returns at once. `rows` must not be changed before `wait()` returned."""
+        """As `combine`, but returns at once. Do not change `rows` before `wait()` has returned."""
         self._ready()
         with self._operation("combine"), Call(self._launcher, "combine"):
             call = self._checks.combine(rows, handle, grad_dtype)
@@ -250,7 +253,7 @@ class Buffer:
         return self._in_flight.follow(PendingCombine(launched.native, finish))
 
     def _combined(self, call: CombineCall, launched: Combined) -> Tensor:
-        """The result of a combine that is over."""
+        """The result of a finished combine."""
         if call.grad_wire is None:
             return launched.out
         gradients = self._dispatch_gradients(call.handle, call.grad_wire)
@@ -271,7 +274,9 @@ class Buffer:
         return run
 
     def preparing(self, what: str) -> Call:
-        """`with buffer.preparing("dispatch"):` what arguments come from; what it raises refuses the call."""
+        """`with buffer.preparing("dispatch"):` around code that makes arguments: an error in it refuses the
+        call.
+        """
         return Call(self._launcher, what)
 
     # State
@@ -293,27 +298,28 @@ class Buffer:
             raise
 
     def wake(self) -> None:
-        """A graph that was captured with this buffer is about to be replayed, after a pause of 10 ms or more.
+        """Wakes the proxy before a captured graph is replayed after a pause of 10 ms or more.
 
-        Optional, and only of use with several domains: its first operation would wait some 150 us for the
-        proxy's thread to wake up. Called right before `graph.replay()` that is over when the GPU begins.
-        Operations that are no graph's do it themselves. Raises `ClosedError`, and as `check`.
+        Optional, and useful only with several domains: otherwise the first operation waits about 150 us for
+        the proxy thread. Call it right before `graph.replay()`. Operations outside graphs do it themselves.
+        Raises `ClosedError`, and what `check` raises.
         """
         self._ready()
         if self.device.type == "cuda":
             self._engine.wake()
 
     def stats(self) -> dict[str, float]:
-        """Counters since creation by name (`stats.py` tells what each says); after `close` those of the end.
+        """Counters since creation by name (`stats.py` defines them); after `close` the final values.
         `stats.format_stats` prints them.
         """
         return {**(self._last_stats if self._closed else self._engine.stats()), **self._clock.read()}
 
     def trace(self, path: str | os.PathLike[str], *, max_events: int = DEFAULT_EVENTS) -> Trace:
-        """`with buffer.trace(path):` writes what happens inside to `<path>.rank<rank>.json`: see `trace.py`.
+        """`with buffer.trace(path):` writes events to `<path>.rank<rank>.json`: see `trace.py`.
 
-        Not collective. Of each thread the first `max_events` (at least; 1 .. 2^24) are kept, 56 bytes each,
-        beside the budget. Raises `InputError` (nowhere to write, traced already), `ClosedError`.
+        Not collective. At least the first `max_events` (1 .. 2^24) events of each thread are kept, 56 bytes
+        each, outside the budget. Raises `InputError` (path not writable, trace already running),
+        `ClosedError`.
         """
         self._ready()
         return Trace(self._engine, self.rank, path, max_events)
@@ -323,15 +329,15 @@ class Buffer:
         return memory_plan(self._settled, self.topology, self.rank)
 
     def close(self, *, abort: bool = False) -> None:
-        """Gives everything back, whoever still refers to the buffer, a traceback or a (readable) handle.
+        """Frees all threads and memory, even if the buffer is still referenced. Handles stay readable.
 
-        Idempotent. Any thread may call it, also while others are in a call. It works on a broken buffer, and
+        Idempotent. Any thread may call it, also while others are in a call. It works on a broken buffer and
         raises no error of an operation.
 
         Without `abort` it waits for the operations of this rank (not for a graph's replays: synchronise
         first) and for all ranks to close, at most `progress_timeout_s`; Ctrl-C turns it into an abort. With
-        `abort` nothing is waited for: pending operations raise `ClosedError` or a `CommunicationError` at
-        once, those of peers `PeerFailed`. So a monitor, in another thread, unblocks ranks that wait.
+        `abort` it waits for nothing: pending operations raise `ClosedError` or a `CommunicationError` at
+        once, those of peers `PeerFailed`. So a monitor thread can unblock waiting ranks.
         """
         if self._closed:
             return
@@ -339,12 +345,12 @@ class Buffer:
         if os.getpid() != self._pid:
             self._finalizer()
             return
-        with contextlib.suppress(RuntimeError):  # of a GPU that has broken
+        with contextlib.suppress(RuntimeError):  # a GPU in an error state
             self._last_stats = dict(self._engine.stats())
         try:
             leave(self._engine, self._error, abort=abort)
         finally:
-            # Ctrl-C, too, comes out of it only when the engine is closed.
+            # Even after Ctrl-C, `leave` returns only when the engine is closed.
             self._finalizer.detach()
             self._in_flight.clear(self._launcher.wait_native)
 
@@ -368,14 +374,14 @@ class Buffer:
         self.check()
 
     def _finish(self, launched: Dispatched | Combined) -> None:
-        """Of an operation on the caller's stream."""
+        """Finishes an operation on the caller's stream."""
         try:
             self._launcher.finish(launched)
         finally:
             self._in_flight.prune()
 
     def _wait(self, launched: Dispatched | Combined) -> None:
-        """Of an operation aside."""
+        """Waits for an operation on its own stream."""
         require_own(self._pid)
         try:
             self._launcher.wait(launched)

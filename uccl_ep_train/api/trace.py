@@ -8,13 +8,14 @@
 
 A process per rank; its lanes:
 
-    steps               host backend: operations, in them their steps at work and their waits, by whom for
-    gpu, gpu <step>     CUDA: kernels; what the first block spent in a step; several domains: what one block
-                        sees arrive and leave
-    queue               a chunk from its push by who made it until the proxy took its command
-    proxy               from there until it was posted: windows, credits, refusals
-    credits             waits for a credit; credits that were sent and received
-    wire to rank j      from there until the transport had flushed it
+    steps               host backend: operations, and in them the steps at work and the waits, with the
+                        awaited rank
+    gpu, gpu <step>     CUDA: kernels; the time of the first block in each step; with several domains the
+                        arrivals and departures that one block sees
+    queue               a chunk from the push of its command until the proxy took the command
+    proxy               a chunk from there until it was posted: windows, credits, refusals
+    credits             waits for a credit; credits sent and received
+    wire to rank j      a chunk from its post until the transport flushed it
     arrivals from rank j
 
 Times are microseconds of CLOCK_MONOTONIC. Where slices of a lane overlap it gets a second row, "queue (2)".
@@ -42,7 +43,7 @@ _OPERATIONS = {1: "dispatch", 2: "combine"}
 
 
 class _Event(NamedTuple):
-    """As the native core gives it; times in nanoseconds."""
+    """An event of the native core; times in nanoseconds."""
 
     kind: str
     ring: str
@@ -59,7 +60,7 @@ class Trace:
     """What `Buffer.trace` returns; a context manager.
 
     path         of this rank's file
-    lost_events  that found no room, known at the end; a warning says so, too
+    lost_events  number of events beyond `max_events`, known at the end; a warning reports it, too
     """
 
     def __init__(self, engine: Any, rank: int, path: str | os.PathLike[str], max_events: int) -> None:
@@ -102,12 +103,10 @@ class Trace:
 def merge_traces(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike[str]) -> None:
     """Joins the files of several ranks into `out`.
 
-    Ranks of one host share CLOCK_MONOTONIC: their times are comparable as they are. Hosts have clocks of
-    their own, which nothing here aligns: between ranks of two hosts only what lies on one of them can be
-    compared. `otherData` of the result names the host of each rank.
+    Ranks of one host share CLOCK_MONOTONIC, so their times are comparable. Clocks of different hosts are not
+    aligned: compare times within one host only. `otherData` of the result names the host of each rank.
 
-    Raises `InputError` for a file that cannot be read or written or is no trace of this package, and for two
-    of one rank.
+    Raises `InputError` if a file cannot be read or written, is no trace of this package, or repeats a rank.
     """
     merged: list[dict[str, Any]] = []
     hosts: dict[str, str] = {}
@@ -166,7 +165,7 @@ def _add_operations(lanes: _Lanes, events: Sequence[_Event], end: int) -> None:
         elif e.kind == "kernel_step":
             lanes.slice(f"gpu {e.step}", e.step, e.begin, e.end, epoch)
         elif e.kind == "kernel_begin":
-            # Of one that found too little memory for what it placed no end is noted.
+            # A kernel whose guessed memory was too small records no end.
             if begun is not None:
                 lanes.slice("gpu", _OPERATIONS[begun.channel], begun.begin, e.begin, {"epoch": begun.serial})
             begun = e
@@ -179,7 +178,7 @@ def _add_operations(lanes: _Lanes, events: Sequence[_Event], end: int) -> None:
 
 
 def _add_chunks(lanes: _Lanes, events: Sequence[_Event], end: int) -> None:
-    """From push to flush. What a chunk did before the trace began is not known: it has no slice then."""
+    """From push to flush. Stages before the start of the trace are unknown and get no slice."""
     chunks: dict[tuple[int, int], dict[str, _Event]] = {}
     for event in events:
         if event.kind in ("pushed", "taken", "posted", "flushed"):
@@ -203,7 +202,7 @@ def _add_chunks(lanes: _Lanes, events: Sequence[_Event], end: int) -> None:
             elif about.peer >= 0:
                 name += f" to rank {about.peer}"
             until = ended.begin if ended is not None else end
-            # A kernel's clock is known within microseconds: its push may seem to come after it was taken.
+            # A kernel's clock is accurate to microseconds: a push may appear later than its take.
             since = min(begun.begin, until) if begun.kind == "pushed" and begun.peer >= 0 else begun.begin
             lanes.slice(lane, name, since, until, args)
 
@@ -219,7 +218,7 @@ def _add_instants(lanes: _Lanes, events: Sequence[_Event]) -> None:
             lanes.instant("credits", f"{e.ring} credit {way} rank {e.peer}", e.begin, args)
         elif e.kind == "credit_wait":
             lanes.slice("credits", f"{name} waits for rank {e.peer}", e.begin, e.end, _chunk_args(e))
-        elif e.kind == "pushed" and e.peer >= 0:  # by a kernel: it knows whom to
+        elif e.kind == "pushed" and e.peer >= 0:  # by a kernel, which knows the peer
             lanes.instant("gpu", f"push {name} to rank {e.peer}", e.begin, _chunk_args(e))
         elif e.kind in ("seen_arrived", "seen_flushed"):
             arrived = e.kind == "seen_arrived"

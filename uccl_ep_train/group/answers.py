@@ -1,4 +1,4 @@
-"""What ranks say in an exchange, as JSON: it may come from strangers, and is looked at before it is used."""
+"""Payloads of ranks in an exchange, as JSON. They may come from foreign processes, so they are validated."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Decoded = TypeVar("Decoded")
 
 
 def decode(rank: int, what: str, peer: int, answer: bytes, shape: Callable[[Any], Decoded]) -> Decoded:
-    """What rank `peer` said to `rank`, from JSON; `shape` raises `ValueError` for what none of us says.
+    """The payload of rank `peer` for `rank`, from JSON; `shape` raises `ValueError` if it is not valid.
 
-    Raises `TransportError` naming the rank: a stranger, or another version of this package, has written to
-    our store.
+    Raises `TransportError` naming the rank: a foreign process, or another version of this package, has
+    written to the store.
     """
     try:
         return shape(json.loads(answer))

@@ -1,4 +1,4 @@
-"""How ranks exchange a few bytes while a buffer is created; nothing of it is used afterwards.
+"""How ranks exchange a few bytes while a buffer is created. The bootstrap is not used afterwards.
 
 `TorchBootstrap` needs only the key-value store of a torch.distributed group: no collective runs on the group,
 so it works for any backend and cannot interleave with the program's own collectives. `LocalBootstrap` serves
@@ -39,8 +39,8 @@ class Bootstrap(Protocol):
 
     rank, size  of this process in the group
 
-    `StoreBootstrap` has more, which a creation uses where it is there: `watch` and `leave`, so that ranks
-    which die or give up are noticed before the deadline, and `finish`.
+    `StoreBootstrap` has further methods, which a creation uses if they exist: `watch` and `leave`, to notice
+    ranks that die or give up before the deadline, and `finish`.
     """
 
     @property
@@ -73,7 +73,9 @@ class _SteppedBootstrap:
         self._processes: Sequence[Process] = ()
 
     def watch(self, processes: Sequence[Process]) -> None:
-        """By rank. Errors name hosts from now on, and `StoreBootstrap` notices processes that end."""
+        """Takes the place of each rank. From now on errors name hosts, and `StoreBootstrap` notices processes
+        that end.
+        """
         self._processes = processes
 
     @property
@@ -92,7 +94,7 @@ class _SteppedBootstrap:
         payloads = []
         for peer, frame in enumerate(frames):
             name, _, body = frame.partition(b"\0")
-            # Whatever it is: the frame of a stranger need not be text.
+            # A frame of a foreign process may be anything, not only text.
             seen = name[:MOST_SHOWN].decode(errors="backslashreplace")
             if name != what.encode():
                 raise RankMismatchError(
@@ -131,11 +133,11 @@ class _SteppedBootstrap:
 class StoreBootstrap(_SteppedBootstrap):
     """Over a torch.distributed key-value store that all ranks share.
 
-    Keys carry `name`, how many bootstraps this rank has had under that name, and the step. The count lies in
-    the store too, so that frames of an earlier bootstrap, or of a process that has been replaced, are never
-    taken for new ones.
+    A key has `name`, the number of bootstraps that this rank has had under that name, and the step. The count
+    also lies in the store. So frames of an earlier bootstrap, or of a replaced process, are never taken for
+    new ones.
 
-    A rank that dies or gives up ends the creation for those that wait: `ends.py` tells how they know.
+    A rank that dies or gives up ends the creation for the waiting ranks: see `ends.py`.
     """
 
     def __init__(
@@ -160,7 +162,7 @@ class StoreBootstrap(_SteppedBootstrap):
         return f"{self._prefix}/{step}/{rank}"
 
     def _post(self, step: int, frame: bytes) -> None:
-        # Bytes, whatever torch's own declaration says.
+        # Returns bytes, although torch declares str.
         self._guard(lambda: self._store.set(self._key(step, self._rank), frame))  # type: ignore[arg-type]
 
     def _collect(self, step: int, what: str, patience: Patience) -> list[bytes]:
@@ -175,10 +177,9 @@ class StoreBootstrap(_SteppedBootstrap):
 
     def _gather(self, step: int, what: str, patience: Patience) -> list[bytes]:
         keys = [self._key(step, peer) for peer in range(self._size)]
-        # `check` in a loop, not `wait`, not even in slices: a client that waits holds the one connection, and
-        # the lock, that the program's other threads need, and torch logs two warnings for each slice that
-        # runs out. Nothing is guessed by the pauses: each ends in a look at what was waited for, until the
-        # deadline, and a rank is at most one pause (20 ms) late.
+        # `check` in a loop, not `wait`: a waiting client holds the only connection and a lock that other
+        # threads of the program need. Torch also logs two warnings for each `wait` that times out. After each
+        # pause the loop checks again, so a rank is at most one pause (20 ms) late.
         pause_s = 0.0005
         look = time.monotonic() + LOOK_S
         while not self._check(keys):
@@ -194,7 +195,8 @@ class StoreBootstrap(_SteppedBootstrap):
             pause_s = min(2 * pause_s, 0.02)
         frames = self._guard(lambda: [bytes(self._store.get(key)) for key in keys])
         if step > 0:
-            # Everybody has posted this step, hence finished the one before: nobody reads that frame any more.
+            # All ranks have posted this step, so they have finished the previous one and need its frames no
+            # more.
             self._forget(self._key(step - 1, self._rank))
         return frames
 
@@ -202,7 +204,7 @@ class StoreBootstrap(_SteppedBootstrap):
         return int(self._guard(lambda: self._store.add(f"{self._counts}/{rank}", added)))
 
     def _other_counts(self, missing: list[int]) -> str:
-        """What to do about ranks that never meet, because one of them was here without the others before."""
+        """A remedy for ranks that never meet because one of them has bootstrapped here alone before."""
         counts = {peer: self._count_of(peer, 0) for peer in missing}
         others = [f"rank {peer} its {count}." for peer, count in counts.items() if 0 != count != self._count]
         if not others:
@@ -220,7 +222,7 @@ class StoreBootstrap(_SteppedBootstrap):
         try:
             if self._store.add(f"{self._prefix}/finished", 1) < self._size:
                 return
-        except Exception:  # The store may be gone by now, and what it held with it.
+        except Exception:  # The store may be gone already.
             return
         for peer in range(self._size):
             self._forget(self._key(self._step - 1, peer))
@@ -230,7 +232,7 @@ class StoreBootstrap(_SteppedBootstrap):
     def _forget(self, key: str) -> None:
         try:
             self._store.delete_key(key)
-        except Exception:  # Some stores cannot delete; a few dead bytes do no harm.
+        except Exception:  # Some stores cannot delete keys; the few bytes left are harmless.
             return
 
     def _guard(self, call: Callable[[], T]) -> T:
@@ -333,8 +335,8 @@ class LocalBootstrap(_SteppedBootstrap):
 def exchange(bootstrap: Bootstrap, what: str, produce: Callable[[], bytes]) -> list[bytes]:
     """Runs `produce` on each rank and gathers the results; if it fails on one, all ranks raise at once.
 
-    The rank that failed raises its own exception, the others `PeerFailed` naming the rank and its error. All
-    fallible steps of a buffer's creation go through here, so that nobody waits for a rank that has given up.
+    The failed rank raises its own exception, the others `PeerFailed` with the rank and its error. All
+    fallible steps of a buffer's creation use this function, so no rank waits for one that has given up.
     """
     failure: Exception | None = None
     payload = b""
@@ -343,7 +345,7 @@ def exchange(bootstrap: Bootstrap, what: str, produce: Callable[[], bytes]) -> l
     except Exception as error:
         failure = error
         payload = b"-" + json.dumps([type(error).__name__, str(error)]).encode()
-    except BaseException as error:  # Ctrl-C: this rank waits for nobody any more
+    except BaseException as error:  # Ctrl-C: this rank stops waiting
         leave = getattr(bootstrap, "leave", None)
         if leave is not None:
             leave(error)

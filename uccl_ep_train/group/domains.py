@@ -1,4 +1,4 @@
-"""Which ranks form a domain: probed and verified, or set, and in any case the same on every rank.
+"""Which ranks form a domain: probed and verified, or configured, and always the same on every rank.
 
 A domain is a set of ranks that can map each other's memory. csrc/engine/group/domains.h says how they find
 out.
@@ -25,8 +25,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Agreement(NamedTuple):
-    """A 64-bit key, random, nonzero and rank 0's choice: no flag of an engine can be mistaken for one of an
-    earlier engine. And what the ranks said, by rank.
+    """The generation key and the answers of the ranks, by rank. Rank 0 chooses the key: random, 64 bits,
+    nonzero. It keeps flags of an earlier engine from being taken for those of this one.
     """
 
     generation: int
@@ -36,8 +36,8 @@ class Agreement(NamedTuple):
 def agree_on_config(
     bootstrap: Bootstrap, config: EpConfig, verify: Callable[[], Any], shape: Callable[[Any], Any]
 ) -> Agreement:
-    """Ranks compare the settings that must be equal, take a common generation key, and say what `verify`
-    returned: anything that JSON can carry and `shape` takes (as `answers.decode`).
+    """Ranks compare the settings that must be equal, agree on a generation key, and exchange the results of
+    `verify`: any JSON value that `shape` accepts (see `answers.decode`).
 
     Raises `TopologyError` when ranks set different domains and `RankMismatchError` for any other setting;
     both name two ranks and their values, and every rank raises the same.
@@ -116,9 +116,9 @@ def probe(bootstrap: Bootstrap) -> Topology:
 
 
 def boot_id() -> str:
-    """Identifies the running kernel. Where there is none the host's name has to do.
+    """The boot id of the running kernel, or the host's name if there is none.
 
-    Raises `ConfigError` where this process can open no file: who cannot look is no stranger.
+    Raises `ConfigError` if this process can open no file: that must not make it a separate host.
     """
     try:
         return _BOOT_ID.read_text().strip()
@@ -130,9 +130,9 @@ def boot_id() -> str:
 
 
 def memory_id() -> str:
-    """Equal for processes that can map each other's POSIX shared memory: their kernel, and its mount of it.
+    """Equal for processes that can map each other's POSIX shared memory: their kernel and its /dev/shm mount.
 
-    Containers of one host have mounts of their own unless they share their IPC namespace.
+    Containers of one host have separate mounts unless they share their IPC namespace.
     """
     try:
         mount = os.stat(limits.SHARED_MEMORY).st_dev

@@ -1,7 +1,7 @@
-"""How a rank that waits in the creation of a buffer learns that another one has left it, by its death or not.
+"""How ranks that wait in the creation of a buffer learn that another rank has died or given up.
 
-A process that ends is seen by the ranks that share its pid namespace. They tell the others through the store,
-and so does a rank that gives up.
+Ranks that share the pid namespace of a process see its end and tell the others through the store. A rank that
+gives up does the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _STORE_GRACE_S = 1.0
 
 
 class Process(Protocol):
-    """Of a rank; its str() says where it runs."""
+    """The process of a rank; its str() says where it runs."""
 
     @property
     def host(self) -> str: ...
@@ -29,14 +29,14 @@ class Process(Protocol):
 
 
 def where_to_look(process: Process) -> str:
-    """What the end of a process may be found by."""
+    """Checks by which the end of a process is detected."""
     return f"see its log, and dmesg on {process.host} (the out-of-memory killer)"
 
 
 class Ends:
-    """Of one creation, on one rank.
+    """The view of one creation on one rank.
 
-    key        in the store, of what the first rank that left says of it
+    key        in the store, under which the first rank that leaves writes its reason
     guard      calls a function of the store; raises `TransportError`
     processes  by rank; none: not known yet
     """
@@ -49,8 +49,8 @@ class Ends:
         self.processes: Sequence[Process] = ()
 
     def look(self, what: str, complete: Callable[[], bool]) -> None:
-        """Raises for what made another rank leave, unless the step is complete by now: who leaves after its
-        last step has done its part.
+        """Raises the reason why another rank left, unless the step is complete: a rank may leave after its
+        last step.
         """
         dead = self._dead()
         said = bool(self._guard(lambda: self._store.check([self._key])))
@@ -61,7 +61,9 @@ class Ends:
         raise self._died(what, dead)
 
     def blame_for_store(self, what: str, error: Exception) -> None:
-        """The store went. Raises `PeerDied` where a rank of this host, which may have served it, did."""
+        """The store is gone. Raises `PeerDied` if a rank of this host has died, since it may have served the
+        store.
+        """
         until = time.monotonic() + _STORE_GRACE_S
         while self.processes and time.monotonic() < until:
             if (dead := self._dead()) >= 0:
@@ -69,17 +71,17 @@ class Ends:
             time.sleep(0.02)
 
     def say(self, error: BaseException) -> None:
-        """Why this rank leaves, to those that wait for it; the first that leaves is the cause."""
+        """Tells waiting ranks why this rank leaves; the first rank that leaves is the cause."""
         peer = error.peer if isinstance(error, CommunicationError) else -1
         said = json.dumps([type(error).__name__, str(error), self._rank, peer])
         try:
             if not self._store.check([self._key]):
                 self._store.set(self._key, said)
-        except Exception:  # Who cannot be told waits for the deadline.
+        except Exception:  # Ranks that cannot be told wait for the deadline.
             return
 
     def _dead(self) -> int:
-        """A rank whose process has ended; -1: none is known to have."""
+        """A rank whose process has ended; -1: none known."""
         ended = (
             peer for peer, process in enumerate(self.processes) if peer != self._rank and process.has_ended()
         )

@@ -1,4 +1,4 @@
-"""Texts of errors for people who are woken by them: whom to look at, where, and what the other rank said."""
+"""Error texts for operators: which rank to look at, on which host, and what that rank reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from uccl_ep_train.group.ends import Process, where_to_look
 
 
 def explain(error: CommunicationError, ranks: Sequence[Process], doing: str) -> None:
-    """Puts the rank to look at, and its host, into the text of an error of an operation.
+    """Adds the rank to look at, and its host, to the text of an operation's error.
 
     ranks  where each runs
     doing  the operation, "" between operations

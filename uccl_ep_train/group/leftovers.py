@@ -1,8 +1,8 @@
-"""Shared memory that ranks left behind which were killed while they made a buffer.
+"""Shared memory of ranks that were killed while they created a buffer.
 
-A named segment is locked (flock) by the process that made it, and the kernel lets go of the lock when that
-process ends, however it ends. So an unlocked one is nobody's. That holds where a pid would mislead: one that
-another process has got since, and processes of another container, whose pids mean nothing here.
+The process that creates a named segment locks it (flock). The kernel releases the lock when that process
+ends, in whatever way. So an unlocked segment has no owner. A pid would not prove that: it may have been
+reused, or belong to another container.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 
 from uccl_ep_train.common.limits import SHARED_MEMORY
 
-# With the maker's pid, for people. Versions that did not lock put no pid into the name.
+# The name has its creator's pid, for people. Versions without locks put no pid into the name.
 _OURS = re.compile(r"uccl_ep(?:\.|_probe_)\d+\.[0-9a-f]{24,32}")
 
 
 def lock(descriptor: int) -> bool:
-    """Whether this process has the segment now. False: another one has, or `sweep` has removed its name."""
+    """Whether this process owns the segment now. False: another process does, or `sweep` removed its name."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -31,19 +31,19 @@ def lock(descriptor: int) -> bool:
 
 
 def sweep(folder: Path = SHARED_MEMORY) -> None:
-    """Removes what dead processes of this user left. Never raises: who cannot look leaves it to others."""
+    """Removes leftovers of this user's dead processes. Never raises: segments it cannot check stay."""
     for path, _ in _unlocked(folder):
         with contextlib.suppress(OSError):  # another rank was faster
             path.unlink()
 
 
 def find(folder: Path = SHARED_MEMORY) -> list[str]:
-    """What `sweep` would remove."""
+    """The segments that `sweep` would remove."""
     return sorted(str(path) for path, _ in _unlocked(folder))
 
 
 def _unlocked(folder: Path) -> Iterator[tuple[Path, int]]:
-    """Paths, with a descriptor that holds the lock until the next is asked for."""
+    """Paths, each with a descriptor that holds the lock until the next iteration."""
     try:
         names = [name for name in os.listdir(folder) if _OURS.fullmatch(name)]
     except OSError:
@@ -51,7 +51,7 @@ def _unlocked(folder: Path) -> Iterator[tuple[Path, int]]:
     for name in names:
         try:
             descriptor = os.open(folder / name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:  # another user's, or gone
+        except OSError:  # owned by another user, or gone
             continue
         try:
             info = os.fstat(descriptor)

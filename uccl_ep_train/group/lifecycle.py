@@ -30,8 +30,8 @@ from uccl_ep_train.settings.config import EpConfig
 
 
 class Operation:
-    """Times a caller's operation, and hands a communication error to `remember`. Entered for every call: a
-    class takes a third of what a generator does.
+    """Times a caller's operation and passes a communication error to `remember`. It runs in every call; a
+    class takes a third of the time of a generator.
     """
 
     __slots__ = ("_clock", "_kind", "_remember", "_started", "_starts")
@@ -44,7 +44,7 @@ class Operation:
         *,
         starts: bool,
     ) -> None:
-        """starts: this is where the operation begins; else it counts to one that has begun"""
+        """starts: the operation begins here; False: the time adds to one that has begun"""
         self._kind = kind
         self._clock = clock
         self._remember = remember
@@ -69,7 +69,7 @@ def new_engine(native: Any, config: EpConfig, device: torch.device) -> Any:
 
 
 class Created(NamedTuple):
-    """config: with what "auto" came to. nics: this rank's, as the transport names them; "" for loop.
+    """config: with "auto" resolved. nics: this rank's, as the transport names them; "" for loop.
     ranks: where each runs.
     """
 
@@ -82,10 +82,10 @@ class Created(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """What the ranks have agreed on before anything is allocated.
+    """What ranks agree on before any allocation.
 
     generation  the key of the engine, as `topology.Agreement` has it
-    config      with what "auto" came to
+    config      with "auto" resolved
     nics        this rank's, as the transport names them; "" for loop
     why         the transport was chosen
     ranks       where each runs
@@ -118,7 +118,7 @@ def settle_config(bootstrap: Bootstrap, config: EpConfig) -> Settled:
     ranks = meet(bootstrap)
     places = [rank.place for rank in ranks]
     exchange(bootstrap, "backend", choose_backend)
-    # What "auto" came to has to be the same on all ranks, too.
+    # The resolved "auto" must also be equal on all ranks.
     config = config.replace(backend="cuda" if device.type == "cuda" else "host")
     generation, probes = agree_on_config(bootstrap, config, verify, transport.probes)
     topology = resolve_topology(bootstrap, config)
@@ -138,8 +138,8 @@ def settle_config(bootstrap: Bootstrap, config: EpConfig) -> Settled:
 
 
 def create_engine(bootstrap: Bootstrap, config: EpConfig) -> Created:
-    """Collective. Every fallible step is an exchange: a failure on one rank is one on all, at once. Only
-    `transport.choose` is none: it comes to the same on all ranks.
+    """Collective. Every fallible step is an exchange: a failure on one rank fails all ranks at once. Only
+    `transport.choose` needs no exchange, because it has the same result on all ranks.
     """
 
     created: list[Any] = []
@@ -171,10 +171,11 @@ def create_engine(bootstrap: Bootstrap, config: EpConfig) -> Created:
         handles += exchange(bootstrap, "allocate", allocate)
         exchange(bootstrap, "connect", connect)
         exchange(bootstrap, "share memory", share_memory)
-        # `start` removes the names under which peers find the memory: only now has everybody mapped it.
+        # `start` removes the names of the shared memory, which all ranks have mapped by now.
         exchange(bootstrap, "start", start)
     except BaseException:
-        # Popped: the traceback keeps `created` alive, and an engine frees its memory when it is collected.
+        # Popped, because the traceback keeps `created` alive; an engine frees its memory when it is
+        # collected.
         while created:
             created.pop().close(abort=True)
         leftovers.sweep()  # of a rank that died
@@ -192,7 +193,7 @@ _inherited: list[Any] = []
 
 
 def require_own(process_id: int) -> None:
-    """Raises ClosedError in a process that was forked from the one that made a buffer."""
+    """Raises `ClosedError` in a process forked from the one that created the buffer."""
     if os.getpid() != process_id:
         raise ClosedError(
             f"the buffer belongs to process {process_id}, from which process {os.getpid()} was forked; its "
@@ -201,7 +202,7 @@ def require_own(process_id: int) -> None:
 
 
 def leave(engine: Any, error: CommunicationError | None, *, abort: bool) -> None:
-    """Closes the engine of a buffer with that error. Who aborts by an exception tells the others which."""
+    """Closes the engine of a buffer with that error. An abort by an exception tells peers which exception."""
     cause = sys.exc_info()[1]
     if abort and error is None and cause is not None:
         engine.fail(f"left its buffer because of {told(cause)}")
@@ -213,12 +214,12 @@ LEAVE_GRACE_S = 2.0
 
 
 def abandon(engine: Any, in_flight: InFlight, process_id: int) -> None:
-    """What happens to an unclosed buffer when it is collected or the interpreter exits: waits briefly."""
+    """Runs when an unclosed buffer is collected or the interpreter exits: waits briefly."""
     if os.getpid() != process_id:
         _inherited.append((engine, in_flight))
         return
     in_flight.prune()
-    # An exception that ended the program: the peers should know at once.
+    # An exception ended the program: tell peers at once.
     last = getattr(sys, "last_value", None)
     if last is not None:
         engine.fail(f"its program was ended by {told(last)}")
@@ -230,12 +231,12 @@ def abandon(engine: Any, in_flight: InFlight, process_id: int) -> None:
 
 
 def _leave(engine: Any) -> None:
-    """Closes with the other ranks if they go too, as they do at the end of a program; else without them."""
+    """Closes together with the other ranks if they close, too, as at the end of a program; else alone."""
     impatience = PatientTimer(LEAVE_GRACE_S, engine.fail, ["left without closing its buffer"])
     impatience.daemon = True
     try:
         impatience.start()
-    except RuntimeError:  # No thread can be started this late in the interpreter's shutdown.
+    except RuntimeError:  # No thread can start this late in the interpreter's shutdown.
         engine.close(abort=True)
         return
     engine.close()
@@ -246,7 +247,7 @@ class GroupLife:
     """Tells whether a torch.distributed group has been destroyed. Does not keep it alive."""
 
     def __init__(self, group: Any) -> None:
-        """group: None stands for the default group. One that torch does not know counts as alive for ever."""
+        """group: None is the default group. A group unknown to torch counts as alive."""
         if group is None and torch.distributed.is_initialized():
             group = torch.distributed.group.WORLD
         self._group = weakref.ref(group) if _is_registered(group) else None
@@ -255,7 +256,7 @@ class GroupLife:
     def over(self) -> bool:
         if self._group is None:
             return False
-        group = self._group()  # torch holds those that it knows
+        group = self._group()  # torch holds the groups that it knows
         return group is None or not _is_registered(group)
 
 
@@ -270,7 +271,7 @@ def _is_registered(group: Any) -> bool:
 
 
 class Checked(Protocol):
-    """Something with an error that may be pending."""
+    """An object that may have a pending error."""
 
     @property
     def closed(self) -> bool: ...
@@ -290,7 +291,7 @@ def watch_optimizers(buffer: Checked, life: GroupLife | None) -> None:
 
     life: of its torch.distributed group; None: it has none
 
-    An operation that failed left NaN behind, possibly in gradients only: no step may be taken with them.
+    A failed operation leaves NaN, possibly only in gradients, so the optimizer must not step.
     """
     global _hooked
     from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -310,10 +311,11 @@ def group_is_over(buffer: Checked) -> bool:
 
 @opaque
 def check_live_buffers(*_: Any) -> None:
-    """Raises the error of an operation that failed, of any buffer that is not closed.
+    """Raises the error of a failed operation of any buffer that is not closed.
 
-    A broken buffer whose process group has been destroyed cannot be used again. Once torch.distributed works
-    anew (a restart in the process) it is closed with a warning instead, for it says nothing of the new ranks.
+    A broken buffer whose process group has been destroyed cannot be used again. After
+    torch.distributed restarts in the process, that buffer is closed with a warning, because its error does
+    not concern the new ranks.
     """
     with _hook_lock:
         buffers = list(_live)

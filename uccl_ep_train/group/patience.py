@@ -1,6 +1,7 @@
-"""Deadlines that do not run while this process stands still: a stopped container, a suspended machine.
+"""Deadlines that stop while this process is paused, as in a stopped container or a suspended machine.
 
-A pause of our own is nobody else's fault. Who waits looks a few times a second; a longer gap was one.
+A rank must not blame peers for its own pause. A waiting thread checks a few times a second; a longer gap
+between checks is a pause.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ LOOK_S = 0.1
 
 
 class Patience:
-    """`seconds` from now on, by looks at `left_s` or `over`."""
+    """A deadline in `seconds`, checked by `left_s` or `over`."""
 
     def __init__(self, seconds: float) -> None:
         self._left_s = seconds
         self._looked = time.monotonic()
 
     def left_s(self) -> float:
-        """What is left; 0 or less: it is over."""
+        """Seconds left; 0 or less: it is over."""
         now = time.monotonic()
         self._left_s -= min(now - self._looked, STEP_S)
         self._looked = now
@@ -32,14 +33,14 @@ class Patience:
         return self.left_s() <= 0
 
     def wait_for(self, changed: threading.Condition, condition: Callable[[], bool]) -> bool:
-        """As `changed.wait_for`, with what is left."""
+        """As `changed.wait_for`, for the time left."""
         while not (holds := condition()) and (left_s := self.left_s()) > 0:
             changed.wait(min(left_s, LOOK_S))
         return holds
 
 
 class PatientTimer(threading.Timer):
-    """As its base, but a pause of the process does not make it go off."""
+    """As its base, but a pause of the process does not trigger it."""
 
     def run(self) -> None:
         patience = Patience(self.interval)

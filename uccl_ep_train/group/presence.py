@@ -1,4 +1,4 @@
-"""Where a rank runs, and whether its process still does."""
+"""Where a rank runs, and whether its process is still alive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class Presence:
-    """Where a rank is, as it says itself; `pid` counts in `pid_space`."""
+    """Where a rank runs, as it reports; `pid` is valid in `pid_space`."""
 
     place: transport.Place
     pid: int
@@ -34,7 +34,7 @@ class Presence:
         return self.place.host
 
     def has_ended(self) -> bool:
-        """Whether its process is known to be gone: only from where its number means the same."""
+        """Whether its process is known to be gone; only known within its pid namespace."""
         return self._state() in ("", "Z", "X")
 
     def has_stopped(self) -> bool:
@@ -44,7 +44,7 @@ class Presence:
         return f"on {self.place.host} (pid {self.pid})"
 
     def _state(self) -> str:
-        """A letter of proc(5); "": there is no such process; "?": not known."""
+        """The state letter of proc(5); "": no such process; "?": not known."""
         if self.pid_space != _pid_space():
             return "?"
         try:
@@ -57,8 +57,8 @@ class Presence:
 
 
 def meet(bootstrap: Bootstrap) -> tuple[Presence, ...]:
-    """Where each rank runs, by rank; collective, and the first step of a creation: from then on a bootstrap
-    that can watch notices a rank whose process ends.
+    """Where each rank runs, by rank. Collective; the first step of a creation. Afterwards a bootstrap with
+    `watch` notices processes that end.
     """
     answers = exchange(bootstrap, "processes", lambda: json.dumps(_said(Presence.here())).encode())
     ranks = tuple(
@@ -81,15 +81,15 @@ def _said(here: Presence) -> list[Any]:
 
 
 def _pid_space() -> str:
-    """Equal for processes whose pids mean the same, and that see each other in their /proc."""
+    """Equal for processes of one pid namespace that see each other in /proc."""
     return _pid_space_of(os.getpid())
 
 
 @functools.cache
 def _pid_space_of(pid: int) -> str:
-    """pid: our own, which a fork changes"""
+    """pid: this process's, which a fork changes"""
     try:
-        # A /proc of another namespace shows other processes under our numbers.
+        # The /proc of another namespace shows other processes under the same pids.
         foreign = os.readlink(_PROC / "self") != str(pid)
         own = f"{boot_id()} {os.readlink(_PROC / 'self/ns/pid')}"
     except OSError:

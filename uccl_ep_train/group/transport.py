@@ -1,7 +1,7 @@
-"""Which transport carries rows between domains: decided from what every rank says of its host.
+"""Which transport carries rows between domains: decided from each rank's report on its host.
 
-Every rank decides by itself from the same answers, so all come to the same. What cannot work is an error on
-all ranks that says what is missing where; nothing is replaced by something slower in silence.
+Every rank decides from the same reports, so all make the same choice. If nothing works, all ranks raise an
+error that says what is missing on which rank. There is no silent fallback to a slower transport.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NETWORKS = ("verbs", "ofi")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs. Those with equal `memory` can map each other's; `host` is for people."""
+    """Where a rank runs. Ranks with equal `memory` can map each other's; `host` is for messages."""
 
     host: str
     memory: str
@@ -37,7 +37,7 @@ class Place:
 
 
 def probes(value: Any) -> dict[str, Any]:
-    """What a rank said that it has: of `probe`. Raises `ValueError` for what no rank says."""
+    """A rank's report from `probe`. Raises `ValueError` if it is not valid."""
     require(isinstance(value, dict), "no probes")
     require(all([type(part) for part in said] == [bool, str, str] for said in value.values()), "no probe")
     return value
@@ -45,7 +45,7 @@ def probes(value: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Choice:
-    """provider: of ofi, where all ranks have to take the same; None: as configured. why: for people."""
+    """provider: of ofi, if all ranks must take the same; None: as configured. why: for messages."""
 
     name: str
     why: str
@@ -57,7 +57,9 @@ class Choice:
 
 
 def check_domains(config: EpConfig, topology: Topology, places: Sequence[Place]) -> None:
-    """Raises `ConfigError` if a domain that was set has ranks that cannot map each other's memory; pure."""
+    """Raises `ConfigError` if a configured domain has ranks that cannot map each other's memory. No side
+    effects.
+    """
     for ranks in topology.members:
         if len({places[rank].memory for rank in ranks}) > 1:
             name = "domain_size" if config.network.domains is None else "domains"
@@ -68,7 +70,7 @@ def check_domains(config: EpConfig, topology: Topology, places: Sequence[Place])
 
 
 def probe(config: EpConfig, places: Sequence[Place]) -> dict[str, Any]:
-    """This rank's answers, JSON-ready, about the transports that are in question: none on one host."""
+    """This rank's answers, JSON-ready, about candidate transports; empty on one host."""
     one_memory = len({place.memory for place in places}) == 1
     wanted = [name for name in NETWORKS if config.network.transport in (name, "auto")]
     if config.network.transport == "auto" and one_memory:
@@ -84,7 +86,7 @@ def choose(
     num_domains: int,
     on_gpu: bool,
 ) -> Choice:
-    """The transport of a group, by the native core; pure.
+    """The transport of a group, chosen by the native core. No side effects.
 
     wanted   EpConfig.transport, the same on all ranks
     places   of the ranks, by rank
@@ -110,7 +112,7 @@ def _hosts(places: Sequence[Place]) -> str:
 
 
 def ranks_on(ranks: Sequence[int], places: Sequence[Place]) -> str:
-    """ "ranks 0-3, 8 on node1"; the hosts only where they are one or two."""
+    """ "ranks 0-3, 8 on node1"; hosts only if there are one or two."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:
@@ -128,7 +130,7 @@ _said_lock = threading.Lock()
 
 
 def announce(choice: Choice) -> None:
-    """One line on stderr: what "auto" came to, and why. Once per process and choice."""
+    """One line on stderr: what "auto" selected, and why. Once per process and choice."""
     line = f"uccl_ep_train: transport {choice.name}: {choice.why}"
     with _said_lock:
         if line in _said:

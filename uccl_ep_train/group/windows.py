@@ -1,6 +1,6 @@
-"""How much a rank keeps in flight on its NICs, as `calibrate.py` measured it: kept on disk, by topology.
+"""How much a rank keeps in flight on its NICs, as measured by `calibrate.py` and stored on disk per topology.
 
-Without a measurement the NIC family's default holds (docs/nics.md), and a setting beats both.
+Without a measurement the NIC family's default applies (docs/nics.md). A setting overrides both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from uccl_ep_train.settings.config import EpConfig
 
 @dataclass(frozen=True)
 class Windows:
-    """Of each NIC: bytes and writes of rows in flight.
+    """Limits per NIC: bytes and writes of rows in flight.
 
     num_bytes  `EpConfig.nic_window_bytes`
     ops        `EpConfig.nic_window_ops`
@@ -42,13 +42,13 @@ def default_path() -> Path:
 
 
 def topology_key(transport: str, nics: str, topology: Topology) -> str:
-    """What a measurement holds for. nics: this rank's probe of the transport."""
+    """The key of a measurement. nics: this rank's probe of the transport."""
     sizes = sorted(len(members) for members in topology.members)
     return f"{transport}: {nics}; domains of {', '.join(map(str, sizes))} ranks"
 
 
 def lookup(key: str, path: Path | None = None) -> Windows | None:
-    """The windows that were measured for `key`, or None. A file that cannot be understood is warned about."""
+    """The windows that were measured for `key`, or None. An unreadable file causes a warning."""
     path = path or default_path()
     try:
         entry = json.loads(path.read_text()).get(key)
@@ -61,9 +61,9 @@ def lookup(key: str, path: Path | None = None) -> Windows | None:
 
 
 def store(key: str, windows: Windows, figures: Mapping[str, Any], path: Path | None = None) -> Path:
-    """Keeps `windows` for `key`, with the figures that led to them; what the file says of others stays.
+    """Stores `windows` for `key` with their measurements; other entries of the file stay.
 
-    Raises `ConfigError` where the file cannot be written or holds something else.
+    Raises `ConfigError` if the file cannot be written or has other contents.
     """
     path = path or default_path()
     try:
@@ -81,7 +81,7 @@ def store(key: str, windows: Windows, figures: Mapping[str, Any], path: Path | N
 
 
 def settle(config: EpConfig, nics: str, topology: Topology) -> EpConfig:
-    """`config` with the measured windows, where it leaves both open and the transport has NICs."""
+    """`config` with the measured windows, if it sets neither and the transport has NICs."""
     network = config.network
     settled = network.nic_window_bytes is not None or network.nic_window_ops is not None
     if network.transport == "loop" or settled:

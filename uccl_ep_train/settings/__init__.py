@@ -1,1 +1,1 @@
-"""What a buffer can be told, by arguments or the environment. Imports neither torch nor native code."""
+"""Configuration of a buffer, by arguments or the environment. Imports neither torch nor native code."""

@@ -1,4 +1,4 @@
-"""Kinds of configuration values: how a value is checked, and how the environment's text of one is read."""
+"""Kinds of configuration values: how values are checked, and how text of the environment is parsed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROW_BLOCK = 128
 """Elements that share one FP8 scale; hidden sizes are multiples of it."""
 
 MAX_RANKS = 65536
-MAX_TOKENS = 65536  # of a rank in an operation on GPUs
+MAX_TOKENS = 65536  # limit per rank in an operation on GPUs
 MAX_TOPK = 32
 
 T = TypeVar("T")

@@ -1,4 +1,6 @@
-"""`EpConfig`: everything a buffer can be told. `sections.py` declares what is not the model's."""
+"""`EpConfig`: the configuration of a buffer. `sections.py` declares all settings that do not describe the
+model.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,10 @@ class EpConfig(Section):
     `replace`, too: `EpConfig(num_experts=64, hidden=4096, num_sms=32).num_sms`. It is the field's name, after
     "loop_" for those of `LoopFaults`.
 
-    `describe()` prints all values with their units and where each came from. Those marked "ranks agree" there
+    `describe()` prints all values with their units and sources. Settings marked "ranks agree" there
     must be equal on all ranks of the group, which is checked when the buffer is created.
 
-    Raises `ConfigError` naming the setting, the value and what is allowed, and for one that is given by both
+    Raises `ConfigError` naming the setting, the value and what is allowed, also if a setting is given by both
     names.
     """
 
@@ -141,7 +143,7 @@ class EpConfig(Section):
         values = by_public_name(given)
         said = {name: found for name, found in variables.said().items() if name not in values}
         if values.get("domain_size") is not None:
-            said.pop("domains", None)  # It would override an argument.
+            said.pop("domains", None)  # The default would override an argument.
         values |= {name: found.value for name, found in said.items()}
         try:
             config = cls(**values)  # type: ignore[arg-type]
@@ -168,7 +170,7 @@ class EpConfig(Section):
         return config
 
     def describe(self) -> str:
-        """A line per setting: name, value, unit, source of the value, whether ranks must agree, reason."""
+        """One line per setting: name, value, unit, source of the value, whether ranks must agree, reason."""
         given = {entry.name for entry in self._given()}
         rows = []
         for name, entry in ALL_SETTINGS.items():

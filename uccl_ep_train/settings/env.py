@@ -1,7 +1,8 @@
-"""The only module that reads the environment. `python -m uccl_ep_train.env` prints every variable of ours.
+"""The only module that reads the environment. `python -m uccl_ep_train.env` prints every variable of this
+package.
 
-`variables.py` has the table of them and what they say. Nothing of this package is imported here, and nothing
-outside the standard library: `setup.py` runs this file before the package exists.
+`variables.py` has the table of variables and their meanings. This module imports only the standard library:
+`setup.py` runs this file before the package exists.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ def of_family(environ: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def read(name: str, default: str = "") -> str:
-    """A variable that belongs to somebody else (RANK, MASTER_ADDR, CUDA_HOME ...)."""
+    """A variable of other software (RANK, MASTER_ADDR, CUDA_HOME ...)."""
     return os.environ.get(name, default)
 
 
@@ -29,7 +30,7 @@ def set_default(name: str, value: str) -> None:
 
 
 def set_value(name: str, value: str) -> None:
-    """Sets a variable that another library reads, whatever it was; for processes started later, too."""
+    """Sets a variable that another library reads, overriding any value; child processes inherit it."""
     os.environ[name] = value
 
 

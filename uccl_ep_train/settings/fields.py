@@ -1,4 +1,4 @@
-"""How a configuration field is declared, and what is read from its declaration.
+"""How a configuration field is declared, and how its declaration is read.
 
     num_sms: int = setting(24, integer(1, 1024))
     \"\"\"Streaming multiprocessors that the kernels may occupy.
@@ -33,10 +33,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Spec:
-    """What a declaration says beside name, type, default and text.
+    """The parts of a declaration besides name, type, default and text.
 
     kind    of the values
-    agree   True: has to be equal on every rank of the group
+    agree   True: must be equal on every rank of the group
     native  where the native `EngineConfig` has the value, "nic.window_ops"; "=": by the field's own name;
             "": nowhere. A value of None leaves what is there, which says the same
     theirs  UCCL-EP's variable of the same meaning, without UCCL_; "": none
@@ -50,7 +50,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class FieldInfo:
-    """What a reader of a field has to know: unit of the value, its range in words, why one would set it."""
+    """Documentation of a field: the unit of its value, its range in words, why one would set it."""
 
     unit: str
     allowed: str
@@ -72,7 +72,7 @@ def required(kind: Kind[T], *, native: str = "") -> T:
 
 @cache
 def field_texts(owner: type) -> dict[str, FieldInfo]:
-    """Of each field of a class: the text below it. Empty where the package is installed without source."""
+    """The text below each field of a class. Empty where the package is installed without source."""
     found = {}
     for declared, below in itertools.pairwise(_bodies(owner.__module__).get(owner.__name__, [])):
         if not (isinstance(declared, ast.AnnAssign) and isinstance(declared.target, ast.Name)):
@@ -97,7 +97,7 @@ def _bodies(module: str) -> dict[str, list[ast.stmt]]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A field by its public name, which is one in all of a configuration: `num_sms` of `gpu.num_sms`.
+    """A field by its public name, unique in a configuration: `num_sms` of `gpu.num_sms`.
 
     owner    class that declares it
     section  field of `EpConfig` that holds it; "": `EpConfig` itself
@@ -156,7 +156,7 @@ def settings_of(owner: type, section: str = "") -> tuple[Setting, ...]:
 
 
 class Section:
-    """Base of frozen keyword-only dataclasses of settings: checks values, and knows which were given."""
+    """Base of frozen keyword-only dataclasses of settings: checks values and records which were given."""
 
     prefix: ClassVar[str] = ""
     """Before a field's name in its public name."""
@@ -166,7 +166,7 @@ class Section:
 
     def __new__(cls, *_: object, **given: object) -> Self:
         self = super().__new__(cls)
-        # Not a field: two sections with equal values are equal whoever gave them.
+        # Not a field: two sections with equal values are equal, whatever their sources.
         object.__setattr__(self, "given", frozenset(given))
         return self
 

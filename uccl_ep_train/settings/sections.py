@@ -1,7 +1,7 @@
-"""The sections of `EpConfig`: every setting that is not the model's.
+"""The sections of `EpConfig`: every setting that does not describe the model.
 
-Each field has one public name: its own, with the `prefix` of its section before it. That is a flat argument
-of `EpConfig`, what errors say, an option of Megatron's command line and, after UCCL_EP_, a variable.
+Each field has one public name: its own, with the `prefix` of its section before it. It is a flat argument
+of `EpConfig`, the name in errors, an option of Megatron's command line and, after UCCL_EP_, a variable.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TransportName = Literal["auto", "loop", "verbs", "ofi"]
 
 @dataclass(frozen=True, kw_only=True)
 class Wire(Section):
-    """How values are written on their way."""
+    """Number formats on the wire."""
 
     dispatch_dtype: WireDtype = setting("fp8", choice(WireDtype))
     """fp8: BF16 rows are quantised on the wire (FP32 rows are refused); bf16: rows travel unquantised.
@@ -145,8 +145,8 @@ class Gpu(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Network(Section):
-    """Which ranks are a domain, and how rows travel between domains. NIC settings that are left open follow
-    the NIC's family (`docs/nics.md`) and may differ per rank.
+    """Which ranks form a domain, and how rows travel between domains. Unset NIC settings follow the NIC's
+    family (`docs/nics.md`) and may differ per rank.
     """
 
     domain_size: int | None = setting(None, optional(integer(1, MAX_RANKS)))
@@ -250,7 +250,7 @@ class Network(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LoopFaults(Section):
-    """What makes the loop transport slow or faulty, to stand in for a NIC and for tests."""
+    """Makes the loop transport slow or faulty, to emulate a NIC and for tests."""
 
     prefix = "loop_"
 

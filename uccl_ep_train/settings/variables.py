@@ -1,7 +1,7 @@
-"""The table of environment variables, and what the environment says of a configuration.
+"""The table of environment variables, and the settings that the environment gives.
 
-Names, forms and meanings of our own come from the settings that `sections.py` declares. Variables that
-operators of UCCL-EP set already mean the same here, beside our own `UCCL_EP_*`.
+Names, forms and meanings of `UCCL_EP_*` come from the settings that `sections.py` declares. Variables of
+UCCL-EP keep their meaning here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from uccl_ep_train.settings.sections import SETTINGS
 class Variable:
     """A variable of the table.
 
-    setting    that it sets; None: it is no part of a configuration
+    setting    that it sets; None: it is not part of a configuration
     no_effect  why a variable of UCCL-EP does nothing here; "" if it does something
     """
 
@@ -78,14 +78,14 @@ _warned: set[str] = set()
 
 @dataclass(frozen=True)
 class Said:
-    """What the environment says of a setting: the variable, and its value, parsed but not validated."""
+    """A setting from the environment: the variable and its value, parsed but not validated."""
 
     variable: Variable
     value: Value
 
 
 def said() -> dict[str, Said]:
-    """By public name: settings of which the environment says something. An empty variable counts as not set.
+    """The settings that the environment gives, by public name. An empty variable counts as not set.
 
     Raises `ConfigError` naming variable and value where a value cannot be parsed, and both variables where
     two set one field to different values; warns once about each unknown `UCCL_*` variable, because a misspelt
@@ -121,7 +121,7 @@ def _warn(texts: Mapping[str, str]) -> None:
 
 
 def remarks(texts: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
-    """(variable, what is the matter) of each `UCCL_*` variable that is unknown or has no effect here."""
+    """(variable, problem) for each `UCCL_*` variable that is unknown or has no effect here."""
     found = []
     for name in env.of_family() if texts is None else texts:
         known = _BY_NAME.get(name)
@@ -141,9 +141,9 @@ def remarks(texts: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
 
 
 def table() -> str:
-    """Every variable: the value of its field and where that comes from, unit, default, form, meaning.
+    """Every variable: the value of its field and its source, unit, default, form, meaning.
 
-    A value that is not allowed is shown with what is.
+    A value that is not allowed is shown with the allowed ones.
     """
     rows = [("variable", "value", "source", "unit", "default", "form", "meaning")]
     for variable in VARIABLES:
@@ -180,5 +180,5 @@ def _shown(setting: Setting) -> tuple[str, str]:
         return refused, f"environment {names}"
     if any(value != values[0] for value in values):
         return f"refused: {names} differ", f"environment {names}"
-    # Our own name comes first.
+    # The name with UCCL_EP_ comes first.
     return str(values[0]), f"environment {setters[0] if setting.variable in setters else names}"
