@@ -21,7 +21,7 @@ enum class ErrorKind : uint32_t {
   kPeerFailed,
 };
 
-// The verbs of the design; a trace, a counter and an error name the same file.
+// The steps of an operation. Traces, counters and errors use these names; so do the files.
 enum class Step : uint32_t { kNone = 0, kExchange, kPlan, kStage, kShip, kPlace, kFold, kMerge, kClose };
 
 constexpr uint32_t kNumSteps = 9;
@@ -31,14 +31,14 @@ inline const char* step_name(Step step) {
   return names[static_cast<uint32_t>(step)];
 }
 
-// Texts of other processes get into messages, and Python takes no broken UTF-8.
+// Makes text of other processes valid UTF-8, which Python requires.
 template <size_t kBytes>
 void make_printable(char (&text)[kBytes]) {
   text[kBytes - 1] = 0;
   for (char* c = text; *c != 0; ++c)
     if (*c < ' ' || *c > '~') *c = '?';
 }
-// As much of `text` as there is room for.
+// Copies as much of `text` as fits.
 template <size_t kBytes>
 void copy_text(char (&to)[kBytes], const std::string& text) {
   std::snprintf(to, kBytes, "%s", text.c_str());
@@ -46,12 +46,13 @@ void copy_text(char (&to)[kBytes], const std::string& text) {
   make_printable(to);
 }
 
-// Plain bytes: it is copied into the control block of domain peers and written to the other ranks by the transport.
+// Trivially copyable: it is copied into the control block of domain peers and written to the other ranks by the
+// transport.
 struct ErrorRecord {
   ErrorKind kind = ErrorKind::kNone;
   Step step = Step::kNone;
-  int32_t rank = -1;  // who found it
-  int32_t peer = -1;  // whom it blames, -1 = nobody
+  int32_t rank = -1;  // the rank that found it
+  int32_t peer = -1;  // the rank that it blames, -1 = none
   uint64_t epoch = 0;
   int64_t chunk = -1;
   uint64_t expected = 0;
@@ -72,7 +73,7 @@ class CommunicationFailure : public std::runtime_error {
   ErrorRecord record_;
 };
 
-// What the caller gave is wrong: nothing was launched, the buffer stays usable.
+// An argument is invalid: nothing was launched, the buffer stays usable.
 enum class UsageKind : uint32_t { kConfig, kBudget, kInput, kDtype, kShape, kRouting, kClosed, kTopology };
 
 class UsageFailure : public std::runtime_error {

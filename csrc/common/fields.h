@@ -1,4 +1,4 @@
-// What of a structure another language or an error names, listed once, beside the structure.
+// Lists the members of a structure by name, once and beside the structure, for bindings and errors.
 #pragma once
 
 #include <cstddef>
@@ -20,11 +20,11 @@ constexpr Field<Struct, Member> field(const char* name, Member Struct::* member)
   return {name, member};
 }
 
-// Specialised beside each structure that has some.
+// Specialised beside each structure with listed members.
 template <typename Struct>
 inline constexpr std::tuple<> kFields{};
 
-// Members of an aggregate without nested ones: as many as it can be made of.
+// Number of members of an aggregate without nested ones.
 struct AnyMember {
   template <typename Member>
   constexpr operator Member() const;
@@ -45,7 +45,7 @@ template <auto kMember, typename Struct>
 constexpr uint32_t equal_in(const Struct& a, const Struct& b) {
   return a.*kMember == b.*kMember;
 }
-// All listed members are equal. No comparison hangs on another: a kernel loads all members of a peer at once.
+// Whether all listed members are equal. Comparisons are independent, so a kernel loads all members of a peer at once.
 template <typename Struct>
 constexpr bool all_equal(const Struct& a, const Struct& b) {
   return [&]<size_t... kAt>(std::index_sequence<kAt...>) {
@@ -55,5 +55,5 @@ constexpr bool all_equal(const Struct& a, const Struct& b) {
 
 }  // namespace uccl_ep
 
-// A name and a member that cannot differ.
+// A member with its name.
 #define UCCL_EP_FIELD(type, name) ::uccl_ep::field(#name, &type::name)

@@ -1,4 +1,4 @@
-// What fails because the host gives a process no more of something. The bindings add the limit's name and value.
+// Failures because a limit of the host is reached. The bindings add the limit's name and value.
 #pragma once
 
 #include <cerrno>

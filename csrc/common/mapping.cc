@@ -62,7 +62,7 @@ Mapping Mapping::create_unlocked() {
   return mapping;
 }
 
-// False: somebody who sweeps came in between, took the new segment for one that was left behind, and removes it.
+// False: a sweeping process took the new segment for a leftover and removes it.
 bool Mapping::lock() {
   if (flock(fd_, LOCK_EX | LOCK_NB) != 0) {
     if (errno == EWOULDBLOCK) return false;

@@ -1,6 +1,6 @@
 // A POSIX shared-memory segment in our address space: the symmetric memory of a domain on the host, and a loop
-// transport's inbox. The pages live while anyone maps them, and a name is never used twice, so a peer that is late or
-// frozen can never write into memory that was given to somebody else.
+// transport's inbox. The pages live while any process maps them, and a name is never used twice. So a late or
+// frozen peer can never write into memory of another owner.
 // The creator holds a lock (flock) on the segment for as long as it lives. A named segment that is not locked was left
 // behind: `uccl_ep_train/group/leftovers.py` removes it.
 #pragma once
@@ -10,7 +10,7 @@
 
 namespace uccl_ep {
 
-// Move-only. Unmaps when it goes; the creator also removes the name. What the host has too little of throws
+// Move-only. The destructor unmaps; the creator's also removes the name. A reached limit of the host throws
 // LimitFailure, every other failure CommunicationFailure(kTransport).
 class Mapping {
  public:
@@ -24,9 +24,9 @@ class Mapping {
 
   // A new empty segment under our pid and a random 128-bit name, locked.
   static Mapping create();
-  // A segment of somebody else; it must have `num_bytes` already.
+  // Opens another process's segment; it must have `num_bytes` already.
   static Mapping open(const std::string& name, uint64_t num_bytes);
-  // A segment that owner and users size alike, whoever comes first.
+  // A segment that owner and users size equally, in any order.
   static Mapping open_and_grow(const std::string& name, uint64_t num_bytes);
 
   // Created segments: sizes and maps it.

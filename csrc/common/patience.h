@@ -1,5 +1,5 @@
-// The clock of deadlines. It stands still while this process does (a stopped container, a suspended machine): a pause
-// of our own is nobody else's fault.
+// The clock of deadlines. It stops while this process is paused (a stopped container, a suspended machine), because
+// a rank must not blame peers for its own pause.
 #pragma once
 
 #include <algorithm>
@@ -9,13 +9,13 @@
 
 namespace uccl_ep {
 
-// The most that passes between two looks. Who waits looks more often; a longer gap was a pause.
+// The longest time between two looks of a waiting thread. A longer gap is a pause.
 constexpr uint64_t kPatienceStepUsec = 500'000;
 
-// One thread looks, again and again while it waits.
+// One thread calls it repeatedly while it waits.
 class PatienceClock {
  public:
-  // Microseconds since some time.
+  // Microseconds since an arbitrary start.
   uint64_t at(uint64_t now_usec) {
     if (now_usec <= last_usec_) return patient_usec_;
     patient_usec_ += std::min(now_usec - last_usec_, kPatienceStepUsec);
@@ -29,7 +29,7 @@ class PatienceClock {
   uint64_t patient_usec_ = 0;
 };
 
-// A wait of so long, from now on.
+// A deadline that starts now.
 class Patience {
  public:
   explicit Patience(uint64_t usec) : until_usec_(clock_.now() + usec) {}

@@ -1,4 +1,4 @@
-// Facts about processes of this host: who we are, and whether another one still lives.
+// Facts about processes of this host: identity, and whether another process is alive.
 #pragma once
 
 #include <poll.h>
@@ -23,8 +23,8 @@ inline uint64_t pid_namespace() {
   return stat("/proc/self/ns/pid", &info) == 0 ? static_cast<uint64_t>(info.st_ino) : 0;
 }
 
-// The same for all processes of a running kernel, other containers included; "unknown" where there is none. Throws
-// LimitFailure where no file can be opened: who cannot look must not take a neighbour for a stranger.
+// The same for all processes of a running kernel, other containers included; "unknown" if there is none. Throws
+// LimitFailure if no file can be opened: that must not make a rank of this host look like another host.
 inline std::string host_boot_id() {
   char text[64] = {};
   FILE* file = std::fopen("/proc/sys/kernel/random/boot_id", "r");
@@ -38,10 +38,10 @@ inline std::string host_boot_id() {
 }
 
 // Says when a process is gone. A zombie is gone: it runs nothing any more, and its parent may never reap it.
-// Made while the process lives; then a new process under the same pid is not mistaken for it.
+// Create it while the process lives, so that a new process with the same pid is not mistaken for it.
 class ProcessWatch {
  public:
-  ProcessWatch() = default;  // watches nobody, who is always alive
+  ProcessWatch() = default;  // watches no process; it is always alive
   // `its_namespace`: pid_namespace() of that process. If it is another one, its end cannot be seen from here.
   explicit ProcessWatch(int pid, uint64_t its_namespace = 0) : pid_(pid) {
     const bool comparable = its_namespace == 0 || its_namespace == pid_namespace();

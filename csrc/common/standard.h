@@ -1,4 +1,4 @@
-// What of the standard library most sources read. setup.py compiles it once, ahead of all; no source needs it.
+// Headers of the standard library that most sources use. setup.py compiles it once, ahead of all; no source needs it.
 #pragma once
 
 #include <algorithm>

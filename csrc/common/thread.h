@@ -1,4 +1,4 @@
-// How a thread of ours begins.
+// Starts threads.
 #pragma once
 
 #include <pthread.h>
@@ -14,7 +14,7 @@
 namespace uccl_ep {
 
 // Runs `run` on a thread that gets no signals: they are for the application's threads. Throws LimitFailure(kThreads)
-// where the host gives no thread; `what` names it.
+// if the host allows no more threads; `what` names the thread.
 template <typename Run>
 std::thread start_thread(const char* what, Run run) {
   struct Blocked {

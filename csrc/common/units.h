@@ -1,4 +1,4 @@
-// Small arithmetic and time helpers. Nothing here knows about ranks.
+// Small arithmetic and time helpers.
 #pragma once
 
 #include <ctime>

@@ -1,5 +1,5 @@
-// What callers give an engine, and what every engine makes of it alike: the checks before anything is queued, and the
-// signature that ranks compare.
+// The arguments of calls, the checks that all engines make before they queue anything, and the signature that ranks
+// compare.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace uccl_ep {
 // A cudaStream_t, without CUDA's headers; nullptr on the host.
 using Stream = void*;
 
-// Of a plan, from the call that makes it on.
+// Options of a plan, fixed by the call that makes it.
 struct PlanFacts {
   uint64_t plan_id = 0;
   uint64_t engine_generation = 0;
@@ -28,14 +28,14 @@ struct PlanFacts {
   uint64_t counts_begin = 0, counts_end = 0;
 };
 
-// What a dispatch gives its caller, for combines and for dispatches with the same routing.
+// The plan that a dispatch returns, for combines and for dispatches with the same routing.
 class SavedPlan {
  public:
   virtual ~SavedPlan() = default;
   virtual PlanFacts facts() const = 0;
-  // Of its dispatch's output, with the counts: padding included. Before, the rows that memory is given for.
+  // Rows of its dispatch's output, padding included. Before the counts are known: the rows that memory is for.
   virtual uint64_t num_rows() const = 0;
-  virtual uint64_t num_bytes() const = 0;  // that it takes
+  virtual uint64_t num_bytes() const = 0;  // memory that it takes
   // [E_local], known with the counts; empty with a capacity.
   virtual const std::vector<uint64_t>& tokens_per_expert() const = 0;  // padded to the alignment
   virtual const std::vector<uint64_t>& tokens_per_expert_exact() const = 0;
@@ -47,7 +47,7 @@ struct DispatchArgs {
   uint32_t hidden = 0;
   Dtype dtype = Dtype::kBf16;
   Dtype wire = Dtype::kBf16;
-  bool has_routing = false;  // false: `plan` is used as it is
+  bool has_routing = false;  // false: `plan` is used unchanged
   Routing routing;
   const float* weights = nullptr;  // [T, width]
   std::shared_ptr<SavedPlan> plan;  // nullptr: a new one is made; with routing: compared with it
@@ -55,9 +55,9 @@ struct DispatchArgs {
   bool compact = false;  // a row per received token instead of one per pair
   // Of a CUDA engine only.
   int64_t capacity = -1;  // rows of the output; -1: exactly those that arrive
-  bool pad_to_capacity = false;  // rows of the capacity that nothing arrives for become padding
+  bool pad_to_capacity = false;  // unused rows of the capacity become padding
   bool aside = false;  // on a stream of the engine, else on the caller's
-  Stream stream = nullptr;  // the caller's: what it has queued comes first
+  Stream stream = nullptr;  // the caller's: its queued work runs first
 };
 
 // Memory of a dispatch's results.
@@ -88,7 +88,8 @@ struct CombineArgs {
 struct CallLimits {
   uint64_t engine_generation = 0;
   uint64_t widest_row_bytes = 0;
-  // A routing for other tokens than the plan's is a call that differs, and all ranks hear of it; else it is refused.
+  // A routing for another number of tokens than the plan's is a different call and fails on all ranks; others are
+  // refused.
   bool takes_other_tokens = false;
 };
 
@@ -97,7 +98,8 @@ struct CallLimits {
 // Throw UsageFailure. Engines check the rest, which depends on their memory.
 void check_call(const DispatchArgs& args, const CallLimits& limits);
 void check_call(const CombineArgs& args, const CallLimits& limits);
-// As the engine that made it knows it. Throws UsageFailure(kInput) for a plan of another kind of engine.
+// Casts a plan to the type of the engine that made it. Throws UsageFailure(kInput) for a plan of another kind of
+// engine.
 template <typename Own>
 std::shared_ptr<Own> own_plan(const std::shared_ptr<SavedPlan>& plan) {
   auto own = std::dynamic_pointer_cast<Own>(plan);
@@ -105,7 +107,7 @@ std::shared_ptr<Own> own_plan(const std::shared_ptr<SavedPlan>& plan) {
   return own;
 }
 
-// What ranks compare (contract 9). `plan`: the call's, or the new one.
+// The signature that ranks compare (contract 9). `plan`: the call's, or the new one.
 OpSignature make_signature(const DispatchArgs& args, const PlanFacts& plan, PlanUse use);
 OpSignature make_signature(const CombineArgs& args, const PlanFacts& plan);
 

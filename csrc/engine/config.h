@@ -1,4 +1,4 @@
-// What an engine is made from.
+// The configuration of an engine.
 #pragma once
 
 #include <cstdint>
@@ -19,13 +19,13 @@ struct EngineConfig {
   uint32_t hidden = 0;  // largest row
   uint32_t max_element_bytes = 4;  // of a tensor on this buffer: 2 or 4
   uint64_t budget_bytes = 0;
-  uint32_t window_tokens = 0;  // of a CUDA engine: no more of the budget is taken than they need; 0: all of it
+  uint32_t window_tokens = 0;  // CUDA engine: use only the budget that they need; 0: all of it
   uint64_t chunk_bytes = 0;  // 0: chosen from the budget
   uint32_t window_chunks = 0;  // 0: chosen
   double arrival_timeout_s = 300;
   double progress_timeout_s = 20;
   uint32_t num_proxies = 1;
-  bool bulk_copies = true;  // of a CUDA engine: where the GPU has them
+  bool bulk_copies = true;  // CUDA engine: use them if the GPU has them
   std::vector<int> source_order;  // empty: ascending
   uint64_t generation = 0;  // the same on all ranks, fresh per engine
   std::string transport = "loop";
@@ -36,7 +36,7 @@ struct EngineConfig {
   uint64_t widest_row_bytes() const { return uint64_t{hidden} * max_element_bytes; }
 };
 
-// What Python fills in, by these names: uccl_ep_train/settings/sections.py says from what.
+// Fields that Python fills in by name; uccl_ep_train/settings/sections.py declares them.
 template <>
 inline constexpr auto kFields<EngineConfig> = std::tuple{UCCL_EP_FIELD(EngineConfig, rank),
                                                          UCCL_EP_FIELD(EngineConfig, num_ranks),
@@ -58,7 +58,7 @@ inline constexpr auto kFields<EngineConfig> = std::tuple{UCCL_EP_FIELD(EngineCon
                                                          UCCL_EP_FIELD(EngineConfig, loop),
                                                          UCCL_EP_FIELD(EngineConfig, nic)};
 
-// Returns it. Throws UsageFailure(kConfig) for one that cannot work on any backend.
+// Returns it. Throws UsageFailure(kConfig) if it cannot work on any backend.
 const EngineConfig& checked(const EngineConfig& config);
 
 }  // namespace uccl_ep

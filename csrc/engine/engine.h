@@ -1,4 +1,4 @@
-// One rank's end of a buffer, whatever memory its tensors lie in: what the Python bindings use, and any other face.
+// One rank's end of a buffer, for tensors in any memory: the interface that the Python bindings use.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace uccl_ep {
 
-// A dispatch or a combine that was called. Of an engine that outlives it. All may throw what the operation failed with.
+// A queued dispatch or combine. Its engine outlives it. All methods may throw the operation's error.
 class Operation {
  public:
   virtual ~Operation() = default;
@@ -26,18 +26,18 @@ class Operation {
   virtual bool counts_known() const = 0;
   // The plan's sizes are a guess: memory for them may be given before the counts are known.
   virtual bool is_guessed() const { return false; }
-  // There is no memory for the guess: the counts are waited for first.
+  // There is no memory for the guess: wait for the counts first.
   virtual void give_up_guess() {}
-  // What was given before the counts were known is large enough.
+  // Whether the memory that was given before the counts were known is large enough.
   virtual bool placed() const { return false; }
-  // Memory for what the plan's sizes say.
+  // Gives memory for the plan's sizes.
   virtual void give_output(const DispatchOutput& output) = 0;
 
   // ---- the end
   // Host: true when it is over, false after `timeout_usec`. CUDA: true at once; what the caller queues on `stream` from
   // now on runs after it.
   virtual bool wait(Stream stream, uint64_t timeout_usec) = 0;
-  // Its memory is not in use any more.
+  // Whether its memory is no longer in use.
   virtual bool done() const = 0;
 };
 
@@ -60,9 +60,9 @@ class Engine {
   virtual std::shared_ptr<Operation> combine(const CombineArgs& args) = 0;
   // A call of this rank was refused before it was queued, `why`; it would have come after what is queued on `stream`.
   virtual void refused(const std::string& why, Stream stream) = 0;
-  // Operations that were queued and calls that were refused. Who sees it unchanged has done neither.
+  // Number of queued operations plus refused calls. Unchanged: neither has happened.
   virtual uint64_t num_calls() const = 0;
-  // A replay of a graph is to come.
+  // Announces the replay of a graph.
   virtual void wake() {}
 
   // ---- errors and the end
@@ -75,7 +75,7 @@ class Engine {
   // all may be called: operations are refused, statistics and the error are those of the end.
   virtual void close(bool abort) = 0;
 
-  // ---- what it says of itself
+  // ---- statistics and traces
   // Records what happens from now on: of each thread, and of kernels, at least `max_events`. Throws UsageFailure.
   virtual void start_trace(uint64_t max_events) = 0;
   // What was recorded, when chunks in flight are flushed or after a second.

@@ -1,4 +1,4 @@
-// What engines count.
+// Counters of engines.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ template <typename Number>
 void put(Stats& out, const std::string& name, Number value) {
   out.emplace_back(name, static_cast<double>(value));
 }
-// Whom a rank has waited for longest, by what it has waited for each; -1: for nobody.
+// The rank that was waited for longest, from the time per rank; -1: none.
 void put_straggler(Stats& out, const std::vector<uint64_t>& waited_usec, int own_rank);
 
 // Bytes by purpose.

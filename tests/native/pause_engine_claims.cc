@@ -36,7 +36,7 @@ class Wait {
       }
     });
     cuda_on_cpu::run_grid({1, 32}, [&] {
-      if (threadIdx.x == 0) came = cuda::wait_flag(group_, {&flag_, 1, Step::kPlace, 0, -1, is_arrival_});
+      if (threadIdx.x == 0) came = cuda::wait_flag(group_, awaited());
     });
     const uint64_t usec = now_usec() - started;
     over = true;
@@ -49,12 +49,16 @@ class Wait {
     still(usec);
   }
   void still(uint64_t usec) { store(pulse_.still_nsec, 1000 * usec); }
-  void publish() { store(flag_, 1); }
-  bool reported() const { return error_.published != 0; }
+  void publish() { store(is_arrival_ ? header_.value : rows_.value, 1); }
+  bool reported() const { return error_.published.value != 0; }
 
   bool came = false;
 
  private:
+  cuda::Awaited awaited() const {
+    if (is_arrival_) return {&header_, 1, 0};
+    return {&rows_, 1, 0};
+  }
   static void store(uint64_t& word, uint64_t value) { reinterpret_cast<Flag*>(&word)->publish(value); }
 
   const bool is_arrival_;
@@ -62,7 +66,8 @@ class Wait {
   cuda::Local local_{};
   cuda::HostError error_{};
   cuda::HostPulse pulse_{};
-  uint64_t flag_ = 0;
+  cuda::DeviceFlag<cuda::HeaderFull> header_;
+  cuda::DeviceFlag<cuda::RowsFull> rows_;
 };
 
 // Stops this process again and again, each time for `usec`.

@@ -1,4 +1,4 @@
-// What a CUDA engine refuses before anything is launched.
+// Checks of a CUDA engine before anything is launched.
 
 #include <algorithm>
 
@@ -56,7 +56,7 @@ void CudaEngine::check_dispatch(const DispatchArgs& args) const {
                 uint64_t{args.hidden} * dtype_bytes(args.dtype));
 }
 
-// A routing of another form than the plan's is another routing: the kernels compare the contents only.
+// A routing of another form than the plan's counts as another routing, because kernels compare contents only.
 void CudaEngine::check_form(const DispatchArgs& args, const CudaPlan& plan) {
   if (args.routing.kind == plan.routing_kind && args.routing.width == plan.routing_width) return;
   ErrorRecord record;

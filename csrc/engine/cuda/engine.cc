@@ -35,7 +35,7 @@ const EngineConfig& checked(const EngineConfig& config, uint32_t num_sms) {
   return config;
 }
 
-// Faults that are the caller's own: kernels find them, so the buffer is broken by then.
+// Faults caused by the caller. Kernels find them, so the buffer is already broken.
 bool is_bad_routing(const cuda::HostError& error) {
   const auto code = static_cast<cuda::DeviceFault>(error.code);
   return code == cuda::DeviceFault::kExpertRange || code == cuda::DeviceFault::kExpertTwice ||
@@ -52,7 +52,7 @@ uint64_t pinned_bytes(const EngineConfig& config) {
   return 2 * kPinnedBytes + round_up(8 * uint64_t{config.num_experts}, kPageBytes);
 }
 
-// Memory of the host that a buffer takes, too.
+// Host memory of a buffer.
 uint64_t host_bytes(const EngineConfig& config, const cuda::DeviceRegionLayout& layout) {
   uint64_t bytes = pinned_bytes(config);
   for (const auto& [name, size] : memory_entries(config, layout.rings)) bytes += size;
@@ -68,11 +68,11 @@ cuda::DeviceRegionLayout layout_of(const EngineConfig& config) {
   const auto within = [&](uint64_t bytes) {
     return cuda::make_layout(topo, config.num_experts, config.widest_row_bytes(), bytes, config.window_tokens);
   };
-  // The less there is on the device, the less is on the host.
+  // Host memory shrinks with device memory.
   return within(config.budget_bytes - host_bytes(config, within(config.budget_bytes)));
 }
 
-// That buffers leave to others, NCCL above all.
+// SMs that buffers leave to others, mainly NCCL.
 uint32_t reserved_sms(uint32_t all) { return std::min(32u, all / 4); }
 
 std::mutex held_mutex;
@@ -179,7 +179,7 @@ void CudaEngine::connect(const std::vector<std::string>& handles) {
   addresses_.resize(handles.size());
   for (size_t r = 0; r < handles.size(); ++r) {
     const DeviceHandle handle = decode_device_handle(handles[r]);
-    // Without NICs our copy engines write to ranks of other domains, too.
+    // Without NICs, copy engines also write to ranks of other domains.
     const bool mapped = !has_nics() || topo_.domain_of[r] == topo_.domain_of[config_.rank];
     if (static_cast<int>(r) != config_.rank && mapped) {
       addresses_[r] = handle.socket_name;
@@ -259,7 +259,7 @@ bool CudaEngine::tell_fault() const {
     if (given_back_) return true;
     record = record_of(*group_.error);
   }
-  // A peer that has refused more calls is about to say why.
+  // A peer that has refused more calls will soon send the reason.
   const bool peer_knows = record.kind == ErrorKind::kRankMismatch && record.seen > record.expected;
   for (const uint64_t met = now_usec(); peer_knows && !plane_.failed() && now_usec() - met < kWhyUsec;) usleep(1000);
   const std::shared_lock held(memory_mutex_);
@@ -287,7 +287,7 @@ void CudaEngine::watch() {
     if (!told) told = tell_fault();
     if (!stopped && now_usec() - asked_usec > kContextUsec) {
       asked_usec = now_usec();
-      // A fault of any kernel ends the context: then none of ours runs that would find its deadline over.
+      // A fault of any kernel ends the context. Then no kernel of this engine runs that could exceed its deadline.
       const cudaError_t status = cudaStreamQuery(control_stream_);
       if (status != cudaSuccess && status != cudaErrorNotReady && status != cudaErrorCudartUnloading)
         fail(std::string("lost its GPU's context, which an earlier kernel or call has broken: ") +
@@ -313,7 +313,7 @@ void CudaEngine::close(bool abort) {
   }
   const OnDevice guard(device_, std::nothrow);
   plane_.refuse_calls(abort || !started_);  // its proxy may run, though we have not started
-  if (started_) cudaEventSynchronize(last_done_);  // what is queued ends by itself, by the error, or by its deadline
+  if (started_) cudaEventSynchronize(last_done_);  // queued work ends normally, by the error, or by its deadline
   plane_.leave();
   if (started_) {
     leaving_.publish(1);

@@ -1,4 +1,5 @@
-// The engine of tensors on a GPU: operations are launched by the caller's thread, on its stream or on one of ours.
+// The engine of tensors on a GPU: operations are launched by the caller's thread, on its stream or on one of the
+// engine's.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -75,13 +76,13 @@ class CudaOp final : public Operation {
   cuda::PlaceArgs place_;  // of a dispatch
   std::shared_ptr<CudaPlan> plan_;
   bool counts_known_ = false;
-  uint64_t waited_since_usec_ = 0;  // for the counts; 0: nobody does
-  bool placed_ = false;             // or will be by what is launched
-  bool pads_ = false;              // the output beyond the rows that came
+  uint64_t waited_since_usec_ = 0;  // start of the wait for the counts; 0: no wait
+  bool placed_ = false;             // or the launched kernels will place it
+  bool pads_ = false;              // whether unused rows of the output become padding
   cudaStream_t stream_ = nullptr;  // that it runs on
   cudaGraph_t captured_by_ = nullptr;  // while it is launched
   cudaEvent_t done_ = nullptr;     // if that is not the caller's
-  bool queued_ = false;  // something of it is launched: peers count on the rest
+  bool queued_ = false;  // part of it is launched, so peers rely on the rest
   bool launched_ = false;
 };
 
@@ -102,7 +103,7 @@ class SmShare {
   uint32_t sms_;
 };
 
-// What a constructor that throws gives back, too.
+// Resources that a throwing constructor also frees.
 struct CudaHandles {
   CudaHandles() = default;
   CudaHandles(const CudaHandles&) = delete;
@@ -133,10 +134,10 @@ class CudaEngine final : public Engine, private CudaHandles {
   uint64_t num_calls() const override { return plane_.num_calls(); }
 
   void fail(const std::string& text) override { plane_.fail(text); }
-  // With an error that its kernels have found but nobody has heard of.
+  // Also if its kernels found an error that has not been reported.
   void check() const override;
   void wake() override;
-  // Waits for kernels that are launched in between.
+  // Also waits for kernels that are launched meanwhile.
   void start_trace(uint64_t max_events) override;
   Trace stop_trace() override;
   void close(bool abort) override;

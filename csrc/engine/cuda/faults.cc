@@ -1,4 +1,4 @@
-// What a fault that a kernel found means.
+// Turns a kernel's fault into an error.
 #include "backend/cuda/packet.h"
 #include "engine/cuda/engine.h"
 
@@ -18,7 +18,7 @@ ErrorRecord CudaEngine::record_of(const cuda::HostError& error) const {
     tell_mismatch(error, record);
     return record;
   }
-  // What a rank sends may have to pass through another one's proxy.
+  // Data of a rank may pass through another rank's proxy.
   if (record.kind == ErrorKind::kArrivalTimeout || record.kind == ErrorKind::kProgressTimeout)
     plane_.blame(record, text_of(error));
   else

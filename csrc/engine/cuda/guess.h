@@ -1,5 +1,5 @@
-// What recent dispatches of one form have needed. Those that follow are launched with memory for about as much before
-// their counts are known.
+// The memory that recent dispatches of one form needed. Later dispatches are launched with about as much before their
+// counts are known.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ class Guess {
     if (seen_.size() > kKept) seen_.pop_front();
   }
 
-  // False: there is nothing to go by. Else the most that was seen and a sixteenth, but no more than 5 / 4 of the least,
+  // False: no history. Else the most that was seen plus a sixteenth, but at most 5 / 4 of the least,
   // per token of ours: memory that is not used is a loss, and a guess that is too low costs some 100 us.
   bool make(uint64_t num_tokens, cuda::PlanSizes& sizes) const {
     using cuda::PlanSizes;

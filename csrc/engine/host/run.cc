@@ -42,7 +42,7 @@ void HostEngine::run(Op& op) {
     if (record.rank < 0) record.rank = config_.rank;
     if (record.epoch == 0) record.epoch = op.epoch;
     plane_.spread(record);
-    // The first error that reached this rank is the one that everybody raises.
+    // All calls raise the first error that reached this rank.
     record = posted_error(plane_.control());
     if (record.step == Step::kNone) locate(op, steps, record);
     count(op, started);
@@ -123,7 +123,7 @@ void HostEngine::sleep(uint32_t ticket, const Op& op, const Steps& steps, const 
     if (!step->done()) blocked_usec_[static_cast<size_t>(step->step())].add(usec);
 }
 
-// What a closed rank sent before, an error that explains it above all, may still be on its way.
+// Earlier messages of a closed rank, such as the error that explains its end, may still be in flight.
 bool HostEngine::long_closed(int rank, uint64_t patient_usec) {
   constexpr uint64_t kGraceUsec = 1000000;
   if (!plane_.peer_closed(rank)) return false;
@@ -132,7 +132,7 @@ bool HostEngine::long_closed(int rank, uint64_t patient_usec) {
   return patient_usec - seen > kGraceUsec;
 }
 
-// Contract 7: while somebody has not entered the operation, the arrival deadline; then, the progress deadline.
+// Contract 7: the arrival deadline until all ranks have entered the operation, then the progress deadline.
 void HostEngine::check_deadlines(const Op& op, const Steps& steps, const host::PlanStep& plan, Waiting& waits) {
   const uint64_t now = patience_.now();
   if (const uint64_t so_far = plane_.moves(); so_far != waits.moves) {
@@ -182,7 +182,7 @@ ErrorRecord HostEngine::timeout_record(const Op& op, const WaitingOn& waiting, b
   return record;
 }
 
-// Whoever found the error was in no operation (a process is gone, a rank gave up): how far did ours get?
+// The finder of the error was in no operation (a process is gone, a rank gave up): report this rank's progress.
 void HostEngine::locate(const Op& op, const Steps& steps, ErrorRecord& record) const {
   if (record.epoch == 0) record.epoch = op.epoch;
   for (auto& step : steps) {
@@ -203,7 +203,7 @@ void HostEngine::trace(TraceKind kind, const Op& op, const WaitingOn& of, uint64
 void HostEngine::finish(Op& op, const ErrorRecord* error) {
   std::lock_guard lock(op.mutex);
   if (error != nullptr) {
-    // Whoever ignores the exception must not compute with half a result.
+    // A caller that ignores the exception must not compute with partial results.
     const Plan& plan = *op.plan;
     const uint64_t rows = op.is_dispatch() ? plan.num_rows : plan.num_tokens;
     const uint64_t weights = op.is_dispatch() ? plan.num_weights() : uint64_t{plan.num_tokens} * plan.routing_width;
