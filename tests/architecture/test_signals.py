@@ -39,7 +39,8 @@ def test_every_signal_is_listed_and_lies_in_memory() -> None:
 def test_a_signal_that_is_not_listed_is_found() -> None:
     """Control of the test above."""
     header = (CUDA / "signals.h").read_text()
-    more = header.replace("struct Read {", "struct Write {\n  static constexpr Signal kIs{};\n};\nstruct Read {")
+    added = "struct Write {\n  static constexpr Signal kIs{};\n};\n"
+    more = header.replace("struct Read {", added + "struct Read {")
     assert declared(more) - set(listed(more)) == {"Write"}
 
 
@@ -55,7 +56,8 @@ def test_the_table_of_the_memory_model_is_made_of_the_declarations() -> None:
 def test_a_declaration_that_changes_changes_the_table(tmp_path: Path) -> None:
     """Control of the test above."""
     for folder in ("csrc/backend/cuda", "csrc/common", "tests/native"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("cuda_on_cpu", "*.py"))
+        ignored = shutil.ignore_patterns("cuda_on_cpu", "*.py")
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
     header = tmp_path / "csrc/backend/cuda/signals.h"
     header.write_text(header.read_text().replace("d: last block of `fold`", "d: first block of `fold`"))
     page = (ROOT / PAGE).read_text()
