@@ -1,4 +1,4 @@
-// One dispatch or combine, as the caller gave it and as the steps see it.
+// One dispatch or combine, with its arguments and its state for the steps.
 #pragma once
 
 #include <condition_variable>
@@ -33,7 +33,7 @@ struct Op {
   RowShape wire_row() const { return row_shape(signature.wire, signature.hidden); }
   // Of a row of rows_out.
   uint64_t out_row_bytes() const { return scales_out != nullptr ? wire_row().code_bytes : row_bytes; }
-  // As users count.
+  // The number that users see.
   uint64_t call() const { return epoch + num_refused; }
   bool is_dispatch() const { return signature.kind == OpKind::kDispatch; }
   bool makes_plan() const { return is_dispatch() && signature.plan_use == PlanUse::kNew; }
@@ -51,7 +51,7 @@ struct Op {
 // What a blocked step waits for, for the error that names it.
 struct WaitingOn {
   Step step = Step::kNone;
-  int peer = -1;  // -1: nobody in particular
+  int peer = -1;  // -1: no particular rank
   int64_t chunk = -1;
   uint64_t expected = 0;
   uint64_t seen = 0;

@@ -1,4 +1,4 @@
-// What a dispatch learns about the routing and a combine or a cached dispatch uses again. Immutable once it is
+// A dispatch's plan, which a combine or a cached dispatch re-uses. Immutable once it is
 // complete. Memory: <= 16 bytes per sent pair and per received pair, plus 4 bytes per row of the domain.
 #pragma once
 
@@ -33,7 +33,7 @@ struct SourceStream {
   bool operator==(const SourceStream&) const = default;
 };
 
-// Rows of one source for our domain, as their routing told us.
+// Rows of one source for our domain, from its routing.
 struct IncomingStream {
   std::vector<uint32_t> row_pair_begin;  // [rows + 1], all rows of the stream
   // Rows that have pairs with our experts, ascending.
@@ -81,7 +81,7 @@ std::string describe(const OpSignature& signature);
 // "rank 1 refused call 7: why", or several calls from `first` on; without `why` where it is not known.
 std::string describe_refusals(int rank, uint64_t first, uint64_t count, const std::string& why);
 
-// What a rank called as its operation `epoch`, after so many calls that it refused.
+// A rank's call for operation `epoch`, and the number of calls that it refused before.
 struct Called {
   int rank = -1;
   OpSignature signature{};

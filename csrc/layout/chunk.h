@@ -1,5 +1,5 @@
 // How a stream of rows is cut into chunks, and where a row and its weights lie in a chunk's slot. The producer, every
-// reader, the folder and the merger of a stream cut it alike, because they call this with the same numbers.
+// reader, `fold` and `merge` cut a stream equally, because they call this with the same numbers.
 #pragma once
 
 #include <cstdint>

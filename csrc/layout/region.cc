@@ -8,7 +8,7 @@
 namespace uccl_ep {
 namespace {
 
-// Hands out consecutive offsets and books them under a name.
+// Assigns consecutive offsets and records them under a name.
 class Cursor {
  public:
   explicit Cursor(RegionLayout& layout, bool slots_on_device = false)
@@ -61,7 +61,7 @@ uint32_t send_slots(const RegionLayout& layout) {
   return slots;
 }
 
-// What every region starts with, at the same offsets on all ranks.
+// The start of every region, at the same offsets on all ranks.
 void take_control(Cursor& cursor, const Topology& topo, int rank, RegionLayout& layout) {
   layout.rank = rank;
   const int own = topo.domain_of[rank];
@@ -72,7 +72,7 @@ void take_control(Cursor& cursor, const Topology& topo, int rank, RegionLayout& 
   layout.error_landing_offset = cursor.take("control", sizeof(ErrorRecord) * static_cast<uint64_t>(topo.num_ranks));
 }
 
-// What every region ends with: it depends on the rings.
+// The end of every region, which depends on the rings.
 void take_commands(Cursor& cursor, RegionLayout& layout) {
   layout.num_commands = command_capacity(send_slots(layout));
   layout.commands_offset = cursor.take("command ring", kLineBytes + layout.num_commands * kCommandBytes);
@@ -256,7 +256,7 @@ RingParams choose_rings(const Topology& topo, const MemoryNeeds& needs) {
     while (choose_chunk && slot_bytes > least && need() > needs.budget_bytes)
       slot_bytes = std::max(least, round_up(slot_bytes / 2, kLineBytes));
   };
-  // Shrink what the caller left open: first the chunks to an eighth, then their number, then the chunks to the least.
+  // Shrink what the caller left open: first chunks to an eighth, then their number, then chunks to the minimum.
   shrink_chunk(std::max(least_slot, kDefaultChunkBytes / 8));
   while (choose_slots && slots > kLeastRingSlots && need() > needs.budget_bytes) --slots;
   shrink_chunk(least_slot);

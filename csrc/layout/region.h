@@ -1,5 +1,5 @@
-// Where everything lies in a rank's region. Declared once: the owner, its domain peers and remote senders all compute
-// the same layout from the same inputs, so no offset ever travels.
+// The layout of a rank's region. Declared once: the owner, its domain peers and remote senders all compute
+// the same layout from the same inputs, so ranks never exchange offsets.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ inline const char* ring_name(RingKind kind) {
 //   stamps: Flag per slot, = serial + 1.
 //     domain ring or landing ring: "the chunk is there". Writer: the producer (landing: the rail's proxy). Readers: all
 //     readers. send ring: "the transport has flushed the chunk". Writer: the proxy. Reader: the producer.
-//   consumed: FlagLine per reader, = number of chunks that it is done with. Writer: that reader. Reader: the producer
+//   consumed: FlagLine per reader, = number of chunks that it has consumed. Writer: that reader. Reader: the producer
 //     (landing: the rail's proxy, which turns it into credits). Send rings have none.
 struct RingLayout {
   RingKind kind = RingKind::kRows;
@@ -92,10 +92,10 @@ struct RegionLayout {
 };
 
 RegionLayout make_region_layout(const Topology& topo, const RingParams& rings, int rank);
-// Control page, board and command ring in the region, and only the rings that a transport carries. Without meta rings:
+// Control page, board and command ring in the region, and only the rings that a transport carries. No meta rings:
 // the packet in a header ring has it all, chunk epoch - 1 of it for each operation.
 RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, int rank);
-// The most of any rank: every rank sets as much aside, so that all that follows lies alike.
+// The most of any rank. Every rank reserves as much, so later parts have equal offsets.
 uint64_t device_ring_bytes(const Topology& topo, const DeviceRings& rings);
 
 // Chooses slot sizes and the number of slots so that the largest region of any rank, and what is allocated beside

@@ -41,7 +41,7 @@ inline constexpr RowFormat kRowFormats[] = {
     {Dtype::kFp8, "fp8", "pow2", 8, kFp8Block, 4},
     {Dtype::kFp8Fp32, "fp8", "fp32", 8, kFp8Block, 4},
 };
-// On the host. Kernels are given a RowShape.
+// Host only. Kernels get a RowShape.
 constexpr const RowFormat& row_format(Dtype id) { return kRowFormats[static_cast<uint32_t>(id) - 1]; }
 // nullptr: there is none.
 constexpr const RowFormat* find_row_format(std::string_view name, std::string_view scale) {
@@ -60,7 +60,7 @@ static_assert(are_in_order());
 constexpr bool is_quantised(Dtype wire) { return row_format(wire).scale_bytes > 0; }
 constexpr uint64_t wire_row_bytes(Dtype wire, uint64_t hidden) { return row_format(wire).row_bytes(hidden); }
 inline const char* dtype_name(Dtype dtype) { return row_format(dtype).name; }
-// Of an element of a tensor. For kernels, too, which cannot look into the table.
+// Bytes of a tensor element. Usable in kernels, which cannot read the table.
 constexpr uint32_t dtype_bytes(Dtype dtype) { return dtype == Dtype::kFp32 ? 4 : dtype == Dtype::kBf16 ? 2 : 1; }
 static_assert(dtype_bytes(Dtype::kBf16) * 8 == row_format(Dtype::kBf16).code_bits &&
               dtype_bytes(Dtype::kFp32) * 8 == row_format(Dtype::kFp32).code_bits);

@@ -1,4 +1,4 @@
-// Which rank sits in which domain, and which rank of another domain is its rail peer. Pure data, the same on all ranks.
+// The domain of each rank, and its rail in other domains. Pure data, the same on all ranks.
 #pragma once
 
 #include <algorithm>

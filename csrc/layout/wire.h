@@ -1,4 +1,4 @@
-// What crosses between ranks: the header of an operation with its signature. Immediates: layout/words.h.
+// Data that ranks exchange: the header of an operation with its signature. Immediates: layout/words.h.
 #pragma once
 
 #include <bit>
@@ -14,8 +14,8 @@ namespace uccl_ep {
 enum class OpKind : uint32_t { kDispatch = 1, kCombine = 2 };
 enum class PlanUse : uint32_t { kNew = 0, kCached = 1, kDiffers = 2 };
 
-// What every rank must have called alike (contract 9). Host and kernels compare it by the list below, by which errors
-// name its fields, too. A new field is a line here and one there: what is not listed does not compile.
+// The part of a call that must be equal on all ranks (contract 9). Host and kernels compare it by the list below, which
+// also gives errors the names of fields. A new field is a line here and one there: what is not listed does not compile.
 struct OpSignature {
   OpKind kind;
   Dtype dtype;  // of the tensors
@@ -60,7 +60,7 @@ static_assert(sizeof(OpHeader) % 8 == 0);
 
 // ---- command ring ---------------------------------------------------------------------------------------------------
 constexpr uint64_t kCommandBytes = 16;  // after one line of bookkeeping; see queue/ring.h
-// Commands that the consumer takes before it gives their slots back.
+// Commands that the consumer takes before it returns their slots.
 constexpr uint32_t command_batch(uint32_t capacity) { return capacity < 4 ? 1 : capacity / 4; }
 // The least capacity that is never full to a producer with at most `most_pending` commands that have not been taken.
 constexpr uint32_t command_capacity(uint32_t most_pending) {

@@ -16,7 +16,7 @@ struct BitField {
   static constexpr Word kMost = static_cast<Word>(~Word{0}) >> (8 * sizeof(Word) - kBits);
   static constexpr Word kMask = kMost << kFirst;
 
-  // What is above kMost would be somebody else's: see fits().
+  // Larger values would overwrite the next field: see fits().
   static constexpr Word put(Word value) { return value << kFirst; }
   static constexpr Word get(Word word) { return word >> kFirst & kMost; }
   static constexpr bool fits(uint64_t value) { return value <= kMost; }

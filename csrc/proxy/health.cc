@@ -9,7 +9,7 @@ namespace {
 
 constexpr uint64_t kRemoteHeartbeatPeriods = 5;
 
-// It crossed a network: nothing in it may lead us out of bounds.
+// It crossed a network: check its fields before using them as indices.
 ErrorRecord checked(ErrorRecord record, int finder, int num_ranks) {
   if (record.kind > ErrorKind::kPeerFailed || record.kind == ErrorKind::kNone) record.kind = ErrorKind::kTransport;
   if (record.step > Step::kClose) record.step = Step::kNone;
@@ -54,7 +54,7 @@ void Health::housekeeping(uint64_t now_usec, uint64_t moved_bytes) {
   watch_processes();
 }
 
-// After a pause of our own everybody seems to have been silent: they get time to beat again.
+// After a pause of this process all ranks seem silent: give them time for a heartbeat.
 void Health::listen() {
   const uint64_t patient = patience_.now();
   for (size_t rank = 0; rank < heard_before_.size(); ++rank) {
@@ -68,7 +68,7 @@ void Health::listen() {
 void Health::send_heartbeats() {
   const uint64_t progress = last_moved_usec(context_.rank);
   for (Remote& remote : remotes_) {
-    // At most one in flight: a peer that takes nothing is not fed more.
+    // At most one in flight, in case the peer accepts nothing.
     if (remote.heartbeat_in_flight || closed_[static_cast<size_t>(remote.rank)].own() != 0) continue;
     WriteRequest request{};
     request.peer = remote.rank;
@@ -76,7 +76,7 @@ void Health::send_heartbeats() {
     const uint32_t refused = static_cast<uint32_t>(context_.control->num_refused.read() % kHeartbeatRefusals);
     request.immediate = encode_imm(ImmType::kHeartbeat, refused << 1 | moved, static_cast<uint64_t>(context_.rank));
     request.cookie = encode_cookie({PostKind::kHeartbeat, static_cast<uint32_t>(remote.rank)});
-    if (context_.transport->post_write(request) == PostResult::kAgain) continue;  // the next period will do
+    if (context_.transport->post_write(request) == PostResult::kAgain) continue;  // retry in the next period
     remote.heartbeat_in_flight = true;
     remote.told_progress = progress;
     heartbeats_.add(1);
@@ -118,14 +118,14 @@ void Health::found_dead(const Watched& watched) {
 }
 
 void Health::spread(const ErrorRecord& record) {
-  // Before anybody here can see the error and ask whether it was delivered.
+  // Before any local thread can see the error and ask whether it was delivered.
   start_shipping(record);
   for (ControlBlock* control : context_.domain_controls)
     if (control != nullptr) post_error(*control, record);
 }
 
-// Once: the first error is the cause. Ours is shipped even if our control block has somebody else's already, who may
-// have died before he told the other domains.
+// Once: the first error is the cause. This rank's error is shipped even if the control block has another rank's, which
+// may have died before it told the other domains.
 void Health::start_shipping(const ErrorRecord& record) {
   if (error_owed_) return;
   error_owed_ = true;
@@ -147,7 +147,7 @@ void Health::owe_what_changed() {
   if (!byes_owed_ && bye_requested_.read() != 0) {
     byes_owed_ = true;
     for (Remote& remote : remotes_) {
-      if (remote.dead) continue;  // but one that said bye still waits for ours
+      if (remote.dead) continue;  // but a peer that said bye still waits for this rank's
       remote.bye = Debt::kDue;
       ++num_due_;
     }
@@ -176,7 +176,7 @@ bool Health::pay(Remote& remote, PostKind kind, Debt& debt) {
   request.immediate = encode_imm(kind == PostKind::kError ? ImmType::kError : ImmType::kBye, 0, own_rank);
   if (kind == PostKind::kError) {
     request.local_offset = context_.layout->error_send_offset;
-    // The control part starts alike in every rank's region, so our layout tells the peer's offset.
+    // The control part has the same offsets in every region, so the local layout gives the peer's offset.
     request.remote_offset = context_.layout->error_landing_offset + own_rank * sizeof(ErrorRecord);
     request.num_bytes = sizeof(ErrorRecord);
   }

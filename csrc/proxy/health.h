@@ -1,4 +1,4 @@
-// Who lives, who said goodbye, and what went wrong: heartbeats, process watching, errors and byes between ranks.
+// Life and errors of ranks: heartbeats, process watching, error and bye messages.
 #pragma once
 
 #include <cstdint>
@@ -16,21 +16,21 @@ class Health {
  public:
   explicit Health(const ProxyContext& context);
 
-  // Posts what is owed to ranks of other domains: byes, our error.
+  // Posts pending messages to ranks of other domains: byes, this rank's error.
   bool send_due();
-  // At most every kHeartbeatUsec does anything: heartbeats, process watching. `moved_bytes`, of chunks, so far.
+  // Every kHeartbeatUsec: heartbeats, process watching. `moved_bytes`, of chunks, so far.
   void housekeeping(uint64_t now_usec, uint64_t moved_bytes);
   uint64_t next_housekeeping_usec() const { return next_housekeeping_usec_; }
-  // Something is owed that the transport refused.
+  // Whether the transport refused a pending message.
   bool refused() const { return refused_; }
 
   // A message of `peer` arrived.
   void heard(int peer, uint64_t now_usec) { heard_[static_cast<size_t>(peer)].publish(now_usec); }
   // The immediate of an error, a heartbeat, or a bye.
   void arrive(const Imm& imm, int peer, uint64_t now_usec);
-  // One of our posts is over: the peer has it, or cannot be reached.
+  // A post has completed: the peer has it, or cannot be reached.
   void flushed(const Cookie& cookie);
-  // This rank found an error: to all ranks, directly.
+  // This rank found an error: send it to all ranks directly.
   void spread(const ErrorRecord& record);
 
   // ---- any thread
@@ -87,7 +87,7 @@ class Health {
   uint64_t next_housekeeping_usec_ = 0;
   uint64_t period_ = 0;
   bool refused_ = false;
-  uint64_t num_due_ = 0;          // debts that were not posted yet
+  uint64_t num_due_ = 0;          // pending messages that were not posted yet
   bool byes_owed_ = false;        // byes were asked for and handed out to remotes_
   bool error_owed_ = false;       // likewise, of our error
   Counter heartbeats_;
@@ -103,7 +103,7 @@ class Health {
   std::vector<Flag> calls_refused_;  // [rank] modulo kHeartbeatRefusals, as its heartbeats say
   std::vector<Flag> closed_;  // [rank] 1: its bye arrived, or it is dead
   Flag shipping_error_;  // 1: an error that we found is on its way to the other domains
-  Flag error_settled_;  // 1: it has reached all that live
+  Flag error_settled_;  // 1: it has reached all live ranks
   Flag byes_settled_;  // likewise, the byes
   Flag bye_requested_;  // writer: the closing thread; reader: the proxy
 };

@@ -29,7 +29,7 @@ void Lander::arrive(const Completion& completion) {
   const RingLayout& landing = channel.in->landing;
   const uint64_t serial = widen_serial(imm.serial, channel.end);
   Flag& stamp = reinterpret_cast<Flag*>(context_.region + landing.stamps_offset)[serial % landing.num_slots];
-  if (stamp.own() > serial) {  // reported before, or of an earlier lap
+  if (stamp.own() > serial) {  // a repeat, or of an earlier lap
     duplicates_.add(1);
     return;
   }

@@ -15,12 +15,12 @@ class Lander {
  public:
   explicit Lander(const ProxyContext& context);
 
-  // A data immediate arrived. Throws CommunicationFailure for one that no peer of ours can have sent.
+  // A data immediate arrived. Throws CommunicationFailure if no peer can have sent it.
   void arrive(const Completion& completion);
   // Wakes the readers of everything that arrived since the last call.
   void ring_readers();
 
-  // Sends credits for consumed chunks: half a ring at a time, or whatever there is when `now_all`.
+  // Sends credits for consumed chunks: half a ring at a time, or all if `now_all`.
   bool return_credits(bool now_all, uint64_t now_usec);
   void credit_flushed(uint32_t channel);
   bool refused() const { return refused_; }

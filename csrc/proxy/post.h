@@ -1,4 +1,4 @@
-// What the parts of a proxy share: cookies that say whose post was flushed, the deadline of refused posts, errors.
+// Shared by the parts of a proxy: cookies that identify flushed posts, the deadline of refused posts, errors.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +42,7 @@ inline ErrorRecord make_error(ErrorKind kind, int rank, int peer, const std::str
   return record;
 }
 
-// Since when the transport refuses one post.
+// The time since which the transport has refused a post.
 class Refusal {
  public:
   void clear() { refused_ = false; }

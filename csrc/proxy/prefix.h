@@ -1,4 +1,4 @@
-// A word of the board: how many chunks of a channel have been stamped such that none before them is missing.
+// A word of the board: the number of chunks of a channel up to which all are stamped.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace uccl_ep {
 
-// Does nothing where the layout has no board. By the proxy's thread, which writes the stamps as well.
+// Does nothing if the layout has no board. Called by the proxy's thread, which also writes the stamps.
 class Prefix {
  public:
   Prefix() = default;

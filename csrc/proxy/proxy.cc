@@ -19,12 +19,11 @@ namespace uccl_ep {
 namespace {
 
 constexpr size_t kCompletionsPerPass = 64;
-// How many passes that find nothing come before sleeping: a few microseconds, since threads outnumber cores on many
-// hosts.
+// Idle passes before sleeping: a few microseconds, because many hosts have more threads than cores.
 constexpr uint32_t kEmptyPasses = 50;
 // Shorter sleeps cost more than they save.
 constexpr uint64_t kLeastSleepUsec = 20;
-// Nobody rings when a refused post would be accepted.
+// No bell announces that a refused post would be accepted.
 constexpr uint64_t kRefusedRetryUsec = 50;
 constexpr uint64_t kFailedRetryUsec = 10'000;
 // A GPU does not ring. While no operation is under way there the proxy waits awake for a while; then it naps, the
@@ -40,7 +39,7 @@ constexpr uint64_t kNapsPerPause = 30;
 // A thread that never sleeps still reports its time.
 constexpr uint64_t kPassesPerAccount = 1024;
 
-// What check of the field limits is left: a cookie names every channel and every rank.
+// The remaining check of field limits: a cookie can name every channel and rank.
 static_assert(kMaxChannels - 1 <= kMaxCookieIndex && kMaxRanks - 1 <= kMaxCookieIndex);
 
 bool is_of_chunk(const Completion& completion) {
@@ -108,7 +107,7 @@ void Proxy::run_once(uint32_t ticket) {
   sleep(ticket);
 }
 
-// After an error nothing is shipped any more, however many operations are under way.
+// After an error nothing more is shipped, even if operations are running.
 bool Proxy::stays_awake() {
   if (context_.launched == nullptr || context_.control->error_claim.claimed()) return false;
   if (const uint64_t awaited = context_.awaited->read(); awaited != awaited_) {
@@ -119,7 +118,7 @@ bool Proxy::stays_awake() {
          now_usec() - last_chunk_usec_ < (awaited_ != 0 ? kAwakeForReplaysUsec : kAwakeUsec);
 }
 
-// `ticket` was taken before a pass that found nothing, so what came since then ends the sleep at once.
+// `ticket` was taken before the idle pass, so later events end the sleep at once.
 void Proxy::sleep(uint32_t ticket) {
   const uint64_t usec = sleep_usec();
   if (usec < kLeastSleepUsec) {
@@ -130,7 +129,7 @@ void Proxy::sleep(uint32_t ticket) {
   context_.control->proxy_bell.wait(ticket, usec);
   awake_since_usec_ = now_usec();
   wakeups_.add(1);
-  // After a nap one look is enough: most of them find nothing.
+  // After a nap one pass is enough: most find nothing.
   if (context_.launched == nullptr) empty_passes_ = 0;
 }
 
@@ -152,7 +151,7 @@ uint64_t Proxy::sleep_usec() const {
 bool Proxy::step() {
   passes_.add(1);
   const uint64_t now = now_usec();
-  // After an error nobody reads what would be sent: only the error itself, byes and heartbeats still go out.
+  // After an error only the error, byes and heartbeats are sent; other data has no reader.
   const bool usable = !failed_ && !context_.control->error_claim.claimed();
   bool moved = health_->send_due();
   if (usable) {
@@ -218,7 +217,7 @@ void Proxy::take(const Completion& completion, uint64_t polled_nsec) {
   }
   const bool delivered = completion.kind == Completion::Kind::kWriteDone;
   const Cookie cookie = decode_cookie(completion.cookie);
-  // What a rank that left cannot take any more is no error.
+  // A failed post to a rank that left is no error.
   if (!delivered && !health_->closed(completion.peer))
     fail(make_error(ErrorKind::kTransport, context_.rank, completion.peer,
                     "a write to rank " + std::to_string(completion.peer) +

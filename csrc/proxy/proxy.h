@@ -1,5 +1,5 @@
-// The thread that drives a rank's network: it ships finished chunks, publishes arrivals, returns credits, and watches
-// over the other ranks. step() is the protocol; shipper.h, lander.h and health.h are its parts.
+// The thread that drives a rank's network: it ships finished chunks, publishes arrivals, returns credits and monitors
+// the other ranks. step() is the protocol; shipper.h, lander.h and health.h are its parts.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ class Shipper;
 class Lander;
 class Health;
 
-// What a proxy works on. All of it outlives the proxy.
+// The objects that a proxy uses. All outlive the proxy.
 struct ProxyContext {
   int rank = -1;
   const Topology* topo = nullptr;
@@ -37,10 +37,10 @@ struct ProxyContext {
   // and take chunks without ringing. Null on the host, where everybody rings.
   const Flag* launched = nullptr;
   const Flag* ended = nullptr;
-  // How often a graph was replayed, or somebody said that one will be. With `launched`.
+  // Number of graph replays, including announced ones. Set together with `launched`.
   const Flag* awaited = nullptr;
-  TraceBuffer* trace = nullptr;  // the proxy's thread writes; nullptr: nobody wants one
-  // A post that was refused for longer is an error.
+  TraceBuffer* trace = nullptr;  // written by the proxy's thread; nullptr: no trace
+  // A post that is refused for longer is an error.
   uint64_t progress_timeout_usec = 20'000'000;
 };
 
@@ -81,7 +81,7 @@ class Proxy {
   Proxy& operator=(const Proxy&) = delete;
 
   void start();
-  // Joins the thread, whatever is pending. Afterwards nothing of ours touches the transport. Idempotent.
+  // Joins the thread even if work is pending. Afterwards this proxy no longer uses the transport. Idempotent.
   void stop();
 
   // One pass: true if anything moved. Called by the thread; by tests instead of start(). Throws what the transport
@@ -105,7 +105,7 @@ class Proxy {
   // The rank entered close() (domain peer: its flag; other domain: its bye arrived) or its process is gone.
   bool remote_closed(int rank) const;
 
-  // Says to all ranks that this one may disappear: own `closing` flag, a bye to each rank of other domains. Idempotent.
+  // Tells all ranks that this one may disappear: own `closing` flag, a bye to each rank of other domains. Idempotent.
   void announce_close();
   // After announce_close(): every rank closed or died, and what we owe the others (byes, our error) is flushed. Only
   // then may the transport go without a peer waiting in vain; after a deadline it may go anyway.

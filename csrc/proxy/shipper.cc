@@ -8,7 +8,7 @@
 namespace uccl_ep {
 namespace {
 
-// A pass takes no more, so that arrivals are not kept waiting.
+// Limit per pass, so that arrivals do not wait.
 constexpr int kCommandsPerPass = 256;
 
 }  // namespace
@@ -79,7 +79,7 @@ bool Shipper::post(uint64_t now_usec) {
   for (size_t fruitless = 0; fruitless < turns_.size();) {
     const uint32_t index = turns_.front();
     Channel& channel = channels_[index];
-    if (!has_room(channel)) break;  // its turn stays: the next room is for this channel
+    if (!has_room(channel)) break;  // keeps its turn: this channel gets the next room
     turns_.pop();
     if (try_post(index, now_usec)) {
       any = true;
@@ -175,7 +175,7 @@ void Shipper::flushed(const Cookie& cookie, bool delivered, uint64_t flushed_nse
 
 void Shipper::trace(TraceKind kind, const Channel& channel, const Slot& slot, uint64_t begin_nsec,
                     uint64_t end_nsec) const {
-  if (!traces() || end_nsec == 0) return;  // switched on since
+  if (!traces() || end_nsec == 0) return;  // the trace was switched on meanwhile
   context_.trace->add({begin_nsec, end_nsec, slot.serial, slot.num_bytes, kind, channel.out->send.kind, Step::kShip,
                        channel.out->peer, static_cast<uint32_t>(&channel - channels_.data())});
 }

@@ -16,11 +16,11 @@ class Shipper {
  public:
   explicit Shipper(const ProxyContext& context);
 
-  // Takes commands. Throws CommunicationFailure for one that its producer cannot have meant.
+  // Takes commands. Throws CommunicationFailure for an invalid one.
   bool drain();
-  // Posts what credits and the NIC allow, one chunk per channel in turn.
+  // Posts chunks as credits and the NIC allow, one per channel in turn.
   bool post(uint64_t now_usec);
-  // Posts were refused in the last post(): nobody rings when they would be accepted.
+  // Whether the last post() had refused posts; no bell announces when they would be accepted.
   bool refused() const { return refused_; }
 
   // A credit immediate arrived.

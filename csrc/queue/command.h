@@ -41,7 +41,7 @@ constexpr Command decode_command(const CommandWords& w) {
 struct ProducerState {
   uint64_t pushed = 0, known_taken = 0;
 };
-// As kernels get it.
+// The form that kernels get.
 struct CommandQueue {
   uint64_t* ring = nullptr;  // a CommandRingMemory as this GPU sees it
   uint32_t capacity = 0;     // commands, a power of two

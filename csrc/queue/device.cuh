@@ -7,11 +7,11 @@
 
 namespace uccl_ep::cuda {
 
-// By one thread of a kernel at a time.
+// Used by one thread of a kernel at a time.
 class CommandProducer {
  public:
   __device__ explicit CommandProducer(const CommandQueue& queue) : queue_(queue), state_(*queue.state) {}
-  // False: the ring is full now. The consumer of a command sees what came before the caller's last fence_system().
+  // False: the ring is full. The consumer of a command sees all writes before the caller's last fence_system().
   __device__ __forceinline__ bool push(const Command& command) {
     if (state_.pushed - state_.known_taken == queue_.capacity) {  // the cached credit is used up: look across
       state_.known_taken = read_flag(queue_.ring);
@@ -23,7 +23,7 @@ class CommandProducer {
     ++state_.pushed;
     return true;
   }
-  // Before the next one is made.
+  // Call it before the next one is constructed.
   __device__ void keep() { *queue_.state = state_; }
 
  private:

@@ -1,5 +1,5 @@
-// Commands from the one thread that finishes chunks to the one proxy that ships them, over memory that the caller gives
-// (later host-pinned, with the producer on a GPU).
+// Commands from the one thread that finishes chunks to the one proxy that ships them, over memory of the caller
+// (pinned, if the producer is on a GPU).
 #pragma once
 
 #include <bit>
@@ -15,7 +15,7 @@
 
 namespace uccl_ep {
 
-// What lies in the memory, the same for host and device. All zero is an empty ring: the first lap has phase 1.
+// The memory layout, the same for host and device. All zero is an empty ring: the first lap has phase 1.
 struct CommandRingMemory {
   // Number of commands taken since creation. Writer: the consumer, in batches; reader: the producer, which may
   // overwrite the slots of taken commands; scope: both ends; never reset.
@@ -48,7 +48,7 @@ class CommandRing {
   CommandRing(const CommandRing&) = delete;
   CommandRing& operator=(const CommandRing&) = delete;
 
-  // Throws unless every command of this buffer fits its fields, so that push() need not look.
+  // Throws unless every command of this buffer fits its fields, so push() need not check.
   static void check_limits(uint64_t num_channels, uint64_t largest_chunk_bytes) {
     if (num_channels > uint64_t{kCommandMaxChannel} + 1)
       throw UsageFailure(UsageKind::kConfig, "command: " + std::to_string(num_channels) + " channels, at most " +
@@ -58,7 +58,7 @@ class CommandRing {
                                                  " bytes, at most " + std::to_string(kCommandMaxBytes));
   }
 
-  // Producer. False: the ring is full now. What the caller wrote before is visible to the consumer of the command.
+  // Producer. False: the ring is full. The consumer of the command sees all earlier writes of the caller.
   bool push(const Command& command) {
     if (pushed_ - known_taken_ == capacity_) {  // the cached credit is used up: look across
       known_taken_ = memory_->taken.flag.read();
@@ -78,7 +78,7 @@ class CommandRing {
     const CommandWords words{{slot.word[0].load(), slot.word[1].load()}};
     const uint64_t phase = phase_of(taken_) ? kCommandPhase : 0;
     if ((words.word[0] & kCommandPhase) != phase || (words.word[1] & kCommandPhase) != phase) {
-      publish_taken();  // empty: the producer may be waiting for exactly these
+      publish_taken();  // empty: the producer may wait for these
       return false;
     }
     command = decode_command(words);

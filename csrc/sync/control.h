@@ -1,4 +1,4 @@
-// The first page of every rank's region: who the rank is, whether it lives, what went wrong.
+// The first page of every rank's region: the rank's identity, signs of life, and its error.
 // Mapped by all ranks of the domain.
 #pragma once
 
@@ -27,7 +27,7 @@ struct ControlBlock {
   // rank.
   alignas(kLineBytes) Flag heartbeat;
   // now_usec() of the last movement of the owner's current operation. Writer: its worker; readers: domain peers and
-  // the owner's proxy, which tells the other domains. A progress deadline runs only while nobody moves.
+  // the owner's proxy, which tells the other domains. A progress deadline runs only while no rank moves.
   alignas(kLineBytes) Flag progress;
   // now_usec() when it was last seen that bytes of chunks had moved between domains, also inside a chunk. Writer: the
   // owner's proxy; readers as of `progress`, which it stands beside.

@@ -22,7 +22,7 @@ __device__ __forceinline__ void store_flag(uint64_t* flag, uint64_t value) { ptx
 __device__ __forceinline__ void store_words(uint64_t* to, uint64_t first, uint64_t second) {
   ptx::store_two_relaxed_system(to, first, second);
 }
-// For other blocks of this GPU.
+// Published to other blocks of this GPU.
 __device__ __forceinline__ void publish_in_gpu(uint64_t* flag, uint64_t value) { ptx::store_release_gpu(flag, value); }
 // The winner publishes what it wrote since.
 __device__ __forceinline__ bool take_claim(uint64_t* claim) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ bool arrive_last(uint32_t* counter, uint32_t num_bloc
   *counter = 0;
   return true;
 }
-// Without order: who comes how many-th.
+// Without order: the number of earlier arrivals.
 __device__ __forceinline__ uint32_t take_numbers(uint32_t* counter, uint32_t count) {
   return atomicAdd(counter, count);
 }

@@ -66,7 +66,7 @@ class Bell {
     if (sleepers_.load(std::memory_order_seq_cst) != 0) futex(FUTEX_WAKE, INT_MAX, nullptr);
   }
 
-  // A hint: somebody sleeps, or is about to.
+  // A hint: the sleeper sleeps, or is about to.
   bool has_sleeper() const { return sleepers_.load(std::memory_order_relaxed) != 0; }
 
   // Returns after a ring since `ticket` was taken, or after `timeout_usec`. The caller looks at its flags again.

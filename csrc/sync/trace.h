@@ -1,5 +1,5 @@
-// What happens to chunks, one after the other: a buffer for one thread, that another switches on and reads. Off, an
-// event costs a look at a flag.
+// A buffer of trace events. One thread writes it; another switches it on and reads it. While it is off, an event costs
+// one load of a flag.
 #pragma once
 
 #include <array>

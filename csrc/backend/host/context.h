@@ -1,4 +1,4 @@
-// What the steps of the host backend share: who we are, and the ports of every stream. Used by the worker thread only.
+// Shared by the steps of the host backend: this rank's place, and the ports of every stream. Used by the worker only.
 #pragma once
 
 #include <cstdint>

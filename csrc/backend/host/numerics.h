@@ -1,4 +1,4 @@
-// The arithmetic of contracts 2 and 3 on the host, vectorised. Bit for bit what reference.py says.
+// The arithmetic of contracts 2 and 3 on the host, vectorised. It matches reference.py bit for bit.
 #pragma once
 
 #include <cstdint>

@@ -50,7 +50,7 @@ class PlaceStep final : public HostStep {
   Step step() const override { return Step::kPlace; }
 
  private:
-  // The caller gives the output once it knows the counts. What no row writes is written first.
+  // The caller gives the output once it knows the counts. Padding is written first.
   bool start() {
     {
       std::lock_guard lock(op_.mutex);

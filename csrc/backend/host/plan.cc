@@ -87,7 +87,7 @@ class HostPlan final : public PlanStep {
     throw CommunicationFailure(record);
   }
 
-  // Another call than ours. False: `src` has refused calls before it, and is about to tell everybody why.
+  // Not this rank's call. False: `src` has refused calls before it and will soon send the reason.
   bool meet_other_call(int src, const OpHeader& header) {
     const uint64_t now = now_usec();
     if (header.num_refused > op_.num_refused) {

@@ -29,7 +29,7 @@ struct PortCounters {
   Counter laps;   // most times that a ring was gone round
 };
 
-// How chunks get to the proxy.
+// The path of chunks to the proxy.
 struct ProxyQueue {
   CommandRing* commands = nullptr;
   Bell* bell = nullptr;
@@ -54,7 +54,7 @@ class OutPort {
         queue_(queue),
         channel_(channel) {}
 
-  // The slot of the next chunk may be overwritten: everyone is done with what it held. Counts a wait once per chunk.
+  // Whether the next chunk's slot is consumed by all readers and may be overwritten. Counts a wait once per chunk.
   bool free() {
     if (serial_ < ring_.num_slots) return true;
     const uint64_t before = serial_ - ring_.num_slots;  // the chunk that the slot holds

@@ -14,7 +14,7 @@ class HostStep {
  public:
   HostStep(HostContext& context, Op& op) : context_(context), op_(op) {}
   virtual ~HostStep() = default;
-  // Does what can be done now without waiting. True if anything moved. Throws CommunicationFailure.
+  // Does all work that is possible without waiting. True if anything moved. Throws CommunicationFailure.
   virtual bool advance() = 0;
   virtual bool done() const = 0;
   // Meaningful after an advance() that moved nothing.
@@ -29,7 +29,7 @@ class HostStep {
 // Header and routing of our rows to every domain.
 std::unique_ptr<HostStep> make_exchange(HostContext& context, Op& op);
 
-// Headers and routing of all sources: checks that all ranks called alike, makes the counts known, builds the plan.
+// Headers and routing of all sources: checks that all calls are equal, publishes the counts, builds the plan.
 class PlanStep : public HostStep {
  public:
   using HostStep::HostStep;
