@@ -11,7 +11,7 @@
 namespace uccl_ep {
 namespace {
 
-// Who calls flush() less often naps.
+// A caller of flush() with longer gaps is napping.
 constexpr uint64_t kSteadyNsec = 50'000;
 // Who does not for so long has something to do every now and then, as a heartbeat, and no copies.
 constexpr uint64_t kAwakeAfterNsec = 200'000;
@@ -81,7 +81,7 @@ void Copier::run() {
   }
 }
 
-// Whoever asks for a copy hears of the first error.
+// Every start of a copy reports the first error.
 template <typename Call>
 void Copier::attempt(Call call) {
   if (failed_.own() != 0) return;

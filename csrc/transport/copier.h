@@ -46,10 +46,10 @@ class Copier final : public DeviceCopies {
   Copier& operator=(const Copier&) = delete;
 
   uint64_t start(void* to, const void* from, uint64_t num_bytes) override;
-  // Says that the caller is awake: the thread is, too, while it is called every few microseconds.
+  // Keeps the thread awake while it is called every few microseconds.
   void flush() override;
   bool done(uint64_t ticket) override;
-  // By any thread: copies are to come. The thread, and its next call of the engines, need not wake up for the first.
+  // Any thread: announces copies, so that the thread and the engines are awake for the first.
   void wake();
 
  private:

@@ -1,4 +1,4 @@
-// What may be in flight on one NIC.
+// The limits of one NIC for data in flight.
 #pragma once
 
 #include <cstdint>

@@ -21,8 +21,8 @@ namespace fs = std::filesystem;
 
 constexpr int kFarthest = 1000;  // beyond any distance that firmware states
 
-// Where an operator of UCCL-EP sets nothing he gets 8 writes and no limit of bytes, and for Thor2 and Pollara he is
-// told to set what stands here. Service level and traffic class are that project's, too.
+// UCCL-EP's default is 8 writes and no limit of bytes; for Thor2 and Pollara it recommends the values below. Service
+// level and traffic class are also UCCL-EP's.
 constexpr NicDefaults kDefaults[] = {
     {NicFamily::kConnectX, "ConnectX", " mlx5_core mlx4_core ", 0x15b3, 0, 8, 3, 104},
     // More in flight and its retries run out: a rate of a tenth, then completion error 12.
@@ -33,7 +33,7 @@ constexpr NicDefaults kDefaults[] = {
     {NicFamily::kOther, "other", " ", 0, 0, 8, 3, 104},
 };
 
-// The first line; empty where there is no such file.
+// The first line; empty if there is no such file.
 std::string line_of(const fs::path& path) {
   std::ifstream file(path);
   std::string line;
@@ -195,7 +195,7 @@ size_t common_ancestors(const std::string& a, const std::string& b) {
 
 int node_distance(const NicSurroundings& around, int from, int to) {
   const int num_nodes = static_cast<int>(around.node_distances.size());
-  if (from < 0 || from >= num_nodes) return 0;  // all are equally far
+  if (from < 0 || from >= num_nodes) return 0;  // all are equally near
   return to < 0 || to >= num_nodes ? kFarthest
                                    : around.node_distances[static_cast<size_t>(from)][static_cast<size_t>(to)];
 }

@@ -1,6 +1,6 @@
 // The RDMA NICs of this host, from sysfs, and which of them a rank uses. Nothing here talks to a NIC.
 //
-// `root` stands for /sys, so that tests can make one up.
+// `root` is /sys, or a made-up tree in tests.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace uccl_ep {
 
 enum class NicFamily : uint32_t { kConnectX, kThor2, kPollara, kEfa, kSoftRoce, kOther };
 
-// What a family gets where NicOptions leave the choice to it.
+// Defaults of a family for options that are not set.
 struct NicDefaults {
   NicFamily family;
   const char* name;
@@ -50,7 +50,7 @@ struct NicPlace {
   int numa_node = -1;  // -1: not known
 };
 
-// What a rank's NICs should be near to.
+// The place that a rank's NICs should be near to.
 struct NicSurroundings {
   NicPlace place;  // of its GPU, or of its CPUs: without a PCI path
   // The GPUs of this host, in the order of their PCI addresses: devices of our GPU's vendor and class. They have NICs
@@ -84,7 +84,7 @@ std::vector<HostNic> nics_of_rank(const TransportSetup& setup, const NicOptions&
 // "mlx5_0 (ConnectX, InfiniBand, ACTIVE, 400 Gb/s)"
 std::string describe(const HostNic& nic);
 
-// The options with what they leave open filled in from the family.
+// The options, completed with the family's defaults.
 NicOptions with_defaults(NicOptions options, NicFamily family);
 
 }  // namespace uccl_ep

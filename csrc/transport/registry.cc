@@ -6,7 +6,7 @@ namespace uccl_ep {
 namespace {
 
 std::vector<TransportKind>& all() {
-  static std::vector<TransportKind> kinds;  // made by whoever registers first
+  static std::vector<TransportKind> kinds;  // constructed by the first registration
   return kinds;
 }
 

@@ -10,7 +10,7 @@
 
 namespace uccl_ep {
 
-// What carries the bytes: the choice of "auto" goes by it.
+// The kind of link, by which "auto" chooses.
 enum class LinkKind : uint32_t { kMemory, kEfa, kRdma, kTcp };
 
 struct Probe {
@@ -34,7 +34,7 @@ struct RegisterTransport {
 
 // By name.
 const std::vector<TransportKind>& transports();
-// Throws UsageFailure(kConfig) naming those that there are.
+// Throws UsageFailure(kConfig) naming the known ones.
 const TransportKind& transport_named(const std::string& name);
 
 }  // namespace uccl_ep

@@ -1,4 +1,4 @@
-// The whole contract between a proxy and a network. Reliable, unordered, counted.
+// The contract between a proxy and a network. Reliable, unordered, counted.
 //
 // * post_write() writes bytes of our registered region into the peer's region and raises an immediate there. An arrival
 //   is reported at the peer only when all its bytes are visible to the peer's host threads.
@@ -34,11 +34,11 @@ struct RegisteredRegion {
   int dmabuf_fd = -1;  // of device memory, where the driver gives one; the caller keeps it
 };
 
-// What a transport is made for.
+// The parameters of a transport.
 struct TransportSetup {
   int rank = 0;
   int num_ranks = 1;
-  std::vector<int> peers;  // whom it connects
+  std::vector<int> peers;  // ranks to connect to
   RegisteredRegion region;
   uint64_t generation = 0;  // of the engine: the same on all its ranks, and of no other engine
   uint64_t largest_write_bytes = 0;  // no write has more
@@ -47,7 +47,7 @@ struct TransportSetup {
   std::string near_pci;  // "0000:1b:00.0", the GPU that the NICs should be near to; empty: our CPU
 };
 
-// Whose offsets a write has: the regions' or the device regions'.
+// The memory that a write's offsets refer to: regions or device regions.
 enum class Memory : uint32_t { kHost, kDevice };
 
 struct WriteRequest {
@@ -77,14 +77,14 @@ class DeviceCopies {
   virtual ~DeviceCopies() = default;
   // Starts a copy; copies may complete in any order. Returns a ticket. Throws CommunicationFailure(kTransport).
   virtual uint64_t start(void* to, const void* from, uint64_t num_bytes) = 0;
-  // Called again and again while copies are under way: what was started may be handed on together with what follows.
+  // Called repeatedly while copies are in progress; started copies may be submitted in groups.
   virtual void flush() = 0;
   // All its bytes are visible to every GPU of the receiving domain and to the host. Asked until it says so, once;
   // throws as start().
   virtual bool done(uint64_t ticket) = 0;
 };
 
-// Makes what NICs wrote into our device memory visible to every GPU of the domain. Used by the proxy's thread only.
+// Makes writes of NICs into local device memory visible to every GPU of the domain. Used by the proxy's thread only.
 class DeviceFlush {
  public:
   virtual ~DeviceFlush() = default;
@@ -97,7 +97,7 @@ struct DeviceRegions {
   std::vector<RegisteredRegion> regions;
   // Both outlive the transport's use.
   DeviceCopies* copies = nullptr;
-  DeviceFlush* nic_writes = nullptr;  // nullptr: every GPU sees them by itself
+  DeviceFlush* nic_writes = nullptr;  // nullptr: all GPUs see them without a flush
 };
 
 enum class PostResult : uint32_t { kPosted, kAgain };  // kAgain: the queue to this peer is full now, poll and try again
@@ -134,7 +134,7 @@ class Transport {
   virtual uint64_t idle_usec() const = 0;
   // False once the peer's process is known to be gone (a transport that cannot know says true).
   virtual bool peer_alive(int peer) const = 0;
-  // What is wrong with our NICs now, for the text of an error: "port 1 of NIC mlx5_0 went down 3.2 s ago". Empty:
+  // The present fault of local NICs, for the text of an error: "port 1 of NIC mlx5_0 went down 3.2 s ago". Empty:
   // nothing that is known. Any thread.
   virtual std::string trouble() const { return {}; }
 };
@@ -155,7 +155,7 @@ struct LoopOptions {
   const Flag* clock_nsec = nullptr;
 };
 
-// Which NICs a rank uses, and how.
+// Choice and settings of a rank's NICs.
 struct NicOptions {
   std::vector<std::string> devices;  // by name; empty: the nearest
   std::string provider;  // of ofi; empty: the first that can do it

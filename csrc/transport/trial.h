@@ -1,5 +1,5 @@
-// Opens a transport and registers memory with it as an engine would, then gives all of it back: what a job would
-// stumble over is found before there is one. Nothing is connected.
+// Opens a transport and registers memory as an engine would, then frees all of it, to find faults before a job starts.
+// It connects to no rank.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace uccl_ep {
 
-// What a rank of a job would register.
+// The memory that a rank of a job would register.
 struct Trial {
   std::string transport;
   TransportOptions options;

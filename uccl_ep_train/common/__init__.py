@@ -1,1 +1,1 @@
-"""What every folder may use; itself it knows errors alone."""
+"""Shared by all folders; imports only `errors`."""

@@ -19,7 +19,7 @@ LayoutName = Literal["expert_major", "compact"]
 
 
 class NativePlan(Protocol):
-    """What `DispatchHandle` asks of a plan of the native core, on the host or on a GPU."""
+    """What `DispatchHandle` needs of a native plan, on the host or on a GPU."""
 
     @property
     def plan_id(self) -> int: ...
@@ -42,7 +42,7 @@ class NativePlan(Protocol):
 
 
 class NativeOp(Protocol):
-    """What a pending operation asks of one of the native core."""
+    """What a pending operation needs of a native operation."""
 
     @property
     def done(self) -> bool: ...
@@ -50,13 +50,13 @@ class NativeOp(Protocol):
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How the rows of a dispatch lie.
+    """The layout of a dispatch's rows.
 
     name             "expert_major": a row per pair of token and expert, each expert's rows together and
                      padded. "compact": a row per token
     alignment        rows, to which an expert's rows are padded; 1 if compact
     capacity         rows of the outputs; None: as many as are received
-    pad_to_capacity  rows after the last that came are padding; else they are not written
+    pad_to_capacity  unused rows become padding; else they are not written
     width            W if compact, else 0
     """
 
@@ -86,11 +86,11 @@ class DispatchHandle:
     num_tokens               T, rows of x that were dispatched from this rank
     num_rows                 R, rows received, padding included; with a capacity: the capacity
     tokens_per_expert        pairs of each local expert, padded to `expert_alignment`: its rows if they are
-                             expert-major. None with a capacity: the host is not told
+                             expert-major. None with a capacity: the host does not know them
     tokens_per_expert_exact  the same without padding
     layout                   "expert_major" | "compact"
     capacity                 rows, None: none was given
-    pad_to_capacity          rows up to it are padding where none came
+    pad_to_capacity          unused rows up to it are padding
     plan_id                  equal on all ranks
     expert_alignment         rows
     nbytes                   memory held by the plan
@@ -109,7 +109,7 @@ class DispatchHandle:
     capacity: int | None = None
     pad_to_capacity: bool = False
 
-    # Read when they are asked for: a handle is made before the counts are known.
+    # Read on demand, because a handle exists before the counts are known.
 
     @cached_property
     def num_rows(self) -> int:
@@ -178,11 +178,11 @@ class DispatchResult(NamedTuple):
                        beside them; None if the dispatch was given no weights
     handle             for `combine` and for later dispatches with the same routing
     row_experts        compact: [R, W] int64, local indices of a row's experts, ascending, then -1; else None
-    overflow           bool [] on the device of rows: more rows came than the capacity, and those after it are
-                       missing; None without a capacity
+    overflow           bool [] on the device of rows: more rows were received than the capacity, and the rest
+                       was dropped; None without a capacity
 
-    With a capacity, rows, row_weights and row_experts after the last row that came are not written: what they
-    hold is undefined. After a dispatch with `pad_to_capacity` they are padding: zero rows (codes 0, scales
+    With a capacity, unused rows, row_weights and row_experts are not written: their contents are
+    undefined. After a dispatch with `pad_to_capacity` they are padding: zero rows (codes 0, scales
     1.0), weights 0, experts -1.
     """
 

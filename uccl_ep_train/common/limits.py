@@ -1,4 +1,4 @@
-"""What the host lets a process have, in words: for the errors of a process that wants more of it."""
+"""Limits of the host in words, for errors of a process that exceeds them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def refusal_of(error: OSError, text: str, wanted_bytes: int = 0) -> ConfigError 
 
 
 def require_descriptor(text: str) -> None:
-    """Raises `ConfigError` where not one more file can be opened."""
+    """Raises `ConfigError` if no further file can be opened."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
@@ -60,7 +60,7 @@ def require_descriptor(text: str) -> None:
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """`thread.start()`. Raises `ConfigError` naming the limits where the host gives no thread."""
+    """`thread.start()`. Raises `ConfigError` naming the limits if the host allows no further thread."""
     try:
         thread.start()
     except RuntimeError as error:

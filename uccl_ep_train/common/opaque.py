@@ -1,8 +1,8 @@
-"""Keeps torch.compile out of our calls.
+"""Keeps torch.compile out of this package's calls.
 
-A call works with the group's other ranks: while Dynamo compiles something in the middle of it, they wait. So
-a compiled region ends before the call (a graph break) and begins again after it; neither the call nor what it
-calls is traced or compiled. With `fullgraph=True` torch raises `Unsupported`.
+If Dynamo compiled inside a call, the other ranks of the group would wait. So a compiled region ends before
+the call (a graph break) and resumes after it. Neither the call nor its callees are traced or compiled. With
+`fullgraph=True` torch raises `Unsupported`.
 
 `torch.compiler.disable` does this by a wrapper that takes 0.8 us a call, and imports torch._dynamo, which
 takes seconds. What it tells Dynamo is told here without either.

@@ -1,1 +1,1 @@
-"""From checked arguments to native operations: the way of a call, and the only door to `_native`."""
+"""Turns calls into native operations. The only folder that imports `_native`."""

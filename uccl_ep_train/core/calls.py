@@ -1,4 +1,4 @@
-"""What a call of a `Buffer` was given, once it is checked; and what becomes of a call that raises.
+"""The checked arguments of a `Buffer`'s calls, and the handling of calls that raise.
 
 Shapes: T tokens of this rank, H hidden, R rows received by this rank.
 """
@@ -19,7 +19,7 @@ from uccl_ep_train.settings.config import EpConfig
 
 
 class Queue(Protocol):
-    """Where calls go: a launcher."""
+    """The target of calls: a launcher."""
 
     def num_calls(self) -> int: ...
 
@@ -92,9 +92,9 @@ class CombineCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Checks:
-    """Checks what a buffer's calls are given. Its methods raise `InputError`.
+    """Checks the arguments of a buffer's calls. Its methods raise `InputError`.
 
-    device         where tensors have to lie
+    device         where tensors must lie
     owner          of the buffer's handles
     local_experts  of this rank
     """

@@ -1,4 +1,4 @@
-"""Buffers of CUDA tensors: whether there can be one, and how its operations are launched.
+"""Buffers of CUDA tensors: availability, and the launch of operations.
 
 `dispatch` and `combine` run on the caller's current stream, their asynchronous forms on a stream of the
 engine after what the caller had queued; `wait` lets the caller's current stream wait for them and does not
@@ -97,7 +97,7 @@ class CudaLauncher(Launcher):
         if native.is_guessed:
             try:
                 received, guess = receive(native.plan.num_rows), native.plan.num_rows
-            except torch.OutOfMemoryError:  # what comes may be less
+            except torch.OutOfMemoryError:  # the received rows may be fewer
                 native.give_up_guess()
         launched = Dispatched(native, handle, received, received, counts)
         shrink = received.shrinking()
@@ -125,7 +125,7 @@ class CudaLauncher(Launcher):
         return torch.empty(native.plan.nbytes, dtype=torch.uint8, device=self._device)
 
     def _with_dropped(self, rows: Tensor, handle: DispatchHandle) -> Tensor:
-        return rows  # The kernels leave out what was dropped.
+        return rows  # The kernels skip dropped rows.
 
 
 def launcher(engine: Any, in_flight: Any, owner: object, device: torch.device, num_experts: int) -> Launcher:

@@ -1,4 +1,4 @@
-"""Operations that have been launched and not been waited for.
+"""Operations that were launched and not yet waited for.
 
 The worker threads of the engine read and write tensors by address. Two things keep those tensors alive: the
 `Pending*` object of the caller, and, in case the caller drops it, the record that the buffer holds until the
@@ -96,7 +96,7 @@ class _Pending(Generic[Result]):
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would return or raise without waiting."""
+        """Whether `wait` would return or raise at once."""
         return self._finish is None or bool(self._native.done)
 
     def wait(self) -> Result:

@@ -1,4 +1,4 @@
-"""Numbers for people: the memory plan, and a buffer's statistics summed over ranks and printed.
+"""The memory plan, and a buffer's statistics, summed over ranks and printed.
 
 Names of statistics, counted since the buffer was made; seconds unless the name says otherwise:
 

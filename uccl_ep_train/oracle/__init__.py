@@ -1,1 +1,3 @@
-"""What dispatch and combine mean, in plain torch. Knows no native code, for it judges that."""
+"""The definition of dispatch and combine in plain torch. It imports no native code, because it tests that
+code.
+"""

@@ -1,4 +1,4 @@
-// Whether the GPUs of a domain see what a NIC wrote into one's memory once the CPU knows of it, and what to do if not.
+// Visibility of a NIC's writes into GPU memory: whether all GPUs of a domain see them once the CPU does, else a flush.
 #pragma once
 
 #include "transport/transport.h"

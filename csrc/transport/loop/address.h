@@ -1,4 +1,4 @@
-// What a rank tells the others about itself, as one line of text.
+// A rank's address, as one line of text.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ inline Address decode_address(const std::string& text) {
   std::istringstream in(text);
   in >> tag >> a.rank >> a.generation >> a.pid >> a.pid_namespace >> a.boot_id >> a.region_name >> a.region_bytes >>
       a.inbox_name >> a.inbox_slots;
-  // Only what comes out alike: streams take signs, spaces and what follows the last field, and wrap negative numbers.
+  // Accept only text that encodes back to itself: streams accept signs, spaces and trailing text, and wrap negatives.
   if (!in || tag != "loop2" || a.rank < 0 || a.region_bytes == 0 || a.inbox_slots == 0 || encode_address(a) != text)
     fail_address("loop", text);
   return a;

@@ -15,7 +15,7 @@ class EgressLink {
   // 10^9 bytes per second; 0: no limit.
   explicit EgressLink(double gbytes_per_s) : nsec_per_byte_(gbytes_per_s > 0 ? 1.0 / gbytes_per_s : 0.0) {}
 
-  // When the last byte of a message posted now has left. An idle link saves nothing up: its next message starts now.
+  // When the last byte of a message posted now has left. An idle link saves no credit: its next message starts now.
   uint64_t send(uint64_t now_nsec, uint64_t num_bytes) {
     const uint64_t started = free_nsec_ > now_nsec ? free_nsec_ : now_nsec;
     const double exact = transmission_nsec(num_bytes) + carry_nsec_;
@@ -26,7 +26,7 @@ class EgressLink {
     return num_bytes <= kSmallBytes ? std::min(free_nsec_, now_nsec + whole) : free_nsec_;
   }
 
-  // Bytes whose time has come.
+  // Bytes that have left by now.
   uint64_t left_bytes(uint64_t now_nsec) const {
     if (free_nsec_ <= now_nsec) return posted_bytes_;
     return posted_bytes_ - static_cast<uint64_t>(static_cast<double>(free_nsec_ - now_nsec) / nsec_per_byte_);

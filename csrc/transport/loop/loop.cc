@@ -14,7 +14,7 @@ namespace {
 
 // A poll copies no more than this, so that the proxy's other duties wait for microseconds only.
 constexpr uint64_t kCopyBytesPerPoll = 1 << 20;
-// A full inbox is looked at again after this: its owner does not know who waits for it.
+// A full inbox is checked again after this time, because its owner cannot notify waiting senders.
 constexpr uint64_t kStalledRetryUsec = 200;
 constexpr uint64_t kDisorderNsec = 100'000;
 
@@ -158,7 +158,7 @@ size_t LoopTransport::poll(std::span<Completion> out) {
   moved_bytes_ = link_.left_bytes(now);
   if (num_stalled_ != 0) retry_stalled(now);
   if (!copying_.empty()) look_at_copies(now);
-  // Half of the room for each, so that neither our completions nor the arrivals starve the other.
+  // Half of the room for each, so that completions and arrivals do not starve each other.
   perform_due(now, out.first((out.size() + 1) / 2), count);
   ring_receivers();
   harvest(out, count);
@@ -234,7 +234,7 @@ bool LoopTransport::settle_copy(uint32_t write, uint64_t now_nsec) {
   return true;
 }
 
-// Not thrown out of a poll: errors and byes, which need no copy, must still go out.
+// Not thrown from a poll, because errors and byes, which need no copy, must still be sent.
 bool LoopTransport::copy_failed(uint32_t write, const CommunicationFailure& failure, uint64_t now_nsec) {
   if (failure_.empty()) failure_ = failure.what();
   schedule(now_nsec, write, Act::kReportFailure);
@@ -281,7 +281,7 @@ void LoopTransport::deliver(uint32_t write, uint64_t now_nsec) {
     schedule(now_nsec + disorder_nsec(w.request.num_bytes), write, Act::kDeliverAgain);
     return;
   }
-  // The peer's acknowledgement takes its way back.
+  // The peer's acknowledgement needs the same latency.
   const uint64_t latency = static_cast<uint64_t>(options_.latency_usec * 1000);
   schedule(now_nsec + latency + (options_.seed != 0 ? disorder_nsec(w.request.num_bytes) : 0), write, Act::kReport);
 }
@@ -313,7 +313,7 @@ void LoopTransport::harvest(std::span<Completion> out, size_t& count) {
 
 uint64_t LoopTransport::idle_usec() const {
   if (is_cut_) return kStalledRetryUsec;
-  if (more_now_ || !copying_.empty()) return 0;  // nobody rings when a copy is over
+  if (more_now_ || !copying_.empty()) return 0;  // no bell announces the end of a copy
   uint64_t usec = num_stalled_ != 0 ? kStalledRetryUsec : UINT64_MAX;
   if (!due_.empty()) {
     const uint64_t now = clock();

@@ -46,7 +46,7 @@ class LoopTransport final : public Transport {
  private:
   struct Peer {
     bool connected = false;
-    bool lost = false;  // what goes to or comes from it disappears
+    bool lost = false;  // messages to and from it are dropped
     Mapping region;
     Mapping inbox;
     ControlBlock* control = nullptr;
@@ -58,7 +58,7 @@ class LoopTransport final : public Transport {
     ProcessWatch process;
   };
 
-  // What happens next to a write, and when.
+  // The next event of a write, and its time.
   enum class Act : uint32_t { kDeliver, kDeliverAgain, kReport, kReportFailure };
   struct Due {
     uint64_t when_nsec;

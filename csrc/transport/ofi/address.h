@@ -1,4 +1,4 @@
-// What a rank tells the others about itself, as one line of text.
+// A rank's address, as one line of text.
 #pragma once
 
 #include <cstdint>
@@ -103,7 +103,7 @@ inline Address decode_address(const std::string& text) {
                num_nics <= kMaxNics;
   a.naming = static_cast<Naming>(naming);
   for (size_t i = 0; whole && i < num_nics; ++i) whole = take(in, a.nics.emplace_back());
-  // Only what comes out alike: streams take signs and spaces, and wrap negative numbers.
+  // Accept only text that encodes back to itself: streams accept signs and spaces, and wrap negatives.
   if (!whole || !(in >> end) || end != "end" || encode_address(a) != text) fail_address("ofi", text);
   return a;
 }

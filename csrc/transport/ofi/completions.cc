@@ -1,4 +1,4 @@
-// From libfabric's queue to what the proxy polls.
+// Turns entries of libfabric's queue into completions for the proxy.
 #include <algorithm>
 #include <array>
 #include <functional>
@@ -94,7 +94,7 @@ void OfiTransport::take(uint32_t nic, const fi_cq_data_entry& entry, fi_addr_t s
   submit_or_park(idx, 0);
 }
 
-// False for what no peer of ours can have sent.
+// False if no peer can have sent it.
 bool OfiTransport::take_arrival(uint32_t nic, const fi_cq_data_entry& entry, fi_addr_t source, Arrival& arrival) {
   if (own_.naming == Naming::kMessage) {
     if (!take_notice(entry, arrival)) return false;

@@ -150,7 +150,7 @@ Fid<fid_mr> Endpoint::register_piece(void* base, uint64_t bytes, const Registere
   return owned;
 }
 
-// Keys that we choose are drawn: who was not told one cannot write.
+// Keys that this side chooses are random, so only ranks that were told a key can write.
 int Endpoint::try_register(fi_mr_attr& attr, uint64_t flags, fid_mr*& piece) const {
   const size_t key_bytes = std::min<size_t>(offer_.info->domain_attr->mr_key_size, 8);
   int result = -ENOKEY;

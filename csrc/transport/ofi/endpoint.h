@@ -54,7 +54,7 @@ class Endpoint {
   // The endpoint keeps what it registers until it is closed. These throw CommunicationFailure(kTransport).
   RegisteredMemory& add_host(const RegisteredRegion& region, uint64_t largest_write_bytes);
   RegisteredMemory& add_device(const RegisteredRegion& region, uint64_t largest_write_bytes);
-  // For messages of ours: no peer can write it.
+  // For local messages: no peer can write it.
   RegisteredMemory& add_private(void* base, uint64_t bytes);
 
   // As libfabric's own, 0 or an error < 0. `iov` may be empty.

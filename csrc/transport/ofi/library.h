@@ -1,4 +1,4 @@
-// libfabric, loaded when it is first needed: a machine without it misses the ofi transport and nothing else. A handful
+// libfabric, loaded on first use: a machine without it lacks only the ofi transport. A handful
 // of its functions is exported, library.cc calls those; everything else goes through the objects' own tables (calls.h).
 #pragma once
 
@@ -17,7 +17,7 @@ namespace uccl_ep::ofi {
 const std::string& library_problem();
 // "libfabric 1.17"; only of a library that was loaded.
 std::string library_text();
-// What to ask it for: its version or that of our declarations, whichever is older.
+// The interface version to request: the library's or that of the declarations, whichever is older.
 uint32_t api_version();
 // Of a result < 0.
 std::string error_text(ssize_t result);
@@ -37,7 +37,7 @@ struct FreeInfo {
 };
 using Info = std::unique_ptr<fi_info, FreeInfo>;
 
-// Closes on destruction; what it belongs to must live longer.
+// Closes on destruction; its parent object must live longer.
 template <typename T>
 struct CloseFid {
   void operator()(T* object) const { fi_close(&object->fid); }

@@ -1,4 +1,4 @@
-// How an arrival says whose it is and how long, over providers that tell neither.
+// How an arrival names its sender and length, with providers that report neither.
 #pragma once
 
 #include <bit>

@@ -14,7 +14,7 @@ namespace {
 
 // Of arrivals that wait to be polled; a queue that is full holds its provider up.
 constexpr uint32_t kQueuedArrivals = 4096;
-// Nobody rings when something arrives: the longer nothing did, the longer the proxy may nap.
+// No bell announces arrivals: the longer the idle time, the longer the proxy may nap.
 constexpr uint64_t kNapsPerPause = 30;
 constexpr uint64_t kLeastNapUsec = 20;
 constexpr uint64_t kMostNapUsec = 1000;
@@ -171,7 +171,7 @@ bool OfiTransport::has_room(uint64_t num_bytes) const {
   return std::any_of(nics_.begin(), nics_.end(), [&](const Nic& nic) { return nic.load.has_room(num_bytes); });
 }
 
-// In turns; a limited write goes where there is room.
+// NICs in turn; a limited write goes to one with room.
 uint32_t OfiTransport::choose_nic(const WriteRequest& request) {
   const uint32_t count = static_cast<uint32_t>(nics_.size());
   uint32_t chosen = next_nic_ % count;
@@ -227,7 +227,7 @@ std::unique_ptr<Transport> make(const TransportSetup& setup, const TransportOpti
   return std::make_unique<ofi::OfiTransport>(setup, options.nic);
 }
 
-// A provider that we do not know is taken for a NIC's: it has been asked for by its name.
+// An unknown provider was requested by name and counts as a NIC's.
 LinkKind link_of(const std::string& provider) {
   const std::string core = provider.substr(0, provider.find(';'));
   if (core == "efa") return LinkKind::kEfa;

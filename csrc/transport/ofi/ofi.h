@@ -1,9 +1,9 @@
 // The transport over libfabric: a write with its immediate as the receiver's completion data, or, where a provider
 // cannot do that, a write and a message. A write is done when libfabric says that it was delivered.
 //
-// A write is held back until the next one or flush() comes: only then it is known whether FI_MORE follows. What the
-// provider refuses (a connection under way, a full queue) is parked per peer and tried again by poll(): nobody else
-// waits for it, and that peer gets no further writes meanwhile.
+// A write is held back until the next one or flush() comes: only then it is known whether FI_MORE follows. A write that
+// the provider refuses (a connection under way, a full queue) is parked per peer and retried by poll(). Other peers do
+// not wait for it; that peer gets no further writes meanwhile.
 #pragma once
 
 #include <cstdint>
@@ -71,7 +71,7 @@ class OfiTransport final : public Transport {
   bool peer_alive(int peer) const override;
 
   static uint64_t memory_bytes(size_t num_peers);
-  // Arrivals that named no peer of ours.
+  // Arrivals that named no peer.
   uint64_t num_strangers() const { return num_strangers_; }
 
  private:

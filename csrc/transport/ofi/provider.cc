@@ -19,7 +19,7 @@ constexpr Family kFamilies[] = {
 
 bool is_tcp(const Family& family) { return std::string(family.name) == "tcp"; }
 
-// Also for a provider that we know nothing of: messages ask the least of it.
+// Also for unknown providers: messages have the lowest requirements.
 Family family_of(const std::string& provider) {
   for (const Family& family : kFamilies)
     if (provider == family.name || provider.starts_with(std::string(family.name) + ';')) return family;

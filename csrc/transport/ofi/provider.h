@@ -1,4 +1,4 @@
-// What libfabric offers on this host, and which of it a rank uses.
+// The providers that libfabric offers on this host, and the choice of a rank.
 #pragma once
 
 #include <string>
@@ -10,7 +10,7 @@
 
 namespace uccl_ep::ofi {
 
-// What we know of a provider that it does not say.
+// Known properties of a provider that it does not report.
 struct Family {
   const char* name;
   Naming naming;

@@ -1,4 +1,4 @@
-// From a posted write to libfabric.
+// Passes posted writes to libfabric.
 #include <algorithm>
 
 #include "common/units.h"
@@ -36,7 +36,7 @@ void OfiTransport::submit_held(Nic& nic, uint64_t flags) {
   submit_or_park(idx, flags);
 }
 
-// What was parked before goes first: else it might never.
+// Parked writes go first, or they might starve.
 void OfiTransport::submit_or_park(uint32_t idx, uint64_t flags) {
   Post& op = ops_[idx];
   Peer& peer = peers_[static_cast<size_t>(op.request.peer)];
@@ -60,7 +60,7 @@ ssize_t OfiTransport::submit(Post& op, uint64_t flags) {
 ssize_t OfiTransport::write(Post& op, const Peer& peer, uint64_t flags) const {
   const WriteRequest& request = op.request;
   const Nic& nic = nics_[op.nic];
-  // Without bytes any place will do, but some providers want one.
+  // Without bytes any address works, but some providers require one.
   const bool device = request.memory == Memory::kDevice && request.num_bytes != 0;
   const RegisteredMemory& local = device ? *nic.device : *nic.region;
   const RemoteMemory& remote = remote_of(peer, op.nic, device ? Memory::kDevice : Memory::kHost);

@@ -1,4 +1,4 @@
-// What a rank tells the others about its NICs, as one line of text.
+// The address of a rank's NICs, as one line of text.
 #pragma once
 
 #include <cstdint>

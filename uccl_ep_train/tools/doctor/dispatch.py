@@ -1,4 +1,4 @@
-"""Check `dispatch`: a small batch really goes to the experts and back, and is compared with the oracle.
+"""Check `dispatch`: dispatches and combines a small batch and compares it with the oracle.
 
 Every rank makes the tokens of all ranks of its group from their numbers, so that each can work out alone what
 has to come back, bit for bit. Shapes: T tokens of a rank (differs per rank), H hidden, K experts per token.
@@ -74,7 +74,7 @@ def look(here: Here) -> dict[str, Any]:
     try:
         return rehearse(bootstrap_of(here, NAME), config)
     except CommunicationError as error:
-        # Ranks of a group count from 0; people know those of the job.
+        # Ranks of a group count from 0; messages use those of the job.
         peer = "" if error.peer < 0 else f" (rank {here.group[error.peer]} of the job)"
         raise type(error)(f"{error}{peer}", **error.fields()) from error
 

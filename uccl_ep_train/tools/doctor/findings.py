@@ -1,4 +1,4 @@
-"""What the checks have found: one line each, what to do below it, and which ranks it is about.
+"""Findings of the checks: one line each, the remedy below it, and the ranks that it concerns.
 
 A check looks on every rank (`look`, its result is what JSON can carry) and is judged where all results are
 (`judge`, pure): so a finding always knows all its ranks, and a judgement can be tested without the fault.
@@ -36,7 +36,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Said:
-    """What one rank has to say in one check: a finding without its ranks."""
+    """One rank's result in one check: a finding without its ranks."""
 
     level: str
     text: str

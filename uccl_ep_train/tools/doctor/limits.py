@@ -1,4 +1,4 @@
-"""Check `limits`: what the system lets a process have: locked memory, files, threads, cores, memory."""
+"""Check `limits`: the system's limits for a process: locked memory, files, threads, cores, memory."""
 
 from __future__ import annotations
 

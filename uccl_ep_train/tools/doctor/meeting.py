@@ -1,4 +1,4 @@
-"""Who this rank is, and how the ranks of a check meet: over the launcher's key-value store, with deadlines.
+"""This rank's identity, and how the ranks of a check communicate: over the launcher's store, with deadlines.
 
 No collective and no process group: what the doctor examines is what those need. Rank 0 gathers, and says how
 it goes on. A rank that is late is named, with its host, its process and what it was about to do.
@@ -31,7 +31,7 @@ class UsageError(ValueError):
 
 
 class LostError(RuntimeError):
-    """Rank 0 cannot be heard any more; the text says of it why."""
+    """Rank 0 does not answer any more; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Meeting:
         return TimedStore(dist.PrefixStore(self.me.prefix, store))
 
     def about_to(self, what: str) -> None:
-        """Says what this rank does next, for whoever misses it."""
+        """Records what this rank does next, for reports if it goes missing."""
         self._said_at = what
         if self.store is not None:
             self.store.set(f"at/{self.me.rank}", what)

@@ -1,7 +1,7 @@
 """One run of the doctor: the checks in stages, a deadline for each, and rank 0 as the judge.
 
 Within a stage a rank looks at its own machine, or the ranks do something together; after it rank 0 gathers
-what they saw. Who does not come is named, and nothing is begun that would need him.
+what they saw. A missing rank is named, and no step that needs it is started.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Here:
 
 
 class Skipped(Exception):
-    """A check that makes no sense after what another has found; the text says which."""
+    """A check that another finding makes useless; the text says which."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Check:
 
 @dataclass
 class _Looked:
-    """What became of `look`: facts, or an error in words, or nothing within the deadline."""
+    """The result of `look`: facts, an error in words, or nothing within the deadline."""
 
     facts: Facts | None = None
     error: str = ""
