@@ -1,4 +1,4 @@
-"""What is measured: a case, the routing of one run of it, and the bytes that the run has to move.
+"""A case of the benchmark, the routing of one run, and the bytes that the run must move.
 
 Shape suffixes: N ranks, T tokens of a rank, K experts of a token, E experts, D domains.
 """
@@ -32,10 +32,10 @@ CAPACITY_MULTIPLE = 128  # rows
 class Case:
     """One point of a sweep. Every rank has `tokens` BF16 rows; `dtype` is how dispatch sends them.
 
-    num_sms    what systems that have such a limit are given; 0: their own default
-    stage_sms  what our staging alone may take; 0: as num_sms
+    num_sms    the limit for systems that have one; 0: their own default
+    stage_sms  the limit for staging of `uccl_ep`; 0: as num_sms
     trace      file that the routing "trace" is taken from
-    form       in which we are given the routing: "topk", indices; "map", Megatron's map of bools
+    form       of the routing for `uccl_ep`: "topk", indices; "map", Megatron's map of bools
     """
 
     tokens: int

@@ -23,7 +23,7 @@ DEFAULT_NUM_SMS = 24
 
 
 class DeepEpSystem(System):
-    """What the three have in common: one input per run, and what its dispatch returned."""
+    """Common base of the three: one input per run, and the result of its dispatch."""
 
     def __init__(self, case: Case, mode: str) -> None:
         if not torch.cuda.is_available():

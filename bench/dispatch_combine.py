@@ -1,4 +1,4 @@
-"""Bandwidth of dispatch + combine, ours and its peers', interleaved in one run.
+"""Bandwidth of dispatch + combine of `uccl_ep` and its peers, interleaved in one run.
 
     python bench/dispatch_combine.py                                   starts 4 ranks on this host
     torchrun --nproc_per_node=4 bench/dispatch_combine.py --tokens 128 1024
@@ -63,7 +63,7 @@ def run_case(
 
 
 def run_rank(args: argparse.Namespace) -> int:
-    """One rank's whole life."""
+    """Runs one rank."""
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")  # about packages that a CPU cannot have
     join_group(args.share_gpus)
     meet = meeting()

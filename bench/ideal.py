@@ -1,4 +1,4 @@
-"""A dispatcher that moves rows in no time, for `megatron_step.py`: what a step takes without communication.
+"""A dispatcher that moves rows instantly, for `megatron_step.py`: the time of a step without communication.
 
 It stands in for the stages of a layer's dispatcher. All experts get the same number of rows, so nobody waits
 for the fullest rank. Rows and gradients are constants: losses mean nothing.

@@ -1,4 +1,4 @@
-"""Which systems run a case: those that were asked for, less those that cannot, with the reason."""
+"""Which systems run a case: the requested ones, without those that cannot, with the reason."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
     python -m bench.megatron_step --micro-batch-tokens 1024 4096 --hidden 2048 7168 --overlap off on
     torchrun --nproc_per_node=8 -m bench.megatron_step --num-ranks 8
 
-Dispatchers take turns step by step, so that ratios are of neighbouring steps. What of BF16 has to be equal to
-the last bit is compared, and ends the benchmark with an error where it is not.
+Dispatchers take turns step by step, so that ratios are of neighbouring steps. BF16 losses that must be
+equal bit for bit are compared; a difference ends the benchmark with an error.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def run_cell(cell: Cell, title: str, args: argparse.Namespace, about: report.Rec
 
 
 def run_rank(args: argparse.Namespace, recipe: Recipe) -> int:
-    """One rank's whole life."""
+    """Runs one rank."""
     set_up_rank(recipe)
     from bench import step_report
     from bench.step_split import link_gbytes_per_s

@@ -1,4 +1,4 @@
-"""The floor: plain copies, through memory that the ranks share, of the bytes that our way must write."""
+"""The floor: plain copies, through shared memory, of the bytes that `uccl_ep` must write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bandwidth of our libfabric transport over tcp against fi_writedata without us, and against fi_pingpong.
+"""Bandwidth of the libfabric transport over tcp against bare fi_writedata and fi_pingpong.
 
     python bench/ofi_bandwidth.py
 

@@ -155,7 +155,7 @@ def _exchange(rows: Tensor, receive: list[int], send: list[int], hidden: int) ->
 
 
 def about_stock(system: Any) -> str:
-    """A line for the reader of a table: how well the stock path was equipped."""
+    """One line below the table: which optional parts the stock path had."""
     fused = "with" if getattr(system, "fused", False) else "without"
     reason = "" if fused == "with" else " (TransformerEngine is not installed, or there is no GPU)"
     return f"megatron_alltoall ran over {BareAllToAll.collectives()}, {fused} fused permutation{reason}"

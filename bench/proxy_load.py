@@ -1,4 +1,4 @@
-"""What proxies take of the host while a link is full and while nothing happens; how late the next chunk is.
+"""Processor time of proxies on a full and on an idle link; the delay of the next chunk.
 
     python bench/proxy_load.py                                       starts 4 ranks on this host, in 2 domains
     torchrun --nproc_per_node=4 bench/proxy_load.py --tokens 4096
@@ -140,7 +140,7 @@ def measure_replays(
 
 
 def run_rank(args: argparse.Namespace) -> int:
-    """One rank's whole life."""
+    """Runs one rank."""
     join_group(args.share_gpus)
     load = Load(args)
     busy, copier = measure_busy(load)

@@ -1,4 +1,4 @@
-"""What comes out: a table and progress on the terminal, and a list of records as JSON."""
+"""Output: a table and progress on the terminal, and a list of records as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step's dispatch and combine are made of, and how busy the GPU is, for `megatron_step.py`."""
+"""The parts of a step's dispatch and combine, and how busy the GPU is, for `megatron_step.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every measured system offers, and ours: `Buffer` in its three modes."""
+"""The interface of every measured system, and `uccl_ep`: `Buffer` in its three modes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class System(ABC):
         return {}
 
     def close(self) -> None:  # noqa: B027 - nothing to give back is a valid answer
-        """Gives everything back. Collective."""
+        """Frees everything. Collective."""
 
 
 def label_of(name: str, layout: str, dtype: str) -> str:

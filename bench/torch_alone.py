@@ -1,4 +1,4 @@
-"""What torch itself takes of forward + backward: two functions on the graph whose work is nothing.
+"""Torch's share of forward + backward: two empty autograd functions.
 
 As a dispatch with a new plan does, the host waits until the GPU has begun. No dispatcher that is two autograd
 functions takes less.

@@ -1,6 +1,7 @@
 """Training recipes: `python -m recipes.launch --recipe tiny_host`. A recipe is a function without logic.
 
-`models` says what is trained, `plan` what that comes to, `training` runs it, `measure` what a run shows.
+`models` has the models, `plan` their layouts and costs, `training` the training loop, `measure` the
+measurements.
 """
 
 from __future__ import annotations

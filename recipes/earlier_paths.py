@@ -1,4 +1,4 @@
-"""Import paths from before there were folders: see `uccl_ep_train/earlier_paths.py`."""
+"""Aliases of old import paths: see `uccl_ep_train/earlier_paths.py`."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ A full-size recipe is trained by Megatron-LM's own script, on ranks that torchru
     torchrun ... -m recipes.launch --recipe deepseek_v3 --hardware h200 --megatron-lm PATH \\
         --data-path PREFIX [-- further arguments of pretrain_gpt.py]
 
-or tried out on the GPUs that are here: four of its layers, ten steps, made-up data:
+or tried on this host's GPUs: four of its layers, ten steps, synthetic data:
 
     python -m recipes.launch --recipe deepseek_v2_lite --trial 4 --megatron-lm PATH
 """
@@ -35,7 +35,7 @@ from recipes.training.checkpoint import CheckpointError, Checkpoints
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.settings import env
 
-_STOPPED = 130  # exit status after Ctrl-C, as shells use it
+_STOPPED = 130  # exit status after Ctrl-C, as in shells
 # Options that only recipes/training/loop.py knows.
 _OWN_LOOP = (
     "device", "domain_size", "ablate", "run_dir", "restart", "resume", "start_from", "stop_at", "compare",

@@ -1,4 +1,4 @@
-"""Import paths from before there were folders. They still work: `uccl_ep_train.config` is the same module
+"""Aliases of old import paths, which still work: `uccl_ep_train.config` is the same module
 object as `uccl_ep_train.settings.config`. So do commands, `python -m uccl_ep_train.doctor`.
 """
 
@@ -83,7 +83,7 @@ class _Same(InspectLoader):
         return importlib.import_module(self._actual.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has run. importlib has just given it the spec of the second name."""
+        """The module has already run. importlib has just given it the spec of the second name."""
         module.__spec__ = self._actual
 
     def get_code(self, fullname: str) -> CodeType | None:

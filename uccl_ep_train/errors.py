@@ -3,11 +3,11 @@
 Two families, because they leave different things usable:
 
 * `InputError`, `ConfigError`: raised on the host before anything is launched. A refused call of a buffer
-  takes its number, whatever refused it (running out of memory and Ctrl-C, too), because calls pair up by
-  their order. Catch it on all ranks or on none: if all go on they are in step; if one goes on alone, or
-  repeats the call, it is a call ahead, and all raise `RankMismatchError`, which says what it refused and why.
+  counts as a call, whatever refused it (also out-of-memory and Ctrl-C), because calls pair up by their order.
+  Catch it on all ranks or on none. A rank that continues alone, or repeats the call, is one call ahead. Then
+  all ranks raise `RankMismatchError`, which names the refused call and the reason.
 * `CommunicationError`: an operation that involves other ranks failed. Outputs are filled with NaN, the buffer
-  is broken (every later call raises the same error) and has to be closed; a new buffer may be created.
+  is broken (every later call raises the same error) and must be closed; a new buffer may be created.
 
 The native core raises these classes by name; this file must therefore not import it.
 """
@@ -43,7 +43,7 @@ class EpError(RuntimeError):
     """Base of everything this package raises on purpose."""
 
     def again(self) -> EpError:
-        """A fresh instance saying the same.
+        """A new instance with the same contents.
 
         A broken buffer raises its error on every call; raising one instance again and again would grow its
         traceback and keep the frames (and tensors) of the first raise alive.
@@ -52,7 +52,7 @@ class EpError(RuntimeError):
 
 
 class ConfigError(EpError, ValueError):
-    """A configuration value cannot work. The message names the value and what is allowed."""
+    """A configuration value is invalid. The message names the value and what is allowed."""
 
 
 class MemoryBudgetError(ConfigError):
@@ -60,7 +60,7 @@ class MemoryBudgetError(ConfigError):
 
 
 class InputError(EpError, ValueError):
-    """An argument of a call cannot work. Nothing was launched; the buffer stays usable (see above)."""
+    """An argument of a call is invalid. Nothing was launched; the buffer stays usable (see above)."""
 
 
 class DtypeError(InputError, TypeError):
@@ -72,7 +72,7 @@ class ShapeError(InputError):
 
 
 class RoutingError(InputError):
-    """Routing values cannot work: an expert out of range, an expert twice in one token."""
+    """Routing values are invalid: an expert out of range, or an expert twice in one token."""
 
 
 class DeviceError(InputError):
@@ -88,7 +88,7 @@ class NativeMissingError(EpError):
 
 
 class TopologyError(EpError):
-    """Ranks disagree on which of them form a domain, or the domains that were set are not reachable."""
+    """Ranks disagree on which of them form a domain, or configured domains cannot share memory."""
 
 
 class ErrorFields(TypedDict):
@@ -108,7 +108,7 @@ class CommunicationError(EpError):
 
     rank      group rank that noticed the failure (-1: unknown, as below)
     epoch     number of the operation on its buffer, not counting calls that were refused
-    step      exchange | plan | stage | ship | place | fold | merge, or what was going on during creation
+    step      exchange | plan | stage | ship | place | fold | merge, or the step of creation
     chunk     index of the chunk inside the operation
     peer      group rank that was waited for
     expected, seen   the value the waiter needed and the one it found
@@ -151,7 +151,7 @@ class CommunicationError(EpError):
         }
 
     def rewrite(self, message: str) -> None:
-        """Gives it another text, for whoever knows more than the finder."""
+        """Replaces its text, for callers that know more than the finder."""
         self.args = (message,)
 
     def again(self) -> CommunicationError:
@@ -193,8 +193,8 @@ class TransportError(CommunicationError):
 
 
 class RankMismatchError(CommunicationError):
-    """Two ranks do different things (operation, dtype, hidden size, setting), or one has refused a call that
-    the other made; names both ranks and both calls, and why the call was refused.
+    """Two ranks made different calls (operation, dtype, hidden size, setting), or one refused a call that the
+    other made. Names both ranks, both calls and the reason of the refusal.
     """
 
     kind = "rank_mismatch"
@@ -215,6 +215,6 @@ _MOST_TOLD = 150
 
 
 def told(error: BaseException) -> str:
-    """An exception's type and text in one line, for ranks that have to stop because of it."""
+    """An exception's type and text in one line, for the ranks that must stop because of it."""
     line = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
     return line if len(line) <= _MOST_TOLD else line[: _MOST_TOLD - 3] + "..."

@@ -1,11 +1,11 @@
-"""Megatron-Core plug-in: our dispatcher in every MoE layer, without a fork.
+"""Megatron-Core plug-in: the `uccl_ep` dispatcher in every MoE layer, without a fork.
 
     from uccl_ep_train.megatron import enable, verify
 
     carrier = enable(dispatch_dtype="fp8")            # before the model is built
     config = TransformerConfig(..., **carrier)
     model = GPTModel(config, ...)
-    verify(model)                                     # raises unless every MoE layer has our dispatcher
+    verify(model)                                     # raises unless every MoE layer uses uccl_ep
 
 Existing pretraining scripts: `python -m uccl_ep_train.megatron.launch pretrain_gpt.py ...
 --moe-token-dispatcher-type uccl_ep`. Start reading at `dispatcher.py`.

@@ -67,14 +67,14 @@ class BufferPool:
             buffer.close(abort=abort)
 
     def _drop_outlived(self) -> None:
-        """Whose group has been destroyed will have no layer of a new model: its memory is needed."""
+        """Closes buffers whose group was destroyed: no new layer uses them, and their memory is needed."""
         for key, buffer in list(self._buffers.items()):
             if group_is_over(buffer):
                 del self._buffers[key]
                 buffer.close(abort=True)
 
     def ep_config(self, config: Any, tp_size: int, ep_size: int) -> EpConfig:
-        """What `buffer` would be made with. Raises ConfigError."""
+        """The configuration that `buffer` would use. Raises ConfigError."""
         dtype = config.params_dtype
         if dtype not in (torch.bfloat16, torch.float32):
             raise ConfigError(
@@ -103,8 +103,8 @@ class BufferPool:
 
 
 def sms_of(config: Any) -> dict[str, int]:
-    """num_sms for a TransformerConfig that asks for so many (Megatron-LM main), or where the default, which
-    leaves SMs to others, is too few.
+    """num_sms: the number that a TransformerConfig asks for (Megatron-LM main), or more than the default,
+    which leaves SMs to overlapped computation.
     """
     asked = getattr(config, "moe_flex_dispatcher_num_sms", None)
     if asked is not None:
@@ -118,14 +118,14 @@ def sms_of(config: Any) -> dict[str, int]:
 
 
 def row_padding(hidden: int) -> int:
-    """Elements that a row of a model lacks to one of the dispatcher's, which is a multiple of 128."""
+    """Elements by which a model's row is padded to the dispatcher's, a multiple of 128."""
     return -hidden % ROW_BLOCK
 
 
 def stock_source_order(tp_size: int, ep_size: int) -> tuple[int, ...]:
     """Sources inside an expert in the order of Megatron's all-to-all dispatcher, as TP x EP group ranks.
 
-    It exchanges over EP first and gathers over expert TP then, so the expert TP rank is major; in the group
-    it is minor.
+    That dispatcher exchanges over EP, then gathers over expert TP, so the expert TP rank is major. In the
+    group it is minor.
     """
     return tuple(ep * tp_size + tp for tp in range(tp_size) for ep in range(ep_size))

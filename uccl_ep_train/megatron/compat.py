@@ -12,7 +12,7 @@ class UnsupportedMegatronError(EpError):
 
 
 class DispatcherMissingError(EpError):
-    """A MoE layer does not have our dispatcher."""
+    """A MoE layer does not use the `uccl_ep` dispatcher."""
 
 
 _CONSTRUCTOR = ["self", "num_local_experts", "local_expert_indices", "config", "pg_collection"]

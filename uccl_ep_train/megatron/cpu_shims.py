@@ -158,13 +158,13 @@ def _tensor_type() -> None:
 
 
 def _typing_override() -> None:
-    """megatron.training from 0.17 on is written for Python 3.12. It needs this name of it only."""
+    """megatron.training from 0.17 on is written for Python 3.12 but needs only this name of it."""
     if not hasattr(typing, "override"):
         typing.override = lambda method: method  # type: ignore[attr-defined]
 
 
 class _NeedsTriton:
-    """Stands for a Triton kernel in a process without Triton: it can be imported, its use raises."""
+    """Replaces a Triton kernel in a process without Triton: it can be imported, but its use raises."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -197,7 +197,7 @@ def _triton_kernels() -> None:
 def _gpu_packages() -> None:
     """TransformerEngine and apex: Megatron takes a norm, the optimizer and the router's product from them.
 
-    They need a GPU, so where they are installed it must not find them.
+    They need a GPU, so Megatron must not find them even if they are installed.
     """
     for name in ("transformer_engine", "apex"):
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # importing it raises ImportError
@@ -359,7 +359,7 @@ def install_training() -> None:
     from megatron.training import initialize, training
 
     cuda: Any = torch.cuda
-    cuda.device_count = lambda: 1  # without a device the process groups are not made
+    cuda.device_count = lambda: 1  # without a device no process groups are created
     cuda.set_device = lambda *_a: None
     cuda.get_device_properties = lambda *_a: types.SimpleNamespace(major=0, minor=0)  # asked with TP
     if hasattr(initialize, "fused_kernels"):

@@ -1,4 +1,4 @@
-"""START HERE. Megatron's six dispatcher stages, and what each of them asks of our `Buffer`.
+"""START HERE. Megatron's six dispatcher stages, and their calls of a `Buffer`.
 
     dispatch_preprocess   [S/TP,B,H] -> [n,H]; routing map and probabilities -> [n, EP*TP, L]   (Megatron's)
     token_dispatch        Manager.dispatch: Buffer.dispatch -> expert-major rows [R,H]
@@ -11,8 +11,8 @@ n tokens of this rank, E experts, L local experts, TP expert tensor parallel siz
 R received rows. The communication group is TP x EP with E*TP virtual experts: every expert-TP rank receives
 the token, and the sum in combine doubles as the reduce-scatter over TP.
 
-We are a subclass of Megatron's flex dispatcher, whose stages work through a `_comm_manager`; Megatron's 1F1B
-overlap schedule and CUDA graphs reach into that manager by attribute name.
+The dispatcher is a subclass of Megatron's flex dispatcher, whose stages use a `_comm_manager`. Megatron's
+1F1B overlap schedule and CUDA graphs access that manager's attributes by name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from uccl_ep_train.megatron.recompute import save_plan, saved_plan
 
 
 class UcclEpTokenDispatcher(MoEFlexTokenDispatcher):
-    """Megatron's flex dispatcher with our manager. Built by `MoELayer` once the plug-in is enabled."""
+    """Megatron's flex dispatcher with a `Manager` of this package. Built by `MoELayer` once the plug-in is
+    enabled.
+    """
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class UcclEpTokenDispatcher(MoEFlexTokenDispatcher):
             num_virtual_experts=self.tp_size * config.num_moe_experts,
             config=config,
         )
-        # What dispatch_preprocess leaves on the manager has to survive a CUDA graph of it.
+        # State that dispatch_preprocess leaves on the manager must survive its CUDA graph.
         self.cudagraph_attrs = ["_comm_manager.token_probs", "_comm_manager.routing_map"]
 
     @property
@@ -133,7 +135,7 @@ class UcclEpManager:
             assert self.token_probs is not None and self.routing_map is not None, "setup_metadata comes first"
             num_tokens, self._hidden = hidden_states.shape
             local_experts = self.buffer.config.num_experts // self.buffer.num_ranks
-            # Where the host may not read them.
+            # If the host must not read them.
             rows_each = self._rows_of_each_expert(num_tokens) if is_capturing() else None
             plan = saved_plan(self)
             if rows_each is not None:
@@ -169,7 +171,9 @@ class UcclEpManager:
         self._least_budget = max(self._least_budget, new_capacity)
 
     def _row_budget(self, num_tokens: int) -> int | None:
-        """Of a rank with `num_tokens` tokens: the factor times what comes if all get alike. None: any."""
+        """Row budget of a rank with `num_tokens` tokens: the factor times the rows under balanced routing.
+        None: no limit.
+        """
         if self.moe_expert_rank_capacity_factor is None:
             return None
         budget = int(num_tokens * self._topk * self.moe_expert_rank_capacity_factor)
@@ -177,7 +181,7 @@ class UcclEpManager:
         return budget + -budget % self.expert_alignment
 
     def _rows_of_each_expert(self, num_tokens: int) -> int | None:
-        """What `moe_pad_expert_input_to_capacity` lets each have, if all ranks have `num_tokens` tokens."""
+        """Rows per expert under `moe_pad_expert_input_to_capacity`, if all ranks have `num_tokens` tokens."""
         if self._capacity_factor is None:
             return None
         of_a_rank = get_capacity(num_tokens * self._topk, self.num_virtual_experts, self._capacity_factor)
@@ -187,7 +191,7 @@ class UcclEpManager:
         return rows + -rows % self.expert_alignment
 
     def check_captured_counts(self) -> None:
-        """Raises RoutingError if a graph that knew the counts beforehand has been given other ones."""
+        """Raises RoutingError if a graph with fixed counts got other counts."""
         if self._counts_captured and not is_capturing() and bool(self._other_counts):
             raise RoutingError(
                 "in a CUDA graph, where the host cannot read them, experts got other numbers of rows than "
@@ -208,7 +212,7 @@ class UcclEpManager:
         return self._unpadded(self.buffer.combine(rows, handle))
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
-        """Zeros at the end of each row, where a model's rows are no multiple of 128 (GPT-OSS: 2880)."""
+        """Adds zeros to each row if the model's rows are no multiple of 128 (GPT-OSS: 2880)."""
         padding = row_padding(self._hidden)
         return torch.nn.functional.pad(rows, (0, padding)) if padding else rows.contiguous()
 
@@ -233,10 +237,11 @@ def is_capturing() -> bool:
 
 
 def _padded_map(routing_map: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Routes the first tokens that an expert does not have to it (with probability 0) up to a multiple.
+    """Pads each expert's tokens to a multiple: adds the first tokens that it does not have, with probability
+    0.
 
-    The same choice as Megatron's own dispatcher makes for moe_router_padding_for_quantization, so that the
-    experts see the same rows; unlike Megatron's function it leaves the router's map alone.
+    Megatron's dispatcher makes the same choice for moe_router_padding_for_quantization, so experts see the
+    same rows. Unlike Megatron's function it does not change the router's map.
     """
     missing_E = (-routing_map.sum(dim=0)) % multiple
     absent_TE = ~routing_map

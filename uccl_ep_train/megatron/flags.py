@@ -50,7 +50,7 @@ def options(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def extend_megatron_parser(parser: argparse.ArgumentParser) -> None:
-    """Lets a Megatron parser accept `--moe-token-dispatcher-type uccl_ep` and our options.
+    """Lets a Megatron parser accept `--moe-token-dispatcher-type uccl_ep` and `--uccl-ep-*`.
 
     Parsing then enables the plug-in and leaves the carrier's values in the namespace, for Megatron to read.
     Raises UnsupportedMegatronError for a parser without that option.
@@ -76,7 +76,7 @@ def extend_megatron_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def window_tokens(namespace: argparse.Namespace) -> int | None:
-    """Tokens that a rank dispatches at once, by Megatron's arguments; None where they do not tell."""
+    """Tokens per dispatch of a rank, from Megatron's arguments; None if they do not determine it."""
     length, size = (getattr(namespace, name, None) for name in ("seq_length", "micro_batch_size"))
     if not length or not size:
         return None

@@ -1,8 +1,8 @@
 """python -m uccl_ep_train.megatron.launch SCRIPT [arguments of SCRIPT]
 
 Runs any Megatron pretraining script (torchrun ... -m uccl_ep_train.megatron.launch SCRIPT ...) with one more
-dispatcher, `--moe-token-dispatcher-type uccl_ep`, and its options `--uccl-ep-*`. The script and Megatron stay
-as they are. Without that dispatcher the script runs as if it had been started directly.
+dispatcher, `--moe-token-dispatcher-type uccl_ep`, and its options `--uccl-ep-*`. The script and Megatron are
+not changed. Without that dispatcher the script runs as if it had been started directly.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> None:
 
 
 def run(script: Path) -> None:
-    """Runs the script with the dispatcher to be had, and leaves nothing of it behind: may be called again."""
+    """Runs the script with the dispatcher available and cleans up afterwards: may be called again."""
     from uccl_ep_train.megatron import plugin
 
     undo = patch_training()
@@ -101,7 +101,7 @@ def run(script: Path) -> None:
         raise
     finally:
         undo()
-        # Others in the middle of an operation are told at once if this rank has failed.
+        # If this rank failed, tell ranks inside an operation at once.
         plugin.disable(abort=failed)
 
 

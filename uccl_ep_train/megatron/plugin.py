@@ -1,9 +1,9 @@
-"""What changes Megatron: three names are replaced here (a fourth where there are optimizers in CUDA graphs),
-those of checkpoints in `recompute.py`, and all are put back by `disable()`.
+"""Patches Megatron: three names here (a fourth if optimizers run in CUDA graphs), those of checkpoints in
+`recompute.py`. `disable()` restores all.
 
 The carrier `flex` / `hybridep` is not HybridEP: Megatron decides by these strings which tensors its schedules
 may free and where they look for the dispatcher's state, and with them it does what our dispatcher needs.
-Another string would make it treat us as all-to-all and free the experts' saved inputs.
+With another string it would treat `uccl_ep` as all-to-all and free the experts' saved inputs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _enabled: _Enabled | None = None
 
 
 def enable(*, reuse_plans_in_recompute: bool = True, **options: Value | Section) -> dict[str, str]:
-    """Makes every MoE layer that is built from now on use our dispatcher.
+    """Makes every MoE layer that is built from now on use the `uccl_ep` dispatcher.
 
     reuse_plans_in_recompute: a layer recomputed by a checkpoint (Megatron's, TransformerEngine's or torch's)
     uses the plan of its first run and exchanges no routing; routing that differs raises PlanMismatchError.
@@ -103,7 +103,7 @@ def enable(*, reuse_plans_in_recompute: bool = True, **options: Value | Section)
 
 
 def disable(*, abort: bool = False) -> None:
-    """Puts Megatron's names back and closes all buffers; layers that used them raise ClosedError.
+    """Restores Megatron's names and closes all buffers; layers that used them raise ClosedError.
 
     abort: as of `Buffer.close`
     """
@@ -127,11 +127,11 @@ def retire() -> None:
 
 
 def verify(model: torch.nn.Module | Iterable[torch.nn.Module]) -> int:
-    """Number of MoE layers of a model (or of a list of model chunks), each of which has our dispatcher.
+    """Number of MoE layers of a model (or of a list of model chunks), each of which uses `uccl_ep`.
 
     Raises DispatcherMissingError naming the layer that has another one, and if there is no MoE layer at all:
     a pipeline stage without any should not be asked. Layers whose expert TP x EP group is this rank alone
-    have Megatron's all-to-all dispatcher, which then communicates with nobody.
+    have Megatron's all-to-all dispatcher, which then does not communicate.
     """
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
@@ -159,7 +159,7 @@ def buffers() -> list[Buffer]:
 
 
 def _accept_our_name(state: _Enabled) -> None:
-    """A TransformerConfig may name us: moe_token_dispatcher_type="uccl_ep" becomes the carrier."""
+    """A TransformerConfig may name the dispatcher: moe_token_dispatcher_type="uccl_ep" becomes the carrier."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     stock_post_init = TransformerConfig.__post_init__
@@ -254,6 +254,6 @@ def _check_replayed_steps(state: _Enabled) -> None:
 
 @opaque
 def _before_optimizer_step(state: _Enabled, *_args: Any) -> None:
-    """What a CUDA graph could not say when it was replayed."""
+    """Raises errors that a replayed CUDA graph could not raise."""
     for dispatcher in state.dispatchers:
         dispatcher.before_step()

@@ -1,11 +1,11 @@
-"""Activation recomputation: the second run of a layer's dispatch uses the plan that its first run made.
+"""Activation recomputation: the second run of a layer's dispatch re-uses the plan of its first run.
 
 A checkpoint calls its function in forward, and again in backward. For that it keeps an object on the autograd
-graph: the function (reentrant checkpoints) or a frame (the others). There we put a `Record` of the plans, so
-that a recomputation finds those of its own first run, and a graph that is dropped frees them.
+graph: the function (reentrant checkpoints) or a frame (the others). A `Record` of the plans is stored there.
+So a recomputation finds the plans of its own first run, and dropping the graph frees them.
 
 Whether a plan is reused follows from the call structure alone, never from local data, so all ranks agree. In
-a checkpoint that we do not know the recomputation makes a new plan, which is right, only slower.
+an unknown kind of checkpoint the recomputation makes a new plan, which is correct but slower.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Record:
     """The plans that the first run of one checkpoint made: of each caller in the order of its calls."""
 
     def __init__(self) -> None:
-        # Weakly: the graph must not keep layers alive that nobody else does.
+        # A weak reference: the graph must not keep layers alive.
         self._plans: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
     def add(self, caller: Any, plan: Any) -> None:
