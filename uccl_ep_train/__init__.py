@@ -9,8 +9,8 @@
 Names are loaded on first use: configuration, topology and errors work without torch and without the native
 extension.
 
-`api` holds `Buffer`, `core` the way from a call to native code, `group` what ranks settle among themselves,
-`settings` the configuration, `oracle` the meaning in plain torch, `tools` programs, `megatron` the plug-in.
+`api` has `Buffer`, `core` turns calls into native operations, `group` creates and ends a group. `settings`
+has the configuration, `oracle` the reference in plain torch, `tools` programs, `megatron` the plug-in.
 """
 
 from __future__ import annotations

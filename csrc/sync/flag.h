@@ -54,7 +54,7 @@ class Claim {
 static_assert(sizeof(Claim) == 4);
 
 // Wakes one thread of this or another process: `ring` after publishing flags, `wait` until rung since `ticket`.
-// Writers: anyone; sleeper: the one thread that owns the bell. Lost wake-ups are impossible: the sleeper announces
+// Writers: anyone; sleeper: the one thread that owns the bell. Wake-ups cannot be lost: the sleeper announces
 // itself before it compares the word again, the ringer changes the word before it looks for sleepers, and both
 // accesses are sequentially consistent, so at least one of them sees the other.
 class Bell {

@@ -29,11 +29,11 @@ class Queue(Protocol):
 
 
 class Call:
-    """A call on its way to be queued: whatever is raised in it either takes the call's number, or ends all.
+    """A call until it is queued. An error in it either counts as the call, or fails all ranks.
 
-    Operations pair up by their order. A rank that raises before its operation is queued, and goes on, is a
-    call ahead of the others: its next one must not pair with their current one. Once it is queued, peers
-    count on it: if this rank cannot go on, they have to know.
+    Operations pair up by their order. A rank that raises before its operation is queued, and continues, is
+    one call ahead: its next call must not pair with the others' current one. After it is queued, peers rely
+    on it, so they must learn if this rank cannot continue.
     """
 
     __slots__ = ("_num_calls", "_queue", "_what")

@@ -105,7 +105,7 @@ class Dispatched:
         return self.counts
 
     def settle(self) -> None:
-        """What is left to do when the engine is done."""
+        """The work that remains when the engine is done."""
         if self.outputs is self.received:
             return
         for kept, received in zip(self.outputs, self.received, strict=True):
@@ -122,7 +122,7 @@ class Combined:
     values: Tensor | None
 
     def settle(self) -> None:
-        """Nothing is left to do."""
+        """Nothing remains to be done."""
 
 
 class Launcher:
@@ -140,7 +140,7 @@ class Launcher:
         self._core = load_native()
 
     def dispatch(self, call: DispatchCall, *, aside: bool) -> Dispatched:
-        """Returns when the counts are known, if they have to be, and the outputs are as large as they say.
+        """Returns when the counts are known, if needed, and the outputs have their sizes.
 
         aside  on a GPU: beside the caller's stream
         """
@@ -195,7 +195,7 @@ class Launcher:
     ) -> Combined:
         """`row_values` [R] fp32 (compact: [R, W]) go back to their pairs: `values`, shaped as the routing.
 
-        What a capacity has dropped adds nothing.
+        Rows that a capacity dropped add nothing.
         """
         rows_RH = self._with_dropped(rows_RH, handle)
         row_values = None if row_values is None else self._with_dropped(row_values, handle)
@@ -218,11 +218,11 @@ class Launcher:
         return Combined(native, out_TH, values)
 
     def num_calls(self) -> int:
-        """Of operations that have been queued and calls that were refused, on this rank."""
+        """Number of queued operations plus refused calls on this rank."""
         return int(self._engine.num_calls())
 
     def fail(self, why: str) -> None:
-        """This rank cannot go on: every rank raises."""
+        """This rank cannot continue: every rank raises."""
         self._engine.fail(why)
 
     def wait(self, launched: Dispatched | Combined) -> None:
@@ -239,7 +239,7 @@ class Launcher:
         self.wait(launched)
 
     def refuse(self, why: str) -> None:
-        """A call was refused, and takes its number after what has been queued."""
+        """A refused call counts as a call after the queued ones."""
         self._engine.refused(why, self._stream())
 
     # What differs between backends.

@@ -159,7 +159,7 @@ def buffers() -> list[Buffer]:
 
 
 def _accept_our_name(state: _Enabled) -> None:
-    """A TransformerConfig may name the dispatcher: moe_token_dispatcher_type="uccl_ep" becomes the carrier."""
+    """Lets a TransformerConfig name the dispatcher: "uccl_ep" becomes the carrier."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     stock_post_init = TransformerConfig.__post_init__

@@ -1,7 +1,7 @@
 """The oracle: dispatch and combine of a whole expert-parallel group in one process, in plain torch.
 
-What the engine does over several ranks is done here in the obvious way, with the same order of sums and the
-same roundings, so that tests can compare with ``torch.equal``. Nothing here is differentiable; the two
+This module computes what the engine does over several ranks in the obvious way. The order of sums and the
+roundings are the same, so tests compare with ``torch.equal``. Nothing here is differentiable; the two
 backward operations are methods of their own. The steps are named as in the engine.
 
 Legend of the shape suffixes: T tokens of a rank (differs per rank, may be 0), H hidden size, K experts a

@@ -13,9 +13,9 @@ namespace uccl_ep::cuda {
 
 // Made and destroyed by any thread. Its errors name the call.
 //
-// It has a context of the driver of its own. Kernels wait for these copies, and some calls that any thread of the
-// process may make meanwhile (freeing memory, the first launch of a kernel, reading a value back) keep every other call
-// of their context, or its copies, waiting until kernels are over.
+// It has a context of the driver of its own. Kernels wait for these copies. Meanwhile any thread may free
+// memory, launch a kernel for the first time or read a value back. Such calls block all other calls and copies of their
+// context until kernels are over.
 class CudaCopies final : public CopyEngines {
  public:
   // `device`: whose memory is the source.
