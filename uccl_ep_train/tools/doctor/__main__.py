@@ -3,7 +3,7 @@
     python -m uccl_ep_train.doctor                             # this machine
     torchrun <as the job> -m uccl_ep_train.doctor              # every rank, and all together
 
-Rank 0 prints one table. Exit status: 0, nothing has to be fixed; 1, something has; 2, wrong usage. It is the
+Rank 0 prints one table. Exit status: 0, nothing to fix; 1, something to fix; 2, wrong usage. It is the
 same on all ranks, so `doctor && train` does the same on all hosts.
 """
 
@@ -81,7 +81,7 @@ def show(report: Report, as_json: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options, as_json = parse(arguments)
-    # The environment's remarks are findings here.
+    # Warnings about the environment are findings here.
     warnings.filterwarnings("ignore", module=r"uccl_ep_train\.")
     try:
         me = identity()
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(session: Session, me: Identity, as_json: bool) -> int:
     def show_once(report: Report) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as comes when others leave with an error
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as happens when others exit with an error
         show(report, as_json)
 
     try:
@@ -128,7 +128,7 @@ def _run(session: Session, me: Identity, as_json: bool) -> int:
 
 
 def _speak(session: Session, me: Identity, by: str, as_json: bool, *, without_0: bool) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it has been heard
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the report has arrived
     report = session.stopped(by, lambda: open_store(me, 5.0), without_0=without_0)
     if report is not None:
         show(report, as_json)
@@ -141,7 +141,7 @@ def _watch(session: Session, me: Identity, as_json: bool) -> None:
     while store.waited_s() < meeting.timeout_s + GRACE_S:
         time.sleep(0.2)
     by = meeting.silence(0, meeting.timeout_s + GRACE_S)
-    meeting.store = None  # nobody may ask it again
+    meeting.store = None  # no rank may ask it again
     report = session.stopped(by, _no_store, without_0=True)
     if report is not None:
         show(report, as_json)

@@ -1,4 +1,4 @@
-"""Checks `environment` and `leftovers`: misleading variables, and what dead jobs left."""
+"""Checks `environment` and `leftovers`: misleading variables, and shared memory of dead jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check `layout`: who this process is, which GPU it takes, and whether another one takes the same."""
+"""Check `layout`: the identity of this process, its GPU, and whether another process takes the same GPU."""
 
 from __future__ import annotations
 

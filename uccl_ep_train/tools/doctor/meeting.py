@@ -102,7 +102,7 @@ def open_store(me: Identity, timeout_s: float) -> Any:
 
 
 def unreachable(me: Identity, error: Exception) -> tuple[str, str]:
-    """What is the matter with a store that `open_store` did not reach, and what to do."""
+    """The reason why `open_store` did not reach a store, and the remedy."""
     where = f"{me.host}:{me.port}"
     try:
         addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(me.host, me.port)})
@@ -148,7 +148,7 @@ class TimedStore:
 class Meeting:
     """The ranks that check each other. Rank 0 calls `gather`, the others `report`, in the same order.
 
-    A rank alone meets nobody.
+    A single rank communicates with no other.
     """
 
     def __init__(self, me: Identity, store: Any, timeout_s: float) -> None:
@@ -193,7 +193,7 @@ class Meeting:
             if waited_for and now - looked > 0.5:
                 looked = now
                 ended = [rank for rank in waited_for if self._has_ended(rank)]
-                # What it has posted before it ended counts.
+                # Results posted before its end count.
                 for rank in ended:
                     if not self.store.check([f"{step}/{rank}"]):
                         late[rank] = self.last_seen(rank, "has ended")
@@ -275,7 +275,7 @@ class Meeting:
             deadline = time.monotonic() + LEAVE_S
             while self.me.rank == 0 and not self.store.check(others) and time.monotonic() < deadline:
                 time.sleep(0.01)
-        except Exception:  # The store has gone: so has whoever would wait.
+        except Exception:  # The store is gone, and so are the ranks that would wait.
             return
 
     def _known(self, rank: int) -> Presence:

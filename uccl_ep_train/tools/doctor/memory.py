@@ -1,4 +1,4 @@
-"""Check `memory`: whether /dev/shm, the cgroup and the GPU have what a buffer of the job takes."""
+"""Check `memory`: whether /dev/shm, the cgroup and the GPU have enough memory for a buffer of the job."""
 
 from __future__ import annotations
 

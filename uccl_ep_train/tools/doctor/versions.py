@@ -32,7 +32,7 @@ NAME = "versions"
 _DRIVER = Path("/proc/driver/nvidia/version")
 _INSTALL = "install one and the same environment on all hosts, or use one image"
 
-# (fact, in words): those that have to be equal for ranks to understand each other.
+# (fact, in words): facts that must be equal on all ranks.
 _MUST_AGREE = (
     ("package", "the version of uccl_ep_train"),
     ("with_cuda", "whether the extension was built with nvcc"),
