@@ -157,7 +157,7 @@ CLAIM("a region is within its budget, says what all of it is for, and holds a to
     EXPECT_EQ(bytes_of(layout, "rings"), 0u);
     for (uint64_t bytes : wire_rows(row_bytes)) EXPECT(cuda::window_tokens(layout, bytes) >= cuda::kTokenBlock);
     EXPECT(cuda::combine_window_tokens(layout, row_bytes, most_pieces(layout)) >= cuda::kTokenBlock);
-    EXPECT_EQ(layout.rows % 128, 0u);
+    EXPECT_EQ(layout.rows.offset % 128, 0u);
   });
 }
 
@@ -168,16 +168,16 @@ CLAIM("a region of several domains is within its budget, says what all of it is 
     EXPECT(layout.entries.front().first == "rings");
     // What every rank ships and lands, as the transport lays it out, ends before the flags begin.
     for (int rank = 0; rank < topo.num_ranks; ++rank)
-      EXPECT(make_device_layout(topo, layout.rings, rank).device_bytes <= layout.header_full);
+      EXPECT(make_device_layout(topo, layout.rings, rank).device_bytes <= layout.header_full.offset);
     EXPECT_EQ(layout.entries.front().second, round_up(device_ring_bytes(topo, layout.rings), 256));
-    EXPECT_EQ(layout.header_full, layout.entries.front().second);
+    EXPECT_EQ(layout.header_full.offset, layout.entries.front().second);
     // Kernels count slots of one size in both rings.
     EXPECT(layout.slot_bytes == layout.rings.rows_slot_bytes && layout.slot_bytes == layout.rings.return_slot_bytes);
     EXPECT(layout.row_slots == layout.rings.rows_slots && layout.return_slots == layout.rings.return_slots);
     EXPECT_EQ(layout.slot_bytes % kDeviceRingAlignBytes, 0u);
     EXPECT_EQ(layout.packet_bytes, layout.rings.packet_bytes);
     EXPECT_EQ(layout.packet_bytes % kDeviceRingAlignBytes, 0u);
-    EXPECT_EQ(layout.rows % 128, 0u);
+    EXPECT_EQ(layout.rows.offset % 128, 0u);
   });
 }
 
