@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +32,10 @@ def outcome(call: Callable[[], Any]) -> Any:
         return error
 
 
+THREAD = threading.local()
+"""`rank`: the one that a thread of `create` makes."""
+
+
 def together(calls: list[Callable[[], Any]]) -> list[Any]:
     """What each call returned or raised, run as threads."""
     with ThreadPoolExecutor(len(calls)) as pool:
@@ -43,6 +48,7 @@ def create(num_ranks: int, *per_rank: dict[str, Any], **settings: Any) -> list[A
     changes = per_rank or ({},) * num_ranks
 
     def one(bootstrap: LocalBootstrap) -> Buffer:
+        THREAD.rank = bootstrap.rank
         config = EpConfig(**{**SETTINGS, **settings, **changes[bootstrap.rank]})
         return Buffer(None, config, bootstrap=bootstrap)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.by_hand import close, create, dispatch, on_all
+from tests.unit.by_hand import THREAD, close, create, dispatch, on_all
 from uccl_ep_train import EpConfig
 from uccl_ep_train.core.native import probe_transports
 from uccl_ep_train.errors import ConfigError, RankMismatchError
@@ -174,13 +174,11 @@ def test_every_combination_is_decided_or_refused_with_a_reason() -> None:
 
 def two_hosts(monkeypatch: pytest.MonkeyPatch, **told: list[Any]) -> None:
     """Every rank is on a host of its own, and has what is told, or else what this one has."""
-    numbers = itertools.count()
 
     class Elsewhere(Place):
         @classmethod
         def here(cls) -> Place:
-            number = next(numbers)
-            return Place(f"node{number}", f"boot{number}")
+            return Place(f"node{THREAD.rank}", f"boot{THREAD.rank}")
 
     monkeypatch.setattr(transport, "Place", Elsewhere)
     if not told:
