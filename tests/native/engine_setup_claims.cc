@@ -130,6 +130,24 @@ CLAIM("a setting that differs is a mismatch on all ranks, which names both value
       "RankMismatchError: ranks disagree on the configuration: rank 0 has num_experts = 4, rank 1 has num_experts = 8");
 }
 
+CLAIM("a group that cannot be is refused on all ranks, with the value and what is allowed") {
+  const auto errors_of = [](const std::function<void(EngineConfig&)>& change) {
+    Room room(2);
+    return on_each(2, [&](int rank) {
+      EngineConfig config = wanted(rank, 2, {});
+      change(config);
+      set_up(config, false, room.of(rank), host_engine);
+    });
+  };
+  expect_all(errors_of([](EngineConfig& config) { config.domain_of = {0, 0, 1}; }),
+             "ConfigError: domain_of = (0, 0, 1): allowed is a domain for each of the 2 ranks, or none");
+  expect_all(errors_of([](EngineConfig& config) { config.num_ranks = 3; }),
+             "ConfigError: the all-gather gave the bytes of 2 ranks: allowed are num_ranks = 3");
+  const auto said = errors_of([](EngineConfig& config) { config.rank = config.rank == 1 ? 7 : 0; });
+  expect_all({said[1]}, "ConfigError: rank = 7 of num_ranks = 2: allowed is 0 to num_ranks - 1");
+  expect_all({said[0]}, "PeerFailed: creation, configuration: rank 1 failed with ConfigError: rank = 7");
+}
+
 CLAIM("a rank that fails in a step is an error of all ranks, and nothing is left behind") {
   Room room(3);
   const auto said = on_each(3, [&](int rank) {

@@ -11,8 +11,8 @@ constexpr uint32_t kTileAlign = 128;
 constexpr uint32_t kMostKept = 16;  // tiles of a block
 
 // clang-format off
-// Who does what, here of a new plan in one domain, by warps of 32 lanes. `a ..> b`: b waits for a. `a --> b`: b is
-// published when a is done.
+// Who does what, here of a new plan in one domain, by warps of 32 lanes.
+// `a ..> b`: b waits for a. `a --> b`: b is published when a is done.
 //
 // warps  role   time ---->
 // 8 (5)  place  read tiles --> counted ..> positions --> totals; lists --> routed; last block --> lists_full, weights_full

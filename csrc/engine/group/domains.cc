@@ -1,10 +1,8 @@
 #include "engine/group/domains.h"
 
 #include <sys/random.h>
-#include <unistd.h>
 
 #include <cstring>
-#include <fstream>
 
 #include "common/error.h"
 #include "common/limits.h"
@@ -89,18 +87,6 @@ std::vector<int> domains_of(int rank, const std::vector<std::string>& reached) {
     domain_of.push_back(static_cast<int>(reached[r].find('1')));
   }
   return domain_of;
-}
-
-std::string host_name() {
-  char name[256] = {};
-  gethostname(name, sizeof(name) - 1);
-  return name;
-}
-
-std::string kernel_id() {
-  std::string id;
-  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), id);
-  return id.empty() ? host_name() : id;
 }
 
 void malformed(int rank, const std::string& step, int peer, const std::string& said) {

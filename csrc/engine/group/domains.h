@@ -34,10 +34,6 @@ class DomainProbe {
 // naming two ranks that disagree, and CommunicationFailure(kTransport) as above. rank: ours, for errors.
 std::vector<int> domains_of(int rank, const std::vector<std::string>& reached);
 
-// This host's name and kernel.
-std::string host_name();
-std::string kernel_id();
-
 // Rank `peer` has sent `said` in `step` of the creation, which no rank of this version sends.
 [[noreturn]] void malformed(int rank, const std::string& step, int peer, const std::string& said);
 

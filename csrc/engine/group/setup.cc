@@ -2,6 +2,7 @@
 
 #include <sys/random.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <exception>
 #include <map>
@@ -10,6 +11,7 @@
 #include <utility>
 
 #include "common/error.h"
+#include "common/process.h"
 #include "engine/group/domains.h"
 #include "engine/group/handle.h"
 
@@ -106,13 +108,37 @@ uint64_t new_generation() {
   return generation;
 }
 
+std::string this_host() {
+  char name[256] = {};
+  gethostname(name, sizeof(name) - 1);
+  return name;
+}
+
+// Where there is no boot id, the host's name has to do.
+std::string this_kernel() {
+  const std::string boot_id = host_boot_id();
+  return boot_id == "unknown" ? this_host() : boot_id;
+}
+
 Place this_place() {
   struct stat mount{};
   const bool has = stat("/dev/shm", &mount) == 0;
-  return {host_name(), kernel_id() + " " + std::to_string(has ? mount.st_dev : 0)};
+  return {this_host(), this_kernel() + " " + std::to_string(has ? mount.st_dev : 0)};
+}
+
+// What the steps before the engine's own checks rely on.
+void check_group(const EngineConfig& wanted) {
+  const auto refuse = [](const std::string& text) { throw UsageFailure(UsageKind::kConfig, text); };
+  if (wanted.num_ranks < 1 || wanted.rank < 0 || wanted.rank >= wanted.num_ranks)
+    refuse("rank = " + std::to_string(wanted.rank) + " of num_ranks = " + std::to_string(wanted.num_ranks) +
+           ": allowed is 0 to num_ranks - 1");
+  if (!wanted.domain_of.empty() && wanted.domain_of.size() != static_cast<size_t>(wanted.num_ranks))
+    refuse("domain_of = " + text_of(wanted.domain_of) + ": allowed is a domain for each of the " +
+           std::to_string(wanted.num_ranks) + " ranks, or none");
 }
 
 Introduction introduction_of(const EngineConfig& wanted) {
+  check_group(wanted);
   Introduction said;
   said.generation = new_generation();
   said.place = this_place();
@@ -152,7 +178,7 @@ void check_domains(const std::vector<int>& domain_of, const std::vector<Place>& 
 std::vector<int> find_domains(int rank, const AllGather& all_gather) {
   std::optional<DomainProbe> probe;
   const auto offers = exchange(rank, all_gather, "topology: offer", [&] {
-    probe.emplace(kernel_id());
+    probe.emplace(this_kernel());
     return probe->offer();
   });
   // Its segment goes after this step, which a rank leaves only when all have looked.
@@ -204,7 +230,10 @@ SetUp set_up(const EngineConfig& wanted, bool on_gpu, const AllGather& all_gathe
   std::vector<Place> places;
   std::vector<Offers> offers;
   const auto all = exchange(rank, all_gather, "configuration", [&] { return encode(introduction_of(wanted)); });
-  for (int peer = 0; peer < static_cast<int>(all.size()); ++peer) {
+  if (all.size() != static_cast<size_t>(wanted.num_ranks))
+    throw UsageFailure(UsageKind::kConfig, "the all-gather gave the bytes of " + std::to_string(all.size()) +
+                                               " ranks: allowed are num_ranks = " + std::to_string(wanted.num_ranks));
+  for (int peer = 0; peer < wanted.num_ranks; ++peer) {
     try {
       said.push_back(decode(all[static_cast<size_t>(peer)]));
     } catch (const UsageFailure&) {
