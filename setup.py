@@ -18,15 +18,16 @@ from setuptools._distutils.ccompiler import gen_preprocess_options
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-CUDA = ROOT / "csrc" / "backend" / "cuda"
 # The environment is read in one file only; it needs nothing but the standard library.
 ENV = runpy.run_path(str(ROOT / "uccl_ep_train" / "settings" / "env.py"))
 WERROR = ENV["warnings_are_errors"]()
 SANITIZER = ENV["sanitizer"]()
 SANITIZE = [f"-fsanitize={SANITIZER}", "-fno-sanitize-recover=all"] if SANITIZER else []
 UNITS = runpy.run_path(str(ROOT / "csrc" / "units.py"), run_name="units")
-ARCHITECTURES = runpy.run_path(str(ROOT / "csrc" / "architectures.py"), run_name="architectures")
-ARCHS = ARCHITECTURES["chosen"](ENV["cuda_architectures"]())
+GPU_LAYER = "csrc/gpu/cuda"  # the vendor's: on the include path, with the way to compile kernels
+GPU = runpy.run_path(str(ROOT / GPU_LAYER / "build.py"), run_name="build")
+ARCHS = GPU["chosen"](ENV["cuda_architectures"]())
+CUDA_HOME = ENV["read"]("CUDA_HOME", "/usr/local/cuda")
 
 COMPILE_FLAGS = [
     "-O3",
@@ -45,37 +46,20 @@ COMPILE_FLAGS = [
     *([*SANITIZE, "-O1", "-g1", "-fno-omit-frame-pointer"] if SANITIZER else []),
 ]
 
-BUILD = ("setup.py", "csrc/units.py", "csrc/architectures.py")
+BUILD = ("setup.py", "csrc/units.py", f"{GPU_LAYER}/build.py")
 STANDARD = "csrc/common/standard.h"  # compiled once, ahead of all others
 REPORT = "compile_time.json"
 COMMANDS = ROOT / "compile_commands.json"  # how each unit is compiled, for editors
-
-
-def find_nvcc() -> str | None:
-    """The CUDA compiler, or None. Its absence is no error: the host backend alone is built."""
-    if not ARCHS:
-        return None
-    home = ENV["read"]("CUDA_HOME", "/usr/local/cuda")
-    return shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(home) / "bin"))
 
 
 def compiled_for(compiler: str | None) -> list[str]:
     """Of the architectures that were asked for those that the compiler knows."""
     if compiler is None:
         return []
-    names, lacking = ARCHITECTURES["known_to"](run([compiler, "--list-gpu-arch"]), ARCHS)
+    names, lacking = GPU["known_to"](run([compiler, "--list-gpu-arch"]), ARCHS)
     if lacking:
         print(f"uccl_ep_train: {compiler} does not know {', '.join(lacking)}: PTX is built in their place")
     return names
-
-
-def find_toolkit(compiler: str) -> Path:
-    """The folder with the headers and libraries of `compiler`, which may be a wrapper elsewhere."""
-    places = [Path(compiler).resolve().parents[1], Path(ENV["read"]("CUDA_HOME", "/usr/local/cuda"))]
-    for place in places:
-        if (place / "include" / "cuda_runtime.h").is_file():
-            return place
-    raise SystemExit(f"{compiler} has no include/cuda_runtime.h beside it; set CUDA_HOME (tried {places})")
 
 
 def is_current(obj: Path, source: str) -> bool:
@@ -102,21 +86,10 @@ def children_seconds() -> float:
     return spent.ru_utime + spent.ru_stime
 
 
-nvcc = find_nvcc()
+nvcc = GPU["find_compiler"](CUDA_HOME) if ARCHS else None
+TOOLKIT = GPU["find_toolkit"](nvcc, CUDA_HOME) if nvcc else None
 BUILT_FOR = compiled_for(nvcc)
-CUDA_FLAGS = [
-    "-std=c++20",
-    "-O3",
-    # As on the host: no contraction behind our back. Flushing to zero is off by default.
-    "-fmad=false",
-    "--expt-relaxed-constexpr",
-    "--diag-suppress=177",  # never referenced: what the kernels of one architecture alone call
-    "-lineinfo",  # profilers show the source
-    "-Xptxas=-v",  # registers and spills of each kernel, for tests/native/test_kernels.py
-    "-Xcompiler=-fPIC,-fvisibility=hidden",
-    *(flag for name in BUILT_FOR for flag in ARCHITECTURES["KNOWN"][name]),
-    *(["--Werror=all-warnings"] if WERROR else []),
-]
+KERNEL_FLAGS = GPU["flags"](BUILT_FOR, werror=WERROR)
 
 
 class BuildExt(build_ext):
@@ -124,7 +97,7 @@ class BuildExt(build_ext):
 
     def build_extension(self, ext: Pybind11Extension) -> None:
         """One pool for both compilers, the longest units first, so that no core idles at the end."""
-        kernels = [str(path.relative_to(ROOT)) for path in CUDA.glob("*.cu")] if nvcc else []
+        kernels = [str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cu")] if nvcc else []
         units = UNITS["longest_first"]([*ext.sources, *kernels])
         objects = {source: self.object_of(source) for source in units}
         if not SANITIZER:
@@ -163,8 +136,7 @@ class BuildExt(build_ext):
     def command_of(self, ext: Pybind11Extension, source: str) -> dict[str, object]:
         """An entry of compile_commands.json. Of a kernel it is clang's: editors do not understand nvcc's."""
         if source.endswith(".cu"):
-            known = [f"--cuda-path={find_toolkit(str(nvcc))}", f"--cuda-gpu-arch=sm_{ARCHS[0]}", "-std=c++20"]
-            command = ["clang++", "-xcuda", *known, "-Icsrc"]
+            command = [*GPU["editor_command"](TOOLKIT, ARCHS[0]), "-Icsrc", f"-I{GPU_LAYER}"]
         else:
             command = [*self.compiler.compiler_so_cxx, *self.flags_of(ext)]
         obj = str(self.object_of(source))
@@ -208,13 +180,21 @@ class BuildExt(build_ext):
     def compile_kernels(self, source: str) -> None:
         obj = self.object_of(source)
         obj.parent.mkdir(parents=True, exist_ok=True)
-        command = [str(nvcc), *CUDA_FLAGS, "-Icsrc", "-MMD", "-MF", str(obj.with_suffix(".d"))]
+        command = [
+            str(nvcc),
+            *KERNEL_FLAGS,
+            "-Icsrc",
+            f"-I{GPU_LAYER}",
+            "-MMD",
+            "-MF",
+            str(obj.with_suffix(".d")),
+        ]
         obj.with_suffix(".ptxas").write_text(run([*command, "-c", source, "-o", str(obj)]))
 
     def finalize_options(self) -> None:
         super().finalize_options()
         kind = "werror" if WERROR else "plain"
-        kind += ARCHITECTURES["folder_suffix"](BUILT_FOR) + (SANITIZER and f"-{SANITIZER}")
+        kind += GPU["folder_suffix"](BUILT_FOR) + (SANITIZER and f"-{SANITIZER}")
         self.force = True  # link anew: nvcc may have come or gone since. Objects are kept, see is_current.
         self.build_temp = str(Path("build") / f"objects-{sys.implementation.cache_tag}-{kind}")
 
@@ -228,14 +208,14 @@ def extension() -> Pybind11Extension:
         "libraries": ["rt", "pthread", "dl"],
     }
     if nvcc:
-        toolkit = find_toolkit(nvcc)
-        options["include_dirs"].append(str(toolkit / "include"))
+        options["include_dirs"] += [GPU_LAYER, str(TOOLKIT / "include")]
         options["define_macros"] = [("UCCL_EP_CUDA", "1")]
-        # Static: it looks for the driver when it is first used, so the library loads where there is no GPU.
-        options["libraries"].insert(0, "cudart_static")
-        options["library_dirs"] = [str(toolkit / "lib64"), str(toolkit / "targets" / "x86_64-linux" / "lib")]
+        linked = GPU["linked_with"](TOOLKIT)
+        options["libraries"] = [*linked["libraries"], *options["libraries"]]
+        options["library_dirs"] = linked["library_dirs"]
     else:
-        sources = [path for path in sources if "cuda" not in (path.parent.name, path.stem)]
+        of_gpus = {"gpu", "gpu.cc"}
+        sources = [path for path in sources if not of_gpus.intersection(path.relative_to(csrc).parts)]
     return Pybind11Extension(
         "uccl_ep_train._native",
         sources=[str(path.relative_to(ROOT)) for path in sources],

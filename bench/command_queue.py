@@ -27,7 +27,7 @@ COMMANDS = 2_000_000
 
 def measure(capacity: int) -> report.Record:
     """One record; raises RuntimeError if a command was not what had been pushed."""
-    found = load_native().measure_cuda_queue(torch.cuda.current_device(), capacity, COMMANDS)
+    found = load_native().measure_gpu_queue(torch.cuda.current_device(), capacity, COMMANDS)
     if found["wrong"]:
         raise RuntimeError(f"{found['wrong']} of {COMMANDS} commands came out wrong")
     trips = torch.tensor(found["round_trip_usec"], dtype=torch.float64)

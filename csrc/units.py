@@ -7,22 +7,22 @@ from collections.abc import Iterable
 
 # Set-up, probes, errors and conversions: nobody waits for these, so they are compiled in less time.
 COLD = (
-    *("bindings/", "common/", "layout/", "backend/cuda/", "engine/config.cc", "engine/stats.cc"),
+    *("bindings/", "common/", "layout/", "backend/gpu/", "gpu/", "engine/config.cc", "engine/stats.cc"),
     *(f"engine/group/{name}.cc" for name in ("choice", "control_plane", "stats")),
     "engine/host/stats.cc",
-    *(f"engine/cuda/{name}.cc" for name in ("checks", "engine", "faults", "network", "trace", "trial")),
+    *(f"engine/gpu/{name}.cc" for name in ("checks", "engine", "faults", "network", "trace", "trial")),
     *(f"transport/{name}.cc" for name in ("nics", "registry", "trial")),
     *(f"transport/ofi/{name}.cc" for name in ("endpoint", "library", "provider")),
     *(f"transport/verbs/{name}.cc" for name in ("library", "nic")),
 )
 # Processor seconds of what takes longest.
 LONGEST = {
-    "backend/cuda/dispatch.cu": 65.0,
-    "backend/cuda/combine.cu": 45.0,
+    "backend/gpu/dispatch.cu": 65.0,
+    "backend/gpu/combine.cu": 45.0,
     "bindings/module.cc": 13.0,
-    "bindings/cuda.cc": 10.0,
-    "backend/cuda/queue_probe.cu": 6.0,
-    "backend/cuda/clock.cu": 4.0,
+    "bindings/gpu.cc": 10.0,
+    "backend/gpu/queue_probe.cu": 6.0,
+    "backend/gpu/clock.cu": 4.0,
 }
 OTHERS = 2.0  # of every other one
 

@@ -99,6 +99,6 @@ def stub(native: ModuleType) -> str:
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
     core = importlib.import_module("uccl_ep_train._native")
-    if not hasattr(core, "CudaEngine"):
+    if not hasattr(core, "GpuEngine"):
         sys.exit("uccl_ep_train._native was built without nvcc: build it where nvcc is on PATH")
     STUB.write_text(stub(core))

@@ -233,7 +233,7 @@ packages_hash() {
 # The clone's place counts, because an editable package points to it.
 build_hash() {
   {
-    printf '%s\n%s\n%s\n' "$ROOT" "$("$VENV/bin/python" -V)" "$("$VENV/bin/python" "$ROOT/csrc/architectures.py")"
+    printf '%s\n%s\n%s\n' "$ROOT" "$("$VENV/bin/python" -V)" "$("$VENV/bin/python" "$ROOT/csrc/gpu/cuda/build.py")"
     cd "$ROOT"
     find pyproject.toml setup.py uccl_ep_train/settings/env.py csrc -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum
   } | hash_of

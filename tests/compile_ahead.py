@@ -13,7 +13,7 @@ from functools import partial
 
 from tests.conformance.build import build as build_conformance
 from tests.fuzz import test_fuzz
-from tests.native import building, test_lanes, test_native
+from tests.native import building, kernels, test_lanes, test_native
 
 Job = Callable[[], object]
 
@@ -31,8 +31,11 @@ def jobs() -> dict[str, Job]:
             sources, flavour = test_native.sources_of(program), test_native.SANITIZERS[sanitizer]
             found[f"{program}, {sanitizer}"] = partial(building.objects_of, sources, flavour)
     for mode in filter(test_lanes.CHOSEN.get, test_lanes.MODES):
-        sources, flavour = test_native.sources_of("cuda_engine"), test_lanes.MODES[mode]
-        found[f"cuda_engine, {mode}"] = partial(building.objects_of, sources, flavour)
+        sources, flavour = test_native.sources_of("gpu_engine"), test_lanes.MODES[mode]
+        found[f"gpu_engine, {mode}"] = partial(building.objects_of, sources, flavour)
+    for source in kernels.SOURCES:
+        for architecture in kernels.known():
+            found[f"{source.stem}, sm_{architecture}"] = partial(kernels.report_of, source, architecture)
     return found
 
 

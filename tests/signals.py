@@ -1,6 +1,6 @@
 """The table of signals in docs/memory_model.md: python -m tests.signals [--write].
 
-It is made of csrc/backend/cuda/signals.h. This prints the page, or writes it.
+It is made of csrc/backend/gpu/signals.h. This prints the page, or writes it.
 `tests/architecture/test_signals.py` fails when the committed page is not this one.
 """
 

@@ -20,7 +20,7 @@ void look_at_interrupts();
 void bind_engine(pybind11::module_& m);
 // bindings/probes.cc
 void bind_probes(pybind11::module_& m);
-// bindings/cuda.cc
-void bind_cuda(pybind11::module_& m);
+// bindings/gpu.cc
+void bind_gpu(pybind11::module_& m);
 
 }  // namespace uccl_ep

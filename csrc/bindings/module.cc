@@ -75,7 +75,7 @@ PYBIND11_MODULE(_native, m) {
   bind_engine(m);
   bind_probes(m);
 #ifdef UCCL_EP_CUDA
-  bind_cuda(m);
+  bind_gpu(m);
 #endif
   m.def("row_formats", [] {
     std::vector<std::tuple<std::string, std::string, uint32_t, uint32_t, uint32_t>> formats;

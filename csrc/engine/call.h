@@ -11,7 +11,7 @@
 
 namespace uccl_ep {
 
-// A cudaStream_t, without CUDA's headers; nullptr on the host.
+// A cudaStream_t (hipStream_t), without its headers; nullptr on the host.
 using Stream = void*;
 
 // Options of a plan, fixed by the call that makes it.
@@ -53,7 +53,7 @@ struct DispatchArgs {
   std::shared_ptr<SavedPlan> plan;  // nullptr: a new one is made; with routing: compared with it
   uint32_t expert_alignment = 1;
   bool compact = false;  // a row per received token instead of one per pair
-  // Of a CUDA engine only.
+  // Of a GPU engine only.
   int64_t capacity = -1;  // rows of the output; -1: exactly those that arrive
   bool pad_to_capacity = false;  // unused rows of the capacity become padding
   bool aside = false;  // on a stream of the engine, else on the caller's
@@ -66,7 +66,7 @@ struct DispatchOutput {
   float* scales = nullptr;  // FP8 rows go out as codes and scales; nullptr: they are dequantised
   float* weights = nullptr;
   int64_t* row_experts = nullptr;  // of compact rows: where their experts go; nullptr: not wanted
-  // Of a CUDA engine only.
+  // Of a GPU engine only.
   uint8_t* plan = nullptr;  // memory of a new plan
   Stream stream = nullptr;  // where the memory may still be in use
 };

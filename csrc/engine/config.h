@@ -19,13 +19,13 @@ struct EngineConfig {
   uint32_t hidden = 0;  // largest row
   uint32_t max_element_bytes = 4;  // of a tensor on this buffer: 2 or 4
   uint64_t budget_bytes = 0;
-  uint32_t window_tokens = 0;  // CUDA engine: use only the budget that they need; 0: all of it
+  uint32_t window_tokens = 0;  // GPU engine: use only the budget that they need; 0: all of it
   uint64_t chunk_bytes = 0;  // 0: chosen from the budget
   uint32_t window_chunks = 0;  // 0: chosen
   double arrival_timeout_s = 300;
   double progress_timeout_s = 20;
   uint32_t num_proxies = 1;
-  bool bulk_copies = true;  // CUDA engine: use them if the GPU has them
+  bool bulk_copies = true;  // GPU engine: use them if the GPU has them
   std::vector<int> source_order;  // empty: ascending
   uint64_t generation = 0;  // the same on all ranks, fresh per engine
   std::string transport = "loop";

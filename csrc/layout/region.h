@@ -46,7 +46,7 @@ struct RingParams {
 };
 constexpr uint32_t kHeaderSlots = 2;  // see Exchange: a header of epoch n-2 has been read by all when epoch n starts
 
-// Rings of a CUDA buffer that a transport carries: their slots lie in device memory, from offset 0 of a rank's device
+// Rings of a GPU buffer that a transport carries: their slots lie in device memory, from offset 0 of a rank's device
 // region on. Slots follow each other at `slot_bytes`, so a multiple of 256 keeps every slot aligned.
 struct DeviceRings {
   uint64_t packet_bytes = 0;  // a slot of the header rings: header, routing and weights of an operation in one chunk

@@ -1,5 +1,5 @@
 // How the elements of a row lie on the wire: codes, then perhaps scales. Declared once, for host, kernels and Python.
-// A new format is an entry here and its numerics: backend/host/numerics.cc, backend/cuda/{stage,place}.cuh,
+// A new format is an entry here and its numerics: backend/host/numerics.cc, backend/gpu/{stage,place}.cuh,
 // oracle/fp8.py.
 #pragma once
 

@@ -1,6 +1,6 @@
 // Packed words: fields of bits, each above the one before, so that none overlap. Every word has an encoder and a
 // decoder, and its fields say what they hold at most; tests/native/words_claims.cc tries their limits.
-// Here: the immediate. Others: queue/command.h, proxy/post.h, backend/cuda/words.h.
+// Here: the immediate. Others: queue/command.h, proxy/post.h, backend/gpu/words.h.
 #pragma once
 
 #include <cstdint>

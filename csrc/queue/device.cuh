@@ -5,7 +5,7 @@
 #include "queue/ring.h"
 #include "sync/device.cuh"
 
-namespace uccl_ep::cuda {
+namespace uccl_ep::gpu {
 
 // Used by one thread of a kernel at a time.
 class CommandProducer {
@@ -31,4 +31,4 @@ class CommandProducer {
   ProducerState state_;
 };
 
-}  // namespace uccl_ep::cuda
+}  // namespace uccl_ep::gpu

@@ -105,7 +105,7 @@ bool Copier::hand_over() {
     held_ = before;
     if (now - held_since_nsec_ < kHoldNsec) return false;
   }
-  std::array<CopyEngines::Copy, CopyEngines::kGroup> copies;
+  std::array<Copy, CopyEngines::kGroup> copies;
   for (uint64_t ticket = before + 1; ticket <= last; ++ticket)
     copies[ticket - before - 1] = copies_[ticket % kCapacity];
   attempt([&] { engines_->hand_over({copies.data(), last - before}, last); });

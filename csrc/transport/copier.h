@@ -9,6 +9,7 @@
 #include <span>
 #include <thread>
 
+#include "common/copy.h"
 #include "sync/flag.h"
 #include "sync/word.h"
 #include "transport/transport.h"
@@ -18,11 +19,6 @@ namespace uccl_ep {
 // Used by the copier's thread only, but for made() and done(). Errors are CommunicationFailure(kTransport).
 class CopyEngines {
  public:
-  struct Copy {
-    void* to = nullptr;
-    const void* from = nullptr;
-    uint64_t num_bytes = 0;
-  };
   // Copies that may be handed over together: those of tickets 1 .. kGroup, and so on.
   static constexpr uint64_t kGroup = 8;
 
@@ -62,7 +58,7 @@ class Copier final : public DeviceCopies {
   void attempt(Call call);
 
   const std::unique_ptr<CopyEngines> engines_;
-  std::array<CopyEngines::Copy, kCapacity> copies_;  // by ticket
+  std::array<Copy, kCapacity> copies_;  // by ticket
   uint64_t last_flush_nsec_ = 0, steady_since_nsec_ = 0;  // of the caller
   uint64_t held_ = 0, held_since_nsec_ = 0;  // of the thread: what follows this ticket is held
   Flag started_;              // last ticket. Writer: who starts; reader: the thread

@@ -208,7 +208,7 @@ _MANY_IFS = "#ifdef A\n#endif\n" * 10 + "int x;\n" * 2000
 PLANTED: list[tuple[Check, str, str]] = [
     (check_nothing_ends_the_process, "csrc/engine/bad.cc", "void f() { std::abort(); }\n"),
     (check_nothing_ends_the_process, "csrc/engine/bad.cc", "void f() { ::_exit(1); }\n"),
-    (check_nothing_ends_the_process, "csrc/backend/cuda/bad.cu", "if (late) __trap();\n"),
+    (check_nothing_ends_the_process, "csrc/backend/gpu/bad.cu", "if (late) __trap();\n"),
     (check_nothing_ends_the_process, "csrc/engine/bad.cc", "if (x) std::terminate ();\n"),
     (check_nothing_ends_the_process, "csrc/engine/bad.cc", "assert(x < 65536);\n"),
     (check_environment, "uccl_ep_train/api/buffer.py", "import os\nDEBUG = os.environ.get('X')\n"),
@@ -222,28 +222,28 @@ PLANTED: list[tuple[Check, str, str]] = [
     (check_function_length, "csrc/engine/bad.h", f"struct S {{\n  S() : a(1), b(2) {{\n{_BODY}}}\n}};\n"),
     (
         check_function_length,
-        "csrc/backend/cuda/bad.cu",
+        "csrc/backend/gpu/bad.cu",
         f"__global__ void __launch_bounds__(64, 1)\n    f(int x) {{\n{_BODY}}}\n",
     ),
     (
         check_function_length,
-        "csrc/backend/cuda/bad.cuh",
+        "csrc/backend/gpu/bad.cuh",
         f"// f breaks the rule of lines because it must.\n__device__ int f() {{\n{_BODY}}}\n",
     ),
     (
         check_function_length,
-        "csrc/backend/cuda/bad.cuh",
+        "csrc/backend/gpu/bad.cuh",
         f"// g breaks the rule of lines because it saves 9 registers.\n__device__ int f() {{\n{_BODY}}}\n",
     ),
     (check_parameters, "csrc/engine/bad.cc", f"namespace n {{\nint f({_SEVEN}) {{}}\n}}\n"),
     (
         check_parameters,
-        "csrc/backend/cuda/bad.cuh",
+        "csrc/backend/gpu/bad.cuh",
         f"template <typename A, typename B>\n__device__ int f({_SEVEN}) const {{}}\n",
     ),
     (
         check_parameters,
-        "csrc/backend/cuda/bad.cuh",
+        "csrc/backend/gpu/bad.cuh",
         f"struct S {{\n  __device__ S({_SEVEN})\n      : a(b), c(d) {{}}\n}};\n",
     ),
     (check_parameters, "csrc/bindings/bad.cc", f'm.def("f", [](int x, {_SEVEN}) {{ g(); }});\n'),
@@ -271,7 +271,7 @@ def test_what_is_allowed_is_not_reported(tmp_path: Path) -> None:
         "csrc/engine/good.cc": "// exit() is a word\nop.exit(1); bool on_exit(int);\n#if A\n",
         "uccl_ep_train/settings/env.py": "import os\nos.environ['X']\n",
         "csrc/engine/long.cc": f"namespace n {{\nstruct S {{\n{_BODY}{_BODY}}};\n}}\n",
-        "csrc/backend/cuda/good.cuh": "// f breaks the rule of lines because calls cost 9 registers.\n"
+        "csrc/backend/gpu/good.cuh": "// f breaks the rule of lines because calls cost 9 registers.\n"
         "// f breaks the rule of parameters because a struct costs 3 % of time.\n"
         f"__device__ int f({_SEVEN}) {{\n{_BODY}}}\n",
         "csrc/engine/six.cc": "template <int A, int B>\n"

@@ -14,7 +14,11 @@ from tests.architecture.tree import CPP, ROOT, Check, cpp_code, matches, plant, 
 from uccl_ep_train.earlier_paths import HOMES
 
 # An #include may only point down this list, or stay in its folder.
-LAYERS = ["bindings", "engine", "proxy", "transport", "backend", "queue", "sync", "layout", "common"]
+LAYERS = [
+    *("bindings", "engine", "proxy", "transport", "backend", "queue", "sync", "device", "layout", "common"),
+]
+# The layer of a vendor's GPUs; its folder is on the include path.
+DEVICE = ("gpu", "cuda")
 # The folder of a layer that lies below its other folders.
 LOWEST = {"engine": "group"}
 
@@ -26,6 +30,12 @@ _ATOMIC = re.compile(
     r"|cuda::(?:std::)?atomic\w*|\b__(?:atomic|sync)_\w+|\batomic(?:Add|CAS|Exch|Or|And|Max|Min|Inc|Dec|Sub|Xor)\w*"
 )
 
+_VENDOR = re.compile(
+    r"\b(?:cuda|hip)[A-Z_]\w*|<(?:cuda|hip)|\bcu[A-Z]\w*|\bCUDART\w*|\bCUDA_\w+|\bCU_\w+"
+    r"|\b__(?:CUDA|HIP|nv|hip|AMD)\w*|\basm\b|<<<"
+    r"|\b__(?:ldc[gsv]|nanosleep|v(?:max|min)[us][24]|reduce_\w+_sync|cvta\w*|h[a-z]+2)\b"
+)
+
 # --------------------------------------------------------------------------------------- C++
 
 
@@ -35,6 +45,7 @@ def check_includes(root: Path) -> list[str]:
     csrc = root / "csrc"
     for path in project_files(root, *CPP, under="csrc"):
         own = path.relative_to(csrc).parts
+        own = own[len(DEVICE) :] if own[: len(DEVICE)] == DEVICE else own
         for match in _INCLUDE.finditer(path.read_text()):
             target = tuple(match.group(1).split("/"))
             problem = _include_problem(csrc, own, target)
@@ -44,8 +55,8 @@ def check_includes(root: Path) -> list[str]:
 
 
 def _include_problem(csrc: Path, own: tuple[str, ...], target: tuple[str, ...]) -> str:
-    if not csrc.joinpath(*target).is_file():
-        return "no such file, seen from csrc/"
+    if not csrc.joinpath(*(DEVICE if target[0] == "device" else ()), *target).is_file():
+        return "no such file, seen from csrc/ or the device layer"
     if own[0] not in LAYERS or target[0] not in LAYERS:
         return f"csrc/ has the layers {' '.join(LAYERS)} and no others"
     if LAYERS.index(target[0]) < LAYERS.index(own[0]):
@@ -69,6 +80,16 @@ def check_nic_headers(root: Path) -> list[str]:
     """Every build has every transport: what is used of NICs' libraries is declared in csrc/transport."""
     return [
         line for path in project_files(root, *CPP) for line in matches(root, path, path.read_text(), _NIC)
+    ]
+
+
+def check_vendors(root: Path) -> list[str]:
+    """A vendor's names, its compiler's words and its assembly are in the device layer alone."""
+    return [
+        line
+        for path in project_files(root, *CPP, under="csrc")
+        if not path.is_relative_to(root / "csrc" / "gpu")
+        for line in matches(root, path, cpp_code(path.read_text()), _VENDOR)
     ]
 
 
@@ -255,6 +276,7 @@ CHECKS: list[Check] = [
     check_includes,
     check_torch_headers,
     check_nic_headers,
+    check_vendors,
     check_atomics,
     check_packages,
     check_circles,
@@ -274,6 +296,8 @@ _HEADERS = {
     "csrc/transport/transport.h": '#include "common/units.h"\n',
     "csrc/transport/loop/loop.h": '#include "transport/transport.h"\n#include "transport/loop/loop.h"\n',
     "csrc/transport/verbs/verbs.h": "// std::atomic is only mentioned here\n",
+    "csrc/gpu/cuda/device/words.cuh": '#include "common/units.h"\nasm volatile("");\n',
+    "csrc/sync/device.cuh": '#include "device/words.cuh"\n// cudaStream_t is only mentioned here\n',
     "csrc/engine/group/group.h": '#include "transport/transport.h"\n',
     "csrc/engine/host/engine.h": '#include "engine/group/group.h"\n',
 }
@@ -283,15 +307,24 @@ PLANTED: list[tuple[Check, str, str]] = [
     (check_includes, "csrc/transport/verbs/bad.cc", '#  include "transport/loop/loop.h"\n'),
     (check_includes, "csrc/engine/bad.cc", '#include "common/gone.h"\n'),
     (check_includes, "csrc/engine/group/bad.cc", '#include "engine/host/engine.h"\n'),
-    (check_includes, "csrc/engine/cuda/bad.cc", '#include "engine/host/engine.h"\n'),
+    (check_includes, "csrc/engine/gpu/bad.cc", '#include "engine/host/engine.h"\n'),
     (check_includes, "csrc/utils2/bad.cc", '#include "common/units.h"\n'),
     (check_torch_headers, "csrc/bindings/bad.cc", "#include <torch/extension.h>\n"),
     (check_torch_headers, "csrc/bindings/bad.cc", '#include "c10/core/Device.h"\n'),
     (check_nic_headers, "csrc/transport/verbs/bad.h", "#include <infiniband/verbs.h>\n"),
     (check_nic_headers, "tests/native/bad.cc", "#if __has_include(<rdma/fabric.h>)\n#endif\n"),
+    (check_includes, "csrc/gpu/cuda/device/bad.h", '#include "sync/device.cuh"\n'),
+    (check_includes, "csrc/backend/gpu/bad.cuh", '#include "device/gone.cuh"\n'),
+    (check_includes, "csrc/backend/gpu/bad.cuh", '#include "gpu/cuda/device/words.cuh"\n'),
+    (check_vendors, "csrc/engine/gpu/bad.cc", "cudaStream_t stream = nullptr;\n"),
+    (check_vendors, "csrc/transport/gpu/bad.cc", "cuMemCreate(&handle, 1, &p, 0);\n"),
+    (check_vendors, "csrc/backend/gpu/bad.cuh", '__device__ void f() { asm volatile("trap;"); }\n'),
+    (check_vendors, "csrc/backend/gpu/bad.cuh", "#if __CUDA_ARCH__ >= 900\n#endif\n"),
+    (check_vendors, "csrc/backend/gpu/bad.cuh", "__nv_bfloat162 two;\n"),
+    (check_vendors, "csrc/backend/gpu/bad.cu", "kernel<<<1, 1>>>();\n"),
     (check_atomics, "csrc/queue/bad.h", "std::atomic<int> counter;\n"),
     (check_atomics, "csrc/queue/bad.h", "/* a\n */ __atomic_store_n(&x, 1, 0);\n"),
-    (check_atomics, "csrc/backend/cuda/bad.cu", "atomicAdd(&x, 1);\n"),
+    (check_atomics, "csrc/backend/gpu/bad.cu", "atomicAdd(&x, 1);\n"),
     (check_imports, "uccl_ep_train/api/bad.py", "def f():\n    from megatron.core import parallel_state\n"),
     (
         check_imports,

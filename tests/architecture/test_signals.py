@@ -10,7 +10,7 @@ import pytest
 
 from tests.signals import BEGIN, PAGE, ROOT, page_with, table
 
-CUDA = ROOT / "csrc/backend/cuda"
+BACKEND = ROOT / "csrc/backend/gpu"
 _DECLARED = re.compile(r"^struct (\w+) \{\n  static constexpr Signal kIs", re.MULTILINE)
 _IN_MEMORY = re.compile(r"Device(?:Flag|Counter)<(\w+)>")
 
@@ -31,14 +31,14 @@ def in_memory(*texts: str) -> set[str]:
 
 
 def test_every_signal_is_listed_and_lies_in_memory() -> None:
-    header = (CUDA / "signals.h").read_text()
+    header = (BACKEND / "signals.h").read_text()
     assert sorted(listed(header)) == sorted(declared(header))
-    assert declared(header) == in_memory((CUDA / "layout.h").read_text(), (CUDA / "net.h").read_text())
+    assert declared(header) == in_memory((BACKEND / "layout.h").read_text(), (BACKEND / "net.h").read_text())
 
 
 def test_a_signal_that_is_not_listed_is_found() -> None:
     """Control of the test above."""
-    header = (CUDA / "signals.h").read_text()
+    header = (BACKEND / "signals.h").read_text()
     added = "struct Write {\n  static constexpr Signal kIs{};\n};\n"
     more = header.replace("struct Read {", added + "struct Read {")
     assert declared(more) - set(listed(more)) == {"Write"}
@@ -48,17 +48,17 @@ def test_a_signal_that_is_not_listed_is_found() -> None:
 def test_the_table_of_the_memory_model_is_made_of_the_declarations() -> None:
     page = (ROOT / PAGE).read_text()
     rows = table()
-    assert len(rows.splitlines()) == 2 + len(listed((CUDA / "signals.h").read_text()))
+    assert len(rows.splitlines()) == 2 + len(listed((BACKEND / "signals.h").read_text()))
     assert page == page_with(page, rows), "run python -m tests.signals --write"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_a_declaration_that_changes_changes_the_table(tmp_path: Path) -> None:
     """Control of the test above."""
-    for folder in ("csrc/backend/cuda", "csrc/common", "tests/native"):
-        ignored = shutil.ignore_patterns("cuda_on_cpu", "*.py")
+    for folder in ("csrc/backend/gpu", "csrc/common", "tests/native"):
+        ignored = shutil.ignore_patterns("gpu_on_cpu", "*.py")
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
-    header = tmp_path / "csrc/backend/cuda/signals.h"
+    header = tmp_path / "csrc/backend/gpu/signals.h"
     header.write_text(header.read_text().replace("d: last block of `fold`", "d: first block of `fold`"))
     page = (ROOT / PAGE).read_text()
     assert page != page_with(page, table(tmp_path))

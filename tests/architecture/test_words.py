@@ -116,11 +116,11 @@ def test_the_glossary_has_terms_and_retired_names() -> None:
 _PAGE = (ROOT / GLOSSARY).read_text()
 
 PLANTED: list[tuple[Check, str, str]] = [
-    (check_retired_names, "csrc/backend/cuda/bad.cuh", "void f(const Domain& d);\n"),
-    (check_retired_names, "csrc/backend/cuda/bad.cuh", "uint32_t chunk_rows = 0;\n"),
+    (check_retired_names, "csrc/backend/gpu/bad.cuh", "void f(const Domain& d);\n"),
+    (check_retired_names, "csrc/backend/gpu/bad.cuh", "uint32_t chunk_rows = 0;\n"),
     (check_retired_names, "csrc/transport/loop/bad.h", "struct Op {};\n"),
     (check_retired_names, "csrc/layout/bad.h", "WindowParams window_of(int);\n"),
-    (check_unique_names, "csrc/backend/cuda/bad.h", "struct RegionLayout {\n};\n"),
+    (check_unique_names, "csrc/backend/gpu/bad.h", "struct RegionLayout {\n};\n"),
     (check_unique_names, "csrc/queue/bad.h", "constexpr uint32_t kMaxRanks = 64;\n"),
     (check_unique_names, "csrc/transport/bad.h", "enum class Kind : int { kA };\n"),
     (check_terms, GLOSSARY, "## A\n| word | meaning |\n|---|---|\n| slot | a |\n| ring, slot | b |\n"),
@@ -144,7 +144,7 @@ def test_a_planted_violation_is_found(check: Check, name: str, text: str, tmp_pa
 def test_what_is_allowed_is_not_reported(tmp_path: Path) -> None:
     allowed = _HEADERS | {
         "csrc/layout/wire.h": "// a Domain, WindowParams\nstruct OpHeader;\nint chunk_rows = 0;\n",
-        "csrc/backend/cuda/good.cuh": 'uint32_t chunk = 0, slot = 0;\nconst char* text = "Domain";\n',
+        "csrc/backend/gpu/good.cuh": 'uint32_t chunk = 0, slot = 0;\nconst char* text = "Domain";\n',
         "csrc/transport/verbs/address.h": "struct Address {\n};\n",
         "csrc/engine/good.h": "struct RegionLayout;\nuint32_t window_tokens = 0;\n",
     }

@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def measure(capacity: int, commands: int, **options: Any) -> dict[str, Any]:
-    found: dict[str, Any] = load_native().measure_cuda_queue(0, capacity, commands, **options)
+    found: dict[str, Any] = load_native().measure_gpu_queue(0, capacity, commands, **options)
     return found
 
 

@@ -23,9 +23,10 @@ FLAGS = ("-std=c++20", "-g1", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-ffp-c
 OBJECTS = ROOT / "build" / "native_claims"
 OBJECTS_KEPT_SECONDS = 86400.0  # since they were last used
 
-# The stand-in for CUDA: its headers come first, kernels are C++ to the compiler.
-CUDA_ON_CPU = HERE / "cuda_on_cpu"
-CUDA_FOLDERS = (CUDA_ON_CPU / "headers", CUDA_ON_CPU)
+LAYER = "gpu/cuda"  # below CSRC: the device layer that a GPU has
+# The stand-in for GPUs: its own device layer comes first, kernels are C++ to the compiler.
+GPU_ON_CPU = HERE / "gpu_on_cpu"
+GPU_FOLDERS = (GPU_ON_CPU / "headers", GPU_ON_CPU)
 KERNEL_OPTIONS = (
     "-Wno-unknown-pragmas",
     "-Wno-parentheses",
@@ -46,14 +47,14 @@ class Flavour:
     name: str
     options: tuple[str, ...]
     compiler: str = "g++"
-    # Of the stand-in for CUDA: lanes of a warp, and how many lanes go in lock step (1: none do).
+    # Of the stand-in for GPUs: lanes of a warp, and how many lanes go in lock step (1: none do).
     lanes: int = 32
     wave: int = 1
 
     def options_on_cpu(self, source: Path) -> list[str]:
         """What a source that sees the stand-in needs to know of lanes; nothing where that is the usual."""
-        lanes = [f"-DCUDA_ON_CPU_LANES={self.lanes}"] if self.lanes != 32 else []
-        wave = [f"-DCUDA_ON_CPU_WAVE={self.wave}"] if self.wave != 1 and source.parent == CUDA_ON_CPU else []
+        lanes = [f"-DGPU_ON_CPU_LANES={self.lanes}"] if self.lanes != 32 else []
+        wave = [f"-DGPU_ON_CPU_WAVE={self.wave}"] if self.wave != 1 and source.parent == GPU_ON_CPU else []
         return lanes + wave
 
 
@@ -92,14 +93,14 @@ def compiler(name: str = "g++") -> str:
 
 
 def product_sources(parts: Iterable[str] = PARTS) -> list[Path]:
-    """What needs no CUDA."""
-    return sorted(path for part in parts for path in (CSRC / part).rglob("*.cc") if "cuda" not in path.parts)
+    """What needs no GPU."""
+    return sorted(path for part in parts for path in (CSRC / part).rglob("*.cc") if "gpu" not in path.parts)
 
 
-def cuda_sources() -> list[Path]:
-    """The CUDA backend and engine, and the stand-in that they run on."""
-    product = [path for path in CSRC.rglob("*.c[cu]") if "cuda" in path.parts]
-    return sorted([*product, *CUDA_ON_CPU.glob("*.cc")])
+def gpu_sources() -> list[Path]:
+    """What is for GPUs, and the stand-in that it runs on."""
+    product = [path for path in CSRC.rglob("*.c[cu]") if "gpu" in path.parts]
+    return sorted([*product, *GPU_ON_CPU.glob("*.cc")])
 
 
 @cache
@@ -110,7 +111,7 @@ def _headers_text(folders: tuple[Path, ...]) -> bytes:
 def compiled(source: Path, flavour: Flavour, folders: tuple[Path, ...]) -> Path:
     """The object of a source, named by all that it depends on, so never stale. `folders`: of headers."""
     options = [*FLAGS, *flavour.options]
-    if CUDA_ON_CPU in folders:
+    if GPU_ON_CPU in folders:
         options += flavour.options_on_cpu(source)
     if source.suffix == ".cu" or b'.cuh"' in source.read_bytes():
         # Bulk copies come with warps of 32 lanes.
@@ -137,14 +138,14 @@ def compiled(source: Path, flavour: Flavour, folders: tuple[Path, ...]) -> Path:
 def _folders_of(source: Path, on_cpu: bool) -> tuple[Path, ...]:
     csrc = next((folder for folder in source.parents if folder.name == "csrc"), None)  # a copy of it, too
     if csrc is not None:
-        return (*CUDA_FOLDERS, csrc) if "cuda" in source.parts and on_cpu else (csrc,)
-    return tuple(dict.fromkeys((*(CUDA_FOLDERS if on_cpu else ()), CSRC, HERE, source.parent)))
+        return (*GPU_FOLDERS, csrc, csrc / LAYER) if "gpu" in source.parts and on_cpu else (csrc,)
+    return tuple(dict.fromkeys((*(GPU_FOLDERS if on_cpu else ()), CSRC, CSRC / LAYER, HERE, source.parent)))
 
 
 def objects_of(sources: Sequence[Path], flavour: Flavour) -> list[Path]:
-    """Of a program; the product's own sources see its headers alone, and those of the stand-in for CUDA if
+    """Of a program; the product's own sources see its headers alone, and those of the stand-in for GPUs if
     that is among them."""
-    on_cpu = any(source.parent == CUDA_ON_CPU for source in sources)
+    on_cpu = any(source.parent == GPU_ON_CPU for source in sources)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(
             pool.map(

@@ -139,7 +139,7 @@ struct DevicePlanes {
 
 }  // namespace
 
-CLAIM("engines of a CUDA buffer ship what its kernels push, say what came, and close without an operation") {
+CLAIM("engines of a GPU buffer ship what its kernels push, say what came, and close without an operation") {
   DevicePlanes all({0, 1, 0, 2});
   for (uint64_t serial = 0; serial < 20; ++serial) {
     all.send(serial);
@@ -170,7 +170,7 @@ CLAIM("engines of a CUDA buffer ship what its kernels push, say what came, and c
   for (auto& plane : all.planes) EXPECT(!plane->failed());
 }
 
-CLAIM("an error of a CUDA buffer reaches the engines of every domain, and all close with operations under way") {
+CLAIM("an error of a GPU buffer reaches the engines of every domain, and all close with operations under way") {
   DevicePlanes all({0, 0, 1});
   all.planes[1]->fail("gave up");
   EXPECT(all.all([](ControlPlane& plane) { return plane.failed(); }));

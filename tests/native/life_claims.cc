@@ -183,7 +183,7 @@ WorldOptions device_options() {
   return options;
 }
 
-CLAIM("an idle proxy of a CUDA buffer, which nobody rings, costs less than 2 percent of a core") {
+CLAIM("an idle proxy of a GPU buffer, which nobody rings, costs less than 2 percent of a core") {
   World world(device_options());
   expect_idle_is_cheap(world);
   const ProxyStats before = world.nodes[0].proxy->stats();

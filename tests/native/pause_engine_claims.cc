@@ -6,8 +6,8 @@
 #include <atomic>
 #include <thread>
 
-#include "backend/cuda/device.cuh"
-#include "cuda_runs.h"
+#include "backend/gpu/device.cuh"
+#include "gpu_runs.h"
 
 using namespace uccl_ep;
 
@@ -23,7 +23,7 @@ class Wait {
     group_.arrival_nsec = group_.progress_nsec = 1000 * kLimitUsec;
     group_.error = &error_;
     group_.pulse = &pulse_;
-    pulse_.alive_nsec = pulse_.still_nsec = cuda::kMostLivedNsec;
+    pulse_.alive_nsec = pulse_.still_nsec = gpu::kMostLivedNsec;
   }
   // `host` is called every 10 ms with the time since the beginning. How long the kernel waited.
   uint64_t run(const std::function<void(uint64_t)>& host) {
@@ -35,8 +35,8 @@ class Wait {
         usleep(10'000);
       }
     });
-    cuda_on_cpu::run_grid({1, 32}, [&] {
-      if (threadIdx.x == 0) came = cuda::wait_flag(group_, awaited());
+    gpu_on_cpu::run_grid({1, 32}, [&] {
+      if (threadIdx.x == 0) came = gpu::wait_flag(group_, awaited());
     });
     const uint64_t usec = now_usec() - started;
     over = true;
@@ -55,19 +55,19 @@ class Wait {
   bool came = false;
 
  private:
-  cuda::Awaited awaited() const {
+  gpu::Awaited awaited() const {
     if (is_arrival_) return {&header_, 1, 0};
     return {&rows_, 1, 0};
   }
   static void store(uint64_t& word, uint64_t value) { reinterpret_cast<Flag*>(&word)->publish(value); }
 
   const bool is_arrival_;
-  cuda::Group group_{};
-  cuda::Local local_{};
-  cuda::HostError error_{};
-  cuda::HostPulse pulse_{};
-  cuda::DeviceFlag<cuda::HeaderFull> header_;
-  cuda::DeviceFlag<cuda::RowsFull> rows_;
+  gpu::Group group_{};
+  gpu::Local local_{};
+  gpu::HostError error_{};
+  gpu::HostPulse pulse_{};
+  gpu::DeviceFlag<gpu::HeaderFull> header_;
+  gpu::DeviceFlag<gpu::RowsFull> rows_;
 };
 
 // Stops this process again and again, each time for `usec`.

@@ -2,12 +2,12 @@
 #include <cstdio>
 #include <string>
 
-#include "backend/cuda/signals.h"
+#include "backend/gpu/signals.h"
 
 namespace {
 
 using namespace uccl_ep;
-using namespace uccl_ep::cuda;
+using namespace uccl_ep::gpu;
 
 const char* name_of(Scope scope) { return scope == Scope::kGpu ? "GPU" : "system"; }
 

@@ -43,7 +43,7 @@ def cases() -> list[object]:
             marks=[] if CHOSEN[mode] and (program == "lanes" or claim in CHOSEN[mode]) else pytest.mark.slow,
         )
         for mode in MODES
-        for program in ("lanes", "cuda_engine", "cuda_engine_refusal")
+        for program in ("lanes", "gpu_engine", "gpu_engine_refusal")
         for claim in claims_of(program)
         if claim != LARGE
     ]
@@ -74,10 +74,10 @@ def test_claim(build: Build, mode: str, program: str, claim: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("claim", [claim for claim in claims_of("cuda_engine") if "host's bits" in claim])
+@pytest.mark.parametrize("claim", [claim for claim in claims_of("gpu_engine") if "host's bits" in claim])
 def test_many_orders(build: Build, mode: str, claim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(*SWEEP)
-    result = run([build("cuda_engine", mode), claim], 150)
+    result = run([build("gpu_engine", mode), claim], 150)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -98,14 +98,14 @@ def test_two_warps_of_a_wave_cannot_wait_for_each_other(tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_two_roles_cannot_share_a_wave(tmp_path: Path) -> None:
     """One ends the kernel when the other is through (`EndReturnsRole`)."""
-    binary = building.link(tmp_path / "claims", sources_of("cuda_engine"), replace(MEMORY, wave=64))
+    binary = building.link(tmp_path / "claims", sources_of("gpu_engine"), replace(MEMORY, wave=64))
     result = run([binary, SEVERAL_RANKS], 150)
     assert result.returncode != 0 and STANDS in result.stderr, result.stdout + result.stderr
 
 
 HEADERS = "  __syncwarp();  // lanes of this warp will wait for what"
 PACKETS = "  __syncwarp();  // lanes of this warp will wait for other ranks"
-# (mode, a claim that does not hold, what is said, file of csrc/backend/cuda, its text, a mutant's)
+# (mode, a claim that does not hold, what is said, file of csrc/backend/gpu, its text, a mutant's)
 MUTANTS: dict[str, tuple[Flavour, str, str, str, str, str]] = {
     "lanes wait for headers that others of their wave have not published": (
         MODES["64 lanes in lock step"], SEVERAL_RANKS, STANDS, "device.cuh", HEADERS, HEADERS[16:],

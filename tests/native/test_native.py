@@ -14,11 +14,11 @@ from tests.native.building import PARTS, run
 
 HERE = Path(__file__).resolve().parent
 OF_TRANSPORTS = ("verbs", "verbs_event", "verbs_engine", "ofi", "ofi_fault")
-# Kernels on the stand-in for CUDA: docs/cuda_on_cpu.md.
-ON_CPU = ("lanes", "cuda_engine", "cuda_engine_refusal", "pause_engine")
+# Kernels on the stand-in for GPUs: docs/gpu_on_cpu.md.
+ON_CPU = ("lanes", "gpu_engine", "gpu_engine_refusal", "pause_engine")
 PROGRAMS = (
     "queue", "words", "layout", "loop", "copier", "nics", "stream", "fault", "life", "device", "engine",
-    "engine_setup", "cuda", *ON_CPU, *OF_TRANSPORTS,
+    "engine_setup", "gpu", *ON_CPU, *OF_TRANSPORTS,
 )  # fmt: skip
 # Where threads meet without a lock: these run under TSan every time, the others with -m slow.
 LOCK_FREE = ("queue", "stream", "copier")
@@ -60,14 +60,14 @@ def cases(sanitizer: str) -> list[object]:
 
 def sources_of(program: str) -> list[Path]:
     if program == "lanes":
-        return [HERE / "lanes_claims.cc", *building.CUDA_ON_CPU.glob("*.cc")]
+        return [HERE / "lanes_claims.cc", *building.GPU_ON_CPU.glob("*.cc")]
     product = building.product_sources(ENGINE_PARTS if "engine" in program else PARTS)
-    if program == "cuda":  # what of it needs no CUDA
-        product.append(building.CSRC / "backend" / "cuda" / "layout.cc")
+    if program == "gpu":  # what of it needs no GPU
+        product.append(building.CSRC / "backend" / "gpu" / "layout.cc")
     if program == "words":
         product.append(building.CSRC / "backend" / "plan.cc")
     if program in ON_CPU:
-        product += building.cuda_sources()
+        product += building.gpu_sources()
     return [HERE / f"{program}_claims.cc", *product]
 
 
@@ -126,15 +126,15 @@ SWEEP = "UCCL_EP_CUDA_SEEDS", "100:12"
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("claim", [claim for claim in claims_of("cuda_engine") if "host's bits" in claim])
+@pytest.mark.parametrize("claim", [claim for claim in claims_of("gpu_engine") if "host's bits" in claim])
 def test_many_orders(build: Build, claim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(*SWEEP)
-    holds(build, "cuda_engine", claim, "memory")
+    holds(build, "gpu_engine", claim, "memory")
 
 
 TWO_DOMAINS = "2 domains of a rank have the host's bits"
 ONE_DOMAIN = "2 ranks of a domain have the host's bits, BF16"
-# (a claim that does not hold, file of csrc/backend/cuda, what it says, what a mutant says instead)
+# (a claim that does not hold, file of csrc/backend/gpu, what it says, what a mutant says instead)
 MUTANTS = {
     "a row is placed before it has come": (
         TWO_DOMAINS, "place.cuh", "if (!ready) look(k, arrivals);",
@@ -189,19 +189,19 @@ MUTANTS = {
 
 
 def mutated(name: str, right: str, wrong: str) -> str:
-    """The file of csrc/backend/cuda with a mistake in the one place that says `right`."""
-    text = (building.CSRC / "backend" / "cuda" / name).read_text()
+    """The file of csrc/backend/gpu with a mistake in the one place that says `right`."""
+    text = (building.CSRC / "backend" / "gpu" / name).read_text()
     assert text.count(right) == 1 and right != wrong
     return text.replace(right, wrong)
 
 
 def broken_program(folder: Path, flavour: building.Flavour, name: str, right: str, wrong: str) -> Path:
-    """The program of cuda_engine with such a mistake."""
+    """The program of gpu_engine with such a mistake."""
     csrc = building.shutil.copytree(building.CSRC, folder / "csrc")
-    (csrc / "backend" / "cuda" / name).write_text(mutated(name, right, wrong))
+    (csrc / "backend" / "gpu" / name).write_text(mutated(name, right, wrong))
     sources = [
         csrc / path.relative_to(building.CSRC) if path.suffix == ".cu" else path
-        for path in sources_of("cuda_engine")
+        for path in sources_of("gpu_engine")
     ]
     return building.link(folder / "claims", sources, flavour)
 

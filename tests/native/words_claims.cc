@@ -1,14 +1,14 @@
 // Packed words at the limits of their fields, and the signature of a call, field by field.
-#include "backend/cuda/words.h"
+#include "backend/gpu/words.h"
 #include "backend/plan.h"
 #include "claims.h"
 #include "proxy/post.h"
 #include "queue/command.h"
 
 using namespace uccl_ep;
-using cuda::Addend;
-using cuda::FoldTag;
-using cuda::RelayTag;
+using gpu::Addend;
+using gpu::FoldTag;
+using gpu::RelayTag;
 
 namespace {
 
@@ -40,19 +40,19 @@ CLAIM("the fields of a word fill it, and each holds what it says") {
 }
 
 CLAIM("an addend survives at the limits of its fields, and a piece is never a returned sum") {
-  for (uint32_t piece : {0u, 1u, cuda::kMaxTokens, cuda::kMaxTokens * cuda::kMaxCudaRanks - 1}) {
+  for (uint32_t piece : {0u, 1u, gpu::kMaxTokens, gpu::kMaxTokens * gpu::kMaxGpuRanks - 1}) {
     EXPECT(!Addend::of_piece(piece).is_returned());
     EXPECT_EQ(Addend::of_piece(piece).piece(), piece);
   }
-  for (uint32_t domain : {0u, 1u, cuda::kMaxDomains - 1, Addend::From::kMost})
-    for (uint32_t row : {0u, 1u, cuda::kMaxTokens - 1}) {
+  for (uint32_t domain : {0u, 1u, gpu::kMaxDomains - 1, Addend::From::kMost})
+    for (uint32_t row : {0u, 1u, gpu::kMaxTokens - 1}) {
       const Addend addend = Addend::of_domain(domain, row);
       EXPECT(addend.is_returned());
       EXPECT_EQ(addend.domain(), domain);
       EXPECT_EQ(addend.row(), row);
     }
   // Negative control: one row more would be of another domain.
-  EXPECT_EQ(Addend::of_domain(2, cuda::kMaxTokens).row(), 0u);
+  EXPECT_EQ(Addend::of_domain(2, gpu::kMaxTokens).row(), 0u);
 }
 
 CLAIM("a fold's tag survives at the limits of its fields, and so does the box that it is put into") {
@@ -74,9 +74,9 @@ CLAIM("a fold's tag survives at the limits of its fields, and so does the box th
 }
 
 CLAIM("a relay's tag survives at the limits of its fields, and none is a rehearsal's") {
-  for (uint32_t chunk : {0u, 1u, cuda::kMaxRelayedChunks - 1})
-    for (uint32_t stream : {1u, cuda::kMaxCudaRanks})
-      for (uint32_t token_block : {0u, 1u, cuda::kMaxTokens / cuda::kTokenBlock - 1}) {
+  for (uint32_t chunk : {0u, 1u, gpu::kMaxRelayedChunks - 1})
+    for (uint32_t stream : {1u, gpu::kMaxGpuRanks})
+      for (uint32_t token_block : {0u, 1u, gpu::kMaxTokens / gpu::kTokenBlock - 1}) {
         const RelayTag tag = RelayTag::of(chunk, stream, token_block);
         EXPECT_EQ(tag.chunk(), chunk);
         EXPECT_EQ(tag.stream(), stream);

@@ -35,7 +35,7 @@ HOT = (
     "backend/plan.cc",
     "proxy/",
     "engine/host/run.cc",
-    "engine/cuda/ops.cc",
+    "engine/gpu/ops.cc",
     "transport/loop/",
 )
 
@@ -48,8 +48,8 @@ def test_what_operations_wait_for_is_not_cold() -> None:
 
 
 def test_the_longest_units_begin_first_whatever_compiles_them() -> None:
-    given = ["csrc/proxy/proxy.cc", "csrc/bindings/module.cc", "csrc/backend/cuda/clock.cu"]
-    given += ["csrc/engine/host/run.cc", "csrc/backend/cuda/dispatch.cu"]
+    given = ["csrc/proxy/proxy.cc", "csrc/bindings/module.cc", "csrc/backend/gpu/clock.cu"]
+    given += ["csrc/engine/host/run.cc", "csrc/backend/gpu/dispatch.cu"]
     assert UNITS["longest_first"](given) == [given[4], given[1], given[2], given[3], given[0]]
 
 

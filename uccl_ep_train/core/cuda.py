@@ -27,7 +27,7 @@ from uccl_ep_train.settings.config import EpConfig
 
 def built() -> bool:
     """Whether the extension was built with CUDA kernels."""
-    return hasattr(load_native(), "CudaEngine")
+    return hasattr(load_native(), "GpuEngine")
 
 
 def ranks_may_share() -> bool:
@@ -67,7 +67,7 @@ _NO_OUTPUTS = Outputs(torch.empty(0, device="cpu"), None, None, None)
 
 
 class CudaLauncher(Launcher):
-    """Launches on one `CudaEngine`."""
+    """Launches on one `GpuEngine`."""
 
     def __init__(
         self, engine: Any, in_flight: Any, owner: object, device: torch.device, num_experts: int

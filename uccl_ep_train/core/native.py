@@ -180,7 +180,7 @@ def try_registration(
     trial.transport = config.network.transport
     trial.host_bytes = host_bytes
     if device_bytes:
-        core.try_cuda_registration(trial, device, device_bytes)
+        core.try_gpu_registration(trial, device, device_bytes)
     else:
         core.try_registration(trial)
 

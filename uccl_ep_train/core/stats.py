@@ -85,8 +85,8 @@ def memory_plan(config: EpConfig, num_ranks_or_topology: int | Topology, rank: i
     native = native_config(config, topology, rank)
     core = load_native()
     on_gpu = (config.gpu.backend == "cuda" and built()) or choose_device(config).type == "cuda"
-    entries = core.cuda_memory_plan(native) if on_gpu else core.memory_plan(native)
-    least = core.cuda_least_budget(native) if on_gpu else core.least_budget(native)
+    entries = core.gpu_memory_plan(native) if on_gpu else core.memory_plan(native)
+    least = core.gpu_least_budget(native) if on_gpu else core.least_budget(native)
     return MemoryPlan(
         entries=tuple((name, int(size)) for name, size in entries),
         budget_bytes=config.memory.budget_bytes,

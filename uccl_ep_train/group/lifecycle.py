@@ -64,7 +64,7 @@ class Operation:
 def new_engine(native: Any, config: EpConfig, device: torch.device) -> Any:
     """The engine of one rank, not connected yet."""
     if device.type == "cuda":
-        return load_native().CudaEngine(native, device.index, config.gpu.num_sms, config.gpu.stage_sms or 0)
+        return load_native().GpuEngine(native, device.index, config.gpu.num_sms, config.gpu.stage_sms or 0)
     return load_native().HostEngine(native)
 
 

@@ -40,7 +40,7 @@ def warnings_are_errors() -> bool:
 
 
 def cuda_architectures() -> str:
-    """UCCL_EP_CUDA_ARCHS, read by the build: see `csrc/architectures.py`."""
+    """UCCL_EP_CUDA_ARCHS, read by the build: see `csrc/gpu/cuda/build.py`."""
     return os.environ.get("UCCL_EP_CUDA_ARCHS", "auto")
 
 

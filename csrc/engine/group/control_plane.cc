@@ -189,7 +189,7 @@ void ControlPlane::ring_worker() const {
 
 void ControlPlane::note_launched(bool by_replay) {
   {
-    const std::lock_guard lock(launch_mutex_);  // a replay of a graph says so by a thread of CUDA's
+    const std::lock_guard lock(launch_mutex_);  // a replay of a graph says so by a thread of the GPU's runtime
     launched_.publish(launched_.own() + 1);
     if (by_replay) awaited_.publish(awaited_.own() + 1);
   }

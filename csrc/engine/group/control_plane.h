@@ -24,7 +24,7 @@
 
 namespace uccl_ep {
 
-// The rings of a buffer: the host backend's, or those of a CUDA buffer that a transport carries.
+// The rings of a buffer: the host backend's, or those of a GPU buffer that a transport carries.
 using Rings = std::variant<RingParams, DeviceRings>;
 // What the transport allocates on the rank that has the most peers, so that all choose the same rings.
 uint64_t transport_bytes(const EngineConfig& config, const Topology& topo);
@@ -150,7 +150,7 @@ class ControlPlane {
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<CommandRing> commands_;
   std::unique_ptr<Proxy> proxy_;
-  // Operations of a CUDA engine that were queued; replays, and what said that one is to come. Writers: note_launched(),
+  // Operations of a GPU engine that were queued; replays, and what said that one is to come. Writers: note_launched(),
   // wake(); reader: the proxy; never reset.
   Flag launched_, awaited_;
   std::mutex launch_mutex_;

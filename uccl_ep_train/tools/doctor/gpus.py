@@ -75,9 +75,9 @@ def _of_gpu(index: int, with_cuda: bool) -> dict[str, Any]:
     if not with_cuda:
         return facts
     core = load_native()
-    facts["pci"] = core.cuda_pci_address(index)
+    facts["pci"] = core.gpu_pci_address(index)
     try:
-        facts["dmabuf"] = core.try_cuda_memory(index, TRIAL_BYTES)
+        facts["dmabuf"] = core.try_gpu_memory(index, TRIAL_BYTES)
     except RuntimeError as error:
         facts["vmm"] = str(error)
     return facts

@@ -65,12 +65,12 @@ def surroundings(here: Here) -> Surroundings:
     """As a buffer's creation has them: the ranks of a domain share the host's NICs."""
     topology = here.topology()
     own = here.group.index(here.me.rank)
-    near = load_native().cuda_pci_address(here.gpu) if here.gpu >= 0 and _with_cuda() else ""
+    near = load_native().gpu_pci_address(here.gpu) if here.gpu >= 0 and _with_cuda() else ""
     return Surroundings(topology.local_rank(own), len(topology.members[topology.domain_of[own]]), near)
 
 
 def _with_cuda() -> bool:
-    return hasattr(load_native(), "cuda_pci_address")
+    return hasattr(load_native(), "gpu_pci_address")
 
 
 def _gpu_numa(address: str, root: Path) -> int:

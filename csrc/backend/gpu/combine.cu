@@ -1,0 +1,130 @@
+// The kernel of a combine: its roles run side by side in every block. Those that fold sum what came here, those that
+// merge what comes back.
+#include "backend/gpu/roles/fold.cuh"
+#include "backend/gpu/roles/merge.cuh"
+#include "backend/gpu/roles/returns.cuh"
+#include "backend/gpu/roles/tell_folded.cuh"
+
+namespace uccl_ep::gpu {
+namespace {
+
+// clang-format off
+// Who does what, by warps of 32 lanes. `a ..> b`: b waits for a. `a --> b`: b is published when a is done.
+//
+// warps   role   time ---->
+// 1       tell   ranges of rows --> block barrier | empty token blocks --> folded | boxes ..> count pieces --> folded
+// 7 (11)  fold   block barrier ..> merged (of the last) ..> fold rows --> boxes | weights; last block --> folded_all | as merge
+// 4 (8)   merge  block barrier ..> empty tokens | folded ..> relay rows --> chunks
+//                  | folded, returns_there ..> merge rows | folded_all ..> weights; last block --> merged
+//
+// In brackets: without bulk copies. In one domain block 0's tell warp writes headers (--> header_full), and a merge warp
+// of it compares them. Where there are several (kNet), one more block does, which sees to the network:
+//
+// 1       poll     words of hosts ..> --> returns_there, returns_gone, header_full; until all blocks are through
+// 1       push     headers --> header_full; packets --> commands; chunks complete ..> --> commands; weights
+// 1       compare  header_full of all ..> compare calls
+// 4 (8)   end      all blocks are through ..> --> merged, returns_consumed, ended
+//
+// boxes are words of the block (Boxes), chunks counters of the GPU (relayed_counts); the others are flags (DeviceMap, NetState).
+// clang-format on
+template <bool kBulk, bool kNet, typename Row, typename Wire>
+struct Combine {
+  using Folds = FoldRole<kBulk, kNet, Row, Wire>;
+  using Merges = MergeRole<kBulk, kNet, Row, Wire>;
+  using Tells = TellFoldedRole<Folds, Merges, kBulk, kNet>;
+  using Roles = RoleTable<Tells, Folds, Merges>;
+  static constexpr uint32_t kSumWarps = Folds::kWarps + Merges::kWarps;  // each has a pipeline of bulk copies
+  static constexpr uint32_t kSharedBytes = kBulk ? kSumWarps * kSumWarpBytes : 0;
+  static_assert(Roles::template first_warp<Merges>() == Roles::template first_warp<Folds>() + Folds::kWarps);
+};
+
+template <bool kBulk, bool kNet, typename Row, typename Wire>
+__global__ void __launch_bounds__(Combine<kBulk, kNet, Row, Wire>::Roles::kThreads, 1)
+    combine(const __grid_constant__ Group g, const __grid_constant__ PlanView plan,
+            const __grid_constant__ KernelCombineArgs args) {
+  if constexpr (kBulk && !kArch.bulk_copies) return;  // never launched: see has_bulk_copies()
+  using Table = Combine<kBulk, kNet, Row, Wire>;
+  using Roles = typename Table::Roles;
+  using Folds = typename Table::Folds;
+  using Merges = typename Table::Merges;
+  using Tells = typename Table::Tells;
+  UCCL_EP_DYNAMIC_SHARED(dynamic);
+  __shared__ KernelOp op;
+  __shared__ typename Roles::Shared shared;
+  __shared__ __align__(8) uint64_t barriers[Table::kSumWarps * kSumStages];  // of bulk copies
+  if (!kNet) __builtin_assume(g.net == nullptr);
+  if (threadIdx.x < kWarp) shared.boxes.begin();
+  enter(g, OpKind::kCombine, op);
+  const CombineKernel kernel{{g, plan, op, {}}, args};
+  if (blockIdx.x == 0 && threadIdx.x == 0) trace_kernel(g, TraceKind::kKernelBegin, OpKind::kCombine, kernel.op.epoch);
+  if constexpr (kNet) {
+    if (blockIdx.x == workers(g)) {
+      serve_network<kBulk, Merges>(kernel, shared.merges);
+      return;
+    }
+  }
+  const bool tells = Roles::template is_in<Tells>();
+  const CombineKernel as_teller = kernel.by(Roles::template crew<Tells>());
+  if (tells) Tells::begin(as_teller, shared.folds, shared.merges);
+  __syncthreads();
+  if (tells) {
+    Tells::run(as_teller, shared);
+  } else {
+    const bool folds = Roles::template is_in<Folds>();
+    const CombineKernel k = kernel.by(folds ? Roles::template crew<Folds>() : Roles::template crew<Merges>());
+    const uint32_t sum_warp = threadIdx.x / kWarp - Roles::template first_warp<Folds>();
+    SumPipeline pipeline{dynamic + sum_warp * kSumWarpBytes, barriers + sum_warp * kSumStages};
+    bool good = begin_sums<kBulk>(k, pipeline);
+    // Pieces come from ranks that have entered, so this keeps a warp that merges waiting for no longer than those do. A
+    // warp that tells of folded rows would keep ranks waiting. With other domains it is the network's block that looks.
+    if (!kNet && blockIdx.x == 0 && sum_warp == Table::kSumWarps - 1 && good)
+      all_alike(kernel.by(Roles::lone_warp()), args.signature);
+    if (folds) good = good && Folds::run(k, shared, pipeline);
+    if (good) Merges::run(k, shared, pipeline, folds);  // in one place: its code is long
+  }
+  __syncthreads();  // what the other crews have found counts
+  if constexpr (kNet) {
+    if (threadIdx.x == 0) count_through(g);
+    return;
+  }
+  if (!Roles::template is_in<Merges>()) return;
+  const CombineKernel k = kernel.by(Roles::template crew<Merges>());
+  if (!last_block(k, Phase::kMerged, gridDim.x)) return;
+  Merges::finish(k, going(k));
+  if (k.crew.thread == 0) trace_kernel(g, TraceKind::kKernelEnd, OpKind::kCombine, k.op.epoch);
+}
+
+template <bool kBulk, typename Row, typename Wire>
+void launch(const Group& group, const PlanView& plan, const KernelCombineArgs& args, uint32_t num_sms,
+            StreamHandle stream) {
+  using Table = Combine<kBulk, false, Row, Wire>;
+  const Launch how{num_sms, Table::Roles::kThreads, Table::kSharedBytes, stream};
+  if (group.net == nullptr)
+    launch_kernel(combine<kBulk, false, Row, Wire>, how, group, plan, args);
+  else
+    launch_kernel(combine<kBulk, true, Row, Wire>, how, group, plan, args);
+}
+
+}  // namespace
+
+Status launch_combine(const Group& group, const PlanView& plan, const KernelCombineArgs& args, uint32_t num_sms,
+                      StreamHandle stream) {
+  if (args.dtype == Dtype::kFp32)
+    launch<false, float, float>(group, plan, args, num_sms, stream);
+  else if (args.wire == Dtype::kFp32)
+    launch<false, uint16_t, float>(group, plan, args, num_sms, stream);
+  else if (!group.bulk_copies || group.shared_bytes < Combine<true, false, uint16_t, uint16_t>::kSharedBytes)
+    launch<false, uint16_t, uint16_t>(group, plan, args, num_sms, stream);
+  else
+    launch<true, uint16_t, uint16_t>(group, plan, args, num_sms, stream);
+  return launch_status();
+}
+
+Status load_combine(uint32_t shared_bytes) {
+  return load_all(shared_bytes, combine<false, false, float, float>, combine<false, false, uint16_t, float>,
+                  combine<false, false, uint16_t, uint16_t>, combine<true, false, uint16_t, uint16_t>,
+                  combine<false, true, float, float>, combine<false, true, uint16_t, float>,
+                  combine<false, true, uint16_t, uint16_t>, combine<true, true, uint16_t, uint16_t>);
+}
+
+}  // namespace uccl_ep::gpu

@@ -1,0 +1,189 @@
+// The kernel of a dispatch: its roles run side by side in every block.
+#include "backend/gpu/roles/place.cuh"
+#include "backend/gpu/roles/serve.cuh"
+#include "backend/gpu/roles/stage.cuh"
+#include "backend/gpu/roles/streams.cuh"
+
+namespace uccl_ep::gpu {
+namespace {
+
+constexpr uint32_t kTileAlign = 128;
+constexpr uint32_t kMostKept = 16;  // tiles of a block
+
+// clang-format off
+// Who does what, here of a new plan in one domain, by warps of 32 lanes.
+// `a ..> b`: b waits for a. `a --> b`: b is published when a is done.
+//
+// warps  role   time ---->
+// 8 (5)  place  read tiles --> counted ..> positions --> totals; lists --> routed; last block --> lists_full, weights_full
+//                 | planned, lists_full ..> rows_full ..> place rows | last block --> read
+// 2      serve  block 0: totals ..> --> header_full ..> plan --> planned; lists_full ..> counts for the host
+//                 | planned, lists_full ..> plan rows --> rows_planned; heads; padding | weights_full ..> weights
+// 8      stage  read (of two ago) ..> (FP8, many rows: routed ..>) copy or quantise a row for each warp --> staged
+// 1      tell                                                         staged ..> one fence --> rows_full at every member
+//
+// Of a known plan `serve` writes headers and weights (--> header_full, weights_full) and `place` begins with rows. Of an
+// exchanged one nothing is routed or staged. Where there are several domains (in brackets) `stage` and `place` route
+// together, --> packed, and one more block sees to the network:
+//
+// 1      poll   words of hosts ..> --> rows_there, header_full, weights_full; until all blocks are through
+// 1      push   packed ..> packets --> commands; chunks complete ..> --> commands
+// 5      end    all blocks are through ..> --> read, rows_consumed, ended
+//
+// staged, routed and totals are words of the block (Staged); counted, planned, rows_planned and packed of the GPU
+// (Local); the others are flags of peers (DeviceMap).
+// clang-format on
+template <PlanState kState, bool kBulk, bool kNet>
+struct Dispatch {
+  using Places = PlaceRole<kState, kBulk, kNet>;
+  using Stages = StageRole<kState, kBulk>;
+  using Tells = TellStagedRole<kState>;
+  using Serves = ServeRole<kState, Places::kWarps>;
+  using Roles = RoleTable<Serves, Tells, Stages, Places>;
+};
+
+// kBulk: dynamic shared memory holds the pipelines of the role that places, and of the one that stages; before it
+// places, tiles.
+template <PlanState kState, bool kBulk, bool kNet>
+__global__ void __launch_bounds__(Dispatch<kState, kBulk, kNet>::Roles::kThreads, 1)
+    dispatch(const __grid_constant__ Group g, const __grid_constant__ PlanView plan,
+             const __grid_constant__ PlaceArgs args) {
+  if constexpr (kBulk && !kArch.bulk_copies) return;  // never launched: see has_bulk_copies()
+  using Table = Dispatch<kState, kBulk, kNet>;
+  using Roles = typename Table::Roles;
+  using Serves = typename Table::Serves;
+  using Tells = typename Table::Tells;
+  using Stages = typename Table::Stages;
+  using Places = typename Table::Places;
+  constexpr bool kKnown = kState == PlanState::kKnown, kNew = kState == PlanState::kNew;
+  constexpr bool kStages = kState != PlanState::kExchanged;
+  UCCL_EP_DYNAMIC_SHARED(dynamic);
+  __shared__ KernelOp op;
+  __shared__ typename Roles::Shared shared;
+  if (!kNet) __builtin_assume(g.net == nullptr);
+  if (threadIdx.x < kStageWarps) shared.row_groups[threadIdx.x] = 0;
+  if (threadIdx.x == 0) shared.routed = shared.totals = 0;
+  if (kStages)
+    enter(g, OpKind::kDispatch, op);
+  else
+    enter_again(g, op);
+  const DispatchKernel kernel{{g, plan, op, {}}, args};
+  if (blockIdx.x == 0 && threadIdx.x == 0) trace_kernel(g, TraceKind::kKernelBegin, OpKind::kDispatch, kernel.op.epoch);
+  if constexpr (kNet) {
+    if (blockIdx.x == workers(g)) {
+      serve_network<kState, Places>(kernel);
+      return;
+    }
+  }
+  Routed routed;
+  // Who stages routes, too: it could not begin before all is routed.
+  if constexpr (kNew && kNet)
+    if (Roles::template is_in<Stages>() || Roles::template is_in<Places>())
+      routed.good = exchange_tiles(kernel.by(Roles::template crew_from<Stages>()), shared, dynamic);
+  // The compiler lays roles out in this order, and code that lies first is fetched first. Everybody waits for the
+  // routing of a new plan: behind the other roles it took 7 us longer. Of a known plan everybody waits for staged rows.
+  const auto serve = [&](const DispatchKernel& k) {
+    if (going(k)) Serves::run(k, shared);
+  };
+  if (Roles::template is_in<Places>()) {
+    Places::run(kernel.by(Roles::template crew<Places>()), shared, shared, dynamic, routed);
+  } else if (kNew && Roles::template is_in<Serves>()) {
+    serve(kernel.by(Roles::template crew<Serves>()));
+  } else if (Roles::template is_in<Stages>()) {
+    const DispatchKernel k = kernel.by(Roles::template crew<Stages>());
+    if (kStages && going(k)) Stages::run(k, shared, dynamic);
+  } else if (!kNew && Roles::template is_in<Serves>()) {
+    serve(kernel.by(Roles::template crew<Serves>()));
+  } else if (kStages) {
+    Tells::run(kernel, shared);
+  }
+  __syncthreads();  // what the other crews have found counts
+  if constexpr (kNet) {
+    if (threadIdx.x == 0) count_through(g);
+    return;
+  }
+  if (!Roles::template is_in<Places>() || !routed.placed || (!kKnown && blockIdx.x >= args.num_blocks)) return;
+  const DispatchKernel k = kernel.by(Roles::template crew<Places>());
+  if (!last_block(k, Phase::kPlaced, kKnown ? gridDim.x : args.num_blocks)) return;
+  if (kKnown && k.crew.thread == 0) keep(g, k.op, OpKind::kDispatch);
+  Places::finish(k, going(k));
+  if (k.crew.thread == 0) trace_kernel(g, TraceKind::kKernelEnd, OpKind::kDispatch, k.op.epoch);
+}
+
+template <PlanState kState, bool kNet>
+void launch_one(const Group& group, const PlanView& plan, PlaceArgs& args, uint32_t blocks, StreamHandle stream) {
+  const uint32_t warp_bytes = place_warp_bytes(args);
+  uint32_t tile_bytes = kState == PlanState::kNew ? routing_bytes(group.map) : 0;
+  const auto warps_beside = [&](uint32_t bytes) {
+    return bytes < group.shared_bytes
+               ? min(Dispatch<kState, false, kNet>::Places::kWarps, (group.shared_bytes - bytes) / warp_bytes)
+               : 0;
+  };
+  // Rows that are only copied are staged by bulk copies, too, if that leaves enough for placing and for the tile.
+  const bool copies = kState != PlanState::kExchanged && args.stage.row.num_scales == 0 && !kNet &&
+                      warps_beside(kStageBytes) >= 2 && tile_bytes + kStageBytes <= group.shared_bytes;
+  const uint32_t stage_bytes = copies ? kStageBytes : 0;
+  args.bulk_warps = group.bulk_copies ? warps_beside(stage_bytes) : 0;
+  if constexpr (kState == PlanState::kNew) {
+    const uint32_t tiles = (args.stage.num_tokens + kTileTokens - 1) / kTileTokens;
+    const uint32_t routing = blocks - kNet;
+    args.kept_tiles = max((tiles + routing - 1) / routing, 1);
+    const uint32_t all_bytes = routing_bytes(group.map, args.kept_tiles);
+    if (args.kept_tiles <= kMostKept && all_bytes + stage_bytes <= group.shared_bytes)
+      tile_bytes = all_bytes;
+    else
+      args.kept_tiles = 1;
+  }
+  if (args.bulk_warps < 2) {
+    launch_kernel(dispatch<kState, false, kNet>,
+                  {blocks, Dispatch<kState, false, kNet>::Roles::kThreads, tile_bytes, stream}, group, plan, args);
+    return;
+  }
+  const uint32_t place_bytes = max(args.bulk_warps * warp_bytes, tile_bytes);
+  args.copy_pipeline = copies ? place_bytes : 0;
+  launch_kernel(dispatch<kState, true, kNet>,
+                {blocks, Dispatch<kState, false, kNet>::Roles::kThreads, place_bytes + stage_bytes, stream}, group,
+                plan, args);
+}
+
+template <PlanState kState>
+void launch(const Group& group, const PlanView& plan, PlaceArgs& args, uint32_t blocks, StreamHandle stream) {
+  if (group.net == nullptr)
+    launch_one<kState, false>(group, plan, args, blocks, stream);
+  else
+    launch_one<kState, true>(group, plan, args, blocks, stream);
+}
+
+}  // namespace
+
+Status launch_dispatch(const Group& group, const PlanView& plan, const PlaceArgs& given, uint32_t num_sms,
+                       uint32_t stage_sms, StreamHandle stream) {
+  PlaceArgs args = given;
+  args.num_blocks = num_sms - (group.net != nullptr);  // one sees to the network
+  const uint32_t begin = args.window * args.window_tokens, end = min(begin + args.window_tokens, args.stage.num_tokens);
+  const uint32_t row_groups = begin < end ? (end - begin + kRowGroup - 1) / kRowGroup : 0;
+  const uint32_t blocks = max(num_sms, min(stage_sms, row_groups + (group.net != nullptr)));
+  if (args.state == PlanState::kNew)
+    launch<PlanState::kNew>(group, plan, args, blocks, stream);
+  else if (args.state == PlanState::kExchanged)
+    launch<PlanState::kExchanged>(group, plan, args, num_sms, stream);
+  else
+    launch<PlanState::kKnown>(group, plan, args, blocks, stream);
+  return launch_status();
+}
+
+uint32_t routing_bytes(const DeviceMap& map, uint32_t tiles) {
+  const uint32_t own = Tile::own_bytes(map.num_experts, map.num_ranks, map.num_domains);
+  return static_cast<uint32_t>(round_up(Tile::common_bytes(map.num_ranks, map.num_domains) + tiles * own, kTileAlign));
+}
+
+Status load_dispatch(uint32_t shared_bytes) {
+  using enum PlanState;
+  return load_all(shared_bytes, dispatch<kKnown, false, false>, dispatch<kKnown, true, false>,
+                  dispatch<kNew, false, false>, dispatch<kNew, true, false>, dispatch<kExchanged, false, false>,
+                  dispatch<kExchanged, true, false>, dispatch<kKnown, false, true>, dispatch<kKnown, true, true>,
+                  dispatch<kNew, false, true>, dispatch<kNew, true, true>, dispatch<kExchanged, false, true>,
+                  dispatch<kExchanged, true, true>);
+}
+
+}  // namespace uccl_ep::gpu

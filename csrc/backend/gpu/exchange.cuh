@@ -1,0 +1,378 @@
+// Exchange: every rank writes, once, a packet for each domain with what its routing means for its ranks; those of its
+// own domain pull it, to the others it is shipped.
+//
+// A block routes whole tiles of kTileTokens tokens, neighbouring ones. First every tile's counts go to memory: pairs by
+// expert, rows and pairs by destination, rows by domain, the most pieces of a token block. When all blocks have
+// counted, each adds up the tiles before its own, so that positions count tokens in their order.
+#pragma once
+
+#include "backend/gpu/device.cuh"
+#include "backend/gpu/steps.h"
+#include "backend/gpu/tile.cuh"
+
+namespace uccl_ep::gpu {
+
+// A number of the tiles before a tile, and of all.
+struct Before {
+  uint32_t here = 0, total = 0;
+};
+// By one thread: the bytes of a word of the tiles' counts.
+__device__ __forceinline__ void add_up(const Group& g, uint32_t word, uint32_t tile, uint32_t num_tiles,
+                                       Before (&sums)[4]) {
+  constexpr uint32_t kBatch = 24;  // tiles whose counts are loaded at a time
+  const uint32_t stride = tile_words(g.map);
+  const uint32_t* const counts = own_part(g, g.map.tile_counts) + word;
+#pragma unroll 1
+  for (uint32_t begin = 0; begin < num_tiles; begin += kBatch) {
+    uint32_t value[kBatch];
+#pragma unroll
+    for (uint32_t u = 0; u < kBatch; ++u)
+      value[u] = begin + u < num_tiles ? device::load_past_l1(counts + uint64_t{begin + u} * stride) : 0;
+    // Two in a word, with room for the sum of a batch.
+    static_assert(kBatch * 0xFF < 1 << 16);
+    Before even, odd;
+#pragma unroll
+    for (uint32_t u = 0; u < kBatch; ++u) {
+      const uint32_t low = value[u] & 0x00FF00FFu, high = value[u] >> 8 & 0x00FF00FFu;
+      even.total += low;
+      odd.total += high;
+      if (begin + u < tile) {
+        even.here += low;
+        odd.here += high;
+      }
+    }
+#pragma unroll
+    for (uint32_t n = 0; n < 4; ++n) {
+      const Before& both = n % 2 == 0 ? even : odd;
+      sums[n].here += both.here >> n / 2 * 16 & 0xFFFF;
+      sums[n].total += both.total >> n / 2 * 16 & 0xFFFF;
+    }
+  }
+}
+
+// By a warp: where our packets lie, and the numbers in their headers, which block 0 writes; a domain a lane.
+__device__ inline void begin_packets(const DispatchKernel& k, const Tile& tile, const uint32_t* stream_totals,
+                                     uint32_t most_pieces) {
+#pragma unroll 1
+  for (uint32_t to = threadIdx.x % kWarp; to < k.g.map.num_domains; to += kWarp) {
+    const uint32_t first = k.g.first_of[to], end = k.g.first_of[to + 1];
+    uint8_t* const bytes = own_packet(k.g, to, k.op.epoch);
+    DeviceHeader& head = *reinterpret_cast<DeviceHeader*>(bytes);
+    uint32_t rows = 0, pieces = 0;
+#pragma unroll 1
+    for (uint32_t r = first; r < end; ++r) {
+      const uint32_t theirs = tile.row_begin[r];
+      tile.row_begin[r] = rows;
+      if (blockIdx.x == 0) {
+        head.row_begin[r - first] = rows;
+        head.pair_begin[r - first] = tile.pair_begin[r] - tile.pair_begin[first];
+      }
+      rows += theirs;
+      pieces += tile.row_base[r];
+    }
+    tile.piece_base[to] = pieces;
+    const uint32_t num_pairs = tile.pair_begin[end] - tile.pair_begin[first];
+    const uint32_t stream_rows = to == own_domain(k.g) ? 0 : stream_totals[to];
+    if (blockIdx.x == 0) {
+      head.row_begin[end - first] = rows;
+      head.pair_begin[end - first] = num_pairs;
+      head.stream_rows = stream_rows;
+      head.most_pieces = most_pieces;
+    }
+    const PacketParts parts = packet_parts({end - first, k.g.experts_per_rank, k.args.stage.num_tokens, rows, num_pairs,
+                                            stream_rows, k.args.routing.weights != nullptr});
+    tile.packet[to] = {reinterpret_cast<ListEntry*>(bytes + parts.lists),
+                       reinterpret_cast<PairEntry*>(bytes + parts.pairs),
+                       reinterpret_cast<float*>(bytes + parts.weights),
+                       reinterpret_cast<uint32_t*>(bytes + parts.token_block_rows),
+                       reinterpret_cast<uint32_t*>(bytes + parts.token_block_pieces),
+                       reinterpret_cast<uint32_t*>(bytes + parts.token_block_streams),
+                       reinterpret_cast<uint32_t*>(bytes + parts.stream_pieces)};
+  }
+}
+
+// By a warp: the most pieces that a token block has.
+__device__ __forceinline__ uint32_t most_pieces_of_all(const Group& g, uint32_t num_tiles) {
+  uint32_t most = 0;
+#pragma unroll 1
+  for (uint32_t t = threadIdx.x % kWarp; t < num_tiles; t += kWarp)
+    most = max(most, device::load_past_l1(TileCounts(g, t).most_pieces));
+  return warp_max(most);
+}
+
+// By one thread: numbers of pairs by rank become where they begin.
+__device__ __forceinline__ void begin_pairs(const Tile& tile, uint32_t ranks) {
+  uint32_t sum = 0;
+#pragma unroll 1
+  for (uint32_t to = 0; to < ranks; ++to) {
+    const uint32_t mine = tile.pair_begin[to];
+    tile.pair_begin[to] = sum;
+    sum += mine;
+  }
+  tile.pair_begin[ranks] = sum;
+}
+
+// By a crew: what lies before the block's first tile; block 0 writes the totals into the headers. False: too many
+// pairs.
+__device__ inline bool begin_tiles(const DispatchKernel& k, const Tile& tile, uint32_t first_tile, uint32_t num_tiles) {
+  const uint32_t ranks = k.g.map.num_ranks, experts = k.g.map.num_experts;
+  __shared__ uint32_t stream_totals[kMaxGpuRanks], all_most;
+  const bool writes_totals = blockIdx.x == 0;
+  const uint32_t token_words = tile_token_words(k.g.map), numbers = experts + ranks + k.g.map.num_domains;
+#pragma unroll 1
+  for (uint32_t word = k.crew.thread; word < token_words + ranks; word += k.crew.size) {
+    Before sums[4];
+    add_up(k.g, word, first_tile, num_tiles, sums);
+    if (word >= token_words) {  // one number
+      uint32_t here = 0, total = 0;
+#pragma unroll
+      for (uint32_t n = 0; n < 4; ++n) {
+        here += sums[n].here << 8 * n;
+        total += sums[n].total << 8 * n;
+      }
+      tile.pair_base[word - token_words] = here;
+      tile.pair_begin[word - token_words] = total;
+      continue;
+    }
+#pragma unroll
+    for (uint32_t n = 0; n < 4; ++n) {
+      const uint32_t i = 4 * word + n;
+      if (i >= numbers) break;
+      tile.expert_base[i] = sums[n].here;  // then row_base, stream_base
+      if (i >= experts + ranks) {
+        stream_totals[i - experts - ranks] = sums[n].total;
+      } else if (i >= experts) {
+        tile.row_begin[i - experts] = sums[n].total;
+      } else if (writes_totals) {
+        const uint32_t to = k.g.domain_of[i / k.g.experts_per_rank], base = k.g.first_of[to] * k.g.experts_per_rank;
+        uint8_t* const counts = own_packet(k.g, to, k.op.epoch) + packet_parts({}).counts;
+        reinterpret_cast<uint32_t*>(counts)[i - base] = sums[n].total;
+      }
+    }
+  }
+  if (writes_totals && k.crew.warp() == k.crew.warps() - 1) {
+    const uint32_t most = most_pieces_of_all(k.g, num_tiles);
+    if (k.crew.lane() == 0) all_most = most;
+  }
+  k.crew.sync();
+  if (k.crew.thread == 0) begin_pairs(tile, ranks);
+  k.crew.sync();
+  const uint32_t num_pairs = tile.pair_begin[ranks];
+  if (num_pairs > k.g.map.max_pairs) {
+    if (k.crew.thread == 0)
+      report(k.g, {DeviceFault::kTooManyPairs, ErrorKind::kPeerFailed, Step::kExchange, k.g.rank, -1, k.g.map.max_pairs,
+                   num_pairs});
+    return false;
+  }
+  if (k.crew.warp() == 0) begin_packets(k, tile, stream_totals, all_most);
+  k.crew.sync();
+  return true;
+}
+
+// A routing's hash is the sum of its pairs' (splitmix64's mixing function).
+__device__ __forceinline__ uint64_t hash_pair(uint32_t place, uint32_t expert) {
+  uint64_t z = (uint64_t{place} << 32 | expert) + 0x9E3779B97F4A7C15ull;
+  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ z >> 27) * 0x94D049BB133111EBull;
+  return z ^ z >> 31;
+}
+
+// By a crew, of several domains: where each token is in our streams, and what comes back for it.
+__device__ inline void write_streams(const Crew& crew, const Group& g, const Tiles& tiles) {
+  const uint32_t own = own_domain(g), max_tokens = g.map.max_tokens;
+  Addend* const addends = own_part(g, g.map.addends);
+#pragma unroll 1
+  for (uint32_t token = crew.thread; token < tiles.count; token += crew.size) {
+    const Tile tile = tiles.with(token);
+    const uint32_t t = token % kTileTokens;
+    const Mask bit = Mask{1} << t, below = bit - 1;
+    uint32_t begin = 0;
+#pragma unroll 1
+    for (uint32_t to = 0; to < g.map.num_domains; ++to) {
+      const uint32_t row = tile.stream_base[to] + __popcll(tile.stream[to] & below);
+      begin += to == own ? tile.piece_base[own] + tile.pieces[own * kTileTokens + t] : row;
+      if (to == own || (tile.stream[to] & bit) == 0) continue;
+      own_part(g, g.map.sent_tokens)[to * uint64_t{max_tokens} + row] = tiles.first + token;
+      tile.packet[to].stream_pieces[row] = tile.piece_base[to] + tile.pieces[to * kTileTokens + t];
+    }
+    own_part(g, g.map.token_addends)[tiles.first + token] = begin;
+#pragma unroll 1
+    for (uint32_t to = 0; to < g.map.num_domains; ++to) {
+      if ((tile.stream[to] & bit) == 0) continue;
+      if (to != own) {
+        addends[begin++] = Addend::of_domain(to, tile.stream_base[to] + __popcll(tile.stream[to] & below));
+        continue;
+      }
+      uint32_t piece = tile.piece_base[own] + tile.pieces[own * kTileTokens + t];
+#pragma unroll 1
+      for (uint32_t r = g.first; r < g.end; ++r)
+        if ((tile.destination[r] & bit) != 0) addends[begin++] = Addend::of_piece(piece++);
+    }
+  }
+}
+
+// By a warp: what earlier token blocks have, for each one of a tile, or at the end of all (`token_blocks` 1, a tile
+// without tokens).
+__device__ inline void write_token_blocks(const Group& g, const Tile& tile, uint32_t first, uint32_t token_blocks,
+                                          uint32_t all_token_blocks) {
+  const uint32_t c0 = first / kTokenBlock, lane = threadIdx.x % kWarp;
+  static_assert(kTokenBlock == 32);  // bits of the lower word
+  const auto low = [](Mask mask) { return static_cast<uint32_t>(__popc(static_cast<uint32_t>(mask))); };
+#pragma unroll 1
+  for (uint32_t r = lane; r < g.map.num_ranks; r += kWarp) {
+    const uint32_t to = g.domain_of[r];
+    uint32_t* const rows_of =
+        tile.packet[to].token_block_rows + uint64_t{r - g.first_of[to]} * (all_token_blocks + 1) + c0;
+#pragma unroll 1
+    for (uint32_t c = 0; c < token_blocks; ++c) rows_of[c] = tile.row_base[r] + (c == 0 ? 0 : low(tile.destination[r]));
+  }
+#pragma unroll 1
+  for (uint32_t to = lane; to < g.map.num_domains; to += kWarp)
+#pragma unroll 1
+    for (uint32_t c = 0; c < token_blocks; ++c) {
+      const uint32_t rows_before = tile.stream_base[to] + (c == 0 ? 0 : low(tile.stream[to]));
+      tile.packet[to].token_block_pieces[c0 + c] =
+          tile.piece_base[to] + (c == 0 ? 0 : tile.pieces[to * kTileTokens + kTokenBlock]);
+      if (to == own_domain(g)) continue;
+      tile.packet[to].token_block_streams[c0 + c] = rows_before;
+      own_part(g, g.map.sent_token_blocks)[uint64_t{to} * (max_token_blocks(g) + 1) + c0 + c] = rows_before;
+    }
+}
+
+// By a crew: before `next` lies what lies before a tile, and the tile. They may be the same.
+__device__ inline void add_tile(const Crew& crew, const Group& g, const Tile& tile, const Tile& next) {
+  const uint32_t experts = g.map.num_experts, ranks = g.map.num_ranks, domains = g.map.num_domains;
+#pragma unroll 1
+  for (uint32_t i = crew.thread; i < experts + ranks; i += crew.size)  // row_base follows expert_base
+    next.expert_base[i] = tile.expert_base[i] + __popcll(tile.expert[i]);
+#pragma unroll 1
+  for (uint32_t to = crew.thread; to < ranks; to += crew.size)
+    next.pair_base[to] = tile.pair_base[to] + pairs_of_tile(g, tile, to);
+#pragma unroll 1
+  for (uint32_t to = crew.thread; to < domains; to += crew.size) {
+    next.stream_base[to] = tile.stream_base[to] + __popcll(tile.stream[to]);
+    next.piece_base[to] = tile.piece_base[to] + pieces_of_tile(g, tile, to);
+  }
+}
+
+// By a crew: lists, pairs and weights of tiles, the first of which knows what lies before it, and then what lies before
+// the tile behind them; returns this thread's part of the hash.
+__device__ UCCL_EP_INLINE_WHERE_ROOM uint64_t write_tiles(const Crew crew, const Group& g, const DeviceRouting& r,
+                                                          const Tiles& tiles, uint32_t all_token_blocks) {
+  const uint32_t ranks = g.map.num_ranks, own = own_domain(g), size = tiles.size();
+  uint32_t* const origin = own_part(g, g.map.pair_origin);
+  static_assert(kTileTokens == 2 * kTokenBlock);
+  // Each number is one thread's from tile to tile.
+#pragma unroll 1
+  for (uint32_t t = 1; t < size; ++t) add_tile(crew, g, tiles.tile(t - 1), tiles.tile(t));
+  crew.sync();
+#pragma unroll 1
+  for (uint32_t t = crew.warp(); t < size; t += crew.warps()) {
+    const uint32_t first = tiles.first + t * kTileTokens;
+    write_token_blocks(g, tiles.tile(t), first, min(kTileTokens / kTokenBlock, all_token_blocks - first / kTokenBlock),
+                       all_token_blocks);
+  }
+  if (g.net != nullptr)
+    write_streams(crew, g, tiles);
+  else
+#pragma unroll 1
+    for (uint32_t t = crew.thread; t < tiles.count; t += crew.size)
+      own_part(g, g.map.token_addends)[tiles.first + t] =
+          tiles.with(t).piece_base[0] + tiles.with(t).pieces[t % kTileTokens];
+  uint64_t hash = 0;
+  const auto write = [&](const Pair& p) {
+    const Tile tile = tiles.with(p.token);
+    const uint32_t t = p.token % kTileTokens, token = tiles.first + p.token;
+    const Mask below = (Mask{1} << t) - 1;
+    const uint32_t to = g.domain_of[p.to], first_pair = tile.pair_begin[g.first_of[to]];
+    const PacketPlace& packet = tile.packet[to];
+    const uint32_t row_first_pair = tile.pair_base[p.to] + tile.pairs_before[t * ranks + p.to];
+    const uint32_t number = tile.pair_begin[p.to] + row_first_pair + p.same_lower;
+    const uint32_t place = token * r.width + p.column;
+    packet.pairs[number - first_pair] = {p.expert - p.to * g.experts_per_rank,
+                                         tile.expert_base[p.expert] + __popcll(tile.expert[p.expert] & below)};
+    origin[number] = place;
+    if (r.weights != nullptr) packet.weights[number - first_pair] = r.weights[place];
+    hash += hash_pair(place, p.named);
+    if (p.same_lower != 0) return;
+    const uint32_t piece = tile.piece_base[to] + tile.pieces[to * kTileTokens + t] + p.ranks_lower;
+    const uint32_t position = to == own ? token : tile.stream_base[to] + __popcll(tile.stream[to] & below);
+    packet.lists[tile.row_begin[p.to] + tile.row_base[p.to] + __popcll(tile.destination[p.to] & below)] = {
+        row_first_pair, piece, position, static_cast<uint16_t>(token), static_cast<uint16_t>(p.same)};
+  };
+  if (r.is_map)
+    visit_map(crew, g, tiles, write);
+  else
+    visit_topk(crew, g, r, tiles.first, tiles.count, write);
+  crew.sync();
+  add_tile(crew, g, tiles.tile(size - 1), tiles.tile(0));
+  crew.sync();
+  return hash;
+}
+#undef UCCL_EP_INLINE_WHERE_ROOM
+
+// By a crew of one block, after the last tile: what all have.
+__device__ inline void end_tiles(const Crew& crew, const Group& g, const Tile& tile, uint32_t num_tokens) {
+  const uint32_t token_blocks = (num_tokens + kTokenBlock - 1) / kTokenBlock;
+  if (crew.warp() == 0) write_token_blocks(g, tile, token_blocks * kTokenBlock, 1, token_blocks);
+  uint32_t addends = tile.piece_base[own_domain(g)];
+#pragma unroll 1
+  for (uint32_t to = 0; to < g.map.num_domains; ++to) {
+    if (to == own_domain(g)) continue;
+    addends += tile.stream_base[to];
+    if (crew.thread == 0) tile.packet[to].stream_pieces[tile.stream_base[to]] = tile.piece_base[to];
+  }
+  if (crew.thread == 0) own_part(g, g.map.token_addends)[num_tokens] = addends;
+}
+
+// By a crew, one of each block: the routing of all our tokens. Shared memory has room for `kept_tiles`; if a block
+// has more, each is read twice. `totals`, in shared memory: set when block 0 has written the headers and counts. False:
+// an error is known.
+__device__ inline bool route(const DispatchKernel& k, uint8_t* shared, uint32_t* totals) {
+  const DeviceRouting& r = k.args.routing;
+  const uint32_t num_tokens = k.args.stage.num_tokens, kept = k.args.kept_tiles;
+  const uint32_t num_tiles = (num_tokens + kTileTokens - 1) / kTileTokens;
+  const uint32_t per_block = (num_tiles + workers(k.g) - 1) / workers(k.g);
+  const uint32_t first_tile = min(blockIdx.x * per_block, num_tiles), end_tile = min(first_tile + per_block, num_tiles);
+  const auto tiles_from = [&](uint32_t tile) {
+    const uint32_t first = tile * kTileTokens, end = min(min(tile + kept, end_tile) * kTileTokens, num_tokens);
+    return Tiles{shared, k.g.map, first, end - first};
+  };
+  bool good = true;
+#pragma unroll 1
+  for (uint32_t t = first_tile; t < end_tile; t += kept) {
+    const Tiles tiles = tiles_from(t);
+    good &= read_tiles(k.crew, k.g, r, tiles);
+    count_tiles(k.crew, k.g, tiles);
+    k.crew.sync();
+  }
+  // All blocks run at the same time: no more than the buffer has SMs.
+  if (k.crew.thread == k.crew.size - 1) {
+    if (arrive_last(&local(k.g).arrived[static_cast<uint32_t>(Phase::kCounted)], workers(k.g)))
+      publish(&local(k.g).counted, k.op.epoch);
+    good &= wait_flag(k.g, {&local(k.g).counted, k.op.epoch, k.g.rank});
+  }
+  // Meanwhile: what our packets held two operations ago has been read, and has left.
+  good &= wait_some_members(k, k.g.map.read, k.op.free_after, Step::kExchange);
+  good &= wait_some_packets_gone(k);
+  if (!k.crew.all(good)) return false;
+  if (blockIdx.x == 0) write_headers(k, k.args.signature, num_tokens);
+  const Tile first(shared, k.g.map, 0);
+  if (!begin_tiles(k, first, first_tile, num_tiles)) return false;
+  if (blockIdx.x == 0 && k.crew.thread == 0) count_shared(totals);
+  uint64_t hash = 0;
+#pragma unroll 1
+  for (uint32_t t = first_tile; t < end_tile; t += kept) {
+    const Tiles tiles = tiles_from(t);
+    if (kept < per_block) read_tiles(k.crew, k.g, r, tiles);
+    hash += write_tiles(k.crew, k.g, r, tiles, (num_tokens + kTokenBlock - 1) / kTokenBlock);
+  }
+  // The block with the last tile, or the first if there is none.
+  if (end_tile == num_tiles && (first_tile < end_tile || (num_tiles == 0 && blockIdx.x == 0)))
+    end_tiles(k.crew, k.g, first, num_tokens);
+  hash = crew_sum(k.crew, hash);
+  if (k.crew.thread == 0) local(k.g).block_hash[blockIdx.x] = hash;
+  return true;
+}
+
+}  // namespace uccl_ep::gpu

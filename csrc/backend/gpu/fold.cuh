@@ -1,0 +1,253 @@
+// Fold: at the expert, sums a token's rows of this rank in fp32 and puts one row into its source's piece memory.
+#pragma once
+
+#include "backend/gpu/device.cuh"
+#include "backend/gpu/net.cuh"
+#include "backend/gpu/shares.cuh"
+#include "backend/gpu/steps.h"
+#include "backend/gpu/sum.cuh"
+
+namespace uccl_ep::gpu {
+
+// Chunks of a source's tokens that a window has.
+struct TokenBlockRange {
+  uint32_t first, end;
+};
+__device__ __forceinline__ TokenBlockRange token_blocks_of(const KernelCombineArgs& args, uint32_t token_blocks) {
+  const uint32_t per_window = args.window_tokens / kTokenBlock, first = min(args.window * per_window, token_blocks);
+  return {first, args.is_last ? token_blocks : min(first + per_window, token_blocks)};
+}
+
+// A rank that is alone in its domain has nothing to merge for others: what it folds for them goes into their rings.
+__device__ __forceinline__ bool is_alone(const Group& g) { return num_near(g) == 1; }
+
+// What a window folds, by source; in shared memory.
+struct FoldRange {
+  uint32_t begin[kMaxGpuRanks], end[kMaxGpuRanks];  // rows
+  uint8_t* to[kMaxGpuRanks];                         // where piece 0 of the source would be; or the ring to it
+  uint32_t slot[kMaxGpuRanks];                       // of the ring: of the first chunk
+  MostRows most;
+  PartedRows parted;
+  uint32_t hurried;  // first rows whose warps tell of them themselves
+};
+__device__ inline void find_fold_range(const CombineKernel& k, FoldRange& out) {
+  const uint32_t entries = k.plan.num_token_blocks + 1;
+  for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size) {
+    const TokenBlockRange token_blocks = token_blocks_of(k.args, k.plan.token_blocks[s]);
+    out.begin[s] = k.plan.row_begin[s] + k.plan.token_block_rows[s * entries + token_blocks.first];
+    out.end[s] = k.plan.row_begin[s] + k.plan.token_block_rows[s * entries + token_blocks.end];
+    const uint32_t stream = stream_of(k.g, s);
+    if (!in_domain(k.g, s) && is_alone(k.g)) {
+      out.to[s] = at(k.g, k.g.rank, k.g.net->relayed[stream].returns);
+      out.slot[s] = static_cast<uint32_t>(net_state(k.g).relayed[stream] % k.g.map.return_slots);
+    } else {
+      const uint64_t earlier = k.plan.token_block_pieces[s * entries + token_blocks.first];
+      out.to[s] = at(k.g, holder_of(k.g, s), k.g.map.pieces) + stream * k.g.map.piece_bytes -
+                  earlier * k.args.hidden * dtype_bytes(k.args.wire);
+    }
+  }
+  k.crew.sync();
+  if (k.crew.thread == 0) out.most.find(k.g, [&](uint32_t s) { return out.end[s] - out.begin[s]; });
+  k.crew.sync();
+}
+
+// In shared memory: tags (FoldTag) of rows that warps of the block have folded, plus 1, for the one that tells. Each
+// warp puts into its own boxes in turn.
+constexpr uint32_t kBoxes = 16;  // more than a warp puts at once
+template <uint32_t kWarps>
+struct Boxes {
+  uint32_t tags[kWarps * kBoxes];
+  uint32_t ended;  // warps that put nothing more
+  // By the first warp of the block; a barrier of all threads follows.
+  __device__ void begin() {
+    for (uint32_t i = threadIdx.x; i < kWarps * kBoxes; i += kWarp) tags[i] = 0;
+    if (threadIdx.x == 0) ended = 0;
+  }
+};
+
+// Rows of other domains first, for their sums have the longer way to go. A sum is that of a row, or of a part (kNet:
+// there are several domains).
+template <bool kNet>
+struct Fold : CombineKernel {
+  static constexpr bool kSumsFirst = false, kSplits = kNet, kRehearses = false;
+  const FoldRange& range;
+  uint32_t* const boxes;  // this warp's
+  const uint32_t units;  // of 16 bytes in one of the caller's rows
+  mutable uint32_t put = 0;
+
+  __device__ SharedWork shared_work() const { return SharedWork::kFolded; }
+  __device__ uint32_t least() const { return 4; }
+  __device__ uint32_t end() const {
+    const uint32_t rows = range.most.far_sum(g) + range.most.near_sum(g);
+    return kNet ? range.parted.end(rows) : rows;
+  }
+  __device__ Sum look_up(uint32_t number_of_sum) const {
+    const uint32_t far = range.most.far_sum(g), n = kNet ? range.parted.row(number_of_sum) : number_of_sum;
+    const auto [s, number] = n < far ? far_row(g, n) : near_row(g, n - far);
+    const uint32_t row = range.begin[s] + number;
+    if (row >= range.end[s]) return {};
+    const uint64_t bytes = uint64_t{args.hidden} * dtype_bytes(args.wire);
+    Sum sum;
+    if (plan.compact_width > 0) {
+      sum.first = row;
+      sum.count = 1;
+    } else {
+      sum.first = plan.row_pair_begin[row];
+      sum.count = plan.row_pair_begin[row + 1] - sum.first;
+    }
+    if constexpr (kNet) sum.part = range.parted.part(number_of_sum);
+    if (kNet && n < far && is_alone(g)) {  // the rows that it gets are those of the stream
+      sum.tag = FoldTag::of_chunk(ring_counter(g, stream_of(g, s), number / rows_per_chunk(g, bytes))).word;
+      sum.out = range.to[s] + ring_offset(g, range.slot[s], g.map.return_slots, number, bytes);
+    } else {
+      sum.tag = FoldTag::of_token_block(s * max_token_blocks(g) + plan.row_token[row] / kTokenBlock,
+                                        kNet && n < range.hurried)
+                    .word;
+      sum.out = range.to[s] + plan.row_piece[row] * bytes;
+    }
+    if (args.may_drop) drop(sum, bytes);
+    return sum;
+  }
+  // Rows that the caller's output does not have; they are the last ones of the sum.
+  __device__ void drop(Sum& sum, uint64_t bytes) const {
+    while (sum.count > 0 && out_row(sum.first + sum.count - 1) >= plan.num_out_rows) --sum.count;
+    if (sum.count > 0) return;
+    for (uint64_t i = 0; i < bytes / 16; ++i) reinterpret_cast<uint4*>(sum.out)[i] = make_uint4(0, 0, 0, 0);
+    proxy_fence();
+    fence_system();
+    if (is_in_ring(sum.tag))
+      count_in_ring(sum.tag, sum.part > 0);
+    else
+      count_and_finish(FoldTag{sum.tag}.counter(), sum.part > 0);
+  }
+  __device__ uint32_t out_row(uint32_t k) const { return plan.compact_width > 0 ? k : plan.out_rows[k]; }
+  __device__ uint32_t place(const Sum&, uint32_t k) const { return out_row(k) * units; }
+  __device__ const uint8_t* base() const { return args.rows; }
+  template <bool kLooks>
+  __device__ bool came(uint32_t) const {
+    return true;
+  }
+  __device__ bool is_in_ring(uint32_t tag) const { return kNet && FoldTag{tag}.is_in_ring(); }
+  __device__ bool at_once(uint32_t tag) const {
+    return is_in_ring(tag) || !in_domain(g, FoldTag{tag}.counter() / max_token_blocks(g));
+  }
+  __device__ bool tells() const { return true; }
+  __device__ void tell(uint32_t lane, uint32_t count, uint32_t tag) const {
+    if (lane < count)
+      for (uint32_t looks = 1; !put_shared(boxes + (put + lane) % kBoxes, tag + 1); ++looks)
+        if (looks % 64 == 0 && stopped(g)) break;  // nobody may be left to empty it
+    put += count;
+    __syncwarp();
+  }
+  __device__ void tell_at_once(uint32_t lane, uint32_t tag, bool is_part) const {
+    if (!is_in_ring(tag) && !(kNet && FoldTag{tag}.is_hurried()))
+      return tell(lane, 1, FoldTag{tag}.as_part(kNet && is_part).word);
+    if (lane != 0) return;
+    if (is_in_ring(tag)) return count_in_ring(tag, is_part);
+    fence_gpu();
+    count_and_finish(FoldTag{tag}.counter(), is_part);
+  }
+  __device__ void count_in_ring(uint32_t tag, bool is_part) const {
+    count_some(own_part(g, g.map.relayed_counts) + FoldTag{tag}.counter(), range.parted.num_parts_of(is_part));
+  }
+  // A piece of a token block, or a part of one, is in its source's memory. By one thread, after a fence: how many parts
+  // are. After all parts_of(tag), and another fence, finish() follows.
+  __device__ uint32_t count(uint32_t tag, bool is_part) const {
+    const uint32_t parts = kNet ? range.parted.num_parts_of(is_part) : 1;
+    return take_numbers(own_part(g, g.map.token_block_counts) + tag, parts) + parts;
+  }
+  __device__ void count_and_finish(uint32_t tag, bool is_part) const {
+    if (count(tag, is_part) != parts_of(tag)) return;
+    fence_system();
+    finish(tag);
+  }
+  __device__ uint32_t parts_of(uint32_t tag) const {
+    const uint32_t s = tag / max_token_blocks(g), token_block = tag % max_token_blocks(g);
+    const uint32_t* const rows_before = plan.token_block_rows + s * (plan.num_token_blocks + 1) + token_block;
+    return (rows_before[1] - rows_before[0]) * (kNet ? range.parted.parts : 1);
+  }
+  __device__ void finish(uint32_t tag) const {
+    const uint32_t s = tag / max_token_blocks(g);
+    own_part(g, g.map.token_block_counts)[tag].value = 0;
+    publish_after_fence(folded(g, holder_of(g, s), stream_of(g, s), g.rank) + tag % max_token_blocks(g), op.epoch);
+  }
+};
+
+// By one warp: tells the sources of token blocks whose last row has been folded. Those that fold do not wait for its
+// fences, which take their time while the link is full of rows.
+template <bool kNet, uint32_t kWarps>
+__device__ inline void tell_folded(const Fold<kNet>& fold, Boxes<kWarps>& boxes) {
+  constexpr uint32_t kEach = (kWarps * kBoxes + kWarp - 1) / kWarp;
+  const uint32_t lane = threadIdx.x % kWarp;
+  for (uint32_t looks = 1;; ++looks) {
+    const bool last_look = __all_sync(kFullWarp, read_shared(&boxes.ended) == kWarps);
+    uint32_t found[kEach], any = 0;
+#pragma unroll
+    for (uint32_t u = 0; u < kEach; ++u) {
+      const uint32_t i = u * kWarp + lane;
+      found[u] = i < kWarps * kBoxes ? take_shared(boxes.tags + i) : 0;
+      any |= found[u];
+    }
+    if (!__any_sync(kFullWarp, any != 0)) {
+      if (last_look || (looks % 64 == 0 && __any_sync(kFullWarp, stopped(fold.g)))) return;
+      device::pause_nsec(50);
+      continue;
+    }
+    fence_gpu();
+    // All on their way before the first is looked at: each takes its time.
+    uint32_t counted[kEach], wanted[kEach], complete = 0;
+#pragma unroll
+    for (uint32_t u = 0; u < kEach; ++u) {
+      const FoldTag its{found[u] - 1};
+      counted[u] = found[u] != 0 ? fold.count(its.counter(), its.is_part()) : 0;
+      wanted[u] = found[u] != 0 ? fold.parts_of(its.counter()) : 1;
+    }
+#pragma unroll
+    for (uint32_t u = 0; u < kEach; ++u) complete |= (counted[u] == wanted[u]) << u;
+    if (complete == 0) continue;
+    fence_system();
+#pragma unroll
+    for (uint32_t u = 0; u < kEach; ++u)
+      if ((complete >> u & 1) != 0) fold.finish(FoldTag{found[u] - 1}.counter());
+  }
+}
+
+// By a warp of one block: nothing comes back of these token blocks, and nobody waits for it.
+__device__ inline void tell_empty_token_blocks(const CombineKernel& k) {
+  for (uint32_t s = 0; s < k.g.map.num_ranks; ++s) {
+    const uint32_t* const before = k.plan.token_block_rows + s * (k.plan.num_token_blocks + 1);
+    const TokenBlockRange token_blocks = token_blocks_of(k.args, k.plan.token_blocks[s]);
+    for (uint32_t c = token_blocks.first + k.crew.lane(); c < token_blocks.end; c += kWarp)
+      if (before[c] == before[c + 1])
+        publish(folded(k.g, holder_of(k.g, s), stream_of(k.g, s), k.g.rank) + c, k.op.epoch);
+  }
+}
+
+// By crews of all blocks: weights' gradients, to those that merge them.
+__device__ inline void fold_weights(const CombineKernel& k) {
+  const uint32_t first = blockIdx.x * k.crew.size + k.crew.thread, step = workers(k.g) * k.crew.size;
+  const uint32_t width = k.plan.compact_width;
+  for (uint32_t s = 0; s < k.g.map.num_ranks; ++s) {
+    float* const to =
+        at(k.g, holder_of(k.g, s), k.g.map.piece_weights) + uint64_t{stream_of(k.g, s)} * k.g.map.max_pairs;
+    const uint32_t offset = k.plan.weight_begin[s];
+    if (width > 0) {
+      for (uint32_t row = k.plan.row_begin[s] + first; row < k.plan.row_end[s]; row += step)
+        for (uint32_t p = k.plan.row_pair_begin[row]; p < k.plan.row_pair_begin[row + 1]; ++p)
+          to[p + offset] = row < k.plan.num_out_rows
+                               ? k.args.row_weights[uint64_t{row} * width + p - k.plan.row_pair_begin[row]]
+                               : 0.0f;
+      continue;
+    }
+    const uint32_t end = k.plan.row_pair_begin[k.plan.row_end[s]];
+    for (uint32_t p = k.plan.row_pair_begin[k.plan.row_begin[s]] + first; p < end; p += step)
+      to[p + offset] = k.plan.out_rows[p] < k.plan.num_out_rows ? k.args.row_weights[k.plan.out_rows[p]] : 0.0f;
+  }
+}
+// When the rows are folded, too: every member learns that it has all of both.
+__device__ inline void finish_fold(const CombineKernel& k) {
+  if (k.args.row_weights != nullptr && k.args.window == 0) fold_weights(k);
+  if (last_block(k, Phase::kFolded, workers(k.g)) && going(k)) publish_to_members(k, k.g.map.folded_all);
+}
+
+}  // namespace uccl_ep::gpu

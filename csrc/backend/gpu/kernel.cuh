@@ -1,0 +1,132 @@
+// What a warp of a kernel knows: its crew, the operation, and the arguments of the launch.
+#pragma once
+
+#include "backend/gpu/map.cuh"
+#include "backend/gpu/steps.h"
+#include "backend/gpu/trace.cuh"
+#include "device/barrier.cuh"
+#include "device/warp.cuh"
+#include "sync/device.cuh"
+
+namespace uccl_ep::gpu {
+
+// A block has at most 1,024 threads: fewer warps of more lanes.
+constexpr uint32_t warps_by_lanes(uint32_t of_32, uint32_t of_64) { return kWarp == 32 ? of_32 : of_64; }
+
+// ---- crews ----------------------------------------------------------------------------------------------------------
+// Warps of a block that do the same thing, beside other crews of the block.
+struct Crew {
+  uint32_t id;      // of its barrier, 1 .. 15
+  uint32_t size;    // threads
+  uint32_t thread;  // this one
+
+  // Warps `first` to `first + count` of the block.
+  static __device__ __forceinline__ Crew of(uint32_t id, uint32_t first, uint32_t count) {
+    return {id, count * kWarp, threadIdx.x - first * kWarp};
+  }
+  __device__ __forceinline__ uint32_t lane() const { return thread % kWarp; }
+  __device__ __forceinline__ uint32_t warp() const { return thread / kWarp; }
+  __device__ __forceinline__ uint32_t warps() const { return size / kWarp; }
+  __device__ __forceinline__ void sync() const { device::barrier(id, size); }
+  __device__ __forceinline__ bool all(bool good) const { return device::barrier_and(id, size, good); }
+  __device__ __forceinline__ bool any(bool good) const { return !all(!good); }
+};
+
+__device__ __forceinline__ uint32_t warp_prefix(uint32_t value, uint32_t lane) {  // inclusive
+#pragma unroll
+  for (uint32_t o = 1; o < kWarp; o *= 2) {
+    const uint32_t below = __shfl_up_sync(kFullWarp, value, o);
+    if (lane >= o) value += below;
+  }
+  return value;
+}
+// By a crew: the sum of all threads' values, in thread 0.
+__device__ inline uint64_t crew_sum(const Crew& crew, uint64_t value) {
+  __shared__ unsigned long long sums[16];
+  if (crew.thread == 0) sums[crew.id] = 0;
+  for (uint32_t o = kWarp / 2; o > 0; o /= 2) value += __shfl_xor_sync(kFullWarp, value, o);
+  crew.sync();
+  if (crew.lane() == 0) add_shared(&sums[crew.id], value);
+  crew.sync();
+  return sums[crew.id];
+}
+
+// ---- operations -----------------------------------------------------------------------------------------------------
+struct KernelOp {
+  uint64_t epoch;
+  uint64_t free_after;  // epoch whose "read" (dispatch) or "merged" (combine) it waits for
+  uint32_t half;
+};
+// By every thread of a block of an operation's first kernel, before anything else. Every block works it out. `op`, in
+// shared memory: nobody has registers to spare for it.
+__device__ __forceinline__ void enter(const Group& g, OpKind kind, KernelOp& op) {
+  if (threadIdx.x == 0) {
+    const Progress& last = local(g).progress;
+    const uint32_t half = static_cast<uint32_t>(last.num_dispatches % kHalves);
+    op = {last.epoch + 1, kind == OpKind::kCombine ? last.last_combine : last.half_epoch[half], half};
+    local(g).entered = op.epoch;
+  }
+  __syncthreads();
+}
+// The same in a later kernel of a dispatch.
+__device__ __forceinline__ void enter_again(const Group& g, KernelOp& op) {
+  if (threadIdx.x == 0) {
+    const Progress& progress = local(g).progress;
+    op = {progress.epoch, 0, static_cast<uint32_t>((progress.num_dispatches - 1) % kHalves)};
+  }
+  __syncthreads();
+}
+
+// The context of a warp: its kernel's arguments, its operation and the crew that it belongs to. The references are to
+// `__grid_constant__` parameters, so what they name is read from constant memory, and to shared memory. A function that
+// is not inlined takes a context by value, for one whose address is known to another function has to lie in memory.
+struct Kernel {
+  const Group& g;
+  const PlanView& plan;
+  const KernelOp& op;
+  Crew crew;
+};
+template <typename Args>
+struct KernelWith : Kernel {
+  const Args& args;
+
+  // The same for another crew.
+  __device__ __forceinline__ KernelWith by(const Crew& other) const { return {{g, plan, op, other}, args}; }
+};
+using DispatchKernel = KernelWith<PlaceArgs>;
+using CombineKernel = KernelWith<KernelCombineArgs>;
+
+// By one thread, when all blocks have entered.
+__device__ __forceinline__ void keep(const Group& g, const KernelOp& op, OpKind kind) {
+  Progress& progress = local(g).progress;
+  progress.epoch = op.epoch;
+  if (kind == OpKind::kCombine) {
+    progress.last_combine = op.epoch;
+  } else {
+    progress.half_epoch[op.half] = op.epoch;
+    progress.num_dispatches += 1;
+  }
+}
+
+// By every thread of a crew: the time from here to stop() counts as the step's, in one block.
+struct StepClock {
+  const Group& g;
+  const Step step;
+  const bool counts;
+  uint64_t started = 0;
+
+  __device__ StepClock(const Kernel& k, Step s, uint32_t block = 0)
+      : g(k.g), step(s), counts(blockIdx.x == block && k.crew.thread == 0) {
+    if (counts) started = now_nsec();
+  }
+  __device__ void stop() const {
+    if (!counts) return;
+    const uint64_t now = now_nsec();
+    const uint32_t what = static_cast<uint32_t>(step);
+    local(g).step_nsec[what] += now - started;
+    if (g.trace != nullptr)
+      note(g, {started, now, local(g).entered, 0, static_cast<uint32_t>(TraceKind::kKernelStep), what});
+  }
+};
+
+}  // namespace uccl_ep::gpu

@@ -1,0 +1,217 @@
+#include "backend/gpu/layout.h"
+
+#include <algorithm>
+#include <type_traits>
+
+#include "backend/gpu/net.h"
+#include "backend/gpu/packet.h"
+#include "backend/gpu/words.h"
+#include "common/units.h"
+
+namespace uccl_ep::gpu {
+namespace {
+
+constexpr uint64_t kAlign = 256;
+constexpr uint32_t kUsualRanks = 8;  // that a token reaches
+constexpr uint32_t kMostWindows = 8;  // of an operation, where a window's tokens are given
+
+class Cursor {
+ public:
+  explicit Cursor(DeviceRegionLayout& layout) : layout_(layout) {}
+  void take(const std::string& name, uint64_t bytes) {
+    const uint64_t size = round_up(bytes, kAlign);
+    layout_.total_bytes += size;
+    layout_.entries.emplace_back(name, size);
+  }
+  // `count` elements, and `more_bytes` behind them.
+  template <typename T>
+  void take(Part<T>& part, const std::string& name, uint64_t count, uint64_t more_bytes = 0) {
+    part.offset = layout_.total_bytes;
+    take(name, count * sizeof(T) + more_bytes);
+  }
+
+ private:
+  DeviceRegionLayout& layout_;
+};
+
+// What a domain has at most, and a rank merges for other domains at most.
+struct Shape {
+  uint32_t ranks, domains, members = 0, streams = 1;
+  explicit Shape(const Topology& topo)
+      : ranks(static_cast<uint32_t>(topo.num_ranks)), domains(static_cast<uint32_t>(topo.num_domains())) {
+    std::vector<uint32_t> merged(ranks, 1);
+    for (int domain = 0; domain < topo.num_domains(); ++domain) {
+      members = std::max(members, static_cast<uint32_t>(topo.size_of(domain)));
+      for (int src = 0; src < topo.num_ranks; ++src)
+        if (topo.domain_of[src] != domain) ++merged[topo.rail(src, domain)];
+    }
+    streams = *std::max_element(merged.begin(), merged.end());
+  }
+};
+
+// The rings between domains hold a window, in chunks of 512 KiB, but at least 8, and a row in each. Rows of more than
+// 128 KiB may need larger chunks.
+DeviceRings rings_for(const Shape& shape, uint64_t packet_bytes, uint64_t row_bytes, uint32_t window,
+                      uint32_t max_pairs) {
+  constexpr uint64_t kUsualBytes = 512 << 10;
+  DeviceRings rings;
+  if (shape.domains == 1) return rings;
+  const uint64_t least = (window + kMaxRelayedChunks - 1) / kMaxRelayedChunks;
+  const uint64_t per_chunk =
+      std::clamp<uint64_t>(kUsualBytes / row_bytes, least, std::max<uint64_t>(least, window / 8));
+  const uint32_t slots = static_cast<uint32_t>((window + per_chunk - 1) / per_chunk);
+  rings.packet_bytes = packet_bytes;
+  rings.rows_slot_bytes = rings.return_slot_bytes = round_up(per_chunk * row_bytes, kAlign);
+  rings.rows_slots = slots;
+  rings.return_slots = slots + weight_chunks(max_pairs, rings.return_slot_bytes);
+  return rings;
+}
+
+// Routing for `num_tokens`, rows and pieces for a window of `window` of them.
+DeviceRegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint32_t num_tokens,
+                              uint32_t window) {
+  const Shape shape(topo);
+  DeviceRegionLayout l;
+  l.num_ranks = shape.ranks;
+  l.num_members = shape.members;
+  l.num_streams = shape.streams;
+  l.num_domains = shape.domains;
+  l.num_experts = num_experts;
+  l.row_bytes = row_bytes;
+  l.max_tokens = num_tokens;
+  l.max_pairs = num_tokens * kPairsPerToken;
+  l.half_bytes = window * row_bytes;
+  // Most tokens reach fewer ranks than there are; a window takes what fits.
+  l.piece_bytes = (uint64_t{window} * std::min(shape.members, kUsualRanks) + kTokenBlock * shape.members) * row_bytes;
+  const uint64_t ranks = shape.ranks, members = shape.members, streams = shape.streams, domains = shape.domains;
+  const uint64_t tokens = num_tokens, pairs = l.max_pairs, token_blocks = tokens / kTokenBlock;
+  const uint32_t experts_per_rank = num_experts / shape.ranks;
+  const uint32_t stream_rows = domains > 1 ? num_tokens : 0;
+  l.packet_bytes = round_up(packet_parts({shape.members, experts_per_rank, num_tokens, shape.members * num_tokens,
+                                          l.max_pairs, stream_rows, true})
+                                .end,
+                            kAlign);
+  l.rings = rings_for(shape, l.packet_bytes, row_bytes, window, l.max_pairs);
+  l.row_slots = l.rings.rows_slots;
+  l.return_slots = l.rings.return_slots;
+  l.slot_bytes = l.rings.rows_slot_bytes;
+  const uint64_t several = domains > 1;
+  Cursor cursor(l);
+  cursor.take("rings", several ? device_ring_bytes(topo, l.rings) : 0);  // first: the transport counts from 0
+  cursor.take(l.header_full, "flags.header_full", ranks);
+  cursor.take(l.weights_full, "flags.values_full", ranks);
+  cursor.take(l.lists_full, "flags.lists_full", members);
+  cursor.take(l.read, "flags.read", members);
+  cursor.take(l.folded_all, "flags.folded_all", members);
+  cursor.take(l.merged, "flags.merged", members);
+  cursor.take(l.rows_full, "flags.rows_full", members * (tokens / kRowGroup));
+  cursor.take(l.folded, "flags.folded", streams * members * token_blocks);
+  cursor.take(l.token_block_counts, "chunk_counts", ranks * token_blocks);
+  cursor.take(l.sent_counts, "sent_counts", several * domains * l.row_slots);
+  cursor.take(l.relayed_counts, "relayed_counts", several * streams * l.return_slots);
+  cursor.take(l.local, "local", 1);
+  cursor.take(l.net, "net", several);
+  cursor.take(l.net_state, "net_state", several);
+  cursor.take(l.plan_scratch, "plan", 1, 4 * experts_per_rank * (ranks + 3));
+  cursor.take(l.tile_counts, "tile_counts", (tokens / kTileTokens) * tile_words(l));
+  cursor.take(l.token_addends, "token_addends", tokens + 1);
+  cursor.take(l.addends, "addends", several * pairs);
+  cursor.take(l.sent_token_blocks, "sent_chunks", several * domains * (token_blocks + 1));
+  cursor.take(l.sent_tokens, "sent_tokens", several * domains * tokens);
+  cursor.take(l.packets, "packets", kHalves * l.packet_bytes);
+  cursor.take(l.pair_origin, "pair_origin", pairs);
+  cursor.take(l.piece_weights, "piece_values", streams * pairs);
+  cursor.take(l.rows, "rows", kHalves * l.half_bytes);
+  // Where every rank is alone in its domain, what is folded for others goes into the rings.
+  cursor.take(l.pieces, "pieces", (members > 1 ? streams : 1) * l.piece_bytes);
+  return l;
+}
+
+uint32_t blocks_of(uint64_t tokens) {
+  return static_cast<uint32_t>(std::min<uint64_t>(round_up(tokens, kTileTokens), kMaxTokens) / kTileTokens);
+}
+
+// The most blocks of tokens, up to `most`, for which fits(blocks).
+template <typename Fits>
+uint32_t largest(uint32_t most, Fits fits) {
+  uint32_t low = 1, high = most;
+  while (low < high) {
+    const uint32_t middle = low + (high - low + 1) / 2;
+    (fits(middle) ? low : high) = fits(middle) ? middle : middle - 1;
+  }
+  return low;
+}
+
+}  // namespace
+
+uint64_t least_budget_bytes(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint32_t window_tokens) {
+  const uint32_t tokens = blocks_of(std::max(window_tokens, 1u)) * kTileTokens;
+  return round_up(layout_for(topo, num_experts, row_bytes, tokens, kTileTokens).total_bytes, kDevicePage);
+}
+
+// An eighth of the budget for the routing, which goes in one piece, half of that where other domains get it, too, but
+// at least that of `window_tokens`; the rest for rows, which go in windows.
+DeviceRegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes,
+                               uint32_t window_tokens) {
+  const auto used = [&](uint32_t tokens, uint32_t window) {
+    return layout_for(topo, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens).total_bytes;
+  };
+  const auto bytes = [&](uint32_t tokens, uint32_t window) { return round_up(used(tokens, window), kDevicePage); };
+  // Beyond the least; what its last page has left costs nothing.
+  const auto routing = [&](uint32_t tokens) {
+    return bytes(tokens, 1) == bytes(1, 1) ? 0 : used(tokens, 1) - used(1, 1);
+  };
+  const uint64_t share = topo.num_domains() > 1 ? 16 : 8;
+  const uint32_t wanted = window_tokens == 0 ? kMaxTokens : window_tokens;
+  const uint32_t tokens = largest(blocks_of(uint64_t{wanted} * kMostWindows), [&](uint32_t n) {
+    const bool is_wanted = window_tokens != 0 && n <= blocks_of(window_tokens);
+    return (is_wanted || routing(n) <= budget_bytes / share) && bytes(n, 1) <= budget_bytes;
+  });
+  const uint32_t window =
+      largest(std::min(tokens, blocks_of(wanted)), [&](uint32_t n) { return bytes(tokens, n) <= budget_bytes; });
+  DeviceRegionLayout l = layout_for(topo, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens);
+  const uint64_t unused = round_up(l.total_bytes, kDevicePage) - l.total_bytes;
+  l.entries.emplace_back("unused", unused);
+  l.total_bytes += unused;
+  return l;
+}
+
+uint64_t lay_out_plan(PlanView& view, const PlanSizes& sizes, uint8_t* memory, const DeviceMap& of) {
+  uint64_t at = 0;
+  const auto take = [&](auto*& pointer, uint64_t count) {
+    pointer = memory == nullptr ? nullptr : reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(memory + at);
+    at += sizeof(*pointer) * count;
+  };
+  const uint64_t ranks = of.num_ranks, experts = of.num_experts / of.num_ranks;
+  const uint64_t entries = uint64_t{view.num_token_blocks} + 1;
+  take(view.routing_hash, 1);
+  take(view.tokens_per_expert, experts);
+  take(view.overflow, 1);
+  take(view.row_begin, ranks);
+  take(view.row_end, ranks);
+  take(view.weight_begin, ranks);
+  take(view.token_block_rows, ranks * entries);
+  take(view.token_block_pieces, ranks * entries);
+  take(view.token_blocks, ranks);
+  take(view.padding, 2 * experts);
+  take(view.row_token, sizes.received_rows);
+  take(view.row_piece, sizes.received_rows);
+  take(view.row_pair_begin, uint64_t{sizes.received_rows} + 1);
+  take(view.out_rows, sizes.received_pairs);
+  take(view.addend_begin, uint64_t{view.num_tokens} + 1);
+  take(view.pair_begin, ranks + 1);
+  take(view.pair_place, sizes.sent_pairs);
+  if (of.num_domains == 1) return at;
+  take(view.row_position, sizes.received_rows);
+  take(view.token_block_streams, ranks * entries);
+  take(view.sent_token_blocks, of.num_domains * entries);
+  take(view.sent_begin, uint64_t{of.num_domains} + 1);
+  take(view.sent_tokens, sizes.shipped_rows);
+  take(view.addends, sizes.sent_addends);
+  take(view.relayed_begin, of.num_streams);
+  take(view.relayed_pairs, of.num_streams);
+  take(view.relayed_piece, uint64_t{sizes.relayed_rows} + of.num_streams);
+  return at;
+}
+
+}  // namespace uccl_ep::gpu

@@ -1,0 +1,304 @@
+// What a rank's device region holds and where, and what the kernels of one operation get as arguments.
+// Every rank of the domain computes the same layout, so no offset travels.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "backend/gpu/signals.h"
+#include "common/error.h"
+#include "layout/region.h"
+#include "layout/topology.h"
+#include "layout/wire.h"
+
+namespace uccl_ep::gpu {
+
+constexpr uint32_t kMaxGpuRanks = 64;   // of the group: kernel arguments hold a pointer per rank
+constexpr uint32_t kMaxDomains = 32;     // a lane of a warp each
+constexpr uint32_t kMaxBlocks = 1024;    // of a kernel
+constexpr uint32_t kTileTokens = 64;     // routed together: a bit each of a 64-bit mask
+constexpr uint32_t kRowGroup = 8;        // staged rows that one flag publishes
+constexpr uint32_t kTokenBlock = 32;     // tokens whose pieces one flag publishes; windows consist of whole ones
+constexpr uint32_t kPairsPerToken = 32;  // of the capacity; an operation may distribute them otherwise
+constexpr uint32_t kMaxTokens = 1u << 16;
+constexpr uint32_t kMaxRelayedChunks = 1u << 14;  // of rows, in a ring between domains
+constexpr uint32_t kHalves = 2;
+
+// In kernels ranks are numbered by domain, then by member, and experts by the number of their rank: a domain's are
+// neighbours. A rank's *stream* to a domain is its tokens that have experts there, in their order; to its own domain,
+// all tokens. The *holder* of a rank's rows for our domain is the rank itself or, of another domain, its rail in ours.
+
+struct Addend;  // words.h
+struct Local;
+struct Net;  // net.h
+struct NetState;
+struct PlanScratch;
+
+// Where elements of type T begin in a rank's region, in bytes.
+template <typename T>
+struct Part {
+  uint64_t offset = 0;
+  // In a region that is mapped at `base`.
+  constexpr T* in(uint8_t* base) const { return reinterpret_cast<T*>(base + offset); }
+};
+
+struct DeviceMap {
+  Part<DeviceFlag<HeaderFull>> header_full;  // [ranks]
+  Part<DeviceFlag<WeightsFull>> weights_full;  // [ranks]
+  Part<DeviceFlag<ListsFull>> lists_full;  // [members]
+  Part<DeviceFlag<Read>> read;  // [members]
+  Part<DeviceFlag<FoldedAll>> folded_all;  // [members]
+  Part<DeviceFlag<Merged>> merged;  // [members]
+  Part<DeviceFlag<RowsFull>> rows_full;  // [members][row groups]
+  Part<DeviceFlag<Folded>> folded;  // [streams][members][token blocks]
+  Part<uint8_t> packets;  // [halves][packet_bytes] for our own domain: packet.h
+  uint64_t packet_bytes = 0;
+  Part<uint8_t> rows;  // [halves][half_bytes] for our own domain, at the place of their token
+  // Combine.
+  Part<uint8_t> pieces;  // [streams][piece_bytes], or of our own only; a row's lie side by side, ranks ascending
+  Part<float> piece_weights;  // [streams][pairs]
+  // Read and written by this rank only.
+  Part<Local> local;
+  Part<Net> net;  // this and the next: where there are several domains
+  Part<NetState> net_state;
+  Part<DeviceCounter<SentRows>> sent_counts;  // [domains][slots]
+  Part<DeviceCounter<RelayedRows>> relayed_counts;  // [streams][slots]
+  Part<DeviceCounter<FoldedRows>> token_block_counts;  // [ranks][token blocks] its pieces that are done
+  Part<uint32_t> tile_counts;  // [tiles][tile_words]: see tile.cuh
+  Part<PlanScratch> plan_scratch;
+  Part<uint32_t> token_addends;  // [tokens + 1] addends of earlier tokens
+  Part<Addend> addends;  // [pairs]: see PlanView
+  Part<uint32_t> sent_token_blocks;  // [domains][token blocks + 1] rows of the stream of earlier token blocks
+  Part<uint32_t> sent_tokens;  // [domains][tokens] of a row of the stream
+  Part<uint32_t> pair_origin;  // [pairs] place in the caller's [T, width]
+  uint64_t total_bytes = 0;
+
+  uint32_t num_ranks = 0;
+  uint32_t num_members = 0;  // of the largest domain
+  uint32_t num_streams = 0;  // that a rank merges, at most
+  uint32_t num_domains = 0;
+  uint32_t num_experts = 0;
+  uint32_t max_tokens = 0;  // a multiple of kTileTokens
+  uint32_t max_pairs = 0;
+  uint64_t half_bytes = 0;  // staged rows
+  uint64_t piece_bytes = 0;
+  uint64_t row_bytes = 0;  // widest wire row
+  // Rings between domains, at the beginning of the region.
+  uint32_t row_slots = 0, return_slots = 0;
+  uint64_t slot_bytes = 0;
+};
+struct DeviceRegionLayout : DeviceMap {
+  DeviceRings rings;
+  std::vector<std::pair<std::string, uint64_t>> entries;  // by purpose; their sum is total_bytes
+};
+
+// What is counted of a tile: tokens by expert, rank and domain, a byte each; and all of it.
+constexpr uint32_t tile_token_words(const DeviceMap& map) {
+  return (map.num_experts + map.num_ranks + map.num_domains + 3) / 4;
+}
+constexpr uint32_t tile_words(const DeviceMap& map) { return tile_token_words(map) + map.num_ranks + 1; }
+
+constexpr uint64_t kDevicePage = 2u << 20;  // memory of a GPU comes in whole ones
+
+// The largest layout within `budget_bytes`, which is at least the least. With `window_tokens` at most one for windows
+// of so many tokens, of widest rows, and for operations with eight times as many.
+DeviceRegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes,
+                               uint32_t window_tokens = 0);
+// With `window_tokens`: what operations of so many tokens need, though rows go in the least windows.
+uint64_t least_budget_bytes(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint32_t window_tokens = 0);
+
+// From one staged row to the next. Bulk copies are slow where source and destination lie differently in 128 bytes.
+constexpr uint64_t staged_row_bytes(Dtype wire, uint64_t hidden) { return round_up(wire_row_bytes(wire, hidden), 128); }
+
+// Chunks of a ring that the weights of a stream take.
+constexpr uint32_t weight_chunks(uint64_t num_pairs, uint64_t slot_bytes) {
+  return static_cast<uint32_t>((4 * num_pairs + slot_bytes - 1) / slot_bytes);
+}
+// Whole token blocks of which at most `most` rows are, up to all.
+inline uint32_t whole_token_blocks(const DeviceMap& map, uint64_t most) {
+  const uint64_t tokens = most / kTokenBlock * kTokenBlock;
+  return tokens < map.max_tokens ? static_cast<uint32_t>(tokens) : map.max_tokens;
+}
+// Tokens whose staged rows fit a half, here and between domains: a longer dispatch goes in windows of so many.
+inline uint32_t window_tokens(const DeviceMap& map, uint64_t row_bytes) {
+  const uint64_t staged = map.half_bytes / row_bytes, shipped = map.row_slots * (map.slot_bytes / row_bytes);
+  return whole_token_blocks(map, map.num_domains > 1 && shipped < staged ? shipped : staged);
+}
+// Tokens whose pieces fit the memory if a token block has at most `most_pieces` in any domain. At least one.
+inline uint32_t combine_window_tokens(const DeviceMap& map, uint64_t row_bytes, uint32_t most_pieces) {
+  const uint64_t pieces = map.piece_bytes / row_bytes;
+  const uint64_t folded = most_pieces == 0 ? map.max_tokens : pieces / most_pieces * kTokenBlock;
+  const uint64_t slots = map.return_slots - (map.num_domains > 1 ? weight_chunks(map.max_pairs, map.slot_bytes) : 0);
+  const uint64_t returned = slots * (map.slot_bytes / row_bytes);
+  return whole_token_blocks(map, map.num_domains > 1 && returned < folded ? returned : folded);
+}
+
+// How far this rank is; kept in device memory so that a captured graph advances it, too.
+struct Progress {
+  uint64_t epoch = 0;  // of the last operation
+  uint64_t num_dispatches = 0;
+  uint64_t half_epoch[kHalves] = {};  // last dispatch that used the half
+  uint64_t last_combine = 0;
+  uint64_t num_refused = 0;  // calls of this rank, so far. Writer: refuse.cu, in the order of the operations
+};
+
+// What a plan takes memory for.
+struct PlanSizes {
+  uint32_t num_rows = 0;  // of the output
+  uint32_t received_rows = 0, received_pairs = 0, sent_pairs = 0;
+  uint32_t most_tokens = 0;  // of any rank
+  uint32_t most_pieces = 0;  // that any token block of any rank has in any domain
+  // Where there are several domains.
+  uint32_t shipped_rows = 0;  // of our streams to others
+  uint32_t relayed_rows = 0;  // of the streams that we merge for others
+  uint32_t sent_addends = 0;  // pieces of our tokens in our domain, and sums from others
+
+  // With memory for `most`.
+  constexpr bool fits(const PlanSizes& most) const {
+    return num_rows <= most.num_rows && received_rows <= most.received_rows && received_pairs <= most.received_pairs &&
+           sent_pairs <= most.sent_pairs && most_tokens <= most.most_tokens && shipped_rows <= most.shipped_rows &&
+           relayed_rows <= most.relayed_rows && sent_addends <= most.sent_addends;
+  }
+};
+
+struct Local {
+  Progress progress;
+  uint64_t entered = 0;  // epoch of the operation whose kernels run
+  DeviceFlag<Stop> stop;
+  DeviceFlag<Counted> counted;
+  DeviceFlag<Packed> packed;
+  DeviceFlag<WeightsRelayed> weights_relayed;
+  DeviceFlag<Planned> planned;
+  DeviceFlag<RowsPlanned> rows_planned;
+  DeviceFlag<Hashed> hashed;
+  uint64_t routing_hash = 0;  // of a routing that is compared with a plan's; the last to add resets it
+  DeviceCounter<Arrived> arrived[10] = {};  // blocks, by Phase
+  // Progress, arrival: the time, in ticks of patience.cuh, before which no wait's deadline begins. Writers and readers:
+  // threads whose deadline is over; any of their values will do; never reset.
+  uint32_t patient_since[2] = {};
+  DeviceCounter<SharesTaken> next_share[4] = {};  // by SharedWork
+  uint64_t block_hash[kMaxBlocks] = {};
+  // Since creation: what block 0 has spent in a step; by rank, how long we were there before it entered.
+  uint64_t step_nsec[kNumSteps] = {};
+  uint64_t waited_nsec[kMaxGpuRanks] = {};
+};
+
+struct ListEntry;
+struct PairEntry;
+// What a new plan is made of, between the kernels that make it.
+struct PlanScratch {
+  // By source: its received rows and pairs, which are numbered in the given order of sources.
+  uint32_t row_begin[kMaxGpuRanks], row_end[kMaxGpuRanks];
+  uint32_t pair_begin[kMaxGpuRanks], pair_end[kMaxGpuRanks];
+  uint32_t weight_begin[kMaxGpuRanks];  // as in PlanView
+  // Of its packet: its rows for us; all its pairs, and their weights; numbers of earlier token blocks.
+  const ListEntry* lists[kMaxGpuRanks];
+  const PairEntry* pairs[kMaxGpuRanks];
+  const float* weights[kMaxGpuRanks];
+  const uint32_t *token_block_rows[kMaxGpuRanks], *token_block_pieces[kMaxGpuRanks], *token_block_streams[kMaxGpuRanks];
+  const uint32_t* stream_pieces[kMaxGpuRanks];
+  uint32_t num_tokens[kMaxGpuRanks], stream_rows[kMaxGpuRanks], num_pairs[kMaxGpuRanks];
+  PlanSizes sizes;
+  // Followed by uint32 out_row_base[ranks][experts of a rank], padding[experts of a rank][2], size[experts of a rank].
+};
+
+// Pinned host memory. Writer: a kernel; reader: the host.
+struct HostCounts {
+  DeviceFlag<CountsCome> call;  // published last
+  PlanSizes sizes;
+  // Followed by uint32 exact[experts of a rank], padded[experts of a rank].
+};
+struct HostError {
+  uint64_t claim;
+  DeviceFlag<FaultTold> published;
+  uint32_t kind;  // ErrorKind
+  uint32_t step;  // Step
+  int32_t peer;
+  int32_t chunk;
+  uint64_t epoch, num_refused, expected, seen;
+  uint32_t code;  // DeviceFault
+};
+// Pinned host memory. Writer: a thread of the host; reader: kernels, now and then while their deadlines are over.
+// Times are at most kMostLivedNsec, and deadlines half of that: kernels keep both in 32 bits.
+constexpr uint64_t kMostLivedNsec = uint64_t{1} << 50;
+struct HostPulse {
+  uint64_t beats;  // only grows while the host runs; from 1 on; published after the others
+  uint64_t alive_nsec;  // since the host last stood still
+  uint64_t still_nsec;  // since then, or since bytes last moved between domains: the shorter of the two
+};
+enum class DeviceFault : uint32_t {
+  kNone,
+  kTimeout,
+  kMismatch,
+  kPlanDiffers,
+  kExpertRange,
+  kExpertTwice,
+  kTooManyPairs
+};
+
+// A plan in device memory; arrays lie in one allocation that the caller owns.
+struct PlanView {
+  uint64_t* routing_hash = nullptr;  // [1]
+  int64_t* tokens_per_expert = nullptr;  // [experts of a rank] pairs, padding included
+  uint64_t* overflow = nullptr;  // [1] 1: more rows came than the caller has room for
+  // Of this rank as destination.
+  uint32_t* row_begin = nullptr;  // [ranks] a source's rows, numbered in the given order of sources
+  uint32_t* row_end = nullptr;  // [ranks]
+  uint32_t* weight_begin = nullptr;  // [ranks] number of a pair in its source's packet = ours + weight_begin (mod 2^32)
+  uint32_t* token_block_rows = nullptr;  // [ranks][token blocks + 1] the source's rows for us of earlier ones
+  uint32_t* token_block_pieces = nullptr;  // [ranks][token blocks + 1] its pieces in our domain of earlier ones
+  uint32_t* token_blocks = nullptr;  // [ranks] token blocks of a source's tokens
+  uint32_t* padding = nullptr;  // [experts of a rank][2]: rows of the output that are padding
+  uint32_t* row_token = nullptr;  // [received rows]
+  uint32_t* row_piece = nullptr;  // [received rows] number among the source's pieces in our domain
+  uint32_t* row_pair_begin = nullptr;  // [received rows + 1] into out_rows
+  uint32_t* out_rows = nullptr;  // [received pairs] a row of the output; of compact rows the local expert
+  // Of this rank as source.
+  uint32_t* addend_begin = nullptr;  // [tokens + 1] addends of earlier tokens: pieces, and sums from other domains
+  uint32_t* pair_begin = nullptr;  // [ranks + 1] pairs for lower ranks
+  uint32_t* pair_place = nullptr;  // [sent pairs] index in the caller's [T, width] weights
+  // Where there are several domains; else nullptr.
+  uint32_t* row_position = nullptr;  // [received rows] in the stream
+  uint32_t* token_block_streams = nullptr;  // [ranks][token blocks + 1] rows of the source's stream of earlier ones
+  uint32_t* sent_token_blocks = nullptr;  // [domains][token blocks + 1] rows of our stream of earlier ones
+  uint32_t* sent_begin = nullptr;  // [domains + 1] into sent_tokens; nothing of our own
+  uint32_t* sent_tokens = nullptr;  // [rows for other domains] token of each row of our streams
+  Addend* addends = nullptr;  // [addends]
+  uint32_t* relayed_begin = nullptr;  // [streams] into relayed_piece; the first is nothing
+  uint32_t* relayed_pairs = nullptr;  // [streams] pairs of a stream
+  uint32_t* relayed_piece = nullptr;  // [relayed rows, one more for each stream] pieces of earlier rows
+  uint32_t num_tokens = 0;
+  uint32_t num_token_blocks = 0;  // of the rank with the most tokens
+  uint32_t num_out_rows = 0;  // that the caller has: higher ones are dropped
+  // 0: a received row is written once per pair, with the pair's weight beside it. Else rows are compact: received row i
+  // is row i of the output, its weights are row i of [rows, compact_width], and `out_rows` holds the experts instead.
+  uint32_t compact_width = 0;
+};
+// Points a plan's arrays into `memory`, in the order above; their bytes. Null: only those.
+uint64_t lay_out_plan(PlanView& view, const PlanSizes& sizes, uint8_t* memory, const DeviceMap& of);
+
+struct TraceLog;
+// What every kernel knows of the group.
+struct Group {
+  DeviceMap map;
+  uint8_t* base[kMaxGpuRanks];  // regions of our domain, mapped here
+  uint32_t rank;  // ours
+  uint32_t first, end;  // of our domain
+  uint32_t experts_per_rank;
+  uint32_t source_order[kMaxGpuRanks];
+  uint8_t number_of[kMaxGpuRanks];  // by group rank
+  uint8_t domain_of[kMaxGpuRanks];
+  uint8_t first_of[kMaxGpuRanks + 1];  // by domain, then the number of ranks
+  uint64_t arrival_nsec, progress_nsec;  // deadlines
+  uint32_t shared_bytes;  // a block may have
+  bool bulk_copies;  // this GPU has them
+  const Net* net;  // nullptr: there is one domain
+  TraceLog* trace;  // nullptr: it is off
+  HostError* error;
+  HostCounts* counts;
+  const HostPulse* pulse;
+};
+
+}  // namespace uccl_ep::gpu

@@ -1,0 +1,289 @@
+// Merge: sums the pieces that our domain's ranks put into our memory, ranks ascending. Of our own tokens into the
+// output, together with the sums that other domains return; of the streams that we relay into the rings to their
+// sources.
+#pragma once
+
+#include "backend/gpu/device.cuh"
+#include "backend/gpu/fold.cuh"
+#include "backend/gpu/net.cuh"
+#include "backend/gpu/steps.h"
+#include "backend/gpu/sum.cuh"
+
+namespace uccl_ep::gpu {
+
+// What a window merges, in shared memory.
+struct MergeRange {
+  uint32_t first_token, end_token;
+  PartedRows last;  // of our tokens
+  uint32_t pieces;  // of ours in our domain, in earlier windows
+  // By domain: rows of our stream in earlier windows, where the first chunk that comes back lies, how many came before.
+  uint32_t returned_rows[kMaxGpuRanks], returned_slot[kMaxGpuRanks];
+  uint64_t returned_chunks[kMaxGpuRanks];
+  // By stream that we relay: rows, pieces in earlier windows, where the first chunk lies.
+  uint32_t first_row[kMaxGpuRanks], end_row[kMaxGpuRanks], relayed_pieces[kMaxGpuRanks], relayed_slot[kMaxGpuRanks];
+  uint32_t most;  // rows of a stream
+  PartedRows parted;  // of those that we relay
+};
+__device__ inline void find_merge_range(const CombineKernel& k, MergeRange& out) {
+  const uint32_t entries = k.plan.num_token_blocks + 1;
+  const uint32_t num_relayed = k.g.net != nullptr ? k.g.net->num_relayed : 0;
+  const TokenBlockRange own = token_blocks_of(k.args, (k.plan.num_tokens + kTokenBlock - 1) / kTokenBlock);
+  if (k.crew.thread == 0) {
+    out.first_token = min(own.first * kTokenBlock, k.plan.num_tokens);
+    out.end_token = min(own.end * kTokenBlock, k.plan.num_tokens);
+    out.pieces = k.plan.token_block_pieces[k.g.rank * entries + own.first];
+  }
+  // Without it racecheck reports the writes above against reads beyond the block's own barrier.
+  k.crew.sync();
+  if (k.g.net == nullptr) return;
+  for (uint32_t to = k.crew.thread; to < k.g.map.num_domains; to += k.crew.size) {
+    out.returned_rows[to] = k.plan.sent_token_blocks[to * entries + own.first];
+    out.returned_chunks[to] = net_state(k.g).returned[to];
+    out.returned_slot[to] = static_cast<uint32_t>(out.returned_chunks[to] % k.g.map.return_slots);
+  }
+  for (uint32_t stream = 1 + k.crew.thread; stream <= num_relayed; stream += k.crew.size) {
+    const uint32_t s = k.g.net->relayed[stream].source;
+    const TokenBlockRange token_blocks = token_blocks_of(k.args, k.plan.token_blocks[s]);
+    out.first_row[stream] = k.plan.token_block_streams[s * entries + token_blocks.first];
+    out.end_row[stream] = k.plan.token_block_streams[s * entries + token_blocks.end];
+    out.relayed_pieces[stream] = k.plan.token_block_pieces[s * entries + token_blocks.first];
+    out.relayed_slot[stream] = static_cast<uint32_t>(net_state(k.g).relayed[stream] % k.g.map.return_slots);
+  }
+  k.crew.sync();
+  if (k.crew.thread == 0) {
+    out.most = 0;
+    for (uint32_t stream = 1; stream <= num_relayed; ++stream)
+      out.most = max(out.most, out.end_row[stream] - out.first_row[stream]);
+  }
+  k.crew.sync();
+}
+
+// The rank that returns sums of a domain to us.
+__device__ __forceinline__ uint32_t rail_of(const Group& g, uint32_t domain) {
+  const uint32_t first = g.first_of[domain], size = g.first_of[domain + 1] - first;
+  return first + (g.rank - g.first) % size;
+}
+// By a warp: the pieces of a token block of a stream have arrived, a rank a lane. Waits for them, or only looks.
+template <bool kLooks>
+__device__ __forceinline__ bool pieces_came(const Kernel& k, uint32_t stream, uint32_t token_block) {
+  bool good = true;
+  for (uint32_t r = k.g.first + threadIdx.x % kWarp; r < k.g.end; r += kWarp)
+    good &= peer_came<kLooks>(
+        k, {folded(k.g, k.g.rank, stream, r) + token_block, k.op.epoch, r, static_cast<int>(token_block)});
+  return __all_sync(kFullWarp, good);
+}
+
+// By a warp: the sums of other domains for a token block of ours have arrived, a domain a lane. As above.
+template <bool kLooks>
+__device__ __forceinline__ bool returns_came(const Kernel& k, const MergeRange& range, uint32_t row_bytes,
+                                             uint32_t token_block) {
+  bool good = true;
+  for (uint32_t to = threadIdx.x % kWarp; to < k.g.map.num_domains; to += kWarp) {
+    if (to == own_domain(k.g)) continue;
+    const uint32_t rows_until = k.plan.sent_token_blocks[to * (k.plan.num_token_blocks + 1) + token_block + 1];
+    const uint32_t chunks = part_of(k.g, range.returned_rows[to], rows_until, row_bytes).chunks;
+    if (chunks > 0)
+      good &= peer_came<kLooks>(k, {net_state(k.g).returns_there + to, range.returned_chunks[to] + chunks,
+                                    rail_of(k.g, to), static_cast<int>(chunks - 1)});
+  }
+  return __all_sync(kFullWarp, good);
+}
+
+// Where a sum of another domain lies, in units of 16 bytes of our region.
+__device__ __forceinline__ uint32_t returned_place(const Group& g, const MergeRange& range, const Addend& addend,
+                                                   uint32_t row_bytes) {
+  const uint32_t to = addend.domain(), row = addend.row() - range.returned_rows[to];
+  return (g.net->to[to].returns + ring_offset(g, range.returned_slot[to], g.map.return_slots, row, row_bytes)) / 16;
+}
+
+// Our tokens of a window, as sums of the pieces that come back, and (kNet) of other domains' sums.
+template <bool kNet>
+struct Merge : CombineKernel {
+  static constexpr bool kSumsFirst = kNet, kSplits = kNet, kRehearses = kNet;
+  const MergeRange& range;
+  mutable uint32_t arrived = 0;  // token blocks that have; a warp's sums come in the order of tokens
+
+  __device__ Merge(const CombineKernel& k, const MergeRange& r)
+      : CombineKernel(k), range(r), arrived(r.first_token / kTokenBlock) {}
+
+  __device__ uint32_t row_bytes() const { return args.hidden * dtype_bytes(args.wire); }
+  __device__ SharedWork shared_work() const { return SharedWork::kMerged; }
+  __device__ uint32_t least() const { return 0; }
+  __device__ uint32_t end() const {
+    const uint32_t tokens = range.end_token - range.first_token;
+    return kNet ? range.last.end(tokens) : tokens;
+  }
+  __device__ Sum look_up(uint32_t n) const {
+    const uint32_t token = range.first_token + (kNet ? range.last.row(n) : n);
+    Sum sum;
+    if constexpr (kNet) sum.part = range.last.part(n);
+    sum.first = plan.addend_begin[token];
+    sum.count = plan.addend_begin[token + 1] - sum.first;
+    sum.tag = token / kTokenBlock;
+    sum.out = args.out + uint64_t{token} * args.hidden * dtype_bytes(args.dtype);
+    return sum;
+  }
+  __device__ uint32_t place(const Sum&, uint32_t k) const {
+    if constexpr (!kNet) return (g.map.pieces.offset + uint64_t{k - range.pieces} * row_bytes()) / 16;
+    const Addend addend = plan.addends[k];
+    if (!addend.is_returned())
+      return (g.map.pieces.offset + uint64_t{addend.piece() - range.pieces} * row_bytes()) / 16;
+    return returned_place(g, range, addend, row_bytes());
+  }
+  __device__ const uint8_t* base() const { return g.base[g.rank]; }
+  // By a warp: what its tokens need has arrived.
+  template <bool kLooks>
+  __device__ bool came(uint32_t token_block) const {
+    if (token_block < arrived || (kNet && token_block == kRehearsal)) return true;
+    bool good = pieces_came<kLooks>(*this, 0, token_block) &&
+                (!kNet || returns_came<kLooks>(*this, range, row_bytes(), token_block));
+    __syncwarp();  // orders what the lanes have read before the loads that one of them issues
+    proxy_fence();
+    if (good) arrived = token_block + 1;
+    return good;
+  }
+  __device__ bool at_once(uint32_t) const { return false; }
+  __device__ bool tells() const { return false; }
+  __device__ void tell(uint32_t, uint32_t, uint32_t) const {}
+  __device__ void tell_at_once(uint32_t, uint32_t, bool) const {}
+
+  // By crews of all blocks: tokens that no expert got.
+  __device__ void fill_empty() const {
+    const uint64_t vectors = uint64_t{args.hidden} * dtype_bytes(args.dtype) / 16;
+    for (uint32_t t = range.first_token + blockIdx.x * crew.warps() + crew.warp(); t < range.end_token;
+         t += workers(g) * crew.warps()) {
+      if (plan.addend_begin[t] != plan.addend_begin[t + 1]) continue;
+      for (uint64_t i = crew.lane(); i < vectors; i += kWarp)
+        reinterpret_cast<uint4*>(args.out)[t * vectors + i] = make_uint4(0, 0, 0, 0);
+    }
+  }
+};
+
+// Rows of the streams that we relay: row n / streams of each in turn. It ends before Merge begins, which waits for
+// other domains: nobody may wait for them and have rows that they wait for.
+struct Relay : CombineKernel {
+  static constexpr bool kSumsFirst = true, kSplits = true, kRehearses = true;
+  const MergeRange& range;
+  mutable uint32_t arrived = 0xFFFFFFFFu;  // RelayTag::awaited() that has
+
+  __device__ uint32_t row_bytes() const { return args.hidden * dtype_bytes(args.wire); }
+  __device__ SharedWork shared_work() const { return SharedWork::kRelayed; }
+  __device__ uint32_t least() const { return 4; }
+  __device__ uint32_t end() const { return range.parted.end(range.most * g.net->num_relayed); }
+  __device__ Sum look_up(uint32_t number) const {
+    const uint32_t n = range.parted.row(number), k = 1 + n % g.net->num_relayed, r = n / g.net->num_relayed,
+                   row = range.first_row[k] + r;
+    if (row >= range.end_row[k]) return {};
+    const uint32_t* const pieces = plan.relayed_piece + plan.relayed_begin[k] + row;
+    Sum sum;
+    sum.first = pieces[0];
+    sum.count = pieces[1] - pieces[0];
+    sum.tag = RelayTag::of(r / rows_per_chunk(g, row_bytes()), k, token_block_of(k, row)).word;
+    sum.part = range.parted.part(number);
+    sum.out = at(g, g.rank, g.net->relayed[k].returns) +
+              ring_offset(g, range.relayed_slot[k], g.map.return_slots, r, row_bytes());
+    return sum;
+  }
+  // The token block that has a row of its stream.
+  __device__ uint32_t token_block_of(uint32_t k, uint32_t row) const {
+    const uint32_t s = g.net->relayed[k].source;
+    const uint32_t* const before = plan.token_block_streams + s * (plan.num_token_blocks + 1);
+    uint32_t low = 0, high = plan.token_blocks[s] - 1;
+    while (low < high) {
+      const uint32_t middle = (low + high + 1) / 2;
+      if (before[middle] <= row)
+        low = middle;
+      else
+        high = middle - 1;
+    }
+    return low;
+  }
+  __device__ uint32_t place(const Sum& sum, uint32_t j) const {
+    const uint32_t k = RelayTag{sum.tag}.stream();
+    return (g.map.pieces.offset + k * g.map.piece_bytes + uint64_t{j - range.relayed_pieces[k]} * row_bytes()) / 16;
+  }
+  __device__ const uint8_t* base() const { return g.base[g.rank]; }
+  template <bool kLooks>
+  __device__ bool came(uint32_t tag) const {
+    const RelayTag its{tag};
+    if (its.awaited() == arrived || tag == kRehearsal) return true;
+    const bool good = pieces_came<kLooks>(*this, its.stream(), its.token_block());
+    __syncwarp();  // as in Merge
+    proxy_fence();
+    if (good) arrived = its.awaited();
+    return good;
+  }
+  __device__ bool at_once(uint32_t) const { return true; }
+  __device__ bool tells() const { return true; }
+  __device__ void tell(uint32_t, uint32_t, uint32_t) const {}
+  __device__ void tell_at_once(uint32_t lane, uint32_t tag, bool is_part) const {
+    const RelayTag its{tag};
+    if (lane == 0)
+      count_some(own_part(g, g.map.relayed_counts) + ring_counter(g, its.stream(), its.chunk()),
+                 range.parted.num_parts_of(is_part));
+  }
+};
+
+// Chunks of a ring that the weights of a combine take after its rows.
+__device__ __forceinline__ uint32_t weight_chunks_of(const Group& g, const KernelCombineArgs& args, uint32_t pairs) {
+  return args.signature.with_weights != 0 && args.window == 0 ? weight_chunks(pairs, g.map.slot_bytes) : 0;
+}
+// Weight `p` of a stream in a ring, behind the rows of a window.
+__device__ __forceinline__ uint64_t weight_offset(const Group& g, uint32_t slot, uint32_t row_chunks, uint32_t p) {
+  const uint32_t per_chunk = static_cast<uint32_t>(g.map.slot_bytes) / 4, chunk = row_chunks + p / per_chunk;
+  uint32_t its = slot + chunk;
+  if (its >= g.map.return_slots) its -= g.map.return_slots;
+  return its * g.map.slot_bytes + uint64_t{p % per_chunk} * 4;
+}
+
+// By crews of all blocks, where there are several domains: weights' gradients, to their sources.
+__device__ inline void relay_weights(const CombineKernel& k, const MergeRange& range) {
+  const uint32_t row_bytes = k.args.hidden * dtype_bytes(k.args.wire);
+  for (uint32_t stream = 1; stream <= k.g.net->num_relayed; ++stream) {
+    const float* const from = own_part(k.g, k.g.map.piece_weights) + uint64_t{stream} * k.g.map.max_pairs;
+    const uint32_t chunks = part_of(k.g, range.first_row[stream], range.end_row[stream], row_bytes).chunks;
+    uint8_t* const to = at(k.g, k.g.rank, k.g.net->relayed[stream].returns);
+    for (uint32_t p = blockIdx.x * k.crew.size + k.crew.thread; p < k.plan.relayed_pairs[stream];
+         p += workers(k.g) * k.crew.size)
+      *reinterpret_cast<float*>(to + weight_offset(k.g, range.relayed_slot[stream], chunks, p)) =
+          device::load_past_l1(from + p);
+  }
+  if (last_block(k, Phase::kRelayed, workers(k.g)) && k.crew.thread == 0)
+    publish(&local(k.g).weights_relayed, k.op.epoch);
+}
+
+// By crews of all blocks: what came back of the weights' gradients.
+__device__ inline void merge_weights(const CombineKernel& k, const MergeRange& range) {
+  const uint32_t row_bytes = k.args.hidden * dtype_bytes(k.args.wire);
+  for (uint32_t to = 0; to < k.g.map.num_domains; ++to) {
+    const uint32_t begin = k.plan.pair_begin[k.g.first_of[to]], end = k.plan.pair_begin[k.g.first_of[to + 1]];
+    const bool own = to == own_domain(k.g);
+    const uint8_t* from = at(k.g, k.g.rank, own ? k.g.map.piece_weights.offset : k.g.net->to[to].returns);
+    uint32_t chunks = 0;
+    if (!own) {
+      const TokenBlockRange window = token_blocks_of(k.args, (k.plan.num_tokens + kTokenBlock - 1) / kTokenBlock);
+      const uint32_t* const before = k.plan.sent_token_blocks + to * (k.plan.num_token_blocks + 1);
+      chunks = part_of(k.g, before[window.first], before[window.end], row_bytes).chunks;
+      const uint64_t all = range.returned_chunks[to] + chunks + weight_chunks_of(k.g, k.args, end - begin);
+      const bool good = k.crew.thread != 0 || wait_peer(k, {net_state(k.g).returns_there + to, all, rail_of(k.g, to)});
+      if (!k.crew.all(good)) return;
+    }
+    for (uint32_t p = begin + blockIdx.x * k.crew.size + k.crew.thread; p < end; p += workers(k.g) * k.crew.size) {
+      const uint64_t offset =
+          own ? uint64_t{p - begin} * 4 : weight_offset(k.g, range.returned_slot[to], chunks, p - begin);
+      k.args.weights[k.plan.pair_place[p]] = device::load_past_l1(reinterpret_cast<const float*>(from + offset));
+    }
+  }
+}
+
+// By crews of all blocks, with nothing left to do but the weights' gradients.
+__device__ inline void finish_merge(const CombineKernel& k, const MergeRange& range) {
+  bool good = true;
+  for (uint32_t r = k.g.first + k.crew.thread; r < k.g.end; r += k.crew.size)
+    good &= wait_peer(k, {member_flag(k.g, k.g.rank, k.g.map.folded_all, r), k.op.epoch, r});
+  if (!k.crew.all(good) || k.args.signature.with_weights == 0 || k.args.window != 0) return;
+  if (k.g.net != nullptr) relay_weights(k, range);
+  if (k.args.weights != nullptr) merge_weights(k, range);
+}
+
+}  // namespace uccl_ep::gpu

@@ -1,0 +1,201 @@
+// Between domains. Rows for another domain are staged packed, in the order of our tokens, into a ring of chunks; one
+// block of every kernel, which does nothing else, sees to the network: a warp hands chunks that are complete to the
+// proxy, and one warp, the poller, follows what the proxies of our domain say. It alone polls memory of the host.
+#pragma once
+
+#include "backend/gpu/device.cuh"
+#include "queue/device.cuh"
+
+namespace uccl_ep::gpu {
+
+// Rows of a stream in a chunk of a ring.
+__device__ __forceinline__ uint32_t rows_per_chunk(const Group& g, uint32_t row_bytes) {
+  return static_cast<uint32_t>(g.map.slot_bytes) / row_bytes;
+}
+// Where row `row` of a window lies, whose first chunk has the slot `slot` of a ring of `slots`.
+__device__ __forceinline__ uint64_t ring_offset(const Group& g, uint32_t slot, uint32_t slots, uint32_t row,
+                                                uint32_t row_bytes) {
+  const uint32_t per_chunk = rows_per_chunk(g, row_bytes), chunk = row / per_chunk;
+  uint32_t its = slot + chunk;
+  if (its >= slots) its -= slots;
+  return its * g.map.slot_bytes + uint64_t{row - chunk * per_chunk} * row_bytes;
+}
+
+// The part of a stream that a window ships.
+struct StreamPart {
+  uint32_t first = 0, end = 0;  // rows
+  uint32_t chunks = 0;
+};
+__device__ __forceinline__ StreamPart part_of(const Group& g, uint32_t first, uint32_t end, uint32_t row_bytes) {
+  const uint32_t per_chunk = rows_per_chunk(g, row_bytes);
+  return {first, end, (end - first + per_chunk - 1) / per_chunk};
+}
+
+// ---- the poller -----------------------------------------------------------------------------------------------------
+// By one warp, until nobody of the kernel waits for flags any more: `end` is a word of shared memory.
+__device__ inline void poll_hosts(const Group& g, uint32_t* end) {
+  const uint32_t lane = threadIdx.x % kWarp, num_polled = g.net->num_polled;
+  // A look across PCIe takes microseconds: it is an acquire at once, and where a lane's first word lies is kept.
+  const Net::Polled own = lane < num_polled ? g.net->polled[lane] : Net::Polled{};
+  while (__any_sync(kFullWarp, read_shared(end) == 0)) {
+    for (uint32_t i = lane; i < num_polled; i += kWarp) {
+      const Net::Polled polled = i == lane ? own : g.net->polled[i];
+      const uint64_t value = read_flag(polled.word);
+      if (value == peek_flag(polled.flag)) continue;
+      publish_in_gpu(polled.flag, value);
+      if (polled.also != nullptr) publish_in_gpu(polled.also, value);
+      trace_now(g, TraceKind::kSeenArrived, i, value);
+    }
+  }
+}
+
+// ---- commands -------------------------------------------------------------------------------------------------------
+// A channel whose chunks become complete one after the other, as a lane sees it.
+template <typename Of>
+struct Outgoing {
+  uint32_t channel = 0;
+  DeviceCounter<Of>* counts = nullptr;  // by chunk: parts of rows that are there
+  uint32_t rows = 0, per_chunk = 1, row_bytes = 0;
+  uint64_t serial = 0;  // of the next chunk
+  uint32_t chunk = 0;
+  uint32_t parts = 1;  // of a row, as they are counted
+
+  // Rows of the `i`-th chunk from here; 0: there is none.
+  __device__ __forceinline__ uint32_t rows_in(uint32_t i) const {
+    const uint32_t first = (chunk + i) * per_chunk;
+    return first < rows ? min(per_chunk, rows - first) : 0;
+  }
+  __device__ __forceinline__ bool left() const { return rows_in(0) > 0; }
+};
+
+// By one warp: pushes what each lane has, `count` commands, of(0) and so on. The lane has seen what they tell of; a
+// look without order is enough. The command ring is never full: see command_capacity in layout/wire.h.
+template <typename Of>
+__device__ __forceinline__ void push_all(const Group& g, uint32_t count, Of of) {
+  const uint32_t lane = threadIdx.x % kWarp;
+  const LaneMask mask = ballot(count > 0);
+  if (mask == 0) return;
+  __syncwarp();  // orders what the lanes have read before what one of them writes
+  fence_system();
+  CommandProducer producer(g.net->commands);
+  for (LaneMask left = mask; left != 0; left &= left - 1) {
+    const uint32_t from = lowest_lane(left), its_count = __shfl_sync(kFullWarp, count, from);
+    for (uint32_t i = 0; i < its_count; ++i) {
+      const Command own = of(i);
+      const Command its{__shfl_sync(kFullWarp, own.channel, from), __shfl_sync(kFullWarp, own.num_bytes, from),
+                        __shfl_sync(kFullWarp, own.serial, from)};
+      if (lane != 0) continue;
+      trace_now(g, TraceKind::kPushed, its.channel, its.serial, its.num_bytes);
+      producer.push(its);
+    }
+  }
+  if (lane == 0) producer.keep();
+  __syncwarp();
+}
+
+// By one warp, a channel a lane: chunks as they become complete, in their order. Returns when all have been pushed, and
+// what is to be done beside them (`beside()`, asked until it says so), or after an error. Several chunks at a look: on
+// a full link its fence takes microseconds.
+template <typename Of, typename Beside>
+__device__ __forceinline__ void push_chunks(const Group& g, Outgoing<Of> out, Beside beside) {
+  constexpr uint32_t kAhead = 4;
+  bool done = beside();
+  for (uint32_t looks = 1; !done || __any_sync(kFullWarp, out.left()); ++looks) {
+    uint32_t counted[kAhead];
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i) counted[i] = out.rows_in(i) > 0 ? peek(out.counts + out.chunk + i) : 0;
+    uint32_t complete = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i) {
+      if (complete != i || counted[i] == 0 || counted[i] != out.rows_in(i) * out.parts) continue;
+      out.counts[out.chunk + i].value = 0;
+      ++complete;
+    }
+    push_all(g, complete, [&](uint32_t i) {
+      return Command{out.channel, uint64_t{out.rows_in(i)} * out.row_bytes, out.serial + i};
+    });
+    out.chunk += complete;
+    out.serial += complete;
+    if (!done) done = beside();
+    if (looks % 64 == 0 && __any_sync(kFullWarp, stopped(g))) return;
+  }
+}
+
+// By one warp: the packets of an operation, which are complete.
+__device__ inline void push_packets(const Kernel& k, bool is_new, bool with_weights) {
+  const uint32_t lane = threadIdx.x % kWarp;
+  for (uint32_t first = 0; first < k.g.map.num_domains; first += kWarp) {
+    const uint32_t to = first + lane;
+    const bool has = to < k.g.map.num_domains && to != own_domain(k.g);
+    Command command{};
+    if (has) {
+      const DeviceHeader& h = *reinterpret_cast<const DeviceHeader*>(own_packet(k.g, to, k.op.epoch));
+      const uint32_t members = k.g.first_of[to + 1] - k.g.first_of[to];
+      PacketSizes sizes;
+      sizes.with_weights = with_weights;
+      sizes.pairs = h.pair_begin[members];
+      if (is_new)
+        sizes = {members,       k.g.experts_per_rank, h.num_tokens, h.row_begin[members], h.pair_begin[members],
+                 h.stream_rows, with_weights};
+      command = {k.g.net->to[to].packet_channel, packet_parts(sizes).end, k.op.epoch - 1};
+    }
+    push_all(k.g, has, [&](uint32_t) { return command; });
+  }
+}
+// By a crew: they are.
+__device__ __forceinline__ void publish_packed(const Kernel& k) {
+  if (k.g.net == nullptr) return;
+  if (k.crew.thread == 0) publish(&local(k.g).packed, k.op.epoch);
+  __syncwarp();  // lanes of this warp will wait for other ranks, which wait for our packets
+}
+// By one warp: whether they are.
+__device__ __forceinline__ bool are_packed(const Kernel& k) {
+  const bool packed = __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || (peek(&local(k.g).packed) >= k.op.epoch &&
+                                                                         read(&local(k.g).packed) >= k.op.epoch));
+  __syncwarp();  // votes order no memory, and others than the first lane read the packets
+  return packed;
+}
+// Waits until they are; false: an error is known.
+__device__ __forceinline__ bool wait_packed(const Kernel& k) {
+  const bool packed =
+      __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || wait_block(k.g, &local(k.g).packed, k.op.epoch));
+  __syncwarp();
+  return packed;
+}
+
+// The counter of a chunk of the ring to a source, among relayed_counts: parts of rows that are there. Who pushes the
+// chunk looks at it.
+__device__ __forceinline__ uint32_t ring_counter(const Group& g, uint32_t stream, uint32_t chunk) {
+  return stream * g.map.return_slots + chunk;
+}
+
+// By a crew: what the rings to sources held before has left.
+__device__ inline bool wait_returns_gone(const Kernel& k) {
+  bool good = true;
+  const NetState& state = net_state(k.g);
+  for (uint32_t stream = 1 + k.crew.thread; stream <= k.g.net->num_relayed; stream += k.crew.size)
+    good &= wait_flag(k.g, {state.returns_gone + stream, state.relayed[stream], k.g.net->relayed[stream].source});
+  return k.crew.all(good);
+}
+
+// ---- the end of a kernel --------------------------------------------------------------------------------------------
+// By a crew of the block that sees to the network: `others` of the kernel are through, and the poller may end. A look
+// of the poller's takes microseconds, so nobody waits for its last one. Each of the others has deadlines. False: an
+// error is known.
+__device__ inline bool wait_through(const Kernel& k, uint32_t others, uint32_t* poller_ends) {
+  if (k.crew.thread == 0) {
+    DeviceCounter<Arrived>* const through = &local(k.g).arrived[static_cast<uint32_t>(Phase::kThrough)];
+    while (peek(through) < others) device::pause_nsec(50);
+    end_count(through);
+    count_shared(poller_ends);
+  }
+  return going(k);
+}
+// By one thread: it is through, with what its warp has done.
+__device__ __forceinline__ void count_through(const Group& g) {
+  count_one(&local(g).arrived[static_cast<uint32_t>(Phase::kThrough)]);
+}
+// By one thread: the proxy may sleep, unless more has been launched.
+__device__ inline void tell_ended(const Group& g) { publish_flag(g.net->ended, ++net_state(g).ended); }
+
+}  // namespace uccl_ep::gpu

@@ -1,0 +1,76 @@
+// What a rank tells a domain of an operation, in one piece: who reads it is in that domain. For the own domain it is
+// read in place, to another it is shipped. A header; the weights of the pairs, if they travel; of a new plan the
+// routing.
+#pragma once
+
+#include "backend/gpu/layout.h"
+
+namespace uccl_ep::gpu {
+
+// A row for one member.
+struct ListEntry {
+  uint32_t first_pair;  // pairs of earlier rows for the member
+  uint32_t piece;       // number of its piece among the source's in the domain
+  uint32_t position;    // in the stream
+  uint16_t token;
+  uint16_t num_pairs;
+};
+static_assert(sizeof(ListEntry) == 16 && kMaxTokens <= 1u << 16);
+struct PairEntry {
+  uint32_t expert;    // of the member
+  uint32_t position;  // earlier pairs of this source with the expert
+};
+
+struct DeviceHeader {
+  uint64_t epoch;
+  OpSignature signature;
+  uint64_t routing_hash;  // only its writer's rank looks at it
+  uint32_t num_tokens;
+  uint32_t num_refused;  // as in OpHeader
+  // Of a new plan.
+  uint32_t stream_rows;
+  uint32_t most_pieces;  // that a token block has in any domain
+  uint32_t row_begin[kMaxGpuRanks + 1];   // rows for lower members
+  uint32_t pair_begin[kMaxGpuRanks + 1];  // pairs for lower members
+};
+
+// Where the parts of a packet begin, in bytes. With a known plan it has no counts, no token blocks, and ends with the
+// weights.
+struct PacketParts {
+  uint64_t counts = 0;         // [members][experts of a rank] uint32
+  uint64_t token_block_rows = 0;  // [members][token blocks + 1] uint32: rows for the member of earlier token blocks
+  uint64_t token_block_pieces = 0;  // [token blocks + 1] uint32
+  uint64_t token_block_streams = 0;  // [token blocks + 1] uint32, for another domain only, as stream_pieces
+  uint64_t weights = 0;  // [pairs] float; by member, then token, then expert; so are pairs
+  uint64_t lists = 0;  // [rows] ListEntry, by member
+  uint64_t pairs = 0;  // [pairs] PairEntry
+  uint64_t stream_pieces = 0;  // [stream rows + 1] uint32: pieces of earlier rows
+  uint64_t end = 0;
+};
+struct PacketSizes {
+  uint32_t members = 0;  // 0: the plan is known
+  uint32_t experts_per_rank = 0, num_tokens = 0, rows = 0, pairs = 0, stream_rows = 0;
+  bool with_weights = false;
+};
+constexpr PacketParts packet_parts(const PacketSizes& s) {
+  const uint64_t entries = s.members == 0 ? 0 : (s.num_tokens + kTokenBlock - 1) / kTokenBlock + 1;
+  PacketParts p;
+  uint64_t at = round_up(sizeof(DeviceHeader), 16);
+  const auto take = [&](uint64_t& part, uint64_t bytes) {
+    part = at;
+    at += round_up(bytes, 16);
+  };
+  take(p.counts, 4 * uint64_t{s.members} * s.experts_per_rank);
+  take(p.token_block_rows, 4 * s.members * entries);
+  take(p.token_block_pieces, 4 * entries);
+  take(p.token_block_streams, 4 * entries);
+  take(p.weights, s.with_weights ? sizeof(float) * s.pairs : 0);
+  take(p.lists, sizeof(ListEntry) * s.rows);
+  take(p.pairs, s.members == 0 ? 0 : sizeof(PairEntry) * s.pairs);
+  take(p.stream_pieces, s.members == 0 ? 0 : 4 * (uint64_t{s.stream_rows} + 1));
+  p.end = at;
+  return p;
+}
+constexpr uint32_t packet_half(uint64_t epoch) { return static_cast<uint32_t>((epoch - 1) % kHalves); }
+
+}  // namespace uccl_ep::gpu

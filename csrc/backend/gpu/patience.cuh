@@ -1,0 +1,35 @@
+// How long a kernel waits: its deadlines, from which its host's own pauses are taken.
+#pragma once
+
+#include <cstdint>
+
+#include "backend/gpu/layout.h"
+#include "sync/device.cuh"
+
+namespace uccl_ep::gpu {
+
+// The deadline of a thread's wait. It begins anew after a pause of our host, and a progress deadline when bytes move
+// between domains. The host is asked, across PCIe, only when the deadline is over, and until it has beaten: who stands
+// still has nothing to say.
+//
+// A time is ticks of 2^20 ns in 32 bits, compared by its difference to another: kernels have no registers to spare.
+struct KernelPatience {
+  static constexpr uint32_t kTickShift = 20, kBeatTicks = 128;
+  const uint32_t started = ticks(now_nsec());
+
+  // `since`: Local's patient_since.
+  __device__ __forceinline__ bool over(const Group& g, uint32_t* since, bool is_arrival) const {
+    const uint32_t now = ticks(now_nsec()), limit = ticks(is_arrival ? g.arrival_nsec : g.progress_nsec) + 1;
+    if (now - started <= limit || now - peek_counter(since + is_arrival) <= limit) return false;
+    const uint64_t before = read_flag(&g.pulse->beats);
+    while (read_flag(&g.pulse->beats) == before && ticks(now_nsec()) - now <= kBeatTicks) device::pause_nsec(1'000'000);
+    const bool beats = read_flag(&g.pulse->beats) != before;
+    const uint32_t lived = beats ? ticks(read_flag(is_arrival ? &g.pulse->alive_nsec : &g.pulse->still_nsec)) : 0;
+    put_word(since + is_arrival, now - lived);
+    return lived > limit;
+  }
+
+  static __device__ __forceinline__ uint32_t ticks(uint64_t nsec) { return static_cast<uint32_t>(nsec >> kTickShift); }
+};
+
+}  // namespace uccl_ep::gpu

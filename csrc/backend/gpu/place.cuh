@@ -1,0 +1,214 @@
+// Place: pulls the rows that come here from their sources' regions, straight into the output.
+#pragma once
+
+#include "backend/gpu/device.cuh"
+#include "backend/gpu/net.cuh"
+#include "backend/gpu/numerics.cuh"
+#include "backend/gpu/plan_reader.cuh"
+#include "backend/gpu/shares.cuh"
+#include "backend/gpu/steps.h"
+
+namespace uccl_ep::gpu {
+
+// The rows that a window brings, by source; in shared memory.
+struct Arrivals {
+  uint32_t begin[kMaxGpuRanks], end[kMaxGpuRanks];  // rows of the window
+  uint32_t all_end[kMaxGpuRanks];                    // of a new plan: rows of all windows
+  uint32_t position[kMaxGpuRanks];                   // in its stream, of the window's first row of it
+  uint32_t slot[kMaxGpuRanks];                       // of another domain: where its first chunk lies in the ring
+  uint64_t chunks[kMaxGpuRanks];                     // and how many there were before
+  MostRows most;
+};
+
+// By a crew. Later windows of a new plan are planned, too, and not placed yet.
+template <bool kFresh>
+__device__ inline void find_arrivals(const DispatchKernel& k, Arrivals& out) {
+  using Reader = PlanReader<kFresh>;
+  const Reader plan(k);
+  const uint32_t per_window = k.args.window_tokens / kTokenBlock, earlier = k.args.window * per_window;
+  const bool whole = k.plan.num_token_blocks <= per_window;
+  for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size) {
+    const uint32_t base = plan.row_begin(s), end = plan.row_end(s);
+    out.begin[s] = base;
+    out.end[s] = out.all_end[s] = end;
+    out.position[s] = k.args.window * k.args.window_tokens;
+    if (!in_domain(k.g, s)) {
+      out.chunks[s] = net_state(k.g).received[s];
+      out.slot[s] = static_cast<uint32_t>(out.chunks[s] % k.g.map.row_slots);
+      if (k.args.window > 0) out.position[s] = plan.streams_before(s)[min(earlier, plan.token_blocks(s))];
+    }
+    if (whole) continue;
+    const uint32_t token_blocks = plan.token_blocks(s);
+    const uint32_t* const before = plan.rows_before(s);
+    out.begin[s] = base + before[min(earlier, token_blocks)];
+    out.end[s] = base + before[min(earlier + per_window, token_blocks)];
+    if (!Reader::kPlansAll) out.all_end[s] = out.end[s];
+  }
+  k.crew.sync();
+  if (k.crew.thread == 0) out.most.find(k.g, [&](uint32_t s) { return out.all_end[s] - out.begin[s]; });
+  k.crew.sync();
+}
+
+// Rows, one for each lane of a warp: in turn of all sources, so that neighbours read different peers, those of our
+// domain first: rows of others are still on their way.
+template <bool kFresh>
+struct RowBatch {
+  uint32_t source = 0, position = 0, row = 0;  // position: in the window's part of the stream
+  uint32_t first = 0, count = 0;               // `count` pairs from `first` on; 0: nothing to place
+  bool ready = false;                          // its row group has been staged, or its chunk has arrived
+
+  RowBatch() = default;
+  // `planned`: all that is known of the rows is in the plan; else this puts it there.
+  __device__ __forceinline__ RowBatch(const DispatchKernel& k, const Arrivals& arrivals, uint32_t n, bool planned) {
+    const uint32_t near = arrivals.most.near_sum(k.g);
+    const auto [s, number] = k.g.net == nullptr || n < near ? near_row(k.g, n) : far_row(k.g, n - near);
+    row = arrivals.begin[s] + number;
+    if (row >= arrivals.all_end[s]) return;
+    source = s;
+    const PlannedRow known =
+        PlanReader<kFresh>(k).row(s, row - arrivals.begin[s], row, row + 1 == arrivals.all_end[s], planned);
+    first = known.first;
+    count = PlanReader<kFresh>::kPlansAll && row >= arrivals.end[s] ? 0 : known.count;
+    position = known.position - arrivals.position[s];
+    look(k, arrivals);
+  }
+  // Its row group, or of another domain its chunk in the ring: what an error names as the chunk.
+  __device__ __forceinline__ uint32_t unit(const DispatchKernel& k) const {
+    return in_domain(k.g, source) ? position / kRowGroup : position / rows_per_chunk(k.g, row_bytes(k));
+  }
+  __device__ __forceinline__ static uint32_t row_bytes(const DispatchKernel& k) { return k.args.stage.stride; }
+  // Where the row lies, in units of 16 bytes of its holder's region.
+  __device__ __forceinline__ uint32_t where(const DispatchKernel& k, const Arrivals& arrivals) const {
+    const uint32_t stride = row_bytes(k);
+    if (in_domain(k.g, source))
+      return (k.g.map.rows.offset + k.op.half * k.g.map.half_bytes + uint64_t{position} * stride) / 16;
+    const uint64_t offset = ring_offset(k.g, arrivals.slot[source], k.g.map.row_slots, position, stride);
+    return (k.g.net->from[source].rows + offset) / 16;
+  }
+  __device__ __forceinline__ Awaited awaited(const DispatchKernel& k, const Arrivals& arrivals) const {
+    const uint32_t of = unit(k);
+    if (in_domain(k.g, source))
+      return {rows_full(k.g, k.g.rank, source) + of, k.op.epoch, source, static_cast<int>(of)};
+    return {net_state(k.g).rows_there + source, arrivals.chunks[source] + of + 1, source, static_cast<int>(of)};
+  }
+  __device__ __forceinline__ void look(const DispatchKernel& k, const Arrivals& arrivals) {
+    if (count > 0) ready = has_come(awaited(k, arrivals));
+  }
+  // By the warp: whether row `i` has been staged, or has arrived. What else has meanwhile is noted, too.
+  __device__ __forceinline__ bool is_there(const DispatchKernel& k, const Arrivals& arrivals, uint32_t i) {
+    if (__shfl_sync(kFullWarp, ready, i)) return true;
+    if (!ready) look(k, arrivals);
+    return __shfl_sync(kFullWarp, ready, i);
+  }
+  // By the warp: waits until it has. False: an error is known.
+  __device__ __forceinline__ bool wait(const DispatchKernel& k, const Arrivals& arrivals, uint32_t i, uint32_t lane) {
+    if (is_there(k, arrivals, i)) return true;
+    bool good = true;
+    if (lane == i) {
+      good = wait_peer(k, awaited(k, arrivals));
+      ready = true;
+    }
+    good = __all_sync(kFullWarp, good);
+    __syncwarp();  // orders what the lanes have read before what any of them does next
+    return good;
+  }
+  // By the warp: row `i`, whose turn it is.
+  __device__ __forceinline__ const uint8_t* at_lane(const DispatchKernel& k, const Arrivals& arrivals,
+                                                    uint32_t i) const {
+    const uint32_t holder = __shfl_sync(kFullWarp, count > 0 ? holder_of(k.g, source) : 0, i);
+    const uint64_t units = __shfl_sync(kFullWarp, count > 0 ? where(k, arrivals) : 0, i);
+    return k.g.base[holder] + units * 16;
+  }
+};
+
+// ---- one row --------------------------------------------------------------------------------------------------------
+// By a warp: values 16 i to 16 i + 15 of a row for `i` from `first` to `end`, a lane each: put(i, low, high). A block
+// of 128 has one scale.
+template <typename Put>
+__device__ __forceinline__ void dequantise(const uint8_t* row, const StageArgs& args, uint32_t first, uint32_t end,
+                                           uint32_t lane, Put put) {
+  const float* const scales = reinterpret_cast<const float*>(row + args.row.code_bytes);
+  for (uint32_t i = first + lane; i < end; i += kWarp) {
+    const uint4 codes = reinterpret_cast<const uint4*>(row)[i];
+    const float scale = scales[i / 8];
+    const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+    uint32_t out[8];
+    bool simple = args.wire == Dtype::kFp8 && scale <= 0x1p7f;
+#pragma unroll
+    for (uint32_t word : words) simple = simple && !has_nan_code(word);
+    if (simple) {
+      const uint32_t high = (__float_as_uint(scale) + (120u << 23)) >> 16, factor = high << 16 | high;
+#pragma unroll
+      for (uint32_t w = 0; w < 4; ++w) {
+        const uint2 four = decode_four(words[w], factor);
+        out[2 * w] = four.x;
+        out[2 * w + 1] = four.y;
+      }
+    } else {
+#pragma unroll
+      for (uint32_t w = 0; w < 4; ++w) {
+        out[2 * w] = decode_two(words[w] & 0xFFFF, scale);
+        out[2 * w + 1] = decode_two(words[w] >> 16, scale);
+      }
+    }
+    put(i, make_uint4(out[0], out[1], out[2], out[3]), make_uint4(out[4], out[5], out[6], out[7]));
+  }
+}
+
+// Bulk copies need multiples of 16 bytes.
+__device__ __forceinline__ bool bulk_scales(const PlaceArgs& args) { return args.stage.row.scale_bytes() % 16 == 0; }
+__device__ inline void copy_scales(const uint8_t* row, uint32_t out_row, const PlaceArgs& args, uint32_t lane) {
+  const uint32_t blocks = args.stage.row.num_scales;
+  const float* const scales = reinterpret_cast<const float*>(row + args.stage.row.code_bytes);
+  float* const out = args.scales + uint64_t{out_row} * blocks;
+  for (uint32_t i = lane; i < blocks; i += kWarp) out[i] = scales[i];
+}
+
+// ---- all rows -------------------------------------------------------------------------------------------------------
+__device__ __forceinline__ Shares row_shares(const DispatchKernel& k, const Arrivals& arrivals) {
+  return {k.g,
+          SharedWork::kPlaced,
+          arrivals.most.near_sum(k.g) + arrivals.most.far_sum(k.g),
+          k.crew.warp() * k.args.num_blocks + blockIdx.x,
+          k.args.num_blocks * k.crew.warps(),
+          8};
+}
+
+// Plain loads: for every architecture and every row.
+template <bool kFresh>
+__device__ void place_rows(const DispatchKernel& k, const Arrivals& arrivals) {
+  const uint32_t hidden = k.args.stage.hidden;
+  const bool codes = k.args.scales != nullptr;
+  const uint64_t out_bytes = codes ? hidden : uint64_t{hidden} * dtype_bytes(k.args.stage.dtype);
+  const uint32_t lane = k.crew.lane();
+  Shares shares = row_shares(k, arrivals);
+  PlannedByOthers<kFresh> planned;
+  for (uint32_t n = 0; shares.next(n, lane);) {
+    RowBatch<kFresh> batch(k, arrivals, n, planned.look(k));
+    __syncwarp();
+    for (uint32_t i = 0; i < kWarp; ++i) {
+      const uint32_t count = __shfl_sync(kFullWarp, batch.count, i);
+      if (count == 0) continue;
+      if (!batch.wait(k, arrivals, i, lane)) return;
+      const uint32_t first = __shfl_sync(kFullWarp, batch.first, i);
+      const uint8_t* const row = batch.at_lane(k, arrivals, i);
+      const bool compact = k.plan.compact_width > 0;
+      const uint32_t own_row = __shfl_sync(kFullWarp, batch.row, i);
+      for (uint32_t s = 0; s < (compact ? 1 : count); ++s) {
+        const uint32_t out_row = compact ? own_row : k.plan.out_rows[first + s];
+        if (out_row >= k.plan.num_out_rows) continue;
+        uint4* const to = reinterpret_cast<uint4*>(k.args.rows + out_row * out_bytes);
+        if (k.args.stage.row.num_scales > 0 && !codes)
+          dequantise(row, k.args.stage, 0, hidden / 16, lane, [&](uint32_t v, const uint4& low, const uint4& high) {
+            to[2 * v] = low;
+            to[2 * v + 1] = high;
+          });
+        else
+          for (uint32_t v = lane; v < out_bytes / 16; v += kWarp) to[v] = reinterpret_cast<const uint4*>(row)[v];
+        if (codes) copy_scales(row, out_row, k.args, lane);
+      }
+    }
+  }
+}
+
+}  // namespace uccl_ep::gpu

@@ -1,0 +1,55 @@
+// Place: what rows have beside their data, and the output rows that no row fills.
+#pragma once
+
+#include "backend/gpu/device.cuh"
+#include "backend/gpu/pad.cuh"
+#include "backend/gpu/plan_reader.cuh"
+#include "backend/gpu/steps.h"
+
+namespace uccl_ep::gpu {
+
+__device__ inline void fill_padding(const DispatchKernel& k, const uint32_t* padding) {
+  for (uint32_t l = blockIdx.x; l < k.g.experts_per_rank; l += k.args.num_blocks)
+    pad_rows(k.args, min(padding[2 * l], k.plan.num_out_rows), min(padding[2 * l + 1], k.plan.num_out_rows), 1,
+             k.crew.thread, k.crew.size);
+}
+
+// By crews of all blocks that place, when all weights have been staged. The rows of a new plan are worked out once
+// more: other blocks write them only now.
+template <bool kFresh>
+__device__ inline void place_weights(const DispatchKernel& k) {
+  const PlanReader<kFresh> plan(k);
+  for (uint32_t r = 0; r < k.g.map.num_ranks; ++r) {
+    const uint32_t source = rotated(k.g, r), end = plan.pair_end(source), offset = plan.weight_begin(source);
+    const float* const staged = plan.weights(source, k.op.epoch);
+    for (uint32_t p = plan.pair_begin(source) + blockIdx.x * k.crew.size + k.crew.thread; p < end;
+         p += k.args.num_blocks * k.crew.size) {
+      const uint32_t out_row = plan.out_row(source, p, p + offset);
+      if (out_row < k.plan.num_out_rows) k.args.row_weights[out_row] = staged[p + offset];
+    }
+  }
+}
+
+// The same of compact rows, which get their experts, too; without weights there is nothing to wait for.
+template <bool kFresh>
+__device__ inline void place_experts(const DispatchKernel& k) {
+  const PlanReader<kFresh> plan(k);
+  const uint32_t width = k.plan.compact_width;
+  for (uint32_t r = 0; r < k.g.map.num_ranks; ++r) {
+    const uint32_t source = rotated(k.g, r), row_begin = plan.row_begin(source), offset = plan.weight_begin(source);
+    const float* const staged = plan.weights(source, k.op.epoch);
+    const uint32_t end = min(plan.row_end(source), k.plan.num_out_rows);
+    for (uint32_t row = row_begin + blockIdx.x * k.crew.size + k.crew.thread; row < end;
+         row += k.args.num_blocks * k.crew.size) {
+      const auto [first, count] = plan.pairs_of(source, row - row_begin, row);
+      for (uint32_t j = 0; j < width; ++j) {
+        const uint64_t to = uint64_t{row} * width + j;
+        const uint32_t p = first + j;
+        k.args.row_experts[to] = j < count ? static_cast<int64_t>(plan.expert(source, p, p + offset)) : -1;
+        if (k.args.row_weights != nullptr) k.args.row_weights[to] = j < count ? staged[p + offset] : 0.0f;
+      }
+    }
+  }
+}
+
+}  // namespace uccl_ep::gpu

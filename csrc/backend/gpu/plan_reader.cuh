@@ -1,0 +1,122 @@
+// Reads a plan for the kernels of a dispatch.
+#pragma once
+
+#include "backend/gpu/plan.cuh"
+
+namespace uccl_ep::gpu {
+
+// The only code that knows a new plan (kFresh) from a known one. A known one is read from its arrays. What a new one
+// says is still in the scratch memory, in this rank's own routing and in the packets of the sources, for the kernel
+// fills the arrays meanwhile.
+template <bool kFresh>
+struct PlanReader {
+  const Group& g;
+  const PlanView& plan;
+
+  __device__ __forceinline__ PlanReader(const Group& group, const PlanView& view) : g(group), plan(view) {}
+  __device__ __forceinline__ explicit PlanReader(const Kernel& k) : PlanReader(k.g, k.plan) {}
+
+  // The first window plans the rows of all windows.
+  static constexpr bool kPlansAll = kFresh;
+
+  // ---- of this rank as the destination of `source`
+  __device__ __forceinline__ uint32_t row_begin(uint32_t source) const {
+    return (kFresh ? scratch(g).row_begin : plan.row_begin)[source];
+  }
+  __device__ __forceinline__ uint32_t row_end(uint32_t source) const {
+    return (kFresh ? scratch(g).row_end : plan.row_end)[source];
+  }
+  __device__ __forceinline__ uint32_t pair_begin(uint32_t source) const {
+    return kFresh ? scratch(g).pair_begin[source] : plan.row_pair_begin[plan.row_begin[source]];
+  }
+  __device__ __forceinline__ uint32_t pair_end(uint32_t source) const {
+    return kFresh ? scratch(g).pair_end[source] : plan.row_pair_begin[plan.row_end[source]];
+  }
+  __device__ __forceinline__ uint32_t token_blocks(uint32_t source) const {
+    return kFresh ? (scratch(g).num_tokens[source] + kTokenBlock - 1) / kTokenBlock : plan.token_blocks[source];
+  }
+  // [token blocks + 1] its rows for us, and those of its stream, of earlier token blocks.
+  __device__ __forceinline__ const uint32_t* rows_before(uint32_t source) const {
+    return kFresh ? scratch(g).token_block_rows[source] : plan.token_block_rows + source * entries();
+  }
+  __device__ __forceinline__ const uint32_t* streams_before(uint32_t source) const {
+    return kFresh ? scratch(g).token_block_streams[source] : plan.token_block_streams + source * entries();
+  }
+  // Weights in its packet; that of our pair p is number p + weight_begin(source).
+  __device__ __forceinline__ const float* weights(uint32_t source, uint64_t epoch) const {
+    if constexpr (kFresh) return scratch(g).weights[source];
+    return reinterpret_cast<const float*>(packet(g, source, epoch) + packet_parts({}).weights);
+  }
+  __device__ __forceinline__ uint32_t weight_begin(uint32_t source) const {
+    return (kFresh ? scratch(g).weight_begin : plan.weight_begin)[source];
+  }
+
+  // ---- of a row that we receive: `row`, the `number`-th of its source, perhaps the last one
+  // `planned`: it is in the arrays; else this puts it there.
+  __device__ __forceinline__ PlannedRow row(uint32_t source, uint32_t number, uint32_t row, bool is_last,
+                                            bool planned) const {
+    if (kFresh && !planned) return plan_row(g, plan, source, number, row);
+    PlannedRow known;
+    known.position = (g.net != nullptr ? plan.row_position : plan.row_token)[row];
+    known.first = plan.row_pair_begin[row];
+    // The next source's first row may not be planned.
+    const uint32_t end = kFresh && is_last ? scratch(g).pair_end[source] : plan.row_pair_begin[row + 1];
+    known.count = end - known.first;
+    return known;
+  }
+  struct Pairs {
+    uint32_t first, count;
+  };
+  __device__ __forceinline__ Pairs pairs_of(uint32_t source, uint32_t number, uint32_t row) const {
+    if constexpr (kFresh) {
+      const ListEntry entry = scratch(g).lists[source][number];
+      return {scratch(g).pair_begin[source] + entry.first_pair, entry.num_pairs};
+    }
+    const uint32_t first = plan.row_pair_begin[row];
+    return {first, plan.row_pair_begin[row + 1] - first};
+  }
+  // Of our pair p, the source's `number`-th: the row of the output, and of a compact row the local expert.
+  __device__ __forceinline__ uint32_t out_row(uint32_t source, uint32_t p, uint32_t number) const {
+    if constexpr (kFresh) {
+      const PairEntry pair = scratch(g).pairs[source][number];
+      return out_row_base(g)[source * g.experts_per_rank + pair.expert] + pair.position;
+    }
+    return plan.out_rows[p];
+  }
+  __device__ __forceinline__ uint32_t expert(uint32_t source, uint32_t p, uint32_t number) const {
+    return kFresh ? scratch(g).pairs[source][number].expert : plan.out_rows[p];
+  }
+
+  // ---- of the output
+  __device__ __forceinline__ const uint32_t* padding() const { return kFresh ? Bases(g).padding : plan.padding; }
+
+  // ---- of this rank as a source
+  // [token blocks + 1] rows of our stream to a domain of earlier token blocks.
+  __device__ __forceinline__ const uint32_t* sent_before(uint32_t domain) const {
+    return kFresh ? own_part(g, g.map.sent_token_blocks) + uint64_t{domain} * (max_token_blocks(g) + 1)
+                  : plan.sent_token_blocks + uint64_t{domain} * entries();
+  }
+  __device__ __forceinline__ const uint32_t* addend_begin() const {
+    return kFresh ? own_part(g, g.map.token_addends) : plan.addend_begin;
+  }
+  __device__ __forceinline__ const Addend* addends() const {
+    return kFresh ? own_part(g, g.map.addends) : plan.addends;
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t entries() const { return plan.num_token_blocks + 1; }
+};
+
+// By a warp that places: whether its next batch of rows has been planned by others; of a new plan never the first one.
+template <bool kFresh>
+struct PlannedByOthers {
+  bool first = true, planned = !kFresh;
+  // By every lane, once for each batch.
+  __device__ __forceinline__ bool look(const Kernel& k) {
+    if (!planned && !first) planned = read(&local(k.g).rows_planned) >= k.op.epoch;
+    first = false;
+    return planned;
+  }
+};
+
+}  // namespace uccl_ep::gpu

@@ -1,0 +1,21 @@
+// A call that was refused takes its number in the order of the operations, so that replays of a graph carry the count
+// of when they run, and what was queued before does not.
+#include "backend/gpu/steps.h"
+#include "device/launch.cuh"
+
+namespace uccl_ep::gpu {
+namespace {
+
+__global__ void count_refusal(uint64_t* num_refused) { *num_refused += 1; }
+
+}  // namespace
+
+Status launch_refusal(const Group& group, StreamHandle stream) {
+  Local* const local = group.map.local.in(group.base[group.rank]);
+  launch_kernel(count_refusal, {1, 1, 0, stream}, &local->progress.num_refused);
+  return launch_status();
+}
+
+Status load_refusal(uint32_t) { return load_kernel(count_refusal); }
+
+}  // namespace uccl_ep::gpu

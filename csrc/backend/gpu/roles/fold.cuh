@@ -1,0 +1,39 @@
+// The role that folds what came here, and then joins the one that merges.
+#pragma once
+
+#include "backend/gpu/fold.cuh"
+#include "backend/gpu/roles.cuh"
+#include "backend/gpu/sum_bulk.cuh"
+
+namespace uccl_ep::gpu {
+
+// kBulk: sums by bulk copies, which need shared memory for each warp. kNet: there are several domains. Row and Wire:
+// elements of rows here and on their way.
+template <bool kBulk, bool kNet, typename Row, typename Wire>
+struct FoldRole {
+  static constexpr uint32_t kWarps = kBulk ? 7 : warps_by_lanes(11, 9);
+  struct Shared {
+    FoldRange folds;
+    Boxes<kWarps> boxes;
+  };
+
+  // By its crew. False: an error is known.
+  static __device__ __forceinline__ bool run(const CombineKernel& k, Shared& shared, SumPipeline& pipeline) {
+    // The pieces of the last combine must have been merged.
+    if (!wait_members(k, k.g.map.merged, k.op.free_after)) return false;
+    if constexpr (kNet)
+      if (is_alone(k.g) && !wait_returns_gone(k)) return false;
+    const StepClock clock(k, Step::kFold);
+    // Shuffled, or the compiler works it out for every segment.
+    const uint32_t units = __shfl_sync(kFullWarp, k.args.hidden * dtype_bytes(k.args.dtype) / 16, 0);
+    const Fold<kNet> fold{k, shared.folds, shared.boxes.tags + k.crew.warp() * kBoxes, units};
+    sum_all<kBulk, Row, Wire>({k.crew, kWarps, false}, k.g, fold, k.args.hidden, pipeline);
+    __syncwarp();
+    if (k.crew.lane() == 0) count_shared(&shared.boxes.ended);
+    finish_fold(k);
+    clock.stop();
+    return true;
+  }
+};
+
+}  // namespace uccl_ep::gpu

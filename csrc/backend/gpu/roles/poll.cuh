@@ -1,0 +1,16 @@
+// The role that follows what the proxies of our domain say, in the block that sees to the network.
+#pragma once
+
+#include "backend/gpu/net.cuh"
+#include "backend/gpu/roles.cuh"
+
+namespace uccl_ep::gpu {
+
+struct PollRole {
+  static constexpr uint32_t kWarps = 1;
+  struct Shared {
+    uint32_t poller_ends;  // 1: nobody of the kernel waits for flags any more
+  };
+};
+
+}  // namespace uccl_ep::gpu

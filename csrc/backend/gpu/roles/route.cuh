@@ -1,0 +1,53 @@
+// Routing, which a role does before its own work: the one that places and, where there are several domains, the one
+// that stages with it.
+#pragma once
+
+#include "backend/gpu/exchange.cuh"
+#include "backend/gpu/roles.cuh"
+#include "backend/gpu/stage.cuh"
+
+namespace uccl_ep::gpu {
+
+// What came of it.
+struct Routed {
+  bool good = true;    // no error is known
+  bool placed = true;  // this kernel places rows, for it has the memory
+};
+
+// By a crew of each block: its tiles of a new plan. False: an error is known.
+__device__ inline bool exchange_tiles(const DispatchKernel& k, Staged& staged, uint8_t* shared) {
+  const StepClock clock(k, Step::kExchange);
+  const bool good = route(k, shared, &staged.totals);
+  clock.stop();
+  return good;
+}
+
+// By the crew that will place, when its block's tiles are routed: the exchange. False: an error is known.
+__device__ inline bool finish_exchange(const DispatchKernel& k, Staged& staged) {
+  if (k.crew.thread == 0) count_shared(&staged.routed);
+  if (last_block(k, Phase::kRouted, workers(k.g))) {
+    if (k.crew.thread == 0) {
+      if (k.g.net == nullptr)
+        keep(k.g, k.op, OpKind::kDispatch);  // all blocks have entered
+      else
+        publish(&local(k.g).packed, k.op.epoch);
+    }
+    // Two warps, for a release takes its time.
+    const bool with_weights = k.args.routing.weights != nullptr;
+    for (uint32_t r = k.g.first + k.crew.lane(); r < k.g.end; r += kWarp) {
+      if (k.crew.warp() == 0) publish(member_flag(k.g, r, k.g.map.lists_full, k.g.rank), k.op.epoch);
+      if (k.crew.warp() == 1 && with_weights) publish(at(k.g, r, k.g.map.weights_full) + k.g.rank, k.op.epoch);
+    }
+    uint64_t hash = 0;
+    for (uint32_t b = k.crew.thread; b < workers(k.g); b += k.crew.size)
+      hash += device::load_past_l1(&local(k.g).block_hash[b]);
+    hash = crew_sum(k.crew, hash);
+    if (k.crew.thread == 0) {
+      header(k.g, k.g.rank, k.op.epoch).routing_hash = hash;  // no other rank looks at it
+      publish(&local(k.g).hashed, k.op.epoch);
+    }
+  }
+  return blockIdx.x >= k.args.num_blocks || wait_plan(k);  // others have nothing left to do
+}
+
+}  // namespace uccl_ep::gpu

@@ -1,0 +1,67 @@
+// The role that serves the others of a dispatch: of a plan that is known, it writes what peers wait for; of a new one
+// it makes what no row stands for. Then come padding and what rows have beside their data.
+#pragma once
+
+#include "backend/gpu/place_weights.cuh"
+#include "backend/gpu/plan.cuh"
+#include "backend/gpu/roles.cuh"
+#include "backend/gpu/stage.cuh"
+
+namespace uccl_ep::gpu {
+
+// kPlacing: warps of a block that place rows.
+template <PlanState kState, uint32_t kPlacing>
+struct ServeRole {
+  static constexpr uint32_t kWarps = 2;
+  struct Shared {};
+
+  static __device__ void run(const DispatchKernel& k, Staged& staged) {
+    constexpr bool kFresh = kState != PlanState::kKnown;
+    const bool first = k.args.window == 0;
+    if constexpr (kFresh) {
+      if (blockIdx.x >= k.args.num_blocks) return;
+      // Counts go ahead of the lists, so that all that follows from them is known when these are there.
+      if (kState == PlanState::kNew && blockIdx.x == 0) {
+        if (!k.crew.all(k.crew.thread != 0 || wait_shared(k.g, &staged.totals))) return;
+        publish_packet(k, k.g.map.header_full);
+        count_received(k, k.args.signature, k.args.call);
+      }
+      if (!wait_plan(k) || !has_memory<kState>(k.g, k.args) || !wait_lists(k)) return;
+      const StepClock clock(k, Step::kPlan);
+      plan_rows(k, k.args.num_blocks, k.args.num_blocks * (k.args.bulk_warps < 2 ? kPlacing : k.args.bulk_warps));
+      plan_heads(k, k.args.num_blocks);
+      clock.stop();
+    } else {
+      const bool with_weights = first && k.args.routing.weights != nullptr;
+      if (!wait_packets_gone(k)) return;
+      if (blockIdx.x == 0) {
+        write_headers(k, k.args.signature, k.args.stage.num_tokens);
+        k.crew.sync();
+        publish_packet(k, k.g.map.header_full);
+        if (!with_weights) publish_packed(k);
+      }
+      if (with_weights) {
+        if (!wait_members(k, k.g.map.read, k.op.free_after)) return;
+        if (stage_weights(k, k.args.routing.weights) && going(k)) {
+          publish_packet(k, k.g.map.weights_full);
+          publish_packed(k);
+        }
+      }
+      if (blockIdx.x == 0 && !all_alike(k, k.args.signature)) return;
+    }
+    if (blockIdx.x >= k.args.num_blocks || !first) return;
+    if (k.plan.compact_width == 0) fill_padding(k, PlanReader<kFresh>(k).padding());
+    if (k.args.row_weights != nullptr) {
+      bool good = true;
+      for (uint32_t r = k.crew.thread; r < k.g.map.num_ranks; r += k.crew.size)
+        good &= wait_peer(k, {own_part(k.g, k.g.map.weights_full) + r, k.op.epoch, r});
+      if (!k.crew.all(good)) return;
+    }
+    if (k.args.row_experts != nullptr)
+      place_experts<kFresh>(k);
+    else if (k.args.row_weights != nullptr)
+      place_weights<kFresh>(k);
+  }
+};
+
+}  // namespace uccl_ep::gpu

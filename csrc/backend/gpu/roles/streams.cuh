@@ -1,0 +1,83 @@
+// The roles of the block of a dispatch that sees to the network.
+#pragma once
+
+#include "backend/gpu/roles/place.cuh"
+#include "backend/gpu/roles/poll.cuh"
+
+namespace uccl_ep::gpu {
+
+// It hands packets and staged rows to the proxy.
+template <PlanState kState>
+struct PushStreamsRole {
+  static constexpr uint32_t kWarps = 1;
+  struct Shared {};
+
+  static __device__ __forceinline__ void run(const DispatchKernel& k) {
+    push_streams<kState != PlanState::kKnown>(k);
+    __syncwarp();
+    if (k.crew.lane() == 0) count_through(k.g);
+  }
+};
+
+// It ends the kernel when all others are through.
+template <PlanState kState, typename Places>
+struct EndStreamsRole {
+  static constexpr uint32_t kWarps = Places::kWarps;
+  static constexpr bool kPushes = kState != PlanState::kExchanged;
+  struct Shared {};
+
+  static __device__ __forceinline__ void run(const DispatchKernel& k, uint32_t* poller_ends) {
+    const bool good = wait_through(k, workers(k.g) + kPushes, poller_ends);
+    const bool placed = !good || has_memory<kState>(k.g, k.args);
+    if (kPushes && k.crew.thread == 0) keep(k.g, k.op, OpKind::kDispatch);
+    // Flags of the domain, of other domains and of the proxy by a warp each: each has a fence, which takes its time.
+    if (k.crew.warp() == 2 && k.crew.lane() == 0) tell_ended(k.g);
+    if (good && k.crew.warp() == 1) end_streams(k, placed);
+    if (placed) Places::finish(k, good);
+    if (k.g.trace == nullptr) return;
+    k.crew.sync();
+    if (k.crew.thread == 0) trace_kernel(k.g, TraceKind::kKernelEnd, OpKind::kDispatch, k.op.epoch);
+  }
+
+ private:
+  // By a warp: what we have sent, and if this kernel placed, what came and has been read.
+  static __device__ void end_streams(const DispatchKernel& k, bool placed) {
+    constexpr bool kFresh = kState != PlanState::kKnown;
+    const uint32_t row_bytes = k.args.stage.stride;
+    const PlanReader<kFresh> plan(k);
+    const uint32_t per_window = k.args.window_tokens / kTokenBlock;
+    NetState& state = net_state(k.g);
+    if (kState != PlanState::kExchanged)
+      for (uint32_t to = k.crew.lane(); to < k.g.map.num_domains; to += kWarp)
+        state.sent[to] += sent_part<kFresh>(k.g, k.plan, k.args, to).chunks;
+    if (!placed) return;
+    for (uint32_t s = k.crew.lane(); s < k.g.map.num_ranks; s += kWarp) {
+      if (in_domain(k.g, s)) continue;
+      const uint32_t token_blocks = plan.token_blocks(s);
+      const uint32_t* const before = plan.streams_before(s);
+      const uint32_t first = min(k.args.window * per_window, token_blocks), end = min(first + per_window, token_blocks);
+      state.received[s] += part_of(k.g, before[first], before[end], row_bytes).chunks;
+      publish_flag(k.g.net->from[s].rows_consumed, state.received[s]);
+    }
+  }
+};
+
+// By all warps of the block. Those that have no role have nothing to do.
+template <PlanState kState, typename Places>
+__device__ __forceinline__ void serve_network(const DispatchKernel& kernel) {
+  using Pushes = PushStreamsRole<kState>;
+  using Ends = EndStreamsRole<kState, Places>;
+  using Roles = RoleTable<PollRole, Pushes, Ends>;
+  __shared__ typename Roles::Shared shared;
+  if (threadIdx.x == 0) shared.poller_ends = 0;
+  __syncthreads();
+  if (Roles::template is_in<PollRole>()) {
+    poll_hosts(kernel.g, &shared.poller_ends);
+  } else if (Roles::template is_in<Pushes>()) {
+    if (Ends::kPushes) Pushes::run(kernel.by(Roles::template crew<Pushes>()));
+  } else if (Roles::template is_in<Ends>()) {
+    Ends::run(kernel.by(Roles::template crew<Ends>()), &shared.poller_ends);
+  }
+}
+
+}  // namespace uccl_ep::gpu

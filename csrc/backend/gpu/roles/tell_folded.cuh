@@ -1,0 +1,67 @@
+// The role of one warp of a combine: it works out what the block folds and merges, and then tells of folded rows.
+#pragma once
+
+#include "backend/gpu/roles/fold.cuh"
+#include "backend/gpu/roles/merge.cuh"
+
+namespace uccl_ep::gpu {
+
+// By a warp of one block: what this rank has called. False: an error is known.
+__device__ inline bool write_packets(const CombineKernel& k) {
+  if (!going(k) || !wait_packets_gone(k)) return false;
+  write_headers(k, k.args.signature, k.plan.num_tokens);
+  k.crew.sync();
+  publish_packet(k, k.g.map.header_full);
+  return true;
+}
+
+// Of rows that are folded, those in parts: of the first chunk; whole token blocks where a flag tells of these. A rank
+// that is alone folds its first chunk so fast that it folds the second one in parts, too.
+__device__ __forceinline__ uint32_t first_folded(const Group& g, uint32_t row_bytes) {
+  const uint32_t rows = rows_per_chunk(g, row_bytes);
+  return is_alone(g) ? 2 * rows : (rows + kTokenBlock - 1) / kTokenBlock * kTokenBlock;
+}
+
+template <typename FoldsRows, typename MergesRows, bool kBulk, bool kNet>
+struct TellFoldedRole {
+  static constexpr uint32_t kWarps = 1;
+  struct Shared {};
+
+  // Before the block's barrier.
+  static __device__ __forceinline__ void begin(const CombineKernel& k, FoldRange& folds, MergeRange& merges) {
+    find_fold_range(k, folds);
+    find_merge_range(k, merges);
+    if (kNet && threadIdx.x == 0) part_rows(k, folds, merges);
+    k.crew.sync();  // as in find_merge_range
+    if (!kNet && blockIdx.x == 0) write_packets(k);
+  }
+  // After it.
+  static __device__ __forceinline__ void run(const CombineKernel& k, typename FoldsRows::Shared& shared) {
+    if (blockIdx.x == 0 && going(k)) tell_empty_token_blocks(k);
+    tell_folded(Fold<kNet>{k, shared.folds, nullptr, 0}, shared.boxes);
+  }
+
+ private:
+  static __device__ __forceinline__ void part_rows(const CombineKernel& k, FoldRange& folds, MergeRange& merges) {
+    const uint32_t row_bytes = k.args.hidden * dtype_bytes(k.args.wire);
+    folds.parted = first_rows(k, num_far(k.g), first_folded(k.g, row_bytes));
+    folds.parted.num_parted = min(folds.parted.num_parted, folds.most.far_sum(k.g));
+    folds.hurried = min(first_folded(k.g, row_bytes) * num_far(k.g), folds.most.far_sum(k.g));
+    merges.parted = first_rows(k, k.g.net->num_relayed, rows_per_chunk(k.g, row_bytes));
+    merges.last = last_rows(k, merges.end_token - merges.first_token);
+  }
+  // So many first rows of each of so many streams, as far as there are warps for them.
+  static __device__ __forceinline__ PartedRows first_rows(const CombineKernel& k, uint32_t streams, uint32_t rows) {
+    if constexpr (!kBulk) return {};
+    return {min(rows * streams, MergesRows::kWarps * workers(k.g)), segments_of(k.args.hidden * 2)};
+  }
+  // The last of so many tokens, whose addends come with the last chunk: one part for each warp.
+  static __device__ __forceinline__ PartedRows last_rows(const CombineKernel& k, uint32_t rows) {
+    if constexpr (!kBulk) return {};
+    const uint32_t parts = segments_of(k.args.hidden * 2);
+    const uint32_t num_parted = min(rows, (FoldsRows::kWarps + MergesRows::kWarps) * workers(k.g) / parts);
+    return {num_parted, parts, rows - num_parted};
+  }
+};
+
+}  // namespace uccl_ep::gpu

@@ -1,0 +1,114 @@
+// How work is shared out: in which order rows come, and who takes which number.
+#pragma once
+
+#include "backend/gpu/device.cuh"
+
+namespace uccl_ep::gpu {
+
+// Rows of several sources in turn: row n / sources of the n % sources-th, from the one after us on; of our domain, and
+// of the others.
+struct SourceRow {
+  uint32_t source, row;
+};
+__device__ __forceinline__ uint32_t num_near(const Group& g) { return g.end - g.first; }
+__device__ __forceinline__ uint32_t num_far(const Group& g) {
+  return g.net != nullptr ? g.map.num_ranks - num_near(g) : 0;
+}
+__device__ __forceinline__ SourceRow near_row(const Group& g, uint32_t n) {
+  const uint32_t next = g.rank + 1 + n % num_near(g);
+  return {next < g.end ? next : next - num_near(g), n / num_near(g)};
+}
+__device__ __forceinline__ SourceRow far_row(const Group& g, uint32_t n) {
+  const uint32_t next = (g.rank + n) % num_far(g);
+  return {next < g.first ? next : next + num_near(g), n / num_far(g)};
+}
+// Most rows of a source.
+struct MostRows {
+  uint32_t near_one, far_one;
+  __device__ __forceinline__ uint32_t near_sum(const Group& g) const { return near_one * num_near(g); }
+  __device__ __forceinline__ uint32_t far_sum(const Group& g) const { return far_one * num_far(g); }
+  // By one thread: `rows_of(s)` of source s.
+  template <typename RowsOf>
+  __device__ __forceinline__ void find(const Group& g, RowsOf rows_of) {
+    near_one = far_one = 0;
+    for (uint32_t s = 0; s < g.map.num_ranks; ++s) {
+      uint32_t& most = in_domain(g, s) ? near_one : far_one;
+      most = max(most, rows_of(s));
+    }
+  }
+};
+
+// Numbers of rows, some of them in parts, which warps work on side by side, for a row takes a warp ten microseconds:
+// the first ones, where somebody far away waits for the first chunk of rows, or the last ones, for which all wait.
+struct PartedRows {
+  uint32_t num_parted = 0, parts = 1;  // segments of a row
+  uint32_t first = 0;                  // of the rows in parts, and its first part's number
+
+  __device__ __forceinline__ uint32_t end(uint32_t rows) const { return rows + min(num_parted, rows) * (parts - 1); }
+  __device__ __forceinline__ bool is_part(uint32_t n) const { return n - first < num_parted * parts; }
+  __device__ __forceinline__ uint32_t row(uint32_t n) const {
+    if (is_part(n)) return first + (n - first) / parts;
+    return n < first ? n : n - num_parted * (parts - 1);
+  }
+  __device__ __forceinline__ uint32_t part(uint32_t n) const { return is_part(n) ? (n - first) % parts + 1 : 0; }
+  // Parts that a sum stands for where they are counted.
+  __device__ __forceinline__ uint32_t num_parts_of(bool is_part) const { return is_part ? 1 : parts; }
+};
+
+// Numbers 0 .. end in the order in which they are wanted. Three quarters are dealt out to the warps of a kernel, number
+// by number; the rest is claimed by whoever is through: how long a number takes differs. A few at a time, and the last
+// ones one by one, so that no warp still has several when the others have none.
+enum class SharedWork : uint32_t { kPlaced, kFolded, kMerged, kRelayed };
+class Shares {
+ public:
+  // By a warp, number `first` of `warps` that begin together; one that joins them later has a `first` of kJoins. With
+  // fewer numbers than `least` for each warp all are dealt out.
+  __device__ Shares(const Group& g, SharedWork what, uint32_t end, uint32_t first, uint32_t warps, uint32_t least)
+      : end_(end),
+        dealt_(end / warps < least ? end : dealt_to_each(end, warps) * warps),
+        step_(warps),
+        log_few_(end / warps < 32   ? 0
+                 : end / warps < 64 ? 1
+                                    : 2),
+        counter_(&local(g).next_share[static_cast<uint32_t>(what)]),
+        next_(first) {
+    claim();
+  }
+  static constexpr uint32_t kJoins = 0xFFFFFFFFu;
+
+  // Of many numbers: how many each warp gets before it has to claim more.
+  static __device__ __forceinline__ uint32_t dealt_to_each(uint32_t end, uint32_t warps) { return end / warps * 3 / 4; }
+
+  // A number for each lane, or `end`. False: there are no more.
+  __device__ __forceinline__ bool next(uint32_t& number, uint32_t lane) {
+    if (next_ < dealt_) {
+      number = next_ + lane * step_;
+      if (number >= dealt_) number = end_;
+      next_ += kWarp * step_;
+      return true;
+    }
+    // The last two of each warp one by one. Worked out here, for want of registers.
+    const uint32_t rest = end_ - dealt_, fews = rest > 2 * step_ ? (rest - 2 * step_) >> log_few_ : 0;
+    const uint32_t turn = __shfl_sync(kFullWarp, claimed_, 0), earlier = min(turn, fews);
+    const uint32_t first = dealt_ + (earlier << log_few_) + (turn - earlier);
+    if (first >= end_) return false;
+    claim();
+    number = lane < (turn < fews ? 1u << log_few_ : 1) ? first + lane : end_;
+    return true;
+  }
+
+ private:
+  // Ahead: nobody waits for the counter.
+  __device__ __forceinline__ void claim() {
+    if (dealt_ < end_ && threadIdx.x % kWarp == 0) claimed_ = take_numbers(counter_, 1);
+  }
+  const uint32_t end_, dealt_, step_, log_few_;
+  DeviceCounter<SharesTaken>* const counter_;
+  uint32_t next_, claimed_ = 0;
+};
+// By one thread, when all blocks are through.
+__device__ __forceinline__ void reset_shares(const Group& g, SharedWork what) {
+  local(g).next_share[static_cast<uint32_t>(what)].value = 0;
+}
+
+}  // namespace uccl_ep::gpu

@@ -1,0 +1,91 @@
+// Launches of the steps. Every one is asynchronous on `stream`, returns what the launch returned, and allocates
+// nothing. All kernels run in at most `num_sms` blocks of one wave (contract 12).
+#pragma once
+
+#include "backend/gpu/layout.h"
+#include "device/runtime.h"
+
+namespace uccl_ep::gpu {
+
+// Load the kernels on the current device. Before the first launch.
+Status load_dispatch(uint32_t shared_bytes);
+Status load_combine(uint32_t shared_bytes);
+Status load_refusal(uint32_t shared_bytes);
+Status load_pad(uint32_t shared_bytes);
+// Shared memory that a block needs at least to route tokens.
+uint32_t routing_bytes(const DeviceMap& map, uint32_t tiles = 1);
+
+// The router's output on the device. topk: int64 [T, width], -1 = dropped. map: bool [T, width = experts].
+struct DeviceRouting {
+  const void* data = nullptr;
+  const float* weights = nullptr;  // [T, width], or nullptr: none travel
+  bool is_map = false;
+  uint32_t width = 0;
+};
+
+struct StageArgs {
+  const uint8_t* x = nullptr;  // [T, H]
+  uint32_t num_tokens = 0, hidden = 0;
+  Dtype dtype = Dtype::kBf16, wire = Dtype::kBf16;
+  RowShape row;         // of a wire row
+  uint32_t stride = 0;  // of wire rows, where they are staged
+};
+
+// What a dispatch kernel makes of its plan.
+enum class PlanState : uint32_t {
+  kKnown,      // it is complete
+  kNew,        // tells all peers the routing, learns what they send, and fills it if its memory fits
+  kExchanged,  // as kNew, which found the memory too small: fills it
+};
+// Of a new plan: whether the memory of plan and output may be used when the counts are known.
+enum class Fit : uint32_t { kAlways, kIfLargeEnough, kNever };
+
+// A window of a dispatch: stages our rows, unless a kernel before has, and places those that come here, side by side.
+// Blocks above `num_sms` stage only, or route.
+struct PlaceArgs {
+  OpSignature signature{};
+  // Of a new plan: the routing. Else weights to stage, and data to compare with the plan, if given.
+  DeviceRouting routing;
+  StageArgs stage;
+  PlanState state = PlanState::kKnown;
+  Fit fit = Fit::kAlways;
+  PlanSizes memory;   // of plan and output
+  uint64_t call = 0;  // that the host knows the counts by
+  bool routing_compared = false;
+  uint32_t window = 0, window_tokens = 0;
+  uint32_t num_blocks = 0;         // that place
+  uint32_t bulk_warps = 0;         // of a block, that have shared memory for bulk copies
+  uint32_t kept_tiles = 1;         // of a new routing, for which a block has shared memory
+  uint32_t copy_pipeline = 0;      // where in shared memory staging has its own; 0: it has none
+  uint8_t* rows = nullptr;         // [rows, H] of dtype, or codes
+  float* scales = nullptr;         // [rows, H / 128]; nullptr: FP8 rows are dequantised
+  float* row_weights = nullptr;    // [rows] or [rows, W]; nullptr: none travel, or not in this window
+  int64_t* row_experts = nullptr;  // [rows, W] of compact rows, in the first window
+};
+Status launch_dispatch(const Group& group, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
+                       uint32_t stage_sms, StreamHandle stream);
+// After a dispatch with a capacity: what it has written to, from the end of the rows that came on, becomes padding.
+Status launch_pad(const Group& group, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
+                  StreamHandle stream);
+
+// A window of a combine: folds what came here and, side by side, merges what comes back.
+struct KernelCombineArgs {
+  OpSignature signature{};
+  uint32_t window = 0, window_tokens = 0;
+  bool is_last = true;    // of the combine's windows
+  bool may_drop = false;  // the plan may have rows that `rows` has not
+  uint32_t hidden = 0;
+  Dtype dtype = Dtype::kBf16, wire = Dtype::kBf16;
+  const uint8_t* rows = nullptr;       // [rows, H]
+  const float* row_weights = nullptr;  // [rows] or [rows, W]; nullptr: none travel
+  uint8_t* out = nullptr;              // [T, H]
+  float* weights = nullptr;            // [T, width], zeroed; nullptr: none travel
+  uint64_t weight_bytes = 0;
+};
+Status launch_combine(const Group& group, const PlanView& plan, const KernelCombineArgs& args, uint32_t num_sms,
+                      StreamHandle stream);
+
+// One more call of this rank was refused: for the headers of what comes later.
+Status launch_refusal(const Group& group, StreamHandle stream);
+
+}  // namespace uccl_ep::gpu

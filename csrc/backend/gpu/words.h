@@ -1,0 +1,72 @@
+// Packed words of the kernels (see layout/words.h), and why no field of theirs overflows.
+#pragma once
+
+#include "backend/gpu/layout.h"
+#include "layout/words.h"
+
+namespace uccl_ep::gpu {
+
+// What a token's sum takes: a piece of our domain, by its number, or a sum that another domain returns.
+struct Addend {
+  using Row = BitField<uint32_t, 0, 16>;  // of our stream to the domain
+  using From = BitsAbove<Row, 15>;        // the domain
+  using Returned = BitsAbove<From, 1>;
+  static_assert(Row::fits(kMaxTokens - 1) && From::fits(kMaxDomains - 1));
+  static_assert(uint64_t{kMaxTokens} * kMaxGpuRanks <= Returned::kMask, "a piece could be taken for a returned sum");
+
+  uint32_t word;
+
+  static constexpr Addend of_piece(uint32_t number) { return {number}; }
+  static constexpr Addend of_domain(uint32_t domain, uint32_t row) {
+    return {Returned::kMask | From::put(domain) | Row::put(row)};
+  }
+  constexpr bool is_returned() const { return (word & Returned::kMask) != 0; }
+  constexpr uint32_t piece() const { return word; }
+  constexpr uint32_t domain() const { return From::get(word); }
+  constexpr uint32_t row() const { return Row::get(word); }
+};
+static_assert(sizeof(Addend) == sizeof(uint32_t));
+
+// Whom a folded row is told to: it is counted, for its token block at its source, or for its chunk of a ring.
+struct FoldTag {
+  using Counter = BitField<uint32_t, 0, 29>;
+  using Hurried = BitsAbove<Counter, 1>;  // somebody far away waits for it already: its own warp tells, which is sooner
+  using InRing = BitsAbove<Hurried, 1>;  // the counter is that of a chunk
+  using Part = BitsAbove<InRing, 1>;  // of a part of the row
+  static_assert(Counter::fits(uint64_t{kMaxGpuRanks} * (kMaxTokens / kTokenBlock)));
+  static_assert(Counter::fits(uint64_t{kMaxGpuRanks + 1} * kMaxRingSlots));
+
+  uint32_t word;
+
+  static constexpr FoldTag of_token_block(uint32_t counter, bool hurried) {
+    return {Counter::put(counter) | (hurried ? Hurried::kMask : 0)};
+  }
+  static constexpr FoldTag of_chunk(uint32_t counter) { return {InRing::kMask | Counter::put(counter)}; }
+  constexpr FoldTag as_part(bool is_part) const { return {word | (is_part ? Part::kMask : 0)}; }
+  constexpr uint32_t counter() const { return Counter::get(word); }
+  constexpr bool is_hurried() const { return (word & Hurried::kMask) != 0; }
+  constexpr bool is_in_ring() const { return (word & InRing::kMask) != 0; }
+  constexpr bool is_part() const { return (word & Part::kMask) != 0; }
+};
+
+// Of a row that we relay: what its sum waits for, and the chunk that it goes into.
+struct RelayTag {
+  using TokenBlock = BitField<uint32_t, 0, 11>;
+  using Stream = BitsAbove<TokenBlock, 7>;
+  using Chunk = BitsAbove<Stream, 14>;  // of a window; make_layout() makes chunks large enough
+  static_assert(TokenBlock::fits(kMaxTokens / kTokenBlock - 1) && Chunk::fits(kMaxRelayedChunks - 1));
+  static_assert(kMaxGpuRanks < Stream::kMost, "no tag is all ones, which is a rehearsal's");
+
+  uint32_t word;
+
+  static constexpr RelayTag of(uint32_t chunk, uint32_t stream, uint32_t token_block) {
+    return {Chunk::put(chunk) | Stream::put(stream) | TokenBlock::put(token_block)};
+  }
+  // Stream and token block: what has to be there.
+  constexpr uint32_t awaited() const { return word & (Stream::kMask | TokenBlock::kMask); }
+  constexpr uint32_t token_block() const { return TokenBlock::get(word); }
+  constexpr uint32_t stream() const { return Stream::get(word); }
+  constexpr uint32_t chunk() const { return Chunk::get(word); }
+};
+
+}  // namespace uccl_ep::gpu

@@ -1,0 +1,352 @@
+// Life of a GPU engine: creation, connection, watching, teardown. The operations: ops.cc.
+#include "engine/gpu/engine.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <map>
+#include <stdexcept>
+
+#include "common/thread.h"
+#include "common/units.h"
+#include "device/arch.h"
+#include "engine/group/handle.h"
+
+namespace uccl_ep {
+namespace {
+
+using gpu::must;
+using gpu::OnDevice;
+
+const EngineConfig& checked(const EngineConfig& config, uint32_t num_sms) {
+  const auto require = [](bool good, const std::string& text) {
+    if (!good) throw UsageFailure(UsageKind::kConfig, text);
+  };
+  require(
+      config.num_ranks <= static_cast<int>(gpu::kMaxGpuRanks),
+      std::to_string(config.num_ranks) + " ranks: the CUDA backend has at most " + std::to_string(gpu::kMaxGpuRanks));
+  const int domains = Topology::from_labels(config.domain_of).num_domains();
+  require(domains <= static_cast<int>(gpu::kMaxDomains),
+          std::to_string(domains) + " domains: the CUDA backend has at most " + std::to_string(gpu::kMaxDomains));
+  const bool several = domains > 1;
+  require(!several || num_sms > 1,
+          "num_sms = " + std::to_string(num_sms) + " with several domains: at least 2, one sees to the network");
+  return config;
+}
+
+// Faults caused by the caller. Kernels find them, so the buffer is already broken.
+bool is_bad_routing(const gpu::HostError& error) {
+  const auto code = static_cast<gpu::DeviceFault>(error.code);
+  return code == gpu::DeviceFault::kExpertRange || code == gpu::DeviceFault::kExpertTwice ||
+         code == gpu::DeviceFault::kTooManyPairs;
+}
+
+constexpr uint64_t kPinnedBytes = kPageBytes;
+constexpr uint64_t kPulseOffset = kPinnedBytes / 4;
+static_assert(sizeof(gpu::HostError) <= kPulseOffset);
+constexpr uint32_t kStaticSharedBytes = 8192;  // kernels declare less
+constexpr uint64_t kContextUsec = 100'000;  // between looks at whether it is there
+
+uint64_t pinned_bytes(const EngineConfig& config) {
+  return 2 * kPinnedBytes + round_up(8 * uint64_t{config.num_experts}, kPageBytes);
+}
+
+// Host memory of a buffer.
+uint64_t host_bytes(const EngineConfig& config, const gpu::DeviceRegionLayout& layout) {
+  uint64_t bytes = pinned_bytes(config);
+  for (const auto& [name, size] : memory_entries(config, layout.rings)) bytes += size;
+  return bytes;
+}
+
+gpu::DeviceRegionLayout layout_of(const EngineConfig& config) {
+  const uint64_t least = gpu_least_budget_bytes(config);
+  if (config.budget_bytes < least)
+    throw UsageFailure(UsageKind::kBudget, "budget_bytes = " + std::to_string(config.budget_bytes) +
+                                               ": this buffer needs at least " + std::to_string(least));
+  const Topology topo = Topology::from_labels(config.domain_of);
+  const auto within = [&](uint64_t bytes) {
+    return gpu::make_layout(topo, config.num_experts, config.widest_row_bytes(), bytes, config.window_tokens);
+  };
+  // Host memory shrinks with device memory.
+  return within(config.budget_bytes - host_bytes(config, within(config.budget_bytes)));
+}
+
+// SMs that buffers leave to others, mainly NCCL.
+uint32_t reserved_sms(uint32_t all) { return std::min(32u, all / 4); }
+
+std::mutex held_mutex;
+std::map<int, uint32_t> held_sms;  // by device
+
+}  // namespace
+
+MemoryEntries gpu_memory_entries(const EngineConfig& config) {
+  const gpu::DeviceRegionLayout layout = layout_of(config);
+  auto entries = layout.entries;
+  entries.emplace_back("host.pinned", pinned_bytes(config));
+  for (const auto& [name, bytes] : memory_entries(config, layout.rings)) entries.emplace_back("host." + name, bytes);
+  return entries;
+}
+
+uint64_t gpu_least_budget_bytes(const EngineConfig& config) {
+  const Topology topo = Topology::from_labels(config.domain_of);
+  const uint64_t least =
+      gpu::least_budget_bytes(topo, config.num_experts, config.widest_row_bytes(), config.window_tokens);
+  return least + host_bytes(config, gpu::make_layout(topo, config.num_experts, config.widest_row_bytes(), least,
+                                                     config.window_tokens));
+}
+
+SmShare::SmShare(int device, uint32_t sms) : device_(device), sms_(sms) {
+  const uint32_t all = gpu::num_sms_of(device), reserved = reserved_sms(all);
+  const std::string own = "num_sms, stage_sms = " + std::to_string(sms) + ": ";
+  const std::lock_guard lock(held_mutex);
+  uint32_t& others = held_sms[device];
+  if (sms == 0 || others + sms + reserved > all)
+    throw UsageFailure(UsageKind::kConfig, own + "of this GPU's " + std::to_string(all) +
+                                               " SMs other buffers of this process have " + std::to_string(others) +
+                                               ", and " + std::to_string(reserved) + " stay free");
+  others += sms;
+}
+
+void SmShare::give_back() {
+  const std::lock_guard lock(held_mutex);
+  held_sms[device_] -= sms_;
+  sms_ = 0;
+}
+
+GpuEngine::GpuEngine(const EngineConfig& config, int device, uint32_t num_sms, uint32_t stage_sms)
+    : config_(checked(config, num_sms)),
+      topo_(Topology::from_labels(config.domain_of)),
+      device_(device),
+      num_sms_(num_sms),
+      stage_sms_(std::max(num_sms, stage_sms)),
+      share_(device, stage_sms_),
+      layout_(layout_of(config)),
+      plane_(config, layout_.rings, gpu::pci_address(device)),
+      socket_(config.rank, config.generation),
+      regions_(static_cast<size_t>(config.num_ranks)),
+      region_bytes_(regions_.size()) {
+  const OnDevice guard(device_);
+  for (gpu::Stream* stream : {&stream_, &control_stream_, &refusal_stream_}) *stream = gpu::make_stream();
+  for (gpu::Event* event : {&inputs_ready_, &last_done_}) *event = gpu::make_event();
+  pinned_ = gpu::PinnedMemory(pinned_bytes(config));
+  stop_word_ = reinterpret_cast<uint64_t*>(pinned_.base() + kPinnedBytes / 2);
+  *stop_word_ = 1;
+  const uint32_t shared_bytes = gpu::most_shared_bytes(device_);
+  group_.shared_bytes = shared_bytes - kStaticSharedBytes;
+  if (const uint32_t needed = gpu::routing_bytes(layout_); needed > group_.shared_bytes)
+    throw UsageFailure(UsageKind::kConfig, "num_experts = " + std::to_string(config.num_experts) + ": routing needs " +
+                                               std::to_string(needed) + " bytes of shared memory, this GPU has " +
+                                               std::to_string(group_.shared_bytes));
+  for (auto load : {gpu::load_dispatch, gpu::load_combine, gpu::load_refusal, gpu::load_pad, gpu::load_clock})
+    must(load(shared_bytes), "loading the kernels");
+  regions_[config.rank] = gpu::DeviceMapping::create(device_, layout_.total_bytes);
+  region_bytes_[config.rank] = regions_[config.rank].num_bytes();
+  if (has_nics()) register_with_nics(plane_, regions_[config.rank]);
+}
+
+GpuEngine::~GpuEngine() { close(true); }
+
+std::string GpuEngine::export_handle() const {
+  return encode_device_handle({socket_.address(), region_bytes_[config_.rank], plane_.export_handle()});
+}
+
+void GpuEngine::connect(const std::vector<std::string>& handles) {
+  const OnDevice guard(device_);
+  if (handles.size() != regions_.size()) throw UsageFailure(UsageKind::kConfig, "connect needs one handle per rank");
+  std::vector<std::string> planes(handles.size());
+  addresses_.resize(handles.size());
+  for (size_t r = 0; r < handles.size(); ++r) {
+    const DeviceHandle handle = decode_device_handle(handles[r]);
+    // Without NICs, copy engines also write to ranks of other domains.
+    const bool mapped = !has_nics() || topo_.domain_of[r] == topo_.domain_of[config_.rank];
+    if (static_cast<int>(r) != config_.rank && mapped) {
+      addresses_[r] = handle.socket_name;
+      region_bytes_[r] = handle.region_bytes;
+    }
+    planes[r] = handle.plane;
+  }
+  plane_.connect(planes);
+}
+
+void GpuEngine::share_memory(const std::function<void()>& look) {
+  const OnDevice guard(device_);
+  const gpu::Descriptors own({regions_[config_.rank].export_fd()});
+  gpu::Descriptors got = socket_.exchange(addresses_, own[0], config_.arrival_timeout_s, look);
+  for (size_t r = 0; r < got.size(); ++r)
+    if (got[r] >= 0) regions_[r] = gpu::DeviceMapping::import(got.release(r), device_, region_bytes_[r]);
+  if (topo_.num_domains() > 1)
+    network_ = std::make_unique<Network>(plane_, layout_, config_.rank, device_, has_nics(), regions_);
+}
+
+void GpuEngine::start() {
+  const OnDevice guard(device_);
+  group_.map = layout_;
+  group_.experts_per_rank = config_.num_experts / static_cast<uint32_t>(config_.num_ranks);
+  uint8_t number = 0;
+  for (int d = 0; d < topo_.num_domains(); ++d) {
+    group_.first_of[d] = number;
+    for (int r : topo_.members[d]) {
+      group_.number_of[r] = number;
+      group_.domain_of[number] = static_cast<uint8_t>(d);
+      if (d == topo_.domain_of[config_.rank]) group_.base[number] = regions_[r].base();
+      ++number;
+    }
+  }
+  group_.first_of[topo_.num_domains()] = number;
+  const int own = topo_.domain_of[config_.rank];
+  group_.rank = group_.number_of[config_.rank];
+  group_.first = group_.first_of[own];
+  group_.end = group_.first_of[own + 1];
+  for (size_t i = 0; i < regions_.size(); ++i)
+    group_.source_order[i] =
+        group_.number_of[config_.source_order.empty() ? i : static_cast<size_t>(config_.source_order[i])];
+  if (network_ != nullptr) {
+    group_.net = network_->fill(group_);
+    seen_ = network_->seen();
+  }
+  const auto deadline_nsec = [](double seconds) {
+    return static_cast<uint64_t>(std::min(seconds * 1e9, static_cast<double>(gpu::kMostLivedNsec / 2)));
+  };
+  group_.arrival_nsec = deadline_nsec(config_.arrival_timeout_s);
+  group_.progress_nsec = deadline_nsec(config_.progress_timeout_s);
+  group_.bulk_copies = config_.bulk_copies && gpu::has_bulk_copies();
+  group_.error = reinterpret_cast<gpu::HostError*>(pinned_.base());
+  group_.counts = reinterpret_cast<gpu::HostCounts*>(pinned_.base() + kPinnedBytes);
+  plane_.start();
+  auto* const pulse = reinterpret_cast<gpu::HostPulse*>(pinned_.base() + kPulseOffset);
+  pulse_ = std::make_unique<Pulse>(*pulse, plane_);
+  group_.pulse = pulse;
+  watcher_ = start_thread("watching the GPU", [this] { watch(); });
+  const std::lock_guard lock(mutex_);
+  started_ = true;
+}
+
+void GpuEngine::check() const {
+  if (started_ && tell_fault() && is_bad_routing(*group_.error))
+    throw UsageFailure(UsageKind::kRouting, text_of(*group_.error));
+  plane_.check();
+}
+
+// A fault that a kernel found goes to all ranks; the first error of this rank wins. True if there is one.
+bool GpuEngine::tell_fault() const {
+  if (read_device_flag(&group_.error->published.value) == 0) return false;
+  if (plane_.failed()) return true;
+  ErrorRecord record;
+  {
+    const std::shared_lock held(memory_mutex_);
+    if (given_back_) return true;
+    record = record_of(*group_.error);
+  }
+  // A peer that has refused more calls will soon send the reason.
+  const bool peer_knows = record.kind == ErrorKind::kRankMismatch && record.seen > record.expected;
+  for (const uint64_t met = now_usec(); peer_knows && !plane_.failed() && now_usec() - met < kWhyUsec;) usleep(1000);
+  const std::shared_lock held(memory_mutex_);
+  if (!given_back_ && !plane_.failed()) plane_.spread(record);
+  return true;
+}
+
+void GpuEngine::wake() {
+  const std::shared_lock held(memory_mutex_);
+  if (network_ == nullptr) return;
+  plane_.wake();
+  network_->wake();
+}
+
+// Tells all ranks of this rank's faults; an error that reached this rank stops its kernels.
+void GpuEngine::watch() {
+  pthread_setname_np(pthread_self(), "uccl_ep_cuda");
+  const OnDevice guard(device_, std::nothrow);
+  const gpu::RelaxedCapture relaxed;  // the caller may be capturing a graph while an error is passed on
+  bool told = false, stopped = false;
+  uint64_t asked_usec = now_usec();
+  while (leaving_.read() == 0) {
+    if (!told) told = tell_fault();
+    if (!stopped && now_usec() - asked_usec > kContextUsec) {
+      asked_usec = now_usec();
+      // A fault of any kernel ends the context. Then no kernel of this engine runs that could exceed its deadline.
+      if (const std::string why = gpu::failure_of(control_stream_); !why.empty())
+        fail("lost its GPU's context, which an earlier kernel or call has broken: " + why);
+    }
+    if (!stopped && plane_.failed()) {
+      stopped = true;
+      gpu::copy_to_device(&layout_.local.in(group_.base[group_.rank])->stop, stop_word_, sizeof(*stop_word_),
+                          control_stream_, std::nothrow);
+    }
+    if (stopped)
+      usleep(1000);
+    else
+      plane_.wait_for_error(2000);
+  }
+}
+
+void GpuEngine::close(bool abort) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+  }
+  const OnDevice guard(device_, std::nothrow);
+  plane_.refuse_calls(abort || !started_);  // its proxy may run, though we have not started
+  if (started_)
+    gpu::synchronize(last_done_, std::nothrow);  // queued work ends normally, by the error, or by its deadline
+  plane_.leave();
+  if (started_) {
+    leaving_.publish(1);
+    watcher_.join();
+    gpu::synchronize(control_stream_, std::nothrow);
+  }
+  give_back();
+}
+
+// The proxy has stopped. The network has registered the host's memory with the driver, the transport ours with NICs.
+void GpuEngine::give_back() {
+  const std::lock_guard lock(mutex_);
+  const std::unique_lock held(memory_mutex_);
+  given_back_ = true;
+  if (started_) gpu::synchronize(last_done_, std::nothrow);  // of a thread that was in the middle of an operation
+  pulse_.reset();
+  network_.reset();
+  plane_.give_back();
+  for (gpu::DeviceMapping& region : regions_) region = gpu::DeviceMapping();
+  if (group_.trace == nullptr) trace_memory_.clear();
+  share_.give_back();
+}
+
+Stats GpuEngine::stats() const {
+  const std::lock_guard lock(mutex_);
+  Stats all = {{"dispatch.calls", static_cast<double>(num_dispatches_)},
+               {"combine.calls", static_cast<double>(num_combines_)},
+               {"dispatch.guesses", static_cast<double>(num_guesses_)},
+               {"dispatch.guesses_too_low", static_cast<double>(num_misses_)},
+               {"windows", static_cast<double>(num_windows_)},
+               {"rows.shipped", static_cast<double>(rows_shipped_)},
+               {"rows.placed", static_cast<double>(rows_placed_)},
+               {"rows.folded", static_cast<double>(rows_folded_)},
+               {"rows.relayed", static_cast<double>(rows_relayed_)},
+               {"memory.allocated_bytes", static_cast<double>(layout_.total_bytes + host_bytes(config_, layout_))},
+               {"memory.max_tokens", static_cast<double>(layout_.max_tokens)},
+               {"memory.window_bytes", static_cast<double>(layout_.half_bytes)},
+               {"memory.piece_bytes", static_cast<double>(layout_.piece_bytes)}};
+  if (topo_.num_domains() > 1)  // what the proxy counts
+    for (const auto& [name, value] : plane_.stats())
+      if (name.starts_with("ship.") || name.starts_with("credit.") || name.starts_with("proxy."))
+        all.emplace_back(name, value);
+  if (!started_ || closed_) return all;
+  const OnDevice guard(device_);
+  const gpu::RelaxedCapture relaxed;  // the caller may be capturing a graph
+  gpu::Local local{};
+  gpu::copy_to_host(&local, layout_.local.in(group_.base[group_.rank]), sizeof(local), control_stream_, std::nothrow);
+  gpu::synchronize(control_stream_, std::nothrow);
+  for (uint32_t s = 1; s < kNumSteps; ++s)
+    if (local.step_nsec[s] > 0)
+      all.emplace_back(std::string("step_seconds.") + step_name(static_cast<Step>(s)),
+                       static_cast<double>(local.step_nsec[s]) * 1e-9);
+  std::vector<uint64_t> waited_usec;
+  for (int rank = 0; rank < config_.num_ranks; ++rank)
+    waited_usec.push_back(local.waited_nsec[group_.number_of[rank]] / 1000);
+  put_straggler(all, waited_usec, config_.rank);
+  return all;
+}
+
+}  // namespace uccl_ep

@@ -1,0 +1,149 @@
+#include "engine/gpu/network.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "common/units.h"
+
+namespace uccl_ep {
+namespace {
+
+// Of `rank` in a list.
+size_t index_of(const std::vector<int>& ranks, int rank) {
+  return static_cast<size_t>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+}
+
+template <typename T>
+T* at(uint8_t* base, uint64_t offset) {
+  return reinterpret_cast<T*>(base + offset);
+}
+
+}  // namespace
+
+void register_with_nics(ControlPlane& plane, const gpu::DeviceMapping& own) {
+  const int fd = own.export_dmabuf();
+  try {
+    plane.register_device({own.base(), own.num_bytes(), "", fd});
+  } catch (...) {
+    if (fd >= 0) close(fd);
+    throw;
+  }
+  if (fd >= 0) close(fd);
+}
+
+Network::Network(ControlPlane& plane, const gpu::DeviceRegionLayout& layout, int rank, int device, bool has_nics,
+                 const std::vector<gpu::DeviceMapping>& regions)
+    : plane_(plane), layout_(layout), topo_(plane.topology()), rank_(rank), hosts_(regions.size()) {
+  DeviceRegions all;
+  if (has_nics)
+    visibility_ = std::make_unique<gpu::GpuVisibility>(device);
+  else
+    copies_ = std::make_unique<Copier>(std::make_unique<gpu::GpuCopies>(device));
+  all.copies = copies_.get();
+  if (visibility_ != nullptr && visibility_->needed()) all.nic_writes = visibility_.get();
+  for (const gpu::DeviceMapping& region : regions)
+    all.regions.push_back({region.base(), region.base() == nullptr ? 0 : region.num_bytes(), ""});
+  plane.attach_device(std::move(all));
+  for (int member : topo_.members[topo_.domain_of[rank]])
+    hosts_[static_cast<size_t>(member)] =
+        gpu::HostMapping(plane.region_base(member), round_up(plane.region_bytes(member), kPageBytes));
+}
+
+const uint8_t* Network::packets_of(const gpu::Group& group, uint32_t number) const {
+  const gpu::Net::From& from = net_.from[number];
+  return group.base[from.holder] + from.packets;
+}
+
+// Streams of others to our domain.
+void Network::fill_sources(const gpu::Group& group) {
+  const int own = topo_.domain_of[rank_];
+  for (int src = 0; src < topo_.num_ranks; ++src) {
+    gpu::Net::From& from = net_.from[group.number_of[src]];
+    from.holder = group.number_of[src];
+    if (topo_.domain_of[src] == own) continue;
+    const int holder = topo_.rail(src, own);
+    const RegionLayout theirs = make_device_layout(topo_, layout_.rings, holder);
+    const size_t i = index_of(theirs.incoming, src);
+    from.holder = group.number_of[holder];
+    from.stream = static_cast<uint32_t>(1 + i);
+    from.packets = theirs.header_landing[i].slots_offset;
+    from.rows = theirs.rows_landing[i].slots_offset;
+    from.rows_consumed = at<uint64_t>(host(holder), theirs.rows_landing[i].consumed_offset +
+                                                        static_cast<uint64_t>(topo_.local_of[rank_]) * kLineBytes);
+  }
+  const RegionLayout& mine = plane_.layout();
+  net_.num_relayed = static_cast<uint32_t>(mine.incoming.size());
+  for (size_t i = 0; i < mine.incoming.size(); ++i)
+    net_.relayed[1 + i] = {group.number_of[mine.incoming[i]], plane_.channels().out_of(mine.return_send[i]),
+                           mine.return_send[i].slots_offset};
+}
+
+// Our streams to other domains.
+void Network::fill_destinations(const gpu::Group& group) {
+  const RegionLayout& mine = plane_.layout();
+  for (int d = 0; d < topo_.num_domains(); ++d) {
+    if (d == topo_.domain_of[rank_]) continue;
+    gpu::Net::To& to = net_.to[d];
+    to.packets = mine.header_send[d].slots_offset;
+    to.rows = mine.rows_send[d].slots_offset;
+    to.returns = mine.return_landing[d].slots_offset;
+    to.packet_channel = plane_.channels().out_of(mine.header_send[d]);
+    to.row_channel = plane_.channels().out_of(mine.rows_send[d]);
+    to.returns_consumed = at<uint64_t>(host(rank_), mine.return_landing[d].consumed_offset);
+  }
+  net_.domain = static_cast<uint32_t>(topo_.domain_of[rank_]);
+  net_.commands.ring = at<uint64_t>(host(rank_), mine.commands_offset);
+  net_.commands.capacity = mine.num_commands;
+  auto* const state = layout_.net_state.in(group.base[group.rank]);
+  net_.commands.state = &state->producer;
+  net_.ended = at<uint64_t>(host(rank_), mine.ended_offset);
+}
+
+void Network::poll(const Seen& what, const void* word, uint64_t* flag, uint64_t* also) {
+  seen_.push_back(what);
+  net_.polled[net_.num_polled++] = {static_cast<const uint64_t*>(word), flag, also};
+}
+
+// Arrivals at all members, for us those that return sums; what of ours has left.
+void Network::fill_polled(const gpu::Group& group) {
+  uint8_t* const region = group.base[group.rank];
+  auto* const state = layout_.net_state.in(region);
+  for (int member : topo_.members[topo_.domain_of[rank_]]) {
+    const RegionLayout theirs = make_device_layout(topo_, layout_.rings, member);
+    const Channels channels = make_device_channels(topo_, layout_.rings, member);
+    const uint64_t* const board = at<uint64_t>(host(member), theirs.board_offset);
+    for (size_t c = 0; c < channels.in.size(); ++c) {
+      const uint32_t source = group.number_of[channels.in[c].peer];
+      const Seen what{TraceKind::kSeenArrived, channels.in[c].landing.kind, channels.in[c].peer, member};
+      if (what.ring == RingKind::kHeader)
+        poll(what, board + c, &layout_.header_full.in(region)[source].value,
+             &layout_.weights_full.in(region)[source].value);
+      else if (what.ring == RingKind::kRows)
+        poll(what, board + c, &state->rows_there[source].value);
+      else if (member == rank_)
+        poll(what, board + c, &state->returns_there[group.domain_of[source]].value);
+    }
+    if (member != rank_) continue;
+    for (size_t c = 0; c < channels.out.size(); ++c) {
+      const int peer = channels.out[c].peer;
+      const uint32_t to = group.domain_of[group.number_of[peer]];
+      const RingKind kind = channels.out[c].send.kind;
+      uint64_t& flag = kind == RingKind::kHeader ? state->packets_gone[to].value
+                       : kind == RingKind::kRows ? state->rows_gone[to].value
+                                                 : state->returns_gone[1 + index_of(theirs.incoming, peer)].value;
+      poll({TraceKind::kSeenFlushed, kind, peer, member}, board + channels.in.size() + c, &flag);
+    }
+  }
+}
+
+const gpu::Net* Network::fill(const gpu::Group& group) {
+  fill_sources(group);
+  fill_destinations(group);
+  fill_polled(group);
+  gpu::Net* const to = layout_.net.in(group.base[group.rank]);
+  gpu::copy_now(to, &net_, sizeof(net_));
+  return to;
+}
+
+}  // namespace uccl_ep

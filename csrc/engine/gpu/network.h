@@ -1,0 +1,64 @@
+// What a GPU engine has beside, where there are several domains: the memory of hosts that its kernels poll and write,
+// and what they know of the transport's rings.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backend/gpu/layout.h"
+#include "backend/gpu/net.h"
+#include "device/memory.h"
+#include "engine/group/control_plane.h"
+#include "transport/gpu/copies.h"
+#include "transport/gpu/visibility.h"
+
+namespace uccl_ep {
+
+// Lets the NICs of `plane` reach our device memory; before its handle is exported.
+void register_with_nics(ControlPlane& plane, const gpu::DeviceMapping& own);
+
+class Network {
+ public:
+  // `plane` is connected. `regions`: by rank; without NICs those of other domains, too. Both outlive this.
+  Network(ControlPlane& plane, const gpu::DeviceRegionLayout& layout, int rank, int device, bool has_nics,
+          const std::vector<gpu::DeviceMapping>& regions);
+
+  // What kernels are told, in device memory. `domain` is complete but for this.
+  const gpu::Net* fill(const gpu::Group& group);
+  // By any thread: an operation is to come.
+  void wake() {
+    if (copies_ != nullptr) copies_->wake();
+  }
+  // What the words say that kernels poll, by index in Net::polled.
+  struct Seen {
+    TraceKind kind;
+    RingKind ring;
+    int peer;    // whose chunks arrive; to whom ours leave
+    int member;  // where
+  };
+  const std::vector<Seen>& seen() const { return seen_; }
+  // Where the packets of a rank of another domain land, by the number that kernels use.
+  const uint8_t* packets_of(const gpu::Group& group, uint32_t number) const;
+
+ private:
+  // Memory of a member's host, as our GPU sees it.
+  uint8_t* host(int rank) const { return hosts_[static_cast<size_t>(rank)].on_device(); }
+  void fill_sources(const gpu::Group& group);
+  void fill_destinations(const gpu::Group& group);
+  void fill_polled(const gpu::Group& group);
+  void poll(const Seen& what, const void* word, uint64_t* flag, uint64_t* also = nullptr);
+
+  const ControlPlane& plane_;
+  const gpu::DeviceRegionLayout& layout_;
+  const Topology& topo_;
+  const int rank_;
+  std::vector<gpu::HostMapping> hosts_;  // by rank
+  std::unique_ptr<Copier> copies_;                    // only without NICs
+  std::unique_ptr<gpu::GpuVisibility> visibility_;  // only where a NIC writes
+  gpu::Net net_{};
+  std::vector<Seen> seen_;
+};
+
+}  // namespace uccl_ep

@@ -1,0 +1,31 @@
+// A thread that tells kernels that their host runs: their clock runs on while it does not. It calls nothing that may
+// wait, the GPU's runtime least of all.
+#pragma once
+
+#include <thread>
+
+#include "backend/gpu/layout.h"
+#include "engine/group/control_plane.h"
+#include "sync/flag.h"
+
+namespace uccl_ep {
+
+class Pulse {
+ public:
+  // Writes `words`, in pinned memory, about `plane`, which has started. Both outlive this.
+  Pulse(gpu::HostPulse& words, const ControlPlane& plane);
+  ~Pulse();
+  Pulse(const Pulse&) = delete;
+  Pulse& operator=(const Pulse&) = delete;
+
+ private:
+  void run();
+
+  gpu::HostPulse& words_;
+  const ControlPlane& plane_;
+  Flag stopping_;
+  Bell bell_;
+  std::thread thread_;
+};
+
+}  // namespace uccl_ep

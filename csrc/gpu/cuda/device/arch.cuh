@@ -1,0 +1,35 @@
+// What the architecture that kernels are compiled for has. Kernels ask for these traits, never for its number.
+#pragma once
+
+#include <cstdint>
+
+namespace uccl_ep::gpu {
+
+struct Arch {
+  bool converts_fp8;  // in one instruction
+  bool bulk_copies;   // between global and shared memory, with barriers that count their bytes
+  uint32_t vectors_ahead;  // that a warp which quantises loads, as far as there are registers
+};
+// number: 90 of compute_90. What comes after an architecture has what that one has.
+constexpr Arch arch_of(int number) {
+  return {.converts_fp8 = number >= 89,
+          .bulk_copies = number >= 90,
+          .vectors_ahead = number < 90    ? 1u
+                           : number < 120 ? 4u
+                                          : 2u};
+}
+
+#ifdef __CUDA_ARCH__
+constexpr Arch kArch = arch_of(__CUDA_ARCH__ / 10);
+#else
+constexpr Arch kArch = arch_of(90);  // the host's pass over a kernel
+#endif
+
+// Where there are no bulk copies, conversions to FP8 leave no registers for what is inlined elsewhere.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define UCCL_EP_INLINE_WHERE_ROOM __noinline__
+#else
+#define UCCL_EP_INLINE_WHERE_ROOM __forceinline__
+#endif
+
+}  // namespace uccl_ep::gpu

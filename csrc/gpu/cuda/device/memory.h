@@ -1,0 +1,71 @@
+// Memory that a GPU and others than its process reach: allocations that peers map, pinned and registered host memory.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "device/runtime.h"
+
+namespace uccl_ep::gpu {
+
+// One mapped allocation of device memory: ours, or a peer's. Its pages outlive their exporter while a peer has them
+// mapped.
+class DeviceMapping {
+ public:
+  DeviceMapping() = default;
+  DeviceMapping(DeviceMapping&& other) noexcept { swap(other); }
+  DeviceMapping& operator=(DeviceMapping&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  ~DeviceMapping();
+
+  // Zeroed memory of at least `num_bytes` on `device`.
+  static DeviceMapping create(int device, uint64_t num_bytes);
+  // Takes over `fd`, the exported handle of an allocation of `num_bytes` (as num_bytes() of its creator says).
+  static DeviceMapping import(int fd, int device, uint64_t num_bytes);
+  // A new descriptor of the allocation; the caller closes it.
+  int export_fd() const;
+  // A dmabuf of the allocation, for NICs to register; the caller closes it. -1 where the driver gives none.
+  int export_dmabuf() const;
+
+  uint8_t* base() const { return reinterpret_cast<uint8_t*>(address_); }
+  uint64_t num_bytes() const { return num_bytes_; }
+
+ private:
+  void map(int device);
+  void swap(DeviceMapping& other);
+
+  uint64_t address_ = 0;
+  uint64_t handle_ = 0;
+  uint64_t num_bytes_ = 0;
+};
+
+// Zeroed memory of the host that all GPUs reach at its own address. Move only.
+class PinnedMemory {
+ public:
+  PinnedMemory() = default;
+  explicit PinnedMemory(uint64_t num_bytes);
+
+  uint8_t* base() const { return memory_; }
+
+ private:
+  Owned<uint8_t*, cudaFreeHost> memory_;
+};
+
+// Host memory that somebody else allocated, while the current GPU reaches it. Move only.
+class HostMapping {
+ public:
+  HostMapping() = default;
+  // Whole pages.
+  HostMapping(uint8_t* memory, uint64_t num_bytes);
+
+  // As the GPU sees it; null: none.
+  uint8_t* on_device() const { return on_device_; }
+
+ private:
+  Owned<uint8_t*, cudaHostUnregister> memory_;
+  uint8_t* on_device_ = nullptr;
+};
+
+}  // namespace uccl_ep::gpu

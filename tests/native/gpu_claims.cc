@@ -1,0 +1,332 @@
+// What the CUDA backend works out on the host: where things lie, and how much memory a dispatch gets before its counts
+// are known. Neither needs a GPU.
+#include <algorithm>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "backend/gpu/layout.h"
+#include "backend/gpu/packet.h"
+#include "claims.h"
+#include "common/units.h"
+#include "engine/gpu/guess.h"
+
+using namespace uccl_ep;
+using gpu::PlanSizes;
+
+namespace {
+
+PlanSizes needs(uint32_t rows) { return {rows, rows / 2, rows, rows + 1, 100, rows / 3}; }
+
+CLAIM("nothing is guessed before something was seen, nor for no tokens") {
+  Guess guess;
+  PlanSizes sizes;
+  EXPECT(!guess.make(100, sizes));
+  guess.learn(100, needs(800));
+  EXPECT(!guess.make(0, sizes));
+  EXPECT(guess.make(100, sizes));
+}
+
+CLAIM("what comes again fits, and a sixteenth more of it") {
+  Guess guess;
+  PlanSizes sizes;
+  for (uint32_t rows : {1u, 800u, 32768u}) {
+    guess = {};
+    guess.learn(100, needs(rows));
+    EXPECT(guess.make(100, sizes));
+    EXPECT(needs(rows).fits(sizes));
+    EXPECT(needs(rows + rows / 16).fits(sizes));
+    EXPECT(!needs(rows + rows / 4 + 128).fits(sizes));
+  }
+}
+
+// The guess for `num_tokens` after dispatches of 100 tokens each that needed `rows`.
+uint32_t guessed_rows(uint64_t num_tokens, const std::vector<uint32_t>& rows) {
+  Guess guess;
+  PlanSizes sizes;
+  for (const uint32_t number : rows) guess.learn(100, needs(number));
+  EXPECT(guess.make(num_tokens, sizes));
+  return sizes.num_rows;
+}
+
+CLAIM("a guess is at most 5/4 of the least of the last four and 64") {
+  EXPECT_EQ(guessed_rows(100, {1000, 9000}), 1250u + 64u);
+  EXPECT_EQ(guessed_rows(100, {1000, 9000, 1200, 1100, 1200}), 1375u + 64u);  // of 1100; the 9000 is still known
+  EXPECT_EQ(guessed_rows(100, {1000, 9000, 1200, 1100, 1200, 1200}), 1275u + 64u);  // a sixteenth more than 1200
+}
+
+CLAIM("guesses go with the number of tokens, and stop before they leave 32 bits") {
+  EXPECT_EQ(guessed_rows(160, {1000}), 1700u + 64u);
+  EXPECT_EQ(guessed_rows(199, {4000000000u}), 4000000064u);
+}
+
+CLAIM("staged rows begin at multiples of 128 bytes and fit the widest row") {
+  for (uint64_t hidden = 128; hidden <= 16384; hidden += 128)
+    for (Dtype wire : {Dtype::kBf16, Dtype::kFp8, Dtype::kFp8Fp32, Dtype::kFp32}) {
+      const uint64_t bytes = gpu::staged_row_bytes(wire, hidden);
+      EXPECT_EQ(bytes % 128, 0u);
+      EXPECT(bytes >= wire_row_bytes(wire, hidden) && bytes < wire_row_bytes(wire, hidden) + 128);
+      EXPECT(wire == Dtype::kFp32 || bytes <= hidden * 2);
+    }
+}
+
+// Labels of domains, by rank.
+std::vector<int> several(const std::vector<int>& sizes) {
+  std::vector<int> labels;
+  for (size_t domain = 0; domain < sizes.size(); ++domain)
+    labels.insert(labels.end(), static_cast<size_t>(sizes[domain]), static_cast<int>(domain));
+  return labels;
+}
+std::vector<Topology> one_domain() {
+  std::vector<Topology> all;
+  for (int ranks : {1, 2, 4, 8, 64}) all.push_back(Topology::from_labels(several({ranks})));
+  return all;
+}
+std::vector<Topology> several_domains() {
+  std::vector<Topology> all;
+  for (const std::vector<int>& labels : {several({2, 2}),
+                                         several({1, 1, 1, 1}),
+                                         several({3, 1}),
+                                         {0, 1, 0, 1},
+                                         several({2, 2, 2}),
+                                         {2, 0, 1, 0, 2},
+                                         several({8, 8, 8, 8, 8, 8, 8, 8}),
+                                         several(std::vector<int>(64, 1)),
+                                         several({63, 1})})
+    all.push_back(Topology::from_labels(labels));
+  return all;
+}
+
+constexpr uint64_t kRowBytes[] = {256, 14336, 32768};  // of the widest row: 128 BF16, 7168 BF16, 8192 FP32
+
+// Calls check(topology, row_bytes, layout) for small, odd and usual budgets.
+template <typename Check>
+void for_layouts(const std::vector<Topology>& topologies, Check check) {
+  for (const Topology& topo : topologies)
+    for (uint64_t row_bytes : kRowBytes) {
+      const uint32_t experts = static_cast<uint32_t>(topo.num_ranks) * 32;
+      const uint64_t least = gpu::least_budget_bytes(topo, experts, row_bytes);
+      for (uint64_t budget : {least, least + 12345, 2 * least, uint64_t{64} << 20, uint64_t{512} << 20}) {
+        if (budget < least) continue;
+        const gpu::DeviceRegionLayout layout = gpu::make_layout(topo, experts, row_bytes, budget);
+        EXPECT(layout.total_bytes <= round_up(budget, gpu::kDevicePage));
+        check(topo, row_bytes, layout);
+      }
+    }
+}
+
+uint64_t bytes_of(const gpu::DeviceRegionLayout& layout, const std::string& name) {
+  for (const auto& [entry, bytes] : layout.entries)
+    if (entry == name) return bytes;
+  throw std::logic_error("no entry " + name);
+}
+
+void expect_adds_up(const gpu::DeviceRegionLayout& layout) {
+  uint64_t sum = 0;
+  for (const auto& [name, bytes] : layout.entries) sum += bytes;
+  EXPECT_EQ(sum, layout.total_bytes);
+}
+
+// The most pieces that a token block can have: a token reaches every member.
+uint32_t most_pieces(const gpu::DeviceRegionLayout& layout) { return gpu::kTokenBlock * layout.num_members; }
+
+// Rows of every wire dtype that are no wider than `row_bytes`.
+std::vector<uint64_t> wire_rows(uint64_t row_bytes) {
+  std::vector<uint64_t> bytes;
+  for (Dtype wire : {Dtype::kBf16, Dtype::kFp8, Dtype::kFp8Fp32, Dtype::kFp32})
+    for (uint64_t hidden : {row_bytes / 4, row_bytes / 2})
+      if (hidden % 128 == 0 && hidden > 0 && gpu::staged_row_bytes(wire, hidden) <= row_bytes)
+        bytes.push_back(gpu::staged_row_bytes(wire, hidden));
+  return bytes;
+}
+
+CLAIM("however wide rows are, the chunks of a window fit a relay's tag") {
+  const Topology topo = Topology::from_labels(several({1, 1}));
+  for (uint64_t row_bytes : {uint64_t{14336}, uint64_t{128} << 10, uint64_t{512} << 10}) {
+    const uint64_t budget = 8 * gpu::kMaxTokens * row_bytes;
+    const gpu::DeviceRegionLayout layout = gpu::make_layout(topo, 64, row_bytes, budget);
+    EXPECT(layout.rings.rows_slots <= gpu::kMaxRelayedChunks);
+    // Negative control: with a row in each chunk they would not.
+    EXPECT(gpu::window_tokens(layout, row_bytes) > gpu::kMaxRelayedChunks);
+  }
+}
+
+CLAIM("a region is within its budget, says what all of it is for, and holds a token block") {
+  for_layouts(one_domain(), [](const Topology&, uint64_t row_bytes, const gpu::DeviceRegionLayout& layout) {
+    expect_adds_up(layout);
+    EXPECT_EQ(bytes_of(layout, "rings"), 0u);
+    for (uint64_t bytes : wire_rows(row_bytes)) EXPECT(gpu::window_tokens(layout, bytes) >= gpu::kTokenBlock);
+    EXPECT(gpu::combine_window_tokens(layout, row_bytes, most_pieces(layout)) >= gpu::kTokenBlock);
+    EXPECT_EQ(layout.rows.offset % 128, 0u);
+  });
+}
+
+CLAIM("a region of several domains is within its budget, says what all of it is for, and begins with its rings") {
+  for_layouts(several_domains(), [](const Topology& topo, uint64_t, const gpu::DeviceRegionLayout& layout) {
+    expect_adds_up(layout);
+    EXPECT_EQ(layout.num_domains, static_cast<uint32_t>(topo.num_domains()));
+    EXPECT(layout.entries.front().first == "rings");
+    // What every rank ships and lands, as the transport lays it out, ends before the flags begin.
+    for (int rank = 0; rank < topo.num_ranks; ++rank)
+      EXPECT(make_device_layout(topo, layout.rings, rank).device_bytes <= layout.header_full.offset);
+    EXPECT_EQ(layout.entries.front().second, round_up(device_ring_bytes(topo, layout.rings), 256));
+    EXPECT_EQ(layout.header_full.offset, layout.entries.front().second);
+    // Kernels count slots of one size in both rings.
+    EXPECT(layout.slot_bytes == layout.rings.rows_slot_bytes && layout.slot_bytes == layout.rings.return_slot_bytes);
+    EXPECT(layout.row_slots == layout.rings.rows_slots && layout.return_slots == layout.rings.return_slots);
+    EXPECT_EQ(layout.slot_bytes % kDeviceRingAlignBytes, 0u);
+    EXPECT_EQ(layout.packet_bytes, layout.rings.packet_bytes);
+    EXPECT_EQ(layout.packet_bytes % kDeviceRingAlignBytes, 0u);
+    EXPECT_EQ(layout.rows.offset % 128, 0u);
+  });
+}
+
+CLAIM("a region for so many tokens holds them in one window, eight times as many in several, and is smaller") {
+  uint32_t smaller = 0, larger = 0;
+  std::vector<Topology> topologies = one_domain();
+  for (const Topology& topo : several_domains()) topologies.push_back(topo);
+  for (const Topology& topo : topologies)
+    for (uint64_t row_bytes : kRowBytes)
+      for (uint32_t tokens : {1u, 500u, 4096u, gpu::kMaxTokens}) {
+        const uint32_t experts = static_cast<uint32_t>(topo.num_ranks) * 4;
+        const uint64_t budget = std::max(gpu::least_budget_bytes(topo, experts, row_bytes), uint64_t{256} << 20);
+        const auto holds = [&](const gpu::DeviceRegionLayout& layout, uint32_t some) {
+          const uint32_t pieces = gpu::kTokenBlock * std::min(layout.num_members, 8u);
+          return gpu::window_tokens(layout, row_bytes) >= some &&
+                 gpu::combine_window_tokens(layout, row_bytes, pieces) >= some;
+        };
+        const gpu::DeviceRegionLayout all = gpu::make_layout(topo, experts, row_bytes, budget);
+        const gpu::DeviceRegionLayout sized = gpu::make_layout(topo, experts, row_bytes, budget, tokens);
+        const uint32_t whole = static_cast<uint32_t>(round_up(tokens, gpu::kTileTokens));
+        const uint64_t several = std::min<uint64_t>(all.max_tokens, round_up(8 * tokens, gpu::kTileTokens));
+        EXPECT(sized.total_bytes <= budget);
+        EXPECT(sized.total_bytes <= all.total_bytes || sized.max_tokens > all.max_tokens);
+        // Their routing has a place before any rows.
+        if (gpu::least_budget_bytes(topo, experts, row_bytes, tokens) <= budget)
+          EXPECT_EQ(sized.max_tokens, std::max<uint64_t>(several, whole));
+        else
+          EXPECT(several <= sized.max_tokens && sized.max_tokens < whole);
+        larger += sized.max_tokens > all.max_tokens;
+        EXPECT(holds(sized, tokens) || !holds(all, tokens));
+        EXPECT(sized.half_bytes <= whole * row_bytes);
+        smaller += sized.total_bytes < all.total_bytes / 2;
+      }
+  EXPECT(smaller > 20 && larger > 5);
+}
+
+// Whether the rows of a window of `tokens` fit the ring, the memory for staged rows, and a token block the window.
+bool dispatch_window_fits(const gpu::DeviceRegionLayout& layout, uint64_t bytes, uint32_t tokens) {
+  const uint64_t per_slot = layout.slot_bytes / bytes;
+  return tokens >= gpu::kTokenBlock && tokens % gpu::kTokenBlock == 0 && tokens <= layout.max_tokens &&
+         tokens * bytes <= layout.half_bytes && per_slot > 0 && (tokens + per_slot - 1) / per_slot <= layout.row_slots;
+}
+
+CLAIM("a window of a dispatch is at least a token block, and the ring to a domain holds it") {
+  uint32_t last = 0;
+  for_layouts(several_domains(), [&](const Topology&, uint64_t row_bytes, const gpu::DeviceRegionLayout& layout) {
+    EXPECT(!wire_rows(row_bytes).empty());
+    for (uint64_t bytes : wire_rows(row_bytes)) {
+      const uint32_t tokens = gpu::window_tokens(layout, bytes);
+      EXPECT(dispatch_window_fits(layout, bytes, tokens));
+      // Control: it is as large as it can be.
+      EXPECT(tokens == layout.max_tokens || !dispatch_window_fits(layout, bytes, tokens + gpu::kTokenBlock));
+      last = tokens;
+    }
+  });
+  EXPECT(last > 0);
+}
+
+// Whether the pieces of a window of `tokens` fit their memory, and its sums the ring beside the weights of all pairs.
+bool combine_window_fits(const gpu::DeviceRegionLayout& layout, uint64_t bytes, uint32_t pieces, uint32_t tokens) {
+  const uint64_t per_slot = layout.slot_bytes / bytes;
+  if (tokens < gpu::kTokenBlock || tokens % gpu::kTokenBlock != 0 || per_slot == 0) return false;
+  const uint64_t weights = gpu::weight_chunks(layout.max_pairs, layout.slot_bytes);
+  return uint64_t{tokens / gpu::kTokenBlock} * pieces * bytes <= layout.piece_bytes &&
+         weights * layout.slot_bytes >= 4 * uint64_t{layout.max_pairs} &&
+         (tokens + per_slot - 1) / per_slot + weights <= layout.return_slots;
+}
+
+CLAIM("a window of a combine is at least a token block, and the ring back holds its sums and all weights") {
+  for_layouts(several_domains(), [](const Topology&, uint64_t row_bytes, const gpu::DeviceRegionLayout& layout) {
+    for (uint64_t bytes : {row_bytes, row_bytes / 2})
+      for (uint32_t pieces : {1u, gpu::kTokenBlock, most_pieces(layout)}) {
+        if (bytes % 256 != 0) continue;
+        const uint32_t tokens = gpu::combine_window_tokens(layout, bytes, pieces);
+        EXPECT(tokens <= layout.max_tokens);
+        EXPECT(combine_window_fits(layout, bytes, pieces, tokens));
+        EXPECT(tokens == layout.max_tokens || !combine_window_fits(layout, bytes, pieces, tokens + gpu::kTokenBlock));
+      }
+  });
+}
+
+// Begin and end of the parts of a packet, in the order in which they must lie.
+std::vector<std::pair<uint64_t, uint64_t>> parts_of(const gpu::PacketSizes& s) {
+  const gpu::PacketParts p = gpu::packet_parts(s);
+  const uint64_t entries = (s.num_tokens + gpu::kTokenBlock - 1) / gpu::kTokenBlock + 1;
+  return {{0, sizeof(gpu::DeviceHeader)},
+          {p.counts, p.counts + uint64_t{4} * s.members * s.experts_per_rank},
+          {p.token_block_rows, p.token_block_rows + 4 * s.members * entries},
+          {p.token_block_pieces, p.token_block_pieces + 4 * entries},
+          {p.token_block_streams, p.token_block_streams + 4 * entries},
+          {p.weights, p.weights + (s.with_weights ? uint64_t{4} * s.pairs : 0)},
+          {p.lists, p.lists + sizeof(gpu::ListEntry) * uint64_t{s.rows}},
+          {p.pairs, p.pairs + sizeof(gpu::PairEntry) * uint64_t{s.pairs}},
+          {p.stream_pieces, p.stream_pieces + 4 * (uint64_t{s.stream_rows} + 1)},
+          {p.end, p.end}};
+}
+
+bool well_laid_out(const gpu::PacketSizes& sizes) {
+  const auto parts = parts_of(sizes);
+  for (size_t i = 0; i < parts.size(); ++i)
+    if (parts[i].first % 16 != 0 || (i > 0 && parts[i].first < parts[i - 1].second)) return false;
+  return true;
+}
+
+CLAIM("the parts of a packet are aligned and do not overlap") {
+  for (uint32_t members : {1u, 3u, 64u})
+    for (uint32_t tokens : {0u, 1u, 31u, 32u, 33u, gpu::kMaxTokens})
+      for (uint32_t pairs : {0u, 1u, 5u, gpu::kMaxTokens * gpu::kPairsPerToken})
+        for (uint32_t rows : {0u, 1u, members * tokens})
+          for (bool with_weights : {false, true}) {
+            EXPECT(well_laid_out({members, 3, tokens, rows, pairs, tokens, with_weights}));
+            EXPECT(well_laid_out({members, 256, tokens, rows, pairs, 0, with_weights}));
+          }
+  // Control: by 32 bits the pairs of the largest would begin before the lists end.
+  EXPECT(gpu::packet_parts({64, 4, gpu::kMaxTokens, 64 * gpu::kMaxTokens, 1u << 31, 0, true}).end >= 1ull << 32);
+}
+
+CLAIM("a packet has room for the most tokens, rows and pairs") {
+  auto topologies = several_domains();
+  for (const Topology& topo : one_domain()) topologies.push_back(topo);
+  for_layouts(topologies, [](const Topology& topo, uint64_t, const gpu::DeviceRegionLayout& layout) {
+    const uint32_t tokens = layout.max_tokens, experts = layout.num_experts / layout.num_ranks;
+    for (int domain = 0; domain < topo.num_domains(); ++domain) {
+      const uint32_t members = static_cast<uint32_t>(topo.size_of(domain));
+      const uint32_t stream = topo.num_domains() > 1 ? tokens : 0;
+      const auto end = [&](uint32_t pairs) {
+        return gpu::packet_parts({members, experts, tokens, members * tokens, pairs, stream, true}).end;
+      };
+      EXPECT(end(layout.max_pairs) <= layout.packet_bytes);
+      // Control: not much is wasted where the domain is the largest.
+      EXPECT(members < layout.num_members || end(layout.max_pairs + 64) > layout.packet_bytes);
+    }
+  });
+}
+
+CLAIM("with a known plan a packet is its header and the weights") {
+  const uint64_t header = round_up(sizeof(gpu::DeviceHeader), 16);
+  for (uint32_t pairs : {0u, 1u, 4u, 1000u, 1u << 21}) {
+    gpu::PacketSizes sizes;
+    sizes.pairs = pairs;
+    sizes.with_weights = true;
+    const gpu::PacketParts parts = gpu::packet_parts(sizes);
+    EXPECT_EQ(parts.weights, header);
+    EXPECT_EQ(parts.end, header + round_up(4 * uint64_t{pairs}, 16));
+    sizes.with_weights = false;
+    EXPECT_EQ(gpu::packet_parts(sizes).end, header);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) { return claims::main(argc, argv); }

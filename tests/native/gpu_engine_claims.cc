@@ -1,0 +1,389 @@
+// Whole CUDA engines, ranks as threads, kernels on the CPU: every byte is the host backend's, whatever order lanes,
+// warps, blocks, streams and ranks run in. UCCL_EP_CUDA_SEEDS=first:count tries other orders and other data.
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+#include "device/memory.h"
+#include "gpu_on_cpu/streams.h"
+#include "gpu_runs.h"
+#include "transport/gpu/visibility.h"
+
+using namespace uccl_ep;
+
+namespace {
+
+// By the environment, or one.
+void try_seeds(CudaRun run) {
+  uint64_t first = 1, count = 1;
+  if (const char* given = std::getenv("UCCL_EP_CUDA_SEEDS")) {
+    char* rest = nullptr;
+    first = std::strtoull(given, &rest, 10);
+    count = *rest == ':' ? std::strtoull(rest + 1, nullptr, 10) : 1;
+  }
+  for (run.seed = first; run.seed < first + count; ++run.seed) {
+    try {
+      same_as_host(run);
+    } catch (const std::exception& failure) {  // before another one hides it
+      throw std::logic_error("UCCL_EP_CUDA_SEEDS=" + std::to_string(run.seed) + ": " + failure.what());
+    }
+  }
+}
+}  // namespace
+
+CLAIM("one rank gives itself the host's bits") { try_seeds(run_of({0})); }
+CLAIM("2 ranks of a domain have the host's bits, BF16") { try_seeds(run_of({0, 0})); }
+CLAIM("4 ranks of a domain have the host's bits, FP32") { try_seeds(run_of({0, 0, 0, 0}, kFp32, kFp32)); }
+CLAIM("2 ranks of a domain have the host's bits, FP8, codes and scales") {
+  CudaRun run = run_of({0, 0}, kBf16, kFp8);
+  try_seeds(run);
+  run.fp8_codes = true;
+  try_seeds(run);
+}
+CLAIM("2 domains of a rank have the host's bits") { try_seeds(run_of({0, 1})); }
+CLAIM("2 domains of 2 ranks have the host's bits, FP32") { try_seeds(run_of({0, 0, 1, 1}, kFp32, kFp32)); }
+CLAIM("2 domains of 2 ranks have the host's bits, FP8") { try_seeds(run_of({0, 0, 1, 1}, kBf16, kFp8)); }
+CLAIM("4 domains of a rank have the host's bits") { try_seeds(run_of({0, 1, 2, 3})); }
+CLAIM("domains of 3 and 1 ranks have the host's bits") { try_seeds(run_of({0, 0, 0, 1})); }
+CLAIM("interleaved domains have the host's bits") { try_seeds(run_of({0, 1, 0, 1})); }
+CLAIM("plain loads in place of bulk copies give the same bits") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 0, 1, 1}}) {
+    CudaRun run = run_of(domain_of, kBf16, kFp8);
+    run.bulk_copies = false;
+    try_seeds(run);
+  }
+}
+CLAIM("compact rows of a map have the host's bits") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1, 0}}) {
+    CudaRun run = run_of(domain_of);
+    run.compact = run.is_map = true;
+    try_seeds(run);
+  }
+}
+CLAIM("maps of more columns than a warp reads at a time have the host's bits") {
+  for (uint32_t experts : {160, 150, 131}) {  // of two ranks: 320; and 300, 262, which are no multiples of 8
+    CudaRun run = run_of({0, 0});
+    run.experts_per_rank = experts;
+    run.is_map = true;
+    try_seeds(run);
+  }
+}
+CLAIM("tiles for which a block has no room, and so reads twice, have the host's bits") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}})
+    for (const bool is_map : {false, true}) {
+      CudaRun run = run_of(domain_of);
+      run.experts_per_rank = 1500;  // 60 KiB a tile
+      run.map_one_in = 500;
+      run.is_map = is_map;
+      run.num_tokens = {250, 130};
+      run.rounds = 1;
+      try_seeds(run);
+    }
+}
+CLAIM("padded experts, ranks without tokens and rows without weights have the host's bits") {
+  CudaRun run = run_of({0, 1, 0});
+  run.alignment = 16;
+  run.num_tokens = {0, 70, 1};
+  try_seeds(run);
+  run.with_weights = false;
+  try_seeds(run);
+}
+CLAIM("ranks that have nothing to wait for but that a late one enters wait for that") {
+  for (const std::vector<int>& domain_of : {std::vector<int>{0, 1}, {0, 0}}) {
+    CudaRun run = run_of(domain_of);
+    run.num_tokens = {0};
+    run.late_usec = 200'000;
+    run.arrival_timeout_s = 5;
+    try_seeds(run);
+  }
+}
+CLAIM("rows that an output has no room for are left out of the sums, and nobody waits for them") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}, {0, 0, 1, 1}, {0, 1, 2}}) {
+    CudaRun run = run_of(domain_of);
+    run.num_tokens = {90, 70};
+    run.capacity = 40;
+    try_seeds(run);
+    run.bulk_copies = false;
+    try_seeds(run);
+  }
+}
+CLAIM("what no row came for becomes padding where that is asked for, and is not touched otherwise") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1, 0}})
+    for (const bool pads : {false, true})
+      for (const bool compact : {false, true}) {
+        CudaRun run = run_of(domain_of);
+        run.num_tokens = {40, 0, 27};
+        run.rounds = 1;
+        run.capacity = 300;
+        run.is_spacious = true;
+        run.pad_to_capacity = pads;
+        run.compact = compact;
+        try_seeds(run);
+        if (!compact) run.alignment = 16;
+        run.wire = kFp8;
+        run.fp8_codes = true;
+        try_seeds(run);
+      }
+}
+CLAIM("blocks that only stage change no bit") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}}) {
+    CudaRun run = run_of(domain_of);
+    run.stage_sms = 5;
+    try_seeds(run);
+  }
+}
+CLAIM("rows that some warps plan and others place have the host's bits") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}}) {
+    CudaRun run = run_of(domain_of);
+    run.spare_bytes = 16 << 20;
+    run.num_tokens = {400, 220};  // a warp that places has more than 32 rows
+    run.rounds = 1;
+    try_seeds(run);
+  }
+}
+CLAIM("2 ranks of a domain have the host's bits in windows") { try_seeds(windows_of({0, 0}, kFp32, kFp32)); }
+CLAIM("2 domains of a rank have the host's bits in windows, FP32") { try_seeds(windows_of({0, 1}, kFp32, kFp32)); }
+CLAIM("2 domains of a rank have the host's bits in windows, BF16") { try_seeds(windows_of({0, 1}, kBf16, kBf16)); }
+CLAIM("a buffer for 64 tokens takes 200 in windows and has the host's bits") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}}) {
+    CudaRun run = run_of(domain_of, kFp32, kFp32);
+    run.num_tokens = {200, 130};
+    run.spare_bytes = 64 << 20;
+    run.rounds = 1;
+    run.least_windows = 4 * 2 + 1;
+    EXPECT_THROWS(std::logic_error, try_seeds(run));  // control: the budget would hold them in one
+    run.window_tokens = 64;
+    try_seeds(run);
+  }
+}
+CLAIM("regions of more than 4 GiB give what small ones give") {
+  CudaRun run = run_of({0, 1}, kFp32, kFp32);
+  run.hidden = 8192;
+  run.num_tokens = {70, 41};
+  run.spare_bytes = int64_t{6} << 30;
+  run.rounds = 1;
+  try_seeds(run);
+}
+CLAIM("rows of which the first are summed in parts have the host's bits") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 1}, {0, 0, 1, 1}})
+    for (uint32_t hidden : {2048, 3072, 3584}) {  // 2 and 3 short segments, 2 long ones
+      CudaRun run = run_of(domain_of);
+      run.hidden = hidden;
+      run.num_tokens = {70, 41};
+      try_seeds(run);
+    }
+}
+CLAIM("2 domains of 2 ranks have the host's bits in windows, FP8") {
+  CudaRun run = windows_of({0, 0, 1, 1}, kBf16, kFp8);
+  run.num_tokens = {128, 100, 0, 60};
+  run.least_windows = 0;
+  try_seeds(run);
+}
+CLAIM("4 domains of a rank have the host's bits in windows, a map") {
+  CudaRun run = windows_of({0, 1, 2, 3}, kFp32, kFp32);
+  run.is_map = run.compact = true;
+  run.hidden = 2048;
+  run.num_tokens = {128, 100, 0, 60};
+  run.least_windows = 4 + 1;
+  try_seeds(run);
+}
+CLAIM("what the network may do changes no bit, in windows of 2 domains of 2 ranks") {
+  CudaRun run = windows_of({0, 0, 1, 1}, kFp32, kFp32);
+  run.num_tokens = {128, 100, 0, 60};
+  run.least_windows = 4 + 1;
+  run.loop = everything();
+  try_seeds(run);
+}
+CLAIM("control: one other bit of one rank is seen") {
+  CudaRun run = run_of({0, 1});
+  run.rounds = 1;
+  auto hosts = make_ranks<HostRank>(run);
+  auto expected = results_of(run, hosts);
+  expected[1][0].combined[1].out.back() ^= 1;
+  auto ranks = make_ranks<CudaRank>(run);
+  EXPECT_THROWS(std::logic_error, compare(run, results_of(run, ranks), expected));
+}
+
+// ---- devices --------------------------------------------------------------------------------------------------------
+CLAIM("a thread without a GPU of its own leaves no context on the first one") {
+  std::thread([] { const gpu::OnDevice there(3); }).join();
+  EXPECT(gpu::has_context(3) && !gpu::has_context(0));
+  EXPECT(cudaSetDevice(1) == cudaSuccess);
+  {
+    const gpu::OnDevice there(3);
+  }
+  int device = -1;
+  EXPECT(cudaGetDevice(&device) == cudaSuccess && device == 1);
+}
+
+// ---- faults ---------------------------------------------------------------------------------------------------------
+namespace {
+
+// All ranks but those that `leave` dispatch; what each threw, and that it did so in time.
+void expect_failures(CudaRun run, const std::function<void(CudaRank&, int)>& leave, ErrorKind kind, double limit_s) {
+  auto ranks = make_ranks<CudaRank>(run);
+  by_ranks(run.num_ranks(), [&](int r) {
+    CudaRank& rank = *ranks[static_cast<size_t>(r)];
+    if (r == run.num_ranks() - 1 && leave) {
+      leave(rank, r);
+      return;
+    }
+    const uint64_t started = now_usec();
+    const RankInput in(run, r, 0);
+    try {
+      Dispatched got = rank.dispatch(in, false);
+      rank.combine(in, got);
+    } catch (const CommunicationFailure& failure) {
+      if (failure.record().kind != kind)
+        throw std::logic_error("another kind of error: " + std::string(failure.what()));
+      EXPECT(static_cast<double>(now_usec() - started) * 1e-6 < limit_s);
+      return;
+    }
+    throw std::logic_error("did not fail");
+  });
+}
+
+}  // namespace
+
+CLAIM("a rank of another domain that never comes is an error of all others within the deadline") {
+  CudaRun run = run_of({0, 0, 1});
+  run.arrival_timeout_s = 1.5;
+  expect_failures(run, [](CudaRank&, int) { usleep(3'000'000); }, ErrorKind::kArrivalTimeout, 12);
+}
+CLAIM("a rank of another domain that leaves is an error of all others at once") {
+  CudaRun run = run_of({0, 0, 1});
+  expect_failures(run, [](CudaRank& rank, int) { rank.engine().close(true); }, ErrorKind::kPeerFailed, 10);
+}
+CLAIM("a network that delivers nothing to a rank is an error of all within the deadline") {
+  CudaRun run = run_of({0, 1});
+  run.loop.drop_peer = 1;
+  run.arrival_timeout_s = 1.5;
+  expect_failures(run, {}, ErrorKind::kArrivalTimeout, 12);
+}
+CLAIM("operations in a graph wake the proxy at a replay, by nodes that wait for nothing") {
+  const CudaRun run = run_of({0, 1});
+  auto ranks = make_ranks<CudaRank>(run);
+  std::vector<CpuGraph> graphs(ranks.size());
+  by_ranks(run.num_ranks(), [&](int r) {
+    CudaRank& rank = *ranks[static_cast<size_t>(r)];
+    const RankInput in(run, r, 0);
+    rank.dispatch(in, false);
+    gpu_on_cpu::capture(rank.stream(), &graphs[static_cast<size_t>(r)]);
+    Dispatched got = rank.dispatch(in, true);
+    rank.combine(in, got);
+    gpu_on_cpu::capture(rank.stream(), nullptr);
+  });
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    EXPECT(graphs[r].host_nodes.size() == 2 && graphs[r].num_dependencies == 0);
+    const auto seconds_awake_after = [&](const std::function<void()>& call) {
+      usleep(50'000);  // it is asleep
+      const double before = ranks[r]->stat("proxy.busy_seconds");
+      call();
+      usleep(100'000);
+      return ranks[r]->stat("proxy.busy_seconds") - before;
+    };
+    for (const auto& node : graphs[r].host_nodes) EXPECT(seconds_awake_after(node) >= 0.008);
+    EXPECT(seconds_awake_after([] {}) < 0.05);  // as many have been launched as have ended
+  }
+}
+CLAIM("copies that the GPU does not take are an error of all at once") {
+  const CudaRun run = run_of({0, 1});
+  auto ranks = make_ranks<CudaRank>(run);
+  gpu_on_cpu::break_copies_of(1);
+  std::atomic<int> failures{0};
+  const uint64_t started = now_usec();
+  by_ranks(run.num_ranks(), [&](int r) {
+    try {
+      const RankInput in(run, r, 0);
+      Dispatched got = ranks[static_cast<size_t>(r)]->dispatch(in, false);
+      ranks[static_cast<size_t>(r)]->combine(in, got);
+      ranks[static_cast<size_t>(r)]->engine().check();
+    } catch (const CommunicationFailure& failure) {
+      EXPECT(std::string(failure.what()).find("copy between GPUs: CUDA: cudaMemcpy") != std::string::npos);
+      failures.fetch_add(1);
+    }
+  });
+  gpu_on_cpu::break_copies_of(-1);
+  EXPECT_EQ(failures.load(), 2);
+  EXPECT(now_usec() - started < 20'000'000);  // deadlines are 40 and 60 s
+}
+CLAIM("a context that is lost is an error, though no kernel runs any more that could find one") {
+  const CudaRun run = run_of({0});
+  auto ranks = make_ranks<CudaRank>(run);
+  GpuEngine& engine = ranks[0]->engine();
+  cudaStream_t stream = nullptr;
+  EXPECT(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+  Flag over;  // what comes before, which never ends
+  const auto wait = [](void* flag) {
+    while (static_cast<Flag*>(flag)->read() == 0) usleep(100);
+  };
+  EXPECT(cudaLaunchHostFunc(stream, wait, &over) == cudaSuccess);
+  const RankInput in(run, 0, 0);
+  DispatchArgs args = dispatch_args(run, in, true);
+  args.stream = stream;
+  const auto op = engine.dispatch(args);
+  usleep(300'000);
+  const bool waited = !op->wait_counts(0);
+  gpu_on_cpu::break_streams_of(0);
+  std::string heard;
+  for (const uint64_t deadline = now_usec() + 5'000'000; heard.empty() && now_usec() < deadline; usleep(1000)) {
+    try {
+      op->wait_counts(0);
+    } catch (const CommunicationFailure& failure) {
+      heard = failure.what();
+    }
+  }
+  gpu_on_cpu::break_streams_of(-1);
+  over.publish(1);
+  cudaStreamSynchronize(stream);
+  engine.close(true);
+  cudaStreamDestroy(stream);
+  EXPECT(waited);
+  EXPECT(heard.find("lost its GPU's context") != std::string::npos);
+}
+CLAIM("a routing that a later block refuses is an error of every rank's dispatch, which has no counts") {
+  CudaRun run = run_of({0, 0});
+  run.num_tokens = {130, 130};  // the last tile is block 1's
+  auto ranks = make_ranks<CudaRank>(run);
+  std::atomic<int> failures{0};
+  by_ranks(run.num_ranks(), [&](int r) {
+    RankInput in(run, r, 0);
+    const int64_t none = run.num_experts();
+    if (r == 1) std::memcpy(in.routing.data() + in.routing.size() - sizeof(none), &none, sizeof(none));
+    try {
+      ranks[static_cast<size_t>(r)]->dispatch(in, false);
+    } catch (const std::exception&) {
+      failures.fetch_add(1);
+    }
+    EXPECT(!ranks[static_cast<size_t>(r)]->had_counts());
+  });
+  EXPECT_EQ(failures.load(), 2);
+}
+CLAIM("a dispatch that is refused on a rank stops the kernels of the others before their memory goes") {
+  // Those that have asked for counts have launched nothing else when the error comes.
+  CudaRun run = run_of({0, 1, 0});
+  run.num_tokens = {1u << 16, 10, 10};
+  run.hidden = 128;
+  auto ranks = make_ranks<CudaRank>(run);
+  std::atomic<int> failures{0};
+  by_ranks(run.num_ranks(), [&](int r) {
+    const RankInput in(run, r, 0);
+    try {
+      ranks[static_cast<size_t>(r)]->dispatch(in, false);
+    } catch (const std::exception&) {
+      failures.fetch_add(1);
+    }
+  });
+  EXPECT_EQ(failures.load(), 3);
+}
+
+CLAIM("what NICs write is flushed once a call, by a GPU that does not order it") {
+  gpu::GpuVisibility visibility(3);
+  EXPECT(visibility.needed());
+  const uint64_t before = gpu_on_cpu::num_flushes();
+  visibility.flush();
+  visibility.flush();
+  EXPECT_EQ(gpu_on_cpu::num_flushes(), before + 2);
+}
+
+int main(int argc, char** argv) { return claims::main(argc, argv); }
