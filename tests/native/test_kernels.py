@@ -13,7 +13,7 @@ from tests.native.kernels import ARCHITECTURES, NVCC, SOURCES, kernels_of, known
 
 pytestmark = pytest.mark.skipif(not Path(NVCC).is_file(), reason=f"no nvcc ({NVCC})")
 
-FEWEST_THREADS = 512  # of a block of the large kernels
+FEWEST_THREADS = 384  # of a block of the large kernels
 REGISTERS = 65536  # of an SM
 
 
