@@ -83,10 +83,12 @@ PYBIND11_MODULE(_native, m) {
       formats.emplace_back(format.name, format.scale, format.code_bits, format.block, format.scale_bytes);
     return formats;
   });
-  m.def("quantize_fp8", [](uintptr_t src, uint64_t rows, uint32_t hidden, bool pow2, uintptr_t codes,
+  m.def("quantize_fp8", [](uintptr_t src, uint64_t rows, uint32_t hidden, const std::string& scale, uintptr_t codes,
                            uintptr_t scales) {
+    const RowFormat* const format = find_row_format("fp8", scale);
+    if (format == nullptr) throw UsageFailure(UsageKind::kConfig, "no FP8 rows with scales \"" + scale + "\"");
     for (uint64_t r = 0; r < rows; ++r)
-      host::fp8_quantize_row(pointer<const uint16_t>(src) + r * hidden, hidden, pow2 ? Dtype::kFp8 : Dtype::kFp8Fp32,
+      host::fp8_quantize_row(pointer<const uint16_t>(src) + r * hidden, hidden, format->id,
                              pointer<uint8_t>(codes) + r * hidden, pointer<float>(scales) + r * (hidden / kFp8Block));
   });
   m.def("dequantize_fp8", [](uintptr_t codes, uintptr_t scales, uint64_t rows, uint32_t hidden, uintptr_t out) {

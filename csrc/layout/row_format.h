@@ -1,8 +1,8 @@
 // How the elements of a row lie on the wire: codes, then perhaps scales. Declared once, for host, kernels and Python.
-// A new format is an entry here and its numerics: backend/host/numerics.cc, backend/gpu/{stage,place}.cuh,
-// oracle/fp8.py.
+// A new format of e4m3 codes is an entry in `kRowFormats`, its rule in `AllScaleRules`, and the same in oracle/fp8.py.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <string_view>
 
@@ -56,6 +56,51 @@ constexpr bool are_in_order() {
   return true;
 }
 static_assert(are_in_order());
+
+// ---- scales ---------------------------------------------------------------------------------------------------------
+// A rule gives the scale of a block by its largest magnitude, finite and above 0. Host and kernels have it from here,
+// so it consists of operations that IEEE 754 defines to the last bit. Scales lie within 2^-117 .. 2^119: the least code
+// times the least scale is still normal, the largest code times the largest scale still finite.
+constexpr float kE4m3Max = 448.0f;  // 1.75 * 2^8
+constexpr int32_t kLeastScaleExponent = -117, kLargestScaleExponent = 119;
+
+struct Pow2Scales {
+  static constexpr Dtype kWire = Dtype::kFp8;
+  static constexpr bool kArePow2 = true;  // the inverse is exact
+  // 2^ceil(log2(amax / 448)): amax's exponent minus 8, plus one if its mantissa is above 1.75.
+  static constexpr float of(float amax) {
+    const uint32_t bits = std::bit_cast<uint32_t>(amax);
+    const int32_t exponent = static_cast<int32_t>(bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000 ? 1 : 0);
+    const int32_t below = exponent < kLargestScaleExponent ? exponent : kLargestScaleExponent;
+    const int32_t clamped = below > kLeastScaleExponent ? below : kLeastScaleExponent;
+    return std::bit_cast<float>(static_cast<uint32_t>(clamped + 127) << 23);
+  }
+};
+struct Fp32Scales {
+  static constexpr Dtype kWire = Dtype::kFp8Fp32;
+  static constexpr bool kArePow2 = false;
+  static constexpr float of(float amax) {
+    const float scale = amax / kE4m3Max;
+    return scale > 0x1p-117f ? scale : 0x1p-117f;
+  }
+};
+template <typename... Rules>
+struct ScaleRules {
+  static constexpr bool has(Dtype wire) { return ((wire == Rules::kWire) || ...); }
+  static constexpr bool has_pow2(Dtype wire) { return ((Rules::kArePow2 && wire == Rules::kWire) || ...); }
+  static constexpr float scale_of(Dtype wire, float amax) {
+    float scale = 1.0f;
+    static_cast<void>(((wire == Rules::kWire && (scale = Rules::of(amax), true)) || ...));
+    return scale;
+  }
+};
+using AllScaleRules = ScaleRules<Pow2Scales, Fp32Scales>;
+constexpr bool have_rules() {
+  for (const RowFormat& format : kRowFormats)
+    if ((format.scale_bytes > 0) != AllScaleRules::has(format.id)) return false;
+  return true;
+}
+static_assert(have_rules(), "a quantised format needs a rule for its scales");
 
 constexpr bool is_quantised(Dtype wire) { return row_format(wire).scale_bytes > 0; }
 constexpr uint64_t wire_row_bytes(Dtype wire, uint64_t hidden) { return row_format(wire).row_bytes(hidden); }

@@ -35,7 +35,7 @@ import numpy as np
 from uccl_ep_train.core.native import load_native
 
 rows, codes, scales = np.zeros(256, np.uint16), np.zeros(512, np.uint8), np.zeros(4, np.float32)
-load_native().quantize_fp8(rows.ctypes.data, 4, 128, True, codes.ctypes.data, scales.ctypes.data)
+load_native().quantize_fp8(rows.ctypes.data, 4, 128, "pow2", codes.ctypes.data, scales.ctypes.data)
 """
 
 Program = Callable[[str], "subprocess.CompletedProcess[str]"]

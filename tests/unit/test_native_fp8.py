@@ -42,9 +42,7 @@ def native_quantize(x_TH: Tensor, mode: str) -> tuple[Tensor, Tensor]:
     x_TH = x_TH.contiguous()
     whole_codes, codes = guarded(num_rows * hidden, torch.uint8)
     whole_scales, scales = guarded(num_rows * hidden // fp8.BLOCK, torch.float32)
-    _native.quantize_fp8(
-        x_TH.data_ptr(), num_rows, hidden, mode == "pow2", codes.data_ptr(), scales.data_ptr()
-    )
+    _native.quantize_fp8(x_TH.data_ptr(), num_rows, hidden, mode, codes.data_ptr(), scales.data_ptr())
     assert_guards_intact(whole_codes, codes)
     assert_guards_intact(whole_scales, scales)
     return codes.reshape(num_rows, hidden), scales.reshape(num_rows, hidden // fp8.BLOCK)

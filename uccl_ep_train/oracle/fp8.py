@@ -26,7 +26,6 @@ BLOCK = 128
 E4M3_MAX = 448.0
 E4M3_MAX_CODE = 0x7E
 E4M3_NAN_CODE = 0x7F
-SCALE_MODES = ("pow2", "fp32")
 
 # The smallest non-zero code is 2^-9, so 2^-117 keeps every product code * scale at 2^-126 or above: a normal
 # number, in BF16 as in fp32. The largest is 448 = 1.75 * 2^8, so 2^119 keeps it below 2^128.
@@ -60,7 +59,7 @@ def quantize(x_TH: Tensor, scale_mode: str = "pow2") -> tuple[Tensor, Tensor]:
         raise DtypeError(f"quantize takes bfloat16 rows, got {x_TH.dtype}")
     if x_TH.dim() != 2 or x_TH.shape[1] % BLOCK:
         raise ShapeError(f"quantize takes [T, H] with H a multiple of {BLOCK}, got {tuple(x_TH.shape)}")
-    if scale_mode not in SCALE_MODES:
+    if scale_mode not in _SCALES:
         raise ConfigError(f"scale_mode is one of {SCALE_MODES}, got {scale_mode!r}")
     num_rows, hidden = x_TH.shape
     x_TBN = x_TH.to(torch.float32).reshape(num_rows, hidden // BLOCK, BLOCK)
@@ -68,7 +67,7 @@ def quantize(x_TH: Tensor, scale_mode: str = "pow2") -> tuple[Tensor, Tensor]:
     finite_TB = torch.isfinite(x_TBN).all(dim=-1)
     x_TBN = torch.where(finite_TB.unsqueeze(-1), x_TBN, 0.0)
     amax_TB = x_TBN.abs().amax(dim=-1)
-    scales_TB = _pow2_scale(amax_TB) if scale_mode == "pow2" else _fp32_scale(amax_TB)
+    scales_TB = _SCALES[scale_mode](amax_TB)
     scales_TB = torch.where(amax_TB > 0, scales_TB, 1.0)
 
     codes_TBN = encode_e4m3(x_TBN / scales_TB.unsqueeze(-1))
@@ -173,6 +172,10 @@ def _fp32_scale(amax: Tensor) -> Tensor:
     # A tensor as divisor: with a Python number, torch multiplies by its rounded reciprocal on some devices.
     scale = amax / torch.full_like(amax, E4M3_MAX)
     return scale.clamp(min=2.0**MIN_SCALE_EXPONENT)
+
+
+_SCALES = {"pow2": _pow2_scale, "fp32": _fp32_scale}
+SCALE_MODES = tuple(_SCALES)
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:

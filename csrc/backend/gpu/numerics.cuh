@@ -83,13 +83,4 @@ __device__ __forceinline__ bool has_nan_code(uint32_t codes) {
   return (((codes & 0x7F7F7F7Fu) + 0x01010101u) & 0x80808080u) != 0;
 }
 
-// ceil(log2(amax / 448)), clamped: see pow2_scale_exponent of the host backend.
-__device__ __forceinline__ float pow2_scale(float amax) {
-  const uint32_t bits = __float_as_uint(amax);
-  int exponent = static_cast<int>(bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000 ? 1 : 0);
-  exponent = min(max(exponent, -117), 119);
-  return __uint_as_float(static_cast<uint32_t>(exponent + 127) << 23);
-}
-__device__ __forceinline__ float fp32_scale(float amax) { return fmaxf(__fdiv_rn(amax, 448.0f), 0x1p-117f); }
-
 }  // namespace uccl_ep::gpu

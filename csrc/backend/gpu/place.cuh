@@ -133,7 +133,7 @@ __device__ __forceinline__ void dequantise(const uint8_t* row, const StageArgs& 
     const float scale = scales[i / 8];
     const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
     uint32_t out[8];
-    bool simple = args.wire == Dtype::kFp8 && scale <= 0x1p7f;
+    bool simple = AllScaleRules::has_pow2(args.wire) && scale <= 0x1p7f;
 #pragma unroll
     for (uint32_t word : words) simple = simple && !has_nan_code(word);
     if (simple) {

@@ -48,7 +48,7 @@ struct Codes {
   float scale;
 };
 // Several at a time: their steps are independent of each other, each is a chain of latencies.
-template <bool kPow2, uint32_t kBatch>
+template <typename Rule, uint32_t kBatch>
 __device__ __forceinline__ void quantise(const uint4 (&raw)[kBatch], Codes (&out)[kBatch]) {
   uint32_t most[kBatch];  // two at a time; magnitudes of floats order like their bits
 #pragma unroll
@@ -65,15 +65,14 @@ __device__ __forceinline__ void quantise(const uint4 (&raw)[kBatch], Codes (&out
     const uint32_t bits = max(most[u] & 0xFFFF, most[u] >> 16);
     const uint32_t words[4] = {raw[u].x, raw[u].y, raw[u].z, raw[u].w};
     const float amax = __uint_as_float(bits << 16);
-    const float scale = bits == 0 ? 1.0f : kPow2 ? pow2_scale(amax) : fp32_scale(amax);
-    // The inverse of a power of two is exact.
-    const float inverse = kPow2 ? __uint_as_float((254u << 23) - __float_as_uint(scale)) : 0.0f;
+    const float scale = bits == 0 ? 1.0f : Rule::of(amax);
+    const float inverse = Rule::kArePow2 ? __uint_as_float((254u << 23) - __float_as_uint(scale)) : 0.0f;
     uint32_t packed[4];
 #pragma unroll
     for (uint32_t w = 0; w < 4; ++w) {
       const float low = __uint_as_float(words[w] << 16), high = __uint_as_float(words[w] & 0xFFFF0000u);
-      packed[w] =
-          kPow2 ? pack_e4m3(low * inverse, high * inverse) : pack_e4m3(__fdiv_rn(low, scale), __fdiv_rn(high, scale));
+      packed[w] = Rule::kArePow2 ? pack_e4m3(low * inverse, high * inverse)
+                                 : pack_e4m3(__fdiv_rn(low, scale), __fdiv_rn(high, scale));
     }
     constexpr uint32_t kAllNan = 0x01010101u * kE4m3Nan;
     const bool finite = bits < kBf16Inf;
@@ -84,8 +83,9 @@ __device__ __forceinline__ void quantise(const uint4 (&raw)[kBatch], Codes (&out
 }
 
 // By a warp. With powers of two the next vectors are loaded meanwhile.
-template <bool kPow2>
+template <typename Rule>
 __device__ __forceinline__ void quantise_row(const uint4* from, const Outs& outs, uint32_t hidden, uint32_t lane) {
+  constexpr bool kPow2 = Rule::kArePow2;
   constexpr uint32_t kBatch = kPow2 ? kArch.vectors_ahead : 1;
   const uint32_t end = hidden / 8;
   uint4 next[kBatch];
@@ -104,7 +104,7 @@ __device__ __forceinline__ void quantise_row(const uint4* from, const Outs& outs
     for (uint32_t u = 0; u < kBatch; ++u) raw[u] = next[u];
     if (kPow2) load_batch(begin + kBatch * kWarp);
     Codes out[kBatch];
-    quantise<kPow2>(raw, out);
+    quantise<Rule>(raw, out);
     outs.each([&](uint8_t* to) {
 #pragma unroll
       for (uint32_t u = 0; u < kBatch; ++u) {
@@ -118,8 +118,22 @@ __device__ __forceinline__ void quantise_row(const uint4* from, const Outs& outs
 }
 
 // Not inlined: a division is a call that would make its caller spill.
+template <typename Rule>
 __device__ __noinline__ void quantise_row_divided(const uint4* from, const Outs outs, uint32_t hidden, uint32_t lane) {
-  quantise_row<false>(from, outs, hidden, lane);
+  quantise_row<Rule>(from, outs, hidden, lane);
+}
+template <typename Rule>
+__device__ __forceinline__ void quantise_row_by(const uint4* from, const Outs& outs, uint32_t hidden, uint32_t lane) {
+  if constexpr (Rule::kArePow2)
+    quantise_row<Rule>(from, outs, hidden, lane);
+  else
+    quantise_row_divided<Rule>(from, outs, hidden, lane);
+}
+// By the rule of the wire format. False: it has none.
+template <typename... Rules>
+__device__ __forceinline__ bool quantise_row(ScaleRules<Rules...>, const StageArgs& args, const uint4* from,
+                                             const Outs& outs, uint32_t lane) {
+  return ((args.wire == Rules::kWire && (quantise_row_by<Rules>(from, outs, args.hidden, lane), true)) || ...);
 }
 
 // What a block stages: of tokens [begin, end) the row groups first, first + count, ... with a flag each.
@@ -174,12 +188,7 @@ __device__ inline void tell_staged(const Kernel& k, const StageShare& share, Sta
 __device__ __forceinline__ void stage_row(const StageArgs& args, uint32_t token, const Outs& outs, uint32_t lane) {
   const uint32_t vectors = args.hidden * dtype_bytes(args.dtype) / 16;
   const uint4* const from = reinterpret_cast<const uint4*>(args.x) + uint64_t{token} * vectors;
-  if (args.wire == Dtype::kFp8)
-    quantise_row<true>(from, outs, args.hidden, lane);
-  else if (args.wire == Dtype::kFp8Fp32)
-    quantise_row_divided(from, outs, args.hidden, lane);
-  else
-    copy_row(from, outs, vectors, lane);
+  if (!quantise_row(AllScaleRules{}, args, from, outs, lane)) copy_row(from, outs, vectors, lane);
 }
 
 // The part of our stream to a domain that a window ships. Of a new plan, which is not complete yet, the first.

@@ -14,9 +14,6 @@ constexpr uint32_t kFp32Nan = 0x7FC00000;
 constexpr uint32_t kFp32Inf = 0x7F800000;
 constexpr uint16_t kBf16Inf = 0x7F80;
 constexpr uint8_t kE4m3Nan = 0x7F;
-constexpr float kE4m3Max = 448.0f;  // 1.75 * 2^8
-constexpr int32_t kLeastExponent = -117;
-constexpr int32_t kLargestExponent = 119;
 
 // Vectors that the compiler maps to what the instruction set has. A cast between them keeps the bits.
 typedef float FloatV __attribute__((vector_size(32)));
@@ -83,13 +80,11 @@ UCCL_EP_INLINE float e4m3_to_fp32(uint8_t code) {
   return std::bit_cast<float>(select(magnitude == kE4m3Nan, kFp32Nan, finite));
 }
 
-// ceil(log2(amax / 448)) for a finite amax > 0: 448 = 1.75 * 2^8, so it is amax's exponent minus 8, plus one if amax's
-// mantissa is above 1.75. Clamped to [-117, 119]: the least code times the least scale is still normal, the largest
-// code times the largest scale is still finite.
-UCCL_EP_INLINE int32_t pow2_scale_exponent(float amax) {
-  const uint32_t bits = std::bit_cast<uint32_t>(amax);
-  const int32_t exponent = static_cast<int32_t>(bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000 ? 1 : 0);
-  return std::clamp(exponent, kLeastExponent, kLargestExponent);
+// Whether a scale is 2^exponent.
+UCCL_EP_INLINE bool is_pow2(float scale, int32_t& exponent) {
+  const uint32_t bits = std::bit_cast<uint32_t>(scale);
+  exponent = static_cast<int32_t>(bits >> 23) - 127;
+  return (bits & 0x7FFFFF) == 0 && exponent >= kLeastScaleExponent && exponent <= kLargestScaleExponent;
 }
 UCCL_EP_INLINE float pow2(int32_t exponent) {
   return std::bit_cast<float>(static_cast<uint32_t>(exponent + 127) << 23);
@@ -144,6 +139,20 @@ UCCL_EP_INLINE void encode_block_saturating(const uint16_t* x, float scale, uint
   for (uint32_t i = 0; i < kFp8Block; ++i) codes[i] = fp32_to_e4m3(bf16_to_fp32(x[i]) / scale);
 }
 
+// `least_bits`: of the least magnitude that is not 0. A power of two has an exact inverse, so that all ways give the
+// same codes.
+UCCL_EP_INLINE void encode_by(float scale, const uint16_t* x, int32_t least_bits, uint8_t* codes) {
+  int32_t exponent = 0;
+  if (!is_pow2(scale, exponent))
+    encode_block<false>(x, scale, codes);
+  else if (exponent == kLargestScaleExponent)  // only below a clamped scale a value may be larger than 448
+    encode_block_saturating(x, scale, codes);
+  else if (least_bits >= (exponent - 6 + 127) << 7)  // no code is subnormal
+    encode_block_normal(x, exponent, codes);
+  else
+    encode_block<true>(x, pow2(-exponent), codes);
+}
+
 // Values of finite codes, whose bits lie shifted to where an fp32 has exponent and mantissa. Exact. Read as a normal
 // number, a subnormal code gives too much; twice that minus 2^-6 is its value, and not less than that of a normal code.
 UCCL_EP_INLINE void decode_lanes(const UintV& shifted, FloatV& values) {
@@ -191,11 +200,9 @@ UCCL_EP_INLINE bool decode_block_normal(const uint8_t* codes, int32_t exponent, 
 }
 
 UCCL_EP_INLINE void decode_any(const uint8_t* codes, float scale, uint16_t* out) {
-  const uint32_t bits = std::bit_cast<uint32_t>(scale);
-  const int32_t exponent = static_cast<int32_t>(bits >> 23) - 127;
-  const bool is_pow2 = (bits & 0x7FFFFF) == 0 && exponent >= kLeastExponent && exponent <= kLargestExponent;
-  if (is_pow2 && !decode_block_normal(codes, exponent, out)) return;
-  if (bits < kFp32Inf && !decode_block(codes, scale, out)) return;
+  int32_t exponent = 0;
+  if (is_pow2(scale, exponent) && !decode_block_normal(codes, exponent, out)) return;
+  if (std::bit_cast<uint32_t>(scale) < kFp32Inf && !decode_block(codes, scale, out)) return;
   for (uint32_t i = 0; i < kFp8Block; ++i) out[i] = fp32_to_bf16(e4m3_to_fp32(codes[i]) * scale);
 }
 
@@ -218,19 +225,9 @@ UCCL_EP_MULTIVERSION void fp8_quantize_row(const uint16_t* x_bf16, uint32_t hidd
       std::memset(out, kE4m3Nan, kFp8Block);
     } else if (amax_bits == 0) {
       for (uint32_t i = 0; i < kFp8Block; ++i) out[i] = static_cast<uint8_t>(x[i] >> 8);  // the sign of a zero
-    } else if (wire == Dtype::kFp8) {
-      const int32_t exponent = pow2_scale_exponent(bf16_to_fp32(amax_bits));
-      const int32_t least_normal = (exponent - 6 + 127) << 7;
-      scale = pow2(exponent);
-      if (exponent == kLargestExponent)  // only below a clamped scale a value may be larger than 448
-        encode_block_saturating(x, scale, out);
-      else if (least_bits + 1 >= least_normal)
-        encode_block_normal(x, exponent, out);
-      else
-        encode_block<true>(x, pow2(-exponent), out);
     } else {
-      scale = std::max(bf16_to_fp32(amax_bits) / kE4m3Max, 0x1p-117f);
-      encode_block<false>(x, scale, out);
+      scale = AllScaleRules::scale_of(wire, bf16_to_fp32(amax_bits));
+      encode_by(scale, x, least_bits + 1, out);
     }
     scales[block] = scale;
   }
