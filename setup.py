@@ -46,6 +46,15 @@ COMPILE_FLAGS = [
     *([*SANITIZE, "-O1", "-g1", "-fno-omit-frame-pointer"] if SANITIZER else []),
 ]
 
+C_INTERFACE = ("csrc/c_api/uccl_ep.cc",)  # of the shared library alone
+C_HEADER = "csrc/c_api/uccl_ep.h"
+PKG_CONFIG = """prefix=${pcfiledir}/../..
+Name: uccl_ep
+Description: Dispatch and combine of Mixture-of-Experts models
+Version: 1
+Cflags: -I${prefix}/include
+Libs: -L${prefix}/lib -Wl,-rpath,${prefix}/lib -luccl_ep
+"""
 BUILD = ("setup.py", "csrc/units.py", f"{GPU_LAYER}/build.py")
 STANDARD = "csrc/common/standard.h"  # compiled once, ahead of all others
 REPORT = "compile_time.json"
@@ -98,15 +107,42 @@ class BuildExt(build_ext):
     def build_extension(self, ext: Pybind11Extension) -> None:
         """One pool for both compilers, the longest units first, so that no core idles at the end."""
         kernels = [str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cu")] if nvcc else []
-        units = UNITS["longest_first"]([*ext.sources, *kernels])
+        units = UNITS["longest_first"]([*ext.sources, *kernels, *C_INTERFACE])
         objects = {source: self.object_of(source) for source in units}
         if not SANITIZER:
             commands = [{**self.command_of(ext, source), "directory": str(ROOT)} for source in units]
             COMMANDS.write_text(json.dumps(commands, indent=1))
         stale = [source for source in units if not is_current(objects[source], source)]
         self.compile_all(ext, stale, len(units))
-        ext.sources, ext.extra_objects = [], sorted(map(str, objects.values()))
+        ext.sources = []
+        ext.extra_objects = sorted(str(objects[unit]) for unit in units if unit not in C_INTERFACE)
         super().build_extension(ext)
+        core = [str(objects[unit]) for unit in units if not unit.startswith("csrc/bindings/")]
+        self.install_c_interface(ext, sorted(core))
+
+    def install_c_interface(self, ext: Pybind11Extension, objects: list[str]) -> None:
+        """The shared library with its header, and what pkg-config says of them: no Python in it."""
+        package = Path(self.build_lib) / "uccl_ep_train"
+        for folder in ("include", "lib/pkgconfig"):
+            (package / folder).mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / C_HEADER, package / "include" / Path(C_HEADER).name)
+        (package / "lib" / "pkgconfig" / "uccl_ep.pc").write_text(PKG_CONFIG)
+        self.compiler.link_shared_object(
+            objects,
+            str(package / "lib" / "libuccl_ep.so"),
+            libraries=ext.libraries,
+            library_dirs=ext.library_dirs,
+            extra_preargs=SANITIZE,
+            extra_postargs=["-Wl,-soname,libuccl_ep.so"],
+            target_lang="c++",
+        )
+
+    def copy_extensions_to_source(self) -> None:
+        """For editable installs."""
+        super().copy_extensions_to_source()
+        for folder in ("include", "lib"):
+            built = Path(self.build_lib) / "uccl_ep_train" / folder
+            shutil.copytree(built, ROOT / "uccl_ep_train" / folder, dirs_exist_ok=True)
 
     def compile_all(self, ext: Pybind11Extension, sources: list[str], num_units: int) -> None:
         """Says after each unit how long the rest will take, and keeps what all took, for CI."""
@@ -201,7 +237,7 @@ class BuildExt(build_ext):
 
 def extension() -> Pybind11Extension:
     csrc = ROOT / "csrc"
-    sources = sorted(csrc.rglob("*.cc"))
+    sources = [path for path in sorted(csrc.rglob("*.cc")) if str(path.relative_to(ROOT)) not in C_INTERFACE]
     headers = [path for pattern in ("*.h", "*.cuh") for path in sorted(csrc.rglob(pattern))]
     options: dict[str, list] = {
         "include_dirs": ["csrc"],

@@ -15,7 +15,7 @@ from uccl_ep_train.earlier_paths import HOMES
 
 # An #include may only point down this list, or stay in its folder.
 LAYERS = [
-    *("bindings", "engine", "proxy", "transport", "backend", "queue", "sync", "device", "layout", "common"),
+    *("bindings", "c_api", "engine", "proxy", "transport", "backend", "queue", "sync", "device", "layout", "common"),
 ]
 # The layer of a vendor's GPUs; its folder is on the include path.
 DEVICE = ("gpu", "cuda")
