@@ -37,6 +37,7 @@ _DEFINED_IN = {
     "Memory": "settings.config",
     "MemoryPlan": "core.stats",
     "Network": "settings.config",
+    "Operators": "api.operators",
     "PendingCombine": "api.buffer",
     "PendingDispatch": "api.buffer",
     "Topology": "core.topology",
@@ -59,6 +60,7 @@ __all__ = [
     "Memory",
     "MemoryPlan",
     "Network",
+    "Operators",
     "PendingCombine",
     "PendingDispatch",
     "Topology",
@@ -70,6 +72,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from uccl_ep_train.api.buffer import Buffer, PendingCombine, PendingDispatch
+    from uccl_ep_train.api.operators import Operators
     from uccl_ep_train.common.handle import DispatchHandle, DispatchResult
     from uccl_ep_train.core.stats import MemoryPlan, memory_plan
     from uccl_ep_train.core.topology import Topology

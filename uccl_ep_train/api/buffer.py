@@ -188,14 +188,14 @@ class Buffer:
         outputs, handle = launched.outputs, launched.handle
         rows, row_weights = cast(Tensor, launched.rows), outputs.row_weights
         if call.attach:
-            written, gradients = (outputs.rows, row_weights), self._combine_gradients(handle)
+            written, gradients = (outputs.rows, row_weights), self.combine_gradients(handle)
             rows, row_weights = autograd.attach_dispatch(call.x, call.routed.values, written, gradients)
         return DispatchResult(
             rows, launched.tokens_per_expert, row_weights, handle, outputs.row_experts, launched.overflow
         )
 
-    def _combine_gradients(self, handle: DispatchHandle) -> autograd.CombineGradients:
-        """The backward of a dispatch."""
+    def combine_gradients(self, handle: DispatchHandle) -> autograd.CombineGradients:
+        """The backward of a dispatch, which may be called any number of times."""
 
         def run(grad_rows_RH: Tensor, grad_row_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
             self._ready()
