@@ -18,29 +18,29 @@ from setuptools._distutils.ccompiler import gen_preprocess_options
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-# The environment is read in one file only; it needs nothing but the standard library.
+# Only env.py reads the environment; it needs nothing but the standard library.
 ENV = runpy.run_path(str(ROOT / "uccl_ep_train" / "settings" / "env.py"))
 WERROR = ENV["warnings_are_errors"]()
 SANITIZER = ENV["sanitizer"]()
 SANITIZE = [f"-fsanitize={SANITIZER}", "-fno-sanitize-recover=all"] if SANITIZER else []
 UNITS = runpy.run_path(str(ROOT / "csrc" / "units.py"), run_name="units")
-GPU_LAYER = "csrc/gpu/cuda"  # the vendor's: on the include path, with the way to compile kernels
+GPU_LAYER = "csrc/gpu/cuda"  # the vendor's layer: its headers, and in build.py how to compile kernels
 GPU = runpy.run_path(str(ROOT / GPU_LAYER / "build.py"), run_name="build")
 ARCHS = GPU["chosen"](ENV["cuda_architectures"]())
 CUDA_HOME = ENV["read"]("CUDA_HOME", "/usr/local/cuda")
 
 COMPILE_FLAGS = [
     "-O3",
-    # Results are bit-exact by contract: no reassociation and no fused multiply-add behind our back.
+    # Results are bit-exact by contract: the compiler must not reassociate or fuse multiply-adds.
     "-fno-fast-math",
     "-ffp-contract=off",
     "-fvisibility=hidden",
     "-Wall",
     "-Wextra",
     "-Wshadow",
-    # Writes the headers each object depends on next to it, for `needs_recompile`.
+    # Lists the headers of each object in a file beside it, for `is_current`.
     "-MMD",
-    # Warnings of other people's headers are not ours to fix.
+    # No warnings about headers of other projects.
     *(f"-isystem{path}" for path in (pybind11.get_include(), sysconfig.get_path("include"))),
     *(["-Werror"] if WERROR else []),
     *([*SANITIZE, "-O1", "-g1", "-fno-omit-frame-pointer"] if SANITIZER else []),
@@ -56,13 +56,13 @@ Cflags: -I${prefix}/include
 Libs: -L${prefix}/lib -Wl,-rpath,${prefix}/lib -luccl_ep
 """
 BUILD = ("setup.py", "csrc/units.py", f"{GPU_LAYER}/build.py")
-STANDARD = "csrc/common/standard.h"  # compiled once, ahead of all others
+STANDARD = "csrc/common/standard.h"  # compiled once, before all units
 REPORT = "compile_time.json"
 COMMANDS = ROOT / "compile_commands.json"  # how each unit is compiled, for editors
 
 
 def compiled_for(compiler: str | None) -> list[str]:
-    """Of the architectures that were asked for those that the compiler knows."""
+    """The requested architectures, with PTX in place of those that the compiler does not know."""
     if compiler is None:
         return []
     names, lacking = GPU["known_to"](run([compiler, "--list-gpu-arch"]), ARCHS)
@@ -72,7 +72,7 @@ def compiled_for(compiler: str | None) -> list[str]:
 
 
 def is_current(obj: Path, source: str) -> bool:
-    """False when the object is older than its source, a header it includes, or the flags in this file."""
+    """False if the object is missing, or older than its source, a header it includes or a file of `BUILD`."""
     try:
         built = obj.stat().st_mtime
         named = obj.with_suffix(".d").read_text().replace("\\\n", " ").split(":", 1)[1].split()
@@ -82,7 +82,7 @@ def is_current(obj: Path, source: str) -> bool:
 
 
 def run(command: list[str]) -> str:
-    """What the compiler prints; ends the build with it if there is an error."""
+    """Returns what the compiler prints. If it fails, ends the build with this output."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}")
@@ -102,10 +102,10 @@ KERNEL_FLAGS = GPU["flags"](BUILT_FOR, werror=WERROR)
 
 
 class BuildExt(build_ext):
-    """Compiles and links. Objects stay in build/, for editable installs too: what has not changed is kept."""
+    """Compiles and links. Objects stay in build/, also for editable installs, and are used while current."""
 
     def build_extension(self, ext: Pybind11Extension) -> None:
-        """One pool for both compilers, the longest units first, so that no core idles at the end."""
+        """Uses one pool for both compilers, and the longest units first, so that no core idles at the end."""
         kernels = [str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cu")] if nvcc else []
         units = UNITS["longest_first"]([*ext.sources, *kernels, *C_INTERFACE])
         objects = {source: self.object_of(source) for source in units}
@@ -145,7 +145,7 @@ class BuildExt(build_ext):
             shutil.copytree(built, ROOT / "uccl_ep_train" / folder, dirs_exist_ok=True)
 
     def compile_all(self, ext: Pybind11Extension, sources: list[str], num_units: int) -> None:
-        """Says after each unit how long the rest will take, and keeps what all took, for CI."""
+        """Prints after each unit how long the rest will take, and writes the total times for CI."""
         progress, before = UNITS["Progress"](sources), children_seconds()
         if sources:
             self.compile_standard(ext)
@@ -170,7 +170,7 @@ class BuildExt(build_ext):
         return Path(self.build_temp) / (f"{source}.o" if source.endswith(".cu") else f"{source[:-3]}.o")
 
     def command_of(self, ext: Pybind11Extension, source: str) -> dict[str, object]:
-        """An entry of compile_commands.json. Of a kernel it is clang's: editors do not understand nvcc's."""
+        """An entry of compile_commands.json. For a kernel it is clang's: editors do not understand nvcc's."""
         if source.endswith(".cu"):
             command = [*GPU["editor_command"](TOOLKIT, ARCHS[0]), "-Icsrc", f"-I{GPU_LAYER}"]
         else:
@@ -182,7 +182,7 @@ class BuildExt(build_ext):
         return gen_preprocess_options(ext.define_macros, ext.include_dirs) + ext.extra_compile_args
 
     def compile_standard(self, ext: Pybind11Extension) -> None:
-        """The standard library's headers as g++ reads them best: they are half of what most units are."""
+        """Precompiles the standard library's headers for g++: they are half of most units."""
         standard = Path(self.build_temp) / STANDARD
         compiled = standard.with_name(f"{standard.name}.gch")
         if is_current(compiled, STANDARD):
@@ -231,7 +231,7 @@ class BuildExt(build_ext):
         super().finalize_options()
         kind = "werror" if WERROR else "plain"
         kind += GPU["folder_suffix"](BUILT_FOR) + (SANITIZER and f"-{SANITIZER}")
-        self.force = True  # link anew: nvcc may have come or gone since. Objects are kept, see is_current.
+        self.force = True  # always link: nvcc may have come or gone. Objects are kept, see is_current.
         self.build_temp = str(Path("build") / f"objects-{sys.implementation.cache_tag}-{kind}")
 
 

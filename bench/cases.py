@@ -32,10 +32,10 @@ CAPACITY_MULTIPLE = 128  # rows
 class Case:
     """One point of a sweep. Every rank has `tokens` BF16 rows; `dtype` is how dispatch sends them.
 
-    num_sms    the limit for systems that have one; 0: their own default
-    stage_sms  the limit for staging of `uccl_ep`; 0: as num_sms
+    num_sms    limit of SMs for systems that have one; 0: their own default
+    stage_sms  limit of SMs for staging of `uccl_ep`; 0: as num_sms
     trace      file that the routing "trace" is taken from
-    form       of the routing for `uccl_ep`: "topk", indices; "map", Megatron's map of bools
+    form       form of the routing for `uccl_ep`: "topk" (indices) | "map" (Megatron's map of bools)
     """
 
     tokens: int
@@ -54,7 +54,7 @@ class Case:
 
     @property
     def problem(self) -> str:
-        """Why nothing can run this case, or ""."""
+        """Why no system can run this case, or ""."""
         if self.ranks % self.domains:
             return f"{self.ranks} ranks are no multiple of {self.domains} domains"
         if self.experts % self.ranks:
@@ -77,11 +77,11 @@ class Case:
 
     @property
     def row_bytes(self) -> int:
-        """Of a tensor's row, in and out."""
+        """Bytes of a row of the input and output tensors."""
         return BF16_BYTES * self.hidden
 
     def wire_row_bytes(self, dtype: str) -> int:
-        """Of a row between ranks."""
+        """Bytes of a row between ranks."""
         return wire_row_bytes(self.hidden, dtype)
 
     def __str__(self) -> str:
@@ -108,10 +108,10 @@ def draw_routing(case: Case, seed: int) -> tuple[Tensor, Tensor]:
     if case.routing == "zipf":
         popularity_E = -torch.arange(1, case.experts + 1).log()
         popularity_E = popularity_E[torch.randperm(case.experts, generator=generator)]
-    elif case.routing == "one_hot":  # every token goes to it, its other experts are uniform
+    elif case.routing == "one_hot":  # one expert gets every token; a token's other experts are uniform
         popularity_E[seed % case.experts] = 1e3
     uniform_NTE = torch.rand(case.ranks, case.tokens, case.experts, generator=generator).clamp_min(1e-30)
-    # Gumbel's trick: the k largest are a draw without replacement by popularity.
+    # Gumbel trick: the k largest scores are a draw without replacement, weighted by popularity.
     scores_NTE = popularity_E - (-uniform_NTE.log()).log()
     return _weighted(scores_NTE.topk(case.topk, dim=-1).indices, generator)
 
@@ -122,7 +122,7 @@ def _weighted(topk_idx_NTK: Tensor, generator: torch.Generator) -> tuple[Tensor,
 
 
 def exchanges(op: str, dtype: str, grad_dtype: str = "bf16") -> list[tuple[str, bool]]:
-    """What an operation sends, in turn: (dtype of the rows, whether a weight travels with each pair)."""
+    """What an operation sends, in order: (dtype of the rows, whether a weight travels with each pair)."""
     forward = {"dispatch": [(dtype, True)], "combine": [("bf16", False)]}
     if op != BACKWARD:
         return forward[op]
@@ -148,19 +148,17 @@ class Traffic:
         self._own_NN = torch.eye(case.ranks, dtype=torch.bool)
 
     def logical_bytes(self) -> int:
-        """The busiest rank's pairs as BF16 rows, its own experts' too: what moves if nothing is saved."""
+        """The busiest rank's pairs as BF16 rows, also those of its own experts, if nothing is saved."""
         sent, received = self.pairs_NN.sum(1).max(), self.pairs_NN.sum(0).max()
         return int(max(sent, received)) * self.case.row_bytes
 
     def capacity_rows(self) -> int:
-        """Rows that a rank sets aside when nobody tells it how many will come: what the fullest one gets, and
-        some slack.
-        """
+        """Rows that a rank reserves before it knows how many arrive: those of the fullest rank, and slack."""
         fullest = int(self.pairs_NN.sum(0).max())
         return math.ceil(fullest * CAPACITY_SLACK / CAPACITY_MULTIPLE) * CAPACITY_MULTIPLE
 
     def pair_wire(self, op: str) -> tuple[int, int]:
-        """(wire bytes, of them between domains) of an all-to-all of permuted rows: a BF16 row per pair."""
+        """(wire bytes, the part between domains) of an all-to-all of permuted rows: a BF16 row per pair."""
         moved = [
             self.pairs_NN * (self.case.row_bytes + VALUE_BYTES * weighted)
             for _, weighted in exchanges(op, "bf16")
@@ -168,12 +166,12 @@ class Traffic:
         return self._busiest(moved)
 
     def row_wire(self, op: str, grad_dtype: str = "bf16") -> tuple[int, int]:
-        """(wire bytes, of them between domains) of our way: a row once per rank, and once per domain."""
+        """(wire bytes, the part between domains) of `uccl_ep`: a row once per rank, and once per domain."""
         sent = exchanges(op, self.case.dtype, grad_dtype)
         return self._busiest([self._rows_moved(*exchange) for exchange in sent])
 
     def _rows_moved(self, dtype: str, weighted: bool) -> Tensor:
-        """Bytes from rank to rank, [N, N]. Combine takes the same way back."""
+        """Bytes from rank to rank, [N, N]. Combine takes the same paths back."""
         topology = self.case.topology
         row, value = self.case.wire_row_bytes(dtype), VALUE_BYTES * weighted
         hop_NN = self.rows_NN * row + self.pairs_NN * value
@@ -189,7 +187,7 @@ class Traffic:
         return moved_NN
 
     def least_copies(self, op: str, rank: int) -> dict[str, int]:
-        """Bytes that `rank` must at least write in our way, by where they go."""
+        """The least bytes that `rank` must write in `uccl_ep`, by destination."""
         case, topology = self.case, self.case.topology
         own = topology.domain_of[rank]
         landing = sum(
@@ -213,7 +211,7 @@ class Traffic:
         }
 
     def _busiest(self, exchanges_NN: list[Tensor]) -> tuple[int, int]:
-        """The largest of what leaves and what enters a rank, in all and between domains, summed up."""
+        """Bytes into or out of the busiest rank, summed over exchanges: all, and those between domains."""
         crosses_NN = self._domain_of_N[:, None] != self._domain_of_N[None, :]
         wire = [moved_NN.masked_fill(self._own_NN, 0) for moved_NN in exchanges_NN]
         link = [moved_NN.masked_fill(~crosses_NN, 0) for moved_NN in exchanges_NN]

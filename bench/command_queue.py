@@ -2,7 +2,7 @@
 
     python bench/command_queue.py
 
-One thread of a kernel pushes, one thread of the host takes. A step's chunks need some hundred commands.
+One thread of a kernel pushes, one thread of the host takes. A step's chunks need a few hundred commands.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COMMANDS = 2_000_000
 
 
 def measure(capacity: int) -> report.Record:
-    """One record; raises RuntimeError if a command was not what had been pushed."""
+    """One record. Raises RuntimeError if a command that was taken differs from the one that was pushed."""
     found = load_native().measure_gpu_queue(torch.cuda.current_device(), capacity, COMMANDS)
     if found["wrong"]:
         raise RuntimeError(f"{found['wrong']} of {COMMANDS} commands came out wrong")

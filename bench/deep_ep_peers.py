@@ -1,7 +1,7 @@
-"""DeepEP's normal (V1), elastic (V2) and hybrid buffers, where a `deep_ep` with them can be imported.
+"""DeepEP's normal (V1), elastic (V2) and hybrid buffers, if a `deep_ep` that has them can be imported.
 
-Written from their public interfaces. FP8 rows are quantised before the time starts, as these libraries leave
-that to the caller; combine then gets them as BF16 rows.
+The adapters are written from the public interfaces. FP8 rows are quantised before the time starts, because
+these libraries leave that to the caller. Combine then gets them as BF16 rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEFAULT_NUM_SMS = 24
 
 
 class DeepEpSystem(System):
-    """Common base of the three: one input per run, and the result of its dispatch."""
+    """Common base of the three systems. It keeps a run's input and the result of its dispatch."""
 
     def __init__(self, case: Case, mode: str) -> None:
         if not torch.cuda.is_available():
@@ -42,7 +42,7 @@ class DeepEpSystem(System):
         self._out: Tensor | None = None
 
     def bind(self, sample: Sample) -> None:
-        """The dispatch in here gives the handle of the cached mode, and the rows to combine."""
+        """Runs a dispatch, which gives the handle for the cached mode and the rows to combine."""
         self._sample, self._known, self._out, self._sent = sample, None, None, sample.x
         if self.dtype == "fp8":
             codes, scales = quantize(sample.x)
@@ -54,12 +54,12 @@ class DeepEpSystem(System):
         self._expert_rows = codes.to(torch.bfloat16)
 
     def wire_bytes(self, op: str, traffic: Traffic) -> tuple[int, int]:
-        """As ours: they send a row once per rank and once per domain, too."""
+        """As for `uccl_ep`: these systems also send a row once per rank and once per domain."""
         return traffic.row_wire(op)
 
 
 class DeepEpV1(DeepEpSystem):
-    """`Buffer.get_dispatch_layout`, `dispatch`, `combine`. Rows arrive by source rank, once per rank."""
+    """`Buffer.get_dispatch_layout`, `dispatch`, `combine`. Rows arrive in order of source rank, once each."""
 
     name = "deep_ep_v1"
     layout = "rank_major"
@@ -199,7 +199,7 @@ BUFFERS: dict[str, tuple[type[DeepEpSystem], tuple[str, ...]]] = {
 
 @lru_cache(maxsize=1)
 def _library() -> tuple[Any, str]:
-    """The module, or None and why there is none. Its import checks the machine, and may fail in any way."""
+    """The module, or None and the reason. Its import checks the machine, and may raise any error."""
     try:
         return importlib.import_module("deep_ep"), ""
     except Exception as error:
@@ -207,7 +207,7 @@ def _library() -> tuple[Any, str]:
 
 
 def about_deep_ep() -> str:
-    """A line for the reader: which of its buffers are measured, or why none is."""
+    """One line: which buffers of deep_ep are measured, or why none is."""
     library, reason = _library()
     if library is None:
         return f"deep_ep is not measured: {reason}"
@@ -215,7 +215,7 @@ def about_deep_ep() -> str:
 
 
 def importable(case: Case) -> Iterator[tuple[str, Callable[[], System]]]:
-    """(label, constructor) of each buffer and mode that there is."""
+    """(label, constructor) of each buffer and mode that the library has."""
     for name, (system, modes) in BUFFERS.items():
         for mode in modes if hasattr(_library()[0], name) else ():
             label = label_of(system.name + MODE_SUFFIX[mode], system.layout, case.dtype)

@@ -64,7 +64,7 @@ def run_case(
 
 def run_rank(args: argparse.Namespace) -> int:
     """Runs one rank."""
-    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")  # about packages that a CPU cannot have
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")  # about packages that need a GPU
     join_group(args.share_gpus)
     meet = meeting()
     about = report.about_here(args.commit)

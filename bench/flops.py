@@ -1,4 +1,4 @@
-"""Model FLOPs of a training step, and what share of a GPU's peak they are."""
+"""Model FLOPs of a training step, and the peak of a GPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-# Dense BF16 FLOP/s of the tensor cores, from NVIDIA's data sheets (which also give twice that, "with
-# sparsity"), by the name that torch.cuda.get_device_name gives; the longest name that it starts with counts.
+# Dense BF16 FLOP/s of the tensor cores, from NVIDIA's data sheets (their figures "with sparsity" are twice
+# as large). A key is the start of the name that torch.cuda.get_device_name returns; the longest match counts.
 PEAK_FLOPS = {
     "NVIDIA A100": 312e12,
     "NVIDIA H100 80GB HBM3": 989.4e12,  # SXM
@@ -22,7 +22,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """None where it is not known. A CPU has no entry: its peak depends on clocks that nobody states."""
+    """None if the peak is not known. CPUs have no entry: their peak depends on clocks that nobody states."""
     known = [name for name in PEAK_FLOPS if re.match(rf"{re.escape(name)}(?![\w])", device_name)]
     return PEAK_FLOPS[max(known, key=len)] if known else None
 
@@ -30,22 +30,23 @@ def peak_flops(device_name: str) -> float | None:
 def flops_per_token(
     named_parameters: Iterable[tuple[str, Any]], config: Any, sequence_length: int
 ) -> float | None:
-    """Of forward and backward, for each token of a sequence:
+    """FLOPs of forward and backward, for each token of a sequence:
 
         6 N + 6 L S D        N  parameters of the matrix products that a token goes through
                              L  layers, S  sequence length, D  heads x width of a head (the mean of a query's
                                 and a value's, where they differ)
 
-    Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, 2022, appendix B ("model FLOPs
-    utilization"): a parameter takes a multiplication and an addition in forward, twice that in backward;
-    recomputation is not counted. Attention is 12 L S D there. It is half of that here, because a token looks
-    back only: so Megatron-LM counts it, too (`num_floating_point_operations`).
+    The source is Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, 2022, appendix B ("model
+    FLOPs utilization"). A parameter takes a multiplication and an addition in forward, and twice that in
+    backward. Recomputation is not counted. Attention is 12 L S D there. Here it is half of that, because a
+    token attends only to earlier ones. Megatron-LM counts it in the same way
+    (`num_floating_point_operations`).
 
-    named_parameters  of this rank's GPTModel. The embedding counts where it is the output layer's weight,
-    too, and else not: a look-up is no product. Of a rank's experts (".experts." in the name) a token goes
-    through top-k of average size, wherever they are.
+    named_parameters  of this rank's GPTModel. The embedding counts only if it is also the output layer's
+    weight, because a look-up is not a product. A token goes through top-k experts (".experts." in the name)
+    of average size, on whichever ranks they are.
 
-    None for a model that is cut by tensor or pipeline parallelism: a rank has a part of the matrices then.
+    None for a model that is split by tensor or pipeline parallelism: a rank then has a part of the matrices.
     """
     cuts = (config.tensor_model_parallel_size, config.expert_tensor_parallel_size or 1)
     if max(*cuts, config.pipeline_model_parallel_size) > 1:

@@ -1,7 +1,7 @@
 """A dispatcher that moves rows instantly, for `megatron_step.py`: the time of a step without communication.
 
-It stands in for the stages of a layer's dispatcher. All experts get the same number of rows, so nobody waits
-for the fullest rank. Rows and gradients are constants: losses mean nothing.
+It replaces the stages of a layer's dispatcher. All experts get the same number of rows, so no rank waits for
+the fullest one. Rows and gradients are constants, so losses mean nothing.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 class _Instead(torch.autograd.Function):
-    """`given` in the place of x, and `grad` in that of x's gradient."""
+    """Replaces x and its gradient by two constants."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, constants: tuple[Tensor, Tensor]) -> Tensor:
-        # Inside a tuple autograd does not see them as inputs.
+        # Autograd does not take tensors inside a tuple for inputs.
         given, ctx.grad = constants
         return given.detach()
 
@@ -27,10 +27,10 @@ class _Instead(torch.autograd.Function):
 
 
 class Ideal:
-    """Takes the place of a dispatcher's stages.
+    """Replaces the stages of a dispatcher.
 
-    num_experts  of this rank
-    topk         of a token
+    num_experts  experts of this rank
+    topk         experts of a token
     """
 
     def __init__(self, dispatcher: Any, num_experts: int, topk: int) -> None:

@@ -1,4 +1,4 @@
-"""Which systems run a case: the requested ones, without those that cannot, with the reason."""
+"""Chooses the systems that run a case, and keeps the reason why any other requested system does not."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from uccl_ep_train import Buffer, errors
 
 SYSTEMS = ("uccl_ep", "uccl_ep_sync_free", "uccl_ep_cached", "megatron", "bare", "deep_ep", "memcpy", "torch")
 
-# What says that a system cannot run a case. Anything else is a fault, and ends the benchmark.
+# Errors which say that a system cannot run a case. Any other error is a fault, and ends the benchmark.
 OURS_REFUSES = (errors.InputError, errors.ConfigError, MemoryError, torch.OutOfMemoryError)
 REFUSES = (RuntimeError, AssertionError, ImportError, MemoryError, OSError)
 
 
 @dataclass
 class Lineup:
-    """refused: why a system does not run the case, by what it would be called in the table."""
+    """refused: the reason why a system does not run the case, by the system's label in the table."""
 
     case: Case
     buffer: Buffer | None = None
@@ -34,7 +34,7 @@ class Lineup:
     refused: dict[str, str] = field(default_factory=dict)
 
     def add(self, label: str, make: Callable[[], System]) -> None:
-        """Collective. A peer, which on GPUs needs NCCL."""
+        """Collective. Adds a peer; on GPUs it needs NCCL."""
         if lacks_nccl():
             self.refused[label] = "not with --share-gpus: needs NCCL"
             return
@@ -62,7 +62,7 @@ class Lineup:
 
 
 def line_up(case: Case, wanted: list[str], *, backward: bool, compact: bool) -> Lineup:
-    """Collective. compact: ours returns a row per token, in systems of their own, too."""
+    """Collective. compact: adds systems of ours with compact rows, one row per token and rank."""
     lineup = Lineup(case)
     _add_ours(lineup, wanted, backward, compact)
     if "megatron" in wanted:
@@ -86,7 +86,7 @@ def _add_ours(lineup: Lineup, wanted: list[str], backward: bool, compact: bool) 
     if not modes:
         return
     try:
-        # A failure on one rank is one on all, at once.
+        # If this fails on one rank, it fails on all ranks at once.
         buffer = lineup.buffer = UcclEp.create_buffer(case)
     except errors.EpError as error:
         lineup.refused |= dict.fromkeys(modes.values(), describe(error))
@@ -107,7 +107,7 @@ def _add_ours(lineup: Lineup, wanted: list[str], backward: bool, compact: bool) 
 
 
 def describe(error: BaseException) -> str:
-    """One line."""
+    """The error as one line."""
     return f"{type(error).__name__}: {(str(error).strip() or 'no text').splitlines()[0]}"
 
 

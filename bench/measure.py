@@ -1,4 +1,4 @@
-"""The timed loop. In every run each system gets the same input, in an order that turns from run to run."""
+"""The timed loop. In every run each system gets the same input; the order of the systems rotates."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ START_MARGIN_S = 0.004  # longer than a rank needs to leave a collective when it
 
 GPU_RESERVE_BYTES = 16 << 30  # estimate: what all systems of the largest case of `ht` hold at once
 
-# Outputs of BF16 sums in another order, and of rows that went through e4m3 (3 mantissa bits).
+# Outputs may differ by the order of BF16 sums, and by the rounding of rows to e4m3 (3 mantissa bits).
 TOLERANCE = {"bf16": 2.0**-6, "fp8": 2.0**-3}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One system, by operation.
+    """The results of one system, by operation.
 
     wall_us   [run] of the slowest rank, from the common start
     cpu_us    [run] of all threads of all ranks together
@@ -44,11 +44,11 @@ class Measured:
 
 
 Timed = Callable[[Callable[[], None]], float]
-"""Collective: runs the call on all ranks at once; the seconds that it took on this rank."""
+"""Collective: runs the call on all ranks at once, and returns the seconds that it took on this rank."""
 
 
 class Recorder:
-    """This rank's times of one system; `reduced` brings the ranks together."""
+    """This rank's times of one system; `reduced` combines those of all ranks."""
 
     def __init__(self, system: System, timed: Timed) -> None:
         self.system = system
@@ -108,8 +108,10 @@ class Recorder:
 
 
 def start_together() -> float:
-    """All ranks leave at one moment of the host's clock, and count from it: a rank that gets no core at first
-    is part of the time, and no rank is measured alone while others wait for a core. Returns that moment.
+    """Collective. Waits for one moment of the host's clock, the same on all ranks, and returns it.
+
+    All ranks count from this moment. The time thus includes a rank's wait for a core, and no rank is measured
+    alone while others wait for a core.
     """
     moment = torch.tensor([time.perf_counter() + START_MARGIN_S], dtype=torch.float64)
     dist.all_reduce(moment, op=dist.ReduceOp.MAX)
@@ -125,7 +127,7 @@ def timed_on_host(call: Callable[[], None]) -> float:
 
 
 def timed_between_hosts(call: Callable[[], None]) -> float:
-    """There is no common clock: each rank counts from where it left a barrier."""
+    """There is no common clock: each rank counts from the moment when it leaves a barrier."""
     dist.barrier()
     start = time.perf_counter()
     call()
@@ -133,14 +135,15 @@ def timed_between_hosts(call: Callable[[], None]) -> float:
 
 
 def timed_on_gpu(meet: Meeting, call: Callable[[], None]) -> float:
-    """From where all GPUs have come together, on the caller's stream, to the moment when the stream may use
-    the results. The host queues the call while they are still coming, as in training, where it runs ahead;
-    what it then waits for (counts) is in the time.
+    """Seconds on the caller's stream, from the meeting of all GPUs until the stream may use the results.
+
+    The host queues the call before the GPUs have met, as it runs ahead in training. If the host then waits
+    (for counts), this is part of the time.
     """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record(), end.record()  # torch makes an event when it is first recorded, which takes 20 to 40 us
-    stream = torch.cuda.current_stream()  # to ask for it takes as long: the caller has it already
-    torch.cuda._sleep(8_000_000)  # cycles, about 4 ms: longer than any of the systems takes to be queued
+    stream = torch.cuda.current_stream()  # asking for it takes as long, and a caller has it already
+    torch.cuda._sleep(8_000_000)  # cycles, about 4 ms: longer than it takes to queue any system's call
     meet()
     begin.record(stream)
     call()
@@ -150,23 +153,26 @@ def timed_on_gpu(meet: Meeting, call: Callable[[], None]) -> float:
 
 
 def wake_links() -> None:
-    """Collective. NVLink that nothing crossed for some 100 ms, here while a routing is drawn, sleeps, and
-    what comes first takes 0.3 ms more. In training something crosses it all the time.
+    """Collective. Sends something over NVLink, which sleeps after about 100 ms without traffic.
+
+    Here such a pause is the drawing of a routing. The first transfer after it takes 0.3 ms more. In training
+    NVLink always has traffic.
     """
     if torch.cuda.is_available() and not lacks_nccl():
         dist.all_reduce(torch.zeros(1 << 22, device="cuda"))
 
 
 def finish_device() -> None:
-    """What was queued on this rank's GPU, if it has one, is over."""
+    """Waits until all that was queued on this rank's GPU, if it has one, is done."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def reserve_gpu_memory() -> None:
-    """torch's caching allocator gets one large block, and keeps it: a cudaMalloc inside a timed call, for an
-    output of a size that was not there before, would stall the kernels that run. At most a quarter of what is
-    free, because buffers take theirs from the driver.
+    """Makes torch's caching allocator take one large block, which it keeps.
+
+    Otherwise an output of a new size would need a cudaMalloc in a timed call, which would stall running
+    kernels. The block is at most a quarter of the free memory, because buffers take theirs from the driver.
     """
     if torch.cuda.is_available():
         free_bytes, _ = torch.cuda.mem_get_info()
@@ -192,7 +198,7 @@ def measure(
 ) -> list[Measured]:
     """Collective. Systems that cannot run the case leave the line-up.
 
-    Raises RuntimeError if the systems' results do not belong to the same computation.
+    Raises RuntimeError if results of `uccl_ep` differ from a peer's by more than the tolerance.
     """
     generator = torch.Generator().manual_seed(seed * case.ranks + dist.get_rank())
     x_TH = torch.randn(case.tokens, case.hidden, generator=generator).to(torch.bfloat16)
@@ -222,7 +228,7 @@ def measure(
 
 
 def try_out(system: System, sample: Sample) -> str:
-    """Collective: runs every operation once; the reason why the system cannot do it, or ""."""
+    """Collective: runs every operation once. Returns why the system cannot run one, or ""."""
     reason = ""
     refusals = OURS_REFUSES if isinstance(system, UcclEp) else REFUSES
     try:
@@ -237,8 +243,10 @@ def try_out(system: System, sample: Sample) -> str:
 
 
 def compare_results(lineup: Lineup) -> None:
-    """Collective. All systems did the same: rows bit for bit (except through FP8), outputs and gradients up
-    to the order of sums. A peer that did not leaves the line-up; if it is us, RuntimeError.
+    """Collective. Checks that all systems have computed the same.
+
+    Rows must agree bit for bit (except through FP8), outputs and gradients up to the order of sums. A peer
+    that differs leaves the line-up. Raises RuntimeError if `uccl_ep` differs.
     """
     comparable = [(system, found) for system in lineup.systems if (found := system.results())]
     baseline = next((entry for entry in comparable if not isinstance(entry[0], UcclEp)), None)
@@ -255,7 +263,7 @@ def compare_results(lineup: Lineup) -> None:
 def difference_of(
     system: System, found: dict[str, Tensor], other: System, expected: dict[str, Tensor]
 ) -> str:
-    """In what they differ by more than they may, or ""."""
+    """In what the two systems differ by more than they may, or ""."""
     for what in found.keys() & expected.keys():
         exact = what == "rows" and system.dtype == "bf16"
         limit = 0.0 if exact else TOLERANCE[system.dtype]

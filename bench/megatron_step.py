@@ -27,7 +27,7 @@ from recipes.plan.devices import DeviceError
 
 def run_cell(cell: Cell, title: str, args: argparse.Namespace, about: report.Record) -> list[report.Record]:
     """Collective. Prints the cell's table on rank 0."""
-    from bench import step_measure, step_report  # after the ranks are set up: they import Megatron
+    from bench import step_measure, step_report  # they import Megatron, so the rank is set up first
 
     first = dist.get_rank() == 0
     started = time.monotonic()
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
         return 2
     if why_cpu:
         print(why_cpu, flush=True)
-    # Decided here once: the last of two equal options counts.
+    # The device is decided once, here: if an option is given twice, the last one counts.
     argv = [*argv, f"--device={recipe.device}"]
     return run_ranks(recipe.num_ranks, argv, program=("-m", "bench.megatron_step"))
 

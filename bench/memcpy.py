@@ -16,8 +16,8 @@ from bench.systems import Sample, System, on_one_host
 class Memcpy(System):
     """`memcpy` of as many bytes as dispatch and combine must at least write (`Traffic.least_copies`).
 
-    Every rank copies the same amounts between the same kinds of memory as our way does, in long runs from
-    memory that is already mapped, and waits for nobody.
+    Every rank copies the same amounts between the same kinds of memory as `uccl_ep`. The copies are long, the
+    memory is already mapped, and no rank waits for another.
     """
 
     name = "memcpy"
@@ -30,7 +30,8 @@ class Memcpy(System):
         self.dtype = case.dtype
         self._rank, self._ranks = dist.get_rank(), case.ranks
         per_rank = case.tokens * case.row_bytes
-        # Staging and what lands; the pieces of all ranks for this one. Several times over for skewed routing.
+        # A segment has an area for staging and landing, and one for the pieces that all ranks have for its
+        # owner. With skewed routing, the copies go over an area several times.
         self._area_bytes = per_rank * max(case.domains, 1)
         self._pieces_bytes = per_rank
         self._shared = _share(self._area_bytes + self._ranks * self._pieces_bytes)
@@ -50,7 +51,7 @@ class Memcpy(System):
             copy()
 
     def wire_bytes(self, op: str, traffic: Traffic) -> tuple[int, int]:
-        """What its busiest rank copies."""
+        """Bytes that the busiest rank copies; none go between domains."""
         return max(sum(traffic.least_copies(op, rank).values()) for rank in range(self._ranks)), 0
 
     def close(self) -> None:
@@ -60,7 +61,7 @@ class Memcpy(System):
             segment.close()
 
     def _copies(self, kind: str, size: int) -> list[Callable[[], int]]:
-        """`size` bytes, cut where the memory on either side ends."""
+        """Copies of `size` bytes in all, split where the memory on either side ends."""
         copies: list[Callable[[], int]] = []
         private, private_bytes = self._private.data_ptr(), self._private.numel()
         done = 0
@@ -94,7 +95,7 @@ def _address(segment: shared_memory.SharedMemory) -> int:
 
 
 def _share(size: int) -> list[shared_memory.SharedMemory]:
-    """A segment of each rank of this host, mapped by all and touched by its owner. No name stays."""
+    """One segment per rank, all on this host: touched by its owner, mapped by all. The names are removed."""
     mine = shared_memory.SharedMemory(create=True, size=size)
     torch.frombuffer(mine.buf, dtype=torch.uint8).fill_(1)
     names: list[str] = [""] * dist.get_world_size()
@@ -105,7 +106,7 @@ def _share(size: int) -> list[shared_memory.SharedMemory]:
             segments.append(mine)
             continue
         segments.append(shared_memory.SharedMemory(name=name))
-        # Python would unlink it a second time when this process ends.
+        # Otherwise Python would unlink the segment a second time when this process ends.
         resource_tracker.unregister(segments[-1]._name, "shared_memory")  # type: ignore[attr-defined]
     for segment in segments:
         torch.frombuffer(segment.buf, dtype=torch.uint8).sum()  # maps every page before anything is timed

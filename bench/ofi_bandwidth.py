@@ -2,10 +2,11 @@
 
     python bench/ofi_bandwidth.py
 
-Two processes on this host, one direction, a window of writes in flight. Ours and the bare loops take turns;
-the ratio is taken inside a turn, then the median over turns. Ours asks for delivery completion, and so does
-`fi_writedata_delivered`; `fi_writedata` takes what the provider does by itself, which over tcp only says that
-the bytes are in our socket. `fi_pingpong`, after them, sends a message and waits for one of the same size.
+Two processes on this host send in one direction, with several writes in flight. Our transport and the bare
+loops take turns. The ratio is taken within a turn; the result is the median over turns. Our transport asks
+for delivery completion, and so does `fi_writedata_delivered`. `fi_writedata` uses the provider's default
+completion, which over tcp only says that the bytes are in the sender's socket. `fi_pingpong` runs after the
+turns: it sends a message and waits for one of the same size. Its ratio is that of the medians.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from bench import report
 
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
-SECONDS = 120.0  # a process may take
+SECONDS = 120.0  # the longest that a process may take
 PINGPONG = "fi_pingpong"
 PINGPONG_RUNS = 5
-# System -> what the program calls it.
+# Name of a system in the records -> its name in the program's output.
 SYSTEMS = {"uccl_ep_ofi": "ours", "fi_writedata": "raw", "fi_writedata_delivered": "raw_delivered"}
 
 
 class CannotRun(RuntimeError):
-    """What is missing here, or did not work."""
+    """Something is missing on this machine, or a program failed."""
 
 
 def output_of(command: Sequence[str | Path]) -> str:
@@ -52,7 +53,7 @@ def output_of(command: Sequence[str | Path]) -> str:
 
 
 def build(folder: Path) -> Path:
-    """The program that measures; raises `CannotRun`."""
+    """Compiles the measuring program. Raises `CannotRun`."""
     compiler = shutil.which("g++")
     if compiler is None:
         raise CannotRun("g++ is not on the path")
@@ -79,7 +80,7 @@ def build(folder: Path) -> Path:
 
 
 def pingpong(size: int, count: int) -> float:
-    """10^9 bytes per second of fi_pingpong, both directions in turn."""
+    """10^9 bytes per second of fi_pingpong, whose directions take turns. Raises `CannotRun`."""
     program = shutil.which("fi_pingpong")
     if program is None:
         raise CannotRun("fi_pingpong is not on the path")

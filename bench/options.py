@@ -16,7 +16,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 DEFAULT_TOPK = 4
 DEFAULT_EXPERTS = 32
 
-# What an option says after the preset counts.
+# Options on the command line override the preset.
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {"tokens": [128], "domains": [1], "dtype": ["fp8"], "runs": 5, "warmup": 1},
     "ht": {
@@ -28,7 +28,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "dtype": ["fp8", "bf16"],
         "routing": ["uniform"],
         "num_sms": [24],
-        "stage_sms": [0, 100],  # all that an H200 has, less the 32 that stay free
+        "stage_sms": [0, 100],  # all SMs of an H200 but 32, which stay free
     },
 }
 
@@ -83,7 +83,7 @@ def parse_args(argv: list[str], about: str = "") -> argparse.Namespace:
 
 
 def cases_of(args: argparse.Namespace, num_ranks: int) -> list[Case]:
-    """The sweep, also the cases that cannot run (`Case.problem`). Raises TraceError."""
+    """All cases of the sweep, also those that cannot run (`Case.problem`). Raises TraceError."""
     cases = []
     axes = ("domains", "num_sms", "stage_sms", "dtype", "routing", "form", "link_gbytes_per_s", "hidden")
     for values in itertools.product(*(getattr(args, name) for name in axes)):

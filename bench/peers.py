@@ -15,8 +15,8 @@ from bench.systems import Sample, System
 class MegatronAllToAll(System):
     """The stock path: permute, all-to-all, sort by expert, and back, as an MoE layer calls it.
 
-    It gets the router's output as Megatron's router gives it, routing_map [T, E] and probs [T, E]; making
-    them from the top-k is not timed. Its permutation is fused where TransformerEngine is installed.
+    Its input is what Megatron's router returns, routing_map [T, E] and probs [T, E]. Making these from the
+    top-k is not timed. Its permutation is fused if there is a GPU and TransformerEngine is installed.
     """
 
     name = "megatron_alltoall"
@@ -24,7 +24,7 @@ class MegatronAllToAll(System):
     def __init__(self, case: Case, *, backward: bool) -> None:
         from uccl_ep_train.megatron import cpu_shims
 
-        cpu_shims.install()  # before Megatron is imported; nothing where there is a GPU
+        cpu_shims.install()  # before Megatron is imported; does nothing if there is a GPU
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.transformer.moe import moe_utils
         from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -109,9 +109,9 @@ class MegatronAllToAll(System):
 
 
 class BareAllToAll(System):
-    """`all_to_all_single` of rows that were permuted before, by splits that were known before, and back.
+    """`all_to_all_single` of permuted rows with known splits, and back.
 
-    The least that any dispatcher over this library must spend: no metadata, no permutation, no sums.
+    No dispatcher over this library can take less time: it has no metadata, no permutation and no sums.
     """
 
     layout = "rank_major"

@@ -1,4 +1,4 @@
-"""The PNG: bandwidth against tokens, a line per system; the time of each step as stacked bars."""
+"""Draws the PNG: bandwidth against tokens, one line per system, and the time of each step as stacked bars."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.cases import OPS
 from bench.report import PAIR, Record
 from bench.systems import label_of
 
-# In a label only if the records differ in it.
+# Fields that a label shows only if the records differ in them.
 DISTINCTIONS = {
     "hidden": "H={}",
     "topk": "top-{}",
@@ -43,7 +43,7 @@ def write_png(records: Sequence[Record], path: Path) -> None:
 
 
 def curves_of(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
-    """(tokens, logical GB/s) of dispatch + combine, ascending, by label."""
+    """(tokens, logical GB/s) of dispatch + combine by label, in ascending order."""
     curves: dict[str, list[tuple[int, float]]] = {}
     for label, record in _labelled(records):
         if record["op"] == PAIR:
@@ -53,7 +53,7 @@ def curves_of(records: Sequence[Record]) -> dict[str, list[tuple[int, float]]]:
 
 
 def stacks_of(records: Sequence[Record]) -> dict[str, dict[str, float]]:
-    """Microseconds of each step, by label and tokens; of the whole operation where no step is counted."""
+    """Microseconds of each step, by label and tokens. Where no step is counted: of the whole operation."""
     stacks: dict[str, dict[str, float]] = {}
     for label, record in _labelled(records):
         if record["op"] not in OPS:
@@ -65,7 +65,7 @@ def stacks_of(records: Sequence[Record]) -> dict[str, dict[str, float]]:
 
 
 def _labelled(records: Sequence[Record]) -> Iterator[tuple[str, Record]]:
-    """What ran. A peer that sends BF16 whatever the case asks for is drawn as it was measured first."""
+    """What ran, with labels. A peer that always sends BF16 is drawn once, as it was measured first."""
     ran = [record for record in records if not record["not_run"]]
     varying = [name for name in DISTINCTIONS if _varies(ran, name)]
     drawn = set()
@@ -79,7 +79,10 @@ def _labelled(records: Sequence[Record]) -> Iterator[tuple[str, Record]]:
 
 
 def _varies(ran: Sequence[Record], name: str) -> bool:
-    """A 0 of peers without a limit of SMs is no difference; two values of one system are."""
+    """Whether the records differ in a field. The 0 of peers without a limit of SMs is not a difference.
+
+    Two values of one system always are.
+    """
     values: dict[str, set[Any]] = {}
     for record in ran:
         label = label_of(record["system"], record["layout"], record["dtype"])
@@ -89,7 +92,7 @@ def _varies(ran: Sequence[Record], name: str) -> bool:
 
 def _draw_curves(axes: Any, curves: dict[str, list[tuple[int, float]]]) -> None:
     for number, (label, points) in enumerate(curves.items()):
-        # Ten colours, then again with another line.
+        # After ten lines the colours repeat, with another style of line.
         line = ("o-", "s--", "^:", "v-.")[number // 10 % 4]
         axes.plot(*zip(*points, strict=True), line, label=label, color=f"C{number % 10}")
     axes.set_xscale("log", base=2)

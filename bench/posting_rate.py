@@ -2,8 +2,8 @@
 
     python bench/posting_rate.py
 
-`bench/posting_rate.cc` says what is timed: processor time, not wall time. It is compiled as the product is.
-Goal: 2 million a second.
+`bench/posting_rate.cc` explains what is timed: processor time, not wall time. It is compiled as the product
+is. The goal is 2 million commands a second.
 """
 
 from __future__ import annotations

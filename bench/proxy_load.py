@@ -1,15 +1,15 @@
-"""Processor time of proxies on a full and on an idle link; the delay of the next chunk.
+"""Processor time of proxies on a busy and on an idle link, and the delay of an operation after a pause.
 
     python bench/proxy_load.py                                       starts 4 ranks on this host, in 2 domains
     torchrun --nproc_per_node=4 bench/proxy_load.py --tokens 4096
 
-busy    processor time of the proxies' threads for each second of operations, one after the other; copier: of
-        the threads that hand `loop`'s copies to the GPUs, which a NIC does itself
-idle    the same while the program sleeps
-replay  GPUs only: time of a captured dispatch and combine, replayed at once, after the sleep, and after the
-        sleep and a wake() of the buffer
+busy    processor time of the proxy threads in each second of operations, which run one after the other
+copier  the same for the threads that pass `loop`'s copies to the GPUs; a NIC needs no such threads
+idle    processor time of both kinds of threads while the program sleeps
+replay  GPUs only: time of a captured dispatch and combine, replayed at once, after a sleep, and after a sleep
+        and a wake() of the buffer
 
-With --domains 1 there are no proxies: what is later after the sleep then is later because of the rest.
+With --domains 1 there are no proxies: a delay after the sleep then has other causes.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ REPLAYS = 10
 
 
 def thread_seconds(thread: str = THREAD) -> float:
-    """Processor time of this process's threads of a name."""
+    """Processor time of this process's threads with this name."""
     seconds = 0.0
     for task in Path("/proc/self/task").iterdir():
         try:
             if (task / "comm").read_text().strip() == thread:
                 # Linux's clock of a thread's processor time: MAKE_THREAD_CPUCLOCK(id, CPUCLOCK_SCHED).
                 seconds += time.clock_gettime(~int(task.name) << 3 | 6)
-        except OSError:  # a thread that has ended meanwhile
+        except OSError:  # the thread has ended
             continue
     return seconds
 
@@ -96,7 +96,7 @@ def slowest(value: float) -> float:
 
 
 def measure_busy(load: Load) -> list[float]:
-    """Cores of the busiest rank's proxy, and of the busiest copier."""
+    """Cores that the busiest proxy uses, and cores that the busiest copier uses."""
     for _ in range(3):
         load.operation()
     dist.barrier()
@@ -111,7 +111,7 @@ def measure_busy(load: Load) -> list[float]:
 
 
 def measure_idle() -> float:
-    """Cores of both together, of the busiest rank."""
+    """Cores that proxy and copier together use on the busiest rank."""
     time.sleep(0.2)
     before = thread_seconds(THREAD) + thread_seconds(COPIER)
     time.sleep(IDLE_S)
@@ -121,7 +121,7 @@ def measure_idle() -> float:
 def measure_replays(
     load: Load, graph: torch.cuda.CUDAGraph, meet: Meeting, *, pause_s: float, wakes: bool = False
 ) -> torch.Tensor:
-    """Microseconds on the slowest rank, from a moment at which all ranks are ready."""
+    """Microseconds of each replay on the slowest rank, from the moment when all ranks are ready."""
     took = []
     for _ in range(REPLAYS):
         time.sleep(pause_s)

@@ -1,4 +1,4 @@
-"""A measuring program's ranks: torchrun's, or started here."""
+"""The ranks of a measuring program: started by torchrun, or here."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from uccl_ep_train.settings import env
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
-    """The arguments, with --share-gpus among them, if this machine has what they want."""
+    """Adds --share-gpus and parses the arguments. --share-gpus without a GPU is an error."""
     parser.add_argument(
         "--share-gpus",
         action="store_true",
         help="ours only, on fewer GPUs than ranks, which run at once on them: start NVIDIA's MPS first",
     )
     args = parser.parse_args(argv)
-    if args.share_gpus and torch.cuda.device_count() == 0:  # which leaves CUDA alone
+    if args.share_gpus and torch.cuda.device_count() == 0:  # does not initialise CUDA
         parser.error("--share-gpus: torch sees no GPU")
     return args
 
 
 def start_ranks(num_ranks: int, program: Path, argv: list[str]) -> int:
-    """`program` on so many ranks of this host; its exit status."""
-    # gloo looks for an address by the host's name, which not every machine resolves.
+    """Runs `program` on `num_ranks` ranks of this host, and returns its exit status."""
+    # gloo looks up an address by the host's name, which not every machine resolves.
     env.set_default("GLOO_SOCKET_IFNAME", "lo")
     return run_ranks(num_ranks, argv, program=(str(program.resolve()),))
 
 
 def join_group(share_gpus: bool = False) -> None:
-    """This process as a rank: its GPU if there are any, the default group, one thread, no gradients.
+    """Makes this process a rank: its GPU if there are any, the default group, one thread, no gradients.
 
-    share_gpus  GPUs may have several ranks, and the group has no NCCL, which MPS keeps waiting for ever
+    share_gpus  a GPU may have several ranks, and the group has no NCCL, which would hang under MPS
     """
     torch.set_num_threads(1)  # the ranks share the host's cores
     torch.set_grad_enabled(False)
@@ -51,13 +51,14 @@ def join_group(share_gpus: bool = False) -> None:
 
 
 def lacks_nccl() -> bool:
-    """GPUs, and a group without NCCL: ranks that share them."""
+    """Whether there are GPUs but the group has no NCCL, because ranks share the GPUs."""
     return torch.cuda.is_available() and "nccl" not in dist.get_backend_config()
 
 
 def too_many_sms(config: EpConfig) -> str:
-    """Why ranks that share a GPU cannot use such buffers, or "": their kernels wait for each other, so all of
-    them have to fit on it.
+    """Why ranks that share a GPU cannot use buffers of this config, or "".
+
+    Their kernels wait for each other, so all of them must fit on the GPU at once.
     """
     if not lacks_nccl():
         return ""
@@ -68,8 +69,10 @@ def too_many_sms(config: EpConfig) -> str:
 
 
 class Meeting:
-    """Where GPUs come together, on the stream of the caller, who does not wait: none leaves a call before all
-    have come to it. By an all-reduce of NCCL; by `DispatchMeeting` where there is none.
+    """A barrier of the GPUs on the caller's stream. The caller itself does not wait.
+
+    No GPU leaves a call before all GPUs have reached it. This class uses an all-reduce of NCCL;
+    `DispatchMeeting` works without NCCL.
     """
 
     def __call__(self) -> None:
@@ -81,7 +84,7 @@ class Meeting:
 
 
 class DispatchMeeting(Meeting):
-    """By a dispatch, whose plan is known, of a row to each rank of one host."""
+    """Uses a dispatch with a known plan, of one row to each rank of one host."""
 
     def __init__(self) -> None:
         """Collective."""

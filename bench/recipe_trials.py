@@ -2,9 +2,9 @@
 
     python -m bench.recipe_trials --megatron-lm PATH [--trials deepseek_v2_lite:4 ...] [-- ...]
 
-Each is a `python -m recipes.launch --recipe NAME --trial LAYERS` of its own on this host's GPUs. Megatron-LM
-prints each step's time; the first ones, in which kernels are compiled, are left out. A dispatcher has a job
-of its own: `bench/megatron_step.py` lets them take turns step by step. What follows -- is pretrain_gpt.py's.
+Each trial is a `python -m recipes.launch --recipe NAME --trial LAYERS` on this host's GPUs. Megatron-LM
+prints each step's time; the first steps, in which kernels are compiled, are left out. Each dispatcher has its
+own job; in `bench/megatron_step.py` they take turns step by step. Arguments after -- are for pretrain_gpt.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TrialError(RuntimeError):
 
 
 def steps_of(printed: str) -> Record:
-    """From what a run printed. Raises TrialError where there are no steps after the first ones."""
+    """Fields of a record from what a run printed. Raises TrialError if no steps follow the warm-up."""
     steps = STEP.findall(printed)
     if len(steps) <= NUM_WARMUP:
         raise TrialError(f"{len(steps)} steps were printed; more than {NUM_WARMUP} are needed")
@@ -124,7 +124,7 @@ def main(argv: list[str]) -> int:
 
 
 def line(record: Record) -> str:
-    """For the terminal."""
+    """A record as a line for the terminal."""
     title = f"{record['recipe']}, {record['layers']} layers, {record['system']}"
     if record["not_run"]:
         return f"{title}: not run: {record['not_run']}"

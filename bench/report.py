@@ -27,7 +27,7 @@ Record = dict[str, Any]
 def records_of(
     case: Case, measured: Sequence[Measured], refused: dict[str, str], about: Record
 ) -> list[Record]:
-    """One record per system and operation; `PAIR` is the sum of both, run by run. One per refused system."""
+    """One record per system and operation, and one per refused system. `PAIR` sums `OPS` run by run."""
     found = []
     for entry in measured:
         of_system = entry.system.ops
@@ -67,7 +67,7 @@ def records_of(
 
 
 def _record(case: Case, about: Record) -> Record:
-    """The fields in the order of the file; what a system that did not run has of them."""
+    """All fields in the order of the file, with the values of a system that did not run."""
     unknown = dict.fromkeys(("median_us", "p10_us", "p90_us", "cpu_us", "wire_bytes", "link_bytes"))
     return {
         "system": "all",
@@ -100,7 +100,7 @@ def quantile(values: torch.Tensor, share: float) -> float:
 
 
 def paired_ratios(measured: Sequence[Measured]) -> list[str]:
-    """How often our time fits into each peer's: quantiles over runs of the ratio inside one run."""
+    """Lines with each peer's time divided by ours: the ratio within a run, as quantiles over the runs."""
     lines = []
     for ours in measured:
         for peer in measured:
@@ -119,7 +119,7 @@ def paired_ratios(measured: Sequence[Measured]) -> list[str]:
 
 
 def table(records: Sequence[Record]) -> str:
-    """One line per record of one case; then what did not run."""
+    """One line per record of one case; then the systems that did not run."""
     head = ("system", "op", "median us", "p10", "p90", "cpu us", "wire MB", "logical MB", "GB/s", "wire GB/s")
     rows = [head]
     for record in records:
@@ -186,8 +186,10 @@ def write_json(records: Sequence[Record], path: Path) -> None:
 
 
 def commit(given: str = "") -> str:
-    """The given one, else that in BENCH_COMMIT (for copies whose git is not that of what runs), else that of
-    this checkout ("-dirty" if tracked files except results differ), else "unknown".
+    """The commit to record: the given one, else BENCH_COMMIT, else that of this checkout, else "unknown".
+
+    BENCH_COMMIT is for copies whose git does not describe the code that runs. The commit of this checkout
+    gets "-dirty" if tracked files other than results differ.
     """
     named = given or env.read("BENCH_COMMIT")
     if named:
@@ -206,7 +208,7 @@ def _git(*arguments: str) -> str:
 
 
 def hardware() -> str:
-    """CPU model, cores, GPUs, whether ranks share them, and torch of this host; no name of it."""
+    """CPU model, cores, GPUs, whether ranks share them, and torch's version; not the host's name."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""The cells of `megatron_step.py`: a recipe in one size, and the command line that asks for them."""
+"""The cells of `megatron_step.py` (each is a recipe in one size), and the command line that selects them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from uccl_ep_train.oracle import fp8
 STOCK = "alltoall"
 OURS = "uccl_ep"
 IDEAL = "ideal"
-"""Rows are moved in no time, see ideal.py."""
+"""A dispatcher that moves rows in no time, see ideal.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """What is compared: every dispatcher trains `recipe` (whose own dispatcher does not count).
+    """What is compared: every dispatcher trains `recipe`, in place of the recipe's own dispatcher.
 
-    overlap  Megatron's `overlap_moe_expert_parallel_comm`: communication of one micro-batch beside
+    overlap  Megatron's `overlap_moe_expert_parallel_comm`: communication of one micro-batch during the
              computation of another
-    problem  why it cannot run; "" if nothing is known
+    problem  why the cell cannot run; "" if no reason is known
     """
 
     recipe: Recipe
@@ -35,12 +35,12 @@ class Cell:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Of a rank in a forward pass."""
+        """Tokens of a rank in one forward pass."""
         return self.recipe.micro_batch_size * self.recipe.sequence_length
 
     @property
     def tokens_per_rank(self) -> int:
-        """In a step."""
+        """Tokens of a rank in one step."""
         return self.micro_batch_tokens * self.recipe.num_microbatches
 
     def __str__(self) -> str:
@@ -52,11 +52,12 @@ class Cell:
 
 
 def sized(recipe: Recipe, *, tokens: int | None, hidden: int | None, expert_ffn: int | None) -> Recipe:
-    """The recipe with so many tokens of a rank in a forward pass, and so wide. Raises RecipeError.
+    """The recipe with these widths and with `tokens` of a rank in one forward pass. Raises RecipeError.
 
-    Sequences keep their length if `tokens` are whole ones, or become one that is shorter. Heads keep their
-    width, so that there are more of them, unless it is a width of their own; experts keep their ratio to the
-    hidden size unless `expert_ffn` is given.
+    Sequences keep their length if `tokens` is a multiple of it; fewer tokens become one shorter sequence.
+    Heads keep their width, and their number follows the hidden size. If the model sets the width of a head
+    itself, it keeps the number of heads. Experts keep their ratio to the hidden size unless `expert_ffn` is
+    given.
     """
     if tokens is not None:
         length = min(tokens, recipe.sequence_length)
@@ -83,13 +84,13 @@ def sized(recipe: Recipe, *, tokens: int | None, hidden: int | None, expert_ffn:
 
 
 def architecture(recipe: Recipe) -> dict[str, int]:
-    """What of the model a record names."""
+    """The sizes of the model that a record names."""
     names = ("num_layers", "hidden_size", "num_heads", "expert_ffn_size", "num_experts", "topk")
     return {name: getattr(recipe.model, name) for name in names}
 
 
 def cells_of(args: argparse.Namespace, recipe: Recipe) -> list[Cell]:
-    """The sweep, also the cells that cannot run (`Cell.problem`)."""
+    """All cells of the sweep, also those that cannot run (`Cell.problem`)."""
     cells = []
     for dtype, tokens, hidden, overlap in itertools.product(
         args.dispatch_dtype, args.micro_batch_tokens, args.hidden, args.overlap
@@ -143,7 +144,7 @@ def parse_args(argv: list[str], about: str = "") -> argparse.Namespace:
 
 
 def _model(args: argparse.Namespace, model: Model) -> Model:
-    """With the options' layers, experts and top-k. Raises RecipeError."""
+    """The model with the layers, experts and top-k of the options. Raises RecipeError."""
     sizes = {"num_layers": args.layers, "num_experts": args.experts, "topk": args.topk}
     model = replace(model, **{name: size for name, size in sizes.items() if size is not None})
     if not 1 <= model.topk <= model.num_experts:
@@ -154,7 +155,7 @@ def _model(args: argparse.Namespace, model: Model) -> Model:
 
 
 def base_recipe(args: argparse.Namespace) -> Recipe:
-    """The recipe with what all cells share. Raises RecipeError."""
+    """The recipe with the settings that all cells share. Raises RecipeError."""
     recipe = RECIPES[args.recipe]()
     num_ranks = args.num_ranks or recipe.num_ranks
     at_least = 2 if "on" in args.overlap else 1

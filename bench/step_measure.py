@@ -1,7 +1,8 @@
-"""One cell: a model for each dispatcher in the same processes, whose steps take turns.
+"""Measures one cell: one model per dispatcher, all in the same processes, which take turns step by step.
 
-All have the same weights at first and the same batches. Every round is a step of each, in an order that
-turns from round to round, so that what disturbs the machine disturbs all alike; ratios are taken in a round.
+All models start with the same weights and get the same batches. A round is one step of each model. The order
+rotates from round to round, so that a disturbance of the machine affects all models alike. Ratios are taken
+within a round.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from recipes.training.data import Batches, build_batches
 from recipes.training.loop import train_step
 from uccl_ep_train.megatron import plugin
 
-# Megatron says by assertions what settings it does not support, and older ones do not know the setting.
+# Megatron rejects unsupported settings by assertions; older releases do not know some of the settings.
 _REFUSES = (*OURS_REFUSES, AssertionError, TypeError, NotImplementedError)
 
 
@@ -43,10 +44,10 @@ _REFUSES = (*OURS_REFUSES, AssertionError, TypeError, NotImplementedError)
 class Turn:
     """One counted step of one dispatcher on this rank.
 
-    wall_ms                  from the moment when all start
+    wall_ms                  from the common start
     dispatch_ms, combine_ms  forward and backward, see recipes/measure/timing.py
     cpu_ms                   processor time of all threads
-    spans                    what dispatch_ms and combine_ms are the sums of
+    spans                    the stages whose times dispatch_ms and combine_ms sum up
     """
 
     wall_ms: float
@@ -57,10 +58,10 @@ class Turn:
 
 
 class Contender:
-    """A model with one dispatcher. Collective, as all of its methods are."""
+    """A model with one dispatcher. The constructor and all methods are collective."""
 
     def __init__(self, dispatcher: str, cell: Cell) -> None:
-        """Raises what refuses the cell, one of _REFUSES."""
+        """Raises one of _REFUSES if the dispatcher cannot run the cell."""
         self.dispatcher = dispatcher
         stands_on = STOCK if dispatcher == IDEAL else dispatcher
         self._recipe = replace(cell.recipe, token_dispatcher=stands_on)
@@ -100,12 +101,12 @@ class Contender:
         if counted:
             dispatch_ms, combine_ms = (sum_ms(spans, kind) for kind in KINDS)
             self._turns.append(Turn(wall_ms, dispatch_ms, combine_ms, cpu_ms, spans))
-        # Less what was there before, which is this model's and the others'; then this one's again.
+        # The peak without the other models: `before` counts all models, `_resident_bytes` only this one.
         self._peak_bytes = max(self._peak_bytes, _peak() - before + self._resident_bytes)
         self._resident_bytes += _allocated() - before
 
     def look_busy(self, batches: Batches, number: int) -> None:
-        """One more step, to see how busy the GPU is; it does not count."""
+        """Runs one more step, which does not count, to measure how busy the GPU is."""
         start_timing()
         step = partial(train_step, self._training, batches, self._recipe, number)
         self._busy = gpu_busy(step) if devices.own().type == "cuda" else None
@@ -163,8 +164,9 @@ class Contender:
         )
 
     def close(self) -> None:
-        """Lets the model go. Python's collector does not see through nodes of autograd, by which hooks of the
-        data parallel wrapper, and a graph whose end a dispatcher keeps, hold on to it."""
+        """Releases the model. Two things still refer to it through nodes of autograd: hooks of the data
+        parallel wrapper, and a graph whose output a dispatcher keeps. Python's garbage collector cannot
+        follow such references, so this method cuts them."""
         self._training.model.grad_accs.clear()
         for layer in self._training.moe_layers():
             layer.token_dispatcher = None
@@ -177,8 +179,10 @@ def _mean_of_ranks(waited: list[list[float] | None]) -> torch.Tensor | None:
 
 
 def start_timing() -> float:
-    """Collective: when all ranks start; between hosts, which have no common clock, when this one leaves a
-    barrier."""
+    """Collective. Returns the time when all ranks start.
+
+    Several hosts have no common clock: there it is the time when this rank leaves a barrier.
+    """
     devices.synchronize()
     if on_one_host():
         return start_together()
@@ -197,12 +201,12 @@ def _peak() -> int:
 def measure(
     cell: Cell, wanted: list[str], warmup: int, data_dir: Path, progress: Callable[[int, int], None]
 ) -> tuple[list[Trained], dict[str, str]]:
-    """Collective. What ran, in the order of `wanted`, and why each of the others did not."""
+    """Collective. Returns what ran, in the order of `wanted`, and why each other dispatcher did not run."""
     refused: dict[str, str] = {}
     contenders: list[Contender] = []
     contender: Contender | None = None
     try:
-        # Ours last: from then on every MoE layer that is built has to have our dispatcher.
+        # Ours is last: once it is enabled, every MoE layer that is built must have our dispatcher.
         for dispatcher in sorted(wanted, key=lambda name: name == OURS):
             contender, reason = None, ""
             try:
@@ -220,7 +224,7 @@ def measure(
             for turn in range(len(contenders)):
                 contender = contenders[(index + turn) % len(contenders)]
                 contender.step(batches, index + 1, counted=index >= warmup)
-            gc.collect()  # between rounds, and not in somebody's step
+            gc.collect()  # between rounds, so that it is not part of a step
             progress(index + 1, cell.recipe.num_steps)
         for contender in contenders:
             contender.look_busy(batches, cell.recipe.num_steps + 1)
@@ -230,6 +234,6 @@ def measure(
         plugin.disable()  # collective: it closes the buffers
         while contenders:
             contenders.pop().close()
-        contender = None  # the last of them, and its model
+        contender = None  # else it would keep the last model
         gc.collect()
     return sorted(trained, key=lambda entry: wanted.index(entry.dispatcher)), refused

@@ -14,7 +14,7 @@ from bench.flops import peak_flops
 from bench.report import Record, aligned, quantile
 from bench.step_cases import IDEAL, OURS, STOCK, Cell, architecture
 
-# Up to two experts a token, the order of a sum of BF16 rows cannot change its bits.
+# With at most two experts per token, the order of a sum of BF16 rows cannot change its bits.
 _MAX_TOPK_OF_EQUAL_BITS = 2
 _VERSIONS = ("megatron-core", "transformer-engine")
 
@@ -27,16 +27,16 @@ class Trained:
     wall_ms                  [step] of the slowest rank
     cpu_ms                   [step] of all ranks together
     dispatch_ms, combine_ms  [step] mean over the ranks
-    waiting_ms               [step] of the two: until the last rank was there, mean over the ranks; None:
-                             nobody is waited for, or the ranks went through different stages
-    wire_bytes               that the busiest rank exchanged with others in the first step
-    gpu_busy                 share of a step in which the least busy GPU was; None on a CPU
-    slowest_rank             that was last in most steps
+    waiting_ms               [step] part of these two until the last rank began to move rows, mean over the
+                             ranks; None: no rank waits, or the ranks went through different stages
+    wire_bytes               bytes that the busiest rank exchanged with others in the first step
+    gpu_busy                 share of a step in which the least busy GPU was busy; None on a CPU
+    slowest_rank             the rank that was last most often
     deterministic            the same step gives the same bits
-    peak_torch_bytes         of the rank with the most, by torch's allocator, without the other dispatchers'
-                             models; None on a CPU
-    outside_torch_bytes      what the dispatcher allocates beside torch; None: not known
-    rss_bytes                of the largest process until now, with the models of all dispatchers
+    peak_torch_bytes         peak of torch's allocator on the rank with the most, without the models of other
+                             dispatchers; None on a CPU
+    outside_torch_bytes      bytes that the dispatcher allocates outside torch; None: not known
+    rss_bytes                resident memory of the largest process so far, with the models of all dispatchers
     """
 
     dispatcher: str
@@ -82,7 +82,7 @@ def device_name(device: str) -> str:
 def records_of(
     cell: Cell, trained: Sequence[Trained], refused: dict[str, str], about: Record
 ) -> list[Record]:
-    """One record per dispatcher, of those that did not run, too: the same fields."""
+    """One record per dispatcher, also for those that did not run; all have the same fields."""
     stock = next((entry for entry in trained if entry.dispatcher == STOCK), None)
     peak = peak_flops(device_name(cell.recipe.device))
     link = about["link_gbytes_per_s"]
@@ -169,7 +169,7 @@ def _numbers(cell: Cell, entry: Trained, stock: Trained | None, peak: float | No
 
 
 def _split(entry: Trained, link_gbytes_per_s: float | None) -> Record:
-    """What dispatch and combine are made of. Wire: the bytes at the link's rate; own: what then is left."""
+    """The parts of dispatch and combine. wire_ms: the bytes at the link's rate; own_ms: what is left."""
     numbers: Record = {"gpu_busy": entry.gpu_busy, "wire_bytes": entry.wire_bytes}
     if entry.waiting_ms is None:
         return numbers
@@ -182,7 +182,7 @@ def _split(entry: Trained, link_gbytes_per_s: float | None) -> Record:
 
 
 def broken_promise(record: Record) -> str:
-    """What has to be equal bit for bit and is not, or ""."""
+    """What must be equal bit for bit but is not, or ""."""
     promised = (
         record["system"] == OURS
         and record["deterministic"]
@@ -195,7 +195,7 @@ def broken_promise(record: Record) -> str:
 
 
 def table(records: Sequence[Record]) -> str:
-    """A line per dispatcher of one cell; then ratios, losses, and what did not run."""
+    """One line per dispatcher of one cell; then ratios, losses, and the dispatchers that did not run."""
     head = (
         "dispatcher", "", "median ms", "p10", "p90", "last rank", "cpu ms", "dispatch ms", "combine ms",
         "share", "waiting", "wire", "own", "GPU busy", "tokens/s/rank", "TFLOP/s", "MFU", "torch MiB",
@@ -253,7 +253,7 @@ def _loss_line(r: Record) -> str:
 
 
 def label(r: Record) -> str:
-    """Of a cell, without what all cells of a run share."""
+    """Names a record's cell, without what all cells of a run share."""
     return (
         f"{r['micro_batch_tokens']} x {r['num_microbatches']} tokens, H={r['hidden_size']}"
         + (f", {r['cell_dtype']}" if r["cell_dtype"] != "bf16" else "")
@@ -262,7 +262,7 @@ def label(r: Record) -> str:
 
 
 def write_png(records: Sequence[Record], path: Path) -> None:
-    """Left, time per step of each dispatcher and cell, communication apart; right, losses over steps."""
+    """Left: time per step of each dispatcher and cell, in parts. Right: losses over steps."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -18,7 +18,7 @@ _LINK_RUNS = 5
 
 
 class Traffic:
-    """Rows that a step's routing sends from rank to rank, in one domain. Counts while `counting` is set."""
+    """Counts the rows that routing sends from rank to rank in one domain, while `counting` is set."""
 
     def __init__(self, moe_layers: Iterable[Any]) -> None:
         self.counting = False
@@ -28,10 +28,10 @@ class Traffic:
             dispatcher.dispatch_preprocess = self._seen(dispatcher.dispatch_preprocess)
 
     def wire_bytes(self, *, per_pair: bool, hidden: int, dtypes: tuple[str, str]) -> int:
-        """Collective: what the busiest rank exchanges with others in a step, forward and backward.
+        """Collective. Bytes that the busiest rank exchanges with others in a step, forward and backward.
 
-        per_pair  a row for each of a token's experts travels, else one for each rank
-        dtypes    of dispatch, and of the gradients of combine
+        per_pair  one row travels for each expert of a token; else one for each rank that has such an expert
+        dtypes    of the rows of dispatch, and of the gradients of combine
         """
         ranks, total = dist.get_world_size(), 0
         for routing_map in self._maps:
@@ -58,9 +58,9 @@ class Traffic:
 
 
 def waiting_ms(spans_R: Sequence[Sequence[Span]]) -> list[float] | None:
-    """Of each rank: how long it was in dispatch and combine before the last rank was.
+    """For each rank: how long it waited in dispatch and combine until the last rank began to move rows.
 
-    None where the ranks did not go through the same stages.
+    None if the ranks did not go through the same stages.
     """
     moving_R = [[span for span in spans if span.moving] for spans in spans_R]
     kinds_R = [[span.kind for span in moving] for moving in moving_R]
@@ -71,7 +71,7 @@ def waiting_ms(spans_R: Sequence[Sequence[Span]]) -> list[float] | None:
 
 
 def link_gbytes_per_s() -> float:
-    """Collective: what NCCL's bare all-to-all carries out of each GPU, the best of a few."""
+    """Collective. Rate of NCCL's bare all-to-all out of a GPU: each rank's best run, on the slowest rank."""
     ranks = dist.get_world_size()
     sent = torch.ones(_LINK_BYTES // ranks * ranks, dtype=torch.uint8, device="cuda")
     received = torch.empty_like(sent)
@@ -91,7 +91,7 @@ def link_gbytes_per_s() -> float:
 def gpu_busy(step: Callable[[], Any]) -> float:
     """The share of a step's time in which something ran on this rank's GPU, waiting kernels included.
 
-    Runs the step under torch's profiler, which makes the host slower: the step itself is no faster than that.
+    Runs the step under torch's profiler, which slows the host down: without it the share may be larger.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -108,7 +108,7 @@ def gpu_busy(step: Callable[[], Any]) -> float:
 
 
 def busy_share(ran: Sequence[tuple[float, float]]) -> float:
-    """Of the time from the first start to the last end: how much lies in at least one interval."""
+    """The share of the time from the first start to the last end that lies in at least one interval."""
     if not ran:
         return 0.0
     ordered = sorted(ran)

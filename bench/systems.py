@@ -25,16 +25,16 @@ class Sample:
 
 
 class System(ABC):
-    """A way to dispatch and combine. `bind` is not timed and collective; each of `run`'s calls is timed.
+    """A way to dispatch and combine. `bind` is collective and not timed; each call of `run` is timed.
 
-    mode        "uncached" (the routing is new to the system, counts go to the host) | "sync_free" (new, too,
-                and the host waits for nothing) | "cached_plan"
+    mode        "uncached" (the routing is new to the system, counts go to the host) | "sync_free" (also new,
+                but the host waits for nothing) | "cached_plan"
     ops         what `run` takes; `BACKWARD` is dispatch, combine and the backward of both, with x as the
                 output's gradient and ones as the gradient of the rows' weights
     layout      how dispatch leaves the rows
-    num_sms     that the system was limited to; 0: it has no such limit, or there is no GPU
-    stage_sms   that its staging was limited to; 0: there is no limit of its own
-    end_to_end  the call starts from hidden states and routing and ends with rows in `layout`, and back
+    num_sms     SMs that the system was limited to; 0: it has no such limit, or there is no GPU
+    stage_sms   SMs that its staging was limited to; 0: staging has no limit of its own
+    end_to_end  calls go from hidden states and routing to rows in `layout`, and back
     """
 
     name: str
@@ -52,7 +52,7 @@ class System(ABC):
 
     @abstractmethod
     def bind(self, sample: Sample) -> None:
-        """Takes a run's input, and forgets the results of the last."""
+        """Takes a run's input, and forgets the results of the last run."""
 
     @abstractmethod
     def run(self, op: str) -> None:
@@ -60,17 +60,17 @@ class System(ABC):
 
     @abstractmethod
     def wire_bytes(self, op: str, traffic: Traffic) -> tuple[int, int]:
-        """Bytes that the busiest rank exchanges with others, and those of them between domains."""
+        """Bytes that the busiest rank exchanges with others, and the part between domains."""
 
     def results(self) -> dict[str, Tensor]:
-        """Of the last run, what systems can be compared by: rows [R, H], output [T, H], gradient [T, H]."""
+        """Results of the last run, to compare systems: rows [R, H], output [T, H], gradient [T, H]."""
         return {}
 
     def check(self) -> None:  # noqa: B027 - nothing to check is a valid answer
-        """Raises if the last run went wrong in a way that no call has raised. Not timed."""
+        """Raises if the last run failed without an error of its calls. Not timed."""
 
     def step_seconds(self) -> dict[str, float]:
-        """Time in each step since creation, where the system counts it."""
+        """Time in each step since creation; empty if the system does not count it."""
         return {}
 
     def close(self) -> None:  # noqa: B027 - nothing to give back is a valid answer
@@ -78,7 +78,7 @@ class System(ABC):
 
 
 def label_of(name: str, layout: str, dtype: str) -> str:
-    """For a reader: two systems of one case never have the same."""
+    """The name that a reader sees. No two systems of a case have the same label."""
     return f"{name} {dtype}" + {"expert_major_fp8": " codes", "compact": " compact"}.get(layout, "")
 
 
@@ -93,7 +93,7 @@ class UcclEp(System):
     def __init__(
         self, buffer: Buffer, dtype: str, *, mode: str, layout: str = "expert_major", backward: bool = False
     ) -> None:
-        """layout: as a table has it; "expert_major_fp8": rows stay codes and scales"""
+        """layout: as in the table; "expert_major_fp8": rows stay codes and scales"""
         self.buffer = buffer
         self.dtype = dtype
         self.mode = mode
@@ -108,7 +108,7 @@ class UcclEp(System):
             self.ops = (*OPS, BACKWARD)
         self._sample: Sample | None = None
         self._given: dict[str, Any] = {}  # the routing, as an argument
-        self._weights = torch.empty(0)  # of its pairs
+        self._weights = torch.empty(0)  # of the routing's pairs
         self._known: Any = None
         self._capacity: dict[str, Any] = {}
         self._dispatched: Any = None
@@ -118,7 +118,7 @@ class UcclEp(System):
 
     @staticmethod
     def create_buffer(case: Case) -> Buffer:
-        """Settings come from the environment where the case does not decide them."""
+        """Settings that the case does not decide come from the environment."""
         sms = {"num_sms": case.num_sms, "stage_sms": case.stage_sms}
         chosen: dict[str, Any] = {name: value for name, value in sms.items() if value}
         config = EpConfig.from_env(
@@ -206,7 +206,7 @@ def on_one_host() -> bool:
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
-    """Relative to the largest magnitude of b."""
+    """The largest difference, relative to the largest magnitude of b; inf if the shapes differ."""
     if a.shape != b.shape:
         return float("inf")
     if a.numel() == 0:

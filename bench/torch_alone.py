@@ -1,7 +1,7 @@
 """Torch's share of forward + backward: two empty autograd functions.
 
-As a dispatch with a new plan does, the host waits until the GPU has begun. No dispatcher that is two autograd
-functions takes less.
+The host waits until the GPU has begun, as in a dispatch with a new plan. No dispatcher that consists of two
+autograd functions takes less time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bench.systems import Sample, System
 
 
 class _Nothing(torch.autograd.Function):
-    """Results and gradients were there before."""
+    """Returns results and gradients that were made in advance."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor | None, ready: tuple[Any, Any]) -> Any:

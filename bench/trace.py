@@ -1,7 +1,7 @@
 """Routing of a real training run, as `python -m recipes.launch --router-trace FILE` saves it.
 
-A trace is a .npz file: topk_idx [S, L, T, K] int16 (S steps, L layers, T tokens of all ranks, rank 0's first)
-and num_experts.
+A trace is a .npz file with num_experts and topk_idx [S, L, T, K] int16: S steps; L layers; T tokens of all
+ranks, rank 0's first; K experts of a token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BUNDLED = Path(__file__).resolve().parent / "traces" / "tiny_host.npz"
 
 
 class TraceError(ValueError):
-    """A file is no router trace."""
+    """The file is not a router trace."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Trace:
         return self.topk_idx_SLTK.shape[0] * self.topk_idx_SLTK.shape[2]
 
     def problem(self, num_tokens: int, topk: int, num_experts: int) -> str:
-        """Why it cannot give the routing of so many tokens, or ""."""
+        """Why the trace cannot give the routing of `num_tokens` tokens, or ""."""
         if (topk, num_experts) != (self.topk, self.num_experts):
             return f"the trace is of top-{self.topk} of {self.num_experts}, not top-{topk} of {num_experts}"
         if num_tokens > self.tokens_per_layer:
@@ -43,7 +43,7 @@ class Trace:
         return ""
 
     def draw(self, num_tokens: int, generator: torch.Generator) -> Tensor:
-        """[num_tokens, K] int64: neighbours in one layer, which one and from where on is drawn."""
+        """[num_tokens, K] int64: consecutive tokens of one layer. Layer and first token are random."""
         layer = int(torch.randint(self.topk_idx_SLTK.shape[1], (), generator=generator))
         start = int(torch.randint(self.tokens_per_layer, (), generator=generator))
         tokens = self.topk_idx_SLTK[:, layer].flatten(0, 1)
@@ -52,7 +52,7 @@ class Trace:
 
 @lru_cache(maxsize=4)
 def load_trace(path: str) -> Trace:
-    """Raises TraceError naming what is wrong with the file."""
+    """Raises a TraceError that says what is wrong with the file."""
     try:
         with np.load(path, allow_pickle=False) as saved:
             topk_idx, num_experts = saved["topk_idx"], int(saved["num_experts"])

@@ -1,11 +1,14 @@
-"""For setup.py: how long each unit (a source, by its path from the root) takes to compile, and how well."""
+"""For setup.py: how long each unit takes to compile, and which units need less optimisation.
+
+A unit is a source, named by its path from the root.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
 
-# Set-up, probes, errors and conversions: nobody waits for these, so they are compiled in less time.
+# Set-up, probes, errors and conversions: their speed does not matter, so they are compiled in less time.
 COLD = (
     *("bindings/", "c_api/", "common/", "layout/", "backend/gpu/", "gpu/", "engine/config.cc", "engine/stats.cc"),
     *(f"engine/group/{name}.cc" for name in ("choice", "control_plane", "stats")),
@@ -15,7 +18,7 @@ COLD = (
     *(f"transport/ofi/{name}.cc" for name in ("endpoint", "library", "provider")),
     *(f"transport/verbs/{name}.cc" for name in ("library", "nic")),
 )
-# Processor seconds of what takes longest.
+# Processor seconds of the units that take longest.
 LONGEST = {
     "backend/gpu/dispatch.cu": 65.0,
     "backend/gpu/combine.cu": 45.0,
@@ -24,7 +27,7 @@ LONGEST = {
     "backend/gpu/queue_probe.cu": 6.0,
     "backend/gpu/clock.cu": 4.0,
 }
-OTHERS = 2.0  # of every other one
+OTHERS = 2.0  # of every other unit
 
 
 def is_cold(source: str) -> bool:
@@ -36,12 +39,12 @@ def seconds_of(source: str) -> float:
 
 
 def longest_first(sources: Iterable[str]) -> list[str]:
-    """In this order no core idles at the end."""
+    """The order in which no core idles at the end."""
     return sorted(sources, key=lambda source: (-seconds_of(source), source))
 
 
 class Progress:
-    """How many are compiled, and how long the others will take by what those took."""
+    """Counts compiled units, and estimates from their times how long the others will take."""
 
     def __init__(self, sources: list[str]) -> None:
         self._sources = sources

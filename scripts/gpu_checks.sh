@@ -1,14 +1,20 @@
 #!/usr/bin/env bash
-# Everything that needs GPUs, on a machine that has them and a build with nvcc:
+# Runs everything that needs GPUs, on a machine that has them and a build with nvcc:
 #
 #   ./scripts/gpu_checks.sh [tests] [domains] [megatron] [sanitize] [soak] [bench] [links] [step]    none: all but step
 #
-# On 4 x H200: tests (one domain) 4 to 7 minutes; domains (several) about 9; megatron 2; sanitize 1 or 2 GPUs, 2 minutes; soak:
-# 10,000 operations, 10,000 rounds beside NCCL, 1,000 replays of a graph, and all that is slow; bench: the sweep of
-# bench/README.md, forward + backward, other widths and uneven routing, 7 minutes; links: several domains with a link of
-# 50 GB/s and without a limit, 4 minutes; step: a training step of Megatron with each dispatcher, 4 GPUs of 140 GB, 50 s a
-# cell. What is measured goes into $OUT (bench/results). megatron and step need megatron-core;
-# with MEGATRON_LM, a checkout of Megatron-LM, megatron runs its own dispatcher tests, too. RANKS: as many as there are GPUs.
+# What each does, and its time on 4 x H200:
+#   tests     one domain; 4 to 7 minutes
+#   domains   several domains; about 9 minutes
+#   megatron  tests/megatron; needs megatron-core; 2 minutes. With MEGATRON_LM, a checkout of Megatron-LM, also Megatron's
+#             own dispatcher tests
+#   sanitize  compute-sanitizer, on 1 or 2 GPUs; 2 minutes
+#   soak      10,000 operations, 10,000 rounds beside NCCL, 1,000 replays of a graph, and all slow tests
+#   bench     the sweep of bench/README.md, forward + backward, other widths and uneven routing; 7 minutes
+#   links     several domains, with a link of 50 GB/s and without a limit; 4 minutes
+#   step      a training step of Megatron with each dispatcher, on 4 GPUs of 140 GB; needs megatron-core; 50 s a cell
+#
+# Measurements go into $OUT (default: bench/results). RANKS is the number of ranks (default: the number of GPUs).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -18,7 +24,7 @@ known=(tests domains megatron sanitize soak bench links step)
 for what in "$@"; do
   [[ " ${known[*]} " == *" $what "* ]] || { printf '%s: none of %s\n' "$what" "${known[*]}" >&2 && exit 2; }
 done
-# Now, and not when its turn comes.
+# All needs are checked now, before the first part runs.
 . scripts/gpu_needs.sh
 need_gpus "$python" "${RANKS:-1}"
 for what in "$@"; do
@@ -42,12 +48,12 @@ for what in "$@"; do
   case "$what" in
     tests)
       check tests "$python" -m pytest -q tests/gpu --ignore-glob='*test_cuda_domain*'
-      # What the host backend has to do, too, as far as there is a GPU for each rank.
+      # Tests that the host backend must pass, too. They run as far as there is a GPU for each rank.
       check tests "$python" -m pytest -q --backend cuda tests/unit/test_dispatch_combine.py \
         tests/unit/test_property.py tests/unit/test_row_layouts.py tests/unit/test_rank_mismatch.py
       ;;
     domains) check domains "$python" -m pytest -q tests/gpu/test_cuda_domain*.py ;;
-    # Training, stages and plug-in: on GPUs where there are four.
+    # Training, stages and plug-in. They use GPUs if there are four.
     megatron)
       check megatron "$python" -m pytest -q tests/megatron
       [ -z "${MEGATRON_LM:-}" ] ||

@@ -1,5 +1,5 @@
-# Whether a script that needs GPUs can do its work here, asked before it begins; sourced by those. What is missing ends the
-# script with 77 and one line.
+# Checks whether a script that needs GPUs can do its work here. Such scripts source this file and check before they begin. If
+# something is missing, the script prints one line and ends with exit code 77.
 
 lacks() {
   printf '[gpu] cannot be done here: %s\n' "$*" >&2

@@ -2,16 +2,16 @@
 
     torchrun --nproc_per_node 4 scripts/megatron_own_tests.py MEGATRON_LM [--domain-size D] [--wrong] [...]
 
-MEGATRON_LM is a checkout of Megatron-LM: its Megatron-Core is used, and its files stay as they are. Those of
-`test_a2a_token_dispatcher.py` run and, of `test_token_dispatcher.py`, those of HybridEP. A test that asks for
-eight ranks gets the layout nearest to its own on as many as there are: on GPUs, one each (with NCCL from 2.30
-on and its NCCL_MULTI_RANK_GPU_ENABLE=1 ranks may share them), or on the CPU.
+MEGATRON_LM is a checkout of Megatron-LM: its Megatron-Core is used, and its files stay as they are. The tests
+of `test_a2a_token_dispatcher.py` run, and those of HybridEP in `test_token_dispatcher.py`. A test that asks
+for eight ranks gets the nearest layout for the ranks that there are. Ranks run on one GPU each, or on the
+CPU. With NCCL 2.30 or later and NCCL_MULTI_RANK_GPU_ENABLE=1, several ranks may share a GPU.
 
---domain-size D  ranks that share a domain (all)
---wrong          the control: rows are multiplied by 2, then by 3 ..., and tests that dispatch have to fail
+--domain-size D  ranks that share a domain (default: all)
+--wrong          the control: rows are multiplied by 2, then by 3 ..., and tests that dispatch must fail
 ...              arguments of pytest
 
-Ends with 1 where tests failed or none got to our dispatcher, of which Megatron's tests know nothing.
+The exit code is 1 if tests failed or none called our dispatcher, which Megatron's tests would not notice.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from uccl_ep_train.megatron import cpu_shims
 FOLDER = "tests/unit_tests/transformer/moe"
 TESTS = (f"{FOLDER}/test_a2a_token_dispatcher.py", f"{FOLDER}/test_token_dispatcher.py::TestFlexDispatcher")
 
-OF_NCCL_EP = ("ncclep", "zero_copy", "mxfp8_wire")  # in the names of tests that need its package
+OF_NCCL_EP = ("ncclep", "zero_copy", "mxfp8_wire")  # in the names of tests that need NCCL EP's package
 
 
 def nearest_layout(tp_size: int, ep_size: int, num_ranks: int) -> tuple[int, int]:
-    """(TP, EP) for at most `num_ranks` ranks: the larger of the two is halved until they suffice."""
+    """(TP, EP) for at most `num_ranks` ranks: the larger of the two is halved until the ranks suffice."""
     while tp_size * ep_size > num_ranks:
         tp_size, ep_size = (tp_size // 2, ep_size) if tp_size > ep_size else (tp_size, ep_size // 2)
     return tp_size, ep_size
 
 
 def groups() -> list[dist.ProcessGroup]:
-    """Of this process, in the order in which they were made."""
+    """The groups of this process, in the order of their creation."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
 class InPlaceOfStock:
-    """A plugin of pytest: every layer of a test gets our dispatcher."""
+    """A plugin of pytest that gives every layer of a test our dispatcher."""
 
     def __init__(self, options: dict[str, Any], wrong: bool) -> None:
         """options: see `uccl_ep_train.megatron.enable`"""
@@ -59,7 +59,7 @@ class InPlaceOfStock:
         self._has_gpu = torch.cuda.is_available
 
     def pytest_collection(self) -> None:
-        torch.cuda.is_available = lambda: True  # else they are skipped on the CPU
+        torch.cuda.is_available = lambda: True  # otherwise the tests would be skipped on the CPU
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         left_out = [item for item in items if any(name in item.name for name in OF_NCCL_EP)]
@@ -95,7 +95,7 @@ class InPlaceOfStock:
         plugin.enable(**self.options)
         yield
         plugin.disable()
-        # Megatron forgets the groups of a test, which keep threads of gloo or memory of a GPU for each.
+        # Megatron does not destroy a test's groups. Each keeps threads of gloo or memory of a GPU.
         for group in groups():
             if group not in before and group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
@@ -131,12 +131,12 @@ def main() -> int:
 
     if not on_gpus:
         Utils.initialize_distributed = staticmethod(join_on_cpu)
-    fused_a2a.HAVE_HYBRIDEP = True  # its tests are ours: the plug-in takes its place
+    fused_a2a.HAVE_HYBRIDEP = True  # so that its tests run: our plug-in takes its place
     options = {"dispatch_dtype": "bf16", "backend": "cuda" if on_gpus else "host", "transport": "loop"}
     if args.domain_size:
         options["domain_size"] = args.domain_size
     ours = InPlaceOfStock(options, args.wrong)
-    # Their conftest.py downloads data of other tests.
+    # Megatron's conftest.py downloads data of other tests.
     quiet = [
         "-q",
         "--noconftest",

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# tests/megatron with other releases of megatron-core than the one in .venv, on CPUs:
+# Runs tests/megatron on CPUs with other releases of megatron-core than the one in .venv:
 #
 #   ./scripts/megatron_versions.sh                      0.17.1 0.18.2 0.19.2
 #   ./scripts/megatron_versions.sh 0.18.2 -- -m slow    what follows -- are arguments of pytest
 #
 # Sets everything up (see setup_env.sh), then unpacks each release's source under build/megatron and compiles its one
-# helper. Releases after 0.16 ask for Python 3.12; they run on 3.11, too. About 3 minutes a release.
+# helper. Releases after 0.16 ask for Python 3.12, but also run on 3.11. A release takes about 3 minutes.
 
-# Before the set-up, which may take minutes.
+# Checked before the set-up, which may take minutes.
 for version in "$@"; do
   [ "$version" != -- ] || break
   [[ "$version" =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] ||
@@ -29,11 +29,11 @@ done
 python="$VENV/bin/python"
 folder="$ROOT/build/megatron"
 mkdir -p "$folder"
-# From 0.18 on Megatron imports triton, which torch brings on machines with GPUs only.
+# From 0.18 on Megatron imports triton, which CPU builds of torch do not bring.
 [ -d "$folder/triton" ] ||
   run_stage "installing triton" "$python" -m pip install -q --no-deps --target "$folder/triton" triton
 
-# unpack VERSION: its source, once.
+# unpack VERSION: fetches and unpacks its source and compiles its helper, once.
 unpack() {
   local source="$folder/megatron_core-$1" helpers="$folder/megatron_core-$1/megatron/core/datasets"
   [ ! -e "$source/.ready" ] || return 0

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes uccl_ep_train/_native.pyi, the types of the compiled core, from what its bindings say of themselves.
+"""Writes uccl_ep_train/_native.pyi, the types of the compiled core, from the docstrings of its bindings.
 
     .venv/bin/python scripts/native_stub.py    # after a change of csrc/bindings or of a bound structure
 
-Needs a build with nvcc, or the stub would lack what is bound for GPUs.
+Needs a build with nvcc: otherwise the stub would lack the bindings for GPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEAD = """# Written by scripts/native_stub.py from the bindings; tests/native/te
 from collections.abc import Callable, Mapping, Sequence
 """
 
-# What pybind11 says of a type, and what Python calls it.
+# pybind11's name of a type, and Python's.
 _TYPES = (
     (re.compile(r'typing\.Annotated\[(.+?), "FixedSize\(\d+\)"\]'), r"\1"),
     (re.compile(r"typing\.SupportsInt(?: \| typing\.SupportsIndex)?"), "int"),
@@ -46,7 +46,7 @@ def function(doc: str, module: str) -> str:
     if match is None:
         raise ValueError(f"{doc!r} does not begin with a signature")
     parameters = re.sub(r"^self: [\w.]+", "self", match["parameters"])
-    # What has no name of its own cannot be given by name.
+    # A parameter without a name is positional only.
     unnamed = list(_UNNAMED.finditer(parameters))
     if unnamed:
         end = unnamed[-1].end()

@@ -1,7 +1,7 @@
-# What parts of this project need of a machine beyond Python and a compiler, and the Debian or Ubuntu packages that bring it;
-# sourced by the scripts. Nothing here installs anything.
+# What parts of this project need besides Python and a compiler, and the Debian or Ubuntu packages that bring it. Scripts
+# source this file; it installs nothing.
 
-# Each of them, and what it is to people.
+# Each part, and its description in messages.
 declare -A PARTS=(
   [fuzzing]="fuzzing by libFuzzer" [models]="the model checker" [nics]="RDMA NICs (transport verbs)"
   [fabric]="TCP and fabrics between hosts (transport ofi)" [hosts]="several hosts on this machine"
@@ -9,21 +9,21 @@ declare -A PARTS=(
   [vm]="RDMA verbs in a VM (soft_roce.sh)"
 )
 
-# program:package, of what the VM of soft_roce.sh needs here and, from here, inside.
+# program:package, for soft_roce.sh: programs that run the VM, and programs of this machine that are used inside it.
 VM_PROGRAMS=(
   qemu-system-x86_64:qemu-system-x86 busybox:busybox-static modprobe:kmod depmod:kmod
   ip:iproute2 tc:iproute2 rdma:iproute2 ibv_rc_pingpong:ibverbs-utils
 )
 
-# Where not only root's programs are.
+# Also looks in the folders of root's programs.
 has_program() { PATH="$PATH:/usr/sbin:/sbin" command -v "$1" >/dev/null; }
 
 has_library() { [[ "$(PATH="$PATH:/usr/sbin:/sbin" ldconfig -p 2>/dev/null)" == *"$1 "* ]]; }
 
-# Debian's other busybox needs libraries, which the initramfs does not have.
+# Debian's other busybox is not static: it needs libraries, which the initramfs does not have.
 has_static_busybox() { ! ldd "$(PATH="$PATH:/usr/sbin:/sbin" command -v busybox)" >/dev/null 2>&1; }
 
-# missing_for PART: the packages that are missing for it, a line each.
+# missing_for PART: prints the packages that are missing for the part, one a line.
 missing_for() {
   local entry
   case "$1" in
@@ -53,7 +53,7 @@ missing_for() {
 has_nvcc() { command -v nvcc >/dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; }
 has_gpu() { [ -e /proc/driver/nvidia/version ] || nvidia-smi -L >/dev/null 2>&1; }
 
-# What this machine does without, and the one command that adds it. A build has all of it: nothing is compiled again.
+# Prints what this machine does without, and the one command that adds the packages. They need no new build.
 left_out() {
   local part missing packages=()
   for part in nics fabric fuzzing models abi hosts vm; do

@@ -6,7 +6,7 @@
 #
 # A later --recipe overrides tiny_host. Runs in the clone's folder, to which relative paths refer.
 
-# Before the set-up, which may take minutes; what else the launcher needs it says itself.
+# Checked before the set-up, which may take minutes. The launcher itself says what else it needs.
 case " $* " in
   *" --device cuda "* | *" --device=cuda "*)
     . "$(dirname "${BASH_SOURCE[0]}")/needs.sh"

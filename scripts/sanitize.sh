@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The kernels under compute-sanitizer, on a small case: one rank, and where there are two GPUs two ranks, in one domain and in
-# two. Needs a build with nvcc. Every tool has to find nothing.
+# Runs the kernels of a small case under compute-sanitizer, with one rank. If there are two GPUs, it also runs two ranks, in
+# one domain and in two. Needs a build with nvcc. No tool may find anything.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -15,7 +15,7 @@ fi
 for tool in ${TOOLS:-memcheck racecheck synccheck}; do
   for start in "${starts[@]}"; do
     printf '[sanitize] %s: %s\n' "$tool" "$start"
-    # torch's own kernels are not ours to check.
+    # torch's own kernels are not checked.
     # shellcheck disable=SC2086  # the words of the command
     compute-sanitizer --tool "$tool" --target-processes all --kernel-name kns=uccl_ep --error-exitcode 1 $start tests/gpu/small_case.py
   done

@@ -1,21 +1,22 @@
 #!/usr/bin/env bash
-# Prepares `.venv` under the clone: a virtual environment with torch, megatron-core, the tools, and this package built.
-# Sourced by pretrain.sh and test.sh; run by itself it only does the set-up. Needs bash and what Debian always has.
+# Prepares `.venv` in the clone: a virtual environment with torch, megatron-core, the tools, and this package built.
+# pretrain.sh, test.sh and megatron_versions.sh source it; run by itself it only does the set-up. Needs bash and what Debian
+# always has.
 #
 # What a user can set:
 #   PYTHON              the interpreter to use, 3.11 or 3.12 (otherwise the first suitable one on PATH)
 #   UCCL_EP_TORCH_SPEC  the torch to install, default torch==2.13.0; "none": use the one that PYTHON already has
 #   UCCL_EP_PIP_ARGS    further arguments of every `pip install`. Without them torch comes from the default index, whose
-#                       Linux build works without a GPU but brings gigabytes of CUDA libraries. For a CPU-only build
+#                       Linux build works without a GPU but brings gigabytes of CUDA libraries. For a CPU-only build,
 #                       name the CPU package index that PyTorch's own installation page gives:
 #                       UCCL_EP_PIP_ARGS="--extra-index-url <that address>"
-#   UCCL_EP_APT=1       as root on Debian or Ubuntu: install with apt-get what is missing of compiler, Python headers, spin,
-#                       clang, iproute2, the libraries of NICs and fabrics, which are found at run time, and their headers,
-#                       which one test compares with
+#   UCCL_EP_APT=1       as root on Debian or Ubuntu: install missing packages with apt-get. These are the compiler, Python
+#                       headers, spin, clang, iproute2, and the libraries of NICs and fabrics with their headers. The
+#                       libraries are found at run time; one test compares with the headers
 #   UCCL_EP_CUDA_ARCHS  what kernels are compiled for: "auto" (the GPUs of this machine; the default), "all", "none", names
 #   UCCL_EP_WERROR=1    compiler warnings are errors
 #
-# An up-to-date environment costs a few dozen milliseconds: two stamp files hold a hash of what it was made from.
+# An up-to-date environment costs a fraction of a second: three stamp files hold hashes of what it was made from.
 
 set -euo pipefail
 
@@ -28,11 +29,11 @@ WERROR="${UCCL_EP_WERROR:-0}"
 read -r -a PIP_ARGS <<<"${UCCL_EP_PIP_ARGS:-}"
 
 PACKAGES=(
-  # 0.16.1 is the last for Python 3.11; from 0.20 on nothing has been tested.
+  # 0.16.1 is the last release for Python 3.11; releases from 0.20 on have not been tested.
   "megatron-core==0.16.1; python_version < '3.12'" "megatron-core>=0.16.1,<0.20; python_version >= '3.12'"
   numpy matplotlib tqdm
 )
-# What training does without: pretrain.sh sets TOOLS_TOO=0. Formatters and type checkers are pinned, because another
+# Training does not need these: pretrain.sh sets TOOLS_TOO=0. Formatters and type checkers are pinned, because another
 # version formats and complains differently.
 TOOLS=(
   pytest pytest-timeout hypothesis pyyaml
@@ -56,7 +57,7 @@ seconds_since() {
   printf '%d.%d s' $((tenths / 10)) $((tenths % 10))
 }
 
-# Always false after so many seconds. Not `sleep`: killing its shell would leave it behind, holding our output open.
+# pause SECONDS: waits, then returns false. Not `sleep`: it would outlive its killed shell and hold our output open.
 pause() { read -r -t "$1" <> <(:); }
 
 TICKER=""
@@ -66,14 +67,15 @@ stop_ticker() {
 }
 trap stop_ticker EXIT
 
-# The newest estimate that the log has since line $1 (setup.py prints them), else the log's last line.
+# progress_since LINE: setup.py's newest estimate in the log from this line on, else the log's last line.
 progress_since() {
   local estimate
   estimate="$(tail -n "+$1" "$LOG" | grep -o 'compiled [0-9]* of .* left' | tail -n 1)" || true
   printf '%s' "${estimate:-$(tail -n 1 "$LOG" | cut -c 1-100)}"
 }
 
-# run_stage "what" command...: runs it with its output in the log; a sign of life every 15 s; the log's tail on failure.
+# run_stage "what" command...: runs the command with its output in the log. Prints a sign of life every 15 s, and the end of
+# the log on failure.
 run_stage() {
   local what="$1" started status=0 first_line
   shift
@@ -81,7 +83,7 @@ run_stage() {
   say "$what ..."
   printf '\n===== %s\n+ %s\n' "$what" "$*" >>"$LOG"
   first_line=$(($(wc -l <"$LOG") + 1))
-  # The lock (descriptor 9) is not for the ticker: it may outlive a killed script.
+  # The ticker does not get the lock (descriptor 9), because it may outlive a killed script.
   (while ! pause 15 && kill -0 $$; do
     say "  still at it, $(seconds_since "$started"): $(progress_since "$first_line")"
   done) 9>&- &
@@ -108,7 +110,7 @@ find_python() {
     printf '%s' "$PYTHON"
     return
   fi
-  # The interpreter that is called python3 comes first: it is the one whose headers people install.
+  # python3 comes first: it is the interpreter whose headers people install.
   for candidate in python3 python3.12 python3.11; do
     if is_usable_python "$candidate"; then
       printf '%s' "$candidate"
@@ -120,7 +122,7 @@ find_python() {
 . "$ROOT/scripts/apt.sh"
 . "$ROOT/scripts/needs.sh"
 
-# missing "what" package...: installs it where that was allowed, else says what to do and stops.
+# missing "what" package...: installs the packages if that is allowed; else says what to do and stops.
 missing() {
   local what="$1"
   shift
@@ -132,7 +134,7 @@ missing() {
     "(as root, UCCL_EP_APT=1 lets this script do it)"
 }
 
-# wished_for package: as missing(), for what only some parts need. Tried once; without it their tests skip.
+# wished_for package: as missing(), for a package that only some parts need. Tried once; without it their tests skip.
 wished_for() {
   if ! may_apt || stamp_is "wished_for_$1" tried; then
     return
@@ -141,7 +143,7 @@ wished_for() {
   (run_stage "apt-get install $1" apt_install "$1") || say "going on without $1"
 }
 
-# All but what the VM needs, which soft_roce.sh installs.
+# The packages of all parts but the VM, whose packages soft_roce.sh installs.
 wished_for_all() {
   local part package
   for part in fuzzing models nics fabric abi hosts; do
@@ -151,7 +153,7 @@ wished_for_all() {
   done
 }
 
-# Which Python that Debian or Ubuntu release has.
+# The Python of this release of Debian or Ubuntu.
 distribution_python() {
   local release
   release="$(. /etc/os-release 2>/dev/null && printf '%s-%s' "${ID:-}" "${VERSION_ID:-}")" || true
@@ -170,7 +172,7 @@ has_headers() {
 
 has_venv() { "$1" -c 'import ensurepip, venv' 2>/dev/null; }
 
-# check_machine: sets BASE_PYTHON; stops with a plain message where something is missing.
+# check_machine: sets BASE_PYTHON; stops with a plain message if something is missing.
 check_machine() {
   local python version
   python="$(find_python)"
@@ -189,7 +191,7 @@ check_machine() {
 
 # ------------------------------------------------------------------------------------------------------------------- stages
 
-# On a machine with a GPU a torch that is already there fits its driver: it is used, never replaced.
+# On a machine with a GPU, a torch that is already installed fits the driver: it is used, never replaced.
 has_own_torch() {
   { [ "$TORCH_SPEC" = none ] || nvidia-smi >/dev/null 2>&1; } && "$1" -c 'import torch' >/dev/null 2>&1
 }
@@ -208,7 +210,7 @@ pip_install() {
     "${PIP_ARGS[@]}" "$@"
 }
 
-# What pyproject.toml says the build needs: it has to be there already, as the build is not isolated.
+# What the build needs, from pyproject.toml. It must be installed already, because the build is not isolated.
 build_requirements() {
   "$VENV/bin/python" -c 'import sys, tomllib
 with open(sys.argv[1], "rb") as file:
@@ -230,7 +232,7 @@ packages_hash() {
   { printf '%s\n' "$TORCH_SPEC" "${PIP_ARGS[*]}" "${PACKAGES[@]}" && cat "$ROOT/pyproject.toml"; } | hash_of
 }
 
-# The clone's place counts, because an editable package points to it.
+# The clone's path is part of the hash, because an editable package points to it.
 build_hash() {
   {
     printf '%s\n%s\n%s\n' "$ROOT" "$("$VENV/bin/python" -V)" "$("$VENV/bin/python" "$ROOT/csrc/gpu/cuda/build.py")"
@@ -243,7 +245,7 @@ tools_hash() { printf '%s\n' "${PIP_ARGS[*]}" "${TOOLS[@]}" | hash_of; }
 
 stamp_is() { [ "$(cat "$STATE/$1" 2>/dev/null)" = "$2" ]; }
 
-# Renamed into place, so that an interrupted script leaves no half-written stamp.
+# The file is renamed into place, so that an interrupted script leaves no half-written stamp.
 write_stamp() { printf '%s\n' "$2" >"$STATE/$1.new" && mv "$STATE/$1.new" "$STATE/$1"; }
 
 has_tools() { [ "${TOOLS_TOO:-1}" = 0 ] || stamp_is tools "$(tools_hash)"; }
@@ -258,7 +260,7 @@ venv_is_usable() {
 is_built() {
   local hash="$1"
   has_extension || return 1
-  # A build without warnings serves those who do not ask for one; not the other way round.
+  # A build without warnings also serves callers that do not ask for one, but not the other way round.
   stamp_is build "$hash 1" || { [ "$WERROR" != 1 ] && stamp_is build "$hash 0"; }
 }
 
@@ -311,5 +313,5 @@ set_up() {
 
 set_up
 left_out | sed 's/^/[set-up] /'
-# These are for this script alone; the package would warn of variables that it does not know.
+# Only this script uses these. The package would warn of variables that it does not know.
 unset UCCL_EP_TORCH_SPEC UCCL_EP_PIP_ARGS UCCL_EP_APT UCCL_EP_CUDA_ARCHS

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Several hosts on one machine: runs a command on each of them, as a cluster's launcher would.
+# Makes several hosts on one machine, and runs a command on each of them, as a cluster's launcher would.
 #
 #   ./scripts/several_hosts.sh [--hosts N] COMMAND...      (default 2)
 #
 #   ./scripts/several_hosts.sh bash -c '.venv/bin/torchrun --nnodes=2 --node_rank=$NODE_RANK --nproc_per_node=2 \
 #       --master_addr=$MASTER_ADDR --master_port=29500 -m uccl_ep_train.doctor'
 #
-# A host is a set of Linux namespaces: its own network (eth0, 10.77.0.1 for the first), host name (node0, ...), boot id,
-# processes, System V memory and /dev/shm. Files and the clock are this machine's. Each command has NODE_RANK, NNODES and
-# MASTER_ADDR=node0, may do to its network what root may (`ip link set eth0 down` cuts it off), and what it prints begins
-# with its host's name. When this script ends nothing of it is left.
+# A host is a set of Linux namespaces. It has its own network (eth0, 10.77.0.1 for the first), host name (node0, ...),
+# boot id, processes, System V memory and /dev/shm. Files and the clock are this machine's. Each command has NODE_RANK,
+# NNODES and MASTER_ADDR=node0. It has root's rights over its network: `ip link set eth0 down` cuts the host off. Each line
+# that it prints begins with its host's name. Nothing is left when this script ends.
 #
 # The exit code is that of the first host whose command failed, 2 for wrong usage, or
-#     77  such namespaces cannot be had here; the last line says why
+#     77  such namespaces are not possible here; the last line says why
 
 set -euo pipefail
 
@@ -29,7 +29,7 @@ no_hosts() {
   exit 77
 }
 
-# A process's own namespace of the network.
+# network_of PID: the network namespace of a process.
 network_of() { readlink "/proc/$1/ns/net"; }
 
 # host NUMBER FOLDER COMMAND...: the first process of a host.
@@ -46,11 +46,11 @@ host() {
   ip address add "10.77.0.$((number + 1))/24" dev eth0
   ip link set eth0 up
   export NODE_RANK="$number" NNODES="$hosts" MASTER_ADDR=node0
-  # Not exec: the first process of a namespace is deaf to signals that it does not handle.
+  # Not exec: the first process of a namespace ignores signals that it does not handle.
   "$@"
 }
 
-# Inside namespaces of its own, which hold the switch between the hosts.
+# world COMMAND...: runs in namespaces of its own, which hold the switch between the hosts.
 world() {
   local number pid pids=() status=0 code
   mount --make-rprivate /
@@ -80,12 +80,12 @@ world() {
     wait "$pid" || code=$?
     [ "$status" -ne 0 ] || status="$code"
   done
-  # The last lines are on their way.
+  # Waits for the last lines of output.
   while [ "$(jobs -rp | wc -l)" -gt 0 ]; do sleep 0.02; done
   return "$status"
 }
 
-if [ "${1-}" = --host ] || [ "${1-}" = --world ]; then # this script's own calls of itself
+if [ "${1-}" = --host ] || [ "${1-}" = --world ]; then # this script calls itself
   role="${1#--}" hosts="$2"
   shift 2
   "$role" "$@"
@@ -107,7 +107,7 @@ for program in unshare ip mount hostname; do
   command -v "$program" >/dev/null || no_hosts "there is no $program (packages util-linux, iproute2, mount, hostname)"
 done
 namespaces=(--net --mount --pid --fork --kill-child)
-# Without being root one may be it in a namespace of users.
+# A user who is not root may be root in a user namespace.
 [ "$(id -u)" -eq 0 ] || namespaces+=(--user --map-root-user)
 allowed="$(unshare "${namespaces[@]}" "$BASH" -c 'mount --make-rprivate / && mount -t proc proc /proc && ip link add probe type bridge' 2>&1)" ||
   no_hosts "${allowed:-unshare is not permitted}"

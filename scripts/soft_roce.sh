@@ -1,27 +1,27 @@
 #!/usr/bin/env bash
-# Real RDMA verbs on a machine without an RDMA NIC: starts a VM with two soft-RoCE devices (Debian's kernel, its rdma_rxe
-# driver, qemu without hardware support) and runs a command in it.
+# Real RDMA verbs on a machine without an RDMA NIC: runs a command in a VM with two soft-RoCE devices. The VM has Debian's
+# kernel and its rdma_rxe driver, and runs in qemu without hardware support.
 #
 #   ./scripts/soft_roce.sh [--loss PERCENT] [--limit SECONDS] [--memory MIB] [COMMAND...]
 #
 #   --loss PERCENT    packets that get lost between the devices, each way (default 0)
-#   --limit SECONDS   the VM is stopped after so long (default 600; getting to the command takes about 10 s)
-#   --memory MIB      of the VM (default 3072)
+#   --limit SECONDS   the VM is stopped after this time (default 600; the command starts after about 10 s)
+#   --memory MIB      memory of the VM (default 3072)
 #   COMMAND           one word: a line for bash; several: a program and its arguments, which stay as they are. It runs as
-#                     root in the clone's folder and sees this machine's files; what it changes in them is gone with the
-#                     VM. Not so its output (256 MiB at most of each kind) and its exit code. There is no other network
-#                     than that of the devices, rxe0 and rxe1; soft_roce/wire.sh says how a test cuts and mends the link
-#                     between them. Compile before: the VM is some twenty times slower. Without COMMAND: the conformance
-#                     suite over verbs, then a whole dispatch and combine of two domains, there with a loss of 0.5 if
-#                     --loss does not say (soft_roce/default.sh).
+#                     root in the clone's folder and sees this machine's files. Its changes to them are lost when the VM
+#                     ends. Its output (at most 256 MiB each of stdout and stderr) and its exit code are kept. The only
+#                     network is that of the devices, rxe0 and rxe1; soft_roce/wire.sh says how a test cuts and mends
+#                     the link between them. Compile before: the VM is about twenty times slower. Without COMMAND, the
+#                     conformance suite over verbs runs, then a whole dispatch and combine of two domains
+#                     (soft_roce/default.sh). The second part has a loss of 0.5 % unless --loss is given.
 #
 # The exit code is the command's, or
-#     77  there is no VM to be had here; the last line says why     (a command's own 77 becomes 1)
-#    124  the limit
+#     77  no VM is possible here; the last line says why     (a command's own 77 becomes 1)
+#    124  the limit was reached
 #    125  the VM ended by itself; its console is printed
 #
-# What is made stays in build/soft_roce. Packages are installed by the rules of setup_env.sh: as root, if UCCL_EP_APT=1 or in
-# CI. The kernel's package is unpacked there and not installed.
+# All files that this script makes stay in build/soft_roce. Packages are installed by the rules of setup_env.sh: as root, if
+# UCCL_EP_APT=1 or in CI. The kernel's package is unpacked in build/soft_roce and not installed.
 
 set -euo pipefail
 
@@ -30,13 +30,13 @@ HERE="$ROOT/scripts/soft_roce"
 STATE="$ROOT/build/soft_roce"
 . "$ROOT/scripts/apt.sh"
 . "$ROOT/scripts/needs.sh"
-# Where not only root's programs are.
+# Also the folders of root's programs.
 PATH="$PATH:/usr/sbin:/sbin"
 
-# NO_READER is what a shell says of a program that SIGPIPE has ended.
+# NO_READER is a shell's exit code for a program that SIGPIPE has ended.
 NO_VM=77 TIMED_OUT=124 VM_FAILED=125 NO_READER=141
 
-# Each with what it needs. rdma_ucm is for programs that meet through librdmacm.
+# Each is loaded with its dependencies. rdma_ucm is for programs that connect through librdmacm.
 MODULES=(virtio_pci 9pnet_virtio 9p overlay crc32_pclmul crc32_generic veth sch_netem rdma_rxe ib_uverbs rdma_ucm)
 
 say() { printf '[soft_roce] %s\n' "$*" >&2; }
@@ -51,14 +51,14 @@ bad_use() {
   exit 2
 }
 
-# Always false after so many seconds. Not `sleep`: that would be a process each time.
+# pause SECONDS: waits, then returns false. Not `sleep`: it would be a new process each time.
 exec {NEVER}<> <(:)
 pause() { read -r -t "$1" -u "$NEVER"; }
 
 # ------------------------------------------------------------------------------------------------------- what the VM is made of
 
-# logged "what" command...: with a sign of life for what may take a while; its output in the log. As its callers ask for
-# its success, bash would not stop at a step of a function that fails: what runs here joins its steps with &&.
+# logged "what" command...: runs the command with its output in the log, and prints a sign of life every 15 s. Callers test
+# its success, so bash does not stop a function here at a failed step: such a function joins its steps with &&.
 logged() {
   local what="$1" job status=0
   shift
@@ -80,7 +80,7 @@ logged() {
 
 has_kernel() { compgen -G "$STATE/kernel/boot/vmlinuz-*" >/dev/null; }
 
-# Before anything is installed, fetched or compiled: all that is missing, in one line.
+# Says in one line all that is missing, before anything is installed, fetched or compiled.
 check_machine() {
   local program packages why=""
   [ "$(uname -m)" = x86_64 ] || no_vm "the VM is for x86_64, this machine is $(uname -m)"
@@ -110,8 +110,8 @@ get_packages() {
   [ ${#missing[@]} -eq 0 ] || no_vm "apt-get has installed what it could, and ${missing[*]} is still missing"
 }
 
-# The kernel that apt has today; another one is taken when build/soft_roce is removed. Later releases of Debian have merged
-# the folders: /lib is a link to usr/lib.
+# Takes the kernel that apt has now, and keeps it until build/soft_roce is removed. In later releases of Debian /lib is a link
+# to usr/lib.
 unpack_kernel() {
   local package
   package="$(apt-cache depends linux-image-amd64 | awk '/Depends: linux-image-/ { print $2; exit }')" &&
@@ -133,7 +133,7 @@ get_kernel() {
   logged "fetching Debian's kernel" unpack_kernel || no_vm "apt-get has no linux-image-amd64, or could not fetch it"
 }
 
-# module_files: the modules' files, each after what it needs.
+# module_files: prints the modules' files, each after its dependencies.
 module_files() {
   local module
   for module in "${MODULES[@]}"; do
@@ -141,7 +141,7 @@ module_files() {
   done | awk '$1 == "insmod" && !seen[$2]++ { print $2 }'
 }
 
-# copy_modules FOLDER: also writes their order. Later releases of Debian compress them.
+# copy_modules FOLDER: copies the files that stdin names, and writes their order. Later releases of Debian compress them.
 copy_modules() {
   local file name
   while read -r file; do
@@ -151,7 +151,7 @@ copy_modules() {
   done
 }
 
-# Not compressed: the VM would take longer to unpack it than to read it.
+# The initramfs is not compressed: the VM would take longer to unpack it than to read it.
 build_initramfs() {
   local new="$STATE/initramfs.new" applet
   rm -rf "$new" &&
@@ -167,7 +167,7 @@ build_initramfs() {
     mv "$STATE/initramfs.cpio.new" "$STATE/initramfs.cpio"
 }
 
-# Another invocation in this clone may be at it, too.
+# Takes a lock: another invocation in this clone may be preparing, too.
 prepare() {
   local lock
   mkdir -p "$STATE"
@@ -178,7 +178,7 @@ prepare() {
   if ! [ "$STATE/initramfs.cpio" -nt "$HERE/init" ] || ! [ "$STATE/initramfs.cpio" -nt "${BASH_SOURCE[0]}" ]; then
     logged "making the initramfs" build_initramfs || exit 1
   fi
-  # What failed runs have left.
+  # Removes what failed runs left more than a day ago.
   find "$STATE" -maxdepth 1 -name 'run.*' -mmin +1440 -exec rm -rf {} +
   exec {lock}>&-
 }
@@ -186,7 +186,7 @@ prepare() {
 # ------------------------------------------------------------------------------------------------------------------- running it
 
 QEMU="" RUN="" TAILS=()
-# With whatever this script ends: no VM stays behind. Its folder does where it tells something.
+# However this script ends, no VM stays behind. The VM's folder stays if the VM ended by itself.
 clean_up() {
   local status=$?
   trap '' INT TERM HUP
@@ -199,9 +199,9 @@ trap 'exit 130' INT
 trap 'exit 143' TERM
 trap 'exit 129' HUP
 
-# A comma in a folder's name would end an argument of qemu's; it is written twice.
+# A comma in a folder's name would end an argument of qemu, so it is written twice.
 start_vm() {
-  # Killed with this script, even where the script gets no chance to do so.
+  # The kernel kills qemu when this script ends, even if the script gets no chance to do so.
   setpriv --pdeathsig KILL qemu-system-x86_64 \
     -machine q35 -accel tcg,thread=multi -cpu max -smp 2 -m "$MEMORY_MIB" -nodefaults -no-reboot \
     -display none -monitor none -serial "file:${RUN//,/,,}/console" \
@@ -217,7 +217,7 @@ start_vm() {
   TAILS+=($!)
 }
 
-# wait_for_vm: until it has ended; exits if it has to be stopped.
+# wait_for_vm: waits until the VM has ended; exits if the VM must be stopped.
 wait_for_vm() {
   local next_sign_s=30
   while kill -0 "$QEMU" 2>/dev/null; do
@@ -235,7 +235,7 @@ wait_for_vm() {
   done
 }
 
-# in_vm "line for bash": exits with its code.
+# in_vm "line for bash": runs the line in the VM, and exits with its code.
 in_vm() {
   local status
   RUN="$(mktemp -d "$STATE/run.XXXXXX")"
@@ -284,7 +284,7 @@ while [ $# -gt 0 ]; do
   esac
 done
 
-# What the default command needs is there before anything else is done, and is compiled here: the VM is too slow for that.
+# What the default command needs is checked first, and compiled outside the VM, which is too slow for that.
 PYTHON_OF_DEFAULT="${PYTHON:-.venv/bin/python}"
 check_default() {
   cd "$ROOT"

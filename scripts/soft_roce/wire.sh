@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# The two RDMA devices of the soft-RoCE VM and the link between them. In the VM it is on PATH, for tests as well:
+# The two RDMA devices of the soft-RoCE VM and the link between them. In the VM this script is on PATH, also for tests:
 #
-#   soft_roce_wire make PERCENT   the devices and the link, once, by the VM's init
-#   soft_roce_wire loss PERCENT   from now on the link loses so many packets, in each direction; 0: none
-#   soft_roce_wire lost           prints how many it has lost since
-#   soft_roce_wire cut            it loses all: what a NIC sees when a cable is pulled further away
-#   soft_roce_wire heal           as it was before `cut`
+#   soft_roce_wire make PERCENT   makes the devices and a link with this loss; the VM's init calls it once
+#   soft_roce_wire loss PERCENT   from now on the link loses this share of packets, in each direction; 0: none
+#   soft_roce_wire lost           prints how many packets the link has lost since
+#   soft_roce_wire cut            the link loses all packets, as if a cable were pulled further away from the NIC
+#   soft_roce_wire heal           restores the loss from before `cut`
 #   soft_roce_wire down | up      the second device's port goes down, which the device reports, and comes back
 #
 # rxe0 (10.9.0.1) sits on veth0 and rxe1 (10.9.0.2) on veth1, the two ends of one pair. Packets between them do leave one
-# end and enter the other; rxe itself short-circuits only what a device sends to its own address, which never gets lost.
+# end and enter the other. rxe short-circuits only packets to a device's own address, which are never lost.
 set -euo pipefail
 
 ENDS=(veth0 veth1)
 MTU_BYTES=4200 # a RoCE packet of 4096 bytes and its headers
 STATE=/run/soft_roce/loss
 
-# Without rules the kernel would deliver what goes to an address of its own right away. The local table comes last for
-# what is sent, and first for what has come in over the pair.
+# Without these rules the kernel would directly deliver packets to its own addresses. The local table comes last for packets
+# that are sent, and first for packets that have come in over the pair.
 make_rules() {
   local name
   for name in all "${ENDS[@]}"; do
@@ -33,13 +33,13 @@ make_rules() {
   ip rule del pref 0
 }
 
-# Routes go with the port of their device: after `down` they have to be made again.
+# Routes vanish when the port of their device goes down: after `down` they must be made again.
 make_routes() {
   ip route replace 10.9.0.2/32 dev veth0 src 10.9.0.1 table 10
   ip route replace 10.9.0.1/32 dev veth1 src 10.9.0.2 table 11
 }
 
-# lose PERCENT: on both ends, as each only sees what it sends.
+# lose PERCENT: sets the loss on both ends, because each end sees only what it sends.
 lose() {
   local name
   for name in "${ENDS[@]}"; do
@@ -58,13 +58,13 @@ lost() {
     awk '/dropped/ { gsub(/,/, ""); sum += $7 } END { print sum + 0 }'
 }
 
-# is_ready DEVICE "the address as a name ends with it"
+# is_ready DEVICE "the address, as it ends the device's GID"
 is_ready() {
   local port="/sys/class/infiniband/$1/ports/1"
   grep -q ACTIVE "$port/state" && grep -qs "$2" "$port"/gids/*
 }
 
-# An address reaches the table of a device's names (GIDs) a moment after it was given.
+# An address enters the device's table of GIDs a moment after it was assigned.
 wait_for_devices() {
   local attempt device
   for attempt in {1..100}; do

@@ -1,7 +1,7 @@
 """For setup.py: how kernels are compiled for CUDA, and for which architectures.
 
-UCCL_EP_CUDA_ARCHS says which: "auto" (those of this machine's GPUs), "all", "none", or names out of `KNOWN`.
-`python csrc/gpu/cuda/build.py` prints the names that it comes to, in a line.
+UCCL_EP_CUDA_ARCHS selects them: "auto" (those of this machine's GPUs), "all", "none", or names from `KNOWN`.
+`python csrc/gpu/cuda/build.py` prints the selected names in one line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ def _binary(name: str) -> list[str]:
     return [f"-gencode=arch=compute_{name},code=sm_{name}"]
 
 
-# From 90 on kernels have bulk copies; before, plain loads. "90" is PTX for what is not listed or comes after.
+# From 90 on, kernels use bulk copies; before 90, plain loads. "90" is PTX, for GPUs that are not listed or
+# are newer.
 KNOWN = {
     "80": _binary("80"),
     "90a": _binary("90a"),
@@ -33,7 +34,7 @@ LEAST = (8, 0)
 
 
 def of_capability(capability: str) -> str | None:
-    """Which one a GPU of compute capability "9.0" takes; None if there is none for it."""
+    """The architecture for a GPU of a compute capability such as "9.0"; None if there is none."""
     major, minor = (int(part) for part in capability.split("."))
     if (major, minor) < LEAST:
         return None
@@ -41,7 +42,7 @@ def of_capability(capability: str) -> str | None:
 
 
 def of_this_machine() -> list[str]:
-    """Of its GPUs, as nvidia-smi tells; none where there is none."""
+    """Architectures of this machine's GPUs, as nvidia-smi lists them; empty if there are none."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return []
@@ -54,7 +55,7 @@ def of_this_machine() -> list[str]:
 
 
 def chosen(asked: str) -> list[str]:
-    """In the order of `KNOWN`. Raises SystemExit, which names what is allowed."""
+    """The selected names, in the order of `KNOWN`. Raises a SystemExit that names what is allowed."""
     words = asked.replace(",", " ").split()
     if words in ([], ["auto"]):
         return of_this_machine()
@@ -69,7 +70,7 @@ def chosen(asked: str) -> list[str]:
 
 
 def known_to(listed: str, names: list[str]) -> tuple[list[str], list[str]]:
-    """`names` without those that a compiler lacks, in whose place PTX is made; and those.
+    """`names` with PTX in place of those that a compiler does not know; and the names that it does not know.
 
     listed  what `nvcc --list-gpu-arch` prints
     """
@@ -80,12 +81,12 @@ def known_to(listed: str, names: list[str]) -> tuple[list[str], list[str]]:
 
 
 def folder_suffix(names: list[str]) -> str:
-    """Of the objects that are compiled for them."""
+    """The end of the name of the folder with the objects for these architectures."""
     return "" if not names else "-cuda" if names == list(KNOWN) else "-cuda_" + "_".join(names)
 
 
 def find_compiler(cuda_home: str) -> str | None:
-    """nvcc, or None: then the host backend alone is built."""
+    """The path of nvcc. None: only the host backend is built."""
     return shutil.which("nvcc") or shutil.which("nvcc", path=str(Path(cuda_home) / "bin"))
 
 
@@ -99,14 +100,14 @@ def find_toolkit(compiler: str, cuda_home: str) -> Path:
 
 
 def flags(names: list[str], *, werror: bool) -> list[str]:
-    """The compiler's, for kernels of these architectures."""
+    """nvcc's flags for kernels of these architectures."""
     return [
         "-std=c++20",
         "-O3",
-        # As on the host: no contraction behind our back. Flushing to zero is off by default.
+        # As on the host, multiply-adds are not fused. Flushing to zero is off by default.
         "-fmad=false",
         "--expt-relaxed-constexpr",
-        "--diag-suppress=177",  # never referenced: what the kernels of one architecture alone call
+        "--diag-suppress=177",  # "never referenced": functions of one architecture's kernels
         "-lineinfo",  # profilers show the source
         "-Xptxas=-v",  # registers and spills of each kernel, for tests/native/test_kernels.py
         "-Xcompiler=-fPIC,-fvisibility=hidden",
@@ -116,13 +117,13 @@ def flags(names: list[str], *, werror: bool) -> list[str]:
 
 
 def editor_command(toolkit: Path, name: str) -> list[str]:
-    """Clang's for a kernel of one architecture: editors do not understand nvcc's."""
+    """Clang's command for a kernel of one architecture: editors do not understand nvcc's."""
     return ["clang++", "-xcuda", f"--cuda-path={toolkit}", f"--cuda-gpu-arch=sm_{name}", "-std=c++20"]
 
 
 def linked_with(toolkit: Path) -> dict[str, list]:
-    """Options of the extension. Static: it looks for the driver when it is first used, so the library loads
-    where there is no GPU."""
+    """Link options of the extension. The static runtime looks for the driver when it is first used, so the
+    library also loads where there is no GPU."""
     return {
         "libraries": ["cudart_static"],
         "library_dirs": [str(toolkit / "lib64"), str(toolkit / "targets" / "x86_64-linux" / "lib")],
