@@ -275,8 +275,8 @@ def _of_combine(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
 
 _combine.register_autograd(_of_combine, setup_context=_keep_combine)
 
-# Ranks compile graphs of their own. Without an effect a compiler moves an operator, or drops one whose result is
-# empty: on one rank and not on the others.
+# Ranks compile graphs of their own. Without an effect a compiler moves an operator, or drops one whose result
+# is empty: on one rank and not on the others.
 if HAS_EFFECTS:
     for _operator in (_dispatch, _dispatch_again, _combine, _combine_with_weights):
         _operator.register_effect(torch.library.EffectType.ORDERED)
