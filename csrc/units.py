@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 # Set-up, probes, errors and conversions: their speed does not matter, so they are compiled in less time.
 COLD = (
-    *("bindings/", "c_api/", "common/", "layout/", "backend/gpu/", "gpu/", "engine/config.cc", "engine/stats.cc"),
+    *("bindings/", "c_api/", "common/", "layout/", "backend/gpu/", "gpu/"),
+    *("engine/config.cc", "engine/stats.cc"),
     *(f"engine/group/{name}.cc" for name in ("choice", "control_plane", "stats")),
     "engine/host/stats.cc",
     *(f"engine/gpu/{name}.cc" for name in ("checks", "engine", "faults", "network", "trace", "trial")),
