@@ -45,7 +45,7 @@ def test_a_layout_fills_whole_nodes_and_whole_steps(name: str) -> None:
 
 
 def test_the_largest_group_is_that_of_the_cuda_backend() -> None:
-    header = (ROOT / "csrc" / "backend" / "cuda" / "layout.h").read_text()
+    header = (ROOT / "csrc" / "backend" / "gpu" / "layout.h").read_text()
     found = re.search(r"constexpr uint32_t kMaxGpuRanks = (\d+);", header)
     assert found and int(found[1]) == jobs.CUDA_MAX_RANKS
 
