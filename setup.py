@@ -46,7 +46,7 @@ COMPILE_FLAGS = [
     *([*SANITIZE, "-O1", "-g1", "-fno-omit-frame-pointer"] if SANITIZER else []),
 ]
 
-C_INTERFACE = ("csrc/c_api/uccl_ep.cc",)  # of the shared library alone
+C_INTERFACE = ("csrc/c_api/convert.cc", "csrc/c_api/uccl_ep.cc")  # of the shared library alone
 C_HEADER = "csrc/c_api/uccl_ep.h"
 PKG_CONFIG = """prefix=${pcfiledir}/../..
 Name: uccl_ep

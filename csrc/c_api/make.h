@@ -15,6 +15,11 @@ namespace uccl_ep {
 constexpr uint64_t kDefaultBudgetBytes = 512ull << 20;
 constexpr uint32_t kDefaultSms = 24;
 constexpr uint32_t kMostRanks = 1u << 16;
+constexpr uint32_t kMostTopk = 32;
+constexpr uint64_t kMostCapacity = (1ull << 31) - 1;  // rows
+constexpr uint64_t kRowAlign = 16;
+constexpr uint64_t kMostTimeoutUsec = 1'000'000'000'000;  // of a call: 11 days
+constexpr size_t kMostStructBytes = 4096;
 constexpr uint64_t kMostGatheredBytes = 64ull << 20;  // of a rank
 
 // Throws UsageFailure.

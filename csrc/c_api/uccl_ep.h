@@ -179,7 +179,7 @@ UCCL_EP_API void uccl_ep_plan_destroy(uccl_ep_plan* plan);
 /* Collective; queues. Then come uccl_ep_counts(), uccl_ep_complete() and uccl_ep_wait(), in this order. The first
    dispatch of a plan sends its routing, too; the others use it again. `x` is used until the operation is over. */
 UCCL_EP_API uccl_ep_status uccl_ep_dispatch(uccl_ep_plan* plan, const uccl_ep_dispatch_args* args, uccl_ep_op** op);
-/* The sizes of its results, when they are known. timeout_us: UCCL_EP_PENDING after it. */
+/* The sizes of its results, when they are known. timeout_us: UCCL_EP_PENDING after it, or after 11 days. */
 UCCL_EP_API uccl_ep_status uccl_ep_counts(uccl_ep_op* op, uint64_t timeout_us, uccl_ep_sizes* sizes);
 /* Gives it memory for its results, which is used until it is over. */
 UCCL_EP_API uccl_ep_status uccl_ep_complete(uccl_ep_op* op, const uccl_ep_output* output);

@@ -96,13 +96,21 @@ static void round_of(const struct seat* seat, uccl_ep_plan* plan, const float* x
   uccl_ep_op* op = NULL;
   NEEDED(uccl_ep_dispatch(plan, &dispatch, &op) == UCCL_EP_OK);
   uccl_ep_sizes sizes = UCCL_EP_INIT(uccl_ep_sizes);
-  NEEDED(uccl_ep_counts(op, SECONDS, &sizes) == UCCL_EP_OK);
+  NEEDED(uccl_ep_wait(op, NULL, SECONDS) == UCCL_EP_INPUT_ERROR); /* it has no memory yet */
+  NEEDED(uccl_ep_counts(op, UINT64_MAX, &sizes) == UCCL_EP_OK);
   float* const rows = malloc((sizes.num_rows + 1) * HIDDEN * sizeof(float));
   float* const row_weights = malloc((sizes.num_rows + 1) * sizeof(float));
   uccl_ep_output output = UCCL_EP_INIT(uccl_ep_output);
-  output.rows = rows;
   output.weights = row_weights;
+  NEEDED(sizes.num_rows == 0 || uccl_ep_complete(op, &output) == UCCL_EP_INPUT_ERROR); /* no rows */
+  output.rows = rows;
+  output.weights = NULL;
+  NEEDED(sizes.num_rows == 0 || uccl_ep_complete(op, &output) == UCCL_EP_INPUT_ERROR);
+  output.weights = output.scales = row_weights;
+  NEEDED(uccl_ep_complete(op, &output) == UCCL_EP_INPUT_ERROR); /* no FP8 rows travel */
+  output.scales = NULL;
   NEEDED(uccl_ep_complete(op, &output) == UCCL_EP_OK);
+  NEEDED(uccl_ep_complete(op, &output) == UCCL_EP_INPUT_ERROR);
   NEEDED(uccl_ep_wait(op, NULL, SECONDS) == UCCL_EP_OK && uccl_ep_is_done(op));
   uccl_ep_op_destroy(op);
   check_rows(seat, &sizes, rows, row_weights, tokens);
@@ -115,7 +123,9 @@ static void round_of(const struct seat* seat, uccl_ep_plan* plan, const float* x
   combine.out = malloc((tokens + 1) * HIDDEN * sizeof(float));
   combine.weights_out = calloc(tokens * TOPK + 1, sizeof(float));
   NEEDED(uccl_ep_combine(plan, &combine, &op) == UCCL_EP_OK);
-  NEEDED(uccl_ep_wait(op, NULL, SECONDS) == UCCL_EP_OK);
+  NEEDED(uccl_ep_counts(op, SECONDS, &sizes) == UCCL_EP_INPUT_ERROR);
+  NEEDED(uccl_ep_complete(op, &output) == UCCL_EP_INPUT_ERROR);
+  NEEDED(uccl_ep_wait(op, NULL, UINT64_MAX) == UCCL_EP_OK);
   uccl_ep_op_destroy(op);
   check_sums(seat, combine.out, combine.weights_out, tokens);
   free(rows), free(row_weights), free(combine.out), free(combine.weights_out);
@@ -128,10 +138,31 @@ static void refusals(const struct seat* seat, uccl_ep_group* group) {
   NEEDED(uccl_ep_plan_create(group, &forgotten, &plan) == UCCL_EP_INPUT_ERROR && plan == NULL);
   NEEDED(strstr(uccl_ep_error_text(), "UCCL_EP_INIT") != NULL);
   NEEDED(uccl_ep_plan_create(group, NULL, &plan) == UCCL_EP_INPUT_ERROR);
+  static const int64_t none[2] = {-1, -1};
+  uccl_ep_routing wrong = UCCL_EP_INIT(uccl_ep_routing);
+  NEEDED(uccl_ep_plan_create(group, &wrong, &plan) == UCCL_EP_SHAPE_ERROR); /* width 0 */
+  wrong.width = EXPERTS_PER_RANK * seat->num_ranks + 1;
+  wrong.is_map = 1;
+  NEEDED(uccl_ep_plan_create(group, &wrong, &plan) == UCCL_EP_SHAPE_ERROR);
+  NEEDED(strstr(uccl_ep_error_text(), "of a map: allowed is") != NULL);
+  wrong.is_map = 0;
+  wrong.width = TOPK;
+  wrong.num_tokens = 1;
+  NEEDED(uccl_ep_plan_create(group, &wrong, &plan) == UCCL_EP_INPUT_ERROR); /* no data */
+  wrong.data = none;
+  wrong.has_capacity = 1;
+  NEEDED(uccl_ep_plan_create(group, &wrong, &plan) == UCCL_EP_INPUT_ERROR);
+  wrong.has_capacity = 0;
+  wrong.size = (size_t)1 << 60;
+  NEEDED(uccl_ep_plan_create(group, &wrong, &plan) == UCCL_EP_INPUT_ERROR);
+  size_t num_stats = 0;
+  NEEDED(uccl_ep_group_stats(group, NULL, 1, &num_stats) == UCCL_EP_INPUT_ERROR);
+  NEEDED(uccl_ep_group_stats(group, NULL, 0, &num_stats) == UCCL_EP_OK && num_stats > 0);
   struct {
     uccl_ep_routing known;
     uint64_t later;
   } newer = {UCCL_EP_INIT(uccl_ep_routing), 0};
+  newer.known.width = TOPK;
   newer.known.size = sizeof(newer);
   NEEDED(uccl_ep_plan_create(group, &newer.known, &plan) == UCCL_EP_OK);
   uccl_ep_plan_destroy(plan);
@@ -200,6 +231,12 @@ static void rank_main(struct seat* seat, uint32_t num_domains, uint64_t tokens) 
     meet_death(seat, group, plan, x);
     return;
   }
+  /* All ranks refuse it, so it is one call of each. */
+  uccl_ep_combine_args early = UCCL_EP_INIT(uccl_ep_combine_args);
+  uccl_ep_op* none = NULL;
+  NEEDED(uccl_ep_combine(plan, &early, &none) == UCCL_EP_INPUT_ERROR && none == NULL);
+  NEEDED(strstr(uccl_ep_error_text(), "first dispatch has to be completed") != NULL);
+  NEEDED(uccl_ep_dispatch(plan, NULL, &none) == UCCL_EP_INPUT_ERROR);
   round_of(seat, plan, x, tokens);
   round_of(seat, plan, x, tokens); /* its routing is known */
   NEEDED(uccl_ep_plan_update(plan, &routing) == UCCL_EP_OK);
