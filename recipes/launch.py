@@ -1,7 +1,8 @@
 """python -m recipes.launch --recipe tiny_host [--token-dispatcher uccl_ep|alltoall|...] [--dry-run] [options]
 
 Starts the recipe's ranks on this machine (unless torchrun already did), trains, and draws the loss curve.
-A GPU for each rank if there are as many, else the CPU. Ctrl-C saves a checkpoint; the same command resumes.
+Each rank gets a GPU if there are enough; otherwise all use the CPU. Ctrl-C saves a checkpoint; the same
+command resumes.
 
 A full-size recipe is trained by Megatron-LM's own script, on ranks that torchrun starts:
 
@@ -76,7 +77,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, help="optimizer steps of the whole run")
     parser.add_argument("--seed", type=int)
-    # What follows `--` is pretrain_gpt.py's.
+    # What follows `--` is for pretrain_gpt.py.
     end = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:end])
     args.extra = argv[end + 1 :]
@@ -148,9 +149,10 @@ def default_run_dir(recipe: Recipe) -> Path:
 
 
 def run_ranks(num_ranks: int, argv: list[str], program: tuple[str, ...] = ("-m", "recipes.launch")) -> int:
-    """Runs a program on `num_ranks` local ranks under torchrun's agent; its exit status.
+    """Runs a program on `num_ranks` local ranks under torchrun's agent, and returns its exit status.
 
-    The agent passes SIGINT and SIGTERM on to the ranks, which save and leave; it kills what stays too long.
+    The agent passes SIGINT and SIGTERM on to the ranks, which save and exit; it kills those that stay too
+    long.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -171,7 +173,7 @@ def run_ranks(num_ranks: int, argv: list[str], program: tuple[str, ...] = ("-m",
 
 
 def set_up_rank(recipe: Recipe) -> None:
-    """This rank's device, Megatron with what it needs on a CPU, and the process groups."""
+    """Sets up this rank's device, Megatron with what it needs on a CPU, and the process groups."""
     backend = devices.join(recipe.device, int(env.read("LOCAL_RANK", "0")))
     from uccl_ep_train.megatron import cpu_shims
 
@@ -185,7 +187,7 @@ def set_up_rank(recipe: Recipe) -> None:
 
 
 def train_rank(args: argparse.Namespace, recipe: Recipe, why_cpu: str, run_dir: Path) -> int:
-    """One rank's whole life."""
+    """Runs one rank from its set-up to its exit status."""
     set_up_rank(recipe)
     from recipes.training import loop
 
@@ -211,7 +213,7 @@ def train_rank(args: argparse.Namespace, recipe: Recipe, why_cpu: str, run_dir: 
 
 
 def chosen_job(args: argparse.Namespace) -> jobs.Job:
-    """What a dry run describes and, of a full-size recipe, Megatron-LM trains. Raises RecipeError."""
+    """The job that a dry run describes, or Megatron-LM trains for a full-size recipe. Raises RecipeError."""
     if args.recipe in RECIPES:
         return jobs.of_recipe(chosen_recipe(args, args.token_dispatcher))
     recipe = PRETRAININGS[args.recipe]()
@@ -231,7 +233,7 @@ def chosen_job(args: argparse.Namespace) -> jobs.Job:
 
 
 def _trial_ranks(asked: int | None) -> int:
-    """As many as there are GPUs, unless asked for; inside a rank as many as there are."""
+    """`asked` if given; otherwise the number of GPUs or, inside a rank, the number of ranks."""
     if asked is not None:
         return asked
     there = int(env.read("WORLD_SIZE", "0")) or torch.cuda.device_count()
@@ -241,7 +243,7 @@ def _trial_ranks(asked: int | None) -> int:
 
 
 def _start_trial(job: jobs.Job, args: argparse.Namespace, argv: list[str]) -> int:
-    """Its ranks on this host. Raises RecipeError for what they would."""
+    """Starts the trial's ranks on this host. Raises RecipeError for what the ranks would refuse."""
     why = devices.lacking(job.layout.num_ranks)
     if why:
         raise RecipeError(f"a trial needs GPUs: {why}")
@@ -251,11 +253,11 @@ def _start_trial(job: jobs.Job, args: argparse.Namespace, argv: list[str]) -> in
 
 
 def _describe_or_start(args: argparse.Namespace, argv: list[str]) -> int:
-    """A dry run, or a full-size recipe; the second does not return."""
+    """Does a dry run, or starts a full-size recipe, which on a rank of torchrun does not return."""
     try:
         job = chosen_job(args)
         if args.dry_run:
-            from recipes.plan import dry_run  # imports what needs Megatron
+            from recipes.plan import dry_run  # its imports need Megatron
 
             dry_run.run(job)
         elif args.trial is not None and not dist.is_torchelastic_launched():

@@ -7,18 +7,18 @@ says whether
 * BF16 and FP8 dispatch train as well: the 95 % interval of the paired difference from all-to-all
   (`measure/paired.py`) lies within +-0.3 % of the loss;
 * each fault that was put in on purpose (see `dispatchers.ablate`) is found by that same test: the interval
-  lies beyond the margin, so that noise cannot pass for a find.
+  lies beyond the margin, so that noise cannot pass for the fault.
 
 The loss of a run is the mean of its training losses over the last third of the steps. Runs of one seed see
 the same batches, so that what a batch adds to the loss cancels in the difference. The validation loss at the
 end is shown beside it; it decides nothing.
 
-With --branch-at all runs of a seed go on from one checkpoint, which all-to-all has trained so far: where a
-loss falls fastest, runs of one dispatcher differ by when it does. All-to-all trained twice
-(`alltoall_again`) says what can be told at all; on CPUs it repeats its bits.
+With --branch-at all runs of a seed go on from one checkpoint, which all-to-all has trained up to that step.
+Where a loss falls fastest, runs of one dispatcher differ by when it does. All-to-all trained twice
+(`alltoall_again`) shows which differences can be told at all; on CPUs it repeats its bits.
 
 Finished runs in the folder are not repeated, so a stopped comparison goes on where it was. With --so-far
-nothing is trained: the table of the runs that there are.
+nothing is trained, and the table shows the runs that exist.
 """
 
 from __future__ import annotations
@@ -51,13 +51,14 @@ VARIANTS = {
     "zero_experts": ["--dispatch-dtype=bf16", "--ablate=zero_experts"],
     "zero_prob_grad": ["--dispatch-dtype=bf16", "--ablate=zero_prob_grad"],
 }
-EQUAL = ("bf16", "fp8")  # claimed; of fp8_grad the table says how it is
+EQUAL = ("bf16", "fp8")  # claimed; fp8_grad is in the table without a claim
 FAULTS = ("wrong_scale", "zero_experts", "zero_prob_grad")
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Of a finished run, nats per byte. train: mean over the last third of the steps; val: after the last."""
+    """The losses of a finished run, nats per byte. train: mean over the last third of the steps; val: after
+    the last."""
 
     train: float
     val: float
@@ -68,7 +69,7 @@ Runs = dict[str, dict[int, Losses]]
 
 
 def final_losses(folder: Path, num_steps: int) -> Losses | None:
-    """None for a run that has not got to its last step."""
+    """The losses, or None for a run that has not reached its last step."""
     steps = read_metrics(folder / "metrics.jsonl")
     if not steps or steps[-1].step != num_steps or steps[-1].val_loss is None:
         return None
@@ -77,8 +78,8 @@ def final_losses(folder: Path, num_steps: int) -> Losses | None:
 
 
 def verdict(runs: Runs) -> tuple[str, bool]:
-    """A table in Markdown, the claims below it, and whether all hold. Runs without stock's of that seed are
-    left out; a variant with fewer than two seeds is not compared, and what is claimed of it does not hold."""
+    """A table in Markdown, the claims below it, and whether all hold. A run is left out if its seed has no
+    stock run. A variant with fewer than two seeds is not compared, and its claims do not hold."""
     lines = [
         f"| variant | seeds | loss | against {STOCK}, 95 % interval | validation loss | against {STOCK} |",
         "|---|---|---|---|---|---|",
@@ -121,7 +122,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="paired_host")
-    # With three, FP8's interval was as wide as the margin.
+    # With three seeds, FP8's interval was as wide as the margin.
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(1, 9)))
     parser.add_argument(
         "--variants", nargs="+", choices=VARIANTS, default=[v for v in VARIANTS if v != AGAIN]

@@ -16,7 +16,7 @@ class StepMetrics:
 
     step: int
     train_loss: float
-    val_loss: float | None  # of the steps that end with a validation
+    val_loss: float | None  # only of steps that end with a validation
     tokens_per_s: float  # bytes of text, all ranks
     dispatch_ms: float  # forward and backward
     combine_ms: float
@@ -60,7 +60,7 @@ class Reporter:
         self._val = metrics.val_loss if metrics.val_loss is not None else self._val
         if self._started is None:
             self._started = time.monotonic() - step_ms / 1e3
-        # Of all steps so far, with validations and checkpoints.
+        # The mean over all steps so far, with validations and checkpoints.
         mean_s = (time.monotonic() - self._started) / (metrics.step - self._first_step)
         left_s = mean_s * (self._num_steps - metrics.step)
         share = (metrics.dispatch_ms + metrics.combine_ms) / step_ms

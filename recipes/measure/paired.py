@@ -1,15 +1,15 @@
 """The paired difference of two ways to train: from the same seeds, weights and batches.
 
-Of each seed the difference of the two losses is taken. Those differences are one sample of a normal
-distribution with unknown mean and variance, whose mean has the confidence interval
+For each seed the difference of the two losses is taken. Those differences are one sample of a normal
+distribution with unknown mean and variance. The confidence interval of its mean is
 
     d +- t(0.975, n - 1) * s / sqrt(n)        d, s: mean and standard deviation (n - 1) of the n differences
 
-("Student", The probable error of a mean, Biometrika 6, 1908). Two ways count as equal when the whole interval
-lies within a margin that was chosen before, and not when a difference merely was not found (Schuirmann, A
-comparison of the two one-sided tests procedure, J. Pharmacokinet. Biopharm. 15, 1987; its level of 5 % asks
-for the 90 % interval, which is narrower). Too few seeds or too much noise therefore make it
-fail.
+("Student", The probable error of a mean, Biometrika 6, 1908). Two ways count as equal only if the whole
+interval lies within a margin that was chosen before. It is not enough that no difference was found
+(Schuirmann, A comparison of the two one-sided tests procedure, J. Pharmacokinet. Biopharm. 15, 1987). The
+level of 5 % there asks for the 90 % interval, which is narrower. Too few seeds or too much noise therefore
+make the test fail.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Difference:
-    """Of `num_seeds` pairs, as shares of the mean loss of the reference: 0.003 is 0.3 % worse.
+    """The difference of `num_seeds` pairs, as a share of the reference's mean loss: 0.003 is 0.3 % worse.
 
     mean, half_width  the interval with the confidence asked for is mean +- half_width
     """
@@ -54,7 +54,7 @@ class Difference:
 def difference(
     losses: Sequence[float], reference: Sequence[float], confidence: float = CONFIDENCE
 ) -> Difference:
-    """Of losses paired by their place: the same seed in both. Raises ValueError for fewer than two pairs."""
+    """Pairs losses by place: the same seed in both. Raises ValueError for fewer than two pairs."""
     pairs = list(zip(losses, reference, strict=True))
     if len(pairs) < 2:
         raise ValueError(f"{len(pairs)} pair(s): a standard deviation needs at least two")
@@ -66,13 +66,13 @@ def difference(
 
 
 def t_quantile(probability: float, degrees: int) -> float:
-    """The t below which a Student distribution of so many degrees of freedom has this probability (> 1/2)."""
+    """The t below which a Student distribution has `probability` (> 1/2); `degrees` of freedom."""
     if not 0.5 < probability < 1 or degrees < 1:
         raise ValueError(f"probability {probability} is not in (0.5, 1), or degrees {degrees} below 1")
     low, high = 0.0, 1.0
     while t_within(high, degrees) < 2 * probability - 1:
         low, high = high, 2 * high
-    while (middle := (low + high) / 2) not in (low, high):  # until they are neighbours among the floats
+    while (middle := (low + high) / 2) not in (low, high):  # until they are neighbouring floats
         if t_within(middle, degrees) < 2 * probability - 1:
             low = middle
         else:

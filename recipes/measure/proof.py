@@ -1,8 +1,8 @@
 """Shows from `Buffer.stats()` that rows really crossed the domains, in every MoE layer, rail and direction.
 
-One validation pass in which the ranks wait for each other after each layer, so that the difference of two
-readings belongs to that layer. The bytes have to equal what the router's map says. That may be nothing: early
-in training a layer's router can prefer one domain's experts for every token. T tokens, E experts.
+In one validation pass the ranks wait for each other after each layer, so that the difference of two readings
+belongs to that layer. The bytes have to equal what the router's map says. That may be none: early in training
+a layer's router can prefer one domain's experts for every token. T tokens, E experts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Crossing:
 
 def expected_dispatch_bytes(wanted_TE: torch.Tensor, recipe: Recipe) -> int:
     """`wanted_TE`: the router's map for a domain's experts. A row goes there once, on CPUs with a probability
-    per pair; GPUs send those with the routing, and rows at multiples of 128 bytes.
+    per pair. GPUs send the probabilities with the routing, and rows padded to multiples of 128 bytes.
     """
     row_bytes = traffic.row_bytes(recipe.model, recipe.dispatch_dtype)
     if devices.own().type == "cuda":
@@ -58,7 +58,7 @@ def num_rows(wanted_TE: torch.Tensor) -> int:
 
 
 def _measured(layer: Any, recipe: Recipe, into: list[Crossing]) -> Callable[..., Any]:
-    """`layer.forward`, with an entry in `into` for each other domain."""
+    """`layer.forward`, which also adds an entry to `into` for each other domain."""
     buffer, forward = layer.token_dispatcher.buffer, layer.forward
     topology, rank = buffer.topology, buffer.rank
     own_domain = topology.domain_of[rank]
@@ -93,7 +93,7 @@ def _measured(layer: Any, recipe: Recipe, into: list[Crossing]) -> Callable[...,
 
 
 def check(crossings: list[Crossing]) -> None:
-    """Raises ProofError for the first that is not as the maps say, or if a rank never reached a domain."""
+    """Raises ProofError for the first that differs from the maps, or if a rank never reached a domain."""
     broken = next((c for c in crossings if not c.holds()), None)
     if broken is not None:
         raise ProofError(f"bytes that crossed domains are not those of the router's map: {broken}")
@@ -108,7 +108,7 @@ def check(crossings: list[Crossing]) -> None:
 def measure(moe_layers: list[Any], recipe: Recipe, run: Callable[[], Any]) -> list[Crossing]:
     """Calls `run`, a forward pass, and returns what all ranks shipped in it. Collective.
 
-    Raises ProofError, see `check`. A group of one domain ships nothing and proves nothing: an empty list.
+    Raises ProofError, see `check`. A group of one domain ships nothing and proves nothing: the list is empty.
     """
     own: list[Crossing] = []
     stock = [layer.forward for layer in moe_layers]

@@ -1,7 +1,7 @@
 """Saves what the routers chose in a few steps of a run, for benchmarks with real routing.
 
-A .npz file: topk_idx [S, L, T, K] int16 (S steps, L MoE layers, T tokens of all ranks, rank 0's first; a
-token's experts ascend), num_experts, and the numbers of the steps.
+A .npz file: topk_idx [S, L, T, K] int16, num_experts, and the numbers of the steps. S steps, L MoE layers, T
+tokens of all ranks, rank 0's first; a token's experts ascend.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from recipes.models.recipe import Recipe
 
-NUM_STEPS = 4  # saved ones, evenly over the run; the last step is one of them
+NUM_STEPS = 4  # saved steps, evenly over the run; the last step is one of them
 
 
 class RouterTrace:

@@ -4,9 +4,9 @@ The six stages of every layer's dispatcher are wrapped. Backward is timed by ten
 that enters a stage's output to the one that leaves its input. Autograd runs these nodes one after the other,
 so the difference is the stage's own time.
 
-On a CPU this is wall time. On a GPU it is the time between two events on the caller's stream, before what the
-stage launches and after it: its kernels, waiting for other ranks, and gaps in which the stream waits for the
-host. Nothing is synchronised in between, so the step is as fast as without it.
+On a CPU this is wall time. On a GPU it is the time between two events on the caller's stream, before and
+after what the stage launches. It includes the stage's kernels, waiting for other ranks, and gaps in which the
+stream waits for the host. Nothing is synchronised in between, so the step is as fast as without the clock.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DispatchClock:
         self._spans.clear()
 
     def spans(self) -> list[Span]:
-        """Since `start()`, in the order of their ends; forgets them. Waits for the GPU."""
+        """Spans since `start()`, in the order of their ends, which it then forgets. Waits for the GPU."""
         devices.synchronize()
         taken, self._spans = self._spans, []
         return [

@@ -1,11 +1,11 @@
-"""What a model is: its published architecture, whoever trains it. Sizes are elements if nothing is said."""
+"""A model's published architecture, whoever trains it. Sizes are in elements unless stated otherwise."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 BYTE_VOCAB_SIZE = 257  # the 256 byte values and one end-of-document token
-PADDED_BYTE_VOCAB_SIZE = 272  # a multiple of 16, as vectorised matrix products like it
+PADDED_BYTE_VOCAB_SIZE = 272  # a multiple of 16, which suits vectorised matrix products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class Latent:
     q_rank: int | None  # of all heads together; None: queries are not compressed
     kv_rank: int  # of all heads together
     nope_dim: int  # of queries and keys, the part without positions
-    rope_dim: int  # the part with positions; keys share one
+    rope_dim: int  # the part with positions; the keys of all heads share one
     value_dim: int
 
 
@@ -76,7 +76,7 @@ class Model:
     bias: bool = False  # of all linear layers and of the router
     norm_epsilon: float = 1e-5
     init_std: float = 0.02
-    mtp_layers: int = 0  # that predict further tokens, each with an MoE layer of its own
+    mtp_layers: int = 0  # layers that predict further tokens, each with its own MoE layer
     tokenizer: str = ""  # its published name; empty: bytes
 
     @property

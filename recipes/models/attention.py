@@ -1,7 +1,7 @@
 """Core attention of multi-head latent attention where there is no TransformerEngine.
 
-Megatron's own plain attention has equal sizes of keys and values only, so its local spec cannot build a
-latent model. S tokens, B sequences, N heads, K and V sizes of a head's keys and values.
+Megatron's own plain attention requires keys and values of equal size, so its local spec cannot build a latent
+model. S tokens, B sequences, N heads, K and V sizes of a head's keys and values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 class LatentCoreAttention(torch.nn.Module):
-    """Causal. Constructor and call are those that Megatron uses for TransformerEngine's attention."""
+    """Causal. Constructor and call are as Megatron uses them for TransformerEngine's attention."""
 
     def __init__(self, config: Any, softmax_scale: float | None = None, **_kwargs: Any) -> None:
         super().__init__()
@@ -37,20 +37,20 @@ class LatentCoreAttention(torch.nn.Module):
 
 
 def use_in(block_spec: Any, q_rank: int | None) -> None:
-    """Puts it into all layers of a local block spec."""
+    """Puts LatentCoreAttention into all layers of a local block spec."""
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
     from megatron.core.transformer.identity_op import IdentityOp
 
     class Queries(ColumnParallelLinear):
-        """Stands for the projection with a norm of its own that Megatron 0.19 wants for uncompressed queries,
-        and has in TransformerEngine only. The published models have no such norm."""
+        """Replaces the projection with its own norm that Megatron 0.19 wants for uncompressed queries.
+        Megatron has that projection only with TransformerEngine. The published models have no such norm."""
 
     for layer in block_spec.layer_specs:
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = LatentCoreAttention
         if q_rank is None:
-            attention.q_layernorm = IdentityOp  # is of compressed queries
+            attention.q_layernorm = IdentityOp  # only compressed queries have this norm
             attention.linear_q_proj = Queries
-    # Which modules are of that kind Megatron asks here; its local layers have no other use for it.
+    # Megatron asks here for the class of that projection; its local layers have no other use for it.
     LocalSpecProvider.column_parallel_layer_norm_linear = lambda _self: Queries

@@ -44,8 +44,8 @@ _LAYOUTS = {
 def deepseek_v2_lite() -> Pretraining:
     """One node. 64 experts and 2 shared ones; queries are not compressed.
 
-    With Megatron-Core 0.19 and TransformerEngine their projection has a norm of its own, 2048 weights
-    a layer, which the published model and Megatron-Core 0.16 have not.
+    With Megatron-Core 0.19 and TransformerEngine the projection of queries has its own norm, 2048 weights a
+    layer. The published model and Megatron-Core 0.16 do not have it.
     """
     return Pretraining(
         name="deepseek_v2_lite",

@@ -41,7 +41,7 @@ class Layout:
 
     @property
     def tokens_per_pass(self) -> int:
-        """Of a rank."""
+        """Tokens of a rank in a forward pass."""
         return self.micro_batch_size * self.sequence_length
 
 

@@ -12,8 +12,8 @@ from recipes.models.recipe import Recipe
 def paired_gpu() -> Recipe:
     """dsv3_proxy_4xh200 on half its GPUs, a seventh as wide, with a quarter of its experts: for `quality`.
 
-    Its loss falls fastest in steps 60 to 180, a few earlier or later from run to run of one dispatcher, which
-    makes up to 1 %; runs that begin together after that (`--branch-at 200`) do not show it.
+    Its loss falls fastest in steps 60 to 180. Runs of one dispatcher differ in that by a few steps, which
+    makes up to 1 % of the loss. Runs that begin together after that (`--branch-at 200`) do not show it.
     """
     proxy = dsv3_proxy_4xh200()
     return replace(
@@ -33,7 +33,7 @@ def paired_gpu() -> Recipe:
             shared_ffn_size=512,
             init_std=0.02,
         ),
-        distributed_optimizer=False,  # it writes checkpoints
+        distributed_optimizer=False,  # because the recipe writes checkpoints
         optimizer_bytes=12,
         sequence_length=1024,
         micro_batch_size=8,

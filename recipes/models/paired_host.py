@@ -11,8 +11,8 @@ from recipes.models.tiny_host import tiny_host
 def paired_host() -> Recipe:
     """tiny_host with half its ranks and layers and a tenth of its learning rate, for `recipes.quality`.
 
-    At tiny_host's learning rate runs that differ by FP8's rounding drift apart by about a percent, in which
-    no 0.3 % can be told. One domain: the bits are the same over several, and proxies take time of a core.
+    At tiny_host's learning rate, runs that differ by FP8's rounding drift apart by about a percent, which
+    would hide 0.3 %. One domain: several give the same bits, and their proxies take a core's time.
     """
     tiny = tiny_host()
     return replace(

@@ -1,7 +1,7 @@
-"""What a recipe that `training/loop.py` trains may set. A recipe is a function without
-logic, of one `Recipe`.
+"""What a recipe that `training/loop.py` trains may set. A recipe is a function without logic that returns one
+`Recipe`.
 
-Those that Megatron-LM trains return a `Pretraining`, see layout.py.
+Recipes that Megatron-LM trains return a `Pretraining`, see layout.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Recipe:
 
     model: Model
     sequence_length: int  # bytes
-    # Layers and grouped products of TransformerEngine on GPUs; else, and on CPUs, Megatron's local spec.
+    # True: TransformerEngine's layers and grouped products on GPUs. False, or on CPUs: Megatron's local spec.
     transformer_engine: bool = False
     fp8_recipe: str | None = None  # of TransformerEngine's products; None: BF16
 

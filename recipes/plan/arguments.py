@@ -1,4 +1,4 @@
-"""Models and layouts as arguments of Megatron-LM, and these as Megatron-Core's TransformerConfig.
+"""Turns models and layouts into arguments of Megatron-LM, and these into Megatron-Core's TransformerConfig.
 
 Arguments are kept as a dict by Megatron-LM's own names: {"num_layers": 61, "swiglu": True}. False and None
 mean that the argument is not given.
@@ -32,7 +32,7 @@ _CONFIG_NAMES = {
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
     "fp8_format": "fp8",
 }
-# Of the model or of the training program, not of TransformerConfig.
+# Arguments of the model or of the training program, not of TransformerConfig.
 _NOT_CONFIG = {
     "adam_beta1", "adam_beta2", "clip_grad", "disable_bias_linear", "eval_interval", "eval_iters",
     "exp_avg_dtype", "exp_avg_sq_dtype", "global_batch_size", "group_query_attention", "log_interval",
@@ -52,7 +52,7 @@ _ACTIVATIONS: dict[str, Arguments] = {
 
 
 def model_arguments(model: Model) -> Arguments:
-    """The architecture."""
+    """The arguments for the architecture."""
     router = model.router
     dense = model.first_dense_layers
     return {
@@ -110,7 +110,7 @@ def _attention_arguments(model: Model) -> Arguments:
             "mscale_all_dim": yarn.mscale_all_dim,
         }
     if latent:
-        # Always stretched: its rope_type is yarn.
+        # Latent attention always stretches positions: its rope_type is yarn.
         return found | {
             "multi_latent_attention": True,
             "kv_channels": latent.nope_dim,
@@ -133,7 +133,7 @@ def _attention_arguments(model: Model) -> Arguments:
 
 
 def layout_arguments(layout: Layout) -> Arguments:
-    """How it is spread over the ranks, and how precisely it is computed."""
+    """The arguments for how a model is spread over the ranks, and how precisely it is computed."""
     full = layout.recompute == FULL
     small_moments = layout.optimizer_bytes == 8
     return {
@@ -161,7 +161,7 @@ def layout_arguments(layout: Layout) -> Arguments:
 
 
 def schedule_arguments(schedule: Schedule) -> Arguments:
-    """Steps, learning rate and optimizer."""
+    """The arguments for steps, learning rate and optimizer."""
     return {
         "train_iters": schedule.num_steps,
         "lr": schedule.lr,
@@ -177,7 +177,7 @@ def schedule_arguments(schedule: Schedule) -> Arguments:
 
 
 def command_line(arguments: Arguments) -> list[str]:
-    """As words of a shell command: ["--num-layers", "61", "--swiglu"]."""
+    """The arguments as words of a shell command: ["--num-layers", "61", "--swiglu"]."""
     words = []
     for name, value in arguments.items():
         if value is None or value is False:

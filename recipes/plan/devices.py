@@ -1,10 +1,11 @@
-"""CPU or GPUs: which of them a run uses, and what differs between the two. Nothing else in the recipes asks.
+"""CPU or GPUs: which of them a run uses, and what differs between the two. No other recipe code asks.
 
 A rank needs a GPU of its own, unless NCCL lets ranks share them: from 2.30 on it does so where
-NCCL_MULTI_RANK_GPU_ENABLE=1 is set. They then take turns: all can be tried so, but no time measured.
+NCCL_MULTI_RANK_GPU_ENABLE=1 is set. The ranks then take turns on the GPU: everything can be tried, but no
+time can be measured.
 
-`place` decides before the ranks start; every rank then calls `join`, before anything of CUDA is used. What is
-small (losses, stop flags, counts) stays on the CPU and goes over gloo on both.
+`place` decides before the ranks start; every rank then calls `join`, before anything of CUDA is used. Small
+data (losses, stop flags, counts) stays on the CPU and goes over gloo in both cases.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ class DeviceError(ValueError):
 
 
 def place(recipe: Recipe, *, keep_domains: bool = False) -> tuple[Recipe, str]:
-    """The recipe for this machine, and why it is for the CPU: one line, empty if that was asked for.
+    """The recipe for this machine, and why it uses the CPU: one line, empty if the CPU was asked for.
 
-    On GPUs, and on several hosts without GPUs, too, the ranks of a host form one domain, whatever the recipe
-    says. Smaller ones have to be asked for; rows then cross to the others through the proxies.
+    On GPUs, and on several hosts without GPUs, the ranks of a host form one domain, whatever the recipe says.
+    Smaller domains have to be asked for; rows then go to other domains through the proxies.
 
     keep_domains  the user asked for this domain_size
 
-    Raises DeviceError for "cuda" where that cannot be.
+    Raises DeviceError if the recipe asks for "cuda" and that is impossible.
     """
-    # Of torchrun; without it all ranks start here.
+    # Set by torchrun; without torchrun all ranks start here.
     on_this_host = int(env.read("LOCAL_WORLD_SIZE", "0")) or recipe.num_ranks
     why = "" if recipe.device == "cpu" else lacking(on_this_host)
     if why and recipe.device == "cuda":
@@ -78,7 +79,7 @@ def synchronize() -> None:
 
 
 def mark() -> Any:
-    """A point in time: on a CPU of the host, on a GPU of its current stream, when it gets there."""
+    """A point in time: on a CPU the host's time, on a GPU the moment when its current stream gets there."""
     if own().type == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -87,5 +88,5 @@ def mark() -> Any:
 
 
 def milliseconds(start: Any, end: Any) -> float:
-    """Between two marks; on a GPU both have to be behind: see `synchronize`."""
+    """The time between two marks. A GPU must have passed both: see `synchronize`."""
     return 1e3 * (end - start) if isinstance(start, float) else float(start.elapsed_time(end))

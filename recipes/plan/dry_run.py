@@ -1,4 +1,4 @@
-"""What a recipe would do, without GPUs, other ranks or Megatron-LM: needs megatron-core only.
+"""Says what a recipe would do, without GPUs, other ranks or Megatron-LM: it needs megatron-core only.
 
 Builds the model on the meta device, counts its parameters, estimates memory and traffic, and refuses what
 does not fit.
@@ -28,7 +28,7 @@ class DoesNotFitError(RecipeError):
 
 @dataclass(frozen=True)
 class Found:
-    """Of a job. `traffic` is None for a job of no node type."""
+    """What is found out about a job. `stock` and `ours` are None for a job without a node type."""
 
     job: Job
     parameters: Parameters
@@ -67,10 +67,10 @@ def inspect(job: Job) -> Found:
 
 
 def _dispatcher_bytes(job: Job) -> int:
-    """Of the buffer that all layers share. The plug-in's own checks of the model, too: raises ConfigError.
+    """Bytes of the buffer that all layers share. The plug-in's checks of the model run, too: ConfigError.
 
-    Where the extension was built without CUDA kernels, the plan of a GPU is not known; it may take all of
-    its budget.
+    If the extension was built without CUDA kernels, the memory plan of a GPU is not known: it may take its
+    whole budget.
     """
     import torch
 
@@ -94,7 +94,7 @@ def _dispatcher_bytes(job: Job) -> int:
 
 
 def report(found: Found) -> str:
-    """For people."""
+    """The report as text."""
     job = found.job
     lines = [
         f"recipe {job.name}, {job.layout.num_ranks} ranks"

@@ -1,4 +1,4 @@
-"""What a recipe comes to with a node type and a dispatcher: what is described, and what is started."""
+"""A job is a recipe with a node type and a dispatcher: it can be described, and started."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def of_pretraining(
         arguments={
             **arguments.model_arguments(recipe.model),
             **arguments.layout_arguments(layout),
-            # As many as the model has, whatever the tokenizer needs of them.
+            # As many entries as the model has, however many the tokenizer needs.
             "make_vocab_size_divisible_by": recipe.model.vocab_size,
             "tokenizer_type": "HuggingFaceTokenizer",
             "tokenizer_model": recipe.model.tokenizer,
@@ -84,10 +84,10 @@ def of_pretraining(
 
 
 def trial(recipe: Pretraining, hardware: str, num_layers: int, num_ranks: int) -> Pretraining:
-    """The first `num_layers` of it on `num_ranks` GPUs of one host, which share the experts, for ten steps.
+    """Ten steps of the first `num_layers` layers on `num_ranks` GPUs of one host, which share the experts.
 
-    Widths, experts, micro-batches, precision and recomputation stay, so that a rank does in a layer what it
-    does in the whole model, with more experts of its own. One of its dense layers is left.
+    Widths, experts, micro-batches, precision and recomputation stay. So a rank does in a layer what it does
+    in the whole model, but with more experts of its own. One of the model's dense layers is kept.
 
     Raises RecipeError.
     """
@@ -119,7 +119,7 @@ def trial(recipe: Pretraining, hardware: str, num_layers: int, num_ranks: int) -
 
 
 def trial_arguments(job: Job) -> Arguments:
-    """What else Megatron-LM is told in a trial: made-up data, and a line for each step."""
+    """Further arguments of Megatron-LM in a trial: synthetic data, and a line for each step."""
     return {
         "tokenizer_type": "NullTokenizer",
         "tokenizer_model": None,
@@ -186,13 +186,13 @@ def _dispatcher_arguments(job: Job) -> Arguments:
                 f"ep = {job.layout.ep}: groups of uccl_ep's CUDA backend have at most {CUDA_MAX_RANKS} ranks"
             )
     else:
-        # Ours has nothing left to permute.
+        # uccl_ep leaves nothing to permute.
         found["moe_permute_fusion"] = bool(job.arguments.get("moe_grouped_gemm"))
     return found
 
 
 def _resized(layout: Layout, num_ranks: int) -> Layout:
-    """The same stages and expert parallel groups, more or fewer of them."""
+    """The same pipeline stages and size of expert parallel groups, but more or fewer groups."""
     step = layout.pp * layout.ep
     if num_ranks < 1 or num_ranks % step:
         raise RecipeError(

@@ -1,14 +1,14 @@
 """Memory of a rank on a GPU: an estimate, before anything is allocated.
 
 Weights, gradients and optimizer are exact for Megatron's mixed precision: BF16 weights, FP32 gradients, and
-the optimizer's FP32 master weights and two moments, which its distributed optimizer spreads over the ranks
+the optimizer's FP32 master weights and two moments. Its distributed optimizer spreads these over the ranks
 that hold the same parameters (Rajbhandari et al., "ZeRO", arXiv:1910.02054, stage 1).
 
-Activations are counted tensor by tensor, what a layer's backward needs of its forward, after Korthikanti et
-al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198: there 34 bytes per
-token and element of the hidden size for a dense layer, here with grouped or latent attention by a flash
-kernel (nothing of S x S is kept) and experts. A pipeline stage keeps as many micro-batches as there are
-stages from it on (1F1B, section 4.2.3 there).
+Activations are counted tensor by tensor: what a layer's backward needs of its forward. This follows
+Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198, where a
+dense layer keeps 34 bytes per token and element of the hidden size. Here there are experts, and grouped or
+latent attention by a flash kernel, which keeps nothing of size S x S. A pipeline stage keeps as many
+micro-batches as there are stages from it on (1F1B, section 4.2.3 there).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Memory:
 def of_fullest_rank(
     model: Model, layout: Layout, parameters: Parameters, dispatcher_bytes: int, gpu_bytes: int
 ) -> Memory:
-    """The stage that needs most."""
+    """The memory of the stage that needs most."""
     stages = [_of_stage(model, layout, s, i) for i, s in enumerate(parameters.stages)]
     fullest = max(stages, key=lambda memory: memory.total_bytes)
     more = (
@@ -61,7 +61,8 @@ def _of_stage(model: Model, layout: Layout, stage: Stage, index: int) -> Memory:
         n * saved_bytes(model, layout.recompute, bool(layout.fp8_recipe), moe=moe)
         for moe, n in zip((False, True), kept, strict=True)
     )
-    # In backward of a layer all of it is there, recomputed or not, and about as much of gradients.
+    # In the backward of a layer all its activations are there, recomputed or not, and about as many bytes of
+    # gradients.
     largest = max(
         saved_bytes(model, (), bool(layout.fp8_recipe), moe=moe)
         for moe, n in zip((False, True), kept, strict=True)

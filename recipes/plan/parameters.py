@@ -35,7 +35,7 @@ class Stage:
     """Parameters of one rank of a pipeline stage."""
 
     input_embedding: int
-    copied_embedding: int  # the input's once more, for MTP or an output that shares it
+    copied_embedding: int  # the input embedding once more, for MTP or an output that shares it
     output_embedding: int
     experts: int  # routed ones
     mtp: int  # of the layers that predict further tokens, apart from their experts
@@ -48,7 +48,7 @@ class Stage:
 
     @property
     def dense(self) -> int:
-        """All that is not cut by expert parallelism."""
+        """All parameters that are not cut by expert parallelism."""
         return self.embedding + self.mtp + self.other
 
     @property
@@ -62,7 +62,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of a model and of its ranks."""
+    """Parameters of a model and of its ranks."""
 
     stages: tuple[Stage, ...]
     total: int  # without MTP
@@ -77,7 +77,7 @@ def count(model: Model, layout: Layout, arguments: Arguments) -> Parameters:
     kinds: dict[int, Stage] = {}
     for stage in _distinct_stages(model, layout):
         kinds[stage] = _count_stage(model, layout, arguments, stage)
-    # Between the first stage and the last all are alike.
+    # All stages between the first and the last are alike.
     stages = tuple(kinds.get(i, kinds[min(1, layout.pp - 1)]) for i in range(layout.pp))
     experts = sum(s.experts for s in stages) * layout.ep
     rest = sum(s.input_embedding + s.output_embedding + s.other for s in stages)
@@ -101,14 +101,14 @@ def prepare() -> None:
 
 
 def check(arguments: Arguments) -> None:
-    """Makes the TransformerConfig of the run itself, for what Megatron-Core refuses. Raises BuildError."""
+    """Makes the TransformerConfig of the run itself. Raises BuildError for what Megatron-Core refuses."""
     from megatron.core import utils
     from packaging.version import Version
 
     before = utils._te_version
     if sys.modules.get("transformer_engine") is None:
         utils._te_version = Version(_ASSUMED_TE)  # else every FP8 option is refused
-        arguments = arguments | {"moe_permute_fusion": None}  # a kernel that is looked for
+        arguments = arguments | {"moe_permute_fusion": None}  # else its kernel is looked for
     try:
         _config(arguments)
     finally:
@@ -135,7 +135,7 @@ def _config(arguments: Arguments, **changes: Any) -> Any:
     kind = MLATransformerConfig if arguments.get("multi_latent_attention") else TransformerConfig
     given = config_arguments(arguments) | changes
     if given.get("moe_token_dispatcher_type") == "uccl_ep":
-        # What the plug-in makes of its name.
+        # What the plug-in turns its dispatcher's name into.
         given |= {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
     try:
         return kind(**given)
@@ -169,7 +169,7 @@ def _build(model: Model, layout: Layout, arguments: Arguments, stage: int) -> to
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     plain = {k: v for k, v in arguments.items() if k not in _NEEDS_TE | _RECOMPUTE}
-    # The dispatcher has no parameters, and ours would look for its peers.
+    # A dispatcher has no parameters, and uccl_ep would look for its peers.
     plain |= {"moe_token_dispatcher_type": "alltoall", "moe_flex_dispatcher_backend": None}
     config = _config(
         plain, transformer_impl="local", use_cpu_initialization=True, perform_initialization=False

@@ -1,11 +1,11 @@
 """Bytes that dispatch and combine send, and the time that they take at given rates, under uniform routing.
 
-Uniform: a token's groups are any `group_topk` of the router's groups, its experts any top-k of the experts
-in these. Then the number of chosen experts in a set is hypergeometric. Trained routers are less even, and a
-rank of theirs gets more.
+Uniform: a token's groups are any `group_topk` of the router's groups, its experts any top-k of the experts in
+these. Then the number of chosen experts in a set is hypergeometric. Trained routers are less even, so some
+ranks get more.
 
-A row goes once to every other domain that wants it, over the NIC, to one rank there (the rail), and inside
-a domain once to every rank that wants it. Combine sends a sum for each of these rows the other way.
+A row goes once over the NIC to every other domain that wants it, to one rank there (the rail). Inside a
+domain it goes once to every rank that wants it. Combine sends a sum for each of these rows the other way.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Spread:
 
 
 def spread(model: Model, num_ranks: int, domain_size: int) -> Spread:
-    """Of an expert parallel group in domains of `domain_size` ranks."""
+    """The spread in an expert parallel group with domains of `domain_size` ranks."""
     size = min(domain_size, num_ranks)
     rank = _mean_hit(model, num_ranks)
     domain = _mean_hit(model, num_ranks // size)
     others = num_ranks / size - 1
-    # Of a domain's ranks one has the row already: the source, or the rail that the row came to.
+    # One rank of a domain has the row already: the source, or the rail that the row came to.
     return Spread(
         rows_link=rank * (size - 1) * num_ranks / size,
         rows_nic=domain * others,
@@ -70,13 +70,14 @@ def spread(model: Model, num_ranks: int, domain_size: int) -> Spread:
 
 
 def _mean_hit(model: Model, num_parts: int) -> float:
-    """Over equal parts of the experts, which need not be alike: groups may end inside one."""
+    """The mean probability that a token reaches a part of the experts. Parts are equally large, but not
+    alike: a group may end inside one."""
     size = model.num_experts // num_parts
     return sum(hit_probability(model, range(i * size, (i + 1) * size)) for i in range(num_parts)) / num_parts
 
 
 def hit_probability(model: Model, experts: range) -> float:
-    """That a token chooses at least one of these (consecutive) experts."""
+    """The probability that a token chooses at least one of these (consecutive) experts."""
     groups = model.router.num_groups or 1
     chosen = model.router.group_topk or groups
     size = model.num_experts // groups
@@ -93,8 +94,8 @@ def hit_probability(model: Model, experts: range) -> float:
 
 
 def row_bytes(model: Model, dtype: str) -> int:
-    """On the wire of uccl_ep, the last block filled up; FP8 with an FP32 scale per block, those padded to 16
-    bytes."""
+    """Bytes of a row on the wire of uccl_ep, with the last block filled up. FP8 has an FP32 scale per block;
+    the scales are padded to 16 bytes."""
     num_blocks = -(-model.hidden_size // _FP8_BLOCK)
     if dtype == "bf16":
         return 2 * _FP8_BLOCK * num_blocks
@@ -103,7 +104,7 @@ def row_bytes(model: Model, dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one rank and MoE layer, one micro-batch."""
+    """The traffic of one rank in one MoE layer, for one micro-batch."""
 
     dispatch: Bytes
     combine: Bytes
@@ -117,7 +118,7 @@ class Traffic:
         return (self.dispatch + self.combine) * (2 if self.again else 1) + self.gradients + self.combine
 
     def seconds(self, node: Node) -> dict[str, float]:
-        """Of dispatch and combine, forward, and of all of forward and backward."""
+        """Seconds of dispatch and of combine in forward, and of all of forward and backward."""
         dispatch, combine, gradients = (
             b.seconds(node) + FIXED_SECONDS for b in (self.dispatch, self.combine, self.gradients)
         )
@@ -126,7 +127,7 @@ class Traffic:
 
 
 def of_layer(model: Model, layout: Layout, node: Node, dtype: str, grad_dtype: str = "bf16") -> Traffic:
-    """Of uccl_ep. FlexDispatcher's DeepEP and HybridEP send the same rows in BF16."""
+    """The traffic of uccl_ep. FlexDispatcher's DeepEP and HybridEP send the same rows in BF16."""
     at = spread(model, layout.ep, node.gpus)
     tokens = layout.tokens_per_pass
     value = 4  # bytes of a pair's probability
@@ -148,7 +149,7 @@ def of_layer(model: Model, layout: Layout, node: Node, dtype: str, grad_dtype: s
 
 
 def of_stock_layer(model: Model, layout: Layout, node: Node) -> Traffic:
-    """Of Megatron's alltoall dispatcher: a BF16 row for every pair, wherever it goes."""
+    """The traffic of Megatron's alltoall dispatcher: a BF16 row for every pair, wherever it goes."""
     size = min(node.gpus, layout.ep)
     pairs = layout.tokens_per_pass * model.topk * 2 * model.hidden_size
     one_way = Bytes(pairs * (size - 1) / layout.ep, pairs * (layout.ep - size) / layout.ep)

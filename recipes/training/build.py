@@ -44,7 +44,8 @@ class Training:
         return (m for m in self.model.modules() if isinstance(m, MoELayer))
 
     def num_parameters(self) -> int:
-        """Of the whole model: the experts of this rank times their number of owners, the rest once."""
+        """Parameters of the whole model: the experts of this rank times their number of owners, the rest
+        once."""
         owners = parallel_state.get_expert_model_parallel_world_size()
         named = self.model.module.named_parameters()
         return sum(p.numel() * (owners if ".experts." in name else 1) for name, p in named)
@@ -61,10 +62,10 @@ def transformer_config(recipe: Recipe, carrier: dict[str, Any]) -> TransformerCo
         bf16=True,
         params_dtype=torch.bfloat16,
         pipeline_dtype=torch.bfloat16,
-        # A resumed run repeats the bits of one left alone. TransformerEngine would want an environment
+        # A resumed run repeats the bits of an uninterrupted one. TransformerEngine would need an environment
         # variable.
         deterministic_mode=recipe.device == "cuda" and not te,
-        use_cpu_initialization=not te,  # for GPUs, too: nothing has to be known of their generators
+        use_cpu_initialization=not te,  # for GPUs, too, so that their generators do not matter
         # The fused kernels need a GPU and more packages; the local spec has a plain torch path for each.
         masked_softmax_fusion=False,
         bias_activation_fusion=te,
@@ -111,8 +112,8 @@ def _layer_spec(recipe: Recipe, config: TransformerConfig) -> Any:
         if model.latent:
             attention.use_in(spec, model.latent.q_rank)
         return spec
-    # The same layers as those of a block spec, which brings another final norm where TransformerEngine is
-    # there.
+    # The same layers as those of a block spec, which brings another final norm if TransformerEngine is
+    # installed.
     return get_gpt_layer_local_spec(
         num_experts=model.num_experts,
         moe_grouped_gemm=False,

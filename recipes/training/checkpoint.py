@@ -22,7 +22,8 @@ _KEPT = 2
 _SETTINGS = "recipe.json"
 # What a resumed run may change: neither its result nor its metrics depend on it.
 _FREE = {"budget_bytes", "threads_per_rank", "val_interval", "checkpoint_interval"}
-# And what another run may change that goes on where this one ended: weights and optimizer know nothing of it.
+# What another run that goes on where this one ended may also change: weights and optimizer know nothing of
+# it.
 _FREE_TO_OTHERS = {"token_dispatcher", "dispatch_dtype", "grad_dtype", "domain_size", "ablate"}
 
 
@@ -39,7 +40,7 @@ def settings_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def _defaults() -> dict[str, Any]:
-    """What settings were before they existed."""
+    """The values that apply to checkpoints written before a setting existed."""
     found: dict[str, Any] = {}
     for entry in (*fields(Recipe), *fields(Model)):
         if entry.default_factory is not MISSING:
@@ -69,7 +70,7 @@ class Checkpoints:
         """Raises CheckpointError, naming what differs, if the newest checkpoint is of another run."""
         if not self.steps():
             return
-        # Those that name no device were made when there was only the CPU.
+        # Checkpoints that name no device were made when there was only the CPU.
         written = json.loads((self._path(self.steps()[-1]) / _SETTINGS).read_text())
         saved = {"device": "cpu"} | _defaults() | written
         now = settings_of(self.recipe)
@@ -86,10 +87,11 @@ class Checkpoints:
             )
 
     def save(self, training: Training, step: int) -> None:
-        """Complete or absent, whenever the job is stopped: all write aside, then rank 0 renames.
+        """The checkpoint is complete or absent, whenever the job is stopped: all write aside, then rank 0
+        renames.
 
-        Nothing in a recipe is drawn on a GPU (weights are made on the CPU, and there is no dropout), so its
-        generator is not saved.
+        No recipe draws random numbers on a GPU (weights are made on the CPU, and there is no dropout), so a
+        GPU's generator is not saved.
         """
         final = self._path(step)
         aside = final.with_suffix(".part")

@@ -110,7 +110,7 @@ class Batches:
     def micro_batch(self, index: int) -> dict[str, torch.Tensor]:
         """Forward pass `index` of this rank, [B,S]: tokens, labels, position_ids int64, loss_mask fp32.
 
-        On this rank's device.
+        The tensors are on this rank's device.
         """
         size = self.recipe.micro_batch_size
         first = (index * self.recipe.num_ranks + self.rank) * size

@@ -43,8 +43,8 @@ def verify(recipe: Recipe, training: Training) -> None:
 
 def ablate(recipe: Recipe, moe_layers: Iterable[Any]) -> None:
     """zero_experts: the experts return zeros. zero_prob_grad: the router gets no gradient through its
-    probabilities (the fault that no test of Megatron's own notices). wrong_scale: rows come out of
-    FP8 at half their value, as if their codes were read with the exponent bias of the other e4m3 (8 in AMD's
+    probabilities (the fault that no test of Megatron's own notices). wrong_scale: rows come out of FP8 at
+    half their value. That is as if their codes were read with the exponent bias of the other e4m3 (8 in AMD's
     "fnuz", 7 in OCP's)."""
     for layer in moe_layers:
         if recipe.ablate == "zero_experts":
@@ -68,8 +68,8 @@ def _zeroed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _ZeroGradient(torch.autograd.Function):
-    """The identity, with a gradient of zeros. Unlike with detach(), what hangs on the probabilities further
-    up (Megatron's load-balancing loss) still gets its backward."""
+    """The identity, with a gradient of zeros. Unlike with detach(), a loss that depends on the probabilities
+    further up (Megatron's load-balancing loss) still gets its backward."""
 
     @staticmethod
     def forward(ctx: Any, probs: torch.Tensor) -> torch.Tensor:

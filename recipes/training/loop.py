@@ -71,7 +71,7 @@ def _mean_loss(mask_BS: torch.Tensor, losses_BS: torch.Tensor) -> tuple[torch.Te
 def _passes(
     training: Training, batches: Iterator[Any], recipe: Recipe, num: int, forward_only: bool
 ) -> float:
-    """Runs `num` forward (and backward) passes of this rank; their mean loss."""
+    """Runs `num` forward (and backward) passes of this rank, and returns their mean loss."""
     done = get_forward_backward_func()(
         forward_step_func=_forward_step,
         data_iterator=batches,
@@ -85,7 +85,7 @@ def _passes(
 
 
 def train_step(training: Training, batches: Batches, recipe: Recipe, step: int) -> float:
-    """Step `step`, the first being 1: forward, backward, optimizer. This rank's mean loss."""
+    """Runs step `step` (the first is 1): forward, backward, optimizer. Returns this rank's mean loss."""
     first = (step - 1) * recipe.num_microbatches
     stream = (batches.micro_batch(first + i) for i in range(recipe.num_microbatches))
     training.model.zero_grad_buffer()
@@ -178,7 +178,7 @@ def run(
         trace.after_step(step)
         train_loss, stopped = _agree(own_loss, stop, recipe)
         stopped |= step == stop_at
-        spent = clock.take()  # waits for the GPU, so what follows is the whole step
+        spent = clock.take()  # waits for the GPU, so the next line measures the whole step
         seconds = time.perf_counter() - step_started
         last = step == recipe.num_steps
         step_val = (

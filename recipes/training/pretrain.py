@@ -17,7 +17,7 @@ _DATA = ("--mock-data", "--data-path", "--data-args-path", "--train-data-path", 
 
 
 def command(job: Job, megatron_lm: Path | None, data_path: Sequence[str], extra: Sequence[str]) -> list[str]:
-    """What this process becomes. `extra` comes last, so it overrides the recipe's.
+    """The command that replaces this process. `extra` comes last, so it overrides the recipe's arguments.
 
     Raises RecipeError, saying what to give, where the script, the ranks, the data or the dispatcher's
     package are missing.
@@ -34,7 +34,7 @@ def command(job: Job, megatron_lm: Path | None, data_path: Sequence[str], extra:
 
 
 def script_of(job: Job, megatron_lm: Path | None) -> Path:
-    """Raises RecipeError where there is none."""
+    """The path of pretrain_gpt.py. Raises RecipeError if there is none."""
     if megatron_lm is None:
         raise RecipeError(
             f"{job.name} is trained by Megatron-LM's pretrain_gpt.py: give its checkout, --megatron-lm PATH, "
@@ -47,13 +47,14 @@ def script_of(job: Job, megatron_lm: Path | None) -> Path:
 
 
 def start(words: list[str]) -> None:
-    """Does not return."""
+    """Replaces this process by the command; does not return."""
     sys.stdout.flush()
     os.execv(words[0], words)
 
 
 def _without_apex() -> Arguments:
-    """Megatron-LM adds gradients of the output layer up in a kernel of APEX, and ends where it is missing."""
+    """Megatron-LM adds up gradients of the output layer in a kernel of APEX, and stops if the kernel is
+    missing."""
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None:
         return {}
     return {"no_gradient_accumulation_fusion": True}

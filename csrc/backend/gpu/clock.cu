@@ -1,4 +1,4 @@
-// The GPU's clock beside the host's.
+// Samples the GPU's clock together with the host's.
 #include "backend/gpu/trace.h"
 #include "common/units.h"
 #include "device/launch.cuh"

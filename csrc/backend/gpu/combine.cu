@@ -1,5 +1,5 @@
-// The kernel of a combine: its roles run side by side in every block. Those that fold sum what came here, those that
-// merge what comes back.
+// The kernel of a combine: its roles run side by side in every block. Fold roles sum the rows that came to this rank;
+// merge roles sum what comes back to it.
 #include "backend/gpu/roles/fold.cuh"
 #include "backend/gpu/roles/merge.cuh"
 #include "backend/gpu/roles/returns.cuh"
@@ -75,14 +75,15 @@ __global__ void __launch_bounds__(Combine<kBulk, kNet, Row, Wire>::Roles::kThrea
     const uint32_t sum_warp = threadIdx.x / kWarp - Roles::template first_warp<Folds>();
     SumPipeline pipeline{dynamic + sum_warp * kSumWarpBytes, barriers + sum_warp * kSumStages};
     bool good = begin_sums<kBulk>(k, pipeline);
-    // Pieces come from ranks that have entered, so this keeps a warp that merges waiting for no longer than those do. A
-    // warp that tells of folded rows would keep ranks waiting. With other domains it is the network's block that looks.
+    // A warp that merges compares the calls. It waits until all ranks have entered, which is no longer than it waits
+    // for their pieces. A warp that tells of folded rows would keep other ranks waiting. With several domains the
+    // network's block compares.
     if (!kNet && blockIdx.x == 0 && sum_warp == Table::kSumWarps - 1 && good)
       all_alike(kernel.by(Roles::lone_warp()), args.signature);
     if (folds) good = good && Folds::run(k, shared, pipeline);
-    if (good) Merges::run(k, shared, pipeline, folds);  // in one place: its code is long
+    if (good) Merges::run(k, shared, pipeline, folds);  // one call for both roles, because its code is long
   }
-  __syncthreads();  // what the other crews have found counts
+  __syncthreads();  // errors that other crews of the block found are seen from here on
   if constexpr (kNet) {
     if (threadIdx.x == 0) count_through(g);
     return;

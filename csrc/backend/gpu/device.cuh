@@ -39,7 +39,8 @@ __device__ inline void report(const Group& g, const FaultRecord& fault) {
   publish(&local(g).stop, 1);
 }
 
-// A flag that gets to `value`, and what an error names where it does not: as its declaration says, or another step.
+// A flag that has to reach `value`, and what an error names if it does not. The step is that of the flag's declaration
+// unless another is given.
 struct Awaited {
   const uint64_t* flag;
   uint64_t value;
@@ -75,18 +76,18 @@ __device__ inline bool wait_flag(const Group& g, const Awaited& what) {
 __device__ __forceinline__ Awaited entry_of(const Group& g, uint32_t rank, uint64_t epoch) {
   return {own_part(g, g.map.header_full) + rank, epoch, rank};
 }
-// The same for what a peer publishes in this operation, which it may not have entered yet.
+// As wait_flag(), for a flag that a peer publishes in this operation. The peer may not have entered the operation yet.
 __device__ inline bool wait_peer(const Kernel& k, const Awaited& what) {
   if (has_come(what)) return true;
   return wait_flag(k.g, entry_of(k.g, what.peer, k.op.epoch)) && wait_flag(k.g, what);
 }
-// The same, or only a look (kLooks).
+// As wait_peer(); with kLooks it only looks.
 template <bool kLooks>
 __device__ __forceinline__ bool peer_came(const Kernel& k, const Awaited& what) {
   if constexpr (kLooks) return peek_flag(what.flag) >= what.value && has_come(what);
   return wait_peer(k, what);
 }
-// By one thread, for what other blocks of this kernel do: they have the deadlines.
+// By one thread: waits for other blocks of this kernel. It has no deadline, because those blocks have theirs.
 template <typename Of>
 __device__ inline bool wait_block(const Group& g, const DeviceFlag<Of>* flag, uint64_t value) {
   static_assert(Of::kIs.deadline == Deadline::kBlocks);
@@ -94,7 +95,7 @@ __device__ inline bool wait_block(const Group& g, const DeviceFlag<Of>* flag, ui
     if (looks % 64 == 0 && stopped(g)) return false;
   return read(flag) >= value;
 }
-// By one thread, for what another crew of this block does, once. False: an error is known.
+// By one thread: waits for another crew of this block, which sets the word once. False: an error is known.
 __device__ inline bool wait_shared(const Group& g, uint32_t* word) {
   for (uint32_t looks = 1; read_shared(word) == 0; ++looks) {
     if (looks % 64 == 0 && stopped(g)) return false;
@@ -102,7 +103,7 @@ __device__ inline bool wait_shared(const Group& g, uint32_t* word) {
   }
   return true;
 }
-// By every thread of a crew, which has to decide together: flags of its share of the members.
+// By every thread of a crew: waits for the flags of its share of the members. The crew has to combine the results.
 template <typename Of>
 __device__ inline bool wait_some_members(const Kernel& k, Part<DeviceFlag<Of>> flags, uint64_t value,
                                          Step step = Of::kIs.step) {
@@ -111,12 +112,12 @@ __device__ inline bool wait_some_members(const Kernel& k, Part<DeviceFlag<Of>> f
     good &= wait_flag(k.g, {member_flag(k.g, k.g.rank, flags, r), value, r, -1, step});
   return good;
 }
-// By a crew: flags of every member.
+// By a crew: waits for the flags of all members.
 template <typename Of>
 __device__ inline bool wait_members(const Kernel& k, Part<DeviceFlag<Of>> flags, uint64_t value) {
   return k.crew.all(wait_some_members(k, flags, value));
 }
-// By one thread: rank `r` has entered. One of all threads of a kernel counts how long that took.
+// By one thread: waits until rank `r` has entered. For each rank one thread of a kernel counts how long that took.
 __device__ inline bool wait_rank(const Group& g, uint64_t epoch, uint32_t r, bool counts) {
   const Awaited entry = entry_of(g, r, epoch);
   if (has_come(entry)) return true;
@@ -125,14 +126,14 @@ __device__ inline bool wait_rank(const Group& g, uint64_t epoch, uint32_t r, boo
   if (counts) local(g).waited_nsec[r] += now_nsec() - started;
   return good;
 }
-// By one crew of a kernel: every rank has entered.
+// By one crew of a kernel: waits until every rank has entered.
 __device__ inline bool wait_entered(const Kernel& k) {
   bool good = true;
   for (uint32_t r = k.crew.thread; r < k.g.map.num_ranks; r += k.crew.size) good &= wait_rank(k.g, k.op.epoch, r, true);
   return k.crew.all(good);
 }
-// By every thread of a crew, which has to decide together: the transport has let go of its share of our packets of two
-// operations ago.
+// By every thread of a crew: waits until the transport no longer needs its share of our packets of two operations ago.
+// The crew has to combine the results.
 __device__ inline bool wait_some_packets_gone(const Kernel& k) {
   bool good = true;
   if (k.g.net != nullptr && k.op.epoch > kHalves)
@@ -155,7 +156,8 @@ enum class Phase : uint32_t {
   kRelayed,
   kThrough
 };
-// By a crew of each of `num_blocks`, at the end of its work: true in the last, which publishes the writes of all.
+// By a crew of each of `num_blocks` blocks, at the end of its work. True in the last block, which publishes the writes
+// of all.
 __device__ inline bool last_block(const Kernel& k, Phase what, uint32_t num_blocks) {
   k.crew.sync();
   bool last = false;
@@ -163,13 +165,13 @@ __device__ inline bool last_block(const Kernel& k, Phase what, uint32_t num_bloc
   return k.crew.any(last);
 }
 
-// By a crew, whose warps do not wait for it in this kernel: our flag at every member.
+// By a crew: publishes our flag at every member. No warp of the crew waits for such a flag in this kernel.
 template <typename Of>
 __device__ inline void publish_to_members(const Kernel& k, Part<DeviceFlag<Of>> flags) {
   for (uint32_t r = k.g.first + k.crew.thread; r < k.g.end; r += k.crew.size)
     publish(member_flag(k.g, r, flags, k.g.rank), k.op.epoch);
 }
-// By a crew: header_full or weights_full, at every member; the proxies tell the other domains.
+// By a crew: publishes header_full or weights_full at every member. The proxies tell the other domains.
 template <typename Of>
 __device__ inline void publish_packet(const Kernel& k, Part<DeviceFlag<Of>> flags) {
   for (uint32_t r = k.g.first + k.crew.thread; r < k.g.end; r += k.crew.size)
@@ -177,12 +179,12 @@ __device__ inline void publish_packet(const Kernel& k, Part<DeviceFlag<Of>> flag
   __syncwarp();  // lanes of this warp will wait for what others of it publish here
 }
 
-// By a crew: after an error, outputs hold nothing but NaN (all ones in every dtype).
+// By a crew, after an error: fills an output with NaN (all ones in every dtype).
 __device__ inline void fill_nan(const Crew& crew, void* to, uint64_t num_bytes) {
   for (uint64_t i = crew.thread; i < num_bytes / 4; i += crew.size) static_cast<uint32_t*>(to)[i] = 0xFFFFFFFFu;
 }
 
-// By a crew: the headers that tell what this rank has called, for every domain.
+// By a crew: writes the headers that tell every domain what this rank has called.
 __device__ inline void write_headers(const Kernel& k, const OpSignature& signature, uint32_t num_tokens) {
   for (uint32_t to = k.crew.thread; to < k.g.map.num_domains; to += k.crew.size) {
     DeviceHeader& h = *reinterpret_cast<DeviceHeader*>(own_packet(k.g, to, k.op.epoch));
@@ -192,7 +194,8 @@ __device__ inline void write_headers(const Kernel& k, const OpSignature& signatu
     h.num_refused = static_cast<uint32_t>(local(k.g).progress.num_refused);
   }
 }
-// By one thread, when rank r has entered: whether with our signature, and after as many calls that it refused.
+// By one thread, after rank r has entered: whether its call has our signature, and whether it has refused as many calls
+// as we have.
 __device__ inline bool is_alike(const Group& g, uint64_t epoch, const OpSignature& own, uint32_t r) {
   const DeviceHeader& theirs = header(g, r, epoch);
   const uint32_t refused = theirs.num_refused;
@@ -201,7 +204,7 @@ __device__ inline bool is_alike(const Group& g, uint64_t epoch, const OpSignatur
   report(g, {DeviceFault::kMismatch, ErrorKind::kRankMismatch, Step::kPlan, r});
   return false;
 }
-// By a crew: all ranks have entered, and are alike.
+// By a crew: waits until all ranks have entered, and compares their calls with ours.
 __device__ inline bool all_alike(const Kernel& k, const OpSignature& own) {
   if (!wait_entered(k)) return false;
   bool good = true;

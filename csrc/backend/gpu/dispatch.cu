@@ -42,8 +42,8 @@ struct Dispatch {
   using Roles = RoleTable<Serves, Tells, Stages, Places>;
 };
 
-// kBulk: dynamic shared memory holds the pipelines of the role that places, and of the one that stages; before it
-// places, tiles.
+// kBulk: dynamic shared memory holds the pipelines of the placing role and of the staging role. Until rows are placed,
+// tiles use the placing role's part.
 template <PlanState kState, bool kBulk, bool kNet>
 __global__ void __launch_bounds__(Dispatch<kState, kBulk, kNet>::Roles::kThreads, 1)
     dispatch(const __grid_constant__ Group g, const __grid_constant__ PlanView plan,
@@ -76,12 +76,12 @@ __global__ void __launch_bounds__(Dispatch<kState, kBulk, kNet>::Roles::kThreads
     }
   }
   Routed routed;
-  // Who stages routes, too: it could not begin before all is routed.
+  // With several domains the staging role routes, too: it cannot begin before all is routed.
   if constexpr (kNew && kNet)
     if (Roles::template is_in<Stages>() || Roles::template is_in<Places>())
       routed.good = exchange_tiles(kernel.by(Roles::template crew_from<Stages>()), shared, dynamic);
-  // The compiler lays roles out in this order, and code that lies first is fetched first. Everybody waits for the
-  // routing of a new plan: behind the other roles it took 7 us longer. Of a known plan everybody waits for staged rows.
+  // The compiler emits the code of the roles in this order, and the first code is fetched first. All ranks wait for the
+  // routing of a new plan: behind the other roles it took 7 us longer. With a known plan they wait for staged rows.
   const auto serve = [&](const DispatchKernel& k) {
     if (going(k)) Serves::run(k, shared);
   };
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(Dispatch<kState, kBulk, kNet>::Roles::kThreads
   } else if (kStages) {
     Tells::run(kernel, shared);
   }
-  __syncthreads();  // what the other crews have found counts
+  __syncthreads();  // errors that other crews of the block found are seen from here on
   if constexpr (kNet) {
     if (threadIdx.x == 0) count_through(g);
     return;
@@ -119,7 +119,8 @@ void launch_one(const Group& group, const PlanView& plan, PlaceArgs& args, uint3
                ? min(Dispatch<kState, false, kNet>::Places::kWarps, (group.shared_bytes - bytes) / warp_bytes)
                : 0;
   };
-  // Rows that are only copied are staged by bulk copies, too, if that leaves enough for placing and for the tile.
+  // Rows that are only copied are also staged by bulk copies, if enough shared memory is left for placing and for the
+  // tile.
   const bool copies = kState != PlanState::kExchanged && args.stage.row.num_scales == 0 && !kNet &&
                       warps_beside(kStageBytes) >= 2 && tile_bytes + kStageBytes <= group.shared_bytes;
   const uint32_t stage_bytes = copies ? kStageBytes : 0;

@@ -1,9 +1,9 @@
-// Exchange: every rank writes, once, a packet for each domain with what its routing means for its ranks; those of its
-// own domain pull it, to the others it is shipped.
+// Exchange: every rank writes one packet for each domain, with what its routing means for the ranks there. Ranks of its
+// own domain pull the packet; to the others it is shipped.
 //
-// A block routes whole tiles of kTileTokens tokens, neighbouring ones. First every tile's counts go to memory: pairs by
-// expert, rows and pairs by destination, rows by domain, the most pieces of a token block. When all blocks have
-// counted, each adds up the tiles before its own, so that positions count tokens in their order.
+// A block routes neighbouring tiles of kTileTokens tokens. First it writes each tile's counts to device memory: pairs
+// by expert, rows and pairs by destination, rows by domain, most pieces of a token block. When all blocks have counted,
+// each adds up the tiles before its own, so that positions follow the order of tokens.
 #pragma once
 
 #include "backend/gpu/device.cuh"
@@ -12,11 +12,11 @@
 
 namespace uccl_ep::gpu {
 
-// A number of the tiles before a tile, and of all.
+// A count, summed over the tiles before a tile and over all tiles.
 struct Before {
   uint32_t here = 0, total = 0;
 };
-// By one thread: the bytes of a word of the tiles' counts.
+// By one thread: adds up one word of the tiles' counts, which holds four counts of a byte.
 __device__ __forceinline__ void add_up(const Group& g, uint32_t word, uint32_t tile, uint32_t num_tiles,
                                        Before (&sums)[4]) {
   constexpr uint32_t kBatch = 24;  // tiles whose counts are loaded at a time
@@ -28,7 +28,7 @@ __device__ __forceinline__ void add_up(const Group& g, uint32_t word, uint32_t t
 #pragma unroll
     for (uint32_t u = 0; u < kBatch; ++u)
       value[u] = begin + u < num_tiles ? device::load_past_l1(counts + uint64_t{begin + u} * stride) : 0;
-    // Two in a word, with room for the sum of a batch.
+    // Two counts in a word, with room for the sum of a batch.
     static_assert(kBatch * 0xFF < 1 << 16);
     Before even, odd;
 #pragma unroll
@@ -50,7 +50,7 @@ __device__ __forceinline__ void add_up(const Group& g, uint32_t word, uint32_t t
   }
 }
 
-// By a warp: where our packets lie, and the numbers in their headers, which block 0 writes; a domain a lane.
+// By a warp, one domain per lane: finds where our packets lie. Block 0 also writes the numbers in their headers.
 __device__ inline void begin_packets(const DispatchKernel& k, const Tile& tile, const uint32_t* stream_totals,
                                      uint32_t most_pieces) {
 #pragma unroll 1
@@ -100,7 +100,7 @@ __device__ __forceinline__ uint32_t most_pieces_of_all(const Group& g, uint32_t 
   return warp_max(most);
 }
 
-// By one thread: numbers of pairs by rank become where they begin.
+// By one thread: replaces each rank's number of pairs by the number of its first pair.
 __device__ __forceinline__ void begin_pairs(const Tile& tile, uint32_t ranks) {
   uint32_t sum = 0;
 #pragma unroll 1
@@ -112,7 +112,7 @@ __device__ __forceinline__ void begin_pairs(const Tile& tile, uint32_t ranks) {
   tile.pair_begin[ranks] = sum;
 }
 
-// By a crew: what lies before the block's first tile; block 0 writes the totals into the headers. False: too many
+// By a crew: finds what lies before the block's first tile. Block 0 writes the totals into the headers. False: too many
 // pairs.
 __device__ inline bool begin_tiles(const DispatchKernel& k, const Tile& tile, uint32_t first_tile, uint32_t num_tiles) {
   const uint32_t ranks = k.g.map.num_ranks, experts = k.g.map.num_experts;
@@ -169,7 +169,7 @@ __device__ inline bool begin_tiles(const DispatchKernel& k, const Tile& tile, ui
   return true;
 }
 
-// A routing's hash is the sum of its pairs' (splitmix64's mixing function).
+// The hash of a pair (splitmix64's mixing function). A routing's hash is the sum over its pairs.
 __device__ __forceinline__ uint64_t hash_pair(uint32_t place, uint32_t expert) {
   uint64_t z = (uint64_t{place} << 32 | expert) + 0x9E3779B97F4A7C15ull;
   z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
@@ -177,7 +177,7 @@ __device__ __forceinline__ uint64_t hash_pair(uint32_t place, uint32_t expert) {
   return z ^ z >> 31;
 }
 
-// By a crew, of several domains: where each token is in our streams, and what comes back for it.
+// By a crew, with several domains: writes where each token is in our streams, and its addends.
 __device__ inline void write_streams(const Crew& crew, const Group& g, const Tiles& tiles) {
   const uint32_t own = own_domain(g), max_tokens = g.map.max_tokens;
   Addend* const addends = own_part(g, g.map.addends);
@@ -211,8 +211,8 @@ __device__ inline void write_streams(const Crew& crew, const Group& g, const Til
   }
 }
 
-// By a warp: what earlier token blocks have, for each one of a tile, or at the end of all (`token_blocks` 1, a tile
-// without tokens).
+// By a warp: writes for each token block of a tile what the earlier token blocks have. With an empty tile and
+// `token_blocks` = 1 it writes the entry behind the last token block.
 __device__ inline void write_token_blocks(const Group& g, const Tile& tile, uint32_t first, uint32_t token_blocks,
                                           uint32_t all_token_blocks) {
   const uint32_t c0 = first / kTokenBlock, lane = threadIdx.x % kWarp;
@@ -239,7 +239,7 @@ __device__ inline void write_token_blocks(const Group& g, const Tile& tile, uint
     }
 }
 
-// By a crew: before `next` lies what lies before a tile, and the tile. They may be the same.
+// By a crew: what lies before `next` becomes what lies before `tile` plus `tile` itself. Both may be the same tile.
 __device__ inline void add_tile(const Crew& crew, const Group& g, const Tile& tile, const Tile& next) {
   const uint32_t experts = g.map.num_experts, ranks = g.map.num_ranks, domains = g.map.num_domains;
 #pragma unroll 1
@@ -255,14 +255,14 @@ __device__ inline void add_tile(const Crew& crew, const Group& g, const Tile& ti
   }
 }
 
-// By a crew: lists, pairs and weights of tiles, the first of which knows what lies before it, and then what lies before
-// the tile behind them; returns this thread's part of the hash.
+// By a crew: writes lists, pairs and weights of tiles. The first tile has to know what lies before it; at the end it
+// knows what lies before the tile behind them. Returns this thread's part of the hash.
 __device__ UCCL_EP_INLINE_WHERE_ROOM uint64_t write_tiles(const Crew crew, const Group& g, const DeviceRouting& r,
                                                           const Tiles& tiles, uint32_t all_token_blocks) {
   const uint32_t ranks = g.map.num_ranks, own = own_domain(g), size = tiles.size();
   uint32_t* const origin = own_part(g, g.map.pair_origin);
   static_assert(kTileTokens == 2 * kTokenBlock);
-  // Each number is one thread's from tile to tile.
+  // The same thread carries a number from tile to tile.
 #pragma unroll 1
   for (uint32_t t = 1; t < size; ++t) add_tile(crew, g, tiles.tile(t - 1), tiles.tile(t));
   crew.sync();
@@ -311,7 +311,7 @@ __device__ UCCL_EP_INLINE_WHERE_ROOM uint64_t write_tiles(const Crew crew, const
 }
 #undef UCCL_EP_INLINE_WHERE_ROOM
 
-// By a crew of one block, after the last tile: what all have.
+// By a crew of one block, after the last tile: writes the totals.
 __device__ inline void end_tiles(const Crew& crew, const Group& g, const Tile& tile, uint32_t num_tokens) {
   const uint32_t token_blocks = (num_tokens + kTokenBlock - 1) / kTokenBlock;
   if (crew.warp() == 0) write_token_blocks(g, tile, token_blocks * kTokenBlock, 1, token_blocks);
@@ -325,9 +325,9 @@ __device__ inline void end_tiles(const Crew& crew, const Group& g, const Tile& t
   if (crew.thread == 0) own_part(g, g.map.token_addends)[num_tokens] = addends;
 }
 
-// By a crew, one of each block: the routing of all our tokens. Shared memory has room for `kept_tiles`; if a block
-// has more, each is read twice. `totals`, in shared memory: set when block 0 has written the headers and counts. False:
-// an error is known.
+// By one crew of each block: routes all our tokens. Shared memory has room for `kept_tiles` tiles; a block that has
+// more reads each twice. `totals`, in shared memory, is set when block 0 has written the headers and counts. False: an
+// error is known.
 __device__ inline bool route(const DispatchKernel& k, uint8_t* shared, uint32_t* totals) {
   const DeviceRouting& r = k.args.routing;
   const uint32_t num_tokens = k.args.stage.num_tokens, kept = k.args.kept_tiles;
@@ -346,13 +346,13 @@ __device__ inline bool route(const DispatchKernel& k, uint8_t* shared, uint32_t*
     count_tiles(k.crew, k.g, tiles);
     k.crew.sync();
   }
-  // All blocks run at the same time: no more than the buffer has SMs.
+  // All blocks run at the same time, because there are no more than the buffer has SMs.
   if (k.crew.thread == k.crew.size - 1) {
     if (arrive_last(&local(k.g).arrived[static_cast<uint32_t>(Phase::kCounted)], workers(k.g)))
       publish(&local(k.g).counted, k.op.epoch);
     good &= wait_flag(k.g, {&local(k.g).counted, k.op.epoch, k.g.rank});
   }
-  // Meanwhile: what our packets held two operations ago has been read, and has left.
+  // Meanwhile it waits until our packets of two operations ago have been read and have left.
   good &= wait_some_members(k, k.g.map.read, k.op.free_after, Step::kExchange);
   good &= wait_some_packets_gone(k);
   if (!k.crew.all(good)) return false;
@@ -367,7 +367,7 @@ __device__ inline bool route(const DispatchKernel& k, uint8_t* shared, uint32_t*
     if (kept < per_block) read_tiles(k.crew, k.g, r, tiles);
     hash += write_tiles(k.crew, k.g, r, tiles, (num_tokens + kTokenBlock - 1) / kTokenBlock);
   }
-  // The block with the last tile, or the first if there is none.
+  // The block with the last tile, or block 0 if there is no tile.
   if (end_tile == num_tiles && (first_tile < end_tile || (num_tiles == 0 && blockIdx.x == 0)))
     end_tiles(k.crew, k.g, first, num_tokens);
   hash = crew_sum(k.crew, hash);

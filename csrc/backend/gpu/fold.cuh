@@ -1,4 +1,5 @@
-// Fold: at the expert, sums a token's rows of this rank in fp32 and puts one row into its source's piece memory.
+// Fold: at the expert's rank, sums a token's output rows in fp32 and writes one piece into the memory of its source or
+// rail.
 #pragma once
 
 #include "backend/gpu/device.cuh"
@@ -9,7 +10,7 @@
 
 namespace uccl_ep::gpu {
 
-// Chunks of a source's tokens that a window has.
+// The token blocks of a source that a window has.
 struct TokenBlockRange {
   uint32_t first, end;
 };
@@ -18,17 +19,17 @@ __device__ __forceinline__ TokenBlockRange token_blocks_of(const KernelCombineAr
   return {first, args.is_last ? token_blocks : min(first + per_window, token_blocks)};
 }
 
-// A rank that is alone in its domain has nothing to merge for others: what it folds for them goes into their rings.
+// A rank that is alone in its domain has nothing to merge for others: it folds straight into the rings to them.
 __device__ __forceinline__ bool is_alone(const Group& g) { return num_near(g) == 1; }
 
 // What a window folds, by source; in shared memory.
 struct FoldRange {
   uint32_t begin[kMaxGpuRanks], end[kMaxGpuRanks];  // rows
   uint8_t* to[kMaxGpuRanks];                         // where piece 0 of the source would be; or the ring to it
-  uint32_t slot[kMaxGpuRanks];                       // of the ring: of the first chunk
+  uint32_t slot[kMaxGpuRanks];                       // of the first chunk in the ring
   MostRows most;
   PartedRows parted;
-  uint32_t hurried;  // first rows whose warps tell of them themselves
+  uint32_t hurried;  // so many first rows are told by the warps that fold them
 };
 __device__ inline void find_fold_range(const CombineKernel& k, FoldRange& out) {
   const uint32_t entries = k.plan.num_token_blocks + 1;
@@ -51,8 +52,8 @@ __device__ inline void find_fold_range(const CombineKernel& k, FoldRange& out) {
   k.crew.sync();
 }
 
-// In shared memory: tags (FoldTag) of rows that warps of the block have folded, plus 1, for the one that tells. Each
-// warp puts into its own boxes in turn.
+// In shared memory: tags (FoldTag) plus 1 of rows that warps of the block have folded. Each warp puts tags into its own
+// boxes in turn; the warp that tells takes them.
 constexpr uint32_t kBoxes = 16;  // more than a warp puts at once
 template <uint32_t kWarps>
 struct Boxes {
@@ -65,8 +66,8 @@ struct Boxes {
   }
 };
 
-// Rows of other domains first, for their sums have the longer way to go. A sum is that of a row, or of a part (kNet:
-// there are several domains).
+// Rows of other domains come first, because their sums travel farther. A sum is that of a row, or of a part of one
+// (kNet: there are several domains).
 template <bool kNet>
 struct Fold : CombineKernel {
   static constexpr bool kSumsFirst = false, kSplits = kNet, kRehearses = false;
@@ -96,7 +97,7 @@ struct Fold : CombineKernel {
       sum.count = plan.row_pair_begin[row + 1] - sum.first;
     }
     if constexpr (kNet) sum.part = range.parted.part(number_of_sum);
-    if (kNet && n < far && is_alone(g)) {  // the rows that it gets are those of the stream
+    if (kNet && n < far && is_alone(g)) {  // this rank gets all rows of the stream
       sum.tag = FoldTag::of_chunk(ring_counter(g, stream_of(g, s), number / rows_per_chunk(g, bytes))).word;
       sum.out = range.to[s] + ring_offset(g, range.slot[s], g.map.return_slots, number, bytes);
     } else {
@@ -108,7 +109,7 @@ struct Fold : CombineKernel {
     if (args.may_drop) drop(sum, bytes);
     return sum;
   }
-  // Rows that the caller's output does not have; they are the last ones of the sum.
+  // Drops rows that the caller's output does not have; they are the last ones of the sum.
   __device__ void drop(Sum& sum, uint64_t bytes) const {
     while (sum.count > 0 && out_row(sum.first + sum.count - 1) >= plan.num_out_rows) --sum.count;
     if (sum.count > 0) return;
@@ -135,7 +136,7 @@ struct Fold : CombineKernel {
   __device__ void tell(uint32_t lane, uint32_t count, uint32_t tag) const {
     if (lane < count)
       for (uint32_t looks = 1; !put_shared(boxes + (put + lane) % kBoxes, tag + 1); ++looks)
-        if (looks % 64 == 0 && stopped(g)) break;  // nobody may be left to empty it
+        if (looks % 64 == 0 && stopped(g)) break;  // the warp that empties it may have ended
     put += count;
     __syncwarp();
   }
@@ -150,8 +151,8 @@ struct Fold : CombineKernel {
   __device__ void count_in_ring(uint32_t tag, bool is_part) const {
     count_some(own_part(g, g.map.relayed_counts) + FoldTag{tag}.counter(), range.parted.num_parts_of(is_part));
   }
-  // A piece of a token block, or a part of one, is in its source's memory. By one thread, after a fence: how many parts
-  // are. After all parts_of(tag), and another fence, finish() follows.
+  // By one thread, after a fence: counts a piece of a token block, or a part of one, that is in its source's memory.
+  // Returns how many parts are counted. After all parts_of(tag) and another fence, finish() follows.
   __device__ uint32_t count(uint32_t tag, bool is_part) const {
     const uint32_t parts = kNet ? range.parted.num_parts_of(is_part) : 1;
     return take_numbers(own_part(g, g.map.token_block_counts) + tag, parts) + parts;
@@ -173,8 +174,8 @@ struct Fold : CombineKernel {
   }
 };
 
-// By one warp: tells the sources of token blocks whose last row has been folded. Those that fold do not wait for its
-// fences, which take their time while the link is full of rows.
+// By one warp: tells the sources of token blocks whose last row has been folded. The warps that fold do not wait for
+// its fences, which are slow while the link is full of rows.
 template <bool kNet, uint32_t kWarps>
 __device__ inline void tell_folded(const Fold<kNet>& fold, Boxes<kWarps>& boxes) {
   constexpr uint32_t kEach = (kWarps * kBoxes + kWarp - 1) / kWarp;
@@ -194,7 +195,7 @@ __device__ inline void tell_folded(const Fold<kNet>& fold, Boxes<kWarps>& boxes)
       continue;
     }
     fence_gpu();
-    // All on their way before the first is looked at: each takes its time.
+    // All counts are issued before the first result is used, because each takes long.
     uint32_t counted[kEach], wanted[kEach], complete = 0;
 #pragma unroll
     for (uint32_t u = 0; u < kEach; ++u) {
@@ -212,7 +213,7 @@ __device__ inline void tell_folded(const Fold<kNet>& fold, Boxes<kWarps>& boxes)
   }
 }
 
-// By a warp of one block: nothing comes back of these token blocks, and nobody waits for it.
+// By a warp of one block: publishes the flags of token blocks without rows here, for which no piece comes back.
 __device__ inline void tell_empty_token_blocks(const CombineKernel& k) {
   for (uint32_t s = 0; s < k.g.map.num_ranks; ++s) {
     const uint32_t* const before = k.plan.token_block_rows + s * (k.plan.num_token_blocks + 1);
@@ -223,7 +224,7 @@ __device__ inline void tell_empty_token_blocks(const CombineKernel& k) {
   }
 }
 
-// By crews of all blocks: weights' gradients, to those that merge them.
+// By crews of all blocks: writes the weights' gradients to the ranks that merge them.
 __device__ inline void fold_weights(const CombineKernel& k) {
   const uint32_t first = blockIdx.x * k.crew.size + k.crew.thread, step = workers(k.g) * k.crew.size;
   const uint32_t width = k.plan.compact_width;
@@ -244,7 +245,7 @@ __device__ inline void fold_weights(const CombineKernel& k) {
       to[p + offset] = k.plan.out_rows[p] < k.plan.num_out_rows ? k.args.row_weights[k.plan.out_rows[p]] : 0.0f;
   }
 }
-// When the rows are folded, too: every member learns that it has all of both.
+// By crews of all blocks, after the rows: tells every member that it has all our pieces and weights' gradients.
 __device__ inline void finish_fold(const CombineKernel& k) {
   if (k.args.row_weights != nullptr && k.args.window == 0) fold_weights(k);
   if (last_block(k, Phase::kFolded, workers(k.g)) && going(k)) publish_to_members(k, k.g.map.folded_all);

@@ -10,7 +10,7 @@
 
 namespace uccl_ep::gpu {
 
-// A block has at most 1,024 threads: fewer warps of more lanes.
+// A block has at most 1,024 threads, so it has fewer warps if these have more lanes.
 constexpr uint32_t warps_by_lanes(uint32_t of_32, uint32_t of_64) { return kWarp == 32 ? of_32 : of_64; }
 
 // ---- crews ----------------------------------------------------------------------------------------------------------
@@ -57,8 +57,8 @@ struct KernelOp {
   uint64_t free_after;  // epoch whose "read" (dispatch) or "merged" (combine) it waits for
   uint32_t half;
 };
-// By every thread of a block of an operation's first kernel, before anything else. Every block works it out. `op`, in
-// shared memory: nobody has registers to spare for it.
+// By every thread of every block of an operation's first kernel, before anything else. Each block works out `op`. It is
+// in shared memory, because no thread has registers to spare for it.
 __device__ __forceinline__ void enter(const Group& g, OpKind kind, KernelOp& op) {
   if (threadIdx.x == 0) {
     const Progress& last = local(g).progress;
@@ -68,7 +68,7 @@ __device__ __forceinline__ void enter(const Group& g, OpKind kind, KernelOp& op)
   }
   __syncthreads();
 }
-// The same in a later kernel of a dispatch.
+// As enter(), in a later kernel of a dispatch.
 __device__ __forceinline__ void enter_again(const Group& g, KernelOp& op) {
   if (threadIdx.x == 0) {
     const Progress& progress = local(g).progress;
@@ -78,8 +78,8 @@ __device__ __forceinline__ void enter_again(const Group& g, KernelOp& op) {
 }
 
 // The context of a warp: its kernel's arguments, its operation and the crew that it belongs to. The references are to
-// `__grid_constant__` parameters, so what they name is read from constant memory, and to shared memory. A function that
-// is not inlined takes a context by value, for one whose address is known to another function has to lie in memory.
+// shared memory and to `__grid_constant__` parameters, which are read from constant memory. A function that is not
+// inlined takes a context by value: a context whose address another function knows has to lie in memory.
 struct Kernel {
   const Group& g;
   const PlanView& plan;
@@ -96,7 +96,7 @@ struct KernelWith : Kernel {
 using DispatchKernel = KernelWith<PlaceArgs>;
 using CombineKernel = KernelWith<KernelCombineArgs>;
 
-// By one thread, when all blocks have entered.
+// By one thread, when all blocks have entered: keeps what the next operation's enter() reads.
 __device__ __forceinline__ void keep(const Group& g, const KernelOp& op, OpKind kind) {
   Progress& progress = local(g).progress;
   progress.epoch = op.epoch;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void keep(const Group& g, const KernelOp& op, OpKind 
   }
 }
 
-// By every thread of a crew: the time from here to stop() counts as the step's, in one block.
+// By every thread of a crew: the time from here to stop() counts as the step's. Only one block measures it.
 struct StepClock {
   const Group& g;
   const Step step;

@@ -34,7 +34,7 @@ class Cursor {
   DeviceRegionLayout& layout_;
 };
 
-// What a domain has at most, and a rank merges for other domains at most.
+// The most members that a domain has, and the most streams that a rank merges (its own tokens are one).
 struct Shape {
   uint32_t ranks, domains, members = 0, streams = 1;
   explicit Shape(const Topology& topo)
@@ -49,8 +49,8 @@ struct Shape {
   }
 };
 
-// The rings between domains hold a window, in chunks of 512 KiB, but at least 8, and a row in each. Rows of more than
-// 128 KiB may need larger chunks.
+// The rings between domains hold a window in chunks of 512 KiB. There are at least 8 chunks, with at least one row
+// each. Rows of more than 128 KiB may need larger chunks.
 DeviceRings rings_for(const Shape& shape, uint64_t packet_bytes, uint64_t row_bytes, uint32_t window,
                       uint32_t max_pairs) {
   constexpr uint64_t kUsualBytes = 512 << 10;
@@ -67,7 +67,7 @@ DeviceRings rings_for(const Shape& shape, uint64_t packet_bytes, uint64_t row_by
   return rings;
 }
 
-// Routing for `num_tokens`, rows and pieces for a window of `window` of them.
+// Has memory for the routing of `num_tokens` tokens, and for rows and pieces of a window of `window` tokens.
 DeviceRegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint32_t num_tokens,
                               uint32_t window) {
   const Shape shape(topo);
@@ -149,15 +149,15 @@ uint64_t least_budget_bytes(const Topology& topo, uint32_t num_experts, uint64_t
   return round_up(layout_for(topo, num_experts, row_bytes, tokens, kTileTokens).total_bytes, kDevicePage);
 }
 
-// An eighth of the budget for the routing, which goes in one piece, half of that where other domains get it, too, but
-// at least that of `window_tokens`; the rest for rows, which go in windows.
+// The routing, which is not split into windows, gets an eighth of the budget, or a sixteenth with several domains. It
+// gets at least what `window_tokens` tokens need. Rows, which are split into windows, get the rest.
 DeviceRegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes,
                                uint32_t window_tokens) {
   const auto used = [&](uint32_t tokens, uint32_t window) {
     return layout_for(topo, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens).total_bytes;
   };
   const auto bytes = [&](uint32_t tokens, uint32_t window) { return round_up(used(tokens, window), kDevicePage); };
-  // Beyond the least; what its last page has left costs nothing.
+  // Bytes beyond the least routing; what fits into its last page costs nothing.
   const auto routing = [&](uint32_t tokens) {
     return bytes(tokens, 1) == bytes(1, 1) ? 0 : used(tokens, 1) - used(1, 1);
   };

@@ -49,7 +49,7 @@ __device__ __forceinline__ uint8_t* rows(const Group& g, uint32_t rank, uint32_t
   return at(g, rank, g.map.rows) + uint64_t{half} * g.map.half_bytes;
 }
 __device__ __forceinline__ uint32_t max_token_blocks(const Group& g) { return g.map.max_tokens / kTokenBlock; }
-// Rank `rank` in the memory of a member of its domain.
+// The flag of rank `rank` in the memory of `owner`, a member of its domain.
 template <typename Of>
 __device__ __forceinline__ DeviceFlag<Of>* member_flag(const Group& g, uint32_t owner, Part<DeviceFlag<Of>> flags,
                                                        uint32_t rank) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ DeviceFlag<Folded>* folded(const Group& g, uint32_t o
 __device__ __forceinline__ DeviceFlag<RowsFull>* rows_full(const Group& g, uint32_t owner, uint32_t source) {
   return at(g, owner, g.map.rows_full) + uint64_t{source - g.first} * (g.map.max_tokens / kRowGroup);
 }
-// Who has the rows of a rank for our domain, and as which stream it merges them.
+// Which rank holds a source's rows for our domain, and as which stream it merges them.
 __device__ __forceinline__ uint32_t holder_of(const Group& g, uint32_t source) {
   return in_domain(g, source) ? source : g.net->from[source].holder;
 }

@@ -1,6 +1,6 @@
-// Merge: sums the pieces that our domain's ranks put into our memory, ranks ascending. Of our own tokens into the
-// output, together with the sums that other domains return; of the streams that we relay into the rings to their
-// sources.
+// Merge: sums the pieces that our domain's ranks put into our memory, ranks ascending. Sums of our own tokens go into
+// the output, together with the sums that other domains return. Sums of the streams that we relay go into the rings to
+// their sources.
 #pragma once
 
 #include "backend/gpu/device.cuh"
@@ -16,10 +16,10 @@ struct MergeRange {
   uint32_t first_token, end_token;
   PartedRows last;  // of our tokens
   uint32_t pieces;  // of ours in our domain, in earlier windows
-  // By domain: rows of our stream in earlier windows, where the first chunk that comes back lies, how many came before.
+  // By domain: rows of our stream in earlier windows, slot of the first chunk that comes back, chunks that came before.
   uint32_t returned_rows[kMaxGpuRanks], returned_slot[kMaxGpuRanks];
   uint64_t returned_chunks[kMaxGpuRanks];
-  // By stream that we relay: rows, pieces in earlier windows, where the first chunk lies.
+  // By stream that we relay: rows, pieces in earlier windows, slot of the first chunk.
   uint32_t first_row[kMaxGpuRanks], end_row[kMaxGpuRanks], relayed_pieces[kMaxGpuRanks], relayed_slot[kMaxGpuRanks];
   uint32_t most;  // rows of a stream
   PartedRows parted;  // of those that we relay
@@ -33,7 +33,7 @@ __device__ inline void find_merge_range(const CombineKernel& k, MergeRange& out)
     out.end_token = min(own.end * kTokenBlock, k.plan.num_tokens);
     out.pieces = k.plan.token_block_pieces[k.g.rank * entries + own.first];
   }
-  // Without it racecheck reports the writes above against reads beyond the block's own barrier.
+  // Without this barrier racecheck reports a race of the writes above with reads behind the block's own barrier.
   k.crew.sync();
   if (k.g.net == nullptr) return;
   for (uint32_t to = k.crew.thread; to < k.g.map.num_domains; to += k.crew.size) {
@@ -58,12 +58,13 @@ __device__ inline void find_merge_range(const CombineKernel& k, MergeRange& out)
   k.crew.sync();
 }
 
-// The rank that returns sums of a domain to us.
+// The rank of a domain that returns sums to us.
 __device__ __forceinline__ uint32_t rail_of(const Group& g, uint32_t domain) {
   const uint32_t first = g.first_of[domain], size = g.first_of[domain + 1] - first;
   return first + (g.rank - g.first) % size;
 }
-// By a warp: the pieces of a token block of a stream have arrived, a rank a lane. Waits for them, or only looks.
+// By a warp, one rank per lane: whether the pieces of a token block of a stream have arrived. It waits for them, or
+// (kLooks) only looks.
 template <bool kLooks>
 __device__ __forceinline__ bool pieces_came(const Kernel& k, uint32_t stream, uint32_t token_block) {
   bool good = true;
@@ -73,7 +74,7 @@ __device__ __forceinline__ bool pieces_came(const Kernel& k, uint32_t stream, ui
   return __all_sync(kFullWarp, good);
 }
 
-// By a warp: the sums of other domains for a token block of ours have arrived, a domain a lane. As above.
+// By a warp, one domain per lane: the same for the sums of other domains for a token block of ours.
 template <bool kLooks>
 __device__ __forceinline__ bool returns_came(const Kernel& k, const MergeRange& range, uint32_t row_bytes,
                                              uint32_t token_block) {
@@ -96,12 +97,12 @@ __device__ __forceinline__ uint32_t returned_place(const Group& g, const MergeRa
   return (g.net->to[to].returns + ring_offset(g, range.returned_slot[to], g.map.return_slots, row, row_bytes)) / 16;
 }
 
-// Our tokens of a window, as sums of the pieces that come back, and (kNet) of other domains' sums.
+// Sums for our tokens of a window: of the pieces that come back and (kNet) of other domains' sums.
 template <bool kNet>
 struct Merge : CombineKernel {
   static constexpr bool kSumsFirst = kNet, kSplits = kNet, kRehearses = kNet;
   const MergeRange& range;
-  mutable uint32_t arrived = 0;  // token blocks that have; a warp's sums come in the order of tokens
+  mutable uint32_t arrived = 0;  // token blocks that have come; a warp's sums follow the order of tokens
 
   __device__ Merge(const CombineKernel& k, const MergeRange& r)
       : CombineKernel(k), range(r), arrived(r.first_token / kTokenBlock) {}
@@ -131,7 +132,7 @@ struct Merge : CombineKernel {
     return returned_place(g, range, addend, row_bytes());
   }
   __device__ const uint8_t* base() const { return g.base[g.rank]; }
-  // By a warp: what its tokens need has arrived.
+  // By a warp: whether the addends of a token block have arrived.
   template <bool kLooks>
   __device__ bool came(uint32_t token_block) const {
     if (token_block < arrived || (kNet && token_block == kRehearsal)) return true;
@@ -147,7 +148,7 @@ struct Merge : CombineKernel {
   __device__ void tell(uint32_t, uint32_t, uint32_t) const {}
   __device__ void tell_at_once(uint32_t, uint32_t, bool) const {}
 
-  // By crews of all blocks: tokens that no expert got.
+  // By crews of all blocks: writes zeros for tokens that no expert got.
   __device__ void fill_empty() const {
     const uint64_t vectors = uint64_t{args.hidden} * dtype_bytes(args.dtype) / 16;
     for (uint32_t t = range.first_token + blockIdx.x * crew.warps() + crew.warp(); t < range.end_token;
@@ -159,12 +160,12 @@ struct Merge : CombineKernel {
   }
 };
 
-// Rows of the streams that we relay: row n / streams of each in turn. It ends before Merge begins, which waits for
-// other domains: nobody may wait for them and have rows that they wait for.
+// Rows of the streams that we relay: row n / streams of each in turn. Relay ends before Merge begins. Merge waits for
+// other domains, and no rank may do that while it has rows that they wait for.
 struct Relay : CombineKernel {
   static constexpr bool kSumsFirst = true, kSplits = true, kRehearses = true;
   const MergeRange& range;
-  mutable uint32_t arrived = 0xFFFFFFFFu;  // RelayTag::awaited() that has
+  mutable uint32_t arrived = 0xFFFFFFFFu;  // RelayTag::awaited() that came last
 
   __device__ uint32_t row_bytes() const { return args.hidden * dtype_bytes(args.wire); }
   __device__ SharedWork shared_work() const { return SharedWork::kRelayed; }
@@ -228,7 +229,7 @@ struct Relay : CombineKernel {
 __device__ __forceinline__ uint32_t weight_chunks_of(const Group& g, const KernelCombineArgs& args, uint32_t pairs) {
   return args.signature.with_weights != 0 && args.window == 0 ? weight_chunks(pairs, g.map.slot_bytes) : 0;
 }
-// Weight `p` of a stream in a ring, behind the rows of a window.
+// Offset in a ring of weight `p` of a stream, behind the rows of a window.
 __device__ __forceinline__ uint64_t weight_offset(const Group& g, uint32_t slot, uint32_t row_chunks, uint32_t p) {
   const uint32_t per_chunk = static_cast<uint32_t>(g.map.slot_bytes) / 4, chunk = row_chunks + p / per_chunk;
   uint32_t its = slot + chunk;
@@ -236,7 +237,7 @@ __device__ __forceinline__ uint64_t weight_offset(const Group& g, uint32_t slot,
   return its * g.map.slot_bytes + uint64_t{p % per_chunk} * 4;
 }
 
-// By crews of all blocks, where there are several domains: weights' gradients, to their sources.
+// By crews of all blocks, with several domains: writes the weights' gradients into the rings to their sources.
 __device__ inline void relay_weights(const CombineKernel& k, const MergeRange& range) {
   const uint32_t row_bytes = k.args.hidden * dtype_bytes(k.args.wire);
   for (uint32_t stream = 1; stream <= k.g.net->num_relayed; ++stream) {
@@ -252,7 +253,7 @@ __device__ inline void relay_weights(const CombineKernel& k, const MergeRange& r
     publish(&local(k.g).weights_relayed, k.op.epoch);
 }
 
-// By crews of all blocks: what came back of the weights' gradients.
+// By crews of all blocks: writes the weights' gradients that came back into the caller's output.
 __device__ inline void merge_weights(const CombineKernel& k, const MergeRange& range) {
   const uint32_t row_bytes = k.args.hidden * dtype_bytes(k.args.wire);
   for (uint32_t to = 0; to < k.g.map.num_domains; ++to) {
@@ -276,7 +277,7 @@ __device__ inline void merge_weights(const CombineKernel& k, const MergeRange& r
   }
 }
 
-// By crews of all blocks, with nothing left to do but the weights' gradients.
+// By crews of all blocks, when only the weights' gradients are left.
 __device__ inline void finish_merge(const CombineKernel& k, const MergeRange& range) {
   bool good = true;
   for (uint32_t r = k.g.first + k.crew.thread; r < k.g.end; r += k.crew.size)

@@ -1,6 +1,6 @@
-// Between domains. Rows for another domain are staged packed, in the order of our tokens, into a ring of chunks; one
-// block of every kernel, which does nothing else, sees to the network: a warp hands chunks that are complete to the
-// proxy, and one warp, the poller, follows what the proxies of our domain say. It alone polls memory of the host.
+// Between domains. Rows for another domain are staged without gaps, in the order of our tokens, into a ring of chunks.
+// One block of every kernel sees to the network and does nothing else. One of its warps hands complete chunks to the
+// proxy. Another, the poller, follows what the proxies of our domain say. It alone polls host memory.
 #pragma once
 
 #include "backend/gpu/device.cuh"
@@ -12,7 +12,7 @@ namespace uccl_ep::gpu {
 __device__ __forceinline__ uint32_t rows_per_chunk(const Group& g, uint32_t row_bytes) {
   return static_cast<uint32_t>(g.map.slot_bytes) / row_bytes;
 }
-// Where row `row` of a window lies, whose first chunk has the slot `slot` of a ring of `slots`.
+// Offset in a ring of `slots` slots of row `row` of a window whose first chunk is in slot `slot`.
 __device__ __forceinline__ uint64_t ring_offset(const Group& g, uint32_t slot, uint32_t slots, uint32_t row,
                                                 uint32_t row_bytes) {
   const uint32_t per_chunk = rows_per_chunk(g, row_bytes), chunk = row / per_chunk;
@@ -32,10 +32,10 @@ __device__ __forceinline__ StreamPart part_of(const Group& g, uint32_t first, ui
 }
 
 // ---- the poller -----------------------------------------------------------------------------------------------------
-// By one warp, until nobody of the kernel waits for flags any more: `end` is a word of shared memory.
+// By one warp, until no warp of the kernel waits for flags any more: then `end`, a word of shared memory, is 1.
 __device__ inline void poll_hosts(const Group& g, uint32_t* end) {
   const uint32_t lane = threadIdx.x % kWarp, num_polled = g.net->num_polled;
-  // A look across PCIe takes microseconds: it is an acquire at once, and where a lane's first word lies is kept.
+  // A load across PCIe takes microseconds. So every load is an acquire, and a lane keeps the address of its first word.
   const Net::Polled own = lane < num_polled ? g.net->polled[lane] : Net::Polled{};
   while (__any_sync(kFullWarp, read_shared(end) == 0)) {
     for (uint32_t i = lane; i < num_polled; i += kWarp) {
@@ -68,8 +68,9 @@ struct Outgoing {
   __device__ __forceinline__ bool left() const { return rows_in(0) > 0; }
 };
 
-// By one warp: pushes what each lane has, `count` commands, of(0) and so on. The lane has seen what they tell of; a
-// look without order is enough. The command ring is never full: see command_capacity in layout/wire.h.
+// By one warp: pushes the `count` commands of each lane: of(0), of(1) and so on. The lane has seen that their chunks
+// are complete; a relaxed load is enough for that. The command ring is never full: see command_capacity in
+// layout/wire.h.
 template <typename Of>
 __device__ __forceinline__ void push_all(const Group& g, uint32_t count, Of of) {
   const uint32_t lane = threadIdx.x % kWarp;
@@ -93,9 +94,9 @@ __device__ __forceinline__ void push_all(const Group& g, uint32_t count, Of of) 
   __syncwarp();
 }
 
-// By one warp, a channel a lane: chunks as they become complete, in their order. Returns when all have been pushed, and
-// what is to be done beside them (`beside()`, asked until it says so), or after an error. Several chunks at a look: on
-// a full link its fence takes microseconds.
+// By one warp, one channel per lane: pushes chunks in order, as they become complete. Meanwhile it calls `beside()`
+// until that returns true. Returns when both are done, or after an error. Each round may push several chunks, because
+// its fence takes microseconds on a full link.
 template <typename Of, typename Beside>
 __device__ __forceinline__ void push_chunks(const Group& g, Outgoing<Of> out, Beside beside) {
   constexpr uint32_t kAhead = 4;
@@ -121,7 +122,7 @@ __device__ __forceinline__ void push_chunks(const Group& g, Outgoing<Of> out, Be
   }
 }
 
-// By one warp: the packets of an operation, which are complete.
+// By one warp: pushes the packets of an operation, which are complete.
 __device__ inline void push_packets(const Kernel& k, bool is_new, bool with_weights) {
   const uint32_t lane = threadIdx.x % kWarp;
   for (uint32_t first = 0; first < k.g.map.num_domains; first += kWarp) {
@@ -142,20 +143,20 @@ __device__ inline void push_packets(const Kernel& k, bool is_new, bool with_weig
     push_all(k.g, has, [&](uint32_t) { return command; });
   }
 }
-// By a crew: they are.
+// By a crew: publishes that the packets are complete.
 __device__ __forceinline__ void publish_packed(const Kernel& k) {
   if (k.g.net == nullptr) return;
   if (k.crew.thread == 0) publish(&local(k.g).packed, k.op.epoch);
   __syncwarp();  // lanes of this warp will wait for other ranks, which wait for our packets
 }
-// By one warp: whether they are.
+// By one warp: whether the packets are complete.
 __device__ __forceinline__ bool are_packed(const Kernel& k) {
   const bool packed = __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || (peek(&local(k.g).packed) >= k.op.epoch &&
                                                                          read(&local(k.g).packed) >= k.op.epoch));
-  __syncwarp();  // votes order no memory, and others than the first lane read the packets
+  __syncwarp();  // votes order no memory, and lanes other than the first read the packets
   return packed;
 }
-// Waits until they are; false: an error is known.
+// By one warp: waits until the packets are complete. False: an error is known.
 __device__ __forceinline__ bool wait_packed(const Kernel& k) {
   const bool packed =
       __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || wait_block(k.g, &local(k.g).packed, k.op.epoch));
@@ -163,13 +164,13 @@ __device__ __forceinline__ bool wait_packed(const Kernel& k) {
   return packed;
 }
 
-// The counter of a chunk of the ring to a source, among relayed_counts: parts of rows that are there. Who pushes the
-// chunk looks at it.
+// Index in relayed_counts of the counter of a chunk of the ring to a source. It counts parts of rows that are there;
+// the warp that pushes the chunk reads it.
 __device__ __forceinline__ uint32_t ring_counter(const Group& g, uint32_t stream, uint32_t chunk) {
   return stream * g.map.return_slots + chunk;
 }
 
-// By a crew: what the rings to sources held before has left.
+// By a crew: waits until what the rings to sources held before has left.
 __device__ inline bool wait_returns_gone(const Kernel& k) {
   bool good = true;
   const NetState& state = net_state(k.g);
@@ -179,9 +180,9 @@ __device__ inline bool wait_returns_gone(const Kernel& k) {
 }
 
 // ---- the end of a kernel --------------------------------------------------------------------------------------------
-// By a crew of the block that sees to the network: `others` of the kernel are through, and the poller may end. A look
-// of the poller's takes microseconds, so nobody waits for its last one. Each of the others has deadlines. False: an
-// error is known.
+// By a crew of the block that sees to the network: waits until `others` (blocks, and warps of this block) are through.
+// Then the poller may end. Its loads take microseconds, so nobody waits for its last one. Each of the others has
+// deadlines. False: an error is known.
 __device__ inline bool wait_through(const Kernel& k, uint32_t others, uint32_t* poller_ends) {
   if (k.crew.thread == 0) {
     DeviceCounter<Arrived>* const through = &local(k.g).arrived[static_cast<uint32_t>(Phase::kThrough)];
@@ -191,11 +192,11 @@ __device__ inline bool wait_through(const Kernel& k, uint32_t others, uint32_t* 
   }
   return going(k);
 }
-// By one thread: it is through, with what its warp has done.
+// By one thread: counts itself as through, and releases what its warp has done.
 __device__ __forceinline__ void count_through(const Group& g) {
   count_one(&local(g).arrived[static_cast<uint32_t>(Phase::kThrough)]);
 }
-// By one thread: the proxy may sleep, unless more has been launched.
+// By one thread: tells the proxy that it may sleep, unless more has been launched.
 __device__ inline void tell_ended(const Group& g) { publish_flag(g.net->ended, ++net_state(g).ended); }
 
 }  // namespace uccl_ep::gpu

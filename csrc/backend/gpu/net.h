@@ -1,5 +1,5 @@
-// What a rank's kernels know of the other domains: where the rings of the transport lie, what the proxy is told and
-// tells. Nothing of it is there for a buffer of one domain.
+// What a rank's kernels know of the other domains: where the transport's rings lie, and what kernels and the proxy
+// tell each other. A buffer of one domain has none of this.
 #pragma once
 
 #include "backend/gpu/layout.h"
@@ -11,18 +11,18 @@ constexpr uint32_t kMaxPolled = 6 * kMaxGpuRanks;
 
 // Constant; in device memory.
 struct Net {
-  // Another domain: our stream there, and the sums that come back. DeviceMap in our region.
+  // Another domain: our stream to it, and the sums that come back. Offsets are in our region.
   struct To {
     uint64_t packets, rows, returns;
     uint32_t packet_channel, row_channel;
-    uint64_t* returns_consumed;  // on the host: returned chunks that we are done with
+    uint64_t* returns_consumed;  // on the host: returned chunks that we have consumed
   } to[kMaxGpuRanks];
-  // The stream of a rank to our domain. DeviceMap in the holder's region.
+  // The stream of a rank to our domain. Offsets are in the holder's region.
   struct From {
     uint32_t holder;
-    uint32_t stream;  // as which the holder merges it
+    uint32_t stream;  // its number at the holder, which merges it
     uint64_t packets, rows;
-    uint64_t* rows_consumed;  // on the holder's host: chunks of rows that we are done with; nullptr in our domain
+    uint64_t* rows_consumed;  // on the holder's host: chunks of rows that we have consumed; nullptr in our domain
   } from[kMaxGpuRanks];
   // A stream that we merge for another domain, from number 1 on.
   struct Relayed {
@@ -40,7 +40,7 @@ struct Net {
   uint32_t num_polled;
 };
 
-// Chunks since creation, by channel. Kernels advance it, so that graph replays do, too.
+// Chunks since creation, by channel. Kernels advance the counts, so replays of a graph do, too.
 struct NetState {
   uint64_t sent[kMaxGpuRanks];      // by domain
   uint64_t received[kMaxGpuRanks];  // by source

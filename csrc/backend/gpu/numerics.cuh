@@ -70,8 +70,9 @@ __device__ __forceinline__ uint32_t decode_two(uint32_t codes, float scale) {
   return pack_bf16(e4m3_to_fp32(codes & 0xFF) * scale, e4m3_to_fp32(codes >> 8 & 0xFF) * scale);
 }
 
-// The same of four codes that are no NaN, times a power of two of at most 2^7, whose product with 2^120 is `factor` (in
-// both halves, as BF16). A code's bits, moved to where BF16 has them, are its value times 2^-120: exact.
+// As decode_two(), for four codes that are not NaN and a scale that is a power of two of at most 2^7. `factor` is the
+// scale times 2^120, as BF16 in both halves. A code's bits, moved to their places in BF16, are its value times 2^-120:
+// exact.
 __device__ __forceinline__ uint2 decode_four(uint32_t codes, uint32_t factor) {
   const auto decode = [&](uint32_t halves) {  // a code in the upper byte of each half
     const uint32_t moved = (halves & 0x80008000u) | (halves >> 4 & 0x07F007F0u);

@@ -1,6 +1,6 @@
-// What a rank tells a domain of an operation, in one piece: who reads it is in that domain. For the own domain it is
-// read in place, to another it is shipped. A header; the weights of the pairs, if they travel; of a new plan the
-// routing.
+// Packets: what a rank tells the ranks of a domain about an operation. Those of its own domain read the packet in
+// place; to another domain it is shipped. It has a header, the weights of the pairs if they travel, and the routing of
+// a new plan.
 #pragma once
 
 #include "backend/gpu/layout.h"
@@ -24,7 +24,7 @@ struct PairEntry {
 struct DeviceHeader {
   uint64_t epoch;
   OpSignature signature;
-  uint64_t routing_hash;  // only its writer's rank looks at it
+  uint64_t routing_hash;  // only the rank that wrote it reads it
   uint32_t num_tokens;
   uint32_t num_refused;  // as in OpHeader
   // Of a new plan.
@@ -34,8 +34,8 @@ struct DeviceHeader {
   uint32_t pair_begin[kMaxGpuRanks + 1];  // pairs for lower members
 };
 
-// Where the parts of a packet begin, in bytes. With a known plan it has no counts, no token blocks, and ends with the
-// weights.
+// Where the parts of a packet begin, in bytes. With a known plan a packet has no counts and no token blocks, and ends
+// with the weights.
 struct PacketParts {
   uint64_t counts = 0;         // [members][experts of a rank] uint32
   uint64_t token_block_rows = 0;  // [members][token blocks + 1] uint32: rows for the member of earlier token blocks

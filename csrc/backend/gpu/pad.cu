@@ -15,7 +15,7 @@ __device__ __forceinline__ uint32_t rows_of(const Group& g, const PlanView& plan
 
 __global__ void __launch_bounds__(kThreads) pad(const __grid_constant__ Group g, const __grid_constant__ PlanView plan,
                                                 const __grid_constant__ PlaceArgs args) {
-  // The dispatch may have failed: then the output holds NaN, and the plan anything.
+  // If the dispatch has failed, the output holds NaN and the plan may hold anything.
   if (stopped(g)) return;
   const uint64_t first = rows_of(g, plan), end = plan.num_out_rows;
   const uint32_t thread = blockIdx.x * kThreads + threadIdx.x, threads = gridDim.x * kThreads;

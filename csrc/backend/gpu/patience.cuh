@@ -1,4 +1,4 @@
-// How long a kernel waits: its deadlines, from which its host's own pauses are taken.
+// How long a kernel waits: its deadlines, which do not count pauses of its host.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@
 
 namespace uccl_ep::gpu {
 
-// The deadline of a thread's wait. It begins anew after a pause of our host, and a progress deadline when bytes move
-// between domains. The host is asked, across PCIe, only when the deadline is over, and until it has beaten: who stands
-// still has nothing to say.
+// The deadline of a thread's wait. It begins anew after a pause of our host; a progress deadline also does when bytes
+// move between domains. Only when the deadline is over does the thread read the host's words, across PCIe. It waits for
+// a beat first, because a host that stands still does not update its words.
 //
-// A time is ticks of 2^20 ns in 32 bits, compared by its difference to another: kernels have no registers to spare.
+// A time is a 32-bit number of ticks of 2^20 ns, and only differences are compared: kernels have no registers to spare.
 struct KernelPatience {
   static constexpr uint32_t kTickShift = 20, kBeatTicks = 128;
   const uint32_t started = ticks(now_nsec());

@@ -1,4 +1,4 @@
-// Pipelines of bulk copies. A warp fills stages in shared memory ahead, and empties them in the same order.
+// Pipelines of bulk copies. A warp fills stages in shared memory in advance, and empties them in the same order.
 #pragma once
 
 #include "backend/gpu/device.cuh"
@@ -16,7 +16,7 @@ __device__ __forceinline__ void init_stages(uint64_t* barriers, uint32_t lane) {
   __syncwarp();
 }
 
-// Every lane has it, and does the same with it; one of them issues the loads.
+// Every lane has a copy and does the same with it; one lane issues the loads.
 template <uint32_t kStages>
 struct Pipeline {
   uint32_t memory;           // addresses in shared memory: of the first stage, and of the first of their barriers,
@@ -31,11 +31,12 @@ struct Pipeline {
     load_bulk(memory + load_stage * stage_bytes, from, num_bytes, full + load_stage * 8);
   }
   __device__ __forceinline__ void loading() { load_stage = after(load_stage); }
-  // Until the stage is filled.
+  // Waits until the stage is filled.
   __device__ __forceinline__ void wait() const { wait_barrier(full + stage * 8, parity); }
   __device__ __forceinline__ uint32_t offset() const { return stage * stage_bytes; }
   __device__ __forceinline__ uint32_t address() const { return memory + offset(); }
-  // It is read, or what was put in its place is on its way: turns to the next one. Who fills it again sees to the rest.
+  // The stage has been read, or a store from it is under way: turns to the next one. Whoever fills it again waits for
+  // the store.
   __device__ __forceinline__ void release() {
     stage = after(stage);
     parity ^= stage == 0;

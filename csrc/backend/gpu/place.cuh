@@ -14,13 +14,13 @@ namespace uccl_ep::gpu {
 struct Arrivals {
   uint32_t begin[kMaxGpuRanks], end[kMaxGpuRanks];  // rows of the window
   uint32_t all_end[kMaxGpuRanks];                    // of a new plan: rows of all windows
-  uint32_t position[kMaxGpuRanks];                   // in its stream, of the window's first row of it
-  uint32_t slot[kMaxGpuRanks];                       // of another domain: where its first chunk lies in the ring
-  uint64_t chunks[kMaxGpuRanks];                     // and how many there were before
+  uint32_t position[kMaxGpuRanks];                   // in the source's stream, of its first row in the window
+  uint32_t slot[kMaxGpuRanks];                       // of another domain: slot of its first chunk in the ring
+  uint64_t chunks[kMaxGpuRanks];                     // and how many chunks came before
   MostRows most;
 };
 
-// By a crew. Later windows of a new plan are planned, too, and not placed yet.
+// By a crew. With a new plan the rows of later windows are planned, too, but not placed yet.
 template <bool kFresh>
 __device__ inline void find_arrivals(const DispatchKernel& k, Arrivals& out) {
   using Reader = PlanReader<kFresh>;
@@ -49,8 +49,8 @@ __device__ inline void find_arrivals(const DispatchKernel& k, Arrivals& out) {
   k.crew.sync();
 }
 
-// Rows, one for each lane of a warp: in turn of all sources, so that neighbours read different peers, those of our
-// domain first: rows of others are still on their way.
+// Rows, one for each lane of a warp. Sources take turns, so that neighbouring lanes read different peers. Sources of
+// our domain come first, because rows of other domains are still on their way.
 template <bool kFresh>
 struct RowBatch {
   uint32_t source = 0, position = 0, row = 0;  // position: in the window's part of the stream
@@ -58,7 +58,7 @@ struct RowBatch {
   bool ready = false;                          // its row group has been staged, or its chunk has arrived
 
   RowBatch() = default;
-  // `planned`: all that is known of the rows is in the plan; else this puts it there.
+  // `planned`: others have already planned the row; otherwise this plans it.
   __device__ __forceinline__ RowBatch(const DispatchKernel& k, const Arrivals& arrivals, uint32_t n, bool planned) {
     const uint32_t near = arrivals.most.near_sum(k.g);
     const auto [s, number] = k.g.net == nullptr || n < near ? near_row(k.g, n) : far_row(k.g, n - near);
@@ -72,7 +72,8 @@ struct RowBatch {
     position = known.position - arrivals.position[s];
     look(k, arrivals);
   }
-  // Its row group, or of another domain its chunk in the ring: what an error names as the chunk.
+  // Its row group, or its chunk in the ring if the source is in another domain. An error names this number as the
+  // chunk.
   __device__ __forceinline__ uint32_t unit(const DispatchKernel& k) const {
     return in_domain(k.g, source) ? position / kRowGroup : position / rows_per_chunk(k.g, row_bytes(k));
   }
@@ -94,13 +95,13 @@ struct RowBatch {
   __device__ __forceinline__ void look(const DispatchKernel& k, const Arrivals& arrivals) {
     if (count > 0) ready = has_come(awaited(k, arrivals));
   }
-  // By the warp: whether row `i` has been staged, or has arrived. What else has meanwhile is noted, too.
+  // By the warp: whether row `i` has been staged or has arrived. Other lanes note the same for their rows.
   __device__ __forceinline__ bool is_there(const DispatchKernel& k, const Arrivals& arrivals, uint32_t i) {
     if (__shfl_sync(kFullWarp, ready, i)) return true;
     if (!ready) look(k, arrivals);
     return __shfl_sync(kFullWarp, ready, i);
   }
-  // By the warp: waits until it has. False: an error is known.
+  // By the warp: waits until row `i` is there. False: an error is known.
   __device__ __forceinline__ bool wait(const DispatchKernel& k, const Arrivals& arrivals, uint32_t i, uint32_t lane) {
     if (is_there(k, arrivals, i)) return true;
     bool good = true;
@@ -112,7 +113,7 @@ struct RowBatch {
     __syncwarp();  // orders what the lanes have read before what any of them does next
     return good;
   }
-  // By the warp: row `i`, whose turn it is.
+  // By the warp: the address of row `i`.
   __device__ __forceinline__ const uint8_t* at_lane(const DispatchKernel& k, const Arrivals& arrivals,
                                                     uint32_t i) const {
     const uint32_t holder = __shfl_sync(kFullWarp, count > 0 ? holder_of(k.g, source) : 0, i);
@@ -122,8 +123,8 @@ struct RowBatch {
 };
 
 // ---- one row --------------------------------------------------------------------------------------------------------
-// By a warp: values 16 i to 16 i + 15 of a row for `i` from `first` to `end`, a lane each: put(i, low, high). A block
-// of 128 has one scale.
+// By a warp, for `i` from `first` to `end`, one per lane: dequantises values 16 i to 16 i + 15 of a row and calls
+// put(i, low, high). An FP8 block of 128 values has one scale.
 template <typename Put>
 __device__ __forceinline__ void dequantise(const uint8_t* row, const StageArgs& args, uint32_t first, uint32_t end,
                                            uint32_t lane, Put put) {

@@ -1,6 +1,5 @@
-// Bulk copies, for sm_90: a warp is a stream over its rows, through a pipeline of kPlaceStages rows in shared memory.
-// Loads of the next rows are under way while one is stored. Where rows are dequantised they go out through one more
-// row.
+// Bulk copies, for sm_90: a warp moves its rows through a pipeline of kPlaceStages rows in shared memory. Loads of the
+// next rows are under way while one is stored. Dequantised rows are stored from the space of one more output row.
 #pragma once
 
 #include "backend/gpu/pipeline.cuh"
@@ -19,7 +18,7 @@ __host__ __device__ inline uint32_t place_warp_bytes(const PlaceArgs& args) {
 
 template <bool kFresh>
 struct BulkRows {
-  // A row under way, or being placed: its pairs, and lane i's row of the output.
+  // A row under way, or being placed: its pairs, and in lane i the output row of pair i.
   struct Row {
     uint32_t first = 0, count = 0, out_row = 0;
   };
@@ -32,7 +31,7 @@ struct BulkRows {
   PlannedByOthers<kFresh> planned;
   RowBatch<kFresh> batch;
   LaneMask left = 0;  // rows of the batch that are not loaded yet
-  // Everything is in one place, though `next` has to be moved for it: a copy for each stage is four times the code.
+  // The code exists once, although `next` has to be moved for that: a copy for each stage would be four times as long.
   Row now, next;
   uint32_t under_way = 0;
   static_assert(kPlaceStages == 3);  // `now` and `next` are all that is under way
@@ -54,7 +53,7 @@ struct BulkRows {
   __device__ __forceinline__ void run() {
     while (true) {
       load_rows();
-      if (under_way == 0) break;  // not before, even after an error: what is under way must land before the block ends
+      if (under_way == 0) break;  // not earlier, even after an error: loads must land before the block ends
       pipeline.wait();
       // Decoded rows leave in halves: one is stored while the other is decoded.
       for (uint32_t part = 0; part < (decodes() ? 2 : 1); ++part) {
@@ -71,7 +70,7 @@ struct BulkRows {
   }
 
  private:
-  // As many as have room. After an error there are no more.
+  // Begins as many loads as there is room for. After an error it begins none.
   __device__ __forceinline__ void load_rows() {
     while (more && under_way < kPlaceStages - 1) {
       if (left == 0) {
@@ -84,7 +83,7 @@ struct BulkRows {
         continue;
       }
       const uint32_t i = lowest_lane(left);
-      // What is here is placed before the warp waits for what is not.
+      // Rows that are here are placed before the warp waits for others.
       if (under_way > 0 && !batch.is_there(k, arrivals, i)) break;
       left &= left - 1;
       Row row{__shfl_sync(kFullWarp, batch.first, i), __shfl_sync(kFullWarp, batch.count, i),
@@ -104,7 +103,7 @@ struct BulkRows {
       (under_way++ == 0 ? now : next) = row;
     }
   }
-  // Half of the row, when what was there before has been stored.
+  // Decodes half of the row, when the half that was there before has been stored.
   __device__ __forceinline__ const uint8_t* decode(uint32_t part) {
     const uint32_t hidden = k.args.stage.hidden, units = hidden / 32, first = part * units;  // of 16 values
     uint8_t* const to = memory + kPlaceStages * pipeline.stage_bytes + part * hidden;
@@ -120,7 +119,7 @@ struct BulkRows {
     __syncwarp();
     return to;
   }
-  // What lies at `from`, to all rows of the output that want it.
+  // Stores what lies at `from` to all its output rows.
   __device__ __forceinline__ void store_row(const uint8_t* from, uint32_t part) {
     const uint32_t hidden = k.args.stage.hidden;
     const uint32_t out_bytes = codes() ? hidden : hidden * dtype_bytes(k.args.stage.dtype);

@@ -1,4 +1,4 @@
-// Place: what rows have beside their data, and the output rows that no row fills.
+// Place: the weights and experts of rows, and padding.
 #pragma once
 
 #include "backend/gpu/device.cuh"
@@ -14,8 +14,8 @@ __device__ inline void fill_padding(const DispatchKernel& k, const uint32_t* pad
              k.crew.thread, k.crew.size);
 }
 
-// By crews of all blocks that place, when all weights have been staged. The rows of a new plan are worked out once
-// more: other blocks write them only now.
+// By crews of all blocks that place, when all weights have been staged. With a new plan the output rows are worked out
+// once more, because other blocks are only now writing them.
 template <bool kFresh>
 __device__ inline void place_weights(const DispatchKernel& k) {
   const PlanReader<kFresh> plan(k);
@@ -30,7 +30,7 @@ __device__ inline void place_weights(const DispatchKernel& k) {
   }
 }
 
-// The same of compact rows, which get their experts, too; without weights there is nothing to wait for.
+// The same for compact rows, which also get their experts. Without weights there is nothing to wait for.
 template <bool kFresh>
 __device__ inline void place_experts(const DispatchKernel& k) {
   const PlanReader<kFresh> plan(k);

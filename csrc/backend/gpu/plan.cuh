@@ -1,5 +1,5 @@
 // Plan: from the routing of all sources, the output rows of every row that comes here, and who returns each of ours.
-// What is known of received rows is written by those that place them first: place.cuh.
+// The warps that place received rows first also write what the plan says of them: place.cuh.
 #pragma once
 
 #include "backend/gpu/device.cuh"
@@ -9,7 +9,7 @@
 
 namespace uccl_ep::gpu {
 
-// Where each thing of the scratch lies.
+// Where the parts of the scratch memory lie.
 struct Bases {
   uint32_t *out_row, *padding, *size;  // [ranks][experts], [experts][2], [experts]
   __device__ explicit Bases(const Group& g)
@@ -18,19 +18,19 @@ struct Bases {
         size(padding + 2 * g.experts_per_rank) {}
 };
 
-// Whether a new plan and its output have enough memory. Every rank decides for itself, every block of it alike.
+// Whether a new plan and its output have enough memory. Every rank decides for itself, and its blocks decide alike.
 template <PlanState kState>
 __device__ __forceinline__ bool has_memory(const Group& g, const PlaceArgs& args) {
   if (kState != PlanState::kNew || args.fit == Fit::kAlways) return true;
   return args.fit == Fit::kIfLargeEnough && scratch(g).sizes.fits(args.memory);
 }
 
-// What a source has for us, and what it has at all.
+// What a source sends to us, and its totals.
 struct FromSource {
   uint32_t rows, pairs, first_pair, tokens, stream_rows, most_pieces;
 };
 
-// By one thread: what a source's header says, and where the parts of its packet lie.
+// By one thread: reads a source's header, and notes where the parts of its packet lie.
 __device__ inline FromSource read_header(const Kernel& k, uint32_t source, bool with_weights) {
   const uint8_t* const bytes = packet(k.g, source, k.op.epoch);
   const DeviceHeader& h = *reinterpret_cast<const DeviceHeader*>(bytes);
@@ -56,7 +56,7 @@ __device__ inline FromSource read_header(const Kernel& k, uint32_t source, bool 
   return {end_row - first_row, end_pair - first_pair, first_pair, tokens, stream_rows, most_pieces};
 }
 
-// By one thread: what our own packets say.
+// By one thread: the sizes that follow from our own packets.
 __device__ inline PlanSizes sent_sizes(const Kernel& k) {
   PlanSizes sizes;
 #pragma unroll 1
@@ -71,8 +71,8 @@ __device__ inline PlanSizes sent_sizes(const Kernel& k) {
   return sizes;
 }
 
-// By a crew: the headers and counts of all sources; the counts go where `Bases::out_row` will be. False: a rank is
-// missing or has called something else.
+// By a crew: reads the headers and counts of all sources. The counts go where `Bases::out_row` will be. False: a rank
+// is missing or has called something else.
 __device__ inline bool read_sources(const Kernel& k, const OpSignature& signature, FromSource* from) {
   constexpr uint32_t kBatch = 4;  // counts that a thread loads at a time
   const uint32_t ranks = k.g.map.num_ranks, experts = k.g.experts_per_rank, all = ranks * experts;
@@ -92,7 +92,7 @@ __device__ inline bool read_sources(const Kernel& k, const OpSignature& signatur
     for (uint32_t u = 0; u < kBatch; ++u)
       if (first + u * k.crew.size < all) out_row_base(k.g)[first + u * k.crew.size] = counts[u];
   };
-  // Beside the first counts one warp loads the headers, and another compares them.
+  // While the first counts are on their way, one warp loads the headers and another compares them.
   load(k.crew.thread);
   bool good = true;
 #pragma unroll 1
@@ -109,8 +109,8 @@ __device__ inline bool read_sources(const Kernel& k, const OpSignature& signatur
   return k.crew.all(good);
 }
 
-// By a warp: the segments of the experts, one after the other, and of each the first rows of the sources. Returns
-// their end.
+// By a warp: lays out the experts' segments of the output one after the other, and in each the first row of every
+// source. Returns the end of the last segment.
 __device__ inline uint32_t lay_out_experts(const Group& g, uint32_t alignment) {
   const uint32_t ranks = g.map.num_ranks, experts = g.experts_per_rank, lane = threadIdx.x % kWarp;
   const Bases base(g);
@@ -140,7 +140,8 @@ __device__ inline uint32_t lay_out_experts(const Group& g, uint32_t alignment) {
   return first_row;
 }
 
-// By one thread: what each source's rows and pairs are numbered from, and the sizes of the plan but for its rows.
+// By one thread: writes the numbers of each source's first row and first pair. Returns the sizes of the plan except its
+// number of rows.
 __device__ inline PlanSizes number_sources(const Kernel& k, const FromSource* from) {
   PlanScratch& plan = scratch(k.g);
   PlanSizes sizes = sent_sizes(k);
@@ -162,11 +163,11 @@ __device__ inline PlanSizes number_sources(const Kernel& k, const FromSource* fr
   return sizes;
 }
 
-// By a crew: the plan is there. False: an error is known.
+// By a crew: waits until the plan is there. False: an error is known.
 __device__ inline bool wait_plan(const Kernel& k) {
   return k.crew.all(k.crew.thread != 0 || wait_block(k.g, &local(k.g).planned, k.op.epoch));
 }
-// By a crew, then: so are the lists that it was made of.
+// By a crew, after that: waits until the lists of the members are there, too.
 __device__ inline bool wait_lists(const Kernel& k) {
   bool good = true;
   for (uint32_t r = k.g.first + k.crew.thread; r < k.g.end; r += k.crew.size)
@@ -174,8 +175,8 @@ __device__ inline bool wait_lists(const Kernel& k) {
   return k.crew.all(good);
 }
 
-// By a crew of at least two warps, of one block: when all ranks have entered, what places rows, and then the counts for
-// the host. Nothing comes of it if a rank is missing or has called something else.
+// By a crew of at least two warps of one block. When all ranks have entered, it publishes what placing rows needs, and
+// then the counts for the host. It publishes nothing if a rank is missing or has called something else.
 __device__ inline void count_received(const Kernel& k, const OpSignature& signature, uint64_t call) {
   __shared__ FromSource from[kMaxGpuRanks];
   __shared__ uint32_t end_row;
@@ -193,7 +194,7 @@ __device__ inline void count_received(const Kernel& k, const OpSignature& signat
     scratch(k.g).sizes = sizes;
     publish(&local(k.g).planned, k.op.epoch);
   }
-  // The host is told of no counts of a routing that a rank may still refuse: its dispatch would return without an
+  // The host must not get the counts of a routing that a rank may still refuse: its dispatch would return without an
   // error.
   if (!wait_lists(k)) return;
   const uint32_t experts = k.g.experts_per_rank;
@@ -213,11 +214,11 @@ __device__ inline void count_received(const Kernel& k, const OpSignature& signat
 struct PlannedRow {
   uint32_t first, count, position;
 };
-// By one thread, of a new plan: row `row`, the `number`-th from `source`.
+// By one thread, with a new plan: plans row `row`, the `number`-th from `source`.
 __device__ __forceinline__ PlannedRow plan_row(const Group& g, const PlanView& plan, uint32_t source, uint32_t number,
                                                uint32_t row) {
-  // All that is known without the list is loaded before it, and its pairs together: each load is a way to the source
-  // and back, and a store would keep the next one waiting.
+  // What does not depend on the list is loaded before it, and the pairs are loaded together. Each load is a round trip
+  // to the source, and a store in between would delay the next load.
   constexpr uint32_t kBatch = 6;
   const PlanScratch& from = scratch(g);
   const ListEntry* const list = from.lists[source];
@@ -247,12 +248,12 @@ __device__ __forceinline__ PlannedRow plan_row(const Group& g, const PlanView& p
   return {first, count, position};
 }
 
-// By crews of `num_blocks` blocks: the rows of a new plan but for the first ones of each of `warps` that place, which
-// plan those themselves and then find the others planned, if they are many.
+// By crews of `num_blocks` blocks: plans the rows of a new plan except the first rows of each of `warps` warps that
+// place. These plan their first rows themselves, and all of their rows if there are few.
 __device__ inline void plan_rows(const Kernel& k, uint32_t num_blocks, uint32_t warps) {
   const PlanScratch& from = scratch(k.g);
   if (from.sizes.received_rows < warps * kWarp) return;
-  // No more than what is dealt out of the rows together with the places that sources with fewer rows leave empty.
+  // A lower bound of what is dealt out, because sources with fewer rows leave empty places that are dealt out, too.
   const uint32_t first_rows = min(Shares::dealt_to_each(from.sizes.received_rows, warps), kWarp) * warps;
 #pragma unroll 1
   for (uint32_t i = 0; i < k.g.map.num_ranks; ++i) {
@@ -266,7 +267,7 @@ __device__ inline void plan_rows(const Kernel& k, uint32_t num_blocks, uint32_t 
     publish(&local(k.g).rows_planned, k.op.epoch);
 }
 
-// By crews of `num_blocks` blocks, where there are several domains: what is known of streams.
+// By crews of `num_blocks` blocks, with several domains: writes the parts of a new plan that describe streams.
 __device__ inline void plan_streams(const Kernel& k, uint32_t num_blocks) {
   const uint32_t me = blockIdx.x * k.crew.size + k.crew.thread, all = num_blocks * k.crew.size;
   const PlanScratch& from = scratch(k.g);
@@ -308,7 +309,7 @@ __device__ inline void plan_streams(const Kernel& k, uint32_t num_blocks) {
   }
 }
 
-// By crews of `num_blocks` blocks: the parts of a new plan that no row stands for.
+// By crews of `num_blocks` blocks: writes the parts of a new plan that belong to no single row.
 __device__ inline void plan_heads(const Kernel& k, uint32_t num_blocks) {
   const uint32_t ranks = k.g.map.num_ranks, experts = k.g.experts_per_rank;
   const uint32_t me = blockIdx.x * k.crew.size + k.crew.thread, all = num_blocks * k.crew.size;
@@ -321,7 +322,7 @@ __device__ inline void plan_heads(const Kernel& k, uint32_t num_blocks) {
   for (uint32_t i = me; i < ranks * entries; i += all) {
     const uint32_t source = i / entries;
     const uint32_t token_blocks = (from.num_tokens[source] + kTokenBlock - 1) / kTokenBlock;
-    const uint32_t token_block = min(i % entries, token_blocks);  // beyond its last: as there
+    const uint32_t token_block = min(i % entries, token_blocks);  // behind its last one: the totals
     k.plan.token_block_rows[i] = from.token_block_rows[source][token_block];
     k.plan.token_block_pieces[i] = from.token_block_pieces[source][token_block];
   }
@@ -353,7 +354,8 @@ __device__ inline void plan_heads(const Kernel& k, uint32_t num_blocks) {
   }
 }
 
-// By crews of all blocks: the given routing is the plan's. Not inlined: its caller has no registers to spare.
+// By crews of all blocks: reports an error unless the given routing is the plan's. Not inlined, because its caller has
+// no registers to spare.
 __device__ __noinline__ void compare_routing(const Kernel k, const DeviceRouting& r, uint64_t plan_id) {
   const uint64_t places = uint64_t{k.plan.num_tokens} * r.width;
   uint64_t hash = 0;

@@ -5,9 +5,9 @@
 
 namespace uccl_ep::gpu {
 
-// The only code that knows a new plan (kFresh) from a known one. A known one is read from its arrays. What a new one
-// says is still in the scratch memory, in this rank's own routing and in the packets of the sources, for the kernel
-// fills the arrays meanwhile.
+// The only code that distinguishes a new plan (kFresh) from a known one. A known plan is read from its arrays. A new
+// plan is read from scratch memory, from this rank's own routing and from the sources' packets, because the kernel is
+// still filling the arrays.
 template <bool kFresh>
 struct PlanReader {
   const Group& g;
@@ -35,14 +35,14 @@ struct PlanReader {
   __device__ __forceinline__ uint32_t token_blocks(uint32_t source) const {
     return kFresh ? (scratch(g).num_tokens[source] + kTokenBlock - 1) / kTokenBlock : plan.token_blocks[source];
   }
-  // [token blocks + 1] its rows for us, and those of its stream, of earlier token blocks.
+  // [token blocks + 1] The source's rows of earlier token blocks: those for us, and those of its stream.
   __device__ __forceinline__ const uint32_t* rows_before(uint32_t source) const {
     return kFresh ? scratch(g).token_block_rows[source] : plan.token_block_rows + source * entries();
   }
   __device__ __forceinline__ const uint32_t* streams_before(uint32_t source) const {
     return kFresh ? scratch(g).token_block_streams[source] : plan.token_block_streams + source * entries();
   }
-  // Weights in its packet; that of our pair p is number p + weight_begin(source).
+  // The weights in the source's packet. Our pair p has number p + weight_begin(source).
   __device__ __forceinline__ const float* weights(uint32_t source, uint64_t epoch) const {
     if constexpr (kFresh) return scratch(g).weights[source];
     return reinterpret_cast<const float*>(packet(g, source, epoch) + packet_parts({}).weights);
@@ -52,7 +52,7 @@ struct PlanReader {
   }
 
   // ---- of a row that we receive: `row`, the `number`-th of its source, perhaps the last one
-  // `planned`: it is in the arrays; else this puts it there.
+  // `planned`: the row is in the arrays; otherwise this plans it.
   __device__ __forceinline__ PlannedRow row(uint32_t source, uint32_t number, uint32_t row, bool is_last,
                                             bool planned) const {
     if (kFresh && !planned) return plan_row(g, plan, source, number, row);
@@ -75,7 +75,7 @@ struct PlanReader {
     const uint32_t first = plan.row_pair_begin[row];
     return {first, plan.row_pair_begin[row + 1] - first};
   }
-  // Of our pair p, the source's `number`-th: the row of the output, and of a compact row the local expert.
+  // For our pair p, the source's `number`-th: its output row, and for a compact row its local expert.
   __device__ __forceinline__ uint32_t out_row(uint32_t source, uint32_t p, uint32_t number) const {
     if constexpr (kFresh) {
       const PairEntry pair = scratch(g).pairs[source][number];
@@ -91,7 +91,7 @@ struct PlanReader {
   __device__ __forceinline__ const uint32_t* padding() const { return kFresh ? Bases(g).padding : plan.padding; }
 
   // ---- of this rank as a source
-  // [token blocks + 1] rows of our stream to a domain of earlier token blocks.
+  // [token blocks + 1] The rows of earlier token blocks in our stream to a domain.
   __device__ __forceinline__ const uint32_t* sent_before(uint32_t domain) const {
     return kFresh ? own_part(g, g.map.sent_token_blocks) + uint64_t{domain} * (max_token_blocks(g) + 1)
                   : plan.sent_token_blocks + uint64_t{domain} * entries();
@@ -107,7 +107,8 @@ struct PlanReader {
   __device__ __forceinline__ uint32_t entries() const { return plan.num_token_blocks + 1; }
 };
 
-// By a warp that places: whether its next batch of rows has been planned by others; of a new plan never the first one.
+// By a warp that places: whether others have planned its next batch of rows. With a new plan they never plan its first
+// one.
 template <bool kFresh>
 struct PlannedByOthers {
   bool first = true, planned = !kFresh;

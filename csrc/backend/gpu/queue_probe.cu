@@ -18,7 +18,7 @@ namespace {
 constexpr uint64_t kLimitNsec = 5'000'000'000;  // for the next command, and for its answer
 constexpr uint32_t kRoundTrips = 1000;
 
-// Fields that take up their bits.
+// A command whose fields use all their bits.
 constexpr __host__ __device__ Command command_of(uint64_t serial) {
   return {static_cast<uint32_t>(serial) & kCommandMaxChannel, serial * 0x9E3779B97F4A7C15ull & kCommandMaxBytes,
           serial};

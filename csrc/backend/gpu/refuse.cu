@@ -1,5 +1,5 @@
-// A call that was refused takes its number in the order of the operations, so that replays of a graph carry the count
-// of when they run, and what was queued before does not.
+// A refused call is counted on the GPU, in the order of the operations. So a replay of a graph carries the count at the
+// time when it runs, and operations that were queued before the call do not count it.
 #include "backend/gpu/steps.h"
 #include "device/launch.cuh"
 

@@ -1,5 +1,5 @@
-// Roles: what warps of a block do side by side. A role is a type with `kWarps` and `Shared`, what it has in shared
-// memory. A table of roles gives each its warps, in the order of the table, and its crew a barrier.
+// Roles: the tasks that crews of a block do side by side. A role is a type with `kWarps` and with `Shared`, its part of
+// shared memory. A table of roles gives each role its warps, in the order of the table, and each crew a barrier.
 #pragma once
 
 #include <type_traits>
@@ -12,7 +12,7 @@ template <typename... Roles>
 struct RoleTable {
   static constexpr uint32_t kWarps = (Roles::kWarps + ...);
   static constexpr uint32_t kThreads = kWarps * kWarp;
-  // Barrier 0 is the block's, and this one of crews that stay together for a while only.
+  // Barrier 0 is the block's. This one is for crews that stay together only for a while.
   static constexpr uint32_t kSpareBarrier = sizeof...(Roles) + 1;
   static_assert(kThreads <= 1024 && kSpareBarrier < 16);
 
@@ -42,7 +42,7 @@ struct RoleTable {
     constexpr uint32_t kFirst = first_warp<Role>();
     return threadIdx.x / kWarp - kFirst < Role::kWarps;
   }
-  // A warp that works on its own, and the warps of a role and of all that follow in the table.
+  // Crews for a while: one warp on its own, or the warps of a role and of all roles behind it in the table.
   static __device__ __forceinline__ Crew lone_warp() { return {kSpareBarrier, kWarp, threadIdx.x % kWarp}; }
   template <typename Role>
   static __device__ __forceinline__ Crew crew_from() {

@@ -1,12 +1,12 @@
-// How work is shared out: in which order rows come, and who takes which number.
+// How work is divided: in which order rows come, and which warp takes which number.
 #pragma once
 
 #include "backend/gpu/device.cuh"
 
 namespace uccl_ep::gpu {
 
-// Rows of several sources in turn: row n / sources of the n % sources-th, from the one after us on; of our domain, and
-// of the others.
+// Rows of several sources in turn. Number n is row n / sources of the n % sources-th source, counted from the one after
+// us. The sources are those of our domain (near_row()) or all others (far_row()).
 struct SourceRow {
   uint32_t source, row;
 };
@@ -22,12 +22,12 @@ __device__ __forceinline__ SourceRow far_row(const Group& g, uint32_t n) {
   const uint32_t next = (g.rank + n) % num_far(g);
   return {next < g.first ? next : next + num_near(g), n / num_far(g)};
 }
-// Most rows of a source.
+// The most rows that one source has, in our domain and in the others.
 struct MostRows {
   uint32_t near_one, far_one;
   __device__ __forceinline__ uint32_t near_sum(const Group& g) const { return near_one * num_near(g); }
   __device__ __forceinline__ uint32_t far_sum(const Group& g) const { return far_one * num_far(g); }
-  // By one thread: `rows_of(s)` of source s.
+  // By one thread. Source s has `rows_of(s)` rows.
   template <typename RowsOf>
   __device__ __forceinline__ void find(const Group& g, RowsOf rows_of) {
     near_one = far_one = 0;
@@ -38,11 +38,12 @@ struct MostRows {
   }
 };
 
-// Numbers of rows, some of them in parts, which warps work on side by side, for a row takes a warp ten microseconds:
-// the first ones, where somebody far away waits for the first chunk of rows, or the last ones, for which all wait.
+// Numbers of rows, some of them in parts. Warps work on the parts of a row side by side, because a row takes one warp
+// ten microseconds. The first rows are in parts where another domain waits for the first chunk, or the last rows, for
+// which all wait.
 struct PartedRows {
   uint32_t num_parted = 0, parts = 1;  // segments of a row
-  uint32_t first = 0;                  // of the rows in parts, and its first part's number
+  uint32_t first = 0;                  // the first row in parts, and the number of its first part
 
   __device__ __forceinline__ uint32_t end(uint32_t rows) const { return rows + min(num_parted, rows) * (parts - 1); }
   __device__ __forceinline__ bool is_part(uint32_t n) const { return n - first < num_parted * parts; }
@@ -51,18 +52,18 @@ struct PartedRows {
     return n < first ? n : n - num_parted * (parts - 1);
   }
   __device__ __forceinline__ uint32_t part(uint32_t n) const { return is_part(n) ? (n - first) % parts + 1 : 0; }
-  // Parts that a sum stands for where they are counted.
+  // How many parts a sum adds to a counter of parts.
   __device__ __forceinline__ uint32_t num_parts_of(bool is_part) const { return is_part ? 1 : parts; }
 };
 
 // Numbers 0 .. end in the order in which they are wanted. Three quarters are dealt out to the warps of a kernel, number
-// by number; the rest is claimed by whoever is through: how long a number takes differs. A few at a time, and the last
-// ones one by one, so that no warp still has several when the others have none.
+// by number. Warps that have finished claim the rest, because some numbers take longer than others. They claim a few at
+// a time and the last ones one by one, so that no warp still has several when the others have none.
 enum class SharedWork : uint32_t { kPlaced, kFolded, kMerged, kRelayed };
 class Shares {
  public:
-  // By a warp, number `first` of `warps` that begin together; one that joins them later has a `first` of kJoins. With
-  // fewer numbers than `least` for each warp all are dealt out.
+  // By a warp, number `first` of `warps` that begin together; for one that joins them later `first` is kJoins. If there
+  // are fewer than `least` numbers for each warp, all are dealt out.
   __device__ Shares(const Group& g, SharedWork what, uint32_t end, uint32_t first, uint32_t warps, uint32_t least)
       : end_(end),
         dealt_(end / warps < least ? end : dealt_to_each(end, warps) * warps),
@@ -87,7 +88,7 @@ class Shares {
       next_ += kWarp * step_;
       return true;
     }
-    // The last two of each warp one by one. Worked out here, for want of registers.
+    // The last two for each warp are claimed one by one. Worked out here, because no registers are left to keep it.
     const uint32_t rest = end_ - dealt_, fews = rest > 2 * step_ ? (rest - 2 * step_) >> log_few_ : 0;
     const uint32_t turn = __shfl_sync(kFullWarp, claimed_, 0), earlier = min(turn, fews);
     const uint32_t first = dealt_ + (earlier << log_few_) + (turn - earlier);
@@ -98,7 +99,7 @@ class Shares {
   }
 
  private:
-  // Ahead: nobody waits for the counter.
+  // Claims in advance, so that no warp waits for the counter.
   __device__ __forceinline__ void claim() {
     if (dealt_ < end_ && threadIdx.x % kWarp == 0) claimed_ = take_numbers(counter_, 1);
   }

@@ -7,7 +7,7 @@
 namespace uccl_ep::gpu {
 
 // ---- flags ----------------------------------------------------------------------------------------------------------
-// By one thread: releases what it has written, and what it has seen of others.
+// By one thread: releases what it has written, and what it has seen of other threads' writes.
 template <typename Of>
 __device__ __forceinline__ void publish(DeviceFlag<Of>* flag, uint64_t value) {
   if constexpr (Of::kIs.scope == Scope::kSystem)
@@ -15,7 +15,7 @@ __device__ __forceinline__ void publish(DeviceFlag<Of>* flag, uint64_t value) {
   else
     publish_in_gpu(&flag->value, value);
 }
-// One of several that one fence of its scope comes before.
+// For one of several flags, after one fence of their scope.
 template <typename Of>
 __device__ __forceinline__ void publish_after_fence(DeviceFlag<Of>* flag, uint64_t value) {
   static_assert(Of::kIs.scope == Scope::kSystem);

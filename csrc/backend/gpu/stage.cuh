@@ -1,4 +1,4 @@
-// Stage: one pass over the hidden states, copied or quantised into our region, a flag per few rows.
+// Stage: copies or quantises the hidden states into our region in one pass, with a flag per row group.
 #pragma once
 
 #include "backend/gpu/device.cuh"
@@ -13,8 +13,8 @@ namespace uccl_ep::gpu {
 // A crew has a warp for every row of a row group.
 constexpr uint32_t kStageWarps = kRowGroup;
 
-// Where a warp writes a row: for our own domain, and into the rings to those that want it. Their places are in shared
-// memory: a warp that quantises has no registers to spare.
+// Where a warp writes a row: for our own domain, and into the rings to other domains that want it. Its places in the
+// rings are in shared memory, because a warp that quantises has no registers to spare.
 struct Outs {
   uint8_t* own;
   uint32_t others;            // domains, a bit each
@@ -47,10 +47,10 @@ struct Codes {
   uint2 codes;
   float scale;
 };
-// Several at a time: their steps are independent of each other, each is a chain of latencies.
+// Several at a time, because each is a chain of latencies and the chains are independent.
 template <typename Rule, uint32_t kBatch>
 __device__ __forceinline__ void quantise(const uint4 (&raw)[kBatch], Codes (&out)[kBatch]) {
-  uint32_t most[kBatch];  // two at a time; magnitudes of floats order like their bits
+  uint32_t most[kBatch];  // two in a word; magnitudes of floats are ordered like their bits
 #pragma unroll
   for (uint32_t u = 0; u < kBatch; ++u)
     most[u] = device::max_unsigned_halves(device::max_unsigned_halves(raw[u].x & 0x7FFF7FFF, raw[u].y & 0x7FFF7FFF),
@@ -82,7 +82,7 @@ __device__ __forceinline__ void quantise(const uint4 (&raw)[kBatch], Codes (&out
   }
 }
 
-// By a warp. With powers of two the next vectors are loaded meanwhile.
+// By a warp. If scales are powers of two, the next vectors are loaded meanwhile.
 template <typename Rule>
 __device__ __forceinline__ void quantise_row(const uint4* from, const Outs& outs, uint32_t hidden, uint32_t lane) {
   constexpr bool kPow2 = Rule::kArePow2;
@@ -117,7 +117,7 @@ __device__ __forceinline__ void quantise_row(const uint4* from, const Outs& outs
   }
 }
 
-// Not inlined: a division is a call that would make its caller spill.
+// Not inlined: a division is a function call, which would make its caller spill registers.
 template <typename Rule>
 __device__ __noinline__ void quantise_row_divided(const uint4* from, const Outs outs, uint32_t hidden, uint32_t lane) {
   quantise_row<Rule>(from, outs, hidden, lane);
@@ -136,7 +136,7 @@ __device__ __forceinline__ bool quantise_row(ScaleRules<Rules...>, const StageAr
   return ((args.wire == Rules::kWire && (quantise_row_by<Rules>(from, outs, args.hidden, lane), true)) || ...);
 }
 
-// What a block stages: of tokens [begin, end) the row groups first, first + count, ... with a flag each.
+// What a block stages of tokens [begin, end): row groups first, first + count, ..., with a flag each.
 struct StageShare {
   uint32_t begin, end, first, count;
   __device__ __forceinline__ bool has(uint32_t row_group) const { return begin + row_group * kRowGroup < end; }
@@ -148,24 +148,25 @@ struct StageShare {
 // What the crew tells the other warps of its block, in shared memory.
 struct Staged {
   uint32_t row_groups[kStageWarps];  // by warp: of how many row groups of the block it has staged its row
-  uint32_t routed;  // 1: so is the block's part of a new plan, or there is an error
+  uint32_t routed;  // 1: the block's part of a new plan is routed, or there is an error
   uint32_t totals;  // 1: the headers of a new plan have its counts; in block 0
-  // By warp: where its row goes in the ring to a domain, and the chunk of the ring that this is.
+  // By warp and domain: where the warp's row goes in the ring to the domain, and in which chunk.
   struct InRings {
     uint8_t* place[kMaxDomains];
     uint32_t chunk[kMaxDomains];
   } in_rings[kStageWarps];
 };
-// By a warp of the crew.
+// By a warp of the crew, when it has staged its row of a row group.
 __device__ __forceinline__ void row_staged(const Crew& crew, Staged& staged) {
   proxy_fence();
   __syncwarp();
   if (crew.lane() == 0) count_shared(&staged.row_groups[crew.warp()]);
 }
-// Where many rows are to be quantised, routing goes first, for which all ranks wait: its loads would stand behind those
-// of the rows. Rows that are only copied gain nothing by it.
+// With so many row groups to quantise, a block routes first: all ranks wait for the routing, whose loads would queue
+// behind those of the rows. Rows that are only copied gain nothing by it.
 constexpr uint32_t kManyRowGroups = 4;
-// By one warp beside the crew, which does not wait for the flags: on a link full of rows their way takes its time.
+// By one warp beside the crew: publishes flags of staged rows. The crew does not wait for the flags, which are slow on
+// a link full of rows.
 __device__ inline void tell_staged(const Kernel& k, const StageShare& share, Staged& staged) {
   const uint32_t lane = threadIdx.x % kWarp, end = share.row_groups(), ranks = k.g.end - k.g.first;
   for (uint32_t told = 0, looks = 1; told < end; ++looks) {
@@ -191,7 +192,8 @@ __device__ __forceinline__ void stage_row(const StageArgs& args, uint32_t token,
   if (!quantise_row(AllScaleRules{}, args, from, outs, lane)) copy_row(from, outs, vectors, lane);
 }
 
-// The part of our stream to a domain that a window ships. Of a new plan, which is not complete yet, the first.
+// The part of our stream to a domain that a window ships. With a new plan, which is not complete yet, that is the first
+// window.
 template <bool kFresh>
 __device__ inline StreamPart sent_part(const Group& g, const PlanView& plan, const PlaceArgs& args, uint32_t to) {
   const uint32_t row_bytes = args.stage.stride;
@@ -205,7 +207,7 @@ __device__ inline StreamPart sent_part(const Group& g, const PlanView& plan, con
 
 // A warp may have more lanes than there are domains.
 __device__ __forceinline__ bool may_have_domain(uint32_t lane) { return kWarp <= kMaxDomains || lane < kMaxDomains; }
-// By a warp: where a token's row goes beside our own domain; lane `to` sees to domain `to`.
+// By a warp: finds where a token's row goes in the rings to other domains. Lane `to` handles domain `to`.
 template <bool kFresh>
 __device__ __forceinline__ void find_slot(const Group& g, const PlanView& plan, const PlaceArgs& args, uint32_t token,
                                           Staged::InRings& rings) {
@@ -229,14 +231,15 @@ __device__ __forceinline__ void find_slot(const Group& g, const PlanView& plan, 
   rings.chunk[lane] = row / rows_per_chunk(g, row_bytes);
   rings.place[lane] = at(g, g.rank, g.net->to[lane].rows) + ring_offset(g, slot, g.map.row_slots, row, row_bytes);
 }
-// By a lane with a place: what its slot held before has left. Chunks of earlier windows need nothing of this one.
+// By a lane with a place: waits until what its slot held before has left. That chunk is of an earlier window, which
+// needs nothing of this one.
 __device__ __forceinline__ bool wait_slot(const Group& g, uint32_t to, uint32_t chunk) {
   const NetState& state = net_state(g);
   const uint64_t serial = state.sent[to] + chunk, slots = g.map.row_slots;
   return serial < slots ||
          wait_flag(g, {state.rows_gone + to, serial - slots + 1, g.first_of[to], static_cast<int>(chunk)});
 }
-// By a warp, for each row of its: to which domains it goes, a bit each; kNoWay: an error is known.
+// By a warp, for each of its rows: the other domains that it goes to, one bit each. kNoWay: an error is known.
 constexpr uint32_t kNoWay = 0xFFFFFFFFu;
 template <bool kFresh>
 __device__ __noinline__ uint32_t find_slots(const Group& g, const PlanView& plan, const PlaceArgs& args, uint32_t token,
@@ -256,7 +259,7 @@ __device__ __forceinline__ bool begin_row(const DispatchKernel& k, uint32_t toke
   outs.ring_places = staged.in_rings[k.crew.warp()].place;
   return outs.others != kNoWay;
 }
-// And when it is there.
+// By a warp, when its row is written: counts the row in its chunks.
 __device__ __forceinline__ void end_row(const Kernel& k, const Staged& staged, const Outs& outs) {
   if (outs.others == 0) return;
   __syncwarp();
@@ -266,8 +269,8 @@ __device__ __forceinline__ void end_row(const Kernel& k, const Staged& staged, c
   __syncwarp();
 }
 
-// By the warp that hands packets and chunks to the proxy. Of a new plan packets come first; else rows need not wait for
-// the weights in them. Not inlined, for want of registers.
+// By the warp that hands packets and chunks to the proxy. With a new plan packets come first; otherwise rows need not
+// wait for the weights in packets. Not inlined, because its caller has no registers to spare.
 template <bool kFresh>
 __device__ __noinline__ void push_streams(const DispatchKernel k) {
   const bool with_weights = k.args.window == 0 && k.args.routing.weights != nullptr;
@@ -354,7 +357,7 @@ __device__ inline void stage_rows_bulk(const DispatchKernel& k, const StageShare
   }
 }
 
-// By crews of all blocks: fp32 per pair, in the order of the plan. True in the last block.
+// By crews of all blocks: stages the weights, fp32 per pair, in the order of the plan. True in the last block.
 __device__ inline bool stage_weights(const Kernel& k, const float* from) {
   const uint32_t me = blockIdx.x * k.crew.size + k.crew.thread, all = workers(k.g) * k.crew.size;
   for (uint32_t to = 0; to < k.g.map.num_domains; ++to) {

@@ -1,5 +1,5 @@
-// Launches of the steps. Every one is asynchronous on `stream`, returns what the launch returned, and allocates
-// nothing. All kernels run in at most `num_sms` blocks of one wave (contract 12).
+// Launches of the steps. Each is asynchronous on `stream`, returns what the launch returned, and allocates nothing. A
+// kernel runs in one wave of at most `num_sms` blocks (contract 12), or of `stage_sms` if it stages.
 #pragma once
 
 #include "backend/gpu/layout.h"
@@ -31,32 +31,32 @@ struct StageArgs {
   uint32_t stride = 0;  // of wire rows, where they are staged
 };
 
-// What a dispatch kernel makes of its plan.
+// What a dispatch kernel does with its plan.
 enum class PlanState : uint32_t {
   kKnown,      // it is complete
-  kNew,        // tells all peers the routing, learns what they send, and fills it if its memory fits
-  kExchanged,  // as kNew, which found the memory too small: fills it
+  kNew,        // tells all peers the routing, learns what they send, and fills the plan if its memory suffices
+  kExchanged,  // fills the plan after a kNew kernel that found its memory too small
 };
-// Of a new plan: whether the memory of plan and output may be used when the counts are known.
+// With a new plan: whether the memory of plan and output may be used when the counts are known.
 enum class Fit : uint32_t { kAlways, kIfLargeEnough, kNever };
 
-// A window of a dispatch: stages our rows, unless a kernel before has, and places those that come here, side by side.
-// Blocks above `num_sms` stage only, or route.
+// A window of a dispatch: stages our rows, unless an earlier kernel has, and at the same time places the rows that come
+// here. Blocks beyond `num_sms` only stage, or route.
 struct PlaceArgs {
   OpSignature signature{};
-  // Of a new plan: the routing. Else weights to stage, and data to compare with the plan, if given.
+  // With a new plan: the routing. Otherwise weights to stage and, if given, data to compare with the plan.
   DeviceRouting routing;
   StageArgs stage;
   PlanState state = PlanState::kKnown;
   Fit fit = Fit::kAlways;
   PlanSizes memory;   // of plan and output
-  uint64_t call = 0;  // that the host knows the counts by
+  uint64_t call = 0;  // by which the host recognises the counts
   bool routing_compared = false;
   uint32_t window = 0, window_tokens = 0;
   uint32_t num_blocks = 0;         // that place
   uint32_t bulk_warps = 0;         // of a block, that have shared memory for bulk copies
-  uint32_t kept_tiles = 1;         // of a new routing, for which a block has shared memory
-  uint32_t copy_pipeline = 0;      // where in shared memory staging has its own; 0: it has none
+  uint32_t kept_tiles = 1;         // tiles of a new routing for which a block has shared memory
+  uint32_t copy_pipeline = 0;      // offset in shared memory of the pipeline that stages; 0: none
   uint8_t* rows = nullptr;         // [rows, H] of dtype, or codes
   float* scales = nullptr;         // [rows, H / 128]; nullptr: FP8 rows are dequantised
   float* row_weights = nullptr;    // [rows] or [rows, W]; nullptr: none travel, or not in this window
@@ -64,7 +64,7 @@ struct PlaceArgs {
 };
 Status launch_dispatch(const Group& group, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
                        uint32_t stage_sms, StreamHandle stream);
-// After a dispatch with a capacity: what it has written to, from the end of the rows that came on, becomes padding.
+// After a dispatch with a capacity: its output becomes padding from the end of the received rows on.
 Status launch_pad(const Group& group, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
                   StreamHandle stream);
 
@@ -85,7 +85,7 @@ struct KernelCombineArgs {
 Status launch_combine(const Group& group, const PlanView& plan, const KernelCombineArgs& args, uint32_t num_sms,
                       StreamHandle stream);
 
-// One more call of this rank was refused: for the headers of what comes later.
+// Counts one more refused call of this rank, for the headers of later operations.
 Status launch_refusal(const Group& group, StreamHandle stream);
 
 }  // namespace uccl_ep::gpu

@@ -44,7 +44,7 @@ __device__ __forceinline__ void put_values(const float (&sum)[8], float* to) {
 
 constexpr uint32_t kRehearsal = 0xFFFFFFFFu;  // a tag
 
-// A sum, as the lane sees it that looked it up.
+// A sum, as the lane that looked it up sees it.
 struct Sum {
   uint32_t count = 0;   // addends; 0: there is none
   uint32_t first = 0;   // Work::place(sum, first + i) is the i-th
@@ -62,28 +62,29 @@ struct Sum {
 // A policy of sums 0 .. end(): what is summed, and who is told of it.
 template <typename W>
 concept SumWork = requires(const W& work, const Sum& sum, uint32_t n) {
-  // What is here is summed and told before a warp waits for the next sum's addends; costs instructions of every step.
+  // A warp sums and tells what is here before it waits for the next sum's addends. This costs instructions in every
+  // step.
   { W::kSumsFirst } -> std::convertible_to<bool>;
   // Some sums are of a segment.
   { W::kSplits } -> std::convertible_to<bool>;
-  // A warp's first sum is of anything and for nobody, unless it joins others: it fetches the code, which takes as long
-  // as ten sums, while the first addends are on their way.
+  // A warp that does not join others begins with a sum of arbitrary data that nobody gets. That fetches the code, which
+  // takes as long as ten sums, while the first addends are on their way.
   { W::kRehearses } -> std::convertible_to<bool>;
-  // Whose shares they are, and the number of sums for each warp with fewer of which all are dealt out.
+  // Which shares the sums are. With fewer than least() sums for each warp, all are dealt out.
   { work.shared_work() } -> std::same_as<SharedWork>;
   { work.least() } -> std::same_as<uint32_t>;
   { work.end() } -> std::same_as<uint32_t>;
-  // Sum n. Once, by one lane; count 0: there is nothing to sum.
+  // Sum n. Called once, by one lane. Count 0: there is nothing to sum.
   { work.look_up(n) } -> std::same_as<Sum>;
   // Where addend n lies, in units of 16 bytes from base().
   { work.place(sum, n) } -> std::same_as<uint32_t>;
   { work.base() } -> std::same_as<const uint8_t*>;
-  // By the warp: the addends of a sum with tag n are here. Waits for them, or (true) only looks. False of one that
-  // waits: an error is known.
+  // By the warp: whether the addends of a sum with tag n are here. came<true> only looks. came<false> waits for them;
+  // if it returns false, an error is known.
   { work.template came<false>(n) } -> std::same_as<bool>;
   { work.template came<true>(n) } -> std::same_as<bool>;
-  // Somebody far away waits for sums. By the warp, when they are written: tell() of so many, a lane each, or where
-  // at_once(tag) tell_at_once() of one, which may be a part. After an error nobody is told.
+  // tells(): other ranks wait for the sums. When sums are written, the warp calls tell() for several, one per lane.
+  // Where at_once(tag), it calls tell_at_once() for one, which may be a part. After an error nobody is told.
   { work.tells() } -> std::same_as<bool>;
   { work.at_once(n) } -> std::same_as<bool>;
   { work.tell(n, n, n) } -> std::same_as<void>;

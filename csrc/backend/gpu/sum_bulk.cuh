@@ -1,7 +1,6 @@
-// BF16 sums by bulk copies, for sm_90.
-// A warp walks over (sum, segment, addend), a step each. A pipeline of segments in shared memory is filled ahead; a sum
-// leaves from the place of its last addend, which is filled again kLag steps later: by then the sum has been read. What
-// limits it is the number of instructions of a step.
+// BF16 sums by bulk copies, for sm_90. A warp walks over (sum, segment, addend), a step each. It fills a pipeline of
+// segments in shared memory in advance. A sum leaves from the stage of its last addend, which is filled again kLag
+// steps later: by then the sum has been read. The speed is limited by the number of instructions of a step.
 #pragma once
 
 #include "backend/gpu/pipeline.cuh"
@@ -23,7 +22,7 @@ __device__ __forceinline__ uint32_t segments_of(uint32_t row_bytes) {
   return (row_bytes + segment - 1) / segment;
 }
 
-// Sums as BF16. NaN, of which the conversion makes 0x7FFF, is looked for once: it is the largest signed half.
+// Sums as BF16. The conversion turns NaN into 0x7FFF, the largest signed half, so one test of the maximum finds it.
 template <uint32_t kVectors>
 __device__ __forceinline__ void pack_sums(const float (&sums)[kVectors][8], uint4 (&packed)[kVectors]) {
   uint32_t most = 0x80008000u;
@@ -66,16 +65,15 @@ struct BulkSums {
   Sum load, pending;  // the sum that is loaded, and the next one
   uint32_t load_place, pending_place = 0;  // lane i: where addend i lies
   uint32_t load_at = 0, load_addend = 0;
-  // Sums whose loads have begun, by their number: lane n % kWarp has the n-th. Of more than the pipeline holds none is
-  // asked for.
+  // Sums whose loads have begun: lane n % kWarp has the n-th. Only those in the pipeline are asked for.
   Sum begun;
   uint32_t num_begun = 0;
   uint32_t num_loads = 0;  // that have begun
   bool is_here = false;  // all that `load` needs
   bool good;
   uint32_t summed = 0;  // steps
-  // Sums that are written and not told, a lane each: those that wait for their stores, and later ones. A warp looks
-  // again when it has another one: it waits for stores at the end only.
+  // Sums that are written and not told, a lane each: those that wait for their stores, and later ones. A warp checks
+  // them when it has written another sum, and waits for stores only at the end.
   uint32_t waiting = 0, waiting_tag = 0, waits_since = 0, later = 0, later_tag = 0;
 
   __device__ BulkSums(const Summers& by, const Group& group, const Work& w, uint32_t bytes, SumPipeline& s)
@@ -84,7 +82,7 @@ struct BulkSums {
         lane(by.crew.lane()),
         row_bytes(bytes),
         state(s),
-        // Shuffled, or the compiler works them out from the thread's number wherever they are used.
+        // Shuffled, because the compiler would otherwise work them out from the thread's number at every use.
         pipeline{__shfl_sync(kFullWarp, shared_address(s.memory), 0),
                  __shfl_sync(kFullWarp, shared_address(s.barriers), 0), kSegment, s.stage, s.parity},
         ahead(group, w, by),
@@ -124,14 +122,14 @@ struct BulkSums {
       good = good && work.template came<false>(load.tag);
     if (!good) load.count = 0;
   }
-  // When all that is here has been summed and told, and not before: a warp may wait for what is not.
+  // Called only when all that is here has been summed and told, because the warp may wait for what is not here.
   __device__ __forceinline__ void wait_for_load() {
     if (is_here || load.count == 0) return;
     is_here = good = work.template came<false>(load.tag);
     if (!good) load.count = 0;
   }
-  // After `summed` steps: keeps the pipeline filled. A group of stores a step, most of them empty, so that steps are
-  // what is counted.
+  // After `summed` steps: keeps the pipeline filled. Every step commits a group of stores, most of them empty, so that
+  // groups count steps.
   __device__ __forceinline__ void load_ahead(uint32_t summed) {
     if constexpr (Work::kSumsFirst) {
       if (elect()) commit_stores();
@@ -207,7 +205,7 @@ struct BulkSums {
       load_ahead(summed);
     }
   }
-  // From the place of its last addend.
+  // Stores a segment of a sum from the stage of its last addend.
   __device__ __forceinline__ void store_segment(const Sum& now, uint32_t begin, const float (&sum)[kVectors][8]) {
     uint4 packed[kVectors];
     pack_sums(sum, packed);

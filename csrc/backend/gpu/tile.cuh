@@ -1,6 +1,6 @@
-// Tiles: what the routing of kTileTokens neighbouring tokens says, as masks and counts in shared memory. Those of a
-// group are worked on together: a tile is a chain of latencies. Most of its instructions run once or twice in a kernel,
-// so each that is there has to be fetched: loops are not unrolled here nor in exchange.cuh.
+// Tiles: the routing of kTileTokens neighbouring tokens, as masks and counts in shared memory. A block works on several
+// tiles together, because each is a chain of latencies. Most instructions run once or twice in a kernel, so fetching
+// them counts: loops are unrolled neither here nor in exchange.cuh.
 #pragma once
 
 #include "backend/gpu/device.cuh"
@@ -33,7 +33,7 @@ struct Tile {
   uint32_t* stream_base;  // [domains]
   uint32_t* pair_base;  // [ranks]
   uint32_t* piece_base;  // [domains]
-  // One place for all tiles.
+  // The same for all tiles of the block.
   PacketPlace* packet;  // [domains]
   uint32_t* row_begin;  // [ranks] of all tiles: rows for lower members of the domain
   uint32_t* pair_begin;  // [ranks + 1] of all tiles: pairs for lower ranks
@@ -74,11 +74,12 @@ struct Tiles {
 
   __device__ __forceinline__ uint32_t size() const { return (count + kTileTokens - 1) / kTileTokens; }
   __device__ __forceinline__ Tile tile(uint32_t number) const { return {shared, map, number}; }
-  // The one with a token of theirs, which is its `token % kTileTokens`-th.
+  // The tile of token `token`, where it is number `token % kTileTokens`.
   __device__ __forceinline__ Tile with(uint32_t token) const { return tile(token / kTileTokens); }
 };
 
-// What is counted of a tile, in memory: numbers of tokens, a byte each, and then words. All but the last are added up.
+// Counts of a tile, in device memory: numbers of tokens, a byte each, and then words. All but the last are added up
+// over tiles.
 struct TileCounts {
   uint8_t *expert, *rows_to, *stream;
   uint32_t *pairs_to, *most_pieces;
@@ -91,7 +92,7 @@ struct TileCounts {
 };
 static_assert(kTileTokens < 256);
 
-// A pair of token and expert, as one lane sees it, and what its token has besides.
+// A pair of token and expert, as one lane sees it, and what is known of the token's other pairs.
 struct Pair {
   uint32_t token;  // of those given
   uint32_t column;  // of the caller's routing
@@ -118,7 +119,7 @@ __device__ __forceinline__ uint32_t expert_number(const Group& g, uint32_t exper
 }
 
 // Calls visit(pair) for the pairs of tokens `first` to `first + count`, by the lanes of a crew. A token's columns lie
-// in neighbouring lanes, as many as its K rounded up to a power of two. False: this lane saw what is no routing.
+// in neighbouring lanes, as many as its K rounded up to a power of two. False: this lane saw an invalid routing.
 template <typename Visit>
 __device__ __forceinline__ bool visit_topk(const Crew& crew, const Group& g, const DeviceRouting& r, uint32_t first,
                                            uint32_t count, Visit visit) {
@@ -167,14 +168,14 @@ __device__ __forceinline__ bool visit_topk(const Crew& crew, const Group& g, con
   }
   return good;
 }
-// How many of a row of bits lie below number `end`.
+// How many bits of a row are set below number `end`.
 __device__ __forceinline__ uint32_t bits_below(const uint32_t* row, uint32_t end) {
   uint32_t count = 0;
   for (uint32_t w = 0; w < end / 32; ++w) count += __popc(row[w]);
   if (end % 32 != 0) count += __popc(row[end / 32] & ((1u << end % 32) - 1));
   return count;
 }
-// The number of the `n`-th that is set, or `none`.
+// The number of the `n`-th bit that is set, or `none`.
 __device__ __forceinline__ uint32_t find_bit(const uint32_t* row, uint32_t words, uint32_t n, uint32_t none) {
   for (uint32_t w = 0; w < words; ++w) {
     uint32_t word = row[w];
@@ -187,15 +188,15 @@ __device__ __forceinline__ uint32_t find_bit(const uint32_t* row, uint32_t words
   }
   return none;
 }
-// The same for a map that read_tiles has read. Some lanes to a token, with a pair each in turn: what is done with a
-// pair waits for memory, so many are done at once.
+// As visit_topk(), for a map that read_tiles() has read. Several lanes share a token and take its pairs in turn. A
+// visit waits for memory, so many pairs are visited at once.
 template <typename Visit>
 __device__ __forceinline__ void visit_map(const Crew& crew, const Group& g, const Tiles& tiles, Visit visit) {
   constexpr uint32_t kGroup = 8, kTokens = kWarp / kGroup;
   const uint32_t ranks = g.map.num_ranks, experts = g.map.num_experts, words = Tile::words(experts);
   for (uint32_t begin = crew.warp() * kTokens; begin < tiles.count; begin += crew.warps() * kTokens) {
     const uint32_t token = begin + crew.lane() / kGroup;
-    const Tile tile = tiles.with(begin);  // all of a warp's are of one
+    const Tile tile = tiles.with(begin);  // all tokens of a warp are in one tile
     const uint32_t* const row = tile.named + token % kTileTokens * words;
     const uint32_t* const pairs_to = tile.pairs_to + token % kTileTokens * ranks;
     for (uint32_t n = crew.lane() % kGroup;; n += kGroup) {
@@ -213,10 +214,11 @@ __device__ __forceinline__ void visit_map(const Crew& crew, const Group& g, cons
 // Which of four bytes are not 0, a bit each.
 __device__ __forceinline__ uint32_t bits_of(uint32_t bytes) {
   const uint32_t ones = ((bytes & 0x7F7F7F7Fu) + 0x7F7F7F7Fu | bytes) >> 7 & 0x01010101u;
-  return ones * 0x01020408u >> 24 & 0xF;  // no two of its products meet
+  return ones * 0x01020408u >> 24 & 0xF;  // no two partial products overlap
 }
-// Bits, masks and pairs of what a map has of tiles. A warp takes a token, a lane eight neighbouring columns at a time:
-// with a column a lane every warp of them would wait for memory. Not inlined, for want of registers.
+// Reads bits, masks and pairs of tiles from a map. A warp takes a token, and a lane takes eight neighbouring columns at
+// a time. With one column per lane the warp would wait for memory after every kWarp columns. Not inlined, because its
+// caller has no registers to spare.
 __device__ __noinline__ void read_map(const Crew crew, const Group& g, const DeviceRouting& r, const Tiles tiles) {
   constexpr uint32_t kColumns = 8;
   const bool eights = r.width % kColumns == 0 && reinterpret_cast<uint64_t>(r.data) % kColumns == 0;
@@ -244,10 +246,10 @@ __device__ __noinline__ void read_map(const Crew crew, const Group& g, const Dev
   }
 }
 
-// A lane sees to so many tokens of a tile: in turn u to number u * kWarp + lane.
+// How many tokens of a tile a lane handles: in turn u number u * kWarp + lane.
 static_assert(kTileTokens % kWarp == 0);
 constexpr uint32_t kTileTurns = kTileTokens / kWarp;
-// By a warp, a number for each token of a tile: it becomes the sum of those before it. Returns which are not 0.
+// By a warp: replaces the number of each token of a tile by the sum of those before it. Returns which were not 0.
 __device__ __forceinline__ Mask sum_before(uint32_t (&numbers)[kTileTurns], uint32_t lane) {
   Mask mask = 0;
   uint32_t before = 0;
@@ -261,7 +263,7 @@ __device__ __forceinline__ Mask sum_before(uint32_t (&numbers)[kTileTurns], uint
   return mask;
 }
 
-// By a crew: the tiles' masks and counts, from the caller's routing. False: this thread saw what is no routing.
+// By a crew: makes the tiles' masks and counts from the caller's routing. False: this thread saw an invalid routing.
 __device__ inline bool read_tiles(const Crew& crew, const Group& g, const DeviceRouting& r, const Tiles& tiles) {
   const uint32_t ranks = g.map.num_ranks, domains = g.map.num_domains, size = tiles.size();
 #pragma unroll 1
@@ -329,7 +331,7 @@ __device__ inline uint32_t pieces_of_tile(const Group& g, const Tile& tile, uint
   return pieces;
 }
 
-// By a crew.
+// By a crew: writes the counts of tiles to device memory.
 __device__ inline void count_tiles(const Crew& crew, const Group& g, const Tiles& tiles) {
   const uint32_t lane = crew.lane(), first = tiles.first / kTileTokens;
 #pragma unroll 1

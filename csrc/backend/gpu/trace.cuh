@@ -1,4 +1,4 @@
-// Events of kernels. Off, each costs a look at an argument of the kernel.
+// Events of kernels. While tracing is off, each costs one test of a kernel argument.
 #pragma once
 
 #include "backend/gpu/layout.h"

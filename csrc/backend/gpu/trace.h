@@ -1,4 +1,4 @@
-// What kernels note while a trace is on, as it lies in device memory; and the clock that they note it by.
+// What kernels note while a trace is on, as it lies in device memory, and the clock that they use.
 #pragma once
 
 #include <cstdint>
@@ -13,14 +13,14 @@ struct TraceRecord {
   uint32_t kind;                  // TraceKind; 0: not written
   uint32_t what;                  // OpKind of a kernel, Step of a step, channel of a push, index in Net::polled
 };
-// Followed by `capacity` records. Writers: kernels of the rank; reader: its host, when they are through. It zeroes both
-// before it switches on.
+// Followed by `capacity` records. Writers: kernels of the rank; reader: its host, when they are through. The host
+// zeroes the log and its records before it switches the trace on.
 struct TraceLog {
   uint32_t next;  // records that were wanted
   uint32_t capacity;
 };
 
-// At one moment, as far as the host can tell: within `error_nsec`.
+// Both clocks at one moment, as far as the host can tell: within `error_nsec`.
 struct ClockSample {
   uint64_t host_nsec = 0, gpu_nsec = 0, error_nsec = 0;
 };

@@ -6,7 +6,7 @@
 
 namespace uccl_ep::gpu {
 
-// What a token's sum takes: a piece of our domain, by its number, or a sum that another domain returns.
+// An addend of a token's sum: a piece of our domain, by its number, or a sum that another domain returns.
 struct Addend {
   using Row = BitField<uint32_t, 0, 16>;  // of our stream to the domain
   using From = BitsAbove<Row, 15>;        // the domain
@@ -27,10 +27,10 @@ struct Addend {
 };
 static_assert(sizeof(Addend) == sizeof(uint32_t));
 
-// Whom a folded row is told to: it is counted, for its token block at its source, or for its chunk of a ring.
+// Where a folded row is counted: for its token block at its source, or for its chunk of a ring.
 struct FoldTag {
   using Counter = BitField<uint32_t, 0, 29>;
-  using Hurried = BitsAbove<Counter, 1>;  // somebody far away waits for it already: its own warp tells, which is sooner
+  using Hurried = BitsAbove<Counter, 1>;  // another domain waits for it: the warp that folds it tells, which is sooner
   using InRing = BitsAbove<Hurried, 1>;  // the counter is that of a chunk
   using Part = BitsAbove<InRing, 1>;  // of a part of the row
   static_assert(Counter::fits(uint64_t{kMaxGpuRanks} * (kMaxTokens / kTokenBlock)));
@@ -49,7 +49,7 @@ struct FoldTag {
   constexpr bool is_part() const { return (word & Part::kMask) != 0; }
 };
 
-// Of a row that we relay: what its sum waits for, and the chunk that it goes into.
+// The tag of a row that we relay: what its sum waits for, and the chunk that it goes into.
 struct RelayTag {
   using TokenBlock = BitField<uint32_t, 0, 11>;
   using Stream = BitsAbove<TokenBlock, 7>;

@@ -17,8 +17,8 @@ void GpuEngine::check_usable() const {
   check();
 }
 
-// With a capacity nobody knows how many windows the others need, so there is one. A row or a piece of 1 byte: it is not
-// what limits the operation.
+// With a capacity no rank knows how many windows the others need, so there is only one. A caller passes 1 for
+// `wire_bytes` or `piece_bytes` if rows or pieces do not limit the operation.
 void GpuEngine::check_at_once(uint64_t num_tokens, uint32_t width, uint64_t wire_bytes, uint64_t piece_bytes) const {
   const uint64_t most = width == 0 ? 0 : uint64_t{gpu::kTokenBlock} * std::min(width, layout_.num_members);
   const uint64_t tokens = std::min(window_tokens(layout_, wire_bytes),

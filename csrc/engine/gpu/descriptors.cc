@@ -46,7 +46,8 @@ sockaddr_un abstract_address(const std::string& name, socklen_t& length) {
   return to;
 }
 
-// Whether a socket has the address. Asked through a socket of its own: ours must go on hearing everybody.
+// Whether a socket has the address. It is asked through a separate socket, because ours must go on receiving from
+// everybody.
 bool is_there(const std::string& address) {
   const Descriptors probe({socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)});
   socklen_t length = 0;
@@ -145,7 +146,7 @@ Descriptors DescriptorSocket::exchange(const std::vector<std::string>& addresses
       if (received[r] < 0) return static_cast<int>(r);
     return -1;
   };
-  // Sending and receiving in turn: every queue may be full.
+  // Sends and receives in turn, because every queue may be full.
   while (!unsent.empty() || missing() >= 0) {
     std::erase_if(unsent, [&](size_t r) { return send(addresses[r], fd); });
     while (receive(received)) {

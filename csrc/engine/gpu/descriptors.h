@@ -9,7 +9,8 @@
 
 namespace uccl_ep::gpu {
 
-// Owned ones, -1: none. A descriptor that is left open keeps the memory of its rank for the life of this process.
+// File descriptors that this object owns; -1: none. One that is left open keeps its rank's memory for the life of this
+// process.
 class Descriptors {
  public:
   explicit Descriptors(std::vector<int> fds) : fds_(std::move(fds)) {}
@@ -28,15 +29,15 @@ class Descriptors {
 // Passes one descriptor to each peer and gets one from each. Made before the addresses are exchanged.
 class DescriptorSocket {
  public:
-  // `key` is the same on all ranks of the buffer: what bears another key is not ours.
+  // `key` is the same on all ranks of the buffer: a message with another key is not for this buffer.
   DescriptorSocket(int rank, uint64_t key);
   ~DescriptorSocket();
   DescriptorSocket(const DescriptorSocket&) = delete;
   DescriptorSocket& operator=(const DescriptorSocket&) = delete;
 
   const std::string& address() const { return address_; }
-  // Collective. `addresses` by rank; those of ranks that take no part, and our own, are empty. By rank, what each
-  // sent (none: takes no part). Throws std::runtime_error naming the rank that did not come, and
+  // Collective. `addresses` by rank; those of ranks that take no part, and our own, are empty. Returns what each rank
+  // sent, by rank (none: takes no part). Throws std::runtime_error naming the rank that did not come, and
   // CommunicationFailure(kPeerDied) for one that is gone. Calls `look` while it waits, and throws what that throws.
   Descriptors exchange(const std::vector<std::string>& addresses, int fd, double timeout_s,
                        const std::function<void()>& look);

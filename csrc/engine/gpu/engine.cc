@@ -46,7 +46,7 @@ constexpr uint64_t kPinnedBytes = kPageBytes;
 constexpr uint64_t kPulseOffset = kPinnedBytes / 4;
 static_assert(sizeof(gpu::HostError) <= kPulseOffset);
 constexpr uint32_t kStaticSharedBytes = 8192;  // kernels declare less
-constexpr uint64_t kContextUsec = 100'000;  // between looks at whether it is there
+constexpr uint64_t kContextUsec = 100'000;  // between checks that the GPU's context still works
 
 uint64_t pinned_bytes(const EngineConfig& config) {
   return 2 * kPinnedBytes + round_up(8 * uint64_t{config.num_experts}, kPageBytes);
@@ -264,7 +264,8 @@ void GpuEngine::watch() {
     if (!told) told = tell_fault();
     if (!stopped && now_usec() - asked_usec > kContextUsec) {
       asked_usec = now_usec();
-      // A fault of any kernel ends the context. Then no kernel of this engine runs that could exceed its deadline.
+      // A fault of any kernel ends the context. Then no kernel of this engine runs any more that could report its
+      // deadline.
       if (const std::string why = gpu::failure_of(control_stream_); !why.empty())
         fail("lost its GPU's context, which an earlier kernel or call has broken: " + why);
     }
@@ -299,7 +300,8 @@ void GpuEngine::close(bool abort) {
   give_back();
 }
 
-// The proxy has stopped. The network has registered the host's memory with the driver, the transport ours with NICs.
+// The proxy has stopped. The network has registered host memory with the driver, and the transport our memory with
+// NICs, so both go before the memory.
 void GpuEngine::give_back() {
   const std::lock_guard lock(mutex_);
   const std::unique_lock held(memory_mutex_);

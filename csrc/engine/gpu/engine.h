@@ -29,7 +29,7 @@ namespace uccl_ep {
 
 class GpuEngine;
 
-// A plan in device memory that the caller allocated: `storage_bytes`, known with the sizes.
+// A plan in device memory that the caller allocates: `storage_bytes`, which is known when the sizes are.
 struct GpuPlan final : SavedPlan {
   using Sizes = gpu::PlanSizes;  // counts, a guess of them, or with a capacity the most that there can be
   PlanFacts facts() const override;
@@ -75,19 +75,20 @@ class GpuOp final : public Operation {
   std::shared_ptr<GpuPlan> plan_;
   bool counts_known_ = false;
   uint64_t waited_since_usec_ = 0;  // start of the wait for the counts; 0: no wait
-  bool placed_ = false;             // or the launched kernels will place it
+  bool placed_ = false;             // or kernels that are launched will place the rows
   bool pads_ = false;              // whether unused rows of the output become padding
   gpu::StreamHandle stream_ = nullptr;  // that it runs on
   gpu::GraphHandle captured_by_ = nullptr;  // while it is launched
-  gpu::Event done_;  // if that is not the caller's
+  gpu::Event done_;  // set if `stream_` is not the caller's
   bool queued_ = false;  // part of it is launched, so peers rely on the rest
   bool launched_ = false;
 };
 
 inline gpu::StreamHandle stream_of(Stream stream) { return static_cast<gpu::StreamHandle>(stream); }
 
-// SMs of a GPU that the kernels of a buffer may take while they wait. Those of several buffers wait at the same time,
-// and each needs its SMs for that (contract 12); NCCL needs some, too. Throws UsageFailure where there are not enough.
+// SMs of a GPU that the kernels of a buffer may take while they wait. Kernels of several buffers may wait at the same
+// time, so each buffer needs SMs of its own (contract 12). NCCL needs some, too. Throws UsageFailure if there are not
+// enough.
 class SmShare {
  public:
   SmShare(int device, uint32_t sms);
@@ -127,7 +128,7 @@ class GpuEngine final : public Engine, private GpuHandles {
   uint64_t num_calls() const override { return plane_.num_calls(); }
 
   void fail(const std::string& text) override { plane_.fail(text); }
-  // Also if its kernels found an error that has not been reported.
+  // Also throws if its kernels found an error that has not been reported.
   void check() const override;
   void wake() override;
   // Also waits for kernels that are launched meanwhile.
@@ -143,7 +144,8 @@ class GpuEngine final : public Engine, private GpuHandles {
   void give_up_guess(GpuOp& op);
   void give_output(GpuOp& op, const DispatchOutput& output);
 
-  // Starts an operation on the caller's stream, or aside on ours, after what is queued there.
+  // Starts an operation on the caller's stream or, `aside`, on ours; in both cases after what is queued on the
+  // caller's.
   std::shared_ptr<GpuOp> begin(std::shared_ptr<GpuPlan> plan, gpu::StreamHandle stream, bool aside);
   std::shared_ptr<GpuPlan> new_plan(const DispatchArgs& args) const;
   void check_dispatch(const DispatchArgs& args) const;
@@ -171,7 +173,7 @@ class GpuEngine final : public Engine, private GpuHandles {
   gpu::DeviceHeader header_of(int number, uint64_t epoch) const;
   int rank_of(int number) const;
   TraceEvent event_of(const gpu::TraceRecord& record) const;
-  // What goes between domains goes over NICs; else all ranks are on this host.
+  // Whether NICs carry what goes between domains; if not, all ranks are on this host.
   bool has_nics() const { return topo_.num_domains() > 1 && config_.transport != "loop"; }
 
   const EngineConfig config_;
@@ -191,15 +193,15 @@ class GpuEngine final : public Engine, private GpuHandles {
   uint64_t* stop_word_ = nullptr;
   mutable std::mutex mutex_;   // one launch at a time
   uint64_t num_begun_ = 0, num_dispatches_ = 0, num_combines_ = 0, num_windows_ = 0;
-  uint64_t rows_shipped_ = 0, rows_placed_ = 0, rows_folded_ = 0, rows_relayed_ = 0;  // but for those with a capacity
+  uint64_t rows_shipped_ = 0, rows_placed_ = 0, rows_folded_ = 0, rows_relayed_ = 0;  // of plans without a capacity
   uint64_t num_guesses_ = 0, num_misses_ = 0;
   using Form = std::tuple<RoutingKind, uint32_t, uint32_t, uint32_t, int>;  // see form_of()
   std::map<Form, Guess> guesses_;
   bool started_ = false, closed_ = false;
-  // Held shared by who looks at regions or the network without `mutex_`; close() gives them back with both.
+  // Held shared by readers of regions or the network that do not hold `mutex_`. close() holds both to give these back.
   mutable std::shared_mutex memory_mutex_;
   bool given_back_ = false;
-  std::vector<gpu::DeviceMapping> trace_memory_;  // the last is in use; of the others kernels or graphs may know
+  std::vector<gpu::DeviceMapping> trace_memory_;  // the last is in use; kernels or graphs may still refer to the others
   std::vector<Network::Seen> seen_;  // by index in Net::polled
   gpu::ClockSample trace_began_;
   Flag leaving_;

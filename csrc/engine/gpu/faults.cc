@@ -26,14 +26,14 @@ ErrorRecord GpuEngine::record_of(const gpu::HostError& error) const {
   return record;
 }
 
-// In the group, of a rank as kernels number it.
+// The rank in the group whose number in kernels is `number`.
 int GpuEngine::rank_of(int number) const {
   for (int rank = 0; rank < config_.num_ranks; ++rank)
     if (group_.number_of[rank] == number) return rank;
   return -1;
 }
 
-// Of the operation `epoch` of the rank that kernels number so.
+// The header of operation `epoch` of the rank whose number in kernels is `number`.
 gpu::DeviceHeader GpuEngine::header_of(int number, uint64_t epoch) const {
   const auto rank = static_cast<uint32_t>(number);
   const bool near = rank >= group_.first && rank < group_.end;
@@ -45,7 +45,7 @@ gpu::DeviceHeader GpuEngine::header_of(int number, uint64_t epoch) const {
   return header;
 }
 
-// Expected and seen are the calls that either has refused.
+// `expected` and `seen` become the numbers of calls that we and the peer have refused.
 void GpuEngine::tell_mismatch(const gpu::HostError& error, ErrorRecord& record) const {
   const auto called = [&](int number) {
     const gpu::DeviceHeader header = header_of(number, error.epoch);

@@ -12,14 +12,14 @@ namespace uccl_ep {
 
 class Guess {
  public:
-  // Of a dispatch of `num_tokens` of ours, which are not 0.
+  // Learns from a dispatch of `num_tokens` tokens of this rank; not 0.
   void learn(uint64_t num_tokens, const gpu::PlanSizes& sizes) {
     seen_.push_back({static_cast<double>(num_tokens), sizes});
     if (seen_.size() > kKept) seen_.pop_front();
   }
 
-  // False: no history. Else the most that was seen plus a sixteenth, but at most 5 / 4 of the least,
-  // per token of ours: memory that is not used is a loss, and a guess that is too low costs some 100 us.
+  // False: no history. Otherwise guesses, per token of this rank, the most that was seen plus a sixteenth, but at most
+  // 5 / 4 of the least. Memory that is not used is a loss, and a guess that is too low costs some 100 us.
   bool make(uint64_t num_tokens, gpu::PlanSizes& sizes) const {
     using gpu::PlanSizes;
     if (num_tokens == 0 || seen_.empty()) return false;

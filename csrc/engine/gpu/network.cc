@@ -9,7 +9,7 @@
 namespace uccl_ep {
 namespace {
 
-// Of `rank` in a list.
+// The index of `rank` in a list.
 size_t index_of(const std::vector<int>& ranks, int rank) {
   return static_cast<size_t>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
@@ -55,7 +55,7 @@ const uint8_t* Network::packets_of(const gpu::Group& group, uint32_t number) con
   return group.base[from.holder] + from.packets;
 }
 
-// Streams of others to our domain.
+// Streams of other ranks to our domain, and the rings in which we return their sums.
 void Network::fill_sources(const gpu::Group& group) {
   const int own = topo_.domain_of[rank_];
   for (int src = 0; src < topo_.num_ranks; ++src) {
@@ -105,7 +105,7 @@ void Network::poll(const Seen& what, const void* word, uint64_t* flag, uint64_t*
   net_.polled[net_.num_polled++] = {static_cast<const uint64_t*>(word), flag, also};
 }
 
-// Arrivals at all members, for us those that return sums; what of ours has left.
+// Words for arrivals at all members (returned sums only at us), and for what of ours has left.
 void Network::fill_polled(const gpu::Group& group) {
   uint8_t* const region = group.base[group.rank];
   auto* const state = layout_.net_state.in(region);

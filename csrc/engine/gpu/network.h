@@ -1,5 +1,5 @@
-// What a GPU engine has beside, where there are several domains: the memory of hosts that its kernels poll and write,
-// and what they know of the transport's rings.
+// What a GPU engine has in addition with several domains: the host memory that its kernels poll and write, and what
+// they know of the transport's rings.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace uccl_ep {
 
-// Lets the NICs of `plane` reach our device memory; before its handle is exported.
+// Lets the NICs of `plane` reach our device memory. To be called before its handle is exported.
 void register_with_nics(ControlPlane& plane, const gpu::DeviceMapping& own);
 
 class Network {
@@ -25,13 +25,13 @@ class Network {
   Network(ControlPlane& plane, const gpu::DeviceRegionLayout& layout, int rank, int device, bool has_nics,
           const std::vector<gpu::DeviceMapping>& regions);
 
-  // What kernels are told, in device memory. `domain` is complete but for this.
+  // Writes what kernels are told into device memory, and returns where. `group` is complete except for this.
   const gpu::Net* fill(const gpu::Group& group);
-  // By any thread: an operation is to come.
+  // By any thread: tells the copier that an operation is to come.
   void wake() {
     if (copies_ != nullptr) copies_->wake();
   }
-  // What the words say that kernels poll, by index in Net::polled.
+  // What the words mean that kernels poll, by index in Net::polled.
   struct Seen {
     TraceKind kind;
     RingKind ring;

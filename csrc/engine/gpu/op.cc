@@ -7,7 +7,7 @@
 namespace uccl_ep {
 namespace {
 
-constexpr uint64_t kSpinUsec = 5000;  // then threads that share the core get it, too
+constexpr uint64_t kSpinUsec = 5000;  // after that, threads that share the core get a turn
 
 }  // namespace
 
@@ -26,7 +26,7 @@ PlanFacts GpuPlan::facts() const {
   return facts;
 }
 
-// The step goes on when this thread has seen the counts: it does not sleep.
+// Does not sleep, because the caller's step goes on only when this thread has seen the counts.
 bool GpuOp::wait_counts(uint64_t timeout_usec) {
   const uint64_t began = now_usec();
   if (waited_since_usec_ == 0) waited_since_usec_ = began;
@@ -48,7 +48,7 @@ bool GpuOp::wait(Stream stream, uint64_t) {
   return true;
 }
 
-// On the caller's own stream memory is given back in the order of the stream.
+// On the caller's own stream there is nothing to wait for: memory is reused in the order of the stream.
 bool GpuOp::done() const { return launched_ && (done_ == nullptr || gpu::is_over(done_)); }
 
 }  // namespace uccl_ep

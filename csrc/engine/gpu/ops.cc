@@ -14,7 +14,8 @@ using gpu::must;
 
 void refuse(UsageKind kind, const std::string& text) { throw UsageFailure(kind, text); }
 
-// Dispatches of one form need about the same per token. A power of two apart, they are of different forms.
+// Dispatches of one form need about the same memory per token. Between two powers of two, numbers of tokens are of one
+// form.
 auto form_of(const GpuPlan& plan) {
   return std::tuple(plan.routing_kind, plan.routing_width, plan.expert_alignment, plan.view.compact_width,
                     std::bit_width(plan.view.num_tokens));
@@ -36,7 +37,7 @@ std::shared_ptr<GpuOp> GpuEngine::begin(std::shared_ptr<GpuPlan> plan, gpu::Stre
     op->done_ = gpu::make_event();
     follow(stream_, stream);
   }
-  // The operations of a buffer are one sequence. What a graph holds is ordered by who replays it.
+  // The operations of a buffer are one sequence. The operations in a graph are ordered by whoever replays it.
   op->captured_by_ = gpu::captured_graph(op->stream_);
   if (last_stream_ != op->stream_ && op->captured_by_ == nullptr) gpu::follow(op->stream_, last_done_);
   return op;
@@ -145,8 +146,8 @@ void GpuEngine::note_queued(GpuOp& op) {
   plane_.note_queued();
 }
 
-// The proxy stays awake for it. A graph has a node that says so at every replay, as it begins: threads wake up beside
-// whatever comes before the kernel, and nothing waits for the host.
+// Keeps the proxy awake for the operation. In a graph a host node does so whenever a replay begins. Threads then wake
+// up during whatever comes before the kernel, and nothing waits for the host.
 void GpuEngine::note_launch(const GpuOp& op) {
   if (network_ == nullptr) return;
   if (op.captured_by_ == nullptr) {
@@ -155,8 +156,8 @@ void GpuEngine::note_launch(const GpuOp& op) {
   }
   gpu::add_host_node(op.captured_by_, [](void* engine) { static_cast<GpuEngine*>(engine)->note_replay(); }, this);
 }
-// By a thread of the runtime's, which is not to call it. Both threads wake up at a time, not the copier after the
-// proxy.
+// By a thread of the GPU's runtime, which must not call the runtime. Proxy and copier wake up at the same time, not one
+// after the other.
 void GpuEngine::note_replay() {
   plane_.note_launched(true);
   network_->wake();
@@ -216,7 +217,7 @@ void GpuEngine::give_output(GpuOp& op, const DispatchOutput& output) {
     finish(op);
 }
 
-// The windows after the first.
+// Launches the windows after the first.
 void GpuEngine::place_windows(GpuOp& op) {
   const GpuPlan& plan = *op.plan_;
   gpu::PlaceArgs& place = op.place_;
@@ -286,7 +287,7 @@ void GpuEngine::finish(GpuOp& op) {
   op.launched_ = true;
 }
 
-// What comes next on another stream runs after what has been launched, and close() waits for that.
+// The next operation on another stream runs after what has been launched, and close() waits for what has been launched.
 void GpuEngine::note_last(const GpuOp& op) {
   if (op.captured_by_ == nullptr) note_last(op.stream_);
 }

@@ -1,5 +1,5 @@
-// A thread that tells kernels that their host runs: their clock runs on while it does not. It calls nothing that may
-// wait, the GPU's runtime least of all.
+// A thread that tells kernels that their host runs, because the GPU's clock goes on while the host is paused. The
+// thread calls nothing that may wait, least of all the GPU's runtime.
 #pragma once
 
 #include <thread>

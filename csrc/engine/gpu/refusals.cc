@@ -15,7 +15,7 @@ void GpuEngine::refused(const std::string& why, Stream caller) {
     if (last_stream_ != own) gpu::follow(own, last_done_);
     gpu::must(launch_refusal(group_, own), "refusal");
     note_last(own);
-    // Whoever replays a graph knows of no stream of ours: what comes later comes after it.
+    // Whoever replays a graph knows of no stream of ours. So this waits, and what comes later comes after the refusal.
     if (!captured) return;
     const gpu::RelaxedCapture relaxed;
     gpu::synchronize(own);

@@ -6,7 +6,7 @@
 namespace uccl_ep {
 namespace {
 
-// From the GPU's clock to the host's, by two samples: neither is steady by the other's measure.
+// Converts a time of the GPU's clock to the host's by two samples, because the clocks drift against each other.
 uint64_t host_time(uint64_t gpu_nsec, const gpu::ClockSample& first, const gpu::ClockSample& last) {
   const double host = static_cast<double>(last.host_nsec - first.host_nsec);
   const double gpu = static_cast<double>(static_cast<int64_t>(last.gpu_nsec - first.gpu_nsec));
@@ -67,7 +67,7 @@ Trace GpuEngine::stop_trace() {
   return trace;
 }
 
-// But for its times.
+// The event without its times.
 TraceEvent GpuEngine::event_of(const gpu::TraceRecord& record) const {
   TraceEvent event;
   event.kind = static_cast<TraceKind>(record.kind);

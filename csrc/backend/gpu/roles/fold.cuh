@@ -1,4 +1,4 @@
-// The role that folds what came here, and then joins the one that merges.
+// The role that folds the rows that came here, and then joins the role that merges.
 #pragma once
 
 #include "backend/gpu/fold.cuh"
@@ -24,7 +24,7 @@ struct FoldRole {
     if constexpr (kNet)
       if (is_alone(k.g) && !wait_returns_gone(k)) return false;
     const StepClock clock(k, Step::kFold);
-    // Shuffled, or the compiler works it out for every segment.
+    // Shuffled, because the compiler would otherwise work it out for every segment.
     const uint32_t units = __shfl_sync(kFullWarp, k.args.hidden * dtype_bytes(k.args.dtype) / 16, 0);
     const Fold<kNet> fold{k, shared.folds, shared.boxes.tags + k.crew.warp() * kBoxes, units};
     sum_all<kBulk, Row, Wire>({k.crew, kWarps, false}, k.g, fold, k.args.hidden, pipeline);

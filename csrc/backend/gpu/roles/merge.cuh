@@ -14,7 +14,7 @@ struct MergeRole {
     MergeRange merges;
   };
 
-  // By its crew, and by the one that folds when it has done so (`has_folded`).
+  // By its crew, and by the crew that folds after it has folded (`has_folded`).
   static __device__ __forceinline__ void run(const CombineKernel& k, const Shared& shared, SumPipeline& pipeline,
                                              bool has_folded) {
     const StepClock clock(k, Step::kMerge, has_folded ? gridDim.x : 0);

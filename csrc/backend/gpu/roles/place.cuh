@@ -1,4 +1,4 @@
-// The role that places the rows that come here and, of a new plan, routes before.
+// The role that places the rows that come here. With a new plan it routes first.
 #pragma once
 
 #include "backend/gpu/place_bulk.cuh"
@@ -6,13 +6,13 @@
 
 namespace uccl_ep::gpu {
 
-// Where there are several domains (kNet) warps know more, so there are fewer, with more registers each.
+// With several domains (kNet) a warp needs more registers, so there are fewer warps.
 template <PlanState kState, bool kBulk, bool kNet>
 struct PlaceRole {
   static constexpr uint32_t kWarps = kNet ? 5 : kPlaceWarps;
   using Shared = Arrivals;
 
-  // By its crew, the whole of it.
+  // By its whole crew.
   static __device__ __forceinline__ void run(const DispatchKernel& k, Staged& staged, Arrivals& arrivals,
                                              uint8_t* dynamic, Routed& routed) {
     const bool has_rows = blockIdx.x < k.args.num_blocks;
@@ -44,11 +44,11 @@ struct PlaceRole {
   }
 
  private:
-  // The rows, when the plan is there.
+  // Places the rows, when the plan is there.
   static __device__ void place_all(const DispatchKernel& k, Arrivals& arrivals, uint8_t* shared) {
     constexpr bool kFresh = kState != PlanState::kKnown;
     const StepClock clock(k, Step::kPlace);
-    // Where there are several windows, it looks into the lists.
+    // With several windows find_arrivals() reads what is complete only with the lists.
     const bool windows = k.plan.num_token_blocks > k.args.window_tokens / kTokenBlock;
     if (kFresh && windows && !wait_lists(k)) return;
     find_arrivals<kFresh>(k, arrivals);

@@ -9,7 +9,7 @@ namespace uccl_ep::gpu {
 struct PollRole {
   static constexpr uint32_t kWarps = 1;
   struct Shared {
-    uint32_t poller_ends;  // 1: nobody of the kernel waits for flags any more
+    uint32_t poller_ends;  // 1: no warp of the kernel waits for flags any more
   };
 };
 

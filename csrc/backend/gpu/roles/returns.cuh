@@ -7,7 +7,7 @@
 
 namespace uccl_ep::gpu {
 
-// It hands packets and the sums for other domains to the proxy.
+// Hands packets and the sums for other domains to the proxy.
 template <bool kBulk>
 struct PushReturnsRole {
   static constexpr uint32_t kWarps = 1;
@@ -23,7 +23,8 @@ struct PushReturnsRole {
   }
 
  private:
-  // Our sums for other domains, in chunks, and then weights. Not inlined, for want of registers.
+  // Pushes our sums for other domains, in chunks, and then weights. Not inlined, because its caller has no registers to
+  // spare.
   static __device__ __noinline__ void push_returns(const CombineKernel k, const MergeRange& range) {
     const uint32_t row_bytes = k.args.hidden * dtype_bytes(k.args.wire), lane = k.crew.lane();
     const Net& net = *k.g.net;
@@ -62,7 +63,7 @@ struct PushReturnsRole {
   }
 };
 
-// It looks whether all ranks have called the same.
+// Checks that all ranks have made the same call.
 struct CompareCallsRole {
   static constexpr uint32_t kWarps = 1;
   struct Shared {};
@@ -73,7 +74,7 @@ struct CompareCallsRole {
   }
 };
 
-// It ends the kernel when all others are through.
+// Ends the kernel when all other blocks and roles are through.
 template <typename MergesRows>
 struct EndReturnsRole {
   static constexpr uint32_t kWarps = MergesRows::kWarps;
@@ -82,7 +83,7 @@ struct EndReturnsRole {
   static __device__ __forceinline__ void run(const CombineKernel& k, const MergeRange& range, uint32_t* poller_ends) {
     const bool good =
         wait_through(k, workers(k.g) + PushReturnsRole<true>::kWarps + CompareCallsRole::kWarps, poller_ends);
-    // Flags of the domain, of other domains and of the proxy by a warp each: each has a fence, which takes its time.
+    // Three warps publish the flags of the domain, of other domains and of the proxy, because each needs a slow fence.
     if (k.crew.warp() == 2 && k.crew.lane() == 0) tell_ended(k.g);
     if (good && k.crew.warp() == 1) end_returns(k, range);
     MergesRows::finish(k, good);
@@ -92,7 +93,7 @@ struct EndReturnsRole {
   }
 
  private:
-  // By a warp: what we have returned, and what came back and has been read.
+  // By a warp: counts what we have returned, and what came back and has been read.
   static __device__ void end_returns(const CombineKernel& k, const MergeRange& range) {
     const uint32_t row_bytes = k.args.hidden * dtype_bytes(k.args.wire), lane = k.crew.lane();
     NetState& state = net_state(k.g);

@@ -1,5 +1,4 @@
-// Routing, which a role does before its own work: the one that places and, where there are several domains, the one
-// that stages with it.
+// Routing, which the role that places does before its own work. With several domains the role that stages helps.
 #pragma once
 
 #include "backend/gpu/exchange.cuh"
@@ -8,13 +7,13 @@
 
 namespace uccl_ep::gpu {
 
-// What came of it.
+// What came of the routing.
 struct Routed {
   bool good = true;    // no error is known
-  bool placed = true;  // this kernel places rows, for it has the memory
+  bool placed = true;  // this kernel has the memory to place rows
 };
 
-// By a crew of each block: its tiles of a new plan. False: an error is known.
+// By a crew of each block: routes its tiles of a new plan. False: an error is known.
 __device__ inline bool exchange_tiles(const DispatchKernel& k, Staged& staged, uint8_t* shared) {
   const StepClock clock(k, Step::kExchange);
   const bool good = route(k, shared, &staged.totals);
@@ -22,7 +21,7 @@ __device__ inline bool exchange_tiles(const DispatchKernel& k, Staged& staged, u
   return good;
 }
 
-// By the crew that will place, when its block's tiles are routed: the exchange. False: an error is known.
+// By the crew that will place, when its block's tiles are routed: completes the exchange. False: an error is known.
 __device__ inline bool finish_exchange(const DispatchKernel& k, Staged& staged) {
   if (k.crew.thread == 0) count_shared(&staged.routed);
   if (last_block(k, Phase::kRouted, workers(k.g))) {
@@ -32,7 +31,7 @@ __device__ inline bool finish_exchange(const DispatchKernel& k, Staged& staged) 
       else
         publish(&local(k.g).packed, k.op.epoch);
     }
-    // Two warps, for a release takes its time.
+    // Two warps publish, because a release is slow.
     const bool with_weights = k.args.routing.weights != nullptr;
     for (uint32_t r = k.g.first + k.crew.lane(); r < k.g.end; r += kWarp) {
       if (k.crew.warp() == 0) publish(member_flag(k.g, r, k.g.map.lists_full, k.g.rank), k.op.epoch);
@@ -43,11 +42,11 @@ __device__ inline bool finish_exchange(const DispatchKernel& k, Staged& staged) 
       hash += device::load_past_l1(&local(k.g).block_hash[b]);
     hash = crew_sum(k.crew, hash);
     if (k.crew.thread == 0) {
-      header(k.g, k.g.rank, k.op.epoch).routing_hash = hash;  // no other rank looks at it
+      header(k.g, k.g.rank, k.op.epoch).routing_hash = hash;  // no other rank reads it
       publish(&local(k.g).hashed, k.op.epoch);
     }
   }
-  return blockIdx.x >= k.args.num_blocks || wait_plan(k);  // others have nothing left to do
+  return blockIdx.x >= k.args.num_blocks || wait_plan(k);  // blocks that do not place have nothing left to do
 }
 
 }  // namespace uccl_ep::gpu

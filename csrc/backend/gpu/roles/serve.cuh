@@ -1,5 +1,5 @@
-// The role that serves the others of a dispatch: of a plan that is known, it writes what peers wait for; of a new one
-// it makes what no row stands for. Then come padding and what rows have beside their data.
+// The role that serves the others of a dispatch. With a known plan it writes what peers wait for. With a new plan it
+// counts, and writes what placing warps do not plan. Then it writes padding, and the weights and experts of rows.
 #pragma once
 
 #include "backend/gpu/place_weights.cuh"
@@ -20,7 +20,7 @@ struct ServeRole {
     const bool first = k.args.window == 0;
     if constexpr (kFresh) {
       if (blockIdx.x >= k.args.num_blocks) return;
-      // Counts go ahead of the lists, so that all that follows from them is known when these are there.
+      // Counts go ahead of the lists, so that all that follows from counts is known when the lists are there.
       if (kState == PlanState::kNew && blockIdx.x == 0) {
         if (!k.crew.all(k.crew.thread != 0 || wait_shared(k.g, &staged.totals))) return;
         publish_packet(k, k.g.map.header_full);

@@ -1,4 +1,4 @@
-// The roles that stage our rows: one copies or quantises, a warp tells who waits for them.
+// The roles that stage our rows. One copies or quantises them; the other, a single warp, tells the ranks that wait.
 #pragma once
 
 #include "backend/gpu/plan.cuh"
@@ -7,7 +7,7 @@
 
 namespace uccl_ep::gpu {
 
-// What this block stages. Blocks that do not place do it alone if they are many.
+// What this block stages. Blocks that do not place stage alone if there are enough of them.
 constexpr uint32_t kNothing = 0x0FFFFFFFu;  // row groups that nobody has
 __device__ __forceinline__ StageShare stage_share(const DispatchKernel& k) {
   const uint32_t others = workers(k.g) - k.args.num_blocks,
@@ -24,7 +24,7 @@ struct StageRole {
 
   static __device__ void run(const DispatchKernel& k, Staged& staged, uint8_t* shared) {
     constexpr bool kFresh = kState != PlanState::kKnown;
-    // What the half held before must have been read by all.
+    // All members must have read what the half held before.
     if (!wait_members(k, k.g.map.read, k.op.free_after)) return;
     const StageShare share = stage_share(k);
     if (kState == PlanState::kNew && k.g.net == nullptr && k.args.stage.row.num_scales > 0 &&

@@ -6,7 +6,7 @@
 
 namespace uccl_ep::gpu {
 
-// It hands packets and staged rows to the proxy.
+// Hands packets and staged rows to the proxy.
 template <PlanState kState>
 struct PushStreamsRole {
   static constexpr uint32_t kWarps = 1;
@@ -19,7 +19,7 @@ struct PushStreamsRole {
   }
 };
 
-// It ends the kernel when all others are through.
+// Ends the kernel when all other blocks and roles are through.
 template <PlanState kState, typename Places>
 struct EndStreamsRole {
   static constexpr uint32_t kWarps = Places::kWarps;
@@ -30,7 +30,7 @@ struct EndStreamsRole {
     const bool good = wait_through(k, workers(k.g) + kPushes, poller_ends);
     const bool placed = !good || has_memory<kState>(k.g, k.args);
     if (kPushes && k.crew.thread == 0) keep(k.g, k.op, OpKind::kDispatch);
-    // Flags of the domain, of other domains and of the proxy by a warp each: each has a fence, which takes its time.
+    // Three warps publish the flags of the domain, of other domains and of the proxy, because each needs a slow fence.
     if (k.crew.warp() == 2 && k.crew.lane() == 0) tell_ended(k.g);
     if (good && k.crew.warp() == 1) end_streams(k, placed);
     if (placed) Places::finish(k, good);
@@ -40,7 +40,7 @@ struct EndStreamsRole {
   }
 
  private:
-  // By a warp: what we have sent, and if this kernel placed, what came and has been read.
+  // By a warp: counts what we have sent and, if this kernel placed rows, what came and has been read.
   static __device__ void end_streams(const DispatchKernel& k, bool placed) {
     constexpr bool kFresh = kState != PlanState::kKnown;
     const uint32_t row_bytes = k.args.stage.stride;

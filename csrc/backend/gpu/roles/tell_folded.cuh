@@ -6,7 +6,7 @@
 
 namespace uccl_ep::gpu {
 
-// By a warp of one block: what this rank has called. False: an error is known.
+// By a warp of one block: tells the other ranks what this rank has called. False: an error is known.
 __device__ inline bool write_packets(const CombineKernel& k) {
   if (!going(k) || !wait_packets_gone(k)) return false;
   write_headers(k, k.args.signature, k.plan.num_tokens);
@@ -15,8 +15,8 @@ __device__ inline bool write_packets(const CombineKernel& k) {
   return true;
 }
 
-// Of rows that are folded, those in parts: of the first chunk; whole token blocks where a flag tells of these. A rank
-// that is alone folds its first chunk so fast that it folds the second one in parts, too.
+// How many rows of a stream are folded in parts: those of the first chunk, rounded up to token blocks where flags tell
+// of these. A rank that is alone folds its first chunk so fast that it folds the second one in parts, too.
 __device__ __forceinline__ uint32_t first_folded(const Group& g, uint32_t row_bytes) {
   const uint32_t rows = rows_per_chunk(g, row_bytes);
   return is_alone(g) ? 2 * rows : (rows + kTokenBlock - 1) / kTokenBlock * kTokenBlock;
@@ -50,12 +50,12 @@ struct TellFoldedRole {
     merges.parted = first_rows(k, k.g.net->num_relayed, rows_per_chunk(k.g, row_bytes));
     merges.last = last_rows(k, merges.end_token - merges.first_token);
   }
-  // So many first rows of each of so many streams, as far as there are warps for them.
+  // The first `rows` rows of each of `streams` streams, as far as there are warps for them.
   static __device__ __forceinline__ PartedRows first_rows(const CombineKernel& k, uint32_t streams, uint32_t rows) {
     if constexpr (!kBulk) return {};
     return {min(rows * streams, MergesRows::kWarps * workers(k.g)), segments_of(k.args.hidden * 2)};
   }
-  // The last of so many tokens, whose addends come with the last chunk: one part for each warp.
+  // The last of `rows` tokens, whose addends come with the last chunk: at most one part for each warp.
   static __device__ __forceinline__ PartedRows last_rows(const CombineKernel& k, uint32_t rows) {
     if constexpr (!kBulk) return {};
     const uint32_t parts = segments_of(k.args.hidden * 2);

@@ -1,4 +1,4 @@
-// What the architecture that kernels are compiled for has. Kernels ask for these traits, never for its number.
+// Traits of the architecture that kernels are compiled for. Kernels ask for these traits, never for its number.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,9 @@ namespace uccl_ep::gpu {
 struct Arch {
   bool converts_fp8;  // in one instruction
   bool bulk_copies;   // between global and shared memory, with barriers that count their bytes
-  uint32_t vectors_ahead;  // that a warp which quantises loads, as far as there are registers
+  uint32_t vectors_ahead;  // that a warp loads at a time to quantise, as far as registers allow
 };
-// number: 90 of compute_90. What comes after an architecture has what that one has.
+// number: 90 for compute_90. A later architecture has what an earlier one has.
 constexpr Arch arch_of(int number) {
   return {.converts_fp8 = number >= 89,
           .bulk_copies = number >= 90,
@@ -25,7 +25,7 @@ constexpr Arch kArch = arch_of(__CUDA_ARCH__ / 10);
 constexpr Arch kArch = arch_of(90);  // the host's pass over a kernel
 #endif
 
-// Where there are no bulk copies, conversions to FP8 leave no registers for what is inlined elsewhere.
+// On architectures without bulk copies, conversions to FP8 leave no registers for functions that are inlined elsewhere.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define UCCL_EP_INLINE_WHERE_ROOM __noinline__
 #else

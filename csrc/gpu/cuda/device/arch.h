@@ -3,8 +3,8 @@
 
 namespace uccl_ep::gpu {
 
-// Bulk copies between global and shared memory, of the current device. The kernels themselves are asked: a GPU that has
-// them may run PTX that was made for one without.
+// Whether kernels on the current device have bulk copies between global and shared memory. A compiled kernel is asked,
+// because a GPU with bulk copies may run PTX that was made for one without.
 bool has_bulk_copies();
 
 }  // namespace uccl_ep::gpu

@@ -8,7 +8,7 @@ namespace uccl_ep::gpu::device {
 __device__ __forceinline__ void barrier(uint32_t id, uint32_t size) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(size) : "memory");
 }
-// The same; whether all have said so.
+// The same. True if `value` is true in all threads.
 __device__ __forceinline__ bool barrier_and(uint32_t id, uint32_t size, bool value) {
   uint32_t result;
   asm volatile(

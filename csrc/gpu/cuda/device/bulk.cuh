@@ -1,5 +1,5 @@
-// Bulk copies between global and shared memory (sm_90): one thread issues, the copy engine of the SM moves, an mbarrier
-// in shared memory says when a load is complete. Addresses and sizes are multiples of 16 bytes.
+// Bulk copies between global and shared memory (sm_90). One thread issues them, and the copy engine of the SM moves the
+// bytes. An mbarrier in shared memory says when a load is complete. Addresses and sizes are multiples of 16 bytes.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ __device__ __forceinline__ void load_bulk(uint32_t to, const void* from, uint32_
 __device__ __forceinline__ void load_bulk(void* to, const void* from, uint32_t num_bytes, uint64_t* barrier) {
   load_bulk(shared_address(to), from, num_bytes, shared_address(barrier));
 }
-// The barrier's use of that parity is complete.
+// Waits until the barrier's use of that parity is complete.
 __device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -36,7 +36,7 @@ __device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) 
       "r"(parity)
       : "memory");
 }
-// The `lap`-th use of it is.
+// Waits until the barrier's `lap`-th use is complete.
 __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t lap) {
   wait_barrier(shared_address(barrier), lap & 1);
 }
@@ -57,17 +57,17 @@ __device__ __forceinline__ void store_shared(uint32_t to, const uint4& v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// At most kGroups groups of stores still read shared memory.
+// Waits until at most kGroups groups of this thread's stores still read shared memory.
 template <int kGroups>
 __device__ __forceinline__ void wait_stores_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
 }
-// All but the last kGroups groups of this thread's stores are complete.
+// Waits until all but the last kGroups groups of this thread's stores are complete.
 template <int kGroups>
 __device__ __forceinline__ void wait_stores() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kGroups) : "memory");
 }
-// What this thread wrote to or read from shared memory comes before bulk copies after it.
+// Orders this thread's earlier accesses to shared memory before its later bulk copies.
 __device__ __forceinline__ void fence_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 }  // namespace uccl_ep::gpu

@@ -8,7 +8,7 @@
 
 namespace uccl_ep::gpu::device {
 
-// Round to nearest even. Of a NaN they make another.
+// Round to nearest even. A NaN becomes another NaN.
 __device__ __forceinline__ uint32_t to_bf16(float low, float high) {
   uint32_t packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -20,7 +20,7 @@ __device__ __forceinline__ uint16_t to_e4m3(float low, float high) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(packed) : "f"(high), "f"(low));
   return packed;
 }
-// Exact: FP16 has more of everything.
+// Exact: FP16 has more exponent and mantissa bits.
 __device__ __forceinline__ float2 from_e4m3(uint16_t codes) {
   uint32_t halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));

@@ -12,7 +12,7 @@ namespace {
 
 using WriteValue = decltype(&cuStreamWriteValue64);
 
-// Null where this GPU's streams write no words.
+// Null if this GPU's streams cannot write words.
 WriteValue find_write_value(int device) {
   const auto device_get = UCCL_EP_FIND_DRIVER(cuDeviceGet);
   const auto get_attribute = UCCL_EP_FIND_DRIVER(cuDeviceGetAttribute);
@@ -25,7 +25,8 @@ WriteValue find_write_value(int device) {
   return UCCL_EP_FIND_DRIVER(cuStreamWriteValue64);
 }
 
-// The driver's calls for contexts; by name, because their forms differ between versions under one.
+// The driver's calls for contexts. They are looked up by the name with its version, because one name has different
+// forms in different versions.
 struct Contexts {
   CUresult (*create)(CUcontext*, unsigned, CUdevice) = nullptr;
   CUresult (*destroy)(CUcontext) = nullptr;
@@ -112,7 +113,7 @@ void CopyContext::copy(std::span<const Copy> copies, StreamHandle stream) {
 }
 
 void CopyContext::write_word(uint64_t* word, uint64_t value, StreamHandle stream) {
-  // By default the write comes after a fence of the whole system, so who sees the number sees the bytes.
+  // By default the write comes after a fence of the whole system, so whoever sees the number also sees the bytes.
   must(reinterpret_cast<WriteValue>(write_value_)(stream, reinterpret_cast<CUdeviceptr>(word), value,
                                                   CU_STREAM_WRITE_VALUE_DEFAULT),
        "cuStreamWriteValue64");

@@ -1,6 +1,6 @@
-// Where copies between GPUs run that kernels wait for: a context of the driver of its own. Meanwhile any thread may
-// free memory, launch a kernel for the first time or read a value back. Such calls block all other calls and copies of
-// their context until kernels are over.
+// A separate context of the driver, for copies between GPUs that kernels wait for. Meanwhile any thread may free
+// memory, launch a kernel for the first time or read a value back. Such calls block all other calls and copies of
+// their own context until kernels are over.
 #pragma once
 
 #include <cstdint>
@@ -23,13 +23,13 @@ class CopyContext {
   CopyContext(const CopyContext&) = delete;
   CopyContext& operator=(const CopyContext&) = delete;
 
-  // The calling thread stays in it. Another may be capturing a graph meanwhile.
+  // The calling thread enters the context and stays in it. Another may be capturing a graph meanwhile.
   void enter_thread();
   // Whether its streams write words; else events say what is over.
   bool writes_words() const { return write_value_ != nullptr; }
   // Up to kMostAtOnce copies, side by side.
   void copy(std::span<const Copy> copies, StreamHandle stream);
-  // When what is queued is over and all of the system can see it: a word of pinned memory.
+  // Writes a word of pinned memory when what is queued is over and the whole system can see it.
   void write_word(uint64_t* word, uint64_t value, StreamHandle stream);
 
   // The calling thread is in it for the guard's life.

@@ -1,4 +1,4 @@
-// What of CUDA C++ only CUDA's compilers read: launches, and shared memory of a size that the launch says.
+// The parts of CUDA C++ that only CUDA's compilers read: launches, and shared memory whose size the launch sets.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ void launch_kernel(void (*kernel)(Parameters...), const Launch& how, const Argum
   kernel<<<how.blocks, how.threads, how.shared_bytes, how.stream>>>(arguments...);
 }
 
-// Loads kernels on the current device and lets their blocks have `shared_bytes`. One that is loaded at its first launch
-// may have to wait for kernels that run, and those for it (contract 12).
+// Loads kernels on the current device and lets their blocks have `shared_bytes`. A kernel that is loaded at its first
+// launch may have to wait for running kernels, which may wait for it (contract 12).
 template <typename... Kernels>
 Status load_all(uint32_t shared_bytes, Kernels... kernels) {
   cudaFuncAttributes attributes{};
@@ -33,14 +33,15 @@ Status load_all(uint32_t shared_bytes, Kernels... kernels) {
   return status;
 }
 
-// The same for one whose blocks have what it declares.
+// The same for a kernel whose blocks have only the shared memory that it declares.
 template <typename Kernel>
 Status load_kernel(Kernel kernel) {
   cudaFuncAttributes attributes{};
   return cudaFuncGetAttributes(&attributes, kernel);
 }
 
-// A block's, of as many bytes as its launch says. No function: the compiler would order additions to it otherwise.
+// A block's shared memory of as many bytes as its launch says. It is no function, because the compiler would then order
+// additions to the address differently.
 #define UCCL_EP_DYNAMIC_SHARED(name) extern __shared__ __align__(128) uint8_t name[]
 
 }  // namespace uccl_ep::gpu

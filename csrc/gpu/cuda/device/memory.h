@@ -1,4 +1,4 @@
-// Memory that a GPU and others than its process reach: allocations that peers map, pinned and registered host memory.
+// Memory that a GPU shares with peers or the host: allocations that peers map, pinned and registered host memory.
 #pragma once
 
 #include <cstdint>
@@ -53,7 +53,7 @@ class PinnedMemory {
   Owned<uint8_t*, cudaFreeHost> memory_;
 };
 
-// Host memory that somebody else allocated, while the current GPU reaches it. Move only.
+// Host memory that somebody else allocated, registered so that the current GPU reaches it. Move only.
 class HostMapping {
  public:
   HostMapping() = default;

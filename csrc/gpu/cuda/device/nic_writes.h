@@ -1,4 +1,4 @@
-// What NICs write into GPU memory: when the GPUs see it.
+// When GPUs see what NICs write into GPU memory.
 #pragma once
 
 #include <string>
@@ -10,9 +10,9 @@ enum class NicWrites {
   kFlushed,    // after flush_nic_writes()
   kNeither
 };
-// Of a NIC into `device`. Throws std::runtime_error.
+// For writes of a NIC into the memory of `device`. Throws std::runtime_error.
 NicWrites nic_writes(int device);
-// What NICs wrote into the current device, for all GPUs. What went wrong, or "".
+// Makes what NICs wrote into the current device visible to all GPUs. Returns what went wrong, or "".
 std::string flush_nic_writes();
 
 }  // namespace uccl_ep::gpu

@@ -1,5 +1,5 @@
-// Devices, streams, events, graphs and copies, by the same names for every vendor. What throws, throws
-// std::runtime_error naming the vendor's call; what takes std::nothrow ignores errors, which others will meet.
+// Devices, streams, events, graphs and copies, by the same names for every vendor. Functions that throw, throw
+// std::runtime_error naming the vendor's call. Those that take std::nothrow ignore errors, which later calls will meet.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,7 +18,7 @@ using GraphHandle = cudaGraph_t;
 using Status = cudaError_t;  // of launches
 
 void must(Status status, const char* what);
-// Of the launch before, on this thread.
+// The status of the last launch on this thread.
 inline Status launch_status() { return cudaGetLastError(); }
 
 // ---- devices --------------------------------------------------------------------------------------------------------
@@ -32,12 +32,12 @@ bool has_context(int device);
 // By a thread that stays there.
 void enter_device(int device);
 
-// For its life the calling thread's current device is `device`. Afterwards the one of before, unless going back would
-// make this process's context there: a new thread's is GPU 0.
+// For its life the calling thread's current device is `device`. Afterwards it is the previous one, unless this process
+// has no context there, which going back would make. (A new thread's device is GPU 0.)
 class OnDevice {
  public:
   explicit OnDevice(int device);
-  // Where an error of the GPU must not keep the caller from what comes next.
+  // For callers that must go on despite an error of the GPU.
   OnDevice(int device, std::nothrow_t) noexcept;
   ~OnDevice();
   OnDevice(const OnDevice&) = delete;
@@ -70,13 +70,13 @@ class Owned {
 using Stream = Owned<cudaStream_t, cudaStreamDestroy>;
 using Event = Owned<cudaEvent_t, cudaEventDestroy>;
 
-// On the current device: of its highest priority; it does not wait for the default stream.
+// On the current device, with its highest priority. The stream does not wait for the default stream.
 Stream make_stream();
 Event make_event();
 void record(EventHandle event, StreamHandle stream);
-// `stream` goes on when what was recorded is over.
+// `stream` waits until what `event` recorded is over.
 void follow(StreamHandle stream, EventHandle event);
-// Over, or failed.
+// Whether what it recorded is over or has failed.
 bool is_over(EventHandle event);
 // The same; throws if it failed.
 bool is_over_well(EventHandle event);
@@ -85,14 +85,14 @@ void synchronize(EventHandle event);
 void synchronize(EventHandle event, std::nothrow_t) noexcept;
 void synchronize(StreamHandle stream);
 void synchronize(StreamHandle stream, std::nothrow_t) noexcept;
-// What has become of a stream's work: "" while all is well, or when the process ends.
+// The error of a stream's work: "" while all is well, or when the process ends.
 std::string failure_of(StreamHandle stream);
 
 // ---- graphs ---------------------------------------------------------------------------------------------------------
 // The graph that is being captured from the stream, or null.
 GraphHandle captured_graph(StreamHandle stream);
-// A node that waits for nothing: calls function(argument) whenever the graph begins, by a thread that must not call the
-// runtime.
+// Adds a node that waits for nothing. Whenever the graph begins, a thread that must not call the runtime calls
+// function(argument).
 void add_host_node(GraphHandle graph, void (*function)(void*), void* argument);
 // For its life this thread's calls are allowed while another stream is being captured.
 class RelaxedCapture {

@@ -13,13 +13,14 @@ constexpr LaneMask kFullWarp = ~LaneMask{0};
 
 // By a warp: the lanes that say yes.
 __device__ __forceinline__ LaneMask ballot(bool yes) { return __ballot_sync(kFullWarp, yes); }
-// Of some lanes, one at least: the lowest.
+// The lowest of some lanes; there is at least one.
 __device__ __forceinline__ uint32_t lowest_lane(LaneMask lanes) { return __ffs(static_cast<int>(lanes)) - 1; }
 // By a whole warp.
 __device__ __forceinline__ uint32_t warp_max(uint32_t value) { return __reduce_max_sync(kFullWarp, value); }
 __device__ __forceinline__ uint32_t warp_min(uint32_t value) { return __reduce_min_sync(kFullWarp, value); }
 
-// By a whole warp: true in one lane, always the same one. Of `lane == 0` the compiler does not know that it is one.
+// By a whole warp: true in one lane, always the same one. The compiler does not know that `lane == 0` is true in one
+// lane only.
 __device__ __forceinline__ bool elect() {
   uint32_t elected;
   asm volatile(

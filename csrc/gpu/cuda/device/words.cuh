@@ -1,5 +1,5 @@
-// Loads, stores and fences of one order and scope, and the GPU's clock: what CUDA C++ has no words for. Who uses them
-// states the order.
+// Loads, stores and fences of one order and scope, and the GPU's clock, for which CUDA C++ has no functions. Their
+// callers state which order they rely on.
 #pragma once
 
 #include <cstdint>
@@ -60,7 +60,7 @@ template <typename T>
 __device__ __forceinline__ T load_past_l1(const T* from) {
   return __ldcg(from);
 }
-// What is read once.
+// For what is read once.
 template <typename T>
 __device__ __forceinline__ T load_once(const T* from) {
   return __ldcs(from);
@@ -89,7 +89,7 @@ __device__ __forceinline__ uint32_t take_acquire_block(uint32_t* from) {
                : "memory");
   return value;
 }
-// An atomic, too, which tells compute-sanitizer that it is meant.
+// Also an atomic, which tells compute-sanitizer that the access is meant.
 __device__ __forceinline__ uint32_t load_acquire_block(uint32_t* from) {
   uint32_t value;
   asm volatile("atom.acquire.cta.shared.or.b32 %0, [%1], 0;"
@@ -105,7 +105,7 @@ __device__ __forceinline__ uint64_t globaltimer() {
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
   return value;
 }
-// About as long, at most a millisecond; others of its SM run meanwhile.
+// Pauses for about `nsec`, at most a millisecond. Other warps of the SM run meanwhile.
 __device__ __forceinline__ void pause_nsec(uint32_t nsec) { __nanosleep(nsec); }
 
 }  // namespace uccl_ep::gpu::device
