@@ -12,8 +12,8 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Throws what a signal's handler raises, and what another thread has injected (PyThreadState_SetAsyncExc): the
-// interpreter looks for the latter only in its own loop, so some of it is run.
+// Throws what a signal handler raises, and what another thread has injected (PyThreadState_SetAsyncExc). The
+// interpreter looks for injected exceptions only in its own loop, so this function runs a little Python code.
 void look_at_interrupts();
 
 // bindings/engine.cc

@@ -1,4 +1,4 @@
-// Python face of the engines: conversions only. Whatever waits releases the GIL and looks at signals in between.
+// The Python interface of the engines: conversions only. Every wait releases the GIL and checks for signals in between.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -34,7 +34,7 @@ inline Dtype row_format_named(const std::string& name, const std::string& scale)
   return format->id;
 }
 
-// Waits in slices of so long, and calls `between` after each, with the GIL.
+// Waits in slices of `slice_usec`. After each slice it calls `between`, with the GIL held.
 template <typename Wait, typename Between>
 void wait_with(Wait wait, uint64_t slice_usec, Between between) {
   while (true) {
@@ -48,15 +48,15 @@ void wait_with(Wait wait, uint64_t slice_usec, Between between) {
   }
 }
 
-// So that interrupts are seen.
+// Waits in slices, so that interrupts are seen.
 template <typename Wait>
 void wait_with_signals(Wait wait) {
   constexpr uint64_t kSliceUsec = 50000;
   wait_with(wait, kSliceUsec, look_at_interrupts);
 }
 
-// Closes on another thread, so that an interrupt can end the wait for operations and ranks: the others then raise.
-// Where no thread is to be had, on this one, and interrupts come after it.
+// Closes on another thread, so that an interrupt can end the wait for operations and ranks; the other ranks then raise.
+// If no thread can be created, it closes on this one, and interrupts are seen afterwards.
 template <typename Close, typename Fail>
 void close_with_signals(Close close, Fail fail) {
   std::future<void> closed;
@@ -84,7 +84,7 @@ struct PyDispatchArgs {
   uint64_t num_tokens = 0;
   uint32_t hidden = 0;
   uint32_t element_bytes = 2;
-  std::string wire = "same";  // or the name of a row format, and its scale
+  std::string wire = "same";  // or the name of a row format; `scale` is that format's
   std::string scale;
   std::string routing = "plan";
   uintptr_t routing_ptr = 0;
@@ -152,12 +152,12 @@ py::tuple trace_tuple(const Trace& trace) {
   return py::make_tuple(events, trace.lost);
 }
 
-// What follows a wait of milliseconds finds cold caches: it took three to five times as long on a virtual machine. So
-// that it stays warm, some of it is run this often.
+// Code that runs after a wait of milliseconds finds cold caches: on a virtual machine it took three to five times as
+// long. To keep it warm, some of it runs at this interval.
 constexpr uint64_t kRehearsalUsec = 250;
 
-// Writes the pairs of each local expert, padding included, to `counts`, if given; returns how many rows come. Calls
-// `rehearse`, a Python function, again and again: interrupts are seen in it.
+// Writes the number of pairs of each local expert, padding included, to `counts`, if given. Returns the number of rows.
+// While it waits, it calls the Python function `rehearse` repeatedly; interrupts are seen there.
 uint64_t wait_counts(Operation& self, uintptr_t counts, const py::object& rehearse) {
   const auto wait = [&](uint64_t usec) { return self.wait_counts(usec); };
   if (rehearse.is_none())
@@ -189,7 +189,7 @@ void bind_plan(py::module_& m) {
 }
 
 void bind_args(py::module_& m) {
-  // In the order of their fields.
+  // The parameters are in the order of the fields.
   py::class_<PyDispatchArgs>(m, "DispatchArgs")
       .def(py::init<uintptr_t, uint64_t, uint32_t, uint32_t, std::string, std::string, std::string, uintptr_t, uint32_t,
                     uintptr_t, uint32_t, bool, int64_t, bool, bool>(),
@@ -229,7 +229,7 @@ void bind_op(py::module_& m) {
 
 void bind_calls(py::class_<Engine, std::shared_ptr<Engine>>& bound) {
   using Release = py::call_guard<py::gil_scoped_release>;
-  // An operation keeps its engine.
+  // An operation keeps its engine alive.
   bound
       .def(
           "dispatch",

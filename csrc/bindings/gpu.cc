@@ -1,4 +1,4 @@
-// What there is for GPUs: its engine's creation, measurements, trials. Compiled only where nvcc was found;
+// The Python interface for GPUs: creation of the engine, measurements, trials. Compiled only if nvcc was found; it
 // loads without a GPU.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

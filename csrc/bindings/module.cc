@@ -57,7 +57,7 @@ void bind_config(py::module_& m) {
   m.def("least_budget", &host_least_budget_bytes);
 }
 
-// A function of Python that does nothing. Never freed: threads may wait while the interpreter ends.
+// A Python function that does nothing. Never freed: threads may wait while the interpreter ends.
 PyObject* nothing = nullptr;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Python face of what this host offers: conversions only.
+// The Python interface to what this host offers: conversions only.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -48,7 +48,7 @@ py::list rank_nics(const Trial& trial, const std::string& root) {
 
 constexpr const char* kLinkNames[] = {"memory", "efa", "rdma", "tcp"};  // by LinkKind
 
-// kRdma for a name that another version may know.
+// kRdma for an unknown name, which another version may know.
 LinkKind link_named(const std::string& name) {
   for (LinkKind link : {LinkKind::kMemory, LinkKind::kEfa, LinkKind::kTcp})
     if (name == kLinkNames[static_cast<size_t>(link)]) return link;
@@ -69,7 +69,7 @@ std::vector<std::tuple<std::string, bool, std::string, std::string>> probe_named
 
 using Told = std::map<std::string, std::tuple<bool, std::string, std::string>>;
 
-// (name, why, provider) from what ranks told: where they are, (host, memory), and their probes by transport,
+// Returns (name, why, provider). `places`: (host, memory) of each rank. `told`: the probes of each rank, by transport:
 // (usable, text, link).
 std::tuple<std::string, std::string, std::string> choose(const std::string& wanted,
                                                          const std::vector<std::pair<std::string, std::string>>& places,

@@ -9,7 +9,7 @@ namespace {
 
 constexpr uint64_t kRemoteHeartbeatPeriods = 5;
 
-// It crossed a network: check its fields before using them as indices.
+// The record crossed a network: check its fields before using them as indices.
 ErrorRecord checked(ErrorRecord record, int finder, int num_ranks) {
   if (record.kind > ErrorKind::kPeerFailed || record.kind == ErrorKind::kNone) record.kind = ErrorKind::kTransport;
   if (record.step > Step::kClose) record.step = Step::kNone;
@@ -89,8 +89,8 @@ void Health::watch_processes() {
     if (closed_[rank].own() != 0) continue;
     const bool remote = context_.domain_controls[rank] == nullptr;
     if (remote ? context_.transport->peer_alive(watched.rank) : watched.process.alive()) continue;
-    // A rank says that it closes before it ends. The flag of a domain peer is visible by now; the bye of another rank
-    // may still wait in the transport, so it gets until the next period.
+    // A rank says that it closes before it ends. The flag of a domain peer is visible by now. The bye of another rank
+    // may still wait in the transport, so that rank has until the next period.
     if (domain_closing(watched.rank)) {
       closed_[rank].publish(1);
     } else if (remote && !watched.suspected) {
@@ -118,14 +118,14 @@ void Health::found_dead(const Watched& watched) {
 }
 
 void Health::spread(const ErrorRecord& record) {
-  // Before any local thread can see the error and ask whether it was delivered.
+  // First, before any local thread can see the error and ask whether it was delivered.
   start_shipping(record);
   for (ControlBlock* control : context_.domain_controls)
     if (control != nullptr) post_error(*control, record);
 }
 
-// Once: the first error is the cause. This rank's error is shipped even if the control block has another rank's, which
-// may have died before it told the other domains.
+// Only once: the first error is the cause. This rank's error is shipped even if the control block has another rank's.
+// That rank may have died before it told the other domains.
 void Health::start_shipping(const ErrorRecord& record) {
   if (error_owed_) return;
   error_owed_ = true;
@@ -217,7 +217,7 @@ void Health::arrive(const Imm& imm, int peer, uint64_t now_usec) {
   if (imm.type == ImmType::kHeartbeat) {
     if ((imm.channel & 1) != 0) moved_[static_cast<size_t>(peer)].publish(now_usec);
     Flag& refused = calls_refused_[static_cast<size_t>(peer)];
-    const uint64_t heard = refused.own() / kHeartbeatRefusals + 1;  // what makes it grow
+    const uint64_t heard = refused.own() / kHeartbeatRefusals + 1;  // makes the flag grow with each heartbeat
     refused.publish(heard * kHeartbeatRefusals + (imm.channel >> 1));
   }
   if (imm.type == ImmType::kBye) closed_[static_cast<size_t>(peer)].publish(1);

@@ -18,7 +18,7 @@ class Health {
 
   // Posts pending messages to ranks of other domains: byes, this rank's error.
   bool send_due();
-  // Every kHeartbeatUsec: heartbeats, process watching. `moved_bytes`, of chunks, so far.
+  // Every kHeartbeatUsec: sends heartbeats and checks processes. `moved_bytes`: of chunks, so far.
   void housekeeping(uint64_t now_usec, uint64_t moved_bytes);
   uint64_t next_housekeeping_usec() const { return next_housekeeping_usec_; }
   // Whether the transport refused a pending message.
@@ -40,7 +40,7 @@ class Health {
   bool error_delivered() const;
   uint64_t last_heard_usec(int rank) const;
   uint64_t silent_usec(int rank) const {
-    const uint64_t heard = heard_patient_[static_cast<size_t>(rank)].read();  // first: it may grow meanwhile
+    const uint64_t heard = heard_patient_[static_cast<size_t>(rank)].read();  // read first: it may grow meanwhile
     return patient_.read() - heard;
   }
   uint64_t last_moved_usec(int rank) const;
@@ -53,7 +53,7 @@ class Health {
   struct Remote {
     int rank;
     bool heartbeat_in_flight = false;
-    uint64_t told_progress = 0;  // our `progress` at its last heartbeat
+    uint64_t told_progress = 0;  // our `progress` at the last heartbeat to it
     bool dead = false;
     Debt bye = Debt::kNone;
     Debt error = Debt::kNone;
@@ -88,7 +88,7 @@ class Health {
   uint64_t period_ = 0;
   bool refused_ = false;
   uint64_t num_due_ = 0;          // pending messages that were not posted yet
-  bool byes_owed_ = false;        // byes were asked for and handed out to remotes_
+  bool byes_owed_ = false;        // byes were requested, and are due in remotes_
   bool error_owed_ = false;       // likewise, of our error
   Counter heartbeats_;
   PatienceClock patience_;
@@ -97,8 +97,8 @@ class Health {
 
   // Writer: the proxy; readers: any thread of this process; never reset.
   std::vector<Flag> heard_;       // [rank] now_usec() of the last message
-  std::vector<Flag> heard_patient_;  // [rank] patience_ when it was seen that we have heard of it
-  Flag patient_;  // patience_ now; after what is compared with it
+  std::vector<Flag> heard_patient_;  // [rank] patience_ when the last sign of life was noticed
+  Flag patient_;  // patience_ at the last housekeeping; published after heard_patient_
   std::vector<Flag> moved_;  // [rank] now_usec() of the last heartbeat that said that the rank's operation moved
   std::vector<Flag> calls_refused_;  // [rank] modulo kHeartbeatRefusals, as its heartbeats say
   std::vector<Flag> closed_;  // [rank] 1: its bye arrived, or it is dead

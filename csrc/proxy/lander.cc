@@ -37,8 +37,8 @@ void Lander::arrive(const Completion& completion) {
     fail(completion.peer, "chunk " + std::to_string(serial) + " of a " + ring_name(landing.kind) +
                               " channel arrived, but only " + std::to_string(channel.returned + landing.num_slots) +
                               " have credit");
-  // Who writes a slot again has seen that its last chunk was read. No foreign number gets a stamp: a later lap's would
-  // pass for all the chunks before it.
+  // A sender writes a slot again only after the slot's last chunk was consumed. A serial of another lap gets no stamp:
+  // the stamp of a later lap would stand for all the chunks before it.
   const uint64_t lap_before = serial < landing.num_slots ? 0 : serial + 1 - landing.num_slots;
   if (stamp.own() != lap_before)
     fail(completion.peer, "chunk " + std::to_string(serial) + " of a " + ring_name(landing.kind) +

@@ -1,5 +1,5 @@
-// The receiving half of a proxy: arrivals become stamps that the domain polls (a GPU polls the board instead),
-// consumption becomes credits.
+// The receiving half of a proxy. It turns arrivals into stamps, which the domain polls (a GPU polls the board instead),
+// and consumed chunks into credits.
 #pragma once
 
 #include <cstdint>
@@ -30,11 +30,11 @@ class Lander {
  private:
   struct Channel {
     const InChannel* in = nullptr;
-    uint64_t end = 0;       // highest serial that arrived, + 1
+    uint64_t end = 0;  // highest serial that arrived, + 1
     Prefix arrived;
     uint64_t returned = 0;  // chunks whose credit was posted
-    // Every credit in flight says more than this. Credits are held back before they differ from it by 2^16, so that an
-    // old one is never mistaken for one of the next lap (wire.h).
+    // Every credit in flight names a larger count than this. A credit whose count exceeds this one by 2^16 is held
+    // back. So an old credit is never mistaken for one of the next lap (layout/words.h).
     uint64_t credit_base = 0;
     uint32_t credits_in_flight = 0;
     bool open = false;  // listed in open_

@@ -1,4 +1,4 @@
-// How long the last chunks took from the queue until they were flushed.
+// How long the last chunks took, from their command's being taken until they were flushed.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ class Latencies {
     nsec_[count_.value() % kKept].set(nsec);
     count_.add(1);
   }
-  // Of the last kKept chunks, the least that `percent` of them do not exceed; 0 if there are none.
+  // The least time that `percent` % of the last kKept chunks do not exceed; 0 if there are none.
   uint64_t percentile_nsec(uint64_t percent) const {
     std::vector<uint64_t> kept(std::min(count_.value(), kKept));
     if (kept.empty()) return 0;

@@ -1,4 +1,4 @@
-// A word of the board: the number of chunks of a channel up to which all are stamped.
+// A word of the board: how many chunks of a channel are stamped without a gap.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,8 @@ class Prefix {
     word_ = reinterpret_cast<Flag*>(context.region + context.layout->board_offset) + board_idx;
   }
 
-  // After a stamp was published. A slot's stamp may only be ahead of ours: it is never of an earlier lap.
+  // Called after a stamp was published. A stamp above count_ is that of the chunk; one of an earlier lap is not above
+  // it.
   void advance() {
     if (word_ == nullptr) return;
     const uint64_t before = count_;

@@ -26,12 +26,12 @@ constexpr uint64_t kLeastSleepUsec = 20;
 // No bell announces that a refused post would be accepted.
 constexpr uint64_t kRefusedRetryUsec = 50;
 constexpr uint64_t kFailedRetryUsec = 10'000;
-// A GPU does not ring. While no operation is under way there the proxy waits awake for a while; then it naps, the
-// longer nothing was to do the longer: the first chunk after a pause is late by 100 us, or by a thirtieth of the pause.
-// On a virtual machine each nap may take 40 us of a core.
+// A GPU does not ring. While no operation is under way there, the proxy stays awake for this long, and then it naps.
+// Naps grow with the pause: the first chunk after it is late by 100 us, or by a thirtieth of the pause. On a virtual
+// machine each nap may cost 40 us of a core.
 constexpr uint64_t kAwakeUsec = 500;
-// With graphs nothing is heard of an operation before its kernels run, and then it takes 100 us and more until the
-// thread is awake: from one layer to the next it stays so.
+// With graphs the proxy learns of an operation only when its kernels run. Waking the thread then takes 100 us or more,
+// so it stays awake from one layer to the next.
 constexpr uint64_t kAwakeForReplaysUsec = 10'000;
 constexpr uint64_t kLeastNapUsec = 100;
 constexpr uint64_t kMostNapUsec = 5000;
@@ -177,7 +177,7 @@ bool Proxy::poll_transport() {
   for (size_t i = 0; i < count; ++i) {
     try {
       take(completions_[i], polled_nsec);
-    } catch (...) {  // the others are reported only once
+    } catch (...) {  // take the others first: each is reported only once
       if (!first) first = std::current_exception();
     }
   }

@@ -33,8 +33,8 @@ struct ProxyContext {
   std::vector<ControlBlock*> domain_controls;  // [rank], ours included; nullptr: the rank is in another domain
   CommandRing* commands = nullptr;
   Transport* transport = nullptr;        // connected to every rank of other domains
-  // Operations that were launched on a GPU, and that have ended there: while one is under way its kernels push commands
-  // and take chunks without ringing. Null on the host, where everybody rings.
+  // Numbers of the operations that were launched on a GPU, and that have ended there. While one is under way, its
+  // kernels push commands and consume chunks without ringing. Null on the host, where everybody rings.
   const Flag* launched = nullptr;
   const Flag* ended = nullptr;
   // Number of graph replays, including announced ones. Set together with `launched`.
@@ -54,9 +54,9 @@ struct ShipStats {
 };
 
 struct ProxyStats {
-  std::vector<ShipStats> ships;  // by kind, then domain; only pairs that have a channel
+  std::vector<ShipStats> ships;  // by kind, then domain; only those that have a channel
   uint64_t commands = 0;  // taken from the queue
-  uint64_t command_nsec_p50 = 0, command_nsec_p99 = 0;  // until flushed, of the last Latencies::kKept chunks
+  uint64_t command_nsec_p50 = 0, command_nsec_p99 = 0;  // from taken until flushed, of the last Latencies::kKept chunks
   uint64_t credit_waits = 0;  // chunks that were ready before their credit
   uint64_t credit_wait_usec = 0;
   uint64_t refused_posts = 0;
@@ -65,7 +65,7 @@ struct ProxyStats {
   uint64_t arrivals = 0;  // chunks that landed
   uint64_t arrived_bytes = 0;
   uint64_t duplicates_dropped = 0;
-  uint64_t credits_sent = 0;  // immediates, each may return several chunks
+  uint64_t credits_sent = 0;  // immediates; each may return credit for several chunks
   uint64_t heartbeats_sent = 0;
   uint64_t wakeups = 0;  // times the thread returned from sleeping
   uint64_t passes = 0;
@@ -84,31 +84,36 @@ class Proxy {
   // Joins the thread even if work is pending. Afterwards this proxy no longer uses the transport. Idempotent.
   void stop();
 
-  // One pass: true if anything moved. Called by the thread; by tests instead of start(). Throws what the transport
-  // throws and CommunicationFailure for what breaks the protocol; the thread turns it into an error of all ranks.
+  // One pass; true if anything moved. The thread calls it; tests call it instead of start(). Throws what the transport
+  // throws, and CommunicationFailure for whatever breaks the protocol. The thread turns the exception into an error of
+  // all ranks.
   bool step();
 
   // ---- any thread
   ProxyStats stats() const;
-  // now_usec() of the last sign of life: the heartbeat of a domain peer, any message of another rank. Never older than
-  // this proxy.
+  // now_usec() of the last sign of life: the heartbeat of a domain peer, or any message of another rank. Never older
+  // than this proxy.
   uint64_t last_heard_usec(int rank) const;
-  // How long there has been no sign of life, by this proxy's patience: no longer than since it was made.
+  // How long there has been no sign of life, by the clock of deadlines (common/patience.h). Never longer than this
+  // proxy has existed.
   uint64_t silent_usec(int rank) const;
-  // now_usec() of the last movement of the rank's operation or of its bytes, as far as known: of a rank of another
-  // domain by its heartbeats.
+  // now_usec() of the last movement of the rank's operation or of its bytes, as far as known. A rank of another domain
+  // reports it by heartbeats.
   uint64_t last_moved_usec(int rank) const;
-  // Calls that the rank has refused, modulo kHeartbeatRefusals: as far as known, by its heartbeats.
+  // Calls that the rank has refused, modulo kHeartbeatRefusals, as far as known. A rank of another domain reports it by
+  // heartbeats.
   uint32_t num_refused(int rank) const;
   // As Transport::trouble().
   std::string trouble() const { return context_.transport->trouble(); }
   // The rank entered close() (domain peer: its flag; other domain: its bye arrived) or its process is gone.
   bool remote_closed(int rank) const;
 
-  // Tells all ranks that this one may disappear: own `closing` flag, a bye to each rank of other domains. Idempotent.
+  // Tells all ranks that this one may disappear: sets our `closing` flag and sends a bye to each rank of other domains.
+  // Idempotent.
   void announce_close();
-  // After announce_close(): every rank closed or died, and what we owe the others (byes, our error) is flushed. Only
-  // then may the transport go without a peer waiting in vain; after a deadline it may go anyway.
+  // After announce_close(): every rank has closed or died, and our messages to the others (byes, our error) are
+  // flushed. If the transport is destroyed earlier, a peer may wait in vain; after a deadline it may be destroyed
+  // anyway.
   bool all_closed() const;
   // The error that this rank found has reached every rank that can be reached, or there is none.
   bool error_delivered() const;
@@ -129,10 +134,10 @@ class Proxy {
   std::unique_ptr<Lander> lander_;
   std::unique_ptr<Health> health_;
   std::vector<Completion> completions_;
-  bool failed_ = false;  // an exception came out of a pass: only errors and byes are sent any more
+  bool failed_ = false;  // an exception came out of a pass: from now on only errors, byes and heartbeats are sent
   uint32_t empty_passes_ = 0;
   uint64_t awake_since_usec_ = 0;
-  uint64_t last_chunk_usec_ = 0;  // when a chunk or a credit last moved, or was awaited
+  uint64_t last_chunk_usec_ = 0;  // when a chunk or a credit last moved, or a graph replay was announced
   uint64_t awaited_ = 0;
   uint64_t settled_bytes_ = 0;  // of chunks that have arrived or were flushed
   Counter wakeups_, passes_, busy_usec_;

@@ -41,7 +41,7 @@ void Shipper::fail(int peer, const std::string& text) const {
 bool Shipper::drain() {
   Command command;
   int taken = 0;
-  uint64_t taken_nsec = 0;  // of all, but in a trace: reading the clock would cost more than the rest of it
+  uint64_t taken_nsec = 0;  // one for all commands, except in a trace: reading the clock would cost more than the rest
   while (taken < kCommandsPerPass && context_.commands->pop(command)) {
     if (taken++ == 0 || traces()) taken_nsec = now_nsec();
     take(command, taken_nsec);
@@ -117,7 +117,7 @@ bool Shipper::try_post(uint32_t index, uint64_t now_usec) {
   request.cookie = encode_cookie({PostKind::kData, index, slot_idx});
   request.memory = memory_;
   request.limited = true;
-  const uint64_t posted_nsec = traces() ? now_nsec() : 0;  // before: the peer may have it at once
+  const uint64_t posted_nsec = traces() ? now_nsec() : 0;  // read before the post: the peer may have the chunk at once
   if (context_.transport->post_write(request) == PostResult::kAgain) {
     refused_ = true;
     refused_posts_.add(1);

@@ -1,5 +1,5 @@
-// The sending half of a proxy: finished chunks from the command ring to the transport, flushed chunks back to their
-// producer.
+// The sending half of a proxy. It passes finished chunks from the command ring to the transport, and flushed chunks
+// back to their producer.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ class Shipper {
 
   // A credit immediate arrived.
   void credit(uint32_t channel, uint32_t serial_low, int peer);
-  // A data post is over; `delivered`: its bytes may be overwritten and its producer is told.
+  // A data post is over. `delivered`: its bytes may be overwritten, and its producer is told.
   void flushed(const Cookie& cookie, bool delivered, uint64_t flushed_nsec);
   // Wakes the producer for everything flushed since the last call.
   void ring_producer();

@@ -13,13 +13,14 @@ namespace {
 
 // A caller of flush() with longer gaps is napping.
 constexpr uint64_t kSteadyNsec = 50'000;
-// Who does not for so long has something to do every now and then, as a heartbeat, and no copies.
+// A caller that has been steady for less than this does short work now and then, such as a heartbeat, and has no
+// copies.
 constexpr uint64_t kAwakeAfterNsec = 200'000;
-// For so long after a call of either the thread stays awake.
+// The thread stays awake for this long after a steady flush(), a start() or a wake().
 constexpr uint64_t kAwakeNsec = 200'000;
 constexpr uint64_t kSleepUsec = 1'000'000;
-// While the engines are busy fewer copies than a group wait for so long: handing over and telling cost as much as
-// copying, and are done once for all of them.
+// While the engines are busy, a group that is not full waits for this long. Handing over and reporting cost as much as
+// copying, so they are done once for the whole group.
 constexpr uint64_t kHoldNsec = 10'000;
 
 }  // namespace
@@ -39,7 +40,7 @@ uint64_t Copier::start(void* to, const void* from, uint64_t num_bytes) {
   while (ticket - handed_over_.read() > kCapacity) sched_yield();
   copies_[ticket % kCapacity] = {to, from, num_bytes};
   started_.publish(ticket);
-  awake_nsec_.set(now_nsec());  // more will come, also from a caller that is slow
+  awake_nsec_.set(now_nsec());  // more copies will come, even from a slow caller
   bell_.ring();
   return ticket;
 }
@@ -81,7 +82,8 @@ void Copier::run() {
   }
 }
 
-// Every start of a copy reports the first error.
+// Keeps the first error. Afterwards nothing more is handed over, and done() throws the error for copies that are not
+// over.
 template <typename Call>
 void Copier::attempt(Call call) {
   if (failed_.own() != 0) return;
@@ -93,7 +95,7 @@ void Copier::attempt(Call call) {
   }
 }
 
-// What there is of the group that is next, if it is time.
+// Hands over the started copies of the next group, if it is time.
 bool Copier::hand_over() {
   const uint64_t before = handed_over_.own(),
                  end = before / CopyEngines::kGroup * CopyEngines::kGroup + CopyEngines::kGroup;
@@ -113,7 +115,7 @@ bool Copier::hand_over() {
   return true;
 }
 
-// `ticket` was taken before there was nothing to hand over.
+// `ticket` was taken before the last look for copies, so a later start ends the wait at once.
 void Copier::rest(uint32_t ticket) {
   const uint64_t now = now_nsec(), awake = std::max(awake_nsec_.value(), told_nsec_.value());
   if (now < awake + kAwakeNsec || started_.read() > handed_over_.own())

@@ -1,5 +1,5 @@
-// Copies that a thread of its own hands to copy engines, as a NIC would fetch what it is told of: a call to a driver
-// takes 10 us, after a pause 20 to 50, in which a proxy could post nothing and its link would idle.
+// A thread of its own hands copies to copy engines, as a NIC fetches the writes posted to it. A driver call takes 10
+// us, or 20 to 50 us after a pause. A proxy that made the call could post nothing meanwhile, and its link would idle.
 #pragma once
 
 #include <array>
@@ -16,27 +16,27 @@
 
 namespace uccl_ep {
 
-// Used by the copier's thread only, but for made() and done(). Errors are CommunicationFailure(kTransport).
+// Only the copier's thread uses it, except for done(). Errors are CommunicationFailure(kTransport).
 class CopyEngines {
  public:
-  // Copies that may be handed over together: those of tickets 1 .. kGroup, and so on.
+  // At most a group of copies is handed over together: tickets 1 .. kGroup, then the next kGroup, and so on.
   static constexpr uint64_t kGroup = 8;
 
   virtual ~CopyEngines() = default;
-  // Once, before all others.
+  // Called once, before all other functions.
   virtual void enter_thread() = 0;
-  // Of one group, tickets in their order up to `last`.
+  // The copies belong to one group, in the order of their tickets. The last ticket is `last`.
   virtual void hand_over(std::span<const Copy> copies, uint64_t last) = 0;
-  // Now and then while there is nothing to hand over: finds errors, moves on what needs it.
+  // Called now and then while there is nothing to hand over. Finds errors, and advances copies that need a call for it.
   virtual void look() = 0;
-  // By the thread that asks, of a copy that has been handed over.
+  // For a copy that has been handed over. Called by the copier's thread and by the thread that asks.
   virtual bool done(uint64_t ticket) const = 0;
 };
 
 class Copier final : public DeviceCopies {
  public:
   explicit Copier(std::unique_ptr<CopyEngines> engines);
-  // What was started has been handed over then; the engines' destructor waits for it.
+  // Hands over all started copies; the engines' destructor waits for them.
   ~Copier() override;
   Copier(const Copier&) = delete;
   Copier& operator=(const Copier&) = delete;
@@ -45,11 +45,11 @@ class Copier final : public DeviceCopies {
   // Keeps the thread awake while it is called every few microseconds.
   void flush() override;
   bool done(uint64_t ticket) override;
-  // Any thread: announces copies, so that the thread and the engines are awake for the first.
+  // Announces copies, so that the thread and the engines are awake for the first one. Any thread may call it.
   void wake();
 
  private:
-  static constexpr uint64_t kCapacity = 1024;  // copies that were started and not handed over; more have to wait
+  static constexpr uint64_t kCapacity = 1024;  // copies that were started and not handed over; more must wait
 
   void run();
   bool hand_over();
@@ -60,15 +60,15 @@ class Copier final : public DeviceCopies {
   const std::unique_ptr<CopyEngines> engines_;
   std::array<Copy, kCapacity> copies_;  // by ticket
   uint64_t last_flush_nsec_ = 0, steady_since_nsec_ = 0;  // of the caller
-  uint64_t held_ = 0, held_since_nsec_ = 0;  // of the thread: what follows this ticket is held
-  Flag started_;              // last ticket. Writer: who starts; reader: the thread
-  Flag handed_over_;          // last ticket, also if that failed. Writer: the thread; reader: who starts
-  std::exception_ptr error_;  // the first; before `failed_` is published
+  uint64_t held_ = 0, held_since_nsec_ = 0;  // of the thread: copies after this ticket are held back
+  Flag started_;              // last ticket. Writer: the caller; reader: the thread
+  Flag handed_over_;          // last ticket, even if its hand-over failed. Writer: the thread; reader: the caller
+  std::exception_ptr error_;  // the first error; set before `failed_` is published
   Flag failed_;               // 1: nothing more is handed over
   Flag stopping_;
-  Counter awake_nsec_;  // when the caller last was, or started a copy; a hint
+  Counter awake_nsec_;  // when the caller last flushed steadily or started a copy; a hint
   Counter told_nsec_;   // when wake() was last called
-  std::mutex wake_mutex_;  // who calls it writes alone
+  std::mutex wake_mutex_;  // lets one caller of wake() at a time write told_nsec_
   Bell bell_;
   std::thread thread_;
 };

@@ -7,7 +7,7 @@
 
 namespace uccl_ep {
 
-// CommunicationFailure(kTransport) of `rank`, about `peer` (-1: no peer).
+// Throws CommunicationFailure(kTransport) of `rank`, about `peer` (-1: no peer).
 [[noreturn]] inline void fail_transport(const char* transport, int rank, int peer, const std::string& text) {
   ErrorRecord record;
   record.kind = ErrorKind::kTransport;
@@ -18,7 +18,7 @@ namespace uccl_ep {
   throw CommunicationFailure(record);
 }
 
-// For an address that this transport's encode_address cannot have written.
+// Throws CommunicationFailure(kTransport) for an address that this transport's encode_address cannot have written.
 [[noreturn]] inline void fail_address(const char* transport, const std::string& text) {
   fail_transport(transport, -1, -1, "no address of this transport: '" + text.substr(0, 80) + "'");
 }

@@ -21,11 +21,11 @@ namespace fs = std::filesystem;
 
 constexpr int kFarthest = 1000;  // beyond any distance that firmware states
 
-// UCCL-EP's default is 8 writes and no limit of bytes; for Thor2 and Pollara it recommends the values below. Service
+// UCCL-EP's default is 8 writes and no limit on bytes; for Thor2 and Pollara it recommends the values below. Service
 // level and traffic class are also UCCL-EP's.
 constexpr NicDefaults kDefaults[] = {
     {NicFamily::kConnectX, "ConnectX", " mlx5_core mlx4_core ", 0x15b3, 0, 8, 3, 104},
-    // More in flight and its retries run out: a rate of a tenth, then completion error 12.
+    // With more in flight its retries run out: the rate drops to a tenth, then completion error 12 follows.
     {NicFamily::kThor2, "Thor2", " bnxt_en bnxt_re ", 0x14e4, 1'572'864, 1, 3, 104},
     {NicFamily::kPollara, "Pollara", " ionic ionic_rdma ", 0x1dd8, 2'097'152, 1, 3, 104},
     {NicFamily::kEfa, "EFA", " efa ", 0x1d0f, 0, 8, 8, 0},
@@ -65,7 +65,7 @@ bool is_pci_address(const std::string& text) {
          static_cast<size_t>(length) == text.size();
 }
 
-// Below <root>/devices; empty for what is no PCI device.
+// The path below <root>/devices; empty if it is no PCI device.
 std::string pci_path_of(const fs::path& link, const fs::path& root) {
   std::error_code none;
   const fs::path device = fs::canonical(link, none);
@@ -75,7 +75,8 @@ std::string pci_path_of(const fs::path& link, const fs::path& root) {
 }
 
 NicFamily family_of(const fs::path& folder, const HostNic& nic) {
-  // soft-RoCE names the network interface it runs on. Old kernels show that one's PCI device as its own.
+  // A soft-RoCE device names the network interface that it runs on. Old kernels show the interface's PCI device as that
+  // of the soft-RoCE device.
   std::error_code none;
   if (fs::exists(folder / "parent", none) || nic.name.rfind("rxe", 0) == 0) return NicFamily::kSoftRoce;
   for (const NicDefaults& row : kDefaults) {
@@ -121,7 +122,7 @@ HostNic read_nic(const fs::path& folder, const fs::path& root) {
   return nic;
 }
 
-// Four digits of domain, small letters, as sysfs has them.
+// With four digits of domain and lower-case letters, as in sysfs.
 std::string normal_address(const std::string& address) {
   unsigned domain, bus, device, function;
   if (std::sscanf(address.c_str(), "%x:%x:%x.%x", &domain, &bus, &device, &function) != 4) return address;
@@ -130,7 +131,7 @@ std::string normal_address(const std::string& address) {
   return text;
 }
 
-// "0-3,8": whether it has all of them.
+// Whether a list such as "0-3,8" has all the CPUs.
 bool has_all(const std::string& list, const std::vector<int>& cpus) {
   std::set<int> members;
   std::istringstream ranges(list);
@@ -208,7 +209,8 @@ Distance distance(const NicSurroundings& around, const NicPlace& place, const Ho
           node_distance(around, place.numa_node, nic.numa_node)};
 }
 
-// Indices of those that are nearest to a place, of one kind: NICs of different link layers cannot reach the same peers.
+// Indices of the NICs nearest to a place. All are of one kind: NICs of different link layers cannot reach the same
+// peers.
 std::vector<size_t> nearest(const std::vector<HostNic>& nics, const NicSurroundings& around, const NicPlace& place) {
   std::vector<size_t> best;
   for (size_t i = 0; i < nics.size(); ++i) {
@@ -227,8 +229,8 @@ std::vector<size_t> nearest(const std::vector<HostNic>& nics, const NicSurroundi
 }
 
 struct Share {
-  size_t idx;  // among those who share
-  size_t count;  // NICs of each
+  size_t idx;  // of the rank, among the ranks that share
+  size_t count;  // NICs of each rank
 };
 
 Share share_of(const std::vector<HostNic>& active, const NicSurroundings& around, const std::vector<size_t>& near,
@@ -237,7 +239,8 @@ Share share_of(const std::vector<HostNic>& active, const NicSurroundings& around
   for (const NicPlace& gpu : around.gpus)
     if (nearest(active, around, gpu) == near) sharers.push_back(gpu.pci_path);
   if (sharers.empty() || sharers.size() > local_size) return {local_idx, std::max<size_t>(1, near.size() / local_size)};
-  // A GPU whose own NIC is down is near to those of others, alone: that does not make them its own.
+  // If a GPU's own NIC is down, its nearest NICs are those of other GPUs, and it may be alone in that. They do not
+  // become its own.
   const size_t fair = active.size() / std::min(around.gpus.size(), local_size);
   const auto own = std::find(sharers.begin(), sharers.end(), around.place.pci_path);
   return {static_cast<size_t>(std::distance(sharers.begin(), own)),
@@ -301,7 +304,7 @@ NicSurroundings around_cpus(const std::vector<int>& cpus, const std::string& roo
 }
 
 std::vector<int> allowed_cpus() {
-  // More CPUs than a cpu_set_t has: then the node is not known, and every NIC is equally near.
+  // With more CPUs than a cpu_set_t holds, the call fails. The node is then unknown, and every NIC is equally near.
   cpu_set_t set;
   CPU_ZERO(&set);
   std::vector<int> cpus;

@@ -17,7 +17,7 @@ enum class NicFamily : uint32_t { kConnectX, kThor2, kPollara, kEfa, kSoftRoce, 
 struct NicDefaults {
   NicFamily family;
   const char* name;
-  const char* drivers;  // of the PCI device, between spaces
+  const char* drivers;  // of the PCI device, each between spaces
   uint32_t vendor;  // of the PCI device; 0: none of its own
   uint64_t window_bytes;  // in flight per NIC; 0: no limit
   uint32_t window_ops;  // writes in flight per NIC
@@ -34,7 +34,7 @@ struct HostNic {
   std::string driver;  // of its PCI device, "mlx5_core"; empty: none
   uint32_t vendor = 0;  // of its PCI device
   int numa_node = -1;  // -1: not known
-  uint32_t port = 1;  // the first that is ACTIVE, else the first; what follows is the port's
+  uint32_t port = 1;  // the first ACTIVE one, else the first; the fields below describe it
   std::string link_layer;  // "InfiniBand", "Ethernet" (RoCE), "Unspecified" (EFA)
   std::string state;  // "ACTIVE", "DOWN", ...
   double gbits_per_s = 0;
@@ -42,7 +42,7 @@ struct HostNic {
   bool active() const { return state == "ACTIVE"; }
 };
 
-// In the order of their PCI addresses, those without one last.
+// Sorted by PCI address; NICs without one come last.
 std::vector<HostNic> host_nics(const std::string& root = "/sys");
 
 struct NicPlace {
@@ -52,32 +52,32 @@ struct NicPlace {
 
 // The place that a rank's NICs should be near to.
 struct NicSurroundings {
-  NicPlace place;  // of its GPU, or of its CPUs: without a PCI path
-  // The GPUs of this host, in the order of their PCI addresses: devices of our GPU's vendor and class. They have NICs
-  // in common. Empty for CPUs.
+  NicPlace place;  // of its GPU, or of its CPUs, which have no PCI path
+  // The GPUs of this host, sorted by PCI address: all devices of our GPU's vendor and class. They share NICs. Empty if
+  // the place is that of CPUs.
   std::vector<NicPlace> gpus;
   std::vector<std::vector<int>> node_distances;  // [from][to], as sysfs has them
 };
 
 // `address` as CUDA or lspci write it, "0000:1b:00.0" or "00000000:1B:00.0".
 NicSurroundings around_gpu(const std::string& address, const std::string& root = "/sys");
-// The NUMA node that has all the CPUs, if one has.
+// The place is the NUMA node that has all the CPUs, if there is one.
 NicSurroundings around_cpus(const std::vector<int>& cpus, const std::string& root = "/sys");
 // The CPUs that this thread may run on.
 std::vector<int> allowed_cpus();
 
-// The nearest NICs with an ACTIVE port: those that have most of their PCI path in common with the GPU, of these those
-// at the least NUMA distance, of these those with the fastest one's rate, link layer and family. A NIC without PCI
-// device comes last. The ranks to which the same NICs are nearest share them: each gets an n-th of them, at least one,
-// and begins at another. They are as many as there are GPUs near to the same NICs, or `local_size` if that is less.
-// `wanted` overrides all of it: exactly these, in this order.
-// Throws UsageFailure(kConfig) for a wanted NIC that is absent or not ACTIVE, and where no NIC is left; it names those
-// that there are.
+// Chooses the nearest NICs with an ACTIVE port. These share the longest part of their PCI path with the GPU; among them
+// the least NUMA distance decides. Of equally near NICs, only those with the rate, link layer and family of the fastest
+// one are chosen. NICs without a PCI device come last. Ranks with the same nearest NICs share them: each of n ranks
+// gets an n-th, at least one, and starts at a different one. n is the number of GPUs with the same nearest NICs, or
+// `local_size` if that is less. `wanted` overrides all of this: exactly these NICs, in this order. Throws
+// UsageFailure(kConfig) for a wanted NIC that is absent, not ACTIVE or named twice, and if no NIC is left. The error
+// names the NICs of the host.
 std::vector<HostNic> choose_nics(const std::vector<HostNic>& nics, const NicSurroundings& around, uint32_t local_idx,
                                  uint32_t local_size, const std::vector<std::string>& wanted);
 
-// All of the above for a rank of this host, out of those NICs that the transport's library offers. One that sysfs does
-// not show counts as ACTIVE, and as near to nothing.
+// Does all of the above for a rank of this host, among the NICs that the transport's library offers. A NIC that sysfs
+// does not show counts as ACTIVE and as near nothing.
 std::vector<HostNic> nics_of_rank(const TransportSetup& setup, const NicOptions& options,
                                   const std::vector<std::string>& offered, const std::string& root = "/sys");
 

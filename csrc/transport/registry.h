@@ -21,9 +21,10 @@ struct Probe {
 
 struct TransportKind {
   const char* name;
-  // Throws UsageFailure(kConfig) for options that cannot work here, CommunicationFailure(kTransport) for what fails.
+  // Throws UsageFailure(kConfig) for options that cannot work here, CommunicationFailure(kTransport) if something
+  // fails.
   std::unique_ptr<Transport> (*make)(const TransportSetup& setup, const TransportOptions& options);
-  // What it allocates for `num_peers` connected ranks; a NIC driver's own queues are not in it.
+  // Bytes that the transport allocates for `num_peers` connected ranks, without the queues of a NIC's driver.
   uint64_t (*memory_bytes)(const TransportOptions& options, size_t num_peers);
   Probe (*probe)(const TransportOptions& options);
 };
@@ -32,9 +33,9 @@ struct RegisterTransport {
   explicit RegisterTransport(const TransportKind& kind);
 };
 
-// By name.
+// Sorted by name.
 const std::vector<TransportKind>& transports();
-// Throws UsageFailure(kConfig) naming the known ones.
+// Throws UsageFailure(kConfig) that names the known transports.
 const TransportKind& transport_named(const std::string& name);
 
 }  // namespace uccl_ep

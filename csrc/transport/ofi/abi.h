@@ -1,8 +1,8 @@
-// What is used of libfabric's binary interface, under its documented names, so that a build needs no header of it.
-// Values begin with kFi, as most of libfabric's are macros. tests/native/test_abi.py compares every field and value
-// with the real headers where they are installed. Of what we do not touch, `unused` keeps the room. What the library
-// allocates grows at its ends only; what we allocate and it reads or fills by its version is as large as in
-// kDeclaredVersion.
+// The parts of libfabric's binary interface that we use, under their documented names, so that a build needs none of
+// its headers. Constants begin with kFi, because most of libfabric's are macros. tests/native/test_abi.py compares
+// every field and value with the real headers where they are installed. Fields named `unused` take the place of what we
+// do not touch. Structures that the library allocates grow only at their ends. Structures that we allocate, and that it
+// reads or fills by its version, are as large as in kDeclaredVersion.
 #pragma once
 
 #include <sys/types.h>
@@ -17,7 +17,7 @@ namespace uccl_ep::ofi {
 constexpr uint32_t fi_version_of(uint32_t major, uint32_t minor) { return major << 16 | minor; }
 constexpr uint32_t kDeclaredVersion = fi_version_of(1, 20);
 
-// Capabilities and flags of operations, mode bits.
+// Capabilities, flags of operations, and mode bits.
 constexpr uint64_t kFiMsg = uint64_t{1} << 1;
 constexpr uint64_t kFiRma = uint64_t{1} << 2;
 constexpr uint64_t kFiWrite = uint64_t{1} << 9;
@@ -54,7 +54,7 @@ constexpr int kFiRmEnabled = 2;
 constexpr uint32_t kFiSockaddrIn6 = 3;
 constexpr int kFiThreadDomain = 3;
 
-// Errors beyond errno's, which it uses for the rest.
+// Errors beyond errno's; libfabric uses errno's for the rest.
 constexpr int kFiEavail = 259;
 
 using fi_addr_t = uint64_t;

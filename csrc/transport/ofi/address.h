@@ -15,13 +15,13 @@ constexpr size_t kMaxNics = 64;
 constexpr size_t kMaxPieces = 1 << 16;
 constexpr size_t kMaxNameBytes = 1024;
 
-// A registered piece: its key, and what the provider calls its first byte.
+// A registered piece: its key, and the provider's address of its first byte.
 struct RemotePiece {
   uint64_t key = 0;
   uint64_t start = 0;
 };
 
-// One memory as one NIC has it. Piece i starts at i * stride_bytes; neighbours overlap.
+// One memory, as registered with one NIC. Piece i starts at i * stride_bytes; neighbours overlap.
 struct RemoteMemory {
   uint64_t bytes = 0;  // 0: none
   uint64_t stride_bytes = 0;

@@ -1,4 +1,4 @@
-// libfabric's objects, their tables of functions, and the calls that go through them. As abi.h.
+// libfabric's objects, their tables of functions, and the calls that go through them. See abi.h.
 #pragma once
 
 #include "transport/ofi/abi.h"
@@ -116,7 +116,7 @@ inline int fi_ep_bind(fid_ep* endpoint, struct fid* other, uint64_t flags) {
   return endpoint->fid.ops->bind(&endpoint->fid, other, flags);
 }
 inline int fi_enable(fid_ep* endpoint) { return endpoint->fid.ops->control(&endpoint->fid, kFiEnable, nullptr); }
-// Of an endpoint.
+// `object` is an endpoint.
 inline int fi_getname(struct fid* object, void* name, size_t* num_bytes) {
   return reinterpret_cast<fid_ep*>(object)->cm->getname(object, name, num_bytes);
 }
@@ -148,7 +148,7 @@ inline ssize_t fi_cq_readfrom(fid_cq* queue, void* entries, size_t count, fi_add
   return queue->ops->readfrom(queue, entries, count, sources);
 }
 inline ssize_t fi_cq_readerr(fid_cq* queue, fi_cq_err_entry* entry, uint64_t flags) {
-  entry->src_addr = kFiAddrNotavail;  // providers of before 1.20 do not fill it
+  entry->src_addr = kFiAddrNotavail;  // providers older than 1.20 do not fill it
   return queue->ops->readerr(queue, entry, flags);
 }
 inline const char* fi_cq_strerror(fid_cq* queue, int error, const void* data, char* text, size_t num_bytes) {

@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kEntriesPerRead = 64;
 
-// Its index in the array, or `count`.
+// The index of `context` in the array; `count`: it is not there.
 template <typename T>
 uint32_t index_in(const T* array, uint32_t count, const void* context) {
   const std::less<const void*> before;
@@ -64,7 +64,7 @@ void OfiTransport::read_error(uint32_t nic) {
     return;
   }
   const uint32_t idx = index_in(ops_.get(), kNumOps, entry.op_context);
-  // Else a stranger's write that the provider refused.
+  // kNumOps: a stranger's write that the provider refused.
   if (idx == kNumOps)
     ++num_strangers_;
   else

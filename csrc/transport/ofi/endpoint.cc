@@ -49,7 +49,7 @@ Endpoint::Endpoint(Offer offer, int rank, uint32_t num_arrivals) : offer_(std::m
   check(fi_enable(endpoint), "the endpoint cannot be enabled");
 }
 
-// Memory stays registered until nothing can write it any more; but an endpoint that owns its registrations is busy
+// Memory stays registered until nothing can write to it any more. But an endpoint that owns its registrations is busy
 // until they are gone.
 Endpoint::~Endpoint() {
   if (endpoint_ != nullptr && fi_close(&endpoint_->fid) == -EBUSY) {
@@ -69,7 +69,7 @@ std::string Endpoint::name() const {
 }
 
 fi_addr_t Endpoint::insert(const std::string& name, int peer) {
-  // The provider reads as many bytes as its addresses have.
+  // The provider reads as many bytes of `name` as its own addresses have.
   if (name.size() != this->name().size())
     fail(rank_, peer,
          "rank " + std::to_string(peer) + " has an endpoint name of " + std::to_string(name.size()) +

@@ -1,5 +1,5 @@
-// One NIC as libfabric gives it: an endpoint for reliable datagrams with its queue and table of addresses, and the
-// memory that it may read and write.
+// One NIC of libfabric: an endpoint for reliable datagrams, its queue and table of addresses, and the memory that it
+// may read and write.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ namespace uccl_ep::ofi {
 // No piece is longer: some NICs refuse to register more at once.
 constexpr uint64_t kMaxPieceBytes = uint64_t{1} << 30;
 
-// Where piece after piece starts, so that a write of up to `largest_write_bytes` lies in one, wherever it starts. 0: it
-// cannot be.
+// The distance between the starts of pieces. A write of up to `largest_write_bytes` then lies in one piece, wherever it
+// starts. 0: this is impossible.
 constexpr uint64_t piece_stride_bytes(uint64_t bytes, uint64_t largest_write_bytes,
                                       uint64_t piece_bytes = kMaxPieceBytes) {
   if (bytes <= piece_bytes) return bytes;
@@ -28,7 +28,7 @@ constexpr uint64_t piece_stride_bytes(uint64_t bytes, uint64_t largest_write_byt
 class RegisteredMemory {
  public:
   uint64_t bytes() const { return bytes_; }
-  const RemoteMemory& remote() const { return remote_; }  // as the peers are told
+  const RemoteMemory& remote() const { return remote_; }  // what the peers are told
   void* desc(uint64_t offset) const { return bytes_ == 0 ? nullptr : descs_[offset / remote_.stride_bytes]; }
   uint8_t* at(uint64_t offset) const { return base_ + offset; }
 
@@ -43,7 +43,7 @@ class RegisteredMemory {
 
 class Endpoint {
  public:
-  // `num_arrivals`: that its queue holds besides what is posted. Throws CommunicationFailure(kTransport).
+  // `num_arrivals`: arrivals that the queue holds besides posted writes. Throws CommunicationFailure(kTransport).
   Endpoint(Offer offer, int rank, uint32_t num_arrivals);
   ~Endpoint();
   Endpoint(Endpoint&&) = delete;
@@ -51,13 +51,13 @@ class Endpoint {
   const Offer& offer() const { return offer_; }
   std::string name() const;  // for the peers
   fi_addr_t insert(const std::string& name, int peer);  // a peer's name()
-  // The endpoint keeps what it registers until it is closed. These throw CommunicationFailure(kTransport).
+  // The endpoint keeps what it registers until it is closed. These functions throw CommunicationFailure(kTransport).
   RegisteredMemory& add_host(const RegisteredRegion& region, uint64_t largest_write_bytes);
   RegisteredMemory& add_device(const RegisteredRegion& region, uint64_t largest_write_bytes);
-  // For local messages: no peer can write it.
+  // For local messages: no peer can write to it.
   RegisteredMemory& add_private(void* base, uint64_t bytes);
 
-  // As libfabric's own, 0 or an error < 0. `iov` may be empty.
+  // As libfabric's own functions: 0 or a count, or an error < 0.
   ssize_t write(const fi_msg_rma& message, uint64_t flags) const {
     return fi_writemsg(endpoint_.get(), &message, flags);
   }
@@ -79,7 +79,7 @@ class Endpoint {
 
   Offer offer_;
   int rank_;
-  // Closed in the reverse order, but for the memory: see ~Endpoint().
+  // Closed in reverse order, except the memory: see ~Endpoint().
   Fid<fid_fabric> fabric_;
   Fid<fid_domain> domain_;
   Fid<fid_av> table_;

@@ -11,9 +11,9 @@
 namespace uccl_ep::ofi {
 namespace {
 
-// The program's signals are the program's. What libfabric brings with it takes them: libinfinipath when it is loaded
-// (SIGINT, SIGTERM and others; it ends the process by exit(1)), the shm provider when it is initialised. A trainer that
-// saves on SIGTERM would never hear of it.
+// Restores the program's signal handlers. Libraries that libfabric loads replace them: libinfinipath when it is loaded,
+// the shm provider when it is initialised. libinfinipath takes SIGINT, SIGTERM and others, and ends the process by
+// exit(1). A trainer that saves on SIGTERM would never see the signal.
 class KeptSignals {
  public:
   KeptSignals() {
@@ -52,7 +52,7 @@ struct Library {
       const char* text = dlerror();
       problem =
           std::string("libfabric cannot be loaded (") + (text != nullptr ? text : "libfabric.so.1") + "): " + kPackage;
-      // Where the installer of EFA puts it.
+      // The EFA installer puts the library here.
       for (const char* path : {"/opt/amazon/efa/lib/libfabric.so.1", "/opt/amazon/efa/lib64/libfabric.so.1"})
         if (handle == nullptr) handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     }

@@ -1,5 +1,5 @@
-// libfabric, loaded on first use: a machine without it lacks only the ofi transport. A handful
-// of its functions is exported, library.cc calls those; everything else goes through the objects' own tables (calls.h).
+// libfabric, loaded on first use: a machine without it lacks only the ofi transport. The library exports only a few
+// functions, which library.cc calls. Everything else goes through the objects' own tables (calls.h).
 #pragma once
 
 #include <sys/types.h>
@@ -15,14 +15,14 @@ namespace uccl_ep::ofi {
 
 // Empty, or why libfabric cannot be used.
 const std::string& library_problem();
-// "libfabric 1.17"; only of a library that was loaded.
+// "libfabric 1.17"; only if the library was loaded.
 std::string library_text();
 // The interface version to request: the library's or that of the declarations, whichever is older.
 uint32_t api_version();
-// Of a result < 0.
+// The text of a result < 0.
 std::string error_text(ssize_t result);
 
-// The library's own; only where there is no problem with it.
+// The library's own functions. Called only if library_problem() is empty.
 int fi_getinfo(uint32_t version, const char* node, const char* service, uint64_t flags, const fi_info* hints,
                fi_info** info);
 void fi_freeinfo(fi_info* info);

@@ -1,4 +1,4 @@
-// How an arrival names its sender and length, with providers that report neither.
+// How an arrival names its sender and length, even if the provider reports neither.
 #pragma once
 
 #include <bit>
@@ -8,8 +8,8 @@ namespace uccl_ep::ofi {
 
 enum class Naming : uint32_t {
   kTag,      // in the upper half of a write's 64-bit data, see Tags
-  kSource,   // the provider says who wrote how much; the data is the immediate
-  kMessage,  // the write carries no data; when its bytes are flushed a message follows, see Notice
+  kSource,   // the provider reports sender and length; the data is the immediate
+  kMessage,  // the write carries no data; a message follows when its bytes are flushed, see Notice
 };
 constexpr uint32_t kNumNamings = 3;
 
@@ -19,24 +19,24 @@ struct Arrival {
   uint64_t num_bytes = 0;
 };
 
-// What a receiver asks its senders to put into a write's data: immediate 32 bits | number of bytes `size_bits` | tag.
-// The tag of a sender is a permutation of its rank that the receiver draws, so that what somebody else made up names no
-// peer. It guards against mistakes; what keeps a stranger from writing is the key of the region.
+// What a receiver asks its senders to put into a write's data: immediate 32 bits | number of bytes `size_bits` | tag. A
+// sender's tag is its rank under a permutation that the receiver draws at random. So data that somebody else made up
+// seldom names a peer. Tags guard against mistakes only: the key of the region keeps strangers from writing.
 class Tags {
  public:
   Tags() = default;
-  // Of `random` the parameters of the permutation are made; it is what the senders are told.
+  // The parameters of the permutation come from `random`, which the senders are told.
   Tags(uint32_t size_bits, uint64_t random)
       : size_bits_(size_bits),
         factor_(static_cast<uint32_t>(random) | 1),
         summand_(static_cast<uint32_t>(random >> 32)),
         inverse_(inverse_of(factor_)) {}
 
-  // Bits of the number of bytes for writes of up to so many; 32 or more: not in the data.
+  // Bits for the number of bytes of writes of up to `largest_write_bytes`; 32 or more: they do not fit into the data.
   static constexpr uint32_t size_bits_for(uint64_t largest_write_bytes) {
     return static_cast<uint32_t>(std::bit_width(largest_write_bytes));
   }
-  // Half of the tags at least name nobody.
+  // Whether at least half of the tags name no rank.
   static constexpr bool suffice(uint64_t largest_write_bytes, uint32_t num_ranks) {
     const uint32_t size_bits = size_bits_for(largest_write_bytes);
     return size_bits < 32 && static_cast<uint32_t>(std::bit_width(num_ranks - 1)) + 1 <= 32 - size_bits;
@@ -54,7 +54,8 @@ class Tags {
 
  private:
   uint32_t tag_mask() const { return static_cast<uint32_t>((uint64_t{1} << (32 - size_bits_)) - 1); }
-  // Modulo 2^32, by Newton: each step doubles the number of right bits, of which an odd number is 3 for itself.
+  // The inverse modulo 2^32, by Newton's method. The lowest 3 bits of an odd number are their own inverse; each step
+  // doubles the number of correct bits.
   static constexpr uint32_t inverse_of(uint32_t odd) {
     uint32_t inverse = odd;
     for (int i = 0; i < 4; ++i) inverse *= 2 - odd * inverse;

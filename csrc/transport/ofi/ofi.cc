@@ -12,14 +12,14 @@ namespace uccl_ep {
 namespace ofi {
 namespace {
 
-// Of arrivals that wait to be polled; a queue that is full holds its provider up.
+// Arrivals that may wait to be polled; a full queue stalls its provider.
 constexpr uint32_t kQueuedArrivals = 4096;
 // No bell announces arrivals: the longer the idle time, the longer the proxy may nap.
 constexpr uint64_t kNapsPerPause = 30;
 constexpr uint64_t kLeastNapUsec = 20;
 constexpr uint64_t kMostNapUsec = 1000;
 constexpr uint64_t kParkedRetryUsec = 50;
-// Bytes of ours under way move only while we poll; a peer that takes none for longer is not waited for awake.
+// Our bytes in flight move only while we poll. If no peer takes any for longer than this, the proxy may nap.
 constexpr uint64_t kAwakeUsec = 2000;
 
 uint64_t random_bits() {
@@ -120,7 +120,7 @@ void OfiTransport::connect_peer(int rank, const std::string& text) {
     const NicAddress& theirs = address.nics[i % address.nics.size()];
     const fi_addr_t endpoint = nics_[i].endpoint->insert(theirs.name, rank);
     peer.endpoints.push_back(endpoint);
-    // What comes to this NIC may come from any of the peer's.
+    // Any NIC of the peer may write to this NIC.
     for (const NicAddress& nic : address.nics) {
       const fi_addr_t source = &nic == &theirs ? endpoint : nics_[i].endpoint->insert(nic.name, rank);
       auto& rank_of = nics_[i].rank_of;
@@ -171,7 +171,7 @@ bool OfiTransport::has_room(uint64_t num_bytes) const {
   return std::any_of(nics_.begin(), nics_.end(), [&](const Nic& nic) { return nic.load.has_room(num_bytes); });
 }
 
-// NICs in turn; a limited write goes to one with room.
+// NICs take turns; a limited write goes to the next one with room, if there is one.
 uint32_t OfiTransport::choose_nic(const WriteRequest& request) {
   const uint32_t count = static_cast<uint32_t>(nics_.size());
   uint32_t chosen = next_nic_ % count;

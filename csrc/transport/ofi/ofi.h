@@ -1,9 +1,9 @@
-// The transport over libfabric: a write with its immediate as the receiver's completion data, or, where a provider
-// cannot do that, a write and a message. A write is done when libfabric says that it was delivered.
+// The transport over libfabric. A write carries its immediate as the receiver's completion data; if a provider cannot
+// do that, a message follows the write. A write is done when libfabric says that it was delivered.
 //
-// A write is held back until the next one or flush() comes: only then it is known whether FI_MORE follows. A write that
-// the provider refuses (a connection under way, a full queue) is parked per peer and retried by poll(). Other peers do
-// not wait for it; that peer gets no further writes meanwhile.
+// A write is held back until the next write or flush(): only then is it known whether it needs FI_MORE. A write that
+// the provider refuses (unfinished connection, full queue) is parked per peer, and poll() retries it. Meanwhile that
+// peer gets no further writes; other peers do not wait.
 #pragma once
 
 #include <cstdint>
@@ -21,19 +21,19 @@
 
 namespace uccl_ep::ofi {
 
-// Writes posted and not reported; a rank has no more, however many NICs.
+// The most writes of a rank that are posted and not reported, over all its NICs.
 constexpr uint32_t kNumOps = 4096;
-// Room for messages that arrive between two polls; of Naming::kMessage.
+// Messages that may arrive between two polls; of Naming::kMessage.
 constexpr uint32_t kNumReceives = 1024;
 
 // A write, until it is reported.
 struct Post {
-  fi_context2 context;  // libfabric's; by its address a completion names the write
+  fi_context2 context;  // libfabric's; a completion names the write by its address
   WriteRequest request;
   Notice notice;
-  uint64_t refused_since_usec;  // of patience_
+  uint64_t refused_since_usec;  // by the clock of patience_
   uint32_t nic;
-  uint32_t next;  // in a list of free or parked ones
+  uint32_t next;  // in the list of free, parked or failed writes
   bool written;  // of Naming::kMessage: its bytes are flushed
   const char* reason;  // why it failed; null: it did not
 };
@@ -52,7 +52,7 @@ struct OpList {
 
 class OfiTransport final : public Transport {
  public:
-  // `naming` instead of the provider's: for tests.
+  // `naming` replaces the provider's, for tests.
   OfiTransport(const TransportSetup& setup, const NicOptions& options, const Naming* naming = nullptr);
   ~OfiTransport() override;
 
@@ -79,7 +79,7 @@ class OfiTransport final : public Transport {
     std::unique_ptr<Endpoint> endpoint;
     RegisteredMemory* region = nullptr;
     RegisteredMemory* device = nullptr;
-    void* op_desc = nullptr;  // of the memory of ops_, of receives_
+    void* op_desc = nullptr;  // descriptors of the memory of ops_ and of receives_
     void* receive_desc = nullptr;
     NicLoad load;
     uint32_t held = kNumOps;
@@ -89,7 +89,7 @@ class OfiTransport final : public Transport {
     bool connected = false;
     Address address;
     Tags tags;  // of its own
-    std::vector<fi_addr_t> endpoints;  // by NIC of ours: the one that it writes to
+    std::vector<fi_addr_t> endpoints;  // by our NIC: the endpoint that it writes to
     OpList parked;
     ProcessWatch process;
     std::string reason;  // the first failure
@@ -136,7 +136,7 @@ class OfiTransport final : public Transport {
   uint32_t next_nic_ = 0, next_read_ = 0;  // rotate
   OpList free_, failed_;
   std::vector<Peer> peers_;  // by rank
-  std::unique_ptr<Post[]> ops_;  // before the endpoints: those still know them while they close
+  std::unique_ptr<Post[]> ops_;  // before the endpoints, which use them until they are closed
   std::unique_ptr<Receive[]> receives_;
   std::vector<uint32_t> unposted_;  // receives that the provider refused
   std::vector<Nic> nics_;

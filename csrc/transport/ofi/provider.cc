@@ -12,14 +12,14 @@
 namespace uccl_ep::ofi {
 namespace {
 
-// In order of preference. efa says who wrote and how much with each write; cxi takes no data with a write, and the 32
-// bits of verbs have no room for a name.
+// In order of preference. efa reports the sender and length of each write. cxi takes no data with a write. verbs takes
+// 32 bits, which have no room for a tag.
 constexpr Family kFamilies[] = {
     {"efa", Naming::kSource}, {"cxi", Naming::kMessage}, {"verbs", Naming::kMessage}, {"tcp", Naming::kTag}};
 
 bool is_tcp(const Family& family) { return std::string(family.name) == "tcp"; }
 
-// Also for unknown providers: messages have the lowest requirements.
+// Unknown providers use messages, which have the lowest requirements.
 Family family_of(const std::string& provider) {
   for (const Family& family : kFamilies)
     if (provider == family.name || provider.starts_with(std::string(family.name) + ';')) return family;
@@ -46,14 +46,14 @@ Info make_hints(const std::string& provider, Naming naming, bool device_memory) 
   return hints;
 }
 
-// A socket address that a peer on another host can use: link-local ones name an interface of ours.
+// Whether a peer on another host can use the socket address: a link-local one names an interface of our host.
 bool reachable(const fi_info& info) {
   if (info.addr_format != kFiSockaddrIn6 || info.src_addr == nullptr || info.src_addrlen < 28) return true;
   const uint8_t* address = static_cast<const uint8_t*>(info.src_addr) + 8;
   return !(address[0] == 0xfe && (address[1] & 0xc0) == 0x80);
 }
 
-// One per domain, the first: libfabric names a domain once per address and way of using it, best first.
+// Takes the first offer of each domain: libfabric lists a domain once per address and way of using it, best first.
 std::vector<Offer> offers_of(const std::string& provider, bool device_memory) {
   const Family family = family_of(provider);
   const Info hints = make_hints(provider, family.naming, device_memory);
@@ -87,7 +87,7 @@ std::string domains_of(const std::vector<Offer>& offers) {
   return names;
 }
 
-// Leaves those that the options name, in their order.
+// Keeps the offers that the options name, in the order of the options.
 std::vector<Offer> take_named(std::vector<Offer> offers, const std::vector<std::string>& names) {
   std::vector<Offer> taken;
   for (const std::string& name : names) {
@@ -109,13 +109,13 @@ std::string sysfs_path(const std::string& pci) {
   return text;
 }
 
-// Bridges that lead to both, from the root.
+// The number of bridges, from the root, that lead to both.
 size_t shared_bridges(const std::string& a, const std::string& b) {
   const size_t length = static_cast<size_t>(std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first - a.begin());
   return static_cast<size_t>(std::count(a.begin(), a.begin() + static_cast<ptrdiff_t>(length), '/'));
 }
 
-// All that are as near to the GPU as the nearest. Without a GPU the host's ranks take turns.
+// All offers that are as near to the GPU as the nearest. Without a GPU the host's ranks take turns.
 std::vector<Offer> take_nearest(std::vector<Offer> offers, const Wanted& wanted) {
   std::vector<Offer> taken;
   if (is_tcp(offers[0].family)) {

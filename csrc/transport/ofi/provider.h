@@ -1,4 +1,4 @@
-// The providers that libfabric offers on this host, and the choice of a rank.
+// The providers that libfabric offers on this host, and which of them a rank uses.
 #pragma once
 
 #include <string>
@@ -28,12 +28,12 @@ struct Offer {
 
 struct Wanted {
   const NicOptions* options = nullptr;
-  bool device_memory = false;  // preferred; an offer without it is taken where there is no other
+  bool device_memory = false;  // preferred; an offer without it is taken if there is no other
   std::string near_pci;
   uint32_t local_idx = 0;
 };
 
-// At least one; all of one provider. Throws UsageFailure(kConfig) that says what is missing.
+// Returns at least one offer; all are of one provider. Throws UsageFailure(kConfig) that says what is missing.
 std::vector<Offer> choose_offers(const Wanted& wanted);
 // "tcp;ofi_rxm, domain eth0, libfabric 1.17".
 std::string offers_text(const std::vector<Offer>& offers);

@@ -7,7 +7,7 @@
 namespace uccl_ep::ofi {
 namespace {
 
-// How long a peer's refusals last before its process is looked at.
+// How long refusals of writes to a peer last before its process is checked.
 constexpr uint64_t kAskAfterUsec = 10'000;
 
 }  // namespace
@@ -95,7 +95,7 @@ void OfiTransport::retry_parked(uint64_t now_usec) {
   for (int rank : setup_.peers) retry_parked_of(peers_[static_cast<size_t>(rank)], now_usec);
 }
 
-// Until one is refused again. After the deadline, or when the peer is gone, all of them have failed.
+// Retries parked writes until one is refused again. After the deadline, or when the peer is gone, all of them fail.
 void OfiTransport::retry_parked_of(Peer& peer, uint64_t now_usec) {
   const uint64_t patient_usec = patience_.at(now_usec);
   bool given_up = false;
@@ -120,7 +120,7 @@ void OfiTransport::retry_parked_of(Peer& peer, uint64_t now_usec) {
   }
 }
 
-// The first reason of a peer is the cause of those that follow, and its text stays.
+// All failures of a peer report the first reason, which is the cause of the others. Its text stays.
 void OfiTransport::set_failed(uint32_t idx, const std::string& text) {
   Peer& peer = peers_[static_cast<size_t>(ops_[idx].request.peer)];
   if (peer.reason.empty()) peer.reason = text;

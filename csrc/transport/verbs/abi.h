@@ -1,7 +1,7 @@
-// What is used of libibverbs' binary interface, under its documented names, so that a build needs no header of it.
-// tests/native/test_abi.py compares every field and value with the real headers where they are installed. Of what we do
-// not touch, `unused` keeps the room. The interface is stable: structures grow at their ends only (verbs_context at its
-// beginning), and what grows is read by a size or a mask that says how much of it there is.
+// The parts of libibverbs' binary interface that we use, under their documented names, so that a build needs none of
+// its headers. tests/native/test_abi.py compares every field and value with the real headers where they are installed.
+// Fields named `unused` take the place of what we do not touch. The interface is stable: structures grow only at their
+// ends (verbs_context at its beginning). A size or a mask says how much of a growing structure is there.
 #pragma once
 
 #include <pthread.h>
@@ -246,7 +246,7 @@ struct ibv_qp_cap {
   uint32_t max_inline_data;
 };
 
-// Read as far as comp_mask says.
+// comp_mask says how much of it is read.
 struct ibv_qp_init_attr_ex {
   void* qp_context;
   ibv_cq* send_cq;

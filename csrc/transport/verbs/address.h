@@ -10,11 +10,11 @@
 
 namespace uccl_ep::verbs {
 
-// Registered memory as a peer writes it: pieces that overlap, so that every write lies in one of them.
+// Registered memory as a peer writes to it: pieces that overlap, so that every write lies in one of them.
 struct MemoryAddress {
   uint64_t base = 0;
   uint64_t num_bytes = 0;
-  uint64_t stride = 0;               // from piece to piece
+  uint64_t stride = 0;               // from the start of a piece to that of the next
   std::vector<uint32_t> keys;        // by piece; none: no such memory
 
   // The piece of a write at `offset`.
@@ -25,12 +25,12 @@ struct MemoryAddress {
 };
 
 struct NicAddress {
-  uint64_t gid_high = 0, gid_low = 0;  // as on the wire
+  uint64_t gid_high = 0, gid_low = 0;  // the GID's halves, as numbers in host byte order
   uint32_t lid = 0;
   uint32_t mtu = 0;  // ibv_mtu
   bool is_ethernet = false;
   MemoryAddress host, device;
-  std::vector<uint32_t> queue_pairs;  // by rank: whom its writes come to; 0: nobody
+  std::vector<uint32_t> queue_pairs;  // by rank: the one that the rank writes to; 0: none
   std::vector<uint32_t> first_psn;    // by rank
 };
 
@@ -64,7 +64,7 @@ inline void take(std::istream& in, std::vector<uint32_t>& values) {
 inline void take(std::istream& in, MemoryAddress& m) {
   in >> m.base >> m.num_bytes >> m.stride;
   take(in, m.keys);
-  // Whoever writes there divides by the stride and takes a key.
+  // A writer to this memory divides by the stride and takes a key.
   if (m.keys.empty() ? m.num_bytes != 0 : m.stride == 0) in.setstate(std::ios::failbit);
 }
 
@@ -107,7 +107,8 @@ inline Address decode_address(const std::string& text) {
     a.nics.push_back(std::move(n));
   }
   in >> end;
-  // Only what comes out alike: streams take signs, spaces and what follows the last field, and wrap negative numbers.
+  // Accept only text that encodes back to itself: streams accept signs, spaces and text after the last field, and wrap
+  // negatives.
   if (!in || tag != "verbs1" || end != "end" || a.rank < 0 || num_nics == 0 || encode_address(a) != text)
     fail_address("verbs", text);
   return a;

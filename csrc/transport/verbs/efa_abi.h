@@ -1,4 +1,5 @@
-// What is used of libefa's binary interface, as abi.h: each call says the size of what it passes.
+// The parts of libefa's binary interface that we use; see abi.h. Each call says the size of the structure that it
+// passes. Versions are rdma-core's.
 #pragma once
 
 #include "transport/verbs/abi.h"

@@ -1,12 +1,12 @@
-// What libibverbs' documentation calls extended: functions that lie before a context, and the calls that go through
-// tables instead of into the library.
+// What libibverbs' documentation calls extended: functions stored before a context, and calls that go through tables
+// instead of into the library.
 #pragma once
 
 #include "transport/verbs/abi.h"
 
 namespace uccl_ep::verbs {
 
-// It grows at its beginning: offsets count from `context`, and `sz` says how much of it the driver filled.
+// The structure grows at its beginning: offsets count from `context`, and `sz` says how much of it the driver filled.
 struct verbs_context {
   int (*query_port)(ibv_context* context, uint8_t port_num, ibv_port_attr* port_attr, size_t port_attr_len);
   void* unused_functions[32];
@@ -18,19 +18,19 @@ struct verbs_context {
 
 constexpr uintptr_t kExtendedAbi = UINTPTR_MAX;  // in ibv_context::abi_compat
 
-// nullptr for a context of before there were any.
+// nullptr: the context is too old to have an extension.
 inline verbs_context* verbs_get_ctx(ibv_context* context) {
   if (reinterpret_cast<uintptr_t>(context->abi_compat) != kExtendedAbi) return nullptr;
   return reinterpret_cast<verbs_context*>(reinterpret_cast<uint8_t*>(context) - offsetof(verbs_context, context));
 }
 
-// Its extension, if the driver has filled the function that lies so far from the beginning of our verbs_context.
+// The context's extension, if the driver has filled the function at `offset` in our verbs_context; else nullptr.
 inline verbs_context* extension_with(ibv_context* context, size_t offset) {
   verbs_context* const extended = verbs_get_ctx(context);
   return extended != nullptr && extended->sz >= sizeof(verbs_context) - offset ? extended : nullptr;
 }
 
-// nullptr and errno: EOPNOTSUPP where the driver knows no ibv_wr_*.
+// On failure nullptr and errno: EOPNOTSUPP if the driver knows no ibv_wr_*.
 inline ibv_qp* ibv_create_qp_ex(ibv_context* context, ibv_qp_init_attr_ex* init) {
   verbs_context* const extended = extension_with(context, offsetof(verbs_context, create_qp_ex));
   if (extended != nullptr && extended->create_qp_ex != nullptr) return extended->create_qp_ex(context, init);

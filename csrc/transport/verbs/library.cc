@@ -34,8 +34,8 @@ void* symbol(const char* name) {
 }  // namespace
 
 std::string load_library() {
-  // A process that loads data forks. On kernels before 5.12 the queues of a NIC would go to the child at its first
-  // write; later ones need nothing, and this does nothing there.
+  // A process that loads data forks. On kernels before 5.12 the first write after a fork would leave the memory of a
+  // NIC's queues to the child. Later kernels need no protection, and there the call does nothing.
   static const int fork_is_safe = ibverbs().handle == nullptr ? 0 : ibv_fork_init();
   static_cast<void>(fork_is_safe);
   return ibverbs().failure;
@@ -54,7 +54,7 @@ void* efa_symbol(const char* name) {
   return found;
 }
 
-// Each looks its function up once.
+// Each of these functions looks up the library's function once.
 #define UCCL_EP_CALL(type, name, parameters, arguments)                           \
   type name parameters {                                                          \
     using Function = type parameters;                                             \
@@ -93,7 +93,7 @@ UCCL_EP_CALL(void, ibv_ack_async_event, (ibv_async_event * event), (event))
 UCCL_EP_CALL(int, ibv_fork_init, (), ())
 UCCL_EP_CALL(const char*, ibv_wc_status_str, (ibv_wc_status status), (status))
 
-// The library's own function of this name fills what the first release had of the structure.
+// The library's own function of this name fills only the fields that the first release had.
 int ibv_query_port(ibv_context* context, uint8_t port, ibv_port_attr* attr) {
   verbs_context* const extended = extension_with(context, offsetof(verbs_context, query_port));
   if (extended != nullptr && extended->query_port != nullptr)

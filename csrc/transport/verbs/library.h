@@ -1,6 +1,6 @@
 // libibverbs and libefa, found at run time: a machine without them has no verbs transport and misses nothing else. The
-// functions below are the library's own, by their documented names; a call before load_library() or of one that the
-// library lacks throws UsageFailure(kConfig).
+// functions below are the library's own, by their documented names; load_library() comes first. A call throws
+// UsageFailure(kConfig) if the library is missing or lacks the function.
 #pragma once
 
 #include <string>
@@ -10,11 +10,11 @@
 
 namespace uccl_ep::verbs {
 
-// What brings the libraries and the drivers' parts of them, and how an error says so.
+// The packages with the libraries and the drivers' parts of them, in the words of an error.
 constexpr const char* kVerbsPackages =
     "install rdma-core's libraries (Debian, Ubuntu: apt-get install libibverbs1 ibverbs-providers)";
 
-// Loads libibverbs. Empty, or why it cannot be loaded.
+// Loads libibverbs. Returns why it cannot be loaded; empty: it is loaded.
 std::string load_library();
 // A function of libefa. Throws UsageFailure(kConfig) without the library or without the function.
 void* efa_symbol(const char* name);

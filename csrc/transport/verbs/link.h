@@ -1,4 +1,5 @@
-// The writes to one peer over one NIC, from posting until they are flushed. Posts are the same for all queue pairs.
+// The writes to one peer over one NIC, from posting until they are flushed. All kinds of queue pairs take writes in the
+// same way.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,7 @@
 
 namespace uccl_ep::verbs {
 
-// Posts to one queue pair that have not been handed to the NIC yet: one doorbell for all.
+// Posts to one queue pair that the NIC does not have yet: one doorbell hands all of them over.
 struct Doorbell {
   ibv_qp_ex* qp = nullptr;
   bool open = false;
@@ -19,7 +20,7 @@ struct Doorbell {
     if (!open) ibv_wr_start(qp);
     open = true;
   }
-  // 0, or an errno: none of them was posted.
+  // 0, or an errno: then none of them was posted.
   int ring() {
     open = false;
     return ibv_wr_complete(qp);
@@ -38,7 +39,8 @@ struct Write {
 
 class Link {
  public:
-  // wr_id of a write: link 24 bits (from 1 on) | low bits of its number 40, far more than are ever in flight.
+  // wr_id of a write: link 24 bits (counted from 1) | number of the write, low 40 bits: far more than are ever in
+  // flight.
   static constexpr int kSerialBits = 40;
   static uint32_t index_of(uint64_t wr_id) { return static_cast<uint32_t>(wr_id >> kSerialBits) - 1; }
 
@@ -46,12 +48,13 @@ class Link {
       : peer_(peer), in_order_(in_order), index_(index), outlet_(outlet), doorbell_(doorbell), entries_(depth) {}
 
   int peer() const { return peer_; }
-  // Why nothing can be posted any more; nullptr: it can.
+  // Why nothing can be posted any more; nullptr: the link works.
   const char* broken() const { return broken_; }
   const Doorbell* doorbell() const { return doorbell_; }
   bool full() const { return posted_ - done_ == entries_.size(); }
-  // The newest write is kept back until the next one or flush(): only the last of a batch asks for a completion, which
-  // stands for those before it. True: it is the first since build_last().
+  // Keeps the newest write back until the next one or flush(). If completions come in order, only the last write of a
+  // batch and every kSignalEvery-th ask for one. It stands for the writes before it. True: the write is the first since
+  // build_last().
   bool post(const Write& write) {
     if (kept_) build(!in_order_ || unsignalled_ + 1 >= kSignalEvery);
     entries_[posted_ % entries_.size()] = {write, false};
@@ -59,13 +62,13 @@ class Link {
     kept_ = true;
     return !std::exchange(waits_, true);
   }
-  // Before the doorbell is rung.
+  // Called before the doorbell is rung.
   void build_last() {
     if (kept_) build(true);
     waits_ = false;
   }
 
-  // Calls tell(write, delivered) for each that `completion` says is over. True: the link broke.
+  // Calls tell(write, delivered) for each write that `completion` ends. True: the link broke.
   template <typename Tell>
   bool complete(const ibv_wc& completion, Tell tell) {
     const uint64_t mask = (uint64_t{1} << kSerialBits) - 1;
@@ -76,12 +79,12 @@ class Link {
       finish(serial, good, tell);
       return false;
     }
-    // Those before one that failed were acknowledged.
+    // The writes before a failed one were acknowledged.
     for (uint64_t s = done_; s < serial; ++s) finish(s, true, tell);
     finish(serial, good, tell);
     return !good;
   }
-  // Nothing of it will be posted any more; what is in flight failed. `reason` lives as long as the link.
+  // Afterwards nothing is posted any more, and all writes in flight have failed. `reason` lives as long as the link.
   template <typename Tell>
   void break_off(const char* reason, Tell tell) {
     broken_ = reason;

@@ -18,7 +18,7 @@ namespace {
 
 [[noreturn]] void refuse(const std::string& text) { throw UsageFailure(UsageKind::kConfig, "verbs: " + text); }
 
-// The devices, freed at the end.
+// The list of devices; its destructor frees it.
 class DeviceList {
  public:
   DeviceList() {
@@ -59,7 +59,7 @@ bool file_exists(const std::string& path) {
   return stat(path.c_str(), &info) == 0;
 }
 
-constexpr uint64_t kGpuPageBytes = 64 << 10;  // peer memory is pinned by these
+constexpr uint64_t kGpuPageBytes = 64 << 10;  // drivers pin GPU memory in pages of this size
 
 // What an operator can do about a registration that failed with `error`.
 std::string registration_advice(const RegisteredRegion& region, Memory kind, int error) {
@@ -105,7 +105,7 @@ RegisteredMemory::RegisteredMemory(ibv_pd* pd, Memory kind, const RegisteredRegi
            std::to_string(most_piece_bytes));
   stride_ = most_piece_bytes - largest_write_bytes;
   if (stride_ > kGpuPageBytes) stride_ -= stride_ % kGpuPageBytes;
-  // Data may pass data: an arrival is reported by a completion, which passes nothing.
+  // With relaxed ordering data may overtake data. A completion reports the arrival, and a completion overtakes nothing.
   const unsigned int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_RELAXED_ORDERING;
   for (uint64_t offset = 0; offset == 0 || offset + largest_write_bytes < num_bytes_; offset += stride_) {
     const uint64_t size = std::min(most_piece_bytes, num_bytes_ - offset);
@@ -156,7 +156,7 @@ Nic::Nic(const std::string& name, const NicOptions& options, const TransportSetu
   if (!pd_) fail(rank_, -1, "NIC " + name_ + " gives no protection domain: " + std::strerror(errno));
 }
 
-// RoCE v2 with an IPv4 address is what routers carry; then RoCE v2 with any, then the first that there is.
+// Prefers RoCE v2 with an IPv4 address, which routers carry; then any RoCE v2; then the first GID.
 void Nic::choose_gid(int wanted) {
   std::vector<ibv_gid_entry> entries(256);
   const ssize_t count = ibv_query_gid_table(context_.get(), entries.data(), entries.size(), 0);
@@ -197,12 +197,12 @@ NicAddress Nic::address() const {
 
 void Nic::read_events() {
   for (ibv_async_event event{}; ibv_get_async_event(context_.get(), &event) == 0;) {
-    ibv_ack_async_event(&event);  // at once: what it is about cannot be destroyed before
+    ibv_ack_async_event(&event);  // at once: until then the object of the event cannot be destroyed
     take_event(event);
   }
 }
 
-// What happens to a queue pair is told by completions, here or at the peer.
+// Events of queue pairs are ignored: completions, here or at the peer, report what happens to a queue pair.
 void Nic::take_event(const ibv_async_event& event) {
   const uint64_t count = port_events_.own();
   switch (event.event_type) {

@@ -1,4 +1,4 @@
-// A NIC that was opened: its port, its completion queue, and the memory that it may read and write.
+// An opened NIC: its port, its completion queue, and the memory that it may read and write.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ namespace uccl_ep::verbs {
 
 [[noreturn]] void fail(int rank, int peer, const std::string& text);
 
-// Destroys what libibverbs made. Order matters to it: members of a class go from last to first.
+// Destroys objects of libibverbs. Their order matters: a class destroys its members from last to first.
 struct Destroy {
   void operator()(ibv_context* p) const { ibv_close_device(p); }
   void operator()(ibv_pd* p) const { ibv_dealloc_pd(p); }
@@ -28,8 +28,8 @@ struct Destroy {
 template <typename T>
 using Owned = std::unique_ptr<T, Destroy>;
 
-// Registered in pieces, for some drivers take no more at once. Each piece but the last overlaps the next one by the
-// largest write, so that no write is ever split.
+// Memory is registered in pieces of at most this size, because some drivers refuse more at once. Each piece but the
+// last overlaps the next one by the largest write, so that no write is ever split.
 constexpr uint64_t kMostPieceBytes = uint64_t{1} << 30;
 
 class RegisteredMemory {
@@ -64,8 +64,8 @@ struct Port {
   bool is_efa = false;
 };
 
-// The names of the devices that libibverbs offers; none on a host without any. Throws UsageFailure where it cannot be
-// loaded, and where it offers none of those that sysfs shows.
+// The names of the devices that libibverbs offers; none on a host without NICs. Throws UsageFailure if libibverbs
+// cannot be loaded, or if it offers none of the NICs that sysfs shows.
 std::vector<std::string> device_names();
 
 class Nic {
@@ -84,8 +84,8 @@ class Nic {
   const RegisteredMemory& memory(Memory which) const { return which == Memory::kHost ? host_ : device_; }
   NicAddress address() const;
 
-  // What it tells of itself beside completions. For the proxy's thread, now and then; never blocks. Throws
-  // CommunicationFailure(kTransport) for what it does not recover from.
+  // Reads the NIC's asynchronous events. The proxy's thread calls it now and then; it never blocks. Throws
+  // CommunicationFailure(kTransport) for a fault from which the NIC does not recover.
   void read_events();
   // As Transport::trouble(). Any thread.
   std::string trouble() const;
@@ -101,8 +101,9 @@ class Nic {
   Port port_;
   Owned<ibv_pd> pd_;
   RegisteredMemory host_, device_;
-  // Writer: the proxy's thread; readers: any thread that words an error; never reset. How often the port went down or
-  // came back, odd while it is down; and when it went down last, published before that.
+  // Writer: the proxy's thread; readers: any thread that writes the text of an error; never reset. port_events_ counts
+  // how often the port went down or came back, and is odd while it is down. down_since_usec_ says when the port last
+  // went down; it is published before port_events_.
   Flag port_events_, down_since_usec_;
 };
 

@@ -1,5 +1,5 @@
-// How writes get to peers over one NIC. The two policies differ in their queue pairs and in what a completion says; the
-// writes are posted alike (link.h).
+// How writes reach peers over one NIC. The two policies differ in their queue pairs and in what a completion says. Both
+// post writes in the same way (link.h).
 #pragma once
 
 #include <cstdint>
@@ -22,24 +22,25 @@ struct Outlet {
   uint32_t remote_qp = 0;  // srd
 };
 
-constexpr uint64_t kReceive = UINT64_MAX;  // wr_id of receives; those of writes are links'
+constexpr uint64_t kReceive = UINT64_MAX;  // wr_id of receives; Link makes those of writes
 constexpr uint32_t kQueueKey = 0x75636c65;  // of srd: both ends name it
 
 class QueuePairs {
  public:
   virtual ~QueuePairs() = default;
-  // A write is over when a later one to the same peer is.
+  // Whether a write is over as soon as a later one to the same peer is.
   virtual bool completes_in_order() const = 0;
   // Writes that may be in flight to all peers together.
   virtual uint32_t most_writes() const = 0;
-  // The numbers that peers write to, and the first packet's number of what they send, by rank.
+  // Fills in, by rank, the number of our queue pair for that rank, and the number of the first packet that this queue
+  // pair sends.
   virtual void describe(NicAddress& address) const = 0;
   virtual Outlet connect(int peer, const NicAddress& remote) = 0;
-  // Whose arrival it is; -1: a stranger's.
+  // The rank whose write arrived; -1: no peer's.
   virtual int sender_of(const ibv_wc& arrival) const = 0;
-  // Room for one more arrival: `count` were taken out of the completion queue.
+  // Makes room for `count` more arrivals: so many were taken out of the completion queue.
   virtual void give_back(uint32_t count) = 0;
-  // Nothing that was posted to the peer touches its memory from now on.
+  // Nothing that was posted to the peer touches its memory from now on. srd cannot take posts back, and does nothing.
   virtual void cut(int peer) = 0;
 };
 

@@ -10,13 +10,13 @@
 namespace uccl_ep::verbs {
 namespace {
 
-constexpr int kRetries = 6;         // the field holds 7, too, but soft-RoCE takes that for no limit
-constexpr int kReceiverRetries = 7;  // without end: a receiver that lags behind is no error of the link
+constexpr int kRetries = 6;         // the field can hold 7, but soft-RoCE takes 7 as no limit
+constexpr int kReceiverRetries = 7;  // without limit: a receiver that lags behind is no error of the link
 constexpr uint8_t kReceiverPause = 1;  // 10 us
 constexpr uint32_t kPsnMask = (1u << 24) - 1;
 
-// The exponent of the acknowledgement's timeout, 4.096 us * 2^n, whose retries outlast `usec`: a link that heals by
-// then is none the worse.
+// The exponent n of the acknowledgement timeout, 4.096 us * 2^n. With it the retries outlast `usec`, so that a link
+// that heals by then loses nothing.
 uint8_t timeout_for(uint64_t usec) {
   uint8_t exponent = 10;
   while (exponent < 31 && static_cast<uint64_t>(4.096 * (kRetries + 1)) << exponent < usec) ++exponent;
@@ -172,7 +172,7 @@ ibv_ah_attr route_to(const Port& port, const NicAddress& remote, const NicOption
   route.port_num = port.number;
   route.sl = static_cast<uint8_t>(std::max(options.service_level, 0));
   route.dlid = static_cast<uint16_t>(remote.lid);
-  // InfiniBand finds its way by the LID.
+  // InfiniBand routes by the LID.
   route.is_global = port.is_ethernet || port.is_efa || remote.lid == 0;
   route.grh.dgid.global.subnet_prefix = htobe64(remote.gid_high);
   route.grh.dgid.global.interface_id = htobe64(remote.gid_low);

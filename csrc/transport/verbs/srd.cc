@@ -59,7 +59,7 @@ class ScalableReliableDatagrams final : public QueuePairs {
     return {ibv_qp_to_qp_ex(qp_.get()), ah.get(), remote.queue_pairs[own]};
   }
 
-  // The device says by which of our routes it came.
+  // The device says by which of our routes the write came.
   int sender_of(const ibv_wc& arrival) const override {
     const auto its = senders_.find({arrival.slid, arrival.src_qp});
     return its == senders_.end() ? -1 : its->second;
@@ -75,7 +75,7 @@ class ScalableReliableDatagrams final : public QueuePairs {
     }
   }
 
-  // The queue pair is everybody's: what was posted to one peer cannot be taken back, its completions say when it is
+  // All peers share the queue pair, so posts to one peer cannot be taken back. Their completions say when they are
   // over.
   void cut(int) override {}
 

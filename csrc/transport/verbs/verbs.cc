@@ -17,7 +17,7 @@ constexpr uint32_t kMostWrites = 256;     // in flight to a peer
 constexpr uint32_t kLeastWrites = 8;
 constexpr uint32_t kMostArrivals = 4096;  // between two polls
 constexpr int kCompletionsPerPoll = 64;
-// Nobody rings when something arrives: the proxy looks again, the later the longer nothing came.
+// No bell announces arrivals: the longer the idle time, the longer the proxy may nap.
 constexpr uint64_t kLeastNapUsec = 20, kMostNapUsec = 1000, kNapsPerPause = 30;
 constexpr uint64_t kEventsPeriodUsec = 50'000;
 
@@ -51,7 +51,7 @@ void VerbsTransport::open(const HostNic& chosen) {
   rails_.push_back(std::move(rail));
 }
 
-// So that no completion is ever lost, the queue holds one for everything that may be in flight.
+// The completion queue has an entry for everything that may be in flight, so that no completion is ever lost.
 QueueSizes VerbsTransport::sizes_for(const Nic& nic) const {
   const auto& limits = nic.limits();
   const uint32_t peers = std::max<uint32_t>(1, static_cast<uint32_t>(setup_.peers.size()));
@@ -157,7 +157,7 @@ size_t VerbsTransport::peer_index(int peer) const {
   return idx;
 }
 
-// In turn, so that chunks spread; a link that is broken, full or has no room left is passed over.
+// NICs take turns, so that chunks spread. A NIC without room, or with a broken or full link, is passed over.
 VerbsTransport::Rail* VerbsTransport::choose_rail(const WriteRequest& request, size_t peer_idx) {
   Rail* broken = nullptr;
   for (size_t i = 0; i < rails_.size(); ++i) {
@@ -170,7 +170,7 @@ VerbsTransport::Rail* VerbsTransport::choose_rail(const WriteRequest& request, s
     next_rail_ = (next_rail_ + i + 1) % rails_.size();
     return &rail;
   }
-  // Alone a broken one is chosen: what goes there fails at once.
+  // If all links are broken, one of them is chosen, and the write fails at once.
   const bool all_broken =
       std::all_of(rails_.begin(), rails_.end(), [&](auto& rail) { return rail->links[peer_idx].broken() != nullptr; });
   return all_broken ? broken : nullptr;
@@ -195,7 +195,7 @@ Write VerbsTransport::write_of(const Rail& rail, size_t peer_idx, const WriteReq
   write.num_bytes = request.num_bytes;
   write.immediate = request.immediate;
   write.limited = request.limited;
-  // Without bytes the address has to be a valid one all the same.
+  // Even a write without bytes needs a valid address.
   const MemoryAddress& target = request.num_bytes != 0 ? theirs : remote.host;
   const uint64_t offset = request.num_bytes != 0 ? request.remote_offset : 0;
   write.to = target.base + offset;
@@ -282,7 +282,7 @@ void VerbsTransport::harvest(Rail& rail) {
 
 void VerbsTransport::arrived(Rail& rail, const ibv_wc& completion) {
   ++rail.taken;
-  if (completion.status != IBV_WC_SUCCESS) return;  // a queue pair that goes takes its receives with it
+  if (completion.status != IBV_WC_SUCCESS) return;  // a queue pair that ends takes its receives with it
   const int sender = rail.pairs->sender_of(completion);
   if (sender < 0 || completion.opcode != IBV_WC_RECV_RDMA_WITH_IMM) {
     ++strangers_;
@@ -355,7 +355,7 @@ Probe probe(const TransportOptions& options) {
         why += (why.empty() ? "" : "; ") + std::string(failure.what());
       }
     }
-    // Those that were asked for have to be usable, all of them.
+    // All NICs that the options name must be usable.
     if (usable.empty() || (!options.nic.devices.empty() && !why.empty())) return {false, why};
     return {true, usable, link};
   } catch (const std::exception& failure) {

@@ -38,7 +38,8 @@ class VerbsTransport final : public Transport {
   std::string trouble() const override;
 
  private:
-  // A NIC with its connections. Destroyed from the last member to the first: nobody writes to memory that is gone.
+  // A NIC with its connections. Its members are destroyed from last to first, so that nobody writes to memory that is
+  // gone.
   struct Rail {
     NicOptions options;  // with its family's defaults
     std::unique_ptr<Nic> nic;
@@ -76,7 +77,7 @@ class VerbsTransport final : public Transport {
   std::vector<size_t> peer_idx_;  // by rank
   std::vector<std::unique_ptr<Rail>> rails_;
   size_t next_rail_ = 0;
-  std::vector<Completion> ready_;  // from first_ready_ on: seen, and not told yet
+  std::vector<Completion> ready_;  // from first_ready_ on: polled, and not reported yet
   size_t first_ready_ = 0;
   std::map<std::pair<int, std::string>, std::string> reasons_;  // texts that completions point to
   uint64_t last_event_usec_ = 0;
