@@ -231,8 +231,8 @@ __device__ __forceinline__ void find_slot(const Group& g, const PlanView& plan, 
   rings.chunk[lane] = row / rows_per_chunk(g, row_bytes);
   rings.place[lane] = at(g, g.rank, g.net->to[lane].rows) + ring_offset(g, slot, g.map.row_slots, row, row_bytes);
 }
-// By a lane with a place: waits until what its slot held before has left. That chunk is of an earlier window, which
-// needs nothing of this one.
+// By a lane with a place: waits until the earlier chunk in its slot has left. Chunks of earlier windows do not depend
+// on this one.
 __device__ __forceinline__ bool wait_slot(const Group& g, uint32_t to, uint32_t chunk) {
   const NetState& state = net_state(g);
   const uint64_t serial = state.sent[to] + chunk, slots = g.map.row_slots;
