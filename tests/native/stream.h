@@ -17,9 +17,10 @@ struct StreamResult {
   bool complete = true;
 };
 
-// Rows from rank 0 to its rail in domain 1, whose readers look at each chunk twice, with pauses.
+// Rows from rank 0 to its rail in domain 1, whose readers look at each chunk twice, with pauses. `rewritten`: the
+// transport may write a chunk's bytes again while they are read.
 inline StreamResult stream(World& world, uint64_t num_chunks, uint64_t num_bytes,
-                           uint64_t patience_usec = kPatienceUsec) {
+                           uint64_t patience_usec = kPatienceUsec, bool rewritten = false) {
   const int rail = world.topo.rail(0, 1);
   const uint32_t channel = out_channel(world.nodes[0], RingKind::kRows, rail);
   Source source(world.nodes[0], channel);
@@ -33,16 +34,17 @@ inline StreamResult stream(World& world, uint64_t num_chunks, uint64_t num_bytes
     readers.emplace_back([&, reader] {
       std::mt19937 random(reader + 1);
       Sink sink(landing, in, reader);
+      auto intact = [&] { return rewritten ? sink.intact_while_rewritten(num_bytes) : sink.intact(num_bytes); };
       while (sink.serial() < num_chunks) {
         if (!sink.ready()) {
           if (now_usec() > deadline || landing.has_error()) break;
           sched_yield();
           continue;
         }
-        const bool first = sink.intact(num_bytes);
+        const bool first = intact();
         if (random() % 16 == 0)
           usleep(random() % 200);  // slow, so that a chunk without credit would overwrite this one
-        results[reader].broken += !first || !sink.intact(num_bytes);
+        results[reader].broken += !first || !intact();
         sink.release();
       }
       results[reader].complete = sink.serial() == num_chunks;

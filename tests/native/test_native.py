@@ -92,9 +92,9 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     return program_of
 
 
-def holds(build: Build, program: str, claim: str, sanitizer: str) -> None:
+def holds(build: Build, program: str, claim: str, sanitizer: str, timeout: float = 150) -> None:
     binary = build(program, sanitizer)
-    result = run([binary, claim], 150, libraries=binary.parent)
+    result = run([binary, claim], timeout, libraries=binary.parent)
     assert result.returncode == 0, result.stdout + result.stderr
     if result.stdout.startswith(SKIPPED):
         pytest.skip(result.stdout.strip())
@@ -129,7 +129,7 @@ SWEEP = "UCCL_EP_CUDA_SEEDS", "100:12"
 @pytest.mark.parametrize("claim", [claim for claim in claims_of("gpu_engine") if "host's bits" in claim])
 def test_many_orders(build: Build, claim: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(*SWEEP)
-    holds(build, "gpu_engine", claim, "memory")
+    holds(build, "gpu_engine", claim, "memory", timeout=900)
 
 
 TWO_DOMAINS = "2 domains of a rank have the host's bits"
