@@ -21,6 +21,9 @@ struct Op {
   OpSignature signature{};
   std::shared_ptr<Plan> plan;
   const uint8_t* rows_in = nullptr;   // dispatch: x [T, H]; combine: [num_rows, H]
+  // dispatch: of x, if it has codes: [T, H / 128]; nullptr = rows are quantised here, or not at all
+  const float* scales_in = nullptr;
+  const uint32_t* metadata_in = nullptr;  // dispatch: [T, num_metadata]
   const float* weights_in = nullptr;  // dispatch: [T, width]; combine: [num_weights]; nullptr = none travel
   uint64_t row_bytes = 0;             // of a tensor row: H * size of dtype
 
@@ -28,9 +31,10 @@ struct Op {
   uint8_t* rows_out = nullptr;   // dispatch: [num_rows, H]; combine: [T, H]
   float* scales_out = nullptr;  // dispatch: [num_rows, H / 128]: rows_out gets FP8 codes; nullptr = dequantised rows
   float* weights_out = nullptr;  // dispatch: [num_weights]; combine: [T, width]
+  uint32_t* metadata_out = nullptr;  // dispatch: [num_rows, num_metadata]
   int64_t* experts_out = nullptr;  // dispatch of compact rows: [num_rows, W]; nullptr = not wanted
 
-  RowShape wire_row() const { return row_shape(signature.wire, signature.hidden); }
+  RowShape wire_row() const { return row_shape(signature.wire, signature.hidden, signature.num_metadata); }
   // Of a row of rows_out.
   uint64_t out_row_bytes() const { return scales_out != nullptr ? wire_row().code_bytes : row_bytes; }
   // The number that users see.

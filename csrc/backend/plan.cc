@@ -11,6 +11,7 @@ std::string describe(const OpSignature& s) {
   text += std::string(dtype_name(s.dtype)) + " as " + dtype_name(s.wire) + ", H=" + std::to_string(s.hidden);
   if (s.plan_use != PlanUse::kNew) text += ", plan " + std::to_string(s.plan_id);
   if (s.expert_alignment != 1) text += ", alignment " + std::to_string(s.expert_alignment);
+  if (s.num_metadata != 0) text += ", " + std::to_string(s.num_metadata) + " words of metadata";
   if (s.with_capacity != 0) text += ", a capacity";
   if (s.compact_width != 0) text += ", compact rows of " + std::to_string(s.compact_width) + " weights";
   return text + (s.with_weights ? ", weights)" : ")");

@@ -22,10 +22,11 @@ namespace uccl_ep {
 namespace {
 
 inline Dtype tensor_dtype(uint32_t element_bytes) {
+  if (element_bytes == 1) return Dtype::kFp8Fp32;  // codes, with the caller's scales
   if (element_bytes == 2) return Dtype::kBf16;
   if (element_bytes == 4) return Dtype::kFp32;
   throw UsageFailure(UsageKind::kDtype,
-                     "element_bytes = " + std::to_string(element_bytes) + ": allowed 2 (bf16) and 4 (fp32)");
+                     "element_bytes = " + std::to_string(element_bytes) + ": allowed 1 (fp8), 2 (bf16) and 4 (fp32)");
 }
 
 inline Dtype row_format_named(const std::string& name, const std::string& scale) {
@@ -81,8 +82,11 @@ void close_with_signals(Close close, Fail fail) {
 
 struct PyDispatchArgs {
   uintptr_t x_ptr = 0;
+  uintptr_t scales_ptr = 0;
+  uintptr_t metadata_ptr = 0;
   uint64_t num_tokens = 0;
   uint32_t hidden = 0;
+  uint32_t num_metadata = 0;
   uint32_t element_bytes = 2;
   std::string wire = "same";  // or the name of a row format; `scale` is that format's
   std::string scale;
@@ -99,6 +103,9 @@ struct PyDispatchArgs {
   DispatchArgs native(std::shared_ptr<SavedPlan> plan, uintptr_t stream) const {
     DispatchArgs args;
     args.x = pointer<const uint8_t>(x_ptr);
+    args.scales = pointer<const float>(scales_ptr);
+    args.metadata = pointer<const uint32_t>(metadata_ptr);
+    args.num_metadata = num_metadata;
     args.num_tokens = num_tokens;
     args.hidden = hidden;
     args.dtype = tensor_dtype(element_bytes);
@@ -191,11 +198,11 @@ void bind_plan(py::module_& m) {
 void bind_args(py::module_& m) {
   // The parameters are in the order of the fields.
   py::class_<PyDispatchArgs>(m, "DispatchArgs")
-      .def(py::init<uintptr_t, uint64_t, uint32_t, uint32_t, std::string, std::string, std::string, uintptr_t, uint32_t,
-                    uintptr_t, uint32_t, bool, int64_t, bool, bool>(),
-           "x_ptr"_a, "num_tokens"_a, "hidden"_a, "element_bytes"_a, "wire"_a, "scale"_a, "routing"_a, "routing_ptr"_a,
-           "routing_width"_a, "values_ptr"_a, "expert_alignment"_a, "compact"_a, "capacity"_a, "pad_to_capacity"_a,
-           "aside"_a);
+      .def(py::init<uintptr_t, uintptr_t, uintptr_t, uint64_t, uint32_t, uint32_t, uint32_t, std::string, std::string,
+                    std::string, uintptr_t, uint32_t, uintptr_t, uint32_t, bool, int64_t, bool, bool>(),
+           "x_ptr"_a, "scales_ptr"_a, "metadata_ptr"_a, "num_tokens"_a, "hidden"_a, "num_metadata"_a, "element_bytes"_a,
+           "wire"_a, "scale"_a, "routing"_a, "routing_ptr"_a, "routing_width"_a, "values_ptr"_a, "expert_alignment"_a,
+           "compact"_a, "capacity"_a, "pad_to_capacity"_a, "aside"_a);
   py::class_<PyCombineArgs>(m, "CombineArgs")
       .def(py::init<uintptr_t, uint32_t, uint32_t, bool, uintptr_t, uintptr_t, uintptr_t, bool>(), "rows_ptr"_a,
            "hidden"_a, "element_bytes"_a, "wire_fp32"_a, "values_ptr"_a, "out_ptr"_a, "values_out_ptr"_a, "aside"_a);
@@ -214,10 +221,11 @@ void bind_op(py::module_& m) {
       .def("give_up_guess", &Operation::give_up_guess, Release())
       .def(
           "set_output",
-          // Memory of rows, scales, weights, row_experts and the plan.
-          [](Operation& self, const std::array<uintptr_t, 5>& memory, uintptr_t stream) {
+          // Memory of rows, scales, weights, row_experts, metadata and the plan.
+          [](Operation& self, const std::array<uintptr_t, 6>& memory, uintptr_t stream) {
             self.give_output({pointer<uint8_t>(memory[0]), pointer<float>(memory[1]), pointer<float>(memory[2]),
-                              pointer<int64_t>(memory[3]), pointer<uint8_t>(memory[4]), pointer<void>(stream)});
+                              pointer<int64_t>(memory[3]), pointer<uint32_t>(memory[4]), pointer<uint8_t>(memory[5]),
+                              pointer<void>(stream)});
           },
           "memory"_a, "stream"_a, Release())
       .def_property_readonly("plan", &Operation::plan)

@@ -26,9 +26,15 @@ void check_own(const PlanFacts& plan, const CallLimits& limits) {
   if (plan.engine_generation != limits.engine_generation) refuse_plan();
 }
 
-void check_rows_of(const DispatchArgs& args) {
+void check_rows_of(const DispatchArgs& args, const CallLimits& limits) {
   const std::string alignment = "expert_alignment = " + std::to_string(args.expert_alignment);
-  require(!is_quantised(args.wire) || args.dtype == Dtype::kBf16, UsageKind::kDtype,
+  require(wire_row_bytes(args.wire, args.hidden, args.num_metadata) <= limits.widest_row_bytes, UsageKind::kShape,
+          "rows of " + std::to_string(args.hidden) + " " + dtype_name(args.wire) + " elements with " +
+              std::to_string(args.num_metadata) + " words of metadata: this buffer was made for rows of " +
+              std::to_string(limits.widest_row_bytes) + " bytes");
+  require(!is_quantised(args.dtype) || args.dtype == args.wire, UsageKind::kDtype,
+          std::string("rows of codes and scales travel as they are, not as ") + dtype_name(args.wire));
+  require(!is_quantised(args.wire) || args.dtype == args.wire || args.dtype == Dtype::kBf16, UsageKind::kDtype,
           std::string("FP8 dispatch of ") + dtype_name(args.dtype) + " rows: only bf16 rows are quantised");
   require(args.expert_alignment >= 1 && args.expert_alignment <= kMostAlignment, UsageKind::kInput,
           alignment + ": allowed 1 to 2^20");
@@ -42,7 +48,7 @@ void refuse_plan() { throw UsageFailure(UsageKind::kInput, "the handle belongs t
 
 void check_call(const DispatchArgs& args, const CallLimits& limits) {
   check_row(args.hidden, args.dtype, limits);
-  check_rows_of(args);
+  check_rows_of(args, limits);
   require(args.num_tokens < UINT32_MAX, UsageKind::kShape,
           std::to_string(args.num_tokens) + " tokens: allowed are fewer than 2^32");
   if (args.plan == nullptr) {
@@ -59,6 +65,8 @@ void check_call(const DispatchArgs& args, const CallLimits& limits) {
 void check_call(const CombineArgs& args, const CallLimits& limits) {
   check_row(args.hidden, args.dtype, limits);
   check_row(args.hidden, args.wire, limits);
+  require(!is_quantised(args.dtype) && !is_quantised(args.wire), UsageKind::kDtype,
+          "combine of FP8 rows: allowed are bf16 and fp32, because sums are not quantised");
   require(args.plan != nullptr, UsageKind::kInput, "combine needs the handle of a dispatch");
   check_own(args.plan->facts(), limits);
 }
@@ -73,6 +81,7 @@ OpSignature make_signature(const DispatchArgs& args, const PlanFacts& plan, Plan
   s.with_weights = args.weights != nullptr;
   s.expert_alignment = plan.expert_alignment;
   s.compact_width = plan.compact_width;
+  s.num_metadata = args.num_metadata;
   s.with_capacity = plan.has_capacity;
   s.plan_id = use == PlanUse::kNew ? 0 : plan.plan_id;
   return s;

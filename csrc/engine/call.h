@@ -43,8 +43,11 @@ class SavedPlan {
 
 struct DispatchArgs {
   const uint8_t* x = nullptr;  // [T, H]
+  const float* scales = nullptr;  // [T, H / 128] of x, if its dtype is a quantised format, which is the wire's, too
+  const uint32_t* metadata = nullptr;  // [T, num_metadata]: travels with the rows, unchanged
   uint64_t num_tokens = 0;
   uint32_t hidden = 0;
+  uint32_t num_metadata = 0;
   Dtype dtype = Dtype::kBf16;
   Dtype wire = Dtype::kBf16;
   bool has_routing = false;  // false: `plan` is used unchanged
@@ -66,6 +69,7 @@ struct DispatchOutput {
   float* scales = nullptr;  // FP8 rows go out as codes and scales; nullptr: they are dequantised
   float* weights = nullptr;
   int64_t* row_experts = nullptr;  // of compact rows: where their experts go; nullptr: not wanted
+  uint32_t* metadata = nullptr;  // [num_rows, num_metadata]
   // Of a GPU engine only.
   uint8_t* plan = nullptr;  // memory of a new plan
   Stream stream = nullptr;  // where the memory may still be in use

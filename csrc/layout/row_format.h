@@ -1,4 +1,5 @@
-// How the elements of a row lie on the wire: codes, then perhaps scales. Declared once, for host, kernels and Python.
+// How the elements of a row lie on the wire: codes, then perhaps scales, then perhaps metadata, words of the caller's.
+// Declared once, for host, kernels and Python.
 // A new format of e4m3 codes is an entry in `kRowFormats`, its rule in `AllScaleRules`, and the same in oracle/fp8.py.
 #pragma once
 
@@ -18,6 +19,7 @@ enum class Dtype : uint32_t {
   kFp8Fp32 = 4,  // e4m3, any scales
 };
 constexpr uint32_t kFp8Block = 128;
+constexpr uint32_t kMetadataBytes = 4;  // of a word
 
 struct RowFormat {
   Dtype id;
@@ -29,9 +31,9 @@ struct RowFormat {
 
   constexpr uint64_t code_bytes(uint64_t hidden) const { return hidden * code_bits / 8; }
   constexpr uint64_t num_scales(uint64_t hidden) const { return scale_bytes == 0 ? 0 : hidden / block; }
-  // Scales are filled up to 16 bytes, so that a row is one aligned bulk copy.
-  constexpr uint64_t row_bytes(uint64_t hidden) const {
-    return code_bytes(hidden) + round_up(num_scales(hidden) * scale_bytes, 16);
+  // Filled up to 16 bytes, so that a row is one aligned bulk copy.
+  constexpr uint64_t row_bytes(uint64_t hidden, uint64_t num_metadata = 0) const {
+    return code_bytes(hidden) + round_up(num_scales(hidden) * scale_bytes + num_metadata * kMetadataBytes, 16);
   }
 };
 // In the order of their ids.
@@ -103,7 +105,9 @@ constexpr bool have_rules() {
 static_assert(have_rules(), "a quantised format needs a rule for its scales");
 
 constexpr bool is_quantised(Dtype wire) { return row_format(wire).scale_bytes > 0; }
-constexpr uint64_t wire_row_bytes(Dtype wire, uint64_t hidden) { return row_format(wire).row_bytes(hidden); }
+constexpr uint64_t wire_row_bytes(Dtype wire, uint64_t hidden, uint64_t num_metadata = 0) {
+  return row_format(wire).row_bytes(hidden, num_metadata);
+}
 inline const char* dtype_name(Dtype dtype) { return row_format(dtype).name; }
 // Bytes of a tensor element. Usable in kernels, which cannot read the table.
 constexpr uint32_t dtype_bytes(Dtype dtype) { return dtype == Dtype::kFp32 ? 4 : dtype == Dtype::kBf16 ? 2 : 1; }
@@ -112,16 +116,19 @@ static_assert(dtype_bytes(Dtype::kBf16) * 8 == row_format(Dtype::kBf16).code_bit
 
 // Of one row.
 struct RowShape {
-  uint32_t code_bytes = 0;  // its scales follow
-  uint32_t num_scales = 0;  // 0: it is not quantised
+  uint32_t code_bytes = 0;    // scales follow, then metadata
+  uint32_t num_scales = 0;    // 0: it is not quantised
+  uint32_t num_metadata = 0;  // words
   uint32_t bytes = 0;
 
   constexpr uint32_t scale_bytes() const { return num_scales * static_cast<uint32_t>(sizeof(float)); }
+  constexpr uint32_t metadata_bytes() const { return num_metadata * kMetadataBytes; }
+  constexpr uint32_t metadata_begin() const { return code_bytes + scale_bytes(); }
 };
-constexpr RowShape row_shape(Dtype wire, uint64_t hidden) {
+constexpr RowShape row_shape(Dtype wire, uint64_t hidden, uint32_t num_metadata = 0) {
   const RowFormat& format = row_format(wire);
   return {static_cast<uint32_t>(format.code_bytes(hidden)), static_cast<uint32_t>(format.num_scales(hidden)),
-          static_cast<uint32_t>(format.row_bytes(hidden))};
+          num_metadata, static_cast<uint32_t>(format.row_bytes(hidden, num_metadata))};
 }
 
 }  // namespace uccl_ep

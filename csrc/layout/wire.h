@@ -25,6 +25,7 @@ struct OpSignature {
   uint32_t with_weights;  // fp32 per pair: weights, of a combine their gradients
   uint32_t expert_alignment;
   uint32_t compact_width;  // columns of a compact row's weights; 0: rows are expert-major
+  uint32_t num_metadata;  // words that travel with each row
   uint32_t with_capacity;  // CUDA: the output has a size of its own, and the counts stay on the device
   uint64_t plan_id;  // epoch of the dispatch that made the plan; 0 for a new one
 
@@ -39,6 +40,7 @@ inline constexpr auto kFields<OpSignature> = std::tuple{field("kind", &OpSignatu
                                                         field("weights", &OpSignature::with_weights),
                                                         field("expert_alignment", &OpSignature::expert_alignment),
                                                         field("row layout", &OpSignature::compact_width),
+                                                        field("metadata", &OpSignature::num_metadata),
                                                         field("capacity", &OpSignature::with_capacity),
                                                         field("plan", &OpSignature::plan_id)};
 static_assert(all_listed<OpSignature>(), "a field is missing in the list");

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from uccl_ep_train import Buffer, EpConfig
+from uccl_ep_train.common.handle import Fp8Rows
 from uccl_ep_train.group.bootstrap import LocalBootstrap
 from uccl_ep_train.settings.sections import WireDtype
 
@@ -47,6 +48,12 @@ def use(buffer: Buffer, dtype: torch.dtype, wire: WireDtype) -> None:
         buffer.check()
     if wire == "fp8":
         buffer.dispatch(x_TH, idx_TK, dispatch_dtype="fp8", output_dtype="fp8")
+    metadata = torch.ones(T, 5, dtype=torch.int32, device=buffer.device)
+    if dtype == torch.bfloat16:
+        given = Fp8Rows(x_TH.detach().to(torch.float8_e4m3fn), torch.ones(T, H // 128, device=buffer.device))
+        result = buffer.dispatch(given, idx_TK, metadata=metadata, expert_alignment=16)
+        assert result.metadata is not None and result.metadata.max() == 1
+    buffer.dispatch(x_TH, idx_TK, metadata=metadata, dispatch_dtype=wire, layout="compact")
     buffer.dispatch(x_TH, idx_TK, handle=buffer.dispatch(x_TH, idx_TK, dispatch_dtype=wire).handle)
     routing_map = torch.zeros(T, E, dtype=torch.bool, device=buffer.device)
     routing_map[:, 1::2] = True
@@ -75,7 +82,7 @@ def main() -> None:
     for domain_size in sorted({1, ranks}, reverse=True):
         for bulk_copies, num_sms in ((True, 24), (False, 24), (True, 2)):
             config = EpConfig(
-                num_experts=E, hidden=H, backend="cuda", dispatch_dtype="bf16", budget_bytes=48 << 20,
+                num_experts=E, hidden=2 * H, backend="cuda", dispatch_dtype="bf16", budget_bytes=48 << 20,
                 domain_size=domain_size, transport="loop", bulk_copies=bulk_copies, num_sms=num_sms,
                 arrival_timeout_s=300.0, progress_timeout_s=300.0,
             )  # fmt: skip

@@ -1,5 +1,6 @@
 // Whole CUDA engines, ranks as threads, kernels on the CPU: every byte is the host backend's, whatever order lanes,
 // warps, blocks, streams and ranks run in. UCCL_EP_CUDA_SEEDS=first:count tries other orders and other data.
+// Longer than 400 lines because claims of one program share its kernels, which take a minute to compile.
 #include <cstdlib>
 #include <cstring>
 #include <thread>
@@ -38,6 +39,40 @@ CLAIM("2 ranks of a domain have the host's bits, FP8, codes and scales") {
   CudaRun run = run_of({0, 0}, kBf16, kFp8);
   try_seeds(run);
   run.fp8_codes = true;
+  try_seeds(run);
+}
+CLAIM("codes and scales that the caller gave, and metadata, have the host's bits") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}, {0, 0, 1, 1}})
+    for (const bool compact : {true, false})
+      for (const bool bulk_copies : {true, false}) {
+        CudaRun run = run_of(domain_of, kBf16, Dtype::kFp8Fp32);
+        run.compact = compact;
+        run.bulk_copies = bulk_copies;
+        run.fp8_codes = run.given_codes = true;
+        run.rounds = 1;
+        try_seeds(run);
+        run.num_metadata = 37;
+        try_seeds(run);
+      }
+}
+CLAIM("metadata beside quantised and unquantised rows has the host's bits") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}})
+    for (const Dtype wire : {kBf16, kFp8}) {
+      CudaRun run = run_of(domain_of, kBf16, wire);
+      run.num_metadata = 4;
+      run.alignment = 16;
+      try_seeds(run);
+      run = windows_of(domain_of, kBf16, wire);
+      run.num_metadata = 33;
+      run.least_windows = 6;  // rows of the engine are wider than those of others
+      try_seeds(run);
+    }
+}
+CLAIM("metadata of unused rows becomes padding") {
+  CudaRun run = run_of({0, 0});
+  run.num_metadata = 5;
+  run.capacity = 400;
+  run.is_spacious = run.pad_to_capacity = true;
   try_seeds(run);
 }
 CLAIM("2 domains of a rank have the host's bits") { try_seeds(run_of({0, 1})); }

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "common/units.h"
 #include "engine/call.h"
 #include "engine/config.h"
 
@@ -22,6 +23,8 @@ struct CudaRun {
   Dtype dtype = Dtype::kBf16, wire = Dtype::kBf16;  // of the rows of a dispatch
   bool compact = false, with_weights = true;
   bool fp8_codes = false;  // FP8 rows come out as codes and scales
+  bool given_codes = false;  // and are given so
+  uint32_t num_metadata = 0;
   bool is_map = false;
   uint32_t map_one_in = 3;  // of a map's entries are routed
   uint32_t alignment = 1;
@@ -43,6 +46,8 @@ struct CudaRun {
   int num_ranks() const { return static_cast<int>(domain_of.size()); }
   uint32_t num_experts() const { return experts_per_rank * static_cast<uint32_t>(num_ranks()); }
   uint32_t width() const { return is_map ? num_experts() : topk; }
+  Dtype dispatch_dtype() const { return given_codes ? Dtype::kFp8Fp32 : dtype; }
+  uint64_t num_scales() const { return hidden / kFp8Block; }
   Dtype combine_wire() const { return dtype; }
 };
 
@@ -79,7 +84,7 @@ inline EngineConfig config_of(const CudaRun& run, int rank) {
   config.num_ranks = run.num_ranks();
   config.domain_of = run.domain_of;
   config.num_experts = run.num_experts();
-  config.hidden = run.hidden;
+  config.hidden = run.hidden + static_cast<uint32_t>(round_up(kMetadataBytes * run.num_metadata, kFp8Block));
   config.max_element_bytes = dtype_bytes(run.dtype);
   config.generation = 42;
   config.arrival_timeout_s = run.arrival_timeout_s;
@@ -94,7 +99,8 @@ inline EngineConfig config_of(const CudaRun& run, int rank) {
 struct RankInput {
   uint64_t num_tokens = 0;
   std::vector<uint8_t> x, routing;
-  std::vector<float> weights;
+  std::vector<float> weights, scales;
+  std::vector<uint32_t> metadata;
 
   RankInput(const CudaRun& run, int rank, int round) : num_tokens(run.tokens_of(rank)) {
     std::mt19937_64 random(run.seed * 1000 + static_cast<uint64_t>(rank * 100 + round));
@@ -119,6 +125,13 @@ struct RankInput {
         weights.push_back(normal(random));
       }
     }
+    if (run.given_codes) {
+      x.resize(num_tokens * run.hidden);  // any bytes are codes
+      for (uint64_t i = 0; i < num_tokens * run.num_scales(); ++i) scales.push_back(normal(random));
+    }
+    for (uint64_t i = 0; i < num_tokens * run.num_metadata; ++i) metadata.push_back(static_cast<uint32_t>(random()));
+    scales.reserve(1);
+    metadata.reserve(1);
     x.reserve(1);  // a rank without tokens has addresses, too
     routing.reserve(1);
     weights.reserve(1);
@@ -130,6 +143,7 @@ struct Dispatched {
   std::vector<uint8_t> rows;
   std::vector<float> scales, weights;
   std::vector<int64_t> experts;
+  std::vector<uint32_t> metadata;
 
   static constexpr uint8_t kGarbage = 0xEE;
   // Nothing of what is there is right by chance.
@@ -139,6 +153,7 @@ struct Dispatched {
     scales.assign(run.fp8_codes ? num_rows * run.hidden / kFp8Block : 0, -7.0f);
     weights.assign(run.with_weights ? num_rows * width : 0, -7.0f);
     experts.assign(run.compact ? num_rows * width : 0, -7);
+    metadata.assign(num_rows * run.num_metadata, 0xEEEEEEEE);
   }
   // What is left of it, or what is missing as zeros.
   void resize(const CudaRun& run, uint64_t num_rows) {
@@ -148,6 +163,7 @@ struct Dispatched {
     scales.resize(exact.scales.size());
     weights.resize(exact.weights.size());
     experts.resize(exact.experts.size());
+    metadata.resize(exact.metadata.size());
   }
   // As many rows as the capacity has: the first, or more, which are padding or have not been written to.
   void fit_capacity(const CudaRun& run) {
@@ -159,6 +175,7 @@ struct Dispatched {
     scales.resize(exact.scales.size(), pads ? 1.0f : -7.0f);
     weights.resize(exact.weights.size(), pads ? 0.0f : -7.0f);
     experts.resize(exact.experts.size(), pads ? -1 : -7);
+    metadata.resize(exact.metadata.size(), pads ? 0 : 0xEEEEEEEE);
   }
 };
 struct Combined {
@@ -180,6 +197,7 @@ inline DispatchOutput output_of(const CudaRun& run, Dispatched& got) {
   output.scales = address_if(run.fp8_codes, got.scales);
   output.weights = address_if(run.with_weights, got.weights);
   output.row_experts = address_if(run.compact, got.experts);
+  output.metadata = address_if(run.num_metadata > 0, got.metadata);
   return output;
 }
 
@@ -188,8 +206,11 @@ inline DispatchArgs dispatch_args(const CudaRun& run, const RankInput& in, bool 
   args.x = in.x.data();
   args.num_tokens = in.num_tokens;
   args.hidden = run.hidden;
-  args.dtype = run.dtype;
+  args.dtype = run.dispatch_dtype();
   args.wire = run.wire;
+  args.scales = run.given_codes ? in.scales.data() : nullptr;
+  args.metadata = run.num_metadata > 0 ? in.metadata.data() : nullptr;
+  args.num_metadata = run.num_metadata;
   args.has_routing = has_routing;
   args.routing = {run.is_map ? RoutingKind::kMap : RoutingKind::kTopk, in.routing.data(), run.width()};
   args.weights = run.with_weights ? in.weights.data() : nullptr;

@@ -295,6 +295,7 @@ inline void compare(const CudaRun& run, const std::vector<std::vector<RoundResul
         expect_same(a.scales, b.scales, where + "scales");
         expect_same(a.weights, b.weights, where + "weights");
         expect_same(a.experts, b.experts, where + "experts");
+        expect_same(a.metadata, b.metadata, where + "metadata");
         if (run.fp8_codes) continue;
         const Combined &c = ours[rank][round].combined[again], &d = theirs[rank][round].combined[again];
         expect_same(c.out, d.out, where + "combined rows");

@@ -174,6 +174,10 @@ MUTANTS = {
         "rows that an output has no room for are left out of the sums, and nobody waits for them", "fold.cuh",
         "count_in_ring(sum.tag, sum.part > 0);", "return;",
     ),
+    "metadata lies where scales are": (
+        "codes and scales that the caller gave, and metadata, have the host's bits", "stage.cuh",
+        "outs, row.metadata_begin(), lane", "outs, row.code_bytes, lane",
+    ),
     "padding begins a row late": (
         "what no row came for becomes padding where that is asked for, and is not touched otherwise",
         "pad.cu", "first = rows_of(g, plan),", "first = rows_of(g, plan) + 1,",

@@ -12,6 +12,7 @@ import torch
 from tests.cases import LAYOUTS, EngineSpec, check_case, make_case
 from tests.harness import RankGroup
 from uccl_ep_train import Buffer
+from uccl_ep_train.common.handle import Fp8Rows
 from uccl_ep_train.errors import PlanMismatchError, RankMismatchError, TopologyError
 
 T, H, K, E = 6, 256, 2, 8
@@ -60,6 +61,18 @@ DEVIATIONS: dict[str, tuple[Call, Call, str]] = {
         lambda b, h: dispatch(b, h, layout="compact", topk_idx=topk()[:, :1].contiguous()),
         "compact rows of 1 weights",
     ),
+    "codes": (
+        dispatch,
+        lambda b, h: dispatch(
+            b, h, x=Fp8Rows(torch.zeros(T, H).to(torch.float8_e4m3fn), torch.ones(T, H // 128))
+        ),
+        "fp8 as fp8",
+    ),
+    "metadata": (
+        dispatch,
+        lambda b, h: dispatch(b, h, metadata=torch.zeros(T, 3, dtype=torch.int32)),
+        "3 words of metadata",
+    ),
     "alignment": (dispatch, lambda b, h: dispatch(b, h, expert_alignment=8), "alignment 8"),
     "combine's hidden size": (combine, lambda b, h: combine(b, h, hidden=128), "128"),
     "combine's dtype": (combine, lambda b, h: combine(b, h, torch.float32), "fp32"),
@@ -76,6 +89,8 @@ DIFFERENT = {
     "cached or not": "use of a plan, plan)",
     "layout": "row layout)",
     "width of compact rows": "row layout)",
+    "codes": "dtype, wire format)",
+    "metadata": "metadata)",
     "alignment": "expert_alignment)",
     "combine's hidden size": "hidden)",
     "combine's dtype": "dtype, wire format)",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from torch import Tensor
 
 from uccl_ep_train.api.trace import DEFAULT_EVENTS, Trace
-from uccl_ep_train.common.handle import DispatchHandle, DispatchResult, LayoutName, RowLayout
+from uccl_ep_train.common.handle import DispatchHandle, DispatchResult, Fp8Rows, LayoutName, RowLayout
 from uccl_ep_train.common.opaque import opaque_methods
 from uccl_ep_train.core import autograd, cuda
 from uccl_ep_train.core.calls import Call, Checks, CombineCall, DispatchCall
@@ -91,7 +91,7 @@ class Buffer:
 
     def dispatch(
         self,
-        x: Tensor,
+        x: Tensor | Fp8Rows,
         topk_idx: Tensor | None = None,
         topk_weights: Tensor | None = None,
         *,
@@ -104,11 +104,13 @@ class Buffer:
         layout: LayoutName = "expert_major",
         capacity: int | None = None,
         pad_to_capacity: bool = False,
+        metadata: Tensor | None = None,
     ) -> DispatchResult:
         """Sends each token to the ranks of its experts and returns the rows that this rank's experts got.
 
         x                 [T, H] bfloat16 | float32, contiguous; T may differ per rank and be 0; H a multiple
-                          of 128, at most `config.hidden`, equal on all ranks
+                          of 128, at most `config.hidden`, equal on all ranks. Or, on all ranks, `Fp8Rows`:
+                          they come out as they are, and have no gradient
         topk_idx          [T, K] int64, -1: dropped; K at most 32
         topk_weights      [T, K] float32, or None on all ranks: no weights are sent
         routing_map       [T, E] bool, instead of topk_idx; any number of experts per token
@@ -130,6 +132,8 @@ class Buffer:
         pad_to_capacity   unused rows become padding: zeros, as do their gradients in the backward of
                           `combine`; scales 1.0, row_experts -1. May differ per rank. With a handle: the
                           handle's
+        metadata          [T, M] int32, M from 1 to 4096, or None; M equal on all ranks. It travels with each
+                          token's row; both take at most the bytes of `config.hidden` elements of max_dtype
 
         Differentiable in x and topk_weights (probs); `autograd.py` says what must be equal on all ranks.
 
@@ -141,14 +145,14 @@ class Buffer:
         self._ready()
         with self._operation("dispatch"):
             with Call(self._launcher, "dispatch"):
-                call = self._checks.dispatch(x, given, handle, asked, dtypes)
+                call = self._checks.dispatch(x, given, handle, asked, dtypes, metadata)
                 launched = self._launcher.dispatch(call, aside=False)
             self._finish(launched)
         return self._dispatched(call, launched)
 
     def dispatch_async(
         self,
-        x: Tensor,
+        x: Tensor | Fp8Rows,
         topk_idx: Tensor | None = None,
         topk_weights: Tensor | None = None,
         *,
@@ -161,18 +165,16 @@ class Buffer:
         layout: LayoutName = "expert_major",
         capacity: int | None = None,
         pad_to_capacity: bool = False,
+        metadata: Tensor | None = None,
     ) -> PendingDispatch:
         """As `dispatch`, but returns once counts are known: with a handle at once, else when all ranks
-        entered.
-
-        The result of `wait()` is differentiable, too. Do not change the arguments before `wait()` has
-        returned. They are kept alive even if the pending object is dropped.
+        entered. Until `wait()` has returned, do not change the arguments; they are kept alive.
         """
         given, dtypes = (topk_idx, topk_weights, routing_map, probs), (dispatch_dtype, output_dtype)
         asked = RowLayout(layout, expert_alignment, capacity, pad_to_capacity)
         self._ready()
         with self._operation("dispatch"), Call(self._launcher, "dispatch"):
-            call = self._checks.dispatch(x, given, handle, asked, dtypes)
+            call = self._checks.dispatch(x, given, handle, asked, dtypes, metadata)
             launched = self._launcher.dispatch(call, aside=True)
 
         def finish() -> DispatchResult:
@@ -190,9 +192,9 @@ class Buffer:
         if call.attach:
             written, gradients = (outputs.rows, row_weights), self.combine_gradients(handle)
             rows, row_weights = autograd.attach_dispatch(call.x, call.routed.values, written, gradients)
-        return DispatchResult(
-            rows, launched.tokens_per_expert, row_weights, handle, outputs.row_experts, launched.overflow
-        )
+        counts, overflow = launched.tokens_per_expert, launched.overflow
+        experts, metadata = outputs.row_experts, outputs.metadata
+        return DispatchResult(rows, counts, row_weights, handle, experts, overflow, metadata)
 
     def combine_gradients(self, handle: DispatchHandle) -> autograd.CombineGradients:
         """The backward of a dispatch, which may be called any number of times."""

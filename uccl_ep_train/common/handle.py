@@ -180,10 +180,11 @@ class DispatchResult(NamedTuple):
     row_experts        compact: [R, W] int64, local indices of a row's experts, ascending, then -1; else None
     overflow           bool [] on the device of rows: more rows were received than the capacity, and the rest
                        was dropped; None without a capacity
+    metadata           [R, M] int32, zero for padding: that of each row's token; None if none travelled
 
-    With a capacity, unused rows, row_weights and row_experts are not written: their contents are
+    With a capacity, unused rows, row_weights, row_experts and metadata are not written: their contents are
     undefined. After a dispatch with `pad_to_capacity` they are padding: zero rows (codes 0, scales
-    1.0), weights 0, experts -1.
+    1.0), weights 0, experts -1, metadata 0.
     """
 
     rows: Tensor
@@ -192,6 +193,7 @@ class DispatchResult(NamedTuple):
     handle: DispatchHandle
     row_experts: Tensor | None = None
     overflow: Tensor | None = None
+    metadata: Tensor | None = None
 
     @property
     def fp8_rows(self) -> Fp8Rows:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from uccl_ep_train.common.handle import DispatchHandle, RowLayout
+from uccl_ep_train.common.handle import DispatchHandle, Fp8Rows, RowLayout
 from uccl_ep_train.core import autograd, routing
 from uccl_ep_train.errors import ClosedError, CommunicationError, EpError, told
 from uccl_ep_train.settings.config import EpConfig
@@ -59,13 +59,15 @@ class Call:
 class DispatchCall(NamedTuple):
     """A checked dispatch.
 
-    x         [T, H]
+    x         [T, H], or its codes
     routed    "plan": the handle's routing is used
     handle    None: a new plan is made
     wire      "fp8" | "bf16"
     scale     of a quantised wire, "pow2" | "fp32"
     fp8_rows  rows are returned as codes and scales
     attach    the results belong on the autograd graph
+    scales    [T, H / 128] of x, if it has codes
+    metadata  [T, M], or None
     """
 
     x: Tensor
@@ -76,6 +78,8 @@ class DispatchCall(NamedTuple):
     scale: str
     fp8_rows: bool = False
     attach: bool = False
+    scales: Tensor | None = None
+    metadata: Tensor | None = None
 
 
 class CombineCall(NamedTuple):
@@ -106,17 +110,25 @@ class Checks:
 
     def dispatch(
         self,
-        x: Tensor,
+        x: Tensor | Fp8Rows,
         given: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
         handle: DispatchHandle | None,
         asked: RowLayout,
         dtypes: tuple[str | None, str | None],
+        metadata: Tensor | None,
     ) -> DispatchCall:
         """given: topk_idx, topk_weights, routing_map, probs; dtypes: of the wire and of the output."""
         wire, output_dtype = dtypes
-        wire = self.config.wire.dispatch_dtype if wire is None else wire
-        routing.check_rows("x", x, self.config, self.device)
-        routing.check_wire("x", x, "dispatch_dtype", wire)
+        scales, scale = None, self.config.wire.fp8_scale
+        if isinstance(x, Fp8Rows):
+            x, scales = routing.check_codes(x, self.config, self.device)
+            wire, output_dtype, scale = wire or "fp8", output_dtype or "fp8", "fp32"
+        else:
+            wire = self.config.wire.dispatch_dtype if wire is None else wire
+            routing.check_rows("x", x, self.config, self.device)
+            routing.check_wire("x", x, "dispatch_dtype", wire)
+        if metadata is not None:
+            routing.check_metadata(metadata, x)
         if handle is not None:
             routing.check_handle(handle, self.owner)
         routed = routing.check_routing(x, *given, handle, self.config.num_experts)
@@ -125,7 +137,7 @@ class Checks:
         rows = routing.check_layout(asked, handle)
         fp8_rows = routing.check_output(output_dtype, wire)
         attach = autograd.needs_graph(x, routed.values) and not fp8_rows
-        return DispatchCall(x, routed, handle, rows, wire, self.config.wire.fp8_scale, fp8_rows, attach)
+        return DispatchCall(x, routed, handle, rows, wire, scale, fp8_rows, attach, scales, metadata)
 
     def gradients_of_combine(self, grad_out_TH: Tensor, handle: DispatchHandle, wire: str) -> DispatchCall:
         """The dispatch that is a combine's backward."""

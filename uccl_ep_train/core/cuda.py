@@ -63,7 +63,7 @@ class _Untracked(Record):
 
 
 _UNTRACKED = _Untracked(None)
-_NO_OUTPUTS = Outputs(torch.empty(0, device="cpu"), None, None, None)
+_NO_OUTPUTS = Outputs(torch.empty(0, device="cpu"), None, None, None, None)
 
 
 class CudaLauncher(Launcher):

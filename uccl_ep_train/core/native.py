@@ -40,7 +40,7 @@ ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
 
 
 class RowFormat(NamedTuple):
-    """How a row travels: codes, then scales, which are filled up to 16 bytes.
+    """How a row travels: codes, then scales, then metadata; filled up to 16 bytes.
 
     name         "bf16" | "fp32" | "fp8"
     scale        "pow2" | "fp32"; "": there is none
@@ -58,8 +58,9 @@ class RowFormat(NamedTuple):
     def num_scales(self, hidden: int) -> int:
         return hidden // self.block if self.scale_bytes else 0
 
-    def row_bytes(self, hidden: int) -> int:
-        return hidden * self.code_bits // 8 + -(-self.num_scales(hidden) * self.scale_bytes // 16) * 16
+    def row_bytes(self, hidden: int, num_metadata: int = 0) -> int:
+        beside = self.num_scales(hidden) * self.scale_bytes + num_metadata * 4
+        return hidden * self.code_bits // 8 + -(-beside // 16) * 16
 
 
 @functools.cache

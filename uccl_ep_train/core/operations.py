@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from uccl_ep_train.common.handle import DispatchHandle, Fp8Rows, RowLayout
+from uccl_ep_train.common.handle import DispatchHandle, Fp8Rows
 from uccl_ep_train.core.calls import DispatchCall
 from uccl_ep_train.core.native import RowFormat, load_native, row_format
 from uccl_ep_train.core.pending import InFlight, Record
@@ -38,12 +38,15 @@ def address(tensor: Tensor | None) -> int:
 
 
 class Outputs(NamedTuple):
-    """Tensors that a dispatch writes; `scales` with FP8 codes as rows, `row_experts` for compact rows."""
+    """Tensors that a dispatch writes; `scales` with FP8 codes as rows, `row_experts` for compact rows,
+    `metadata` if it travels.
+    """
 
     rows: Tensor
     scales: Tensor | None
     row_weights: Tensor | None
     row_experts: Tensor | None
+    metadata: Tensor | None
 
     def like(self, num_rows: int) -> Outputs:
         """Others, of so many rows."""
@@ -53,11 +56,11 @@ class Outputs(NamedTuple):
 
         rows = like(self.rows)
         assert rows is not None
-        return Outputs(rows, like(self.scales), like(self.row_weights), like(self.row_experts))
+        return Outputs(rows, *map(like, self[1:]))
 
     def pad(self, first: int) -> None:
         """The rows from `first` on become padding."""
-        for tensor, value in zip(self, (0, 1, 0, -1), strict=True):
+        for tensor, value in zip(self, (0, 1, 0, -1, 0), strict=True):
             if tensor is not None:
                 tensor[first:].fill_(value)
 
@@ -148,14 +151,14 @@ class Launcher:
         args = self._dispatch_args(call, aside)
         codes = row_format(call.wire, call.scale) if call.fp8_rows else None
         native = self._engine.dispatch(args, None if handle is None else handle.plan, self._stream())
-        record = self._track(native, aside, x_TH, routed.indices, routed.values)
+        record = self._track(native, aside, x_TH, call.scales, call.metadata, routed.indices, routed.values)
         known = handle or DispatchHandle.of_plan(native.plan, self._owner, rows)
 
         def receive(num_rows: int) -> Outputs:
-            received = _allocate(x_TH, codes, rows, num_rows, routed.values is not None)
+            received = _allocate(call, codes, num_rows)
             if handle is None:
                 known.keep(self._plan_memory(native))
-            record.keep(known.storage, received.row_experts, *received[:3])
+            record.keep(known.storage, *received)
             native.set_output([*map(address, (*received, known.storage))], self._stream())
             return received
 
@@ -168,10 +171,13 @@ class Launcher:
         # In the order of the fields: by their names it takes three times as long.
         return self._core.DispatchArgs(
             address(x_TH),
+            address(call.scales),
+            address(call.metadata),
             num_tokens,
             hidden,
+            0 if call.metadata is None else call.metadata.shape[1],
             x_TH.element_size(),
-            "same" if call.wire == "bf16" else call.wire,
+            "same" if call.wire == "bf16" or call.scales is not None else call.wire,
             call.scale,
             routed.kind,
             address(routed.indices),
@@ -279,15 +285,15 @@ class Launcher:
         return torch.cat([rows, rows.new_zeros(num_dropped, *rows.shape[1:])])
 
 
-def _allocate(
-    x_TH: Tensor, codes: RowFormat | None, rows: RowLayout, num_rows: int, weighted: bool
-) -> Outputs:
+def _allocate(call: DispatchCall, codes: RowFormat | None, num_rows: int) -> Outputs:
     """Memory for `num_rows` rows like those of x, on its device, or for codes and scales of a format."""
+    x_TH, rows, metadata = call.x, call.rows, call.metadata
     hidden = x_TH.shape[1]
     shape = rows.weights_shape(num_rows)
     return Outputs(
         x_TH.new_empty((num_rows, hidden), dtype=torch.float8_e4m3fn if codes else x_TH.dtype),
         x_TH.new_empty((num_rows, codes.num_scales(hidden)), dtype=torch.float32) if codes else None,
-        x_TH.new_empty(shape, dtype=torch.float32) if weighted else None,
+        x_TH.new_empty(shape, dtype=torch.float32) if call.routed.values is not None else None,
         x_TH.new_empty(shape, dtype=torch.int64) if rows.compact else None,
+        None if metadata is None else metadata.new_empty(num_rows, metadata.shape[1]),
     )

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from uccl_ep_train.common.handle import DispatchHandle, RowLayout
+from uccl_ep_train.common.handle import DispatchHandle, Fp8Rows, RowLayout
 from uccl_ep_train.errors import DeviceError, DtypeError, InputError, RoutingError, ShapeError
 from uccl_ep_train.settings.checks import MAX_TOPK, ROW_BLOCK
 from uccl_ep_train.settings.config import EpConfig
 
 MAX_TOKENS = 1 << 30
+MAX_METADATA = 4096
 MAX_ALIGNMENT = 1 << 20
 ROW_ALIGNMENT = 16  # bytes
 MAX_CAPACITY = (1 << 31) - 1
@@ -55,6 +56,38 @@ def check_rows(name: str, rows: Tensor, config: EpConfig, device: torch.device) 
         raise DtypeError(f"{name} is {_dtype(rows)}; allowed is bfloat16 or float32")
     if rows.dtype == torch.float32 and config.memory.max_dtype == "bf16":
         raise DtypeError(f"{name} is float32 and the buffer was created with max_dtype = 'bf16'")
+    _check_row_size(name, rows, config)
+
+
+def check_codes(x: Fp8Rows, config: EpConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Codes [T, H] and scales [T, H / 128] of rows that the caller quantised."""
+    codes, scales = x
+    _check_tensor("x.codes", codes, 2, device)
+    if codes.dtype != torch.float8_e4m3fn:
+        raise DtypeError(f"x.codes is {_dtype(codes)}; allowed is float8_e4m3fn")
+    _check_row_size("x.codes", codes, config)
+    _check_tensor("x.scales", scales, 2, device)
+    if scales.dtype != torch.float32:
+        raise DtypeError(f"x.scales is {_dtype(scales)}; allowed is float32")
+    shape = [codes.shape[0], codes.shape[1] // ROW_BLOCK]
+    if list(scales.shape) != shape:
+        raise ShapeError(f"x.scales is {list(scales.shape)}; allowed is {shape}, one of {ROW_BLOCK} codes")
+    return codes, scales
+
+
+def check_metadata(metadata: Tensor, x: Tensor) -> None:
+    """`metadata` is [T, M] int32, contiguous, beside x. The native core checks that rows have room for it."""
+    _check_tensor("metadata", metadata, 2, x.device)
+    if metadata.dtype != torch.int32:
+        raise DtypeError(f"metadata is {_dtype(metadata)}; allowed is int32: pass a view as torch.int32")
+    if metadata.shape[0] != x.shape[0] or not 0 < metadata.shape[1] <= MAX_METADATA:
+        raise ShapeError(
+            f"metadata is {list(metadata.shape)}; allowed is [{x.shape[0]}, M] with M from 1 to "
+            f"{MAX_METADATA}"
+        )
+
+
+def _check_row_size(name: str, rows: Tensor, config: EpConfig) -> None:
     num_rows, hidden = rows.shape
     if hidden % ROW_BLOCK or not 0 < hidden <= config.hidden:
         raise ShapeError(
@@ -63,7 +96,7 @@ def check_rows(name: str, rows: Tensor, config: EpConfig, device: torch.device) 
         )
     if num_rows > MAX_TOKENS:
         raise ShapeError(f"{name} has {num_rows} rows; allowed is at most {MAX_TOKENS}")
-    if device.type == "cuda" and not is_aligned(rows):
+    if rows.device.type == "cuda" and not is_aligned(rows):
         raise InputError(
             f"{name} begins at address {rows.data_ptr():#x}; allowed on a GPU is a multiple of "
             f"{ROW_ALIGNMENT}: pass {name}.clone()"
@@ -270,9 +303,11 @@ __all__ = [
     "Routing",
     "RoutingError",
     "check_alignment",
+    "check_codes",
     "check_combine_rows",
     "check_handle",
     "check_layout",
+    "check_metadata",
     "check_output",
     "check_routing",
     "check_rows",

@@ -121,7 +121,7 @@ void launch_one(const Group& group, const PlanView& plan, PlaceArgs& args, uint3
   };
   // Rows that are only copied are also staged by bulk copies, if enough shared memory is left for placing and for the
   // tile.
-  const bool copies = kState != PlanState::kExchanged && args.stage.row.num_scales == 0 && !kNet &&
+  const bool copies = kState != PlanState::kExchanged && !args.stage.quantises() && !kNet &&
                       warps_beside(kStageBytes) >= 2 && tile_bytes + kStageBytes <= group.shared_bytes;
   const uint32_t stage_bytes = copies ? kStageBytes : 0;
   args.bulk_warps = group.bulk_copies ? warps_beside(stage_bytes) : 0;

@@ -110,7 +110,9 @@ DeviceRegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint6
 uint64_t least_budget_bytes(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint32_t window_tokens = 0);
 
 // From one staged row to the next. Bulk copies are slow where source and destination lie differently in 128 bytes.
-constexpr uint64_t staged_row_bytes(Dtype wire, uint64_t hidden) { return round_up(wire_row_bytes(wire, hidden), 128); }
+constexpr uint64_t staged_row_bytes(Dtype wire, uint64_t hidden, uint64_t num_metadata = 0) {
+  return round_up(wire_row_bytes(wire, hidden, num_metadata), 128);
+}
 
 // Chunks of a ring that the weights of a stream take.
 constexpr uint32_t weight_chunks(uint64_t num_pairs, uint64_t slot_bytes) {

@@ -17,6 +17,8 @@ __device__ __forceinline__ void pad_rows(const PlaceArgs& args, uint64_t first, 
     out[i] = make_uint4(0, 0, 0, 0);
   if (args.scales != nullptr)
     for (uint64_t i = first * blocks + thread; i < end * blocks; i += threads) args.scales[i] = 1.0f;
+  const uint32_t words = args.stage.row.num_metadata;
+  for (uint64_t i = first * words + thread; i < end * words; i += threads) args.metadata[i] = 0;
   if (args.row_weights != nullptr)
     for (uint64_t i = first * width + thread; i < end * width; i += threads) args.row_weights[i] = 0.0f;
 }

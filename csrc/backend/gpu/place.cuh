@@ -165,6 +165,13 @@ __device__ inline void copy_scales(const uint8_t* row, uint32_t out_row, const P
   for (uint32_t i = lane; i < blocks; i += kWarp) out[i] = scales[i];
 }
 
+// By a warp: the metadata of a row of ours.
+__device__ inline void copy_metadata(const uint8_t* row, uint32_t out_row, const PlaceArgs& args, uint32_t lane) {
+  const uint32_t count = args.stage.row.num_metadata;
+  const uint32_t* const metadata = reinterpret_cast<const uint32_t*>(row + args.stage.row.metadata_begin());
+  for (uint32_t i = lane; i < count; i += kWarp) args.metadata[uint64_t{out_row} * count + i] = metadata[i];
+}
+
 // ---- all rows -------------------------------------------------------------------------------------------------------
 __device__ __forceinline__ Shares row_shares(const DispatchKernel& k, const Arrivals& arrivals) {
   return {k.g,
@@ -207,6 +214,7 @@ __device__ void place_rows(const DispatchKernel& k, const Arrivals& arrivals) {
         else
           for (uint32_t v = lane; v < out_bytes / 16; v += kWarp) to[v] = reinterpret_cast<const uint4*>(row)[v];
         if (codes) copy_scales(row, out_row, k.args, lane);
+        if (k.args.metadata != nullptr) copy_metadata(row, out_row, k.args, lane);
       }
     }
   }

@@ -137,6 +137,9 @@ struct BulkRows {
       if (codes() && !bulk_scales(k.args))
         for (LaneMask mask = ballot(wanted); mask != 0; mask &= mask - 1)
           copy_scales(memory + pipeline.offset(), __shfl_sync(kFullWarp, out_row, lowest_lane(mask)), k.args, lane);
+      if (part == 0 && k.args.metadata != nullptr)
+        for (LaneMask mask = ballot(wanted); mask != 0; mask &= mask - 1)
+          copy_metadata(memory + pipeline.offset(), __shfl_sync(kFullWarp, out_row, lowest_lane(mask)), k.args, lane);
     }
   }
 };

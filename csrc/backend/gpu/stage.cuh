@@ -185,11 +185,29 @@ __device__ inline void tell_staged(const Kernel& k, const StageShare& share, Sta
   }
 }
 
+// By a warp: the words beside a row's codes that the caller gave.
+template <typename Word>
+__device__ __forceinline__ void stage_words(const Word* from, uint32_t count, const Outs& outs, uint32_t begin,
+                                            uint32_t lane) {
+  for (uint32_t i = lane; i < count; i += kWarp) {
+    const Word word = from[i];
+    outs.each([&](uint8_t* to) { reinterpret_cast<Word*>(to + begin)[i] = word; });
+  }
+}
+__device__ __forceinline__ void stage_words(const StageArgs& args, uint32_t token, const Outs& outs, uint32_t lane) {
+  const RowShape& row = args.row;
+  if (args.scales != nullptr)
+    stage_words(args.scales + uint64_t{token} * row.num_scales, row.num_scales, outs, row.code_bytes, lane);
+  if (args.metadata != nullptr)
+    stage_words(args.metadata + uint64_t{token} * row.num_metadata, row.num_metadata, outs, row.metadata_begin(), lane);
+}
+
 // By a warp: one row, copied or quantised.
 __device__ __forceinline__ void stage_row(const StageArgs& args, uint32_t token, const Outs& outs, uint32_t lane) {
+  stage_words(args, token, outs, lane);
   const uint32_t vectors = args.hidden * dtype_bytes(args.dtype) / 16;
   const uint4* const from = reinterpret_cast<const uint4*>(args.x) + uint64_t{token} * vectors;
-  if (!quantise_row(AllScaleRules{}, args, from, outs, lane)) copy_row(from, outs, vectors, lane);
+  if (!args.quantises() || !quantise_row(AllScaleRules{}, args, from, outs, lane)) copy_row(from, outs, vectors, lane);
 }
 
 // The part of our stream to a domain that a window ships. With a new plan, which is not complete yet, that is the first
@@ -343,6 +361,7 @@ __device__ inline void stage_rows_bulk(const DispatchKernel& k, const StageShare
   for (uint32_t i = 0; i < kCopyStages; ++i) load_part();
   for (uint32_t row_group = share.first; share.has(row_group); row_group += share.count) {
     const uint32_t row = row_group * kRowGroup + warp;
+    if (share.begin + row < share.end) stage_words(args, share.begin + row, {staged + row * stride, 0, nullptr}, lane);
     for (uint32_t at = 0; share.begin + row < share.end && at < row_bytes; at += kStagePart) {
       pipeline.wait();
       const uint32_t vectors = min(kStagePart, row_bytes - at) / 16;

@@ -24,11 +24,15 @@ struct DeviceRouting {
 };
 
 struct StageArgs {
-  const uint8_t* x = nullptr;  // [T, H]
+  const uint8_t* x = nullptr;          // [T, H]
+  const float* scales = nullptr;       // [T, H / 128] of x, if it has codes
+  const uint32_t* metadata = nullptr;  // [T, num_metadata]
   uint32_t num_tokens = 0, hidden = 0;
   Dtype dtype = Dtype::kBf16, wire = Dtype::kBf16;
   RowShape row;         // of a wire row
   uint32_t stride = 0;  // of wire rows, where they are staged
+
+  constexpr bool quantises() const { return row.num_scales > 0 && dtype != wire; }
 };
 
 // What a dispatch kernel does with its plan.
@@ -59,6 +63,7 @@ struct PlaceArgs {
   uint32_t copy_pipeline = 0;      // offset in shared memory of the pipeline that stages; 0: none
   uint8_t* rows = nullptr;         // [rows, H] of dtype, or codes
   float* scales = nullptr;         // [rows, H / 128]; nullptr: FP8 rows are dequantised
+  uint32_t* metadata = nullptr;    // [rows, num_metadata]
   float* row_weights = nullptr;    // [rows] or [rows, W]; nullptr: none travel, or not in this window
   int64_t* row_experts = nullptr;  // [rows, W] of compact rows, in the first window
 };

@@ -4,9 +4,7 @@
 
 namespace uccl_ep::host {
 
-StreamFormat stream_format(const Op& op) {
-  return {wire_row_bytes(op.signature.wire, op.signature.hidden), op.signature.with_weights != 0};
-}
+StreamFormat stream_format(const Op& op) { return {op.wire_row().bytes, op.signature.with_weights != 0}; }
 
 namespace {
 

@@ -77,6 +77,7 @@ class PlaceStep final : public HostStep {
     const uint64_t scales = shape_.num_scales;
     std::memset(op_.rows_out + first * op_.out_row_bytes(), 0, num_rows * op_.out_row_bytes());
     if (op_.scales_out != nullptr) std::fill_n(op_.scales_out + first * scales, num_rows * scales, 1.0f);
+    if (shape_.num_metadata > 0) std::memset(metadata_of(first), 0, num_rows * shape_.metadata_bytes());
     if (op_.weights_out != nullptr) std::fill_n(op_.weights_out + first, num_rows, 0.0f);
   }
 
@@ -108,8 +109,11 @@ class PlaceStep final : public HostStep {
 
   float* scales_of(uint64_t row) const { return op_.scales_out + row * shape_.num_scales; }
 
+  uint32_t* metadata_of(uint64_t row) const { return op_.metadata_out + row * shape_.num_metadata; }
+
   void write_row(const uint8_t* in, uint64_t row) const {
     uint8_t* const out = op_.rows_out + row * op_.out_row_bytes();
+    if (shape_.num_metadata > 0) std::memcpy(metadata_of(row), in + shape_.metadata_begin(), shape_.metadata_bytes());
     if (op_.scales_out != nullptr) {
       std::memcpy(out, in, shape_.code_bytes);
       std::memcpy(scales_of(row), in + shape_.code_bytes, shape_.scale_bytes());
@@ -125,6 +129,7 @@ class PlaceStep final : public HostStep {
     const uint64_t num_bytes = op_.out_row_bytes();
     std::memcpy(op_.rows_out + to * num_bytes, op_.rows_out + from * num_bytes, num_bytes);
     if (op_.scales_out != nullptr) std::memcpy(scales_of(to), scales_of(from), shape_.scale_bytes());
+    if (shape_.num_metadata > 0) std::memcpy(metadata_of(to), metadata_of(from), shape_.metadata_bytes());
   }
 
   const PlanStep& plan_;

@@ -57,9 +57,14 @@ class StageStep final : public HostStep {
     const OpSignature& s = op_.signature;
     const RowShape shape = op_.wire_row();
     for (uint32_t row = chunk.first_row; row < chunk.end_row(); ++row) {
-      const uint8_t* in = op_.rows_in + stream.row_token[row] * op_.row_bytes;
+      const uint64_t token = stream.row_token[row];
+      const uint8_t* in = op_.rows_in + token * op_.row_bytes;
       uint8_t* out = slot + chunk.row_offset(row);
-      if (shape.num_scales > 0)
+      if (op_.scales_in != nullptr)
+        std::memcpy(out + shape.code_bytes, op_.scales_in + token * shape.num_scales, shape.scale_bytes());
+      if (shape.num_metadata > 0)
+        std::memcpy(out + shape.metadata_begin(), op_.metadata_in + token * shape.num_metadata, shape.metadata_bytes());
+      if (shape.num_scales > 0 && op_.scales_in == nullptr)
         fp8_quantize_row(reinterpret_cast<const uint16_t*>(in), s.hidden, s.wire, out,
                          reinterpret_cast<float*>(out + shape.code_bytes));
       else

@@ -42,7 +42,7 @@ void GpuEngine::check_dispatch(const DispatchArgs& args) const {
                                   " columns of routing each, the product has to be below 2^32");
   if (args.plan != nullptr) {
     if (args.plan->facts().has_capacity)
-      check_at_once(args.num_tokens, 0, gpu::staged_row_bytes(args.wire, args.hidden), 1);
+      check_at_once(args.num_tokens, 0, gpu::staged_row_bytes(args.wire, args.hidden, args.num_metadata), 1);
     return;
   }
   if (args.capacity < 0) {
@@ -52,7 +52,7 @@ void GpuEngine::check_dispatch(const DispatchArgs& args) const {
              "earlier dispatch");
     return;
   }
-  check_at_once(args.num_tokens, args.routing.width, gpu::staged_row_bytes(args.wire, args.hidden),
+  check_at_once(args.num_tokens, args.routing.width, gpu::staged_row_bytes(args.wire, args.hidden, args.num_metadata),
                 uint64_t{args.hidden} * dtype_bytes(args.dtype));
 }
 

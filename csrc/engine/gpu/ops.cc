@@ -54,7 +54,7 @@ std::shared_ptr<GpuPlan> GpuEngine::new_plan(const DispatchArgs& args) const {
   plan->view.num_tokens = static_cast<uint32_t>(args.num_tokens);
   if (args.capacity < 0) return plan;
   const uint32_t ranks = group_.map.num_ranks;
-  const uint32_t tokens = window_tokens(layout_, gpu::staged_row_bytes(args.wire, args.hidden));
+  const uint32_t tokens = window_tokens(layout_, gpu::staged_row_bytes(args.wire, args.hidden, args.num_metadata));
   const uint32_t most_pairs = std::min(args.routing.width, group_.experts_per_rank);
   GpuPlan::Sizes sizes;
   sizes.num_rows = static_cast<uint32_t>(args.capacity);
@@ -98,14 +98,16 @@ std::shared_ptr<Operation> GpuEngine::dispatch(const DispatchArgs& args) {
   place.signature = make_signature(args, plan.facts(), fresh ? PlanUse::kNew : PlanUse::kCached);
   place.routing = {args.routing.data, args.weights, args.routing.kind == RoutingKind::kMap, args.routing.width};
   place.stage = {args.x,
+                 args.scales,
+                 args.metadata,
                  static_cast<uint32_t>(args.num_tokens),
                  args.hidden,
                  args.dtype,
                  args.wire,
-                 row_shape(args.wire, args.hidden),
-                 static_cast<uint32_t>(gpu::staged_row_bytes(args.wire, args.hidden))};
+                 row_shape(args.wire, args.hidden, args.num_metadata),
+                 static_cast<uint32_t>(gpu::staged_row_bytes(args.wire, args.hidden, args.num_metadata))};
   place.routing_compared = !fresh && args.has_routing;
-  place.window_tokens = window_tokens(layout_, gpu::staged_row_bytes(args.wire, args.hidden));
+  place.window_tokens = window_tokens(layout_, gpu::staged_row_bytes(args.wire, args.hidden, args.num_metadata));
   place.call = op->call_;
   if (!fresh) return op;
   place.state = gpu::PlanState::kNew;
@@ -205,6 +207,7 @@ void GpuEngine::give_output(GpuOp& op, const DispatchOutput& output) {
   place.memory = plan.sizes;
   place.rows = output.rows;
   place.scales = output.scales;
+  place.metadata = output.metadata;
   place.row_weights = output.weights;
   place.row_experts = output.row_experts;
   launch(op);

@@ -41,6 +41,8 @@ std::shared_ptr<Operation> HostEngine::dispatch(const DispatchArgs& args) {
   Op& op = operation->op_;
   op.signature = make_signature(args, plan->facts(), use);
   op.rows_in = args.x;
+  op.scales_in = args.scales;
+  op.metadata_in = args.metadata;
   op.weights_in = args.weights;
   op.row_bytes = uint64_t{args.hidden} * dtype_bytes(args.dtype);
   op.counts_known = !op.makes_plan();

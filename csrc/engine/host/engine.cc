@@ -95,6 +95,7 @@ void HostOperation::give_output(const DispatchOutput& output) {
     op_.scales_out = output.scales;
     op_.weights_out = output.weights;
     op_.experts_out = output.row_experts;
+    op_.metadata_out = output.metadata;
     op_.output_given = true;
   }
   engine_.plane_.ring_worker();

@@ -212,6 +212,7 @@ void HostEngine::finish(Op& op, const ErrorRecord* error) {
     };
     fill(op.rows_out, rows * op.out_row_bytes());  // all ones is a NaN in BF16, FP32 and e4m3
     fill(op.scales_out, rows * op.wire_row().scale_bytes());
+    fill(op.metadata_out, rows * op.wire_row().metadata_bytes());
     fill(op.weights_out, weights * sizeof(float));
     fill(op.experts_out, weights * sizeof(int64_t));  // -1: none
     op.error = *error;

@@ -38,6 +38,7 @@ struct PlaceRole {
     if (k.args.rows != nullptr)
       fill_nan(k.crew, k.args.rows, rows * hidden * (codes ? 1 : dtype_bytes(k.args.stage.dtype)));
     if (codes) fill_nan(k.crew, k.args.scales, rows * k.args.stage.row.scale_bytes());
+    if (k.args.metadata != nullptr) fill_nan(k.crew, k.args.metadata, rows * k.args.stage.row.metadata_bytes());
     const uint64_t width = k.plan.compact_width > 0 ? k.plan.compact_width : 1;
     if (k.args.row_weights != nullptr) fill_nan(k.crew, k.args.row_weights, rows * width * sizeof(float));
     if (k.args.row_experts != nullptr) fill_nan(k.crew, k.args.row_experts, rows * width * sizeof(int64_t));  // all -1

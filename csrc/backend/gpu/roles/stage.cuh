@@ -27,7 +27,7 @@ struct StageRole {
     // All members must have read what the half held before.
     if (!wait_members(k, k.g.map.read, k.op.free_after)) return;
     const StageShare share = stage_share(k);
-    if (kState == PlanState::kNew && k.g.net == nullptr && k.args.stage.row.num_scales > 0 &&
+    if (kState == PlanState::kNew && k.g.net == nullptr && k.args.stage.quantises() &&
         share.row_groups() >= kManyRowGroups && !k.crew.all(k.crew.thread != 0 || wait_shared(k.g, &staged.routed)))
       return;
     const StepClock clock(k, Step::kStage, workers(k.g) - share.count);

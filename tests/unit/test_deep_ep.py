@@ -1,0 +1,259 @@
+"""The module of DeepEP's shape: what it sends and sums, on a group whose routing every rank knows.
+
+Ranks are processes with a gloo group, as programs that call DeepEP have them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.process_ranks import ProcessRanks, Rank
+from uccl_ep_train import deep_ep
+from uccl_ep_train.deep_ep import Buffer, Config, EventOverlap
+from uccl_ep_train.deep_ep.sending import Handle
+from uccl_ep_train.errors import ClosedError, DtypeError, InputError, ShapeError
+
+H, E, K = 256, 12, 4
+RANKS = 3
+LOCAL = E // RANKS
+
+
+def tokens_of(rank: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 + rank)
+    x = torch.randn(num_tokens, H, generator=generator).to(torch.bfloat16)
+    idx = torch.rand(num_tokens, E, generator=generator).argsort(dim=1)[:, :K].contiguous()
+    idx[torch.rand(num_tokens, K, generator=generator) < 0.2] = -1
+    return x, idx, torch.rand(num_tokens, K, generator=generator)
+
+
+def sizes(rank: int) -> int:
+    return (20, 0, 33)[rank]
+
+
+def expected_rows(rank: int) -> list[tuple[int, int]]:
+    """(source, token) of the rows that this rank gets."""
+    found = []
+    for source in range(RANKS):
+        idx = tokens_of(source, sizes(source))[1]
+        there = ((idx >= rank * LOCAL) & (idx < (rank + 1) * LOCAL)).any(1)
+        found += [(source, int(token)) for token in there.nonzero()]
+    return found
+
+
+def check_received(rank: int, recv_x: Tensor, idx: Tensor, weights: Tensor) -> None:
+    rows = expected_rows(rank)
+    assert idx.shape == weights.shape == (len(recv_x), K)
+    for i, (source, token) in enumerate(rows):
+        x, all_idx, all_weights = tokens_of(source, sizes(source))
+        here = (all_idx[token] >= rank * LOCAL) & (all_idx[token] < (rank + 1) * LOCAL)
+        assert torch.equal(recv_x[i], x[token])
+        assert torch.equal(idx[i], torch.where(here, all_idx[token] - rank * LOCAL, -1))
+        assert torch.equal(weights[i], torch.where(here, all_weights[token], 0.0))
+    assert (idx[len(rows) :] == -1).all() and (weights[len(rows) :] == 0).all()
+
+
+@dataclass(frozen=True)
+class Ready:
+    """One rank with its inputs, and what a first dispatch gave it."""
+
+    rank: int
+    buffer: Buffer
+    x: Tensor
+    idx: Tensor
+    weights: Tensor
+    layout: dict[str, Tensor]
+    recv_x: Tensor
+    recv_idx: Tensor
+    recv_weights: Tensor
+    handle: Any
+
+    @property
+    def in_rank(self) -> Tensor:
+        return self.layout["is_token_in_rank"]
+
+
+def first_dispatch(rank: int, nvl_bytes: int) -> Ready:
+    """A new routing; alignment; the handle's parts that DeepEP's own tests look into."""
+    buffer = Buffer(dist.group.WORLD, nvl_bytes, 0)
+    assert buffer.runtime.is_available() and buffer.runtime.get_num_rdma_ranks() == 1
+    x, idx, weights = tokens_of(rank, sizes(rank))
+    per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(idx, E)
+    assert per_node is None and isinstance(event, EventOverlap)
+    assert torch.equal(per_rank, in_rank.sum(0, dtype=torch.int32)) and per_rank.dtype == torch.int32
+    assert torch.equal(per_expert, torch.bincount(idx[idx >= 0], minlength=E).to(torch.int32))
+    layout = {
+        "num_tokens_per_rank": per_rank, "is_token_in_rank": in_rank, "num_tokens_per_expert": per_expert,
+    }  # fmt: skip
+    recv_x, recv_idx, recv_weights, counts, handle, event = buffer.dispatch(
+        x, **layout, topk_idx=idx, topk_weights=weights, expert_alignment=8, previous_event=event,
+        async_finish=True,
+    )  # fmt: skip
+    event.current_stream_wait()
+    rows = expected_rows(rank)
+    assert len(recv_x) == len(rows)
+    check_received(rank, recv_x, recv_idx, recv_weights)
+    for e in range(LOCAL):
+        exact = int((recv_idx == e).sum())
+        assert counts[e] == -(-exact // 8) * 8
+    ends = [sum(source <= r for source, _ in rows) for r in range(RANKS)]
+    assert handle[0][:, rank].tolist() == ends and len(handle) == 6
+    assert handle[3].tolist() == [token for _, token in rows]
+    assert torch.equal(handle[4], in_rank)
+    return Ready(rank, buffer, x, idx, weights, layout, recv_x, recv_idx, recv_weights, handle)
+
+
+def check_sums(r: Ready) -> None:
+    """Over ranks, of rows and of weights, with none, one or two biases."""
+    bias = torch.ones_like(r.x)
+    for add, biases in ((0, None), (1, bias), (2, (bias, bias))):
+        summed, summed_weights, _ = r.buffer.combine(r.recv_x, r.handle, r.recv_weights, bias=biases)
+        rounded = (r.x.float() * r.in_rank.sum(1, keepdim=True)).to(torch.bfloat16)
+        assert torch.equal(summed, (rounded.float() + add).to(torch.bfloat16)), add
+        assert summed_weights is not None
+        assert torch.equal(summed_weights, torch.where(r.idx >= 0, r.weights, 0.0))
+    every = torch.ones_like(r.recv_weights)  # of columns that are not this rank's, too
+    assert torch.equal(
+        r.buffer.combine(r.recv_x, r.handle, every)[1], r.in_rank.sum(1, keepdim=True).expand(-1, K).float()
+    )
+
+
+def check_same_routing_and_codes(r: Ready) -> None:
+    """The same routing again; FP8 that the caller quantised, with scales in rows and in columns."""
+    again = r.buffer.dispatch(r.x * 2, handle=r.handle)
+    assert torch.equal(again[0], r.recv_x * 2) and again[1:5] == (None, None, [], None)
+    codes = r.x.to(torch.float8_e4m3fn)
+    scales = torch.arange(len(r.x) * (H // 128), dtype=torch.float32).view(len(r.x), H // 128)
+    wanted = [[token * (H // 128) + b for b in range(H // 128)] for _, token in expected_rows(r.rank)]
+    for given in (scales, scales.t().contiguous().t()):
+        (got, got_scales), fp8_idx, *_ = r.buffer.dispatch(
+            (codes, given), **r.layout, topk_idx=r.idx, topk_weights=r.weights
+        )
+        assert got.dtype == torch.float8_e4m3fn and torch.equal(fp8_idx, r.recv_idx)
+        assert torch.equal(got.float(), r.recv_x.to(torch.float8_e4m3fn).float())
+        assert got_scales.tolist() == wanted
+    assert r.buffer.dispatch((codes, scales), handle=r.handle)[0][1].tolist() == wanted
+
+
+def check_other_forms(r: Ready) -> None:
+    """Worst-case rows; no experts, only ranks; no weights; longer rows than before."""
+    buffer, x, layout = r.buffer, r.x, r.layout
+    worst = buffer.dispatch(x, **layout, topk_idx=r.idx, topk_weights=r.weights, num_worst_tokens=64)
+    assert len(worst[0]) == 64 and worst[3] == []
+    check_received(r.rank, *worst[:3])
+    assert worst[4][0][-1, r.rank] == len(r.recv_x)
+    sums = buffer.combine(r.recv_x, r.handle)
+    assert torch.equal(buffer.combine(worst[0], worst[4])[0], sums[0]) and sums[1] is None
+    plain = buffer.dispatch(x, **layout, expert_alignment=4)
+    assert torch.equal(plain[0], r.recv_x) and plain[1] is None and plain[2] is None
+    exact = [int((r.recv_idx == e).sum()) for e in range(LOCAL)]
+    assert plain[3] == [-(-count // 4) * 4 for count in exact]
+    assert torch.equal(buffer.combine(plain[0], plain[4])[0], sums[0])
+    wide = x.repeat(1, 4)
+    got = buffer.dispatch(wide, **layout, topk_idx=r.idx)
+    assert torch.equal(got[0], r.recv_x.repeat(1, 4)) and torch.equal(got[1], r.recv_idx) and got[2] is None
+    assert torch.equal(buffer.combine(r.recv_x, r.handle)[0], sums[0])
+
+
+def high_throughput(rank: Rank, nvl_bytes: int) -> str:
+    r = first_dispatch(rank.rank, nvl_bytes)
+    check_sums(r)
+    check_same_routing_and_codes(r)
+    check_other_forms(r)
+    with pytest.raises(InputError, match="with a handle; allowed are None"):
+        r.buffer.dispatch(r.x, handle=r.handle, topk_idx=r.idx)
+    with pytest.raises(ShapeError, match="topk_weights is"):
+        r.buffer.combine(r.recv_x, r.handle, r.recv_weights[:, :1])
+    with pytest.raises(DtypeError, match=r"x\.scales is float64"):
+        r.buffer.dispatch(
+            (r.x.to(torch.float8_e4m3fn), torch.ones(len(r.x), H // 128, dtype=torch.float64)),
+            handle=r.handle,
+        )
+    assert len(r.buffer.dispatch(r.x, handle=r.handle)[0]) == len(r.recv_x)
+    r.buffer.destroy()
+    with pytest.raises(ClosedError):
+        r.buffer.dispatch(r.x, handle=r.handle)
+    with pytest.raises(ClosedError, match="destroyed"):
+        r.buffer.dispatch(r.x, **r.layout)
+    return "done"
+
+
+@pytest.mark.parametrize("nvl_bytes", [0, int(2e9)])
+def test_rows_sums_and_handles_are_deep_ep_s(nvl_bytes: int) -> None:
+    with ProcessRanks(RANKS, high_throughput, (nvl_bytes,)) as ranks:
+        for outcome in ranks.outcomes(timeout_s=110).values():
+            assert outcome.value == "done", outcome.trace
+
+
+def test_what_is_not_there_is_refused() -> None:
+    group: Any = type("Group", (), {"rank": lambda self: 0, "size": lambda self: 1})()
+    for name in ("low_latency_mode", "enable_shrink", "comm"):
+        with pytest.raises(InputError, match=name):
+            Buffer(group, **{name: True})
+    with pytest.raises(InputError, match="num_ranks = 3; allowed are 2, 4"):
+        Buffer.get_dispatch_config(3)
+    with pytest.raises(InputError, match="num_sms = 21"):
+        Buffer.set_num_sms(21)
+    with pytest.raises(InputError, match="get_dispatch_layout"):
+        Buffer(group).dispatch(torch.zeros(1, H, dtype=torch.bfloat16))
+    assert Buffer.get_combine_config(8) == Config(Buffer.num_sms)
+
+
+def test_a_handle_between_nodes_has_deep_ep_s_ten_tensors() -> None:
+    source = torch.tensor([1, 1, 3, 9, 9, 9, 0, 0], dtype=torch.int32)
+    result: Any = SimpleNamespace(metadata=torch.stack([source, source * 7], 1), handle=None)
+    engine: Any = SimpleNamespace(rank=2)
+    in_rank = torch.zeros(4, 9, dtype=torch.bool)
+    handle = Handle.of(result, engine, 8, in_rank, 9)
+    assert len(handle) == 10 and handle[0] is in_rank
+    assert handle[-4].tolist() == [2, 2, 3, 3, 3, 3, 3, 3, 6]
+
+
+PROGRAM = """
+import sys
+import deep_ep
+from deep_ep.utils import EventHandle, EventOverlap
+print(deep_ep.Buffer.__module__, deep_ep.topk_idx_t, sys.argv[1:])
+"""
+
+
+def test_a_program_that_imports_deep_ep_runs(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    alone = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
+    assert alone.returncode != 0, "deep_ep is installed here: the test proves nothing"
+    command = [sys.executable, "-m", "uccl_ep_train.deep_ep", str(program), "one", "--two"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "uccl_ep_train.deep_ep.buffer torch.int64 ['one', '--two']\n", done.stderr
+
+
+def test_an_installed_deep_ep_is_hidden_only_if_told(tmp_path: Path) -> None:
+    (tmp_path / "deep_ep.py").write_text("here = True\n")
+    (tmp_path / "program.py").write_text("import deep_ep\nprint(hasattr(deep_ep, 'here'))\n")
+    base = [sys.executable, "-m", "uccl_ep_train.deep_ep"]
+    env = {"PYTHONPATH": str(tmp_path), "PATH": ""}
+    for options, wanted in (([], "ConfigError"), (["--replace"], "False")):
+        command = [*base, *options, str(tmp_path / "program.py")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+        assert wanted in done.stdout + done.stderr
+
+
+def test_install_does_it_once() -> None:
+    before = {name: module for name, module in sys.modules.items() if name.startswith("deep_ep")}
+    try:
+        deep_ep.install(replace=True)
+        deep_ep.install()
+        assert sys.modules["deep_ep"] is deep_ep
+    finally:
+        for name in ("deep_ep", "deep_ep.utils"):
+            sys.modules.pop(name, None)
+        sys.modules.update(before)

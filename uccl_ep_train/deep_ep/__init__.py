@@ -1,0 +1,46 @@
+"""A module of DeepEP's shape: `Buffer` of its first interface, high throughput, on this library.
+
+    python -m uccl_ep_train.deep_ep train.py ARGUMENTS     runs a program that imports deep_ep
+    uccl_ep_train.deep_ep.install()                        the same, by the program itself, before it imports
+
+An installed deep_ep is not hidden unless told: `install(replace=True)`, `--replace`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+
+import torch
+
+from uccl_ep_train.deep_ep.buffer import Buffer
+from uccl_ep_train.deep_ep.config import Config
+from uccl_ep_train.deep_ep.utils.event import EventHandle, EventOverlap
+from uccl_ep_train.errors import ConfigError
+
+topk_idx_t = torch.int64
+
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "install", "topk_idx_t"]
+
+_PARTS = ("utils", "utils.envs", "utils.event", "utils.math", "utils.testing")
+
+
+def install(*, replace: bool = False) -> None:
+    """From now on `import deep_ep` in this process means this module.
+
+    replace  also where deep_ep is installed or has been imported
+
+    Raises `ConfigError` where it is, and `replace` is False.
+    """
+    here = sys.modules[__name__]
+    if sys.modules.get("deep_ep") is here:
+        return
+    taken = "deep_ep" in sys.modules or importlib.util.find_spec("deep_ep") is not None
+    if taken and not replace:
+        raise ConfigError("deep_ep is installed; allowed with replace=True, which hides it in this process")
+    for name in [name for name in sys.modules if name.startswith("deep_ep.")]:
+        del sys.modules[name]
+    sys.modules["deep_ep"] = here
+    for part in _PARTS:
+        sys.modules[f"deep_ep.{part}"] = importlib.import_module(f"{__name__}.{part}")

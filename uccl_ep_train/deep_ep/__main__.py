@@ -1,0 +1,35 @@
+"""python -m uccl_ep_train.deep_ep SCRIPT ... runs a program whose deep_ep is this library's.
+
+So do the processes that the program starts: they find it by PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from uccl_ep_train.deep_ep import install
+from uccl_ep_train.settings import env
+
+IMPORTABLE = Path(__file__).resolve().parent / "importable"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m uccl_ep_train.deep_ep", description=__doc__)
+    parser.add_argument("--replace", action="store_true", help="hide a deep_ep that is installed")
+    parser.add_argument("script", help="a program in Python")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the program")
+    given = parser.parse_args()
+    install(replace=given.replace)
+    later = env.read("PYTHONPATH")
+    env.set_value("PYTHONPATH", f"{IMPORTABLE}{os.pathsep}{later}" if later else str(IMPORTABLE))
+    sys.argv = [given.script, *given.arguments]
+    sys.path[0] = str(Path(given.script).resolve().parent)  # as Python does for a script
+    runpy.run_path(given.script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,297 @@
+"""`Buffer` of DeepEP's first interface, high throughput: the same calls, over a `uccl_ep_train.Buffer`.
+
+The engine is made by the first call that tells the number of experts and the row length, on all ranks
+together, and again where a later call needs longer rows. Routing travels as metadata of the rows.
+
+Shapes: T tokens, R ranks, H hidden, K experts per token, E experts, L experts of this rank, N received rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from uccl_ep_train.api.buffer import Buffer as Engine
+from uccl_ep_train.common.handle import Fp8Rows
+from uccl_ep_train.deep_ep.config import CONFIGURED_RANKS, DEFAULT_BYTES, RANKS_OF_NODE, Config, Runtime
+from uccl_ep_train.deep_ep.sending import Handle, Sending
+from uccl_ep_train.deep_ep.utils.event import EventHandle, EventOverlap
+from uccl_ep_train.errors import ClosedError, InputError, ShapeError
+from uccl_ep_train.settings.config import EpConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_WEIGHTS = 128  # elements of the fp32 row that weights are summed in
+
+Rows = Tensor | tuple[Tensor, Tensor]
+
+
+class Buffer:
+    """One rank's end, for a group of ranks.
+
+    group                          its ranks
+    num_nvl_bytes, num_rdma_bytes  upper limit of an engine's memory, together; 0: 512 MiB, which is the most
+    explicitly_destroy             ignored: a buffer that is dropped without `destroy` leaves its group, too
+
+    `low_latency_mode`, `enable_shrink` and `comm` are refused: `InputError`. The others are ignored.
+    """
+
+    num_sms: int = 20
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: object = None,
+    ) -> None:
+        if low_latency_mode or enable_shrink:
+            raise InputError(
+                f"low_latency_mode = {low_latency_mode}, enable_shrink = {enable_shrink}; allowed is False"
+            )
+        if comm is not None:
+            raise InputError(f"comm = {comm!r}; allowed is None: pass a torch.distributed group")
+        self.group = group
+        self.rank, self.group_size = group.rank(), group.size()
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
+        self.enable_shrink = enable_shrink
+        self.runtime = Runtime(group)
+        self._engines: list[Engine] = []  # those before the last serve handles that they made
+        self._destroyed = False
+        self._comm_stream: torch.cuda.Stream | None = None
+
+    # ---- what callers ask before they dispatch
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """For engines that are made from now on. Raises `InputError`."""
+        if new_num_sms < 2 or new_num_sms % 2:
+            raise InputError(f"num_sms = {new_num_sms}; allowed are even numbers from 2 on")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Whether FP8 rows travel: always."""
+        return True
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """The current stream's work up to now."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        if num_ranks not in CONFIGURED_RANKS:
+            raise InputError(f"num_ranks = {num_ranks}; allowed are {', '.join(map(str, CONFIGURED_RANKS))}")
+        return Config(Buffer.num_sms)
+
+    get_combine_config = get_dispatch_config
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream of calls with `async_finish`. On GPUs only."""
+        if self._comm_stream is None:
+            self._comm_stream = torch.cuda.Stream()
+        return self._comm_stream
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        """Returns (num_tokens_per_rank [R], num_tokens_per_rdma_rank [R / 8], num_tokens_per_expert [E],
+        is_token_in_rank [T, R], event).
+
+        Numbers are int32, is_token_in_rank is bool. Up to 8 ranks the second is None. topk_idx: [T, K] int64,
+        -1: none.
+        """
+        if num_experts % self.group_size:
+            raise InputError(f"num_experts = {num_experts}; allowed are multiples of {self.group_size}")
+
+        def layout() -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+            tokens, ranks = len(topk_idx), self.group_size
+            there = topk_idx >= 0
+            named = torch.zeros(tokens, num_experts + 1, dtype=torch.bool, device=topk_idx.device)
+            named.scatter_(1, torch.where(there, topk_idx, num_experts), True)
+            named = named[:, :num_experts]
+            in_rank = named.view(tokens, ranks, num_experts // ranks).any(2)
+            per_node = None
+            if ranks > RANKS_OF_NODE:
+                in_node = in_rank.view(tokens, ranks // RANKS_OF_NODE, RANKS_OF_NODE).any(2)
+                per_node = in_node.sum(0, dtype=torch.int32)
+            return in_rank.sum(0, dtype=torch.int32), per_node, named.sum(0, dtype=torch.int32), in_rank
+
+        (per_rank, per_node, per_expert, in_rank), event = self._run(
+            layout, (topk_idx,), previous_event, async_finish
+        )
+        return per_rank, per_node, per_expert, in_rank, event
+
+    # ---- dispatch and combine
+
+    def dispatch(
+        self,
+        x: Rows,
+        handle: Handle | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Rows, Tensor | None, Tensor | None, list[int], Handle | None, EventOverlap]:
+        """Sends each token once to every rank that has one of its experts.
+
+        x                 [T, H] bfloat16, or (codes [T, H] float8_e4m3fn, scales [T, H / 128] float32 of any
+                          strides)
+        handle            of an earlier dispatch: the same routing; topk_idx and topk_weights must be None
+        topk_idx          [T, K] int64, -1: none; topk_weights [T, K] float32. Without them is_token_in_rank
+                          [T, R] says where tokens go
+        num_worst_tokens  rows of the output, whatever comes; those unused have recv_topk_idx -1, and the list
+                          is empty; 0: as many as come
+
+        Returns (recv_x, recv_topk_idx [N, K] of this rank's experts or -1, recv_topk_weights [N, K],
+        num_recv_tokens_per_expert as a list, aligned, handle, event). With a handle all but the first and the
+        last are None (an empty list). Rows are ordered by source rank, then token.
+
+        Raises `InputError`, and what `uccl_ep_train.Buffer.dispatch` raises.
+        """
+        rows = Fp8Rows(x[0], x[1].contiguous()) if isinstance(x, tuple) else x
+        if handle is not None:
+            with handle.engine.preparing("dispatch"):
+                if topk_idx is not None or topk_weights is not None:
+                    raise InputError("topk_idx and topk_weights with a handle; allowed are None")
+            engine, plan = handle.engine, handle.plan
+            got, event = self._run(
+                lambda: engine.dispatch(rows, handle=plan), rows, previous_event, async_finish
+            )
+            return got.rows, None, None, [], None, event
+        if is_token_in_rank is None or num_tokens_per_expert is None:
+            raise InputError(
+                "a dispatch needs is_token_in_rank and num_tokens_per_expert: see get_dispatch_layout()"
+            )
+        in_rank, per_expert = is_token_in_rank, num_tokens_per_expert
+        hidden = (rows[0] if isinstance(rows, tuple) else rows).shape[1]
+        engine = self._engine(per_expert.numel(), hidden, config)
+        sending = Sending(engine, in_rank, per_expert, topk_idx, topk_weights, expert_alignment)
+        given = (*rows, in_rank, per_expert, topk_idx, topk_weights)
+        (result, local, weights, counts, made), event = self._run(
+            lambda: sending.send(rows, num_worst_tokens), given, previous_event, async_finish
+        )
+        return result.rows, local, weights, counts, made, event
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: Handle,
+        topk_weights: Tensor | None = None,
+        bias: Tensor | tuple[Tensor, Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Sums each token's rows over the ranks, without weights; weights are summed beside.
+
+        x             [N, H] bfloat16
+        topk_weights  [N, K] float32, or None
+        bias          [T, H] bfloat16, one or two: added to the rounded sums in fp32, and rounded
+
+        Returns (combined_x [T, H], combined_topk_weights [T, K] or None, event). Raises `ShapeError`, and
+        what `uccl_ep_train.Buffer.combine` raises.
+        """
+        engine, plan, num_topk = handle.engine, handle.plan, handle.num_topk
+        with engine.preparing("combine"):
+            if topk_weights is not None:
+                wanted = (len(x), num_topk)
+                if topk_weights.shape != wanted or num_topk > _WEIGHTS:
+                    raise ShapeError(f"topk_weights is {tuple(topk_weights.shape)}; allowed is {wanted}")
+
+        def run() -> tuple[Tensor, Tensor | None]:
+            out = engine.combine(x.contiguous(), plan)
+            biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
+            if biases:
+                out = sum((addend.float() for addend in biases), start=out.float()).to(out.dtype)
+            if topk_weights is None:
+                return out, None
+            rows = topk_weights.new_zeros((len(x), _WEIGHTS))
+            rows[:, :num_topk] = topk_weights
+            return out, engine.combine(rows, plan)[:, :num_topk].contiguous()
+
+        given = (x, topk_weights, *(bias if isinstance(bias, tuple) else (bias,)))
+        (out, weights), event = self._run(run, given, previous_event, async_finish)
+        return out, weights, event
+
+    def destroy(self) -> None:
+        """Collective: leaves the group."""
+        self._destroyed = True
+        while self._engines:
+            self._engines.pop().close()
+
+    # ---- below
+
+    def _engine(self, num_experts: int, hidden: int, config: Config | None) -> Engine:
+        """All ranks get here with the same numbers, so they make it together."""
+        if self._destroyed:
+            raise ClosedError("the buffer was destroyed")
+        for engine in reversed(self._engines):
+            if engine.config.num_experts == num_experts and engine.config.hidden >= hidden:
+                return engine
+        asked = self.num_nvl_bytes + self.num_rdma_bytes
+        made = EpConfig(
+            num_experts=num_experts,
+            hidden=hidden,
+            dispatch_dtype="bf16",
+            budget_bytes=min(asked, DEFAULT_BYTES) if asked else DEFAULT_BYTES,
+            num_sms=Buffer.num_sms if config is None else config.num_sms,
+        )
+        self._engines.append(Engine(self.group, made))
+        return self._engines[-1]
+
+    def _run(
+        self, run: Callable[[], Any], given: Any, previous_event: EventOverlap | None, async_finish: bool
+    ) -> tuple[Any, EventOverlap]:
+        """Runs on the current stream, or with async_finish on the other one, which nobody waits for yet.
+
+        given  the tensors that it reads
+        """
+        with torch.no_grad():
+            if not async_finish or not torch.cuda.is_available():
+                if previous_event is not None:
+                    previous_event.current_stream_wait()
+                return run(), EventOverlap(EventHandle() if async_finish else None)
+            here, comm = torch.cuda.current_stream(), self.get_comm_stream()
+            after = None if previous_event is None else previous_event.event
+            with torch.cuda.stream(comm):
+                (EventHandle(here) if after is None else after).current_stream_wait()
+                results = run()
+                event = EventHandle()
+            for tensor in _tensors_of(given):
+                tensor.record_stream(comm)
+            for tensor in _tensors_of(results):
+                tensor.record_stream(here)
+            return results, EventOverlap(event)
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value] if value.is_cuda else []
+    return [tensor for part in value for tensor in _tensors_of(part)] if isinstance(value, tuple) else []

@@ -1,0 +1,48 @@
+"""What callers of DeepEP ask before they make a buffer: its sizes, and what its own runtime knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+DEFAULT_BYTES = 512 << 20
+RANKS_OF_NODE = 8
+CONFIGURED_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+
+
+@dataclass(frozen=True)
+class Config:
+    """SMs and chunk sizes of DeepEP. Here `num_sms` counts, and chunks are chosen by the engine."""
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes: what a buffer takes at most, whatever the arguments are."""
+        return DEFAULT_BYTES
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """0: the bytes of get_nvl_buffer_size_hint() are for everything."""
+        return 0
+
+
+class Runtime:
+    """What callers ask DeepEP's own runtime."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._rank, self._size = group.rank(), group.size()
+
+    def is_available(self) -> bool:
+        return True
+
+    def get_num_rdma_ranks(self) -> int:
+        return -(-self._size // RANKS_OF_NODE)
+
+    def get_rdma_rank(self) -> int:
+        return self._rank // RANKS_OF_NODE
