@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from uccl_ep_train.common.handle import RowLayout
 from uccl_ep_train.core import operations
@@ -73,7 +72,7 @@ class Op:
         self.is_guessed = False
 
     def set_output(self, memory: list[int], stream: int) -> None:
-        rows, _, _, experts, plan = memory
+        rows, _, _, experts, _, plan = memory
         assert rows != 0 and plan != 0 and experts == 0
         self.memory.append((self.plan.num_rows, self.counts_known))
         self.rows.append(rows)
@@ -128,7 +127,7 @@ def start(
 
 
 def shapes(launched: Dispatched) -> list[tuple[int, ...]]:
-    rows, scales, weights, experts = launched.outputs
+    rows, scales, weights, experts, _ = launched.outputs
     assert scales is not None and weights is not None and experts is None
     return [tuple(rows.shape), tuple(scales.shape), tuple(weights.shape)]
 
@@ -177,10 +176,10 @@ def test_without_memory_for_the_guess_the_counts_are_waited_for(monkeypatch: pyt
     op = Op(Plan(num_rows=20), [4, 0, 7], is_guessed=True)
     allocate = operations._allocate
 
-    def short_of_memory(x: Tensor, dtype: torch.dtype, rows: RowLayout, num_rows: int, weighted: bool) -> Any:
+    def short_of_memory(call: Any, codes: Any, num_rows: int) -> Any:
         if num_rows > 11:
             raise torch.OutOfMemoryError("no more")
-        return allocate(x, dtype, rows, num_rows, weighted)
+        return allocate(call, codes, num_rows)
 
     monkeypatch.setattr(operations, "_allocate", short_of_memory)
     launched, engine, _ = start(op)

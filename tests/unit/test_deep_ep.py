@@ -210,19 +210,29 @@ def test_what_is_not_there_is_refused() -> None:
 
 def test_a_handle_between_nodes_has_deep_ep_s_ten_tensors() -> None:
     source = torch.tensor([1, 1, 3, 9, 9, 9, 0, 0], dtype=torch.int32)
-    result: Any = SimpleNamespace(metadata=torch.stack([source, source * 7], 1), handle=None)
-    engine: Any = SimpleNamespace(rank=2)
+    metadata, plan = torch.stack([source, source * 7], 1), Any
+    engine: Any = SimpleNamespace(rank=2, num_ranks=9)
     in_rank = torch.zeros(4, 9, dtype=torch.bool)
-    handle = Handle.of(result, engine, 8, in_rank, 9)
+    handle = Handle(engine, plan, 8, metadata, in_rank)
     assert len(handle) == 10 and handle[0] is in_rank
     assert handle[-4].tolist() == [2, 2, 3, 3, 3, 3, 3, 3, 6]
 
 
 PROGRAM = """
-import sys
+import subprocess, sys
+import torch
 import deep_ep
 from deep_ep.utils import EventHandle, EventOverlap
-print(deep_ep.Buffer.__module__, deep_ep.topk_idx_t, sys.argv[1:])
+from deep_ep.utils.envs import init_dist
+from deep_ep.utils.event import EventOverlap as the_same
+
+def spawned(number):
+    print(number, deep_ep.Buffer.__module__, deep_ep.EventOverlap is the_same is EventOverlap, flush=True)
+
+if __name__ == "__main__":
+    print(deep_ep.Buffer.__module__, deep_ep.topk_idx_t, sys.argv[1:], flush=True)
+    torch.multiprocessing.spawn(spawned, nprocs=1)
+    subprocess.run([sys.executable, "-c", "import deep_ep; print(deep_ep.Config.__module__)"])
 """
 
 
@@ -233,7 +243,11 @@ def test_a_program_that_imports_deep_ep_runs(tmp_path: Path) -> None:
     assert alone.returncode != 0, "deep_ep is installed here: the test proves nothing"
     command = [sys.executable, "-m", "uccl_ep_train.deep_ep", str(program), "one", "--two"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout == "uccl_ep_train.deep_ep.buffer torch.int64 ['one', '--two']\n", done.stderr
+    assert done.stdout.splitlines() == [
+        "uccl_ep_train.deep_ep.buffer torch.int64 ['one', '--two']",
+        "0 uccl_ep_train.deep_ep.buffer True",
+        "uccl_ep_train.deep_ep.config",
+    ], done.stderr
 
 
 def test_an_installed_deep_ep_is_hidden_only_if_told(tmp_path: Path) -> None:

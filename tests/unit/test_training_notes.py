@@ -45,10 +45,9 @@ def test_one_nan_or_inf_makes_its_block_nan_on_the_fp8_wire_only(wire: str, bad:
 def test_the_default_wire_quantises_bf16_rows() -> None:
     def step(rank: int, buffer: Buffer) -> list[bool]:
         x = torch.linspace(1, 2, T * H).reshape(T, H).bfloat16()
-        got = [
-            buffer.combine(*buffer.dispatch(x, idx_of(rank), **options)[::3])
-            for options in ({}, {"dispatch_dtype": "fp8"}, {"dispatch_dtype": "bf16"})
-        ]
+        choices: tuple[dict[str, Any], ...] = ({}, {"dispatch_dtype": "fp8"}, {"dispatch_dtype": "bf16"})
+        results = [buffer.dispatch(x, idx_of(rank), **options) for options in choices]
+        got = [buffer.combine(result.rows, result.handle) for result in results]
         assert torch.equal(got[2], 2 * x)
         return [torch.equal(got[0], entry) for entry in got[1:]]
 

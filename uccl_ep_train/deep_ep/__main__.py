@@ -27,7 +27,8 @@ def main() -> None:
     later = env.read("PYTHONPATH")
     env.set_value("PYTHONPATH", f"{IMPORTABLE}{os.pathsep}{later}" if later else str(IMPORTABLE))
     sys.argv = [given.script, *given.arguments]
-    sys.path[0] = str(Path(given.script).resolve().parent)  # as Python does for a script
+    # As Python does for a script. Processes that are spawned get this path, others PYTHONPATH.
+    sys.path[:1] = [str(Path(given.script).resolve().parent), str(IMPORTABLE)]
     runpy.run_path(given.script, run_name="__main__")
 
 

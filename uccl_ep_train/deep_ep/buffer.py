@@ -17,7 +17,7 @@ from torch import Tensor
 from uccl_ep_train.api.buffer import Buffer as Engine
 from uccl_ep_train.common.handle import Fp8Rows
 from uccl_ep_train.deep_ep.config import CONFIGURED_RANKS, DEFAULT_BYTES, RANKS_OF_NODE, Config, Runtime
-from uccl_ep_train.deep_ep.sending import Handle, Sending
+from uccl_ep_train.deep_ep.sending import Handle, Routing, Sender
 from uccl_ep_train.deep_ep.utils.event import EventHandle, EventOverlap
 from uccl_ep_train.errors import ClosedError, InputError, ShapeError
 from uccl_ep_train.settings.config import EpConfig
@@ -34,7 +34,7 @@ class Buffer:
     """One rank's end, for a group of ranks.
 
     group                          its ranks
-    num_nvl_bytes, num_rdma_bytes  upper limit of an engine's memory, together; 0: 512 MiB, which is the most
+    num_nvl_bytes, num_rdma_bytes  upper limit of an engine's memory, together; 0: 1 GiB
     explicitly_destroy             ignored: a buffer that is dropped without `destroy` leaves its group, too
 
     `low_latency_mode`, `enable_shrink` and `comm` are refused: `InputError`. The others are ignored.
@@ -67,7 +67,7 @@ class Buffer:
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         self.enable_shrink = enable_shrink
         self.runtime = Runtime(group)
-        self._engines: list[Engine] = []  # those before the last serve handles that they made
+        self._senders: list[Sender] = []  # those before the last serve handles that they made
         self._destroyed = False
         self._comm_stream: torch.cuda.Stream | None = None
 
@@ -190,13 +190,15 @@ class Buffer:
             )
         in_rank, per_expert = is_token_in_rank, num_tokens_per_expert
         hidden = (rows[0] if isinstance(rows, tuple) else rows).shape[1]
-        engine = self._engine(per_expert.numel(), hidden, config)
-        sending = Sending(engine, in_rank, per_expert, topk_idx, topk_weights, expert_alignment)
-        given = (*rows, in_rank, per_expert, topk_idx, topk_weights)
-        (result, local, weights, counts, made), event = self._run(
-            lambda: sending.send(rows, num_worst_tokens), given, previous_event, async_finish
+        sender = self._sender(per_expert.numel(), hidden, config)
+        routing = Routing(in_rank, per_expert, topk_idx, topk_weights)
+        got, event = self._run(
+            lambda: sender.send(rows, routing, expert_alignment, num_worst_tokens),
+            (rows, routing),
+            previous_event,
+            async_finish,
         )
-        return result.rows, local, weights, counts, made, event
+        return got.result.rows, got.topk_idx, got.topk_weights, got.counts, got.handle, event
 
     def combine(
         self,
@@ -243,28 +245,28 @@ class Buffer:
     def destroy(self) -> None:
         """Collective: leaves the group."""
         self._destroyed = True
-        while self._engines:
-            self._engines.pop().close()
+        while self._senders:
+            self._senders.pop().engine.close()
 
     # ---- below
 
-    def _engine(self, num_experts: int, hidden: int, config: Config | None) -> Engine:
+    def _sender(self, num_experts: int, hidden: int, config: Config | None) -> Sender:
         """All ranks get here with the same numbers, so they make it together."""
         if self._destroyed:
             raise ClosedError("the buffer was destroyed")
-        for engine in reversed(self._engines):
-            if engine.config.num_experts == num_experts and engine.config.hidden >= hidden:
-                return engine
+        for sender in reversed(self._senders):
+            if sender.engine.config.num_experts == num_experts and sender.engine.config.hidden >= hidden:
+                return sender
         asked = self.num_nvl_bytes + self.num_rdma_bytes
         made = EpConfig(
             num_experts=num_experts,
             hidden=hidden,
             dispatch_dtype="bf16",
-            budget_bytes=min(asked, DEFAULT_BYTES) if asked else DEFAULT_BYTES,
+            budget_bytes=asked or DEFAULT_BYTES,
             num_sms=Buffer.num_sms if config is None else config.num_sms,
         )
-        self._engines.append(Engine(self.group, made))
-        return self._engines[-1]
+        self._senders.append(Sender(Engine(self.group, made)))
+        return self._senders[-1]
 
     def _run(
         self, run: Callable[[], Any], given: Any, previous_event: EventOverlap | None, async_finish: bool

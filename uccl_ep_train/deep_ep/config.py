@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-DEFAULT_BYTES = 512 << 20
+DEFAULT_BYTES = 1 << 30  # 8 ranks in a domain: 4,096 tokens of 7168 BF16, with num_worst_tokens
 RANKS_OF_NODE = 8
 CONFIGURED_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 

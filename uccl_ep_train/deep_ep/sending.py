@@ -1,11 +1,13 @@
 """A dispatch with a new routing, and the handle that it returns.
 
-Shapes: T tokens, R ranks, K experts per token, E experts, N received rows.
+Shapes: T tokens, R ranks, K experts per token, E experts, L experts of this rank, N received rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -15,115 +17,142 @@ from uccl_ep_train.common.handle import DispatchHandle, DispatchResult, Fp8Rows
 from uccl_ep_train.deep_ep.config import RANKS_OF_NODE
 
 
-class Handle(tuple[Tensor, ...]):
+class Handle(Sequence[Tensor]):
     """What a dispatch returns for combines and for dispatches with the same routing.
 
     Up to 8 ranks: (rank_prefix_matrix [R, R], channel_prefix_matrix, recv_channel_prefix_matrix,
     recv_src_idx [N], is_token_in_rank [T, R], send_head). In the first, this rank's column holds the end of
     each source's rows; other columns are -1. With more ranks as DeepEP's ten tensors between nodes, of which
     [-4], recv_gbl_rank_prefix_sum [R], holds those ends. What is about channels is empty: there are none.
+    The tensors are made when they are asked for.
     """
 
-    engine: Engine
-    plan: DispatchHandle
-    num_topk: int
+    def __init__(
+        self, engine: Engine, plan: DispatchHandle, num_topk: int, metadata: Tensor, is_token_in_rank: Tensor
+    ) -> None:
+        self.engine, self.plan, self.num_topk = engine, plan, num_topk
+        self._metadata, self._is_token_in_rank = metadata, is_token_in_rank
 
-    @classmethod
-    def of(
-        cls, result: DispatchResult, engine: Engine, num_topk: int, is_token_in_rank: Tensor, num_ranks: int
-    ) -> Handle:
-        assert result.metadata is not None
-        source, token = result.metadata[:, 0], result.metadata[:, 1]
-        counts = torch.bincount(source, minlength=num_ranks + 1)[1:]  # unused rows have the source 0
+    @cached_property
+    def _tensors(self) -> tuple[Tensor, ...]:
+        ranks, source, token = self.engine.num_ranks, self._metadata[:, 0], self._metadata[:, 1]
+        counts = torch.bincount(source, minlength=ranks + 1)[1:]  # unused rows have the source 0
         ends, empty = counts.cumsum(0).to(torch.int32), source.new_empty(0)
-        if num_ranks <= RANKS_OF_NODE:
-            prefix = ends.new_full((num_ranks, num_ranks), -1)
-            prefix[:, engine.rank] = ends
-            made = cls((prefix, empty, empty, token, is_token_in_rank, empty))
-        else:
-            made = cls((is_token_in_rank, *[empty] * 5, ends, token, empty, empty))
-        made.engine, made.plan, made.num_topk = engine, result.handle, num_topk
-        return made
+        if ranks > RANKS_OF_NODE:
+            return (self._is_token_in_rank, *[empty] * 5, ends, token, empty, empty)
+        prefix = ends.new_full((ranks, ranks), -1)
+        prefix[:, self.engine.rank] = ends
+        return prefix, empty, empty, token, self._is_token_in_rank, empty
+
+    def __len__(self) -> int:
+        return 10 if self.engine.num_ranks > RANKS_OF_NODE else 6
+
+    @overload
+    def __getitem__(self, at: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, at: slice) -> tuple[Tensor, ...]: ...
+    def __getitem__(self, at: int | slice) -> Tensor | tuple[Tensor, ...]:
+        return self._tensors[at]
 
 
-@dataclass(frozen=True)
-class Sending:
-    """A dispatch with a new routing."""
+class Routing(NamedTuple):
+    """is_token_in_rank [T, R], num_tokens_per_expert [E]; topk_idx and topk_weights [T, K], or None."""
 
-    engine: Engine
     is_token_in_rank: Tensor
     num_tokens_per_expert: Tensor
     topk_idx: Tensor | None
     topk_weights: Tensor | None
-    expert_alignment: int
+
+
+class Received(NamedTuple):
+    """recv_topk_idx and recv_topk_weights [N, K], or None; the list of counts."""
+
+    result: DispatchResult
+    topk_idx: Tensor | None
+    topk_weights: Tensor | None
+    counts: list[int]
+    handle: Handle
+
+
+class Sender:
+    """Dispatches through one engine. A row's metadata: rank + 1, token, experts + 1 (0: none), weights.
+
+    Experts are int64 as two words, so that few kernels pack and unpack them.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        experts, num_local = engine.config.num_experts, engine.config.num_experts // engine.num_ranks
+        first = 1 + engine.rank * num_local
+        # By expert + 1: the number among this rank's, or -1.
+        self._local = torch.full((experts + 1,), -1, dtype=torch.int64, device=engine.device)
+        self._local[first : first + num_local] = torch.arange(num_local, device=engine.device)
+        self._heads = torch.empty(0, 2, dtype=torch.int32, device=engine.device)
 
     def send(
-        self, rows: Tensor | Fp8Rows, num_worst_tokens: int
-    ) -> tuple[DispatchResult, Tensor | None, Tensor | None, list[int], Handle]:
-        """Returns (result, recv_topk_idx, recv_topk_weights, counts, handle)."""
-        engine, topk_idx = self.engine, self.topk_idx
+        self, rows: Tensor | Fp8Rows, routing: Routing, expert_alignment: int, num_worst_tokens: int
+    ) -> Received:
+        engine, topk_idx = self.engine, routing.topk_idx
         with engine.preparing("dispatch"):
-            metadata = self._metadata()
-            routing_map = None if topk_idx is not None else self._first_experts()
+            metadata = self._metadata(routing)
+            routing_map = None if topk_idx is not None else self._first_experts(routing.is_token_in_rank)
         result = engine.dispatch(
             rows,
-            None if topk_idx is None else topk_idx.contiguous(),
+            topk_idx,
             routing_map=routing_map,
             layout="compact",
             capacity=num_worst_tokens or None,
             pad_to_capacity=num_worst_tokens > 0,
             metadata=metadata,
         )
+        assert result.metadata is not None
         num_topk = 0 if topk_idx is None else topk_idx.shape[1]
-        handle = Handle.of(result, engine, num_topk, self.is_token_in_rank, engine.num_ranks)
-        local, weights = self._received(result, num_topk)
-        return result, local, weights, self._counts(result, num_worst_tokens), handle
+        handle = Handle(engine, result.handle, num_topk, result.metadata, routing.is_token_in_rank)
+        local, weights = self._unpacked(result.metadata, num_topk, routing.topk_weights is not None)
+        exact = [] if num_worst_tokens > 0 else self._counts(result, routing)
+        aligned = [-(-count // expert_alignment) * expert_alignment for count in exact]
+        return Received(result, local, weights, aligned, handle)
 
-    def _metadata(self) -> Tensor:
-        """[T, 2 + K or 2 K] int32: rank + 1, token, experts + 1 (0: none), weights."""
-        tokens, device = len(self.is_token_in_rank), self.is_token_in_rank.device
-        numbers = torch.arange(tokens, dtype=torch.int32, device=device)
-        words = [torch.full_like(numbers, self.engine.rank + 1)[:, None], numbers[:, None]]
-        if self.topk_idx is not None:
-            words.append((self.topk_idx + 1).to(torch.int32))
-        if self.topk_weights is not None:
-            words.append(self.topk_weights.contiguous().view(torch.int32))
+    def _metadata(self, routing: Routing) -> Tensor:
+        """[T, 2 + 3 K] int32, or without weights or experts fewer."""
+        tokens = len(routing.is_token_in_rank)
+        if tokens > len(self._heads):
+            numbers = torch.arange(tokens, dtype=torch.int32, device=self.engine.device)
+            self._heads = torch.stack([torch.full_like(numbers, self.engine.rank + 1), numbers], 1)
+        words = [self._heads[:tokens]]
+        if routing.topk_idx is not None:
+            words.append((routing.topk_idx + 1).view(torch.int32))
+        if routing.topk_weights is not None:
+            words.append(routing.topk_weights.contiguous().view(torch.int32))
         return torch.cat(words, 1)
 
-    def _first_experts(self) -> Tensor:
+    def _first_experts(self, is_token_in_rank: Tensor) -> Tensor:
         """[T, E] bool: the first expert of each rank that a token goes to stands for all of them."""
         experts = self.engine.config.num_experts
-        routing_map = self.is_token_in_rank.new_zeros(len(self.is_token_in_rank), experts, dtype=torch.bool)
-        routing_map[:, :: experts // self.engine.num_ranks] = self.is_token_in_rank
+        routing_map = is_token_in_rank.new_zeros(len(is_token_in_rank), experts, dtype=torch.bool)
+        routing_map[:, :: experts // self.engine.num_ranks] = is_token_in_rank
         return routing_map
 
-    def _received(self, result: DispatchResult, num_topk: int) -> tuple[Tensor | None, Tensor | None]:
+    def _unpacked(
+        self, metadata: Tensor, num_topk: int, has_weights: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Numbers of this rank's experts, -1 for others, and weights of those."""
         if num_topk == 0:
             return None, None
-        assert result.metadata is not None
-        engine = self.engine
-        num_local = engine.config.num_experts // engine.num_ranks
-        local = result.metadata[:, 2 : 2 + num_topk].to(torch.int64) - (1 + engine.rank * num_local)
-        is_here = (local >= 0) & (local < num_local)
-        weights = None
-        if self.topk_weights is not None:
-            weights = result.metadata[:, 2 + num_topk :].view(torch.float32).masked_fill(~is_here, 0.0)
-        return local.masked_fill_(~is_here, -1), weights
+        end = 2 + 2 * num_topk
+        local = self._local[metadata[:, 2:end].contiguous().view(torch.int64)]
+        if not has_weights:
+            return local, None
+        return local, metadata[:, end:].view(torch.float32).masked_fill(local < 0, 0.0)
 
-    def _counts(self, result: DispatchResult, num_worst_tokens: int) -> list[int]:
-        """Tokens of each expert of this rank, aligned. Without top-k ranks tell each other."""
-        if num_worst_tokens > 0:
-            return []
-        if self.topk_idx is not None:
-            exact = list(result.handle.tokens_per_expert_exact or ())
-        else:
-            ranks, of = self.engine.num_ranks, self.num_tokens_per_expert
-            to = torch.arange(ranks, device=of.device)[:, None] * (of.numel() // ranks)
-            nothing = torch.zeros(ranks, 128, dtype=torch.bfloat16, device=of.device)
-            told = self.engine.dispatch(
-                nothing, to, layout="compact", metadata=of.to(torch.int32).view(ranks, -1)
-            )
-            assert told.metadata is not None
-            exact = told.metadata.sum(0).tolist()
-        return [-(-count // self.expert_alignment) * self.expert_alignment for count in exact]
+    def _counts(self, result: DispatchResult, routing: Routing) -> list[int]:
+        """Tokens of each expert of this rank. Without top-k ranks tell each other."""
+        if routing.topk_idx is not None:
+            return list(result.handle.tokens_per_expert_exact or ())
+        ranks, of = self.engine.num_ranks, routing.num_tokens_per_expert
+        to = torch.arange(ranks, device=of.device)[:, None] * (of.numel() // ranks)
+        nothing = torch.zeros(ranks, 128, dtype=torch.bfloat16, device=of.device)
+        words = of.to(torch.int32).view(ranks, -1)
+        told = self.engine.dispatch(nothing, to, layout="compact", metadata=words)
+        assert told.metadata is not None
+        return [int(count) for count in told.metadata.sum(0).tolist()]
