@@ -32,6 +32,10 @@ void check_rows_of(const DispatchArgs& args, const CallLimits& limits) {
           "rows of " + std::to_string(args.hidden) + " " + dtype_name(args.wire) + " elements with " +
               std::to_string(args.num_metadata) + " words of metadata: this buffer was made for rows of " +
               std::to_string(limits.widest_row_bytes) + " bytes");
+  require(args.num_metadata == 0 || args.metadata != nullptr || args.num_tokens == 0, UsageKind::kInput,
+          std::to_string(args.num_metadata) + " words of metadata, and the metadata is missing");
+  require(is_quantised(args.dtype) == (args.scales != nullptr), UsageKind::kInput,
+          is_quantised(args.dtype) ? "rows of FP8 codes need their scales" : "scales: allowed with rows of FP8 codes");
   require(!is_quantised(args.dtype) || args.dtype == args.wire, UsageKind::kDtype,
           std::string("rows of codes and scales travel as they are, not as ") + dtype_name(args.wire));
   require(!is_quantised(args.wire) || args.dtype == args.wire || args.dtype == Dtype::kBf16, UsageKind::kDtype,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 from typing import Any
 from unittest import mock
@@ -10,13 +11,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.moe import moe_layer, moe_utils
+from megatron.core.transformer.moe import moe_layer, moe_utils, token_dispatcher
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from recipes.plan import devices
 from tests.megatron.settings import StageCase
 from tests.megatron.training_case import carrier_of, initialize
+from uccl_ep_train import deep_ep
 from uccl_ep_train.megatron import buffers, plugin
 from uccl_ep_train.megatron import dispatcher as our_stages
 
@@ -50,6 +52,33 @@ def compare_captured(rank: int, case: StageCase) -> dict[str, float]:
     finally:
         plugin.disable()
         dist.barrier()
+
+
+def compare_deep_ep(rank: int, case: StageCase) -> dict[str, float]:
+    """As `compare`, of Megatron's own flex dispatcher over the module of DeepEP's shape."""
+    initialize(case.tp, case.ep, case.etp)
+    plugin.disable()
+    fused_a2a = _over_deep_ep()
+    try:
+        stock = _through(case, _dispatcher(case, "alltoall"), rank, "")
+        flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
+        theirs = _through(case, _dispatcher(case, "deepep", flex), rank, case.corrupt)
+        assert fused_a2a._buffer.__module__ == "uccl_ep_train.deep_ep.buffer"
+        return {name: _difference(stock[name], theirs[name]) for name in stock}
+    finally:
+        if fused_a2a._buffer is not None:
+            fused_a2a._buffer.destroy()
+            fused_a2a._buffer = None
+        dist.barrier()
+
+
+def _over_deep_ep() -> Any:
+    """Megatron looks for deep_ep once, when it is imported; this process did that before."""
+    deep_ep.install(replace=True)
+    fused_a2a = importlib.reload(importlib.import_module("megatron.core.transformer.moe.fused_a2a"))
+    for name in ("fused_dispatch", "fused_combine", "set_deepep_num_sms"):
+        setattr(token_dispatcher, name, getattr(fused_a2a, name))
+    return fused_a2a
 
 
 def over_budget(rank: int) -> dict[str, Any]:
@@ -183,13 +212,13 @@ def config_of(case: StageCase, carrier: dict[str, Any]) -> TransformerConfig:
     return config
 
 
-def _dispatcher(case: StageCase, kind: str) -> Any:
-    carrier = carrier_of(kind, case.options)
+def _dispatcher(case: StageCase, kind: str, carrier: dict[str, Any] | None = None) -> Any:
+    carrier = carrier_of(kind, case.options) if carrier is None else carrier
     local = case.experts // case.ep
     first = parallel_state.get_expert_model_parallel_rank() * local
     if case.corrupt == "rank_order":
         buffers.stock_source_order = lambda tp_size, ep_size: tuple(range(tp_size * ep_size))
-    build = moe_layer.MoEFlexTokenDispatcher if kind == "uccl_ep" else MoEAlltoAllTokenDispatcher
+    build = MoEAlltoAllTokenDispatcher if kind == "alltoall" else moe_layer.MoEFlexTokenDispatcher
     return build(
         local,
         list(range(first, first + local)),

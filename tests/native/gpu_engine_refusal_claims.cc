@@ -219,6 +219,13 @@ std::vector<std::string> said_by(Rank& rank, const CudaRun& run, const std::shar
   dispatch([](DispatchArgs& args) { args.hidden *= 2; });
   dispatch([](DispatchArgs& args) { args.dtype = args.wire = kFp32; });
   dispatch([](DispatchArgs& args) { args.dtype = args.wire = kFp8; });
+  dispatch([&](DispatchArgs& args) { args.scales = in.weights.data(); });
+  dispatch([&](DispatchArgs& args) {
+    args.dtype = kFp8;
+    args.scales = in.weights.data();
+  });
+  dispatch([](DispatchArgs& args) { args.num_metadata = 1; });
+  dispatch([](DispatchArgs& args) { args.num_metadata = 1u << 30; });
   dispatch([](DispatchArgs& args) { args.expert_alignment = 0; });
   dispatch([](DispatchArgs& args) { args.expert_alignment = (1u << 20) + 1; });
   dispatch([](DispatchArgs& args) {
@@ -235,6 +242,7 @@ std::vector<std::string> said_by(Rank& rank, const CudaRun& run, const std::shar
   });
   combine([](CombineArgs& args) { args.hidden += 1; });
   combine([](CombineArgs& args) { args.wire = kFp32; });
+  combine([](CombineArgs& args) { args.dtype = args.wire = kFp8; });
   combine([](CombineArgs& args) { args.plan = nullptr; });
   combine([&](CombineArgs& args) { args.plan = others; });
   return all;

@@ -25,6 +25,7 @@ from uccl_ep_train.errors import ClosedError, DtypeError, InputError, ShapeError
 
 H, E, K = 256, 12, 4
 RANKS = 3
+ROOT = Path(__file__).parents[2]
 LOCAL = E // RANKS
 
 
@@ -259,6 +260,16 @@ def test_an_installed_deep_ep_is_hidden_only_if_told(tmp_path: Path) -> None:
         command = [*base, *options, str(tmp_path / "program.py")]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
         assert wanted in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("folder", ["uccl_ep_train/deep_ep/importable", "packaging/deep_ep"])
+def test_where_its_name_is_on_the_path_it_is_imported(folder: str) -> None:
+    env = {"PYTHONPATH": str(ROOT / folder), "PATH": ""}
+    program = "import deep_ep, deep_ep.utils.math as m; print(deep_ep.Buffer.__module__, m.ceil_div(7, 2))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=env, cwd=ROOT
+    )
+    assert done.stdout == "uccl_ep_train.deep_ep.buffer 4\n", done.stderr
 
 
 def test_install_does_it_once() -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _WEIGHTS = 128  # elements of the fp32 row that weights are summed in
+_BESIDE = 128  # fp32 elements that metadata has room for, beside the widest rows
 
 Rows = Tensor | tuple[Tensor, Tensor]
 
@@ -254,6 +255,7 @@ class Buffer:
         """All ranks get here with the same numbers, so they make it together."""
         if self._destroyed:
             raise ClosedError("the buffer was destroyed")
+        hidden += _BESIDE
         for sender in reversed(self._senders):
             if sender.engine.config.num_experts == num_experts and sender.engine.config.hidden >= hidden:
                 return sender
