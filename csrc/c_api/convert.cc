@@ -101,8 +101,11 @@ DispatchArgs dispatch_args_of(const uccl_ep_plan& plan, const uccl_ep_dispatch_a
   args.x = static_cast<const uint8_t*>(given.x);
   args.num_tokens = routing.num_tokens;
   args.hidden = given.hidden;
-  args.dtype = dtype_of(given.dtype, false, "dtype");
+  args.dtype = dtype_of(given.dtype, true, "dtype");
   args.wire = given.wire == 0 ? args.dtype : dtype_of(given.wire, true, "wire");
+  args.scales = given.scales;
+  args.metadata = given.metadata;
+  args.num_metadata = given.num_metadata;
   args.weights = routing.weights;
   args.expert_alignment = std::max(routing.expert_alignment, 1u);
   args.compact = routing.compact != 0;
@@ -121,6 +124,8 @@ DispatchOutput output_of(const uccl_ep_op& op, const uccl_ep_output& given) {
   const bool has_rows = op.operation->plan()->num_rows() > 0;
   check_rows(given.rows, op.operation->plan()->num_rows(), *op.group, "rows");
   if (given.weights == nullptr && has_rows && op.has_weights) refuse("weights is NULL, and weights travel");
+  if (given.metadata == nullptr && has_rows && op.has_metadata) refuse("metadata is NULL, and metadata travels");
+  if (given.scales == nullptr && has_rows && op.has_codes) refuse("scales is NULL, and rows come as codes");
   if (given.scales != nullptr && !op.is_quantised) refuse("scales: allowed is NULL, as no FP8 rows travel");
   if (given.plan == nullptr && op.group->on_gpu && !op.sent->is_complete) refuse("plan is NULL");
   DispatchOutput memory;
@@ -128,6 +133,7 @@ DispatchOutput output_of(const uccl_ep_op& op, const uccl_ep_output& given) {
   memory.scales = given.scales;
   memory.weights = op.has_weights ? given.weights : nullptr;
   memory.row_experts = given.row_experts;
+  memory.metadata = op.has_metadata ? given.metadata : nullptr;
   memory.plan = static_cast<uint8_t*>(given.plan);
   memory.stream = given.stream;
   return memory;

@@ -32,7 +32,8 @@ struct uccl_ep_op {
   std::shared_ptr<uccl_ep::Operation> operation;
   // Of a dispatch.
   std::shared_ptr<SentRouting> sent;  // null: it is a combine
-  bool has_weights = false, is_quantised = false, is_complete = false;
+  bool has_weights = false, has_metadata = false, is_quantised = false, is_complete = false;
+  bool has_codes = false;  // of the caller: they come out as codes
 };
 
 namespace uccl_ep {

@@ -156,7 +156,9 @@ uccl_ep_status uccl_ep_dispatch(uccl_ep_plan* plan, const uccl_ep_dispatch_args*
     auto sent = plan->sent == nullptr ? std::make_shared<SentRouting>() : plan->sent;
     made.operation = engine.dispatch(native);
     made.has_weights = native.weights != nullptr;
+    made.has_metadata = native.num_metadata > 0;
     made.is_quantised = is_quantised(native.wire);
+    made.has_codes = is_quantised(native.dtype);
     sent->saved = made.operation->plan();
     made.sent = plan->sent = std::move(sent);
   });

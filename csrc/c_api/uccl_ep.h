@@ -52,8 +52,7 @@ typedef enum uccl_ep_status {
 typedef enum uccl_ep_dtype { /* of tensors, and of rows between ranks */
                              UCCL_EP_BF16 = 1,
                              UCCL_EP_FP32 = 2,
-                             UCCL_EP_FP8_POW2 =
-                                 3, /* e4m3 codes, a scale for 128 of them: a power of two. Between ranks only */
+                             UCCL_EP_FP8_POW2 = 3, /* e4m3 codes, a scale for 128 of them: a power of two */
                              UCCL_EP_FP8_FP32 = 4  /* the same with any scale */
 } uccl_ep_dtype;
 
@@ -106,19 +105,23 @@ typedef struct uccl_ep_dispatch_args {
   uint32_t magic;
   uint32_t hidden;
   const void* x;       /* [num_tokens, hidden] */
-  uccl_ep_dtype dtype; /* of x: UCCL_EP_BF16 | UCCL_EP_FP32 */
+  uccl_ep_dtype dtype; /* of x. FP8: codes with `scales`, which come out as they are */
   uccl_ep_dtype wire;  /* default: that of x */
   void* stream;        /* of the GPU; its queued work runs first */
+  const float* scales;      /* [num_tokens, hidden / 128] of FP8 rows; else NULL */
+  const uint32_t* metadata; /* [num_tokens, num_metadata]: travels with the rows, unchanged */
+  uint32_t num_metadata; /* words of a row, on all ranks; 0: none travel. Row and words have to fit the widest row */
+  uint32_t reserved;
 } uccl_ep_dispatch_args;
 
 typedef struct uccl_ep_sizes {
   size_t size;
   uint32_t magic;
   uint32_t num_local_experts;
-  uint64_t num_rows;   /* of the output, padding included */
+  uint64_t num_rows; /* of the output, padding included */
   uint64_t plan_bytes; /* GPU: memory that uccl_ep_complete() needs for the plan */
   /* [num_local_experts], of the plan's: as long as it lives. NULL with a capacity. */
-  const uint64_t* tokens_per_expert;       /* padded to the alignment */
+  const uint64_t* tokens_per_expert; /* padded to the alignment */
   const uint64_t* tokens_per_expert_exact;
 } uccl_ep_sizes;
 
@@ -126,25 +129,26 @@ typedef struct uccl_ep_output {
   size_t size;
   uint32_t magic;
   uint32_t reserved;
-  void* rows;           /* [num_rows, hidden] of x's dtype, or codes where there are scales */
-  float* scales;        /* [num_rows, hidden / 128]: rows stay as on an FP8 wire; NULL: they are dequantised */
-  float* weights;       /* [num_rows], of compact rows [num_rows, W]; NULL: none travel */
+  void* rows; /* [num_rows, hidden] of x's dtype, or codes where there are scales */
+  float* scales; /* [num_rows, hidden / 128]: rows stay as on an FP8 wire; NULL: they are dequantised */
+  float* weights; /* [num_rows], of compact rows [num_rows, W]; NULL: none travel */
   int64_t* row_experts; /* [num_rows, W] of compact rows: local experts, -1: none; NULL: not wanted.
                            W = min(width, num_local_experts) */
-  void* plan;           /* GPU: plan_bytes, as long as the plan lives */
-  void* stream;         /* GPU: where this memory may still be in use */
+  void* plan; /* GPU: plan_bytes, as long as the plan lives */
+  void* stream; /* GPU: where this memory may still be in use */
+  uint32_t* metadata; /* [num_rows, num_metadata]; NULL: none travel */
 } uccl_ep_output;
 
 typedef struct uccl_ep_combine_args {
   size_t size;
   uint32_t magic;
   uint32_t hidden;
-  const void* rows;     /* [num_rows, hidden] */
-  uccl_ep_dtype dtype;  /* of rows and out */
-  uccl_ep_dtype wire;   /* of sums between ranks: UCCL_EP_BF16 | UCCL_EP_FP32; default: dtype */
+  const void* rows; /* [num_rows, hidden] */
+  uccl_ep_dtype dtype; /* of rows and out */
+  uccl_ep_dtype wire; /* of sums between ranks: UCCL_EP_BF16 | UCCL_EP_FP32; default: dtype */
   const float* weights; /* as in uccl_ep_output; NULL: none travel. They come back to where they came from */
-  void* out;            /* [num_tokens, hidden]: the sum of each token's rows */
-  float* weights_out;   /* [num_tokens, width], zeroed */
+  void* out; /* [num_tokens, hidden]: the sum of each token's rows */
+  float* weights_out; /* [num_tokens, width], zeroed */
   void* stream;
 } uccl_ep_combine_args;
 

@@ -11,7 +11,7 @@
 
 #include "uccl_ep.h"
 
-enum { HIDDEN = 256, EXPERTS_PER_RANK = 3, TOPK = 2, MOST_RANKS = 8, MOST_BYTES = 1 << 20 };
+enum { HIDDEN = 256, BLOCKS = HIDDEN / 128, NAMES = 1000, EXPERTS_PER_RANK = 3, TOPK = 2, MOST_RANKS = 8, MOST_BYTES = 1 << 20 };
 static const uint64_t SECONDS = 60 * 1000 * 1000ull;
 
 /* ---- an all-gather between processes ---------------------------------------------------------------------------- */
@@ -22,6 +22,7 @@ struct room {
 struct seat {
   struct room* room;
   uint32_t rank, num_ranks, leaver;
+  const uint32_t* names; /* of its tokens: (rank + 1) * NAMES + token */
 };
 
 static int all_gather(void* context, const void* mine, size_t num_bytes, void* all, const char* step) {
@@ -88,11 +89,25 @@ static void check_sums(const struct seat* seat, const float* out, const float* w
   }
 }
 
+/* A row's metadata names its token. */
+static void check_names(const struct seat* seat, const uccl_ep_sizes* sizes, const float* rows, const uint32_t* names) {
+  uint64_t row = 0;
+  for (uint32_t e = 0; e < sizes->num_local_experts; ++e)
+    for (uint64_t i = 0; i < sizes->tokens_per_expert[e]; ++i, ++row) {
+      const uint32_t name = names[row];
+      const int is_padding = i >= sizes->tokens_per_expert_exact[e];
+      NEEDED((name == 0) == is_padding);
+      NEEDED(is_padding || rows[row * HIDDEN] == value_of(name / NAMES - 1, name % NAMES, 0));
+    }
+}
+
 static void round_of(const struct seat* seat, uccl_ep_plan* plan, const float* x, uint64_t tokens) {
   uccl_ep_dispatch_args dispatch = UCCL_EP_INIT(uccl_ep_dispatch_args);
   dispatch.x = x;
   dispatch.hidden = HIDDEN;
   dispatch.dtype = UCCL_EP_FP32;
+  dispatch.metadata = seat->names;
+  dispatch.num_metadata = 1;
   uccl_ep_op* op = NULL;
   NEEDED(uccl_ep_dispatch(plan, &dispatch, &op) == UCCL_EP_OK);
   uccl_ep_sizes sizes = UCCL_EP_INIT(uccl_ep_sizes);
@@ -109,11 +124,15 @@ static void round_of(const struct seat* seat, uccl_ep_plan* plan, const float* x
   output.weights = output.scales = row_weights;
   NEEDED(uccl_ep_complete(op, &output) == UCCL_EP_INPUT_ERROR); /* no FP8 rows travel */
   output.scales = NULL;
+  NEEDED(sizes.num_rows == 0 || uccl_ep_complete(op, &output) == UCCL_EP_INPUT_ERROR); /* no room for metadata */
+  uint32_t* const names = malloc((sizes.num_rows + 1) * sizeof(uint32_t));
+  output.metadata = names;
   NEEDED(uccl_ep_complete(op, &output) == UCCL_EP_OK);
   NEEDED(uccl_ep_complete(op, &output) == UCCL_EP_INPUT_ERROR);
   NEEDED(uccl_ep_wait(op, NULL, SECONDS) == UCCL_EP_OK && uccl_ep_is_done(op));
   uccl_ep_op_destroy(op);
   check_rows(seat, &sizes, rows, row_weights, tokens);
+  check_names(seat, &sizes, rows, names);
 
   uccl_ep_combine_args combine = UCCL_EP_INIT(uccl_ep_combine_args);
   combine.rows = rows;
@@ -128,7 +147,57 @@ static void round_of(const struct seat* seat, uccl_ep_plan* plan, const float* x
   NEEDED(uccl_ep_wait(op, NULL, UINT64_MAX) == UCCL_EP_OK);
   uccl_ep_op_destroy(op);
   check_sums(seat, combine.out, combine.weights_out, tokens);
-  free(rows), free(row_weights), free(combine.out), free(combine.weights_out);
+  free(rows), free(row_weights), free(names), free(combine.out), free(combine.weights_out);
+}
+
+/* Codes and scales that the program made: any bytes, any floats. */
+static uint8_t code_of(uint32_t name, uint32_t h) { return (uint8_t)(name * 7 + h * 13); }
+
+static void codes_of(const struct seat* seat, uccl_ep_plan* plan, uint64_t tokens) {
+  uint8_t* const x = malloc((tokens + 1) * HIDDEN);
+  float* const scales = malloc((tokens + 1) * BLOCKS * sizeof(float));
+  for (uint64_t t = 0; t < tokens; ++t) {
+    for (uint32_t h = 0; h < HIDDEN; ++h) x[t * HIDDEN + h] = code_of(seat->names[t], h);
+    for (uint32_t b = 0; b < BLOCKS; ++b) scales[t * BLOCKS + b] = (float)seat->names[t] + (float)b / 4;
+  }
+  uccl_ep_dispatch_args dispatch = UCCL_EP_INIT(uccl_ep_dispatch_args);
+  dispatch.x = x;
+  dispatch.hidden = HIDDEN;
+  dispatch.dtype = UCCL_EP_FP8_FP32;
+  dispatch.metadata = seat->names;
+  dispatch.num_metadata = 1;
+  uccl_ep_op* op = NULL;
+  NEEDED(uccl_ep_dispatch(plan, &dispatch, &op) == UCCL_EP_INPUT_ERROR); /* no scales: on all ranks, so one call */
+  dispatch.scales = scales;
+  NEEDED(uccl_ep_dispatch(plan, &dispatch, &op) == UCCL_EP_OK);
+  uccl_ep_sizes sizes = UCCL_EP_INIT(uccl_ep_sizes);
+  NEEDED(uccl_ep_counts(op, UINT64_MAX, &sizes) == UCCL_EP_OK);
+  uccl_ep_output output = UCCL_EP_INIT(uccl_ep_output);
+  uint8_t* const rows = malloc((sizes.num_rows + 1) * HIDDEN);
+  float* const weights = malloc((sizes.num_rows + 1) * sizeof(float));
+  uint32_t* const names = malloc((sizes.num_rows + 1) * sizeof(uint32_t));
+  float* const row_scales = malloc((sizes.num_rows + 1) * BLOCKS * sizeof(float));
+  output.rows = rows;
+  output.weights = weights;
+  output.metadata = names;
+  NEEDED(sizes.num_rows == 0 || uccl_ep_complete(op, &output) == UCCL_EP_INPUT_ERROR); /* no scales */
+  output.scales = row_scales;
+  NEEDED(uccl_ep_complete(op, &output) == UCCL_EP_OK);
+  NEEDED(uccl_ep_wait(op, NULL, SECONDS) == UCCL_EP_OK);
+  uccl_ep_op_destroy(op);
+  uint64_t row = 0;
+  for (uint32_t e = 0; e < sizes.num_local_experts; ++e) {
+    for (uint64_t i = 0; i < sizes.tokens_per_expert[e]; ++i, ++row) {
+      const int is_padding = i >= sizes.tokens_per_expert_exact[e];
+      NEEDED((names[row] == 0) == is_padding);
+      for (uint32_t h = 0; h < HIDDEN; ++h)
+        NEEDED(rows[row * HIDDEN + h] == (is_padding ? 0 : code_of(names[row], h)));
+      for (uint32_t b = 0; b < BLOCKS; ++b)
+        NEEDED(row_scales[row * BLOCKS + b] == (is_padding ? 1.0f : (float)names[row] + (float)b / 4));
+    }
+  }
+  NEEDED(row == sizes.num_rows);
+  free(x), free(scales), free(rows), free(weights), free(names), free(row_scales);
 }
 
 static void refusals(const struct seat* seat, uccl_ep_group* group) {
@@ -197,7 +266,7 @@ static void rank_main(struct seat* seat, uint32_t num_domains, uint64_t tokens) 
   config.rank = seat->rank;
   config.num_ranks = seat->num_ranks;
   config.num_experts = EXPERTS_PER_RANK * seat->num_ranks;
-  config.hidden = HIDDEN;
+  config.hidden = 2 * HIDDEN; /* room for metadata */
   config.budget_bytes = 64 << 20;
   config.progress_timeout_s = 30;
   config.domain_of = num_domains == 0 ? NULL : domain_of;
@@ -218,6 +287,9 @@ static void rank_main(struct seat* seat, uint32_t num_domains, uint64_t tokens) 
       weights[t * TOPK + k] = (float)(t + k);
     }
   }
+  uint32_t* const names = malloc((tokens + 1) * sizeof(uint32_t));
+  for (uint64_t t = 0; t < tokens; ++t) names[t] = (seat->rank + 1) * NAMES + (uint32_t)t;
+  seat->names = names;
   uccl_ep_routing routing = UCCL_EP_INIT(uccl_ep_routing);
   routing.data = idx;
   routing.weights = weights;
@@ -241,12 +313,13 @@ static void rank_main(struct seat* seat, uint32_t num_domains, uint64_t tokens) 
   round_of(seat, plan, x, tokens); /* its routing is known */
   NEEDED(uccl_ep_plan_update(plan, &routing) == UCCL_EP_OK);
   round_of(seat, plan, x, tokens);
+  codes_of(seat, plan, tokens);
   uccl_ep_stat stats[128];
   size_t num_stats = 0;
   NEEDED(uccl_ep_group_stats(group, stats, 128, &num_stats) == UCCL_EP_OK);
   int found = 0;
   for (size_t i = 0; i < num_stats && i < 128; ++i)
-    if (strcmp(stats[i].name, "dispatch.calls") == 0) found = stats[i].value == 3;
+    if (strcmp(stats[i].name, "dispatch.calls") == 0) found = stats[i].value == 4;
   NEEDED(found);
 
   /* One rank alone sends rows of another width: all get an error that names both calls. It may come to a rank that still
@@ -289,7 +362,7 @@ int main(int argc, char** argv) {
   pthread_barrier_init(&room->barrier, &shared, num_ranks);
   for (uint32_t rank = 0; rank < num_ranks; ++rank) {
     if (fork() != 0) continue;
-    struct seat seat = {room, rank, num_ranks, leaver};
+    struct seat seat = {room, rank, num_ranks, leaver, NULL};
     rank_main(&seat, num_domains, tokens);
     exit(0);
   }
