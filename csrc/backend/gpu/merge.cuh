@@ -100,7 +100,7 @@ __device__ __forceinline__ uint32_t returned_place(const Group& g, const MergeRa
 // Sums for our tokens of a window: of the pieces that come back and (kNet) of other domains' sums.
 template <bool kNet>
 struct Merge : CombineKernel {
-  static constexpr bool kSumsFirst = kNet, kSplits = kNet, kRehearses = kNet;
+  static constexpr bool kSumsFirst = kNet, kSplits = true, kRehearses = kNet, kCopies = false;
   const MergeRange& range;
   mutable uint32_t arrived = 0;  // token blocks that have come; a warp's sums follow the order of tokens
 
@@ -110,14 +110,11 @@ struct Merge : CombineKernel {
   __device__ uint32_t row_bytes() const { return args.hidden * dtype_bytes(args.wire); }
   __device__ SharedWork shared_work() const { return SharedWork::kMerged; }
   __device__ uint32_t least() const { return 0; }
-  __device__ uint32_t end() const {
-    const uint32_t tokens = range.end_token - range.first_token;
-    return kNet ? range.last.end(tokens) : tokens;
-  }
+  __device__ uint32_t end() const { return range.last.end(range.end_token - range.first_token); }
   __device__ Sum look_up(uint32_t n) const {
-    const uint32_t token = range.first_token + (kNet ? range.last.row(n) : n);
+    const uint32_t token = range.first_token + range.last.row(n);
     Sum sum;
-    if constexpr (kNet) sum.part = range.last.part(n);
+    sum.part = range.last.part(n);
     sum.first = plan.addend_begin[token];
     sum.count = plan.addend_begin[token + 1] - sum.first;
     sum.tag = token / kTokenBlock;
@@ -145,6 +142,7 @@ struct Merge : CombineKernel {
   }
   __device__ bool at_once(uint32_t) const { return false; }
   __device__ bool tells() const { return false; }
+  __device__ uint32_t told(uint32_t tag, bool) const { return tag; }
   __device__ void tell(uint32_t, uint32_t, uint32_t) const {}
   __device__ void tell_at_once(uint32_t, uint32_t, bool) const {}
 
@@ -163,7 +161,7 @@ struct Merge : CombineKernel {
 // Rows of the streams that we relay: row n / streams of each in turn. Relay ends before Merge begins. Merge waits for
 // other domains, and no rank may do that while it has rows that they wait for.
 struct Relay : CombineKernel {
-  static constexpr bool kSumsFirst = true, kSplits = true, kRehearses = true;
+  static constexpr bool kSumsFirst = true, kSplits = true, kRehearses = true, kCopies = false;
   const MergeRange& range;
   mutable uint32_t arrived = 0xFFFFFFFFu;  // RelayTag::awaited() that came last
 
@@ -216,6 +214,7 @@ struct Relay : CombineKernel {
   }
   __device__ bool at_once(uint32_t) const { return true; }
   __device__ bool tells() const { return true; }
+  __device__ uint32_t told(uint32_t tag, bool) const { return tag; }
   __device__ void tell(uint32_t, uint32_t, uint32_t) const {}
   __device__ void tell_at_once(uint32_t lane, uint32_t tag, bool is_part) const {
     const RelayTag its{tag};

@@ -70,6 +70,8 @@ concept SumWork = requires(const W& work, const Sum& sum, uint32_t n) {
   // A warp that does not join others begins with a sum of arbitrary data that nobody gets. That fetches the code, which
   // takes as long as ten sums, while the first addends are on their way.
   { W::kRehearses } -> std::convertible_to<bool>;
+  // A sum of one addend is that addend, bit for bit; else -0.0 would become +0.0 and NaN the canonical one.
+  { W::kCopies } -> std::convertible_to<bool>;
   // Which shares the sums are. With fewer than least() sums for each warp, all are dealt out.
   { work.shared_work() } -> std::same_as<SharedWork>;
   { work.least() } -> std::same_as<uint32_t>;
@@ -83,10 +85,11 @@ concept SumWork = requires(const W& work, const Sum& sum, uint32_t n) {
   // if it returns false, an error is known.
   { work.template came<false>(n) } -> std::same_as<bool>;
   { work.template came<true>(n) } -> std::same_as<bool>;
-  // tells(): other ranks wait for the sums. When sums are written, the warp calls tell() for several, one per lane.
-  // Where at_once(tag), it calls tell_at_once() for one, which may be a part. After an error nobody is told.
+  // tells(): other ranks wait for the sums. When sums are written, the warp calls tell() with told() of several, one
+  // per lane. Where at_once(tag), it calls tell_at_once() for one. Each may be a part. After an error nobody is told.
   { work.tells() } -> std::same_as<bool>;
   { work.at_once(n) } -> std::same_as<bool>;
+  { work.told(n, true) } -> std::same_as<uint32_t>;
   { work.tell(n, n, n) } -> std::same_as<void>;
   { work.tell_at_once(n, n, true) } -> std::same_as<void>;
 };
@@ -143,7 +146,7 @@ __device__ void sum_rows(const Summers& by, const Group& g, const Work& work, ui
     if (work.at_once(sum.tag))
       work.tell_at_once(crew.lane(), sum.tag, false);
     else
-      work.tell(crew.lane(), 1, sum.tag);
+      work.tell(crew.lane(), 1, work.told(sum.tag, false));
   }
 }
 

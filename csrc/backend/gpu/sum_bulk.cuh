@@ -55,6 +55,7 @@ template <uint32_t kVectors, SumWork Work>
 struct BulkSums {
   static constexpr uint32_t kSegment = kVectors * kWarp * 16;
   static constexpr bool kSegments = Work::kSplits || Work::kRehearses;  // a sum may be of one
+  static_assert(!Work::kCopies || !Work::kRehearses, "nobody gets the sum of a rehearsal");
   const Group& g;
   const Work& work;
   const uint32_t lane, row_bytes;
@@ -189,6 +190,7 @@ struct BulkSums {
   }
   // The addends of a segment, a step each.
   __device__ __forceinline__ void sum_segment(const Sum& now, uint32_t begin) {
+    if (Work::kCopies && now.count == 1) return copy_segment(now, begin);
     float sum[kVectors][8] = {};
     for (uint32_t left = now.count; left > 0;) {
       const uint32_t from = pipeline.address() + lane * 16;
@@ -204,6 +206,15 @@ struct BulkSums {
       __syncwarp();
       load_ahead(summed);
     }
+  }
+  // The segment of a sum's only addend.
+  __device__ __forceinline__ void copy_segment(const Sum& now, uint32_t begin) {
+    pipeline.wait();
+    ++summed;
+    if (elect()) store_bulk(now.out + begin, pipeline.address(), part(begin));
+    pipeline.release();
+    __syncwarp();
+    load_ahead(summed);
   }
   // Stores a segment of a sum from the stage of its last addend.
   __device__ __forceinline__ void store_segment(const Sum& now, uint32_t begin, const float (&sum)[kVectors][8]) {
@@ -228,7 +239,7 @@ struct BulkSums {
       tell_sums(waiting, waiting_tag);
       waiting = 0;
     }
-    if (lane == later) later_tag = tag;
+    if (lane == later) later_tag = work.told(tag, is_part);
     if (++later < kTold || waiting > 0) return;
     waiting = later;
     waiting_tag = later_tag;

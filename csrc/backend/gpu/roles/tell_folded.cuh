@@ -31,7 +31,7 @@ struct TellFoldedRole {
   static __device__ __forceinline__ void begin(const CombineKernel& k, FoldRange& folds, MergeRange& merges) {
     find_fold_range(k, folds);
     find_merge_range(k, merges);
-    if (kNet && threadIdx.x == 0) part_rows(k, folds, merges);
+    if (threadIdx.x == 0) part_rows(k, folds, merges);
     k.crew.sync();  // as in find_merge_range
     if (!kNet && blockIdx.x == 0) write_packets(k);
   }
@@ -43,6 +43,11 @@ struct TellFoldedRole {
 
  private:
   static __device__ __forceinline__ void part_rows(const CombineKernel& k, FoldRange& folds, MergeRange& merges) {
+    if constexpr (!kNet) {
+      folds.parted = few_rows(k, folds.most.near_sum(k.g), FoldsRows::kWarps);
+      merges.last = few_rows(k, merges.end_token - merges.first_token, FoldsRows::kWarps + MergesRows::kWarps);
+      return;
+    }
     const uint32_t row_bytes = k.args.hidden * dtype_bytes(k.args.wire);
     folds.parted = first_rows(k, num_far(k.g), first_folded(k.g, row_bytes));
     folds.parted.num_parted = min(folds.parted.num_parted, folds.most.far_sum(k.g));
@@ -50,6 +55,13 @@ struct TellFoldedRole {
     merges.parted = first_rows(k, k.g.net->num_relayed, rows_per_chunk(k.g, row_bytes));
     merges.last = last_rows(k, merges.end_token - merges.first_token);
   }
+  // All `rows` rows in parts, if a warp gets few of them. Otherwise some warps have a row more than the others.
+  static __device__ __forceinline__ PartedRows few_rows(const CombineKernel& k, uint32_t rows, uint32_t warps) {
+    if constexpr (!kBulk) return {};
+    const bool are_few = rows <= kFewRows * warps * workers(k.g);
+    return are_few ? PartedRows{rows, segments_of(k.args.hidden * 2)} : PartedRows{};
+  }
+  static constexpr uint32_t kFewRows = 2;  // of a warp
   // The first `rows` rows of each of `streams` streams, as far as there are warps for them.
   static __device__ __forceinline__ PartedRows first_rows(const CombineKernel& k, uint32_t streams, uint32_t rows) {
     if constexpr (!kBulk) return {};
