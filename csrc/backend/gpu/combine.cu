@@ -27,23 +27,24 @@ namespace {
 //
 // boxes are words of the block (Boxes), chunks counters of the GPU (relayed_counts); the others are flags (DeviceMap, NetState).
 // clang-format on
-template <bool kBulk, bool kNet, typename Row, typename Wire>
+template <bool kBulk, bool kNet, bool kCopies, typename Row, typename Wire>
 struct Combine {
-  using Folds = FoldRole<kBulk, kNet, Row, Wire>;
-  using Merges = MergeRole<kBulk, kNet, Row, Wire>;
-  using Tells = TellFoldedRole<Folds, Merges, kBulk, kNet>;
+  static_assert(kBulk || !kCopies);
+  using Folds = FoldRole<kBulk, kNet, kCopies, Row, Wire>;
+  using Merges = MergeRole<kBulk, kNet, kCopies, Row, Wire>;
+  using Tells = TellFoldedRole<Folds, Merges, kBulk, kNet, kCopies>;
   using Roles = RoleTable<Tells, Folds, Merges>;
   static constexpr uint32_t kSumWarps = Folds::kWarps + Merges::kWarps;  // each has a pipeline of bulk copies
   static constexpr uint32_t kSharedBytes = kBulk ? kSumWarps * kSumWarpBytes : 0;
   static_assert(Roles::template first_warp<Merges>() == Roles::template first_warp<Folds>() + Folds::kWarps);
 };
 
-template <bool kBulk, bool kNet, typename Row, typename Wire>
-__global__ void __launch_bounds__(Combine<kBulk, kNet, Row, Wire>::Roles::kThreads, 1)
+template <bool kBulk, bool kNet, bool kCopies, typename Row, typename Wire>
+__global__ void __launch_bounds__(Combine<kBulk, kNet, kCopies, Row, Wire>::Roles::kThreads, 1)
     combine(const __grid_constant__ Group g, const __grid_constant__ PlanView plan,
             const __grid_constant__ KernelCombineArgs args) {
   if constexpr (kBulk && !kArch.bulk_copies) return;  // never launched: see has_bulk_copies()
-  using Table = Combine<kBulk, kNet, Row, Wire>;
+  using Table = Combine<kBulk, kNet, kCopies, Row, Wire>;
   using Roles = typename Table::Roles;
   using Folds = typename Table::Folds;
   using Merges = typename Table::Merges;
@@ -95,15 +96,29 @@ __global__ void __launch_bounds__(Combine<kBulk, kNet, Row, Wire>::Roles::kThrea
   if (k.crew.thread == 0) trace_kernel(g, TraceKind::kKernelEnd, OpKind::kCombine, k.op.epoch);
 }
 
+template <bool kBulk, bool kNet, bool kCopies, typename Row, typename Wire>
+void launch_one(const Group& group, const PlanView& plan, const KernelCombineArgs& args, uint32_t num_sms,
+                StreamHandle stream) {
+  using Table = Combine<kBulk, kNet, kCopies, Row, Wire>;
+  launch_kernel(combine<kBulk, kNet, kCopies, Row, Wire>,
+                {num_sms, Table::Roles::kThreads, Table::kSharedBytes, stream}, group, plan, args);
+}
+// Compact rows are copied, in one domain where few tokens make latency count. In large combines of one domain the
+// copying kernel was 2 % slower with compact rows, and 4 % with others.
+constexpr uint32_t kFewTokens = 512;
 template <bool kBulk, typename Row, typename Wire>
 void launch(const Group& group, const PlanView& plan, const KernelCombineArgs& args, uint32_t num_sms,
             StreamHandle stream) {
-  using Table = Combine<kBulk, false, Row, Wire>;
-  const Launch how{num_sms, Table::Roles::kThreads, Table::kSharedBytes, stream};
+  const bool copies = plan.compact_width > 0 && (group.net != nullptr || plan.num_tokens <= kFewTokens);
+  const auto go = [&]<bool kNet>() {
+    if constexpr (kBulk)
+      if (copies) return launch_one<true, kNet, true, Row, Wire>(group, plan, args, num_sms, stream);
+    launch_one<kBulk, kNet, false, Row, Wire>(group, plan, args, num_sms, stream);
+  };
   if (group.net == nullptr)
-    launch_kernel(combine<kBulk, false, Row, Wire>, how, group, plan, args);
+    go.template operator()<false>();
   else
-    launch_kernel(combine<kBulk, true, Row, Wire>, how, group, plan, args);
+    go.template operator()<true>();
 }
 
 }  // namespace
@@ -114,7 +129,7 @@ Status launch_combine(const Group& group, const PlanView& plan, const KernelComb
     launch<false, float, float>(group, plan, args, num_sms, stream);
   else if (args.wire == Dtype::kFp32)
     launch<false, uint16_t, float>(group, plan, args, num_sms, stream);
-  else if (!group.bulk_copies || group.shared_bytes < Combine<true, false, uint16_t, uint16_t>::kSharedBytes)
+  else if (!group.bulk_copies || group.shared_bytes < Combine<true, false, false, uint16_t, uint16_t>::kSharedBytes)
     launch<false, uint16_t, uint16_t>(group, plan, args, num_sms, stream);
   else
     launch<true, uint16_t, uint16_t>(group, plan, args, num_sms, stream);
@@ -122,10 +137,12 @@ Status launch_combine(const Group& group, const PlanView& plan, const KernelComb
 }
 
 Status load_combine(uint32_t shared_bytes) {
-  return load_all(shared_bytes, combine<false, false, float, float>, combine<false, false, uint16_t, float>,
-                  combine<false, false, uint16_t, uint16_t>, combine<true, false, uint16_t, uint16_t>,
-                  combine<false, true, float, float>, combine<false, true, uint16_t, float>,
-                  combine<false, true, uint16_t, uint16_t>, combine<true, true, uint16_t, uint16_t>);
+  return load_all(shared_bytes, combine<false, false, false, float, float>,
+                  combine<false, false, false, uint16_t, float>, combine<false, false, false, uint16_t, uint16_t>,
+                  combine<true, false, false, uint16_t, uint16_t>, combine<true, false, true, uint16_t, uint16_t>,
+                  combine<false, true, false, float, float>, combine<false, true, false, uint16_t, float>,
+                  combine<false, true, false, uint16_t, uint16_t>, combine<true, true, false, uint16_t, uint16_t>,
+                  combine<true, true, true, uint16_t, uint16_t>);
 }
 
 }  // namespace uccl_ep::gpu

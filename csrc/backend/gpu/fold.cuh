@@ -66,11 +66,12 @@ struct Boxes {
   }
 };
 
-// Rows of other domains come first, because their sums travel farther. A sum is that of a row, or of a part of one. The
-// only row of a sum is copied: whoever merges it adds it to +0.0 (contract 2). kNet: there are several domains.
-template <bool kNet>
+// Rows of other domains come first, because their sums travel farther. A sum is that of a row, or of a part of one
+// (kNet: there are several domains). kCopiesRows: the only row of a sum is copied, because whoever merges it adds it to
+// +0.0 (contract 2).
+template <bool kNet, bool kCopiesRows>
 struct Fold : CombineKernel {
-  static constexpr bool kSumsFirst = false, kSplits = true, kRehearses = false, kCopies = true;
+  static constexpr bool kSumsFirst = false, kSplits = kNet, kRehearses = false, kCopies = kCopiesRows;
   const FoldRange& range;
   uint32_t* const boxes;  // this warp's
   const uint32_t units;  // of 16 bytes in one of the caller's rows
@@ -78,9 +79,13 @@ struct Fold : CombineKernel {
 
   __device__ SharedWork shared_work() const { return SharedWork::kFolded; }
   __device__ uint32_t least() const { return 4; }
-  __device__ uint32_t end() const { return range.parted.end(range.most.far_sum(g) + range.most.near_sum(g)); }
+  __device__ uint32_t dealt_eighths() const { return Shares::kMostEighths; }
+  __device__ uint32_t end() const {
+    const uint32_t rows = range.most.far_sum(g) + range.most.near_sum(g);
+    return kNet ? range.parted.end(rows) : rows;
+  }
   __device__ Sum look_up(uint32_t number_of_sum) const {
-    const uint32_t far = range.most.far_sum(g), n = range.parted.row(number_of_sum);
+    const uint32_t far = range.most.far_sum(g), n = kNet ? range.parted.row(number_of_sum) : number_of_sum;
     const auto [s, number] = n < far ? far_row(g, n) : near_row(g, n - far);
     const uint32_t row = range.begin[s] + number;
     if (row >= range.end[s]) return {};
@@ -93,7 +98,7 @@ struct Fold : CombineKernel {
       sum.first = plan.row_pair_begin[row];
       sum.count = plan.row_pair_begin[row + 1] - sum.first;
     }
-    sum.part = range.parted.part(number_of_sum);
+    if constexpr (kNet) sum.part = range.parted.part(number_of_sum);
     if (kNet && n < far && is_alone(g)) {  // this rank gets all rows of the stream
       sum.tag = FoldTag::of_chunk(ring_counter(g, stream_of(g, s), number / rows_per_chunk(g, bytes))).word;
       sum.out = range.to[s] + ring_offset(g, range.slot[s], g.map.return_slots, number, bytes);
@@ -130,7 +135,6 @@ struct Fold : CombineKernel {
     return is_in_ring(tag) || !in_domain(g, FoldTag{tag}.counter() / max_token_blocks(g));
   }
   __device__ bool tells() const { return true; }
-  __device__ uint32_t told(uint32_t tag, bool is_part) const { return FoldTag{tag}.as_part(is_part).word; }
   __device__ void tell(uint32_t lane, uint32_t count, uint32_t tag) const {
     if (lane < count)
       for (uint32_t looks = 1; !put_shared(boxes + (put + lane) % kBoxes, tag + 1); ++looks)
@@ -139,7 +143,8 @@ struct Fold : CombineKernel {
     __syncwarp();
   }
   __device__ void tell_at_once(uint32_t lane, uint32_t tag, bool is_part) const {
-    if (!is_in_ring(tag) && !(kNet && FoldTag{tag}.is_hurried())) return tell(lane, 1, told(tag, is_part));
+    if (!is_in_ring(tag) && !(kNet && FoldTag{tag}.is_hurried()))
+      return tell(lane, 1, FoldTag{tag}.as_part(kNet && is_part).word);
     if (lane != 0) return;
     if (is_in_ring(tag)) return count_in_ring(tag, is_part);
     fence_gpu();
@@ -151,7 +156,7 @@ struct Fold : CombineKernel {
   // By one thread, after a fence: counts a piece of a token block, or a part of one, that is in its source's memory.
   // Returns how many parts are counted. After all parts_of(tag) and another fence, finish() follows.
   __device__ uint32_t count(uint32_t tag, bool is_part) const {
-    const uint32_t parts = range.parted.num_parts_of(is_part);
+    const uint32_t parts = kNet ? range.parted.num_parts_of(is_part) : 1;
     return take_numbers(own_part(g, g.map.token_block_counts) + tag, parts) + parts;
   }
   __device__ void count_and_finish(uint32_t tag, bool is_part) const {
@@ -162,7 +167,7 @@ struct Fold : CombineKernel {
   __device__ uint32_t parts_of(uint32_t tag) const {
     const uint32_t s = tag / max_token_blocks(g), token_block = tag % max_token_blocks(g);
     const uint32_t* const rows_before = plan.token_block_rows + s * (plan.num_token_blocks + 1) + token_block;
-    return (rows_before[1] - rows_before[0]) * range.parted.parts;
+    return (rows_before[1] - rows_before[0]) * (kNet ? range.parted.parts : 1);
   }
   __device__ void finish(uint32_t tag) const {
     const uint32_t s = tag / max_token_blocks(g);
@@ -173,8 +178,8 @@ struct Fold : CombineKernel {
 
 // By one warp: tells the sources of token blocks whose last row has been folded. The warps that fold do not wait for
 // its fences, which are slow while the link is full of rows.
-template <bool kNet, uint32_t kWarps>
-__device__ inline void tell_folded(const Fold<kNet>& fold, Boxes<kWarps>& boxes) {
+template <bool kNet, bool kCopies, uint32_t kWarps>
+__device__ inline void tell_folded(const Fold<kNet, kCopies>& fold, Boxes<kWarps>& boxes) {
   constexpr uint32_t kEach = (kWarps * kBoxes + kWarp - 1) / kWarp;
   const uint32_t lane = threadIdx.x % kWarp;
   for (uint32_t looks = 1;; ++looks) {

@@ -98,9 +98,9 @@ __device__ __forceinline__ uint32_t returned_place(const Group& g, const MergeRa
 }
 
 // Sums for our tokens of a window: of the pieces that come back and (kNet) of other domains' sums.
-template <bool kNet>
+template <bool kNet, bool kFoldsCopy>
 struct Merge : CombineKernel {
-  static constexpr bool kSumsFirst = kNet, kSplits = true, kRehearses = kNet, kCopies = false;
+  static constexpr bool kSumsFirst = kNet, kSplits = kNet || kFoldsCopy, kRehearses = kNet, kCopies = false;
   const MergeRange& range;
   mutable uint32_t arrived = 0;  // token blocks that have come; a warp's sums follow the order of tokens
 
@@ -110,11 +110,16 @@ struct Merge : CombineKernel {
   __device__ uint32_t row_bytes() const { return args.hidden * dtype_bytes(args.wire); }
   __device__ SharedWork shared_work() const { return SharedWork::kMerged; }
   __device__ uint32_t least() const { return 0; }
-  __device__ uint32_t end() const { return range.last.end(range.end_token - range.first_token); }
+  // Warps that copy rows have folded soon, and then merge, too.
+  __device__ uint32_t dealt_eighths() const { return kFoldsCopy ? 2 : Shares::kMostEighths; }
+  __device__ uint32_t end() const {
+    const uint32_t tokens = range.end_token - range.first_token;
+    return kSplits ? range.last.end(tokens) : tokens;
+  }
   __device__ Sum look_up(uint32_t n) const {
-    const uint32_t token = range.first_token + range.last.row(n);
+    const uint32_t token = range.first_token + (kSplits ? range.last.row(n) : n);
     Sum sum;
-    sum.part = range.last.part(n);
+    if constexpr (kSplits) sum.part = range.last.part(n);
     sum.first = plan.addend_begin[token];
     sum.count = plan.addend_begin[token + 1] - sum.first;
     sum.tag = token / kTokenBlock;
@@ -142,7 +147,6 @@ struct Merge : CombineKernel {
   }
   __device__ bool at_once(uint32_t) const { return false; }
   __device__ bool tells() const { return false; }
-  __device__ uint32_t told(uint32_t tag, bool) const { return tag; }
   __device__ void tell(uint32_t, uint32_t, uint32_t) const {}
   __device__ void tell_at_once(uint32_t, uint32_t, bool) const {}
 
@@ -168,6 +172,7 @@ struct Relay : CombineKernel {
   __device__ uint32_t row_bytes() const { return args.hidden * dtype_bytes(args.wire); }
   __device__ SharedWork shared_work() const { return SharedWork::kRelayed; }
   __device__ uint32_t least() const { return 4; }
+  __device__ uint32_t dealt_eighths() const { return Shares::kMostEighths; }
   __device__ uint32_t end() const { return range.parted.end(range.most * g.net->num_relayed); }
   __device__ Sum look_up(uint32_t number) const {
     const uint32_t n = range.parted.row(number), k = 1 + n % g.net->num_relayed, r = n / g.net->num_relayed,
@@ -214,7 +219,6 @@ struct Relay : CombineKernel {
   }
   __device__ bool at_once(uint32_t) const { return true; }
   __device__ bool tells() const { return true; }
-  __device__ uint32_t told(uint32_t tag, bool) const { return tag; }
   __device__ void tell(uint32_t, uint32_t, uint32_t) const {}
   __device__ void tell_at_once(uint32_t lane, uint32_t tag, bool is_part) const {
     const RelayTag its{tag};

@@ -72,9 +72,10 @@ concept SumWork = requires(const W& work, const Sum& sum, uint32_t n) {
   { W::kRehearses } -> std::convertible_to<bool>;
   // A sum of one addend is that addend, bit for bit; else -0.0 would become +0.0 and NaN the canonical one.
   { W::kCopies } -> std::convertible_to<bool>;
-  // Which shares the sums are. With fewer than least() sums for each warp, all are dealt out.
+  // Which shares the sums are. With fewer than least() sums for each warp, all are dealt out, else dealt_eighths().
   { work.shared_work() } -> std::same_as<SharedWork>;
   { work.least() } -> std::same_as<uint32_t>;
+  { work.dealt_eighths() } -> std::same_as<uint32_t>;
   { work.end() } -> std::same_as<uint32_t>;
   // Sum n. Called once, by one lane. Count 0: there is nothing to sum.
   { work.look_up(n) } -> std::same_as<Sum>;
@@ -85,11 +86,10 @@ concept SumWork = requires(const W& work, const Sum& sum, uint32_t n) {
   // if it returns false, an error is known.
   { work.template came<false>(n) } -> std::same_as<bool>;
   { work.template came<true>(n) } -> std::same_as<bool>;
-  // tells(): other ranks wait for the sums. When sums are written, the warp calls tell() with told() of several, one
-  // per lane. Where at_once(tag), it calls tell_at_once() for one. Each may be a part. After an error nobody is told.
+  // tells(): other ranks wait for the sums. When sums are written, the warp calls tell() for several, one per lane.
+  // Where at_once(tag), it calls tell_at_once() for one, which may be a part. After an error nobody is told.
   { work.tells() } -> std::same_as<bool>;
   { work.at_once(n) } -> std::same_as<bool>;
-  { work.told(n, true) } -> std::same_as<uint32_t>;
   { work.tell(n, n, n) } -> std::same_as<void>;
   { work.tell_at_once(n, n, true) } -> std::same_as<void>;
 };
@@ -113,7 +113,7 @@ struct WarpSums {
       : work(w),
         lane(by.crew.lane()),
         shares(g, w.shared_work(), w.end(), by.join ? Shares::kJoins : by.crew.warp() * workers(g) + blockIdx.x,
-               by.warps * workers(g), w.least()) {}
+               by.warps * workers(g), w.least(), w.dealt_eighths()) {}
   // The next sum, in every lane; count 0: no more.
   __device__ __forceinline__ Sum next() {
     while (left == 0) {
@@ -146,7 +146,7 @@ __device__ void sum_rows(const Summers& by, const Group& g, const Work& work, ui
     if (work.at_once(sum.tag))
       work.tell_at_once(crew.lane(), sum.tag, false);
     else
-      work.tell(crew.lane(), 1, work.told(sum.tag, false));
+      work.tell(crew.lane(), 1, sum.tag);
   }
 }
 

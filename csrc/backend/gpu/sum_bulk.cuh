@@ -239,7 +239,7 @@ struct BulkSums {
       tell_sums(waiting, waiting_tag);
       waiting = 0;
     }
-    if (lane == later) later_tag = work.told(tag, is_part);
+    if (lane == later) later_tag = tag;
     if (++later < kTold || waiting > 0) return;
     waiting = later;
     waiting_tag = later_tag;

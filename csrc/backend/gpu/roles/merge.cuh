@@ -7,7 +7,7 @@
 
 namespace uccl_ep::gpu {
 
-template <bool kBulk, bool kNet, typename Row, typename Wire>
+template <bool kBulk, bool kNet, bool kCopies, typename Row, typename Wire>
 struct MergeRole {
   static constexpr uint32_t kWarps = kBulk ? 4 : warps_by_lanes(8, 6);
   struct Shared {
@@ -23,7 +23,7 @@ struct MergeRole {
       if (!wait_returns_gone(k)) return;
       if (!is_alone(k.g)) sum_all<kBulk, Wire, Wire>(by, k.g, Relay{k, shared.merges}, k.args.hidden, pipeline);
     }
-    const Merge<kNet> merge(k, shared.merges);
+    const Merge<kNet, kCopies> merge(k, shared.merges);
     if (!has_folded) merge.fill_empty();
     sum_all<kBulk, Wire, Row>(by, k.g, merge, k.args.hidden, pipeline);
     if (!has_folded) finish_merge(k, shared.merges);

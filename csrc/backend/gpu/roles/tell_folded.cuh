@@ -22,7 +22,7 @@ __device__ __forceinline__ uint32_t first_folded(const Group& g, uint32_t row_by
   return is_alone(g) ? 2 * rows : (rows + kTokenBlock - 1) / kTokenBlock * kTokenBlock;
 }
 
-template <typename FoldsRows, typename MergesRows, bool kBulk, bool kNet>
+template <typename FoldsRows, typename MergesRows, bool kBulk, bool kNet, bool kCopies>
 struct TellFoldedRole {
   static constexpr uint32_t kWarps = 1;
   struct Shared {};
@@ -31,21 +31,20 @@ struct TellFoldedRole {
   static __device__ __forceinline__ void begin(const CombineKernel& k, FoldRange& folds, MergeRange& merges) {
     find_fold_range(k, folds);
     find_merge_range(k, merges);
-    if (threadIdx.x == 0) part_rows(k, folds, merges);
+    if ((kNet || kCopies) && threadIdx.x == 0) part_rows(k, folds, merges);
     k.crew.sync();  // as in find_merge_range
     if (!kNet && blockIdx.x == 0) write_packets(k);
   }
   // After it.
   static __device__ __forceinline__ void run(const CombineKernel& k, typename FoldsRows::Shared& shared) {
     if (blockIdx.x == 0 && going(k)) tell_empty_token_blocks(k);
-    tell_folded(Fold<kNet>{k, shared.folds, nullptr, 0}, shared.boxes);
+    tell_folded(Fold<kNet, kCopies>{k, shared.folds, nullptr, 0}, shared.boxes);
   }
 
  private:
   static __device__ __forceinline__ void part_rows(const CombineKernel& k, FoldRange& folds, MergeRange& merges) {
     if constexpr (!kNet) {
-      folds.parted = few_rows(k, folds.most.near_sum(k.g), FoldsRows::kWarps);
-      merges.last = few_rows(k, merges.end_token - merges.first_token, FoldsRows::kWarps + MergesRows::kWarps);
+      merges.last = few_rows(k, merges.end_token - merges.first_token);
       return;
     }
     const uint32_t row_bytes = k.args.hidden * dtype_bytes(k.args.wire);
@@ -55,10 +54,9 @@ struct TellFoldedRole {
     merges.parted = first_rows(k, k.g.net->num_relayed, rows_per_chunk(k.g, row_bytes));
     merges.last = last_rows(k, merges.end_token - merges.first_token);
   }
-  // All `rows` rows in parts, if a warp gets few of them. Otherwise some warps have a row more than the others.
-  static __device__ __forceinline__ PartedRows few_rows(const CombineKernel& k, uint32_t rows, uint32_t warps) {
-    if constexpr (!kBulk) return {};
-    const bool are_few = rows <= kFewRows * warps * workers(k.g);
+  // All `rows` tokens in parts, if a warp gets few of them. Otherwise some warps have a row more than the others.
+  static __device__ __forceinline__ PartedRows few_rows(const CombineKernel& k, uint32_t rows) {
+    const bool are_few = rows <= kFewRows * (FoldsRows::kWarps + MergesRows::kWarps) * workers(k.g);
     return are_few ? PartedRows{rows, segments_of(k.args.hidden * 2)} : PartedRows{};
   }
   static constexpr uint32_t kFewRows = 2;  // of a warp
