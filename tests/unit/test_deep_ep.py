@@ -145,6 +145,23 @@ def check_same_routing_and_codes(r: Ready) -> None:
     assert r.buffer.dispatch((codes, scales), handle=r.handle)[0][1].tolist() == wanted
 
 
+def check_packed_scales(r: Ready) -> None:
+    """int32: an exponent, of any value, for each of the two blocks; the bytes of no block come out as 0."""
+    codes = r.x.to(torch.float8_e4m3fn)
+    exponents = (torch.arange(len(r.x))[:, None] * 7 + torch.tensor([0, 255, 1, 1])) % 256
+    words = exponents.to(torch.uint8).view(torch.int32)
+    wanted = [[token * 7 % 256, (token * 7 + 255) % 256, 0, 0] for _, token in expected_rows(r.rank)]
+    same, new = {"handle": r.handle}, {**r.layout, "topk_idx": r.idx}
+    for given in (same, new, {**new, "num_worst_tokens": 64}):
+        got, got_words = r.buffer.dispatch((codes, words), **given)[0]
+        assert torch.equal(got[: len(wanted)].float(), r.recv_x.to(torch.float8_e4m3fn).float())
+        assert got_words.dtype == torch.int32 and len(got_words) == len(got)
+        assert got_words.view(torch.uint8)[: len(wanted)].tolist() == wanted
+    for given in (same, new):
+        with pytest.raises(ShapeError, match=r"x\.scales is \(\d+, 2\) int32; allowed is \(\d+, 1\)"):
+            r.buffer.dispatch((codes, words.repeat(1, 2)), **given)
+
+
 def check_other_forms(r: Ready) -> None:
     """Worst-case rows; no experts, only ranks; no weights; longer rows than before."""
     buffer, x, layout = r.buffer, r.x, r.layout
@@ -169,6 +186,7 @@ def high_throughput(rank: Rank, nvl_bytes: int) -> str:
     r = first_dispatch(rank.rank, nvl_bytes)
     check_sums(r)
     check_same_routing_and_codes(r)
+    check_packed_scales(r)
     check_other_forms(r)
     with pytest.raises(InputError, match="with a handle; allowed are None"):
         r.buffer.dispatch(r.x, handle=r.handle, topk_idx=r.idx)

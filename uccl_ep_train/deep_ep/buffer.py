@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from uccl_ep_train.api.buffer import Buffer as Engine
-from uccl_ep_train.common.handle import Fp8Rows
 from uccl_ep_train.deep_ep.config import CONFIGURED_RANKS, DEFAULT_BYTES, RANKS_OF_NODE, Config, Runtime
+from uccl_ep_train.deep_ep.scales import Rows, caller_rows, engine_rows
 from uccl_ep_train.deep_ep.sending import Handle, Routing, Sender
 from uccl_ep_train.deep_ep.utils.event import EventHandle, EventOverlap
 from uccl_ep_train.errors import ClosedError, InputError, ShapeError
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 _WEIGHTS = 128  # elements of the fp32 row that weights are summed in
 _BESIDE = 128  # fp32 elements that metadata has room for, beside the widest rows
-
-Rows = Tensor | tuple[Tensor, Tensor]
 
 
 class Buffer:
@@ -161,8 +159,8 @@ class Buffer:
     ) -> tuple[Rows, Tensor | None, Tensor | None, list[int], Handle | None, EventOverlap]:
         """Sends each token once to every rank that has one of its experts.
 
-        x                 [T, H] bfloat16, or (codes [T, H] float8_e4m3fn, scales [T, H / 128] float32 of any
-                          strides)
+        x                 [T, H] bfloat16, or (codes [T, H] float8_e4m3fn, scales [T, H / 128] float32); or
+                          scales [T, H / 512] int32, four exponents each (UE8M0). Of any strides
         handle            of an earlier dispatch: the same routing; topk_idx and topk_weights must be None
         topk_idx          [T, K] int64, -1: none; topk_weights [T, K] float32. Without them is_token_in_rank
                           [T, R] says where tokens go
@@ -175,31 +173,34 @@ class Buffer:
 
         Raises `InputError`, and what `uccl_ep_train.Buffer.dispatch` raises.
         """
-        rows = Fp8Rows(x[0], x[1].contiguous()) if isinstance(x, tuple) else x
         if handle is not None:
-            with handle.engine.preparing("dispatch"):
+            engine, plan = handle.engine, handle.plan
+            with engine.preparing("dispatch"):
                 if topk_idx is not None or topk_weights is not None:
                     raise InputError("topk_idx and topk_weights with a handle; allowed are None")
-            engine, plan = handle.engine, handle.plan
-            got, event = self._run(
-                lambda: engine.dispatch(rows, handle=plan), rows, previous_event, async_finish
-            )
-            return got.rows, None, None, [], None, event
+
+            def again() -> Rows:
+                with engine.preparing("dispatch"):
+                    rows = engine_rows(x)
+                return caller_rows(engine.dispatch(rows, handle=plan).rows, x)
+
+            recv_x, event = self._run(again, x, previous_event, async_finish)
+            return recv_x, None, None, [], None, event
         if is_token_in_rank is None or num_tokens_per_expert is None:
             raise InputError(
                 "a dispatch needs is_token_in_rank and num_tokens_per_expert: see get_dispatch_layout()"
             )
         in_rank, per_expert = is_token_in_rank, num_tokens_per_expert
-        hidden = (rows[0] if isinstance(rows, tuple) else rows).shape[1]
+        hidden = (x[0] if isinstance(x, tuple) else x).shape[1]
         sender = self._sender(per_expert.numel(), hidden, config)
         routing = Routing(in_rank, per_expert, topk_idx, topk_weights)
         got, event = self._run(
-            lambda: sender.send(rows, routing, expert_alignment, num_worst_tokens),
-            (rows, routing),
+            lambda: sender.send(x, routing, expert_alignment, num_worst_tokens),
+            (x, routing),
             previous_event,
             async_finish,
         )
-        return got.result.rows, got.topk_idx, got.topk_weights, got.counts, got.handle, event
+        return got.rows, got.topk_idx, got.topk_weights, got.counts, got.handle, event
 
     def combine(
         self,

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from uccl_ep_train.api.buffer import Buffer as Engine
-from uccl_ep_train.common.handle import DispatchHandle, DispatchResult, Fp8Rows
+from uccl_ep_train.common.handle import DispatchHandle, DispatchResult
 from uccl_ep_train.deep_ep.config import RANKS_OF_NODE
+from uccl_ep_train.deep_ep.scales import Rows, caller_rows, engine_rows
 
 
 class Handle(Sequence[Tensor]):
@@ -65,9 +66,9 @@ class Routing(NamedTuple):
 
 
 class Received(NamedTuple):
-    """recv_topk_idx and recv_topk_weights [N, K], or None; the list of counts."""
+    """recv_x; recv_topk_idx and recv_topk_weights [N, K], or None; the list of counts."""
 
-    result: DispatchResult
+    rows: Rows
     topk_idx: Tensor | None
     topk_weights: Tensor | None
     counts: list[int]
@@ -89,12 +90,10 @@ class Sender:
         self._local[first : first + num_local] = torch.arange(num_local, device=engine.device)
         self._heads = torch.empty(0, 2, dtype=torch.int32, device=engine.device)
 
-    def send(
-        self, rows: Tensor | Fp8Rows, routing: Routing, expert_alignment: int, num_worst_tokens: int
-    ) -> Received:
+    def send(self, x: Rows, routing: Routing, expert_alignment: int, num_worst_tokens: int) -> Received:
         engine, topk_idx = self.engine, routing.topk_idx
         with engine.preparing("dispatch"):
-            metadata = self._metadata(routing)
+            rows, metadata = engine_rows(x), self._metadata(routing)
             routing_map = None if topk_idx is not None else self._first_experts(routing.is_token_in_rank)
         result = engine.dispatch(
             rows,
@@ -111,7 +110,7 @@ class Sender:
         local, weights = self._unpacked(result.metadata, num_topk, routing.topk_weights is not None)
         exact = [] if num_worst_tokens > 0 else self._counts(result, routing)
         aligned = [-(-count // expert_alignment) * expert_alignment for count in exact]
-        return Received(result, local, weights, aligned, handle)
+        return Received(caller_rows(result.rows, x), local, weights, aligned, handle)
 
     def _metadata(self, routing: Routing) -> Tensor:
         """[T, 2 + 3 K] int32, or without weights or experts fewer."""

@@ -1,0 +1,46 @@
+"""Rows that the caller quantised: with scales as DeepEP takes them, and as the engine does.
+
+Shapes: T rows, H columns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from uccl_ep_train.common.handle import Fp8Rows
+from uccl_ep_train.errors import ShapeError
+
+_BLOCK = 128  # columns that share a scale
+_EXPONENT = 23  # the lowest bit of a float32's exponent
+
+Rows = Tensor | tuple[Tensor, Tensor]
+
+
+def engine_rows(x: Rows) -> Tensor | Fp8Rows:
+    """x, with scales [T, H / 128] float32, contiguous.
+
+    Scales [T, H / 512, rounded up] int32 hold four exponents each (UE8M0), the lowest byte first. Raises
+    `ShapeError`.
+    """
+    if not isinstance(x, tuple):
+        return x
+    codes, scales = x
+    if scales.dtype != torch.int32:
+        return Fp8Rows(codes, scales.contiguous())
+    blocks = codes.shape[1] // _BLOCK
+    wanted = (len(codes), -(-blocks // 4))
+    if scales.shape != wanted:
+        raise ShapeError(f"x.scales is {tuple(scales.shape)} int32; allowed is {wanted}")
+    exponents = scales.contiguous().view(torch.uint8)[:, :blocks]
+    return Fp8Rows(codes, (exponents.to(torch.int32) << _EXPONENT).view(torch.float32))
+
+
+def caller_rows(rows: Tensor | Fp8Rows, x: Rows) -> Rows:
+    """Rows that the engine returned, with scales like those of x. Bytes without a block are 0."""
+    if not isinstance(rows, Fp8Rows) or not isinstance(x, tuple) or x[1].dtype != torch.int32:
+        return rows
+    exponents = rows.scales.view(torch.int32) >> _EXPONENT
+    packed = exponents.new_zeros((len(exponents), 4 * x[1].shape[1]), dtype=torch.uint8)
+    packed[:, : exponents.shape[1]] = exponents
+    return rows.codes, packed.view(torch.int32)
