@@ -23,7 +23,7 @@ EXTRAS = {
 }
 DISTRIBUTIONS = {"megatron": "megatron-core", "yaml": "pyyaml", "_posixshmem": ""}
 # Not required: whoever imports these goes on without.
-OPTIONAL = {"deep_ep", "transformer_engine", "transformer_engine_torch", "ray", "triton"}
+OPTIONAL = {"deep_ep", "jax", "transformer_engine", "transformer_engine_torch", "ray", "triton"}
 
 _NAME = re.compile(r"^[\w.-]+")
 

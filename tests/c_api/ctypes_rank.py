@@ -9,6 +9,7 @@ import ctypes
 import multiprocessing as mp
 import sys
 from multiprocessing.connection import Connection
+from typing import Any
 
 MAGIC, FP32 = 0x75457031, 2
 HIDDEN, TOKENS, RANKS = 128, 5, 2
@@ -75,6 +76,17 @@ class CombineArgs(Struct):
     ]  # fmt: skip
 
 
+def all_gather_over(peer: Connection, rank: int) -> Any:
+    def gather(_: object, mine: int, num_bytes: int, gathered: int, step: bytes) -> int:
+        own = ctypes.string_at(mine, num_bytes)
+        peer.send_bytes(own)
+        other = peer.recv_bytes()
+        ctypes.memmove(gathered, own + other if rank == 0 else other + own, 2 * num_bytes)
+        return 0
+
+    return AllGather(gather)
+
+
 def rank_main(library: str, rank: int, peer: Connection) -> None:
     core = ctypes.CDLL(library)
     core.uccl_ep_error_text.restype = ctypes.c_char_p
@@ -83,15 +95,8 @@ def rank_main(library: str, rank: int, peer: Connection) -> None:
     def good(status: int) -> None:
         assert status == 0, (status, core.uccl_ep_error_text().decode())
 
-    def gather(_: object, mine: int, num_bytes: int, gathered: int, step: bytes) -> int:
-        own = ctypes.string_at(mine, num_bytes)
-        peer.send_bytes(own)
-        other = peer.recv_bytes()
-        ctypes.memmove(gathered, own + other if rank == 0 else other + own, 2 * num_bytes)
-        return 0
-
     config = GroupConfig(rank=rank, num_ranks=RANKS, num_experts=RANKS, hidden=HIDDEN, budget_bytes=64 << 20)
-    config.all_gather = AllGather(gather)
+    config.all_gather = all_gather_over(peer, rank)
     group, plan, op = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     good(core.uccl_ep_group_create(ctypes.byref(config), ctypes.byref(group)))
 
