@@ -85,7 +85,8 @@ typedef struct uccl_ep_group_config {
   void* all_gather_context;
 } uccl_ep_group_config;
 
-/* What the router chose for the tokens of this rank. */
+/* What the router chose for the tokens of this rank. Its memory is read by every dispatch of the plan until one has
+   returned UCCL_EP_OK; that of the weights by every dispatch. */
 typedef struct uccl_ep_routing {
   size_t size;
   uint32_t magic;

@@ -184,7 +184,7 @@ class Buffer:
                     rows = engine_rows(x)
                 return caller_rows(engine.dispatch(rows, handle=plan).rows, x)
 
-            recv_x, event = self._run(again, x, previous_event, async_finish)
+            recv_x, event = self._run(again, (x, handle.kept), previous_event, async_finish)
             return recv_x, None, None, [], None, event
         if is_token_in_rank is None or num_tokens_per_expert is None:
             raise InputError(
@@ -240,7 +240,7 @@ class Buffer:
             rows[:, :num_topk] = topk_weights
             return out, engine.combine(rows, plan)[:, :num_topk].contiguous()
 
-        given = (x, topk_weights, *(bias if isinstance(bias, tuple) else (bias,)))
+        given = (x, topk_weights, *(bias if isinstance(bias, tuple) else (bias,)), *handle.kept)
         (out, weights), event = self._run(run, given, previous_event, async_finish)
         return out, weights, event
 
@@ -299,4 +299,6 @@ class Buffer:
 def _tensors_of(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value] if value.is_cuda else []
+    if isinstance(value, Handle):
+        value = value.kept
     return [tensor for part in value for tensor in _tensors_of(part)] if isinstance(value, tuple) else []

@@ -34,6 +34,11 @@ class Handle(Sequence[Tensor]):
         self.engine, self.plan, self.num_topk = engine, plan, num_topk
         self._metadata, self._is_token_in_rank = metadata, is_token_in_rank
 
+    @property
+    def kept(self) -> tuple[Tensor | None, ...]:
+        """What operations with the handle read."""
+        return self._metadata, self.plan.storage
+
     @cached_property
     def _tensors(self) -> tuple[Tensor, ...]:
         ranks, source, token = self.engine.num_ranks, self._metadata[:, 0], self._metadata[:, 1]
@@ -89,6 +94,12 @@ class Sender:
         self._local = torch.full((experts + 1,), -1, dtype=torch.int64, device=engine.device)
         self._local[first : first + num_local] = torch.arange(num_local, device=engine.device)
         self._heads = torch.empty(0, 2, dtype=torch.int32, device=engine.device)
+        self._settle()
+
+    def _settle(self) -> None:
+        """What this keeps is read on any stream, and what it replaces may still be read."""
+        if self.engine.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize(self.engine.device)
 
     def send(self, x: Rows, routing: Routing, expert_alignment: int, num_worst_tokens: int) -> Received:
         engine, topk_idx = self.engine, routing.topk_idx
@@ -117,7 +128,9 @@ class Sender:
         tokens = len(routing.is_token_in_rank)
         if tokens > len(self._heads):
             numbers = torch.arange(tokens, dtype=torch.int32, device=self.engine.device)
-            self._heads = torch.stack([torch.full_like(numbers, self.engine.rank + 1), numbers], 1)
+            heads = torch.stack([torch.full_like(numbers, self.engine.rank + 1), numbers], 1)
+            self._settle()
+            self._heads = heads
         words = [self._heads[:tokens]]
         if routing.topk_idx is not None:
             words.append((routing.topk_idx + 1).view(torch.int32))

@@ -78,8 +78,7 @@ struct Fold : CombineKernel {
   mutable uint32_t put = 0;
 
   __device__ SharedWork shared_work() const { return SharedWork::kFolded; }
-  __device__ uint32_t least() const { return 4; }
-  __device__ uint32_t dealt_eighths() const { return Shares::kMostEighths; }
+  __device__ Dealing dealing() const { return {4}; }
   __device__ uint32_t end() const {
     const uint32_t rows = range.most.far_sum(g) + range.most.near_sum(g);
     return kNet ? range.parted.end(rows) : rows;

@@ -109,9 +109,8 @@ struct Merge : CombineKernel {
 
   __device__ uint32_t row_bytes() const { return args.hidden * dtype_bytes(args.wire); }
   __device__ SharedWork shared_work() const { return SharedWork::kMerged; }
-  __device__ uint32_t least() const { return 0; }
   // Warps that copy rows have folded soon, and then merge, too.
-  __device__ uint32_t dealt_eighths() const { return kFoldsCopy ? 2 : Shares::kMostEighths; }
+  __device__ Dealing dealing() const { return {0, kFoldsCopy ? 2 : Dealing::kMostEighths}; }
   __device__ uint32_t end() const {
     const uint32_t tokens = range.end_token - range.first_token;
     return kSplits ? range.last.end(tokens) : tokens;
@@ -171,8 +170,7 @@ struct Relay : CombineKernel {
 
   __device__ uint32_t row_bytes() const { return args.hidden * dtype_bytes(args.wire); }
   __device__ SharedWork shared_work() const { return SharedWork::kRelayed; }
-  __device__ uint32_t least() const { return 4; }
-  __device__ uint32_t dealt_eighths() const { return Shares::kMostEighths; }
+  __device__ Dealing dealing() const { return {4}; }
   __device__ uint32_t end() const { return range.parted.end(range.most * g.net->num_relayed); }
   __device__ Sum look_up(uint32_t number) const {
     const uint32_t n = range.parted.row(number), k = 1 + n % g.net->num_relayed, r = n / g.net->num_relayed,

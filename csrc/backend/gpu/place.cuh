@@ -179,8 +179,7 @@ __device__ __forceinline__ Shares row_shares(const DispatchKernel& k, const Arri
           arrivals.most.near_sum(k.g) + arrivals.most.far_sum(k.g),
           k.crew.warp() * k.args.num_blocks + blockIdx.x,
           k.args.num_blocks * k.crew.warps(),
-          8,
-          Shares::kMostEighths};
+          {8}};
 }
 
 // Plain loads: for every architecture and every row.

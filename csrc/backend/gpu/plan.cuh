@@ -254,7 +254,7 @@ __device__ inline void plan_rows(const Kernel& k, uint32_t num_blocks, uint32_t 
   const PlanScratch& from = scratch(k.g);
   if (from.sizes.received_rows < warps * kWarp) return;
   // A lower bound of what is dealt out, because sources with fewer rows leave empty places that are dealt out, too.
-  const uint32_t first_rows = min(Shares::dealt_to_each(from.sizes.received_rows, warps), kWarp) * warps;
+  const uint32_t first_rows = min(Dealing{8}.share(from.sizes.received_rows, warps), kWarp) * warps;
 #pragma unroll 1
   for (uint32_t i = 0; i < k.g.map.num_ranks; ++i) {
     const uint32_t source = rotated(k.g, i), begin = from.row_begin[source], rows = from.row_end[source] - begin;

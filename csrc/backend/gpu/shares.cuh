@@ -56,18 +56,28 @@ struct PartedRows {
   __device__ __forceinline__ uint32_t num_parts_of(bool is_part) const { return is_part ? 1 : parts; }
 };
 
-// Numbers 0 .. end in the order in which they are wanted. Most are dealt out to the warps of a kernel, number
-// by number. Warps that have finished claim the rest, because some numbers take longer than others. They claim a few at
+// How many numbers are dealt out to warps in advance: `eighths` of them, but all if there are fewer than `least` for
+// each warp.
+struct Dealing {
+  uint32_t least, eighths = kMostEighths;
+
+  static constexpr uint32_t kMostEighths = 6;
+  // To each warp.
+  __device__ __forceinline__ uint32_t share(uint32_t end, uint32_t warps) const { return end / warps * eighths / 8; }
+  __device__ __forceinline__ uint32_t dealt(uint32_t end, uint32_t warps) const {
+    return end / warps < least ? end : share(end, warps) * warps;
+  }
+};
+// Numbers 0 .. end in the order in which they are wanted. Most are dealt out to the warps of a kernel, number by
+// number. Warps that have finished claim the rest, because some numbers take longer than others. They claim a few at
 // a time and the last ones one by one, so that no warp still has several when the others have none.
 enum class SharedWork : uint32_t { kPlaced, kFolded, kMerged, kRelayed };
 class Shares {
  public:
-  // By a warp, number `first` of `warps` that begin together; for one that joins them later `first` is kJoins. If there
-  // are fewer than `least` numbers for each warp, all are dealt out.
-  __device__ Shares(const Group& g, SharedWork what, uint32_t end, uint32_t first, uint32_t warps, uint32_t least,
-                    uint32_t dealt_eighths)
+  // By a warp, number `first` of `warps` that begin together; for one that joins them later `first` is kJoins.
+  __device__ Shares(const Group& g, SharedWork what, uint32_t end, uint32_t first, uint32_t warps, Dealing dealing)
       : end_(end),
-        dealt_(end / warps < least ? end : dealt_to_each(end, warps, dealt_eighths) * warps),
+        dealt_(dealing.dealt(end, warps)),
         step_(warps),
         log_few_(end / warps < 32   ? 0
                  : end / warps < 64 ? 1
@@ -77,13 +87,6 @@ class Shares {
     claim();
   }
   static constexpr uint32_t kJoins = 0xFFFFFFFFu;
-
-  // Of many numbers: how many each warp gets before it has to claim more.
-  static __device__ __forceinline__ uint32_t dealt_to_each(uint32_t end, uint32_t warps,
-                                                           uint32_t eighths = kMostEighths) {
-    return end / warps * eighths / 8;
-  }
-  static constexpr uint32_t kMostEighths = 6;
 
   // A number for each lane, or `end`. False: there are no more.
   __device__ __forceinline__ bool next(uint32_t& number, uint32_t lane) {

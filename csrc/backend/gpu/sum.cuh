@@ -72,10 +72,9 @@ concept SumWork = requires(const W& work, const Sum& sum, uint32_t n) {
   { W::kRehearses } -> std::convertible_to<bool>;
   // A sum of one addend is that addend, bit for bit; else -0.0 would become +0.0 and NaN the canonical one.
   { W::kCopies } -> std::convertible_to<bool>;
-  // Which shares the sums are. With fewer than least() sums for each warp, all are dealt out, else dealt_eighths().
+  // Which shares the sums are, and how they are dealt out.
   { work.shared_work() } -> std::same_as<SharedWork>;
-  { work.least() } -> std::same_as<uint32_t>;
-  { work.dealt_eighths() } -> std::same_as<uint32_t>;
+  { work.dealing() } -> std::same_as<Dealing>;
   { work.end() } -> std::same_as<uint32_t>;
   // Sum n. Called once, by one lane. Count 0: there is nothing to sum.
   { work.look_up(n) } -> std::same_as<Sum>;
@@ -113,7 +112,7 @@ struct WarpSums {
       : work(w),
         lane(by.crew.lane()),
         shares(g, w.shared_work(), w.end(), by.join ? Shares::kJoins : by.crew.warp() * workers(g) + blockIdx.x,
-               by.warps * workers(g), w.least(), w.dealt_eighths()) {}
+               by.warps * workers(g), w.dealing()) {}
   // The next sum, in every lane; count 0: no more.
   __device__ __forceinline__ Sum next() {
     while (left == 0) {
