@@ -99,15 +99,17 @@ def test_codes_scales_and_experts_of_a_failed_dispatch_are_nan_and_none() -> Non
             buffer.close(abort=True)
             return
         cached = {"handle": handle, "dispatch_dtype": "fp8", "output_dtype": "fp8"}
+        metadata = torch.ones(len(x_TH), 2, dtype=torch.int32)
         pending, tensors = outputs_after(
-            buffer, lambda: buffer.dispatch_async(x_TH, topk_weights=weights_TK, **cached)
+            buffer, lambda: buffer.dispatch_async(x_TH, topk_weights=weights_TK, metadata=metadata, **cached)
         )
-        experts, codes, scales, weights = tensors[-4:]
+        codes, scales, weights, experts, words = tensors[-5:]
         launched.wait(30)
         with pytest.raises(PeerFailed):
             pending.wait()
         assert len(codes) > 0 and codes.float().isnan().all()
         assert scales.isnan().all() and weights.isnan().all() and experts.eq(-1).all()
+        assert words.shape[1] == 2 and words.eq(-1).all()
 
     with RankGroup(4, SETTINGS | {"domain_size": 2}) as group:
         group.run(step)
