@@ -31,6 +31,7 @@ _DEFINED_IN = {
     "DispatchResult": "common.handle",
     "EpConfig": "settings.config",
     "EpError": "errors",
+    "Fp8Rows": "common.handle",
     "Gpu": "settings.config",
     "LocalBootstrap": "group.bootstrap",
     "LoopFaults": "settings.config",
@@ -54,6 +55,7 @@ __all__ = [
     "DispatchResult",
     "EpConfig",
     "EpError",
+    "Fp8Rows",
     "Gpu",
     "LocalBootstrap",
     "LoopFaults",
@@ -73,7 +75,7 @@ __all__ = [
 if TYPE_CHECKING:
     from uccl_ep_train.api.buffer import Buffer, PendingCombine, PendingDispatch
     from uccl_ep_train.api.operators import Operators
-    from uccl_ep_train.common.handle import DispatchHandle, DispatchResult
+    from uccl_ep_train.common.handle import DispatchHandle, DispatchResult, Fp8Rows
     from uccl_ep_train.core.stats import MemoryPlan, memory_plan
     from uccl_ep_train.core.topology import Topology
     from uccl_ep_train.errors import EpError

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing as mp
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -129,15 +130,23 @@ def rank_main(library: str, rank: int, peer: Connection) -> None:
     good(core.uccl_ep_group_destroy(group, 0))
 
 
-def main() -> None:
+def run_ranks(target: Callable[..., None], *arguments: object) -> None:
+    """Processes that run target(LIBRARY, rank, pipe to the other rank, *arguments)."""
     spawn = mp.get_context("spawn")
     ends = spawn.Pipe()
-    ranks = [spawn.Process(target=rank_main, args=(sys.argv[1], rank, ends[rank])) for rank in range(RANKS)]
+    ranks = [
+        spawn.Process(target=target, args=(sys.argv[1], rank, ends[rank], *arguments))
+        for rank in range(RANKS)
+    ]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join(120)
     assert [rank.exitcode for rank in ranks] == [0] * RANKS
+
+
+def main() -> None:
+    run_ranks(rank_main)
     print(f"{RANKS} ranks, all values are right")
 
 

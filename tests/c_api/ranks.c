@@ -101,13 +101,18 @@ static void check_names(const struct seat* seat, const uccl_ep_sizes* sizes, con
     }
 }
 
-static void round_of(const struct seat* seat, uccl_ep_plan* plan, const float* x, uint64_t tokens) {
+static uccl_ep_dispatch_args named_rows(const struct seat* seat, const void* x, uccl_ep_dtype dtype) {
   uccl_ep_dispatch_args dispatch = UCCL_EP_INIT(uccl_ep_dispatch_args);
   dispatch.x = x;
   dispatch.hidden = HIDDEN;
-  dispatch.dtype = UCCL_EP_FP32;
+  dispatch.dtype = dtype;
   dispatch.metadata = seat->names;
   dispatch.num_metadata = 1;
+  return dispatch;
+}
+
+static void round_of(const struct seat* seat, uccl_ep_plan* plan, const float* x, uint64_t tokens) {
+  const uccl_ep_dispatch_args dispatch = named_rows(seat, x, UCCL_EP_FP32);
   uccl_ep_op* op = NULL;
   NEEDED(uccl_ep_dispatch(plan, &dispatch, &op) == UCCL_EP_OK);
   uccl_ep_sizes sizes = UCCL_EP_INIT(uccl_ep_sizes);
@@ -160,12 +165,7 @@ static void codes_of(const struct seat* seat, uccl_ep_plan* plan, uint64_t token
     for (uint32_t h = 0; h < HIDDEN; ++h) x[t * HIDDEN + h] = code_of(seat->names[t], h);
     for (uint32_t b = 0; b < BLOCKS; ++b) scales[t * BLOCKS + b] = (float)seat->names[t] + (float)b / 4;
   }
-  uccl_ep_dispatch_args dispatch = UCCL_EP_INIT(uccl_ep_dispatch_args);
-  dispatch.x = x;
-  dispatch.hidden = HIDDEN;
-  dispatch.dtype = UCCL_EP_FP8_FP32;
-  dispatch.metadata = seat->names;
-  dispatch.num_metadata = 1;
+  uccl_ep_dispatch_args dispatch = named_rows(seat, x, UCCL_EP_FP8_FP32);
   uccl_ep_op* op = NULL;
   NEEDED(uccl_ep_dispatch(plan, &dispatch, &op) == UCCL_EP_INPUT_ERROR); /* no scales: on all ranks, so one call */
   dispatch.scales = scales;

@@ -6,7 +6,6 @@ torch gives memory.
 from __future__ import annotations
 
 import ctypes
-import multiprocessing as mp
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -152,17 +151,7 @@ def rank_main(library: str, rank: int, peer: Connection, domains: int) -> None:
 
 
 def main() -> None:
-    spawn = mp.get_context("spawn")
-    ends = spawn.Pipe()
-    ranks = [
-        spawn.Process(target=rank_main, args=(sys.argv[1], rank, ends[rank], int(sys.argv[2])))
-        for rank in range(RANKS)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(120)
-    assert [rank.exitcode for rank in ranks] == [0] * RANKS
+    c.run_ranks(rank_main, int(sys.argv[2]))
     print(f"{RANKS} ranks on GPUs, all values are right")
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 from tests.unit.deep_ep_dense import Case, E, Grads
 from uccl_ep_train.deep_ep import Buffer, EventHandle, EventOverlap
 
-_LIBRARY = torch.library.Library("titan_calls", "DEF")
+_LIBRARY = library.Library("titan_calls", "DEF")
 _LIBRARY.define(
     "dispatch(Tensor x, Tensor topk_idx, Tensor weights, Tensor per_rank, Tensor? per_node, Tensor in_rank, "
     "Tensor per_expert) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -59,7 +59,7 @@ def _now() -> dict[str, Any]:
     return {"previous_event": event, "async_finish": True, "allocate_on_comm_stream": True}
 
 
-@torch.library.impl(_LIBRARY, "dispatch", "CPU")
+@library.impl(_LIBRARY, "dispatch", "CPU")
 def _dispatch(x: Tensor, topk_idx: Tensor, weights: Tensor, *layout: Tensor | None) -> tuple[Tensor, ...]:
     per_rank, per_node, in_rank, per_expert = layout
     rows, idx, row_weights, counts, handle, event = Process.buffer.dispatch(
@@ -94,7 +94,7 @@ def _dispatch_backward(ctx: Any, x_grad: Tensor, _idx: Any, weights_grad: Tensor
     return grad.to(ctx.dtype), None, grad_of_weights.to(ctx.dtype), None, None, None, None
 
 
-@torch.library.impl(_LIBRARY, "combine", "CPU")
+@library.impl(_LIBRARY, "combine", "CPU")
 def _combine(x: Tensor, number: Tensor) -> Tensor:
     found = Process.handles.pop if torch.is_inference_mode_enabled() else Process.handles.get
     out, _, Process.pending = Process.buffer.combine(x=x, handle=found(int(number)), **_now())
@@ -121,10 +121,10 @@ def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return x_grad, None
 
 
-torch.library.register_autograd(
+library.register_autograd(
     "titan_calls::dispatch", _dispatch_backward, setup_context=_keep_for_dispatch, lib=_LIBRARY
 )
-torch.library.register_autograd(
+library.register_autograd(
     "titan_calls::combine", _combine_backward, setup_context=_keep_for_combine, lib=_LIBRARY
 )
 

@@ -197,6 +197,25 @@ def high_throughput(rank: Rank, nvl_bytes: int) -> str:
             (r.x.to(torch.float8_e4m3fn), torch.ones(len(r.x), H // 128, dtype=torch.float64)),
             handle=r.handle,
         )
+    new = {"x": r.x, **r.layout, "topk_idx": r.idx, "topk_weights": r.weights}
+    refused: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"topk_weights": r.weights.bfloat16()}, DtypeError, r"allowed is torch\.float32"),
+        ({"topk_weights": torch.ones(len(r.x), K + 1)}, ShapeError, "as topk_idx"),
+        ({"topk_idx": None}, InputError, "topk_weights without topk_idx"),
+        ({"is_token_in_rank": r.in_rank[:, :1]}, ShapeError, "is_token_in_rank is"),
+        ({"is_token_in_rank": None}, InputError, "get_dispatch_layout"),
+        ({"expert_alignment": 0}, InputError, "expert_alignment = 0"),
+        ({"num_worst_tokens": -1}, InputError, "capacity = -1"),
+    ]
+    for change, error, text in refused:
+        with pytest.raises(error, match=text):
+            r.buffer.dispatch(**{**new, **change})
+    for wrong, sum_error in ((r.x[:, :1], ShapeError), (r.x.float(), DtypeError)):
+        with pytest.raises(sum_error, match="bias is"):
+            r.buffer.combine(r.recv_x, r.handle, bias=(wrong, wrong))
+    with pytest.raises(DtypeError, match="topk_weights is"):
+        r.buffer.combine(r.recv_x, r.handle, r.recv_weights.bfloat16())
+    # All ranks were refused alike, so the buffer goes on.
     assert len(r.buffer.dispatch(r.x, handle=r.handle)[0]) == len(r.recv_x)
     r.buffer.destroy()
     with pytest.raises(ClosedError):

@@ -9,6 +9,7 @@ Shapes: T tokens, R ranks, H hidden, K experts per token, E experts, L experts o
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from uccl_ep_train.deep_ep.config import CONFIGURED_RANKS, DEFAULT_BYTES, RANKS_
 from uccl_ep_train.deep_ep.scales import Rows, caller_rows, engine_rows
 from uccl_ep_train.deep_ep.sending import Handle, Routing, Sender
 from uccl_ep_train.deep_ep.utils.event import EventHandle, EventOverlap
-from uccl_ep_train.errors import ClosedError, InputError, ShapeError
+from uccl_ep_train.errors import ClosedError, DtypeError, InputError, ShapeError
 from uccl_ep_train.settings.config import EpConfig
 
 if TYPE_CHECKING:
@@ -187,9 +188,11 @@ class Buffer:
             recv_x, event = self._run(again, (x, handle.kept), previous_event, async_finish)
             return recv_x, None, None, [], None, event
         if is_token_in_rank is None or num_tokens_per_expert is None:
-            raise InputError(
-                "a dispatch needs is_token_in_rank and num_tokens_per_expert: see get_dispatch_layout()"
-            )
+            last = self._senders[-1].engine.preparing("dispatch") if self._senders else nullcontext()
+            with last:  # a refused call counts
+                raise InputError(
+                    "a dispatch needs is_token_in_rank and num_tokens_per_expert: see get_dispatch_layout()"
+                )
         in_rank, per_expert = is_token_in_rank, num_tokens_per_expert
         hidden = (x[0] if isinstance(x, tuple) else x).shape[1]
         sender = self._sender(per_expert.numel(), hidden, config)
@@ -219,19 +222,19 @@ class Buffer:
         topk_weights  [N, K] float32, or None
         bias          [T, H] bfloat16, one or two: added to the rounded sums in fp32, and rounded
 
-        Returns (combined_x [T, H], combined_topk_weights [T, K] or None, event). Raises `ShapeError`, and
-        what `uccl_ep_train.Buffer.combine` raises.
+        Returns (combined_x [T, H], combined_topk_weights [T, K] or None, event). Raises `ShapeError`,
+        `DtypeError`, and what `uccl_ep_train.Buffer.combine` raises.
         """
         engine, plan, num_topk = handle.engine, handle.plan, handle.num_topk
+        biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
         with engine.preparing("combine"):
             if topk_weights is not None:
-                wanted = (len(x), num_topk)
-                if topk_weights.shape != wanted or num_topk > _WEIGHTS:
-                    raise ShapeError(f"topk_weights is {tuple(topk_weights.shape)}; allowed is {wanted}")
+                _check("topk_weights", topk_weights, (len(x), num_topk), torch.float32)
+            for addend in biases:
+                _check("bias", addend, (plan.num_tokens, x.shape[1]), x.dtype)
 
         def run() -> tuple[Tensor, Tensor | None]:
             out = engine.combine(x.contiguous(), plan)
-            biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
             if biases:
                 out = sum((addend.float() for addend in biases), start=out.float()).to(out.dtype)
             if topk_weights is None:
@@ -240,7 +243,7 @@ class Buffer:
             rows[:, :num_topk] = topk_weights
             return out, engine.combine(rows, plan)[:, :num_topk].contiguous()
 
-        given = (x, topk_weights, *(bias if isinstance(bias, tuple) else (bias,)), *handle.kept)
+        given = (x, topk_weights, biases, handle.kept)
         (out, weights), event = self._run(run, given, previous_event, async_finish)
         return out, weights, event
 
@@ -294,6 +297,13 @@ class Buffer:
             for tensor in _tensors_of(results):
                 tensor.record_stream(here)
             return results, EventOverlap(event)
+
+
+def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if tensor.dtype != dtype:
+        raise DtypeError(f"{name} is {tensor.dtype}; allowed is {dtype}")
+    if tensor.shape != shape:
+        raise ShapeError(f"{name} is {list(tensor.shape)}; allowed is {list(shape)}")
 
 
 def _tensors_of(value: Any) -> list[Tensor]:

@@ -16,6 +16,7 @@ from uccl_ep_train.api.buffer import Buffer as Engine
 from uccl_ep_train.common.handle import DispatchHandle, DispatchResult
 from uccl_ep_train.deep_ep.config import RANKS_OF_NODE
 from uccl_ep_train.deep_ep.scales import Rows, caller_rows, engine_rows
+from uccl_ep_train.errors import DtypeError, InputError, ShapeError
 
 
 class Handle(Sequence[Tensor]):
@@ -69,6 +70,24 @@ class Routing(NamedTuple):
     topk_idx: Tensor | None
     topk_weights: Tensor | None
 
+    def check(self, num_ranks: int) -> None:
+        """The engine checks topk_idx itself. Raises `ShapeError`, `DtypeError`, `InputError`."""
+        tokens = len(self.is_token_in_rank)
+        if self.is_token_in_rank.shape != (tokens, num_ranks) or self.is_token_in_rank.dtype != torch.bool:
+            kind = f"{list(self.is_token_in_rank.shape)} {self.is_token_in_rank.dtype}"
+            raise ShapeError(f"is_token_in_rank is {kind}; allowed is [{tokens}, {num_ranks}] torch.bool")
+        weights = self.topk_weights
+        if weights is None:
+            return
+        if self.topk_idx is None:
+            raise InputError("topk_weights without topk_idx; allowed is None")
+        if weights.dtype != torch.float32:
+            raise DtypeError(f"topk_weights is {weights.dtype}; allowed is torch.float32")
+        if weights.shape != self.topk_idx.shape:
+            raise ShapeError(
+                f"topk_weights is {list(weights.shape)}; allowed is {list(self.topk_idx.shape)}, as topk_idx"
+            )
+
 
 class Received(NamedTuple):
     """recv_x; recv_topk_idx and recv_topk_weights [N, K], or None; the list of counts."""
@@ -104,6 +123,9 @@ class Sender:
     def send(self, x: Rows, routing: Routing, expert_alignment: int, num_worst_tokens: int) -> Received:
         engine, topk_idx = self.engine, routing.topk_idx
         with engine.preparing("dispatch"):
+            routing.check(engine.num_ranks)
+            if expert_alignment < 1:
+                raise InputError(f"expert_alignment = {expert_alignment}; allowed are 1 or more")
             rows, metadata = engine_rows(x), self._metadata(routing)
             routing_map = None if topk_idx is not None else self._first_experts(routing.is_token_in_rank)
         result = engine.dispatch(
