@@ -45,17 +45,18 @@ class Given:
     """One rank's tensors: any bytes are codes, any floats are scales, any words are metadata."""
 
     def __init__(self, rank: int) -> None:
-        generator = torch.Generator().manual_seed(rank)
-        tokens = TOKENS[rank]
-        self.bytes = torch.randint(0, 256, (tokens, H), dtype=torch.uint8, generator=generator)
-        self.scales = torch.randn(tokens, H // 128, generator=generator)
-        self.x = torch.randn(tokens, H, generator=generator).to(torch.bfloat16)
-        self.topk_idx = torch.rand(tokens, E, generator=generator).argsort(dim=1)[:, :K].contiguous()
-        self.topk_idx[torch.rand(tokens, K, generator=generator) < 0.3] = -1
-        self.metadata = torch.randint(
-            -(2**31), 2**31 - 1, (tokens, M), dtype=torch.int64, generator=generator
-        )
-        self.metadata = self.metadata.to(torch.int32)
+        with torch.device("cpu"):  # whatever the rank's default device is
+            generator = torch.Generator().manual_seed(rank)
+            tokens = TOKENS[rank]
+            self.bytes = torch.randint(0, 256, (tokens, H), dtype=torch.uint8, generator=generator)
+            self.scales = torch.randn(tokens, H // 128, generator=generator)
+            self.x = torch.randn(tokens, H, generator=generator).to(torch.bfloat16)
+            self.topk_idx = torch.rand(tokens, E, generator=generator).argsort(dim=1)[:, :K].contiguous()
+            self.topk_idx[torch.rand(tokens, K, generator=generator) < 0.3] = -1
+            self.metadata = torch.randint(
+                -(2**31), 2**31 - 1, (tokens, M), dtype=torch.int64, generator=generator
+            )
+            self.metadata = self.metadata.to(torch.int32)
 
     def rows(self, device: torch.device) -> Fp8Rows:
         return Fp8Rows(self.bytes.to(device).view(torch.float8_e4m3fn), self.scales.to(device))

@@ -109,8 +109,10 @@ struct Merge : CombineKernel {
 
   __device__ uint32_t row_bytes() const { return args.hidden * dtype_bytes(args.wire); }
   __device__ SharedWork shared_work() const { return SharedWork::kMerged; }
-  // Warps that copy rows have folded soon, and then merge, too.
-  __device__ Dealing dealing() const { return {0, kFoldsCopy ? 2 : Dealing::kMostEighths}; }
+  // Warps that fold compact rows are through soon, and then merge, too.
+  __device__ Dealing dealing() const {
+    return {0, plan.compact_width == 0 ? Dealing::kMostEighths : kFoldsCopy ? 2 : 3};
+  }
   __device__ uint32_t end() const {
     const uint32_t tokens = range.end_token - range.first_token;
     return kSplits ? range.last.end(tokens) : tokens;
