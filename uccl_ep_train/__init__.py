@@ -35,12 +35,16 @@ _DEFINED_IN = {
     "Gpu": "settings.config",
     "LocalBootstrap": "group.bootstrap",
     "LoopFaults": "settings.config",
+    "LowLatency": "api.low_latency",
     "Memory": "settings.config",
     "MemoryPlan": "core.stats",
     "Network": "settings.config",
     "Operators": "api.operators",
     "PendingCombine": "api.buffer",
     "PendingDispatch": "api.buffer",
+    "SlotHandle": "common.slots",
+    "SlotRows": "common.slots",
+    "SlotStatistics": "common.slots",
     "Topology": "core.topology",
     "TorchBootstrap": "group.bootstrap",
     "Wire": "settings.config",
@@ -59,12 +63,16 @@ __all__ = [
     "Gpu",
     "LocalBootstrap",
     "LoopFaults",
+    "LowLatency",
     "Memory",
     "MemoryPlan",
     "Network",
     "Operators",
     "PendingCombine",
     "PendingDispatch",
+    "SlotHandle",
+    "SlotRows",
+    "SlotStatistics",
     "Topology",
     "TorchBootstrap",
     "Wire",
@@ -74,8 +82,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from uccl_ep_train.api.buffer import Buffer, PendingCombine, PendingDispatch
+    from uccl_ep_train.api.low_latency import LowLatency
     from uccl_ep_train.api.operators import Operators
     from uccl_ep_train.common.handle import DispatchHandle, DispatchResult, Fp8Rows
+    from uccl_ep_train.common.slots import SlotHandle, SlotRows, SlotStatistics
     from uccl_ep_train.core.stats import MemoryPlan, memory_plan
     from uccl_ep_train.core.topology import Topology
     from uccl_ep_train.errors import EpError

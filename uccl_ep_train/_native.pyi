@@ -46,7 +46,11 @@ class EngineConfig:
     window_chunks: int
     arrival_timeout_s: float
     progress_timeout_s: float
+    mask_timeout_s: float
     num_proxies: int
+    low_latency_tokens: int
+    low_latency_topk: int
+    low_latency_sms: int
     bulk_copies: bool
     @property
     def source_order(self) -> list[int]: ...
@@ -59,6 +63,10 @@ class EngineConfig:
 
 class GpuEngine(Engine):
     def __init__(self, config: EngineConfig, device: int, num_sms: int, stage_sms: int) -> None: ...
+    def low_latency_dispatch(self, args: LowLatencyDispatch, phase: str, stream: int) -> None: ...
+    def low_latency_combine(self, args: LowLatencyCombine, phase: str, stream: int) -> None: ...
+    def low_latency_masks(self, out: int, stream: int) -> None: ...
+    def captured_graph(self, stream: int) -> int: ...
 
 class HostEngine(Engine):
     def __init__(self, config: EngineConfig) -> None: ...
@@ -71,6 +79,12 @@ class LoopOptions:
     refuse_rate: float
     duplicate_rate: float
     drop_peer: int
+
+class LowLatencyCombine:
+    def __init__(self, memory: Sequence[int], num_tokens: int, width: int, hidden: int) -> None: ...
+
+class LowLatencyDispatch:
+    def __init__(self, x: int, topk_idx: int, num_tokens: int, width: int, hidden: int, wire: str, scale: str, ue8m0: bool, out: Sequence[int]) -> None: ...
 
 class NicOptions:
     def __init__(self) -> None: ...

@@ -7,8 +7,10 @@
 namespace uccl_ep {
 
 std::string describe(const OpSignature& s) {
-  std::string text = s.kind == OpKind::kDispatch ? "dispatch(" : "combine(";
+  std::string text = s.kind == OpKind::kLowLatencyDispatch || s.kind == OpKind::kLowLatencyCombine ? "low-latency " : "";
+  text += s.kind == OpKind::kDispatch || s.kind == OpKind::kLowLatencyDispatch ? "dispatch(" : "combine(";
   text += std::string(dtype_name(s.dtype)) + " as " + dtype_name(s.wire) + ", H=" + std::to_string(s.hidden);
+  if (s.topk != 0) text += ", top-" + std::to_string(s.topk);
   if (s.plan_use != PlanUse::kNew) text += ", plan " + std::to_string(s.plan_id);
   if (s.expert_alignment != 1) text += ", alignment " + std::to_string(s.expert_alignment);
   if (s.num_metadata != 0) text += ", " + std::to_string(s.num_metadata) + " words of metadata";

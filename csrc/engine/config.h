@@ -24,7 +24,12 @@ struct EngineConfig {
   uint32_t window_chunks = 0;  // 0: chosen
   double arrival_timeout_s = 300;
   double progress_timeout_s = 20;
+  double mask_timeout_s = 0;  // of low latency: after which a rank is masked; 0: it is an error
   uint32_t num_proxies = 1;
+  // GPU engine of one domain: memory for low latency, for so many tokens of a rank with so many experts each.
+  uint32_t low_latency_tokens = 0;
+  uint32_t low_latency_topk = 0;
+  uint32_t low_latency_sms = 0;  // of its kernels; 0: 64
   bool bulk_copies = true;  // GPU engine: use them if the GPU has them
   std::vector<int> source_order;  // empty: ascending
   uint64_t generation = 0;  // the same on all ranks, fresh per engine
@@ -50,7 +55,11 @@ inline constexpr auto kFields<EngineConfig> = std::tuple{UCCL_EP_FIELD(EngineCon
                                                          UCCL_EP_FIELD(EngineConfig, window_chunks),
                                                          UCCL_EP_FIELD(EngineConfig, arrival_timeout_s),
                                                          UCCL_EP_FIELD(EngineConfig, progress_timeout_s),
+                                                         UCCL_EP_FIELD(EngineConfig, mask_timeout_s),
                                                          UCCL_EP_FIELD(EngineConfig, num_proxies),
+                                                         UCCL_EP_FIELD(EngineConfig, low_latency_tokens),
+                                                         UCCL_EP_FIELD(EngineConfig, low_latency_topk),
+                                                         UCCL_EP_FIELD(EngineConfig, low_latency_sms),
                                                          UCCL_EP_FIELD(EngineConfig, bulk_copies),
                                                          UCCL_EP_FIELD(EngineConfig, source_order),
                                                          UCCL_EP_FIELD(EngineConfig, generation),

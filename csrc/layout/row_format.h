@@ -5,6 +5,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <iterator>
 #include <string_view>
 
 #include "common/units.h"
@@ -108,7 +109,11 @@ constexpr bool is_quantised(Dtype wire) { return row_format(wire).scale_bytes > 
 constexpr uint64_t wire_row_bytes(Dtype wire, uint64_t hidden, uint64_t num_metadata = 0) {
   return row_format(wire).row_bytes(hidden, num_metadata);
 }
-inline const char* dtype_name(Dtype dtype) { return row_format(dtype).name; }
+// Of what came from another rank, too.
+inline const char* dtype_name(Dtype dtype) {
+  const auto id = static_cast<uint32_t>(dtype);
+  return id >= 1 && id <= std::size(kRowFormats) ? row_format(dtype).name : "an unknown dtype";
+}
 // Bytes of a tensor element. Usable in kernels, which cannot read the table.
 constexpr uint32_t dtype_bytes(Dtype dtype) { return dtype == Dtype::kFp32 ? 4 : dtype == Dtype::kBf16 ? 2 : 1; }
 static_assert(dtype_bytes(Dtype::kBf16) * 8 == row_format(Dtype::kBf16).code_bits &&

@@ -11,7 +11,7 @@
 namespace uccl_ep {
 
 // ---- operation header -----------------------------------------------------------------------------------------------
-enum class OpKind : uint32_t { kDispatch = 1, kCombine = 2 };
+enum class OpKind : uint32_t { kDispatch = 1, kCombine = 2, kLowLatencyDispatch = 3, kLowLatencyCombine = 4 };
 enum class PlanUse : uint32_t { kNew = 0, kCached = 1, kDiffers = 2 };
 
 // The part of a call that must be equal on all ranks (contract 9). Host and kernels compare it by the list below, which
@@ -27,6 +27,7 @@ struct OpSignature {
   uint32_t compact_width;  // columns of a compact row's weights; 0: rows are expert-major
   uint32_t num_metadata;  // words that travel with each row
   uint32_t with_capacity;  // CUDA: the output has a size of its own, and the counts stay on the device
+  uint32_t topk;  // of low latency: columns of the routing
   uint64_t plan_id;  // epoch of the dispatch that made the plan; 0 for a new one
 
   constexpr bool operator==(const OpSignature& other) const;
@@ -42,6 +43,7 @@ inline constexpr auto kFields<OpSignature> = std::tuple{field("kind", &OpSignatu
                                                         field("row layout", &OpSignature::compact_width),
                                                         field("metadata", &OpSignature::num_metadata),
                                                         field("capacity", &OpSignature::with_capacity),
+                                                        field("top-k", &OpSignature::topk),
                                                         field("plan", &OpSignature::plan_id)};
 static_assert(all_listed<OpSignature>(), "a field is missing in the list");
 constexpr bool OpSignature::operator==(const OpSignature& other) const { return all_equal(*this, other); }

@@ -103,6 +103,7 @@ void Health::watch_processes() {
 
 void Health::found_dead(const Watched& watched) {
   closed_[static_cast<size_t>(watched.rank)].publish(1);
+  if (context_.outlives_ranks) return;
   std::string who = "rank " + std::to_string(watched.rank);
   if (watched.process.pid() != 0) who += " (pid " + std::to_string(watched.process.pid()) + ")";
   ErrorRecord record = make_error(ErrorKind::kPeerDied, context_.rank, watched.rank, who + " died");

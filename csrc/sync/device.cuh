@@ -76,6 +76,10 @@ __device__ __forceinline__ void add_global(uint64_t* sum, uint64_t value) {
   atomicAdd(reinterpret_cast<unsigned long long*>(sum), static_cast<unsigned long long>(value));
 }
 
+__device__ __forceinline__ void or_global(uint64_t* word, uint64_t bits) {
+  atomicOr(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(bits));
+}
+
 // ---- in shared memory of one block ----------------------------------------------------------------------------------
 // By one thread: adds 1 to a word that others wait for.
 __device__ __forceinline__ void count_shared(uint32_t* word) { device::add_one_release_block(word); }

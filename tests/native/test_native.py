@@ -15,7 +15,7 @@ from tests.native.building import PARTS, run
 HERE = Path(__file__).resolve().parent
 OF_TRANSPORTS = ("verbs", "verbs_event", "verbs_engine", "ofi", "ofi_fault")
 # Kernels on the stand-in for GPUs: docs/gpu_on_cpu.md.
-ON_CPU = ("lanes", "gpu_engine", "gpu_engine_refusal", "pause_engine")
+ON_CPU = ("lanes", "gpu_engine", "gpu_engine_refusal", "low_latency", "pause_engine")
 PROGRAMS = (
     "queue", "words", "layout", "loop", "copier", "nics", "stream", "fault", "life", "device", "engine",
     "engine_setup", "gpu", *ON_CPU, *OF_TRANSPORTS,
@@ -61,7 +61,7 @@ def cases(sanitizer: str) -> list[object]:
 def sources_of(program: str) -> list[Path]:
     if program == "lanes":
         return [HERE / "lanes_claims.cc", *building.GPU_ON_CPU.glob("*.cc")]
-    product = building.product_sources(ENGINE_PARTS if "engine" in program else PARTS)
+    product = building.product_sources(ENGINE_PARTS if "engine" in program or program in ON_CPU else PARTS)
     if program == "gpu":  # what of it needs no GPU
         product.append(building.CSRC / "backend" / "gpu" / "layout.cc")
     if program == "words":

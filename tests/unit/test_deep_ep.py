@@ -234,7 +234,7 @@ def test_rows_sums_and_handles_are_deep_ep_s(nvl_bytes: int) -> None:
 
 def test_what_is_not_there_is_refused() -> None:
     group: Any = type("Group", (), {"rank": lambda self: 0, "size": lambda self: 1})()
-    for name in ("low_latency_mode", "enable_shrink", "comm"):
+    for name in ("enable_shrink", "comm"):
         with pytest.raises(InputError, match=name):
             Buffer(group, **{name: True})
     with pytest.raises(InputError, match="num_ranks = 3; allowed are 2, 4"):

@@ -27,7 +27,7 @@ from uccl_ep_train.group.bootstrap import Bootstrap, TorchBootstrap
 from uccl_ep_train.group.explain import explain
 from uccl_ep_train.group.lifecycle import Operation, abandon, create_engine, leave, require_own
 from uccl_ep_train.settings.config import EpConfig
-from uccl_ep_train.settings.sections import WireDtype
+from uccl_ep_train.settings.sections import CallWireDtype, WireDtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -99,7 +99,7 @@ class Buffer:
         probs: Tensor | None = None,
         handle: DispatchHandle | None = None,
         expert_alignment: int = 1,
-        dispatch_dtype: WireDtype | None = None,
+        dispatch_dtype: CallWireDtype | None = None,
         output_dtype: Literal["fp8"] | None = None,
         layout: LayoutName = "expert_major",
         capacity: int | None = None,
@@ -118,7 +118,7 @@ class Buffer:
         handle            of an earlier dispatch of this buffer: its plan is used and no routing is exchanged.
                           Routing passed with it must be equal, else every rank raises `PlanMismatchError`
         expert_alignment  rows; each expert's segment is padded to a multiple of it with zero rows
-        dispatch_dtype    "fp8" | "bf16" for this call; None: the configuration's
+        dispatch_dtype    "fp8" | "bf16"; "fp8_pow2" | "fp8_fp32" name the scales; None: the configuration's
         output_dtype      "fp8": rows stay as on the wire, codes and scales (`Fp8Rows`), and have no gradient;
                           only with dispatch_dtype "fp8". None: the dtype of x
         layout            "expert_major": a row for each of a token's experts. "compact": a row per token and
@@ -160,7 +160,7 @@ class Buffer:
         probs: Tensor | None = None,
         handle: DispatchHandle | None = None,
         expert_alignment: int = 1,
-        dispatch_dtype: WireDtype | None = None,
+        dispatch_dtype: CallWireDtype | None = None,
         output_dtype: Literal["fp8"] | None = None,
         layout: LayoutName = "expert_major",
         capacity: int | None = None,

@@ -125,6 +125,7 @@ class Checks:
             wire, output_dtype, scale = wire or "fp8", output_dtype or "fp8", "fp32"
         else:
             wire = self.config.wire.dispatch_dtype if wire is None else wire
+            wire, scale = routing.split_wire(wire, scale)
             routing.check_rows("x", x, self.config, self.device)
             routing.check_wire("x", x, "dispatch_dtype", wire)
         if metadata is not None:

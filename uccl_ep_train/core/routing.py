@@ -19,6 +19,7 @@ from uccl_ep_train.common.handle import DispatchHandle, Fp8Rows, RowLayout
 from uccl_ep_train.errors import DeviceError, DtypeError, InputError, RoutingError, ShapeError
 from uccl_ep_train.settings.checks import MAX_TOPK, ROW_BLOCK
 from uccl_ep_train.settings.config import EpConfig
+from uccl_ep_train.settings.sections import ScaleMode
 
 MAX_TOKENS = 1 << 30
 MAX_METADATA = 4096
@@ -108,10 +109,18 @@ def is_aligned(rows: Tensor) -> bool:
     return rows.data_ptr() % ROW_ALIGNMENT == 0
 
 
+def split_wire(dtype: str, scale: ScaleMode) -> tuple[str, ScaleMode]:
+    """A call's `dispatch_dtype` as a wire dtype and its scales, "pow2" | "fp32"; `scale`: of "fp8"."""
+    if dtype == "fp8_pow2":
+        return "fp8", "pow2"
+    return ("fp8", "fp32") if dtype == "fp8_fp32" else (dtype, scale)
+
+
 def check_wire(name: str, rows: Tensor, what: str, dtype: str) -> None:
     """`dtype` is a wire dtype ("fp8" | "bf16") that `rows` can travel in; `what` names the option."""
     if dtype not in ("fp8", "bf16"):
-        raise InputError(f"{what} = {dtype!r}; allowed is 'fp8' | 'bf16'")
+        scaled = " | 'fp8_pow2' | 'fp8_fp32'" if what == "dispatch_dtype" else ""
+        raise InputError(f"{what} = {dtype!r}; allowed is 'fp8' | 'bf16'{scaled}")
     if dtype == "fp8" and rows.dtype != torch.bfloat16:
         raise DtypeError(
             f"{name} is {_dtype(rows)} and {what} = 'fp8' quantises BF16 rows only; convert it with "
@@ -313,4 +322,5 @@ __all__ = [
     "check_rows",
     "check_wire",
     "is_aligned",
+    "split_wire",
 ]

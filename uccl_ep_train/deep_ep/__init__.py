@@ -1,4 +1,4 @@
-"""A module of DeepEP's shape: `Buffer` of its first interface, high throughput, on this library.
+"""A module of DeepEP's shape on this library: `Buffer`, high throughput, and `ElasticBuffer`.
 
     python -m uccl_ep_train.deep_ep train.py ARGUMENTS     runs a program that imports deep_ep
     uccl_ep_train.deep_ep.install()                        the same, by the program itself, before it imports
@@ -16,12 +16,23 @@ import torch
 
 from uccl_ep_train.deep_ep.buffer import Buffer
 from uccl_ep_train.deep_ep.config import Config
+from uccl_ep_train.deep_ep.elastic import ElasticBuffer
+from uccl_ep_train.deep_ep.elastic_handle import EPHandle
 from uccl_ep_train.deep_ep.utils.event import EventHandle, EventOverlap
 from uccl_ep_train.errors import ConfigError
 
 topk_idx_t = torch.int64
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "install", "topk_idx_t"]
+__all__ = [
+    "Buffer",
+    "Config",
+    "EPHandle",
+    "ElasticBuffer",
+    "EventHandle",
+    "EventOverlap",
+    "install",
+    "topk_idx_t",
+]
 
 _PARTS = ("utils", "utils.envs", "utils.event", "utils.math", "utils.testing")
 

@@ -1,4 +1,4 @@
-"""`Buffer` of DeepEP's first interface, high throughput: the same calls, over a `uccl_ep_train.Buffer`.
+"""`Buffer` of DeepEP's first interface: the same calls, over a `uccl_ep_train.Buffer`.
 
 The engine is made by the first call that tells the number of experts and the row length, on all ranks
 together, and again where a later call needs longer rows. Routing travels as metadata of the rows.
@@ -8,36 +8,37 @@ Shapes: T tokens, R ranks, H hidden, K experts per token, E experts, L experts o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from uccl_ep_train.api.buffer import Buffer as Engine
-from uccl_ep_train.deep_ep.config import CONFIGURED_RANKS, DEFAULT_BYTES, RANKS_OF_NODE, Config, Runtime
+from uccl_ep_train.deep_ep.config import CONFIGURED_RANKS, RANKS_OF_NODE, Config, Runtime
+from uccl_ep_train.deep_ep.engines import Engines, check
+from uccl_ep_train.deep_ep.low_latency import LowLatencyCalls
 from uccl_ep_train.deep_ep.scales import Rows, caller_rows, engine_rows
-from uccl_ep_train.deep_ep.sending import Handle, Routing, Sender
+from uccl_ep_train.deep_ep.sending import Handle, Routing
 from uccl_ep_train.deep_ep.utils.event import EventHandle, EventOverlap
-from uccl_ep_train.errors import ClosedError, DtypeError, InputError, ShapeError
-from uccl_ep_train.settings.config import EpConfig
+from uccl_ep_train.errors import InputError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _WEIGHTS = 128  # elements of the fp32 row that weights are summed in
-_BESIDE = 128  # fp32 elements that metadata has room for, beside the widest rows
 
 
-class Buffer:
+class Buffer(LowLatencyCalls):
     """One rank's end, for a group of ranks.
 
     group                          its ranks
     num_nvl_bytes, num_rdma_bytes  upper limit of an engine's memory, together; 0: 1 GiB
     explicitly_destroy             ignored: a buffer that is dropped without `destroy` leaves its group, too
 
-    `low_latency_mode`, `enable_shrink` and `comm` are refused: `InputError`. The others are ignored.
+    low_latency_mode               low-latency calls are allowed, too
+    enable_shrink                  low-latency calls go on without ranks that no longer answer; after
+                                   UCCL_EP_MASK_TIMEOUT_S, or 10 s
+
+    `comm` is refused: `InputError`. The others are ignored.
     """
 
     num_sms: int = 20
@@ -55,10 +56,8 @@ class Buffer:
         enable_shrink: bool = False,
         comm: object = None,
     ) -> None:
-        if low_latency_mode or enable_shrink:
-            raise InputError(
-                f"low_latency_mode = {low_latency_mode}, enable_shrink = {enable_shrink}; allowed is False"
-            )
+        if enable_shrink and not low_latency_mode:
+            raise InputError("enable_shrink without low_latency_mode; allowed is both")
         if comm is not None:
             raise InputError(f"comm = {comm!r}; allowed is None: pass a torch.distributed group")
         self.group = group
@@ -67,9 +66,8 @@ class Buffer:
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         self.enable_shrink = enable_shrink
         self.runtime = Runtime(group)
-        self._senders: list[Sender] = []  # those before the last serve handles that they made
-        self._destroyed = False
-        self._comm_stream: torch.cuda.Stream | None = None
+        self._engines = Engines(group, num_nvl_bytes + num_rdma_bytes, outlives_ranks=enable_shrink)
+        self._make_low_latency()
 
     # ---- what callers ask before they dispatch
 
@@ -100,9 +98,7 @@ class Buffer:
 
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream of calls with `async_finish`. On GPUs only."""
-        if self._comm_stream is None:
-            self._comm_stream = torch.cuda.Stream()
-        return self._comm_stream
+        return self._engines.comm_stream()
 
     def get_dispatch_layout(
         self,
@@ -134,7 +130,7 @@ class Buffer:
                 per_node = in_node.sum(0, dtype=torch.int32)
             return in_rank.sum(0, dtype=torch.int32), per_node, named.sum(0, dtype=torch.int32), in_rank
 
-        (per_rank, per_node, per_expert, in_rank), event = self._run(
+        (per_rank, per_node, per_expert, in_rank), event = self._engines.run(
             layout, (topk_idx,), previous_event, async_finish
         )
         return per_rank, per_node, per_expert, in_rank, event
@@ -185,19 +181,19 @@ class Buffer:
                     rows = engine_rows(x)
                 return caller_rows(engine.dispatch(rows, handle=plan).rows, x)
 
-            recv_x, event = self._run(again, (x, handle.kept), previous_event, async_finish)
+            recv_x, event = self._engines.run(again, (x, handle.kept), previous_event, async_finish)
             return recv_x, None, None, [], None, event
         if is_token_in_rank is None or num_tokens_per_expert is None:
-            last = self._senders[-1].engine.preparing("dispatch") if self._senders else nullcontext()
-            with last:  # a refused call counts
+            with self._engines.preparing():
                 raise InputError(
                     "a dispatch needs is_token_in_rank and num_tokens_per_expert: see get_dispatch_layout()"
                 )
         in_rank, per_expert = is_token_in_rank, num_tokens_per_expert
         hidden = (x[0] if isinstance(x, tuple) else x).shape[1]
-        sender = self._sender(per_expert.numel(), hidden, config)
+        num_sms = Buffer.num_sms if config is None else config.num_sms
+        sender = self._engines.sender(per_expert.numel(), hidden, num_sms)
         routing = Routing(in_rank, per_expert, topk_idx, topk_weights)
-        got, event = self._run(
+        got, event = self._engines.run(
             lambda: sender.send(x, routing, expert_alignment, num_worst_tokens),
             (x, routing),
             previous_event,
@@ -229,9 +225,9 @@ class Buffer:
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
         with engine.preparing("combine"):
             if topk_weights is not None:
-                _check("topk_weights", topk_weights, (len(x), num_topk), torch.float32)
+                check("topk_weights", topk_weights, (len(x), num_topk), torch.float32)
             for addend in biases:
-                _check("bias", addend, (plan.num_tokens, x.shape[1]), x.dtype)
+                check("bias", addend, (plan.num_tokens, x.shape[1]), x.dtype)
 
         def run() -> tuple[Tensor, Tensor | None]:
             out = engine.combine(x.contiguous(), plan)
@@ -244,71 +240,9 @@ class Buffer:
             return out, engine.combine(rows, plan)[:, :num_topk].contiguous()
 
         given = (x, topk_weights, biases, handle.kept)
-        (out, weights), event = self._run(run, given, previous_event, async_finish)
+        (out, weights), event = self._engines.run(run, given, previous_event, async_finish)
         return out, weights, event
 
     def destroy(self) -> None:
         """Collective: leaves the group."""
-        self._destroyed = True
-        while self._senders:
-            self._senders.pop().engine.close()
-
-    # ---- below
-
-    def _sender(self, num_experts: int, hidden: int, config: Config | None) -> Sender:
-        """All ranks get here with the same numbers, so they make it together."""
-        if self._destroyed:
-            raise ClosedError("the buffer was destroyed")
-        hidden += _BESIDE
-        for sender in reversed(self._senders):
-            if sender.engine.config.num_experts == num_experts and sender.engine.config.hidden >= hidden:
-                return sender
-        asked = self.num_nvl_bytes + self.num_rdma_bytes
-        made = EpConfig(
-            num_experts=num_experts,
-            hidden=hidden,
-            dispatch_dtype="bf16",
-            budget_bytes=asked or DEFAULT_BYTES,
-            num_sms=Buffer.num_sms if config is None else config.num_sms,
-        )
-        self._senders.append(Sender(Engine(self.group, made)))
-        return self._senders[-1]
-
-    def _run(
-        self, run: Callable[[], Any], given: Any, previous_event: EventOverlap | None, async_finish: bool
-    ) -> tuple[Any, EventOverlap]:
-        """Runs on the current stream, or with async_finish on the other one, which nobody waits for yet.
-
-        given  the tensors that it reads
-        """
-        with torch.no_grad():
-            if not async_finish or not torch.cuda.is_available():
-                if previous_event is not None:
-                    previous_event.current_stream_wait()
-                return run(), EventOverlap(EventHandle() if async_finish else None)
-            here, comm = torch.cuda.current_stream(), self.get_comm_stream()
-            after = None if previous_event is None else previous_event.event
-            with torch.cuda.stream(comm):
-                (EventHandle(here) if after is None else after).current_stream_wait()
-                results = run()
-                event = EventHandle()
-            for tensor in _tensors_of(given):
-                tensor.record_stream(comm)
-            for tensor in _tensors_of(results):
-                tensor.record_stream(here)
-            return results, EventOverlap(event)
-
-
-def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if tensor.dtype != dtype:
-        raise DtypeError(f"{name} is {tensor.dtype}; allowed is {dtype}")
-    if tensor.shape != shape:
-        raise ShapeError(f"{name} is {list(tensor.shape)}; allowed is {list(shape)}")
-
-
-def _tensors_of(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value] if value.is_cuda else []
-    if isinstance(value, Handle):
-        value = value.kept
-    return [tensor for part in value for tensor in _tensors_of(part)] if isinstance(value, tuple) else []
+        self._engines.destroy()

@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+MOST_TOPK = 16  # of low latency
 DEFAULT_BYTES = 1 << 30  # 8 ranks in a domain: 4,096 tokens of 7168 BF16, with num_worst_tokens
 RANKS_OF_NODE = 8
 CONFIGURED_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+
+
+def low_latency_bytes(max_tokens: int, hidden: int, num_ranks: int) -> int:
+    """Of a rank's engine: rows of all ranks, and a row for each expert of each token, twice; and the rest."""
+    return 2 * 2 * hidden * max_tokens * (num_ranks + MOST_TOPK) + (192 << 20)
 
 
 @dataclass(frozen=True)

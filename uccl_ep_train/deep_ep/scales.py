@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from uccl_ep_train.common.handle import Fp8Rows
+from uccl_ep_train.common.slots import pack_exponents
 from uccl_ep_train.errors import ShapeError
 
 _BLOCK = 128  # columns that share a scale
@@ -40,7 +41,11 @@ def caller_rows(rows: Tensor | Fp8Rows, x: Rows) -> Rows:
     """Rows that the engine returned, with scales like those of x. Bytes without a block are 0."""
     if not isinstance(rows, Fp8Rows) or not isinstance(x, tuple) or x[1].dtype != torch.int32:
         return rows
-    exponents = rows.scales.view(torch.int32) >> _EXPONENT
-    packed = exponents.new_zeros((len(exponents), 4 * x[1].shape[1]), dtype=torch.uint8)
-    packed[:, : exponents.shape[1]] = exponents
-    return rows.codes, packed.view(torch.int32)
+    return rows.codes, pack_exponents(rows.scales)
+
+
+def aligned_columns(scales: Tensor) -> Tensor:
+    """A copy whose columns lie one after the other, each a multiple of 16 bytes."""
+    rows, columns = scales.shape
+    there = scales.new_empty(columns, -(-rows // 4) * 4).t()[:rows]
+    return there.copy_(scales)

@@ -126,7 +126,8 @@ class Sender:
             routing.check(engine.num_ranks)
             if expert_alignment < 1:
                 raise InputError(f"expert_alignment = {expert_alignment}; allowed are 1 or more")
-            rows, metadata = engine_rows(x), self._metadata(routing)
+            tokens = len(routing.is_token_in_rank)
+            rows, metadata = engine_rows(x), self.packed(tokens, topk_idx, routing.topk_weights)
             routing_map = None if topk_idx is not None else self._first_experts(routing.is_token_in_rank)
         result = engine.dispatch(
             rows,
@@ -140,24 +141,23 @@ class Sender:
         assert result.metadata is not None
         num_topk = 0 if topk_idx is None else topk_idx.shape[1]
         handle = Handle(engine, result.handle, num_topk, result.metadata, routing.is_token_in_rank)
-        local, weights = self._unpacked(result.metadata, num_topk, routing.topk_weights is not None)
+        local, weights = self.unpacked(result.metadata, num_topk, routing.topk_weights is not None)
         exact = [] if num_worst_tokens > 0 else self._counts(result, routing)
         aligned = [-(-count // expert_alignment) * expert_alignment for count in exact]
         return Received(caller_rows(result.rows, x), local, weights, aligned, handle)
 
-    def _metadata(self, routing: Routing) -> Tensor:
-        """[T, 2 + 3 K] int32, or without weights or experts fewer."""
-        tokens = len(routing.is_token_in_rank)
+    def packed(self, tokens: int, topk_idx: Tensor | None, topk_weights: Tensor | None) -> Tensor:
+        """Metadata [T, 2 + 3 K] int32, or without weights or experts fewer."""
         if tokens > len(self._heads):
             numbers = torch.arange(tokens, dtype=torch.int32, device=self.engine.device)
             heads = torch.stack([torch.full_like(numbers, self.engine.rank + 1), numbers], 1)
             self._settle()
             self._heads = heads
         words = [self._heads[:tokens]]
-        if routing.topk_idx is not None:
-            words.append((routing.topk_idx + 1).view(torch.int32))
-        if routing.topk_weights is not None:
-            words.append(routing.topk_weights.contiguous().view(torch.int32))
+        if topk_idx is not None:
+            words.append((topk_idx + 1).view(torch.int32))
+        if topk_weights is not None:
+            words.append(topk_weights.contiguous().view(torch.int32))
         return torch.cat(words, 1)
 
     def _first_experts(self, is_token_in_rank: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class Sender:
         routing_map[:, :: experts // self.engine.num_ranks] = is_token_in_rank
         return routing_map
 
-    def _unpacked(
+    def unpacked(
         self, metadata: Tensor, num_topk: int, has_weights: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """Numbers of this rank's experts, -1 for others, and weights of those."""

@@ -25,6 +25,8 @@ from uccl_ep_train.settings.checks import (
 from uccl_ep_train.settings.fields import Section, Setting, setting, settings_of
 
 WireDtype = Literal["fp8", "bf16"]
+CallWireDtype = Literal["fp8", "bf16", "fp8_pow2", "fp8_fp32"]
+"""Of one dispatch, which may name the scales."""
 WideDtype = Literal["bf16", "fp32"]
 ScaleMode = Literal["pow2", "fp32"]
 Backend = Literal["auto", "host", "cuda"]
@@ -83,6 +85,19 @@ class Memory(Section):
     Unit: tokens. Allowed: None, or 1 .. 65536.
     """
 
+    low_latency_tokens: int | None = setting(None, optional(integer(1, 4096)), native="=")
+    """Memory of the budget for `LowLatency` with at most so many tokens of a rank; None: for none. Used by
+    GPUs with one domain.
+
+    Unit: tokens. Allowed: None, or 1 .. 4096.
+    """
+
+    low_latency_topk: int = setting(8, integer(1, 32), native="=")
+    """Experts of a token that this memory is for.
+
+    Unit: experts. Allowed: 1 .. 32.
+    """
+
     chunk_bytes: int | None = setting(None, optional(num_bytes(1, 1 << 30)), native="=")
     """Size of a chunk; None: chosen from the budget.
 
@@ -113,6 +128,13 @@ class Deadlines(Section):
     Unit: seconds. Allowed: > 0, at most 10^6.
     """
 
+    mask_timeout_s: float = setting(0.0, number(0.0, 1e6), native="=")
+    """Low-latency operations go on without a rank that has not answered for this long; 0: it is an error.
+    Longer than any rank may lie behind another. The rank's death is then no error either.
+
+    Unit: seconds. Allowed: 0 .. 10^6.
+    """
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu(Section):
@@ -134,6 +156,12 @@ class Gpu(Section):
     """SMs that staging and the routing of a new plan may take before they leave; None: num_sms.
 
     Unit: SMs. Allowed: None, or 1 .. 1024.
+    """
+
+    low_latency_sms: int | None = setting(None, optional(integer(1, 256)), native="=")
+    """SMs that a low-latency kernel may occupy; None: 64.
+
+    Unit: SMs. Allowed: None, or 1 .. 256.
     """
 
     bulk_copies: bool = setting(True, flag(), agree=False, native="=")

@@ -154,7 +154,11 @@ enum class Phase : uint32_t {
   kFolded,
   kMerged,
   kRelayed,
-  kThrough
+  kThrough,
+  kSlotsSent,
+  kSlotsReceived,
+  kPairsSent,
+  kPairsReceived
 };
 // By a crew of each of `num_blocks` blocks, at the end of its work. True in the last block, which publishes the writes
 // of all.

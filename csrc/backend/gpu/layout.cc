@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "backend/gpu/low_latency.h"
 #include "backend/gpu/net.h"
 #include "backend/gpu/packet.h"
 #include "backend/gpu/words.h"
@@ -67,9 +68,29 @@ DeviceRings rings_for(const Shape& shape, uint64_t packet_bytes, uint64_t row_by
   return rings;
 }
 
+void take_low_latency(Cursor& cursor, const Shape& shape, const LowLatencyRoom& room, LowLatencyMap& map) {
+  map.tokens = room.tokens;
+  map.topk = room.topk;
+  if (room.tokens == 0) return;
+  map.row_bytes = map.pair_bytes = round_up(room.row_bytes, 128);
+  const uint64_t members = shape.members, places = map.places();
+  cursor.take(map.routing_full, "flags.slot_routing", members);
+  cursor.take(map.rows_full, "flags.slot_rows", members * kMaxSlotBlocks);
+  cursor.take(map.rows_read, "flags.slot_rows_read", members);
+  cursor.take(map.pairs_entered, "flags.pairs_entered", members);
+  cursor.take(map.pair_full, "flags.pairs", kHalves * places);
+  cursor.take(map.pairs_read, "flags.pairs_read", members);
+  cursor.take(map.headers, "slots.headers", 2 * kHalves * members);
+  cursor.take(map.votes, "slots.votes", 4 * members);
+  cursor.take(map.decisions, "slots.decisions", 2 * members);
+  cursor.take(map.routing, "slots.routing", kHalves * members * places);
+  cursor.take(map.rows, "slots.rows", kHalves * members * map.tokens * map.row_bytes);
+  cursor.take(map.pairs, "slots.pairs", kHalves * places * map.pair_bytes);
+}
+
 // Has memory for the routing of `num_tokens` tokens, and for rows and pieces of a window of `window` tokens.
 DeviceRegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint32_t num_tokens,
-                              uint32_t window) {
+                              uint32_t window, const LowLatencyRoom& beside) {
   const Shape shape(topo);
   DeviceRegionLayout l;
   l.num_ranks = shape.ranks;
@@ -124,6 +145,7 @@ DeviceRegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64
   cursor.take(l.rows, "rows", kHalves * l.half_bytes);
   // Where every rank is alone in its domain, what is folded for others goes into the rings.
   cursor.take(l.pieces, "pieces", (members > 1 ? streams : 1) * l.piece_bytes);
+  take_low_latency(cursor, shape, beside, l.low_latency);
   return l;
 }
 
@@ -144,17 +166,18 @@ uint32_t largest(uint32_t most, Fits fits) {
 
 }  // namespace
 
-uint64_t least_budget_bytes(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint32_t window_tokens) {
+uint64_t least_budget_bytes(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint32_t window_tokens,
+                            const LowLatencyRoom& beside) {
   const uint32_t tokens = blocks_of(std::max(window_tokens, 1u)) * kTileTokens;
-  return round_up(layout_for(topo, num_experts, row_bytes, tokens, kTileTokens).total_bytes, kDevicePage);
+  return round_up(layout_for(topo, num_experts, row_bytes, tokens, kTileTokens, beside).total_bytes, kDevicePage);
 }
 
 // The routing, which is not split into windows, gets an eighth of the budget, or a sixteenth with several domains. It
 // gets at least what `window_tokens` tokens need. Rows, which are split into windows, get the rest.
 DeviceRegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes,
-                               uint32_t window_tokens) {
+                               uint32_t window_tokens, const LowLatencyRoom& beside) {
   const auto used = [&](uint32_t tokens, uint32_t window) {
-    return layout_for(topo, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens).total_bytes;
+    return layout_for(topo, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens, beside).total_bytes;
   };
   const auto bytes = [&](uint32_t tokens, uint32_t window) { return round_up(used(tokens, window), kDevicePage); };
   // Bytes beyond the least routing; what fits into its last page costs nothing.
@@ -169,7 +192,7 @@ DeviceRegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint6
   });
   const uint32_t window =
       largest(std::min(tokens, blocks_of(wanted)), [&](uint32_t n) { return bytes(tokens, n) <= budget_bytes; });
-  DeviceRegionLayout l = layout_for(topo, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens);
+  DeviceRegionLayout l = layout_for(topo, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens, beside);
   const uint64_t unused = round_up(l.total_bytes, kDevicePage) - l.total_bytes;
   l.entries.emplace_back("unused", unused);
   l.total_bytes += unused;

@@ -25,6 +25,8 @@ constexpr uint32_t kPairsPerToken = 32;  // of the capacity; an operation may di
 constexpr uint32_t kMaxTokens = 1u << 16;
 constexpr uint32_t kMaxRelayedChunks = 1u << 14;  // of rows, in a ring between domains
 constexpr uint32_t kHalves = 2;
+constexpr uint32_t kMaxSlotBlocks = 256;  // of a low-latency kernel
+constexpr uint32_t kMaxSlotTokens = 4096;
 
 // In kernels ranks are numbered by domain, then by member, and experts by the number of their rank: a domain's are
 // neighbours. A rank's *stream* to a domain is its tokens that have experts there, in their order; to its own domain,
@@ -42,6 +44,35 @@ struct Part {
   uint64_t offset = 0;
   // In a region that is mapped at `base`.
   constexpr T* in(uint8_t* base) const { return reinterpret_cast<T*>(base + offset); }
+};
+
+// Low latency: what every rank of the domain may write here without asking. Dispatches and combines have numbers, each
+// from 1 on; number n uses half n mod 2, when the reader of number n - 2 has published that it is through. A *place* is
+// a pair's index in its source's [T, K].
+struct SlotHeader;  // low_latency.h
+// Ranks, a bit each: masks.cuh.
+struct SlotVote {
+  uint64_t ranks;
+  DeviceFlag<VoteCast> cast;
+};
+struct LowLatencyMap {
+  Part<DeviceFlag<SlotRoutingFull>> routing_full;  // [members]
+  Part<DeviceFlag<SlotRowsFull>> rows_full;        // [members][kMaxSlotBlocks]
+  Part<DeviceFlag<SlotRowsRead>> rows_read;        // [members]
+  Part<DeviceFlag<PairsEntered>> pairs_entered;    // [members]
+  Part<DeviceFlag<PairFull>> pair_full;            // [halves][places]
+  Part<DeviceFlag<PairsRead>> pairs_read;          // [members]
+  Part<SlotHeader> headers;                        // [dispatch, combine][halves][members]
+  Part<SlotVote> votes;                            // [members][2][2]: masks.cuh
+  Part<SlotVote> decisions;                        // [members][2]
+  Part<int32_t> routing;                           // [halves][members][places] experts, -1: none
+  Part<uint8_t> rows;                              // [halves][members][tokens][row_bytes]
+  Part<uint8_t> pairs;                             // [halves][places][pair_bytes]
+  uint64_t row_bytes = 0, pair_bytes = 0;
+  uint32_t tokens = 0;  // of a rank, at most; 0: there is no memory for it
+  uint32_t topk = 0;    // experts of a token, at most
+
+  constexpr uint32_t places() const { return tokens * topk; }
 };
 
 struct DeviceMap {
@@ -73,6 +104,7 @@ struct DeviceMap {
   Part<uint32_t> sent_token_blocks;  // [domains][token blocks + 1] rows of the stream of earlier token blocks
   Part<uint32_t> sent_tokens;  // [domains][tokens] of a row of the stream
   Part<uint32_t> pair_origin;  // [pairs] place in the caller's [T, width]
+  LowLatencyMap low_latency;
   uint64_t total_bytes = 0;
 
   uint32_t num_ranks = 0;
@@ -104,10 +136,16 @@ constexpr uint64_t kDevicePage = 2u << 20;  // memory of a GPU comes in whole on
 
 // The largest layout within `budget_bytes`, which is at least the least. With `window_tokens` at most one for windows
 // of so many tokens, of widest rows, and for operations with eight times as many.
+// `beside`: memory for low latency, for so many tokens of a rank with so many experts each; 0: none.
+struct LowLatencyRoom {
+  uint32_t tokens = 0, topk = 0;
+  uint64_t row_bytes = 0;  // of the widest row
+};
 DeviceRegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes,
-                               uint32_t window_tokens = 0);
+                               uint32_t window_tokens = 0, const LowLatencyRoom& beside = {});
 // With `window_tokens`: what operations of so many tokens need, though rows go in the least windows.
-uint64_t least_budget_bytes(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint32_t window_tokens = 0);
+uint64_t least_budget_bytes(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint32_t window_tokens = 0,
+                            const LowLatencyRoom& beside = {});
 
 // From one staged row to the next. Bulk copies are slow where source and destination lie differently in 128 bytes.
 constexpr uint64_t staged_row_bytes(Dtype wire, uint64_t hidden, uint64_t num_metadata = 0) {
@@ -146,6 +184,19 @@ struct Progress {
   uint64_t num_refused = 0;  // calls of this rank, so far. Writer: refuse.cu, in the order of the operations
 };
 
+// In an epoch: it is the number of a low-latency operation.
+constexpr uint64_t kLowLatencyEpoch = uint64_t{1} << 63;
+// Numbers of the last low-latency dispatch (0) and combine (1) whose rows this rank has sent, or received. In device
+// memory, so that a captured graph advances them, too.
+struct LowLatencyState {
+  uint64_t sent[2] = {}, received[2] = {};
+  // Where ranks may be masked, a bit each: those that are, and those that this rank misses and has not voted on yet.
+  uint64_t masked = 0, suspected = 0;
+  uint64_t num_settled = 0;
+  uint64_t dropped_pairs = 0;  // of combines: their experts' ranks are masked
+  DeviceFlag<SlotsSettled> settled[2];
+};
+
 // What a plan takes memory for.
 struct PlanSizes {
   uint32_t num_rows = 0;  // of the output
@@ -167,7 +218,7 @@ struct PlanSizes {
 
 struct Local {
   Progress progress;
-  uint64_t entered = 0;  // epoch of the operation whose kernels run
+  uint64_t entered = 0;  // epoch of the operation whose kernels run, or kLowLatencyEpoch with its number
   DeviceFlag<Stop> stop;
   DeviceFlag<Counted> counted;
   DeviceFlag<Packed> packed;
@@ -176,7 +227,8 @@ struct Local {
   DeviceFlag<RowsPlanned> rows_planned;
   DeviceFlag<Hashed> hashed;
   uint64_t routing_hash = 0;  // of a routing that is compared with a plan's; the last to add resets it
-  DeviceCounter<Arrived> arrived[10] = {};  // blocks, by Phase
+  DeviceCounter<Arrived> arrived[14] = {};  // blocks, by Phase
+  LowLatencyState low_latency;
   // Progress, arrival: the time, in ticks of patience.cuh, before which no wait's deadline begins. Writers and readers:
   // threads whose deadline is over; any of their values will do; never reset.
   uint32_t patient_since[2] = {};
@@ -237,7 +289,8 @@ enum class DeviceFault : uint32_t {
   kPlanDiffers,
   kExpertRange,
   kExpertTwice,
-  kTooManyPairs
+  kTooManyPairs,
+  kMasked
 };
 
 // A plan in device memory; arrays lie in one allocation that the caller owns.
@@ -294,6 +347,7 @@ struct Group {
   uint8_t domain_of[kMaxGpuRanks];
   uint8_t first_of[kMaxGpuRanks + 1];  // by domain, then the number of ranks
   uint64_t arrival_nsec, progress_nsec;  // deadlines
+  uint64_t mask_nsec;  // after which a rank is masked; 0: no rank is
   uint32_t shared_bytes;  // a block may have
   bool bulk_copies;  // this GPU has them
   const Net* net;  // nullptr: there is one domain

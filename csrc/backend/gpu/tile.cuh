@@ -219,7 +219,8 @@ __device__ __forceinline__ uint32_t bits_of(uint32_t bytes) {
 // Reads bits, masks and pairs of tiles from a map. A warp takes a token, and a lane takes eight neighbouring columns at
 // a time. With one column per lane the warp would wait for memory after every kWarp columns. Not inlined, because its
 // caller has no registers to spare.
-__device__ __noinline__ void read_map(const Crew crew, const Group& g, const DeviceRouting& r, const Tiles tiles) {
+inline __device__ __noinline__ void read_map(const Crew crew, const Group& g, const DeviceRouting& r,
+                                             const Tiles tiles) {
   constexpr uint32_t kColumns = 8;
   const bool eights = r.width % kColumns == 0 && reinterpret_cast<uint64_t>(r.data) % kColumns == 0;
   const uint32_t all_columns = Tile::words(r.width) * 32;

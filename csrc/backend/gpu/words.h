@@ -69,4 +69,17 @@ struct RelayTag {
   constexpr uint32_t chunk() const { return Chunk::get(word); }
 };
 
+// Where the row of a slot came from: a rank, and the place of the pair there.
+struct SlotOrigin {
+  using Place = BitField<uint32_t, 0, 26>;
+  using Rank = BitsAbove<Place, 6>;
+  static_assert(Rank::fits(kMaxGpuRanks - 1) && Place::fits(uint64_t{kMaxSlotTokens} * kPairsPerToken - 1));
+
+  uint32_t word;
+
+  static constexpr SlotOrigin of(uint32_t rank, uint32_t place) { return {Rank::put(rank) | Place::put(place)}; }
+  constexpr uint32_t place() const { return Place::get(word); }
+  constexpr uint32_t rank() const { return Rank::get(word); }
+};
+
 }  // namespace uccl_ep::gpu

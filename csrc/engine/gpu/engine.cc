@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <map>
 #include <stdexcept>
 
@@ -30,9 +31,24 @@ const EngineConfig& checked(const EngineConfig& config, uint32_t num_sms) {
   require(domains <= static_cast<int>(gpu::kMaxDomains),
           std::to_string(domains) + " domains: the CUDA backend has at most " + std::to_string(gpu::kMaxDomains));
   const bool several = domains > 1;
+  require(config.low_latency_tokens <= gpu::kMaxSlotTokens && config.low_latency_topk <= gpu::kPairsPerToken,
+          "low_latency_tokens = " + std::to_string(config.low_latency_tokens) +
+              ", low_latency_topk = " + std::to_string(config.low_latency_topk) + ": allowed are at most " +
+              std::to_string(gpu::kMaxSlotTokens) + " and " + std::to_string(gpu::kPairsPerToken));
   require(!several || num_sms > 1,
           "num_sms = " + std::to_string(num_sms) + " with several domains: at least 2, one sees to the network");
   return config;
+}
+
+// Several domains have no kernels for low latency.
+gpu::LowLatencyRoom low_latency_room(const EngineConfig& config) {
+  if (Topology::from_labels(config.domain_of).num_domains() > 1) return {};
+  return {config.low_latency_tokens, config.low_latency_topk, uint64_t{2} * config.hidden};
+}
+constexpr uint32_t kUsualLowLatencySms = 64;  // of an H100's 132: fewer made a combine 10 us slower
+uint32_t low_latency_sms_of(const EngineConfig& config) {
+  if (low_latency_room(config).tokens == 0) return 0;
+  return std::min(config.low_latency_sms == 0 ? kUsualLowLatencySms : config.low_latency_sms, gpu::kMaxSlotBlocks);
 }
 
 // Faults caused by the caller. Kernels find them, so the buffer is already broken.
@@ -66,7 +82,8 @@ gpu::DeviceRegionLayout layout_of(const EngineConfig& config) {
                                                ": this buffer needs at least " + std::to_string(least));
   const Topology topo = Topology::from_labels(config.domain_of);
   const auto within = [&](uint64_t bytes) {
-    return gpu::make_layout(topo, config.num_experts, config.widest_row_bytes(), bytes, config.window_tokens);
+    return gpu::make_layout(topo, config.num_experts, config.widest_row_bytes(), bytes, config.window_tokens,
+                            low_latency_room(config));
   };
   // Host memory shrinks with device memory.
   return within(config.budget_bytes - host_bytes(config, within(config.budget_bytes)));
@@ -90,10 +107,10 @@ MemoryEntries gpu_memory_entries(const EngineConfig& config) {
 
 uint64_t gpu_least_budget_bytes(const EngineConfig& config) {
   const Topology topo = Topology::from_labels(config.domain_of);
-  const uint64_t least =
-      gpu::least_budget_bytes(topo, config.num_experts, config.widest_row_bytes(), config.window_tokens);
+  const uint64_t least = gpu::least_budget_bytes(topo, config.num_experts, config.widest_row_bytes(),
+                                                 config.window_tokens, low_latency_room(config));
   return least + host_bytes(config, gpu::make_layout(topo, config.num_experts, config.widest_row_bytes(), least,
-                                                     config.window_tokens));
+                                                     config.window_tokens, low_latency_room(config)));
 }
 
 SmShare::SmShare(int device, uint32_t sms) : device_(device), sms_(sms) {
@@ -120,7 +137,8 @@ GpuEngine::GpuEngine(const EngineConfig& config, int device, uint32_t num_sms, u
       device_(device),
       num_sms_(num_sms),
       stage_sms_(std::max(num_sms, stage_sms)),
-      share_(device, stage_sms_),
+      low_latency_sms_(low_latency_sms_of(config)),
+      share_(device, std::max(stage_sms_, low_latency_sms_)),
       layout_(layout_of(config)),
       plane_(config, layout_.rings, gpu::pci_address(device)),
       socket_(config.rank, config.generation),
@@ -138,7 +156,14 @@ GpuEngine::GpuEngine(const EngineConfig& config, int device, uint32_t num_sms, u
     throw UsageFailure(UsageKind::kConfig, "num_experts = " + std::to_string(config.num_experts) + ": routing needs " +
                                                std::to_string(needed) + " bytes of shared memory, this GPU has " +
                                                std::to_string(group_.shared_bytes));
-  for (auto load : {gpu::load_dispatch, gpu::load_combine, gpu::load_refusal, gpu::load_pad, gpu::load_clock})
+  if (const uint32_t needed = gpu::slot_table_bytes(layout_);
+      layout_.low_latency.tokens > 0 && needed > group_.shared_bytes)
+    throw UsageFailure(UsageKind::kConfig, "low_latency_tokens = " + std::to_string(config.low_latency_tokens) +
+                                               " of " + std::to_string(config.num_experts) + " experts need " +
+                                               std::to_string(needed) + " bytes of shared memory, this GPU has " +
+                                               std::to_string(group_.shared_bytes));
+  for (auto load : {gpu::load_dispatch, gpu::load_combine, gpu::load_refusal, gpu::load_pad, gpu::load_clock,
+                    gpu::load_low_latency_dispatch, gpu::load_low_latency_combine})
     must(load(shared_bytes), "loading the kernels");
   regions_[config.rank] = gpu::DeviceMapping::create(device_, layout_.total_bytes);
   region_bytes_[config.rank] = regions_[config.rank].num_bytes();
@@ -210,6 +235,7 @@ void GpuEngine::start() {
   };
   group_.arrival_nsec = deadline_nsec(config_.arrival_timeout_s);
   group_.progress_nsec = deadline_nsec(config_.progress_timeout_s);
+  group_.mask_nsec = layout_.low_latency.tokens == 0 ? 0 : deadline_nsec(config_.mask_timeout_s);
   group_.bulk_copies = config_.bulk_copies && gpu::has_bulk_copies();
   group_.error = reinterpret_cast<gpu::HostError*>(pinned_.base());
   group_.counts = reinterpret_cast<gpu::HostCounts*>(pinned_.base() + kPinnedBytes);
@@ -242,7 +268,11 @@ bool GpuEngine::tell_fault() const {
   const bool peer_knows = record.kind == ErrorKind::kRankMismatch && record.seen > record.expected;
   for (const uint64_t met = now_usec(); peer_knows && !plane_.failed() && now_usec() - met < kWhyUsec;) usleep(1000);
   const std::shared_lock held(memory_mutex_);
-  if (!given_back_ && !plane_.failed()) plane_.spread(record);
+  if (given_back_ || plane_.failed()) return true;
+  if (static_cast<gpu::DeviceFault>(group_.error->code) == gpu::DeviceFault::kMasked)
+    plane_.keep(record);
+  else
+    plane_.spread(record);
   return true;
 }
 
@@ -322,6 +352,7 @@ Stats GpuEngine::stats() const {
                {"dispatch.guesses", static_cast<double>(num_guesses_)},
                {"dispatch.guesses_too_low", static_cast<double>(num_misses_)},
                {"windows", static_cast<double>(num_windows_)},
+               {"low_latency.dispatches", static_cast<double>(num_low_latency_)},
                {"rows.shipped", static_cast<double>(rows_shipped_)},
                {"rows.placed", static_cast<double>(rows_placed_)},
                {"rows.folded", static_cast<double>(rows_folded_)},
@@ -344,6 +375,8 @@ Stats GpuEngine::stats() const {
     if (local.step_nsec[s] > 0)
       all.emplace_back(std::string("step_seconds.") + step_name(static_cast<Step>(s)),
                        static_cast<double>(local.step_nsec[s]) * 1e-9);
+  all.emplace_back("low_latency.masked_ranks", std::popcount(local.low_latency.masked));
+  all.emplace_back("low_latency.dropped_pairs", static_cast<double>(local.low_latency.dropped_pairs));
   std::vector<uint64_t> waited_usec;
   for (int rank = 0; rank < config_.num_ranks; ++rank)
     waited_usec.push_back(local.waited_nsec[group_.number_of[rank]] / 1000);

@@ -21,6 +21,7 @@
 #include "engine/engine.h"
 #include "engine/gpu/descriptors.h"
 #include "engine/gpu/guess.h"
+#include "engine/gpu/low_latency.h"
 #include "engine/gpu/network.h"
 #include "engine/gpu/pulse.h"
 #include "engine/group/control_plane.h"
@@ -124,6 +125,11 @@ class GpuEngine final : public Engine, private GpuHandles {
 
   std::shared_ptr<Operation> dispatch(const DispatchArgs& args) override;
   std::shared_ptr<Operation> combine(const CombineArgs& args) override;
+  // Low latency: see LowLatency in Python. A call may only send, or only receive what an earlier one has sent.
+  void low_latency_dispatch(const LowLatencyDispatch& args);
+  void low_latency_combine(const LowLatencyCombine& args);
+  // Which ranks are masked then: out [ranks], 1 or 0.
+  void low_latency_masks(int32_t* out, Stream stream);
   void refused(const std::string& why, Stream stream) override;
   uint64_t num_calls() const override { return plane_.num_calls(); }
 
@@ -150,6 +156,9 @@ class GpuEngine final : public Engine, private GpuHandles {
   std::shared_ptr<GpuPlan> new_plan(const DispatchArgs& args) const;
   void check_dispatch(const DispatchArgs& args) const;
   void check_at_once(uint64_t num_tokens, uint32_t width, uint64_t wire_bytes, uint64_t piece_bytes) const;
+  void check_low_latency(uint64_t num_tokens, uint32_t width, uint32_t hidden) const;
+  template <typename Args>
+  void launch_slots(const Args& args, gpu::StreamHandle stream);
   void check_form(const DispatchArgs& args, const GpuPlan& plan);
   void exchange(GpuOp& op);
   void launch(GpuOp& op);
@@ -171,6 +180,7 @@ class GpuEngine final : public Engine, private GpuHandles {
   std::string text_of(const gpu::HostError& error) const;
   void tell_mismatch(const gpu::HostError& error, ErrorRecord& record) const;
   gpu::DeviceHeader header_of(int number, uint64_t epoch) const;
+  gpu::SlotHeader slot_header_of(int number, const gpu::HostError& error) const;
   int rank_of(int number) const;
   TraceEvent event_of(const gpu::TraceRecord& record) const;
   // Whether NICs carry what goes between domains; if not, all ranks are on this host.
@@ -179,7 +189,7 @@ class GpuEngine final : public Engine, private GpuHandles {
   const EngineConfig config_;
   const Topology topo_;
   const int device_;
-  const uint32_t num_sms_, stage_sms_;
+  const uint32_t num_sms_, stage_sms_, low_latency_sms_;
   SmShare share_;
   gpu::DeviceRegionLayout layout_;
   ControlPlane plane_;
@@ -193,6 +203,7 @@ class GpuEngine final : public Engine, private GpuHandles {
   uint64_t* stop_word_ = nullptr;
   mutable std::mutex mutex_;   // one launch at a time
   uint64_t num_begun_ = 0, num_dispatches_ = 0, num_combines_ = 0, num_windows_ = 0;
+  uint64_t num_low_latency_ = 0;
   uint64_t rows_shipped_ = 0, rows_placed_ = 0, rows_folded_ = 0, rows_relayed_ = 0;  // of plans without a capacity
   uint64_t num_guesses_ = 0, num_misses_ = 0;
   using Form = std::tuple<RoutingKind, uint32_t, uint32_t, uint32_t, int>;  // see form_of()

@@ -10,7 +10,7 @@ ErrorRecord GpuEngine::record_of(const gpu::HostError& error) const {
   record.step = static_cast<Step>(error.step);
   record.rank = config_.rank;
   record.peer = rank_of(error.peer);
-  record.epoch = error.epoch;
+  record.epoch = error.epoch & ~gpu::kLowLatencyEpoch;
   record.chunk = error.chunk;
   record.expected = error.expected;
   record.seen = error.seen;
@@ -45,24 +45,41 @@ gpu::DeviceHeader GpuEngine::header_of(int number, uint64_t epoch) const {
   return header;
 }
 
+// As header_of(), of the low-latency operation that an error names. `chunk` says which kind it is.
+gpu::SlotHeader GpuEngine::slot_header_of(int number, const gpu::HostError& error) const {
+  const uint64_t half = (error.epoch & ~gpu::kLowLatencyEpoch) % gpu::kHalves;
+  const uint64_t index = (static_cast<uint64_t>(error.chunk) * gpu::kHalves + half) * layout_.num_members;
+  gpu::SlotHeader header{};
+  const gpu::SlotHeader* const headers = layout_.low_latency.headers.in(group_.base[group_.rank]);
+  gpu::copy_to_host(&header, headers + index + static_cast<uint64_t>(number), sizeof(header), control_stream_,
+                    std::nothrow);
+  gpu::synchronize(control_stream_, std::nothrow);
+  return header;
+}
+
 // `expected` and `seen` become the numbers of calls that we and the peer have refused.
 void GpuEngine::tell_mismatch(const gpu::HostError& error, ErrorRecord& record) const {
   const auto called = [&](int number) {
+    if ((error.epoch & gpu::kLowLatencyEpoch) != 0) {
+      const gpu::SlotHeader header = slot_header_of(number, error);
+      return Called{rank_of(number), header.signature, header.num_refused};
+    }
     const gpu::DeviceHeader header = header_of(number, error.epoch);
     return Called{rank_of(number), header.signature, header.num_refused};
   };
   const Called own = called(static_cast<int>(group_.rank)), other = called(error.peer);
   record.expected = own.num_refused;
   record.seen = other.num_refused;
-  record.set_message(describe_mismatch(error.epoch, own, other,
+  record.set_message(describe_mismatch(error.epoch & ~gpu::kLowLatencyEpoch, own, other,
                                        own.num_refused > other.num_refused ? plane_.refusal(own.num_refused) : ""));
 }
 
 std::string GpuEngine::text_of(const gpu::HostError& error) const {
   const std::string own = "rank " + std::to_string(config_.rank);
   const std::string peer = "rank " + std::to_string(rank_of(error.peer));
-  const uint64_t number = error.epoch + error.num_refused;
-  const std::string call = "call " + std::to_string(number) + " on the buffer: ";
+  const bool slots = (error.epoch & gpu::kLowLatencyEpoch) != 0;
+  const uint64_t number = (error.epoch & ~gpu::kLowLatencyEpoch) + error.num_refused;
+  const std::string call = (slots ? "low-latency call " : "call ") + std::to_string(number) + " on the buffer: ";
   const bool arrival = error.kind == static_cast<uint32_t>(ErrorKind::kArrivalTimeout);
   switch (static_cast<gpu::DeviceFault>(error.code)) {
     case gpu::DeviceFault::kTimeout:
@@ -80,6 +97,8 @@ std::string GpuEngine::text_of(const gpu::HostError& error) const {
     case gpu::DeviceFault::kTooManyPairs:
       return call + own + ": " + std::to_string(error.seen) + " pairs of token and expert; the buffer holds " +
              std::to_string(error.expected) + ": a larger budget_bytes holds more";
+    case gpu::DeviceFault::kMasked:
+      return call + own + " was masked: others did not hear of it within mask_timeout_s";
     default:
       return own + " failed";
   }

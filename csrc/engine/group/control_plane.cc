@@ -175,6 +175,7 @@ void ControlPlane::start() {
     proxy.ended = reinterpret_cast<const Flag*>(proxy.region + layout_.ended_offset);
   }
   proxy.trace = &proxy_trace_;
+  proxy.outlives_ranks = config_.mask_timeout_s > 0;
   proxy.progress_timeout_usec = static_cast<uint64_t>(config_.progress_timeout_s * 1e6);
   proxy_ = std::make_unique<Proxy>(proxy);
   proxy_->start();

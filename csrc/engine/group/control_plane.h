@@ -80,6 +80,8 @@ class ControlPlane {
   void fail(const std::string& text);
   // To every rank directly, unless it has an earlier error.
   void spread(const ErrorRecord& record) const;
+  // To this rank alone: the others go on without it.
+  void keep(const ErrorRecord& record) const;
   // For a deadline: the rank whose heart stopped, if one did, is the cause, not whom we happen to wait for. The message
   // is `text`, that, and what is wrong with our NICs.
   void blame(ErrorRecord& record, std::string text) const;

@@ -32,6 +32,11 @@ void ControlPlane::spread(const ErrorRecord& record) const {
     if (peer != nullptr && peer != &control()) post_error(*peer, record);
 }
 
+void ControlPlane::keep(const ErrorRecord& record) const {
+  const std::shared_lock held(memory_mutex_);
+  if (!given_back_) post_error(control(), record);
+}
+
 bool ControlPlane::failed() const {
   const std::shared_lock held(memory_mutex_);
   return given_back_ ? last_error_.has_value() : control().error_claim.claimed();

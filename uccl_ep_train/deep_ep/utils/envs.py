@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from uccl_ep_train.settings import env
@@ -35,6 +37,15 @@ def dist_print(s: str = "", once_in_node: bool = False) -> None:
     dist.barrier()
 
 
+_gather = dist.all_gather_into_tensor
+
+
+def _gather_stacked(output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any) -> Any:
+    """NCCL's takes outputs of any shape; gloo's wants inputs one after the other."""
+    shape = (-1, *input_tensor.shape[1:])
+    return _gather(output_tensor.view(shape), input_tensor, *args, **options)
+
+
 def init_dist(local_rank: int, num_local_ranks: int, seed: int = 0) -> tuple[int, int, ProcessGroup]:
     """Joins the group that MASTER_ADDR, MASTER_PORT, WORLD_SIZE (of nodes) and RANK (of this node) name.
 
@@ -46,8 +57,11 @@ def init_dist(local_rank: int, num_local_ranks: int, seed: int = 0) -> tuple[int
     nodes, node = int(env.read("WORLD_SIZE", "1")), int(env.read("RANK", "0"))
     address, port = env.read("MASTER_ADDR", "127.0.0.1"), env.read("MASTER_PORT", "8361")
     num_gpus = torch.cuda.device_count()
+    shares = num_gpus < num_local_ranks
+    if shares:
+        dist.all_gather_into_tensor = _gather_stacked
     dist.init_process_group(
-        "nccl" if num_gpus >= num_local_ranks else "gloo",
+        "gloo" if shares else "nccl",
         init_method=f"tcp://{address}:{port}",
         world_size=nodes * num_local_ranks,
         rank=node * num_local_ranks + local_rank,

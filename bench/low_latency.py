@@ -1,0 +1,173 @@
+"""Times of low-latency operations: whole, and sending and receiving apart.
+
+    python bench/low_latency.py                                                  starts 2 ranks on this host
+    torchrun --nproc_per_node=2 bench/low_latency.py --tokens 1 32 128 --sms 24 64
+
+dispatch_*_us    one kernel, from raw BF16 rows to rows in slots; of FP8 with fp32 scales
+combine_us       one kernel, from rows in slots to sums
+*_send_us, *_receive_us   two kernels; what is received has been sent by all ranks long before
+graph_us         GPUs only: an FP8 dispatch and a combine, captured and replayed
+
+Each is the median over runs of the slowest rank, from the moment when all GPUs have met. It contains the
+launch of a kernel: `empty_us` is that of a kernel which does nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):  # started by its path, as torchrun does
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench import report
+from bench.measure import finish_device, timed_on_gpu, timed_on_host, wake_links
+from bench.ranks import Meeting, join_group, meeting, parse, start_ranks
+from uccl_ep_train import Buffer, EpConfig, LowLatency
+
+Timed = Callable[[Callable[[], None]], float]
+
+
+class Cell:
+    """One number of tokens and SMs: a buffer, inputs, and what is timed."""
+
+    def __init__(self, args: argparse.Namespace, tokens: int, sms: int) -> None:
+        self.buffer = Buffer(
+            None,
+            EpConfig(
+                num_experts=args.experts,
+                hidden=args.hidden,
+                budget_bytes=2 << 30,
+                low_latency_tokens=tokens,
+                low_latency_topk=args.topk,
+                low_latency_sms=sms or None,
+                domain_size=dist.get_world_size() // args.domains,
+            ),
+        )
+        self.calls, device = LowLatency(self.buffer), self.buffer.device
+        generator = torch.Generator(device).manual_seed(dist.get_rank())
+        self.x = torch.randn(tokens, args.hidden, device=device, generator=generator).bfloat16()
+        scores = torch.rand(tokens, args.experts, device=device, generator=generator)
+        self.topk_idx = scores.topk(args.topk, 1)[1]
+        self.weights = torch.rand(tokens, args.topk, device=device, generator=generator)
+        got = self.calls.dispatch(self.x, self.topk_idx, wire="bf16")
+        assert isinstance(got.rows, torch.Tensor)
+        self.rows, self.handle = torch.randn_like(got.rows), got.handle
+
+    def dispatch(self, wire: str) -> None:
+        self.calls.dispatch(self.x, self.topk_idx, wire=wire)  # type: ignore[arg-type]
+
+    def combine(self) -> None:
+        self.calls.combine(self.rows, self.topk_idx, self.weights, self.handle)
+
+    def apart(self, timed: Timed, which: str) -> tuple[float, float]:
+        """Seconds of sending and of receiving."""
+        sent: list[Any] = []
+
+        def send() -> None:
+            if which == "dispatch":
+                sent.append(self.calls.send_dispatch(self.x, self.topk_idx, wire="fp8_fp32"))
+            else:
+                sent.append(self.calls.send_combine(self.rows, self.topk_idx, self.weights, self.handle))
+
+        def receive() -> None:
+            sent.pop().receive()
+
+        return timed(send), timed(receive)
+
+    def capture(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.dispatch("fp8_fp32")
+            self.combine()
+        return graph
+
+
+def measure(cell: Cell, timed: Timed, runs: int) -> dict[str, float]:
+    """Microseconds, by name."""
+    whole: dict[str, Callable[[], None]] = {
+        "empty_us": lambda: torch.cuda._sleep(1) if torch.cuda.is_available() else None,
+        "dispatch_fp8_us": lambda: cell.dispatch("fp8_fp32"),
+        "dispatch_bf16_us": lambda: cell.dispatch("bf16"),
+        "combine_us": cell.combine,
+    }
+    if cell.buffer.device.type == "cuda":
+        whole["graph_us"] = cell.capture().replay
+    seconds: dict[str, list[float]] = {name: [] for name in whole}
+    for kind in ("dispatch", "combine"):
+        seconds |= {f"{kind}_send_us": [], f"{kind}_receive_us": []}
+    for _ in range(runs + 4):
+        wake_links()
+        for name, call in whole.items():
+            seconds[name].append(timed(call))
+        for kind in ("dispatch", "combine"):
+            parts = cell.apart(timed, kind)
+            for name, part in zip(("send", "receive"), parts, strict=True):
+                seconds[f"{kind}_{name}_us"].append(part)
+    found = {}
+    for name, values in seconds.items():
+        slowest = torch.tensor(values[4:], dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        found[name] = report.quantile(1e6 * slowest, 0.5)
+    return found
+
+
+def run_rank(args: argparse.Namespace) -> int:
+    """Runs one rank."""
+    join_group(args.share_gpus)
+    meet: Meeting | None = meeting() if torch.cuda.is_available() else None
+    records = []
+
+    def timed(call: Callable[[], None]) -> float:
+        return timed_on_host(call) if meet is None else timed_on_gpu(meet, call)
+
+    for tokens in args.tokens:
+        for sms in args.sms:
+            cell = Cell(args, tokens, sms)
+            found = measure(cell, timed, args.runs)
+            finish_device()
+            cell.buffer.check()
+            cell.buffer.close()
+            asked = {name: getattr(args, name) for name in ("hidden", "topk", "experts", "domains", "runs")}
+            shape = {"tokens": tokens, "num_sms": sms, "ranks": dist.get_world_size()}
+            records.append({"system": "uccl_ep", "op": "low_latency"} | shape | asked | found)
+            if dist.get_rank() == 0:
+                print(f"T = {tokens}, {sms} SMs: {found}", flush=True)
+    if meet is not None:
+        meet.close()
+    if dist.get_rank() == 0:
+        about = report.about_here(args.commit)
+        report.write_json([record | about for record in records], args.out.with_suffix(".json"))
+        print(f"written: {args.out}.json")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[128], help="per rank")
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--sms", type=int, nargs="+", default=[0], help="of a kernel; 0: the default")
+    parser.add_argument("--domains", type=int, default=1, help="the ranks are split into")
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--ranks", type=int, default=2, help="to start when not under torchrun")
+    parser.add_argument("--commit", default="", help="to record; default: $BENCH_COMMIT, else git's")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "low_latency")
+    args = parse(parser, argv)
+    if dist.is_torchelastic_launched():
+        return run_rank(args)
+    return start_ranks(args.ranks, Path(__file__), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

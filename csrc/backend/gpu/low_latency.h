@@ -1,0 +1,73 @@
+// Low latency, in one domain: every pair of token and expert has a slot in the expert's output, [experts of a
+// rank][ranks
+// * tokens][H], from the routing alone: no rank waits for a plan. A dispatch writes each row once into the memory of
+// every rank that has an expert of its token, and that rank copies it into its slots. A combine writes every slot's row
+// into the memory of its token's rank, which sums them.
+//
+// Sending and receiving are two kernels, or one. Nothing that a sender waits for depends on an operation after the one
+// before the last.
+#pragma once
+
+#include "backend/gpu/layout.h"
+#include "backend/gpu/steps.h"
+
+namespace uccl_ep::gpu {
+
+// What a rank tells each member of an operation.
+struct SlotHeader {
+  uint64_t number;
+  OpSignature signature;
+  uint32_t num_tokens;
+  uint32_t num_blocks;  // of its kernel
+  uint32_t num_refused;  // as in OpHeader
+};
+
+// Which kernel an operation's launch is.
+enum class SlotPhase : uint32_t { kBoth, kSend, kReceive };
+
+struct SlotDispatchArgs {
+  OpSignature signature{};
+  SlotPhase phase = SlotPhase::kBoth;
+  // To send.
+  StageArgs stage;
+  const int64_t* topk_idx = nullptr;  // [T, width], -1: none
+  uint32_t width = 0;
+  // To receive. L: experts of a rank, S: slots of an expert, ranks * tokens.
+  uint8_t* rows = nullptr;  // [L, S, H] BF16, or codes
+  float* scales = nullptr;  // [L, H / 128, S], or with `ue8m0` [L, ceil(H / 512), S] words of four exponents
+  bool ue8m0 = false;
+  int32_t* counts = nullptr;  // [L]
+  int64_t* ranges = nullptr;  // [L, ranks] first slot << 32 | slots
+  int32_t* source_tokens = nullptr;  // [L, S]
+  uint32_t* origins = nullptr;  // [L, S] SlotOrigin
+  int32_t* total_counts = nullptr;  // [L], or nullptr: counts are added
+  int64_t* waited_nsec = nullptr;  // [ranks], or nullptr: what block 0 waited for a rank's routing is added
+};
+
+struct SlotCombineArgs {
+  OpSignature signature{};
+  SlotPhase phase = SlotPhase::kBoth;
+  uint32_t hidden = 0;
+  // To send.
+  const uint8_t* rows = nullptr;  // [L, S, H] BF16
+  const int64_t* ranges = nullptr;  // of the dispatch, as origins
+  const uint32_t* origins = nullptr;
+  // To receive.
+  const int64_t* topk_idx = nullptr;  // [T, width]
+  const float* weights = nullptr;  // [T, width]
+  uint32_t num_tokens = 0, width = 0;
+  uint8_t* out = nullptr;  // [T, H] BF16
+  int64_t* waited_nsec = nullptr;  // as in SlotDispatchArgs
+};
+
+Status load_low_latency_dispatch(uint32_t shared_bytes);
+Status load_low_latency_combine(uint32_t shared_bytes);
+// Says which ranks are masked, 1 or 0: out [ranks] int32.
+Status launch_masks(const Group& group, int32_t* out, StreamHandle stream);
+// Each is one kernel of `num_sms` blocks, at most kMaxSlotBlocks.
+Status launch_low_latency(const Group& group, const SlotDispatchArgs& args, uint32_t num_sms, StreamHandle stream);
+Status launch_low_latency(const Group& group, const SlotCombineArgs& args, uint32_t num_sms, StreamHandle stream);
+// Shared memory that a block needs to find slots.
+uint32_t slot_table_bytes(const DeviceMap& map);
+
+}  // namespace uccl_ep::gpu

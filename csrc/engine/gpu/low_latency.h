@@ -1,0 +1,44 @@
+// Calls of a GPU engine's low-latency mode (backend/gpu/low_latency.h).
+#pragma once
+
+#include "backend/gpu/low_latency.h"
+#include "engine/call.h"
+
+namespace uccl_ep {
+
+// T tokens with `width` experts each; L experts of this rank; S = ranks * low_latency_tokens slots of an expert.
+struct LowLatencyDispatch {
+  gpu::SlotPhase phase = gpu::SlotPhase::kBoth;
+  const uint8_t* x = nullptr;         // [T, H] BF16
+  const int64_t* topk_idx = nullptr;  // [T, width], -1: none
+  uint64_t num_tokens = 0;
+  uint32_t width = 0, hidden = 0;
+  Dtype wire = Dtype::kBf16;
+  // Of the results; a call that only sends has none.
+  uint8_t* rows = nullptr;           // [L, S, H]
+  float* scales = nullptr;           // as in gpu::SlotDispatchArgs
+  bool ue8m0 = false;
+  int32_t* counts = nullptr;         // [L]
+  int64_t* ranges = nullptr;         // [L, ranks]
+  int32_t* source_tokens = nullptr;  // [L, S]
+  uint32_t* origins = nullptr;       // [L, S], for the combine
+  int32_t* total_counts = nullptr;   // [L] or nullptr
+  int64_t* waited_nsec = nullptr;    // [ranks] or nullptr
+  Stream stream = nullptr;
+};
+
+struct LowLatencyCombine {
+  gpu::SlotPhase phase = gpu::SlotPhase::kBoth;
+  const uint8_t* rows = nullptr;      // [L, S, H] BF16
+  const int64_t* ranges = nullptr;  // of the dispatch, as origins
+  const uint32_t* origins = nullptr;
+  const int64_t* topk_idx = nullptr;  // [T, width]
+  const float* weights = nullptr;     // [T, width]
+  uint64_t num_tokens = 0;
+  uint32_t width = 0, hidden = 0;
+  uint8_t* out = nullptr;             // [T, H] BF16
+  int64_t* waited_nsec = nullptr;     // [ranks] or nullptr
+  Stream stream = nullptr;
+};
+
+}  // namespace uccl_ep

@@ -1,0 +1,199 @@
+"""Low latency on GPUs: sending apart from receiving, graphs, refused and other calls, missing ranks.
+
+Rows and sums are compared in `tests/unit/test_low_latency.py --backend cuda`.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from tests.bits import bit_difference
+from tests.cases import EngineSpec
+from tests.low_latency import ROOM, E, Given, H, give, slot_differences
+from uccl_ep_train import Buffer
+from uccl_ep_train.api.low_latency import LowLatency
+from uccl_ep_train.common.slots import SlotStatistics
+from uccl_ep_train.core import cuda
+from uccl_ep_train.errors import ArrivalTimeout, InputError, PeerFailed, RankMismatchError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without CUDA kernels"
+    ),
+]
+
+
+def spec_of(*settings: tuple[str, Any]) -> EngineSpec:
+    return EngineSpec(
+        domains=(0, 0), num_experts=E, hidden=H, settings=(("backend", "cuda"), *ROOM, *settings)
+    )
+
+
+def settle(buffer: Buffer) -> None:
+    torch.cuda.synchronize()
+    buffer.check()
+
+
+def test_two_of_a_kind_are_sent_before_the_first_is_received() -> None:
+    spec = spec_of()
+    worlds = [give(spec, seed=seed) for seed in range(2)]
+    with spec.group() as group:
+
+        def step(rank: int, buffer: Buffer) -> None:
+            calls, inputs = LowLatency(buffer), [given.on(rank, buffer.device) for given in worlds]
+            sent = [calls.send_dispatch(x, topk_idx, wire="bf16") for x, topk_idx, *_ in inputs]
+            got = [entry.receive() for entry in sent]
+            sums = [
+                calls.send_combine(outputs, topk_idx, weights, rows.handle)
+                for rows, (_, topk_idx, weights, outputs) in zip(got, inputs, strict=True)
+            ]
+            for given, rows, out in zip(worlds, got, [entry.receive() for entry in sums], strict=True):
+                assert not slot_differences(rows, given.sent()[rank])
+                assert not bit_difference(out.cpu(), given.sums(spec)[rank])
+
+        group.run(step)
+
+
+def test_what_is_out_of_turn_is_refused_and_changes_nothing() -> None:
+    spec = spec_of()
+    given = give(spec)
+    with spec.group() as group:
+
+        def step(rank: int, buffer: Buffer) -> None:
+            calls, (x, topk_idx, *_) = LowLatency(buffer), given.on(rank, buffer.device)
+            first, second = (calls.send_dispatch(x, topk_idx, wire="bf16") for _ in range(2))
+            for call in (calls.send_dispatch, calls.dispatch):
+                with pytest.raises(InputError, match="2 dispatches were sent and not received; allowed are"):
+                    call(x, topk_idx)
+            with pytest.raises(InputError, match="allowed is that order"):
+                second.receive()
+            for sent in (first, second):
+                assert not slot_differences(sent.receive(), given.sent()[rank])
+            with pytest.raises(InputError, match="allowed is one receive"):
+                second.receive()
+            settle(buffer)
+
+        group.run(step)
+
+
+def test_statistics_are_added_to() -> None:
+    spec = spec_of()
+    given = give(spec)
+    with spec.group() as group:
+
+        def step(rank: int, buffer: Buffer) -> None:
+            calls, (x, topk_idx, *_) = LowLatency(buffer), given.on(rank, buffer.device)
+            counts = torch.zeros(E // 2, dtype=torch.int32, device=buffer.device)
+            waited = torch.zeros(2, dtype=torch.int64, device=buffer.device)
+            for _ in range(3):
+                got = calls.dispatch(x, topk_idx, statistics=SlotStatistics(counts, waited))
+            assert torch.equal(counts, 3 * got.counts)
+            assert 0 < int(waited.sum()) < 10**10
+
+        group.run(step)
+
+
+def replay(rank: int, buffer: Buffer, worlds: list[Given], spec: EngineSpec) -> None:
+    """A graph of a dispatch and a combine, in two halves each, with ever new inputs."""
+    calls, stream = LowLatency(buffer), torch.cuda.Stream()
+    x, topk_idx, weights, outputs = given_like = worlds[0].on(rank, buffer.device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        sent = calls.send_dispatch(x, topk_idx, wire="bf16")
+        got = sent.receive()
+        out = calls.send_combine(outputs, topk_idx, weights, got.handle).receive()
+    for given in [*worlds, *worlds]:
+        for to, new in zip(given_like, given.on(rank, buffer.device), strict=True):
+            to.copy_(new)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            graph.replay()
+        settle(buffer)
+        assert not slot_differences(got, given.sent()[rank])
+        assert not bit_difference(out.cpu(), given.sums(spec)[rank])
+
+
+def test_replays_of_a_graph_follow_the_routing() -> None:
+    spec = spec_of()
+    worlds = [give(spec, seed=seed) for seed in range(3)]
+    with spec.group() as group:
+        group.run(lambda rank, buffer: replay(rank, buffer, worlds, spec))
+
+
+def test_a_receive_outside_its_graph_is_refused() -> None:
+    spec = spec_of()
+    given = give(spec)
+    with spec.group() as group:
+
+        def step(rank: int, buffer: Buffer) -> None:
+            calls, (x, topk_idx, *_) = LowLatency(buffer), given.on(rank, buffer.device)
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                sent = calls.send_dispatch(x, topk_idx)
+            with pytest.raises(InputError, match="not captured in the graph"):
+                sent.receive()
+
+        group.run(step)
+
+
+def test_other_calls_are_a_mismatch_that_names_both() -> None:
+    spec = spec_of()
+    given = give(spec)
+    with spec.group() as group:
+
+        def step(rank: int, buffer: Buffer) -> str:
+            calls, (x, topk_idx, *_) = LowLatency(buffer), given.on(rank, buffer.device)
+            with pytest.raises(RankMismatchError) as caught:
+                for _ in range(2):
+                    calls.dispatch(x, topk_idx, wire="fp8" if rank else "bf16")
+                    settle(buffer)
+            return str(caught.value)
+
+        for text in group.run(step):
+            assert "low-latency dispatch(bf16 as fp8" in text and "low-latency dispatch(bf16 as bf16" in text
+
+
+def test_a_rank_that_does_not_come_is_an_error_within_the_deadline() -> None:
+    spec = spec_of(("arrival_timeout_s", 2.0))
+    given = give(spec)
+    with spec.group() as group:
+
+        def step(rank: int, buffer: Buffer) -> None:
+            calls, (x, topk_idx, *_) = LowLatency(buffer), given.on(rank, buffer.device)
+            if rank == 0:
+                with pytest.raises(ArrivalTimeout, match="rank 1 to enter"):
+                    calls.dispatch(x, topk_idx)
+                    settle(buffer)
+
+        group.run(step)
+
+
+def test_a_rank_that_does_not_come_is_masked_where_that_is_allowed() -> None:
+    """It has an error when it comes; the other one goes on without it."""
+    spec = spec_of(("mask_timeout_s", 1.0))
+    given = give(spec)
+    others_went_on = threading.Event()
+    with spec.group() as group:
+
+        def step(rank: int, buffer: Buffer) -> None:
+            calls, (x, topk_idx, *_) = LowLatency(buffer), given.on(rank, buffer.device)
+            if rank == 1:
+                others_went_on.wait(30)
+                with pytest.raises(PeerFailed, match="rank 1 was masked"):
+                    calls.dispatch(x, topk_idx, wire="bf16")
+                    settle(buffer)
+                return
+            for _ in range(3):
+                got = calls.dispatch(x, topk_idx, wire="bf16")
+                settle(buffer)
+                assert calls.masked_ranks().tolist() == [0, 1]
+                ours = (topk_idx < E // 2) & (topk_idx >= 0)
+                assert int(got.counts.sum()) == int(ours.sum())
+            others_went_on.set()
+
+        group.run(step)

@@ -1,0 +1,306 @@
+"""`LowLatency`: dispatch and combine for decoding, where every expert has a slot for whatever can come.
+
+No rank waits for counts, so calls have fixed shapes, never block the host, and can be captured in CUDA
+graphs. On GPUs with one domain two kernels of their own do the work. On CPUs and between domains it is a
+dispatch with a capacity and index operations, with the same bits.
+
+Shapes: T tokens of this rank, M the most tokens of any rank, R ranks, H hidden, K experts per token, L
+experts of this rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from uccl_ep_train.api.buffer import Buffer
+from uccl_ep_train.api.composed import ComposedSlots
+from uccl_ep_train.common.handle import Fp8Rows
+from uccl_ep_train.common.slots import SlotHandle, SlotRows, SlotStatistics
+from uccl_ep_train.core import routing
+from uccl_ep_train.core.low_latency import SlotKernels, SlotWire
+from uccl_ep_train.errors import ConfigError, DeviceError, DtypeError, InputError, ShapeError
+
+SlotWireName = Literal["bf16", "fp8", "fp8_fp32"]
+WIRES: dict[str, tuple[str, str]] = {
+    "bf16": ("bf16", ""),
+    "fp8": ("fp8", "pow2"),
+    "fp8_fp32": ("fp8", "fp32"),
+}
+MOST_SENT = 2
+"""Operations of a kind that may be sent and not received yet."""
+
+Result = TypeVar("Result")
+
+
+class Sent(Generic[Result]):
+    """An operation whose rows are under way. No kernel of it runs until `receive`."""
+
+    def __init__(self, queue: deque[Sent[Result]], result: Result, receive: Callable[[], None]) -> None:
+        self.result = result
+        """Its memory, which holds nothing yet."""
+        self._queue = queue
+        self._receive = receive
+        queue.append(self)
+
+    def receive(self) -> Result:
+        """Launches what waits for the rows, on the current stream. Once, in the order of sending, and in the
+        graph that the sending was captured in.
+
+        Raises `InputError`.
+        """
+        if self not in self._queue:
+            raise InputError("these rows were received before; allowed is one receive() of each")
+        if self._queue[0] is not self:
+            raise InputError("rows that were sent before these are not received; allowed is that order")
+        self._receive()
+        self._queue.popleft()
+        return self.result
+
+
+class LowLatency:
+    """The low-latency calls of one buffer.
+
+    buffer  of `EpConfig(low_latency_tokens=M, low_latency_topk=K)`, on all ranks. On CPUs and between domains
+            rows of a combine travel in fp32: such a buffer needs max_dtype = "fp32"
+
+    Calls of each kind form one sequence, the same on every rank, beside the buffer's other operations. At
+    most two of a kind may be sent and not received.
+
+    With `mask_timeout_s`, on GPUs with one domain, calls go on without a rank that no longer answers: it is
+    masked. All others agree on that before they use a result. No row of it comes, and its experts' rows are
+    missing in sums; `stats()` counts these pairs. A masked rank that comes back raises `PeerFailed`, and
+    stays masked. The buffer's other operations raise as ever.
+
+    Raises `ConfigError` for a buffer without low_latency_tokens.
+    """
+
+    def __init__(self, buffer: Buffer) -> None:
+        tokens = buffer.config.memory.low_latency_tokens
+        if tokens is None:
+            raise ConfigError("low_latency_tokens = None; allowed is the most tokens of any rank")
+        self.buffer = buffer
+        self._owner = object()
+        self.max_tokens = tokens
+        self._dispatches: deque[Sent[SlotRows]] = deque()
+        self._combines: deque[Sent[Tensor]] = deque()
+        self._kernels: SlotKernels | None = None
+        if buffer.device.type == "cuda" and buffer.topology.num_domains == 1:
+            # The one user of a buffer's engine beside the buffer.
+            experts = buffer.config.num_experts // buffer.num_ranks
+            self._kernels = SlotKernels(buffer._engine, buffer.device, buffer.num_ranks, experts, tokens)
+        self._composed = None if self._kernels else ComposedSlots(buffer, tokens)
+
+    # ---- dispatch
+
+    def dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        *,
+        wire: SlotWireName = "fp8",
+        ue8m0: bool = False,
+        statistics: SlotStatistics | None = None,
+    ) -> SlotRows:
+        """Sends each token to the ranks of its experts, into slots of its experts.
+
+        x           [T, H] bfloat16, contiguous; T at most M, may differ per rank and be 0
+        topk_idx    [T, K] int64, -1: none
+        wire        "fp8" with scales that are powers of two, "fp8_fp32" with unrounded ones, or "bf16";
+                    equal on all ranks, as H and K
+        ue8m0       scales come as exponents (`SlotRows`); with "fp8" only
+        statistics  counters that the call adds to; see `SlotStatistics`
+
+        Raises `InputError` before anything is launched; a refused call counts as in `Buffer.dispatch`.
+        """
+        return self._dispatch(
+            x, topk_idx, self._wire(wire, ue8m0), statistics or SlotStatistics(), "both"
+        ).receive()
+
+    def send_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        *,
+        wire: SlotWireName = "fp8",
+        ue8m0: bool = False,
+        statistics: SlotStatistics | None = None,
+    ) -> Sent[SlotRows]:
+        """As `dispatch`, but only sends. Until `receive()` the GPU's SMs are free for others."""
+        return self._dispatch(x, topk_idx, self._wire(wire, ue8m0), statistics or SlotStatistics(), "send")
+
+    def _wire(self, name: str, ue8m0: bool) -> SlotWire:
+        with self.buffer.preparing("low-latency dispatch"):
+            if name not in WIRES:
+                raise InputError(f"wire = {name!r}; allowed is one of {', '.join(WIRES)}")
+            if ue8m0 and name != "fp8":
+                raise InputError(f"ue8m0 with wire = {name!r}; allowed is 'fp8'")
+        return SlotWire(*WIRES[name], ue8m0)
+
+    def _dispatch(
+        self, x: Tensor, topk_idx: Tensor, wire: SlotWire, statistics: SlotStatistics, phase: str
+    ) -> Sent[SlotRows]:
+        buffer, kernels = self.buffer, self._kernels
+        buffer.check()
+        with buffer.preparing("low-latency dispatch"):
+            self._check_turn(self._dispatches, phase, "dispatches")
+            routing.check_rows("x", x, buffer.config, buffer.device)
+            if x.dtype != torch.bfloat16:
+                raise DtypeError(f"x is {x.dtype}; allowed is torch.bfloat16")
+            if len(x) > self.max_tokens:
+                raise ShapeError(f"x has {len(x)} rows; allowed are low_latency_tokens = {self.max_tokens}")
+            self._check("topk_idx", topk_idx, (len(x), topk_idx.shape[-1]), torch.int64)
+            experts = buffer.config.num_experts // buffer.num_ranks
+            self._check_counter("total_counts", statistics.total_counts, (experts,), torch.int32)
+            self._check_counter("waited_ns", statistics.waited_ns, (buffer.num_ranks,), torch.int64)
+            if kernels is not None:
+                into = kernels.new_rows(len(x), x.shape[1], wire, self._owner)
+                args = kernels.dispatch_args(x, topk_idx, wire, into, statistics)
+                kernels.dispatch(args, phase)
+        if kernels is None:
+            assert self._composed is not None
+            name = next(name for name, of in WIRES.items() if of == (wire.name, wire.scale))
+            into = self._composed.dispatch(x, topk_idx, wire=name, ue8m0=wire.ue8m0)  # type: ignore[arg-type]
+            if statistics.total_counts is not None:
+                statistics.total_counts.add_(into.counts)
+            return Sent(self._dispatches, into, lambda: None)
+        rows, handle = into.rows if isinstance(into.rows, Fp8Rows) else (into.rows,), into.handle
+        assert isinstance(handle.plan, Tensor)
+        kept = (*rows, handle.counts, handle.ranges, handle.source_tokens, handle.plan, *statistics)
+        return Sent(self._dispatches, into, self._receiver(kernels.dispatch, args, phase, kept))
+
+    # ---- combine
+
+    def combine(
+        self,
+        rows: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: SlotHandle,
+        *,
+        out: Tensor | None = None,
+        waited_ns: Tensor | None = None,
+    ) -> Tensor:
+        """Sums, for each token of this rank, the rows of its experts, times their weights.
+
+        rows          [L, R * M, H] bfloat16, contiguous, in the slots of the dispatch
+        topk_idx      [T, K] int64, as in the dispatch; an entry that has become -1 adds nothing
+        topk_weights  [T, K] float32
+        handle        of the dispatch
+        out           [T, H] bfloat16 for the result, or None
+        waited_ns     as in `SlotStatistics`
+
+        Returns [T, H] bfloat16: sums are fp32, over a rank's experts ascending, then over ranks, and rounded
+        once. Raises `InputError` before anything is launched.
+        """
+        return self._combine(rows, (topk_idx, topk_weights), handle, (out, waited_ns), "both").receive()
+
+    def send_combine(
+        self,
+        rows: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: SlotHandle,
+        *,
+        out: Tensor | None = None,
+        waited_ns: Tensor | None = None,
+    ) -> Sent[Tensor]:
+        """As `combine`, but only sends."""
+        return self._combine(rows, (topk_idx, topk_weights), handle, (out, waited_ns), "send")
+
+    def _combine(
+        self,
+        rows: Tensor,
+        routed: tuple[Tensor, Tensor],
+        handle: SlotHandle,
+        given: tuple[Tensor | None, Tensor | None],
+        phase: str,
+    ) -> Sent[Tensor]:
+        buffer, kernels, (topk_idx, topk_weights), (out, waited_ns) = (
+            self.buffer,
+            self._kernels,
+            routed,
+            given,
+        )
+        if kernels is None:
+            assert self._composed is not None
+            result = self._composed.combine(rows, topk_idx, topk_weights, handle, out=out)
+            return Sent(self._combines, result, lambda: None)
+        buffer.check()
+        with buffer.preparing("low-latency combine"):
+            self._check_turn(self._combines, phase, "combines")
+            if handle.owner is not self._owner:
+                raise InputError("handle is of another LowLatency; allowed is one of this")
+            tokens, hidden, experts = handle.num_tokens, handle.hidden, kernels.num_experts
+            self._check("rows", rows, (experts, buffer.num_ranks * self.max_tokens, hidden), torch.bfloat16)
+            self._check("topk_idx", topk_idx, (tokens, topk_idx.shape[-1]), torch.int64)
+            self._check("topk_weights", topk_weights, tuple(topk_idx.shape), torch.float32)
+            self._check_counter("waited_ns", waited_ns, (buffer.num_ranks,), torch.int64)
+            if out is None:
+                out = rows.new_empty(tokens, hidden)
+            self._check("out", out, (tokens, hidden), torch.bfloat16)
+            args = kernels.combine_args(rows, handle, (topk_idx, topk_weights), out, waited_ns)
+            kernels.combine(args, phase)
+        kept = (out, topk_idx, topk_weights, waited_ns)
+        return Sent(self._combines, out, self._receiver(kernels.combine, args, phase, kept))
+
+    def masked_ranks(self) -> Tensor:
+        """[R] int32: 1 for each rank that operations up to now do without (`EpConfig.mask_timeout_s`). All
+        that are not masked agree. On CPUs and between domains none is.
+        """
+        self.buffer.check()
+        if self._kernels is None:
+            return torch.zeros(self.buffer.num_ranks, dtype=torch.int32, device=self.buffer.device)
+        return self._kernels.masks()
+
+    # ---- below
+
+    def _receiver(
+        self, launch: Callable[[object, str], None], args: object, phase: str, kept: tuple[Tensor | None, ...]
+    ) -> Callable[[], None]:
+        """kept: what the receiving kernel reads and writes."""
+        if phase == "both":
+            return lambda: None
+        assert self._kernels is not None
+        graph, captured_graph = self._kernels.captured_graph(), self._kernels.captured_graph
+        sent_on = torch.cuda.current_stream(self.buffer.device)
+
+        def receive() -> None:
+            if captured_graph() != graph:
+                raise InputError(
+                    "receive() is not captured in the graph that its sending is; allowed is the same"
+                )
+            launch(args, "receive")
+            here = torch.cuda.current_stream(self.buffer.device)
+            for tensor in kept if here != sent_on else ():
+                if tensor is not None:
+                    tensor.record_stream(here)
+
+        return receive
+
+    def _check_turn(self, queue: deque[Sent[Result]], phase: str, kind: str) -> None:
+        most = 0 if phase == "both" else MOST_SENT - 1
+        if len(queue) > most:
+            raise InputError(
+                f"{len(queue)} {kind} were sent and not received; allowed are {most} before this call"
+            )
+
+    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        if tensor.device != self.buffer.device:
+            raise DeviceError(f"{name} is on {tensor.device}; allowed is {self.buffer.device}")
+        if tensor.dtype != dtype:
+            raise DtypeError(f"{name} is {tensor.dtype}; allowed is {dtype}")
+        if tensor.shape != shape:
+            raise ShapeError(f"{name} is {list(tensor.shape)}; allowed is {list(shape)}")
+        if not tensor.is_contiguous():
+            raise InputError(f"{name} has strides {tensor.stride()}; allowed is a contiguous tensor")
+
+    def _check_counter(
+        self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        if tensor is not None:
+            self._check(name, tensor, shape, dtype)

@@ -1,0 +1,123 @@
+"""Launches the low-latency kernels of one `GpuEngine`.
+
+Shapes: T tokens of this rank, M the most tokens of any rank, R ranks, H hidden, K experts per token, L
+experts of this rank, S = R * M slots of an expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from uccl_ep_train.common.handle import Fp8Rows
+from uccl_ep_train.common.slots import SlotHandle, SlotRows, SlotStatistics
+from uccl_ep_train.core.native import load_native
+from uccl_ep_train.core.operations import address
+
+_BLOCK = 128  # columns that share a scale
+
+
+class SlotWire(NamedTuple):
+    """How rows travel: "bf16" | "fp8", with scales "" | "pow2" | "fp32", which come as UE8M0 words or not."""
+
+    name: str
+    scale: str
+    ue8m0: bool
+
+
+@dataclass(frozen=True)
+class SlotKernels:
+    """num_ranks R, num_experts L, max_tokens M."""
+
+    engine: Any
+    device: torch.device
+    num_ranks: int
+    num_experts: int
+    max_tokens: int
+
+    def new_rows(self, num_tokens: int, hidden: int, wire: SlotWire, owner: object) -> SlotRows:
+        """Memory for what a dispatch brings, with nothing in it. The handle's plan: origins [L, S] int32."""
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+
+        experts, slots = self.num_experts, self.num_ranks * self.max_tokens
+        rows: Tensor | Fp8Rows
+        if wire.name == "fp8":
+            blocks = hidden // _BLOCK
+            words = -(-blocks // 4) if wire.ue8m0 else blocks
+            scales = empty(experts, words, slots, dtype=torch.int32 if wire.ue8m0 else torch.float32)
+            codes = empty(experts, slots, hidden, dtype=torch.float8_e4m3fn)
+            rows = Fp8Rows(codes, scales.transpose(1, 2))
+        else:
+            rows = empty(experts, slots, hidden, dtype=torch.bfloat16)
+        handle = SlotHandle(
+            source_tokens=empty(experts, slots),
+            ranges=empty(experts, self.num_ranks, dtype=torch.int64),
+            counts=empty(experts),
+            max_tokens=self.max_tokens,
+            hidden=hidden,
+            num_tokens=num_tokens,
+            plan=empty(experts, slots),
+            owner=owner,
+        )
+        return SlotRows(rows, handle.counts, handle)
+
+    def dispatch_args(
+        self, x: Tensor, topk_idx: Tensor, wire: SlotWire, into: SlotRows, statistics: SlotStatistics
+    ) -> Any:
+        rows, scales = into.rows if isinstance(into.rows, Fp8Rows) else (into.rows, None)
+        handle = into.handle
+        assert isinstance(handle.plan, Tensor)
+        out = (
+            *(rows, scales, handle.counts, handle.ranges, handle.source_tokens, handle.plan),
+            *(statistics.total_counts, statistics.waited_ns),
+        )
+        return load_native().LowLatencyDispatch(
+            address(x),
+            address(topk_idx),
+            x.shape[0],
+            topk_idx.shape[1],
+            x.shape[1],
+            wire.name,
+            wire.scale,
+            wire.ue8m0,
+            [*map(address, out)],
+        )
+
+    def combine_args(
+        self,
+        rows: Tensor,
+        handle: SlotHandle,
+        routing: tuple[Tensor, Tensor],
+        out: Tensor,
+        waited_ns: Tensor | None,
+    ) -> Any:
+        """routing: topk_idx, topk_weights."""
+        assert isinstance(handle.plan, Tensor)
+        memory = (rows, handle.ranges, handle.plan, *routing, out, waited_ns)
+        tokens, width = routing[0].shape
+        return load_native().LowLatencyCombine([*map(address, memory)], tokens, width, rows.shape[2])
+
+    def dispatch(self, args: Any, phase: str) -> None:
+        """phase: "both" | "send" | "receive". On the current stream."""
+        self.engine.low_latency_dispatch(args, phase, self._stream())
+
+    def combine(self, args: Any, phase: str) -> None:
+        self.engine.low_latency_combine(args, phase, self._stream())
+
+    def masks(self) -> Tensor:
+        """[R] int32: 1 for each rank that is masked, when the current stream gets there."""
+        out = torch.empty(self.num_ranks, dtype=torch.int32, device=self.device)
+        self.engine.low_latency_masks(address(out), self._stream())
+        return out
+
+    def captured_graph(self) -> int:
+        """Which graph the current stream is captured into; 0: none."""
+        return int(self.engine.captured_graph(self._stream()))
+
+    def _stream(self) -> int:
+        return int(torch._C._cuda_getCurrentRawStream(self.device.index))

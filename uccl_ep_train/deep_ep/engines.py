@@ -1,0 +1,159 @@
+"""What both interfaces stand on: engines, made when they are needed, and the stream of asynchronous calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from uccl_ep_train.api.buffer import Buffer as Engine
+from uccl_ep_train.api.low_latency import LowLatency
+from uccl_ep_train.deep_ep.config import DEFAULT_BYTES, MOST_TOPK, low_latency_bytes
+from uccl_ep_train.deep_ep.sending import Sender
+from uccl_ep_train.deep_ep.utils.event import EventHandle, EventOverlap
+from uccl_ep_train.errors import ClosedError, DtypeError, ShapeError
+from uccl_ep_train.settings.config import EpConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+MASK_TIMEOUT_S = 10.0
+_BESIDE = 128  # fp32 elements that metadata has room for, beside the widest rows
+
+
+class Engines:
+    """Those of one buffer of DeepEP's shape. What DeepEP has no argument for comes from `UCCL_*` variables.
+
+    budget_bytes        upper limit of an engine's memory; 0: 1 GiB
+    combine_wire_dtype  of partial sums, "bf16" | "fp32"; None: the variable's
+    outlives_ranks      low-latency calls go on without ranks that no longer answer
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        budget_bytes: int,
+        combine_wire_dtype: str | None = None,
+        outlives_ranks: bool = False,
+    ) -> None:
+        self._group = group
+        self._outlives_ranks = outlives_ranks
+        self._settings: dict[str, Any] = {"budget_bytes": budget_bytes or DEFAULT_BYTES}
+        if combine_wire_dtype is not None:
+            self._settings["combine_wire_dtype"] = combine_wire_dtype
+        self._senders: list[Sender] = []  # those before the last serve handles that they made
+        self._low_latency: list[LowLatency] = []  # likewise
+        self._destroyed = False
+        self._comm_stream: torch.cuda.Stream | None = None
+
+    def sender(self, num_experts: int, hidden: int, num_sms: int) -> Sender:
+        """All ranks get here with the same numbers, so they make it together."""
+        if self._destroyed:
+            raise ClosedError("the buffer was destroyed")
+        hidden += _BESIDE
+        for sender in reversed(self._senders):
+            if sender.engine.config.num_experts == num_experts and sender.engine.config.hidden >= hidden:
+                return sender
+        made = EpConfig.from_env(
+            num_experts=num_experts, hidden=hidden, dispatch_dtype="bf16", num_sms=num_sms, **self._settings
+        )
+        self._senders.append(Sender(Engine(self._group, made)))
+        return self._senders[-1]
+
+    def low_latency(
+        self, max_tokens: int, hidden: int, num_experts: int, num_topk: int, num_sms: int
+    ) -> LowLatency:
+        """As `sender`; each number of tokens has an engine of its own."""
+        if self._destroyed:
+            raise ClosedError("the buffer was destroyed")
+        for calls in reversed(self._low_latency):
+            config = calls.buffer.config
+            room = (config.memory.low_latency_tokens, config.num_experts)
+            if room == (max_tokens, num_experts) and config.hidden >= hidden:
+                return calls
+        made = EpConfig.from_env(
+            num_experts=num_experts,
+            hidden=hidden,
+            budget_bytes=low_latency_bytes(max_tokens, hidden, self._group.size()),
+            low_latency_tokens=max_tokens,
+            low_latency_topk=max(num_topk, MOST_TOPK),
+            num_sms=num_sms,
+        )
+        if made.gpu.low_latency_sms is None and self._group.size() > torch.cuda.device_count():
+            made = made.replace(low_latency_sms=num_sms)  # ranks may share a GPU
+        if self._outlives_ranks and made.deadlines.mask_timeout_s == 0:
+            made = made.replace(mask_timeout_s=MASK_TIMEOUT_S)
+        elif not self._outlives_ranks:
+            made = made.replace(mask_timeout_s=0.0)
+        self._low_latency.append(LowLatency(Engine(self._group, made)))
+        return self._low_latency[-1]
+
+    def last_low_latency(self) -> LowLatency | None:
+        """That of the latest call."""
+        return self._low_latency[-1] if self._low_latency else None
+
+    def preparing(self) -> AbstractContextManager[None]:
+        """An error in it refuses a dispatch, also before it is known which engine it needs."""
+        return self._senders[-1].engine.preparing("dispatch") if self._senders else nullcontext()
+
+    def comm_stream(self) -> torch.cuda.Stream:
+        """The stream of asynchronous calls. On GPUs only."""
+        if self._comm_stream is None:
+            self._comm_stream = torch.cuda.Stream()
+        return self._comm_stream
+
+    def run(
+        self,
+        run: Callable[[], Any],
+        given: Any,
+        previous_event: EventOverlap | EventHandle | None,
+        aside: bool,
+    ) -> tuple[Any, EventOverlap]:
+        """Runs on the current stream, or aside: on the other one, which nobody waits for yet.
+
+        given  the tensors that it reads
+        """
+        with torch.no_grad():
+            if not aside or not torch.cuda.is_available():
+                if previous_event is not None:
+                    previous_event.current_stream_wait()
+                return run(), EventOverlap(EventHandle() if aside else None)
+            here, comm = torch.cuda.current_stream(), self.comm_stream()
+            after = previous_event.event if isinstance(previous_event, EventOverlap) else previous_event
+            with torch.cuda.stream(comm):
+                (EventHandle(here) if after is None else after).current_stream_wait()
+                results = run()
+                event = EventHandle()
+            for tensor in _tensors_of(given):
+                tensor.record_stream(comm)
+            for tensor in _tensors_of(results):
+                tensor.record_stream(here)
+            return results, EventOverlap(event)
+
+    def destroy(self) -> None:
+        """Collective: leaves the group."""
+        self._destroyed = True
+        while self._senders:
+            self._senders.pop().engine.close()
+        while self._low_latency:
+            self._low_latency.pop().buffer.close()
+
+
+def check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raises `DtypeError`, `ShapeError`."""
+    if not isinstance(tensor, Tensor):
+        raise DtypeError(f"{name} is {type(tensor).__name__}; allowed is a torch.Tensor")
+    if tensor.dtype != dtype:
+        raise DtypeError(f"{name} is {tensor.dtype}; allowed is {dtype}")
+    if tensor.shape != shape:
+        raise ShapeError(f"{name} is {list(tensor.shape)}; allowed is {list(shape)}")
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value] if value.is_cuda else []
+    value = getattr(value, "kept", value)  # of a handle
+    return [tensor for part in value for tensor in _tensors_of(part)] if isinstance(value, tuple) else []
