@@ -127,6 +127,8 @@ DispatchOutput output_of(const uccl_ep_op& op, const uccl_ep_output& given) {
   if (given.metadata == nullptr && has_rows && op.has_metadata) refuse("metadata is NULL, and metadata travels");
   if (given.scales == nullptr && has_rows && op.has_codes) refuse("scales is NULL, and rows come as codes");
   if (given.scales != nullptr && !op.is_quantised) refuse("scales: allowed is NULL, as no FP8 rows travel");
+  if (given.row_experts != nullptr && op.operation->plan()->facts().compact_width == 0)
+    refuse("row_experts: allowed is NULL, as rows are not compact");
   if (given.plan == nullptr && op.group->on_gpu && !op.sent->is_complete) refuse("plan is NULL");
   DispatchOutput memory;
   memory.rows = static_cast<uint8_t*>(given.rows);

@@ -104,3 +104,12 @@ def test_the_tool_says_what_a_compiler_needs() -> None:
     assert run(sys.executable, "-m", module).stdout == f"{c_interface.LIBRARY.parent / 'pkgconfig'}\n"
     said = run(sys.executable, "-m", module, "--cflags", "--libs").stdout.split()
     assert said == [*c_interface.cflags(), *c_interface.libs()]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_drawn_values_are_errors_with_a_text_or_work(seed: int) -> None:
+    """No call crashes or hangs, and a right one afterwards has right results."""
+    done = run(sys.executable, HERE / "fuzz_rank.py", c_interface.LIBRARY, str(seed), "1000")
+    assert done.returncode == 0, done.stderr
+    statuses = {line.split()[-1] for line in done.stdout.splitlines()}
+    assert "0" in statuses and len(statuses) >= 4, done.stdout

@@ -74,7 +74,7 @@ class LowLatency:
     With `mask_timeout_s`, on GPUs with one domain, calls go on without a rank that no longer answers: it is
     masked. All others agree on that before they use a result. No row of it comes, and its experts' rows are
     missing in sums; `stats()` counts these pairs. A masked rank that comes back raises `PeerFailed`, and
-    stays masked. The buffer's other operations raise as ever.
+    stays masked. The buffer's other operations raise when their deadlines are over.
 
     Raises `ConfigError` for a buffer without low_latency_tokens.
     """

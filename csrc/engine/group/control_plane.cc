@@ -175,7 +175,9 @@ void ControlPlane::start() {
     proxy.ended = reinterpret_cast<const Flag*>(proxy.region + layout_.ended_offset);
   }
   proxy.trace = &proxy_trace_;
-  proxy.outlives_ranks = config_.mask_timeout_s > 0;
+  // Only kernels of low latency, of one domain, can do without a rank.
+  proxy.outlives_ranks = config_.mask_timeout_s > 0 && config_.low_latency_tokens > 0 && topo_.num_domains() == 1 &&
+                         std::holds_alternative<DeviceRings>(rings_);
   proxy.progress_timeout_usec = static_cast<uint64_t>(config_.progress_timeout_s * 1e6);
   proxy_ = std::make_unique<Proxy>(proxy);
   proxy_->start();
