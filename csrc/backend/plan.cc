@@ -7,7 +7,8 @@
 namespace uccl_ep {
 
 std::string describe(const OpSignature& s) {
-  std::string text = s.kind == OpKind::kLowLatencyDispatch || s.kind == OpKind::kLowLatencyCombine ? "low-latency " : "";
+  std::string text =
+      s.kind == OpKind::kLowLatencyDispatch || s.kind == OpKind::kLowLatencyCombine ? "low-latency " : "";
   text += s.kind == OpKind::kDispatch || s.kind == OpKind::kLowLatencyDispatch ? "dispatch(" : "combine(";
   text += std::string(dtype_name(s.dtype)) + " as " + dtype_name(s.wire) + ", H=" + std::to_string(s.hidden);
   if (s.topk != 0) text += ", top-" + std::to_string(s.topk);

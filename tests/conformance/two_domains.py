@@ -2,8 +2,9 @@
 
     python tests/conformance/two_domains.py --transport verbs --nics rxe0,rxe1
 
-Random routings in FP8 and BF16, each compared bit for bit with the oracle. A line for each case, then a
-summary; the exit code is 0 only if all are right, rows did cross between the domains, and a flipped bit is
+Random routings in FP8 and BF16, and a low-latency dispatch and combine, each compared bit for bit with the
+oracle. A line for each case, then a summary; the exit code is 0 only if all are right, rows did cross
+between the domains, and a flipped bit is
 noticed. `scripts/soft_roce.sh` runs it in an emulated machine, where importing torch takes half a minute:
 the ranks are forked from one process that has imported everything, and the oracle works once, before that.
 """
@@ -26,10 +27,13 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import torch  # noqa: E402
 
-from tests.bits import flip_bit  # noqa: E402
+from tests.bits import bit_difference, flip_bit  # noqa: E402
 from tests.cases import Case, EngineSpec, Expected, differences, expect, make_case, run_case  # noqa: E402
+from tests.low_latency import ROOM, Given, give, slot_differences  # noqa: E402
+from tests.low_latency import E as EXPERTS  # noqa: E402
 from tests.process_ranks import ProcessRanks, Rank  # noqa: E402
-from uccl_ep_train import Buffer, EpConfig  # noqa: E402
+from uccl_ep_train import Buffer, EpConfig, LowLatency  # noqa: E402
+from uccl_ep_train.oracle.low_latency import Slots  # noqa: E402
 
 # What torch imports with the first backward (sympy!), and a buffer when it is made: once, before forking.
 for name in ("torch.fx.experimental.symbolic_shapes", "uccl_ep_train._native"):
@@ -77,7 +81,31 @@ def make_job(seed: int, spec: EngineSpec) -> Job:
     return Job(case, expect(case))
 
 
-def work(rank: Rank, jobs: list[Job], configs: list[EpConfig]) -> dict[str, float]:
+@dataclass(frozen=True)
+class LowLatencyJob:
+    """Inputs of all ranks; by rank what comes and the sums."""
+
+    given: Given
+    slots: list[Slots]
+    sums: list[torch.Tensor]
+
+    @classmethod
+    def make(cls, spec: EngineSpec) -> LowLatencyJob:
+        given = give(spec)
+        return cls(given, given.sent("fp8"), given.sums(spec))
+
+    def differences(self, rank: int, buffer: Buffer) -> list[str]:
+        x, topk_idx, topk_weights, outputs = self.given.on(rank, buffer.device)
+        calls = LowLatency(buffer)
+        got = calls.send_dispatch(x, topk_idx, wire="fp8").receive()
+        out = calls.send_combine(outputs, topk_idx, topk_weights, got.handle).receive()
+        sums = bit_difference(out, self.sums[rank])
+        return slot_differences(got, self.slots[rank]) + ([f"sums: {sums}"] if sums else [])
+
+
+def work(
+    rank: Rank, jobs: list[Job], low_latency: LowLatencyJob, configs: list[EpConfig]
+) -> dict[str, float]:
     """What a rank does: all cases on one buffer, telling what differs. Returns the buffer's statistics."""
     with Buffer(rank.group, configs[rank.rank]) as buffer:
         rank.mark("created")
@@ -87,14 +115,15 @@ def work(rank: Rank, jobs: list[Job], configs: list[EpConfig]) -> dict[str, floa
             if i == 0:
                 spoilt = replace(observed, out=flip_bit(observed.out), rows=flip_bit(observed.rows))
                 rank.mark("control", differences(job.case, job.expected, rank.rank, spoilt))
+        rank.mark("low latency", low_latency.differences(rank.rank, buffer))
         return dict(buffer.stats())
 
 
-def run(jobs: list[Job], configs: list[EpConfig]) -> list[str]:
+def run(jobs: list[Job], low_latency: LowLatencyJob, configs: list[EpConfig]) -> list[str]:
     """Lets the ranks work; what is wrong, by line."""
     wrong: list[str] = []
     started = time.monotonic()
-    with ProcessRanks(len(configs), work, (jobs, configs), method="fork") as ranks:
+    with ProcessRanks(len(configs), work, (jobs, low_latency, configs), method="fork") as ranks:
         ranks.wait_mark("created", timeout_s=CREATION_TIMEOUT_S)
         print(f"{len(configs)} ranks ready after {time.monotonic() - started:.1f} s", flush=True)
         for i, job in enumerate(jobs):
@@ -104,6 +133,9 @@ def run(jobs: list[Job], configs: list[EpConfig]) -> list[str]:
             verdict = "WRONG" if found else "ok"
             print(f"{verdict}  {time.monotonic() - since:5.1f} s  {brief(job.case)}", flush=True)
             wrong += [f"{job.case}\n  {line}" for line in found]
+        found = [line for lines in ranks.wait_mark("low latency", timeout_s=CASE_TIMEOUT_S) for line in lines]
+        print(f"{'WRONG' if found else 'ok'}  low latency", flush=True)
+        wrong += [f"low latency: {line}" for line in found]
         for rank, noticed in enumerate(ranks.wait_mark("control", timeout_s=CASE_TIMEOUT_S)):
             if not noticed and len(jobs[0].expected.expert_rows[rank]) > 0:
                 wrong.append(f"rank {rank}: a flipped bit was not noticed")
@@ -145,13 +177,15 @@ def main() -> int:
     told = parse()
     torch.set_num_threads(1)
     domains = tuple(rank // told.domain_size for rank in range(told.ranks))
-    spec = EngineSpec(domains=domains, num_experts=4 * told.ranks, hidden=HIDDEN)
+    if EXPERTS % told.ranks:
+        raise SystemExit(f"--ranks {told.ranks}: allowed are divisors of {EXPERTS}")
+    spec = EngineSpec(domains=domains, num_experts=EXPERTS, hidden=HIDDEN, settings=ROOM)
     configs = [EpConfig(**{**spec.config(), **SETTINGS, **transport_of(told, domain)}) for domain in domains]
     started = time.monotonic()
     jobs = [make_job(seed, spec) for seed in range(told.seed, told.seed + told.cases)]
     print(f"the oracle has worked out {len(jobs)} cases in {time.monotonic() - started:.1f} s", flush=True)
     try:
-        wrong = run(jobs, configs)
+        wrong = run(jobs, LowLatencyJob.make(spec), configs)
     except AssertionError as error:  # A rank has failed or is late.
         wrong = [str(error)]
     print("\n".join(wrong), file=sys.stderr, flush=True)

@@ -175,7 +175,7 @@ MUTANTS = {
         "count_in_ring(sum.tag, sum.part > 0);", "return;",
     ),
     "metadata lies where scales are": (
-        "codes and scales that the caller gave, and metadata, have the host's bits", "stage.cuh",
+        "codes and scales that the caller gave, and metadata, have the host's bits", "write_row.cuh",
         "outs, row.metadata_begin(), lane", "outs, row.code_bytes, lane",
     ),
     "padding begins a row late": (

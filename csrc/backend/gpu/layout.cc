@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "backend/gpu/low_latency.h"
 #include "backend/gpu/net.h"
 #include "backend/gpu/packet.h"
 #include "backend/gpu/words.h"

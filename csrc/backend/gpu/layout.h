@@ -46,15 +46,22 @@ struct Part {
   constexpr T* in(uint8_t* base) const { return reinterpret_cast<T*>(base + offset); }
 };
 
-// Low latency: what every rank of the domain may write here without asking. Dispatches and combines have numbers, each
-// from 1 on; number n uses half n mod 2, when the reader of number n - 2 has published that it is through. A *place* is
-// a pair's index in its source's [T, K].
-struct SlotHeader;  // low_latency.h
+// What a rank tells each member of a low-latency operation.
+struct SlotHeader {
+  uint64_t number;
+  OpSignature signature;
+  uint32_t num_tokens;
+  uint32_t num_blocks;  // of its kernel
+  uint32_t num_refused;  // as in OpHeader
+};
 // Ranks, a bit each: masks.cuh.
 struct SlotVote {
   uint64_t ranks;
   DeviceFlag<VoteCast> cast;
 };
+// Low latency: what every rank of the domain may write here without asking. Dispatches and combines have numbers, each
+// from 1 on; number n uses half n mod 2, when the reader of number n - 2 has published that it is through. A *place* is
+// a pair's index in its source's [T, K].
 struct LowLatencyMap {
   Part<DeviceFlag<SlotRoutingFull>> routing_full;  // [members]
   Part<DeviceFlag<SlotRowsFull>> rows_full;        // [members][kMaxSlotBlocks]

@@ -13,15 +13,6 @@
 
 namespace uccl_ep::gpu {
 
-// What a rank tells each member of an operation.
-struct SlotHeader {
-  uint64_t number;
-  OpSignature signature;
-  uint32_t num_tokens;
-  uint32_t num_blocks;  // of its kernel
-  uint32_t num_refused;  // as in OpHeader
-};
-
 // Which kernel an operation's launch is.
 enum class SlotPhase : uint32_t { kBoth, kSend, kReceive };
 

@@ -115,7 +115,7 @@ uint64_t gpu_least_budget_bytes(const EngineConfig& config) {
 
 SmShare::SmShare(int device, uint32_t sms) : device_(device), sms_(sms) {
   const uint32_t all = gpu::num_sms_of(device), reserved = reserved_sms(all);
-  const std::string own = "num_sms, stage_sms = " + std::to_string(sms) + ": ";
+  const std::string own = "num_sms, stage_sms, low_latency_sms = " + std::to_string(sms) + ": ";
   const std::lock_guard lock(held_mutex);
   uint32_t& others = held_sms[device];
   if (sms == 0 || others + sms + reserved > all)
