@@ -143,9 +143,7 @@ def run_rank(args: argparse.Namespace) -> int:
     if meet is not None:
         meet.close()
     if dist.get_rank() == 0:
-        about = report.about_here(args.commit)
-        report.write_json([record | about for record in records], args.out.with_suffix(".json"))
-        print(f"written: {args.out}.json")
+        report.write_results(records, args)
     dist.barrier()
     dist.destroy_process_group()
     return 0

@@ -157,15 +157,13 @@ def main(argv: list[str]) -> int:
     except CannotRun as reason:
         print(reason, file=sys.stderr)
         return 2
-    about = report.about_here(args.commit)
     for record in records:
         if "ours_over_this" in record:
             rate = record["median_gbytes_per_s"]
             print(f"ours is {record['ours_over_this']:.2f} x {record['system']} ({rate} GB/s)")
         else:
             print(f"{record['system']} did not run: {record['not_run']}")
-    report.write_json([record | about for record in records], args.out.with_suffix(".json"))
-    print(f"written: {args.out}.json")
+    report.write_results(records, args)
     return 0
 
 

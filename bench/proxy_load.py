@@ -168,8 +168,7 @@ def run_rank(args: argparse.Namespace) -> int:
         record = {"system": "uccl_ep", "op": "proxy_load", "ranks": dist.get_world_size()} | asked | found
         for name, value in found.items():
             print(f"{name:>31}  {value}")
-        report.write_json([record | report.about_here(args.commit)], args.out.with_suffix(".json"))
-        print(f"written: {args.out}.json")
+        report.write_results([record], args)
     dist.barrier()
     dist.destroy_process_group()
     return 0

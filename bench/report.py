@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import shutil
@@ -183,6 +184,13 @@ class Progress:
 def write_json(records: Sequence[Record], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("[\n" + ",\n".join(json.dumps(record) for record in records) + "\n]\n")
+
+
+def write_results(records: Sequence[Record], args: argparse.Namespace) -> None:
+    """To `args.out`, with what is known of the machine and of `args.commit`."""
+    about = about_here(args.commit)
+    write_json([record | about for record in records], args.out.with_suffix(".json"))
+    print(f"written: {args.out}.json")
 
 
 def commit(given: str = "") -> str:

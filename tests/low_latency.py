@@ -14,15 +14,15 @@ from torch import Tensor
 from tests.bits import bit_difference
 from tests.cases import LAYOUTS, EngineSpec
 from uccl_ep_train import Buffer
-from uccl_ep_train.api.composed import ComposedSlots, SlotWire
+from uccl_ep_train.api.composed import ComposedSlots
 from uccl_ep_train.api.low_latency import LowLatency
 from uccl_ep_train.common.handle import Fp8Rows
-from uccl_ep_train.common.slots import SlotRows
+from uccl_ep_train.common.slots import SlotRows, SlotWireName
 from uccl_ep_train.oracle.low_latency import Slots, combine_slots, dispatch_slots, stretches
 
 H, E, K, M = 384, 12, 6, 24
 TOKENS = {"unequal": (20, 0, M, 5), "none": (0, 0, 0, 0), "all to one expert": (M, M, M, M)}
-WIRES: tuple[tuple[SlotWire, bool], ...] = (
+WIRES: tuple[tuple[SlotWireName, bool], ...] = (
     ("bf16", False),
     ("fp8", False),
     ("fp8", True),

@@ -14,22 +14,7 @@ using namespace uccl_ep;
 
 namespace {
 
-// By the environment, or one.
-void try_seeds(CudaRun run) {
-  uint64_t first = 1, count = 1;
-  if (const char* given = std::getenv("UCCL_EP_CUDA_SEEDS")) {
-    char* rest = nullptr;
-    first = std::strtoull(given, &rest, 10);
-    count = *rest == ':' ? std::strtoull(rest + 1, nullptr, 10) : 1;
-  }
-  for (run.seed = first; run.seed < first + count; ++run.seed) {
-    try {
-      same_as_host(run);
-    } catch (const std::exception& failure) {  // before another one hides it
-      throw std::logic_error("UCCL_EP_CUDA_SEEDS=" + std::to_string(run.seed) + ": " + failure.what());
-    }
-  }
-}
+void try_seeds(const CudaRun& run) { each_seed(run, same_as_host); }
 }  // namespace
 
 CLAIM("one rank gives itself the host's bits") { try_seeds(run_of({0})); }

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -301,6 +302,24 @@ inline void compare(const CudaRun& run, const std::vector<std::vector<RoundResul
         expect_same(c.out, d.out, where + "combined rows");
         expect_same(c.weights, d.weights, where + "combined weights");
       }
+}
+
+// Tries a run with the seeds that UCCL_EP_CUDA_SEEDS=first:count names, or with one.
+template <typename Run, typename Try>
+void each_seed(Run run, Try attempt) {
+  uint64_t first = 1, count = 1;
+  if (const char* given = std::getenv("UCCL_EP_CUDA_SEEDS")) {
+    char* rest = nullptr;
+    first = std::strtoull(given, &rest, 10);
+    count = *rest == ':' ? std::strtoull(rest + 1, nullptr, 10) : 1;
+  }
+  for (run.seed = first; run.seed < first + count; ++run.seed) {
+    try {
+      attempt(run);
+    } catch (const std::exception& failure) {  // before another one hides it
+      throw std::logic_error("UCCL_EP_CUDA_SEEDS=" + std::to_string(run.seed) + ": " + failure.what());
+    }
+  }
 }
 
 inline void same_as_host(const CudaRun& run) {

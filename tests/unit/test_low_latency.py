@@ -15,9 +15,9 @@ from tests.cases import EngineSpec
 from tests.harness import RankGroup
 from tests.low_latency import MAKERS, SPECS, TOKENS, WIRES, E, H, M, column_major, give, slot_differences
 from uccl_ep_train import Buffer
-from uccl_ep_train.api.composed import ComposedSlots, SlotWire
+from uccl_ep_train.api.composed import ComposedSlots
 from uccl_ep_train.common.handle import Fp8Rows
-from uccl_ep_train.common.slots import SlotRows, pack_exponents
+from uccl_ep_train.common.slots import SlotRows, SlotWireName, pack_exponents
 from uccl_ep_train.oracle.low_latency import Slots, combine_slots, words_of
 
 Engine = tuple[EngineSpec, RankGroup]
@@ -34,7 +34,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 @pytest.mark.parametrize("kind", TOKENS)
 @pytest.mark.parametrize("calls", MAKERS)
 def test_a_dispatch_gives_the_oracles_rows(
-    engine: Engine, calls: str, kind: str, wire: SlotWire, ue8m0: bool
+    engine: Engine, calls: str, kind: str, wire: SlotWireName, ue8m0: bool
 ) -> None:
     spec, group = engine
     given = give(spec, kind)
@@ -158,7 +158,7 @@ def flip_last(of: Tensor, counts: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("wire", "ue8m0"), WIRES)
-def test_the_comparison_sees_one_bit(wire: SlotWire, ue8m0: bool) -> None:
+def test_the_comparison_sees_one_bit(wire: SlotWireName, ue8m0: bool) -> None:
     (slots,) = give(SPECS["1x1"]).sent(wire, ue8m0)
     with torch.device("cpu"):
         rows, counts = slots.rows, slots.counts

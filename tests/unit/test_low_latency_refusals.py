@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.low_latency import SPECS, E, H, K, M, give
 from uccl_ep_train import Buffer
 from uccl_ep_train.api.composed import ComposedSlots
 from uccl_ep_train.common.handle import Fp8Rows
+from uccl_ep_train.common.slots import SlotHandle
 from uccl_ep_train.errors import (
     ConfigError,
     DtypeError,
@@ -22,6 +24,15 @@ from uccl_ep_train.errors import (
     RankMismatchError,
     ShapeError,
 )
+
+
+def twice(buffer: Buffer, call: Callable[[], object]) -> None:
+    """On a GPU an error shows when the kernels are over."""
+    for _ in range(2):
+        call()
+        buffer.check()
+        if buffer.device.type == "cuda":
+            torch.cuda.synchronize()
 
 
 def refused_dispatches(
@@ -130,11 +141,7 @@ def test_a_call_that_one_rank_refuses_counts_on_all(refused: str) -> None:
                     else:
                         slots.combine(outputs[1:], topk_idx, topk_weights, handle)
             with pytest.raises(RankMismatchError, match="refused"):
-                for _ in range(2):
-                    slots.dispatch(x, topk_idx)
-                    buffer.check()
-                    if buffer.device.type == "cuda":
-                        torch.cuda.synchronize()
+                twice(buffer, lambda: slots.dispatch(x, topk_idx))
 
         group.run(step)
 
@@ -144,16 +151,19 @@ def test_another_routing_in_the_combine_is_an_error_on_every_rank() -> None:
     given = give(spec)
     with spec.group() as group:
 
-        def step(rank: int, buffer: Buffer) -> None:
-            x, topk_idx, topk_weights, outputs = given.on(rank, buffer.device)
+        def send(rank: int, buffer: Buffer) -> tuple[ComposedSlots, SlotHandle]:
+            x, topk_idx, *_ = given.on(rank, buffer.device)
             slots = ComposedSlots(buffer, M)
-            handle = slots.dispatch(x, topk_idx).handle
+            return slots, slots.dispatch(x, topk_idx).handle
+
+        sent = group.run(send)  # by all, before one finds the error by itself
+
+        def step(rank: int, buffer: Buffer) -> None:
+            _, topk_idx, topk_weights, outputs = given.on(rank, buffer.device)
+            slots, handle = sent[rank]
             other = topk_idx.flip(1).contiguous() if rank == 0 else topk_idx
             with pytest.raises(PlanMismatchError):
-                for _ in range(2):
-                    slots.combine(outputs, other, topk_weights, handle)
-                    if buffer.device.type == "cuda":
-                        torch.cuda.synchronize()
+                twice(buffer, lambda: slots.combine(outputs, other, topk_weights, handle))
 
         group.run(step)
 
@@ -168,10 +178,7 @@ def test_ranks_that_name_other_scales_make_different_calls() -> None:
             slots = ComposedSlots(buffer, M)
             slots.dispatch(x, topk_idx, wire="fp8")
             with pytest.raises(RankMismatchError):
-                for _ in range(2):
-                    slots.dispatch(x, topk_idx, wire="fp8" if rank else "fp8_fp32")
-                    if buffer.device.type == "cuda":
-                        torch.cuda.synchronize()
+                twice(buffer, lambda: slots.dispatch(x, topk_idx, wire="fp8" if rank else "fp8_fp32"))
 
         group.run(step)
 

@@ -10,7 +10,6 @@ experts of this rank, S = R * M rows of an expert's block, W = min(K, L).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,13 +17,12 @@ from torch import Tensor
 from uccl_ep_train.api.buffer import Buffer
 from uccl_ep_train.common.handle import DispatchHandle, DispatchResult, Fp8Rows
 from uccl_ep_train.common.opaque import opaque_methods
-from uccl_ep_train.common.slots import COUNT_BITS, SlotHandle, SlotRows, pack_exponents
+from uccl_ep_train.common.slots import COUNT_BITS, SlotHandle, SlotRows, SlotWireName, pack_exponents
 from uccl_ep_train.core import routing
-from uccl_ep_train.errors import ConfigError, DtypeError, InputError, ShapeError
+from uccl_ep_train.core.slot_checks import SlotChecks
+from uccl_ep_train.errors import ConfigError, DtypeError, InputError
 from uccl_ep_train.settings.checks import MAX_TOKENS
 from uccl_ep_train.settings.sections import CallWireDtype
-
-SlotWire = Literal["bf16", "fp8", "fp8_fp32"]
 
 _WIRES: dict[str, CallWireDtype] = {"bf16": "bf16", "fp8": "fp8_pow2", "fp8_fp32": "fp8_fp32"}
 _WEIGHT_COLUMNS = 128  # of rows that travel only because weights travel beside them
@@ -72,13 +70,13 @@ class ComposedSlots:
         self.buffer = buffer
         self.max_tokens = max_tokens
         self._num_rows = buffer.num_ranks * max_tokens  # S
-        self._num_local = buffer.config.num_experts // buffer.num_ranks  # L
-        self._owner = object()
+        self._checks = SlotChecks(buffer.config, buffer.device, buffer.num_ranks, max_tokens, object())
+        self._num_local = self._checks.num_local  # L
         order = buffer.config.source_order
         self._order = None if order is None else torch.tensor(order, device=buffer.device)
 
     def dispatch(
-        self, x: Tensor, topk_idx: Tensor, *, wire: SlotWire = "fp8", ue8m0: bool = False
+        self, x: Tensor, topk_idx: Tensor, *, wire: SlotWireName = "fp8", ue8m0: bool = False
     ) -> SlotRows:
         """Sends each token to its experts, and returns the rows that this rank's experts got.
 
@@ -94,7 +92,7 @@ class ComposedSlots:
         """
         with torch.no_grad():
             with self.buffer.preparing("dispatch"):
-                self._check_dispatch(x, wire, ue8m0)
+                self._checks.dispatch(x, topk_idx, wire, ue8m0)
                 metadata = self._metadata(len(x))
             result = self.buffer.dispatch(
                 x,
@@ -132,7 +130,9 @@ class ComposedSlots:
         """
         with torch.no_grad():
             with self.buffer.preparing("dispatch"):
-                plan = self._check_combine(rows, topk_idx, topk_weights, handle, out)
+                out = self._checks.combine(rows, topk_idx, topk_weights, handle, out)
+                plan = handle.plan
+                assert isinstance(plan, _Plan)
                 nothing = rows.new_zeros(handle.num_tokens, _WEIGHT_COLUMNS)
             weights = self.buffer.dispatch(
                 nothing, topk_idx, topk_weights, handle=plan.handle, dispatch_dtype="bf16"
@@ -141,58 +141,10 @@ class ComposedSlots:
                 assert weights.row_weights is not None
                 sums = self._weighted(rows, weights.row_weights, plan.places)
             total = self.buffer.combine(sums, plan.handle)
-            out = rows.new_empty(total.shape) if out is None else out
             out.copy_(total)
             # Devices convert a NaN to different bits.
             out.view(torch.int16).masked_fill_(out.isnan(), _BFLOAT16_NAN)
             return out
-
-    # ---- before anything is launched
-
-    def _check_dispatch(self, x: Tensor, wire: str, ue8m0: bool) -> None:
-        routing.check_rows("x", x, self.buffer.config, self.buffer.device)
-        if x.dtype != torch.bfloat16:
-            raise DtypeError(f"x is {x.dtype}; allowed is torch.bfloat16")
-        if len(x) > self.max_tokens:
-            raise ShapeError(f"x has {len(x)} rows; allowed is at most max_tokens = {self.max_tokens}")
-        if not isinstance(wire, str) or wire not in _WIRES:
-            raise InputError(f"wire = {wire!r}; allowed is {' | '.join(map(repr, _WIRES))}")
-        if not isinstance(ue8m0, bool):
-            raise InputError(f"ue8m0 = {ue8m0!r}; allowed is True | False")
-        if ue8m0 and wire != "fp8":
-            raise InputError(f"ue8m0 = True with wire = {wire!r}; allowed is wire = 'fp8'")
-
-    def _check_combine(
-        self, rows: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: SlotHandle, out: Tensor | None
-    ) -> _Plan:
-        if not isinstance(handle, SlotHandle):
-            raise DtypeError(f"handle is {type(handle).__name__}; allowed is the handle of SlotRows")
-        if handle.owner is not self._owner:
-            raise InputError(
-                "the handle comes from another buffer; allowed is a handle of this one's dispatch"
-            )
-        assert isinstance(handle.plan, _Plan)
-        self._check_blocks("rows", rows, (self._num_local, self._num_rows, handle.hidden))
-        for name, given in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
-            if not isinstance(given, Tensor):
-                raise DtypeError(f"{name} is {type(given).__name__}; allowed is a torch.Tensor")
-            if given.dim() != 2 or len(given) != handle.num_tokens:
-                raise ShapeError(f"{name} is {list(given.shape)}; allowed is [{handle.num_tokens}, K]")
-        if out is not None:
-            self._check_blocks("out", out, (handle.num_tokens, handle.hidden))
-        return handle.plan
-
-    def _check_blocks(self, name: str, given: Tensor, shape: tuple[int, ...]) -> None:
-        """`given` is bfloat16, contiguous, of this shape, on the buffer's device."""
-        if not isinstance(given, Tensor):
-            raise DtypeError(f"{name} is {type(given).__name__}; allowed is a torch.Tensor")
-        if tuple(given.shape) != shape:
-            raise ShapeError(f"{name} is {list(given.shape)}; allowed is {list(shape)}")
-        if not given.is_contiguous():
-            raise ShapeError(f"{name} is not contiguous (strides {given.stride()}); pass {name}.contiguous()")
-        routing.check_rows(name, given.view(-1, shape[-1]), self.buffer.config, self.buffer.device)
-        if given.dtype != torch.bfloat16:
-            raise DtypeError(f"{name} is {given.dtype}; allowed is torch.bfloat16")
 
     def _metadata(self, num_tokens: int) -> Tensor:
         """[T, 2] int32: this rank and the token's index."""
@@ -217,7 +169,7 @@ class ComposedSlots:
             hidden=x.shape[1],
             num_tokens=len(x),
             plan=_Plan(result.handle, places),
-            owner=self._owner,
+            owner=self._checks.owner,
         )
         received: object = result.rows
         if not isinstance(received, Fp8Rows):

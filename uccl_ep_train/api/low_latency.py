@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,13 +20,12 @@ from torch import Tensor
 from uccl_ep_train.api.buffer import Buffer
 from uccl_ep_train.api.composed import ComposedSlots
 from uccl_ep_train.common.handle import Fp8Rows
-from uccl_ep_train.common.slots import SlotHandle, SlotRows, SlotStatistics
-from uccl_ep_train.core import routing
+from uccl_ep_train.common.slots import SlotHandle, SlotRows, SlotStatistics, SlotWireName
 from uccl_ep_train.core.low_latency import SlotKernels, SlotWire
-from uccl_ep_train.errors import ConfigError, DeviceError, DtypeError, InputError, ShapeError
+from uccl_ep_train.core.slot_checks import SlotChecks
+from uccl_ep_train.errors import ConfigError, InputError
 
-SlotWireName = Literal["bf16", "fp8", "fp8_fp32"]
-WIRES: dict[str, tuple[str, str]] = {
+_WIRES: dict[str, tuple[str, str]] = {
     "bf16": ("bf16", ""),
     "fp8": ("fp8", "pow2"),
     "fp8_fp32": ("fp8", "fp32"),
@@ -84,15 +83,15 @@ class LowLatency:
         if tokens is None:
             raise ConfigError("low_latency_tokens = None; allowed is the most tokens of any rank")
         self.buffer = buffer
-        self._owner = object()
         self.max_tokens = tokens
+        self._checks = SlotChecks(buffer.config, buffer.device, buffer.num_ranks, tokens, object())
         self._dispatches: deque[Sent[SlotRows]] = deque()
         self._combines: deque[Sent[Tensor]] = deque()
         self._kernels: SlotKernels | None = None
         if buffer.device.type == "cuda" and buffer.topology.num_domains == 1:
             # The one user of a buffer's engine beside the buffer.
-            experts = buffer.config.num_experts // buffer.num_ranks
-            self._kernels = SlotKernels(buffer._engine, buffer.device, buffer.num_ranks, experts, tokens)
+            shape = buffer.num_ranks, self._checks.num_local, tokens
+            self._kernels = SlotKernels(buffer._engine, buffer.device, *shape)
         self._composed = None if self._kernels else ComposedSlots(buffer, tokens)
 
     # ---- dispatch
@@ -117,9 +116,7 @@ class LowLatency:
 
         Raises `InputError` before anything is launched; a refused call counts as in `Buffer.dispatch`.
         """
-        return self._dispatch(
-            x, topk_idx, self._wire(wire, ue8m0), statistics or SlotStatistics(), "both"
-        ).receive()
+        return self._dispatch(x, topk_idx, (wire, ue8m0), statistics, "both").receive()
 
     def send_dispatch(
         self,
@@ -131,46 +128,37 @@ class LowLatency:
         statistics: SlotStatistics | None = None,
     ) -> Sent[SlotRows]:
         """As `dispatch`, but only sends. Until `receive()` the GPU's SMs are free for others."""
-        return self._dispatch(x, topk_idx, self._wire(wire, ue8m0), statistics or SlotStatistics(), "send")
-
-    def _wire(self, name: str, ue8m0: bool) -> SlotWire:
-        with self.buffer.preparing("low-latency dispatch"):
-            if name not in WIRES:
-                raise InputError(f"wire = {name!r}; allowed is one of {', '.join(WIRES)}")
-            if ue8m0 and name != "fp8":
-                raise InputError(f"ue8m0 with wire = {name!r}; allowed is 'fp8'")
-        return SlotWire(*WIRES[name], ue8m0)
+        return self._dispatch(x, topk_idx, (wire, ue8m0), statistics, "send")
 
     def _dispatch(
-        self, x: Tensor, topk_idx: Tensor, wire: SlotWire, statistics: SlotStatistics, phase: str
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        form: tuple[SlotWireName, bool],
+        statistics: SlotStatistics | None,
+        phase: str,
     ) -> Sent[SlotRows]:
-        buffer, kernels = self.buffer, self._kernels
+        """form: wire, ue8m0"""
+        buffer, kernels, (wire, ue8m0) = self.buffer, self._kernels, form
+        statistics = statistics or SlotStatistics()
         buffer.check()
         with buffer.preparing("low-latency dispatch"):
             self._check_turn(self._dispatches, phase, "dispatches")
-            routing.check_rows("x", x, buffer.config, buffer.device)
-            if x.dtype != torch.bfloat16:
-                raise DtypeError(f"x is {x.dtype}; allowed is torch.bfloat16")
-            if len(x) > self.max_tokens:
-                raise ShapeError(f"x has {len(x)} rows; allowed are low_latency_tokens = {self.max_tokens}")
-            self._check("topk_idx", topk_idx, (len(x), topk_idx.shape[-1]), torch.int64)
-            experts = buffer.config.num_experts // buffer.num_ranks
-            self._check_counter("total_counts", statistics.total_counts, (experts,), torch.int32)
-            self._check_counter("waited_ns", statistics.waited_ns, (buffer.num_ranks,), torch.int64)
+            self._checks.statistics(statistics)
             if kernels is not None:
-                into = kernels.new_rows(len(x), x.shape[1], wire, self._owner)
-                args = kernels.dispatch_args(x, topk_idx, wire, into, statistics)
+                self._checks.dispatch(x, topk_idx, wire, ue8m0)
+                travels = SlotWire(*_WIRES[wire], ue8m0)
+                into = kernels.new_rows(len(x), x.shape[1], travels, self._checks.owner)
+                args = kernels.dispatch_args(x, topk_idx, travels, into, statistics)
                 kernels.dispatch(args, phase)
         if kernels is None:
             assert self._composed is not None
-            name = next(name for name, of in WIRES.items() if of == (wire.name, wire.scale))
-            into = self._composed.dispatch(x, topk_idx, wire=name, ue8m0=wire.ue8m0)  # type: ignore[arg-type]
+            into = self._composed.dispatch(x, topk_idx, wire=wire, ue8m0=ue8m0)
             if statistics.total_counts is not None:
                 statistics.total_counts.add_(into.counts)
             return Sent(self._dispatches, into, lambda: None)
-        rows, handle = into.rows if isinstance(into.rows, Fp8Rows) else (into.rows,), into.handle
-        assert isinstance(handle.plan, Tensor)
-        kept = (*rows, handle.counts, handle.ranges, handle.source_tokens, handle.plan, *statistics)
+        rows = into.rows if isinstance(into.rows, Fp8Rows) else (into.rows,)
+        kept = (*rows, *into.handle.kept, *statistics)
         return Sent(self._dispatches, into, self._receiver(kernels.dispatch, args, phase, kept))
 
     # ---- combine
@@ -188,7 +176,8 @@ class LowLatency:
         """Sums, for each token of this rank, the rows of its experts, times their weights.
 
         rows          [L, R * M, H] bfloat16, contiguous, in the slots of the dispatch
-        topk_idx      [T, K] int64, as in the dispatch; an entry that has become -1 adds nothing
+        topk_idx      [T, K] int64, as in the dispatch. On GPUs with one domain an entry that has become -1
+                      adds nothing; elsewhere all ranks raise `PlanMismatchError`
         topk_weights  [T, K] float32
         handle        of the dispatch
         out           [T, H] bfloat16 for the result, or None
@@ -220,32 +209,22 @@ class LowLatency:
         given: tuple[Tensor | None, Tensor | None],
         phase: str,
     ) -> Sent[Tensor]:
-        buffer, kernels, (topk_idx, topk_weights), (out, waited_ns) = (
-            self.buffer,
-            self._kernels,
-            routed,
-            given,
-        )
-        if kernels is None:
-            assert self._composed is not None
-            result = self._composed.combine(rows, topk_idx, topk_weights, handle, out=out)
-            return Sent(self._combines, result, lambda: None)
+        """routed: topk_idx, topk_weights. given: out, waited_ns."""
+        buffer, kernels, (out, waited_ns) = self.buffer, self._kernels, given
         buffer.check()
         with buffer.preparing("low-latency combine"):
             self._check_turn(self._combines, phase, "combines")
-            if handle.owner is not self._owner:
-                raise InputError("handle is of another LowLatency; allowed is one of this")
-            tokens, hidden, experts = handle.num_tokens, handle.hidden, kernels.num_experts
-            self._check("rows", rows, (experts, buffer.num_ranks * self.max_tokens, hidden), torch.bfloat16)
-            self._check("topk_idx", topk_idx, (tokens, topk_idx.shape[-1]), torch.int64)
-            self._check("topk_weights", topk_weights, tuple(topk_idx.shape), torch.float32)
-            self._check_counter("waited_ns", waited_ns, (buffer.num_ranks,), torch.int64)
-            if out is None:
-                out = rows.new_empty(tokens, hidden)
-            self._check("out", out, (tokens, hidden), torch.bfloat16)
-            args = kernels.combine_args(rows, handle, (topk_idx, topk_weights), out, waited_ns)
-            kernels.combine(args, phase)
-        kept = (out, topk_idx, topk_weights, waited_ns)
+            self._checks.statistics(SlotStatistics(None, waited_ns))
+            if kernels is not None:
+                out = self._checks.combine(rows, *routed, handle, out)
+                args = kernels.combine_args(rows, handle, routed, out, waited_ns)
+                kernels.combine(args, phase)
+        if kernels is None:
+            assert self._composed is not None
+            out = self._composed.combine(rows, *routed, handle, out=out)
+            return Sent(self._combines, out, lambda: None)
+        assert out is not None
+        kept = (out, *routed, waited_ns)
         return Sent(self._combines, out, self._receiver(kernels.combine, args, phase, kept))
 
     def masked_ranks(self) -> Tensor:
@@ -288,19 +267,3 @@ class LowLatency:
             raise InputError(
                 f"{len(queue)} {kind} were sent and not received; allowed are {most} before this call"
             )
-
-    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        if tensor.device != self.buffer.device:
-            raise DeviceError(f"{name} is on {tensor.device}; allowed is {self.buffer.device}")
-        if tensor.dtype != dtype:
-            raise DtypeError(f"{name} is {tensor.dtype}; allowed is {dtype}")
-        if tensor.shape != shape:
-            raise ShapeError(f"{name} is {list(tensor.shape)}; allowed is {list(shape)}")
-        if not tensor.is_contiguous():
-            raise InputError(f"{name} has strides {tensor.stride()}; allowed is a contiguous tensor")
-
-    def _check_counter(
-        self, name: str, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> None:
-        if tensor is not None:
-            self._check(name, tensor, shape, dtype)

@@ -6,13 +6,15 @@ Shapes: T tokens of this rank, M the most tokens of any rank, R ranks, H hidden,
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from uccl_ep_train.common.handle import Fp8Rows
 
+SlotWireName = Literal["bf16", "fp8", "fp8_fp32"]
+WIRE_NAMES: tuple[str, ...] = get_args(SlotWireName)
 COUNT_BITS = 32
 """Of an entry of `SlotHandle.ranges`, the lower ones; the begin is above them."""
 
@@ -72,7 +74,7 @@ class SlotStatistics(NamedTuple):
     """Counters of the caller, which operations add to, or None.
 
     total_counts  [L] int32: rows of each expert
-    waited_ns     [R] int64: what this rank waited for each other one to enter
+    waited_ns     [R] int64: what this rank waited for each other one to enter. On GPUs with one domain only
     """
 
     total_counts: Tensor | None = None

@@ -197,7 +197,10 @@ class LowLatencyCalls:
     def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
         """mask_status [R] int32 becomes 1 for each masked rank, else 0."""
         calls = self._engines.last_low_latency()
-        mask_status.copy_(calls.masked_ranks()) if calls is not None else mask_status.zero_()
+        if calls is None:
+            mask_status.zero_()
+        else:
+            mask_status.copy_(calls.masked_ranks())
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Refused: ranks agree on masks by themselves. Raises `InputError`."""

@@ -224,9 +224,10 @@ __global__ void __launch_bounds__(kSlotThreads, 1)
   const Crew crew = Crew::of(1, 0, kSlotWarps);
   bool good = true;
   if (args.phase != SlotPhase::kReceive) good = send(begin_slots(g, args, kKind, crew, true), dynamic);
-  if (args.phase == SlotPhase::kSend || (good && receive(begin_slots(g, args, kKind, crew, false)))) return;
-  const Crew all{crew.id, gridDim.x * crew.size, blockIdx.x * crew.size + crew.thread};
-  fill_nan(all, args.out, uint64_t{2} * args.num_tokens * args.hidden);
+  if (args.phase == SlotPhase::kSend) return;
+  good = good && receive(begin_slots(g, args, kKind, crew, false));
+  // After an error nothing is valid: neither here, nor in a block that is through before another finds one.
+  if (!good || stopped(g)) fill_nan(crew, args.out, uint64_t{2} * args.num_tokens * args.hidden);
 }
 
 __global__ void tell_masks(const __grid_constant__ Group g, int32_t* out) {

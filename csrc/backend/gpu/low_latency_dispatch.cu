@@ -4,8 +4,7 @@
 // `a ..> b`: b waits for a. `a --> b`: b is published when a is done.
 //
 // send     rows_read (of two ago) ..> routing, header --> routing_full | rows of the block's tokens --> rows_full
-// receive  routing_full of all ..> slots of all pairs; counts | rows_full ..> rows into slots | last block -->
-// rows_read
+// receive  routing_full of all ..> slots; counts | rows_full ..> rows into slots | last block --> rows_read
 #include "backend/gpu/low_latency.cuh"
 #include "backend/gpu/tile.cuh"
 
@@ -281,8 +280,8 @@ __global__ void __launch_bounds__(kSlotThreads, 1)
     send(k, places);
     return;
   }
-  // Nothing is valid after an error.
-  if (!receive(k, dynamic, places) && blockIdx.x == 0)
+  // After an error nothing is valid: neither here, nor in a block that is through before another finds one.
+  if (!receive(k, dynamic, places) || stopped(g))
     for (uint32_t i = k.crew.thread; i < g.experts_per_rank; i += k.crew.size) args.counts[i] = 0;
 }
 
