@@ -6,7 +6,12 @@
 dispatch_*_us    one kernel, from raw BF16 rows to rows in slots; of FP8 with fp32 scales
 combine_us       one kernel, from rows in slots to sums
 *_send_us, *_receive_us   two kernels; what is received has been sent by all ranks long before
-graph_us         GPUs only: an FP8 dispatch and a combine, captured and replayed
+graph_us         GPUs only: an FP8 dispatch and a combine, a tenth of a graph of ten; graph_dispatch_us,
+                 graph_combine_us: the same of one of them
+gemm_us          GPUs only: matrix products of a millisecond; gemm_beside_us: between sending and receiving
+
+With a limited link between domains, dispatch_wire_us and combine_wire_us are the bytes of the busiest rank,
+divided by the link's rate.
 
 Each is the median over runs of the slowest rank, from the moment when all GPUs have met. It contains the
 launch of a kernel: `empty_us` is that of a kernel which does nothing.
@@ -49,6 +54,8 @@ class Cell:
                 low_latency_topk=args.topk,
                 low_latency_sms=sms or None,
                 domain_size=dist.get_world_size() // args.domains,
+                loop_gbytes_per_s=args.link_gbytes_per_s,
+                loop_latency_us=args.link_latency_us,
             ),
         )
         self.calls, device = LowLatency(self.buffer), self.buffer.device
@@ -82,12 +89,42 @@ class Cell:
 
         return timed(send), timed(receive)
 
-    def capture(self) -> torch.cuda.CUDAGraph:
+    def capture(self, *calls: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.dispatch("fp8_fp32")
-            self.combine()
+            for call in calls:
+                call()
         return graph
+
+    def products(self) -> Callable[[], None]:
+        """Products that fill the GPU, each of some 350 us on an H100."""
+        a, b = (torch.randn(4096, 8192, device=self.buffer.device).bfloat16() for _ in range(2))
+        out = a.new_empty(4096, 4096)
+
+        def multiply() -> None:
+            for _ in range(3):
+                torch.mm(a, b.T, out=out)
+
+        return multiply
+
+    def gemm_beside(self, timed: Timed, products: Callable[[], None]) -> float:
+        sent = [self.calls.send_dispatch(self.x, self.topk_idx, wire="fp8_fp32")]
+        sums = self.calls.send_combine(self.rows, self.topk_idx, self.weights, self.handle)
+        seconds = timed(products)
+        sent[0].receive()
+        sums.receive()
+        return seconds
+
+    def wire_bytes(self) -> dict[str, int]:
+        """Of this rank to the other domains: a row of a token for each that has an expert of it."""
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        of_domain = ranks // self.buffer.topology.num_domains
+        experts = self.buffer.config.num_experts // self.buffer.topology.num_domains
+        reached = torch.zeros(len(self.x), self.buffer.topology.num_domains, dtype=torch.bool)
+        reached.scatter_(1, self.topk_idx.cpu() // experts, True)
+        reached[:, rank // of_domain] = False
+        rows, hidden = int(reached.sum()), self.x.shape[1]
+        return {"dispatch": rows * (hidden + hidden // 32), "combine": rows * 2 * hidden}
 
 
 def measure(cell: Cell, timed: Timed, runs: int) -> dict[str, float]:
@@ -99,7 +136,11 @@ def measure(cell: Cell, timed: Timed, runs: int) -> dict[str, float]:
         "combine_us": cell.combine,
     }
     if cell.buffer.device.type == "cuda":
-        whole["graph_us"] = cell.capture().replay
+        dispatch = whole["dispatch_fp8_us"]
+        whole["graph_us"] = cell.capture(*10 * (dispatch, cell.combine)).replay
+        whole["graph_dispatch_us"] = cell.capture(*10 * (dispatch,)).replay
+        whole["graph_combine_us"] = cell.capture(*10 * (cell.combine,)).replay
+        products = whole["gemm_us"] = cell.products()
     seconds: dict[str, list[float]] = {name: [] for name in whole}
     for kind in ("dispatch", "combine"):
         seconds |= {f"{kind}_send_us": [], f"{kind}_receive_us": []}
@@ -111,11 +152,13 @@ def measure(cell: Cell, timed: Timed, runs: int) -> dict[str, float]:
             parts = cell.apart(timed, kind)
             for name, part in zip(("send", "receive"), parts, strict=True):
                 seconds[f"{kind}_{name}_us"].append(part)
+        if "gemm_us" in whole:
+            seconds.setdefault("gemm_beside_us", []).append(cell.gemm_beside(timed, products))
     found = {}
     for name, values in seconds.items():
         slowest = torch.tensor(values[4:], dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        found[name] = report.quantile(1e6 * slowest, 0.5)
+        found[name] = report.quantile(1e6 * slowest, 0.5) / (10 if name.startswith("graph") else 1)
     return found
 
 
@@ -132,10 +175,15 @@ def run_rank(args: argparse.Namespace) -> int:
         for sms in args.sms:
             cell = Cell(args, tokens, sms)
             found = measure(cell, timed, args.runs)
+            for kind, num_bytes in cell.wire_bytes().items() if args.link_gbytes_per_s else ():
+                most = torch.tensor([num_bytes])
+                dist.all_reduce(most, op=dist.ReduceOp.MAX)
+                found[f"{kind}_wire_us"] = int(most) / args.link_gbytes_per_s / 1e3
             finish_device()
             cell.buffer.check()
             cell.buffer.close()
             asked = {name: getattr(args, name) for name in ("hidden", "topk", "experts", "domains", "runs")}
+            asked |= {"link_gbytes_per_s": args.link_gbytes_per_s, "link_latency_us": args.link_latency_us}
             shape = {"tokens": tokens, "num_sms": sms, "ranks": dist.get_world_size()}
             records.append({"system": "uccl_ep", "op": "low_latency"} | shape | asked | found)
             if dist.get_rank() == 0:
@@ -157,6 +205,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--sms", type=int, nargs="+", default=[0], help="of a kernel; 0: the default")
     parser.add_argument("--domains", type=int, default=1, help="the ranks are split into")
+    parser.add_argument("--link-gbytes-per-s", type=float, default=0.0, help="between domains; 0: unlimited")
+    parser.add_argument("--link-latency-us", type=float, default=0.0)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=2, help="to start when not under torchrun")
     parser.add_argument("--commit", default="", help="to record; default: $BENCH_COMMIT, else git's")

@@ -5,7 +5,6 @@ Shapes: T tokens of a rank, M the most of them, R ranks, H hidden, K experts per
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,9 +12,6 @@ from torch import Tensor
 
 from tests.bits import bit_difference
 from tests.cases import LAYOUTS, EngineSpec
-from uccl_ep_train import Buffer
-from uccl_ep_train.api.composed import ComposedSlots
-from uccl_ep_train.api.low_latency import LowLatency
 from uccl_ep_train.common.handle import Fp8Rows
 from uccl_ep_train.common.slots import SlotRows, SlotWireName
 from uccl_ep_train.oracle.low_latency import Slots, combine_slots, dispatch_slots, stretches
@@ -47,13 +43,6 @@ SPECS = {
 }
 
 
-Calls = ComposedSlots | LowLatency
-MAKERS: dict[str, Callable[[Buffer], Calls]] = {
-    "composed": lambda buffer: ComposedSlots(buffer, M),
-    "low latency": LowLatency,  # on GPUs with one domain by kernels of its own
-}
-
-
 class Given(NamedTuple):
     """The inputs of all ranks, on the CPU: x [T, H], topk_idx and topk_weights [T, K], outputs [L, R * M, H]
     of the experts, with NaN in every row that no token has.
@@ -74,7 +63,8 @@ class Given(NamedTuple):
 
     def sums(self, spec: EngineSpec) -> list[Tensor]:
         with torch.device("cpu"):
-            return combine_slots(self.outputs, self.topk_idx, self.topk_weights, spec.domains)
+            given = self.outputs, self.topk_idx, self.topk_weights
+            return combine_slots(*given, spec.domains, spec.combine_wire_dtype)
 
 
 def make_rows(generator: torch.Generator, *shape: int) -> Tensor:

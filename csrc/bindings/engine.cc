@@ -129,7 +129,7 @@ struct PyCombineArgs {
   uintptr_t rows_ptr = 0;
   uint32_t hidden = 0;
   uint32_t element_bytes = 2;
-  bool wire_fp32 = false;
+  bool wire_fp32 = false, rounds_sums = false;
   uintptr_t values_ptr = 0;
   uintptr_t out_ptr = 0;
   uintptr_t values_out_ptr = 0;
@@ -141,6 +141,7 @@ struct PyCombineArgs {
     args.hidden = hidden;
     args.dtype = tensor_dtype(element_bytes);
     args.wire = wire_fp32 ? Dtype::kFp32 : args.dtype;
+    args.rounds_sums = rounds_sums;
     args.plan = std::move(plan);
     args.stream = pointer<void>(stream);
     args.weights = pointer<const float>(values_ptr);
@@ -204,8 +205,9 @@ void bind_args(py::module_& m) {
            "wire"_a, "scale"_a, "routing"_a, "routing_ptr"_a, "routing_width"_a, "values_ptr"_a, "expert_alignment"_a,
            "compact"_a, "capacity"_a, "pad_to_capacity"_a, "aside"_a);
   py::class_<PyCombineArgs>(m, "CombineArgs")
-      .def(py::init<uintptr_t, uint32_t, uint32_t, bool, uintptr_t, uintptr_t, uintptr_t, bool>(), "rows_ptr"_a,
-           "hidden"_a, "element_bytes"_a, "wire_fp32"_a, "values_ptr"_a, "out_ptr"_a, "values_out_ptr"_a, "aside"_a);
+      .def(py::init<uintptr_t, uint32_t, uint32_t, bool, bool, uintptr_t, uintptr_t, uintptr_t, bool>(), "rows_ptr"_a,
+           "hidden"_a, "element_bytes"_a, "wire_fp32"_a, "rounds_sums"_a, "values_ptr"_a, "out_ptr"_a,
+           "values_out_ptr"_a, "aside"_a);
 }
 
 void bind_op(py::module_& m) {

@@ -79,6 +79,7 @@ struct PyLowLatencyCombine {
   std::array<uintptr_t, 7> memory{};  // rows, ranges, origins, topk_idx, weights, out, waited_nsec
   uint64_t num_tokens = 0;
   uint32_t width = 0, hidden = 0;
+  bool wire_fp32 = false;
 
   LowLatencyCombine native(gpu::SlotPhase phase, uintptr_t stream) const {
     LowLatencyCombine args;
@@ -91,6 +92,7 @@ struct PyLowLatencyCombine {
     args.num_tokens = num_tokens;
     args.width = width;
     args.hidden = hidden;
+    args.wire = wire_fp32 ? Dtype::kFp32 : Dtype::kBf16;
     args.out = pointer<uint8_t>(memory[5]);
     args.waited_nsec = pointer<int64_t>(memory[6]);
     args.stream = pointer<void>(stream);
@@ -105,8 +107,8 @@ void bind_low_latency(py::module_& m, py::class_<GpuEngine, Engine, std::shared_
                     std::array<uintptr_t, 8>>(),
            "x"_a, "topk_idx"_a, "num_tokens"_a, "width"_a, "hidden"_a, "wire"_a, "scale"_a, "ue8m0"_a, "out"_a);
   py::class_<PyLowLatencyCombine>(m, "LowLatencyCombine")
-      .def(py::init<std::array<uintptr_t, 7>, uint64_t, uint32_t, uint32_t>(), "memory"_a, "num_tokens"_a, "width"_a,
-           "hidden"_a);
+      .def(py::init<std::array<uintptr_t, 7>, uint64_t, uint32_t, uint32_t, bool>(), "memory"_a, "num_tokens"_a,
+           "width"_a, "hidden"_a, "wire_fp32"_a);
   engine
       .def(
           "low_latency_dispatch",

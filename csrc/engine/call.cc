@@ -71,6 +71,7 @@ void check_call(const CombineArgs& args, const CallLimits& limits) {
   check_row(args.hidden, args.wire, limits);
   require(!is_quantised(args.dtype) && !is_quantised(args.wire), UsageKind::kDtype,
           "combine of FP8 rows: allowed are bf16 and fp32, because sums are not quantised");
+  require(!args.rounds_sums || args.wire == Dtype::kFp32, UsageKind::kDtype, "only sums in fp32 are rounded");
   require(args.plan != nullptr, UsageKind::kInput, "combine needs the handle of a dispatch");
   check_own(args.plan->facts(), limits);
 }
@@ -96,6 +97,7 @@ OpSignature make_signature(const CombineArgs& args, const PlanFacts& plan) {
   s.kind = OpKind::kCombine;
   s.dtype = args.dtype;
   s.wire = args.wire;
+  s.rounds_sums = args.rounds_sums;
   s.plan_use = PlanUse::kCached;
   s.hidden = args.hidden;
   s.with_weights = args.weights != nullptr;

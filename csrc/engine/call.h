@@ -80,6 +80,7 @@ struct CombineArgs {
   uint32_t hidden = 0;
   Dtype dtype = Dtype::kBf16;
   Dtype wire = Dtype::kBf16;
+  bool rounds_sums = false;  // what a domain returns to another is rounded to BF16
   std::shared_ptr<SavedPlan> plan;
   const float* weights = nullptr;  // [num_weights]
   uint8_t* out = nullptr;  // [T, H]

@@ -56,7 +56,9 @@ uint64_t header_bytes(const Topology& topo, const RingParams& rings, int domain)
 
 uint32_t send_slots(const RegionLayout& layout) {
   uint32_t slots = 0;
-  for (const auto* rings : {&layout.header_send, &layout.meta_send, &layout.rows_send, &layout.return_send})
+  const RegionLayout::Slots& of_slots = layout.slots;
+  for (const auto* rings : {&layout.header_send, &layout.meta_send, &layout.rows_send, &layout.return_send,
+                            &of_slots.routing_send, &of_slots.rows_send, &of_slots.weights_send, &of_slots.sums_send})
     for (const RingLayout& ring : *rings) slots += ring.num_slots;
   return slots;
 }
@@ -95,15 +97,24 @@ void list_channels(const Topology& topo, const RegionLayout& layout, Channels& c
     out(layout.header_send[d], peer);
     if (!layout.meta_send.empty()) out(layout.meta_send[d], peer);
     out(layout.rows_send[d], peer);
+    for (const auto* rings : {&layout.slots.routing_send, &layout.slots.rows_send, &layout.slots.weights_send})
+      if (!rings->empty()) out((*rings)[d], peer);
   }
   for (size_t i = 0; i < layout.incoming.size(); ++i) {
-    out(layout.return_send[i], layout.incoming[i]);
-    in(layout.header_landing[i], layout.incoming[i]);
-    if (!layout.meta_landing.empty()) in(layout.meta_landing[i], layout.incoming[i]);
-    in(layout.rows_landing[i], layout.incoming[i]);
+    const int peer = layout.incoming[i];
+    out(layout.return_send[i], peer);
+    if (!layout.slots.sums_send.empty()) out(layout.slots.sums_send[i], peer);
+    in(layout.header_landing[i], peer);
+    if (!layout.meta_landing.empty()) in(layout.meta_landing[i], peer);
+    in(layout.rows_landing[i], peer);
+    for (const auto* rings : {&layout.slots.routing_landing, &layout.slots.rows_landing, &layout.slots.weights_landing})
+      if (!rings->empty()) in((*rings)[i], peer);
   }
-  for (int d = 0; d < topo.num_domains(); ++d)
-    if (d != own) in(layout.return_landing[d], topo.rail(rank, d));
+  for (int d = 0; d < topo.num_domains(); ++d) {
+    if (d == own) continue;
+    in(layout.return_landing[d], topo.rail(rank, d));
+    if (!layout.slots.sums_landing.empty()) in(layout.slots.sums_landing[d], topo.rail(rank, d));
+  }
 }
 
 }  // namespace
@@ -147,6 +158,41 @@ RegionLayout make_region_layout(const Topology& topo, const RingParams& params, 
   return layout;
 }
 
+namespace {
+
+// Rings of low latency: each holds two operations.
+void take_slot_rings(Cursor& cursor, const Topology& topo, const DeviceRings::Slots& rings, RegionLayout& layout) {
+  constexpr uint32_t kOperations = 2;
+  const int own = topo.domain_of[layout.rank];
+  const uint32_t n = static_cast<uint32_t>(topo.size_of(own));
+  const auto ring = [&](RingKind kind, uint32_t num_readers) {
+    const bool of_rows = kind == RingKind::kSlotRows || kind == RingKind::kSlotSums;
+    const uint64_t bytes = kind == RingKind::kSlotRouting   ? rings.routing_bytes
+                           : kind == RingKind::kSlotWeights ? rings.weights_bytes
+                           : kind == RingKind::kSlotRows    ? rings.row_slot_bytes
+                                                            : rings.sum_slot_bytes;
+    return cursor.ring("", kind, bytes, kOperations * (of_rows ? rings.chunks : 1), num_readers);
+  };
+  RegionLayout::Slots& slots = layout.slots;
+  for (auto* by_domain : {&slots.routing_send, &slots.rows_send, &slots.weights_send, &slots.sums_landing})
+    by_domain->resize(topo.members.size());
+  for (int d = 0; d < topo.num_domains(); ++d) {
+    if (d == own) continue;
+    slots.routing_send[d] = ring(RingKind::kSlotRouting, 0);
+    slots.rows_send[d] = ring(RingKind::kSlotRows, 0);
+    slots.weights_send[d] = ring(RingKind::kSlotWeights, 0);
+    slots.sums_landing[d] = ring(RingKind::kSlotSums, 1);
+  }
+  for (size_t i = 0; i < layout.incoming.size(); ++i) {
+    slots.routing_landing.push_back(ring(RingKind::kSlotRouting, n));
+    slots.rows_landing.push_back(ring(RingKind::kSlotRows, n));
+    slots.weights_landing.push_back(ring(RingKind::kSlotWeights, n));
+    slots.sums_send.push_back(ring(RingKind::kSlotSums, 0));
+  }
+}
+
+}  // namespace
+
 RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, int rank) {
   RegionLayout layout;
   const int own = topo.domain_of[rank];
@@ -176,6 +222,7 @@ RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, 
     layout.rows_landing.push_back(rows(n));
     layout.return_send.push_back(sums(0));
   }
+  if (rings.slots.chunks > 0) take_slot_rings(cursor, topo, rings.slots, layout);
   Channels channels;
   list_channels(topo, layout, channels);
   layout.board_offset = cursor.take("flags", (channels.in.size() + channels.out.size()) * sizeof(uint64_t));

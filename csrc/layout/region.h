@@ -12,10 +12,23 @@
 
 namespace uccl_ep {
 
-enum class RingKind : uint32_t { kHeader, kMeta, kRows, kPieces, kReturn };
-constexpr uint32_t kNumRingKinds = 5;
+// kSlot…: of low latency. A dispatch has its routing and rows; a combine its weights, and the sums that come back.
+enum class RingKind : uint32_t {
+  kHeader,
+  kMeta,
+  kRows,
+  kPieces,
+  kReturn,
+  kSlotRouting,
+  kSlotRows,
+  kSlotWeights,
+  kSlotSums
+};
+constexpr uint32_t kNumRingKinds = 9;
+constexpr bool is_of_slots(RingKind kind) { return kind >= RingKind::kSlotRouting; }
 inline const char* ring_name(RingKind kind) {
-  static const char* const names[] = {"header", "meta", "rows", "pieces", "return"};
+  static const char* const names[] = {"header",       "meta",      "rows",         "pieces",   "return",
+                                      "slot_routing", "slot_rows", "slot_weights", "slot_sums"};
   return names[static_cast<uint32_t>(kind)];
 }
 
@@ -54,6 +67,12 @@ struct DeviceRings {
   uint32_t rows_slots = 0;
   uint64_t return_slot_bytes = 0;
   uint32_t return_slots = 0;
+  // Of low latency; 0: none. A ring holds two operations, so it may be one chunk of each, or several.
+  struct Slots {
+    uint64_t routing_bytes = 0, weights_bytes = 0;  // of an operation: one chunk
+    uint64_t row_slot_bytes = 0, sum_slot_bytes = 0;
+    uint32_t chunks = 0;  // of rows, or sums, of an operation at most
+  } slots;
 };
 constexpr uint64_t kDeviceRingAlignBytes = 256;
 
@@ -77,6 +96,11 @@ struct RegionLayout {
   // Sums that we relay to incoming[i], and sums that the other domains return to us.
   std::vector<RingLayout> return_send;     // by incoming
   std::vector<RingLayout> return_landing;  // by domain (own domain: unused)
+  // Of low latency, as above: to each domain, and of incoming[i].
+  struct Slots {
+    std::vector<RingLayout> routing_send, rows_send, weights_send, sums_landing;
+    std::vector<RingLayout> routing_landing, rows_landing, weights_landing, sums_send;
+  } slots;
   // Of a device layout, 0 on the host. The board: what a GPU polls instead of the stamps of many slots. Flag per
   // channel in the order of Channels.in, then Channels.out; an incoming one says how many chunks have arrived such that
   // none before them is missing, an outgoing one likewise how many are flushed. Writer: the rank's proxy, after the
@@ -129,8 +153,8 @@ struct InChannel {
 };
 struct Channels {
   // A device layout has no meta channels.
-  std::vector<OutChannel> out;  // by other domain: header, meta, rows; then by incoming: return
-  std::vector<InChannel> in;  // by incoming: header, meta, rows; then by other domain: return
+  std::vector<OutChannel> out;  // by other domain: header, meta, rows, slots; then by incoming: return, slot sums
+  std::vector<InChannel> in;  // by incoming: header, meta, rows, slots; then by other domain: return, slot sums
   // Index of the channel that starts in `ring`; UINT32_MAX when the ring is no send ring.
   uint32_t out_of(const RingLayout& ring) const;
 };

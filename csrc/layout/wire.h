@@ -28,6 +28,7 @@ struct OpSignature {
   uint32_t num_metadata;  // words that travel with each row
   uint32_t with_capacity;  // CUDA: the output has a size of its own, and the counts stay on the device
   uint32_t topk;  // of low latency: columns of the routing
+  uint32_t rounds_sums;  // of a combine: what a domain returns to another is rounded to BF16
   uint64_t plan_id;  // epoch of the dispatch that made the plan; 0 for a new one
 
   constexpr bool operator==(const OpSignature& other) const;
@@ -44,6 +45,7 @@ inline constexpr auto kFields<OpSignature> = std::tuple{field("kind", &OpSignatu
                                                         field("metadata", &OpSignature::num_metadata),
                                                         field("capacity", &OpSignature::with_capacity),
                                                         field("top-k", &OpSignature::topk),
+                                                        field("rounded sums", &OpSignature::rounds_sums),
                                                         field("plan", &OpSignature::plan_id)};
 static_assert(all_listed<OpSignature>(), "a field is missing in the list");
 constexpr bool OpSignature::operator==(const OpSignature& other) const { return all_equal(*this, other); }

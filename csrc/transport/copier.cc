@@ -22,6 +22,7 @@ constexpr uint64_t kSleepUsec = 1'000'000;
 // While the engines are busy, a group that is not full waits for this long. Handing over and reporting cost as much as
 // copying, so they are done once for the whole group.
 constexpr uint64_t kHoldNsec = 10'000;
+constexpr uint64_t kShortBytes = 64 << 10;  // copies of fewer bytes are over sooner than that, so nothing waits for them
 
 }  // namespace
 
@@ -101,15 +102,18 @@ bool Copier::hand_over() {
                  end = before / CopyEngines::kGroup * CopyEngines::kGroup + CopyEngines::kGroup;
   const uint64_t last = std::min(started_.read(), end);
   if (last == before) return false;
-  if (last < end && before != 0 && failed_.own() == 0 && !engines_->done(before)) {
+  if (last < end && before != 0 && failed_.own() == 0 && handed_over_bytes_ >= kShortBytes && !engines_->done(before)) {
     const uint64_t now = now_nsec();
     if (held_ != before) held_since_nsec_ = now;
     held_ = before;
     if (now - held_since_nsec_ < kHoldNsec) return false;
   }
   std::array<Copy, CopyEngines::kGroup> copies;
-  for (uint64_t ticket = before + 1; ticket <= last; ++ticket)
+  handed_over_bytes_ = 0;
+  for (uint64_t ticket = before + 1; ticket <= last; ++ticket) {
     copies[ticket - before - 1] = copies_[ticket % kCapacity];
+    handed_over_bytes_ += copies[ticket - before - 1].num_bytes;
+  }
   attempt([&] { engines_->hand_over({copies.data(), last - before}, last); });
   handed_over_.publish(last);
   return true;

@@ -61,6 +61,7 @@ class Copier final : public DeviceCopies {
   std::array<Copy, kCapacity> copies_;  // by ticket
   uint64_t last_flush_nsec_ = 0, steady_since_nsec_ = 0;  // of the caller
   uint64_t held_ = 0, held_since_nsec_ = 0;  // of the thread: copies after this ticket are held back
+  uint64_t handed_over_bytes_ = 0;           // of the last group
   Flag started_;              // last ticket. Writer: the caller; reader: the thread
   Flag handed_over_;          // last ticket, even if its hand-over failed. Writer: the thread; reader: the caller
   std::exception_ptr error_;  // the first error; set before `failed_` is published

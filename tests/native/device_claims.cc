@@ -14,7 +14,7 @@ using namespace uccl_ep;
 
 namespace {
 
-const DeviceRings kRings = {4096 + 16, 2048, 4, 1024, 3};
+const DeviceRings kRings = {4096 + 16, 2048, 4, 1024, 3, {512, 768, 1024, 2048, 3}};
 constexpr uint64_t kBytes = 2048;
 
 std::vector<Topology> topologies() {
@@ -81,7 +81,11 @@ CLAIM("a device layout has exactly the rings that a transport carries, with the 
       const RegionLayout layout = make_device_layout(topo, kRings, rank);
       const uint32_t members = static_cast<uint32_t>(topo.size_of(topo.domain_of[static_cast<size_t>(rank)]));
       const size_t others = static_cast<size_t>(topo.num_domains()) - 1;
-      EXPECT_EQ(rings_of(layout).size(), 3 * others + 3 * layout.incoming.size());
+      EXPECT_EQ(rings_of(layout).size(), 7 * others + 7 * layout.incoming.size());
+      for (const RingLayout& ring : layout.slots.routing_landing)
+        EXPECT(ring.num_slots == 2 && ring.slot_bytes == kRings.slots.routing_bytes && ring.num_readers == members);
+      for (const RingLayout& ring : layout.slots.sums_landing)
+        EXPECT(ring.num_slots == 0 || (ring.num_slots == 6 && ring.slot_bytes == 2048 && ring.num_readers == 1));
       EXPECT(layout.meta_send.empty() && layout.meta_landing.empty() && layout.pieces.empty());
       for (const RingLayout& ring : layout.header_landing)
         EXPECT(ring.num_slots == 2 && ring.slot_bytes == kRings.packet_bytes && ring.num_readers == members);

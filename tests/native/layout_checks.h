@@ -27,6 +27,10 @@ inline std::vector<const RingLayout*> rings_of(const RegionLayout& layout) {
   for (auto* list : {&layout.header_send, &layout.meta_send, &layout.rows_send, &layout.header_landing,
                      &layout.meta_landing, &layout.rows_landing, &layout.return_send, &layout.return_landing})
     for (auto& ring : *list) rings.push_back(&ring);
+  const RegionLayout::Slots& slots = layout.slots;
+  for (auto* list : {&slots.routing_send, &slots.rows_send, &slots.weights_send, &slots.sums_send,
+                     &slots.routing_landing, &slots.rows_landing, &slots.weights_landing, &slots.sums_landing})
+    for (auto& ring : *list) rings.push_back(&ring);
   for (auto& list : layout.pieces)
     for (auto& ring : list) rings.push_back(&ring);
   std::erase_if(rings, [](const RingLayout* ring) { return ring->num_slots == 0; });

@@ -73,6 +73,44 @@ void try_run(const SlotRun& run) {
 }
 void try_seeds(const SlotRun& run) { each_seed(run, try_run); }
 
+void miss_a_rank(SlotRun run) {
+  run.arrival_timeout_s = 1;
+  auto ranks = make_slot_ranks(run);
+  by_ranks(run.num_ranks(), [&](int r) {
+    if (r == 1) return;
+    SlotRank& rank = *ranks[0];
+    const World world(run, 0);
+    Slots got(run);
+    try {
+      rank.dispatch(world.inputs[0], got, gpu::SlotPhase::kBoth);
+      rank.finish();
+    } catch (const CommunicationFailure& failure) {
+      EXPECT(failure.record().kind == ErrorKind::kArrivalTimeout && failure.record().peer == 1);
+      EXPECT(got.counts == std::vector<int32_t>(run.experts_per_rank, 0));
+      return;
+    }
+    throw std::logic_error("nobody sent these rows");
+  });
+}
+void miss_sums(SlotRun run) {
+  run.arrival_timeout_s = 1;
+  auto ranks = make_slot_ranks(run);
+  by_ranks(run.num_ranks(), [&](int r) {
+    SlotRank& rank = *ranks[static_cast<size_t>(r)];
+    const World world(run, 0);
+    const RankInput& in = world.inputs[static_cast<size_t>(r)];
+    Slots got(run);
+    rank.dispatch(in, got, gpu::SlotPhase::kBoth);
+    rank.finish();
+    if (r == 1) return;
+    const std::vector<uint16_t> rows = rank.experts(world, got);
+    std::vector<uint16_t> out(in.num_tokens * run.hidden, 0);
+    rank.combine(in, rows, got, out, gpu::SlotPhase::kBoth);
+    EXPECT_THROWS(CommunicationFailure, rank.finish());
+    EXPECT(out == std::vector<uint16_t>(out.size(), 0xFFFF));
+  });
+}
+
 }  // namespace
 
 CLAIM("one rank sends itself what it has, and gets its sums") { try_seeds(slots_of(1)); }
@@ -91,6 +129,32 @@ CLAIM("two operations of a kind are under way, sent and received by kernels of t
     run.splits = true;
     try_seeds(run);
   }
+}
+CLAIM("ranks of several domains get every row in its slot, and every sum") {
+  for (const auto& domains : {std::vector{0, 1}, {0, 0, 1, 1}, {0, 1, 0, 1}, {0, 0, 0, 1}, {0, 1, 2}})
+    for (const bool wide : {false, true}) {
+      SlotRun run = slots_of(domains, wide ? kBf16 : kFp8);
+      run.sum_wire = wide ? kFp32 : kBf16;
+      run.splits = wide;
+      try_seeds(run);
+    }
+}
+CLAIM("between domains chunks come in any order, late, twice, or are refused") {
+  for (const bool splits : {false, true}) {
+    SlotRun run = slots_of({0, 0, 1, 1}, kFp8);
+    run.loop = everything();
+    run.num_rounds = 6;  // rings come round, and credits are waited for
+    run.splits = splits;
+    try_seeds(run);
+  }
+}
+CLAIM("between domains rows go in more chunks than one, and a rank has none") {
+  SlotRun run = slots_of({0, 1, 1});
+  run.max_tokens = 150;
+  run.num_tokens = {150, 131, 0};
+  run.num_rounds = 4;
+  run.num_sms = 3;
+  try_seeds(run);
 }
 CLAIM("more tokens than a mask of a tile has bits, of more experts than a warp has lanes") {
   SlotRun run = slots_of(2);
@@ -163,8 +227,9 @@ CLAIM("a rank that others have masked meanwhile has an error, and they have none
   });
 }
 CLAIM("other calls are a mismatch that names both, and calls refused since are none") {
-  for (const bool differs : {false, true}) {
-    SlotRun run = slots_of(2);
+  for (const auto& [differs, domains] :
+       {std::pair{false, std::vector{0, 0}}, {true, {0, 0}}, {false, {0, 1}}, {true, {0, 1}}}) {
+    SlotRun run = slots_of(domains);
     auto ranks = make_slot_ranks(run);
     by_ranks(run.num_ranks(), [&](int r) {
       SlotRank& rank = *ranks[static_cast<size_t>(r)];
@@ -197,43 +262,10 @@ CLAIM("other calls are a mismatch that names both, and calls refused since are n
   }
 }
 CLAIM("a rank that never comes is an error within the deadline, and leaves no count") {
-  SlotRun run = slots_of(2);
-  run.arrival_timeout_s = 1;
-  auto ranks = make_slot_ranks(run);
-  by_ranks(run.num_ranks(), [&](int r) {
-    if (r == 1) return;
-    SlotRank& rank = *ranks[0];
-    const World world(run, 0);
-    Slots got(run);
-    try {
-      rank.dispatch(world.inputs[0], got, gpu::SlotPhase::kBoth);
-      rank.finish();
-    } catch (const CommunicationFailure& failure) {
-      EXPECT(failure.record().kind == ErrorKind::kArrivalTimeout && failure.record().peer == 1);
-      EXPECT(got.counts == std::vector<int32_t>(run.experts_per_rank, 0));
-      return;
-    }
-    throw std::logic_error("nobody sent these rows");
-  });
+  for (const auto& domains : {std::vector{0, 0}, {0, 1}}) miss_a_rank(slots_of(domains));
 }
 CLAIM("sums that a rank's absence leaves incomplete are NaN, all of them") {
-  SlotRun run = slots_of(2);
-  run.arrival_timeout_s = 1;
-  auto ranks = make_slot_ranks(run);
-  by_ranks(run.num_ranks(), [&](int r) {
-    SlotRank& rank = *ranks[static_cast<size_t>(r)];
-    const World world(run, 0);
-    const RankInput& in = world.inputs[static_cast<size_t>(r)];
-    Slots got(run);
-    rank.dispatch(in, got, gpu::SlotPhase::kBoth);
-    rank.finish();
-    if (r == 1) return;
-    const std::vector<uint16_t> rows = rank.experts(world, got);
-    std::vector<uint16_t> out(in.num_tokens * run.hidden, 0);
-    rank.combine(in, rows, got, out, gpu::SlotPhase::kBoth);
-    EXPECT_THROWS(CommunicationFailure, rank.finish());
-    EXPECT(out == std::vector<uint16_t>(out.size(), 0xFFFF));
-  });
+  for (const auto& domains : {std::vector{0, 0}, {0, 1}}) miss_sums(slots_of(domains));
 }
 CLAIM("control: a row, a scale, a number or a sum of another bit is seen") {
   const SlotRun run = slots_of(1, kFp8);

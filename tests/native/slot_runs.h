@@ -14,6 +14,7 @@ struct SlotRun : CudaRun {
   uint32_t max_tokens = 48;
   bool ue8m0 = false;
   double mask_timeout_s = 0;
+  Dtype sum_wire = kBf16;  // of sums between domains
   bool splits = false;  // sending and receiving are calls of their own; then dispatches come in twos before combines
   int num_rounds = 3;
 
@@ -21,12 +22,15 @@ struct SlotRun : CudaRun {
   uint64_t row_bytes() const { return uint64_t{hidden} * (is_quantised(wire) ? 1 : 2); }
   uint64_t scale_words() const { return !is_quantised(wire) ? 0 : ue8m0 ? (num_scales() + 3) / 4 : num_scales(); }
 };
-inline SlotRun slots_of(int num_ranks, Dtype wire = kBf16) {
+inline SlotRun slots_of(const std::vector<int>& domain_of, Dtype wire = kBf16) {
   SlotRun run;
-  run.domain_of.assign(static_cast<size_t>(num_ranks), 0);
+  run.domain_of = domain_of;
   run.wire = wire;
   run.num_tokens = {40, 27, 0, 48};
   return run;
+}
+inline SlotRun slots_of(int num_ranks, Dtype wire = kBf16) {
+  return slots_of(std::vector<int>(static_cast<size_t>(num_ranks), 0), wire);
 }
 
 // What a rank receives. What no pair has is never compared.
@@ -123,27 +127,34 @@ struct World {
       EXPECT(got.scales[(expert * run.scale_words() + w) * run.slots() + slot] == word);
     }
   }
-  // The sum of a rank's tokens: experts of a rank ascending, then ranks, in fp32; rounded once.
+  // The sum of a rank's tokens, in fp32: experts of a rank ascending; then domains, of which our own counts rank by
+  // rank, and others as one number; rounded once.
   void check_sums(int rank, const std::vector<uint16_t>& out) const {
     const RankInput& in = inputs[static_cast<size_t>(rank)];
+    const Topology topo = Topology::from_labels(run.domain_of);
     for (uint64_t t = 0; t < in.num_tokens; ++t)
       for (uint32_t h = 0; h < run.hidden; ++h) {
-        float total = 0, of_rank = 0;
-        for (int64_t expert = 0; expert < run.num_experts(); ++expert) {
-          if (expert % run.experts_per_rank == 0) {
-            total += of_rank;
-            of_rank = 0;
-          }
-          for (uint64_t k = 0; k < run.topk; ++k)
-            if (expert_at(in, t * run.topk + k) == expert &&
-                !is_gone(static_cast<uint64_t>(expert) / run.experts_per_rank))
-              of_rank +=
-                  in.weights[t * run.topk + k] * value_of(computed(row(static_cast<uint32_t>(rank), t)[h], expert));
+        float total = 0;
+        for (int d = 0; d < topo.num_domains(); ++d) {
+          float of_domain = 0;
+          float& sum = d == topo.domain_of[rank] ? total : of_domain;
+          for (const int r : topo.members[d]) sum += sum_of_rank(in, t, r, row(static_cast<uint32_t>(rank), t)[h]);
+          if (d != topo.domain_of[rank]) total += run.sum_wire == kBf16 ? value_of(rounded(of_domain)) : of_domain;
         }
-        total += of_rank;
         if (out[t * run.hidden + h] != rounded(total))
           throw std::logic_error("token " + std::to_string(t) + ", element " + std::to_string(h));
       }
+  }
+  float sum_of_rank(const RankInput& in, uint64_t t, int rank, uint16_t value) const {
+    float sum = 0;
+    if (is_gone(static_cast<uint64_t>(rank))) return sum;
+    for (uint32_t l = 0; l < run.experts_per_rank; ++l) {
+      const int64_t expert = rank * static_cast<int64_t>(run.experts_per_rank) + l;
+      for (uint64_t k = 0; k < run.topk; ++k)
+        if (expert_at(in, t * run.topk + k) == expert)
+          sum += in.weights[t * run.topk + k] * value_of(computed(value, expert));
+    }
+    return sum;
   }
 };
 
@@ -194,6 +205,7 @@ class SlotRank {
     args.num_tokens = in.num_tokens;
     args.width = run_.topk;
     args.hidden = run_.hidden;
+    args.wire = run_.sum_wire;
     args.out = reinterpret_cast<uint8_t*>(out.data());
     args.stream = stream_;
     engine_.low_latency_combine(args);
@@ -232,6 +244,7 @@ class SlotRank {
  private:
   static EngineConfig config_of(const SlotRun& run, int rank) {
     EngineConfig config = uccl_ep::config_of(run, rank);
+    config.max_element_bytes = dtype_bytes(run.sum_wire);
     config.low_latency_tokens = run.max_tokens;
     config.low_latency_topk = run.topk;
     config.low_latency_sms = run.num_sms;

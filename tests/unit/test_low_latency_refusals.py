@@ -11,9 +11,11 @@ from torch import Tensor
 
 from tests.bits import bit_difference
 from tests.cases import EngineSpec
+from tests.harness import ON_GPUS
 from tests.low_latency import SPECS, E, H, K, M, give
 from uccl_ep_train import Buffer
 from uccl_ep_train.api.composed import ComposedSlots
+from uccl_ep_train.api.low_latency import LowLatency
 from uccl_ep_train.common.handle import Fp8Rows
 from uccl_ep_train.common.slots import SlotHandle
 from uccl_ep_train.errors import (
@@ -83,9 +85,9 @@ def test_a_wrong_argument_is_refused_before_anything_is_launched() -> None:
 
         def step(rank: int, buffer: Buffer) -> None:
             x, topk_idx, topk_weights, outputs = given.on(rank, buffer.device)
-            slots = ComposedSlots(buffer, M)
+            slots = LowLatency(buffer)
             handle = slots.dispatch(x, topk_idx).handle
-            strange = ComposedSlots(buffer, M).dispatch(x, topk_idx).handle
+            strange = LowLatency(buffer).dispatch(x, topk_idx).handle
             for args, options, error, text in refused_dispatches(x, topk_idx):
                 with pytest.raises(error, match=text):
                     slots.dispatch(*args, **options)
@@ -100,6 +102,7 @@ def test_a_wrong_argument_is_refused_before_anything_is_launched() -> None:
         group.run(step)
 
 
+@pytest.mark.skipif(ON_GPUS, reason="of CPUs")
 def test_a_buffer_that_cannot_do_it_is_refused() -> None:
     with EngineSpec(
         domains=(0,), num_experts=E, hidden=H, settings=(("max_dtype", "bf16"),)
@@ -132,7 +135,7 @@ def test_a_call_that_one_rank_refuses_counts_on_all(refused: str) -> None:
 
         def step(rank: int, buffer: Buffer) -> None:
             x, topk_idx, topk_weights, outputs = given.on(rank, buffer.device)
-            slots = ComposedSlots(buffer, M)
+            slots = LowLatency(buffer)
             handle = slots.dispatch(x, topk_idx).handle
             if rank == 1:
                 with pytest.raises(InputError):
@@ -146,14 +149,15 @@ def test_a_call_that_one_rank_refuses_counts_on_all(refused: str) -> None:
         group.run(step)
 
 
+@pytest.mark.skipif(ON_GPUS, reason="of CPUs")
 def test_another_routing_in_the_combine_is_an_error_on_every_rank() -> None:
     spec = SPECS["2x1"]
     given = give(spec)
     with spec.group() as group:
 
-        def send(rank: int, buffer: Buffer) -> tuple[ComposedSlots, SlotHandle]:
+        def send(rank: int, buffer: Buffer) -> tuple[LowLatency, SlotHandle]:
             x, topk_idx, *_ = given.on(rank, buffer.device)
-            slots = ComposedSlots(buffer, M)
+            slots = LowLatency(buffer)
             return slots, slots.dispatch(x, topk_idx).handle
 
         sent = group.run(send)  # by all, before one finds the error by itself
@@ -175,7 +179,7 @@ def test_ranks_that_name_other_scales_make_different_calls() -> None:
 
         def step(rank: int, buffer: Buffer) -> None:
             x, topk_idx, *_ = given.on(rank, buffer.device)
-            slots = ComposedSlots(buffer, M)
+            slots = LowLatency(buffer)
             slots.dispatch(x, topk_idx, wire="fp8")
             with pytest.raises(RankMismatchError):
                 twice(buffer, lambda: slots.dispatch(x, topk_idx, wire="fp8" if rank else "fp8_fp32"))

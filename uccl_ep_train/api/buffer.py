@@ -179,7 +179,7 @@ class Buffer:
 
         def finish() -> DispatchResult:
             with self._operation("dispatch", starts=False):
-                self._wait(launched)
+                self._finish(launched, aside=True)
             return self._dispatched(call, launched)
 
         pending = PendingDispatch(launched.native, launched.handle, launched.tokens_per_expert, finish)
@@ -214,7 +214,14 @@ class Buffer:
 
     # Combine
 
-    def combine(self, rows: Tensor, handle: DispatchHandle, *, grad_dtype: WireDtype | None = None) -> Tensor:
+    def combine(
+        self,
+        rows: Tensor,
+        handle: DispatchHandle,
+        *,
+        grad_dtype: WireDtype | None = None,
+        rounds_sums: bool = False,
+    ) -> Tensor:
         """Sums, for each token of this rank, the rows that its experts computed.
 
         rows        [R, H] bfloat16 | float32, contiguous, in the order of `DispatchResult.rows`; padding is
@@ -223,6 +230,7 @@ class Buffer:
         handle      of the dispatch
         grad_dtype  "bf16" | "fp8": the wire format of gradients in this call's backward; None: the
                     configuration's
+        rounds_sums  float32 rows, on CPUs: the sum that another domain returns is rounded to bfloat16
 
         Returns [T, H] in the dtype of rows: the unweighted sum over the token's experts (multiply rows by
         `row_weights` for a weighted one), without rows that a capacity dropped, and zero for tokens
@@ -234,7 +242,9 @@ class Buffer:
         with self._operation("combine"):
             with Call(self._launcher, "combine"):
                 call = self._checks.combine(rows, handle, grad_dtype)
-                launched = self._launcher.combine(rows, handle, wire_fp32=self._wire_fp32)
+                launched = self._launcher.combine(
+                    rows, handle, wire_fp32=self._wire_fp32, rounds_sums=rounds_sums
+                )
             self._finish(launched)
         return self._combined(call, launched)
 
@@ -249,7 +259,7 @@ class Buffer:
 
         def finish() -> Tensor:
             with self._operation("combine", starts=False):
-                self._wait(launched)
+                self._finish(launched, aside=True)
             return self._combined(call, launched)
 
         return self._in_flight.follow(PendingCombine(launched.native, finish))
@@ -333,8 +343,7 @@ class Buffer:
     def close(self, *, abort: bool = False) -> None:
         """Frees all threads and memory, even if the buffer is still referenced. Handles stay readable.
 
-        Idempotent. Any thread may call it, also while others are in a call. It works on a broken buffer and
-        raises no error of an operation.
+        Idempotent. Any thread may call it at any time, on a broken buffer, too. Raises no operation's error.
 
         Without `abort` it waits for the operations of this rank (not for a graph's replays: synchronise
         first) and for all ranks to close, at most `progress_timeout_s`; Ctrl-C turns it into an abort. With
@@ -364,10 +373,8 @@ class Buffer:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "broken" if self._error is not None else "open"
-        return (
-            f"Buffer(rank {self.rank}, {self.topology}, {self.config.num_experts} experts, "
-            f"hidden {self.config.hidden}, {self.config.wire.dispatch_dtype} dispatch, {state})"
-        )
+        about = f"{self.topology}, {self.config.num_experts} experts, hidden {self.config.hidden}"
+        return f"Buffer(rank {self.rank}, {about}, {self.config.wire.dispatch_dtype} dispatch, {state})"
 
     def _ready(self) -> None:
         require_own(self._pid)
@@ -375,18 +382,11 @@ class Buffer:
             raise ClosedError("the buffer is closed")
         self.check()
 
-    def _finish(self, launched: Dispatched | Combined) -> None:
-        """Finishes an operation on the caller's stream."""
-        try:
-            self._launcher.finish(launched)
-        finally:
-            self._in_flight.prune()
-
-    def _wait(self, launched: Dispatched | Combined) -> None:
-        """Waits for an operation on its own stream."""
+    def _finish(self, launched: Dispatched | Combined, *, aside: bool = False) -> None:
+        """Finishes an operation on the caller's stream; aside: waits for one on its own."""
         require_own(self._pid)
         try:
-            self._launcher.wait(launched)
+            (self._launcher.wait if aside else self._launcher.finish)(launched)
         finally:
             self._in_flight.prune()
 

@@ -1,7 +1,6 @@
-"""Low-latency dispatch and combine, composed of a `Buffer`'s operations and of torch's.
+"""Low-latency dispatch and combine on CPUs, composed of a `Buffer`'s operations and of torch's.
 
-Works wherever the buffer does: with one domain or several, on the CPU or on GPUs. Nothing here waits for the
-GPU, so that calls can be captured in CUDA graphs. A combine gives the bits of `oracle/low_latency.py`.
+A combine gives the bits of `oracle/low_latency.py`.
 
 Shapes: T tokens of this rank, M the most tokens of any rank, R ranks, H hidden, K experts per token, L
 experts of this rank, S = R * M rows of an expert's block, W = min(K, L).
@@ -44,19 +43,21 @@ class ComposedSlots:
     """Low-latency calls of one buffer. All ranks make them in one order, as they do those of the buffer.
 
     buffer      made with max_dtype = "fp32" and `hidden` of at least H, because a combine sums rows in fp32.
-                Other settings are free: combine_wire_dtype, dispatch_dtype and fp8_scale have no effect here
+                Other settings are free: dispatch_dtype and fp8_scale have no effect here
     max_tokens  M, 1 .. 65536, equal on all ranks
 
     A dispatch is one operation of the buffer, a combine is two. Calls may alternate with the buffer's own.
     They have no gradients. A refused call counts as one operation of the buffer: see `errors.py`.
 
-    Raises `DtypeError` for what is no `Buffer`, `ConfigError` for a buffer with max_dtype = "bf16",
+    Raises `DtypeError` for what is no `Buffer`, `ConfigError` for a buffer on a GPU or of max_dtype = "bf16",
     `InputError` for max_tokens.
     """
 
     def __init__(self, buffer: Buffer, max_tokens: int) -> None:
         if not isinstance(buffer, Buffer):
             raise DtypeError(f"buffer is {type(buffer).__name__}; allowed is a Buffer")
+        if buffer.device.type != "cpu":
+            raise ConfigError(f"the buffer is on {buffer.device}; allowed is one of CPUs")
         if buffer.config.memory.max_dtype != "fp32":
             raise ConfigError(
                 f"the buffer has max_dtype = {buffer.config.memory.max_dtype!r}; allowed is 'fp32', in which "
@@ -72,6 +73,7 @@ class ComposedSlots:
         self._num_rows = buffer.num_ranks * max_tokens  # S
         self._checks = SlotChecks(buffer.config, buffer.device, buffer.num_ranks, max_tokens, object())
         self._num_local = self._checks.num_local  # L
+        self._rounds_sums = buffer.config.wire.combine_wire_dtype == "bf16"
         order = buffer.config.source_order
         self._order = None if order is None else torch.tensor(order, device=buffer.device)
 
@@ -123,8 +125,9 @@ class ComposedSlots:
         handle        of the dispatch
         out           [T, H] bfloat16, contiguous: is filled and returned. None: a new tensor is
 
-        Returns [T, H] bfloat16: rounded once, at the end; zeros for tokens without experts. Order of the
-        sums: experts of a rank ascending; then as `Buffer.combine` adds fp32 rows.
+        Returns [T, H] bfloat16: rounded at the end, and where another domain returns a sum, to the buffer's
+        combine_wire_dtype; zeros for tokens without experts. Order of the sums: experts of a rank ascending;
+        then as `Buffer.combine` adds fp32 rows.
 
         Raises what `dispatch` raises.
         """
@@ -140,7 +143,7 @@ class ComposedSlots:
             with self.buffer.preparing("combine"):
                 assert weights.row_weights is not None
                 sums = self._weighted(rows, weights.row_weights, plan.places)
-            total = self.buffer.combine(sums, plan.handle)
+            total = self.buffer.combine(sums, plan.handle, rounds_sums=self._rounds_sums)
             out.copy_(total)
             # Devices convert a NaN to different bits.
             out.view(torch.int16).masked_fill_(out.isnan(), _BFLOAT16_NAN)

@@ -1,8 +1,8 @@
 """`LowLatency`: dispatch and combine for decoding, where every expert has a slot for whatever can come.
 
 No rank waits for counts, so calls have fixed shapes, never block the host, and can be captured in CUDA
-graphs. On GPUs with one domain two kernels of their own do the work. On CPUs and between domains it is a
-dispatch with a capacity and index operations, with the same bits.
+graphs. On GPUs two kernels of their own do the work. On CPUs it is a dispatch with a capacity and index
+operations, with the same bits.
 
 Shapes: T tokens of this rank, M the most tokens of any rank, R ranks, H hidden, K experts per token, L
 experts of this rank.
@@ -64,8 +64,8 @@ class Sent(Generic[Result]):
 class LowLatency:
     """The low-latency calls of one buffer.
 
-    buffer  of `EpConfig(low_latency_tokens=M, low_latency_topk=K)`, on all ranks. On CPUs and between domains
-            rows of a combine travel in fp32: such a buffer needs max_dtype = "fp32"
+    buffer  of `EpConfig(low_latency_tokens=M, low_latency_topk=K)`, on all ranks. On CPUs rows of a combine
+            travel in fp32: such a buffer needs max_dtype = "fp32"
 
     Calls of each kind form one sequence, the same on every rank, beside the buffer's other operations. At
     most two of a kind may be sent and not received.
@@ -88,10 +88,11 @@ class LowLatency:
         self._dispatches: deque[Sent[SlotRows]] = deque()
         self._combines: deque[Sent[Tensor]] = deque()
         self._kernels: SlotKernels | None = None
-        if buffer.device.type == "cuda" and buffer.topology.num_domains == 1:
+        if buffer.device.type == "cuda":
             # The one user of a buffer's engine beside the buffer.
             shape = buffer.num_ranks, self._checks.num_local, tokens
-            self._kernels = SlotKernels(buffer._engine, buffer.device, *shape)
+            wire_fp32 = buffer.config.wire.combine_wire_dtype == "fp32"
+            self._kernels = SlotKernels(buffer._engine, buffer.device, *shape, wire_fp32)
         self._composed = None if self._kernels else ComposedSlots(buffer, tokens)
 
     # ---- dispatch
@@ -176,15 +177,16 @@ class LowLatency:
         """Sums, for each token of this rank, the rows of its experts, times their weights.
 
         rows          [L, R * M, H] bfloat16, contiguous, in the slots of the dispatch
-        topk_idx      [T, K] int64, as in the dispatch. On GPUs with one domain an entry that has become -1
-                      adds nothing; elsewhere all ranks raise `PlanMismatchError`
+        topk_idx      [T, K] int64, as in the dispatch. On GPUs an entry that has become -1 adds nothing; on
+                      CPUs all ranks raise `PlanMismatchError`
         topk_weights  [T, K] float32
         handle        of the dispatch
         out           [T, H] bfloat16 for the result, or None
         waited_ns     as in `SlotStatistics`
 
         Returns [T, H] bfloat16: sums are fp32, over a rank's experts ascending, then over ranks, and rounded
-        once. Raises `InputError` before anything is launched.
+        once. Another domain returns one sum, rounded to the buffer's combine_wire_dtype. Raises `InputError`
+        before anything is launched.
         """
         return self._combine(rows, (topk_idx, topk_weights), handle, (out, waited_ns), "both").receive()
 

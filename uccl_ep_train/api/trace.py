@@ -39,7 +39,7 @@ __all__ = ["Trace", "merge_traces"]
 
 DEFAULT_EVENTS = 1 << 17
 MAX_EVENTS = 1 << 24
-_OPERATIONS = {1: "dispatch", 2: "combine"}
+_OPERATIONS = {1: "dispatch", 2: "combine", 3: "low-latency dispatch", 4: "low-latency combine"}
 
 
 class _Event(NamedTuple):

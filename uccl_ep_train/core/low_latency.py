@@ -30,13 +30,14 @@ class SlotWire(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotKernels:
-    """num_ranks R, num_experts L, max_tokens M."""
+    """num_ranks R, num_experts L, max_tokens M; wire_fp32: sums between domains travel in fp32."""
 
     engine: Any
     device: torch.device
     num_ranks: int
     num_experts: int
     max_tokens: int
+    wire_fp32: bool
 
     def new_rows(self, num_tokens: int, hidden: int, wire: SlotWire, owner: object) -> SlotRows:
         """Memory for what a dispatch brings, with nothing in it. The handle's plan: origins [L, S] int32."""
@@ -100,7 +101,8 @@ class SlotKernels:
         assert isinstance(handle.plan, Tensor)
         memory = (rows, handle.ranges, handle.plan, *routing, out, waited_ns)
         tokens, width = routing[0].shape
-        return load_native().LowLatencyCombine([*map(address, memory)], tokens, width, rows.shape[2])
+        sizes = tokens, width, rows.shape[2]
+        return load_native().LowLatencyCombine([*map(address, memory)], *sizes, self.wire_fp32)
 
     def dispatch(self, args: Any, phase: str) -> None:
         """phase: "both" | "send" | "receive". On the current stream."""

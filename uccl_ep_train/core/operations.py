@@ -196,10 +196,13 @@ class Launcher:
         handle: DispatchHandle,
         *,
         wire_fp32: bool,
+        rounds_sums: bool = False,
         row_values: Tensor | None = None,
         aside: bool = False,
     ) -> Combined:
-        """`row_values` [R] fp32 (compact: [R, W]) go back to their pairs: `values`, shaped as the routing.
+        """rounds_sums: what a domain returns to another is rounded to BF16; only of rows in fp32, on CPUs.
+
+        `row_values` [R] fp32 (compact: [R, W]) go back to their pairs: `values`, shaped as the routing.
 
         Rows that a capacity dropped add nothing.
         """
@@ -214,6 +217,7 @@ class Launcher:
             rows_RH.shape[1],
             rows_RH.element_size(),
             wire_fp32,
+            rounds_sums,
             address(row_values),
             address(out_TH),
             address(values),

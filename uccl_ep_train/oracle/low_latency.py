@@ -132,18 +132,23 @@ def combine_slots(
     topk_idx: Sequence[Tensor],
     topk_weights: Sequence[Tensor],
     domain_of: Sequence[int],
+    wire: str = "bf16",
 ) -> list[Tensor]:
     """The weighted sums [T, H] bfloat16 of every rank's tokens.
 
     rows       [L, R * M, H] bfloat16 of each rank, where the dispatch put them
     topk_idx   [T, K] int64, as the dispatch had it; topk_weights [T, K] float32
     domain_of  the domain of each rank; any numbers
+    wire       "bf16" or "fp32": what a sum is rounded to that another domain returns
 
     All sums are fp32 and start at +0.0. A rank adds weight * row, rounded to fp32, over its experts of the
     token, ascending. A source adds in the order of the domains. Of its own domain it adds each rank's sum,
-    ranks ascending. Of another domain it adds one number, the sum over that domain's ranks, ascending. The
-    result is rounded to bfloat16 once; a NaN becomes 0x7FC0. Tokens without experts get zeros.
+    ranks ascending. Of another domain it adds one number, the sum over that domain's ranks, ascending,
+    rounded to `wire`. The result is rounded to bfloat16; a NaN becomes 0x7FC0. Tokens without experts get
+    zeros. Raises `ConfigError` for another wire.
     """
+    if wire not in ("bf16", "fp32"):
+        raise ConfigError(f"wire = {wire!r}; allowed is bf16 | fp32")
     num_experts = len(rows) * rows[0].shape[0]
     of_owners = []
     for owner, rows_LSH in enumerate(rows):
@@ -154,10 +159,12 @@ def combine_slots(
             product = weights[:, None] * rows_LSH[stretch.local, stretch.rows].to(torch.float32)
             sums[stretch.source][stretch.tokens] += product
         of_owners.append(sums)
-    return [merge(source, [sums[source] for sums in of_owners], domain_of) for source in range(len(rows))]
+    return [
+        merge(source, [sums[source] for sums in of_owners], domain_of, wire) for source in range(len(rows))
+    ]
 
 
-def merge(source: int, sums: Sequence[Tensor], domain_of: Sequence[int]) -> Tensor:
+def merge(source: int, sums: Sequence[Tensor], domain_of: Sequence[int], wire: str) -> Tensor:
     """The tokens [T, H] bfloat16 of one source, from the sums [T, H] float32 of every rank."""
     total_TH = torch.zeros_like(sums[source])
     for ranks in members_of_domains(domain_of):
@@ -168,5 +175,5 @@ def merge(source: int, sums: Sequence[Tensor], domain_of: Sequence[int]) -> Tens
             relayed_TH = torch.zeros_like(total_TH)
             for rank in ranks:
                 relayed_TH += sums[rank]
-            total_TH += relayed_TH
+            total_TH += relayed_TH.to(torch.bfloat16).to(torch.float32) if wire == "bf16" else relayed_TH
     return fp8.with_canonical_nans(total_TH.to(torch.bfloat16))

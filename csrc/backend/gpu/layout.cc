@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "backend/gpu/low_latency_net.h"
 #include "backend/gpu/net.h"
 #include "backend/gpu/packet.h"
 #include "backend/gpu/words.h"
@@ -67,24 +68,44 @@ DeviceRings rings_for(const Shape& shape, uint64_t packet_bytes, uint64_t row_by
   return rings;
 }
 
-void take_low_latency(Cursor& cursor, const Shape& shape, const LowLatencyRoom& room, LowLatencyMap& map) {
+// Sizes of low latency, and its rings between domains. A dispatch's rows go in about four chunks, so that the first are
+// placed while the last travel.
+DeviceRings::Slots size_low_latency(const Shape& shape, const LowLatencyRoom& room, LowLatencyMap& map) {
+  constexpr uint32_t kLeastRows = 8, kMostRows = 64;
   map.tokens = room.tokens;
   map.topk = room.topk;
-  if (room.tokens == 0) return;
   map.row_bytes = map.pair_bytes = round_up(room.row_bytes, 128);
-  const uint64_t members = shape.members, places = map.places();
-  cursor.take(map.routing_full, "flags.slot_routing", members);
+  if (shape.domains == 1 || room.tokens == 0) return {};
+  const uint64_t places = map.places();
+  map.rows_of_chunk = std::clamp((room.tokens + 3) / 4, kLeastRows, kMostRows);
+  map.chunks = (room.tokens + map.rows_of_chunk - 1) / map.rows_of_chunk;
+  map.row_chunk_bytes = round_up(map.rows_of_chunk * map.row_bytes, kAlign);
+  map.sum_chunk_bytes = round_up(map.rows_of_chunk * round_up(room.sum_bytes, 128), kAlign);
+  map.routing_bytes = round_up(sizeof(SlotHeader) + sizeof(int32_t) * places, kAlign);
+  map.weights_bytes = round_up(sizeof(SlotHeader) + (sizeof(int32_t) + sizeof(float)) * places, kAlign);
+  return {map.routing_bytes, map.weights_bytes, map.row_chunk_bytes, map.sum_chunk_bytes, map.chunks};
+}
+
+void take_low_latency(Cursor& cursor, const Shape& shape, LowLatencyMap& map) {
+  if (map.tokens == 0) return;
+  const uint64_t ranks = shape.ranks, members = shape.members, streams = shape.streams, places = map.places();
+  const uint64_t several = shape.domains > 1;
+  cursor.take(map.routing_full, "flags.slot_routing", ranks);
   cursor.take(map.rows_full, "flags.slot_rows", members * kMaxSlotBlocks);
   cursor.take(map.rows_read, "flags.slot_rows_read", members);
-  cursor.take(map.pairs_entered, "flags.pairs_entered", members);
-  cursor.take(map.pair_full, "flags.pairs", kHalves * places);
+  cursor.take(map.pairs_entered, "flags.pairs_entered", ranks);
+  cursor.take(map.pair_full, "flags.pairs", kHalves * streams * places);
   cursor.take(map.pairs_read, "flags.pairs_read", members);
-  cursor.take(map.headers, "slots.headers", 2 * kHalves * members);
+  cursor.take(map.headers, "slots.headers", 2 * kHalves * ranks);
   cursor.take(map.votes, "slots.votes", 4 * members);
   cursor.take(map.decisions, "slots.decisions", 2 * members);
-  cursor.take(map.routing, "slots.routing", kHalves * members * places);
+  cursor.take(map.routing, "slots.routing", kHalves * ranks * places);
   cursor.take(map.rows, "slots.rows", kHalves * members * map.tokens * map.row_bytes);
-  cursor.take(map.pairs, "slots.pairs", kHalves * places * map.pair_bytes);
+  cursor.take(map.pairs, "slots.pairs", kHalves * streams * places * map.pair_bytes);
+  cursor.take(map.net, "slots.net", several);
+  cursor.take(map.net_state, "slots.net_state", several);
+  cursor.take(map.sent_counts, "slots.sent_counts", several * shape.domains * map.chunks);
+  cursor.take(map.relayed_counts, "slots.relayed_counts", several * streams * map.chunks);
 }
 
 // Has memory for the routing of `num_tokens` tokens, and for rows and pieces of a window of `window` tokens.
@@ -112,6 +133,7 @@ DeviceRegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64
                                 .end,
                             kAlign);
   l.rings = rings_for(shape, l.packet_bytes, row_bytes, window, l.max_pairs);
+  l.rings.slots = size_low_latency(shape, beside, l.low_latency);
   l.row_slots = l.rings.rows_slots;
   l.return_slots = l.rings.return_slots;
   l.slot_bytes = l.rings.rows_slot_bytes;
@@ -144,7 +166,7 @@ DeviceRegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64
   cursor.take(l.rows, "rows", kHalves * l.half_bytes);
   // Where every rank is alone in its domain, what is folded for others goes into the rings.
   cursor.take(l.pieces, "pieces", (members > 1 ? streams : 1) * l.piece_bytes);
-  take_low_latency(cursor, shape, beside, l.low_latency);
+  take_low_latency(cursor, shape, l.low_latency);
   return l;
 }
 

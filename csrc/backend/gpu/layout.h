@@ -36,6 +36,8 @@ struct Addend;  // words.h
 struct Local;
 struct Net;  // net.h
 struct NetState;
+struct SlotNet;  // low_latency_net.h
+struct SlotNetState;
 struct PlanScratch;
 
 // Where elements of type T begin in a rank's region, in bytes.
@@ -61,20 +63,27 @@ struct SlotVote {
 };
 // Low latency: what every rank of the domain may write here without asking. Dispatches and combines have numbers, each
 // from 1 on; number n uses half n mod 2, when the reader of number n - 2 has published that it is through. A *place* is
-// a pair's index in its source's [T, K].
+// a pair's index in its source's [T, K]. Of a rank of another domain, this rank writes its header and routing itself.
 struct LowLatencyMap {
-  Part<DeviceFlag<SlotRoutingFull>> routing_full;  // [members]
+  Part<DeviceFlag<SlotRoutingFull>> routing_full;  // [ranks]
   Part<DeviceFlag<SlotRowsFull>> rows_full;        // [members][kMaxSlotBlocks]
   Part<DeviceFlag<SlotRowsRead>> rows_read;        // [members]
-  Part<DeviceFlag<PairsEntered>> pairs_entered;    // [members]
-  Part<DeviceFlag<PairFull>> pair_full;            // [halves][places]
+  Part<DeviceFlag<PairsEntered>> pairs_entered;    // [ranks]
+  Part<DeviceFlag<PairFull>> pair_full;            // [halves][streams][places]
   Part<DeviceFlag<PairsRead>> pairs_read;          // [members]
-  Part<SlotHeader> headers;                        // [dispatch, combine][halves][members]
+  Part<SlotHeader> headers;                        // [dispatch, combine][halves][ranks]
   Part<SlotVote> votes;                            // [members][2][2]: masks.cuh
   Part<SlotVote> decisions;                        // [members][2]
-  Part<int32_t> routing;                           // [halves][members][places] experts, -1: none
+  Part<int32_t> routing;                           // [halves][ranks][places] numbers of experts, -1: none
   Part<uint8_t> rows;                              // [halves][members][tokens][row_bytes]
-  Part<uint8_t> pairs;                             // [halves][places][pair_bytes]
+  Part<uint8_t> pairs;                             // [halves][streams][places][pair_bytes]
+  // Where there are several domains.
+  Part<SlotNet> net;
+  Part<SlotNetState> net_state;
+  Part<DeviceCounter<SlotPartsDone>> sent_counts;        // [domains][chunks]
+  Part<DeviceCounter<SlotPartsDone>> relayed_counts;  // [streams][chunks]
+  uint32_t rows_of_chunk = 0, chunks = 0;  // rows of a chunk; chunks of an operation at most
+  uint64_t row_chunk_bytes = 0, sum_chunk_bytes = 0, routing_bytes = 0, weights_bytes = 0;  // of slots of the rings
   uint64_t row_bytes = 0, pair_bytes = 0;
   uint32_t tokens = 0;  // of a rank, at most; 0: there is no memory for it
   uint32_t topk = 0;    // experts of a token, at most
@@ -147,6 +156,7 @@ constexpr uint64_t kDevicePage = 2u << 20;  // memory of a GPU comes in whole on
 struct LowLatencyRoom {
   uint32_t tokens = 0, topk = 0;
   uint64_t row_bytes = 0;  // of the widest row
+  uint64_t sum_bytes = 0;  // of the widest sum between domains
 };
 DeviceRegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes,
                                uint32_t window_tokens = 0, const LowLatencyRoom& beside = {});
@@ -202,6 +212,7 @@ struct LowLatencyState {
   uint64_t num_settled = 0;
   uint64_t dropped_pairs = 0;  // of combines: their experts' ranks are masked
   DeviceFlag<SlotsSettled> settled[2];
+  DeviceFlag<SlotsThrough> through[2][2];  // by kind: sending, receiving
 };
 
 // What a plan takes memory for.
@@ -353,6 +364,7 @@ struct Group {
   uint8_t number_of[kMaxGpuRanks];  // by group rank
   uint8_t domain_of[kMaxGpuRanks];
   uint8_t first_of[kMaxGpuRanks + 1];  // by domain, then the number of ranks
+  uint8_t rank_of[kMaxGpuRanks];  // the group rank of a number
   uint64_t arrival_nsec, progress_nsec;  // deadlines
   uint64_t mask_nsec;  // after which a rank is masked; 0: no rank is
   uint32_t shared_bytes;  // a block may have

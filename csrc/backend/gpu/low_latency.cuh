@@ -4,6 +4,7 @@
 #include "backend/gpu/device.cuh"
 #include "backend/gpu/low_latency.h"
 #include "backend/gpu/masks.cuh"
+#include "backend/gpu/tile.cuh"
 #include "backend/gpu/write_row.cuh"
 
 namespace uccl_ep::gpu {
@@ -12,6 +13,9 @@ constexpr uint32_t kSlotWarps = warps_by_lanes(16, 8);
 constexpr uint32_t kSlotThreads = kSlotWarps * kWarp;
 enum class SlotKind : uint32_t { kDispatch, kCombine };
 
+__device__ __forceinline__ uint32_t tokens_of(const SlotDispatchArgs& args) { return args.stage.num_tokens; }
+__device__ __forceinline__ uint32_t tokens_of(const SlotCombineArgs& args) { return args.num_tokens; }
+
 // In shared memory, by warp: where it writes a row.
 constexpr uint32_t kSlotPlaces = 32;
 struct SlotPlaces {
@@ -19,8 +23,11 @@ struct SlotPlaces {
 };
 
 // The context of a crew: as Kernel, without a plan.
-template <typename Args>
+// kNetwork: there are other domains.
+template <typename Args, bool kNetwork>
 struct SlotKernel {
+  static constexpr bool kNet = kNetwork;
+  using Arguments = Args;
   const Group& g;
   const Args& args;
   const SlotKind kind;
@@ -28,51 +35,102 @@ struct SlotKernel {
   uint64_t number;  // of the operation that it sends, or receives
   uint64_t masked;  // ranks that it does without, a bit each
 
+  // Ranks of our domain, and blocks that work.
+  __device__ __forceinline__ uint32_t first() const { return kNet ? g.first : 0; }
+  __device__ __forceinline__ uint32_t end() const { return kNet ? g.end : g.map.num_ranks; }
+  __device__ __forceinline__ uint32_t members() const { return end() - first(); }
+  __device__ __forceinline__ bool is_near(uint32_t rank) const { return !kNet || (rank >= g.first && rank < g.end); }
+  __device__ __forceinline__ uint32_t workers() const { return gridDim.x - kNet; }
+  // The `i`-th member of our domain after this rank.
+  __device__ __forceinline__ uint32_t member_after(uint32_t i) const {
+    const uint32_t r = g.rank + 1 + i;
+    return r < end() ? r : r - members();
+  }
   __device__ __forceinline__ bool is_masked(uint32_t rank) const { return (masked >> rank & 1) != 0; }
   __device__ __forceinline__ const LowLatencyMap& map() const { return g.map.low_latency; }
   __device__ __forceinline__ LowLatencyState& state() const { return local(g).low_latency; }
   __device__ __forceinline__ uint32_t half() const { return static_cast<uint32_t>(number % kHalves); }
   // This warp's number, of those of all blocks that do the same. Neighbours are in different blocks.
-  __device__ __forceinline__ uint32_t warp() const { return blockIdx.x + gridDim.x * crew.warp(); }
-  __device__ __forceinline__ uint32_t warps() const { return gridDim.x * crew.warps(); }
+  __device__ __forceinline__ uint32_t warp() const { return blockIdx.x + workers() * crew.warp(); }
+  __device__ __forceinline__ uint32_t warps() const { return workers() * crew.warps(); }
   // Of rank `from`, at rank `to`.
   __device__ __forceinline__ SlotHeader& header(uint32_t to, uint32_t from) const {
-    const uint32_t first = (static_cast<uint32_t>(kind) * kHalves + half()) * g.map.num_members;
+    const uint32_t first = (static_cast<uint32_t>(kind) * kHalves + half()) * g.map.num_ranks;
     return at(g, to, map().headers)[first + from];
   }
   __device__ __forceinline__ int32_t* routing(uint32_t to, uint32_t from) const {
-    return at(g, to, map().routing) + uint64_t{half() * g.map.num_members + from} * map().places();
+    return at(g, to, map().routing) + uint64_t{half() * g.map.num_ranks + from} * map().places();
   }
   __device__ __forceinline__ uint8_t* row(uint32_t to, uint32_t from, uint32_t token) const {
-    const uint64_t index = uint64_t{half() * g.map.num_members + from} * map().tokens + token;
+    const uint64_t index = uint64_t{half() * members() + (from - first())} * map().tokens + token;
     return at(g, to, map().rows) + index * map().row_bytes;
   }
-  __device__ __forceinline__ uint64_t pair_index(uint32_t place) const {
-    return uint64_t{half()} * map().places() + place;
+  // Of a pair of the source whose stream the holder numbers so; of its own tokens 0.
+  __device__ __forceinline__ uint64_t pair_index(uint32_t stream, uint32_t place) const {
+    return uint64_t{half() * (kNet ? g.map.num_streams : 1) + stream} * map().places() + place;
   }
-  __device__ __forceinline__ uint8_t* pair(uint32_t to, uint32_t place) const {
-    return at(g, to, map().pairs) + pair_index(place) * map().pair_bytes;
+  __device__ __forceinline__ uint8_t* pair(uint32_t holder, uint32_t stream, uint32_t place) const {
+    return at(g, holder, map().pairs) + pair_index(stream, place) * map().pair_bytes;
+  }
+  __device__ __forceinline__ DeviceFlag<PairFull>* pair_full(uint32_t holder, uint32_t stream, uint32_t place) const {
+    return at(g, holder, map().pair_full) + pair_index(stream, place);
+  }
+  // The group's rank of a number, and the other way round.
+  __device__ __forceinline__ uint32_t rank_of(uint32_t number) const { return kNet ? g.rank_of[number] : number; }
+  __device__ __forceinline__ uint32_t number_of(uint32_t rank) const { return kNet ? g.number_of[rank] : rank; }
+  // The number of the caller's expert; below 0: none.
+  __device__ __forceinline__ int32_t numbered(int64_t expert) const {
+    if (!kNet || expert < 0 || expert >= g.map.num_experts) return static_cast<int32_t>(expert);
+    const auto its = static_cast<uint32_t>(expert);
+    return static_cast<int32_t>(expert_number(g, its, number_of(its / g.experts_per_rank)));
   }
 };
 
+// By one thread: wait_flag(). Between domains not inlined: there are many waits, and code is fetched when it first
+// runs.
+static __device__ __noinline__ bool wait_apart(const Group& g, const Awaited what) { return wait_flag(g, what); }
+template <typename K>
+__device__ __forceinline__ bool wait_for(const K& k, const Awaited& what) {
+  return K::kNet ? wait_apart(k.g, what) : wait_flag(k.g, what);
+}
+
 // By every thread of a crew, first of all: begins to send or to receive the next operation.
-template <typename Args>
-__device__ __forceinline__ SlotKernel<Args> begin_slots(const Group& g, const Args& args, SlotKind kind,
-                                                        const Crew& crew, bool sends) {
+template <bool kNet, typename Args>
+__device__ __forceinline__ SlotKernel<Args, kNet> begin_slots(const Group& g, const Args& args, SlotKind kind,
+                                                              const Crew& crew, bool sends) {
   const LowLatencyState& state = local(g).low_latency;
   const auto i = static_cast<uint32_t>(kind);
-  const SlotKernel<Args> k{g, args, kind, crew, (sends ? state.sent[i] : state.received[i]) + 1, state.masked};
-  if (blockIdx.x == 0 && threadIdx.x == 0) local(g).entered = kLowLatencyEpoch | k.number;
+  const SlotKernel<Args, kNet> k{g, args, kind, crew, (sends ? state.sent[i] : state.received[i]) + 1, state.masked};
+  if (blockIdx.x != 0 || threadIdx.x != 0) return k;
+  local(g).entered = kLowLatencyEpoch | k.number;
+  if (sends || args.phase == SlotPhase::kReceive)
+    trace_kernel(g, TraceKind::kKernelBegin, args.signature.kind, k.number);
   return k;
 }
+// By every thread of a crew: in a trace, what block 0 does from begin_step() to end_step() is a step. `began` is in
+// shared memory, because registers are scarce.
+template <typename K>
+__device__ __forceinline__ bool notes_steps(const K& k) {
+  return k.g.trace != nullptr && blockIdx.x == 0 && k.crew.thread == 0;
+}
+template <typename K>
+__device__ __forceinline__ void begin_step(const K& k, uint64_t& began) {
+  if (notes_steps(k)) began = now_nsec();
+}
+template <typename K>
+__device__ __forceinline__ void end_step(const K& k, const uint64_t& began, Step step) {
+  if (notes_steps(k))
+    note(k.g,
+         {began, now_nsec(), k.number, 0, static_cast<uint32_t>(TraceKind::kKernelStep), static_cast<uint32_t>(step)});
+}
 // By a crew: waits until every member has read what we sent two operations ago.
-template <typename Args, typename Of>
-__device__ inline bool wait_free(SlotKernel<Args>& k, Part<DeviceFlag<Of>> read_by) {
+template <typename K, typename Of>
+__device__ inline bool wait_free(K& k, Part<DeviceFlag<Of>> read_by) {
   bool good = !stopped(k.g);
-  for (uint32_t r = k.crew.thread; k.number > kHalves && r < k.g.map.num_ranks; r += k.crew.size) {
-    const DeviceFlag<Of>* const flag = own_part(k.g, read_by) + r;
+  for (uint32_t r = k.first() + k.crew.thread; k.number > kHalves && r < k.end(); r += k.crew.size) {
+    const DeviceFlag<Of>* const flag = own_part(k.g, read_by) + (r - k.first());
     if (!masks(k.g)) {
-      good &= wait_flag(k.g, {flag, k.number - kHalves, r});
+      good &= wait_for(k, {flag, k.number - kHalves, r});
     } else if (!k.is_masked(r)) {
       const Came came = wait_live(k.g, &flag->value, k.number - kHalves);
       if (came == Came::kNo) or_global(&k.state().suspected, uint64_t{1} << r);
@@ -83,36 +141,42 @@ __device__ inline bool wait_free(SlotKernel<Args>& k, Part<DeviceFlag<Of>> read_
   if (masks(k.g)) k.masked |= device::load_past_l1(&k.state().suspected);
   return good;
 }
-// By a crew: calls put(to) for the block's share of the members, by all threads, which writes what they get before
+// By one thread: our header.
+template <typename K>
+__device__ __forceinline__ void write_header(const K& k, SlotHeader& header) {
+  header.number = k.number;
+  header.signature = k.args.signature;
+  header.num_blocks = k.workers();
+  header.num_refused = static_cast<uint32_t>(local(k.g).progress.num_refused);
+  header.num_tokens = tokens_of(k.args);
+}
+// By a crew of each block, or of the one that sees to the network: calls put(to) for its share of the members, by all
+// threads, which writes what they get before
 // anything else; then publishes it with a header.
-template <typename Args, typename Of, typename Put>
-__device__ inline bool send_headers(const SlotKernel<Args>& k, Part<DeviceFlag<Of>> flags, Put put) {
+template <typename K, typename Of, typename Put>
+__device__ inline bool send_headers(const K& k, Part<DeviceFlag<Of>> flags, Put put) {
   bool good = true;
-  for (uint32_t i = blockIdx.x; i < k.g.map.num_ranks; i += gridDim.x) {
-    const uint32_t to = rotated(k.g, i);
+  const bool by_one = K::kNet && blockIdx.x == k.workers();  // it sees to the network
+  for (uint32_t i = by_one ? 0 : blockIdx.x; i < k.members(); i += by_one ? 1 : k.workers()) {
+    const uint32_t to = k.member_after(i);
     if (k.is_masked(to)) continue;
     good &= k.crew.all(put(to));
     if (k.crew.thread != 0 || !good) continue;
-    SlotHeader& header = k.header(to, k.g.rank);
-    header.number = k.number;
-    header.signature = k.args.signature;
-    header.num_blocks = gridDim.x;
-    header.num_refused = static_cast<uint32_t>(local(k.g).progress.num_refused);
-    if constexpr (std::is_same_v<Args, SlotDispatchArgs>) header.num_tokens = k.args.stage.num_tokens;
+    write_header(k, k.header(to, k.g.rank));
     publish(at(k.g, to, flags) + k.g.rank, k.number);
   }
   return good;
 }
 // By a crew: waits until every member has entered, and block 0 compares their calls with ours.
-template <typename Args, typename Of>
-__device__ inline bool wait_headers(const SlotKernel<Args>& k, Part<DeviceFlag<Of>> flags) {
+template <typename K, typename Of>
+__device__ inline bool wait_headers(const K& k, Part<DeviceFlag<Of>> flags) {
   bool good = !stopped(k.g);
   for (uint32_t r = k.crew.thread; r < k.g.map.num_ranks; r += k.crew.size) {
     if (k.is_masked(r)) continue;
     const bool counts = blockIdx.x == 0 && k.args.waited_nsec != nullptr;
     const uint64_t began = counts ? now_nsec() : 0;
-    good &= wait_flag(k.g, {own_part(k.g, flags) + r, k.number, r});
-    if (counts) k.args.waited_nsec[r] += static_cast<int64_t>(now_nsec() - began);
+    good &= wait_for(k, {own_part(k.g, flags) + r, k.number, r});
+    if (counts) k.args.waited_nsec[k.rank_of(r)] += static_cast<int64_t>(now_nsec() - began);
   }
   if (!k.crew.all(good)) return false;
   // Compared with what we sent: calls may have been refused since.
@@ -127,8 +191,8 @@ __device__ inline bool wait_headers(const SlotKernel<Args>& k, Part<DeviceFlag<O
 }
 // By a crew, where ranks may be masked, before it receives: when all that others send has come, and all agree on who
 // is masked. wait(gone) is called by block 0; it adds whom it misses. False: an error is known.
-template <typename Args, typename Wait>
-__device__ inline bool settle(SlotKernel<Args>& k, Wait wait) {
+template <typename K, typename Wait>
+__device__ inline bool settle(K& k, Wait wait) {
   if (!masks(k.g)) return true;
   __shared__ RankSet gone;
   LowLatencyState& state = k.state();
@@ -153,29 +217,43 @@ __device__ inline bool settle(SlotKernel<Args>& k, Wait wait) {
 }
 // By one thread: whether a rank that may be masked has published a number; adds the rank if it has not. False: an error
 // is known.
-template <typename Args, typename Of>
-__device__ inline bool note_missing(const SlotKernel<Args>& k, const DeviceFlag<Of>* flag, uint32_t rank,
-                                    RankSet& gone) {
+template <typename K, typename Of>
+__device__ inline bool note_missing(const K& k, const DeviceFlag<Of>* flag, uint32_t rank, RankSet& gone) {
   const Came came = wait_live(k.g, &flag->value, k.number);
   if (came == Came::kNo) gone.add(rank);
   return came != Came::kStopped;
 }
 
-// By one thread of a crew that has sent, or received, its share: the last one notes that the operation is over.
-template <typename Args>
-__device__ inline bool end_slots(const SlotKernel<Args>& k, Phase phase, uint64_t (&numbers)[2]) {
-  if (!arrive_last(&local(k.g).arrived[static_cast<uint32_t>(phase)], gridDim.x)) return false;
-  numbers[static_cast<uint32_t>(k.kind)] = k.number;
-  return true;
+// By one thread, when all blocks are through. Between domains the block that sees to the network keeps the number.
+template <typename K>
+__device__ __forceinline__ void note_through(const K& k, bool sends) {
+  const auto kind = static_cast<uint32_t>(k.kind);
+  if (!sends || k.args.phase == SlotPhase::kSend)
+    trace_kernel(k.g, TraceKind::kKernelEnd, k.args.signature.kind, k.number);
+  if (!K::kNet)
+    (sends ? k.state().sent : k.state().received)[kind] = k.number;
+  else
+    publish(&k.state().through[kind][sends ? 0 : 1], k.number);
 }
-// By a crew that has received its share: the last one tells all members that it has read what they sent.
-template <typename Args, typename Of>
-__device__ inline void end_receive(const SlotKernel<Args>& k, Phase phase, Part<DeviceFlag<Of>> read_by) {
+// By a crew that has sent its share: the last one notes that.
+template <typename K>
+__device__ inline void end_send(const K& k, Phase phase) {
+  k.crew.sync();
+  if (k.crew.thread == 0 && arrive_last(&local(k.g).arrived[static_cast<uint32_t>(phase)], k.workers()))
+    note_through(k, true);
+}
+// By a crew that has received its share: the last one tells all members that it has read what they sent, and calls
+// tell_others(), which tells the other domains.
+template <typename K, typename Of, typename Tell>
+__device__ inline void end_receive(const K& k, Phase phase, Part<DeviceFlag<Of>> read_by, Tell tell_others) {
   const Crew crew = k.crew;
   crew.sync();
-  if (!crew.any(crew.thread == 0 && end_slots(k, phase, k.state().received))) return;
-  for (uint32_t r = k.crew.thread; r < k.g.map.num_ranks; r += k.crew.size)
-    publish(at(k.g, r, read_by) + k.g.rank, k.number);
+  if (!crew.any(crew.thread == 0 && arrive_last(&local(k.g).arrived[static_cast<uint32_t>(phase)], k.workers())))
+    return;
+  if (crew.thread == 0) note_through(k, false);
+  tell_others();
+  for (uint32_t r = k.first() + k.crew.thread; r < k.end(); r += k.crew.size)
+    publish(at(k.g, r, read_by) + (k.g.rank - k.first()), k.number);
 }
 
 }  // namespace uccl_ep::gpu

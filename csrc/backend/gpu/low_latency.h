@@ -1,8 +1,7 @@
-// Low latency, in one domain: every pair of token and expert has a slot in the expert's output, [experts of a
-// rank][ranks
-// * tokens][H], from the routing alone: no rank waits for a plan. A dispatch writes each row once into the memory of
-// every rank that has an expert of its token, and that rank copies it into its slots. A combine writes every slot's row
-// into the memory of its token's rank, which sums them.
+// Low latency: every pair of token and expert has a slot in the expert's output, [experts of a rank][ranks *
+// tokens][H], from the routing alone: no rank waits for a plan. A dispatch writes each row once into the memory of
+// every rank of our domain that has an expert of its token, and that rank copies it into its slots. A combine writes
+// every slot's row into the memory of its token's rank, which sums them. Between domains: low_latency_net.cuh.
 //
 // Sending and receiving are two kernels, or one. Nothing that a sender waits for depends on an operation after the one
 // before the last.
@@ -43,7 +42,7 @@ struct SlotCombineArgs {
   const uint8_t* rows = nullptr;  // [L, S, H] BF16
   const int64_t* ranges = nullptr;  // of the dispatch, as origins
   const uint32_t* origins = nullptr;
-  // To receive.
+  // To receive, and between domains to send. The wire of `signature` is that of sums between domains.
   const int64_t* topk_idx = nullptr;  // [T, width]
   const float* weights = nullptr;  // [T, width]
   uint32_t num_tokens = 0, width = 0;
@@ -58,7 +57,8 @@ Status launch_masks(const Group& group, int32_t* out, StreamHandle stream);
 // Each is one kernel of `num_sms` blocks, at most kMaxSlotBlocks.
 Status launch_low_latency(const Group& group, const SlotDispatchArgs& args, uint32_t num_sms, StreamHandle stream);
 Status launch_low_latency(const Group& group, const SlotCombineArgs& args, uint32_t num_sms, StreamHandle stream);
-// Shared memory that a block needs to find slots.
-uint32_t slot_table_bytes(const DeviceMap& map);
+// Shared memory that a block needs at most.
+uint32_t slot_dispatch_bytes(const DeviceMap& map);
+uint32_t slot_combine_bytes(const DeviceMap& map);
 
 }  // namespace uccl_ep::gpu

@@ -5,24 +5,21 @@
 //
 // send     rows_read (of two ago) ..> routing, header --> routing_full | rows of the block's tokens --> rows_full
 // receive  routing_full of all ..> slots; counts | rows_full ..> rows into slots | last block --> rows_read
-#include "backend/gpu/low_latency.cuh"
-#include "backend/gpu/tile.cuh"
+#include "backend/gpu/low_latency_place.cuh"
 
 namespace uccl_ep::gpu {
 namespace {
 
-using Dispatch = SlotKernel<SlotDispatchArgs>;
-constexpr uint32_t kNoExpert = 0xFFFFFFFF;
-
 // ---- send -----------------------------------------------------------------------------------------------------------
 // By a crew: our routing, for rank `to`. With our own copy it is checked. False: this thread saw a wrong one.
+template <typename Dispatch>
 __device__ inline bool send_routing(const Dispatch& k, uint32_t to) {
   const uint32_t width = k.args.width, places = k.args.stage.num_tokens * width;
   int32_t* const out = k.routing(to, k.g.rank);
   bool good = true;
   for (uint32_t i = k.crew.thread; i < places; i += k.crew.size) {
     const int64_t expert = k.args.topk_idx[i];
-    out[i] = static_cast<int32_t>(expert);
+    out[i] = k.numbered(expert);
     if (to != k.g.rank || expert == -1) continue;
     const uint32_t token = i / width;
     good &= good_expert(k.g, expert, token);
@@ -36,16 +33,43 @@ __device__ inline bool send_routing(const Dispatch& k, uint32_t to) {
   return good;
 }
 
-// By a warp: the ranks that have experts of a token, a bit each. Lane k < width names the token's k-th expert.
-__device__ __forceinline__ uint64_t ranks_of(const Group& g, int64_t expert, uint32_t width) {
-  const int to = expert < 0 || expert >= g.map.num_experts ? -1 : static_cast<int>(expert / g.experts_per_rank);
+// By a crew. Between domains the block that sees to the network does it.
+template <typename Dispatch>
+__device__ inline bool tell_routing(const Dispatch& k) {
+  return send_headers(k, k.map().routing_full, [&](uint32_t to) { return send_routing(k, to); });
+}
+
+// Whom a token goes to: ranks of our domain, and other domains, a bit each.
+struct Targets {
   uint64_t ranks = 0;
+  uint32_t domains = 0;
+};
+// By a warp. Lane k < width names the token's k-th expert.
+template <typename Dispatch>
+__device__ __forceinline__ Targets targets_of(const Dispatch& k, uint32_t token, uint32_t lane) {
+  const uint32_t width = k.args.width;
+  const int32_t expert = lane < width ? k.numbered(k.args.topk_idx[uint64_t{token} * width + lane]) : -1;
+  const bool there = expert >= 0 && expert < static_cast<int32_t>(k.g.map.num_experts);
+  const int to = there ? expert / static_cast<int>(k.g.experts_per_rank) : -1;
+  Targets targets;
   for (uint32_t i = 0; i < width; ++i) {
     const int its = __shfl_sync(kFullWarp, to, i);
-    if (its >= 0) ranks |= uint64_t{1} << its;
+    if (its < 0) continue;
+    if (k.is_near(its))
+      targets.ranks |= uint64_t{1} << its;
+    else
+      targets.domains |= 1u << k.g.domain_of[its];
   }
-  return ranks;
+  targets.ranks &= ~k.masked;
+  return targets;
 }
+
+__device__ __forceinline__ uint32_t lowest_bit(uint64_t bits) { return __popcll((bits & -bits) - 1); }
+
+// What a block that sends knows of the other domains, in shared memory.
+struct SentRings {
+  SlotRing of[kMaxDomains];
+};
 
 // Rows are sent and placed in so many parts, each by another warp: a row takes a warp several round trips to memory.
 constexpr uint32_t kRowParts = 4;
@@ -66,183 +90,79 @@ __device__ __forceinline__ void send_part(const StageArgs& args, uint32_t token,
 }
 
 // By a crew: sends its tokens' rows, and publishes that.
-__device__ inline void send_rows(const Dispatch& k, SlotPlaces& shared) {
-  static_assert(kSlotWarps / 2 % kRowParts == 0);
+template <typename Dispatch>
+__device__ inline void send_rows(const Dispatch& k, SlotPlaces& shared, const StreamMasks& streams,
+                                 const SentRings& rings) {
+  static_assert(kSlotWarps / 2 % kRowParts == 0 && kSlotPlaces <= kWarp);
   const uint32_t at_once = k.crew.warps() / kRowParts;  // tokens of a block
-  const uint32_t lane = threadIdx.x % kWarp, warp = k.crew.warp(), width = k.args.width;
+  const uint32_t lane = threadIdx.x % kWarp, warp = k.crew.warp();
   uint8_t** const places = shared.of[threadIdx.x / kWarp];
-  for (uint32_t token = blockIdx.x + gridDim.x * (warp / kRowParts); token < k.args.stage.num_tokens;
-       token += gridDim.x * at_once) {
-    const int64_t expert = lane < width ? k.args.topk_idx[uint64_t{token} * width + lane] : -1;
-    const uint64_t ranks = ranks_of(k.g, expert, width) & ~k.masked;
-    for (uint32_t first = 0; first < kMaxGpuRanks; first += kSlotPlaces) {
-      const auto left = static_cast<uint32_t>(ranks >> first);
-      if (left == 0) continue;
-      for (uint32_t i = lane; i < kSlotPlaces; i += kWarp)
-        if ((left >> i & 1) != 0) places[i] = k.row(first + i, k.g.rank, token);
+  for (uint32_t token = blockIdx.x + k.workers() * (warp / kRowParts); token < k.args.stage.num_tokens;
+       token += k.workers() * at_once) {
+    const Targets targets = targets_of(k, token, lane);
+    const auto near = static_cast<uint32_t>(__popcll(targets.ranks)), all = near + __popc(targets.domains);
+    for (uint32_t first = 0; first < all; first += kSlotPlaces) {
+      // Lane i finds the (first + i)-th target.
+      uint32_t number = 0;
+#pragma unroll 1
+      for (uint64_t left = targets.ranks; left != 0; left &= left - 1, ++number)
+        if (number == first + lane) places[lane] = k.row(lowest_bit(left), k.g.rank, token);
+#pragma unroll 1
+      for (uint32_t left = targets.domains; left != 0; left &= left - 1, ++number) {
+        const uint32_t to = __ffs(static_cast<int>(left)) - 1;
+        if (number == first + lane && lane < kSlotPlaces)
+          places[lane] = rings.of[to].row(k.map(), streams.row(to, token));
+      }
       __syncwarp();
-      const uint32_t own = __ffs(static_cast<int>(left)) - 1;
-      send_part(k.args.stage, token, warp % kRowParts, {places[own], left & (left - 1), places}, lane);
+      const uint32_t count = min(all - first, kSlotPlaces);
+      const auto others = static_cast<uint32_t>((uint64_t{1} << count) - 1) & ~1u;
+      send_part(k.args.stage, token, warp % kRowParts, {places[0], others, places}, lane);
       __syncwarp();
     }
+    if (lane < k.g.map.num_domains && (targets.domains >> lane & 1) != 0)
+      count_one(own_part(k.g, k.map().sent_counts) + lane * k.map().chunks +
+                streams.row(lane, token) / k.map().rows_of_chunk);
   }
   k.crew.sync();
-  for (uint32_t i = k.crew.thread; i < k.g.map.num_ranks; i += k.crew.size)
-    publish(at(k.g, rotated(k.g, i), k.map().rows_full) + k.g.rank * kMaxSlotBlocks + blockIdx.x, k.number);
+  for (uint32_t i = k.crew.thread; i < k.members(); i += k.crew.size) {
+    const uint32_t to = k.member_after(i);
+    publish(at(k.g, to, k.map().rows_full) + (k.g.rank - k.first()) * kMaxSlotBlocks + blockIdx.x, k.number);
+  }
 }
 
-__device__ inline bool send(Dispatch k, SlotPlaces& shared) {
+// By a crew, where there are other domains: our streams, and the rings that they go into, which are free then.
+__device__ inline bool open_rings(const NetDispatch& k, const StreamMasks& streams, SentRings& rings) {
+  fill_sent_streams(k, streams);
+  bool good = !stopped(k.g);
+#pragma unroll 1
+  for (uint32_t d = k.crew.thread; d < k.g.map.num_domains; d += k.crew.size) {
+    if (d == own_domain(k.g)) continue;
+    const SlotRing ring = rings.of[d] = sent_ring(k, d);
+    good &= wait_flag(k.g,
+                      {slot_net_state(k.g).rows_gone + d, ring.free_after(k.map(), streams.count(d)), k.g.first_of[d]});
+  }
+  return k.crew.all(good);
+}
+
+template <typename Dispatch>
+__device__ inline bool send(Dispatch k, SlotPlaces& shared, const StreamMasks& streams, SentRings& rings) {
+  __shared__ uint64_t began;
   if (!wait_free(k, k.map().rows_read)) return false;
-  if (!send_headers(k, k.map().routing_full, [&](uint32_t to) { return send_routing(k, to); })) return false;
-  send_rows(k, shared);
-  if (k.crew.thread == 0) end_slots(k, Phase::kSlotsSent, k.state().sent);
+  if constexpr (Dispatch::kNet) {
+    if (!open_rings(k, streams, rings)) return false;
+  } else {
+    if (!tell_routing(k)) return false;
+  }
+  begin_step(k, began);
+  send_rows(k, shared, streams, rings);
+  end_step(k, began, Step::kStage);
+  end_send(k, Phase::kSlotsSent);
   return true;
 }
 
-// ---- receive --------------------------------------------------------------------------------------------------------
-// In dynamic shared memory: which tokens of a source an expert of ours gets, and where the source's slots begin.
-struct SlotTable {
-  uint32_t ranks, words;  // words of kTileTokens tokens
-  Mask* tokens;  // [L][ranks][words]
-  uint32_t* begin;  // [L][ranks]
-  uint32_t *num_tokens, *num_blocks;  // [ranks]
-
-  static uint64_t bytes(const DeviceMap& map) {
-    const uint32_t words = (map.low_latency.tokens + kTileTokens - 1) / kTileTokens;
-    return uint64_t{map.num_experts} * (words * sizeof(Mask) + sizeof(uint32_t)) + 2 * sizeof(uint32_t) * map.num_ranks;
-  }
-  __device__ SlotTable(const Group& g, uint8_t* shared)
-      : ranks(g.map.num_ranks),
-        words((g.map.low_latency.tokens + kTileTokens - 1) / kTileTokens),
-        tokens(reinterpret_cast<Mask*>(shared)),
-        begin(reinterpret_cast<uint32_t*>(tokens + uint64_t{g.map.num_experts} * words)),
-        num_tokens(begin + g.map.num_experts),
-        num_blocks(num_tokens + ranks) {}
-  __device__ __forceinline__ Mask* of(uint32_t expert, uint32_t source) const {
-    return tokens + (expert * ranks + source) * words;
-  }
-  __device__ __forceinline__ uint32_t count(uint32_t expert, uint32_t source) const {
-    uint32_t sum = 0;
-    for (uint32_t w = 0; w < words; ++w) sum += __popcll(of(expert, source)[w]);
-    return sum;
-  }
-  // Slot of a token that the expert gets, among the expert's.
-  __device__ __forceinline__ uint32_t slot(uint32_t expert, uint32_t source, uint32_t token) const {
-    const Mask* const mine = of(expert, source);
-    uint32_t before = begin[expert * ranks + source];
-    for (uint32_t w = 0; w < token / kTileTokens; ++w) before += __popcll(mine[w]);
-    return before + __popcll(mine[token / kTileTokens] & ((Mask{1} << token % kTileTokens) - 1));
-  }
-};
-
-// Number among our experts; others are not below experts_per_rank.
-__device__ __forceinline__ uint32_t local_expert(const Group& g, int32_t expert) {
-  return static_cast<uint32_t>(expert) - g.rank * g.experts_per_rank;
-}
-
-// By a crew, when all headers have come.
-__device__ inline void fill_table(const Dispatch& k, const SlotTable& table) {
-  const uint32_t experts = k.g.experts_per_rank, ranks = table.ranks, width = k.args.width;
-  for (uint32_t i = k.crew.thread; i < experts * ranks * table.words; i += k.crew.size) table.tokens[i] = 0;
-  for (uint32_t r = k.crew.thread; r < ranks; r += k.crew.size) {
-    table.num_tokens[r] = k.is_masked(r) ? 0 : k.header(k.g.rank, r).num_tokens;
-    table.num_blocks[r] = k.header(k.g.rank, r).num_blocks;
-  }
-  k.crew.sync();
-  constexpr uint32_t kAhead = 4;  // entries that a thread loads at a time
-  const uint32_t most = k.map().tokens * width;
-  for (uint32_t begin = k.crew.thread; begin < ranks * most; begin += kAhead * k.crew.size) {
-    uint32_t found[kAhead];
-#pragma unroll
-    for (uint32_t u = 0; u < kAhead; ++u) {
-      const uint32_t i = begin + u * k.crew.size, source = i / most, place = i % most;
-      const bool there = i < ranks * most && place / width < table.num_tokens[source];
-      found[u] = there ? local_expert(k.g, k.routing(k.g.rank, source)[place]) : kNoExpert;
-    }
-#pragma unroll
-    for (uint32_t u = 0; u < kAhead; ++u) {
-      if (found[u] >= experts) continue;
-      const uint32_t i = begin + u * k.crew.size, token = i % most / width;
-      or_shared(reinterpret_cast<uint32_t*>(table.of(found[u], i / most)) + token / 32, 1u << token % 32);
-    }
-  }
-  k.crew.sync();
-  for (uint32_t expert = k.crew.thread; expert < experts; expert += k.crew.size) {
-    uint32_t before = 0;
-    for (uint32_t s = 0; s < ranks; ++s) {
-      table.begin[expert * ranks + s] = before;
-      const uint32_t count = table.count(expert, s);
-      if (blockIdx.x == 0) k.args.ranges[expert * ranks + s] = static_cast<int64_t>(uint64_t{before} << 32 | count);
-      before += count;
-    }
-    if (blockIdx.x != 0) continue;
-    k.args.counts[expert] = static_cast<int32_t>(before);
-    if (k.args.total_counts != nullptr) k.args.total_counts[expert] += static_cast<int32_t>(before);
-  }
-  k.crew.sync();
-}
-
-// By a warp: the scales of a row, for one slot of an expert. Neighbouring slots lie beside each other.
-__device__ __forceinline__ void put_scales(const Dispatch& k, const uint8_t* row, uint32_t expert, uint32_t slot,
-                                           uint32_t lane) {
-  const uint32_t blocks = k.args.stage.row.num_scales, slots = k.g.map.num_ranks * k.map().tokens;
-  const uint32_t* const scales = reinterpret_cast<const uint32_t*>(row + k.args.stage.row.code_bytes);
-  const uint32_t words = k.args.ue8m0 ? (blocks + 3) / 4 : blocks;
-  uint32_t* const out = reinterpret_cast<uint32_t*>(k.args.scales) + uint64_t{expert} * words * slots + slot;
-  for (uint32_t w = lane; w < words; w += kWarp) {
-    uint32_t word = 0;
-    if (!k.args.ue8m0)
-      word = scales[w];
-    else
-      for (uint32_t i = 0; i < 4 && 4 * w + i < blocks; ++i) word |= (scales[4 * w + i] >> 23 & 0xFF) << 8 * i;
-    out[uint64_t{w} * slots] = word;
-  }
-}
-
-constexpr uint32_t kPlaceParts = 2;  // of a row, as kRowParts
-// By a crew: copies its share of the rows into their slots. False: an error is known.
-__device__ inline bool place_slots(const Dispatch& k, const SlotTable& table, SlotPlaces& shared) {
-  const uint32_t lane = threadIdx.x % kWarp, width = k.args.width, ranks = table.ranks;
-  const uint32_t slots = ranks * k.map().tokens, out_bytes = k.args.stage.row.code_bytes;
-  uint8_t** const places = shared.of[threadIdx.x / kWarp];
-  for (uint32_t i = k.warp(); i < slots * kPlaceParts; i += k.warps()) {
-    const uint32_t part = i / slots, source = rotated(k.g, i % slots % ranks), token = i % slots / ranks;
-    if (token >= table.num_tokens[source]) continue;
-    const uint32_t place = token * width + lane;
-    const uint32_t expert = lane < width ? local_expert(k.g, k.routing(k.g.rank, source)[place]) : kNoExpert;
-    const bool mine = expert < k.g.experts_per_rank;
-    const LaneMask wants = ballot(mine);
-    if (wants == 0) continue;
-    uint64_t slot = 0;
-    if (mine) {
-      slot = uint64_t{expert} * slots + table.slot(expert, source, token);
-      if (part == 0) {
-        k.args.source_tokens[slot] = static_cast<int32_t>(token);
-        k.args.origins[slot] = SlotOrigin::of(source, place).word;
-      }
-      places[__popcll(wants & ((LaneMask{1} << lane) - 1))] = k.args.rows + slot * out_bytes;
-    }
-    const uint32_t block = token % table.num_blocks[source];
-    const DeviceFlag<SlotRowsFull>* const full = own_part(k.g, k.map().rows_full) + source * kMaxSlotBlocks + block;
-    const bool good = lane != 0 || wait_flag(k.g, {full, k.number, source, static_cast<int>(token)});
-    if (!__all_sync(kFullWarp, good)) return false;
-    __syncwarp();  // orders what the lanes have written and read before what any of them reads
-    const uint8_t* const row = k.row(k.g.rank, source, token);
-    const uint32_t others = static_cast<uint32_t>((uint64_t{1} << __popcll(wants)) - 1) & ~1u;
-    const uint32_t vectors = out_bytes / 16, of_part = (vectors + kPlaceParts - 1) / kPlaceParts;
-    copy_row<8>(reinterpret_cast<const uint4*>(row), {places[0], others, places}, min((part + 1) * of_part, vectors),
-                lane, part * of_part);
-    if (k.args.scales != nullptr && part == kPlaceParts - 1)
-      for (LaneMask left = wants; left != 0; left &= left - 1) {
-        const uint64_t its = __shfl_sync(kFullWarp, slot, lowest_lane(left));
-        put_scales(k, row, static_cast<uint32_t>(its / slots), static_cast<uint32_t>(its % slots), lane);
-      }
-    __syncwarp();
-  }
-  return true;
-}
-
+// ---- receive -------------------------------------------------------------------------------------------------------
 // By block 0, where ranks may be masked: waits for all that comes.
+template <typename Dispatch>
 __device__ inline bool wait_rows(const Dispatch& k, RankSet& gone) {
   bool good = true;
   for (uint32_t r = k.crew.thread; r < k.g.map.num_ranks; r += k.crew.size)
@@ -256,44 +176,133 @@ __device__ inline bool wait_rows(const Dispatch& k, RankSet& gone) {
   return good;
 }
 
-__device__ inline bool receive(Dispatch k, uint8_t* dynamic, SlotPlaces& shared) {
+// By the crew of the last block: what other domains sent is read, and its memory may be used again.
+__device__ inline void end_rings(const NetDispatch& k, const StreamMasks& streams, const ReceivedRings& rings) {
+#pragma unroll 1
+  for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size) {
+    if (k.is_near(s)) continue;
+    const uint64_t received = rings.of[s].after(k.map(), streams.count(s));
+    slot_net_state(k.g).received[s] = received;
+    fence_system();
+    store_flag(slot_net(k.g).from[s].rows_consumed, received);
+    store_flag(slot_net(k.g).from[s].routing_consumed, k.number);
+  }
+}
+
+template <typename Dispatch>
+__device__ inline bool receive(Dispatch k, uint8_t* dynamic, SlotPlaces& shared, ReceivedRings& rings) {
+  __shared__ uint64_t began;
   if (!settle(k, [&](RankSet& gone) { return wait_rows(k, gone); })) return false;
+  if constexpr (Dispatch::kNet)
+    if (!adopt_packets(k, k.map().routing_full)) return false;
+  begin_step(k, began);
   if (!wait_headers(k, k.map().routing_full)) return false;
+  end_step(k, began, Step::kExchange);
+  begin_step(k, began);
   const SlotTable table(k.g, dynamic);
-  fill_table(k, table);
-  if (!k.crew.all(place_slots(k, table, shared))) return false;
-  end_receive(k, Phase::kSlotsReceived, k.map().rows_read);
+  const StreamMasks streams(k.g.map, dynamic + SlotTable::bytes(k.g.map));
+  if constexpr (Dispatch::kNet)
+#pragma unroll 1
+    for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size)
+      if (!k.is_near(s)) rings.of[s] = received_ring(k, s);
+  fill_table(k, table, streams);
+  if (!k.crew.all(place_slots(k, table, shared, streams, rings))) return false;
+  end_step(k, began, Step::kPlace);
+  end_receive(k, Phase::kSlotsReceived, k.map().rows_read, [&] {
+    if constexpr (Dispatch::kNet) end_rings(k, streams, rings);
+  });
   return true;
 }
 
+// ---- the block that sees to the network -----------------------------------------------------------------------------
+__device__ inline void serve_network(const Group& g, const SlotDispatchArgs& args, const StreamMasks& streams,
+                                     SlotNetShared& shared) {
+  const bool sends = args.phase != SlotPhase::kReceive, receives = args.phase != SlotPhase::kSend;
+  const auto begin = [&](const Crew& crew, bool sending) {
+    return begin_slots<true>(g, args, SlotKind::kDispatch, crew, sending);
+  };
+  const NetDispatch k = begin(net_crew(), true), received = begin(net_crew(), false);
+  const auto push = [&] {
+    if (!sends || !wait_crew(g, &shared.written)) return;
+    push_slot_packets(k);
+    if (!wait_crew(g, &shared.filled)) return;
+    const uint32_t lane = threadIdx.x % kWarp;
+    Outgoing<SlotPartsDone> out;
+    if (lane < g.map.num_domains && lane != own_domain(g)) {
+      out.channel = slot_net(g).to[lane].row_channel;
+      out.counts = own_part(g, k.map().sent_counts) + lane * k.map().chunks;
+      out.rows = streams.count(lane);
+      out.per_chunk = k.map().rows_of_chunk;
+      out.row_bytes = slot_wire_bytes(args);
+      out.serial = slot_net_state(g).sent[lane];
+      out.parts = kRowParts;
+    }
+    push_chunks(g, out, [] { return true; });
+  };
+  const auto fill = [&](const Crew& crew) {
+    NetDispatch own = k;
+    if (!sends || !write_slot_packets(k)) return;
+    if (crew.thread == 0) count_shared(&shared.written);
+    fill_sent_streams(k, streams);
+    if (crew.thread == 0) count_shared(&shared.filled);
+    if (wait_free(own, k.map().rows_read)) tell_routing(k);
+  };
+  const auto keep = [&] {
+    if (sends && keep_number(k, true))
+#pragma unroll 1
+      for (uint32_t d = 0; d < g.map.num_domains; ++d)
+        if (d != own_domain(g)) slot_net_state(g).sent[d] = sent_ring(k, d).after(k.map(), streams.count(d));
+    if (receives) keep_number(received, false);
+  };
+  serve_slot_network(g, shared, push, fill, keep);
+}
+
+template <bool kNet>
 __global__ void __launch_bounds__(kSlotThreads, 1)
     low_latency_dispatch(const __grid_constant__ Group g, const __grid_constant__ SlotDispatchArgs args) {
   UCCL_EP_DYNAMIC_SHARED(dynamic);
   __shared__ SlotPlaces places;
+  __shared__ SentRings sent;
+  __shared__ ReceivedRings received;
+  // Of other domains: what sends has its streams behind the table of what receives.
+  const StreamMasks streams(g.map, dynamic + (args.phase == SlotPhase::kSend ? 0 : received_bytes(g.map)));
+  if constexpr (kNet) {
+    if (blockIdx.x == workers(g)) {
+      __shared__ SlotNetShared shared;
+      serve_network(g, args, streams, shared);
+      return;
+    }
+  }
   // Half of the warps do each, side by side; in a launch of one phase all do.
   constexpr uint32_t kHalf = kSlotWarps / 2;
   const bool both = args.phase == SlotPhase::kBoth;
   const bool sends = both ? threadIdx.x < kHalf * kWarp : args.phase == SlotPhase::kSend;
   const Crew crew = !both ? Crew::of(1, 0, kSlotWarps) : sends ? Crew::of(1, 0, kHalf) : Crew::of(2, kHalf, kHalf);
-  const Dispatch k = begin_slots(g, args, SlotKind::kDispatch, crew, sends);
+  const auto k = begin_slots<kNet>(g, args, SlotKind::kDispatch, crew, sends);
   if (sends) {
-    send(k, places);
+    send(k, places, streams, sent);
     return;
   }
   // After an error nothing is valid: neither here, nor in a block that is through before another finds one.
-  if (!receive(k, dynamic, places) || stopped(g))
+  if (!receive(k, dynamic, places, received) || stopped(g))
     for (uint32_t i = k.crew.thread; i < g.experts_per_rank; i += k.crew.size) args.counts[i] = 0;
 }
 
 }  // namespace
 
-uint32_t slot_table_bytes(const DeviceMap& map) { return static_cast<uint32_t>(SlotTable::bytes(map)); }
+uint32_t slot_dispatch_bytes(const DeviceMap& map) {
+  return static_cast<uint32_t>(received_bytes(map) + StreamMasks::bytes(map, sent_streams(map)));
+}
 
-Status load_low_latency_dispatch(uint32_t shared_bytes) { return load_all(shared_bytes, low_latency_dispatch); }
+Status load_low_latency_dispatch(uint32_t shared_bytes) {
+  return load_all(shared_bytes, low_latency_dispatch<false>, low_latency_dispatch<true>);
+}
 
 Status launch_low_latency(const Group& group, const SlotDispatchArgs& args, uint32_t num_sms, StreamHandle stream) {
-  const uint32_t shared_bytes = args.phase == SlotPhase::kSend ? 0 : slot_table_bytes(group.map);
-  launch_kernel(low_latency_dispatch, {num_sms, kSlotThreads, shared_bytes, stream}, group, args);
+  const uint32_t to_send = static_cast<uint32_t>(StreamMasks::bytes(group.map, sent_streams(group.map)));
+  const uint32_t shared_bytes = args.phase == SlotPhase::kSend ? to_send : slot_dispatch_bytes(group.map);
+  launch_kernel(group.net == nullptr ? low_latency_dispatch<false> : low_latency_dispatch<true>,
+                {num_sms, kSlotThreads, shared_bytes, stream}, group, args);
   return launch_status();
 }
 

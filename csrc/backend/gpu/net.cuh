@@ -33,20 +33,25 @@ __device__ __forceinline__ StreamPart part_of(const Group& g, uint32_t first, ui
 
 // ---- the poller -----------------------------------------------------------------------------------------------------
 // By one warp, until no warp of the kernel waits for flags any more: then `end`, a word of shared memory, is 1.
-__device__ inline void poll_hosts(const Group& g, uint32_t* end) {
-  const uint32_t lane = threadIdx.x % kWarp, num_polled = g.net->num_polled;
+// `first`: of the words' numbers in a trace.
+__device__ inline void poll_words(const Group& g, const Net::Polled* words, uint32_t num_words, uint32_t first,
+                                  uint32_t* end) {
+  const uint32_t lane = threadIdx.x % kWarp;
   // A load across PCIe takes microseconds. So every load is an acquire, and a lane keeps the address of its first word.
-  const Net::Polled own = lane < num_polled ? g.net->polled[lane] : Net::Polled{};
+  const Net::Polled own = lane < num_words ? words[lane] : Net::Polled{};
   while (__any_sync(kFullWarp, read_shared(end) == 0)) {
-    for (uint32_t i = lane; i < num_polled; i += kWarp) {
-      const Net::Polled polled = i == lane ? own : g.net->polled[i];
+    for (uint32_t i = lane; i < num_words; i += kWarp) {
+      const Net::Polled polled = i == lane ? own : words[i];
       const uint64_t value = read_flag(polled.word);
       if (value == peek_flag(polled.flag)) continue;
       publish_in_gpu(polled.flag, value);
       if (polled.also != nullptr) publish_in_gpu(polled.also, value);
-      trace_now(g, TraceKind::kSeenArrived, i, value);
+      trace_now(g, TraceKind::kSeenArrived, first + i, value);
     }
   }
+}
+__device__ inline void poll_hosts(const Group& g, uint32_t* end) {
+  poll_words(g, g.net->polled, g.net->num_polled, 0, end);
 }
 
 // ---- commands -------------------------------------------------------------------------------------------------------

@@ -6,39 +6,12 @@
 // region of the rank that reads it. A counter goes back to 0 by whoever its declaration names.
 #pragma once
 
-#include <cstdint>
 #include <tuple>
 
-#include "common/error.h"
+#include "backend/gpu/low_latency_signals.h"
+#include "backend/gpu/signal.h"
 
 namespace uccl_ep::gpu {
-
-// How far the release of its writer reaches.
-enum class Scope : uint8_t { kGpu, kSystem };
-// Which deadline a wait for it has. kBlocks: none, for what it waits for has deadlines. kNobody: there is no wait.
-enum class Deadline : uint8_t { kArrival, kProgress, kBlocks, kNobody };
-
-struct Signal {
-  const char* name;
-  const char* writer;
-  const char* readers;
-  const char* publishes;
-  const char* waits;  // who waits for it
-  Scope scope = Scope::kSystem;
-  Deadline deadline = Deadline::kProgress;
-  Step step = Step::kPlan;  // that an error names, unless a wait says otherwise
-  const char* reset = nullptr;  // of a counter
-};
-
-// In memory. `Of`: the declaration.
-template <typename Of>
-struct DeviceFlag {
-  uint64_t value = 0;
-};
-template <typename Of>
-struct DeviceCounter {
-  uint32_t value = 0;
-};
 
 // ---- between the ranks of a domain ----------------------------------------------------------------------------------
 struct HeaderFull {
@@ -117,69 +90,6 @@ struct Merged {
                               .step = Step::kFold};
 };
 
-// ---- low latency, between the ranks of a domain: numbers of dispatches, or of combines ------------------------------
-struct SlotRoutingFull {
-  static constexpr Signal kIs{.name = "LowLatencyMap::routing_full[s]",
-                              .writer = "s: the block that sends its routing to this rank",
-                              .readers = "who receives",
-                              .publishes = "routing and header of s's dispatch",
-                              .waits = "who receives, before it knows any slot",
-                              .deadline = Deadline::kArrival,
-                              .step = Step::kExchange};
-};
-struct SlotRowsFull {
-  static constexpr Signal kIs{.name = "LowLatencyMap::rows_full[s][b]",
-                              .writer = "s: block b of its kernel, when it has sent its rows",
-                              .readers = "who receives",
-                              .publishes = "the rows that the block sent here",
-                              .waits = "who receives, row by row",
-                              .step = Step::kPlace};
-};
-struct SlotRowsRead {
-  static constexpr Signal kIs{.name = "LowLatencyMap::rows_read[d]",
-                              .writer = "d: last block that has received",
-                              .readers = "who sends",
-                              .publishes = "nothing; d's memory for our rows may be overwritten",
-                              .waits = "who sends, two dispatches later",
-                              .deadline = Deadline::kArrival,
-                              .step = Step::kStage};
-};
-struct PairsEntered {
-  static constexpr Signal kIs{.name = "LowLatencyMap::pairs_entered[d]",
-                              .writer = "d: the block that sends its header to this rank",
-                              .readers = "who receives",
-                              .publishes = "the header of d's combine",
-                              .waits = "who receives",
-                              .deadline = Deadline::kArrival,
-                              .step = Step::kExchange};
-};
-struct PairFull {
-  static constexpr Signal kIs{.name = "LowLatencyMap::pair_full[half][t][k]",
-                              .writer = "the rank of the token's k-th expert: the warp that sends the row",
-                              .readers = "the token's rank",
-                              .publishes = "the row",
-                              .waits = "`merge`, token by token",
-                              .step = Step::kMerge};
-};
-struct PairsRead {
-  static constexpr Signal kIs{.name = "LowLatencyMap::pairs_read[s]",
-                              .writer = "s: last block that has merged",
-                              .readers = "who sends",
-                              .publishes = "nothing; s's memory for our pairs may be overwritten",
-                              .waits = "who sends, two combines later",
-                              .deadline = Deadline::kArrival,
-                              .step = Step::kFold};
-};
-struct VoteCast {
-  static constexpr Signal kIs{.name = "SlotVote::cast",
-                              .writer = "the rank whose vote or decision it is: block 0 of its receiving kernel",
-                              .readers = "all others",
-                              .publishes = "the ranks beside it: masks.cuh",
-                              .waits = "block 0 of a receiving kernel, at most mask_timeout_s",
-                              .deadline = Deadline::kNobody,
-                              .step = Step::kExchange};
-};
-
 // ---- from the poller, in chunks since creation ----------------------------------------------------------------------
 struct RowsThere {
   static constexpr Signal kIs{.name = "NetState::rows_there[s]",
@@ -226,6 +136,9 @@ struct ReturnsGone {
                               .scope = Scope::kGpu,
                               .step = Step::kShip};
 };
+
+// ---- the same, of low latency
+// -----------------------------------------------------------------------------------------
 
 // ---- between the blocks of a GPU ------------------------------------------------------------------------------------
 struct Counted {
@@ -286,15 +199,6 @@ struct Hashed {
                               .readers = "the block that writes the plan's hash",
                               .publishes = "the hash in our own header",
                               .waits = "that block",
-                              .scope = Scope::kGpu,
-                              .deadline = Deadline::kBlocks};
-};
-struct SlotsSettled {
-  static constexpr Signal kIs{.name = "LowLatencyState::settled[kind]",
-                              .writer = "block 0 of a receiving kernel that may mask ranks",
-                              .readers = "its other blocks",
-                              .publishes = "what all other ranks have sent, and who is masked",
-                              .waits = "those blocks",
                               .scope = Scope::kGpu,
                               .deadline = Deadline::kBlocks};
 };
@@ -381,7 +285,8 @@ struct SharesTaken {
 using AllSignals =
     std::tuple<HeaderFull, ListsFull, RowsFull, WeightsFull, Read, Folded, FoldedAll, Merged, SlotRoutingFull,
                SlotRowsFull, SlotRowsRead, PairsEntered, PairFull, PairsRead, VoteCast, RowsThere, ReturnsThere,
-               PacketsGone, RowsGone, ReturnsGone, Counted, Packed, WeightsRelayed, Planned, RowsPlanned, Hashed,
-               SlotsSettled, Stop, CountsCome, FaultTold, Arrived, SentRows, RelayedRows, FoldedRows, SharesTaken>;
+               PacketsGone, RowsGone, ReturnsGone, SlotPacketThere, SlotRowsThere, SlotSumsThere, SlotChunksGone,
+               Counted, Packed, WeightsRelayed, Planned, RowsPlanned, Hashed, SlotsSettled, SlotsThrough, Stop,
+               CountsCome, FaultTold, Arrived, SentRows, RelayedRows, SlotPartsDone, FoldedRows, SharesTaken>;
 
 }  // namespace uccl_ep::gpu

@@ -91,12 +91,22 @@ class MergeRelayed final : public HostStep {
     for (uint32_t row = chunk.first_row; row < chunk.end_row(); ++row) {
       rows_.clear();
       pieces.append(row, rows_);
-      sum_rows(rows_.data(), static_cast<uint32_t>(rows_.size()), s.wire, s.hidden, s.wire,
-               slot + chunk.row_offset(row));
+      uint8_t* const out = slot + chunk.row_offset(row);
+      sum_rows(rows_.data(), static_cast<uint32_t>(rows_.size()), s.wire, s.hidden, s.wire, out);
+      if (s.rounds_sums != 0) round_to_bf16(out, s.hidden);
     }
     if (!chunk.with_weights) return;
     float* weights = reinterpret_cast<float*>(slot + chunk.weight_offset(chunk.first_pair));
     for (uint32_t i = 0; i < chunk.num_pairs; ++i) weights[i] = pieces.weight(chunk.first_pair + i);
+  }
+
+  // Of a row in fp32.
+  void round_to_bf16(void* row, uint32_t hidden) {
+    rounded_.resize(hidden);
+    const void* const one[] = {row};
+    sum_rows(one, 1, Dtype::kFp32, hidden, Dtype::kBf16, rounded_.data());
+    const void* const rounded[] = {rounded_.data()};
+    sum_rows(rounded, 1, Dtype::kBf16, hidden, Dtype::kFp32, row);
   }
 
   MergedPorts& ports_;
@@ -104,6 +114,7 @@ class MergeRelayed final : public HostStep {
   const StreamFormat format_;
   uint32_t next_row_ = 0;
   std::vector<const void*> rows_;
+  std::vector<uint16_t> rounded_;
 };
 
 // One row of the output after the other, in token order: pieces of our own domain, one relayed row of each other

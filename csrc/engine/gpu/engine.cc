@@ -37,13 +37,14 @@ const EngineConfig& checked(const EngineConfig& config, uint32_t num_sms) {
               std::to_string(gpu::kMaxSlotTokens) + " and " + std::to_string(gpu::kPairsPerToken));
   require(!several || num_sms > 1,
           "num_sms = " + std::to_string(num_sms) + " with several domains: at least 2, one sees to the network");
+  require(!several || config.low_latency_tokens == 0 || config.low_latency_sms != 1,
+          "low_latency_sms = 1 with several domains: at least 2, one sees to the network");
   return config;
 }
 
-// Several domains have no kernels for low latency.
 gpu::LowLatencyRoom low_latency_room(const EngineConfig& config) {
-  if (Topology::from_labels(config.domain_of).num_domains() > 1) return {};
-  return {config.low_latency_tokens, config.low_latency_topk, uint64_t{2} * config.hidden};
+  return {config.low_latency_tokens, config.low_latency_topk, uint64_t{2} * config.hidden,
+          uint64_t{config.max_element_bytes} * config.hidden};
 }
 constexpr uint32_t kUsualLowLatencySms = 64;  // of an H100's 132: fewer made a combine 10 us slower
 uint32_t low_latency_sms_of(const EngineConfig& config) {
@@ -156,7 +157,7 @@ GpuEngine::GpuEngine(const EngineConfig& config, int device, uint32_t num_sms, u
     throw UsageFailure(UsageKind::kConfig, "num_experts = " + std::to_string(config.num_experts) + ": routing needs " +
                                                std::to_string(needed) + " bytes of shared memory, this GPU has " +
                                                std::to_string(group_.shared_bytes));
-  if (const uint32_t needed = gpu::slot_table_bytes(layout_);
+  if (const uint32_t needed = std::max(gpu::slot_dispatch_bytes(layout_), gpu::slot_combine_bytes(layout_));
       layout_.low_latency.tokens > 0 && needed > group_.shared_bytes)
     throw UsageFailure(UsageKind::kConfig, "low_latency_tokens = " + std::to_string(config.low_latency_tokens) +
                                                " of " + std::to_string(config.num_experts) + " experts need " +
@@ -213,6 +214,7 @@ void GpuEngine::start() {
     group_.first_of[d] = number;
     for (int r : topo_.members[d]) {
       group_.number_of[r] = number;
+      group_.rank_of[number] = static_cast<uint8_t>(r);
       group_.domain_of[number] = static_cast<uint8_t>(d);
       if (d == topo_.domain_of[config_.rank]) group_.base[number] = regions_[r].base();
       ++number;
@@ -235,7 +237,8 @@ void GpuEngine::start() {
   };
   group_.arrival_nsec = deadline_nsec(config_.arrival_timeout_s);
   group_.progress_nsec = deadline_nsec(config_.progress_timeout_s);
-  group_.mask_nsec = layout_.low_latency.tokens == 0 ? 0 : deadline_nsec(config_.mask_timeout_s);
+  const bool may_mask = layout_.low_latency.tokens > 0 && topo_.num_domains() == 1;
+  group_.mask_nsec = may_mask ? deadline_nsec(config_.mask_timeout_s) : 0;
   group_.bulk_copies = config_.bulk_copies && gpu::has_bulk_copies();
   group_.error = reinterpret_cast<gpu::HostError*>(pinned_.base());
   group_.counts = reinterpret_cast<gpu::HostCounts*>(pinned_.base() + kPinnedBytes);

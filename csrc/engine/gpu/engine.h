@@ -25,6 +25,7 @@
 #include "engine/gpu/network.h"
 #include "engine/gpu/pulse.h"
 #include "engine/group/control_plane.h"
+#include "sync/flag.h"
 
 namespace uccl_ep {
 
@@ -80,6 +81,7 @@ class GpuOp final : public Operation {
   bool pads_ = false;              // whether unused rows of the output become padding
   gpu::StreamHandle stream_ = nullptr;  // that it runs on
   gpu::GraphHandle captured_by_ = nullptr;  // while it is launched
+  uint64_t capture_ = 0;
   gpu::Event done_;  // set if `stream_` is not the caller's
   bool queued_ = false;  // part of it is launched, so peers rely on the rest
   bool launched_ = false;
@@ -164,7 +166,7 @@ class GpuEngine final : public Engine, private GpuHandles {
   void launch(GpuOp& op);
   void note_queued(GpuOp& op);
   void note_launch(const GpuOp& op);
-  void note_replay();
+  void note_replay(uint64_t operations);
   void place_windows(GpuOp& op);
   void size_plan(GpuPlan& plan, const GpuPlan::Sizes& sizes) const;
   void check_usable() const;
@@ -204,6 +206,13 @@ class GpuEngine final : public Engine, private GpuHandles {
   mutable std::mutex mutex_;   // one launch at a time
   uint64_t num_begun_ = 0, num_dispatches_ = 0, num_combines_ = 0, num_windows_ = 0;
   uint64_t num_low_latency_ = 0;
+  // Kernels of this engine in a graph. A graph may be replayed as long as the engine lives.
+  struct CapturedLaunches {
+    explicit CapturedLaunches(GpuEngine& of) : engine(of) {}
+    GpuEngine& engine;
+    Flag count;  // writer: who captures; reader: a thread of the GPU's runtime
+  };
+  std::map<uint64_t, std::unique_ptr<CapturedLaunches>> captured_launches_;  // by capture
   uint64_t rows_shipped_ = 0, rows_placed_ = 0, rows_folded_ = 0, rows_relayed_ = 0;  // of plans without a capacity
   uint64_t num_guesses_ = 0, num_misses_ = 0;
   using Form = std::tuple<RoutingKind, uint32_t, uint32_t, uint32_t, int>;  // see form_of()

@@ -48,7 +48,7 @@ gpu::DeviceHeader GpuEngine::header_of(int number, uint64_t epoch) const {
 // As header_of(), of the low-latency operation that an error names. `chunk` says which kind it is.
 gpu::SlotHeader GpuEngine::slot_header_of(int number, const gpu::HostError& error) const {
   const uint64_t half = (error.epoch & ~gpu::kLowLatencyEpoch) % gpu::kHalves;
-  const uint64_t index = (static_cast<uint64_t>(error.chunk) * gpu::kHalves + half) * layout_.num_members;
+  const uint64_t index = (static_cast<uint64_t>(error.chunk) * gpu::kHalves + half) * layout_.num_ranks;
   gpu::SlotHeader header{};
   const gpu::SlotHeader* const headers = layout_.low_latency.headers.in(group_.base[group_.rank]);
   gpu::copy_to_host(&header, headers + index + static_cast<uint64_t>(number), sizeof(header), control_stream_,

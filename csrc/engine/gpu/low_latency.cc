@@ -29,7 +29,7 @@ void GpuEngine::check_low_latency(uint64_t num_tokens, uint32_t width, uint32_t 
   check_usable();
   const gpu::LowLatencyMap& map = layout_.low_latency;
   require(map.tokens > 0, UsageKind::kConfig,
-          "this buffer has no memory for low latency: allowed is one of one domain, made with low_latency_tokens");
+          "this buffer has no memory for low latency: allowed is one made with low_latency_tokens");
   const auto at_most = [](uint64_t value, uint64_t most, const std::string& what) {
     require(value <= most, UsageKind::kShape, std::to_string(value) + what + "; allowed are " + std::to_string(most));
   };
@@ -72,7 +72,11 @@ void GpuEngine::low_latency_combine(const LowLatencyCombine& args) {
   const gpu::OnDevice guard(device_);
   check_low_latency(args.num_tokens, args.width, args.hidden);
   gpu::SlotCombineArgs slots;
-  slots.signature = signature_of(OpKind::kLowLatencyCombine, Dtype::kBf16, args.hidden, args.width);
+  require(args.wire == Dtype::kBf16 || (args.wire == Dtype::kFp32 && config_.max_element_bytes >= sizeof(float)),
+          UsageKind::kDtype,
+          std::string("sums between domains as ") + dtype_name(args.wire) +
+              "; allowed are bf16, and fp32 where the buffer takes fp32");
+  slots.signature = signature_of(OpKind::kLowLatencyCombine, args.wire, args.hidden, args.width);
   slots.phase = args.phase;
   slots.hidden = args.hidden;
   slots.rows = args.rows;
@@ -100,6 +104,7 @@ template <typename Args>
 void GpuEngine::launch_slots(const Args& args, gpu::StreamHandle stream) {
   require(!given_back_, UsageKind::kClosed, "the buffer was closed in the middle of an operation");
   const auto op = begin(nullptr, stream, false);
+  note_launch(*op);
   must(gpu::launch_low_latency(group_, args, low_latency_sms_, stream), "low latency");
   if (args.phase != SlotPhase::kReceive) note_queued(*op);
   finish(*op);

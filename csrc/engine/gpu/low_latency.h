@@ -36,6 +36,7 @@ struct LowLatencyCombine {
   const float* weights = nullptr;     // [T, width]
   uint64_t num_tokens = 0;
   uint32_t width = 0, hidden = 0;
+  Dtype wire = Dtype::kBf16;  // of sums between domains: kBf16 or kFp32
   uint8_t* out = nullptr;             // [T, H] BF16
   int64_t* waited_nsec = nullptr;     // [ranks] or nullptr
   Stream stream = nullptr;

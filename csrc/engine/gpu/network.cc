@@ -55,6 +55,10 @@ const uint8_t* Network::packets_of(const gpu::Group& group, uint32_t number) con
   return group.base[from.holder] + from.packets;
 }
 
+uint64_t* Network::consumed_by_us(int holder, const RingLayout& ring) const {
+  return at<uint64_t>(host(holder), ring.consumed_offset + static_cast<uint64_t>(topo_.local_of[rank_]) * kLineBytes);
+}
+
 // Streams of other ranks to our domain, and the rings in which we return their sums.
 void Network::fill_sources(const gpu::Group& group) {
   const int own = topo_.domain_of[rank_];
@@ -69,8 +73,7 @@ void Network::fill_sources(const gpu::Group& group) {
     from.stream = static_cast<uint32_t>(1 + i);
     from.packets = theirs.header_landing[i].slots_offset;
     from.rows = theirs.rows_landing[i].slots_offset;
-    from.rows_consumed = at<uint64_t>(host(holder), theirs.rows_landing[i].consumed_offset +
-                                                        static_cast<uint64_t>(topo_.local_of[rank_]) * kLineBytes);
+    from.rows_consumed = consumed_by_us(holder, theirs.rows_landing[i]);
   }
   const RegionLayout& mine = plane_.layout();
   net_.num_relayed = static_cast<uint32_t>(mine.incoming.size());
@@ -121,7 +124,7 @@ void Network::fill_polled(const gpu::Group& group) {
              &layout_.weights_full.in(region)[source].value);
       else if (what.ring == RingKind::kRows)
         poll(what, board + c, &state->rows_there[source].value);
-      else if (member == rank_)
+      else if (what.ring == RingKind::kReturn && member == rank_)
         poll(what, board + c, &state->returns_there[group.domain_of[source]].value);
     }
     if (member != rank_) continue;
@@ -129,10 +132,79 @@ void Network::fill_polled(const gpu::Group& group) {
       const int peer = channels.out[c].peer;
       const uint32_t to = group.domain_of[group.number_of[peer]];
       const RingKind kind = channels.out[c].send.kind;
+      if (is_of_slots(kind)) continue;
       uint64_t& flag = kind == RingKind::kHeader ? state->packets_gone[to].value
                        : kind == RingKind::kRows ? state->rows_gone[to].value
                                                  : state->returns_gone[1 + index_of(theirs.incoming, peer)].value;
       poll({TraceKind::kSeenFlushed, kind, peer, member}, board + channels.in.size() + c, &flag);
+    }
+  }
+}
+
+void Network::poll_slots(const Seen& what, const void* word, uint64_t* flag) {
+  seen_.push_back(what);
+  slots_.polled[slots_.num_polled++] = {static_cast<const uint64_t*>(word), flag, nullptr};
+}
+
+// The rings of low latency.
+void Network::fill_slots(const gpu::Group& group) {
+  const int own = topo_.domain_of[rank_];
+  for (int src = 0; src < topo_.num_ranks; ++src) {
+    if (topo_.domain_of[src] == own) continue;
+    const int holder = topo_.rail(src, own);
+    const RegionLayout theirs = make_device_layout(topo_, layout_.rings, holder);
+    const size_t i = index_of(theirs.incoming, src);
+    const RegionLayout::Slots& rings = theirs.slots;
+    slots_.from[group.number_of[src]] = {
+        rings.routing_landing[i].slots_offset,         rings.rows_landing[i].slots_offset,
+        rings.weights_landing[i].slots_offset,         consumed_by_us(holder, rings.routing_landing[i]),
+        consumed_by_us(holder, rings.rows_landing[i]), consumed_by_us(holder, rings.weights_landing[i])};
+  }
+  const RegionLayout& mine = plane_.layout();
+  const Channels& channels = plane_.channels();
+  for (size_t i = 0; i < mine.incoming.size(); ++i)
+    slots_.relayed[1 + i] = {mine.slots.sums_send[i].slots_offset, channels.out_of(mine.slots.sums_send[i])};
+  for (int d = 0; d < topo_.num_domains(); ++d) {
+    if (d == own) continue;
+    const RingLayout &routing = mine.slots.routing_send[d], &rows = mine.slots.rows_send[d];
+    const RingLayout &weights = mine.slots.weights_send[d], &sums = mine.slots.sums_landing[d];
+    slots_.to[d] = {routing.slots_offset,     rows.slots_offset,
+                    weights.slots_offset,     sums.slots_offset,
+                    channels.out_of(routing), channels.out_of(rows),
+                    channels.out_of(weights), at<uint64_t>(host(rank_), sums.consumed_offset)};
+  }
+}
+
+// As fill_polled().
+void Network::fill_slots_polled(const gpu::Group& group) {
+  auto* const state = layout_.low_latency.net_state.in(group.base[group.rank]);
+  for (int member : topo_.members[topo_.domain_of[rank_]]) {
+    const RegionLayout theirs = make_device_layout(topo_, layout_.rings, member);
+    const Channels channels = make_device_channels(topo_, layout_.rings, member);
+    const uint64_t* const board = at<uint64_t>(host(member), theirs.board_offset);
+    for (size_t c = 0; c < channels.in.size(); ++c) {
+      const uint32_t source = group.number_of[channels.in[c].peer];
+      const Seen what{TraceKind::kSeenArrived, channels.in[c].landing.kind, channels.in[c].peer, member};
+      if (what.ring == RingKind::kSlotRouting)
+        poll_slots(what, board + c, &state->routing_there[source].value);
+      else if (what.ring == RingKind::kSlotRows)
+        poll_slots(what, board + c, &state->rows_there[source].value);
+      else if (what.ring == RingKind::kSlotWeights)
+        poll_slots(what, board + c, &state->weights_there[source].value);
+      else if (what.ring == RingKind::kSlotSums && member == rank_)
+        poll_slots(what, board + c, &state->sums_there[group.domain_of[source]].value);
+    }
+    if (member != rank_) continue;
+    for (size_t c = 0; c < channels.out.size(); ++c) {
+      const int peer = channels.out[c].peer;
+      const uint32_t to = group.domain_of[group.number_of[peer]];
+      const RingKind kind = channels.out[c].send.kind;
+      if (!is_of_slots(kind)) continue;
+      uint64_t& flag = kind == RingKind::kSlotRouting   ? state->routing_gone[to].value
+                       : kind == RingKind::kSlotRows    ? state->rows_gone[to].value
+                       : kind == RingKind::kSlotWeights ? state->weights_gone[to].value
+                                                        : state->sums_gone[1 + index_of(theirs.incoming, peer)].value;
+      poll_slots({TraceKind::kSeenFlushed, kind, peer, member}, board + channels.in.size() + c, &flag);
     }
   }
 }
@@ -143,6 +215,10 @@ const gpu::Net* Network::fill(const gpu::Group& group) {
   fill_polled(group);
   gpu::Net* const to = layout_.net.in(group.base[group.rank]);
   gpu::copy_now(to, &net_, sizeof(net_));
+  if (layout_.low_latency.tokens == 0) return to;
+  fill_slots(group);
+  fill_slots_polled(group);
+  gpu::copy_now(layout_.low_latency.net.in(group.base[group.rank]), &slots_, sizeof(slots_));
   return to;
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "backend/gpu/layout.h"
+#include "backend/gpu/low_latency_net.h"
 #include "backend/gpu/net.h"
 #include "device/memory.h"
 #include "engine/group/control_plane.h"
@@ -31,7 +32,7 @@ class Network {
   void wake() {
     if (copies_ != nullptr) copies_->wake();
   }
-  // What the words mean that kernels poll, by index in Net::polled.
+  // What the words mean that kernels poll, by index in Net::polled, then in SlotNet::polled.
   struct Seen {
     TraceKind kind;
     RingKind ring;
@@ -48,7 +49,12 @@ class Network {
   void fill_sources(const gpu::Group& group);
   void fill_destinations(const gpu::Group& group);
   void fill_polled(const gpu::Group& group);
+  void fill_slots(const gpu::Group& group);
+  void fill_slots_polled(const gpu::Group& group);
   void poll(const Seen& what, const void* word, uint64_t* flag, uint64_t* also = nullptr);
+  void poll_slots(const Seen& what, const void* word, uint64_t* flag);
+  // A member's host's count of consumed chunks of `ring`, which lands there: ours.
+  uint64_t* consumed_by_us(int holder, const RingLayout& ring) const;
 
   const ControlPlane& plane_;
   const gpu::DeviceRegionLayout& layout_;
@@ -58,6 +64,7 @@ class Network {
   std::unique_ptr<Copier> copies_;                    // only without NICs
   std::unique_ptr<gpu::GpuVisibility> visibility_;  // only where a NIC writes
   gpu::Net net_{};
+  gpu::SlotNet slots_{};
   std::vector<Seen> seen_;
 };
 

@@ -38,7 +38,7 @@ std::shared_ptr<GpuOp> GpuEngine::begin(std::shared_ptr<GpuPlan> plan, gpu::Stre
     follow(stream_, stream);
   }
   // The operations of a buffer are one sequence. The operations in a graph are ordered by whoever replays it.
-  op->captured_by_ = gpu::captured_graph(op->stream_);
+  op->captured_by_ = gpu::captured_graph(op->stream_, &op->capture_);
   if (last_stream_ != op->stream_ && op->captured_by_ == nullptr) gpu::follow(op->stream_, last_done_);
   return op;
 }
@@ -148,20 +148,29 @@ void GpuEngine::note_queued(GpuOp& op) {
   plane_.note_queued();
 }
 
-// Keeps the proxy awake for the operation. In a graph a host node does so whenever a replay begins. Threads then wake
-// up during whatever comes before the kernel, and nothing waits for the host.
+// Keeps the proxy awake for the operation. In a graph one host node does so for all its operations, whenever a replay
+// begins. Threads then wake up during whatever comes before the kernels, and nothing waits for the host.
 void GpuEngine::note_launch(const GpuOp& op) {
   if (network_ == nullptr) return;
   if (op.captured_by_ == nullptr) {
     plane_.note_launched();
     return;
   }
-  gpu::add_host_node(op.captured_by_, [](void* engine) { static_cast<GpuEngine*>(engine)->note_replay(); }, this);
+  std::unique_ptr<CapturedLaunches>& launches = captured_launches_[op.capture_];
+  if (launches == nullptr) {
+    launches = std::make_unique<CapturedLaunches>(*this);
+    const auto note = [](void* of) {
+      const auto& its = *static_cast<CapturedLaunches*>(of);
+      its.engine.note_replay(its.count.read());
+    };
+    gpu::add_host_node(op.captured_by_, note, launches.get());
+  }
+  launches->count.publish(launches->count.own() + 1);
 }
 // By a thread of the GPU's runtime, which must not call the runtime. Proxy and copier wake up at the same time, not one
 // after the other.
-void GpuEngine::note_replay() {
-  plane_.note_launched(true);
+void GpuEngine::note_replay(uint64_t operations) {
+  plane_.note_launched(operations, true);
   network_->wake();
 }
 
@@ -246,6 +255,8 @@ std::shared_ptr<Operation> GpuEngine::combine(const CombineArgs& args) {
   const gpu::OnDevice guard(device_);
   check_usable();
   check_call(args, limits());
+  if (args.rounds_sums && topo_.num_domains() > 1)
+    throw UsageFailure(UsageKind::kConfig, "sums in fp32 that are rounded between domains: allowed are those of CPUs");
   const auto known = own_plan<GpuPlan>(args.plan);
   const GpuPlan& plan = *known;
   const uint64_t piece_bytes = uint64_t{args.hidden} * dtype_bytes(args.wire);

@@ -50,12 +50,13 @@ Channels channels_of(const Topology& topo, const Rings& rings, int rank) {
 }
 
 uint64_t largest_chunk_bytes(const Rings& rings) {
-  return std::visit(
-      Overloaded{[](const RingParams& host) { return host.slot_bytes; },
-                 [](const DeviceRings& device) {
-                   return std::max({device.packet_bytes, device.rows_slot_bytes, device.return_slot_bytes});
-                 }},
-      rings);
+  return std::visit(Overloaded{[](const RingParams& host) { return host.slot_bytes; },
+                               [](const DeviceRings& device) {
+                                 return std::max({device.packet_bytes, device.rows_slot_bytes, device.return_slot_bytes,
+                                                  device.slots.row_slot_bytes, device.slots.sum_slot_bytes,
+                                                  device.slots.routing_bytes, device.slots.weights_bytes});
+                               }},
+                    rings);
 }
 
 // Within one domain nobody is connected, whatever the transport would be.
@@ -190,10 +191,10 @@ void ControlPlane::ring_worker() const {
   if (!given_back_) control().worker_bell.ring();
 }
 
-void ControlPlane::note_launched(bool by_replay) {
+void ControlPlane::note_launched(uint64_t operations, bool by_replay) {
   {
     const std::lock_guard lock(launch_mutex_);  // a replay of a graph says so by a thread of the GPU's runtime
-    launched_.publish(launched_.own() + 1);
+    launched_.publish(launched_.own() + operations);
     if (by_replay) awaited_.publish(awaited_.own() + 1);
   }
   const std::shared_lock held(memory_mutex_);

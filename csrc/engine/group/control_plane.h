@@ -131,7 +131,7 @@ class ControlPlane {
   // An operation has been queued.
   void note_queued();
   // One more kernel has been queued: the proxy stays awake until it has ended.
-  void note_launched(bool by_replay = false);
+  void note_launched(uint64_t operations = 1, bool by_replay = false);
   // A replay is to come: the proxy is awake for it.
   void wake();
 

@@ -107,7 +107,11 @@ CpuStream& stream_of(CpuStream* stream) {
 
 namespace gpu_on_cpu {
 
-void capture(CpuStream* stream, CpuGraph* graph) { stream->graph = graph; }
+void capture(CpuStream* stream, CpuGraph* graph) {
+  static std::atomic<uint64_t> captures{0};
+  if (graph != nullptr) graph->capture = ++captures;
+  stream->graph = graph;
+}
 
 void queue(CpuStream* stream, std::function<void()> work) { stream_of(stream).add(std::move(work)); }
 
@@ -172,9 +176,10 @@ cudaError_t cudaStreamQuery(cudaStream_t stream) {
   if (own_device == breaks_streams) return cudaErrorLaunchFailure;
   return stream_of(stream).idle() ? cudaSuccess : cudaErrorNotReady;
 }
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long*,
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
                                      cudaGraph_t* graph) {
   *graph = stream_of(stream).graph;
+  *id = *graph != nullptr ? (*graph)->capture : 0;
   *status = *graph != nullptr ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }

@@ -12,6 +12,7 @@ struct CpuStream;
 struct CpuGraph {
   std::vector<std::function<void()>> host_nodes;
   size_t num_dependencies = 0;
+  uint64_t capture = 0;
 };
 
 namespace gpu_on_cpu {

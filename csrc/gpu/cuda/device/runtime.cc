@@ -99,14 +99,16 @@ std::string failure_of(StreamHandle stream) {
   return is_well ? "" : cudaGetErrorString(status);
 }
 
-GraphHandle captured_graph(StreamHandle stream) {
+GraphHandle captured_graph(StreamHandle stream, uint64_t* id) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   GraphHandle graph = nullptr;
+  unsigned long long its = 0;
 #if CUDART_VERSION >= 13000
-  must(cudaStreamGetCaptureInfo(stream, &status, nullptr, &graph), "cudaStreamGetCaptureInfo");
+  must(cudaStreamGetCaptureInfo(stream, &status, &its, &graph), "cudaStreamGetCaptureInfo");
 #else
-  must(cudaStreamGetCaptureInfo_v2(stream, &status, nullptr, &graph), "cudaStreamGetCaptureInfo");
+  must(cudaStreamGetCaptureInfo_v2(stream, &status, &its, &graph), "cudaStreamGetCaptureInfo");
 #endif
+  if (id != nullptr) *id = its;
   return status == cudaStreamCaptureStatusNone ? nullptr : graph;
 }
 

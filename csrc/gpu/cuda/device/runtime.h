@@ -89,8 +89,8 @@ void synchronize(StreamHandle stream, std::nothrow_t) noexcept;
 std::string failure_of(StreamHandle stream);
 
 // ---- graphs ---------------------------------------------------------------------------------------------------------
-// The graph that is being captured from the stream, or null.
-GraphHandle captured_graph(StreamHandle stream);
+// The graph that is being captured from the stream, or null; `id`: of the capture, no other of the process has it.
+GraphHandle captured_graph(StreamHandle stream, uint64_t* id = nullptr);
 // Adds a node that waits for nothing. Whenever the graph begins, a thread that must not call the runtime calls
 // function(argument).
 void add_host_node(GraphHandle graph, void (*function)(void*), void* argument);

@@ -1,0 +1,293 @@
+// Low latency between domains. Loops that run a few times are not unrolled: code is fetched when it first runs. A
+// *stream* is the tokens of a source that have experts in another domain, in their order: both sides find it from the
+// routing, so no plan travels. A dispatch sends the routing, and each row of a stream once, to the source's rail there;
+// the ranks of that domain read both from the rail's memory. A combine sends the weights the same way. The rail sums
+// what the ranks of its domain computed, and returns one row for each of the stream. All goes through rings of two
+// operations, in chunks of a fixed number of rows.
+#pragma once
+
+#include "backend/gpu/low_latency.cuh"
+#include "backend/gpu/low_latency_net.h"
+#include "backend/gpu/net.cuh"
+
+namespace uccl_ep::gpu {
+
+__device__ __forceinline__ const SlotNet& slot_net(const Group& g) { return *own_part(g, g.map.low_latency.net); }
+__device__ __forceinline__ SlotNetState& slot_net_state(const Group& g) {
+  return *own_part(g, g.map.low_latency.net_state);
+}
+__device__ __forceinline__ uint32_t mask_words(const DeviceMap& map) {
+  return (map.low_latency.tokens + kTileTokens - 1) / kTileTokens;
+}
+
+using NetDispatch = SlotKernel<SlotDispatchArgs, true>;
+using NetCombine = SlotKernel<SlotCombineArgs, true>;
+
+// ---- streams --------------------------------------------------------------------------------------------------------
+// In shared memory: the tokens of each of several streams.
+struct StreamMasks {
+  uint32_t words;
+  Mask* tokens;  // [streams][words]
+
+  static __host__ __device__ uint64_t bytes(const DeviceMap& map, uint32_t streams) {
+    return uint64_t{streams} * ((map.low_latency.tokens + kTileTokens - 1) / kTileTokens) * sizeof(Mask);
+  }
+  __device__ StreamMasks(const DeviceMap& map, uint8_t* shared)
+      : words(mask_words(map)), tokens(reinterpret_cast<Mask*>(shared)) {}
+
+  // By a crew, and then it has to sync.
+  __device__ __forceinline__ void clear(const Crew& crew, uint32_t streams) const {
+#pragma unroll 1
+    for (uint32_t i = crew.thread; i < streams * words; i += crew.size) tokens[i] = 0;
+  }
+  __device__ __forceinline__ void add(uint32_t stream, uint32_t token) const {
+    or_shared(reinterpret_cast<uint32_t*>(tokens + stream * words) + token / 32, 1u << token % 32);
+  }
+  __device__ __forceinline__ bool has(uint32_t stream, uint32_t token) const {
+    return (tokens[stream * words + token / kTileTokens] >> token % kTileTokens & 1) != 0;
+  }
+  __device__ __forceinline__ uint32_t count(uint32_t stream) const {
+    uint32_t sum = 0;
+#pragma unroll 1
+    for (uint32_t w = 0; w < words; ++w) sum += __popcll(tokens[stream * words + w]);
+    return sum;
+  }
+  // Rows of earlier tokens.
+  __device__ __forceinline__ uint32_t row(uint32_t stream, uint32_t token) const {
+    uint32_t before = 0;
+#pragma unroll 1
+    for (uint32_t w = 0; w < token / kTileTokens; ++w) before += __popcll(tokens[stream * words + w]);
+    return before + __popcll(tokens[stream * words + token / kTileTokens] & ((Mask{1} << token % kTileTokens) - 1));
+  }
+};
+
+// By a crew: our streams to other domains.
+template <typename K>
+__device__ inline void fill_sent_streams(const K& k, const StreamMasks& streams) {
+  streams.clear(k.crew, k.g.map.num_domains);
+  k.crew.sync();
+  const uint32_t width = k.args.width;
+#pragma unroll 1
+  for (uint32_t i = k.crew.thread; i < tokens_of(k.args) * width; i += k.crew.size) {
+    const int32_t expert = k.numbered(k.args.topk_idx[i]);
+    if (expert < 0 || expert >= static_cast<int32_t>(k.g.map.num_experts)) continue;
+    const uint32_t to = static_cast<uint32_t>(expert) / k.g.experts_per_rank;
+    if (!k.is_near(to)) streams.add(k.g.domain_of[to], i / width);
+  }
+  k.crew.sync();
+}
+
+// ---- rings ----------------------------------------------------------------------------------------------------------
+// A ring of rows or sums of an operation, as this rank sees it.
+struct SlotRing {
+  uint8_t* slots;
+  uint64_t before;  // chunks of earlier operations
+  uint64_t slot_bytes;
+  uint32_t row_bytes;
+
+  __device__ __forceinline__ uint32_t slot(const LowLatencyMap& map, uint32_t row) const {
+    return static_cast<uint32_t>((before + row / map.rows_of_chunk) % (kHalves * map.chunks));
+  }
+  __device__ __forceinline__ uint8_t* row(const LowLatencyMap& map, uint32_t row) const {
+    return slots + slot(map, row) * slot_bytes + uint64_t{row % map.rows_of_chunk} * row_bytes;
+  }
+  // What a flag of arrived chunks has to say before a row is there.
+  __device__ __forceinline__ uint64_t arrived(const LowLatencyMap& map, uint32_t row) const {
+    return before + row / map.rows_of_chunk + 1;
+  }
+  __device__ __forceinline__ uint64_t after(const LowLatencyMap& map, uint32_t rows) const {
+    return before + (rows + map.rows_of_chunk - 1) / map.rows_of_chunk;
+  }
+  // What a flag of chunks that are gone has to say before the operation's chunks are written.
+  __device__ __forceinline__ uint64_t free_after(const LowLatencyMap& map, uint32_t rows) const {
+    const uint64_t end = after(map, rows), held = kHalves * map.chunks;
+    return end < held ? 0 : end - held;
+  }
+};
+
+__device__ __forceinline__ uint32_t slot_wire_bytes(const SlotDispatchArgs& args) {
+  return static_cast<uint32_t>(round_up(args.stage.row.bytes, 128));
+}
+__device__ __forceinline__ SlotRing sent_ring(const NetDispatch& k, uint32_t domain) {
+  return {at(k.g, k.g.rank, slot_net(k.g).to[domain].rows), slot_net_state(k.g).sent[domain], k.map().row_chunk_bytes,
+          slot_wire_bytes(k.args)};
+}
+__device__ __forceinline__ SlotRing received_ring(const NetDispatch& k, uint32_t source) {
+  return {at(k.g, k.g.net->from[source].holder, slot_net(k.g).from[source].rows), slot_net_state(k.g).received[source],
+          k.map().row_chunk_bytes, slot_wire_bytes(k.args)};
+}
+__device__ __forceinline__ uint32_t sum_bytes(const SlotCombineArgs& args) {
+  return static_cast<uint32_t>(round_up(uint64_t{args.hidden} * dtype_bytes(args.signature.wire), 128));
+}
+__device__ __forceinline__ SlotRing relayed_ring(const NetCombine& k, uint32_t stream) {
+  return {at(k.g, k.g.rank, slot_net(k.g).relayed[stream].sums), slot_net_state(k.g).relayed[stream],
+          k.map().sum_chunk_bytes, sum_bytes(k.args)};
+}
+__device__ __forceinline__ SlotRing returned_ring(const NetCombine& k, uint32_t domain) {
+  return {at(k.g, k.g.rank, slot_net(k.g).to[domain].sums), slot_net_state(k.g).returned[domain],
+          k.map().sum_chunk_bytes, sum_bytes(k.args)};
+}
+
+// ---- one chunk of an operation: header and routing, of a combine with weights ---------------------------------------
+struct SlotPacket {
+  uint8_t* begin;
+  __device__ __forceinline__ SlotHeader& header() const { return *reinterpret_cast<SlotHeader*>(begin); }
+  __device__ __forceinline__ int32_t* routing() const { return reinterpret_cast<int32_t*>(begin + sizeof(SlotHeader)); }
+  __device__ __forceinline__ float* weights(uint32_t places) const {
+    return reinterpret_cast<float*>(routing() + places);
+  }
+};
+// Operation n is chunk n - 1.
+__device__ __forceinline__ uint64_t packet_offset(uint64_t number, uint64_t slot_bytes) {
+  return (number - 1) % kHalves * slot_bytes;
+}
+__device__ __forceinline__ SlotPacket own_slot_packet(const NetDispatch& k, uint32_t domain) {
+  return {at(k.g, k.g.rank, slot_net(k.g).to[domain].routing) + packet_offset(k.number, k.map().routing_bytes)};
+}
+__device__ __forceinline__ SlotPacket own_slot_packet(const NetCombine& k, uint32_t domain) {
+  return {at(k.g, k.g.rank, slot_net(k.g).to[domain].weights) + packet_offset(k.number, k.map().weights_bytes)};
+}
+__device__ __forceinline__ SlotPacket slot_packet(const NetDispatch& k, uint32_t source) {
+  return {at(k.g, k.g.net->from[source].holder, slot_net(k.g).from[source].routing) +
+          packet_offset(k.number, k.map().routing_bytes)};
+}
+__device__ __forceinline__ SlotPacket slot_packet(const NetCombine& k, uint32_t source) {
+  return {at(k.g, k.g.net->from[source].holder, slot_net(k.g).from[source].weights) +
+          packet_offset(k.number, k.map().weights_bytes)};
+}
+__device__ __forceinline__ uint32_t packet_channel(const NetDispatch& k, uint32_t domain) {
+  return slot_net(k.g).to[domain].routing_channel;
+}
+__device__ __forceinline__ uint32_t packet_channel(const NetCombine& k, uint32_t domain) {
+  return slot_net(k.g).to[domain].weights_channel;
+}
+__device__ __forceinline__ Awaited packet_gone(const NetDispatch& k, uint32_t domain) {
+  return {slot_net_state(k.g).routing_gone + domain, k.number - kHalves, k.g.first_of[domain]};
+}
+__device__ __forceinline__ Awaited packet_gone(const NetCombine& k, uint32_t domain) {
+  return {slot_net_state(k.g).weights_gone + domain, k.number - kHalves, k.g.first_of[domain]};
+}
+__device__ __forceinline__ Awaited packet_there(const NetDispatch& k, uint32_t source) {
+  return {slot_net_state(k.g).routing_there + source, k.number, source};
+}
+__device__ __forceinline__ Awaited packet_there(const NetCombine& k, uint32_t source) {
+  return {slot_net_state(k.g).weights_there + source, k.number, source};
+}
+__device__ __forceinline__ const float* weights_of(const SlotDispatchArgs&) { return nullptr; }
+__device__ __forceinline__ const float* weights_of(const SlotCombineArgs& args) { return args.weights; }
+
+// By a crew: writes what every other domain gets. False: an error is known.
+template <typename K>
+__device__ inline bool write_slot_packets(const K& k) {
+  const uint32_t domains = k.g.map.num_domains, places = tokens_of(k.args) * k.args.width;
+  const float* const weights = weights_of(k.args);
+  bool good = !stopped(k.g);
+#pragma unroll 1
+  for (uint32_t d = k.crew.thread; k.number > kHalves && d < domains; d += k.crew.size)
+    if (d != own_domain(k.g)) good &= wait_for(k, packet_gone(k, d));
+  if (!k.crew.all(good)) return false;
+#pragma unroll 1
+  for (uint32_t d = 0; d < domains; ++d) {
+    if (d == own_domain(k.g)) continue;
+    const SlotPacket packet = own_slot_packet(k, d);
+    if (k.crew.thread == 0) write_header(k, packet.header());
+#pragma unroll 1
+    for (uint32_t i = k.crew.thread; i < places; i += k.crew.size) {
+      packet.routing()[i] = k.numbered(k.args.topk_idx[i]);
+      if (weights != nullptr) packet.weights(places)[i] = weights[i];
+    }
+  }
+  k.crew.sync();
+  return true;
+}
+// By one warp: pushes them.
+template <typename K>
+__device__ inline void push_slot_packets(const K& k) {
+  const uint32_t places = tokens_of(k.args) * k.args.width, lane = threadIdx.x % kWarp;
+  const uint64_t of_place = sizeof(int32_t) + (weights_of(k.args) != nullptr ? sizeof(float) : 0);
+#pragma unroll 1
+  for (uint32_t first = 0; first < k.g.map.num_domains; first += kWarp) {
+    const uint32_t to = first + lane;
+    const bool has = to < k.g.map.num_domains && to != own_domain(k.g);
+    push_all(k.g, has, [&](uint32_t) {
+      return has ? Command{packet_channel(k, to), sizeof(SlotHeader) + of_place * places, k.number - 1} : Command{};
+    });
+  }
+}
+
+// By crews of all blocks: copies here what ranks of other domains sent, as if they had written it. False: an error is
+// known.
+template <typename K, typename Of>
+__device__ inline bool adopt_packets(const K& k, Part<DeviceFlag<Of>> flags) {
+  const uint32_t before = k.first(), others = k.g.map.num_ranks - k.members();
+#pragma unroll 1
+  for (uint32_t i = blockIdx.x; i < others; i += k.workers()) {
+    const uint32_t source = i < before ? i : i + k.members();
+    if (!k.crew.all(k.crew.thread != 0 || wait_for(k, packet_there(k, source)))) return false;
+    const SlotPacket packet = slot_packet(k, source);
+    if constexpr (std::is_same_v<K, NetDispatch>) {
+      const uint32_t places = min(packet.header().num_tokens, k.map().tokens) * k.args.width;
+      int32_t* const out = k.routing(k.g.rank, source);
+#pragma unroll 1
+      for (uint32_t p = k.crew.thread; p < places; p += k.crew.size) out[p] = packet.routing()[p];
+    }
+    if (k.crew.thread == 0) k.header(k.g.rank, source) = packet.header();
+    k.crew.sync();
+    if (k.crew.thread == 0) publish(own_part(k.g, flags) + source, k.number);
+  }
+  return true;
+}
+
+// ---- the block that sees to the network -----------------------------------------------------------------------------
+// Words of its shared memory; 1: it is so.
+struct SlotNetShared {
+  uint32_t poller_ends;
+  uint32_t written;  // packets are
+  uint32_t filled;  // streams are, of what is pushed
+  uint32_t pushed;  // all is
+};
+constexpr uint32_t kNetHelpers = 2;  // warps that poll and push; the others are a crew
+__device__ __forceinline__ Crew net_crew() { return Crew::of(1, kNetHelpers, kSlotWarps - kNetHelpers); }
+
+// By one warp: waits until the crew of its block has done something. False: an error is known.
+__device__ __forceinline__ bool wait_crew(const Group& g, uint32_t* word) {
+  const bool good = __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || wait_shared(g, word));
+  __syncwarp();  // orders what the crew has written before what the lanes read
+  return good;
+}
+// By one thread: waits until the other blocks are through, and keeps the number of the operation. False: an error is
+// known.
+template <typename K>
+__device__ inline bool keep_number(const K& k, bool sends) {
+  LowLatencyState& state = k.state();
+  const auto kind = static_cast<uint32_t>(k.kind);
+  if (!wait_block(k.g, &state.through[kind][sends ? 0 : 1], k.number)) return false;
+  (sends ? state.sent : state.received)[kind] = k.number;
+  return true;
+}
+// By all threads of the block. push(): by a warp. fill(crew): by the crew; writes what is pushed, or finds it. keep():
+// by one thread, at the end.
+template <typename Push, typename Fill, typename Keep>
+__device__ inline void serve_slot_network(const Group& g, SlotNetShared& shared, Push push, Fill fill, Keep keep) {
+  if (threadIdx.x == 0) shared = {};
+  __syncthreads();
+  const uint32_t warp = threadIdx.x / kWarp;
+  const SlotNet& net = slot_net(g);
+  if (warp == 0) {
+    poll_words(g, net.polled, net.num_polled, g.net->num_polled, &shared.poller_ends);
+  } else if (warp == 1) {
+    push();
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) count_shared(&shared.pushed);
+  } else {
+    const Crew crew = net_crew();
+    fill(crew);
+    if (crew.thread != 0) return;
+    wait_shared(g, &shared.pushed);  // what is kept was read before
+    keep();
+    count_shared(&shared.poller_ends);
+    tell_ended(g);
+  }
+}
+
+}  // namespace uccl_ep::gpu
