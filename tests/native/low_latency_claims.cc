@@ -17,6 +17,7 @@ void by_turns(const SlotRun& run, SlotRank& rank, int r) {
     world.check(r, got);
     const std::vector<uint16_t> rows = rank.experts(world, got);
     std::vector<uint16_t> out(in.num_tokens * run.hidden + 1, 0xEEEE);
+    if (r + 1 == run.num_ranks()) usleep(run.late_usec);
     rank.combine(in, rows, got, out, gpu::SlotPhase::kBoth);
     rank.finish();
     world.check_sums(r, out);
@@ -111,6 +112,11 @@ void miss_sums(SlotRun run) {
   });
 }
 
+Flag& network_cut() {
+  static Flag cut;
+  return cut;
+}
+
 }  // namespace
 
 CLAIM("one rank sends itself what it has, and gets its sums") { try_seeds(slots_of(1)); }
@@ -147,6 +153,12 @@ CLAIM("between domains chunks come in any order, late, twice, or are refused") {
     run.splits = splits;
     try_seeds(run);
   }
+}
+CLAIM("a rank that sums for another domain waits for the others of its own") {
+  SlotRun run = slots_of({0, 0, 1, 1});
+  run.late_usec = 50'000;
+  run.num_rounds = 2;
+  try_seeds(run);
 }
 CLAIM("between domains rows go in more chunks than one, and a rank has none") {
   SlotRun run = slots_of({0, 1, 1});
@@ -266,6 +278,65 @@ CLAIM("a rank that never comes is an error within the deadline, and leaves no co
 }
 CLAIM("sums that a rank's absence leaves incomplete are NaN, all of them") {
   for (const auto& domains : {std::vector{0, 0}, {0, 1}}) miss_sums(slots_of(domains));
+}
+CLAIM("between domains a network that delivers nothing is an error of all within the deadline, of either kind") {
+  for (const bool combines : {false, true}) {
+    SlotRun run = slots_of({0, 0, 1});
+    run.arrival_timeout_s = 1.5;
+    const Flag* const cut = combines ? &network_cut() : nullptr;
+    run.loop.cut = cut;
+    if (!combines) run.loop.drop_peer = 2;
+    auto ranks = make_slot_ranks(run);
+    std::barrier meeting(run.num_ranks());
+    const uint64_t started = now_usec();
+    by_ranks(run.num_ranks(), [&](int r) {
+      SlotRank& rank = *ranks[static_cast<size_t>(r)];
+      const World world(run, 0);
+      const RankInput& in = world.inputs[static_cast<size_t>(r)];
+      Slots got(run);
+      const auto dispatch = [&] {
+        rank.dispatch(in, got, gpu::SlotPhase::kBoth);
+        rank.finish();
+      };
+      if (!combines) {
+        EXPECT_THROWS(CommunicationFailure, dispatch());
+        return;
+      }
+      dispatch();
+      const std::vector<uint16_t> rows = rank.experts(world, got);
+      std::vector<uint16_t> out(in.num_tokens * run.hidden, 0);
+      meeting.arrive_and_wait();
+      if (r == 0) network_cut().publish(1);
+      meeting.arrive_and_wait();
+      rank.combine(in, rows, got, out, gpu::SlotPhase::kBoth);
+      EXPECT_THROWS(CommunicationFailure, rank.finish());
+      EXPECT(out == std::vector<uint16_t>(out.size(), 0xFFFF));
+    });
+    EXPECT(now_usec() - started < 25'000'000);
+  }
+}
+CLAIM("between domains a rank that leaves is an error of all others at once") {
+  const SlotRun run = slots_of({0, 1, 1});
+  auto ranks = make_slot_ranks(run);
+  const uint64_t started = now_usec();
+  by_ranks(run.num_ranks(), [&](int r) {
+    SlotRank& rank = *ranks[static_cast<size_t>(r)];
+    const World world(run, 0);
+    Slots got(run);
+    if (r == 1) return rank.engine().close(true);
+    const auto call = [&] {
+      rank.dispatch(world.inputs[static_cast<size_t>(r)], got, gpu::SlotPhase::kBoth);
+      rank.finish();
+    };
+    try {
+      call();
+    } catch (const CommunicationFailure& failure) {
+      EXPECT(failure.record().kind == ErrorKind::kPeerFailed);
+      return;
+    }
+    throw std::logic_error("did not fail");
+  });
+  EXPECT(now_usec() - started < 10'000'000);
 }
 CLAIM("control: a row, a scale, a number or a sum of another bit is seen") {
   const SlotRun run = slots_of(1, kFp8);

@@ -22,11 +22,12 @@ MODES = {
 SEVERAL_RANKS = "2 domains of 2 ranks have the host's bits, FP8"
 SEVERAL_DOMAINS = "4 domains of a rank have the host's bits"
 ONE_DOMAIN = "2 ranks of a domain have the host's bits, BF16"
+SLOTS = "ranks of several domains get every row in its slot, and every sum"
 # In every run; the others with -m slow.
 CHOSEN = {
     "32 lanes in lock step": (),
     "64 lanes": (),
-    "64 lanes in lock step": (SEVERAL_RANKS, SEVERAL_DOMAINS, ONE_DOMAIN),
+    "64 lanes in lock step": (SEVERAL_RANKS, SEVERAL_DOMAINS, ONE_DOMAIN, SLOTS),
 }
 LARGE = "regions of more than 4 GiB give what small ones give"  # lanes are nothing to it
 
@@ -43,7 +44,7 @@ def cases() -> list[object]:
             marks=[] if CHOSEN[mode] and (program == "lanes" or claim in CHOSEN[mode]) else pytest.mark.slow,
         )
         for mode in MODES
-        for program in ("lanes", "gpu_engine", "gpu_engine_refusal")
+        for program in ("lanes", "gpu_engine", "gpu_engine_refusal", "low_latency")
         for claim in claims_of(program)
         if claim != LARGE
     ]
@@ -105,6 +106,7 @@ def test_two_roles_cannot_share_a_wave(tmp_path: Path) -> None:
 
 HEADERS = "  __syncwarp();  // lanes of this warp will wait for what"
 PACKETS = "  __syncwarp();  // lanes of this warp will wait for other ranks"
+ADOPTED = "    __syncwarp();  // lanes of this warp will wait for it"
 # (mode, a claim that does not hold, what is said, file of csrc/backend/gpu, its text, a mutant's)
 MUTANTS: dict[str, tuple[Flavour, str, str, str, str, str]] = {
     "lanes wait for headers that others of their wave have not published": (
@@ -112,6 +114,9 @@ MUTANTS: dict[str, tuple[Flavour, str, str, str, str, str]] = {
     ),
     "lanes wait for other ranks before one of their wave has told of the packets": (
         MODES["64 lanes in lock step"], SEVERAL_RANKS, STANDS, "net.cuh", PACKETS, PACKETS[16:],
+    ),
+    "lanes wait for a routing that others of their wave have not told of": (
+        MODES["64 lanes in lock step"], SLOTS, STANDS, "low_latency_net.cuh", ADOPTED, ADOPTED[18:],
     ),
     "a vote is cut to 32 lanes": (
         MODES["64 lanes"], ONE_DOMAIN, "", "tile.cuh",
@@ -133,7 +138,8 @@ def test_a_mutant_names_one_place_of_the_kernels(mutant: str) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_broken_kernel_is_found(tmp_path: Path, mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    flavour, claim, said, name, right, wrong = MUTANTS[mutant]
+    flavour, claim, said, *mistake = MUTANTS[mutant]
     monkeypatch.setenv(*SWEEP)
-    result = run([broken_program(tmp_path, flavour, name, right, wrong), claim], 300)
+    program = "low_latency" if claim == SLOTS else "gpu_engine"
+    result = run([broken_program(tmp_path, flavour, mistake, program), claim], 300)
     assert result.returncode != 0 and said in result.stdout + result.stderr, result.stdout

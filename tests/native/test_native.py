@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -192,6 +192,27 @@ MUTANTS = {
 }  # fmt: skip
 
 
+SEVERAL_DOMAINS = "ranks of several domains get every row in its slot, and every sum"
+# The same of low_latency.
+SLOT_MUTANTS = {
+    "a row is placed before its chunk has come": (
+        SEVERAL_DOMAINS, "low_latency_place.cuh", "rings.of[source].arrived(k.map(), its)", "0",
+    ),
+    "a pair is summed for another domain before it has come": (
+        "a rank that sums for another domain waits for the others of its own", "low_latency_sum.cuh",
+        "const bool good =\n      !mine ||", "const bool good =\n      true ||",
+    ),
+    "a sum of another domain is added before it has come": (
+        SEVERAL_DOMAINS, "low_latency_sum.cuh", "sources.rings[domain].arrived(k.map(), row)", "0",
+    ),
+    "memory is given back that has not been read": (
+        "between domains chunks come in any order, late, twice, or are refused", "low_latency_dispatch.cu",
+        "received = rings.of[s].after(k.map(), streams.count(s));",
+        "received = rings.of[s].after(k.map(), streams.count(s)) + k.map().chunks;",
+    ),
+}  # fmt: skip
+
+
 def mutated(name: str, right: str, wrong: str) -> str:
     """The file of csrc/backend/gpu with a mistake in the one place that says `right`."""
     text = (building.CSRC / "backend" / "gpu" / name).read_text()
@@ -199,30 +220,34 @@ def mutated(name: str, right: str, wrong: str) -> str:
     return text.replace(right, wrong)
 
 
-def broken_program(folder: Path, flavour: building.Flavour, name: str, right: str, wrong: str) -> Path:
-    """The program of gpu_engine with such a mistake."""
+def broken_program(
+    folder: Path, flavour: building.Flavour, mistake: Sequence[str], program: str = "gpu_engine"
+) -> Path:
+    """The program with such a mistake."""
+    name, right, wrong = mistake
     csrc = building.shutil.copytree(building.CSRC, folder / "csrc")
     (csrc / "backend" / "gpu" / name).write_text(mutated(name, right, wrong))
     sources = [
         csrc / path.relative_to(building.CSRC) if path.suffix == ".cu" else path
-        for path in sources_of("gpu_engine")
+        for path in sources_of(program)
     ]
     return building.link(folder / "claims", sources, flavour)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", [*MUTANTS, *SLOT_MUTANTS])
 def test_a_mutant_names_one_place_of_the_kernels(mutant: str) -> None:
-    assert mutated(*MUTANTS[mutant][1:])
+    assert mutated(*(MUTANTS | SLOT_MUTANTS)[mutant][1:])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", [*MUTANTS, *SLOT_MUTANTS])
 def test_a_broken_kernel_is_found(tmp_path: Path, mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: bits that are compared, and lanes that are watched."""
-    claim, name, right, wrong = MUTANTS[mutant]
+    claim, *mistake = (MUTANTS | SLOT_MUTANTS)[mutant]
     monkeypatch.setenv(*SWEEP)
-    binary = broken_program(tmp_path, building.PLAIN, name, right, wrong)
+    program = "low_latency" if mutant in SLOT_MUTANTS else "gpu_engine"
+    binary = broken_program(tmp_path, building.PLAIN, mistake, program)
     result = run([binary, claim], 150)
     assert result.returncode != 0, result.stdout
 

@@ -223,9 +223,9 @@ __device__ inline void serve_network(const Group& g, const SlotDispatchArgs& arg
   };
   const NetDispatch k = begin(net_crew(), true), received = begin(net_crew(), false);
   const auto push = [&] {
-    if (!sends || !wait_crew(g, &shared.written)) return;
+    if (!sends || !is_ready()) return;
     push_slot_packets(k);
-    if (!wait_crew(g, &shared.filled)) return;
+    is_ready();
     const uint32_t lane = threadIdx.x % kWarp;
     Outgoing<SlotPartsDone> out;
     if (lane < g.map.num_domains && lane != own_domain(g)) {
@@ -239,12 +239,11 @@ __device__ inline void serve_network(const Group& g, const SlotDispatchArgs& arg
     }
     push_chunks(g, out, [] { return true; });
   };
-  const auto fill = [&](const Crew& crew) {
+  const auto fill = [&] {
     NetDispatch own = k;
-    if (!sends || !write_slot_packets(k)) return;
-    if (crew.thread == 0) count_shared(&shared.written);
+    if (!sends || !is_ready(write_slot_packets(k))) return;
     fill_sent_streams(k, streams);
-    if (crew.thread == 0) count_shared(&shared.filled);
+    is_ready();
     if (wait_free(own, k.map().rows_read)) tell_routing(k);
   };
   const auto keep = [&] {

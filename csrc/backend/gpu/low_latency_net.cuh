@@ -234,6 +234,7 @@ __device__ inline bool adopt_packets(const K& k, Part<DeviceFlag<Of>> flags) {
     if (k.crew.thread == 0) k.header(k.g.rank, source) = packet.header();
     k.crew.sync();
     if (k.crew.thread == 0) publish(own_part(k.g, flags) + source, k.number);
+    __syncwarp();  // lanes of this warp will wait for it
   }
   return true;
 }
@@ -242,18 +243,15 @@ __device__ inline bool adopt_packets(const K& k, Part<DeviceFlag<Of>> flags) {
 // Words of its shared memory; 1: it is so.
 struct SlotNetShared {
   uint32_t poller_ends;
-  uint32_t written;  // packets are
-  uint32_t filled;  // streams are, of what is pushed
   uint32_t pushed;  // all is
 };
 constexpr uint32_t kNetHelpers = 2;  // warps that poll and push; the others are a crew
 __device__ __forceinline__ Crew net_crew() { return Crew::of(1, kNetHelpers, kSlotWarps - kNetHelpers); }
 
-// By one warp: waits until the crew of its block has done something. False: an error is known.
-__device__ __forceinline__ bool wait_crew(const Group& g, uint32_t* word) {
-  const bool good = __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || wait_shared(g, word));
-  __syncwarp();  // orders what the crew has written before what the lanes read
-  return good;
+// By the crew, when it has done something, and by the warp that pushes, which has waited for that: both, and equally
+// often, or neither. False: an error is known.
+__device__ __forceinline__ bool is_ready(bool good = true) {
+  return Crew::of(2, kNetHelpers - 1, kSlotWarps - kNetHelpers + 1).all(good);
 }
 // By one thread: waits until the other blocks are through, and keeps the number of the operation. False: an error is
 // known.
@@ -265,8 +263,8 @@ __device__ inline bool keep_number(const K& k, bool sends) {
   (sends ? state.sent : state.received)[kind] = k.number;
   return true;
 }
-// By all threads of the block. push(): by a warp. fill(crew): by the crew; writes what is pushed, or finds it. keep():
-// by one thread, at the end.
+// By all threads of the block. push(): by a warp. fill(): by the crew; writes what is pushed, or finds it, and says
+// so by is_ready(). keep(): by one thread, at the end.
 template <typename Push, typename Fill, typename Keep>
 __device__ inline void serve_slot_network(const Group& g, SlotNetShared& shared, Push push, Fill fill, Keep keep) {
   if (threadIdx.x == 0) shared = {};
@@ -281,7 +279,7 @@ __device__ inline void serve_slot_network(const Group& g, SlotNetShared& shared,
     if (threadIdx.x % kWarp == 0) count_shared(&shared.pushed);
   } else {
     const Crew crew = net_crew();
-    fill(crew);
+    fill();
     if (crew.thread != 0) return;
     wait_shared(g, &shared.pushed);  // what is kept was read before
     keep();

@@ -110,9 +110,9 @@ __device__ inline void serve_network(const Group& g, const SlotCombineArgs& args
   const NetCombine k = begin_slots<true>(g, args, SlotKind::kCombine, net_crew(), false);
   SlotNetState& state = slot_net_state(g);
   const auto push = [&] {
-    if (sends && !wait_crew(g, &shared.written)) return;
+    if (sends && !is_ready()) return;
     if (sends) push_slot_packets(sent);
-    if (!receives || !wait_crew(g, &shared.filled)) return;
+    if (!receives || !is_ready()) return;
 #pragma unroll 1
     for (uint32_t first = 1; first <= g.net->num_relayed; first += kWarp) {
       const uint32_t stream = first + threadIdx.x % kWarp;
@@ -129,12 +129,9 @@ __device__ inline void serve_network(const Group& g, const SlotCombineArgs& args
       push_chunks(g, out, [] { return true; });
     }
   };
-  const auto fill = [&](const Crew& crew) {
-    if (sends) {
-      if (!write_slot_packets(sent)) return;
-      if (crew.thread == 0) count_shared(&shared.written);
-    }
-    if (receives && fill_relayed_streams(k, relayed) && crew.thread == 0) count_shared(&shared.filled);
+  const auto fill = [&] {
+    if (sends && !is_ready(write_slot_packets(sent))) return;
+    if (receives) is_ready(fill_relayed_streams(k, relayed));
   };
   const auto keep = [&] {
     if (sends) keep_number(sent, true);
