@@ -25,7 +25,6 @@ enum class RingKind : uint32_t {
   kSlotSums
 };
 constexpr uint32_t kNumRingKinds = 9;
-constexpr bool is_of_slots(RingKind kind) { return kind >= RingKind::kSlotRouting; }
 inline const char* ring_name(RingKind kind) {
   static const char* const names[] = {"header",       "meta",      "rows",         "pieces",   "return",
                                       "slot_routing", "slot_rows", "slot_weights", "slot_sums"};

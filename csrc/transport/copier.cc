@@ -22,8 +22,8 @@ constexpr uint64_t kSleepUsec = 1'000'000;
 // While the engines are busy, a group that is not full waits for this long. Handing over and reporting cost as much as
 // copying, so they are done once for the whole group.
 constexpr uint64_t kHoldNsec = 10'000;
-constexpr uint64_t kShortBytes =
-    64 << 10;  // copies of fewer bytes are over sooner than that, so nothing waits for them
+// Copies of fewer bytes are over sooner than that, so nothing waits for them.
+constexpr uint64_t kShortBytes = 64 << 10;
 
 }  // namespace
 

@@ -137,7 +137,8 @@ CLAIM("two operations of a kind are under way, sent and received by kernels of t
   }
 }
 CLAIM("ranks of several domains get every row in its slot, and every sum") {
-  for (const auto& domains : {std::vector{0, 1}, {0, 0, 1, 1}, {0, 1, 0, 1}, {0, 0, 0, 1}, {0, 1, 2}})
+  for (const auto& domains :
+       {std::vector{0, 1}, {0, 0, 1, 1}, {0, 1, 0, 1}, {0, 0, 0, 1}, {0, 1, 2}, {0, 0, 1, 1, 2, 2, 3, 3}})
     for (const bool wide : {false, true}) {
       SlotRun run = slots_of(domains, wide ? kBf16 : kFp8);
       run.sum_wire = wide ? kFp32 : kBf16;

@@ -107,7 +107,7 @@ def test_special_values_of_rows_and_weights_come_through(engine: Engine) -> None
     assert wanted[0].isnan().any() and wanted[0].isinf().any() and wanted[0].isfinite().any()
 
 
-@pytest.mark.skipif(ON_GPUS, reason="of CPUs")
+@pytest.mark.skipif(ON_GPUS, reason="--backend cuda: it is of CPUs")
 def test_calls_alternate_with_those_of_the_buffer(engine: Engine) -> None:
     """Handles of several dispatches live beside each other, and those of other objects on the buffer."""
     spec, group = engine

@@ -102,7 +102,7 @@ def test_a_wrong_argument_is_refused_before_anything_is_launched() -> None:
         group.run(step)
 
 
-@pytest.mark.skipif(ON_GPUS, reason="of CPUs")
+@pytest.mark.skipif(ON_GPUS, reason="--backend cuda: it is of CPUs")
 def test_a_buffer_that_cannot_do_it_is_refused() -> None:
     with EngineSpec(
         domains=(0,), num_experts=E, hidden=H, settings=(("max_dtype", "bf16"),)
@@ -149,7 +149,7 @@ def test_a_call_that_one_rank_refuses_counts_on_all(refused: str) -> None:
         group.run(step)
 
 
-@pytest.mark.skipif(ON_GPUS, reason="of CPUs")
+@pytest.mark.skipif(ON_GPUS, reason="--backend cuda: it is of CPUs")
 def test_another_routing_in_the_combine_is_an_error_on_every_rank() -> None:
     spec = SPECS["2x1"]
     given = give(spec)

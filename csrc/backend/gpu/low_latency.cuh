@@ -22,12 +22,10 @@ struct SlotPlaces {
   uint8_t* of[kSlotWarps][kSlotPlaces];
 };
 
-// The context of a crew: as Kernel, without a plan.
-// kNetwork: there are other domains.
+// The context of a crew: as Kernel, without a plan. kNetwork: there are other domains.
 template <typename Args, bool kNetwork>
 struct SlotKernel {
   static constexpr bool kNet = kNetwork;
-  using Arguments = Args;
   const Group& g;
   const Args& args;
   const SlotKind kind;
@@ -151,8 +149,7 @@ __device__ __forceinline__ void write_header(const K& k, SlotHeader& header) {
   header.num_tokens = tokens_of(k.args);
 }
 // By a crew of each block, or of the one that sees to the network: calls put(to) for its share of the members, by all
-// threads, which writes what they get before
-// anything else; then publishes it with a header.
+// threads, which writes what they get before anything else; then publishes it with a header.
 template <typename K, typename Of, typename Put>
 __device__ inline bool send_headers(const K& k, Part<DeviceFlag<Of>> flags, Put put) {
   bool good = true;

@@ -5,6 +5,12 @@
 //
 // send     pairs_read (of two ago) ..> header --> pairs_entered | rows of slots --> pair_full, one by one
 // receive  pairs_entered of all ..> pair_full of a token ..> the token's sum | last block --> pairs_read
+//
+// Between domains (low_latency_net.cuh, low_latency_relay.cuh) rows for a source elsewhere go to its rail here, and one
+// more block sees to the network, as in a dispatch:
+//
+// push     weights of ours --> command | parts of a chunk's sums are there ..> --> command
+// receive  first: weights_there, pair_full ..> sums for other domains; then sums_there ..> the token's sum
 #include "backend/gpu/low_latency_relay.cuh"
 
 namespace uccl_ep::gpu {
@@ -75,6 +81,7 @@ __device__ __forceinline__ SentPair pair_of(const Combine& k, const PairRanges& 
     }
   return pair;
 }
+
 // By a crew: sends its share of the rows, with a flag each.
 template <typename Combine>
 __device__ inline void send_pairs(const Combine& k, const PairRanges& ranges) {
@@ -121,11 +128,9 @@ __device__ inline bool send(Combine k, uint8_t* dynamic) {
 template <typename Combine>
 __device__ inline bool wait_pairs(const Combine& k, RankSet& gone) {
   bool good = true;
-#pragma unroll 1
   for (uint32_t r = k.crew.thread; r < k.g.map.num_ranks; r += k.crew.size)
     if (!gone.has(r)) good &= note_missing(k, own_part(k.g, k.map().pairs_entered) + r, r, gone);
   if (!k.crew.all(good)) return false;
-#pragma unroll 1
   for (uint32_t place = k.crew.thread; place < k.args.num_tokens * k.args.width; place += k.crew.size) {
     const int64_t expert = k.args.topk_idx[place];
     if (expert < 0) continue;
@@ -166,6 +171,7 @@ __device__ inline bool receive(Combine k, const StreamMasks& relayed, const Stre
 __host__ __device__ inline uint64_t stream_bytes(const DeviceMap& map, uint32_t streams) {
   return map.num_domains > 1 ? StreamMasks::bytes(map, streams) : 0;
 }
+
 template <bool kNet>
 __global__ void __launch_bounds__(kSlotThreads, 1)
     low_latency_combine(const __grid_constant__ Group g, const __grid_constant__ SlotCombineArgs args) {
@@ -192,7 +198,6 @@ __global__ void __launch_bounds__(kSlotThreads, 1)
 
 __global__ void tell_masks(const __grid_constant__ Group g, int32_t* out) {
   const uint64_t masked = local(g).low_latency.masked;
-#pragma unroll 1
   for (uint32_t r = threadIdx.x; r < g.map.num_ranks; r += kMaxGpuRanks) out[r] = static_cast<int32_t>(masked >> r & 1);
 }
 

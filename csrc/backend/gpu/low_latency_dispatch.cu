@@ -5,6 +5,14 @@
 //
 // send     rows_read (of two ago) ..> routing, header --> routing_full | rows of the block's tokens --> rows_full
 // receive  routing_full of all ..> slots; counts | rows_full ..> rows into slots | last block --> rows_read
+//
+// Between domains (low_latency_net.cuh) a block sends rows into rings, too, and one more block sees to the network:
+//
+// poll     words of hosts ..> --> routing_there, rows_there, rows_gone, routing_gone
+// push     routing of ours --> command | parts of a chunk's rows are there ..> --> command
+// others   routing for other domains, and for ours --> routing_full | all blocks through ..> numbers, ended
+// receive  first: routing_there ..> routing of another domain's rank, copied here --> routing_full; rows_there ..> its
+// rows
 #include "backend/gpu/low_latency_place.cuh"
 
 namespace uccl_ep::gpu {
@@ -138,8 +146,8 @@ __device__ inline bool open_rings(const NetDispatch& k, const StreamMasks& strea
   for (uint32_t d = k.crew.thread; d < k.g.map.num_domains; d += k.crew.size) {
     if (d == own_domain(k.g)) continue;
     const SlotRing ring = rings.of[d] = sent_ring(k, d);
-    good &= wait_flag(k.g,
-                      {slot_net_state(k.g).rows_gone + d, ring.free_after(k.map(), streams.count(d)), k.g.first_of[d]});
+    good &=
+        wait_for(k, {slot_net_state(k.g).rows_gone + d, ring.free_after(k.map(), streams.count(d)), k.g.first_of[d]});
   }
   return k.crew.all(good);
 }

@@ -1,9 +1,10 @@
-// Low latency between domains. Loops that run a few times are not unrolled: code is fetched when it first runs. A
-// *stream* is the tokens of a source that have experts in another domain, in their order: both sides find it from the
-// routing, so no plan travels. A dispatch sends the routing, and each row of a stream once, to the source's rail there;
-// the ranks of that domain read both from the rail's memory. A combine sends the weights the same way. The rail sums
-// what the ranks of its domain computed, and returns one row for each of the stream. All goes through rings of two
-// operations, in chunks of a fixed number of rows.
+// Low latency between domains. A *stream* is the tokens of a source that have experts in another domain, in their
+// order: both sides find it from the routing, so no plan travels. A dispatch sends the routing, and each row of a
+// stream once, to the source's rail there; the ranks of that domain read both from the rail's memory. A combine sends
+// the weights the same way. The rail sums what the ranks of its domain computed, and returns one row for each of the
+// stream. All goes through rings of two operations, in chunks of a fixed number of rows.
+//
+// Loops that run a few times are not unrolled, because code is fetched when it first runs.
 #pragma once
 
 #include "backend/gpu/low_latency.cuh"
@@ -16,7 +17,7 @@ __device__ __forceinline__ const SlotNet& slot_net(const Group& g) { return *own
 __device__ __forceinline__ SlotNetState& slot_net_state(const Group& g) {
   return *own_part(g, g.map.low_latency.net_state);
 }
-__device__ __forceinline__ uint32_t mask_words(const DeviceMap& map) {
+__host__ __device__ inline uint32_t mask_words(const DeviceMap& map) {
   return (map.low_latency.tokens + kTileTokens - 1) / kTileTokens;
 }
 
@@ -30,7 +31,7 @@ struct StreamMasks {
   Mask* tokens;  // [streams][words]
 
   static __host__ __device__ uint64_t bytes(const DeviceMap& map, uint32_t streams) {
-    return uint64_t{streams} * ((map.low_latency.tokens + kTileTokens - 1) / kTileTokens) * sizeof(Mask);
+    return uint64_t{streams} * mask_words(map) * sizeof(Mask);
   }
   __device__ StreamMasks(const DeviceMap& map, uint8_t* shared)
       : words(mask_words(map)), tokens(reinterpret_cast<Mask*>(shared)) {}

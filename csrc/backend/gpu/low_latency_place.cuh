@@ -15,8 +15,7 @@ struct SlotTable {
   uint32_t *num_tokens, *num_blocks;  // [ranks]
 
   static __host__ __device__ uint64_t bytes(const DeviceMap& map) {
-    const uint32_t words = (map.low_latency.tokens + kTileTokens - 1) / kTileTokens;
-    const uint64_t of_experts = uint64_t{map.num_experts} * (words * sizeof(Mask) + sizeof(uint32_t));
+    const uint64_t of_experts = uint64_t{map.num_experts} * (mask_words(map) * sizeof(Mask) + sizeof(uint32_t));
     return round_up(of_experts + 2 * sizeof(uint32_t) * map.num_ranks, sizeof(Mask));
   }
   __device__ SlotTable(const Group& g, uint8_t* shared)

@@ -16,7 +16,7 @@ struct CombineRings {
 __device__ inline bool fill_relayed_streams(const NetCombine& k, const StreamMasks& streams) {
   const uint32_t relayed = k.g.net->num_relayed, width = k.args.width;
   const uint32_t first_of_domain = k.g.first * k.g.experts_per_rank;
-  const uint32_t of_domain = (k.members()) * k.g.experts_per_rank;
+  const uint32_t of_domain = k.members() * k.g.experts_per_rank;
   streams.clear(k.crew, k.g.map.num_streams);
   bool good = !stopped(k.g);
 #pragma unroll 1
@@ -102,6 +102,7 @@ __device__ inline void end_rings(const NetCombine& k, const StreamMasks& streams
     store_flag(slot_net(k.g).to[d].sums_consumed, state.returned[d]);
   }
 }
+
 // ---- the block that sees to the network -----------------------------------------------------------------------------
 __device__ inline void serve_network(const Group& g, const SlotCombineArgs& args, const StreamMasks& relayed,
                                      SlotNetShared& shared) {

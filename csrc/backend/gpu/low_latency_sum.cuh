@@ -187,8 +187,8 @@ __device__ __forceinline__ void add_fp32(float (&sum)[kValues], const uint8_t* r
   }
 }
 
-// By a warp: a part of a sum. Experts of a rank are summed first, then ranks, and what
-// other domains return. `wide`: sums between domains are fp32. `out`: fp32 where `out_wide`, else BF16.
+// By a warp: a part of a sum, to where sum_at() says. Experts of a rank are summed first, then ranks and what other
+// domains return. `out_wide`: the sum is fp32, else BF16.
 template <typename Combine>
 __device__ inline void sum_part(const Combine& k, const Addends& addends, uint32_t sum, bool out_wide, uint32_t part,
                                 uint32_t lane) {

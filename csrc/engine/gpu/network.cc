@@ -108,37 +108,41 @@ void Network::poll(const Seen& what, const void* word, uint64_t* flag, uint64_t*
   net_.polled[net_.num_polled++] = {static_cast<const uint64_t*>(word), flag, also};
 }
 
-// Words for arrivals at all members (returned sums only at us), and for what of ours has left.
-void Network::fill_polled(const gpu::Group& group) {
-  uint8_t* const region = group.base[group.rank];
-  auto* const state = layout_.net_state.in(region);
+// Calls visit(what, word) for what has arrived at a member of our domain, and for what of ours has left.
+template <typename Visit>
+void Network::each_word(Visit visit) const {
   for (int member : topo_.members[topo_.domain_of[rank_]]) {
     const RegionLayout theirs = make_device_layout(topo_, layout_.rings, member);
     const Channels channels = make_device_channels(topo_, layout_.rings, member);
-    const uint64_t* const board = at<uint64_t>(host(member), theirs.board_offset);
-    for (size_t c = 0; c < channels.in.size(); ++c) {
-      const uint32_t source = group.number_of[channels.in[c].peer];
-      const Seen what{TraceKind::kSeenArrived, channels.in[c].landing.kind, channels.in[c].peer, member};
-      if (what.ring == RingKind::kHeader)
-        poll(what, board + c, &layout_.header_full.in(region)[source].value,
-             &layout_.weights_full.in(region)[source].value);
-      else if (what.ring == RingKind::kRows)
-        poll(what, board + c, &state->rows_there[source].value);
-      else if (what.ring == RingKind::kReturn && member == rank_)
-        poll(what, board + c, &state->returns_there[group.domain_of[source]].value);
-    }
+    const uint64_t* word = at<uint64_t>(host(member), theirs.board_offset);
+    for (const InChannel& in : channels.in)
+      visit(Seen{TraceKind::kSeenArrived, in.landing.kind, in.peer, member}, word++);
     if (member != rank_) continue;
-    for (size_t c = 0; c < channels.out.size(); ++c) {
-      const int peer = channels.out[c].peer;
-      const uint32_t to = group.domain_of[group.number_of[peer]];
-      const RingKind kind = channels.out[c].send.kind;
-      if (is_of_slots(kind)) continue;
-      uint64_t& flag = kind == RingKind::kHeader ? state->packets_gone[to].value
-                       : kind == RingKind::kRows ? state->rows_gone[to].value
-                                                 : state->returns_gone[1 + index_of(theirs.incoming, peer)].value;
-      poll({TraceKind::kSeenFlushed, kind, peer, member}, board + channels.in.size() + c, &flag);
-    }
+    for (const OutChannel& out : channels.out)
+      visit(Seen{TraceKind::kSeenFlushed, out.send.kind, out.peer, member}, word++);
   }
+}
+// Of a rank whose rail we are.
+size_t Network::stream_of(int source) const { return 1 + index_of(plane_.layout().incoming, source); }
+
+// Returned sums arrive for us alone.
+void Network::fill_polled(const gpu::Group& group) {
+  uint8_t* const region = group.base[group.rank];
+  auto* const state = layout_.net_state.in(region);
+  each_word([&](const Seen& what, const uint64_t* word) {
+    const uint32_t peer = group.number_of[what.peer], domain = group.domain_of[peer];
+    const bool gone = what.kind == TraceKind::kSeenFlushed;
+    if (what.ring == RingKind::kHeader && gone)
+      poll(what, word, &state->packets_gone[domain].value);
+    else if (what.ring == RingKind::kHeader)
+      poll(what, word, &layout_.header_full.in(region)[peer].value, &layout_.weights_full.in(region)[peer].value);
+    else if (what.ring == RingKind::kRows)
+      poll(what, word, gone ? &state->rows_gone[domain].value : &state->rows_there[peer].value);
+    else if (what.ring == RingKind::kReturn && gone)
+      poll(what, word, &state->returns_gone[stream_of(what.peer)].value);
+    else if (what.ring == RingKind::kReturn && what.member == rank_)
+      poll(what, word, &state->returns_there[domain].value);
+  });
 }
 
 void Network::poll_slots(const Seen& what, const void* word, uint64_t* flag) {
@@ -178,35 +182,20 @@ void Network::fill_slots(const gpu::Group& group) {
 // As fill_polled().
 void Network::fill_slots_polled(const gpu::Group& group) {
   auto* const state = layout_.low_latency.net_state.in(group.base[group.rank]);
-  for (int member : topo_.members[topo_.domain_of[rank_]]) {
-    const RegionLayout theirs = make_device_layout(topo_, layout_.rings, member);
-    const Channels channels = make_device_channels(topo_, layout_.rings, member);
-    const uint64_t* const board = at<uint64_t>(host(member), theirs.board_offset);
-    for (size_t c = 0; c < channels.in.size(); ++c) {
-      const uint32_t source = group.number_of[channels.in[c].peer];
-      const Seen what{TraceKind::kSeenArrived, channels.in[c].landing.kind, channels.in[c].peer, member};
-      if (what.ring == RingKind::kSlotRouting)
-        poll_slots(what, board + c, &state->routing_there[source].value);
-      else if (what.ring == RingKind::kSlotRows)
-        poll_slots(what, board + c, &state->rows_there[source].value);
-      else if (what.ring == RingKind::kSlotWeights)
-        poll_slots(what, board + c, &state->weights_there[source].value);
-      else if (what.ring == RingKind::kSlotSums && member == rank_)
-        poll_slots(what, board + c, &state->sums_there[group.domain_of[source]].value);
-    }
-    if (member != rank_) continue;
-    for (size_t c = 0; c < channels.out.size(); ++c) {
-      const int peer = channels.out[c].peer;
-      const uint32_t to = group.domain_of[group.number_of[peer]];
-      const RingKind kind = channels.out[c].send.kind;
-      if (!is_of_slots(kind)) continue;
-      uint64_t& flag = kind == RingKind::kSlotRouting   ? state->routing_gone[to].value
-                       : kind == RingKind::kSlotRows    ? state->rows_gone[to].value
-                       : kind == RingKind::kSlotWeights ? state->weights_gone[to].value
-                                                        : state->sums_gone[1 + index_of(theirs.incoming, peer)].value;
-      poll_slots({TraceKind::kSeenFlushed, kind, peer, member}, board + channels.in.size() + c, &flag);
-    }
-  }
+  each_word([&](const Seen& what, const uint64_t* word) {
+    const uint32_t peer = group.number_of[what.peer], domain = group.domain_of[peer];
+    const bool gone = what.kind == TraceKind::kSeenFlushed;
+    if (what.ring == RingKind::kSlotRouting)
+      poll_slots(what, word, gone ? &state->routing_gone[domain].value : &state->routing_there[peer].value);
+    else if (what.ring == RingKind::kSlotRows)
+      poll_slots(what, word, gone ? &state->rows_gone[domain].value : &state->rows_there[peer].value);
+    else if (what.ring == RingKind::kSlotWeights)
+      poll_slots(what, word, gone ? &state->weights_gone[domain].value : &state->weights_there[peer].value);
+    else if (what.ring == RingKind::kSlotSums && gone)
+      poll_slots(what, word, &state->sums_gone[stream_of(what.peer)].value);
+    else if (what.ring == RingKind::kSlotSums && what.member == rank_)
+      poll_slots(what, word, &state->sums_there[domain].value);
+  });
 }
 
 const gpu::Net* Network::fill(const gpu::Group& group) {

@@ -48,6 +48,9 @@ class Network {
   uint8_t* host(int rank) const { return hosts_[static_cast<size_t>(rank)].on_device(); }
   void fill_sources(const gpu::Group& group);
   void fill_destinations(const gpu::Group& group);
+  template <typename Visit>
+  void each_word(Visit visit) const;
+  size_t stream_of(int source) const;
   void fill_polled(const gpu::Group& group);
   void fill_slots(const gpu::Group& group);
   void fill_slots_polled(const gpu::Group& group);
