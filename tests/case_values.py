@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +27,18 @@ def make_rows(
         rows[where] = odd[torch.randint(len(odd), (int(where.sum()),), generator=generator)]
         rows[torch.rand(num_rows, generator=generator) < 0.1] = -0.0
     return rows.to(dtype)
+
+
+def make_biases(seed: int, counts: Sequence[int], x: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    """For each rank so many tensors like its x [T, H]; with an odd seed they have special values."""
+    generator = torch.Generator().manual_seed(seed + 2)
+    return [
+        tuple(
+            make_rows(generator, len(like), like.shape[1], like.dtype, special=seed % 2 == 1)
+            for _ in range(count)
+        )
+        for count, like in zip(counts or [0] * len(x), x, strict=True)
+    ]
 
 
 def experts_in_focus(rng: random.Random, num_experts: int, per_rank: int, focus: str) -> list[int]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tests.bits import bit_difference
-from tests.case_values import experts_in_focus, make_map, make_rows, make_topk
+from tests.case_values import experts_in_focus, make_biases, make_map, make_rows, make_topk
 from tests.harness import ON_GPUS, RankGroup
 from uccl_ep_train import Buffer
 from uccl_ep_train.common.handle import LayoutName
@@ -122,6 +122,7 @@ class Case:
     layout: LayoutName = "expert_major"
     capacities: tuple[int, ...] | None = None
     padded: tuple[bool, ...] = ()  # pad_to_capacity of each rank
+    biases: tuple[int, ...] = ()  # of each rank's combine
 
     def __repr__(self) -> str:
         first = self.inputs[0]
@@ -130,7 +131,7 @@ class Case:
             f"Case(seed {self.seed}, T {[len(entry.x) for entry in self.inputs]}, H {first.x.shape[1]}, "
             f"{first.x.dtype}, {form}, weights {first.weights is not None}, {self.dispatch_dtype} forward, "
             f"{self.grad_dtype} backward, alignment {self.expert_alignment}, {self.layout}, "
-            f"capacities {self.capacities}, padded {self.padded}, {self.spec})"
+            f"capacities {self.capacities}, padded {self.padded}, biases {self.biases}, {self.spec})"
         )
 
 
@@ -157,6 +158,7 @@ def make_case(
     layout: LayoutName | None = None,
     capacity: int | None = None,
     padded: bool | None = None,
+    biased: bool | None = None,
     max_tokens: int = 24,
 ) -> Case:
     """A case for a buffer made from `spec`; whatever is None is drawn from the seed.
@@ -170,6 +172,7 @@ def make_case(
     layout      "expert_major" | "compact"; drawn only where the alignment may be 1
     capacity    about so many rows, one more on each rank; NO_CAPACITY: none is given
     padded      whether all ranks pad to it; drawn for each
+    biased      whether combine has biases: none, one or two by rank
     """
     rng = random.Random(seed)
     pick = lambda given, choices: rng.choice(choices) if given is None else given  # noqa: E731
@@ -196,6 +199,7 @@ def make_case(
     alignment = 1 if layout == "compact" else alignment
     capacities = None if capacity < 0 else tuple(capacity + rank for rank in range(spec.num_ranks))
     pads = tuple(pick(padded, [False, True]) and capacities is not None for _ in spec.domains)
+    biases = tuple((rank + seed) % 3 for rank in range(spec.num_ranks if pick(biased, [False, True]) else 0))
 
     def rank_input(count: int) -> RankInput:
         x_TH = make_rows(generator, count, hidden, dtype, special=special)
@@ -208,7 +212,7 @@ def make_case(
         return RankInput(x_TH, routing_map=map_TE, probs=probs_TE)
 
     inputs = tuple(rank_input(count) for count in tokens)
-    return Case(seed, spec, inputs, wire, grad_wire, alignment, layout, capacities, pads)
+    return Case(seed, spec, inputs, wire, grad_wire, alignment, layout, capacities, pads, biases)
 
 
 # ---------------------------------------------------------------------------------------- expecting
@@ -220,6 +224,7 @@ class Expected:
 
     dispatched: Dispatched
     expert_rows: list[Tensor]  # [R, H] what combine is given; garbage in the padding
+    bias: list[tuple[Tensor, ...]]  # [T, H] each
     combined: Combined
     grad_out: list[Tensor]  # [T, H]
     grad_expert_rows: list[Tensor]
@@ -253,6 +258,7 @@ def expect(case: Case) -> Expected:
     plan = dispatched.plan
     num_rows = [len(rows) for rows in dispatched.rows]
     expert_rows = [make_rows(generator, count, hidden, dtype) for count in num_rows]
+    bias = make_biases(case.seed, case.biases, x)
     grad_out = [make_rows(generator, len(entry), hidden, dtype) for entry in x]
     grad_rows = [make_rows(generator, count, hidden, dtype) for count in num_rows]
     weights = dispatched.row_weights
@@ -261,7 +267,8 @@ def expect(case: Case) -> Expected:
     return Expected(
         dispatched,
         expert_rows,
-        oracle.combine(expert_rows, plan),
+        bias,
+        oracle.combine(expert_rows, plan, bias),
         grad_out,
         grad_expert_rows,
         grad_wire,
@@ -287,6 +294,7 @@ class Observed:
     row_experts: Tensor | None
     overflow: bool | None
     out: Tensor
+    grad_bias: list[Tensor]
     grad_expert_rows: Tensor
     grad_x: Tensor
     grad_weights: Tensor | None
@@ -321,7 +329,8 @@ def begin_case(case: Case, expected: Expected, rank: int, buffer: Buffer) -> Cal
         return torch.cat([rows, rest]).to(buffer.device)
 
     expert_rows_RH = filled_up(expected.expert_rows[rank]).requires_grad_()
-    out_TH = buffer.combine(expert_rows_RH, result.handle, grad_dtype=case.grad_dtype)
+    bias = tuple(addend.detach().to(buffer.device).requires_grad_() for addend in expected.bias[rank])
+    out_TH = buffer.combine(expert_rows_RH, result.handle, bias=bias, grad_dtype=case.grad_dtype)
 
     def finish() -> Observed:
         torch.autograd.backward(out_TH, expected.grad_out[rank].to(buffer.device))
@@ -342,6 +351,7 @@ def begin_case(case: Case, expected: Expected, rank: int, buffer: Buffer) -> Cal
             None if result.row_experts is None else result.row_experts[:num_rows].cpu(),
             None if result.overflow is None else bool(result.overflow),
             out_TH.detach().cpu(),
+            [addend.grad.cpu() for addend in bias if addend.grad is not None],
             expert_rows_RH.grad[:num_rows].cpu(),
             x_TH.grad.cpu(),
             None if weights is None or weights.grad is None else weights.grad.cpu(),
@@ -365,9 +375,12 @@ def differences(case: Case, expected: Expected, rank: int, observed: Observed) -
         ("gradient of x", observed.grad_x, backward.outputs[rank]),
         ("gradient of the weights", observed.grad_weights, of_rank(backward.grad_weights)),
     ]
+    pairs += [("gradient of a bias", grad, expected.grad_out[rank]) for grad in observed.grad_bias]
     found = [
         f"rank {rank}, {name}: {why}" for name, seen, wanted in pairs if (why := bit_difference(seen, wanted))
     ]
+    if len(observed.grad_bias) != len(expected.bias[rank]):
+        found.append(f"rank {rank}: {len(observed.grad_bias)} gradients of {len(expected.bias[rank])} biases")
     if observed.overflow != (overflow := of_rank(dispatched.plan.overflow)):
         found.append(f"rank {rank}, overflow: got {observed.overflow}, wanted {overflow}")
     return found

@@ -1,6 +1,7 @@
 // One dispatch or combine, with its arguments and its state for the steps.
 #pragma once
 
+#include <array>
 #include <condition_variable>
 #include <cstdint>
 #include <memory>
@@ -25,6 +26,7 @@ struct Op {
   const float* scales_in = nullptr;
   const uint32_t* metadata_in = nullptr;  // dispatch: [T, num_metadata]
   const float* weights_in = nullptr;  // dispatch: [T, width]; combine: [num_weights]; nullptr = none travel
+  std::array<const uint8_t*, kMostBiases> bias{};  // combine: [T, H]; nullptr = none
   uint64_t row_bytes = 0;             // of a tensor row: H * size of dtype
 
   // Given by the caller: combine at once, dispatch when the counts are known.

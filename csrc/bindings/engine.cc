@@ -131,6 +131,7 @@ struct PyCombineArgs {
   uint32_t element_bytes = 2;
   bool wire_fp32 = false, rounds_sums = false;
   uintptr_t values_ptr = 0;
+  std::array<uintptr_t, kMostBiases> bias_ptrs{};
   uintptr_t out_ptr = 0;
   uintptr_t values_out_ptr = 0;
   bool aside = false;
@@ -145,6 +146,7 @@ struct PyCombineArgs {
     args.plan = std::move(plan);
     args.stream = pointer<void>(stream);
     args.weights = pointer<const float>(values_ptr);
+    std::transform(bias_ptrs.begin(), bias_ptrs.end(), args.bias.begin(), pointer<const uint8_t>);
     args.out = pointer<uint8_t>(out_ptr);
     args.weights_out = pointer<float>(values_out_ptr);
     args.aside = aside;
@@ -205,9 +207,10 @@ void bind_args(py::module_& m) {
            "wire"_a, "scale"_a, "routing"_a, "routing_ptr"_a, "routing_width"_a, "values_ptr"_a, "expert_alignment"_a,
            "compact"_a, "capacity"_a, "pad_to_capacity"_a, "aside"_a);
   py::class_<PyCombineArgs>(m, "CombineArgs")
-      .def(py::init<uintptr_t, uint32_t, uint32_t, bool, bool, uintptr_t, uintptr_t, uintptr_t, bool>(), "rows_ptr"_a,
-           "hidden"_a, "element_bytes"_a, "wire_fp32"_a, "rounds_sums"_a, "values_ptr"_a, "out_ptr"_a,
-           "values_out_ptr"_a, "aside"_a);
+      .def(py::init<uintptr_t, uint32_t, uint32_t, bool, bool, uintptr_t, std::array<uintptr_t, kMostBiases>, uintptr_t,
+                    uintptr_t, bool>(),
+           "rows_ptr"_a, "hidden"_a, "element_bytes"_a, "wire_fp32"_a, "rounds_sums"_a, "values_ptr"_a, "bias_ptrs"_a,
+           "out_ptr"_a, "values_out_ptr"_a, "aside"_a);
 }
 
 void bind_op(py::module_& m) {

@@ -2,6 +2,7 @@
 // compare.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -83,6 +84,7 @@ struct CombineArgs {
   bool rounds_sums = false;  // what a domain returns to another is rounded to BF16
   std::shared_ptr<SavedPlan> plan;
   const float* weights = nullptr;  // [num_weights]
+  std::array<const uint8_t*, kMostBiases> bias{};  // [T, H] of dtype, the first addends of each sum; nullptr: none
   uint8_t* out = nullptr;  // [T, H]
   float* weights_out = nullptr;  // [T, width], zeroed
   bool aside = false;  // as in DispatchArgs, and below

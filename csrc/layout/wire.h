@@ -14,6 +14,8 @@ namespace uccl_ep {
 enum class OpKind : uint32_t { kDispatch = 1, kCombine = 2, kLowLatencyDispatch = 3, kLowLatencyCombine = 4 };
 enum class PlanUse : uint32_t { kNew = 0, kCached = 1, kDiffers = 2 };
 
+constexpr uint32_t kMostBiases = 2;  // of a combine: rows that a rank adds to its own sums
+
 // The part of a call that must be equal on all ranks (contract 9). Host and kernels compare it by the list below, which
 // also gives errors the names of fields. A new field is a line here and one there: what is not listed does not compile.
 struct OpSignature {

@@ -227,6 +227,7 @@ inline CombineArgs combine_args(const CudaRun& run, const RankInput& in, Dispatc
   args.dtype = run.dtype;
   args.wire = run.combine_wire();
   args.weights = address_if(run.with_weights, from.weights);
+  for (uint64_t i = 0; i < in.num_tokens % 3 && !run.given_codes; ++i) args.bias[i] = in.x.data();
   args.out = address_if(true, to.out);
   args.weights_out = address_if(run.with_weights, to.weights);
   return args;

@@ -156,6 +156,9 @@ MUTANTS = {
         "if (token_block < arrived || (kNet && token_block == kRehearsal)) return true;",
         "return true;",
     ),
+    "every token gets the bias of the first": (
+        ONE_DOMAIN, "merge.cuh", "bias + (to - args.out)", "bias + 0 * (to - args.out)",
+    ),
     "a part of a row counts as the row": (
         "rows of which the first are summed in parts have the host's bits", "merge.cuh",
         "parted.num_parts_of(is_part)", "parted.num_parts_of(!is_part)",

@@ -83,7 +83,7 @@ def rounded_sum(rows: list[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def combined(rank: int, domain_size: int, wire: torch.dtype, biases: tuple[Tensor, ...] = ()) -> Tensor:
-    """Experts ascending in a rank, ranks in a domain, domains; rounded to `wire` on each way."""
+    """Biases, then experts ascending in a rank, ranks in a domain, domains; rounded to `wire` on each way."""
     idx, outputs, sums = tokens_of(rank)[1], outputs_of(rank), []
     for token, experts in enumerate(idx.tolist()):
         addends: list[Tensor] = []
@@ -95,9 +95,5 @@ def combined(rank: int, domain_size: int, wire: torch.dtype, biases: tuple[Tenso
                     pieces.append(rounded_sum([outputs[token, expert] for expert in named], wire))
             is_own = domain == rank // domain_size
             addends += pieces if is_own or not pieces else [rounded_sum(pieces, wire)]
-        if wire == torch.float32:  # biases are part of the sum
-            sums.append(rounded_sum([*addends, *(bias[token] for bias in biases)], torch.bfloat16))
-        else:
-            total = rounded_sum(addends, torch.bfloat16)
-            sums.append(rounded_sum([total, *(bias[token] for bias in biases)], torch.bfloat16))
+        sums.append(rounded_sum([*(bias[token] for bias in biases), *addends], torch.bfloat16))
     return torch.stack(sums) if sums else outputs.new_zeros(0, H)

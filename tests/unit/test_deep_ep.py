@@ -114,12 +114,15 @@ def first_dispatch(rank: int, nvl_bytes: int) -> Ready:
 
 
 def check_sums(r: Ready) -> None:
-    """Over ranks, of rows and of weights, with none, one or two biases."""
-    bias = torch.ones_like(r.x)
-    for add, biases in ((0, None), (1, bias), (2, (bias, bias))):
-        summed, summed_weights, _ = r.buffer.combine(r.recv_x, r.handle, r.recv_weights, bias=biases)
-        rounded = (r.x.float() * r.in_rank.sum(1, keepdim=True)).to(torch.bfloat16)
-        assert torch.equal(summed, (rounded.float() + add).to(torch.bfloat16)), add
+    """Over ranks, of rows and of weights, with none, one or two biases, which are the first addends."""
+    one, two = r.x.flip(0), r.x * 3
+    for biases in ((), (one,), (one, two)):
+        bias = biases[0] if len(biases) == 1 else biases or None
+        summed, summed_weights, _ = r.buffer.combine(r.recv_x, r.handle, r.recv_weights, bias=bias)
+        total = sum((addend.float() for addend in biases), torch.zeros(r.x.shape))
+        for times in range(RANKS):
+            total = torch.where(r.in_rank.sum(1, keepdim=True) > times, total + r.x.float(), total)
+        assert torch.equal(summed, total.to(torch.bfloat16)), len(biases)
         assert summed_weights is not None
         assert torch.equal(summed_weights, torch.where(r.idx >= 0, r.weights, 0.0))
     every = torch.ones_like(r.recv_weights)  # of columns that are not this rank's, too
@@ -211,7 +214,7 @@ def high_throughput(rank: Rank, nvl_bytes: int) -> str:
         with pytest.raises(error, match=text):
             r.buffer.dispatch(**{**new, **change})
     for wrong, sum_error in ((r.x[:, :1], ShapeError), (r.x.float(), DtypeError)):
-        with pytest.raises(sum_error, match="bias is"):
+        with pytest.raises(sum_error, match="bias"):
             r.buffer.combine(r.recv_x, r.handle, bias=(wrong, wrong))
     with pytest.raises(DtypeError, match="topk_weights is"):
         r.buffer.combine(r.recv_x, r.handle, r.recv_weights.bfloat16())

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.process_ranks import ProcessRanks, Rank
 from tests.unit.test_deep_ep import LOCAL, RANKS, E, H, K, sizes, tokens_of
 from uccl_ep_train.deep_ep import Buffer
-from uccl_ep_train.errors import InputError, PlanMismatchError, ShapeError
+from uccl_ep_train.errors import ClosedError, InputError, PlanMismatchError, ShapeError
 
 M = 33
 
@@ -127,6 +127,20 @@ def low_latency(seat: Rank, hinted: bool) -> str:
     return "done"
 
 
+def taken_back(seat: Rank) -> str:
+    """All ranks meet again on another engine; a handle of the earlier one says that it is closed."""
+    buffer = Buffer(dist.group.WORLD, 0, 0, low_latency_mode=True, enable_shrink=True)
+    x, idx, weights = tokens_of(seat.rank, sizes(seat.rank))
+    before = buffer.low_latency_dispatch(x, idx, M, E, use_fp8=False)
+    buffer.low_latency_clean_mask_buffer()
+    after = buffer.low_latency_dispatch(x, idx, M, E, use_fp8=False)
+    check_rows(seat.rank, after)
+    with pytest.raises(ClosedError):
+        buffer.low_latency_combine(before[0], idx, weights, before[2])
+    buffer.destroy()
+    return "done"
+
+
 def refuse(buffer: Buffer, x: Tensor, idx: Tensor) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"async_finish": True, "return_recv_hook": True}, "allowed is one of them"),
@@ -152,3 +166,9 @@ def test_low_latency_calls_need_its_mode() -> None:
     group: Any = type("Group", (), {"rank": lambda self: 0, "size": lambda self: 1})()
     with pytest.raises(InputError, match="low_latency_mode = False; allowed is True"):
         Buffer(group).low_latency_dispatch(torch.zeros(1, H), torch.zeros(1, K), M, E)
+
+
+def test_masked_ranks_come_back_together() -> None:
+    with ProcessRanks(RANKS, taken_back, ()) as ranks:
+        for outcome in ranks.outcomes(timeout_s=110).values():
+            assert outcome.value == "done", outcome.trace

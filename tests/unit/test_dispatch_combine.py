@@ -76,7 +76,9 @@ class TestEveryLayout:
 
     def test_dropped_tokens_give_zero_rows_and_zero_gradients(self, layout: Layout) -> None:
         spec, group = layout
-        case = make_case(3, spec, num_tokens=[9] * spec.num_ranks, form="topk", drop_rate=0.6, weighted=True)
+        case = make_case(
+            3, spec, num_tokens=[9] * spec.num_ranks, form="topk", drop_rate=0.6, weighted=True, biased=False
+        )
         dropped = [(entry.topk_idx < 0) for entry in case.inputs if entry.topk_idx is not None]
         assert sum(int(mask.all(dim=1).sum()) for mask in dropped) > 0
         for mask, seen in zip(dropped, check_case(group, case), strict=True):

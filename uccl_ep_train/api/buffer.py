@@ -17,7 +17,7 @@ from uccl_ep_train.api.trace import DEFAULT_EVENTS, Trace
 from uccl_ep_train.common.handle import DispatchHandle, DispatchResult, Fp8Rows, LayoutName, RowLayout
 from uccl_ep_train.common.opaque import opaque_methods
 from uccl_ep_train.core import autograd, cuda
-from uccl_ep_train.core.calls import Call, Checks, CombineCall, DispatchCall
+from uccl_ep_train.core.calls import Bias, Call, Checks, CombineCall, DispatchCall
 from uccl_ep_train.core.operations import Combined, Dispatched
 from uccl_ep_train.core.pending import InFlight, PendingCombine, PendingDispatch
 from uccl_ep_train.core.stats import CallClock, MemoryPlan, memory_plan
@@ -74,7 +74,6 @@ class Buffer:
         self._owner = object()  # Marks this buffer's handles without keeping the buffer alive.
         self._error: CommunicationError | None = None
         self._closed = False
-        self._wire_fp32 = config.wire.combine_wire_dtype == "fp32"
         self._pid = os.getpid()
         self._last_stats: dict[str, float] = {}
         self.topology, self.device, self._settled, self.nics, self._engine, self._ranks = create_engine(
@@ -196,17 +195,15 @@ class Buffer:
         experts, metadata = outputs.row_experts, outputs.metadata
         return DispatchResult(rows, counts, row_weights, handle, experts, overflow, metadata)
 
-    def combine_gradients(self, handle: DispatchHandle) -> autograd.CombineGradients:
-        """The backward of a dispatch, which may be called any number of times."""
+    def combine_gradients(self, handle: DispatchHandle, bias: Bias = ()) -> autograd.CombineGradients:
+        """The backward of a dispatch, which may be called any number of times. `bias`: as of `combine`."""
 
         def run(grad_rows_RH: Tensor, grad_row_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
             self._ready()
             with self._operation("dispatch_backward"):
                 with Call(self._launcher, "backward of dispatch"):
-                    rows, values = autograd.plain(grad_rows_RH), autograd.plain(grad_row_weights)
-                    launched = self._launcher.combine(
-                        rows, handle, wire_fp32=self._wire_fp32, row_values=values
-                    )
+                    call = self._checks.combine(autograd.plain(grad_rows_RH), handle, bias)
+                    launched = self._launcher.combine(call, row_values=autograd.plain(grad_row_weights))
                 self._finish(launched)
             return launched.out, launched.values
 
@@ -219,6 +216,7 @@ class Buffer:
         rows: Tensor,
         handle: DispatchHandle,
         *,
+        bias: Bias = (),
         grad_dtype: WireDtype | None = None,
         rounds_sums: bool = False,
     ) -> Tensor:
@@ -228,34 +226,33 @@ class Buffer:
                     ignored; a compact row is the sum over the rank's experts; H may differ from the
                     dispatch's
         handle      of the dispatch
+        bias        [T, H] in the dtype of rows, or up to two: the first addends of each sum
         grad_dtype  "bf16" | "fp8": the wire format of gradients in this call's backward; None: the
                     configuration's
         rounds_sums  float32 rows, on CPUs: the sum that another domain returns is rounded to bfloat16
 
         Returns [T, H] in the dtype of rows: the unweighted sum over the token's experts (multiply rows by
-        `row_weights` for a weighted one), without rows that a capacity dropped, and zero for tokens
-        without experts. Differentiable in rows.
+        `row_weights` for a weighted one), without rows that a capacity dropped, rounded once; zero, or the
+        bias, for tokens without experts. Differentiable in rows and bias.
 
         Raises what `dispatch` raises.
         """
         self._ready()
         with self._operation("combine"):
             with Call(self._launcher, "combine"):
-                call = self._checks.combine(rows, handle, grad_dtype)
-                launched = self._launcher.combine(
-                    rows, handle, wire_fp32=self._wire_fp32, rounds_sums=rounds_sums
-                )
+                call = self._checks.combine(rows, handle, bias, grad_dtype, rounds_sums)
+                launched = self._launcher.combine(call)
             self._finish(launched)
         return self._combined(call, launched)
 
     def combine_async(
-        self, rows: Tensor, handle: DispatchHandle, *, grad_dtype: WireDtype | None = None
+        self, rows: Tensor, handle: DispatchHandle, *, bias: Bias = (), grad_dtype: WireDtype | None = None
     ) -> PendingCombine:
-        """As `combine`, but returns at once. Do not change `rows` before `wait()` has returned."""
+        """As `combine`, but returns at once. Do not change rows and bias before `wait()` has returned."""
         self._ready()
         with self._operation("combine"), Call(self._launcher, "combine"):
-            call = self._checks.combine(rows, handle, grad_dtype)
-            launched = self._launcher.combine(rows, handle, wire_fp32=self._wire_fp32, aside=True)
+            call = self._checks.combine(rows, handle, bias, grad_dtype)
+            launched = self._launcher.combine(call, aside=True)
 
         def finish() -> Tensor:
             with self._operation("combine", starts=False):
@@ -269,7 +266,7 @@ class Buffer:
         if call.grad_wire is None:
             return launched.out
         gradients = self._dispatch_gradients(call.handle, call.grad_wire)
-        return autograd.attach_combine(call.rows, launched.out, gradients)
+        return autograd.attach_combine(call.rows, call.bias, launched.out, gradients)
 
     def _dispatch_gradients(self, handle: DispatchHandle, wire: str) -> autograd.DispatchGradients:
         """The backward of a combine."""

@@ -77,7 +77,7 @@ class Operators:
         if not isinstance(buffer, Buffer):
             raise DtypeError(f"buffer is {type(buffer).__name__}; allowed is a Buffer")
         if not HAS_EFFECTS:
-            raise InputError(f"torch {torch.__version__} does not keep operators in order; 2.13 does")
+            raise InputError(f"torch {torch.__version__} does not keep operators in order; 2.11 does")
         if not 1 <= capacity < 1 << 31:
             raise InputError(f"capacity = {capacity}; allowed is 1 .. 2^31 - 1")
         self.buffer = next(_numbers)
@@ -156,8 +156,9 @@ def _dispatch(
             pad_to_capacity=True,
         )
     assert got.row_weights is not None and got.overflow is not None
-    counts = got.tokens_per_expert.to(x.device)
-    return got.rows, got.row_weights, counts, got.overflow, _issue(got.handle)
+    # On a GPU both lie in the plan's memory, and an operator's outputs must share none.
+    counts, overflow = got.tokens_per_expert.to(x.device, copy=True), got.overflow.clone()
+    return got.rows, got.row_weights, counts, overflow, _issue(got.handle)
 
 
 @_dispatch.register_fake

@@ -82,7 +82,7 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows_RH: Tensor, filled: tuple[Tensor], dispatch_gradients: DispatchGradients
+        ctx: Any, rows_RH: Tensor, filled: tuple[Tensor], dispatch_gradients: DispatchGradients, *bias: Tensor
     ) -> Tensor:
         ctx.set_materialize_grads(True)
         ctx.dispatch_gradients = dispatch_gradients
@@ -92,7 +92,10 @@ class _Combine(torch.autograd.Function):
     @once_differentiable
     @opaque
     def backward(ctx: Any, grad_out_TH: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.dispatch_gradients(grad_out_TH), None, None
+        need_rows, _, _, *need_bias = ctx.needs_input_grad
+        grad_rows_RH = ctx.dispatch_gradients(grad_out_TH)
+        grad_bias = [grad_out_TH if need else None for need in need_bias]
+        return grad_rows_RH if need_rows else None, None, None, *grad_bias
 
 
 def needs_graph(*inputs: Tensor | None) -> bool:
@@ -111,7 +114,9 @@ def attach_dispatch(
         return _Dispatch.apply(x_TH, values, filled, combine_gradients)
 
 
-def attach_combine(rows_RH: Tensor, out_TH: Tensor, dispatch_gradients: DispatchGradients) -> Tensor:
-    """The result of a finished combine as a differentiable function of the rows."""
+def attach_combine(
+    rows_RH: Tensor, bias: tuple[Tensor, ...], out_TH: Tensor, dispatch_gradients: DispatchGradients
+) -> Tensor:
+    """The result of a finished combine as a differentiable function of the rows and biases."""
     with torch.enable_grad():
-        return _Combine.apply(rows_RH, (out_TH,), dispatch_gradients)
+        return _Combine.apply(rows_RH, (out_TH,), dispatch_gradients, *bias)

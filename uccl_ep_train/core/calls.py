@@ -5,6 +5,7 @@ Shapes: T tokens of this rank, H hidden, R rows received by this rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import NamedTuple, Protocol
@@ -16,6 +17,9 @@ from uccl_ep_train.common.handle import DispatchHandle, Fp8Rows, RowLayout
 from uccl_ep_train.core import autograd, routing
 from uccl_ep_train.errors import ClosedError, CommunicationError, EpError, told
 from uccl_ep_train.settings.config import EpConfig
+
+Bias = Tensor | Sequence[Tensor]
+"""One tensor [T, H] in the dtype of a combine's rows, or up to two of them."""
 
 
 class Queue(Protocol):
@@ -85,12 +89,18 @@ class DispatchCall(NamedTuple):
 class CombineCall(NamedTuple):
     """A checked combine.
 
-    rows       [R, H]
-    grad_wire  how gradients of the result travel, "fp8" | "bf16"; None: the result has none
+    rows         [R, H]
+    bias         [T, H] each, at most two: the first addends
+    wire_fp32    sums of BF16 rows travel in fp32
+    rounds_sums  what a domain returns to another is rounded to BF16; only of rows in fp32, on CPUs
+    grad_wire    how gradients of the result travel, "fp8" | "bf16"; None: the result has none
     """
 
     rows: Tensor
     handle: DispatchHandle
+    bias: tuple[Tensor, ...]
+    wire_fp32: bool
+    rounds_sums: bool
     grad_wire: str | None
 
 
@@ -146,11 +156,20 @@ class Checks:
             grad_out_TH, routing.PLANNED, handle, handle.row_layout, wire, self.config.wire.fp8_scale
         )
 
-    def combine(self, rows: Tensor, handle: DispatchHandle, grad_dtype: str | None) -> CombineCall:
+    def combine(
+        self,
+        rows: Tensor,
+        handle: DispatchHandle,
+        bias: Bias = (),
+        grad_dtype: str | None = None,
+        rounds_sums: bool = False,
+    ) -> CombineCall:
         routing.check_handle(handle, self.owner)
         routing.check_combine_rows(rows, handle, self.config, self.device)
+        biases = routing.check_bias(bias, rows, handle, self.config)
         grad_wire = self.config.wire.grad_dtype if grad_dtype is None else grad_dtype
-        attach = autograd.needs_graph(rows)
+        attach = autograd.needs_graph(rows, *biases)
         if attach or grad_dtype is not None:
             routing.check_wire("rows", rows, "grad_dtype", grad_wire)
-        return CombineCall(rows, handle, grad_wire if attach else None)
+        wire_fp32 = self.config.wire.combine_wire_dtype == "fp32"
+        return CombineCall(rows, handle, biases, wire_fp32, rounds_sums, grad_wire if attach else None)

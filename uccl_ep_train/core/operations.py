@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from uccl_ep_train.common.handle import DispatchHandle, Fp8Rows
-from uccl_ep_train.core.calls import DispatchCall
+from uccl_ep_train.core.calls import CombineCall, DispatchCall
 from uccl_ep_train.core.native import RowFormat, load_native, row_format
 from uccl_ep_train.core.pending import InFlight, Record
+from uccl_ep_train.core.routing import MAX_BIASES
 
 # What is the host's stays there, whatever torch.set_default_device says.
 _HOST = torch.device("cpu")
@@ -191,22 +192,14 @@ class Launcher:
         )
 
     def combine(
-        self,
-        rows_RH: Tensor,
-        handle: DispatchHandle,
-        *,
-        wire_fp32: bool,
-        rounds_sums: bool = False,
-        row_values: Tensor | None = None,
-        aside: bool = False,
+        self, call: CombineCall, *, row_values: Tensor | None = None, aside: bool = False
     ) -> Combined:
-        """rounds_sums: what a domain returns to another is rounded to BF16; only of rows in fp32, on CPUs.
-
-        `row_values` [R] fp32 (compact: [R, W]) go back to their pairs: `values`, shaped as the routing.
+        """`row_values` [R] fp32 (compact: [R, W]) go back to their pairs: `values`, shaped as the routing.
 
         Rows that a capacity dropped add nothing.
         """
-        rows_RH = self._with_dropped(rows_RH, handle)
+        handle, bias = call.handle, call.bias
+        rows_RH = self._with_dropped(call.rows, handle)
         row_values = None if row_values is None else self._with_dropped(row_values, handle)
         out_TH = rows_RH.new_empty(handle.num_tokens, rows_RH.shape[1])
         values = None
@@ -216,15 +209,16 @@ class Launcher:
             address(rows_RH),
             rows_RH.shape[1],
             rows_RH.element_size(),
-            wire_fp32,
-            rounds_sums,
+            call.wire_fp32,
+            call.rounds_sums,
             address(row_values),
+            (*map(address, bias), *[0] * (MAX_BIASES - len(bias))),
             address(out_TH),
             address(values),
             aside,
         )
         native = self._engine.combine(args, handle.plan, self._stream())
-        self._track(native, aside, handle.storage, rows_RH, row_values, out_TH, values)
+        self._track(native, aside, handle.storage, rows_RH, row_values, out_TH, values, *bias)
         return Combined(native, out_TH, values)
 
     def num_calls(self) -> int:

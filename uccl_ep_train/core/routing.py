@@ -10,6 +10,7 @@ that says what to call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ MAX_METADATA = 4096
 MAX_ALIGNMENT = 1 << 20
 ROW_ALIGNMENT = 16  # bytes
 MAX_CAPACITY = (1 << 31) - 1
+MAX_BIASES = 2
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,25 @@ def check_combine_rows(rows: Tensor, handle: DispatchHandle, config: EpConfig, d
     check_rows("rows", rows, config, device)
     if rows.shape[0] != handle.num_rows:
         raise ShapeError(f"rows has {rows.shape[0]} rows; the handle's dispatch gave {handle.num_rows}")
+
+
+def check_bias(
+    bias: Tensor | Sequence[Tensor], rows: Tensor, handle: DispatchHandle, config: EpConfig
+) -> tuple[Tensor, ...]:
+    """`bias` is [T, H] like the checked `rows`, or up to two of them. Returns those."""
+    if not isinstance(bias, (Tensor, list, tuple)):
+        raise DtypeError(f"bias is {type(bias).__name__}; allowed is a torch.Tensor, or a tuple of them")
+    biases = (bias,) if isinstance(bias, Tensor) else tuple(bias)
+    if len(biases) > MAX_BIASES:
+        raise InputError(f"bias has {len(biases)} tensors; allowed are at most {MAX_BIASES}")
+    shape = [handle.num_tokens, rows.shape[1]]
+    for addend in biases:
+        check_rows("bias", addend, config, rows.device)
+        if addend.dtype != rows.dtype:
+            raise DtypeError(f"bias is {_dtype(addend)}; allowed is {_dtype(rows)}, as rows")
+        if list(addend.shape) != shape:
+            raise ShapeError(f"bias is {list(addend.shape)}; allowed is {shape}")
+    return biases
 
 
 def check_routing(

@@ -216,7 +216,7 @@ class Buffer(LowLatencyCalls):
 
         x             [N, H] bfloat16
         topk_weights  [N, K] float32, or None
-        bias          [T, H] bfloat16, one or two: added to the rounded sums in fp32, and rounded
+        bias          [T, H] bfloat16, one or two: the first addends of each sum
 
         Returns (combined_x [T, H], combined_topk_weights [T, K] or None, event). Raises `ShapeError`,
         `DtypeError`, and what `uccl_ep_train.Buffer.combine` raises.
@@ -226,13 +226,9 @@ class Buffer(LowLatencyCalls):
         with engine.preparing("combine"):
             if topk_weights is not None:
                 check("topk_weights", topk_weights, (len(x), num_topk), torch.float32)
-            for addend in biases:
-                check("bias", addend, (plan.num_tokens, x.shape[1]), x.dtype)
 
         def run() -> tuple[Tensor, Tensor | None]:
-            out = engine.combine(x.contiguous(), plan)
-            if biases:
-                out = sum((addend.float() for addend in biases), start=out.float()).to(out.dtype)
+            out = engine.combine(x.contiguous(), plan, bias=biases)
             if topk_weights is None:
                 return out, None
             rows = topk_weights.new_zeros((len(x), _WEIGHTS))

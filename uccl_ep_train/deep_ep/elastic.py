@@ -225,8 +225,7 @@ class ElasticBuffer:
 
         x             [N, H] bfloat16
         topk_weights  [N, K] float32, expanded [N]; or None on all ranks
-        bias          [T, H] bfloat16, one or two: added in fp32 to the rounded sums, and rounded again. With
-                      `allow_multiple_reduction=False` they are part of the sum, which is rounded once
+        bias          [T, H] bfloat16, one or two: the first addends of each sum
 
         Returns (combined_x [T, H], combined_topk_weights [T, K] or None, event). Raises `InputError`, and
         what `uccl_ep_train.Buffer.combine` raises.
@@ -238,21 +237,13 @@ class ElasticBuffer:
             if topk_weights is not None:
                 shape = (len(x),) if handle.do_expand else (len(x), handle.topk_idx.shape[1])
                 check("topk_weights", topk_weights, shape, torch.float32)
-            for addend in biases:
-                check("bias", addend, (plan.num_tokens, x.shape[1]), x.dtype)
 
         def run() -> tuple[Tensor, Tensor | None]:
             if previous_event_before_epilogue is not None:
                 previous_event_before_epilogue.current_stream_wait()
-            # Where sums travel in FP32 these rows cost no bytes more.
-            rows = x.float() if biases and not self.allow_multiple_reduction else x
             if topk_weights is None:
-                out, weights = engine.combine(rows, plan), None
-            else:
-                out, weights = engine.combine_gradients(plan)(rows, by_expert(topk_weights, handle))
-            if biases:
-                out = sum((addend.float() for addend in biases), start=out.float()).to(x.dtype)
-            return out, weights
+                return engine.combine(x, plan, bias=biases), None
+            return engine.combine_gradients(plan, biases)(x, by_expert(topk_weights, handle))
 
         given = (x, topk_weights, biases, handle)
         (out, weights), event = self._engines.run(run, given, previous_event, async_with_compute_stream)

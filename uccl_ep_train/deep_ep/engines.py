@@ -95,6 +95,14 @@ class Engines:
         """That of the latest call."""
         return self._low_latency[-1] if self._low_latency else None
 
+    def renew_low_latency(self) -> None:
+        """Collective, if ranks may be masked: new engines, in which none is."""
+        if not self._outlives_ranks:
+            return
+        for i, calls in enumerate(self._low_latency):
+            calls.buffer.close(abort=True)  # masked ranks do not close with the others
+            self._low_latency[i] = LowLatency(Engine(self._group, calls.buffer.config))
+
     def preparing(self) -> AbstractContextManager[None]:
         """An error in it refuses a dispatch, also before it is known which engine it needs."""
         return self._senders[-1].engine.preparing("dispatch") if self._senders else nullcontext()

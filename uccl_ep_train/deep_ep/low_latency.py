@@ -205,14 +205,17 @@ class LowLatencyCalls:
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Refused: ranks agree on masks by themselves. Raises `InputError`."""
         raise InputError(
-            f"low_latency_update_mask_buffer({rank_to_mask}, {mask}); allowed is enable_shrink, which masks"
+            f"low_latency_update_mask_buffer({rank_to_mask}, {mask}); allowed are enable_shrink, which "
+            "masks, and low_latency_clean_mask_buffer(), which takes all ranks back"
         )
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Masked ranks do not come back to a buffer. Raises `InputError` where one is masked."""
-        calls = self._engines.last_low_latency()
-        if calls is not None and calls.masked_ranks().any():
-            raise InputError("a rank is masked; allowed is to destroy the buffer and to make another")
+        """Takes masked ranks back. With `enable_shrink` collective, also for them; else nothing is done.
+
+        Low-latency engines are made anew: earlier handles raise `ClosedError`, and graphs must be captured
+        again. Raises what the creation of a `uccl_ep_train.Buffer` raises, if a rank does not come.
+        """
+        self._engines.renew_low_latency()
 
 
 def _hook_of(sent: Any) -> Hook | None:

@@ -241,9 +241,11 @@ class ReferenceGroup:
             for owner in range(self.num_ranks)
         ]
 
-    def combine(self, rows: Sequence[Tensor], plan: Plan) -> Combined:
-        """The unweighted sum [T, H] over each token's rows [R, H] at every rank."""
-        return self._combine(rows, None, plan)
+    def combine(
+        self, rows: Sequence[Tensor], plan: Plan, bias: Sequence[Sequence[Tensor]] | None = None
+    ) -> Combined:
+        """The unweighted sum [T, H] over ``bias`` [T, H] and the token's rows [R, H] at every rank."""
+        return self._combine(rows, None, plan, bias)
 
     def combine_of(self, source: int, rows: Sequence[Tensor], plan: Plan) -> Tensor:
         """As `combine`, of one source only: its output [T, H]."""
@@ -277,7 +279,11 @@ class ReferenceGroup:
         return rows, self._dispatch_counts(plan, fp8.wire_row_bytes(x[0].shape[1], wire), weights_travel)
 
     def _combine(
-        self, rows: Sequence[Tensor], grad_row_weights: Sequence[Tensor] | None, plan: Plan
+        self,
+        rows: Sequence[Tensor],
+        grad_row_weights: Sequence[Tensor] | None,
+        plan: Plan,
+        bias: Sequence[Sequence[Tensor]] | None = None,
     ) -> Combined:
         dtype = rows[0].dtype
         if [len(rows_RH) for rows_RH in rows] != [plan.num_rows(owner) for owner in range(self.num_ranks)]:
@@ -285,17 +291,22 @@ class ReferenceGroup:
         if dtype not in (torch.bfloat16, torch.float32):
             raise DtypeError(f"rows are bfloat16 or float32, got {dtype}")
         wire = "bf16" if dtype == torch.bfloat16 and self.combine_wire_dtype == "bf16" else "fp32"
-        outputs = [self._combine_source(source, rows, plan, wire) for source in range(self.num_ranks)]
+        outputs = [
+            self._combine_source(source, rows, plan, wire, () if bias is None else bias[source])
+            for source in range(self.num_ranks)
+        ]
         grad_weights = None if grad_row_weights is None else self._return_weights(grad_row_weights, plan)
         row_bytes = fp8.wire_row_bytes(rows[0].shape[1], wire)
         sent = self._dispatch_counts(plan, row_bytes, grad_weights is not None)
         return Combined(outputs, grad_weights, self._returned(sent))
 
-    def _combine_source(self, source: int, rows: Sequence[Tensor], plan: Plan, wire: str) -> Tensor:
-        """merge at the source: its own domain piece by piece, every other domain as its relay's one row."""
+    def _combine_source(
+        self, source: int, rows: Sequence[Tensor], plan: Plan, wire: str, bias: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """merge at the source: biases, its own domain piece by piece, other domains as a relay's row."""
         num_tokens, hidden = plan.num_tokens(source), rows[0].shape[1]
         wire_dtype = torch.bfloat16 if wire == "bf16" else torch.float32
-        incoming: list[Piece] = []
+        incoming = [Piece(torch.arange(num_tokens), addend) for addend in bias]
         for domain, ranks in enumerate(self.members):
             pieces = [fold(plan, owner, source, rows[owner], wire_dtype) for owner in ranks]
             if domain == self.domain_of[source]:

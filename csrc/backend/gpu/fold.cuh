@@ -71,7 +71,7 @@ struct Boxes {
 // +0.0 (contract 2).
 template <bool kNet, bool kCopiesRows>
 struct Fold : CombineKernel {
-  static constexpr bool kSumsFirst = false, kSplits = kNet, kRehearses = false, kCopies = kCopiesRows;
+  static constexpr bool kSumsFirst = false, kSplits = kNet, kRehearses = false, kCopies = kCopiesRows, kBegins = false;
   const FoldRange& range;
   uint32_t* const boxes;  // this warp's
   const uint32_t units;  // of 16 bytes in one of the caller's rows

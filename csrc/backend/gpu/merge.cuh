@@ -100,7 +100,8 @@ __device__ __forceinline__ uint32_t returned_place(const Group& g, const MergeRa
 // Sums for our tokens of a window: of the pieces that come back and (kNet) of other domains' sums.
 template <bool kNet, bool kFoldsCopy>
 struct Merge : CombineKernel {
-  static constexpr bool kSumsFirst = kNet, kSplits = kNet || kFoldsCopy, kRehearses = kNet, kCopies = false;
+  static constexpr bool kSumsFirst = kNet, kSplits = kNet || kFoldsCopy, kRehearses = kNet, kCopies = false,
+                        kBegins = true;
   const MergeRange& range;
   mutable uint32_t arrived = 0;  // token blocks that have come; a warp's sums follow the order of tokens
 
@@ -135,6 +136,14 @@ struct Merge : CombineKernel {
     return returned_place(g, range, addend, row_bytes());
   }
   __device__ const uint8_t* base() const { return g.base[g.rank]; }
+  __device__ bool has_begin() const { return args.bias[0] != nullptr; }
+  // Adds to eight values what the biases have in their place, `to` in the output.
+  template <typename Row>
+  __device__ __forceinline__ void begin(float (&values)[8], const uint8_t* to) const {
+#pragma unroll
+    for (const uint8_t* bias : args.bias)
+      if (bias != nullptr) add_values(values, reinterpret_cast<const Row*>(bias + (to - args.out)));
+  }
   // By a warp: whether the addends of a token block have arrived.
   template <bool kLooks>
   __device__ bool came(uint32_t token_block) const {
@@ -151,14 +160,18 @@ struct Merge : CombineKernel {
   __device__ void tell(uint32_t, uint32_t, uint32_t) const {}
   __device__ void tell_at_once(uint32_t, uint32_t, bool) const {}
 
-  // By crews of all blocks: writes zeros for tokens that no expert got.
+  // By crews of all blocks: writes the sums of tokens that no expert got.
+  template <typename Row>
   __device__ void fill_empty() const {
-    const uint64_t vectors = uint64_t{args.hidden} * dtype_bytes(args.dtype) / 16;
     for (uint32_t t = range.first_token + blockIdx.x * crew.warps() + crew.warp(); t < range.end_token;
          t += workers(g) * crew.warps()) {
       if (plan.addend_begin[t] != plan.addend_begin[t + 1]) continue;
-      for (uint64_t i = crew.lane(); i < vectors; i += kWarp)
-        reinterpret_cast<uint4*>(args.out)[t * vectors + i] = make_uint4(0, 0, 0, 0);
+      Row* const row = reinterpret_cast<Row*>(args.out) + uint64_t{t} * args.hidden;
+      for (uint32_t i = crew.lane() * 8; i < args.hidden; i += kWarp * 8) {
+        float values[8] = {};
+        begin<Row>(values, reinterpret_cast<const uint8_t*>(row + i));
+        put_values(values, row + i);
+      }
     }
   }
 };
@@ -166,7 +179,7 @@ struct Merge : CombineKernel {
 // Rows of the streams that we relay: row n / streams of each in turn. Relay ends before Merge begins. Merge waits for
 // other domains, and no rank may do that while it has rows that they wait for.
 struct Relay : CombineKernel {
-  static constexpr bool kSumsFirst = true, kSplits = true, kRehearses = true, kCopies = false;
+  static constexpr bool kSumsFirst = true, kSplits = true, kRehearses = true, kCopies = false, kBegins = false;
   const MergeRange& range;
   mutable uint32_t arrived = 0xFFFFFFFFu;  // RelayTag::awaited() that came last
 

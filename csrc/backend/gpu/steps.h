@@ -83,6 +83,7 @@ struct KernelCombineArgs {
   Dtype dtype = Dtype::kBf16, wire = Dtype::kBf16;
   const uint8_t* rows = nullptr;       // [rows, H]
   const float* row_weights = nullptr;  // [rows] or [rows, W]; nullptr: none travel
+  const uint8_t* bias[kMostBiases] = {};  // [T, H] of dtype, the first addends of each sum; nullptr: none
   uint8_t* out = nullptr;              // [T, H]
   float* weights = nullptr;            // [T, width], zeroed; nullptr: none travel
   uint64_t weight_bytes = 0;

@@ -72,6 +72,8 @@ concept SumWork = requires(const W& work, const Sum& sum, uint32_t n) {
   { W::kRehearses } -> std::convertible_to<bool>;
   // A sum of one addend is that addend, bit for bit; else -0.0 would become +0.0 and NaN the canonical one.
   { W::kCopies } -> std::convertible_to<bool>;
+  // Sums may begin with other values than +0.0: work.begin(values, place of them in the sum) adds those.
+  { W::kBegins } -> std::convertible_to<bool>;
   // Which shares the sums are, and how they are dealt out.
   { work.shared_work() } -> std::same_as<SharedWork>;
   { work.dealing() } -> std::same_as<Dealing>;
@@ -136,6 +138,7 @@ __device__ void sum_rows(const Summers& by, const Group& g, const Work& work, ui
     if (!work.template came<false>(sum.tag)) return;
     for (uint32_t i = crew.lane() * 8; i < hidden; i += kWarp * 8) {
       float total[8] = {};
+      if constexpr (Work::kBegins) work.template begin<Out>(total, sum.out + i * sizeof(Out));
       for (uint32_t k = 0; k < sum.count; ++k)
         add_values(total, reinterpret_cast<const In*>(work.base() + uint64_t{work.place(sum, sum.first + k)} * 16) + i);
       put_values(total, reinterpret_cast<Out*>(sum.out) + i);

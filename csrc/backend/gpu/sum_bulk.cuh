@@ -192,6 +192,8 @@ struct BulkSums {
   __device__ __forceinline__ void sum_segment(const Sum& now, uint32_t begin) {
     if (Work::kCopies && now.count == 1) return copy_segment(now, begin);
     float sum[kVectors][8] = {};
+    if constexpr (Work::kBegins)
+      if (is_for_somebody(now)) begin_segment(now, begin, sum);
     for (uint32_t left = now.count; left > 0;) {
       const uint32_t from = pipeline.address() + lane * 16;
       pipeline.wait();
@@ -205,6 +207,14 @@ struct BulkSums {
       pipeline.release();
       __syncwarp();
       load_ahead(summed);
+    }
+  }
+  __device__ __forceinline__ void begin_segment(const Sum& now, uint32_t begin, float (&sum)[kVectors][8]) const {
+    if (!work.has_begin()) return;
+#pragma unroll
+    for (uint32_t v = 0; v < kVectors; ++v) {
+      const uint32_t at = begin + (v * kWarp + lane) * 16;
+      if (kVectors == kMostVectors || at < row_bytes) work.template begin<uint16_t>(sum[v], now.out + at);
     }
   }
   // The segment of a sum's only addend.

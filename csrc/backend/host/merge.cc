@@ -1,3 +1,4 @@
+#include <array>
 #include <cstring>
 
 #include "backend/host/numerics.h"
@@ -180,16 +181,32 @@ class MergeOutput final : public HostStep {
   bool merge_token(uint32_t token) {
     for (size_t d = 0; d < streams_.size(); ++d)
       if (has_row(d, token) && !chunk_ready(d)) return false;
+    const OpSignature& s = op_.signature;
     rows_.clear();
+    append_bias(token);
     for (size_t d = 0; d < streams_.size(); ++d)
       if (has_row(d, token)) append(d);
-    const OpSignature& s = op_.signature;
     sum_rows(rows_.data(), static_cast<uint32_t>(rows_.size()), s.wire, s.hidden, s.dtype,
              op_.rows_out + token * op_.row_bytes);
     for (size_t d = 0; d < streams_.size(); ++d)
       if (has_row(d, token)) step_over(d);
     context_.counters.rows_merged.add(1);
     return true;
+  }
+
+  // As rows of the wire's dtype.
+  void append_bias(uint32_t token) {
+    const OpSignature& s = op_.signature;
+    for (size_t i = 0; i < op_.bias.size(); ++i) {
+      if (op_.bias[i] == nullptr) continue;
+      const void* row = op_.bias[i] + token * op_.row_bytes;
+      if (s.dtype != s.wire) {
+        converted_[i].resize(s.hidden);
+        sum_rows(&row, 1, s.dtype, s.hidden, s.wire, converted_[i].data());
+        row = converted_[i].data();
+      }
+      rows_.push_back(row);
+    }
   }
 
   // Adds the row's addends in order, and puts the weights of its pairs back to where the weights came from.
@@ -225,6 +242,7 @@ class MergeOutput final : public HostStep {
   std::vector<Stream> streams_;  // [domain]
   uint32_t next_token_ = 0;
   std::vector<const void*> rows_;
+  std::array<std::vector<float>, kMostBiases> converted_;  // of a token, where BF16 sums travel in fp32
 };
 
 }  // namespace

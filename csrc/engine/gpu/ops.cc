@@ -279,6 +279,7 @@ std::shared_ptr<Operation> GpuEngine::combine(const CombineArgs& args) {
   combine.wire = args.wire;
   combine.rows = args.rows;
   combine.row_weights = args.weights;
+  std::copy(args.bias.begin(), args.bias.end(), combine.bias);
   combine.out = args.out;
   combine.weights = args.weights_out;
   combine.weight_bytes = uint64_t{4} * plan.view.num_tokens * plan.routing_width;

@@ -25,6 +25,7 @@ std::shared_ptr<Operation> HostEngine::combine(const CombineArgs& args) {
   op.signature = make_signature(args, plan->facts());
   op.rows_in = args.rows;
   op.weights_in = args.weights;
+  op.bias = args.bias;
   op.row_bytes = uint64_t{args.hidden} * dtype_bytes(args.dtype);
   op.rows_out = args.out;
   op.weights_out = args.weights_out;

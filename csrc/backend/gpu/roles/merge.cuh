@@ -24,7 +24,7 @@ struct MergeRole {
       if (!is_alone(k.g)) sum_all<kBulk, Wire, Wire>(by, k.g, Relay{k, shared.merges}, k.args.hidden, pipeline);
     }
     const Merge<kNet, kCopies> merge(k, shared.merges);
-    if (!has_folded) merge.fill_empty();
+    if (!has_folded) merge.template fill_empty<Row>();
     sum_all<kBulk, Wire, Row>(by, k.g, merge, k.args.hidden, pipeline);
     if (!has_folded) finish_merge(k, shared.merges);
     clock.stop();
