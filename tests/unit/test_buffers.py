@@ -192,7 +192,7 @@ class TestHandles:
             assert bare.handle.plan_id == full.handle.plan_id == handle.plan_id
             found = []
             for result in (bare, full):
-                out = buffer.combine(wanted.expert_rows[rank], result.handle)
+                out = buffer.combine(wanted.expert_rows[rank], result.handle, bias=wanted.bias[rank])
                 assert wanted.dispatched.row_weights is not None
                 found += [
                     bit_difference(result.rows, wanted.dispatched.rows[rank]),
@@ -224,7 +224,10 @@ class TestHandles:
             turns = list(range(len(cases)))
             turns = turns if order.startswith("first") else turns[::-1]
             combines = {
-                i: buffer.combine_async(expected[i].expert_rows[rank], pending[i].handle) for i in turns
+                i: buffer.combine_async(
+                    expected[i].expert_rows[rank], pending[i].handle, bias=expected[i].bias[rank]
+                )
+                for i in turns
             }
             found = []
             for i in reversed(turns):
@@ -253,7 +256,7 @@ class TestHandles:
             pairs = 4 * len(given.x) + int(sum(result.handle.tokens_per_expert_exact))
             # 16 bytes for each sent or received pair, and what does not grow with them.
             assert result.handle.nbytes <= 16 * pairs + 8192
-            out = buffer.combine(expected.expert_rows[rank], result.handle)
+            out = buffer.combine(expected.expert_rows[rank], result.handle, bias=expected.bias[rank])
             return bit_difference(out, expected.combined.outputs[rank])
 
         assert run_ranks(4, self.SPEC.config(), step) == [""] * 4
@@ -282,7 +285,7 @@ class TestManyBuffers:
             turns = (0, 1) if rank % 2 else (1, 0)
             results = {i: pending[i].wait() for i in turns}
             outs = [
-                buffer.combine(expected[i].expert_rows[rank], results[i].handle)
+                buffer.combine(expected[i].expert_rows[rank], results[i].handle, bias=expected[i].bias[rank])
                 for i, buffer in enumerate((first, second))
             ]
             found = [bit_difference(results[i].rows, expected[i].dispatched.rows[rank]) for i in (0, 1)]
