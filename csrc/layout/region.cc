@@ -117,6 +117,15 @@ void list_channels(const Topology& topo, const RegionLayout& layout, Channels& c
   }
 }
 
+Channels checked_channels(const Topology& topo, const RegionLayout& layout) {
+  Channels channels;
+  list_channels(topo, layout, channels);
+  if (const size_t most = std::max(channels.out.size(), channels.in.size()); most > kMaxChannels)
+    throw UsageFailure(UsageKind::kConfig, std::to_string(most) + " channels on rank " + std::to_string(layout.rank) +
+                                               ": an immediate can name " + std::to_string(kMaxChannels));
+  return channels;
+}
+
 }  // namespace
 
 RegionLayout make_region_layout(const Topology& topo, const RingParams& params, int rank) {
@@ -233,8 +242,7 @@ RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, 
 
 uint64_t device_ring_bytes(const Topology& topo, const DeviceRings& rings) {
   uint64_t bytes = 0;
-  for (int rank = 0; rank < topo.num_ranks; ++rank)
-    bytes = std::max(bytes, make_device_layout(topo, rings, rank).device_bytes);
+  for (int rank : topo.classes()) bytes = std::max(bytes, make_device_layout(topo, rings, rank).device_bytes);
   return bytes;
 }
 
@@ -242,8 +250,7 @@ namespace {
 
 uint64_t largest_region(const Topology& topo, const RingParams& rings) {
   uint64_t bytes = 0;
-  for (int rank = 0; rank < topo.num_ranks; ++rank)
-    bytes = std::max(bytes, make_region_layout(topo, rings, rank).total_bytes);
+  for (int rank : topo.classes()) bytes = std::max(bytes, make_region_layout(topo, rings, rank).total_bytes);
   return bytes;
 }
 
@@ -312,7 +319,12 @@ RingParams choose_rings(const Topology& topo, const MemoryNeeds& needs) {
                                                " is too small: the least is " + std::to_string(need()) + " bytes for " +
                                                std::to_string(topo.num_ranks) + " ranks in " +
                                                std::to_string(topo.num_domains()) + " domains");
+  for (int rank : topo.classes()) checked_channels(topo, make_region_layout(topo, rings(), rank));
   return rings();
+}
+
+void check_channels(const Topology& topo, const DeviceRings& rings) {
+  for (int rank : topo.classes()) checked_channels(topo, make_device_layout(topo, rings, rank));
 }
 
 uint32_t Channels::out_of(const RingLayout& ring) const {
@@ -326,12 +338,7 @@ namespace {
 // `layout_of(rank)`: of any rank.
 template <typename LayoutOf>
 Channels match_channels(const Topology& topo, int rank, LayoutOf layout_of) {
-  Channels mine;
-  list_channels(topo, layout_of(rank), mine);
-  if (mine.out.size() > kMaxChannels || mine.in.size() > kMaxChannels)
-    throw UsageFailure(UsageKind::kConfig, std::to_string(std::max(mine.out.size(), mine.in.size())) +
-                                               " channels on rank " + std::to_string(rank) +
-                                               ": an immediate can name " + std::to_string(kMaxChannels));
+  Channels mine = checked_channels(topo, layout_of(rank));
   std::vector<Channels> theirs(topo.num_ranks);
   auto of = [&](int peer) -> Channels& {
     if (theirs[peer].in.empty() && theirs[peer].out.empty()) list_channels(topo, layout_of(peer), theirs[peer]);

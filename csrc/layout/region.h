@@ -157,7 +157,10 @@ struct Channels {
   // Index of the channel that starts in `ring`; UINT32_MAX when the ring is no send ring.
   uint32_t out_of(const RingLayout& ring) const;
 };
+// Both throw UsageFailure(kConfig) for more channels than an immediate can name; choose_rings() does, too.
 Channels make_channels(const Topology& topo, const RingParams& rings, int rank);
 Channels make_device_channels(const Topology& topo, const DeviceRings& rings, int rank);
+// Throws if that throws for any rank.
+void check_channels(const Topology& topo, const DeviceRings& rings);
 
 }  // namespace uccl_ep

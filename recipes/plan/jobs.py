@@ -12,7 +12,7 @@ from recipes.plan import arguments
 from recipes.plan.arguments import Arguments
 from recipes.plan.hardware import NODES, Node
 
-CUDA_MAX_RANKS = 64
+CUDA_MAX_RANKS = 2048
 """Of a group of uccl_ep's CUDA backend: kMaxGpuRanks in csrc/backend/gpu/layout.h."""
 _PACKAGES = {"flex-deepep": ("deep_ep", "Buffer"), "flex-hybridep": ("deep_ep", "HybridEPBuffer")}
 

@@ -19,7 +19,7 @@ constexpr uint64_t kLimitUsec = 300'000, kSlackUsec = 300'000;
 class Wait {
  public:
   explicit Wait(bool is_arrival) : is_arrival_(is_arrival) {
-    group_.base[0] = reinterpret_cast<uint8_t*>(&local_);
+    group_.own = group_.base[0] = reinterpret_cast<uint8_t*>(&local_);
     group_.arrival_nsec = group_.progress_nsec = 1000 * kLimitUsec;
     group_.error = &error_;
     group_.pulse = &pulse_;

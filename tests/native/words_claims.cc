@@ -40,11 +40,11 @@ CLAIM("the fields of a word fill it, and each holds what it says") {
 }
 
 CLAIM("an addend survives at the limits of its fields, and a piece is never a returned sum") {
-  for (uint32_t piece : {0u, 1u, gpu::kMaxTokens, gpu::kMaxTokens * gpu::kMaxGpuRanks - 1}) {
+  for (uint32_t piece : {0u, 1u, gpu::kMaxTokens, gpu::kMaxTokens * gpu::kMaxMembers - 1}) {
     EXPECT(!Addend::of_piece(piece).is_returned());
     EXPECT_EQ(Addend::of_piece(piece).piece(), piece);
   }
-  for (uint32_t domain : {0u, 1u, gpu::kMaxDomains - 1, Addend::From::kMost})
+  for (uint32_t domain : {0u, 1u, gpu::kMaxGpuRanks - 1, Addend::From::kMost})
     for (uint32_t row : {0u, 1u, gpu::kMaxTokens - 1}) {
       const Addend addend = Addend::of_domain(domain, row);
       EXPECT(addend.is_returned());
@@ -75,7 +75,7 @@ CLAIM("a fold's tag survives at the limits of its fields, and so does the box th
 
 CLAIM("a relay's tag survives at the limits of its fields, and none is a rehearsal's") {
   for (uint32_t chunk : {0u, 1u, gpu::kMaxRelayedChunks - 1})
-    for (uint32_t stream : {1u, gpu::kMaxGpuRanks})
+    for (uint32_t stream : {1u, gpu::kMaxGpuRanks - 1})
       for (uint32_t token_block : {0u, 1u, gpu::kMaxTokens / gpu::kTokenBlock - 1}) {
         const RelayTag tag = RelayTag::of(chunk, stream, token_block);
         EXPECT_EQ(tag.chunk(), chunk);

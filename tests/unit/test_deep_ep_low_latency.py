@@ -135,8 +135,10 @@ def taken_back(seat: Rank) -> str:
     buffer.low_latency_clean_mask_buffer()
     after = buffer.low_latency_dispatch(x, idx, M, E, use_fp8=False)
     check_rows(seat.rank, after)
+    rows = before[0]
+    assert isinstance(rows, Tensor)
     with pytest.raises(ClosedError):
-        buffer.low_latency_combine(before[0], idx, weights, before[2])
+        buffer.low_latency_combine(rows, idx, weights, before[2])
     buffer.destroy()
     return "done"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -181,3 +182,42 @@ def test_another_number_of_domains_would_be_noticed(three: Three) -> None:
     if len(set(spec.domains)) < spec.num_ranks:
         assert any(not torch.equal(a, b) for a, b in pairs)
     check_case(group, case, wanted)
+
+
+# ------------------------------------------------------------------------------------------- many ranks
+
+MANY: dict[str, tuple[int, ...]] = {
+    "8 x 8 + 1": tuple(rank // 8 for rank in range(65)),
+    "1 x 72": (0,) * 72,
+}
+MORE: dict[str, tuple[int, ...]] = {  # the oracle takes most of a minute
+    "16 x 8": tuple(rank // 8 for rank in range(128)),
+    "2 x 72": tuple(rank // 72 for rank in range(144)),
+    "13, interleaved": tuple(rank % 13 for rank in range(129)),
+}
+
+
+@pytest.mark.parametrize(
+    "domains",
+    [pytest.param(domains, id=name) for name, domains in MANY.items()]
+    + [pytest.param(domains, id=name, marks=pytest.mark.slow) for name, domains in MORE.items()],
+)
+@pytest.mark.timeout(300)
+def test_more_ranks_than_a_word_has_bits(domains: tuple[int, ...]) -> None:
+    spec = EngineSpec(
+        domains=domains, num_experts=len(domains), hidden=128, settings=(("budget_bytes", 24 << 20),)
+    )
+    tokens = [3 * rank % 5 for rank in range(len(domains))]
+    case = make_case(5, spec, num_tokens=tokens, top_k=4, **BUSY, **FP8)
+    with spec.group() as group:
+        check_case(group, case)
+
+
+@pytest.mark.parametrize(("num_ranks", "domain_size"), [(64, 8), (256, 8), (144, 72), (2048, 8), (2016, 72)])
+def test_plans_of_any_size_take_no_time(num_ranks: int, domain_size: int) -> None:
+    """On a busy machine; otherwise 20 ms."""
+    config = EpConfig(num_experts=num_ranks, hidden=7168, backend="host")
+    started = time.monotonic()
+    plan = memory_plan(config, Topology.split(num_ranks, domain_size))
+    assert time.monotonic() - started < 0.5
+    assert plan.total_bytes <= config.memory.budget_bytes

@@ -15,6 +15,7 @@ from uccl_ep_train.deep_ep.config import DEFAULT_BYTES, MOST_TOPK, low_latency_b
 from uccl_ep_train.deep_ep.sending import Sender
 from uccl_ep_train.deep_ep.utils.event import EventHandle, EventOverlap
 from uccl_ep_train.errors import ClosedError, DtypeError, ShapeError
+from uccl_ep_train.group.bootstrap import TorchBootstrap
 from uccl_ep_train.settings.config import EpConfig
 
 if TYPE_CHECKING:
@@ -97,8 +98,11 @@ class Engines:
 
     def renew_low_latency(self) -> None:
         """Collective, if ranks may be masked: new engines, in which none is."""
-        if not self._outlives_ranks:
+        if not self._outlives_ranks or not self._low_latency:
             return
+        timeout_s = self._low_latency[0].buffer.config.deadlines.arrival_timeout_s
+        # Afterwards nobody is in an operation any more.
+        TorchBootstrap(self._group, timeout_s=timeout_s).all_gather(b"", "taking masked ranks back")
         for i, calls in enumerate(self._low_latency):
             calls.buffer.close(abort=True)  # masked ranks do not close with the others
             self._low_latency[i] = LowLatency(Engine(self._group, calls.buffer.config))

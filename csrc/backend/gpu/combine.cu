@@ -53,9 +53,9 @@ __global__ void __launch_bounds__(Combine<kBulk, kNet, kCopies, Row, Wire>::Role
   __shared__ KernelOp op;
   __shared__ typename Roles::Shared shared;
   __shared__ __align__(8) uint64_t barriers[Table::kSumWarps * kSumStages];  // of bulk copies
-  if (!kNet) __builtin_assume(g.net == nullptr);
+  if (!kNet) __builtin_assume(g.map.num_domains == 1);
   if (threadIdx.x < kWarp) shared.boxes.begin();
-  enter(g, OpKind::kCombine, op);
+  enter(g, OpKind::kCombine, op, Roles::kThreads);
   const CombineKernel kernel{{g, plan, op, {}}, args};
   if (blockIdx.x == 0 && threadIdx.x == 0) trace_kernel(g, TraceKind::kKernelBegin, OpKind::kCombine, kernel.op.epoch);
   if constexpr (kNet) {
@@ -74,7 +74,8 @@ __global__ void __launch_bounds__(Combine<kBulk, kNet, kCopies, Row, Wire>::Role
     const bool folds = Roles::template is_in<Folds>();
     const CombineKernel k = kernel.by(folds ? Roles::template crew<Folds>() : Roles::template crew<Merges>());
     const uint32_t sum_warp = threadIdx.x / kWarp - Roles::template first_warp<Folds>();
-    SumPipeline pipeline{dynamic + sum_warp * kSumWarpBytes, barriers + sum_warp * kSumStages};
+    SumPipeline pipeline{dynamic + g.table_bytes + combine_table_bytes(g.map) + sum_warp * kSumWarpBytes,
+                         barriers + sum_warp * kSumStages};
     bool good = begin_sums<kBulk>(k, pipeline);
     // A warp that merges compares the calls. It waits until all ranks have entered, which is no longer than it waits
     // for their pieces. A warp that tells of folded rows would keep other ranks waiting. With several domains the
@@ -96,12 +97,15 @@ __global__ void __launch_bounds__(Combine<kBulk, kNet, kCopies, Row, Wire>::Role
   if (k.crew.thread == 0) trace_kernel(g, TraceKind::kKernelEnd, OpKind::kCombine, k.op.epoch);
 }
 
+uint32_t tables_bytes(const Group& group) { return group.table_bytes + combine_table_bytes(group.map); }
+
 template <bool kBulk, bool kNet, bool kCopies, typename Row, typename Wire>
 void launch_one(const Group& group, const PlanView& plan, const KernelCombineArgs& args, uint32_t num_sms,
                 StreamHandle stream) {
   using Table = Combine<kBulk, kNet, kCopies, Row, Wire>;
   launch_kernel(combine<kBulk, kNet, kCopies, Row, Wire>,
-                {num_sms, Table::Roles::kThreads, Table::kSharedBytes, stream}, group, plan, args);
+                {num_sms, Table::Roles::kThreads, tables_bytes(group) + Table::kSharedBytes, stream}, group, plan,
+                args);
 }
 // Compact rows are copied, but not in large combines of two GPUs: of 4,096 tokens of 7168 the copying kernel took 258
 // us there, the other one 241; on four GPUs 570 and 613.
@@ -110,13 +114,13 @@ template <bool kBulk, typename Row, typename Wire>
 void launch(const Group& group, const PlanView& plan, const KernelCombineArgs& args, uint32_t num_sms,
             StreamHandle stream) {
   const bool copies =
-      plan.compact_width > 0 && (group.net != nullptr || group.end - group.first > 2 || plan.num_tokens <= kFewTokens);
+      plan.compact_width > 0 && (has_net(group) || group.end - group.first > 2 || plan.num_tokens <= kFewTokens);
   const auto go = [&]<bool kNet>() {
     if constexpr (kBulk)
       if (copies) return launch_one<true, kNet, true, Row, Wire>(group, plan, args, num_sms, stream);
     launch_one<kBulk, kNet, false, Row, Wire>(group, plan, args, num_sms, stream);
   };
-  if (group.net == nullptr)
+  if (!has_net(group))
     go.template operator()<false>();
   else
     go.template operator()<true>();
@@ -130,7 +134,8 @@ Status launch_combine(const Group& group, const PlanView& plan, const KernelComb
     launch<false, float, float>(group, plan, args, num_sms, stream);
   else if (args.wire == Dtype::kFp32)
     launch<false, uint16_t, float>(group, plan, args, num_sms, stream);
-  else if (!group.bulk_copies || group.shared_bytes < Combine<true, false, false, uint16_t, uint16_t>::kSharedBytes)
+  else if (!group.bulk_copies || group.shared_bytes < combine_table_bytes(group.map) +
+                                                          Combine<true, false, false, uint16_t, uint16_t>::kSharedBytes)
     launch<false, uint16_t, uint16_t>(group, plan, args, num_sms, stream);
   else
     launch<true, uint16_t, uint16_t>(group, plan, args, num_sms, stream);

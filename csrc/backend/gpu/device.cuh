@@ -123,7 +123,7 @@ __device__ inline bool wait_rank(const Group& g, uint64_t epoch, uint32_t r, boo
   if (has_come(entry)) return true;
   const uint64_t started = now_nsec();
   const bool good = wait_flag(g, entry);
-  if (counts) local(g).waited_nsec[r] += now_nsec() - started;
+  if (counts) own_part(g, g.map.waited_nsec)[r] += now_nsec() - started;
   return good;
 }
 // By one crew of a kernel: waits until every rank has entered.
@@ -136,10 +136,10 @@ __device__ inline bool wait_entered(const Kernel& k) {
 // The crew has to combine the results.
 __device__ inline bool wait_some_packets_gone(const Kernel& k) {
   bool good = true;
-  if (k.g.net != nullptr && k.op.epoch > kHalves)
+  if (has_net(k.g) && k.op.epoch > kHalves)
     for (uint32_t to = k.crew.thread; to < k.g.map.num_domains; to += k.crew.size)
       if (to != own_domain(k.g))
-        good &= wait_flag(k.g, {net_state(k.g).packets_gone + to, k.op.epoch - kHalves, k.g.first_of[to]});
+        good &= wait_flag(k.g, {k.g.net_state.packets_gone + to, k.op.epoch - kHalves, first_of(k.g, to)});
   return good;
 }
 __device__ inline bool wait_packets_gone(const Kernel& k) { return k.crew.all(wait_some_packets_gone(k)); }

@@ -7,7 +7,6 @@
 namespace uccl_ep::gpu {
 namespace {
 
-constexpr uint32_t kTileAlign = 128;
 constexpr uint32_t kMostKept = 16;  // tiles of a block
 
 // clang-format off
@@ -36,14 +35,20 @@ constexpr uint32_t kMostKept = 16;  // tiles of a block
 template <PlanState kState, bool kBulk, bool kNet>
 struct Dispatch {
   using Places = PlaceRole<kState, kBulk, kNet>;
-  using Stages = StageRole<kState, kBulk>;
+  using Stages = StageRole<kState, kBulk, kNet>;
   using Tells = TellStagedRole<kState>;
   using Serves = ServeRole<kState, Places::kWarps>;
   using Roles = RoleTable<Serves, Tells, Stages, Places>;
 };
 
-// kBulk: dynamic shared memory holds the pipelines of the placing role and of the staging role. Until rows are placed,
-// tiles use the placing role's part.
+// Of shared memory, for tables of ranks and sources.
+template <PlanState kState>
+__host__ __device__ inline uint32_t tables_bytes(const Group& g) {
+  return g.table_bytes + (kState == PlanState::kNew ? 2 : 1) * source_table_bytes(g.map);
+}
+
+// kBulk: dynamic shared memory holds, behind the table of arrivals, the pipelines of the placing role and of the
+// staging role. Until rows are placed, tiles use the placing role's part.
 template <PlanState kState, bool kBulk, bool kNet>
 __global__ void __launch_bounds__(Dispatch<kState, kBulk, kNet>::Roles::kThreads, 1)
     dispatch(const __grid_constant__ Group g, const __grid_constant__ PlanView plan,
@@ -52,7 +57,6 @@ __global__ void __launch_bounds__(Dispatch<kState, kBulk, kNet>::Roles::kThreads
   using Table = Dispatch<kState, kBulk, kNet>;
   using Roles = typename Table::Roles;
   using Serves = typename Table::Serves;
-  using Tells = typename Table::Tells;
   using Stages = typename Table::Stages;
   using Places = typename Table::Places;
   constexpr bool kKnown = kState == PlanState::kKnown, kNew = kState == PlanState::kNew;
@@ -60,13 +64,14 @@ __global__ void __launch_bounds__(Dispatch<kState, kBulk, kNet>::Roles::kThreads
   UCCL_EP_DYNAMIC_SHARED(dynamic);
   __shared__ KernelOp op;
   __shared__ typename Roles::Shared shared;
-  if (!kNet) __builtin_assume(g.net == nullptr);
+  if (!kNet) __builtin_assume(g.map.num_domains == 1);
+  uint8_t* const memory = dynamic + tables_bytes<kState>(g);
   if (threadIdx.x < kStageWarps) shared.row_groups[threadIdx.x] = 0;
   if (threadIdx.x == 0) shared.routed = shared.totals = 0;
   if (kStages)
-    enter(g, OpKind::kDispatch, op);
+    enter(g, OpKind::kDispatch, op, Roles::kThreads);
   else
-    enter_again(g, op);
+    enter_again(g, op, Roles::kThreads);
   const DispatchKernel kernel{{g, plan, op, {}}, args};
   if (blockIdx.x == 0 && threadIdx.x == 0) trace_kernel(g, TraceKind::kKernelBegin, OpKind::kDispatch, kernel.op.epoch);
   if constexpr (kNet) {
@@ -79,23 +84,23 @@ __global__ void __launch_bounds__(Dispatch<kState, kBulk, kNet>::Roles::kThreads
   // With several domains the staging role routes, too: it cannot begin before all is routed.
   if constexpr (kNew && kNet)
     if (Roles::template is_in<Stages>() || Roles::template is_in<Places>())
-      routed.good = exchange_tiles(kernel.by(Roles::template crew_from<Stages>()), shared, dynamic);
+      routed.good = exchange_tiles(kernel.by(Roles::template crew_from<Stages>()), shared, memory);
   // The compiler emits the code of the roles in this order, and the first code is fetched first. All ranks wait for the
   // routing of a new plan: behind the other roles it took 7 us longer. With a known plan they wait for staged rows.
   const auto serve = [&](const DispatchKernel& k) {
     if (going(k)) Serves::run(k, shared);
   };
   if (Roles::template is_in<Places>()) {
-    Places::run(kernel.by(Roles::template crew<Places>()), shared, shared, dynamic, routed);
+    Places::run(kernel.by(Roles::template crew<Places>()), shared, shared, memory, routed);
   } else if (kNew && Roles::template is_in<Serves>()) {
     serve(kernel.by(Roles::template crew<Serves>()));
   } else if (Roles::template is_in<Stages>()) {
     const DispatchKernel k = kernel.by(Roles::template crew<Stages>());
-    if (kStages && going(k)) Stages::run(k, shared, dynamic);
+    if (kStages && going(k)) Stages::run(k, shared, memory);
   } else if (!kNew && Roles::template is_in<Serves>()) {
     serve(kernel.by(Roles::template crew<Serves>()));
   } else if (kStages) {
-    Tells::run(kernel, shared);
+    Table::Tells::run(kernel, shared);
   }
   __syncthreads();  // errors that other crews of the block found are seen from here on
   if constexpr (kNet) {
@@ -112,17 +117,16 @@ __global__ void __launch_bounds__(Dispatch<kState, kBulk, kNet>::Roles::kThreads
 
 template <PlanState kState, bool kNet>
 void launch_one(const Group& group, const PlanView& plan, PlaceArgs& args, uint32_t blocks, StreamHandle stream) {
-  const uint32_t warp_bytes = place_warp_bytes(args);
+  const uint32_t warp_bytes = place_warp_bytes(args), table_bytes = tables_bytes<kState>(group);
+  const uint32_t room = group.shared_bytes - table_bytes;
   uint32_t tile_bytes = kState == PlanState::kNew ? routing_bytes(group.map) : 0;
   const auto warps_beside = [&](uint32_t bytes) {
-    return bytes < group.shared_bytes
-               ? min(Dispatch<kState, false, kNet>::Places::kWarps, (group.shared_bytes - bytes) / warp_bytes)
-               : 0;
+    return bytes < room ? min(Dispatch<kState, false, kNet>::Places::kWarps, (room - bytes) / warp_bytes) : 0;
   };
   // Rows that are only copied are also staged by bulk copies, if enough shared memory is left for placing and for the
   // tile.
   const bool copies = kState != PlanState::kExchanged && !args.stage.quantises() && !kNet &&
-                      warps_beside(kStageBytes) >= 2 && tile_bytes + kStageBytes <= group.shared_bytes;
+                      warps_beside(kStageBytes) >= 2 && tile_bytes + kStageBytes <= room;
   const uint32_t stage_bytes = copies ? kStageBytes : 0;
   args.bulk_warps = group.bulk_copies ? warps_beside(stage_bytes) : 0;
   if constexpr (kState == PlanState::kNew) {
@@ -130,26 +134,28 @@ void launch_one(const Group& group, const PlanView& plan, PlaceArgs& args, uint3
     const uint32_t routing = blocks - kNet;
     args.kept_tiles = max((tiles + routing - 1) / routing, 1);
     const uint32_t all_bytes = routing_bytes(group.map, args.kept_tiles);
-    if (args.kept_tiles <= kMostKept && all_bytes + stage_bytes <= group.shared_bytes)
+    if (args.kept_tiles <= kMostKept && all_bytes + stage_bytes <= room)
       tile_bytes = all_bytes;
     else
       args.kept_tiles = 1;
   }
   if (args.bulk_warps < 2) {
     launch_kernel(dispatch<kState, false, kNet>,
-                  {blocks, Dispatch<kState, false, kNet>::Roles::kThreads, tile_bytes, stream}, group, plan, args);
+                  {blocks, Dispatch<kState, false, kNet>::Roles::kThreads, table_bytes + tile_bytes, stream}, group,
+                  plan, args);
     return;
   }
   const uint32_t place_bytes = max(args.bulk_warps * warp_bytes, tile_bytes);
   args.copy_pipeline = copies ? place_bytes : 0;
-  launch_kernel(dispatch<kState, true, kNet>,
-                {blocks, Dispatch<kState, false, kNet>::Roles::kThreads, place_bytes + stage_bytes, stream}, group,
-                plan, args);
+  launch_kernel(
+      dispatch<kState, true, kNet>,
+      {blocks, Dispatch<kState, false, kNet>::Roles::kThreads, table_bytes + place_bytes + stage_bytes, stream}, group,
+      plan, args);
 }
 
 template <PlanState kState>
 void launch(const Group& group, const PlanView& plan, PlaceArgs& args, uint32_t blocks, StreamHandle stream) {
-  if (group.net == nullptr)
+  if (!has_net(group))
     launch_one<kState, false>(group, plan, args, blocks, stream);
   else
     launch_one<kState, true>(group, plan, args, blocks, stream);
@@ -160,10 +166,10 @@ void launch(const Group& group, const PlanView& plan, PlaceArgs& args, uint32_t 
 Status launch_dispatch(const Group& group, const PlanView& plan, const PlaceArgs& given, uint32_t num_sms,
                        uint32_t stage_sms, StreamHandle stream) {
   PlaceArgs args = given;
-  args.num_blocks = num_sms - (group.net != nullptr);  // one sees to the network
+  args.num_blocks = num_sms - has_net(group);  // one sees to the network
   const uint32_t begin = args.window * args.window_tokens, end = min(begin + args.window_tokens, args.stage.num_tokens);
   const uint32_t row_groups = begin < end ? (end - begin + kRowGroup - 1) / kRowGroup : 0;
-  const uint32_t blocks = max(num_sms, min(stage_sms, row_groups + (group.net != nullptr)));
+  const uint32_t blocks = max(num_sms, min(stage_sms, row_groups + has_net(group)));
   if (args.state == PlanState::kNew)
     launch<PlanState::kNew>(group, plan, args, blocks, stream);
   else if (args.state == PlanState::kExchanged)
@@ -171,11 +177,6 @@ Status launch_dispatch(const Group& group, const PlanView& plan, const PlaceArgs
   else
     launch<PlanState::kKnown>(group, plan, args, blocks, stream);
   return launch_status();
-}
-
-uint32_t routing_bytes(const DeviceMap& map, uint32_t tiles) {
-  const uint32_t own = Tile::own_bytes(map.num_experts, map.num_ranks, map.num_domains);
-  return static_cast<uint32_t>(round_up(Tile::common_bytes(map.num_ranks, map.num_domains) + tiles * own, kTileAlign));
 }
 
 Status load_dispatch(uint32_t shared_bytes) {

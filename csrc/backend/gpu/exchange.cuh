@@ -51,31 +51,31 @@ __device__ __forceinline__ void add_up(const Group& g, uint32_t word, uint32_t t
 }
 
 // By a warp, one domain per lane: finds where our packets lie. Block 0 also writes the numbers in their headers.
-__device__ inline void begin_packets(const DispatchKernel& k, const Tile& tile, const uint32_t* stream_totals,
-                                     uint32_t most_pieces) {
+__device__ inline void begin_packets(const DispatchKernel& k, const Tile& tile, uint32_t most_pieces) {
 #pragma unroll 1
   for (uint32_t to = threadIdx.x % kWarp; to < k.g.map.num_domains; to += kWarp) {
-    const uint32_t first = k.g.first_of[to], end = k.g.first_of[to + 1];
+    const uint32_t first = first_of(k.g, to), end = first_of(k.g, to + 1);
     uint8_t* const bytes = own_packet(k.g, to, k.op.epoch);
     DeviceHeader& head = *reinterpret_cast<DeviceHeader*>(bytes);
+    const MemberBegins begins(bytes, end - first, k.g.experts_per_rank);
     uint32_t rows = 0, pieces = 0;
 #pragma unroll 1
     for (uint32_t r = first; r < end; ++r) {
       const uint32_t theirs = tile.row_begin[r];
       tile.row_begin[r] = rows;
       if (blockIdx.x == 0) {
-        head.row_begin[r - first] = rows;
-        head.pair_begin[r - first] = tile.pair_begin[r] - tile.pair_begin[first];
+        begins.row[r - first] = rows;
+        begins.pair[r - first] = tile.pair_begin[r] - tile.pair_begin[first];
       }
       rows += theirs;
       pieces += tile.row_base[r];
     }
     tile.piece_base[to] = pieces;
     const uint32_t num_pairs = tile.pair_begin[end] - tile.pair_begin[first];
-    const uint32_t stream_rows = to == own_domain(k.g) ? 0 : stream_totals[to];
+    const uint32_t stream_rows = to == own_domain(k.g) ? 0 : tile.stream_total[to];
     if (blockIdx.x == 0) {
-      head.row_begin[end - first] = rows;
-      head.pair_begin[end - first] = num_pairs;
+      begins.row[end - first] = head.num_rows = rows;
+      begins.pair[end - first] = head.num_pairs = num_pairs;
       head.stream_rows = stream_rows;
       head.most_pieces = most_pieces;
     }
@@ -116,7 +116,7 @@ __device__ __forceinline__ void begin_pairs(const Tile& tile, uint32_t ranks) {
 // pairs.
 __device__ inline bool begin_tiles(const DispatchKernel& k, const Tile& tile, uint32_t first_tile, uint32_t num_tiles) {
   const uint32_t ranks = k.g.map.num_ranks, experts = k.g.map.num_experts;
-  __shared__ uint32_t stream_totals[kMaxGpuRanks], all_most;
+  __shared__ uint32_t all_most;
   const bool writes_totals = blockIdx.x == 0;
   const uint32_t token_words = tile_token_words(k.g.map), numbers = experts + ranks + k.g.map.num_domains;
 #pragma unroll 1
@@ -140,11 +140,11 @@ __device__ inline bool begin_tiles(const DispatchKernel& k, const Tile& tile, ui
       if (i >= numbers) break;
       tile.expert_base[i] = sums[n].here;  // then row_base, stream_base
       if (i >= experts + ranks) {
-        stream_totals[i - experts - ranks] = sums[n].total;
+        tile.stream_total[i - experts - ranks] = sums[n].total;
       } else if (i >= experts) {
         tile.row_begin[i - experts] = sums[n].total;
       } else if (writes_totals) {
-        const uint32_t to = k.g.domain_of[i / k.g.experts_per_rank], base = k.g.first_of[to] * k.g.experts_per_rank;
+        const uint32_t to = domain_of(k.g, i / k.g.experts_per_rank), base = first_of(k.g, to) * k.g.experts_per_rank;
         uint8_t* const counts = own_packet(k.g, to, k.op.epoch) + packet_parts({}).counts;
         reinterpret_cast<uint32_t*>(counts)[i - base] = sums[n].total;
       }
@@ -164,7 +164,7 @@ __device__ inline bool begin_tiles(const DispatchKernel& k, const Tile& tile, ui
                    num_pairs});
     return false;
   }
-  if (k.crew.warp() == 0) begin_packets(k, tile, stream_totals, all_most);
+  if (k.crew.warp() == 0) begin_packets(k, tile, all_most);
   k.crew.sync();
   return true;
 }
@@ -220,9 +220,9 @@ __device__ inline void write_token_blocks(const Group& g, const Tile& tile, uint
   const auto low = [](Mask mask) { return static_cast<uint32_t>(__popc(static_cast<uint32_t>(mask))); };
 #pragma unroll 1
   for (uint32_t r = lane; r < g.map.num_ranks; r += kWarp) {
-    const uint32_t to = g.domain_of[r];
+    const uint32_t to = domain_of(g, r);
     uint32_t* const rows_of =
-        tile.packet[to].token_block_rows + uint64_t{r - g.first_of[to]} * (all_token_blocks + 1) + c0;
+        tile.packet[to].token_block_rows + uint64_t{r - first_of(g, to)} * (all_token_blocks + 1) + c0;
 #pragma unroll 1
     for (uint32_t c = 0; c < token_blocks; ++c) rows_of[c] = tile.row_base[r] + (c == 0 ? 0 : low(tile.destination[r]));
   }
@@ -272,7 +272,7 @@ __device__ UCCL_EP_INLINE_WHERE_ROOM uint64_t write_tiles(const Crew crew, const
     write_token_blocks(g, tiles.tile(t), first, min(kTileTokens / kTokenBlock, all_token_blocks - first / kTokenBlock),
                        all_token_blocks);
   }
-  if (g.net != nullptr)
+  if (has_net(g))
     write_streams(crew, g, tiles);
   else
 #pragma unroll 1
@@ -284,7 +284,7 @@ __device__ UCCL_EP_INLINE_WHERE_ROOM uint64_t write_tiles(const Crew crew, const
     const Tile tile = tiles.with(p.token);
     const uint32_t t = p.token % kTileTokens, token = tiles.first + p.token;
     const Mask below = (Mask{1} << t) - 1;
-    const uint32_t to = g.domain_of[p.to], first_pair = tile.pair_begin[g.first_of[to]];
+    const uint32_t to = domain_of(g, p.to), first_pair = tile.pair_begin[first_of(g, to)];
     const PacketPlace& packet = tile.packet[to];
     const uint32_t row_first_pair = tile.pair_base[p.to] + tile.pairs_before[t * ranks + p.to];
     const uint32_t number = tile.pair_begin[p.to] + row_first_pair + p.same_lower;

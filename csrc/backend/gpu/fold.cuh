@@ -22,33 +22,43 @@ __device__ __forceinline__ TokenBlockRange token_blocks_of(const KernelCombineAr
 // A rank that is alone in its domain has nothing to merge for others: it folds straight into the rings to them.
 __device__ __forceinline__ bool is_alone(const Group& g) { return num_near(g) == 1; }
 
-// What a window folds, by source; in shared memory.
+// What a window folds of a source.
+#pragma pack(push, 4)
+struct FoldSource {
+  uint32_t begin, end;  // rows
+  uint8_t* to;          // where piece 0 of the source would be; or the ring to it
+  uint32_t slot;        // of the first chunk in the ring
+};
+#pragma pack(pop)
+// Of all sources; in shared memory.
 struct FoldRange {
-  uint32_t begin[kMaxGpuRanks], end[kMaxGpuRanks];  // rows
-  uint8_t* to[kMaxGpuRanks];                         // where piece 0 of the source would be; or the ring to it
-  uint32_t slot[kMaxGpuRanks];                       // of the first chunk in the ring
   MostRows most;
   PartedRows parted;
   uint32_t hurried;  // so many first rows are told by the warps that fold them
+  static __device__ __forceinline__ FoldSource& of(const Group& g, uint32_t source) {
+    return shared_table<FoldSource>(g, 0)[source];
+  }
+  static __host__ __device__ uint32_t table_bytes(const DeviceMap& map) { return sizeof(FoldSource) * map.num_ranks; }
 };
 __device__ inline void find_fold_range(const CombineKernel& k, FoldRange& out) {
   const uint32_t entries = k.plan.num_token_blocks + 1;
   for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size) {
     const TokenBlockRange token_blocks = token_blocks_of(k.args, k.plan.token_blocks[s]);
-    out.begin[s] = k.plan.row_begin[s] + k.plan.token_block_rows[s * entries + token_blocks.first];
-    out.end[s] = k.plan.row_begin[s] + k.plan.token_block_rows[s * entries + token_blocks.end];
+    FoldSource& its = out.of(k.g, s);
+    its.begin = k.plan.row_begin[s] + k.plan.token_block_rows[s * entries + token_blocks.first];
+    its.end = k.plan.row_begin[s] + k.plan.token_block_rows[s * entries + token_blocks.end];
     const uint32_t stream = stream_of(k.g, s);
     if (!in_domain(k.g, s) && is_alone(k.g)) {
-      out.to[s] = at(k.g, k.g.rank, k.g.net->relayed[stream].returns);
-      out.slot[s] = static_cast<uint32_t>(net_state(k.g).relayed[stream] % k.g.map.return_slots);
+      its.to = at(k.g, k.g.rank, k.g.net.relayed[stream].returns);
+      its.slot = static_cast<uint32_t>(k.g.net_state.relayed[stream] % k.g.map.return_slots);
     } else {
       const uint64_t earlier = k.plan.token_block_pieces[s * entries + token_blocks.first];
-      out.to[s] = at(k.g, holder_of(k.g, s), k.g.map.pieces) + stream * k.g.map.piece_bytes -
-                  earlier * k.args.hidden * dtype_bytes(k.args.wire);
+      its.to = at(k.g, holder_of(k.g, s), k.g.map.pieces) + stream * k.g.map.piece_bytes -
+               earlier * k.args.hidden * dtype_bytes(k.args.wire);
     }
   }
   k.crew.sync();
-  if (k.crew.thread == 0) out.most.find(k.g, [&](uint32_t s) { return out.end[s] - out.begin[s]; });
+  if (k.crew.warp() == 0) out.most.find(k.g, [&](uint32_t s) { return out.of(k.g, s).end - out.of(k.g, s).begin; });
   k.crew.sync();
 }
 
@@ -86,8 +96,8 @@ struct Fold : CombineKernel {
   __device__ Sum look_up(uint32_t number_of_sum) const {
     const uint32_t far = range.most.far_sum(g), n = kNet ? range.parted.row(number_of_sum) : number_of_sum;
     const auto [s, number] = n < far ? far_row(g, n) : near_row(g, n - far);
-    const uint32_t row = range.begin[s] + number;
-    if (row >= range.end[s]) return {};
+    const uint32_t row = range.of(g, s).begin + number;
+    if (row >= range.of(g, s).end) return {};
     const uint64_t bytes = uint64_t{args.hidden} * dtype_bytes(args.wire);
     Sum sum;
     if (plan.compact_width > 0) {
@@ -100,12 +110,12 @@ struct Fold : CombineKernel {
     if constexpr (kNet) sum.part = range.parted.part(number_of_sum);
     if (kNet && n < far && is_alone(g)) {  // this rank gets all rows of the stream
       sum.tag = FoldTag::of_chunk(ring_counter(g, stream_of(g, s), number / rows_per_chunk(g, bytes))).word;
-      sum.out = range.to[s] + ring_offset(g, range.slot[s], g.map.return_slots, number, bytes);
+      sum.out = range.of(g, s).to + ring_offset(g, range.of(g, s).slot, g.map.return_slots, number, bytes);
     } else {
       sum.tag = FoldTag::of_token_block(s * max_token_blocks(g) + plan.row_token[row] / kTokenBlock,
                                         kNet && n < range.hurried)
                     .word;
-      sum.out = range.to[s] + plan.row_piece[row] * bytes;
+      sum.out = range.of(g, s).to + plan.row_piece[row] * bytes;
     }
     if (args.may_drop) drop(sum, bytes);
     return sum;

@@ -57,9 +57,10 @@ struct KernelOp {
   uint64_t free_after;  // epoch whose "read" (dispatch) or "merged" (combine) it waits for
   uint32_t half;
 };
-// By every thread of every block of an operation's first kernel, before anything else. Each block works out `op`. It is
-// in shared memory, because no thread has registers to spare for it.
-__device__ __forceinline__ void enter(const Group& g, OpKind kind, KernelOp& op) {
+// By every thread of every block (of `num_threads`) of an operation's first kernel, before anything else. Each block
+// works out `op`. It is in shared memory, because no thread has registers to spare for it.
+__device__ __forceinline__ void enter(const Group& g, OpKind kind, KernelOp& op, uint32_t num_threads) {
+  load_rank_tables(g, num_threads);
   if (threadIdx.x == 0) {
     const Progress& last = local(g).progress;
     const uint32_t half = static_cast<uint32_t>(last.num_dispatches % kHalves);
@@ -69,7 +70,8 @@ __device__ __forceinline__ void enter(const Group& g, OpKind kind, KernelOp& op)
   __syncthreads();
 }
 // As enter(), in a later kernel of a dispatch.
-__device__ __forceinline__ void enter_again(const Group& g, KernelOp& op) {
+__device__ __forceinline__ void enter_again(const Group& g, KernelOp& op, uint32_t num_threads) {
+  load_rank_tables(g, num_threads);
   if (threadIdx.x == 0) {
     const Progress& progress = local(g).progress;
     op = {progress.epoch, 0, static_cast<uint32_t>((progress.num_dispatches - 1) % kHalves)};

@@ -1,7 +1,6 @@
 #include "backend/gpu/layout.h"
 
 #include <algorithm>
-#include <type_traits>
 
 #include "backend/gpu/low_latency_net.h"
 #include "backend/gpu/net.h"
@@ -40,13 +39,8 @@ struct Shape {
   uint32_t ranks, domains, members = 0, streams = 1;
   explicit Shape(const Topology& topo)
       : ranks(static_cast<uint32_t>(topo.num_ranks)), domains(static_cast<uint32_t>(topo.num_domains())) {
-    std::vector<uint32_t> merged(ranks, 1);
-    for (int domain = 0; domain < topo.num_domains(); ++domain) {
-      members = std::max(members, static_cast<uint32_t>(topo.size_of(domain)));
-      for (int src = 0; src < topo.num_ranks; ++src)
-        if (topo.domain_of[src] != domain) ++merged[topo.rail(src, domain)];
-    }
-    streams = *std::max_element(merged.begin(), merged.end());
+    for (const auto& [size, number] : topo.domains_of_size) members = std::max(members, static_cast<uint32_t>(size));
+    for (int rank : topo.classes()) streams = std::max(streams, 1 + topo.num_relayed(rank));
   }
 };
 
@@ -86,7 +80,7 @@ DeviceRings::Slots size_low_latency(const Shape& shape, const LowLatencyRoom& ro
   return {map.routing_bytes, map.weights_bytes, map.row_chunk_bytes, map.sum_chunk_bytes, map.chunks};
 }
 
-void take_low_latency(Cursor& cursor, const Shape& shape, LowLatencyMap& map) {
+void take_low_latency(Cursor& cursor, const Shape& shape, LowLatencyMap& map, uint64_t net_bytes) {
   if (map.tokens == 0) return;
   const uint64_t ranks = shape.ranks, members = shape.members, streams = shape.streams, places = map.places();
   const uint64_t several = shape.domains > 1;
@@ -102,10 +96,21 @@ void take_low_latency(Cursor& cursor, const Shape& shape, LowLatencyMap& map) {
   cursor.take(map.routing, "slots.routing", kHalves * ranks * places);
   cursor.take(map.rows, "slots.rows", kHalves * members * map.tokens * map.row_bytes);
   cursor.take(map.pairs, "slots.pairs", kHalves * streams * places * map.pair_bytes);
-  cursor.take(map.net, "slots.net", several);
-  cursor.take(map.net_state, "slots.net_state", several);
+  if (several) cursor.take(map.net, "slots.net", net_bytes);
   cursor.take(map.sent_counts, "slots.sent_counts", several * shape.domains * map.chunks);
   cursor.take(map.relayed_counts, "slots.relayed_counts", several * streams * map.chunks);
+}
+
+void take_flags(Cursor& cursor, const Shape& shape, DeviceMap& l) {
+  const uint64_t ranks = shape.ranks, members = shape.members, streams = shape.streams, tokens = l.max_tokens;
+  cursor.take(l.header_full, "flags.header_full", ranks);
+  cursor.take(l.weights_full, "flags.values_full", ranks);
+  cursor.take(l.lists_full, "flags.lists_full", members);
+  cursor.take(l.read, "flags.read", members);
+  cursor.take(l.folded_all, "flags.folded_all", members);
+  cursor.take(l.merged, "flags.merged", members);
+  cursor.take(l.rows_full, "flags.rows_full", members * (tokens / kRowGroup));
+  cursor.take(l.folded, "flags.folded", streams * members * (tokens / kTokenBlock));
 }
 
 // Has memory for the routing of `num_tokens` tokens, and for rows and pieces of a window of `window` tokens.
@@ -140,21 +145,18 @@ DeviceRegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64
   const uint64_t several = domains > 1;
   Cursor cursor(l);
   cursor.take("rings", several ? device_ring_bytes(topo, l.rings) : 0);  // first: the transport counts from 0
-  cursor.take(l.header_full, "flags.header_full", ranks);
-  cursor.take(l.weights_full, "flags.values_full", ranks);
-  cursor.take(l.lists_full, "flags.lists_full", members);
-  cursor.take(l.read, "flags.read", members);
-  cursor.take(l.folded_all, "flags.folded_all", members);
-  cursor.take(l.merged, "flags.merged", members);
-  cursor.take(l.rows_full, "flags.rows_full", members * (tokens / kRowGroup));
-  cursor.take(l.folded, "flags.folded", streams * members * token_blocks);
+  take_flags(cursor, shape, l);
   cursor.take(l.token_block_counts, "chunk_counts", ranks * token_blocks);
   cursor.take(l.sent_counts, "sent_counts", several * domains * l.row_slots);
   cursor.take(l.relayed_counts, "relayed_counts", several * streams * l.return_slots);
   cursor.take(l.local, "local", 1);
-  cursor.take(l.net, "net", several);
-  cursor.take(l.net_state, "net_state", several);
+  cursor.take(l.waited_nsec, "waited", ranks);
+  cursor.take(l.tables, "ranks", 4 * ranks + domains + 1);
+  Net net;
+  NetState net_state;
+  cursor.take(l.net, "net", several * lay_out_net(net, net_state, nullptr, l));
   cursor.take(l.plan_scratch, "plan", 1, 4 * experts_per_rank * (ranks + 3));
+  cursor.take(l.source_plans, "plan_sources", ranks);
   cursor.take(l.tile_counts, "tile_counts", (tokens / kTileTokens) * tile_words(l));
   cursor.take(l.token_addends, "token_addends", tokens + 1);
   cursor.take(l.addends, "addends", several * pairs);
@@ -166,7 +168,9 @@ DeviceRegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64
   cursor.take(l.rows, "rows", kHalves * l.half_bytes);
   // Where every rank is alone in its domain, what is folded for others goes into the rings.
   cursor.take(l.pieces, "pieces", (members > 1 ? streams : 1) * l.piece_bytes);
-  take_low_latency(cursor, shape, l.low_latency);
+  SlotNet slot_net;
+  SlotNetState slot_net_state;
+  take_low_latency(cursor, shape, l.low_latency, lay_out_slot_net(slot_net, slot_net_state, nullptr, l));
   return l;
 }
 
@@ -220,12 +224,68 @@ DeviceRegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint6
   return l;
 }
 
+namespace {
+
+// Points arrays into memory, one behind the other; null: only counts their bytes.
+class Arrays {
+ public:
+  explicit Arrays(uint8_t* memory) : memory_(memory) {}
+  template <typename T>
+  void take(T*& pointer, uint64_t count) {
+    pointer = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + bytes_);
+    bytes_ += sizeof(T) * count;
+  }
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  uint8_t* const memory_;
+  uint64_t bytes_ = 0;
+};
+
+}  // namespace
+
+uint64_t lay_out_net(Net& net, NetState& state, uint8_t* memory, const DeviceMap& map) {
+  const uint64_t ranks = map.num_ranks, domains = map.num_domains, streams = map.num_streams;
+  Arrays arrays(memory);
+  arrays.take(net.to, domains);
+  arrays.take(net.from, ranks);
+  arrays.take(net.relayed, streams);
+  arrays.take(net.polled, Net::most_polled(map));
+  for (uint64_t** by_domain : {&state.sent, &state.returned}) arrays.take(*by_domain, domains);
+  arrays.take(state.received, ranks);
+  arrays.take(state.relayed, streams);
+  arrays.take(state.ended, 1);
+  arrays.take(state.producer, 1);
+  arrays.take(state.rows_there, ranks);
+  arrays.take(state.returns_there, domains);
+  arrays.take(state.packets_gone, domains);
+  arrays.take(state.rows_gone, domains);
+  arrays.take(state.returns_gone, streams);
+  return arrays.bytes();
+}
+
+uint64_t lay_out_slot_net(SlotNet& net, SlotNetState& state, uint8_t* memory, const DeviceMap& map) {
+  const uint64_t ranks = map.num_ranks, domains = map.num_domains, streams = map.num_streams;
+  Arrays arrays(memory);
+  arrays.take(net.to, domains);
+  arrays.take(net.from, ranks);
+  arrays.take(net.relayed, streams);
+  arrays.take(net.polled, SlotNet::most_polled(map));
+  for (uint64_t** by_domain : {&state.sent, &state.returned}) arrays.take(*by_domain, domains);
+  arrays.take(state.received, ranks);
+  arrays.take(state.relayed, streams);
+  arrays.take(state.routing_there, ranks);
+  arrays.take(state.rows_there, ranks);
+  arrays.take(state.weights_there, ranks);
+  arrays.take(state.sums_there, domains);
+  for (auto** gone : {&state.routing_gone, &state.rows_gone, &state.weights_gone}) arrays.take(*gone, domains);
+  arrays.take(state.sums_gone, streams);
+  return arrays.bytes();
+}
+
 uint64_t lay_out_plan(PlanView& view, const PlanSizes& sizes, uint8_t* memory, const DeviceMap& of) {
-  uint64_t at = 0;
-  const auto take = [&](auto*& pointer, uint64_t count) {
-    pointer = memory == nullptr ? nullptr : reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(memory + at);
-    at += sizeof(*pointer) * count;
-  };
+  Arrays arrays(memory);
+  const auto take = [&](auto*& pointer, uint64_t count) { arrays.take(pointer, count); };
   const uint64_t ranks = of.num_ranks, experts = of.num_experts / of.num_ranks;
   const uint64_t entries = uint64_t{view.num_token_blocks} + 1;
   take(view.routing_hash, 1);
@@ -245,7 +305,7 @@ uint64_t lay_out_plan(PlanView& view, const PlanSizes& sizes, uint8_t* memory, c
   take(view.addend_begin, uint64_t{view.num_tokens} + 1);
   take(view.pair_begin, ranks + 1);
   take(view.pair_place, sizes.sent_pairs);
-  if (of.num_domains == 1) return at;
+  if (of.num_domains == 1) return arrays.bytes();
   take(view.row_position, sizes.received_rows);
   take(view.token_block_streams, ranks * entries);
   take(view.sent_token_blocks, of.num_domains * entries);
@@ -255,7 +315,7 @@ uint64_t lay_out_plan(PlanView& view, const PlanSizes& sizes, uint8_t* memory, c
   take(view.relayed_begin, of.num_streams);
   take(view.relayed_pairs, of.num_streams);
   take(view.relayed_piece, uint64_t{sizes.relayed_rows} + of.num_streams);
-  return at;
+  return arrays.bytes();
 }
 
 }  // namespace uccl_ep::gpu

@@ -15,15 +15,17 @@
 
 namespace uccl_ep::gpu {
 
-constexpr uint32_t kMaxGpuRanks = 64;   // of the group: kernel arguments hold a pointer per rank
-constexpr uint32_t kMaxDomains = 32;     // a lane of a warp each
+constexpr uint32_t kMaxGpuRanks = 2048;  // of the group
+constexpr uint32_t kMaxMembers = 128;    // of a domain: kernel arguments hold a pointer per member
+constexpr uint32_t kMaxSlotRanks = 64;   // of low latency: a bit each of a word
+constexpr uint32_t kMaxSlotDomains = 32;  // a lane of a warp each
 constexpr uint32_t kMaxBlocks = 1024;    // of a kernel
 constexpr uint32_t kTileTokens = 64;     // routed together: a bit each of a 64-bit mask
 constexpr uint32_t kRowGroup = 8;        // staged rows that one flag publishes
 constexpr uint32_t kTokenBlock = 32;     // tokens whose pieces one flag publishes; windows consist of whole ones
 constexpr uint32_t kPairsPerToken = 32;  // of the capacity; an operation may distribute them otherwise
 constexpr uint32_t kMaxTokens = 1u << 16;
-constexpr uint32_t kMaxRelayedChunks = 1u << 14;  // of rows, in a ring between domains
+constexpr uint32_t kMaxRelayedChunks = 1000;  // of rows, in a ring between domains
 constexpr uint32_t kHalves = 2;
 constexpr uint32_t kMaxSlotBlocks = 256;  // of a low-latency kernel
 constexpr uint32_t kMaxSlotTokens = 4096;
@@ -34,11 +36,8 @@ constexpr uint32_t kMaxSlotTokens = 4096;
 
 struct Addend;  // words.h
 struct Local;
-struct Net;  // net.h
-struct NetState;
-struct SlotNet;  // low_latency_net.h
-struct SlotNetState;
 struct PlanScratch;
+struct SourcePlan;
 
 // Where elements of type T begin in a rank's region, in bytes.
 template <typename T>
@@ -78,8 +77,7 @@ struct LowLatencyMap {
   Part<uint8_t> rows;                              // [halves][members][tokens][row_bytes]
   Part<uint8_t> pairs;                             // [halves][streams][places][pair_bytes]
   // Where there are several domains.
-  Part<SlotNet> net;
-  Part<SlotNetState> net_state;
+  Part<uint8_t> net;  // SlotNet, SlotNetState
   Part<DeviceCounter<SlotPartsDone>> sent_counts;        // [domains][chunks]
   Part<DeviceCounter<SlotPartsDone>> relayed_counts;  // [streams][chunks]
   uint32_t rows_of_chunk = 0, chunks = 0;  // rows of a chunk; chunks of an operation at most
@@ -108,13 +106,15 @@ struct DeviceMap {
   Part<float> piece_weights;  // [streams][pairs]
   // Read and written by this rank only.
   Part<Local> local;
-  Part<Net> net;  // this and the next: where there are several domains
-  Part<NetState> net_state;
+  Part<uint64_t> waited_nsec;  // [ranks] since creation: how long we were there before it entered
+  Part<uint16_t> tables;  // RankTables
+  Part<uint8_t> net;  // where there are several domains: Net, NetState
   Part<DeviceCounter<SentRows>> sent_counts;  // [domains][slots]
   Part<DeviceCounter<RelayedRows>> relayed_counts;  // [streams][slots]
   Part<DeviceCounter<FoldedRows>> token_block_counts;  // [ranks][token blocks] its pieces that are done
   Part<uint32_t> tile_counts;  // [tiles][tile_words]: see tile.cuh
   Part<PlanScratch> plan_scratch;
+  Part<SourcePlan> source_plans;  // [ranks]
   Part<uint32_t> token_addends;  // [tokens + 1] addends of earlier tokens
   Part<Addend> addends;  // [pairs]: see PlanView
   Part<uint32_t> sent_token_blocks;  // [domains][token blocks + 1] rows of the stream of earlier token blocks
@@ -252,26 +252,25 @@ struct Local {
   uint32_t patient_since[2] = {};
   DeviceCounter<SharesTaken> next_share[4] = {};  // by SharedWork
   uint64_t block_hash[kMaxBlocks] = {};
-  // Since creation: what block 0 has spent in a step; by rank, how long we were there before it entered.
-  uint64_t step_nsec[kNumSteps] = {};
-  uint64_t waited_nsec[kMaxGpuRanks] = {};
+  uint64_t step_nsec[kNumSteps] = {};  // since creation: what block 0 has spent in a step
 };
 
 struct ListEntry;
 struct PairEntry;
-// What a new plan is made of, between the kernels that make it.
-struct PlanScratch {
-  // By source: its received rows and pairs, which are numbered in the given order of sources.
-  uint32_t row_begin[kMaxGpuRanks], row_end[kMaxGpuRanks];
-  uint32_t pair_begin[kMaxGpuRanks], pair_end[kMaxGpuRanks];
-  uint32_t weight_begin[kMaxGpuRanks];  // as in PlanView
+// What a new plan is made of, between the kernels that make it: of each source, and of all.
+struct SourcePlan {
+  // Its received rows and pairs, which are numbered in the given order of sources.
+  uint32_t row_begin, row_end, pair_begin, pair_end;
+  uint32_t weight_begin;  // as in PlanView
+  uint32_t num_tokens, stream_rows, num_pairs;
   // Of its packet: its rows for us; all its pairs, and their weights; numbers of earlier token blocks.
-  const ListEntry* lists[kMaxGpuRanks];
-  const PairEntry* pairs[kMaxGpuRanks];
-  const float* weights[kMaxGpuRanks];
-  const uint32_t *token_block_rows[kMaxGpuRanks], *token_block_pieces[kMaxGpuRanks], *token_block_streams[kMaxGpuRanks];
-  const uint32_t* stream_pieces[kMaxGpuRanks];
-  uint32_t num_tokens[kMaxGpuRanks], stream_rows[kMaxGpuRanks], num_pairs[kMaxGpuRanks];
+  const ListEntry* lists;
+  const PairEntry* all_pairs;
+  const float* weights;
+  const uint32_t *token_block_rows, *token_block_pieces, *token_block_streams;
+  const uint32_t* stream_pieces;
+};
+struct PlanScratch {
   PlanSizes sizes;
   // Followed by uint32 out_row_base[ranks][experts of a rank], padding[experts of a rank][2], size[experts of a rank].
 };
@@ -351,29 +350,5 @@ struct PlanView {
 };
 // Points a plan's arrays into `memory`, in the order above; their bytes. Null: only those.
 uint64_t lay_out_plan(PlanView& view, const PlanSizes& sizes, uint8_t* memory, const DeviceMap& of);
-
-struct TraceLog;
-// What every kernel knows of the group.
-struct Group {
-  DeviceMap map;
-  uint8_t* base[kMaxGpuRanks];  // regions of our domain, mapped here
-  uint32_t rank;  // ours
-  uint32_t first, end;  // of our domain
-  uint32_t experts_per_rank;
-  uint32_t source_order[kMaxGpuRanks];
-  uint8_t number_of[kMaxGpuRanks];  // by group rank
-  uint8_t domain_of[kMaxGpuRanks];
-  uint8_t first_of[kMaxGpuRanks + 1];  // by domain, then the number of ranks
-  uint8_t rank_of[kMaxGpuRanks];  // the group rank of a number
-  uint64_t arrival_nsec, progress_nsec;  // deadlines
-  uint64_t mask_nsec;  // after which a rank is masked; 0: no rank is
-  uint32_t shared_bytes;  // a block may have
-  bool bulk_copies;  // this GPU has them
-  const Net* net;  // nullptr: there is one domain
-  TraceLog* trace;  // nullptr: it is off
-  HostError* error;
-  HostCounts* counts;
-  const HostPulse* pulse;
-};
 
 }  // namespace uccl_ep::gpu

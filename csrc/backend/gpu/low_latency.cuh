@@ -76,6 +76,8 @@ struct SlotKernel {
   // The group's rank of a number, and the other way round.
   __device__ __forceinline__ uint32_t rank_of(uint32_t number) const { return kNet ? g.rank_of[number] : number; }
   __device__ __forceinline__ uint32_t number_of(uint32_t rank) const { return kNet ? g.number_of[rank] : rank; }
+  __device__ __forceinline__ uint32_t domain_of(uint32_t number) const { return kNet ? g.domain_of[number] : 0; }
+  __device__ __forceinline__ uint32_t first_of(uint32_t domain) const { return kNet ? g.first_of[domain] : 0; }
   // The number of the caller's expert; below 0: none.
   __device__ __forceinline__ int32_t numbered(int64_t expert) const {
     if (!kNet || expert < 0 || expert >= g.map.num_experts) return static_cast<int32_t>(expert);

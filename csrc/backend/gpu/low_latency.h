@@ -7,7 +7,7 @@
 // before the last.
 #pragma once
 
-#include "backend/gpu/layout.h"
+#include "backend/gpu/group.h"
 #include "backend/gpu/steps.h"
 
 namespace uccl_ep::gpu {

@@ -76,8 +76,8 @@ __device__ __forceinline__ SentPair pair_of(const Combine& k, const PairRanges& 
   pair.holder = pair.to;
   if constexpr (Combine::kNet)
     if (!k.is_near(pair.to)) {
-      pair.holder = k.g.net->from[pair.to].holder;
-      pair.stream = k.g.net->from[pair.to].stream;
+      pair.holder = k.g.net.from[pair.to].holder;
+      pair.stream = k.g.net.from[pair.to].stream;
     }
   return pair;
 }
@@ -198,7 +198,8 @@ __global__ void __launch_bounds__(kSlotThreads, 1)
 
 __global__ void tell_masks(const __grid_constant__ Group g, int32_t* out) {
   const uint64_t masked = local(g).low_latency.masked;
-  for (uint32_t r = threadIdx.x; r < g.map.num_ranks; r += kMaxGpuRanks) out[r] = static_cast<int32_t>(masked >> r & 1);
+  for (uint32_t r = threadIdx.x; r < g.map.num_ranks; r += kMaxSlotRanks)
+    out[r] = static_cast<int32_t>(masked >> r & 1);
 }
 
 }  // namespace
@@ -213,12 +214,12 @@ Status load_low_latency_combine(uint32_t shared_bytes) {
 }
 
 Status launch_masks(const Group& group, int32_t* out, StreamHandle stream) {
-  launch_kernel(tell_masks, {1, kMaxGpuRanks, 0, stream}, group, out);
+  launch_kernel(tell_masks, {1, kMaxSlotRanks, 0, stream}, group, out);
   return launch_status();
 }
 
 Status launch_low_latency(const Group& group, const SlotCombineArgs& args, uint32_t num_sms, StreamHandle stream) {
-  launch_kernel(group.net == nullptr ? low_latency_combine<false> : low_latency_combine<true>,
+  launch_kernel(!has_net(group) ? low_latency_combine<false> : low_latency_combine<true>,
                 {num_sms, kSlotThreads, slot_combine_bytes(group.map), stream}, group, args);
   return launch_status();
 }

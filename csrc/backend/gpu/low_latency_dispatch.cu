@@ -66,7 +66,7 @@ __device__ __forceinline__ Targets targets_of(const Dispatch& k, uint32_t token,
     if (k.is_near(its))
       targets.ranks |= uint64_t{1} << its;
     else
-      targets.domains |= 1u << k.g.domain_of[its];
+      targets.domains |= 1u << k.domain_of(its);
   }
   targets.ranks &= ~k.masked;
   return targets;
@@ -76,7 +76,7 @@ __device__ __forceinline__ uint32_t lowest_bit(uint64_t bits) { return __popcll(
 
 // What a block that sends knows of the other domains, in shared memory.
 struct SentRings {
-  SlotRing of[kMaxDomains];
+  SlotRing of[kMaxSlotDomains];
 };
 
 // Rows are sent and placed in so many parts, each by another warp: a row takes a warp several round trips to memory.
@@ -123,8 +123,7 @@ __device__ inline void send_rows(const Dispatch& k, SlotPlaces& shared, const St
       }
       __syncwarp();
       const uint32_t count = min(all - first, kSlotPlaces);
-      const auto others = static_cast<uint32_t>((uint64_t{1} << count) - 1) & ~1u;
-      send_part(k.args.stage, token, warp % kRowParts, {places[0], others, places}, lane);
+      send_part(k.args.stage, token, warp % kRowParts, {places[0], count - 1, places + 1}, lane);
       __syncwarp();
     }
     if (lane < k.g.map.num_domains && (targets.domains >> lane & 1) != 0)
@@ -146,8 +145,7 @@ __device__ inline bool open_rings(const NetDispatch& k, const StreamMasks& strea
   for (uint32_t d = k.crew.thread; d < k.g.map.num_domains; d += k.crew.size) {
     if (d == own_domain(k.g)) continue;
     const SlotRing ring = rings.of[d] = sent_ring(k, d);
-    good &=
-        wait_for(k, {slot_net_state(k.g).rows_gone + d, ring.free_after(k.map(), streams.count(d)), k.g.first_of[d]});
+    good &= wait_for(k, {k.g.slot_net_state.rows_gone + d, ring.free_after(k.map(), streams.count(d)), k.first_of(d)});
   }
   return k.crew.all(good);
 }
@@ -190,10 +188,10 @@ __device__ inline void end_rings(const NetDispatch& k, const StreamMasks& stream
   for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size) {
     if (k.is_near(s)) continue;
     const uint64_t received = rings.of[s].after(k.map(), streams.count(s));
-    slot_net_state(k.g).received[s] = received;
+    k.g.slot_net_state.received[s] = received;
     fence_system();
-    store_flag(slot_net(k.g).from[s].rows_consumed, received);
-    store_flag(slot_net(k.g).from[s].routing_consumed, k.number);
+    store_flag(k.g.slot_net.from[s].rows_consumed, received);
+    store_flag(k.g.slot_net.from[s].routing_consumed, k.number);
   }
 }
 
@@ -237,12 +235,12 @@ __device__ inline void serve_network(const Group& g, const SlotDispatchArgs& arg
     const uint32_t lane = threadIdx.x % kWarp;
     Outgoing<SlotPartsDone> out;
     if (lane < g.map.num_domains && lane != own_domain(g)) {
-      out.channel = slot_net(g).to[lane].row_channel;
+      out.channel = g.slot_net.to[lane].row_channel;
       out.counts = own_part(g, k.map().sent_counts) + lane * k.map().chunks;
       out.rows = streams.count(lane);
       out.per_chunk = k.map().rows_of_chunk;
       out.row_bytes = slot_wire_bytes(args);
-      out.serial = slot_net_state(g).sent[lane];
+      out.serial = g.slot_net_state.sent[lane];
       out.parts = kRowParts;
     }
     push_chunks(g, out, [] { return true; });
@@ -258,7 +256,7 @@ __device__ inline void serve_network(const Group& g, const SlotDispatchArgs& arg
     if (sends && keep_number(k, true))
 #pragma unroll 1
       for (uint32_t d = 0; d < g.map.num_domains; ++d)
-        if (d != own_domain(g)) slot_net_state(g).sent[d] = sent_ring(k, d).after(k.map(), streams.count(d));
+        if (d != own_domain(g)) g.slot_net_state.sent[d] = sent_ring(k, d).after(k.map(), streams.count(d));
     if (receives) keep_number(received, false);
   };
   serve_slot_network(g, shared, push, fill, keep);
@@ -308,7 +306,7 @@ Status load_low_latency_dispatch(uint32_t shared_bytes) {
 Status launch_low_latency(const Group& group, const SlotDispatchArgs& args, uint32_t num_sms, StreamHandle stream) {
   const uint32_t to_send = static_cast<uint32_t>(StreamMasks::bytes(group.map, sent_streams(group.map)));
   const uint32_t shared_bytes = args.phase == SlotPhase::kSend ? to_send : slot_dispatch_bytes(group.map);
-  launch_kernel(group.net == nullptr ? low_latency_dispatch<false> : low_latency_dispatch<true>,
+  launch_kernel(!has_net(group) ? low_latency_dispatch<false> : low_latency_dispatch<true>,
                 {num_sms, kSlotThreads, shared_bytes, stream}, group, args);
   return launch_status();
 }

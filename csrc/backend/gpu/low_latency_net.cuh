@@ -13,10 +13,6 @@
 
 namespace uccl_ep::gpu {
 
-__device__ __forceinline__ const SlotNet& slot_net(const Group& g) { return *own_part(g, g.map.low_latency.net); }
-__device__ __forceinline__ SlotNetState& slot_net_state(const Group& g) {
-  return *own_part(g, g.map.low_latency.net_state);
-}
 __host__ __device__ inline uint32_t mask_words(const DeviceMap& map) {
   return (map.low_latency.tokens + kTileTokens - 1) / kTileTokens;
 }
@@ -73,7 +69,7 @@ __device__ inline void fill_sent_streams(const K& k, const StreamMasks& streams)
     const int32_t expert = k.numbered(k.args.topk_idx[i]);
     if (expert < 0 || expert >= static_cast<int32_t>(k.g.map.num_experts)) continue;
     const uint32_t to = static_cast<uint32_t>(expert) / k.g.experts_per_rank;
-    if (!k.is_near(to)) streams.add(k.g.domain_of[to], i / width);
+    if (!k.is_near(to)) streams.add(k.domain_of(to), i / width);
   }
   k.crew.sync();
 }
@@ -110,23 +106,23 @@ __device__ __forceinline__ uint32_t slot_wire_bytes(const SlotDispatchArgs& args
   return static_cast<uint32_t>(round_up(args.stage.row.bytes, 128));
 }
 __device__ __forceinline__ SlotRing sent_ring(const NetDispatch& k, uint32_t domain) {
-  return {at(k.g, k.g.rank, slot_net(k.g).to[domain].rows), slot_net_state(k.g).sent[domain], k.map().row_chunk_bytes,
+  return {at(k.g, k.g.rank, k.g.slot_net.to[domain].rows), k.g.slot_net_state.sent[domain], k.map().row_chunk_bytes,
           slot_wire_bytes(k.args)};
 }
 __device__ __forceinline__ SlotRing received_ring(const NetDispatch& k, uint32_t source) {
-  return {at(k.g, k.g.net->from[source].holder, slot_net(k.g).from[source].rows), slot_net_state(k.g).received[source],
+  return {at(k.g, k.g.net.from[source].holder, k.g.slot_net.from[source].rows), k.g.slot_net_state.received[source],
           k.map().row_chunk_bytes, slot_wire_bytes(k.args)};
 }
 __device__ __forceinline__ uint32_t sum_bytes(const SlotCombineArgs& args) {
   return static_cast<uint32_t>(round_up(uint64_t{args.hidden} * dtype_bytes(args.signature.wire), 128));
 }
 __device__ __forceinline__ SlotRing relayed_ring(const NetCombine& k, uint32_t stream) {
-  return {at(k.g, k.g.rank, slot_net(k.g).relayed[stream].sums), slot_net_state(k.g).relayed[stream],
+  return {at(k.g, k.g.rank, k.g.slot_net.relayed[stream].sums), k.g.slot_net_state.relayed[stream],
           k.map().sum_chunk_bytes, sum_bytes(k.args)};
 }
 __device__ __forceinline__ SlotRing returned_ring(const NetCombine& k, uint32_t domain) {
-  return {at(k.g, k.g.rank, slot_net(k.g).to[domain].sums), slot_net_state(k.g).returned[domain],
-          k.map().sum_chunk_bytes, sum_bytes(k.args)};
+  return {at(k.g, k.g.rank, k.g.slot_net.to[domain].sums), k.g.slot_net_state.returned[domain], k.map().sum_chunk_bytes,
+          sum_bytes(k.args)};
 }
 
 // ---- one chunk of an operation: header and routing, of a combine with weights ---------------------------------------
@@ -143,36 +139,36 @@ __device__ __forceinline__ uint64_t packet_offset(uint64_t number, uint64_t slot
   return (number - 1) % kHalves * slot_bytes;
 }
 __device__ __forceinline__ SlotPacket own_slot_packet(const NetDispatch& k, uint32_t domain) {
-  return {at(k.g, k.g.rank, slot_net(k.g).to[domain].routing) + packet_offset(k.number, k.map().routing_bytes)};
+  return {at(k.g, k.g.rank, k.g.slot_net.to[domain].routing) + packet_offset(k.number, k.map().routing_bytes)};
 }
 __device__ __forceinline__ SlotPacket own_slot_packet(const NetCombine& k, uint32_t domain) {
-  return {at(k.g, k.g.rank, slot_net(k.g).to[domain].weights) + packet_offset(k.number, k.map().weights_bytes)};
+  return {at(k.g, k.g.rank, k.g.slot_net.to[domain].weights) + packet_offset(k.number, k.map().weights_bytes)};
 }
 __device__ __forceinline__ SlotPacket slot_packet(const NetDispatch& k, uint32_t source) {
-  return {at(k.g, k.g.net->from[source].holder, slot_net(k.g).from[source].routing) +
+  return {at(k.g, k.g.net.from[source].holder, k.g.slot_net.from[source].routing) +
           packet_offset(k.number, k.map().routing_bytes)};
 }
 __device__ __forceinline__ SlotPacket slot_packet(const NetCombine& k, uint32_t source) {
-  return {at(k.g, k.g.net->from[source].holder, slot_net(k.g).from[source].weights) +
+  return {at(k.g, k.g.net.from[source].holder, k.g.slot_net.from[source].weights) +
           packet_offset(k.number, k.map().weights_bytes)};
 }
 __device__ __forceinline__ uint32_t packet_channel(const NetDispatch& k, uint32_t domain) {
-  return slot_net(k.g).to[domain].routing_channel;
+  return k.g.slot_net.to[domain].routing_channel;
 }
 __device__ __forceinline__ uint32_t packet_channel(const NetCombine& k, uint32_t domain) {
-  return slot_net(k.g).to[domain].weights_channel;
+  return k.g.slot_net.to[domain].weights_channel;
 }
 __device__ __forceinline__ Awaited packet_gone(const NetDispatch& k, uint32_t domain) {
-  return {slot_net_state(k.g).routing_gone + domain, k.number - kHalves, k.g.first_of[domain]};
+  return {k.g.slot_net_state.routing_gone + domain, k.number - kHalves, k.first_of(domain)};
 }
 __device__ __forceinline__ Awaited packet_gone(const NetCombine& k, uint32_t domain) {
-  return {slot_net_state(k.g).weights_gone + domain, k.number - kHalves, k.g.first_of[domain]};
+  return {k.g.slot_net_state.weights_gone + domain, k.number - kHalves, k.first_of(domain)};
 }
 __device__ __forceinline__ Awaited packet_there(const NetDispatch& k, uint32_t source) {
-  return {slot_net_state(k.g).routing_there + source, k.number, source};
+  return {k.g.slot_net_state.routing_there + source, k.number, source};
 }
 __device__ __forceinline__ Awaited packet_there(const NetCombine& k, uint32_t source) {
-  return {slot_net_state(k.g).weights_there + source, k.number, source};
+  return {k.g.slot_net_state.weights_there + source, k.number, source};
 }
 __device__ __forceinline__ const float* weights_of(const SlotDispatchArgs&) { return nullptr; }
 __device__ __forceinline__ const float* weights_of(const SlotCombineArgs& args) { return args.weights; }
@@ -271,9 +267,9 @@ __device__ inline void serve_slot_network(const Group& g, SlotNetShared& shared,
   if (threadIdx.x == 0) shared = {};
   __syncthreads();
   const uint32_t warp = threadIdx.x / kWarp;
-  const SlotNet& net = slot_net(g);
+  const SlotNet& net = g.slot_net;
   if (warp == 0) {
-    poll_words(g, net.polled, net.num_polled, g.net->num_polled, &shared.poller_ends);
+    poll_words(g, net.polled, net.num_polled, g.net.num_polled, &shared.poller_ends);
   } else if (warp == 1) {
     push();
     __syncwarp();

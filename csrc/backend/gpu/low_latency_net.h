@@ -6,45 +6,52 @@
 
 namespace uccl_ep::gpu {
 
-constexpr uint32_t kMostSlotPolled = 8 * kMaxGpuRanks;
-
-// Constant; in device memory.
+// Constant; arrays are in device memory.
 struct SlotNet {
   // Another domain: our routing, rows and weights, and the sums that come back. Offsets are in our region.
   struct To {
     uint64_t routing, rows, weights, sums;
     uint32_t routing_channel, row_channel, weights_channel;
     uint64_t* sums_consumed;  // on the host
-  } to[kMaxGpuRanks];
+  };
   // Of a rank of another domain; Net::From names its holder and its stream. Offsets are in the holder's region, counts
   // of consumed chunks on its host.
   struct From {
     uint64_t routing, rows, weights;
     uint64_t *routing_consumed, *rows_consumed, *weights_consumed;
-  } from[kMaxGpuRanks];
+  };
   // A stream whose sums we return, from number 1 on.
   struct Relayed {
     uint64_t sums;  // in our region
     uint32_t channel;
-  } relayed[kMaxGpuRanks];
-  Net::Polled polled[kMostSlotPolled];
-  uint32_t num_polled;
+  };
+  To* to = nullptr;  // [domains]
+  From* from = nullptr;  // [ranks]
+  Relayed* relayed = nullptr;  // [streams]
+  Net::Polled* polled = nullptr;  // [most_polled()]
+  uint32_t num_polled = 0;
+
+  static constexpr uint64_t most_polled(const DeviceMap& map) {
+    return 3 * uint64_t{map.num_ranks} + 4 * uint64_t{map.num_domains} + map.num_streams;
+  }
 };
 
 // Chunks since creation. Kernels advance the counts, so replays of a graph do, too.
 struct SlotNetState {
-  uint64_t sent[kMaxGpuRanks];  // rows, by domain
-  uint64_t received[kMaxGpuRanks];  // rows, by source
-  uint64_t returned[kMaxGpuRanks];  // sums that came back, by domain
-  uint64_t relayed[kMaxGpuRanks];  // sums, by stream
-  DeviceFlag<SlotPacketThere> routing_there[kMaxGpuRanks];  // by source, as the next two
-  DeviceFlag<SlotRowsThere> rows_there[kMaxGpuRanks];
-  DeviceFlag<SlotPacketThere> weights_there[kMaxGpuRanks];
-  DeviceFlag<SlotSumsThere> sums_there[kMaxGpuRanks];  // by domain, as the next three
-  DeviceFlag<SlotChunksGone> routing_gone[kMaxGpuRanks];
-  DeviceFlag<SlotChunksGone> rows_gone[kMaxGpuRanks];
-  DeviceFlag<SlotChunksGone> weights_gone[kMaxGpuRanks];
-  DeviceFlag<SlotChunksGone> sums_gone[kMaxGpuRanks];  // by stream
+  uint64_t* sent = nullptr;  // rows, by domain
+  uint64_t* received = nullptr;  // rows, by source
+  uint64_t* returned = nullptr;  // sums that came back, by domain
+  uint64_t* relayed = nullptr;  // sums, by stream
+  DeviceFlag<SlotPacketThere>* routing_there = nullptr;  // by source, as the next two
+  DeviceFlag<SlotRowsThere>* rows_there = nullptr;
+  DeviceFlag<SlotPacketThere>* weights_there = nullptr;
+  DeviceFlag<SlotSumsThere>* sums_there = nullptr;  // by domain, as the next three
+  DeviceFlag<SlotChunksGone>* routing_gone = nullptr;
+  DeviceFlag<SlotChunksGone>* rows_gone = nullptr;
+  DeviceFlag<SlotChunksGone>* weights_gone = nullptr;
+  DeviceFlag<SlotChunksGone>* sums_gone = nullptr;  // by stream
 };
+// As lay_out_net().
+uint64_t lay_out_slot_net(SlotNet& net, SlotNetState& state, uint8_t* memory, const DeviceMap& map);
 
 }  // namespace uccl_ep::gpu

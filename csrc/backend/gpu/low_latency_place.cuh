@@ -57,7 +57,7 @@ __host__ __device__ inline uint32_t sent_streams(const DeviceMap& map) {
 
 // What a block that receives knows of the ranks of other domains, in shared memory.
 struct ReceivedRings {
-  SlotRing of[kMaxGpuRanks];
+  SlotRing of[kMaxSlotRanks];
 };
 
 // By a crew, when all headers have come. `streams`: by source, of other domains.
@@ -164,16 +164,16 @@ __device__ inline bool place_slots(const Dispatch& k, const SlotTable& table, Sl
       row = k.row(k.g.rank, source, token);
     } else {
       const uint32_t its = streams.row(source, token);
-      const DeviceFlag<SlotRowsThere>* const there = slot_net_state(k.g).rows_there + source;
+      const DeviceFlag<SlotRowsThere>* const there = k.g.slot_net_state.rows_there + source;
       good = lane != 0 || wait_for(k, {there, rings.of[source].arrived(k.map(), its), source, static_cast<int>(token)});
       row = rings.of[source].row(k.map(), its);
     }
     if (!__all_sync(kFullWarp, good)) return false;
     __syncwarp();  // orders what the lanes have written and read before what any of them reads
-    const uint32_t others = static_cast<uint32_t>((uint64_t{1} << __popcll(wants)) - 1) & ~1u;
+    const auto others = static_cast<uint32_t>(__popcll(wants)) - 1;
     const uint32_t vectors = out_bytes / 16, of_part = (vectors + kPlaceParts - 1) / kPlaceParts;
-    copy_row<8>(reinterpret_cast<const uint4*>(row), {places[0], others, places}, min((part + 1) * of_part, vectors),
-                lane, part * of_part);
+    copy_row<8>(reinterpret_cast<const uint4*>(row), {places[0], others, places + 1},
+                min((part + 1) * of_part, vectors), lane, part * of_part);
     if (k.args.scales != nullptr && part == kPlaceParts - 1)
       for (LaneMask left = wants; left != 0; left &= left - 1) {
         const uint64_t its = __shfl_sync(kFullWarp, slot, lowest_lane(left));

@@ -8,24 +8,24 @@ namespace uccl_ep::gpu {
 
 // In shared memory of a block that receives.
 struct CombineRings {
-  SlotRing relayed[kMaxGpuRanks];  // by stream
-  SlotRing returned[kMaxDomains];
+  SlotRing relayed[kMaxSlotRanks];  // by stream
+  SlotRing returned[kMaxSlotDomains];
 };
 
 // By a crew: waits for the weights of the streams that we relay, and finds their tokens. False: an error is known.
 __device__ inline bool fill_relayed_streams(const NetCombine& k, const StreamMasks& streams) {
-  const uint32_t relayed = k.g.net->num_relayed, width = k.args.width;
+  const uint32_t relayed = k.g.net.num_relayed, width = k.args.width;
   const uint32_t first_of_domain = k.g.first * k.g.experts_per_rank;
   const uint32_t of_domain = k.members() * k.g.experts_per_rank;
   streams.clear(k.crew, k.g.map.num_streams);
   bool good = !stopped(k.g);
 #pragma unroll 1
   for (uint32_t i = 1 + k.crew.thread; i <= relayed; i += k.crew.size)
-    good &= wait_for(k, packet_there(k, k.g.net->relayed[i].source));
+    good &= wait_for(k, packet_there(k, k.g.net.relayed[i].source));
   if (!k.crew.all(good)) return false;
 #pragma unroll 1
   for (uint32_t i = 1; i <= relayed; ++i) {
-    const SlotPacket packet = slot_packet(k, k.g.net->relayed[i].source);
+    const SlotPacket packet = slot_packet(k, k.g.net.relayed[i].source);
     const uint32_t places = min(packet.header().num_tokens, k.map().tokens) * width;
 #pragma unroll 1
     for (uint32_t p = k.crew.thread; p < places; p += k.crew.size)
@@ -40,10 +40,10 @@ __device__ inline bool fill_relayed_streams(const NetCombine& k, const StreamMas
 __device__ inline bool open_rings(const NetCombine& k, CombineRings& rings) {
   bool good = !stopped(k.g);
 #pragma unroll 1
-  for (uint32_t i = 1 + k.crew.thread; i <= k.g.net->num_relayed; i += k.crew.size) {
+  for (uint32_t i = 1 + k.crew.thread; i <= k.g.net.num_relayed; i += k.crew.size) {
     const SlotRing ring = rings.relayed[i] = relayed_ring(k, i);
     good &= wait_for(
-        k, {slot_net_state(k.g).sums_gone + i, ring.free_after(k.map(), k.map().tokens), k.g.net->relayed[i].source});
+        k, {k.g.slot_net_state.sums_gone + i, ring.free_after(k.map(), k.map().tokens), k.g.net.relayed[i].source});
   }
   return k.crew.all(good);
 }
@@ -51,19 +51,19 @@ __device__ inline bool open_rings(const NetCombine& k, CombineRings& rings) {
 // How many warps share a row that is summed for another domain: all have a share, and few have two.
 __device__ __forceinline__ uint32_t relay_shares(const NetCombine& k, const StreamMasks& streams) {
   uint32_t rows = 1;
-  for (uint32_t i = 1; i <= k.g.net->num_relayed; ++i) rows += streams.count(i);
+  for (uint32_t i = 1; i <= k.g.net.num_relayed; ++i) rows += streams.count(i);
   return min(max(k.workers() * kSlotWarps / rows, 1), parts_of(k));
 }
 
 // By a crew: sums its share of the rows for other domains. False: an error is known.
 __device__ inline bool relay_sums(const NetCombine& k, const StreamMasks& streams, CombineRings& rings) {
-  const uint32_t relayed = k.g.net->num_relayed, width = k.args.width, lane = threadIdx.x % kWarp;
+  const uint32_t relayed = k.g.net.num_relayed, width = k.args.width, lane = threadIdx.x % kWarp;
   const bool wide = k.args.signature.wire == Dtype::kFp32;
   const uint32_t parts = parts_of(k), shares = relay_shares(k, streams), at_once = (parts + shares - 1) / shares;
   uint32_t share = k.warp();  // of all streams, one after the other
 #pragma unroll 1
   for (uint32_t i = 1; i <= relayed; ++i) {
-    const SlotPacket packet = slot_packet(k, k.g.net->relayed[i].source);
+    const SlotPacket packet = slot_packet(k, k.g.net.relayed[i].source);
     const uint32_t tokens = min(packet.header().num_tokens, k.map().tokens);
 #pragma unroll 1
     for (; share < tokens * shares; share += k.warps()) {
@@ -90,16 +90,16 @@ __device__ inline bool relay_sums(const NetCombine& k, const StreamMasks& stream
 
 // By the crew of the last block: what other domains sent is read, and its memory may be used again.
 __device__ inline void end_rings(const NetCombine& k, const StreamMasks& streams, const CombineRings& rings) {
-  SlotNetState& state = slot_net_state(k.g);
+  const SlotNetState& state = k.g.slot_net_state;
   fence_system();
 #pragma unroll 1
   for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size)
-    if (!k.is_near(s)) store_flag(slot_net(k.g).from[s].weights_consumed, k.number);
+    if (!k.is_near(s)) store_flag(k.g.slot_net.from[s].weights_consumed, k.number);
 #pragma unroll 1
   for (uint32_t d = k.crew.thread; d < k.g.map.num_domains; d += k.crew.size) {
     if (d == own_domain(k.g)) continue;
     state.returned[d] = rings.returned[d].after(k.map(), streams.count(d));
-    store_flag(slot_net(k.g).to[d].sums_consumed, state.returned[d]);
+    store_flag(k.g.slot_net.to[d].sums_consumed, state.returned[d]);
   }
 }
 
@@ -109,17 +109,17 @@ __device__ inline void serve_network(const Group& g, const SlotCombineArgs& args
   const bool sends = args.phase != SlotPhase::kReceive, receives = args.phase != SlotPhase::kSend;
   const NetCombine sent = begin_slots<true>(g, args, SlotKind::kCombine, net_crew(), true);
   const NetCombine k = begin_slots<true>(g, args, SlotKind::kCombine, net_crew(), false);
-  SlotNetState& state = slot_net_state(g);
+  const SlotNetState& state = g.slot_net_state;
   const auto push = [&] {
     if (sends && !is_ready()) return;
     if (sends) push_slot_packets(sent);
     if (!receives || !is_ready()) return;
 #pragma unroll 1
-    for (uint32_t first = 1; first <= g.net->num_relayed; first += kWarp) {
+    for (uint32_t first = 1; first <= g.net.num_relayed; first += kWarp) {
       const uint32_t stream = first + threadIdx.x % kWarp;
       Outgoing<SlotPartsDone> out;
-      if (stream <= g.net->num_relayed) {
-        out.channel = slot_net(g).relayed[stream].channel;
+      if (stream <= g.net.num_relayed) {
+        out.channel = g.slot_net.relayed[stream].channel;
         out.counts = own_part(g, k.map().relayed_counts) + stream * k.map().chunks;
         out.rows = relayed.count(stream);
         out.per_chunk = k.map().rows_of_chunk;
@@ -138,7 +138,7 @@ __device__ inline void serve_network(const Group& g, const SlotCombineArgs& args
     if (sends) keep_number(sent, true);
     if (!receives || !keep_number(k, false)) return;
 #pragma unroll 1
-    for (uint32_t i = 1; i <= g.net->num_relayed; ++i)
+    for (uint32_t i = 1; i <= g.net.num_relayed; ++i)
       state.relayed[i] = relayed_ring(k, i).after(k.map(), relayed.count(i));
   };
   serve_slot_network(g, shared, push, fill, keep);

@@ -32,17 +32,17 @@ constexpr uint32_t kOwnSlot = 1u << 31;
 constexpr uint32_t kRowUnit = 128;  // rows begin at multiples of it
 static_assert(kRowUnit == 128);
 __device__ __forceinline__ uint32_t row_at(const Group& g, const uint8_t* row) {
-  return static_cast<uint32_t>(static_cast<uint64_t>(row - g.base[g.rank]) / kRowUnit);
+  return static_cast<uint32_t>(static_cast<uint64_t>(row - g.own) / kRowUnit);
 }
 __device__ __forceinline__ const uint8_t* row_of(const Group& g, const SlotCombineArgs& args, uint32_t row) {
   return (row & kOwnSlot) != 0 ? args.rows + uint64_t{row & ~kOwnSlot} * 2 * args.hidden
-                               : g.base[g.rank] + uint64_t{row} * kRowUnit;
+                               : g.own + uint64_t{row} * kRowUnit;
 }
 // Where a sum goes: kOwnToken with a token of ours, or a row of our region.
 constexpr uint32_t kOwnToken = kOwnSlot;
 __device__ __forceinline__ uint8_t* sum_at(const Group& g, const SlotCombineArgs& args, uint32_t sum) {
   return (sum & kOwnToken) != 0 ? args.out + uint64_t{sum & ~kOwnToken} * 2 * args.hidden
-                                : g.base[g.rank] + uint64_t{sum} * kRowUnit;
+                                : g.own + uint64_t{sum} * kRowUnit;
 }
 // Of a pair that has come, of an expert of rank `from`.
 template <typename Combine>
@@ -92,7 +92,7 @@ __device__ __forceinline__ bool find_pairs(const Combine& k, uint32_t stream, ui
   const int32_t its = __shfl_sync(kFullWarp, expert, from % kWarp);
   out.count = static_cast<uint32_t>(__popcll(ballot(expert >= 0)));
   out.weight = __shfl_sync(kFullWarp, weight, from % kWarp);
-  const uint32_t rank = lane < out.count ? static_cast<uint32_t>(its) / k.g.experts_per_rank : kMaxGpuRanks;
+  const uint32_t rank = lane < out.count ? static_cast<uint32_t>(its) / k.g.experts_per_rank : kMaxSlotRanks;
   out.ends = last_of_ranks(rank, out.count, lane);
   const uint32_t place = token * width + from;
   const bool mine = lane < out.count;
@@ -112,7 +112,7 @@ __device__ __forceinline__ bool find_returned(const NetCombine& k, const Sources
   const uint32_t width = k.args.width;
   // Of each other domain only the pair of the lowest expert stays.
   const uint32_t its_rank = expert < 0 ? 0 : static_cast<uint32_t>(expert) / k.g.experts_per_rank;
-  const uint32_t its_domain = expert < 0 ? kMaxDomains : k.g.domain_of[its_rank];
+  const uint32_t its_domain = expert < 0 ? kMaxSlotDomains : k.domain_of(its_rank);
   bool lowest = true;
 #pragma unroll 1
   for (uint32_t i = 0; i < width; ++i) {
@@ -139,8 +139,8 @@ __device__ __forceinline__ bool find_returned(const NetCombine& k, const Sources
   if (returned) {
     const uint32_t row = sources.streams.row(domain, token);
     out.row = row_at(k.g, sources.rings[domain].row(k.map(), row));
-    good = wait_for(k, {slot_net_state(k.g).sums_there + domain, sources.rings[domain].arrived(k.map(), row),
-                        k.g.first_of[domain], static_cast<int>(token)});
+    good = wait_for(k, {k.g.slot_net_state.sums_there + domain, sources.rings[domain].arrived(k.map(), row),
+                        k.first_of(domain), static_cast<int>(token)});
   }
   if (!__all_sync(kFullWarp, good)) return false;
   __syncwarp();  // orders what the lanes have read before what any of them reads next

@@ -11,22 +11,45 @@
 
 namespace uccl_ep::gpu {
 
-// What a window merges, in shared memory.
+// What a window merges: of another domain, and of a stream that we relay.
+#pragma pack(push, 4)
+struct MergeDomain {
+  uint32_t rows;    // of our stream, in earlier windows
+  uint32_t slot;    // of the first chunk that comes back
+  uint64_t chunks;  // that came before
+  uint32_t unused;
+};
+struct MergeStream {
+  uint32_t first_row, end_row;
+  uint32_t pieces;  // in earlier windows
+  uint32_t slot;    // of the first chunk
+  uint32_t unused;
+};
+#pragma pack(pop)
+// In shared memory.
 struct MergeRange {
   uint32_t first_token, end_token;
-  PartedRows last;  // of our tokens
-  uint32_t pieces;  // of ours in our domain, in earlier windows
-  // By domain: rows of our stream in earlier windows, slot of the first chunk that comes back, chunks that came before.
-  uint32_t returned_rows[kMaxGpuRanks], returned_slot[kMaxGpuRanks];
-  uint64_t returned_chunks[kMaxGpuRanks];
-  // By stream that we relay: rows, pieces in earlier windows, slot of the first chunk.
-  uint32_t first_row[kMaxGpuRanks], end_row[kMaxGpuRanks], relayed_pieces[kMaxGpuRanks], relayed_slot[kMaxGpuRanks];
-  uint32_t most;  // rows of a stream
+  PartedRows last;    // of our tokens
+  uint32_t pieces;    // of ours in our domain, in earlier windows
+  uint32_t most;      // rows of a stream
   PartedRows parted;  // of those that we relay
+  static __device__ __forceinline__ MergeDomain& domain(const Group& g, uint32_t domain) {
+    return shared_table<MergeDomain>(g, FoldRange::table_bytes(g.map))[domain];
+  }
+  static __device__ __forceinline__ MergeStream& stream(const Group& g, uint32_t stream) {
+    return shared_table<MergeStream>(g, FoldRange::table_bytes(g.map))[g.map.num_domains + stream];
+  }
 };
+static_assert(sizeof(MergeDomain) == sizeof(MergeStream));
+// Of a combine.
+__host__ __device__ inline uint32_t combine_table_bytes(const DeviceMap& map) {
+  const uint64_t merges = map.num_domains > 1 ? sizeof(MergeStream) * (map.num_domains + map.num_streams) : 0;
+  return table_bytes(FoldRange::table_bytes(map) + merges);
+}
+// By a warp.
 __device__ inline void find_merge_range(const CombineKernel& k, MergeRange& out) {
   const uint32_t entries = k.plan.num_token_blocks + 1;
-  const uint32_t num_relayed = k.g.net != nullptr ? k.g.net->num_relayed : 0;
+  const uint32_t num_relayed = has_net(k.g) ? k.g.net.num_relayed : 0;
   const TokenBlockRange own = token_blocks_of(k.args, (k.plan.num_tokens + kTokenBlock - 1) / kTokenBlock);
   if (k.crew.thread == 0) {
     out.first_token = min(own.first * kTokenBlock, k.plan.num_tokens);
@@ -35,32 +58,30 @@ __device__ inline void find_merge_range(const CombineKernel& k, MergeRange& out)
   }
   // Without this barrier racecheck reports a race of the writes above with reads behind the block's own barrier.
   k.crew.sync();
-  if (k.g.net == nullptr) return;
+  if (!has_net(k.g)) return;
   for (uint32_t to = k.crew.thread; to < k.g.map.num_domains; to += k.crew.size) {
-    out.returned_rows[to] = k.plan.sent_token_blocks[to * entries + own.first];
-    out.returned_chunks[to] = net_state(k.g).returned[to];
-    out.returned_slot[to] = static_cast<uint32_t>(out.returned_chunks[to] % k.g.map.return_slots);
+    const uint64_t chunks = k.g.net_state.returned[to];
+    out.domain(k.g, to) = {k.plan.sent_token_blocks[to * entries + own.first],
+                           static_cast<uint32_t>(chunks % k.g.map.return_slots), chunks, 0};
   }
+  uint32_t most = 0;
   for (uint32_t stream = 1 + k.crew.thread; stream <= num_relayed; stream += k.crew.size) {
-    const uint32_t s = k.g.net->relayed[stream].source;
+    const uint32_t s = k.g.net.relayed[stream].source;
     const TokenBlockRange token_blocks = token_blocks_of(k.args, k.plan.token_blocks[s]);
-    out.first_row[stream] = k.plan.token_block_streams[s * entries + token_blocks.first];
-    out.end_row[stream] = k.plan.token_block_streams[s * entries + token_blocks.end];
-    out.relayed_pieces[stream] = k.plan.token_block_pieces[s * entries + token_blocks.first];
-    out.relayed_slot[stream] = static_cast<uint32_t>(net_state(k.g).relayed[stream] % k.g.map.return_slots);
+    const uint32_t* const before = k.plan.token_block_streams + s * entries;
+    out.stream(k.g, stream) = {before[token_blocks.first], before[token_blocks.end],
+                               k.plan.token_block_pieces[s * entries + token_blocks.first],
+                               static_cast<uint32_t>(k.g.net_state.relayed[stream] % k.g.map.return_slots), 0};
+    most = max(most, before[token_blocks.end] - before[token_blocks.first]);
   }
-  k.crew.sync();
-  if (k.crew.thread == 0) {
-    out.most = 0;
-    for (uint32_t stream = 1; stream <= num_relayed; ++stream)
-      out.most = max(out.most, out.end_row[stream] - out.first_row[stream]);
-  }
+  most = warp_max(most);
+  if (k.crew.thread == 0) out.most = most;
   k.crew.sync();
 }
 
 // The rank of a domain that returns sums to us.
 __device__ __forceinline__ uint32_t rail_of(const Group& g, uint32_t domain) {
-  const uint32_t first = g.first_of[domain], size = g.first_of[domain + 1] - first;
+  const uint32_t first = first_of(g, domain), size = first_of(g, domain + 1) - first;
   return first + (g.rank - g.first) % size;
 }
 // By a warp, one rank per lane: whether the pieces of a token block of a stream have arrived. It waits for them, or
@@ -82,9 +103,9 @@ __device__ __forceinline__ bool returns_came(const Kernel& k, const MergeRange& 
   for (uint32_t to = threadIdx.x % kWarp; to < k.g.map.num_domains; to += kWarp) {
     if (to == own_domain(k.g)) continue;
     const uint32_t rows_until = k.plan.sent_token_blocks[to * (k.plan.num_token_blocks + 1) + token_block + 1];
-    const uint32_t chunks = part_of(k.g, range.returned_rows[to], rows_until, row_bytes).chunks;
+    const uint32_t chunks = part_of(k.g, range.domain(k.g, to).rows, rows_until, row_bytes).chunks;
     if (chunks > 0)
-      good &= peer_came<kLooks>(k, {net_state(k.g).returns_there + to, range.returned_chunks[to] + chunks,
+      good &= peer_came<kLooks>(k, {k.g.net_state.returns_there + to, range.domain(k.g, to).chunks + chunks,
                                     rail_of(k.g, to), static_cast<int>(chunks - 1)});
   }
   return __all_sync(kFullWarp, good);
@@ -93,8 +114,8 @@ __device__ __forceinline__ bool returns_came(const Kernel& k, const MergeRange& 
 // Where a sum of another domain lies, in units of 16 bytes of our region.
 __device__ __forceinline__ uint32_t returned_place(const Group& g, const MergeRange& range, const Addend& addend,
                                                    uint32_t row_bytes) {
-  const uint32_t to = addend.domain(), row = addend.row() - range.returned_rows[to];
-  return (g.net->to[to].returns + ring_offset(g, range.returned_slot[to], g.map.return_slots, row, row_bytes)) / 16;
+  const uint32_t to = addend.domain(), row = addend.row() - range.domain(g, to).rows;
+  return (g.net.to[to].returns + ring_offset(g, range.domain(g, to).slot, g.map.return_slots, row, row_bytes)) / 16;
 }
 
 // Sums for our tokens of a window: of the pieces that come back and (kNet) of other domains' sums.
@@ -135,7 +156,7 @@ struct Merge : CombineKernel {
       return (g.map.pieces.offset + uint64_t{addend.piece() - range.pieces} * row_bytes()) / 16;
     return returned_place(g, range, addend, row_bytes());
   }
-  __device__ const uint8_t* base() const { return g.base[g.rank]; }
+  __device__ const uint8_t* base() const { return g.own; }
   __device__ bool has_begin() const { return args.bias[0] != nullptr; }
   // Adds to eight values what the biases have in their place, `to` in the output.
   template <typename Row>
@@ -186,24 +207,24 @@ struct Relay : CombineKernel {
   __device__ uint32_t row_bytes() const { return args.hidden * dtype_bytes(args.wire); }
   __device__ SharedWork shared_work() const { return SharedWork::kRelayed; }
   __device__ Dealing dealing() const { return {4}; }
-  __device__ uint32_t end() const { return range.parted.end(range.most * g.net->num_relayed); }
+  __device__ uint32_t end() const { return range.parted.end(range.most * g.net.num_relayed); }
   __device__ Sum look_up(uint32_t number) const {
-    const uint32_t n = range.parted.row(number), k = 1 + n % g.net->num_relayed, r = n / g.net->num_relayed,
-                   row = range.first_row[k] + r;
-    if (row >= range.end_row[k]) return {};
+    const uint32_t n = range.parted.row(number), k = 1 + n % g.net.num_relayed, r = n / g.net.num_relayed,
+                   row = range.stream(g, k).first_row + r;
+    if (row >= range.stream(g, k).end_row) return {};
     const uint32_t* const pieces = plan.relayed_piece + plan.relayed_begin[k] + row;
     Sum sum;
     sum.first = pieces[0];
     sum.count = pieces[1] - pieces[0];
     sum.tag = RelayTag::of(r / rows_per_chunk(g, row_bytes()), k, token_block_of(k, row)).word;
     sum.part = range.parted.part(number);
-    sum.out = at(g, g.rank, g.net->relayed[k].returns) +
-              ring_offset(g, range.relayed_slot[k], g.map.return_slots, r, row_bytes());
+    sum.out = at(g, g.rank, g.net.relayed[k].returns) +
+              ring_offset(g, range.stream(g, k).slot, g.map.return_slots, r, row_bytes());
     return sum;
   }
   // The token block that has a row of its stream.
   __device__ uint32_t token_block_of(uint32_t k, uint32_t row) const {
-    const uint32_t s = g.net->relayed[k].source;
+    const uint32_t s = g.net.relayed[k].source;
     const uint32_t* const before = plan.token_block_streams + s * (plan.num_token_blocks + 1);
     uint32_t low = 0, high = plan.token_blocks[s] - 1;
     while (low < high) {
@@ -217,9 +238,9 @@ struct Relay : CombineKernel {
   }
   __device__ uint32_t place(const Sum& sum, uint32_t j) const {
     const uint32_t k = RelayTag{sum.tag}.stream();
-    return (g.map.pieces.offset + k * g.map.piece_bytes + uint64_t{j - range.relayed_pieces[k]} * row_bytes()) / 16;
+    return (g.map.pieces.offset + k * g.map.piece_bytes + uint64_t{j - range.stream(g, k).pieces} * row_bytes()) / 16;
   }
-  __device__ const uint8_t* base() const { return g.base[g.rank]; }
+  __device__ const uint8_t* base() const { return g.own; }
   template <bool kLooks>
   __device__ bool came(uint32_t tag) const {
     const RelayTag its{tag};
@@ -256,13 +277,14 @@ __device__ __forceinline__ uint64_t weight_offset(const Group& g, uint32_t slot,
 // By crews of all blocks, with several domains: writes the weights' gradients into the rings to their sources.
 __device__ inline void relay_weights(const CombineKernel& k, const MergeRange& range) {
   const uint32_t row_bytes = k.args.hidden * dtype_bytes(k.args.wire);
-  for (uint32_t stream = 1; stream <= k.g.net->num_relayed; ++stream) {
+  for (uint32_t stream = 1; stream <= k.g.net.num_relayed; ++stream) {
     const float* const from = own_part(k.g, k.g.map.piece_weights) + uint64_t{stream} * k.g.map.max_pairs;
-    const uint32_t chunks = part_of(k.g, range.first_row[stream], range.end_row[stream], row_bytes).chunks;
-    uint8_t* const to = at(k.g, k.g.rank, k.g.net->relayed[stream].returns);
+    const uint32_t chunks =
+        part_of(k.g, range.stream(k.g, stream).first_row, range.stream(k.g, stream).end_row, row_bytes).chunks;
+    uint8_t* const to = at(k.g, k.g.rank, k.g.net.relayed[stream].returns);
     for (uint32_t p = blockIdx.x * k.crew.size + k.crew.thread; p < k.plan.relayed_pairs[stream];
          p += workers(k.g) * k.crew.size)
-      *reinterpret_cast<float*>(to + weight_offset(k.g, range.relayed_slot[stream], chunks, p)) =
+      *reinterpret_cast<float*>(to + weight_offset(k.g, range.stream(k.g, stream).slot, chunks, p)) =
           device::load_past_l1(from + p);
   }
   if (last_block(k, Phase::kRelayed, workers(k.g)) && k.crew.thread == 0)
@@ -273,21 +295,21 @@ __device__ inline void relay_weights(const CombineKernel& k, const MergeRange& r
 __device__ inline void merge_weights(const CombineKernel& k, const MergeRange& range) {
   const uint32_t row_bytes = k.args.hidden * dtype_bytes(k.args.wire);
   for (uint32_t to = 0; to < k.g.map.num_domains; ++to) {
-    const uint32_t begin = k.plan.pair_begin[k.g.first_of[to]], end = k.plan.pair_begin[k.g.first_of[to + 1]];
+    const uint32_t begin = k.plan.pair_begin[first_of(k.g, to)], end = k.plan.pair_begin[first_of(k.g, to + 1)];
     const bool own = to == own_domain(k.g);
-    const uint8_t* from = at(k.g, k.g.rank, own ? k.g.map.piece_weights.offset : k.g.net->to[to].returns);
+    const uint8_t* from = at(k.g, k.g.rank, own ? k.g.map.piece_weights.offset : k.g.net.to[to].returns);
     uint32_t chunks = 0;
     if (!own) {
       const TokenBlockRange window = token_blocks_of(k.args, (k.plan.num_tokens + kTokenBlock - 1) / kTokenBlock);
       const uint32_t* const before = k.plan.sent_token_blocks + to * (k.plan.num_token_blocks + 1);
       chunks = part_of(k.g, before[window.first], before[window.end], row_bytes).chunks;
-      const uint64_t all = range.returned_chunks[to] + chunks + weight_chunks_of(k.g, k.args, end - begin);
-      const bool good = k.crew.thread != 0 || wait_peer(k, {net_state(k.g).returns_there + to, all, rail_of(k.g, to)});
+      const uint64_t all = range.domain(k.g, to).chunks + chunks + weight_chunks_of(k.g, k.args, end - begin);
+      const bool good = k.crew.thread != 0 || wait_peer(k, {k.g.net_state.returns_there + to, all, rail_of(k.g, to)});
       if (!k.crew.all(good)) return;
     }
     for (uint32_t p = begin + blockIdx.x * k.crew.size + k.crew.thread; p < end; p += workers(k.g) * k.crew.size) {
       const uint64_t offset =
-          own ? uint64_t{p - begin} * 4 : weight_offset(k.g, range.returned_slot[to], chunks, p - begin);
+          own ? uint64_t{p - begin} * 4 : weight_offset(k.g, range.domain(k.g, to).slot, chunks, p - begin);
       k.args.weights[k.plan.pair_place[p]] = device::load_past_l1(reinterpret_cast<const float*>(from + offset));
     }
   }
@@ -299,7 +321,7 @@ __device__ inline void finish_merge(const CombineKernel& k, const MergeRange& ra
   for (uint32_t r = k.g.first + k.crew.thread; r < k.g.end; r += k.crew.size)
     good &= wait_peer(k, {member_flag(k.g, k.g.rank, k.g.map.folded_all, r), k.op.epoch, r});
   if (!k.crew.all(good) || k.args.signature.with_weights == 0 || k.args.window != 0) return;
-  if (k.g.net != nullptr) relay_weights(k, range);
+  if (has_net(k.g)) relay_weights(k, range);
   if (k.args.weights != nullptr) merge_weights(k, range);
 }
 

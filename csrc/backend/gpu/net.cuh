@@ -4,6 +4,7 @@
 #pragma once
 
 #include "backend/gpu/device.cuh"
+#include "backend/gpu/shares.cuh"
 #include "queue/device.cuh"
 
 namespace uccl_ep::gpu {
@@ -51,7 +52,7 @@ __device__ inline void poll_words(const Group& g, const Net::Polled* words, uint
   }
 }
 __device__ inline void poll_hosts(const Group& g, uint32_t* end) {
-  poll_words(g, g.net->polled, g.net->num_polled, 0, end);
+  poll_words(g, g.net.polled, g.net.num_polled, 0, end);
 }
 
 // ---- commands -------------------------------------------------------------------------------------------------------
@@ -83,7 +84,7 @@ __device__ __forceinline__ void push_all(const Group& g, uint32_t count, Of of) 
   if (mask == 0) return;
   __syncwarp();  // orders what the lanes have read before what one of them writes
   fence_system();
-  CommandProducer producer(g.net->commands);
+  CommandProducer producer(g.net.commands);
   for (LaneMask left = mask; left != 0; left &= left - 1) {
     const uint32_t from = lowest_lane(left), its_count = __shfl_sync(kFullWarp, count, from);
     for (uint32_t i = 0; i < its_count; ++i) {
@@ -99,31 +100,67 @@ __device__ __forceinline__ void push_all(const Group& g, uint32_t count, Of of) 
   __syncwarp();
 }
 
+// By one warp, one channel per lane: pushes the chunks that are complete, in order. Several at a time, because the
+// fence takes microseconds on a full link.
+template <typename Of>
+__device__ __forceinline__ void push_complete(const Group& g, Outgoing<Of>& out) {
+  constexpr uint32_t kAhead = 4;
+  uint32_t counted[kAhead];
+#pragma unroll
+  for (uint32_t i = 0; i < kAhead; ++i) counted[i] = out.rows_in(i) > 0 ? peek(out.counts + out.chunk + i) : 0;
+  uint32_t complete = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < kAhead; ++i) {
+    if (complete != i || counted[i] == 0 || counted[i] != out.rows_in(i) * out.parts) continue;
+    out.counts[out.chunk + i].value = 0;
+    ++complete;
+  }
+  push_all(g, complete,
+           [&](uint32_t i) { return Command{out.channel, uint64_t{out.rows_in(i)} * out.row_bytes, out.serial + i}; });
+  out.chunk += complete;
+  out.serial += complete;
+}
+
 // By one warp, one channel per lane: pushes chunks in order, as they become complete. Meanwhile it calls `beside()`
-// until that returns true. Returns when both are done, or after an error. Each round may push several chunks, because
-// its fence takes microseconds on a full link.
+// until that returns true. Returns when both are done, or after an error.
 template <typename Of, typename Beside>
 __device__ __forceinline__ void push_chunks(const Group& g, Outgoing<Of> out, Beside beside) {
-  constexpr uint32_t kAhead = 4;
   bool done = beside();
   for (uint32_t looks = 1; !done || __any_sync(kFullWarp, out.left()); ++looks) {
-    uint32_t counted[kAhead];
-#pragma unroll
-    for (uint32_t i = 0; i < kAhead; ++i) counted[i] = out.rows_in(i) > 0 ? peek(out.counts + out.chunk + i) : 0;
-    uint32_t complete = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < kAhead; ++i) {
-      if (complete != i || counted[i] == 0 || counted[i] != out.rows_in(i) * out.parts) continue;
-      out.counts[out.chunk + i].value = 0;
-      ++complete;
-    }
-    push_all(g, complete, [&](uint32_t i) {
-      return Command{out.channel, uint64_t{out.rows_in(i)} * out.row_bytes, out.serial + i};
-    });
-    out.chunk += complete;
-    out.serial += complete;
+    push_complete(g, out);
     if (!done) done = beside();
     if (looks % 64 == 0 && __any_sync(kFullWarp, stopped(g))) return;
+  }
+}
+// The same for channels `first` to `end`, of which there may be more than lanes. A kernel that calls it has a table of
+// sources in shared memory, which this block does not use.
+struct PushedChunks {
+  uint32_t chunks;  // of a channel
+};
+template <typename OutgoingOf, typename Beside>
+__device__ __forceinline__ void push_chunks(const Group& g, uint32_t first, uint32_t end, OutgoingOf outgoing_of,
+                                            Beside beside) {
+  using Out = decltype(outgoing_of(first));
+  const uint32_t lane = threadIdx.x % kWarp;
+  if (end - first <= kWarp) return push_chunks(g, first + lane < end ? outgoing_of(first + lane) : Out{}, beside);
+  PushedChunks* const pushed = shared_table<PushedChunks>(g, 0);
+  for (uint32_t i = first + lane; i < end; i += kWarp) pushed[i].chunks = 0;
+  bool done = beside();
+  for (bool left = true; !done || left;) {
+    left = false;
+    for (uint32_t i = first + lane; i - lane < end; i += kWarp) {
+      Out out;
+      if (i < end) {
+        out = outgoing_of(i);
+        out.chunk = pushed[i].chunks;
+        out.serial += out.chunk;
+      }
+      push_complete(g, out);
+      if (i < end) pushed[i].chunks = out.chunk;
+      left |= __any_sync(kFullWarp, out.left());
+    }
+    if (!done) done = beside();
+    if (__any_sync(kFullWarp, stopped(g))) return;
   }
 }
 
@@ -136,21 +173,20 @@ __device__ inline void push_packets(const Kernel& k, bool is_new, bool with_weig
     Command command{};
     if (has) {
       const DeviceHeader& h = *reinterpret_cast<const DeviceHeader*>(own_packet(k.g, to, k.op.epoch));
-      const uint32_t members = k.g.first_of[to + 1] - k.g.first_of[to];
+      const uint32_t members = first_of(k.g, to + 1) - first_of(k.g, to);
       PacketSizes sizes;
       sizes.with_weights = with_weights;
-      sizes.pairs = h.pair_begin[members];
+      sizes.pairs = h.num_pairs;
       if (is_new)
-        sizes = {members,       k.g.experts_per_rank, h.num_tokens, h.row_begin[members], h.pair_begin[members],
-                 h.stream_rows, with_weights};
-      command = {k.g.net->to[to].packet_channel, packet_parts(sizes).end, k.op.epoch - 1};
+        sizes = {members, k.g.experts_per_rank, h.num_tokens, h.num_rows, h.num_pairs, h.stream_rows, with_weights};
+      command = {k.g.net.to[to].packet_channel, packet_parts(sizes).end, k.op.epoch - 1};
     }
     push_all(k.g, has, [&](uint32_t) { return command; });
   }
 }
 // By a crew: publishes that the packets are complete.
 __device__ __forceinline__ void publish_packed(const Kernel& k) {
-  if (k.g.net == nullptr) return;
+  if (!has_net(k.g)) return;
   if (k.crew.thread == 0) publish(&local(k.g).packed, k.op.epoch);
   __syncwarp();  // lanes of this warp will wait for other ranks, which wait for our packets
 }
@@ -178,9 +214,9 @@ __device__ __forceinline__ uint32_t ring_counter(const Group& g, uint32_t stream
 // By a crew: waits until what the rings to sources held before has left.
 __device__ inline bool wait_returns_gone(const Kernel& k) {
   bool good = true;
-  const NetState& state = net_state(k.g);
-  for (uint32_t stream = 1 + k.crew.thread; stream <= k.g.net->num_relayed; stream += k.crew.size)
-    good &= wait_flag(k.g, {state.returns_gone + stream, state.relayed[stream], k.g.net->relayed[stream].source});
+  const NetState& state = k.g.net_state;
+  for (uint32_t stream = 1 + k.crew.thread; stream <= k.g.net.num_relayed; stream += k.crew.size)
+    good &= wait_flag(k.g, {state.returns_gone + stream, state.relayed[stream], k.g.net.relayed[stream].source});
   return k.crew.all(good);
 }
 
@@ -202,6 +238,6 @@ __device__ __forceinline__ void count_through(const Group& g) {
   count_one(&local(g).arrived[static_cast<uint32_t>(Phase::kThrough)]);
 }
 // By one thread: tells the proxy that it may sleep, unless more has been launched.
-__device__ inline void tell_ended(const Group& g) { publish_flag(g.net->ended, ++net_state(g).ended); }
+__device__ inline void tell_ended(const Group& g) { publish_flag(g.net.ended, ++*g.net_state.ended); }
 
 }  // namespace uccl_ep::gpu

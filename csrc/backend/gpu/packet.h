@@ -27,17 +27,18 @@ struct DeviceHeader {
   uint64_t routing_hash;  // only the rank that wrote it reads it
   uint32_t num_tokens;
   uint32_t num_refused;  // as in OpHeader
+  uint32_t num_pairs;
   // Of a new plan.
+  uint32_t num_rows;
   uint32_t stream_rows;
   uint32_t most_pieces;  // that a token block has in any domain
-  uint32_t row_begin[kMaxGpuRanks + 1];   // rows for lower members
-  uint32_t pair_begin[kMaxGpuRanks + 1];  // pairs for lower members
 };
 
 // Where the parts of a packet begin, in bytes. With a known plan a packet has no counts and no token blocks, and ends
 // with the weights.
 struct PacketParts {
   uint64_t counts = 0;         // [members][experts of a rank] uint32
+  uint64_t row_begin = 0, pair_begin = 0;  // [members + 1] uint32 each: rows and pairs for lower members
   uint64_t token_block_rows = 0;  // [members][token blocks + 1] uint32: rows for the member of earlier token blocks
   uint64_t token_block_pieces = 0;  // [token blocks + 1] uint32
   uint64_t token_block_streams = 0;  // [token blocks + 1] uint32, for another domain only, as stream_pieces
@@ -61,6 +62,8 @@ constexpr PacketParts packet_parts(const PacketSizes& s) {
     at += round_up(bytes, 16);
   };
   take(p.counts, 4 * uint64_t{s.members} * s.experts_per_rank);
+  for (uint64_t* begins : {&p.row_begin, &p.pair_begin})
+    take(*begins, s.members == 0 ? 0 : 4 * (uint64_t{s.members} + 1));
   take(p.token_block_rows, 4 * s.members * entries);
   take(p.token_block_pieces, 4 * entries);
   take(p.token_block_streams, 4 * entries);

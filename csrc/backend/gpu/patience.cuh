@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "backend/gpu/layout.h"
+#include "backend/gpu/group.h"
 #include "sync/device.cuh"
 
 namespace uccl_ep::gpu {

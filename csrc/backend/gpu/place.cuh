@@ -10,16 +10,6 @@
 
 namespace uccl_ep::gpu {
 
-// The rows that a window brings, by source; in shared memory.
-struct Arrivals {
-  uint32_t begin[kMaxGpuRanks], end[kMaxGpuRanks];  // rows of the window
-  uint32_t all_end[kMaxGpuRanks];                    // of a new plan: rows of all windows
-  uint32_t position[kMaxGpuRanks];                   // in the source's stream, of its first row in the window
-  uint32_t slot[kMaxGpuRanks];                       // of another domain: slot of its first chunk in the ring
-  uint64_t chunks[kMaxGpuRanks];                     // and how many chunks came before
-  MostRows most;
-};
-
 // By a crew. With a new plan the rows of later windows are planned, too, but not placed yet.
 template <bool kFresh>
 __device__ inline void find_arrivals(const DispatchKernel& k, Arrivals& out) {
@@ -29,23 +19,25 @@ __device__ inline void find_arrivals(const DispatchKernel& k, Arrivals& out) {
   const bool whole = k.plan.num_token_blocks <= per_window;
   for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size) {
     const uint32_t base = plan.row_begin(s), end = plan.row_end(s);
-    out.begin[s] = base;
-    out.end[s] = out.all_end[s] = end;
-    out.position[s] = k.args.window * k.args.window_tokens;
+    SourceRows& its = out.of(k.g, s);
+    its.begin = base;
+    its.end = its.all_end = end;
+    its.position = k.args.window * k.args.window_tokens;
     if (!in_domain(k.g, s)) {
-      out.chunks[s] = net_state(k.g).received[s];
-      out.slot[s] = static_cast<uint32_t>(out.chunks[s] % k.g.map.row_slots);
-      if (k.args.window > 0) out.position[s] = plan.streams_before(s)[min(earlier, plan.token_blocks(s))];
+      const uint64_t chunks = k.g.net_state.received[s];
+      its.chunks = chunks;
+      its.slot = static_cast<uint32_t>(chunks % k.g.map.row_slots);
+      if (k.args.window > 0) its.position = plan.streams_before(s)[min(earlier, plan.token_blocks(s))];
     }
     if (whole) continue;
     const uint32_t token_blocks = plan.token_blocks(s);
     const uint32_t* const before = plan.rows_before(s);
-    out.begin[s] = base + before[min(earlier, token_blocks)];
-    out.end[s] = base + before[min(earlier + per_window, token_blocks)];
-    if (!Reader::kPlansAll) out.all_end[s] = out.end[s];
+    its.begin = base + before[min(earlier, token_blocks)];
+    its.end = base + before[min(earlier + per_window, token_blocks)];
+    if (!Reader::kPlansAll) its.all_end = its.end;
   }
   k.crew.sync();
-  if (k.crew.thread == 0) out.most.find(k.g, [&](uint32_t s) { return out.all_end[s] - out.begin[s]; });
+  if (k.crew.warp() == 0) out.most.find(k.g, [&](uint32_t s) { return out.of(k.g, s).all_end - out.of(k.g, s).begin; });
   k.crew.sync();
 }
 
@@ -61,15 +53,15 @@ struct RowBatch {
   // `planned`: others have already planned the row; otherwise this plans it.
   __device__ __forceinline__ RowBatch(const DispatchKernel& k, const Arrivals& arrivals, uint32_t n, bool planned) {
     const uint32_t near = arrivals.most.near_sum(k.g);
-    const auto [s, number] = k.g.net == nullptr || n < near ? near_row(k.g, n) : far_row(k.g, n - near);
-    row = arrivals.begin[s] + number;
-    if (row >= arrivals.all_end[s]) return;
+    const auto [s, number] = !has_net(k.g) || n < near ? near_row(k.g, n) : far_row(k.g, n - near);
+    row = arrivals.of(k.g, s).begin + number;
+    if (row >= arrivals.of(k.g, s).all_end) return;
     source = s;
-    const PlannedRow known =
-        PlanReader<kFresh>(k).row(s, row - arrivals.begin[s], row, row + 1 == arrivals.all_end[s], planned);
+    const PlannedRow known = PlanReader<kFresh>(k).row(s, row - arrivals.of(k.g, s).begin, row,
+                                                       row + 1 == arrivals.of(k.g, s).all_end, planned);
     first = known.first;
-    count = PlanReader<kFresh>::kPlansAll && row >= arrivals.end[s] ? 0 : known.count;
-    position = known.position - arrivals.position[s];
+    count = PlanReader<kFresh>::kPlansAll && row >= arrivals.of(k.g, s).end ? 0 : known.count;
+    position = known.position - arrivals.of(k.g, s).position;
     look(k, arrivals);
   }
   // Its row group, or its chunk in the ring if the source is in another domain. An error names this number as the
@@ -83,14 +75,14 @@ struct RowBatch {
     const uint32_t stride = row_bytes(k);
     if (in_domain(k.g, source))
       return (k.g.map.rows.offset + k.op.half * k.g.map.half_bytes + uint64_t{position} * stride) / 16;
-    const uint64_t offset = ring_offset(k.g, arrivals.slot[source], k.g.map.row_slots, position, stride);
-    return (k.g.net->from[source].rows + offset) / 16;
+    const uint64_t offset = ring_offset(k.g, arrivals.of(k.g, source).slot, k.g.map.row_slots, position, stride);
+    return (k.g.net.from[source].rows + offset) / 16;
   }
   __device__ __forceinline__ Awaited awaited(const DispatchKernel& k, const Arrivals& arrivals) const {
     const uint32_t of = unit(k);
     if (in_domain(k.g, source))
       return {rows_full(k.g, k.g.rank, source) + of, k.op.epoch, source, static_cast<int>(of)};
-    return {net_state(k.g).rows_there + source, arrivals.chunks[source] + of + 1, source, static_cast<int>(of)};
+    return {k.g.net_state.rows_there + source, arrivals.of(k.g, source).chunks + of + 1, source, static_cast<int>(of)};
   }
   __device__ __forceinline__ void look(const DispatchKernel& k, const Arrivals& arrivals) {
     if (count > 0) ready = has_come(awaited(k, arrivals));
@@ -116,9 +108,9 @@ struct RowBatch {
   // By the warp: the address of row `i`.
   __device__ __forceinline__ const uint8_t* at_lane(const DispatchKernel& k, const Arrivals& arrivals,
                                                     uint32_t i) const {
-    const uint32_t holder = __shfl_sync(kFullWarp, count > 0 ? holder_of(k.g, source) : 0, i);
+    const uint32_t holder = __shfl_sync(kFullWarp, count > 0 ? holder_of(k.g, source) : k.g.first, i);
     const uint64_t units = __shfl_sync(kFullWarp, count > 0 ? where(k, arrivals) : 0, i);
-    return k.g.base[holder] + units * 16;
+    return at(k.g, holder, units * 16);
   }
 };
 

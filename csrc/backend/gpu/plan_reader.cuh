@@ -21,34 +21,34 @@ struct PlanReader {
 
   // ---- of this rank as the destination of `source`
   __device__ __forceinline__ uint32_t row_begin(uint32_t source) const {
-    return (kFresh ? scratch(g).row_begin : plan.row_begin)[source];
+    return kFresh ? source_plan(g, source).row_begin : plan.row_begin[source];
   }
   __device__ __forceinline__ uint32_t row_end(uint32_t source) const {
-    return (kFresh ? scratch(g).row_end : plan.row_end)[source];
+    return kFresh ? source_plan(g, source).row_end : plan.row_end[source];
   }
   __device__ __forceinline__ uint32_t pair_begin(uint32_t source) const {
-    return kFresh ? scratch(g).pair_begin[source] : plan.row_pair_begin[plan.row_begin[source]];
+    return kFresh ? source_plan(g, source).pair_begin : plan.row_pair_begin[plan.row_begin[source]];
   }
   __device__ __forceinline__ uint32_t pair_end(uint32_t source) const {
-    return kFresh ? scratch(g).pair_end[source] : plan.row_pair_begin[plan.row_end[source]];
+    return kFresh ? source_plan(g, source).pair_end : plan.row_pair_begin[plan.row_end[source]];
   }
   __device__ __forceinline__ uint32_t token_blocks(uint32_t source) const {
-    return kFresh ? (scratch(g).num_tokens[source] + kTokenBlock - 1) / kTokenBlock : plan.token_blocks[source];
+    return kFresh ? (source_plan(g, source).num_tokens + kTokenBlock - 1) / kTokenBlock : plan.token_blocks[source];
   }
   // [token blocks + 1] The source's rows of earlier token blocks: those for us, and those of its stream.
   __device__ __forceinline__ const uint32_t* rows_before(uint32_t source) const {
-    return kFresh ? scratch(g).token_block_rows[source] : plan.token_block_rows + source * entries();
+    return kFresh ? source_plan(g, source).token_block_rows : plan.token_block_rows + source * entries();
   }
   __device__ __forceinline__ const uint32_t* streams_before(uint32_t source) const {
-    return kFresh ? scratch(g).token_block_streams[source] : plan.token_block_streams + source * entries();
+    return kFresh ? source_plan(g, source).token_block_streams : plan.token_block_streams + source * entries();
   }
   // The weights in the source's packet. Our pair p has number p + weight_begin(source).
   __device__ __forceinline__ const float* weights(uint32_t source, uint64_t epoch) const {
-    if constexpr (kFresh) return scratch(g).weights[source];
+    if constexpr (kFresh) return source_plan(g, source).weights;
     return reinterpret_cast<const float*>(packet(g, source, epoch) + packet_parts({}).weights);
   }
   __device__ __forceinline__ uint32_t weight_begin(uint32_t source) const {
-    return (kFresh ? scratch(g).weight_begin : plan.weight_begin)[source];
+    return kFresh ? source_plan(g, source).weight_begin : plan.weight_begin[source];
   }
 
   // ---- of a row that we receive: `row`, the `number`-th of its source, perhaps the last one
@@ -57,10 +57,10 @@ struct PlanReader {
                                             bool planned) const {
     if (kFresh && !planned) return plan_row(g, plan, source, number, row);
     PlannedRow known;
-    known.position = (g.net != nullptr ? plan.row_position : plan.row_token)[row];
+    known.position = (has_net(g) ? plan.row_position : plan.row_token)[row];
     known.first = plan.row_pair_begin[row];
     // The next source's first row may not be planned.
-    const uint32_t end = kFresh && is_last ? scratch(g).pair_end[source] : plan.row_pair_begin[row + 1];
+    const uint32_t end = kFresh && is_last ? source_plan(g, source).pair_end : plan.row_pair_begin[row + 1];
     known.count = end - known.first;
     return known;
   }
@@ -69,8 +69,8 @@ struct PlanReader {
   };
   __device__ __forceinline__ Pairs pairs_of(uint32_t source, uint32_t number, uint32_t row) const {
     if constexpr (kFresh) {
-      const ListEntry entry = scratch(g).lists[source][number];
-      return {scratch(g).pair_begin[source] + entry.first_pair, entry.num_pairs};
+      const ListEntry entry = source_plan(g, source).lists[number];
+      return {source_plan(g, source).pair_begin + entry.first_pair, entry.num_pairs};
     }
     const uint32_t first = plan.row_pair_begin[row];
     return {first, plan.row_pair_begin[row + 1] - first};
@@ -78,13 +78,13 @@ struct PlanReader {
   // For our pair p, the source's `number`-th: its output row, and for a compact row its local expert.
   __device__ __forceinline__ uint32_t out_row(uint32_t source, uint32_t p, uint32_t number) const {
     if constexpr (kFresh) {
-      const PairEntry pair = scratch(g).pairs[source][number];
+      const PairEntry pair = source_plan(g, source).all_pairs[number];
       return out_row_base(g)[source * g.experts_per_rank + pair.expert] + pair.position;
     }
     return plan.out_rows[p];
   }
   __device__ __forceinline__ uint32_t expert(uint32_t source, uint32_t p, uint32_t number) const {
-    return kFresh ? scratch(g).pairs[source][number].expert : plan.out_rows[p];
+    return kFresh ? source_plan(g, source).all_pairs[number].expert : plan.out_rows[p];
   }
 
   // ---- of the output

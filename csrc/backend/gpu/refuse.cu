@@ -11,7 +11,7 @@ __global__ void count_refusal(uint64_t* num_refused) { *num_refused += 1; }
 }  // namespace
 
 Status launch_refusal(const Group& group, StreamHandle stream) {
-  Local* const local = group.map.local.in(group.base[group.rank]);
+  Local* const local = group.map.local.in(group.own);
   launch_kernel(count_refusal, {1, 1, 0, stream}, &local->progress.num_refused);
   return launch_status();
 }

@@ -11,9 +11,7 @@ struct SourceRow {
   uint32_t source, row;
 };
 __device__ __forceinline__ uint32_t num_near(const Group& g) { return g.end - g.first; }
-__device__ __forceinline__ uint32_t num_far(const Group& g) {
-  return g.net != nullptr ? g.map.num_ranks - num_near(g) : 0;
-}
+__device__ __forceinline__ uint32_t num_far(const Group& g) { return has_net(g) ? g.map.num_ranks - num_near(g) : 0; }
 __device__ __forceinline__ SourceRow near_row(const Group& g, uint32_t n) {
   const uint32_t next = g.rank + 1 + n % num_near(g);
   return {next < g.end ? next : next - num_near(g), n / num_near(g)};
@@ -27,14 +25,39 @@ struct MostRows {
   uint32_t near_one, far_one;
   __device__ __forceinline__ uint32_t near_sum(const Group& g) const { return near_one * num_near(g); }
   __device__ __forceinline__ uint32_t far_sum(const Group& g) const { return far_one * num_far(g); }
-  // By one thread. Source s has `rows_of(s)` rows.
+  // By a warp. Source s has `rows_of(s)` rows.
   template <typename RowsOf>
   __device__ __forceinline__ void find(const Group& g, RowsOf rows_of) {
-    near_one = far_one = 0;
-    for (uint32_t s = 0; s < g.map.num_ranks; ++s) {
-      uint32_t& most = in_domain(g, s) ? near_one : far_one;
+    const uint32_t lane = threadIdx.x % kWarp;
+    uint32_t near = 0, far = 0;
+    for (uint32_t s = lane; s < g.map.num_ranks; s += kWarp) {
+      uint32_t& most = in_domain(g, s) ? near : far;
       most = max(most, rows_of(s));
     }
+    near = warp_max(near);
+    far = warp_max(far);
+    if (lane == 0) {
+      near_one = near;
+      far_one = far;
+    }
+  }
+};
+// The rows that a window brings from a source.
+#pragma pack(push, 4)
+struct SourceRows {
+  uint32_t begin, end;  // rows of the window
+  uint32_t all_end;     // of a new plan: rows of all windows
+  uint32_t position;    // in the source's stream, of its first row in the window
+  uint32_t slot;        // of another domain: slot of its first chunk in the ring
+  uint64_t chunks;      // and how many chunks came before
+};
+#pragma pack(pop)
+static_assert(sizeof(SourceRows) == kSourceEntryBytes);
+// Of all sources; in shared memory.
+struct Arrivals {
+  MostRows most;
+  static __device__ __forceinline__ SourceRows& of(const Group& g, uint32_t source) {
+    return shared_table<SourceRows>(g, 0)[source];
   }
 };
 

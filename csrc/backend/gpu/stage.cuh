@@ -22,15 +22,16 @@ struct StageShare {
     return first < all ? (all - first + count - 1) / count : 0;
   }
 };
+constexpr uint32_t kMostPlaces = 32;  // in rings that a row is written to at once
 // What the crew tells the other warps of its block, in shared memory.
 struct Staged {
   uint32_t row_groups[kStageWarps];  // by warp: of how many row groups of the block it has staged its row
   uint32_t routed;  // 1: the block's part of a new plan is routed, or there is an error
   uint32_t totals;  // 1: the headers of a new plan have its counts; in block 0
-  // By warp and domain: where the warp's row goes in the ring to the domain, and in which chunk.
+  // By warp: where its row goes in rings to other domains, and the index in sent_counts of the chunks' counters.
   struct InRings {
-    uint8_t* place[kMaxDomains];
-    uint32_t chunk[kMaxDomains];
+    uint8_t* place[kMostPlaces];
+    uint32_t counter[kMostPlaces];
   } in_rings[kStageWarps];
 };
 // By a warp of the crew, when it has staged its row of a row group.
@@ -75,67 +76,62 @@ __device__ inline StreamPart sent_part(const Group& g, const PlanView& plan, con
   return part_of(g, device::load_past_l1(before + first), device::load_past_l1(before + end), row_bytes);
 }
 
-// A warp may have more lanes than there are domains.
-__device__ __forceinline__ bool may_have_domain(uint32_t lane) { return kWarp <= kMaxDomains || lane < kMaxDomains; }
-// By a warp: finds where a token's row goes in the rings to other domains. Lane `to` handles domain `to`.
-template <bool kFresh>
-__device__ __forceinline__ void find_slot(const Group& g, const PlanView& plan, const PlaceArgs& args, uint32_t token,
-                                          Staged::InRings& rings) {
-  const uint32_t* const begins = PlanReader<kFresh>(g, plan).addend_begin();
-  const Addend* const addends = PlanReader<kFresh>(g, plan).addends();
-  const uint32_t lane = threadIdx.x % kWarp, end = device::load_past_l1(begins + token + 1);
-  Addend found = Addend::of_piece(0);
-  for (uint32_t first = device::load_past_l1(begins + token); first < end; first += kWarp) {
-    const Addend addend{first + lane < end ? device::load_past_l1(&addends[first + lane].word) : 0};
-    for (LaneMask left = ballot(addend.is_returned()); left != 0; left &= left - 1) {
-      const Addend its{__shfl_sync(kFullWarp, addend.word, lowest_lane(left))};
-      if (its.domain() == lane) found = its;
-    }
-  }
-  if (!may_have_domain(lane)) return;
-  rings.place[lane] = nullptr;
-  if (!found.is_returned()) return;
-  const uint32_t row_bytes = args.stage.stride;
-  const uint32_t row = found.row() - sent_part<kFresh>(g, plan, args, lane).first;
-  const uint32_t slot = static_cast<uint32_t>(net_state(g).sent[lane] % g.map.row_slots);
-  rings.chunk[lane] = row / rows_per_chunk(g, row_bytes);
-  rings.place[lane] = at(g, g.rank, g.net->to[lane].rows) + ring_offset(g, slot, g.map.row_slots, row, row_bytes);
-}
 // By a lane with a place: waits until the earlier chunk in its slot has left. Chunks of earlier windows do not depend
 // on this one.
 __device__ __forceinline__ bool wait_slot(const Group& g, uint32_t to, uint32_t chunk) {
-  const NetState& state = net_state(g);
+  const NetState& state = g.net_state;
   const uint64_t serial = state.sent[to] + chunk, slots = g.map.row_slots;
   return serial < slots ||
-         wait_flag(g, {state.rows_gone + to, serial - slots + 1, g.first_of[to], static_cast<int>(chunk)});
+         wait_flag(g, {state.rows_gone + to, serial - slots + 1, first_of(g, to), static_cast<int>(chunk)});
 }
-// By a warp, for each of its rows: the other domains that it goes to, one bit each. kNoWay: an error is known.
+// By a warp: finds where a token's row goes in the rings to other domains, beyond the first `skipped` of these. A lane
+// takes an addend that another domain returns. Returns how many such domains there are. kNoWay: an error is known.
 constexpr uint32_t kNoWay = 0xFFFFFFFFu;
 template <bool kFresh>
-__device__ __noinline__ uint32_t find_slots(const Group& g, const PlanView& plan, const PlaceArgs& args, uint32_t token,
-                                            Staged::InRings& rings) {
-  const uint32_t lane = threadIdx.x % kWarp;
-  find_slot<kFresh>(g, plan, args, token, rings);
-  const bool has = may_have_domain(lane) && rings.place[lane] != nullptr;
-  const bool good = !has || wait_slot(g, lane, rings.chunk[lane]);
-  const uint32_t domains = static_cast<uint32_t>(ballot(has));
+__device__ __noinline__ uint32_t find_places(const Group& g, const PlanView& plan, const PlaceArgs& args,
+                                             uint32_t token, uint32_t skipped, Staged::InRings& rings) {
+  const uint32_t* const begins = PlanReader<kFresh>(g, plan).addend_begin();
+  const Addend* const addends = PlanReader<kFresh>(g, plan).addends();
+  const uint32_t lane = threadIdx.x % kWarp, end = device::load_past_l1(begins + token + 1);
+  uint32_t found = 0;
+  bool good = true;
+  for (uint32_t first = device::load_past_l1(begins + token); first < end; first += kWarp) {
+    const Addend addend{first + lane < end ? device::load_past_l1(&addends[first + lane].word) : 0};
+    const LaneMask returned = ballot(addend.is_returned());
+    const uint32_t number = found + __popcll(returned & ((LaneMask{1} << lane) - 1)) - skipped;
+    found += __popcll(returned);
+    if (addend.is_returned() && number < kMostPlaces) {  // numbers below 0 are large
+      const uint32_t to = addend.domain(), row_bytes = args.stage.stride;
+      const uint32_t row = addend.row() - sent_part<kFresh>(g, plan, args, to).first;
+      const uint32_t slot = static_cast<uint32_t>(g.net_state.sent[to] % g.map.row_slots);
+      const uint32_t chunk = row / rows_per_chunk(g, row_bytes);
+      rings.counter[number] = to * g.map.row_slots + chunk;
+      rings.place[number] = g.own + g.net.to[to].rows + ring_offset(g, slot, g.map.row_slots, row, row_bytes);
+      good = wait_slot(g, to, chunk);
+    }
+    good = __all_sync(kFullWarp, good);
+  }
   __syncwarp();  // every lane reads every place; votes order no memory
-  return __all_sync(kFullWarp, good) ? domains : kNoWay;
+  return good ? found : kNoWay;
 }
+// False: an error is known. `left`: domains for which the row has to be written once more.
 template <bool kFresh>
-__device__ __forceinline__ bool begin_row(const DispatchKernel& k, uint32_t token, Staged& staged, Outs& outs) {
-  if (k.g.net == nullptr) return true;
-  outs.others = find_slots<kFresh>(k.g, k.plan, k.args, token, staged.in_rings[k.crew.warp()]);
-  outs.ring_places = staged.in_rings[k.crew.warp()].place;
-  return outs.others != kNoWay;
+__device__ __forceinline__ bool begin_row(const DispatchKernel& k, uint32_t token, uint32_t skipped, Staged& staged,
+                                          Outs& outs, uint32_t& left) {
+  Staged::InRings& rings = staged.in_rings[k.crew.warp()];
+  const uint32_t found = find_places<kFresh>(k.g, k.plan, k.args, token, skipped, rings);
+  if (found == kNoWay) return false;
+  outs.num_places = min(found - skipped, kMostPlaces);
+  outs.places = rings.place;
+  left = found - skipped - outs.num_places;
+  return true;
 }
 // By a warp, when its row is written: counts the row in its chunks.
 __device__ __forceinline__ void end_row(const Kernel& k, const Staged& staged, const Outs& outs) {
-  if (outs.others == 0) return;
+  if (outs.num_places == 0) return;
   __syncwarp();
-  if (may_have_domain(k.crew.lane()) && (outs.others >> k.crew.lane() & 1) != 0)
-    count_one(own_part(k.g, k.g.map.sent_counts) + k.crew.lane() * k.g.map.row_slots +
-              staged.in_rings[k.crew.warp()].chunk[k.crew.lane()]);
+  if (k.crew.lane() < outs.num_places)
+    count_one(own_part(k.g, k.g.map.sent_counts) + staged.in_rings[k.crew.warp()].counter[k.crew.lane()]);
   __syncwarp();
 }
 
@@ -146,38 +142,42 @@ __device__ __noinline__ void push_streams(const DispatchKernel k) {
   const bool with_weights = k.args.window == 0 && k.args.routing.weights != nullptr;
   if (kFresh && !wait_packed(k)) return;
   const uint32_t row_bytes = k.args.stage.stride;
-  static_assert(kMaxDomains <= kWarp);
-  const uint32_t to = threadIdx.x % kWarp;
-  Outgoing<SentRows> out;
-  if (to < k.g.map.num_domains && to != own_domain(k.g)) {
+  const auto outgoing_to = [&](uint32_t to) {
+    Outgoing<SentRows> out;
+    if (to == own_domain(k.g)) return out;
     const StreamPart part = sent_part<kFresh>(k.g, k.plan, k.args, to);
-    out = {k.g.net->to[to].row_channel,
+    out = {k.g.net.to[to].row_channel,
            own_part(k.g, k.g.map.sent_counts) + to * k.g.map.row_slots,
            part.end - part.first,
            rows_per_chunk(k.g, row_bytes),
            row_bytes,
-           net_state(k.g).sent[to],
+           k.g.net_state.sent[to],
            0};
-  }
-  push_chunks(k.g, out, [&] {
+    return out;
+  };
+  push_chunks(k.g, 0, k.g.map.num_domains, outgoing_to, [&] {
     if (!are_packed(k)) return false;
     push_packets(k, kFresh, with_weights);
     return true;
   });
 }
 
-// By a crew of kStageWarps.
-template <bool kFresh>
+// By a crew of kStageWarps. kNet: there are several domains.
+template <bool kFresh, bool kNet>
 __device__ inline void stage_rows(const DispatchKernel& k, const StageShare& share, Staged& progress) {
   const uint64_t stride = k.args.stage.stride;
   uint8_t* const staged = rows(k.g, k.g.rank, k.op.half);
   for (uint32_t row_group = share.first; share.has(row_group); row_group += share.count) {
     const uint32_t row = row_group * kRowGroup + k.crew.warp(), token = share.begin + row;
     if (token < share.end) {
-      Outs outs{staged + row * stride, 0, nullptr};
-      if (!begin_row<kFresh>(k, token, progress, outs)) return;
-      stage_row(k.args.stage, token, outs, k.crew.lane());
-      end_row(k, progress, outs);
+      uint32_t skipped = 0, left = 0;
+      do {
+        Outs outs{staged + row * stride, 0, nullptr};
+        if (kNet && !begin_row<kFresh>(k, token, skipped, progress, outs, left)) return;
+        stage_row(k.args.stage, token, outs, k.crew.lane());
+        if (kNet) end_row(k, progress, outs);
+        skipped += kMostPlaces;
+      } while (kNet && left > 0);
     }
     row_staged(k.crew, progress);
   }
@@ -232,12 +232,11 @@ __device__ inline void stage_rows_bulk(const DispatchKernel& k, const StageShare
 __device__ inline bool stage_weights(const Kernel& k, const float* from) {
   const uint32_t me = blockIdx.x * k.crew.size + k.crew.thread, all = workers(k.g) * k.crew.size;
   for (uint32_t to = 0; to < k.g.map.num_domains; ++to) {
-    const uint32_t begin = k.plan.pair_begin[k.g.first_of[to]], end = k.plan.pair_begin[k.g.first_of[to + 1]];
+    const uint32_t begin = k.plan.pair_begin[first_of(k.g, to)], end = k.plan.pair_begin[first_of(k.g, to + 1)];
     uint8_t* const bytes = own_packet(k.g, to, k.op.epoch);
     float* const staged = reinterpret_cast<float*>(bytes + packet_parts({}).weights);
     for (uint32_t p = begin + me; p < end; p += all) staged[p - begin] = from[k.plan.pair_place[p]];
-    if (me == 0)
-      reinterpret_cast<DeviceHeader*>(bytes)->pair_begin[k.g.first_of[to + 1] - k.g.first_of[to]] = end - begin;
+    if (me == 0) reinterpret_cast<DeviceHeader*>(bytes)->num_pairs = end - begin;
   }
   return last_block(k, Phase::kWeights, workers(k.g));
 }

@@ -2,7 +2,7 @@
 // kernel runs in one wave of at most `num_sms` blocks (contract 12), or of `stage_sms` if it stages.
 #pragma once
 
-#include "backend/gpu/layout.h"
+#include "backend/gpu/group.h"
 #include "device/runtime.h"
 
 namespace uccl_ep::gpu {
@@ -12,8 +12,6 @@ Status load_dispatch(uint32_t shared_bytes);
 Status load_combine(uint32_t shared_bytes);
 Status load_refusal(uint32_t shared_bytes);
 Status load_pad(uint32_t shared_bytes);
-// Shared memory that a block needs at least to route tokens.
-uint32_t routing_bytes(const DeviceMap& map, uint32_t tiles = 1);
 
 // The router's output on the device. topk: int64 [T, width], -1 = dropped. map: bool [T, width = experts].
 struct DeviceRouting {

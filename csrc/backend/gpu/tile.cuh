@@ -37,34 +37,27 @@ struct Tile {
   PacketPlace* packet;  // [domains]
   uint32_t* row_begin;  // [ranks] of all tiles: rows for lower members of the domain
   uint32_t* pair_begin;  // [ranks + 1] of all tiles: pairs for lower ranks
+  uint32_t* stream_total;  // [domains] of all tiles: tokens that go there
 
-  static __host__ __device__ uint32_t common_bytes(uint32_t ranks, uint32_t domains) {
-    return round_up(sizeof(PacketPlace) * domains + 4 * (2 * ranks + 1), 8);
-  }
-  static __host__ __device__ uint32_t words(uint32_t experts) { return (experts + 31) / 32; }
-  static __host__ __device__ uint32_t own_bytes(uint32_t experts, uint32_t ranks, uint32_t domains) {
-    return round_up(8 * (experts + ranks + domains) + 4 * kTileTokens * (2 * ranks + domains + words(experts)) +
-                        4 * (experts + 2 * ranks + 2 * domains),
-                    8);
-  }
   __device__ Tile(uint8_t* shared, const DeviceMap& map, uint32_t number)
-      : expert(reinterpret_cast<Mask*>(shared + common_bytes(map.num_ranks, map.num_domains) +
-                                       number * own_bytes(map.num_experts, map.num_ranks, map.num_domains))),
+      : expert(reinterpret_cast<Mask*>(shared + common_tile_bytes(map) + number * own_tile_bytes(map))),
         destination(expert + map.num_experts),
         stream(destination + map.num_ranks),
         pairs_to(reinterpret_cast<uint32_t*>(stream + map.num_domains)),
         pairs_before(pairs_to + kTileTokens * map.num_ranks),
         pieces(pairs_before + kTileTokens * map.num_ranks),
         named(pieces + kTileTokens * map.num_domains),
-        expert_base(named + kTileTokens * words(map.num_experts)),
+        expert_base(named + kTileTokens * named_words(map.num_experts)),
         row_base(expert_base + map.num_experts),
         stream_base(row_base + map.num_ranks),
         pair_base(stream_base + map.num_domains),
         piece_base(pair_base + map.num_ranks),
         packet(reinterpret_cast<PacketPlace*>(shared)),
         row_begin(reinterpret_cast<uint32_t*>(packet + map.num_domains)),
-        pair_begin(row_begin + map.num_ranks) {}
+        pair_begin(row_begin + map.num_ranks),
+        stream_total(pair_begin + map.num_ranks + 1) {}
 };
+static_assert(sizeof(PacketPlace) == kPacketPlaceBytes);
 
 // Neighbouring tiles of a block, the first ones of its shared memory.
 struct Tiles {
@@ -112,7 +105,7 @@ __device__ inline bool good_expert(const Group& g, long long expert, uint32_t to
 
 // Number of the rank that has the caller's expert `expert`.
 __device__ __forceinline__ uint32_t rank_of(const Group& g, uint32_t expert) {
-  return g.number_of[expert / g.experts_per_rank];
+  return number_of(g, expert / g.experts_per_rank);
 }
 __device__ __forceinline__ uint32_t expert_number(const Group& g, uint32_t expert, uint32_t rank) {
   return rank * g.experts_per_rank + expert % g.experts_per_rank;
@@ -140,7 +133,7 @@ __device__ __forceinline__ bool visit_topk(const Crew& crew, const Group& g, con
     }
     const int own = static_cast<int>(expert);
     const int to = own < 0 ? -1 : static_cast<int>(rank_of(g, own));
-    const int first_member = own < 0 ? 0 : g.first_of[g.domain_of[to]];
+    const int first_member = own < 0 ? 0 : first_of(g, domain_of(g, to));
     Pair pair{token, column, static_cast<uint32_t>(own), 0, static_cast<uint32_t>(to), 0, 0, 0};
     if (own >= 0) pair.expert = expert_number(g, own, to);
     bool twice = false;
@@ -193,7 +186,7 @@ __device__ __forceinline__ uint32_t find_bit(const uint32_t* row, uint32_t words
 template <typename Visit>
 __device__ __forceinline__ void visit_map(const Crew& crew, const Group& g, const Tiles& tiles, Visit visit) {
   constexpr uint32_t kGroup = 8, kTokens = kWarp / kGroup;
-  const uint32_t ranks = g.map.num_ranks, experts = g.map.num_experts, words = Tile::words(experts);
+  const uint32_t ranks = g.map.num_ranks, experts = g.map.num_experts, words = named_words(experts);
   for (uint32_t begin = crew.warp() * kTokens; begin < tiles.count; begin += crew.warps() * kTokens) {
     const uint32_t token = begin + crew.lane() / kGroup;
     const Tile tile = tiles.with(begin);  // all tokens of a warp are in one tile
@@ -206,7 +199,7 @@ __device__ __forceinline__ void visit_map(const Crew& crew, const Group& g, cons
       const uint32_t to = rank_of(g, expert);
       Pair pair{token, expert, expert, expert_number(g, expert, to), to, pairs_to[to], 0, 0};
       pair.same_lower = n - bits_below(row, expert - expert % g.experts_per_rank);
-      for (uint32_t r = g.first_of[g.domain_of[to]]; r < to; ++r) pair.ranks_lower += pairs_to[r] != 0;
+      for (uint32_t r = first_of(g, domain_of(g, to)); r < to; ++r) pair.ranks_lower += pairs_to[r] != 0;
       visit(pair);
     }
   }
@@ -223,7 +216,7 @@ inline __device__ __noinline__ void read_map(const Crew crew, const Group& g, co
                                              const Tiles tiles) {
   constexpr uint32_t kColumns = 8;
   const bool eights = r.width % kColumns == 0 && reinterpret_cast<uint64_t>(r.data) % kColumns == 0;
-  const uint32_t all_columns = Tile::words(r.width) * 32;
+  const uint32_t all_columns = named_words(r.width) * 32;
   for (uint32_t t = crew.warp(); t < tiles.count; t += crew.warps()) {
     const Tile tile = tiles.with(t);
     const uint32_t token = t % kTileTokens;
@@ -308,7 +301,7 @@ __device__ inline bool read_tiles(const Crew& crew, const Group& g, const Device
     const uint32_t to = i % domains;
     uint32_t pieces[kTileTurns] = {};
 #pragma unroll 1
-    for (uint32_t r = g.first_of[to]; r < g.first_of[to + 1]; ++r)
+    for (uint32_t r = first_of(g, to); r < first_of(g, to + 1); ++r)
 #pragma unroll
       for (uint32_t u = 0; u < kTileTurns; ++u) pieces[u] += tile.pairs_to[(u * kWarp + lane) * ranks + r] != 0;
     const Mask tokens = sum_before(pieces, lane);
@@ -328,7 +321,7 @@ __device__ inline uint32_t pairs_of_tile(const Group& g, const Tile& tile, uint3
 __device__ inline uint32_t pieces_of_tile(const Group& g, const Tile& tile, uint32_t domain) {
   uint32_t pieces = 0;
 #pragma unroll 1
-  for (uint32_t r = g.first_of[domain]; r < g.first_of[domain + 1]; ++r) pieces += __popcll(tile.destination[r]);
+  for (uint32_t r = first_of(g, domain); r < first_of(g, domain + 1); ++r) pieces += __popcll(tile.destination[r]);
   return pieces;
 }
 

@@ -1,7 +1,7 @@
 // Events of kernels. While tracing is off, each costs one test of a kernel argument.
 #pragma once
 
-#include "backend/gpu/layout.h"
+#include "backend/gpu/group.h"
 #include "backend/gpu/trace.h"
 #include "sync/device.cuh"
 #include "sync/trace.h"

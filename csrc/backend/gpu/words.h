@@ -11,8 +11,8 @@ struct Addend {
   using Row = BitField<uint32_t, 0, 16>;  // of our stream to the domain
   using From = BitsAbove<Row, 15>;        // the domain
   using Returned = BitsAbove<From, 1>;
-  static_assert(Row::fits(kMaxTokens - 1) && From::fits(kMaxDomains - 1));
-  static_assert(uint64_t{kMaxTokens} * kMaxGpuRanks <= Returned::kMask, "a piece could be taken for a returned sum");
+  static_assert(Row::fits(kMaxTokens - 1) && From::fits(kMaxGpuRanks - 1));
+  static_assert(uint64_t{kMaxTokens} * kMaxMembers <= Returned::kMask, "a piece could be taken for a returned sum");
 
   uint32_t word;
 
@@ -52,10 +52,11 @@ struct FoldTag {
 // The tag of a row that we relay: what its sum waits for, and the chunk that it goes into.
 struct RelayTag {
   using TokenBlock = BitField<uint32_t, 0, 11>;
-  using Stream = BitsAbove<TokenBlock, 7>;
-  using Chunk = BitsAbove<Stream, 14>;  // of a window; make_layout() makes chunks large enough
+  using Stream = BitsAbove<TokenBlock, 11>;
+  using Chunk = BitsAbove<Stream, 10>;  // of a window; make_layout() makes chunks large enough
   static_assert(TokenBlock::fits(kMaxTokens / kTokenBlock - 1) && Chunk::fits(kMaxRelayedChunks - 1));
-  static_assert(kMaxGpuRanks < Stream::kMost, "no tag is all ones, which is a rehearsal's");
+  static_assert(kMaxGpuRanks - 1 <= Stream::kMost && kMaxRelayedChunks <= Chunk::kMost,
+                "no tag is all ones, which is a rehearsal's");
 
   uint32_t word;
 
@@ -73,7 +74,7 @@ struct RelayTag {
 struct SlotOrigin {
   using Place = BitField<uint32_t, 0, 26>;
   using Rank = BitsAbove<Place, 6>;
-  static_assert(Rank::fits(kMaxGpuRanks - 1) && Place::fits(uint64_t{kMaxSlotTokens} * kPairsPerToken - 1));
+  static_assert(Rank::fits(kMaxSlotRanks - 1) && Place::fits(uint64_t{kMaxSlotTokens} * kPairsPerToken - 1));
 
   uint32_t word;
 

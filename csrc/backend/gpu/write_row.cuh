@@ -11,12 +11,13 @@ namespace uccl_ep::gpu {
 // rings are in shared memory, because a warp that quantises has no registers to spare.
 struct Outs {
   uint8_t* own;
-  uint32_t others;            // domains, a bit each
-  uint8_t* const* ring_places;  // [domains]
+  uint32_t num_places;
+  uint8_t* const* places;  // in rings
   template <typename Put>
   __device__ __forceinline__ void each(Put put) const {
     put(own);
-    for (uint32_t left = others; left != 0; left &= left - 1) put(ring_places[__ffs(left) - 1]);
+#pragma unroll 1
+    for (uint32_t i = 0; i < num_places; ++i) put(places[i]);
   }
 };
 

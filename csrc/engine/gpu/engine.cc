@@ -21,34 +21,16 @@ using gpu::must;
 using gpu::OnDevice;
 
 const EngineConfig& checked(const EngineConfig& config, uint32_t num_sms) {
-  const auto require = [](bool good, const std::string& text) {
-    if (!good) throw UsageFailure(UsageKind::kConfig, text);
-  };
-  require(
-      config.num_ranks <= static_cast<int>(gpu::kMaxGpuRanks),
-      std::to_string(config.num_ranks) + " ranks: the CUDA backend has at most " + std::to_string(gpu::kMaxGpuRanks));
-  const int domains = Topology::from_labels(config.domain_of).num_domains();
-  require(domains <= static_cast<int>(gpu::kMaxDomains),
-          std::to_string(domains) + " domains: the CUDA backend has at most " + std::to_string(gpu::kMaxDomains));
-  const bool several = domains > 1;
-  require(config.low_latency_tokens <= gpu::kMaxSlotTokens && config.low_latency_topk <= gpu::kPairsPerToken,
-          "low_latency_tokens = " + std::to_string(config.low_latency_tokens) +
-              ", low_latency_topk = " + std::to_string(config.low_latency_topk) + ": allowed are at most " +
-              std::to_string(gpu::kMaxSlotTokens) + " and " + std::to_string(gpu::kPairsPerToken));
-  require(!several || num_sms > 1,
-          "num_sms = " + std::to_string(num_sms) + " with several domains: at least 2, one sees to the network");
-  require(!several || config.low_latency_tokens == 0 || config.low_latency_sms != 1,
-          "low_latency_sms = 1 with several domains: at least 2, one sees to the network");
+  check_group(config);
+  if (num_sms <= 1 && Topology::from_labels(config.domain_of).num_domains() > 1)
+    throw UsageFailure(UsageKind::kConfig, "num_sms = " + std::to_string(num_sms) +
+                                               " with several domains: at least 2, one sees to the network");
   return config;
 }
 
-gpu::LowLatencyRoom low_latency_room(const EngineConfig& config) {
-  return {config.low_latency_tokens, config.low_latency_topk, uint64_t{2} * config.hidden,
-          uint64_t{config.max_element_bytes} * config.hidden};
-}
 constexpr uint32_t kUsualLowLatencySms = 64;  // of an H100's 132: fewer made a combine 10 us slower
 uint32_t low_latency_sms_of(const EngineConfig& config) {
-  if (low_latency_room(config).tokens == 0) return 0;
+  if (config.low_latency_tokens == 0) return 0;
   return std::min(config.low_latency_sms == 0 ? kUsualLowLatencySms : config.low_latency_sms, gpu::kMaxSlotBlocks);
 }
 
@@ -59,36 +41,9 @@ bool is_bad_routing(const gpu::HostError& error) {
          code == gpu::DeviceFault::kTooManyPairs;
 }
 
-constexpr uint64_t kPinnedBytes = kPageBytes;
 constexpr uint64_t kPulseOffset = kPinnedBytes / 4;
 static_assert(sizeof(gpu::HostError) <= kPulseOffset);
-constexpr uint32_t kStaticSharedBytes = 8192;  // kernels declare less
 constexpr uint64_t kContextUsec = 100'000;  // between checks that the GPU's context still works
-
-uint64_t pinned_bytes(const EngineConfig& config) {
-  return 2 * kPinnedBytes + round_up(8 * uint64_t{config.num_experts}, kPageBytes);
-}
-
-// Host memory of a buffer.
-uint64_t host_bytes(const EngineConfig& config, const gpu::DeviceRegionLayout& layout) {
-  uint64_t bytes = pinned_bytes(config);
-  for (const auto& [name, size] : memory_entries(config, layout.rings)) bytes += size;
-  return bytes;
-}
-
-gpu::DeviceRegionLayout layout_of(const EngineConfig& config) {
-  const uint64_t least = gpu_least_budget_bytes(config);
-  if (config.budget_bytes < least)
-    throw UsageFailure(UsageKind::kBudget, "budget_bytes = " + std::to_string(config.budget_bytes) +
-                                               ": this buffer needs at least " + std::to_string(least));
-  const Topology topo = Topology::from_labels(config.domain_of);
-  const auto within = [&](uint64_t bytes) {
-    return gpu::make_layout(topo, config.num_experts, config.widest_row_bytes(), bytes, config.window_tokens,
-                            low_latency_room(config));
-  };
-  // Host memory shrinks with device memory.
-  return within(config.budget_bytes - host_bytes(config, within(config.budget_bytes)));
-}
 
 // SMs that buffers leave to others, mainly NCCL.
 uint32_t reserved_sms(uint32_t all) { return std::min(32u, all / 4); }
@@ -97,22 +52,6 @@ std::mutex held_mutex;
 std::map<int, uint32_t> held_sms;  // by device
 
 }  // namespace
-
-MemoryEntries gpu_memory_entries(const EngineConfig& config) {
-  const gpu::DeviceRegionLayout layout = layout_of(config);
-  auto entries = layout.entries;
-  entries.emplace_back("host.pinned", pinned_bytes(config));
-  for (const auto& [name, bytes] : memory_entries(config, layout.rings)) entries.emplace_back("host." + name, bytes);
-  return entries;
-}
-
-uint64_t gpu_least_budget_bytes(const EngineConfig& config) {
-  const Topology topo = Topology::from_labels(config.domain_of);
-  const uint64_t least = gpu::least_budget_bytes(topo, config.num_experts, config.widest_row_bytes(),
-                                                 config.window_tokens, low_latency_room(config));
-  return least + host_bytes(config, gpu::make_layout(topo, config.num_experts, config.widest_row_bytes(), least,
-                                                     config.window_tokens, low_latency_room(config)));
-}
 
 SmShare::SmShare(int device, uint32_t sms) : device_(device), sms_(sms) {
   const uint32_t all = gpu::num_sms_of(device), reserved = reserved_sms(all);
@@ -135,12 +74,13 @@ void SmShare::give_back() {
 GpuEngine::GpuEngine(const EngineConfig& config, int device, uint32_t num_sms, uint32_t stage_sms)
     : config_(checked(config, num_sms)),
       topo_(Topology::from_labels(config.domain_of)),
+      numbers_(topo_),
       device_(device),
       num_sms_(num_sms),
       stage_sms_(std::max(num_sms, stage_sms)),
       low_latency_sms_(low_latency_sms_of(config)),
       share_(device, std::max(stage_sms_, low_latency_sms_)),
-      layout_(layout_of(config)),
+      layout_(gpu_layout_of(config)),
       plane_(config, layout_.rings, gpu::pci_address(device)),
       socket_(config.rank, config.generation),
       regions_(static_cast<size_t>(config.num_ranks)),
@@ -148,15 +88,13 @@ GpuEngine::GpuEngine(const EngineConfig& config, int device, uint32_t num_sms, u
   const OnDevice guard(device_);
   for (gpu::Stream* stream : {&stream_, &control_stream_, &refusal_stream_}) *stream = gpu::make_stream();
   for (gpu::Event* event : {&inputs_ready_, &last_done_}) *event = gpu::make_event();
-  pinned_ = gpu::PinnedMemory(pinned_bytes(config));
+  pinned_ = gpu::PinnedMemory(gpu_pinned_bytes(config));
   stop_word_ = reinterpret_cast<uint64_t*>(pinned_.base() + kPinnedBytes / 2);
   *stop_word_ = 1;
   const uint32_t shared_bytes = gpu::most_shared_bytes(device_);
-  group_.shared_bytes = shared_bytes - kStaticSharedBytes;
-  if (const uint32_t needed = gpu::routing_bytes(layout_); needed > group_.shared_bytes)
-    throw UsageFailure(UsageKind::kConfig, "num_experts = " + std::to_string(config.num_experts) + ": routing needs " +
-                                               std::to_string(needed) + " bytes of shared memory, this GPU has " +
-                                               std::to_string(group_.shared_bytes));
+  group_.shared_bytes = shared_bytes - gpu::kStaticSharedBytes;
+  group_.table_bytes = gpu::rank_table_bytes(layout_);
+  check_shared_bytes(config, layout_, group_.shared_bytes);
   if (const uint32_t needed = std::max(gpu::slot_dispatch_bytes(layout_), gpu::slot_combine_bytes(layout_));
       layout_.low_latency.tokens > 0 && needed > group_.shared_bytes)
     throw UsageFailure(UsageKind::kConfig, "low_latency_tokens = " + std::to_string(config.low_latency_tokens) +
@@ -174,7 +112,8 @@ GpuEngine::GpuEngine(const EngineConfig& config, int device, uint32_t num_sms, u
 GpuEngine::~GpuEngine() { close(true); }
 
 std::string GpuEngine::export_handle() const {
-  return encode_device_handle({socket_.address(), region_bytes_[config_.rank], plane_.export_handle()});
+  return encode_device_handle(
+      {socket_.address(), region_bytes_[config_.rank], hash_of(layout_), plane_.export_handle()});
 }
 
 void GpuEngine::connect(const std::vector<std::string>& handles) {
@@ -184,6 +123,9 @@ void GpuEngine::connect(const std::vector<std::string>& handles) {
   addresses_.resize(handles.size());
   for (size_t r = 0; r < handles.size(); ++r) {
     const DeviceHandle handle = decode_device_handle(handles[r]);
+    if (handle.layout != hash_of(layout_))
+      throw UsageFailure(UsageKind::kConfig, "rank " + std::to_string(r) + " lays out its memory otherwise than rank " +
+                                                 std::to_string(config_.rank) + ": do both have the same build?");
     // Without NICs, copy engines also write to ranks of other domains.
     const bool mapped = !has_nics() || topo_.domain_of[r] == topo_.domain_of[config_.rank];
     if (static_cast<int>(r) != config_.rank && mapped) {
@@ -209,27 +151,16 @@ void GpuEngine::start() {
   const OnDevice guard(device_);
   group_.map = layout_;
   group_.experts_per_rank = config_.num_experts / static_cast<uint32_t>(config_.num_ranks);
-  uint8_t number = 0;
-  for (int d = 0; d < topo_.num_domains(); ++d) {
-    group_.first_of[d] = number;
-    for (int r : topo_.members[d]) {
-      group_.number_of[r] = number;
-      group_.rank_of[number] = static_cast<uint8_t>(r);
-      group_.domain_of[number] = static_cast<uint8_t>(d);
-      if (d == topo_.domain_of[config_.rank]) group_.base[number] = regions_[r].base();
-      ++number;
-    }
-  }
-  group_.first_of[topo_.num_domains()] = number;
   const int own = topo_.domain_of[config_.rank];
-  group_.rank = group_.number_of[config_.rank];
-  group_.first = group_.first_of[own];
-  group_.end = group_.first_of[own + 1];
-  for (size_t i = 0; i < regions_.size(); ++i)
-    group_.source_order[i] =
-        group_.number_of[config_.source_order.empty() ? i : static_cast<size_t>(config_.source_order[i])];
+  group_.own = regions_[config_.rank].base();
+  for (size_t member = 0; member < topo_.members[own].size(); ++member)
+    group_.base[member] = regions_[topo_.members[own][member]].base();
+  group_.rank = numbers_.number_of[config_.rank];
+  group_.first = numbers_.first_of[own];
+  group_.end = numbers_.first_of[own + 1];
+  fill_tables();
   if (network_ != nullptr) {
-    group_.net = network_->fill(group_);
+    network_->fill(group_, numbers_);
     seen_ = network_->seen();
   }
   const auto deadline_nsec = [](double seconds) {
@@ -249,6 +180,24 @@ void GpuEngine::start() {
   watcher_ = start_thread("watching the GPU", [this] { watch(); });
   const std::lock_guard lock(mutex_);
   started_ = true;
+}
+
+// The tables lie one behind the other.
+void GpuEngine::fill_tables() {
+  std::vector<uint16_t> order(numbers_.number_of);
+  for (size_t i = 0; i < config_.source_order.size(); ++i)
+    order[i] = numbers_.number_of[static_cast<size_t>(config_.source_order[i])];
+  std::vector<uint16_t> all;
+  const auto put = [&](gpu::RankTable& table, const std::vector<uint16_t>& entries) {
+    table.entries = layout_.tables.in(group_.own) + all.size();
+    all.insert(all.end(), entries.begin(), entries.end());
+  };
+  put(group_.number_of, numbers_.number_of);
+  put(group_.rank_of, numbers_.rank_of);
+  put(group_.domain_of, numbers_.domain_of);
+  put(group_.first_of, numbers_.first_of);
+  put(group_.source_order, order);
+  gpu::copy_now(layout_.tables.in(group_.own), all.data(), sizeof(uint16_t) * all.size());
 }
 
 void GpuEngine::check() const {
@@ -304,8 +253,8 @@ void GpuEngine::watch() {
     }
     if (!stopped && plane_.failed()) {
       stopped = true;
-      gpu::copy_to_device(&layout_.local.in(group_.base[group_.rank])->stop, stop_word_, sizeof(*stop_word_),
-                          control_stream_, std::nothrow);
+      gpu::copy_to_device(&layout_.local.in(group_.own)->stop, stop_word_, sizeof(*stop_word_), control_stream_,
+                          std::nothrow);
     }
     if (stopped)
       usleep(1000);
@@ -360,7 +309,7 @@ Stats GpuEngine::stats() const {
                {"rows.placed", static_cast<double>(rows_placed_)},
                {"rows.folded", static_cast<double>(rows_folded_)},
                {"rows.relayed", static_cast<double>(rows_relayed_)},
-               {"memory.allocated_bytes", static_cast<double>(layout_.total_bytes + host_bytes(config_, layout_))},
+               {"memory.allocated_bytes", static_cast<double>(layout_.total_bytes + gpu_host_bytes(config_, layout_))},
                {"memory.max_tokens", static_cast<double>(layout_.max_tokens)},
                {"memory.window_bytes", static_cast<double>(layout_.half_bytes)},
                {"memory.piece_bytes", static_cast<double>(layout_.piece_bytes)}};
@@ -372,7 +321,10 @@ Stats GpuEngine::stats() const {
   const OnDevice guard(device_);
   const gpu::RelaxedCapture relaxed;  // the caller may be capturing a graph
   gpu::Local local{};
-  gpu::copy_to_host(&local, layout_.local.in(group_.base[group_.rank]), sizeof(local), control_stream_, std::nothrow);
+  std::vector<uint64_t> waited_nsec(static_cast<size_t>(config_.num_ranks)), waited_usec;
+  gpu::copy_to_host(&local, layout_.local.in(group_.own), sizeof(local), control_stream_, std::nothrow);
+  gpu::copy_to_host(waited_nsec.data(), layout_.waited_nsec.in(group_.own), sizeof(uint64_t) * waited_nsec.size(),
+                    control_stream_, std::nothrow);
   gpu::synchronize(control_stream_, std::nothrow);
   for (uint32_t s = 1; s < kNumSteps; ++s)
     if (local.step_nsec[s] > 0)
@@ -380,9 +332,7 @@ Stats GpuEngine::stats() const {
                        static_cast<double>(local.step_nsec[s]) * 1e-9);
   all.emplace_back("low_latency.masked_ranks", std::popcount(local.low_latency.masked));
   all.emplace_back("low_latency.dropped_pairs", static_cast<double>(local.low_latency.dropped_pairs));
-  std::vector<uint64_t> waited_usec;
-  for (int rank = 0; rank < config_.num_ranks; ++rank)
-    waited_usec.push_back(local.waited_nsec[group_.number_of[rank]] / 1000);
+  for (uint16_t number : numbers_.number_of) waited_usec.push_back(waited_nsec[number] / 1000);
   put_straggler(all, waited_usec, config_.rank);
   return all;
 }

@@ -24,6 +24,7 @@
 #include "engine/gpu/low_latency.h"
 #include "engine/gpu/network.h"
 #include "engine/gpu/pulse.h"
+#include "engine/gpu/sizes.h"
 #include "engine/group/control_plane.h"
 #include "sync/flag.h"
 
@@ -178,6 +179,7 @@ class GpuEngine final : public Engine, private GpuHandles {
   bool tell_fault() const;
   void watch();
   void give_back();
+  void fill_tables();
   ErrorRecord record_of(const gpu::HostError& error) const;
   std::string text_of(const gpu::HostError& error) const;
   void tell_mismatch(const gpu::HostError& error, ErrorRecord& record) const;
@@ -190,6 +192,7 @@ class GpuEngine final : public Engine, private GpuHandles {
 
   const EngineConfig config_;
   const Topology topo_;
+  const RankNumbers numbers_;
   const int device_;
   const uint32_t num_sms_, stage_sms_, low_latency_sms_;
   SmShare share_;
@@ -228,9 +231,5 @@ class GpuEngine final : public Engine, private GpuHandles {
   std::thread watcher_;
   std::unique_ptr<Pulse> pulse_;  // while kernels may wait
 };
-
-// What memory_plan() shows for a buffer of tensors on a GPU.
-MemoryEntries gpu_memory_entries(const EngineConfig& config);
-uint64_t gpu_least_budget_bytes(const EngineConfig& config);
 
 }  // namespace uccl_ep

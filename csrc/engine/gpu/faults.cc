@@ -28,16 +28,15 @@ ErrorRecord GpuEngine::record_of(const gpu::HostError& error) const {
 
 // The rank in the group whose number in kernels is `number`.
 int GpuEngine::rank_of(int number) const {
-  for (int rank = 0; rank < config_.num_ranks; ++rank)
-    if (group_.number_of[rank] == number) return rank;
-  return -1;
+  return number < 0 || number >= config_.num_ranks ? -1 : numbers_.rank_of[static_cast<size_t>(number)];
 }
 
 // The header of operation `epoch` of the rank whose number in kernels is `number`.
 gpu::DeviceHeader GpuEngine::header_of(int number, uint64_t epoch) const {
   const auto rank = static_cast<uint32_t>(number);
   const bool near = rank >= group_.first && rank < group_.end;
-  const uint8_t* const packets = near ? layout_.packets.in(group_.base[rank]) : network_->packets_of(group_, rank);
+  const uint8_t* const packets =
+      near ? layout_.packets.in(group_.base[rank - group_.first]) : network_->packets_of(group_, rank);
   gpu::DeviceHeader header{};
   gpu::copy_to_host(&header, packets + gpu::packet_half(epoch) * layout_.packet_bytes, sizeof(header), control_stream_,
                     std::nothrow);
@@ -50,7 +49,7 @@ gpu::SlotHeader GpuEngine::slot_header_of(int number, const gpu::HostError& erro
   const uint64_t half = (error.epoch & ~gpu::kLowLatencyEpoch) % gpu::kHalves;
   const uint64_t index = (static_cast<uint64_t>(error.chunk) * gpu::kHalves + half) * layout_.num_ranks;
   gpu::SlotHeader header{};
-  const gpu::SlotHeader* const headers = layout_.low_latency.headers.in(group_.base[group_.rank]);
+  const gpu::SlotHeader* const headers = layout_.low_latency.headers.in(group_.own);
   gpu::copy_to_host(&header, headers + index + static_cast<uint64_t>(number), sizeof(header), control_stream_,
                     std::nothrow);
   gpu::synchronize(control_stream_, std::nothrow);

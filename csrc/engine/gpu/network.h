@@ -7,9 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "backend/gpu/layout.h"
-#include "backend/gpu/low_latency_net.h"
-#include "backend/gpu/net.h"
+#include "backend/gpu/group.h"
 #include "device/memory.h"
 #include "engine/group/control_plane.h"
 #include "transport/gpu/copies.h"
@@ -26,8 +24,8 @@ class Network {
   Network(ControlPlane& plane, const gpu::DeviceRegionLayout& layout, int rank, int device, bool has_nics,
           const std::vector<gpu::DeviceMapping>& regions);
 
-  // Writes what kernels are told into device memory, and returns where. `group` is complete except for this.
-  const gpu::Net* fill(const gpu::Group& group);
+  // Writes what kernels are told into device memory, and into `group`, which is complete except for this.
+  void fill(gpu::Group& group, const RankNumbers& numbers);
   // By any thread: tells the copier that an operation is to come.
   void wake() {
     if (copies_ != nullptr) copies_->wake();
@@ -46,16 +44,16 @@ class Network {
  private:
   // Memory of a member's host, as our GPU sees it.
   uint8_t* host(int rank) const { return hosts_[static_cast<size_t>(rank)].on_device(); }
-  void fill_sources(const gpu::Group& group);
-  void fill_destinations(const gpu::Group& group);
+  void fill_sources(const RankNumbers& numbers);
+  void fill_destinations(gpu::Net& net);
   template <typename Visit>
   void each_word(Visit visit) const;
   size_t stream_of(int source) const;
-  void fill_polled(const gpu::Group& group);
-  void fill_slots(const gpu::Group& group);
-  void fill_slots_polled(const gpu::Group& group);
-  void poll(const Seen& what, const void* word, uint64_t* flag, uint64_t* also = nullptr);
-  void poll_slots(const Seen& what, const void* word, uint64_t* flag);
+  std::vector<gpu::Net::Polled> fill_polled(const gpu::Group& group, const RankNumbers& numbers);
+  void fill_slots(gpu::SlotNet& net, const RankNumbers& numbers);
+  std::vector<gpu::Net::Polled> fill_slots_polled(const gpu::Group& group, const RankNumbers& numbers);
+  void poll(std::vector<gpu::Net::Polled>& polled, const Seen& what, const void* word, uint64_t* flag,
+            uint64_t* also = nullptr);
   // A member's host's count of consumed chunks of `ring`, which lands there: ours.
   uint64_t* consumed_by_us(int holder, const RingLayout& ring) const;
 
@@ -66,8 +64,10 @@ class Network {
   std::vector<gpu::HostMapping> hosts_;  // by rank
   std::unique_ptr<Copier> copies_;                    // only without NICs
   std::unique_ptr<gpu::GpuVisibility> visibility_;  // only where a NIC writes
-  gpu::Net net_{};
-  gpu::SlotNet slots_{};
+  std::vector<RegionLayout> layouts_;      // by member of our domain
+  std::vector<gpu::Net::To> to_;           // as in Net
+  std::vector<gpu::Net::From> from_;
+  std::vector<gpu::Net::Relayed> relayed_;
   std::vector<Seen> seen_;
 };
 

@@ -20,6 +20,7 @@ struct Handle {
 struct DeviceHandle {
   std::string socket_name;  // where descriptors are passed
   uint64_t region_bytes = 0;
+  uint64_t layout = 0;  // a hash of what lies where in the region
   std::string plane;  // Handle of its control plane
 };
 
@@ -131,6 +132,7 @@ inline std::string encode_device_handle(const DeviceHandle& h) {
   std::string bytes;
   detail::put(bytes, h.socket_name);
   detail::put(bytes, h.region_bytes);
+  detail::put(bytes, h.layout);
   detail::put(bytes, h.plane);
   return bytes;
 }
@@ -140,6 +142,7 @@ inline DeviceHandle decode_device_handle(const std::string& bytes) {
   DeviceHandle h;
   h.socket_name = fields.name();
   h.region_bytes = fields.number();
+  h.layout = fields.number();
   h.plane = fields.text();
   fields.end();
   return h;

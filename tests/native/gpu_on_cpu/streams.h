@@ -23,7 +23,7 @@ void queue(CpuStream* stream, std::function<void()> work);
 // A Fault in a lane is printed and ends the program: nobody could go on.
 void queue_grid(CpuStream* stream, const Grid& grid, std::function<void()> lane);
 
-constexpr int kDevices = 8;
+constexpr int kDevices = 256;
 // A device has one from the first time that a thread made it its own.
 bool has_context(int device);
 // From now on copies that threads of this device hand over fail, and questions about a stream; -1: of none.

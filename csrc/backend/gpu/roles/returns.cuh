@@ -27,21 +27,19 @@ struct PushReturnsRole {
   // spare.
   static __device__ __noinline__ void push_returns(const CombineKernel k, const MergeRange& range) {
     const uint32_t row_bytes = k.args.hidden * dtype_bytes(k.args.wire), lane = k.crew.lane();
-    const Net& net = *k.g.net;
-    for (uint32_t first = 1; first <= net.num_relayed; first += kWarp) {
-      const uint32_t stream = first + lane;
-      Outgoing<RelayedRows> out;
-      if (stream <= net.num_relayed)
-        out = {net.relayed[stream].channel,
-               own_part(k.g, k.g.map.relayed_counts) + stream * k.g.map.return_slots,
-               range.end_row[stream] - range.first_row[stream],
-               rows_per_chunk(k.g, row_bytes),
-               row_bytes,
-               net_state(k.g).relayed[stream],
-               0,
-               kBulk ? segments_of(k.args.hidden * 2) : 1};
-      push_chunks(k.g, out, [] { return true; });
-    }
+    const Net& net = k.g.net;
+    const auto outgoing_of = [&](uint32_t stream) {
+      const MergeStream& part = range.stream(k.g, stream);
+      return Outgoing<RelayedRows>{net.relayed[stream].channel,
+                                   own_part(k.g, k.g.map.relayed_counts) + stream * k.g.map.return_slots,
+                                   part.end_row - part.first_row,
+                                   rows_per_chunk(k.g, row_bytes),
+                                   row_bytes,
+                                   k.g.net_state.relayed[stream],
+                                   0,
+                                   kBulk ? segments_of(k.args.hidden * 2) : 1};
+    };
+    push_chunks(k.g, 1, net.num_relayed + 1, outgoing_of, [] { return true; });
     if (k.args.signature.with_weights == 0 || k.args.window != 0) return;
     if (!__all_sync(kFullWarp, lane != 0 || wait_block(k.g, &local(k.g).weights_relayed, k.op.epoch))) return;
     __syncwarp();
@@ -50,14 +48,15 @@ struct PushReturnsRole {
   static __device__ __forceinline__ void push_weights(const CombineKernel& k, const MergeRange& range,
                                                       uint32_t stream) {
     const uint32_t row_bytes = k.args.hidden * dtype_bytes(k.args.wire), pairs = k.plan.relayed_pairs[stream];
-    const uint32_t row_chunks = part_of(k.g, range.first_row[stream], range.end_row[stream], row_bytes).chunks;
+    const uint32_t row_chunks =
+        part_of(k.g, range.stream(k.g, stream).first_row, range.stream(k.g, stream).end_row, row_bytes).chunks;
     const uint32_t chunks = weight_chunks_of(k.g, k.args, pairs);
     for (uint32_t first = 0; first < chunks; first += kWarp) {
       const uint32_t c = first + k.crew.lane();
       const uint64_t left = uint64_t{4} * pairs - c * k.g.map.slot_bytes;
       push_all(k.g, c < chunks, [&](uint32_t) {
-        return Command{k.g.net->relayed[stream].channel, min(left, k.g.map.slot_bytes),
-                       net_state(k.g).relayed[stream] + row_chunks + c};
+        return Command{k.g.net.relayed[stream].channel, min(left, k.g.map.slot_bytes),
+                       k.g.net_state.relayed[stream] + row_chunks + c};
       });
     }
   }
@@ -96,18 +95,19 @@ struct EndReturnsRole {
   // By a warp: counts what we have returned, and what came back and has been read.
   static __device__ void end_returns(const CombineKernel& k, const MergeRange& range) {
     const uint32_t row_bytes = k.args.hidden * dtype_bytes(k.args.wire), lane = k.crew.lane();
-    NetState& state = net_state(k.g);
-    for (uint32_t stream = 1 + lane; stream <= k.g.net->num_relayed; stream += kWarp)
-      state.relayed[stream] += part_of(k.g, range.first_row[stream], range.end_row[stream], row_bytes).chunks +
-                               weight_chunks_of(k.g, k.args, k.plan.relayed_pairs[stream]);
+    const NetState& state = k.g.net_state;
+    for (uint32_t stream = 1 + lane; stream <= k.g.net.num_relayed; stream += kWarp)
+      state.relayed[stream] +=
+          part_of(k.g, range.stream(k.g, stream).first_row, range.stream(k.g, stream).end_row, row_bytes).chunks +
+          weight_chunks_of(k.g, k.args, k.plan.relayed_pairs[stream]);
     const TokenBlockRange window = token_blocks_of(k.args, (k.plan.num_tokens + kTokenBlock - 1) / kTokenBlock);
     for (uint32_t to = lane; to < k.g.map.num_domains; to += kWarp) {
       if (to == own_domain(k.g)) continue;
       const uint32_t* const before = k.plan.sent_token_blocks + to * (k.plan.num_token_blocks + 1);
-      const uint32_t pairs = k.plan.pair_begin[k.g.first_of[to + 1]] - k.plan.pair_begin[k.g.first_of[to]];
+      const uint32_t pairs = k.plan.pair_begin[first_of(k.g, to + 1)] - k.plan.pair_begin[first_of(k.g, to)];
       state.returned[to] += part_of(k.g, before[window.first], before[window.end], row_bytes).chunks +
                             weight_chunks_of(k.g, k.args, pairs);
-      publish_flag(k.g.net->to[to].returns_consumed, state.returned[to]);
+      publish_flag(k.g.net.to[to].returns_consumed, state.returned[to]);
     }
   }
 };

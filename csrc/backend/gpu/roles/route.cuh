@@ -26,7 +26,7 @@ __device__ inline bool finish_exchange(const DispatchKernel& k, Staged& staged) 
   if (k.crew.thread == 0) count_shared(&staged.routed);
   if (last_block(k, Phase::kRouted, workers(k.g))) {
     if (k.crew.thread == 0) {
-      if (k.g.net == nullptr)
+      if (!has_net(k.g))
         keep(k.g, k.op, OpKind::kDispatch);  // all blocks have entered
       else
         publish(&local(k.g).packed, k.op.epoch);

@@ -17,7 +17,7 @@ __device__ __forceinline__ StageShare stage_share(const DispatchKernel& k) {
   return {begin, end, blockIdx.x < first_block ? kNothing : blockIdx.x - first_block, workers(k.g) - first_block};
 }
 
-template <PlanState kState, bool kBulk>
+template <PlanState kState, bool kBulk, bool kNet>
 struct StageRole {
   static constexpr uint32_t kWarps = kStageWarps;
   using Shared = Staged;
@@ -27,20 +27,18 @@ struct StageRole {
     // All members must have read what the half held before.
     if (!wait_members(k, k.g.map.read, k.op.free_after)) return;
     const StageShare share = stage_share(k);
-    if (kState == PlanState::kNew && k.g.net == nullptr && k.args.stage.quantises() &&
-        share.row_groups() >= kManyRowGroups && !k.crew.all(k.crew.thread != 0 || wait_shared(k.g, &staged.routed)))
+    if (kState == PlanState::kNew && !kNet && k.args.stage.quantises() && share.row_groups() >= kManyRowGroups &&
+        !k.crew.all(k.crew.thread != 0 || wait_shared(k.g, &staged.routed)))
       return;
     const StepClock clock(k, Step::kStage, workers(k.g) - share.count);
     // Where rows for other domains go depends on the tiles of all blocks.
-    if (kFresh && k.g.net != nullptr &&
-        !k.crew.all(k.crew.thread != 0 || wait_block(k.g, &local(k.g).packed, k.op.epoch)))
-      return;
+    if (kFresh && kNet && !k.crew.all(k.crew.thread != 0 || wait_block(k.g, &local(k.g).packed, k.op.epoch))) return;
     bool done = false;
     if constexpr (kBulk && kArch.bulk_copies) {
       done = k.args.copy_pipeline > 0;
       if (done) stage_rows_bulk(k, share, staged, shared + k.args.copy_pipeline);
     }
-    if (!done) stage_rows<kFresh>(k, share, staged);
+    if (!done) stage_rows<kFresh, kNet>(k, share, staged);
     clock.stop();
     if constexpr (!kFresh)
       if (k.args.routing_compared && k.args.window == 0) compare_routing(k, k.args.routing, k.args.signature.plan_id);

@@ -46,7 +46,7 @@ struct EndStreamsRole {
     const uint32_t row_bytes = k.args.stage.stride;
     const PlanReader<kFresh> plan(k);
     const uint32_t per_window = k.args.window_tokens / kTokenBlock;
-    NetState& state = net_state(k.g);
+    const NetState& state = k.g.net_state;
     if (kState != PlanState::kExchanged)
       for (uint32_t to = k.crew.lane(); to < k.g.map.num_domains; to += kWarp)
         state.sent[to] += sent_part<kFresh>(k.g, k.plan, k.args, to).chunks;
@@ -57,7 +57,7 @@ struct EndStreamsRole {
       const uint32_t* const before = plan.streams_before(s);
       const uint32_t first = min(k.args.window * per_window, token_blocks), end = min(first + per_window, token_blocks);
       state.received[s] += part_of(k.g, before[first], before[end], row_bytes).chunks;
-      publish_flag(k.g.net->from[s].rows_consumed, state.received[s]);
+      publish_flag(k.g.net.from[s].rows_consumed, state.received[s]);
     }
   }
 };

@@ -1,0 +1,44 @@
+// Shared memory that the block of a kernel needs for tables, which grow with the group.
+#pragma once
+
+#include "backend/gpu/layout.h"
+
+namespace uccl_ep::gpu {
+
+constexpr uint32_t kTableAlign = 128;  // of what follows a table
+constexpr uint32_t table_bytes(uint64_t num_bytes) { return static_cast<uint32_t>(round_up(num_bytes, kTableAlign)); }
+
+// Of tables by rank: map.cuh.
+constexpr uint32_t rank_table_bytes(const DeviceMap& map) {
+  const uint64_t entries = 3 * uint64_t{map.num_ranks} + map.num_domains + 1;
+  return map.num_domains == 1 ? 0 : table_bytes(sizeof(uint16_t) * entries);
+}
+// Of a window's sources (SourceRows), and of those of a new plan (FromSource).
+constexpr uint32_t kSourceEntryBytes = 28;
+constexpr uint32_t source_table_bytes(const DeviceMap& map) { return table_bytes(kSourceEntryBytes * map.num_ranks); }
+
+// Of tiles: tile.cuh. What all tiles of a block have in common, and what each has.
+constexpr uint32_t kPacketPlaceBytes = 56;
+constexpr uint32_t common_tile_bytes(const DeviceMap& map) {
+  const uint64_t ranks = map.num_ranks, domains = map.num_domains;
+  return static_cast<uint32_t>(round_up(kPacketPlaceBytes * domains + 4 * (2 * ranks + 1 + domains), 8));
+}
+constexpr uint32_t named_words(uint32_t experts) { return (experts + 31) / 32; }
+constexpr uint32_t own_tile_bytes(const DeviceMap& map) {
+  const uint64_t experts = map.num_experts, ranks = map.num_ranks, domains = map.num_domains;
+  const uint64_t masks = 8 * (experts + ranks + domains);
+  const uint64_t tokens = 4 * kTileTokens * (2 * ranks + domains + named_words(map.num_experts));
+  return static_cast<uint32_t>(round_up(masks + tokens + 4 * (experts + 2 * ranks + 2 * domains), 8));
+}
+constexpr uint32_t routing_bytes(const DeviceMap& map, uint32_t tiles = 1) {
+  return table_bytes(common_tile_bytes(map) + uint64_t{tiles} * own_tile_bytes(map));
+}
+
+// What a block needs at least, to route tokens; beside variables, of which kernels have less than kStaticSharedBytes.
+constexpr uint32_t least_shared_bytes(const DeviceMap& map) {
+  return rank_table_bytes(map) + 2 * source_table_bytes(map) + routing_bytes(map);
+}
+constexpr uint32_t kStaticSharedBytes = 8192;
+constexpr uint32_t kMostSharedBytes = 227 << 10;  // that a block of any GPU so far has
+
+}  // namespace uccl_ep::gpu

@@ -1,0 +1,127 @@
+#include "engine/gpu/sizes.h"
+
+#include <algorithm>
+
+#include "common/units.h"
+#include "engine/group/control_plane.h"
+
+namespace uccl_ep {
+namespace {
+
+gpu::LowLatencyRoom low_latency_room(const EngineConfig& config) {
+  return {config.low_latency_tokens, config.low_latency_topk, uint64_t{2} * config.hidden,
+          uint64_t{config.max_element_bytes} * config.hidden};
+}
+
+}  // namespace
+
+// What neither memory nor a GPU can make right.
+void check_group(const EngineConfig& config) {
+  const auto require = [](bool good, const std::string& text) {
+    if (!good) throw UsageFailure(UsageKind::kConfig, text);
+  };
+  const auto at_most = [&](uint64_t number, uint64_t most, const std::string& what) {
+    require(number <= most,
+            std::to_string(number) + " " + what + ": the CUDA backend has at most " + std::to_string(most));
+  };
+  at_most(static_cast<uint64_t>(config.num_ranks), gpu::kMaxGpuRanks, "ranks");
+  const Topology topo = Topology::from_labels(config.domain_of);
+  for (int domain = 0; domain < topo.num_domains(); ++domain)
+    at_most(static_cast<uint64_t>(topo.size_of(domain)), gpu::kMaxMembers, "ranks in a domain");
+  require(config.low_latency_tokens <= gpu::kMaxSlotTokens && config.low_latency_topk <= gpu::kPairsPerToken,
+          "low_latency_tokens = " + std::to_string(config.low_latency_tokens) +
+              ", low_latency_topk = " + std::to_string(config.low_latency_topk) + ": allowed are at most " +
+              std::to_string(gpu::kMaxSlotTokens) + " and " + std::to_string(gpu::kPairsPerToken));
+  if (config.low_latency_tokens > 0) {
+    at_most(static_cast<uint64_t>(config.num_ranks), gpu::kMaxSlotRanks, "ranks with low latency");
+    at_most(static_cast<uint64_t>(topo.num_domains()), gpu::kMaxSlotDomains, "domains with low latency");
+  }
+  gpu::DeviceMap map;
+  map.num_ranks = static_cast<uint32_t>(config.num_ranks);
+  map.num_domains = static_cast<uint32_t>(topo.num_domains());
+  map.num_experts = config.num_experts;
+  check_shared_bytes(config, map, gpu::kMostSharedBytes - gpu::kStaticSharedBytes);
+  require(topo.num_domains() == 1 || config.low_latency_tokens == 0 || config.low_latency_sms != 1,
+          "low_latency_sms = 1 with several domains: at least 2, one sees to the network");
+}
+
+uint64_t gpu_pinned_bytes(const EngineConfig& config) {
+  return 2 * kPinnedBytes + round_up(8 * uint64_t{config.num_experts}, kPageBytes);
+}
+
+uint64_t gpu_host_bytes(const EngineConfig& config, const gpu::DeviceRegionLayout& layout) {
+  uint64_t bytes = gpu_pinned_bytes(config);
+  for (const auto& [name, size] : memory_entries(config, layout.rings)) bytes += size;
+  return bytes;
+}
+
+void check_shared_bytes(const EngineConfig& config, const gpu::DeviceMap& map, uint32_t there) {
+  if (const uint32_t needed = gpu::least_shared_bytes(map); needed > there)
+    throw UsageFailure(UsageKind::kConfig, std::to_string(config.num_ranks) +
+                                               " ranks with num_experts = " + std::to_string(config.num_experts) +
+                                               ": routing needs " + std::to_string(needed) +
+                                               " bytes of shared memory, and the GPU has " + std::to_string(there));
+}
+
+namespace {
+
+// Of the rank that needs most: all ranks have to come to the same layout.
+uint64_t most_host_bytes(EngineConfig config, const Topology& topo, const gpu::DeviceRegionLayout& layout) {
+  uint64_t bytes = 0;
+  for (int rank : topo.classes()) {
+    config.rank = rank;
+    bytes = std::max(bytes, gpu_host_bytes(config, layout));
+  }
+  return bytes;
+}
+
+}  // namespace
+
+gpu::DeviceRegionLayout gpu_layout_of(const EngineConfig& config) {
+  check_group(config);
+  const uint64_t least = gpu_least_budget_bytes(config);
+  if (config.budget_bytes < least)
+    throw UsageFailure(UsageKind::kBudget, "budget_bytes = " + std::to_string(config.budget_bytes) +
+                                               ": this buffer needs at least " + std::to_string(least));
+  const Topology topo = Topology::from_labels(config.domain_of);
+  const auto within = [&](uint64_t bytes) {
+    return gpu::make_layout(topo, config.num_experts, config.widest_row_bytes(), bytes, config.window_tokens,
+                            low_latency_room(config));
+  };
+  // Host memory shrinks with device memory.
+  gpu::DeviceRegionLayout layout =
+      within(config.budget_bytes - most_host_bytes(config, topo, within(config.budget_bytes)));
+  if (topo.num_domains() > 1) check_channels(topo, layout.rings);
+  return layout;
+}
+
+// FNV-1a of names and sizes.
+uint64_t hash_of(const gpu::DeviceRegionLayout& layout) {
+  uint64_t hash = 0xCBF29CE484222325u;
+  const auto add = [&](uint64_t byte) { hash = (hash ^ byte) * 0x100000001B3u; };
+  for (const auto& [name, bytes] : layout.entries) {
+    for (char letter : name) add(static_cast<uint8_t>(letter));
+    for (uint32_t shift = 0; shift < 64; shift += 8) add(bytes >> shift & 0xFF);
+  }
+  return hash;
+}
+
+MemoryEntries gpu_memory_entries(const EngineConfig& config) {
+  const gpu::DeviceRegionLayout layout = gpu_layout_of(config);
+  auto entries = layout.entries;
+  entries.emplace_back("host.pinned", gpu_pinned_bytes(config));
+  for (const auto& [name, bytes] : memory_entries(config, layout.rings)) entries.emplace_back("host." + name, bytes);
+  return entries;
+}
+
+uint64_t gpu_least_budget_bytes(const EngineConfig& config) {
+  check_group(config);
+  const Topology topo = Topology::from_labels(config.domain_of);
+  const uint64_t least = gpu::least_budget_bytes(topo, config.num_experts, config.widest_row_bytes(),
+                                                 config.window_tokens, low_latency_room(config));
+  const auto layout = gpu::make_layout(topo, config.num_experts, config.widest_row_bytes(), least, config.window_tokens,
+                                       low_latency_room(config));
+  return least + most_host_bytes(config, topo, layout);
+}
+
+}  // namespace uccl_ep

@@ -1,0 +1,122 @@
+// Claims about groups of more ranks, domains or members than a warp has lanes or a word has bits: the CUDA engines of
+// all ranks, on the stand-in for GPUs, against the host's.
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "claims.h"
+#include "gpu_on_cpu/streams.h"
+#include "gpu_runs.h"
+
+namespace uccl_ep {
+namespace {
+
+// Domains of these sizes.
+CudaRun ranks_in(const std::vector<int>& sizes) {
+  CudaRun run;
+  run.domain_of.clear();
+  for (size_t domain = 0; domain < sizes.size(); ++domain)
+    run.domain_of.insert(run.domain_of.end(), static_cast<size_t>(sizes[domain]), static_cast<int>(domain));
+  run.num_tokens = {5, 3, 0, 7};
+  run.experts_per_rank = 1;
+  run.hidden = 128;
+  run.topk = 4;
+  run.rounds = 1;
+  run.spare_bytes = 1 << 20;
+  run.arrival_timeout_s = 120;
+  return run;
+}
+
+CLAIM("65 ranks in 8 domains of 8 and one of 1 have the host's bits") {
+  each_seed(ranks_in({8, 8, 8, 8, 8, 8, 8, 8, 1}), same_as_host);
+}
+CLAIM("72 ranks of a domain have the host's bits, FP8") {
+  CudaRun run = ranks_in({72});
+  run.wire = kFp8;
+  each_seed(run, same_as_host);
+}
+CLAIM("66 ranks in interleaved domains have the host's bits") {
+  CudaRun run = ranks_in({});
+  for (int rank = 0; rank < 66; ++rank) run.domain_of.push_back(rank % 11);
+  run.compact = true;
+  each_seed(run, same_as_host);
+}
+CLAIM("a map whose tokens reach more than 32 other domains has the host's bits") {
+  CudaRun run = ranks_in(std::vector<int>(40, 1));
+  run.is_map = true;
+  run.map_one_in = 1;
+  run.num_tokens = {30, 3, 0, 7};
+  each_seed(run, same_as_host);
+}
+std::string refusal_of(const std::function<void()>& make) {
+  try {
+    make();
+  } catch (const UsageFailure& refused) {
+    return refused.what();
+  }
+  return "";
+}
+
+CLAIM("memory_plan refuses what an engine refuses, in the same words, and nothing else") {
+  const auto expect_same_refusal = [](const EngineConfig& config, const std::string& words) {
+    const std::string planned = refusal_of([&] { gpu_memory_entries(config); });
+    const std::string refused = refusal_of([&] { GpuEngine(config, config.rank % gpu_on_cpu::kDevices, 2, 2); });
+    if (planned != refused || (words.empty() ? !planned.empty() : planned.find(words) == std::string::npos))
+      throw std::logic_error("planned: " + planned + "; engine: " + refused + "; wanted: " + words);
+  };
+  for (const std::vector<int>& sizes : std::vector<std::vector<int>>{
+           {1}, {3, 1}, {8, 8, 8, 8, 8, 8, 8, 8, 1}, {72}, std::vector<int>(40, 1), std::vector<int>(32, 8)}) {
+    EngineConfig config = config_of(ranks_in(sizes), 0);
+    config.budget_bytes = gpu_least_budget_bytes(config) - 1;
+    expect_same_refusal(config, "this buffer needs at least " + std::to_string(config.budget_bytes + 1));
+    ++config.budget_bytes;
+    expect_same_refusal(config, "");
+  }
+  EngineConfig config = config_of(ranks_in({129}), 0);
+  config.budget_bytes = uint64_t{8} << 30;
+  expect_same_refusal(config, "129 ranks in a domain: the CUDA backend has at most 128");
+  config = config_of(ranks_in(std::vector<int>(50, 8)), 0);
+  config.budget_bytes = uint64_t{8} << 30;
+  expect_same_refusal(config, "400 ranks with num_experts = 400: routing needs");
+  config = config_of(ranks_in(std::vector<int>(13, 5)), 0);
+  config.budget_bytes = uint64_t{8} << 30;
+  config.low_latency_tokens = config.low_latency_topk = 8;
+  expect_same_refusal(config, "65 ranks with low latency: the CUDA backend has at most 64");
+}
+CLAIM("all ranks of uneven domains lay out their memory alike, within any budget") {
+  for (const std::vector<int>& sizes :
+       std::vector<std::vector<int>>{{3, 1}, {2, 1, 1}, {8, 8, 8, 8, 8, 8, 8, 8, 2}, {1, 8, 8, 8}}) {
+    EngineConfig config = config_of(ranks_in(sizes), 0);
+    const uint64_t least = gpu_least_budget_bytes(config);
+    for (uint64_t more = 0; more < uint64_t{64} << 20; more += (2 << 20) + 12345) {
+      config.budget_bytes = least + more;
+      config.rank = 0;
+      const gpu::DeviceRegionLayout first = gpu_layout_of(config);
+      for (config.rank = 1; config.rank < config.num_ranks; ++config.rank)
+        if (gpu_layout_of(config).entries != first.entries)
+          throw std::logic_error("rank " + std::to_string(config.rank) + " differs within " +
+                                 std::to_string(config.budget_bytes) + " bytes");
+    }
+  }
+}
+CLAIM("a rank that lays out its memory otherwise is refused by name") {
+  std::vector<std::string> handles;
+  std::vector<std::unique_ptr<GpuEngine>> engines;
+  for (int rank = 0; rank < 2; ++rank) {
+    EngineConfig config = config_of(ranks_in({1, 1}), rank);
+    config.budget_bytes = (uint64_t{64} << 20) << rank;
+    engines.push_back(std::make_unique<GpuEngine>(config, rank, 2, 2));
+    handles.push_back(engines.back()->export_handle());
+  }
+  EXPECT(refusal_of([&] { engines[0]->connect(handles); }).starts_with("rank 1 lays out its memory otherwise"));
+}
+CLAIM("129 ranks in 16 domains of 8 and one of 1 have the host's bits") {
+  std::vector<int> sizes(16, 8);
+  sizes.push_back(1);
+  each_seed(ranks_in(sizes), same_as_host);
+}
+
+}  // namespace
+}  // namespace uccl_ep
+
+int main(int argc, char** argv) { return claims::main(argc, argv); }
