@@ -54,7 +54,7 @@ __device__ __forceinline__ uint32_t domain_of(const Group& g, uint32_t number) {
 __device__ __forceinline__ uint32_t first_of(const Group& g, uint32_t domain) {
   return has_net(g) ? rank_table(3 * g.map.num_ranks + domain) : domain * g.map.num_ranks;
 }
-// By all threads of a block of so many; a barrier follows.
+// By all `num_threads` threads of a block; a barrier follows.
 __device__ __forceinline__ void load_rank_tables(const Group& g, uint32_t num_threads) {
   if (!has_net(g)) return;
   UCCL_EP_DYNAMIC_SHARED(dynamic);

@@ -39,6 +39,6 @@ constexpr uint32_t least_shared_bytes(const DeviceMap& map) {
   return rank_table_bytes(map) + 2 * source_table_bytes(map) + routing_bytes(map);
 }
 constexpr uint32_t kStaticSharedBytes = 8192;
-constexpr uint32_t kMostSharedBytes = 227 << 10;  // that a block of any GPU so far has
+constexpr uint32_t kMostSharedBytes = 227 << 10;  // of a block, on any GPU so far
 
 }  // namespace uccl_ep::gpu

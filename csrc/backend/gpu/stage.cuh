@@ -107,7 +107,7 @@ __device__ __noinline__ uint32_t find_places(const Group& g, const PlanView& pla
       const uint32_t chunk = row / rows_per_chunk(g, row_bytes);
       rings.counter[number] = to * g.map.row_slots + chunk;
       rings.place[number] = g.own + g.net.to[to].rows + ring_offset(g, slot, g.map.row_slots, row, row_bytes);
-      good = wait_slot(g, to, chunk);
+      good = good && wait_slot(g, to, chunk);
     }
     good = __all_sync(kFullWarp, good);
   }
