@@ -19,7 +19,7 @@ REGISTERS = 65536  # of an SM
 
 def static_shared_bytes() -> int:
     """What the engine leaves to kernels, of the shared memory that it gives them."""
-    text = (CSRC / "engine" / "gpu" / "engine.cc").read_text()
+    text = (CSRC / "backend" / "gpu" / "shared.h").read_text()
     return int(re.findall(r"kStaticSharedBytes = (\d+);", text)[0])
 
 

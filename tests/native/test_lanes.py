@@ -122,9 +122,9 @@ MUTANTS: dict[str, tuple[Flavour, str, str, str, str, str]] = {
         MODES["64 lanes"], ONE_DOMAIN, "", "tile.cuh",
         "Mask{ballot(numbers[u] != 0)}", "Mask{static_cast<uint32_t>(ballot(numbers[u] != 0))}",
     ),
-    "lanes that no domain has say where rows go": (
-        MODES["64 lanes"], SEVERAL_RANKS, "out of bounds", "stage.cuh",
-        "  if (!may_have_domain(lane)) return;\n", "",
+    "lanes beyond the places of a row count chunks": (
+        MODES["64 lanes"], SEVERAL_RANKS, "AddressSanitizer", "stage.cuh",
+        "if (k.crew.lane() < outs.num_places)", "if (k.crew.lane() < 2 * kMostPlaces)",
     ),
 }  # fmt: skip
 
