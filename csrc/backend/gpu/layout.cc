@@ -242,44 +242,45 @@ class Arrays {
   uint64_t bytes_ = 0;
 };
 
+// What high throughput and low latency both have: where the transport's rings lie, and chunks by channel.
+template <typename AnyNet, typename AnyState>
+Arrays take_channels(AnyNet& net, AnyState& state, uint8_t* memory, const DeviceMap& map) {
+  Arrays arrays(memory);
+  arrays.take(net.to, map.num_domains);
+  arrays.take(net.from, map.num_ranks);
+  arrays.take(net.relayed, map.num_streams);
+  arrays.take(net.polled, AnyNet::most_polled(map));
+  arrays.take(state.sent, map.num_domains);
+  arrays.take(state.received, map.num_ranks);
+  arrays.take(state.returned, map.num_domains);
+  arrays.take(state.relayed, map.num_streams);
+  return arrays;
+}
+
 }  // namespace
 
 uint64_t lay_out_net(Net& net, NetState& state, uint8_t* memory, const DeviceMap& map) {
-  const uint64_t ranks = map.num_ranks, domains = map.num_domains, streams = map.num_streams;
-  Arrays arrays(memory);
-  arrays.take(net.to, domains);
-  arrays.take(net.from, ranks);
-  arrays.take(net.relayed, streams);
-  arrays.take(net.polled, Net::most_polled(map));
-  for (uint64_t** by_domain : {&state.sent, &state.returned}) arrays.take(*by_domain, domains);
-  arrays.take(state.received, ranks);
-  arrays.take(state.relayed, streams);
+  Arrays arrays = take_channels(net, state, memory, map);
   arrays.take(state.ended, 1);
   arrays.take(state.producer, 1);
-  arrays.take(state.rows_there, ranks);
-  arrays.take(state.returns_there, domains);
-  arrays.take(state.packets_gone, domains);
-  arrays.take(state.rows_gone, domains);
-  arrays.take(state.returns_gone, streams);
+  arrays.take(state.rows_there, map.num_ranks);
+  arrays.take(state.returns_there, map.num_domains);
+  arrays.take(state.packets_gone, map.num_domains);
+  arrays.take(state.rows_gone, map.num_domains);
+  arrays.take(state.returns_gone, map.num_streams);
   return arrays.bytes();
 }
 
 uint64_t lay_out_slot_net(SlotNet& net, SlotNetState& state, uint8_t* memory, const DeviceMap& map) {
-  const uint64_t ranks = map.num_ranks, domains = map.num_domains, streams = map.num_streams;
-  Arrays arrays(memory);
-  arrays.take(net.to, domains);
-  arrays.take(net.from, ranks);
-  arrays.take(net.relayed, streams);
-  arrays.take(net.polled, SlotNet::most_polled(map));
-  for (uint64_t** by_domain : {&state.sent, &state.returned}) arrays.take(*by_domain, domains);
-  arrays.take(state.received, ranks);
-  arrays.take(state.relayed, streams);
-  arrays.take(state.routing_there, ranks);
-  arrays.take(state.rows_there, ranks);
-  arrays.take(state.weights_there, ranks);
-  arrays.take(state.sums_there, domains);
-  for (auto** gone : {&state.routing_gone, &state.rows_gone, &state.weights_gone}) arrays.take(*gone, domains);
-  arrays.take(state.sums_gone, streams);
+  Arrays arrays = take_channels(net, state, memory, map);
+  arrays.take(state.routing_there, map.num_ranks);
+  arrays.take(state.rows_there, map.num_ranks);
+  arrays.take(state.weights_there, map.num_ranks);
+  arrays.take(state.sums_there, map.num_domains);
+  arrays.take(state.routing_gone, map.num_domains);
+  arrays.take(state.rows_gone, map.num_domains);
+  arrays.take(state.weights_gone, map.num_domains);
+  arrays.take(state.sums_gone, map.num_streams);
   return arrays.bytes();
 }
 
