@@ -134,8 +134,8 @@ Status launch_combine(const Group& group, const PlanView& plan, const KernelComb
     launch<false, float, float>(group, plan, args, num_sms, stream);
   else if (args.wire == Dtype::kFp32)
     launch<false, uint16_t, float>(group, plan, args, num_sms, stream);
-  else if (!group.bulk_copies || group.shared_bytes < combine_table_bytes(group.map) +
-                                                          Combine<true, false, false, uint16_t, uint16_t>::kSharedBytes)
+  else if (!group.bulk_copies ||
+           group.shared_bytes < tables_bytes(group) + Combine<true, false, false, uint16_t, uint16_t>::kSharedBytes)
     launch<false, uint16_t, uint16_t>(group, plan, args, num_sms, stream);
   else
     launch<true, uint16_t, uint16_t>(group, plan, args, num_sms, stream);
