@@ -135,28 +135,30 @@ def compiled(source: Path, flavour: Flavour, folders: tuple[Path, ...]) -> Path:
     return obj
 
 
-def _folders_of(source: Path, on_cpu: bool) -> tuple[Path, ...]:
+def _folders_of(source: Path, on_cpu: bool, tested: Path) -> tuple[Path, ...]:
     csrc = next((folder for folder in source.parents if folder.name == "csrc"), None)  # a copy of it, too
     if csrc is not None:
         return (*GPU_FOLDERS, csrc, csrc / LAYER) if "gpu" in source.parts and on_cpu else (csrc,)
-    return tuple(dict.fromkeys((*(GPU_FOLDERS if on_cpu else ()), CSRC, CSRC / LAYER, HERE, source.parent)))
+    gpu = GPU_FOLDERS if on_cpu else ()
+    return tuple(dict.fromkeys((*gpu, tested, tested / LAYER, HERE, source.parent)))
 
 
-def objects_of(sources: Sequence[Path], flavour: Flavour) -> list[Path]:
+def objects_of(sources: Sequence[Path], flavour: Flavour, tested: Path = CSRC) -> list[Path]:
     """Of a program; the product's own sources see its headers alone, and those of the stand-in for GPUs if
-    that is among them."""
+    that is among them. The tests' sources see the headers of `tested`."""
     on_cpu = any(source.parent == GPU_ON_CPU for source in sources)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(
             pool.map(
-                lambda source: compiled(source, flavour, _folders_of(source, on_cpu)), sorted(set(sources))
+                lambda source: compiled(source, flavour, _folders_of(source, on_cpu, tested)),
+                sorted(set(sources)),
             )
         )
 
 
-def link(binary: Path, sources: Sequence[Path], flavour: Flavour) -> Path:
-    """Makes the program of `sources`."""
-    objects = objects_of(sources, flavour)
+def link(binary: Path, sources: Sequence[Path], flavour: Flavour, tested: Path = CSRC) -> Path:
+    """Makes the program of `sources`; the tests' own see the headers of `tested`."""
+    objects = objects_of(sources, flavour, tested)
     unfinished = binary.with_name(f"{binary.name}.{os.getpid()}")
     libraries = ("-pthread", "-lrt", "-ldl")
     _need(run([compiler(), *flavour.options, *objects, "-o", unfinished, *libraries], 300))

@@ -64,8 +64,14 @@ CLAIM("memory_plan refuses what an engine refuses, in the same words, and nothin
     if (planned != refused || (words.empty() ? !planned.empty() : planned.find(words) == std::string::npos))
       throw std::logic_error("planned: " + planned + "; engine: " + refused + "; wanted: " + words);
   };
-  for (const std::vector<int>& sizes : std::vector<std::vector<int>>{
-           {1}, {3, 1}, {8, 8, 8, 8, 8, 8, 8, 8, 1}, {72}, std::vector<int>(40, 1), std::vector<int>(32, 8)}) {
+  for (const std::vector<int>& sizes : std::vector<std::vector<int>>{{1},
+                                                                     {3, 1},
+                                                                     {8, 8, 8, 8, 8, 8, 8, 8, 1},
+                                                                     {72},
+                                                                     std::vector<int>(40, 1),
+                                                                     std::vector<int>(32, 8),
+                                                                     std::vector<int>(75, 8),
+                                                                     std::vector<int>(256, 8)}) {
     EngineConfig config = config_of(ranks_in(sizes), 0);
     config.budget_bytes = gpu_least_budget_bytes(config) - 1;
     expect_same_refusal(config, "this buffer needs at least " + std::to_string(config.budget_bytes + 1));
@@ -75,9 +81,10 @@ CLAIM("memory_plan refuses what an engine refuses, in the same words, and nothin
   EngineConfig config = config_of(ranks_in({129}), 0);
   config.budget_bytes = uint64_t{8} << 30;
   expect_same_refusal(config, "129 ranks in a domain: the CUDA backend has at most 128");
-  config = config_of(ranks_in(std::vector<int>(50, 8)), 0);
-  config.budget_bytes = uint64_t{8} << 30;
-  expect_same_refusal(config, "400 ranks with num_experts = 400: routing needs");
+  config = config_of(ranks_in(std::vector<int>(256, 8)), 0);
+  config.num_experts *= 2;
+  config.budget_bytes = uint64_t{16} << 30;
+  expect_same_refusal(config, "2048 ranks with num_experts = 4096: routing needs");
   config = config_of(ranks_in(std::vector<int>(13, 5)), 0);
   config.budget_bytes = uint64_t{8} << 30;
   config.low_latency_tokens = config.low_latency_topk = 8;

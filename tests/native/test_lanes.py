@@ -29,6 +29,7 @@ CHOSEN = {
     "64 lanes": (),
     "64 lanes in lock step": (SEVERAL_RANKS, SEVERAL_DOMAINS, ONE_DOMAIN, SLOTS),
 }
+WHOLE = ("lanes", "gpu_routing")  # all of their claims, where a mode has any
 LARGE = "regions of more than 4 GiB give what small ones give"  # lanes are nothing to it
 
 Build = Callable[[str, str], Path]
@@ -41,10 +42,10 @@ def cases() -> list[object]:
             program,
             claim,
             id=f"{mode}, {program}: {claim}",
-            marks=[] if CHOSEN[mode] and (program == "lanes" or claim in CHOSEN[mode]) else pytest.mark.slow,
+            marks=[] if CHOSEN[mode] and (program in WHOLE or claim in CHOSEN[mode]) else pytest.mark.slow,
         )
         for mode in MODES
-        for program in ("lanes", "gpu_engine", "gpu_engine_refusal", "low_latency")
+        for program in (*WHOLE, "gpu_engine", "gpu_engine_refusal", "low_latency")
         for claim in claims_of(program)
         if claim != LARGE
     ]

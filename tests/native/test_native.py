@@ -15,7 +15,9 @@ from tests.native.building import PARTS, run
 HERE = Path(__file__).resolve().parent
 OF_TRANSPORTS = ("verbs", "verbs_event", "verbs_engine", "ofi", "ofi_fault")
 # Kernels on the stand-in for GPUs: docs/gpu_on_cpu.md.
-ON_CPU = ("lanes", "gpu_engine", "gpu_engine_refusal", "gpu_ranks", "low_latency", "pause_engine")
+ON_CPU = (
+    "lanes", "gpu_routing", "gpu_engine", "gpu_engine_refusal", "gpu_ranks", "low_latency", "pause_engine",
+)  # fmt: skip
 PROGRAMS = (
     "queue", "words", "layout", "loop", "copier", "nics", "stream", "fault", "life", "device", "engine",
     "engine_setup", "gpu", *ON_CPU, *OF_TRANSPORTS,
@@ -62,8 +64,8 @@ def cases(sanitizer: str) -> list[object]:
 
 
 def sources_of(program: str) -> list[Path]:
-    if program == "lanes":
-        return [HERE / "lanes_claims.cc", *building.GPU_ON_CPU.glob("*.cc")]
+    if program in ("lanes", "gpu_routing"):
+        return [HERE / f"{program}_claims.cc", *building.GPU_ON_CPU.glob("*.cc")]
     product = building.product_sources(ENGINE_PARTS if "engine" in program or program in ON_CPU else PARTS)
     if program == "gpu":  # what of it needs no GPU
         product.append(building.CSRC / "backend" / "gpu" / "layout.cc")
@@ -215,6 +217,44 @@ RANK_MUTANTS = {
     ),
 }  # fmt: skip
 
+# The same of gpu_routing.
+OF_MAPS = "few ranks: so they do with maps, of few experts a token, of more than 32, and of all"
+OF_TOPK = "few ranks: tables and masks leave the oracle's bytes for any number of tokens and experts a token"
+OF_600 = "600 ranks have masks, which leave the oracle's bytes"
+OF_TILES = "blocks that keep several tiles, or read each twice, leave the oracle's bytes"
+ROUTING_MUTANTS = {
+    "a token counts its own pieces as earlier ones": (
+        OF_TOPK, "mask_tile.cuh", "pieces += __popcll(destination[r] & before);",
+        "pieces += __popcll(destination[r] & (before << 1 | 1));",
+    ),
+    "pairs with higher experts of the rank are not counted": (
+        OF_TOPK, "mask_tile.cuh", "pairs += pairs_with(e, token);", "pairs = pairs_with(e, token);",
+    ),
+    "our own domain counts as another one": (
+        OF_TOPK, "mask_tile.cuh", "if (to != own_domain(g)) or_shared", "or_shared",
+    ),
+    "domains beyond a word share its bits": (
+        OF_600, "mask_tile.cuh", "domain_words(g.map) + to / 32]", "domain_words(g.map)]",
+    ),
+    "a tile's addends begin where the first tile's do": (
+        OF_TILES, "mask_tile.cuh", "tile.addends_before[token] += base,", "tile.addends_before[token],",
+    ),
+    "a map's expert is among the lower ones of its rank": (
+        OF_MAPS, "mask_tile.cuh", "pair.same_lower += e < number &&", "pair.same_lower += e <= number &&",
+    ),
+    "pairs of a map beyond a warp's lanes are forgotten": (
+        OF_MAPS, "mask_tile.cuh", "for (uint32_t begin = 0; begin < total; begin += kWarp)",
+        "for (uint32_t begin = 0; begin < min(total, kWarp); begin += kWarp)",
+    ),
+    "ranks beyond a warp's lanes begin at the first pair": (
+        OF_600, "exchange.cuh", "before = __shfl_sync(kFullWarp, end, kWarp - 1);", "before = 0;",
+    ),
+    "a token that does not go to a domain is in its stream": (
+        OF_TOPK, "table_tile.cuh", "if (to == own || (tile.stream[to] & bit) == 0) continue;",
+        "if (to == own) continue;",
+    ),
+}  # fmt: skip
+
 SEVERAL_DOMAINS = "ranks of several domains get every row in its slot, and every sum"
 # The same of low_latency.
 SLOT_MUTANTS = {
@@ -254,10 +294,17 @@ def broken_program(
         csrc / path.relative_to(building.CSRC) if path.suffix == ".cu" else path
         for path in sources_of(program)
     ]
-    return building.link(folder / "claims", sources, flavour)
+    # Kernels are compiled with claims that call their functions.
+    with_kernels = b'.cuh"' in (HERE / f"{program}_claims.cc").read_bytes()
+    return building.link(folder / "claims", sources, flavour, csrc if with_kernels else building.CSRC)
 
 
-OF_PROGRAM = {"gpu_engine": MUTANTS, "gpu_ranks": RANK_MUTANTS, "low_latency": SLOT_MUTANTS}
+OF_PROGRAM = {
+    "gpu_routing": ROUTING_MUTANTS,
+    "gpu_engine": MUTANTS,
+    "gpu_ranks": RANK_MUTANTS,
+    "low_latency": SLOT_MUTANTS,
+}
 ALL_MUTANTS = [(program, mutant) for program, mutants in OF_PROGRAM.items() for mutant in mutants]
 
 

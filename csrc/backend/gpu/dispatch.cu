@@ -49,7 +49,7 @@ __host__ __device__ inline uint32_t tables_bytes(const Group& g) {
 
 // kBulk: dynamic shared memory holds, behind the table of arrivals, the pipelines of the placing role and of the
 // staging role. Until rows are placed, tiles use the placing role's part.
-template <PlanState kState, bool kBulk, bool kNet>
+template <PlanState kState, bool kBulk, bool kNet, typename Tile = TableTile>
 __global__ void __launch_bounds__(Dispatch<kState, kBulk, kNet>::Roles::kThreads, 1)
     dispatch(const __grid_constant__ Group g, const __grid_constant__ PlanView plan,
              const __grid_constant__ PlaceArgs args) {
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(Dispatch<kState, kBulk, kNet>::Roles::kThreads
   // With several domains the staging role routes, too: it cannot begin before all is routed.
   if constexpr (kNew && kNet)
     if (Roles::template is_in<Stages>() || Roles::template is_in<Places>())
-      routed.good = exchange_tiles(kernel.by(Roles::template crew_from<Stages>()), shared, memory);
+      routed.good = exchange_tiles<Tile>(kernel.by(Roles::template crew_from<Stages>()), shared, memory);
   // The compiler emits the code of the roles in this order, and the first code is fetched first. All ranks wait for the
   // routing of a new plan: behind the other roles it took 7 us longer. With a known plan they wait for staged rows.
   const auto serve = [&](const DispatchKernel& k) {
@@ -115,6 +115,17 @@ __global__ void __launch_bounds__(Dispatch<kState, kBulk, kNet>::Roles::kThreads
   if (k.crew.thread == 0) trace_kernel(g, TraceKind::kKernelEnd, OpKind::kDispatch, k.op.epoch);
 }
 
+// With the kind of tiles that the group has.
+template <PlanState kState, bool kBulk, bool kNet>
+void launch_kind(const Group& group, const PlanView& plan, const PlaceArgs& args, uint32_t blocks,
+                 uint32_t shared_bytes, StreamHandle stream) {
+  const Launch how{blocks, Dispatch<kState, kBulk, kNet>::Roles::kThreads, shared_bytes, stream};
+  if constexpr (kState == PlanState::kNew && kNet)
+    if (tile_kind(group.map) == TileKind::kMasks)
+      return launch_kernel(dispatch<kState, kBulk, kNet, MaskTile>, how, group, plan, args);
+  launch_kernel(dispatch<kState, kBulk, kNet>, how, group, plan, args);
+}
+
 template <PlanState kState, bool kNet>
 void launch_one(const Group& group, const PlanView& plan, PlaceArgs& args, uint32_t blocks, StreamHandle stream) {
   const uint32_t warp_bytes = place_warp_bytes(args), table_bytes = tables_bytes<kState>(group);
@@ -140,17 +151,12 @@ void launch_one(const Group& group, const PlanView& plan, PlaceArgs& args, uint3
       args.kept_tiles = 1;
   }
   if (args.bulk_warps < 2) {
-    launch_kernel(dispatch<kState, false, kNet>,
-                  {blocks, Dispatch<kState, false, kNet>::Roles::kThreads, table_bytes + tile_bytes, stream}, group,
-                  plan, args);
+    launch_kind<kState, false, kNet>(group, plan, args, blocks, table_bytes + tile_bytes, stream);
     return;
   }
   const uint32_t place_bytes = max(args.bulk_warps * warp_bytes, tile_bytes);
   args.copy_pipeline = copies ? place_bytes : 0;
-  launch_kernel(
-      dispatch<kState, true, kNet>,
-      {blocks, Dispatch<kState, false, kNet>::Roles::kThreads, table_bytes + place_bytes + stage_bytes, stream}, group,
-      plan, args);
+  launch_kind<kState, true, kNet>(group, plan, args, blocks, table_bytes + place_bytes + stage_bytes, stream);
 }
 
 template <PlanState kState>
@@ -185,7 +191,8 @@ Status load_dispatch(uint32_t shared_bytes) {
                   dispatch<kNew, false, false>, dispatch<kNew, true, false>, dispatch<kExchanged, false, false>,
                   dispatch<kExchanged, true, false>, dispatch<kKnown, false, true>, dispatch<kKnown, true, true>,
                   dispatch<kNew, false, true>, dispatch<kNew, true, true>, dispatch<kExchanged, false, true>,
-                  dispatch<kExchanged, true, true>);
+                  dispatch<kExchanged, true, true>, dispatch<kNew, false, true, MaskTile>,
+                  dispatch<kNew, true, true, MaskTile>);
 }
 
 }  // namespace uccl_ep::gpu

@@ -7,8 +7,9 @@
 #pragma once
 
 #include "backend/gpu/device.cuh"
+#include "backend/gpu/mask_tile.cuh"
 #include "backend/gpu/steps.h"
-#include "backend/gpu/tile.cuh"
+#include "backend/gpu/table_tile.cuh"
 
 namespace uccl_ep::gpu {
 
@@ -51,7 +52,7 @@ __device__ __forceinline__ void add_up(const Group& g, uint32_t word, uint32_t t
 }
 
 // By a warp, one domain per lane: finds where our packets lie. Block 0 also writes the numbers in their headers.
-__device__ inline void begin_packets(const DispatchKernel& k, const Tile& tile, uint32_t most_pieces) {
+__device__ inline void begin_packets(const DispatchKernel& k, const TileParts& tile, uint32_t most_pieces) {
 #pragma unroll 1
   for (uint32_t to = threadIdx.x % kWarp; to < k.g.map.num_domains; to += kWarp) {
     const uint32_t first = first_of(k.g, to), end = first_of(k.g, to + 1);
@@ -100,20 +101,23 @@ __device__ __forceinline__ uint32_t most_pieces_of_all(const Group& g, uint32_t 
   return warp_max(most);
 }
 
-// By one thread: replaces each rank's number of pairs by the number of its first pair.
-__device__ __forceinline__ void begin_pairs(const Tile& tile, uint32_t ranks) {
-  uint32_t sum = 0;
+// By a warp: replaces each rank's number of pairs by the number of its first pair.
+__device__ __forceinline__ void begin_pairs(const TileParts& tile, uint32_t ranks) {
+  const uint32_t lane = threadIdx.x % kWarp;
+  uint32_t before = 0;
 #pragma unroll 1
-  for (uint32_t to = 0; to < ranks; ++to) {
-    const uint32_t mine = tile.pair_begin[to];
-    tile.pair_begin[to] = sum;
-    sum += mine;
+  for (uint32_t first = 0; first < ranks; first += kWarp) {
+    const uint32_t to = first + lane, mine = to < ranks ? tile.pair_begin[to] : 0;
+    const uint32_t end = before + warp_prefix(mine, lane);
+    if (to < ranks) tile.pair_begin[to] = end - mine;
+    before = __shfl_sync(kFullWarp, end, kWarp - 1);
   }
-  tile.pair_begin[ranks] = sum;
+  if (lane == 0) tile.pair_begin[ranks] = before;
 }
 
 // By a crew: finds what lies before the block's first tile. Block 0 writes the totals into the headers. False: too many
 // pairs.
+template <typename Tile>
 __device__ inline bool begin_tiles(const DispatchKernel& k, const Tile& tile, uint32_t first_tile, uint32_t num_tiles) {
   const uint32_t ranks = k.g.map.num_ranks, experts = k.g.map.num_experts;
   __shared__ uint32_t all_most;
@@ -130,7 +134,7 @@ __device__ inline bool begin_tiles(const DispatchKernel& k, const Tile& tile, ui
         here += sums[n].here << 8 * n;
         total += sums[n].total << 8 * n;
       }
-      tile.pair_base[word - token_words] = here;
+      tile.set_pair_base(word - token_words, here);
       tile.pair_begin[word - token_words] = total;
       continue;
     }
@@ -155,7 +159,7 @@ __device__ inline bool begin_tiles(const DispatchKernel& k, const Tile& tile, ui
     if (k.crew.lane() == 0) all_most = most;
   }
   k.crew.sync();
-  if (k.crew.thread == 0) begin_pairs(tile, ranks);
+  if (k.crew.warp() == 0) begin_pairs(tile, ranks);
   k.crew.sync();
   const uint32_t num_pairs = tile.pair_begin[ranks];
   if (num_pairs > k.g.map.max_pairs) {
@@ -177,42 +181,9 @@ __device__ __forceinline__ uint64_t hash_pair(uint32_t place, uint32_t expert) {
   return z ^ z >> 31;
 }
 
-// By a crew, with several domains: writes where each token is in our streams, and its addends.
-__device__ inline void write_streams(const Crew& crew, const Group& g, const Tiles& tiles) {
-  const uint32_t own = own_domain(g), max_tokens = g.map.max_tokens;
-  Addend* const addends = own_part(g, g.map.addends);
-#pragma unroll 1
-  for (uint32_t token = crew.thread; token < tiles.count; token += crew.size) {
-    const Tile tile = tiles.with(token);
-    const uint32_t t = token % kTileTokens;
-    const Mask bit = Mask{1} << t, below = bit - 1;
-    uint32_t begin = 0;
-#pragma unroll 1
-    for (uint32_t to = 0; to < g.map.num_domains; ++to) {
-      const uint32_t row = tile.stream_base[to] + __popcll(tile.stream[to] & below);
-      begin += to == own ? tile.piece_base[own] + tile.pieces[own * kTileTokens + t] : row;
-      if (to == own || (tile.stream[to] & bit) == 0) continue;
-      own_part(g, g.map.sent_tokens)[to * uint64_t{max_tokens} + row] = tiles.first + token;
-      tile.packet[to].stream_pieces[row] = tile.piece_base[to] + tile.pieces[to * kTileTokens + t];
-    }
-    own_part(g, g.map.token_addends)[tiles.first + token] = begin;
-#pragma unroll 1
-    for (uint32_t to = 0; to < g.map.num_domains; ++to) {
-      if ((tile.stream[to] & bit) == 0) continue;
-      if (to != own) {
-        addends[begin++] = Addend::of_domain(to, tile.stream_base[to] + __popcll(tile.stream[to] & below));
-        continue;
-      }
-      uint32_t piece = tile.piece_base[own] + tile.pieces[own * kTileTokens + t];
-#pragma unroll 1
-      for (uint32_t r = g.first; r < g.end; ++r)
-        if ((tile.destination[r] & bit) != 0) addends[begin++] = Addend::of_piece(piece++);
-    }
-  }
-}
-
 // By a warp: writes for each token block of a tile what the earlier token blocks have. With an empty tile and
 // `token_blocks` = 1 it writes the entry behind the last token block.
+template <typename Tile>
 __device__ inline void write_token_blocks(const Group& g, const Tile& tile, uint32_t first, uint32_t token_blocks,
                                           uint32_t all_token_blocks) {
   const uint32_t c0 = first / kTokenBlock, lane = threadIdx.x % kWarp;
@@ -232,7 +203,7 @@ __device__ inline void write_token_blocks(const Group& g, const Tile& tile, uint
     for (uint32_t c = 0; c < token_blocks; ++c) {
       const uint32_t rows_before = tile.stream_base[to] + (c == 0 ? 0 : low(tile.stream[to]));
       tile.packet[to].token_block_pieces[c0 + c] =
-          tile.piece_base[to] + (c == 0 ? 0 : tile.pieces[to * kTileTokens + kTokenBlock]);
+          tile.piece_base[to] + (c == 0 ? 0 : tile.pieces_before(g, kTokenBlock, to));
       if (to == own_domain(g)) continue;
       tile.packet[to].token_block_streams[c0 + c] = rows_before;
       own_part(g, g.map.sent_token_blocks)[uint64_t{to} * (max_token_blocks(g) + 1) + c0 + c] = rows_before;
@@ -240,14 +211,16 @@ __device__ inline void write_token_blocks(const Group& g, const Tile& tile, uint
 }
 
 // By a crew: what lies before `next` becomes what lies before `tile` plus `tile` itself. Both may be the same tile.
+template <typename Tile>
 __device__ inline void add_tile(const Crew& crew, const Group& g, const Tile& tile, const Tile& next) {
   const uint32_t experts = g.map.num_experts, ranks = g.map.num_ranks, domains = g.map.num_domains;
 #pragma unroll 1
   for (uint32_t i = crew.thread; i < experts + ranks; i += crew.size)  // row_base follows expert_base
     next.expert_base[i] = tile.expert_base[i] + __popcll(tile.expert[i]);
+  if constexpr (!Tile::kManyRanks)
 #pragma unroll 1
-  for (uint32_t to = crew.thread; to < ranks; to += crew.size)
-    next.pair_base[to] = tile.pair_base[to] + pairs_of_tile(g, tile, to);
+    for (uint32_t to = crew.thread; to < ranks; to += crew.size)
+      next.pair_base[to] = tile.pair_base[to] + tile.pairs_of(g, to);
 #pragma unroll 1
   for (uint32_t to = crew.thread; to < domains; to += crew.size) {
     next.stream_base[to] = tile.stream_base[to] + __popcll(tile.stream[to]);
@@ -257,9 +230,10 @@ __device__ inline void add_tile(const Crew& crew, const Group& g, const Tile& ti
 
 // By a crew: writes lists, pairs and weights of tiles. The first tile has to know what lies before it; at the end it
 // knows what lies before the tile behind them. Returns this thread's part of the hash.
+template <typename Tile>
 __device__ UCCL_EP_INLINE_WHERE_ROOM uint64_t write_tiles(const Crew crew, const Group& g, const DeviceRouting& r,
-                                                          const Tiles& tiles, uint32_t all_token_blocks) {
-  const uint32_t ranks = g.map.num_ranks, own = own_domain(g), size = tiles.size();
+                                                          const Tiles<Tile>& tiles, uint32_t all_token_blocks) {
+  const uint32_t own = own_domain(g), size = tiles.size();
   uint32_t* const origin = own_part(g, g.map.pair_origin);
   static_assert(kTileTokens == 2 * kTokenBlock);
   // The same thread carries a number from tile to tile.
@@ -272,33 +246,26 @@ __device__ UCCL_EP_INLINE_WHERE_ROOM uint64_t write_tiles(const Crew crew, const
     write_token_blocks(g, tiles.tile(t), first, min(kTileTokens / kTokenBlock, all_token_blocks - first / kTokenBlock),
                        all_token_blocks);
   }
-  if (has_net(g))
-    write_streams(crew, g, tiles);
-  else
-#pragma unroll 1
-    for (uint32_t t = crew.thread; t < tiles.count; t += crew.size)
-      own_part(g, g.map.token_addends)[tiles.first + t] =
-          tiles.with(t).piece_base[0] + tiles.with(t).pieces[t % kTileTokens];
+  write_streams(crew, g, tiles);
   uint64_t hash = 0;
   const auto write = [&](const Pair& p) {
     const Tile tile = tiles.with(p.token);
     const uint32_t t = p.token % kTileTokens, token = tiles.first + p.token;
-    const Mask below = (Mask{1} << t) - 1;
     const uint32_t to = domain_of(g, p.to), first_pair = tile.pair_begin[first_of(g, to)];
     const PacketPlace& packet = tile.packet[to];
-    const uint32_t row_first_pair = tile.pair_base[p.to] + tile.pairs_before[t * ranks + p.to];
+    const uint32_t row_first_pair = tile.first_pair(g, t, p.to);
     const uint32_t number = tile.pair_begin[p.to] + row_first_pair + p.same_lower;
     const uint32_t place = token * r.width + p.column;
-    packet.pairs[number - first_pair] = {p.expert - p.to * g.experts_per_rank,
-                                         tile.expert_base[p.expert] + __popcll(tile.expert[p.expert] & below)};
+    packet.pairs[number - first_pair] = {p.expert - p.to * g.experts_per_rank, tile.pairs_with(p.expert, t)};
     origin[number] = place;
     if (r.weights != nullptr) packet.weights[number - first_pair] = r.weights[place];
     hash += hash_pair(place, p.named);
     if (p.same_lower != 0) return;
-    const uint32_t piece = tile.piece_base[to] + tile.pieces[to * kTileTokens + t] + p.ranks_lower;
-    const uint32_t position = to == own ? token : tile.stream_base[to] + __popcll(tile.stream[to] & below);
-    packet.lists[tile.row_begin[p.to] + tile.row_base[p.to] + __popcll(tile.destination[p.to] & below)] = {
+    const uint32_t piece = tile.piece_base[to] + tile.pieces_before(g, t, to) + p.ranks_lower;
+    const uint32_t position = to == own ? token : tile.stream_row(to, t);
+    packet.lists[tile.row_begin[p.to] + tile.row_base[p.to] + __popcll(tile.destination[p.to] & tokens_before(t))] = {
         row_first_pair, piece, position, static_cast<uint16_t>(token), static_cast<uint16_t>(p.same)};
+    if constexpr (Tile::kManyRanks) write_addends(g, tile, p, token, piece);
   };
   if (r.is_map)
     visit_map(crew, g, tiles, write);
@@ -311,23 +278,26 @@ __device__ UCCL_EP_INLINE_WHERE_ROOM uint64_t write_tiles(const Crew crew, const
 }
 #undef UCCL_EP_INLINE_WHERE_ROOM
 
-// By a crew of one block, after the last tile: writes the totals.
-__device__ inline void end_tiles(const Crew& crew, const Group& g, const Tile& tile, uint32_t num_tokens) {
-  const uint32_t token_blocks = (num_tokens + kTokenBlock - 1) / kTokenBlock;
-  if (crew.warp() == 0) write_token_blocks(g, tile, token_blocks * kTokenBlock, 1, token_blocks);
-  uint32_t addends = tile.piece_base[own_domain(g)];
+// By a warp of one block, after the last tile: writes the totals.
+template <typename Tile>
+__device__ inline void end_tiles(const Group& g, const Tile& tile, uint32_t num_tokens) {
+  const uint32_t token_blocks = (num_tokens + kTokenBlock - 1) / kTokenBlock, lane = threadIdx.x % kWarp;
+  write_token_blocks(g, tile, token_blocks * kTokenBlock, 1, token_blocks);
+  uint32_t addends = 0;
 #pragma unroll 1
-  for (uint32_t to = 0; to < g.map.num_domains; ++to) {
-    if (to == own_domain(g)) continue;
-    addends += tile.stream_base[to];
-    if (crew.thread == 0) tile.packet[to].stream_pieces[tile.stream_base[to]] = tile.piece_base[to];
+  for (uint32_t to = lane; to < g.map.num_domains; to += kWarp) {
+    const bool own = to == own_domain(g);
+    addends += own ? tile.piece_base[to] : tile.stream_base[to];
+    if (!own) tile.packet[to].stream_pieces[tile.stream_base[to]] = tile.piece_base[to];
   }
-  if (crew.thread == 0) own_part(g, g.map.token_addends)[num_tokens] = addends;
+  addends = warp_sum(addends);
+  if (lane == 0) own_part(g, g.map.token_addends)[num_tokens] = addends;
 }
 
 // By one crew of each block: routes all our tokens. Shared memory has room for `kept_tiles` tiles; a block that has
 // more reads each twice. `totals`, in shared memory, is set when block 0 has written the headers and counts. False: an
 // error is known.
+template <typename Tile>
 __device__ inline bool route(const DispatchKernel& k, uint8_t* shared, uint32_t* totals) {
   const DeviceRouting& r = k.args.routing;
   const uint32_t num_tokens = k.args.stage.num_tokens, kept = k.args.kept_tiles;
@@ -336,12 +306,12 @@ __device__ inline bool route(const DispatchKernel& k, uint8_t* shared, uint32_t*
   const uint32_t first_tile = min(blockIdx.x * per_block, num_tiles), end_tile = min(first_tile + per_block, num_tiles);
   const auto tiles_from = [&](uint32_t tile) {
     const uint32_t first = tile * kTileTokens, end = min(min(tile + kept, end_tile) * kTileTokens, num_tokens);
-    return Tiles{shared, k.g.map, first, end - first};
+    return Tiles<Tile>{shared, k.g.map, first, end - first};
   };
   bool good = true;
 #pragma unroll 1
   for (uint32_t t = first_tile; t < end_tile; t += kept) {
-    const Tiles tiles = tiles_from(t);
+    const Tiles<Tile> tiles = tiles_from(t);
     good &= read_tiles(k.crew, k.g, r, tiles);
     count_tiles(k.crew, k.g, tiles);
     k.crew.sync();
@@ -363,13 +333,13 @@ __device__ inline bool route(const DispatchKernel& k, uint8_t* shared, uint32_t*
   uint64_t hash = 0;
 #pragma unroll 1
   for (uint32_t t = first_tile; t < end_tile; t += kept) {
-    const Tiles tiles = tiles_from(t);
+    const Tiles<Tile> tiles = tiles_from(t);
     if (kept < per_block) read_tiles(k.crew, k.g, r, tiles);
     hash += write_tiles(k.crew, k.g, r, tiles, (num_tokens + kTokenBlock - 1) / kTokenBlock);
   }
   // The block with the last tile, or block 0 if there is no tile.
-  if (end_tile == num_tiles && (first_tile < end_tile || (num_tiles == 0 && blockIdx.x == 0)))
-    end_tiles(k.crew, k.g, first, num_tokens);
+  const bool ends = end_tile == num_tiles && (first_tile < end_tile || (num_tiles == 0 && blockIdx.x == 0));
+  if (ends && k.crew.warp() == 0) end_tiles(k.g, first, num_tokens);
   hash = crew_sum(k.crew, hash);
   if (k.crew.thread == 0) local(k.g).block_hash[blockIdx.x] = hash;
   return true;

@@ -40,6 +40,9 @@ __device__ __forceinline__ uint32_t warp_prefix(uint32_t value, uint32_t lane) {
   }
   return value;
 }
+__device__ __forceinline__ uint32_t warp_sum(uint32_t value) {
+  return __shfl_sync(kFullWarp, warp_prefix(value, threadIdx.x % kWarp), kWarp - 1);
+}
 // By a crew: the sum of all threads' values, in thread 0.
 __device__ inline uint64_t crew_sum(const Crew& crew, uint64_t value) {
   __shared__ unsigned long long sums[16];

@@ -47,6 +47,10 @@ __device__ __forceinline__ uint32_t rank_table(uint32_t i) {
 __device__ __forceinline__ uint32_t number_of(const Group& g, uint32_t rank) {
   return has_net(g) ? rank_table(rank) : rank;
 }
+// The rank that has a number, with several domains.
+__device__ __forceinline__ uint32_t rank_numbered(const Group& g, uint32_t number) {
+  return rank_table(g.map.num_ranks + number);
+}
 __device__ __forceinline__ uint32_t domain_of(const Group& g, uint32_t number) {
   return has_net(g) ? rank_table(2 * g.map.num_ranks + number) : 0;
 }

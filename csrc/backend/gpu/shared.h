@@ -23,15 +23,29 @@ constexpr uint32_t common_tile_bytes(const DeviceMap& map) {
   const uint64_t ranks = map.num_ranks, domains = map.num_domains;
   return static_cast<uint32_t>(round_up(kPacketPlaceBytes * domains + 4 * (2 * ranks + 1 + domains), 8));
 }
+enum class TileKind : uint32_t {
+  kTables,  // table_tile.cuh
+  kMasks,   // mask_tile.cuh
+};
+// Tables of a tile have an entry for each of its tokens and each rank.
+constexpr uint32_t kMostTabledRanks = 64;
+constexpr TileKind tile_kind(const DeviceMap& map) {
+  return map.num_domains > 1 && map.num_ranks > kMostTabledRanks ? TileKind::kMasks : TileKind::kTables;
+}
 constexpr uint32_t named_words(uint32_t experts) { return (experts + 31) / 32; }
-constexpr uint32_t own_tile_bytes(const DeviceMap& map) {
+constexpr uint32_t domain_words(const DeviceMap& map) { return (map.num_domains + 31) / 32; }
+constexpr uint32_t own_tile_bytes(const DeviceMap& map, TileKind kind) {
   const uint64_t experts = map.num_experts, ranks = map.num_ranks, domains = map.num_domains;
-  const uint64_t masks = 8 * (experts + ranks + domains);
-  const uint64_t tokens = 4 * kTileTokens * (2 * ranks + domains + named_words(map.num_experts));
-  return static_cast<uint32_t>(round_up(masks + tokens + 4 * (experts + 2 * ranks + 2 * domains), 8));
+  const uint64_t masks = 8 * (experts + ranks + domains), bases = 4 * (experts + ranks + 2 * domains);
+  const uint64_t tables = 4 * (ranks + kTileTokens * (2 * ranks + domains + named_words(map.num_experts)));
+  const uint64_t addends = 4 * kTileTokens * uint64_t{domain_words(map) + 2};
+  return static_cast<uint32_t>(round_up(masks + bases + (kind == TileKind::kTables ? tables : addends), 8));
+}
+constexpr uint32_t tiles_bytes(const DeviceMap& map, TileKind kind, uint32_t tiles) {
+  return table_bytes(common_tile_bytes(map) + uint64_t{tiles} * own_tile_bytes(map, kind));
 }
 constexpr uint32_t routing_bytes(const DeviceMap& map, uint32_t tiles = 1) {
-  return table_bytes(common_tile_bytes(map) + uint64_t{tiles} * own_tile_bytes(map));
+  return tiles_bytes(map, tile_kind(map), tiles);
 }
 
 // What a block needs at least, to route tokens; beside variables, of which kernels have less than kStaticSharedBytes.

@@ -59,9 +59,6 @@ __device__ inline FromSource read_header(const Kernel& k, uint32_t source, bool 
   return {end_row - first_row, end_pair - first_pair, first_pair, h.num_tokens, h.stream_rows, h.most_pieces, 0};
 }
 
-__device__ __forceinline__ uint32_t warp_sum(uint32_t value) {
-  return __shfl_sync(kFullWarp, warp_prefix(value, threadIdx.x % kWarp), kWarp - 1);
-}
 // By a warp: the sizes that follow from our own packets.
 __device__ inline PlanSizes sent_sizes(const Kernel& k) {
   PlanSizes sizes;

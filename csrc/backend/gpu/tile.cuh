@@ -1,6 +1,7 @@
-// Tiles: the routing of kTileTokens neighbouring tokens, as masks and counts in shared memory. A block works on several
-// tiles together, because each is a chain of latencies. Most instructions run once or twice in a kernel, so fetching
-// them counts: loops are unrolled neither here nor in exchange.cuh.
+// Tiles: the routing of kTileTokens neighbouring tokens, in shared memory. Here is what all kinds of tiles share
+// (TileKind): masks of tokens, and reading the caller's routing. A block works on several tiles together, because each
+// is a chain of latencies. Most instructions run once or twice in a kernel, so fetching them counts: loops are unrolled
+// neither here nor in exchange.cuh.
 #pragma once
 
 #include "backend/gpu/device.cuh"
@@ -9,6 +10,11 @@
 namespace uccl_ep::gpu {
 
 using Mask = unsigned long long;  // a bit per token of a tile
+__device__ __forceinline__ void add_token(Mask& mask, uint32_t token) {
+  or_shared(reinterpret_cast<uint32_t*>(&mask) + token / 32, 1u << token % 32);
+}
+// The tokens before one.
+__device__ __forceinline__ Mask tokens_before(uint32_t token) { return (Mask{1} << token) - 1; }
 
 // Where our packet for a domain is written.
 struct PacketPlace {
@@ -18,20 +24,15 @@ struct PacketPlace {
   uint32_t *token_block_rows, *token_block_pieces, *token_block_streams, *stream_pieces;
 };
 
-// A tile in shared memory, number `number` of those that the block has there.
-struct Tile {
+// What a tile of either kind has, number `number` of those that the block has there.
+struct TileParts {
   Mask* expert;  // [experts] tokens that have it
   Mask* destination;  // [ranks] tokens that go there
   Mask* stream;  // [domains] tokens that go there
-  uint32_t* pairs_to;  // [tokens][ranks] pairs of the token
-  uint32_t* pairs_before;  // [tokens][ranks] pairs of earlier tokens
-  uint32_t* pieces;  // [domains][tokens] pieces of earlier tokens of the tile
-  uint32_t* named;  // [tokens][words] of a map: the experts of a token, as the caller names them, a bit each
   // What lies before it.
   uint32_t* expert_base;  // [experts]
   uint32_t* row_base;  // [ranks]
   uint32_t* stream_base;  // [domains]
-  uint32_t* pair_base;  // [ranks]
   uint32_t* piece_base;  // [domains]
   // The same for all tiles of the block.
   PacketPlace* packet;  // [domains]
@@ -39,27 +40,33 @@ struct Tile {
   uint32_t* pair_begin;  // [ranks + 1] of all tiles: pairs for lower ranks
   uint32_t* stream_total;  // [domains] of all tiles: tokens that go there
 
-  __device__ Tile(uint8_t* shared, const DeviceMap& map, uint32_t number)
-      : expert(reinterpret_cast<Mask*>(shared + common_tile_bytes(map) + number * own_tile_bytes(map))),
+  __device__ TileParts(uint8_t* shared, const DeviceMap& map, TileKind kind, uint32_t number)
+      : expert(reinterpret_cast<Mask*>(shared + common_tile_bytes(map) + number * own_tile_bytes(map, kind))),
         destination(expert + map.num_experts),
         stream(destination + map.num_ranks),
-        pairs_to(reinterpret_cast<uint32_t*>(stream + map.num_domains)),
-        pairs_before(pairs_to + kTileTokens * map.num_ranks),
-        pieces(pairs_before + kTileTokens * map.num_ranks),
-        named(pieces + kTileTokens * map.num_domains),
-        expert_base(named + kTileTokens * named_words(map.num_experts)),
+        expert_base(reinterpret_cast<uint32_t*>(stream + map.num_domains)),
         row_base(expert_base + map.num_experts),
         stream_base(row_base + map.num_ranks),
-        pair_base(stream_base + map.num_domains),
-        piece_base(pair_base + map.num_ranks),
+        piece_base(stream_base + map.num_domains),
         packet(reinterpret_cast<PacketPlace*>(shared)),
         row_begin(reinterpret_cast<uint32_t*>(packet + map.num_domains)),
         pair_begin(row_begin + map.num_ranks),
         stream_total(pair_begin + map.num_ranks + 1) {}
+  // What a kind has beside.
+  __device__ __forceinline__ uint32_t* own_words(const DeviceMap& map) const { return piece_base + map.num_domains; }
+  // Pairs with an expert of all earlier tokens.
+  __device__ __forceinline__ uint32_t pairs_with(uint32_t number, uint32_t token) const {
+    return expert_base[number] + __popcll(expert[number] & tokens_before(token));
+  }
+  // The row of a token in our stream to a domain.
+  __device__ __forceinline__ uint32_t stream_row(uint32_t to, uint32_t token) const {
+    return stream_base[to] + __popcll(stream[to] & tokens_before(token));
+  }
 };
 static_assert(sizeof(PacketPlace) == kPacketPlaceBytes);
 
 // Neighbouring tiles of a block, the first ones of its shared memory.
+template <typename Tile>
 struct Tiles {
   uint8_t* shared;
   const DeviceMap& map;
@@ -168,52 +175,17 @@ __device__ __forceinline__ uint32_t bits_below(const uint32_t* row, uint32_t end
   if (end % 32 != 0) count += __popc(row[end / 32] & ((1u << end % 32) - 1));
   return count;
 }
-// The number of the `n`-th bit that is set, or `none`.
-__device__ __forceinline__ uint32_t find_bit(const uint32_t* row, uint32_t words, uint32_t n, uint32_t none) {
-  for (uint32_t w = 0; w < words; ++w) {
-    uint32_t word = row[w];
-    const uint32_t count = __popc(word);
-    if (n < count) {
-      for (; n > 0; --n) word &= word - 1;
-      return w * 32 + __ffs(word) - 1;
-    }
-    n -= count;
-  }
-  return none;
-}
-// As visit_topk(), for a map that read_tiles() has read. Several lanes share a token and take its pairs in turn. A
-// visit waits for memory, so many pairs are visited at once.
-template <typename Visit>
-__device__ __forceinline__ void visit_map(const Crew& crew, const Group& g, const Tiles& tiles, Visit visit) {
-  constexpr uint32_t kGroup = 8, kTokens = kWarp / kGroup;
-  const uint32_t ranks = g.map.num_ranks, experts = g.map.num_experts, words = named_words(experts);
-  for (uint32_t begin = crew.warp() * kTokens; begin < tiles.count; begin += crew.warps() * kTokens) {
-    const uint32_t token = begin + crew.lane() / kGroup;
-    const Tile tile = tiles.with(begin);  // all tokens of a warp are in one tile
-    const uint32_t* const row = tile.named + token % kTileTokens * words;
-    const uint32_t* const pairs_to = tile.pairs_to + token % kTileTokens * ranks;
-    for (uint32_t n = crew.lane() % kGroup;; n += kGroup) {
-      const uint32_t expert = token < tiles.count ? find_bit(row, words, n, experts) : experts;
-      if (__all_sync(kFullWarp, expert == experts)) break;
-      if (expert == experts) continue;
-      const uint32_t to = rank_of(g, expert);
-      Pair pair{token, expert, expert, expert_number(g, expert, to), to, pairs_to[to], 0, 0};
-      pair.same_lower = n - bits_below(row, expert - expert % g.experts_per_rank);
-      for (uint32_t r = first_of(g, domain_of(g, to)); r < to; ++r) pair.ranks_lower += pairs_to[r] != 0;
-      visit(pair);
-    }
-  }
-}
 // Which of four bytes are not 0, a bit each.
 __device__ __forceinline__ uint32_t bits_of(uint32_t bytes) {
   const uint32_t ones = ((bytes & 0x7F7F7F7Fu) + 0x7F7F7F7Fu | bytes) >> 7 & 0x01010101u;
   return ones * 0x01020408u >> 24 & 0xF;  // no two partial products overlap
 }
-// Reads bits, masks and pairs of tiles from a map. A warp takes a token, and a lane takes eight neighbouring columns at
-// a time. With one column per lane the warp would wait for memory after every kWarp columns. Not inlined, because its
-// caller has no registers to spare.
-inline __device__ __noinline__ void read_map(const Crew crew, const Group& g, const DeviceRouting& r,
-                                             const Tiles tiles) {
+// Reads a map into tiles. A warp takes a token, and a lane takes eight neighbouring columns at a time. With one column
+// per lane the warp would wait for memory after every kWarp columns. Not inlined, because its caller has no registers
+// to spare.
+template <typename Tile>
+__device__ __noinline__ void read_map(const Crew crew, const Group& g, const DeviceRouting& r,
+                                      const Tiles<Tile> tiles) {
   constexpr uint32_t kColumns = 8;
   const bool eights = r.width % kColumns == 0 && reinterpret_cast<uint64_t>(r.data) % kColumns == 0;
   const uint32_t all_columns = named_words(r.width) * 32;
@@ -229,12 +201,10 @@ inline __device__ __noinline__ void read_map(const Crew crew, const Group& g, co
       } else {
         for (uint32_t i = 0; i < kColumns && column + i < r.width; ++i) bits |= uint32_t{row[column + i] != 0} << i;
       }
-      reinterpret_cast<uint8_t*>(tile.named)[(token * all_columns + column) / 8] = static_cast<uint8_t>(bits);
+      tile.note_named(token, column, all_columns, bits);
       for (; bits != 0; bits &= bits - 1) {
         const uint32_t expert = column + __ffs(bits) - 1, to = rank_of(g, expert);
-        or_shared(reinterpret_cast<uint32_t*>(tile.expert + expert_number(g, expert, to)) + token / 32,
-                  1u << token % 32);
-        add_shared(&tile.pairs_to[token * g.map.num_ranks + to], 1);
+        tile.note_of_map(g, token, expert_number(g, expert, to), to);
       }
     }
   }
@@ -257,76 +227,34 @@ __device__ __forceinline__ Mask sum_before(uint32_t (&numbers)[kTileTurns], uint
   return mask;
 }
 
-// By a crew: makes the tiles' masks and counts from the caller's routing. False: this thread saw an invalid routing.
-__device__ inline bool read_tiles(const Crew& crew, const Group& g, const DeviceRouting& r, const Tiles& tiles) {
-  const uint32_t ranks = g.map.num_ranks, domains = g.map.num_domains, size = tiles.size();
-#pragma unroll 1
-  for (uint32_t t = 0; t < size; ++t) {
-    const Tile tile = tiles.tile(t);
-#pragma unroll 1
-    for (uint32_t i = crew.thread; i < g.map.num_experts + ranks; i += crew.size) tile.expert[i] = 0;
-#pragma unroll 1
-    for (uint32_t i = crew.thread; i < kTileTokens * ranks; i += crew.size) tile.pairs_to[i] = 0;
-  }
-  crew.sync();
-  bool good = true;
-  if (r.is_map)
-    read_map(crew, g, r, tiles);
-  else
-    good = visit_topk(crew, g, r, tiles.first, tiles.count, [&](const Pair& p) {
-      const Tile tile = tiles.with(p.token);
-      const uint32_t token = p.token % kTileTokens;
-      or_shared(reinterpret_cast<uint32_t*>(&tile.expert[p.expert]) + token / 32, 1u << token % 32);
-      if (p.same_lower == 0) tile.pairs_to[token * ranks + p.to] = p.same;
-    });
-  crew.sync();
-  // A warp per destination of a tile: its tokens, and the pairs of earlier tokens.
-  const uint32_t lane = crew.lane();
-#pragma unroll 1
-  for (uint32_t i = crew.warp(); i < size * ranks; i += crew.warps()) {
-    const Tile tile = tiles.tile(i / ranks);
-    const uint32_t to = i % ranks;
-    uint32_t pairs[kTileTurns];
-#pragma unroll
-    for (uint32_t u = 0; u < kTileTurns; ++u) pairs[u] = tile.pairs_to[(u * kWarp + lane) * ranks + to];
-    const Mask tokens = sum_before(pairs, lane);
-    if (lane == 0) tile.destination[to] = tokens;
-#pragma unroll
-    for (uint32_t u = 0; u < kTileTurns; ++u) tile.pairs_before[(u * kWarp + lane) * ranks + to] = pairs[u];
-  }
-  // And per domain: its tokens, and the pieces of earlier tokens.
-#pragma unroll 1
-  for (uint32_t i = crew.warp(); i < size * domains; i += crew.warps()) {
-    const Tile tile = tiles.tile(i / domains);
-    const uint32_t to = i % domains;
-    uint32_t pieces[kTileTurns] = {};
-#pragma unroll 1
-    for (uint32_t r = first_of(g, to); r < first_of(g, to + 1); ++r)
-#pragma unroll
-      for (uint32_t u = 0; u < kTileTurns; ++u) pieces[u] += tile.pairs_to[(u * kWarp + lane) * ranks + r] != 0;
-    const Mask tokens = sum_before(pieces, lane);
-    if (lane == 0) tile.stream[to] = tokens;
-#pragma unroll
-    for (uint32_t u = 0; u < kTileTurns; ++u) tile.pieces[to * kTileTokens + u * kWarp + lane] = pieces[u];
-  }
-  crew.sync();
-  return good;
-}
-
-__device__ inline uint32_t pairs_of_tile(const Group& g, const Tile& tile, uint32_t to) {
-  const uint32_t last = (kTileTokens - 1) * g.map.num_ranks + to;
-  return tile.pairs_before[last] + tile.pairs_to[last];
-}
-
-__device__ inline uint32_t pieces_of_tile(const Group& g, const Tile& tile, uint32_t domain) {
+__device__ inline uint32_t pieces_of_tile(const Group& g, const TileParts& tile, uint32_t domain) {
   uint32_t pieces = 0;
 #pragma unroll 1
   for (uint32_t r = first_of(g, domain); r < first_of(g, domain + 1); ++r) pieces += __popcll(tile.destination[r]);
   return pieces;
 }
 
+// By a crew: makes tiles from the caller's routing. False: this thread saw an invalid routing.
+template <typename Tile>
+__device__ inline bool read_tiles(const Crew& crew, const Group& g, const DeviceRouting& r, const Tiles<Tile>& tiles) {
+#pragma unroll 1
+  for (uint32_t t = 0; t < tiles.size(); ++t) tiles.tile(t).clear(crew, g);
+  crew.sync();
+  bool good = true;
+  if (r.is_map)
+    read_map(crew, g, r, tiles);
+  else
+    good = visit_topk(crew, g, r, tiles.first, tiles.count,
+                      [&](const Pair& p) { tiles.with(p.token).note(g, p.token % kTileTokens, p); });
+  crew.sync();
+  complete_tiles(crew, g, tiles);
+  crew.sync();
+  return good;
+}
+
 // By a crew: writes the counts of tiles to device memory.
-__device__ inline void count_tiles(const Crew& crew, const Group& g, const Tiles& tiles) {
+template <typename Tile>
+__device__ inline void count_tiles(const Crew& crew, const Group& g, const Tiles<Tile>& tiles) {
   const uint32_t lane = crew.lane(), first = tiles.first / kTileTokens;
 #pragma unroll 1
   for (uint32_t t = 0; t < tiles.size(); ++t) {
@@ -335,17 +263,21 @@ __device__ inline void count_tiles(const Crew& crew, const Group& g, const Tiles
 #pragma unroll 1
     for (uint32_t e = crew.thread; e < g.map.num_experts; e += crew.size)
       out.expert[e] = static_cast<uint8_t>(__popcll(tile.expert[e]));
-    if (crew.warp() != t % crew.warps()) continue;
+    // A few ranks are the work of one warp.
+    const bool mine = crew.warp() == t % crew.warps();
+    if (!Tile::kManyRanks && !mine) continue;
 #pragma unroll 1
-    for (uint32_t to = lane; to < g.map.num_ranks; to += kWarp) {
+    for (uint32_t to = Tile::kManyRanks ? crew.thread : lane; to < g.map.num_ranks;
+         to += Tile::kManyRanks ? crew.size : kWarp) {
       out.rows_to[to] = static_cast<uint8_t>(__popcll(tile.destination[to]));
-      out.pairs_to[to] = pairs_of_tile(g, tile, to);
+      out.pairs_to[to] = tile.pairs_of(g, to);
     }
+    if (!mine) continue;
     uint32_t most = 0;
 #pragma unroll 1
     for (uint32_t to = lane; to < g.map.num_domains; to += kWarp) {
       out.stream[to] = static_cast<uint8_t>(__popcll(tile.stream[to]));
-      const uint32_t low = tile.pieces[to * kTileTokens + kTokenBlock], all = pieces_of_tile(g, tile, to);
+      const uint32_t low = tile.pieces_before(g, kTokenBlock, to), all = pieces_of_tile(g, tile, to);
       most = max(most, max(low, all - low));
     }
     most = warp_max(most);

@@ -17,7 +17,7 @@ struct PlaceRole {
                                              uint8_t* dynamic, Routed& routed) {
     const bool has_rows = blockIdx.x < k.args.num_blocks;
     if constexpr (kState == PlanState::kNew) {
-      if constexpr (!kNet) routed.good = exchange_tiles(k, staged, dynamic);
+      if constexpr (!kNet) routed.good = exchange_tiles<TableTile>(k, staged, dynamic);
       routed.good = routed.good && finish_exchange(k, staged);
       routed.placed = !routed.good || !has_rows || has_memory<kState>(k.g, k.args);
       if constexpr (kBulk && kArch.bulk_copies) fence_shared();  // pipelines take the place of the tile

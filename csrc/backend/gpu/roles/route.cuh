@@ -14,9 +14,10 @@ struct Routed {
 };
 
 // By a crew of each block: routes its tiles of a new plan. False: an error is known.
+template <typename Tile>
 __device__ inline bool exchange_tiles(const DispatchKernel& k, Staged& staged, uint8_t* shared) {
   const StepClock clock(k, Step::kExchange);
-  const bool good = route(k, shared, &staged.totals);
+  const bool good = route<Tile>(k, shared, &staged.totals);
   clock.stop();
   return good;
 }
