@@ -61,7 +61,7 @@ End ours(int rank, const Load& load, uint8_t* memory) {
   TransportSetup setup;
   setup.rank = rank;
   setup.num_ranks = 2;
-  setup.peers = {1 - rank};
+  setup.rails = setup.all = {1 - rank};
   setup.region = {memory, load.region_bytes(), "", -1};
   setup.generation = 1;
   setup.largest_write_bytes = load.bytes;

@@ -78,6 +78,7 @@ class LoopOptions:
     seed: int
     refuse_rate: float
     duplicate_rate: float
+    loss_rate: float
     drop_peer: int
 
 class LowLatencyCombine:

@@ -70,8 +70,6 @@ void take_control(Cursor& cursor, const Topology& topo, int rank, RegionLayout& 
   for (int src = 0; src < topo.num_ranks; ++src)
     if (topo.domain_of[src] != own && topo.rail(src, own) == rank) layout.incoming.push_back(src);
   cursor.take("control", kPageBytes);
-  layout.error_send_offset = cursor.take("control", sizeof(ErrorRecord));
-  layout.error_landing_offset = cursor.take("control", sizeof(ErrorRecord) * static_cast<uint64_t>(topo.num_ranks));
 }
 
 // The end of every region, which depends on the rings.

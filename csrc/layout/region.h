@@ -77,8 +77,6 @@ constexpr uint64_t kDeviceRingAlignBytes = 256;
 
 struct RegionLayout {
   int rank = 0;
-  uint64_t error_send_offset = 0;     // ErrorRecord: what the transport ships of our own error
-  uint64_t error_landing_offset = 0;  // ErrorRecord per rank: where a remote rank's error arrives
   // The command ring: never full, however many of the send rings' slots are under way.
   uint64_t commands_offset = 0;
   uint32_t num_commands = 0;  // a power of two

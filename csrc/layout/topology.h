@@ -1,6 +1,7 @@
 // The domain of each rank, and its rail in other domains. Pure data, the same on all ranks.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <string>
@@ -60,6 +61,28 @@ struct Topology {
   }
   // The rank of `domain` that lands rows of `src` and relays its sums.
   int rail(int src, int domain) const { return members[domain][local_of[src] % size_of(domain)]; }
+  // Ranks of other domains that `rank` exchanges rows with, ascending: those that land its rows, and those whose rows
+  // it lands.
+  std::vector<int> rails(int rank) const {
+    const int own = domain_of[static_cast<size_t>(rank)];
+    std::vector<int> ranks;
+    for (int domain = 0; domain < num_domains(); ++domain) {
+      if (domain == own) continue;
+      ranks.push_back(rail(rank, domain));
+      for (int local = local_of[static_cast<size_t>(rank)]; local < size_of(domain); local += size_of(own))
+        ranks.push_back(members[static_cast<size_t>(domain)][static_cast<size_t>(local)]);
+    }
+    std::sort(ranks.begin(), ranks.end());
+    ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+    return ranks;
+  }
+  // Ranks of other domains, ascending.
+  std::vector<int> others(int rank) const {
+    std::vector<int> ranks;
+    for (int other = 0; other < num_ranks; ++other)
+      if (domain_of[static_cast<size_t>(other)] != domain_of[static_cast<size_t>(rank)]) ranks.push_back(other);
+    return ranks;
+  }
 };
 
 // Ranks numbered by domain, then by member, so that those of a domain are neighbours. Kernels use these numbers.

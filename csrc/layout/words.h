@@ -28,9 +28,7 @@ using BitsAbove = BitField<typename Below::Word, Below::kEnd, kBits>;
 // type 3 bits | channel 11 bits | serial 18 bits.
 // data:    channel = the receiver's incoming channel, serial = number of the chunk on that channel since creation
 // credit:  channel = the receiver's outgoing channel, serial = number of chunks that its reader has consumed
-// heartbeat: serial = sender's rank. The lowest bit of channel says that the sender's operation moved since the last
-//   heartbeat. Above it are the lower bits of the number of calls that the sender has refused
-// error, bye: channel = 0, serial = sender's rank
+// probe: channel = 0, serial = sender's rank; it only shows that the connection works
 // A serial never restarts, so an immediate of an earlier epoch is an old serial. A ring has < 2^16 slots. A
 // chunk is posted only when the one a ring before it was consumed. So two live serials of a channel differ by < 2^17.
 // 18 bits tell them apart: a wrapped serial cannot be mistaken. In full, for data (w: the slots of the ring, s: the
@@ -41,7 +39,7 @@ using BitsAbove = BitField<typename Below::Word, Below::kEnd, kBits>;
 // widen_serial() is exact for -2^17 <= s - e < 2^17 (a claim tries all of them). A repeat finds its slot's stamp beyond
 // s, whatever was put there since. Credits are counts of one channel that differ from the last known one by
 // less: the lander holds a credit back while one of 2^16 before it is in flight.
-enum class ImmType : uint32_t { kData = 1, kCredit = 2, kError = 3, kHeartbeat = 4, kBye = 5 };
+enum class ImmType : uint32_t { kData = 1, kCredit = 2, kProbe = 3 };
 
 constexpr uint32_t kImmSerialBits = 18;
 using ImmSerial = BitField<uint32_t, 0, kImmSerialBits>;
@@ -49,11 +47,10 @@ using ImmChannel = BitsAbove<ImmSerial, 11>;
 using ImmKind = BitsAbove<ImmChannel, 3>;
 static_assert(ImmKind::kEnd == 32);
 constexpr uint32_t kMaxChannels = ImmChannel::kMost + 1;
-constexpr uint32_t kHeartbeatRefusals = kMaxChannels / 2;  // a heartbeat tells their number modulo this
 constexpr uint32_t kMaxRingSlots = 1u << 16;
 constexpr uint32_t kMaxRanks = ImmSerial::kMost + 1;
 constexpr int64_t kImmSerialReach = int64_t{1} << (kImmSerialBits - 1);  // of widen_serial(), to either side
-static_assert(ImmKind::fits(static_cast<uint32_t>(ImmType::kBye)));
+static_assert(ImmKind::fits(static_cast<uint32_t>(ImmType::kProbe)));
 static_assert(2 * int64_t{kMaxRingSlots} <= kImmSerialReach, "a wrapped serial could be mistaken");
 
 struct Imm {

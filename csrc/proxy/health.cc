@@ -1,8 +1,9 @@
 #include "proxy/health.h"
-#include "layout/words.h"
 
 #include <algorithm>
 #include <cstring>
+
+#include "layout/words.h"
 
 namespace uccl_ep {
 namespace {
@@ -25,18 +26,23 @@ Health::Health(const ProxyContext& context)
     : context_(context),
       created_usec_(now_usec()),
       remote_idx_(static_cast<size_t>(context.topo->num_ranks), -1),
+      messages_(*context.transport,
+                {context.control->generation, static_cast<uint32_t>(context.rank),
+                 static_cast<uint32_t>(context.topo->num_ranks)},
+                context.topo->others(context.rank)),
       heard_before_(static_cast<size_t>(context.topo->num_ranks)),
       heard_(static_cast<size_t>(context.topo->num_ranks)),
       heard_patient_(static_cast<size_t>(context.topo->num_ranks)),
       moved_(static_cast<size_t>(context.topo->num_ranks)),
       calls_refused_(static_cast<size_t>(context.topo->num_ranks)),
       closed_(static_cast<size_t>(context.topo->num_ranks)) {
+  const std::vector<int> rails = context.topo->rails(context.rank);
   for (int rank = 0; rank < context.topo->num_ranks; ++rank) {
     if (rank == context.rank) continue;
     const ControlBlock* control = context.domain_controls[static_cast<size_t>(rank)];
     if (control == nullptr) {
       remote_idx_[static_cast<size_t>(rank)] = static_cast<int>(remotes_.size());
-      remotes_.push_back({rank});
+      remotes_.push_back({rank, std::binary_search(rails.begin(), rails.end(), rank)});
     }
     watched_.push_back(
         {rank, false, control != nullptr ? ProcessWatch(control->pid, control->pid_namespace) : ProcessWatch()});
@@ -66,20 +72,24 @@ void Health::listen() {
 }
 
 void Health::send_heartbeats() {
-  const uint64_t progress = last_moved_usec(context_.rank);
+  const Heartbeat ours{last_moved_usec(context_.rank), context_.control->num_refused.read()};
+  messages_.compose(MessageKind::kHeartbeat, {reinterpret_cast<const uint8_t*>(&ours), sizeof(ours)});
+  for (const Remote& remote : remotes_)
+    if (closed_[static_cast<size_t>(remote.rank)].own() == 0) messages_.owe(remote.rank, MessageKind::kHeartbeat);
+  probe_rails();
+}
+
+// Without rows under way nothing else shows that a connection is gone: a probe to such a rail fails.
+void Health::probe_rails() {
   for (Remote& remote : remotes_) {
-    // At most one in flight, in case the peer accepts nothing.
-    if (remote.heartbeat_in_flight || closed_[static_cast<size_t>(remote.rank)].own() != 0) continue;
+    // At most one in flight, in case the rail accepts nothing.
+    if (!remote.is_rail || remote.probe_in_flight || closed_[static_cast<size_t>(remote.rank)].own() != 0) continue;
     WriteRequest request{};
     request.peer = remote.rank;
-    const uint32_t moved = progress != remote.told_progress ? 1 : 0;
-    const uint32_t refused = static_cast<uint32_t>(context_.control->num_refused.read() % kHeartbeatRefusals);
-    request.immediate = encode_imm(ImmType::kHeartbeat, refused << 1 | moved, static_cast<uint64_t>(context_.rank));
-    request.cookie = encode_cookie({PostKind::kHeartbeat, static_cast<uint32_t>(remote.rank)});
-    if (context_.transport->post_write(request) == PostResult::kAgain) continue;  // retry in the next period
-    remote.heartbeat_in_flight = true;
-    remote.told_progress = progress;
-    heartbeats_.add(1);
+    request.immediate = encode_imm(ImmType::kProbe, 0, static_cast<uint64_t>(context_.rank));
+    request.cookie = encode_cookie({PostKind::kProbe, static_cast<uint32_t>(remote.rank)});
+    // Refused: retry in the next period.
+    remote.probe_in_flight = context_.transport->post_write(request) == PostResult::kPosted;
   }
 }
 
@@ -109,10 +119,8 @@ void Health::found_dead(const Watched& watched) {
   ErrorRecord record = make_error(ErrorKind::kPeerDied, context_.rank, watched.rank, who + " died");
   record.step = Step::kNone;
   if (remote_idx_[static_cast<size_t>(watched.rank)] >= 0) {
-    Remote& remote = remote_of(watched.rank);
-    remote.dead = true;
-    settle(remote.bye);
-    settle(remote.error);
+    remote_of(watched.rank).dead = true;
+    messages_.forget(watched.rank);
     publish_settled();
   }
   spread(record);
@@ -131,12 +139,9 @@ void Health::start_shipping(const ErrorRecord& record) {
   if (error_owed_) return;
   error_owed_ = true;
   shipping_error_.publish(1);
-  std::memcpy(context_.region + context_.layout->error_send_offset, &record, sizeof(record));
-  for (Remote& remote : remotes_) {
-    if (closed_[static_cast<size_t>(remote.rank)].own() != 0) continue;
-    remote.error = Debt::kDue;
-    ++num_due_;
-  }
+  messages_.compose(MessageKind::kError, {reinterpret_cast<const uint8_t*>(&record), sizeof(record)});
+  for (const Remote& remote : remotes_)
+    if (closed_[static_cast<size_t>(remote.rank)].own() == 0) messages_.owe(remote.rank, MessageKind::kError);
   publish_settled();
 }
 
@@ -147,86 +152,66 @@ void Health::owe_what_changed() {
   }
   if (!byes_owed_ && bye_requested_.read() != 0) {
     byes_owed_ = true;
-    for (Remote& remote : remotes_) {
-      if (remote.dead) continue;  // but a peer that said bye still waits for this rank's
-      remote.bye = Debt::kDue;
-      ++num_due_;
-    }
+    messages_.compose(MessageKind::kBye, {});
+    for (const Remote& remote : remotes_)  // a peer that said bye still waits for this rank's
+      if (!remote.dead) messages_.owe(remote.rank, MessageKind::kBye);
     publish_settled();
   }
 }
 
-bool Health::send_due() {
+// Takes first: an acknowledgement may be here by now.
+bool Health::exchange(uint64_t now_usec) {
   owe_what_changed();
-  refused_ = false;
-  if (num_due_ == 0) return false;
   bool any = false;
-  for (Remote& remote : remotes_) {
-    any |= pay(remote, PostKind::kError, remote.error);
-    any |= pay(remote, PostKind::kBye, remote.bye);
+  for (int left = Messages::kMostReceives; left > 0; --left) {
+    const Datagram* const message = messages_.receive([&](int peer) {
+      heard(peer, now_usec);
+      any = true;
+    });
+    if (message == nullptr) break;
+    take(*message, now_usec);
   }
+  any |= messages_.send(now_usec);
+  publish_settled();
   return any;
 }
 
-bool Health::pay(Remote& remote, PostKind kind, Debt& debt) {
-  if (debt != Debt::kDue) return false;
-  const uint64_t own_rank = static_cast<uint64_t>(context_.rank);
-  WriteRequest request{};
-  request.peer = remote.rank;
-  request.cookie = encode_cookie({kind, static_cast<uint32_t>(remote.rank)});
-  request.immediate = encode_imm(kind == PostKind::kError ? ImmType::kError : ImmType::kBye, 0, own_rank);
-  if (kind == PostKind::kError) {
-    request.local_offset = context_.layout->error_send_offset;
-    // The control part has the same offsets in every region, so the local layout gives the peer's offset.
-    request.remote_offset = context_.layout->error_landing_offset + own_rank * sizeof(ErrorRecord);
-    request.num_bytes = sizeof(ErrorRecord);
-  }
-  if (context_.transport->post_write(request) == PostResult::kAgain) {
-    refused_ = true;
-    return false;
-  }
-  debt = Debt::kPosted;
-  --num_due_;
-  return true;
-}
-
-void Health::flushed(const Cookie& cookie) {
-  if (cookie.index >= remote_idx_.size() || remote_idx_[cookie.index] < 0) return;
-  Remote& remote = remote_of(static_cast<int>(cookie.index));
-  if (cookie.kind == PostKind::kHeartbeat) remote.heartbeat_in_flight = false;
-  if (cookie.kind == PostKind::kError) settle(remote.error);
-  if (cookie.kind == PostKind::kBye) settle(remote.bye);
-  publish_settled();
-}
-
-void Health::settle(Debt& debt) {
-  if (debt == Debt::kDue) --num_due_;
-  debt = Debt::kPaid;
-}
-
 void Health::publish_settled() {
-  auto settled = [&](Debt Remote::* debt) {
-    return std::all_of(remotes_.begin(), remotes_.end(),
-                       [&](const Remote& r) { return r.*debt == Debt::kPaid || r.*debt == Debt::kNone; });
-  };
-  if (error_owed_ && settled(&Remote::error)) error_settled_.publish(1);
-  if (byes_owed_ && settled(&Remote::bye)) byes_settled_.publish(1);
+  if (error_owed_ && messages_.num_owed(MessageKind::kError) == 0) error_settled_.publish(1);
+  if (byes_owed_ && messages_.num_owed(MessageKind::kBye) == 0) byes_settled_.publish(1);
 }
 
-void Health::arrive(const Imm& imm, int peer, uint64_t now_usec) {
-  if (remote_idx_[static_cast<size_t>(peer)] < 0 || static_cast<int>(imm.serial) != peer) return;
-  if (imm.type == ImmType::kHeartbeat) {
-    if ((imm.channel & 1) != 0) moved_[static_cast<size_t>(peer)].publish(now_usec);
-    Flag& refused = calls_refused_[static_cast<size_t>(peer)];
-    const uint64_t heard = refused.own() / kHeartbeatRefusals + 1;  // makes the flag grow with each heartbeat
-    refused.publish(heard * kHeartbeatRefusals + (imm.channel >> 1));
+void Health::probed(const Cookie& cookie) {
+  if (cookie.index < remote_idx_.size() && remote_idx_[cookie.index] >= 0)
+    remote_of(static_cast<int>(cookie.index)).probe_in_flight = false;
+}
+
+void Health::take(const Datagram& message, uint64_t now_usec) {
+  const int peer = static_cast<int>(message.header.sender);
+  switch (message.kind()) {
+    case MessageKind::kHeartbeat:
+      return take_heartbeat(remote_of(peer), message, now_usec);
+    case MessageKind::kBye:
+      closed_[static_cast<size_t>(peer)].publish(1);
+      return messages_.part(peer);
+    case MessageKind::kError:
+      return take_error(peer, message);
   }
-  if (imm.type == ImmType::kBye) closed_[static_cast<size_t>(peer)].publish(1);
-  if (imm.type != ImmType::kError) return;
+}
+
+// Its clock is not ours: only that its number has changed counts.
+void Health::take_heartbeat(Remote& remote, const Datagram& message, uint64_t now_usec) {
+  Heartbeat said;
+  std::memcpy(&said, message.payload, sizeof(said));
+  const size_t rank = static_cast<size_t>(remote.rank);
+  if (said.moved_usec != remote.told_moved_usec) moved_[rank].publish(now_usec);
+  remote.told_moved_usec = said.moved_usec;
+  if (said.num_refused > calls_refused_[rank].own()) calls_refused_[rank].publish(said.num_refused);
+}
+
+void Health::take_error(int peer, const Datagram& message) {
   ErrorRecord record;
-  std::memcpy(&record,
-              context_.region + context_.layout->error_landing_offset + static_cast<uint64_t>(peer) * sizeof(record),
-              sizeof(record));
+  std::memcpy(&record, message.payload, sizeof(record));
   record = checked(record, peer, context_.topo->num_ranks);
   for (ControlBlock* control : context_.domain_controls)
     if (control != nullptr) post_error(*control, record);
@@ -257,12 +242,12 @@ uint64_t Health::last_heard_usec(int rank) const {
                   control != nullptr ? control->heartbeat.read() : heard_[static_cast<size_t>(rank)].read());
 }
 
-uint32_t Health::num_refused(int rank) const {
+uint64_t Health::num_refused(int rank) const {
   const ControlBlock* control = context_.domain_controls[static_cast<size_t>(rank)];
-  const uint64_t number =
-      control != nullptr ? control->num_refused.read() : calls_refused_[static_cast<size_t>(rank)].read();
-  return static_cast<uint32_t>(number % kHeartbeatRefusals);
+  return control != nullptr ? control->num_refused.read() : calls_refused_[static_cast<size_t>(rank)].read();
 }
+
+void Health::add_stats(ProxyStats& stats) const { stats.messages = messages_.stats(); }
 
 uint64_t Health::last_moved_usec(int rank) const {
   const ControlBlock* control = context_.domain_controls[static_cast<size_t>(rank)];

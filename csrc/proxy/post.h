@@ -10,7 +10,7 @@
 
 namespace uccl_ep {
 
-enum class PostKind : uint32_t { kData = 1, kCredit, kHeartbeat, kError, kBye };
+enum class PostKind : uint32_t { kData = 1, kCredit, kProbe };
 
 // kind 4 bits | index 28 bits | slot 32 bits.  index: the channel (data, credit) or the peer's rank.
 struct Cookie {
@@ -21,7 +21,7 @@ struct Cookie {
 using CookieSlot = BitField<uint64_t, 0, 32>;
 using CookieIndex = BitsAbove<CookieSlot, 28>;
 using CookieKind = BitsAbove<CookieIndex, 4>;
-static_assert(CookieKind::kEnd == 64 && CookieKind::fits(static_cast<uint64_t>(PostKind::kBye)));
+static_assert(CookieKind::kEnd == 64 && CookieKind::fits(static_cast<uint64_t>(PostKind::kProbe)));
 constexpr uint32_t kMaxCookieIndex = static_cast<uint32_t>(CookieIndex::kMost);
 
 constexpr uint64_t encode_cookie(const Cookie& c) {

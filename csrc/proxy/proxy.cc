@@ -142,7 +142,7 @@ void Proxy::account() {
 uint64_t Proxy::sleep_usec() const {
   if (shipper_->refused() || lander_->refused() || health_->refused()) return kRefusedRetryUsec;
   const uint64_t now = now_usec();
-  const uint64_t next = health_->next_housekeeping_usec();
+  const uint64_t next = health_->next_usec();
   const uint64_t usec = std::min(context_.transport->idle_usec(), next > now ? next - now : 0);
   if (context_.launched == nullptr) return usec;
   return std::min(usec, std::clamp((now - last_chunk_usec_) / kNapsPerPause, kLeastNapUsec, kMostNapUsec));
@@ -153,7 +153,7 @@ bool Proxy::step() {
   const uint64_t now = now_usec();
   // After an error only the error, byes and heartbeats are sent; other data has no reader.
   const bool usable = !failed_ && !context_.control->error_claim.claimed();
-  bool moved = health_->send_due();
+  bool moved = health_->exchange(now);
   if (usable) {
     const bool drained = shipper_->drain();
     const bool posted = shipper_->post(now);
@@ -200,9 +200,7 @@ void Proxy::take(const Completion& completion, uint64_t polled_nsec) {
   if (completion.kind == Completion::Kind::kArrival) {
     health_->heard(completion.peer, now_usec);
     const Imm imm = decode_imm(completion.immediate);
-    if (imm.type == ImmType::kError || imm.type == ImmType::kBye || imm.type == ImmType::kHeartbeat) {
-      health_->arrive(imm, completion.peer, now_usec);
-    } else if (failed_) {
+    if (imm.type == ImmType::kProbe || failed_) {
       return;
     } else if (imm.type == ImmType::kData) {
       lander_->arrive(completion);
@@ -227,7 +225,7 @@ void Proxy::take(const Completion& completion, uint64_t polled_nsec) {
   else if (cookie.kind == PostKind::kCredit)
     lander_->credit_flushed(cookie.index);
   else
-    health_->flushed(cookie);
+    health_->probed(cookie);
 }
 
 void Proxy::fail(const ErrorRecord& record) {
@@ -251,7 +249,7 @@ ProxyStats Proxy::stats() const {
 uint64_t Proxy::last_heard_usec(int rank) const { return health_->last_heard_usec(rank); }
 uint64_t Proxy::silent_usec(int rank) const { return health_->silent_usec(rank); }
 uint64_t Proxy::last_moved_usec(int rank) const { return health_->last_moved_usec(rank); }
-uint32_t Proxy::num_refused(int rank) const { return health_->num_refused(rank); }
+uint64_t Proxy::num_refused(int rank) const { return health_->num_refused(rank); }
 bool Proxy::remote_closed(int rank) const { return health_->closed(rank); }
 void Proxy::announce_close() { health_->announce_close(); }
 bool Proxy::all_closed() const { return health_->all_closed(); }

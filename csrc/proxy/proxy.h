@@ -10,6 +10,7 @@
 
 #include "layout/region.h"
 #include "layout/topology.h"
+#include "proxy/messages.h"
 #include "queue/ring.h"
 #include "sync/control.h"
 #include "sync/trace.h"
@@ -32,7 +33,7 @@ struct ProxyContext {
   ControlBlock* control = nullptr;       // ours
   std::vector<ControlBlock*> domain_controls;  // [rank], ours included; nullptr: the rank is in another domain
   CommandRing* commands = nullptr;
-  Transport* transport = nullptr;        // connected to every rank of other domains
+  Transport* transport = nullptr;        // to the ranks of other domains
   // Numbers of the operations that were launched on a GPU, and that have ended there. While one is under way, its
   // kernels push commands and consume chunks without ringing. Null on the host, where everybody rings.
   const Flag* launched = nullptr;
@@ -68,7 +69,7 @@ struct ProxyStats {
   uint64_t arrived_bytes = 0;
   uint64_t duplicates_dropped = 0;
   uint64_t credits_sent = 0;  // immediates; each may return credit for several chunks
-  uint64_t heartbeats_sent = 0;
+  MessageStats messages;
   uint64_t wakeups = 0;  // times the thread returned from sleeping
   uint64_t passes = 0;
   uint64_t busy_usec = 0;  // not asleep
@@ -102,9 +103,8 @@ class Proxy {
   // now_usec() of the last movement of the rank's operation or of its bytes, as far as known. A rank of another domain
   // reports it by heartbeats.
   uint64_t last_moved_usec(int rank) const;
-  // Calls that the rank has refused, modulo kHeartbeatRefusals, as far as known. A rank of another domain reports it by
-  // heartbeats.
-  uint32_t num_refused(int rank) const;
+  // Calls that the rank has refused, as far as known. A rank of another domain reports it by heartbeats.
+  uint64_t num_refused(int rank) const;
   // As Transport::trouble().
   std::string trouble() const { return context_.transport->trouble(); }
   // The rank entered close() (domain peer: its flag; other domain: its bye arrived) or its process is gone.
@@ -113,9 +113,8 @@ class Proxy {
   // Tells all ranks that this one may disappear: sets our `closing` flag and sends a bye to each rank of other domains.
   // Idempotent.
   void announce_close();
-  // After announce_close(): every rank has closed or died, and our messages to the others (byes, our error) are
-  // flushed. If the transport is destroyed earlier, a peer may wait in vain; after a deadline it may be destroyed
-  // anyway.
+  // After announce_close(): every rank has closed or died, and has acknowledged our messages (byes, our error). If the
+  // transport is destroyed earlier, a peer may wait in vain; after a deadline it may be destroyed anyway.
   bool all_closed() const;
   // The error that this rank found has reached every rank that can be reached, or there is none.
   bool error_delivered() const;

@@ -24,8 +24,9 @@ struct TransportKind {
   // Throws UsageFailure(kConfig) for options that cannot work here, CommunicationFailure(kTransport) if something
   // fails.
   std::unique_ptr<Transport> (*make)(const TransportSetup& setup, const TransportOptions& options);
-  // Bytes that the transport allocates for `num_peers` connected ranks, without the queues of a NIC's driver.
-  uint64_t (*memory_bytes)(const TransportOptions& options, size_t num_peers);
+  // Bytes that the transport allocates, and what the driver of its NICs allocates for its queues, by the numbers of
+  // ranks in TransportSetup::rails and TransportSetup::all.
+  uint64_t (*memory_bytes)(const TransportOptions& options, size_t num_rails, size_t num_all);
   Probe (*probe)(const TransportOptions& options);
 };
 

@@ -1,5 +1,6 @@
-// The contract between a proxy and a network. Reliable, unordered, counted.
+// The contract between a proxy and a network: writes to rails, and datagrams to all ranks of other domains.
 //
+// Writes are reliable, unordered and counted.
 // * post_write() writes bytes of our registered region into the peer's region and raises an immediate there. An arrival
 //   is reported at the peer only when all its bytes are visible to the peer's host threads.
 // * Nothing is ordered: neither two writes to one peer, nor their arrivals, nor their completions.
@@ -10,8 +11,10 @@
 //   immediates apart.
 // * The same holds for writes between device memories. Their arrival says that the bytes are visible to every GPU of
 //   the peer's domain.
-// * One thread uses a transport: the proxy. register_device(), address(), connect() and attach_device() are called
-//   before that thread starts.
+// A datagram is what a network of any kind can carry: it may be lost, come twice, late, or before an earlier one, and
+// anybody may have sent it. The proxy knows who did, and repeats what is not acknowledged (proxy/messages.h).
+// One thread uses a transport: the proxy. register_device(), address(), connect() and attach_device() are called
+// before that thread starts.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +41,8 @@ struct RegisteredRegion {
 struct TransportSetup {
   int rank = 0;
   int num_ranks = 1;
-  std::vector<int> peers;  // ranks to connect to
+  std::vector<int> rails;  // ranks that we write to, and that write to us
+  std::vector<int> all;  // ranks that datagrams go to and come from; the rails are among them
   RegisteredRegion region;
   uint64_t generation = 0;  // of the engine: equal on all its ranks, and different for every other engine
   uint64_t largest_write_bytes = 0;  // no write is larger
@@ -100,7 +104,10 @@ struct DeviceRegions {
   DeviceFlush* nic_writes = nullptr;  // nullptr: all GPUs see the NICs' writes without a flush
 };
 
-enum class PostResult : uint32_t { kPosted, kAgain };  // kAgain: the queue to this peer is full now, poll and try again
+// No datagram is longer.
+constexpr size_t kMaxDatagramBytes = 576;
+
+enum class PostResult : uint32_t { kPosted, kAgain };  // kAgain: the queue is full now, poll and try again
 
 class Transport {
  public:
@@ -111,7 +118,7 @@ class Transport {
   virtual void register_device(const RegisteredRegion& region) = 0;
   // Opaque bytes for the peers; the bootstrap gathers them.
   virtual std::string address() const = 0;
-  // Connects to the setup's peers, but does not wait for them. `addresses` is by rank. Throws
+  // Connects to the setup's ranks, but does not wait for them. `addresses` is by rank. Throws
   // CommunicationFailure(kTransport), also for an address of another rank, generation or transport.
   virtual void connect(const std::vector<std::string>& addresses) = 0;
   // Called after connect() and before the proxy starts. Without it no write may name device memory.
@@ -121,13 +128,19 @@ class Transport {
   // Whether the limit of a NIC has room for one more write of `num_bytes`. Only limited writes count: before other
   // writes a caller need not ask. One limited write may always be in flight.
   virtual bool has_room(uint64_t num_bytes) const = 0;
-  // Throws CommunicationFailure(kTransport) for a write that leaves a region, or to a rank that is not connected; then
+  // Throws CommunicationFailure(kTransport) for a write that leaves a region, or to a rank that is no rail; then
   // nothing was posted.
   virtual PostResult post_write(const WriteRequest& request) = 0;
   // Rings one doorbell for the writes posted since the last flush.
   virtual void flush() = 0;
   // Fills `out` and returns the number of completions. Never blocks.
   virtual size_t poll(std::span<Completion> out) = 0;
+  // Sends a copy of `bytes`, at most kMaxDatagramBytes. kPosted says nothing of its arrival. Never blocks. Throws
+  // CommunicationFailure(kTransport) for a rank that is not among the setup's, and if no NIC can send any more.
+  virtual PostResult send_datagram(int peer, std::span<const uint8_t> bytes) = 0;
+  // Copies the next datagram that has arrived to `out`, which has room for kMaxDatagramBytes, and returns its length.
+  // 0: none has. Never blocks.
+  virtual size_t receive_datagram(std::span<uint8_t> out) = 0;
   // Bytes that had left at the last poll(), including those of writes in flight. While the number grows, a link is slow
   // but not dead. 0: the transport knows only whole writes.
   virtual uint64_t moved_bytes() const { return 0; }
@@ -146,7 +159,9 @@ struct LoopOptions {
   uint64_t seed =
       0;  // 0: in order. Else arrivals and completions are delivered in a seeded random order and with random delays
   double refuse_rate = 0;  // share of post_write calls answered kAgain
-  double duplicate_rate = 0;  // share of writes whose payload and immediate are delivered twice (before kWriteDone)
+  double duplicate_rate = 0;  // share of writes whose payload and immediate are delivered twice (before kWriteDone),
+                              // and of datagrams that come twice
+  double loss_rate = 0;  // share of datagrams that are lost
   int drop_peer = -1;  // nothing is delivered to or from this rank
   uint32_t queue_depth = 1024;  // per peer
   // For tests; both outlive the transport. While `cut` is odd, nothing leaves and nothing is acknowledged. A write that
@@ -173,7 +188,8 @@ template <>
 inline constexpr auto kFields<LoopOptions> =
     std::tuple{UCCL_EP_FIELD(LoopOptions, gbytes_per_s),   UCCL_EP_FIELD(LoopOptions, latency_usec),
                UCCL_EP_FIELD(LoopOptions, seed),           UCCL_EP_FIELD(LoopOptions, refuse_rate),
-               UCCL_EP_FIELD(LoopOptions, duplicate_rate), UCCL_EP_FIELD(LoopOptions, drop_peer)};
+               UCCL_EP_FIELD(LoopOptions, duplicate_rate), UCCL_EP_FIELD(LoopOptions, loss_rate),
+               UCCL_EP_FIELD(LoopOptions, drop_peer)};
 
 template <>
 inline constexpr auto kFields<NicOptions> =

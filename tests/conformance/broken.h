@@ -27,6 +27,10 @@ class Wrapped : public Transport {
   void flush() override { inner_->flush(); }
   size_t poll(std::span<Completion> out) override { return inner_->poll(out); }
   uint64_t idle_usec() const override { return inner_->idle_usec(); }
+  PostResult send_datagram(int peer, std::span<const uint8_t> bytes) override {
+    return inner_->send_datagram(peer, bytes);
+  }
+  size_t receive_datagram(std::span<uint8_t> out) override { return inner_->receive_datagram(out); }
   bool peer_alive(int peer) const override { return inner_->peer_alive(peer); }
 
  protected:

@@ -53,6 +53,7 @@ struct RanksOptions {
   uint64_t region_bytes = 4 << 20;
   uint64_t largest_write_bytes = 1 << 20;
   uint64_t progress_timeout_usec = kPatientUsec;
+  std::vector<int> labels;  // domains of the ranks; empty: every rank is a rail of all others
   LoopOptions loop;
   NicOptions nic = suite().nic;
 };
@@ -60,6 +61,11 @@ struct RanksOptions {
 inline TransportSetup setup_for(const RanksOptions& options, int rank, const TestRegion& region) {
   TransportSetup setup = setup_of(rank, options.num_ranks, region.registered());
   setup.largest_write_bytes = options.largest_write_bytes;
+  if (!options.labels.empty()) {
+    const Topology topo = Topology::from_labels(options.labels);
+    setup.rails = topo.rails(rank);
+    setup.all = topo.others(rank);
+  }
   setup.progress_timeout_usec = suite().patient_usec(options.progress_timeout_usec);
   return setup;
 }

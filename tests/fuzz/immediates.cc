@@ -23,12 +23,6 @@ void arrive_credit(LoneProxy& rank, Bytes& input) {
   rank.wire.arrive(rank.at.channels.out[channel].peer, immediate);
 }
 
-void arrive_error(LoneProxy& rank, Bytes& input) {
-  const uint32_t peer = 2 + input.take<uint8_t>() % 3;
-  input.copy(rank.region() + rank.layout.error_landing_offset + peer * sizeof(ErrorRecord), sizeof(ErrorRecord));
-  rank.wire.arrive(static_cast<int>(peer), encode_imm(ImmType::kError, 0, peer));
-}
-
 void act(LoneProxy& rank, Bytes& input) {
   switch (input.take<uint8_t>() % 8) {
     case 0: {
@@ -52,8 +46,6 @@ void act(LoneProxy& rank, Bytes& input) {
       const size_t channel = input.take<uint8_t>() % rank.at.channels.in.size();
       return rank.read(channel, input.take<uint8_t>());
     }
-    case 6:
-      return arrive_error(rank, input);
     default:
       rank.wire.refuses = input.take<uint8_t>() % 2 != 0;
   }

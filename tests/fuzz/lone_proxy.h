@@ -1,6 +1,7 @@
 // Rank 0 of five with its proxy, and a wire on which the others are whatever the input says.
 #pragma once
 
+#include <algorithm>
 #include <cstdlib>
 #include <deque>
 #include <memory>
@@ -39,7 +40,8 @@ inline const Place& place(bool device) {
   return places[device ? 1 : 0];
 }
 
-// Takes every write that stays within bounds, and delivers one completion at a time.
+// Takes every write that stays within bounds and every datagram that its receiver would take, and delivers one
+// completion at a time.
 class Wire final : public Transport {
  public:
   explicit Wire(const Place& at) : at_(at) {}
@@ -74,6 +76,22 @@ class Wire final : public Transport {
     due.pop_front();
     return 1;
   }
+  PostResult send_datagram(int peer, std::span<const uint8_t> bytes) override {
+    must(peer >= 2 && peer < 5, "a datagram goes to a rank of another domain");
+    Datagram sent;
+    must(decode_datagram(bytes, {kNonce, static_cast<uint32_t>(peer), 5}, sent), "a datagram has its form");
+    must(sent.header.sender == 0, "a datagram names its sender");
+    num_acknowledged += sent.header.acknowledges;
+    return refuses ? PostResult::kAgain : PostResult::kPosted;
+  }
+  size_t receive_datagram(std::span<uint8_t> out) override {
+    if (mail.empty()) return 0;
+    const std::vector<uint8_t> next = mail.front();
+    mail.pop_front();
+    must(out.size() >= kMaxDatagramBytes, "there is room for a datagram");
+    std::copy(next.begin(), next.end(), out.begin());
+    return next.size();
+  }
   void complete(size_t index, bool delivered) {
     if (in_flight.empty()) return;
     const auto its = in_flight.begin() + static_cast<ptrdiff_t>(index % in_flight.size());
@@ -85,7 +103,10 @@ class Wire final : public Transport {
     due.push_back({Completion::Kind::kArrival, peer, immediate, 64, 0, nullptr});
   }
 
+  static constexpr uint64_t kNonce = 0x5eed;
   bool refuses = false;
+  uint64_t num_acknowledged = 0;  // messages
+  std::deque<std::vector<uint8_t>> mail;
   std::deque<Completion> due;
   std::vector<WriteRequest> in_flight;
 
@@ -102,7 +123,10 @@ class LoneProxy {
         memory_(static_cast<uint8_t*>(std::aligned_alloc(kLineBytes, round_up(layout.total_bytes, kLineBytes))),
                 &std::free) {
     std::memset(region(), 0, layout.total_bytes);
-    for (ControlBlock* block : {new (region()) ControlBlock, &neighbour_}) block->pid = getpid();
+    for (ControlBlock* block : {new (region()) ControlBlock, &neighbour_}) {
+      block->pid = getpid();
+      block->generation = Wire::kNonce;
+    }
     commands = std::make_unique<CommandRing>(region() + layout.commands_offset, layout.num_commands);
     for (const InChannel& in : at.channels.in)
       rings_.push_back({in.landing, std::vector<uint64_t>(in.landing.num_slots)});
@@ -134,6 +158,17 @@ class LoneProxy {
     check_error();
     return good;
   }
+
+  // It leaves; it has found an error.
+  void leave() { proxy_->announce_close(); }
+  void find_error() {
+    ErrorRecord record;
+    record.kind = ErrorKind::kPeerFailed;
+    record.rank = 0;
+    post_error(control(), record);
+  }
+  bool error_delivered() const { return proxy_->error_delivered(); }
+  MessageStats messages() const { return proxy_->stats().messages; }
 
   uint8_t* region() { return memory_.get(); }
   ControlBlock& control() { return *reinterpret_cast<ControlBlock*>(region()); }

@@ -170,6 +170,7 @@ class Mutant:
 
 LOOP, VERBS, OFI = (f"transport/{name}/address.h" for name in ("loop", "verbs", "ofi"))
 LANDER, SHIPPER, HEALTH = "proxy/lander.cc", "proxy/shipper.cc", "proxy/health.cc"
+MESSAGES = "proxy/messages.cc"
 NO_ZERO = " || field.find('\\0') != std::string::npos"
 OUT_OF_BOUNDS = "AddressSanitizer"
 
@@ -178,6 +179,7 @@ MUTANTS = (
     Mutant("verbs_address", VERBS, " || encode_address(a) != text", "", "one address"),
     Mutant("verbs_address", VERBS, "m.num_bytes != 0 : m.stride", "false : m.stride", "zero"),
     Mutant("verbs_address", VERBS, " || n.lid > kMostLid", "", "a LID fits"),
+    Mutant("verbs_address", VERBS, "pair.rail <= pairs.back().rail", "false", "a rail finds its queue pair"),
     Mutant("ofi_address", OFI, " || encode_address(a) != text", "", "one address"),
     Mutant("ofi_address", OFI, "if (!consistent) return false;", "", OUT_OF_BOUNDS),
     Mutant("handles", "engine/group/handle.h", "bytes_.size() - at_ < size)", "false)", OUT_OF_BOUNDS),
@@ -189,8 +191,13 @@ MUTANTS = (
     Mutant("immediates", LANDER, "stamp.own() != lap_before", "false", "skips no lap"),
     Mutant("immediates", SHIPPER, "if (index >= channels_.size() || ", "if (", OUT_OF_BOUNDS),
     Mutant("immediates", "proxy/proxy.cc", "completion.peer < 0 || ", "", OUT_OF_BOUNDS),
-    Mutant("immediates", HEALTH, "record.step > Step::kClose", "false", "an error has a step"),
-    Mutant("immediates", HEALTH, "make_printable(record.message);", "", "an error is printable"),
+    Mutant("datagrams", HEALTH, "record.step > Step::kClose", "false", "an error has a step"),
+    Mutant("datagrams", HEALTH, "make_printable(record.message);", "", "an error is printable"),
+    Mutant("datagrams", MESSAGES, " || !peers_[header.sender].known", "", OUT_OF_BOUNDS),
+    Mutant(
+        "datagrams", MESSAGES, "if (header.serial <= newest) {", "if (false) {", "a message is taken once"
+    ),
+    Mutant("datagrams", MESSAGES, "header.serial == composed_[header.kind].serial", "true", "all have"),
     Mutant("commands", SHIPPER, "command.channel >= channels_.size()", "false", OUT_OF_BOUNDS),
     Mutant("commands", SHIPPER, "command.num_bytes > send.slot_bytes", "false", "a write"),
     Mutant("commands", "queue/ring.h", " || (words.word[1] & kCommandPhase) != phase", "", "a torn command"),

@@ -11,7 +11,9 @@ void use(const uccl_ep::verbs::Address& address) {
     for (const uccl_ep::verbs::MemoryAddress* memory : {&nic.host, &nic.device})
       if (memory->num_bytes != 0) sum += memory->key_of(0) + memory->key_of(memory->num_bytes - 1);
     sum += nic.host.key_of(0);  // of a write without bytes
-    fuzz::must(nic.queue_pairs.size() == nic.first_psn.size(), "a queue pair has a number to start with");
+    for (const uccl_ep::verbs::PairAddress& pair : nic.pairs)
+      fuzz::must(nic.pair_of(static_cast<int>(pair.rail)) == &pair, "a rail finds its queue pair");
+    fuzz::must(nic.datagram_pair != 0, "datagrams have somewhere to go");
     fuzz::must(static_cast<uint16_t>(nic.lid) == nic.lid, "a LID fits its field");
   }
   volatile uint64_t used = sum;

@@ -1,6 +1,6 @@
 // A stand-in for libibverbs.so.1 and libefa.so.1: NICs of one process whose wire is memcpy. It does what the manuals
-// promise and nothing more: datagrams in any order, completions only where asked for, receives that are used up.
-// Longer than 400 lines because a library is one file here, and half of it are the library's functions.
+// promise and nothing more: datagrams in any order, lost or twice, completions only where asked for, receives that are
+// used up. Longer than 400 lines because a library is one file here, and half of it are the library's functions.
 #include "fake_verbs.h"
 
 #include <errno.h>
@@ -47,6 +47,7 @@ struct Srq {
   ibv_srq base{};
   uint32_t receives = 0;
   uint64_t wr_id = 0;
+  uint64_t bytes = 0;
 };
 struct Ah {
   ibv_ah base{};
@@ -63,12 +64,21 @@ struct Post {
   uint32_t rkey = 0, immediate = 0, num_bytes = 0, lkey = 0;
   uint32_t to_qp = 0;
   ibv_gid to{};
+  uint32_t key = 0;  // of a queue
   bool signalled = false;
+};
+struct Receive {
+  uint64_t wr_id, address;
+  uint32_t num_bytes, lkey;
 };
 struct Qp {
   ibv_qp_ex ex{};
   bool datagrams = false, unsolicited = false;
   bool all_signalled = false;
+  bool unreliable = false;
+  uint64_t bytes = 0;
+  uint32_t key = 0;
+  std::deque<Receive> buffers;  // of an unreliable one
   Srq* srq = nullptr;
   uint32_t receives = 0;
   uint64_t receive_id = 0;
@@ -107,6 +117,7 @@ ibv_gid gid_of(int device, int index) {
   return gid;
 }
 constexpr int kUsedGid = 2;
+constexpr uint64_t kEntryBytes = 64, kReceiveBytes = 32;
 uint16_t route_number(const ibv_gid& gid) {
   auto [it, added] = world().routes.try_emplace({gid.global.subnet_prefix, gid.global.interface_id}, 0);
   if (added) it->second = static_cast<uint16_t>(world().routes.size());
@@ -136,6 +147,46 @@ void break_off(Qp& qp) {
   qp.sent.clear();
 }
 
+bool is_registered(uint32_t key, uint64_t at, uint64_t num_bytes) {
+  const auto mr = world().mrs.find(key);
+  return mr != world().mrs.end() && at >= mr->second->start &&
+         at + num_bytes <= mr->second->start + mr->second->base.length;
+}
+
+bool chance(double rate) { return rate > 0 && std::uniform_real_distribution<double>(0, 1)(world().random) < rate; }
+
+// A datagram is over, whether anybody gets it or not.
+void deliver_datagram(Qp& from, const Post& post) {
+  finish(from, post, IBV_WC_SUCCESS);
+  const auto found = world().qps.find(post.to_qp);
+  for (int copies = chance(state.datagram_duplicates) ? 2 : 1; copies > 0; --copies) {
+    const bool lost = found == world().qps.end() || !found->second->unreliable || found->second->key != post.key ||
+                      found->second->buffers.empty() || chance(state.datagram_loss);
+    state.lost_datagrams += lost;
+    if (lost) continue;
+    Qp& to = *found->second;
+    const Receive receive = to.buffers.front();
+    to.buffers.pop_front();
+    constexpr uint32_t kRouteBytes = 40;
+    if (receive.num_bytes < kRouteBytes + post.num_bytes || !is_registered(post.lkey, post.local, post.num_bytes) ||
+        !is_registered(receive.lkey, receive.address, receive.num_bytes)) {
+      ++state.outside;
+      continue;
+    }
+    std::memset(reinterpret_cast<void*>(receive.address), 0xEE, kRouteBytes);
+    std::memcpy(reinterpret_cast<void*>(receive.address + kRouteBytes), reinterpret_cast<void*>(post.local),
+                post.num_bytes);
+    ibv_wc wc{};
+    wc.wr_id = receive.wr_id;
+    wc.status = IBV_WC_SUCCESS;
+    wc.opcode = IBV_WC_RECV;
+    wc.byte_len = kRouteBytes + post.num_bytes;
+    wc.qp_num = to.ex.qp_base.qp_num;
+    wc.src_qp = from.ex.qp_base.qp_num;
+    complete(to.ex.qp_base.recv_cq, wc);
+  }
+}
+
 // False: the receiver is not ready.
 bool deliver(Qp& from, const Post& post) {
   const auto found = world().qps.find(from.datagrams ? post.to_qp : from.remote_qp);
@@ -144,12 +195,8 @@ bool deliver(Qp& from, const Post& post) {
   uint32_t* const receives = to.srq != nullptr ? &to.srq->receives : &to.receives;
   if (!to.unsolicited && *receives == 0) return false;
   if (post.num_bytes != 0) {
-    const auto mr = world().mrs.find(post.rkey), own = world().mrs.find(post.lkey);
-    auto covers = [&](auto& it, uint64_t at) {
-      return it != world().mrs.end() && at >= it->second->start &&
-             at + post.num_bytes <= it->second->start + it->second->base.length;
-    };
-    if (!covers(mr, post.remote) || !covers(own, post.local)) {
+    if (!is_registered(post.rkey, post.remote, post.num_bytes) ||
+        !is_registered(post.lkey, post.local, post.num_bytes)) {
       ++state.outside;
       finish(from, post, IBV_WC_REM_ACCESS_ERR);
       return true;
@@ -186,15 +233,17 @@ void move(Qp& qp) {
   }
   size_t stuck = 0;
   while (stuck < qp.sent.size()) {
-    const size_t which = qp.datagrams && state.seed != 0 ? world().random() % qp.sent.size() : stuck;
+    const size_t which = (qp.datagrams || qp.unreliable) && state.seed != 0 ? world().random() % qp.sent.size() : stuck;
     const Post post = qp.sent[which];
-    if (!deliver(qp, post)) {
+    if (qp.unreliable) {
+      deliver_datagram(qp, post);
+    } else if (!deliver(qp, post)) {
       if (!qp.datagrams) return;
       ++stuck;
       continue;
     }
     qp.sent.erase(qp.sent.begin() + static_cast<std::ptrdiff_t>(which));
-    if (qp.datagrams && state.seed != 0 && world().random() % 3 == 0) return;  // the rest later
+    if ((qp.datagrams || qp.unreliable) && state.seed != 0 && world().random() % 3 == 0) return;  // the rest later
   }
 }
 
@@ -225,7 +274,9 @@ void write_imm(ibv_qp_ex* ex, uint32_t rkey, uint64_t remote, uint32_t immediate
   post.immediate = immediate;
   qp_of(ex)->building.push_back(post);
 }
-void set_address(ibv_qp_ex* ex, ibv_ah* ah, uint32_t qp, uint32_t) {
+void send(ibv_qp_ex* ex) { write_imm(ex, 0, 0, 0); }
+void set_address(ibv_qp_ex* ex, ibv_ah* ah, uint32_t qp, uint32_t key) {
+  qp_of(ex)->building.back().key = key;
   qp_of(ex)->building.back().to = reinterpret_cast<Ah*>(ah)->to;
   qp_of(ex)->building.back().to_qp = qp;
 }
@@ -239,10 +290,10 @@ void set_sge_list(ibv_qp_ex*, size_t, const ibv_sge*) {}
 int complete_posts(ibv_qp_ex* ex) {
   const Lock lock(mutex());
   Qp& qp = *qp_of(ex);
-  ++state.doorbells;
+  state.doorbells += !qp.unreliable;
   for (const Post& post : qp.building) {
-    ++state.writes;
-    state.signalled += post.signalled;
+    ++(qp.unreliable ? state.datagrams : state.writes);
+    state.signalled += post.signalled && !qp.unreliable;
     if (qp.now == IBV_QPS_ERR)
       finish(qp, post, IBV_WC_WR_FLUSH_ERR);
     else
@@ -261,6 +312,11 @@ int post_srq_recv(ibv_srq* srq, ibv_recv_wr* wr, ibv_recv_wr**) {
 int post_recv(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr**) {
   const Lock lock(mutex());
   Qp* const its = reinterpret_cast<Qp*>(qp);
+  if (its->unreliable) {
+    for (; wr != nullptr; wr = wr->next)
+      its->buffers.push_back({wr->wr_id, wr->sg_list->addr, wr->sg_list->length, wr->sg_list->lkey});
+    return 0;
+  }
   for (; wr != nullptr; wr = wr->next, ++its->receives, ++state.receives) its->receive_id = wr->wr_id;
   return 0;
 }
@@ -285,12 +341,17 @@ ibv_qp* create_qp_ex(ibv_context* context, ibv_qp_init_attr_ex* init) {
   qp->own = gid_of(reinterpret_cast<Context*>(verbs_get_ctx(context))->device, kUsedGid);
   qp->ex.wr_start = start;
   qp->ex.wr_rdma_write_imm = write_imm;
+  qp->ex.wr_send = send;
   qp->ex.wr_set_ud_addr = set_address;
   qp->ex.wr_set_sge = set_sge;
   qp->ex.wr_set_sge_list = set_sge_list;
   qp->ex.wr_complete = complete_posts;
   world().qps[qp->ex.qp_base.qp_num] = qp;
+  qp->unreliable = init->qp_type == IBV_QPT_UD;
+  qp->bytes = init->cap.max_send_wr * kEntryBytes + init->cap.max_recv_wr * kReceiveBytes;
+  state.queue_bytes += qp->bytes;
   ++state.queue_pairs;
+  state.datagram_pairs += qp->unreliable;
   return &qp->ex.qp_base;
 }
 
@@ -397,20 +458,24 @@ EXPORTED int ibv_dealloc_pd(ibv_pd* pd) {
   delete pd;
   return 0;
 }
-EXPORTED ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* address, size_t num_bytes, uint64_t iova, unsigned int) {
+EXPORTED ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* address, size_t num_bytes, uint64_t iova, unsigned int access) {
   Mr* const mr = new_mr(pd, address, num_bytes, iova);
+  if (mr != nullptr) mr->remote = (access & IBV_ACCESS_REMOTE_WRITE) != 0;
   return mr == nullptr ? nullptr : &mr->base;
 }
 EXPORTED ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* pd, uint64_t, size_t num_bytes, uint64_t iova, int, int) {
   Mr* const mr = new_mr(pd, reinterpret_cast<void*>(iova), num_bytes, iova);
   if (mr == nullptr) return nullptr;
+  mr->remote = true;
   ++state.dmabuf_registrations;
   return &mr->base;
 }
 EXPORTED int ibv_dereg_mr(ibv_mr* mr) {
   const Lock lock(mutex());
   // Somebody may still write to it.
-  for (auto& [number, qp] : world().qps) state.wrong_order += qp->ex.qp_base.context == mr->pd->context;
+  for (auto& [number, qp] : world().qps)
+    state.wrong_order +=
+        qp->ex.qp_base.context == mr->pd->context && reinterpret_cast<Mr*>(mr)->remote != qp->unreliable;
   world().mrs.erase(mr->rkey);
   --state.registrations;
   delete reinterpret_cast<Mr*>(mr);
@@ -420,22 +485,27 @@ EXPORTED ibv_cq* ibv_create_cq(ibv_context* context, int entries, void*, ibv_com
   Cq* const cq = new Cq;
   cq->base.context = context;
   cq->capacity = static_cast<size_t>(entries);
+  state.queue_bytes += cq->capacity * kEntryBytes;
   return &cq->base;
 }
 EXPORTED int ibv_destroy_cq(ibv_cq* cq) {
   const Lock lock(mutex());
   for (auto& [number, qp] : world().qps) state.wrong_order += qp->ex.qp_base.send_cq == cq;
+  state.queue_bytes -= reinterpret_cast<Cq*>(cq)->capacity * kEntryBytes;
   delete reinterpret_cast<Cq*>(cq);
   return 0;
 }
-EXPORTED ibv_srq* ibv_create_srq(ibv_pd* pd, ibv_srq_init_attr*) {
+EXPORTED ibv_srq* ibv_create_srq(ibv_pd* pd, ibv_srq_init_attr* init) {
   Srq* const srq = new Srq;
+  srq->bytes = init->attr.max_wr * kReceiveBytes;
+  state.queue_bytes += srq->bytes;
   srq->base.context = pd->context;
   return &srq->base;
 }
 EXPORTED int ibv_destroy_srq(ibv_srq* srq) {
   const Lock lock(mutex());
   for (auto& [number, qp] : world().qps) state.wrong_order += &qp->srq->base == srq;
+  state.queue_bytes -= reinterpret_cast<Srq*>(srq)->bytes;
   delete reinterpret_cast<Srq*>(srq);
   return 0;
 }
@@ -443,6 +513,7 @@ EXPORTED ibv_qp_ex* ibv_qp_to_qp_ex(ibv_qp* qp) { return &reinterpret_cast<Qp*>(
 EXPORTED int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int mask) {
   const Lock lock(mutex());
   Qp& its = *reinterpret_cast<Qp*>(qp);
+  if ((mask & IBV_QP_QKEY) != 0) its.key = attr->qkey;
   if ((mask & IBV_QP_DEST_QPN) != 0) its.remote_qp = attr->dest_qp_num;
   if ((mask & IBV_QP_AV) != 0) {
     state.service_level = attr->ah_attr.sl;
@@ -457,6 +528,8 @@ EXPORTED int ibv_destroy_qp(ibv_qp* qp) {
   const Lock lock(mutex());
   world().qps.erase(qp->qp_num);
   --state.queue_pairs;
+  state.datagram_pairs -= reinterpret_cast<Qp*>(qp)->unreliable;
+  state.queue_bytes -= reinterpret_cast<Qp*>(qp)->bytes;
   delete reinterpret_cast<Qp*>(qp);
   return 0;
 }

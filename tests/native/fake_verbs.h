@@ -20,16 +20,20 @@ struct FakeVerbs {
   // At any time.
   uint32_t cut_qp = 0;  // what is posted by this queue pair is not acknowledged, then its retries are exceeded
   bool holds = false;   // nothing moves
+  double datagram_loss = 0, datagram_duplicates = 0;  // shares of unreliable ones
   // What the NICs of `event_device` tell next, once each: an ibv_event_type; -1: nothing.
   int event = -1, event_device = 0;
   uint8_t event_port = 1;
 
   // What happened.
   uint32_t queue_pairs = 0;  // alive
+  uint32_t datagram_pairs = 0;  // of them
   uint32_t registrations = 0, dmabuf_registrations = 0;  // alive
-  uint32_t receives = 0;  // posted
-  uint64_t doorbells = 0, writes = 0, signalled = 0;
+  uint32_t receives = 0;  // posted, without those of datagrams
+  uint64_t doorbells = 0, writes = 0, signalled = 0;  // of writes
+  uint64_t datagrams = 0, lost_datagrams = 0;
   uint64_t largest_registration_bytes = 0;
+  uint64_t queue_bytes = 0;  // of queues that are alive: 64 for each entry, 32 for one of a receive queue
   uint64_t outside = 0;  // writes that met no registered memory
   uint64_t wrong_order = 0;  // objects destroyed before those that need them
   uint64_t events_read = 0, events_acknowledged = 0;

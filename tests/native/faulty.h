@@ -44,6 +44,10 @@ class Faulty final : public Transport {
     return inner_->poll(out);
   }
   uint64_t idle_usec() const override { return inner_->idle_usec(); }
+  PostResult send_datagram(int peer, std::span<const uint8_t> bytes) override {
+    return inner_->send_datagram(peer, bytes);
+  }
+  size_t receive_datagram(std::span<uint8_t> out) override { return inner_->receive_datagram(out); }
   bool peer_alive(int peer) const override {
     return dead.read() != static_cast<uint64_t>(peer) + 1 && inner_->peer_alive(peer);
   }

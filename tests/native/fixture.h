@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "common/mapping.h"
+#include "layout/topology.h"
 #include "sync/control.h"
 #include "transport/registry.h"
 
@@ -36,7 +37,7 @@ inline bool name_exists(const std::string& name) {
   return fd >= 0;
 }
 
-// What rank `rank` of `num_ranks`, all connected to all, is made for.
+// What rank `rank` of `num_ranks` is made for, if each is the rail of all others.
 inline TransportSetup setup_of(int rank, size_t num_ranks, const RegisteredRegion& region) {
   TransportSetup setup;
   setup.rank = rank;
@@ -45,20 +46,27 @@ inline TransportSetup setup_of(int rank, size_t num_ranks, const RegisteredRegio
   setup.generation = 1;
   setup.largest_write_bytes = region.bytes;
   for (int peer = 0; peer < setup.num_ranks; ++peer)
-    if (peer != rank) setup.peers.push_back(peer);
+    if (peer != rank) setup.all.push_back(peer);
+  setup.rails = setup.all;
   return setup;
 }
 
-// Makes what `options[rank]` asks for and connects every rank to every other.
+// Makes what `options[rank]` asks for and connects the ranks: each with its rails and the other domains, or without a
+// topology every one with every other.
 inline std::vector<std::unique_ptr<Transport>> connect_all(const std::vector<std::unique_ptr<TestRegion>>& regions,
                                                            const std::vector<TransportOptions>& options,
                                                            const std::string& kind = "loop",
-                                                           uint64_t progress_timeout_usec = 20'000'000) {
+                                                           uint64_t progress_timeout_usec = 20'000'000,
+                                                           const Topology* topo = nullptr) {
   std::vector<std::unique_ptr<Transport>> transports;
   std::vector<std::string> addresses;
   for (size_t rank = 0; rank < regions.size(); ++rank) {
     TransportSetup setup = setup_of(static_cast<int>(rank), regions.size(), regions[rank]->registered());
     setup.progress_timeout_usec = progress_timeout_usec;
+    if (topo != nullptr) {
+      setup.rails = topo->rails(setup.rank);
+      setup.all = topo->others(setup.rank);
+    }
     transports.push_back(transport_named(kind).make(setup, options[rank]));
     addresses.push_back(transports.back()->address());
   }

@@ -37,12 +37,7 @@ inline std::vector<const RingLayout*> rings_of(const RegionLayout& layout) {
   return rings;
 }
 
-inline std::vector<Span> control_spans(const Topology& topo, const RegionLayout& layout) {
-  return {{0, kPageBytes},
-          {layout.error_send_offset, layout.error_send_offset + sizeof(ErrorRecord)},
-          {layout.error_landing_offset,
-           layout.error_landing_offset + sizeof(ErrorRecord) * static_cast<uint64_t>(topo.num_ranks)}};
-}
+constexpr Span kControlSpan{0, kPageBytes};
 
 inline bool overlap_free(std::vector<Span> spans, uint64_t total_bytes) {
   std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });

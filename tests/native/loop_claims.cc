@@ -116,8 +116,9 @@ CLAIM("a sender that reports an arrival before its data would be noticed") {
   // Its name is gone: use an inbox of our own, as a broken sender would use a real one.
   Mapping inbox = Mapping::create();
   inbox.grow(loop::inbox_bytes(address.inbox_slots, 2));
-  loop::ArrivalWriter writer(loop::inbox_queue(inbox.base(), address.inbox_slots, 0), address.inbox_slots);
-  loop::ArrivalReader reader(loop::inbox_queue(inbox.base(), address.inbox_slots, 0), address.inbox_slots);
+  uint8_t* const queue = inbox.base() + loop::inbox_queue_offset(address.inbox_slots, 0);
+  loop::InboxWriter<loop::ArrivalEvent> writer(queue, address.inbox_slots);
+  loop::InboxReader<loop::ArrivalEvent> reader(queue, address.inbox_slots);
   writer.put({8, 5, 0});
   EXPECT_EQ(reader.available(), uint64_t{1});
   EXPECT(pair.landed(reader.take().immediate) != 5);

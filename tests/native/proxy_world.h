@@ -86,7 +86,7 @@ class World {
     std::vector<TransportOptions> wanted(num_ranks, {options.loop, options.nic});
     for (size_t rank = 0; rank < num_ranks && !options.devices.empty(); ++rank)
       wanted[rank].nic.devices = {options.devices[rank % options.devices.size()]};
-    auto transports = connect_all(regions, wanted, options.kind, options.progress_timeout_usec);
+    auto transports = connect_all(regions, wanted, options.kind, options.progress_timeout_usec, &topo);
     if (options.device) attach(transports);
     for (size_t rank = 0; rank < num_ranks; ++rank) {
       nodes[rank].region = std::move(regions[rank]);

@@ -13,14 +13,14 @@ from tests.native import building
 from tests.native.building import PARTS, run
 
 HERE = Path(__file__).resolve().parent
-OF_TRANSPORTS = ("verbs", "verbs_event", "verbs_engine", "ofi", "ofi_fault")
+OF_TRANSPORTS = ("verbs", "verbs_datagram", "verbs_event", "verbs_engine", "ofi", "ofi_fault")
 # Kernels on the stand-in for GPUs: docs/gpu_on_cpu.md.
 ON_CPU = (
     "lanes", "gpu_routing", "gpu_engine", "gpu_engine_refusal", "gpu_ranks", "low_latency", "pause_engine",
 )  # fmt: skip
 PROGRAMS = (
-    "queue", "words", "layout", "loop", "copier", "nics", "stream", "fault", "life", "device", "engine",
-    "engine_setup", "gpu", *ON_CPU, *OF_TRANSPORTS,
+    "queue", "words", "layout", "messages", "loop", "copier", "nics", "stream", "fault", "life", "device",
+    "engine", "engine_setup", "gpu", *ON_CPU, *OF_TRANSPORTS,
 )  # fmt: skip
 # Where threads meet without a lock: these run under TSan every time, the others with -m slow.
 LOCK_FREE = ("queue", "stream", "copier")

@@ -104,20 +104,6 @@ CLAIM("one doorbell hands over a batch, and one completion stands for at most 16
   EXPECT_EQ(fake_verbs().doorbells - doorbells, uint64_t{1});
 }
 
-CLAIM("64 ranks take at most 64 connections on a NIC, and one queue pair of EFA") {
-  for (bool is_efa : {false, true}) {
-    fake_verbs().is_efa = is_efa;
-    TestRegion region(kRegionBytes);
-    TransportSetup setup = setup_of(0, 64, region.registered());
-    setup.largest_write_bytes = kLargestWrite;
-    TransportOptions options;
-    options.nic.devices = {"fake0"};
-    const auto transport = transport_named("verbs").make(setup, options);
-    EXPECT_EQ(fake_verbs().queue_pairs, is_efa ? 1u : 63u);
-  }
-  EXPECT_EQ(fake_verbs().queue_pairs, 0u);
-}
-
 CLAIM("memory beyond a piece is registered in pieces, and every write lies within one") {
   constexpr uint64_t kPiece = 1 << 16, kBytes = 5 * kPiece + 777;
   std::vector<uint8_t> bytes(kBytes);
@@ -214,7 +200,7 @@ CLAIM("a cut link fails every write on it once, later ones too, and nobody else'
     net[0].flush();
     net[2].flush();
     const verbs::Address own = verbs::decode_address(net.addresses[0]);
-    fake_verbs().cut_qp = own.nics[0].queue_pairs[1];
+    fake_verbs().cut_qp = own.nics[0].pair_of(1)->number;
     fake_verbs().holds = false;
     std::map<uint64_t, int> failed;
     for (int pass = 0; pass < 100; ++pass)
@@ -247,7 +233,7 @@ CLAIM("with two NICs chunks are spread, and go on over the other one when a link
   two.devices = {"fake0", "fake1"};
   Net net(2, two);
   const verbs::Address own = verbs::decode_address(net.addresses[0]);
-  fake_verbs().cut_qp = own.nics[1].queue_pairs[1];
+  fake_verbs().cut_qp = own.nics[1].pair_of(1)->number;
   std::map<Completion::Kind, int> ends;
   for (uint32_t i = 0; i < 20; ++i) {
     EXPECT(net[0].post_write(small(1, i)) == PostResult::kPosted);
@@ -318,7 +304,7 @@ CLAIM("what cannot be connected is a typed error that says why") {
   EXPECT(says(connect([](auto& a) { a.policy = "srd"; }), "speaks srd"));
   EXPECT(says(connect([](auto& a) { a.nics.push_back(a.nics[0]); }), "has 2 NICs"));
   EXPECT(says(connect([](auto& a) { a.nics[0].is_ethernet = false; }), "different networks"));
-  EXPECT(says(connect([](auto& a) { a.nics[0].queue_pairs.assign(2, 0); }), "no queue pair"));
+  EXPECT(says(connect([](auto& a) { a.nics[0].pairs.clear(); }), "no queue pair"));
   const std::string whole = verbs::encode_address(good);
   for (size_t size = 0; size < whole.size(); ++size)
     EXPECT_THROWS(CommunicationFailure, verbs::decode_address(whole.substr(0, size)));

@@ -47,7 +47,7 @@ CLAIM("a port that goes down is named by errors until it comes back") {
 CLAIM("a write that is given up names the port if it is down") {
   for (const bool down : {false, true}) {
     Net net(2);
-    fake_verbs().cut_qp = verbs::decode_address(net.addresses[0]).nics[0].queue_pairs[1];
+    fake_verbs().cut_qp = verbs::decode_address(net.addresses[0]).nics[0].pair_of(1)->number;
     fake_verbs().event = down ? verbs::IBV_EVENT_PORT_ERR : -1;
     let_events_pass(net);
     EXPECT(net[0].post_write(small(1, 1)) == PostResult::kPosted);

@@ -36,6 +36,7 @@ PARSED: dict[str, tuple[str, object]] = {
     "loop_seed": ("7", 7),
     "loop_refuse_rate": ("0.1", 0.1),
     "loop_duplicate_rate": ("0.2", 0.2),
+    "loop_loss_rate": ("0.3", 0.3),
     "loop_drop_peer": ("1", 1),
     "num_proxies": ("2", 2),
 }

@@ -309,7 +309,13 @@ class LoopFaults(Section):
     """
 
     duplicate_rate: float = setting(0.0, number(0.0, 1.0), agree=False, native="loop.duplicate_rate")
-    """Share of arrivals that the loop transport reports twice, for tests.
+    """Share of arrivals that the loop transport reports twice, and of datagrams that come twice, for tests.
+
+    Unit: fraction. Allowed: 0 .. 1.
+    """
+
+    loss_rate: float = setting(0.0, number(0.0, 1.0), agree=False, native="loop.loss_rate")
+    """Share of datagrams (errors, heartbeats, goodbyes) that the loop transport loses, for tests.
 
     Unit: fraction. Allowed: 0 .. 1.
     """

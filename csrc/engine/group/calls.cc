@@ -55,8 +55,9 @@ std::string ControlPlane::refusal(uint64_t nth) const {
 }
 
 std::string ControlPlane::refused_since(int rank, uint64_t call, uint64_t num_refused) const {
-  const uint64_t more = (proxy_->num_refused(rank) - num_refused) % kHeartbeatRefusals;
-  if (more == 0 || more >= kHeartbeatRefusals / 2) return "";
+  const uint64_t known = proxy_->num_refused(rank);
+  if (known <= num_refused) return "";
+  const uint64_t more = known - num_refused;
   char why[kRefusalBytes] = {};
   if (const ControlBlock* const control = controls_[rank]; control != nullptr) {
     std::memcpy(why, control->refusals[(num_refused + more) % 2], sizeof(why));

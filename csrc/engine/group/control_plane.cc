@@ -69,11 +69,10 @@ std::unique_ptr<Transport> make_transport(const EngineConfig& config, const Topo
   TransportSetup setup;
   setup.rank = config.rank;
   setup.num_ranks = config.num_ranks;
-  for (int rank = 0; rank < config.num_ranks; ++rank)
-    if (topo.domain_of[rank] != topo.domain_of[config.rank]) setup.peers.push_back(rank);
+  setup.rails = topo.rails(config.rank);
+  setup.all = topo.others(config.rank);
   setup.region = region;
   setup.generation = config.generation;
-  setup.largest_write_bytes = sizeof(ErrorRecord);
   for (const OutChannel& out : channels.out)
     setup.largest_write_bytes = std::max(setup.largest_write_bytes, out.send.slot_bytes);
   setup.progress_timeout_usec = static_cast<uint64_t>(config.progress_timeout_s * 1e6);
@@ -83,20 +82,23 @@ std::unique_ptr<Transport> make_transport(const EngineConfig& config, const Topo
   return transport_of(config, topo).make(setup, {config.loop, config.nic});
 }
 
+uint64_t transport_bytes_of(const EngineConfig& config, const Topology& topo, int rank) {
+  return transport_of(config, topo)
+      .memory_bytes({config.loop, config.nic}, topo.rails(rank).size(), topo.others(rank).size());
+}
+
 }  // namespace
 
 uint64_t transport_bytes(const EngineConfig& config, const Topology& topo) {
-  size_t smallest = topo.members[0].size();
-  for (auto& members : topo.members) smallest = std::min(smallest, members.size());
-  return transport_of(config, topo)
-      .memory_bytes({config.loop, config.nic}, static_cast<size_t>(topo.num_ranks) - smallest);
+  uint64_t most = 0;
+  for (int rank : topo.classes()) most = std::max(most, transport_bytes_of(config, topo, rank));
+  return most;
 }
 
 MemoryEntries memory_entries(const EngineConfig& config, const Rings& rings) {
   const Topology topo = Topology::from_labels(checked(config).domain_of);
   MemoryEntries entries = layout_of(topo, rings, config.rank).entries;
-  const size_t others = static_cast<size_t>(topo.num_ranks) - topo.members[topo.domain_of[config.rank]].size();
-  entries.emplace_back("transport", transport_of(config, topo).memory_bytes({config.loop, config.nic}, others));
+  entries.emplace_back("transport", transport_bytes_of(config, topo, config.rank));
   return entries;
 }
 

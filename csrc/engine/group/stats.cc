@@ -23,7 +23,12 @@ void put_proxy(Stats& out, const ProxyStats& proxy) {
   put(out, "proxy.arrivals", proxy.arrivals);
   put(out, "proxy.arrived_bytes", proxy.arrived_bytes);
   put(out, "proxy.duplicates_dropped", proxy.duplicates_dropped);
-  put(out, "proxy.heartbeats_sent", proxy.heartbeats_sent);
+  put(out, "messages.sent", proxy.messages.sent);
+  put(out, "messages.repeated", proxy.messages.repeated);
+  put(out, "messages.acknowledged", proxy.messages.acknowledged);
+  put(out, "messages.taken", proxy.messages.taken);
+  put(out, "messages.duplicates", proxy.messages.duplicates);
+  put(out, "messages.strangers", proxy.messages.strangers);
   put(out, "proxy.wakeups", proxy.wakeups);
   put(out, "proxy.busy_seconds", static_cast<double>(proxy.busy_usec) * 1e-6);
 }

@@ -23,7 +23,7 @@ struct Address {
 
 inline std::string encode_address(const Address& a) {
   std::ostringstream text;
-  text << "loop2 " << a.rank << ' ' << a.generation << ' ' << a.pid << ' ' << a.pid_namespace << ' ' << a.boot_id << ' '
+  text << "loop3 " << a.rank << ' ' << a.generation << ' ' << a.pid << ' ' << a.pid_namespace << ' ' << a.boot_id << ' '
        << a.region_name << ' ' << a.region_bytes << ' ' << a.inbox_name << ' ' << a.inbox_slots;
   return text.str();
 }
@@ -36,7 +36,7 @@ inline Address decode_address(const std::string& text) {
   in >> tag >> a.rank >> a.generation >> a.pid >> a.pid_namespace >> a.boot_id >> a.region_name >> a.region_bytes >>
       a.inbox_name >> a.inbox_slots;
   // Accept only text that encodes back to itself: streams accept signs, spaces and trailing text, and wrap negatives.
-  if (!in || tag != "loop2" || a.rank < 0 || a.region_bytes == 0 || a.inbox_slots == 0 || encode_address(a) != text)
+  if (!in || tag != "loop3" || a.rank < 0 || a.region_bytes == 0 || a.inbox_slots == 0 || encode_address(a) != text)
     fail_address("loop", text);
   return a;
 }

@@ -6,7 +6,7 @@
 
 namespace uccl_ep::loop {
 
-// Messages up to this size (credits, heartbeats, an ErrorRecord) do not queue behind data, as on a NIC that serves its
+// Messages up to this size (credits, probes) do not queue behind data, as on a NIC that serves its
 // queue pairs in turn; they still use their share of the rate.
 constexpr uint64_t kSmallBytes = 512;
 

@@ -27,7 +27,8 @@ LoopTransport::LoopTransport(const TransportSetup& setup, const TransportOptions
       options_(options.loop),
       inbox_(Mapping::create()),
       load_(options.nic.window_bytes, options.nic.window_ops),
-      connected_(setup.peers),
+      rails_(setup.rails),
+      all_(setup.all),
       link_(options_.gbytes_per_s),
       random_(options_.seed * 1000003 + static_cast<uint64_t>(setup.rank)),
       progress_timeout_usec_(setup.progress_timeout_usec) {
@@ -40,7 +41,7 @@ LoopTransport::LoopTransport(const TransportSetup& setup, const TransportOptions
 void LoopTransport::connect(const std::vector<std::string>& addresses) {
   inbox_.grow(inbox_bytes(own_.inbox_slots, addresses.size()));
   peers_.resize(addresses.size());
-  for (int peer : connected_) {
+  for (int peer : all_) {
     if (peer < 0 || static_cast<size_t>(peer) >= addresses.size() || peer == own_.rank)
       fail(own_.rank, peer, "rank " + std::to_string(peer) + " is no peer of rank " + std::to_string(own_.rank));
     connect_peer(peer, addresses[static_cast<size_t>(peer)], addresses.size());
@@ -63,26 +64,33 @@ void LoopTransport::connect_peer(int rank, const std::string& text, size_t num_r
   peer.region = Mapping::open(address.region_name, address.region_bytes);
   peer.inbox = Mapping::open_and_grow(address.inbox_name, inbox_bytes(address.inbox_slots, num_ranks));
   peer.control = reinterpret_cast<ControlBlock*>(peer.region.base());
-  peer.writer = {inbox_queue(peer.inbox.base(), address.inbox_slots, own_.rank), address.inbox_slots};
-  inbox_.reserve(inbox_queue_bytes(own_.inbox_slots) * static_cast<uint64_t>(rank),
-                 inbox_queue_bytes(own_.inbox_slots));
-  peer.reader = {inbox_queue(inbox_.base(), own_.inbox_slots, rank), own_.inbox_slots};
   peer.lost = options_.drop_peer == rank || options_.drop_peer == own_.rank;
+  const uint64_t mail_offset = mail_queue_offset(own_.inbox_slots, num_ranks, rank);
+  inbox_.reserve(mail_offset, kMailQueueBytes);
+  peer.mail_reader = {inbox_.base() + mail_offset, kMailSlots};
+  peer.mail_writer = {peer.inbox.base() + mail_queue_offset(address.inbox_slots, num_ranks, own_.rank), kMailSlots};
+  if (std::find(rails_.begin(), rails_.end(), rank) == rails_.end()) return;
+  const uint64_t offset = inbox_queue_offset(own_.inbox_slots, rank);
+  inbox_.reserve(offset, inbox_queue_bytes(own_.inbox_slots));
+  peer.reader = {inbox_.base() + offset, own_.inbox_slots};
+  peer.writer = {peer.inbox.base() + inbox_queue_offset(address.inbox_slots, own_.rank), address.inbox_slots};
   peer.stalled.reserve(2 * options_.queue_depth);
-  peer.connected = true;
+  peer.is_rail = true;
 }
 
 void LoopTransport::attach_device(DeviceRegions device) {
   device_ = std::move(device);
-  copying_.reserve(connected_.size() * options_.queue_depth);
+  copying_.reserve(rails_.size() * options_.queue_depth);
 }
 
 bool LoopTransport::peer_alive(int peer) const { return peers_[static_cast<size_t>(peer)].process.alive(); }
 
 LoopTransport::Peer& LoopTransport::checked_peer(const WriteRequest& request) {
   const bool known = request.peer >= 0 && static_cast<size_t>(request.peer) < peers_.size() &&
-                     peers_[static_cast<size_t>(request.peer)].connected;
-  if (!known) fail(own_.rank, request.peer, "rank " + std::to_string(request.peer) + " is not connected");
+                     peers_[static_cast<size_t>(request.peer)].is_rail;
+  if (!known)
+    fail(own_.rank, request.peer,
+         "rank " + std::to_string(request.peer) + " is no rail of rank " + std::to_string(own_.rank));
   Peer& peer = peers_[static_cast<size_t>(request.peer)];
   auto outside = [&](uint64_t offset, uint64_t bytes) {
     return request.num_bytes > bytes || offset > bytes - request.num_bytes;
@@ -157,6 +165,7 @@ size_t LoopTransport::poll(std::span<Completion> out) {
   }
   moved_bytes_ = link_.left_bytes(now);
   if (num_stalled_ != 0) retry_stalled(now);
+  if (!late_mail_.empty()) deliver_late_mail(now);
   if (!copying_.empty()) look_at_copies(now);
   // Half of the room for each, so that completions and arrivals do not starve each other.
   perform_due(now, out.first((out.size() + 1) / 2), count);
@@ -185,7 +194,7 @@ void LoopTransport::fail_pending(uint64_t now_nsec) {
   std::make_heap(due_.begin(), due_.end(), Later{});
   for (uint32_t write : copying_) schedule(now_nsec, write, Act::kReportFailure);
   copying_.clear();
-  for (int rank : connected_) {
+  for (int rank : rails_) {
     Peer& peer = peers_[static_cast<size_t>(rank)];
     for (uint32_t write : peer.stalled) schedule(now_nsec, write, Act::kReportFailure);
     num_stalled_ -= peer.stalled.size();
@@ -212,7 +221,7 @@ void LoopTransport::perform_due(uint64_t now_nsec, std::span<Completion> out, si
 }
 
 void LoopTransport::ring_receivers() {
-  for (int rank : connected_) {
+  for (int rank : rails_) {
     Peer& peer = peers_[static_cast<size_t>(rank)];
     if (peer.ring_due) peer.control->proxy_bell.ring();
     peer.ring_due = false;
@@ -249,7 +258,7 @@ void LoopTransport::deliver_or_stall(uint32_t write, uint64_t now_nsec) {
 }
 
 void LoopTransport::retry_stalled(uint64_t now_nsec) {
-  for (int rank : connected_) {
+  for (int rank : rails_) {
     Peer& peer = peers_[static_cast<size_t>(rank)];
     size_t done = 0;
     while (done < peer.stalled.size() && copied_bytes_ < kCopyBytesPerPoll && !peer.writer.full())
@@ -296,8 +305,8 @@ Completion LoopTransport::report(uint32_t write, Completion::Kind kind) {
 }
 
 void LoopTransport::harvest(std::span<Completion> out, size_t& count) {
-  for (size_t i = 0; i < connected_.size(); ++i) {
-    const int rank = connected_[(next_harvest_ + i) % connected_.size()];
+  for (size_t i = 0; i < rails_.size(); ++i) {
+    const int rank = rails_[(next_harvest_ + i) % rails_.size()];
     Peer& peer = peers_[static_cast<size_t>(rank)];
     uint64_t available = peer.reader.available();
     if (available == 0) continue;
@@ -308,27 +317,27 @@ void LoopTransport::harvest(std::span<Completion> out, size_t& count) {
     peer.reader.give_back();
     if (available != 0) more_now_ = true;
   }
-  if (!connected_.empty()) next_harvest_ = (next_harvest_ + 1) % connected_.size();
+  if (!rails_.empty()) next_harvest_ = (next_harvest_ + 1) % rails_.size();
 }
 
 uint64_t LoopTransport::idle_usec() const {
   if (is_cut_) return kStalledRetryUsec;
   if (more_now_ || !copying_.empty()) return 0;  // no bell announces the end of a copy
   uint64_t usec = num_stalled_ != 0 ? kStalledRetryUsec : UINT64_MAX;
-  if (!due_.empty()) {
-    const uint64_t now = clock();
-    const uint64_t next = due_.front().when_nsec;
-    usec = std::min(usec, next > now ? (next - now) / 1000 : 0);
-  }
-  return usec;
+  if (due_.empty() && late_mail_.empty()) return usec;
+  const uint64_t now = clock();
+  uint64_t next = due_.empty() ? UINT64_MAX : due_.front().when_nsec;
+  for (const LateMail& late : late_mail_) next = std::min(next, late.when_nsec);
+  return std::min(usec, next > now ? (next - now) / 1000 : 0);
 }
 
 }  // namespace loop
 
 namespace {
 
-uint64_t memory_bytes(const TransportOptions& options, size_t num_peers) {
-  return loop::inbox_bytes(std::bit_ceil(std::max(options.loop.queue_depth, 1u)), num_peers);
+uint64_t memory_bytes(const TransportOptions& options, size_t num_rails, size_t num_all) {
+  const uint32_t num_slots = std::bit_ceil(std::max(options.loop.queue_depth, 1u));
+  return loop::inbox_queue_bytes(num_slots) * num_rails + loop::kMailQueueBytes * num_all;
 }
 
 std::unique_ptr<Transport> make(const TransportSetup& setup, const TransportOptions& options) {

@@ -1,7 +1,7 @@
 // The transport of one host: the sender's proxy copies into the receiver's mapped region when a NIC would have
 // delivered, then puts the immediate into the receiver's inbox and rings its proxy. Device memory is copied by whoever
-// was attached, from the post on; the immediate follows when a NIC would have delivered and the copy is over. It stands
-// in for a NIC, its faults included.
+// was attached, from the post on; the immediate follows when a NIC would have delivered and the copy is over. A
+// datagram is put into the receiver's inbox, too, if there is room. It stands in for a NIC, its faults included.
 #pragma once
 
 #include <cstdint>
@@ -39,23 +39,33 @@ class LoopTransport final : public Transport {
     if (device_.copies != nullptr) device_.copies->flush();
   }
   size_t poll(std::span<Completion> out) override;
+  PostResult send_datagram(int peer, std::span<const uint8_t> bytes) override;
+  size_t receive_datagram(std::span<uint8_t> out) override;
   uint64_t moved_bytes() const override { return moved_bytes_; }
   uint64_t idle_usec() const override;
   bool peer_alive(int peer) const override;
 
  private:
   struct Peer {
-    bool connected = false;
-    bool lost = false;  // messages to and from it are dropped
+    bool is_rail = false;  // writes go to it and come from it
+    bool lost = false;  // writes and datagrams to and from it are dropped
     Mapping region;
     Mapping inbox;
     ControlBlock* control = nullptr;
-    ArrivalWriter writer;  // into its inbox
-    ArrivalReader reader;  // of our inbox
+    InboxWriter<ArrivalEvent> writer;  // into its inbox
+    InboxReader<ArrivalEvent> reader;  // of our inbox
+    InboxWriter<Mail> mail_writer;
+    InboxReader<Mail> mail_reader;
     uint32_t outstanding = 0;
     bool ring_due = false;
     std::vector<uint32_t> stalled;  // deliveries that found its inbox full, in order
     ProcessWatch process;
+  };
+
+  struct LateMail {
+    uint64_t when_nsec;
+    int peer;
+    Mail mail;
   };
 
   // The next event of a write, and its time.
@@ -96,6 +106,9 @@ class LoopTransport final : public Transport {
   Completion report(uint32_t write, Completion::Kind kind);
   void harvest(std::span<Completion> out, size_t& count);
   uint64_t disorder_nsec(uint64_t num_bytes);
+  // datagrams.cc
+  void deliver_mail(int peer, const Mail& mail);
+  void deliver_late_mail(uint64_t now_nsec);
   uint64_t clock() const { return options_.clock_nsec != nullptr ? options_.clock_nsec->read() : now_nsec(); }
   bool chance(double rate) { return rate > 0 && std::uniform_real_distribution<double>(0, 1)(random_) < rate; }
 
@@ -106,13 +119,15 @@ class LoopTransport final : public Transport {
   Mapping inbox_;
   NicLoad load_;
   std::vector<Peer> peers_;  // by rank
-  std::vector<int> connected_;  // ranks
+  const std::vector<int> rails_, all_;  // ranks, as in TransportSetup
   EgressLink link_;
   std::mt19937_64 random_;
   std::vector<Write> writes_;
   std::vector<uint32_t> free_writes_;
   std::vector<Due> due_;  // heap, earliest first
   std::vector<uint32_t> copying_;  // due, but their copy is not over yet
+  std::vector<LateMail> late_mail_;  // under way, in no order
+  size_t next_mail_ = 0;  // rotates, so that no sender starves another
   std::string failure_;  // what failed first
   const uint64_t progress_timeout_usec_;
   PatienceClock patience_;

@@ -1,7 +1,7 @@
 // Turns entries of libfabric's queue into completions for the proxy.
 #include <algorithm>
 #include <array>
-#include <functional>
+#include <cstring>
 
 #include "common/units.h"
 #include "transport/ofi/ofi.h"
@@ -11,25 +11,13 @@ namespace {
 
 constexpr size_t kEntriesPerRead = 64;
 
-// The index of `context` in the array; `count`: it is not there.
-template <typename T>
-uint32_t index_in(const T* array, uint32_t count, const void* context) {
-  const std::less<const void*> before;
-  if (before(context, array) || !before(context, array + count)) return count;
-  return static_cast<uint32_t>(static_cast<const T*>(context) - array);
-}
-
 }  // namespace
 
 size_t OfiTransport::poll(std::span<Completion> out) {
   size_t count = 0;
   flush();
   retry_parked(now_usec());
-  for (size_t i = unposted_.size(); i != 0; --i) {
-    const uint32_t idx = unposted_.back();
-    unposted_.pop_back();
-    post_receive(idx);
-  }
+  retry_receives();
   report_failed(out, count);
   const uint32_t num_nics = static_cast<uint32_t>(nics_.size());
   for (uint32_t i = 0; i < num_nics; ++i) read((next_read_ + i) % num_nics, out, count);
@@ -63,6 +51,7 @@ void OfiTransport::read_error(uint32_t nic) {
     post_receive(receive);
     return;
   }
+  if (take_send(entry.op_context)) return;
   const uint32_t idx = index_in(ops_.get(), kNumOps, entry.op_context);
   // kNumOps: a stranger's write that the provider refused.
   if (idx == kNumOps)
@@ -73,6 +62,13 @@ void OfiTransport::read_error(uint32_t nic) {
 
 void OfiTransport::take(uint32_t nic, const fi_cq_data_entry& entry, fi_addr_t source, std::span<Completion> out,
                         size_t& count) {
+  if (take_send(entry.op_context)) return;
+  const uint32_t receive = index_in(receives_.get(), kNumReceives, entry.op_context);
+  if (receive != kNumReceives && (own_.naming != Naming::kMessage || entry.len != sizeof(Notice))) {
+    receives_[receive].num_bytes = static_cast<uint32_t>(std::min<size_t>(entry.len, kMaxDatagramBytes));
+    datagrams_.push_back(receive);
+    return;
+  }
   const uint32_t idx = index_in(ops_.get(), kNumOps, entry.op_context);
   if (idx == kNumOps) {
     Arrival arrival;
@@ -94,10 +90,11 @@ void OfiTransport::take(uint32_t nic, const fi_cq_data_entry& entry, fi_addr_t s
   submit_or_park(idx, 0);
 }
 
-// False if no peer can have sent it.
+// False if no rail can have sent it.
 bool OfiTransport::take_arrival(uint32_t nic, const fi_cq_data_entry& entry, fi_addr_t source, Arrival& arrival) {
   if (own_.naming == Naming::kMessage) {
-    if (!take_notice(entry, arrival)) return false;
+    const uint32_t receive = index_in(receives_.get(), kNumReceives, entry.op_context);
+    if (!take_notice(receive, entry.len, arrival)) return false;
   } else if ((entry.flags & kFiRemoteCqData) == 0) {
     return false;
   } else if (own_.naming == Naming::kTag) {
@@ -107,25 +104,16 @@ bool OfiTransport::take_arrival(uint32_t nic, const fi_cq_data_entry& entry, fi_
     if (source >= rank_of.size() || rank_of[source] < 0) return false;
     arrival = {static_cast<uint32_t>(rank_of[source]), static_cast<uint32_t>(entry.data), entry.len};
   }
-  return arrival.rank < peers_.size() && peers_[arrival.rank].connected;
+  return arrival.rank < peers_.size() && peers_[arrival.rank].is_rail;
 }
 
-bool OfiTransport::take_notice(const fi_cq_data_entry& entry, Arrival& arrival) {
-  const uint32_t idx = index_in(receives_.get(), kNumReceives, entry.op_context);
-  if (idx == kNumReceives) return false;
-  const Notice notice = receives_[idx].notice;
-  post_receive(idx);
+bool OfiTransport::take_notice(uint32_t receive, size_t num_bytes, Arrival& arrival) {
+  if (receive == kNumReceives) return false;
+  Notice notice;
+  std::memcpy(&notice, receives_[receive].bytes, sizeof(notice));
+  post_receive(receive);
   arrival = {notice.rank, notice.immediate, notice.num_bytes};
-  return entry.len == sizeof(Notice) && notice.token == own_.secret;
-}
-
-void OfiTransport::post_receive(uint32_t idx) {
-  Receive& receive = receives_[idx];
-  const Nic& nic = nics_[receive.nic];
-  const iovec to = {&receive.notice, sizeof(receive.notice)};
-  void* desc = nic.receive_desc;
-  const fi_msg message = {&to, &desc, 1, kFiAddrUnspec, &receive.context, 0};
-  if (nic.endpoint->receive(message) != 0) unposted_.push_back(idx);
+  return num_bytes == sizeof(Notice) && notice.token == own_.secret;
 }
 
 void OfiTransport::report_failed(std::span<Completion> out, size_t& count) {

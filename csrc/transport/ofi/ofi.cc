@@ -50,10 +50,10 @@ OfiTransport::OfiTransport(const TransportSetup& setup, const NicOptions& option
       options_(options),
       latest_usec_(now_usec()),
       ops_(std::make_unique<Post[]>(kNumOps)),
-      receives_(std::make_unique<Receive[]>(kNumReceives)) {
+      receives_(std::make_unique<Receive[]>(kNumReceives)),
+      sends_(std::make_unique<Send[]>(kNumSends)) {
   if (setup.region.bytes == 0) fail(setup.rank, -1, "a region without bytes cannot be registered");
   for (uint32_t idx = 0; idx < kNumOps; ++idx) push(free_, idx);
-  unposted_.reserve(kNumReceives);
   auto offers = choose_offers({&options_, !setup.near_pci.empty(), setup.near_pci, setup.local_idx});
   if (offers.size() > kMaxNics) offers.resize(kMaxNics);
   own_.rank = setup.rank;
@@ -78,15 +78,12 @@ void OfiTransport::open(std::vector<Offer> offers) {
     nic.region = &nic.endpoint->add_host(setup_.region, setup_.largest_write_bytes);
     nic.op_desc = nic.endpoint->add_private(ops_.get(), kNumOps * sizeof(Post)).desc(0);
     nic.receive_desc = nic.endpoint->add_private(receives_.get(), kNumReceives * sizeof(Receive)).desc(0);
+    nic.send_desc = nic.endpoint->add_private(sends_.get(), kNumSends * sizeof(Send)).desc(0);
     nic.load = {options_.window_bytes, options_.window_ops};
     own_.nics.push_back({nic.endpoint->name(), nic.region->remote(), {}});
     nics_.push_back(std::move(nic));
   }
-  if (own_.naming != Naming::kMessage) return;
-  for (uint32_t idx = 0; idx < kNumReceives; ++idx) {
-    receives_[idx].nic = idx % static_cast<uint32_t>(nics_.size());
-    post_receive(idx);
-  }
+  open_datagrams();
 }
 
 void OfiTransport::register_device(const RegisteredRegion& region) {
@@ -98,7 +95,7 @@ void OfiTransport::register_device(const RegisteredRegion& region) {
 
 void OfiTransport::connect(const std::vector<std::string>& addresses) {
   peers_ = std::vector<Peer>(addresses.size());
-  for (int peer : setup_.peers) {
+  for (int peer : setup_.all) {
     if (peer < 0 || static_cast<size_t>(peer) >= addresses.size() || peer == own_.rank)
       fail(own_.rank, peer, "rank " + std::to_string(peer) + " is no peer of rank " + std::to_string(own_.rank));
     connect_peer(peer, addresses[static_cast<size_t>(peer)]);
@@ -116,23 +113,29 @@ void OfiTransport::connect_peer(int rank, const std::string& text) {
   if (address.provider != own_.provider)
     fail(own_.rank, rank, who + " is of provider " + address.provider + ", ours is " + own_.provider);
   Peer& peer = peers_[static_cast<size_t>(rank)];
-  for (size_t i = 0; i < nics_.size(); ++i) {
-    const NicAddress& theirs = address.nics[i % address.nics.size()];
-    const fi_addr_t endpoint = nics_[i].endpoint->insert(theirs.name, rank);
-    peer.endpoints.push_back(endpoint);
-    // Any NIC of the peer may write to this NIC.
-    for (const NicAddress& nic : address.nics) {
-      const fi_addr_t source = &nic == &theirs ? endpoint : nics_[i].endpoint->insert(nic.name, rank);
-      auto& rank_of = nics_[i].rank_of;
-      if (rank_of.size() <= source) rank_of.resize(source + 1, -1);
-      rank_of[source] = rank;
-    }
-  }
+  peer.is_rail = std::find(setup_.rails.begin(), setup_.rails.end(), rank) != setup_.rails.end();
+  connect_nics(rank, address);
   if (address.boot_id == own_.boot_id && address.boot_id != "unknown")
     peer.process = ProcessWatch(address.pid, address.pid_namespace);
   peer.tags = Tags(address.size_bits, address.secret);
   peer.address = std::move(address);
   peer.connected = true;
+}
+
+void OfiTransport::connect_nics(int rank, const Address& address) {
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  for (Nic& nic : nics_) {
+    const NicAddress& theirs = address.nics[peer.endpoints.size() % address.nics.size()];
+    const fi_addr_t endpoint = nic.endpoint->insert(theirs.name, rank);
+    peer.endpoints.push_back(endpoint);
+    if (!peer.is_rail) continue;
+    // Any NIC of a rail may write to this NIC.
+    for (const NicAddress& other : address.nics) {
+      const fi_addr_t source = &other == &theirs ? endpoint : nic.endpoint->insert(other.name, rank);
+      if (nic.rank_of.size() <= source) nic.rank_of.resize(source + 1, -1);
+      nic.rank_of[source] = rank;
+    }
+  }
 }
 
 bool OfiTransport::peer_alive(int peer) const { return peers_[static_cast<size_t>(peer)].process.alive(); }
@@ -144,8 +147,10 @@ const RemoteMemory& OfiTransport::remote_of(const Peer& peer, uint32_t nic, Memo
 
 OfiTransport::Peer& OfiTransport::checked_peer(const WriteRequest& request) {
   const bool known = request.peer >= 0 && static_cast<size_t>(request.peer) < peers_.size() &&
-                     peers_[static_cast<size_t>(request.peer)].connected;
-  if (!known) fail(own_.rank, request.peer, "rank " + std::to_string(request.peer) + " is not connected");
+                     peers_[static_cast<size_t>(request.peer)].is_rail;
+  if (!known)
+    fail(own_.rank, request.peer,
+         "rank " + std::to_string(request.peer) + " is no rail of rank " + std::to_string(own_.rank));
   Peer& peer = peers_[static_cast<size_t>(request.peer)];
   if (request.num_bytes == 0) return peer;
   const RegisteredMemory* local = request.memory == Memory::kHost ? nics_[0].region : nics_[0].device;
@@ -213,15 +218,18 @@ uint64_t OfiTransport::idle_usec() const {
   return std::clamp(quiet_usec / kNapsPerPause, kLeastNapUsec, kMostNapUsec);
 }
 
-uint64_t OfiTransport::memory_bytes(size_t num_peers) {
-  return kNumOps * sizeof(Post) + kNumReceives * (sizeof(Receive) + sizeof(uint32_t)) + num_peers * sizeof(Peer);
+uint64_t OfiTransport::memory_bytes(size_t num_all) {
+  return kNumOps * sizeof(Post) + kNumReceives * sizeof(Receive) + kNumSends * sizeof(Send) + num_all * sizeof(Peer);
 }
 
 }  // namespace ofi
 
 namespace {
 
-uint64_t memory_bytes(const TransportOptions&, size_t num_peers) { return ofi::OfiTransport::memory_bytes(num_peers); }
+// libfabric says nothing of what its providers allocate.
+uint64_t memory_bytes(const TransportOptions&, size_t, size_t num_all) {
+  return ofi::OfiTransport::memory_bytes(num_all);
+}
 
 std::unique_ptr<Transport> make(const TransportSetup& setup, const TransportOptions& options) {
   return std::make_unique<ofi::OfiTransport>(setup, options.nic);

@@ -3,10 +3,12 @@
 //
 // A write is held back until the next write or flush(): only then is it known whether it needs FI_MORE. A write that
 // the provider refuses (unfinished connection, full queue) is parked per peer, and poll() retries it. Meanwhile that
-// peer gets no further writes; other peers do not wait.
+// peer gets no further writes; other peers do not wait. A datagram is a message; one that the provider refuses is lost.
 #pragma once
 
 #include <cstdint>
+#include <deque>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -23,8 +25,10 @@ namespace uccl_ep::ofi {
 
 // The most writes of a rank that are posted and not reported, over all its NICs.
 constexpr uint32_t kNumOps = 4096;
-// Messages that may arrive between two polls; of Naming::kMessage.
+// Messages that may arrive between two polls: datagrams, and notices of Naming::kMessage.
 constexpr uint32_t kNumReceives = 1024;
+// Datagrams that are posted and not over. A peer that takes none holds no more than its share.
+constexpr uint32_t kNumSends = 256, kMostSendsToPeer = 4;
 
 // A write, until it is reported.
 struct Post {
@@ -40,9 +44,25 @@ struct Post {
 
 struct Receive {
   fi_context2 context;
-  Notice notice;
+  uint8_t bytes[kMaxDatagramBytes];
+  uint32_t num_bytes;  // of a datagram that has come
   uint32_t nic;
 };
+static_assert(sizeof(Notice) <= kMaxDatagramBytes);
+
+struct Send {
+  fi_context2 context;
+  uint8_t bytes[kMaxDatagramBytes];
+  int peer;
+};
+
+// The index of `context` in the array; `count`: it is not there.
+template <typename T>
+uint32_t index_in(const T* array, uint32_t count, const void* context) {
+  const std::less<const void*> before;
+  if (before(context, array) || !before(context, array + count)) return count;
+  return static_cast<uint32_t>(static_cast<const T*>(context) - array);
+}
 
 // Indices of ops, in order, linked by Post::next.
 struct OpList {
@@ -67,11 +87,13 @@ class OfiTransport final : public Transport {
   PostResult post_write(const WriteRequest& request) override;
   void flush() override;
   size_t poll(std::span<Completion> out) override;
+  PostResult send_datagram(int peer, std::span<const uint8_t> bytes) override;
+  size_t receive_datagram(std::span<uint8_t> out) override;
   uint64_t idle_usec() const override;
   bool peer_alive(int peer) const override;
 
-  static uint64_t memory_bytes(size_t num_peers);
-  // Arrivals that named no peer.
+  static uint64_t memory_bytes(size_t num_all);
+  // Arrivals that named no rail.
   uint64_t num_strangers() const { return num_strangers_; }
 
  private:
@@ -79,17 +101,19 @@ class OfiTransport final : public Transport {
     std::unique_ptr<Endpoint> endpoint;
     RegisteredMemory* region = nullptr;
     RegisteredMemory* device = nullptr;
-    void* op_desc = nullptr;  // descriptors of the memory of ops_ and of receives_
+    void* op_desc = nullptr;  // descriptors of the memory of ops_, receives_ and sends_
     void* receive_desc = nullptr;
+    void* send_desc = nullptr;
     NicLoad load;
     uint32_t held = kNumOps;
-    std::vector<int> rank_of;  // by its fi_addr_t
+    std::vector<int> rank_of;  // by its fi_addr_t; -1: no rail
   };
   struct Peer {
-    bool connected = false;
+    bool connected = false, is_rail = false;
+    uint32_t num_sends = 0;  // datagrams that are posted and not over
     Address address;
     Tags tags;  // of its own
-    std::vector<fi_addr_t> endpoints;  // by our NIC: the endpoint that it writes to
+    std::vector<fi_addr_t> endpoints;  // by our NIC: the endpoint that it writes and sends to
     OpList parked;
     ProcessWatch process;
     std::string reason;  // the first failure
@@ -97,6 +121,7 @@ class OfiTransport final : public Transport {
 
   void open(std::vector<Offer> offers);
   void connect_peer(int rank, const std::string& text);
+  void connect_nics(int rank, const Address& address);
   Peer& checked_peer(const WriteRequest& request);
   const RemoteMemory& remote_of(const Peer& peer, uint32_t nic, Memory memory) const;
   uint32_t choose_nic(const WriteRequest& request);
@@ -118,10 +143,15 @@ class OfiTransport final : public Transport {
   void read_error(uint32_t nic);
   void take(uint32_t nic, const fi_cq_data_entry& entry, fi_addr_t source, std::span<Completion> out, size_t& count);
   bool take_arrival(uint32_t nic, const fi_cq_data_entry& entry, fi_addr_t source, Arrival& arrival);
-  bool take_notice(const fi_cq_data_entry& entry, Arrival& arrival);
-  void post_receive(uint32_t idx);
+  bool take_notice(uint32_t receive, size_t num_bytes, Arrival& arrival);
   void report_failed(std::span<Completion> out, size_t& count);
   Completion report(uint32_t idx, Completion::Kind kind);
+
+  // datagrams.cc
+  void open_datagrams();
+  void post_receive(uint32_t idx);
+  void retry_receives();
+  bool take_send(const void* context);
 
   const TransportSetup setup_;
   const NicOptions options_;
@@ -133,12 +163,15 @@ class OfiTransport final : public Transport {
   uint64_t num_strangers_ = 0;
   uint32_t num_in_flight_ = 0;  // ops that are not free
   uint32_t num_parked_ = 0;
-  uint32_t next_nic_ = 0, next_read_ = 0;  // rotate
+  uint32_t next_nic_ = 0, next_read_ = 0, next_sender_ = 0;  // rotate
   OpList free_, failed_;
   std::vector<Peer> peers_;  // by rank
   std::unique_ptr<Post[]> ops_;  // before the endpoints, which use them until they are closed
   std::unique_ptr<Receive[]> receives_;
+  std::unique_ptr<Send[]> sends_;
   std::vector<uint32_t> unposted_;  // receives that the provider refused
+  std::vector<uint32_t> free_sends_;
+  std::deque<uint32_t> datagrams_;  // receives that nobody has taken
   std::vector<Nic> nics_;
 };
 

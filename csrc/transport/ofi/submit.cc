@@ -92,7 +92,7 @@ ssize_t OfiTransport::send_notice(Post& op, const Peer& peer, uint64_t flags) co
 
 void OfiTransport::retry_parked(uint64_t now_usec) {
   if (num_parked_ == 0) return;
-  for (int rank : setup_.peers) retry_parked_of(peers_[static_cast<size_t>(rank)], now_usec);
+  for (int rank : setup_.rails) retry_parked_of(peers_[static_cast<size_t>(rank)], now_usec);
 }
 
 // Retries parked writes until one is refused again. After the deadline, or when the peer is gone, all of them fail.

@@ -31,14 +31,19 @@ enum ibv_wc_status : int {
   IBV_WC_REM_ACCESS_ERR = 10,
   IBV_WC_RETRY_EXC_ERR = 12,
 };
-enum ibv_wc_opcode : int { IBV_WC_RDMA_WRITE = 1, IBV_WC_RECV = 1 << 7, IBV_WC_RECV_RDMA_WITH_IMM = 129 };
+enum ibv_wc_opcode : int {
+  IBV_WC_SEND = 0,
+  IBV_WC_RDMA_WRITE = 1,
+  IBV_WC_RECV = 1 << 7,
+  IBV_WC_RECV_RDMA_WITH_IMM = 129
+};
 enum ibv_wc_flags : unsigned int { IBV_WC_WITH_IMM = 1 << 1 };
 enum ibv_access_flags : unsigned int {
   IBV_ACCESS_LOCAL_WRITE = 1 << 0,
   IBV_ACCESS_REMOTE_WRITE = 1 << 1,
   IBV_ACCESS_RELAXED_ORDERING = 1 << 20,
 };
-enum ibv_qp_type : int { IBV_QPT_RC = 2, IBV_QPT_DRIVER = 0xff };
+enum ibv_qp_type : int { IBV_QPT_RC = 2, IBV_QPT_UD = 4, IBV_QPT_DRIVER = 0xff };
 enum ibv_qp_state : int {
   IBV_QPS_RESET = 0,
   IBV_QPS_INIT = 1,
@@ -47,7 +52,10 @@ enum ibv_qp_state : int {
   IBV_QPS_ERR = 6,
 };
 enum ibv_qp_init_attr_mask : uint32_t { IBV_QP_INIT_ATTR_PD = 1 << 0, IBV_QP_INIT_ATTR_SEND_OPS_FLAGS = 1 << 6 };
-enum ibv_qp_create_send_ops_flags : uint64_t { IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM = 1 << 1 };
+enum ibv_qp_create_send_ops_flags : uint64_t {
+  IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM = 1 << 1,
+  IBV_QP_EX_WITH_SEND = 1 << 2,
+};
 enum ibv_qp_attr_mask : int {
   IBV_QP_STATE = 1 << 0,
   IBV_QP_ACCESS_FLAGS = 1 << 3,
@@ -362,7 +370,8 @@ struct ibv_qp_ex {
   unsigned int wr_flags;
   void* unused_operations[6];
   void (*wr_rdma_write_imm)(ibv_qp_ex* qp, uint32_t rkey, uint64_t remote_addr, uint32_t imm_data);
-  void* unused_sends[4];
+  void (*wr_send)(ibv_qp_ex* qp);
+  void* unused_sends[3];
   void (*wr_set_ud_addr)(ibv_qp_ex* qp, ibv_ah* ah, uint32_t remote_qpn, uint32_t remote_qkey);
   void* unused_setters[3];
   void (*wr_set_sge)(ibv_qp_ex* qp, uint32_t lkey, uint64_t addr, uint32_t length);

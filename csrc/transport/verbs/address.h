@@ -1,6 +1,7 @@
 // The address of a rank's NICs, as one line of text.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <sstream>
 #include <string>
@@ -24,14 +25,28 @@ struct MemoryAddress {
   }
 };
 
+// The queue pair that a rail writes to.
+struct PairAddress {
+  uint32_t rail = 0;  // a rank
+  uint32_t number = 0;
+  uint32_t first_psn = 0;
+};
+
 struct NicAddress {
   uint64_t gid_high = 0, gid_low = 0;  // the GID's halves, as numbers in host byte order
   uint32_t lid = 0;
   uint32_t mtu = 0;  // ibv_mtu
   bool is_ethernet = false;
   MemoryAddress host, device;
-  std::vector<uint32_t> queue_pairs;  // by rank: the one that the rank writes to; 0: none
-  std::vector<uint32_t> first_psn;    // by rank
+  uint32_t datagram_pair = 0;  // the number of the queue pair that datagrams go to
+  std::vector<PairAddress> pairs;  // by ascending rail
+
+  // nullptr: none.
+  const PairAddress* pair_of(int rail) const {
+    const auto its = std::lower_bound(pairs.begin(), pairs.end(), static_cast<uint32_t>(rail),
+                                      [](const PairAddress& pair, uint32_t rank) { return pair.rail < rank; });
+    return its != pairs.end() && its->rail == static_cast<uint32_t>(rail) ? &*its : nullptr;
+  }
 };
 
 struct Address {
@@ -54,12 +69,26 @@ inline void put(std::ostream& out, const MemoryAddress& m) {
   out << ' ' << m.base << ' ' << m.num_bytes << ' ' << m.stride;
   put(out, m.keys);
 }
+inline void put(std::ostream& out, const std::vector<PairAddress>& pairs) {
+  out << ' ' << pairs.size();
+  for (const PairAddress& pair : pairs) out << ' ' << pair.rail << ' ' << pair.number << ' ' << pair.first_psn;
+}
+constexpr size_t kMost = 1 << 20;
 inline void take(std::istream& in, std::vector<uint32_t>& values) {
-  constexpr size_t kMost = 1 << 20;
   size_t count = 0;
   if (!(in >> count) || count > kMost) return in.setstate(std::ios::failbit);
   values.clear();
   for (uint32_t value; values.size() < count && in >> value;) values.push_back(value);
+}
+inline void take(std::istream& in, std::vector<PairAddress>& pairs) {
+  size_t count = 0;
+  if (!(in >> count) || count > kMost) return in.setstate(std::ios::failbit);
+  pairs.clear();
+  for (PairAddress pair; pairs.size() < count && in >> pair.rail >> pair.number >> pair.first_psn;) {
+    // A search by rail relies on their order.
+    if (pair.number == 0 || (!pairs.empty() && pair.rail <= pairs.back().rail)) in.setstate(std::ios::failbit);
+    pairs.push_back(pair);
+  }
 }
 inline void take(std::istream& in, MemoryAddress& m) {
   in >> m.base >> m.num_bytes >> m.stride;
@@ -72,14 +101,14 @@ inline void take(std::istream& in, MemoryAddress& m) {
 
 inline std::string encode_address(const Address& a) {
   std::ostringstream out;
-  out << "verbs1 " << a.rank << ' ' << a.generation << ' ' << a.pid << ' ' << a.pid_namespace << ' ' << a.boot_id << ' '
+  out << "verbs2 " << a.rank << ' ' << a.generation << ' ' << a.pid << ' ' << a.pid_namespace << ' ' << a.boot_id << ' '
       << a.policy << ' ' << a.nics.size();
   for (const NicAddress& n : a.nics) {
     out << ' ' << n.gid_high << ' ' << n.gid_low << ' ' << n.lid << ' ' << n.mtu << ' ' << n.is_ethernet;
     detail::put(out, n.host);
     detail::put(out, n.device);
-    detail::put(out, n.queue_pairs);
-    detail::put(out, n.first_psn);
+    out << ' ' << n.datagram_pair;
+    detail::put(out, n.pairs);
   }
   out << " end";
   return out.str();
@@ -100,16 +129,15 @@ inline Address decode_address(const std::string& text) {
     in >> n.gid_high >> n.gid_low >> n.lid >> n.mtu >> n.is_ethernet;
     detail::take(in, n.host);
     detail::take(in, n.device);
-    detail::take(in, n.queue_pairs);
-    detail::take(in, n.first_psn);
-    if (n.host.keys.empty() || n.queue_pairs.size() != n.first_psn.size() || n.lid > kMostLid)
-      in.setstate(std::ios::failbit);
+    in >> n.datagram_pair;
+    detail::take(in, n.pairs);
+    if (n.host.keys.empty() || n.datagram_pair == 0 || n.lid > kMostLid) in.setstate(std::ios::failbit);
     a.nics.push_back(std::move(n));
   }
   in >> end;
   // Accept only text that encodes back to itself: streams accept signs, spaces and text after the last field, and wrap
   // negatives.
-  if (!in || tag != "verbs1" || end != "end" || a.rank < 0 || num_nics == 0 || encode_address(a) != text)
+  if (!in || tag != "verbs2" || end != "end" || a.rank < 0 || num_nics == 0 || encode_address(a) != text)
     fail_address("verbs", text);
   return a;
 }

@@ -53,6 +53,7 @@ inline int ibv_wr_complete(ibv_qp_ex* qp) { return qp->wr_complete(qp); }
 inline void ibv_wr_rdma_write_imm(ibv_qp_ex* qp, uint32_t rkey, uint64_t remote, uint32_t immediate) {
   qp->wr_rdma_write_imm(qp, rkey, remote, immediate);
 }
+inline void ibv_wr_send(ibv_qp_ex* qp) { qp->wr_send(qp); }
 inline void ibv_wr_set_ud_addr(ibv_qp_ex* qp, ibv_ah* ah, uint32_t remote_qpn, uint32_t remote_qkey) {
   qp->wr_set_ud_addr(qp, ah, remote_qpn, remote_qkey);
 }

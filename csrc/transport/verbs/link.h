@@ -47,6 +47,8 @@ class Link {
   Link(uint32_t index, int peer, uint32_t depth, bool in_order, const Outlet& outlet, Doorbell* doorbell)
       : peer_(peer), in_order_(in_order), index_(index), outlet_(outlet), doorbell_(doorbell), entries_(depth) {}
 
+  static constexpr uint64_t num_bytes(uint32_t depth) { return sizeof(Link) + depth * sizeof(Entry); }
+
   int peer() const { return peer_; }
   // Why nothing can be posted any more; nullptr: the link works.
   const char* broken() const { return broken_; }

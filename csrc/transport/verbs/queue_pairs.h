@@ -7,13 +7,9 @@
 #include <vector>
 
 #include "transport/verbs/nic.h"
+#include "transport/verbs/sizes.h"
 
 namespace uccl_ep::verbs {
-
-struct QueueSizes {
-  uint32_t writes = 0;  // in flight to one peer
-  uint32_t arrivals = 0;  // that wait for a poll, over all peers
-};
 
 // Where a link's writes are posted.
 struct Outlet {
@@ -23,7 +19,7 @@ struct Outlet {
 };
 
 constexpr uint64_t kReceive = UINT64_MAX;  // wr_id of receives; Link makes those of writes
-constexpr uint32_t kQueueKey = 0x75636c65;  // of srd: both ends name it
+constexpr uint32_t kQueueKey = 0x75636c65;  // of srd and datagrams: both ends name it
 
 class QueuePairs {
  public:
@@ -32,10 +28,10 @@ class QueuePairs {
   virtual bool completes_in_order() const = 0;
   // Writes that may be in flight to all peers together.
   virtual uint32_t most_writes() const = 0;
-  // Fills in, by rank, the number of our queue pair for that rank, and the number of the first packet that this queue
-  // pair sends.
+  // Fills in, by rail, the number of our queue pair for it, and the number of the first packet that this queue pair
+  // sends.
   virtual void describe(NicAddress& address) const = 0;
-  virtual Outlet connect(int peer, const NicAddress& remote) = 0;
+  virtual Outlet connect(int rail, const NicAddress& remote) = 0;
   // The rank whose write arrived; -1: no peer's.
   virtual int sender_of(const ibv_wc& arrival) const = 0;
   // Makes room for `count` more arrivals: so many were taken out of the completion queue.
@@ -54,9 +50,9 @@ struct QueuePairOptions {
 // The way to a peer's port.
 ibv_ah_attr route_to(const Port& port, const NicAddress& remote, const NicOptions& options);
 
-// rc.cc: InfiniBand and RoCE. A reliable connection per peer, one shared receive queue.
+// rc.cc: InfiniBand and RoCE. A reliable connection per rail, one shared receive queue.
 std::unique_ptr<QueuePairs> make_rc(Nic& nic, const QueuePairOptions& options);
-// srd.cc: EFA. One queue pair for all peers, which keeps no order and may need no receives.
+// srd.cc: EFA. One queue pair for all rails, which keeps no order and may need no receives.
 std::unique_ptr<QueuePairs> make_srd(Nic& nic, const QueuePairOptions& options);
 
 }  // namespace uccl_ep::verbs

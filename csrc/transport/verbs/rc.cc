@@ -33,7 +33,7 @@ class ReliableConnections final : public QueuePairs {
     srq_.reset(ibv_create_srq(nic.pd(), &srq));
     if (!srq_) fail(nic.rank(), -1, "NIC " + nic.name() + " gives no shared receive queue: " + std::strerror(errno));
     std::random_device random;
-    for (int peer : setup_.peers) {
+    for (int peer : setup_.rails) {
       create(peer, options);
       psn_.push_back(random() & kPsnMask);
     }
@@ -44,21 +44,19 @@ class ReliableConnections final : public QueuePairs {
   uint32_t most_writes() const override { return UINT32_MAX; }
 
   void describe(NicAddress& address) const override {
-    address.queue_pairs.assign(qps_.size(), 0);
-    address.first_psn.assign(qps_.size(), 0);
-    for (size_t i = 0; i < setup_.peers.size(); ++i) {
-      const size_t peer = static_cast<size_t>(setup_.peers[i]);
-      address.queue_pairs[peer] = qps_[peer]->qp_num;
-      address.first_psn[peer] = psn_[i];
+    for (size_t i = 0; i < setup_.rails.size(); ++i) {
+      const uint32_t rail = static_cast<uint32_t>(setup_.rails[i]);
+      address.pairs.push_back({rail, qps_[rail]->qp_num, psn_[i]});
     }
   }
 
   Outlet connect(int peer, const NicAddress& remote) override {
-    const size_t own = static_cast<size_t>(nic_.rank());
-    if (own >= remote.queue_pairs.size() || remote.queue_pairs[own] == 0)
-      fail(nic_.rank(), peer, "rank " + std::to_string(peer) + " has no queue pair for rank " + std::to_string(own));
+    const PairAddress* const theirs = remote.pair_of(nic_.rank());
+    if (theirs == nullptr)
+      fail(nic_.rank(), peer,
+           "rank " + std::to_string(peer) + " has no queue pair for rank " + std::to_string(nic_.rank()));
     ibv_qp* const qp = qps_[static_cast<size_t>(peer)].get();
-    make_ready_to_receive(qp, peer, remote.queue_pairs[own], remote.first_psn[own], remote);
+    make_ready_to_receive(qp, peer, *theirs, remote);
     make_ready_to_send(qp, peer);
     senders_[qp->qp_num] = peer;
     return {ibv_qp_to_qp_ex(qp)};
@@ -118,13 +116,13 @@ class ReliableConnections final : public QueuePairs {
     modify(qp.get(), peer, attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS, "INIT");
   }
 
-  void make_ready_to_receive(ibv_qp* qp, int peer, uint32_t remote_qp, uint32_t remote_psn, const NicAddress& remote) {
+  void make_ready_to_receive(ibv_qp* qp, int peer, const PairAddress& theirs, const NicAddress& remote) {
     const Port& port = nic_.port();
     ibv_qp_attr attr{};
     attr.qp_state = IBV_QPS_RTR;
     attr.path_mtu = std::min(port.mtu, static_cast<ibv_mtu>(remote.mtu));
-    attr.dest_qp_num = remote_qp;
-    attr.rq_psn = remote_psn;
+    attr.dest_qp_num = theirs.number;
+    attr.rq_psn = theirs.first_psn;
     attr.max_dest_rd_atomic = 0;
     attr.min_rnr_timer = kReceiverPause;
     attr.ah_attr = route_to(port, remote, options_);
@@ -135,13 +133,13 @@ class ReliableConnections final : public QueuePairs {
   }
 
   void make_ready_to_send(ibv_qp* qp, int peer) {
-    const auto its = std::find(setup_.peers.begin(), setup_.peers.end(), peer);
+    const auto its = std::find(setup_.rails.begin(), setup_.rails.end(), peer);
     ibv_qp_attr attr{};
     attr.qp_state = IBV_QPS_RTS;
     attr.timeout = timeout_for(setup_.progress_timeout_usec);
     attr.retry_cnt = kRetries;
     attr.rnr_retry = kReceiverRetries;
-    attr.sq_psn = psn_[static_cast<size_t>(its - setup_.peers.begin())];
+    attr.sq_psn = psn_[static_cast<size_t>(its - setup_.rails.begin())];
     attr.max_rd_atomic = 0;
     modify(
         qp, peer, attr,
@@ -161,7 +159,7 @@ class ReliableConnections final : public QueuePairs {
   const TransportSetup& setup_;
   Owned<ibv_srq> srq_;
   std::vector<Owned<ibv_qp>> qps_;  // by rank
-  std::vector<uint32_t> psn_;       // by peer
+  std::vector<uint32_t> psn_;       // as in setup_.rails
   std::unordered_map<uint32_t, int> senders_;  // by our queue pair's number
 };
 

@@ -38,14 +38,14 @@ class ScalableReliableDatagrams final : public QueuePairs {
   uint32_t most_writes() const override { return most_writes_; }
 
   void describe(NicAddress& address) const override {
-    address.queue_pairs.assign(routes_.size(), qp_->qp_num);
-    address.first_psn.assign(routes_.size(), 0);
+    for (int rail : setup_.rails) address.pairs.push_back({static_cast<uint32_t>(rail), qp_->qp_num, 0});
   }
 
   Outlet connect(int peer, const NicAddress& remote) override {
-    const size_t own = static_cast<size_t>(nic_.rank());
-    if (own >= remote.queue_pairs.size())
-      fail(nic_.rank(), peer, "rank " + std::to_string(peer) + " has no queue pair for rank " + std::to_string(own));
+    const PairAddress* const theirs = remote.pair_of(nic_.rank());
+    if (theirs == nullptr)
+      fail(nic_.rank(), peer,
+           "rank " + std::to_string(peer) + " has no queue pair for rank " + std::to_string(nic_.rank()));
     ibv_ah_attr route = route_to(nic_.port(), remote, options_);
     auto& ah = routes_[static_cast<size_t>(peer)];
     ah.reset(ibv_create_ah(nic_.pd(), &route));
@@ -55,8 +55,8 @@ class ScalableReliableDatagrams final : public QueuePairs {
     efadv_ah_attr number{};
     if (efa<efadv_query_ah>("efadv_query_ah")(ah.get(), &number, sizeof(number)) != 0)
       fail(nic_.rank(), peer, "NIC " + nic_.name() + " does not say the number of an address handle");
-    senders_[{number.ahn, remote.queue_pairs[own]}] = peer;
-    return {ibv_qp_to_qp_ex(qp_.get()), ah.get(), remote.queue_pairs[own]};
+    senders_[{number.ahn, theirs->number}] = peer;
+    return {ibv_qp_to_qp_ex(qp_.get()), ah.get(), theirs->number};
   }
 
   // The device says by which of our routes the write came.
@@ -84,7 +84,7 @@ class ScalableReliableDatagrams final : public QueuePairs {
     ibv_qp_init_attr_ex init{};
     init.qp_type = IBV_QPT_DRIVER;
     init.send_cq = init.recv_cq = options.completions;
-    most_writes_ = std::min(limits.max_sq_wr, options.sizes.writes * static_cast<uint32_t>(setup_.peers.size()));
+    most_writes_ = std::min(limits.max_sq_wr, options.sizes.writes * static_cast<uint32_t>(setup_.rails.size()));
     init.cap.max_send_wr = most_writes_;
     init.cap.max_recv_wr = unsolicited_ ? 0 : std::min(options.sizes.arrivals, limits.max_rq_wr);
     init.cap.max_send_sge = init.cap.max_recv_sge = 1;

@@ -1,0 +1,58 @@
+"""Negative control of the claims about messages: each fails where the code lacks what it is about."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.native import building
+from tests.native.building import run
+
+HERE = Path(__file__).resolve().parent
+FILE = Path("proxy") / "messages.cc"
+LOST = "a message that is lost, doubled, late or overtaken reaches every rank once, within a second"
+# (a claim that does not hold, what the file says, what a mutant says instead)
+MUTANTS = {
+    "no message is sent again": (
+        LOST, "debt.due_usec = now_usec + std::min(", "debt.due_usec = UINT64_MAX / 2 + now_usec + std::min(",
+    ),
+    "no message is acknowledged": (
+        "a network without faults has one datagram for a message and one for its acknowledgement",
+        "  acknowledge(header);\n", "",
+    ),
+    "what has come is not acknowledged again": (
+        LOST, "  acknowledge(header);\n",
+        "  if (header.serial > peers_[header.sender].newest[header.kind]) acknowledge(header);\n",
+    ),
+    "what comes again is taken again": (LOST, "if (header.serial <= newest) {", "if (false) {"),
+    "an old acknowledgement stands for the newest message": (
+        "of heartbeats that overtake each other the newest counts, and old acknowledgements are not its own",
+        "header.serial == composed_[header.kind].serial", "true",
+    ),
+    "a bye does not wait for the error": (
+        "a bye comes after the error of its sender, whatever the network loses",
+        "peer.debts[static_cast<size_t>(MessageKind::kError)].owed", "false",
+    ),
+    "who has left is told for ever": (
+        "who leaves is told twelve times at most, who stays until it acknowledges, who is gone never again",
+        "peer.parting && debt.attempts >= kMostParting", "false",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_breaks_its_claim(mutant: str, tmp_path: Path) -> None:
+    claim, right, wrong = MUTANTS[mutant]
+    text = (building.CSRC / FILE).read_text()
+    assert text.count(right) == 1
+    changed = building.shutil.copytree(building.CSRC, tmp_path / "csrc") / FILE
+    changed.write_text(text.replace(right, wrong))
+    sources = [path for path in building.product_sources() if path != building.CSRC / FILE]
+    binary = building.link(
+        tmp_path / "claims", [HERE / "messages_claims.cc", changed, *sources], building.MEMORY
+    )
+    result = run([binary, claim], 150)
+    assert result.returncode != 0, result.stdout
+    assert "FAILED: " in result.stdout, result.stdout + result.stderr
