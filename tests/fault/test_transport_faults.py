@@ -11,7 +11,7 @@ import torch
 from tests.cases import LAYOUTS, EngineSpec, check_case, make_case
 from tests.harness import Outcome, RankGroup
 from uccl_ep_train import Buffer
-from uccl_ep_train.errors import CommunicationError, TransportError
+from uccl_ep_train.errors import CommunicationError, PeerFailed, TransportError
 
 pytestmark = pytest.mark.fault
 
@@ -48,6 +48,20 @@ def test_when_a_ranks_traffic_is_lost_every_rank_raises(layout: str) -> None:
     assert time.monotonic() - started < arrival_s + 2 * GRACE_S, "the lost rank delayed the teardown"
 
 
+@pytest.mark.parametrize("layout", ["2x2", "4x1"])
+def test_a_rank_that_leaves_alone_is_heard_though_datagrams_are_lost(layout: str) -> None:
+    def act(rank: int, buffer: Buffer) -> Any:
+        if rank == 1:
+            buffer.close(abort=True)
+            raise PeerFailed("it was I", rank=1)
+        return dispatch(rank, buffer)
+
+    with spec_of(layout, loop_loss_rate=0.3, loop_seed=9, arrival_timeout_s=30.0).group() as group:
+        outcomes = group.outcomes(act)
+    assert [(type(error), error.rank) for error in failures(outcomes)] == [(PeerFailed, 1)] * 4
+    assert max(outcome.seconds for outcome in outcomes) < GRACE_S
+
+
 def test_inside_a_domain_nothing_is_lost() -> None:
     """Control: the rank whose traffic is lost needs the network for other domains only."""
     with spec_of("1x4", loop_drop_peer=3, arrival_timeout_s=5.0).group() as group:
@@ -72,6 +86,7 @@ def test_refusals_beyond_the_deadline_are_an_error_on_every_rank() -> None:
 FAULTS: dict[str, dict[str, Any]] = {
     "refusals": {"loop_refuse_rate": 0.95},
     "duplicates": {"loop_duplicate_rate": 1.0, "loop_seed": 5},
+    "losses": {"loop_loss_rate": 0.5, "loop_seed": 8},
     "disorder": {"loop_seed": 6, "loop_latency_us": 300.0},
     "everything": {
         "loop_refuse_rate": 0.7, "loop_duplicate_rate": 0.7, "loop_seed": 7, "loop_latency_us": 100.0,
@@ -96,6 +111,8 @@ def test_what_the_network_may_do_changes_no_bit(fault: str, window: int) -> None
         assert sum(entry["proxy.refused_posts"] for entry in stats) > 100
     if "loop_duplicate_rate" in FAULTS[fault]:
         assert sum(entry["proxy.duplicates_dropped"] for entry in stats) > 100
+    if "loop_loss_rate" in FAULTS[fault]:
+        assert sum(entry["messages.repeated"] for entry in stats) > 5
 
 
 @pytest.mark.slow

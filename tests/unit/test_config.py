@@ -73,6 +73,7 @@ BAD = [
     ("loop_seed", 1 << 63),
     ("loop_refuse_rate", 1.0),
     ("loop_duplicate_rate", 1.1),
+    ("loop_loss_rate", -0.1),
     ("loop_drop_peer", -2),
     ("num_proxies", 5),
     ("stage_sms", 0),
