@@ -22,7 +22,8 @@ void Messages::compose(MessageKind kind, std::span<const uint8_t> payload) {
 void Messages::owe(int peer, MessageKind kind) {
   const Pending pending{peer, static_cast<uint32_t>(kind)};
   Debt& debt = debt_of(pending);
-  if (!debt.owed) ++num_owed_[pending.kind];
+  if (debt.owed) return;
+  ++num_owed_[pending.kind];
   if (!debt.listed) pending_.push_back(pending);
   debt = {true, true, 0, 0};
   next_usec_ = 0;
@@ -70,7 +71,7 @@ bool Messages::is_due(const Pending& pending, uint64_t now_usec) {
   if (now_usec < debt.due_usec) return false;
   if (pending.kind == static_cast<uint32_t>(MessageKind::kBye) &&
       peer.debts[static_cast<size_t>(MessageKind::kError)].owed) {
-    debt.due_usec = now_usec + kFirstPauseUsec / 10;
+    debt.due_usec = now_usec + kFirstPauseUsec / 20;
     return false;
   }
   const bool enough = peer.parting && debt.attempts >= kMostParting;
@@ -95,7 +96,8 @@ bool Messages::post(const Pending& pending, uint64_t now_usec) {
   }
   sent_.add(1);
   if (debt.attempts != 0) repeated_.add(1);
-  debt.due_usec = now_usec + std::min(kFirstPauseUsec << std::min(debt.attempts, 16u), kLongestPauseUsec);
+  const uint64_t longest_usec = kind == MessageKind::kHeartbeat ? kSilentPauseUsec : kLongestPauseUsec;
+  debt.due_usec = now_usec + std::min(kFirstPauseUsec << std::min(debt.attempts, 16u), longest_usec);
   ++debt.attempts;
   return true;
 }
@@ -109,6 +111,7 @@ Messages::Arrival Messages::take() {
     strangers_.add(1);
     return Arrival::kStranger;
   }
+  wake(peers_[header.sender]);
   if (header.acknowledges != 0) {
     acknowledged_.add(1);
     if (header.serial == composed_[header.kind].serial) settle(static_cast<int>(header.sender), header.kind);
@@ -123,6 +126,15 @@ Messages::Arrival Messages::take() {
   newest = header.serial;
   taken_.add(1);
   return Arrival::kNew;
+}
+
+// A peer that was silent is heard.
+void Messages::wake(Peer& peer) {
+  for (Debt& debt : peer.debts) {
+    if (!debt.owed || debt.attempts <= kSilentAttempts || peer.parting) continue;
+    debt.attempts = debt.due_usec = 0;
+    next_usec_ = 0;
+  }
 }
 
 // If this is refused or lost, the message comes again.

@@ -29,7 +29,8 @@ class Messages {
 
   // The message of its kind from now on: older ones, also those under way, are not sent again.
   void compose(MessageKind kind, std::span<const uint8_t> payload);
-  // The peer is to get the message of that kind.
+  // The peer is to get the message of that kind. One that has not acknowledged the last one gets the new one when it
+  // would have got that again.
   void owe(int peer, MessageKind kind);
   // The peer has said that it leaves. What it does not acknowledge in kMostParting more attempts, it does not need.
   void part(int peer);
@@ -65,9 +66,14 @@ class Messages {
 
   // In a pass of the proxy, so that rows do not wait.
   static constexpr int kMostSends = 32, kMostReceives = 64;
-  // The first repeat follows after the first pause, and each pause is twice the one before.
-  static constexpr uint64_t kFirstPauseUsec = 10'000, kLongestPauseUsec = 100'000;
-  static constexpr uint32_t kMostParting = 12;  // 0.95 s
+  // The first repeat follows after the first pause, and each pause is twice the one before. An idle proxy of a GPU
+  // buffer may need 10 ms for an answer.
+  static constexpr uint64_t kFirstPauseUsec = 20'000, kLongestPauseUsec = 100'000;
+  // Between heartbeats to a peer of which nothing is heard: a rank that is stopped must not find its queues full of
+  // them. Once it is heard the next one follows at once.
+  static constexpr uint64_t kSilentPauseUsec = 30'000'000;
+  static constexpr uint32_t kSilentAttempts = 4;
+  static constexpr uint32_t kMostParting = 12;  // 1.04 s
 
  private:
   enum class Arrival : uint32_t { kNone, kStranger, kKnown, kNew };
@@ -97,6 +103,7 @@ class Messages {
   bool post(const Pending& pending, uint64_t now_usec);
   Arrival take();
   void acknowledge(const DatagramHeader& message);
+  void wake(Peer& peer);
   void settle(int peer, uint32_t kind);
 
   Transport& transport_;

@@ -8,7 +8,7 @@ namespace {
 // As connect() sizes and places the queue of the last of 256 ranks.
 void use(const uccl_ep::loop::Address& address) {
   const uint64_t end = uccl_ep::loop::inbox_bytes(address.inbox_slots, 256);
-  const uint64_t one = uccl_ep::loop::inbox_queue_bytes(address.inbox_slots) + uccl_ep::loop::kMailQueueBytes;
+  const uint64_t one = uccl_ep::loop::inbox_queue_bytes(address.inbox_slots) + sizeof(uccl_ep::loop::MailQueue);
   fuzz::must(end / 256 == one && one > uint64_t{address.inbox_slots} * 16, "an inbox's size does not overflow");
 }
 

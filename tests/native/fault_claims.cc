@@ -74,6 +74,21 @@ CLAIM("an error reaches all ranks of all domains within a second while 30 percen
   EXPECT_EQ(usec_until_all_know(1, 1, 300'000), UINT64_MAX);  // negative control
 }
 
+CLAIM("a rank that was stopped hears of the error that was found meanwhile, though all others have gone") {
+  WorldOptions options;
+  options.labels = {0, 1, 2};
+  World world(options);
+  for (size_t rank : {0, 1}) world.nodes[rank].proxy->start();
+  usleep(2'500'000);  // heartbeats pile up
+  post_error(world.nodes[0].control(), record_of(0, "it was I"));
+  EXPECT(eventually([&] { return world.nodes[1].has_error(); }));
+  usleep(500'000);
+  EXPECT(!world.nodes[0].proxy->error_delivered());
+  for (size_t rank : {0, 1}) world.nodes[rank].proxy->stop();
+  world.nodes[2].proxy->start();
+  EXPECT(eventually([&] { return world.nodes[2].has_error(); }, 5'000'000));
+}
+
 CLAIM("an error that somebody else found is not sent on") {
   World world{WorldOptions{}};
   world.start();

@@ -1,6 +1,7 @@
 // Regions and channels: what every rank computes for itself must fit together.
 #include <algorithm>
 #include <numeric>
+#include <set>
 
 #include "claims.h"
 #include "layout/region.h"
@@ -123,6 +124,30 @@ CLAIM("every rank of another domain lands on exactly one rank of ours, and its s
         EXPECT_EQ(num_landings, 1);
       }
   }
+}
+
+CLAIM("the rails of a rank are the ranks that its channels lead to and come from, and are each other's") {
+  for (const Case& c : cases()) {
+    const Topology topo = Topology::from_labels(c.labels);
+    for (int rank = 0; rank < topo.num_ranks; ++rank) {
+      const Channels channels = make_channels(topo, c.rings, rank);
+      std::set<int> peers;
+      for (auto& out : channels.out) peers.insert(out.peer);
+      for (auto& in : channels.in) peers.insert(in.peer);
+      const std::vector<int> rails = topo.rails(rank);
+      EXPECT((rails == std::vector<int>(peers.begin(), peers.end())));
+      const std::vector<int> others = topo.others(rank);
+      EXPECT(std::includes(others.begin(), others.end(), rails.begin(), rails.end()));
+      for (int rail : rails) {
+        const std::vector<int> theirs = topo.rails(rail);
+        EXPECT(std::binary_search(theirs.begin(), theirs.end(), rank));
+      }
+    }
+  }
+  // A rank of equal domains has one in each of the others; a lone one is everybody's.
+  const Topology even = Topology::from_labels({0, 0, 1, 1, 2, 2}), lone = Topology::from_labels({0, 1, 1, 1});
+  EXPECT((even.rails(3) == std::vector{1, 5} && lone.rails(0) == std::vector{1, 2, 3}));
+  EXPECT((lone.rails(2) == std::vector{0}));
 }
 
 CLAIM("a send ring is found again as its channel") {

@@ -117,8 +117,8 @@ CLAIM("a sender that reports an arrival before its data would be noticed") {
   Mapping inbox = Mapping::create();
   inbox.grow(loop::inbox_bytes(address.inbox_slots, 2));
   uint8_t* const queue = inbox.base() + loop::inbox_queue_offset(address.inbox_slots, 0);
-  loop::InboxWriter<loop::ArrivalEvent> writer(queue, address.inbox_slots);
-  loop::InboxReader<loop::ArrivalEvent> reader(queue, address.inbox_slots);
+  loop::ArrivalWriter writer(queue, address.inbox_slots);
+  loop::ArrivalReader reader(queue, address.inbox_slots);
   writer.put({8, 5, 0});
   EXPECT_EQ(reader.available(), uint64_t{1});
   EXPECT(pair.landed(reader.take().immediate) != 5);

@@ -89,6 +89,7 @@ class MessageNet {
       return true;
     });
     for (size_t rank = 0; rank < ranks.size(); ++rank) {
+      if (static_cast<int>(rank) == stopped) continue;
       ends[rank]->num_sent = 0;
       while (const Datagram* const message = ranks[rank]->receive([](int) {})) {
         const auto payload = std::span(message->payload).first(message->num_payload_bytes());
@@ -120,6 +121,7 @@ class MessageNet {
   }
 
   uint64_t now_usec = 1'000'000;
+  int stopped = -1;  // this rank neither takes nor sends
   std::vector<std::unique_ptr<End>> ends;
   std::vector<std::unique_ptr<Messages>> ranks;
   std::vector<Taken> taken;

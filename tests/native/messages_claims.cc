@@ -1,4 +1,5 @@
 // Messages over datagrams: repeated until they are acknowledged, taken once, and nothing of strangers is taken at all.
+#include <algorithm>
 #include <map>
 #include <set>
 
@@ -65,9 +66,13 @@ CLAIM("of heartbeats that overtake each other the newest counts, and old acknowl
       net.tell(0, MessageKind::kHeartbeat, heartbeat_payload(i));
       for (int tick = 0; tick < 100; ++tick) net.tick();
     }
-    EXPECT(net.run_until([&] { return net.num_owed(MessageKind::kHeartbeat) == 0; }, 10 * kSecond));
+    for (uint64_t tick = 0; net.ranks[0]->num_owed(MessageKind::kHeartbeat) != 0; net.tick(), ++tick) {
+      EXPECT(tick < 10'000);
+      if (tick % 500 == 0) net.tell(1, MessageKind::kHeartbeat, heartbeat_payload(tick));  // its own: it is heard
+    }
     uint64_t last = 0;
     for (const auto& taken : net.taken) {
+      if (taken.receiver != 1) continue;
       Heartbeat said;
       std::memcpy(&said, taken.payload.data(), sizeof(said));
       EXPECT(said.moved_usec > last);
@@ -87,6 +92,35 @@ CLAIM("2048 ranks get a message in passes of 32 datagrams, also where a queue ta
     EXPECT(net.run_until([&] { return net.taken.size() == 2047; }, 2 * kSecond));
     EXPECT(net.run_until([&] { return net.num_owed(MessageKind::kHeartbeat) == 0; }, 2 * kSecond));
   }
+}
+
+CLAIM("who is stopped for a minute finds a dozen heartbeats in its queue, and is told the next when it is heard") {
+  MessageNet net(2, {});
+  net.stopped = 1;
+  uint64_t told = 0;
+  const auto run = [&](uint64_t seconds) {
+    for (uint64_t tick = 0; tick < seconds * 1000; ++tick) {
+      if (tick % 500 == 0)
+        for (int rank : {0, 1})
+          if (rank != net.stopped) net.tell(rank, MessageKind::kHeartbeat, heartbeat_payload(++told));
+      net.tick();
+    }
+  };
+  run(60);
+  EXPECT(net.ends[1]->inbox.size() >= 8 && net.ends[1]->inbox.size() <= 16);
+  net.tell(0, MessageKind::kError, error_payload(0));
+  for (int tick = 0; tick < 500; ++tick) net.tick();
+  net.stopped = 0;  // it has left; rank 1 goes on
+  net.tick();
+  EXPECT_EQ(std::count_if(net.taken.begin(), net.taken.end(), [](auto& t) { return t.kind == MessageKind::kError; }),
+            1);
+  net.stopped = -1;
+  run(1);
+  EXPECT_EQ(net.num_owed(MessageKind::kHeartbeat), 0u);
+  EXPECT_EQ(net.num_owed(MessageKind::kError), 0u);
+  const size_t before = net.num_datagrams;
+  run(2);
+  EXPECT_EQ(net.num_datagrams - before, size_t{4 * 4});  // as if nothing had been
 }
 
 // ---- leaving --------------------------------------------------------------------------------------------------------

@@ -12,6 +12,10 @@ from tests.native.building import run
 HERE = Path(__file__).resolve().parent
 FILE = Path("proxy") / "messages.cc"
 LOST = "a message that is lost, doubled, late or overtaken reaches every rank once, within a second"
+STOPPED = (
+    "who is stopped for a minute finds a dozen heartbeats in its queue, "
+    "and is told the next when it is heard"
+)
 # (a claim that does not hold, what the file says, what a mutant says instead)
 MUTANTS = {
     "no message is sent again": (
@@ -33,6 +37,12 @@ MUTANTS = {
     "a bye does not wait for the error": (
         "a bye comes after the error of its sender, whatever the network loses",
         "peer.debts[static_cast<size_t>(MessageKind::kError)].owed", "false",
+    ),
+    "a rank that is stopped finds its queue full of heartbeats": (
+        STOPPED, "kind == MessageKind::kHeartbeat ? kSilentPauseUsec : kLongestPauseUsec", "kLongestPauseUsec",
+    ),
+    "who is heard again is told no sooner": (
+        STOPPED, "  wake(peers_[header.sender]);\n", "",
     ),
     "who has left is told for ever": (
         "who leaves is told twelve times at most, who stays until it acknowledges, who is gone never again",

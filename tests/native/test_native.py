@@ -19,8 +19,8 @@ ON_CPU = (
     "lanes", "gpu_routing", "gpu_engine", "gpu_engine_refusal", "gpu_ranks", "low_latency", "pause_engine",
 )  # fmt: skip
 PROGRAMS = (
-    "queue", "words", "layout", "messages", "loop", "copier", "nics", "stream", "fault", "life", "device",
-    "engine", "engine_setup", "gpu", *ON_CPU, *OF_TRANSPORTS,
+    "queue", "words", "layout", "messages", "loop", "mail", "copier", "nics", "stream", "fault", "life",
+    "device", "engine", "engine_setup", "gpu", *ON_CPU, *OF_TRANSPORTS,
 )  # fmt: skip
 # Where threads meet without a lock: these run under TSan every time, the others with -m slow.
 LOCK_FREE = ("queue", "stream", "copier")

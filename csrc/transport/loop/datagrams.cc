@@ -1,6 +1,5 @@
 // Datagrams of the loop transport: lossy queues in shared memory.
 #include <algorithm>
-#include <cstring>
 
 #include "transport/failure.h"
 #include "transport/loop/loop.h"
@@ -16,34 +15,31 @@ PostResult LoopTransport::send_datagram(int peer, std::span<const uint8_t> bytes
   if (chance(options_.refuse_rate)) return PostResult::kAgain;
   const uint64_t now = clock();
   const bool is_cut = options_.cut != nullptr && options_.cut->read() % 2 != 0;
-  Mail mail;
-  mail.num_bytes = bytes.size();
-  std::memcpy(mail.bytes, bytes.data(), bytes.size());
   for (int copies = chance(options_.duplicate_rate) ? 2 : 1; copies > 0; --copies) {
     if (is_cut || peers_[static_cast<size_t>(peer)].lost || chance(options_.loss_rate)) continue;
     // Not by link_.send(): bytes that move there keep a progress deadline from passing.
     const uint64_t left = now + static_cast<uint64_t>(link_.transmission_nsec(bytes.size()));
     const uint64_t when = left + static_cast<uint64_t>(options_.latency_usec * 1000) +
                           (options_.seed != 0 ? disorder_nsec(bytes.size()) : 0);
-    if (when <= now)
-      deliver_mail(peer, mail);
-    else
-      late_mail_.push_back({when, peer, mail});
+    if (when <= now) {
+      deliver_mail(peer, bytes);
+      continue;
+    }
+    LateMail& late = late_mail_.emplace_back(LateMail{when, peer, static_cast<uint32_t>(bytes.size()), {}});
+    std::copy(bytes.begin(), bytes.end(), late.bytes.begin());
   }
   return PostResult::kPosted;
 }
 
-void LoopTransport::deliver_mail(int rank, const Mail& mail) {
+void LoopTransport::deliver_mail(int rank, std::span<const uint8_t> datagram) {
   Peer& peer = peers_[static_cast<size_t>(rank)];
-  if (peer.mail_writer.full()) return;
-  peer.mail_writer.put(mail);
-  peer.control->proxy_bell.ring();
+  if (peer.mail_writer.put(datagram)) peer.control->proxy_bell.ring();
 }
 
 void LoopTransport::deliver_late_mail(uint64_t now_nsec) {
   std::erase_if(late_mail_, [&](const LateMail& late) {
     if (late.when_nsec > now_nsec) return false;
-    deliver_mail(late.peer, late.mail);
+    deliver_mail(late.peer, std::span(late.bytes).first(late.num_bytes));
     return true;
   });
 }
@@ -52,13 +48,10 @@ size_t LoopTransport::receive_datagram(std::span<uint8_t> out) {
   for (size_t i = 0; i < all_.size(); ++i) {
     const size_t at = (next_mail_ + i) % all_.size();
     Peer& peer = peers_[static_cast<size_t>(all_[at])];
-    if (peer.mail_reader.available() == 0) continue;
-    const Mail& mail = peer.mail_reader.take();
-    const size_t num_bytes = std::min<size_t>(mail.num_bytes, kMaxDatagramBytes);
-    std::memcpy(out.data(), mail.bytes, num_bytes);
-    peer.mail_reader.give_back();
+    const size_t num_bytes = peer.mail_reader.take(out.first(kMaxDatagramBytes));
+    if (num_bytes == 0) continue;
     next_mail_ = at + 1;
-    if (!peer.lost && num_bytes != 0) return num_bytes;
+    if (!peer.lost) return num_bytes;
   }
   return 0;
 }

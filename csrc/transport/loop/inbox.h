@@ -7,7 +7,7 @@
 
 #include "common/units.h"
 #include "sync/flag.h"
-#include "transport/transport.h"
+#include "transport/loop/mail.h"
 
 namespace uccl_ep::loop {
 
@@ -17,46 +17,36 @@ struct ArrivalEvent {
   uint32_t reserved;
 };
 
-struct Mail {
-  uint64_t num_bytes;
-  uint8_t bytes[kMaxDatagramBytes];
-};
-constexpr uint32_t kMailSlots = 6;  // a queue that is full loses datagrams
-
-template <typename Event>
 struct InboxQueue {
   // Events put since creation. Writer: the sender, after the payload and the event; reader: the owner; never reset.
   FlagLine put;
   // Events taken since creation. Writer: the owner, after it has copied them; reader: the sender; never reset.
   FlagLine taken;
-  Event* events() { return reinterpret_cast<Event*>(this + 1); }
+  ArrivalEvent* events() { return reinterpret_cast<ArrivalEvent*>(this + 1); }
 };
-static_assert(sizeof(InboxQueue<Mail>) == 2 * kLineBytes);
+static_assert(sizeof(InboxQueue) == 2 * kLineBytes);
 
 // Each queue has its own pages, so that exactly those of connected senders are reserved.
 constexpr uint64_t inbox_queue_bytes(uint32_t num_slots) {
-  return round_up(sizeof(InboxQueue<ArrivalEvent>) + num_slots * sizeof(ArrivalEvent), kPageBytes);
+  return round_up(sizeof(InboxQueue) + num_slots * sizeof(ArrivalEvent), kPageBytes);
 }
-constexpr uint64_t kMailQueueBytes = kPageBytes;
-static_assert(sizeof(InboxQueue<Mail>) + kMailSlots * sizeof(Mail) <= kMailQueueBytes);
 // Ranks may choose different numbers of slots: the address says the owner's.
 constexpr uint64_t inbox_bytes(uint32_t num_slots, size_t num_ranks) {
-  return (inbox_queue_bytes(num_slots) + kMailQueueBytes) * num_ranks;
+  return (inbox_queue_bytes(num_slots) + sizeof(MailQueue)) * num_ranks;
 }
 constexpr uint64_t inbox_queue_offset(uint32_t num_slots, int sender) {
   return inbox_queue_bytes(num_slots) * static_cast<uint64_t>(sender);
 }
 constexpr uint64_t mail_queue_offset(uint32_t num_slots, size_t num_ranks, int sender) {
-  return inbox_queue_bytes(num_slots) * num_ranks + kMailQueueBytes * static_cast<uint64_t>(sender);
+  return inbox_queue_bytes(num_slots) * num_ranks + sizeof(MailQueue) * static_cast<uint64_t>(sender);
 }
 
 // The sender's end.
-template <typename Event>
-class InboxWriter {
+class ArrivalWriter {
  public:
-  InboxWriter() = default;
-  InboxWriter(uint8_t* queue, uint32_t num_slots)
-      : queue_(reinterpret_cast<InboxQueue<Event>*>(queue)), num_slots_(num_slots) {}
+  ArrivalWriter() = default;
+  ArrivalWriter(uint8_t* queue, uint32_t num_slots)
+      : queue_(reinterpret_cast<InboxQueue*>(queue)), num_slots_(num_slots) {}
 
   bool full() {
     if (put_ - known_taken_ < num_slots_) return false;
@@ -64,33 +54,32 @@ class InboxWriter {
     return put_ - known_taken_ == num_slots_;
   }
   // Only when not full. Releases the payload copied before.
-  void put(const Event& event) {
+  void put(const ArrivalEvent& event) {
     queue_->events()[put_ % num_slots_] = event;
     queue_->put.flag.publish(++put_);
   }
 
  private:
-  InboxQueue<Event>* queue_ = nullptr;
+  InboxQueue* queue_ = nullptr;
   uint32_t num_slots_ = 0;
   uint64_t put_ = 0;
   uint64_t known_taken_ = 0;
 };
 
 // The owner's end.
-template <typename Event>
-class InboxReader {
+class ArrivalReader {
  public:
-  InboxReader() = default;
-  InboxReader(uint8_t* queue, uint32_t num_slots)
-      : queue_(reinterpret_cast<InboxQueue<Event>*>(queue)), num_slots_(num_slots) {}
+  ArrivalReader() = default;
+  ArrivalReader(uint8_t* queue, uint32_t num_slots)
+      : queue_(reinterpret_cast<InboxQueue*>(queue)), num_slots_(num_slots) {}
 
   uint64_t available() const { return queue_->put.flag.read() - taken_; }
-  // Only `available()` times; the event is there until give_back() makes its slot free.
-  const Event& take() { return queue_->events()[taken_++ % num_slots_]; }
+  // Only `available()` times; give_back() makes their slots free.
+  ArrivalEvent take() { return queue_->events()[taken_++ % num_slots_]; }
   void give_back() { queue_->taken.flag.publish(taken_); }
 
  private:
-  InboxQueue<Event>* queue_ = nullptr;
+  InboxQueue* queue_ = nullptr;
   uint32_t num_slots_ = 0;
   uint64_t taken_ = 0;
 };

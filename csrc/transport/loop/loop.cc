@@ -66,9 +66,9 @@ void LoopTransport::connect_peer(int rank, const std::string& text, size_t num_r
   peer.control = reinterpret_cast<ControlBlock*>(peer.region.base());
   peer.lost = options_.drop_peer == rank || options_.drop_peer == own_.rank;
   const uint64_t mail_offset = mail_queue_offset(own_.inbox_slots, num_ranks, rank);
-  inbox_.reserve(mail_offset, kMailQueueBytes);
-  peer.mail_reader = {inbox_.base() + mail_offset, kMailSlots};
-  peer.mail_writer = {peer.inbox.base() + mail_queue_offset(address.inbox_slots, num_ranks, own_.rank), kMailSlots};
+  inbox_.reserve(mail_offset, sizeof(MailQueue));
+  peer.mail_reader = MailReader(inbox_.base() + mail_offset);
+  peer.mail_writer = MailWriter(peer.inbox.base() + mail_queue_offset(address.inbox_slots, num_ranks, own_.rank));
   if (std::find(rails_.begin(), rails_.end(), rank) == rails_.end()) return;
   const uint64_t offset = inbox_queue_offset(own_.inbox_slots, rank);
   inbox_.reserve(offset, inbox_queue_bytes(own_.inbox_slots));
@@ -337,7 +337,7 @@ namespace {
 
 uint64_t memory_bytes(const TransportOptions& options, size_t num_rails, size_t num_all) {
   const uint32_t num_slots = std::bit_ceil(std::max(options.loop.queue_depth, 1u));
-  return loop::inbox_queue_bytes(num_slots) * num_rails + loop::kMailQueueBytes * num_all;
+  return loop::inbox_queue_bytes(num_slots) * num_rails + sizeof(loop::MailQueue) * num_all;
 }
 
 std::unique_ptr<Transport> make(const TransportSetup& setup, const TransportOptions& options) {

@@ -4,6 +4,7 @@
 // datagram is put into the receiver's inbox, too, if there is room. It stands in for a NIC, its faults included.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <random>
 #include <string>
@@ -52,10 +53,10 @@ class LoopTransport final : public Transport {
     Mapping region;
     Mapping inbox;
     ControlBlock* control = nullptr;
-    InboxWriter<ArrivalEvent> writer;  // into its inbox
-    InboxReader<ArrivalEvent> reader;  // of our inbox
-    InboxWriter<Mail> mail_writer;
-    InboxReader<Mail> mail_reader;
+    ArrivalWriter writer;  // into its inbox
+    ArrivalReader reader;  // of our inbox
+    MailWriter mail_writer;
+    MailReader mail_reader;
     uint32_t outstanding = 0;
     bool ring_due = false;
     std::vector<uint32_t> stalled;  // deliveries that found its inbox full, in order
@@ -65,7 +66,8 @@ class LoopTransport final : public Transport {
   struct LateMail {
     uint64_t when_nsec;
     int peer;
-    Mail mail;
+    uint32_t num_bytes;
+    std::array<uint8_t, kMaxDatagramBytes> bytes;
   };
 
   // The next event of a write, and its time.
@@ -107,7 +109,7 @@ class LoopTransport final : public Transport {
   void harvest(std::span<Completion> out, size_t& count);
   uint64_t disorder_nsec(uint64_t num_bytes);
   // datagrams.cc
-  void deliver_mail(int peer, const Mail& mail);
+  void deliver_mail(int peer, std::span<const uint8_t> datagram);
   void deliver_late_mail(uint64_t now_nsec);
   uint64_t clock() const { return options_.clock_nsec != nullptr ? options_.clock_nsec->read() : now_nsec(); }
   bool chance(double rate) { return rate > 0 && std::uniform_real_distribution<double>(0, 1)(random_) < rate; }

@@ -12,9 +12,10 @@ namespace {
 constexpr uint32_t kMostWrites = 256;     // in flight to a rail
 constexpr uint32_t kLeastWrites = 8;
 constexpr uint32_t kMostArrivals = 4096;  // between two polls
-// A rank may have a message and an acknowledgement under way to each peer. What a burst has more comes again.
-constexpr uint32_t kMostSends = 512, kMostReceives = 2048;
-constexpr uint32_t kLeastSends = 64, kLeastReceives = 128;
+// A rank may have a message and an acknowledgement under way to each peer. What a burst has more comes again. A rank
+// that is stopped for half a minute gets a dozen heartbeats and several errors of each peer.
+constexpr uint32_t kMostSends = 512, kMostReceives = 4096;
+constexpr uint32_t kLeastSends = 64, kLeastReceives = 256;
 constexpr uint32_t kLeastOfNic = 16;
 
 constexpr uint64_t kEntryBytes = 64, kReceiveBytes = 32;
@@ -46,7 +47,7 @@ DatagramSizes datagram_sizes(size_t num_peers, size_t num_nics) {
   const uint32_t peers = static_cast<uint32_t>(std::min<size_t>(num_peers, kMostReceives));
   const uint32_t nics = static_cast<uint32_t>(num_nics);
   return {std::max(std::clamp(2 * peers, kLeastSends, kMostSends) / nics, kLeastOfNic),
-          std::max(std::clamp(4 * peers, kLeastReceives, kMostReceives) / nics, kLeastOfNic)};
+          std::max(std::clamp(24 * peers, kLeastReceives, kMostReceives) / nics, kLeastOfNic)};
 }
 
 uint64_t queue_bytes(size_t num_rails, size_t num_peers) {
