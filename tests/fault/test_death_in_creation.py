@@ -14,6 +14,7 @@ from tests.process_ranks import START_TIMEOUT_S, Outcome, ProcessRanks, Rank
 from tests.unit.by_hand import close, create
 from uccl_ep_train import Buffer, EpConfig
 from uccl_ep_train.group.bootstrap import TorchBootstrap
+from uccl_ep_train.group.patience import Patience
 
 pytestmark = pytest.mark.fault
 
@@ -31,11 +32,11 @@ class Stopping(TorchBootstrap):
         self._own = rank
         self._stop = (step, when)
 
-    def _post(self, step: int, frame: bytes) -> None:
+    def _post(self, step: int, frame: bytes, patience: Patience) -> None:
         name = frame.partition(b"\0")[0].decode()
         if self._stop == (name, "before"):
             self._wait()
-        super()._post(step, frame)
+        super()._post(step, frame, patience)
         if self._stop == (name, "after"):
             self._wait()
 
@@ -77,8 +78,7 @@ def check_noticed(outcome: Outcome, killed: float, pid: int) -> None:
         assert text in outcome.message
 
 
-STEPS = ["backend", "configuration", "topology: offer", "topology: reach", "allocate", "connect",
-         "share memory", "start"]  # fmt: skip
+STEPS = ["configuration", "allocate", "connect", "start"]
 DEATHS = [
     *(("probed", step, "before") for step in STEPS),
     *(("two domains", step, "before") for step in ("allocate", "connect", "start")),

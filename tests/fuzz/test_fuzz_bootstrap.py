@@ -10,14 +10,16 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.by_hand import find_domains
 from uccl_ep_train.errors import EpError
 from uccl_ep_train.group import bootstrap, domains, transport
 from uccl_ep_train.group.bootstrap import _SteppedBootstrap, exchange
-from uccl_ep_train.group.domains import agree_on_config, probe
+from uccl_ep_train.group.domains import agree_on_config
+from uccl_ep_train.group.lifecycle import settle_config
 from uccl_ep_train.group.patience import Patience
 from uccl_ep_train.settings.config import EpConfig
 
-CONFIG = EpConfig(num_experts=4, hidden=128)
+CONFIG = EpConfig(num_experts=4, hidden=128, backend="host")
 EXAMPLES = 100
 
 
@@ -28,7 +30,7 @@ class WithAStranger(_SteppedBootstrap):
         super().__init__(0, 2, 1.0)
         self._change = change
 
-    def _post(self, step: int, frame: bytes) -> None:
+    def _post(self, step: int, frame: bytes, patience: Patience) -> None:
         self._frame = frame
 
     def _collect(self, step: int, what: str, patience: Patience) -> list[bytes]:
@@ -70,7 +72,8 @@ CHANGES = st.one_of(
 STEPS: dict[str, Callable[[WithAStranger], Any]] = {
     "exchange": lambda ranks: exchange(ranks, "allocate", lambda: b"handle"),
     "configuration": lambda ranks: agree_on_config(ranks, CONFIG, dict, transport.probes),
-    "topology": probe,
+    "topology": find_domains,
+    "settlement": lambda ranks: settle_config(ranks, CONFIG),
 }
 
 

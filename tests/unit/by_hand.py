@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from uccl_ep_train import Buffer, EpConfig, LocalBootstrap
+from uccl_ep_train import Buffer, EpConfig, LocalBootstrap, Topology
+from uccl_ep_train.group import domains
+from uccl_ep_train.group.bootstrap import Bootstrap, exchange
 
 T, H, K, E = 4, 128, 2, 8
 SETTINGS: dict[str, Any] = {
@@ -63,6 +65,14 @@ def inputs(rank: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tens
     generator = torch.Generator().manual_seed(rank)
     idx = torch.rand(T, E, generator=generator).argsort(dim=1)[:, :K].contiguous()
     return torch.randn(T, H, generator=generator).to(dtype), idx, torch.rand(T, K, generator=generator)
+
+
+def find_domains(bootstrap: Bootstrap) -> Topology:
+    """The domains that ranks find, as a creation does."""
+    with domains.Handshake() as handshake:
+        offers = exchange(bootstrap, "topology: offer", handshake.offer)
+        reached = exchange(bootstrap, "topology: reach", lambda: handshake.reach(bootstrap.rank, offers))
+    return domains.found(bootstrap.rank, reached)
 
 
 def dispatch(buffer: Buffer, **arguments: Any) -> Any:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.by_hand import find_domains
 from uccl_ep_train import EpConfig, LocalBootstrap, Topology
 from uccl_ep_train.core.native import load_native
 from uccl_ep_train.errors import ConfigError, EpError, PeerFailed, RankMismatchError, TopologyError
-from uccl_ep_train.group import domains
-from uccl_ep_train.group.domains import agree_on_config, probe, resolve_topology
+from uccl_ep_train.group import domains, transport
+from uccl_ep_train.group.domains import agree_on_config
+from uccl_ep_train.group.lifecycle import settle_config
 
 BASE = {"num_experts": 24, "hidden": 256}
 
@@ -77,7 +79,7 @@ def test_domains_of_another_length_than_the_group_are_refused():
 
 def test_threads_of_one_process_are_probed_as_one_domain_and_nothing_is_left():
     before = own_segments()
-    assert on_every_rank(3, probe) == [Topology.split(3, 3)] * 3
+    assert on_every_rank(3, find_domains) == [Topology.split(3, 3)] * 3
     assert own_segments() == before
 
 
@@ -85,7 +87,7 @@ def test_ranks_with_another_boot_id_are_another_domain(monkeypatch):
     """Two hosts, imitated: ranks alternate between them."""
     hosts = iter(["a", "b", "a", "b"])
     monkeypatch.setattr(domains, "boot_id", lambda: next(hosts))
-    layouts = on_every_rank(4, probe)
+    layouts = on_every_rank(4, find_domains)
     assert len(set(layouts)) == 1
     assert layouts[0].num_domains == 2
     assert sorted(map(len, layouts[0].members)) == [2, 2]
@@ -104,7 +106,7 @@ def test_equal_boot_ids_do_not_make_a_domain_where_the_memory_is_not_shared(monk
             return said[:-1] + bytes([said[-1] ^ 1])
 
     replace_probe(monkeypatch, Elsewhere)
-    assert on_every_rank(3, probe) == [Topology.split(3, 1)] * 3
+    assert on_every_rank(3, find_domains) == [Topology.split(3, 1)] * 3
 
 
 def test_a_rank_that_cannot_create_shared_memory_fails_all_and_leaves_nothing(monkeypatch):
@@ -117,7 +119,7 @@ def test_a_rank_that_cannot_create_shared_memory_fails_all_and_leaves_nothing(mo
         return load_native().DomainProbe(kernel)
 
     replace_probe(monkeypatch, refuse)
-    results = on_every_rank(3, probe)
+    results = on_every_rank(3, find_domains)
     assert sorted(type(result).__name__ for result in results) == [
         "PeerFailed",
         "PeerFailed",
@@ -127,10 +129,36 @@ def test_a_rank_that_cannot_create_shared_memory_fails_all_and_leaves_nothing(mo
     assert own_segments() == before
 
 
-def test_settings_are_used_without_probing(monkeypatch):
-    monkeypatch.setattr(domains, "probe", lambda _: pytest.fail("probed"))
-    config = EpConfig(**BASE, domains=(0, 1, 1))
-    assert on_every_rank(3, lambda entry: resolve_topology(entry, config))[2].members == ((0,), (1, 2))
+def test_domains_that_are_set_are_not_probed(monkeypatch):
+    monkeypatch.setattr(domains.Handshake, "offer", lambda self: pytest.fail("probed"))
+    config = EpConfig(**BASE, domains=(0, 1, 1), backend="host")
+    assert on_every_rank(3, lambda entry: settle_config(entry, config))[2].topology.members == ((0,), (1, 2))
+
+
+def test_domains_that_only_one_rank_sets_are_told_to_all():
+    configs = [EpConfig(**BASE, backend="host"), EpConfig(**BASE, backend="host", domain_size=1)]
+    for error in on_every_rank(2, lambda entry: settle_config(entry, configs[entry.rank])):
+        assert type(
+            error
+        ) is TopologyError and "rank 0 has domain_size = None, rank 1 has domain_size = 1" in str(error)
+
+
+def test_hosts_are_those_whose_memory_is_one_and_no_domain_spans_two(monkeypatch):
+    """Two hosts, imitated. A domain that lies in one host is no error, whatever its size."""
+    places = [transport.Place(f"node{rank // 2}", f"memory {rank // 2}") for rank in range(4)]
+    config = EpConfig(**BASE, domain_size=2)
+    topology = Topology.split(4, 2).on_hosts([place.memory for place in places])
+    assert topology.host_of == (0, 0, 1, 1)
+    transport.check_domains(config, topology, places)
+    with pytest.raises(ConfigError, match=r"domain_size = 4: ranks \[0, 1, 2, 3\] would be a domain"):
+        wide = Topology.split(4, 4).on_hosts([place.memory for place in places])
+        transport.check_domains(EpConfig(**BASE, domain_size=4), wide, places)
+
+
+def test_a_creation_knows_the_host_of_each_rank():
+    config = EpConfig(**BASE, domains=(0, 1, 1), backend="host")
+    settled = on_every_rank(3, lambda entry: settle_config(entry, config))
+    assert [entry.topology.host_of for entry in settled] == [(0, 0, 0)] * 3
 
 
 def agree(configs, verify=lambda rank: None):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.settings.config import EpConfig
@@ -15,25 +15,29 @@ class Topology:
 
     domain_of  domain of each group rank; ids are dense and ordered by their lowest rank
     members    group ranks of each domain, ascending; the index in it is the local rank
+    host_of    likewise the host of each rank, whose memory its ranks can share; (): not known yet
 
     Domains may differ in size and their ranks may interleave.
     """
 
     domain_of: tuple[int, ...]
     members: tuple[tuple[int, ...], ...]
+    host_of: tuple[int, ...] = field(default=(), compare=False)
 
     @classmethod
-    def from_domains(cls, ids: Sequence[int]) -> Topology:
+    def from_domains(cls, ids: Sequence[Hashable]) -> Topology:
         """From any domain id per rank; the ids are renumbered."""
         if len(ids) == 0:
             raise ConfigError("domains = (): allowed is an id per rank of the group")
-        dense: dict[int, int] = {}
-        domain_of = tuple(dense.setdefault(domain, len(dense)) for domain in ids)
-        members = tuple(
-            tuple(rank for rank, domain in enumerate(domain_of) if domain == wanted)
-            for wanted in range(len(dense))
-        )
-        return cls(domain_of=domain_of, members=members)
+        domain_of = _dense(ids)
+        members: list[list[int]] = [[] for _ in range(1 + max(domain_of))]
+        for rank, domain in enumerate(domain_of):
+            members[domain].append(rank)
+        return cls(domain_of=domain_of, members=tuple(map(tuple, members)))
+
+    def on_hosts(self, ids: Sequence[Hashable]) -> Topology:
+        """With any host id per rank; the ids are renumbered."""
+        return replace(self, host_of=_dense(ids))
 
     @classmethod
     def split(cls, num_ranks: int, domain_size: int) -> Topology:
@@ -77,3 +81,9 @@ class Topology:
     def __str__(self) -> str:
         domains = ", ".join("{" + ", ".join(map(str, ranks)) + "}" for ranks in self.members)
         return f"{self.num_ranks} ranks in {self.num_domains} domain(s): {domains}"
+
+
+def _dense(ids: Sequence[Hashable]) -> tuple[int, ...]:
+    """Numbers in place of ids: 0 for the first, 1 for the first that differs from it, ..."""
+    numbers: dict[Hashable, int] = {}
+    return tuple(numbers.setdefault(entry, len(numbers)) for entry in ids)

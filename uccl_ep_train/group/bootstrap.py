@@ -7,12 +7,15 @@ ranks that are threads of one process.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
 
+from uccl_ep_train.core.topology import Topology
 from uccl_ep_train.errors import (
     ArrivalTimeout,
     CommunicationError,
@@ -22,13 +25,16 @@ from uccl_ep_train.errors import (
     TransportError,
 )
 from uccl_ep_train.group.answers import MOST_SHOWN, decode, malformed, require
-from uccl_ep_train.group.ends import LOOK_S, Ends, Process
+from uccl_ep_train.group.ends import Ends, Process
 from uccl_ep_train.group.patience import Patience
+from uccl_ep_train.group.store_tree import Late, StoreTree, forget
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Store
 
 DEFAULT_TIMEOUT_S = 300.0
+_NONCE_BYTES = 16
+_PAUSE_S = 0.02
 
 T = TypeVar("T")
 
@@ -73,8 +79,8 @@ class _SteppedBootstrap:
         self._processes: Sequence[Process] = ()
 
     def watch(self, processes: Sequence[Process]) -> None:
-        """Takes the place of each rank. From now on errors name hosts, and `StoreBootstrap` notices processes
-        that end.
+        """Takes the process of each rank. From now on errors name hosts. `StoreBootstrap` notices processes
+        that end, and its leaders are those of hosts.
         """
         self._processes = processes
 
@@ -89,27 +95,29 @@ class _SteppedBootstrap:
     def all_gather(self, payload: bytes, what: str) -> list[bytes]:
         step = self._step
         self._step += 1
-        self._post(step, what.encode() + b"\0" + payload)
-        frames = self._collect(step, what, Patience(self._timeout_s))
-        payloads = []
+        patience = Patience(self._timeout_s)
+        name = what.encode() + b"\0"
+        self._post(step, name + payload, patience)
+        frames = self._collect(step, what, patience)
         for peer, frame in enumerate(frames):
-            name, _, body = frame.partition(b"\0")
-            # A frame of a foreign process may be anything, not only text.
-            seen = name[:MOST_SHOWN].decode(errors="backslashreplace")
-            if name != what.encode():
-                raise RankMismatchError(
-                    f"creation: rank {self._rank} is at {what!r} while rank {peer} is at {seen!r}",
-                    rank=self._rank,
-                    step="bootstrap",
-                    peer=peer,
-                    expected=what,
-                    seen=seen,
-                )
-            payloads.append(body)
-        return payloads
+            if not frame.startswith(name):
+                raise self._at_another_step(what, peer, frame)
+        return [frame[len(name) :] for frame in frames]
 
     def barrier(self, what: str) -> None:
         self.all_gather(b"", what)
+
+    def _at_another_step(self, what: str, peer: int, frame: bytes) -> RankMismatchError:
+        # A frame of a foreign process may be anything, not only text.
+        seen = frame.partition(b"\0")[0][:MOST_SHOWN].decode(errors="backslashreplace")
+        return RankMismatchError(
+            f"creation: rank {self._rank} is at {what!r} while rank {peer} is at {seen!r}",
+            rank=self._rank,
+            step="bootstrap",
+            peer=peer,
+            expected=what,
+            seen=seen,
+        )
 
     def _timed_out(self, what: str, missing: list[int]) -> ArrivalTimeout:
         look = f"look first at rank {missing[0]} {self._processes[missing[0]]}: " if self._processes else ""
@@ -123,7 +131,7 @@ class _SteppedBootstrap:
             seen=self._size - len(missing),
         )
 
-    def _post(self, step: int, frame: bytes) -> None:
+    def _post(self, step: int, frame: bytes, patience: Patience) -> None:
         raise NotImplementedError
 
     def _collect(self, step: int, what: str, patience: Patience) -> list[bytes]:
@@ -133,11 +141,12 @@ class _SteppedBootstrap:
 class StoreBootstrap(_SteppedBootstrap):
     """Over a torch.distributed key-value store that all ranks share.
 
-    A key has `name`, the number of bootstraps that this rank has had under that name, and the step. The count
-    also lies in the store. So frames of an earlier bootstrap, or of a replaced process, are never taken for
-    new ones.
+    A key has `name`, the number of bootstraps that this rank has had under that name, and a random nonce of
+    rank 0. So nobody reads frames of an earlier bootstrap, an earlier job or a replaced process. The number
+    also lies in the store.
 
-    A rank that dies or gives up ends the creation for the waiting ranks: see `ends.py`.
+    How frames travel: see `store_tree.py`. A rank that dies or gives up ends the creation for the waiting
+    ranks: see `ends.py`. While rank 0 has not come, only the deadline ends it.
     """
 
     def __init__(
@@ -147,64 +156,67 @@ class StoreBootstrap(_SteppedBootstrap):
         self._store = store
         self._counts = f"uccl_ep_train/{name}/creations"
         self._count = self._count_of(rank, 1)
-        self._prefix = f"uccl_ep_train/{name}/{self._count}"
-        self._ends = Ends(store, f"{self._prefix}/end", rank, self._guard)
+        self._joined = False
+        self._nonce_key = f"uccl_ep_train/{name}/{self._count}/nonce"
+        if rank == 0:
+            nonce = secrets.token_bytes(_NONCE_BYTES)
+            self._guard(lambda: store.set(self._nonce_key, nonce))  # type: ignore[arg-type]  # takes bytes
+            self._join(nonce)
 
     def watch(self, processes: Sequence[Process]) -> None:
         super().watch(processes)
-        self._ends.processes = processes
+        if not self._joined:
+            return
+        hosts = Topology.from_domains([process.host_key for process in processes]).members
+        self._tree.arrange(hosts)
+        self._ends.watch(processes, next(members for members in hosts if self._rank in members))
 
     def leave(self, error: BaseException) -> None:
         """Tells the ranks that wait for this one that it will not come."""
-        self._ends.say(error)
+        with contextlib.suppress(TransportError):  # Ranks that cannot be told wait for the deadline.
+            if self._try_join():
+                self._ends.say(error)
 
-    def _key(self, step: int, rank: int) -> str:
-        return f"{self._prefix}/{step}/{rank}"
+    def _join(self, nonce: bytes) -> None:
+        self._prefix = f"{self._nonce_key}/{nonce.hex()}"
+        self._ends = Ends(self._store, f"{self._prefix}/end", self._rank, self._guard)
+        self._tree = StoreTree(self._store, self._prefix, self._rank, self._size, self._guard)
+        self._joined = True
+        if self._processes:
+            self.watch(self._processes)
 
-    def _post(self, step: int, frame: bytes) -> None:
-        # Returns bytes, although torch declares str.
-        self._guard(lambda: self._store.set(self._key(step, self._rank), frame))  # type: ignore[arg-type]
+    def _post(self, step: int, frame: bytes, patience: Patience) -> None:
+        while not self._try_join():
+            if patience.over():
+                what = frame.partition(b"\0")[0].decode()
+                raise self._timed_out(what + self._other_counts([0]), [0])
+            time.sleep(_PAUSE_S)
+        self._tree.post(step, frame)
+
+    def _try_join(self) -> bool:
+        """Whether rank 0 has come, so that this rank knows the keys."""
+        if not self._joined and self._guard(lambda: self._store.check([self._nonce_key])):
+            nonce = bytes(self._guard(lambda: self._store.get(self._nonce_key)))
+            if len(nonce) != _NONCE_BYTES:
+                raise malformed(self._rank, "nonce", 0, nonce)
+            self._join(nonce)
+        return self._joined
 
     def _collect(self, step: int, what: str, patience: Patience) -> list[bytes]:
         try:
-            return self._gather(step, what, patience)
+            return self._tree.collect(what, patience, lambda complete: self._ends.look(what, complete))
         except TransportError as error:
-            self._ends.blame_for_store(what, error)
+            if error.peer < 0:
+                self._ends.blame_for_store(what, error)
+            self.leave(error)
             raise
+        except Late as late:
+            timeout = self._timed_out(what + self._other_counts(late.ranks), late.ranks)
+            self.leave(timeout)
+            raise timeout from None
         except BaseException as error:
             self.leave(error)
             raise
-
-    def _gather(self, step: int, what: str, patience: Patience) -> list[bytes]:
-        keys = [self._key(step, peer) for peer in range(self._size)]
-        # `check` in a loop, not `wait`: a waiting client holds the only connection and a lock that other
-        # threads of the program need. Torch also logs two warnings for each `wait` that times out. After each
-        # pause the loop checks again, so a rank is at most one pause (20 ms) late.
-        pause_s = 0.0005
-        look = time.monotonic() + LOOK_S
-        while not self._check(keys):
-            if time.monotonic() > look:
-                look = time.monotonic() + LOOK_S
-                self._ends.look(what, lambda: self._check(keys))
-            if patience.over():
-                missing = [peer for peer, key in enumerate(keys) if not self._check([key])]
-                if missing:
-                    raise self._timed_out(what + self._other_counts(missing), missing)
-                break
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.02)
-        frames = self._guard(lambda: self._read(keys))
-        if step > 0:
-            # All ranks have posted this step, so they have finished the previous one and need its frames no
-            # more.
-            self._forget(self._key(step - 1, self._rank))
-        return frames
-
-    def _read(self, keys: list[str]) -> list[bytes]:
-        """In one request where the store can: a request for each key takes 16 times as long."""
-        if self._store.has_extended_api():  # type: ignore[attr-defined]
-            return [bytes(frame) for frame in self._store.multi_get(keys)]
-        return [bytes(self._store.get(key)) for key in keys]
 
     def _count_of(self, rank: int, added: int) -> int:
         return int(self._guard(lambda: self._store.add(f"{self._counts}/{rank}", added)))
@@ -220,26 +232,18 @@ class StoreBootstrap(_SteppedBootstrap):
             "each. Make a new group, on all of them)"
         )
 
-    def _check(self, keys: list[str]) -> bool:
-        return bool(self._guard(lambda: self._store.check(keys)))
-
     def finish(self) -> None:
         """Removes what this bootstrap left in the store. Every rank calls it at its end; never raises."""
+        if not self._joined:
+            return
         try:
             if self._store.add(f"{self._prefix}/finished", 1) < self._size:
                 return
         except Exception:  # The store may be gone already.
             return
-        for peer in range(self._size):
-            self._forget(self._key(self._step - 1, peer))
-        self._forget(f"{self._prefix}/finished")
-        self._forget(f"{self._prefix}/end")
-
-    def _forget(self, key: str) -> None:
-        try:
-            self._store.delete_key(key)
-        except Exception:  # Some stores cannot delete keys; the few bytes left are harmless.
-            return
+        self._tree.finish()
+        for key in (self._nonce_key, f"{self._prefix}/finished", f"{self._prefix}/end"):
+            forget(self._store, key)
 
     def _guard(self, call: Callable[[], T]) -> T:
         try:
@@ -317,7 +321,7 @@ class LocalBootstrap(_SteppedBootstrap):
         room = _LocalRoom(size)
         return [cls(room, rank, timeout_s) for rank in range(size)]
 
-    def _post(self, step: int, frame: bytes) -> None:
+    def _post(self, step: int, frame: bytes, patience: Patience) -> None:
         room = self._room
         with room.changed:
             room.frames.setdefault(step, [None] * room.size)[self._rank] = frame

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,33 +86,39 @@ def _settings(value: Any) -> tuple[int, dict[str, Any], Any]:
     return generation, values, value["said"]
 
 
-def resolve_topology(bootstrap: Bootstrap, config: EpConfig) -> Topology:
-    """The group's domains, set or probed; collective. Raises `TopologyError`, `ConfigError`."""
-    return Topology.from_config(config, bootstrap.size) or probe(bootstrap)
+def are_set(config: EpConfig) -> bool:
+    """Whether the configuration sets the domains; else they are found."""
+    return config.network.domains is not None or config.network.domain_size is not None
 
 
-def probe(bootstrap: Bootstrap) -> Topology:
-    """Finds the domains by a handshake over shared memory, of the native core; collective.
-
-    Raises `TopologyError` naming two ranks that disagree on sharing a domain.
+class Handshake:
+    """A rank's part in finding the domains, over shared memory, by the native core. Every rank offers; then
+    every rank looks at all offers; then all know the domains. A context manager, which ends when all have
+    looked.
     """
-    probes: list[Any] = []
 
-    def offer() -> bytes:
-        probes.append(load_native().DomainProbe(boot_id()))
-        return bytes(probes[0].offer())
+    def __init__(self) -> None:
+        self._probe: Any = None
 
-    def reach() -> bytes:
-        return bytes(probes[0].reach(bootstrap.rank, offers))
+    def offer(self) -> bytes:
+        self._probe = load_native().DomainProbe(boot_id())
+        return bytes(self._probe.offer())
 
-    try:
-        offers = exchange(bootstrap, "topology: offer", offer)
-        # No segment goes before everybody has looked: a rank leaves this exchange only when all have entered.
-        reached = exchange(bootstrap, "topology: reach", reach)
-    finally:
-        # The traceback of an error keeps this frame, and a segment lives as long as its probe.
-        probes.clear()
-    return Topology.from_domains(load_native().domains_of(bootstrap.rank, reached))
+    def reach(self, rank: int, offers: Sequence[bytes]) -> bytes:
+        """Whose memory this rank can map. Nothing where it, or another rank, has offered nothing."""
+        return bytes(self._probe.reach(rank, offers)) if self._probe and all(offers) else b""
+
+    def __enter__(self) -> Handshake:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The traceback of an error keeps this object, and a segment lives as long as its probe.
+        self._probe = None
+
+
+def found(rank: int, reached: Sequence[bytes]) -> Topology:
+    """The domains by what all ranks reach. Raises `TopologyError` naming two ranks that disagree."""
+    return Topology.from_domains(load_native().domains_of(rank, reached))
 
 
 def boot_id() -> str:

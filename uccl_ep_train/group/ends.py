@@ -25,6 +25,11 @@ class Process(Protocol):
     @property
     def host(self) -> str: ...
 
+    @property
+    def host_key(self) -> str:
+        """Equal for processes that share a host's memory and see each other's end."""
+        ...
+
     def has_ended(self) -> bool: ...
 
 
@@ -36,9 +41,8 @@ def where_to_look(process: Process) -> str:
 class Ends:
     """The view of one creation on one rank.
 
-    key        in the store, under which the first rank that leaves writes its reason
-    guard      calls a function of the store; raises `TransportError`
-    processes  by rank; none: not known yet
+    key    in the store, under which the first rank that leaves writes its reason
+    guard  calls a function of the store; raises `TransportError`
     """
 
     def __init__(self, store: Any, key: str, rank: int, guard: Callable[[Callable[[], Any]], Any]) -> None:
@@ -46,13 +50,25 @@ class Ends:
         self._key = key
         self._rank = rank
         self._guard = guard
-        self.processes: Sequence[Process] = ()
+        self._processes: Sequence[Process] = ()
+        self._neighbours: Sequence[int] = ()
+        self._watched: Sequence[int] = ()
+
+    def watch(self, processes: Sequence[Process], host: Sequence[int]) -> None:
+        """processes: by rank. host: the ranks of this rank's. Its first, the leader, looks at the others, and
+        they look at the leader.
+        """
+        self._processes = processes
+        # Threads of this process end with it.
+        self._neighbours = [rank for rank in host if processes[rank] != processes[self._rank]]
+        leader = host[0]
+        self._watched = [rank for rank in self._neighbours if leader in (rank, self._rank)]
 
     def look(self, what: str, complete: Callable[[], bool]) -> None:
         """Raises the reason why another rank left, unless the step is complete: a rank may leave after its
         last step.
         """
-        dead = self._dead()
+        dead = self._dead(self._watched)
         said = bool(self._guard(lambda: self._store.check([self._key])))
         if (dead < 0 and not said) or complete():
             return
@@ -65,8 +81,8 @@ class Ends:
         store.
         """
         until = time.monotonic() + _STORE_GRACE_S
-        while self.processes and time.monotonic() < until:
-            if (dead := self._dead()) >= 0:
+        while self._neighbours and time.monotonic() < until:
+            if (dead := self._dead(self._neighbours)) >= 0:
                 raise self._died(what, dead) from error
             time.sleep(0.02)
 
@@ -80,15 +96,12 @@ class Ends:
         except Exception:  # Ranks that cannot be told wait for the deadline.
             return
 
-    def _dead(self) -> int:
+    def _dead(self, ranks: Sequence[int]) -> int:
         """A rank whose process has ended; -1: none known."""
-        ended = (
-            peer for peer, process in enumerate(self.processes) if peer != self._rank and process.has_ended()
-        )
-        return next(ended, -1)
+        return next((rank for rank in ranks if self._processes[rank].has_ended()), -1)
 
     def _died(self, what: str, peer: int) -> PeerDied:
-        process = self.processes[peer]
+        process = self._processes[peer]
         return PeerDied(
             f"creation, {what}: rank {peer} {process} died; {where_to_look(process)}",
             rank=self._rank,

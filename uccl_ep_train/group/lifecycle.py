@@ -22,8 +22,9 @@ from uccl_ep_train.core.stats import CallClock
 from uccl_ep_train.core.topology import Topology
 from uccl_ep_train.errors import ClosedError, CommunicationError, told
 from uccl_ep_train.group import leftovers, transport, windows
+from uccl_ep_train.group.answers import require
 from uccl_ep_train.group.bootstrap import Bootstrap, exchange
-from uccl_ep_train.group.domains import agree_on_config, resolve_topology
+from uccl_ep_train.group.domains import Handshake, agree_on_config, are_set, found
 from uccl_ep_train.group.patience import PatientTimer
 from uccl_ep_train.group.presence import Presence, meet
 from uccl_ep_train.settings.config import EpConfig
@@ -104,24 +105,30 @@ def settle_config(bootstrap: Bootstrap, config: EpConfig) -> Settled:
     """Collective; allocates nothing. Raises what the creation of a `Buffer` raises."""
     device = torch.device("cpu")
 
-    def choose_backend() -> bytes:
+    def introduce() -> bytes:
         nonlocal device
         device = cuda.choose_device(config)
-        return b""
+        return b"" if are_set(config) else handshake.offer()
 
-    def verify() -> dict[str, Any]:
+    def verify() -> list[Any]:
         check_fit(config, bootstrap.size)
         Topology.from_config(config, bootstrap.size)
         load_native()
-        return transport.probe(config, places)
+        return [transport.probe(config, places), handshake.reach(bootstrap.rank, offers).decode()]
 
-    ranks = meet(bootstrap)
-    places = [rank.place for rank in ranks]
-    exchange(bootstrap, "backend", choose_backend)
-    # The resolved "auto" must also be equal on all ranks.
-    config = config.replace(backend="cuda" if device.type == "cuda" else "host")
-    generation, probes = agree_on_config(bootstrap, config, verify, transport.probes)
-    topology = resolve_topology(bootstrap, config)
+    # A segment of the handshake goes when all have looked: a rank leaves an exchange only when all have
+    # entered.
+    with Handshake() as handshake:
+        ranks, offers = meet(bootstrap, introduce)
+        places = [rank.place for rank in ranks]
+        # The resolved "auto" must also be equal on all ranks.
+        config = config.replace(backend="cuda" if device.type == "cuda" else "host")
+        generation, said = agree_on_config(bootstrap, config, verify, _reports)
+    probes = [probe for probe, _ in said]
+    topology = Topology.from_config(config, bootstrap.size) or found(
+        bootstrap.rank, [reached.encode() for _, reached in said]
+    )
+    topology = topology.on_hosts([place.memory for place in places])
     transport.check_domains(config, topology, places)
     choice = transport.choose(
         config.network.transport,
@@ -135,6 +142,12 @@ def settle_config(bootstrap: Bootstrap, config: EpConfig) -> Settled:
     nics = str(probes[bootstrap.rank].get(choice.name, ["", ""])[1])
     settled = windows.settle(choice.apply(config), nics, topology)
     return Settled(generation, topology, device, settled, nics, choice.why, ranks)
+
+
+def _reports(value: Any) -> tuple[dict[str, Any], str]:
+    """What a rank says of its transports, and of the memory that it reaches."""
+    require(isinstance(value, list) and len(value) == 2 and isinstance(value[1], str), "no reports")
+    return transport.probes(value[0]), value[1]
 
 
 def create_engine(bootstrap: Bootstrap, config: EpConfig) -> Created:
@@ -156,8 +169,7 @@ def create_engine(bootstrap: Bootstrap, config: EpConfig) -> Created:
         return b""
 
     def share_memory() -> bytes:
-        if device.type == "cuda":
-            created[0].share_memory()
+        created[0].share_memory()
         return b""
 
     def start() -> bytes:
@@ -170,7 +182,8 @@ def create_engine(bootstrap: Bootstrap, config: EpConfig) -> Created:
         generation, topology, device, settled, nics, _, ranks = settle_config(bootstrap, config)
         handles += exchange(bootstrap, "allocate", allocate)
         exchange(bootstrap, "connect", connect)
-        exchange(bootstrap, "share memory", share_memory)
+        if device.type == "cuda":  # it waits for peers, so it begins when all have connected
+            exchange(bootstrap, "share memory", share_memory)
         # `start` removes the names of the shared memory, which all ranks have mapped by now.
         exchange(bootstrap, "start", start)
     except BaseException:

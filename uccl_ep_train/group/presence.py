@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from uccl_ep_train.group import transport
 from uccl_ep_train.group.answers import decode, require
@@ -33,6 +34,10 @@ class Presence:
     def host(self) -> str:
         return self.place.host
 
+    @property
+    def host_key(self) -> str:
+        return f"{self.place.memory} {self.pid_space}"
+
     def has_ended(self) -> bool:
         """Whether its process is known to be gone; only known within its pid namespace."""
         return self._state() in ("", "Z", "X")
@@ -56,18 +61,28 @@ class Presence:
             return "?"
 
 
-def meet(bootstrap: Bootstrap) -> tuple[Presence, ...]:
-    """Where each rank runs, by rank. Collective; the first step of a creation. Afterwards a bootstrap with
-    `watch` notices processes that end.
+class Met(NamedTuple):
+    """By rank: where each runs, and what it said besides."""
+
+    ranks: tuple[Presence, ...]
+    besides: list[bytes]
+
+
+def meet(bootstrap: Bootstrap, besides: Callable[[], bytes] = bytes) -> Met:
+    """Collective; the first step of a creation. Afterwards a bootstrap with `watch` notices processes that
+    end. besides: gives bytes of any meaning; may raise
     """
-    answers = exchange(bootstrap, "processes", lambda: json.dumps(_said(Presence.here())).encode())
+    answers = exchange(
+        bootstrap, "processes", lambda: json.dumps(_said(Presence.here())).encode() + b"\0" + besides()
+    )
+    said = [answer.partition(b"\0")[::2] for answer in answers]
     ranks = tuple(
-        decode(bootstrap.rank, "processes", peer, said, _presence) for peer, said in enumerate(answers)
+        decode(bootstrap.rank, "processes", peer, place, _presence) for peer, (place, _) in enumerate(said)
     )
     watch = getattr(bootstrap, "watch", None)
     if watch is not None:
         watch(ranks)
-    return ranks
+    return Met(ranks, [more for _, more in said])
 
 
 def _presence(value: Any) -> Presence:

@@ -57,11 +57,11 @@ class Choice:
 
 
 def check_domains(config: EpConfig, topology: Topology, places: Sequence[Place]) -> None:
-    """Raises `ConfigError` if a configured domain has ranks that cannot map each other's memory. No side
-    effects.
+    """Raises `ConfigError` if a configured domain has ranks of several hosts: they cannot map each other's
+    memory. No side effects.
     """
     for ranks in topology.members:
-        if len({places[rank].memory for rank in ranks}) > 1:
+        if len({topology.host_of[rank] for rank in ranks}) > 1:
             name = "domain_size" if config.network.domains is None else "domains"
             raise ConfigError(
                 f"{name} = {getattr(config.network, name)}: ranks {list(ranks)} would be a domain and share "
