@@ -58,7 +58,7 @@ OUT_OF_THREADS = {
 }
 
 
-def alone(limit: str, step: str = "share memory", budget: int = 4 << 20, prefix: tuple[str, ...] = ()) -> str:
+def alone(limit: str, step: str = "connect", budget: int = 4 << 20, prefix: tuple[str, ...] = ()) -> str:
     """What the creation of a buffer said in a process of its own, limited after a step."""
     program = ALONE.format(limit=limit, step=step, budget=budget)
     done = subprocess.run(
@@ -78,7 +78,7 @@ def test_no_thread_is_an_error_that_names_the_limit(which: str) -> None:
 
 
 def test_no_address_space_for_the_memory_of_a_buffer_names_that_limit() -> None:
-    said = alone(OUT_OF_THREADS["ulimit -v"], "topology: reach", 256 << 20)
+    said = alone(OUT_OF_THREADS["ulimit -v"], "configuration", 256 << 20)
     assert said.startswith("ConfigError mapping "), said
     assert "ulimit -v allows " in said and " are wanted" in said
 
@@ -143,7 +143,7 @@ def make(rank: Rank, step: str) -> int:
         return buffer.topology.num_domains
 
 
-@pytest.mark.parametrize("step", ["processes", "configuration", "topology: offer", "topology: reach"])
+@pytest.mark.parametrize("step", ["processes", "configuration"])
 def test_too_few_descriptors_are_said_and_never_split_a_domain(step: str) -> None:
     """Whatever has to be opened next: a library, an own segment, a neighbour's, the memory of the buffer."""
     with ProcessRanks(2, make, (step,)) as ranks:
