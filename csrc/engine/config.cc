@@ -22,6 +22,8 @@ const EngineConfig& checked(const EngineConfig& c) {
   require(c.rank >= 0 && c.rank < c.num_ranks,
           "rank = " + std::to_string(c.rank) + " of " + std::to_string(c.num_ranks));
   require(c.domain_of.size() == static_cast<size_t>(c.num_ranks), "domain_of must name a domain for each of the ranks");
+  require(c.host_of.empty() || c.host_of.size() == static_cast<size_t>(c.num_ranks),
+          "host_of must name a host for each of the ranks, or be empty");
   require(c.num_experts > 0 && c.num_experts % static_cast<uint32_t>(c.num_ranks) == 0,
           "num_experts = " + std::to_string(c.num_experts) + ": a positive multiple of the " +
               std::to_string(c.num_ranks) + " ranks is needed");

@@ -15,6 +15,7 @@ struct EngineConfig {
   int rank = 0;
   int num_ranks = 1;
   std::vector<int> domain_of;
+  std::vector<int> host_of;  // ranks of a host share its NICs; empty: not known, a domain is on one
   uint32_t num_experts = 0;
   uint32_t hidden = 0;  // largest row
   uint32_t max_element_bytes = 4;  // of a tensor on this buffer: 2 or 4
@@ -46,6 +47,7 @@ template <>
 inline constexpr auto kFields<EngineConfig> = std::tuple{UCCL_EP_FIELD(EngineConfig, rank),
                                                          UCCL_EP_FIELD(EngineConfig, num_ranks),
                                                          UCCL_EP_FIELD(EngineConfig, domain_of),
+                                                         UCCL_EP_FIELD(EngineConfig, host_of),
                                                          UCCL_EP_FIELD(EngineConfig, num_experts),
                                                          UCCL_EP_FIELD(EngineConfig, hidden),
                                                          UCCL_EP_FIELD(EngineConfig, max_element_bytes),

@@ -15,6 +15,7 @@
 #include "engine/group/domains.h"
 #include "engine/group/handle.h"
 #include "engine_runs.h"
+#include "transport/registry.h"
 
 using namespace uccl_ep;
 
@@ -58,6 +59,16 @@ EngineConfig wanted(int rank, int ranks, const std::vector<int>& domain_of) {
   return config;
 }
 
+// A transport that tells which of the host's NICs a rank would share, and is "loop" otherwise.
+std::map<int, std::pair<uint32_t, uint32_t>> seen_of_rank;  // index among so many
+const RegisterTransport seen({"seen",
+                              [](const TransportSetup& setup, const TransportOptions& options) {
+                                seen_of_rank[setup.rank] = {setup.local_idx, setup.local_size};
+                                return transport_named("loop").make(setup, options);
+                              },
+                              [](const TransportOptions&, size_t) { return uint64_t{0}; },
+                              [](const TransportOptions&) { return Probe{true, "", LinkKind::kMemory}; }});
+
 std::unique_ptr<Engine> host_engine(const EngineConfig& config) { return std::make_unique<HostEngine>(config); }
 
 // What each rank says in the end: "", or its error.
@@ -97,7 +108,7 @@ CLAIM("ranks that have nothing but an all-gather are set up, find their domain, 
   Room room(kRanks);
   const auto said = on_each(kRanks, [&](int rank) {
     SetUp made = set_up(wanted(rank, kRanks, {}), false, room.of(rank), host_engine);
-    EXPECT(made.config.domain_of == std::vector<int>(kRanks, 0));
+    EXPECT(made.config.domain_of == std::vector<int>(kRanks, 0) && made.config.host_of == made.config.domain_of);
     EXPECT(made.config.generation != 0 && made.transport.name == "loop");
     RankRun(*made.engine, rank).dispatch_and_combine(true);
     made.engine->close(false);
@@ -111,7 +122,7 @@ CLAIM("domains that are given are taken, and rows go between them") {
   Room room(kRanks);
   const auto said = on_each(kRanks, [&](int rank) {
     SetUp made = set_up(wanted(rank, kRanks, {0, 1, 1}), false, room.of(rank), host_engine);
-    EXPECT(made.config.domain_of == (std::vector<int>{0, 1, 1}));
+    EXPECT(made.config.domain_of == (std::vector<int>{0, 1, 1}) && made.config.host_of == std::vector<int>(kRanks, 0));
     RankRun(*made.engine, rank).dispatch_and_combine(false);
     made.engine->close(false);
   });
@@ -163,7 +174,7 @@ CLAIM("a rank that fails in a step is an error of all ranks, and nothing is left
 }
 
 CLAIM("bytes that no rank sends are an error that names the rank, in every step that reads them") {
-  for (const char* step : {"configuration", "topology: offer", "topology: reach"}) {
+  for (const char* step : {"configuration", "topology: reach"}) {
     Room room(2, [&](int rank, const std::string& in, std::string& bytes) {
       if (rank == 1 && in == step) bytes = "+nothing";
     });
@@ -173,6 +184,20 @@ CLAIM("bytes that no rank sends are an error that names the rank, in every step 
     EXPECT(!said[1].empty());
   }
   EXPECT_EQ(num_segments(), 0);
+}
+
+CLAIM("ranks share the NICs of their host, whatever their domains; without hosts, those of the domain") {
+  const auto of = [](int rank, const std::vector<int>& host_of) {
+    EngineConfig config = config_of(rank, {0, 1, 0, 1, 0, 1}, {});
+    config.host_of = host_of;
+    config.transport = "seen";
+    const HostEngine engine(config);
+    return seen_of_rank[rank];
+  };
+  const std::vector<int> hosts = {0, 0, 0, 0, 1, 1};
+  EXPECT(of(1, hosts) == std::pair(1u, 4u) && of(2, hosts) == std::pair(2u, 4u) && of(4, hosts) == std::pair(0u, 2u));
+  EXPECT(of(1, {}) == std::pair(0u, 3u) && of(2, {}) == std::pair(1u, 3u) && of(4, {}) == std::pair(2u, 3u));
+  expect_all(on_each(1, [&](int) { of(1, {0, 1}); }), "ConfigError: host_of must name a host for each of the ranks");
 }
 
 CLAIM("a rank whose memory cannot be mapped is no member of the domain") {

@@ -85,6 +85,7 @@ def native_values(config: EpConfig, topology: Topology, rank: int, generation: i
         "rank": rank,
         "num_ranks": topology.num_ranks,
         "domain_of": topology.domain_of,
+        "host_of": topology.host_of,
         "generation": generation,
         "max_element_bytes": ELEMENT_BYTES[config.memory.max_dtype],
         # Creation has replaced "auto" by then; a plan made without peers takes them to be on one host.

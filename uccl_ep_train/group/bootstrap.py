@@ -304,6 +304,7 @@ class _LocalRoom:
         self.changed = threading.Condition()
         self.frames: dict[int, list[bytes | None]] = {}
         self.readers_left: dict[int, int] = {}
+        self.writers_left: dict[int, int] = {}
         self.size = size
 
 
@@ -326,19 +327,21 @@ class LocalBootstrap(_SteppedBootstrap):
         with room.changed:
             room.frames.setdefault(step, [None] * room.size)[self._rank] = frame
             room.readers_left.setdefault(step, room.size)
-            room.changed.notify_all()
+            room.writers_left[step] = room.writers_left.get(step, room.size) - 1
+            if room.writers_left[step] == 0:  # not each time: all ranks would wake for each
+                room.changed.notify_all()
 
     def _collect(self, step: int, what: str, patience: Patience) -> list[bytes]:
         room = self._room
         with room.changed:
             frames = room.frames[step]
-            patience.wait_for(room.changed, lambda: None not in frames)
+            patience.wait_for(room.changed, lambda: room.writers_left[step] == 0)
             missing = [peer for peer, frame in enumerate(frames) if frame is None]
             if missing:
                 raise self._timed_out(what, missing)
             room.readers_left[step] -= 1
             if room.readers_left[step] == 0:
-                del room.frames[step], room.readers_left[step]
+                del room.frames[step], room.readers_left[step], room.writers_left[step]
             return [frame for frame in frames if frame is not None]
 
 

@@ -43,22 +43,25 @@ def agree_on_config(
     both name two ranks and their values, and every rank raises the same.
     """
 
+    what, rank = "configuration", bootstrap.rank
+
     def mine() -> bytes:
-        said = verify()
-        return json.dumps(
-            {"generation": secrets.randbits(64) or 1, "values": config.agreed_values(), "said": said}
-        ).encode()
+        own = json.dumps([secrets.randbits(64) or 1, verify()])
+        return f"{own}\0{json.dumps(config.agreed_values())}".encode()
 
-    def settings(value: Any) -> tuple[int, dict[str, Any], Any]:
-        generation, values, said = _settings(value)
-        return generation, values, shape(said)
+    def own_part(value: Any) -> tuple[int, Any]:
+        require(isinstance(value, list) and len(value) == 2, "no generation")
+        require(type(value[0]) is int and 0 < value[0] < 1 << 64, "no generation")
+        return value[0], shape(value[1])
 
-    answers = [
-        decode(bootstrap.rank, "configuration", peer, said, settings)
-        for peer, said in enumerate(exchange(bootstrap, "configuration", mine))
-    ]
-    first = answers[0][1]
-    for peer, (_, values, _) in enumerate(answers):
+    answers = [answer.partition(b"\0")[::2] for answer in exchange(bootstrap, what, mine)]
+    own_parts = [decode(rank, what, peer, own, own_part) for peer, (own, _) in enumerate(answers)]
+    same = answers[0][1]
+    first = decode(rank, what, 0, same, _values)
+    for peer, (_, theirs) in enumerate(answers):
+        if theirs == same:  # as it should be of all, in a large group
+            continue
+        values = decode(rank, what, peer, theirs, _values)
         for name in sorted(set(first) | set(values)):
             if first.get(name) == values.get(name):
                 continue
@@ -75,15 +78,13 @@ def agree_on_config(
                 expected=first.get(name),
                 seen=values.get(name),
             )
-    return Agreement(answers[0][0], [said for _, _, said in answers])
+    return Agreement(own_parts[0][0], [said for _, said in own_parts])
 
 
-def _settings(value: Any) -> tuple[int, dict[str, Any], Any]:
-    require(isinstance(value, dict) and "said" in value, "no settings")
-    generation, values = value.get("generation"), value.get("values")
-    require(type(generation) is int and 0 < generation < 1 << 64, "no generation")
-    require(isinstance(values, dict), "no values")
-    return generation, values, value["said"]
+def _values(value: Any) -> dict[str, Any]:
+    require(isinstance(value, dict), "no values")
+    found: dict[str, Any] = value
+    return found
 
 
 def are_set(config: EpConfig) -> bool:

@@ -23,8 +23,8 @@ class Builder {
       MergedPorts ports;
       ports.src = stream == 0 ? rank : mine.incoming[stream - 1];
       for (size_t q = 0; q < mine.pieces[stream].size(); ++q)
-        ports.pieces.push_back(
-            InPort(regions_[rank], mine.pieces[stream][q], 0, &control(context_.members()[q])->worker_bell));
+        ports.pieces.push_back(InPort(regions_[rank], mine.pieces[stream][q], 0,
+                                      &control(context_.members()[q])->worker_bell, context_.bells));
       if (stream > 0) ports.returned = send(mine.return_send[stream - 1]);
       context_.merged.push_back(std::move(ports));
     }
@@ -34,18 +34,20 @@ class Builder {
   ControlBlock* control(int rank) const { return reinterpret_cast<ControlBlock*>(regions_[rank]); }
 
   OutPort send(const RingLayout& ring) const {
-    return OutPort(regions_[context_.rank], ring, proxy_, channels_.out_of(ring), context_.counters.ports);
+    return OutPort(regions_[context_.rank], ring, proxy_, channels_.out_of(ring), context_.counters.ports,
+                   context_.bells);
   }
 
   OutgoingPorts outgoing(int d) {
     const RegionLayout& mine = layouts_[context_.rank];
     if (d != context_.domain)
       return {send(mine.header_send[d]), send(mine.meta_send[d]), send(mine.rows_send[d]),
-              InPort(regions_[context_.rank], mine.return_landing[d], 0, &control(context_.rank)->proxy_bell)};
-    std::vector<ControlBlock*> readers;
-    for (int rank : context_.members()) readers.push_back(control(rank));
+              InPort(regions_[context_.rank], mine.return_landing[d], 0, &control(context_.rank)->proxy_bell,
+                     context_.bells)};
+    std::vector<Bell*> readers;
+    for (int rank : context_.members()) readers.push_back(&control(rank)->worker_bell);
     auto out = [&](const RingLayout& ring) {
-      return OutPort(regions_[context_.rank], ring, readers, context_.counters.ports);
+      return OutPort(regions_[context_.rank], ring, readers, context_.counters.ports, context_.bells);
     };
     return {out(mine.own_header), out(mine.own_meta), out(mine.own_rows), InPort()};
   }
@@ -59,12 +61,12 @@ class Builder {
         own_domain ? 0 : std::find(theirs.incoming.begin(), theirs.incoming.end(), src) - theirs.incoming.begin();
     // What we consume frees a slot of the source's worker, or a credit of the holder's proxy.
     Bell* waker = own_domain ? &control(holder)->worker_bell : &control(holder)->proxy_bell;
-    auto in = [&](const RingLayout& ring) { return InPort(region, ring, context_.member, waker); };
+    auto in = [&](const RingLayout& ring) { return InPort(region, ring, context_.member, waker, context_.bells); };
     return {in(own_domain ? theirs.own_header : theirs.header_landing[i]),
             in(own_domain ? theirs.own_meta : theirs.meta_landing[i]),
             in(own_domain ? theirs.own_rows : theirs.rows_landing[i]),
-            OutPort(region, theirs.pieces[own_domain ? 0 : 1 + i][context_.member], {control(holder)},
-                    context_.counters.ports)};
+            OutPort(region, theirs.pieces[own_domain ? 0 : 1 + i][context_.member], {&control(holder)->worker_bell},
+                    context_.counters.ports, context_.bells)};
   }
 
   HostContext& context_;

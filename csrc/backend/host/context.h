@@ -55,6 +55,7 @@ struct HostContext {
   std::vector<IncomingPorts> incoming;    // [source rank]
   std::vector<MergedPorts> merged;        // [0] own, then relayed
   StepCounters counters;
+  DueBells bells;  // rung after each step's advance()
 
   // The rank of our domain in whose region the stream of `src` lies.
   int holder(int src) const { return topo.domain_of[src] == domain ? src : topo.rail(src, domain); }

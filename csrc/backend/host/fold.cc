@@ -13,28 +13,34 @@ class FoldStep final : public HostStep {
       : HostStep(context, op),
         format_(stream_format(op)),
         next_row_(static_cast<size_t>(context.topo.num_ranks), 0),
-        next_mine_(next_row_.size(), 0) {}
+        next_mine_(next_row_.size(), 0) {
+    for (int src = 0; src < context.topo.num_ranks; ++src)
+      if (op.plan->incoming[static_cast<size_t>(src)].num_rows() > 0) open_.push_back(src);
+  }
 
+  // A chunk of each source that has one.
   bool advance() override {
     bool moved = false;
-    for (size_t src = 0; src < next_row_.size(); ++src) {
+    std::erase_if(open_, [&](int source) {
+      const size_t src = static_cast<size_t>(source);
       OutPort& port = context_.incoming[src].pieces;
       const IncomingStream& stream = op_.plan->incoming[src];
-      if (next_row_[src] == stream.num_rows() || !port.free()) continue;
+      if (!port.free()) return false;
       const Chunk chunk = cut_chunk(stream.row_pair_begin, next_row_[src], format_, port.slot_bytes());
       fold_chunk(stream, chunk, port.slot(), next_mine_[src]);
       port.publish(chunk.num_bytes());
       next_row_[src] = chunk.end_row();
       moved = true;
-    }
+      return next_row_[src] == stream.num_rows();
+    });
     return moved;
   }
 
-  bool done() const override { return blocked_source() < 0; }
+  bool done() const override { return open_.empty(); }
 
   WaitingOn waiting_on() const override {
-    const int src = blocked_source();
-    if (src < 0) return {};
+    if (open_.empty()) return {};
+    const int src = open_.front();
     const OutPort& port = context_.incoming[src].pieces;
     return {Step::kFold,
             context_.holder(src),
@@ -47,12 +53,6 @@ class FoldStep final : public HostStep {
   Step step() const override { return Step::kFold; }
 
  private:
-  int blocked_source() const {
-    for (size_t src = 0; src < next_row_.size(); ++src)
-      if (next_row_[src] < op_.plan->incoming[src].num_rows()) return static_cast<int>(src);
-    return -1;
-  }
-
   void fold_chunk(const IncomingStream& stream, const Chunk& chunk, uint8_t* slot, uint32_t& mine) {
     const OpSignature& s = op_.signature;
     const Plan& plan = *op_.plan;
@@ -74,6 +74,7 @@ class FoldStep final : public HostStep {
   const StreamFormat format_;
   std::vector<uint32_t> next_row_;   // [source rank]
   std::vector<uint32_t> next_mine_;  // [source rank]
+  std::vector<int> open_;            // sources that have rows left, ascending
   std::vector<const void*> rows_;
 };
 

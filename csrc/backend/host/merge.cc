@@ -1,5 +1,7 @@
 #include <array>
 #include <cstring>
+#include <numeric>
+#include <span>
 
 #include "backend/host/numerics.h"
 #include "backend/host/step.h"
@@ -124,6 +126,7 @@ class MergeOutput final : public HostStep {
  public:
   MergeOutput(HostContext& context, Op& op)
       : HostStep(context, op), own_(context.merged[0]), streams_(op.plan->source.size()) {
+    list_domains();
     for (size_t d = 0; d < streams_.size(); ++d) cut(d);
   }
 
@@ -140,8 +143,8 @@ class MergeOutput final : public HostStep {
 
   WaitingOn waiting_on() const override {
     if (done()) return {};
-    for (size_t d = 0; d < streams_.size(); ++d) {
-      if (!has_row(d, next_token_) || chunk_ready(d)) continue;
+    for (const uint32_t d : domains_of(next_token_)) {
+      if (chunk_ready(d)) continue;
       if (static_cast<int>(d) == context_.domain) return waiting_for_piece(context_, own_.pieces);
       const InPort& port = context_.outgoing[d].returned;
       return {Step::kMerge,
@@ -169,9 +172,20 @@ class MergeOutput final : public HostStep {
     streams_[d].chunk = cut_chunk(pair_begin(d), streams_[d].row, stream_format(op_), slot_bytes);
   }
 
-  bool has_row(size_t d, uint32_t token) const {
-    const SourceStream& source = op_.plan->source[d];
-    return streams_[d].row < source.num_rows() && source.row_token[streams_[d].row] == token;
+  // The domains in which each token has a row. Most tokens have rows in a few of many.
+  void list_domains() {
+    first_domain_.assign(op_.plan->num_tokens + 1, 0);
+    for (const SourceStream& source : op_.plan->source)
+      for (uint32_t token : source.row_token) ++first_domain_[token + 1];
+    std::partial_sum(first_domain_.begin(), first_domain_.end(), first_domain_.begin());
+    domains_.resize(first_domain_.back());
+    std::vector<uint32_t> next(first_domain_.begin(), first_domain_.end() - 1);
+    for (uint32_t d = 0; d < streams_.size(); ++d)
+      for (uint32_t token : op_.plan->source[d].row_token) domains_[next[token]++] = d;
+  }
+
+  std::span<const uint32_t> domains_of(uint32_t token) const {
+    return {domains_.data() + first_domain_[token], first_domain_[token + 1] - first_domain_[token]};
   }
 
   bool chunk_ready(size_t d) const {
@@ -179,17 +193,15 @@ class MergeOutput final : public HostStep {
   }
 
   bool merge_token(uint32_t token) {
-    for (size_t d = 0; d < streams_.size(); ++d)
-      if (has_row(d, token) && !chunk_ready(d)) return false;
+    for (const uint32_t d : domains_of(token))
+      if (!chunk_ready(d)) return false;
     const OpSignature& s = op_.signature;
     rows_.clear();
     append_bias(token);
-    for (size_t d = 0; d < streams_.size(); ++d)
-      if (has_row(d, token)) append(d);
+    for (const uint32_t d : domains_of(token)) append(d);
     sum_rows(rows_.data(), static_cast<uint32_t>(rows_.size()), s.wire, s.hidden, s.dtype,
              op_.rows_out + token * op_.row_bytes);
-    for (size_t d = 0; d < streams_.size(); ++d)
-      if (has_row(d, token)) step_over(d);
+    for (const uint32_t d : domains_of(token)) step_over(d);
     context_.counters.rows_merged.add(1);
     return true;
   }
@@ -240,6 +252,8 @@ class MergeOutput final : public HostStep {
 
   MergedPorts& own_;
   std::vector<Stream> streams_;  // [domain]
+  std::vector<uint32_t> first_domain_;  // [token] in domains_; behind the last its size
+  std::vector<uint32_t> domains_;       // ascending for each token
   uint32_t next_token_ = 0;
   std::vector<const void*> rows_;
   std::array<std::vector<float>, kMostBiases> converted_;  // of a token, where BF16 sums travel in fp32

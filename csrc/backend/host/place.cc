@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "backend/host/numerics.h"
 #include "backend/host/step.h"
@@ -17,31 +18,38 @@ class PlaceStep final : public HostStep {
         format_(stream_format(op)),
         shape_(op.wire_row()),
         next_row_(static_cast<size_t>(context.topo.num_ranks), 0),
-        next_mine_(next_row_.size(), 0) {}
+        next_mine_(next_row_.size(), 0),
+        open_(next_row_.size()) {
+    std::iota(open_.begin(), open_.end(), 0);
+  }
 
+  // A chunk of each source that has one.
   bool advance() override {
     if (!started_ && !start()) return false;
     bool moved = false;
-    for (size_t src = 0; src < next_row_.size(); ++src) {
-      if (!plan_.stream_planned(static_cast<int>(src))) continue;
+    std::erase_if(open_, [&](int source) {
+      if (!plan_.stream_planned(source)) return false;
+      const size_t src = static_cast<size_t>(source);
       InPort& port = context_.incoming[src].rows;
       const IncomingStream& stream = op_.plan->incoming[src];
-      if (next_row_[src] == stream.num_rows() || !port.ready()) continue;
-      const Chunk chunk = cut_chunk(stream.row_pair_begin, next_row_[src], format_, port.ring().slot_bytes);
-      place_chunk(stream, chunk, port.slot(), next_mine_[src]);
-      port.release();  // also when nothing in it was ours: the producer waits for every reader
-      next_row_[src] = chunk.end_row();
-      moved = true;
-    }
+      if (next_row_[src] < stream.num_rows() && port.ready()) {
+        const Chunk chunk = cut_chunk(stream.row_pair_begin, next_row_[src], format_, port.ring().slot_bytes);
+        place_chunk(stream, chunk, port.slot(), next_mine_[src]);
+        port.release();  // also when nothing in it was ours: the producer waits for every reader
+        next_row_[src] = chunk.end_row();
+        moved = true;
+      }
+      return next_row_[src] == stream.num_rows();
+    });
     return moved;
   }
 
-  bool done() const override { return started_ && blocked_source() < 0; }
+  bool done() const override { return started_ && open_.empty(); }
 
   WaitingOn waiting_on() const override {
     if (!started_) return {Step::kPlace, context_.rank, -1, 1, 0, "for the caller's output memory"};
-    const int src = blocked_source();
-    if (src < 0) return {};
+    if (open_.empty()) return {};
+    const int src = open_.front();
     const InPort& port = context_.incoming[src].rows;
     return {Step::kPlace,      src,           static_cast<int64_t>(port.serial()), port.serial() + 1,
             port.seen_stamp(), "for its rows"};
@@ -79,13 +87,6 @@ class PlaceStep final : public HostStep {
     if (op_.scales_out != nullptr) std::fill_n(op_.scales_out + first * scales, num_rows * scales, 1.0f);
     if (shape_.num_metadata > 0) std::memset(metadata_of(first), 0, num_rows * shape_.metadata_bytes());
     if (op_.weights_out != nullptr) std::fill_n(op_.weights_out + first, num_rows, 0.0f);
-  }
-
-  int blocked_source() const {
-    for (size_t src = 0; src < next_row_.size(); ++src)
-      if (!plan_.stream_planned(static_cast<int>(src)) || next_row_[src] < op_.plan->incoming[src].num_rows())
-        return static_cast<int>(src);
-    return -1;
   }
 
   // One read, a write per row of the output; `mine` runs over the rows of the stream that are ours.
@@ -137,6 +138,7 @@ class PlaceStep final : public HostStep {
   const RowShape shape_;
   std::vector<uint32_t> next_row_;   // [source rank]
   std::vector<uint32_t> next_mine_;  // [source rank]
+  std::vector<int> open_;            // sources that have rows left or are not planned, ascending
   bool started_ = false;
 };
 

@@ -1,4 +1,5 @@
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "backend/host/step.h"
@@ -10,70 +11,60 @@ class HostPlan final : public PlanStep {
  public:
   HostPlan(HostContext& context, Op& op)
       : PlanStep(context, op),
-        entered_(static_cast<size_t>(context.topo.num_ranks), false),
-        rows_(entered_.size(), 0),
-        pairs_(entered_.size(), 0),
-        my_pairs_(entered_.size(), 0),
-        my_rows_(entered_.size(), 0) {
+        rows_(static_cast<size_t>(context.topo.num_ranks), 0),
+        pairs_(rows_.size(), 0),
+        my_pairs_(rows_.size(), 0),
+        my_rows_(rows_.size(), 0),
+        not_entered_(rows_.size()),
+        planned_(rows_.size(), false) {
+    std::iota(not_entered_.begin(), not_entered_.end(), 0);
     if (!op.makes_plan()) return;
-    next_out_.assign(entered_.size() * context.experts_per_rank, 0);
-    op.plan->incoming.assign(entered_.size(), {});
-    for (size_t src = 0; src < entered_.size(); ++src) {
-      op.plan->incoming[src].row_pair_begin.push_back(0);
-      op.plan->incoming[src].my_out_begin.push_back(0);
-    }
+    not_planned_ = not_entered_;
+    next_out_.assign(rows_.size() * context.experts_per_rank, 0);
+    op.plan->incoming.assign(rows_.size(), {});
   }
 
-  bool entered(int src) const override { return entered_[src]; }
+  const std::vector<int>& not_entered() const override { return not_entered_; }
+  bool stream_planned(int src) const override { return planned_[static_cast<size_t>(src)]; }
+  bool done() const override { return not_entered_.empty() && not_planned_.empty(); }
+  Step step() const override { return not_entered_.empty() ? Step::kPlan : Step::kExchange; }
 
-  bool stream_planned(int src) const override {
-    if (!op_.makes_plan()) return entered_[src];
-    return counts_known_ && op_.plan->incoming[src].num_rows() == rows_[src];
-  }
-
-  bool done() const override { return first_missing() < 0; }
-  Step step() const override { return num_entered_ < entered_.size() ? Step::kExchange : Step::kPlan; }
-
+  // Looks only at sources that it still waits for: there are as many as ranks, and it looks often.
   bool advance() override {
-    bool moved = false;
-    for (size_t src = 0; src < entered_.size(); ++src) {
-      if (entered_[src] || !context_.incoming[src].header.ready()) continue;
-      moved |= read_header(static_cast<int>(src));
-    }
-    if (num_entered_ < entered_.size()) return moved;
+    bool moved = std::erase_if(not_entered_, [this](int src) {
+                   return context_.incoming[static_cast<size_t>(src)].header.ready() && read_header(src);
+                 }) != 0;
+    if (!not_entered_.empty()) return moved;
     if (!counts_known_) {
       if (op_.makes_plan()) assign_slots();
       announce_counts();
       moved = true;
     }
-    if (!op_.makes_plan()) return moved;
-    for (size_t src = 0; src < entered_.size(); ++src) {
-      IncomingPorts& ports = context_.incoming[src];
-      while (!stream_planned(static_cast<int>(src)) && ports.meta.ready()) {
-        read_routing(static_cast<int>(src), ports.meta.slot());
+    std::erase_if(not_planned_, [&](int src) {
+      IncomingPorts& ports = context_.incoming[static_cast<size_t>(src)];
+      while (!is_complete(src) && ports.meta.ready()) {
+        read_routing(src, ports.meta.slot());
         ports.meta.release();
         moved = true;
       }
-    }
+      return planned_[static_cast<size_t>(src)] = is_complete(src);
+    });
     return moved;
   }
 
   WaitingOn waiting_on() const override {
-    const int src = first_missing();
-    if (src < 0) return {};
-    if (!entered_[src]) return {Step::kExchange, src, -1, op_.epoch, op_.epoch - 1, "to enter the operation"};
+    if (done()) return {};
+    const bool enters = !not_entered_.empty();
+    const int src = enters ? not_entered_.front() : not_planned_.front();
+    if (enters) return {Step::kExchange, src, -1, op_.epoch, op_.epoch - 1, "to enter the operation"};
     const InPort& port = context_.incoming[src].meta;
     return {Step::kPlan,      src, static_cast<int64_t>(port.serial()), port.serial() + 1, port.seen_stamp(),
             "for its routing"};
   }
 
  private:
-  int first_missing() const {
-    for (size_t src = 0; src < entered_.size(); ++src)
-      if (!entered_[src]) return static_cast<int>(src);
-    for (size_t src = 0; src < entered_.size(); ++src)
-      if (!stream_planned(static_cast<int>(src))) return static_cast<int>(src);
-    return -1;
+  bool is_complete(int src) const {
+    return op_.plan->incoming[static_cast<size_t>(src)].num_rows() == rows_[static_cast<size_t>(src)];
   }
 
   [[noreturn]] void refuse(ErrorKind kind, int src, const std::string& text) const {
@@ -121,14 +112,11 @@ class HostPlan final : public PlanStep {
       my_rows_[src] = counts[context_.members().size() * context_.experts_per_rank + context_.member];
     }
     port.release();
-    entered_[src] = true;
-    ++num_entered_;
+    if (!op_.makes_plan()) planned_[static_cast<size_t>(src)] = true;
     return true;
   }
 
-  uint64_t& out_count(uint32_t expert, int src) {
-    return next_out_[expert * entered_.size() + static_cast<size_t>(src)];
-  }
+  uint64_t& out_count(uint32_t expert, int src) { return next_out_[expert * rows_.size() + static_cast<size_t>(src)]; }
 
   // Turns counts into the first slot of each (expert, source): expert-major, sources in stock order, segments padded.
   void assign_slots() {
@@ -146,8 +134,8 @@ class HostPlan final : public PlanStep {
       slot = begin + round_up(slot - begin, plan.expert_alignment);
       plan.tokens_per_expert.push_back(slot - begin);
     }
+    for (size_t src = 0; src < rows_.size(); ++src) reserve(plan.incoming[src], src);
     plan.num_rows = plan.compact() ? assign_rows() : slot;
-    for (size_t src = 0; src < entered_.size(); ++src) reserve(plan.incoming[src], src);
     if (plan.num_weights() >= UINT32_MAX)
       refuse(ErrorKind::kTransport, context_.rank,
              std::to_string(plan.num_weights()) + " received pairs: a plan numbers fewer than 2^32");
@@ -163,6 +151,11 @@ class HostPlan final : public PlanStep {
   // A saved plan holds no spare memory.
   void reserve(IncomingStream& stream, size_t src) const {
     stream.row_pair_begin.reserve(rows_[src] + 1);
+    stream.row_pair_begin.push_back(0);
+    stream.my_row.reserve(my_rows_[src]);
+    stream.my_first_pair.reserve(my_rows_[src]);
+    stream.my_out_begin.reserve(my_rows_[src] + 1);
+    stream.my_out_begin.push_back(0);
     stream.my_out.reserve(my_pairs_[src]);
     if (op_.plan->compact()) stream.my_expert.reserve(my_pairs_[src]);
     if (context_.holder(static_cast<int>(src)) == context_.rank) stream.pair_member.reserve(pairs_[src]);
@@ -223,13 +216,14 @@ class HostPlan final : public PlanStep {
            "the routing that arrived from rank " + std::to_string(src) + " is not what its header announced");
   }
 
-  std::vector<bool> entered_;       // [source rank]
   std::vector<uint64_t> rows_;      // [source rank]
   std::vector<uint64_t> pairs_;     // [source rank]
   std::vector<uint64_t> next_out_;  // [expert][source rank]: counts, then the next slot
   std::vector<uint64_t> my_pairs_;  // [source rank] pairs of its rows with our experts
   std::vector<uint64_t> my_rows_;   // [source rank] its rows with our experts; compact: then the next row
-  size_t num_entered_ = 0;
+  std::vector<int> not_entered_;    // source ranks, ascending
+  std::vector<int> not_planned_;    // likewise; of a new plan
+  std::vector<bool> planned_;       // [source rank]
   uint64_t met_usec_ = 0;  // when a rank was first found to be ahead of us
   bool counts_known_ = false;
 };

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -29,6 +30,45 @@ struct PortCounters {
   Counter laps;   // most times that a ring was gone round
 };
 
+// A thread that sleeps on `bell` has something to look at.
+struct DueBell {
+  Bell* bell = nullptr;
+  bool due = false;
+};
+
+// The bells that ports of one worker ring. A step may publish or read a chunk of every rank: it rings each bell once,
+// at its end. Chunks that take long to copy are announced at once.
+class DueBells {
+ public:
+  static constexpr uint64_t kLongChunkBytes = 64 << 10;
+
+  DueBell* of(Bell* bell) {
+    for (auto& known : all_)
+      if (known->bell == bell) return known.get();
+    all_.push_back(std::make_unique<DueBell>(DueBell{bell}));
+    return all_.back().get();
+  }
+  void add(DueBell& of, const RingLayout& ring) {
+    if (ring.slot_bytes >= kLongChunkBytes && ring.kind != RingKind::kHeader) {
+      of.bell->ring();
+    } else if (!of.due) {
+      of.due = true;
+      due_.push_back(&of);
+    }
+  }
+  void ring() {
+    for (DueBell* one : due_) {
+      one->due = false;
+      one->bell->ring();
+    }
+    due_.clear();
+  }
+
+ private:
+  std::vector<std::unique_ptr<DueBell>> all_;
+  std::vector<DueBell*> due_;
+};
+
 // The path of chunks to the proxy.
 struct ProxyQueue {
   CommandRing* commands = nullptr;
@@ -40,17 +80,19 @@ struct ProxyQueue {
 class OutPort {
  public:
   OutPort() = default;
-  // Domain ring in `region` (ours or a peer's). `readers`: whose worker to wake, by reader index.
-  OutPort(uint8_t* region, const RingLayout& ring, std::vector<ControlBlock*> readers, PortCounters* counters)
-      : region_(region),
-        ring_(ring),
-        counters_(counters + static_cast<uint32_t>(ring.kind)),
-        readers_(std::move(readers)) {}
+  // Domain ring in `region` (ours or a peer's). `readers`: the bells of their workers.
+  OutPort(uint8_t* region, const RingLayout& ring, std::vector<Bell*> readers, PortCounters* counters, DueBells& bells)
+      : region_(region), ring_(ring), counters_(counters + static_cast<uint32_t>(ring.kind)), bells_(&bells) {
+    for (Bell* bell : readers) wakes_.push_back(bells.of(bell));
+  }
   // Send ring in our region.
-  OutPort(uint8_t* region, const RingLayout& ring, const ProxyQueue& queue, uint32_t channel, PortCounters* counters)
+  OutPort(uint8_t* region, const RingLayout& ring, const ProxyQueue& queue, uint32_t channel, PortCounters* counters,
+          DueBells& bells)
       : region_(region),
         ring_(ring),
         counters_(counters + static_cast<uint32_t>(ring.kind)),
+        bells_(&bells),
+        wakes_({bells.of(queue.bell)}),
         queue_(queue),
         channel_(channel) {}
 
@@ -74,11 +116,10 @@ class OutPort {
       if (queue_.trace->on()) trace_push(num_bytes);
       if (!queue_.commands->push({channel_, num_bytes, serial_}))
         throw std::logic_error("the command ring is smaller than its send rings");
-      queue_.bell->ring();
     } else {
       stamp_of(region_, ring_, serial_)->publish(serial_ + 1);
-      for (ControlBlock* reader : readers_) reader->worker_bell.ring();
     }
+    for (DueBell* wake : wakes_) bells_->add(*wake, ring_);
     ++serial_;
     counters_->chunks.add(1);
     counters_->laps.raise_to(serial_ / ring_.num_slots);
@@ -111,7 +152,8 @@ class OutPort {
   uint8_t* region_ = nullptr;
   RingLayout ring_;
   PortCounters* counters_ = nullptr;
-  std::vector<ControlBlock*> readers_;
+  DueBells* bells_ = nullptr;
+  std::vector<DueBell*> wakes_;
   ProxyQueue queue_;
   uint32_t channel_ = 0;
   uint64_t serial_ = 0;
@@ -125,8 +167,8 @@ class InPort {
  public:
   InPort() = default;
   // `waker`: the thread that waits for our consumption: the producer's worker, or the rail's proxy of a landing ring.
-  InPort(uint8_t* region, const RingLayout& ring, uint32_t reader, Bell* waker)
-      : region_(region), ring_(ring), reader_(reader), waker_(waker) {}
+  InPort(uint8_t* region, const RingLayout& ring, uint32_t reader, Bell* waker, DueBells& bells)
+      : region_(region), ring_(ring), reader_(reader), bells_(&bells), wake_(bells.of(waker)) {}
 
   bool ready() const { return stamp_of(region_, ring_, serial_)->read() == serial_ + 1; }
   const uint8_t* slot() const { return region_ + ring_.slot_offset(serial_); }
@@ -134,7 +176,7 @@ class InPort {
   void release() {
     ++serial_;
     consumed_of(region_, ring_, reader_)->publish(serial_);
-    waker_->ring();
+    bells_->add(*wake_, ring_);
   }
   uint64_t serial() const { return serial_; }
   uint64_t seen_stamp() const { return stamp_of(region_, ring_, serial_)->read(); }
@@ -144,7 +186,8 @@ class InPort {
   uint8_t* region_ = nullptr;
   RingLayout ring_;
   uint32_t reader_ = 0;
-  Bell* waker_ = nullptr;
+  DueBells* bells_ = nullptr;
+  DueBell* wake_ = nullptr;
   uint64_t serial_ = 0;
 };
 

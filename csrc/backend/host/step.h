@@ -33,7 +33,7 @@ std::unique_ptr<HostStep> make_exchange(HostContext& context, Op& op);
 class PlanStep : public HostStep {
  public:
   using HostStep::HostStep;
-  virtual bool entered(int src) const = 0;         // its header has arrived
+  virtual const std::vector<int>& not_entered() const = 0;  // sources whose header has not arrived, ascending
   virtual bool stream_planned(int src) const = 0;  // it is known where all its rows go
 };
 std::unique_ptr<PlanStep> make_plan(HostContext& context, Op& op);

@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "common/patience.h"
+#include "common/units.h"
 #include "engine/group/control_plane.h"
 
 namespace uccl_ep {
@@ -12,10 +13,15 @@ namespace {
 // How long a rank that leaves after an error tries to tell the other domains.
 constexpr double kTellSeconds = 0.5;
 
+// Sleeps for a part of the time that it has waited. Each look asks about every rank.
 template <typename Condition>
 void wait_for(double seconds, Condition condition) {
+  constexpr uint64_t kLeastPauseUsec = 200, kMostPauseUsec = 20000;
   Patience patience(static_cast<uint64_t>(seconds * 1e6));
-  while (!condition() && !patience.over()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  const uint64_t began = now_usec();
+  while (!condition() && !patience.over())
+    std::this_thread::sleep_for(
+        std::chrono::microseconds(std::clamp((now_usec() - began) / 4, kLeastPauseUsec, kMostPauseUsec)));
 }
 
 }  // namespace

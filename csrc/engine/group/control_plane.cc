@@ -76,8 +76,9 @@ std::unique_ptr<Transport> make_transport(const EngineConfig& config, const Topo
   for (const OutChannel& out : channels.out)
     setup.largest_write_bytes = std::max(setup.largest_write_bytes, out.send.slot_bytes);
   setup.progress_timeout_usec = static_cast<uint64_t>(config.progress_timeout_s * 1e6);
-  setup.local_idx = static_cast<uint32_t>(topo.local_of[config.rank]);
-  setup.local_size = static_cast<uint32_t>(topo.size_of(topo.domain_of[config.rank]));
+  const Topology hosts = config.host_of.empty() ? topo : Topology::from_labels(config.host_of);
+  setup.local_idx = static_cast<uint32_t>(hosts.local_of[config.rank]);
+  setup.local_size = static_cast<uint32_t>(hosts.size_of(hosts.domain_of[config.rank]));
   setup.near_pci = near_pci;
   return transport_of(config, topo).make(setup, {config.loop, config.nic});
 }

@@ -28,6 +28,7 @@ struct Introduction {
   Place place;
   Settings settings;  // that all ranks must have alike
   Offers offers;
+  std::string domain_offer;  // of its DomainProbe; empty where the domains are set
 };
 
 template <typename T>
@@ -54,8 +55,7 @@ Settings settings_of(const EngineConfig& config) {
   };
   std::apply([&](const auto&... field) { (add(config, "", field), ...); }, kFields<EngineConfig>);
   std::apply([&](const auto&... field) { (add(config.loop, "loop.", field), ...); }, kFields<LoopOptions>);
-  settings.erase("rank");
-  settings.erase("generation");
+  for (const char* own : {"rank", "generation", "host_of"}) settings.erase(own);
   return settings;
 }
 
@@ -76,6 +76,7 @@ std::string encode(const Introduction& said) {
     detail::put(bytes, probe.text);
     detail::put(bytes, static_cast<uint64_t>(probe.link));
   }
+  detail::put(bytes, said.domain_offer);
   return bytes;
 }
 
@@ -97,6 +98,7 @@ Introduction decode(const std::string& bytes) {
     if (link > static_cast<uint64_t>(LinkKind::kTcp)) throw UsageFailure(UsageKind::kConfig, "no kind of link");
     probe.link = static_cast<LinkKind>(link);
   }
+  said.domain_offer = fields.text();
   fields.end();
   return said;
 }
@@ -137,7 +139,7 @@ void check_group(const EngineConfig& wanted) {
            std::to_string(wanted.num_ranks) + " ranks, or none");
 }
 
-Introduction introduction_of(const EngineConfig& wanted) {
+Introduction introduction_of(const EngineConfig& wanted, std::optional<DomainProbe>& probe) {
   check_group(wanted);
   Introduction said;
   said.generation = new_generation();
@@ -146,6 +148,7 @@ Introduction introduction_of(const EngineConfig& wanted) {
   for (const TransportKind& kind : transports())
     if (wanted.transport == kind.name || (wanted.transport == "auto" && std::string("loop") != kind.name))
       said.offers[kind.name] = kind.probe({wanted.loop, wanted.nic});
+  if (wanted.domain_of.empty()) said.domain_offer = probe.emplace(this_kernel()).offer();
   return said;
 }
 
@@ -166,24 +169,29 @@ void check_agreement(int rank, const std::vector<Introduction>& said) {
 }
 
 // Domains that were set have to be such that their ranks can map each other's memory.
-void check_domains(const std::vector<int>& domain_of, const std::vector<Place>& places) {
-  for (size_t rank = 0; rank < places.size(); ++rank)
-    for (size_t peer = 0; peer < rank; ++peer)
-      if (domain_of[peer] == domain_of[rank] && places[peer].memory != places[rank].memory)
-        throw UsageFailure(UsageKind::kConfig, "domain_of: ranks " + std::to_string(peer) + " and " +
-                                                   std::to_string(rank) +
-                                                   " would be of one domain and share no memory");
+void check_domains(const std::vector<int>& domain_of, const std::vector<int>& host_of) {
+  std::map<int, size_t> first;  // rank of each domain
+  for (size_t rank = 0; rank < host_of.size(); ++rank)
+    if (const size_t peer = first.try_emplace(domain_of[rank], rank).first->second; host_of[peer] != host_of[rank])
+      throw UsageFailure(UsageKind::kConfig, "domain_of: ranks " + std::to_string(peer) + " and " +
+                                                 std::to_string(rank) + " would be of one domain and share no memory");
 }
 
-std::vector<int> find_domains(int rank, const AllGather& all_gather) {
-  std::optional<DomainProbe> probe;
-  const auto offers = exchange(rank, all_gather, "topology: offer", [&] {
-    probe.emplace(this_kernel());
-    return probe->offer();
-  });
-  // Its segment goes after this step, which a rank leaves only when all have looked.
-  const auto reached = exchange(rank, all_gather, "topology: reach", [&] { return probe->reach(rank, offers); });
-  return domains_of(rank, reached);
+// The probe's segment may go after this step, which a rank leaves only when all have looked.
+std::vector<int> find_domains(int rank, const AllGather& all_gather, const DomainProbe& probe,
+                              const std::vector<Introduction>& said) {
+  std::vector<std::string> offers;
+  for (const Introduction& of : said) offers.push_back(of.domain_offer);
+  return domains_of(rank, exchange(rank, all_gather, "topology: reach", [&] { return probe.reach(rank, offers); }));
+}
+
+// The host of each rank: ranks of one host can map each other's memory.
+std::vector<int> hosts_of(const std::vector<Place>& places) {
+  std::map<std::string, int> known;
+  std::vector<int> host_of;
+  for (const Place& place : places)
+    host_of.push_back(known.try_emplace(place.memory, static_cast<int>(known.size())).first->second);
+  return host_of;
 }
 
 int num_domains(const std::vector<int>& domain_of) { return Topology::from_labels(domain_of).num_domains(); }
@@ -229,7 +237,8 @@ SetUp set_up(const EngineConfig& wanted, bool on_gpu, const AllGather& all_gathe
   std::vector<Introduction> said;
   std::vector<Place> places;
   std::vector<Offers> offers;
-  const auto all = exchange(rank, all_gather, "configuration", [&] { return encode(introduction_of(wanted)); });
+  std::optional<DomainProbe> probe;
+  const auto all = exchange(rank, all_gather, "configuration", [&] { return encode(introduction_of(wanted, probe)); });
   if (all.size() != static_cast<size_t>(wanted.num_ranks))
     throw UsageFailure(UsageKind::kConfig, "the all-gather gave the bytes of " + std::to_string(all.size()) +
                                                " ranks: allowed are num_ranks = " + std::to_string(wanted.num_ranks));
@@ -247,10 +256,12 @@ SetUp set_up(const EngineConfig& wanted, bool on_gpu, const AllGather& all_gathe
   SetUp made{nullptr, wanted, {}};
   EngineConfig& config = made.config;
   config.generation = said[0].generation;
+  config.host_of = hosts_of(places);
   if (config.domain_of.empty())
-    config.domain_of = find_domains(rank, all_gather);
+    config.domain_of = find_domains(rank, all_gather, *probe, said);
   else
-    check_domains(config.domain_of, places);
+    check_domains(config.domain_of, config.host_of);
+  probe.reset();
   made.transport = choose_transport(config.transport, places, offers, num_domains(config.domain_of), on_gpu);
   config.transport = made.transport.name;
   if (config.nic.provider.empty()) config.nic.provider = made.transport.provider;
@@ -268,7 +279,8 @@ SetUp set_up(const EngineConfig& wanted, bool on_gpu, const AllGather& all_gathe
       return made.engine->export_handle();
     });
     step("connect", [&] { made.engine->connect(handles); });
-    step("share memory", [&] { made.engine->share_memory([] {}); });
+    // It waits for peers, so it begins when all have connected.
+    if (on_gpu) step("share memory", [&] { made.engine->share_memory([] {}); });
     // It removes the names under which peers find the memory: only now has everybody mapped it.
     step("start", [&] { made.engine->start(); });
   } catch (...) {

@@ -95,6 +95,7 @@ class HostEngine final : public Engine {
     uint64_t started_usec = 0;
     uint64_t moved_usec = 0;  // when moves() was last seen to grow
     uint64_t moves = 0;
+    uint64_t next_look_usec = 0;
   };
   void check_deadlines(const Op& op, const Steps& steps, const host::PlanStep& plan, Waiting& waiting);
   bool long_closed(int rank, uint64_t patient_usec);

@@ -1,5 +1,7 @@
 // The worker: runs the steps of one operation side by side, sleeps when none can move, and never longer than a
 // deadline.
+#include <sched.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -7,6 +9,11 @@
 #include "engine/host/engine.h"
 
 namespace uccl_ep {
+namespace {
+
+constexpr uint64_t kLookUsec = 20000;  // how often an otherwise silent wait looks at the deadlines
+
+}  // namespace
 
 void HostEngine::work() {
   while (true) {
@@ -77,13 +84,16 @@ void HostEngine::run_steps(Op& op, Steps& steps, const host::PlanStep& plan) {
     const uint32_t ticket = plane_.control().worker_bell.ticket();  // before the look that may find nothing
     bool moved = false;
     bool done = true;
+    uint64_t began = now_nsec();
     for (auto& step : steps) {
       if (step->done()) continue;
-      const uint64_t began = now_nsec();
       if (step->advance()) {
         moved = true;
-        busy_nsec_[static_cast<size_t>(step->step())].add(now_nsec() - began);
+        context_->bells.ring();
+        const uint64_t ended = now_nsec();
+        busy_nsec_[static_cast<size_t>(step->step())].add(ended - began);
         trace(TraceKind::kStep, op, {step->step()}, began);
+        began = ended;
       }
       done &= step->done();
     }
@@ -100,8 +110,8 @@ void HostEngine::run_steps(Op& op, Steps& steps, const host::PlanStep& plan) {
 
 // The first rank that has not entered; else what the first step waits for that waits for another rank.
 WaitingOn HostEngine::waiting_for(const Steps& steps, const host::PlanStep& plan) const {
-  for (int src = 0; src < topo_.num_ranks; ++src)
-    if (src != config_.rank && !plan.entered(src)) return {Step::kExchange, src};
+  for (const int src : plan.not_entered())
+    if (src != config_.rank) return {Step::kExchange, src};
   WaitingOn own;
   for (auto& step : steps) {
     if (step->done()) continue;
@@ -113,9 +123,9 @@ WaitingOn HostEngine::waiting_for(const Steps& steps, const host::PlanStep& plan
 }
 
 void HostEngine::sleep(uint32_t ticket, const Op& op, const Steps& steps, const WaitingOn& waiting) {
-  constexpr uint64_t kLookUsec = 20000;  // how often an otherwise silent wait looks at the deadlines
   const uint64_t slept = now_nsec();
   plane_.control().worker_bell.wait(ticket, kLookUsec);
+  if (topo_.num_ranks > 16) sched_yield();
   trace(TraceKind::kWait, op, waiting, slept);
   const uint64_t usec = (now_nsec() - slept) / 1000;
   if (waiting.peer >= 0) waited_usec_[static_cast<size_t>(waiting.peer)].add(usec);
@@ -135,14 +145,15 @@ bool HostEngine::long_closed(int rank, uint64_t patient_usec) {
 // Contract 7: the arrival deadline until all ranks have entered the operation, then the progress deadline.
 void HostEngine::check_deadlines(const Op& op, const Steps& steps, const host::PlanStep& plan, Waiting& waits) {
   const uint64_t now = patience_.now();
+  // It asks about every rank.
+  if (now < waits.next_look_usec) return;
+  waits.next_look_usec = now + kLookUsec / 2;
   if (const uint64_t so_far = plane_.moves(); so_far != waits.moves) {
     waits.moves = so_far;
     waits.moved_usec = now;
   }
-  int missing = -1;
-  for (int src = 0; src < topo_.num_ranks; ++src) {
-    if (plan.entered(src)) continue;
-    if (missing < 0) missing = src;
+  const int missing = plan.not_entered().empty() ? -1 : plan.not_entered().front();
+  for (const int src : plan.not_entered()) {
     if (long_closed(src, now)) {
       ErrorRecord record = timeout_record(op, {Step::kExchange, src, -1, op.epoch, op.epoch - 1, ""}, true, 0);
       record.kind = ErrorKind::kPeerFailed;

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from uccl_ep_train.core.native import SYSFS, HostNic, Surroundings, host_nics, load_native, rank_nics
+from uccl_ep_train.core.topology import Topology
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.tools.doctor.findings import (
     FIX,
@@ -62,11 +63,11 @@ def see(here: Here, root: Path) -> dict[str, Any]:
 
 
 def surroundings(here: Here) -> Surroundings:
-    """As a buffer's creation has them: the ranks of a domain share the host's NICs."""
-    topology = here.topology()
+    """As a buffer's creation has them: the ranks of a host share its NICs."""
+    hosts = Topology.from_domains(here.topology().host_of)
     own = here.group.index(here.me.rank)
     near = load_native().gpu_pci_address(here.gpu) if here.gpu >= 0 and _with_cuda() else ""
-    return Surroundings(topology.local_rank(own), len(topology.members[topology.domain_of[own]]), near)
+    return Surroundings(hosts.local_rank(own), len(hosts.members[hosts.domain_of[own]]), near)
 
 
 def _with_cuda() -> bool:

@@ -73,9 +73,8 @@ class Here:
         if self.settled is not None:
             return self.settled.topology
         names = [self.places[rank].memory for rank in self.group]
-        return Topology.from_config(self.usable_config(), len(names)) or Topology.from_domains(
-            [names.index(name) for name in names]
-        )
+        topology = Topology.from_config(self.usable_config(), len(names)) or Topology.from_domains(names)
+        return topology.on_hosts(names)
 
 
 class Skipped(Exception):
