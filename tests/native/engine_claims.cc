@@ -6,6 +6,7 @@
 #include <random>
 #include <thread>
 
+#include "backend/host/ports.h"
 #include "claims.h"
 #include "engine/group/control_plane.h"
 #include "engine_runs.h"
@@ -187,3 +188,24 @@ CLAIM("rings without a size are refused, but within one domain, where nothing is
 }
 
 int main(int argc, char** argv) { return claims::main(argc, argv); }
+
+CLAIM("a step rings a bell once for all its short chunks, at its end, and for a long chunk at once") {
+  Bell first, second;
+  const uint32_t before = first.ticket();
+  host::DueBells bells;
+  host::DueBell* const due = bells.of(&first);
+  EXPECT(bells.of(&first) == due && bells.of(&second) != due);
+  RingLayout ring;
+  ring.kind = RingKind::kRows;
+  ring.slot_bytes = host::DueBells::kLongChunkBytes - 1;
+  for (int chunk = 0; chunk < 100; ++chunk) bells.add(*due, ring);
+  EXPECT_EQ(first.ticket(), before);
+  bells.ring();
+  EXPECT_EQ(first.ticket(), before + 1);
+  bells.ring();  // nothing is due any more
+  EXPECT_EQ(first.ticket(), before + 1);
+  ring.slot_bytes = host::DueBells::kLongChunkBytes;
+  for (int chunk = 0; chunk < 3; ++chunk) bells.add(*due, ring);
+  EXPECT_EQ(first.ticket(), before + 4);
+  EXPECT_EQ(second.ticket(), 0u);
+}

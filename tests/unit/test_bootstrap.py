@@ -131,6 +131,16 @@ def test_local_bootstrap_keeps_no_frames():
     assert ranks[0]._room.frames == {}
 
 
+def test_ranks_that_wait_wake_when_all_have_come_not_for_each():
+    ranks = local(8)
+    changed = ranks[0]._room.changed
+    notified = []
+    notify_all = changed.notify_all
+    changed.notify_all = lambda: notified.append(1) or notify_all()
+    on_every_rank(ranks, lambda entry: [entry.all_gather(b"x", str(step)) for step in range(5)])
+    assert len(notified) == 5
+
+
 def test_finish_leaves_only_the_counters_in_the_store():
     store = dist.HashStore()
     ranks = [StoreBootstrap(store, rank, 3, name="g") for rank in range(3)]

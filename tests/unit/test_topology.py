@@ -223,6 +223,19 @@ def test_ranks_that_disagree_on_a_setting_all_raise_naming_both_ranks_and_values
         assert f"rank 0 has {name} = {ours!r}, rank 2 has {name} = {theirs!r}" in str(result)
 
 
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_settings_that_are_alike_are_read_once(monkeypatch, others):
+    """Each rank reads the own part of each, and the settings of rank 0 and of ranks that have other ones."""
+    read = []
+    decode = domains.decode
+    monkeypatch.setattr(
+        domains, "decode", lambda rank, *arguments: read.append(rank) or decode(rank, *arguments)
+    )
+    configs = [EpConfig(**BASE)] * (6 - others) + [EpConfig(**BASE, dispatch_dtype="bf16")] * others
+    agree(configs)
+    assert read.count(0) == 6 + 1 + min(others, 1)  # the first that differs is an error
+
+
 def test_settings_for_tests_of_one_rank_may_differ():
     config = EpConfig(**BASE)
     assert isinstance(agree([config, config.replace(loop_drop_peer=0, progress_timeout_s=1)])[0], int)
