@@ -12,6 +12,7 @@ namespace uccl_ep {
 namespace {
 
 constexpr uint64_t kLookUsec = 20000;  // how often an otherwise silent wait looks at the deadlines
+constexpr int kManyRanks = 16;
 
 }  // namespace
 
@@ -125,7 +126,8 @@ WaitingOn HostEngine::waiting_for(const Steps& steps, const host::PlanStep& plan
 void HostEngine::sleep(uint32_t ticket, const Op& op, const Steps& steps, const WaitingOn& waiting) {
   const uint64_t slept = now_nsec();
   plane_.control().worker_bell.wait(ticket, kLookUsec);
-  if (topo_.num_ranks > 16) sched_yield();
+  // What rang is one of many messages: on a busy host others come first, and are looked at together.
+  if (topo_.num_ranks > kManyRanks) sched_yield();
   trace(TraceKind::kWait, op, waiting, slept);
   const uint64_t usec = (now_nsec() - slept) / 1000;
   if (waiting.peer >= 0) waited_usec_[static_cast<size_t>(waiting.peer)].add(usec);
