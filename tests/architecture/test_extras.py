@@ -24,6 +24,7 @@ EXTRAS = {
 DISTRIBUTIONS = {"megatron": "megatron-core", "yaml": "pyyaml", "_posixshmem": ""}
 # Not required: whoever imports these goes on without.
 OPTIONAL = {"deep_ep", "jax", "transformer_engine", "transformer_engine_torch", "ray", "triton"}
+OPTIONAL_IN = {PROJECT: {"matplotlib"}}  # the planner's pictures
 
 _NAME = re.compile(r"^[\w.-]+")
 
@@ -56,7 +57,7 @@ def check_extras(root: Path) -> list[str]:
         for path in project_files(root, ".py", under=folder):
             for line, module in imports_of(path, root):
                 top = module.split(".")[0]
-                if top in OWN | OPTIONAL or top in sys.stdlib_module_names:
+                if top in OWN | OPTIONAL | OPTIONAL_IN.get(folder, set()) | sys.stdlib_module_names:
                     continue
                 name = DISTRIBUTIONS.get(top, top)
                 if name and name not in there:

@@ -1,0 +1,150 @@
+"""What the native layout gives a group: memory, tokens of a window, chunks, messages, polled words."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from uccl_ep_train.core.stats import MemoryPlan, memory_plan
+from uccl_ep_train.errors import ConfigError
+from uccl_ep_train.planner.shape import Shape
+from uccl_ep_train.settings.config import EpConfig
+
+TOKEN_BLOCK = 32  # tokens; windows consist of whole blocks: kTokenBlock in csrc/backend/gpu/layout.h
+USUAL_CHUNK_BYTES = 512 << 10  # rings_for() in csrc/backend/gpu/layout.cc
+LEAST_CHUNKS = 8  # of a window, there
+_WORDS_OF_PASS = 32  # a lane each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """Sizes of one rank's buffer.
+
+    memory                 of the rank that needs most; None: not known, and rows are not cut into windows
+    dispatch_window        tokens of a kernel of dispatch
+    combine_window         tokens of a kernel of combine
+    chunk_rows             (dispatch, combine) rows of a chunk between domains
+    slots                  chunks of a ring
+    polled_words           words of host memory that a rank polls
+    """
+
+    memory: MemoryPlan | None
+    dispatch_window: int
+    combine_window: int
+    chunk_rows: tuple[int, int]
+    slots: int
+    polled_words: int
+
+    @property
+    def passes(self) -> int:
+        """Round trips of the warp that polls, to see all words."""
+        return math.ceil(self.polled_words / _WORDS_OF_PASS)
+
+    def windows(self, op: str, tokens: int) -> list[int]:
+        """Tokens of each kernel of an operation ("dispatch" | "combine")."""
+        most = self.dispatch_window if op == "dispatch" else self.combine_window
+        full, rest = divmod(tokens, most)
+        return [most] * full + [rest] * (rest > 0)
+
+
+def config_of(shape: Shape, budget_bytes: int = 512 << 20, window_tokens: int | None = None) -> EpConfig:
+    """Of a buffer for this shape on GPUs. BF16 is the widest row."""
+    return EpConfig(
+        num_experts=shape.router.num_experts,
+        hidden=shape.hidden,
+        dispatch_dtype=shape.dtype,
+        max_dtype="bf16",
+        backend="cuda",
+        budget_bytes=budget_bytes,
+        window_tokens=window_tokens,
+    )
+
+
+def protocol_of(shape: Shape, budget_bytes: int = 512 << 20, window_tokens: int | None = None) -> Protocol:
+    """Raises what creating the buffer raises: `MemoryBudgetError`, `ConfigError`."""
+    config = config_of(shape, budget_bytes, window_tokens)
+    plan = max(
+        (memory_plan(config, shape.topology, rank) for rank in _classes(shape)), key=lambda p: p.total_bytes
+    )
+    if "rows" not in dict(plan.entries):
+        raise ConfigError("the extension was built without CUDA kernels: windows of GPUs are not known")
+    widest = shape.row_bytes("bf16")
+    half = plan["rows"] // 2
+    window = half // widest
+    chunk = min(max(1, USUAL_CHUNK_BYTES // widest), max(1, window // LEAST_CHUNKS))
+    slots = math.ceil(window / chunk)
+    chunk_bytes = chunk * widest
+    streams = 1 + max(_relayed(shape, rank) for rank in _classes(shape)) if max(shape.domains) > 1 else 1
+    pieces = plan["pieces"] // streams // widest
+    row = shape.row_bytes(shape.dtype)
+    dispatch, combine = half // row, pieces // _most_pieces(shape) * TOKEN_BLOCK
+    if len(shape.domains) > 1:
+        dispatch = min(dispatch, slots * (chunk_bytes // row))
+        combine = min(combine, slots * chunk)
+    return Protocol(
+        memory=plan,
+        dispatch_window=max(TOKEN_BLOCK, dispatch // TOKEN_BLOCK * TOKEN_BLOCK),
+        combine_window=max(TOKEN_BLOCK, combine // TOKEN_BLOCK * TOKEN_BLOCK),
+        chunk_rows=(max(1, chunk_bytes // row), chunk),
+        slots=slots,
+        polled_words=polled_words(shape),
+    )
+
+
+def unlimited(shape: Shape) -> Protocol:
+    """Without windows: where the native layout is not known, or does not matter."""
+    chunk = USUAL_CHUNK_BYTES // shape.row_bytes("bf16")
+    row = shape.row_bytes(shape.dtype)
+    return Protocol(
+        memory=None,
+        dispatch_window=max(TOKEN_BLOCK, shape.tokens),
+        combine_window=max(TOKEN_BLOCK, shape.tokens),
+        chunk_rows=(USUAL_CHUNK_BYTES // row, chunk),
+        slots=1 << 16,
+        polled_words=polled_words(shape),
+    )
+
+
+def polled_words(shape: Shape) -> int:
+    """What has come for a rank's domain (packets and rows of each source outside, at their rails), and of
+    its own
+    packets, rows and sums what has gone or come. Network::fill_polled in csrc/engine/gpu/network.cc."""
+    ranks, others = shape.num_ranks, len(shape.domains) - 1
+    topology = shape.topology
+    return max(
+        2 * (ranks - shape.domains[topology.domain_of[r]]) + 3 * others + _relayed(shape, r)
+        for r in _classes(shape)
+    )
+
+
+def _classes(shape: Shape) -> list[int]:
+    """A rank of each size of domain and place in it: others are like one of them."""
+    found: dict[tuple[int, int], int] = {}
+    for first, size in zip(shape.first_of, shape.domains, strict=False):
+        for local in range(size):
+            found.setdefault((size, local), first + local)
+    return list(found.values())
+
+
+def _relayed(shape: Shape, rank: int) -> int:
+    """Ranks of other domains whose rail `rank` is."""
+    topology = shape.topology
+    own, local = topology.domain_of[rank], topology.local_rank(rank)
+    size = shape.domains[own]
+    return sum(
+        len(range(local, other, size)) for d, other in enumerate(shape.domains) if d != own and local < other
+    )
+
+
+def _most_pieces(shape: Shape) -> int:
+    """Pieces that a block of tokens has in a domain: expected, and three standard deviations."""
+    most = TOKEN_BLOCK
+    hits_SR = np.clip(shape.counts.to_rank_SR / shape.tokens, 0, 1)
+    for first, size in zip(shape.first_of, shape.domains, strict=False):
+        hits = hits_SR[:, first : first + size].max(0)
+        deviation = math.sqrt(float((hits * (1 - hits)).sum()) / TOKEN_BLOCK)
+        mean = float(hits.sum()) + 3 * deviation
+        most = max(most, math.ceil(TOKEN_BLOCK * min(size, shape.router.topk, mean)))
+    return most

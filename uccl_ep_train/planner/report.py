@@ -1,0 +1,258 @@
+"""Predictions as text, tables and pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from uccl_ep_train.core import cuda
+from uccl_ep_train.errors import EpError
+from uccl_ep_train.planner import protocol
+from uccl_ep_train.planner.events import Outcome, simulate
+from uccl_ep_train.planner.machine import Machine
+from uccl_ep_train.planner.protocol import Protocol
+from uccl_ep_train.planner.shape import Bytes, Shape, spread, stock_bytes
+
+MEASURED_RANKS = 4
+"""Of the largest group whose operations were measured; times of larger ones are extrapolated."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """dispatch has a new plan whose counts the host reads; so does the stock all-to-all."""
+
+    machine: Machine
+    shape: Shape
+    protocol: Protocol
+    dispatch: Outcome
+    combine: Outcome
+
+    @property
+    def stock_us(self) -> float:
+        """Of Megatron's all-to-all one way: its bytes at full rates, and nothing else."""
+        return wire_us(stock_bytes(self.shape), self.machine)
+
+    def sent(self, op: str) -> Bytes:
+        """What leaves a rank on average, weights of pairs included. Of a drawn or traced routing: as if
+        uniform."""
+        shape = self.shape
+        row = shape.row_bytes(shape.dtype if op == "dispatch" else "bf16")
+        return spread(shape.router, shape.domains).bytes(shape.tokens, row, 4 if op == "dispatch" else 0)
+
+    @property
+    def floor_us(self) -> dict[str, float]:
+        """Of each operation: its bytes at full rates."""
+        return {op: wire_us(self.sent(op), self.machine) for op in ("dispatch", "combine")}
+
+
+def wire_us(sent: Bytes, machine: Machine) -> float:
+    """Microseconds of the slower of two networks that work at the same time."""
+    return 1e6 * max(sent.link / machine.link_bytes_per_s, sent.nic / machine.nic_bytes_per_s)
+
+
+def predict(
+    machine: Machine, shape: Shape, budget_bytes: int = 512 << 20, window_tokens: int | None = None
+) -> Prediction:
+    """Raises what creating such a buffer raises. Without CUDA kernels in the extension, windows are not
+    known, and it is taken to need none."""
+    known = cuda.built()
+    sizes = protocol.protocol_of(shape, budget_bytes, window_tokens) if known else protocol.unlimited(shape)
+    return Prediction(
+        machine,
+        shape,
+        sizes,
+        simulate(machine, shape, sizes, "dispatch", "new"),
+        simulate(machine, shape, sizes, "combine"),
+    )
+
+
+def lines(found: Prediction) -> list[str]:
+    """A report of a prediction."""
+    shape, sizes = found.shape, found.protocol
+    sizes_of = sorted(set(shape.domains), reverse=True)
+    each = " and ".join(str(s) for s in sizes_of)
+    memory = sizes.memory
+    about = [
+        f"group of {shape.num_ranks} ranks in {len(shape.domains)} domains of {each}: {shape.tokens} "
+        "tokens a rank, "
+        f"top-{shape.router.topk} of {shape.router.num_experts}, hidden {shape.hidden}, {shape.dtype} "
+        "dispatch",
+        f"buffer: {memory.total_bytes / 2**20:,.0f} MiB of {memory.budget_bytes / 2**20:,.0f}, at least "
+        f"{memory.least_budget_bytes / 2**20:,.0f}"
+        if memory
+        else "buffer: not known, the extension was built without CUDA kernels",
+    ]
+    stock = found.stock_us
+    for op, outcome in (("dispatch", found.dispatch), ("combine", found.combine)):
+        name, us = outcome.binds
+        sent = found.sent(op)
+        windows = f"{outcome.num_windows} window" + ("s" if outcome.num_windows > 1 else "")
+        about.append(
+            f"{op}: {outcome.us:,.0f} µs in {windows}; {name} binds, for {us:,.0f} µs; "
+            f"{sent.nic / 1e6:,.1f} MB on the NIC, {sent.link / 1e6:,.1f} MB in the domain; "
+            f"bytes alone {found.floor_us[op]:,.0f} µs, the stock all-to-all's {stock:,.0f} µs"
+        )
+    about.append(caveat(found))
+    return about
+
+
+def caveat(found: Prediction) -> str:
+    """What a reader has to know of the times."""
+    machine = found.machine
+    text = f"network: {machine.link}, {machine.link_gbps:.0f} GB/s; NIC {machine.nic}, never measured"
+    if not machine.measured:
+        text += f"; rates of {machine.name} are its vendor's, so times are lower bounds"
+    if found.shape.num_ranks > MEASURED_RANKS:
+        text += f"; groups of more than {MEASURED_RANKS} ranks were not measured: times are extrapolated"
+    return text
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a sweep. refused: why it cannot be laid out; then found is None."""
+
+    ranks: int
+    domain_size: int
+    found: Prediction | None
+    refused: str = ""
+
+
+def sweep(
+    machine: Machine,
+    base: Shape,
+    ranks: Iterable[int],
+    domain_sizes: Sequence[int],
+    budget_bytes: int,
+    window_tokens: int | None,
+) -> list[Cell]:
+    """The base's model and tokens in groups of other sizes. What cannot be laid out becomes a refusal."""
+    cells = []
+    for num in ranks:
+        for size in domain_sizes:
+            if size > num:
+                continue
+            try:
+                shape = Shape.split(
+                    num, size, router=base.router, tokens=base.tokens, hidden=base.hidden, dtype=base.dtype,
+                    codes=base.codes,
+                )  # fmt: skip
+                cells.append(Cell(num, size, predict(machine, shape, budget_bytes, window_tokens)))
+            except EpError as error:
+                cells.append(Cell(num, size, None, str(error)))
+    return cells
+
+
+_HEAD = (
+    "ranks",
+    "domain",
+    "MiB",
+    "windows",
+    "dispatch µs",
+    "binds",
+    "combine µs",
+    "binds",
+    "NIC MB",
+    "stock µs",
+)
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """A line for each cell; windows and bytes are those of combine."""
+    rows = [_HEAD]
+    for cell in cells:
+        start = (str(cell.ranks), str(cell.domain_size))
+        found = cell.found
+        if found is None:
+            rows.append((*start, cell.refused))  # type: ignore[arg-type]
+            continue
+        memory = found.protocol.memory
+        rows.append(
+            (
+                *start,
+                f"{memory.total_bytes / 2**20:.0f}" if memory else "-",
+                str(found.combine.num_windows),
+                f"{found.dispatch.us:,.0f}",
+                found.dispatch.binds[0],
+                f"{found.combine.us:,.0f}",
+                found.combine.binds[0],
+                f"{found.sent('combine').nic / 1e6:.0f}",
+                f"{found.stock_us:,.0f}",
+            )
+        )
+    full = [row for row in rows if len(row) == len(_HEAD)]
+    widths = [max(len(row[i]) for row in full) for i in range(len(_HEAD))]
+    return "\n".join(
+        "  ".join(
+            word.rjust(width) if len(row) == len(_HEAD) or i < 2 else word
+            for i, (word, width) in enumerate(zip(row, widths, strict=False))
+        )
+        for row in rows
+    )
+
+
+def draw_ports(found: Prediction, path: Path) -> None:
+    """A PNG of how long each port is busy in both operations. Needs matplotlib."""
+    figure, axes, plt = _figure()
+    for at, (op, outcome) in enumerate((("dispatch", found.dispatch), ("combine", found.combine))):
+        names = list(outcome.busy_us)
+        axes.barh([f"{op}: {n}" for n in names], [outcome.busy_us[n] for n in names], color=f"C{at}")
+        axes.axvline(outcome.us, color=f"C{at}", linestyle="--", label=f"{op}: {outcome.us:,.0f} µs")
+    axes.axvline(found.stock_us, color="grey", linestyle=":", label="the stock all-to-all's bytes")
+    axes.set_xlabel("µs that a port is busy")
+    axes.invert_yaxis()
+    _save(figure, axes, plt, path)
+
+
+def draw_sweep(cells: Sequence[Cell], path: Path) -> None:
+    """A PNG of both times over the number of ranks, a line for each size of domain. Needs matplotlib."""
+    figure, axes, plt = _figure()
+    there = [(c.ranks, c.domain_size, c.found) for c in cells if c.found is not None]
+    for number, size in enumerate(dict.fromkeys(s for _, s, _ in there)):
+        points = [(ranks, found) for ranks, s, found in there if s == size]
+        xs = [ranks for ranks, _ in points]
+        axes.plot(
+            xs,
+            [f.dispatch.us for _, f in points],
+            "o-",
+            color=f"C{number}",
+            label=f"dispatch, domains of {size}",
+        )
+        axes.plot(
+            xs,
+            [f.combine.us for _, f in points],
+            "s--",
+            color=f"C{number}",
+            label=f"combine, domains of {size}",
+        )
+        axes.plot(
+            xs,
+            [f.stock_us for _, f in points],
+            ":",
+            color=f"C{number}",
+            label=f"stock bytes, domains of {size}",
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("µs")
+    axes.grid(alpha=0.3)
+    _save(figure, axes, plt, path)
+
+
+def _figure() -> tuple[Any, Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 6))
+    return figure, axes, plt
+
+
+def _save(figure: Any, axes: Any, plt: Any, path: Path) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
