@@ -33,22 +33,24 @@ from recipes.plan.devices import DeviceError
 from recipes.plan.hardware import NODES
 from recipes.training import pretrain
 from recipes.training.checkpoint import CheckpointError, Checkpoints
-from uccl_ep_train.errors import ConfigError
+from uccl_ep_train.errors import ConfigError, InputError
 from uccl_ep_train.settings import env
 
 _STOPPED = 130  # exit status after Ctrl-C, as in shells
 # Options that only recipes/training/loop.py knows.
 _OWN_LOOP = (
-    "device", "domain_size", "ablate", "run_dir", "restart", "resume", "start_from", "stop_at", "compare",
+    "device", "ablate", "run_dir", "restart", "resume", "start_from", "stop_at", "compare",
     "router_trace",
 )  # fmt: skip
 # And those that only recipes/training/pretrain.py knows.
-_FULL_SIZE = ("megatron_lm", "data_path", "hardware", "trial", "extra")
+_FULL_SIZE = ("megatron_lm", "data_path", "hardware", "trial", "ep", "extra")
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m recipes.launch", description=__doc__.splitlines()[0])
-    parser.add_argument("--recipe", choices=[*RECIPES, *PRETRAININGS], default="tiny_host")
+    parser.add_argument(
+        "--recipe", choices=[*RECIPES, *PRETRAININGS], help="tiny_host; with --ep: deepseek_v3"
+    )
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -73,6 +75,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--domain-size", type=int, help="ranks that share memory (uccl_ep); on GPUs: all")
     parser.add_argument(
+        "--picture", type=Path, metavar="FILE.png", help="of a dry run: how long each resource is busy"
+    )
+    parser.add_argument(
         "--ablate", choices=ABLATIONS, help="negative controls: what training loses without it"
     )
     parser.add_argument("--steps", type=int, help="optimizer steps of the whole run")
@@ -81,16 +86,23 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     end = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:end])
     args.extra = argv[end + 1 :]
+    if args.recipe is None:
+        args.recipe = "tiny_host" if args.ep is None else "deepseek_v3"
     for name in _OWN_LOOP if args.recipe in PRETRAININGS else _FULL_SIZE:
         value = getattr(args, name)
         if value is not None and value is not False and value != []:
             parser.error(f"--{name.replace('_', '-')} is not for {args.recipe}")
+    if args.picture and not args.dry_run:
+        parser.error("--picture is for a dry run")
+    if args.domain_size is not None and args.recipe in PRETRAININGS and not args.dry_run:
+        parser.error(f"--domain-size of {args.recipe} is for a dry run: its ranks find their domains")
     return args
 
 
 def _add_full_size_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("recipes that Megatron-LM trains: " + ", ".join(PRETRAININGS))
     group.add_argument("--hardware", choices=sorted(NODES), help="node type to lay it out for (h200)")
+    group.add_argument("--ep", type=int, help="ranks that share a layer's experts; default: the layout's")
     group.add_argument("--megatron-lm", type=Path, help="a checkout, with pretrain_gpt.py")
     group.add_argument("--data-path", nargs="+", default=[], help="of pretrain_gpt.py: prefixes of datasets")
     group.add_argument(
@@ -225,7 +237,9 @@ def chosen_job(args: argparse.Namespace) -> jobs.Job:
     if args.trial is not None:
         num_ranks = _trial_ranks(num_ranks)
         recipe = jobs.trial(recipe, hardware, args.trial, num_ranks)
-    job = jobs.of_pretraining(recipe, hardware, args.token_dispatcher, num_ranks)
+    job = jobs.of_pretraining(
+        recipe, hardware, args.token_dispatcher, num_ranks, ep=args.ep, domain_size=args.domain_size
+    )
     if args.trial is not None:
         job = job.with_arguments(jobs.trial_arguments(job))
     asked = {"train_iters": args.steps, "seed": args.seed}
@@ -259,12 +273,12 @@ def _describe_or_start(args: argparse.Namespace, argv: list[str]) -> int:
         if args.dry_run:
             from recipes.plan import dry_run  # its imports need Megatron
 
-            dry_run.run(job)
+            dry_run.run(job, args.picture)
         elif args.trial is not None and not dist.is_torchelastic_launched():
             return _start_trial(job, args, argv)
         else:
             pretrain.start(pretrain.command(job, args.megatron_lm, args.data_path, args.extra))
-    except (RecipeError, ConfigError) as error:
+    except (RecipeError, ConfigError, InputError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

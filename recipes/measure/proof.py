@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from recipes.models.recipe import Recipe
-from recipes.plan import devices, traffic
+from recipes.plan import devices
+from uccl_ep_train.planner.shape import row_bytes as wire_row_bytes
 
 
 class ProofError(RuntimeError):
@@ -46,7 +47,7 @@ def expected_dispatch_bytes(wanted_TE: torch.Tensor, recipe: Recipe) -> int:
     """`wanted_TE`: the router's map for a domain's experts. A row goes there once, on CPUs with a probability
     per pair. GPUs send the probabilities with the routing, and rows padded to multiples of 128 bytes.
     """
-    row_bytes = traffic.row_bytes(recipe.model, recipe.dispatch_dtype)
+    row_bytes = wire_row_bytes(recipe.model.hidden_size, recipe.dispatch_dtype)
     if devices.own().type == "cuda":
         return num_rows(wanted_TE) * -(-row_bytes // 128) * 128
     return num_rows(wanted_TE) * row_bytes + 4 * int(wanted_TE.sum())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shlex
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from recipes.plan.arguments import command_line
 from recipes.plan.jobs import Job
 from recipes.plan.memory import Memory
 from recipes.plan.parameters import Parameters
+from uccl_ep_train.planner import report as planned
 
 _DEDUPLICATES = {"uccl_ep": None, "flex-deepep": "bf16", "flex-hybridep": "bf16"}
 
@@ -35,6 +37,7 @@ class Found:
     memory: Memory
     stock: traffic.Traffic | None
     ours: traffic.Traffic | None  # None: a dispatcher that sends what the stock one sends
+    times: traffic.Times | None = None  # of uccl_ep
 
     @property
     def gpu_bytes(self) -> int:
@@ -58,12 +61,18 @@ def inspect(job: Job) -> Found:
     needs = memory.of_fullest_rank(job.model, job.layout, counted, needed, gpu_bytes)
     if job.node is None:
         return Found(job, counted, needs, None, None)
-    stock = traffic.of_stock_layer(job.model, job.layout, job.node)
+    stock = traffic.of_stock_layer(job.model, job.layout, job.domain_size)
     if job.dispatcher not in _DEDUPLICATES:
         return Found(job, counted, needs, stock, None)
     dtype = _DEDUPLICATES[job.dispatcher] or job.dispatch_dtype
-    ours = traffic.of_layer(job.model, job.layout, job.node, dtype, job.grad_dtype)
-    return Found(job, counted, needs, stock, ours)
+    ours = traffic.of_layer(job.model, job.layout, job.domain_size, dtype, job.grad_dtype)
+    times = None
+    if job.dispatcher == "uccl_ep":
+        dtypes = (job.dispatch_dtype, job.grad_dtype)
+        times = traffic.times_of_layer(
+            job.model, job.layout, job.node.machine, job.domain_size, dtypes, job.budget_bytes
+        )
+    return Found(job, counted, needs, stock, ours, times)
 
 
 def _dispatcher_bytes(job: Job) -> int:
@@ -160,9 +169,8 @@ def _traffic_lines(found: Found) -> list[str]:
     times = passes * layers
     shown = found.ours or found.stock
     lines += [
-        f"network: {job.node.link}, {job.node.link_rate / 1e9:.0f} GB/s; NIC {job.node.nic}, never measured",
         f"bytes that leave a rank, uniform routing, expert parallel group of {layout.ep} ranks in "
-        f"{layout.ep // job.domain_size} domains:",
+        f"{-(-layout.ep // job.domain_size)} domains:",
         f"  {'':34s} {'in the domain':>14s} {'on the NIC':>14s}",
     ]
     rows = [
@@ -177,31 +185,22 @@ def _traffic_lines(found: Found) -> list[str]:
     return lines + _time_lines(found, times)
 
 
-def _time_lines(found: Found, times: int) -> list[str]:
+def _time_lines(found: Found, layers: int) -> list[str]:
+    """`layers`: of all micro-batches of a step."""
     job = found.job
     assert job.node is not None and found.stock is not None
-    wire = found.stock.total.seconds(job.node) * times
-    if job.dispatcher != "uccl_ep":
-        shown = found.ours or found.stock
+    machine = job.node.machine
+    shown = found.ours or found.stock
+    wire = f"{shown.wire_seconds(machine) * layers:.3f} s"
+    if found.times is None:
         return [
-            f"time on the wire, a step: {shown.total.seconds(job.node) * times:.3f} s; what {job.dispatcher} "
-            "takes beyond its bytes is not predicted"
+            f"time on the wire, a step: {wire}; what {job.dispatcher} takes beyond its bytes is not predicted"
         ]
-    assert found.ours is not None
-    seconds = found.ours.seconds(job.node)
-    ours = found.ours.total.seconds(job.node) * times
-    fixed = traffic.FIXED_SECONDS * 1e6
+    stock = found.stock.wire_seconds(machine) * layers
     return [
-        f"predicted: dispatch {seconds['dispatch'] * 1e6:.0f} µs, combine {seconds['combine'] * 1e6:.0f} µs, "
-        f"all of a step {seconds['all'] * times:.3f} s (bytes alone {ours:.3f} s, those of the stock "
-        f"alltoall {wire:.3f} s)",
-        f"  the slower network's time + {fixed:.0f} µs, measured on H200"
-        + (" between emulated domains" if found.ours.several_domains else "")
-        + (
-            ""
-            if job.node.measured
-            else f"; rates of {job.node.name} are its vendor's, so this is a lower bound"
-        ),
+        *planned.lines(found.times.found),
+        f"predicted: all of a step {found.times.total_us * 1e-6 * layers:.3f} s (bytes alone {wire}, "
+        f"those of the stock alltoall {stock:.3f} s)",
     ]
 
 
@@ -217,11 +216,14 @@ def _mb(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:,.1f} MB"
 
 
-def run(job: Job) -> Any:
-    """Prints the report. Raises what `inspect` and `Found.check` raise."""
+def run(job: Job, picture: Path | None = None) -> Any:
+    """Prints the report, and draws how long ports are busy. Raises what `inspect` and `Found.check` raise."""
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")  # advice about packages for GPUs
     parameters.prepare()
     found = inspect(job)
     print(report(found))
+    if picture is not None and found.times is not None:
+        planned.draw_ports(found.times.found, picture)
+        print(f"picture: {picture}")
     found.check()
     return found

@@ -43,14 +43,29 @@ class Job:
 
 
 def of_pretraining(
-    recipe: Pretraining, hardware: str, dispatcher: str | None = None, num_ranks: int | None = None
+    recipe: Pretraining,
+    hardware: str,
+    dispatcher: str | None = None,
+    num_ranks: int | None = None,
+    *,
+    ep: int | None = None,
+    domain_size: int | None = None,
 ) -> Job:
-    """Raises RecipeError for what cannot run: a dispatcher on this node type, a number of ranks."""
+    """ep: ranks that share a layer's experts; domain_size: those of them that share memory. None: the
+    recipe's, and a node's.
+
+    Raises RecipeError for what cannot run: a dispatcher on this node type, a number of ranks, experts or
+    domains that do not come out even.
+    """
     if hardware not in recipe.layouts:
         raise RecipeError(f"hardware = {hardware}: {recipe.name} has layouts for {', '.join(recipe.layouts)}")
     node, layout = NODES[hardware], recipe.layouts[hardware]
+    if ep is not None:
+        layout = _regrouped(recipe, layout, ep, num_ranks)
     if num_ranks is not None:
         layout = _resized(layout, num_ranks)
+    if domain_size is not None and not 1 <= domain_size <= layout.ep:
+        raise RecipeError(f"domain_size = {domain_size}: allowed is 1 .. {layout.ep}, the ranks of a group")
     why = node.no_uccl_ep
     if dispatcher == "uccl_ep" and why:
         raise RecipeError(f"token_dispatcher = uccl_ep: {why}; allowed here are {', '.join(_others())}")
@@ -69,7 +84,7 @@ def of_pretraining(
         dispatch_dtype=recipe.dispatch_dtype,
         grad_dtype=recipe.grad_dtype,
         budget_bytes=recipe.budget_bytes,
-        domain_size=min(node.gpus, layout.ep),
+        domain_size=min(node.gpus, layout.ep) if domain_size is None else domain_size,
         arguments={
             **arguments.model_arguments(recipe.model),
             **arguments.layout_arguments(layout),
@@ -189,6 +204,16 @@ def _dispatcher_arguments(job: Job) -> Arguments:
         # uccl_ep leaves nothing to permute.
         found["moe_permute_fusion"] = bool(job.arguments.get("moe_grouped_gemm"))
     return found
+
+
+def _regrouped(recipe: Pretraining, layout: Layout, ep: int, num_ranks: int | None) -> Layout:
+    """With groups of `ep` ranks. Without a number of ranks, the fewest from the layout's on that fit."""
+    experts = recipe.model.num_experts
+    if ep < 1 or experts % ep:
+        raise RecipeError(f"ep = {ep}: allowed are divisors of {experts}, the experts of a layer")
+    step = layout.pp * ep
+    fewest = -(-layout.num_ranks // step) * step
+    return replace(layout, ep=ep) if num_ranks is not None else _resized(replace(layout, ep=ep), fewest)
 
 
 def _resized(layout: Layout, num_ranks: int) -> Layout:

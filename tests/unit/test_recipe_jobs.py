@@ -91,12 +91,27 @@ def test_options_override_a_full_size_recipe() -> None:
     assert job.layout.num_microbatches == 32
 
 
+def test_groups_and_domains_of_any_size_can_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = chosen_job(parse_args(BIG))
+    job = chosen_job(parse_args([*BIG, "--dry-run", "--ep=32", "--domain-size=16"]))
+    assert (job.layout.ep, job.domain_size, job.layout.num_ranks) == (32, 16, 32)
+    assert job.arguments["expert_model_parallel_size"] == 32
+    assert (plain.layout.ep, plain.domain_size) == (8, 8), "control"
+    assert parse_args(["--dry-run", "--ep=128"]).recipe == "deepseek_v3"
+    assert parse_args(["--dry-run"]).recipe == "tiny_host"
+    assert launch.main([*BIG, "--dry-run", "--domain-size=9"]) == 2
+    assert "domain_size = 9: allowed is 1 .. 8" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--num-ranks=12"], "num_ranks = 12: allowed are multiples of 8"),
         (["--num-ranks=24"], "24 data parallel ranks do not divide the 512 sequences"),
         (["--token-dispatcher=allgather"], "token_dispatcher = allgather"),
+        (["--ep=24"], "ep = 24: allowed are divisors of 128"),
+        (["--ep=0"], "ep = 0"),
+        (["--ep=32", "--num-ranks=24"], "num_ranks = 24: allowed are multiples of 32"),
         (["--hardware=mi300x", "--token-dispatcher=uccl_ep"], "uccl_ep has no HIP backend"),
     ],
 )
@@ -308,6 +323,9 @@ def test_flex_dispatchers_of_tiny_host_are_refused_before_ranks_start(
     [
         ["--hardware=h200"],
         ["--trial=0"],
+        ["--recipe=tiny_host", "--ep=2"],
+        ["--recipe=kimi_k2", "--domain-size=8"],
+        ["--picture=a.png"],
         ["--", "--lr", "1"],
         ["--recipe=kimi_k2", "--ablate=zero_experts"],
         ["--recipe=kimi_k2", "--resume"],

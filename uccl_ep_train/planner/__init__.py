@@ -26,6 +26,7 @@ with each number of ranks left out in turn: median 3.3 %, mean 5.3 %, 90 % withi
 part; the file says why.
 
 It cannot know what no row shows: groups of more than 4 ranks (extrapolated), NICs (emulated only), loss,
-congestion, kernels of B200 and MI300X, other numbers of SMs, serial work that grows with ranks. As 2 x 2 a second
+congestion, kernels of B200 and MI300X, other numbers of SMs, serial work that grows with ranks. As 2 x 2 a
+second
 window of 640 tokens cost nothing; the planner counts its fixed time.
 """

@@ -57,8 +57,7 @@ def predict(
 ) -> Prediction:
     """Raises what creating such a buffer raises. Without CUDA kernels in the extension, windows are not
     known, and it is taken to need none."""
-    known = cuda.built()
-    sizes = protocol.protocol_of(shape, budget_bytes, window_tokens) if known else protocol.unlimited(shape)
+    sizes = sizes_of(shape, budget_bytes, window_tokens)
     return Prediction(
         machine,
         shape,
@@ -68,11 +67,17 @@ def predict(
     )
 
 
+def sizes_of(shape: Shape, budget_bytes: int, window_tokens: int | None) -> Protocol:
+    """The native layout's where the extension has CUDA kernels, else those of one window."""
+    if not cuda.built():
+        return protocol.unlimited(shape)
+    return protocol.protocol_of(shape, budget_bytes, window_tokens)
+
+
 def lines(found: Prediction) -> list[str]:
     """A report of a prediction."""
     shape, sizes = found.shape, found.protocol
-    sizes_of = sorted(set(shape.domains), reverse=True)
-    each = " and ".join(str(s) for s in sizes_of)
+    each = " and ".join(str(size) for size in sorted(set(shape.domains), reverse=True))
     memory = sizes.memory
     about = [
         f"group of {shape.num_ranks} ranks in {len(shape.domains)} domains of {each}: {shape.tokens} "
