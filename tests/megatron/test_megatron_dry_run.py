@@ -150,11 +150,15 @@ def test_the_dry_run_is_a_command(tmp_path: Path) -> None:
         "--recipe=mixtral_8x7b",
         "--hardware=h200",
         "--dry-run",
+        "--ep=4",
+        "--domain-size=2",
+        f"--picture={tmp_path / 'ports.png'}",
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     for words in (
         "--num-layers 32", "46.70 B in total", "optimizer", "fits", "on the NIC", "the stock alltoall's",
-        "predicted: dispatch",
+        "predicted: all of a step", "group of 4 ranks in 2 domains of 2", "binds, for",
     ):  # fmt: skip
         assert words in done.stdout, words
+    assert (tmp_path / "ports.png").read_bytes()[:4] == b"\x89PNG"

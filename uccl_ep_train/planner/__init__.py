@@ -9,6 +9,7 @@ protocol.py   what the native layout gives: memory, windows, chunks
 clock.py      simulated and real time
 events.py     the event model
 fit.py        rates from the repository's measurements
+traces.py     rates of post, wire, NIC and relay, each by itself
 published.py  a closed form for what others published
 accuracy.py   errors of both
 report.py     text, tables and pictures

@@ -1,15 +1,15 @@
-"""python -m uccl_ep_train.planner --sweep | --fit FOLDER [options]: tables of predictions, or their
-accuracy."""
+"""python -m uccl_ep_train.planner --sweep | --fit FOLDER | --trace FILE...: predictions, errors, rates."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
 from uccl_ep_train.errors import EpError
-from uccl_ep_train.planner import accuracy, report
+from uccl_ep_train.planner import accuracy, report, traces
 from uccl_ep_train.planner.machine import MACHINES
 from uccl_ep_train.planner.shape import Router, Shape
 
@@ -21,6 +21,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     what.add_argument(
         "--fit", type=Path, metavar="FOLDER", help="the folder bench: fits rates, prints errors"
     )
+    what.add_argument("--trace", type=Path, nargs="+", metavar="FILE", help="of Buffer.trace: its rates")
     parser.add_argument(
         "--ep", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256], help="ranks of a group"
     )
@@ -44,6 +45,10 @@ def main(argv: list[str]) -> int:
         print(f"--picture {args.picture}: the package matplotlib is not installed", file=sys.stderr)
         return 2
     try:
+        if args.trace:
+            for name, value in asdict(traces.read(args.trace)).items():
+                print(f"{name:9s} {'not in the trace' if value is None else format(value, '.4g')}")
+            return 0
         if args.fit:
             print(accuracy.text(args.fit))
             return 0
