@@ -33,8 +33,8 @@ FILES = {
     "h200_x4_two_domains.json": ("4a56ab2", "newest commit as 2 x 2"),
     "h200_x4_four_domains.json": ("4a56ab2", "newest commit as 4 x 1"),
 }
-"""Of bench/results: the commit whose rows are used, and why. Other files repeat these shapes at earlier
-commits."""
+"""Of bench/results: the commit whose rows are used, and why. Other files are of earlier commits: of these
+shapes, of hidden 4096 (8 cached rows: mean 7.6 %, largest 22 %), of 64 SMs (12: 14 %, 34 %)."""
 OLD_HOST_PATH = ("bcf5232", "8a90ee1")
 """Before d556fca, which replaced what the host does behind the counts of a new plan."""
 PLAN_OF = {"uncached": "new", "sync_free": "sync_free", "cached_plan": "cached"}
