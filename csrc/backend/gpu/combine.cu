@@ -25,11 +25,14 @@ namespace {
 // 1       compare  header_full of all ..> compare calls
 // 4 (8)   end      all blocks are through ..> --> merged, returns_consumed, ended
 //
+// Rows that need more memory than there is go in windows; barriers of the block come before each. The first row of the
+// figure is that of window w. The second is that of window w - 1, and in the end also of the last.
 // boxes are words of the block (Boxes), chunks counters of the GPU (relayed_counts); the others are flags (DeviceMap, NetState).
 // clang-format on
 template <bool kBulk, bool kNet, bool kCopies, typename Row, typename Wire>
 struct Combine {
   static_assert(kBulk || !kCopies);
+  static constexpr bool kIsBulk = kBulk;
   using Folds = FoldRole<kBulk, kNet, kCopies, Row, Wire>;
   using Merges = MergeRole<kBulk, kNet, kCopies, Row, Wire>;
   using Tells = TellFoldedRole<Folds, Merges, kBulk, kNet, kCopies>;
@@ -39,6 +42,55 @@ struct Combine {
   static_assert(Roles::template first_warp<Merges>() == Roles::template first_warp<Folds>() + Folds::kWarps);
 };
 
+// Of shared memory, for tables of ranks and of what windows fold and merge.
+__host__ __device__ inline uint32_t tables_bytes(const Group& g, const KernelCombineArgs& args) {
+  return g.table_bytes + (args.num_windows > 1 ? kHalves : 1) * combine_table_bytes(g.map);
+}
+
+// By all warps of a block that works: all windows.
+template <typename Table>
+__device__ __forceinline__ void work(const CombineKernel& kernel, typename Table::Roles::Shared& shared,
+                                     uint8_t* pipelines, uint64_t* barriers) {
+  using Roles = typename Table::Roles;
+  using Folds = typename Table::Folds;
+  using Merges = typename Table::Merges;
+  using Tells = typename Table::Tells;
+  const bool tells = Roles::template is_in<Tells>();
+  const CombineKernel as_teller = kernel.by(Roles::template crew<Tells>());
+  const bool folds = Roles::template is_in<Folds>();
+  const CombineKernel k = kernel.by(folds ? Roles::template crew<Folds>() : Roles::template crew<Merges>());
+  const uint32_t sum_warp = threadIdx.x / kWarp - Roles::template first_warp<Folds>();
+  SumPipeline pipeline{pipelines + sum_warp * kSumWarpBytes, barriers + sum_warp * kSumStages};
+  bool good = true;
+  // A window's own sums come after the next window has been folded and relayed: others wait for that.
+#pragma unroll 1
+  for (uint32_t w = 0; w < kernel.args.num_windows; ++w) {
+    // What the window before the last merges is needed until here.
+    if (w > 0 && !device::barrier_and(0, Roles::kThreads, good)) break;
+    if (tells) Tells::begin(as_teller, w, shared, shared.merges[w % kHalves]);
+    __syncthreads();
+    if (tells) {
+      Tells::run(as_teller, shared);
+      continue;
+    }
+    if (w == 0) {
+      good = begin_sums<Table::kIsBulk>(k, pipeline);
+      // A warp that merges compares the calls. It waits until all ranks have entered, which is no longer than it waits
+      // for their pieces. A warp that tells of folded rows would keep other ranks waiting. With several domains the
+      // network's block compares.
+      if (!has_net(kernel.g) && blockIdx.x == 0 && sum_warp == Table::kSumWarps - 1 && good)
+        all_alike(kernel.by(Roles::lone_warp()), kernel.args.signature);
+    }
+    const MergeRange& now = shared.merges[w % kHalves];
+    if (folds) good = good && Folds::run(k, shared, now, pipeline);
+    good = good && Merges::return_sums(k, now, pipeline, folds);
+    // One call for both roles and all windows, because its code is long.
+#pragma unroll 1
+    for (uint32_t m = w == 0 ? 0 : w - 1; m < w + is_last(kernel.args, w); ++m)
+      good = good && Merges::merge(k, shared.merges[m % kHalves], pipeline, folds);
+  }
+}
+
 template <bool kBulk, bool kNet, bool kCopies, typename Row, typename Wire>
 __global__ void __launch_bounds__(Combine<kBulk, kNet, kCopies, Row, Wire>::Roles::kThreads, 1)
     combine(const __grid_constant__ Group g, const __grid_constant__ PlanView plan,
@@ -46,9 +98,7 @@ __global__ void __launch_bounds__(Combine<kBulk, kNet, kCopies, Row, Wire>::Role
   if constexpr (kBulk && !kArch.bulk_copies) return;  // never launched: see has_bulk_copies()
   using Table = Combine<kBulk, kNet, kCopies, Row, Wire>;
   using Roles = typename Table::Roles;
-  using Folds = typename Table::Folds;
   using Merges = typename Table::Merges;
-  using Tells = typename Table::Tells;
   UCCL_EP_DYNAMIC_SHARED(dynamic);
   __shared__ KernelOp op;
   __shared__ typename Roles::Shared shared;
@@ -60,31 +110,11 @@ __global__ void __launch_bounds__(Combine<kBulk, kNet, kCopies, Row, Wire>::Role
   if (blockIdx.x == 0 && threadIdx.x == 0) trace_kernel(g, TraceKind::kKernelBegin, OpKind::kCombine, kernel.op.epoch);
   if constexpr (kNet) {
     if (blockIdx.x == workers(g)) {
-      serve_network<kBulk, Merges>(kernel, shared.merges);
+      serve_network<kBulk, Merges>(kernel);
       return;
     }
   }
-  const bool tells = Roles::template is_in<Tells>();
-  const CombineKernel as_teller = kernel.by(Roles::template crew<Tells>());
-  if (tells) Tells::begin(as_teller, shared.folds, shared.merges);
-  __syncthreads();
-  if (tells) {
-    Tells::run(as_teller, shared);
-  } else {
-    const bool folds = Roles::template is_in<Folds>();
-    const CombineKernel k = kernel.by(folds ? Roles::template crew<Folds>() : Roles::template crew<Merges>());
-    const uint32_t sum_warp = threadIdx.x / kWarp - Roles::template first_warp<Folds>();
-    SumPipeline pipeline{dynamic + g.table_bytes + combine_table_bytes(g.map) + sum_warp * kSumWarpBytes,
-                         barriers + sum_warp * kSumStages};
-    bool good = begin_sums<kBulk>(k, pipeline);
-    // A warp that merges compares the calls. It waits until all ranks have entered, which is no longer than it waits
-    // for their pieces. A warp that tells of folded rows would keep other ranks waiting. With several domains the
-    // network's block compares.
-    if (!kNet && blockIdx.x == 0 && sum_warp == Table::kSumWarps - 1 && good)
-      all_alike(kernel.by(Roles::lone_warp()), args.signature);
-    if (folds) good = good && Folds::run(k, shared, pipeline);
-    if (good) Merges::run(k, shared, pipeline, folds);  // one call for both roles, because its code is long
-  }
+  work<Table>(kernel, shared, dynamic + tables_bytes(g, args), barriers);
   __syncthreads();  // errors that other crews of the block found are seen from here on
   if constexpr (kNet) {
     if (threadIdx.x == 0) count_through(g);
@@ -97,14 +127,12 @@ __global__ void __launch_bounds__(Combine<kBulk, kNet, kCopies, Row, Wire>::Role
   if (k.crew.thread == 0) trace_kernel(g, TraceKind::kKernelEnd, OpKind::kCombine, k.op.epoch);
 }
 
-uint32_t tables_bytes(const Group& group) { return group.table_bytes + combine_table_bytes(group.map); }
-
 template <bool kBulk, bool kNet, bool kCopies, typename Row, typename Wire>
 void launch_one(const Group& group, const PlanView& plan, const KernelCombineArgs& args, uint32_t num_sms,
                 StreamHandle stream) {
   using Table = Combine<kBulk, kNet, kCopies, Row, Wire>;
   launch_kernel(combine<kBulk, kNet, kCopies, Row, Wire>,
-                {num_sms, Table::Roles::kThreads, tables_bytes(group) + Table::kSharedBytes, stream}, group, plan,
+                {num_sms, Table::Roles::kThreads, tables_bytes(group, args) + Table::kSharedBytes, stream}, group, plan,
                 args);
 }
 // Compact rows are copied, but not in large combines of two GPUs: of 4,096 tokens of 7168 the copying kernel took 258
@@ -134,8 +162,8 @@ Status launch_combine(const Group& group, const PlanView& plan, const KernelComb
     launch<false, float, float>(group, plan, args, num_sms, stream);
   else if (args.wire == Dtype::kFp32)
     launch<false, uint16_t, float>(group, plan, args, num_sms, stream);
-  else if (!group.bulk_copies ||
-           group.shared_bytes < tables_bytes(group) + Combine<true, false, false, uint16_t, uint16_t>::kSharedBytes)
+  else if (!group.bulk_copies || group.shared_bytes < tables_bytes(group, args) +
+                                                          Combine<true, false, false, uint16_t, uint16_t>::kSharedBytes)
     launch<false, uint16_t, uint16_t>(group, plan, args, num_sms, stream);
   else
     launch<true, uint16_t, uint16_t>(group, plan, args, num_sms, stream);

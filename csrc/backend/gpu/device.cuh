@@ -155,6 +155,8 @@ enum class Phase : uint32_t {
   kMerged,
   kRelayed,
   kThrough,
+  kEvenWindow,  // of a dispatch, but its last
+  kOddWindow,
   kSlotsSent,
   kSlotsReceived,
   kPairsSent,
@@ -169,11 +171,12 @@ __device__ inline bool last_block(const Kernel& k, Phase what, uint32_t num_bloc
   return k.crew.any(last);
 }
 
-// By a crew: publishes our flag at every member. No warp of the crew waits for such a flag in this kernel.
+// By a crew: publishes our flag at every member.
 template <typename Of>
-__device__ inline void publish_to_members(const Kernel& k, Part<DeviceFlag<Of>> flags) {
+__device__ inline void publish_to_members(const Kernel& k, Part<DeviceFlag<Of>> flags, uint64_t value) {
   for (uint32_t r = k.g.first + k.crew.thread; r < k.g.end; r += k.crew.size)
-    publish(member_flag(k.g, r, flags, k.g.rank), k.op.epoch);
+    publish(member_flag(k.g, r, flags, k.g.rank), value);
+  __syncwarp();  // lanes of this warp may wait for such a flag in this kernel
 }
 // By a crew: publishes header_full or weights_full at every member. The proxies tell the other domains.
 template <typename Of>

@@ -22,7 +22,8 @@ constexpr uint32_t kMostKept = 16;  // tiles of a block
 // 1      tell                                                         staged ..> one fence --> rows_full at every member
 //
 // Of a known plan `serve` writes headers and weights (--> header_full, weights_full) and `place` begins with rows. Of an
-// exchanged one nothing is routed or staged. Where there are several domains (in brackets) `stage` and `place` route
+// exchanged one nothing is routed, and the first window is staged. Rows that need more memory than there is go in windows:
+// each role turns to the next one by itself. Where there are several domains (in brackets) `stage` and `place` route
 // together, --> packed, and one more block sees to the network:
 //
 // 1      poll   words of hosts ..> --> rows_there, header_full, weights_full; until all blocks are through
@@ -44,7 +45,7 @@ struct Dispatch {
 // Of shared memory, for tables of ranks and sources.
 template <PlanState kState>
 __host__ __device__ inline uint32_t tables_bytes(const Group& g) {
-  return g.table_bytes + (kState == PlanState::kNew ? 2 : 1) * source_table_bytes(g.map);
+  return g.table_bytes + source_tables_bytes(g.map, kState) + sent_table_bytes(g.map);
 }
 
 // kBulk: dynamic shared memory holds, behind the table of arrivals, the pipelines of the placing role and of the
@@ -60,7 +61,6 @@ __global__ void __launch_bounds__(Dispatch<kState, kBulk, kNet>::Roles::kThreads
   using Stages = typename Table::Stages;
   using Places = typename Table::Places;
   constexpr bool kKnown = kState == PlanState::kKnown, kNew = kState == PlanState::kNew;
-  constexpr bool kStages = kState != PlanState::kExchanged;
   UCCL_EP_DYNAMIC_SHARED(dynamic);
   __shared__ KernelOp op;
   __shared__ typename Roles::Shared shared;
@@ -68,10 +68,10 @@ __global__ void __launch_bounds__(Dispatch<kState, kBulk, kNet>::Roles::kThreads
   uint8_t* const memory = dynamic + tables_bytes<kState>(g);
   if (threadIdx.x < kStageWarps) shared.row_groups[threadIdx.x] = 0;
   if (threadIdx.x == 0) shared.routed = shared.totals = 0;
-  if (kStages)
-    enter(g, OpKind::kDispatch, op, Roles::kThreads);
-  else
+  if (kState == PlanState::kExchanged)
     enter_again(g, op, Roles::kThreads);
+  else
+    enter(g, OpKind::kDispatch, op, Roles::kThreads);
   const DispatchKernel kernel{{g, plan, op, {}}, args};
   if (blockIdx.x == 0 && threadIdx.x == 0) trace_kernel(g, TraceKind::kKernelBegin, OpKind::kDispatch, kernel.op.epoch);
   if constexpr (kNet) {
@@ -96,10 +96,10 @@ __global__ void __launch_bounds__(Dispatch<kState, kBulk, kNet>::Roles::kThreads
     serve(kernel.by(Roles::template crew<Serves>()));
   } else if (Roles::template is_in<Stages>()) {
     const DispatchKernel k = kernel.by(Roles::template crew<Stages>());
-    if (kStages && going(k)) Stages::run(k, shared, memory);
+    if (going(k)) Stages::run(k, shared, memory);
   } else if (!kNew && Roles::template is_in<Serves>()) {
     serve(kernel.by(Roles::template crew<Serves>()));
-  } else if (kStages) {
+  } else {
     Table::Tells::run(kernel, shared);
   }
   __syncthreads();  // errors that other crews of the block found are seen from here on
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(Dispatch<kState, kBulk, kNet>::Roles::kThreads
   if (!Roles::template is_in<Places>() || !routed.placed || (!kKnown && blockIdx.x >= args.num_blocks)) return;
   const DispatchKernel k = kernel.by(Roles::template crew<Places>());
   if (!last_block(k, Phase::kPlaced, kKnown ? gridDim.x : args.num_blocks)) return;
-  if (kKnown && k.crew.thread == 0) keep(g, k.op, OpKind::kDispatch);
+  if (kKnown && k.crew.thread == 0) keep_epoch(g, k.op);
   Places::finish(k, going(k));
   if (k.crew.thread == 0) trace_kernel(g, TraceKind::kKernelEnd, OpKind::kDispatch, k.op.epoch);
 }
@@ -173,8 +173,7 @@ Status launch_dispatch(const Group& group, const PlanView& plan, const PlaceArgs
                        uint32_t stage_sms, StreamHandle stream) {
   PlaceArgs args = given;
   args.num_blocks = num_sms - has_net(group);  // one sees to the network
-  const uint32_t begin = args.window * args.window_tokens, end = min(begin + args.window_tokens, args.stage.num_tokens);
-  const uint32_t row_groups = begin < end ? (end - begin + kRowGroup - 1) / kRowGroup : 0;
+  const uint32_t row_groups = (min(args.window_tokens, args.stage.num_tokens) + kRowGroup - 1) / kRowGroup;
   const uint32_t blocks = max(num_sms, min(stage_sms, row_groups + has_net(group)));
   if (args.state == PlanState::kNew)
     launch<PlanState::kNew>(group, plan, args, blocks, stream);

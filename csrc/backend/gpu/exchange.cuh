@@ -323,7 +323,7 @@ __device__ inline bool route(const DispatchKernel& k, uint8_t* shared, uint32_t*
     good &= wait_flag(k.g, {&local(k.g).counted, k.op.epoch, k.g.rank});
   }
   // Meanwhile it waits until our packets of two operations ago have been read and have left.
-  good &= wait_some_members(k, k.g.map.read, k.op.free_after, Step::kExchange);
+  good &= wait_some_members(k, k.g.map.read, k.op.free_after(0), Step::kExchange);
   good &= wait_some_packets_gone(k);
   if (!k.crew.all(good)) return false;
   if (blockIdx.x == 0) write_headers(k, k.args.signature, num_tokens);

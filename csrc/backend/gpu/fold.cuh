@@ -10,13 +10,21 @@
 
 namespace uccl_ep::gpu {
 
+__device__ __forceinline__ bool is_last(const KernelCombineArgs& args, uint32_t window) {
+  return window + 1 == args.num_windows;
+}
+// Where a window's pieces begin in the memory of a stream.
+__device__ __forceinline__ uint64_t pieces_begin(const Group& g, uint32_t window) {
+  return window % kHalves * piece_half_bytes(g.map);
+}
 // The token blocks of a source that a window has.
 struct TokenBlockRange {
   uint32_t first, end;
 };
-__device__ __forceinline__ TokenBlockRange token_blocks_of(const KernelCombineArgs& args, uint32_t token_blocks) {
-  const uint32_t per_window = args.window_tokens / kTokenBlock, first = min(args.window * per_window, token_blocks);
-  return {first, args.is_last ? token_blocks : min(first + per_window, token_blocks)};
+__device__ __forceinline__ TokenBlockRange token_blocks_of(const KernelCombineArgs& args, uint32_t window,
+                                                           uint32_t token_blocks) {
+  const uint32_t per_window = args.window_tokens / kTokenBlock, first = min(window * per_window, token_blocks);
+  return {first, is_last(args, window) ? token_blocks : min(first + per_window, token_blocks)};
 }
 
 // A rank that is alone in its domain has nothing to merge for others: it folds straight into the rings to them.
@@ -30,30 +38,40 @@ struct FoldSource {
   uint32_t slot;        // of the first chunk in the ring
 };
 #pragma pack(pop)
-// Of all sources; in shared memory.
+// Of all sources; in shared memory. Two windows have tables of their own, because a block merges one while it folds the
+// next.
+__host__ __device__ inline uint32_t combine_table_bytes(const DeviceMap& map);
+__device__ __forceinline__ uint32_t window_table(const Group& g, uint32_t window) {
+  return window % kHalves * combine_table_bytes(g.map);
+}
 struct FoldRange {
+  uint32_t window;
   MostRows most;
   PartedRows parted;
   uint32_t hurried;  // so many first rows are told by the warps that fold them
-  static __device__ __forceinline__ FoldSource& of(const Group& g, uint32_t source) {
-    return shared_table<FoldSource>(g, 0)[source];
+  __device__ __forceinline__ FoldSource& of(const Group& g, uint32_t source) const {
+    return shared_table<FoldSource>(g, window_table(g, window))[source];
   }
   static __host__ __device__ uint32_t table_bytes(const DeviceMap& map) { return sizeof(FoldSource) * map.num_ranks; }
 };
-__device__ inline void find_fold_range(const CombineKernel& k, FoldRange& out) {
-  const uint32_t entries = k.plan.num_token_blocks + 1;
+// By a warp, when it has found what the window merges (`streams`).
+template <typename Merges>
+__device__ inline void find_fold_range(const CombineKernel& k, const Merges& streams, FoldRange& out) {
+  const uint32_t entries = k.plan.num_token_blocks + 1, window = streams.window;
+  if (k.crew.thread == 0) out.window = window;
+  k.crew.sync();
   for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size) {
-    const TokenBlockRange token_blocks = token_blocks_of(k.args, k.plan.token_blocks[s]);
+    const TokenBlockRange token_blocks = token_blocks_of(k.args, window, k.plan.token_blocks[s]);
     FoldSource& its = out.of(k.g, s);
     its.begin = k.plan.row_begin[s] + k.plan.token_block_rows[s * entries + token_blocks.first];
     its.end = k.plan.row_begin[s] + k.plan.token_block_rows[s * entries + token_blocks.end];
     const uint32_t stream = stream_of(k.g, s);
     if (!in_domain(k.g, s) && is_alone(k.g)) {
       its.to = at(k.g, k.g.rank, k.g.net.relayed[stream].returns);
-      its.slot = static_cast<uint32_t>(k.g.net_state.relayed[stream] % k.g.map.return_slots);
+      its.slot = streams.stream(k.g, stream).slot;
     } else {
       const uint64_t earlier = k.plan.token_block_pieces[s * entries + token_blocks.first];
-      its.to = at(k.g, holder_of(k.g, s), k.g.map.pieces) + stream * k.g.map.piece_bytes -
+      its.to = at(k.g, holder_of(k.g, s), k.g.map.pieces) + stream * k.g.map.piece_bytes + pieces_begin(k.g, window) -
                earlier * k.args.hidden * dtype_bytes(k.args.wire);
     }
   }
@@ -88,6 +106,7 @@ struct Fold : CombineKernel {
   mutable uint32_t put = 0;
 
   __device__ SharedWork shared_work() const { return SharedWork::kFolded; }
+  __device__ uint32_t window() const { return range.window; }
   __device__ Dealing dealing() const { return {4}; }
   __device__ uint32_t end() const {
     const uint32_t rows = range.most.far_sum(g) + range.most.near_sum(g);
@@ -109,7 +128,9 @@ struct Fold : CombineKernel {
     }
     if constexpr (kNet) sum.part = range.parted.part(number_of_sum);
     if (kNet && n < far && is_alone(g)) {  // this rank gets all rows of the stream
-      sum.tag = FoldTag::of_chunk(ring_counter(g, stream_of(g, s), number / rows_per_chunk(g, bytes))).word;
+      sum.tag =
+          FoldTag::of_chunk(ring_counter(g, stream_of(g, s), range.of(g, s).slot, number / rows_per_chunk(g, bytes)))
+              .word;
       sum.out = range.of(g, s).to + ring_offset(g, range.of(g, s).slot, g.map.return_slots, number, bytes);
     } else {
       sum.tag = FoldTag::of_token_block(s * max_token_blocks(g) + plan.row_token[row] / kTokenBlock,
@@ -225,10 +246,10 @@ __device__ inline void tell_folded(const Fold<kNet, kCopies>& fold, Boxes<kWarps
 }
 
 // By a warp of one block: publishes the flags of token blocks without rows here, for which no piece comes back.
-__device__ inline void tell_empty_token_blocks(const CombineKernel& k) {
+__device__ inline void tell_empty_token_blocks(const CombineKernel& k, uint32_t window) {
   for (uint32_t s = 0; s < k.g.map.num_ranks; ++s) {
     const uint32_t* const before = k.plan.token_block_rows + s * (k.plan.num_token_blocks + 1);
-    const TokenBlockRange token_blocks = token_blocks_of(k.args, k.plan.token_blocks[s]);
+    const TokenBlockRange token_blocks = token_blocks_of(k.args, window, k.plan.token_blocks[s]);
     for (uint32_t c = token_blocks.first + k.crew.lane(); c < token_blocks.end; c += kWarp)
       if (before[c] == before[c + 1])
         publish(folded(k.g, holder_of(k.g, s), stream_of(k.g, s), k.g.rank) + c, k.op.epoch);
@@ -256,10 +277,11 @@ __device__ inline void fold_weights(const CombineKernel& k) {
       to[p + offset] = k.plan.out_rows[p] < k.plan.num_out_rows ? k.args.row_weights[k.plan.out_rows[p]] : 0.0f;
   }
 }
-// By crews of all blocks, after the rows: tells every member that it has all our pieces and weights' gradients.
+// By crews of all blocks, after the rows of all windows: tells every member that it has all our pieces and weights'
+// gradients.
 __device__ inline void finish_fold(const CombineKernel& k) {
-  if (k.args.row_weights != nullptr && k.args.window == 0) fold_weights(k);
-  if (last_block(k, Phase::kFolded, workers(k.g)) && going(k)) publish_to_members(k, k.g.map.folded_all);
+  if (k.args.row_weights != nullptr) fold_weights(k);
+  if (last_block(k, Phase::kFolded, workers(k.g)) && going(k)) publish_to_members(k, k.g.map.folded_all, k.op.epoch);
 }
 
 }  // namespace uccl_ep::gpu

@@ -55,10 +55,18 @@ __device__ inline uint64_t crew_sum(const Crew& crew, uint64_t value) {
 }
 
 // ---- operations -----------------------------------------------------------------------------------------------------
+// Windows of dispatches are numbered since the buffer's creation, and windows of combines. Windows use two halves of
+// memory in turn: nothing may be written into a half before all is read that the window before the last left there.
 struct KernelOp {
   uint64_t epoch;
-  uint64_t free_after;  // epoch whose "read" (dispatch) or "merged" (combine) it waits for
-  uint32_t half;
+  uint64_t first_window;  // its number
+
+  __device__ __forceinline__ uint64_t window(uint32_t w) const { return first_window + w; }
+  // The window that had the same half before; 0: none.
+  __device__ __forceinline__ uint64_t free_after(uint32_t w) const {
+    return window(w) > kHalves ? window(w) - kHalves : 0;
+  }
+  __device__ __forceinline__ uint32_t half(uint32_t w) const { return static_cast<uint32_t>(window(w) % kHalves); }
 };
 // By every thread of every block (of `num_threads`) of an operation's first kernel, before anything else. Each block
 // works out `op`. It is in shared memory, because no thread has registers to spare for it.
@@ -66,8 +74,7 @@ __device__ __forceinline__ void enter(const Group& g, OpKind kind, KernelOp& op,
   load_rank_tables(g, num_threads);
   if (threadIdx.x == 0) {
     const Progress& last = local(g).progress;
-    const uint32_t half = static_cast<uint32_t>(last.num_dispatches % kHalves);
-    op = {last.epoch + 1, kind == OpKind::kCombine ? last.last_combine : last.half_epoch[half], half};
+    op = {last.epoch + 1, 1 + (kind == OpKind::kCombine ? last.combine_windows : last.dispatch_windows)};
     local(g).entered = op.epoch;
   }
   __syncthreads();
@@ -76,8 +83,8 @@ __device__ __forceinline__ void enter(const Group& g, OpKind kind, KernelOp& op,
 __device__ __forceinline__ void enter_again(const Group& g, KernelOp& op, uint32_t num_threads) {
   load_rank_tables(g, num_threads);
   if (threadIdx.x == 0) {
-    const Progress& progress = local(g).progress;
-    op = {progress.epoch, 0, static_cast<uint32_t>((progress.num_dispatches - 1) % kHalves)};
+    const Progress& last = local(g).progress;
+    op = {last.epoch, 1 + last.dispatch_windows};
   }
   __syncthreads();
 }
@@ -101,16 +108,12 @@ struct KernelWith : Kernel {
 using DispatchKernel = KernelWith<PlaceArgs>;
 using CombineKernel = KernelWith<KernelCombineArgs>;
 
-// By one thread, when all blocks have entered: keeps what the next operation's enter() reads.
-__device__ __forceinline__ void keep(const Group& g, const KernelOp& op, OpKind kind) {
+// By one thread, when all blocks have entered: keeps what the next operation's enter() reads; and when an operation of
+// `num_windows` windows is through.
+__device__ __forceinline__ void keep_epoch(const Group& g, const KernelOp& op) { local(g).progress.epoch = op.epoch; }
+__device__ __forceinline__ void keep_windows(const Group& g, const KernelOp& op, OpKind kind, uint32_t num_windows) {
   Progress& progress = local(g).progress;
-  progress.epoch = op.epoch;
-  if (kind == OpKind::kCombine) {
-    progress.last_combine = op.epoch;
-  } else {
-    progress.half_epoch[op.half] = op.epoch;
-    progress.num_dispatches += 1;
-  }
+  (kind == OpKind::kCombine ? progress.combine_windows : progress.dispatch_windows) = op.window(num_windows) - 1;
 }
 
 // By every thread of a crew: the time from here to stop() counts as the step's. Only one block measures it.

@@ -127,8 +127,10 @@ DeviceRegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64
   l.max_tokens = num_tokens;
   l.max_pairs = num_tokens * kPairsPerToken;
   l.half_bytes = window * row_bytes;
-  // Most tokens reach fewer ranks than there are; a window takes what fits.
-  l.piece_bytes = (uint64_t{window} * std::min(shape.members, kUsualRanks) + kTokenBlock * shape.members) * row_bytes;
+  // Most tokens reach fewer ranks than there are; a window takes what fits. A half holds a token block.
+  const uint64_t most_pieces = uint64_t{kTokenBlock} * shape.members;
+  l.piece_bytes =
+      std::max(window * std::min(shape.members, kUsualRanks) + most_pieces, kHalves * most_pieces + 1) * row_bytes;
   const uint64_t ranks = shape.ranks, members = shape.members, streams = shape.streams, domains = shape.domains;
   const uint64_t tokens = num_tokens, pairs = l.max_pairs, token_blocks = tokens / kTokenBlock;
   const uint32_t experts_per_rank = num_experts / shape.ranks;
@@ -292,6 +294,7 @@ uint64_t lay_out_plan(PlanView& view, const PlanSizes& sizes, uint8_t* memory, c
   take(view.routing_hash, 1);
   take(view.tokens_per_expert, experts);
   take(view.overflow, 1);
+  take(view.most_tokens, 1);
   take(view.row_begin, ranks);
   take(view.row_end, ranks);
   take(view.weight_begin, ranks);

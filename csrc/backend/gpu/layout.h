@@ -183,21 +183,23 @@ inline uint32_t window_tokens(const DeviceMap& map, uint64_t row_bytes) {
   const uint64_t staged = map.half_bytes / row_bytes, shipped = map.row_slots * (map.slot_bytes / row_bytes);
   return whole_token_blocks(map, map.num_domains > 1 && shipped < staged ? shipped : staged);
 }
-// Tokens whose pieces fit the memory if a token block has at most `most_pieces` in any domain. At least one.
-inline uint32_t combine_window_tokens(const DeviceMap& map, uint64_t row_bytes, uint32_t most_pieces) {
-  const uint64_t pieces = map.piece_bytes / row_bytes;
+// Where the pieces of the second half of a stream's memory begin.
+constexpr uint64_t piece_half_bytes(const DeviceMap& map) { return map.piece_bytes / kHalves / 256 * 256; }
+// Tokens whose pieces fit the memory, or one of its halves, if a token block has at most `most_pieces` in any domain.
+// At least a token block.
+inline uint32_t combine_window_tokens(const DeviceMap& map, uint64_t row_bytes, uint32_t most_pieces,
+                                      bool in_halves = false) {
+  const uint64_t pieces = (in_halves ? piece_half_bytes(map) : map.piece_bytes) / row_bytes;
   const uint64_t folded = most_pieces == 0 ? map.max_tokens : pieces / most_pieces * kTokenBlock;
   const uint64_t slots = map.return_slots - (map.num_domains > 1 ? weight_chunks(map.max_pairs, map.slot_bytes) : 0);
-  const uint64_t returned = slots * (map.slot_bytes / row_bytes);
+  const uint64_t returned = slots / (in_halves ? kHalves : 1) * (map.slot_bytes / row_bytes);
   return whole_token_blocks(map, map.num_domains > 1 && returned < folded ? returned : folded);
 }
 
 // How far this rank is; kept in device memory so that a captured graph advances it, too.
 struct Progress {
   uint64_t epoch = 0;  // of the last operation
-  uint64_t num_dispatches = 0;
-  uint64_t half_epoch[kHalves] = {};  // last dispatch that used the half
-  uint64_t last_combine = 0;
+  uint64_t dispatch_windows = 0, combine_windows = 0;  // of all operations
   uint64_t num_refused = 0;  // calls of this rank, so far. Writer: refuse.cu, in the order of the operations
 };
 
@@ -245,12 +247,12 @@ struct Local {
   DeviceFlag<RowsPlanned> rows_planned;
   DeviceFlag<Hashed> hashed;
   uint64_t routing_hash = 0;  // of a routing that is compared with a plan's; the last to add resets it
-  DeviceCounter<Arrived> arrived[14] = {};  // blocks, by Phase
+  DeviceCounter<Arrived> arrived[16] = {};  // blocks, by Phase
   LowLatencyState low_latency;
   // Progress, arrival: the time, in ticks of patience.cuh, before which no wait's deadline begins. Writers and readers:
   // threads whose deadline is over; any of their values will do; never reset.
   uint32_t patient_since[2] = {};
-  DeviceCounter<SharesTaken> next_share[4] = {};  // by SharedWork
+  DeviceCounter<SharesTaken> next_share[kHalves][4] = {};  // by a window's number mod 2, and SharedWork
   uint64_t block_hash[kMaxBlocks] = {};
   uint64_t step_nsec[kNumSteps] = {};  // since creation: what block 0 has spent in a step
 };
@@ -315,6 +317,7 @@ struct PlanView {
   uint64_t* routing_hash = nullptr;  // [1]
   int64_t* tokens_per_expert = nullptr;  // [experts of a rank] pairs, padding included
   uint64_t* overflow = nullptr;  // [1] 1: more rows came than the caller has room for
+  uint64_t* most_tokens = nullptr;  // [1] of any rank
   // Of this rank as destination.
   uint32_t* row_begin = nullptr;  // [ranks] a source's rows, numbered in the given order of sources
   uint32_t* row_end = nullptr;  // [ranks]

@@ -23,35 +23,76 @@ struct MergeStream {
   uint32_t first_row, end_row;
   uint32_t pieces;  // in earlier windows
   uint32_t slot;    // of the first chunk
-  uint32_t unused;
+  uint32_t chunks;  // of this kernel's earlier windows
 };
 #pragma pack(pop)
 // In shared memory.
 struct MergeRange {
+  uint32_t window;
   uint32_t first_token, end_token;
   PartedRows last;    // of our tokens
   uint32_t pieces;    // of ours in our domain, in earlier windows
   uint32_t most;      // rows of a stream
   PartedRows parted;  // of those that we relay
-  static __device__ __forceinline__ MergeDomain& domain(const Group& g, uint32_t domain) {
-    return shared_table<MergeDomain>(g, FoldRange::table_bytes(g.map))[domain];
+  __device__ __forceinline__ MergeDomain& domain(const Group& g, uint32_t domain) const {
+    return domain_of(g, window, domain);
   }
-  static __device__ __forceinline__ MergeStream& stream(const Group& g, uint32_t stream) {
-    return shared_table<MergeStream>(g, FoldRange::table_bytes(g.map))[g.map.num_domains + stream];
+  __device__ __forceinline__ MergeStream& stream(const Group& g, uint32_t stream) const {
+    return stream_of(g, window, stream);
+  }
+  static __device__ __forceinline__ MergeDomain& domain_of(const Group& g, uint32_t window, uint32_t domain) {
+    return shared_table<MergeDomain>(g, window_table(g, window) + FoldRange::table_bytes(g.map))[domain];
+  }
+  static __device__ __forceinline__ MergeStream& stream_of(const Group& g, uint32_t window, uint32_t stream) {
+    return shared_table<MergeStream>(
+        g, window_table(g, window) + FoldRange::table_bytes(g.map))[g.map.num_domains + stream];
+  }
+  // Where pieces of a stream begin, in units of 16 bytes of our region.
+  __device__ __forceinline__ uint64_t piece_units(const Group& g, uint32_t stream) const {
+    return (g.map.pieces.offset + stream * g.map.piece_bytes + pieces_begin(g, window)) / 16;
   }
 };
 static_assert(sizeof(MergeDomain) == sizeof(MergeStream));
-// Of a combine.
+// Of a window of a combine.
 __host__ __device__ inline uint32_t combine_table_bytes(const DeviceMap& map) {
   const uint64_t merges = map.num_domains > 1 ? sizeof(MergeStream) * (map.num_domains + map.num_streams) : 0;
   return table_bytes(FoldRange::table_bytes(map) + merges);
 }
-// By a warp.
-__device__ inline void find_merge_range(const CombineKernel& k, MergeRange& out) {
+// The part of a stream that we relay in a window, and its chunks in the ring with those of weights, which follow the
+// last window's rows.
+__device__ __forceinline__ StreamPart relayed_part(const CombineKernel& k, uint32_t window, uint32_t stream) {
+  const uint32_t s = k.g.net.relayed[stream].source;
+  const TokenBlockRange token_blocks = token_blocks_of(k.args, window, k.plan.token_blocks[s]);
+  const uint32_t* const before = k.plan.token_block_streams + s * (k.plan.num_token_blocks + 1);
+  return part_of(k.g, before[token_blocks.first], before[token_blocks.end], k.args.hidden * dtype_bytes(k.args.wire));
+}
+__device__ __forceinline__ uint32_t weight_chunks_of(const CombineKernel& k, uint32_t window, uint32_t pairs) {
+  return k.args.signature.with_weights != 0 && is_last(k.args, window) ? weight_chunks(pairs, k.g.map.slot_bytes) : 0;
+}
+__device__ __forceinline__ uint32_t relayed_chunks(const CombineKernel& k, uint32_t window, uint32_t stream) {
+  return relayed_part(k, window, stream).chunks + weight_chunks_of(k, window, k.plan.relayed_pairs[stream]);
+}
+// The same of what another domain returns.
+__device__ __forceinline__ TokenBlockRange own_token_blocks(const CombineKernel& k, uint32_t window) {
+  return token_blocks_of(k.args, window, (k.plan.num_tokens + kTokenBlock - 1) / kTokenBlock);
+}
+__device__ __forceinline__ StreamPart returned_part(const CombineKernel& k, uint32_t window, uint32_t to) {
+  const TokenBlockRange token_blocks = own_token_blocks(k, window);
+  const uint32_t* const before = k.plan.sent_token_blocks + to * (k.plan.num_token_blocks + 1);
+  return part_of(k.g, before[token_blocks.first], before[token_blocks.end], k.args.hidden * dtype_bytes(k.args.wire));
+}
+__device__ __forceinline__ uint32_t returned_chunks(const CombineKernel& k, uint32_t window, uint32_t to) {
+  const uint32_t pairs = k.plan.pair_begin[first_of(k.g, to + 1)] - k.plan.pair_begin[first_of(k.g, to)];
+  return returned_part(k, window, to).chunks + weight_chunks_of(k, window, pairs);
+}
+
+// By a warp, window by window.
+__device__ inline void find_merge_range(const CombineKernel& k, uint32_t window, MergeRange& out) {
   const uint32_t entries = k.plan.num_token_blocks + 1;
   const uint32_t num_relayed = has_net(k.g) ? k.g.net.num_relayed : 0;
-  const TokenBlockRange own = token_blocks_of(k.args, (k.plan.num_tokens + kTokenBlock - 1) / kTokenBlock);
+  const TokenBlockRange own = own_token_blocks(k, window);
   if (k.crew.thread == 0) {
+    out.window = window;
     out.first_token = min(own.first * kTokenBlock, k.plan.num_tokens);
     out.end_token = min(own.end * kTokenBlock, k.plan.num_tokens);
     out.pieces = k.plan.token_block_pieces[k.g.rank * entries + own.first];
@@ -60,19 +101,25 @@ __device__ inline void find_merge_range(const CombineKernel& k, MergeRange& out)
   k.crew.sync();
   if (!has_net(k.g)) return;
   for (uint32_t to = k.crew.thread; to < k.g.map.num_domains; to += k.crew.size) {
-    const uint64_t chunks = k.g.net_state.returned[to];
+    uint64_t chunks = k.g.net_state.returned[to];
+    if (window > 0) {
+      const MergeDomain& last = MergeRange::domain_of(k.g, window - 1, to);
+      chunks = last.chunks + returned_chunks(k, window - 1, to);
+    }
     out.domain(k.g, to) = {k.plan.sent_token_blocks[to * entries + own.first],
                            static_cast<uint32_t>(chunks % k.g.map.return_slots), chunks, 0};
   }
   uint32_t most = 0;
   for (uint32_t stream = 1 + k.crew.thread; stream <= num_relayed; stream += k.crew.size) {
     const uint32_t s = k.g.net.relayed[stream].source;
-    const TokenBlockRange token_blocks = token_blocks_of(k.args, k.plan.token_blocks[s]);
-    const uint32_t* const before = k.plan.token_block_streams + s * entries;
-    out.stream(k.g, stream) = {before[token_blocks.first], before[token_blocks.end],
-                               k.plan.token_block_pieces[s * entries + token_blocks.first],
-                               static_cast<uint32_t>(k.g.net_state.relayed[stream] % k.g.map.return_slots), 0};
-    most = max(most, before[token_blocks.end] - before[token_blocks.first]);
+    const StreamPart part = relayed_part(k, window, stream);
+    const uint32_t chunks =
+        window == 0 ? 0 : MergeRange::stream_of(k.g, window - 1, stream).chunks + relayed_chunks(k, window - 1, stream);
+    out.stream(k.g, stream) = {
+        part.first, part.end,
+        k.plan.token_block_pieces[s * entries + token_blocks_of(k.args, window, k.plan.token_blocks[s]).first],
+        static_cast<uint32_t>((k.g.net_state.relayed[stream] + chunks) % k.g.map.return_slots), chunks};
+    most = max(most, part.end - part.first);
   }
   most = warp_max(most);
   if (k.crew.thread == 0) out.most = most;
@@ -131,6 +178,7 @@ struct Merge : CombineKernel {
 
   __device__ uint32_t row_bytes() const { return args.hidden * dtype_bytes(args.wire); }
   __device__ SharedWork shared_work() const { return SharedWork::kMerged; }
+  __device__ uint32_t window() const { return range.window; }
   // Warps that fold compact rows are through soon, and then merge, too.
   __device__ Dealing dealing() const {
     return {0, plan.compact_width == 0 ? Dealing::kMostEighths : kFoldsCopy ? 2 : 3};
@@ -150,10 +198,10 @@ struct Merge : CombineKernel {
     return sum;
   }
   __device__ uint32_t place(const Sum&, uint32_t k) const {
-    if constexpr (!kNet) return (g.map.pieces.offset + uint64_t{k - range.pieces} * row_bytes()) / 16;
+    if constexpr (!kNet) return range.piece_units(g, 0) + uint64_t{k - range.pieces} * row_bytes() / 16;
     const Addend addend = plan.addends[k];
     if (!addend.is_returned())
-      return (g.map.pieces.offset + uint64_t{addend.piece() - range.pieces} * row_bytes()) / 16;
+      return range.piece_units(g, 0) + uint64_t{addend.piece() - range.pieces} * row_bytes() / 16;
     return returned_place(g, range, addend, row_bytes());
   }
   __device__ const uint8_t* base() const { return g.own; }
@@ -206,6 +254,7 @@ struct Relay : CombineKernel {
 
   __device__ uint32_t row_bytes() const { return args.hidden * dtype_bytes(args.wire); }
   __device__ SharedWork shared_work() const { return SharedWork::kRelayed; }
+  __device__ uint32_t window() const { return range.window; }
   __device__ Dealing dealing() const { return {4}; }
   __device__ uint32_t end() const { return range.parted.end(range.most * g.net.num_relayed); }
   __device__ Sum look_up(uint32_t number) const {
@@ -238,7 +287,7 @@ struct Relay : CombineKernel {
   }
   __device__ uint32_t place(const Sum& sum, uint32_t j) const {
     const uint32_t k = RelayTag{sum.tag}.stream();
-    return (g.map.pieces.offset + k * g.map.piece_bytes + uint64_t{j - range.stream(g, k).pieces} * row_bytes()) / 16;
+    return range.piece_units(g, k) + uint64_t{j - range.stream(g, k).pieces} * row_bytes() / 16;
   }
   __device__ const uint8_t* base() const { return g.own; }
   template <bool kLooks>
@@ -257,30 +306,49 @@ struct Relay : CombineKernel {
   __device__ void tell_at_once(uint32_t lane, uint32_t tag, bool is_part) const {
     const RelayTag its{tag};
     if (lane == 0)
-      count_some(own_part(g, g.map.relayed_counts) + ring_counter(g, its.stream(), its.chunk()),
+      count_some(own_part(g, g.map.relayed_counts) +
+                     ring_counter(g, its.stream(), range.stream(g, its.stream()).slot, its.chunk()),
                  range.parted.num_parts_of(is_part));
   }
 };
 
-// Chunks of a ring that the weights of a combine take after its rows.
-__device__ __forceinline__ uint32_t weight_chunks_of(const Group& g, const KernelCombineArgs& args, uint32_t pairs) {
-  return args.signature.with_weights != 0 && args.window == 0 ? weight_chunks(pairs, g.map.slot_bytes) : 0;
-}
 // Offset in a ring of weight `p` of a stream, behind the rows of a window.
 __device__ __forceinline__ uint64_t weight_offset(const Group& g, uint32_t slot, uint32_t row_chunks, uint32_t p) {
   const uint32_t per_chunk = static_cast<uint32_t>(g.map.slot_bytes) / 4, chunk = row_chunks + p / per_chunk;
-  uint32_t its = slot + chunk;
-  if (its >= g.map.return_slots) its -= g.map.return_slots;
-  return its * g.map.slot_bytes + uint64_t{p % per_chunk} * 4;
+  return slot_after(slot, chunk, g.map.return_slots) * g.map.slot_bytes + uint64_t{p % per_chunk} * 4;
+}
+
+// By a crew: waits until the slots of the rings to sources that a window takes are free.
+__device__ inline bool wait_returns_gone(const CombineKernel& k, const MergeRange& range) {
+  bool good = true;
+  const NetState& state = k.g.net_state;
+  for (uint32_t stream = 1 + k.crew.thread; stream <= k.g.net.num_relayed; stream += k.crew.size) {
+    // The first window takes no slot before all earlier operations have left.
+    uint64_t gone = state.relayed[stream];
+    if (range.window > 0) {
+      const uint64_t end = gone + range.stream(k.g, stream).chunks + relayed_chunks(k, range.window, stream);
+      gone = max(gone, end - min(end, uint64_t{k.g.map.return_slots}));
+    }
+    good &= wait_flag(k.g, {state.returns_gone + stream, gone, k.g.net.relayed[stream].source});
+  }
+  return k.crew.all(good);
+}
+// By a warp, when all sums of a window have been read: counts the chunks that brought them, and lends their slots
+// again.
+__device__ inline void note_returned(const CombineKernel& k, uint32_t window) {
+  for (uint32_t to = threadIdx.x % kWarp; to < k.g.map.num_domains; to += kWarp) {
+    if (to == own_domain(k.g)) continue;
+    uint64_t& returned = k.g.net_state.returned[to];
+    returned += returned_chunks(k, window, to);
+    publish_flag(k.g.net.to[to].returns_consumed, returned);
+  }
 }
 
 // By crews of all blocks, with several domains: writes the weights' gradients into the rings to their sources.
 __device__ inline void relay_weights(const CombineKernel& k, const MergeRange& range) {
-  const uint32_t row_bytes = k.args.hidden * dtype_bytes(k.args.wire);
   for (uint32_t stream = 1; stream <= k.g.net.num_relayed; ++stream) {
     const float* const from = own_part(k.g, k.g.map.piece_weights) + uint64_t{stream} * k.g.map.max_pairs;
-    const uint32_t chunks =
-        part_of(k.g, range.stream(k.g, stream).first_row, range.stream(k.g, stream).end_row, row_bytes).chunks;
+    const uint32_t chunks = relayed_part(k, range.window, stream).chunks;
     uint8_t* const to = at(k.g, k.g.rank, k.g.net.relayed[stream].returns);
     for (uint32_t p = blockIdx.x * k.crew.size + k.crew.thread; p < k.plan.relayed_pairs[stream];
          p += workers(k.g) * k.crew.size)
@@ -293,17 +361,14 @@ __device__ inline void relay_weights(const CombineKernel& k, const MergeRange& r
 
 // By crews of all blocks: writes the weights' gradients that came back into the caller's output.
 __device__ inline void merge_weights(const CombineKernel& k, const MergeRange& range) {
-  const uint32_t row_bytes = k.args.hidden * dtype_bytes(k.args.wire);
   for (uint32_t to = 0; to < k.g.map.num_domains; ++to) {
     const uint32_t begin = k.plan.pair_begin[first_of(k.g, to)], end = k.plan.pair_begin[first_of(k.g, to + 1)];
     const bool own = to == own_domain(k.g);
     const uint8_t* from = at(k.g, k.g.rank, own ? k.g.map.piece_weights.offset : k.g.net.to[to].returns);
     uint32_t chunks = 0;
     if (!own) {
-      const TokenBlockRange window = token_blocks_of(k.args, (k.plan.num_tokens + kTokenBlock - 1) / kTokenBlock);
-      const uint32_t* const before = k.plan.sent_token_blocks + to * (k.plan.num_token_blocks + 1);
-      chunks = part_of(k.g, before[window.first], before[window.end], row_bytes).chunks;
-      const uint64_t all = range.domain(k.g, to).chunks + chunks + weight_chunks_of(k.g, k.args, end - begin);
+      chunks = returned_part(k, range.window, to).chunks;
+      const uint64_t all = range.domain(k.g, to).chunks + returned_chunks(k, range.window, to);
       const bool good = k.crew.thread != 0 || wait_peer(k, {k.g.net_state.returns_there + to, all, rail_of(k.g, to)});
       if (!k.crew.all(good)) return;
     }
@@ -315,12 +380,12 @@ __device__ inline void merge_weights(const CombineKernel& k, const MergeRange& r
   }
 }
 
-// By crews of all blocks, when only the weights' gradients are left.
+// By crews of all blocks, when the rows of all windows are merged and only the weights' gradients are left.
 __device__ inline void finish_merge(const CombineKernel& k, const MergeRange& range) {
   bool good = true;
   for (uint32_t r = k.g.first + k.crew.thread; r < k.g.end; r += k.crew.size)
     good &= wait_peer(k, {member_flag(k.g, k.g.rank, k.g.map.folded_all, r), k.op.epoch, r});
-  if (!k.crew.all(good) || k.args.signature.with_weights == 0 || k.args.window != 0) return;
+  if (!k.crew.all(good) || k.args.signature.with_weights == 0) return;
   if (has_net(k.g)) relay_weights(k, range);
   if (k.args.weights != nullptr) merge_weights(k, range);
 }

@@ -13,13 +13,15 @@ namespace uccl_ep::gpu {
 __device__ __forceinline__ uint32_t rows_per_chunk(const Group& g, uint32_t row_bytes) {
   return static_cast<uint32_t>(g.map.slot_bytes) / row_bytes;
 }
+// The slot of a ring of `slots` slots that comes `chunk` slots after another.
+__device__ __forceinline__ uint32_t slot_after(uint32_t slot, uint32_t chunk, uint32_t slots) {
+  return slot + chunk < slots ? slot + chunk : slot + chunk - slots;
+}
 // Offset in a ring of `slots` slots of row `row` of a window whose first chunk is in slot `slot`.
 __device__ __forceinline__ uint64_t ring_offset(const Group& g, uint32_t slot, uint32_t slots, uint32_t row,
                                                 uint32_t row_bytes) {
   const uint32_t per_chunk = rows_per_chunk(g, row_bytes), chunk = row / per_chunk;
-  uint32_t its = slot + chunk;
-  if (its >= slots) its -= slots;
-  return its * g.map.slot_bytes + uint64_t{row - chunk * per_chunk} * row_bytes;
+  return slot_after(slot, chunk, slots) * g.map.slot_bytes + uint64_t{row - chunk * per_chunk} * row_bytes;
 }
 
 // The part of a stream that a window ships.
@@ -60,11 +62,12 @@ __device__ inline void poll_hosts(const Group& g, uint32_t* end) {
 template <typename Of>
 struct Outgoing {
   uint32_t channel = 0;
-  DeviceCounter<Of>* counts = nullptr;  // by chunk: parts of rows that are there
+  DeviceCounter<Of>* counts = nullptr;  // by slot: parts of rows that are there
   uint32_t rows = 0, per_chunk = 1, row_bytes = 0;
+  uint32_t slots = 1;   // of the ring
   uint64_t serial = 0;  // of the next chunk
-  uint32_t chunk = 0;
-  uint32_t parts = 1;  // of a row, as they are counted
+  uint32_t parts = 1;   // of a row, as they are counted
+  uint32_t chunk = 0;   // the next one, of the window's
 
   // Rows of the `i`-th chunk from here; 0: there is none.
   __device__ __forceinline__ uint32_t rows_in(uint32_t i) const {
@@ -106,13 +109,15 @@ template <typename Of>
 __device__ __forceinline__ void push_complete(const Group& g, Outgoing<Of>& out) {
   constexpr uint32_t kAhead = 4;
   uint32_t counted[kAhead];
+  const uint32_t slot = static_cast<uint32_t>(out.serial % out.slots);
 #pragma unroll
-  for (uint32_t i = 0; i < kAhead; ++i) counted[i] = out.rows_in(i) > 0 ? peek(out.counts + out.chunk + i) : 0;
+  for (uint32_t i = 0; i < kAhead; ++i)
+    counted[i] = out.rows_in(i) > 0 ? peek(out.counts + slot_after(slot, i, out.slots)) : 0;
   uint32_t complete = 0;
 #pragma unroll
   for (uint32_t i = 0; i < kAhead; ++i) {
     if (complete != i || counted[i] == 0 || counted[i] != out.rows_in(i) * out.parts) continue;
-    out.counts[out.chunk + i].value = 0;
+    out.counts[slot_after(slot, i, out.slots)].value = 0;
     ++complete;
   }
   push_all(g, complete,
@@ -124,7 +129,7 @@ __device__ __forceinline__ void push_complete(const Group& g, Outgoing<Of>& out)
 // By one warp, one channel per lane: pushes chunks in order, as they become complete. Meanwhile it calls `beside()`
 // until that returns true. Returns when both are done, or after an error.
 template <typename Of, typename Beside>
-__device__ __forceinline__ void push_chunks(const Group& g, Outgoing<Of> out, Beside beside) {
+__device__ __forceinline__ void push_chunks(const Group& g, Outgoing<Of>& out, Beside beside) {
   bool done = beside();
   for (uint32_t looks = 1; !done || __any_sync(kFullWarp, out.left()); ++looks) {
     push_complete(g, out);
@@ -132,19 +137,31 @@ __device__ __forceinline__ void push_chunks(const Group& g, Outgoing<Of> out, Be
     if (looks % 64 == 0 && __any_sync(kFullWarp, stopped(g))) return;
   }
 }
-// The same for channels `first` to `end`, of which there may be more than lanes. A kernel that calls it has a table of
-// sources in shared memory, which this block does not use.
+// The chunks of a channel that a kernel has pushed.
 struct PushedChunks {
-  uint32_t chunks;  // of a channel
+  uint32_t window;  // of them: of this window
+  uint32_t all;
+  uint32_t begun;   // 1: a window before this one has been pushed
 };
+// The same for channels `first` to `end`, of which there may be more than lanes, window by window. `outgoing_of(i)` has
+// the serial of the kernel's first chunk. A lane keeps what has been pushed of its only channel in `own`; if there are
+// more channels, a table in shared memory does, which lies where other blocks have one of sources. `own` begins as
+// zeros.
 template <typename OutgoingOf, typename Beside>
-__device__ __forceinline__ void push_chunks(const Group& g, uint32_t first, uint32_t end, OutgoingOf outgoing_of,
-                                            Beside beside) {
+__device__ __forceinline__ void push_chunks(const Group& g, uint32_t first, uint32_t end, PushedChunks& own,
+                                            OutgoingOf outgoing_of, Beside beside) {
   using Out = decltype(outgoing_of(first));
   const uint32_t lane = threadIdx.x % kWarp;
-  if (end - first <= kWarp) return push_chunks(g, first + lane < end ? outgoing_of(first + lane) : Out{}, beside);
+  if (end - first <= kWarp) {
+    Out out = first + lane < end ? outgoing_of(first + lane) : Out{};
+    out.serial += own.all;
+    push_chunks(g, out, beside);
+    own.all += out.chunk;
+    return;
+  }
   PushedChunks* const pushed = shared_table<PushedChunks>(g, 0);
-  for (uint32_t i = first + lane; i < end; i += kWarp) pushed[i].chunks = 0;
+  for (uint32_t i = first + lane; i < end; i += kWarp) pushed[i] = {0, own.begun == 0 ? 0 : pushed[i].all, 0};
+  own.begun = 1;
   bool done = beside();
   for (bool left = true; !done || left;) {
     left = false;
@@ -152,11 +169,12 @@ __device__ __forceinline__ void push_chunks(const Group& g, uint32_t first, uint
       Out out;
       if (i < end) {
         out = outgoing_of(i);
-        out.chunk = pushed[i].chunks;
-        out.serial += out.chunk;
+        out.chunk = pushed[i].window;
+        out.serial += pushed[i].all;
       }
+      const uint32_t before = out.chunk;
       push_complete(g, out);
-      if (i < end) pushed[i].chunks = out.chunk;
+      if (i < end) pushed[i] = {out.chunk, pushed[i].all + (out.chunk - before), 0};
       left |= __any_sync(kFullWarp, out.left());
     }
     if (!done) done = beside();
@@ -205,19 +223,10 @@ __device__ __forceinline__ bool wait_packed(const Kernel& k) {
   return packed;
 }
 
-// Index in relayed_counts of the counter of a chunk of the ring to a source. It counts parts of rows that are there;
-// the warp that pushes the chunk reads it.
-__device__ __forceinline__ uint32_t ring_counter(const Group& g, uint32_t stream, uint32_t chunk) {
-  return stream * g.map.return_slots + chunk;
-}
-
-// By a crew: waits until what the rings to sources held before has left.
-__device__ inline bool wait_returns_gone(const Kernel& k) {
-  bool good = true;
-  const NetState& state = k.g.net_state;
-  for (uint32_t stream = 1 + k.crew.thread; stream <= k.g.net.num_relayed; stream += k.crew.size)
-    good &= wait_flag(k.g, {state.returns_gone + stream, state.relayed[stream], k.g.net.relayed[stream].source});
-  return k.crew.all(good);
+// Index in relayed_counts of the counter of a chunk of the ring to a source, `chunk` chunks after the one in `slot`. It
+// counts parts of rows that are there; the warp that pushes the chunk reads it.
+__device__ __forceinline__ uint32_t ring_counter(const Group& g, uint32_t stream, uint32_t slot, uint32_t chunk) {
+  return stream * g.map.return_slots + slot_after(slot, chunk, g.map.return_slots);
 }
 
 // ---- the end of a kernel --------------------------------------------------------------------------------------------

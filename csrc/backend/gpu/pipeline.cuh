@@ -16,6 +16,11 @@ __device__ __forceinline__ void init_stages(uint64_t* barriers, uint32_t lane) {
   __syncwarp();
 }
 
+// Where a pipeline is when all its stages are empty.
+struct PipelineTurn {
+  uint32_t stage, parity;
+};
+
 // Every lane has a copy and does the same with it; one lane issues the loads.
 template <uint32_t kStages>
 struct Pipeline {

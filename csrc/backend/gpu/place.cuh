@@ -10,35 +10,57 @@
 
 namespace uccl_ep::gpu {
 
-// By a crew. With a new plan the rows of later windows are planned, too, but not placed yet.
+// By a crew: what comes in a window, whose predecessors it has been called for.
 template <bool kFresh>
-__device__ inline void find_arrivals(const DispatchKernel& k, Arrivals& out) {
-  using Reader = PlanReader<kFresh>;
-  const Reader plan(k);
-  const uint32_t per_window = k.args.window_tokens / kTokenBlock, earlier = k.args.window * per_window;
-  const bool whole = k.plan.num_token_blocks <= per_window;
+__device__ inline void find_arrivals(const DispatchKernel& k, uint32_t window, Arrivals& out) {
+  const PlanReader<kFresh> plan(k);
+  const uint32_t per_window = k.args.window_tokens / kTokenBlock, earlier = window * per_window;
+  const uint32_t windows = window == 0 ? num_windows<kFresh>(k) : out.num_windows;
+  if (window > 0) k.crew.sync();  // all have read what the table says of the last window
+  if (k.crew.thread == 0) {
+    out.window = window;
+    out.num_windows = windows;
+  }
   for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size) {
     const uint32_t base = plan.row_begin(s), end = plan.row_end(s);
     SourceRows& its = out.of(k.g, s);
     its.begin = base;
     its.end = its.all_end = end;
-    its.position = k.args.window * k.args.window_tokens;
-    if (!in_domain(k.g, s)) {
-      const uint64_t chunks = k.g.net_state.received[s];
-      its.chunks = chunks;
-      its.slot = static_cast<uint32_t>(chunks % k.g.map.row_slots);
-      if (k.args.window > 0) its.position = plan.streams_before(s)[min(earlier, plan.token_blocks(s))];
+    if (in_domain(k.g, s)) {
+      its.position = window * k.args.window_tokens;
+    } else {
+      const uint32_t position = window == 0 ? 0 : plan.streams_before(s)[min(earlier, plan.token_blocks(s))];
+      its.chunks = window == 0 ? k.g.net_state.received[s]
+                               : its.chunks + part_of(k.g, its.position, position, k.args.stage.stride).chunks;
+      its.position = position;
+      its.slot = static_cast<uint32_t>(its.chunks % k.g.map.row_slots);
     }
-    if (whole) continue;
+    if (windows == 1) continue;
     const uint32_t token_blocks = plan.token_blocks(s);
     const uint32_t* const before = plan.rows_before(s);
     its.begin = base + before[min(earlier, token_blocks)];
     its.end = base + before[min(earlier + per_window, token_blocks)];
-    if (!Reader::kPlansAll) its.all_end = its.end;
   }
   k.crew.sync();
-  if (k.crew.warp() == 0) out.most.find(k.g, [&](uint32_t s) { return out.of(k.g, s).all_end - out.of(k.g, s).begin; });
+  if (k.crew.warp() == 0) out.most.find(k.g, [&](uint32_t s) { return out.of(k.g, s).end - out.of(k.g, s).begin; });
   k.crew.sync();
+}
+
+// By a warp, when all rows of a window have been read: counts the chunks that brought them, and lends their slots
+// again.
+template <bool kFresh>
+__device__ inline void note_received(const DispatchKernel& k, uint32_t window) {
+  const PlanReader<kFresh> plan(k);
+  const uint32_t per_window = k.args.window_tokens / kTokenBlock;
+  for (uint32_t s = threadIdx.x % kWarp; s < k.g.map.num_ranks; s += kWarp) {
+    if (in_domain(k.g, s)) continue;
+    const uint32_t token_blocks = plan.token_blocks(s);
+    const uint32_t* const before = plan.streams_before(s);
+    const uint32_t first = min(window * per_window, token_blocks), end = min(first + per_window, token_blocks);
+    uint64_t& received = k.g.net_state.received[s];
+    received += part_of(k.g, before[first], before[end], k.args.stage.stride).chunks;
+    publish_flag(k.g.net.from[s].rows_consumed, received);
+  }
 }
 
 // Rows, one for each lane of a warp. Sources take turns, so that neighbouring lanes read different peers. Sources of
@@ -55,12 +77,11 @@ struct RowBatch {
     const uint32_t near = arrivals.most.near_sum(k.g);
     const auto [s, number] = !has_net(k.g) || n < near ? near_row(k.g, n) : far_row(k.g, n - near);
     row = arrivals.of(k.g, s).begin + number;
-    if (row >= arrivals.of(k.g, s).all_end) return;
+    if (row >= arrivals.of(k.g, s).end) return;
     source = s;
-    const PlannedRow known = PlanReader<kFresh>(k).row(s, row - arrivals.of(k.g, s).begin, row,
-                                                       row + 1 == arrivals.of(k.g, s).all_end, planned);
+    const PlannedRow known = PlanReader<kFresh>(k).row(s, row, row + 1 == arrivals.of(k.g, s).all_end, planned);
     first = known.first;
-    count = PlanReader<kFresh>::kPlansAll && row >= arrivals.of(k.g, s).end ? 0 : known.count;
+    count = known.count;
     position = known.position - arrivals.of(k.g, s).position;
     look(k, arrivals);
   }
@@ -74,14 +95,14 @@ struct RowBatch {
   __device__ __forceinline__ uint32_t where(const DispatchKernel& k, const Arrivals& arrivals) const {
     const uint32_t stride = row_bytes(k);
     if (in_domain(k.g, source))
-      return (k.g.map.rows.offset + k.op.half * k.g.map.half_bytes + uint64_t{position} * stride) / 16;
+      return (k.g.map.rows.offset + k.op.half(arrivals.window) * k.g.map.half_bytes + uint64_t{position} * stride) / 16;
     const uint64_t offset = ring_offset(k.g, arrivals.of(k.g, source).slot, k.g.map.row_slots, position, stride);
     return (k.g.net.from[source].rows + offset) / 16;
   }
   __device__ __forceinline__ Awaited awaited(const DispatchKernel& k, const Arrivals& arrivals) const {
     const uint32_t of = unit(k);
     if (in_domain(k.g, source))
-      return {rows_full(k.g, k.g.rank, source) + of, k.op.epoch, source, static_cast<int>(of)};
+      return {rows_full(k.g, k.g.rank, source) + of, k.op.window(arrivals.window), source, static_cast<int>(of)};
     return {k.g.net_state.rows_there + source, arrivals.of(k.g, source).chunks + of + 1, source, static_cast<int>(of)};
   }
   __device__ __forceinline__ void look(const DispatchKernel& k, const Arrivals& arrivals) {
@@ -166,8 +187,7 @@ __device__ inline void copy_metadata(const uint8_t* row, uint32_t out_row, const
 
 // ---- all rows -------------------------------------------------------------------------------------------------------
 __device__ __forceinline__ Shares row_shares(const DispatchKernel& k, const Arrivals& arrivals) {
-  return {k.g,
-          SharedWork::kPlaced,
+  return {share_counter(k.g, SharedWork::kPlaced, k.op.half(arrivals.window)),
           arrivals.most.near_sum(k.g) + arrivals.most.far_sum(k.g),
           k.crew.warp() * k.args.num_blocks + blockIdx.x,
           k.args.num_blocks * k.crew.warps(),

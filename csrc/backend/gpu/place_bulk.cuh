@@ -38,12 +38,13 @@ struct BulkRows {
   bool more;
 
   __device__ __forceinline__ BulkRows(const DispatchKernel& kernel, const Arrivals& rows, uint8_t* shared,
-                                      const uint64_t* barriers)
+                                      const uint64_t* barriers, PipelineTurn turn)
       : k(kernel),
         arrivals(rows),
         lane(kernel.crew.lane()),
         memory(shared),
-        pipeline{shared_address(shared), shared_address(barriers), RowBatch<kFresh>::row_bytes(kernel)},
+        pipeline{shared_address(shared), shared_address(barriers), RowBatch<kFresh>::row_bytes(kernel), turn.stage,
+                 turn.parity},
         shares(row_shares(kernel, rows)),
         more(__all_sync(kFullWarp, !stopped(kernel.g))) {}
 
@@ -147,9 +148,19 @@ struct BulkRows {
 template <bool kFresh>
 __device__ __forceinline__ void place_rows_bulk(const DispatchKernel& k, const Arrivals& arrivals, uint8_t* shared) {
   __shared__ __align__(8) uint64_t barriers[kPlaceWarps][kPlaceStages];
-  uint64_t* const own = barriers[k.crew.warp()];
-  init_stages<kPlaceStages>(own, k.crew.lane());
-  BulkRows<kFresh>(k, arrivals, shared + k.crew.warp() * place_warp_bytes(k.args), own).run();
+  __shared__ PipelineTurn turns[kPlaceWarps];  // at the end of a window
+  const uint32_t warp = k.crew.warp();
+  if (arrivals.window == 0) {
+    init_stages<kPlaceStages>(barriers[warp], k.crew.lane());
+    if (k.crew.lane() == 0) turns[warp] = {0, 0};
+    __syncwarp();
+  }
+  BulkRows<kFresh> rows(k, arrivals, shared + warp * place_warp_bytes(k.args), barriers[warp], turns[warp]);
+  rows.run();
+  if (arrivals.num_windows == 1) return;
+  __syncwarp();  // all lanes have read the last turn
+  if (k.crew.lane() == 0) turns[warp] = {rows.pipeline.stage, rows.pipeline.parity};
+  __syncwarp();
 }
 
 }  // namespace uccl_ep::gpu

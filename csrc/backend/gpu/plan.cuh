@@ -21,14 +21,14 @@ __device__ __forceinline__ bool has_memory(const Group& g, const PlaceArgs& args
 struct PlannedRow {
   uint32_t first, count, position;
 };
-// By one thread, with a new plan: plans row `row`, the `number`-th from `source`.
-__device__ __forceinline__ PlannedRow plan_row(const Group& g, const PlanView& plan, uint32_t source, uint32_t number,
-                                               uint32_t row) {
+// By one thread, with a new plan: plans row `row`, which comes from `source`.
+__device__ __forceinline__ PlannedRow plan_row(const Group& g, const PlanView& plan, uint32_t source, uint32_t row) {
   // What does not depend on the list is loaded before it, and the pairs are loaded together. Each load is a round trip
   // to the source, and a store in between would delay the next load.
   constexpr uint32_t kBatch = 6;
   const SourcePlan& from = source_plan(g, source);
   const ListEntry* const list = from.lists;
+  const uint32_t number = row - from.row_begin;
   const uint32_t pair_begin = from.pair_begin;
   const PairEntry* const pairs = from.all_pairs + (pair_begin + from.weight_begin);
   const uint32_t* const base = out_row_base(g) + source * g.experts_per_rank;
@@ -55,13 +55,13 @@ __device__ __forceinline__ PlannedRow plan_row(const Group& g, const PlanView& p
   return {first, count, position};
 }
 
-// By crews of `num_blocks` blocks: plans the rows of a new plan except the first rows of each of `warps` warps that
-// place. These plan their first rows themselves, and all of their rows if there are few.
-__device__ inline void plan_rows(const Kernel& k, uint32_t num_blocks, uint32_t warps) {
+// By crews of `num_blocks` blocks: plans the rows of a new plan. If the rows go in one window, without the first rows
+// of each of `warps` warps that place. These plan their first rows themselves, and all of their rows if there are few.
+__device__ inline void plan_rows(const Kernel& k, uint32_t num_blocks, uint32_t warps, bool one_window) {
   const PlanSizes& sizes = scratch(k.g).sizes;
   if (sizes.received_rows < warps * kWarp) return;
   // A lower bound of what is dealt out, because sources with fewer rows leave empty places that are dealt out, too.
-  const uint32_t first_rows = min(Dealing{8}.share(sizes.received_rows, warps), kWarp) * warps;
+  const uint32_t first_rows = one_window ? min(Dealing{8}.share(sizes.received_rows, warps), kWarp) * warps : 0;
 #pragma unroll 1
   for (uint32_t i = 0; i < k.g.map.num_ranks; ++i) {
     const uint32_t source = rotated(k.g, i), begin = source_plan(k.g, source).row_begin,
@@ -69,7 +69,7 @@ __device__ inline void plan_rows(const Kernel& k, uint32_t num_blocks, uint32_t 
     const uint32_t skipped = in_domain(k.g, source) ? first_rows / (k.g.end - k.g.first) : 0;
 #pragma unroll 1
     for (uint32_t n = skipped + blockIdx.x * k.crew.size + k.crew.thread; n < rows; n += num_blocks * k.crew.size)
-      plan_row(k.g, k.plan, source, n, begin + n);
+      plan_row(k.g, k.plan, source, begin + n);
   }
   if (last_block(k, Phase::kRowsPlanned, num_blocks) && k.crew.thread == 0)
     publish(&local(k.g).rows_planned, k.op.epoch);
@@ -158,6 +158,7 @@ __device__ inline void plan_heads(const Kernel& k, uint32_t num_blocks) {
     if (wait_block(k.g, &local(k.g).hashed, k.op.epoch))
       *k.plan.routing_hash = header(k.g, k.g.rank, k.op.epoch).routing_hash;
     *k.plan.overflow = sizes.num_rows > k.plan.num_out_rows;
+    *k.plan.most_tokens = sizes.most_tokens;
   }
 }
 

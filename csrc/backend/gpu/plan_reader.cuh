@@ -16,10 +16,10 @@ struct PlanReader {
   __device__ __forceinline__ PlanReader(const Group& group, const PlanView& view) : g(group), plan(view) {}
   __device__ __forceinline__ explicit PlanReader(const Kernel& k) : PlanReader(k.g, k.plan) {}
 
-  // The first window plans the rows of all windows.
-  static constexpr bool kPlansAll = kFresh;
-
   // ---- of this rank as the destination of `source`
+  __device__ __forceinline__ uint32_t most_tokens() const {  // of any rank
+    return kFresh ? scratch(g).sizes.most_tokens : *plan.most_tokens;
+  }
   __device__ __forceinline__ uint32_t row_begin(uint32_t source) const {
     return kFresh ? source_plan(g, source).row_begin : plan.row_begin[source];
   }
@@ -51,11 +51,10 @@ struct PlanReader {
     return kFresh ? source_plan(g, source).weight_begin : plan.weight_begin[source];
   }
 
-  // ---- of a row that we receive: `row`, the `number`-th of its source, perhaps the last one
+  // ---- of a row that we receive, perhaps the last one of its source
   // `planned`: the row is in the arrays; otherwise this plans it.
-  __device__ __forceinline__ PlannedRow row(uint32_t source, uint32_t number, uint32_t row, bool is_last,
-                                            bool planned) const {
-    if (kFresh && !planned) return plan_row(g, plan, source, number, row);
+  __device__ __forceinline__ PlannedRow row(uint32_t source, uint32_t row, bool is_last, bool planned) const {
+    if (kFresh && !planned) return plan_row(g, plan, source, row);
     PlannedRow known;
     known.position = (has_net(g) ? plan.row_position : plan.row_token)[row];
     known.first = plan.row_pair_begin[row];
@@ -107,8 +106,17 @@ struct PlanReader {
   __device__ __forceinline__ uint32_t entries() const { return plan.num_token_blocks + 1; }
 };
 
-// By a warp that places: whether others have planned its next batch of rows. With a new plan they never plan its first
-// one.
+// Windows of a dispatch, of the rank with the most tokens.
+template <bool kFresh>
+__device__ __forceinline__ uint32_t num_windows(const DispatchKernel& k) {
+  const uint32_t per_window = k.args.window_tokens;
+  // The plan may have memory for more token blocks than there are.
+  if (k.plan.num_token_blocks * kTokenBlock <= per_window) return 1;
+  return max((PlanReader<kFresh>(k).most_tokens() + per_window - 1) / per_window, 1);
+}
+
+// By a warp that places: whether others have planned its next batch of rows of a window. With a new plan they never
+// plan its first one.
 template <bool kFresh>
 struct PlannedByOthers {
   bool first = true, planned = !kFresh;

@@ -16,6 +16,11 @@ constexpr uint32_t rank_table_bytes(const DeviceMap& map) {
 // Of a window's sources (SourceRows), and of those of a new plan (FromSource).
 constexpr uint32_t kSourceEntryBytes = 28;
 constexpr uint32_t source_table_bytes(const DeviceMap& map) { return table_bytes(kSourceEntryBytes * map.num_ranks); }
+// Of what a window ships (SentWindow).
+constexpr uint32_t kSentEntryBytes = 12;
+constexpr uint32_t sent_table_bytes(const DeviceMap& map) {
+  return map.num_domains == 1 ? 0 : table_bytes(kSentEntryBytes * map.num_domains);
+}
 
 // Of tiles: tile.cuh. What all tiles of a block have in common, and what each has.
 constexpr uint32_t kPacketPlaceBytes = 56;
@@ -50,7 +55,7 @@ constexpr uint32_t routing_bytes(const DeviceMap& map, uint32_t tiles = 1) {
 
 // What a block needs at least, to route tokens; beside variables, of which kernels have less than kStaticSharedBytes.
 constexpr uint32_t least_shared_bytes(const DeviceMap& map) {
-  return rank_table_bytes(map) + 2 * source_table_bytes(map) + routing_bytes(map);
+  return rank_table_bytes(map) + 2 * source_table_bytes(map) + sent_table_bytes(map) + routing_bytes(map);
 }
 constexpr uint32_t kStaticSharedBytes = 8192;
 constexpr uint32_t kMostSharedBytes = 227 << 10;  // of a block, on any GPU so far

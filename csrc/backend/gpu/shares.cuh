@@ -46,7 +46,7 @@ struct MostRows {
 #pragma pack(push, 4)
 struct SourceRows {
   uint32_t begin, end;  // rows of the window
-  uint32_t all_end;     // of a new plan: rows of all windows
+  uint32_t all_end;     // rows of all windows
   uint32_t position;    // in the source's stream, of its first row in the window
   uint32_t slot;        // of another domain: slot of its first chunk in the ring
   uint64_t chunks;      // and how many chunks came before
@@ -56,6 +56,7 @@ static_assert(sizeof(SourceRows) == kSourceEntryBytes);
 // Of all sources; in shared memory.
 struct Arrivals {
   MostRows most;
+  uint32_t window, num_windows;
   static __device__ __forceinline__ SourceRows& of(const Group& g, uint32_t source) {
     return shared_table<SourceRows>(g, 0)[source];
   }
@@ -95,17 +96,21 @@ struct Dealing {
 // number. Warps that have finished claim the rest, because some numbers take longer than others. They claim a few at
 // a time and the last ones one by one, so that no warp still has several when the others have none.
 enum class SharedWork : uint32_t { kPlaced, kFolded, kMerged, kRelayed };
+// `half`: of the window.
+__device__ __forceinline__ DeviceCounter<SharesTaken>& share_counter(const Group& g, SharedWork what, uint32_t half) {
+  return local(g).next_share[half][static_cast<uint32_t>(what)];
+}
 class Shares {
  public:
   // By a warp, number `first` of `warps` that begin together; for one that joins them later `first` is kJoins.
-  __device__ Shares(const Group& g, SharedWork what, uint32_t end, uint32_t first, uint32_t warps, Dealing dealing)
+  __device__ Shares(DeviceCounter<SharesTaken>& counter, uint32_t end, uint32_t first, uint32_t warps, Dealing dealing)
       : end_(end),
         dealt_(dealing.dealt(end, warps)),
         step_(warps),
         log_few_(end / warps < 32   ? 0
                  : end / warps < 64 ? 1
                                     : 2),
-        counter_(&local(g).next_share[static_cast<uint32_t>(what)]),
+        counter_(&counter),
         next_(first) {
     claim();
   }
@@ -138,9 +143,9 @@ class Shares {
   DeviceCounter<SharesTaken>* const counter_;
   uint32_t next_, claimed_ = 0;
 };
-// By one thread, when all blocks are through.
-__device__ __forceinline__ void reset_shares(const Group& g, SharedWork what) {
-  local(g).next_share[static_cast<uint32_t>(what)].value = 0;
+// By one thread, when all blocks are through with a window.
+__device__ __forceinline__ void reset_shares(const Group& g, SharedWork what, uint32_t half) {
+  share_counter(g, what, half).value = 0;
 }
 
 }  // namespace uccl_ep::gpu

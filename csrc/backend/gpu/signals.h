@@ -2,8 +2,8 @@
 // to know of it; signals.cuh publishes and reads them by that. The table of docs/memory_model.md is made of these
 // declarations (python -m tests.signals --write).
 //
-// A flag is a 64-bit number that only grows and is never reset: an epoch, or chunks since creation. It lies in the
-// region of the rank that reads it. A counter goes back to 0 by whoever its declaration names.
+// A flag is a 64-bit number that only grows and is never reset: an epoch, the number of a window, or chunks since
+// creation. It lies in the region of the rank that reads it. A counter goes back to 0 by whoever its declaration names.
 #pragma once
 
 #include <tuple>
@@ -55,12 +55,13 @@ struct WeightsFull {
       .step = Step::kPlace};
 };
 struct Read {
-  static constexpr Signal kIs{.name = "read[d]",
-                              .writer = "d: last block of `place`, when all its loads are complete",
-                              .readers = "the ranks whose memory it read",
-                              .publishes = "nothing; the half may be overwritten",
-                              .waits = "routing and `stage` of the window that uses the half again (two later)",
-                              .step = Step::kStage};
+  static constexpr Signal kIs{
+      .name = "read[d]",
+      .writer = "d: last block of `place`, when all its loads are complete",
+      .readers = "the ranks whose memory it read",
+      .publishes = "nothing; the half may be overwritten",
+      .waits = "routing, `stage` and `place` of the window that uses the half again (two later)",
+      .step = Step::kStage};
 };
 struct Folded {
   static constexpr Signal kIs{
@@ -82,12 +83,13 @@ struct FoldedAll {
                               .step = Step::kMerge};
 };
 struct Merged {
-  static constexpr Signal kIs{.name = "merged[s]",
-                              .writer = "s: last block of `merge`",
-                              .readers = "the ranks that put pieces there",
-                              .publishes = "nothing; piece memory may be overwritten",
-                              .waits = "`fold` of the next window of a combine",
-                              .step = Step::kFold};
+  static constexpr Signal kIs{
+      .name = "merged[s]",
+      .writer = "s: last block of `merge`",
+      .readers = "the ranks that put pieces there",
+      .publishes = "nothing; piece memory may be overwritten",
+      .waits = "`fold` of the window that uses the half again (two later), or of the next combine's first window",
+      .step = Step::kFold};
 };
 
 // ---- from the poller, in chunks since creation ----------------------------------------------------------------------
@@ -278,7 +280,7 @@ struct SharesTaken {
                               .waits = "nobody",
                               .scope = Scope::kGpu,
                               .deadline = Deadline::kNobody,
-                              .reset = "the last block of an operation"};
+                              .reset = "the last block of a window"};
 };
 
 // In the order of the table.

@@ -43,12 +43,14 @@ __device__ __forceinline__ void row_staged(const Crew& crew, Staged& staged) {
 // With so many row groups to quantise, a block routes first: all ranks wait for the routing, whose loads would queue
 // behind those of the rows. Rows that are only copied gain nothing by it.
 constexpr uint32_t kManyRowGroups = 4;
-// By one warp beside the crew: publishes flags of staged rows. The crew does not wait for the flags, which are slow on
-// a link full of rows.
-__device__ inline void tell_staged(const Kernel& k, const StageShare& share, Staged& staged) {
+// By one warp beside the crew: publishes flags of a window's staged rows. The crew does not wait for the flags, which
+// are slow on a link full of rows. `earlier`: row groups of earlier windows.
+__device__ inline void tell_staged(const DispatchKernel& k, uint32_t window, const StageShare& share, uint32_t earlier,
+                                   Staged& staged) {
   const uint32_t lane = threadIdx.x % kWarp, end = share.row_groups(), ranks = k.g.end - k.g.first;
   for (uint32_t told = 0, looks = 1; told < end; ++looks) {
-    const uint32_t done = warp_min(lane < kStageWarps ? read_shared(&staged.row_groups[lane]) : ~0u);
+    const uint32_t done =
+        min(warp_min(lane < kStageWarps ? read_shared(&staged.row_groups[lane]) : ~0u) - earlier, end);
     if (done == told) {
       if (looks % 64 == 0 && __any_sync(kFullWarp, stopped(k.g))) return;
       device::pause_nsec(50);  // of the microsecond or more that a row takes
@@ -58,26 +60,66 @@ __device__ inline void tell_staged(const Kernel& k, const StageShare& share, Sta
     fence_system();
     for (uint32_t i = lane; i < (done - told) * ranks; i += kWarp)
       publish_after_fence(
-          rows_full(k.g, k.g.first + i % ranks, k.g.rank) + share.first + (told + i / ranks) * share.count, k.op.epoch);
+          rows_full(k.g, k.g.first + i % ranks, k.g.rank) + share.first + (told + i / ranks) * share.count,
+          k.op.window(window));
     told = done;
   }
 }
 
-// The part of our stream to a domain that a window ships. With a new plan, which is not complete yet, that is the first
-// window.
+// Windows that have tokens of ours; at least one. A rank that finds the memory of a new plan too small stages the first
+// window, which the rings hold though nobody reads; the kernel that places stages the others.
+__device__ __forceinline__ uint32_t own_windows(const PlaceArgs& args) {
+  return max((args.stage.num_tokens + args.window_tokens - 1) / args.window_tokens, 1);
+}
+template <PlanState kState>
+constexpr uint32_t kFirstStaged = kState == PlanState::kExchanged;  // window
+// By one thread: whether window `w` is staged by this kernel. False, too, if an error is known.
+template <PlanState kState>
+__device__ __forceinline__ bool stages_window(const DispatchKernel& k, uint32_t w) {
+  if (kState != PlanState::kNew || w == 0) return true;
+  return wait_block(k.g, &local(k.g).planned, k.op.epoch) && has_memory<kState>(k.g, k.args);
+}
+
+// The part of our stream to a domain that a window ships.
 template <bool kFresh>
-__device__ inline StreamPart sent_part(const Group& g, const PlanView& plan, const PlaceArgs& args, uint32_t to) {
+__device__ inline StreamPart sent_part(const Group& g, const PlanView& plan, const PlaceArgs& args, uint32_t window,
+                                       uint32_t to) {
   const uint32_t row_bytes = args.stage.stride;
   const uint32_t token_blocks = (args.stage.num_tokens + kTokenBlock - 1) / kTokenBlock;
   const uint32_t per_window = args.window_tokens / kTokenBlock;
-  const uint32_t first = min(args.window * per_window, token_blocks), end = min(first + per_window, token_blocks);
+  const uint32_t first = min(window * per_window, token_blocks), end = min(first + per_window, token_blocks);
   const uint32_t* const before = PlanReader<kFresh>(g, plan).sent_before(to);
   if (to == own_domain(g)) return {};
   return part_of(g, device::load_past_l1(before + first), device::load_past_l1(before + end), row_bytes);
 }
 
+// What a window ships to a domain. Of all domains; in shared memory, behind the tables of sources.
+struct SentWindow {
+  uint32_t first_row;  // of the stream
+  uint32_t chunks;     // of this kernel's earlier windows
+  uint32_t slot;       // of its first chunk in the ring
+  static __device__ __forceinline__ SentWindow& of(const Group& g, PlanState state, uint32_t to) {
+    return shared_table<SentWindow>(g, source_tables_bytes(g.map, state))[to];
+  }
+};
+static_assert(sizeof(SentWindow) == kSentEntryBytes);
+// By a crew, window by window.
+template <PlanState kState>
+__device__ inline void find_sent(const DispatchKernel& k, uint32_t window) {
+  constexpr bool kFresh = kState != PlanState::kKnown;
+  k.crew.sync();  // all have read what the table says of the last window
+  for (uint32_t to = k.crew.thread; to < k.g.map.num_domains; to += k.crew.size) {
+    SentWindow& its = SentWindow::of(k.g, kState, to);
+    its.chunks =
+        window == kFirstStaged<kState> ? 0 : its.chunks + sent_part<kFresh>(k.g, k.plan, k.args, window - 1, to).chunks;
+    its.first_row = sent_part<kFresh>(k.g, k.plan, k.args, window, to).first;
+    its.slot = static_cast<uint32_t>((k.g.net_state.sent[to] + its.chunks) % k.g.map.row_slots);
+  }
+  k.crew.sync();
+}
+
 // By a lane with a place: waits until the earlier chunk in its slot has left. Chunks of earlier windows do not depend
-// on this one.
+// on this one. `chunk`: of this kernel.
 __device__ __forceinline__ bool wait_slot(const Group& g, uint32_t to, uint32_t chunk) {
   const NetState& state = g.net_state;
   const uint64_t serial = state.sent[to] + chunk, slots = g.map.row_slots;
@@ -87,9 +129,10 @@ __device__ __forceinline__ bool wait_slot(const Group& g, uint32_t to, uint32_t 
 // By a warp: finds where a token's row goes in the rings to other domains, beyond the first `skipped` of these. A lane
 // takes an addend that another domain returns. Returns how many such domains there are. kNoWay: an error is known.
 constexpr uint32_t kNoWay = 0xFFFFFFFFu;
-template <bool kFresh>
+template <PlanState kState>
 __device__ __noinline__ uint32_t find_places(const Group& g, const PlanView& plan, const PlaceArgs& args,
                                              uint32_t token, uint32_t skipped, Staged::InRings& rings) {
+  constexpr bool kFresh = kState != PlanState::kKnown;
   const uint32_t* const begins = PlanReader<kFresh>(g, plan).addend_begin();
   const Addend* const addends = PlanReader<kFresh>(g, plan).addends();
   const uint32_t lane = threadIdx.x % kWarp, end = device::load_past_l1(begins + token + 1);
@@ -102,12 +145,11 @@ __device__ __noinline__ uint32_t find_places(const Group& g, const PlanView& pla
     found += __popcll(returned);
     if (addend.is_returned() && number < kMostPlaces) {  // numbers below 0 are large
       const uint32_t to = addend.domain(), row_bytes = args.stage.stride;
-      const uint32_t row = addend.row() - sent_part<kFresh>(g, plan, args, to).first;
-      const uint32_t slot = static_cast<uint32_t>(g.net_state.sent[to] % g.map.row_slots);
-      const uint32_t chunk = row / rows_per_chunk(g, row_bytes);
-      rings.counter[number] = to * g.map.row_slots + chunk;
-      rings.place[number] = g.own + g.net.to[to].rows + ring_offset(g, slot, g.map.row_slots, row, row_bytes);
-      good = good && wait_slot(g, to, chunk);
+      const SentWindow& its = SentWindow::of(g, kState, to);
+      const uint32_t row = addend.row() - its.first_row, chunk = row / rows_per_chunk(g, row_bytes);
+      rings.counter[number] = to * g.map.row_slots + slot_after(its.slot, chunk, g.map.row_slots);
+      rings.place[number] = g.own + g.net.to[to].rows + ring_offset(g, its.slot, g.map.row_slots, row, row_bytes);
+      good = good && wait_slot(g, to, its.chunks + chunk);
     }
     good = __all_sync(kFullWarp, good);
   }
@@ -115,11 +157,11 @@ __device__ __noinline__ uint32_t find_places(const Group& g, const PlanView& pla
   return good ? found : kNoWay;
 }
 // False: an error is known. `left`: domains for which the row has to be written once more.
-template <bool kFresh>
+template <PlanState kState>
 __device__ __forceinline__ bool begin_row(const DispatchKernel& k, uint32_t token, uint32_t skipped, Staged& staged,
                                           Outs& outs, uint32_t& left) {
   Staged::InRings& rings = staged.in_rings[k.crew.warp()];
-  const uint32_t found = find_places<kFresh>(k.g, k.plan, k.args, token, skipped, rings);
+  const uint32_t found = find_places<kState>(k.g, k.plan, k.args, token, skipped, rings);
   if (found == kNoWay) return false;
   outs.num_places = min(found - skipped, kMostPlaces);
   outs.places = rings.place;
@@ -137,43 +179,49 @@ __device__ __forceinline__ void end_row(const Kernel& k, const Staged& staged, c
 
 // By the warp that hands packets and chunks to the proxy. With a new plan packets come first; otherwise rows need not
 // wait for the weights in packets. Not inlined, because its caller has no registers to spare.
-template <bool kFresh>
+template <PlanState kState>
 __device__ __noinline__ void push_streams(const DispatchKernel k) {
-  const bool with_weights = k.args.window == 0 && k.args.routing.weights != nullptr;
-  if (kFresh && !wait_packed(k)) return;
+  constexpr bool kFresh = kState != PlanState::kKnown, kPackets = kState != PlanState::kExchanged;
+  const bool with_weights = k.args.routing.weights != nullptr;
+  if (kState == PlanState::kNew && !wait_packed(k)) return;
   const uint32_t row_bytes = k.args.stage.stride;
-  const auto outgoing_to = [&](uint32_t to) {
-    Outgoing<SentRows> out;
-    if (to == own_domain(k.g)) return out;
-    const StreamPart part = sent_part<kFresh>(k.g, k.plan, k.args, to);
-    out = {k.g.net.to[to].row_channel,
-           own_part(k.g, k.g.map.sent_counts) + to * k.g.map.row_slots,
-           part.end - part.first,
-           rows_per_chunk(k.g, row_bytes),
-           row_bytes,
-           k.g.net_state.sent[to],
-           0};
-    return out;
-  };
-  push_chunks(k.g, 0, k.g.map.num_domains, outgoing_to, [&] {
-    if (!are_packed(k)) return false;
-    push_packets(k, kFresh, with_weights);
-    return true;
-  });
+  PushedChunks pushed{};
+  for (uint32_t w = kFirstStaged<kState>; w < own_windows(k.args); ++w) {
+    if (!__all_sync(kFullWarp, k.crew.lane() != 0 || stages_window<kState>(k, w))) return;
+    const auto outgoing_to = [&](uint32_t to) {
+      Outgoing<SentRows> out;
+      if (to == own_domain(k.g)) return out;
+      const StreamPart part = sent_part<kFresh>(k.g, k.plan, k.args, w, to);
+      out = {k.g.net.to[to].row_channel,
+             own_part(k.g, k.g.map.sent_counts) + to * k.g.map.row_slots,
+             part.end - part.first,
+             rows_per_chunk(k.g, row_bytes),
+             row_bytes,
+             k.g.map.row_slots,
+             k.g.net_state.sent[to]};
+      return out;
+    };
+    push_chunks(k.g, 0, k.g.map.num_domains, pushed, outgoing_to, [&] {
+      if (!kPackets || w > 0) return true;
+      if (!are_packed(k)) return false;
+      push_packets(k, kFresh, with_weights);
+      return true;
+    });
+  }
 }
 
 // By a crew of kStageWarps. kNet: there are several domains.
-template <bool kFresh, bool kNet>
-__device__ inline void stage_rows(const DispatchKernel& k, const StageShare& share, Staged& progress) {
+template <PlanState kState, bool kNet>
+__device__ inline void stage_rows(const DispatchKernel& k, uint32_t window, const StageShare& share, Staged& progress) {
   const uint64_t stride = k.args.stage.stride;
-  uint8_t* const staged = rows(k.g, k.g.rank, k.op.half);
+  uint8_t* const staged = rows(k.g, k.g.rank, k.op.half(window));
   for (uint32_t row_group = share.first; share.has(row_group); row_group += share.count) {
     const uint32_t row = row_group * kRowGroup + k.crew.warp(), token = share.begin + row;
     if (token < share.end) {
       uint32_t skipped = 0, left = 0;
       do {
         Outs outs{staged + row * stride, 0, nullptr};
-        if (kNet && !begin_row<kFresh>(k, token, skipped, progress, outs, left)) return;
+        if (kNet && !begin_row<kState>(k, token, skipped, progress, outs, left)) return;
         stage_row(k.args.stage, token, outs, k.crew.lane());
         if (kNet) end_row(k, progress, outs);
         skipped += kMostPlaces;
@@ -188,17 +236,17 @@ constexpr uint32_t kStagePart = 3584;  // bytes
 constexpr uint32_t kCopyStages = 2;
 constexpr uint32_t kStageBytes = kStageWarps * kCopyStages * kStagePart;
 
-// As stage_rows, for rows that are copied, where there is one domain.
-__device__ inline void stage_rows_bulk(const DispatchKernel& k, const StageShare& share, Staged& progress,
-                                       uint8_t* shared) {
+// As stage_rows, for rows that are copied, where there is one domain. `turn`: of this warp's pipeline.
+__device__ inline void stage_rows_bulk(const DispatchKernel& k, uint32_t window, const StageShare& share,
+                                       Staged& progress, uint8_t* shared, PipelineTurn& turn) {
   __shared__ __align__(8) uint64_t barriers[kStageWarps][kCopyStages];
   const StageArgs& args = k.args.stage;
   const uint64_t stride = args.stride;
   const uint32_t row_bytes = args.hidden * dtype_bytes(args.dtype), lane = k.crew.lane(), warp = k.crew.warp();
-  uint8_t* const staged = rows(k.g, k.g.rank, k.op.half);
-  init_stages<kCopyStages>(barriers[warp], lane);
+  uint8_t* const staged = rows(k.g, k.g.rank, k.op.half(window));
+  if (window == 0) init_stages<kCopyStages>(barriers[warp], lane);
   Pipeline<kCopyStages> pipeline{shared_address(shared + warp * kCopyStages * kStagePart),
-                                 shared_address(barriers[warp]), kStagePart};
+                                 shared_address(barriers[warp]), kStagePart, turn.stage, turn.parity};
   uint32_t load_token = share.begin + share.first * kRowGroup + warp, load_at = 0;
   const auto load_part = [&] {
     if (load_token >= share.end) return;
@@ -226,6 +274,7 @@ __device__ inline void stage_rows_bulk(const DispatchKernel& k, const StageShare
     }
     row_staged(k.crew, progress);
   }
+  turn = {pipeline.stage, pipeline.parity};
 }
 
 // By crews of all blocks: stages the weights, fp32 per pair, in the order of the plan. True in the last block.

@@ -39,11 +39,15 @@ enum class PlanState : uint32_t {
   kNew,        // tells all peers the routing, learns what they send, and fills the plan if its memory suffices
   kExchanged,  // fills the plan after a kNew kernel that found its memory too small
 };
+// Bytes of the tables of sources that a dispatch has in shared memory.
+constexpr uint32_t source_tables_bytes(const DeviceMap& map, PlanState state) {
+  return (state == PlanState::kNew ? 2 : 1) * source_table_bytes(map);
+}
 // With a new plan: whether the memory of plan and output may be used when the counts are known.
 enum class Fit : uint32_t { kAlways, kIfLargeEnough, kNever };
 
-// A window of a dispatch: stages our rows, unless an earlier kernel has, and at the same time places the rows that come
-// here. Blocks beyond `num_sms` only stage, or route.
+// A dispatch: stages our rows, as far as no earlier kernel has, and at the same time places the rows that come here.
+// Rows go in windows of `window_tokens` tokens of each rank. Blocks beyond `num_sms` only stage, or route.
 struct PlaceArgs {
   OpSignature signature{};
   // With a new plan: the routing. Otherwise weights to stage and, if given, data to compare with the plan.
@@ -54,7 +58,7 @@ struct PlaceArgs {
   PlanSizes memory;   // of plan and output
   uint64_t call = 0;  // by which the host recognises the counts
   bool routing_compared = false;
-  uint32_t window = 0, window_tokens = 0;
+  uint32_t window_tokens = 0;      // a multiple of kTokenBlock
   uint32_t num_blocks = 0;         // that place
   uint32_t bulk_warps = 0;         // of a block, that have shared memory for bulk copies
   uint32_t kept_tiles = 1;         // tiles of a new routing for which a block has shared memory
@@ -62,8 +66,8 @@ struct PlaceArgs {
   uint8_t* rows = nullptr;         // [rows, H] of dtype, or codes
   float* scales = nullptr;         // [rows, H / 128]; nullptr: FP8 rows are dequantised
   uint32_t* metadata = nullptr;    // [rows, num_metadata]
-  float* row_weights = nullptr;    // [rows] or [rows, W]; nullptr: none travel, or not in this window
-  int64_t* row_experts = nullptr;  // [rows, W] of compact rows, in the first window
+  float* row_weights = nullptr;    // [rows] or [rows, W]; nullptr: none travel
+  int64_t* row_experts = nullptr;  // [rows, W] of compact rows
 };
 Status launch_dispatch(const Group& group, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
                        uint32_t stage_sms, StreamHandle stream);
@@ -71,11 +75,11 @@ Status launch_dispatch(const Group& group, const PlanView& plan, const PlaceArgs
 Status launch_pad(const Group& group, const PlanView& plan, const PlaceArgs& args, uint32_t num_sms,
                   StreamHandle stream);
 
-// A window of a combine: folds what came here and, side by side, merges what comes back.
+// A combine: folds what came here and, side by side, merges what comes back, in windows of `window_tokens` tokens of
+// each rank. Of several windows each has half of the memory for pieces, in turn.
 struct KernelCombineArgs {
   OpSignature signature{};
-  uint32_t window = 0, window_tokens = 0;
-  bool is_last = true;    // of the combine's windows
+  uint32_t num_windows = 1, window_tokens = 0;
   bool may_drop = false;  // the plan may have rows that `rows` has not
   uint32_t hidden = 0;
   Dtype dtype = Dtype::kBf16, wire = Dtype::kBf16;

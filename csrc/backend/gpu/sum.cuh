@@ -74,7 +74,8 @@ concept SumWork = requires(const W& work, const Sum& sum, uint32_t n) {
   { W::kCopies } -> std::convertible_to<bool>;
   // Sums may begin with other values than +0.0: work.begin(values, place of them in the sum) adds those.
   { W::kBegins } -> std::convertible_to<bool>;
-  // Which shares the sums are, and how they are dealt out.
+  // Which shares of which window the sums are, and how they are dealt out.
+  { work.window() } -> std::same_as<uint32_t>;
   { work.shared_work() } -> std::same_as<SharedWork>;
   { work.dealing() } -> std::same_as<Dealing>;
   { work.end() } -> std::same_as<uint32_t>;
@@ -113,8 +114,9 @@ struct WarpSums {
   __device__ WarpSums(const Group& g, const Work& w, const Summers& by)
       : work(w),
         lane(by.crew.lane()),
-        shares(g, w.shared_work(), w.end(), by.join ? Shares::kJoins : by.crew.warp() * workers(g) + blockIdx.x,
-               by.warps * workers(g), w.dealing()) {}
+        shares(share_counter(g, w.shared_work(), w.window() % kHalves), w.end(),
+               by.join ? Shares::kJoins : by.crew.warp() * workers(g) + blockIdx.x, by.warps * workers(g),
+               w.dealing()) {}
   // The next sum, in every lane; count 0: no more.
   __device__ __forceinline__ Sum next() {
     while (left == 0) {

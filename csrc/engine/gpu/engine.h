@@ -168,7 +168,7 @@ class GpuEngine final : public Engine, private GpuHandles {
   void note_queued(GpuOp& op);
   void note_launch(const GpuOp& op);
   void note_replay(uint64_t operations);
-  void place_windows(GpuOp& op);
+  void end_dispatch(GpuOp& op);
   void size_plan(GpuPlan& plan, const GpuPlan::Sizes& sizes) const;
   void check_usable() const;
   CallLimits limits() const { return {config_.generation, layout_.row_bytes, false}; }

@@ -189,7 +189,7 @@ bool GpuEngine::poll_counts(GpuOp& op) {
   if (op.placed_) {
     plan.sizes = sizes;
     plan.view.num_out_rows = sizes.num_rows;
-    place_windows(op);
+    end_dispatch(op);
   } else {
     num_misses_ += op.place_.fit == gpu::Fit::kIfLargeEnough;
     op.launched_ = false;
@@ -221,33 +221,19 @@ void GpuEngine::give_output(GpuOp& op, const DispatchOutput& output) {
   place.row_experts = output.row_experts;
   launch(op);
   if (op.pads_) must(launch_pad(group_, plan.view, place, num_sms_, op.stream_), "pad");
-  num_windows_ += 1;
   op.placed_ = true;
-  if (op.counts_known_)
-    place_windows(op);
-  else
-    finish(op);
+  if (op.counts_known_) end_dispatch(op);
+  if (!op.launched_) finish(op);
 }
 
-// Launches the windows after the first.
-void GpuEngine::place_windows(GpuOp& op) {
+// When all is launched and the counts are known, if they will be.
+void GpuEngine::end_dispatch(GpuOp& op) {
   const GpuPlan& plan = *op.plan_;
-  gpu::PlaceArgs& place = op.place_;
-  place.state = gpu::PlanState::kKnown;
-  place.row_weights = nullptr;
-  place.row_experts = nullptr;
-  if (!plan.has_capacity) {
-    rows_shipped_ += plan.sizes.shipped_rows;
-    rows_placed_ += plan.view.compact_width > 0 ? plan.sizes.received_rows : plan.sizes.received_pairs;
-  }
-  const uint32_t most_tokens = plan.has_capacity ? 0 : plan.sizes.most_tokens;
-  while ((place.window + 1) * uint64_t{place.window_tokens} < most_tokens) {
-    place.window += 1;
-    launch(op);
-    num_windows_ += 1;
-    op.launched_ = false;
-  }
-  if (!op.launched_) finish(op);
+  num_windows_ += 1;
+  if (plan.has_capacity) return;
+  rows_shipped_ += plan.sizes.shipped_rows;
+  rows_placed_ += plan.view.compact_width > 0 ? plan.sizes.received_rows : plan.sizes.received_pairs;
+  if (plan.sizes.most_tokens > 0) num_windows_ += (plan.sizes.most_tokens - 1) / op.place_.window_tokens;
 }
 
 std::shared_ptr<Operation> GpuEngine::combine(const CombineArgs& args) {
@@ -271,8 +257,12 @@ std::shared_ptr<Operation> GpuEngine::combine(const CombineArgs& args) {
   gpu::KernelCombineArgs combine;
   combine.signature = make_signature(args, plan.facts());
   // With a capacity there is one window.
-  combine.window_tokens =
-      plan.has_capacity ? layout_.max_tokens : combine_window_tokens(layout_, piece_bytes, plan.sizes.most_pieces);
+  const uint32_t most_tokens = plan.has_capacity ? 0 : plan.sizes.most_tokens;
+  combine.window_tokens = combine_window_tokens(layout_, piece_bytes, plan.sizes.most_pieces);
+  if (most_tokens > combine.window_tokens) {
+    combine.window_tokens = combine_window_tokens(layout_, piece_bytes, plan.sizes.most_pieces, true);
+    combine.num_windows = (most_tokens + combine.window_tokens - 1) / combine.window_tokens;
+  }
   combine.may_drop = plan.has_capacity;
   combine.hidden = args.hidden;
   combine.dtype = args.dtype;
@@ -283,15 +273,10 @@ std::shared_ptr<Operation> GpuEngine::combine(const CombineArgs& args) {
   combine.out = args.out;
   combine.weights = args.weights_out;
   combine.weight_bytes = uint64_t{4} * plan.view.num_tokens * plan.routing_width;
-  const uint32_t most = plan.has_capacity ? 0 : plan.sizes.most_tokens;
-  do {
-    combine.is_last = (combine.window + 1) * uint64_t{combine.window_tokens} >= most;
-    note_launch(*op);
-    must(launch_combine(group_, plan.view, combine, num_sms_, op->stream_), "combine");
-    note_queued(*op);
-    combine.window += 1;
-    num_windows_ += 1;
-  } while (!combine.is_last);
+  note_launch(*op);
+  must(launch_combine(group_, plan.view, combine, num_sms_, op->stream_), "combine");
+  note_queued(*op);
+  num_windows_ += combine.num_windows;
   finish(*op);
   return op;
 }

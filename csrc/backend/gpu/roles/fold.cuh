@@ -1,7 +1,7 @@
 // The role that folds the rows that came here, and then joins the role that merges.
 #pragma once
 
-#include "backend/gpu/fold.cuh"
+#include "backend/gpu/merge.cuh"
 #include "backend/gpu/roles.cuh"
 #include "backend/gpu/sum_bulk.cuh"
 
@@ -13,16 +13,18 @@ template <bool kBulk, bool kNet, bool kCopies, typename Row, typename Wire>
 struct FoldRole {
   static constexpr uint32_t kWarps = kBulk ? 7 : warps_by_lanes(11, 9);
   struct Shared {
-    FoldRange folds;
+    FoldRange folds;  // of the window that is folded
     Boxes<kWarps> boxes;
   };
 
-  // By its crew. False: an error is known.
-  static __device__ __forceinline__ bool run(const CombineKernel& k, Shared& shared, SumPipeline& pipeline) {
-    // The pieces of the last combine must have been merged.
-    if (!wait_members(k, k.g.map.merged, k.op.free_after)) return false;
+  // By its crew: a window, whose `merges` say which slots of rings it takes. False: an error is known.
+  static __device__ __forceinline__ bool run(const CombineKernel& k, Shared& shared, const MergeRange& merges,
+                                             SumPipeline& pipeline) {
+    // What was in the memory before must have been merged. The first window may have all of it.
+    const uint32_t w = merges.window;
+    if (!wait_members(k, k.g.map.merged, k.op.window(w) - (w == 0 ? 1 : kHalves))) return false;
     if constexpr (kNet)
-      if (is_alone(k.g) && !wait_returns_gone(k)) return false;
+      if (is_alone(k.g) && !wait_returns_gone(k, merges)) return false;
     const StepClock clock(k, Step::kFold);
     // Shuffled, because the compiler would otherwise work it out for every segment.
     const uint32_t units = __shfl_sync(kFullWarp, k.args.hidden * dtype_bytes(k.args.dtype) / 16, 0);
@@ -30,7 +32,7 @@ struct FoldRole {
     sum_all<kBulk, Row, Wire>({k.crew, kWarps, false}, k.g, fold, k.args.hidden, pipeline);
     __syncwarp();
     if (k.crew.lane() == 0) count_shared(&shared.boxes.ended);
-    finish_fold(k);
+    if (is_last(k.args, w)) finish_fold(k);
     clock.stop();
     return true;
   }

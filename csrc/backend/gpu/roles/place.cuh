@@ -26,11 +26,15 @@ struct PlaceRole {
     if (routed.good && routed.placed && has_rows) place_all(k, arrivals, dynamic);
   }
 
-  // By a crew, when all rows are in the output, or (not good) after an error.
+  // By a crew, when all rows of all windows are in the output, or (not good) after an error.
   static __device__ void finish(const DispatchKernel& k, bool good) {
-    if (k.crew.thread == 0) reset_shares(k.g, SharedWork::kPlaced);
+    const uint32_t last = num_windows<kState != PlanState::kKnown>(k) - 1;
+    if (k.crew.thread == 0) {
+      reset_shares(k.g, SharedWork::kPlaced, k.op.half(last));
+      keep_windows(k.g, k.op, OpKind::kDispatch, last + 1);
+    }
     if (good) {
-      publish_to_members(k, k.g.map.read);
+      publish_to_members(k, k.g.map.read, k.op.window(last));
       return;
     }
     const uint64_t rows = k.plan.num_out_rows, hidden = k.args.stage.hidden;
@@ -45,15 +49,27 @@ struct PlaceRole {
   }
 
  private:
-  // Places the rows, when the plan is there.
+  static constexpr bool kFresh = kState != PlanState::kKnown;
+
+  // Places the rows of all windows, when the plan is there.
   static __device__ void place_all(const DispatchKernel& k, Arrivals& arrivals, uint8_t* shared) {
-    constexpr bool kFresh = kState != PlanState::kKnown;
     const StepClock clock(k, Step::kPlace);
     // With several windows find_arrivals() reads what is complete only with the lists.
-    const bool windows = k.plan.num_token_blocks > k.args.window_tokens / kTokenBlock;
-    if (kFresh && windows && !wait_lists(k)) return;
-    find_arrivals<kFresh>(k, arrivals);
-    if (kFresh && !windows && !wait_lists(k)) return;
+    const bool several = kFresh && num_windows<kFresh>(k) > 1;
+    if (several && !wait_lists(k)) return;
+#pragma unroll 1
+    for (uint32_t w = 0;; ++w) {
+      find_arrivals<kFresh>(k, w, arrivals);
+      if (kFresh && !several && !wait_lists(k)) return;
+      place_window(k, arrivals, shared);
+      if (w + 1 >= arrivals.num_windows) break;
+      if (!going(k) || !end_window(k, w)) return;
+    }
+    clock.stop();
+  }
+  // Places the rows of a window.
+  static __device__ __forceinline__ void place_window(const DispatchKernel& k, const Arrivals& arrivals,
+                                                      uint8_t* shared) {
     if constexpr (!kBulk) {
       place_rows<kFresh>(k, arrivals);
     } else if constexpr (kArch.bulk_copies) {
@@ -63,7 +79,19 @@ struct PlaceRole {
       }
     }
     k.crew.sync();
-    clock.stop();
+  }
+  // By the crews of all blocks that place, at the end of a window that is not the last: the last of them says that its
+  // rows have been read. False: an error is known. Not inlined, because its caller has no registers to spare.
+  static __device__ __noinline__ bool end_window(const DispatchKernel k, uint32_t w) {
+    if (last_block(k, k.op.half(w) == 0 ? Phase::kEvenWindow : Phase::kOddWindow, k.args.num_blocks)) {
+      if (k.crew.thread == 0) reset_shares(k.g, SharedWork::kPlaced, k.op.half(w));
+      if (kNet && k.crew.warp() == 1) note_received<kFresh>(k, w);
+      k.crew.sync();
+      publish_to_members(k, k.g.map.read, k.op.window(w));
+    }
+    // The window before this one had the shares that the next one has: our own flag says that they are all taken.
+    const Awaited ended{member_flag(k.g, k.g.rank, k.g.map.read, k.g.rank), k.op.free_after(w + 1), k.g.rank};
+    return k.crew.all(k.crew.thread != 0 || wait_flag(k.g, ended));
   }
 };
 

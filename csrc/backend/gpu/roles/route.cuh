@@ -28,7 +28,7 @@ __device__ inline bool finish_exchange(const DispatchKernel& k, Staged& staged) 
   if (last_block(k, Phase::kRouted, workers(k.g))) {
     if (k.crew.thread == 0) {
       if (!has_net(k.g))
-        keep(k.g, k.op, OpKind::kDispatch);  // all blocks have entered
+        keep_epoch(k.g, k.op);  // all blocks have entered
       else
         publish(&local(k.g).packed, k.op.epoch);
     }

@@ -17,7 +17,6 @@ struct ServeRole {
 
   static __device__ void run(const DispatchKernel& k, Staged& staged) {
     constexpr bool kFresh = kState != PlanState::kKnown;
-    const bool first = k.args.window == 0;
     if constexpr (kFresh) {
       if (blockIdx.x >= k.args.num_blocks) return;
       // Counts go ahead of the lists, so that all that follows from counts is known when the lists are there.
@@ -28,11 +27,12 @@ struct ServeRole {
       }
       if (!wait_plan(k) || !has_memory<kState>(k.g, k.args) || !wait_lists(k)) return;
       const StepClock clock(k, Step::kPlan);
-      plan_rows(k, k.args.num_blocks, k.args.num_blocks * (k.args.bulk_warps < 2 ? kPlacing : k.args.bulk_warps));
+      plan_rows(k, k.args.num_blocks, k.args.num_blocks * (k.args.bulk_warps < 2 ? kPlacing : k.args.bulk_warps),
+                num_windows<kFresh>(k) == 1);
       plan_heads(k, k.args.num_blocks);
       clock.stop();
     } else {
-      const bool with_weights = first && k.args.routing.weights != nullptr;
+      const bool with_weights = k.args.routing.weights != nullptr;
       if (!wait_packets_gone(k)) return;
       if (blockIdx.x == 0) {
         write_headers(k, k.args.signature, k.args.stage.num_tokens);
@@ -41,7 +41,7 @@ struct ServeRole {
         if (!with_weights) publish_packed(k);
       }
       if (with_weights) {
-        if (!wait_members(k, k.g.map.read, k.op.free_after)) return;
+        if (!wait_members(k, k.g.map.read, k.op.free_after(0))) return;
         if (stage_weights(k, k.args.routing.weights) && going(k)) {
           publish_packet(k, k.g.map.weights_full);
           publish_packed(k);
@@ -49,7 +49,7 @@ struct ServeRole {
       }
       if (blockIdx.x == 0 && !all_alike(k, k.args.signature)) return;
     }
-    if (blockIdx.x >= k.args.num_blocks || !first) return;
+    if (blockIdx.x >= k.args.num_blocks) return;
     if (k.plan.compact_width == 0) fill_padding(k, PlanReader<kFresh>(k).padding());
     if (k.args.row_weights != nullptr) {
       bool good = true;

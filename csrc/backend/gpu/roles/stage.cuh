@@ -9,10 +9,10 @@ namespace uccl_ep::gpu {
 
 // What this block stages. Blocks that do not place stage alone if there are enough of them.
 constexpr uint32_t kNothing = 0x0FFFFFFFu;  // row groups that nobody has
-__device__ __forceinline__ StageShare stage_share(const DispatchKernel& k) {
+__device__ __forceinline__ StageShare stage_share(const DispatchKernel& k, uint32_t window) {
   const uint32_t others = workers(k.g) - k.args.num_blocks,
                  first_block = others >= k.args.num_blocks ? k.args.num_blocks : 0;
-  const uint32_t begin = k.args.window * k.args.window_tokens;
+  const uint32_t begin = window * k.args.window_tokens;
   const uint32_t end = min(begin + k.args.window_tokens, k.args.stage.num_tokens);
   return {begin, end, blockIdx.x < first_block ? kNothing : blockIdx.x - first_block, workers(k.g) - first_block};
 }
@@ -23,25 +23,38 @@ struct StageRole {
   using Shared = Staged;
 
   static __device__ void run(const DispatchKernel& k, Staged& staged, uint8_t* shared) {
-    constexpr bool kFresh = kState != PlanState::kKnown;
+    PipelineTurn turn{0, 0};
+    for (uint32_t w = kFirstStaged<kState>; w < own_windows(k.args); ++w)
+      if (!stage_window(k, w, staged, shared, turn)) return;
+    if constexpr (kState == PlanState::kKnown)
+      if (k.args.routing_compared) compare_routing(k, k.args.routing, k.args.signature.plan_id);
+  }
+
+ private:
+  // False: later windows are not staged.
+  static __device__ __forceinline__ bool stage_window(const DispatchKernel& k, uint32_t w, Staged& staged,
+                                                      uint8_t* shared, PipelineTurn& turn) {
+    if (w > 0 && !k.crew.all(k.crew.thread != 0 || stages_window<kState>(k, w))) return false;
     // All members must have read what the half held before.
-    if (!wait_members(k, k.g.map.read, k.op.free_after)) return;
-    const StageShare share = stage_share(k);
-    if (kState == PlanState::kNew && !kNet && k.args.stage.quantises() && share.row_groups() >= kManyRowGroups &&
-        !k.crew.all(k.crew.thread != 0 || wait_shared(k.g, &staged.routed)))
-      return;
+    if (!wait_members(k, k.g.map.read, k.op.free_after(w))) return false;
+    const StageShare share = stage_share(k, w);
+    if (kState == PlanState::kNew && !kNet && w == 0 && k.args.stage.quantises() &&
+        share.row_groups() >= kManyRowGroups && !k.crew.all(k.crew.thread != 0 || wait_shared(k.g, &staged.routed)))
+      return false;
     const StepClock clock(k, Step::kStage, workers(k.g) - share.count);
     // Where rows for other domains go depends on the tiles of all blocks.
-    if (kFresh && kNet && !k.crew.all(k.crew.thread != 0 || wait_block(k.g, &local(k.g).packed, k.op.epoch))) return;
+    if (kState == PlanState::kNew && kNet &&
+        !k.crew.all(k.crew.thread != 0 || wait_block(k.g, &local(k.g).packed, k.op.epoch)))
+      return false;
+    if constexpr (kNet) find_sent<kState>(k, w);
     bool done = false;
-    if constexpr (kBulk && kArch.bulk_copies) {
+    if constexpr (kBulk && kArch.bulk_copies && kState != PlanState::kExchanged) {
       done = k.args.copy_pipeline > 0;
-      if (done) stage_rows_bulk(k, share, staged, shared + k.args.copy_pipeline);
+      if (done) stage_rows_bulk(k, w, share, staged, shared + k.args.copy_pipeline, turn);
     }
-    if (!done) stage_rows<kFresh, kNet>(k, share, staged);
+    if (!done) stage_rows<kState, kNet>(k, w, share, staged);
     clock.stop();
-    if constexpr (!kFresh)
-      if (k.args.routing_compared && k.args.window == 0) compare_routing(k, k.args.routing, k.args.signature.plan_id);
+    return true;
   }
 };
 
@@ -51,7 +64,13 @@ struct TellStagedRole {
   struct Shared {};
 
   static __device__ __forceinline__ void run(const DispatchKernel& k, Staged& staged) {
-    tell_staged(k, stage_share(k), staged);
+    uint32_t earlier = 0;
+    for (uint32_t w = kFirstStaged<kState>; w < own_windows(k.args); ++w) {
+      if (w > 0 && !__all_sync(kFullWarp, threadIdx.x % kWarp != 0 || stages_window<kState>(k, w))) return;
+      const StageShare share = stage_share(k, w);
+      tell_staged(k, w, share, earlier, staged);
+      earlier += share.row_groups();
+    }
   }
 };
 

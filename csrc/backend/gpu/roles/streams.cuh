@@ -13,7 +13,7 @@ struct PushStreamsRole {
   struct Shared {};
 
   static __device__ __forceinline__ void run(const DispatchKernel& k) {
-    push_streams<kState != PlanState::kKnown>(k);
+    push_streams<kState>(k);
     __syncwarp();
     if (k.crew.lane() == 0) count_through(k.g);
   }
@@ -23,13 +23,12 @@ struct PushStreamsRole {
 template <PlanState kState, typename Places>
 struct EndStreamsRole {
   static constexpr uint32_t kWarps = Places::kWarps;
-  static constexpr bool kPushes = kState != PlanState::kExchanged;
   struct Shared {};
 
   static __device__ __forceinline__ void run(const DispatchKernel& k, uint32_t* poller_ends) {
-    const bool good = wait_through(k, workers(k.g) + kPushes, poller_ends);
+    const bool good = wait_through(k, workers(k.g) + PushStreamsRole<kState>::kWarps, poller_ends);
     const bool placed = !good || has_memory<kState>(k.g, k.args);
-    if (kPushes && k.crew.thread == 0) keep(k.g, k.op, OpKind::kDispatch);
+    if (kState != PlanState::kExchanged && k.crew.thread == 0) keep_epoch(k.g, k.op);
     // Three warps publish the flags of the domain, of other domains and of the proxy, because each needs a slow fence.
     if (k.crew.warp() == 2 && k.crew.lane() == 0) tell_ended(k.g);
     if (good && k.crew.warp() == 1) end_streams(k, placed);
@@ -40,25 +39,14 @@ struct EndStreamsRole {
   }
 
  private:
-  // By a warp: counts what we have sent and, if this kernel placed rows, what came and has been read.
+  // By a warp: counts what we have sent and, if this kernel placed rows, what came last and has been read.
   static __device__ void end_streams(const DispatchKernel& k, bool placed) {
     constexpr bool kFresh = kState != PlanState::kKnown;
-    const uint32_t row_bytes = k.args.stage.stride;
-    const PlanReader<kFresh> plan(k);
-    const uint32_t per_window = k.args.window_tokens / kTokenBlock;
-    const NetState& state = k.g.net_state;
-    if (kState != PlanState::kExchanged)
-      for (uint32_t to = k.crew.lane(); to < k.g.map.num_domains; to += kWarp)
-        state.sent[to] += sent_part<kFresh>(k.g, k.plan, k.args, to).chunks;
-    if (!placed) return;
-    for (uint32_t s = k.crew.lane(); s < k.g.map.num_ranks; s += kWarp) {
-      if (in_domain(k.g, s)) continue;
-      const uint32_t token_blocks = plan.token_blocks(s);
-      const uint32_t* const before = plan.streams_before(s);
-      const uint32_t first = min(k.args.window * per_window, token_blocks), end = min(first + per_window, token_blocks);
-      state.received[s] += part_of(k.g, before[first], before[end], row_bytes).chunks;
-      publish_flag(k.g.net.from[s].rows_consumed, state.received[s]);
-    }
+    const uint32_t end = placed ? own_windows(k.args) : 1;  // of the windows that have been staged
+    for (uint32_t to = k.crew.lane(); to < k.g.map.num_domains; to += kWarp)
+      for (uint32_t w = kFirstStaged<kState>; w < end; ++w)
+        k.g.net_state.sent[to] += sent_part<kFresh>(k.g, k.plan, k.args, w, to).chunks;
+    if (placed) note_received<kFresh>(k, num_windows<kFresh>(k) - 1);
   }
 };
 
@@ -74,7 +62,7 @@ __device__ __forceinline__ void serve_network(const DispatchKernel& kernel) {
   if (Roles::template is_in<PollRole>()) {
     poll_hosts(kernel.g, &shared.poller_ends);
   } else if (Roles::template is_in<Pushes>()) {
-    if (Ends::kPushes) Pushes::run(kernel.by(Roles::template crew<Pushes>()));
+    Pushes::run(kernel.by(Roles::template crew<Pushes>()));
   } else if (Roles::template is_in<Ends>()) {
     Ends::run(kernel.by(Roles::template crew<Ends>()), &shared.poller_ends);
   }

@@ -27,17 +27,19 @@ struct TellFoldedRole {
   static constexpr uint32_t kWarps = 1;
   struct Shared {};
 
-  // Before the block's barrier.
-  static __device__ __forceinline__ void begin(const CombineKernel& k, FoldRange& folds, MergeRange& merges) {
-    find_fold_range(k, folds);
-    find_merge_range(k, merges);
-    if ((kNet || kCopies) && threadIdx.x == 0) part_rows(k, folds, merges);
+  // Before the block's barrier: what a window folds and merges.
+  static __device__ __forceinline__ void begin(const CombineKernel& k, uint32_t window,
+                                               typename FoldsRows::Shared& shared, MergeRange& merges) {
+    if (window > 0 && k.crew.thread == 0) shared.boxes.ended = 0;
+    find_merge_range(k, window, merges);
+    find_fold_range(k, merges, shared.folds);
+    if ((kNet || kCopies) && threadIdx.x == 0) part_rows(k, shared.folds, merges);
     k.crew.sync();  // as in find_merge_range
-    if (!kNet && blockIdx.x == 0) write_packets(k);
+    if (!kNet && window == 0 && blockIdx.x == 0) write_packets(k);
   }
   // After it.
   static __device__ __forceinline__ void run(const CombineKernel& k, typename FoldsRows::Shared& shared) {
-    if (blockIdx.x == 0 && going(k)) tell_empty_token_blocks(k);
+    if (blockIdx.x == 0 && going(k)) tell_empty_token_blocks(k, shared.folds.window);
     tell_folded(Fold<kNet, kCopies>{k, shared.folds, nullptr, 0}, shared.boxes);
   }
 
