@@ -95,7 +95,7 @@ class RoutingMemory {
   template <typename Tile>
   void route() {
     const gpu::PlanView plan;
-    const gpu::KernelOp op{kEpoch, 0, 0};
+    const gpu::KernelOp op{kEpoch, 1};
     gpu::PlaceArgs args;
     args.signature = signature();
     args.routing = {run_.topk == 0 ? static_cast<const void*>(in_.map.data()) : in_.topk.data(), in_.weights.data(),

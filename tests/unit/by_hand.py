@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def create(num_ranks: int, *per_rank: dict[str, Any], **settings: Any) -> list[A
         config = EpConfig(**{**SETTINGS, **settings, **changes[bootstrap.rank]})
         return Buffer(None, config, bootstrap=bootstrap)
 
-    return together([lambda entry=entry: one(entry) for entry in ranks])
+    return together([partial(one, entry) for entry in ranks])
 
 
 def close(buffers: list[Buffer]) -> None:
@@ -80,7 +81,7 @@ def dispatch(buffer: Buffer, **arguments: Any) -> Any:
 
 
 def on_all(buffers: list[Buffer], call: Callable[[Buffer], Any]) -> list[Any]:
-    return together([lambda entry=entry: call(entry) for entry in buffers])
+    return together([partial(call, entry) for entry in buffers])
 
 
 def shared_memory() -> set[str]:

@@ -187,20 +187,20 @@ needs_kernels = pytest.mark.skipif(not cuda.built(), reason="cuda.built() is Fal
 @needs_kernels
 def test_windows_are_those_of_the_native_layout() -> None:
     """Tokens of BF16 windows with 512 MiB that docs/status.md states, and its chunks: a counter for each."""
-    for ranks, wanted in ((2, 4928), (4, 2304)):
+    for ranks, wanted, combined in ((2, 4928, 4928), (4, 2304, 1152)):  # 4096 tokens: of four ranks in halves
         of = shape(ranks, 1, dtype="bf16")
         sizes = protocol_of(of)
-        assert sizes.dispatch_window == sizes.combine_window == wanted
+        assert (sizes.dispatch_window, sizes.combine_window) == (wanted, combined)
         assert sizes.memory is not None
         assert sizes.memory["sent_counts"] == -(-4 * ranks * sizes.slots // 256) * 256
     assert protocol_of(shape(64, 8)).polled_words == (2 * 8 + 4) * 7
-    assert protocol_of(shape(4, 1)).windows("combine", 4096) == [2304, 1792]
+    assert protocol_of(shape(4, 1)).windows("combine", 4096) == [1152, 1152, 1152, 640]
 
 
 @needs_kernels
 def test_the_planner_refuses_what_a_buffer_refuses() -> None:
     with pytest.raises(EpError, match="shared memory"):
-        protocol_of(shape(512, 8, router=Router(num_experts=512, topk=8)))
+        protocol_of(shape(2048, 8, router=Router(num_experts=8192, topk=8)))
     with pytest.raises(EpError, match="needs at least"):
         protocol_of(shape(256, 8), window_tokens=4096)
 

@@ -23,8 +23,8 @@ class Protocol:
     """Sizes of one rank's buffer.
 
     memory                 of the rank that needs most; None: not known, and rows are not cut into windows
-    dispatch_window        tokens of a kernel of dispatch
-    combine_window         tokens of a kernel of combine
+    dispatch_window        tokens of a window of dispatch
+    combine_window         tokens of a window of combine
     chunk_rows             (dispatch, combine) rows of a chunk between domains
     slots                  chunks of a ring
     polled_words           words of host memory that a rank polls
@@ -43,7 +43,7 @@ class Protocol:
         return math.ceil(self.polled_words / _WORDS_OF_PASS)
 
     def windows(self, op: str, tokens: int) -> list[int]:
-        """Tokens of each kernel of an operation ("dispatch" | "combine")."""
+        """Tokens of each window of an operation ("dispatch" | "combine")."""
         most = self.dispatch_window if op == "dispatch" else self.combine_window
         full, rest = divmod(tokens, most)
         return [most] * full + [rest] * (rest > 0)
@@ -79,10 +79,15 @@ def protocol_of(shape: Shape, budget_bytes: int = 512 << 20, window_tokens: int 
     streams = 1 + max(_relayed(shape, rank) for rank in _classes(shape)) if max(shape.domains) > 1 else 1
     pieces = plan["pieces"] // streams // widest
     row = shape.row_bytes(shape.dtype)
-    dispatch, combine = half // row, pieces // _most_pieces(shape) * TOKEN_BLOCK
+    dispatch = half // row
     if len(shape.domains) > 1:
         dispatch = min(dispatch, slots * (chunk_bytes // row))
-        combine = min(combine, slots * chunk)
+
+    def combined(parts: int) -> int:  # tokens whose pieces fit one of so many parts of the memory
+        tokens = pieces // parts // _most_pieces(shape) * TOKEN_BLOCK
+        return min(tokens, slots // parts * chunk) if len(shape.domains) > 1 else tokens
+
+    combine = combined(1) if shape.tokens <= combined(1) else combined(2)
     return Protocol(
         memory=plan,
         dispatch_window=max(TOKEN_BLOCK, dispatch // TOKEN_BLOCK * TOKEN_BLOCK),

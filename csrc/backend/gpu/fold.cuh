@@ -46,11 +46,12 @@ __device__ __forceinline__ uint32_t window_table(const Group& g, uint32_t window
 }
 struct FoldRange {
   uint32_t window;
+  uint32_t table;  // where the sources lie
   MostRows most;
   PartedRows parted;
   uint32_t hurried;  // so many first rows are told by the warps that fold them
   __device__ __forceinline__ FoldSource& of(const Group& g, uint32_t source) const {
-    return shared_table<FoldSource>(g, window_table(g, window))[source];
+    return shared_table<FoldSource>(g, table)[source];
   }
   static __host__ __device__ uint32_t table_bytes(const DeviceMap& map) { return sizeof(FoldSource) * map.num_ranks; }
 };
@@ -58,7 +59,10 @@ struct FoldRange {
 template <typename Merges>
 __device__ inline void find_fold_range(const CombineKernel& k, const Merges& streams, FoldRange& out) {
   const uint32_t entries = k.plan.num_token_blocks + 1, window = streams.window;
-  if (k.crew.thread == 0) out.window = window;
+  if (k.crew.thread == 0) {
+    out.window = window;
+    out.table = window_table(k.g, window);
+  }
   k.crew.sync();
   for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size) {
     const TokenBlockRange token_blocks = token_blocks_of(k.args, window, k.plan.token_blocks[s]);

@@ -29,27 +29,22 @@ struct MergeStream {
 // In shared memory.
 struct MergeRange {
   uint32_t window;
+  uint32_t table;      // where domains and streams lie
+  uint32_t own_units;  // where our own pieces begin, in units of 16 bytes of our region
   uint32_t first_token, end_token;
   PartedRows last;    // of our tokens
   uint32_t pieces;    // of ours in our domain, in earlier windows
   uint32_t most;      // rows of a stream
   PartedRows parted;  // of those that we relay
   __device__ __forceinline__ MergeDomain& domain(const Group& g, uint32_t domain) const {
-    return domain_of(g, window, domain);
+    return shared_table<MergeDomain>(g, table)[domain];
   }
   __device__ __forceinline__ MergeStream& stream(const Group& g, uint32_t stream) const {
-    return stream_of(g, window, stream);
+    return shared_table<MergeStream>(g, table)[g.map.num_domains + stream];
   }
-  static __device__ __forceinline__ MergeDomain& domain_of(const Group& g, uint32_t window, uint32_t domain) {
-    return shared_table<MergeDomain>(g, window_table(g, window) + FoldRange::table_bytes(g.map))[domain];
-  }
-  static __device__ __forceinline__ MergeStream& stream_of(const Group& g, uint32_t window, uint32_t stream) {
-    return shared_table<MergeStream>(
-        g, window_table(g, window) + FoldRange::table_bytes(g.map))[g.map.num_domains + stream];
-  }
-  // Where pieces of a stream begin, in units of 16 bytes of our region.
-  __device__ __forceinline__ uint64_t piece_units(const Group& g, uint32_t stream) const {
-    return (g.map.pieces.offset + stream * g.map.piece_bytes + pieces_begin(g, window)) / 16;
+  // Where the pieces of a stream begin.
+  __device__ __forceinline__ uint32_t units(const Group& g, uint32_t stream) const {
+    return own_units + static_cast<uint32_t>(stream * (g.map.piece_bytes / 16));
   }
 };
 static_assert(sizeof(MergeDomain) == sizeof(MergeStream));
@@ -86,13 +81,16 @@ __device__ __forceinline__ uint32_t returned_chunks(const CombineKernel& k, uint
   return returned_part(k, window, to).chunks + weight_chunks_of(k, window, pairs);
 }
 
-// By a warp, window by window.
-__device__ inline void find_merge_range(const CombineKernel& k, uint32_t window, MergeRange& out) {
+// By a warp, window by window. `last`: of the window before.
+__device__ inline void find_merge_range(const CombineKernel& k, uint32_t window, const MergeRange& last,
+                                        MergeRange& out) {
   const uint32_t entries = k.plan.num_token_blocks + 1;
   const uint32_t num_relayed = has_net(k.g) ? k.g.net.num_relayed : 0;
   const TokenBlockRange own = own_token_blocks(k, window);
   if (k.crew.thread == 0) {
     out.window = window;
+    out.table = window_table(k.g, window) + FoldRange::table_bytes(k.g.map);
+    out.own_units = static_cast<uint32_t>((k.g.map.pieces.offset + pieces_begin(k.g, window)) / 16);
     out.first_token = min(own.first * kTokenBlock, k.plan.num_tokens);
     out.end_token = min(own.end * kTokenBlock, k.plan.num_tokens);
     out.pieces = k.plan.token_block_pieces[k.g.rank * entries + own.first];
@@ -102,10 +100,7 @@ __device__ inline void find_merge_range(const CombineKernel& k, uint32_t window,
   if (!has_net(k.g)) return;
   for (uint32_t to = k.crew.thread; to < k.g.map.num_domains; to += k.crew.size) {
     uint64_t chunks = k.g.net_state.returned[to];
-    if (window > 0) {
-      const MergeDomain& last = MergeRange::domain_of(k.g, window - 1, to);
-      chunks = last.chunks + returned_chunks(k, window - 1, to);
-    }
+    if (window > 0) chunks = last.domain(k.g, to).chunks + returned_chunks(k, window - 1, to);
     out.domain(k.g, to) = {k.plan.sent_token_blocks[to * entries + own.first],
                            static_cast<uint32_t>(chunks % k.g.map.return_slots), chunks, 0};
   }
@@ -114,7 +109,7 @@ __device__ inline void find_merge_range(const CombineKernel& k, uint32_t window,
     const uint32_t s = k.g.net.relayed[stream].source;
     const StreamPart part = relayed_part(k, window, stream);
     const uint32_t chunks =
-        window == 0 ? 0 : MergeRange::stream_of(k.g, window - 1, stream).chunks + relayed_chunks(k, window - 1, stream);
+        window == 0 ? 0 : last.stream(k.g, stream).chunks + relayed_chunks(k, window - 1, stream);
     out.stream(k.g, stream) = {
         part.first, part.end,
         k.plan.token_block_pieces[s * entries + token_blocks_of(k.args, window, k.plan.token_blocks[s]).first],
@@ -198,10 +193,10 @@ struct Merge : CombineKernel {
     return sum;
   }
   __device__ uint32_t place(const Sum&, uint32_t k) const {
-    if constexpr (!kNet) return range.piece_units(g, 0) + uint64_t{k - range.pieces} * row_bytes() / 16;
+    if constexpr (!kNet) return range.own_units + uint64_t{k - range.pieces} * row_bytes() / 16;
     const Addend addend = plan.addends[k];
     if (!addend.is_returned())
-      return range.piece_units(g, 0) + uint64_t{addend.piece() - range.pieces} * row_bytes() / 16;
+      return range.own_units + uint64_t{addend.piece() - range.pieces} * row_bytes() / 16;
     return returned_place(g, range, addend, row_bytes());
   }
   __device__ const uint8_t* base() const { return g.own; }
@@ -287,7 +282,7 @@ struct Relay : CombineKernel {
   }
   __device__ uint32_t place(const Sum& sum, uint32_t j) const {
     const uint32_t k = RelayTag{sum.tag}.stream();
-    return range.piece_units(g, k) + uint64_t{j - range.stream(g, k).pieces} * row_bytes() / 16;
+    return range.units(g, k) + uint64_t{j - range.stream(g, k).pieces} * row_bytes() / 16;
   }
   __device__ const uint8_t* base() const { return g.own; }
   template <bool kLooks>

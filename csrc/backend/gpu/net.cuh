@@ -64,7 +64,7 @@ struct Outgoing {
   uint32_t channel = 0;
   DeviceCounter<Of>* counts = nullptr;  // by slot: parts of rows that are there
   uint32_t rows = 0, per_chunk = 1, row_bytes = 0;
-  uint32_t slots = 1;   // of the ring
+  uint32_t slots = 0;   // of the ring; 0: counts are by chunk
   uint64_t serial = 0;  // of the next chunk
   uint32_t parts = 1;   // of a row, as they are counted
   uint32_t chunk = 0;   // the next one, of the window's
@@ -109,15 +109,17 @@ template <typename Of>
 __device__ __forceinline__ void push_complete(const Group& g, Outgoing<Of>& out) {
   constexpr uint32_t kAhead = 4;
   uint32_t counted[kAhead];
-  const uint32_t slot = static_cast<uint32_t>(out.serial % out.slots);
+  const bool by_slot = out.slots > 0;
+  const uint32_t slots = by_slot ? out.slots : 0xFFFFFFFFu;
+  const uint32_t slot = by_slot ? static_cast<uint32_t>(out.serial % slots) : out.chunk;
 #pragma unroll
   for (uint32_t i = 0; i < kAhead; ++i)
-    counted[i] = out.rows_in(i) > 0 ? peek(out.counts + slot_after(slot, i, out.slots)) : 0;
+    counted[i] = out.rows_in(i) > 0 ? peek(out.counts + slot_after(slot, i, slots)) : 0;
   uint32_t complete = 0;
 #pragma unroll
   for (uint32_t i = 0; i < kAhead; ++i) {
     if (complete != i || counted[i] == 0 || counted[i] != out.rows_in(i) * out.parts) continue;
-    out.counts[slot_after(slot, i, out.slots)].value = 0;
+    out.counts[slot_after(slot, i, slots)].value = 0;
     ++complete;
   }
   push_all(g, complete,

@@ -155,11 +155,11 @@ __device__ __forceinline__ void place_rows_bulk(const DispatchKernel& k, const A
     if (k.crew.lane() == 0) turns[warp] = {0, 0};
     __syncwarp();
   }
-  BulkRows<kFresh> rows(k, arrivals, shared + warp * place_warp_bytes(k.args), barriers[warp], turns[warp]);
-  rows.run();
+  BulkRows<kFresh> batches(k, arrivals, shared + warp * place_warp_bytes(k.args), barriers[warp], turns[warp]);
+  batches.run();
   if (arrivals.num_windows == 1) return;
   __syncwarp();  // all lanes have read the last turn
-  if (k.crew.lane() == 0) turns[warp] = {rows.pipeline.stage, rows.pipeline.parity};
+  if (k.crew.lane() == 0) turns[warp] = {batches.pipeline.stage, batches.pipeline.parity};
   __syncwarp();
 }
 

@@ -46,8 +46,8 @@ __device__ __forceinline__ void pack_sums(const float (&sums)[kVectors][8], uint
 
 // A warp's pipeline, between one use of it and the next.
 struct SumPipeline {
-  uint8_t* memory = nullptr;  // kSumWarpBytes
-  uint64_t* barriers = nullptr;  // kSumStages, one for every segment: filled
+  uint32_t memory = 0;    // addresses in shared memory: of kSumWarpBytes,
+  uint32_t barriers = 0;  // and of kSumStages, one for every segment: filled
   uint32_t stage = 0, parity = 0;
 };
 
@@ -84,8 +84,7 @@ struct BulkSums {
         row_bytes(bytes),
         state(s),
         // Shuffled, because the compiler would otherwise work them out from the thread's number at every use.
-        pipeline{__shfl_sync(kFullWarp, shared_address(s.memory), 0),
-                 __shfl_sync(kFullWarp, shared_address(s.barriers), 0), kSegment, s.stage, s.parity},
+        pipeline{__shfl_sync(kFullWarp, s.memory, 0), __shfl_sync(kFullWarp, s.barriers, 0), kSegment, s.stage, s.parity},
         ahead(group, w, by),
         good(__all_sync(kFullWarp, !stopped(group))) {
     if (Work::kRehearses && !by.join)
@@ -275,8 +274,8 @@ __device__ __forceinline__ void sum_rows_bulk(const Summers& by, const Group& g,
 
 // By a crew that sums. False: an error is known.
 template <bool kBulk>
-__device__ __forceinline__ bool begin_sums(const Kernel& k, const SumPipeline& pipeline) {
-  if constexpr (kBulk && kArch.bulk_copies) init_stages<kSumStages>(pipeline.barriers, k.crew.lane());
+__device__ __forceinline__ bool begin_sums(const Kernel& k, uint64_t* barriers) {
+  if constexpr (kBulk && kArch.bulk_copies) init_stages<kSumStages>(barriers, k.crew.lane());
   return going(k);
 }
 // By a crew. In: dtype of the addends, Out: of the sums.

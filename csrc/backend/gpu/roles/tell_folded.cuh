@@ -29,9 +29,10 @@ struct TellFoldedRole {
 
   // Before the block's barrier: what a window folds and merges.
   static __device__ __forceinline__ void begin(const CombineKernel& k, uint32_t window,
-                                               typename FoldsRows::Shared& shared, MergeRange& merges) {
+                                               typename FoldsRows::Shared& shared, MergeRange (&ranges)[kHalves]) {
+    MergeRange& merges = ranges[window % kHalves];
     if (window > 0 && k.crew.thread == 0) shared.boxes.ended = 0;
-    find_merge_range(k, window, merges);
+    find_merge_range(k, window, ranges[(window + 1) % kHalves], merges);
     find_fold_range(k, merges, shared.folds);
     if ((kNet || kCopies) && threadIdx.x == 0) part_rows(k, shared.folds, merges);
     k.crew.sync();  // as in find_merge_range
