@@ -66,7 +66,7 @@ const RegisterTransport seen({"seen",
                                 seen_of_rank[setup.rank] = {setup.local_idx, setup.local_size};
                                 return transport_named("loop").make(setup, options);
                               },
-                              [](const TransportOptions&, size_t) { return uint64_t{0}; },
+                              [](const TransportOptions&, size_t, size_t) { return uint64_t{0}; },
                               [](const TransportOptions&) { return Probe{true, "", LinkKind::kMemory}; }});
 
 std::unique_ptr<Engine> host_engine(const EngineConfig& config) { return std::make_unique<HostEngine>(config); }

@@ -108,8 +108,7 @@ __device__ inline void find_merge_range(const CombineKernel& k, uint32_t window,
   for (uint32_t stream = 1 + k.crew.thread; stream <= num_relayed; stream += k.crew.size) {
     const uint32_t s = k.g.net.relayed[stream].source;
     const StreamPart part = relayed_part(k, window, stream);
-    const uint32_t chunks =
-        window == 0 ? 0 : last.stream(k.g, stream).chunks + relayed_chunks(k, window - 1, stream);
+    const uint32_t chunks = window == 0 ? 0 : last.stream(k.g, stream).chunks + relayed_chunks(k, window - 1, stream);
     out.stream(k.g, stream) = {
         part.first, part.end,
         k.plan.token_block_pieces[s * entries + token_blocks_of(k.args, window, k.plan.token_blocks[s]).first],
@@ -195,8 +194,7 @@ struct Merge : CombineKernel {
   __device__ uint32_t place(const Sum&, uint32_t k) const {
     if constexpr (!kNet) return range.own_units + uint64_t{k - range.pieces} * row_bytes() / 16;
     const Addend addend = plan.addends[k];
-    if (!addend.is_returned())
-      return range.own_units + uint64_t{addend.piece() - range.pieces} * row_bytes() / 16;
+    if (!addend.is_returned()) return range.own_units + uint64_t{addend.piece() - range.pieces} * row_bytes() / 16;
     return returned_place(g, range, addend, row_bytes());
   }
   __device__ const uint8_t* base() const { return g.own; }

@@ -84,7 +84,8 @@ struct BulkSums {
         row_bytes(bytes),
         state(s),
         // Shuffled, because the compiler would otherwise work them out from the thread's number at every use.
-        pipeline{__shfl_sync(kFullWarp, s.memory, 0), __shfl_sync(kFullWarp, s.barriers, 0), kSegment, s.stage, s.parity},
+        pipeline{__shfl_sync(kFullWarp, s.memory, 0), __shfl_sync(kFullWarp, s.barriers, 0), kSegment, s.stage,
+                 s.parity},
         ahead(group, w, by),
         good(__all_sync(kFullWarp, !stopped(group))) {
     if (Work::kRehearses && !by.join)

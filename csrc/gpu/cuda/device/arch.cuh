@@ -10,10 +10,11 @@ struct Arch {
   bool bulk_copies;   // between global and shared memory, with barriers that count their bytes
   uint32_t vectors_ahead;  // that a warp loads at a time to quantise, as far as registers allow
 };
-// number: 90 for compute_90. A later architecture has what an earlier one has.
+// number: 90 for compute_90. A later architecture has what an earlier one has; 120 has bulk copies, too, but sums by
+// them would need more registers than it gives.
 constexpr Arch arch_of(int number) {
   return {.converts_fp8 = number >= 89,
-          .bulk_copies = number >= 90,
+          .bulk_copies = number >= 90 && number < 120,
           .vectors_ahead = number < 90    ? 1u
                            : number < 120 ? 4u
                                           : 2u};
