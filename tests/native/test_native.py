@@ -87,7 +87,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     @cache
     def program_of(program: str, sanitizer: str) -> Path:
         binary = folder / sanitizer / program / "claims"
-        binary.parent.mkdir(parents=True)
+        binary.parent.mkdir(parents=True, exist_ok=True)  # it is there if an earlier claim could not be built
         if program.startswith("verbs"):
             building.link_shared(binary.with_name(STAND_INS[0]), HERE / "fake_verbs.cc")
             for name in STAND_INS[1:]:

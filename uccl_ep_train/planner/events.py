@@ -210,14 +210,15 @@ class _Operation:
         for a in range(self.num_actors):
             self.ready[a] = delays[a] if len(delays) > 1 else delays[0]
         for number, window in enumerate(tokens):
-            self.window(window, first=number == 0)
+            self.window(window, first=number == 0, last=number == len(tokens) - 1)
         busy = {name: max(p.busy for p in ports) for name, ports in self.ports.items()}
         return Outcome(max(self.ready), {n: b for n, b in busy.items() if b > 0}, len(tokens))
 
-    def window(self, tokens: int, *, first: bool) -> None:
+    def window(self, tokens: int, *, first: bool, last: bool) -> None:
+        """The kernel's fixed time comes before the first window and after the last."""
         streams = self.streams(tokens / self.shape.tokens)
         self.own = {s.source: s for s in streams[len(streams) - self.num_actors :]}
-        starts = [ready + self.fixed / 2 for ready in self.ready]
+        starts = [ready + self.fixed / 2 * first for ready in self.ready]
         new = self.plan != "cached" and first and self.is_dispatch
         k = self.machine.kernels
         if new:
@@ -233,7 +234,7 @@ class _Operation:
             self.next_of[a] = queue
             self.clock.at(starts[a], lambda a=a: self.produce(a))  # type: ignore[misc]
         self.clock.run()
-        self.ready = [done + self.fixed / 2 for done in self.done]
+        self.ready = [done + self.fixed / 2 * last for done in self.done]
 
     def exchange(self, starts: Sequence[float], tokens: int, *, new: bool) -> list[float]:
         """When each actor has the packets of all: headers, weights, routing."""

@@ -155,7 +155,7 @@ enum class Phase : uint32_t {
   kMerged,
   kRelayed,
   kThrough,
-  kEvenWindow,  // of a dispatch, but its last
+  kEvenWindow,  // of an operation, but its last
   kOddWindow,
   kSlotsSent,
   kSlotsReceived,

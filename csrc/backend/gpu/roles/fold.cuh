@@ -17,14 +17,15 @@ struct FoldRole {
     Boxes<kWarps> boxes;
   };
 
-  // By its crew: a window, whose `merges` say which slots of rings it takes. False: an error is known.
-  static __device__ __forceinline__ bool run(const CombineKernel& k, Shared& shared, const MergeRange& merges,
+  // By its crew: a window, whose `merges` say which slots of rings it takes. After an error it
+  // returns at once.
+  static __device__ __forceinline__ void run(const CombineKernel& k, Shared& shared, const MergeRange& merges,
                                              SumPipeline& pipeline) {
     // What was in the memory before must have been merged. The first window may have all of it.
     const uint32_t w = merges.window;
-    if (!wait_members(k, k.g.map.merged, k.op.window(w) - (w == 0 ? 1 : kHalves))) return false;
+    if (!wait_members(k, k.g.map.merged, k.op.window(w) - (w == 0 ? 1 : kHalves))) return;
     if constexpr (kNet)
-      if (is_alone(k.g) && !wait_returns_gone(k, merges)) return false;
+      if (is_alone(k.g) && !wait_returns_gone(k, merges)) return;
     const StepClock clock(k, Step::kFold);
     // Shuffled, because the compiler would otherwise work it out for every segment.
     const uint32_t units = __shfl_sync(kFullWarp, k.args.hidden * dtype_bytes(k.args.dtype) / 16, 0);
@@ -34,7 +35,6 @@ struct FoldRole {
     if (k.crew.lane() == 0) count_shared(&shared.boxes.ended);
     if (is_last(k.args, w)) finish_fold(k);
     clock.stop();
-    return true;
   }
 };
 

@@ -15,34 +15,34 @@ struct MergeRole {
   };
 
   // By its crew, and by the crew that folds after it has folded the window (`has_folded`): writes its sums into the
-  // rings to their sources. False: an error is known.
-  static __device__ __forceinline__ bool return_sums(const CombineKernel& k, const MergeRange& range,
+  // rings to their sources. After an error it returns at once.
+  static __device__ __forceinline__ void return_sums(const CombineKernel& k, const MergeRange& range,
                                                      SumPipeline& pipeline, bool has_folded) {
     // Two windows ago the shares of this half were taken, too: all of them, when our own flag says so.
     const uint32_t w = range.window;
     const Awaited ended{member_flag(k.g, k.g.rank, k.g.map.merged, k.g.rank), k.op.window(w) - (w == 0 ? 1 : kHalves),
                         k.g.rank};
-    if (w >= kHalves && !has_folded && !k.crew.all(k.crew.thread != 0 || wait_flag(k.g, ended))) return false;
+    if (w >= kHalves && !has_folded && !k.crew.all(k.crew.thread != 0 || wait_flag(k.g, ended))) return;
     if constexpr (kNet) {
       const StepClock clock(k, Step::kMerge, has_folded ? gridDim.x : 0);
-      if (!wait_returns_gone(k, range)) return false;
+      if (!wait_returns_gone(k, range)) return;
       if (!is_alone(k.g))
         sum_all<kBulk, Wire, Wire>({k.crew, kWarps, has_folded}, k.g, Relay{k, range}, k.args.hidden, pipeline);
       clock.stop();
     }
-    return true;
   }
-  // By both crews: sums what comes back for the window. False: an error is known.
-  static __device__ __forceinline__ bool merge(const CombineKernel& k, const MergeRange& range, SumPipeline& pipeline,
+  // By both crews: sums what comes back for the window.
+  static __device__ __forceinline__ void merge(const CombineKernel& k, const MergeRange& range, SumPipeline& pipeline,
                                                bool has_folded) {
     const StepClock clock(k, Step::kMerge, has_folded ? gridDim.x : 0);
     const Merge<kNet, kCopies> merge(k, range);
     if (!has_folded) merge.template fill_empty<Row>();
     sum_all<kBulk, Wire, Row>({k.crew, kWarps, has_folded}, k.g, merge, k.args.hidden, pipeline);
-    if (!is_last(k.args, range.window)) return end_window(k, range.window);
-    if (!has_folded) finish_merge(k, range);
+    if (!is_last(k.args, range.window))
+      end_window(k, range.window);
+    else if (!has_folded)
+      finish_merge(k, range);
     clock.stop();
-    return true;
   }
 
   // By its crew in the last block, when all sums are written, or (not good) after an error.
@@ -67,15 +67,14 @@ struct MergeRole {
       reset_shares(g, what, window % kHalves);
   }
   // By both crews of all blocks, at the end of a window that is not the last: the last of them says that its pieces
-  // have been merged. False: an error is known. Not inlined, because its caller has no registers to spare.
-  static __device__ __noinline__ bool end_window(const CombineKernel k, uint32_t w) {
-    if (!going(k)) return false;
-    if (!last_block(k, w % kHalves == 0 ? Phase::kEvenWindow : Phase::kOddWindow, 2 * workers(k.g))) return true;
+  // have been merged. Not inlined, because its caller has no registers to spare.
+  static __device__ __noinline__ void end_window(const CombineKernel k, uint32_t w) {
+    if (!going(k) || !last_block(k, w % kHalves == 0 ? Phase::kEvenWindow : Phase::kOddWindow, 2 * workers(k.g)))
+      return;
     if (k.crew.thread == 0) reset_all_shares(k.g, w);
     if (kNet && k.crew.warp() == 1) note_returned(k, w);
     k.crew.sync();
     publish_to_members(k, k.g.map.merged, k.op.window(w));
-    return true;
   }
 };
 
