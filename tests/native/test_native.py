@@ -141,6 +141,8 @@ def test_many_orders(build: Build, claim: str, monkeypatch: pytest.MonkeyPatch) 
 
 TWO_DOMAINS = "2 domains of a rank have the host's bits"
 ONE_DOMAIN = "2 ranks of a domain have the host's bits, BF16"
+ONE_DOMAIN_IN_WINDOWS = "2 ranks of a domain have the host's bits in windows"
+TWO_DOMAINS_IN_WINDOWS = "2 domains of a rank have the host's bits in windows, FP32"
 # (a claim that does not hold, file of csrc/backend/gpu, what it says, what a mutant says instead)
 MUTANTS = {
     "a row is placed before it has come": (
@@ -180,6 +182,18 @@ MUTANTS = {
     "a folded row lies in the ring where another window's does": (
         TWO_DOMAINS, "fold.cuh", "ring_offset(g, range.of(g, s).slot,", "ring_offset(g, 0,",
     ),
+    "a half is staged before it has been read": (
+        ONE_DOMAIN_IN_WINDOWS, "roles/stage.cuh", "k.g.map.read, k.op.free_after(w))", "k.g.map.read, 0)",
+    ),
+    "pieces are folded into a half before it has been merged": (
+        ONE_DOMAIN_IN_WINDOWS, "roles/fold.cuh", "k.op.window(w) - (w == 0 ? 1 : kHalves)", "0",
+    ),
+    "a window's rows lie in the ring where the first window's do": (
+        TWO_DOMAINS_IN_WINDOWS, "stage.cuh", "sent[to] + its.chunks) %", "sent[to] + 0 * its.chunks) %",
+    ),
+    "chunks of a window are counted from the first window's": (
+        TWO_DOMAINS_IN_WINDOWS, "place.cuh", ": its.chunks + part_of(", ": its.chunks + 0 * part_of(",
+    ),
     "a row that was dropped is not counted": (
         "rows that an output has no room for are left out of the sums, and nobody waits for them", "fold.cuh",
         "count_in_ring(sum.tag, sum.part > 0);", "return;",
@@ -209,7 +223,7 @@ RANK_MUTANTS = {
         MANY_DOMAINS, "stage.cuh", "left = found - skipped - outs.num_places;", "left = 0;",
     ),
     "a chunk of a domain beyond a warp's lanes is pushed again": (
-        MANY_DOMAINS, "net.cuh", "out.chunk = pushed[i].chunks;", "out.chunk = 0;",
+        MANY_DOMAINS, "net.cuh", "out.chunk = pushed[i].window;", "out.chunk = 0;",
     ),
     "a source beyond the lanes of a warp has the rows of another": (
         "65 ranks in 8 domains of 8 and one of 1 have the host's bits", "sources.cuh",

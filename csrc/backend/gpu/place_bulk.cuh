@@ -51,7 +51,8 @@ struct BulkRows {
   __device__ __forceinline__ bool codes() const { return k.args.scales != nullptr; }
   __device__ __forceinline__ bool decodes() const { return k.args.stage.row.num_scales > 0 && !codes(); }
 
-  __device__ __forceinline__ void run() {
+  // `turn`: gets where the pipeline ends, if windows follow.
+  __device__ __forceinline__ void run(PipelineTurn& turn) {
     while (true) {
       load_rows();
       if (under_way == 0) break;  // not earlier, even after an error: loads must land before the block ends
@@ -68,6 +69,10 @@ struct BulkRows {
       __syncwarp();
     }
     wait_stores<0>();
+    if (arrivals.num_windows == 1) return;
+    __syncwarp();  // all lanes have read the last turn
+    if (lane == 0) turn = {pipeline.stage, pipeline.parity};
+    __syncwarp();
   }
 
  private:
@@ -155,12 +160,8 @@ __device__ __forceinline__ void place_rows_bulk(const DispatchKernel& k, const A
     if (k.crew.lane() == 0) turns[warp] = {0, 0};
     __syncwarp();
   }
-  BulkRows<kFresh> batches(k, arrivals, shared + warp * place_warp_bytes(k.args), barriers[warp], turns[warp]);
-  batches.run();
-  if (arrivals.num_windows == 1) return;
-  __syncwarp();  // all lanes have read the last turn
-  if (k.crew.lane() == 0) turns[warp] = {batches.pipeline.stage, batches.pipeline.parity};
-  __syncwarp();
+  uint8_t* const memory = shared + warp * place_warp_bytes(k.args);
+  BulkRows<kFresh>(k, arrivals, memory, barriers[warp], turns[warp]).run(turns[warp]);
 }
 
 }  // namespace uccl_ep::gpu
