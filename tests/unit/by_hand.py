@@ -84,5 +84,6 @@ def on_all(buffers: list[Buffer], call: Callable[[Buffer], Any]) -> list[Any]:
     return together([partial(call, entry) for entry in buffers])
 
 
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").iterdir() if "uccl_ep" in path.name}
+def shared_memory(pid: int) -> set[str]:
+    """Names of a process: other tests may run beside."""
+    return {path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(f"uccl_ep.{pid}.")}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,7 +103,6 @@ class _FaultyEngine:
 def test_a_failure_at_any_step_fails_all_at_once_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, method: str, domain_size: int
 ) -> None:
-    before = shared_memory()
     core = lifecycle.load_native()
     monkeypatch.setattr(lifecycle, "load_native", lambda: FaultyCore(core, method))
     started = time.monotonic()
@@ -109,4 +110,14 @@ def test_a_failure_at_any_step_fails_all_at_once_and_leaves_nothing(
     assert time.monotonic() - started < 20  # Not the 30 s that a missing rank takes.
     assert isinstance(results[0], PeerFailed) and "rank 1 failed with MemoryError" in str(results[0])
     assert isinstance(results[1], MemoryError)
-    assert shared_memory() == before
+    assert shared_memory(os.getpid()) == set()
+
+
+def test_memory_that_is_left_is_seen() -> None:
+    """Negative control."""
+    left = Path(f"/dev/shm/uccl_ep.{os.getpid()}.left")
+    left.touch()
+    try:
+        assert shared_memory(os.getpid()) == {left.name}
+    finally:
+        left.unlink()

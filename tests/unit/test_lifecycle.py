@@ -340,7 +340,9 @@ print("leaving")
 
 
 def test_the_interpreter_exits_with_open_buffers_and_pending_operations() -> None:
-    before = shared_memory()
-    ended = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=100)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "leaving\n", "")
-    assert shared_memory() <= before
+    with subprocess.Popen(
+        [sys.executable, "-c", EXIT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        said = child.communicate(timeout=100)
+    assert (child.returncode, *said) == (0, "leaving\n", "")
+    assert shared_memory(child.pid) == set()
