@@ -206,8 +206,9 @@ RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, 
   const uint32_t n = static_cast<uint32_t>(topo.size_of(own));
   Cursor cursor(layout, true);
   take_control(cursor, topo, rank, layout);
-  auto packets = [&](uint32_t num_readers) {
-    return cursor.ring("", RingKind::kHeader, rings.packet_bytes, kHeaderSlots, num_readers);
+  auto packets = [&](int domain, uint32_t num_readers) {
+    const uint64_t bytes = rings.packet_bytes.at(topo.size_of(domain));
+    return cursor.ring("", RingKind::kHeader, bytes, kHeaderSlots, num_readers);
   };
   auto rows = [&](uint32_t num_readers) {
     return cursor.ring("", RingKind::kRows, rings.rows_slot_bytes, rings.rows_slots, num_readers);
@@ -220,12 +221,12 @@ RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, 
   layout.return_landing.resize(topo.members.size());
   for (int d = 0; d < topo.num_domains(); ++d) {
     if (d == own) continue;
-    layout.header_send[d] = packets(0);
+    layout.header_send[d] = packets(d, 0);
     layout.rows_send[d] = rows(0);
     layout.return_landing[d] = sums(1);
   }
   for (size_t i = 0; i < layout.incoming.size(); ++i) {
-    layout.header_landing.push_back(packets(n));
+    layout.header_landing.push_back(packets(own, n));
     layout.rows_landing.push_back(rows(n));
     layout.return_send.push_back(sums(0));
   }
@@ -238,9 +239,11 @@ RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, 
   return layout;
 }
 
-uint64_t device_ring_bytes(const Topology& topo, const DeviceRings& rings) {
+uint64_t device_ring_bytes(const Topology& topo, const DeviceRings& rings, int size) {
   uint64_t bytes = 0;
-  for (int rank : topo.classes()) bytes = std::max(bytes, make_device_layout(topo, rings, rank).device_bytes);
+  for (int rank : topo.classes())
+    if (topo.size_of(topo.domain_of[rank]) == size)
+      bytes = std::max(bytes, make_device_layout(topo, rings, rank).device_bytes);
   return bytes;
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -61,7 +62,8 @@ constexpr uint32_t kHeaderSlots = 2;  // see Exchange: a header of epoch n-2 has
 // Rings of a GPU buffer that a transport carries: their slots lie in device memory, from offset 0 of a rank's device
 // region on. Slots follow each other at `slot_bytes`, so a multiple of 256 keeps every slot aligned.
 struct DeviceRings {
-  uint64_t packet_bytes = 0;  // a slot of the header rings: header, routing and weights of an operation in one chunk
+  // A slot of the header rings to domains of a size: header, routing and weights of an operation in one chunk.
+  std::map<int, uint64_t> packet_bytes;
   uint64_t rows_slot_bytes = 0;
   uint32_t rows_slots = 0;
   uint64_t return_slot_bytes = 0;
@@ -116,8 +118,8 @@ RegionLayout make_region_layout(const Topology& topo, const RingParams& rings, i
 // Control page, board and command ring in the region, and only the rings that a transport carries. No meta rings:
 // the packet in a header ring has it all, chunk epoch - 1 of it for each operation.
 RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, int rank);
-// The most of any rank. Every rank reserves as much, so later parts have equal offsets.
-uint64_t device_ring_bytes(const Topology& topo, const DeviceRings& rings);
+// The most of any rank of domains of a size. Every rank there reserves as much, so later parts have equal offsets.
+uint64_t device_ring_bytes(const Topology& topo, const DeviceRings& rings, int size);
 
 // Chooses slot sizes and the number of slots so that the largest region of any rank, and what is allocated beside
 // it, fit `budget_bytes`.

@@ -72,4 +72,4 @@ class Pretraining:
     token_dispatcher: str = "uccl_ep"
     dispatch_dtype: str = "fp8"  # rows on the wire, uccl_ep
     grad_dtype: str = "bf16"  # gradients of combine on the wire, uccl_ep
-    budget_bytes: int = 3 << 30  # memory of the dispatcher per rank at most, uccl_ep
+    budget_bytes: int = 512 << 20  # memory of the dispatcher per rank at most, uccl_ep

@@ -21,7 +21,6 @@ from uccl_ep_train.errors import (
     PlanMismatchError,
     RankMismatchError,
     RoutingError,
-    ShapeError,
 )
 
 pytestmark = [
@@ -127,24 +126,18 @@ def test_more_than_the_buffer_holds_goes_in_windows(num_ranks: int) -> None:
     assert windows > 4 * operations + 20, (windows, operations)
 
 
-def test_with_a_capacity_an_operation_has_to_fit_the_buffer() -> None:
+@pytest.mark.parametrize("capacity", [3000, 300])
+def test_with_a_capacity_more_than_the_buffer_holds_goes_in_windows(capacity: int) -> None:
     least = memory_plan(EpConfig(num_experts=8, hidden=4096, backend="cuda"), 2).least_budget_bytes
     spec = spec_of(2, hidden=4096, settings=(("budget_bytes", least + (1 << 20)),))
-
-    def step(rank: int, buffer: Buffer) -> None:
-        x = torch.ones(200, 4096, dtype=torch.bfloat16, device=buffer.device)
-        idx = torch.arange(200, device=buffer.device).reshape(200, 1) % 8
-        with pytest.raises(ShapeError, match="has to fit the buffer at once"):
-            buffer.dispatch(x, idx, capacity=400, dispatch_dtype="bf16")
-        # As codes the rows fit, as BF16 gradients they do not.
-        handle = buffer.dispatch(x, idx, capacity=400, dispatch_dtype="fp8").handle
-        with pytest.raises(ShapeError, match="has to fit the buffer at once"):
-            buffer.dispatch(x, handle=handle, dispatch_dtype="bf16")
-        torch.cuda.synchronize()
-        buffer.check()
-
     with spec.group() as group:
-        group.run(step)
+        for seed in range(6):
+            case = make_case(
+                seed, spec, hidden=4096, num_tokens=(500, 490), top_k=4, density=0.6, capacity=capacity
+            )
+            check_case(group, case)
+        stats = group.buffer(0).stats()
+    assert stats["windows"] > 4 * stats["caller.dispatch.calls"] + 20, stats
 
 
 def test_replays_of_a_graph_follow_the_routing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.gpu import test_cuda_backend
 from tests.gpu.domain_ranks import NEEDS_GPU, DomainRanks, Seat, as_many_as_fit, spec_of, tight_spec
 from tests.gpu.replays import changing_cases, replay, what_comes
 from uccl_ep_train import Buffer, EpConfig, memory_plan
-from uccl_ep_train.errors import ShapeError
+from uccl_ep_train.errors import RankMismatchError
 
 pytestmark = NEEDS_GPU
 
@@ -190,21 +191,33 @@ def test_a_process_has_a_context_on_its_own_gpu_only(
     assert domain_ranks.run(2, contexts_after_use, spec.config()) == [[0], [1]]
 
 
-def ask_for_too_much(seat: Seat, spec: EngineSpec) -> str:
+def fill_with_a_capacity(seat: Seat, spec: EngineSpec) -> str:
+    """All ranks as many tokens, in windows; then one of them fewer."""
     with seat.buffer(spec.config()) as buffer:
-        tokens = as_many_as_fit(buffer)[0]
-        x_TH = torch.ones(tokens, spec.hidden, dtype=torch.bfloat16, device=buffer.device)
-        idx_TK = torch.arange(tokens, device=buffer.device).reshape(-1, 1) % spec.num_experts
-        with pytest.raises(ShapeError) as caught:
-            buffer.dispatch(x_TH, idx_TK, capacity=2 * tokens, dispatch_dtype="bf16")
-        # Without a capacity it goes in windows.
-        result = buffer.dispatch(x_TH, idx_TK, dispatch_dtype="bf16")
+        most = as_many_as_fit(buffer)[0]
+
+        def dispatch(tokens: int) -> Any:
+            x_TH = torch.ones(tokens, spec.hidden, dtype=torch.bfloat16, device=buffer.device)
+            idx_TK = torch.arange(tokens, device=buffer.device).reshape(-1, 1) % spec.num_experts
+            return buffer.dispatch(
+                x_TH, idx_TK, capacity=2 * most, dispatch_dtype="bf16", pad_to_capacity=True
+            )
+
+        result = dispatch(most)
         assert buffer.combine(result.rows, result.handle).eq(1).all()
-        torch.cuda.synchronize()
         buffer.check()
+        assert buffer.stats()["windows"] > 2
+        with pytest.raises(RankMismatchError) as caught:
+            dispatch(most if buffer.rank == 0 else 1)
+            torch.cuda.synchronize()
+            buffer.check()
+            time.sleep(5)  # the other rank found it
+            buffer.check()
         return str(caught.value)
 
 
-def test_with_a_capacity_an_operation_has_to_fit_the_rings_at_once(domain_ranks: DomainRanks) -> None:
-    texts = domain_ranks.run(2, ask_for_too_much, tight_spec("2x1"))
-    assert all("has to fit the buffer at once" in text for text in texts), texts
+def test_with_a_capacity_ranks_need_as_many_tokens_where_they_go_in_windows(
+    domain_ranks: DomainRanks,
+) -> None:
+    texts = domain_ranks.run(2, fill_with_a_capacity, tight_spec("2x1"))
+    assert all("rank 0 has" in text and "with a capacity rank 1 holds" in text for text in texts), texts

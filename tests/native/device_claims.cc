@@ -14,7 +14,9 @@ using namespace uccl_ep;
 
 namespace {
 
-const DeviceRings kRings = {4096 + 16, 2048, 4, 1024, 3, {512, 768, 1024, 2048, 3}};
+const DeviceRings kRings = {
+    {{1, 1024 + 16}, {2, 4096 + 16}, {3, 6144 + 16}}, 2048, 4, 1024, 3, {512, 768, 1024, 2048, 3}};
+const uint64_t kPacketBytes = kRings.packet_bytes.at(1);
 constexpr uint64_t kBytes = 2048;
 
 std::vector<Topology> topologies() {
@@ -65,7 +67,8 @@ CLAIM("the rings, flags and words of a device layout never overlap, in the regio
       host.push_back({layout.commands_offset, layout.commands_offset + CommandRing::bytes_for(layout.num_commands)});
       EXPECT(overlap_free(host, layout.total_bytes));
       EXPECT(device.empty() || overlap_free(device, layout.device_bytes));
-      EXPECT(layout.device_bytes <= device_ring_bytes(topo, kRings));
+      const int size = topo.size_of(topo.domain_of[static_cast<size_t>(rank)]);
+      EXPECT(layout.device_bytes <= device_ring_bytes(topo, kRings, size));
       uint64_t sum = 0;
       for (auto& [name, bytes] : layout.entries) sum += bytes;
       EXPECT_EQ(sum, layout.total_bytes);
@@ -88,7 +91,12 @@ CLAIM("a device layout has exactly the rings that a transport carries, with the 
         EXPECT(ring.num_slots == 0 || (ring.num_slots == 6 && ring.slot_bytes == 2048 && ring.num_readers == 1));
       EXPECT(layout.meta_send.empty() && layout.meta_landing.empty() && layout.pieces.empty());
       for (const RingLayout& ring : layout.header_landing)
-        EXPECT(ring.num_slots == 2 && ring.slot_bytes == kRings.packet_bytes && ring.num_readers == members);
+        EXPECT(ring.num_slots == 2 && ring.slot_bytes == kRings.packet_bytes.at(static_cast<int>(members)) &&
+               ring.num_readers == members);
+      // A packet is as long as the other domain's number of ranks makes it.
+      for (int domain = 0; domain < topo.num_domains(); ++domain)
+        if (const RingLayout& ring = layout.header_send[static_cast<size_t>(domain)]; ring.num_slots > 0)
+          EXPECT_EQ(ring.slot_bytes, kRings.packet_bytes.at(topo.size_of(domain)));
       for (const RingLayout& ring : layout.rows_landing)
         EXPECT(ring.num_slots == 4 && ring.slot_bytes == kRings.rows_slot_bytes && ring.num_readers == members);
       for (const RingLayout& ring : layout.return_landing)
@@ -266,14 +274,14 @@ CLAIM("packets need no credit: two are under way at once, the third lands where 
   Ends ends = ends_of(world, RingKind::kHeader);
   Node& landing = world.nodes[1];
   Sink sink(landing, ends.in, 0);
-  EXPECT(ends.source.try_send(kRings.packet_bytes) && ends.source.try_send(kRings.packet_bytes));
+  EXPECT(ends.source.try_send(kPacketBytes) && ends.source.try_send(kPacketBytes));
   EXPECT(!ends.source.free());
   step(world);
   EXPECT_EQ(landing.arrived(ends.in).read(), uint64_t{2});
   for (uint64_t epoch = 1; epoch <= 50; ++epoch) {
-    EXPECT(sink.ready() && sink.intact(kRings.packet_bytes));
+    EXPECT(sink.ready() && sink.intact(kPacketBytes));
     sink.release();
-    EXPECT(ends.source.try_send(kRings.packet_bytes));
+    EXPECT(ends.source.try_send(kPacketBytes));
     step(world);
     EXPECT_EQ(landing.arrived(ends.in).read(), epoch + 2);
   }

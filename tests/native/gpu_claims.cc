@@ -97,7 +97,20 @@ std::vector<Topology> several_domains() {
   return all;
 }
 
-constexpr uint64_t kRowBytes[] = {256, 14336, 32768};  // of the widest row: 128 BF16, 7168 BF16, 8192 FP32
+// Of the widest row: 128 BF16, 7168 BF16, 8192 FP32, 25600 FP32 (five in a chunk).
+constexpr uint64_t kRowBytes[] = {256, 14336, 32768, 102400};
+
+// The layout of each domain of another size.
+std::vector<gpu::DeviceRegionLayout> layouts_of(const Topology& topo, const gpu::RegionNeeds& needs, uint64_t budget) {
+  std::vector<gpu::DeviceRegionLayout> all;
+  std::vector<int> seen;
+  for (int domain = 0; domain < topo.num_domains(); ++domain) {
+    if (std::find(seen.begin(), seen.end(), topo.size_of(domain)) != seen.end()) continue;
+    seen.push_back(topo.size_of(domain));
+    all.push_back(gpu::make_layout(topo, domain, needs, budget));
+  }
+  return all;
+}
 
 // Calls check(topology, row_bytes, layout) for small, odd and usual budgets.
 template <typename Check>
@@ -105,12 +118,13 @@ void for_layouts(const std::vector<Topology>& topologies, Check check) {
   for (const Topology& topo : topologies)
     for (uint64_t row_bytes : kRowBytes) {
       const uint32_t experts = static_cast<uint32_t>(topo.num_ranks) * 32;
-      const uint64_t least = gpu::least_budget_bytes(topo, experts, row_bytes);
+      const uint64_t least = gpu::least_budget_bytes(topo, {experts, row_bytes});
       for (uint64_t budget : {least, least + 12345, 2 * least, uint64_t{64} << 20, uint64_t{512} << 20}) {
         if (budget < least) continue;
-        const gpu::DeviceRegionLayout layout = gpu::make_layout(topo, experts, row_bytes, budget);
-        EXPECT(layout.total_bytes <= round_up(budget, gpu::kDevicePage));
-        check(topo, row_bytes, layout);
+        for (const gpu::DeviceRegionLayout& layout : layouts_of(topo, {experts, row_bytes}, budget)) {
+          EXPECT(layout.total_bytes <= round_up(budget, gpu::kDevicePage));
+          check(topo, row_bytes, layout);
+        }
       }
     }
 }
@@ -128,7 +142,8 @@ void expect_adds_up(const gpu::DeviceRegionLayout& layout) {
 }
 
 // The most pieces that a token block can have: a token reaches every member.
-uint32_t most_pieces(const gpu::DeviceRegionLayout& layout) { return gpu::kTokenBlock * layout.num_members; }
+uint32_t most_members(const Topology& topo) { return static_cast<uint32_t>(topo.domains_of_size.rbegin()->first); }
+uint32_t most_pieces(const Topology& topo) { return gpu::kTokenBlock * most_members(topo); }
 
 // Rows of every wire dtype that are no wider than `row_bytes`.
 std::vector<uint64_t> wire_rows(uint64_t row_bytes) {
@@ -144,7 +159,7 @@ CLAIM("however wide rows are, the chunks of a window fit a relay's tag") {
   const Topology topo = Topology::from_labels(several({1, 1}));
   for (uint64_t row_bytes : {uint64_t{14336}, uint64_t{128} << 10, uint64_t{512} << 10}) {
     const uint64_t budget = 8 * gpu::kMaxTokens * row_bytes;
-    const gpu::DeviceRegionLayout layout = gpu::make_layout(topo, 64, row_bytes, budget);
+    const gpu::DeviceRegionLayout layout = gpu::make_layout(topo, 0, {64, row_bytes}, budget);
     EXPECT(layout.rings.rows_slots <= gpu::kMaxRelayedChunks);
     // Negative control: with a row in each chunk they would not.
     EXPECT(gpu::window_tokens(layout, row_bytes) > gpu::kMaxRelayedChunks);
@@ -152,11 +167,12 @@ CLAIM("however wide rows are, the chunks of a window fit a relay's tag") {
 }
 
 CLAIM("a region is within its budget, says what all of it is for, and holds a token block") {
-  for_layouts(one_domain(), [](const Topology&, uint64_t row_bytes, const gpu::DeviceRegionLayout& layout) {
+  for_layouts(one_domain(), [](const Topology& topo, uint64_t row_bytes, const gpu::DeviceRegionLayout& layout) {
     expect_adds_up(layout);
     EXPECT_EQ(bytes_of(layout, "rings"), 0u);
     for (uint64_t bytes : wire_rows(row_bytes)) EXPECT(gpu::window_tokens(layout, bytes) >= gpu::kTokenBlock);
-    EXPECT(gpu::combine_window_tokens(layout, row_bytes, most_pieces(layout)) >= gpu::kTokenBlock);
+    for (const bool in_halves : {false, true})
+      EXPECT(gpu::combine_window_tokens(layout, row_bytes, most_pieces(topo), in_halves) >= gpu::kTokenBlock);
     EXPECT_EQ(layout.rows.offset % 128, 0u);
   });
 }
@@ -167,15 +183,17 @@ CLAIM("a region of several domains is within its budget, says what all of it is 
     EXPECT_EQ(layout.num_domains, static_cast<uint32_t>(topo.num_domains()));
     EXPECT(layout.entries.front().first == "rings");
     // What every rank ships and lands, as the transport lays it out, ends before the flags begin.
+    const int members = static_cast<int>(layout.num_members);
     for (int rank = 0; rank < topo.num_ranks; ++rank)
-      EXPECT(make_device_layout(topo, layout.rings, rank).device_bytes <= layout.header_full.offset);
-    EXPECT_EQ(layout.entries.front().second, round_up(device_ring_bytes(topo, layout.rings), 256));
+      if (topo.size_of(topo.domain_of[static_cast<size_t>(rank)]) == members)
+        EXPECT(make_device_layout(topo, layout.rings, rank).device_bytes <= layout.header_full.offset);
+    EXPECT_EQ(layout.entries.front().second, round_up(device_ring_bytes(topo, layout.rings, members), 256));
     EXPECT_EQ(layout.header_full.offset, layout.entries.front().second);
     // Kernels count slots of one size in both rings.
     EXPECT(layout.slot_bytes == layout.rings.rows_slot_bytes && layout.slot_bytes == layout.rings.return_slot_bytes);
     EXPECT(layout.row_slots == layout.rings.rows_slots && layout.return_slots == layout.rings.return_slots);
     EXPECT_EQ(layout.slot_bytes % kDeviceRingAlignBytes, 0u);
-    EXPECT_EQ(layout.packet_bytes, layout.rings.packet_bytes);
+    EXPECT_EQ(layout.packet_bytes, layout.rings.packet_bytes.at(members));
     EXPECT_EQ(layout.packet_bytes % kDeviceRingAlignBytes, 0u);
     EXPECT_EQ(layout.rows.offset % 128, 0u);
   });
@@ -189,20 +207,23 @@ CLAIM("a region for so many tokens holds them in one window, eight times as many
     for (uint64_t row_bytes : kRowBytes)
       for (uint32_t tokens : {1u, 500u, 4096u, gpu::kMaxTokens}) {
         const uint32_t experts = static_cast<uint32_t>(topo.num_ranks) * 4;
-        const uint64_t budget = std::max(gpu::least_budget_bytes(topo, experts, row_bytes), uint64_t{256} << 20);
+        const uint64_t budget = std::max(gpu::least_budget_bytes(topo, {experts, row_bytes}), uint64_t{256} << 20);
         const auto holds = [&](const gpu::DeviceRegionLayout& layout, uint32_t some) {
-          const uint32_t pieces = gpu::kTokenBlock * std::min(layout.num_members, 8u);
+          // Eight ranks of a token, or four times its share of them in any domain.
+          const uint32_t share = (4 * 8 + layout.num_domains - 1) / layout.num_domains;
+          const uint32_t pieces = gpu::kTokenBlock * std::min({most_members(topo), 8u, share});
           return gpu::window_tokens(layout, row_bytes) >= some &&
                  gpu::combine_window_tokens(layout, row_bytes, pieces) >= some;
         };
-        const gpu::DeviceRegionLayout all = gpu::make_layout(topo, experts, row_bytes, budget);
-        const gpu::DeviceRegionLayout sized = gpu::make_layout(topo, experts, row_bytes, budget, tokens);
+        const gpu::DeviceRegionLayout all = gpu::make_layout(topo, 0, {experts, row_bytes}, budget);
+        const gpu::DeviceRegionLayout sized = gpu::make_layout(topo, 0, {experts, row_bytes, tokens}, budget);
         const uint32_t whole = static_cast<uint32_t>(round_up(tokens, gpu::kTileTokens));
         const uint64_t several = std::min<uint64_t>(all.max_tokens, round_up(8 * tokens, gpu::kTileTokens));
         EXPECT(sized.total_bytes <= budget);
-        EXPECT(sized.total_bytes <= all.total_bytes || sized.max_tokens > all.max_tokens);
+        EXPECT(sized.total_bytes <= all.total_bytes || sized.max_tokens > all.max_tokens ||
+               sized.half_bytes > all.half_bytes);
         // Their routing has a place before any rows.
-        if (gpu::least_budget_bytes(topo, experts, row_bytes, tokens) <= budget)
+        if (gpu::least_budget_bytes(topo, {experts, row_bytes, tokens}) <= budget)
           EXPECT_EQ(sized.max_tokens, std::max<uint64_t>(several, whole));
         else
           EXPECT(several <= sized.max_tokens && sized.max_tokens < whole);
@@ -247,13 +268,14 @@ bool combine_window_fits(const gpu::DeviceRegionLayout& layout, uint64_t bytes, 
 }
 
 CLAIM("a window of a combine is at least a token block, and the ring back holds its sums and all weights") {
-  for_layouts(several_domains(), [](const Topology&, uint64_t row_bytes, const gpu::DeviceRegionLayout& layout) {
+  for_layouts(several_domains(), [](const Topology& topo, uint64_t row_bytes, const gpu::DeviceRegionLayout& layout) {
     for (uint64_t bytes : {row_bytes, row_bytes / 2})
-      for (uint32_t pieces : {1u, gpu::kTokenBlock, most_pieces(layout)}) {
+      for (uint32_t pieces : {1u, gpu::kTokenBlock, most_pieces(topo)}) {
         if (bytes % 256 != 0) continue;
         const uint32_t tokens = gpu::combine_window_tokens(layout, bytes, pieces);
         EXPECT(tokens <= layout.max_tokens);
         EXPECT(combine_window_fits(layout, bytes, pieces, tokens));
+        EXPECT(gpu::combine_window_tokens(layout, bytes, pieces, true) >= gpu::kTokenBlock);
         EXPECT(tokens == layout.max_tokens || !combine_window_fits(layout, bytes, pieces, tokens + gpu::kTokenBlock));
       }
   });
@@ -304,13 +326,55 @@ CLAIM("a packet has room for the most tokens, rows and pairs") {
       const uint32_t members = static_cast<uint32_t>(topo.size_of(domain));
       const uint32_t stream = topo.num_domains() > 1 ? tokens : 0;
       const auto end = [&](uint32_t pairs) {
-        return gpu::packet_parts({members, experts, tokens, members * tokens, pairs, stream, true}).end;
+        const uint32_t rows = std::min(members, gpu::kPairsPerToken) * tokens;  // a row has at least one pair
+        return gpu::packet_parts({members, experts, tokens, rows, pairs, stream, true}).end;
       };
-      EXPECT(end(layout.max_pairs) <= layout.packet_bytes);
-      // Control: not much is wasted where the domain is the largest.
-      EXPECT(members < layout.num_members || end(layout.max_pairs + 64) > layout.packet_bytes);
+      const bool own = members == layout.num_members;
+      const uint64_t bytes = own ? layout.packet_bytes : layout.rings.packet_bytes.at(static_cast<int>(members));
+      EXPECT(end(layout.max_pairs) <= bytes);
+      // Control: not much is wasted.
+      EXPECT(end(layout.max_pairs + 64) > bytes);
     }
   });
+}
+
+// Ranks in domains of eight, and one alone if `alone`.
+Topology eights(int domains, bool alone = false) {
+  std::vector<int> sizes(static_cast<size_t>(domains), 8);
+  if (alone) sizes.push_back(1);
+  return Topology::from_labels(several(sizes));
+}
+
+CLAIM("4096 BF16 tokens of 7168 run on 64 and 65 ranks in 512 MiB, on 256 in 640, on 2048 not in 1 GiB") {
+  const uint64_t row_bytes = gpu::staged_row_bytes(Dtype::kBf16, 7168), mib = uint64_t{1} << 20;
+  const auto least = [&](const Topology& topo) {
+    const uint32_t experts = static_cast<uint32_t>(topo.num_ranks) * 4;
+    return gpu::least_budget_bytes(topo, {experts, row_bytes, 4096});
+  };
+  EXPECT(least(eights(8)) <= 512 * mib && least(eights(8, true)) <= 512 * mib);
+  EXPECT(least(eights(32)) <= 640 * mib);
+  EXPECT(least(eights(256)) > 1024 * mib);
+  // Without window_tokens, in windows of at least an eighth of them; with more ranks in smaller ones.
+  const auto usual = [&](int domains) { return gpu::make_layout(eights(domains), 0, {256, row_bytes}, 512 * mib); };
+  EXPECT(usual(8).max_tokens >= 4096 && gpu::window_tokens(usual(8), row_bytes) >= 448);
+  EXPECT(usual(16).max_tokens >= 4096 && gpu::window_tokens(usual(16), row_bytes) >= 192);
+}
+
+CLAIM("ranks of domains of different sizes have layouts of their own, with windows and slots in common") {
+  const Topology topo = eights(8, true);
+  const auto of = [&](int domain) { return gpu::make_layout(topo, domain, {260, 14336}, uint64_t{1} << 30); };
+  const gpu::DeviceRegionLayout eight = of(0), alone = of(8);
+  EXPECT(eight.num_members == 8 && eight.num_streams == 9 && alone.num_members == 1 && alone.num_streams == 65);
+  EXPECT(eight.max_tokens == alone.max_tokens && eight.half_bytes == alone.half_bytes);
+  EXPECT(eight.piece_bytes == alone.piece_bytes && eight.slot_bytes == alone.slot_bytes);
+  EXPECT(eight.row_slots == alone.row_slots && eight.return_slots == alone.return_slots);
+  EXPECT_EQ(eight.group_hash, alone.group_hash);
+  // The one rank merges nothing for others, but it lands and returns the rows of 64.
+  EXPECT(bytes_of(alone, "rings") > 2 * bytes_of(eight, "rings"));
+  EXPECT(bytes_of(eight, "pieces") >= 9 * eight.piece_bytes && bytes_of(alone, "pieces") < 2 * alone.piece_bytes);
+  EXPECT(eight.total_bytes <= uint64_t{1} << 30 && alone.total_bytes <= uint64_t{1} << 30);
+  // Control: another budget is another layout.
+  EXPECT(gpu::make_layout(topo, 0, {260, 14336}, uint64_t{2} << 30).group_hash != eight.group_hash);
 }
 
 CLAIM("with a known plan a packet is its header and the weights") {

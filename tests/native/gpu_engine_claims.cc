@@ -145,6 +145,41 @@ CLAIM("what no row came for becomes padding where that is asked for, and is not 
         try_seeds(run);
       }
 }
+CLAIM("with a capacity, more than the buffer holds at once goes in windows, dropped rows too") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}, {0, 0, 1, 1}, {0, 0, 0, 1}})
+    for (const bool is_spacious : {true, false}) {
+      CudaRun run = windows_of(domain_of, kFp32, kFp32);
+      run.num_tokens = {150, 150};  // all in the same number of token blocks
+      run.capacity = is_spacious ? 1500 : 120;
+      run.is_spacious = is_spacious;
+      try_seeds(run);
+    }
+  CudaRun run = windows_of({0, 0, 1, 1}, kBf16, kFp8);
+  run.num_tokens = {100, 97, 128, 99};
+  run.capacity = 1500;
+  run.is_spacious = run.compact = true;
+  try_seeds(run);
+}
+CLAIM("with a capacity, ranks that differ by windows raise an error that names one with more tokens") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}}) {
+    CudaRun run = windows_of(domain_of, kFp32, kFp32);
+    run.num_tokens = {150, 60};
+    run.capacity = 1500;
+    run.is_spacious = true;
+    auto ranks = make_ranks<CudaRank>(run);
+    by_ranks(2, [&](int r) {
+      CudaRank& rank = *ranks[static_cast<size_t>(r)];
+      try {
+        rank.dispatch(RankInput(run, r, 0), false);
+      } catch (const std::exception& failure) {
+        const std::string text = failure.what();
+        EXPECT(text.find("rank 0 has 150 tokens; with a capacity rank 1 holds ") != std::string::npos);
+        return;
+      }
+      throw std::logic_error("no error");
+    });
+  }
+}
 CLAIM("blocks that only stage change no bit") {
   for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}}) {
     CudaRun run = run_of(domain_of);

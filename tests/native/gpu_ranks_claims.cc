@@ -90,19 +90,26 @@ CLAIM("memory_plan refuses what an engine refuses, in the same words, and nothin
   config.low_latency_tokens = config.low_latency_topk = 8;
   expect_same_refusal(config, "65 ranks with low latency: the CUDA backend has at most 64");
 }
-CLAIM("all ranks of uneven domains lay out their memory alike, within any budget") {
+CLAIM("ranks of uneven domains agree on windows and slots, those of a domain on all, within any budget") {
   for (const std::vector<int>& sizes :
        std::vector<std::vector<int>>{{3, 1}, {2, 1, 1}, {8, 8, 8, 8, 8, 8, 8, 8, 2}, {1, 8, 8, 8}}) {
     EngineConfig config = config_of(ranks_in(sizes), 0);
     const uint64_t least = gpu_least_budget_bytes(config);
     for (uint64_t more = 0; more < uint64_t{64} << 20; more += (2 << 20) + 12345) {
       config.budget_bytes = least + more;
-      config.rank = 0;
-      const gpu::DeviceRegionLayout first = gpu_layout_of(config);
-      for (config.rank = 1; config.rank < config.num_ranks; ++config.rank)
-        if (gpu_layout_of(config).entries != first.entries)
+      std::map<int, gpu::DeviceRegionLayout> of_domain;
+      for (config.rank = 0; config.rank < config.num_ranks; ++config.rank) {
+        const gpu::DeviceRegionLayout layout = gpu_layout_of(config);
+        const gpu::DeviceRegionLayout& near =
+            of_domain.try_emplace(config.domain_of[static_cast<size_t>(config.rank)], layout).first->second;
+        const gpu::DeviceRegionLayout& first = of_domain.begin()->second;
+        if (layout.entries != near.entries || layout.group_hash != first.group_hash ||
+            layout.half_bytes != first.half_bytes || layout.piece_bytes != first.piece_bytes ||
+            layout.max_tokens != first.max_tokens || layout.return_slots != first.return_slots ||
+            gpu_host_bytes(config, layout) + layout.total_bytes > config.budget_bytes)
           throw std::logic_error("rank " + std::to_string(config.rank) + " differs within " +
                                  std::to_string(config.budget_bytes) + " bytes");
+      }
     }
   }
 }

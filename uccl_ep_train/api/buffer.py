@@ -125,8 +125,9 @@ class Buffer:
                           over the row's experts. Equal on all ranks; expert_alignment must be 1. With a
                           handle: the handle's
         capacity          0 .. 2^31 - 1: the fixed number of output rows; may differ per rank (on a GPU all
-                          ranks pass one, or none does). Further rows are dropped in all operations on the
-                          handle, and `overflow` is true. Unused rows and their gradients are not written and
+                          ranks pass one, or none does, and tokens that take several windows are as many on
+                          all ranks). Further rows are dropped in all operations on the handle, and
+                          `overflow` is true. Unused rows and their gradients are not written and
                           may hold NaN. None: as many rows as are received. With a handle: the handle's
         pad_to_capacity   unused rows become padding: zeros, as do their gradients in the backward of
                           `combine`; scales 1.0, row_experts -1. May differ per rank. With a handle: the

@@ -256,7 +256,8 @@ __device__ UCCL_EP_INLINE_WHERE_ROOM uint64_t write_tiles(const Crew crew, const
     const uint32_t row_first_pair = tile.first_pair(g, t, p.to);
     const uint32_t number = tile.pair_begin[p.to] + row_first_pair + p.same_lower;
     const uint32_t place = token * r.width + p.column;
-    packet.pairs[number - first_pair] = {p.expert - p.to * g.experts_per_rank, tile.pairs_with(p.expert, t)};
+    packet.pairs[number - first_pair] = {static_cast<uint16_t>(p.expert - p.to * g.experts_per_rank),
+                                         static_cast<uint16_t>(tile.pairs_with(p.expert, t))};
     origin[number] = place;
     if (r.weights != nullptr) packet.weights[number - first_pair] = r.weights[place];
     hash += hash_pair(place, p.named);

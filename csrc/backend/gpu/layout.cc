@@ -13,6 +13,7 @@ namespace {
 
 constexpr uint64_t kAlign = 256;
 constexpr uint32_t kUsualRanks = 8;  // that a token reaches
+constexpr uint32_t kUsualTokens = 4096;  // of an operation
 constexpr uint32_t kMostWindows = 8;  // of an operation, where a window's tokens are given
 
 class Cursor {
@@ -34,31 +35,45 @@ class Cursor {
   DeviceRegionLayout& layout_;
 };
 
-// The most members that a domain has, and the most streams that a rank merges (its own tokens are one).
+// Of the ranks of domains of one size: domains, and the most streams that a rank merges (its own tokens are one).
 struct Shape {
-  uint32_t ranks, domains, members = 0, streams = 1;
-  explicit Shape(const Topology& topo)
-      : ranks(static_cast<uint32_t>(topo.num_ranks)), domains(static_cast<uint32_t>(topo.num_domains())) {
-    for (const auto& [size, number] : topo.domains_of_size) members = std::max(members, static_cast<uint32_t>(size));
-    for (int rank : topo.classes()) streams = std::max(streams, 1 + topo.num_relayed(rank));
+  uint32_t ranks, domains, members, streams = 1;
+  uint32_t most_members = 0;  // of the largest domain
+  Shape(const Topology& topo, int size)
+      : ranks(static_cast<uint32_t>(topo.num_ranks)),
+        domains(static_cast<uint32_t>(topo.num_domains())),
+        members(static_cast<uint32_t>(size)) {
+    for (const auto& [other, number] : topo.domains_of_size)
+      most_members = std::max(most_members, static_cast<uint32_t>(other));
+    for (int rank : topo.classes())
+      if (topo.size_of(topo.domain_of[rank]) == size) streams = std::max(streams, 1 + topo.num_relayed(rank));
   }
 };
 
+// The most bytes of a packet to a domain. A row has at least one pair.
+uint64_t most_packet_bytes(const DeviceMap& map, uint32_t members) {
+  const uint32_t tokens = map.max_tokens, rows = std::min(members, kPairsPerToken) * tokens;
+  const uint32_t stream_rows = map.num_domains > 1 ? tokens : 0;
+  const PacketSizes most{members, map.num_experts / map.num_ranks, tokens, rows, map.max_pairs, stream_rows, true};
+  return round_up(packet_parts(most).end, kAlign);
+}
+
 // The rings between domains hold a window in chunks of 512 KiB. There are at least 8 chunks, with at least one row
-// each. Rows of more than 128 KiB may need larger chunks.
-DeviceRings rings_for(const Shape& shape, uint64_t packet_bytes, uint64_t row_bytes, uint32_t window,
-                      uint32_t max_pairs) {
+// each. Rows of more than 128 KiB may need larger chunks. Each half of the ring back holds a token block.
+DeviceRings rings_for(const Topology& topo, const DeviceMap& map, uint32_t window) {
   constexpr uint64_t kUsualBytes = 512 << 10;
   DeviceRings rings;
-  if (shape.domains == 1) return rings;
+  if (map.num_domains == 1) return rings;
   const uint64_t least = (window + kMaxRelayedChunks - 1) / kMaxRelayedChunks;
   const uint64_t per_chunk =
-      std::clamp<uint64_t>(kUsualBytes / row_bytes, least, std::max<uint64_t>(least, window / 8));
+      std::clamp<uint64_t>(kUsualBytes / map.row_bytes, least, std::max<uint64_t>(least, window / 8));
   const uint32_t slots = static_cast<uint32_t>((window + per_chunk - 1) / per_chunk);
-  rings.packet_bytes = packet_bytes;
-  rings.rows_slot_bytes = rings.return_slot_bytes = round_up(per_chunk * row_bytes, kAlign);
+  for (const auto& [size, number] : topo.domains_of_size)
+    rings.packet_bytes[size] = most_packet_bytes(map, static_cast<uint32_t>(size));
+  rings.rows_slot_bytes = rings.return_slot_bytes = round_up(per_chunk * map.row_bytes, kAlign);
   rings.rows_slots = slots;
-  rings.return_slots = slots + weight_chunks(max_pairs, rings.return_slot_bytes);
+  const uint32_t block_slots = static_cast<uint32_t>((kTokenBlock + per_chunk - 1) / per_chunk);
+  rings.return_slots = std::max(slots, kHalves * block_slots) + weight_chunks(map.max_pairs, rings.return_slot_bytes);
   return rings;
 }
 
@@ -113,40 +128,44 @@ void take_flags(Cursor& cursor, const Shape& shape, DeviceMap& l) {
   cursor.take(l.folded, "flags.folded", streams * members * (tokens / kTokenBlock));
 }
 
+// Pieces of a stream for which a token of a window has memory, beside those of a token block with the most. Domains
+// share the few ranks that most tokens reach; an eighth of the domains may have half of them.
+uint32_t usual_pieces(const Shape& shape) {
+  constexpr uint32_t kUneven = 4;
+  const uint32_t share = (kUneven * kUsualRanks + shape.domains - 1) / shape.domains;
+  return std::min({share, kUsualRanks, shape.most_members});
+}
+
 // Has memory for the routing of `num_tokens` tokens, and for rows and pieces of a window of `window` tokens.
-DeviceRegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint32_t num_tokens,
-                              uint32_t window, const LowLatencyRoom& beside) {
-  const Shape shape(topo);
+DeviceRegionLayout layout_for(const Topology& topo, const Shape& shape, const RegionNeeds& needs, uint32_t num_tokens,
+                              uint32_t window) {
+  const uint64_t row_bytes = needs.row_bytes;
   DeviceRegionLayout l;
   l.num_ranks = shape.ranks;
   l.num_members = shape.members;
   l.num_streams = shape.streams;
   l.num_domains = shape.domains;
-  l.num_experts = num_experts;
+  l.num_experts = needs.num_experts;
   l.row_bytes = row_bytes;
   l.max_tokens = num_tokens;
   l.max_pairs = num_tokens * kPairsPerToken;
   l.half_bytes = window * row_bytes;
-  // Most tokens reach fewer ranks than there are; a window takes what fits. A half holds a token block.
-  const uint64_t most_pieces = uint64_t{kTokenBlock} * shape.members;
-  l.piece_bytes =
-      std::max(window * std::min(shape.members, kUsualRanks) + most_pieces, kHalves * most_pieces + 1) * row_bytes;
+  // A half holds a token block.
+  const uint64_t most_pieces = uint64_t{kTokenBlock} * shape.most_members;
+  l.piece_bytes = std::max(window * usual_pieces(shape) + most_pieces, kHalves * most_pieces + 1) * row_bytes;
   const uint64_t ranks = shape.ranks, members = shape.members, streams = shape.streams, domains = shape.domains;
   const uint64_t tokens = num_tokens, pairs = l.max_pairs, token_blocks = tokens / kTokenBlock;
-  const uint32_t experts_per_rank = num_experts / shape.ranks;
-  const uint32_t stream_rows = domains > 1 ? num_tokens : 0;
-  l.packet_bytes = round_up(packet_parts({shape.members, experts_per_rank, num_tokens, shape.members * num_tokens,
-                                          l.max_pairs, stream_rows, true})
-                                .end,
-                            kAlign);
-  l.rings = rings_for(shape, l.packet_bytes, row_bytes, window, l.max_pairs);
-  l.rings.slots = size_low_latency(shape, beside, l.low_latency);
+  const uint32_t experts_per_rank = needs.num_experts / shape.ranks;
+  l.packet_bytes = most_packet_bytes(l, shape.members);
+  l.rings = rings_for(topo, l, window);
+  l.rings.slots = size_low_latency(shape, needs.beside, l.low_latency);
   l.row_slots = l.rings.rows_slots;
   l.return_slots = l.rings.return_slots;
   l.slot_bytes = l.rings.rows_slot_bytes;
   const uint64_t several = domains > 1;
   Cursor cursor(l);
-  cursor.take("rings", several ? device_ring_bytes(topo, l.rings) : 0);  // first: the transport counts from 0
+  cursor.take("rings", several ? device_ring_bytes(topo, l.rings, static_cast<int>(members))
+                               : 0);  // first: the transport counts from 0
   take_flags(cursor, shape, l);
   cursor.take(l.token_block_counts, "chunk_counts", ranks * token_blocks);
   cursor.take(l.sent_counts, "sent_counts", several * domains * l.row_slots);
@@ -168,7 +187,7 @@ DeviceRegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64
   cursor.take(l.pair_origin, "pair_origin", pairs);
   cursor.take(l.piece_weights, "piece_values", streams * pairs);
   cursor.take(l.rows, "rows", kHalves * l.half_bytes);
-  // Where every rank is alone in its domain, what is folded for others goes into the rings.
+  // A rank that is alone in its domain folds for others straight into the rings.
   cursor.take(l.pieces, "pieces", (members > 1 ? streams : 1) * l.piece_bytes);
   SlotNet slot_net;
   SlotNetState slot_net_state;
@@ -176,11 +195,11 @@ DeviceRegionLayout layout_for(const Topology& topo, uint32_t num_experts, uint64
   return l;
 }
 
-uint32_t blocks_of(uint64_t tokens) {
+uint32_t tiles_of(uint64_t tokens) {
   return static_cast<uint32_t>(std::min<uint64_t>(round_up(tokens, kTileTokens), kMaxTokens) / kTileTokens);
 }
 
-// The most blocks of tokens, up to `most`, for which fits(blocks).
+// The largest number, up to `most`, for which fits(number).
 template <typename Fits>
 uint32_t largest(uint32_t most, Fits fits) {
   uint32_t low = 1, high = most;
@@ -191,39 +210,78 @@ uint32_t largest(uint32_t most, Fits fits) {
   return low;
 }
 
+// The layouts of all domains: one for each size.
+class Layouts {
+ public:
+  Layouts(const Topology& topo, const RegionNeeds& needs) : topo_(topo), needs_(needs) {
+    for (const auto& [size, number] : topo.domains_of_size) shapes_.emplace_back(topo, size);
+  }
+  DeviceRegionLayout of(const Shape& shape, uint32_t tiles, uint32_t window_blocks) const {
+    return layout_for(topo_, shape, needs_, tiles * kTileTokens, window_blocks * kTokenBlock);
+  }
+  const std::vector<Shape>& shapes() const { return shapes_; }
+  // Of the rank that needs most.
+  uint64_t used(uint32_t tiles, uint32_t window_blocks) const {
+    uint64_t most = 0;
+    for (const Shape& shape : shapes_) most = std::max(most, of(shape, tiles, window_blocks).total_bytes);
+    return most;
+  }
+  uint64_t bytes(uint32_t tiles, uint32_t window_blocks) const {
+    return round_up(used(tiles, window_blocks), kDevicePage);
+  }
+
+ private:
+  const Topology& topo_;
+  const RegionNeeds& needs_;
+  std::vector<Shape> shapes_;
+};
+
+// FNV-1a of names and sizes, continued from `hash`.
+uint64_t hash_of(const DeviceRegionLayout& layout, uint64_t hash) {
+  const auto add = [&](uint64_t byte) { hash = (hash ^ byte) * 0x100000001B3u; };
+  for (const auto& [name, bytes] : layout.entries) {
+    for (char letter : name) add(static_cast<uint8_t>(letter));
+    for (uint32_t shift = 0; shift < 64; shift += 8) add(bytes >> shift & 0xFF);
+  }
+  return hash;
+}
+
 }  // namespace
 
-uint64_t least_budget_bytes(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint32_t window_tokens,
-                            const LowLatencyRoom& beside) {
-  const uint32_t tokens = blocks_of(std::max(window_tokens, 1u)) * kTileTokens;
-  return round_up(layout_for(topo, num_experts, row_bytes, tokens, kTileTokens, beside).total_bytes, kDevicePage);
+uint64_t least_budget_bytes(const Topology& topo, const RegionNeeds& needs) {
+  return Layouts(topo, needs).bytes(tiles_of(std::max(needs.window_tokens, 1u)), 1);
 }
 
 // The routing, which is not split into windows, gets an eighth of the budget, or a sixteenth with several domains. It
-// gets at least what `window_tokens` tokens need. Rows, which are split into windows, get the rest.
-DeviceRegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes,
-                               uint32_t window_tokens, const LowLatencyRoom& beside) {
-  const auto used = [&](uint32_t tokens, uint32_t window) {
-    return layout_for(topo, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens, beside).total_bytes;
-  };
-  const auto bytes = [&](uint32_t tokens, uint32_t window) { return round_up(used(tokens, window), kDevicePage); };
+// may take half of it for what usual tokens need, and gets at least what `window_tokens` tokens need. Rows, which are
+// split into windows, get the rest.
+DeviceRegionLayout make_layout(const Topology& topo, int domain, const RegionNeeds& needs, uint64_t budget_bytes) {
+  const Layouts layouts(topo, needs);
   // Bytes beyond the least routing; what fits into its last page costs nothing.
-  const auto routing = [&](uint32_t tokens) {
-    return bytes(tokens, 1) == bytes(1, 1) ? 0 : used(tokens, 1) - used(1, 1);
+  const auto routing = [&](uint32_t tiles) {
+    return layouts.bytes(tiles, 1) == layouts.bytes(1, 1) ? 0 : layouts.used(tiles, 1) - layouts.used(1, 1);
   };
-  const uint64_t share = topo.num_domains() > 1 ? 16 : 8;
-  const uint32_t wanted = window_tokens == 0 ? kMaxTokens : window_tokens;
-  const uint32_t tokens = largest(blocks_of(uint64_t{wanted} * kMostWindows), [&](uint32_t n) {
-    const bool is_wanted = window_tokens != 0 && n <= blocks_of(window_tokens);
-    return (is_wanted || routing(n) <= budget_bytes / share) && bytes(n, 1) <= budget_bytes;
+  const uint32_t given = needs.window_tokens, wanted = given == 0 ? kMaxTokens : given;
+  const uint64_t share = budget_bytes / (topo.num_domains() > 1 ? 16 : 8);
+  const uint32_t tiles = largest(tiles_of(uint64_t{wanted} * kMostWindows), [&](uint32_t n) {
+    const uint64_t most = n <= tiles_of(kUsualTokens) ? budget_bytes / 2 : share;
+    return ((given != 0 && n <= tiles_of(given)) || routing(n) <= most) && layouts.bytes(n, 1) <= budget_bytes;
   });
-  const uint32_t window =
-      largest(std::min(tokens, blocks_of(wanted)), [&](uint32_t n) { return bytes(tokens, n) <= budget_bytes; });
-  DeviceRegionLayout l = layout_for(topo, num_experts, row_bytes, tokens * kTileTokens, window * kTileTokens, beside);
-  const uint64_t unused = round_up(l.total_bytes, kDevicePage) - l.total_bytes;
-  l.entries.emplace_back("unused", unused);
-  l.total_bytes += unused;
-  return l;
+  constexpr uint32_t kBlocks = kTileTokens / kTokenBlock;  // of a tile
+  const uint32_t window = largest(std::min(tiles, tiles_of(wanted)) * kBlocks,
+                                  [&](uint32_t n) { return layouts.bytes(tiles, n) <= budget_bytes; });
+  DeviceRegionLayout own;
+  uint64_t hash = 0xCBF29CE484222325u;
+  for (const Shape& shape : layouts.shapes()) {
+    DeviceRegionLayout l = layouts.of(shape, tiles, window);
+    const uint64_t unused = round_up(l.total_bytes, kDevicePage) - l.total_bytes;
+    l.entries.emplace_back("unused", unused);
+    l.total_bytes += unused;
+    hash = hash_of(l, hash);
+    if (static_cast<int>(shape.members) == topo.size_of(domain)) own = std::move(l);
+  }
+  own.group_hash = hash;
+  return own;
 }
 
 namespace {

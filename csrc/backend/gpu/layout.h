@@ -124,8 +124,8 @@ struct DeviceMap {
   uint64_t total_bytes = 0;
 
   uint32_t num_ranks = 0;
-  uint32_t num_members = 0;  // of the largest domain
-  uint32_t num_streams = 0;  // that a rank merges, at most
+  uint32_t num_members = 0;  // of this rank's domain
+  uint32_t num_streams = 0;  // that a rank of it merges, at most
   uint32_t num_domains = 0;
   uint32_t num_experts = 0;
   uint32_t max_tokens = 0;  // a multiple of kTileTokens
@@ -140,6 +140,7 @@ struct DeviceMap {
 struct DeviceRegionLayout : DeviceMap {
   DeviceRings rings;
   std::vector<std::pair<std::string, uint64_t>> entries;  // by purpose; their sum is total_bytes
+  uint64_t group_hash = 0;  // of the layouts of all domains: ranks whose hashes differ do not fit together
 };
 
 // What is counted of a tile: tokens by expert, rank and domain, a byte each; and all of it.
@@ -150,19 +151,26 @@ constexpr uint32_t tile_words(const DeviceMap& map) { return tile_token_words(ma
 
 constexpr uint64_t kDevicePage = 2u << 20;  // memory of a GPU comes in whole ones
 
-// The largest layout within `budget_bytes`, which is at least the least. With `window_tokens` at most one for windows
-// of so many tokens, of widest rows, and for operations with eight times as many.
-// `beside`: memory for low latency, for so many tokens of a rank with so many experts each; 0: none.
+// Memory for low latency, for so many tokens of a rank with so many experts each; 0: none.
 struct LowLatencyRoom {
   uint32_t tokens = 0, topk = 0;
   uint64_t row_bytes = 0;  // of the widest row
   uint64_t sum_bytes = 0;  // of the widest sum between domains
 };
-DeviceRegionLayout make_layout(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint64_t budget_bytes,
-                               uint32_t window_tokens = 0, const LowLatencyRoom& beside = {});
-// With `window_tokens`: what operations of so many tokens need, though rows go in the least windows.
-uint64_t least_budget_bytes(const Topology& topo, uint32_t num_experts, uint64_t row_bytes, uint32_t window_tokens = 0,
-                            const LowLatencyRoom& beside = {});
+// What a region has to hold.
+struct RegionNeeds {
+  uint32_t num_experts = 0;    // of the group
+  uint64_t row_bytes = 0;      // of the widest row
+  uint32_t window_tokens = 0;  // 0: what the budget allows
+  LowLatencyRoom beside = {};
+};
+// The layout of the ranks of a domain, with the longest windows for which no rank needs more than `budget_bytes`, which
+// is at least the least. With `window_tokens` at most one for windows of so many tokens, of widest rows, and for
+// operations with eight times as many.
+DeviceRegionLayout make_layout(const Topology& topo, int domain, const RegionNeeds& needs, uint64_t budget_bytes);
+// Of the rank that needs most. With `window_tokens`: what operations of so many tokens need, though rows go in the
+// least windows.
+uint64_t least_budget_bytes(const Topology& topo, const RegionNeeds& needs);
 
 // From one staged row to the next. Bulk copies are slow where source and destination lie differently in 128 bytes.
 constexpr uint64_t staged_row_bytes(Dtype wire, uint64_t hidden, uint64_t num_metadata = 0) {
@@ -309,6 +317,7 @@ enum class DeviceFault : uint32_t {
   kExpertRange,
   kExpertTwice,
   kTooManyPairs,
+  kTooManyTokens,
   kMasked
 };
 

@@ -83,8 +83,9 @@ __device__ __forceinline__ uint8_t* packet(const Group& g, uint32_t source, uint
   return at(g, from.holder, from.packets + half_begin);
 }
 __device__ __forceinline__ uint8_t* own_packet(const Group& g, uint32_t domain, uint64_t epoch) {
-  const uint64_t half_begin = packet_half(epoch) * g.map.packet_bytes;
-  return g.own + (domain == own_domain(g) ? g.map.packets.offset : g.net.to[domain].packets) + half_begin;
+  if (domain == own_domain(g)) return g.own + g.map.packets.offset + packet_half(epoch) * g.map.packet_bytes;
+  const Net::To& to = g.net.to[domain];
+  return g.own + to.packets + packet_half(epoch) * to.packet_bytes;
 }
 __device__ __forceinline__ DeviceHeader& header(const Group& g, uint32_t rank, uint64_t epoch) {
   return *reinterpret_cast<DeviceHeader*>(packet(g, rank, epoch));

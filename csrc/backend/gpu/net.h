@@ -12,6 +12,7 @@ struct Net {
   // Another domain: our stream to it, and the sums that come back. Offsets are in our region.
   struct To {
     uint64_t packets, rows, returns;
+    uint64_t packet_bytes;  // of a slot
     uint32_t packet_channel, row_channel;
     uint64_t* returns_consumed;  // on the host: returned chunks that we have consumed
   };

@@ -16,9 +16,10 @@ struct ListEntry {
   uint16_t num_pairs;
 };
 static_assert(sizeof(ListEntry) == 16 && kMaxTokens <= 1u << 16);
-struct PairEntry {
-  uint32_t expert;    // of the member
-  uint32_t position;  // earlier pairs of this source with the expert
+// A member has fewer than 2^16 experts: the routing of more does not fit shared memory. No token has an expert twice.
+struct alignas(4) PairEntry {
+  uint16_t expert;    // of the member
+  uint16_t position;  // earlier pairs of this source with the expert
 };
 
 struct DeviceHeader {

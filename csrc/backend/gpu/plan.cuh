@@ -36,17 +36,19 @@ __device__ __forceinline__ PlannedRow plan_row(const Group& g, const PlanView& p
   const uint32_t first = pair_begin + raw.x, count = raw.w >> 16, position = raw.z;
 #pragma unroll 1
   for (uint32_t begin = 0; begin < count; begin += kBatch) {
-    uint2 pair[kBatch];
+    uint32_t out[kBatch];
 #pragma unroll
     for (uint32_t p = 0; p < kBatch; ++p)
-      if (begin + p < count) pair[p] = *reinterpret_cast<const uint2*>(pairs + raw.x + begin + p);
-    if (plan.compact_width == 0)
+      if (begin + p < count) out[p] = *reinterpret_cast<const uint32_t*>(pairs + raw.x + begin + p);
 #pragma unroll
-      for (uint32_t p = 0; p < kBatch; ++p)
-        if (begin + p < count) pair[p].x = base[pair[p].x] + pair[p].y;
+    for (uint32_t p = 0; p < kBatch; ++p) {
+      if (begin + p >= count) continue;
+      const uint32_t expert = out[p] & 0xFFFF, position = out[p] >> 16;
+      out[p] = plan.compact_width == 0 ? base[expert] + position : expert;
+    }
 #pragma unroll
     for (uint32_t p = 0; p < kBatch; ++p)
-      if (begin + p < count) plan.out_rows[first + begin + p] = pair[p].x;
+      if (begin + p < count) plan.out_rows[first + begin + p] = out[p];
   }
   plan.row_token[row] = raw.w & 0xFFFF;
   plan.row_piece[row] = raw.y;

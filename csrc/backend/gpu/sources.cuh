@@ -219,9 +219,22 @@ __device__ inline bool wait_lists(const Kernel& k) {
   return k.crew.all(good);
 }
 
+// By a thread: reports a rank with more tokens than a plan of fixed size holds. False: there is one.
+__device__ __noinline__ bool plan_holds_tokens(const Kernel& k) {
+  const uint32_t most = k.plan.num_token_blocks * kTokenBlock;
+  if (scratch(k.g).sizes.most_tokens <= most) return true;
+  for (uint32_t s = 0; s < k.g.map.num_ranks; ++s)
+    if (const uint32_t tokens = FromSource::of(k.g, s).tokens; tokens > most) {
+      report(k.g, {DeviceFault::kTooManyTokens, ErrorKind::kRankMismatch, Step::kPlan, s, -1, most, tokens});
+      break;
+    }
+  return false;
+}
+
 // By a crew of at least two warps of one block. When all ranks have entered, it publishes what placing rows needs, and
-// then the counts for the host. It publishes nothing if a rank is missing or has called something else.
-__device__ inline void count_received(const Kernel& k, const OpSignature& signature, uint64_t call) {
+// then the counts for the host. It publishes nothing if a rank is missing, has called something else, or has more
+// tokens than a plan of `fixed_size` holds.
+__device__ inline void count_received(const Kernel& k, const OpSignature& signature, uint64_t call, bool fixed_size) {
   __shared__ uint32_t end_row;
   const uint32_t lane = k.crew.lane(), first_source = lane < k.g.map.num_ranks ? k.g.source_order[lane] : 0;
   if (!read_sources(k, signature)) return;
@@ -233,7 +246,7 @@ __device__ inline void count_received(const Kernel& k, const OpSignature& signat
     if (k.crew.lane() == 0) end_row = end;
   }
   if (k.crew.warp() == 1) number_sources(k, first_source, sizes);
-  k.crew.sync();
+  if (!k.crew.all(!sums_up || !fixed_size || plan_holds_tokens(k))) return;
   if (sums_up) {
     sizes.num_rows = signature.compact_width > 0 ? sizes.received_rows : end_row;
     publish(&local(k.g).planned, k.op.epoch);

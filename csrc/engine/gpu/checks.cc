@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "common/units.h"
 #include "engine/gpu/engine.h"
 
 namespace uccl_ep {
@@ -17,17 +18,19 @@ void GpuEngine::check_usable() const {
   check();
 }
 
-// With a capacity no rank knows how many windows the others need, so there is only one. A caller passes 1 for
-// `wire_bytes` or `piece_bytes` if rows or pieces do not limit the operation.
-void GpuEngine::check_at_once(uint64_t num_tokens, uint32_t width, uint64_t wire_bytes, uint64_t piece_bytes) const {
-  const uint64_t most = width == 0 ? 0 : uint64_t{gpu::kTokenBlock} * std::min(width, layout_.num_members);
-  const uint64_t tokens = std::min(window_tokens(layout_, wire_bytes),
-                                   combine_window_tokens(layout_, piece_bytes, static_cast<uint32_t>(most)));
-  if (num_tokens <= tokens) return;
-  refuse(UsageKind::kShape, std::to_string(num_tokens) +
-                                " tokens: with a capacity an operation has to fit the buffer at once, which holds " +
-                                std::to_string(tokens) +
-                                " of this routing and size; a larger budget_bytes or window_tokens holds more");
+// The most pieces that a token block can have, if a token has at most `width` experts.
+uint32_t GpuEngine::most_pieces(uint32_t width) const {
+  return gpu::kTokenBlock * std::min(width, static_cast<uint32_t>(topo_.domains_of_size.rbegin()->first));
+}
+
+// With a capacity no rank knows how many tokens the others have. A plan holds what goes in one window, or what this
+// rank has itself, in whole token blocks. All ranks come to the same number, or one of them reports kTooManyTokens.
+uint32_t GpuEngine::tokens_of_capacity(const DispatchArgs& args) const {
+  const uint64_t piece_bytes = uint64_t{args.hidden} * dtype_bytes(args.dtype);
+  const uint32_t at_once =
+      std::min(window_tokens(layout_, gpu::staged_row_bytes(args.wire, args.hidden, args.num_metadata)),
+               combine_window_tokens(layout_, piece_bytes, most_pieces(args.routing.width)));
+  return std::max(at_once, static_cast<uint32_t>(round_up(args.num_tokens, gpu::kTokenBlock)));
 }
 
 void GpuEngine::check_dispatch(const DispatchArgs& args) const {
@@ -40,20 +43,10 @@ void GpuEngine::check_dispatch(const DispatchArgs& args) const {
   if (args.has_routing && args.num_tokens * args.routing.width >= uint64_t{1} << 32)
     refuse(UsageKind::kShape, tokens + "with " + std::to_string(args.routing.width) +
                                   " columns of routing each, the product has to be below 2^32");
-  if (args.plan != nullptr) {
-    if (args.plan->facts().has_capacity)
-      check_at_once(args.num_tokens, 0, gpu::staged_row_bytes(args.wire, args.hidden, args.num_metadata), 1);
-    return;
-  }
-  if (args.capacity < 0) {
-    if (gpu::captured_graph(stream_of(args.stream)) != nullptr)
-      refuse(UsageKind::kInput,
-             "while a graph is captured the counts cannot be read: dispatch needs a capacity or the handle of an "
-             "earlier dispatch");
-    return;
-  }
-  check_at_once(args.num_tokens, args.routing.width, gpu::staged_row_bytes(args.wire, args.hidden, args.num_metadata),
-                uint64_t{args.hidden} * dtype_bytes(args.dtype));
+  if (args.plan == nullptr && args.capacity < 0 && gpu::captured_graph(stream_of(args.stream)) != nullptr)
+    refuse(UsageKind::kInput,
+           "while a graph is captured the counts cannot be read: dispatch needs a capacity or the handle of an "
+           "earlier dispatch");
 }
 
 // A routing of another form than the plan's counts as another routing, because kernels compare contents only.

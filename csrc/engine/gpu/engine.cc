@@ -113,7 +113,7 @@ GpuEngine::~GpuEngine() { close(true); }
 
 std::string GpuEngine::export_handle() const {
   return encode_device_handle(
-      {socket_.address(), region_bytes_[config_.rank], hash_of(layout_), plane_.export_handle()});
+      {socket_.address(), region_bytes_[config_.rank], layout_.group_hash, plane_.export_handle()});
 }
 
 void GpuEngine::connect(const std::vector<std::string>& handles) {
@@ -123,7 +123,7 @@ void GpuEngine::connect(const std::vector<std::string>& handles) {
   addresses_.resize(handles.size());
   for (size_t r = 0; r < handles.size(); ++r) {
     const DeviceHandle handle = decode_device_handle(handles[r]);
-    if (handle.layout != hash_of(layout_))
+    if (handle.layout != layout_.group_hash)
       throw UsageFailure(UsageKind::kConfig, "rank " + std::to_string(r) + " lays out its memory otherwise than rank " +
                                                  std::to_string(config_.rank) + ": do both have the same build?");
     // Without NICs, copy engines also write to ranks of other domains.
@@ -217,7 +217,8 @@ bool GpuEngine::tell_fault() const {
     record = record_of(*group_.error);
   }
   // A peer that has refused more calls will soon send the reason.
-  const bool peer_knows = record.kind == ErrorKind::kRankMismatch && record.seen > record.expected;
+  const bool peer_knows =
+      static_cast<gpu::DeviceFault>(group_.error->code) == gpu::DeviceFault::kMismatch && record.seen > record.expected;
   for (const uint64_t met = now_usec(); peer_knows && !plane_.failed() && now_usec() - met < kWhyUsec;) usleep(1000);
   const std::shared_lock held(memory_mutex_);
   if (given_back_ || plane_.failed()) return true;

@@ -101,6 +101,7 @@ void Network::fill_destinations(gpu::Net& net) {
     if (d == topo_.domain_of[rank_]) continue;
     gpu::Net::To& to = to_[d];
     to.packets = mine.header_send[d].slots_offset;
+    to.packet_bytes = mine.header_send[d].slot_bytes;
     to.rows = mine.rows_send[d].slots_offset;
     to.returns = mine.return_landing[d].slots_offset;
     to.packet_channel = plane_.channels().out_of(mine.header_send[d]);

@@ -54,7 +54,7 @@ std::shared_ptr<GpuPlan> GpuEngine::new_plan(const DispatchArgs& args) const {
   plan->view.num_tokens = static_cast<uint32_t>(args.num_tokens);
   if (args.capacity < 0) return plan;
   const uint32_t ranks = group_.map.num_ranks;
-  const uint32_t tokens = window_tokens(layout_, gpu::staged_row_bytes(args.wire, args.hidden, args.num_metadata));
+  const uint32_t tokens = tokens_of_capacity(args);
   const uint32_t most_pairs = std::min(args.routing.width, group_.experts_per_rank);
   GpuPlan::Sizes sizes;
   sizes.num_rows = static_cast<uint32_t>(args.capacity);
@@ -62,6 +62,7 @@ std::shared_ptr<GpuPlan> GpuEngine::new_plan(const DispatchArgs& args) const {
   sizes.received_pairs = std::min(sizes.received_rows * most_pairs, ranks * layout_.max_pairs);
   sizes.sent_pairs = std::min(plan->view.num_tokens * args.routing.width, layout_.max_pairs);
   sizes.most_tokens = tokens;
+  sizes.most_pieces = most_pieces(args.routing.width);
   if (layout_.num_domains > 1) {
     sizes.shipped_rows = (layout_.num_domains - 1) * plan->view.num_tokens;
     sizes.relayed_rows = (layout_.num_streams - 1) * tokens;
@@ -230,10 +231,10 @@ void GpuEngine::give_output(GpuOp& op, const DispatchOutput& output) {
 void GpuEngine::end_dispatch(GpuOp& op) {
   const GpuPlan& plan = *op.plan_;
   num_windows_ += 1;
+  if (plan.sizes.most_tokens > 0) num_windows_ += (plan.sizes.most_tokens - 1) / op.place_.window_tokens;
   if (plan.has_capacity) return;
   rows_shipped_ += plan.sizes.shipped_rows;
   rows_placed_ += plan.view.compact_width > 0 ? plan.sizes.received_rows : plan.sizes.received_pairs;
-  if (plan.sizes.most_tokens > 0) num_windows_ += (plan.sizes.most_tokens - 1) / op.place_.window_tokens;
 }
 
 std::shared_ptr<Operation> GpuEngine::combine(const CombineArgs& args) {
@@ -246,7 +247,6 @@ std::shared_ptr<Operation> GpuEngine::combine(const CombineArgs& args) {
   const auto known = own_plan<GpuPlan>(args.plan);
   const GpuPlan& plan = *known;
   const uint64_t piece_bytes = uint64_t{args.hidden} * dtype_bytes(args.wire);
-  if (plan.has_capacity) check_at_once(plan.view.num_tokens, plan.routing_width, 1, piece_bytes);
   auto op = begin(known, stream_of(args.stream), args.aside);
   op->counts_known_ = true;
   num_combines_ += 1;
@@ -256,8 +256,7 @@ std::shared_ptr<Operation> GpuEngine::combine(const CombineArgs& args) {
   }
   gpu::KernelCombineArgs combine;
   combine.signature = make_signature(args, plan.facts());
-  // With a capacity there is one window.
-  const uint32_t most_tokens = plan.has_capacity ? 0 : plan.sizes.most_tokens;
+  const uint32_t most_tokens = plan.sizes.most_tokens;
   combine.window_tokens = combine_window_tokens(layout_, piece_bytes, plan.sizes.most_pieces);
   if (most_tokens > combine.window_tokens) {
     combine.window_tokens = combine_window_tokens(layout_, piece_bytes, plan.sizes.most_pieces, true);

@@ -8,9 +8,14 @@
 namespace uccl_ep {
 namespace {
 
-gpu::LowLatencyRoom low_latency_room(const EngineConfig& config) {
-  return {config.low_latency_tokens, config.low_latency_topk, uint64_t{2} * config.hidden,
-          uint64_t{config.max_element_bytes} * config.hidden};
+gpu::RegionNeeds region_needs(const EngineConfig& config) {
+  const gpu::LowLatencyRoom room{config.low_latency_tokens, config.low_latency_topk, uint64_t{2} * config.hidden,
+                                 uint64_t{config.max_element_bytes} * config.hidden};
+  return {config.num_experts, config.widest_row_bytes(), config.window_tokens, room};
+}
+
+int domain_of(const EngineConfig& config, const Topology& topo) {
+  return topo.domain_of[static_cast<size_t>(config.rank)];
 }
 
 }  // namespace
@@ -85,25 +90,13 @@ gpu::DeviceRegionLayout gpu_layout_of(const EngineConfig& config) {
                                                ": this buffer needs at least " + std::to_string(least));
   const Topology topo = Topology::from_labels(config.domain_of);
   const auto within = [&](uint64_t bytes) {
-    return gpu::make_layout(topo, config.num_experts, config.widest_row_bytes(), bytes, config.window_tokens,
-                            low_latency_room(config));
+    return gpu::make_layout(topo, domain_of(config, topo), region_needs(config), bytes);
   };
   // Host memory shrinks with device memory.
   gpu::DeviceRegionLayout layout =
       within(config.budget_bytes - most_host_bytes(config, topo, within(config.budget_bytes)));
   if (topo.num_domains() > 1) check_channels(topo, layout.rings);
   return layout;
-}
-
-// FNV-1a of names and sizes.
-uint64_t hash_of(const gpu::DeviceRegionLayout& layout) {
-  uint64_t hash = 0xCBF29CE484222325u;
-  const auto add = [&](uint64_t byte) { hash = (hash ^ byte) * 0x100000001B3u; };
-  for (const auto& [name, bytes] : layout.entries) {
-    for (char letter : name) add(static_cast<uint8_t>(letter));
-    for (uint32_t shift = 0; shift < 64; shift += 8) add(bytes >> shift & 0xFF);
-  }
-  return hash;
 }
 
 MemoryEntries gpu_memory_entries(const EngineConfig& config) {
@@ -117,10 +110,8 @@ MemoryEntries gpu_memory_entries(const EngineConfig& config) {
 uint64_t gpu_least_budget_bytes(const EngineConfig& config) {
   check_group(config);
   const Topology topo = Topology::from_labels(config.domain_of);
-  const uint64_t least = gpu::least_budget_bytes(topo, config.num_experts, config.widest_row_bytes(),
-                                                 config.window_tokens, low_latency_room(config));
-  const auto layout = gpu::make_layout(topo, config.num_experts, config.widest_row_bytes(), least, config.window_tokens,
-                                       low_latency_room(config));
+  const uint64_t least = gpu::least_budget_bytes(topo, region_needs(config));
+  const auto layout = gpu::make_layout(topo, domain_of(config, topo), region_needs(config), least);
   return least + most_host_bytes(config, topo, layout);
 }
 

@@ -17,7 +17,7 @@ void check_group(const EngineConfig& config);
 void check_shared_bytes(const EngineConfig& config, const gpu::DeviceMap& map, uint32_t there);
 // Throws UsageFailure, kBudget with the least budget.
 gpu::DeviceRegionLayout gpu_layout_of(const EngineConfig& config);  // equal on all ranks
-uint64_t hash_of(const gpu::DeviceRegionLayout& layout);
+
 // Host memory: pinned, and all.
 uint64_t gpu_pinned_bytes(const EngineConfig& config);
 uint64_t gpu_host_bytes(const EngineConfig& config, const gpu::DeviceRegionLayout& layout);

@@ -30,7 +30,9 @@ bool on_device(const Rings& rings) { return std::holds_alternative<DeviceRings>(
 const Rings& checked(const Rings& rings, const Topology& topo) {
   if (!on_device(rings) || topo.num_domains() == 1) return rings;
   const auto& device = std::get<DeviceRings>(rings);
-  for (uint64_t bytes : {device.packet_bytes, device.rows_slot_bytes, device.return_slot_bytes})
+  std::vector<uint64_t> slots_of = {device.rows_slot_bytes, device.return_slot_bytes};
+  for (const auto& [size, number] : topo.domains_of_size) slots_of.push_back(device.packet_bytes.at(size));
+  for (uint64_t bytes : slots_of)
     require(bytes > 0 && bytes % 16 == 0, "device rings: slots of " + std::to_string(bytes) + " bytes");
   for (uint32_t slots : {device.rows_slots, device.return_slots})
     require(slots >= 1 && slots < kMaxRingSlots, "device rings: " + std::to_string(slots) + " slots");
@@ -52,9 +54,11 @@ Channels channels_of(const Topology& topo, const Rings& rings, int rank) {
 uint64_t largest_chunk_bytes(const Rings& rings) {
   return std::visit(Overloaded{[](const RingParams& host) { return host.slot_bytes; },
                                [](const DeviceRings& device) {
-                                 return std::max({device.packet_bytes, device.rows_slot_bytes, device.return_slot_bytes,
-                                                  device.slots.row_slot_bytes, device.slots.sum_slot_bytes,
-                                                  device.slots.routing_bytes, device.slots.weights_bytes});
+                                 uint64_t most = std::max({device.rows_slot_bytes, device.return_slot_bytes,
+                                                           device.slots.row_slot_bytes, device.slots.sum_slot_bytes,
+                                                           device.slots.routing_bytes, device.slots.weights_bytes});
+                                 for (const auto& [size, bytes] : device.packet_bytes) most = std::max(most, bytes);
+                                 return most;
                                }},
                     rings);
 }
