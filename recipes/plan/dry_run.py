@@ -179,7 +179,7 @@ def _traffic_lines(found: Found) -> list[str]:
         ("forward + backward, a step", shown.total * times),
         ("the stock alltoall's, a step", found.stock.total * times),
     ]
-    lines += [f"  {name:34s} {_mb(b.link):>14s} {_mb(b.nic):>14s}" for name, b in rows]
+    lines += [f"  {name:34s} {_size(b.link):>14s} {_size(b.nic):>14s}" for name, b in rows]
     if shown.again:
         lines.append("  (recomputation repeats dispatch and combine in backward)")
     return lines + _time_lines(found, times)
@@ -212,8 +212,8 @@ def _gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
 
 
-def _mb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e6:,.1f} MB"
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e10 else f"{num_bytes / 1e6:,.1f} MB"
 
 
 def run(job: Job, picture: Path | None = None) -> Any:

@@ -210,7 +210,8 @@ def _regrouped(recipe: Pretraining, layout: Layout, ep: int, num_ranks: int | No
     """With groups of `ep` ranks. Without a number of ranks, the fewest from the layout's on that fit."""
     experts = recipe.model.num_experts
     if ep < 1 or experts % ep:
-        raise RecipeError(f"ep = {ep}: allowed are divisors of {experts}, the experts of a layer")
+        allowed = [n for n in range(1, experts + 1) if experts % n == 0]
+        raise RecipeError(f"ep = {ep}: allowed is one of {allowed}: {experts} experts are spread evenly")
     step = layout.pp * ep
     fewest = -(-layout.num_ranks // step) * step
     return replace(layout, ep=ep) if num_ranks is not None else _resized(replace(layout, ep=ep), fewest)

@@ -13,7 +13,7 @@ import pytest
 
 from uccl_ep_train.core import cuda
 from uccl_ep_train.errors import EpError, InputError
-from uccl_ep_train.planner import report
+from uccl_ep_train.planner import events, report
 from uccl_ep_train.planner.__main__ import main
 from uccl_ep_train.planner.clock import RealClock, SimulatedClock
 from uccl_ep_train.planner.events import PLANS, simulate
@@ -32,7 +32,9 @@ def shape(ranks: int, size: int, **more: Any) -> Shape:
 
 
 def windowed(of: Shape, tokens: int) -> Protocol:
-    return replace(unlimited(of), dispatch_window=tokens, combine_window=tokens, slots=4)
+    """Rings hold a window of dispatch, or two of combine, as on GPUs."""
+    slots = max(-(-tokens // unlimited(of).chunk_rows[0]), 2 * -(-tokens // unlimited(of).chunk_rows[1]))
+    return replace(unlimited(of), dispatch_window=tokens, combine_window=tokens, slots=slots)
 
 
 @pytest.mark.parametrize("op", ["dispatch", "combine"])
@@ -81,6 +83,32 @@ def test_the_model_is_a_sum_where_nothing_waits() -> None:
     assert got == pytest.approx(wanted, abs=0.25)
     slower = simulate(replace(machine, nic_gbps=25.0), of, unlimited(of), "dispatch").us
     assert slower - got == pytest.approx(chunk + weights, rel=0.01), "control: half the rate, twice the time"
+
+
+def test_a_window_waits_for_the_credits_of_the_one_before() -> None:
+    """A ring that holds one window: between two windows a credit and a chunk are under way."""
+    of = shape(2, 1, tokens=1024, router=Router(num_experts=2, topk=2), dtype="bf16")
+    machine = replace(H200, kernels=free(), stage_several_ns=1e-9, link_gbps=1e9)
+    chunk = unlimited(of).chunk_rows[0]
+
+    def us(windows: int, slots: int) -> float:
+        sizes = replace(unlimited(of), dispatch_window=1024 // windows, slots=slots)
+        return simulate(machine, of, sizes, "dispatch").us
+
+    ring = -(-256 // chunk)
+    trip = 2 * (machine.wire_us + machine.post_us) + machine.pass_us / 2
+    assert us(4, ring) - us(1, 4 * ring) == pytest.approx(3 * trip, rel=0.02)
+    assert us(4, 2 * ring) - us(1, 4 * ring) < 0.2 * trip, "control: a ring of two windows"
+
+
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+def test_one_window_is_made_while_the_last_one_is_used(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = shape(4, 2)
+    sizes = windowed(of, 512)
+    overlapped = simulate(H200, of, sizes, op).us
+    assert overlapped < 1.3 * simulate(H200, of, unlimited(of), op).us
+    monkeypatch.setattr(events, "HALVES", 1)
+    assert simulate(H200, of, sizes, op).us > 1.1 * overlapped
 
 
 @pytest.mark.parametrize("late_us", [300.0, 1000.0])
@@ -177,6 +205,8 @@ def test_calls_that_cannot_be_are_refused() -> None:
     ):
         with pytest.raises(InputError, match=words):
             simulate(H200, of, unlimited(of), **{"op": "dispatch", **call})  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="slots = 4: allowed is at least 29, the chunks of a window of 1024"):
+        simulate(H200, of, replace(windowed(of, 1024), slots=4), "combine")
     with pytest.raises(InputError, match="nic_gbps = 0"):
         replace(H200, nic_gbps=0.0)
 
@@ -210,7 +240,7 @@ def test_a_sweep_prints_a_line_for_each_group(capsys: pytest.CaptureFixture[str]
     picture = tmp_path / "sweep.png"
     assert main(["--sweep", "--ep", "8", "64", "48", "--domain-size", "8", f"--picture={picture}"]) == 0
     out = capsys.readouterr().out
-    assert "num_experts = 256: allowed is a multiple of the number of ranks, 48" in out
+    assert "num_experts = 256: allowed is a multiple of the number of ranks, 48: 240 or 288" in out
     assert "extrapolated" in out and picture.read_bytes()[:4] == b"\x89PNG"
     assert main(["--sweep", "--topk", "0"]) == 2
     assert "topk = 0" in capsys.readouterr().err
@@ -219,6 +249,9 @@ def test_a_sweep_prints_a_line_for_each_group(capsys: pytest.CaptureFixture[str]
 def test_a_report_says_what_binds() -> None:
     found = report.predict(H200, shape(64, 8), 3 << 30, 4096)
     text = "\n".join(report.lines(found))
-    assert "nic" in found.dispatch.binds[0] and "binds" in text
+    assert "NIC, sending, for" in text and found.dispatch.binds[0] == "nic out"
+    assert "extrapolated" in text and "a node of" not in text
+    of_72 = report.predict(H200, shape(128, 72), 3 << 30, 4096)
+    assert "a node of h200 has 8 GPUs: domains of 72" in "\n".join(report.lines(of_72))
     assert found.dispatch.us > found.floor_us["dispatch"]
     assert report.predict(H200, shape(8, 8), 3 << 30, 4096).combine.binds[0] != found.combine.binds[0]

@@ -109,7 +109,7 @@ def test_groups_and_domains_of_any_size_can_be_planned(capsys: pytest.CaptureFix
         (["--num-ranks=12"], "num_ranks = 12: allowed are multiples of 8"),
         (["--num-ranks=24"], "24 data parallel ranks do not divide the 512 sequences"),
         (["--token-dispatcher=allgather"], "token_dispatcher = allgather"),
-        (["--ep=24"], "ep = 24: allowed are divisors of 128"),
+        (["--ep=24"], "ep = 24: allowed is one of [1, 2, 4, 8, 16, 32, 64, 128]: 128 experts"),
         (["--ep=0"], "ep = 0"),
         (["--ep=32", "--num-ranks=24"], "num_ranks = 24: allowed are multiples of 32"),
         (["--hardware=mi300x", "--token-dispatcher=uccl_ep"], "uccl_ep has no HIP backend"),

@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
     print(report.table(cells))
     last = next((cell.found for cell in reversed(cells) if cell.found), None)
     if last:
-        print(report.caveat(last))
+        print("\n".join(report.caveats(last)))
     if args.picture:
         report.draw_sweep(cells, args.picture)
         print(f"picture: {args.picture}")

@@ -48,13 +48,16 @@ def text(bench: Path) -> str:
     rows = fit.measured(bench / "results")
     fitted = [row for row in rows if fit.is_fitted(row)]
     others = [row for row in rows if not fit.is_fitted(row)]
-    kernels = fit.fit(fitted)
+    kernels, hosts = fit.fit(fitted)
     lines = ["rates fitted on our own rows:"]
     lines += [f"  {name:15s} {value:8.4g}" for name, value in kernels.as_dict().items()]
+    lines += [f"  host_us of {file}: {us:.0f}" for file, us in hosts.items()]
     lines += [f"  {file}: rows of {commit}, {why}" for file, (commit, why) in fit.FILES.items()]
     for label, part in (("fitted", fitted), ("predicted", others)):
-        errors = fit.errors(part, kernels)
+        errors = fit.errors(part, kernels, hosts)
         lines.append(f"{label:9s} {Summary.of(errors)}")
+        several = [e for row, e in zip(part, errors, strict=True) if row.num_windows > 1]
+        lines.append(f"  {'of several windows':32s} {Summary.of(several)}")
         for file in fit.FILES:
             own = [e for row, e in zip(part, errors, strict=True) if row.file == file]
             if own:
@@ -64,6 +67,10 @@ def text(bench: Path) -> str:
             f"  {error:+7.1%} of {row.us:6.0f} µs (runs spread by {row.spread:.0%}): {row}"
             for error, row in ordered
         ]
+    lines.append("compared only, the same case in several jobs of one machine:")
+    for kind, rows in fit.jobs(bench / "results").items():
+        predicted = fit.predict(rows[0], kernels, hosts)
+        lines.append(f"  {', '.join(f'{row.us:.0f}' for row in rows)} µs, predicted {predicted:.0f}: {kind}")
     figures = published.read(bench / "published.json")
     held = list(published.held_out(figures))
     lines.append(f"published, each number of ranks held out in turn: {Summary.of([e for _, e in held])}")

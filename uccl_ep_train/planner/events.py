@@ -1,144 +1,38 @@
-"""The event model of one operation: chunks that wait for ports, credits, windows and flags.
+"""The event model of one operation: windows and chunks that wait for ports, credits, plans and flags.
 
 A *port* does one thing at a time: the SMs that stage, place, fold or merge; a rank's NVLink (in); its NIC,
 out and in; its proxy. A chunk passes stage, proxy, NIC, wire, NIC, the poller that sees it, NVLink and SMs.
 
+One kernel does all windows (csrc/backend/gpu/dispatch.cu, combine.cu). Memory has two halves, so a rank
+stages window w while w - 1 is placed, and folds w while w - 1 is merged: it waits until all members of its
+domain have ended w - 2. A chunk's credit comes back when its window has ended there.
+
 Under uniform load one actor stands for all: what arrives at it is, by symmetry, what it sends. Otherwise
-every
-rank is an actor. Not modelled: congestion inside the network, loss, queue-pair caches, HBM, low latency.
+every rank is an actor, and in large groups several chunks go as one. Not modelled: congestion inside the
+network, loss, queue-pair caches, HBM, low latency.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
 
 from uccl_ep_train.errors import InputError
 from uccl_ep_train.planner.clock import Clock, SimulatedClock
+from uccl_ep_train.planner.costs import Costs, packet_bytes
 from uccl_ep_train.planner.machine import Machine
+from uccl_ep_train.planner.ports import Chunk, Outcome, Part, Port, Stream, Turns
 from uccl_ep_train.planner.protocol import Protocol
 from uccl_ep_train.planner.shape import Shape
 
 PLANS = ("cached", "sync_free", "new")
 """A known plan; a new one whose counts stay on the GPU; a new one whose counts the host reads."""
-_VALUE_BYTES = 4  # a router weight of a pair
+HALVES = 2  # of memory, a window each: kHalves in csrc/backend/gpu/layout.h
 _TILE_TOKENS = 64  # routed and staged together
-_MOST_GRANULES = 64  # that the own domain's tokens are cut into
+_MOST_GRANULES = 64  # that the own domain's tokens of a window are cut into
+_MOST_TASKS = 200_000  # of an operation, about; beyond that several chunks go as one
 _PORTS = ("stage", "proxy", "nic out", "nic in", "nvlink", "place", "fold", "merge")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """us: until the last rank is through. busy_us: of each port, on the rank where it is busiest."""
-
-    us: float
-    busy_us: dict[str, float]
-    num_windows: int
-
-    @property
-    def binds(self) -> tuple[str, float]:
-        """The busiest port and its microseconds; "latency" with all that no port is busy for, if that is
-        more."""
-        name, most = max(self.busy_us.items(), key=lambda item: item[1])
-        idle = self.us - most
-        return ("latency", idle) if idle > most else (name, most)
-
-
-class Port:
-    """Does one thing at a time, in the order of the calls."""
-
-    def __init__(self) -> None:
-        self.free = 0.0
-        self.busy = 0.0
-
-    def take(self, now: float, us: float) -> float:
-        self.free = max(self.free, now) + us
-        self.busy += us
-        return self.free
-
-
-@dataclass
-class _Part:
-    """What an actor gets (dispatch) or gives (combine) of a stream."""
-
-    actor: int
-    rows: float
-    pairs: float
-    remote_rows: float  # that cross NVLink
-
-
-@dataclass
-class _Stream:
-    """Rows of `source` for one domain. At `rail` they enter it; of the own domain: the source itself."""
-
-    source: int
-    rail: int
-    rows: float
-    parts: list[_Part]
-    pairs: float = 0.0
-    waiting: deque[float] = field(default_factory=deque)  # rows of chunks without a credit
-    flying: int = 0
-
-
-class _Costs:
-    """Microseconds of the SMs and ports for rows of one shape."""
-
-    def __init__(self, machine: Machine, shape: Shape, op: str) -> None:
-        k, self.scale = machine.kernels, 24e-3 / machine.num_sms  # from ns of 24 SMs to us
-        self.machine, self.kernels = machine, k
-        wire = shape.dtype if op == "dispatch" else "bf16"
-        self.row = float(shape.row_bytes(wire))
-        self.input_row = 2.0 * shape.hidden
-        expands = shape.dtype == "fp8" and not shape.codes
-        out_kb = (shape.row_bytes("fp8") if shape.codes else 2 * shape.hidden) / 1e3
-        self.pair_ns = out_kb * (k.expand_ns if expands else k.place_ns)
-        self.pair_ns += k.expand_row_ns if expands else k.codes_ns if shape.codes else 0.0
-        # Segments of 3584 bytes where whole ones fill a row, else of 2048: csrc/backend/gpu/sum_bulk.cuh.
-        segment = 3584 if self.input_row % 3584 == 0 else 2048
-        self.steps = math.ceil(self.input_row / segment)
-        self.step_ns = k.step_ns + k.step_byte_ns * segment / 1e3
-
-        several = len(shape.domains) > 1
-        self.stage_ns = self.input_row / 1e3 * (machine.stage_several_ns if several else machine.stage_ns)
-        self.tokens_of_row = shape.tokens / max(1.0, float(shape.counts.to_domain_SD.sum(1).mean()))
-
-    def stage(self, rows: float) -> float:
-        """Of the tokens behind rows for one domain: a token is read once for all its domains."""
-        return rows * self.tokens_of_row * self.stage_ns * self.scale
-
-    def place(self, pairs: float, remote_rows: float) -> float:
-        return (pairs * self.pair_ns + remote_rows * self.row / 1e3 * self.kernels.pull_ns) * self.scale
-
-    def fold(self, pairs: float, rows: float) -> float:
-        """Adds each pair's row, and writes a piece for each row."""
-        return (pairs + rows) * self.steps * self.step_ns * self.scale
-
-    def merge(self, pieces: float) -> float:
-        return pieces * self.steps * self.kernels.merge_ns * self.scale
-
-    def link(self, rows: float) -> float:
-        return rows * self.row / (self.machine.link_gbps * self.kernels.link_share) * 1e-3
-
-    def nic(self, num_bytes: float) -> float:
-        return num_bytes / self.machine.nic_gbps * 1e-3
-
-
-def packet_bytes(shape: Shape, domain_size: int, tokens: int, new_plan: bool) -> float:
-    """Of the header, weights and, with a new plan, routing that a rank sends to a domain, on average.
-    csrc/backend/gpu/packet.h."""
-    pairs = tokens * shape.router.topk * domain_size / shape.num_ranks
-    weights = 64 + _VALUE_BYTES * pairs
-    if not new_plan:
-        return weights
-    counts = shape.counts
-    rows = float(counts.to_rank_SR.mean()) * domain_size * tokens / shape.tokens
-    stream = float(counts.to_domain_SD.mean()) * tokens / shape.tokens
-    blocks = tokens / 32 + 1
-    each = shape.router.num_experts / shape.num_ranks
-    tables = 4 * domain_size * each + 8 * (domain_size + 1) + 4 * (domain_size + 2) * blocks
-    return weights + tables + 16 * rows + 8 * pairs + 4 * (stream + 1)
 
 
 class _Operation:
@@ -157,24 +51,51 @@ class _Operation:
     ) -> None:
         self.machine, self.shape, self.protocol, self.op, self.plan = machine, shape, protocol, op, plan
         self.clock, self.every = clock, every
-        self.costs = _Costs(machine, shape, op)
+        self.costs = Costs(machine, shape, op)
         self.num_actors = shape.num_ranks if every else 1
         self.ports = {name: [Port() for _ in range(self.num_actors)] for name in _PORTS}
-        self.ready = [0.0] * self.num_actors
         self.done = [0.0] * self.num_actors
         self.planned = [0.0] * self.num_actors
         self.is_dispatch = op == "dispatch"
         k = machine.kernels
+        self.turn_us = k.dispatch_turn_us if self.is_dispatch else k.combine_turn_us
         self.fixed = k.dispatch_us if self.is_dispatch else k.combine_us
         self.fixed += k.member_us * math.log2(max(shape.domains))
         self.seen_us = protocol.passes * machine.pass_us / 2 if len(shape.domains) > 1 else 0.0
+        self.tokens = protocol.windows(op, shape.tokens)
+        chunk = protocol.chunk_rows[0 if self.is_dispatch else 1]
+        counts = shape.counts
+        tasks = counts.to_domain_SD.mean() / chunk * self.num_actors * (shape.num_ranks if every else 1)
+        self.together = max(1, round(float(tasks) / _MOST_TASKS))  # chunks that go as one
+        self.chunk_rows = self.together * chunk
+        self.slots = -(-protocol.slots // self.together)
+        self.streams = self._streams()
+        self.queue = self._queues()
+        # By domain and window: members that have not ended it, and what waits for them.
+        self.open = {
+            (d, w): len(self.members(d)) for d in range(self.num_domains) for w in range(len(self.tokens))
+        }
+        self.gates: dict[tuple[int, int], list[Callable[[], None]]] = defaultdict(list)
+        self.chunks_of: Counter[tuple[int, int]] = Counter()  # by stream and window
 
-    def streams(self, share: float) -> list[_Stream]:
-        """Of a window with so much of the tokens. Own domains come last: others wait for what crosses the
-        network."""
+    @property
+    def num_domains(self) -> int:
+        """Of those that actors stand for."""
+        return len(self.shape.domains) if self.every else 1
+
+    def domain_of(self, actor: int) -> int:
+        return self.shape.topology.domain_of[actor] if self.every else 0
+
+    def members(self, domain: int) -> range:
+        """Actors of a domain."""
+        first = self.shape.first_of
+        return range(first[domain], first[domain + 1]) if self.every else range(1)
+
+    def _streams(self) -> list[Stream]:
+        """Own domains come last: others wait for what crosses the network."""
         shape, counts = self.shape, self.shape.counts
-        found: list[_Stream] = []
-        own: list[_Stream] = []
+        found: list[Stream] = []
+        own: list[Stream] = []
         # In turns: at no time do all senders write to one receiver.
         for step in range(1, len(shape.domains) + 1):
             for source in range(self.num_actors):
@@ -183,66 +104,85 @@ class _Operation:
                 d = (home + step) % len(shape.domains)
                 first, size = shape.first_of[d], shape.domains[d]
                 rail = source if d == home else shape.topology.rail(source, d)
-                rows, pairs = share * counts.to_rank_SR[of], share * counts.pairs_SR[of]
+                rows, pairs = counts.to_rank_SR[of], counts.pairs_SR[of]
                 members = range(first, first + size)
                 if self.every:
                     parts = [
-                        _Part(q, float(rows[q]), float(pairs[q]), float(rows[q]) * (q != rail))
+                        Part(q, float(rows[q]), float(pairs[q]), float(rows[q]) * (q != rail))
                         for q in members
                     ]
                 else:
                     # By symmetry this actor gets from all rails what all members get from its own.
                     total = float(rows[first : first + size].sum())
                     parts = [
-                        _Part(0, total, float(pairs[first : first + size].sum()), total * (size - 1) / size)
+                        Part(0, total, float(pairs[first : first + size].sum()), total * (size - 1) / size)
                     ]
                     rail = 0
-                stream_rows = share * (shape.tokens if d == home else float(counts.to_domain_SD[of, d]))
-                stream = _Stream(source, rail, stream_rows, parts, sum(p.pairs for p in parts))
+                stream_rows = shape.tokens if d == home else float(counts.to_domain_SD[of, d])
+                stream = Stream(source, rail, stream_rows, parts, d == home, credits=self.slots)
                 (own if d == home else found).append(stream)
         return found + own
 
-    def is_own(self, stream: _Stream) -> bool:
-        return stream is self.own[stream.source]
+    def _queues(self) -> list[deque[Chunk]]:
+        """What each actor produces, in order: of each window chunks of streams in turn, then granules of its
+        own domain."""
+        by: list[deque[Chunk]] = [deque() for _ in range(self.num_actors)]
+        away = [s for s in self.streams if not s.is_own]
+        here = [s for s in self.streams if s.is_own]
+        least = _TILE_TOKENS if self.is_dispatch else self.machine.num_sms * 32
+        for window, tokens in enumerate(self.tokens):
+            share = tokens / self.shape.tokens
+            granule = max(float(least), tokens * self.together / _MOST_GRANULES)
+            left = {id(s): s.rows * share for s in self.streams}
+            for group, most in ((away, self.chunk_rows), (here, granule)):
+                group = [s for s in group if left[id(s)] > 1e-9]
+                while group:
+                    for s in group:
+                        rows = min(most, left[id(s)])
+                        left[id(s)] -= rows
+                        actor = s.source if self.is_dispatch else s.rail
+                        by[actor].append(Chunk(s, window, rows, rows / s.rows))
+                    group = [s for s in group if left[id(s)] > 1e-9]
+        return by
 
     def run(self, delays: Sequence[float]) -> Outcome:
-        tokens = self.protocol.windows(self.op, self.shape.tokens)
-        for a in range(self.num_actors):
-            self.ready[a] = delays[a] if len(delays) > 1 else delays[0]
-        for number, window in enumerate(tokens):
-            self.window(window, first=number == 0, last=number == len(tokens) - 1)
-        busy = {name: max(p.busy for p in ports) for name, ports in self.ports.items()}
-        return Outcome(max(self.ready), {n: b for n, b in busy.items() if b > 0}, len(tokens))
-
-    def window(self, tokens: int, *, first: bool, last: bool) -> None:
-        """The kernel's fixed time comes before the first window and after the last."""
-        streams = self.streams(tokens / self.shape.tokens)
-        self.own = {s.source: s for s in streams[len(streams) - self.num_actors :]}
-        starts = [ready + self.fixed / 2 * first for ready in self.ready]
-        new = self.plan != "cached" and first and self.is_dispatch
+        starts = [
+            (delays[a] if len(delays) > 1 else delays[0]) + self.fixed / 2 for a in range(self.num_actors)
+        ]
+        new = self.plan != "cached" and self.is_dispatch
         k = self.machine.kernels
         if new:
-            starts = [s + k.plan_us / 2 + 1e-3 * k.plan_token_ns * tokens for s in starts]
-        self.planned = self.exchange(starts, tokens, new=new)
+            starts = [s + k.plan_us / 2 + 1e-3 * k.plan_token_ns * self.shape.tokens for s in starts]
+        self.planned = self.exchange(starts, new=new)
         if new:
             self.planned = [p + k.plan_us / 2 for p in self.planned]
         # The call ends when the host has read the counts; rows do not wait for it.
-        counted = k.host_us if new and self.plan == "new" else 0.0
+        counted = self.machine.host_us if new and self.plan == "new" else 0.0
         self.done = [planned + counted for planned in self.planned]
-        self.next_of: dict[int, deque[tuple[_Stream, float]]] = {}
-        for a, queue in self.queues(streams, tokens).items():
-            self.next_of[a] = queue
-            self.clock.at(starts[a], lambda a=a: self.produce(a))  # type: ignore[misc]
+        self.turns = self.turns_of()
+        most = max(self.chunks_of.values(), default=0)
+        if most > self.slots:  # credits come back when a window has ended, so it would never end
+            raise InputError(
+                f"slots = {self.protocol.slots}: allowed is at least {most}, the chunks of a window of "
+                f"{max(self.tokens)} tokens"
+            )
+        for a, start in enumerate(starts):
+            self.clock.at(start, lambda a=a: self.produce(a))  # type: ignore[misc]
         self.clock.run()
-        self.ready = [done + self.fixed / 2 * last for done in self.done]
+        if any(self.open.values()):
+            raise RuntimeError(f"the model stands still: {self.open}")
+        busy = {name: max(p.busy for p in ports) for name, ports in self.ports.items()}
+        return Outcome(
+            max(self.done) + self.fixed / 2, {n: b for n, b in busy.items() if b > 0}, len(self.tokens)
+        )
 
-    def exchange(self, starts: Sequence[float], tokens: int, *, new: bool) -> list[float]:
+    def exchange(self, starts: Sequence[float], *, new: bool) -> list[float]:
         """When each actor has the packets of all: headers, weights, routing."""
         others = len(self.shape.domains) - 1
         if others == 0 or not self.is_dispatch:
             return [max(starts)] * len(starts) if new else list(starts)
         size = self.shape.num_ranks / len(self.shape.domains)
-        wire = self.costs.nic(others * packet_bytes(self.shape, round(size), tokens, new))
+        wire = self.costs.nic(others * packet_bytes(self.shape, round(size), self.shape.tokens, new))
         gone = []
         for a, start in enumerate(starts):
             posted = self.ports["proxy"][a].take(start, others * self.machine.post_us)
@@ -250,113 +190,169 @@ class _Operation:
         last = max(gone) + self.machine.wire_us + self.seen_us + (self.machine.kernels.hop_us if new else 0.0)
         return [last if new else start for start in starts]
 
-    def queues(self, streams: Sequence[_Stream], tokens: int) -> dict[int, deque[tuple[_Stream, float]]]:
-        """What each actor produces, in order: chunks of streams in turn, then granules of its own domain."""
-        chunk = self.protocol.chunk_rows[0 if self.is_dispatch else 1]
-        least = _TILE_TOKENS if self.is_dispatch else self.machine.num_sms * 32
-        granule = max(float(least), tokens / _MOST_GRANULES)
-        by: dict[int, deque[tuple[_Stream, float]]] = {a: deque() for a in range(self.num_actors)}
-        left = {id(s): s.rows for s in streams}
-        away = [s for s in streams if not self.is_own(s)]
-        here = [s for s in streams if self.is_own(s)]
-        for group, most in ((away, chunk), (here, granule)):
-            while group:
-                for s in group:
-                    rows = min(most, left[id(s)])
-                    left[id(s)] -= rows
-                    by[s.source if self.is_dispatch else s.rail].append((s, rows))
-                group = [s for s in group if left[id(s)] > 1e-9]
-        return by
+    # ------------------------------------------------------------------------------- windows
+
+    def turns_of(self) -> list[Turns]:
+        """Of each actor: windows that it places, or what it merges. A combine relays window w before it
+        merges its own tokens of w - 1, and those of the last window in the end."""
+        counts: list[Counter[int]] = [Counter() for _ in range(self.num_actors)]
+        for queue in self.queue:
+            for chunk in queue:
+                stream = chunk.stream
+                if not stream.is_own:
+                    self.chunks_of[id(stream), chunk.window] += 1
+                if self.is_dispatch:
+                    for part in stream.parts:
+                        counts[part.actor][chunk.window] += 1
+                else:
+                    counts[stream.source][self.own_turn(chunk.window)] += 1
+                    if not stream.is_own:
+                        counts[stream.rail][2 * chunk.window] += 1
+        return [
+            Turns(each, self.clock, lambda turn, a=a: self.end_turn(a, turn))  # type: ignore[misc]
+            for a, each in enumerate(counts)
+        ]
+
+    @staticmethod
+    def own_turn(window: int) -> int:
+        """Of a merge of own tokens; those of streams that are relayed have even numbers."""
+        return 2 * (window + HALVES) - 1
+
+    def end_turn(self, a: int, turn: int) -> float:
+        """Gives the pause before the next turn."""
+        self.done[a] = max(self.done[a], self.clock.now())
+        if not self.is_dispatch and turn % 2 == 0:
+            return 0.0
+        window = turn if self.is_dispatch else (turn + 1) // 2 - HALVES
+        domain = self.domain_of(a)
+        self.open[domain, window] -= 1
+        if self.open[domain, window] == 0:
+            self.end_window(domain, window)
+        return self.turn_us if self.is_dispatch else 0.0
+
+    def end_window(self, domain: int, window: int) -> None:
+        """All members of the domain have read what it held: its memory is free, and credits go back."""
+        for go in self.gates.pop((domain, window), []):
+            go()
+        back = self.clock.now() + self.machine.wire_us + self.machine.post_us
+        for stream in self.streams:
+            to = self.domain_of(stream.rail if self.is_dispatch else stream.source)
+            if not stream.is_own and to == domain:
+                self.clock.at(back, lambda s=stream: self.credit(s, window))  # type: ignore[misc]
+
+    def credit(self, stream: Stream, window: int) -> None:
+        stream.credits += self.chunks_of[id(stream), window]
+        while stream.waiting and stream.credits > 0:
+            self.ship(stream.waiting.popleft())
 
     # ------------------------------------------------------------------------------- a chunk's way
 
     def produce(self, a: int) -> None:
         """Makes the actor's next chunk or granule, and comes back when it is made."""
-        if not self.next_of[a]:
+        if not self.queue[a]:
             return
-        stream, rows = self.next_of[a].popleft()
-        now = self.clock.now()
-        if self.is_dispatch:
-            made = self.ports["stage"][a].take(now, self.costs.stage(rows))
-            self.clock.at(made, lambda: self.made(stream, rows))
-        else:
-            share = rows / stream.rows if stream.rows else 0.0
-            made = now
-            for part in stream.parts:
-                folded = self.ports["fold"][part.actor].take(
-                    now, self.costs.fold(part.pairs * share, part.rows * share)
-                )
-                made = max(made, folded)
-            linked = self.ports["nvlink"][stream.rail].take(
-                now, self.costs.link(share * sum(p.remote_rows for p in stream.parts))
-            )
-            made = max(made, linked)
-            pieces = share * sum(p.rows for p in stream.parts)
-            self.clock.at(made, lambda: self.folded(stream, rows, pieces))
-        self.clock.at(made, lambda: self.produce(a))
+        chunk = self.queue[a][0]
+        stream = chunk.stream
+        before = (self.domain_of(a), chunk.window - HALVES)
+        if self.open.get(before, 0) > 0:
+            self.gates[before].append(lambda: self.produce(a))
+            return
+        if not stream.is_own and stream.made - stream.left >= self.slots:
+            stream.blocked = lambda: self.produce(a)
+            return
+        self.queue[a].popleft()
+        stream.made += 1
+        made = self.stage(a, chunk) if self.is_dispatch else self.fold(chunk)
+        ends = self.queue[a] and self.queue[a][0].window > chunk.window
+        pause = self.turn_us if ends and not self.is_dispatch else 0.0
+        self.clock.at(made + pause, lambda: self.produce(a))
 
-    def folded(self, stream: _Stream, rows: float, pieces: float) -> None:
-        """Pieces are written; those of other ranks are seen later."""
-        met = self.clock.now() + (self.machine.kernels.relay_us if max(self.shape.domains) > 1 else 0.0)
-        self.clock.at(met, lambda: self.met(stream, rows, pieces))
+    def stage(self, a: int, chunk: Chunk) -> float:
+        begin = self.clock.now()
+        if chunk.window > 0:
+            begin = max(begin, self.planned[a])
+        made = self.ports["stage"][a].take(begin, self.costs.stage(chunk.rows))
+        self.clock.at(made, lambda: self.made(chunk))
+        return made
 
-    def met(self, stream: _Stream, rows: float, pieces: float) -> None:
-        merged = self.ports["merge"][stream.rail].take(self.clock.now(), self.costs.merge(pieces))
-        if self.is_own(stream):
-            self.done[stream.source] = max(self.done[stream.source], merged)
-        else:
-            self.clock.at(merged, lambda: self.made(stream, rows))
+    def fold(self, chunk: Chunk) -> float:
+        now, stream, share = self.clock.now(), chunk.stream, chunk.share
+        made = now
+        for part in stream.parts:
+            cost = self.costs.fold(part.pairs * share, part.rows * share)
+            made = max(made, self.ports["fold"][part.actor].take(now, cost))
+        remote = self.costs.link(share * sum(p.remote_rows for p in stream.parts))
+        made = max(made, self.ports["nvlink"][stream.rail].take(now, remote))
+        # Pieces are written; those of other ranks are seen later.
+        met = made + (self.machine.kernels.relay_us if max(self.shape.domains) > 1 else 0.0)
+        self.clock.at(met, lambda: self.met(chunk))
+        return made
 
-    def made(self, stream: _Stream, rows: float) -> None:
+    def met(self, chunk: Chunk) -> None:
+        stream = chunk.stream
+        cost = self.costs.merge(chunk.share * sum(p.rows for p in stream.parts))
+
+        def merge() -> float:
+            merged = self.ports["merge"][stream.rail].take(self.clock.now(), cost)
+            if not stream.is_own:
+                self.clock.at(merged, lambda: self.made(chunk))
+            return merged
+
+        self.turns[stream.rail].add(self.own_turn(chunk.window) if stream.is_own else 2 * chunk.window, merge)
+
+    def made(self, chunk: Chunk) -> None:
         """A chunk of rows or sums is complete at its producer."""
-        if self.is_own(stream):
-            self.place(stream, rows, self.clock.now())
-        elif stream.flying < self.protocol.slots:
-            self.ship(stream, rows)
+        if chunk.stream.is_own:
+            self.place(chunk)
         else:
-            stream.waiting.append(rows)
+            self.clock.at(self.clock.now() + self.machine.kernels.hop_us, lambda: self.queued(chunk))
 
-    def ship(self, stream: _Stream, rows: float) -> None:
-        stream.flying += 1
+    def queued(self, chunk: Chunk) -> None:
+        if chunk.stream.credits > 0:
+            self.ship(chunk)
+        else:
+            chunk.stream.waiting.append(chunk)
+
+    def ship(self, chunk: Chunk) -> None:
+        stream = chunk.stream
+        stream.credits -= 1
         sender, receiver = (stream.source, stream.rail) if self.is_dispatch else (stream.rail, stream.source)
         posted = self.ports["proxy"][sender].take(self.clock.now(), self.machine.post_us)
-        sent = self.ports["nic out"][sender].take(posted, self.costs.nic(rows * self.costs.row))
-        self.clock.at(sent + self.machine.wire_us, lambda: self.arrive(stream, rows, receiver))
+        sent = self.ports["nic out"][sender].take(posted, self.costs.nic(chunk.rows * self.costs.row))
+        self.clock.at(sent + self.machine.wire_us, lambda: self.arrive(chunk, receiver))
 
-    def arrive(self, stream: _Stream, rows: float, receiver: int) -> None:
+    def arrive(self, chunk: Chunk, receiver: int) -> None:
+        stream = chunk.stream
+        stream.left += 1
+        if stream.blocked:
+            go, stream.blocked = stream.blocked, None
+            go()
         # The NIC takes a chunk in while it comes, so the last byte is there when the first was, and its time.
-        us = self.costs.nic(rows * self.costs.row)
+        us = self.costs.nic(chunk.rows * self.costs.row)
         port = self.ports["nic in"][receiver]
         landed = max(self.clock.now(), port.free + us)
         port.free, port.busy = landed, port.busy + us
-        seen = landed + self.seen_us + self.machine.kernels.hop_us
-        self.clock.at(seen, lambda: self.seen(stream, rows))
+        self.clock.at(landed + self.seen_us, lambda: self.seen(chunk))
 
-    def seen(self, stream: _Stream, rows: float) -> None:
+    def seen(self, chunk: Chunk) -> None:
         if self.is_dispatch:
-            last = self.place(stream, rows, self.clock.now())
-        else:
-            last = self.ports["merge"][stream.source].take(self.clock.now(), self.costs.merge(rows))
-            self.done[stream.source] = max(self.done[stream.source], last)
-        self.clock.at(last + self.machine.wire_us + self.machine.post_us, lambda: self.credit(stream))
+            self.place(chunk)
+            return
+        port, cost = self.ports["merge"][chunk.stream.source], self.costs.merge(chunk.rows)
+        self.turns[chunk.stream.source].add(
+            self.own_turn(chunk.window), lambda: port.take(self.clock.now(), cost)
+        )
 
-    def credit(self, stream: _Stream) -> None:
-        stream.flying -= 1
-        if stream.waiting:
-            self.ship(stream, stream.waiting.popleft())
-
-    def place(self, stream: _Stream, rows: float, now: float) -> float:
+    def place(self, chunk: Chunk) -> None:
         """Every member pulls its rows over NVLink, and writes a row for each pair."""
-        share = rows / stream.rows if stream.rows else 0.0
-        last = now
-        for part in stream.parts:
-            begin = max(now, self.planned[part.actor])
-            pulled = self.ports["nvlink"][part.actor].take(begin, self.costs.link(part.remote_rows * share))
-            cost = self.costs.place(part.pairs * share, part.remote_rows * share)
-            end = max(pulled, self.ports["place"][part.actor].take(begin, cost))
-            self.done[part.actor] = max(self.done[part.actor], end)
-            last = max(last, end)
-        return last
+        for part in chunk.stream.parts:
+            self.turns[part.actor].add(chunk.window, lambda p=part: self.place_part(chunk, p))  # type: ignore[misc]
+
+    def place_part(self, chunk: Chunk, part: Part) -> float:
+        begin, share = max(self.clock.now(), self.planned[part.actor]), chunk.share
+        pulled = self.ports["nvlink"][part.actor].take(begin, self.costs.link(part.remote_rows * share))
+        cost = self.costs.place(part.pairs * share, part.remote_rows * share)
+        return max(pulled, self.ports["place"][part.actor].take(begin, cost))
 
 
 def simulate(

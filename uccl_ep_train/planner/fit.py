@@ -1,9 +1,9 @@
-"""Fits the rates of `machine.Kernels` to measured operations, and says how well they predict others.
+"""Fits rates to measured operations, and says how well they predict others.
 
 Which rows are used, and which of them are fitted, is written here before any error is known: FILES,
-`_refusal`,
-`_FITTED`. A fit minimises squared logarithms of predicted / measured time, with as many rates as Kernels has
-for all rows together; no rate belongs to a row, a file or a size.
+`_refusal`, `_FITTED`. A fit minimises squared logarithms of predicted / measured time, with one set of
+kernels' rates for all rows. A *host*, that of a file, has one rate besides: how long it takes behind the
+counts of a new plan. No rate belongs to a row or a size.
 """
 
 from __future__ import annotations
@@ -25,19 +25,37 @@ from uccl_ep_train.planner.protocol import Protocol, protocol_of
 from uccl_ep_train.planner.shape import Router, Shape
 
 FILES = {
-    "h200_x2_house.json": ("4a56ab2", "newest commit with 2 GPUs in one domain"),
-    "h200_x4_one_domain_24_sms.json": ("4a56ab2", "newest commit with 4 GPUs in one domain, hidden 7168"),
+    "h200_x2_house.json": ("4a56ab2", "newest commit with 2 GPUs in one domain and one window"),
+    "h200_x4_windows.json": ("d95cead", "newest commit with 4 GPUs in one domain and 512 MiB, hidden 7168"),
     "h200_x4_hidden_2048.json": ("18aa3cd", "newest commit with 4 GPUs in one domain, hidden 2048"),
-    "h200_x2_two_domains.json": ("bcf5232", "only commit with H200 as 2 x 1 on a link of 50 GB/s"),
+    "h200_x2_two_domains.json": ("bcf5232", "newest commit with H200 as 2 x 1 and few tokens"),
     "h100_x2_two_domains.json": ("8a90ee1", "only commit with H100 as 2 x 1 on a link of 50 GB/s"),
-    "h200_x4_two_domains.json": ("4a56ab2", "newest commit as 2 x 2"),
-    "h200_x4_four_domains.json": ("4a56ab2", "newest commit as 4 x 1"),
+    "h200_x4_two_domains.json": ("4a56ab2", "newest commit as 2 x 2 and few tokens"),
+    "h200_x4_four_domains.json": ("4a56ab2", "newest commit as 4 x 1 and few tokens"),
+    "h200_x4_window_budgets.json": (
+        "555679d",
+        "newest commit of all layouts with many tokens and less memory",
+    ),
 }
 """Of bench/results: the commit whose rows are used, and why. Other files are of earlier commits: of these
 shapes, of hidden 4096 (8 cached rows: mean 7.6 %, largest 22 %), of 64 SMs (12: 14 %, 34 %)."""
 OLD_HOST_PATH = ("bcf5232", "8a90ee1")
 """Before d556fca, which replaced what the host does behind the counts of a new plan."""
+KERNEL_PER_WINDOW = ("bcf5232", "8a90ee1", "4a56ab2", "18aa3cd")
+"""Before d95cead, since when all windows are one kernel: rows of several windows are not used."""
+USUAL_MIB = 512  # of memory, where a record does not say
 PLAN_OF = {"uncached": "new", "sync_free": "sync_free", "cached_plan": "cached"}
+HOSTS = {
+    "h200_x2_house.json": 20.02,
+    "h200_x4_windows.json": 68.66,
+    "h200_x4_hidden_2048.json": 16.32,
+    "h200_x4_two_domains.json": 50.22,
+    "h200_x4_four_domains.json": 63.4,
+}
+"""Of files with new plans of few tokens: `Machine.host_us` of the host that they were measured on, fitted. It
+differs between jobs, too: see `jobs`."""
+JOBS = "h200_x4_new_plan_jobs.json"
+"""New plans of 128 tokens at 555679d, each in three jobs of one machine, on 2 and on 4 GPUs."""
 
 
 START = Kernels(
@@ -53,12 +71,14 @@ START = Kernels(
     combine_us=20.0,
     plan_us=24.0,
     plan_token_ns=4.0,
-    host_us=40.0,
+    dispatch_turn_us=8.0,
+    combine_turn_us=15.0,
     member_us=4.0,
     link_share=0.95,
     hop_us=24.0,
     relay_us=15.0,
 )
+HOSTS_START = dict.fromkeys(HOSTS, 40.0)
 """What a fit starts from and is weakly drawn to: read off the kernels' sources and the same measurements."""
 
 
@@ -75,6 +95,7 @@ class Row:
     link_gbps: float
     us: float
     spread: float
+    budget_mib: int
 
     @property
     def kind(self) -> str:
@@ -82,7 +103,16 @@ class Row:
         return f"{len(self.shape.domains)} x {self.shape.domains[0]} {self.op} {rows} {self.plan}"
 
     def __str__(self) -> str:
-        return f"{self.kind} T={self.shape.tokens} H={self.shape.hidden} ({self.file}, {self.commit})"
+        memory = "" if self.budget_mib == USUAL_MIB else f" in {self.budget_mib} MiB"
+        return f"{self.kind} T={self.shape.tokens} H={self.shape.hidden}{memory} ({self.file}, {self.commit})"
+
+    @property
+    def protocol(self) -> Protocol:
+        return _protocol(self.shape, self.budget_mib)
+
+    @property
+    def num_windows(self) -> int:
+        return len(self.protocol.windows(self.op, self.shape.tokens))
 
 
 def _refusal(record: Mapping[str, Any]) -> str:
@@ -120,7 +150,23 @@ def measured(results: Path) -> list[Row]:
         except (OSError, ValueError) as error:
             raise InputError(f"{results / file} cannot be read: {error}") from None
         rows = [_row(file, r) for r in records if r["commit"] == commit and not _refusal(r)]
+        if commit in KERNEL_PER_WINDOW:
+            rows = [row for row in rows if row.num_windows == 1]
         found += {str(row): row for row in rows}.values()  # of the same case twice: the later
+    return found
+
+
+def jobs(results: Path) -> dict[str, list[Row]]:
+    """By case: the same operation in several jobs of one machine. Raises InputError as `measured` does."""
+    try:
+        records = json.loads((results / JOBS).read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{results / JOBS} cannot be read: {error}") from None
+    found: dict[str, list[Row]] = {}
+    for record in records:
+        if not _refusal(record) and record["op"] == "dispatch":
+            row = _row(JOBS, record)
+            found.setdefault(row.kind, []).append(row)
     return found
 
 
@@ -138,84 +184,94 @@ def _row(file: str, record: Mapping[str, Any]) -> Row:
     return Row(
         file, record["commit"], record["hardware"], shape, record["op"], plan,
         record["link_gbytes_per_s"], record["median_us"], (record["p90_us"] - record["p10_us"]) /
-        record["median_us"],
+        record["median_us"], record.get("budget_mib", USUAL_MIB),
     )  # fmt: skip
 
 
-_FITTED: Mapping[str, Sequence[tuple[str, str, str, int]]] = {
-    # file: (op, rows, plan, tokens)
+_FITTED: Mapping[str, Sequence[tuple[str, int]]] = {
+    # file: (Row.kind, tokens)
     "h200_x2_house.json": [
-        ("dispatch", "bf16", "cached", 128),
-        ("dispatch", "bf16", "cached", 4096),
-        ("dispatch", "fp8", "cached", 4096),
-        ("dispatch", "codes", "cached", 4096),
-        ("dispatch", "bf16", "sync_free", 128),
-        ("dispatch", "bf16", "sync_free", 4096),
-        ("dispatch", "bf16", "new", 128),
-        ("combine", "bf16", "cached", 128),
-        ("combine", "bf16", "cached", 4096),
+        ("1 x 2 dispatch bf16 cached", 128),
+        ("1 x 2 dispatch bf16 cached", 4096),
+        ("1 x 2 dispatch fp8 cached", 4096),
+        ("1 x 2 dispatch codes cached", 4096),
+        ("1 x 2 dispatch bf16 sync_free", 128),
+        ("1 x 2 dispatch bf16 sync_free", 4096),
+        ("1 x 2 dispatch bf16 new", 128),
+        ("1 x 2 combine bf16 cached", 128),
+        ("1 x 2 combine bf16 cached", 4096),
     ],
-    "h200_x4_one_domain_24_sms.json": [
-        ("dispatch", "bf16", "cached", 4096),
-        ("dispatch", "fp8", "cached", 4096),
-        ("dispatch", "codes", "cached", 4096),
-        ("dispatch", "codes", "new", 128),
-        ("combine", "bf16", "cached", 4096),
+    "h200_x4_windows.json": [
+        ("1 x 4 dispatch fp8 cached", 4096),
+        ("1 x 4 dispatch codes cached", 4096),
+        ("1 x 4 dispatch codes new", 128),
     ],
     "h200_x4_hidden_2048.json": [
-        ("dispatch", "bf16", "cached", 4096),
-        ("dispatch", "fp8", "cached", 4096),
-        ("dispatch", "codes", "cached", 4096),
-        ("combine", "bf16", "cached", 128),
-        ("combine", "bf16", "cached", 4096),
+        ("1 x 4 dispatch bf16 cached", 128),
+        ("1 x 4 dispatch bf16 new", 128),
+        ("1 x 4 dispatch codes new", 128),
+        ("1 x 4 combine bf16 cached", 128),
+        ("1 x 4 combine bf16 cached", 4096),
     ],
     "h200_x2_two_domains.json": [
-        ("dispatch", "bf16", "cached", 128),
-        ("dispatch", "fp8", "cached", 4096),
-        ("combine", "bf16", "cached", 128),
+        ("2 x 1 dispatch bf16 cached", 128),
+        ("2 x 1 combine bf16 cached", 128),
     ],
     "h200_x4_two_domains.json": [
-        ("dispatch", "bf16", "new", 128),
-        ("combine", "bf16", "cached", 128),
+        ("2 x 2 dispatch fp8 new", 128),
+        ("2 x 2 combine bf16 cached", 128),
+    ],
+    "h200_x4_four_domains.json": [("4 x 1 dispatch fp8 new", 128)],
+    "h200_x4_window_budgets.json": [
+        ("1 x 4 dispatch bf16 cached", 8192),
+        ("1 x 4 combine bf16 cached", 8192),
     ],
 }
-"""24 rows that together depend on every rate: the smallest and largest sizes. All of 4 x 1, all of H100,
-and every T = 1024 and 8192 are predicted only."""
+"""24 rows that together depend on every rate: the smallest and largest sizes. All of H100, every T = 1024,
+and every window between domains are predicted only."""
 
 
 def is_fitted(row: Row) -> bool:
-    rows = "codes" if row.shape.codes else row.shape.dtype
-    return (row.op, rows, row.plan, row.shape.tokens) in _FITTED.get(row.file, ())
+    return (row.kind, row.shape.tokens) in _FITTED.get(row.file, ())
 
 
 @lru_cache(maxsize=1024)
-def _protocol(shape: Shape) -> Protocol:
-    return protocol_of(shape)
+def _protocol(shape: Shape, budget_mib: int) -> Protocol:
+    return protocol_of(shape, budget_mib << 20)
 
 
-def predict(row: Row, kernels: Kernels) -> float:
+def predict(row: Row, kernels: Kernels, hosts: Mapping[str, float]) -> float:
     """Microseconds of the operation."""
     machine: Machine = replace(MACHINES["h200"], kernels=kernels)
+    machine = replace(machine, host_us=hosts.get(row.file, machine.host_us))
     if row.link_gbps:
         machine = replace(machine, nic_gbps=row.link_gbps)
-    return simulate(machine, row.shape, _protocol(row.shape), row.op, row.plan).us
+    return simulate(machine, row.shape, row.protocol, row.op, row.plan).us
 
 
-def errors(rows: Sequence[Row], kernels: Kernels) -> np.ndarray:
+def errors(rows: Sequence[Row], kernels: Kernels, hosts: Mapping[str, float] = HOSTS) -> np.ndarray:
     """Predicted / measured - 1 of each row."""
-    return np.array([predict(row, kernels) / row.us - 1 for row in rows])
+    return np.array([predict(row, kernels, hosts) / row.us - 1 for row in rows])
 
 
-def fit(rows: Sequence[Row], start: Kernels = START, steps: int = 60) -> Kernels:
-    """The rates with the least squared logarithms of predicted / measured."""
-    names = list(start.as_dict())
+def fit(
+    rows: Sequence[Row], start: Kernels = START, hosts: Mapping[str, float] = HOSTS_START, steps: int = 60
+) -> tuple[Kernels, dict[str, float]]:
+    """The rates with the least squared logarithms of predicted / measured: of kernels and of hosts."""
+    names, files = list(start.as_dict()), list(hosts)
+
+    def unpack(x: np.ndarray) -> tuple[Kernels, dict[str, float]]:
+        values = np.exp(x).tolist()
+        return (
+            start.with_values(dict(zip(names, values, strict=False))),
+            dict(zip(files, values[len(names) :], strict=True)),
+        )
 
     def residuals(x: np.ndarray) -> np.ndarray:
-        values = dict(zip(names, np.exp(x).tolist(), strict=True))
-        return np.log1p(errors(rows, start.with_values(values)))
+        return np.log1p(errors(rows, *unpack(x)))
 
-    x = least_squares(residuals, np.log(list(start.as_dict().values())), steps)
-    return start.with_values(dict(zip(names, np.exp(x).tolist(), strict=True)))
+    first = np.log([*start.as_dict().values(), *hosts.values()])
+    return unpack(least_squares(residuals, first, steps))
 
 
 def least_squares(

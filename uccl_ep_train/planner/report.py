@@ -10,8 +10,9 @@ from typing import Any
 from uccl_ep_train.core import cuda
 from uccl_ep_train.errors import EpError
 from uccl_ep_train.planner import protocol
-from uccl_ep_train.planner.events import Outcome, simulate
+from uccl_ep_train.planner.events import simulate
 from uccl_ep_train.planner.machine import Machine
+from uccl_ep_train.planner.ports import Outcome
 from uccl_ep_train.planner.protocol import Protocol
 from uccl_ep_train.planner.shape import Bytes, Shape, spread, stock_bytes
 
@@ -74,44 +75,73 @@ def sizes_of(shape: Shape, budget_bytes: int, window_tokens: int | None) -> Prot
     return protocol.protocol_of(shape, budget_bytes, window_tokens)
 
 
+BUSY = {
+    "stage": "SMs that stage",
+    "proxy": "proxy",
+    "nic out": "NIC, sending",
+    "nic in": "NIC, receiving",
+    "nvlink": "NVLink",
+    "place": "SMs that place",
+    "fold": "SMs that fold",
+    "merge": "SMs that merge",
+    "latency": "nothing: latencies",
+}
+"""What a reader is told of `Outcome.binds`."""
+
+
 def lines(found: Prediction) -> list[str]:
     """A report of a prediction."""
-    shape, sizes = found.shape, found.protocol
+    shape, memory = found.shape, found.protocol.memory
     each = " and ".join(str(size) for size in sorted(set(shape.domains), reverse=True))
-    memory = sizes.memory
     about = [
-        f"group of {shape.num_ranks} ranks in {len(shape.domains)} domains of {each}: {shape.tokens} "
-        "tokens a rank, "
-        f"top-{shape.router.topk} of {shape.router.num_experts}, hidden {shape.hidden}, {shape.dtype} "
-        "dispatch",
-        f"buffer: {memory.total_bytes / 2**20:,.0f} MiB of {memory.budget_bytes / 2**20:,.0f}, at least "
-        f"{memory.least_budget_bytes / 2**20:,.0f}"
-        if memory
-        else "buffer: not known, the extension was built without CUDA kernels",
+        f"one dispatch and one combine, predicted: group of {shape.num_ranks} ranks in "
+        f"{len(shape.domains)} domains of {each}, {shape.tokens} tokens a rank, top-{shape.router.topk} of "
+        f"{shape.router.num_experts}, hidden {shape.hidden}, {shape.dtype} dispatch with a new plan",
+        f"  {'':8s} {'time':>9s}  {'windows':>7s}  {'bytes alone':>11s}  {'stock alltoall':>14s}  what binds",
     ]
-    stock = found.stock_us
     for op, outcome in (("dispatch", found.dispatch), ("combine", found.combine)):
         name, us = outcome.binds
-        sent = found.sent(op)
-        windows = f"{outcome.num_windows} window" + ("s" if outcome.num_windows > 1 else "")
         about.append(
-            f"{op}: {outcome.us:,.0f} µs in {windows}; {name} binds, for {us:,.0f} µs; "
-            f"{sent.nic / 1e6:,.1f} MB on the NIC, {sent.link / 1e6:,.1f} MB in the domain; "
-            f"bytes alone {found.floor_us[op]:,.0f} µs, the stock all-to-all's {stock:,.0f} µs"
+            f"  {op:8s} {_us(outcome.us):>9s}  {outcome.num_windows:7d}  {_us(found.floor_us[op]):>11s}  "
+            f"{_us(found.stock_us):>14s}  {BUSY[name]}, for {_us(us)} ({us / outcome.us:.0%})"
         )
-    about.append(caveat(found))
-    return about
+    about.append(
+        "  bytes alone, stock alltoall: what would go by the slower network, at full rate without waits"
+    )
+    if memory is None:
+        about.append("  buffer and windows: not known, the extension was built without CUDA kernels")
+    else:
+        total, least, budget = (
+            f"{size / 2**20:,.0f}"
+            for size in (memory.total_bytes, memory.least_budget_bytes, memory.budget_bytes)
+        )
+        about.append(f"  buffer: {total} MiB; allowed {budget}, at least {least}; more memory, fewer windows")
+    return [*about, *caveats(found)]
 
 
-def caveat(found: Prediction) -> str:
+def _us(us: float) -> str:
+    return f"{us:,.0f} µs"
+
+
+def caveats(found: Prediction) -> list[str]:
     """What a reader has to know of the times."""
-    machine = found.machine
-    text = f"network: {machine.link}, {machine.link_gbps:.0f} GB/s; NIC {machine.nic}, never measured"
+    machine, shape = found.machine, found.shape
+    about = [
+        f"  domain: {machine.link}; {machine.link_gbps:.0f} GB/s",
+        f"  NIC: {machine.nic}; {machine.nic_gbps:.0f} GB/s, never measured",
+    ]
+    if max(shape.domains) > machine.gpus:
+        about.append(
+            f"  a node of {machine.name} has {machine.gpus} GPUs: domains of {max(shape.domains)} are taken "
+            "to have its link"
+        )
     if not machine.measured:
-        text += f"; rates of {machine.name} are its vendor's, so times are lower bounds"
-    if found.shape.num_ranks > MEASURED_RANKS:
-        text += f"; groups of more than {MEASURED_RANKS} ranks were not measured: times are extrapolated"
-    return text
+        about.append(f"  rates of {machine.name} are its vendor's: times are lower bounds")
+    if shape.num_ranks > MEASURED_RANKS:
+        about.append(
+            f"  groups of more than {MEASURED_RANKS} ranks were not measured: times are extrapolated"
+        )
+    return about
 
 
 @dataclass(frozen=True)
@@ -132,12 +162,11 @@ def sweep(
     budget_bytes: int,
     window_tokens: int | None,
 ) -> list[Cell]:
-    """The base's model and tokens in groups of other sizes. What cannot be laid out becomes a refusal."""
+    """The base's model and tokens in groups of other sizes: one domain where that has fewer ranks. What
+    cannot be laid out becomes a refusal."""
     cells = []
     for num in ranks:
-        for size in domain_sizes:
-            if size > num:
-                continue
+        for size in dict.fromkeys(min(max(num, 1), size) for size in domain_sizes):
             try:
                 shape = Shape.split(
                     num, size, router=base.router, tokens=base.tokens, hidden=base.hidden, dtype=base.dtype,
@@ -155,44 +184,52 @@ _HEAD = (
     "MiB",
     "windows",
     "dispatch µs",
-    "binds",
     "combine µs",
-    "binds",
-    "NIC MB",
     "stock µs",
+    "x stock",
+    "NIC MB",
+    "dispatch: what binds",
+    "combine: what binds",
 )
+_LEFT = 9  # columns from here on begin at the left
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """A line for each cell; windows and bytes are those of combine."""
-    rows = [_HEAD]
+    """A line for each cell. windows: of dispatch and of combine; NIC MB: of combine; stock: the bytes of the
+    stock alltoall, one way; x stock: both ways of it by dispatch and combine."""
+    rows: list[tuple[str, ...]] = [_HEAD]
     for cell in cells:
         start = (str(cell.ranks), str(cell.domain_size))
         found = cell.found
         if found is None:
-            rows.append((*start, cell.refused))  # type: ignore[arg-type]
+            rows.append((*start, cell.refused))
             continue
-        memory = found.protocol.memory
+        memory, both = found.protocol.memory, found.dispatch.us + found.combine.us
         rows.append(
             (
                 *start,
                 f"{memory.total_bytes / 2**20:.0f}" if memory else "-",
-                str(found.combine.num_windows),
+                f"{found.dispatch.num_windows}, {found.combine.num_windows}",
                 f"{found.dispatch.us:,.0f}",
-                found.dispatch.binds[0],
                 f"{found.combine.us:,.0f}",
-                found.combine.binds[0],
-                f"{found.sent('combine').nic / 1e6:.0f}",
                 f"{found.stock_us:,.0f}",
+                f"{2 * found.stock_us / both:.2f}",
+                f"{found.sent('combine').nic / 1e6:.0f}",
+                BUSY[found.dispatch.binds[0]],
+                BUSY[found.combine.binds[0]],
             )
         )
     full = [row for row in rows if len(row) == len(_HEAD)]
     widths = [max(len(row[i]) for row in full) for i in range(len(_HEAD))]
     return "\n".join(
         "  ".join(
-            word.rjust(width) if len(row) == len(_HEAD) or i < 2 else word
+            word
+            if len(row) < len(_HEAD) and i == 2
+            else word.ljust(width)
+            if i >= _LEFT
+            else word.rjust(width)
             for i, (word, width) in enumerate(zip(row, widths, strict=False))
-        )
+        ).rstrip()
         for row in rows
     )
 
@@ -202,10 +239,11 @@ def draw_ports(found: Prediction, path: Path) -> None:
     figure, axes, plt = _figure()
     for at, (op, outcome) in enumerate((("dispatch", found.dispatch), ("combine", found.combine))):
         names = list(outcome.busy_us)
-        axes.barh([f"{op}: {n}" for n in names], [outcome.busy_us[n] for n in names], color=f"C{at}")
-        axes.axvline(outcome.us, color=f"C{at}", linestyle="--", label=f"{op}: {outcome.us:,.0f} µs")
+        axes.barh([f"{op}: {BUSY[n]}" for n in names], [outcome.busy_us[n] for n in names], color=f"C{at}")
+        axes.axvline(outcome.us, color=f"C{at}", linestyle="--", label=f"{op}: {_us(outcome.us)}")
     axes.axvline(found.stock_us, color="grey", linestyle=":", label="the stock all-to-all's bytes")
-    axes.set_xlabel("µs that a port is busy")
+    axes.set_xlabel("µs that a resource is busy; dashed: the whole operation")
+    axes.set_title(f"predicted: {found.shape.num_ranks} ranks in {len(found.shape.domains)} domains")
     axes.invert_yaxis()
     _save(figure, axes, plt, path)
 
@@ -239,6 +277,9 @@ def draw_sweep(cells: Sequence[Cell], path: Path) -> None:
             label=f"stock bytes, domains of {size}",
         )
     axes.set_xscale("log", base=2)
+    ticks = sorted({ranks for ranks, _, _ in there})
+    axes.set_xticks(ticks, labels=[str(ranks) for ranks in ticks])
+    axes.set_title("predicted; stock: the bytes of the stock alltoall at full rate")
     axes.set_xlabel("ranks")
     axes.set_ylabel("µs")
     axes.grid(alpha=0.3)

@@ -102,7 +102,7 @@ class Shape:
         if self.router.num_experts % self.num_ranks:
             raise InputError(
                 f"num_experts = {self.router.num_experts}: allowed is a multiple of the number of ranks, "
-                f"{self.num_ranks}"
+                f"{self.num_ranks}: {self._multiples}"
             )
         if self.tokens < 1 or self.hidden < 1 or self.hidden % _FP8_BLOCK:
             raise InputError(
@@ -129,6 +129,12 @@ class Shape:
     @property
     def num_ranks(self) -> int:
         return sum(self.domains)
+
+    @property
+    def _multiples(self) -> str:
+        """Of the number of ranks, next to the number of experts."""
+        below, ranks = self.router.num_experts // self.num_ranks, self.num_ranks
+        return " or ".join(str(n * ranks) for n in (below, below + 1) if n * ranks >= self.router.topk)
 
     @property
     def is_even(self) -> bool:
