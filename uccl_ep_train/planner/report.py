@@ -135,6 +135,11 @@ def caveats(found: Prediction) -> list[str]:
             f"  a node of {machine.name} has {machine.gpus} GPUs: domains of {max(shape.domains)} are taken "
             "to have its link"
         )
+    if len(set(shape.domains)) > 1:
+        about.append(
+            f"  domains differ: ranks of that with {min(shape.domains)} pass on rows of several ranks of the "
+            "others, so they bind; bytes alone are a rank's on average"
+        )
     if not machine.measured:
         about.append(f"  rates of {machine.name} are its vendor's: times are lower bounds")
     if shape.num_ranks > MEASURED_RANKS:
