@@ -140,8 +140,8 @@ void Health::start_shipping(const ErrorRecord& record) {
   error_owed_ = true;
   shipping_error_.publish(1);
   messages_.compose(MessageKind::kError, {reinterpret_cast<const uint8_t*>(&record), sizeof(record)});
-  for (const Remote& remote : remotes_)
-    if (closed_[static_cast<size_t>(remote.rank)].own() == 0) messages_.owe(remote.rank, MessageKind::kError);
+  for (const Remote& remote : remotes_)  // a peer that said bye still waits for this rank
+    if (!remote.dead) messages_.owe(remote.rank, MessageKind::kError);
   publish_settled();
 }
 
@@ -153,7 +153,7 @@ void Health::owe_what_changed() {
   if (!byes_owed_ && bye_requested_.read() != 0) {
     byes_owed_ = true;
     messages_.compose(MessageKind::kBye, {});
-    for (const Remote& remote : remotes_)  // a peer that said bye still waits for this rank's
+    for (const Remote& remote : remotes_)  // likewise
       if (!remote.dead) messages_.owe(remote.rank, MessageKind::kBye);
     publish_settled();
   }

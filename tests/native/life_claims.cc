@@ -72,6 +72,23 @@ CLAIM("a rank that said bye may go without an error") {
   EXPECT(!f.world->nodes[0].has_error());
 }
 
+CLAIM("a rank that said bye and waits for the others learns of an error that one of them finds then") {
+  WorldOptions options;
+  options.labels = {0, 1, 0};
+  options.loop.loss_rate = 0.4;
+  FaultyWorld f(options);
+  f.world->start();
+  Node &waits = f.world->nodes[1], &fails = f.world->nodes[2];
+  waits.proxy->announce_close();
+  EXPECT(eventually([&] { return fails.proxy->remote_closed(1); }));
+  ErrorRecord record;
+  record.kind = ErrorKind::kPeerFailed;
+  record.rank = record.peer = 2;
+  post_error(fails.control(), record);
+  EXPECT(eventually([&] { return fails.proxy->error_delivered(); }, 3'000'000));
+  EXPECT(waits.has_error() && waits.control().error.rank == 2);
+}
+
 CLAIM("a rank is closed only when every other one has announced it, and its byes are flushed") {
   WorldOptions options;
   options.labels = {0, 1, 0};

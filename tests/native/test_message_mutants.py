@@ -10,13 +10,12 @@ from tests.native import building
 from tests.native.building import run
 
 HERE = Path(__file__).resolve().parent
-FILE = Path("proxy") / "messages.cc"
 LOST = "a message that is lost, doubled, late or overtaken reaches every rank once, within a second"
 STOPPED = (
     "who is stopped for a minute finds a dozen heartbeats in its queue, and is told the next when it is heard"
 )
 # (a claim that does not hold, what the file says, what a mutant says instead)
-MUTANTS = {
+MESSAGE_MUTANTS = {
     "no message is sent again": (
         LOST, "debt.due_usec = now_usec + std::min(", "debt.due_usec = UINT64_MAX / 2 + now_usec + std::min(",
     ),
@@ -48,20 +47,31 @@ MUTANTS = {
         "peer.parting && debt.attempts >= kMostParting", "false",
     ),
 }  # fmt: skip
+HEALTH_MUTANTS = {
+    "who said bye is not told of an error": (
+        "a rank that said bye and waits for the others learns of an error that one of them finds then",
+        "if (!remote.dead) messages_.owe(remote.rank, MessageKind::kError);",
+        "if (!closed(remote.rank)) messages_.owe(remote.rank, MessageKind::kError);",
+    ),
+}
+# (the file, who claims)
+MUTANTS = {
+    **{name: ("messages.cc", "messages_claims.cc", *of) for name, of in MESSAGE_MUTANTS.items()},
+    **{name: ("health.cc", "life_claims.cc", *of) for name, of in HEALTH_MUTANTS.items()},
+}
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_breaks_its_claim(mutant: str, tmp_path: Path) -> None:
-    claim, right, wrong = MUTANTS[mutant]
-    text = (building.CSRC / FILE).read_text()
+    name, claims, claim, right, wrong = MUTANTS[mutant]
+    file = Path("proxy") / name
+    text = (building.CSRC / file).read_text()
     assert text.count(right) == 1
-    changed = building.shutil.copytree(building.CSRC, tmp_path / "csrc") / FILE
+    changed = building.shutil.copytree(building.CSRC, tmp_path / "csrc") / file
     changed.write_text(text.replace(right, wrong))
-    sources = [path for path in building.product_sources() if path != building.CSRC / FILE]
-    binary = building.link(
-        tmp_path / "claims", [HERE / "messages_claims.cc", changed, *sources], building.MEMORY
-    )
+    sources = [path for path in building.product_sources() if path != building.CSRC / file]
+    binary = building.link(tmp_path / "claims", [HERE / claims, changed, *sources], building.MEMORY)
     result = run([binary, claim], 150)
     assert result.returncode != 0, result.stdout
     assert "FAILED: " in result.stdout, result.stdout + result.stderr
