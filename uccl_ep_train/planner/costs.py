@@ -66,4 +66,4 @@ def packet_bytes(shape: Shape, domain_size: int, tokens: int, new_plan: bool) ->
     blocks = tokens / 32 + 1
     each = shape.router.num_experts / shape.num_ranks
     tables = 4 * domain_size * each + 8 * (domain_size + 1) + 4 * (domain_size + 2) * blocks
-    return weights + tables + 16 * rows + 8 * pairs + 4 * (stream + 1)
+    return weights + tables + 16 * rows + 4 * pairs + 4 * (stream + 1)
