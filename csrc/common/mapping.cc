@@ -12,6 +12,8 @@
 #include <cinttypes>
 #include <cstdio>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <utility>
 
 #include "common/limits.h"
@@ -33,6 +35,49 @@ constexpr uint64_t kReservedAtOnce = 64 << 20;
   record.set_message(text);
   throw CommunicationFailure(record);
 }
+
+// Maps that ranks of this process share, by name. With one for each pair of ranks the kernel's work, and the number of
+// maps, would grow with the square of their number.
+class Maps {
+ public:
+  // Where the segment is mapped, with at least `num_bytes`; nullptr: nowhere.
+  uint8_t* share(const std::string& name, uint64_t num_bytes) {
+    const std::lock_guard lock(mutex_);
+    const auto it = maps_.find(name);
+    if (it == maps_.end() || it->second.num_bytes < num_bytes) return nullptr;
+    ++it->second.users;
+    return it->second.base;
+  }
+  // Of one user. If another map of the segment is shared, this one is not.
+  void add(const std::string& name, uint8_t* base, uint64_t num_bytes) {
+    const std::lock_guard lock(mutex_);
+    maps_.try_emplace(name, Map{base, num_bytes, 1});
+  }
+  // One user of a map less. Returns the bytes to unmap.
+  uint64_t leave(const std::string& name, const uint8_t* base, uint64_t num_bytes) {
+    const std::lock_guard lock(mutex_);
+    const auto it = maps_.find(name);
+    if (it == maps_.end() || it->second.base != base) return num_bytes;
+    if (--it->second.users != 0) return 0;
+    const uint64_t all = it->second.num_bytes;
+    maps_.erase(it);
+    return all;
+  }
+
+  static Maps& of_process() {
+    static Maps* const maps = new Maps;  // outlives every user
+    return *maps;
+  }
+
+ private:
+  struct Map {
+    uint8_t* base;
+    uint64_t num_bytes;
+    uint64_t users;
+  };
+  std::mutex mutex_;
+  std::map<std::string, Map> maps_;
+};
 
 std::string sized(const char* doing, uint64_t num_bytes) {
   return std::string(doing) + " " + std::to_string(num_bytes) + " bytes of";
@@ -73,6 +118,15 @@ bool Mapping::lock() {
   return info.st_nlink != 0;
 }
 
+Mapping Mapping::open_shared(const std::string& name, uint64_t num_bytes) {
+  Mapping mapping;
+  mapping.name_ = name;
+  if (mapping.share(num_bytes)) return mapping;
+  mapping = open(name, num_bytes);
+  Maps::of_process().add(name, mapping.base_, num_bytes);
+  return mapping;
+}
+
 Mapping Mapping::open(const std::string& name, uint64_t num_bytes) {
   Mapping mapping;
   mapping.name_ = name;
@@ -88,6 +142,7 @@ Mapping Mapping::open(const std::string& name, uint64_t num_bytes) {
 Mapping Mapping::open_and_grow(const std::string& name, uint64_t num_bytes) {
   Mapping mapping;
   mapping.name_ = name;
+  if (mapping.share(num_bytes)) return mapping;
   mapping.open_descriptor();
   mapping.grow(num_bytes);
   mapping.close_descriptor();
@@ -97,13 +152,16 @@ Mapping Mapping::open_and_grow(const std::string& name, uint64_t num_bytes) {
 Mapping::~Mapping() {
   unlink();
   close_descriptor();
-  if (base_ != nullptr) munmap(base_, num_bytes_);
+  if (base_ == nullptr) return;
+  if (const uint64_t num_bytes = Maps::of_process().leave(name_, base_, num_bytes_)) munmap(base_, num_bytes);
 }
 
 void Mapping::grow(uint64_t num_bytes) {
   if (ftruncate(fd_, static_cast<off_t>(num_bytes)) != 0)
     fail("sizing to " + std::to_string(num_bytes) + " bytes", name_, errno, num_bytes);
+  if (share(num_bytes)) return;
   map(num_bytes);
+  Maps::of_process().add(name_, base_, num_bytes);
 }
 
 void Mapping::reserve(uint64_t offset, uint64_t num_bytes) {
@@ -141,6 +199,12 @@ void Mapping::open_descriptor() {
 void Mapping::close_descriptor() {
   if (fd_ >= 0) close(fd_);
   fd_ = -1;
+}
+
+bool Mapping::share(uint64_t num_bytes) {
+  base_ = Maps::of_process().share(name_, num_bytes);
+  if (base_ != nullptr) num_bytes_ = num_bytes;
+  return base_ != nullptr;
 }
 
 void Mapping::map(uint64_t num_bytes) {

@@ -26,7 +26,10 @@ class Mapping {
   static Mapping create();
   // Opens another process's segment; it must have `num_bytes` already.
   static Mapping open(const std::string& name, uint64_t num_bytes);
-  // A segment that owner and users size equally, in any order.
+  // Likewise, but ranks that are threads of one process get one map, which lives as long as one of them. The creator's
+  // is such a map, too.
+  static Mapping open_shared(const std::string& name, uint64_t num_bytes);
+  // A shared one that owner and users size equally, in any order.
   static Mapping open_and_grow(const std::string& name, uint64_t num_bytes);
 
   // Created segments: sizes and maps it.
@@ -45,6 +48,7 @@ class Mapping {
   void swap(Mapping& other) noexcept;
   void open_descriptor();
   void close_descriptor();
+  bool share(uint64_t num_bytes);
   void map(uint64_t num_bytes);
 
   std::string name_;

@@ -44,8 +44,8 @@ class ProcessWatch {
   ProcessWatch() = default;  // watches no process; it is always alive
   // `its_namespace`: pid_namespace() of that process. If it is another one, its end cannot be seen from here.
   explicit ProcessWatch(int pid, uint64_t its_namespace = 0) : pid_(pid) {
-    const bool comparable = its_namespace == 0 || its_namespace == pid_namespace();
-    if (pid <= 0 || pid == getpid() || !comparable) return;
+    if (pid <= 0 || pid == getpid()) return;
+    if (its_namespace != 0 && its_namespace != pid_namespace()) return;
     watched_ = true;
     fd_ = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
     gone_ = fd_ < 0 && errno == ESRCH;  // anything else (an old kernel, no descriptor left): ask by pid

@@ -68,24 +68,30 @@ void Lander::ring_readers() {
   ring_own_ = ring_domain_ = false;
 }
 
-uint64_t Lander::consumed(const InChannel& in) const {
-  const FlagLine* consumed = reinterpret_cast<const FlagLine*>(context_.region + in.landing.consumed_offset);
+uint64_t Lander::consumed(Channel& channel, uint64_t wanted) const {
+  const RingLayout& landing = channel.in->landing;
+  const FlagLine* consumed = reinterpret_cast<const FlagLine*>(context_.region + landing.consumed_offset);
   uint64_t least = UINT64_MAX;
-  for (uint32_t reader = 0; reader < in.landing.num_readers; ++reader)
-    least = std::min(least, consumed[reader].flag.read());
+  for (uint32_t left = landing.num_readers; left > 0; --left) {
+    least = std::min(least, consumed[channel.laggard].flag.read());
+    if (least < wanted) return least;
+    channel.laggard = (channel.laggard + 1) % landing.num_readers;
+  }
   return least;
 }
 
 bool Lander::return_credits(bool now_all, uint64_t now_usec) {
+  const uint32_t ticket = context_.control->proxy_bell.ticket();
+  if (now_all && settled_ && ticket == settled_ticket_) return false;
   refused_ = false;
   bool any = false;
   for (size_t i = 0; i < open_.size();) {
     const uint32_t index = open_[i];
     Channel& channel = channels_[index];
     const uint64_t batch = now_all ? 1 : std::max(1u, channel.in->landing.num_slots / 2);
-    const uint64_t num_consumed = consumed(*channel.in);
+    const uint64_t wanted = channel.returned + batch, num_consumed = consumed(channel, wanted);
     const bool tellable = num_consumed - channel.credit_base < kMaxRingSlots;
-    if (num_consumed >= channel.returned + batch && tellable) any |= post_credit(index, num_consumed, now_usec);
+    if (num_consumed >= wanted && tellable) any |= post_credit(index, num_consumed, now_usec);
     if (channel.returned == channel.end) {
       channel.open = false;
       open_[i] = open_.back();
@@ -94,6 +100,8 @@ bool Lander::return_credits(bool now_all, uint64_t now_usec) {
       ++i;
     }
   }
+  settled_ = now_all && !any && !refused_ && context_.launched == nullptr;
+  settled_ticket_ = ticket;
   return any;
 }
 

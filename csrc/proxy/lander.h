@@ -37,11 +37,13 @@ class Lander {
     // back. So an old credit is never mistaken for one of the next lap (layout/words.h).
     uint64_t credit_base = 0;
     uint32_t credits_in_flight = 0;
+    uint32_t laggard = 0;  // the reader that was behind at the last look: while it still is, no other is asked
     bool open = false;  // listed in open_
     Refusal refusal;
   };
 
-  uint64_t consumed(const InChannel& in) const;
+  // Chunks that all readers have consumed; any less than `wanted` if one has not consumed that many.
+  uint64_t consumed(Channel& channel, uint64_t wanted) const;
   bool post_credit(uint32_t index, uint64_t num_consumed, uint64_t now_usec);
   void trace(TraceKind kind, uint32_t index, uint64_t serial, uint64_t num_bytes) const;
   [[noreturn]] void fail(int peer, const std::string& text) const;
@@ -52,6 +54,9 @@ class Lander {
   bool ring_own_ = false;
   bool ring_domain_ = false;
   bool refused_ = false;
+  // The last look found nothing to return, and the bell that readers ring had this ticket. A GPU does not ring.
+  bool settled_ = false;
+  uint32_t settled_ticket_ = 0;
   Counter arrivals_, arrived_bytes_, duplicates_, credits_, refused_posts_;
 };
 

@@ -7,6 +7,13 @@ namespace uccl_ep {
 
 static_assert(sizeof(Datagram) <= kMaxDatagramBytes);
 
+namespace {
+
+// A heartbeat and its acknowledgement wait until their receiver wakes anyway: it would wake for little else.
+bool is_urgent(MessageKind kind) { return kind != MessageKind::kHeartbeat; }
+
+}  // namespace
+
 Messages::Messages(Transport& transport, const DatagramEnds& ends, const std::vector<int>& peers)
     : transport_(transport), ends_(ends), peers_(ends.num_ranks) {
   for (int peer : peers) peers_[static_cast<size_t>(peer)].known = true;
@@ -94,10 +101,12 @@ bool Messages::post(const Pending& pending, uint64_t now_usec) {
     refused_ = true;
     return false;
   }
+  if (is_urgent(kind)) transport_.wake(pending.peer);
   sent_.add(1);
   if (debt.attempts != 0) repeated_.add(1);
+  const uint64_t first_usec = is_urgent(kind) ? kFirstPauseUsec : kHeartbeatPauseUsec;
   const uint64_t longest_usec = kind == MessageKind::kHeartbeat ? kSilentPauseUsec : kLongestPauseUsec;
-  debt.due_usec = now_usec + std::min(kFirstPauseUsec << std::min(debt.attempts, 16u), longest_usec);
+  debt.due_usec = now_usec + std::min(first_usec << std::min(debt.attempts, 16u), longest_usec);
   ++debt.attempts;
   return true;
 }
@@ -144,7 +153,9 @@ void Messages::acknowledge(const DatagramHeader& message) {
   header.receiver = message.sender;
   header.acknowledges = 1;
   const Datagram datagram = encode_datagram(header, {});
-  static_cast<void>(transport_.send_datagram(static_cast<int>(message.sender), datagram.bytes()));
+  const int peer = static_cast<int>(message.sender);
+  if (transport_.send_datagram(peer, datagram.bytes()) == PostResult::kAgain) return;
+  if (is_urgent(static_cast<MessageKind>(message.kind))) transport_.wake(peer);
 }
 
 }  // namespace uccl_ep

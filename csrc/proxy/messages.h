@@ -69,6 +69,8 @@ class Messages {
   // The first repeat follows after the first pause, and each pause is twice the one before. An idle proxy of a GPU
   // buffer may need 10 ms for an answer.
   static constexpr uint64_t kFirstPauseUsec = 20'000, kLongestPauseUsec = 100'000;
+  // The first one of heartbeats, which wake nobody: both ends look every kHeartbeatUsec at least.
+  static constexpr uint64_t kHeartbeatPauseUsec = 250'000;
   // Between heartbeats to a peer of which nothing is heard: a rank that is stopped must not find its queues full of
   // them. Once it is heard the next one follows at once.
   static constexpr uint64_t kSilentPauseUsec = 30'000'000;

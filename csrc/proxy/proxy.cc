@@ -19,8 +19,10 @@ namespace uccl_ep {
 namespace {
 
 constexpr size_t kCompletionsPerPass = 64;
-// Idle passes before sleeping: a few microseconds, because many hosts have more threads than cores.
+// Idle passes before sleeping, if they take no longer: a few microseconds, because many hosts have more threads than
+// cores. Where another thread takes the core meanwhile, to come back and look costs as much as to be woken.
 constexpr uint32_t kEmptyPasses = 50;
+constexpr uint64_t kMostEmptyNsec = 10'000;
 // Shorter sleeps cost more than they save.
 constexpr uint64_t kLeastSleepUsec = 20;
 // No bell announces that a refused post would be accepted.
@@ -96,15 +98,22 @@ void Proxy::run() {
 void Proxy::run_once(uint32_t ticket) {
   const bool moved = step();
   if (passes_.value() % kPassesPerAccount == 0) account();
-  if (moved) {
-    empty_passes_ = 0;
-    return;
-  }
-  if (++empty_passes_ < kEmptyPasses || stays_awake()) {
+  if (chunks_moved_) empty_passes_ = 0;
+  if (moved || is_to_look_again()) return;
+  if (stays_awake()) {
     if (empty_passes_ % 8 == 0) sched_yield();
     return;
   }
   sleep(ticket);
+}
+
+// After a pass that found nothing.
+bool Proxy::is_to_look_again() {
+  if (++empty_passes_ >= kEmptyPasses) return false;
+  if (empty_passes_ == 1) empty_since_nsec_ = now_nsec();
+  if (empty_passes_ % 8 != 0) return true;
+  sched_yield();
+  return now_nsec() - empty_since_nsec_ < kMostEmptyNsec;
 }
 
 // After an error nothing more is shipped, even if operations are running.
@@ -129,8 +138,8 @@ void Proxy::sleep(uint32_t ticket) {
   context_.control->proxy_bell.wait(ticket, usec);
   awake_since_usec_ = now_usec();
   wakeups_.add(1);
-  // After a nap one pass is enough: most find nothing.
-  if (context_.launched == nullptr) empty_passes_ = 0;
+  // One pass is enough until chunks move: most find nothing, or messages.
+  empty_passes_ = kEmptyPasses;
 }
 
 void Proxy::account() {
@@ -153,21 +162,22 @@ bool Proxy::step() {
   const uint64_t now = now_usec();
   // After an error only the error, byes and heartbeats are sent; other data has no reader.
   const bool usable = !failed_ && !context_.control->error_claim.claimed();
-  bool moved = health_->exchange(now);
+  const bool exchanged = health_->exchange(now);
+  chunks_moved_ = false;
   if (usable) {
     const bool drained = shipper_->drain();
     const bool posted = shipper_->post(now);
     if (drained || posted) last_chunk_usec_ = now;
-    moved |= drained || posted;
+    chunks_moved_ = drained || posted;
   }
   context_.transport->flush();
-  moved |= poll_transport();
+  chunks_moved_ |= poll_transport();
   if (usable) {
-    moved |= lander_->return_credits(!moved, now);
+    chunks_moved_ |= lander_->return_credits(!chunks_moved_, now);
     context_.transport->flush();
   }
   health_->housekeeping(now, settled_bytes_ + context_.transport->moved_bytes());
-  return moved;
+  return exchanged || chunks_moved_;
 }
 
 bool Proxy::poll_transport() {

@@ -122,6 +122,7 @@ class Proxy {
  private:
   void run();
   void run_once(uint32_t ticket);
+  bool is_to_look_again();
   bool stays_awake();
   void sleep(uint32_t ticket);
   uint64_t sleep_usec() const;
@@ -136,7 +137,9 @@ class Proxy {
   std::unique_ptr<Health> health_;
   std::vector<Completion> completions_;
   bool failed_ = false;  // an exception came out of a pass: from now on only errors, byes and heartbeats are sent
+  bool chunks_moved_ = false;  // or credits, in the last pass
   uint32_t empty_passes_ = 0;
+  uint64_t empty_since_nsec_ = 0;
   uint64_t awake_since_usec_ = 0;
   uint64_t last_chunk_usec_ = 0;  // when a chunk or a credit last moved, or a graph replay was announced
   uint64_t awaited_ = 0;

@@ -138,6 +138,8 @@ class Transport {
   // Sends a copy of `bytes`, at most kMaxDatagramBytes. kPosted says nothing of its arrival. Never blocks. Throws
   // CommunicationFailure(kTransport) for a rank that is not among the setup's, and if no NIC can send any more.
   virtual PostResult send_datagram(int peer, std::span<const uint8_t> bytes) = 0;
+  // The peer's proxy is to look at once for what it was sent. Where nobody can tell it, it polls often enough.
+  virtual void wake(int /*peer*/) {}
   // Copies the next datagram that has arrived to `out`, which has room for kMaxDatagramBytes, and returns its length.
   // 0: none has. Never blocks.
   virtual size_t receive_datagram(std::span<uint8_t> out) = 0;

@@ -30,6 +30,7 @@ class Wrapped : public Transport {
   PostResult send_datagram(int peer, std::span<const uint8_t> bytes) override {
     return inner_->send_datagram(peer, bytes);
   }
+  void wake(int peer) override { inner_->wake(peer); }
   size_t receive_datagram(std::span<uint8_t> out) override { return inner_->receive_datagram(out); }
   bool peer_alive(int peer) const override { return inner_->peer_alive(peer); }
 

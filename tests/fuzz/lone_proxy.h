@@ -176,7 +176,9 @@ class LoneProxy {
   void read(size_t in, uint32_t reader) {
     const RingLayout& ring = at.channels.in[in].landing;
     Flag& consumed = reinterpret_cast<FlagLine*>(region() + ring.consumed_offset)[reader % ring.num_readers].flag;
-    if (stamp(ring, consumed.own() % ring.num_slots) == consumed.own() + 1) consumed.publish(consumed.own() + 1);
+    if (stamp(ring, consumed.own() % ring.num_slots) != consumed.own() + 1) return;
+    consumed.publish(consumed.own() + 1);
+    control().proxy_bell.ring();
   }
   // The producer of an outgoing channel pushes its next chunk, if its slot is free.
   bool send(uint32_t out, uint64_t num_bytes) {

@@ -47,6 +47,7 @@ class Faulty final : public Transport {
   PostResult send_datagram(int peer, std::span<const uint8_t> bytes) override {
     return inner_->send_datagram(peer, bytes);
   }
+  void wake(int peer) override { inner_->wake(peer); }
   size_t receive_datagram(std::span<uint8_t> out) override { return inner_->receive_datagram(out); }
   bool peer_alive(int peer) const override {
     return dead.read() != static_cast<uint64_t>(peer) + 1 && inner_->peer_alive(peer);

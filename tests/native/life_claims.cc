@@ -154,7 +154,7 @@ CLAIM("heartbeats tell domain peers and ranks of other domains that a rank lives
   EXPECT(world.nodes[0].proxy->stats().messages.sent >= 2);
   world.nodes[1].proxy->stop();
   world.nodes[2].proxy->stop();
-  usleep(20'000);
+  usleep(200'000);  // a heartbeat wakes nobody: one may wait for up to kHeartbeatUsec
   const uint64_t last[] = {world.nodes[0].proxy->last_heard_usec(1), world.nodes[0].proxy->last_heard_usec(2)};
   usleep(700'000);
   EXPECT_EQ(world.nodes[0].proxy->last_heard_usec(1), last[0]);

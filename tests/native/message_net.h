@@ -54,6 +54,7 @@ class MessageNet {
       std::copy_n(next.begin(), std::min(next.size(), out.size()), out.begin());
       return std::min(next.size(), out.size());
     }
+    void wake(int peer) override { net_.woken.push_back(peer); }
     std::deque<DatagramBytes> inbox;
     size_t num_sent = 0;  // in this tick
 
@@ -125,6 +126,7 @@ class MessageNet {
   std::vector<std::unique_ptr<End>> ends;
   std::vector<std::unique_ptr<Messages>> ranks;
   std::vector<Taken> taken;
+  std::vector<int> woken;
   size_t num_datagrams = 0;
 
  private:

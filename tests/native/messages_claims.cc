@@ -59,6 +59,16 @@ CLAIM("a network without faults has one datagram for a message and one for its a
   }
 }
 
+CLAIM("errors, byes and their acknowledgements wake their receiver, heartbeats and theirs do not") {
+  for (const MessageKind kind : {MessageKind::kError, MessageKind::kBye, MessageKind::kHeartbeat}) {
+    MessageNet net(2, {});
+    const bool urgent = kind != MessageKind::kHeartbeat;
+    net.tell(0, kind, kind == MessageKind::kError ? error_payload(0) : urgent ? DatagramBytes() : heartbeat_payload(1));
+    EXPECT(net.run_until([&] { return net.num_owed(kind) == 0; }, kSecond));
+    EXPECT((net.woken == (urgent ? std::vector{1, 0} : std::vector<int>())));
+  }
+}
+
 CLAIM("of heartbeats that overtake each other the newest counts, and old acknowledgements are not its own") {
   for (uint64_t seed = 1; seed <= 20; ++seed) {
     MessageNet net(2, {0.3, 0.3, 400'000, false, SIZE_MAX}, seed);

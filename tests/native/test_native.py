@@ -19,11 +19,11 @@ ON_CPU = (
     "lanes", "gpu_routing", "gpu_engine", "gpu_engine_refusal", "gpu_ranks", "low_latency", "pause_engine",
 )  # fmt: skip
 PROGRAMS = (
-    "queue", "words", "layout", "messages", "loop", "mail", "copier", "nics", "stream", "fault", "life",
-    "device", "engine", "engine_setup", "gpu", *ON_CPU, *OF_TRANSPORTS,
+    "queue", "words", "layout", "messages", "loop", "ready", "mail", "copier", "nics", "stream", "fault",
+    "life", "device", "engine", "engine_setup", "gpu", *ON_CPU, *OF_TRANSPORTS,
 )  # fmt: skip
 # Where threads meet without a lock: these run under TSan every time, the others with -m slow.
-LOCK_FREE = ("queue", "stream", "copier")
+LOCK_FREE = ("queue", "stream", "copier", "ready")
 LARGE = (  # 13 GB of memory, or minutes
     "regions of more than 4 GiB give what small ones give",
     "129 ranks in 16 domains of 8 and one of 1 have the host's bits",

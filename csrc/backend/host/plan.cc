@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstring>
 #include <numeric>
 #include <utility>
@@ -29,11 +30,8 @@ class HostPlan final : public PlanStep {
   bool done() const override { return not_entered_.empty() && not_planned_.empty(); }
   Step step() const override { return not_entered_.empty() ? Step::kPlan : Step::kExchange; }
 
-  // Looks only at sources that it still waits for: there are as many as ranks, and it looks often.
   bool advance() override {
-    bool moved = std::erase_if(not_entered_, [this](int src) {
-                   return context_.incoming[static_cast<size_t>(src)].header.ready() && read_header(src);
-                 }) != 0;
+    bool moved = !not_entered_.empty() && read_headers();
     if (!not_entered_.empty()) return moved;
     if (!counts_known_) {
       if (op_.makes_plan()) assign_slots();
@@ -63,6 +61,23 @@ class HostPlan final : public PlanStep {
   }
 
  private:
+  // It is called often, and there are as many sources as ranks. So it takes those that are in turn, and looks at all
+  // now and then, because a call that does not match must not wait for a rank that does not come.
+  bool read_headers() {
+    constexpr uint64_t kLookUsec = 200;
+    const auto enters = [this](int src) {
+      return context_.incoming[static_cast<size_t>(src)].header.ready() && read_header(src);
+    };
+    const size_t before = not_entered_.size();
+    if (const uint64_t now = now_usec(); now >= next_look_usec_) {
+      next_look_usec_ = now + kLookUsec;
+      std::erase_if(not_entered_, enters);
+    } else {
+      not_entered_.erase(not_entered_.begin(), std::find_if_not(not_entered_.begin(), not_entered_.end(), enters));
+    }
+    return not_entered_.size() != before;
+  }
+
   bool is_complete(int src) const {
     return op_.plan->incoming[static_cast<size_t>(src)].num_rows() == rows_[static_cast<size_t>(src)];
   }
@@ -224,6 +239,7 @@ class HostPlan final : public PlanStep {
   std::vector<int> not_entered_;    // source ranks, ascending
   std::vector<int> not_planned_;    // likewise; of a new plan
   std::vector<bool> planned_;       // [source rank]
+  uint64_t next_look_usec_ = 0;  // at all sources
   uint64_t met_usec_ = 0;  // when a rank was first found to be ahead of us
   bool counts_known_ = false;
 };

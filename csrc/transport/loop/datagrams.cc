@@ -31,29 +31,35 @@ PostResult LoopTransport::send_datagram(int peer, std::span<const uint8_t> bytes
   return PostResult::kPosted;
 }
 
-void LoopTransport::deliver_mail(int rank, std::span<const uint8_t> datagram) {
+// False: it is lost.
+bool LoopTransport::deliver_mail(int rank, std::span<const uint8_t> datagram) {
   Peer& peer = peers_[static_cast<size_t>(rank)];
-  if (peer.mail_writer.put(datagram)) peer.control->proxy_bell.ring();
+  if (!peer.mail_writer.put(datagram)) return false;
+  peer.marks->mail.set(static_cast<uint32_t>(own_.rank));
+  return true;
 }
 
 void LoopTransport::deliver_late_mail(uint64_t now_nsec) {
   std::erase_if(late_mail_, [&](const LateMail& late) {
     if (late.when_nsec > now_nsec) return false;
-    deliver_mail(late.peer, std::span(late.bytes).first(late.num_bytes));
+    if (deliver_mail(late.peer, std::span(late.bytes).first(late.num_bytes))) wake(late.peer);
     return true;
   });
 }
 
 size_t LoopTransport::receive_datagram(std::span<uint8_t> out) {
-  for (size_t i = 0; i < all_.size(); ++i) {
-    const size_t at = (next_mail_ + i) % all_.size();
-    Peer& peer = peers_[static_cast<size_t>(all_[at])];
-    const size_t num_bytes = peer.mail_reader.take(out.first(kMaxDatagramBytes));
-    if (num_bytes == 0) continue;
-    next_mail_ = at + 1;
-    if (!peer.lost) return num_bytes;
+  take_marks(marks_->mail, &Peer::has_mail, mail_);
+  size_t looked = 0, num_bytes = 0;
+  while (looked < mail_.size() && num_bytes == 0) {
+    const int rank = mail_[looked++];
+    Peer& peer = peers_[static_cast<size_t>(rank)];
+    num_bytes = peer.mail_reader.take(out.first(kMaxDatagramBytes));
+    peer.has_mail = !peer.mail_reader.empty();
+    if (peer.has_mail) mail_.push_back(rank);
+    if (peer.lost) num_bytes = 0;
   }
-  return 0;
+  mail_.erase(mail_.begin(), mail_.begin() + static_cast<ptrdiff_t>(looked));
+  return num_bytes;
 }
 
 }  // namespace uccl_ep::loop

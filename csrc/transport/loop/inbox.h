@@ -1,5 +1,5 @@
 // Where arrivals are reported and datagrams come in: a shared-memory segment of each rank with two queues per sender,
-// one of arrivals and one of datagrams. All zero is empty.
+// one of arrivals and one of datagrams, and marks that say which to look at. All zero is empty.
 #pragma once
 
 #include <cstddef>
@@ -7,6 +7,7 @@
 
 #include "common/units.h"
 #include "sync/flag.h"
+#include "sync/marks.h"
 #include "transport/loop/mail.h"
 
 namespace uccl_ep::loop {
@@ -26,19 +27,26 @@ struct InboxQueue {
 };
 static_assert(sizeof(InboxQueue) == 2 * kLineBytes);
 
+// By sender. Writers: senders, after an arrival or a datagram; reader: the owner.
+struct InboxMarks {
+  MarkLine arrivals, mail;
+};
+constexpr uint64_t kInboxMarksBytes = kPageBytes;
+static_assert(sizeof(InboxMarks) <= kInboxMarksBytes);
+
 // Each queue has its own pages, so that exactly those of connected senders are reserved.
 constexpr uint64_t inbox_queue_bytes(uint32_t num_slots) {
   return round_up(sizeof(InboxQueue) + num_slots * sizeof(ArrivalEvent), kPageBytes);
 }
 // Ranks may choose different numbers of slots: the address says the owner's.
 constexpr uint64_t inbox_bytes(uint32_t num_slots, size_t num_ranks) {
-  return (inbox_queue_bytes(num_slots) + sizeof(MailQueue)) * num_ranks;
+  return kInboxMarksBytes + (inbox_queue_bytes(num_slots) + sizeof(MailQueue)) * num_ranks;
 }
 constexpr uint64_t inbox_queue_offset(uint32_t num_slots, int sender) {
-  return inbox_queue_bytes(num_slots) * static_cast<uint64_t>(sender);
+  return kInboxMarksBytes + inbox_queue_bytes(num_slots) * static_cast<uint64_t>(sender);
 }
 constexpr uint64_t mail_queue_offset(uint32_t num_slots, size_t num_ranks, int sender) {
-  return inbox_queue_bytes(num_slots) * num_ranks + sizeof(MailQueue) * static_cast<uint64_t>(sender);
+  return inbox_queue_offset(num_slots, static_cast<int>(num_ranks)) + sizeof(MailQueue) * static_cast<uint64_t>(sender);
 }
 
 // The sender's end.

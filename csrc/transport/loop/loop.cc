@@ -40,6 +40,8 @@ LoopTransport::LoopTransport(const TransportSetup& setup, const TransportOptions
 
 void LoopTransport::connect(const std::vector<std::string>& addresses) {
   inbox_.grow(inbox_bytes(own_.inbox_slots, addresses.size()));
+  inbox_.reserve(0, kInboxMarksBytes);
+  marks_ = reinterpret_cast<InboxMarks*>(inbox_.base());
   peers_.resize(addresses.size());
   for (int peer : all_) {
     if (peer < 0 || static_cast<size_t>(peer) >= addresses.size() || peer == own_.rank)
@@ -61,9 +63,10 @@ void LoopTransport::connect_peer(int rank, const std::string& text, size_t num_r
     fail(own_.rank, rank, "rank " + std::to_string(rank) + " is on another host: this transport works inside one");
   Peer& peer = peers_[static_cast<size_t>(rank)];
   peer.process = ProcessWatch(address.pid, address.pid_namespace);
-  peer.region = Mapping::open(address.region_name, address.region_bytes);
+  peer.region = Mapping::open_shared(address.region_name, address.region_bytes);
   peer.inbox = Mapping::open_and_grow(address.inbox_name, inbox_bytes(address.inbox_slots, num_ranks));
   peer.control = reinterpret_cast<ControlBlock*>(peer.region.base());
+  peer.marks = reinterpret_cast<InboxMarks*>(peer.inbox.base());
   peer.lost = options_.drop_peer == rank || options_.drop_peer == own_.rank;
   const uint64_t mail_offset = mail_queue_offset(own_.inbox_slots, num_ranks, rank);
   inbox_.reserve(mail_offset, sizeof(MailQueue));
@@ -221,11 +224,13 @@ void LoopTransport::perform_due(uint64_t now_nsec, std::span<Completion> out, si
 }
 
 void LoopTransport::ring_receivers() {
-  for (int rank : rails_) {
+  for (int rank : ring_due_) {
     Peer& peer = peers_[static_cast<size_t>(rank)];
-    if (peer.ring_due) peer.control->proxy_bell.ring();
+    peer.marks->arrivals.set(static_cast<uint32_t>(own_.rank));
+    peer.control->proxy_bell.ring();
     peer.ring_due = false;
   }
+  ring_due_.clear();
 }
 
 void LoopTransport::look_at_copies(uint64_t now_nsec) {
@@ -278,6 +283,7 @@ void LoopTransport::deliver(uint32_t write, uint64_t now_nsec) {
     copied_bytes_ += w.request.num_bytes;
   }
   peer.writer.put({w.request.num_bytes, w.request.immediate, 0});
+  if (!peer.ring_due) ring_due_.push_back(w.request.peer);
   peer.ring_due = true;
   if (w.again) {
     w.again = false;
@@ -304,20 +310,43 @@ Completion LoopTransport::report(uint32_t write, Completion::Kind kind) {
   return {kind, request.peer, 0, request.num_bytes, request.cookie, reason};
 }
 
-void LoopTransport::harvest(std::span<Completion> out, size_t& count) {
-  for (size_t i = 0; i < rails_.size(); ++i) {
-    const int rank = rails_[(next_harvest_ + i) % rails_.size()];
-    Peer& peer = peers_[static_cast<size_t>(rank)];
-    uint64_t available = peer.reader.available();
-    if (available == 0) continue;
-    for (; available != 0 && count < out.size(); --available) {
-      const ArrivalEvent event = peer.reader.take();
-      if (!peer.lost) out[count++] = {Completion::Kind::kArrival, rank, event.immediate, event.num_bytes, 0, nullptr};
+void LoopTransport::take_marks(MarkLine& marks, bool Peer::* has, std::vector<int>& list) {
+  marks.take([&](uint32_t mark) {
+    for (size_t rank = mark; rank < peers_.size(); rank += MarkLine::kMarks) {
+      Peer& peer = peers_[rank];
+      if (peer.control == nullptr || peer.*has) continue;
+      peer.*has = true;
+      list.push_back(static_cast<int>(rank));
     }
-    peer.reader.give_back();
-    if (available != 0) more_now_ = true;
+  });
+}
+
+void LoopTransport::harvest(std::span<Completion> out, size_t& count) {
+  take_marks(marks_->arrivals, &Peer::has_arrivals, arrived_);
+  size_t looked = 0;
+  for (const size_t all = arrived_.size(); looked < all && count < out.size(); ++looked) {
+    const int rank = arrived_[looked];
+    if (harvest_of(rank, out, count))
+      arrived_.push_back(rank);
+    else
+      peers_[static_cast<size_t>(rank)].has_arrivals = false;
   }
-  if (!rails_.empty()) next_harvest_ = (next_harvest_ + 1) % rails_.size();
+  arrived_.erase(arrived_.begin(), arrived_.begin() + static_cast<ptrdiff_t>(looked));
+  if (!arrived_.empty()) more_now_ = true;
+}
+
+// True: it has more.
+bool LoopTransport::harvest_of(int rank, std::span<Completion> out, size_t& count) {
+  Peer& peer = peers_[static_cast<size_t>(rank)];
+  if (!peer.is_rail) return false;
+  uint64_t available = peer.reader.available();
+  if (available == 0) return false;
+  for (; available != 0 && count < out.size(); --available) {
+    const ArrivalEvent event = peer.reader.take();
+    if (!peer.lost) out[count++] = {Completion::Kind::kArrival, rank, event.immediate, event.num_bytes, 0, nullptr};
+  }
+  peer.reader.give_back();
+  return available != 0;
 }
 
 uint64_t LoopTransport::idle_usec() const {
@@ -337,7 +366,7 @@ namespace {
 
 uint64_t memory_bytes(const TransportOptions& options, size_t num_rails, size_t num_all) {
   const uint32_t num_slots = std::bit_ceil(std::max(options.loop.queue_depth, 1u));
-  return loop::inbox_queue_bytes(num_slots) * num_rails + sizeof(loop::MailQueue) * num_all;
+  return loop::kInboxMarksBytes + loop::inbox_queue_bytes(num_slots) * num_rails + sizeof(loop::MailQueue) * num_all;
 }
 
 std::unique_ptr<Transport> make(const TransportSetup& setup, const TransportOptions& options) {

@@ -41,6 +41,7 @@ class LoopTransport final : public Transport {
   }
   size_t poll(std::span<Completion> out) override;
   PostResult send_datagram(int peer, std::span<const uint8_t> bytes) override;
+  void wake(int peer) override { peers_[static_cast<size_t>(peer)].control->proxy_bell.ring(); }
   size_t receive_datagram(std::span<uint8_t> out) override;
   uint64_t moved_bytes() const override { return moved_bytes_; }
   uint64_t idle_usec() const override;
@@ -53,12 +54,14 @@ class LoopTransport final : public Transport {
     Mapping region;
     Mapping inbox;
     ControlBlock* control = nullptr;
+    InboxMarks* marks = nullptr;  // of its inbox
     ArrivalWriter writer;  // into its inbox
     ArrivalReader reader;  // of our inbox
     MailWriter mail_writer;
     MailReader mail_reader;
     uint32_t outstanding = 0;
-    bool ring_due = false;
+    bool ring_due = false;  // listed in ring_due_
+    bool has_arrivals = false, has_mail = false;  // listed in arrived_, in mail_
     std::vector<uint32_t> stalled;  // deliveries that found its inbox full, in order
     ProcessWatch process;
   };
@@ -107,9 +110,12 @@ class LoopTransport final : public Transport {
   void deliver(uint32_t write, uint64_t now_nsec);
   Completion report(uint32_t write, Completion::Kind kind);
   void harvest(std::span<Completion> out, size_t& count);
+  bool harvest_of(int rank, std::span<Completion> out, size_t& count);
+  // Lists the senders that marks stand for and that `has` does not list yet.
+  void take_marks(MarkLine& marks, bool Peer::* has, std::vector<int>& list);
   uint64_t disorder_nsec(uint64_t num_bytes);
   // datagrams.cc
-  void deliver_mail(int peer, std::span<const uint8_t> datagram);
+  bool deliver_mail(int peer, std::span<const uint8_t> datagram);
   void deliver_late_mail(uint64_t now_nsec);
   uint64_t clock() const { return options_.clock_nsec != nullptr ? options_.clock_nsec->read() : now_nsec(); }
   bool chance(double rate) { return rate > 0 && std::uniform_real_distribution<double>(0, 1)(random_) < rate; }
@@ -129,7 +135,6 @@ class LoopTransport final : public Transport {
   std::vector<Due> due_;  // heap, earliest first
   std::vector<uint32_t> copying_;  // due, but their copy is not over yet
   std::vector<LateMail> late_mail_;  // under way, in no order
-  size_t next_mail_ = 0;  // rotates, so that no sender starves another
   std::string failure_;  // what failed first
   const uint64_t progress_timeout_usec_;
   PatienceClock patience_;
@@ -139,7 +144,10 @@ class LoopTransport final : public Transport {
   uint64_t num_scheduled_ = 0;
   uint64_t num_stalled_ = 0;
   uint64_t copied_bytes_ = 0;  // in this poll
-  size_t next_harvest_ = 0;  // rotates, so that no sender starves another
+  // Ranks. Who still has something after its turn goes behind the others, so that no sender starves another.
+  std::vector<int> ring_due_;  // have an arrival that they were not told of
+  std::vector<int> arrived_, mail_;  // may have sent arrivals, datagrams
+  InboxMarks* marks_ = nullptr;  // of our inbox
   bool more_now_ = false;  // the last poll stopped early
 };
 

@@ -55,6 +55,7 @@ class MailReader {
   MailReader() = default;
   explicit MailReader(uint8_t* queue) : queue_(reinterpret_cast<MailQueue*>(queue)) {}
 
+  bool empty() const { return queue_->put.flag.read() == taken_; }
   // The length of the next datagram, which is copied to `out`; 0: there is none. A queue that its sender cannot have
   // written is emptied.
   size_t take(std::span<uint8_t> out) {
