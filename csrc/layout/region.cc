@@ -234,6 +234,10 @@ RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, 
   Channels channels;
   list_channels(topo, layout, channels);
   layout.board_offset = cursor.take("flags", (channels.in.size() + channels.out.size()) * sizeof(uint64_t));
+  for (uint32_t ring = 0; ring < kNumEventRings; ++ring) {
+    const uint32_t capacity = event_capacity(channels.board_of(static_cast<EventRing>(ring)).size());
+    layout.events[ring] = {cursor.take("events", capacity * sizeof(uint64_t)), capacity};
+  }
   layout.ended_offset = cursor.take("flags", kLineBytes);
   take_commands(cursor, layout);
   return layout;
@@ -332,6 +336,27 @@ uint32_t Channels::out_of(const RingLayout& ring) const {
   for (uint32_t c = 0; c < out.size(); ++c)
     if (out[c].send.slots_offset == ring.slots_offset) return c;
   return UINT32_MAX;
+}
+
+namespace {
+
+EventRing event_ring_of(RingKind kind, bool comes) {
+  const bool slots = kind >= RingKind::kSlotRouting;
+  const bool own = !comes || kind == RingKind::kReturn || kind == RingKind::kSlotSums;
+  if (slots) return own ? EventRing::kSlotOwn : EventRing::kSlotDomain;
+  return own ? EventRing::kOwn : EventRing::kDomain;
+}
+
+}  // namespace
+
+std::vector<uint32_t> Channels::board_of(EventRing ring) const {
+  std::vector<uint32_t> words;
+  const uint32_t num_in = static_cast<uint32_t>(in.size());
+  for (uint32_t c = 0; c < num_in; ++c)
+    if (event_ring_of(in[c].landing.kind, true) == ring) words.push_back(c);
+  for (uint32_t c = 0; c < out.size(); ++c)
+    if (event_ring_of(out[c].send.kind, false) == ring) words.push_back(num_in + c);
+  return words;
 }
 
 namespace {

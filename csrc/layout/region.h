@@ -2,12 +2,14 @@
 // the same layout from the same inputs, so ranks never exchange offsets.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "layout/events.h"
 #include "layout/topology.h"
 #include "layout/wire.h"
 
@@ -100,11 +102,18 @@ struct RegionLayout {
     std::vector<RingLayout> routing_send, rows_send, weights_send, sums_landing;
     std::vector<RingLayout> routing_landing, rows_landing, weights_landing, sums_send;
   } slots;
-  // Of a device layout, 0 on the host. The board: what a GPU polls instead of the stamps of many slots. Flag per
+  // Of a device layout, 0 on the host. The board: what a GPU reads instead of the stamps of many slots. Flag per
   // channel in the order of Channels.in, then Channels.out; an incoming one says how many chunks have arrived such that
   // none before them is missing, an outgoing one likewise how many are flushed. Writer: the rank's proxy, after the
-  // stamps; reader: the rank's GPU; scope: system; never reset.
+  // stamps; readers: GPUs of the domain; scope: system; never reset.
   uint64_t board_offset = 0;
+  // Flag per slot of a ring, by EventRing: events.h. Writer: the rank's proxy, after the board; readers and scope as
+  // above; a slot is written once a lap.
+  struct Events {
+    uint64_t offset = 0;
+    uint32_t capacity = 0;  // a power of two; 0: of no channel
+  };
+  std::array<Events, kNumEventRings> events;
   // Flag: number of operations that have ended. Writer: the rank's kernels; reader: its proxy, which stays awake while
   // more were launched.
   uint64_t ended_offset = 0;
@@ -115,8 +124,8 @@ struct RegionLayout {
 };
 
 RegionLayout make_region_layout(const Topology& topo, const RingParams& rings, int rank);
-// Control page, board and command ring in the region, and only the rings that a transport carries. No meta rings:
-// the packet in a header ring has it all, chunk epoch - 1 of it for each operation.
+// Control page, board, events and command ring in the region, and only the rings that a transport carries. No meta
+// rings: the packet in a header ring has it all, chunk epoch - 1 of it for each operation.
 RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, int rank);
 // The most of any rank of domains of a size. Every rank there reserves as much, so later parts have equal offsets.
 uint64_t device_ring_bytes(const Topology& topo, const DeviceRings& rings, int size);
@@ -156,6 +165,8 @@ struct Channels {
   std::vector<InChannel> in;  // by incoming: header, meta, rows, slots; then by other domain: return, slot sums
   // Index of the channel that starts in `ring`; UINT32_MAX when the ring is no send ring.
   uint32_t out_of(const RingLayout& ring) const;
+  // Of the channels of a ring, in order of their numbers there: where their words are on the board.
+  std::vector<uint32_t> board_of(EventRing ring) const;
 };
 // Both throw UsageFailure(kConfig) for more channels than an immediate can name; choose_rings() does, too.
 Channels make_channels(const Topology& topo, const RingParams& rings, int rank);

@@ -7,11 +7,11 @@
 
 namespace uccl_ep {
 
-Lander::Lander(const ProxyContext& context) : context_(context) {
+Lander::Lander(const ProxyContext& context, Board& board) : context_(context) {
   channels_.resize(context.channels->in.size());
   for (size_t c = 0; c < channels_.size(); ++c) {
     channels_[c].in = &context.channels->in[c];
-    channels_[c].arrived = Prefix(context, channels_[c].in->landing, c);
+    channels_[c].arrived = Prefix(context, channels_[c].in->landing, board, c);
   }
   open_.reserve(channels_.size());
 }

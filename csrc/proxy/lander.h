@@ -1,19 +1,19 @@
-// The receiving half of a proxy. It turns arrivals into stamps, which the domain polls (a GPU polls the board instead),
+// The receiving half of a proxy. It turns arrivals into stamps, which the domain polls (a GPU reads events instead),
 // and consumed chunks into credits.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
+#include "proxy/board.h"
 #include "proxy/post.h"
-#include "proxy/prefix.h"
 #include "proxy/proxy.h"
 
 namespace uccl_ep {
 
 class Lander {
  public:
-  explicit Lander(const ProxyContext& context);
+  Lander(const ProxyContext& context, Board& board);
 
   // A data immediate arrived. Throws CommunicationFailure if no peer can have sent it.
   void arrive(const Completion& completion);

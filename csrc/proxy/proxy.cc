@@ -10,6 +10,7 @@
 #include "common/thread.h"
 #include "common/units.h"
 #include "layout/words.h"
+#include "proxy/board.h"
 #include "proxy/health.h"
 #include "proxy/lander.h"
 #include "proxy/post.h"
@@ -60,8 +61,9 @@ Proxy::Proxy(ProxyContext context) : context_(std::move(context)), completions_(
     throw UsageFailure(UsageKind::kConfig, "proxy: more than " + std::to_string(kMaxChannels) + " channels");
   if (static_cast<uint32_t>(context_.topo->num_ranks) > kMaxRanks)
     throw UsageFailure(UsageKind::kConfig, "proxy: more than " + std::to_string(kMaxRanks) + " ranks");
-  shipper_ = std::make_unique<Shipper>(context_);
-  lander_ = std::make_unique<Lander>(context_);
+  board_ = std::make_unique<Board>(context_);
+  shipper_ = std::make_unique<Shipper>(context_, *board_);
+  lander_ = std::make_unique<Lander>(context_, *board_);
   health_ = std::make_unique<Health>(context_);
 }
 

@@ -19,6 +19,7 @@
 
 namespace uccl_ep {
 
+class Board;
 class Shipper;
 class Lander;
 class Health;
@@ -132,6 +133,7 @@ class Proxy {
   void fail(const ErrorRecord& record);
 
   ProxyContext context_;
+  std::unique_ptr<Board> board_;
   std::unique_ptr<Shipper> shipper_;
   std::unique_ptr<Lander> lander_;
   std::unique_ptr<Health> health_;

@@ -13,7 +13,7 @@ constexpr int kCommandsPerPass = 256;
 
 }  // namespace
 
-Shipper::Shipper(const ProxyContext& context)
+Shipper::Shipper(const ProxyContext& context, Board& board)
     : context_(context),
       memory_(context.layout->board_offset != 0 ? Memory::kDevice : Memory::kHost),
       turns_(context.channels->out.size()) {
@@ -29,7 +29,7 @@ Shipper::Shipper(const ProxyContext& context)
     const std::pair key{out.send.kind, context.topo->domain_of[static_cast<size_t>(out.peer)]};
     channels_[c].out = &out;
     channels_[c].slots.resize(out.send.num_slots);
-    channels_[c].flushed = Prefix(context, out.send, context.channels->in.size() + c);
+    channels_[c].flushed = Prefix(context, out.send, board, context.channels->in.size() + c);
     channels_[c].stats = static_cast<size_t>(std::lower_bound(keys.begin(), keys.end(), key) - keys.begin());
   }
 }

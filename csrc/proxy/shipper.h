@@ -5,16 +5,16 @@
 #include <cstdint>
 #include <vector>
 
+#include "proxy/board.h"
 #include "proxy/latency.h"
 #include "proxy/post.h"
-#include "proxy/prefix.h"
 #include "proxy/proxy.h"
 
 namespace uccl_ep {
 
 class Shipper {
  public:
-  explicit Shipper(const ProxyContext& context);
+  Shipper(const ProxyContext& context, Board& board);
 
   // Takes commands. Throws CommunicationFailure for an invalid one.
   bool drain();

@@ -34,6 +34,8 @@ CLAIMS = {
     "wrong chunk": r"assertion violated \(landing\[.*==\(\(2\*",
     "overwritten piece": r"assertion violated .*piece\[",
     "late write": r"assertion violated \( !\(renewed\)\|\|\(memory!=1\)\)",
+    "lost event": r"assertion violated \(\(flag\[0\]==came\[0\]\)",
+    "told early": r"assertion violated \(seen_count.*<=came\[",
     "write into nothing": r"assertion violated  !\(unmapped\)",
 }
 
@@ -47,12 +49,15 @@ class Search:
         return " ".join((self.model, *self.options))
 
 
+EVENTS = Search("events")
+
 REAL = (
     Search("channel", ("WINDOW=1",)),
     Search("channel", ("WINDOW=2", "FEW_COPIES")),
     Search("headers"),
     Search("dispatch"),
     Search("relay"),
+    EVENTS,
     Search("faults", ("OPS=1",)),
     Search("faults", ("OPS=2", "NO_CRASH")),
     Search("faults", ("OPS=2", "NO_FREEZE")),
@@ -126,6 +131,16 @@ MUTANTS = {
     "HALF_FOLDED_EARLY": (SUMS, "overwritten piece"),
     "FIRST_LIKE_OTHERS": (SUMS, "overwritten piece"),
     "NOTHING_NOT_MERGED": (SUMS, "deadlock"),
+    # The same: events.
+    "EVENT_IN_PARTS": (EVENTS, "lost event"),
+    "EVENT_BEFORE_STAMP": (EVENTS, "told early"),
+    "EVENT_BEFORE_BOARD": (EVENTS, "lost event"),
+    "OVERTAKEN_WAITS": (EVENTS, "lost event"),
+    "BOARD_READ_FIRST": (EVENTS, "lost event"),
+    "ONE_LAP_BIT": (EVENTS, "lost event"),
+    "IDLE_TOO_LONG": (EVENTS, "lost event"),
+    "POSITION_KEPT": (EVENTS, "lost event"),
+    "GAP_SKIPPED": (EVENTS, "lost event"),
     # Contract 11: no circular waits.
     "COUNTING_STAGES_ALL": (ONE_DOMAIN, "deadlock"),
     "MERGE_THEN_RETURN": (SUMS, "deadlock"),

@@ -29,7 +29,7 @@ CHOSEN = {
     "64 lanes": (),
     "64 lanes in lock step": (SEVERAL_RANKS, SEVERAL_DOMAINS, ONE_DOMAIN, SLOTS),
 }
-WHOLE = ("lanes", "gpu_routing")  # all of their claims, where a mode has any
+WHOLE = ("lanes", "events", "gpu_routing")  # all of their claims, where a mode has any
 LARGE = "regions of more than 4 GiB give what small ones give"  # lanes are nothing to it
 
 Build = Callable[[str, str], Path]

@@ -1,4 +1,6 @@
-"""Runs the claims of the native programs, most of which are compiled with sanitizers: one case per claim."""
+"""Runs the claims of the native programs, most of which are compiled with sanitizers: one case per claim.
+
+Longer than 400 lines because every mutant of a kernel is a line of it."""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ HERE = Path(__file__).resolve().parent
 OF_TRANSPORTS = ("verbs", "verbs_datagram", "verbs_event", "verbs_engine", "ofi", "ofi_fault")
 # Kernels on the stand-in for GPUs: docs/gpu_on_cpu.md.
 ON_CPU = (
-    "lanes", "gpu_routing", "gpu_engine", "gpu_engine_refusal", "gpu_ranks", "low_latency", "pause_engine",
+    "lanes", "events", "gpu_routing", "gpu_engine", "gpu_engine_refusal", "gpu_ranks", "low_latency",
+    "pause_engine",
 )  # fmt: skip
 PROGRAMS = (
     "queue", "words", "layout", "messages", "loop", "ready", "mail", "copier", "nics", "stream", "fault",
@@ -66,6 +69,9 @@ def cases(sanitizer: str) -> list[object]:
 def sources_of(program: str) -> list[Path]:
     if program in ("lanes", "gpu_routing"):
         return [HERE / f"{program}_claims.cc", *building.GPU_ON_CPU.glob("*.cc")]
+    if program == "events":  # of a proxy, only what publishes them
+        parts = [building.CSRC / "proxy" / "board.cc", *building.product_sources(("common", "layout"))]
+        return [HERE / "events_claims.cc", *parts, *building.GPU_ON_CPU.glob("*.cc")]
     product = building.product_sources(ENGINE_PARTS if "engine" in program or program in ON_CPU else PARTS)
     if program == "gpu":  # what of it needs no GPU
         product.append(building.CSRC / "backend" / "gpu" / "layout.cc")
@@ -313,7 +319,38 @@ def broken_program(
     return building.link(folder / "claims", sources, flavour, csrc if with_kernels else building.CSRC)
 
 
+FOLLOWED = "flags get every count while proxies publish, in one kernel after the other, and never go back"
+WAS_IDLE = "a reader that was idle has every count, however many events it has missed"
+KEPT = "a position is kept from kernel to kernel: no event is read twice"
+# The same of events.
+EVENT_MUTANTS = {
+    "a reader that was overtaken waits": (
+        WAS_IDLE, "poll.cuh", "i == 0 && ahead != 0 && ahead != kNoEvent", "i == 0 && ahead > kNoEvent",
+    ),
+    "a reader that was overtaken skips an event": (
+        WAS_IDLE, "poll.cuh", "(laps << ring.capacity_bits) + 1;", "(laps << ring.capacity_bits) + 2;",
+    ),
+    "a lap is one bit": (
+        WAS_IDLE, "poll.cuh", "= has ? event_ahead(word, position, ring.capacity_bits) : kNoEvent;",
+        "= has && event_ahead(word, position, ring.capacity_bits) % 2 == 0 ? 0 : kNoEvent;",
+    ),
+    "a position does not advance": (FOLLOWED, "poll.cuh", "next += run;", "next += 0 * run;"),
+    "a position is not kept": (KEPT, "poll.cuh", "of.seen[place] = next;", "of.seen[place] = 0 * next;"),
+    "a position of a ring beyond the lanes is not kept": (
+        FOLLOWED, "poll.cuh", "of.seen[r] = seen;", "of.seen[r] = 0 * seen;",
+    ),
+    "an event counts after a later one of its channel": (
+        FOLLOWED, "poll.cuh", "if (!is_outdated(number, i, lanes) && mine)",
+        "if ((is_outdated(number, i, lanes) || true) && mine)",
+    ),
+    "an event is there before its lap": (
+        FOLLOWED, "poll.cuh", "come = ballot(ahead == 0)", "come = ballot(has)",
+    ),
+}  # fmt: skip
+
+
 OF_PROGRAM = {
+    "events": EVENT_MUTANTS,
     "gpu_routing": ROUTING_MUTANTS,
     "gpu_engine": MUTANTS,
     "gpu_ranks": RANK_MUTANTS,

@@ -1,4 +1,4 @@
-"""What the native layout gives a group: memory, tokens of a window, chunks, messages, polled words."""
+"""What the native layout gives a group: memory, tokens of a window, chunks, messages, rings of events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from uccl_ep_train.settings.config import EpConfig
 TOKEN_BLOCK = 32  # tokens; windows consist of whole blocks: kTokenBlock in csrc/backend/gpu/layout.h
 USUAL_CHUNK_BYTES = 512 << 10  # rings_for() in csrc/backend/gpu/layout.cc
 LEAST_CHUNKS = 8  # of a window, there
-_WORDS_OF_PASS = 32  # a lane each
+_RINGS_OF_PASS = 32  # a lane each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Protocol:
     combine_window         tokens of a window of combine
     chunk_rows             (dispatch, combine) rows of a chunk between domains
     slots                  chunks of a ring
-    polled_words           words of host memory that a rank polls
+    event_rings            rings of events that a rank follows
     """
 
     memory: MemoryPlan | None
@@ -35,12 +35,12 @@ class Protocol:
     combine_window: int
     chunk_rows: tuple[int, int]
     slots: int
-    polled_words: int
+    event_rings: int
 
     @property
     def passes(self) -> int:
-        """Round trips of the warp that polls, to see all words."""
-        return math.ceil(self.polled_words / _WORDS_OF_PASS)
+        """Round trips of the warp that polls, to see the next event of each ring."""
+        return math.ceil(self.event_rings / _RINGS_OF_PASS)
 
     def windows(self, op: str, tokens: int) -> list[int]:
         """Tokens of each window of an operation ("dispatch" | "combine")."""
@@ -94,7 +94,7 @@ def protocol_of(shape: Shape, budget_bytes: int = 512 << 20, window_tokens: int 
         combine_window=max(TOKEN_BLOCK, combine // TOKEN_BLOCK * TOKEN_BLOCK),
         chunk_rows=(max(1, chunk_bytes // row), chunk),
         slots=slots,
-        polled_words=polled_words(shape),
+        event_rings=event_rings(shape),
     )
 
 
@@ -108,20 +108,14 @@ def unlimited(shape: Shape) -> Protocol:
         combine_window=max(TOKEN_BLOCK, shape.tokens),
         chunk_rows=(USUAL_CHUNK_BYTES // row, chunk),
         slots=1 << 16,
-        polled_words=polled_words(shape),
+        event_rings=event_rings(shape),
     )
 
 
-def polled_words(shape: Shape) -> int:
-    """What has come for a rank's domain (packets and rows of each source outside, at their rails), and of
-    its own
-    packets, rows and sums what has gone or come. Network::fill_polled in csrc/engine/gpu/network.cc."""
-    ranks, others = shape.num_ranks, len(shape.domains) - 1
-    topology = shape.topology
-    return max(
-        2 * (ranks - shape.domains[topology.domain_of[r]]) + 3 * others + _relayed(shape, r)
-        for r in _classes(shape)
-    )
+def event_rings(shape: Shape) -> int:
+    """Of the rank that follows most: one of each member of its domain, for what has come, and another of its
+    own. Network::follow in csrc/engine/gpu/network.cc."""
+    return max(shape.domains) + 1 if len(shape.domains) > 1 else 0
 
 
 def _classes(shape: Shape) -> list[int]:

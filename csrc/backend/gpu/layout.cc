@@ -309,7 +309,9 @@ Arrays take_channels(AnyNet& net, AnyState& state, uint8_t* memory, const Device
   arrays.take(net.to, map.num_domains);
   arrays.take(net.from, map.num_ranks);
   arrays.take(net.relayed, map.num_streams);
-  arrays.take(net.polled, AnyNet::most_polled(map));
+  arrays.take(net.followed.rings, Followed::most_rings(map));
+  arrays.take(net.followed.seen, Followed::most_rings(map));
+  arrays.take(net.followed.words, AnyNet::most_words(map));
   arrays.take(state.sent, map.num_domains);
   arrays.take(state.received, map.num_ranks);
   arrays.take(state.returned, map.num_domains);

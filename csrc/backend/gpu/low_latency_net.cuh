@@ -10,6 +10,7 @@
 #include "backend/gpu/low_latency.cuh"
 #include "backend/gpu/low_latency_net.h"
 #include "backend/gpu/net.cuh"
+#include "backend/gpu/poll.cuh"
 
 namespace uccl_ep::gpu {
 
@@ -267,9 +268,8 @@ __device__ inline void serve_slot_network(const Group& g, SlotNetShared& shared,
   if (threadIdx.x == 0) shared = {};
   __syncthreads();
   const uint32_t warp = threadIdx.x / kWarp;
-  const SlotNet& net = g.slot_net;
   if (warp == 0) {
-    poll_words(g, net.polled, net.num_polled, g.net.num_polled, &shared.poller_ends);
+    follow_events(g, g.slot_net.followed, &shared.poller_ends);
   } else if (warp == 1) {
     push();
     __syncwarp();

@@ -28,10 +28,9 @@ struct SlotNet {
   To* to = nullptr;  // [domains]
   From* from = nullptr;  // [ranks]
   Relayed* relayed = nullptr;  // [streams]
-  Net::Polled* polled = nullptr;  // [most_polled()]
-  uint32_t num_polled = 0;
+  Followed followed;
 
-  static constexpr uint64_t most_polled(const DeviceMap& map) {
+  static constexpr uint64_t most_words(const DeviceMap& map) {
     return 3 * uint64_t{map.num_ranks} + 4 * uint64_t{map.num_domains} + map.num_streams;
   }
 };

@@ -1,6 +1,6 @@
 // Between domains. Rows for another domain are staged without gaps, in the order of our tokens, into a ring of chunks.
 // One block of every kernel sees to the network and does nothing else. One of its warps hands complete chunks to the
-// proxy. Another, the poller, follows what the proxies of our domain say. It alone polls host memory.
+// proxy. Another is the poller (poll.cuh).
 #pragma once
 
 #include "backend/gpu/device.cuh"
@@ -32,29 +32,6 @@ struct StreamPart {
 __device__ __forceinline__ StreamPart part_of(const Group& g, uint32_t first, uint32_t end, uint32_t row_bytes) {
   const uint32_t per_chunk = rows_per_chunk(g, row_bytes);
   return {first, end, (end - first + per_chunk - 1) / per_chunk};
-}
-
-// ---- the poller -----------------------------------------------------------------------------------------------------
-// By one warp, until no warp of the kernel waits for flags any more: then `end`, a word of shared memory, is 1.
-// `first`: of the words' numbers in a trace.
-__device__ inline void poll_words(const Group& g, const Net::Polled* words, uint32_t num_words, uint32_t first,
-                                  uint32_t* end) {
-  const uint32_t lane = threadIdx.x % kWarp;
-  // A load across PCIe takes microseconds. So every load is an acquire, and a lane keeps the address of its first word.
-  const Net::Polled own = lane < num_words ? words[lane] : Net::Polled{};
-  while (__any_sync(kFullWarp, read_shared(end) == 0)) {
-    for (uint32_t i = lane; i < num_words; i += kWarp) {
-      const Net::Polled polled = i == lane ? own : words[i];
-      const uint64_t value = read_flag(polled.word);
-      if (value == peek_flag(polled.flag)) continue;
-      publish_in_gpu(polled.flag, value);
-      if (polled.also != nullptr) publish_in_gpu(polled.also, value);
-      trace_now(g, TraceKind::kSeenArrived, first + i, value);
-    }
-  }
-}
-__device__ inline void poll_hosts(const Group& g, uint32_t* end) {
-  poll_words(g, g.net.polled, g.net.num_polled, 0, end);
 }
 
 // ---- commands -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,27 @@
 
 namespace uccl_ep::gpu {
 
+// What the poller follows: rings of events (layout/events.h) of the hosts of our domain, the words of the boards that
+// those are about, and the flags here that follow the words. Constant but for `seen`; arrays are in device memory.
+struct Followed {
+  struct Ring {
+    const uint64_t* slots;
+    uint32_t capacity_bits;
+    uint32_t first, end;  // of the words, in the order of the ring's channels
+  };
+  struct Word {
+    const uint64_t* word;
+    uint64_t *flag, *also;  // `also`: nullptr, or one more
+  };
+  Ring* rings = nullptr;     // [most_rings()]
+  uint64_t* seen = nullptr;  // [most_rings()] the position of the next event, between kernels; so replays go on
+  Word* words = nullptr;
+  uint32_t num_rings = 0;
+  uint32_t first_traced = 0;  // of the words' numbers in a trace
+
+  static constexpr uint64_t most_rings(const DeviceMap& map) { return uint64_t{map.num_members} + 1; }
+};
+
 // Constant; arrays are in device memory.
 struct Net {
   // Another domain: our stream to it, and the sums that come back. Offsets are in our region.
@@ -28,21 +49,15 @@ struct Net {
     uint32_t source, channel;
     uint64_t returns;  // in our region
   };
-  // Words of the hosts of our domain, and the flags here that follow them (`also`: nullptr, or one more).
-  struct Polled {
-    const uint64_t* word;
-    uint64_t *flag, *also;
-  };
   To* to = nullptr;            // [domains]
   From* from = nullptr;        // [ranks]
   Relayed* relayed = nullptr;  // [streams]
-  Polled* polled = nullptr;    // [most_polled()]
+  Followed followed;
   uint32_t domain = 0, num_relayed = 0;  // relayed[1] .. relayed[num_relayed]
-  uint32_t num_polled = 0;
   CommandQueue commands;
   uint64_t* ended = nullptr;  // on the host: kernels that have ended
 
-  static constexpr uint64_t most_polled(const DeviceMap& map) {
+  static constexpr uint64_t most_words(const DeviceMap& map) {
     return 2 * uint64_t{map.num_ranks} + 3 * uint64_t{map.num_domains} + map.num_streams;
   }
 };

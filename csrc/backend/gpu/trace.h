@@ -11,7 +11,7 @@ struct TraceRecord {
   uint64_t begin_nsec, end_nsec;  // the GPU's clock; equal unless it is an interval
   uint64_t number, num_bytes;     // as in TraceEvent: epoch, chunk, chunks
   uint32_t kind;                  // TraceKind; 0: not written
-  uint32_t what;                  // OpKind of a kernel, Step of a step, channel of a push, index in Net::polled
+  uint32_t what;  // OpKind of a kernel, Step of a step, channel of a push, of a word that is followed
 };
 // Followed by `capacity` records. Writers: kernels of the rank; reader: its host, when they are through. The host
 // zeroes the log and its records before it switches the trace on.

@@ -226,7 +226,7 @@ class GpuEngine final : public Engine, private GpuHandles {
   mutable std::shared_mutex memory_mutex_;
   bool given_back_ = false;
   std::vector<gpu::DeviceMapping> trace_memory_;  // the last is in use; kernels or graphs may still refer to the others
-  std::vector<Network::Seen> seen_;  // by index in Net::polled
+  std::vector<Network::Seen> seen_;  // by a word's number in a trace
   gpu::ClockSample trace_began_;
   Flag leaving_;
   std::thread watcher_;

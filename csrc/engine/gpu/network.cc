@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 
 #include "common/units.h"
 
@@ -115,49 +116,54 @@ void Network::fill_destinations(gpu::Net& net) {
   net.ended = at<uint64_t>(host(rank_), mine.ended_offset);
 }
 
-void Network::poll(std::vector<gpu::Net::Polled>& polled, const Seen& what, const void* word, uint64_t* flag,
-                   uint64_t* also) {
-  seen_.push_back(what);
-  polled.push_back({static_cast<const uint64_t*>(word), flag, also});
-}
-
-// Calls visit(what, word) for what has arrived at a member of our domain, and for what of ours has left.
-template <typename Visit>
-void Network::each_word(Visit visit) const {
-  for (int member : topo_.members[topo_.domain_of[rank_]]) {
-    const RegionLayout& theirs = layouts_[topo_.local_of[member]];
-    const Channels channels = make_device_channels(topo_, layout_.rings, member);
-    const uint64_t* word = at<uint64_t>(host(member), theirs.board_offset);
-    for (const InChannel& in : channels.in)
-      visit(Seen{TraceKind::kSeenArrived, in.landing.kind, in.peer, member}, word++);
-    if (member != rank_) continue;
-    for (const OutChannel& out : channels.out)
-      visit(Seen{TraceKind::kSeenFlushed, out.send.kind, out.peer, member}, word++);
-  }
-}
 // Of a rank whose rail we are.
 size_t Network::stream_of(int source) const { return 1 + index_of(plane_.layout().incoming, source); }
 
-// Returned sums arrive for us alone.
-std::vector<gpu::Net::Polled> Network::fill_polled(const gpu::Group& group, const RankNumbers& numbers) {
-  std::vector<gpu::Net::Polled> polled;
+// Calls flags_of(what) for each channel of the rings of events, which returns the flags that follow its word.
+template <typename FlagsOf>
+void Network::follow(gpu::Followed& followed, EventRing of_domain, EventRing of_ours, FlagsOf flags_of) {
+  std::vector<gpu::Followed::Ring> rings;
+  std::vector<gpu::Followed::Word> words;
+  followed.first_traced = static_cast<uint32_t>(seen_.size());
+  const auto add = [&](int member, EventRing which) {
+    const RegionLayout& theirs = layouts_[topo_.local_of[member]];
+    const RegionLayout::Events& events = theirs.events[static_cast<uint32_t>(which)];
+    if (events.capacity == 0) return;
+    const Channels channels = make_device_channels(topo_, layout_.rings, member);
+    gpu::Followed::Ring& ring = rings.emplace_back();
+    ring.slots = at<uint64_t>(host(member), events.offset);
+    ring.capacity_bits = static_cast<uint32_t>(std::countr_zero(events.capacity));
+    ring.first = static_cast<uint32_t>(words.size());
+    for (const uint32_t idx : channels.board_of(which)) {
+      if (idx < channels.in.size())
+        seen_.push_back({TraceKind::kSeenArrived, channels.in[idx].landing.kind, channels.in[idx].peer, member});
+      else
+        seen_.push_back({TraceKind::kSeenFlushed, channels.out[idx - channels.in.size()].send.kind,
+                         channels.out[idx - channels.in.size()].peer, member});
+      const auto [flag, also] = flags_of(seen_.back());
+      words.push_back({at<uint64_t>(host(member), theirs.board_offset) + idx, flag, also});
+    }
+    ring.end = static_cast<uint32_t>(words.size());
+  };
+  for (int member : topo_.members[topo_.domain_of[rank_]]) add(member, of_domain);
+  add(rank_, of_ours);
+  followed.num_rings = static_cast<uint32_t>(rings.size());
+  copy(followed.rings, rings);
+  copy(followed.words, words);
+}
+
+void Network::follow_events(const gpu::Group& group, gpu::Followed& followed, const RankNumbers& numbers) {
   const gpu::NetState& state = group.net_state;
-  each_word([&](const Seen& what, const uint64_t* word) {
+  follow(followed, EventRing::kDomain, EventRing::kOwn, [&](const Seen& what) -> Flags {
     const uint32_t peer = numbers.number_of[what.peer], domain = numbers.domain_of[peer];
     const bool gone = what.kind == TraceKind::kSeenFlushed;
-    if (what.ring == RingKind::kHeader && gone)
-      poll(polled, what, word, &state.packets_gone[domain].value);
-    else if (what.ring == RingKind::kHeader)
-      poll(polled, what, word, &layout_.header_full.in(group.own)[peer].value,
-           &layout_.weights_full.in(group.own)[peer].value);
-    else if (what.ring == RingKind::kRows)
-      poll(polled, what, word, gone ? &state.rows_gone[domain].value : &state.rows_there[peer].value);
-    else if (what.ring == RingKind::kReturn && gone)
-      poll(polled, what, word, &state.returns_gone[stream_of(what.peer)].value);
-    else if (what.ring == RingKind::kReturn && what.member == rank_)
-      poll(polled, what, word, &state.returns_there[domain].value);
+    if (what.ring == RingKind::kHeader && gone) return {&state.packets_gone[domain].value, nullptr};
+    if (what.ring == RingKind::kHeader)
+      return {&layout_.header_full.in(group.own)[peer].value, &layout_.weights_full.in(group.own)[peer].value};
+    if (what.ring == RingKind::kRows)
+      return {gone ? &state.rows_gone[domain].value : &state.rows_there[peer].value, nullptr};
+    return {gone ? &state.returns_gone[stream_of(what.peer)].value : &state.returns_there[domain].value, nullptr};
   });
-  return polled;
 }
 
 // The rings of low latency.
@@ -195,25 +201,19 @@ void Network::fill_slots(gpu::SlotNet& net, const RankNumbers& numbers) {
   copy(net.relayed, relayed);
 }
 
-// As fill_polled().
-std::vector<gpu::Net::Polled> Network::fill_slots_polled(const gpu::Group& group, const RankNumbers& numbers) {
-  std::vector<gpu::Net::Polled> polled;
+void Network::follow_slot_events(const gpu::Group& group, gpu::Followed& followed, const RankNumbers& numbers) {
   const gpu::SlotNetState& state = group.slot_net_state;
-  each_word([&](const Seen& what, const uint64_t* word) {
+  follow(followed, EventRing::kSlotDomain, EventRing::kSlotOwn, [&](const Seen& what) -> Flags {
     const uint32_t peer = numbers.number_of[what.peer], domain = numbers.domain_of[peer];
     const bool gone = what.kind == TraceKind::kSeenFlushed;
     if (what.ring == RingKind::kSlotRouting)
-      poll(polled, what, word, gone ? &state.routing_gone[domain].value : &state.routing_there[peer].value);
-    else if (what.ring == RingKind::kSlotRows)
-      poll(polled, what, word, gone ? &state.rows_gone[domain].value : &state.rows_there[peer].value);
-    else if (what.ring == RingKind::kSlotWeights)
-      poll(polled, what, word, gone ? &state.weights_gone[domain].value : &state.weights_there[peer].value);
-    else if (what.ring == RingKind::kSlotSums && gone)
-      poll(polled, what, word, &state.sums_gone[stream_of(what.peer)].value);
-    else if (what.ring == RingKind::kSlotSums && what.member == rank_)
-      poll(polled, what, word, &state.sums_there[domain].value);
+      return {gone ? &state.routing_gone[domain].value : &state.routing_there[peer].value, nullptr};
+    if (what.ring == RingKind::kSlotRows)
+      return {gone ? &state.rows_gone[domain].value : &state.rows_there[peer].value, nullptr};
+    if (what.ring == RingKind::kSlotWeights)
+      return {gone ? &state.weights_gone[domain].value : &state.weights_there[peer].value, nullptr};
+    return {gone ? &state.sums_gone[stream_of(what.peer)].value : &state.sums_there[domain].value, nullptr};
   });
-  return polled;
 }
 
 void Network::fill(gpu::Group& group, const RankNumbers& numbers) {
@@ -224,19 +224,15 @@ void Network::fill(gpu::Group& group, const RankNumbers& numbers) {
   net.commands.state = group.net_state.producer;
   fill_sources(numbers);
   fill_destinations(net);
-  const auto polled = fill_polled(group, numbers);
-  net.num_polled = static_cast<uint32_t>(polled.size());
   copy(net.to, to_);
   copy(net.from, from_);
   copy(net.relayed, relayed_);
-  copy(net.polled, polled);
+  follow_events(group, net.followed, numbers);
   if (layout_.low_latency.tokens == 0) return;
   gpu::SlotNet& slots = group.slot_net;
   lay_out_slot_net(slots, group.slot_net_state, layout_.low_latency.net.in(group.own), layout_);
   fill_slots(slots, numbers);
-  const auto slots_polled = fill_slots_polled(group, numbers);
-  slots.num_polled = static_cast<uint32_t>(slots_polled.size());
-  copy(slots.polled, slots_polled);
+  follow_slot_events(group, slots.followed, numbers);
 }
 
 }  // namespace uccl_ep

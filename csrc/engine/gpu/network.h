@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backend/gpu/group.h"
@@ -30,7 +31,7 @@ class Network {
   void wake() {
     if (copies_ != nullptr) copies_->wake();
   }
-  // What the words mean that kernels poll, by index in Net::polled, then in SlotNet::polled.
+  // What the words mean that kernels follow: those of Net, then of SlotNet.
   struct Seen {
     TraceKind kind;
     RingKind ring;
@@ -46,14 +47,14 @@ class Network {
   uint8_t* host(int rank) const { return hosts_[static_cast<size_t>(rank)].on_device(); }
   void fill_sources(const RankNumbers& numbers);
   void fill_destinations(gpu::Net& net);
-  template <typename Visit>
-  void each_word(Visit visit) const;
   size_t stream_of(int source) const;
-  std::vector<gpu::Net::Polled> fill_polled(const gpu::Group& group, const RankNumbers& numbers);
+  // That follow a word; the second may be nullptr.
+  using Flags = std::pair<uint64_t*, uint64_t*>;
+  template <typename FlagsOf>
+  void follow(gpu::Followed& followed, EventRing of_domain, EventRing of_ours, FlagsOf flags_of);
+  void follow_events(const gpu::Group& group, gpu::Followed& followed, const RankNumbers& numbers);
   void fill_slots(gpu::SlotNet& net, const RankNumbers& numbers);
-  std::vector<gpu::Net::Polled> fill_slots_polled(const gpu::Group& group, const RankNumbers& numbers);
-  void poll(std::vector<gpu::Net::Polled>& polled, const Seen& what, const void* word, uint64_t* flag,
-            uint64_t* also = nullptr);
+  void follow_slot_events(const gpu::Group& group, gpu::Followed& followed, const RankNumbers& numbers);
   // A member's host's count of consumed chunks of `ring`, which lands there: ours.
   uint64_t* consumed_by_us(int holder, const RingLayout& ring) const;
 

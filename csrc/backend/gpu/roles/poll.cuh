@@ -1,7 +1,7 @@
-// The role that follows what the proxies of our domain say, in the block that sees to the network.
+// The poller as a role of the block that sees to the network.
 #pragma once
 
-#include "backend/gpu/net.cuh"
+#include "backend/gpu/poll.cuh"
 #include "backend/gpu/roles.cuh"
 
 namespace uccl_ep::gpu {

@@ -60,7 +60,7 @@ __device__ __forceinline__ void serve_network(const DispatchKernel& kernel) {
   if (threadIdx.x == 0) shared.poller_ends = 0;
   __syncthreads();
   if (Roles::template is_in<PollRole>()) {
-    poll_hosts(kernel.g, &shared.poller_ends);
+    follow_events(kernel.g, kernel.g.net.followed, &shared.poller_ends);
   } else if (Roles::template is_in<Pushes>()) {
     Pushes::run(kernel.by(Roles::template crew<Pushes>()));
   } else if (Roles::template is_in<Ends>()) {
