@@ -344,7 +344,7 @@ EVENT_MUTANTS = {
         "if ((is_outdated(number, i, lanes) || true) && mine)",
     ),
     "an event is there before its lap": (
-        FOLLOWED, "poll.cuh", "come = ballot(ahead == 0)", "come = ballot(has)",
+        KEPT, "poll.cuh", "come = ballot(ahead == 0)", "come = ballot(has)",
     ),
 }  # fmt: skip
 
