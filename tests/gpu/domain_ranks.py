@@ -130,8 +130,9 @@ def tight_spec(layout: str, **settings: Any) -> EngineSpec:
 
 
 def as_many_as_fit(buffer: Buffer) -> tuple[int, ...]:
-    """Tokens of each rank: of the first as many as the buffer takes at all, of the others fewer, and none."""
-    most = int(buffer.stats()["memory.max_tokens"])
+    """Tokens of each rank: of the first as many as the buffer takes, or 700; of the others fewer, and
+    none."""
+    most = min(int(buffer.stats()["memory.max_tokens"]), 700)
     return tuple((most, most * 4 // 5, 0, most // 4)[rank % 4] for rank in range(buffer.num_ranks))
 
 

@@ -63,8 +63,9 @@ def test_a_plan_of_a_gpu_needs_none_and_grows_with_the_tokens_of_a_window() -> N
     assert small.total_bytes < sized.total_bytes / 3 and sized.total_bytes < whole.total_bytes
     assert whole.total_bytes <= config.budget_bytes
     # Routing of so many has its place, and rows get what is left.
-    most = memory_plan(config.replace(window_tokens=65536), 4)
-    assert most["pieces"] < whole["pieces"] and most.total_bytes <= config.budget_bytes
+    few = config.replace(budget_bytes=256 << 20)
+    most = memory_plan(few.replace(window_tokens=65536), 4)
+    assert most["pieces"] < memory_plan(few, 4)["pieces"] and most.total_bytes <= few.budget_bytes
 
 
 @pytest.mark.skipif(not cuda.built(), reason="built without CUDA kernels")
@@ -86,7 +87,7 @@ def test_a_page_more_than_the_least_budget_holds_the_routing_of_several_windows(
 ) -> None:
     """Memory of GPUs comes in pages of 2 MiB, of which an eighth of a small budget is none."""
     config = EpConfig(num_experts=8, hidden=4096, backend="cuda", transport="loop", domain_size=domain_size)
-    window = 64  # tokens, the least
+    window = 32  # tokens, the least
     least = memory_plan(config, num_ranks).least_budget_bytes
     plan = memory_plan(config.replace(budget_bytes=least + (2 << 20)), num_ranks)
     assert plan["rows"] == 2 * window * 4 * 4096
