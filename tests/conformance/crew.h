@@ -17,7 +17,7 @@
 namespace conformance {
 
 // What parent and ranks share. Each flag is written by the one that it belongs to.
-struct Board {
+struct CrewBoard {
   static constexpr int kMostRanks = 4;
   static constexpr size_t kMostAddressBytes = 64 << 10;
   struct Rank {
@@ -33,11 +33,11 @@ struct Board {
 // One rank, in its process.
 struct Member {
   int rank;
-  Board& board;
+  CrewBoard& board;
   TestRegion& region;
   Transport& transport;
   uint8_t* at(uint64_t offset) { return region.base() + offset; }
-  Board::Rank& own() { return board.ranks[rank]; }
+  CrewBoard::Rank& own() { return board.ranks[rank]; }
 };
 
 class Crew {
@@ -45,9 +45,9 @@ class Crew {
   using Body = std::function<void(Member&)>;
 
   Crew(const RanksOptions& options, const Body& body) : options_(options) {
-    void* memory = mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    void* memory = mmap(nullptr, sizeof(CrewBoard), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) throw std::logic_error("no memory for the board");
-    board_ = new (memory) Board;
+    board_ = new (memory) CrewBoard;
     for (int rank = 0; rank < num_ranks(); ++rank) {
       const pid_t pid = fork();
       if (pid == 0) run(rank, body);
@@ -60,12 +60,12 @@ class Crew {
       kill(pids_[rank], SIGKILL);
       waitpid(pids_[rank], nullptr, 0);
     }
-    munmap(board_, sizeof(Board));
+    munmap(board_, sizeof(CrewBoard));
   }
   Crew(const Crew&) = delete;
   Crew& operator=(const Crew&) = delete;
 
-  Board& board() { return *board_; }
+  CrewBoard& board() { return *board_; }
   void send(int rank, int signal) { kill(pids_[static_cast<size_t>(rank)], signal); }
   // The condition holds, or a rank says why not, or the deadline is over.
   template <typename Condition>
@@ -87,7 +87,7 @@ class Crew {
   int num_ranks() const { return static_cast<int>(options_.num_ranks); }
 
   [[noreturn]] void run(int rank, const Body& body) {
-    Board::Rank& own = board_->ranks[rank];
+    CrewBoard::Rank& own = board_->ranks[rank];
     try {
       TestRegion region(options_.region_bytes);
       auto transport = make_transport(options_, setup_for(options_, rank, region));
@@ -102,22 +102,22 @@ class Crew {
     }
     _exit(0);
   }
-  void connect(Board::Rank& own, Transport& transport) {
+  void connect(CrewBoard::Rank& own, Transport& transport) {
     const std::string address = transport.address();
-    if (address.size() > Board::kMostAddressBytes) throw std::logic_error("an address is too long");
+    if (address.size() > CrewBoard::kMostAddressBytes) throw std::logic_error("an address is too long");
     std::memcpy(own.address, address.data(), address.size());
     own.address_bytes = address.size();
     own.has_address.publish(1);
-    await(&Board::Rank::has_address);
+    await(&CrewBoard::Rank::has_address);
     std::vector<std::string> addresses;
     for (int peer = 0; peer < num_ranks(); ++peer)
       addresses.emplace_back(board_->ranks[peer].address, board_->ranks[peer].address_bytes);
     transport.connect(addresses);
     own.connected.publish(1);
-    await(&Board::Rank::connected);
+    await(&CrewBoard::Rank::connected);
     transport.sealed();
   }
-  void await(Flag Board::Rank::* flag) {
+  void await(Flag CrewBoard::Rank::* flag) {
     const Deadline deadline;
     for (int peer = 0; peer < num_ranks(); ++peer)
       while ((board_->ranks[peer].*flag).read() == 0) {
@@ -127,7 +127,7 @@ class Crew {
   }
 
   const RanksOptions options_;
-  Board* board_ = nullptr;
+  CrewBoard* board_ = nullptr;
   std::vector<pid_t> pids_;
 };
 

@@ -130,7 +130,7 @@ CLAIM("a peer that is frozen and continued gets everything, bit for bit, and nob
   RanksOptions options;
   options.region_bytes = kData + kFrozenWrites * kBytes;
   Crew crew(options, [](Member& m) { m.rank == 0 ? send_to_frozen(m) : receive_all(m); });
-  Board& board = crew.board();
+  CrewBoard& board = crew.board();
   crew.wait([&] { return board.ranks[1].progress.read() >= kFrozenWrites / 4; }, "the first arrivals");
   crew.send(1, SIGSTOP);
   board.parent.publish(1);  // the second half is for a frozen peer

@@ -26,7 +26,7 @@ struct Place {
 
 inline Place make_place(bool device) {
   constexpr RingParams kHostRings = {1024, 256, 2, 10};
-  constexpr DeviceRings kDeviceRings = {512, 1024, 3, 1024, 2, {}};
+  const DeviceRings kDeviceRings = {{{1, 512}, {2, 512}}, 1024, 3, 1024, 2, {}};
   Place p;
   for (int r = 0; r < p.topo.num_ranks; ++r)
     p.layouts.push_back(device ? make_device_layout(p.topo, kDeviceRings, r)

@@ -66,7 +66,7 @@ CLAIM("an engine over libfabric refuses the handle of another engine") {
 namespace {
 
 // Control planes of CUDA buffers, and this program in place of their kernels; ordinary memory is their device memory.
-constexpr DeviceRings kDeviceRings{512, 256, 3, 256, 2, {}};
+const DeviceRings kDeviceRings{{{1, 512}, {2, 512}}, 256, 3, 256, 2, {}};
 
 struct DevicePlanes {
   explicit DevicePlanes(const std::vector<int>& domain_of) {
@@ -181,8 +181,9 @@ CLAIM("an error of a GPU buffer reaches the engines of every domain, and all clo
 
 CLAIM("rings without a size are refused, but within one domain, where nothing is shipped") {
   const EngineConfig config = config_of(0, {0, 1}, {});
-  EXPECT_THROWS(UsageFailure, ControlPlane(config, DeviceRings{512, 256, 0, 256, 2, {}}));
-  EXPECT_THROWS(UsageFailure, ControlPlane(config, DeviceRings{512, 24, 2, 256, 2, {}}));
+  EXPECT_THROWS(UsageFailure, ControlPlane(config, DeviceRings{{{1, 512}}, 256, 0, 256, 2, {}}));
+  EXPECT_THROWS(UsageFailure, ControlPlane(config, DeviceRings{{{1, 512}}, 24, 2, 256, 2, {}}));
+  EXPECT_THROWS(UsageFailure, ControlPlane(config, DeviceRings{{{2, 512}}, 256, 2, 256, 2, {}}));
   const ControlPlane alone(config_of(0, {0, 0}, {}), DeviceRings{});
   EXPECT(alone.channels().out.empty() && alone.layout().device_bytes == 0);
 }

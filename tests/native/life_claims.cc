@@ -221,7 +221,7 @@ CLAIM("an idle proxy costs less than 2 percent of a core") {
 
 WorldOptions device_options() {
   WorldOptions options;
-  options.device = DeviceRings{4096, 2048, 4, 1024, 4, {}};
+  options.device = DeviceRings{{{1, 4096}, {2, 4096}}, 2048, 4, 1024, 4, {}};
   return options;
 }
 

@@ -129,9 +129,9 @@ void take_flags(Cursor& cursor, const Shape& shape, DeviceMap& l) {
 }
 
 // Pieces of a stream for which a token of a window has memory, beside those of a token block with the most. Domains
-// share the few ranks that most tokens reach; an eighth of the domains may have half of them.
+// share the few ranks that most tokens reach; a domain may have some times its share.
 uint32_t usual_pieces(const Shape& shape) {
-  constexpr uint32_t kUneven = 4;
+  constexpr uint32_t kUneven = 4;  // times
   const uint32_t share = (kUneven * kUsualRanks + shape.domains - 1) / shape.domains;
   return std::min({share, kUsualRanks, shape.most_members});
 }

@@ -31,7 +31,10 @@ const Rings& checked(const Rings& rings, const Topology& topo) {
   if (!on_device(rings) || topo.num_domains() == 1) return rings;
   const auto& device = std::get<DeviceRings>(rings);
   std::vector<uint64_t> slots_of = {device.rows_slot_bytes, device.return_slot_bytes};
-  for (const auto& [size, number] : topo.domains_of_size) slots_of.push_back(device.packet_bytes.at(size));
+  for (const auto& [size, number] : topo.domains_of_size) {
+    const auto packet = device.packet_bytes.find(size);
+    slots_of.push_back(packet == device.packet_bytes.end() ? 0 : packet->second);
+  }
   for (uint64_t bytes : slots_of)
     require(bytes > 0 && bytes % 16 == 0, "device rings: slots of " + std::to_string(bytes) + " bytes");
   for (uint32_t slots : {device.rows_slots, device.return_slots})
