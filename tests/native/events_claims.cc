@@ -18,7 +18,12 @@ using gpu::kWarp;
 
 namespace {
 
-const DeviceRings kRings = {4096, 2048, 4, 1024, 3, {}};
+// Packets of one length, to domains of any size.
+const DeviceRings kRings = [] {
+  DeviceRings rings{{}, 2048, 4, 1024, 3, {}};
+  for (int size = 1; size <= 128; ++size) rings.packet_bytes[size] = 4096;
+  return rings;
+}();
 
 // The host of a rank, with the part of its proxy that publishes.
 struct Host {
