@@ -1,25 +1,19 @@
 // The host side of several domains on GPUs, with ordinary memory in place of the GPUs' and memcpy in place of their
-// copy engines: layouts, what the board and events say, and the proxy's sleep.
-// Longer than 400 lines because each claim needs the same ranks.
+// copy engines: layouts, what the board says, and the proxy's sleep.
 #include <unistd.h>
 
 #include <algorithm>
-#include <bit>
 #include <thread>
 
 #include "claims.h"
-#include "common/units.h"
+#include "device_world.h"
 #include "layout_checks.h"
-#include "proxy_world.h"
 
 using namespace uccl_ep;
 
 namespace {
 
-const DeviceRings kRings = {
-    {{1, 1024 + 16}, {2, 4096 + 16}, {3, 6144 + 16}}, 2048, 4, 1024, 3, {512, 768, 1024, 2048, 3}};
-const uint64_t kPacketBytes = kRings.packet_bytes.at(1);
-constexpr uint64_t kBytes = 2048;
+const uint64_t kPacketBytes = kDeviceRings.packet_bytes.at(1);
 
 std::vector<Topology> topologies() {
   const std::vector<std::vector<int>> labels = {{0, 0},       {0, 0, 1, 1},       {0, 1, 2, 3},       {0, 0, 0, 1},
@@ -29,23 +23,6 @@ std::vector<Topology> topologies() {
   return all;
 }
 
-WorldOptions device_options(std::vector<int> labels = {0, 1}) {
-  WorldOptions options;
-  options.labels = std::move(labels);
-  options.device = kRings;
-  return options;
-}
-
-struct Ends {
-  Source source;
-  uint32_t in;
-};
-// The channel of `kind` from rank 0 to its rail in domain 1.
-Ends ends_of(World& world, RingKind kind) {
-  const uint32_t channel = out_channel(world.nodes[0], kind, world.topo.rail(0, 1));
-  return {Source(world.nodes[0], channel), world.nodes[0].channels.out[channel].peer_channel};
-}
-
 void step(World& world, int passes = 50) {
   for (int i = 0; i < passes; ++i) world.step();
 }
@@ -53,8 +30,8 @@ void step(World& world, int passes = 50) {
 CLAIM("the rings, flags and words of a device layout never overlap, in the region and in the device region") {
   for (const Topology& topo : topologies())
     for (int rank = 0; rank < topo.num_ranks; ++rank) {
-      const RegionLayout layout = make_device_layout(topo, kRings, rank);
-      const Channels channels = make_device_channels(topo, kRings, rank);
+      const RegionLayout layout = make_device_layout(topo, kDeviceRings, rank);
+      const Channels channels = make_device_channels(topo, kDeviceRings, rank);
       std::vector<Span> host = {kControlSpan}, device;
       for (const RingLayout* ring : rings_of(layout)) {
         add_flags(host, *ring);
@@ -72,7 +49,7 @@ CLAIM("the rings, flags and words of a device layout never overlap, in the regio
       EXPECT(overlap_free(host, layout.total_bytes));
       EXPECT(device.empty() || overlap_free(device, layout.device_bytes));
       const int size = topo.size_of(topo.domain_of[static_cast<size_t>(rank)]);
-      EXPECT(layout.device_bytes <= device_ring_bytes(topo, kRings, size));
+      EXPECT(layout.device_bytes <= device_ring_bytes(topo, kDeviceRings, size));
       uint64_t sum = 0;
       for (auto& [name, bytes] : layout.entries) sum += bytes;
       EXPECT_EQ(sum, layout.total_bytes);
@@ -85,24 +62,25 @@ CLAIM("the rings, flags and words of a device layout never overlap, in the regio
 CLAIM("a device layout has exactly the rings that a transport carries, with the slots and readers they need") {
   for (const Topology& topo : topologies())
     for (int rank = 0; rank < topo.num_ranks; ++rank) {
-      const RegionLayout layout = make_device_layout(topo, kRings, rank);
+      const RegionLayout layout = make_device_layout(topo, kDeviceRings, rank);
       const uint32_t members = static_cast<uint32_t>(topo.size_of(topo.domain_of[static_cast<size_t>(rank)]));
       const size_t others = static_cast<size_t>(topo.num_domains()) - 1;
       EXPECT_EQ(rings_of(layout).size(), 7 * others + 7 * layout.incoming.size());
       for (const RingLayout& ring : layout.slots.routing_landing)
-        EXPECT(ring.num_slots == 2 && ring.slot_bytes == kRings.slots.routing_bytes && ring.num_readers == members);
+        EXPECT(ring.num_slots == 2 && ring.slot_bytes == kDeviceRings.slots.routing_bytes &&
+               ring.num_readers == members);
       for (const RingLayout& ring : layout.slots.sums_landing)
         EXPECT(ring.num_slots == 0 || (ring.num_slots == 6 && ring.slot_bytes == 2048 && ring.num_readers == 1));
       EXPECT(layout.meta_send.empty() && layout.meta_landing.empty() && layout.pieces.empty());
       for (const RingLayout& ring : layout.header_landing)
-        EXPECT(ring.num_slots == 2 && ring.slot_bytes == kRings.packet_bytes.at(static_cast<int>(members)) &&
+        EXPECT(ring.num_slots == 2 && ring.slot_bytes == kDeviceRings.packet_bytes.at(static_cast<int>(members)) &&
                ring.num_readers == members);
       // A packet is as long as the other domain's number of ranks makes it.
       for (int domain = 0; domain < topo.num_domains(); ++domain)
         if (const RingLayout& ring = layout.header_send[static_cast<size_t>(domain)]; ring.num_slots > 0)
-          EXPECT_EQ(ring.slot_bytes, kRings.packet_bytes.at(topo.size_of(domain)));
+          EXPECT_EQ(ring.slot_bytes, kDeviceRings.packet_bytes.at(topo.size_of(domain)));
       for (const RingLayout& ring : layout.rows_landing)
-        EXPECT(ring.num_slots == 4 && ring.slot_bytes == kRings.rows_slot_bytes && ring.num_readers == members);
+        EXPECT(ring.num_slots == 4 && ring.slot_bytes == kDeviceRings.rows_slot_bytes && ring.num_readers == members);
       for (const RingLayout& ring : layout.return_landing)
         EXPECT(ring.num_slots == 0 || (ring.num_slots == 3 && ring.slot_bytes == 1024 && ring.num_readers == 1));
       EXPECT_EQ(make_region_layout(topo, {4096, 1024, 2, 16}, rank).board_offset, uint64_t{0});
@@ -112,7 +90,8 @@ CLAIM("a device layout has exactly the rings that a transport carries, with the 
 CLAIM("device channels end in the landing rings meant for them, for every pair of ranks") {
   for (const Topology& topo : topologies()) {
     std::vector<Channels> channels;
-    for (int rank = 0; rank < topo.num_ranks; ++rank) channels.push_back(make_device_channels(topo, kRings, rank));
+    for (int rank = 0; rank < topo.num_ranks; ++rank)
+      channels.push_back(make_device_channels(topo, kDeviceRings, rank));
     for (int a = 0; a < topo.num_ranks; ++a)
       for (int b = 0; b < topo.num_ranks; ++b)
         EXPECT(connected(a, channels[static_cast<size_t>(a)], b, channels[static_cast<size_t>(b)]));
@@ -183,113 +162,6 @@ CLAIM("it holds under disorder, duplicates, refusals and copies that overtake ea
   EXPECT(world.nodes[1].proxy->stats().duplicates_dropped > 50);
   EXPECT(world.nodes[0].copies->started.value() > 600);
   EXPECT_EQ(world.nodes[0].copies->asked_again.value(), uint64_t{0});
-}
-
-// The word is the longest prefix that the stamps allow. `ahead`: counts the times when a later chunk was there.
-void check_prefix(const Node& node, const RingLayout& ring, uint64_t word, uint64_t& ahead) {
-  const Flag* stamps = reinterpret_cast<const Flag*>(node.region->base() + ring.stamps_offset);
-  for (uint64_t s = word < ring.num_slots ? 0 : word - ring.num_slots; s < word; ++s)
-    EXPECT(stamps[s % ring.num_slots].read() > s);
-  EXPECT(stamps[word % ring.num_slots].read() <= word);
-  for (uint64_t s = word + 1; s < word + ring.num_slots; ++s) ahead += stamps[s % ring.num_slots].read() == s + 1;
-}
-
-CLAIM("a word is the number of chunks such that none before them is missing, whatever the order") {
-  WorldOptions options = device_options();
-  options.loop.seed = 3;
-  options.loop.duplicate_rate = 0.3;
-  options.copy_usec = 100;
-  World world(options);
-  Ends ends = ends_of(world, RingKind::kRows);
-  Node &from = world.nodes[0], &to = world.nodes[1];
-  Sink sink(to, ends.in, 0);
-  const uint32_t channel = to.channels.in[ends.in].peer_channel;
-  uint64_t arrived_ahead = 0, flushed_ahead = 0;
-  const uint64_t deadline = now_usec() + kPatienceUsec;
-  while (sink.serial() < 300 && now_usec() < deadline) {
-    if (ends.source.serial() < 300) ends.source.try_send(kBytes);
-    world.step();
-    check_prefix(to, to.channels.in[ends.in].landing, to.arrived(ends.in).read(), arrived_ahead);
-    check_prefix(from, from.channels.out[channel].send, from.flushed(channel).read(), flushed_ahead);
-    while (sink.ready()) sink.release();
-  }
-  EXPECT_EQ(sink.serial(), uint64_t{300});
-  EXPECT(arrived_ahead > 20 && flushed_ahead > 20);
-}
-
-// Reads the rings of events of a rank, as a GPU does.
-class Log {
- public:
-  explicit Log(const Node& node) : node_(node), counts_(node.channels.in.size() + node.channels.out.size()) {}
-  // What is new; the board is never behind it.
-  void read() {
-    for (uint32_t ring = 0; ring < kNumEventRings; ++ring) {
-      const RegionLayout::Events& events = node_.layout.events[ring];
-      const std::vector<uint32_t> words = node_.channels.board_of(static_cast<EventRing>(ring));
-      const auto bits = static_cast<uint32_t>(std::countr_zero(events.capacity));
-      for (uint64_t& next = next_[ring]; events.capacity > 0; ++next) {
-        const auto* slots = reinterpret_cast<const Flag*>(node_.region->base() + events.offset);
-        const uint64_t event = slots[event_slot(next, bits)].read();
-        if (event_ahead(event, next, bits) == kNoEvent) break;
-        EXPECT_EQ(event_ahead(event, next, bits), uint64_t{0});
-        const uint32_t idx = words[EventNumber::get(event)];
-        const uint64_t count = event_count(event, counts_[idx]);
-        EXPECT(count > counts_[idx] && count <= node_.arrived(idx).read());
-        counts_[idx] = count;
-      }
-    }
-  }
-  bool is_the_board() const {
-    for (uint32_t idx = 0; idx < counts_.size(); ++idx)
-      if (counts_[idx] != node_.arrived(idx).read()) return false;
-    return true;
-  }
-  uint64_t num_events(EventRing ring) const { return next_[static_cast<uint32_t>(ring)]; }
-
- private:
-  const Node& node_;
-  std::vector<uint64_t> counts_;
-  uint64_t next_[kNumEventRings] = {};
-};
-
-CLAIM("every word of the board is in one ring of events, which says what the word says, one step after the other") {
-  WorldOptions options = device_options({0, 0, 1, 1, 1});
-  options.loop.seed = 4;
-  options.loop.duplicate_rate = 0.3;
-  World world(options);
-  std::vector<Source> sources;
-  std::vector<Sink> sinks;
-  std::vector<Log> logs(world.nodes.begin(), world.nodes.end());
-  for (Node& node : world.nodes) {
-    for (uint32_t c = 0; c < node.channels.out.size(); ++c) sources.emplace_back(node, c);
-    for (uint32_t c = 0; c < node.channels.in.size(); ++c)
-      for (uint32_t reader = 0; reader < node.channels.in[c].landing.num_readers; ++reader)
-        sinks.emplace_back(node, c, reader);
-    size_t in_rings = 0;
-    for (uint32_t ring = 0; ring < kNumEventRings; ++ring)
-      in_rings += node.channels.board_of(static_cast<EventRing>(ring)).size();
-    EXPECT_EQ(in_rings, node.channels.in.size() + node.channels.out.size());
-  }
-  constexpr uint64_t kChunks = 40;  // of each channel: some laps of a ring
-  const auto is_over = [&] {
-    return std::all_of(sinks.begin(), sinks.end(), [](const Sink& sink) { return sink.serial() == kChunks; });
-  };
-  const uint64_t deadline = now_usec() + kPatienceUsec;
-  while (!is_over() && now_usec() < deadline) {
-    for (Source& source : sources)
-      if (source.serial() < kChunks) source.try_send(256);
-    world.step();
-    for (Sink& sink : sinks)
-      while (sink.ready()) sink.release();
-    for (Log& log : logs) {
-      log.read();
-      EXPECT(log.is_the_board());
-    }
-  }
-  EXPECT(is_over());
-  EXPECT(logs[0].num_events(EventRing::kDomain) > world.nodes[0].layout.events[0].capacity);
-  for (EventRing ring : {EventRing::kOwn, EventRing::kSlotDomain, EventRing::kSlotOwn})
-    EXPECT(logs[0].num_events(ring) > 0);
 }
 
 CLAIM("only data lies in device memory: a word of every channel is its own, and errors come home") {
