@@ -13,7 +13,6 @@ struct Known {
   uint64_t newest[5][kNumMessageKinds] = {};  // serials of messages that it has taken
   uint64_t num_taken = 0;
   bool error = false;  // the first is its own, or a peer's
-  bool closed[5] = {};
   bool owed[5] = {};  // its own error, to that rank
 
   void take(const DatagramHeader& header) {
@@ -27,11 +26,10 @@ struct Known {
       newest[header.sender][header.kind] = header.serial;
       ++num_taken;
       error |= kind == MessageKind::kError;
-      closed[header.sender] |= kind == MessageKind::kBye;
     }
   }
-  void find_error() {
-    for (int rank = 2; rank < 5 && !error; ++rank) owed[rank] = !closed[rank];
+  void find_error() {  // who said bye still waits for this rank
+    for (int rank = 2; rank < 5 && !error; ++rank) owed[rank] = true;
     error = true;
   }
   bool owes() const { return owed[2] || owed[3] || owed[4]; }

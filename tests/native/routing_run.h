@@ -378,7 +378,8 @@ inline void RoutingMemory::write_expected_rows(const Reached& reached, uint8_t* 
     ++row->num_pairs;
     ++reinterpret_cast<uint32_t*>(bytes + parts.counts)[to.member * experts + expert];
     reinterpret_cast<float*>(bytes + parts.weights)[pairs] = in_.weights[uint64_t{t} * run_.width() + pair.column];
-    reinterpret_cast<gpu::PairEntry*>(bytes + parts.pairs)[pairs++] = {expert, pairs_of_expert[expert]++};
+    reinterpret_cast<gpu::PairEntry*>(bytes + parts.pairs)[pairs++] = {
+        static_cast<uint16_t>(expert), static_cast<uint16_t>(pairs_of_expert[expert]++)};
   }
 }
 
