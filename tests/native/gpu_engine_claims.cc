@@ -238,6 +238,7 @@ CLAIM("4 domains of a rank have the host's bits in windows, a map") {
   CudaRun run = windows_of({0, 1, 2, 3}, kFp32, kFp32);
   run.is_map = run.compact = true;
   run.hidden = 2048;
+  run.spare_bytes = 2 << 20;
   run.num_tokens = {128, 100, 0, 60};
   run.least_windows = 4 + 1;
   try_seeds(run);

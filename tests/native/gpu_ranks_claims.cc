@@ -118,7 +118,8 @@ CLAIM("a rank that lays out its memory otherwise is refused by name") {
   std::vector<std::unique_ptr<GpuEngine>> engines;
   for (int rank = 0; rank < 2; ++rank) {
     EngineConfig config = config_of(ranks_in({1, 1}), rank);
-    config.budget_bytes = (uint64_t{64} << 20) << rank;
+    config.budget_bytes = uint64_t{64} << 20;
+    config.window_tokens = uint32_t{64} << rank;
     engines.push_back(std::make_unique<GpuEngine>(config, rank, 2, 2));
     handles.push_back(engines.back()->export_handle());
   }

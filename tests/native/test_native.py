@@ -37,6 +37,13 @@ SKIPPED = "skipped: "
 STAND_INS = ("libibverbs.so.1", "libefa.so.1")
 ENGINE_PARTS = (*PARTS, "backend", "engine")
 SANITIZERS = {"memory": building.MEMORY, "thread": building.THREAD}
+# Claims of a NIC that writes while a thread reads: nothing orders these writes, which are threads' here.
+UNORDERED = (
+    "1,000 chunks through a ring of 2 arrive intact when writes are duplicated",
+    "1,000 chunks through a ring of 2 arrive intact under all faults at once, with three readers",
+    "a sender that ignores credits is stopped by the receiver, with an error on both sides",
+    "without credits on both sides the slow reader would find overwritten chunks",
+)
 CLAIM = re.compile(r'^CLAIM\("((?:[^"\\]|\\.)*)"\)', re.MULTILINE)
 
 Build = Callable[[str, str], Path]
@@ -63,6 +70,7 @@ def cases(sanitizer: str) -> list[object]:
         )
         for program in programs
         for claim in claims_of(program)
+        if sanitizer == "memory" or claim not in UNORDERED
     ]
 
 

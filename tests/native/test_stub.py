@@ -16,6 +16,7 @@ from uccl_ep_train.core import cuda
 from uccl_ep_train.core.native import load_native
 
 REPAIR = "run scripts/native_stub.py"
+OF_GPU = re.compile("gpu|lowlatency")
 
 
 def written(text: str) -> dict[str, str]:
@@ -29,7 +30,7 @@ def stale(text: str, native: types.ModuleType) -> list[str]:
     """Names whose declarations differ. What is bound for GPUs is missing in a build without nvcc."""
     said, bound = written(text), blocks(native)
     if not hasattr(native, "GpuEngine"):
-        said = {name: block for name, block in said.items() if "gpu" not in name.lower()}
+        said = {name: block for name, block in said.items() if not OF_GPU.search(name.lower())}
     return sorted(name for name in {*said, *bound} if said.get(name) != bound.get(name))
 
 

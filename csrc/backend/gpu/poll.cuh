@@ -39,7 +39,7 @@ __device__ __forceinline__ void read_board(const Group& g, const Followed& of, u
 
 // By a warp, each lane with a ring, or with an empty one: one look from event `next` on, by `lanes` lanes of a ring.
 // Returns the position after what has been seen of the ring.
-__device__ inline uint64_t look_at_events(const Group& g, const Followed& of, const Followed::Ring& ring, uint64_t next,
+__device__ __noinline__ inline uint64_t look_at_events(const Group& g, const Followed& of, const Followed::Ring& ring, uint64_t next,
                                           uint32_t lanes) {
   constexpr uint32_t kNone = UINT32_MAX;
   const uint32_t lane = threadIdx.x % kWarp, i = lane % lanes;
@@ -71,7 +71,7 @@ __device__ inline uint64_t look_at_events(const Group& g, const Followed& of, co
 }
 
 // By one warp, until no warp of the kernel waits for flags any more: then `end`, a word of shared memory, is 1.
-__device__ inline void follow_events(const Group& g, const Followed& of, uint32_t* end) {
+__device__ __noinline__ inline void follow_events(const Group& g, const Followed& of, uint32_t* end) {
   const uint32_t lane = threadIdx.x % kWarp;
   const uint32_t lanes = of.num_rings < kWarp ? kWarp / of.num_rings : 1;  // of a ring
   const uint32_t together = kWarp / lanes, place = lane / lanes;
