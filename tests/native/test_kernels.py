@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.native.building import CSRC
-from tests.native.kernels import ARCHITECTURES, NVCC, SOURCES, kernels_of, known, report_of
+from tests.native.kernels import ARCHITECTURES, CHOSEN, NVCC, SOURCES, kernels_of, known, report_of
 
 pytestmark = pytest.mark.skipif(not Path(NVCC).is_file(), reason=f"no nvcc ({NVCC})")
 
@@ -23,7 +23,10 @@ def static_shared_bytes() -> int:
     return int(re.findall(r"kStaticSharedBytes = (\d+);", text)[0])
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=[] if name in CHOSEN else pytest.mark.slow) for name in ARCHITECTURES],
+)
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_kernels_fit(source: Path, architecture: str) -> None:
     if architecture not in known():
@@ -43,7 +46,7 @@ def test_bulk_copies_are_compiled_where_there_are_some() -> None:
     combine = next(source for source in SOURCES if source.stem == "combine")
     fewest = {
         name: min(k.registers for k in kernels_of(report_of(combine, name)) if k.registers)
-        for name in known()
+        for name in ("80", "90a")
     }
     assert fewest["80"] < 32 < fewest["90a"]
 
