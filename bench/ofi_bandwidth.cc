@@ -18,7 +18,7 @@
 #include <string>
 #include <vector>
 
-#include "common/units.h"
+#include "common/clock.h"
 #include "transport/ofi/ofi.h"
 #include "transport/registry.h"
 

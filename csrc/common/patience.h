@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "common/units.h"
+#include "common/clock.h"
 
 namespace uccl_ep {
 

@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <exception>
 
+#include "common/clock.h"
 #include "common/thread.h"
-#include "common/units.h"
 #include "layout/words.h"
 #include "proxy/board.h"
 #include "proxy/health.h"
@@ -84,21 +84,27 @@ void Proxy::run() {
   prctl(PR_SET_TIMERSLACK, 1000, 0, 0, 0);  // nanoseconds: a link's next delivery is due in microseconds
   awake_since_usec_ = last_chunk_usec_ = now_usec();
   while (stopping_.read() == 0) {
-    const uint32_t ticket = context_.control->proxy_bell.ticket();
-    try {
-      run_once(ticket);
-    } catch (const CommunicationFailure& failure) {
-      fail(failure.record());
+    const uint32_t ticket = context_.control->proxy_bell.ticket();  // before the pass that may find nothing
+    const Pass pass = make_pass();
+    if (pass == Pass::kFailed)
       context_.control->proxy_bell.wait(ticket, kFailedRetryUsec);
-    } catch (const std::exception& failure) {
-      fail(make_error(ErrorKind::kTransport, context_.rank, -1, failure.what()));
-      context_.control->proxy_bell.wait(ticket, kFailedRetryUsec);
-    }
+    else
+      rest(pass == Pass::kMoved, ticket);
   }
 }
 
-void Proxy::run_once(uint32_t ticket) {
-  const bool moved = step();
+Pass Proxy::make_pass() {
+  try {
+    return step() ? Pass::kMoved : Pass::kIdle;
+  } catch (const CommunicationFailure& failure) {
+    fail(failure.record());
+  } catch (const std::exception& failure) {
+    fail(make_error(ErrorKind::kTransport, context_.rank, -1, failure.what()));
+  }
+  return Pass::kFailed;
+}
+
+void Proxy::rest(bool moved, uint32_t ticket) {
   if (passes_.value() % kPassesPerAccount == 0) account();
   if (chunks_moved_) empty_passes_ = 0;
   if (moved || is_to_look_again()) return;
@@ -129,7 +135,7 @@ bool Proxy::stays_awake() {
          now_usec() - last_chunk_usec_ < (awaited_ != 0 ? kAwakeForReplaysUsec : kAwakeUsec);
 }
 
-// `ticket` was taken before the idle pass, so later events end the sleep at once.
+// Events after the ticket was taken end the sleep at once.
 void Proxy::sleep(uint32_t ticket) {
   const uint64_t usec = sleep_usec();
   if (usec < kLeastSleepUsec) {

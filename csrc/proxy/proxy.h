@@ -76,6 +76,8 @@ struct ProxyStats {
   uint64_t busy_usec = 0;  // not asleep
 };
 
+enum class Pass { kIdle, kMoved, kFailed };
+
 class Proxy {
  public:
   // Checks the field limits. Throws UsageFailure(kConfig).
@@ -88,9 +90,10 @@ class Proxy {
   // Joins the thread even if work is pending. Afterwards this proxy no longer uses the transport. Idempotent.
   void stop();
 
-  // One pass; true if anything moved. The thread calls it; tests call it instead of start(). Throws what the transport
-  // throws, and CommunicationFailure for whatever breaks the protocol. The thread turns the exception into an error of
-  // all ranks.
+  // Instead of start(): one pass, as the thread makes it. What step() throws becomes an error of all ranks.
+  Pass make_pass();
+  // One pass; true if anything moved. Throws what the transport throws, and CommunicationFailure for whatever breaks
+  // the protocol.
   bool step();
 
   // ---- any thread
@@ -122,7 +125,7 @@ class Proxy {
 
  private:
   void run();
-  void run_once(uint32_t ticket);
+  void rest(bool moved, uint32_t ticket);  // after a pass
   bool is_to_look_again();
   bool stays_awake();
   void sleep(uint32_t ticket);

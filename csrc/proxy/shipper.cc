@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "common/units.h"
+#include "common/clock.h"
 #include "layout/words.h"
 
 namespace uccl_ep {

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "common/clock.h"
 #include "common/error.h"
 #include "common/patience.h"
 #include "common/units.h"

@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
+#include "common/clock.h"
 #include "common/thread.h"
-#include "common/units.h"
 
 namespace uccl_ep {
 namespace {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "claims.h"
-#include "common/units.h"
+#include "common/clock.h"
 #include "transport/transport.h"
 
 namespace conformance {

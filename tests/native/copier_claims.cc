@@ -5,7 +5,7 @@
 #include <string>
 
 #include "claims.h"
-#include "common/units.h"
+#include "common/clock.h"
 #include "transport/copier.h"
 
 using namespace uccl_ep;

@@ -42,6 +42,49 @@ class RankRun {
   RankRun(Engine& engine, int rank) : engine_(engine), random_(static_cast<uint64_t>(rank) * 7919 + 1) {}
 
   void dispatch_and_combine(bool with_weights) {
+    begin(with_weights);
+    EXPECT(op_->wait_counts(kPatienceUsec));
+    give_rows();
+    EXPECT(op_->wait(nullptr, kPatienceUsec));
+    combine();
+    EXPECT(first_->wait(nullptr, kPatienceUsec));
+    EXPECT(second_->wait(nullptr, kPatienceUsec));
+    check();
+  }
+
+  // The same without waiting, for who steps engines: makes the next call if the last one is through. True: all is
+  // through and was looked at. Throws the error that a call ended with.
+  bool advance(bool with_weights) {
+    switch (phase_) {
+      case Phase::kNone:
+        begin(with_weights);
+        phase_ = Phase::kCounts;
+        return false;
+      case Phase::kCounts:
+        if (!op_->wait_counts(0)) return false;
+        give_rows();
+        phase_ = Phase::kRows;
+        return false;
+      case Phase::kRows:
+        if (!op_->wait(nullptr, 0)) return false;
+        combine();
+        phase_ = Phase::kCombines;
+        return false;
+      case Phase::kCombines:
+        if (!first_->wait(nullptr, 0) || !second_->wait(nullptr, 0)) return false;
+        check();
+        phase_ = Phase::kNone;
+        return true;
+    }
+    return false;
+  }
+  bool has_given_rows() const { return phase_ == Phase::kRows || phase_ == Phase::kCombines; }
+
+ private:
+  enum class Phase { kNone, kCounts, kRows, kCombines };
+
+  void begin(bool with_weights) {
+    with_weights_ = with_weights;
     fill();
     DispatchArgs dispatch;
     dispatch.x = reinterpret_cast<const uint8_t*>(x_.data());
@@ -51,37 +94,34 @@ class RankRun {
     dispatch.has_routing = true;
     dispatch.routing = {RoutingKind::kTopk, idx_.data(), kTopk};
     dispatch.weights = with_weights ? weights_.data() : nullptr;
-    auto op = engine_.dispatch(dispatch);
-    EXPECT(op->wait_counts(kPatienceUsec));
-    std::vector<float> rows(op->plan()->num_rows() * kHidden, -1.0f);
-    std::vector<float> row_weights(op->plan()->num_rows(), -1.0f);
+    op_ = engine_.dispatch(dispatch);
+  }
+  void give_rows() {
+    rows_.assign(op_->plan()->num_rows() * kHidden, -1.0f);
+    row_weights_.assign(op_->plan()->num_rows(), -1.0f);
     DispatchOutput output;
-    output.rows = reinterpret_cast<uint8_t*>(rows.data());
-    output.weights = row_weights.data();
-    op->give_output(output);
-    EXPECT(op->wait(nullptr, kPatienceUsec));
-
-    std::vector<float> out(x_.size() + 1), out_again(x_.size() + 1), weights_back(weights_.size() + 1, 0.0f);
+    output.rows = reinterpret_cast<uint8_t*>(rows_.data());
+    output.weights = row_weights_.data();
+    op_->give_output(output);
+  }
+  void combine() {
+    out_.assign(x_.size() + 1, 0);
+    out_again_ = out_;
+    weights_back_.assign(weights_.size() + 1, 0);
     CombineArgs combine;
-    combine.rows = reinterpret_cast<const uint8_t*>(rows.data());
+    combine.rows = reinterpret_cast<const uint8_t*>(rows_.data());
     combine.hidden = kHidden;
     combine.dtype = combine.wire = Dtype::kFp32;
-    combine.plan = op->plan();
-    combine.weights = with_weights ? row_weights.data() : nullptr;
-    combine.weights_out = with_weights ? weights_back.data() : nullptr;
-    combine.out = reinterpret_cast<uint8_t*>(out.data());
-    auto first = engine_.combine(combine);
+    combine.plan = op_->plan();
+    combine.weights = with_weights_ ? row_weights_.data() : nullptr;
+    combine.weights_out = with_weights_ ? weights_back_.data() : nullptr;
+    combine.out = reinterpret_cast<uint8_t*>(out_.data());
+    first_ = engine_.combine(combine);
     combine.weights = nullptr;
     combine.weights_out = nullptr;
-    combine.out = reinterpret_cast<uint8_t*>(out_again.data());
-    auto second = engine_.combine(combine);
-    EXPECT(first->wait(nullptr, kPatienceUsec));
-    EXPECT(second->wait(nullptr, kPatienceUsec));
-    check(out, with_weights ? &weights_back : nullptr);
-    EXPECT(out == out_again);
+    combine.out = reinterpret_cast<uint8_t*>(out_again_.data());
+    second_ = engine_.combine(combine);
   }
-
- private:
   void fill() {
     num_tokens_ = random_() % 60;
     x_.resize(num_tokens_ * kHidden + 1);
@@ -96,16 +136,17 @@ class RankRun {
     }
   }
 
-  void check(const std::vector<float>& out, const std::vector<float>* weights_back) const {
+  void check() const {
     for (uint64_t t = 0; t < num_tokens_; ++t) {
       float experts = 0;
       for (uint64_t k = 0; k < kTopk; ++k) {
         const bool there = idx_[t * kTopk + k] >= 0;
         experts += there ? 1.0f : 0.0f;
-        if (weights_back != nullptr) EXPECT_EQ((*weights_back)[t * kTopk + k], there ? weights_[t * kTopk + k] : 0.0f);
+        if (with_weights_) EXPECT_EQ(weights_back_[t * kTopk + k], there ? weights_[t * kTopk + k] : 0.0f);
       }
-      for (uint64_t h = 0; h < kHidden; ++h) EXPECT_EQ(out[t * kHidden + h], experts * x_[t * kHidden + h]);
+      for (uint64_t h = 0; h < kHidden; ++h) EXPECT_EQ(out_[t * kHidden + h], experts * x_[t * kHidden + h]);
     }
+    EXPECT(out_ == out_again_);
   }
 
   Engine& engine_;
@@ -113,6 +154,11 @@ class RankRun {
   uint64_t num_tokens_ = 0;
   std::vector<float> x_, weights_;
   std::vector<int64_t> idx_;
+  // Of the calls that are under way.
+  Phase phase_ = Phase::kNone;
+  bool with_weights_ = false;
+  std::shared_ptr<Operation> op_, first_, second_;
+  std::vector<float> rows_, row_weights_, out_, out_again_, weights_back_;
 };
 
 using Change = std::function<void(EngineConfig&)>;

@@ -11,7 +11,7 @@
 #include <map>
 #include <mutex>
 
-#include "common/units.h"
+#include "common/clock.h"
 #include "engine/group/domains.h"
 #include "engine/group/handle.h"
 #include "engine_runs.h"

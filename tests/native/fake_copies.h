@@ -5,8 +5,8 @@
 #include <random>
 #include <vector>
 
+#include "common/clock.h"
 #include "common/mapping.h"
-#include "common/units.h"
 #include "sync/flag.h"
 #include "sync/word.h"
 #include "transport/transport.h"

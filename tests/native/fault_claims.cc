@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "claims.h"
-#include "common/units.h"
+#include "common/clock.h"
 #include "faulty.h"
 #include "proxy_world.h"
 

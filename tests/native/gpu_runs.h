@@ -18,7 +18,7 @@
 #include <thread>
 
 #include "claims.h"
-#include "common/units.h"
+#include "common/clock.h"
 #include "engine/gpu/engine.h"
 #include "engine/host/engine.h"
 #include "gpu_on_cpu/lanes.h"

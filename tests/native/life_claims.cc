@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "claims.h"
-#include "common/units.h"
+#include "common/clock.h"
 #include "faulty.h"
 #include "proxy_world.h"
 #include "victim.h"

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "claims.h"
+#include "common/clock.h"
 #include "common/units.h"
 #include "fixture.h"
 #include "transport/loop/loop.h"

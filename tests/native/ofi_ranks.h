@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "claims.h"
+#include "common/clock.h"
 #include "common/units.h"
 #include "fixture.h"
 #include "transport/ofi/ofi.h"

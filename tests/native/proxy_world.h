@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "common/clock.h"
 #include "common/units.h"
 #include "fake_copies.h"
 #include "fixture.h"

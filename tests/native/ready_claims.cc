@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "claims.h"
+#include "common/clock.h"
 #include "common/units.h"
 #include "fixture.h"
 #include "sync/marks.h"

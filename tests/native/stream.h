@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "common/units.h"
+#include "common/clock.h"
 #include "proxy_world.h"
 
 namespace uccl_ep {

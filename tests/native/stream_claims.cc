@@ -4,7 +4,7 @@
 #include <thread>
 
 #include "claims.h"
-#include "common/units.h"
+#include "common/clock.h"
 #include "layout/words.h"
 #include "proxy_world.h"
 #include "stream.h"

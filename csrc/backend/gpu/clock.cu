@@ -1,6 +1,6 @@
 // Samples the GPU's clock together with the host's.
 #include "backend/gpu/trace.h"
-#include "common/units.h"
+#include "common/clock.h"
 #include "device/launch.cuh"
 #include "device/memory.h"
 #include "sync/device.cuh"

@@ -39,8 +39,8 @@ __device__ __forceinline__ void read_board(const Group& g, const Followed& of, u
 
 // By a warp, each lane with a ring, or with an empty one: one look from event `next` on, by `lanes` lanes of a ring.
 // Returns the position after what has been seen of the ring.
-__device__ __noinline__ inline uint64_t look_at_events(const Group& g, const Followed& of, const Followed::Ring& ring, uint64_t next,
-                                          uint32_t lanes) {
+__device__ __noinline__ inline uint64_t look_at_events(const Group& g, const Followed& of, const Followed::Ring& ring,
+                                                       uint64_t next, uint32_t lanes) {
   constexpr uint32_t kNone = UINT32_MAX;
   const uint32_t lane = threadIdx.x % kWarp, i = lane % lanes;
   const bool has = ring.slots != nullptr;

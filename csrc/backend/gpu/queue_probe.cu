@@ -7,6 +7,7 @@
 #include <new>
 #include <stdexcept>
 
+#include "common/clock.h"
 #include "common/units.h"
 #include "device/launch.cuh"
 #include "device/memory.h"

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "common/units.h"
+#include "common/clock.h"
 #include "layout/region.h"
 #include "queue/ring.h"
 #include "sync/control.h"

@@ -12,10 +12,10 @@
 #include <stdexcept>
 #include <utility>
 
+#include "common/clock.h"
 #include "common/error.h"
 #include "common/limits.h"
 #include "common/patience.h"
-#include "common/units.h"
 
 namespace uccl_ep::gpu {
 namespace {

@@ -9,8 +9,8 @@
 #include <map>
 #include <stdexcept>
 
+#include "common/clock.h"
 #include "common/thread.h"
-#include "common/units.h"
 #include "device/arch.h"
 #include "engine/group/handle.h"
 

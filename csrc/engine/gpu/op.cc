@@ -1,7 +1,7 @@
 // An operation as its caller sees it.
 #include <sched.h>
 
-#include "common/units.h"
+#include "common/clock.h"
 #include "engine/gpu/engine.h"
 
 namespace uccl_ep {

@@ -3,8 +3,8 @@
 #include <chrono>
 #include <thread>
 
+#include "common/clock.h"
 #include "common/patience.h"
-#include "common/units.h"
 #include "engine/group/control_plane.h"
 
 namespace uccl_ep {
@@ -43,15 +43,19 @@ bool ControlPlane::refuse_calls(bool abort) {
   return true;
 }
 
+bool ControlPlane::may_leave() const { return failed() ? proxy_->error_delivered() : proxy_->all_closed(); }
+
 void ControlPlane::leave() {
   {
     std::lock_guard lock(mutex_);
     if (!started_) return;
   }
-  proxy_->announce_close();
-  wait_for(config_.progress_timeout_s, [this] { return failed() || proxy_->all_closed(); });
-  // Who gives up, or found an error, stays until the others have been told.
-  if (failed()) wait_for(kTellSeconds, [this] { return proxy_->error_delivered(); });
+  announce_close();
+  if (drive_ == Drive::kThreads) {
+    wait_for(config_.progress_timeout_s, [this] { return failed() || may_leave(); });
+    // Who gives up, or found an error, stays until the others have been told.
+    if (failed()) wait_for(kTellSeconds, [this] { return may_leave(); });
+  }
   proxy_->stop();
 }
 

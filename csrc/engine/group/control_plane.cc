@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "common/clock.h"
 #include "common/process.h"
 #include "common/units.h"
 #include "engine/group/handle.h"
@@ -167,7 +168,7 @@ void ControlPlane::connect(const std::vector<std::string>& handles) {
 
 void ControlPlane::attach_device(DeviceRegions device) { transport_->attach_device(std::move(device)); }
 
-void ControlPlane::start() {
+void ControlPlane::start(Drive drive) {
   regions_[config_.rank].unlink();
   transport_->sealed();
   ProxyContext proxy;
@@ -191,8 +192,9 @@ void ControlPlane::start() {
                          std::holds_alternative<DeviceRings>(rings_);
   proxy.progress_timeout_usec = static_cast<uint64_t>(config_.progress_timeout_s * 1e6);
   proxy_ = std::make_unique<Proxy>(proxy);
-  proxy_->start();
+  if (drive == Drive::kThreads) proxy_->start();
   std::lock_guard lock(mutex_);
+  drive_ = drive;
   started_ = true;
 }
 

@@ -24,6 +24,10 @@
 
 namespace uccl_ep {
 
+// Who makes an engine's passes: threads of its own, or the program. A program that steps all ranks of a group decides
+// their order, and may do so in simulated time: common/clock.h.
+enum class Drive { kThreads, kSteps };
+
 // The rings of a buffer: the host backend's, or those of a GPU buffer that a transport carries.
 using Rings = std::variant<RingParams, DeviceRings>;
 // What the transport allocates on the rank that has the most rails, so that all choose the same rings.
@@ -51,7 +55,9 @@ class ControlPlane {
   // What another thread of this rank records belongs to its trace. Outlives this.
   void add_trace(TraceBuffer& of) { traces_.push_back(&of); }
   // Every rank has connected: calls are taken from now on.
-  void start();
+  void start(Drive drive = Drive::kThreads);
+  // With Drive::kSteps: a pass of the proxy.
+  Pass step() { return proxy_->make_pass(); }
 
   // ---- the sequence of calls
   struct Number {
@@ -98,7 +104,12 @@ class ControlPlane {
   // ---- the end, by any thread, whatever others do here; in this order
   // No call takes a number any more. False if somebody has done it before. With `abort` tells the others.
   bool refuse_calls(bool abort);
-  // No operation is under way. Waits, bounded by the progress deadline, until every rank closes; stops the proxy.
+  // Every rank learns that this one closes.
+  void announce_close() { proxy_->announce_close(); }
+  // Every rank closes; or there is an error, and all have been told.
+  bool may_leave() const;
+  // No operation is under way. Announces the close and waits until it may leave: for a deadline, with Drive::kSteps not
+  // at all. Stops the proxy.
   void leave();
   // Statistics and the error stay those of the end.
   void give_back();
@@ -159,6 +170,7 @@ class ControlPlane {
 
   mutable std::mutex mutex_;  // guards what follows
   bool started_ = false;
+  Drive drive_ = Drive::kThreads;
   bool closed_ = false;
   bool traced_ = false;
   uint64_t num_queued_ = 0, num_refused_ = 0;

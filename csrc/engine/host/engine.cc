@@ -1,4 +1,4 @@
-// Creation, the queue, waiting and the end. The worker: run.cc.
+// Creation, the queue, waiting and the end. The worker's passes: run.cc.
 #include "engine/host/engine.h"
 
 #include <chrono>
@@ -113,13 +113,14 @@ HostEngine::HostEngine(const EngineConfig& config)
 
 HostEngine::~HostEngine() { close(true); }
 
-void HostEngine::start() {
+void HostEngine::start(Drive drive) {
   std::vector<uint8_t*> bases;
   for (int rank = 0; rank < config_.num_ranks; ++rank) bases.push_back(plane_.region_base(rank));
   context_ = host::make_context(topo_, rings_, plane_.channels(), {config_.rank, order_of(config_)}, bases,
                                 {&plane_.commands(), &plane_.control().proxy_bell, &worker_trace_});
-  worker_ = start_thread("the worker", [this] { work(); });
-  plane_.start();
+  drive_ = drive;
+  if (drive == Drive::kThreads) worker_ = start_thread("the worker", [this] { work(); });
+  plane_.start(drive);
 }
 
 CallLimits HostEngine::limits() const { return {config_.generation, config_.widest_row_bytes(), true}; }
@@ -142,11 +143,12 @@ void HostEngine::close(bool abort) {
   {
     // Operations that are under way end by themselves, or by the error, or by their deadline.
     std::unique_lock lock(mutex_);
-    queue_changed_.wait(lock, [&] { return queue_.empty() && !busy_; });
+    queue_changed_.wait(lock, [&] { return drive_ == Drive::kSteps || (queue_.empty() && !busy_); });
     stop_ = true;
     queue_changed_.notify_all();
   }
   if (worker_.joinable()) worker_.join();
+  running_.reset();
   plane_.leave();
   plane_.give_back();
 }

@@ -1,4 +1,4 @@
-// The engine of tensors in CPU memory: a worker thread runs the operations in their order.
+// The engine of tensors in CPU memory: a worker runs the operations in their order.
 #pragma once
 
 #include <condition_variable>
@@ -57,7 +57,8 @@ class HostEngine final : public Engine {
 
   std::string export_handle() const override { return plane_.export_handle(); }
   void connect(const std::vector<std::string>& handles) override { plane_.connect(handles); }
-  void start() override;
+  void start() override { start(Drive::kThreads); }
+  void start(Drive drive);
 
   std::shared_ptr<Operation> dispatch(const DispatchArgs& args) override;
   std::shared_ptr<Operation> combine(const CombineArgs& args) override;
@@ -67,6 +68,14 @@ class HostEngine final : public Engine {
   void fail(const std::string& text) override { plane_.fail(text); }
   void check() const override { plane_.check(); }
   void close(bool abort) override;
+
+  // ---- with Drive::kSteps
+  // A pass of the proxy and one of the worker; true if anything moved. Throws nothing that threads would not: an error
+  // reaches operations and ranks.
+  bool step();
+  // close() waits for nobody. Before it, these end without an error: announces that this rank closes; all ranks have.
+  void announce_close() { plane_.announce_close(); }
+  bool may_close() const { return plane_.may_leave(); }
 
   void start_trace(uint64_t max_events) override { plane_.start_trace(max_events); }
   Trace stop_trace() override { return plane_.stop_trace(); }
@@ -85,11 +94,12 @@ class HostEngine final : public Engine {
 
   // run.cc
   void work();
-  void run(Op& op);
+  enum class Look { kNothingQueued, kWaits, kMoved };
+  Look look();
+  void end_running();
   void count(const Op& op, uint64_t started_nsec);
-  void run_steps(Op& op, Steps& steps, const host::PlanStep& plan);
   WaitingOn waiting_for(const Steps& steps, const host::PlanStep& plan) const;
-  void sleep(uint32_t ticket, const Op& op, const Steps& steps, const WaitingOn& waiting);
+  void sleep(uint32_t ticket);
   // By the worker's patience.
   struct Waiting {
     uint64_t started_usec = 0;
@@ -97,6 +107,17 @@ class HostEngine final : public Engine {
     uint64_t moves = 0;
     uint64_t next_look_usec = 0;
   };
+  // The operation that is under way.
+  struct Running {
+    std::shared_ptr<HostOperation> operation;
+    uint64_t started_nsec = 0;
+    Steps steps;
+    host::PlanStep* plan = nullptr;  // null: it has not begun
+    Waiting waiting;
+  };
+  void begin(Running& running);
+  enum class Progress { kDone, kMoved, kNone };
+  Progress advance(Running& running);
   void check_deadlines(const Op& op, const Steps& steps, const host::PlanStep& plan, Waiting& waiting);
   bool long_closed(int rank, uint64_t patient_usec);
   ErrorRecord timeout_record(const Op& op, const WaitingOn& waiting, bool arrival, uint64_t waited_usec) const;
@@ -117,11 +138,13 @@ class HostEngine final : public Engine {
   std::deque<std::shared_ptr<HostOperation>> queue_;
   bool busy_ = false;
   bool stop_ = false;
+  Drive drive_ = Drive::kThreads;
   struct OpCounters {
     uint64_t dispatches = 0, combines = 0, dispatch_usec = 0, combine_usec = 0;
   } counters_;
 
   // Writer: the worker.
+  std::unique_ptr<Running> running_;
   PatienceClock patience_;
   std::vector<uint64_t>
       closed_seen_usec_;  // [rank] patience_ when the worker first saw that it has closed; 0: it has not

@@ -1,11 +1,11 @@
-// The worker: runs the steps of one operation side by side, sleeps when none can move, and never longer than a
-// deadline.
+// The worker: advances the steps of one operation side by side. Its thread sleeps when none can move, and never longer
+// than a deadline.
 #include <sched.h>
 
 #include <algorithm>
 #include <cstring>
 
-#include "common/units.h"
+#include "common/clock.h"
 #include "engine/host/engine.h"
 
 namespace uccl_ep {
@@ -18,32 +18,43 @@ constexpr int kManyRanks = 16;
 
 void HostEngine::work() {
   while (true) {
-    std::shared_ptr<HostOperation> operation;
     {
       std::unique_lock lock(mutex_);
       queue_changed_.wait(lock, [&] { return stop_ || !queue_.empty(); });
       if (queue_.empty()) return;
-      operation = queue_.front();
-      queue_.pop_front();
-      busy_ = true;
     }
-    run(operation->op_);
-    operation.reset();
-    std::lock_guard lock(mutex_);
-    busy_ = false;
-    queue_changed_.notify_all();
+    while (true) {
+      const uint32_t ticket = plane_.control().worker_bell.ticket();  // before the look that may find nothing
+      const Look found = look();
+      if (found == Look::kNothingQueued) break;
+      if (found == Look::kWaits) sleep(ticket);
+    }
   }
 }
 
-void HostEngine::run(Op& op) {
-  const uint64_t started = now_nsec();
-  Steps steps;
+bool HostEngine::step() {
+  const bool moved = plane_.step() == Pass::kMoved;
+  return look() == Look::kMoved || moved;
+}
+
+// A pass of the worker over the operation that is under way, or the next one.
+HostEngine::Look HostEngine::look() {
+  if (running_ == nullptr) {
+    const std::lock_guard lock(mutex_);
+    if (queue_.empty()) return Look::kNothingQueued;
+    running_ = std::make_unique<Running>();
+    running_->operation = queue_.front();
+    running_->started_nsec = now_nsec();
+    queue_.pop_front();
+    busy_ = true;
+  }
+  Running& running = *running_;
+  Op& op = running.operation->op_;
   try {
-    check();
-    host::PlanStep* plan = nullptr;
-    steps = op.is_dispatch() ? dispatch_steps(op, plan) : combine_steps(op, plan);
-    run_steps(op, steps, *plan);
-    count(op, started);
+    if (running.plan == nullptr) begin(running);
+    if (const Progress progress = advance(running); progress != Progress::kDone)
+      return progress == Progress::kMoved ? Look::kMoved : Look::kWaits;
+    count(op, running.started_nsec);
     finish(op, nullptr);
   } catch (const CommunicationFailure& failure) {
     ErrorRecord record = failure.record();
@@ -52,8 +63,8 @@ void HostEngine::run(Op& op) {
     plane_.spread(record);
     // All calls raise the first error that reached this rank.
     record = posted_error(plane_.control());
-    if (record.step == Step::kNone) locate(op, steps, record);
-    count(op, started);
+    if (record.step == Step::kNone) locate(op, running.steps, record);
+    count(op, running.started_nsec);
     finish(op, &record);
   } catch (const std::exception& failure) {  // out of memory, for example
     ErrorRecord record;
@@ -62,9 +73,52 @@ void HostEngine::run(Op& op) {
     record.epoch = op.epoch;
     record.set_message("rank " + std::to_string(config_.rank) + " failed: " + failure.what());
     plane_.spread(record);
-    count(op, started);
+    count(op, running.started_nsec);
     finish(op, &record);
   }
+  end_running();
+  return Look::kMoved;
+}
+
+void HostEngine::end_running() {
+  running_.reset();
+  const std::lock_guard lock(mutex_);
+  busy_ = false;
+  queue_changed_.notify_all();
+}
+
+void HostEngine::begin(Running& running) {
+  check();
+  Op& op = running.operation->op_;
+  running.steps = op.is_dispatch() ? dispatch_steps(op, running.plan) : combine_steps(op, running.plan);
+  running.waiting.started_usec = patience_.now();
+  plane_.control().progress.publish(now_usec());
+}
+
+// Each step that is not done looks once whether it can go on.
+HostEngine::Progress HostEngine::advance(Running& running) {
+  const Op& op = running.operation->op_;
+  patience_.now();
+  bool moved = false;
+  bool done = true;
+  uint64_t began = now_nsec();
+  for (auto& step : running.steps) {
+    if (step->done()) continue;
+    if (step->advance()) {
+      moved = true;
+      context_->bells.ring();
+      const uint64_t ended = now_nsec();
+      busy_nsec_[static_cast<size_t>(step->step())].add(ended - began);
+      trace(TraceKind::kStep, op, {step->step()}, began);
+      began = ended;
+    }
+    done &= step->done();
+  }
+  if (done) return Progress::kDone;
+  if (plane_.control().error_claim.claimed()) throw CommunicationFailure(posted_error(plane_.control()));
+  if (!moved) check_deadlines(op, running.steps, *running.plan, running.waiting);
+  if (moved) plane_.control().progress.publish(now_usec());
+  return moved ? Progress::kMoved : Progress::kNone;
 }
 
 // Before the caller can see that the operation is over: statistics that it reads then include it.
@@ -74,39 +128,6 @@ void HostEngine::count(const Op& op, uint64_t started_nsec) {
   std::lock_guard lock(mutex_);
   (op.is_dispatch() ? counters_.dispatches : counters_.combines) += 1;
   (op.is_dispatch() ? counters_.dispatch_usec : counters_.combine_usec) += usec;
-}
-
-void HostEngine::run_steps(Op& op, Steps& steps, const host::PlanStep& plan) {
-  Waiting waiting;
-  waiting.started_usec = patience_.now();
-  plane_.control().progress.publish(now_usec());
-  while (true) {
-    patience_.now();
-    const uint32_t ticket = plane_.control().worker_bell.ticket();  // before the look that may find nothing
-    bool moved = false;
-    bool done = true;
-    uint64_t began = now_nsec();
-    for (auto& step : steps) {
-      if (step->done()) continue;
-      if (step->advance()) {
-        moved = true;
-        context_->bells.ring();
-        const uint64_t ended = now_nsec();
-        busy_nsec_[static_cast<size_t>(step->step())].add(ended - began);
-        trace(TraceKind::kStep, op, {step->step()}, began);
-        began = ended;
-      }
-      done &= step->done();
-    }
-    if (done) return;
-    if (plane_.control().error_claim.claimed()) throw CommunicationFailure(posted_error(plane_.control()));
-    if (moved) {
-      plane_.control().progress.publish(now_usec());
-      continue;
-    }
-    check_deadlines(op, steps, plan, waiting);
-    sleep(ticket, op, steps, waiting_for(steps, plan));
-  }
 }
 
 // The first rank that has not entered; else what the first step waits for that waits for another rank.
@@ -123,12 +144,14 @@ WaitingOn HostEngine::waiting_for(const Steps& steps, const host::PlanStep& plan
   return own;
 }
 
-void HostEngine::sleep(uint32_t ticket, const Op& op, const Steps& steps, const WaitingOn& waiting) {
+void HostEngine::sleep(uint32_t ticket) {
+  const Steps& steps = running_->steps;
+  const WaitingOn waiting = waiting_for(steps, *running_->plan);
   const uint64_t slept = now_nsec();
   plane_.control().worker_bell.wait(ticket, kLookUsec);
   // What rang is one of many messages: on a busy host others come first, and are looked at together.
   if (topo_.num_ranks > kManyRanks) sched_yield();
-  trace(TraceKind::kWait, op, waiting, slept);
+  trace(TraceKind::kWait, running_->operation->op_, waiting, slept);
   const uint64_t usec = (now_nsec() - slept) / 1000;
   if (waiting.peer >= 0) waited_usec_[static_cast<size_t>(waiting.peer)].add(usec);
   for (auto& step : steps)

@@ -3,6 +3,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "common/clock.h"
 #include "common/units.h"
 #include "sync/flag.h"
 

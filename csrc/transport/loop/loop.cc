@@ -4,7 +4,7 @@
 #include <bit>
 #include <cstring>
 
-#include "common/units.h"
+#include "common/clock.h"
 #include "transport/failure.h"
 #include "transport/registry.h"
 

@@ -3,7 +3,7 @@
 #include <array>
 #include <cstring>
 
-#include "common/units.h"
+#include "common/clock.h"
 #include "transport/ofi/ofi.h"
 
 namespace uccl_ep::ofi {

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "common/units.h"
+#include "common/clock.h"
 #include "transport/ofi/ofi.h"
 
 namespace uccl_ep::ofi {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <random>
 
-#include "common/units.h"
+#include "common/clock.h"
 #include "transport/registry.h"
 
 namespace uccl_ep {

@@ -1,7 +1,7 @@
 // Passes posted writes to libfabric.
 #include <algorithm>
 
-#include "common/units.h"
+#include "common/clock.h"
 #include "transport/ofi/ofi.h"
 
 namespace uccl_ep::ofi {

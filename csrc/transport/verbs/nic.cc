@@ -9,7 +9,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "common/units.h"
+#include "common/clock.h"
 #include "transport/failure.h"
 #include "transport/nics.h"
 

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "common/clock.h"
 #include "sync/flag.h"
 #include "transport/registry.h"
 
