@@ -1,4 +1,4 @@
-// Failures because a limit of the host is reached. The bindings add the limit's name and value.
+// Limits of the host and of drivers, and failures because one is reached. The bindings add its name and value.
 #pragma once
 
 #include <cerrno>
@@ -27,6 +27,8 @@ class LimitFailure : public UsageFailure {
   HostLimit limit_;
   uint64_t wanted_bytes_;
 };
+
+constexpr uint32_t kFabricHandleBytes = 64;  // of CUDA's driver
 
 inline bool lacks_descriptors(int error) { return error == EMFILE || error == ENFILE; }
 

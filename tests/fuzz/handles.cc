@@ -16,6 +16,7 @@ void check(const std::string& bytes, int kind) {
     const DeviceHandle handle = decode_device_handle(bytes);
     fuzz::must(encode_device_handle(handle) == bytes, "one text, one handle");
     fuzz::must(!handle.socket_name.empty() && handle.socket_name.size() <= kMostNameBytes, "a name fits an address");
+    fuzz::must(handle.fabric.empty() || handle.fabric.size() == kFabricHandleBytes, "a fabric handle is whole");
   } else {
     const Handle handle = decode_handle(bytes);
     fuzz::must(encode_handle(handle) == bytes, "one text, one handle");

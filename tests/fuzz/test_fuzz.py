@@ -185,6 +185,13 @@ MUTANTS = (
     Mutant("handles", "engine/group/handle.h", "bytes_.size() - at_ < size)", "false)", OUT_OF_BOUNDS),
     Mutant("handles", "engine/group/handle.h", NO_ZERO, "", "a name is whole"),
     Mutant(
+        "handles",
+        "engine/group/handle.h",
+        "!h.fabric.empty() && h.fabric.size()",
+        "false && h.fabric.size()",
+        "a fabric handle is whole",
+    ),
+    Mutant(
         "handles", "engine/group/handle.h", "offer.nonce.size() != kNonceBytes", "false", "a nonce is whole"
     ),
     Mutant("immediates", LANDER, "imm.channel >= channels_.size() || ", "", OUT_OF_BOUNDS),

@@ -211,6 +211,35 @@ CLAIM("a buffer for 64 tokens takes 200 in windows and has the host's bits") {
     try_seeds(run);
   }
 }
+CLAIM("members of a domain on other hosts share memory by fabric handles, and have the host's bits") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 0, 0, 1}}) {
+    CudaRun run = run_of(domain_of);
+    run.rounds = 1;
+    const uint64_t before = gpu_on_cpu::num_fabric_imports();
+    try_seeds(run);
+    EXPECT_EQ(gpu_on_cpu::num_fabric_imports(), before);  // control: on one host by descriptors
+    run.host_of = domain_of.size() == 2 ? std::vector<int>{0, 1} : std::vector<int>{0, 0, 1, 0};
+    try_seeds(run);
+    EXPECT(gpu_on_cpu::num_fabric_imports() > before);
+  }
+}
+CLAIM("a GPU without fabric handles, or a rank that gives none, is refused by name where a domain spans hosts") {
+  CudaRun run = run_of({0, 0});
+  const auto engine_of = [&](int rank, const std::vector<int>& host_of) {
+    run.host_of = host_of;
+    EngineConfig config = config_of(run, rank);
+    config.budget_bytes = gpu_least_budget_bytes(config);
+    return std::make_unique<GpuEngine>(config, rank, 2, 2);
+  };
+  gpu_on_cpu::have_fabric(false);
+  const std::string refused = refusal_of([&] { engine_of(0, {0, 1}); });
+  gpu_on_cpu::have_fabric(true);
+  EXPECT(refused.find("rank 0 has members of its domain on other hosts") != std::string::npos);
+  auto here = engine_of(0, {0, 1}), there = engine_of(1, {0, 0});
+  EXPECT(refusal_of([&] {
+           here->connect({here->export_handle(), there->export_handle()});
+         }).starts_with("rank 1 is on another host than rank 0, and gives no fabric handle"));
+}
 CLAIM("regions of more than 4 GiB give what small ones give") {
   CudaRun run = run_of({0, 1}, kFp32, kFp32);
   run.hidden = 8192;

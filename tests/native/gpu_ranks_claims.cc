@@ -48,14 +48,6 @@ CLAIM("a map whose tokens reach more than 32 other domains has the host's bits")
   run.num_tokens = {30, 3, 0, 7};
   each_seed(run, same_as_host);
 }
-std::string refusal_of(const std::function<void()>& make) {
-  try {
-    make();
-  } catch (const UsageFailure& refused) {
-    return refused.what();
-  }
-  return "";
-}
 
 CLAIM("memory_plan refuses what an engine refuses, in the same words, and nothing else") {
   const auto expect_same_refusal = [](const EngineConfig& config, const std::string& words) {

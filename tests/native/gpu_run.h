@@ -18,6 +18,7 @@ constexpr Dtype kBf16 = Dtype::kBf16, kFp32 = Dtype::kFp32, kFp8 = Dtype::kFp8;
 // What the ranks of a group do.
 struct CudaRun {
   std::vector<int> domain_of = {0, 0};
+  std::vector<int> host_of;  // empty: one host
   std::vector<uint64_t> num_tokens = {40, 27};  // by rank; again from the first when there are more ranks
   uint32_t experts_per_rank = 4, hidden = 256, topk = 3;
   Dtype dtype = Dtype::kBf16, wire = Dtype::kBf16;  // of the rows of a dispatch
@@ -83,6 +84,7 @@ inline EngineConfig config_of(const CudaRun& run, int rank) {
   config.rank = rank;
   config.num_ranks = run.num_ranks();
   config.domain_of = run.domain_of;
+  config.host_of = run.host_of;
   config.num_experts = run.num_experts();
   config.hidden = run.hidden + static_cast<uint32_t>(round_up(kMetadataBytes * run.num_metadata, kFp8Block));
   config.max_element_bytes = dtype_bytes(run.dtype);

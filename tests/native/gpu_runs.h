@@ -75,6 +75,15 @@ class HostRank {
   std::shared_ptr<SavedPlan> plan_;
 };
 
+inline std::string refusal_of(const std::function<void()>& make) {
+  try {
+    make();
+  } catch (const UsageFailure& refused) {
+    return refused.what();
+  }
+  return "";
+}
+
 // Kernels that run may write to memory that goes with the stack.
 struct CloseOnFailure {
   GpuEngine& engine;

@@ -41,6 +41,27 @@ bool is_bad_routing(const gpu::HostError& error) {
          code == gpu::DeviceFault::kTooManyPairs;
 }
 
+bool on_one_host(const EngineConfig& config, int rank) {
+  const std::vector<int>& host_of = config.host_of;
+  return host_of.empty() || host_of[static_cast<size_t>(rank)] == host_of[static_cast<size_t>(config.rank)];
+}
+
+// Whether our domain does.
+bool spans_hosts(const EngineConfig& config) {
+  const Topology topo = Topology::from_labels(config.domain_of);
+  return !std::ranges::all_of(topo.members[topo.domain_of[config.rank]],
+                              [&](int member) { return on_one_host(config, member); });
+}
+
+gpu::DeviceMapping::Reach reach_of(const EngineConfig& config, int device) {
+  if (!spans_hosts(config)) return gpu::DeviceMapping::Reach::kHost;
+  if (!gpu::has_fabric_handles(device))
+    throw UsageFailure(UsageKind::kConfig, "rank " + std::to_string(config.rank) +
+                                               " has members of its domain on other hosts, and its GPU has no fabric "
+                                               "handles: allowed are domains of one host");
+  return gpu::DeviceMapping::Reach::kFabric;
+}
+
 constexpr uint64_t kPulseOffset = kPinnedBytes / 4;
 static_assert(sizeof(gpu::HostError) <= kPulseOffset);
 constexpr uint64_t kContextUsec = 100'000;  // between checks that the GPU's context still works
@@ -104,7 +125,7 @@ GpuEngine::GpuEngine(const EngineConfig& config, int device, uint32_t num_sms, u
   for (auto load : {gpu::load_dispatch, gpu::load_combine, gpu::load_refusal, gpu::load_pad, gpu::load_clock,
                     gpu::load_low_latency_dispatch, gpu::load_low_latency_combine})
     must(load(shared_bytes), "loading the kernels");
-  regions_[config.rank] = gpu::DeviceMapping::create(device_, layout_.total_bytes);
+  regions_[config.rank] = gpu::DeviceMapping::create(device_, layout_.total_bytes, reach_of(config, device_));
   region_bytes_[config.rank] = regions_[config.rank].num_bytes();
   if (has_nics()) register_with_nics(plane_, regions_[config.rank]);
 }
@@ -112,8 +133,9 @@ GpuEngine::GpuEngine(const EngineConfig& config, int device, uint32_t num_sms, u
 GpuEngine::~GpuEngine() { close(true); }
 
 std::string GpuEngine::export_handle() const {
-  return encode_device_handle(
-      {socket_.address(), region_bytes_[config_.rank], layout_.group_hash, plane_.export_handle()});
+  const gpu::DeviceMapping& own = regions_[config_.rank];
+  const std::string fabric = spans_hosts(config_) ? own.export_fabric_handle() : "";
+  return encode_device_handle({socket_.address(), own.num_bytes(), layout_.group_hash, fabric, plane_.export_handle()});
 }
 
 void GpuEngine::connect(const std::vector<std::string>& handles) {
@@ -121,15 +143,20 @@ void GpuEngine::connect(const std::vector<std::string>& handles) {
   if (handles.size() != regions_.size()) throw UsageFailure(UsageKind::kConfig, "connect needs one handle per rank");
   std::vector<std::string> planes(handles.size());
   addresses_.resize(handles.size());
+  fabric_handles_.resize(handles.size());
   for (size_t r = 0; r < handles.size(); ++r) {
     const DeviceHandle handle = decode_device_handle(handles[r]);
     if (handle.layout != layout_.group_hash)
       throw UsageFailure(UsageKind::kConfig, "rank " + std::to_string(r) + " lays out its memory otherwise than rank " +
                                                  std::to_string(config_.rank) + ": do both have the same build?");
-    // Without NICs, copy engines also write to ranks of other domains.
-    const bool mapped = !has_nics() || topo_.domain_of[r] == topo_.domain_of[config_.rank];
-    if (static_cast<int>(r) != config_.rank && mapped) {
-      addresses_[r] = handle.socket_name;
+    const bool member = topo_.domain_of[r] == topo_.domain_of[config_.rank];
+    // Without NICs, all are on one host, and copy engines also write to ranks of other domains.
+    if (static_cast<int>(r) != config_.rank && (member || !has_nics())) {
+      const bool near = !member || on_one_host(config_, static_cast<int>(r));
+      if (!near && handle.fabric.empty())
+        throw UsageFailure(UsageKind::kConfig, "rank " + std::to_string(r) + " is on another host than rank " +
+                                                   std::to_string(config_.rank) + ", and gives no fabric handle");
+      (near ? addresses_ : fabric_handles_)[r] = near ? handle.socket_name : handle.fabric;
       region_bytes_[r] = handle.region_bytes;
     }
     planes[r] = handle.plane;
@@ -142,7 +169,10 @@ void GpuEngine::share_memory(const std::function<void()>& look) {
   const gpu::Descriptors own({regions_[config_.rank].export_fd()});
   gpu::Descriptors got = socket_.exchange(addresses_, own[0], config_.arrival_timeout_s, look);
   for (size_t r = 0; r < got.size(); ++r)
-    if (got[r] >= 0) regions_[r] = gpu::DeviceMapping::import(got.release(r), device_, region_bytes_[r]);
+    if (got[r] >= 0)
+      regions_[r] = gpu::DeviceMapping::import(got.release(r), device_, region_bytes_[r]);
+    else if (!fabric_handles_[r].empty())
+      regions_[r] = gpu::DeviceMapping::import(fabric_handles_[r], device_, region_bytes_[r]);
   if (topo_.num_domains() > 1)
     network_ = std::make_unique<Network>(plane_, layout_, config_.rank, device_, has_nics(), regions_);
 }

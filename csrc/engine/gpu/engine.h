@@ -204,7 +204,8 @@ class GpuEngine final : public Engine, private GpuHandles {
   gpu::DescriptorSocket socket_;
   std::vector<gpu::DeviceMapping> regions_;
   std::vector<uint64_t> region_bytes_;
-  std::vector<std::string> addresses_;  // of the sockets of ranks whose regions we map, else empty
+  // Of ranks whose regions we map, by rank: of their sockets, on our host; fabric handles, of other hosts.
+  std::vector<std::string> addresses_, fabric_handles_;
   gpu::StreamHandle last_stream_ = nullptr;  // of the last launch outside a graph, which ends with last_done_
   uint64_t* stop_word_ = nullptr;
   mutable std::mutex mutex_;   // one launch at a time

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "common/error.h"
+#include "common/limits.h"
 
 namespace uccl_ep {
 
@@ -21,6 +22,7 @@ struct DeviceHandle {
   std::string socket_name;  // where descriptors are passed
   uint64_t region_bytes = 0;
   uint64_t layout = 0;  // a hash of what lies where in the region
+  std::string fabric;  // its fabric handle, for members of its domain on other hosts; empty: all are on its host
   std::string plane;  // Handle of its control plane
 };
 
@@ -133,6 +135,7 @@ inline std::string encode_device_handle(const DeviceHandle& h) {
   detail::put(bytes, h.socket_name);
   detail::put(bytes, h.region_bytes);
   detail::put(bytes, h.layout);
+  detail::put(bytes, h.fabric);
   detail::put(bytes, h.plane);
   return bytes;
 }
@@ -143,6 +146,10 @@ inline DeviceHandle decode_device_handle(const std::string& bytes) {
   h.socket_name = fields.name();
   h.region_bytes = fields.number();
   h.layout = fields.number();
+  h.fabric = fields.text();
+  if (!h.fabric.empty() && h.fabric.size() != kFabricHandleBytes)
+    throw UsageFailure(UsageKind::kConfig,
+                       "a handle has a fabric handle of " + std::to_string(h.fabric.size()) + " bytes");
   h.plane = fields.text();
   fields.end();
   return h;

@@ -16,13 +16,17 @@ namespace {
 
 constexpr size_t kPage = 2u << 20;
 constexpr size_t kAlign = 256;
-std::atomic<uint64_t> flushes{0};
+constexpr size_t kFabricHandleBytes = 64;
+std::atomic<uint64_t> flushes{0}, fabric_imports{0};
+std::atomic<bool> fabric{true};
 
 int fd_of(CUmemGenericAllocationHandle handle) { return static_cast<int>(handle) - 1; }
 CUresult result_of(bool good) { return good ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
 
 }  // namespace
 
+void gpu_on_cpu::have_fabric(bool has) { fabric = has; }
+uint64_t gpu_on_cpu::num_fabric_imports() { return fabric_imports.load(); }
 uint64_t gpu_on_cpu::num_flushes() { return flushes.load(); }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
@@ -80,30 +84,36 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* activ
   *active = gpu_on_cpu::has_context(device);
   return CUDA_SUCCESS;
 }
-CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute, CUdevice) {
-  *value = 1;
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
+  *value = attribute != CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED || fabric.load();
   return CUDA_SUCCESS;
 }
 CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
   *bytes = kPage;
   return CUDA_SUCCESS;
 }
-CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp*,
+CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp* properties,
                      unsigned long long) {
+  if ((properties->requestedHandleTypes & CU_MEM_HANDLE_TYPE_FABRIC) != 0 && !fabric.load())
+    return CUDA_ERROR_NOT_SUPPORTED;
   const int fd = memfd_create("gpu_on_cpu", MFD_CLOEXEC);
   if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) return CUDA_ERROR_OUT_OF_MEMORY;
   *handle = static_cast<CUmemGenericAllocationHandle>(fd) + 1;
   return CUDA_SUCCESS;
 }
 CUresult cuMemRelease(CUmemGenericAllocationHandle handle) { return result_of(close(fd_of(handle)) == 0); }
-CUresult cuMemExportToShareableHandle(void* handle, CUmemGenericAllocationHandle of, CUmemAllocationHandleType,
+CUresult cuMemExportToShareableHandle(void* handle, CUmemGenericAllocationHandle of, CUmemAllocationHandleType type,
                                       unsigned long long) {
   const int fd = dup(fd_of(of));
+  if (type == CU_MEM_HANDLE_TYPE_FABRIC) std::memset(handle, 0xFA, kFabricHandleBytes);  // of this process alone
   *static_cast<int*>(handle) = fd;
   return result_of(fd >= 0);
 }
-CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void* from, CUmemAllocationHandleType) {
-  const int fd = dup(static_cast<int>(reinterpret_cast<uintptr_t>(from)));
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* handle, void* from,
+                                        CUmemAllocationHandleType type) {
+  const bool of_fabric = type == CU_MEM_HANDLE_TYPE_FABRIC;
+  fabric_imports.fetch_add(of_fabric);
+  const int fd = dup(of_fabric ? *static_cast<int*>(from) : static_cast<int>(reinterpret_cast<uintptr_t>(from)));
   *handle = static_cast<CUmemGenericAllocationHandle>(fd) + 1;
   return result_of(fd >= 0);
 }

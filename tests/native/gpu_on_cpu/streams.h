@@ -24,6 +24,9 @@ void queue(CpuStream* stream, std::function<void()> work);
 void queue_grid(CpuStream* stream, const Grid& grid, std::function<void()> lane);
 
 constexpr int kDevices = 256;
+// Whether GPUs have fabric handles, as they do at first; memory that was imported by one.
+void have_fabric(bool has);
+uint64_t num_fabric_imports();
 // A device has one from the first time that a thread made it its own.
 bool has_context(int device);
 // From now on copies that threads of this device hand over fail, and questions about a stream; -1: of none.

@@ -2,11 +2,15 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <utility>
 
 #include "device/runtime.h"
 
 namespace uccl_ep::gpu {
+
+// Whether the driver has fabric handles for memory of this GPU.
+bool has_fabric_handles(int device);
 
 // One mapped allocation of device memory: ours, or a peer's. Its pages outlive their exporter while a peer has them
 // mapped.
@@ -20,12 +24,19 @@ class DeviceMapping {
   }
   ~DeviceMapping();
 
+  // How peers get at it: by a descriptor, which is passed between processes of a host, or besides by a fabric handle,
+  // bytes that are good on every host of an NVLink domain.
+  enum class Reach { kHost, kFabric };
+
   // Zeroed memory of at least `num_bytes` on `device`.
-  static DeviceMapping create(int device, uint64_t num_bytes);
-  // Takes over `fd`, the exported handle of an allocation of `num_bytes` (as num_bytes() of its creator says).
+  static DeviceMapping create(int device, uint64_t num_bytes, Reach reach = Reach::kHost);
+  // Of an allocation of `num_bytes` (as num_bytes() of its creator says). Takes over `fd`.
   static DeviceMapping import(int fd, int device, uint64_t num_bytes);
+  static DeviceMapping import(const std::string& fabric_handle, int device, uint64_t num_bytes);
   // A new descriptor of the allocation; the caller closes it.
   int export_fd() const;
+  // kFabricHandleBytes, of an allocation with Reach::kFabric.
+  std::string export_fabric_handle() const;
   // A dmabuf of the allocation, for NICs to register; the caller closes it. -1 where the driver gives none.
   int export_dmabuf() const;
 
@@ -33,6 +44,8 @@ class DeviceMapping {
   uint64_t num_bytes() const { return num_bytes_; }
 
  private:
+  static DeviceMapping import(void* from, uint32_t handle_type, int device, uint64_t num_bytes);
+  void export_to(void* to, uint32_t handle_type) const;
   void map(int device);
   void swap(DeviceMapping& other);
 
