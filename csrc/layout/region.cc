@@ -1,6 +1,7 @@
 #include "layout/region.h"
 
 #include <algorithm>
+#include <string_view>
 
 #include "common/units.h"
 #include "layout/words.h"
@@ -14,18 +15,15 @@ class Cursor {
   explicit Cursor(RegionLayout& layout, bool slots_on_device = false)
       : layout_(layout), slots_on_device_(slots_on_device) {}
 
-  uint64_t take(const std::string& name, uint64_t bytes) {
+  uint64_t take(std::string_view name, uint64_t bytes) {
     const uint64_t offset = layout_.total_bytes;
     const uint64_t size = round_up(bytes, kLineBytes);
     layout_.total_bytes += size;
-    auto it = std::find_if(layout_.entries.begin(), layout_.entries.end(), [&](auto& e) { return e.first == name; });
-    if (it == layout_.entries.end()) it = layout_.entries.insert(it, {name, 0});
-    it->second += size;
+    entry_of(name) += size;
     return offset;
   }
 
-  RingLayout ring(const std::string& name, RingKind kind, uint64_t slot_bytes, uint32_t num_slots,
-                  uint32_t num_readers) {
+  RingLayout ring(std::string_view name, RingKind kind, uint64_t slot_bytes, uint32_t num_slots, uint32_t num_readers) {
     RingLayout ring;
     ring.kind = kind;
     ring.slot_bytes = slot_bytes;
@@ -38,6 +36,16 @@ class Cursor {
   }
 
  private:
+  // A layout of many ranks takes thousands of parts under few names, which are literals.
+  uint64_t& entry_of(std::string_view name) {
+    for (size_t i = 0; i < names_.size(); ++i)
+      if (names_[i].data() == name.data()) return layout_.entries[places_[i]].second;
+    auto it = std::find_if(layout_.entries.begin(), layout_.entries.end(), [&](auto& e) { return e.first == name; });
+    if (it == layout_.entries.end()) it = layout_.entries.insert(it, {std::string(name), 0});
+    names_.push_back(name);
+    places_.push_back(static_cast<size_t>(it - layout_.entries.begin()));
+    return it->second;
+  }
   uint64_t take_device(uint64_t bytes) {
     const uint64_t offset = layout_.device_bytes;
     layout_.device_bytes += round_up(bytes, kDeviceRingAlignBytes);
@@ -46,6 +54,8 @@ class Cursor {
 
   RegionLayout& layout_;
   const bool slots_on_device_;
+  std::vector<std::string_view> names_;
+  std::vector<size_t> places_;  // by name
 };
 
 uint64_t header_bytes(const Topology& topo, const RingParams& rings, int domain) {
@@ -63,12 +73,17 @@ uint32_t send_slots(const RegionLayout& layout) {
   return slots;
 }
 
+std::vector<int> incoming_of(const Topology& topo, int rank) {
+  std::vector<int> sources;
+  for (int src = 0; src < topo.num_ranks; ++src)
+    if (topo.lands(rank, src)) sources.push_back(src);
+  return sources;
+}
+
 // The start of every region, at the same offsets on all ranks.
 void take_control(Cursor& cursor, const Topology& topo, int rank, RegionLayout& layout) {
   layout.rank = rank;
-  const int own = topo.domain_of[rank];
-  for (int src = 0; src < topo.num_ranks; ++src)
-    if (topo.domain_of[src] != own && topo.rail(src, own) == rank) layout.incoming.push_back(src);
+  layout.incoming = incoming_of(topo, rank);
   cursor.take("control", kPageBytes);
 }
 
@@ -77,51 +92,6 @@ void take_commands(Cursor& cursor, RegionLayout& layout) {
   layout.num_commands = command_capacity(send_slots(layout));
   layout.commands_offset = cursor.take("command ring", kLineBytes + layout.num_commands * kCommandBytes);
   cursor.take("control", round_up(layout.total_bytes, kPageBytes) - layout.total_bytes);
-}
-
-// The rings of one rank that a transport carries, with the peer of each; without the peer's numbers.
-void list_channels(const Topology& topo, const RegionLayout& layout, Channels& channels) {
-  const int rank = layout.rank;
-  const int own = topo.domain_of[rank];
-  auto out = [&](const RingLayout& ring, int peer) {
-    channels.out.push_back({ring, peer, 0, 0, ring.kind != RingKind::kHeader});
-  };
-  auto in = [&](const RingLayout& ring, int peer) {
-    channels.in.push_back({ring, peer, 0, ring.kind != RingKind::kHeader});
-  };
-  for (int d = 0; d < topo.num_domains(); ++d) {
-    if (d == own) continue;
-    const int peer = topo.rail(rank, d);
-    out(layout.header_send[d], peer);
-    if (!layout.meta_send.empty()) out(layout.meta_send[d], peer);
-    out(layout.rows_send[d], peer);
-    for (const auto* rings : {&layout.slots.routing_send, &layout.slots.rows_send, &layout.slots.weights_send})
-      if (!rings->empty()) out((*rings)[d], peer);
-  }
-  for (size_t i = 0; i < layout.incoming.size(); ++i) {
-    const int peer = layout.incoming[i];
-    out(layout.return_send[i], peer);
-    if (!layout.slots.sums_send.empty()) out(layout.slots.sums_send[i], peer);
-    in(layout.header_landing[i], peer);
-    if (!layout.meta_landing.empty()) in(layout.meta_landing[i], peer);
-    in(layout.rows_landing[i], peer);
-    for (const auto* rings : {&layout.slots.routing_landing, &layout.slots.rows_landing, &layout.slots.weights_landing})
-      if (!rings->empty()) in((*rings)[i], peer);
-  }
-  for (int d = 0; d < topo.num_domains(); ++d) {
-    if (d == own) continue;
-    in(layout.return_landing[d], topo.rail(rank, d));
-    if (!layout.slots.sums_landing.empty()) in(layout.slots.sums_landing[d], topo.rail(rank, d));
-  }
-}
-
-Channels checked_channels(const Topology& topo, const RegionLayout& layout) {
-  Channels channels;
-  list_channels(topo, layout, channels);
-  if (const size_t most = std::max(channels.out.size(), channels.in.size()); most > kMaxChannels)
-    throw UsageFailure(UsageKind::kConfig, std::to_string(most) + " channels on rank " + std::to_string(layout.rank) +
-                                               ": an immediate can name " + std::to_string(kMaxChannels));
-  return channels;
 }
 
 }  // namespace
@@ -162,6 +132,14 @@ RegionLayout make_region_layout(const Topology& topo, const RingParams& params, 
           cursor.ring("fold pieces", RingKind::kPieces, params.slot_bytes, params.num_slots, 1));
   }
   take_commands(cursor, layout);
+  return layout;
+}
+
+RegionLayout make_member_layout(const Topology& topo, const RingParams& params, const RegionLayout& own, int member) {
+  if (topo.num_relayed(member) != own.incoming.size()) return make_region_layout(topo, params, member);
+  RegionLayout layout = own;
+  layout.rank = member;
+  layout.incoming = incoming_of(topo, member);
   return layout;
 }
 
@@ -231,8 +209,7 @@ RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, 
     layout.return_send.push_back(sums(0));
   }
   if (rings.slots.chunks > 0) take_slot_rings(cursor, topo, rings.slots, layout);
-  Channels channels;
-  list_channels(topo, layout, channels);
+  const Channels channels = list_channels(topo, layout);
   layout.board_offset = cursor.take("flags", (channels.in.size() + channels.out.size()) * sizeof(uint64_t));
   for (uint32_t ring = 0; ring < kNumEventRings; ++ring) {
     const uint32_t capacity = event_capacity(channels.board_of(static_cast<EventRing>(ring)).size());
@@ -326,75 +303,6 @@ RingParams choose_rings(const Topology& topo, const MemoryNeeds& needs) {
                                                std::to_string(topo.num_domains()) + " domains");
   for (int rank : topo.classes()) checked_channels(topo, make_region_layout(topo, rings(), rank));
   return rings();
-}
-
-void check_channels(const Topology& topo, const DeviceRings& rings) {
-  for (int rank : topo.classes()) checked_channels(topo, make_device_layout(topo, rings, rank));
-}
-
-uint32_t Channels::out_of(const RingLayout& ring) const {
-  for (uint32_t c = 0; c < out.size(); ++c)
-    if (out[c].send.slots_offset == ring.slots_offset) return c;
-  return UINT32_MAX;
-}
-
-namespace {
-
-EventRing event_ring_of(RingKind kind, bool comes) {
-  const bool slots = kind >= RingKind::kSlotRouting;
-  const bool own = !comes || kind == RingKind::kReturn || kind == RingKind::kSlotSums;
-  if (slots) return own ? EventRing::kSlotOwn : EventRing::kSlotDomain;
-  return own ? EventRing::kOwn : EventRing::kDomain;
-}
-
-}  // namespace
-
-std::vector<uint32_t> Channels::board_of(EventRing ring) const {
-  std::vector<uint32_t> words;
-  const uint32_t num_in = static_cast<uint32_t>(in.size());
-  for (uint32_t c = 0; c < num_in; ++c)
-    if (event_ring_of(in[c].landing.kind, true) == ring) words.push_back(c);
-  for (uint32_t c = 0; c < out.size(); ++c)
-    if (event_ring_of(out[c].send.kind, false) == ring) words.push_back(num_in + c);
-  return words;
-}
-
-namespace {
-
-// `layout_of(rank)`: of any rank.
-template <typename LayoutOf>
-Channels match_channels(const Topology& topo, int rank, LayoutOf layout_of) {
-  Channels mine = checked_channels(topo, layout_of(rank));
-  std::vector<Channels> theirs(topo.num_ranks);
-  auto of = [&](int peer) -> Channels& {
-    if (theirs[peer].in.empty() && theirs[peer].out.empty()) list_channels(topo, layout_of(peer), theirs[peer]);
-    return theirs[peer];
-  };
-  // A pair of ranks shares at most one ring of each kind and direction, so (kind, peer) identifies it.
-  for (auto& channel : mine.out) {
-    auto& ins = of(channel.peer).in;
-    for (uint32_t c = 0; c < ins.size(); ++c)
-      if (ins[c].peer == rank && ins[c].landing.kind == channel.send.kind) {
-        channel.peer_channel = c;
-        channel.remote_slots_offset = ins[c].landing.slots_offset;
-      }
-  }
-  for (auto& channel : mine.in) {
-    auto& outs = of(channel.peer).out;
-    for (uint32_t c = 0; c < outs.size(); ++c)
-      if (outs[c].peer == rank && outs[c].send.kind == channel.landing.kind) channel.peer_channel = c;
-  }
-  return mine;
-}
-
-}  // namespace
-
-Channels make_channels(const Topology& topo, const RingParams& rings, int rank) {
-  return match_channels(topo, rank, [&](int of) { return make_region_layout(topo, rings, of); });
-}
-
-Channels make_device_channels(const Topology& topo, const DeviceRings& rings, int rank) {
-  return match_channels(topo, rank, [&](int of) { return make_device_layout(topo, rings, of); });
 }
 
 }  // namespace uccl_ep

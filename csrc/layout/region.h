@@ -124,6 +124,8 @@ struct RegionLayout {
 };
 
 RegionLayout make_region_layout(const Topology& topo, const RingParams& rings, int rank);
+// Of another rank of the domain of `own`'s rank.
+RegionLayout make_member_layout(const Topology& topo, const RingParams& rings, const RegionLayout& own, int member);
 // Control page, board, events and command ring in the region, and only the rings that a transport carries. No meta
 // rings: the packet in a header ring has it all, chunk epoch - 1 of it for each operation.
 RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, int rank);
@@ -168,6 +170,9 @@ struct Channels {
   // Of the channels of a ring, in order of their numbers there: where their words are on the board.
   std::vector<uint32_t> board_of(EventRing ring) const;
 };
+// Of a rank; without the peers' numbers and offsets. The second throws as those below.
+Channels list_channels(const Topology& topo, const RegionLayout& layout);
+Channels checked_channels(const Topology& topo, const RegionLayout& layout);
 // Both throw UsageFailure(kConfig) for more channels than an immediate can name; choose_rings() does, too.
 Channels make_channels(const Topology& topo, const RingParams& rings, int rank);
 Channels make_device_channels(const Topology& topo, const DeviceRings& rings, int rank);

@@ -61,6 +61,10 @@ struct Topology {
   }
   // The rank of `domain` that lands rows of `src` and relays its sums.
   int rail(int src, int domain) const { return members[domain][local_of[src] % size_of(domain)]; }
+  // Whether `rank` lands rows of `src`, of another domain.
+  bool lands(int rank, int src) const {
+    return domain_of[src] != domain_of[rank] && rail(src, domain_of[rank]) == rank;
+  }
   // Ranks of other domains that `rank` exchanges rows with, ascending: those that land its rows, and those whose rows
   // it lands.
   std::vector<int> rails(int rank) const {

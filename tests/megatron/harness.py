@@ -61,7 +61,7 @@ class MegatronRanks:
         self._pipes: list[Connection] = []
         self._store: Any = None
 
-    def run(self, name: str, *, timeout_s: float = 100.0, **kwargs: Any) -> list[Any]:
+    def run(self, name: str, *, timeout_s: float = 300.0, **kwargs: Any) -> list[Any]:
         """Results by rank. Raises CaseError with the traces of the ranks that raised or did not finish."""
         started = self._start()
         for pipe in self._pipes:

@@ -10,7 +10,8 @@ class Builder {
   Builder(HostContext& context, const RingParams& rings, const Channels& channels, const std::vector<uint8_t*>& regions,
           const ProxyQueue& proxy)
       : context_(context), channels_(channels), regions_(regions), proxy_(proxy) {
-    for (int rank : context.members()) layouts_[rank] = make_region_layout(context.topo, rings, rank);
+    const RegionLayout own = make_region_layout(context.topo, rings, context.rank);
+    for (int rank : context.members()) layouts_[rank] = make_member_layout(context.topo, rings, own, rank);
   }
   explicit Builder(const Builder&) = delete;
 

@@ -154,7 +154,8 @@ void ControlPlane::connect(const std::vector<std::string>& handles) {
     const Handle handle = decode_handle(handles[rank]);
     addresses[rank] = handle.address;
     if (topo_.domain_of[rank] == topo_.domain_of[config_.rank] && rank != config_.rank) {
-      require(handle.region_bytes == layout_of(topo_, rings_, rank).total_bytes,
+      const bool alike = topo_.num_relayed(rank) == topo_.num_relayed(config_.rank);  // of one domain
+      require(handle.region_bytes == (alike ? layout_ : layout_of(topo_, rings_, rank)).total_bytes,
               "rank " + std::to_string(rank) + " has another layout");
       regions_[rank] = Mapping::open(handle.region_name, handle.region_bytes);
       controls_[rank] = reinterpret_cast<ControlBlock*>(regions_[rank].base());
