@@ -24,7 +24,7 @@ from tests.native.building import CSRC, FLAGS, MEMORY, Flavour, compiled, compil
 HERE = Path(__file__).resolve().parent
 TARGETS = sorted(path.stem for path in HERE.glob("*.cc") if path.stem != "driver")
 # What targets that include lone_proxy.h link.
-PROXY = (*sorted((CSRC / "proxy").glob("*.cc")), CSRC / "layout" / "region.cc")
+PROXY = tuple(sorted([*(CSRC / "proxy").glob("*.cc"), *(CSRC / "layout").glob("*.cc")]))
 
 GXX = Flavour(name="fuzz", options=(*MEMORY.options, "-fsanitize-coverage=trace-pc"))
 CLANG = Flavour(

@@ -1,9 +1,12 @@
 // A rank's address, as one line of text.
 #pragma once
 
+#include <algorithm>
+#include <charconv>
 #include <cstdint>
-#include <sstream>
 #include <string>
+#include <string_view>
+#include <system_error>
 
 #include "transport/failure.h"
 
@@ -22,21 +25,45 @@ struct Address {
 };
 
 inline std::string encode_address(const Address& a) {
-  std::ostringstream text;
-  text << "loop3 " << a.rank << ' ' << a.generation << ' ' << a.pid << ' ' << a.pid_namespace << ' ' << a.boot_id << ' '
-       << a.region_name << ' ' << a.region_bytes << ' ' << a.inbox_name << ' ' << a.inbox_slots;
-  return text.str();
+  std::string text = "loop3";
+  const auto add = [&](const std::string& field) { (text += ' ') += field; };
+  add(std::to_string(a.rank));
+  add(std::to_string(a.generation));
+  add(std::to_string(a.pid));
+  add(std::to_string(a.pid_namespace));
+  add(a.boot_id);
+  add(a.region_name);
+  add(std::to_string(a.region_bytes));
+  add(a.inbox_name);
+  add(std::to_string(a.inbox_slots));
+  return text;
 }
 
-// Throws CommunicationFailure(kTransport) for anything that encode_address cannot have written.
+// Throws CommunicationFailure(kTransport) for anything that encode_address cannot have written. Without streams, which
+// took most of the time of a large group's creation.
 inline Address decode_address(const std::string& text) {
   Address a;
-  std::string tag;
-  std::istringstream in(text);
-  in >> tag >> a.rank >> a.generation >> a.pid >> a.pid_namespace >> a.boot_id >> a.region_name >> a.region_bytes >>
-      a.inbox_name >> a.inbox_slots;
-  // Accept only text that encodes back to itself: streams accept signs, spaces and trailing text, and wrap negatives.
-  if (!in || tag != "loop3" || a.rank < 0 || a.region_bytes == 0 || a.inbox_slots == 0 || encode_address(a) != text)
+  std::string_view left = text;
+  const auto word = [&] {
+    const std::string_view found = left.substr(0, left.find(' '));
+    left.remove_prefix(std::min(left.size(), found.size() + 1));
+    return found;
+  };
+  const auto number = [&](auto& to) {
+    const std::string_view digits = word();
+    return std::from_chars(digits.data(), digits.data() + digits.size(), to).ec == std::errc();
+  };
+  const bool plain = std::ranges::none_of(text, [](unsigned char letter) { return letter < ' '; });
+  bool good =
+      plain && word() == "loop3" && number(a.rank) && number(a.generation) && number(a.pid) && number(a.pid_namespace);
+  a.boot_id = word();
+  a.region_name = word();
+  good = good && number(a.region_bytes);
+  a.inbox_name = word();
+  good = good && number(a.inbox_slots);
+  // What is empty, or not all of its number, or too much, does not encode back to itself.
+  if (!good || a.rank < 0 || a.region_bytes == 0 || a.inbox_slots == 0 || a.boot_id.empty() || a.region_name.empty() ||
+      a.inbox_name.empty() || encode_address(a) != text)
     fail_address("loop", text);
   return a;
 }
