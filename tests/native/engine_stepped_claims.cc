@@ -44,7 +44,8 @@ struct SteppedGroup {
     errors.resize(engines.size());
   }
   ~SteppedGroup() {
-    for (auto& engine : engines) engine->announce_close();
+    for (size_t rank = 0; rank < engines.size(); ++rank)
+      if (!frozen[rank]) engines[rank]->announce_close();
     for (int i = 0; i < 1000 && !all([&](size_t rank) { return engines[rank]->may_close(); }); ++i)
       round([](size_t) {});
     for (auto& engine : engines) engine->close(false);
@@ -184,6 +185,25 @@ CLAIM("a rank that never calls is named by all others after the arrival deadline
 CLAIM("a rank that freezes in an operation is named by all others after the deadline of 60 s") {
   expect_named({0, 0, 0, 0}, 60, true);
   expect_named({0, 0, 1, 1}, 60, true);
+}
+CLAIM("a rank that closes in an operation ends it and what is queued behind it with an error, and tells the others") {
+  const SimulatedTime time;
+  SteppedGroup group({0, 0, 1, 1}, {}, 7);
+  DispatchArgs nothing;
+  nothing.hidden = kHidden;
+  nothing.dtype = nothing.wire = Dtype::kFp32;
+  nothing.has_routing = true;
+  nothing.routing = {RoutingKind::kTopk, nullptr, kTopk};
+  const auto under_way = group.engines[1]->dispatch(nothing), queued = group.engines[1]->dispatch(nothing);
+  group.round([](size_t) {});
+  group.engines[1]->close(false);
+  EXPECT_THROWS(CommunicationFailure, under_way->wait(nullptr, 0));
+  EXPECT_THROWS(CommunicationFailure, queued->wait(nullptr, 0));
+  EXPECT(under_way->done() && queued->done());
+  group.frozen[1] = true;
+  while (!group.all([&](size_t rank) { return !group.errors[rank].empty(); }))
+    group.round([&](size_t rank) { group.advance(rank); });
+  for (size_t rank : {0, 2, 3}) EXPECT(group.errors[rank].find("rank 1: closed its buffer") != std::string::npos);
 }
 
 int main(int argc, char** argv) { return claims::main(argc, argv); }

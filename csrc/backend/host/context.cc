@@ -7,11 +7,9 @@ namespace {
 
 class Builder {
  public:
-  Builder(HostContext& context, const RingParams& rings, const Channels& channels, const std::vector<uint8_t*>& regions,
-          const ProxyQueue& proxy)
-      : context_(context), channels_(channels), regions_(regions), proxy_(proxy) {
-    const RegionLayout own = make_region_layout(context.topo, rings, context.rank);
-    for (int rank : context.members()) layouts_[rank] = make_member_layout(context.topo, rings, own, rank);
+  Builder(HostContext& context, const Layout& layout, const std::vector<uint8_t*>& regions, const ProxyQueue& proxy)
+      : context_(context), channels_(layout.channels), regions_(regions), proxy_(proxy) {
+    for (int rank : context.members()) layouts_[rank] = make_member_layout(layout.topo, layout.rings, layout.own, rank);
   }
   explicit Builder(const Builder&) = delete;
 
@@ -79,18 +77,19 @@ class Builder {
 
 }  // namespace
 
-std::unique_ptr<HostContext> make_context(const Topology& topo, const RingParams& rings, const Channels& channels,
-                                          OwnRank own, const std::vector<uint8_t*>& regions, const ProxyQueue& proxy) {
+std::unique_ptr<HostContext> make_context(const Layout& layout, OwnRank own, const std::vector<uint8_t*>& regions,
+                                          const ProxyQueue& proxy) {
+  const Topology& topo = layout.topo;
   const int rank = own.rank;
   auto context = std::make_unique<HostContext>();
   context->rank = rank;
   context->domain = topo.domain_of[rank];
   context->member = static_cast<uint32_t>(topo.local_of[rank]);
   context->topo = topo;
-  context->num_experts = rings.num_experts;
-  context->experts_per_rank = rings.num_experts / static_cast<uint32_t>(topo.num_ranks);
+  context->num_experts = layout.rings.num_experts;
+  context->experts_per_rank = layout.rings.num_experts / static_cast<uint32_t>(topo.num_ranks);
   context->source_order = std::move(own.source_order);
-  Builder(*context, rings, channels, regions, proxy).build();
+  Builder(*context, layout, regions, proxy).build();
   return context;
 }
 

@@ -66,8 +66,15 @@ struct OwnRank {
   int rank;
   std::vector<int> source_order;  // of the rows that it gets
 };
-// `regions`, `controls`: by rank, nullptr outside our domain.
-std::unique_ptr<HostContext> make_context(const Topology& topo, const RingParams& rings, const Channels& channels,
-                                          OwnRank own, const std::vector<uint8_t*>& regions, const ProxyQueue& proxy);
+// Where this rank's rings are.
+struct Layout {
+  const Topology& topo;
+  const RingParams& rings;
+  const RegionLayout& own;
+  const Channels& channels;
+};
+// `regions`: by rank, nullptr outside our domain.
+std::unique_ptr<HostContext> make_context(const Layout& layout, OwnRank own, const std::vector<uint8_t*>& regions,
+                                          const ProxyQueue& proxy);
 
 }  // namespace uccl_ep::host

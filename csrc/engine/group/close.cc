@@ -55,6 +55,9 @@ void ControlPlane::leave() {
     wait_for(config_.progress_timeout_s, [this] { return failed() || may_leave(); });
     // Who gives up, or found an error, stays until the others have been told.
     if (failed()) wait_for(kTellSeconds, [this] { return may_leave(); });
+  } else if (failed()) {
+    while (step() == Pass::kMoved) {
+    }
   }
   proxy_->stop();
 }

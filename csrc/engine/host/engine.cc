@@ -116,7 +116,8 @@ HostEngine::~HostEngine() { close(true); }
 void HostEngine::start(Drive drive) {
   std::vector<uint8_t*> bases;
   for (int rank = 0; rank < config_.num_ranks; ++rank) bases.push_back(plane_.region_base(rank));
-  context_ = host::make_context(topo_, rings_, plane_.channels(), {config_.rank, order_of(config_)}, bases,
+  const host::Layout layout{topo_, rings_, plane_.layout(), plane_.channels()};
+  context_ = host::make_context(layout, {config_.rank, order_of(config_)}, bases,
                                 {&plane_.commands(), &plane_.control().proxy_bell, &worker_trace_});
   drive_ = drive;
   if (drive == Drive::kThreads) worker_ = start_thread("the worker", [this] { work(); });
@@ -147,6 +148,7 @@ void HostEngine::close(bool abort) {
     stop_ = true;
     queue_changed_.notify_all();
   }
+  if (drive_ == Drive::kSteps) end_unfinished();
   if (worker_.joinable()) worker_.join();
   running_.reset();
   plane_.leave();

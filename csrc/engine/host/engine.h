@@ -73,7 +73,8 @@ class HostEngine final : public Engine {
   // A pass of the proxy and one of the worker; true if anything moved. Throws nothing that threads would not: an error
   // reaches operations and ranks.
   bool step();
-  // close() waits for nobody. Before it, these end without an error: announces that this rank closes; all ranks have.
+  // close() waits for nobody, and operations that it finds unfinished end with an error. Before it, these end without
+  // one: announces that this rank closes; all ranks have.
   void announce_close() { plane_.announce_close(); }
   bool may_close() const { return plane_.may_leave(); }
 
@@ -97,6 +98,7 @@ class HostEngine final : public Engine {
   enum class Look { kNothingQueued, kWaits, kMoved };
   Look look();
   void end_running();
+  void end_unfinished();
   void count(const Op& op, uint64_t started_nsec);
   WaitingOn waiting_for(const Steps& steps, const host::PlanStep& plan) const;
   void sleep(uint32_t ticket);

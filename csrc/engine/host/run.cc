@@ -87,6 +87,17 @@ void HostEngine::end_running() {
   queue_changed_.notify_all();
 }
 
+// Nobody steps this engine any more.
+void HostEngine::end_unfinished() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (running_ == nullptr && queue_.empty()) return;
+  }
+  if (!plane_.failed()) plane_.fail("closed its buffer in an operation");
+  while (look() != Look::kNothingQueued) {
+  }
+}
+
 void HostEngine::begin(Running& running) {
   check();
   Op& op = running.operation->op_;
