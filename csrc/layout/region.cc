@@ -191,8 +191,9 @@ RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, 
   auto rows = [&](uint32_t num_readers) {
     return cursor.ring("", RingKind::kRows, rings.rows_slot_bytes, rings.rows_slots, num_readers);
   };
-  auto sums = [&](uint32_t num_readers) {
-    return cursor.ring("", RingKind::kReturn, rings.return_slot_bytes, rings.return_slots, num_readers);
+  auto sums = [&](int domain, uint32_t num_readers) {
+    const uint32_t slots = rings.slots_back_from(topo.size_of(domain));
+    return cursor.ring("", RingKind::kReturn, rings.return_slot_bytes, slots, num_readers);
   };
   layout.header_send.resize(topo.members.size());
   layout.rows_send.resize(topo.members.size());
@@ -201,12 +202,12 @@ RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, 
     if (d == own) continue;
     layout.header_send[d] = packets(d, 0);
     layout.rows_send[d] = rows(0);
-    layout.return_landing[d] = sums(1);
+    layout.return_landing[d] = sums(d, 1);
   }
   for (size_t i = 0; i < layout.incoming.size(); ++i) {
     layout.header_landing.push_back(packets(own, n));
     layout.rows_landing.push_back(rows(n));
-    layout.return_send.push_back(sums(0));
+    layout.return_send.push_back(sums(own, 0));
   }
   if (rings.slots.chunks > 0) take_slot_rings(cursor, topo, rings.slots, layout);
   const Channels channels = list_channels(topo, layout);

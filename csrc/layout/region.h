@@ -69,13 +69,19 @@ struct DeviceRings {
   uint64_t rows_slot_bytes = 0;
   uint32_t rows_slots = 0;
   uint64_t return_slot_bytes = 0;
-  uint32_t return_slots = 0;
+  uint32_t return_slots = 0;  // of sums; a ring back from a domain has slots for weights, too, by the domain's size
   // Of low latency; 0: none. A ring holds two operations, so it may be one chunk of each, or several.
   struct Slots {
     uint64_t routing_bytes = 0, weights_bytes = 0;  // of an operation: one chunk
     uint64_t row_slot_bytes = 0, sum_slot_bytes = 0;
     uint32_t chunks = 0;  // of rows, or sums, of an operation at most
-  } slots;
+  } slots = {};
+  std::map<int, uint32_t> weight_slots = {};  // none: 0
+
+  uint32_t slots_back_from(int size) const {
+    const auto weights = weight_slots.find(size);
+    return return_slots + (weights == weight_slots.end() ? 0 : weights->second);
+  }
 };
 constexpr uint64_t kDeviceRingAlignBytes = 256;
 

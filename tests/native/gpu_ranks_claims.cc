@@ -97,7 +97,7 @@ CLAIM("ranks of uneven domains agree on windows and slots, those of a domain on 
         const gpu::DeviceRegionLayout& first = of_domain.begin()->second;
         if (layout.entries != near.entries || layout.group_hash != first.group_hash ||
             layout.half_bytes != first.half_bytes || layout.piece_bytes != first.piece_bytes ||
-            layout.max_tokens != first.max_tokens || layout.return_slots != first.return_slots ||
+            layout.max_tokens != first.max_tokens || layout.sum_slots != first.sum_slots ||
             gpu_host_bytes(config, layout) + layout.total_bytes > config.budget_bytes)
           throw std::logic_error("rank " + std::to_string(config.rank) + " differs within " +
                                  std::to_string(config.budget_bytes) + " bytes");

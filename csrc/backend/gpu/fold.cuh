@@ -266,7 +266,7 @@ __device__ inline void fold_weights(const CombineKernel& k) {
   const uint32_t width = k.plan.compact_width;
   for (uint32_t s = 0; s < k.g.map.num_ranks; ++s) {
     float* const to =
-        at(k.g, holder_of(k.g, s), k.g.map.piece_weights) + uint64_t{stream_of(k.g, s)} * k.g.map.max_pairs;
+        at(k.g, holder_of(k.g, s), k.g.map.piece_weights) + uint64_t{stream_of(k.g, s)} * k.g.map.stream_pairs;
     const uint32_t offset = k.plan.weight_begin[s];
     if (width > 0) {
       for (uint32_t row = k.plan.row_begin[s] + first; row < k.plan.row_end[s]; row += step)

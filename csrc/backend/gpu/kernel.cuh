@@ -27,6 +27,7 @@ struct Crew {
   __device__ __forceinline__ uint32_t lane() const { return thread % kWarp; }
   __device__ __forceinline__ uint32_t warp() const { return thread / kWarp; }
   __device__ __forceinline__ uint32_t warps() const { return size / kWarp; }
+  __device__ __forceinline__ bool is_last_warp() const { return size - thread <= kWarp; }
   __device__ __forceinline__ void sync() const { device::barrier(id, size); }
   __device__ __forceinline__ bool all(bool good) const { return device::barrier_and(id, size, good); }
   __device__ __forceinline__ bool any(bool good) const { return !all(!good); }

@@ -50,11 +50,18 @@ struct Shape {
   }
 };
 
+// The most pairs of a rank's tokens in a domain.
+uint32_t most_pairs_in(const DeviceMap& map, uint32_t members) {
+  const uint64_t experts = uint64_t{members} * (map.num_experts / map.num_ranks);
+  return static_cast<uint32_t>(std::min<uint64_t>(map.max_pairs, map.max_tokens * experts));
+}
+
 // The most bytes of a packet to a domain. A row has at least one pair.
 uint64_t most_packet_bytes(const DeviceMap& map, uint32_t members) {
   const uint32_t tokens = map.max_tokens, rows = std::min(members, kPairsPerToken) * tokens;
   const uint32_t stream_rows = map.num_domains > 1 ? tokens : 0;
-  const PacketSizes most{members, map.num_experts / map.num_ranks, tokens, rows, map.max_pairs, stream_rows, true};
+  const PacketSizes most{
+      members, map.num_experts / map.num_ranks, tokens, rows, most_pairs_in(map, members), stream_rows, true};
   return round_up(packet_parts(most).end, kAlign);
 }
 
@@ -68,12 +75,15 @@ DeviceRings rings_for(const Topology& topo, const DeviceMap& map, uint32_t windo
   const uint64_t per_chunk =
       std::clamp<uint64_t>(kUsualBytes / map.row_bytes, least, std::max<uint64_t>(least, window / 8));
   const uint32_t slots = static_cast<uint32_t>((window + per_chunk - 1) / per_chunk);
-  for (const auto& [size, number] : topo.domains_of_size)
-    rings.packet_bytes[size] = most_packet_bytes(map, static_cast<uint32_t>(size));
   rings.rows_slot_bytes = rings.return_slot_bytes = round_up(per_chunk * map.row_bytes, kAlign);
   rings.rows_slots = slots;
   const uint32_t block_slots = static_cast<uint32_t>((kTokenBlock + per_chunk - 1) / per_chunk);
-  rings.return_slots = std::max(slots, kHalves * block_slots) + weight_chunks(map.max_pairs, rings.return_slot_bytes);
+  rings.return_slots = std::max(slots, kHalves * block_slots);
+  for (const auto& [size, number] : topo.domains_of_size) {
+    const uint32_t members = static_cast<uint32_t>(size);
+    rings.packet_bytes[size] = most_packet_bytes(map, members);
+    rings.weight_slots[size] = weight_chunks(most_pairs_in(map, members), rings.return_slot_bytes);
+  }
   return rings;
 }
 
@@ -103,7 +113,7 @@ void take_low_latency(Cursor& cursor, const Shape& shape, LowLatencyMap& map, ui
   cursor.take(map.rows_full, "flags.slot_rows", members * kMaxSlotBlocks);
   cursor.take(map.rows_read, "flags.slot_rows_read", members);
   cursor.take(map.pairs_entered, "flags.pairs_entered", ranks);
-  cursor.take(map.pair_full, "flags.pairs", kHalves * streams * places);
+  cursor.take(map.pairs_full, "flags.pairs", members * kMaxSlotBlocks);
   cursor.take(map.pairs_read, "flags.pairs_read", members);
   cursor.take(map.headers, "slots.headers", 2 * kHalves * ranks);
   cursor.take(map.votes, "slots.votes", 4 * members);
@@ -149,6 +159,7 @@ DeviceRegionLayout layout_for(const Topology& topo, const Shape& shape, const Re
   l.row_bytes = row_bytes;
   l.max_tokens = num_tokens;
   l.max_pairs = num_tokens * kPairsPerToken;
+  l.stream_pairs = most_pairs_in(l, shape.members);
   l.half_bytes = window * row_bytes;
   // A half holds a token block.
   const uint64_t most_pieces = uint64_t{kTokenBlock} * shape.most_members;
@@ -160,7 +171,8 @@ DeviceRegionLayout layout_for(const Topology& topo, const Shape& shape, const Re
   l.rings = rings_for(topo, l, window);
   l.rings.slots = size_low_latency(shape, needs.beside, l.low_latency);
   l.row_slots = l.rings.rows_slots;
-  l.return_slots = l.rings.return_slots;
+  l.sum_slots = l.rings.return_slots;
+  l.return_slots = l.rings.slots_back_from(static_cast<int>(members));
   l.slot_bytes = l.rings.rows_slot_bytes;
   const uint64_t several = domains > 1;
   Cursor cursor(l);
@@ -185,7 +197,7 @@ DeviceRegionLayout layout_for(const Topology& topo, const Shape& shape, const Re
   cursor.take(l.sent_tokens, "sent_tokens", several * domains * tokens);
   cursor.take(l.packets, "packets", kHalves * l.packet_bytes);
   cursor.take(l.pair_origin, "pair_origin", pairs);
-  cursor.take(l.piece_weights, "piece_values", streams * pairs);
+  cursor.take(l.piece_weights, "piece_values", streams * l.stream_pairs);
   cursor.take(l.rows, "rows", kHalves * l.half_bytes);
   // A rank that is alone in its domain folds for others straight into the rings.
   cursor.take(l.pieces, "pieces", (members > 1 ? streams : 1) * l.piece_bytes);

@@ -68,7 +68,7 @@ struct LowLatencyMap {
   Part<DeviceFlag<SlotRowsFull>> rows_full;        // [members][kMaxSlotBlocks]
   Part<DeviceFlag<SlotRowsRead>> rows_read;        // [members]
   Part<DeviceFlag<PairsEntered>> pairs_entered;    // [ranks]
-  Part<DeviceFlag<PairFull>> pair_full;            // [halves][streams][places]
+  Part<DeviceFlag<SlotPairsFull>> pairs_full;      // [members][kMaxSlotBlocks]
   Part<DeviceFlag<PairsRead>> pairs_read;          // [members]
   Part<SlotHeader> headers;                        // [dispatch, combine][halves][ranks]
   Part<SlotVote> votes;                            // [members][2][2]: masks.cuh
@@ -103,7 +103,7 @@ struct DeviceMap {
   Part<uint8_t> rows;  // [halves][half_bytes] for our own domain, at the place of their token
   // Combine.
   Part<uint8_t> pieces;  // [streams][piece_bytes], or of our own only; a row's lie side by side, ranks ascending
-  Part<float> piece_weights;  // [streams][pairs]
+  Part<float> piece_weights;  // [streams][stream_pairs]
   // Read and written by this rank only.
   Part<Local> local;
   Part<uint64_t> waited_nsec;  // [ranks] since creation: how long we were there before it entered
@@ -130,11 +130,14 @@ struct DeviceMap {
   uint32_t num_experts = 0;
   uint32_t max_tokens = 0;  // a multiple of kTileTokens
   uint32_t max_pairs = 0;
+  uint32_t stream_pairs = 0;  // of them in our domain, at most
   uint64_t half_bytes = 0;  // staged rows
   uint64_t piece_bytes = 0;
   uint64_t row_bytes = 0;  // widest wire row
   // Rings between domains, at the beginning of the region.
-  uint32_t row_slots = 0, return_slots = 0;
+  uint32_t row_slots = 0;
+  uint32_t return_slots = 0;  // of a stream that we merge
+  uint32_t sum_slots = 0;     // of them for sums: on all ranks equally many
   uint64_t slot_bytes = 0;
 };
 struct DeviceRegionLayout : DeviceMap {
@@ -199,8 +202,7 @@ inline uint32_t combine_window_tokens(const DeviceMap& map, uint64_t row_bytes, 
                                       bool in_halves = false) {
   const uint64_t pieces = (in_halves ? piece_half_bytes(map) : map.piece_bytes) / row_bytes;
   const uint64_t folded = most_pieces == 0 ? map.max_tokens : pieces / most_pieces * kTokenBlock;
-  const uint64_t slots = map.return_slots - (map.num_domains > 1 ? weight_chunks(map.max_pairs, map.slot_bytes) : 0);
-  const uint64_t returned = slots / (in_halves ? kHalves : 1) * (map.slot_bytes / row_bytes);
+  const uint64_t returned = map.sum_slots / (in_halves ? kHalves : 1) * (map.slot_bytes / row_bytes);
   return whole_token_blocks(map, map.num_domains > 1 && returned < folded ? returned : folded);
 }
 

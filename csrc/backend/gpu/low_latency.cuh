@@ -70,9 +70,6 @@ struct SlotKernel {
   __device__ __forceinline__ uint8_t* pair(uint32_t holder, uint32_t stream, uint32_t place) const {
     return at(g, holder, map().pairs) + pair_index(stream, place) * map().pair_bytes;
   }
-  __device__ __forceinline__ DeviceFlag<PairFull>* pair_full(uint32_t holder, uint32_t stream, uint32_t place) const {
-    return at(g, holder, map().pair_full) + pair_index(stream, place);
-  }
   // The group's rank of a number, and the other way round.
   __device__ __forceinline__ uint32_t rank_of(uint32_t number) const { return kNet ? g.rank_of[number] : number; }
   __device__ __forceinline__ uint32_t number_of(uint32_t rank) const { return kNet ? g.number_of[rank] : rank; }
@@ -166,27 +163,77 @@ __device__ inline bool send_headers(const K& k, Part<DeviceFlag<Of>> flags, Put 
   }
   return good;
 }
-// By a crew: waits until every member has entered, and block 0 compares their calls with ours.
+// By one warp of a block, one member after the other: as send_headers(), where only the header is to be told.
 template <typename K, typename Of>
-__device__ inline bool wait_headers(const K& k, Part<DeviceFlag<Of>> flags) {
+__device__ inline void tell_entered(const K& k, Part<DeviceFlag<Of>> flags) {
+  for (uint32_t i = blockIdx.x; i < k.members(); i += k.workers()) {
+    const uint32_t to = k.member_after(i);
+    if (k.is_masked(to) || k.crew.lane() != 0) continue;
+    write_header(k, k.header(to, k.g.rank));
+    publish(at(k.g, to, flags) + k.g.rank, k.number);
+  }
+  __syncwarp();
+}
+// By some threads: waits until every rank has entered, one rank for each thread. They have to combine the results.
+template <typename K, typename Of>
+__device__ inline bool wait_entries(const K& k, Part<DeviceFlag<Of>> flags, uint32_t thread, uint32_t threads) {
   bool good = !stopped(k.g);
-  for (uint32_t r = k.crew.thread; r < k.g.map.num_ranks; r += k.crew.size) {
+  for (uint32_t r = thread; r < k.g.map.num_ranks; r += threads) {
     if (k.is_masked(r)) continue;
     const bool counts = blockIdx.x == 0 && k.args.waited_nsec != nullptr;
     const uint64_t began = counts ? now_nsec() : 0;
     good &= wait_for(k, {own_part(k.g, flags) + r, k.number, r});
     if (counts) k.args.waited_nsec[k.rank_of(r)] += static_cast<int64_t>(now_nsec() - began);
   }
-  if (!k.crew.all(good)) return false;
+  return good;
+}
+// The same when they have entered: compares their calls with ours.
+template <typename K>
+__device__ inline bool compare_headers(const K& k, uint32_t thread, uint32_t threads) {
   // Compared with what we sent: calls may have been refused since.
   const SlotHeader& ours = k.header(k.g.rank, k.g.rank);
-  for (uint32_t r = k.crew.thread; blockIdx.x == 0 && r < k.g.map.num_ranks; r += k.crew.size) {
+  bool good = true;
+  for (uint32_t r = thread; r < k.g.map.num_ranks; r += threads) {
     const SlotHeader& theirs = k.header(k.g.rank, r);
     if (k.is_masked(r) || (theirs.signature == ours.signature && theirs.num_refused == ours.num_refused)) continue;
     report(k.g, {DeviceFault::kMismatch, ErrorKind::kRankMismatch, Step::kExchange, r, static_cast<int>(k.kind)});
     good = false;
   }
-  return blockIdx.x != 0 || k.crew.all(good);
+  return good;
+}
+// By a crew: waits until every member has entered, and block 0 compares their calls with ours.
+template <typename K, typename Of>
+__device__ inline bool wait_headers(const K& k, Part<DeviceFlag<Of>> flags) {
+  if (!k.crew.all(wait_entries(k, flags, k.crew.thread, k.crew.size))) return false;
+  return blockIdx.x != 0 || k.crew.all(compare_headers(k, k.crew.thread, k.crew.size));
+}
+// By a warp: both.
+template <typename K, typename Of>
+__device__ inline bool all_entered_alike(const K& k, Part<DeviceFlag<Of>> flags) {
+  if (!__all_sync(kFullWarp, wait_entries(k, flags, k.crew.lane(), kWarp))) return false;
+  __syncwarp();
+  return __all_sync(kFullWarp, compare_headers(k, k.crew.lane(), kWarp));
+}
+// By the crew of a block that has sent its share: tells every member that.
+template <typename K, typename Of>
+__device__ inline void tell_sent(const K& k, Part<DeviceFlag<Of>> sent) {
+  k.crew.sync();
+  for (uint32_t i = k.crew.thread; i < k.members(); i += k.crew.size)
+    publish(at(k.g, k.member_after(i), sent) + (k.g.rank - k.first()) * kMaxSlotBlocks + blockIdx.x, k.number);
+}
+// By a crew: waits for what all blocks of all members have sent. A member may not have entered yet. The crew has to
+// combine the results.
+template <typename K, typename Entered, typename Of>
+__device__ inline bool wait_sent(const K& k, Part<DeviceFlag<Entered>> entered, Part<DeviceFlag<Of>> sent) {
+  bool good = !stopped(k.g);
+  for (uint32_t i = k.crew.warp(); i < k.members() * (kMaxSlotBlocks / kWarp); i += k.crew.warps()) {
+    const uint32_t member = i % k.members(), r = k.first() + member, block = i / k.members() * kWarp + k.crew.lane();
+    if (k.is_masked(r)) continue;
+    good &= wait_for(k, {own_part(k.g, entered) + r, k.number, r});
+    if (!good || block >= k.header(k.g.rank, r).num_blocks) continue;
+    good &= wait_for(k, {own_part(k.g, sent) + member * kMaxSlotBlocks + block, k.number, r, static_cast<int>(block)});
+  }
+  return good;
 }
 // By a crew, where ranks may be masked, before it receives: when all that others send has come, and all agree on who
 // is masked. wait(gone) is called by block 0; it adds whom it misses. False: an error is known.
@@ -221,6 +268,22 @@ __device__ inline bool note_missing(const K& k, const DeviceFlag<Of>* flag, uint
   const Came came = wait_live(k.g, &flag->value, k.number);
   if (came == Came::kNo) gone.add(rank);
   return came != Came::kStopped;
+}
+
+// By block 0, where ranks may be masked: waits for all that comes. There is one domain.
+template <typename K, typename Entered, typename Of>
+__device__ inline bool wait_live_blocks(const K& k, RankSet& gone, Part<DeviceFlag<Entered>> entered,
+                                        Part<DeviceFlag<Of>> sent) {
+  bool good = true;
+  for (uint32_t r = k.crew.thread; r < k.g.map.num_ranks; r += k.crew.size)
+    if (!gone.has(r)) good &= note_missing(k, own_part(k.g, entered) + r, r, gone);
+  if (!k.crew.all(good)) return false;
+  for (uint32_t i = k.crew.thread; i < k.g.map.num_ranks * kMaxSlotBlocks; i += k.crew.size) {
+    const uint32_t r = i / kMaxSlotBlocks, block = i % kMaxSlotBlocks;
+    if (gone.has(r) || block >= k.header(k.g.rank, r).num_blocks) continue;
+    good &= note_missing(k, own_part(k.g, sent) + i, r, gone);
+  }
+  return good;
 }
 
 // By one thread, when all blocks are through. Between domains the block that sees to the network keeps the number.

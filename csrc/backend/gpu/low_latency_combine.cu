@@ -3,14 +3,16 @@
 //
 // `a ..> b`: b waits for a. `a --> b`: b is published when a is done.
 //
-// send     pairs_read (of two ago) ..> header --> pairs_entered | rows of slots --> pair_full, one by one
-// receive  pairs_entered of all ..> pair_full of a token ..> the token's sum | last block --> pairs_read
+// send     pairs_read (of two ago) ..> header --> pairs_entered | rows of slots | --> pairs_full
+// receive  pairs_full of all blocks ..> the tokens' sums | last block --> pairs_read
+//
+// A flag for each row took 4 us longer: each needs a fence, and rows of all tokens come until the end.
 //
 // Between domains (low_latency_net.cuh, low_latency_relay.cuh) rows for a source elsewhere go to its rail here, and one
 // more block sees to the network, as in a dispatch:
 //
 // push     weights of ours --> command | parts of a chunk's sums are there ..> --> command
-// receive  first: weights_there, pair_full ..> sums for other domains; then sums_there ..> the token's sum
+// receive  first: weights_there, pairs_full ..> sums for other domains; then sums_there ..> the token's sum
 #include "backend/gpu/low_latency_relay.cuh"
 
 namespace uccl_ep::gpu {
@@ -30,13 +32,20 @@ struct PairRanges {
       : first(reinterpret_cast<uint32_t*>(shared)), begin(first + g.map.num_experts + 1) {}
 };
 
-// By a crew.
+// The i-th range, as the dispatch gave it; beyond the last 0.
 template <typename Combine>
-__device__ inline void fill_ranges(const Combine& k, const PairRanges& ranges) {
+__device__ __forceinline__ int64_t given_range(const Combine& k, uint32_t i) {
+  const uint32_t experts = k.g.experts_per_rank;
+  if (i >= k.g.map.num_experts) return 0;
+  return k.args.ranges[i % experts * k.g.map.num_ranks + k.rank_of(rotated(k.g, i / experts))];
+}
+// By a crew. `first`: the range of this thread's number, which was loaded before.
+template <typename Combine>
+__device__ inline void fill_ranges(const Combine& k, const PairRanges& ranges, int64_t first) {
   const uint32_t experts = k.g.experts_per_rank, all = k.g.map.num_experts, lane = threadIdx.x % kWarp;
   for (uint32_t i = k.crew.thread; i < all; i += k.crew.size) {
     const uint32_t source = rotated(k.g, i / experts);
-    const auto range = static_cast<uint64_t>(k.args.ranges[i % experts * k.g.map.num_ranks + k.rank_of(source)]);
+    const auto range = static_cast<uint64_t>(i < k.crew.size ? first : given_range(k, i));
     ranges.begin[i] = static_cast<uint32_t>(range >> 32);
     ranges.first[i] = k.is_masked(source) ? 0 : static_cast<uint32_t>(range);  // for now their number
   }
@@ -82,69 +91,67 @@ __device__ __forceinline__ SentPair pair_of(const Combine& k, const PairRanges& 
   return pair;
 }
 
-// By a crew: sends its share of the rows, with a flag each.
+// The first of our own tokens' pairs, which are the last.
+template <typename Combine>
+__device__ __forceinline__ uint32_t own_pairs(const Combine& k, const PairRanges& ranges) {
+  return ranges.first[(k.g.map.num_ranks - 1) * k.g.experts_per_rank];
+}
+// By a crew: sends its share of the rows. Few rows are shared by several warps, because a warp takes four round trips
+// to memory for a row of 14 KiB.
 template <typename Combine>
 __device__ inline void send_pairs(const Combine& k, const PairRanges& ranges) {
-  const uint32_t all = ranges.first[k.g.map.num_experts], lane = threadIdx.x % kWarp, row_bytes = 2 * k.args.hidden;
-  for (uint32_t i = k.warp(); i < all; i += k.warps()) {
-    const SentPair pair = pair_of(k, ranges, i);
+  constexpr uint32_t kMostShares = 4;
+  const uint32_t lane = threadIdx.x % kWarp, vectors = k.args.hidden / 8;
+  const bool own_stay = stays(k, k.g.rank, k.g.rank);
+  const uint32_t rows = own_stay ? own_pairs(k, ranges) : ranges.first[k.g.map.num_experts];
+  const uint32_t shares = min(max(k.warps() / max(rows, 1), 1), kMostShares),
+                 of_share = (vectors + shares - 1) / shares;
+  for (uint32_t i = k.warp(); i < rows * shares; i += k.warps()) {
+    const SentPair pair = pair_of(k, ranges, i / shares);
     if (stays(k, k.g.rank, pair.holder)) continue;
-    const uint4* const row = reinterpret_cast<const uint4*>(k.args.rows + pair.slot * row_bytes);
-    copy_row<8>(row, {k.pair(pair.holder, pair.stream, pair.place), 0, nullptr}, row_bytes / 16, lane);
-    __syncwarp();
-    if (lane == 0) publish(k.pair_full(pair.holder, pair.stream, pair.place), k.number);
+    const uint4* const row = reinterpret_cast<const uint4*>(k.args.rows) + pair.slot * vectors;
+    const uint32_t first = i % shares * of_share;
+    copy_row<8>(row, {k.pair(pair.holder, pair.stream, pair.place), 0, nullptr}, min(first + of_share, vectors), lane,
+                first);
   }
 }
-// By a crew, before: tells where those rows are that stay.
+// By a crew: writes where those rows are that stay.
 template <typename Combine>
-__device__ inline void tell_pairs(const Combine& k, const PairRanges& ranges) {
-  if (!Combine::kNet || k.args.phase != SlotPhase::kBoth) return;
-  const uint32_t all = ranges.first[k.g.map.num_experts];
-  for (uint32_t i = blockIdx.x * k.crew.size + k.crew.thread; i < all; i += k.workers() * k.crew.size) {
+__device__ inline void name_pairs(const Combine& k, const PairRanges& ranges) {
+  if (!stays(k, k.g.rank, k.g.rank)) return;
+  const uint32_t first = Combine::kNet ? 0 : own_pairs(k, ranges), all = ranges.first[k.g.map.num_experts];
+  // By the last warps of all blocks, which send the fewest rows.
+  const uint32_t thread = k.crew.size - 1 - k.crew.thread;
+  for (uint32_t i = first + blockIdx.x + k.workers() * thread; i < all; i += k.workers() * k.crew.size) {
     const SentPair pair = pair_of(k, ranges, i);
     if (!stays(k, k.g.rank, pair.holder)) continue;
     *reinterpret_cast<uint32_t*>(k.pair(pair.holder, pair.stream, pair.place)) = static_cast<uint32_t>(pair.slot);
-    publish(k.pair_full(pair.holder, pair.stream, pair.place), k.number);
   }
 }
 
 template <typename Combine>
 __device__ inline bool send(Combine k, uint8_t* dynamic) {
   __shared__ uint64_t began;
+  const int64_t range = given_range(k, k.crew.thread);
   if (!wait_free(k, k.map().pairs_read)) return false;
-  if (!send_headers(k, k.map().pairs_entered, [](uint32_t) { return true; })) return false;
   const PairRanges ranges(k.g, dynamic);
-  fill_ranges(k, ranges);
+  fill_ranges(k, ranges, range);
   begin_step(k, began);
-  tell_pairs(k, ranges);
+  if (k.crew.is_last_warp()) tell_entered(k, k.map().pairs_entered);
+  name_pairs(k, ranges);
   send_pairs(k, ranges);
+  tell_sent(k, k.map().pairs_full);
   end_step(k, began, Step::kFold);
   end_send(k, Phase::kPairsSent);
   return true;
 }
 
 // ---- receive -------------------------------------------------------------------------------------------------------
-// By block 0, where ranks may be masked: waits for all that comes.
-template <typename Combine>
-__device__ inline bool wait_pairs(const Combine& k, RankSet& gone) {
-  bool good = true;
-  for (uint32_t r = k.crew.thread; r < k.g.map.num_ranks; r += k.crew.size)
-    if (!gone.has(r)) good &= note_missing(k, own_part(k.g, k.map().pairs_entered) + r, r, gone);
-  if (!k.crew.all(good)) return false;
-  for (uint32_t place = k.crew.thread; place < k.args.num_tokens * k.args.width; place += k.crew.size) {
-    const int64_t expert = k.args.topk_idx[place];
-    if (expert < 0) continue;
-    const auto r = static_cast<uint32_t>(expert / k.g.experts_per_rank);
-    if (!gone.has(r)) good &= note_missing(k, k.pair_full(k.g.rank, 0, place), r, gone);
-  }
-  return good;
-}
-
 template <typename Combine>
 __device__ inline bool receive(Combine k, const StreamMasks& relayed, const StreamMasks& sent, CombineRings& rings) {
   __shared__ uint64_t began;
   if constexpr (Combine::kNet) {
-    if (!open_rings(k, rings)) return false;
+    if (!open_rings(k, rings) || !k.crew.all(wait_sent(k, k.map().pairs_entered, k.map().pairs_full))) return false;
     if (!adopt_packets(k, k.map().pairs_entered) || !fill_relayed_streams(k, relayed)) return false;
     begin_step(k, began);
     if (!k.crew.all(relay_sums(k, relayed, rings))) return false;
@@ -154,12 +161,18 @@ __device__ inline bool receive(Combine k, const StreamMasks& relayed, const Stre
       if (d != own_domain(k.g)) rings.returned[d] = returned_ring(k, d);
     fill_sent_streams(k, sent);
   }
-  if (!settle(k, [&](RankSet& gone) { return wait_pairs(k, gone); })) return false;
+  if (!settle(k, [&](RankSet& gone) { return wait_live_blocks(k, gone, k.map().pairs_entered, k.map().pairs_full); }))
+    return false;
   begin_step(k, began);
-  if (!wait_headers(k, k.map().pairs_entered)) return false;
-  end_step(k, began, Step::kExchange);
-  begin_step(k, began);
-  if (!k.crew.all(merge_tokens(k, {sent, rings.returned}))) return false;
+  const auto wait = [&] {
+    bool good = blockIdx.x != 0 || !k.crew.is_last_warp() || all_entered_alike(k, k.map().pairs_entered);
+    if (!Combine::kNet) good = good && wait_sent(k, k.map().pairs_entered, k.map().pairs_full);
+    if (!k.crew.all(good)) return false;
+    end_step(k, began, Step::kExchange);
+    begin_step(k, began);
+    return true;
+  };
+  if (!k.crew.all(merge_tokens(k, {sent, rings.returned}, wait))) return false;
   end_step(k, began, Step::kMerge);
   end_receive(k, Phase::kPairsReceived, k.map().pairs_read, [&] {
     if constexpr (Combine::kNet) end_rings(k, sent, rings);

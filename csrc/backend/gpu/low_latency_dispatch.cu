@@ -130,11 +130,7 @@ __device__ inline void send_rows(const Dispatch& k, SlotPlaces& shared, const St
       count_one(own_part(k.g, k.map().sent_counts) + lane * k.map().chunks +
                 streams.row(lane, token) / k.map().rows_of_chunk);
   }
-  k.crew.sync();
-  for (uint32_t i = k.crew.thread; i < k.members(); i += k.crew.size) {
-    const uint32_t to = k.member_after(i);
-    publish(at(k.g, to, k.map().rows_full) + (k.g.rank - k.first()) * kMaxSlotBlocks + blockIdx.x, k.number);
-  }
+  tell_sent(k, k.map().rows_full);
 }
 
 // By a crew, where there are other domains: our streams, and the rings that they go into, which are free then.
@@ -167,21 +163,6 @@ __device__ inline bool send(Dispatch k, SlotPlaces& shared, const StreamMasks& s
 }
 
 // ---- receive -------------------------------------------------------------------------------------------------------
-// By block 0, where ranks may be masked: waits for all that comes.
-template <typename Dispatch>
-__device__ inline bool wait_rows(const Dispatch& k, RankSet& gone) {
-  bool good = true;
-  for (uint32_t r = k.crew.thread; r < k.g.map.num_ranks; r += k.crew.size)
-    if (!gone.has(r)) good &= note_missing(k, own_part(k.g, k.map().routing_full) + r, r, gone);
-  if (!k.crew.all(good)) return false;
-  for (uint32_t i = k.crew.thread; i < k.g.map.num_ranks * kMaxSlotBlocks; i += k.crew.size) {
-    const uint32_t r = i / kMaxSlotBlocks, block = i % kMaxSlotBlocks;
-    if (gone.has(r) || block >= k.header(k.g.rank, r).num_blocks) continue;
-    good &= note_missing(k, own_part(k.g, k.map().rows_full) + i, r, gone);
-  }
-  return good;
-}
-
 // By the crew of the last block: what other domains sent is read, and its memory may be used again.
 __device__ inline void end_rings(const NetDispatch& k, const StreamMasks& streams, const ReceivedRings& rings) {
 #pragma unroll 1
@@ -198,7 +179,8 @@ __device__ inline void end_rings(const NetDispatch& k, const StreamMasks& stream
 template <typename Dispatch>
 __device__ inline bool receive(Dispatch k, uint8_t* dynamic, SlotPlaces& shared, ReceivedRings& rings) {
   __shared__ uint64_t began;
-  if (!settle(k, [&](RankSet& gone) { return wait_rows(k, gone); })) return false;
+  if (!settle(k, [&](RankSet& gone) { return wait_live_blocks(k, gone, k.map().routing_full, k.map().rows_full); }))
+    return false;
   if constexpr (Dispatch::kNet)
     if (!adopt_packets(k, k.map().routing_full)) return false;
   begin_step(k, began);

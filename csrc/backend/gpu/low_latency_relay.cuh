@@ -73,8 +73,8 @@ __device__ inline bool relay_sums(const NetCombine& k, const StreamMasks& stream
       int32_t expert = lane < width ? packet.routing()[place] : -1;
       const float weight = expert < 0 ? 0.0f : packet.weights(tokens * width)[place];
       if (expert >= 0 && !k.is_near(static_cast<uint32_t>(expert) / k.g.experts_per_rank)) expert = -1;
-      Addends addends;
-      if (!find_pairs(k, i, token, {expert, weight}, addends)) return false;
+      Addends addends = find_pairs(k, i, token, {expert, weight});
+      if (!wait_rows(k, {streams, rings.returned}, token, addends)) return false;
       const uint32_t row = streams.row(i, token);
 #pragma unroll 1
       for (uint32_t part = first; part < min(first + at_once, parts); ++part)

@@ -41,12 +41,12 @@ struct PairsEntered {
                               .deadline = Deadline::kArrival,
                               .step = Step::kExchange};
 };
-struct PairFull {
-  static constexpr Signal kIs{.name = "LowLatencyMap::pair_full[half][s][t][k]",
-                              .writer = "the rank of the token's k-th expert: the warp that sends the row",
-                              .readers = "the token's rank, or its rail (s: the stream)",
-                              .publishes = "the row",
-                              .waits = "`merge`, token by token",
+struct SlotPairsFull {
+  static constexpr Signal kIs{.name = "LowLatencyMap::pairs_full[d][b]",
+                              .writer = "d: block b of its kernel, when it has sent its rows",
+                              .readers = "who receives",
+                              .publishes = "the rows that the block sent here; of our own, where those are that stay",
+                              .waits = "who receives, before it sums",
                               .step = Step::kMerge};
 };
 struct PairsRead {

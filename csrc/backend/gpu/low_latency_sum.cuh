@@ -11,7 +11,7 @@ namespace uccl_ep::gpu {
 // and memory for a pair holds the slot.
 template <typename Combine>
 __device__ __forceinline__ bool stays(const Combine& k, uint32_t from, uint32_t holder) {
-  return Combine::kNet && k.args.phase == SlotPhase::kBoth && from == k.g.rank && holder == k.g.rank;
+  return k.args.phase == SlotPhase::kBoth && from == k.g.rank && holder == k.g.rank;
 }
 
 constexpr uint32_t kVectors = 2;  // of a lane, that a warp sums at a time
@@ -27,6 +27,7 @@ struct Addends {
   float weight = 0;
   LaneMask ends = 0;  // those after which a rank's sum is complete
   LaneMask returned = 0;  // by other domains
+  uint32_t domain = 0;  // that returns it
 };
 constexpr uint32_t kOwnSlot = 1u << 31;
 constexpr uint32_t kRowUnit = 128;  // rows begin at multiples of it
@@ -44,11 +45,12 @@ __device__ __forceinline__ uint8_t* sum_at(const Group& g, const SlotCombineArgs
   return (sum & kOwnToken) != 0 ? args.out + uint64_t{sum & ~kOwnToken} * 2 * args.hidden
                                 : g.own + uint64_t{sum} * kRowUnit;
 }
-// Of a pair that has come, of an expert of rank `from`.
+// Of a pair of an expert of rank `from`. Where the row stays, memory for the pair will hold its slot.
+constexpr uint32_t kOwnPair = 1u << 30;
 template <typename Combine>
 __device__ __forceinline__ uint32_t pair_row(const Combine& k, uint32_t from, uint32_t stream, uint32_t place) {
-  const uint8_t* const pair = k.pair(k.g.rank, stream, place);
-  return stays(k, from, k.g.rank) ? kOwnSlot | *reinterpret_cast<const uint32_t*>(pair) : row_at(k.g, pair);
+  const uint32_t row = row_at(k.g, k.pair(k.g.rank, stream, place));
+  return stays(k, from, k.g.rank) ? kOwnPair | row : row;
 }
 
 // What other domains return of our tokens.
@@ -80,36 +82,27 @@ struct Named {
   int32_t expert;
   float weight;
 };
-// By a warp: the pairs of a token of `stream` that experts of our domain have; waits for them. False: an error is
-// known.
+// By a warp: the pairs of a token of `stream` that experts of our domain have. They need not have come yet.
 template <typename Combine>
-__device__ __forceinline__ bool find_pairs(const Combine& k, uint32_t stream, uint32_t token, const Named& named,
-                                           Addends& out) {
-  const uint32_t lane = threadIdx.x % kWarp;
+__device__ __forceinline__ Addends find_pairs(const Combine& k, uint32_t stream, uint32_t token, const Named& named) {
+  const uint32_t lane = threadIdx.x % kWarp, width = k.args.width;
   const auto [expert, weight] = named;
-  const uint32_t width = k.args.width;
   const uint32_t from = in_order(expert, width, lane);
   const int32_t its = __shfl_sync(kFullWarp, expert, from % kWarp);
+  Addends out;
   out.count = static_cast<uint32_t>(__popcll(ballot(expert >= 0)));
   out.weight = __shfl_sync(kFullWarp, weight, from % kWarp);
   const uint32_t rank = lane < out.count ? static_cast<uint32_t>(its) / k.g.experts_per_rank : kMaxSlotRanks;
   out.ends = last_of_ranks(rank, out.count, lane);
-  const uint32_t place = token * width + from;
-  const bool mine = lane < out.count;
-  const bool good =
-      !mine || wait_for(k, {k.pair_full(k.g.rank, stream, place), k.number, rank, static_cast<int>(token)});
-  if (!__all_sync(kFullWarp, good)) return false;
-  if (mine) out.row = pair_row(k, rank, stream, place);
-  __syncwarp();  // orders what the lanes have read before what any of them reads next
-  return true;
+  if (lane < out.count) out.row = pair_row(k, rank, stream, token * width + from);
+  return out;
 }
 
-// As find_pairs(), of our own token: with the rows that other domains return. These are waited for last.
-__device__ __forceinline__ bool find_returned(const NetCombine& k, const Sources& sources, uint32_t token,
-                                              const Named& named, Addends& out) {
-  const uint32_t lane = threadIdx.x % kWarp;
+// As find_pairs(), of our own token: with the rows that other domains return.
+__device__ __forceinline__ Addends find_returned(const NetCombine& k, const Sources& sources, uint32_t token,
+                                                 const Named& named) {
+  const uint32_t lane = threadIdx.x % kWarp, width = k.args.width;
   const auto [expert, weight] = named;
-  const uint32_t width = k.args.width;
   // Of each other domain only the pair of the lowest expert stays.
   const uint32_t its_rank = expert < 0 ? 0 : static_cast<uint32_t>(expert) / k.g.experts_per_rank;
   const uint32_t its_domain = expert < 0 ? kMaxSlotDomains : k.domain_of(its_rank);
@@ -121,36 +114,57 @@ __device__ __forceinline__ bool find_returned(const NetCombine& k, const Sources
   }
   const bool stays = expert >= 0 && (its_domain == own_domain(k.g) || lowest);
   const uint32_t from = in_order(stays ? expert : -1, width, lane);
+  Addends out;
   out.count = static_cast<uint32_t>(__popcll(ballot(stays)));
   const uint32_t rank = __shfl_sync(kFullWarp, its_rank, from % kWarp);
-  const uint32_t domain = __shfl_sync(kFullWarp, its_domain, from % kWarp);
-  const bool mine = lane < out.count, returned = mine && domain != own_domain(k.g);
+  out.domain = __shfl_sync(kFullWarp, its_domain, from % kWarp);
+  const bool mine = lane < out.count, returned = mine && out.domain != own_domain(k.g);
   out.weight = __shfl_sync(kFullWarp, weight, from % kWarp);
   if (returned) out.weight = 1.0f;
   out.returned = ballot(returned);
   out.ends = last_of_ranks(rank, out.count, lane);
-  bool good = true;
-  if (mine && !returned) {
-    const uint32_t place = token * width + from;
-    good = wait_for(k, {k.pair_full(k.g.rank, 0, place), k.number, rank, static_cast<int>(token)});
-    if (good) out.row = pair_row(k, rank, 0, place);
+  if (returned)
+    out.row = row_at(k.g, sources.rings[out.domain].row(k.map(), sources.streams.row(out.domain, token)));
+  else if (mine)
+    out.row = pair_row(k, rank, 0, token * width + from);
+  return out;
+}
+
+// By one thread: waits for what another domain returns, which any of its ranks may keep waiting.
+__device__ __forceinline__ bool wait_returned(const NetCombine& k, uint32_t domain, const Awaited& what) {
+  if (has_come(what)) return true;
+  for (uint32_t r = k.first_of(domain); r < k.first_of(domain + 1); ++r)
+    if (!wait_for(k, {own_part(k.g, k.map().pairs_entered) + r, k.number, r})) return false;
+  return wait_for(k, what);
+}
+// By a warp, when the pairs have come: waits for what other domains return, and finds the rows that stay. False: an
+// error is known.
+template <typename Combine>
+__device__ __forceinline__ bool wait_rows(const Combine& k, const Sources& sources, uint32_t token, Addends& addends) {
+  const uint32_t lane = threadIdx.x % kWarp;
+  if (addends.row >> 30 == kOwnPair >> 30) {
+    const uint8_t* const pair = k.g.own + uint64_t{addends.row & ~kOwnPair} * kRowUnit;
+    addends.row = kOwnSlot | device::load_past_l1(reinterpret_cast<const uint32_t*>(pair));
   }
-  __syncwarp();
-  if (returned) {
-    const uint32_t row = sources.streams.row(domain, token);
-    out.row = row_at(k.g, sources.rings[domain].row(k.map(), row));
-    good = wait_for(k, {k.g.slot_net_state.sums_there + domain, sources.rings[domain].arrived(k.map(), row),
-                        k.first_of(domain), static_cast<int>(token)});
+  if constexpr (Combine::kNet) {
+    bool good = true;
+    if ((addends.returned >> lane & 1) != 0) {
+      const SlotRing& ring = sources.rings[addends.domain];
+      const uint32_t row = sources.streams.row(addends.domain, token);
+      good = wait_returned(k, addends.domain,
+                           {k.g.slot_net_state.sums_there + addends.domain, ring.arrived(k.map(), row),
+                            k.first_of(addends.domain), static_cast<int>(token)});
+    }
+    if (!__all_sync(kFullWarp, good)) return false;
   }
-  if (!__all_sync(kFullWarp, good)) return false;
   __syncwarp();  // orders what the lanes have read before what any of them reads next
   return true;
 }
 
-// All addends of our own token.
+// By a warp: all addends of our own token.
 template <typename Combine>
-__device__ __forceinline__ bool find_addends(const Combine& k, const Sources& sources, uint32_t token, bool counts,
-                                             uint32_t lane, Addends& out) {
+__device__ __forceinline__ Addends find_addends(const Combine& k, const Sources& sources, uint32_t token, bool counts) {
+  const uint32_t lane = threadIdx.x % kWarp;
   const uint32_t width = k.args.width;
   const uint64_t index = uint64_t{token} * width + lane;
   int32_t expert = lane < width ? k.numbered(k.args.topk_idx[index]) : -1;
@@ -160,9 +174,9 @@ __device__ __forceinline__ bool find_addends(const Combine& k, const Sources& so
     if (counts) add_global(&k.state().dropped_pairs, 1);
   }
   if constexpr (Combine::kNet)
-    return find_returned(k, sources, token, {expert, weight}, out);
+    return find_returned(k, sources, token, {expert, weight});
   else
-    return find_pairs(k, 0, token, {expert, weight}, out);
+    return find_pairs(k, 0, token, {expert, weight});
 }
 
 __device__ __forceinline__ void add_weighted(float (&sum)[kValues], const uint4 (&row)[kVectors], float weight) {
@@ -251,19 +265,29 @@ __device__ __forceinline__ uint32_t parts_of(const Combine& k) {
   return (2 * k.args.hidden + kPartBytes - 1) / kPartBytes;
 }
 
-// By a crew: sums its share. False: an error is known.
-template <typename Combine>
-__device__ inline bool merge_tokens(const Combine& k, const Sources& sources) {
+// By a crew: sums its share, after wait(), by all threads. What can be looked up before is looked up before. False: an
+// error is known.
+template <typename Combine, typename Wait>
+__device__ inline bool merge_tokens(const Combine& k, const Sources& sources, Wait wait) {
   const uint32_t lane = threadIdx.x % kWarp, parts = parts_of(k);
   // A warp takes several parts of a token, so that it looks up the token's pairs once.
   const uint32_t at_once = max((k.args.num_tokens * parts + k.warps() - 1) / k.warps(), 1);
   const uint32_t shares = (parts + at_once - 1) / at_once;
-  for (uint32_t i = k.warp(); i < k.args.num_tokens * shares; i += k.warps()) {
+  const uint32_t end = k.args.num_tokens * shares;
+  const auto find = [&](uint32_t i) {
+    return i < end ? find_addends(k, sources, i / shares, i % shares == 0) : Addends{};
+  };
+  uint32_t i = k.warp();
+  Addends addends = find(i);
+  if (!wait()) return false;
+#pragma unroll 1
+  while (i < end) {
     const uint32_t token = i / shares, first = i % shares * at_once;
-    Addends addends;
-    if (!find_addends(k, sources, token, first == 0, lane, addends)) return false;
+    if (!wait_rows(k, sources, token, addends)) return false;
     for (uint32_t part = first; part < min(first + at_once, parts); ++part)
       sum_part(k, addends, kOwnToken | token, false, part, lane);
+    i += k.warps();
+    addends = find(i);
   }
   return true;
 }

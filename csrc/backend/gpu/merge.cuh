@@ -102,7 +102,7 @@ __device__ inline void find_merge_range(const CombineKernel& k, uint32_t window,
     uint64_t chunks = k.g.net_state.returned[to];
     if (window > 0) chunks = last.domain(k.g, to).chunks + returned_chunks(k, window - 1, to);
     out.domain(k.g, to) = {k.plan.sent_token_blocks[to * entries + own.first],
-                           static_cast<uint32_t>(chunks % k.g.map.return_slots), chunks, 0};
+                           static_cast<uint32_t>(chunks % k.g.net.to[to].return_slots), chunks, 0};
   }
   uint32_t most = 0;
   for (uint32_t stream = 1 + k.crew.thread; stream <= num_relayed; stream += k.crew.size) {
@@ -156,7 +156,8 @@ __device__ __forceinline__ bool returns_came(const Kernel& k, const MergeRange& 
 __device__ __forceinline__ uint32_t returned_place(const Group& g, const MergeRange& range, const Addend& addend,
                                                    uint32_t row_bytes) {
   const uint32_t to = addend.domain(), row = addend.row() - range.domain(g, to).rows;
-  return (g.net.to[to].returns + ring_offset(g, range.domain(g, to).slot, g.map.return_slots, row, row_bytes)) / 16;
+  const Net::To& its = g.net.to[to];
+  return (its.returns + ring_offset(g, range.domain(g, to).slot, its.return_slots, row, row_bytes)) / 16;
 }
 
 // Sums for our tokens of a window: of the pieces that come back and (kNet) of other domains' sums.
@@ -305,10 +306,11 @@ struct Relay : CombineKernel {
   }
 };
 
-// Offset in a ring of weight `p` of a stream, behind the rows of a window.
-__device__ __forceinline__ uint64_t weight_offset(const Group& g, uint32_t slot, uint32_t row_chunks, uint32_t p) {
+// Offset in a ring of `slots` slots of weight `p` of a stream, behind the rows of a window.
+__device__ __forceinline__ uint64_t weight_offset(const Group& g, uint32_t slot, uint32_t slots, uint32_t row_chunks,
+                                                  uint32_t p) {
   const uint32_t per_chunk = static_cast<uint32_t>(g.map.slot_bytes) / 4, chunk = row_chunks + p / per_chunk;
-  return slot_after(slot, chunk, g.map.return_slots) * g.map.slot_bytes + uint64_t{p % per_chunk} * 4;
+  return slot_after(slot, chunk, slots) * g.map.slot_bytes + uint64_t{p % per_chunk} * 4;
 }
 
 // By a crew: waits until the slots of the rings to sources that a window takes are free.
@@ -340,13 +342,13 @@ __device__ inline void note_returned(const CombineKernel& k, uint32_t window) {
 // By crews of all blocks, with several domains: writes the weights' gradients into the rings to their sources.
 __device__ inline void relay_weights(const CombineKernel& k, const MergeRange& range) {
   for (uint32_t stream = 1; stream <= k.g.net.num_relayed; ++stream) {
-    const float* const from = own_part(k.g, k.g.map.piece_weights) + uint64_t{stream} * k.g.map.max_pairs;
+    const float* const from = own_part(k.g, k.g.map.piece_weights) + uint64_t{stream} * k.g.map.stream_pairs;
+    const uint32_t slot = range.stream(k.g, stream).slot, slots = k.g.map.return_slots;
     const uint32_t chunks = relayed_part(k, range.window, stream).chunks;
     uint8_t* const to = at(k.g, k.g.rank, k.g.net.relayed[stream].returns);
     for (uint32_t p = blockIdx.x * k.crew.size + k.crew.thread; p < k.plan.relayed_pairs[stream];
          p += workers(k.g) * k.crew.size)
-      *reinterpret_cast<float*>(to + weight_offset(k.g, range.stream(k.g, stream).slot, chunks, p)) =
-          device::load_past_l1(from + p);
+      *reinterpret_cast<float*>(to + weight_offset(k.g, slot, slots, chunks, p)) = device::load_past_l1(from + p);
   }
   if (last_block(k, Phase::kRelayed, workers(k.g)) && k.crew.thread == 0)
     publish(&local(k.g).weights_relayed, k.op.epoch);
@@ -358,16 +360,17 @@ __device__ inline void merge_weights(const CombineKernel& k, const MergeRange& r
     const uint32_t begin = k.plan.pair_begin[first_of(k.g, to)], end = k.plan.pair_begin[first_of(k.g, to + 1)];
     const bool own = to == own_domain(k.g);
     const uint8_t* from = at(k.g, k.g.rank, own ? k.g.map.piece_weights.offset : k.g.net.to[to].returns);
-    uint32_t chunks = 0;
+    uint32_t chunks = 0, slot = 0, slots = 0;
     if (!own) {
+      slot = range.domain(k.g, to).slot;
+      slots = k.g.net.to[to].return_slots;
       chunks = returned_part(k, range.window, to).chunks;
       const uint64_t all = range.domain(k.g, to).chunks + returned_chunks(k, range.window, to);
       const bool good = k.crew.thread != 0 || wait_peer(k, {k.g.net_state.returns_there + to, all, rail_of(k.g, to)});
       if (!k.crew.all(good)) return;
     }
     for (uint32_t p = begin + blockIdx.x * k.crew.size + k.crew.thread; p < end; p += workers(k.g) * k.crew.size) {
-      const uint64_t offset =
-          own ? uint64_t{p - begin} * 4 : weight_offset(k.g, range.domain(k.g, to).slot, chunks, p - begin);
+      const uint64_t offset = own ? uint64_t{p - begin} * 4 : weight_offset(k.g, slot, slots, chunks, p - begin);
       k.args.weights[k.plan.pair_place[p]] = device::load_past_l1(reinterpret_cast<const float*>(from + offset));
     }
   }

@@ -286,7 +286,7 @@ struct SharesTaken {
 // In the order of the table.
 using AllSignals =
     std::tuple<HeaderFull, ListsFull, RowsFull, WeightsFull, Read, Folded, FoldedAll, Merged, SlotRoutingFull,
-               SlotRowsFull, SlotRowsRead, PairsEntered, PairFull, PairsRead, VoteCast, RowsThere, ReturnsThere,
+               SlotRowsFull, SlotRowsRead, PairsEntered, SlotPairsFull, PairsRead, VoteCast, RowsThere, ReturnsThere,
                PacketsGone, RowsGone, ReturnsGone, SlotPacketThere, SlotRowsThere, SlotSumsThere, SlotChunksGone,
                Counted, Packed, WeightsRelayed, Planned, RowsPlanned, Hashed, SlotsSettled, SlotsThrough, Stop,
                CountsCome, FaultTold, Arrived, SentRows, RelayedRows, SlotPartsDone, FoldedRows, SharesTaken>;

@@ -105,6 +105,7 @@ void Network::fill_destinations(gpu::Net& net) {
     to.packet_bytes = mine.header_send[d].slot_bytes;
     to.rows = mine.rows_send[d].slots_offset;
     to.returns = mine.return_landing[d].slots_offset;
+    to.return_slots = mine.return_landing[d].num_slots;
     to.packet_channel = plane_.channels().out_of(mine.header_send[d]);
     to.row_channel = plane_.channels().out_of(mine.rows_send[d]);
     to.returns_consumed = at<uint64_t>(host(rank_), mine.return_landing[d].consumed_offset);

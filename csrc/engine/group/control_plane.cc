@@ -38,7 +38,9 @@ const Rings& checked(const Rings& rings, const Topology& topo) {
   }
   for (uint64_t bytes : slots_of)
     require(bytes > 0 && bytes % 16 == 0, "device rings: slots of " + std::to_string(bytes) + " bytes");
-  for (uint32_t slots : {device.rows_slots, device.return_slots})
+  std::vector<uint32_t> numbers = {device.rows_slots, device.return_slots};
+  for (const auto& [size, weights] : device.weight_slots) numbers.push_back(device.slots_back_from(size));
+  for (uint32_t slots : numbers)
     require(slots >= 1 && slots < kMaxRingSlots, "device rings: " + std::to_string(slots) + " slots");
   return rings;
 }
