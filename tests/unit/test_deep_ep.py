@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tests.process_ranks import ProcessRanks, Rank
 from uccl_ep_train import deep_ep
@@ -166,7 +167,7 @@ def check_packed_scales(r: Ready) -> None:
 
 
 def check_other_forms(r: Ready) -> None:
-    """Worst-case rows; no experts, only ranks; no weights; longer rows than before."""
+    """Worst-case rows; no experts, only ranks; an odd number of them; no weights; longer rows than before."""
     buffer, x, layout = r.buffer, r.x, r.layout
     worst = buffer.dispatch(x, **layout, topk_idx=r.idx, topk_weights=r.weights, num_worst_tokens=64)
     assert len(worst[0]) == 64 and worst[3] == []
@@ -179,6 +180,10 @@ def check_other_forms(r: Ready) -> None:
     exact = [int((r.recv_idx == e).sum()) for e in range(LOCAL)]
     assert plain[3] == [-(-count // 4) * 4 for count in exact]
     assert torch.equal(buffer.combine(plain[0], plain[4])[0], sums[0])
+    one_more = {"topk_idx": pad(r.idx, (0, 1), value=-1), "topk_weights": pad(r.weights, (0, 1), value=1.0)}
+    odd = buffer.dispatch(x, **layout, **one_more)
+    assert torch.equal(odd[0], r.recv_x) and torch.equal(odd[1], pad(r.recv_idx, (0, 1), value=-1))
+    assert torch.equal(odd[2], pad(r.recv_weights, (0, 1)))
     wide = x.repeat(1, 4)
     got = buffer.dispatch(wide, **layout, topk_idx=r.idx)
     assert torch.equal(got[0], r.recv_x.repeat(1, 4)) and torch.equal(got[1], r.recv_idx) and got[2] is None

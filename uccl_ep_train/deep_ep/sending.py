@@ -102,7 +102,8 @@ class Received(NamedTuple):
 class Sender:
     """Dispatches through one engine. A row's metadata: rank + 1, token, experts + 1 (0: none), weights.
 
-    Experts are int64 as two words, so that few kernels pack and unpack them.
+    Experts are int64 as two words, and a row has an even number of words, so that few kernels pack and unpack
+    them.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -147,7 +148,7 @@ class Sender:
         return Received(caller_rows(result.rows, x), local, weights, aligned, handle)
 
     def packed(self, tokens: int, topk_idx: Tensor | None, topk_weights: Tensor | None) -> Tensor:
-        """Metadata [T, 2 + 3 K] int32, or without weights or experts fewer."""
+        """Metadata [T, 2 + 3 K] int32, or one more if that is odd, or without weights or experts fewer."""
         if tokens > len(self._heads):
             numbers = torch.arange(tokens, dtype=torch.int32, device=self.engine.device)
             heads = torch.stack([torch.full_like(numbers, self.engine.rank + 1), numbers], 1)
@@ -158,6 +159,8 @@ class Sender:
             words.append((topk_idx + 1).view(torch.int32))
         if topk_weights is not None:
             words.append(topk_weights.contiguous().view(torch.int32))
+            if topk_weights.shape[1] % 2:
+                words.append(words[0][:, :1])
         return torch.cat(words, 1)
 
     def _first_experts(self, is_token_in_rank: Tensor) -> Tensor:
@@ -173,11 +176,11 @@ class Sender:
         """Numbers of this rank's experts, -1 for others, and weights of those."""
         if num_topk == 0:
             return None, None
-        end = 2 + 2 * num_topk
-        local = self._local[metadata[:, 2:end].contiguous().view(torch.int64)]
+        local = self._local[metadata.view(torch.int64)[:, 1 : 1 + num_topk]]
         if not has_weights:
             return local, None
-        return local, metadata[:, end:].view(torch.float32).masked_fill(local < 0, 0.0)
+        weights = metadata[:, 2 + 2 * num_topk : 2 + 3 * num_topk].view(torch.float32)
+        return local, torch.where(local < 0, 0.0, weights)
 
     def _counts(self, result: DispatchResult, routing: Routing) -> list[int]:
         """Tokens of each expert of this rank. Without top-k ranks tell each other."""
