@@ -60,9 +60,22 @@ def saying(value: Any, sign: bytes) -> Callable[[bytes], bytes]:
     return lambda frame: frame.partition(b"\0")[0] + b"\0" + sign + json.dumps(value).encode()
 
 
+def saying_in(value: Any, part: int) -> Callable[[bytes], bytes]:
+    """Any JSON as one of the parts of a payload."""
+
+    def change(frame: bytes) -> bytes:
+        name, _, payload = frame.partition(b"\0")
+        parts = payload[1:].split(b"\0", 2)
+        parts[part % len(parts)] = json.dumps(value).encode()
+        return name + b"\0" + payload[:1] + b"\0".join(parts)
+
+    return change
+
+
 CHANGES = st.one_of(
     st.lists(SPLICES, max_size=3).map(spliced),
     st.builds(saying, VALUES, st.sampled_from([b"+", b"-", b""])),
+    st.builds(saying_in, VALUES, st.integers(0, 2)),
     st.binary(max_size=64).map(lambda frame: lambda _: frame),
     st.sampled_from([b"[" * 100_000, b'{"generation": 1', b"\xff\xfe", b"9" * 5000]).map(
         lambda body: lambda frame: frame.partition(b"\0")[0] + b"\0+" + body

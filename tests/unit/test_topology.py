@@ -11,7 +11,7 @@ from tests.unit.by_hand import find_domains
 from uccl_ep_train import EpConfig, LocalBootstrap, Topology
 from uccl_ep_train.core.native import load_native
 from uccl_ep_train.errors import ConfigError, EpError, PeerFailed, RankMismatchError, TopologyError
-from uccl_ep_train.group import domains, transport
+from uccl_ep_train.group import answers, domains, transport
 from uccl_ep_train.group.domains import agree_on_config
 from uccl_ep_train.group.lifecycle import settle_config
 
@@ -223,17 +223,21 @@ def test_ranks_that_disagree_on_a_setting_all_raise_naming_both_ranks_and_values
         assert f"rank 0 has {name} = {ours!r}, rank 2 has {name} = {theirs!r}" in str(result)
 
 
-@pytest.mark.parametrize("others", [0, 1, 2])
-def test_settings_that_are_alike_are_read_once(monkeypatch, others):
-    """Each rank reads the own part of each, and the settings of rank 0 and of ranks that have other ones."""
+@pytest.mark.parametrize(("others", "said"), [(0, 1), (1, 1), (2, 1), (0, 3)])
+def test_what_ranks_say_alike_is_read_once(monkeypatch, others, said):
+    """Each rank reads rank 0's key, what ranks say, and the settings of rank 0 and of those with others."""
     read = []
     decode = domains.decode
-    monkeypatch.setattr(
-        domains, "decode", lambda rank, *arguments: read.append(rank) or decode(rank, *arguments)
-    )
+
+    def count(rank, *arguments):
+        read.append(rank)
+        return decode(rank, *arguments)
+
+    for module in (domains, answers):
+        monkeypatch.setattr(module, "decode", count)
     configs = [EpConfig(**BASE)] * (6 - others) + [EpConfig(**BASE, dispatch_dtype="bf16")] * others
-    agree(configs)
-    assert read.count(0) == 6 + 1 + min(others, 1)  # the first that differs is an error
+    agree(configs, lambda rank: rank % said)
+    assert read.count(0) == 1 + said + 1 + min(others, 1)  # the first that differs is an error
 
 
 def test_settings_for_tests_of_one_rank_may_differ():

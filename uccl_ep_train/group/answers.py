@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from uccl_ep_train.errors import TransportError
@@ -24,6 +24,31 @@ def decode(rank: int, what: str, peer: int, answer: bytes, shape: Callable[[Any]
         return shape(json.loads(answer))
     except (ValueError, RecursionError) as error:
         raise malformed(rank, what, peer, answer) from error
+
+
+def split(rank: int, what: str, answers: Sequence[bytes]) -> list[tuple[bytes, bytes, bytes]]:
+    """The three parts of the payload of every rank, with a zero byte behind the first and behind the second.
+
+    Raises what `decode` raises.
+    """
+    found = []
+    for peer, answer in enumerate(answers):
+        parts = answer.split(b"\0", 2)
+        if len(parts) != 3:
+            raise malformed(rank, what, peer, answer)
+        found.append((parts[0], parts[1], parts[2]))
+    return found
+
+
+def decode_all(
+    rank: int, what: str, answers: Sequence[bytes], shape: Callable[[Any], Decoded]
+) -> list[Decoded]:
+    """`decode` of the payload of every rank. Equal ones, of which a large group has many, share a result."""
+    known: dict[bytes, Decoded] = {}
+    for peer, answer in enumerate(answers):
+        if answer not in known:
+            known[answer] = decode(rank, what, peer, answer, shape)
+    return [known[answer] for answer in answers]
 
 
 def require(holds: bool, text: str) -> None:

@@ -17,7 +17,7 @@ from uccl_ep_train.common import limits
 from uccl_ep_train.core.native import load_native
 from uccl_ep_train.core.topology import Topology
 from uccl_ep_train.errors import RankMismatchError, TopologyError
-from uccl_ep_train.group.answers import decode, require
+from uccl_ep_train.group.answers import decode, decode_all, require, split
 from uccl_ep_train.group.bootstrap import Bootstrap, exchange
 from uccl_ep_train.settings.config import EpConfig
 
@@ -46,19 +46,15 @@ def agree_on_config(
     what, rank = "configuration", bootstrap.rank
 
     def mine() -> bytes:
-        own = json.dumps([secrets.randbits(64) or 1, verify()])
-        return f"{own}\0{json.dumps(config.agreed_values())}".encode()
+        own = json.dumps(verify())
+        return f"{secrets.randbits(64) or 1}\0{own}\0{json.dumps(config.agreed_values())}".encode()
 
-    def own_part(value: Any) -> tuple[int, Any]:
-        require(isinstance(value, list) and len(value) == 2, "no generation")
-        require(type(value[0]) is int and 0 < value[0] < 1 << 64, "no generation")
-        return value[0], shape(value[1])
-
-    answers = [answer.partition(b"\0")[::2] for answer in exchange(bootstrap, what, mine)]
-    own_parts = [decode(rank, what, peer, own, own_part) for peer, (own, _) in enumerate(answers)]
-    same = answers[0][1]
+    answers = split(rank, what, exchange(bootstrap, what, mine))
+    generation = decode(rank, what, 0, answers[0][0], _generation)
+    said = decode_all(rank, what, [own for _, own, _ in answers], shape)
+    same = answers[0][2]
     first = decode(rank, what, 0, same, _values)
-    for peer, (_, theirs) in enumerate(answers):
+    for peer, (_, _, theirs) in enumerate(answers):
         if theirs == same:  # as it should be of all, in a large group
             continue
         values = decode(rank, what, peer, theirs, _values)
@@ -78,7 +74,12 @@ def agree_on_config(
                 expected=first.get(name),
                 seen=values.get(name),
             )
-    return Agreement(own_parts[0][0], [said for _, said in own_parts])
+    return Agreement(generation, said)
+
+
+def _generation(value: Any) -> int:
+    require(type(value) is int and 0 < value < 1 << 64, "no generation")
+    return int(value)
 
 
 def _values(value: Any) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class Settled(NamedTuple):
 
 def settle_config(bootstrap: Bootstrap, config: EpConfig) -> Settled:
     """Collective; allocates nothing. Raises what the creation of a `Buffer` raises."""
-    device = torch.device("cpu")
+    device, topology = torch.device("cpu"), None
 
     def introduce() -> bytes:
         nonlocal device
@@ -111,8 +111,9 @@ def settle_config(bootstrap: Bootstrap, config: EpConfig) -> Settled:
         return b"" if are_set(config) else handshake.offer()
 
     def verify() -> list[Any]:
+        nonlocal topology
         check_fit(config, bootstrap.size)
-        Topology.from_config(config, bootstrap.size)
+        topology = Topology.from_config(config, bootstrap.size)
         load_native()
         return [transport.probe(config, places), handshake.reach(bootstrap.rank, offers).decode()]
 
@@ -125,9 +126,8 @@ def settle_config(bootstrap: Bootstrap, config: EpConfig) -> Settled:
         config = config.replace(backend="cuda" if device.type == "cuda" else "host")
         generation, said = agree_on_config(bootstrap, config, verify, _reports)
     probes = [probe for probe, _ in said]
-    topology = Topology.from_config(config, bootstrap.size) or found(
-        bootstrap.rank, [reached.encode() for _, reached in said]
-    )
+    if topology is None:
+        topology = found(bootstrap.rank, [reached.encode() for _, reached in said])
     topology = topology.on_hosts([place.memory for place in places])
     transport.check_domains(config, topology, places)
     choice = transport.choose(

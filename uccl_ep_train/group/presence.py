@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from uccl_ep_train.group import transport
-from uccl_ep_train.group.answers import decode, require
+from uccl_ep_train.group.answers import decode_all, require, split
 from uccl_ep_train.group.bootstrap import Bootstrap, exchange
 from uccl_ep_train.group.domains import boot_id
 
@@ -72,27 +72,34 @@ def meet(bootstrap: Bootstrap, besides: Callable[[], bytes] = bytes) -> Met:
     """Collective; the first step of a creation. Afterwards a bootstrap with `watch` notices processes that
     end. besides: gives bytes of any meaning; may raise
     """
-    answers = exchange(
-        bootstrap, "processes", lambda: json.dumps(_said(Presence.here())).encode() + b"\0" + besides()
-    )
-    said = [answer.partition(b"\0")[::2] for answer in answers]
-    ranks = tuple(
-        decode(bootstrap.rank, "processes", peer, place, _presence) for peer, (place, _) in enumerate(said)
-    )
+    what, rank = "processes", bootstrap.rank
+
+    def mine() -> bytes:
+        here = Presence.here()
+        place = [here.place.host, here.place.memory, here.pid_space]
+        return f"{here.pid}\0{json.dumps(place)}\0".encode() + besides()
+
+    # What ranks of a host have in common is apart from what they have not.
+    said = split(rank, what, exchange(bootstrap, what, mine))
+    pids = decode_all(rank, what, [pid for pid, _, _ in said], _pid)
+    places = decode_all(rank, what, [place for _, place, _ in said], _place)
+    ranks = tuple(Presence(place, pid, space) for pid, (place, space) in zip(pids, places, strict=True))
     watch = getattr(bootstrap, "watch", None)
     if watch is not None:
         watch(ranks)
-    return Met(ranks, [more for _, more in said])
+    return Met(ranks, [more for _, _, more in said])
 
 
-def _presence(value: Any) -> Presence:
-    require(isinstance(value, list) and [type(part) for part in value] == [str, str, int, str], "no presence")
-    host, memory, pid, pid_space = value
-    return Presence(transport.Place(host, memory), pid, pid_space)
+def _pid(value: Any) -> int:
+    require(type(value) is int, "no pid")
+    return int(value)
 
 
-def _said(here: Presence) -> list[Any]:
-    return [here.place.host, here.place.memory, here.pid, here.pid_space]
+def _place(value: Any) -> tuple[transport.Place, str]:
+    """And the pid space."""
+    require(isinstance(value, list) and [type(part) for part in value] == [str, str, str], "no place")
+    host, memory, pid_space = value
+    return transport.Place(host, memory), pid_space
 
 
 def _pid_space() -> str:

@@ -43,10 +43,18 @@ void LoopTransport::connect(const std::vector<std::string>& addresses) {
   inbox_.reserve(0, kInboxMarksBytes);
   marks_ = reinterpret_cast<InboxMarks*>(inbox_.base());
   peers_.resize(addresses.size());
-  for (int peer : all_) {
+  for (int peer : all_)
     if (peer < 0 || static_cast<size_t>(peer) >= addresses.size() || peer == own_.rank)
       fail(own_.rank, peer, "rank " + std::to_string(peer) + " is no peer of rank " + std::to_string(own_.rank));
-    connect_peer(peer, addresses[static_cast<size_t>(peer)], addresses.size());
+  reserve_mail(addresses.size());
+  for (int peer : all_) connect_peer(peer, addresses[static_cast<size_t>(peer)], addresses.size());
+}
+
+// Queues of neighbours lie side by side: they are reserved at once.
+void LoopTransport::reserve_mail(size_t num_ranks) {
+  for (size_t first = 0, end = 0; first < all_.size(); first = end) {
+    for (end = first + 1; end < all_.size() && all_[end] == all_[end - 1] + 1;) ++end;
+    inbox_.reserve(mail_queue_offset(own_.inbox_slots, num_ranks, all_[first]), (end - first) * sizeof(MailQueue));
   }
 }
 
@@ -69,7 +77,6 @@ void LoopTransport::connect_peer(int rank, const std::string& text, size_t num_r
   peer.marks = reinterpret_cast<InboxMarks*>(peer.inbox.base());
   peer.lost = options_.drop_peer == rank || options_.drop_peer == own_.rank;
   const uint64_t mail_offset = mail_queue_offset(own_.inbox_slots, num_ranks, rank);
-  inbox_.reserve(mail_offset, sizeof(MailQueue));
   peer.mail_reader = MailReader(inbox_.base() + mail_offset);
   peer.mail_writer = MailWriter(peer.inbox.base() + mail_queue_offset(address.inbox_slots, num_ranks, own_.rank));
   if (std::find(rails_.begin(), rails_.end(), rank) == rails_.end()) return;

@@ -93,6 +93,7 @@ class LoopTransport final : public Transport {
     bool has_copy() const { return request.memory == Memory::kDevice && request.num_bytes != 0; }
   };
 
+  void reserve_mail(size_t num_ranks);
   void connect_peer(int rank, const std::string& text, size_t num_ranks);
   Peer& checked_peer(const WriteRequest& request);
   uint64_t start_copy(const WriteRequest& request);
