@@ -290,11 +290,12 @@ SLOT_MUTANTS = {
         SEVERAL_DOMAINS, "low_latency_place.cuh", "rings.of[source].arrived(k.map(), its)", "0",
     ),
     "a pair is summed for another domain before it has come": (
-        "a rank that sums for another domain waits for the others of its own", "low_latency_sum.cuh",
-        "const bool good =\n      !mine ||", "const bool good =\n      true ||",
+        "a rank that sums for another domain waits for the others of its own", "low_latency_combine.cu",
+        "!open_rings(k, rings) || !k.crew.all(wait_sent(k, k.map().pairs_entered, k.map().pairs_full))",
+        "!open_rings(k, rings)",
     ),
     "a sum of another domain is added before it has come": (
-        SEVERAL_DOMAINS, "low_latency_sum.cuh", "sources.rings[domain].arrived(k.map(), row)", "0",
+        SEVERAL_DOMAINS, "low_latency_sum.cuh", "ring.arrived(k.map(), row)", "0",
     ),
     "memory is given back that has not been read": (
         "between domains chunks come in any order, late, twice, or are refused", "low_latency_dispatch.cu",

@@ -39,7 +39,8 @@ class Place:
 def probes(value: Any) -> dict[str, Any]:
     """A rank's report from `probe`. Raises `ValueError` if it is not valid."""
     require(isinstance(value, dict), "no probes")
-    require(all([type(part) for part in said] == [bool, str, str] for said in value.values()), "no probe")
+    for said in value.values():
+        require(isinstance(said, list) and [type(part) for part in said] == [bool, str, str], "no probe")
     return value
 
 
