@@ -289,13 +289,18 @@ SLOT_MUTANTS = {
     "a row is placed before its chunk has come": (
         SEVERAL_DOMAINS, "low_latency_place.cuh", "rings.of[source].arrived(k.map(), its)", "0",
     ),
+    "a pair is summed before it has come": (
+        "2 ranks get every row in its slot, and every sum", "low_latency_combine.cu",
+        "if (!Combine::kNet) good = good && wait_sent(k, k.map().pairs_entered, k.map().pairs_full);", "",
+    ),
     "a pair is summed for another domain before it has come": (
         "a rank that sums for another domain waits for the others of its own", "low_latency_combine.cu",
         "!open_rings(k, rings) || !k.crew.all(wait_sent(k, k.map().pairs_entered, k.map().pairs_full))",
         "!open_rings(k, rings)",
     ),
     "a sum of another domain is added before it has come": (
-        SEVERAL_DOMAINS, "low_latency_sum.cuh", "ring.arrived(k.map(), row)", "0",
+        SEVERAL_DOMAINS, "low_latency_sum.cuh",
+        "ring.arrived(k.map(), row)", "0 * ring.arrived(k.map(), row)",
     ),
     "memory is given back that has not been read": (
         "between domains chunks come in any order, late, twice, or are refused", "low_latency_dispatch.cu",
