@@ -6,7 +6,7 @@
 // send     pairs_read (of two ago) ..> header --> pairs_entered | rows of slots | --> pairs_full
 // receive  pairs_full of all blocks ..> the tokens' sums | last block --> pairs_read
 //
-// A flag for each row took 4 us longer: each needs a fence, and rows of all tokens come until the end.
+// A flag for each row would take longer: each needs a fence, and rows of all tokens come until the end.
 //
 // Between domains (low_latency_net.cuh, low_latency_relay.cuh) rows for a source elsewhere go to its rail here, and one
 // more block sees to the network, as in a dispatch:

@@ -68,8 +68,7 @@ struct VoteCast {
                               .step = Step::kExchange};
 };
 
-// ---- between domains, in chunks since creation
-// ------------------------------------------------------------------------
+// ---- between domains, in chunks since creation ---------------------------------------------------------------------
 struct SlotPacketThere {
   static constexpr Signal kIs{.name = "SlotNetState::routing_there[s], weights_there[s]",
                               .writer = "the poller",
@@ -108,8 +107,7 @@ struct SlotChunksGone {
                               .step = Step::kShip};
 };
 
-// ---- between the blocks of a GPU
-// --------------------------------------------------------------------------------------
+// ---- between the blocks of a GPU ------------------------------------------------------------------------------------
 struct SlotsSettled {
   static constexpr Signal kIs{.name = "LowLatencyState::settled[kind]",
                               .writer = "block 0 of a receiving kernel that may mask ranks",
