@@ -34,7 +34,7 @@ struct Net {
   struct To {
     uint64_t packets, rows, returns;
     uint64_t packet_bytes;  // of a slot
-    uint32_t return_slots = 1;  // of the ring back; 1 in our own domain, where there is none: counts are taken modulo it
+    uint32_t return_slots = 1;  // of the ring back; there is none in our own domain, but counts are taken modulo it
     uint32_t packet_channel, row_channel;
     uint64_t* returns_consumed;  // on the host: returned chunks that we have consumed
   };
