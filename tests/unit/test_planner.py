@@ -232,7 +232,7 @@ def test_the_planner_refuses_what_a_buffer_refuses() -> None:
     with pytest.raises(EpError, match="shared memory"):
         protocol_of(shape(2048, 8, router=Router(num_experts=8192, topk=8)))
     with pytest.raises(EpError, match="needs at least"):
-        protocol_of(shape(256, 8), window_tokens=4096)
+        protocol_of(shape(256, 8), budget_bytes=64 << 20, window_tokens=4096)
 
 
 def test_a_sweep_prints_a_line_for_each_group(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
