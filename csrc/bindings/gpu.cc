@@ -148,6 +148,7 @@ void bind_gpu(py::module_& m) {
   bind_trials(m);
   m.def("gpu_memory_plan", &gpu_memory_entries);
   m.def("gpu_least_budget", &gpu_least_budget_bytes);
+  m.def("gpu_stream_batches", &gpu_stream_batches);
 }
 
 }  // namespace uccl_ep

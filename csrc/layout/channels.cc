@@ -106,7 +106,8 @@ struct Places {
   Places(const Topology& topo, int peer, int rank) {
     const int own = topo.domain_of[rank];
     of_domain = static_cast<size_t>(own - (own > topo.domain_of[peer]));
-    for (int src = 0; src < rank; ++src) of_rank += topo.lands(peer, src);
+    const int ranks = topo.num_ranks;
+    for (int src = (peer + 1) % ranks; src != rank; src = (src + 1) % ranks) of_rank += topo.lands(peer, src);
   }
 };
 

@@ -77,6 +77,7 @@ std::vector<int> incoming_of(const Topology& topo, int rank) {
   std::vector<int> sources;
   for (int src = 0; src < topo.num_ranks; ++src)
     if (topo.lands(rank, src)) sources.push_back(src);
+  std::rotate(sources.begin(), std::lower_bound(sources.begin(), sources.end(), rank), sources.end());
   return sources;
 }
 

@@ -95,7 +95,7 @@ struct RegionLayout {
   // Our rows for another domain, by domain (own domain: unused).
   std::vector<RingLayout> header_send, meta_send, rows_send;
   // Other ranks' rows for our domain, where we are the rail. In order of `incoming`.
-  std::vector<int> incoming;  // source ranks ascending
+  std::vector<int> incoming;  // source ranks, in turn from the one after us, so that rails serve different ones first
   std::vector<RingLayout> header_landing, meta_landing, rows_landing;
   // Partial sums. pieces[0]: of our own rows; pieces[1 + i]: of the rows of incoming[i]. Inner index: the member that
   // writes.

@@ -49,6 +49,50 @@ CLAIM("a map whose tokens reach more than 32 other domains has the host's bits")
   each_seed(run, same_as_host);
 }
 
+// Ranks that relay more streams than a batch has, in two windows of tokens with two batches each.
+CudaRun batches_in(const std::vector<int>& sizes) {
+  CudaRun run = ranks_in(sizes);
+  run.num_tokens = {40, 3, 0, 64};
+  run.hidden = 1024;
+  run.dtype = run.wire = kFp32;
+  run.spare_bytes = 0;
+  run.least_windows = 2 * 2 + 2 * 4;
+  return run;
+}
+CLAIM("streams in batches have the host's bits, in windows of 11 domains of 2") {
+  each_seed(batches_in(std::vector<int>(11, 2)), same_as_host);
+}
+CLAIM("streams in batches have the host's bits, beside a rank that is alone") {
+  std::vector<int> sizes(10, 2);
+  sizes.push_back(1);
+  CudaRun run = batches_in(sizes);
+  run.compact = true;
+  each_seed(run, same_as_host);
+}
+CLAIM("what the network may do changes no bit of streams in batches") {
+  CudaRun run = batches_in(std::vector<int>(11, 2));
+  run.is_map = true;
+  run.map_one_in = 2;
+  run.loop = everything();
+  each_seed(run, same_as_host);
+}
+CLAIM("a ring back that holds one token block carries several, in turn") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 1}, {0, 0, 1, 1}, {0, 0, 1}}) {
+    CudaRun run = batches_in({});
+    run.domain_of = domain_of;
+    run.experts_per_rank = 4;
+    run.hidden = 8192;
+    run.num_tokens = {170, 150, 0};
+    run.window_tokens = 170;
+    run.least_windows = 4 * 6;
+    EngineConfig config = config_of(run, 0);
+    config.budget_bytes = gpu_least_budget_bytes(config);
+    const gpu::DeviceRegionLayout layout = gpu_layout_of(config);
+    EXPECT(layout.sum_slots * (layout.slot_bytes / (4 * run.hidden)) < 2 * gpu::kTokenBlock);
+    each_seed(run, same_as_host);
+  }
+}
+
 CLAIM("memory_plan refuses what an engine refuses, in the same words, and nothing else") {
   const auto expect_same_refusal = [](const EngineConfig& config, const std::string& words) {
     const std::string planned = refusal_of([&] { gpu_memory_entries(config); });
@@ -83,8 +127,8 @@ CLAIM("memory_plan refuses what an engine refuses, in the same words, and nothin
   expect_same_refusal(config, "65 ranks with low latency: the CUDA backend has at most 64");
 }
 CLAIM("ranks of uneven domains agree on windows and slots, those of a domain on all, within any budget") {
-  for (const std::vector<int>& sizes :
-       std::vector<std::vector<int>>{{3, 1}, {2, 1, 1}, {8, 8, 8, 8, 8, 8, 8, 8, 2}, {1, 8, 8, 8}}) {
+  for (const std::vector<int>& sizes : std::vector<std::vector<int>>{
+           {3, 1}, {2, 1, 1}, {8, 8, 8, 8, 8, 8, 8, 8, 2}, {1, 8, 8, 8}, {2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1}}) {
     EngineConfig config = config_of(ranks_in(sizes), 0);
     const uint64_t least = gpu_least_budget_bytes(config);
     for (uint64_t more = 0; more < uint64_t{64} << 20; more += (2 << 20) + 12345) {
@@ -98,6 +142,7 @@ CLAIM("ranks of uneven domains agree on windows and slots, those of a domain on 
         if (layout.entries != near.entries || layout.group_hash != first.group_hash ||
             layout.half_bytes != first.half_bytes || layout.piece_bytes != first.piece_bytes ||
             layout.max_tokens != first.max_tokens || layout.sum_slots != first.sum_slots ||
+            layout.stream_batches != first.stream_batches || layout.batch_streams != first.batch_streams ||
             gpu_host_bytes(config, layout) + layout.total_bytes > config.budget_bytes)
           throw std::logic_error("rank " + std::to_string(config.rank) + " differs within " +
                                  std::to_string(config.budget_bytes) + " bytes");

@@ -23,7 +23,8 @@ ON_CPU = (
 )  # fmt: skip
 PROGRAMS = (
     "queue", "words", "layout", "messages", "loop", "ready", "mail", "copier", "nics", "stream", "fault",
-    "life", "device", "board", "engine", "engine_stepped", "engine_setup", "gpu", *ON_CPU, *OF_TRANSPORTS,
+    "life", "device", "board", "engine", "engine_stepped", "engine_setup", "gpu", "guess",
+    *ON_CPU, *OF_TRANSPORTS,
 )  # fmt: skip
 # Where threads meet without a lock: these run under TSan every time, the others with -m slow.
 LOCK_FREE = ("queue", "stream", "copier", "ready")
@@ -82,7 +83,7 @@ def sources_of(program: str) -> list[Path]:
         return [HERE / "events_claims.cc", *parts, *building.GPU_ON_CPU.glob("*.cc")]
     product = building.product_sources(ENGINE_PARTS if "engine" in program or program in ON_CPU else PARTS)
     if program == "gpu":  # what of it needs no GPU
-        product.append(building.CSRC / "backend" / "gpu" / "layout.cc")
+        product += [building.CSRC / "backend" / "gpu" / name for name in ("arrays.cc", "layout.cc")]
     if program == "words":
         product.append(building.CSRC / "backend" / "plan.cc")
     if program in ON_CPU:
@@ -232,12 +233,19 @@ MUTANTS = {
 
 # The same of gpu_ranks.
 MANY_DOMAINS = "a map whose tokens reach more than 32 other domains has the host's bits"
+IN_BATCHES = "streams in batches have the host's bits, in windows of 11 domains of 2"
 RANK_MUTANTS = {
     "a row is written to the first rings only": (
         MANY_DOMAINS, "stage.cuh", "left = found - skipped - outs.num_places;", "left = 0;",
     ),
     "a chunk of a domain beyond a warp's lanes is pushed again": (
         MANY_DOMAINS, "net.cuh", "out.chunk = pushed[i].window;", "out.chunk = 0;",
+    ),
+    "all streams are in the first batch": (
+        IN_BATCHES, "fold.cuh", "return last == 0 || stream == 0 ? last :", "return stream == 0 ? last : 0 *",
+    ),
+    "streams of all batches have the pieces of the first": (
+        IN_BATCHES, "merge.cuh", "piece_place(k.g, stream) * piece_bytes", "stream * piece_bytes",
     ),
     "a source beyond the lanes of a warp has the rows of another": (
         "65 ranks in 8 domains of 8 and one of 1 have the host's bits", "sources.cuh",

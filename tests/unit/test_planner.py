@@ -52,6 +52,17 @@ def test_one_actor_stands_for_all_under_uniform_load(of: Shape, op: str) -> None
             assert every.busy_us == pytest.approx(one.busy_us, rel=1e-6)
 
 
+def test_streams_in_batches_take_longer_for_one_actor_as_for_all() -> None:
+    of = shape(32, 2)
+    at_once = windowed(of, 32)
+    batches = replace(at_once, batch_streams=5, stream_batches=3)
+    one, every = (simulate(H200, of, batches, "combine", every=all_of) for all_of in (False, True))
+    assert every.us == pytest.approx(one.us, rel=2e-2)
+    assert one.num_windows == 3 * simulate(H200, of, at_once, "combine").num_windows
+    assert one.us > 1.2 * simulate(H200, of, at_once, "combine").us
+    assert simulate(H200, of, batches, "dispatch") == simulate(H200, of, at_once, "dispatch")
+
+
 def test_an_uneven_load_would_be_noticed() -> None:
     """Control: with skew the busiest of all actors takes clearly longer than the mean one."""
     of = shape(16, 4, skew=1.0)
@@ -225,6 +236,19 @@ def test_windows_are_those_of_the_native_layout() -> None:
         assert sizes.memory["sent_counts"] == -(-4 * ranks * sizes.slots // 256) * 256
     assert (protocol_of(shape(64, 8)).event_rings, protocol_of(shape(64, 8)).passes) == (9, 1)
     assert protocol_of(shape(4, 1)).windows("combine", 4096) == [1152, 1152, 1152, 640]
+
+
+@needs_kernels
+def test_the_planner_knows_batches_of_the_native_layout() -> None:
+    of = shape(256, 8)
+    some, all_streams = (protocol_of(of, mib << 20, window_tokens=4096) for mib in (256, 512))
+    assert (all_streams.stream_batches, all_streams.batch_streams) == (1, 31)
+    assert some.stream_batches > 1 and some.stream_batches * some.batch_streams >= 31
+    for sizes in (some, all_streams):
+        streams = 1 + sizes.batch_streams  # each: a token block's pieces in both halves, and a row
+        assert sizes.memory is not None
+        assert sizes.memory["pieces"] == -(-streams * (2 * 32 * 8 + 1) * 14336 // 256) * 256
+    assert some.combine_window == all_streams.combine_window == 32
 
 
 @needs_kernels

@@ -5,7 +5,8 @@ out and in; its proxy. A chunk passes stage, proxy, NIC, wire, NIC, the poller t
 
 One kernel does all windows (csrc/backend/gpu/dispatch.cu, combine.cu). Memory has two halves, so a rank
 stages window w while w - 1 is placed, and folds w while w - 1 is merged: it waits until all members of its
-domain have ended w - 2. A chunk's credit comes back when its window has ended there.
+domain have ended w - 2. A chunk's credit comes back when its window has ended there. Where a combine's
+streams go in batches, tokens take a window for each batch, and own tokens are merged in the last of them.
 
 Under uniform load one actor stands for all: what arrives at it is, by symmetry, what it sends. Otherwise
 every rank is an actor, and in large groups several chunks go as one. Not modelled: congestion inside the
@@ -25,6 +26,7 @@ from uccl_ep_train.planner.machine import Machine
 from uccl_ep_train.planner.ports import Chunk, Outcome, Part, Port, Stream, Turns
 from uccl_ep_train.planner.protocol import Protocol
 from uccl_ep_train.planner.shape import Shape
+from uccl_ep_train.planner.streams import in_batches, streams_of
 
 PLANS = ("cached", "sync_free", "new")
 """A known plan; a new one whose counts stay on the GPU; a new one whose counts the host reads."""
@@ -63,17 +65,19 @@ class _Operation:
         self.fixed += k.member_us * math.log2(max(shape.domains))
         self.seen_us = protocol.passes * machine.pass_us / 2 if len(shape.domains) > 1 else 0.0
         self.tokens = protocol.windows(op, shape.tokens)
+        self.batches = 1 if self.is_dispatch else protocol.stream_batches
+        self.num_windows = len(self.tokens) * self.batches
         chunk = protocol.chunk_rows[0 if self.is_dispatch else 1]
         counts = shape.counts
         tasks = counts.to_domain_SD.mean() / chunk * self.num_actors * (shape.num_ranks if every else 1)
         self.together = max(1, round(float(tasks) / _MOST_TASKS))  # chunks that go as one
         self.chunk_rows = self.together * chunk
         self.slots = -(-protocol.slots // self.together)
-        self.streams = self._streams()
+        self.streams = streams_of(shape, credits=self.slots, every=every)
         self.queue = self._queues()
         # By domain and window: members that have not ended it, and what waits for them.
         self.open = {
-            (d, w): len(self.members(d)) for d in range(self.num_domains) for w in range(len(self.tokens))
+            (d, w): len(self.members(d)) for d in range(self.num_domains) for w in range(self.num_windows)
         }
         self.gates: dict[tuple[int, int], list[Callable[[], None]]] = defaultdict(list)
         self.chunks_of: Counter[tuple[int, int]] = Counter()  # by stream and window
@@ -91,49 +95,20 @@ class _Operation:
         first = self.shape.first_of
         return range(first[domain], first[domain + 1]) if self.every else range(1)
 
-    def _streams(self) -> list[Stream]:
-        """Own domains come last: others wait for what crosses the network."""
-        shape, counts = self.shape, self.shape.counts
-        found: list[Stream] = []
-        own: list[Stream] = []
-        # In turns: at no time do all senders write to one receiver.
-        for step in range(1, len(shape.domains) + 1):
-            for source in range(self.num_actors):
-                of = counts.of(source)
-                home = shape.topology.domain_of[source]
-                d = (home + step) % len(shape.domains)
-                first, size = shape.first_of[d], shape.domains[d]
-                rail = source if d == home else shape.topology.rail(source, d)
-                rows, pairs = counts.to_rank_SR[of], counts.pairs_SR[of]
-                members = range(first, first + size)
-                if self.every:
-                    parts = [
-                        Part(q, float(rows[q]), float(pairs[q]), float(rows[q]) * (q != rail))
-                        for q in members
-                    ]
-                else:
-                    # By symmetry this actor gets from all rails what all members get from its own.
-                    total = float(rows[first : first + size].sum())
-                    parts = [
-                        Part(0, total, float(pairs[first : first + size].sum()), total * (size - 1) / size)
-                    ]
-                    rail = 0
-                stream_rows = shape.tokens if d == home else float(counts.to_domain_SD[of, d])
-                stream = Stream(source, rail, stream_rows, parts, d == home, credits=self.slots)
-                (own if d == home else found).append(stream)
-        return found + own
-
     def _queues(self) -> list[deque[Chunk]]:
         """What each actor produces, in order: of each window chunks of streams in turn, then granules of its
         own domain."""
         by: list[deque[Chunk]] = [deque() for _ in range(self.num_actors)]
-        away = [s for s in self.streams if not s.is_own]
-        here = [s for s in self.streams if s.is_own]
         least = _TILE_TOKENS if self.is_dispatch else self.machine.num_sms * 32
-        for window, tokens in enumerate(self.tokens):
+        batches = in_batches(self.streams, self.batches, self.protocol.batch_streams)
+        for window in range(self.num_windows):
+            tokens = self.tokens[window // self.batches]
             share = tokens / self.shape.tokens
             granule = max(float(least), tokens * self.together / _MOST_GRANULES)
             left = {id(s): s.rows * share for s in self.streams}
+            batch = batches[window % self.batches]
+            away = [s for s in batch if not s.is_own]
+            here = [s for s in batch if s.is_own]
             for group, most in ((away, self.chunk_rows), (here, granule)):
                 group = [s for s in group if left[id(s)] > 1e-9]
                 while group:
@@ -173,7 +148,7 @@ class _Operation:
             raise RuntimeError(f"the model stands still: {self.open}")
         busy = {name: max(p.busy for p in ports) for name, ports in self.ports.items()}
         return Outcome(
-            max(self.done) + self.fixed / 2, {n: b for n, b in busy.items() if b > 0}, len(self.tokens)
+            max(self.done) + self.fixed / 2, {n: b for n, b in busy.items() if b > 0}, self.num_windows
         )
 
     def exchange(self, starts: Sequence[float], *, new: bool) -> list[float]:
@@ -194,24 +169,34 @@ class _Operation:
 
     def turns_of(self) -> list[Turns]:
         """Of each actor: windows that it places, or what it merges. A combine relays window w before it
-        merges its own tokens of w - 1, and those of the last window in the end."""
+        merges its own tokens of w - 1, and those of the last window in the end. Windows without own tokens
+        have a turn, too."""
         counts: list[Counter[int]] = [Counter() for _ in range(self.num_actors)]
         for queue in self.queue:
             for chunk in queue:
                 stream = chunk.stream
                 if not stream.is_own:
-                    self.chunks_of[id(stream), chunk.window] += 1
+                    self.chunks_of[id(stream), self.own_window(chunk.window)] += 1
                 if self.is_dispatch:
                     for part in stream.parts:
                         counts[part.actor][chunk.window] += 1
                 else:
-                    counts[stream.source][self.own_turn(chunk.window)] += 1
+                    counts[stream.source][self.own_turn(self.own_window(chunk.window))] += 1
                     if not stream.is_own:
                         counts[stream.rail][2 * chunk.window] += 1
-        return [
-            Turns(each, self.clock, lambda turn, a=a: self.end_turn(a, turn))  # type: ignore[misc]
-            for a, each in enumerate(counts)
-        ]
+        turns = []
+        for a, each in enumerate(counts):
+            bare = [t for w in range(self.num_windows) if (t := self.own_turn(w)) not in each]
+            each.update({} if self.is_dispatch else dict.fromkeys(bare, 1))
+            turns.append(Turns(each, self.clock, lambda turn, a=a: self.end_turn(a, turn)))  # type: ignore[misc]
+            if not self.is_dispatch:
+                for turn in bare:
+                    turns[a].add(turn, self.clock.now)
+        return turns
+
+    def own_window(self, window: int) -> int:
+        """The one that merges the own tokens whose pieces and sums a window has."""
+        return window - window % self.batches + self.batches - 1
 
     @staticmethod
     def own_turn(window: int) -> int:
@@ -339,9 +324,8 @@ class _Operation:
             self.place(chunk)
             return
         port, cost = self.ports["merge"][chunk.stream.source], self.costs.merge(chunk.rows)
-        self.turns[chunk.stream.source].add(
-            self.own_turn(chunk.window), lambda: port.take(self.clock.now(), cost)
-        )
+        turn = self.own_turn(self.own_window(chunk.window))
+        self.turns[chunk.stream.source].add(turn, lambda: port.take(self.clock.now(), cost))
 
     def place(self, chunk: Chunk) -> None:
         """Every member pulls its rows over NVLink, and writes a row for each pair."""

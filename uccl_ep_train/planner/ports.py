@@ -59,6 +59,7 @@ class Stream:
     rows: float
     parts: list[Part]
     is_own: bool
+    number: int = 0  # among those of its rail
     credits: int = 0
     left: int = 0  # chunks that have left
     made: int = 0  # chunks that are begun

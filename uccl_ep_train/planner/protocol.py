@@ -28,6 +28,8 @@ class Protocol:
     chunk_rows             (dispatch, combine) rows of a chunk between domains
     slots                  chunks of a ring
     event_rings            rings of events that a rank follows
+    batch_streams          streams of other ranks that a combine merges at once
+    stream_batches         windows that tokens take in a combine: one for each batch of streams
     """
 
     memory: MemoryPlan | None
@@ -36,6 +38,8 @@ class Protocol:
     chunk_rows: tuple[int, int]
     slots: int
     event_rings: int
+    batch_streams: int = 0
+    stream_batches: int = 1
 
     @property
     def passes(self) -> int:
@@ -77,7 +81,7 @@ def protocol_of(shape: Shape, budget_bytes: int = 512 << 20, window_tokens: int 
     slots = math.ceil(window / chunk)
     chunk_bytes = chunk * widest
     streams = 1 + max(_relayed(shape, rank) for rank in _classes(shape)) if max(shape.domains) > 1 else 1
-    pieces = plan["pieces"] // streams // widest
+    pieces = plan["pieces"] // min(streams, 1 + plan.batch_streams) // widest
     row = shape.row_bytes(shape.dtype)
     dispatch = half // row
     if len(shape.domains) > 1:
@@ -87,7 +91,8 @@ def protocol_of(shape: Shape, budget_bytes: int = 512 << 20, window_tokens: int 
         tokens = pieces // parts // _most_pieces(shape) * TOKEN_BLOCK
         return min(tokens, slots // parts * chunk) if len(shape.domains) > 1 else tokens
 
-    combine = combined(1) if shape.tokens <= combined(1) else combined(2)
+    at_once = plan.stream_batches == 1 and shape.tokens <= combined(1)
+    combine = combined(1) if at_once else combined(2)
     return Protocol(
         memory=plan,
         dispatch_window=max(TOKEN_BLOCK, dispatch // TOKEN_BLOCK * TOKEN_BLOCK),
@@ -95,6 +100,8 @@ def protocol_of(shape: Shape, budget_bytes: int = 512 << 20, window_tokens: int 
         chunk_rows=(max(1, chunk_bytes // row), chunk),
         slots=slots,
         event_rings=event_rings(shape),
+        batch_streams=plan.batch_streams,
+        stream_batches=plan.stream_batches,
     )
 
 

@@ -13,18 +13,38 @@ namespace uccl_ep::gpu {
 __device__ __forceinline__ bool is_last(const KernelCombineArgs& args, uint32_t window) {
   return window + 1 == args.num_windows;
 }
+// Windows come in turn: of each token block one for every batch of streams, and our own tokens with the last of them.
+struct WindowTurn {
+  uint32_t tokens, batch;
+  __device__ __forceinline__ WindowTurn(const Group& g, uint32_t window)
+      : tokens(g.map.stream_batches > 1 ? window / g.map.stream_batches : window),
+        batch(window - tokens * g.map.stream_batches) {}
+};
+// The batch of a stream, of which 0 are our own tokens. A rank that is alone has no pieces, and any number of streams
+// in its last batch.
+__device__ __forceinline__ uint32_t batch_of(const Group& g, uint32_t stream) {
+  const uint32_t last = g.map.stream_batches - 1;
+  return last == 0 || stream == 0 ? last : min((stream - 1) / g.map.batch_streams, last);
+}
+// Where the stream's pieces lie: a number of `piece_bytes`.
+__device__ __forceinline__ uint32_t piece_place(const Group& g, uint32_t stream) {
+  return stream == 0 ? 0 : stream - batch_of(g, stream) * g.map.batch_streams;
+}
 // Where a window's pieces begin in the memory of a stream.
 __device__ __forceinline__ uint64_t pieces_begin(const Group& g, uint32_t window) {
   return window % kHalves * piece_half_bytes(g.map);
 }
-// The token blocks of a source that a window has.
+// The token blocks of a source that a window has; none if its stream is of another batch.
 struct TokenBlockRange {
   uint32_t first, end;
 };
-__device__ __forceinline__ TokenBlockRange token_blocks_of(const KernelCombineArgs& args, uint32_t window,
+__device__ __forceinline__ TokenBlockRange token_blocks_of(const CombineKernel& k, uint32_t window, uint32_t stream,
                                                            uint32_t token_blocks) {
-  const uint32_t per_window = args.window_tokens / kTokenBlock, first = min(window * per_window, token_blocks);
-  return {first, is_last(args, window) ? token_blocks : min(first + per_window, token_blocks)};
+  const WindowTurn turn(k.g, window);
+  const uint32_t per_window = k.args.window_tokens / kTokenBlock, first = min(turn.tokens * per_window, token_blocks);
+  if (turn.batch != batch_of(k.g, stream)) return {first, first};
+  const bool is_last = window + k.g.map.stream_batches >= k.args.num_windows;
+  return {first, is_last ? token_blocks : min(first + per_window, token_blocks)};
 }
 
 // A rank that is alone in its domain has nothing to merge for others: it folds straight into the rings to them.
@@ -65,18 +85,18 @@ __device__ inline void find_fold_range(const CombineKernel& k, const Merges& str
   }
   k.crew.sync();
   for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size) {
-    const TokenBlockRange token_blocks = token_blocks_of(k.args, window, k.plan.token_blocks[s]);
+    const uint32_t stream = stream_of(k.g, s);
+    const TokenBlockRange token_blocks = token_blocks_of(k, window, stream, k.plan.token_blocks[s]);
     FoldSource& its = out.of(k.g, s);
     its.begin = k.plan.row_begin[s] + k.plan.token_block_rows[s * entries + token_blocks.first];
     its.end = k.plan.row_begin[s] + k.plan.token_block_rows[s * entries + token_blocks.end];
-    const uint32_t stream = stream_of(k.g, s);
     if (!in_domain(k.g, s) && is_alone(k.g)) {
       its.to = at(k.g, k.g.rank, k.g.net.relayed[stream].returns);
       its.slot = streams.stream(k.g, stream).slot;
     } else {
       const uint64_t earlier = k.plan.token_block_pieces[s * entries + token_blocks.first];
-      its.to = at(k.g, holder_of(k.g, s), k.g.map.pieces) + stream * k.g.map.piece_bytes + pieces_begin(k.g, window) -
-               earlier * k.args.hidden * dtype_bytes(k.args.wire);
+      its.to = at(k.g, holder_of(k.g, s), k.g.map.pieces) + piece_place(k.g, stream) * k.g.map.piece_bytes +
+               pieces_begin(k.g, window) - earlier * k.args.hidden * dtype_bytes(k.args.wire);
     }
   }
   k.crew.sync();
@@ -253,7 +273,7 @@ __device__ inline void tell_folded(const Fold<kNet, kCopies>& fold, Boxes<kWarps
 __device__ inline void tell_empty_token_blocks(const CombineKernel& k, uint32_t window) {
   for (uint32_t s = 0; s < k.g.map.num_ranks; ++s) {
     const uint32_t* const before = k.plan.token_block_rows + s * (k.plan.num_token_blocks + 1);
-    const TokenBlockRange token_blocks = token_blocks_of(k.args, window, k.plan.token_blocks[s]);
+    const TokenBlockRange token_blocks = token_blocks_of(k, window, stream_of(k.g, s), k.plan.token_blocks[s]);
     for (uint32_t c = token_blocks.first + k.crew.lane(); c < token_blocks.end; c += kWarp)
       if (before[c] == before[c + 1])
         publish(folded(k.g, holder_of(k.g, s), stream_of(k.g, s), k.g.rank) + c, k.op.epoch);

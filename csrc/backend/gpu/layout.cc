@@ -15,6 +15,7 @@ constexpr uint64_t kAlign = 256;
 constexpr uint32_t kUsualRanks = 8;  // that a token reaches
 constexpr uint32_t kUsualTokens = 4096;  // of an operation
 constexpr uint32_t kMostWindows = 8;  // of an operation, where a window's tokens are given
+constexpr uint32_t kLeastStreams = 8;  // of a batch, if there are more
 
 class Cursor {
  public:
@@ -65,9 +66,20 @@ uint64_t most_packet_bytes(const DeviceMap& map, uint32_t members) {
   return round_up(packet_parts(most).end, kAlign);
 }
 
+// What a combine's windows have room for at once.
+struct CombineRoom {
+  uint32_t returned_blocks = kHalves;  // token blocks in a ring back; one: the next window waits for the network
+  uint32_t batch_streams = 0, stream_batches = 1;
+  // `relayed`: streams that go in batches of at most `most`.
+  CombineRoom(uint32_t blocks, uint32_t relayed, uint32_t most)
+      : returned_blocks(blocks), stream_batches(most < relayed ? (relayed + most - 1) / most : 1) {
+    batch_streams = (relayed + stream_batches - 1) / stream_batches;
+  }
+};
+
 // The rings between domains hold a window in chunks of 512 KiB. There are at least 8 chunks, with at least one row
-// each. Rows of more than 128 KiB may need larger chunks. Each half of the ring back holds a token block.
-DeviceRings rings_for(const Topology& topo, const DeviceMap& map, uint32_t window) {
+// each. Rows of more than 128 KiB may need larger chunks.
+DeviceRings rings_for(const Topology& topo, const DeviceMap& map, uint32_t window, const CombineRoom& room) {
   constexpr uint64_t kUsualBytes = 512 << 10;
   DeviceRings rings;
   if (map.num_domains == 1) return rings;
@@ -78,7 +90,7 @@ DeviceRings rings_for(const Topology& topo, const DeviceMap& map, uint32_t windo
   rings.rows_slot_bytes = rings.return_slot_bytes = round_up(per_chunk * map.row_bytes, kAlign);
   rings.rows_slots = slots;
   const uint32_t block_slots = static_cast<uint32_t>((kTokenBlock + per_chunk - 1) / per_chunk);
-  rings.return_slots = std::max(slots, kHalves * block_slots);
+  rings.return_slots = std::max(slots, room.returned_blocks * block_slots);
   for (const auto& [size, number] : topo.domains_of_size) {
     const uint32_t members = static_cast<uint32_t>(size);
     rings.packet_bytes[size] = most_packet_bytes(map, members);
@@ -148,12 +160,14 @@ uint32_t usual_pieces(const Shape& shape) {
 
 // Has memory for the routing of `num_tokens` tokens, and for rows and pieces of a window of `window` tokens.
 DeviceRegionLayout layout_for(const Topology& topo, const Shape& shape, const RegionNeeds& needs, uint32_t num_tokens,
-                              uint32_t window) {
+                              uint32_t window, const CombineRoom& room) {
   const uint64_t row_bytes = needs.row_bytes;
   DeviceRegionLayout l;
   l.num_ranks = shape.ranks;
   l.num_members = shape.members;
   l.num_streams = shape.streams;
+  l.batch_streams = room.batch_streams;
+  l.stream_batches = room.stream_batches;
   l.num_domains = shape.domains;
   l.num_experts = needs.num_experts;
   l.row_bytes = row_bytes;
@@ -168,7 +182,7 @@ DeviceRegionLayout layout_for(const Topology& topo, const Shape& shape, const Re
   const uint64_t tokens = num_tokens, pairs = l.max_pairs, token_blocks = tokens / kTokenBlock;
   const uint32_t experts_per_rank = needs.num_experts / shape.ranks;
   l.packet_bytes = most_packet_bytes(l, shape.members);
-  l.rings = rings_for(topo, l, window);
+  l.rings = rings_for(topo, l, window, room);
   l.rings.slots = size_low_latency(shape, needs.beside, l.low_latency);
   l.row_slots = l.rings.rows_slots;
   l.sum_slots = l.rings.return_slots;
@@ -200,7 +214,8 @@ DeviceRegionLayout layout_for(const Topology& topo, const Shape& shape, const Re
   cursor.take(l.piece_weights, "piece_values", streams * l.stream_pairs);
   cursor.take(l.rows, "rows", kHalves * l.half_bytes);
   // A rank that is alone in its domain folds for others straight into the rings.
-  cursor.take(l.pieces, "pieces", (members > 1 ? streams : 1) * l.piece_bytes);
+  const uint64_t at_once = 1 + std::min<uint64_t>(streams - 1, room.batch_streams);
+  cursor.take(l.pieces, "pieces", (members > 1 ? at_once : 1) * l.piece_bytes);
   SlotNet slot_net;
   SlotNetState slot_net_state;
   take_low_latency(cursor, shape, l.low_latency, lay_out_slot_net(slot_net, slot_net_state, nullptr, l));
@@ -226,10 +241,28 @@ uint32_t largest(uint32_t most, Fits fits) {
 class Layouts {
  public:
   Layouts(const Topology& topo, const RegionNeeds& needs) : topo_(topo), needs_(needs) {
-    for (const auto& [size, number] : topo.domains_of_size) shapes_.emplace_back(topo, size);
+    for (const auto& [size, number] : topo.domains_of_size) {
+      shapes_.emplace_back(topo, size);
+      if (size > 1) most_relayed_ = std::max(most_relayed_, shapes_.back().streams - 1);
+    }
+  }
+  // The tokens whose routing fits in any case, if that is possible.
+  uint32_t wanted_tiles() const { return tiles_of(needs_.window_tokens == 0 ? kUsualTokens : needs_.window_tokens); }
+  // The room that takes the least memory; with it the group is refused, or not.
+  void take_least_room() { room_ = {1, most_relayed_, kLeastStreams}; }
+  // The most that leaves memory for the wanted tokens and the shortest window.
+  void take_room(uint64_t budget_bytes) {
+    const auto fits = [&](const CombineRoom& room) {
+      room_ = room;
+      return bytes(wanted_tiles(), 1) <= budget_bytes;
+    };
+    const auto some = [&](uint32_t most) { return CombineRoom(1, most_relayed_, most); };
+    if (fits({kHalves, most_relayed_, most_relayed_}) || fits(some(most_relayed_))) return;
+    const uint32_t most = largest(std::max(most_relayed_, 1u), [&](uint32_t n) { return fits(some(n)); });
+    room_ = some(std::max(most, kLeastStreams));
   }
   DeviceRegionLayout of(const Shape& shape, uint32_t tiles, uint32_t window_blocks) const {
-    return layout_for(topo_, shape, needs_, tiles * kTileTokens, window_blocks * kTokenBlock);
+    return layout_for(topo_, shape, needs_, tiles * kTileTokens, window_blocks * kTokenBlock, room_);
   }
   const std::vector<Shape>& shapes() const { return shapes_; }
   // Of the rank that needs most.
@@ -246,6 +279,8 @@ class Layouts {
   const Topology& topo_;
   const RegionNeeds& needs_;
   std::vector<Shape> shapes_;
+  uint32_t most_relayed_ = 0;  // by a rank that is not alone in its domain
+  CombineRoom room_{kHalves, 0, 0};
 };
 
 // FNV-1a of names and sizes, continued from `hash`.
@@ -261,14 +296,17 @@ uint64_t hash_of(const DeviceRegionLayout& layout, uint64_t hash) {
 }  // namespace
 
 uint64_t least_budget_bytes(const Topology& topo, const RegionNeeds& needs) {
-  return Layouts(topo, needs).bytes(tiles_of(std::max(needs.window_tokens, 1u)), 1);
+  Layouts layouts(topo, needs);
+  layouts.take_least_room();
+  return layouts.bytes(tiles_of(std::max(needs.window_tokens, 1u)), 1);
 }
 
 // The routing, which is not split into windows, gets an eighth of the budget, or a sixteenth with several domains. It
 // may take half of it for what usual tokens need, and gets at least what `window_tokens` tokens need. Rows, which are
 // split into windows, get the rest.
 DeviceRegionLayout make_layout(const Topology& topo, int domain, const RegionNeeds& needs, uint64_t budget_bytes) {
-  const Layouts layouts(topo, needs);
+  Layouts layouts(topo, needs);
+  layouts.take_room(budget_bytes);
   // Bytes beyond the least routing; what fits into its last page costs nothing.
   const auto routing = [&](uint32_t tiles) {
     return layouts.bytes(tiles, 1) == layouts.bytes(1, 1) ? 0 : layouts.used(tiles, 1) - layouts.used(1, 1);
@@ -294,104 +332,6 @@ DeviceRegionLayout make_layout(const Topology& topo, int domain, const RegionNee
   }
   own.group_hash = hash;
   return own;
-}
-
-namespace {
-
-// Points arrays into memory, one behind the other; null: only counts their bytes.
-class Arrays {
- public:
-  explicit Arrays(uint8_t* memory) : memory_(memory) {}
-  template <typename T>
-  void take(T*& pointer, uint64_t count) {
-    pointer = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + bytes_);
-    bytes_ += sizeof(T) * count;
-  }
-  uint64_t bytes() const { return bytes_; }
-
- private:
-  uint8_t* const memory_;
-  uint64_t bytes_ = 0;
-};
-
-// What high throughput and low latency both have: where the transport's rings lie, and chunks by channel.
-template <typename AnyNet, typename AnyState>
-Arrays take_channels(AnyNet& net, AnyState& state, uint8_t* memory, const DeviceMap& map) {
-  Arrays arrays(memory);
-  arrays.take(net.to, map.num_domains);
-  arrays.take(net.from, map.num_ranks);
-  arrays.take(net.relayed, map.num_streams);
-  arrays.take(net.followed.rings, Followed::most_rings(map));
-  arrays.take(net.followed.seen, Followed::most_rings(map));
-  arrays.take(net.followed.words, AnyNet::most_words(map));
-  arrays.take(state.sent, map.num_domains);
-  arrays.take(state.received, map.num_ranks);
-  arrays.take(state.returned, map.num_domains);
-  arrays.take(state.relayed, map.num_streams);
-  return arrays;
-}
-
-}  // namespace
-
-uint64_t lay_out_net(Net& net, NetState& state, uint8_t* memory, const DeviceMap& map) {
-  Arrays arrays = take_channels(net, state, memory, map);
-  arrays.take(state.ended, 1);
-  arrays.take(state.producer, 1);
-  arrays.take(state.rows_there, map.num_ranks);
-  arrays.take(state.returns_there, map.num_domains);
-  arrays.take(state.packets_gone, map.num_domains);
-  arrays.take(state.rows_gone, map.num_domains);
-  arrays.take(state.returns_gone, map.num_streams);
-  return arrays.bytes();
-}
-
-uint64_t lay_out_slot_net(SlotNet& net, SlotNetState& state, uint8_t* memory, const DeviceMap& map) {
-  Arrays arrays = take_channels(net, state, memory, map);
-  arrays.take(state.routing_there, map.num_ranks);
-  arrays.take(state.rows_there, map.num_ranks);
-  arrays.take(state.weights_there, map.num_ranks);
-  arrays.take(state.sums_there, map.num_domains);
-  arrays.take(state.routing_gone, map.num_domains);
-  arrays.take(state.rows_gone, map.num_domains);
-  arrays.take(state.weights_gone, map.num_domains);
-  arrays.take(state.sums_gone, map.num_streams);
-  return arrays.bytes();
-}
-
-uint64_t lay_out_plan(PlanView& view, const PlanSizes& sizes, uint8_t* memory, const DeviceMap& of) {
-  Arrays arrays(memory);
-  const auto take = [&](auto*& pointer, uint64_t count) { arrays.take(pointer, count); };
-  const uint64_t ranks = of.num_ranks, experts = of.num_experts / of.num_ranks;
-  const uint64_t entries = uint64_t{view.num_token_blocks} + 1;
-  take(view.routing_hash, 1);
-  take(view.tokens_per_expert, experts);
-  take(view.overflow, 1);
-  take(view.most_tokens, 1);
-  take(view.row_begin, ranks);
-  take(view.row_end, ranks);
-  take(view.weight_begin, ranks);
-  take(view.token_block_rows, ranks * entries);
-  take(view.token_block_pieces, ranks * entries);
-  take(view.token_blocks, ranks);
-  take(view.padding, 2 * experts);
-  take(view.row_token, sizes.received_rows);
-  take(view.row_piece, sizes.received_rows);
-  take(view.row_pair_begin, uint64_t{sizes.received_rows} + 1);
-  take(view.out_rows, sizes.received_pairs);
-  take(view.addend_begin, uint64_t{view.num_tokens} + 1);
-  take(view.pair_begin, ranks + 1);
-  take(view.pair_place, sizes.sent_pairs);
-  if (of.num_domains == 1) return arrays.bytes();
-  take(view.row_position, sizes.received_rows);
-  take(view.token_block_streams, ranks * entries);
-  take(view.sent_token_blocks, of.num_domains * entries);
-  take(view.sent_begin, uint64_t{of.num_domains} + 1);
-  take(view.sent_tokens, sizes.shipped_rows);
-  take(view.addends, sizes.sent_addends);
-  take(view.relayed_begin, of.num_streams);
-  take(view.relayed_pairs, of.num_streams);
-  take(view.relayed_piece, uint64_t{sizes.relayed_rows} + of.num_streams);
-  return arrays.bytes();
 }
 
 }  // namespace uccl_ep::gpu

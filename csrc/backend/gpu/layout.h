@@ -102,7 +102,9 @@ struct DeviceMap {
   uint64_t packet_bytes = 0;
   Part<uint8_t> rows;  // [halves][half_bytes] for our own domain, at the place of their token
   // Combine.
-  Part<uint8_t> pieces;  // [streams][piece_bytes], or of our own only; a row's lie side by side, ranks ascending
+  // [1 + batch_streams][piece_bytes], or of our own only: of our tokens, then of a batch of streams. A row's lie side
+  // by side, ranks ascending.
+  Part<uint8_t> pieces;
   Part<float> piece_weights;  // [streams][stream_pairs]
   // Read and written by this rank only.
   Part<Local> local;
@@ -126,6 +128,9 @@ struct DeviceMap {
   uint32_t num_ranks = 0;
   uint32_t num_members = 0;  // of this rank's domain
   uint32_t num_streams = 0;  // that a rank of it merges, at most
+  // A window of a combine merges a batch of the streams that we relay; that of the last batch also merges our tokens.
+  uint32_t batch_streams = 0;
+  uint32_t stream_batches = 1;  // of the rank of several members that relays most
   uint32_t num_domains = 0;
   uint32_t num_experts = 0;
   uint32_t max_tokens = 0;  // a multiple of kTileTokens
@@ -137,7 +142,7 @@ struct DeviceMap {
   // Rings between domains, at the beginning of the region.
   uint32_t row_slots = 0;
   uint32_t return_slots = 0;  // of a stream that we merge
-  uint32_t sum_slots = 0;     // of them for sums: on all ranks equally many
+  uint32_t sum_slots = 0;  // of them for sums: on all ranks equally many
   uint64_t slot_bytes = 0;
 };
 struct DeviceRegionLayout : DeviceMap {
@@ -162,14 +167,14 @@ struct LowLatencyRoom {
 };
 // What a region has to hold.
 struct RegionNeeds {
-  uint32_t num_experts = 0;    // of the group
-  uint64_t row_bytes = 0;      // of the widest row
+  uint32_t num_experts = 0;  // of the group
+  uint64_t row_bytes = 0;  // of the widest row
   uint32_t window_tokens = 0;  // 0: what the budget allows
   LowLatencyRoom beside = {};
 };
 // The layout of the ranks of a domain, with the longest windows for which no rank needs more than `budget_bytes`, which
-// is at least the least. With `window_tokens` at most one for windows of so many tokens, of widest rows, and for
-// operations with eight times as many.
+// is at least the least. Streams go in batches only if the memory is too small for all. With `window_tokens` at most
+// one for windows of so many tokens, of widest rows, and for operations with eight times as many.
 DeviceRegionLayout make_layout(const Topology& topo, int domain, const RegionNeeds& needs, uint64_t budget_bytes);
 // Of the rank that needs most. With `window_tokens`: what operations of so many tokens need, though rows go in the
 // least windows.
@@ -197,12 +202,14 @@ inline uint32_t window_tokens(const DeviceMap& map, uint64_t row_bytes) {
 // Where the pieces of the second half of a stream's memory begin.
 constexpr uint64_t piece_half_bytes(const DeviceMap& map) { return map.piece_bytes / kHalves / 256 * 256; }
 // Tokens whose pieces fit the memory, or one of its halves, if a token block has at most `most_pieces` in any domain.
-// At least a token block.
+// At least a token block. Batches of streams always have halves. The ring back may hold a single token block.
 inline uint32_t combine_window_tokens(const DeviceMap& map, uint64_t row_bytes, uint32_t most_pieces,
                                       bool in_halves = false) {
+  in_halves |= map.stream_batches > 1;
   const uint64_t pieces = (in_halves ? piece_half_bytes(map) : map.piece_bytes) / row_bytes;
   const uint64_t folded = most_pieces == 0 ? map.max_tokens : pieces / most_pieces * kTokenBlock;
-  const uint64_t returned = map.sum_slots / (in_halves ? kHalves : 1) * (map.slot_bytes / row_bytes);
+  const uint64_t slots = map.sum_slots / (in_halves ? kHalves : 1), per_slot = map.slot_bytes / row_bytes;
+  const uint64_t returned = slots * per_slot < kTokenBlock ? kTokenBlock : slots * per_slot;
   return whole_token_blocks(map, map.num_domains > 1 && returned < folded ? returned : folded);
 }
 

@@ -21,7 +21,7 @@ struct MergeDomain {
 };
 struct MergeStream {
   uint32_t first_row, end_row;
-  uint32_t pieces;  // in earlier windows
+  uint32_t units;   // where its piece 0 would be, in units of 16 bytes of our region
   uint32_t slot;    // of the first chunk
   uint32_t chunks;  // of this kernel's earlier windows
 };
@@ -31,6 +31,7 @@ struct MergeRange {
   uint32_t window;
   uint32_t table;      // where domains and streams lie
   uint32_t own_units;  // where our own pieces begin, in units of 16 bytes of our region
+  uint32_t first_stream, num_streams;  // that we relay
   uint32_t first_token, end_token;
   PartedRows last;    // of our tokens
   uint32_t pieces;    // of ours in our domain, in earlier windows
@@ -41,10 +42,6 @@ struct MergeRange {
   }
   __device__ __forceinline__ MergeStream& stream(const Group& g, uint32_t stream) const {
     return shared_table<MergeStream>(g, table)[g.map.num_domains + stream];
-  }
-  // Where the pieces of a stream begin.
-  __device__ __forceinline__ uint32_t units(const Group& g, uint32_t stream) const {
-    return own_units + static_cast<uint32_t>(stream * (g.map.piece_bytes / 16));
   }
 };
 static_assert(sizeof(MergeDomain) == sizeof(MergeStream));
@@ -57,7 +54,7 @@ __host__ __device__ inline uint32_t combine_table_bytes(const DeviceMap& map) {
 // last window's rows.
 __device__ __forceinline__ StreamPart relayed_part(const CombineKernel& k, uint32_t window, uint32_t stream) {
   const uint32_t s = k.g.net.relayed[stream].source;
-  const TokenBlockRange token_blocks = token_blocks_of(k.args, window, k.plan.token_blocks[s]);
+  const TokenBlockRange token_blocks = token_blocks_of(k, window, stream, k.plan.token_blocks[s]);
   const uint32_t* const before = k.plan.token_block_streams + s * (k.plan.num_token_blocks + 1);
   return part_of(k.g, before[token_blocks.first], before[token_blocks.end], k.args.hidden * dtype_bytes(k.args.wire));
 }
@@ -69,7 +66,7 @@ __device__ __forceinline__ uint32_t relayed_chunks(const CombineKernel& k, uint3
 }
 // The same of what another domain returns.
 __device__ __forceinline__ TokenBlockRange own_token_blocks(const CombineKernel& k, uint32_t window) {
-  return token_blocks_of(k.args, window, (k.plan.num_tokens + kTokenBlock - 1) / kTokenBlock);
+  return token_blocks_of(k, window, 0, (k.plan.num_tokens + kTokenBlock - 1) / kTokenBlock);
 }
 __device__ __forceinline__ StreamPart returned_part(const CombineKernel& k, uint32_t window, uint32_t to) {
   const TokenBlockRange token_blocks = own_token_blocks(k, window);
@@ -86,11 +83,16 @@ __device__ inline void find_merge_range(const CombineKernel& k, uint32_t window,
                                         MergeRange& out) {
   const uint32_t entries = k.plan.num_token_blocks + 1;
   const uint32_t num_relayed = has_net(k.g) ? k.g.net.num_relayed : 0;
+  const uint64_t row_bytes = uint64_t{k.args.hidden} * dtype_bytes(k.args.wire), piece_bytes = k.g.map.piece_bytes;
   const TokenBlockRange own = own_token_blocks(k, window);
   if (k.crew.thread == 0) {
     out.window = window;
     out.table = window_table(k.g, window) + FoldRange::table_bytes(k.g.map);
+    const uint32_t batch = WindowTurn(k.g, window).batch, earlier = batch * k.g.map.batch_streams;  // streams
     out.own_units = static_cast<uint32_t>((k.g.map.pieces.offset + pieces_begin(k.g, window)) / 16);
+    out.first_stream = 1 + earlier;
+    out.num_streams = num_relayed - min(earlier, num_relayed);
+    if (batch + 1 < k.g.map.stream_batches) out.num_streams = min(out.num_streams, k.g.map.batch_streams);
     out.first_token = min(own.first * kTokenBlock, k.plan.num_tokens);
     out.end_token = min(own.end * kTokenBlock, k.plan.num_tokens);
     out.pieces = k.plan.token_block_pieces[k.g.rank * entries + own.first];
@@ -109,9 +111,11 @@ __device__ inline void find_merge_range(const CombineKernel& k, uint32_t window,
     const uint32_t s = k.g.net.relayed[stream].source;
     const StreamPart part = relayed_part(k, window, stream);
     const uint32_t chunks = window == 0 ? 0 : last.stream(k.g, stream).chunks + relayed_chunks(k, window - 1, stream);
+    const uint32_t first = token_blocks_of(k, window, stream, k.plan.token_blocks[s]).first;
+    const uint64_t before = uint64_t{k.plan.token_block_pieces[s * entries + first]} * row_bytes;
+    const uint64_t begin = k.g.map.pieces.offset + pieces_begin(k.g, window) + piece_place(k.g, stream) * piece_bytes;
     out.stream(k.g, stream) = {
-        part.first, part.end,
-        k.plan.token_block_pieces[s * entries + token_blocks_of(k.args, window, k.plan.token_blocks[s]).first],
+        part.first, part.end, static_cast<uint32_t>((begin - before) / 16),
         static_cast<uint32_t>((k.g.net_state.relayed[stream] + chunks) % k.g.map.return_slots), chunks};
     most = max(most, part.end - part.first);
   }
@@ -239,8 +243,8 @@ struct Merge : CombineKernel {
   }
 };
 
-// Rows of the streams that we relay: row n / streams of each in turn. Relay ends before Merge begins. Merge waits for
-// other domains, and no rank may do that while it has rows that they wait for.
+// Rows of the streams that we relay: row n / streams of each of the batch in turn. Relay ends before Merge begins.
+// Merge waits for other domains, and no rank may do that while it has rows that they wait for.
 struct Relay : CombineKernel {
   static constexpr bool kSumsFirst = true, kSplits = true, kRehearses = true, kCopies = false, kBegins = false;
   const MergeRange& range;
@@ -250,10 +254,10 @@ struct Relay : CombineKernel {
   __device__ SharedWork shared_work() const { return SharedWork::kRelayed; }
   __device__ uint32_t window() const { return range.window; }
   __device__ Dealing dealing() const { return {4}; }
-  __device__ uint32_t end() const { return range.parted.end(range.most * g.net.num_relayed); }
+  __device__ uint32_t end() const { return range.parted.end(range.most * range.num_streams); }
   __device__ Sum look_up(uint32_t number) const {
-    const uint32_t n = range.parted.row(number), k = 1 + n % g.net.num_relayed, r = n / g.net.num_relayed,
-                   row = range.stream(g, k).first_row + r;
+    const uint32_t n = range.parted.row(number), k = range.first_stream + n % range.num_streams,
+                   r = n / range.num_streams, row = range.stream(g, k).first_row + r;
     if (row >= range.stream(g, k).end_row) return {};
     const uint32_t* const pieces = plan.relayed_piece + plan.relayed_begin[k] + row;
     Sum sum;
@@ -280,8 +284,7 @@ struct Relay : CombineKernel {
     return low;
   }
   __device__ uint32_t place(const Sum& sum, uint32_t j) const {
-    const uint32_t k = RelayTag{sum.tag}.stream();
-    return range.units(g, k) + uint64_t{j - range.stream(g, k).pieces} * row_bytes() / 16;
+    return range.stream(g, RelayTag{sum.tag}.stream()).units + uint64_t{j} * row_bytes() / 16;
   }
   __device__ const uint8_t* base() const { return g.own; }
   template <bool kLooks>

@@ -107,6 +107,11 @@ MemoryEntries gpu_memory_entries(const EngineConfig& config) {
   return entries;
 }
 
+std::pair<uint32_t, uint32_t> gpu_stream_batches(const EngineConfig& config) {
+  const gpu::DeviceRegionLayout layout = gpu_layout_of(config);
+  return {layout.batch_streams, layout.stream_batches};
+}
+
 uint64_t gpu_least_budget_bytes(const EngineConfig& config) {
   check_group(config);
   const Topology topo = Topology::from_labels(config.domain_of);

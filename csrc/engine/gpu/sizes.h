@@ -25,5 +25,7 @@ uint64_t gpu_host_bytes(const EngineConfig& config, const gpu::DeviceRegionLayou
 // What memory_plan() shows for a buffer of tensors on a GPU.
 MemoryEntries gpu_memory_entries(const EngineConfig& config);
 uint64_t gpu_least_budget_bytes(const EngineConfig& config);
+// Streams of a batch, and batches: see DeviceMap.
+std::pair<uint32_t, uint32_t> gpu_stream_batches(const EngineConfig& config);
 
 }  // namespace uccl_ep
