@@ -7,7 +7,7 @@ shape.py      the group, the model and its routing: rows and pairs between ranks
 machine.py    rates and times of a kind of node, each with its source
 protocol.py   what the native layout gives: memory, windows, chunks
 clock.py      simulated and real time, of the model alone: engines read the host's clock
-events.py     the event model; its ports and turns are in ports.py, its streams in streams.py, costs in costs.py
+events.py     the event model; ports and turns are in ports.py, streams in streams.py, costs in costs.py
 fit.py        rates from the repository's measurements
 traces.py     rates of post, wire, NIC and relay, each by itself
 published.py  a closed form for what others published
