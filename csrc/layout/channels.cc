@@ -58,8 +58,14 @@ void check_channels(const Topology& topo, const DeviceRings& rings) {
 
 uint32_t Channels::out_of(const RingLayout& ring) const {
   for (uint32_t c = 0; c < out.size(); ++c)
-    if (out[c].send.slots_offset == ring.slots_offset) return c;
+    if (out[c].send.stamps_offset == ring.stamps_offset) return c;
   return UINT32_MAX;
+}
+
+uint64_t Channels::shared_bytes() const {
+  uint64_t most = 0;
+  for (const OutChannel& channel : out) most = std::max(most, channel.send.shared_bytes);
+  return most;
 }
 
 namespace {

@@ -24,6 +24,25 @@ class Cursor {
   }
 
   RingLayout ring(std::string_view name, RingKind kind, uint64_t slot_bytes, uint32_t num_slots, uint32_t num_readers) {
+    RingLayout ring = flags_of(kind, slot_bytes, num_slots, num_readers);
+    ring.slots_offset = slots_on_device_ ? take_device(slot_bytes * num_slots) : take(name, slot_bytes * num_slots);
+    return ring;
+  }
+  // A send ring in memory of the device that it shares with others.
+  RingLayout sharing_ring(RingKind kind, uint64_t slot_bytes, uint32_t num_slots, uint64_t offset, uint64_t bytes) {
+    RingLayout ring = flags_of(kind, slot_bytes, num_slots, 0);
+    ring.slots_offset = offset;
+    ring.shared_bytes = bytes;
+    return ring;
+  }
+  uint64_t take_device(uint64_t bytes) {
+    const uint64_t offset = layout_.device_bytes;
+    layout_.device_bytes += round_up(bytes, kDeviceRingAlignBytes);
+    return offset;
+  }
+
+ private:
+  RingLayout flags_of(RingKind kind, uint64_t slot_bytes, uint32_t num_slots, uint32_t num_readers) {
     RingLayout ring;
     ring.kind = kind;
     ring.slot_bytes = slot_bytes;
@@ -31,11 +50,8 @@ class Cursor {
     ring.num_readers = num_readers;
     ring.stamps_offset = take("flags", num_slots * sizeof(uint64_t));
     ring.consumed_offset = take("flags", num_readers * kLineBytes);
-    ring.slots_offset = slots_on_device_ ? take_device(slot_bytes * num_slots) : take(name, slot_bytes * num_slots);
     return ring;
   }
-
- private:
   // A layout of many ranks takes thousands of parts under few names, which are literals.
   uint64_t& entry_of(std::string_view name) {
     for (size_t i = 0; i < names_.size(); ++i)
@@ -46,12 +62,6 @@ class Cursor {
     places_.push_back(static_cast<size_t>(it - layout_.entries.begin()));
     return it->second;
   }
-  uint64_t take_device(uint64_t bytes) {
-    const uint64_t offset = layout_.device_bytes;
-    layout_.device_bytes += round_up(bytes, kDeviceRingAlignBytes);
-    return offset;
-  }
-
   RegionLayout& layout_;
   const bool slots_on_device_;
   std::vector<std::string_view> names_;
@@ -185,10 +195,7 @@ RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, 
   const uint32_t n = static_cast<uint32_t>(topo.size_of(own));
   Cursor cursor(layout, true);
   take_control(cursor, topo, rank, layout);
-  auto packets = [&](int domain, uint32_t num_readers) {
-    const uint64_t bytes = rings.packet_bytes.at(topo.size_of(domain));
-    return cursor.ring("", RingKind::kHeader, bytes, kHeaderSlots, num_readers);
-  };
+  const auto packet_bytes = [&](int domain) { return rings.packet_bytes.at(topo.size_of(domain)); };
   auto rows = [&](uint32_t num_readers) {
     return cursor.ring("", RingKind::kRows, rings.rows_slot_bytes, rings.rows_slots, num_readers);
   };
@@ -199,14 +206,22 @@ RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, 
   layout.header_send.resize(topo.members.size());
   layout.rows_send.resize(topo.members.size());
   layout.return_landing.resize(topo.members.size());
+  uint64_t sent_bytes = 0;
+  if (const auto sent = rings.sent_packet_bytes.find(static_cast<int>(n)); sent != rings.sent_packet_bytes.end())
+    sent_bytes = kHeaderSlots * sent->second;
+  else
+    for (int d = 0; d < topo.num_domains(); ++d)
+      if (d != own) sent_bytes += kHeaderSlots * round_up(packet_bytes(d), kSharedUnitBytes);
+  const uint64_t sent_packets = cursor.take_device(sent_bytes);
   for (int d = 0; d < topo.num_domains(); ++d) {
     if (d == own) continue;
-    layout.header_send[d] = packets(d, 0);
+    layout.header_send[d] =
+        cursor.sharing_ring(RingKind::kHeader, packet_bytes(d), kHeaderSlots, sent_packets, sent_bytes);
     layout.rows_send[d] = rows(0);
     layout.return_landing[d] = sums(d, 1);
   }
   for (size_t i = 0; i < layout.incoming.size(); ++i) {
-    layout.header_landing.push_back(packets(own, n));
+    layout.header_landing.push_back(cursor.ring("", RingKind::kHeader, packet_bytes(own), kHeaderSlots, n));
     layout.rows_landing.push_back(rows(n));
     layout.return_send.push_back(sums(own, 0));
   }

@@ -49,6 +49,8 @@ struct RingLayout {
   uint64_t consumed_offset = 0;
   uint32_t num_slots = 0;
   uint32_t num_readers = 0;
+  // Not 0: the bytes at `slots_offset` that this send ring shares with others. A command says where its chunk begins.
+  uint64_t shared_bytes = 0;
 
   uint64_t slot_offset(uint64_t serial) const { return slots_offset + serial % num_slots * slot_bytes; }
 };
@@ -77,6 +79,8 @@ struct DeviceRings {
     uint32_t chunks = 0;  // of rows, or sums, of an operation at most
   } slots = {};
   std::map<int, uint32_t> weight_slots = {};  // none: 0
+  // All packets that a rank of a domain of a size sends for an operation; none: the largest to each domain.
+  std::map<int, uint64_t> sent_packet_bytes = {};
 
   uint32_t slots_back_from(int size) const {
     const auto weights = weight_slots.find(size);
@@ -101,7 +105,7 @@ struct RegionLayout {
   // writes.
   std::vector<std::vector<RingLayout>> pieces;
   // Sums that we relay to incoming[i], and sums that the other domains return to us.
-  std::vector<RingLayout> return_send;     // by incoming
+  std::vector<RingLayout> return_send;  // by incoming
   std::vector<RingLayout> return_landing;  // by domain (own domain: unused)
   // Of low latency, as above: to each domain, and of incoming[i].
   struct Slots {
@@ -173,6 +177,8 @@ struct Channels {
   std::vector<InChannel> in;  // by incoming: header, meta, rows, slots; then by other domain: return, slot sums
   // Index of the channel that starts in `ring`; UINT32_MAX when the ring is no send ring.
   uint32_t out_of(const RingLayout& ring) const;
+  // The most that send rings share.
+  uint64_t shared_bytes() const;
   // Of the channels of a ring, in order of their numbers there: where their words are on the board.
   std::vector<uint32_t> board_of(EventRing ring) const;
 };

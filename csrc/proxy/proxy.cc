@@ -56,7 +56,7 @@ bool is_of_chunk(const Completion& completion) {
 Proxy::Proxy(ProxyContext context) : context_(std::move(context)), completions_(kCompletionsPerPass) {
   uint64_t largest_chunk_bytes = 0;
   for (auto& out : context_.channels->out) largest_chunk_bytes = std::max(largest_chunk_bytes, out.send.slot_bytes);
-  CommandRing::check_limits(context_.channels->out.size(), largest_chunk_bytes);
+  CommandRing::check_limits(context_.channels->out.size(), largest_chunk_bytes, context_.channels->shared_bytes());
   if (context_.channels->out.size() > kMaxChannels || context_.channels->in.size() > kMaxChannels)
     throw UsageFailure(UsageKind::kConfig, "proxy: more than " + std::to_string(kMaxChannels) + " channels");
   if (static_cast<uint32_t>(context_.topo->num_ranks) > kMaxRanks)

@@ -62,7 +62,12 @@ void Shipper::take(const Command& command, uint64_t taken_nsec) {
   if (command.num_bytes > send.slot_bytes)
     fail(channel.out->peer,
          "a chunk of " + std::to_string(command.num_bytes) + " bytes in slots of " + std::to_string(send.slot_bytes));
-  slot = {command.serial, command.num_bytes, taken_nsec, false};
+  const uint64_t shared_offset = command.unit * kSharedUnitBytes;
+  if (shared_offset + (send.shared_bytes == 0 ? 0 : command.num_bytes) > send.shared_bytes)
+    fail(channel.out->peer, "a chunk of " + std::to_string(command.num_bytes) + " bytes begins at " +
+                                std::to_string(shared_offset) + " of " + std::to_string(send.shared_bytes) +
+                                " that rings share");
+  slot = {command.serial, command.num_bytes, taken_nsec, false, shared_offset};
   commands_.add(1);
   trace(TraceKind::kTaken, channel, slot, taken_nsec, taken_nsec);
   if (channel.queued++ == channel.posted) turns_.push(command.channel);
@@ -110,7 +115,8 @@ bool Shipper::try_post(uint32_t index, uint64_t now_usec) {
   Slot& slot = channel.slots[slot_idx];
   WriteRequest request;
   request.peer = out.peer;
-  request.local_offset = out.send.slot_offset(serial);
+  request.local_offset =
+      out.send.shared_bytes == 0 ? out.send.slot_offset(serial) : out.send.slots_offset + slot.shared_offset;
   request.remote_offset = out.remote_slots_offset + slot_idx * out.send.slot_bytes;
   request.num_bytes = slot.num_bytes;
   request.immediate = encode_imm(ImmType::kData, out.peer_channel, serial);

@@ -38,6 +38,7 @@ class Shipper {
     uint64_t num_bytes = 0;
     uint64_t taken_nsec = 0;
     bool in_flight = false;
+    uint64_t shared_offset = 0;  // in memory that the ring shares
   };
   // Chunks wait in the slots of their ring: serials [posted, queued).
   struct Channel {

@@ -49,13 +49,17 @@ class CommandRing {
   CommandRing& operator=(const CommandRing&) = delete;
 
   // Throws unless every command of this buffer fits its fields, so push() need not check.
-  static void check_limits(uint64_t num_channels, uint64_t largest_chunk_bytes) {
+  static void check_limits(uint64_t num_channels, uint64_t largest_chunk_bytes, uint64_t shared_bytes) {
     if (num_channels > uint64_t{kCommandMaxChannel} + 1)
       throw UsageFailure(UsageKind::kConfig, "command: " + std::to_string(num_channels) + " channels, at most " +
                                                  std::to_string(kCommandMaxChannel + 1));
     if (largest_chunk_bytes > kCommandMaxBytes)
       throw UsageFailure(UsageKind::kConfig, "command: chunks of " + std::to_string(largest_chunk_bytes) +
                                                  " bytes, at most " + std::to_string(kCommandMaxBytes));
+    if (shared_bytes > uint64_t{kCommandMaxUnit} * kSharedUnitBytes)
+      throw UsageFailure(UsageKind::kConfig, "command: " + std::to_string(shared_bytes) +
+                                                 " bytes of chunks in shared memory, at most " +
+                                                 std::to_string(uint64_t{kCommandMaxUnit} * kSharedUnitBytes));
   }
 
   // Producer. False: the ring is full. The consumer of the command sees all earlier writes of the caller.

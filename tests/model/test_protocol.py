@@ -64,6 +64,7 @@ REAL = (
     Search("windows"),
     Search("windows", ("NET",)),
     Search("window_sums"),
+    Search("window_sums", ("BATCHES",)),
     Search("datagrams", ("FAULTS=1",)),
     Search("datagrams", ("FAULTS=3", "ONE_FINDER")),
     Search("datagrams", ("HEARTBEATS", "FAULTS=2")),
@@ -232,7 +233,7 @@ def test_a_search_that_was_cut_off_is_noticed(tmp_path: Path) -> None:
 
 def test_every_mutant_is_tested_and_documented() -> None:
     choices = {"WINDOW", "FEW_COPIES", "OPS", "NO_CRASH", "NO_FREEZE", "NET"}
-    choices |= {"FAULTS", "ONE_FINDER", "HEARTBEATS"}
+    choices |= {"FAULTS", "ONE_FINDER", "HEARTBEATS", "BATCHES"}
     macros = {
         name
         for model in HERE.glob("*.pml")

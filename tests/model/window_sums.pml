@@ -9,6 +9,8 @@
 //   3: of rank 2 in its own domain, pieces of 2 and 3    2: of rank 2, merged by its rail 0 from pieces of 0 and 1
 // Operations of three, one and two windows. Of several, a window has half of the memory for pieces and half of the ring
 // of two slots; the only one has all. Ranks 0 and 2 have tokens in different windows, ranks 1 and 3 have none.
+// BATCHES: little memory. Of one or two windows of tokens each is two: of the streams of others, then of own tokens. So
+// sums that come back in one are merged in the next. The ring has one slot, so a window waits until the one before left.
 //
 // Reductions, and why they lose nothing:
 // * A window is one token block of each source. Token blocks have flags of their own, which carry the epoch, so a flag
@@ -19,12 +21,27 @@
 // * A rank that is alone in its domain folds into the ring. It is a relay without pieces: it waits for less.
 
 #define kOps 3
+#define SOURCE(x) ((x) < 2 -> 0 : 2)
+#ifdef BATCHES
+#define kSlots 1
+#define WINDOWS(o) ((o) == 1 -> 2 : 4)
+#define BEFORE(o) ((o) == 0 -> 0 : 2 + 2 * (o))  // windows of earlier operations
+#define TOKENS(o, source) ((o) == 1 -> 1 : (source == 0 -> 2 - (o) / 2 : 2))  // windows of them
+#define CHUNKS(o) 1  // of a window with tokens
+#define OWN(x) ((x) % 3 == 0)
+#define HAS(x, w) ((w) % 2 == OWN(x) && (w) / 2 < TOKENS(op[me], SOURCE(x)))
+#define CAME_IN(w) ((w) - 1)
+#define ALL_MEMORY false
+#else
 #define kSlots 2
 #define WINDOWS(o) ((o) == 0 -> 3 : (o))
-#define BEFORE(o) ((o) == 0 -> 0 : 2 + (o))  // windows of earlier operations
-#define TOKENS(o, source) ((o) == 1 -> 1 : (source == 0 -> 3 - (o) : 2))  // windows of them
-#define SOURCE(x) ((x) < 2 -> 0 : 2)
-#define CHUNKS(o) ((o) == 1 -> 2 : 1)  // of a window with tokens
+#define BEFORE(o) ((o) == 0 -> 0 : 2 + (o))
+#define TOKENS(o, source) ((o) == 1 -> 1 : (source == 0 -> 3 - (o) : 2))
+#define CHUNKS(o) ((o) == 1 -> 2 : 1)
+#define HAS(x, w) ((w) < TOKENS(op[me], SOURCE(x)))
+#define CAME_IN(w) (w)
+#define ALL_MEMORY (WINDOWS(op[me]) == 1)
+#endif
 
 byte op[4];
 byte first[4];                    // Progress::combine_windows
@@ -45,7 +62,6 @@ byte send[8], landing[8];
 #define PEER (me ^ 1)
 #define MEMBER (me % 2)
 #define IDLE (me % 2 == 1)
-#define HAS(x, w) ((w) < TOKENS(op[me], SOURCE(x)))
 #define ALL_ENTERED (op[0] >= op[me] && op[1] >= op[me] && op[2] >= op[me] && op[3] >= op[me])
 
 // ---- fold: streams of the other domain come first
@@ -67,7 +83,7 @@ byte send[8], landing[8];
        :: HAS(STREAM, window[me]) -> \
          PIECE(STREAM, MEMBER, window[me]) = TRUE(window[me]); \
          if \
-         :: WINDOWS(op[me]) == 1 -> PIECE(STREAM, MEMBER, window[me] + 1) = TRUE(window[me]) \
+         :: ALL_MEMORY -> PIECE(STREAM, MEMBER, window[me] + 1) = TRUE(window[me]) \
          :: else \
          fi \
        :: else \
@@ -77,7 +93,7 @@ byte send[8], landing[8];
 #define FOLDED(x, w) (folded[2 * (x)] >= TRUE(w) && folded[2 * (x) + 1] >= TRUE(w))
 // No piece is overwritten before it is merged, and no stale one is taken. The only window has both halves.
 #define KEPT(x, half, w) (PIECE(x, 0, half) == TRUE(w) && PIECE(x, 1, half) == TRUE(w))
-#define CHECK(x, w) assert(KEPT(x, w, w) && (WINDOWS(op[me]) > 1 || KEPT(x, w + 1, w)))
+#define CHECK(x, w) assert(KEPT(x, w, w) && (!ALL_MEMORY || KEPT(x, w + 1, w)))
 
 // ---- return
 #define SENT(x) (HAS(x, RETURNED) -> CHUNKS(op[me]) : 0)
@@ -115,7 +131,7 @@ byte send[8], landing[8];
   :: atomic { MERGES && num_merged[me] == 0 && HAS(x, LAST) && FOLDED(x, LAST) -> CHECK(x, LAST); num_merged[me] = 1 } \
   :: atomic { MERGES && num_merged[me] == 0 && !HAS(x, LAST) -> num_merged[me] = 2 } \
   :: atomic { MERGES && num_merged[me] == 1 && shipped[returned] > seen[returned] -> \
-       assert(landing[kSlots * returned + seen[returned] % kSlots] == 2 * TRUE(LAST) + CAME(returned)); \
+       assert(landing[kSlots * returned + seen[returned] % kSlots] == 2 * TRUE(CAME_IN(LAST)) + CAME(returned)); \
        seen[returned]++; \
        if :: CAME(returned) == CHUNKS(op[me]) -> num_merged[me] = 2 :: else fi }
 // Ranks without tokens and relayed streams return and merge nothing.

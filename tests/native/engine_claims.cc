@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "backend/host/ports.h"
+#include "chunk_place.h"
 #include "claims.h"
 #include "engine/group/control_plane.h"
 #include "engine_runs.h"
@@ -109,9 +110,9 @@ struct DevicePlanes {
     for (size_t rank = 0; rank < planes.size(); ++rank)
       for (uint32_t c = 0; c < planes[rank]->channels().out.size(); ++c) {
         const OutChannel& out = planes[rank]->channels().out[c];
-        std::fill_n(devices[rank][rank].base() + out.send.slot_offset(serial), 128,
+        std::fill_n(devices[rank][rank].base() + chunk_offset(planes[rank]->channels(), c, serial), 128,
                     static_cast<uint8_t>(out.peer_channel + 1));
-        EXPECT(rings[rank]->push({c, 128, serial}));
+        EXPECT(rings[rank]->push({c, 128, serial, chunk_unit(planes[rank]->channels(), c, serial)}));
       }
   }
   // Looks at it where it landed, and takes it as every reader of the domain does.

@@ -145,7 +145,8 @@ CLAIM("a region of several domains is within its budget, says what all of it is 
     // Kernels count slots of one size in both rings.
     EXPECT(layout.slot_bytes == layout.rings.rows_slot_bytes && layout.slot_bytes == layout.rings.return_slot_bytes);
     EXPECT(layout.row_slots == layout.rings.rows_slots && layout.sum_slots == layout.rings.return_slots);
-    EXPECT(layout.return_slots > layout.sum_slots && layout.return_slots == layout.rings.slots_back_from(members));
+    EXPECT(layout.return_slots >= layout.sum_slots && layout.return_slots == layout.rings.slots_back_from(members));
+    EXPECT(layout.return_slots > layout.sum_slots || layout.weights_apart);
     EXPECT_EQ(layout.slot_bytes % kDeviceRingAlignBytes, 0u);
     EXPECT_EQ(layout.packet_bytes, layout.rings.packet_bytes.at(members));
     EXPECT_EQ(layout.packet_bytes % kDeviceRingAlignBytes, 0u);
@@ -215,10 +216,11 @@ CLAIM("a window of a dispatch is at least a token block, and the ring to a domai
 bool combine_window_fits(const gpu::DeviceRegionLayout& layout, uint64_t bytes, uint32_t pieces, uint32_t tokens) {
   const uint64_t per_slot = layout.slot_bytes / bytes;
   if (tokens < gpu::kTokenBlock || tokens % gpu::kTokenBlock != 0 || per_slot == 0) return false;
-  const uint64_t weights = layout.return_slots - layout.sum_slots;
+  const uint64_t weights = layout.weights_apart ? 0 : layout.return_slots - layout.sum_slots;
   return uint64_t{tokens / gpu::kTokenBlock} * pieces * bytes <= layout.piece_bytes &&
-         weights * layout.slot_bytes >= 4 * uint64_t{layout.stream_pairs} &&
-         (tokens + per_slot - 1) / per_slot + weights <= layout.return_slots;
+         (layout.weights_apart ? layout.return_slots : weights) * layout.slot_bytes >=
+             4 * uint64_t{layout.stream_pairs} &&
+         (tokens + per_slot - 1) / per_slot + weights <= layout.sum_slots + weights;
 }
 
 CLAIM("a window of a combine is at least a token block, and the ring back holds its sums and all weights") {
@@ -302,14 +304,14 @@ Topology eights(int domains, bool alone = false) {
   return Topology::from_labels(several(sizes));
 }
 
-CLAIM("4096 BF16 tokens of 7168: 65 ranks need at most 1.15 times as much as 64, 256 at most 512 MiB") {
+CLAIM("4096 BF16 tokens of 7168: 65 ranks need at most 1.15 times what 64 do, 256 256 MiB, 2048 under 1 GiB") {
   const uint64_t row_bytes = gpu::staged_row_bytes(Dtype::kBf16, 7168), mib = uint64_t{1} << 20;
   const auto least = [&](const Topology& topo) {
     const uint32_t ranks = static_cast<uint32_t>(topo.num_ranks), experts = std::max(256u, ranks);
     return gpu::least_budget_bytes(topo, {(experts + ranks - 1) / ranks * ranks, row_bytes, 4096});
   };
   EXPECT(least(eights(8)) <= 512 * mib && 100 * least(eights(8, true)) <= 115 * least(eights(8)));
-  EXPECT(least(eights(32)) <= 512 * mib && least(eights(256)) <= 1536 * mib);
+  EXPECT(least(eights(32)) <= 256 * mib && least(eights(256)) <= 1000 * mib);
   // Without window_tokens, in windows of at least an eighth of them; more ranks, smaller ones.
   const auto usual = [&](int domains) { return gpu::make_layout(eights(domains), 0, {256, row_bytes}, 512 * mib); };
   EXPECT(usual(8).max_tokens >= 4096 && gpu::window_tokens(usual(8), row_bytes) >= 448);

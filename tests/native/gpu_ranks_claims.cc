@@ -49,14 +49,15 @@ CLAIM("a map whose tokens reach more than 32 other domains has the host's bits")
   each_seed(run, same_as_host);
 }
 
-// Ranks that relay more streams than a batch has, in two windows of tokens with two batches each.
+// Ranks that relay more streams than a batch has, in two windows of tokens with two batches each. Weights have a window
+// of their own.
 CudaRun batches_in(const std::vector<int>& sizes) {
   CudaRun run = ranks_in(sizes);
   run.num_tokens = {40, 3, 0, 64};
   run.hidden = 1024;
   run.dtype = run.wire = kFp32;
   run.spare_bytes = 0;
-  run.least_windows = 2 * 2 + 2 * 4;
+  run.least_windows = 2 * 2 + 2 * (4 + 2);
   return run;
 }
 CLAIM("streams in batches have the host's bits, in windows of 11 domains of 2") {
@@ -84,7 +85,7 @@ CLAIM("a ring back that holds one token block carries several, in turn") {
     run.hidden = 8192;
     run.num_tokens = {170, 150, 0};
     run.window_tokens = 170;
-    run.least_windows = 4 * 6;
+    run.least_windows = 2 * 6 + 2 * (6 + 1);
     EngineConfig config = config_of(run, 0);
     config.budget_bytes = gpu_least_budget_bytes(config);
     const gpu::DeviceRegionLayout layout = gpu_layout_of(config);

@@ -12,7 +12,13 @@ struct Span {
   uint64_t begin, end;
 };
 
+// Rings that share memory count it once.
 inline void add_slots(std::vector<Span>& spans, const RingLayout& ring) {
+  const Span shared{ring.slots_offset, ring.slots_offset + ring.shared_bytes};
+  if (std::any_of(spans.begin(), spans.end(),
+                  [&](const Span& s) { return s.begin == shared.begin && s.end == shared.end; }))
+    return;
+  if (ring.shared_bytes > 0) return spans.push_back(shared);
   spans.push_back({ring.slots_offset, ring.slots_offset + ring.num_slots * ring.slot_bytes});
 }
 inline void add_flags(std::vector<Span>& spans, const RingLayout& ring) {

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "chunk_place.h"
 #include "common/clock.h"
 #include "common/units.h"
 #include "fake_copies.h"
@@ -191,11 +192,12 @@ class Source {
   bool free() const { return serial_ < ring_.num_slots || flushed(serial_ - ring_.num_slots); }
   bool try_send(uint64_t num_bytes) {
     if (!free()) return false;
-    fill_chunk(node_.slots() + ring_.slot_offset(serial_), num_bytes, key(), serial_);
+    fill_chunk(node_.slots() + chunk_offset(node_.channels, channel_, serial_), num_bytes, key(), serial_);
     return push(num_bytes);
   }
   bool push(uint64_t num_bytes) {
-    if (!node_.commands->push({channel_, num_bytes, serial_})) return false;
+    const uint32_t unit = chunk_unit(node_.channels, channel_, serial_);
+    if (!node_.commands->push({channel_, num_bytes, serial_, unit})) return false;
     ++serial_;
     if (!node_.on_device()) node_.control().proxy_bell.ring();  // a GPU cannot
     return true;

@@ -37,7 +37,7 @@ struct Ring {
 };
 
 bool same(const Command& a, const Command& b) {
-  return a.channel == b.channel && a.num_bytes == b.num_bytes && a.serial == b.serial;
+  return a.channel == b.channel && a.num_bytes == b.num_bytes && a.serial == b.serial && a.unit == b.unit;
 }
 
 // What a careless consumer would do: trust a command whose first word is new.
@@ -47,8 +47,8 @@ bool first_word_is_new(const Ring&, CommandRingMemory::Slot& slot, bool phase) {
 
 CLAIM("a command survives the ring at the limits of its fields") {
   const Command edges[] = {{0, 0, 0},
-                           {kCommandMaxChannel, kCommandMaxBytes, kCommandMaxSerial},
-                           {kCommandMaxChannel, 0, 1},
+                           {kCommandMaxChannel, kCommandMaxBytes, kCommandMaxSerial, kCommandMaxUnit},
+                           {kCommandMaxChannel, 0, 1, kCommandMaxUnit},
                            {0, kCommandMaxBytes, kCommandMaxSerial - 1},
                            {1, uint64_t{1} << 32, uint64_t{1} << 33}};
   Ring r(2);
@@ -62,9 +62,11 @@ CLAIM("a command survives the ring at the limits of its fields") {
 }
 
 CLAIM("limits of a command are refused at set-up, not cut off") {
-  CommandRing::check_limits(uint64_t{kCommandMaxChannel} + 1, kCommandMaxBytes);
-  EXPECT_THROWS(UsageFailure, CommandRing::check_limits(uint64_t{kCommandMaxChannel} + 2, 1));
-  EXPECT_THROWS(UsageFailure, CommandRing::check_limits(1, kCommandMaxBytes + 1));
+  const uint64_t most_shared = uint64_t{kCommandMaxUnit} * kSharedUnitBytes;
+  CommandRing::check_limits(uint64_t{kCommandMaxChannel} + 1, kCommandMaxBytes, most_shared);
+  EXPECT_THROWS(UsageFailure, CommandRing::check_limits(uint64_t{kCommandMaxChannel} + 2, 1, 0));
+  EXPECT_THROWS(UsageFailure, CommandRing::check_limits(1, kCommandMaxBytes + 1, 0));
+  EXPECT_THROWS(UsageFailure, CommandRing::check_limits(1, 1, most_shared + 1));
   EXPECT_THROWS(UsageFailure, Ring(3));
   EXPECT_THROWS(UsageFailure, Ring(0));
   // Negative control: one more than the limit really is cut off, so somebody has to look.

@@ -154,7 +154,7 @@ class RoutingMemory {
   void lay_out();
   void fill();
   uint32_t write_expected_addends(const Reached& reached, uint32_t t, uint32_t to, uint32_t num_addends);
-  void write_expected_packet(const Reached& reached, uint32_t to);
+  uint64_t write_expected_packet(const Reached& reached, uint32_t to);  // its bytes
   void write_expected_rows(const Reached& reached, uint8_t* bytes, const gpu::PacketParts& parts, const Member& to,
                            uint32_t& rows, uint32_t& pairs);
   gpu::Local& local() const { return gpu::local(group_); }
@@ -173,7 +173,7 @@ class RoutingMemory {
   const RankNumbers numbers_;
   std::vector<RoutedPair> pairs_;
   std::vector<uint64_t> memory_;
-  std::vector<gpu::Net::To> to_;
+  uint64_t packet_units_ = 0;  // where they lie
   std::map<uint64_t, std::string> parts_;  // by offset
   uint64_t used_ = 0, results_ = 0;  // bytes; what lies before the second only blocks of the kernel read
   gpu::Group group_{};
@@ -208,7 +208,8 @@ inline void RoutingMemory::lay_out() {
   take(map.sent_token_blocks, "sent_token_blocks", domains * (map.max_tokens / gpu::kTokenBlock + 1));
   take(map.sent_tokens, "sent_tokens", domains * map.max_tokens);
   take(map.pair_origin, "pair_origin", pairs_.size());
-  to_.resize(domains);
+  packet_units_ = take_bytes("packet_units", sizeof(uint32_t) * domains);
+  uint64_t shipped = 0;  // bytes of packets for other domains
   for (uint32_t to = 0; to < domains; ++to) {
     gpu::PacketSizes most{static_cast<uint32_t>(topo_.size_of(static_cast<int>(to))),
                           run_.experts_per_rank,
@@ -219,9 +220,12 @@ inline void RoutingMemory::lay_out() {
                           true};
     for (const RoutedPair& pair : pairs_) most.pairs += domain_of(pair) == to;
     most.rows = most.pairs;
-    to_[to].packets = take_bytes("packet for " + std::to_string(to), gpu::packet_parts(most).end);
+    if (to == static_cast<uint32_t>(own))
+      map.packets.offset = take_bytes("packet for us", gpu::packet_parts(most).end);
+    else
+      shipped += round_up(gpu::packet_parts(most).end, gpu::kPacketUnit);
   }
-  map.packets.offset = to_[static_cast<size_t>(own)].packets;
+  group_.net.packets = take_bytes("packets", shipped);
 }
 
 // Garbage, but for flags, the state of earlier operations, and the tables of ranks.
@@ -248,7 +252,7 @@ inline void RoutingMemory::fill() {
   group_.experts_per_rank = run_.experts_per_rank;
   group_.arrival_nsec = group_.progress_nsec = uint64_t{60} * 1'000'000'000;
   group_.table_bytes = gpu::rank_table_bytes(map);
-  group_.net.to = to_.data();
+  group_.net_state.packet_unit = reinterpret_cast<uint32_t*>(group_.own + packet_units_);
   group_.net.domain = static_cast<uint32_t>(own);
   group_.error = &error_;
 }
@@ -294,7 +298,12 @@ inline void RoutingMemory::write_expected() {
       num_addends = write_expected_addends(reached, t, to, num_addends);
   }
   gpu::own_part(group_, map().token_addends)[run_.num_tokens] = num_addends;
-  for (uint32_t to = 0; to < map().num_domains; ++to) write_expected_packet(reached, to);
+  uint32_t units = 0;
+  for (uint32_t to = 0; to < map().num_domains; ++to) {
+    if (gpu::has_net(group_)) group_.net_state.packet_unit[to] = units;
+    const uint64_t bytes = write_expected_packet(reached, to);
+    if (to != group_.net.domain) units += static_cast<uint32_t>((bytes + gpu::kPacketUnit - 1) / gpu::kPacketUnit);
+  }
 }
 
 // The addends of a token from a domain, and where the token is in the stream to it; the number of addends until then.
@@ -315,7 +324,7 @@ inline uint32_t RoutingMemory::write_expected_addends(const Reached& reached, ui
   return num_addends + pieces;
 }
 
-inline void RoutingMemory::write_expected_packet(const Reached& reached, uint32_t to) {
+inline uint64_t RoutingMemory::write_expected_packet(const Reached& reached, uint32_t to) {
   const uint32_t tokens = run_.num_tokens, blocks = (tokens + 31) / 32, experts = run_.experts_per_rank;
   const uint32_t first = numbers_.first_of[to], members = numbers_.first_of[to + 1] - first;
   const bool own = to == group_.net.domain;
@@ -353,6 +362,7 @@ inline void RoutingMemory::write_expected_packet(const Reached& reached, uint32_
   }
   words(parts.row_begin)[members] = rows;
   words(parts.pair_begin)[members] = pairs;
+  return parts.end;
 }
 
 // Behind `rows` rows and `pairs` pairs of lower members: those of a rank, which are added to the numbers.

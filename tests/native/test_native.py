@@ -224,6 +224,10 @@ MUTANTS = {
     "the warp that tells leaves before the last row": (
         TWO_DOMAINS, "fold.cuh", "read_shared(&boxes.ended) == kWarps", "read_shared(&boxes.ended) > 0",
     ),
+    "weights of a known plan lie on those for a higher domain": (
+        "4 domains of a rank have the host's bits in windows, a map", "device.cuh",
+        "k.plan.pair_begin[first_of(k.g, to)] : 0", "k.plan.pair_begin[first_of(k.g, 0)] : 0",
+    ),
     "a lane leaves a collective": (
         TWO_DOMAINS, "stage.cuh", "__syncwarp();\n  if (crew.lane() == 0) count_shared",
         "if (crew.lane() != 0) __syncwarp();\n  if (crew.lane() == 0) count_shared",
@@ -284,6 +288,12 @@ ROUTING_MUTANTS = {
     ),
     "ranks beyond a warp's lanes begin at the first pair": (
         OF_600, "exchange.cuh", "before = __shfl_sync(kFullWarp, end, kWarp - 1);", "before = 0;",
+    ),
+    "packets for other domains lie on each other": (
+        OF_TOPK, "exchange.cuh", "behind = units + warp_prefix(its, lane);", "behind = 0 * units + its;",
+    ),
+    "packets for domains beyond a warp's lanes lie on those of the first": (
+        OF_600, "exchange.cuh", "units = __shfl_sync(kFullWarp, behind, kWarp - 1);", "units = 0;",
     ),
     "a token that does not go to a domain is in its stream": (
         OF_TOPK, "table_tile.cuh", "if (to == own || (tile.stream[to] & bit) == 0) continue;",

@@ -35,7 +35,8 @@ CLAIM("the fields of a word fill it, and each holds what it says") {
   static_assert(!fill_a_word<RelayTag::TokenBlock, RelayTag::Chunk>());
   static_assert(!fill_a_word<RelayTag::TokenBlock, RelayTag::Stream, RelayTag::Chunk, BitField<uint32_t, 0, 1>>());
   EXPECT(keeps_its_limits<ImmSerial>() && keeps_its_limits<ImmChannel>() && keeps_its_limits<ImmKind>());
-  EXPECT(keeps_its_limits<CommandBytes>() && keeps_its_limits<CommandChannel>() && keeps_its_limits<CommandSerial>());
+  EXPECT(keeps_its_limits<CommandBytes>() && keeps_its_limits<CommandChannel>() && keeps_its_limits<CommandSerial>() &&
+         keeps_its_limits<CommandUnit>());
   EXPECT(keeps_its_limits<CookieSlot>() && keeps_its_limits<CookieIndex>() && keeps_its_limits<CookieKind>());
 }
 

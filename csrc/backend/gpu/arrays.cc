@@ -52,6 +52,7 @@ uint64_t lay_out_net(Net& net, NetState& state, uint8_t* memory, const DeviceMap
   arrays.take(state.packets_gone, map.num_domains);
   arrays.take(state.rows_gone, map.num_domains);
   arrays.take(state.returns_gone, map.num_streams);
+  arrays.take(state.packet_unit, map.num_domains);
   return arrays.bytes();
 }
 

@@ -191,6 +191,16 @@ __device__ inline void fill_nan(const Crew& crew, void* to, uint64_t num_bytes) 
   for (uint64_t i = crew.thread; i < num_bytes / 4; i += crew.size) static_cast<uint32_t*>(to)[i] = 0xFFFFFFFFu;
 }
 
+// By a crew, with a known plan: places our packets for other domains. Block 0 tells whoever ships them.
+__device__ __forceinline__ uint32_t known_packet_unit(const Kernel& k, uint32_t to, bool with_weights) {
+  return known_packet_unit(to, with_weights ? k.plan.pair_begin[first_of(k.g, to)] : 0);
+}
+__device__ inline void place_packets(const Kernel& k, bool with_weights) {
+  if (!has_net(k.g)) return;
+  for (uint32_t to = k.crew.thread; to < k.g.map.num_domains; to += k.crew.size)
+    k.g.net_state.packet_unit[to] = known_packet_unit(k, to, with_weights);
+  k.crew.sync();
+}
 // By a crew: writes the headers that tell every domain what this rank has called.
 __device__ inline void write_headers(const Kernel& k, const OpSignature& signature, uint32_t num_tokens) {
   for (uint32_t to = k.crew.thread; to < k.g.map.num_domains; to += k.crew.size) {

@@ -51,37 +51,48 @@ __device__ __forceinline__ void add_up(const Group& g, uint32_t word, uint32_t t
   }
 }
 
-// By a warp, one domain per lane: finds where our packets lie. Block 0 also writes the numbers in their headers.
+// By a warp, one domain per lane: finds where our packets lie. Block 0 also writes the numbers in their headers, and
+// where the packets begin.
 __device__ inline void begin_packets(const DispatchKernel& k, const TileParts& tile, uint32_t most_pieces) {
+  const uint32_t lane = threadIdx.x % kWarp;
+  uint32_t units = 0;  // of packets for lower domains
 #pragma unroll 1
-  for (uint32_t to = threadIdx.x % kWarp; to < k.g.map.num_domains; to += kWarp) {
-    const uint32_t first = first_of(k.g, to), end = first_of(k.g, to + 1);
-    uint8_t* const bytes = own_packet(k.g, to, k.op.epoch);
-    DeviceHeader& head = *reinterpret_cast<DeviceHeader*>(bytes);
-    const MemberBegins begins(bytes, end - first, k.g.experts_per_rank);
+  for (uint32_t batch = 0; batch < k.g.map.num_domains; batch += kWarp) {
+    const uint32_t to = batch + lane;
+    const bool has = to < k.g.map.num_domains, is_own = to == own_domain(k.g);
+    const uint32_t first = has ? first_of(k.g, to) : 0, end = has ? first_of(k.g, to + 1) : 0;
     uint32_t rows = 0, pieces = 0;
 #pragma unroll 1
     for (uint32_t r = first; r < end; ++r) {
       const uint32_t theirs = tile.row_begin[r];
       tile.row_begin[r] = rows;
-      if (blockIdx.x == 0) {
-        begins.row[r - first] = rows;
-        begins.pair[r - first] = tile.pair_begin[r] - tile.pair_begin[first];
-      }
       rows += theirs;
       pieces += tile.row_base[r];
     }
-    tile.piece_base[to] = pieces;
     const uint32_t num_pairs = tile.pair_begin[end] - tile.pair_begin[first];
-    const uint32_t stream_rows = to == own_domain(k.g) ? 0 : tile.stream_total[to];
+    const uint32_t stream_rows = !has || is_own ? 0 : tile.stream_total[to];
+    const PacketParts parts = packet_parts({end - first, k.g.experts_per_rank, k.args.stage.num_tokens, rows, num_pairs,
+                                            stream_rows, k.args.routing.weights != nullptr});
+    const uint32_t its = has && !is_own ? static_cast<uint32_t>((parts.end + kPacketUnit - 1) / kPacketUnit) : 0;
+    const uint32_t behind = units + warp_prefix(its, lane);
+    units = __shfl_sync(kFullWarp, behind, kWarp - 1);
+    if (!has) continue;
+    tile.piece_base[to] = pieces;
+    uint8_t* const bytes = is_own ? own_packet(k.g, to, k.op.epoch) : shipped_packet(k.g, behind - its, k.op.epoch);
     if (blockIdx.x == 0) {
+      if (has_net(k.g)) k.g.net_state.packet_unit[to] = behind - its;
+      DeviceHeader& head = *reinterpret_cast<DeviceHeader*>(bytes);
+      const MemberBegins begins(bytes, end - first, k.g.experts_per_rank);
+#pragma unroll 1
+      for (uint32_t r = first; r < end; ++r) {
+        begins.row[r - first] = tile.row_begin[r];
+        begins.pair[r - first] = tile.pair_begin[r] - tile.pair_begin[first];
+      }
       begins.row[end - first] = head.num_rows = rows;
       begins.pair[end - first] = head.num_pairs = num_pairs;
       head.stream_rows = stream_rows;
       head.most_pieces = most_pieces;
     }
-    const PacketParts parts = packet_parts({end - first, k.g.experts_per_rank, k.args.stage.num_tokens, rows, num_pairs,
-                                            stream_rows, k.args.routing.weights != nullptr});
     tile.packet[to] = {reinterpret_cast<ListEntry*>(bytes + parts.lists),
                        reinterpret_cast<PairEntry*>(bytes + parts.pairs),
                        reinterpret_cast<float*>(bytes + parts.weights),
@@ -115,6 +126,20 @@ __device__ __forceinline__ void begin_pairs(const TileParts& tile, uint32_t rank
   if (lane == 0) tile.pair_begin[ranks] = before;
 }
 
+// By the crew of block 0, when it is known where our packets lie: writes their headers and counts.
+template <typename Tile>
+__device__ inline void write_totals(const DispatchKernel& k, const Tile& tile) {
+  write_headers(k, k.args.signature, k.args.stage.num_tokens);
+#pragma unroll 1
+  for (uint32_t i = k.crew.thread; i < k.g.map.num_experts; i += k.crew.size) {
+    const uint32_t to = domain_of(k.g, i / k.g.experts_per_rank), base = first_of(k.g, to) * k.g.experts_per_rank;
+    uint8_t* const counts = own_packet(k.g, to, k.op.epoch) + packet_parts({}).counts;
+    reinterpret_cast<uint32_t*>(counts)[i - base] = tile.expert_base[i];
+    tile.expert_base[i] = 0;
+  }
+  k.crew.sync();
+}
+
 // By a crew: finds what lies before the block's first tile. Block 0 writes the totals into the headers. False: too many
 // pairs.
 template <typename Tile>
@@ -142,15 +167,13 @@ __device__ inline bool begin_tiles(const DispatchKernel& k, const Tile& tile, ui
     for (uint32_t n = 0; n < 4; ++n) {
       const uint32_t i = 4 * word + n;
       if (i >= numbers) break;
-      tile.expert_base[i] = sums[n].here;  // then row_base, stream_base
+      // Before block 0 there is nothing: it keeps totals of experts here until it knows where the packets lie.
+      const bool is_total = writes_totals && i < experts;
+      tile.expert_base[i] = is_total ? sums[n].total : sums[n].here;  // then row_base, stream_base
       if (i >= experts + ranks) {
         tile.stream_total[i - experts - ranks] = sums[n].total;
       } else if (i >= experts) {
         tile.row_begin[i - experts] = sums[n].total;
-      } else if (writes_totals) {
-        const uint32_t to = domain_of(k.g, i / k.g.experts_per_rank), base = first_of(k.g, to) * k.g.experts_per_rank;
-        uint8_t* const counts = own_packet(k.g, to, k.op.epoch) + packet_parts({}).counts;
-        reinterpret_cast<uint32_t*>(counts)[i - base] = sums[n].total;
       }
     }
   }
@@ -170,6 +193,7 @@ __device__ inline bool begin_tiles(const DispatchKernel& k, const Tile& tile, ui
   }
   if (k.crew.warp() == 0) begin_packets(k, tile, all_most);
   k.crew.sync();
+  if (writes_totals) write_totals(k, tile);
   return true;
 }
 
@@ -327,7 +351,6 @@ __device__ inline bool route(const DispatchKernel& k, uint8_t* shared, uint32_t*
   good &= wait_some_members(k, k.g.map.read, k.op.free_after(0), Step::kExchange);
   good &= wait_some_packets_gone(k);
   if (!k.crew.all(good)) return false;
-  if (blockIdx.x == 0) write_headers(k, k.args.signature, num_tokens);
   const Tile first(shared, k.g.map, 0);
   if (!begin_tiles(k, first, first_tile, num_tiles)) return false;
   if (blockIdx.x == 0 && k.crew.thread == 0) count_shared(totals);

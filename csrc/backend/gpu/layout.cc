@@ -66,9 +66,31 @@ uint64_t most_packet_bytes(const DeviceMap& map, uint32_t members) {
   return round_up(packet_parts(most).end, kAlign);
 }
 
+// The most bytes of all packets that a rank sends to other domains. Together they have no more pairs than a rank has.
+uint64_t most_sent_bytes(const Topology& topo, const DeviceMap& map, int own_size) {
+  uint64_t each = 0, fixed = 0, rows = 0, stream_rows = 0;
+  for (const auto& [size, number] : topo.domains_of_size) {
+    const uint32_t members = static_cast<uint32_t>(size);
+    const uint64_t domains = static_cast<uint64_t>(number) - (size == own_size), tokens = map.max_tokens;
+    // What is left to a multiple of 16 bytes behind weights, lists, pairs and pieces, and of a unit behind all.
+    const uint64_t gaps = 4 * 15 + kPacketUnit - 1;
+    each += domains * most_packet_bytes(map, members);
+    fixed +=
+        domains * (packet_parts({members, map.num_experts / map.num_ranks, map.max_tokens, 0, 0, 0, true}).end + gaps);
+    rows += domains * tokens * std::min(members, kPairsPerToken);
+    stream_rows += domains * tokens;
+  }
+  const uint64_t pairs = map.max_pairs;
+  const uint64_t variable = (sizeof(float) + sizeof(PairEntry)) * pairs + sizeof(ListEntry) * std::min(rows, pairs) +
+                            sizeof(uint32_t) * std::min(stream_rows, pairs);
+  const uint64_t known = known_packet_unit(map.num_domains, map.max_pairs) * uint64_t{kPacketUnit};
+  return round_up(std::max(known, std::min(each, fixed + variable)), kAlign);
+}
+
 // What a combine's windows have room for at once.
 struct CombineRoom {
-  uint32_t returned_blocks = kHalves;  // token blocks in a ring back; one: the next window waits for the network
+  // Token blocks in a ring back. One: the next window waits for the network, and weights for the last one.
+  uint32_t returned_blocks = kHalves;
   uint32_t batch_streams = 0, stream_batches = 1;
   // `relayed`: streams that go in batches of at most `most`.
   CombineRoom(uint32_t blocks, uint32_t relayed, uint32_t most)
@@ -94,7 +116,11 @@ DeviceRings rings_for(const Topology& topo, const DeviceMap& map, uint32_t windo
   for (const auto& [size, number] : topo.domains_of_size) {
     const uint32_t members = static_cast<uint32_t>(size);
     rings.packet_bytes[size] = most_packet_bytes(map, members);
-    rings.weight_slots[size] = weight_chunks(most_pairs_in(map, members), rings.return_slot_bytes);
+    rings.sent_packet_bytes[size] = most_sent_bytes(topo, map, size);
+    const uint32_t weights = weight_chunks(most_pairs_in(map, members), rings.return_slot_bytes);
+    rings.weight_slots[size] = !map.weights_apart             ? weights
+                               : weights > rings.return_slots ? weights - rings.return_slots
+                                                              : 0;
   }
   return rings;
 }
@@ -168,6 +194,7 @@ DeviceRegionLayout layout_for(const Topology& topo, const Shape& shape, const Re
   l.num_streams = shape.streams;
   l.batch_streams = room.batch_streams;
   l.stream_batches = room.stream_batches;
+  l.weights_apart = room.returned_blocks == 1;
   l.num_domains = shape.domains;
   l.num_experts = needs.num_experts;
   l.row_bytes = row_bytes;

@@ -131,6 +131,7 @@ struct DeviceMap {
   // A window of a combine merges a batch of the streams that we relay; that of the last batch also merges our tokens.
   uint32_t batch_streams = 0;
   uint32_t stream_batches = 1;  // of the rank of several members that relays most
+  bool weights_apart = false;  // a combine has a window more for weights' gradients, which need the slots of its sums
   uint32_t num_domains = 0;
   uint32_t num_experts = 0;
   uint32_t max_tokens = 0;  // a multiple of kTileTokens

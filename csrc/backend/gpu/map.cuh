@@ -82,10 +82,12 @@ __device__ __forceinline__ uint8_t* packet(const Group& g, uint32_t source, uint
   const Net::From& from = g.net.from[source];
   return at(g, from.holder, from.packets + half_begin);
 }
+__device__ __forceinline__ uint8_t* shipped_packet(const Group& g, uint32_t unit, uint64_t epoch) {
+  return g.own + g.net.packets + packet_half(epoch) * g.net.packets_half_bytes + uint64_t{unit} * kPacketUnit;
+}
 __device__ __forceinline__ uint8_t* own_packet(const Group& g, uint32_t domain, uint64_t epoch) {
   if (domain == own_domain(g)) return g.own + g.map.packets.offset + packet_half(epoch) * g.map.packet_bytes;
-  const Net::To& to = g.net.to[domain];
-  return g.own + to.packets + packet_half(epoch) * to.packet_bytes;
+  return shipped_packet(g, g.net_state.packet_unit[domain], epoch);
 }
 __device__ __forceinline__ DeviceHeader& header(const Group& g, uint32_t rank, uint64_t epoch) {
   return *reinterpret_cast<DeviceHeader*>(packet(g, rank, epoch));

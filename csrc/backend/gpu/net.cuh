@@ -70,7 +70,7 @@ __device__ __forceinline__ void push_all(const Group& g, uint32_t count, Of of) 
     for (uint32_t i = 0; i < its_count; ++i) {
       const Command own = of(i);
       const Command its{__shfl_sync(kFullWarp, own.channel, from), __shfl_sync(kFullWarp, own.num_bytes, from),
-                        __shfl_sync(kFullWarp, own.serial, from)};
+                        __shfl_sync(kFullWarp, own.serial, from), __shfl_sync(kFullWarp, own.unit, from)};
       if (lane != 0) continue;
       trace_now(g, TraceKind::kPushed, its.channel, its.serial, its.num_bytes);
       producer.push(its);
@@ -176,7 +176,9 @@ __device__ inline void push_packets(const Kernel& k, bool is_new, bool with_weig
       sizes.pairs = h.num_pairs;
       if (is_new)
         sizes = {members, k.g.experts_per_rank, h.num_tokens, h.num_rows, h.num_pairs, h.stream_rows, with_weights};
-      command = {k.g.net.to[to].packet_channel, packet_parts(sizes).end, k.op.epoch - 1};
+      const auto half = static_cast<uint32_t>(packet_half(k.op.epoch) * k.g.net.packets_half_bytes / kPacketUnit);
+      command = {k.g.net.to[to].packet_channel, packet_parts(sizes).end, k.op.epoch - 1,
+                 half + k.g.net_state.packet_unit[to]};
     }
     push_all(k.g, has, [&](uint32_t) { return command; });
   }

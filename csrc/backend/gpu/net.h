@@ -32,8 +32,7 @@ struct Followed {
 struct Net {
   // Another domain: our stream to it, and the sums that come back. Offsets are in our region.
   struct To {
-    uint64_t packets, rows, returns;
-    uint64_t packet_bytes;  // of a slot
+    uint64_t rows, returns;
     uint32_t return_slots = 1;  // of the ring back; there is none in our own domain, but counts are taken modulo it
     uint32_t packet_channel, row_channel;
     uint64_t* returns_consumed;  // on the host: returned chunks that we have consumed
@@ -54,6 +53,8 @@ struct Net {
   From* from = nullptr;        // [ranks]
   Relayed* relayed = nullptr;  // [streams]
   Followed followed;
+  uint64_t packets = 0;  // offset in our region of what other domains get: two halves
+  uint64_t packets_half_bytes = 0;
   uint32_t domain = 0, num_relayed = 0;  // relayed[1] .. relayed[num_relayed]
   CommandQueue commands;
   uint64_t* ended = nullptr;  // on the host: kernels that have ended
@@ -71,6 +72,7 @@ struct NetState {
   uint64_t* relayed = nullptr;   // by stream
   uint64_t* ended = nullptr;     // [1]
   ProducerState* producer = nullptr;                // [1]
+  uint32_t* packet_unit = nullptr;  // by domain: where our packet begins in the half, in units of kPacketUnit bytes
   DeviceFlag<RowsThere>* rows_there = nullptr;        // by source
   DeviceFlag<ReturnsThere>* returns_there = nullptr;  // by domain
   DeviceFlag<PacketsGone>* packets_gone = nullptr;    // by domain

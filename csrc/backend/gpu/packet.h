@@ -4,6 +4,7 @@
 #pragma once
 
 #include "backend/gpu/layout.h"
+#include "common/units.h"
 
 namespace uccl_ep::gpu {
 
@@ -74,6 +75,15 @@ constexpr PacketParts packet_parts(const PacketSizes& s) {
   take(p.stream_pieces, s.members == 0 ? 0 : 4 * (uint64_t{s.stream_rows} + 1));
   p.end = at;
   return p;
+}
+
+// Packets for other domains lie behind each other, by domain, at multiples of so many bytes. Each operation has them in
+// the half of its epoch.
+constexpr uint32_t kPacketUnit = static_cast<uint32_t>(kSharedUnitBytes);
+// With a known plan: where the packet for a domain begins, in units, if `pairs` pairs of the plan are for lower ones.
+constexpr uint32_t known_packet_unit(uint32_t domain, uint64_t pairs) {
+  constexpr uint64_t kHeader = (sizeof(DeviceHeader) + kPacketUnit - 1) / kPacketUnit;
+  return static_cast<uint32_t>(domain * (kHeader + 1) + sizeof(float) * pairs / kPacketUnit);
 }
 constexpr uint32_t packet_half(uint64_t epoch) { return static_cast<uint32_t>((epoch - 1) % kHalves); }
 

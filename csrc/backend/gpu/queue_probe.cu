@@ -21,8 +21,8 @@ constexpr uint32_t kRoundTrips = 1000;
 
 // A command whose fields use all their bits.
 constexpr __host__ __device__ Command command_of(uint64_t serial) {
-  return {static_cast<uint32_t>(serial) & kCommandMaxChannel, serial * 0x9E3779B97F4A7C15ull & kCommandMaxBytes,
-          serial};
+  return {static_cast<uint32_t>(serial) & kCommandMaxChannel, serial * 0x9E3779B97F4A7C15ull & kCommandMaxBytes, serial,
+          static_cast<uint32_t>(serial * 0x9E3779B9u) & kCommandMaxUnit};
 }
 
 // False: the ring has been full for too long.
@@ -61,8 +61,8 @@ class Consumer {
     for (const uint64_t started = uccl_ep::now_nsec(); !ring_.pop(command);)
       if (uccl_ep::now_nsec() - started > kLimitNsec) throw std::runtime_error("the GPU's commands stopped coming");
     const Command wanted = command_of(next_++);
-    wrong_ +=
-        command.channel != wanted.channel || command.num_bytes != wanted.num_bytes || command.serial != wanted.serial;
+    wrong_ += command.channel != wanted.channel || command.num_bytes != wanted.num_bytes ||
+              command.serial != wanted.serial || command.unit != wanted.unit;
   }
   uint64_t wrong() const { return wrong_; }
 

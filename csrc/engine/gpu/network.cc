@@ -101,8 +101,8 @@ void Network::fill_destinations(gpu::Net& net) {
   for (int d = 0; d < topo_.num_domains(); ++d) {
     if (d == topo_.domain_of[rank_]) continue;
     gpu::Net::To& to = to_[d];
-    to.packets = mine.header_send[d].slots_offset;
-    to.packet_bytes = mine.header_send[d].slot_bytes;
+    net.packets = mine.header_send[d].slots_offset;
+    net.packets_half_bytes = mine.header_send[d].shared_bytes / kHeaderSlots;
     to.rows = mine.rows_send[d].slots_offset;
     to.returns = mine.return_landing[d].slots_offset;
     to.return_slots = mine.return_landing[d].num_slots;

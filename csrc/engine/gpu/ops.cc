@@ -262,6 +262,7 @@ std::shared_ptr<Operation> GpuEngine::combine(const CombineArgs& args) {
     combine.window_tokens = combine_window_tokens(layout_, piece_bytes, plan.sizes.most_pieces, true);
     combine.num_windows = (most_tokens + combine.window_tokens - 1) / combine.window_tokens;
   }
+  if (layout_.weights_apart && combine.signature.with_weights != 0) combine.num_windows += 1;
   combine.num_windows *= layout_.stream_batches;
   combine.may_drop = plan.has_capacity;
   combine.hidden = args.hidden;

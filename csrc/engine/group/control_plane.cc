@@ -121,7 +121,7 @@ ControlPlane::ControlPlane(const EngineConfig& config, const Rings& rings, const
       channels_(channels_of(topo_, rings, config.rank)),
       regions_(static_cast<size_t>(config.num_ranks)),
       controls_(regions_.size(), nullptr) {
-  CommandRing::check_limits(channels_.out.size(), largest_chunk_bytes(rings));
+  CommandRing::check_limits(channels_.out.size(), largest_chunk_bytes(rings), channels_.shared_bytes());
   if (CommandRing::bytes_for(layout_.num_commands) > kLineBytes + layout_.num_commands * kCommandBytes)
     throw std::logic_error("the layout has too little room for the command ring");
   Mapping region = Mapping::create();

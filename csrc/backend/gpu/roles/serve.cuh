@@ -35,6 +35,7 @@ struct ServeRole {
       const bool with_weights = k.args.routing.weights != nullptr;
       if (!wait_packets_gone(k)) return;
       if (blockIdx.x == 0) {
+        place_packets(k, with_weights);
         write_headers(k, k.args.signature, k.args.stage.num_tokens);
         k.crew.sync();
         publish_packet(k, k.g.map.header_full);

@@ -9,6 +9,7 @@ namespace uccl_ep::gpu {
 // By a warp of one block: tells the other ranks what this rank has called. False: an error is known.
 __device__ inline bool write_packets(const CombineKernel& k) {
   if (!going(k) || !wait_packets_gone(k)) return false;
+  place_packets(k, false);
   write_headers(k, k.args.signature, k.plan.num_tokens);
   k.crew.sync();
   publish_packet(k, k.g.map.header_full);
