@@ -15,7 +15,8 @@ class Torn {
   void start(Bytes& input) {
     const uint64_t taken = shared().taken.flag.read();
     if (pushed_.size() - taken == ring_.capacity()) return;
-    const Command command{input.take<uint8_t>(), input.take<uint16_t>(), input.take<uint32_t>()};
+    Command command{input.take<uint8_t>(), input.take<uint16_t>(), input.take<uint32_t>()};
+    command.unit = static_cast<uint32_t>(command.serial >> 8);
     const uint64_t index = pushed_.size();
     pushed_.push_back({command, 0});
     hidden_.push_back({index, 0});
@@ -37,7 +38,7 @@ class Torn {
     const Pushed& pushed = pushed_[num_taken_++];
     must(pushed.num_visible == 2, "a torn command is not taken");
     must(seen.channel == pushed.command.channel && seen.num_bytes == pushed.command.num_bytes &&
-             seen.serial == pushed.command.serial,
+             seen.serial == pushed.command.serial && seen.unit == pushed.command.unit,
          "a command comes as it was pushed");
   }
   uint64_t num_taken() const { return num_taken_; }

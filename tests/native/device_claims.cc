@@ -200,6 +200,27 @@ CLAIM("only data lies in device memory: a word of every channel is its own, and 
   EXPECT_EQ(world.nodes[0].control().error.rank, 3);
 }
 
+CLAIM("a chunk in memory that rings share is shipped from where its command says, and not from beyond") {
+  const auto ship = [](uint32_t more_units) {
+    World world(device_options({0, 1, 2}));
+    Node& node = world.nodes[0];
+    const uint32_t channel = out_channel(node, RingKind::kHeader, 1);
+    const RingLayout& ring = node.channels.out[channel].send;
+    const uint64_t begin = (ring.shared_bytes - 512) / kSharedUnitBytes * kSharedUnitBytes;
+    const uint32_t peer_channel = node.channels.out[channel].peer_channel;
+    fill_chunk(node.slots() + ring.slots_offset + begin, 512, peer_channel, 0);
+    const auto unit = static_cast<uint32_t>(begin / kSharedUnitBytes) + more_units;
+    EXPECT(node.commands->push({channel, 512, 0, unit}));
+    EXPECT(eventually([&] {
+      step(world);
+      return world.nodes[1].arrived(peer_channel).read() == 1;
+    }));
+    EXPECT(Sink(world.nodes[1], peer_channel, 0).intact(512));
+  };
+  ship(0);
+  EXPECT_THROWS(CommunicationFailure, ship(1));
+}
+
 CLAIM("a sender gets no further than its receivers have taken, the slowest of them") {
   World world(device_options({0, 1, 1}));
   Ends ends = ends_of(world, RingKind::kRows);
