@@ -114,9 +114,9 @@ __device__ inline void find_merge_range(const CombineKernel& k, uint32_t window,
     const uint32_t first = token_blocks_of(k, window, stream, k.plan.token_blocks[s]).first;
     const uint64_t before = uint64_t{k.plan.token_block_pieces[s * entries + first]} * row_bytes;
     const uint64_t begin = k.g.map.pieces.offset + pieces_begin(k.g, window) + piece_place(k.g, stream) * piece_bytes;
-    out.stream(k.g, stream) = {
-        part.first, part.end, static_cast<uint32_t>((begin - before) / 16),
-        static_cast<uint32_t>((k.g.net_state.relayed[stream] + chunks) % k.g.map.return_slots), chunks};
+    out.stream(k.g, stream) = {part.first, part.end, static_cast<uint32_t>((begin - before) / 16),
+                               static_cast<uint32_t>((k.g.net_state.relayed[stream] + chunks) % k.g.map.return_slots),
+                               chunks};
     most = max(most, part.end - part.first);
   }
   most = warp_max(most);
