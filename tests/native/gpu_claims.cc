@@ -314,7 +314,7 @@ CLAIM("4096 BF16 tokens of 7168: 65 ranks need at most 1.15 times what 64 do, 25
   EXPECT(least(eights(32)) <= 256 * mib && least(eights(256)) <= 1000 * mib);
   // Without window_tokens, in windows of at least an eighth of them; more ranks, smaller ones.
   const auto usual = [&](int domains) { return gpu::make_layout(eights(domains), 0, {256, row_bytes}, 512 * mib); };
-  EXPECT(usual(8).max_tokens >= 4096 && gpu::window_tokens(usual(8), row_bytes) >= 448);
+  EXPECT(usual(8).max_tokens >= 8192 && gpu::window_tokens(usual(8), row_bytes) >= 448);
   EXPECT(usual(16).max_tokens >= 4096 && gpu::window_tokens(usual(16), row_bytes) >= 192);
 }
 

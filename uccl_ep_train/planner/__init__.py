@@ -19,9 +19,9 @@ knows memory and windows of the native layout, and rates of SMs, NVLink, NICs, p
 
 Accuracy: 18 rates of kernels, and one of each of five hosts, are fitted on 24 measured rows of 2 and 4
 GPUs. 227 other rows are predicted with a mean error of 3.0 %, median 1.7 %, largest 15 %. Of these, 66 go
-in 2 to 22 windows: mean 1.9 %, largest 8 %; without overlap 4.1 % and 28 %. The model's structure, which
-rows are fitted, and what rates start from, were chosen with all rows in sight. With other rows fitted the
-largest error is 15 to 35 %.
+in 2 to 19 windows (of today's layout): mean 1.9 %, largest 8 %; without overlap 4.1 % and 28 %. The model's
+structure, which rows are fitted, and what rates start from, were chosen with all rows in sight. With other
+rows fitted the largest error is 15 to 35 %.
 
 A small new plan whose counts the host reads takes as long as the host, 16 to 69 µs behind the counts. With
 one rate for all hosts some rows are above 20 %, whatever it is. It differs between jobs of a machine, too:

@@ -13,7 +13,7 @@ namespace {
 
 constexpr uint64_t kAlign = 256;
 constexpr uint32_t kUsualRanks = 8;  // that a token reaches
-constexpr uint32_t kUsualTokens = 4096;  // of an operation
+constexpr uint32_t kUsualTokens = 4096, kManyTokens = 8192;  // of an operation
 constexpr uint32_t kMostWindows = 8;  // of an operation, where a window's tokens are given
 constexpr uint32_t kLeastStreams = 8;  // of a batch, if there are more
 
@@ -329,8 +329,8 @@ uint64_t least_budget_bytes(const Topology& topo, const RegionNeeds& needs) {
 }
 
 // The routing, which is not split into windows, gets an eighth of the budget, or a sixteenth with several domains. It
-// may take half of it for what usual tokens need, and gets at least what `window_tokens` tokens need. Rows, which are
-// split into windows, get the rest.
+// may take half of it for what usual tokens need, a sixth for many, and gets at least what `window_tokens` tokens need.
+// Rows, which are split into windows, get the rest.
 DeviceRegionLayout make_layout(const Topology& topo, int domain, const RegionNeeds& needs, uint64_t budget_bytes) {
   Layouts layouts(topo, needs);
   layouts.take_room(budget_bytes);
@@ -341,7 +341,9 @@ DeviceRegionLayout make_layout(const Topology& topo, int domain, const RegionNee
   const uint32_t given = needs.window_tokens, wanted = given == 0 ? kMaxTokens : given;
   const uint64_t share = budget_bytes / (topo.num_domains() > 1 ? 16 : 8);
   const uint32_t tiles = largest(tiles_of(uint64_t{wanted} * kMostWindows), [&](uint32_t n) {
-    const uint64_t most = n <= tiles_of(kUsualTokens) ? budget_bytes / 2 : share;
+    const uint64_t most = n <= tiles_of(kUsualTokens)  ? budget_bytes / 2
+                          : n <= tiles_of(kManyTokens) ? std::max(budget_bytes / 6, share)
+                                                       : share;
     return ((given != 0 && n <= tiles_of(given)) || routing(n) <= most) && layouts.bytes(n, 1) <= budget_bytes;
   });
   constexpr uint32_t kBlocks = kTileTokens / kTokenBlock;  // of a tile
