@@ -119,6 +119,13 @@ CLAIM("however wide rows are, the chunks of a window fit a relay's tag") {
   }
 }
 
+CLAIM("however much memory is allowed, kernels can name every place of a region") {
+  const Topology topo = Topology::from_labels(several(std::vector<int>(128, 1)));
+  const gpu::DeviceRegionLayout layout = gpu::make_layout(topo, 0, {128, 14336}, uint64_t{1} << 40);
+  EXPECT(layout.total_bytes <= gpu::kMostRegionBytes && layout.total_bytes > gpu::kMostRegionBytes / 2);
+  EXPECT_EQ(gpu::kMostRegionBytes / 16, uint64_t{1} << 32);
+}
+
 CLAIM("a region is within its budget, says what all of it is for, and holds a token block") {
   for_layouts(one_domain(), [](const Topology& topo, uint64_t row_bytes, const gpu::DeviceRegionLayout& layout) {
     expect_adds_up(layout);

@@ -126,6 +126,12 @@ CLAIM("memory_plan refuses what an engine refuses, in the same words, and nothin
   config.budget_bytes = uint64_t{8} << 30;
   config.low_latency_tokens = config.low_latency_topk = 8;
   expect_same_refusal(config, "65 ranks with low latency: the CUDA backend has at most 64");
+  config = config_of(ranks_in(std::vector<int>(8, 8)), 0);
+  config.budget_bytes = uint64_t{1} << 40;
+  config.low_latency_tokens = gpu::kMaxSlotTokens;
+  config.low_latency_topk = gpu::kPairsPerToken;
+  config.hidden = 16384;
+  expect_same_refusal(config, "bytes of GPU memory: the CUDA backend has at most 68719476736");
 }
 CLAIM("ranks of uneven domains agree on windows and slots, those of a domain on all, within any budget") {
   for (const std::vector<int>& sizes : std::vector<std::vector<int>>{

@@ -332,6 +332,7 @@ uint64_t least_budget_bytes(const Topology& topo, const RegionNeeds& needs) {
 // may take half of it for what usual tokens need, a sixth for many, and gets at least what `window_tokens` tokens need.
 // Rows, which are split into windows, get the rest.
 DeviceRegionLayout make_layout(const Topology& topo, int domain, const RegionNeeds& needs, uint64_t budget_bytes) {
+  budget_bytes = std::min(budget_bytes, kMostRegionBytes);
   Layouts layouts(topo, needs);
   layouts.take_room(budget_bytes);
   // Bytes beyond the least routing; what fits into its last page costs nothing.

@@ -159,6 +159,7 @@ constexpr uint32_t tile_token_words(const DeviceMap& map) {
 constexpr uint32_t tile_words(const DeviceMap& map) { return tile_token_words(map) + map.num_ranks + 1; }
 
 constexpr uint64_t kDevicePage = 2u << 20;  // memory of a GPU comes in whole ones
+constexpr uint64_t kMostRegionBytes = uint64_t{1} << 36;  // kernels keep places in it in 32 bits, in units of 16 bytes
 
 // Memory for low latency, for so many tokens of a rank with so many experts each; 0: none.
 struct LowLatencyRoom {
@@ -174,7 +175,8 @@ struct RegionNeeds {
   LowLatencyRoom beside = {};
 };
 // The layout of the ranks of a domain, with the longest windows for which no rank needs more than `budget_bytes`, which
-// is at least the least. Streams go in batches only if the memory is too small for all. With `window_tokens` at most
+// is at least the least; beyond kMostRegionBytes it is not used. Streams go in batches only if the memory is too small
+// for all. With `window_tokens` at most
 // one for windows of so many tokens, of widest rows, and for operations with eight times as many.
 DeviceRegionLayout make_layout(const Topology& topo, int domain, const RegionNeeds& needs, uint64_t budget_bytes);
 // Of the rank that needs most. With `window_tokens`: what operations of so many tokens need, though rows go in the

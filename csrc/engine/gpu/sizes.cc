@@ -116,6 +116,10 @@ uint64_t gpu_least_budget_bytes(const EngineConfig& config) {
   check_group(config);
   const Topology topo = Topology::from_labels(config.domain_of);
   const uint64_t least = gpu::least_budget_bytes(topo, region_needs(config));
+  if (least > gpu::kMostRegionBytes)
+    throw UsageFailure(UsageKind::kConfig, "this buffer needs at least " + std::to_string(least) +
+                                               " bytes of GPU memory: the CUDA backend has at most " +
+                                               std::to_string(gpu::kMostRegionBytes));
   const auto layout = gpu::make_layout(topo, domain_of(config, topo), region_needs(config), least);
   return least + most_host_bytes(config, topo, layout);
 }
