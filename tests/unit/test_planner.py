@@ -249,6 +249,9 @@ def test_the_planner_knows_batches_of_the_native_layout() -> None:
         assert sizes.memory is not None
         assert sizes.memory["pieces"] == -(-streams * (2 * 32 * 8 + 1) * 14336 // 256) * 256
     assert some.combine_window == all_streams.combine_window == 32
+    texts = ["\n".join(report.lines(report.predict(H200, of, mib << 20, 4096))) for mib in (256, 512)]
+    told = [f"a combine takes {some.stream_batches} windows for the same tokens" in text for text in texts]
+    assert told == [True, False]
 
 
 @needs_kernels

@@ -116,6 +116,11 @@ def lines(found: Prediction) -> list[str]:
             for size in (memory.total_bytes, memory.least_budget_bytes, memory.budget_bytes)
         )
         about.append(f"  buffer: {total} MiB; allowed {budget}, at least {least}; more memory, fewer windows")
+        if found.protocol.stream_batches > 1:
+            about.append(
+                "  too little for all at once: "
+                f"a combine takes {found.protocol.stream_batches} windows for the same tokens, each for some domains"
+            )
     return [*about, *caveats(found)]
 
 
