@@ -117,10 +117,8 @@ def lines(found: Prediction) -> list[str]:
         )
         about.append(f"  buffer: {total} MiB; allowed {budget}, at least {least}; more memory, fewer windows")
         if found.protocol.stream_batches > 1:
-            about.append(
-                "  too little for all at once: "
-                f"a combine takes {found.protocol.stream_batches} windows for the same tokens, each for some domains"
-            )
+            windows = f"{found.protocol.stream_batches} windows for the same tokens"
+            about.append(f"  too little for all at once: a combine takes {windows}, each for some domains")
     return [*about, *caveats(found)]
 
 
