@@ -76,7 +76,8 @@ Status launch_pad(const Group& group, const PlanView& plan, const PlaceArgs& arg
                   StreamHandle stream);
 
 // A combine: folds what came here and, side by side, merges what comes back, in windows of `window_tokens` tokens of
-// each rank. Of several windows each has half of the memory for pieces, in turn.
+// each rank. Of several windows each has half of the memory for pieces, in turn. Where streams go in batches, the same
+// tokens take a window for each batch.
 struct KernelCombineArgs {
   OpSignature signature{};
   uint32_t num_windows = 1, window_tokens = 0;
