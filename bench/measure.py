@@ -32,6 +32,7 @@ class Measured:
     wall_us   [run] of the slowest rank, from the common start
     cpu_us    [run] of all threads of all ranks together
     steps_us  time of each step, mean over runs, of the slowest rank; empty where it is not counted
+    windows   mean over runs; 0 where they are not counted
     """
 
     system: System
@@ -41,6 +42,7 @@ class Measured:
     wire_bytes: dict[str, int]
     link_bytes: dict[str, int]
     logical_bytes: int
+    windows: dict[str, int]
 
 
 Timed = Callable[[Callable[[], None]], float]
@@ -57,6 +59,7 @@ class Recorder:
         self._cpu: dict[str, list[float]] = {op: [] for op in system.ops}
         self._steps: dict[str, dict[str, float]] = {op: {} for op in system.ops}
         self._wire: dict[str, list[tuple[int, int]]] = {op: [] for op in system.ops}
+        self._windows: dict[str, float] = dict.fromkeys(system.ops, 0.0)
         self._logical: list[int] = []
 
     def run(self, sample: Sample, *, counted: bool) -> None:
@@ -64,7 +67,7 @@ class Recorder:
         wake_links()
         finish_device()
         for op in self.system.ops:
-            steps_before = self.system.step_seconds()
+            steps_before, windows_before = self.system.step_seconds(), self.system.num_windows()
             cpu_start = time.process_time()
             wall = self._timed(partial(self.system.run, op))
             cpu = time.process_time() - cpu_start
@@ -72,6 +75,7 @@ class Recorder:
                 self._wall[op].append(1e6 * wall)
                 self._cpu[op].append(1e6 * cpu)
                 self._count_steps(op, steps_before)
+                self._windows[op] += self.system.num_windows() - windows_before
                 self._wire[op].append(self.system.wire_bytes(op, sample.traffic))
         self.system.check()
         if counted:
@@ -99,6 +103,7 @@ class Recorder:
             wire_bytes={op: round(mean[op][0]) for op in ops},
             link_bytes={op: round(mean[op][1]) for op in ops},
             logical_bytes=round(sum(self._logical) / num_runs),
+            windows={op: round(self._windows[op] / num_runs) for op in ops},
         )
 
     def _count_steps(self, op: str, before: dict[str, float]) -> None:

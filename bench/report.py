@@ -58,6 +58,7 @@ def records_of(
                     "wire_bytes": sum(entry.wire_bytes[o] for o in ops),
                     "link_bytes": sum(entry.link_bytes[o] for o in ops),
                     "logical_bytes": entry.logical_bytes * sum(len(exchanges(o, case.dtype)) for o in ops),
+                    "windows": sum(entry.windows[o] for o in ops),
                     "steps_us": {name: round(value, 1) for name, value in steps.items()},
                 }
             )
@@ -82,6 +83,7 @@ def _record(case: Case, about: Record) -> Record:
         "runs": 0,
         **unknown,
         "logical_bytes": None,
+        "windows": None,
         "steps_us": {},
         "not_run": "",
         **about,

@@ -73,6 +73,10 @@ class System(ABC):
         """Time in each step since creation; empty if the system does not count it."""
         return {}
 
+    def num_windows(self) -> float:
+        """Windows of all operations since creation; 0 if the system has none."""
+        return 0.0
+
     def close(self) -> None:  # noqa: B027 - nothing to give back is a valid answer
         """Frees everything. Collective."""
 
@@ -195,6 +199,9 @@ class UcclEp(System):
             for name in stats
             if name.startswith(prefix)
         }
+
+    def num_windows(self) -> float:
+        return self.buffer.stats().get("windows", 0.0)
 
     def close(self) -> None:
         self.buffer.close()

@@ -27,7 +27,7 @@ CASE = Case(
 REQUIRED = (
     "system", "op", "dtype", "layout", "tokens", "hidden", "topk", "experts", "ranks", "domains",
     "link_gbytes_per_s", "num_sms", "stage_sms", "end_to_end", "median_us", "p10_us", "p90_us", "wire_bytes",
-    "logical_bytes", "steps_us", "commit", "hardware",
+    "logical_bytes", "windows", "steps_us", "commit", "hardware",
 )  # fmt: skip
 ABOUT = {"commit": "c", "hardware": "h"}
 
@@ -52,6 +52,7 @@ def measured(name: str, factor: float = 1.0, *, backward: bool = False) -> Measu
         wire_bytes=dict.fromkeys(system.ops, 7),
         link_bytes=dict.fromkeys(system.ops, 0),
         logical_bytes=1000,
+        windows={op: 3 if op == "dispatch" else 4 for op in system.ops},
     )
 
 
@@ -78,7 +79,7 @@ def test_times_of_both_are_added_in_each_run_and_bytes_by_exchange() -> None:
     assert (pair["p10_us"], pair["p90_us"]) == (14.8, 29.2)  # of 31, 22, 13
     assert (dispatch["logical_bytes"], pair["logical_bytes"], backward["logical_bytes"]) == (1000, 2000, 4000)
     assert (dispatch["wire_bytes"], pair["wire_bytes"]) == (7, 14)
-    assert pair["steps_us"] == {"place": 1.5}
+    assert pair["steps_us"] == {"place": 1.5} and pair["windows"] == 7
 
 
 def test_json_is_a_list_of_records(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,16 @@ def test_several_windows_are_predicted(rows: list[fit.Row]) -> None:
     assert len(windows) == 66 and {len(r.shape.domains) for r in windows} == {1, 2, 4}
     assert max(r.num_windows for r in windows) >= 16
     assert windows_are_predicted(rows, KERNELS)
+
+
+@needs_kernels
+def test_windows_that_were_counted_are_those_predicted(rows: list[fit.Row]) -> None:
+    row = next(r for r in of_windows(rows, least_domains=4) if r.op == "combine" and r.shape.tokens == 4096)
+    for windows in (1, 2, 9, 16, 22):
+        counted = replace(row, windows=windows)
+        assert counted.num_windows == windows
+        assert abs(fit.errors([counted], KERNELS)[0]) < 0.2
+    assert row.windows == 0 and row.num_windows > 1
 
 
 @needs_kernels

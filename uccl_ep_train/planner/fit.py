@@ -21,7 +21,7 @@ import numpy as np
 from uccl_ep_train.errors import InputError
 from uccl_ep_train.planner.events import simulate
 from uccl_ep_train.planner.machine import MACHINES, Kernels, Machine
-from uccl_ep_train.planner.protocol import Protocol, protocol_of
+from uccl_ep_train.planner.protocol import TOKEN_BLOCK, Protocol, protocol_of
 from uccl_ep_train.planner.shape import Router, Shape
 
 FILES = {
@@ -84,7 +84,8 @@ HOSTS_START = dict.fromkeys(HOSTS, 40.0)
 
 @dataclass(frozen=True)
 class Row:
-    """A measured operation. us: median over runs of the slowest rank. spread: p90 - p10 over the median."""
+    """A measured operation. us: median over runs of the slowest rank. spread: p90 - p10 over the median.
+    windows: as counted; 0: they were not, and are those of today's layout."""
 
     file: str
     commit: str
@@ -96,6 +97,7 @@ class Row:
     us: float
     spread: float
     budget_mib: int
+    windows: int = 0
 
     @property
     def kind(self) -> str:
@@ -108,7 +110,7 @@ class Row:
 
     @property
     def protocol(self) -> Protocol:
-        return _protocol(self.shape, self.budget_mib)
+        return _in_windows(_protocol(self.shape, self.budget_mib), self.shape.tokens, self.windows)
 
     @property
     def num_windows(self) -> int:
@@ -184,7 +186,7 @@ def _row(file: str, record: Mapping[str, Any]) -> Row:
     return Row(
         file, record["commit"], record["hardware"], shape, record["op"], plan,
         record["link_gbytes_per_s"], record["median_us"], (record["p90_us"] - record["p10_us"]) /
-        record["median_us"], record.get("budget_mib", USUAL_MIB),
+        record["median_us"], record.get("budget_mib", USUAL_MIB), record.get("windows") or 0,
     )  # fmt: skip
 
 
@@ -238,6 +240,15 @@ def is_fitted(row: Row) -> bool:
 @lru_cache(maxsize=1024)
 def _protocol(shape: Shape, budget_mib: int) -> Protocol:
     return protocol_of(shape, budget_mib << 20)
+
+
+def _in_windows(sizes: Protocol, tokens: int, windows: int) -> Protocol:
+    """With so many windows of tokens; 0: as it is."""
+    if windows == 0:
+        return sizes
+    window = -(-tokens // (windows * TOKEN_BLOCK)) * TOKEN_BLOCK
+    slots = max(sizes.slots, 2 * -(-window // min(sizes.chunk_rows)))
+    return replace(sizes, dispatch_window=window, combine_window=window, slots=slots)
 
 
 def predict(row: Row, kernels: Kernels, hosts: Mapping[str, float]) -> float:
