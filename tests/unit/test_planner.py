@@ -228,7 +228,7 @@ needs_kernels = pytest.mark.skipif(not cuda.built(), reason="cuda.built() is Fal
 @needs_kernels
 def test_windows_are_those_of_the_native_layout() -> None:
     """Tokens of BF16 windows with 512 MiB that docs/status.md states, and its chunks: a counter for each."""
-    for ranks, wanted, combined in ((2, 4960, 4960), (4, 2304, 1152)):  # 4096 tokens: of four ranks in halves
+    for ranks, wanted, combined in ((2, 4960, 4960), (4, 2272, 1152)):  # 4096 tokens: of four ranks in halves
         of = shape(ranks, 1, dtype="bf16")
         sizes = protocol_of(of)
         assert (sizes.dispatch_window, sizes.combine_window) == (wanted, combined)

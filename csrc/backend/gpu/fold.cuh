@@ -38,8 +38,8 @@ __device__ __forceinline__ uint64_t pieces_begin(const Group& g, uint32_t window
 struct TokenBlockRange {
   uint32_t first, end;
 };
-__device__ __forceinline__ TokenBlockRange token_blocks_of(const CombineKernel& k, uint32_t window, uint32_t stream,
-                                                           uint32_t token_blocks) {
+__device__ UCCL_EP_INLINE_BEFORE_100 TokenBlockRange token_blocks_of(const CombineKernel k, uint32_t window,
+                                                                     uint32_t stream, uint32_t token_blocks) {
   const WindowTurn turn(k.g, window);
   const uint32_t per_window = k.args.window_tokens / kTokenBlock, first = min(turn.tokens * per_window, token_blocks);
   if (turn.batch != batch_of(k.g, stream)) return {first, first};

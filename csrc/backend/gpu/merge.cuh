@@ -31,7 +31,6 @@ struct MergeRange {
   uint32_t window;
   uint32_t table;      // where domains and streams lie
   uint32_t own_units;  // where our own pieces begin, in units of 16 bytes of our region
-  uint32_t first_stream, num_streams;  // that we relay
   uint32_t first_token, end_token;
   PartedRows last;    // of our tokens
   uint32_t pieces;    // of ours in our domain, in earlier windows
@@ -88,11 +87,7 @@ __device__ inline void find_merge_range(const CombineKernel& k, uint32_t window,
   if (k.crew.thread == 0) {
     out.window = window;
     out.table = window_table(k.g, window) + FoldRange::table_bytes(k.g.map);
-    const uint32_t batch = WindowTurn(k.g, window).batch, earlier = batch * k.g.map.batch_streams;  // streams
     out.own_units = static_cast<uint32_t>((k.g.map.pieces.offset + pieces_begin(k.g, window)) / 16);
-    out.first_stream = 1 + earlier;
-    out.num_streams = num_relayed - min(earlier, num_relayed);
-    if (batch + 1 < k.g.map.stream_batches) out.num_streams = min(out.num_streams, k.g.map.batch_streams);
     out.first_token = min(own.first * kTokenBlock, k.plan.num_tokens);
     out.end_token = min(own.end * kTokenBlock, k.plan.num_tokens);
     out.pieces = k.plan.token_block_pieces[k.g.rank * entries + own.first];
@@ -243,8 +238,8 @@ struct Merge : CombineKernel {
   }
 };
 
-// Rows of the streams that we relay: row n / streams of each of the batch in turn. Relay ends before Merge begins.
-// Merge waits for other domains, and no rank may do that while it has rows that they wait for.
+// Rows of the streams that we relay: row n / streams of each in turn; of other batches there are none. Relay ends
+// before Merge begins. Merge waits for other domains, and no rank may do that while it has rows that they wait for.
 struct Relay : CombineKernel {
   static constexpr bool kSumsFirst = true, kSplits = true, kRehearses = true, kCopies = false, kBegins = false;
   const MergeRange& range;
@@ -254,10 +249,10 @@ struct Relay : CombineKernel {
   __device__ SharedWork shared_work() const { return SharedWork::kRelayed; }
   __device__ uint32_t window() const { return range.window; }
   __device__ Dealing dealing() const { return {4}; }
-  __device__ uint32_t end() const { return range.parted.end(range.most * range.num_streams); }
+  __device__ uint32_t end() const { return range.parted.end(range.most * g.net.num_relayed); }
   __device__ Sum look_up(uint32_t number) const {
-    const uint32_t n = range.parted.row(number), k = range.first_stream + n % range.num_streams,
-                   r = n / range.num_streams, row = range.stream(g, k).first_row + r;
+    const uint32_t n = range.parted.row(number), k = 1 + n % g.net.num_relayed, r = n / g.net.num_relayed,
+                   row = range.stream(g, k).first_row + r;
     if (row >= range.stream(g, k).end_row) return {};
     const uint32_t* const pieces = plan.relayed_piece + plan.relayed_begin[k] + row;
     Sum sum;

@@ -55,7 +55,7 @@ struct TellFoldedRole {
     folds.parted = first_rows(k, num_far(k.g), first_folded(k.g, row_bytes));
     folds.parted.num_parted = min(folds.parted.num_parted, folds.most.far_sum(k.g));
     folds.hurried = min(first_folded(k.g, row_bytes) * num_far(k.g), folds.most.far_sum(k.g));
-    merges.parted = first_rows(k, merges.num_streams, rows_per_chunk(k.g, row_bytes));
+    merges.parted = first_rows(k, k.g.net.num_relayed, rows_per_chunk(k.g, row_bytes));
     merges.last = last_rows(k, merges.end_token - merges.first_token);
   }
   // All `rows` tokens in parts, if a warp gets few of them. Otherwise some warps have a row more than the others.

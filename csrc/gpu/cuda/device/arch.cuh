@@ -32,5 +32,11 @@ constexpr Arch kArch = arch_of(90);  // the host's pass over a kernel
 #else
 #define UCCL_EP_INLINE_WHERE_ROOM __forceinline__
 #endif
+// On Blackwell a combine's loops leave none; on Hopper a call takes more than it spares.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+#define UCCL_EP_INLINE_BEFORE_100 __noinline__
+#else
+#define UCCL_EP_INLINE_BEFORE_100 __forceinline__
+#endif
 
 }  // namespace uccl_ep::gpu
