@@ -191,10 +191,11 @@ __device__ inline void fill_nan(const Crew& crew, void* to, uint64_t num_bytes) 
   for (uint64_t i = crew.thread; i < num_bytes / 4; i += crew.size) static_cast<uint32_t*>(to)[i] = 0xFFFFFFFFu;
 }
 
-// By a crew, with a known plan: places our packets for other domains. Block 0 tells whoever ships them.
+// With a known plan: where our packet for another domain lies.
 __device__ __forceinline__ uint32_t known_packet_unit(const Kernel& k, uint32_t to, bool with_weights) {
   return known_packet_unit(to, with_weights ? k.plan.pair_begin[first_of(k.g, to)] : 0);
 }
+// By the crew that writes the headers, before that: tells it, and whoever ships the packets.
 __device__ inline void place_packets(const Kernel& k, bool with_weights) {
   if (!has_net(k.g)) return;
   for (uint32_t to = k.crew.thread; to < k.g.map.num_domains; to += k.crew.size)

@@ -90,11 +90,13 @@ uint64_t most_sent_bytes(const Topology& topo, const DeviceMap& map, int own_siz
 // What a combine's windows have room for at once.
 struct CombineRoom {
   // Token blocks in a ring back. One: the next window waits for the network, and weights for the last one.
-  uint32_t returned_blocks = kHalves;
-  uint32_t batch_streams = 0, stream_batches = 1;
+  uint32_t returned_blocks;
+  uint32_t batch_streams, stream_batches;
   // `relayed`: streams that go in batches of at most `most`.
   CombineRoom(uint32_t blocks, uint32_t relayed, uint32_t most)
-      : returned_blocks(blocks), stream_batches(most < relayed ? (relayed + most - 1) / most : 1) {
+      : returned_blocks(blocks), batch_streams(relayed), stream_batches(1) {
+    if (most >= relayed) return;
+    stream_batches = (relayed + most - 1) / most;
     batch_streams = (relayed + stream_batches - 1) / stream_batches;
   }
 };
