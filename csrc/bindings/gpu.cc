@@ -49,7 +49,8 @@ struct PyLowLatencyDispatch {
   uint32_t width = 0, hidden = 0;
   std::string wire, scale;  // the name of a row format, and its scales
   bool ue8m0 = false;
-  std::array<uintptr_t, 8> out{};  // rows, scales, counts, ranges, source_tokens, origins, total_counts, waited_nsec
+  // rows, scales, counts, ranges, source_tokens, origins, pairs, total_counts, waited_nsec
+  std::array<uintptr_t, 9> out{};
 
   LowLatencyDispatch native(gpu::SlotPhase phase, uintptr_t stream) const {
     const RowFormat* const format = find_row_format(wire, scale);
@@ -69,14 +70,15 @@ struct PyLowLatencyDispatch {
     args.ranges = pointer<int64_t>(out[3]);
     args.source_tokens = pointer<int32_t>(out[4]);
     args.origins = pointer<uint32_t>(out[5]);
-    args.total_counts = pointer<int32_t>(out[6]);
-    args.waited_nsec = pointer<int64_t>(out[7]);
+    args.pairs = pointer<uint32_t>(out[6]);
+    args.total_counts = pointer<int32_t>(out[7]);
+    args.waited_nsec = pointer<int64_t>(out[8]);
     args.stream = pointer<void>(stream);
     return args;
   }
 };
 struct PyLowLatencyCombine {
-  std::array<uintptr_t, 7> memory{};  // rows, ranges, origins, topk_idx, weights, out, waited_nsec
+  std::array<uintptr_t, 8> memory{};  // rows, ranges, origins, pairs, topk_idx, weights, out, waited_nsec
   uint64_t num_tokens = 0;
   uint32_t width = 0, hidden = 0;
   bool wire_fp32 = false;
@@ -87,14 +89,15 @@ struct PyLowLatencyCombine {
     args.rows = pointer<const uint8_t>(memory[0]);
     args.ranges = pointer<const int64_t>(memory[1]);
     args.origins = pointer<const uint32_t>(memory[2]);
-    args.topk_idx = pointer<const int64_t>(memory[3]);
-    args.weights = pointer<const float>(memory[4]);
+    args.pairs = pointer<const uint32_t>(memory[3]);
+    args.topk_idx = pointer<const int64_t>(memory[4]);
+    args.weights = pointer<const float>(memory[5]);
     args.num_tokens = num_tokens;
     args.width = width;
     args.hidden = hidden;
     args.wire = wire_fp32 ? Dtype::kFp32 : Dtype::kBf16;
-    args.out = pointer<uint8_t>(memory[5]);
-    args.waited_nsec = pointer<int64_t>(memory[6]);
+    args.out = pointer<uint8_t>(memory[6]);
+    args.waited_nsec = pointer<int64_t>(memory[7]);
     args.stream = pointer<void>(stream);
     return args;
   }
@@ -104,10 +107,10 @@ void bind_low_latency(py::module_& m, py::class_<GpuEngine, Engine, std::shared_
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<PyLowLatencyDispatch>(m, "LowLatencyDispatch")
       .def(py::init<uintptr_t, uintptr_t, uint64_t, uint32_t, uint32_t, std::string, std::string, bool,
-                    std::array<uintptr_t, 8>>(),
+                    std::array<uintptr_t, 9>>(),
            "x"_a, "topk_idx"_a, "num_tokens"_a, "width"_a, "hidden"_a, "wire"_a, "scale"_a, "ue8m0"_a, "out"_a);
   py::class_<PyLowLatencyCombine>(m, "LowLatencyCombine")
-      .def(py::init<std::array<uintptr_t, 7>, uint64_t, uint32_t, uint32_t, bool>(), "memory"_a, "num_tokens"_a,
+      .def(py::init<std::array<uintptr_t, 8>, uint64_t, uint32_t, uint32_t, bool>(), "memory"_a, "num_tokens"_a,
            "width"_a, "hidden"_a, "wire_fp32"_a);
   engine
       .def(

@@ -59,6 +59,34 @@ def test_two_of_a_kind_are_sent_before_the_first_is_received() -> None:
         group.run(step)
 
 
+@pytest.mark.parametrize("mask_timeout_s", [None, 20.0])
+def test_sums_are_the_same_whether_a_rank_adds_before_it_sends_or_not(mask_timeout_s: float | None) -> None:
+    """Launches that only send do not, and those of ranks that may be masked."""
+    spec = spec_of(("mask_timeout_s", mask_timeout_s)) if mask_timeout_s else spec_of()
+    given = give(spec, "all to one expert")
+    with spec.group() as group:
+
+        def step(rank: int, buffer: Buffer) -> None:
+            calls, (x, topk_idx, weights, outputs) = LowLatency(buffer), given.on(rank, buffer.device)
+            handle = calls.dispatch(x, topk_idx, wire="bf16").handle
+            dropped = topk_idx.clone()
+            dropped[::2, 1] = dropped[1::3, 4] = -1
+            kept = (topk_idx, dropped)
+            sums = []
+            for call in range(8):
+                if call // 2 % 4 in (0, 2 - rank):
+                    out = calls.combine(outputs, kept[call % 2], weights, handle)
+                else:
+                    out = calls.send_combine(outputs, kept[call % 2], weights, handle).receive()
+                sums.append(out)
+            settle(buffer)
+            assert not bit_difference(sums[0].cpu(), given.sums(spec)[rank])
+            assert bit_difference(sums[0], sums[1])
+            assert not any(bit_difference(out, sums[call % 2]) for call, out in enumerate(sums))
+
+        group.run(step)
+
+
 def test_what_is_out_of_turn_is_refused_and_changes_nothing() -> None:
     spec = spec_of()
     given = give(spec)

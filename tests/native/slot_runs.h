@@ -14,7 +14,8 @@ struct SlotRun : CudaRun {
   uint32_t max_tokens = 48;
   bool ue8m0 = false;
   double mask_timeout_s = 0;
-  Dtype sum_wire = kBf16;  // of sums between domains
+  Dtype sum_wire = kBf16;  // what sums are rounded to
+  bool mixes = false;  // every second rank sends and receives by calls of their own, the others do not
   bool splits = false;  // sending and receiving are calls of their own; then dispatches come in twos before combines
   int num_rounds = 3;
 
@@ -36,7 +37,7 @@ inline SlotRun slots_of(int num_ranks, Dtype wire = kBf16) {
 // What a rank receives. What no pair has is never compared.
 struct Slots {
   std::vector<uint8_t> rows;
-  std::vector<uint32_t> scales, origins;
+  std::vector<uint32_t> scales, origins, pairs;
   std::vector<int32_t> counts, source_tokens, total_counts;
   std::vector<int64_t> ranges, waited_nsec;
 
@@ -44,6 +45,7 @@ struct Slots {
       : rows(run.experts_per_rank * run.slots() * run.row_bytes(), 0xEE),
         scales(run.experts_per_rank * run.slots() * run.scale_words() + 1, 0xEEEEEEEE),
         origins(run.experts_per_rank * run.slots(), 0xEEEEEEEE),
+        pairs(run.slots() * uint64_t{run.topk}, 0xEEEEEEEE),
         counts(run.experts_per_rank, -7),
         source_tokens(run.experts_per_rank * run.slots(), -7),
         total_counts(run.experts_per_rank, 1000),
@@ -127,8 +129,8 @@ struct World {
       EXPECT(got.scales[(expert * run.scale_words() + w) * run.slots() + slot] == word);
     }
   }
-  // The sum of a rank's tokens, in fp32: experts of a rank ascending; then domains, of which our own counts rank by
-  // rank, and others as one number; rounded once.
+  // The sum of a rank's tokens, in fp32: experts of a rank ascending, rounded to the wire; then domains, of which our
+  // own counts rank by rank, and others as one number.
   void check_sums(int rank, const std::vector<uint16_t>& out) const {
     const RankInput& in = inputs[static_cast<size_t>(rank)];
     const Topology topo = Topology::from_labels(run.domain_of);
@@ -138,13 +140,15 @@ struct World {
         for (int d = 0; d < topo.num_domains(); ++d) {
           float of_domain = 0;
           float& sum = d == topo.domain_of[rank] ? total : of_domain;
-          for (const int r : topo.members[d]) sum += sum_of_rank(in, t, r, row(static_cast<uint32_t>(rank), t)[h]);
-          if (d != topo.domain_of[rank]) total += run.sum_wire == kBf16 ? value_of(rounded(of_domain)) : of_domain;
+          for (const int r : topo.members[d])
+            sum += on_wire(sum_of_rank(in, t, r, row(static_cast<uint32_t>(rank), t)[h]));
+          if (d != topo.domain_of[rank]) total += on_wire(of_domain);
         }
         if (out[t * run.hidden + h] != rounded(total))
           throw std::logic_error("token " + std::to_string(t) + ", element " + std::to_string(h));
       }
   }
+  float on_wire(float sum) const { return run.sum_wire == kBf16 ? value_of(rounded(sum)) : sum; }
   float sum_of_rank(const RankInput& in, uint64_t t, int rank, uint16_t value) const {
     float sum = 0;
     if (is_gone(static_cast<uint64_t>(rank))) return sum;
@@ -188,6 +192,7 @@ class SlotRank {
     args.ranges = got.ranges.data();
     args.source_tokens = got.source_tokens.data();
     args.origins = got.origins.data();
+    args.pairs = got.pairs.data();
     args.total_counts = got.total_counts.data();
     args.waited_nsec = got.waited_nsec.data();
     args.stream = stream_;
@@ -200,6 +205,7 @@ class SlotRank {
     args.rows = reinterpret_cast<const uint8_t*>(rows.data());
     args.ranges = of.ranges.data();
     args.origins = of.origins.data();
+    args.pairs = of.pairs.data();
     args.topk_idx = reinterpret_cast<const int64_t*>(in.routing.data());
     args.weights = in.weights.data();
     args.num_tokens = in.num_tokens;

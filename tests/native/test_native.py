@@ -309,7 +309,26 @@ SLOT_MUTANTS = {
     ),
     "a pair is summed before it has come": (
         "2 ranks get every row in its slot, and every sum", "low_latency_combine.cu",
-        "if (!Combine::kNet) good = good && wait_sent(k, k.map().pairs_entered, k.map().pairs_full);", "",
+        "if (!Combine::kNet) good = good && wait_pairs(k, rings.entered, folds(k));", "",
+    ),
+    "a rank sums before it has the weights of the token's rank": (
+        "2 ranks get every row in its slot, and every sum", "low_latency_fold.cuh",
+        "  if (!note_entered(k, entered)) return false;",
+        "  entered.tokens[k.crew.thread % 2] = entered.blocks[k.crew.thread % 2] = 40;\n  k.crew.sync();",
+    ),
+    "a rank's sum is at the place of another pair than where it is read": (
+        "2 ranks get every row in its slot, and every sum", "low_latency_fold.cuh",
+        "__shfl_sync(kFullWarp, from, 0))", "__shfl_sync(kFullWarp, from, of_token - 1))",
+    ),
+    "who receives pairs does not round their rank's sum": (
+        "sums have the same bits whether a rank adds what its experts give before it sends or not",
+        "low_latency_sum.cuh", "if (!exact) round_values(of_rank);",
+        "if (!exact && folds(k)) round_values(of_rank);",
+    ),
+    "a rank that only sends does not tell its weights": (
+        "sums have the same bits whether a rank adds what its experts give before it sends or not",
+        "low_latency_combine.cu", "if (may_fold(k)) tell_weights(k);",
+        "if (may_fold(k)) send_headers(k, k.map().pairs_entered, [](uint32_t) { return true; });",
     ),
     "a pair is summed for another domain before it has come": (
         "a rank that sums for another domain waits for the others of its own", "low_latency_combine.cu",

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.bits import bit_difference, flip_bit
 from tests.cases import EngineSpec
 from tests.harness import ON_GPUS, RankGroup
-from tests.low_latency import SPECS, TOKENS, WIRES, E, H, M, column_major, give, slot_differences
+from tests.low_latency import ROOM, SPECS, TOKENS, WIRES, E, H, M, column_major, give, slot_differences
 from uccl_ep_train import Buffer
 from uccl_ep_train.api.composed import ComposedSlots
 from uccl_ep_train.api.low_latency import LowLatency
@@ -235,7 +235,8 @@ class Waits(TorchDispatchMode):
 
 
 def test_no_call_reads_a_tensor_on_the_host() -> None:
-    spec = SPECS["1x1"]
+    # Beside the group of the fixture, which has most of a GPU's SMs.
+    spec = replace(SPECS["1x1"], settings=(*ROOM, ("low_latency_sms", 8)))
     given = give(spec)
     with spec.group() as group:
 

@@ -106,7 +106,7 @@ class ComposedSlots:
                 output_dtype=None if wire == "bf16" else "fp8",
                 metadata=metadata,
             )
-            return self._spread(result, x, ue8m0)
+            return self._spread(result, x, topk_idx.shape[1], ue8m0)
 
     def combine(
         self,
@@ -125,9 +125,9 @@ class ComposedSlots:
         handle        of the dispatch
         out           [T, H] bfloat16, contiguous: is filled and returned. None: a new tensor is
 
-        Returns [T, H] bfloat16: rounded at the end, and where another domain returns a sum, to the buffer's
-        combine_wire_dtype; zeros for tokens without experts. Order of the sums: experts of a rank ascending;
-        then as `Buffer.combine` adds fp32 rows.
+        Returns [T, H] bfloat16: rounded at the end. Each rank's sum, and what another domain returns, is
+        rounded to the buffer's combine_wire_dtype before. Zeros for tokens without
+        experts. Order of the sums: experts of a rank ascending; then as `Buffer.combine` adds fp32 rows.
 
         Raises what `dispatch` raises.
         """
@@ -157,7 +157,7 @@ class ComposedSlots:
 
     # ---- between compact rows and the experts' blocks
 
-    def _spread(self, result: DispatchResult, x: Tensor, ue8m0: bool) -> SlotRows:
+    def _spread(self, result: DispatchResult, x: Tensor, num_topk: int, ue8m0: bool) -> SlotRows:
         """The compact rows of a dispatch, a copy for each expert."""
         metadata, row_experts = result.metadata, result.row_experts
         assert metadata is not None and row_experts is not None
@@ -171,6 +171,7 @@ class ComposedSlots:
             max_tokens=self.max_tokens,
             hidden=x.shape[1],
             num_tokens=len(x),
+            num_topk=num_topk,
             plan=_Plan(result.handle, places),
             owner=self._checks.owner,
         )
@@ -214,7 +215,9 @@ class ComposedSlots:
         return spread[:num_places].view(self._num_local, self._num_rows, rows.shape[1])
 
     def _weighted(self, rows: Tensor, row_weights: Tensor, places: Tensor) -> Tensor:
-        """[S, H] float32: for each compact row the sum over its experts, ascending, of weight * row."""
+        """[S, H] float32: for each compact row the sum over its experts, ascending, of weight * row, rounded
+        to the wire.
+        """
         num_places = self._num_local * self._num_rows
         flat = rows.view(num_places, rows.shape[2])
         sums = rows.new_zeros(self._num_rows, rows.shape[2], dtype=torch.float32)
@@ -222,7 +225,7 @@ class ComposedSlots:
             there = column < num_places
             product = weights[:, None] * flat[torch.where(there, column, 0)].to(torch.float32)
             sums = torch.where(there[:, None], sums + product, sums)
-        return sums
+        return sums.to(torch.bfloat16).to(torch.float32) if self._rounds_sums else sums
 
 
 def _column_major(scales: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ class LowLatency:
             if kernels is not None:
                 self._checks.dispatch(x, topk_idx, wire, ue8m0)
                 travels = SlotWire(*_WIRES[wire], ue8m0)
-                into = kernels.new_rows(len(x), x.shape[1], travels, self._checks.owner)
+                into = kernels.new_rows(x, topk_idx, travels, self._checks.owner)
                 args = kernels.dispatch_args(x, topk_idx, travels, into, statistics)
                 kernels.dispatch(args, phase)
         if kernels is None:
@@ -184,9 +184,9 @@ class LowLatency:
         out           [T, H] bfloat16 for the result, or None
         waited_ns     as in `SlotStatistics`
 
-        Returns [T, H] bfloat16: sums are fp32, over a rank's experts ascending, then over ranks, and rounded
-        once. Another domain returns one sum, rounded to the buffer's combine_wire_dtype. Raises `InputError`
-        before anything is launched.
+        Returns [T, H] bfloat16: sums are fp32, over a rank's experts ascending, then over ranks. The buffer's
+        combine_wire_dtype is what each rank's sum is rounded to, and the one sum that another domain
+        returns. Raises `InputError` before anything is launched.
         """
         return self._combine(rows, (topk_idx, topk_weights), handle, (out, waited_ns), "both").receive()
 
@@ -200,7 +200,7 @@ class LowLatency:
         out: Tensor | None = None,
         waited_ns: Tensor | None = None,
     ) -> Sent[Tensor]:
-        """As `combine`, but only sends."""
+        """As `combine`, but only sends: rows as they are, where `combine` sends sums, fewer bytes."""
         return self._combine(rows, (topk_idx, topk_weights), handle, (out, waited_ns), "send")
 
     def _combine(

@@ -1,6 +1,7 @@
 """Rows of a low-latency dispatch: each expert of a rank has a block of as many rows as can ever come.
 
-Shapes: T tokens of this rank, M the most tokens of any rank, R ranks, H hidden, L experts of this rank.
+Shapes: T tokens of this rank, M the most tokens of any rank, R ranks, H hidden, K experts per token, L
+experts of this rank.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class SlotHandle:
     max_tokens     M
     hidden         H
     num_tokens     T
+    num_topk       K, columns of topk_idx
     plan           private to the maker
     owner          identifies the maker
     """
@@ -42,6 +44,7 @@ class SlotHandle:
     max_tokens: int
     hidden: int
     num_tokens: int
+    num_topk: int
     plan: object = field(repr=False)
     owner: object = field(repr=False)
 

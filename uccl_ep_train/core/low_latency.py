@@ -30,7 +30,7 @@ class SlotWire(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotKernels:
-    """num_ranks R, num_experts L, max_tokens M; wire_fp32: sums between domains travel in fp32."""
+    """num_ranks R, num_experts L, max_tokens M; wire_fp32: sums travel in fp32."""
 
     engine: Any
     device: torch.device
@@ -39,13 +39,16 @@ class SlotKernels:
     max_tokens: int
     wire_fp32: bool
 
-    def new_rows(self, num_tokens: int, hidden: int, wire: SlotWire, owner: object) -> SlotRows:
-        """Memory for what a dispatch brings, with nothing in it. The handle's plan: origins [L, S] int32."""
+    def new_rows(self, x: Tensor, topk_idx: Tensor, wire: SlotWire, owner: object) -> SlotRows:
+        """Memory for what a dispatch brings, with nothing in it. The handle's plan is int32: origins [L, S],
+        then pairs [R, M, K].
+        """
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=self.device)
 
         experts, slots = self.num_experts, self.num_ranks * self.max_tokens
+        (num_tokens, hidden), num_topk = x.shape, topk_idx.shape[1]
         rows: Tensor | Fp8Rows
         if wire.name == "fp8":
             blocks = hidden // _BLOCK
@@ -62,7 +65,8 @@ class SlotKernels:
             max_tokens=self.max_tokens,
             hidden=hidden,
             num_tokens=num_tokens,
-            plan=empty(experts, slots),
+            num_topk=num_topk,
+            plan=empty(slots * (experts + num_topk)),
             owner=owner,
         )
         return SlotRows(rows, handle.counts, handle)
@@ -72,11 +76,8 @@ class SlotKernels:
     ) -> Any:
         rows, scales = into.rows if isinstance(into.rows, Fp8Rows) else (into.rows, None)
         handle = into.handle
-        assert isinstance(handle.plan, Tensor)
-        out = (
-            *(rows, scales, handle.counts, handle.ranges, handle.source_tokens, handle.plan),
-            *(statistics.total_counts, statistics.waited_ns),
-        )
+        out = map(address, (rows, scales, handle.counts, handle.ranges, handle.source_tokens))
+        counted = map(address, statistics)
         return load_native().LowLatencyDispatch(
             address(x),
             address(topk_idx),
@@ -86,7 +87,7 @@ class SlotKernels:
             wire.name,
             wire.scale,
             wire.ue8m0,
-            [*map(address, out)],
+            [*out, *self._plan(handle), *counted],
         )
 
     def combine_args(
@@ -98,11 +99,10 @@ class SlotKernels:
         waited_ns: Tensor | None,
     ) -> Any:
         """routing: topk_idx, topk_weights."""
-        assert isinstance(handle.plan, Tensor)
-        memory = (rows, handle.ranges, handle.plan, *routing, out, waited_ns)
+        memory = [address(rows), address(handle.ranges), *self._plan(handle)]
+        memory += map(address, (*routing, out, waited_ns))
         tokens, width = routing[0].shape
-        sizes = tokens, width, rows.shape[2]
-        return load_native().LowLatencyCombine([*map(address, memory)], *sizes, self.wire_fp32)
+        return load_native().LowLatencyCombine(memory, tokens, width, rows.shape[2], self.wire_fp32)
 
     def dispatch(self, args: Any, phase: str) -> None:
         """phase: "both" | "send" | "receive". On the current stream."""
@@ -120,6 +120,12 @@ class SlotKernels:
     def captured_graph(self) -> int:
         """Which graph the current stream is captured into; 0: none."""
         return int(self.engine.captured_graph(self._stream()))
+
+    def _plan(self, handle: SlotHandle) -> tuple[int, int]:
+        """Addresses of origins and pairs."""
+        assert isinstance(handle.plan, Tensor)
+        begin = address(handle.plan)
+        return begin, begin + handle.plan.itemsize * self.num_experts * self.num_ranks * self.max_tokens
 
     def _stream(self) -> int:
         return int(torch._C._cuda_getCurrentRawStream(self.device.index))

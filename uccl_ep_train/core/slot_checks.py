@@ -66,8 +66,9 @@ class SlotChecks:
         for name, given in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
             if not isinstance(given, Tensor):
                 raise DtypeError(f"{name} is {type(given).__name__}; allowed is a torch.Tensor")
-            if given.dim() != 2 or len(given) != handle.num_tokens:
-                raise ShapeError(f"{name} is {list(given.shape)}; allowed is [{handle.num_tokens}, K]")
+            if tuple(given.shape) != (handle.num_tokens, handle.num_topk):
+                allowed = [handle.num_tokens, handle.num_topk]
+                raise ShapeError(f"{name} is {list(given.shape)}; allowed is {allowed}, as in the dispatch")
         if out is None:
             out = rows.new_empty(handle.num_tokens, handle.hidden)
         else:

@@ -139,13 +139,13 @@ def combine_slots(
     rows       [L, R * M, H] bfloat16 of each rank, where the dispatch put them
     topk_idx   [T, K] int64, as the dispatch had it; topk_weights [T, K] float32
     domain_of  the domain of each rank; any numbers
-    wire       "bf16" or "fp32": what a sum is rounded to that another domain returns
+    wire       "bf16" or "fp32": what a rank's sum is rounded to, and what another domain returns
 
     All sums are fp32 and start at +0.0. A rank adds weight * row, rounded to fp32, over its experts of the
-    token, ascending. A source adds in the order of the domains. Of its own domain it adds each rank's sum,
-    ranks ascending. Of another domain it adds one number, the sum over that domain's ranks, ascending,
-    rounded to `wire`. The result is rounded to bfloat16; a NaN becomes 0x7FC0. Tokens without experts get
-    zeros. Raises `ConfigError` for another wire.
+    token, ascending, and rounds the sum to `wire`. A source adds in the order of the domains. Of its own
+    domain it adds each rank's sum, ranks ascending. Of another domain it adds one number, the sum over that
+    domain's ranks, ascending, rounded to `wire`. The result is rounded to bfloat16; a NaN becomes 0x7FC0.
+    Tokens without experts get zeros. Raises `ConfigError` for another wire.
     """
     if wire not in ("bf16", "fp32"):
         raise ConfigError(f"wire = {wire!r}; allowed is bf16 | fp32")
@@ -158,10 +158,15 @@ def combine_slots(
             weights = topk_weights[stretch.source][named_TK]  # a token names an expert once
             product = weights[:, None] * rows_LSH[stretch.local, stretch.rows].to(torch.float32)
             sums[stretch.source][stretch.tokens] += product
-        of_owners.append(sums)
+        of_owners.append([rounded(sum_TH, wire) for sum_TH in sums])
     return [
         merge(source, [sums[source] for sums in of_owners], domain_of, wire) for source in range(len(rows))
     ]
+
+
+def rounded(sums: Tensor, wire: str) -> Tensor:
+    """float32 sums, rounded to "bf16" | "fp32"."""
+    return sums.to(torch.bfloat16).to(torch.float32) if wire == "bf16" else sums
 
 
 def merge(source: int, sums: Sequence[Tensor], domain_of: Sequence[int], wire: str) -> Tensor:
@@ -175,5 +180,5 @@ def merge(source: int, sums: Sequence[Tensor], domain_of: Sequence[int], wire: s
             relayed_TH = torch.zeros_like(total_TH)
             for rank in ranks:
                 relayed_TH += sums[rank]
-            total_TH += relayed_TH.to(torch.bfloat16).to(torch.float32) if wire == "bf16" else relayed_TH
+            total_TH += rounded(relayed_TH, wire)
     return fp8.with_canonical_nans(total_TH.to(torch.bfloat16))

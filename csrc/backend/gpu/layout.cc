@@ -161,6 +161,7 @@ void take_low_latency(Cursor& cursor, const Shape& shape, LowLatencyMap& map, ui
   cursor.take(map.routing, "slots.routing", kHalves * ranks * places);
   cursor.take(map.rows, "slots.rows", kHalves * members * map.tokens * map.row_bytes);
   cursor.take(map.pairs, "slots.pairs", kHalves * streams * places * map.pair_bytes);
+  cursor.take(map.weights, "slots.weights", several ? 0 : kHalves * ranks * places);
   if (several) cursor.take(map.net, "slots.net", net_bytes);
   cursor.take(map.sent_counts, "slots.sent_counts", several * shape.domains * map.chunks);
   cursor.take(map.relayed_counts, "slots.relayed_counts", several * streams * map.chunks);

@@ -54,6 +54,7 @@ struct SlotHeader {
   uint32_t num_tokens;
   uint32_t num_blocks;  // of its kernel
   uint32_t num_refused;  // as in OpHeader
+  uint32_t folds;        // 1: of a combine, rows are sums of its sender
 };
 // Ranks, a bit each: masks.cuh.
 struct SlotVote {
@@ -75,7 +76,9 @@ struct LowLatencyMap {
   Part<SlotVote> decisions;                        // [members][2]
   Part<int32_t> routing;                           // [halves][ranks][places] numbers of experts, -1: none
   Part<uint8_t> rows;                              // [halves][members][tokens][row_bytes]
-  Part<uint8_t> pairs;                             // [halves][streams][places][pair_bytes]
+  // [halves][streams][places][pair_bytes]. A sum of several pairs is at the place of the one with the lowest expert.
+  Part<uint8_t> pairs;
+  Part<uint32_t> weights;  // [halves][ranks][places], where there is one domain: low_latency_fold.cuh
   // Where there are several domains.
   Part<uint8_t> net;  // SlotNet, SlotNetState
   Part<DeviceCounter<SlotPartsDone>> sent_counts;        // [domains][chunks]

@@ -70,6 +70,9 @@ struct SlotKernel {
   __device__ __forceinline__ uint8_t* pair(uint32_t holder, uint32_t stream, uint32_t place) const {
     return at(g, holder, map().pairs) + pair_index(stream, place) * map().pair_bytes;
   }
+  __device__ __forceinline__ uint32_t* weights(uint32_t to, uint32_t from) const {
+    return at(g, to, map().weights) + uint64_t{half() * g.map.num_ranks + from} * map().places();
+  }
   // The group's rank of a number, and the other way round.
   __device__ __forceinline__ uint32_t rank_of(uint32_t number) const { return kNet ? g.rank_of[number] : number; }
   __device__ __forceinline__ uint32_t number_of(uint32_t rank) const { return kNet ? g.number_of[rank] : rank; }
@@ -83,12 +86,21 @@ struct SlotKernel {
   }
 };
 
-// By one thread: wait_flag(). Between domains not inlined: there are many waits, and code is fetched when it first
-// runs.
+// What is used in several places, or seldom, is not inlined: code is fetched when it first runs, which takes longer
+// than what it does.
+//
+// By one thread: wait_flag().
 static __device__ __noinline__ bool wait_apart(const Group& g, const Awaited what) { return wait_flag(g, what); }
 template <typename K>
 __device__ __forceinline__ bool wait_for(const K& k, const Awaited& what) {
-  return K::kNet ? wait_apart(k.g, what) : wait_flag(k.g, what);
+  return wait_apart(k.g, what);
+}
+static __device__ __noinline__ void report_apart(const Group& g, const FaultRecord fault) { report(g, fault); }
+static __device__ __noinline__ void note_apart(const Group& g, uint64_t began, uint64_t number, Step step) {
+  note(g, {began, now_nsec(), number, 0, static_cast<uint32_t>(TraceKind::kKernelStep), static_cast<uint32_t>(step)});
+}
+static __device__ __noinline__ void trace_apart(const Group& g, TraceKind kind, OpKind operation, uint64_t number) {
+  trace_kernel(g, kind, operation, number);
 }
 
 // By every thread of a crew, first of all: begins to send or to receive the next operation.
@@ -101,7 +113,7 @@ __device__ __forceinline__ SlotKernel<Args, kNet> begin_slots(const Group& g, co
   if (blockIdx.x != 0 || threadIdx.x != 0) return k;
   local(g).entered = kLowLatencyEpoch | k.number;
   if (sends || args.phase == SlotPhase::kReceive)
-    trace_kernel(g, TraceKind::kKernelBegin, args.signature.kind, k.number);
+    trace_apart(g, TraceKind::kKernelBegin, args.signature.kind, k.number);
   return k;
 }
 // By every thread of a crew: in a trace, what block 0 does from begin_step() to end_step() is a step. `began` is in
@@ -116,9 +128,7 @@ __device__ __forceinline__ void begin_step(const K& k, uint64_t& began) {
 }
 template <typename K>
 __device__ __forceinline__ void end_step(const K& k, const uint64_t& began, Step step) {
-  if (notes_steps(k))
-    note(k.g,
-         {began, now_nsec(), k.number, 0, static_cast<uint32_t>(TraceKind::kKernelStep), static_cast<uint32_t>(step)});
+  if (notes_steps(k)) note_apart(k.g, began, k.number, step);
 }
 // By a crew: waits until every member has read what we sent two operations ago.
 template <typename K, typename Of>
@@ -138,6 +148,17 @@ __device__ inline bool wait_free(K& k, Part<DeviceFlag<Of>> read_by) {
   if (masks(k.g)) k.masked |= device::load_past_l1(&k.state().suspected);
   return good;
 }
+// Whether launches of a combine may sum before they send (low_latency_fold.cuh), so that all tell their weights. Not
+// where ranks may be masked, whose weights would be waited for.
+template <typename K>
+__device__ __forceinline__ bool may_fold(const K& k) {
+  return !K::kNet && k.kind == SlotKind::kCombine && !masks(k.g) && k.args.signature.wire == Dtype::kBf16;
+}
+// Whether this launch does. One that only sends does not, because it would hold SMs until the last rank has entered.
+template <typename K>
+__device__ __forceinline__ bool folds(const K& k) {
+  return may_fold(k) && k.args.phase == SlotPhase::kBoth;
+}
 // By one thread: our header.
 template <typename K>
 __device__ __forceinline__ void write_header(const K& k, SlotHeader& header) {
@@ -146,6 +167,7 @@ __device__ __forceinline__ void write_header(const K& k, SlotHeader& header) {
   header.num_blocks = k.workers();
   header.num_refused = static_cast<uint32_t>(local(k.g).progress.num_refused);
   header.num_tokens = tokens_of(k.args);
+  header.folds = folds(k);
 }
 // By a crew of each block, or of the one that sees to the network: calls put(to) for its share of the members, by all
 // threads, which writes what they get before anything else; then publishes it with a header.
@@ -196,7 +218,7 @@ __device__ inline bool compare_headers(const K& k, uint32_t thread, uint32_t thr
   for (uint32_t r = thread; r < k.g.map.num_ranks; r += threads) {
     const SlotHeader& theirs = k.header(k.g.rank, r);
     if (k.is_masked(r) || (theirs.signature == ours.signature && theirs.num_refused == ours.num_refused)) continue;
-    report(k.g, {DeviceFault::kMismatch, ErrorKind::kRankMismatch, Step::kExchange, r, static_cast<int>(k.kind)});
+    report_apart(k.g, {DeviceFault::kMismatch, ErrorKind::kRankMismatch, Step::kExchange, r, static_cast<int>(k.kind)});
     good = false;
   }
   return good;
@@ -291,7 +313,7 @@ template <typename K>
 __device__ __forceinline__ void note_through(const K& k, bool sends) {
   const auto kind = static_cast<uint32_t>(k.kind);
   if (!sends || k.args.phase == SlotPhase::kSend)
-    trace_kernel(k.g, TraceKind::kKernelEnd, k.args.signature.kind, k.number);
+    trace_apart(k.g, TraceKind::kKernelEnd, k.args.signature.kind, k.number);
   if (!K::kNet)
     (sends ? k.state().sent : k.state().received)[kind] = k.number;
   else

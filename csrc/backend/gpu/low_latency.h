@@ -1,10 +1,11 @@
 // Low latency: every pair of token and expert has a slot in the expert's output, [experts of a rank][ranks *
 // tokens][H], from the routing alone: no rank waits for a plan. A dispatch writes each row once into the memory of
 // every rank of our domain that has an expert of its token, and that rank copies it into its slots. A combine writes
-// every slot's row into the memory of its token's rank, which sums them. Between domains: low_latency_net.cuh.
+// every slot's row into the memory of its token's rank, which sums them; or it sums before it sends
+// (low_latency_fold.cuh). Between domains: low_latency_net.cuh.
 //
-// Sending and receiving are two kernels, or one. Nothing that a sender waits for depends on an operation after the one
-// before the last.
+// Sending and receiving are two kernels, or one. Nothing that a kernel of its own waits for to send depends on an
+// operation after the one before the last.
 #pragma once
 
 #include "backend/gpu/group.h"
@@ -14,6 +15,7 @@ namespace uccl_ep::gpu {
 
 // Which kernel an operation's launch is.
 enum class SlotPhase : uint32_t { kBoth, kSend, kReceive };
+constexpr uint32_t kNoSlot = 0xFFFFFFFF;
 
 struct SlotDispatchArgs {
   OpSignature signature{};
@@ -30,6 +32,7 @@ struct SlotDispatchArgs {
   int64_t* ranges = nullptr;  // [L, ranks] first slot << 32 | slots
   int32_t* source_tokens = nullptr;  // [L, S]
   uint32_t* origins = nullptr;  // [L, S] SlotOrigin
+  uint32_t* pairs = nullptr;  // [ranks, tokens, width] of all ranks' pairs the slot here, of all experts', or kNoSlot
   int32_t* total_counts = nullptr;  // [L], or nullptr: counts are added
   int64_t* waited_nsec = nullptr;  // [ranks], or nullptr: what block 0 waited for a rank's routing is added
 };
@@ -40,9 +43,10 @@ struct SlotCombineArgs {
   uint32_t hidden = 0;
   // To send.
   const uint8_t* rows = nullptr;  // [L, S, H] BF16
-  const int64_t* ranges = nullptr;  // of the dispatch, as origins
+  const int64_t* ranges = nullptr;  // of the dispatch, as origins and pairs
   const uint32_t* origins = nullptr;
-  // To receive, and between domains to send. The wire of `signature` is that of sums between domains.
+  const uint32_t* pairs = nullptr;
+  // To receive, and to sum for others. The wire of `signature` is that of their sums.
   const int64_t* topk_idx = nullptr;  // [T, width]
   const float* weights = nullptr;  // [T, width]
   uint32_t num_tokens = 0, width = 0;

@@ -8,11 +8,17 @@
 //
 // A flag for each row would take longer: each needs a fence, and rows of all tokens come until the end.
 //
+// A launch that does both in one domain sums what it sends (low_latency_fold.cuh):
+//
+// fold     pairs_read (of two ago) ..> header, weights --> pairs_entered | sums of our own tokens | pairs_entered of
+//          all ..> sums of their tokens | --> pairs_full
+//
 // Between domains (low_latency_net.cuh, low_latency_relay.cuh) rows for a source elsewhere go to its rail here, and one
 // more block sees to the network, as in a dispatch:
 //
 // push     weights of ours --> command | parts of a chunk's sums are there ..> --> command
 // receive  first: weights_there, pairs_full ..> sums for other domains; then sums_there ..> the token's sum
+#include "backend/gpu/low_latency_fold.cuh"
 #include "backend/gpu/low_latency_relay.cuh"
 
 namespace uccl_ep::gpu {
@@ -135,9 +141,10 @@ __device__ inline bool send(Combine k, uint8_t* dynamic) {
   const int64_t range = given_range(k, k.crew.thread);
   if (!wait_free(k, k.map().pairs_read)) return false;
   const PairRanges ranges(k.g, dynamic);
+  if (may_fold(k)) tell_weights(k);
   fill_ranges(k, ranges, range);
   begin_step(k, began);
-  if (k.crew.is_last_warp()) tell_entered(k, k.map().pairs_entered);
+  if (!may_fold(k) && k.crew.is_last_warp()) tell_entered(k, k.map().pairs_entered);
   name_pairs(k, ranges);
   send_pairs(k, ranges);
   tell_sent(k, k.map().pairs_full);
@@ -166,16 +173,17 @@ __device__ inline bool receive(Combine k, const StreamMasks& relayed, const Stre
   begin_step(k, began);
   const auto wait = [&] {
     bool good = blockIdx.x != 0 || !k.crew.is_last_warp() || all_entered_alike(k, k.map().pairs_entered);
-    if (!Combine::kNet) good = good && wait_sent(k, k.map().pairs_entered, k.map().pairs_full);
+    if (!Combine::kNet) good = good && wait_pairs(k, rings.entered, folds(k));
     if (!k.crew.all(good)) return false;
     end_step(k, began, Step::kExchange);
     begin_step(k, began);
     return true;
   };
-  if (!k.crew.all(merge_tokens(k, {sent, rings.returned}, wait))) return false;
+  if (!k.crew.all(merge_tokens(k, {rings.entered, sent, rings.returned}, wait))) return false;
   end_step(k, began, Step::kMerge);
   end_receive(k, Phase::kPairsReceived, k.map().pairs_read, [&] {
     if constexpr (Combine::kNet) end_rings(k, sent, rings);
+    if (folds(k) && k.crew.thread == 0) k.state().sent[static_cast<uint32_t>(k.kind)] += 1;
   });
   return true;
 }
@@ -185,7 +193,10 @@ __host__ __device__ inline uint64_t stream_bytes(const DeviceMap& map, uint32_t 
   return map.num_domains > 1 ? StreamMasks::bytes(map, streams) : 0;
 }
 
-template <bool kNet>
+// Which launches fold by bulk copies.
+enum class SlotCopies : uint32_t { kPlain, kBulk };
+
+template <bool kNet, SlotCopies kCopies>
 __global__ void __launch_bounds__(kSlotThreads, 1)
     low_latency_combine(const __grid_constant__ Group g, const __grid_constant__ SlotCombineArgs args) {
   UCCL_EP_DYNAMIC_SHARED(dynamic);
@@ -201,8 +212,20 @@ __global__ void __launch_bounds__(kSlotThreads, 1)
   }
   constexpr SlotKind kKind = SlotKind::kCombine;
   const Crew crew = Crew::of(1, 0, kSlotWarps);
+  for (uint32_t i = threadIdx.x; i < kMaxSlotRanks / 32; i += kSlotThreads) rings.entered.folds[i] = 0;
+  crew.sync();
   bool good = true;
-  if (args.phase != SlotPhase::kReceive) good = send(begin_slots<kNet>(g, args, kKind, crew, true), dynamic);
+  if (args.phase != SlotPhase::kReceive) {
+    const auto k = begin_slots<kNet>(g, args, kKind, crew, true);
+    if constexpr (kCopies == SlotCopies::kBulk) {
+      __shared__ FoldBarriers barriers;
+      good = fold<true>(k, rings.entered, dynamic, &barriers);
+    } else if constexpr (kNet) {
+      good = send(k, dynamic);
+    } else {
+      good = folds(k) ? fold<false>(k, rings.entered, nullptr, nullptr) : send(k, dynamic);
+    }
+  }
   if (args.phase == SlotPhase::kSend) return;
   good = good && receive(begin_slots<kNet>(g, args, kKind, crew, false), relayed, sent, rings);
   // After an error nothing is valid: neither here, nor in a block that is through before another finds one.
@@ -223,7 +246,9 @@ uint32_t slot_combine_bytes(const DeviceMap& map) {
 }
 
 Status load_low_latency_combine(uint32_t shared_bytes) {
-  return load_all(shared_bytes, low_latency_combine<false>, low_latency_combine<true>, tell_masks);
+  using enum SlotCopies;
+  return load_all(shared_bytes, low_latency_combine<false, kPlain>, low_latency_combine<false, kBulk>,
+                  low_latency_combine<true, kPlain>, tell_masks);
 }
 
 Status launch_masks(const Group& group, int32_t* out, StreamHandle stream) {
@@ -232,8 +257,13 @@ Status launch_masks(const Group& group, int32_t* out, StreamHandle stream) {
 }
 
 Status launch_low_latency(const Group& group, const SlotCombineArgs& args, uint32_t num_sms, StreamHandle stream) {
-  launch_kernel(!has_net(group) ? low_latency_combine<false> : low_latency_combine<true>,
-                {num_sms, kSlotThreads, slot_combine_bytes(group.map), stream}, group, args);
+  using enum SlotCopies;
+  const bool bulk = !has_net(group) && args.phase == SlotPhase::kBoth && group.mask_nsec == 0 &&
+                    args.signature.wire == Dtype::kBf16 && group.bulk_copies && group.shared_bytes >= kFoldBytes;
+  launch_kernel(has_net(group) ? low_latency_combine<true, kPlain>
+                : bulk         ? low_latency_combine<false, kBulk>
+                               : low_latency_combine<false, kPlain>,
+                {num_sms, kSlotThreads, bulk ? kFoldBytes : slot_combine_bytes(group.map), stream}, group, args);
   return launch_status();
 }
 

@@ -139,15 +139,21 @@ __device__ inline bool place_slots(const Dispatch& k, const SlotTable& table, Sl
     const uint32_t part = i / slots, nth = i % slots % ranks, token = i % slots / ranks;
     // Other domains' rows come last.
     const uint32_t source = nth < members ? k.member_after(nth) : nth - members < k.first() ? nth - members : nth;
-    if (token >= table.num_tokens[source]) continue;
     const uint32_t place = token * width + lane;
+    uint32_t* const pair = k.args.pairs + uint64_t{source} * k.map().tokens * width + place;
+    const bool names = !Dispatch::kNet && part == 0 && lane < width;  // its slot
+    if (token >= table.num_tokens[source]) {
+      if (names) *pair = kNoSlot;
+      continue;
+    }
     const uint32_t expert = lane < width ? local_expert(k.g, k.routing(k.g.rank, source)[place]) : kNoExpert;
     const bool mine = expert < k.g.experts_per_rank;
     const LaneMask wants = ballot(mine);
+    uint64_t slot = kNoSlot;
+    if (mine) slot = uint64_t{expert} * slots + table.slot(expert, source, token);
+    if (names) *pair = static_cast<uint32_t>(slot);
     if (wants == 0) continue;
-    uint64_t slot = 0;
     if (mine) {
-      slot = uint64_t{expert} * slots + table.slot(expert, source, token);
       if (part == 0) {
         k.args.source_tokens[slot] = static_cast<int32_t>(token);
         k.args.origins[slot] = SlotOrigin::of(source, place).word;

@@ -8,6 +8,7 @@ namespace uccl_ep::gpu {
 
 // In shared memory of a block that receives.
 struct CombineRings {
+  EnteredRanks entered;
   SlotRing relayed[kMaxSlotRanks];  // by stream
   SlotRing returned[kMaxSlotDomains];
 };
@@ -74,11 +75,11 @@ __device__ inline bool relay_sums(const NetCombine& k, const StreamMasks& stream
       const float weight = expert < 0 ? 0.0f : packet.weights(tokens * width)[place];
       if (expert >= 0 && !k.is_near(static_cast<uint32_t>(expert) / k.g.experts_per_rank)) expert = -1;
       Addends addends = find_pairs(k, i, token, {expert, weight});
-      if (!wait_rows(k, {streams, rings.returned}, token, addends)) return false;
+      if (!wait_rows(k, {rings.entered, streams, rings.returned}, token, addends)) return false;
       const uint32_t row = streams.row(i, token);
+      const uint32_t sum = row_at(k.g, rings.relayed[i].row(k.map(), row));
 #pragma unroll 1
-      for (uint32_t part = first; part < min(first + at_once, parts); ++part)
-        sum_part(k, addends, row_at(k.g, rings.relayed[i].row(k.map(), row)), wide, part, lane);
+      for (uint32_t part = first; part < min(first + at_once, parts); ++part) sum_part(k, addends, {sum, wide}, part);
       __syncwarp();
       if (lane == 0)
         count_one(own_part(k.g, k.map().relayed_counts) + i * k.map().chunks + row / k.map().rows_of_chunk);

@@ -35,9 +35,9 @@ struct SlotRowsRead {
 struct PairsEntered {
   static constexpr Signal kIs{.name = "LowLatencyMap::pairs_entered[d]",
                               .writer = "d: the block that sends its header to this rank",
-                              .readers = "who receives",
-                              .publishes = "the header of d's combine",
-                              .waits = "who receives",
+                              .readers = "who receives, who folds",
+                              .publishes = "header and, in one domain, weights of d's combine",
+                              .waits = "who receives; who folds, before it sums for d",
                               .deadline = Deadline::kArrival,
                               .step = Step::kExchange};
 };

@@ -1,50 +1,11 @@
-// The sums of a low-latency combine: what is added for a token, and adding it.
+// The sums of a low-latency combine, at the token's rank: what is added for a token, from where.
 #pragma once
 
-#include "backend/gpu/low_latency_net.cuh"
-#include "backend/gpu/numerics.cuh"
-#include "backend/gpu/words.h"
+#include "backend/gpu/low_latency_add.cuh"
+#include "backend/gpu/low_latency_entered.cuh"
 
 namespace uccl_ep::gpu {
 
-// In a launch that also receives, the rows stay where they are until it ends. This rank sums its own rows from there,
-// and memory for a pair holds the slot.
-template <typename Combine>
-__device__ __forceinline__ bool stays(const Combine& k, uint32_t from, uint32_t holder) {
-  return k.args.phase == SlotPhase::kBoth && from == k.g.rank && holder == k.g.rank;
-}
-
-constexpr uint32_t kVectors = 2;  // of a lane, that a warp sums at a time
-constexpr uint32_t kPartBytes = kVectors * kWarp * 16;  // of a row
-constexpr uint32_t kValues = kVectors * 8;
-constexpr uint32_t kAhead = 4;  // rows that are loaded at a time
-
-// What is added to a token's sum, one for each lane below `count`: pairs, by ascending number of the expert. Where a
-// token's own rank sums, a domain that returns a row has the place of its first pair.
-struct Addends {
-  uint32_t count = 0;
-  uint32_t row = 0;  // kOwnSlot with a slot, or where it is in our region
-  float weight = 0;
-  LaneMask ends = 0;  // those after which a rank's sum is complete
-  LaneMask returned = 0;  // by other domains
-  uint32_t domain = 0;  // that returns it
-};
-constexpr uint32_t kOwnSlot = 1u << 31;
-constexpr uint32_t kRowUnit = 128;  // rows begin at multiples of it
-static_assert(kRowUnit == 128);
-__device__ __forceinline__ uint32_t row_at(const Group& g, const uint8_t* row) {
-  return static_cast<uint32_t>(static_cast<uint64_t>(row - g.own) / kRowUnit);
-}
-__device__ __forceinline__ const uint8_t* row_of(const Group& g, const SlotCombineArgs& args, uint32_t row) {
-  return (row & kOwnSlot) != 0 ? args.rows + uint64_t{row & ~kOwnSlot} * 2 * args.hidden
-                               : g.own + uint64_t{row} * kRowUnit;
-}
-// Where a sum goes: kOwnToken with a token of ours, or a row of our region.
-constexpr uint32_t kOwnToken = kOwnSlot;
-__device__ __forceinline__ uint8_t* sum_at(const Group& g, const SlotCombineArgs& args, uint32_t sum) {
-  return (sum & kOwnToken) != 0 ? args.out + uint64_t{sum & ~kOwnToken} * 2 * args.hidden
-                                : g.own + uint64_t{sum} * kRowUnit;
-}
 // Of a pair of an expert of rank `from`. Where the row stays, memory for the pair will hold its slot.
 constexpr uint32_t kOwnPair = 1u << 30;
 template <typename Combine>
@@ -53,19 +14,22 @@ __device__ __forceinline__ uint32_t pair_row(const Combine& k, uint32_t from, ui
   return stays(k, from, k.g.rank) ? kOwnPair | row : row;
 }
 
-// What other domains return of our tokens.
+// Where the addends of our tokens come from.
 struct Sources {
+  const EnteredRanks& entered;  // where there is one domain
   const StreamMasks& streams;  // ours, by domain
-  const SlotRing* rings;
+  const SlotRing* rings;  // what other domains return
 };
 
 // By a warp: the lane that has the `lane`-th of the values of all lanes that are not below 0, ascending; else kWarp.
 __device__ __forceinline__ uint32_t in_order(int32_t value, uint32_t width, uint32_t lane) {
   uint32_t position = 0, from = kWarp;
+#pragma unroll 4
   for (uint32_t i = 0; i < width; ++i) {
     const int32_t other = __shfl_sync(kFullWarp, value, i);
     position += other >= 0 && other < value;
   }
+#pragma unroll 4
   for (uint32_t i = 0; i < width; ++i)
     if (__shfl_sync(kFullWarp, value < 0 ? kWarp : position, i) == lane) from = i;
   return from;
@@ -95,6 +59,25 @@ __device__ __forceinline__ Addends find_pairs(const Combine& k, uint32_t stream,
   const uint32_t rank = lane < out.count ? static_cast<uint32_t>(its) / k.g.experts_per_rank : kMaxSlotRanks;
   out.ends = last_of_ranks(rank, out.count, lane);
   if (lane < out.count) out.row = pair_row(k, rank, stream, token * width + from);
+  return out;
+}
+
+// By a warp: as find_pairs(), of our own token. Of each rank that folds only the pair of its lowest expert stays, with
+// the weight 1.
+template <typename Combine>
+__device__ __forceinline__ Addends find_sums(const Combine& k, const EnteredRanks& entered, uint32_t token,
+                                             Named named) {
+  const uint32_t rank = named.expert < 0 ? kMaxSlotRanks : static_cast<uint32_t>(named.expert) / k.g.experts_per_rank;
+  bool lowest = true;
+#pragma unroll 1
+  for (uint32_t i = 0; i < k.args.width; ++i) {
+    const int32_t other = __shfl_sync(kFullWarp, named.expert, i);
+    lowest &= __shfl_sync(kFullWarp, rank, i) != rank || other >= named.expert;
+  }
+  const bool adds = named.expert >= 0, folded = adds && entered.folded(rank);
+  if (folded) named = {lowest ? named.expert : -1, 1.0f};
+  Addends out = find_pairs(k, 0, token, named);
+  out.folded = ballot(adds && !folded) == 0;
   return out;
 }
 
@@ -161,11 +144,10 @@ __device__ __forceinline__ bool wait_rows(const Combine& k, const Sources& sourc
   return true;
 }
 
-// By a warp: all addends of our own token.
+// By a warp: the experts of our own token. `counts`: also counts those that are dropped.
 template <typename Combine>
-__device__ __forceinline__ Addends find_addends(const Combine& k, const Sources& sources, uint32_t token, bool counts) {
-  const uint32_t lane = threadIdx.x % kWarp;
-  const uint32_t width = k.args.width;
+__device__ __forceinline__ Named name_experts(const Combine& k, uint32_t token, bool counts) {
+  const uint32_t lane = threadIdx.x % kWarp, width = k.args.width;
   const uint64_t index = uint64_t{token} * width + lane;
   int32_t expert = lane < width ? k.numbered(k.args.topk_idx[index]) : -1;
   float weight = expert < 0 ? 0.0f : k.args.weights[index];
@@ -173,121 +155,47 @@ __device__ __forceinline__ Addends find_addends(const Combine& k, const Sources&
     expert = -1;
     if (counts) add_global(&k.state().dropped_pairs, 1);
   }
+  return {expert, weight};
+}
+// By a warp, when all have entered: all addends of the token.
+template <typename Combine>
+__device__ __forceinline__ Addends find_addends(const Combine& k, const Sources& sources, uint32_t token,
+                                                const Named& named) {
   if constexpr (Combine::kNet)
-    return find_returned(k, sources, token, {expert, weight});
+    return find_returned(k, sources, token, named);
   else
-    return find_pairs(k, 0, token, {expert, weight});
-}
-
-__device__ __forceinline__ void add_weighted(float (&sum)[kValues], const uint4 (&row)[kVectors], float weight) {
-#pragma unroll
-  for (uint32_t v = 0; v < kVectors; ++v) {
-    const uint32_t words[4] = {row[v].x, row[v].y, row[v].z, row[v].w};
-#pragma unroll
-    for (uint32_t w = 0; w < 4; ++w) {
-      sum[v * 8 + 2 * w] += weight * __uint_as_float(words[w] << 16);
-      sum[v * 8 + 2 * w + 1] += weight * __uint_as_float(words[w] & 0xFFFF0000u);
-    }
-  }
-}
-// The same of a returned row of fp32.
-__device__ __forceinline__ void add_fp32(float (&sum)[kValues], const uint8_t* row, uint32_t vector, uint32_t vectors) {
-#pragma unroll
-  for (uint32_t v = 0; v < kVectors; ++v) {
-    if (vector + v * kWarp >= vectors) continue;
-    const float* const values = reinterpret_cast<const float*>(row) + uint64_t{vector + v * kWarp} * 8;
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) sum[v * 8 + i] += device::load_once(values + i);
-  }
-}
-
-// By a warp: a part of a sum, to where sum_at() says. Experts of a rank are summed first, then ranks and what other
-// domains return. `out_wide`: the sum is fp32, else BF16.
-template <typename Combine>
-__device__ inline void sum_part(const Combine& k, const Addends& addends, uint32_t sum, bool out_wide, uint32_t part,
-                                uint32_t lane) {
-  const SlotCombineArgs& args = k.args;
-  const uint32_t begin = part * kVectors * kWarp;
-  const uint32_t vectors = args.hidden / 8;
-  const bool wide = Combine::kNet && args.signature.wire == Dtype::kFp32;
-  float of_rank[kValues] = {}, total[kValues] = {};
-  const auto end_rank = [&] {
-#pragma unroll
-    for (uint32_t i = 0; i < kValues; ++i) {
-      total[i] += of_rank[i];
-      of_rank[i] = 0.0f;
-    }
-  };
-  for (uint32_t first = 0; first < addends.count; first += kAhead) {
-    uint4 rows[kAhead][kVectors];
-#pragma unroll
-    for (uint32_t u = 0; u < kAhead; ++u) {
-      const uint32_t its = __shfl_sync(kFullWarp, addends.row, min(first + u, addends.count - 1));
-      const uint4* const row = reinterpret_cast<const uint4*>(row_of(k.g, args, its)) + begin + lane;
-#pragma unroll
-      for (uint32_t v = 0; v < kVectors; ++v)
-        rows[u][v] = first + u < addends.count && begin + v * kWarp + lane < vectors
-                         ? device::load_once(row + v * kWarp)
-                         : make_uint4(0, 0, 0, 0);
-    }
-#pragma unroll
-    for (uint32_t u = 0; u < kAhead; ++u) {
-      const uint32_t from = min(first + u, addends.count - 1);
-      const float weight = __shfl_sync(kFullWarp, addends.weight, from);
-      const uint32_t row = wide ? __shfl_sync(kFullWarp, addends.row, from) : 0;
-      if (first + u >= addends.count) continue;
-      if (wide && (addends.returned >> from & 1) != 0)
-        add_fp32(of_rank, row_of(k.g, args, row), begin + lane, vectors);
-      else
-        add_weighted(of_rank, rows[u], weight);
-      if ((addends.ends >> from & 1) != 0) end_rank();
-    }
-  }
-  uint8_t* const out = sum_at(k.g, args, sum);
-#pragma unroll
-  for (uint32_t v = 0; v < kVectors; ++v) {
-    const uint32_t vector = begin + v * kWarp + lane;
-    if (vector >= vectors) continue;
-    const float* const of = total + v * 8;
-    if (out_wide) {
-      float4* const to = reinterpret_cast<float4*>(out) + uint64_t{vector} * 2;
-      to[0] = make_float4(of[0], of[1], of[2], of[3]);
-      to[1] = make_float4(of[4], of[5], of[6], of[7]);
-    } else {
-      reinterpret_cast<uint4*>(out)[vector] = make_uint4(pack_bf16(of[0], of[1]), pack_bf16(of[2], of[3]),
-                                                         pack_bf16(of[4], of[5]), pack_bf16(of[6], of[7]));
-    }
-  }
-}
-// Parts of a row, each of kPartBytes of BF16.
-template <typename Combine>
-__device__ __forceinline__ uint32_t parts_of(const Combine& k) {
-  return (2 * k.args.hidden + kPartBytes - 1) / kPartBytes;
+    return find_sums(k, sources.entered, token, named);
 }
 
 // By a crew: sums its share, after wait(), by all threads. What can be looked up before is looked up before. False: an
 // error is known.
 template <typename Combine, typename Wait>
 __device__ inline bool merge_tokens(const Combine& k, const Sources& sources, Wait wait) {
-  const uint32_t lane = threadIdx.x % kWarp, parts = parts_of(k);
+  const uint32_t parts = parts_of(k);
   // A warp takes several parts of a token, so that it looks up the token's pairs once.
   const uint32_t at_once = max((k.args.num_tokens * parts + k.warps() - 1) / k.warps(), 1);
   const uint32_t shares = (parts + at_once - 1) / at_once;
   const uint32_t end = k.args.num_tokens * shares;
-  const auto find = [&](uint32_t i) {
-    return i < end ? find_addends(k, sources, i / shares, i % shares == 0) : Addends{};
+  const auto name = [&](uint32_t i) {
+    return i < end ? name_experts(k, i / shares, i % shares == 0) : Named{-1, 0.0f};
   };
   uint32_t i = k.warp();
-  Addends addends = find(i);
+  Named named = name(i);
   if (!wait()) return false;
 #pragma unroll 1
   while (i < end) {
     const uint32_t token = i / shares, first = i % shares * at_once;
+    Addends addends = find_addends(k, sources, token, named);
+    named = name(i + k.warps());
     if (!wait_rows(k, sources, token, addends)) return false;
-    for (uint32_t part = first; part < min(first + at_once, parts); ++part)
-      sum_part(k, addends, kOwnToken | token, false, part, lane);
+    const uint32_t last = min(first + at_once, parts);
+    if (!Combine::kNet && addends.folded)
+      sum_rows(k.g, k.args, {addends.count, addends.row, addends.weight}, sum_at(k.g, k.args, kOwnToken | token), first,
+               last);
+#pragma unroll 1
+    for (uint32_t part = first; part < last && (Combine::kNet || !addends.folded); ++part)
+      sum_part(k, addends, {kOwnToken | token, false}, part);
     i += k.warps();
-    addends = find(i);
   }
   return true;
 }

@@ -16,7 +16,7 @@ __device__ __forceinline__ bool masks(const Group& g) { return g.mask_nsec != 0;
 
 enum class Came : uint32_t { kYes, kNo, kStopped };
 // By one thread: waits as long as a rank may take.
-__device__ inline Came wait_live(const Group& g, const uint64_t* flag, uint64_t value) {
+static __device__ __noinline__ Came wait_live(const Group& g, const uint64_t* flag, uint64_t value) {
   const uint64_t began = now_nsec();
   for (uint32_t looks = 1; peek_flag(flag) < value; ++looks) {
     if (looks % 64 != 0) continue;

@@ -61,6 +61,7 @@ void GpuEngine::low_latency_dispatch(const LowLatencyDispatch& args) {
   slots.ranges = args.ranges;
   slots.source_tokens = args.source_tokens;
   slots.origins = args.origins;
+  slots.pairs = args.pairs;
   slots.total_counts = args.total_counts;
   slots.waited_nsec = args.waited_nsec;
   launch_slots(slots, stream_of(args.stream));
@@ -82,6 +83,7 @@ void GpuEngine::low_latency_combine(const LowLatencyCombine& args) {
   slots.rows = args.rows;
   slots.ranges = args.ranges;
   slots.origins = args.origins;
+  slots.pairs = args.pairs;
   slots.topk_idx = args.topk_idx;
   slots.weights = args.weights;
   slots.num_tokens = static_cast<uint32_t>(args.num_tokens);

@@ -21,7 +21,8 @@ struct LowLatencyDispatch {
   int32_t* counts = nullptr;         // [L]
   int64_t* ranges = nullptr;         // [L, ranks]
   int32_t* source_tokens = nullptr;  // [L, S]
-  uint32_t* origins = nullptr;       // [L, S], for the combine
+  uint32_t* origins = nullptr;       // [L, S], for the combine, as pairs [ranks, low_latency_tokens, width]
+  uint32_t* pairs = nullptr;
   int32_t* total_counts = nullptr;   // [L] or nullptr
   int64_t* waited_nsec = nullptr;    // [ranks] or nullptr
   Stream stream = nullptr;
@@ -30,13 +31,14 @@ struct LowLatencyDispatch {
 struct LowLatencyCombine {
   gpu::SlotPhase phase = gpu::SlotPhase::kBoth;
   const uint8_t* rows = nullptr;      // [L, S, H] BF16
-  const int64_t* ranges = nullptr;  // of the dispatch, as origins
+  const int64_t* ranges = nullptr;    // of the dispatch, as origins and pairs
   const uint32_t* origins = nullptr;
+  const uint32_t* pairs = nullptr;
   const int64_t* topk_idx = nullptr;  // [T, width]
   const float* weights = nullptr;     // [T, width]
   uint64_t num_tokens = 0;
   uint32_t width = 0, hidden = 0;
-  Dtype wire = Dtype::kBf16;  // of sums between domains: kBf16 or kFp32
+  Dtype wire = Dtype::kBf16;          // what a rank's and a domain's sums are rounded to: kBf16 or kFp32
   uint8_t* out = nullptr;             // [T, H] BF16
   int64_t* waited_nsec = nullptr;     // [ranks] or nullptr
   Stream stream = nullptr;

@@ -9,6 +9,7 @@ struct Arch {
   bool converts_fp8;  // in one instruction
   bool bulk_copies;   // between global and shared memory, with barriers that count their bytes
   uint32_t vectors_ahead;  // that a warp loads at a time to quantise, as far as registers allow
+  uint32_t rows_ahead;  // the same to sum
 };
 // number: 90 for compute_90. A later architecture has what an earlier one has; 120 has bulk copies, too, but sums by
 // them would need more registers than it gives.
@@ -17,7 +18,8 @@ constexpr Arch arch_of(int number) {
           .bulk_copies = number >= 90 && number < 120,
           .vectors_ahead = number < 90    ? 1u
                            : number < 120 ? 4u
-                                          : 2u};
+                                          : 2u,
+          .rows_ahead = number < 100 ? 4u : 3u};
 }
 
 #ifdef __CUDA_ARCH__

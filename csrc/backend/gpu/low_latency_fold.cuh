@@ -1,0 +1,100 @@
+// A low-latency combine that sums before it sends: a rank adds what its experts give a token, and sends one row for it
+// instead of one for each pair. For that it needs the weights of the token's rank, which every combine writes into the
+// memory of all others. Ranks whose launches only send do not fold; bits are equal, because who receives their rows
+// rounds each rank's sum likewise.
+#pragma once
+
+#include "backend/gpu/low_latency_fold_bulk.cuh"
+
+namespace uccl_ep::gpu {
+
+// By a crew: our weights, for rank `to`.
+template <typename Combine>
+__device__ inline void put_weights(const Combine& k, uint32_t to) {
+  uint32_t* const out = k.weights(to, k.g.rank);
+  const uint32_t places = k.args.num_tokens * k.args.width;
+#pragma unroll 1
+  for (uint32_t i = k.crew.thread; i < places; i += k.crew.size) out[i] = own_weight(k, i);
+}
+// By the crews of all blocks.
+template <typename Combine>
+__device__ inline void tell_weights(const Combine& k) {
+  send_headers(k, k.map().pairs_entered, [&](uint32_t to) {
+    put_weights(k, to);
+    return true;
+  });
+}
+
+// By a crew: sums its share of the tokens of `count` members, from the `first` after this rank on, each into memory for
+// the pair of its lowest expert here.
+template <typename Combine>
+__device__ inline void fold_tokens(const Combine& k, const EnteredRanks& entered, uint32_t first, uint32_t count) {
+  const uint32_t lane = threadIdx.x % kWarp, width = k.args.width, parts = parts_of(k);
+  uint32_t most = 0;
+#pragma unroll 1
+  for (uint32_t i = 0; i < count; ++i) most = max(most, entered.tokens[k.member_after(first + i)]);
+  // Few tokens are shared by several warps.
+  const uint32_t at_once = max((count * most * parts + k.warps() - 1) / k.warps(), 1);
+  const uint32_t shares = (parts + at_once - 1) / at_once, end = count * most * shares;
+#pragma unroll 1
+  for (uint32_t i = k.warp(); i < end; i += k.warps()) {
+    const uint32_t source = k.member_after(first + i / shares % count), token = i / shares / count;
+    if (token >= entered.tokens[source]) continue;
+    const uint32_t place = token * width + lane;
+    uint32_t weight = kNoWeight, slot = kNoSlot;
+    if (lane < width) {
+      slot = k.args.pairs[uint64_t{source} * k.map().tokens * width + place];
+      weight = source == k.g.rank ? own_weight(k, place) : device::load_past_l1(k.weights(k.g.rank, source) + place);
+    }
+    const bool adds = slot != kNoSlot && weight != kNoWeight;
+    const auto of_token = static_cast<uint32_t>(__popcll(ballot(adds)));
+    if (of_token == 0) continue;
+    const uint32_t from = in_order(adds ? static_cast<int32_t>(slot) : -1, width, lane);
+    const uint32_t row = kOwnSlot | __shfl_sync(kFullWarp, slot, from % kWarp), begin = i % shares * at_once;
+    const float its = __uint_as_float(__shfl_sync(kFullWarp, weight, from % kWarp));
+    sum_rows(k.g, k.args, {of_token, row, its}, k.pair(source, 0, token * width + __shfl_sync(kFullWarp, from, 0)),
+             begin, min(begin + at_once, parts));
+  }
+}
+
+// By every block: sums, and sends the sums. Our own tokens come first, while the weights of others are on their way.
+// `memory`: of kFoldBytes, where rows are copied in bulk.
+template <bool kBulk, typename Combine>
+__device__ inline bool fold(Combine k, EnteredRanks& entered, uint8_t* memory, FoldBarriers* barriers) {
+  __shared__ uint64_t began;
+  const uint32_t others = k.members() - 1;
+  if (k.crew.thread == 0) entered.tokens[k.g.rank] = k.args.num_tokens;
+  bool good = true;
+  if constexpr (!kBulk) {
+    if (!wait_free(k, k.map().pairs_read)) return false;
+    begin_step(k, began);
+    tell_weights(k);
+    k.crew.sync();
+    fold_tokens(k, entered, others, 1);
+    if (!note_entered(k, entered)) return false;
+    if (others > 0) fold_tokens(k, entered, 0, others);
+  } else if constexpr (kArch.bulk_copies) {
+    if (!wait_free(k, k.map().pairs_read)) return false;
+    begin_step(k, began);
+    // By the last warps, while the others begin.
+    constexpr uint32_t kTell = kSlotWarps / 4;
+    if (k.crew.warp() >= kSlotWarps - kTell)
+      tell_weights(Combine{k.g, k.args, k.kind, Crew::of(2, kSlotWarps - kTell, kTell), k.number, k.masked});
+    BulkFold<Combine> bulk(k, memory, *barriers);
+#pragma unroll 1
+    for (bool own = true; good; own = false) {
+      bulk.sum(own);
+      if (!own) break;
+      good = note_entered(k, entered);
+    }
+    if (!good) {
+      bulk.drain();
+      return false;
+    }
+  }
+  tell_sent(k, k.map().pairs_full);
+  end_step(k, began, Step::kFold);
+  return true;
+}
+
+}  // namespace uccl_ep::gpu
