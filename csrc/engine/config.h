@@ -31,6 +31,7 @@ struct EngineConfig {
   uint32_t low_latency_tokens = 0;
   uint32_t low_latency_topk = 0;
   uint32_t low_latency_sms = 0;  // of its kernels; 0: 64
+  uint32_t low_latency_fold_pairs = 384;  // from how many pairs on a combine sums before it sends
   bool bulk_copies = true;  // GPU engine: use them if the GPU has them
   std::vector<int> source_order;  // empty: ascending
   uint64_t generation = 0;  // the same on all ranks, fresh per engine
@@ -62,6 +63,7 @@ inline constexpr auto kFields<EngineConfig> = std::tuple{UCCL_EP_FIELD(EngineCon
                                                          UCCL_EP_FIELD(EngineConfig, low_latency_tokens),
                                                          UCCL_EP_FIELD(EngineConfig, low_latency_topk),
                                                          UCCL_EP_FIELD(EngineConfig, low_latency_sms),
+                                                         UCCL_EP_FIELD(EngineConfig, low_latency_fold_pairs),
                                                          UCCL_EP_FIELD(EngineConfig, bulk_copies),
                                                          UCCL_EP_FIELD(EngineConfig, source_order),
                                                          UCCL_EP_FIELD(EngineConfig, generation),

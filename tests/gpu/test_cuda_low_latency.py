@@ -62,7 +62,8 @@ def test_two_of_a_kind_are_sent_before_the_first_is_received() -> None:
 @pytest.mark.parametrize("mask_timeout_s", [None, 20.0])
 def test_sums_are_the_same_whether_a_rank_adds_before_it_sends_or_not(mask_timeout_s: float | None) -> None:
     """Launches that only send do not, and those of ranks that may be masked."""
-    spec = spec_of(("mask_timeout_s", mask_timeout_s)) if mask_timeout_s else spec_of()
+    settings = (("mask_timeout_s", mask_timeout_s),) if mask_timeout_s else ()
+    spec = spec_of(("low_latency_fold_pairs", 0), *settings)
     given = give(spec, "all to one expert")
     with spec.group() as group:
 

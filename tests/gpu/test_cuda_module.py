@@ -54,6 +54,7 @@ def come_late(rank: Rank) -> list[int]:
 
 
 def test_masked_ranks_come_back_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCCL_EP_BACKEND", "cuda")
     monkeypatch.setenv("UCCL_EP_MASK_TIMEOUT_S", str(MASK_TIMEOUT_S))
     with ProcessRanks(2, come_late, ()) as ranks:
         outcomes = ranks.outcomes(timeout_s=110)

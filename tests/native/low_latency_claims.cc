@@ -6,9 +6,9 @@ using namespace uccl_ep;
 
 namespace {
 
-std::vector<gpu::SlotPhase> phases_of(const SlotRun& run, int rank) {
+std::vector<gpu::SlotPhase> phases_of(const SlotRun& run, int rank, int round) {
   using enum gpu::SlotPhase;
-  if (run.mixes && rank % 2 != 0) return {kSend, kReceive};
+  if (run.mixes && (rank + round) % 4 == 1) return {kSend, kReceive};
   return {kBoth};
 }
 // One dispatch and combine after the other.
@@ -23,7 +23,7 @@ void by_turns(const SlotRun& run, SlotRank& rank, int r) {
     const std::vector<uint16_t> rows = rank.experts(world, got);
     std::vector<uint16_t> out(in.num_tokens * run.hidden + 1, 0xEEEE);
     if (r + 1 == run.num_ranks()) usleep(run.late_usec);
-    for (const gpu::SlotPhase phase : phases_of(run, r)) rank.combine(in, rows, got, out, phase);
+    for (const gpu::SlotPhase phase : phases_of(run, r, round)) rank.combine(in, rows, got, out, phase);
     rank.finish();
     world.check_sums(r, out);
   }
@@ -130,7 +130,16 @@ CLAIM("4 ranks get every row in its slot, and every sum, FP8") { try_seeds(slots
 CLAIM("sums have the same bits whether a rank adds what its experts give before it sends or not") {
   SlotRun run = slots_of(4);
   run.mixes = true;
+  run.num_rounds = 6;
   try_seeds(run);
+}
+CLAIM("ranks fold by plain loads, or not at all") {
+  for (const bool folds : {true, false}) {
+    SlotRun run = slots_of(3);
+    run.bulk_copies = false;
+    run.fold_pairs = folds ? 0 : 1 << 20;
+    try_seeds(run);
+  }
 }
 CLAIM("sums that are not rounded on the way are those of plain loops") {
   SlotRun run = slots_of(3);

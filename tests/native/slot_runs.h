@@ -15,7 +15,8 @@ struct SlotRun : CudaRun {
   bool ue8m0 = false;
   double mask_timeout_s = 0;
   Dtype sum_wire = kBf16;  // what sums are rounded to
-  bool mixes = false;  // every second rank sends and receives by calls of their own, the others do not
+  uint32_t fold_pairs = 0;
+  bool mixes = false;  // every second rank does not fold, or sends and receives by calls of their own
   bool splits = false;  // sending and receiving are calls of their own; then dispatches come in twos before combines
   int num_rounds = 3;
 
@@ -254,6 +255,8 @@ class SlotRank {
     config.low_latency_tokens = run.max_tokens;
     config.low_latency_topk = run.topk;
     config.low_latency_sms = run.num_sms;
+    config.low_latency_fold_pairs = rank % 2 != 0 && run.mixes ? uint32_t{1} << 20 : run.fold_pairs;
+    config.bulk_copies = run.bulk_copies;
     config.mask_timeout_s = run.mask_timeout_s;
     config.budget_bytes = gpu_least_budget_bytes(config);
     return config;

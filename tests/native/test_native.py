@@ -302,6 +302,7 @@ ROUTING_MUTANTS = {
 }  # fmt: skip
 
 SEVERAL_DOMAINS = "ranks of several domains get every row in its slot, and every sum"
+FOLD_OR_NOT = "sums have the same bits whether a rank adds what its experts give before it sends or not"
 # The same of low_latency.
 SLOT_MUTANTS = {
     "a row is placed before its chunk has come": (
@@ -313,22 +314,23 @@ SLOT_MUTANTS = {
     ),
     "a rank sums before it has the weights of the token's rank": (
         "2 ranks get every row in its slot, and every sum", "low_latency_fold.cuh",
-        "  if (!note_entered(k, entered)) return false;",
-        "  entered.tokens[k.crew.thread % 2] = entered.blocks[k.crew.thread % 2] = 40;\n  k.crew.sync();",
+        "      good = note_entered(k, entered);",
+        "      entered.blocks[k.crew.thread % 2] = k.workers();\n      k.crew.sync();",
     ),
     "a rank's sum is at the place of another pair than where it is read": (
-        "2 ranks get every row in its slot, and every sum", "low_latency_fold.cuh",
-        "__shfl_sync(kFullWarp, from, 0))", "__shfl_sync(kFullWarp, from, of_token - 1))",
+        "2 ranks get every row in its slot, and every sum", "low_latency_fold_bulk.cuh",
+        "now_.column, lowest_lane(adds))", "now_.column, now_.count - 1)",
+    ),
+    "rows of the next token come into a stage that is being read": (
+        "2 ranks get every row in its slot, and every sum", "low_latency_fold_bulk.cuh",
+        "    while (loaded_ < kFoldStages) {", "    while (loaded_ <= kFoldStages) {",
     ),
     "who receives pairs does not round their rank's sum": (
-        "sums have the same bits whether a rank adds what its experts give before it sends or not",
-        "low_latency_sum.cuh", "if (!exact) round_values(of_rank);",
-        "if (!exact && folds(k)) round_values(of_rank);",
+        FOLD_OR_NOT, "low_latency_add.cuh", "if (!exact) round_values(of_rank);", "",
     ),
-    "a rank that only sends does not tell its weights": (
-        "sums have the same bits whether a rank adds what its experts give before it sends or not",
-        "low_latency_combine.cu", "if (may_fold(k)) tell_weights(k);",
-        "if (may_fold(k)) send_headers(k, k.map().pairs_entered, [](uint32_t) { return true; });",
+    "a rank that does not fold does not tell its weights": (
+        FOLD_OR_NOT, "low_latency_combine.cu", "      tell_weights(with_warps(k, kSlotWarps - 1, 1));",
+        "      tell_entered(k, k.map().pairs_entered);",
     ),
     "a pair is summed for another domain before it has come": (
         "a rank that sums for another domain waits for the others of its own", "low_latency_combine.cu",

@@ -78,6 +78,7 @@ BAD = [
     ("num_proxies", 5),
     ("stage_sms", 0),
     ("low_latency_sms", 257),
+    ("low_latency_fold_pairs", -1),
     ("low_latency_tokens", 4097),
     ("low_latency_topk", 33),
     ("mask_timeout_s", -1.0),

@@ -166,6 +166,13 @@ class Gpu(Section):
     Unit: SMs. Allowed: None, or 1 .. 256.
     """
 
+    low_latency_fold_pairs: int = setting(384, integer(0, 1 << 20), agree=False, native="=")
+    """From how many pairs of token and expert on a low-latency combine sums before it sends. It then sends
+    fewer bytes, but waits for the weights of all ranks first.
+
+    Unit: entries of topk_idx, T * K. Allowed: 0 .. 1048576.
+    """
+
     bulk_copies: bool = setting(True, flag(), agree=False, native="=")
     """Use the copy engines that SMs of sm_90 have; False: plain loads, as on other GPUs.
 

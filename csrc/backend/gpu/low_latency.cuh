@@ -155,9 +155,11 @@ __device__ __forceinline__ bool may_fold(const K& k) {
   return !K::kNet && k.kind == SlotKind::kCombine && !masks(k.g) && k.args.signature.wire == Dtype::kBf16;
 }
 // Whether this launch does. One that only sends does not, because it would hold SMs until the last rank has entered.
+__device__ __forceinline__ bool folds(const SlotDispatchArgs&) { return false; }
+__device__ __forceinline__ bool folds(const SlotCombineArgs& args) { return args.folds; }
 template <typename K>
 __device__ __forceinline__ bool folds(const K& k) {
-  return may_fold(k) && k.args.phase == SlotPhase::kBoth;
+  return may_fold(k) && k.args.phase == SlotPhase::kBoth && folds(k.args);
 }
 // By one thread: our header.
 template <typename K>

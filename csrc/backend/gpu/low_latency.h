@@ -41,6 +41,7 @@ struct SlotCombineArgs {
   OpSignature signature{};
   SlotPhase phase = SlotPhase::kBoth;
   uint32_t hidden = 0;
+  bool folds = false;  // this launch sums before it sends, where it may: may_fold()
   // To send.
   const uint8_t* rows = nullptr;  // [L, S, H] BF16
   const int64_t* ranges = nullptr;  // of the dispatch, as origins and pairs

@@ -141,10 +141,14 @@ __device__ inline bool send(Combine k, uint8_t* dynamic) {
   const int64_t range = given_range(k, k.crew.thread);
   if (!wait_free(k, k.map().pairs_read)) return false;
   const PairRanges ranges(k.g, dynamic);
-  if (may_fold(k)) tell_weights(k);
   fill_ranges(k, ranges, range);
   begin_step(k, began);
-  if (!may_fold(k) && k.crew.is_last_warp()) tell_entered(k, k.map().pairs_entered);
+  if (k.crew.is_last_warp()) {
+    if (may_fold(k))
+      tell_weights(with_warps(k, kSlotWarps - 1, 1));
+    else
+      tell_entered(k, k.map().pairs_entered);
+  }
   name_pairs(k, ranges);
   send_pairs(k, ranges);
   tell_sent(k, k.map().pairs_full);
@@ -258,8 +262,9 @@ Status launch_masks(const Group& group, int32_t* out, StreamHandle stream) {
 
 Status launch_low_latency(const Group& group, const SlotCombineArgs& args, uint32_t num_sms, StreamHandle stream) {
   using enum SlotCopies;
-  const bool bulk = !has_net(group) && args.phase == SlotPhase::kBoth && group.mask_nsec == 0 &&
-                    args.signature.wire == Dtype::kBf16 && group.bulk_copies && group.shared_bytes >= kFoldBytes;
+  const bool folds = !has_net(group) && args.phase == SlotPhase::kBoth && args.folds && group.mask_nsec == 0 &&
+                     args.signature.wire == Dtype::kBf16;
+  const bool bulk = folds && group.bulk_copies && group.shared_bytes >= kFoldBytes;
   launch_kernel(has_net(group) ? low_latency_combine<true, kPlain>
                 : bulk         ? low_latency_combine<false, kBulk>
                                : low_latency_combine<false, kPlain>,

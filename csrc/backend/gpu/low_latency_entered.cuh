@@ -28,6 +28,11 @@ struct EnteredRanks {
   uint32_t blocks[kMaxSlotRanks];  // of its kernel
   uint32_t folds[kMaxSlotRanks / 32];  // a bit each
 
+  __device__ __forceinline__ bool any_folded() const {
+    uint32_t any = 0;
+    for (const uint32_t word : folds) any |= word;
+    return any != 0;
+  }
   __device__ __forceinline__ bool folded(uint32_t rank) const { return (folds[rank / 32] >> rank % 32 & 1) != 0; }
 };
 // By one thread, when a rank has entered.

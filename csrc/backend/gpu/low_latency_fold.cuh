@@ -16,6 +16,11 @@ __device__ inline void put_weights(const Combine& k, uint32_t to) {
 #pragma unroll 1
   for (uint32_t i = k.crew.thread; i < places; i += k.crew.size) out[i] = own_weight(k, i);
 }
+// The same for some of its warps.
+template <typename Combine>
+__device__ __forceinline__ Combine with_warps(const Combine& k, uint32_t first, uint32_t count) {
+  return {k.g, k.args, k.kind, Crew::of(2, first, count), k.number, k.masked};
+}
 // By the crews of all blocks.
 template <typename Combine>
 __device__ inline void tell_weights(const Combine& k) {
@@ -78,8 +83,7 @@ __device__ inline bool fold(Combine k, EnteredRanks& entered, uint8_t* memory, F
     begin_step(k, began);
     // By the last warps, while the others begin.
     constexpr uint32_t kTell = kSlotWarps / 4;
-    if (k.crew.warp() >= kSlotWarps - kTell)
-      tell_weights(Combine{k.g, k.args, k.kind, Crew::of(2, kSlotWarps - kTell, kTell), k.number, k.masked});
+    if (k.crew.warp() >= kSlotWarps - kTell) tell_weights(with_warps(k, kSlotWarps - kTell, kTell));
     BulkFold<Combine> bulk(k, memory, *barriers);
 #pragma unroll 1
     for (bool own = true; good; own = false) {

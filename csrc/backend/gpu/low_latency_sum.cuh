@@ -157,14 +157,14 @@ __device__ __forceinline__ Named name_experts(const Combine& k, uint32_t token, 
   }
   return {expert, weight};
 }
-// By a warp, when all have entered: all addends of the token.
+// By a warp: all addends of the token, if no rank folds.
 template <typename Combine>
 __device__ __forceinline__ Addends find_addends(const Combine& k, const Sources& sources, uint32_t token,
                                                 const Named& named) {
   if constexpr (Combine::kNet)
     return find_returned(k, sources, token, named);
   else
-    return find_sums(k, sources.entered, token, named);
+    return find_pairs(k, 0, token, named);
 }
 
 // By a crew: sums its share, after wait(), by all threads. What can be looked up before is looked up before. False: an
@@ -181,12 +181,15 @@ __device__ inline bool merge_tokens(const Combine& k, const Sources& sources, Wa
   };
   uint32_t i = k.warp();
   Named named = name(i);
+  Addends addends;
+  if (!folds(k)) addends = find_addends(k, sources, i / shares, named);
   if (!wait()) return false;
+  const bool any_folded = !Combine::kNet && sources.entered.any_folded();
 #pragma unroll 1
   while (i < end) {
     const uint32_t token = i / shares, first = i % shares * at_once;
-    Addends addends = find_addends(k, sources, token, named);
-    named = name(i + k.warps());
+    if constexpr (!Combine::kNet)
+      if (any_folded) addends = find_sums(k, sources.entered, token, named);
     if (!wait_rows(k, sources, token, addends)) return false;
     const uint32_t last = min(first + at_once, parts);
     if (!Combine::kNet && addends.folded)
@@ -196,6 +199,8 @@ __device__ inline bool merge_tokens(const Combine& k, const Sources& sources, Wa
     for (uint32_t part = first; part < last && (Combine::kNet || !addends.folded); ++part)
       sum_part(k, addends, {kOwnToken | token, false}, part);
     i += k.warps();
+    named = name(i);
+    if (!any_folded) addends = find_addends(k, sources, i / shares, named);
   }
   return true;
 }

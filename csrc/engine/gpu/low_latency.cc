@@ -80,6 +80,7 @@ void GpuEngine::low_latency_combine(const LowLatencyCombine& args) {
   slots.signature = signature_of(OpKind::kLowLatencyCombine, args.wire, args.hidden, args.width);
   slots.phase = args.phase;
   slots.hidden = args.hidden;
+  slots.folds = args.num_tokens * args.width >= config_.low_latency_fold_pairs;
   slots.rows = args.rows;
   slots.ranges = args.ranges;
   slots.origins = args.origins;
