@@ -19,7 +19,7 @@ PARSED: dict[str, tuple[str, object]] = {
     "num_sms": ("20", 20),
     "stage_sms": ("64", 64),
     "low_latency_sms": ("48", 48),
-    "low_latency_fold_pairs": ("1k", 1024),
+    "low_latency_fold_pairs": ("512", 512),
     "bulk_copies": ("0", False),
     "domain_size": ("4", 4),
     "domains": ("0, 1,0 1", (0, 1, 0, 1)),
