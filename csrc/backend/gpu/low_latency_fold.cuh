@@ -67,31 +67,26 @@ __device__ inline void fold_tokens(const Combine& k, const EnteredRanks& entered
 template <bool kBulk, typename Combine>
 __device__ inline bool fold(Combine k, EnteredRanks& entered, uint8_t* memory, FoldBarriers* barriers) {
   __shared__ uint64_t began;
-  const uint32_t others = k.members() - 1;
-  if (k.crew.thread == 0) entered.tokens[k.g.rank] = k.args.num_tokens;
-  bool good = true;
+  if (!wait_free(k, k.map().pairs_read)) return false;
+  begin_step(k, began);
   if constexpr (!kBulk) {
-    if (!wait_free(k, k.map().pairs_read)) return false;
-    begin_step(k, began);
+    const uint32_t others = k.members() - 1;
+    if (k.crew.thread == 0) entered.tokens[k.g.rank] = k.args.num_tokens;
     tell_weights(k);
     k.crew.sync();
     fold_tokens(k, entered, others, 1);
     if (!note_entered(k, entered)) return false;
     if (others > 0) fold_tokens(k, entered, 0, others);
   } else if constexpr (kArch.bulk_copies) {
-    if (!wait_free(k, k.map().pairs_read)) return false;
-    begin_step(k, began);
     // By the last warps, while the others begin.
     constexpr uint32_t kTell = kSlotWarps / 4;
     if (k.crew.warp() >= kSlotWarps - kTell) tell_weights(with_warps(k, kSlotWarps - kTell, kTell));
     BulkFold<Combine> bulk(k, memory, *barriers);
 #pragma unroll 1
-    for (bool own = true; good; own = false) {
+    for (bool own = true;; own = false) {  // so that there is one copy of the code
       bulk.sum(own);
       if (!own) break;
-      good = note_entered(k, entered);
-    }
-    if (!good) {
+      if (note_entered(k, entered)) continue;
       bulk.drain();
       return false;
     }
