@@ -131,6 +131,13 @@ CLAIM("sums have the same bits whether a rank adds what its experts give before 
   SlotRun run = slots_of(4);
   run.mixes = true;
   run.num_rounds = 6;
+  run.late_usec = 20'000;
+  try_seeds(run);
+}
+CLAIM("more rows of a token than a warp's stages hold are summed, in segments") {
+  SlotRun run = slots_of(1);
+  run.topk = run.experts_per_rank = 8;
+  run.hidden = 1280;
   try_seeds(run);
 }
 CLAIM("ranks fold by plain loads, or not at all") {

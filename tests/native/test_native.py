@@ -313,16 +313,15 @@ SLOT_MUTANTS = {
         "if (!Combine::kNet) good = good && wait_pairs(k, rings.entered, folds(k));", "",
     ),
     "a rank sums before it has the weights of the token's rank": (
-        "2 ranks get every row in its slot, and every sum", "low_latency_fold.cuh",
-        "      good = note_entered(k, entered);",
-        "      entered.blocks[k.crew.thread % 2] = k.workers();\n      k.crew.sync();",
+        FOLD_OR_NOT, "low_latency_fold.cuh", "      if (note_entered(k, entered)) continue;",
+        "      entered.blocks[k.crew.thread % 4] = k.workers();\n      k.crew.sync();\n      continue;",
     ),
     "a rank's sum is at the place of another pair than where it is read": (
         "2 ranks get every row in its slot, and every sum", "low_latency_fold_bulk.cuh",
         "now_.column, lowest_lane(adds))", "now_.column, now_.count - 1)",
     ),
     "rows of the next token come into a stage that is being read": (
-        "2 ranks get every row in its slot, and every sum", "low_latency_fold_bulk.cuh",
+        "more rows of a token than a warp's stages hold are summed, in segments", "low_latency_fold_bulk.cuh",
         "    while (loaded_ < kFoldStages) {", "    while (loaded_ <= kFoldStages) {",
     ),
     "who receives pairs does not round their rank's sum": (
