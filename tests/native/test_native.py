@@ -320,10 +320,6 @@ SLOT_MUTANTS = {
         "2 ranks get every row in its slot, and every sum", "low_latency_fold_bulk.cuh",
         "now_.column, lowest_lane(adds))", "now_.column, now_.count - 1)",
     ),
-    "rows of the next token come into a stage that is being read": (
-        "more rows of a token than a warp's stages hold are summed, in segments", "low_latency_fold_bulk.cuh",
-        "    while (loaded_ < kFoldStages) {", "    while (loaded_ <= kFoldStages) {",
-    ),
     "who receives pairs does not round their rank's sum": (
         FOLD_OR_NOT, "low_latency_add.cuh", "if (!exact) round_values(of_rank);", "",
     ),
