@@ -126,8 +126,8 @@ class ComposedSlots:
         out           [T, H] bfloat16, contiguous: is filled and returned. None: a new tensor is
 
         Returns [T, H] bfloat16: rounded at the end. Each rank's sum, and what another domain returns, is
-        rounded to the buffer's combine_wire_dtype before. Zeros for tokens without
-        experts. Order of the sums: experts of a rank ascending; then as `Buffer.combine` adds fp32 rows.
+        rounded to the buffer's combine_wire_dtype before. Zeros for tokens without experts. Order of the
+        sums: experts of a rank ascending; then as `Buffer.combine` adds fp32 rows.
 
         Raises what `dispatch` raises.
         """
