@@ -112,8 +112,11 @@ struct Places {
   Places(const Topology& topo, int peer, int rank) {
     const int own = topo.domain_of[rank];
     of_domain = static_cast<size_t>(own - (own > topo.domain_of[peer]));
-    const int ranks = topo.num_ranks;
-    for (int src = (peer + 1) % ranks; src != rank; src = (src + 1) % ranks) of_rank += topo.lands(peer, src);
+    const std::vector<int> landed = topo.landed(peer);
+    const auto place = [&](int of) {
+      return static_cast<size_t>(std::lower_bound(landed.begin(), landed.end(), of) - landed.begin());
+    };
+    of_rank = (place(rank) + landed.size() - place(peer)) % std::max<size_t>(landed.size(), 1);  // from the next one on
   }
 };
 

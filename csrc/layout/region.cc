@@ -84,18 +84,16 @@ uint32_t send_slots(const RegionLayout& layout) {
 }
 
 std::vector<int> incoming_of(const Topology& topo, int rank) {
-  std::vector<int> sources;
-  for (int src = 0; src < topo.num_ranks; ++src)
-    if (topo.lands(rank, src)) sources.push_back(src);
+  std::vector<int> sources = topo.landed(rank);
   std::rotate(sources.begin(), std::lower_bound(sources.begin(), sources.end(), rank), sources.end());
   return sources;
 }
 
-// The start of every region, at the same offsets on all ranks.
+// The start of every region.
 void take_control(Cursor& cursor, const Topology& topo, int rank, RegionLayout& layout) {
   layout.rank = rank;
   layout.incoming = incoming_of(topo, rank);
-  cursor.take("control", kPageBytes);
+  cursor.take("control", kPageBytes + layout.incoming.size() * kRemoteSignsBytes);
 }
 
 // The end of every region, which depends on the rings.
@@ -132,6 +130,9 @@ RegionLayout make_region_layout(const Topology& topo, const RingParams& params, 
   layout.pieces.resize(1 + layout.incoming.size());
   for (uint32_t q = 0; q < n; ++q)
     layout.pieces[0].push_back(cursor.ring("fold pieces", RingKind::kPieces, params.slot_bytes, params.num_slots, 1));
+  for (auto* rings : {&layout.header_landing, &layout.meta_landing, &layout.rows_landing, &layout.return_send})
+    rings->reserve(layout.incoming.size());
+  for (auto& of_stream : layout.pieces) of_stream.reserve(n);
   for (size_t i = 0; i < layout.incoming.size(); ++i) {
     layout.header_landing.push_back(cursor.ring("landing", RingKind::kHeader, own_header_bytes, kHeaderSlots, n));
     layout.meta_landing.push_back(cursor.ring("landing", RingKind::kMeta, params.meta_slot_bytes, params.num_slots, n));

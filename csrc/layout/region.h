@@ -61,6 +61,7 @@ struct RingParams {
   uint32_t num_slots = 0;        // of every ring but the header rings
   uint32_t num_experts = 0;      // of the whole group
 };
+constexpr uint64_t kRemoteSignsBytes = 32;  // what is known of a rank whose rows land: sync/control.h
 constexpr uint32_t kHeaderSlots = 2;  // see Exchange: a header of epoch n-2 has been read by all when epoch n starts
 
 // Rings of a GPU buffer that a transport carries: their slots lie in device memory, from offset 0 of a rank's device

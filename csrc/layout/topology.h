@@ -65,17 +65,23 @@ struct Topology {
   bool lands(int rank, int src) const {
     return domain_of[src] != domain_of[rank] && rail(src, domain_of[rank]) == rank;
   }
+  // The ranks whose rows `rank` lands, ascending.
+  std::vector<int> landed(int rank) const {
+    const int own = domain_of[static_cast<size_t>(rank)];
+    std::vector<int> ranks;
+    for (int domain = 0; domain < num_domains(); ++domain)
+      for (int local = local_of[static_cast<size_t>(rank)]; domain != own && local < size_of(domain);
+           local += size_of(own))
+        ranks.push_back(members[static_cast<size_t>(domain)][static_cast<size_t>(local)]);
+    std::sort(ranks.begin(), ranks.end());
+    return ranks;
+  }
   // Ranks of other domains that `rank` exchanges rows with, ascending: those that land its rows, and those whose rows
   // it lands.
   std::vector<int> rails(int rank) const {
-    const int own = domain_of[static_cast<size_t>(rank)];
-    std::vector<int> ranks;
-    for (int domain = 0; domain < num_domains(); ++domain) {
-      if (domain == own) continue;
-      ranks.push_back(rail(rank, domain));
-      for (int local = local_of[static_cast<size_t>(rank)]; local < size_of(domain); local += size_of(own))
-        ranks.push_back(members[static_cast<size_t>(domain)][static_cast<size_t>(local)]);
-    }
+    std::vector<int> ranks = landed(rank);
+    for (int domain = 0; domain < num_domains(); ++domain)
+      if (domain != domain_of[static_cast<size_t>(rank)]) ranks.push_back(rail(rank, domain));
     std::sort(ranks.begin(), ranks.end());
     ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
     return ranks;

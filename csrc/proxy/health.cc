@@ -9,6 +9,9 @@ namespace uccl_ep {
 namespace {
 
 constexpr uint64_t kRemoteHeartbeatPeriods = 5;
+constexpr uint64_t kSilentTellerUsec = 3 * kHeartbeatUsec;
+static_assert(kSilentTellerUsec < kStaleHeartbeatUsec);
+static_assert(sizeof(RemoteSigns) == kRemoteSignsBytes);
 
 // The record crossed a network: check its fields before using them as indices.
 ErrorRecord checked(ErrorRecord record, int finder, int num_ranks) {
@@ -31,21 +34,38 @@ Health::Health(const ProxyContext& context)
                  static_cast<uint32_t>(context.topo->num_ranks)},
                 context.topo->others(context.rank)),
       heard_before_(static_cast<size_t>(context.topo->num_ranks)),
-      heard_(static_cast<size_t>(context.topo->num_ranks)),
       heard_patient_(static_cast<size_t>(context.topo->num_ranks)),
-      moved_(static_cast<size_t>(context.topo->num_ranks)),
-      calls_refused_(static_cast<size_t>(context.topo->num_ranks)),
       closed_(static_cast<size_t>(context.topo->num_ranks)) {
+  find_signs();
   const std::vector<int> rails = context.topo->rails(context.rank);
   for (int rank = 0; rank < context.topo->num_ranks; ++rank) {
     if (rank == context.rank) continue;
     const ControlBlock* control = context.domain_controls[static_cast<size_t>(rank)];
     if (control == nullptr) {
       remote_idx_[static_cast<size_t>(rank)] = static_cast<int>(remotes_.size());
-      remotes_.push_back({rank, std::binary_search(rails.begin(), rails.end(), rank)});
+      const bool is_rail = std::binary_search(rails.begin(), rails.end(), rank);
+      remotes_.push_back({rank, is_rail, context.topo->lands(rank, context.rank)});
+      if (!is_rail) continue;
     }
     watched_.push_back(
         {rank, false, control != nullptr ? ProcessWatch(control->pid, control->pid_namespace) : ProcessWatch()});
+  }
+}
+
+// Where the signs of each rank are: a rank has those of the ranks that it lands side by side.
+void Health::find_signs() {
+  const Topology& topo = *context_.topo;
+  const size_t ranks = static_cast<size_t>(topo.num_ranks), own = static_cast<size_t>(context_.rank);
+  signs_.resize(ranks);
+  own_signs_.resize(ranks);
+  std::vector<uint32_t> num_landed(ranks);
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    tellers_.push_back(static_cast<int>(rank));
+    if (context_.domain_controls[rank] != nullptr) continue;
+    const size_t teller = static_cast<size_t>(topo.rail(static_cast<int>(rank), topo.domain_of[own]));
+    tellers_[rank] = static_cast<int>(teller);
+    signs_[rank] = remote_signs(context_.domain_controls[teller]) + num_landed[teller]++;
+    if (teller == own) own_signs_[rank] = signs_[rank];
   }
 }
 
@@ -56,26 +76,46 @@ void Health::housekeeping(uint64_t now_usec, uint64_t moved_bytes) {
   if (moved_bytes != moved_bytes_) context_.control->carried.publish(now_usec);
   moved_bytes_ = moved_bytes;
   listen();
+  part_from_ended();
   if (period_++ % kRemoteHeartbeatPeriods == 0) send_heartbeats();
   watch_processes();
 }
 
-// After a pause of this process all ranks seem silent: give them time for a heartbeat.
+// After a pause of this process all ranks seem silent: give them time for a heartbeat. Of a rank whose teller shows no
+// sign of life nothing is known: the teller is silent, not the rank.
 void Health::listen() {
   const uint64_t patient = patience_.now();
   for (size_t rank = 0; rank < heard_before_.size(); ++rank) {
     const uint64_t heard = last_heard_usec(static_cast<int>(rank));
-    if (heard != heard_before_[rank]) heard_patient_[rank].publish(patient);
+    const uint64_t teller_heard = heard_patient_[static_cast<size_t>(tellers_[rank])].own();
+    const bool unknown = signs_[rank] != nullptr && patient - teller_heard > kSilentTellerUsec;
+    if (heard != heard_before_[rank] || unknown) heard_patient_[rank].publish(patient);
     heard_before_[rank] = heard;
   }
   patient_.publish(patient);
+}
+
+// Of ranks that are no rails this rank learns by its domain that they have left.
+void Health::part_from_ended() {
+  for (Remote& remote : remotes_) {
+    if (remote.is_rail || remote.dead) continue;
+    const uint64_t ended = signs_[static_cast<size_t>(remote.rank)]->ended.read();
+    if (ended == kDead) {
+      remote.dead = true;
+      messages_.forget(remote.rank);
+      publish_settled();
+    } else if (ended == kSaidBye) {
+      messages_.part(remote.rank);
+    }
+  }
 }
 
 void Health::send_heartbeats() {
   const Heartbeat ours{last_moved_usec(context_.rank), context_.control->num_refused.read()};
   messages_.compose(MessageKind::kHeartbeat, {reinterpret_cast<const uint8_t*>(&ours), sizeof(ours)});
   for (const Remote& remote : remotes_)
-    if (closed_[static_cast<size_t>(remote.rank)].own() == 0) messages_.owe(remote.rank, MessageKind::kHeartbeat);
+    if (remote.lands_our_rows && closed_[static_cast<size_t>(remote.rank)].own() == 0)
+      messages_.owe(remote.rank, MessageKind::kHeartbeat);
   probe_rails();
 }
 
@@ -119,6 +159,7 @@ void Health::found_dead(const Watched& watched) {
   ErrorRecord record = make_error(ErrorKind::kPeerDied, context_.rank, watched.rank, who + " died");
   record.step = Step::kNone;
   if (remote_idx_[static_cast<size_t>(watched.rank)] >= 0) {
+    if (RemoteSigns* const its = own_signs_[static_cast<size_t>(watched.rank)]) its->ended.publish(kDead);
     remote_of(watched.rank).dead = true;
     messages_.forget(watched.rank);
     publish_settled();
@@ -154,7 +195,7 @@ void Health::owe_what_changed() {
     byes_owed_ = true;
     messages_.compose(MessageKind::kBye, {});
     for (const Remote& remote : remotes_)  // likewise
-      if (!remote.dead) messages_.owe(remote.rank, MessageKind::kBye);
+      if (remote.is_rail && !remote.dead) messages_.owe(remote.rank, MessageKind::kBye);
     publish_settled();
   }
 }
@@ -193,6 +234,8 @@ void Health::take(const Datagram& message, uint64_t now_usec) {
       return take_heartbeat(remote_of(peer), message, now_usec);
     case MessageKind::kBye:
       closed_[static_cast<size_t>(peer)].publish(1);
+      if (RemoteSigns* const its = own_signs_[static_cast<size_t>(peer)]; its != nullptr && its->ended.own() == 0)
+        its->ended.publish(kSaidBye);
       return messages_.part(peer);
     case MessageKind::kError:
       return take_error(peer, message);
@@ -201,12 +244,13 @@ void Health::take(const Datagram& message, uint64_t now_usec) {
 
 // Its clock is not ours: only that its number has changed counts.
 void Health::take_heartbeat(Remote& remote, const Datagram& message, uint64_t now_usec) {
+  RemoteSigns* const its = own_signs_[static_cast<size_t>(remote.rank)];
+  if (its == nullptr) return;
   Heartbeat said;
   std::memcpy(&said, message.payload, sizeof(said));
-  const size_t rank = static_cast<size_t>(remote.rank);
-  if (said.moved_usec != remote.told_moved_usec) moved_[rank].publish(now_usec);
+  if (said.moved_usec != remote.told_moved_usec) its->moved.publish(now_usec);
   remote.told_moved_usec = said.moved_usec;
-  if (said.num_refused > calls_refused_[rank].own()) calls_refused_[rank].publish(said.num_refused);
+  if (said.num_refused > its->num_refused.own()) its->num_refused.publish(said.num_refused);
 }
 
 void Health::take_error(int peer, const Datagram& message) {
@@ -237,21 +281,22 @@ bool Health::error_delivered() const {
 }
 
 uint64_t Health::last_heard_usec(int rank) const {
-  const ControlBlock* control = context_.domain_controls[static_cast<size_t>(rank)];
-  return std::max(created_usec_,
-                  control != nullptr ? control->heartbeat.read() : heard_[static_cast<size_t>(rank)].read());
+  const RemoteSigns* const signs = signs_[static_cast<size_t>(rank)];
+  const Flag& heard = signs != nullptr ? signs->heard : context_.domain_controls[static_cast<size_t>(rank)]->heartbeat;
+  return std::max(created_usec_, heard.read());
 }
 
 uint64_t Health::num_refused(int rank) const {
-  const ControlBlock* control = context_.domain_controls[static_cast<size_t>(rank)];
-  return control != nullptr ? control->num_refused.read() : calls_refused_[static_cast<size_t>(rank)].read();
+  const RemoteSigns* const signs = signs_[static_cast<size_t>(rank)];
+  return (signs != nullptr ? signs->num_refused : context_.domain_controls[static_cast<size_t>(rank)]->num_refused)
+      .read();
 }
 
 void Health::add_stats(ProxyStats& stats) const { stats.messages = messages_.stats(); }
 
 uint64_t Health::last_moved_usec(int rank) const {
+  if (const RemoteSigns* const signs = signs_[static_cast<size_t>(rank)]) return signs->moved.read();
   const ControlBlock* control = context_.domain_controls[static_cast<size_t>(rank)];
-  if (control == nullptr) return moved_[static_cast<size_t>(rank)].read();
   return std::max(control->progress.read(), control->carried.read());
 }
 

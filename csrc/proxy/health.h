@@ -27,7 +27,9 @@ class Health {
   bool refused() const { return messages_.refused(); }
 
   // Anything of `peer` arrived.
-  void heard(int peer, uint64_t now_usec) { heard_[static_cast<size_t>(peer)].publish(now_usec); }
+  void heard(int peer, uint64_t now_usec) {
+    if (RemoteSigns* const its = own_signs_[static_cast<size_t>(peer)]) its->heard.publish(now_usec);
+  }
   // A probe has completed.
   void probed(const Cookie& cookie);
   // This rank found an error: send it to all ranks directly.
@@ -35,7 +37,11 @@ class Health {
 
   // ---- any thread
   void announce_close();
-  bool closed(int rank) const { return closed_[static_cast<size_t>(rank)].read() != 0 || domain_closing(rank); }
+  bool closed(int rank) const {
+    const RemoteSigns* const signs = signs_[static_cast<size_t>(rank)];
+    return closed_[static_cast<size_t>(rank)].read() != 0 || (signs != nullptr && signs->ended.read() != 0) ||
+           domain_closing(rank);
+  }
   bool all_closed() const;
   bool error_delivered() const;
   uint64_t last_heard_usec(int rank) const;
@@ -52,6 +58,7 @@ class Health {
   struct Remote {
     int rank;
     bool is_rail;
+    bool lands_our_rows;  // so its domain hears of us by it
     bool probe_in_flight = false;
     bool dead = false;
     uint64_t told_moved_usec = 0;  // of its last heartbeat
@@ -59,7 +66,7 @@ class Health {
   struct Watched {
     int rank;
     bool suspected = false;  // looked dead once
-    ProcessWatch process;    // domain peers; the transport knows the others
+    ProcessWatch process;    // domain peers; the transport knows rails
   };
 
   bool domain_closing(int rank) const {
@@ -74,6 +81,8 @@ class Health {
   void send_heartbeats();
   void probe_rails();
   void listen();
+  void find_signs();
+  void part_from_ended();
   void watch_processes();
   void found_dead(const Watched& watched);
   void start_shipping(const ErrorRecord& record);
@@ -92,14 +101,14 @@ class Health {
   PatienceClock patience_;
   uint64_t moved_bytes_ = 0;
   std::vector<uint64_t> heard_before_;  // [rank] last_heard_usec() at the last housekeeping
+  // [rank] of other domains: what the rank of ours knows that lands its rows; and where this rank is that one.
+  std::vector<RemoteSigns*> signs_, own_signs_;
+  std::vector<int> tellers_;  // [rank] that one; a domain peer itself
 
   // Writer: the proxy; readers: any thread of this process; never reset.
-  std::vector<Flag> heard_;       // [rank] now_usec() of the last message
   std::vector<Flag> heard_patient_;  // [rank] patience_ when the last sign of life was noticed
   Flag patient_;  // patience_ at the last housekeeping; published after heard_patient_
-  std::vector<Flag> moved_;  // [rank] now_usec() of the last heartbeat that said that the rank's operation moved
-  std::vector<Flag> calls_refused_;  // [rank] as its heartbeats say
-  std::vector<Flag> closed_;  // [rank] 1: its bye arrived, or it is dead
+  std::vector<Flag> closed_;  // [rank] 1: its bye arrived here, or this rank found it dead
   Flag shipping_error_;  // 1: an error that we found is on its way to the other domains
   Flag error_settled_;  // 1: it has reached all live ranks
   Flag byes_settled_;  // likewise, the byes

@@ -111,10 +111,11 @@ class Proxy {
   uint64_t num_refused(int rank) const;
   // As Transport::trouble().
   std::string trouble() const { return context_.transport->trouble(); }
-  // The rank entered close() (domain peer: its flag; other domain: its bye arrived) or its process is gone.
+  // The rank entered close() (domain peer: its flag; other domain: its bye arrived in ours) or its process is gone.
   bool remote_closed(int rank) const;
 
-  // Tells all ranks that this one may disappear: sets our `closing` flag and sends a bye to each rank of other domains.
+  // Tells all ranks that this one may disappear: sets our `closing` flag and sends a bye to each rail, which tells its
+  // domain.
   // Idempotent.
   void announce_close();
   // After announce_close(): every rank has closed or died, and has acknowledged our messages (byes, our error). If the

@@ -52,6 +52,19 @@ struct ControlBlock {
 };
 static_assert(sizeof(ControlBlock) <= kPageBytes);
 
+// What a rank knows of a rank of another domain whose rows it lands: that one tells nobody else of the domain. Behind
+// the control block, ranks ascending. Writer: the proxy of the rank that knows it; readers: its domain; never reset.
+struct RemoteSigns {
+  Flag heard;        // now_usec() of the last message
+  Flag moved;        // now_usec() of the last heartbeat that said that its operation moved
+  Flag num_refused;  // calls that it has refused, as its heartbeats say
+  Flag ended;        // 1: its bye arrived. 2: it is dead
+};
+constexpr uint64_t kSaidBye = 1, kDead = 2;
+inline RemoteSigns* remote_signs(ControlBlock* control) {
+  return reinterpret_cast<RemoteSigns*>(reinterpret_cast<uint8_t*>(control) + kPageBytes);
+}
+
 constexpr uint64_t kControlMagic = 0x7563636c65703031;  // "uccl" "ep01"
 constexpr uint64_t kHeartbeatUsec = 100000;
 // A rank whose heartbeat is older than this is blamed before one that is merely waited for.

@@ -123,7 +123,7 @@ class LoneProxy {
         memory_(static_cast<uint8_t*>(std::aligned_alloc(kLineBytes, round_up(layout.total_bytes, kLineBytes))),
                 &std::free) {
     std::memset(region(), 0, layout.total_bytes);
-    for (ControlBlock* block : {new (region()) ControlBlock, &neighbour_}) {
+    for (ControlBlock* block : {new (region()) ControlBlock, &neighbour()}) {
       block->pid = getpid();
       block->generation = Wire::kNonce;
     }
@@ -139,7 +139,7 @@ class LoneProxy {
     context.layout = &layout;
     context.region = region();
     context.control = &control();
-    context.domain_controls = {&control(), &neighbour_, nullptr, nullptr, nullptr};
+    context.domain_controls = {&control(), &neighbour(), nullptr, nullptr, nullptr};
     context.commands = commands.get();
     context.transport = &wire;
     proxy_ = std::make_unique<Proxy>(context);
@@ -228,7 +228,7 @@ class LoneProxy {
     num_stamps_ += num_new;
   }
   void check_error() {
-    for (const ControlBlock* block : {&control(), &neighbour_}) {
+    for (const ControlBlock* block : {&control(), &neighbour()}) {
       if (!block->error_claim.published()) continue;
       const ErrorRecord& error = block->error;
       must(error.kind > ErrorKind::kNone && error.kind <= ErrorKind::kPeerFailed, "an error has a kind");
@@ -239,7 +239,11 @@ class LoneProxy {
   }
 
   std::unique_ptr<uint8_t, decltype(&std::free)> memory_;
-  ControlBlock neighbour_;
+  ControlBlock& neighbour() { return neighbour_.control; }
+  struct {
+    alignas(kPageBytes) ControlBlock control;
+    alignas(kPageBytes) RemoteSigns signs[8];
+  } neighbour_;
   std::vector<Counted> rings_;  // as on the board: incoming channels, then outgoing ones
   uint64_t num_stamps_ = 0;
   std::unique_ptr<Proxy> proxy_;

@@ -32,7 +32,7 @@ CLAIM("the rings, flags and words of a device layout never overlap, in the regio
     for (int rank = 0; rank < topo.num_ranks; ++rank) {
       const RegionLayout layout = make_device_layout(topo, kDeviceRings, rank);
       const Channels channels = make_device_channels(topo, kDeviceRings, rank);
-      std::vector<Span> host = {kControlSpan}, device;
+      std::vector<Span> host = {control_span(layout)}, device;
       for (const RingLayout* ring : rings_of(layout)) {
         add_flags(host, *ring);
         add_slots(device, *ring);

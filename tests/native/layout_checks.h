@@ -43,7 +43,9 @@ inline std::vector<const RingLayout*> rings_of(const RegionLayout& layout) {
   return rings;
 }
 
-constexpr Span kControlSpan{0, kPageBytes};
+inline Span control_span(const RegionLayout& layout) {
+  return {0, kPageBytes + layout.incoming.size() * kRemoteSignsBytes};
+}
 
 inline bool overlap_free(std::vector<Span> spans, uint64_t total_bytes) {
   std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });

@@ -56,7 +56,7 @@ CLAIM("the rings, flags and records of a rank never overlap") {
     const Topology topo = Topology::from_labels(c.labels);
     for (int rank = 0; rank < topo.num_ranks; ++rank) {
       const RegionLayout layout = make_region_layout(topo, c.rings, rank);
-      std::vector<Span> spans = {kControlSpan};
+      std::vector<Span> spans = {control_span(layout)};
       for (const RingLayout* ring : rings_of(layout)) {
         add_flags(spans, *ring);
         add_slots(spans, *ring);

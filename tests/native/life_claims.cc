@@ -177,6 +177,71 @@ CLAIM("a movement of the operation is told to the other domains once, also to on
   EXPECT_EQ(world.nodes[2].proxy->last_moved_usec(3), uint64_t{0});
 }
 
+CLAIM("what a rank hears of one whose rows it lands its domain knows, and nobody else is told") {
+  WorldOptions options;
+  options.labels = {0, 0, 1, 1};
+  options.loop.loss_rate = 0.2;
+  World world(options);
+  const uint64_t started = now_usec();
+  world.start();
+  Node& other = world.nodes[1];  // rank 0 lands the rows of rank 2
+  world.nodes[2].control().progress.publish(started);
+  world.nodes[2].control().num_refused.publish(3);
+  EXPECT(eventually([&] { return other.proxy->last_moved_usec(2) >= started && other.proxy->num_refused(2) == 3; }));
+  EXPECT(eventually([&] { return other.proxy->last_heard_usec(2) > started + 600'000; }, 5'000'000));
+  EXPECT_EQ(other.proxy->last_moved_usec(3), uint64_t{0});
+  EXPECT(!other.proxy->remote_closed(2));
+  world.nodes[2].proxy->announce_close();
+  EXPECT(eventually([&] { return other.proxy->remote_closed(2); }));
+  EXPECT(!other.proxy->remote_closed(3));
+  // A heartbeat every half second, of one rank.
+  EXPECT(other.proxy->stats().messages.taken <= 2 + (now_usec() - started) / 500'000);
+}
+
+CLAIM("a rank is not silent because the one that would tell of it is") {
+  WorldOptions options;
+  options.labels = {0, 0, 1};
+  World world(options);
+  Node& asks = world.nodes[1];  // of rank 2 it knows what rank 0 tells
+  world.start();
+  world.nodes[0].proxy->stop();
+  usleep(1'500'000);
+  EXPECT(asks.proxy->silent_usec(0) > 1'200'000);
+  EXPECT(asks.proxy->silent_usec(2) < 400'000);
+  World second(options);
+  second.start();
+  second.nodes[2].proxy->stop();
+  usleep(1'500'000);
+  EXPECT(second.nodes[1].proxy->silent_usec(0) < 400'000);
+  EXPECT(second.nodes[1].proxy->silent_usec(2) > 900'000);
+}
+
+CLAIM("an error needs not reach a rank that has left or died, though only another rank of the domain knows") {
+  for (bool dies : {false, true}) {
+    WorldOptions options;
+    options.labels = {0, 0, 1, 1};
+    FaultyWorld f(options);
+    f.world->start();
+    Node& finds = f.world->nodes[1];
+    if (!dies) {
+      f.world->nodes[2].proxy->announce_close();
+      EXPECT(eventually([&] { return finds.proxy->remote_closed(2); }));
+    }
+    f.world->nodes[2].proxy->stop();
+    ErrorRecord record;
+    record.kind = ErrorKind::kPeerFailed;
+    record.rank = 1;
+    post_error(finds.control(), record);
+    EXPECT(eventually([&] { return f.world->nodes[3].has_error(); }));
+    if (dies) {
+      usleep(1'500'000);
+      EXPECT(!finds.proxy->error_delivered());  // rank 2 may only be slow
+      f.faulty[0]->dead.publish(2 + 1);
+    }
+    EXPECT(eventually([&] { return finds.proxy->error_delivered(); }, 3'000'000));
+  }
+}
+
 CLAIM("stop returns in less than 200 ms with operations pending, and can be called twice") {
   WorldOptions options;
   options.loop.gbytes_per_s = 0.000001;

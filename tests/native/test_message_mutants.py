@@ -14,6 +14,8 @@ LOST = "a message that is lost, doubled, late or overtaken reaches every rank on
 STOPPED = (
     "who is stopped for a minute finds a dozen heartbeats in its queue, and is told the next when it is heard"
 )
+TOLD_BY_ONE = "what a rank hears of one whose rows it lands its domain knows, and nobody else is told"
+LEFT = "an error needs not reach a rank that has left or died, though only another rank of the domain knows"
 # (a claim that does not hold, what the file says, what a mutant says instead)
 MESSAGE_MUTANTS = {
     "no message is sent again": (
@@ -52,6 +54,21 @@ HEALTH_MUTANTS = {
         "a rank that said bye and waits for the others learns of an error that one of them finds then",
         "if (!remote.dead) messages_.owe(remote.rank, MessageKind::kError);",
         "if (!closed(remote.rank)) messages_.owe(remote.rank, MessageKind::kError);",
+    ),
+    "who is no rail is told too": (
+        TOLD_BY_ONE, "remote.lands_our_rows && ", "",
+    ),
+    "a bye is kept from the domain": (
+        TOLD_BY_ONE, "its->ended.publish(kSaidBye);", "{}",
+    ),
+    "a rank is silent because its teller is": (
+        "a rank is not silent because the one that would tell of it is", " || unknown", "",
+    ),
+    "who has left is told, though another rank has its bye": (
+        LEFT, "      messages_.part(remote.rank);", "",
+    ),
+    "who has died is told, though another rank found it": (
+        LEFT, "      messages_.forget(remote.rank);", "",
     ),
 }
 # (the file, who claims)

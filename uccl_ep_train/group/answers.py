@@ -26,18 +26,21 @@ def decode(rank: int, what: str, peer: int, answer: bytes, shape: Callable[[Any]
         raise malformed(rank, what, peer, answer) from error
 
 
-def split(rank: int, what: str, answers: Sequence[bytes]) -> list[tuple[bytes, bytes, bytes]]:
-    """The three parts of the payload of every rank, with a zero byte behind the first and behind the second.
+def split(rank: int, what: str, answers: Sequence[bytes]) -> tuple[list[bytes], list[bytes], list[bytes]]:
+    """The three parts of the payload of every rank, with a zero byte behind the first and behind the second:
+    all first parts, all second and all third ones.
 
     Raises what `decode` raises.
     """
-    found = []
+    firsts, seconds, thirds = [], [], []
     for peer, answer in enumerate(answers):
         parts = answer.split(b"\0", 2)
         if len(parts) != 3:
             raise malformed(rank, what, peer, answer)
-        found.append((parts[0], parts[1], parts[2]))
-    return found
+        firsts.append(parts[0])
+        seconds.append(parts[1])
+        thirds.append(parts[2])
+    return firsts, seconds, thirds
 
 
 def decode_all(

@@ -49,12 +49,12 @@ def agree_on_config(
         own = json.dumps(verify())
         return f"{secrets.randbits(64) or 1}\0{own}\0{json.dumps(config.agreed_values())}".encode()
 
-    answers = split(rank, what, exchange(bootstrap, what, mine))
-    generation = decode(rank, what, 0, answers[0][0], _generation)
-    said = decode_all(rank, what, [own for _, own, _ in answers], shape)
-    same = answers[0][2]
+    generations, owns, all_values = split(rank, what, exchange(bootstrap, what, mine))
+    generation = decode(rank, what, 0, generations[0], _generation)
+    said = decode_all(rank, what, owns, shape)
+    same = all_values[0]
     first = decode(rank, what, 0, same, _values)
-    for peer, (_, _, theirs) in enumerate(answers):
+    for peer, theirs in enumerate(all_values):
         if theirs == same:  # as it should be of all, in a large group
             continue
         values = decode(rank, what, peer, theirs, _values)

@@ -26,7 +26,7 @@ from uccl_ep_train.group.answers import require
 from uccl_ep_train.group.bootstrap import Bootstrap, exchange
 from uccl_ep_train.group.domains import Handshake, agree_on_config, are_set, found
 from uccl_ep_train.group.patience import PatientTimer
-from uccl_ep_train.group.presence import Presence, meet
+from uccl_ep_train.group.presence import Presences, meet
 from uccl_ep_train.settings.config import EpConfig
 
 
@@ -79,7 +79,7 @@ class Created(NamedTuple):
     config: EpConfig
     nics: str
     engine: Any
-    ranks: tuple[Presence, ...]
+    ranks: Presences
 
 
 class Settled(NamedTuple):
@@ -98,7 +98,7 @@ class Settled(NamedTuple):
     config: EpConfig
     nics: str
     why: str
-    ranks: tuple[Presence, ...]
+    ranks: Presences
 
 
 def settle_config(bootstrap: Bootstrap, config: EpConfig) -> Settled:
@@ -121,7 +121,7 @@ def settle_config(bootstrap: Bootstrap, config: EpConfig) -> Settled:
     # entered.
     with Handshake() as handshake:
         ranks, offers = meet(bootstrap, introduce)
-        places = [rank.place for rank in ranks]
+        places = ranks.places
         # The resolved "auto" must also be equal on all ranks.
         config = config.replace(backend="cuda" if device.type == "cuda" else "host")
         generation, said = agree_on_config(bootstrap, config, verify, _reports)

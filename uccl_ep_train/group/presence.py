@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from uccl_ep_train.group import transport
 from uccl_ep_train.group.answers import decode_all, require, split
@@ -61,10 +61,36 @@ class Presence:
             return "?"
 
 
+class Presences(Sequence[Presence]):
+    """By rank. It makes each when asked: a large group has many, and they would be collected as garbage."""
+
+    def __init__(self, spots: Sequence[tuple[transport.Place, str]], pids: Sequence[int]) -> None:
+        """spots: each rank's place and pid space; ranks of a host share one"""
+        self._spots = spots
+        self._pids = pids
+
+    @property
+    def places(self) -> list[transport.Place]:
+        return [place for place, _ in self._spots]
+
+    def __len__(self) -> int:
+        return len(self._pids)
+
+    @overload
+    def __getitem__(self, rank: int) -> Presence: ...
+    @overload
+    def __getitem__(self, rank: slice) -> Presences: ...
+    def __getitem__(self, rank: int | slice) -> Presence | Presences:
+        if isinstance(rank, slice):
+            return Presences(self._spots[rank], self._pids[rank])
+        place, pid_space = self._spots[rank]
+        return Presence(place, self._pids[rank], pid_space)
+
+
 class Met(NamedTuple):
     """By rank: where each runs, and what it said besides."""
 
-    ranks: tuple[Presence, ...]
+    ranks: Presences
     besides: list[bytes]
 
 
@@ -80,14 +106,12 @@ def meet(bootstrap: Bootstrap, besides: Callable[[], bytes] = bytes) -> Met:
         return f"{here.pid}\0{json.dumps(place)}\0".encode() + besides()
 
     # What ranks of a host have in common is apart from what they have not.
-    said = split(rank, what, exchange(bootstrap, what, mine))
-    pids = decode_all(rank, what, [pid for pid, _, _ in said], _pid)
-    places = decode_all(rank, what, [place for _, place, _ in said], _place)
-    ranks = tuple(Presence(place, pid, space) for pid, (place, space) in zip(pids, places, strict=True))
+    pids, spots, more = split(rank, what, exchange(bootstrap, what, mine))
+    ranks = Presences(decode_all(rank, what, spots, _spot), decode_all(rank, what, pids, _pid))
     watch = getattr(bootstrap, "watch", None)
     if watch is not None:
         watch(ranks)
-    return Met(ranks, [more for _, _, more in said])
+    return Met(ranks, more)
 
 
 def _pid(value: Any) -> int:
@@ -95,8 +119,8 @@ def _pid(value: Any) -> int:
     return int(value)
 
 
-def _place(value: Any) -> tuple[transport.Place, str]:
-    """And the pid space."""
+def _spot(value: Any) -> tuple[transport.Place, str]:
+    """A place and a pid space."""
     require(isinstance(value, list) and [type(part) for part in value] == [str, str, str], "no place")
     host, memory, pid_space = value
     return transport.Place(host, memory), pid_space

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from uccl_ep_train.core.native import load_native, probe_transports
 from uccl_ep_train.core.topology import Topology
@@ -24,8 +24,7 @@ NETWORKS = ("verbs", "ofi")
 """Transports that reach other hosts, the better first."""
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a rank runs. Ranks with equal `memory` can map each other's; `host` is for messages."""
 
     host: str
@@ -95,8 +94,7 @@ def choose(
 
     Raises `ConfigError` naming ranks and what they lack.
     """
-    told = [(place.host, place.memory) for place in places]
-    name, why, provider = load_native().choose_transport(wanted, told, answers, num_domains, on_gpu)
+    name, why, provider = load_native().choose_transport(wanted, places, answers, num_domains, on_gpu)
     return Choice(name, why, provider or None)
 
 

@@ -9,7 +9,8 @@ class Builder {
  public:
   Builder(HostContext& context, const Layout& layout, const std::vector<uint8_t*>& regions, const ProxyQueue& proxy)
       : context_(context), channels_(layout.channels), regions_(regions), proxy_(proxy) {
-    for (int rank : context.members()) layouts_[rank] = make_member_layout(layout.topo, layout.rings, layout.own, rank);
+    for (int rank : context.members())
+      layouts_.push_back(make_member_layout(layout.topo, layout.rings, layout.own, rank));
   }
   explicit Builder(const Builder&) = delete;
 
@@ -17,7 +18,7 @@ class Builder {
     const int rank = context_.rank;
     for (int d = 0; d < context_.topo.num_domains(); ++d) context_.outgoing.push_back(outgoing(d));
     for (int src = 0; src < context_.topo.num_ranks; ++src) context_.incoming.push_back(incoming(src));
-    const RegionLayout& mine = layouts_[rank];
+    const RegionLayout& mine = layout_of(rank);
     for (size_t stream = 0; stream < mine.pieces.size(); ++stream) {
       MergedPorts ports;
       ports.src = stream == 0 ? rank : mine.incoming[stream - 1];
@@ -30,6 +31,9 @@ class Builder {
   }
 
  private:
+  const RegionLayout& layout_of(int member) const {
+    return layouts_[static_cast<size_t>(context_.topo.local_of[static_cast<size_t>(member)])];
+  }
   ControlBlock* control(int rank) const { return reinterpret_cast<ControlBlock*>(regions_[rank]); }
 
   OutPort send(const RingLayout& ring) const {
@@ -38,7 +42,7 @@ class Builder {
   }
 
   OutgoingPorts outgoing(int d) {
-    const RegionLayout& mine = layouts_[context_.rank];
+    const RegionLayout& mine = layout_of(context_.rank);
     if (d != context_.domain)
       return {send(mine.header_send[d]), send(mine.meta_send[d]), send(mine.rows_send[d]),
               InPort(regions_[context_.rank], mine.return_landing[d], 0, &control(context_.rank)->proxy_bell,
@@ -53,7 +57,7 @@ class Builder {
 
   IncomingPorts incoming(int src) {
     const int holder = context_.holder(src);
-    const RegionLayout& theirs = layouts_[holder];
+    const RegionLayout& theirs = layout_of(holder);
     uint8_t* region = regions_[holder];
     const bool own_domain = holder == src;
     const size_t i =
@@ -72,7 +76,7 @@ class Builder {
   const Channels& channels_;
   const std::vector<uint8_t*>& regions_;
   const ProxyQueue proxy_;
-  std::vector<RegionLayout> layouts_ = std::vector<RegionLayout>(static_cast<size_t>(context_.topo.num_ranks));
+  std::vector<RegionLayout> layouts_;  // by member
 };
 
 }  // namespace

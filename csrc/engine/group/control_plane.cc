@@ -93,23 +93,23 @@ std::unique_ptr<Transport> make_transport(const EngineConfig& config, const Topo
   return transport_of(config, topo).make(setup, {config.loop, config.nic});
 }
 
-uint64_t transport_bytes_of(const EngineConfig& config, const Topology& topo, int rank) {
+}  // namespace
+
+uint64_t transport_bytes(const EngineConfig& config, const Topology& topo, int rank) {
   return transport_of(config, topo)
       .memory_bytes({config.loop, config.nic}, topo.rails(rank).size(), topo.others(rank).size());
 }
 
-}  // namespace
-
 uint64_t transport_bytes(const EngineConfig& config, const Topology& topo) {
   uint64_t most = 0;
-  for (int rank : topo.classes()) most = std::max(most, transport_bytes_of(config, topo, rank));
+  for (int rank : topo.classes()) most = std::max(most, transport_bytes(config, topo, rank));
   return most;
 }
 
 MemoryEntries memory_entries(const EngineConfig& config, const Rings& rings) {
   const Topology topo = Topology::from_labels(checked(config).domain_of);
   MemoryEntries entries = layout_of(topo, rings, config.rank).entries;
-  entries.emplace_back("transport", transport_bytes_of(config, topo, config.rank));
+  entries.emplace_back("transport", transport_bytes(config, topo, config.rank));
   return entries;
 }
 

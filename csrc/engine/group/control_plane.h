@@ -30,7 +30,8 @@ enum class Drive { kThreads, kSteps };
 
 // The rings of a buffer: the host backend's, or those of a GPU buffer that a transport carries.
 using Rings = std::variant<RingParams, DeviceRings>;
-// What the transport allocates on the rank that has the most rails, so that all choose the same rings.
+// What the transport allocates on a rank; and on the one that has the most rails, so that all choose the same rings.
+uint64_t transport_bytes(const EngineConfig& config, const Topology& topo, int rank);
 uint64_t transport_bytes(const EngineConfig& config, const Topology& topo);
 // What a rank's control plane allocates, its rings in host memory included.
 MemoryEntries memory_entries(const EngineConfig& config, const Rings& rings);

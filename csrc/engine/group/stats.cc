@@ -44,9 +44,7 @@ Stats ControlPlane::stats() const {
   const std::shared_lock held(memory_mutex_);
   if (given_back_) return last_stats_;
   put_proxy(out, proxy_->stats());
-  uint64_t allocated = 0;
-  for (auto& entry : memory_entries(config_, rings_)) allocated += entry.second;
-  put(out, "memory.allocated_bytes", allocated);
+  put(out, "memory.allocated_bytes", layout_.total_bytes + transport_bytes(config_, topo_, config_.rank));
   return out;
 }
 

@@ -84,7 +84,6 @@ void LoopTransport::connect_peer(int rank, const std::string& text, size_t num_r
   inbox_.reserve(offset, inbox_queue_bytes(own_.inbox_slots));
   peer.reader = {inbox_.base() + offset, own_.inbox_slots};
   peer.writer = {peer.inbox.base() + inbox_queue_offset(address.inbox_slots, own_.rank), address.inbox_slots};
-  peer.stalled.reserve(2 * options_.queue_depth);
   peer.is_rail = true;
 }
 

@@ -138,7 +138,7 @@ class Report:
         return json.dumps(
             {
                 "exit_status": self.exit_status,
-                "ranks": [asdict(place) for place in self.group.places],
+                "ranks": [place._asdict() for place in self.group.places],
                 "findings": [asdict(finding) for finding in self.findings],
                 "facts": self.facts,
             },

@@ -230,7 +230,8 @@ class Meeting:
     def meet(self) -> dict[int, str]:
         """The first step: all learn where the others are; those who did not come, and why."""
         patience_s = START_FACTOR * self.timeout_s
-        own = asdict(self._known(self.me.rank))
+        known = self._known(self.me.rank)
+        own = asdict(known) | {"place": known.place._asdict()}
         if self.me.rank == 0:
             came, late = self.gather(own, patience_s=patience_s)
             everyone: dict[str, Any] = {"came": came, "late": late}
