@@ -36,7 +36,8 @@ from uccl_ep_train import Buffer
 OPS = ("creation", "dispatch", "combine", "close")
 HIDDEN, TOKENS, TOPK, EXPERTS_PER_RANK = 256, 64, 4, 2
 TIMEOUT_S = 300.0
-BUDGET_BYTES = 14 << 20  # rings are cut to fit it: here the regions of all numbers of ranks differ by a fifth at most
+# Rings are cut to fit it. With this one the regions of all numbers of ranks differ by a fifth at most.
+BUDGET_BYTES = 14 << 20
 
 
 def near(rank: int, ranks: int, domain_size: int, generator: torch.Generator) -> torch.Tensor:

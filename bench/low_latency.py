@@ -64,15 +64,20 @@ class Cell:
         scores = torch.rand(tokens, args.experts, device=device, generator=generator)
         self.topk_idx = scores.topk(args.topk, 1)[1]
         self.weights = torch.rand(tokens, args.topk, device=device, generator=generator)
-        got = self.calls.dispatch(self.x, self.topk_idx, wire="bf16")
+        # What a dispatch is given, and a combine.
+        routing = self.topk_idx, self.weights
+        early = args.weights == "dispatch"
+        self.early: tuple[torch.Tensor, torch.Tensor | None] = routing if early else (self.topk_idx, None)
+        self.late: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None) if early else routing
+        got = self.calls.dispatch(self.x, *self.early, wire="bf16")
         assert isinstance(got.rows, torch.Tensor)
         self.rows, self.handle = torch.randn_like(got.rows), got.handle
 
     def dispatch(self, wire: str) -> None:
-        self.calls.dispatch(self.x, self.topk_idx, wire=wire)  # type: ignore[arg-type]
+        self.calls.dispatch(self.x, *self.early, wire=wire)  # type: ignore[arg-type]
 
     def combine(self) -> None:
-        self.calls.combine(self.rows, self.topk_idx, self.weights, self.handle)
+        self.calls.combine(self.rows, *self.late, self.handle)
 
     def apart(self, timed: Timed, which: str) -> tuple[float, float]:
         """Seconds of sending and of receiving."""
@@ -80,9 +85,9 @@ class Cell:
 
         def send() -> None:
             if which == "dispatch":
-                sent.append(self.calls.send_dispatch(self.x, self.topk_idx, wire="fp8_fp32"))
+                sent.append(self.calls.send_dispatch(self.x, *self.early, wire="fp8_fp32"))
             else:
-                sent.append(self.calls.send_combine(self.rows, self.topk_idx, self.weights, self.handle))
+                sent.append(self.calls.send_combine(self.rows, *self.late, self.handle))
 
         def receive() -> None:
             sent.pop().receive()
@@ -108,8 +113,8 @@ class Cell:
         return multiply
 
     def gemm_beside(self, timed: Timed, products: Callable[[], None]) -> float:
-        sent = [self.calls.send_dispatch(self.x, self.topk_idx, wire="fp8_fp32")]
-        sums = self.calls.send_combine(self.rows, self.topk_idx, self.weights, self.handle)
+        sent = [self.calls.send_dispatch(self.x, *self.early, wire="fp8_fp32")]
+        sums = self.calls.send_combine(self.rows, *self.late, self.handle)
         seconds = timed(products)
         sent[0].receive()
         sums.receive()
@@ -182,7 +187,10 @@ def run_rank(args: argparse.Namespace) -> int:
             finish_device()
             cell.buffer.check()
             cell.buffer.close()
-            asked = {name: getattr(args, name) for name in ("hidden", "topk", "experts", "domains", "runs")}
+            asked = {
+                name: getattr(args, name)
+                for name in ("hidden", "topk", "experts", "domains", "weights", "runs")
+            }
             asked |= {"link_gbytes_per_s": args.link_gbytes_per_s, "link_latency_us": args.link_latency_us}
             shape = {"tokens": tokens, "num_sms": sms, "ranks": dist.get_world_size()}
             records.append({"system": "uccl_ep", "op": "low_latency"} | shape | asked | found)
@@ -205,6 +213,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--experts", type=int, default=256)
     parser.add_argument("--sms", type=int, nargs="+", default=[0], help="of a kernel; 0: the default")
     parser.add_argument("--domains", type=int, default=1, help="the ranks are split into")
+    parser.add_argument("--weights", choices=("dispatch", "combine"), default="combine", help="given to")
     parser.add_argument("--link-gbytes-per-s", type=float, default=0.0, help="between domains; 0: unlimited")
     parser.add_argument("--link-latency-us", type=float, default=0.0)
     parser.add_argument("--runs", type=int, default=20)

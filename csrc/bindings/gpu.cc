@@ -44,13 +44,13 @@ gpu::SlotPhase phase_named(const std::string& name) {
 }
 // What a low-latency call reads and writes, by address; 0: not given.
 struct PyLowLatencyDispatch {
-  uintptr_t x = 0, topk_idx = 0;
+  uintptr_t x = 0, topk_idx = 0, weights = 0;
   uint64_t num_tokens = 0;
   uint32_t width = 0, hidden = 0;
   std::string wire, scale;  // the name of a row format, and its scales
   bool ue8m0 = false;
-  // rows, scales, counts, ranges, source_tokens, origins, pairs, total_counts, waited_nsec
-  std::array<uintptr_t, 9> out{};
+  // rows, scales, counts, ranges, source_tokens, origins, pairs, routed, total_counts, waited_nsec
+  std::array<uintptr_t, 10> out{};
 
   LowLatencyDispatch native(gpu::SlotPhase phase, uintptr_t stream) const {
     const RowFormat* const format = find_row_format(wire, scale);
@@ -59,6 +59,7 @@ struct PyLowLatencyDispatch {
     args.phase = phase;
     args.x = pointer<const uint8_t>(x);
     args.topk_idx = pointer<const int64_t>(topk_idx);
+    args.weights = pointer<const float>(weights);
     args.num_tokens = num_tokens;
     args.width = width;
     args.hidden = hidden;
@@ -71,14 +72,15 @@ struct PyLowLatencyDispatch {
     args.source_tokens = pointer<int32_t>(out[4]);
     args.origins = pointer<uint32_t>(out[5]);
     args.pairs = pointer<uint32_t>(out[6]);
-    args.total_counts = pointer<int32_t>(out[7]);
-    args.waited_nsec = pointer<int64_t>(out[8]);
+    args.routed = pointer<uint32_t>(out[7]);
+    args.total_counts = pointer<int32_t>(out[8]);
+    args.waited_nsec = pointer<int64_t>(out[9]);
     args.stream = pointer<void>(stream);
     return args;
   }
 };
 struct PyLowLatencyCombine {
-  std::array<uintptr_t, 8> memory{};  // rows, ranges, origins, pairs, topk_idx, weights, out, waited_nsec
+  std::array<uintptr_t, 9> memory{};  // rows, ranges, origins, pairs, routed, topk_idx, weights, out, waited_nsec
   uint64_t num_tokens = 0;
   uint32_t width = 0, hidden = 0;
   bool wire_fp32 = false;
@@ -90,14 +92,15 @@ struct PyLowLatencyCombine {
     args.ranges = pointer<const int64_t>(memory[1]);
     args.origins = pointer<const uint32_t>(memory[2]);
     args.pairs = pointer<const uint32_t>(memory[3]);
-    args.topk_idx = pointer<const int64_t>(memory[4]);
-    args.weights = pointer<const float>(memory[5]);
+    args.routed = pointer<const uint32_t>(memory[4]);
+    args.topk_idx = pointer<const int64_t>(memory[5]);
+    args.weights = pointer<const float>(memory[6]);
     args.num_tokens = num_tokens;
     args.width = width;
     args.hidden = hidden;
     args.wire = wire_fp32 ? Dtype::kFp32 : Dtype::kBf16;
-    args.out = pointer<uint8_t>(memory[6]);
-    args.waited_nsec = pointer<int64_t>(memory[7]);
+    args.out = pointer<uint8_t>(memory[7]);
+    args.waited_nsec = pointer<int64_t>(memory[8]);
     args.stream = pointer<void>(stream);
     return args;
   }
@@ -106,11 +109,12 @@ struct PyLowLatencyCombine {
 void bind_low_latency(py::module_& m, py::class_<GpuEngine, Engine, std::shared_ptr<GpuEngine>>& engine) {
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<PyLowLatencyDispatch>(m, "LowLatencyDispatch")
-      .def(py::init<uintptr_t, uintptr_t, uint64_t, uint32_t, uint32_t, std::string, std::string, bool,
-                    std::array<uintptr_t, 9>>(),
-           "x"_a, "topk_idx"_a, "num_tokens"_a, "width"_a, "hidden"_a, "wire"_a, "scale"_a, "ue8m0"_a, "out"_a);
+      .def(py::init<uintptr_t, uintptr_t, uintptr_t, uint64_t, uint32_t, uint32_t, std::string, std::string, bool,
+                    std::array<uintptr_t, 10>>(),
+           "x"_a, "topk_idx"_a, "weights"_a, "num_tokens"_a, "width"_a, "hidden"_a, "wire"_a, "scale"_a, "ue8m0"_a,
+           "out"_a);
   py::class_<PyLowLatencyCombine>(m, "LowLatencyCombine")
-      .def(py::init<std::array<uintptr_t, 8>, uint64_t, uint32_t, uint32_t, bool>(), "memory"_a, "num_tokens"_a,
+      .def(py::init<std::array<uintptr_t, 9>, uint64_t, uint32_t, uint32_t, bool>(), "memory"_a, "num_tokens"_a,
            "width"_a, "hidden"_a, "wire_fp32"_a);
   engine
       .def(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.bits import bit_difference
 from tests.cases import EngineSpec
@@ -34,22 +35,33 @@ def spec_of(*settings: tuple[str, Any]) -> EngineSpec:
     )
 
 
+def told(early: bool, *routing: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """What a combine is given of topk_idx and topk_weights. early: the dispatch was given them"""
+    topk_idx, topk_weights = routing
+    return (None, None) if early else (topk_idx, topk_weights)
+
+
 def settle(buffer: Buffer) -> None:
     torch.cuda.synchronize()
     buffer.check()
 
 
-def test_two_of_a_kind_are_sent_before_the_first_is_received() -> None:
-    spec = spec_of()
+@pytest.mark.parametrize("early", [False, True])
+def test_two_of_a_kind_are_sent_before_the_first_is_received(early: bool) -> None:
+    """early: dispatches have the weights, so that combines that only send add before."""
+    spec = spec_of(("low_latency_fold_pairs", 0))
     worlds = [give(spec, seed=seed) for seed in range(2)]
     with spec.group() as group:
 
         def step(rank: int, buffer: Buffer) -> None:
             calls, inputs = LowLatency(buffer), [given.on(rank, buffer.device) for given in worlds]
-            sent = [calls.send_dispatch(x, topk_idx, wire="bf16") for x, topk_idx, *_ in inputs]
+            sent = [
+                calls.send_dispatch(x, topk_idx, weights if early else None, wire="bf16")
+                for x, topk_idx, weights, _ in inputs
+            ]
             got = [entry.receive() for entry in sent]
             sums = [
-                calls.send_combine(outputs, topk_idx, weights, rows.handle)
+                calls.send_combine(outputs, *told(early, topk_idx, weights), rows.handle)
                 for rows, (_, topk_idx, weights, outputs) in zip(got, inputs, strict=True)
             ]
             for given, rows, out in zip(worlds, got, [entry.receive() for entry in sums], strict=True):
@@ -127,15 +139,17 @@ def test_statistics_are_added_to() -> None:
         group.run(step)
 
 
-def replay(rank: int, buffer: Buffer, worlds: list[Given], spec: EngineSpec) -> None:
-    """A graph of a dispatch and a combine, in two halves each, with ever new inputs."""
+def replay(rank: int, buffer: Buffer, worlds: list[Given], spec: EngineSpec, early: bool) -> None:
+    """A graph of a dispatch and a combine, in two halves each, with ever new inputs. early: the dispatch has
+    the weights
+    """
     calls, stream = LowLatency(buffer), torch.cuda.Stream()
     x, topk_idx, weights, outputs = given_like = worlds[0].on(rank, buffer.device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        sent = calls.send_dispatch(x, topk_idx, wire="bf16")
+        sent = calls.send_dispatch(x, topk_idx, weights if early else None, wire="bf16")
         got = sent.receive()
-        out = calls.send_combine(outputs, topk_idx, weights, got.handle).receive()
+        out = calls.send_combine(outputs, *told(early, topk_idx, weights), got.handle).receive()
     for given in [*worlds, *worlds]:
         for to, new in zip(given_like, given.on(rank, buffer.device), strict=True):
             to.copy_(new)
@@ -147,11 +161,12 @@ def replay(rank: int, buffer: Buffer, worlds: list[Given], spec: EngineSpec) -> 
         assert not bit_difference(out.cpu(), given.sums(spec)[rank])
 
 
-def test_replays_of_a_graph_follow_the_routing() -> None:
-    spec = spec_of()
+@pytest.mark.parametrize("early", [False, True])
+def test_replays_of_a_graph_follow_the_routing(early: bool) -> None:
+    spec = spec_of(("low_latency_fold_pairs", 0))
     worlds = [give(spec, seed=seed) for seed in range(3)]
     with spec.group() as group:
-        group.run(lambda rank, buffer: replay(rank, buffer, worlds, spec))
+        group.run(lambda rank, buffer: replay(rank, buffer, worlds, spec, early))
 
 
 def test_a_receive_outside_its_graph_is_refused() -> None:

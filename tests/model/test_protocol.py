@@ -68,6 +68,7 @@ REAL = (
     Search("datagrams", ("FAULTS=1",)),
     Search("datagrams", ("FAULTS=3", "ONE_FINDER")),
     Search("datagrams", ("HEARTBEATS", "FAULTS=2")),
+    Search("byes"),
 )
 
 # Up to a minute on a core of its own.
@@ -105,6 +106,10 @@ MUTANTS = {
     "BYE_SETTLES_ERROR": (MESSAGES, "not told"),
     "CLOSING_NOT_TOLD": (MESSAGES, "not told"),
     "TOLD_FOR_EVER": (MESSAGES, "deadlock"),
+    "ERROR_KEPT": (Search("byes"), "taken for done"),
+    "BYE_OVERTAKES_ERROR": (Search("byes"), "taken for done"),
+    "RAIL_STANDS_FOR_ALL": (Search("byes"), "taken for done"),
+    "BYE_KEPT": (Search("byes"), "deadlock"),
     "SLOT_BY_CHUNK": (TWO_DOMAINS, "wrong chunk"),
     "SLOT_NOT_AWAITED": (TWO_DOMAINS, "wrong chunk"),
     "FIRST_WINDOW_AGAIN": (TWO_DOMAINS, "wrong chunk"),

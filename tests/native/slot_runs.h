@@ -17,6 +17,7 @@ struct SlotRun : CudaRun {
   Dtype sum_wire = kBf16;  // what sums are rounded to
   uint32_t fold_pairs = 0;
   bool mixes = false;  // every second rank does not fold, or sends and receives by calls of their own
+  bool knows = false;  // weights come with the routing
   bool splits = false;  // sending and receiving are calls of their own; then dispatches come in twos before combines
   int num_rounds = 3;
 
@@ -38,7 +39,7 @@ inline SlotRun slots_of(int num_ranks, Dtype wire = kBf16) {
 // What a rank receives. What no pair has is never compared.
 struct Slots {
   std::vector<uint8_t> rows;
-  std::vector<uint32_t> scales, origins, pairs;
+  std::vector<uint32_t> scales, origins, pairs, routed;  // routed: empty where no weights come
   std::vector<int32_t> counts, source_tokens, total_counts;
   std::vector<int64_t> ranges, waited_nsec;
 
@@ -47,6 +48,7 @@ struct Slots {
         scales(run.experts_per_rank * run.slots() * run.scale_words() + 1, 0xEEEEEEEE),
         origins(run.experts_per_rank * run.slots(), 0xEEEEEEEE),
         pairs(run.slots() * uint64_t{run.topk}, 0xEEEEEEEE),
+        routed(run.knows ? run.slots() * uint64_t{run.topk} : 0, 0xEEEEEEEE),
         counts(run.experts_per_rank, -7),
         source_tokens(run.experts_per_rank * run.slots(), -7),
         total_counts(run.experts_per_rank, 1000),
@@ -182,6 +184,7 @@ class SlotRank {
     args.phase = phase;
     args.x = in.x.data();
     args.topk_idx = reinterpret_cast<const int64_t*>(in.routing.data());
+    if (!got.routed.empty()) args.weights = in.weights.data();
     args.num_tokens = in.num_tokens;
     args.width = run_.topk;
     args.hidden = run_.hidden;
@@ -194,6 +197,7 @@ class SlotRank {
     args.source_tokens = got.source_tokens.data();
     args.origins = got.origins.data();
     args.pairs = got.pairs.data();
+    if (!got.routed.empty()) args.routed = got.routed.data();
     args.total_counts = got.total_counts.data();
     args.waited_nsec = got.waited_nsec.data();
     args.stream = stream_;
@@ -207,6 +211,7 @@ class SlotRank {
     args.ranges = of.ranges.data();
     args.origins = of.origins.data();
     args.pairs = of.pairs.data();
+    if (!of.routed.empty()) args.routed = of.routed.data();
     args.topk_idx = reinterpret_cast<const int64_t*>(in.routing.data());
     args.weights = in.weights.data();
     args.num_tokens = in.num_tokens;

@@ -45,7 +45,7 @@ def cases() -> list[object]:
             marks=[] if CHOSEN[mode] and (program in WHOLE or claim in CHOSEN[mode]) else pytest.mark.slow,
         )
         for mode in MODES
-        for program in (*WHOLE, "gpu_engine", "gpu_engine_refusal", "low_latency")
+        for program in (*WHOLE, "gpu_engine", "gpu_engine_refusal", "low_latency", "slot_weights")
         for claim in claims_of(program)
         if claim != LARGE
     ]

@@ -56,19 +56,29 @@ HEALTH_MUTANTS = {
         "if (!closed(remote.rank)) messages_.owe(remote.rank, MessageKind::kError);",
     ),
     "who is no rail is told too": (
-        TOLD_BY_ONE, "remote.lands_our_rows && ", "",
+        TOLD_BY_ONE,
+        "remote.lands_our_rows && ",
+        "",
     ),
     "a bye is kept from the domain": (
-        TOLD_BY_ONE, "its->ended.publish(kSaidBye);", "{}",
+        TOLD_BY_ONE,
+        "its->ended.publish(kSaidBye);",
+        "{}",
     ),
     "a rank is silent because its teller is": (
-        "a rank is not silent because the one that would tell of it is", " || unknown", "",
+        "a rank is not silent because the one that would tell of it is",
+        " || unknown",
+        "",
     ),
     "who has left is told, though another rank has its bye": (
-        LEFT, "      messages_.part(remote.rank);", "",
+        LEFT,
+        "      messages_.part(remote.rank);",
+        "",
     ),
     "who has died is told, though another rank found it": (
-        LEFT, "      messages_.forget(remote.rank);", "",
+        LEFT,
+        "      messages_.forget(remote.rank);",
+        "",
     ),
 }
 # (the file, who claims)

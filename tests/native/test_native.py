@@ -19,7 +19,7 @@ OF_TRANSPORTS = ("verbs", "verbs_datagram", "verbs_event", "verbs_engine", "ofi"
 # Kernels on the stand-in for GPUs: docs/gpu_on_cpu.md.
 ON_CPU = (
     "lanes", "events", "gpu_routing", "gpu_engine", "gpu_engine_refusal", "gpu_ranks", "low_latency",
-    "pause_engine",
+    "slot_weights", "pause_engine",
 )  # fmt: skip
 PROGRAMS = (
     "queue", "words", "layout", "messages", "loop", "ready", "mail", "copier", "nics", "stream", "fault",
@@ -310,10 +310,11 @@ SLOT_MUTANTS = {
     ),
     "a pair is summed before it has come": (
         "2 ranks get every row in its slot, and every sum", "low_latency_combine.cu",
-        "if (!Combine::kNet) good = good && wait_pairs(k, rings.entered, folds(k));", "",
+        "if (!Combine::kNet) good = good && "
+        "wait_pairs(k, rings.entered, folds(k) && k.args.routed == nullptr);", "",
     ),
     "a rank sums before it has the weights of the token's rank": (
-        FOLD_OR_NOT, "low_latency_fold.cuh", "      if (note_entered(k, entered)) continue;",
+        FOLD_OR_NOT, "low_latency_fold.cuh", "      if (knows || note_entered(k, entered)) continue;",
         "      entered.blocks[k.crew.thread % 4] = k.workers();\n      k.crew.sync();\n      continue;",
     ),
     "a rank's sum is at the place of another pair than where it is read": (
@@ -340,6 +341,37 @@ SLOT_MUTANTS = {
         "between domains chunks come in any order, late, twice, or are refused", "low_latency_dispatch.cu",
         "received = rings.of[s].after(k.map(), streams.count(s));",
         "received = rings.of[s].after(k.map(), streams.count(s)) + k.map().chunks;",
+    ),
+}  # fmt: skip
+
+KNOWN = "weights that came with the routing give the same sums, by bulk copies, plain loads, or pairs"
+KNOWN_BETWEEN = "between domains known weights give the same sums, whatever the network does"
+# The same of slot_weights.
+WEIGHT_MUTANTS = {
+    "what only sends waits for others, though it knows their weights": (
+        "what only sends, with known weights, is done before another rank begins", "low_latency_fold.cuh",
+        "      if (knows || note_entered(k, entered)) continue;",
+        "      if (note_entered(k, entered)) continue;",
+    ),
+    "weights that others told last count": (
+        "a rank sums with the weights of the dispatch, not with what its memory for others' weights holds",
+        "low_latency_fold_bulk.cuh", "if (k.args.routed != nullptr) return", "if (false) return",
+    ),
+    "weights are not kept": (
+        KNOWN, "low_latency_place.cuh", "if (knows) k.args.routed[pair]", "if (false) k.args.routed[pair]",
+    ),
+    "behind a rank's tokens there are pairs": (
+        KNOWN, "low_latency_place.cuh", "if (names) k.args.pairs[pair] = kNoSlot;", "",
+    ),
+    "weights of other domains' ranks are not copied": (
+        KNOWN_BETWEEN, "low_latency_net.cuh",
+        "if (k.args.weights != nullptr) weights[p] = ", "if (false) weights[p] = ",
+    ),
+    "ranks of other domains count as entered before their headers have come": (
+        KNOWN_BETWEEN, "low_latency_combine.cu",
+        "if (knows && !adopt_packets(k, k.map().pairs_entered)) return false;",
+        "if (knows)\n      for (uint32_t s = 0; s < k.g.map.num_ranks; ++s)\n"
+        "        if (!k.is_near(s)) publish(own_part(k.g, k.map().pairs_entered) + s, k.number);",
     ),
 }  # fmt: skip
 
@@ -403,6 +435,7 @@ OF_PROGRAM = {
     "gpu_engine": MUTANTS,
     "gpu_ranks": RANK_MUTANTS,
     "low_latency": SLOT_MUTANTS,
+    "slot_weights": WEIGHT_MUTANTS,
 }
 ALL_MUTANTS = [(program, mutant) for program, mutants in OF_PROGRAM.items() for mutant in mutants]
 

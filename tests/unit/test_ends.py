@@ -143,5 +143,6 @@ def test_what_a_stranger_wrote_is_an_error_and_no_crash() -> None:
 def test_ranks_learn_where_the_others_run() -> None:
     here = Presence.here()
     for ranks, _ in together([lambda entry=entry: meet(entry) for entry in bootstraps(2)]):
-        assert ranks == (here, here) and here.pid == os.getpid() and here.host == os.uname().nodename
+        assert [*ranks] == [here, here] and [*ranks[1:]] == [here]
+        assert here.pid == os.getpid() and here.host == os.uname().nodename
         assert str(ranks[1]) == f"on {here.host} (pid {here.pid})"

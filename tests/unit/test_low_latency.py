@@ -76,6 +76,13 @@ def test_a_combine_gives_the_oracles_sums(engine: Engine, kind: str) -> None:
         kept = torch.full_like(out, torch.nan)
         assert slots.combine(outputs, topk_idx, topk_weights, handle, out=kept) is kept
         assert not bit_difference(kept.cpu(), wanted[rank])
+        knows = slots.dispatch(x, topk_idx, topk_weights).handle
+        for told in ((None, None), (topk_idx, topk_weights), (None, None)):
+            assert not bit_difference(slots.combine(outputs, *told, knows).cpu(), wanted[rank])
+        # Control: they are the dispatch's.
+        others = slots.dispatch(x, topk_idx, 2 * topk_weights).handle
+        out = slots.combine(outputs, None, None, others).cpu()
+        assert bool(bit_difference(out, wanted[rank])) == bool(wanted[rank].any())
 
     group.run(step)
     nobody = [(topk_idx < 0).all(dim=1) for topk_idx in given.topk_idx]

@@ -49,6 +49,8 @@ def refused_dispatches(
         ((x[0], topk_idx), {}, ShapeError, "x has 1 dimensions"),
         ((x, topk_idx.int()), {}, DtypeError, "allowed is int64"),
         ((x, topk_idx[:-1]), {}, ShapeError, "topk_idx has"),
+        ((x, topk_idx, x.new_zeros(len(x), K)), {}, DtypeError, "allowed is float32"),
+        ((x, topk_idx, x.new_zeros(len(x), 1).float()), {}, ShapeError, "topk_weights"),
         ((x, topk_idx), {"wire": "fp16"}, InputError, "wire = 'fp16'; allowed is 'bf16'"),
         ((x, topk_idx), {"wire": "bf16", "ue8m0": True}, InputError, "ue8m0 = True with wire = 'bf16'"),
         ((x, topk_idx), {"wire": "fp8_fp32", "ue8m0": True}, InputError, "with wire = 'fp8_fp32'"),
@@ -68,6 +70,8 @@ def refused_combines(
         ((rows, topk_idx[1:], weights[1:], handle), {}, ShapeError, r"topk_idx is .*; allowed is \[20, 6\]"),
         ((rows, topk_idx[:, 1:], weights[:, 1:], handle), {}, ShapeError, r"\[20, 5\]; allowed is \[20, 6\]"),
         ((rows, topk_idx, None, handle), {}, DtypeError, "topk_weights is NoneType"),
+        ((rows, None, weights, handle), {}, DtypeError, "topk_idx is NoneType"),
+        ((rows, None, None, handle), {}, InputError, "allowed is that where the dispatch was given weights"),
         ((rows, topk_idx, weights.double(), handle), {}, DtypeError, "allowed is float32"),
         ((rows, topk_idx, weights, None), {}, DtypeError, "handle is NoneType"),
         ((rows, topk_idx, weights, strange), {}, InputError, "the handle comes from another buffer"),
@@ -169,6 +173,21 @@ def test_another_routing_in_the_combine_is_an_error_on_every_rank() -> None:
             other = topk_idx.flip(1).contiguous() if rank == 0 else topk_idx
             with pytest.raises(PlanMismatchError):
                 twice(buffer, lambda: slots.combine(outputs, other, topk_weights, handle))
+
+        group.run(step)
+
+
+def test_weights_on_one_rank_only_make_different_calls() -> None:
+    spec = SPECS["2x1"]
+    given = give(spec)
+    with spec.group() as group:
+
+        def step(rank: int, buffer: Buffer) -> None:
+            x, topk_idx, topk_weights, _ = given.on(rank, buffer.device)
+            slots = LowLatency(buffer)
+            slots.dispatch(x, topk_idx, topk_weights)
+            with pytest.raises(RankMismatchError):
+                twice(buffer, lambda: slots.dispatch(x, topk_idx, topk_weights if rank else None))
 
         group.run(step)
 

@@ -31,11 +31,12 @@ _BFLOAT16_NAN = 0x7FC0
 @dataclass(frozen=True, eq=False)
 class _Plan:
     """handle: of the compact dispatch. places [S, W] int64: where a compact row's experts have it, as l * S +
-    row; L * S where there is no expert.
+    row; L * S where there is no expert. weights [S, W] float32, if they came with the rows
     """
 
     handle: DispatchHandle
     places: Tensor
+    weights: Tensor | None
 
 
 @opaque_methods
@@ -46,8 +47,9 @@ class ComposedSlots:
                 Other settings are free: dispatch_dtype and fp8_scale have no effect here
     max_tokens  M, 1 .. 65536, equal on all ranks
 
-    A dispatch is one operation of the buffer, a combine is two. Calls may alternate with the buffer's own.
-    They have no gradients. A refused call counts as one operation of the buffer: see `errors.py`.
+    A dispatch is one operation of the buffer. A combine is two, or one with the dispatch's weights. Calls may
+    alternate with the buffer's own. They have no gradients. A refused call counts as one operation of the
+    buffer: see `errors.py`.
 
     Raises `DtypeError` for what is no `Buffer`, `ConfigError` for a buffer on a GPU or of max_dtype = "bf16",
     `InputError` for max_tokens.
@@ -78,27 +80,35 @@ class ComposedSlots:
         self._order = None if order is None else torch.tensor(order, device=buffer.device)
 
     def dispatch(
-        self, x: Tensor, topk_idx: Tensor, *, wire: SlotWireName = "fp8", ue8m0: bool = False
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor | None = None,
+        *,
+        wire: SlotWireName = "fp8",
+        ue8m0: bool = False,
     ) -> SlotRows:
         """Sends each token to its experts, and returns the rows that this rank's experts got.
 
-        x         [T, H] bfloat16, contiguous; T at most M, and may be 0; H a multiple of 128, at most the
-                  buffer's `hidden`, equal on all ranks
-        topk_idx  [T, K] int64, -1: no expert; K at most 32
-        wire      equal on all ranks. "bf16": rows come as they are. "fp8": rows are codes, scales are powers
-                  of two. "fp8_fp32": scales are not rounded
-        ue8m0     scales are exponents, four in an int32; with "fp8" only
+        x             [T, H] bfloat16, contiguous; T at most M, and may be 0; H a multiple of 128, at most the
+                      buffer's `hidden`, equal on all ranks
+        topk_idx      [T, K] int64, -1: no expert; K at most 32
+        topk_weights  [T, K] float32 for the combine, on all ranks or on none
+        wire          equal on all ranks. "bf16": rows come as they are. "fp8": rows are codes, scales are
+                      powers of two. "fp8_fp32": scales are not rounded
+        ue8m0         scales are exponents, four in an int32; with "fp8" only
 
         Raises what `Buffer.dispatch` raises: `DtypeError`, `ShapeError`, `RoutingError`, `InputError` before
         anything is launched; `CommunicationError`; `ClosedError`.
         """
         with torch.no_grad():
             with self.buffer.preparing("dispatch"):
-                self._checks.dispatch(x, topk_idx, wire, ue8m0)
+                self._checks.dispatch(x, topk_idx, topk_weights, wire, ue8m0)
                 metadata = self._metadata(len(x))
             result = self.buffer.dispatch(
                 x,
                 topk_idx,
+                topk_weights,
                 layout="compact",
                 capacity=self._num_rows,
                 pad_to_capacity=True,
@@ -106,13 +116,14 @@ class ComposedSlots:
                 output_dtype=None if wire == "bf16" else "fp8",
                 metadata=metadata,
             )
-            return self._spread(result, x, topk_idx.shape[1], ue8m0)
+            told = None if topk_weights is None else (topk_idx, topk_weights)
+            return self._spread(result, x, (topk_idx.shape[1], told), ue8m0)
 
     def combine(
         self,
         rows: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
         handle: SlotHandle,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -121,7 +132,7 @@ class ComposedSlots:
         rows          [L, R * M, H] bfloat16, contiguous, where the dispatch put them; those beyond the counts
                       change nothing
         topk_idx      [T, K] int64, as the dispatch had it; else every rank raises `PlanMismatchError`
-        topk_weights  [T, K] float32
+        topk_weights  [T, K] float32; or both are None on all ranks: those of the dispatch
         handle        of the dispatch
         out           [T, H] bfloat16, contiguous: is filled and returned. None: a new tensor is
 
@@ -137,12 +148,14 @@ class ComposedSlots:
                 plan = handle.plan
                 assert isinstance(plan, _Plan)
                 nothing = rows.new_zeros(handle.num_tokens, _WEIGHT_COLUMNS)
-            weights = self.buffer.dispatch(
-                nothing, topk_idx, topk_weights, handle=plan.handle, dispatch_dtype="bf16"
-            )
+            weights = plan.weights
+            if topk_idx is not None:
+                weights = self.buffer.dispatch(
+                    nothing, topk_idx, topk_weights, handle=plan.handle, dispatch_dtype="bf16"
+                ).row_weights
             with self.buffer.preparing("combine"):
-                assert weights.row_weights is not None
-                sums = self._weighted(rows, weights.row_weights, plan.places)
+                assert weights is not None
+                sums = self._weighted(rows, weights, plan.places)
             total = self.buffer.combine(sums, plan.handle, rounds_sums=self._rounds_sums)
             out.copy_(total)
             # Devices convert a NaN to different bits.
@@ -157,8 +170,14 @@ class ComposedSlots:
 
     # ---- between compact rows and the experts' blocks
 
-    def _spread(self, result: DispatchResult, x: Tensor, num_topk: int, ue8m0: bool) -> SlotRows:
-        """The compact rows of a dispatch, a copy for each expert."""
+    def _spread(
+        self,
+        result: DispatchResult,
+        x: Tensor,
+        routed: tuple[int, tuple[Tensor, Tensor] | None],
+        ue8m0: bool,
+    ) -> SlotRows:
+        """The compact rows of a dispatch, a copy for each expert. routed: K, `SlotHandle.routing`"""
         metadata, row_experts = result.metadata, result.row_experts
         assert metadata is not None and row_experts is not None
         counts_RL, places = self._places(row_experts, metadata[:, 0].to(torch.int64))
@@ -171,8 +190,9 @@ class ComposedSlots:
             max_tokens=self.max_tokens,
             hidden=x.shape[1],
             num_tokens=len(x),
-            num_topk=num_topk,
-            plan=_Plan(result.handle, places),
+            num_topk=routed[0],
+            routing=routed[1],
+            plan=_Plan(result.handle, places, None if routed[1] is None else result.row_weights),
             owner=self._checks.owner,
         )
         received: object = result.rows

@@ -101,6 +101,7 @@ class LowLatency:
         self,
         x: Tensor,
         topk_idx: Tensor,
+        topk_weights: Tensor | None = None,
         *,
         wire: SlotWireName = "fp8",
         ue8m0: bool = False,
@@ -108,38 +109,41 @@ class LowLatency:
     ) -> SlotRows:
         """Sends each token to the ranks of its experts, into slots of its experts.
 
-        x           [T, H] bfloat16, contiguous; T at most M, may differ per rank and be 0
-        topk_idx    [T, K] int64, -1: none
-        wire        "fp8" with scales that are powers of two, "fp8_fp32" with unrounded ones, or "bf16";
-                    equal on all ranks, as H and K
-        ue8m0       scales come as exponents (`SlotRows`); with "fp8" only
-        statistics  counters that the call adds to; see `SlotStatistics`
+        x             [T, H] bfloat16, contiguous; T at most M, may differ per rank and be 0
+        topk_idx      [T, K] int64, -1: none
+        topk_weights  [T, K] float32, on all ranks or on none. They travel with the routing, so that the
+                      combine need not send them, and is faster. Do not change them before it
+        wire          "fp8" with scales that are powers of two, "fp8_fp32" with unrounded ones, or "bf16";
+                      equal on all ranks, as H and K
+        ue8m0         scales come as exponents (`SlotRows`); with "fp8" only
+        statistics    counters that the call adds to; see `SlotStatistics`
 
         Raises `InputError` before anything is launched; a refused call counts as in `Buffer.dispatch`.
         """
-        return self._dispatch(x, topk_idx, (wire, ue8m0), statistics, "both").receive()
+        return self._dispatch(x, (topk_idx, topk_weights), (wire, ue8m0), statistics, "both").receive()
 
     def send_dispatch(
         self,
         x: Tensor,
         topk_idx: Tensor,
+        topk_weights: Tensor | None = None,
         *,
         wire: SlotWireName = "fp8",
         ue8m0: bool = False,
         statistics: SlotStatistics | None = None,
     ) -> Sent[SlotRows]:
         """As `dispatch`, but only sends. Until `receive()` the GPU's SMs are free for others."""
-        return self._dispatch(x, topk_idx, (wire, ue8m0), statistics, "send")
+        return self._dispatch(x, (topk_idx, topk_weights), (wire, ue8m0), statistics, "send")
 
     def _dispatch(
         self,
         x: Tensor,
-        topk_idx: Tensor,
+        routing: tuple[Tensor, Tensor | None],
         form: tuple[SlotWireName, bool],
         statistics: SlotStatistics | None,
         phase: str,
     ) -> Sent[SlotRows]:
-        """form: wire, ue8m0"""
+        """routing: topk_idx, topk_weights. form: wire, ue8m0"""
         buffer, kernels, (wire, ue8m0) = self.buffer, self._kernels, form
         statistics = statistics or SlotStatistics()
         buffer.check()
@@ -147,14 +151,14 @@ class LowLatency:
             self._check_turn(self._dispatches, phase, "dispatches")
             self._checks.statistics(statistics)
             if kernels is not None:
-                self._checks.dispatch(x, topk_idx, wire, ue8m0)
+                self._checks.dispatch(x, *routing, wire, ue8m0)
                 travels = SlotWire(*_WIRES[wire], ue8m0)
-                into = kernels.new_rows(x, topk_idx, travels, self._checks.owner)
-                args = kernels.dispatch_args(x, topk_idx, travels, into, statistics)
+                into = kernels.new_rows(x, routing, travels, self._checks.owner)
+                args = kernels.dispatch_args(x, routing[0], travels, into, statistics)
                 kernels.dispatch(args, phase)
         if kernels is None:
             assert self._composed is not None
-            into = self._composed.dispatch(x, topk_idx, wire=wire, ue8m0=ue8m0)
+            into = self._composed.dispatch(x, *routing, wire=wire, ue8m0=ue8m0)
             if statistics.total_counts is not None:
                 statistics.total_counts.add_(into.counts)
             return Sent(self._dispatches, into, lambda: None)
@@ -167,8 +171,8 @@ class LowLatency:
     def combine(
         self,
         rows: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
         handle: SlotHandle,
         *,
         out: Tensor | None = None,
@@ -179,7 +183,7 @@ class LowLatency:
         rows          [L, R * M, H] bfloat16, contiguous, in the slots of the dispatch
         topk_idx      [T, K] int64, as in the dispatch. On GPUs an entry that has become -1 adds nothing; on
                       CPUs all ranks raise `PlanMismatchError`
-        topk_weights  [T, K] float32
+        topk_weights  [T, K] float32. On all ranks or on none both are None: those of the dispatch hold
         handle        of the dispatch
         out           [T, H] bfloat16 for the result, or None
         waited_ns     as in `SlotStatistics`
@@ -188,45 +192,48 @@ class LowLatency:
         combine_wire_dtype is what each rank's sum is rounded to, and the one sum that another domain
         returns. Raises `InputError` before anything is launched.
         """
-        return self._combine(rows, (topk_idx, topk_weights), handle, (out, waited_ns), "both").receive()
+        return self._combine(rows, topk_idx, topk_weights, handle, (out, waited_ns, "both")).receive()
 
     def send_combine(
         self,
         rows: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
         handle: SlotHandle,
         *,
         out: Tensor | None = None,
         waited_ns: Tensor | None = None,
     ) -> Sent[Tensor]:
-        """As `combine`, but only sends: rows as they are, where `combine` sends sums, fewer bytes."""
-        return self._combine(rows, (topk_idx, topk_weights), handle, (out, waited_ns), "send")
+        """As `combine`, but only sends. With the weights of the dispatch it sends sums, as `combine` does.
+        Else it sends rows as they are, which are more bytes.
+        """
+        return self._combine(rows, topk_idx, topk_weights, handle, (out, waited_ns, "send"))
 
     def _combine(
         self,
         rows: Tensor,
-        routed: tuple[Tensor, Tensor],
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
         handle: SlotHandle,
-        given: tuple[Tensor | None, Tensor | None],
-        phase: str,
+        given: tuple[Tensor | None, Tensor | None, str],
     ) -> Sent[Tensor]:
-        """routed: topk_idx, topk_weights. given: out, waited_ns."""
-        buffer, kernels, (out, waited_ns) = self.buffer, self._kernels, given
+        """given: out, waited_ns, phase"""
+        buffer, kernels, (out, waited_ns, phase) = self.buffer, self._kernels, given
         buffer.check()
         with buffer.preparing("low-latency combine"):
             self._check_turn(self._combines, phase, "combines")
             self._checks.statistics(SlotStatistics(None, waited_ns))
             if kernels is not None:
-                out = self._checks.combine(rows, *routed, handle, out)
-                args = kernels.combine_args(rows, handle, routed, out, waited_ns)
+                out = self._checks.combine(rows, topk_idx, topk_weights, handle, out)
+                told = None if topk_idx is None or topk_weights is None else (topk_idx, topk_weights)
+                args = kernels.combine_args(rows, handle, told, out, waited_ns)
                 kernels.combine(args, phase)
         if kernels is None:
             assert self._composed is not None
-            out = self._composed.combine(rows, *routed, handle, out=out)
+            out = self._composed.combine(rows, topk_idx, topk_weights, handle, out=out)
             return Sent(self._combines, out, lambda: None)
         assert out is not None
-        kept = (out, *routed, waited_ns)
+        kept = (out, topk_idx, topk_weights, waited_ns, *(handle.routing or ()))
         return Sent(self._combines, out, self._receiver(kernels.combine, args, phase, kept))
 
     def masked_ranks(self) -> Tensor:

@@ -34,6 +34,7 @@ class SlotHandle:
     hidden         H
     num_tokens     T
     num_topk       K, columns of topk_idx
+    routing        topk_idx and topk_weights of a dispatch that was given weights, else None
     plan           private to the maker
     owner          identifies the maker
     """
@@ -45,6 +46,7 @@ class SlotHandle:
     hidden: int
     num_tokens: int
     num_topk: int
+    routing: tuple[Tensor, Tensor] | None
     plan: object = field(repr=False)
     owner: object = field(repr=False)
 
@@ -52,7 +54,7 @@ class SlotHandle:
     def kept(self) -> tuple[Tensor, ...]:
         """Its tensors."""
         plan = (self.plan,) if isinstance(self.plan, Tensor) else ()
-        return self.source_tokens, self.ranges, self.counts, *plan
+        return self.source_tokens, self.ranges, self.counts, *plan, *(self.routing or ())
 
 
 class SlotRows(NamedTuple):

@@ -39,16 +39,20 @@ class SlotKernels:
     max_tokens: int
     wire_fp32: bool
 
-    def new_rows(self, x: Tensor, topk_idx: Tensor, wire: SlotWire, owner: object) -> SlotRows:
+    def new_rows(
+        self, x: Tensor, routing: tuple[Tensor, Tensor | None], wire: SlotWire, owner: object
+    ) -> SlotRows:
         """Memory for what a dispatch brings, with nothing in it. The handle's plan is int32: origins [L, S],
-        then pairs [R, M, K].
+        then pairs [R, M, K], then weights [R, M, K] if they travel. routing: topk_idx, topk_weights or None
         """
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=self.device)
 
         experts, slots = self.num_experts, self.num_ranks * self.max_tokens
+        topk_idx, topk_weights = routing
         (num_tokens, hidden), num_topk = x.shape, topk_idx.shape[1]
+        of_slot = experts + num_topk * (1 if topk_weights is None else 2)
         rows: Tensor | Fp8Rows
         if wire.name == "fp8":
             blocks = hidden // _BLOCK
@@ -66,7 +70,8 @@ class SlotKernels:
             hidden=hidden,
             num_tokens=num_tokens,
             num_topk=num_topk,
-            plan=empty(slots * (experts + num_topk)),
+            routing=None if topk_weights is None else (topk_idx, topk_weights),
+            plan=empty(slots * of_slot),
             owner=owner,
         )
         return SlotRows(rows, handle.counts, handle)
@@ -81,27 +86,30 @@ class SlotKernels:
         return load_native().LowLatencyDispatch(
             address(x),
             address(topk_idx),
+            address(None if handle.routing is None else handle.routing[1]),
             x.shape[0],
             topk_idx.shape[1],
             x.shape[1],
             wire.name,
             wire.scale,
             wire.ue8m0,
-            [*out, *self._plan(handle), *counted],
+            [*out, *self._plan(handle, knows=handle.routing is not None), *counted],
         )
 
     def combine_args(
         self,
         rows: Tensor,
         handle: SlotHandle,
-        routing: tuple[Tensor, Tensor],
+        routing: tuple[Tensor, Tensor] | None,
         out: Tensor,
         waited_ns: Tensor | None,
     ) -> Any:
-        """routing: topk_idx, topk_weights."""
-        memory = [address(rows), address(handle.ranges), *self._plan(handle)]
-        memory += map(address, (*routing, out, waited_ns))
-        tokens, width = routing[0].shape
+        """routing: topk_idx, topk_weights. None: those of the dispatch"""
+        told = routing or handle.routing
+        assert told is not None
+        memory = [address(rows), address(handle.ranges), *self._plan(handle, knows=routing is None)]
+        memory += map(address, (*told, out, waited_ns))
+        tokens, width = told[0].shape
         return load_native().LowLatencyCombine(memory, tokens, width, rows.shape[2], self.wire_fp32)
 
     def dispatch(self, args: Any, phase: str) -> None:
@@ -121,11 +129,12 @@ class SlotKernels:
         """Which graph the current stream is captured into; 0: none."""
         return int(self.engine.captured_graph(self._stream()))
 
-    def _plan(self, handle: SlotHandle) -> tuple[int, int]:
-        """Addresses of origins and pairs."""
+    def _plan(self, handle: SlotHandle, *, knows: bool) -> tuple[int, int, int]:
+        """Addresses of origins, pairs and weights; knows: else there are no weights, which is 0"""
         assert isinstance(handle.plan, Tensor)
-        begin = address(handle.plan)
-        return begin, begin + handle.plan.itemsize * self.num_experts * self.num_ranks * self.max_tokens
+        begin, of_slot = address(handle.plan), handle.plan.itemsize * self.num_ranks * self.max_tokens
+        pairs = begin + of_slot * self.num_experts
+        return begin, pairs, pairs + of_slot * handle.num_topk if knows else 0
 
     def _stream(self) -> int:
         return int(torch._C._cuda_getCurrentRawStream(self.device.index))

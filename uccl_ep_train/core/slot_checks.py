@@ -37,8 +37,10 @@ class SlotChecks:
         """L"""
         return self.config.num_experts // self.num_ranks
 
-    def dispatch(self, x: Tensor, topk_idx: Tensor, wire: str, ue8m0: bool) -> None:
-        """x is [T, H] bfloat16, topk_idx [T, K] int64."""
+    def dispatch(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, wire: str, ue8m0: bool
+    ) -> None:
+        """x is [T, H] bfloat16, topk_idx [T, K] int64, topk_weights [T, K] float32."""
         routing.check_rows("x", x, self.config, self.device)
         if x.dtype != torch.bfloat16:
             raise DtypeError(f"x is {x.dtype}; allowed is torch.bfloat16")
@@ -50,12 +52,19 @@ class SlotChecks:
             raise InputError(f"ue8m0 = {ue8m0!r}; allowed is True | False")
         if ue8m0 and wire != "fp8":
             raise InputError(f"ue8m0 = True with wire = {wire!r}; allowed is wire = 'fp8'")
-        routing.check_routing(x, topk_idx, None, None, None, None, self.config.num_experts)
+        routing.check_routing(x, topk_idx, topk_weights, None, None, None, self.config.num_experts)
 
     def combine(
-        self, rows: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: SlotHandle, out: Tensor | None
+        self,
+        rows: Tensor,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        handle: SlotHandle,
+        out: Tensor | None,
     ) -> Tensor:
-        """rows is [L, R * M, H] bfloat16, topk_weights [T, K] float32. Returns out [T, H], or memory."""
+        """rows is [L, R * M, H] bfloat16, topk_weights [T, K] float32. topk_idx and topk_weights may be the
+        dispatch's, which is None. Returns out [T, H], or memory.
+        """
         if not isinstance(handle, SlotHandle):
             raise DtypeError(f"handle is {type(handle).__name__}; allowed is the handle of SlotRows")
         if handle.owner is not self.owner:
@@ -63,6 +72,10 @@ class SlotChecks:
                 "the handle comes from another buffer; allowed is a handle of this one's dispatch"
             )
         self._blocks("rows", rows, (self.num_local, self.num_ranks * self.max_tokens, handle.hidden))
+        if topk_idx is None and topk_weights is None:
+            if handle.routing is None:
+                raise InputError("topk_weights = None; allowed is that where the dispatch was given weights")
+            topk_idx, topk_weights = handle.routing
         for name, given in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
             if not isinstance(given, Tensor):
                 raise DtypeError(f"{name} is {type(given).__name__}; allowed is a torch.Tensor")

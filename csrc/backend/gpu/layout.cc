@@ -140,8 +140,8 @@ DeviceRings::Slots size_low_latency(const Shape& shape, const LowLatencyRoom& ro
   map.chunks = (room.tokens + map.rows_of_chunk - 1) / map.rows_of_chunk;
   map.row_chunk_bytes = round_up(map.rows_of_chunk * map.row_bytes, kAlign);
   map.sum_chunk_bytes = round_up(map.rows_of_chunk * round_up(room.sum_bytes, 128), kAlign);
-  map.routing_bytes = round_up(sizeof(SlotHeader) + sizeof(int32_t) * places, kAlign);
-  map.weights_bytes = round_up(sizeof(SlotHeader) + (sizeof(int32_t) + sizeof(float)) * places, kAlign);
+  map.routing_bytes = map.weights_bytes =
+      round_up(sizeof(SlotHeader) + (sizeof(int32_t) + sizeof(float)) * places, kAlign);
   return {map.routing_bytes, map.weights_bytes, map.row_chunk_bytes, map.sum_chunk_bytes, map.chunks};
 }
 
@@ -159,6 +159,7 @@ void take_low_latency(Cursor& cursor, const Shape& shape, LowLatencyMap& map, ui
   cursor.take(map.votes, "slots.votes", 4 * members);
   cursor.take(map.decisions, "slots.decisions", 2 * members);
   cursor.take(map.routing, "slots.routing", kHalves * ranks * places);
+  cursor.take(map.routed, "slots.weights", kHalves * ranks * places);
   cursor.take(map.rows, "slots.rows", kHalves * members * map.tokens * map.row_bytes);
   cursor.take(map.pairs, "slots.pairs", kHalves * streams * places * map.pair_bytes);
   cursor.take(map.weights, "slots.weights", several ? 0 : kHalves * ranks * places);

@@ -75,6 +75,7 @@ struct LowLatencyMap {
   Part<SlotVote> votes;                            // [members][2][2]: masks.cuh
   Part<SlotVote> decisions;                        // [members][2]
   Part<int32_t> routing;                           // [halves][ranks][places] numbers of experts, -1: none
+  Part<uint32_t> routed;                           // the same: weights, if they came with the routing
   Part<uint8_t> rows;                              // [halves][members][tokens][row_bytes]
   // [halves][streams][places][pair_bytes]. A sum of several pairs is at the place of the one with the lowest expert.
   Part<uint8_t> pairs;

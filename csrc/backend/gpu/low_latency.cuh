@@ -4,6 +4,7 @@
 #include "backend/gpu/device.cuh"
 #include "backend/gpu/low_latency.h"
 #include "backend/gpu/masks.cuh"
+#include "backend/gpu/numerics.cuh"
 #include "backend/gpu/tile.cuh"
 #include "backend/gpu/write_row.cuh"
 
@@ -59,6 +60,9 @@ struct SlotKernel {
   __device__ __forceinline__ int32_t* routing(uint32_t to, uint32_t from) const {
     return at(g, to, map().routing) + uint64_t{half() * g.map.num_ranks + from} * map().places();
   }
+  __device__ __forceinline__ uint32_t* routed(uint32_t to, uint32_t from) const {
+    return at(g, to, map().routed) + uint64_t{half() * g.map.num_ranks + from} * map().places();
+  }
   __device__ __forceinline__ uint8_t* row(uint32_t to, uint32_t from, uint32_t token) const {
     const uint64_t index = uint64_t{half() * members() + (from - first())} * map().tokens + token;
     return at(g, to, map().rows) + index * map().row_bytes;
@@ -90,11 +94,7 @@ struct SlotKernel {
 // than what it does.
 //
 // By one thread: wait_flag().
-static __device__ __noinline__ bool wait_apart(const Group& g, const Awaited what) { return wait_flag(g, what); }
-template <typename K>
-__device__ __forceinline__ bool wait_for(const K& k, const Awaited& what) {
-  return wait_apart(k.g, what);
-}
+static __device__ __noinline__ bool wait_for(const Group& g, const Awaited what) { return wait_flag(g, what); }
 static __device__ __noinline__ void report_apart(const Group& g, const FaultRecord fault) { report(g, fault); }
 static __device__ __noinline__ void note_apart(const Group& g, uint64_t began, uint64_t number, Step step) {
   note(g, {began, now_nsec(), number, 0, static_cast<uint32_t>(TraceKind::kKernelStep), static_cast<uint32_t>(step)});
@@ -137,7 +137,7 @@ __device__ inline bool wait_free(K& k, Part<DeviceFlag<Of>> read_by) {
   for (uint32_t r = k.first() + k.crew.thread; k.number > kHalves && r < k.end(); r += k.crew.size) {
     const DeviceFlag<Of>* const flag = own_part(k.g, read_by) + (r - k.first());
     if (!masks(k.g)) {
-      good &= wait_for(k, {flag, k.number - kHalves, r});
+      good &= wait_for(k.g, {flag, k.number - kHalves, r});
     } else if (!k.is_masked(r)) {
       const Came came = wait_live(k.g, &flag->value, k.number - kHalves);
       if (came == Came::kNo) or_global(&k.state().suspected, uint64_t{1} << r);
@@ -148,19 +148,24 @@ __device__ inline bool wait_free(K& k, Part<DeviceFlag<Of>> read_by) {
   if (masks(k.g)) k.masked |= device::load_past_l1(&k.state().suspected);
   return good;
 }
-// Whether launches of a combine may sum before they send (low_latency_fold.cuh), so that all tell their weights. Not
-// where ranks may be masked, whose weights would be waited for.
-template <typename K>
-__device__ __forceinline__ bool may_fold(const K& k) {
-  return !K::kNet && k.kind == SlotKind::kCombine && !masks(k.g) && k.args.signature.wire == Dtype::kBf16;
+// Rules of low_latency.h. A dispatch does not fold.
+template <typename Args, bool kNet>
+__device__ __forceinline__ bool folds(const SlotKernel<Args, kNet>& k) {
+  if constexpr (kNet || std::is_same_v<Args, SlotDispatchArgs>)
+    return false;
+  else
+    return folds(k.g, k.args);
 }
-// Whether this launch does. One that only sends does not, because it would hold SMs until the last rank has entered.
-__device__ __forceinline__ bool folds(const SlotDispatchArgs&) { return false; }
-__device__ __forceinline__ bool folds(const SlotCombineArgs& args) { return args.folds; }
+
+constexpr uint32_t kNoWeight = 0xFFFFFFFF;  // of a pair that adds nothing
+// The bits of our weight of a place, or kNoWeight.
 template <typename K>
-__device__ __forceinline__ bool folds(const K& k) {
-  return may_fold(k) && k.args.phase == SlotPhase::kBoth && folds(k.args);
+__device__ __forceinline__ uint32_t own_weight(const K& k, uint32_t place) {
+  if (k.args.topk_idx[place] < 0) return kNoWeight;
+  const uint32_t bits = __float_as_uint(k.args.weights[place]);
+  return bits == kNoWeight ? kFp32Nan : bits;
 }
+
 // By one thread: our header.
 template <typename K>
 __device__ __forceinline__ void write_header(const K& k, SlotHeader& header) {
@@ -206,7 +211,7 @@ __device__ inline bool wait_entries(const K& k, Part<DeviceFlag<Of>> flags, uint
     if (k.is_masked(r)) continue;
     const bool counts = blockIdx.x == 0 && k.args.waited_nsec != nullptr;
     const uint64_t began = counts ? now_nsec() : 0;
-    good &= wait_for(k, {own_part(k.g, flags) + r, k.number, r});
+    good &= wait_for(k.g, {own_part(k.g, flags) + r, k.number, r});
     if (counts) k.args.waited_nsec[k.rank_of(r)] += static_cast<int64_t>(now_nsec() - began);
   }
   return good;
@@ -253,9 +258,10 @@ __device__ inline bool wait_sent(const K& k, Part<DeviceFlag<Entered>> entered, 
   for (uint32_t i = k.crew.warp(); i < k.members() * (kMaxSlotBlocks / kWarp); i += k.crew.warps()) {
     const uint32_t member = i % k.members(), r = k.first() + member, block = i / k.members() * kWarp + k.crew.lane();
     if (k.is_masked(r)) continue;
-    good &= wait_for(k, {own_part(k.g, entered) + r, k.number, r});
+    good &= wait_for(k.g, {own_part(k.g, entered) + r, k.number, r});
     if (!good || block >= k.header(k.g.rank, r).num_blocks) continue;
-    good &= wait_for(k, {own_part(k.g, sent) + member * kMaxSlotBlocks + block, k.number, r, static_cast<int>(block)});
+    good &=
+        wait_for(k.g, {own_part(k.g, sent) + member * kMaxSlotBlocks + block, k.number, r, static_cast<int>(block)});
   }
   return good;
 }

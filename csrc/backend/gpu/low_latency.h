@@ -23,6 +23,7 @@ struct SlotDispatchArgs {
   // To send.
   StageArgs stage;
   const int64_t* topk_idx = nullptr;  // [T, width], -1: none
+  const float* weights = nullptr;  // [T, width], for the combine to know them; nullptr: it tells them
   uint32_t width = 0;
   // To receive. L: experts of a rank, S: slots of an expert, ranks * tokens.
   uint8_t* rows = nullptr;  // [L, S, H] BF16, or codes
@@ -32,7 +33,10 @@ struct SlotDispatchArgs {
   int64_t* ranges = nullptr;  // [L, ranks] first slot << 32 | slots
   int32_t* source_tokens = nullptr;  // [L, S]
   uint32_t* origins = nullptr;  // [L, S] SlotOrigin
-  uint32_t* pairs = nullptr;  // [ranks, tokens, width] of all ranks' pairs the slot here, of all experts', or kNoSlot
+  // [ranks, tokens, width] of all ranks' pairs the slot here, of all experts', or kNoSlot. Where there are several
+  // domains: with weights, the number of the expert.
+  uint32_t* pairs = nullptr;
+  uint32_t* routed = nullptr;  // the same: weight_bits(); nullptr: no weights come
   int32_t* total_counts = nullptr;  // [L], or nullptr: counts are added
   int64_t* waited_nsec = nullptr;  // [ranks], or nullptr: what block 0 waited for a rank's routing is added
 };
@@ -47,6 +51,7 @@ struct SlotCombineArgs {
   const int64_t* ranges = nullptr;  // of the dispatch, as origins and pairs
   const uint32_t* origins = nullptr;
   const uint32_t* pairs = nullptr;
+  const uint32_t* routed = nullptr;  // nullptr: this combine tells its weights
   // To receive, and to sum for others. The wire of `signature` is that of their sums.
   const int64_t* topk_idx = nullptr;  // [T, width]
   const float* weights = nullptr;  // [T, width]
@@ -54,6 +59,17 @@ struct SlotCombineArgs {
   uint8_t* out = nullptr;  // [T, H] BF16
   int64_t* waited_nsec = nullptr;  // as in SlotDispatchArgs
 };
+
+// Whether launches of a combine may sum before they send (low_latency_fold.cuh). Not where ranks may be masked, for
+// whose weights others would wait.
+constexpr bool may_fold(const Group& group, const SlotCombineArgs& args) {
+  return group.map.num_domains == 1 && group.mask_nsec == 0 && args.signature.wire == Dtype::kBf16;
+}
+// Whether this launch does. One that only sends waits for nobody, so it needs weights that are known.
+constexpr bool folds(const Group& group, const SlotCombineArgs& args) {
+  const bool sends = args.phase == SlotPhase::kBoth || (args.phase == SlotPhase::kSend && args.routed != nullptr);
+  return sends && args.folds && may_fold(group, args);
+}
 
 Status load_low_latency_dispatch(uint32_t shared_bytes);
 Status load_low_latency_combine(uint32_t shared_bytes);

@@ -8,16 +8,19 @@
 //
 // A flag for each row would take longer: each needs a fence, and rows of all tokens come until the end.
 //
-// A launch that does both in one domain sums what it sends (low_latency_fold.cuh):
+// In one domain a launch that does both, or knows the weights from the dispatch, sums what it sends
+// (low_latency_fold.cuh):
 //
-// fold     pairs_read (of two ago) ..> header, weights --> pairs_entered | sums of our own tokens | pairs_entered of
-//          all ..> sums of their tokens | --> pairs_full
+// fold     pairs_read (of two ago) ..> header, weights --> pairs_entered | sums of our own tokens | (pairs_entered of
+//          all ..>) sums of their tokens | --> pairs_full
 //
 // Between domains (low_latency_net.cuh, low_latency_relay.cuh) rows for a source elsewhere go to its rail here, and one
 // more block sees to the network, as in a dispatch:
 //
 // push     weights of ours --> command | parts of a chunk's sums are there ..> --> command
-// receive  first: weights_there, pairs_full ..> sums for other domains; then sums_there ..> the token's sum
+// receive  first: (weights_there,) pairs_full ..> sums for other domains; then sums_there ..> the token's sum
+//
+// In brackets: what is not waited for where the weights are known.
 #include "backend/gpu/low_latency_fold.cuh"
 #include "backend/gpu/low_latency_relay.cuh"
 
@@ -144,7 +147,7 @@ __device__ inline bool send(Combine k, uint8_t* dynamic) {
   fill_ranges(k, ranges, range);
   begin_step(k, began);
   if (k.crew.is_last_warp()) {
-    if (may_fold(k))
+    if (may_fold(k.g, k.args) && k.args.routed == nullptr)
       tell_weights(with_warps(k, kSlotWarps - 1, 1));
     else
       tell_entered(k, k.map().pairs_entered);
@@ -163,10 +166,14 @@ __device__ inline bool receive(Combine k, const StreamMasks& relayed, const Stre
   __shared__ uint64_t began;
   if constexpr (Combine::kNet) {
     if (!open_rings(k, rings) || !k.crew.all(wait_sent(k, k.map().pairs_entered, k.map().pairs_full))) return false;
-    if (!adopt_packets(k, k.map().pairs_entered) || !fill_relayed_streams(k, relayed)) return false;
+    // Weights that are known are not waited for.
+    const bool knows = k.args.routed != nullptr;
+    if (!knows && !adopt_packets(k, k.map().pairs_entered)) return false;
+    if (!fill_relayed_streams(k, relayed)) return false;
     begin_step(k, began);
     if (!k.crew.all(relay_sums(k, relayed, rings))) return false;
     end_step(k, began, Step::kShip);
+    if (knows && !adopt_packets(k, k.map().pairs_entered)) return false;
 #pragma unroll 1
     for (uint32_t d = k.crew.thread; d < k.g.map.num_domains; d += k.crew.size)
       if (d != own_domain(k.g)) rings.returned[d] = returned_ring(k, d);
@@ -177,7 +184,7 @@ __device__ inline bool receive(Combine k, const StreamMasks& relayed, const Stre
   begin_step(k, began);
   const auto wait = [&] {
     bool good = blockIdx.x != 0 || !k.crew.is_last_warp() || all_entered_alike(k, k.map().pairs_entered);
-    if (!Combine::kNet) good = good && wait_pairs(k, rings.entered, folds(k));
+    if (!Combine::kNet) good = good && wait_pairs(k, rings.entered, folds(k) && k.args.routed == nullptr);
     if (!k.crew.all(good)) return false;
     end_step(k, began, Step::kExchange);
     begin_step(k, began);
@@ -262,9 +269,7 @@ Status launch_masks(const Group& group, int32_t* out, StreamHandle stream) {
 
 Status launch_low_latency(const Group& group, const SlotCombineArgs& args, uint32_t num_sms, StreamHandle stream) {
   using enum SlotCopies;
-  const bool folds = !has_net(group) && args.phase == SlotPhase::kBoth && args.folds && group.mask_nsec == 0 &&
-                     args.signature.wire == Dtype::kBf16;
-  const bool bulk = folds && group.bulk_copies && group.shared_bytes >= kFoldBytes;
+  const bool bulk = folds(group, args) && group.bulk_copies && group.shared_bytes >= kFoldBytes;
   launch_kernel(has_net(group) ? low_latency_combine<true, kPlain>
                 : bulk         ? low_latency_combine<false, kBulk>
                                : low_latency_combine<false, kPlain>,

@@ -19,7 +19,8 @@ namespace uccl_ep::gpu {
 namespace {
 
 // ---- send -----------------------------------------------------------------------------------------------------------
-// By a crew: our routing, for rank `to`. With our own copy it is checked. False: this thread saw a wrong one.
+// By a crew: our routing, for rank `to`, and the weights if they travel. With our own copy it is checked. False: this
+// thread saw a wrong one.
 template <typename Dispatch>
 __device__ inline bool send_routing(const Dispatch& k, uint32_t to) {
   const uint32_t width = k.args.width, places = k.args.stage.num_tokens * width;
@@ -28,6 +29,7 @@ __device__ inline bool send_routing(const Dispatch& k, uint32_t to) {
   for (uint32_t i = k.crew.thread; i < places; i += k.crew.size) {
     const int64_t expert = k.args.topk_idx[i];
     out[i] = k.numbered(expert);
+    if (k.args.weights != nullptr) k.routed(to, k.g.rank)[i] = own_weight(k, i);
     if (to != k.g.rank || expert == -1) continue;
     const uint32_t token = i / width;
     good &= good_expert(k.g, expert, token);
@@ -141,7 +143,8 @@ __device__ inline bool open_rings(const NetDispatch& k, const StreamMasks& strea
   for (uint32_t d = k.crew.thread; d < k.g.map.num_domains; d += k.crew.size) {
     if (d == own_domain(k.g)) continue;
     const SlotRing ring = rings.of[d] = sent_ring(k, d);
-    good &= wait_for(k, {k.g.slot_net_state.rows_gone + d, ring.free_after(k.map(), streams.count(d)), k.first_of(d)});
+    good &=
+        wait_for(k.g, {k.g.slot_net_state.rows_gone + d, ring.free_after(k.map(), streams.count(d)), k.first_of(d)});
   }
   return k.crew.all(good);
 }

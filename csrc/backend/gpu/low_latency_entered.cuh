@@ -13,15 +13,6 @@ __device__ __forceinline__ bool stays(const Combine& k, uint32_t from, uint32_t 
   return k.args.phase == SlotPhase::kBoth && !folds(k) && from == k.g.rank && holder == k.g.rank;
 }
 
-constexpr uint32_t kNoWeight = 0xFFFFFFFF;  // of a pair that adds nothing
-
-// The bits of our weight of a place, or kNoWeight.
-template <typename Combine>
-__device__ __forceinline__ uint32_t own_weight(const Combine& k, uint32_t place) {
-  if (k.args.topk_idx[place] < 0) return kNoWeight;
-  const uint32_t bits = __float_as_uint(k.args.weights[place]);
-  return bits == kNoWeight ? kFp32Nan : bits;
-}
 // In shared memory: what a block knows of the ranks of its domain that have entered.
 struct EnteredRanks {
   uint32_t tokens[kMaxSlotRanks];  // of the others
@@ -40,7 +31,8 @@ template <typename Combine>
 __device__ __forceinline__ void note_folds(const Combine& k, EnteredRanks& entered, uint32_t rank) {
   if (k.header(k.g.rank, rank).folds != 0) or_shared(&entered.folds[rank / 32], 1u << rank % 32);
 }
-// By a crew that folds: waits until all have entered, and notes that. False: an error is known.
+// By a crew that folds and does not know the weights: waits until all have entered, and notes that. False: an error is
+// known.
 template <typename Combine>
 __device__ inline bool note_entered(const Combine& k, EnteredRanks& entered) {
   const bool good = wait_entries(k, k.map().pairs_entered, k.crew.thread, k.crew.size);
@@ -64,12 +56,12 @@ __device__ inline bool wait_pairs(const Combine& k, EnteredRanks& entered, bool 
     const uint32_t r = i / kWarps, block = i % kWarps * kWarp + k.crew.lane();
     if (k.is_masked(r)) continue;
     if (!noted) {
-      good &= wait_for(k, {own_part(k.g, k.map().pairs_entered) + r, k.number, r});
+      good &= wait_for(k.g, {own_part(k.g, k.map().pairs_entered) + r, k.number, r});
       if (good && k.crew.lane() == 0) note_folds(k, entered, r);
     }
     if (!good || block >= (noted ? entered.blocks[r] : k.header(k.g.rank, r).num_blocks)) continue;
     good &= wait_for(
-        k, {own_part(k.g, k.map().pairs_full) + r * kMaxSlotBlocks + block, k.number, r, static_cast<int>(block)});
+        k.g, {own_part(k.g, k.map().pairs_full) + r * kMaxSlotBlocks + block, k.number, r, static_cast<int>(block)});
   }
   return good;
 }

@@ -1,7 +1,7 @@
 // A low-latency combine that sums before it sends: a rank adds what its experts give a token, and sends one row for it
-// instead of one for each pair. For that it needs the weights of the token's rank, which every combine writes into the
-// memory of all others. Ranks whose launches only send do not fold; bits are equal, because who receives their rows
-// rounds each rank's sum likewise.
+// instead of one for each pair. For that it needs the weights of the token's rank. They came with the routing; or every
+// combine writes them into the memory of all others, and a launch that only sends does not fold. Bits are equal,
+// because who receives rows that are no sums rounds each rank's sum likewise.
 #pragma once
 
 #include "backend/gpu/low_latency_fold_bulk.cuh"
@@ -49,7 +49,7 @@ __device__ inline void fold_tokens(const Combine& k, const EnteredRanks& entered
     uint32_t weight = kNoWeight, slot = kNoSlot;
     if (lane < width) {
       slot = k.args.pairs[uint64_t{source} * k.map().tokens * width + place];
-      weight = source == k.g.rank ? own_weight(k, place) : device::load_past_l1(k.weights(k.g.rank, source) + place);
+      weight = weight_of(k, source, place);
     }
     const bool adds = slot != kNoSlot && weight != kNoWeight;
     const auto of_token = static_cast<uint32_t>(__popcll(ballot(adds)));
@@ -69,30 +69,39 @@ __device__ inline bool fold(Combine k, EnteredRanks& entered, uint8_t* memory, F
   __shared__ uint64_t began;
   if (!wait_free(k, k.map().pairs_read)) return false;
   begin_step(k, began);
+  const bool knows = k.args.routed != nullptr;
   if constexpr (!kBulk) {
     const uint32_t others = k.members() - 1;
-    if (k.crew.thread == 0) entered.tokens[k.g.rank] = k.args.num_tokens;
-    tell_weights(k);
+    // Of a rank that has not entered, what the dispatch left has no pairs behind its tokens.
+#pragma unroll 1
+    for (uint32_t r = k.crew.thread; r < k.members(); r += k.crew.size)
+      entered.tokens[r] = r == k.g.rank ? k.args.num_tokens : k.map().tokens;
+    if (!knows)
+      tell_weights(k);
+    else if (k.crew.is_last_warp())
+      tell_entered(k, k.map().pairs_entered);
     k.crew.sync();
     fold_tokens(k, entered, others, 1);
-    if (!note_entered(k, entered)) return false;
+    if (!knows && !note_entered(k, entered)) return false;
     if (others > 0) fold_tokens(k, entered, 0, others);
   } else if constexpr (kArch.bulk_copies) {
     // By the last warps, while the others begin.
     constexpr uint32_t kTell = kSlotWarps / 4;
-    if (k.crew.warp() >= kSlotWarps - kTell) tell_weights(with_warps(k, kSlotWarps - kTell, kTell));
+    if (!knows && k.crew.warp() >= kSlotWarps - kTell) tell_weights(with_warps(k, kSlotWarps - kTell, kTell));
+    if (knows && k.crew.is_last_warp()) tell_entered(k, k.map().pairs_entered);
     BulkFold<Combine> bulk(k, memory, *barriers);
 #pragma unroll 1
     for (bool own = true;; own = false) {  // so that there is one copy of the code
       bulk.sum(own);
       if (!own) break;
-      if (note_entered(k, entered)) continue;
+      if (knows || note_entered(k, entered)) continue;
       bulk.drain();
       return false;
     }
   }
   tell_sent(k, k.map().pairs_full);
   end_step(k, began, Step::kFold);
+  if (k.args.phase == SlotPhase::kSend) end_send(k, Phase::kPairsSent);
   return true;
 }
 

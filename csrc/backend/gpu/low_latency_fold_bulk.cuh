@@ -18,6 +18,14 @@ struct FoldBarriers {
   uint64_t of[kSlotWarps][kFoldStages];
 };
 
+// The bits of a weight of another rank, or of ours.
+template <typename Combine>
+__device__ __forceinline__ uint32_t weight_of(const Combine& k, uint32_t source, uint32_t place) {
+  if (source == k.g.rank) return own_weight(k, place);
+  if (k.args.routed != nullptr) return k.args.routed[uint64_t{source} * k.map().tokens * k.args.width + place];
+  return device::load_past_l1(k.weights(k.g.rank, source) + place);
+}
+
 // Segments of the sum of a token of `source`; a warp adds them.
 struct FoldItem {
   uint32_t count = 0;  // rows; 0: there is no item
@@ -116,11 +124,8 @@ class BulkFold {
   }
   __device__ __forceinline__ void sum_item() {
     const uint32_t width = k_.args.width, place = now_.token * width;
-    const bool own = now_.source == k_.g.rank;
     uint32_t bits = kNoWeight;
-    if (lane_ < width)
-      bits = own ? own_weight(k_, place + lane_)
-                 : device::load_past_l1(k_.weights(k_.g.rank, now_.source) + place + lane_);
+    if (lane_ < width) bits = weight_of(k_, now_.source, place + lane_);
     bits = __shfl_sync(kFullWarp, bits, now_.column);
     const LaneMask adds = ballot(lane_ < now_.count && bits != kNoWeight);
     uint8_t* out = nullptr;

@@ -1,8 +1,9 @@
 // Low latency between domains. A *stream* is the tokens of a source that have experts in another domain, in their
 // order: both sides find it from the routing, so no plan travels. A dispatch sends the routing, and each row of a
 // stream once, to the source's rail there; the ranks of that domain read both from the rail's memory. A combine sends
-// the weights the same way. The rail sums what the ranks of its domain computed, and returns one row for each of the
-// stream. All goes through rings of two operations, in chunks of a fixed number of rows.
+// the weights the same way, unless they came with the routing. The rail sums what the ranks of its domain computed, and
+// returns one row for each of the stream. All goes through rings of two operations, in chunks of a fixed number of
+// rows.
 //
 // Loops that run a few times are not unrolled, because code is fetched when it first runs.
 #pragma once
@@ -171,18 +172,23 @@ __device__ __forceinline__ Awaited packet_there(const NetDispatch& k, uint32_t s
 __device__ __forceinline__ Awaited packet_there(const NetCombine& k, uint32_t source) {
   return {k.g.slot_net_state.weights_there + source, k.number, source};
 }
-__device__ __forceinline__ const float* weights_of(const SlotDispatchArgs&) { return nullptr; }
-__device__ __forceinline__ const float* weights_of(const SlotCombineArgs& args) { return args.weights; }
+// What a packet has behind its header: routing of so many places, and weights or none.
+__device__ __forceinline__ uint32_t sent_places(const SlotDispatchArgs& args) {
+  return args.stage.num_tokens * args.width;
+}
+__device__ __forceinline__ uint32_t sent_places(const SlotCombineArgs& args) {
+  return args.routed != nullptr ? 0 : args.num_tokens * args.width;
+}
 
 // By a crew: writes what every other domain gets. False: an error is known.
 template <typename K>
 __device__ inline bool write_slot_packets(const K& k) {
-  const uint32_t domains = k.g.map.num_domains, places = tokens_of(k.args) * k.args.width;
-  const float* const weights = weights_of(k.args);
+  const uint32_t domains = k.g.map.num_domains, places = sent_places(k.args);
+  const float* const weights = k.args.weights;
   bool good = !stopped(k.g);
 #pragma unroll 1
   for (uint32_t d = k.crew.thread; k.number > kHalves && d < domains; d += k.crew.size)
-    if (d != own_domain(k.g)) good &= wait_for(k, packet_gone(k, d));
+    if (d != own_domain(k.g)) good &= wait_for(k.g, packet_gone(k, d));
   if (!k.crew.all(good)) return false;
 #pragma unroll 1
   for (uint32_t d = 0; d < domains; ++d) {
@@ -201,8 +207,8 @@ __device__ inline bool write_slot_packets(const K& k) {
 // By one warp: pushes them.
 template <typename K>
 __device__ inline void push_slot_packets(const K& k) {
-  const uint32_t places = tokens_of(k.args) * k.args.width, lane = threadIdx.x % kWarp;
-  const uint64_t of_place = sizeof(int32_t) + (weights_of(k.args) != nullptr ? sizeof(float) : 0);
+  const uint32_t places = sent_places(k.args), lane = threadIdx.x % kWarp;
+  const uint64_t of_place = sizeof(int32_t) + (k.args.weights != nullptr ? sizeof(float) : 0);
 #pragma unroll 1
   for (uint32_t first = 0; first < k.g.map.num_domains; first += kWarp) {
     const uint32_t to = first + lane;
@@ -221,13 +227,17 @@ __device__ inline bool adopt_packets(const K& k, Part<DeviceFlag<Of>> flags) {
 #pragma unroll 1
   for (uint32_t i = blockIdx.x; i < others; i += k.workers()) {
     const uint32_t source = i < before ? i : i + k.members();
-    if (!k.crew.all(k.crew.thread != 0 || wait_for(k, packet_there(k, source)))) return false;
+    if (!k.crew.all(k.crew.thread != 0 || wait_for(k.g, packet_there(k, source)))) return false;
     const SlotPacket packet = slot_packet(k, source);
     if constexpr (std::is_same_v<K, NetDispatch>) {
       const uint32_t places = min(packet.header().num_tokens, k.map().tokens) * k.args.width;
       int32_t* const out = k.routing(k.g.rank, source);
+      uint32_t* const weights = k.routed(k.g.rank, source);
 #pragma unroll 1
-      for (uint32_t p = k.crew.thread; p < places; p += k.crew.size) out[p] = packet.routing()[p];
+      for (uint32_t p = k.crew.thread; p < places; p += k.crew.size) {
+        out[p] = packet.routing()[p];
+        if (k.args.weights != nullptr) weights[p] = __float_as_uint(packet.weights(places)[p]);
+      }
     }
     if (k.crew.thread == 0) k.header(k.g.rank, source) = packet.header();
     k.crew.sync();

@@ -131,8 +131,7 @@ constexpr uint32_t kPlaceParts = 2;  // of a row, as kRowParts
 template <typename Dispatch>
 __device__ inline bool place_slots(const Dispatch& k, const SlotTable& table, SlotPlaces& shared,
                                    const StreamMasks& streams, const ReceivedRings& rings) {
-  const uint32_t lane = threadIdx.x % kWarp, width = k.args.width, ranks = table.ranks;
-  const uint32_t members = k.members();
+  const uint32_t lane = threadIdx.x % kWarp, width = k.args.width, ranks = table.ranks, members = k.members();
   const uint32_t slots = ranks * k.map().tokens, out_bytes = k.args.stage.row.code_bytes;
   uint8_t** const places = shared.of[threadIdx.x / kWarp];
   for (uint32_t i = k.warp(); i < slots * kPlaceParts; i += k.warps()) {
@@ -140,18 +139,21 @@ __device__ inline bool place_slots(const Dispatch& k, const SlotTable& table, Sl
     // Other domains' rows come last.
     const uint32_t source = nth < members ? k.member_after(nth) : nth - members < k.first() ? nth - members : nth;
     const uint32_t place = token * width + lane;
-    uint32_t* const pair = k.args.pairs + uint64_t{source} * k.map().tokens * width + place;
-    const bool names = !Dispatch::kNet && part == 0 && lane < width;  // its slot
+    const uint64_t pair = uint64_t{source} * k.map().tokens * width + place;
+    const bool keeps = part == 0 && lane < width, knows = keeps && k.args.routed != nullptr;
+    const bool names = keeps && (!Dispatch::kNet || knows);
     if (token >= table.num_tokens[source]) {
-      if (names) *pair = kNoSlot;
+      if (names) k.args.pairs[pair] = kNoSlot;
       continue;
     }
-    const uint32_t expert = lane < width ? local_expert(k.g, k.routing(k.g.rank, source)[place]) : kNoExpert;
+    const int32_t number = lane < width ? k.routing(k.g.rank, source)[place] : -1;
+    const uint32_t expert = lane < width ? local_expert(k.g, number) : kNoExpert;
+    if (knows) k.args.routed[pair] = k.routed(k.g.rank, source)[place];
     const bool mine = expert < k.g.experts_per_rank;
     const LaneMask wants = ballot(mine);
     uint64_t slot = kNoSlot;
     if (mine) slot = uint64_t{expert} * slots + table.slot(expert, source, token);
-    if (names) *pair = static_cast<uint32_t>(slot);
+    if (names) k.args.pairs[pair] = Dispatch::kNet ? static_cast<uint32_t>(number) : static_cast<uint32_t>(slot);
     if (wants == 0) continue;
     if (mine) {
       if (part == 0) {
@@ -166,12 +168,13 @@ __device__ inline bool place_slots(const Dispatch& k, const SlotTable& table, Sl
       const uint32_t block = token % table.num_blocks[source];
       const DeviceFlag<SlotRowsFull>* const full =
           own_part(k.g, k.map().rows_full) + (source - k.first()) * kMaxSlotBlocks + block;
-      good = lane != 0 || wait_for(k, {full, k.number, source, static_cast<int>(token)});
+      good = lane != 0 || wait_for(k.g, {full, k.number, source, static_cast<int>(token)});
       row = k.row(k.g.rank, source, token);
     } else {
       const uint32_t its = streams.row(source, token);
       const DeviceFlag<SlotRowsThere>* const there = k.g.slot_net_state.rows_there + source;
-      good = lane != 0 || wait_for(k, {there, rings.of[source].arrived(k.map(), its), source, static_cast<int>(token)});
+      good =
+          lane != 0 || wait_for(k.g, {there, rings.of[source].arrived(k.map(), its), source, static_cast<int>(token)});
       row = rings.of[source].row(k.map(), its);
     }
     if (!__all_sync(kFullWarp, good)) return false;

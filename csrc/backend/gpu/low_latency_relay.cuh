@@ -13,7 +13,24 @@ struct CombineRings {
   SlotRing returned[kMaxSlotDomains];
 };
 
-// By a crew: waits for the weights of the streams that we relay, and finds their tokens. False: an error is known.
+// Of a rank of another domain: its routing, -1 for none, and its weights.
+struct RelayedRouting {
+  const int32_t* experts;
+  const uint32_t* weights;
+  uint32_t tokens;
+};
+__device__ __forceinline__ RelayedRouting routing_of(const NetCombine& k, uint32_t source) {
+  if (k.args.routed != nullptr) {
+    const uint64_t first = uint64_t{source} * k.map().tokens * k.args.width;
+    return {reinterpret_cast<const int32_t*>(k.args.pairs + first), k.args.routed + first, k.map().tokens};
+  }
+  const SlotPacket packet = slot_packet(k, source);
+  const uint32_t tokens = min(packet.header().num_tokens, k.map().tokens);
+  return {packet.routing(), reinterpret_cast<const uint32_t*>(packet.weights(tokens * k.args.width)), tokens};
+}
+
+// By a crew: waits for the weights of the streams that we relay, unless they are known, and finds their tokens. False:
+// an error is known.
 __device__ inline bool fill_relayed_streams(const NetCombine& k, const StreamMasks& streams) {
   const uint32_t relayed = k.g.net.num_relayed, width = k.args.width;
   const uint32_t first_of_domain = k.g.first * k.g.experts_per_rank;
@@ -21,16 +38,15 @@ __device__ inline bool fill_relayed_streams(const NetCombine& k, const StreamMas
   streams.clear(k.crew, k.g.map.num_streams);
   bool good = !stopped(k.g);
 #pragma unroll 1
-  for (uint32_t i = 1 + k.crew.thread; i <= relayed; i += k.crew.size)
-    good &= wait_for(k, packet_there(k, k.g.net.relayed[i].source));
+  for (uint32_t i = 1 + k.crew.thread; k.args.routed == nullptr && i <= relayed; i += k.crew.size)
+    good &= wait_for(k.g, packet_there(k, k.g.net.relayed[i].source));
   if (!k.crew.all(good)) return false;
 #pragma unroll 1
   for (uint32_t i = 1; i <= relayed; ++i) {
-    const SlotPacket packet = slot_packet(k, k.g.net.relayed[i].source);
-    const uint32_t places = min(packet.header().num_tokens, k.map().tokens) * width;
+    const RelayedRouting its = routing_of(k, k.g.net.relayed[i].source);
 #pragma unroll 1
-    for (uint32_t p = k.crew.thread; p < places; p += k.crew.size)
-      if (static_cast<uint32_t>(packet.routing()[p]) - first_of_domain < of_domain) streams.add(i, p / width);
+    for (uint32_t p = k.crew.thread; p < its.tokens * width; p += k.crew.size)
+      if (static_cast<uint32_t>(its.experts[p]) - first_of_domain < of_domain) streams.add(i, p / width);
   }
   k.crew.sync();
   return true;
@@ -44,7 +60,7 @@ __device__ inline bool open_rings(const NetCombine& k, CombineRings& rings) {
   for (uint32_t i = 1 + k.crew.thread; i <= k.g.net.num_relayed; i += k.crew.size) {
     const SlotRing ring = rings.relayed[i] = relayed_ring(k, i);
     good &= wait_for(
-        k, {k.g.slot_net_state.sums_gone + i, ring.free_after(k.map(), k.map().tokens), k.g.net.relayed[i].source});
+        k.g, {k.g.slot_net_state.sums_gone + i, ring.free_after(k.map(), k.map().tokens), k.g.net.relayed[i].source});
   }
   return k.crew.all(good);
 }
@@ -64,15 +80,15 @@ __device__ inline bool relay_sums(const NetCombine& k, const StreamMasks& stream
   uint32_t share = k.warp();  // of all streams, one after the other
 #pragma unroll 1
   for (uint32_t i = 1; i <= relayed; ++i) {
-    const SlotPacket packet = slot_packet(k, k.g.net.relayed[i].source);
-    const uint32_t tokens = min(packet.header().num_tokens, k.map().tokens);
+    const RelayedRouting its = routing_of(k, k.g.net.relayed[i].source);
+    const uint32_t tokens = its.tokens;
 #pragma unroll 1
     for (; share < tokens * shares; share += k.warps()) {
       const uint32_t token = share / shares, first = share % shares * at_once;
       if (!streams.has(i, token)) continue;
       const uint32_t place = token * width + lane;
-      int32_t expert = lane < width ? packet.routing()[place] : -1;
-      const float weight = expert < 0 ? 0.0f : packet.weights(tokens * width)[place];
+      int32_t expert = lane < width ? its.experts[place] : -1;
+      const float weight = expert < 0 ? 0.0f : __uint_as_float(its.weights[place]);
       if (expert >= 0 && !k.is_near(static_cast<uint32_t>(expert) / k.g.experts_per_rank)) expert = -1;
       Addends addends = find_pairs(k, i, token, {expert, weight});
       if (!wait_rows(k, {rings.entered, streams, rings.returned}, token, addends)) return false;

@@ -36,8 +36,8 @@ struct PairsEntered {
   static constexpr Signal kIs{.name = "LowLatencyMap::pairs_entered[d]",
                               .writer = "d: the block that sends its header to this rank",
                               .readers = "who receives, who folds",
-                              .publishes = "header and, in one domain, weights of d's combine",
-                              .waits = "who receives; who folds, before it sums for d",
+                              .publishes = "header and, in one domain, weights of d's combine that are not known",
+                              .waits = "who receives; who folds, before it sums for d with such weights",
                               .deadline = Deadline::kArrival,
                               .step = Step::kExchange};
 };

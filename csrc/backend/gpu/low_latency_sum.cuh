@@ -117,8 +117,8 @@ __device__ __forceinline__ Addends find_returned(const NetCombine& k, const Sour
 __device__ __forceinline__ bool wait_returned(const NetCombine& k, uint32_t domain, const Awaited& what) {
   if (has_come(what)) return true;
   for (uint32_t r = k.first_of(domain); r < k.first_of(domain + 1); ++r)
-    if (!wait_for(k, {own_part(k.g, k.map().pairs_entered) + r, k.number, r})) return false;
-  return wait_for(k, what);
+    if (!wait_for(k.g, {own_part(k.g, k.map().pairs_entered) + r, k.number, r})) return false;
+  return wait_for(k.g, what);
 }
 // By a warp, when the pairs have come: waits for what other domains return, and finds the rows that stay. False: an
 // error is known.

@@ -13,13 +13,15 @@ void require(bool good, UsageKind kind, const std::string& text) {
   if (!good) throw UsageFailure(kind, text);
 }
 
-OpSignature signature_of(OpKind kind, Dtype wire, uint32_t hidden, uint32_t width) {
+// with_weights: they travel with a dispatch's routing, or are known to a combine from it.
+OpSignature signature_of(OpKind kind, Dtype wire, uint32_t hidden, uint32_t width, bool with_weights) {
   OpSignature signature{};
   signature.kind = kind;
   signature.dtype = Dtype::kBf16;
   signature.wire = wire;
   signature.hidden = hidden;
   signature.topk = width;
+  signature.with_weights = with_weights;
   return signature;
 }
 
@@ -45,7 +47,8 @@ void GpuEngine::low_latency_dispatch(const LowLatencyDispatch& args) {
   const gpu::OnDevice guard(device_);
   check_low_latency(args.num_tokens, args.width, args.hidden);
   gpu::SlotDispatchArgs slots;
-  slots.signature = signature_of(OpKind::kLowLatencyDispatch, args.wire, args.hidden, args.width);
+  slots.signature =
+      signature_of(OpKind::kLowLatencyDispatch, args.wire, args.hidden, args.width, args.weights != nullptr);
   slots.phase = args.phase;
   slots.stage.x = args.x;
   slots.stage.num_tokens = static_cast<uint32_t>(args.num_tokens);
@@ -53,6 +56,7 @@ void GpuEngine::low_latency_dispatch(const LowLatencyDispatch& args) {
   slots.stage.wire = args.wire;
   slots.stage.row = row_shape(args.wire, args.hidden);
   slots.topk_idx = args.topk_idx;
+  slots.weights = args.weights;
   slots.width = args.width;
   slots.rows = args.rows;
   slots.scales = args.scales;
@@ -62,6 +66,7 @@ void GpuEngine::low_latency_dispatch(const LowLatencyDispatch& args) {
   slots.source_tokens = args.source_tokens;
   slots.origins = args.origins;
   slots.pairs = args.pairs;
+  slots.routed = args.routed;
   slots.total_counts = args.total_counts;
   slots.waited_nsec = args.waited_nsec;
   launch_slots(slots, stream_of(args.stream));
@@ -77,7 +82,8 @@ void GpuEngine::low_latency_combine(const LowLatencyCombine& args) {
           UsageKind::kDtype,
           std::string("sums between domains as ") + dtype_name(args.wire) +
               "; allowed are bf16, and fp32 where the buffer takes fp32");
-  slots.signature = signature_of(OpKind::kLowLatencyCombine, args.wire, args.hidden, args.width);
+  slots.signature =
+      signature_of(OpKind::kLowLatencyCombine, args.wire, args.hidden, args.width, args.routed != nullptr);
   slots.phase = args.phase;
   slots.hidden = args.hidden;
   slots.folds = args.num_tokens * args.width >= config_.low_latency_fold_pairs;
@@ -85,6 +91,7 @@ void GpuEngine::low_latency_combine(const LowLatencyCombine& args) {
   slots.ranges = args.ranges;
   slots.origins = args.origins;
   slots.pairs = args.pairs;
+  slots.routed = args.routed;
   slots.topk_idx = args.topk_idx;
   slots.weights = args.weights;
   slots.num_tokens = static_cast<uint32_t>(args.num_tokens);

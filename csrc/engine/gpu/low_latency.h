@@ -11,6 +11,7 @@ struct LowLatencyDispatch {
   gpu::SlotPhase phase = gpu::SlotPhase::kBoth;
   const uint8_t* x = nullptr;         // [T, H] BF16
   const int64_t* topk_idx = nullptr;  // [T, width], -1: none
+  const float* weights = nullptr;     // [T, width], so that the combine knows them; or nullptr
   uint64_t num_tokens = 0;
   uint32_t width = 0, hidden = 0;
   Dtype wire = Dtype::kBf16;
@@ -23,6 +24,7 @@ struct LowLatencyDispatch {
   int32_t* source_tokens = nullptr;  // [L, S]
   uint32_t* origins = nullptr;       // [L, S], for the combine, as pairs [ranks, low_latency_tokens, width]
   uint32_t* pairs = nullptr;
+  uint32_t* routed = nullptr;        // with weights, as pairs
   int32_t* total_counts = nullptr;   // [L] or nullptr
   int64_t* waited_nsec = nullptr;    // [ranks] or nullptr
   Stream stream = nullptr;
@@ -34,6 +36,7 @@ struct LowLatencyCombine {
   const int64_t* ranges = nullptr;    // of the dispatch, as origins and pairs
   const uint32_t* origins = nullptr;
   const uint32_t* pairs = nullptr;
+  const uint32_t* routed = nullptr;   // of a dispatch that had these weights; nullptr: the combine tells them
   const int64_t* topk_idx = nullptr;  // [T, width]
   const float* weights = nullptr;     // [T, width]
   uint64_t num_tokens = 0;

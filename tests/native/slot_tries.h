@@ -1,0 +1,81 @@
+// Ranks that dispatch and combine with low latency, round after round; every result is checked.
+#pragma once
+
+#include "slot_runs.h"
+
+namespace uccl_ep {
+
+inline std::vector<gpu::SlotPhase> phases_of(const SlotRun& run, int rank, int round) {
+  using enum gpu::SlotPhase;
+  if (run.mixes && (rank + round) % 4 == 1) return {kSend, kReceive};
+  return {kBoth};
+}
+// One dispatch and combine after the other.
+inline void by_turns(const SlotRun& run, SlotRank& rank, int r) {
+  for (int round = 0; round < run.num_rounds; ++round) {
+    const World world(run, round);
+    const RankInput& in = world.inputs[static_cast<size_t>(r)];
+    Slots got(run);
+    rank.dispatch(in, got, gpu::SlotPhase::kBoth);
+    rank.finish();
+    world.check(r, got);
+    const std::vector<uint16_t> rows = rank.experts(world, got);
+    std::vector<uint16_t> out(in.num_tokens * run.hidden + 1, 0xEEEE);
+    if (r + 1 == run.num_ranks()) usleep(run.late_usec);
+    for (const gpu::SlotPhase phase : phases_of(run, r, round)) rank.combine(in, rows, got, out, phase);
+    rank.finish();
+    world.check_sums(r, out);
+  }
+}
+// Two dispatches are sent before the first is received, and so are their combines.
+inline void by_twos(const SlotRun& run, SlotRank& rank, int r) {
+  using enum gpu::SlotPhase;
+  for (int round = 0; round < run.num_rounds; ++round) {
+    std::vector<World> worlds;
+    std::vector<Slots> got;
+    std::vector<std::vector<uint16_t>> rows, outs;
+    for (int half = 0; half < 2; ++half) {
+      worlds.emplace_back(run, 2 * round + half);
+      got.emplace_back(run);
+      outs.emplace_back(worlds[0].inputs[static_cast<size_t>(r)].num_tokens * run.hidden + 1, 0xEEEE);
+    }
+    const auto in = [&](int half) -> const RankInput& {
+      return worlds[static_cast<size_t>(half)].inputs[static_cast<size_t>(r)];
+    };
+    const auto both = [&](const auto& call) {
+      for (const gpu::SlotPhase phase : {kSend, kReceive})
+        for (size_t half = 0; half < 2; ++half) call(half, phase);
+      rank.finish();
+    };
+    both([&](size_t half, gpu::SlotPhase phase) { rank.dispatch(in(static_cast<int>(half)), got[half], phase); });
+    for (size_t half = 0; half < 2; ++half) {
+      worlds[half].check(r, got[half]);
+      rows.push_back(rank.experts(worlds[half], got[half]));
+    }
+    both([&](size_t half, gpu::SlotPhase phase) {
+      rank.combine(in(static_cast<int>(half)), rows[half], got[half], outs[half], phase);
+    });
+    for (size_t half = 0; half < 2; ++half) worlds[half].check_sums(r, outs[half]);
+  }
+}
+
+inline void try_run(const SlotRun& run) {
+  gpu_on_cpu::disturb(run.seed);
+  auto ranks = make_slot_ranks(run);
+  const std::jthread watching = watch();
+  by_ranks(run.num_ranks(), [&](int r) {
+    SlotRank& rank = *ranks[static_cast<size_t>(r)];
+    std::string failure;
+    try {
+      const CloseOnFailure guard{rank.engine()};
+      (run.splits ? by_twos : by_turns)(run, rank, r);
+    } catch (const std::exception& caught) {
+      failure = told_by(caught);
+    }
+    rank.engine().close(!failure.empty());
+    if (!failure.empty()) throw std::logic_error(failure);
+  });
+}
+inline void try_seeds(const SlotRun& run) { each_seed(run, try_run); }
+
+}  // namespace uccl_ep
