@@ -14,7 +14,7 @@ LOST = "a message that is lost, doubled, late or overtaken reaches every rank on
 STOPPED = (
     "who is stopped for a minute finds a dozen heartbeats in its queue, and is told the next when it is heard"
 )
-TOLD_BY_ONE = "what a rank hears of one whose rows it lands its domain knows, and nobody else is told"
+TOLD_BY_ONE = "what a rank hears of one whose rows it lands its domain knows"
 LEFT = "an error needs not reach a rank that has left or died, though only another rank of the domain knows"
 # (a claim that does not hold, what the file says, what a mutant says instead)
 MESSAGE_MUTANTS = {
@@ -56,7 +56,7 @@ HEALTH_MUTANTS = {
         "if (!closed(remote.rank)) messages_.owe(remote.rank, MessageKind::kError);",
     ),
     "who is no rail is told too": (
-        TOLD_BY_ONE,
+        "a rank gets heartbeats from one rank of each other domain",
         "remote.lands_our_rows && ",
         "",
     ),
@@ -68,7 +68,7 @@ HEALTH_MUTANTS = {
     "a rank is silent because its teller is": (
         "a rank is not silent because the one that would tell of it is",
         " || unknown",
-        "",
+        " || (unknown && false)",
     ),
     "who has left is told, though another rank has its bye": (
         LEFT,
