@@ -44,11 +44,24 @@ Channels list_channels(const Topology& topo, const RegionLayout& layout) {
   return channels;
 }
 
+namespace {
+
+// Names how many ranks of other domains this rank may exchange rows with.
+[[noreturn]] void refuse_channels(const Topology& topo, int rank, size_t channels) {
+  const size_t rails = topo.rails(rank).size(), of_rail = (channels + rails - 1) / rails;
+  throw UsageFailure(UsageKind::kConfig,
+                     "rank " + std::to_string(rank) + " exchanges rows with " + std::to_string(rails) +
+                         " ranks of other domains, by " + std::to_string(channels) +
+                         " channels: an immediate can name " + std::to_string(kMaxChannels) + "; allowed are at most " +
+                         std::to_string(kMaxChannels / of_rail) + " such ranks, by fewer or larger domains");
+}
+
+}  // namespace
+
 Channels checked_channels(const Topology& topo, const RegionLayout& layout) {
   Channels channels = list_channels(topo, layout);
   if (const size_t most = std::max(channels.out.size(), channels.in.size()); most > kMaxChannels)
-    throw UsageFailure(UsageKind::kConfig, std::to_string(most) + " channels on rank " + std::to_string(layout.rank) +
-                                               ": an immediate can name " + std::to_string(kMaxChannels));
+    refuse_channels(topo, layout.rank, most);
   return channels;
 }
 

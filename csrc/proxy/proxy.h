@@ -115,8 +115,7 @@ class Proxy {
   bool remote_closed(int rank) const;
 
   // Tells all ranks that this one may disappear: sets our `closing` flag and sends a bye to each rail, which tells its
-  // domain.
-  // Idempotent.
+  // domain. Idempotent.
   void announce_close();
   // After announce_close(): every rank has closed or died, and has acknowledged our messages (byes, our error). If the
   // transport is destroyed earlier, a peer may wait in vain; after a deadline it may be destroyed anyway.

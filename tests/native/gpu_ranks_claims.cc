@@ -122,6 +122,10 @@ CLAIM("memory_plan refuses what an engine refuses, in the same words, and nothin
   config.num_experts *= 2;
   config.budget_bytes = uint64_t{16} << 30;
   expect_same_refusal(config, "2048 ranks with num_experts = 4096: routing needs");
+  expect_same_refusal(config, "allowed are at most num_experts = 2048");
+  config = config_of(ranks_in(std::vector<int>(2048, 1)), 0);
+  config.budget_bytes = uint64_t{16} << 30;
+  expect_same_refusal(config, " ranks with an expert each");
   config = config_of(ranks_in(std::vector<int>(13, 5)), 0);
   config.budget_bytes = uint64_t{8} << 30;
   config.low_latency_tokens = config.low_latency_topk = 8;

@@ -204,9 +204,29 @@ CLAIM("256 domains of which one is too small to land all others are refused, by 
     const std::string text = failure.what();
     EXPECT(text.find(std::to_string(255 * 4 * 3 + 255)) != std::string::npos);
     EXPECT(text.find(std::to_string(kMaxChannels)) != std::string::npos);
+    EXPECT(text.find("1020 ranks of other domains") != std::string::npos);
+    EXPECT(text.find("allowed are at most 512 such ranks") != std::string::npos);
     return;
   }
   throw std::logic_error("it was not refused");
+}
+
+CLAIM("as many domains as the refusal of more names have channels enough") {
+  const auto refused = [](size_t domains) -> std::string {
+    std::vector<int> labels(domains);
+    std::iota(labels.begin(), labels.end(), 0);
+    const RingParams rings = ring_params_of(7232, 2, static_cast<uint32_t>(domains));
+    try {
+      const Topology topo = Topology::from_labels(labels);
+      checked_channels(topo, make_region_layout(topo, rings, 0));
+    } catch (const UsageFailure& failure) {
+      return failure.what();
+    }
+    return "";
+  };
+  EXPECT(refused(2048).find("allowed are at most 512 such ranks") != std::string::npos);
+  EXPECT(refused(513).empty());
+  EXPECT(!refused(514).empty());
 }
 
 CLAIM("more channels than an immediate can name are refused") {

@@ -60,12 +60,32 @@ uint64_t gpu_host_bytes(const EngineConfig& config, const gpu::DeviceRegionLayou
   return bytes;
 }
 
+namespace {
+
+// As many experts, or ranks in as large domains, as routing has shared memory for.
+std::string fitting(const gpu::DeviceMap& map, uint32_t there) {
+  const auto fits = [&](uint32_t ranks, uint32_t of_rank) {
+    gpu::DeviceMap other = map;
+    other.num_ranks = ranks;
+    other.num_domains = (ranks * map.num_domains + map.num_ranks - 1) / map.num_ranks;
+    other.num_experts = ranks * of_rank;
+    return gpu::least_shared_bytes(other) <= there;
+  };
+  uint32_t ranks = map.num_ranks, of_rank = map.num_experts / map.num_ranks;
+  while (of_rank > 1 && !fits(ranks, of_rank)) --of_rank;
+  if (fits(ranks, of_rank)) return "num_experts = " + std::to_string(ranks * of_rank);
+  while (ranks > 1 && !fits(ranks, of_rank)) --ranks;
+  return std::to_string(ranks) + " ranks with an expert each";
+}
+
+}  // namespace
+
 void check_shared_bytes(const EngineConfig& config, const gpu::DeviceMap& map, uint32_t there) {
   if (const uint32_t needed = gpu::least_shared_bytes(map); needed > there)
-    throw UsageFailure(UsageKind::kConfig, std::to_string(config.num_ranks) +
-                                               " ranks with num_experts = " + std::to_string(config.num_experts) +
-                                               ": routing needs " + std::to_string(needed) +
-                                               " bytes of shared memory, and the GPU has " + std::to_string(there));
+    throw UsageFailure(UsageKind::kConfig, std::to_string(config.num_ranks) + " ranks with num_experts = " +
+                                               std::to_string(config.num_experts) + ": routing needs " +
+                                               std::to_string(needed) + " bytes of shared memory, and the GPU has " +
+                                               std::to_string(there) + "; allowed are at most " + fitting(map, there));
 }
 
 namespace {
