@@ -23,11 +23,13 @@ SEVERAL_RANKS = "2 domains of 2 ranks have the host's bits, FP8"
 SEVERAL_DOMAINS = "4 domains of a rank have the host's bits"
 ONE_DOMAIN = "2 ranks of a domain have the host's bits, BF16"
 SLOTS = "ranks of several domains get every row in its slot, and every sum"
+FOLDED = "2 ranks get every row in its slot, and every sum"
+KNOWN = "weights that came with the routing give the same sums, by bulk copies, plain loads, or pairs"
 # In every run; the others with -m slow.
 CHOSEN = {
     "32 lanes in lock step": (),
     "64 lanes": (),
-    "64 lanes in lock step": (SEVERAL_RANKS, SEVERAL_DOMAINS, ONE_DOMAIN, SLOTS),
+    "64 lanes in lock step": (SEVERAL_RANKS, SEVERAL_DOMAINS, ONE_DOMAIN, SLOTS, FOLDED, KNOWN),
 }
 WHOLE = ("lanes", "events", "gpu_routing")  # all of their claims, where a mode has any
 LARGE = "regions of more than 4 GiB give what small ones give"  # lanes are nothing to it
@@ -108,6 +110,7 @@ def test_two_roles_cannot_share_a_wave(tmp_path: Path) -> None:
 HEADERS = "  __syncwarp();  // lanes of this warp will wait for what"
 PACKETS = "  __syncwarp();  // lanes of this warp will wait for other ranks"
 ADOPTED = "    __syncwarp();  // lanes of this warp will wait for it"
+SENT = "  __syncwarp();  // other lanes of this warp may wait"
 # (mode, a claim that does not hold, what is said, file of csrc/backend/gpu, its text, a mutant's)
 MUTANTS: dict[str, tuple[Flavour, str, str, str, str, str]] = {
     "lanes wait for headers that others of their wave have not published": (
@@ -118,6 +121,9 @@ MUTANTS: dict[str, tuple[Flavour, str, str, str, str, str]] = {
     ),
     "lanes wait for a routing that others of their wave have not told of": (
         MODES["64 lanes in lock step"], SLOTS, STANDS, "low_latency_net.cuh", ADOPTED, ADOPTED[18:],
+    ),
+    "lanes wait for what another of their wave has not told yet": (
+        MODES["64 lanes in lock step"], FOLDED, STANDS, "low_latency.cuh", SENT, SENT[16:],
     ),
     "a vote is cut to 32 lanes": (
         MODES["64 lanes"], ONE_DOMAIN, "", "tile.cuh",
@@ -141,6 +147,6 @@ def test_a_mutant_names_one_place_of_the_kernels(mutant: str) -> None:
 def test_a_broken_kernel_is_found(tmp_path: Path, mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flavour, claim, said, *mistake = MUTANTS[mutant]
     monkeypatch.setenv(*SWEEP)
-    program = "low_latency" if claim == SLOTS else "gpu_engine"
+    program = "low_latency" if claim in (SLOTS, FOLDED) else "gpu_engine"
     result = run([broken_program(tmp_path, flavour, mistake, program), claim], 300)
     assert result.returncode != 0 and said in result.stdout + result.stderr, result.stdout

@@ -249,6 +249,7 @@ __device__ inline void tell_sent(const K& k, Part<DeviceFlag<Of>> sent) {
   k.crew.sync();
   for (uint32_t i = k.crew.thread; i < k.members(); i += k.crew.size)
     publish(at(k.g, k.member_after(i), sent) + (k.g.rank - k.first()) * kMaxSlotBlocks + blockIdx.x, k.number);
+  __syncwarp();  // other lanes of this warp may wait for it next
 }
 // By a crew: waits for what all blocks of all members have sent. A member may not have entered yet. The crew has to
 // combine the results.
