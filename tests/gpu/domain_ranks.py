@@ -21,16 +21,14 @@ import torch
 import torch.distributed as dist
 
 from tests.cases import LAYOUTS, Case, EngineSpec, differences, expect, make_case, run_case
+from tests.machine import needs_gpus
 from tests.process_ranks import START_TIMEOUT_S, ProcessRanks, Rank
 from uccl_ep_train import Buffer, EpConfig, memory_plan
-from uccl_ep_train.core import cuda
 from uccl_ep_train.group.bootstrap import StoreBootstrap
 
 NEEDS_GPU = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without CUDA kernels"
-    ),
+    needs_gpus(),
 ]
 MOST_RANKS = 6
 IDLE_S = 3600.0

@@ -11,8 +11,8 @@ import torch
 from tests.cases import NO_CAPACITY, EngineSpec, check_case, expect, make_case, with_inputs
 from tests.gpu.replays import changing_cases, replay, what_comes
 from tests.harness import Outcome
+from tests.machine import needs_gpus
 from uccl_ep_train import Buffer, EpConfig, memory_plan
-from uccl_ep_train.core import cuda
 from uccl_ep_train.errors import (
     CommunicationError,
     DeviceError,
@@ -25,9 +25,7 @@ from uccl_ep_train.errors import (
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without CUDA kernels"
-    ),
+    needs_gpus(),
 ]
 
 SETTINGS: tuple[tuple[str, Any], ...] = (

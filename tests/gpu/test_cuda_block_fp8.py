@@ -10,15 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.machine import needs_gpus
 from uccl_ep_train import Buffer, EpConfig
-from uccl_ep_train.core import cuda
 from uccl_ep_train.group.bootstrap import LocalBootstrap
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without CUDA kernels"
-    ),
+    needs_gpus(),
     pytest.mark.skipif(
         importlib.util.find_spec("transformer_engine") is None, reason="TransformerEngine is not installed"
     ),

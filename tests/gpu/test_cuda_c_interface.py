@@ -7,17 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from uccl_ep_train.core import cuda
+from tests.machine import needs_gpus
 from uccl_ep_train.tools import c_interface
 
 PROGRAM = Path(__file__).with_name("c_interface_rank.py")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        torch.cuda.device_count() < 2 or not cuda.built(), reason="needs two GPUs and CUDA kernels"
-    ),
+    needs_gpus(2),
 ]
 
 

@@ -12,18 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.machine import needs_gpus
 from tests.process_ranks import START_TIMEOUT_S, ProcessRanks, Rank
 from uccl_ep_train import Buffer, EpConfig
-from uccl_ep_train.core import cuda
 from uccl_ep_train.errors import CommunicationError, ErrorFields
 from uccl_ep_train.group.bootstrap import TorchBootstrap
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.fault,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without CUDA kernels"
-    ),
+    needs_gpus(),
 ]
 
 T, H, K = 512, 1024, 2

@@ -11,14 +11,12 @@ import torch
 from tests.cases import NO_CAPACITY, Case, EngineSpec, check_case, make_case, with_inputs
 from tests.gpu.test_cuda_backend import spec_of
 from tests.harness import RankGroup
+from tests.machine import needs_gpus
 from uccl_ep_train import Buffer, EpConfig, memory_plan
-from uccl_ep_train.core import cuda
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without CUDA kernels"
-    ),
+    needs_gpus(),
 ]
 
 

@@ -15,17 +15,15 @@ from torch import Tensor
 from tests.bits import bit_difference
 from tests.cases import EngineSpec
 from tests.low_latency import ROOM, E, Given, H, give, slot_differences
+from tests.machine import needs_gpus
 from uccl_ep_train import Buffer
 from uccl_ep_train.api.low_latency import LowLatency
 from uccl_ep_train.common.slots import SlotStatistics
-from uccl_ep_train.core import cuda
 from uccl_ep_train.errors import ArrivalTimeout, InputError, PeerFailed, RankMismatchError
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without CUDA kernels"
-    ),
+    needs_gpus(),
 ]
 
 

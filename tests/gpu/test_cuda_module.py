@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
+from tests.machine import needs_gpus
 from tests.process_ranks import ProcessRanks, Rank
-from uccl_ep_train.core import cuda
 from uccl_ep_train.deep_ep import Buffer
 from uccl_ep_train.errors import PeerFailed
 
@@ -17,9 +17,7 @@ MASK_TIMEOUT_S = 1.0
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        torch.cuda.device_count() < 2 or not cuda.built(), reason="needs two GPUs and CUDA kernels"
-    ),
+    needs_gpus(2),
 ]
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
+from tests.machine import needs_gpus
 from tests.process_ranks import ProcessRanks
 from tests.unit.test_operators import compare
-from uccl_ep_train.core import cuda
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        torch.cuda.device_count() < 2 or not cuda.built(), reason="needs two GPUs and CUDA kernels"
-    ),
+    needs_gpus(2),
 ]
 
 

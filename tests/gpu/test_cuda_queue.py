@@ -5,17 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from uccl_ep_train.core import cuda
+from tests.machine import needs_gpus
 from uccl_ep_train.core.native import load_native
 from uccl_ep_train.errors import ConfigError
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without CUDA kernels"
-    ),
+    needs_gpus(),
 ]
 
 

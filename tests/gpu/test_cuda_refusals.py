@@ -9,16 +9,14 @@ import torch
 
 from tests.cases import EngineSpec
 from tests.harness import Outcome, RankGroup
+from tests.machine import needs_gpus
 from uccl_ep_train import Buffer
-from uccl_ep_train.core import cuda
 from uccl_ep_train.errors import InputError, RankMismatchError
 
 RANKS = 2  # as threads, a GPU each
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not cuda.built() or torch.cuda.device_count() < RANKS, reason=f"needs nvcc and {RANKS} GPUs"
-    ),
+    needs_gpus(RANKS),
 ]
 
 T, H, K, E = 64, 512, 2, 8

@@ -15,16 +15,14 @@ import pytest
 import torch
 
 from tests.gpu.test_cuda_backend import spec_of
+from tests.machine import needs_gpus
 from uccl_ep_train import Buffer
-from uccl_ep_train.core import cuda
 from uccl_ep_train.settings.sections import WireDtype
 
 NVCC = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without CUDA kernels"
-    ),
+    needs_gpus(),
     pytest.mark.skipif(not Path(NVCC).is_file(), reason=f"no nvcc ({NVCC})"),
 ]
 

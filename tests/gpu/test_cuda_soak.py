@@ -12,17 +12,15 @@ import torch.distributed as dist
 
 from recipes.plan import devices
 from tests.cases import EngineSpec, check_case, expect, make_case
+from tests.machine import needs_gpus
 from tests.process_ranks import START_TIMEOUT_S, ProcessRanks, Rank
 from uccl_ep_train import Buffer, EpConfig
-from uccl_ep_train.core import cuda
 from uccl_ep_train.group.bootstrap import TorchBootstrap
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or not cuda.built(), reason="no GPU, or built without CUDA kernels"
-    ),
+    needs_gpus(),
 ]
 
 OPERATIONS = 10_000

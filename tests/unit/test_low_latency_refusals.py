@@ -17,7 +17,7 @@ from uccl_ep_train import Buffer
 from uccl_ep_train.api.composed import ComposedSlots
 from uccl_ep_train.api.low_latency import LowLatency
 from uccl_ep_train.common.handle import Fp8Rows
-from uccl_ep_train.common.slots import SlotHandle
+from uccl_ep_train.common.slots import SlotHandle, SlotWireName
 from uccl_ep_train.errors import (
     ConfigError,
     DtypeError,
@@ -177,7 +177,8 @@ def test_another_routing_in_the_combine_is_an_error_on_every_rank() -> None:
         group.run(step)
 
 
-def test_weights_on_one_rank_only_make_different_calls() -> None:
+@pytest.mark.parametrize("differs", ["weights", "scales"])
+def test_ranks_that_differ_in_weights_or_scales_make_different_calls(differs: str) -> None:
     spec = SPECS["2x1"]
     given = give(spec)
     with spec.group() as group:
@@ -186,23 +187,10 @@ def test_weights_on_one_rank_only_make_different_calls() -> None:
             x, topk_idx, topk_weights, _ = given.on(rank, buffer.device)
             slots = LowLatency(buffer)
             slots.dispatch(x, topk_idx, topk_weights)
+            weights = topk_weights if rank or differs == "scales" else None
+            wire: SlotWireName = "fp8" if rank or differs == "weights" else "fp8_fp32"
             with pytest.raises(RankMismatchError):
-                twice(buffer, lambda: slots.dispatch(x, topk_idx, topk_weights if rank else None))
-
-        group.run(step)
-
-
-def test_ranks_that_name_other_scales_make_different_calls() -> None:
-    spec = SPECS["2x1"]
-    given = give(spec)
-    with spec.group() as group:
-
-        def step(rank: int, buffer: Buffer) -> None:
-            x, topk_idx, *_ = given.on(rank, buffer.device)
-            slots = LowLatency(buffer)
-            slots.dispatch(x, topk_idx, wire="fp8")
-            with pytest.raises(RankMismatchError):
-                twice(buffer, lambda: slots.dispatch(x, topk_idx, wire="fp8" if rank else "fp8_fp32"))
+                twice(buffer, lambda: slots.dispatch(x, topk_idx, weights, wire=wire))
 
         group.run(step)
 

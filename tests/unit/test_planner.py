@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from uccl_ep_train.core import cuda
+from tests.machine import needs_kernels
 from uccl_ep_train.errors import EpError, InputError
 from uccl_ep_train.planner import events, report
 from uccl_ep_train.planner.__main__ import main
@@ -220,9 +220,6 @@ def test_calls_that_cannot_be_are_refused() -> None:
         simulate(H200, of, replace(windowed(of, 1024), slots=4), "combine")
     with pytest.raises(InputError, match="nic_gbps = 0"):
         replace(H200, nic_gbps=0.0)
-
-
-needs_kernels = pytest.mark.skipif(not cuda.built(), reason="cuda.built() is False: no layout of GPUs")
 
 
 @needs_kernels

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from uccl_ep_train.core import cuda
+from tests.machine import needs_kernels
 from uccl_ep_train.errors import InputError
 from uccl_ep_train.planner import events, fit, published
 from uccl_ep_train.planner.accuracy import Summary
 from uccl_ep_train.planner.machine import KERNELS, MACHINES
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-needs_kernels = pytest.mark.skipif(not cuda.built(), reason="cuda.built() is False: no layout of GPUs")
 
 
 @pytest.fixture(scope="module")

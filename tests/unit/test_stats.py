@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.harness import RankGroup
+from tests.machine import needs_kernels
 from uccl_ep_train import Buffer, EpConfig, Topology, memory_plan
-from uccl_ep_train.core import cuda
 from uccl_ep_train.core.stats import CALL_KINDS, format_stats, sum_stats
 from uccl_ep_train.errors import ConfigError, MemoryBudgetError
 
@@ -50,7 +50,7 @@ def test_64_mib_are_enough_for_64_ranks_and_hidden_8192() -> None:
     assert memory_plan(config, 64).total_bytes <= 64 << 20
 
 
-@pytest.mark.skipif(not cuda.built(), reason="built without CUDA kernels")
+@needs_kernels
 def test_a_plan_of_a_gpu_needs_none_and_grows_with_the_tokens_of_a_window() -> None:
     config = EpConfig(num_experts=256, hidden=7168, max_dtype="bf16", backend="cuda")
     whole = memory_plan(config, 4)
@@ -68,7 +68,7 @@ def test_a_plan_of_a_gpu_needs_none_and_grows_with_the_tokens_of_a_window() -> N
     assert most["pieces"] < memory_plan(few, 4)["pieces"] and most.total_bytes <= few.budget_bytes
 
 
-@pytest.mark.skipif(not cuda.built(), reason="built without CUDA kernels")
+@needs_kernels
 def test_ranks_that_are_alone_in_their_domains_keep_pieces_of_their_own_tokens_only() -> None:
     config = EpConfig(
         num_experts=256, hidden=7168, max_dtype="bf16", backend="cuda", transport="loop", window_tokens=4096,
@@ -80,7 +80,7 @@ def test_ranks_that_are_alone_in_their_domains_keep_pieces_of_their_own_tokens_o
     assert memory_plan(config.replace(domain_size=2), 4)["pieces"] == 2 * (2 * 4096 + 2 * 32) * row
 
 
-@pytest.mark.skipif(not cuda.built(), reason="built without CUDA kernels")
+@needs_kernels
 @pytest.mark.parametrize(("num_ranks", "domain_size"), [(2, 1), (4, 2), (4, 1), (4, 4)])
 def test_a_page_more_than_the_least_budget_holds_the_routing_of_several_windows(
     num_ranks: int, domain_size: int
@@ -95,7 +95,7 @@ def test_a_page_more_than_the_least_budget_holds_the_routing_of_several_windows(
     assert tokens >= 3 * window
 
 
-@pytest.mark.skipif(not cuda.built(), reason="built without CUDA kernels")
+@needs_kernels
 def test_a_budget_that_does_not_hold_the_routing_of_a_windows_tokens_is_refused_with_one_that_does() -> None:
     """64 ranks of 8 domains: 4,096 tokens' routing takes more than its share of the default budget."""
     config = EpConfig(num_experts=256, hidden=7168, max_dtype="bf16", backend="cuda", domain_size=8)

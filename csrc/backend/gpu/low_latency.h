@@ -36,7 +36,7 @@ struct SlotDispatchArgs {
   // [ranks, tokens, width] of all ranks' pairs the slot here, of all experts', or kNoSlot. Where there are several
   // domains: with weights, the number of the expert.
   uint32_t* pairs = nullptr;
-  uint32_t* routed = nullptr;  // the same: weight_bits(); nullptr: no weights come
+  uint32_t* routed = nullptr;  // the same: the bits of their weights; nullptr: none come
   int32_t* total_counts = nullptr;  // [L], or nullptr: counts are added
   int64_t* waited_nsec = nullptr;  // [ranks], or nullptr: what block 0 waited for a rank's routing is added
 };
