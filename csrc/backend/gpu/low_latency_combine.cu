@@ -146,12 +146,10 @@ __device__ inline bool send(Combine k, uint8_t* dynamic) {
   const PairRanges ranges(k.g, dynamic);
   fill_ranges(k, ranges, range);
   begin_step(k, began);
-  if (k.crew.is_last_warp()) {
-    if (may_fold(k.g, k.args) && k.args.routed == nullptr)
-      tell_weights(with_warps(k, kSlotWarps - 1, 1));
-    else
-      tell_entered(k, k.map().pairs_entered);
-  }
+  if (may_fold(k.g, k.args) && k.args.routed == nullptr)
+    tell_weights(k);
+  else if (k.crew.is_last_warp())
+    tell_entered(k, k.map().pairs_entered);
   name_pairs(k, ranges);
   send_pairs(k, ranges);
   tell_sent(k, k.map().pairs_full);

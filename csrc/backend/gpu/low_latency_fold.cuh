@@ -13,7 +13,7 @@ template <typename Combine>
 __device__ inline void put_weights(const Combine& k, uint32_t to) {
   uint32_t* const out = k.weights(to, k.g.rank);
   const uint32_t places = k.args.num_tokens * k.args.width;
-#pragma unroll 1
+#pragma unroll 4
   for (uint32_t i = k.crew.thread; i < places; i += k.crew.size) out[i] = own_weight(k, i);
 }
 // The same for some of its warps.
