@@ -90,17 +90,11 @@ struct SlotKernel {
   }
 };
 
-// What is used in several places, or seldom, is not inlined: code is fetched when it first runs, which takes longer
-// than what it does.
-//
-// By one thread: wait_flag().
-static __device__ __noinline__ bool wait_for(const Group& g, const Awaited what) { return wait_flag(g, what); }
-static __device__ __noinline__ void report_apart(const Group& g, const FaultRecord fault) { report(g, fault); }
-static __device__ __noinline__ void note_apart(const Group& g, uint64_t began, uint64_t number, Step step) {
-  note(g, {began, now_nsec(), number, 0, static_cast<uint32_t>(TraceKind::kKernelStep), static_cast<uint32_t>(step)});
-}
-static __device__ __noinline__ void trace_apart(const Group& g, TraceKind kind, OpKind operation, uint64_t number) {
-  trace_kernel(g, kind, operation, number);
+// By one thread: wait_flag(). It is called only for what has not come. A call takes longer than to look, and code in
+// many places takes longer to fetch than to run.
+static __device__ __noinline__ bool wait_long(const Group& g, const Awaited what) { return wait_flag(g, what); }
+__device__ __forceinline__ bool wait_for(const Group& g, const Awaited& what) {
+  return has_come(what) || wait_long(g, what);
 }
 
 // By every thread of a crew, first of all: begins to send or to receive the next operation.
@@ -113,7 +107,7 @@ __device__ __forceinline__ SlotKernel<Args, kNet> begin_slots(const Group& g, co
   if (blockIdx.x != 0 || threadIdx.x != 0) return k;
   local(g).entered = kLowLatencyEpoch | k.number;
   if (sends || args.phase == SlotPhase::kReceive)
-    trace_apart(g, TraceKind::kKernelBegin, args.signature.kind, k.number);
+    trace_kernel(g, TraceKind::kKernelBegin, args.signature.kind, k.number);
   return k;
 }
 // By every thread of a crew: in a trace, what block 0 does from begin_step() to end_step() is a step. `began` is in
@@ -128,7 +122,9 @@ __device__ __forceinline__ void begin_step(const K& k, uint64_t& began) {
 }
 template <typename K>
 __device__ __forceinline__ void end_step(const K& k, const uint64_t& began, Step step) {
-  if (notes_steps(k)) note_apart(k.g, began, k.number, step);
+  if (notes_steps(k))
+    note(k.g,
+         {began, now_nsec(), k.number, 0, static_cast<uint32_t>(TraceKind::kKernelStep), static_cast<uint32_t>(step)});
 }
 // By a crew: waits until every member has read what we sent two operations ago.
 template <typename K, typename Of>
@@ -225,7 +221,7 @@ __device__ inline bool compare_headers(const K& k, uint32_t thread, uint32_t thr
   for (uint32_t r = thread; r < k.g.map.num_ranks; r += threads) {
     const SlotHeader& theirs = k.header(k.g.rank, r);
     if (k.is_masked(r) || (theirs.signature == ours.signature && theirs.num_refused == ours.num_refused)) continue;
-    report_apart(k.g, {DeviceFault::kMismatch, ErrorKind::kRankMismatch, Step::kExchange, r, static_cast<int>(k.kind)});
+    report(k.g, {DeviceFault::kMismatch, ErrorKind::kRankMismatch, Step::kExchange, r, static_cast<int>(k.kind)});
     good = false;
   }
   return good;
@@ -322,7 +318,7 @@ template <typename K>
 __device__ __forceinline__ void note_through(const K& k, bool sends) {
   const auto kind = static_cast<uint32_t>(k.kind);
   if (!sends || k.args.phase == SlotPhase::kSend)
-    trace_apart(k.g, TraceKind::kKernelEnd, k.args.signature.kind, k.number);
+    trace_kernel(k.g, TraceKind::kKernelEnd, k.args.signature.kind, k.number);
   if (!K::kNet)
     (sends ? k.state().sent : k.state().received)[kind] = k.number;
   else

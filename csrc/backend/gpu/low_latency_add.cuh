@@ -93,11 +93,12 @@ struct SumPlace {
 };
 // By a warp: a part of a sum. Experts of a rank are summed first and rounded to the wire, then ranks and what other
 // domains return.
-template <bool kNet>
-__device__ __forceinline__ void sum_part(const Group& g, const SlotCombineArgs& args, const Addends& addends,
-                                         const SumPlace& to, uint32_t part) {
+template <typename Combine>
+__device__ __forceinline__ void sum_part(const Combine& k, const Addends& addends, const SumPlace& to, uint32_t part) {
+  const Group& g = k.g;
+  const SlotCombineArgs& args = k.args;
   const uint32_t lane = threadIdx.x % kWarp, begin = part * kVectors * kWarp, vectors = args.hidden / 8;
-  const bool exact = args.signature.wire == Dtype::kFp32, wide = kNet && exact;
+  const bool exact = args.signature.wire == Dtype::kFp32, wide = Combine::kNet && exact;
   const uint32_t count = addends.count;
   float of_rank[kValues] = {}, total[kValues] = {};
   const auto end_rank = [&] {
@@ -148,18 +149,6 @@ __device__ __forceinline__ void sum_part(const Group& g, const SlotCombineArgs& 
     }
   }
 }
-static __device__ __noinline__ void sum_part_apart(const Group& g, const SlotCombineArgs& args, const LaneRows of,
-                                                   LaneMask ends, uint32_t sum, uint32_t part) {
-  sum_part<false>(g, args, {of.count, of.row, of.weight, ends}, {sum, false}, part);
-}
-template <typename Combine>
-__device__ __forceinline__ void sum_part(const Combine& k, const Addends& addends, const SumPlace& to, uint32_t part) {
-  if constexpr (Combine::kNet)
-    sum_part<true>(k.g, k.args, addends, to, part);
-  else
-    sum_part_apart(k.g, k.args, {addends.count, addends.row, addends.weight}, addends.ends, to.sum, part);
-}
-
 // By a warp: as sum_part(), of parts of one rank's rows, or of what ranks that fold have sent, which is rounded. Not
 // inlined: a launch does the one and then the other, and has the code.
 static __device__ __noinline__ void sum_rows(const Group& g, const SlotCombineArgs& args, const LaneRows of,

@@ -146,10 +146,7 @@ __device__ inline bool send(Combine k, uint8_t* dynamic) {
   const PairRanges ranges(k.g, dynamic);
   fill_ranges(k, ranges, range);
   begin_step(k, began);
-  if (may_fold(k.g, k.args) && k.args.routed == nullptr)
-    tell_weights(k);
-  else if (k.crew.is_last_warp())
-    tell_entered(k, k.map().pairs_entered);
+  tell_call(k);
   name_pairs(k, ranges);
   send_pairs(k, ranges);
   tell_sent(k, k.map().pairs_full);
@@ -202,10 +199,10 @@ __host__ __device__ inline uint64_t stream_bytes(const DeviceMap& map, uint32_t 
   return map.num_domains > 1 ? StreamMasks::bytes(map, streams) : 0;
 }
 
-// Which launches fold by bulk copies.
-enum class SlotCopies : uint32_t { kPlain, kBulk };
+// What a kernel has the code to send. A kernel of few pairs takes longer if it has more.
+enum class SlotSends : uint32_t { kNothing, kPairs, kSums, kBulkSums };
 
-template <bool kNet, SlotCopies kCopies>
+template <bool kNet, SlotSends kSends>
 __global__ void __launch_bounds__(kSlotThreads, 1)
     low_latency_combine(const __grid_constant__ Group g, const __grid_constant__ SlotCombineArgs args) {
   UCCL_EP_DYNAMIC_SHARED(dynamic);
@@ -224,18 +221,20 @@ __global__ void __launch_bounds__(kSlotThreads, 1)
   for (uint32_t i = threadIdx.x; i < kMaxSlotRanks / 32; i += kSlotThreads) rings.entered.folds[i] = 0;
   crew.sync();
   bool good = true;
-  if (args.phase != SlotPhase::kReceive) {
-    const auto k = begin_slots<kNet>(g, args, kKind, crew, true);
-    if constexpr (kCopies == SlotCopies::kBulk) {
-      __shared__ FoldBarriers barriers;
-      good = fold<true>(k, rings.entered, dynamic, &barriers);
-    } else if constexpr (kNet) {
-      good = send(k, dynamic);
-    } else {
-      good = folds(k) ? fold<false>(k, rings.entered, nullptr, nullptr) : send(k, dynamic);
+  if constexpr (kSends != SlotSends::kNothing) {
+    if (args.phase != SlotPhase::kReceive) {
+      const auto k = begin_slots<kNet>(g, args, kKind, crew, true);
+      if constexpr (kSends == SlotSends::kBulkSums) {
+        __shared__ FoldBarriers barriers;
+        good = fold<true>(k, rings.entered, dynamic, &barriers);
+      } else if constexpr (kSends == SlotSends::kSums) {
+        good = fold<false>(k, rings.entered, nullptr, nullptr);
+      } else {
+        good = send(k, dynamic);
+      }
     }
+    if (args.phase == SlotPhase::kSend) return;
   }
-  if (args.phase == SlotPhase::kSend) return;
   good = good && receive(begin_slots<kNet>(g, args, kKind, crew, false), relayed, sent, rings);
   // After an error nothing is valid: neither here, nor in a block that is through before another finds one.
   if (!good || stopped(g)) fill_nan(crew, args.out, uint64_t{2} * args.num_tokens * args.hidden);
@@ -255,9 +254,10 @@ uint32_t slot_combine_bytes(const DeviceMap& map) {
 }
 
 Status load_low_latency_combine(uint32_t shared_bytes) {
-  using enum SlotCopies;
-  return load_all(shared_bytes, low_latency_combine<false, kPlain>, low_latency_combine<false, kBulk>,
-                  low_latency_combine<true, kPlain>, tell_masks);
+  using enum SlotSends;
+  return load_all(shared_bytes, low_latency_combine<false, kNothing>, low_latency_combine<false, kPairs>,
+                  low_latency_combine<false, kSums>, low_latency_combine<false, kBulkSums>,
+                  low_latency_combine<true, kPairs>, tell_masks);
 }
 
 Status launch_masks(const Group& group, int32_t* out, StreamHandle stream) {
@@ -266,11 +266,13 @@ Status launch_masks(const Group& group, int32_t* out, StreamHandle stream) {
 }
 
 Status launch_low_latency(const Group& group, const SlotCombineArgs& args, uint32_t num_sms, StreamHandle stream) {
-  using enum SlotCopies;
+  using enum SlotSends;
   const bool bulk = folds(group, args) && group.bulk_copies && group.shared_bytes >= kFoldBytes;
-  launch_kernel(has_net(group) ? low_latency_combine<true, kPlain>
-                : bulk         ? low_latency_combine<false, kBulk>
-                               : low_latency_combine<false, kPlain>,
+  launch_kernel(has_net(group)                      ? low_latency_combine<true, kPairs>
+                : args.phase == SlotPhase::kReceive ? low_latency_combine<false, kNothing>
+                : bulk                              ? low_latency_combine<false, kBulkSums>
+                : folds(group, args)                ? low_latency_combine<false, kSums>
+                                                    : low_latency_combine<false, kPairs>,
                 {num_sms, kSlotThreads, bulk ? kFoldBytes : slot_combine_bytes(group.map), stream}, group, args);
   return launch_status();
 }

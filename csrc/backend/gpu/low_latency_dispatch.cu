@@ -35,8 +35,8 @@ __device__ inline bool send_routing(const Dispatch& k, uint32_t to) {
     good &= good_expert(k.g, expert, token);
     for (uint32_t other = token * width; other < i; ++other) {
       if (k.args.topk_idx[other] != expert) continue;
-      report_apart(k.g, {DeviceFault::kExpertTwice, ErrorKind::kPeerFailed, Step::kExchange, k.g.rank,
-                         static_cast<int>(token), 1, static_cast<uint64_t>(expert)});
+      report(k.g, {DeviceFault::kExpertTwice, ErrorKind::kPeerFailed, Step::kExchange, k.g.rank,
+                   static_cast<int>(token), 1, static_cast<uint64_t>(expert)});
       good = false;
     }
   }

@@ -30,6 +30,17 @@ __device__ inline void tell_weights(const Combine& k) {
   });
 }
 
+// By a crew: tells every member our call, by its last warps while the others begin.
+template <typename Combine>
+__device__ inline void tell_call(const Combine& k) {
+  constexpr uint32_t kTell = kSlotWarps / 4;
+  if (!may_fold(k.g, k.args) || k.args.routed != nullptr) {
+    if (k.crew.is_last_warp()) tell_entered(k, k.map().pairs_entered);
+  } else if (k.crew.warp() >= kSlotWarps - kTell) {
+    tell_weights(with_warps(k, kSlotWarps - kTell, kTell));
+  }
+}
+
 // By a crew: sums its share of the tokens of `count` members, from the `first` after this rank on, each into memory for
 // the pair of its lowest expert here.
 template <typename Combine>
@@ -76,19 +87,13 @@ __device__ inline bool fold(Combine k, EnteredRanks& entered, uint8_t* memory, F
 #pragma unroll 1
     for (uint32_t r = k.crew.thread; r < k.members(); r += k.crew.size)
       entered.tokens[r] = r == k.g.rank ? k.args.num_tokens : k.map().tokens;
-    if (!knows)
-      tell_weights(k);
-    else if (k.crew.is_last_warp())
-      tell_entered(k, k.map().pairs_entered);
+    tell_call(k);
     k.crew.sync();
     fold_tokens(k, entered, others, 1);
     if (!knows && !note_entered(k, entered)) return false;
     if (others > 0) fold_tokens(k, entered, 0, others);
   } else if constexpr (kArch.bulk_copies) {
-    // By the last warps, while the others begin.
-    constexpr uint32_t kTell = kSlotWarps / 4;
-    if (!knows && k.crew.warp() >= kSlotWarps - kTell) tell_weights(with_warps(k, kSlotWarps - kTell, kTell));
-    if (knows && k.crew.is_last_warp()) tell_entered(k, k.map().pairs_entered);
+    tell_call(k);
     BulkFold<Combine> bulk(k, memory, *barriers);
 #pragma unroll 1
     for (bool own = true;; own = false) {  // so that there is one copy of the code

@@ -102,7 +102,7 @@ __device__ inline void hear_vote(const Votes& votes, uint32_t r, uint32_t number
 }
 
 // By a block: `gone` becomes what all agree on. False: an error is known.
-__device__ inline bool agree(const Group& g, const Crew& crew, uint64_t settlement, RankSet& gone) {
+static __device__ __noinline__ bool agree(const Group& g, const Crew crew, uint64_t settlement, RankSet& gone) {
   __shared__ Round round;
   const Votes votes{g, settlement};
   for (uint32_t number = 0;; ++number) {
