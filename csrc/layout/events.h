@@ -13,7 +13,7 @@
 // 2^18 events a channel, which are 2^17 laps, because a ring has two slots a channel or more.
 //
 // Why a count is not mistaken: two events of a channel that are both in a ring, or one and the board, differ by less
-// than the slots of the ring times those of the channel: 2^13 * 2^16.
+// than the slots of the ring times those of the channel: 2^15 * 2^15.
 #pragma once
 
 #include <bit>
@@ -33,8 +33,8 @@ enum class EventRing : uint32_t {
 constexpr uint32_t kNumEventRings = 4;
 
 using EventCount = BitField<uint64_t, 0, 32>;  // of the channel's word on the board: the low bits
-using EventNumber = BitsAbove<EventCount, 12>;  // of the channel, among those of the ring
-using EventLap = BitsAbove<EventNumber, 20>;  // of the ring, from 1 on: what was never written is of lap 0
+using EventNumber = BitsAbove<EventCount, 14>;  // of the channel, among those of the ring
+using EventLap = BitsAbove<EventNumber, 18>;  // of the ring, from 1 on: what was never written is of lap 0
 static_assert(EventLap::kEnd == 64);
 static_assert(EventNumber::fits(2 * uint64_t{kMaxChannels} - 1));
 

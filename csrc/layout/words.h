@@ -25,29 +25,29 @@ template <typename Below, uint32_t kBits>
 using BitsAbove = BitField<typename Below::Word, Below::kEnd, kBits>;
 
 // ---- immediate ------------------------------------------------------------------------------------------------------
-// type 3 bits | channel 11 bits | serial 18 bits.
+// type 2 bits | channel 13 bits | serial 17 bits.
 // data:    channel = the receiver's incoming channel, serial = number of the chunk on that channel since creation
 // credit:  channel = the receiver's outgoing channel, serial = number of chunks that its reader has consumed
 // probe: channel = 0, serial = sender's rank; it only shows that the connection works
-// A serial never restarts, so an immediate of an earlier epoch is an old serial. A ring has < 2^16 slots. A
-// chunk is posted only when the one a ring before it was consumed. So two live serials of a channel differ by < 2^17.
-// 18 bits tell them apart: a wrapped serial cannot be mistaken. In full, for data (w: the slots of the ring, s: the
+// A serial never restarts, so an immediate of an earlier epoch is an old serial. A ring has < 2^15 slots. A
+// chunk is posted only when the one a ring before it was consumed. So two live serials of a channel differ by < 2^16.
+// 17 bits tell them apart: a wrapped serial cannot be mistaken. In full, for data (w: the slots of the ring, s: the
 // serial of an immediate, e: the highest serial that arrived, + 1):
 //   s arrives for the first time: what is w before s was consumed, so e > s - w. What is w before e - 1 was consumed as
-//   well, and s was not, so s > e - 1 - w. Together |s - e| <= w < 2^16.
-//   s is reported again: by the transport's contract before 2^17 serials have gone by, so e - s < 2^17.
-// widen_serial() is exact for -2^17 <= s - e < 2^17 (a claim tries all of them). A repeat finds its slot's stamp beyond
+//   well, and s was not, so s > e - 1 - w. Together |s - e| <= w < 2^15.
+//   s is reported again: by the transport's contract before 2^16 serials have gone by, so e - s < 2^16.
+// widen_serial() is exact for -2^16 <= s - e < 2^16 (a claim tries all of them). A repeat finds its slot's stamp beyond
 // s, whatever was put there since. Credits are counts of one channel that differ from the last known one by
-// less: the lander holds a credit back while one of 2^16 before it is in flight.
+// less: the lander holds a credit back while one of 2^15 before it is in flight.
 enum class ImmType : uint32_t { kData = 1, kCredit = 2, kProbe = 3 };
 
-constexpr uint32_t kImmSerialBits = 18;
+constexpr uint32_t kImmSerialBits = 17;
 using ImmSerial = BitField<uint32_t, 0, kImmSerialBits>;
-using ImmChannel = BitsAbove<ImmSerial, 11>;
-using ImmKind = BitsAbove<ImmChannel, 3>;
+using ImmChannel = BitsAbove<ImmSerial, 13>;
+using ImmKind = BitsAbove<ImmChannel, 2>;
 static_assert(ImmKind::kEnd == 32);
 constexpr uint32_t kMaxChannels = ImmChannel::kMost + 1;
-constexpr uint32_t kMaxRingSlots = 1u << 16;
+constexpr uint32_t kMaxRingSlots = 1u << 15;
 constexpr uint32_t kMaxRanks = ImmSerial::kMost + 1;
 constexpr int64_t kImmSerialReach = int64_t{1} << (kImmSerialBits - 1);  // of widen_serial(), to either side
 static_assert(ImmKind::fits(static_cast<uint32_t>(ImmType::kProbe)));

@@ -33,7 +33,7 @@ class Lander {
     uint64_t end = 0;  // highest serial that arrived, + 1
     Prefix arrived;
     uint64_t returned = 0;  // chunks whose credit was posted
-    // Every credit in flight names a larger count than this. A credit whose count exceeds this one by 2^16 is held
+    // Every credit in flight names a larger count than this. A credit whose count exceeds this one by 2^15 is held
     // back. So an old credit is never mistaken for one of the next lap (layout/words.h).
     uint64_t credit_base = 0;
     uint32_t credits_in_flight = 0;

@@ -13,7 +13,7 @@
 //   command only delays the proxy.
 // * A payload and its report come in one step: no reader looks at a slot before its stamp, and the claim that nothing
 //   unread lies in the slot is made when the payload comes.
-// * 8 serials instead of 2^18, and the limit on credits a quarter of it, as in csrc/layout/wire.h. More chunks are sent
+// * 8 serials instead of 2^17, and the limit on credits a quarter of it, as in csrc/layout/words.h. More chunks are sent
 //   than there are serials, so that serials come up again. (Ring of two: 12, which are not used up.)
 // * A ring of two with all its duplicates takes too long: there (FEW_COPIES) only the first write and credit have one.
 // Duplicates: every write, data or credit, may be delivered a second time before it is flushed.
@@ -55,7 +55,7 @@ byte taken[2];
 #define DELIVERED 3
 #define FLUSHED 4
 
-// As widen_serial() of csrc/layout/wire.h.
+// As widen_serial() of csrc/layout/words.h.
 inline widen(low, near, serial) {
   diff = (low + kSerials - near % kSerials) % kSerials;
   if

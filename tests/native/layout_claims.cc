@@ -161,18 +161,18 @@ CLAIM("a send ring is found again as its channel") {
   }
 }
 
-CLAIM("256 domains fit the channel field, and their channels fit together") {
-  std::vector<int> labels(256);
+CLAIM("2,048 domains fit the channel field, and their channels fit together") {
+  std::vector<int> labels(2048);
   std::iota(labels.begin(), labels.end(), 0);
   const Topology topo = Topology::from_labels(labels);
-  const RingParams rings = ring_params_of(7232, 2, 256);
+  const RingParams rings = ring_params_of(7232, 2, 2048);
   const Channels first = make_channels(topo, rings, 0);
-  EXPECT_EQ(first.out.size(), size_t{255 * 4});
-  EXPECT_EQ(first.in.size(), size_t{255 * 4});
+  EXPECT_EQ(first.out.size(), size_t{2047 * 4});
+  EXPECT_EQ(first.in.size(), size_t{2047 * 4});
   EXPECT(first.out.size() <= kMaxChannels);
-  const Channels last = make_channels(topo, rings, 255);
-  EXPECT(connected(0, first, 255, last));
-  EXPECT(connected(255, last, 0, first));
+  const Channels last = make_channels(topo, rings, 2047);
+  EXPECT(connected(0, first, 2047, last));
+  EXPECT(connected(2047, last, 0, first));
 }
 
 CLAIM("256 domains of four ranks fit every field: each channel survives an immediate, each rank a serial") {
@@ -195,17 +195,17 @@ CLAIM("256 domains of four ranks fit every field: each channel survives an immed
 }
 
 CLAIM("256 domains of which one is too small to land all others are refused, by an error that names both numbers") {
-  std::vector<int> labels(1 + 255 * 4);
+  std::vector<int> labels(1 + 255 * 12);
   for (size_t rank = 1; rank < labels.size(); ++rank) labels[rank] = 1 + static_cast<int>(rank % 255);
   const Topology topo = Topology::from_labels(labels);
   try {
-    make_channels(topo, ring_params_of(7232, 2, 1024), 0);
+    make_channels(topo, ring_params_of(7232, 2, 3072), 0);
   } catch (const UsageFailure& failure) {
     const std::string text = failure.what();
-    EXPECT(text.find(std::to_string(255 * 4 * 3 + 255)) != std::string::npos);
+    EXPECT(text.find(std::to_string(255 * 12 * 3 + 255)) != std::string::npos);
     EXPECT(text.find(std::to_string(kMaxChannels)) != std::string::npos);
-    EXPECT(text.find("1020 ranks of other domains") != std::string::npos);
-    EXPECT(text.find("allowed are at most 512 such ranks") != std::string::npos);
+    EXPECT(text.find("3060 ranks of other domains") != std::string::npos);
+    EXPECT(text.find("allowed are at most 2048 such ranks") != std::string::npos);
     return;
   }
   throw std::logic_error("it was not refused");
@@ -224,16 +224,16 @@ CLAIM("as many domains as the refusal of more names have channels enough") {
     }
     return "";
   };
-  EXPECT(refused(2048).find("allowed are at most 512 such ranks") != std::string::npos);
-  EXPECT(refused(513).empty());
-  EXPECT(!refused(514).empty());
+  EXPECT(refused(4096).find("allowed are at most 2048 such ranks") != std::string::npos);
+  EXPECT(refused(2049).empty());
+  EXPECT(!refused(2050).empty());
 }
 
 CLAIM("more channels than an immediate can name are refused") {
-  std::vector<int> labels(700);
-  for (size_t rank = 0; rank < labels.size(); ++rank) labels[rank] = rank == 0 ? 0 : 1;  // one rank lands 699 sources
+  std::vector<int> labels(2800);
+  for (size_t rank = 0; rank < labels.size(); ++rank) labels[rank] = rank == 0 ? 0 : 1;  // one rank lands 2,799 sources
   const Topology topo = Topology::from_labels(labels);
-  EXPECT_THROWS(UsageFailure, make_channels(topo, ring_params_of(7232, 2, 700), 0));
+  EXPECT_THROWS(UsageFailure, make_channels(topo, ring_params_of(7232, 2, 2800), 0));
 }
 
 }  // namespace

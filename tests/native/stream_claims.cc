@@ -159,7 +159,7 @@ CLAIM("all channels of all ranks stream at once") {
   for (uint64_t count : missing) EXPECT_EQ(count, uint64_t{0});
 }
 
-CLAIM("a stream goes on where the 18 bits of its serial wrap, twice") {
+CLAIM("a stream goes on where the bits of its serial wrap, twice") {
   WorldOptions options;
   options.rings = {64, 64, 8, 16};
   World world(options);

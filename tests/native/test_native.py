@@ -325,8 +325,8 @@ SLOT_MUTANTS = {
         FOLD_OR_NOT, "low_latency_add.cuh", "if (!exact) round_values(of_rank);", "",
     ),
     "a rank that does not fold does not tell its weights": (
-        FOLD_OR_NOT, "low_latency_combine.cu", "      tell_weights(with_warps(k, kSlotWarps - 1, 1));",
-        "      tell_entered(k, k.map().pairs_entered);",
+        FOLD_OR_NOT, "low_latency_fold.cuh",
+        "!may_fold(k.g, k.args) || k.args.routed", "!folds(k) || k.args.routed",
     ),
     "a pair is summed for another domain before it has come": (
         "a rank that sums for another domain waits for the others of its own", "low_latency_combine.cu",

@@ -114,7 +114,7 @@ def unlimited(shape: Shape) -> Protocol:
         dispatch_window=max(TOKEN_BLOCK, shape.tokens),
         combine_window=max(TOKEN_BLOCK, shape.tokens),
         chunk_rows=(USUAL_CHUNK_BYTES // row, chunk),
-        slots=1 << 16,
+        slots=(1 << 15) - 1,
         event_rings=event_rings(shape),
     )
 

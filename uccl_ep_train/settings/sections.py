@@ -105,10 +105,10 @@ class Memory(Section):
     Unit: bytes. Allowed: None, or 1 .. 2^30.
     """
 
-    window_chunks: int | None = setting(None, optional(integer(1, 65536)), native="=")
+    window_chunks: int | None = setting(None, optional(integer(1, 32767)), native="=")
     """Slots per channel; None: chosen from the budget.
 
-    Unit: chunks. Allowed: None, or 1 .. 65536.
+    Unit: chunks. Allowed: None, or 1 .. 32767.
     """
 
 
