@@ -17,7 +17,17 @@ from bench.systems import MODE_SUFFIX, System, UcclEp, label_of
 from bench.torch_alone import TorchAlone
 from uccl_ep_train import Buffer, errors
 
-SYSTEMS = ("uccl_ep", "uccl_ep_sync_free", "uccl_ep_cached", "megatron", "bare", "deep_ep", "memcpy", "torch")
+# As in results; there all_to_all has its library in front, and deep_ep is what can be imported.
+SYSTEMS = (
+    "uccl_ep",
+    "uccl_ep_sync_free",
+    "uccl_ep_cached",
+    "megatron_alltoall",
+    "all_to_all",
+    "deep_ep",
+    "memcpy",
+    "torch_autograd",
+)
 
 # Errors which say that a system cannot run a case. Any other error is a fault, and ends the benchmark.
 OURS_REFUSES = (errors.InputError, errors.ConfigError, MemoryError, torch.OutOfMemoryError)
@@ -65,16 +75,16 @@ def line_up(case: Case, wanted: list[str], *, backward: bool, compact: bool) -> 
     """Collective. compact: adds systems of ours with compact rows, one row per token and rank."""
     lineup = Lineup(case)
     _add_ours(lineup, wanted, backward, compact)
-    if "megatron" in wanted:
+    if "megatron_alltoall" in wanted:
         lineup.add("megatron_alltoall bf16", lambda: MegatronAllToAll(case, backward=backward))
-    if "bare" in wanted:
+    if "all_to_all" in wanted:
         lineup.add(f"{BareAllToAll.collectives()}_all_to_all bf16", lambda: BareAllToAll(case))
     if "deep_ep" in wanted:
         for label, make in deep_ep_peers.importable(case):
             lineup.add(label, make)
     if "memcpy" in wanted and not torch.cuda.is_available():
         lineup.add(f"memcpy {case.dtype}", lambda: Memcpy(case))
-    if "torch" in wanted and backward and torch.cuda.is_available():
+    if "torch_autograd" in wanted and backward and torch.cuda.is_available():
         lineup.add("torch_autograd bf16", lambda: TorchAlone(case))
     return lineup
 
