@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from tests.process_ranks import ProcessRanks, Rank
 from uccl_ep_train import Buffer, EpConfig, LocalBootstrap
@@ -153,13 +153,13 @@ def test_operators_are_what_torch_expects_of_them(buffer: Buffer) -> None:
     ops = torch.ops.uccl_ep
     how = (calls.buffer, CAPACITY, 1, "bf16")
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(ops.dispatch, (x, idx, probs, *how), test_utils=tests)
+    library.opcheck(ops.dispatch, (x, idx, probs, *how), test_utils=tests)
     got = calls.dispatch(x, idx, probs)
     rows, ticket = got.rows.detach(), got.ticket
     again = (x, ticket, calls.buffer, CAPACITY, "bf16", "bf16")
-    torch.library.opcheck(ops.dispatch_again, again, test_utils=tests)
+    library.opcheck(ops.dispatch_again, again, test_utils=tests)
     sums = (rows.requires_grad_(), ticket, calls.buffer, 7, CAPACITY, "bf16")
-    torch.library.opcheck(ops.combine, sums, test_utils=tests)
+    library.opcheck(ops.combine, sums, test_utils=tests)
 
 
 def test_a_layer_is_exported(buffer: Buffer) -> None:

@@ -12,6 +12,7 @@ from tests.machine import needs_kernels
 from uccl_ep_train import Buffer, EpConfig, Topology, memory_plan
 from uccl_ep_train.core.stats import CALL_KINDS, format_stats, sum_stats
 from uccl_ep_train.errors import ConfigError, MemoryBudgetError
+from uccl_ep_train.settings.checks import MAX_WINDOW_CHUNKS
 
 BASE: dict[str, Any] = {"num_experts": 8, "hidden": 256, "budget_bytes": 8 << 20}
 
@@ -43,6 +44,15 @@ def test_the_least_budget_works_and_less_does_not() -> None:
     assert memory_plan(config, 4).total_bytes <= least
     with pytest.raises(MemoryBudgetError, match=str(least)):
         memory_plan(config.replace(budget_bytes=least - 1), 4)
+
+
+def test_a_ring_may_have_as_many_chunks_as_the_setting_says() -> None:
+    config = EpConfig(
+        num_experts=8, hidden=128, backend="host", domain_size=1, chunk_bytes=4096, budget_bytes=8 << 30
+    )
+    assert memory_plan(config.replace(window_chunks=MAX_WINDOW_CHUNKS), 4).total_bytes > 2 << 30
+    with pytest.raises(ConfigError, match=f"window_chunks = .*allowed is None, or 1 .. {MAX_WINDOW_CHUNKS}"):
+        config.replace(window_chunks=MAX_WINDOW_CHUNKS + 1)
 
 
 def test_64_mib_are_enough_for_64_ranks_and_hidden_8192() -> None:

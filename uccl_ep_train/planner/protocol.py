@@ -10,6 +10,7 @@ import numpy as np
 from uccl_ep_train.core.stats import MemoryPlan, memory_plan
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.planner.shape import Shape
+from uccl_ep_train.settings.checks import MAX_WINDOW_CHUNKS
 from uccl_ep_train.settings.config import EpConfig
 
 TOKEN_BLOCK = 32  # tokens; windows consist of whole blocks: kTokenBlock in csrc/backend/gpu/layout.h
@@ -114,7 +115,7 @@ def unlimited(shape: Shape) -> Protocol:
         dispatch_window=max(TOKEN_BLOCK, shape.tokens),
         combine_window=max(TOKEN_BLOCK, shape.tokens),
         chunk_rows=(USUAL_CHUNK_BYTES // row, chunk),
-        slots=(1 << 15) - 1,
+        slots=MAX_WINDOW_CHUNKS,
         event_rings=event_rings(shape),
     )
 

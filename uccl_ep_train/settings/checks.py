@@ -17,6 +17,7 @@ ROW_BLOCK = 128
 MAX_RANKS = 65536
 MAX_TOKENS = 65536  # limit per rank in an operation on GPUs
 MAX_TOPK = 32
+MAX_WINDOW_CHUNKS = 32767  # kMaxRingSlots of csrc/layout/words.h, less one
 
 T = TypeVar("T")
 

@@ -12,6 +12,7 @@ from typing import Literal
 from uccl_ep_train.settings.checks import (
     MAX_RANKS,
     MAX_TOKENS,
+    MAX_WINDOW_CHUNKS,
     choice,
     flag,
     integer,
@@ -105,7 +106,7 @@ class Memory(Section):
     Unit: bytes. Allowed: None, or 1 .. 2^30.
     """
 
-    window_chunks: int | None = setting(None, optional(integer(1, 32767)), native="=")
+    window_chunks: int | None = setting(None, optional(integer(1, MAX_WINDOW_CHUNKS)), native="=")
     """Slots per channel; None: chosen from the budget.
 
     Unit: chunks. Allowed: None, or 1 .. 32767.

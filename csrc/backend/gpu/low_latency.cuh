@@ -90,8 +90,8 @@ struct SlotKernel {
   }
 };
 
-// By one thread: wait_flag(). It is called only for what has not come. A call takes longer than to look, and code in
-// many places takes longer to fetch than to run.
+// By one thread: as wait_flag(), which is called only for what has not come. A call takes longer than to look, and code
+// in many places takes longer to fetch than to run.
 static __device__ __noinline__ bool wait_long(const Group& g, const Awaited what) { return wait_flag(g, what); }
 __device__ __forceinline__ bool wait_for(const Group& g, const Awaited& what) {
   return has_come(what) || wait_long(g, what);

@@ -149,6 +149,7 @@ __device__ __forceinline__ void sum_part(const Combine& k, const Addends& addend
     }
   }
 }
+
 // By a warp: as sum_part(), of parts of one rank's rows, or of what ranks that fold have sent, which is rounded. Not
 // inlined: a launch does the one and then the other, and has the code.
 static __device__ __noinline__ void sum_rows(const Group& g, const SlotCombineArgs& args, const LaneRows of,
