@@ -302,16 +302,17 @@ ROUTING_MUTANTS = {
 }  # fmt: skip
 
 SEVERAL_DOMAINS = "ranks of several domains get every row in its slot, and every sum"
+MANY_RANKS = "more ranks of a domain than a word has bits, and more domains than a warp has lanes"
 FOLD_OR_NOT = "sums have the same bits whether a rank adds what its experts give before it sends or not"
 # The same of low_latency.
 SLOT_MUTANTS = {
     "a row is placed before its chunk has come": (
-        SEVERAL_DOMAINS, "low_latency_place.cuh", "rings.of[source].arrived(k.map(), its)", "0",
+        SEVERAL_DOMAINS, "low_latency_place.cuh", "streams.rings.of[source].arrived(k.map(), its)", "0",
     ),
     "a pair is summed before it has come": (
         "2 ranks get every row in its slot, and every sum", "low_latency_combine.cu",
         "if (!Combine::kNet) good = good && "
-        "wait_pairs(k, rings.entered, folds(k) && k.args.routed == nullptr);", "",
+        "wait_pairs(k, entered, folds(k) && k.args.routed == nullptr);", "",
     ),
     "a rank sums before it has the weights of the token's rank": (
         FOLD_OR_NOT, "low_latency_fold.cuh", "      if (knows || note_entered(k, entered)) continue;",
@@ -330,8 +331,9 @@ SLOT_MUTANTS = {
     ),
     "a pair is summed for another domain before it has come": (
         "a rank that sums for another domain waits for the others of its own", "low_latency_combine.cu",
-        "!open_rings(k, rings) || !k.crew.all(wait_sent(k, k.map().pairs_entered, k.map().pairs_full))",
-        "!open_rings(k, rings)",
+        "!open_rings(k, relayed.rings) || "
+        "!k.crew.all(wait_sent(k, k.map().pairs_entered, k.map().pairs_full))",
+        "!open_rings(k, relayed.rings)",
     ),
     "a sum of another domain is added before it has come": (
         SEVERAL_DOMAINS, "low_latency_sum.cuh",
@@ -339,8 +341,20 @@ SLOT_MUTANTS = {
     ),
     "memory is given back that has not been read": (
         "between domains chunks come in any order, late, twice, or are refused", "low_latency_dispatch.cu",
-        "received = rings.of[s].after(k.map(), streams.count(s));",
-        "received = rings.of[s].after(k.map(), streams.count(s)) + k.map().chunks;",
+        "received = streams.rings.of[s].after(k.map(), streams.masks.count(s));",
+        "received = streams.rings.of[s].after(k.map(), streams.masks.count(s)) + k.map().chunks;",
+    ),
+    "only the domains of a warp's lanes get rows": (
+        MANY_RANKS, "low_latency_dispatch.cu", "first < g.map.num_domains; first += kWarp",
+        "first < kWarp; first += kWarp",
+    ),
+    "ranks beyond a warp's lanes have the slots of those before": (
+        MANY_RANKS, "low_latency_place.cuh", "before = by_warps ? __shfl_sync(kFullWarp, end, kWarp - 1)",
+        "before = by_warps ? 0",
+    ),
+    "a domain gets a row twice": (
+        SEVERAL_DOMAINS, "low_latency_dispatch.cu", "|| domain != target.domain;",
+        "|| ~domain != target.domain;",
     ),
 }  # fmt: skip
 

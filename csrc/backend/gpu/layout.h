@@ -17,8 +17,7 @@ namespace uccl_ep::gpu {
 
 constexpr uint32_t kMaxGpuRanks = 2048;  // of the group
 constexpr uint32_t kMaxMembers = 128;    // of a domain: kernel arguments hold a pointer per member
-constexpr uint32_t kMaxSlotRanks = 64;   // of low latency: a bit each of a word
-constexpr uint32_t kMaxSlotDomains = 32;  // a lane of a warp each
+constexpr uint32_t kMaxMaskedRanks = 64;  // of low latency that may mask ranks: a bit each of a word
 constexpr uint32_t kMaxBlocks = 1024;    // of a kernel
 constexpr uint32_t kTileTokens = 64;     // routed together: a bit each of a 64-bit mask
 constexpr uint32_t kRowGroup = 8;        // staged rows that one flag publishes
@@ -90,7 +89,8 @@ struct LowLatencyMap {
   uint32_t tokens = 0;  // of a rank, at most; 0: there is no memory for it
   uint32_t topk = 0;    // experts of a token, at most
 
-  constexpr uint32_t places() const { return tokens * topk; }
+  // Sources' routing lies at multiples of 16 bytes.
+  constexpr uint32_t places() const { return (tokens * topk + 3) / 4 * 4; }
 };
 
 struct DeviceMap {

@@ -13,6 +13,7 @@ namespace uccl_ep::gpu {
 constexpr uint32_t kSlotWarps = warps_by_lanes(16, 8);
 constexpr uint32_t kSlotThreads = kSlotWarps * kWarp;
 enum class SlotKind : uint32_t { kDispatch, kCombine };
+constexpr uint32_t kNobody = 0xFFFFFFFF;  // no rank, or no domain
 
 __device__ __forceinline__ uint32_t tokens_of(const SlotDispatchArgs& args) { return args.stage.num_tokens; }
 __device__ __forceinline__ uint32_t tokens_of(const SlotCombineArgs& args) { return args.num_tokens; }
@@ -32,7 +33,7 @@ struct SlotKernel {
   const SlotKind kind;
   const Crew crew;
   uint64_t number;  // of the operation that it sends, or receives
-  uint64_t masked;  // ranks that it does without, a bit each
+  uint64_t masked;  // ranks that it does without, a bit each; 0 where there are more than kMaxMaskedRanks
 
   // Ranks of our domain, and blocks that work.
   __device__ __forceinline__ uint32_t first() const { return kNet ? g.first : 0; }
@@ -45,7 +46,7 @@ struct SlotKernel {
     const uint32_t r = g.rank + 1 + i;
     return r < end() ? r : r - members();
   }
-  __device__ __forceinline__ bool is_masked(uint32_t rank) const { return (masked >> rank & 1) != 0; }
+  __device__ __forceinline__ bool is_masked(uint32_t rank) const { return (masked >> rank % kMaxMaskedRanks & 1) != 0; }
   __device__ __forceinline__ const LowLatencyMap& map() const { return g.map.low_latency; }
   __device__ __forceinline__ LowLatencyState& state() const { return local(g).low_latency; }
   __device__ __forceinline__ uint32_t half() const { return static_cast<uint32_t>(number % kHalves); }

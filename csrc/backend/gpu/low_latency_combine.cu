@@ -157,46 +157,43 @@ __device__ inline bool send(Combine k, uint8_t* dynamic) {
 
 // ---- receive -------------------------------------------------------------------------------------------------------
 template <typename Combine>
-__device__ inline bool receive(Combine k, const StreamMasks& relayed, const StreamMasks& sent, CombineRings& rings) {
+__device__ inline bool receive(Combine k, EnteredRanks& entered, const Streams& relayed, const Streams& sent) {
   __shared__ uint64_t began;
+  const Sources sources{entered, sent};
   if constexpr (Combine::kNet) {
-    if (!open_rings(k, rings) || !k.crew.all(wait_sent(k, k.map().pairs_entered, k.map().pairs_full))) return false;
+    if (!open_rings(k, relayed.rings) || !k.crew.all(wait_sent(k, k.map().pairs_entered, k.map().pairs_full)))
+      return false;
     // Weights that are known are not waited for.
     const bool knows = k.args.routed != nullptr;
     if (!knows && !adopt_packets(k, k.map().pairs_entered)) return false;
-    if (!fill_relayed_streams(k, relayed)) return false;
+    if (!fill_relayed_streams(k, relayed.masks)) return false;
     begin_step(k, began);
-    if (!k.crew.all(relay_sums(k, relayed, rings))) return false;
+    if (!k.crew.all(relay_sums(k, relayed, sources))) return false;
     end_step(k, began, Step::kShip);
     if (knows && !adopt_packets(k, k.map().pairs_entered)) return false;
 #pragma unroll 1
     for (uint32_t d = k.crew.thread; d < k.g.map.num_domains; d += k.crew.size)
-      if (d != own_domain(k.g)) rings.returned[d] = returned_ring(k, d);
-    fill_sent_streams(k, sent);
+      if (d != own_domain(k.g)) sent.rings.of[d] = returned_ring(k, d);
+    fill_sent_streams(k, sent.masks);
   }
   if (!settle(k, [&](RankSet& gone) { return wait_live_blocks(k, gone, k.map().pairs_entered, k.map().pairs_full); }))
     return false;
   begin_step(k, began);
   const auto wait = [&] {
     bool good = blockIdx.x != 0 || !k.crew.is_last_warp() || all_entered_alike(k, k.map().pairs_entered);
-    if (!Combine::kNet) good = good && wait_pairs(k, rings.entered, folds(k) && k.args.routed == nullptr);
+    if (!Combine::kNet) good = good && wait_pairs(k, entered, folds(k) && k.args.routed == nullptr);
     if (!k.crew.all(good)) return false;
     end_step(k, began, Step::kExchange);
     begin_step(k, began);
     return true;
   };
-  if (!k.crew.all(merge_tokens(k, {rings.entered, sent, rings.returned}, wait))) return false;
+  if (!k.crew.all(merge_tokens(k, sources, wait))) return false;
   end_step(k, began, Step::kMerge);
   end_receive(k, Phase::kPairsReceived, k.map().pairs_read, [&] {
-    if constexpr (Combine::kNet) end_rings(k, sent, rings);
+    if constexpr (Combine::kNet) end_rings(k, sent);
     if (folds(k) && k.crew.thread == 0) k.state().sent[static_cast<uint32_t>(k.kind)] += 1;
   });
   return true;
-}
-
-// Dynamic shared memory: ranges of what is sent, then streams.
-__host__ __device__ inline uint64_t stream_bytes(const DeviceMap& map, uint32_t streams) {
-  return map.num_domains > 1 ? StreamMasks::bytes(map, streams) : 0;
 }
 
 // What a kernel has the code to send. A kernel of few pairs takes longer if it has more.
@@ -206,19 +203,21 @@ template <bool kNet, SlotSends kSends>
 __global__ void __launch_bounds__(kSlotThreads, 1)
     low_latency_combine(const __grid_constant__ Group g, const __grid_constant__ SlotCombineArgs args) {
   UCCL_EP_DYNAMIC_SHARED(dynamic);
-  __shared__ CombineRings rings;
-  const StreamMasks relayed(g.map, dynamic + PairRanges::bytes(g.map.num_experts));
-  const StreamMasks sent(g.map, reinterpret_cast<uint8_t*>(relayed.tokens) + stream_bytes(g.map, g.map.num_streams));
+  __shared__ EnteredRanks entered;
+  // Dynamic shared memory: ranges of what is sent, then streams that we relay, then ours.
+  uint8_t* const behind = dynamic + PairRanges::bytes(g.map.num_experts);
+  const Streams relayed = Streams::in(g.map, behind, g.map.num_streams);
+  const Streams sent = Streams::in(g.map, behind + Streams::bytes(g.map, g.map.num_streams), g.map.num_domains);
   if constexpr (kNet) {
     if (blockIdx.x == workers(g)) {
       __shared__ SlotNetShared shared;
-      serve_network(g, args, relayed, shared);
+      serve_network(g, args, relayed.masks, shared);
       return;
     }
   }
   constexpr SlotKind kKind = SlotKind::kCombine;
   const Crew crew = Crew::of(1, 0, kSlotWarps);
-  for (uint32_t i = threadIdx.x; i < kMaxSlotRanks / 32; i += kSlotThreads) rings.entered.folds[i] = 0;
+  for (uint32_t i = threadIdx.x; i < kMaxMembers / 32; i += kSlotThreads) entered.folds[i] = 0;
   crew.sync();
   bool good = true;
   if constexpr (kSends != SlotSends::kNothing) {
@@ -226,31 +225,31 @@ __global__ void __launch_bounds__(kSlotThreads, 1)
       const auto k = begin_slots<kNet>(g, args, kKind, crew, true);
       if constexpr (kSends == SlotSends::kBulkSums) {
         __shared__ FoldBarriers barriers;
-        good = fold<true>(k, rings.entered, dynamic, &barriers);
+        good = fold<true>(k, entered, dynamic, &barriers);
       } else if constexpr (kSends == SlotSends::kSums) {
-        good = fold<false>(k, rings.entered, nullptr, nullptr);
+        good = fold<false>(k, entered, nullptr, nullptr);
       } else {
         good = send(k, dynamic);
       }
     }
     if (args.phase == SlotPhase::kSend) return;
   }
-  good = good && receive(begin_slots<kNet>(g, args, kKind, crew, false), relayed, sent, rings);
+  good = good && receive(begin_slots<kNet>(g, args, kKind, crew, false), entered, relayed, sent);
   // After an error nothing is valid: neither here, nor in a block that is through before another finds one.
   if (!good || stopped(g)) fill_nan(crew, args.out, uint64_t{2} * args.num_tokens * args.hidden);
 }
 
 __global__ void tell_masks(const __grid_constant__ Group g, int32_t* out) {
   const uint64_t masked = local(g).low_latency.masked;
-  for (uint32_t r = threadIdx.x; r < g.map.num_ranks; r += kMaxSlotRanks)
-    out[r] = static_cast<int32_t>(masked >> r & 1);
+  for (uint32_t r = threadIdx.x; r < g.map.num_ranks; r += kSlotThreads)
+    out[r] = static_cast<int32_t>(masked >> r % kMaxMaskedRanks & 1);
 }
 
 }  // namespace
 
 uint32_t slot_combine_bytes(const DeviceMap& map) {
-  return static_cast<uint32_t>(PairRanges::bytes(map.num_experts) + stream_bytes(map, map.num_streams) +
-                               stream_bytes(map, map.num_domains));
+  return static_cast<uint32_t>(PairRanges::bytes(map.num_experts) + Streams::bytes(map, map.num_streams) +
+                               Streams::bytes(map, map.num_domains));
 }
 
 Status load_low_latency_combine(uint32_t shared_bytes) {
@@ -261,7 +260,7 @@ Status load_low_latency_combine(uint32_t shared_bytes) {
 }
 
 Status launch_masks(const Group& group, int32_t* out, StreamHandle stream) {
-  launch_kernel(tell_masks, {1, kMaxSlotRanks, 0, stream}, group, out);
+  launch_kernel(tell_masks, {1, kSlotThreads, 0, stream}, group, out);
   return launch_status();
 }
 

@@ -49,37 +49,31 @@ __device__ inline bool tell_routing(const Dispatch& k) {
   return send_headers(k, k.map().routing_full, [&](uint32_t to) { return send_routing(k, to); });
 }
 
-// Whom a token goes to: ranks of our domain, and other domains, a bit each.
-struct Targets {
-  uint64_t ranks = 0;
-  uint32_t domains = 0;
+// Whom a token goes to, as a lane has it: a rank of our domain, or another domain. No two lanes have the same.
+struct Target {
+  uint32_t rank = kNobody, domain = kNobody;
+  __device__ __forceinline__ bool is_there() const { return rank != kNobody || domain != kNobody; }
 };
 // By a warp. Lane k < width names the token's k-th expert.
 template <typename Dispatch>
-__device__ __forceinline__ Targets targets_of(const Dispatch& k, uint32_t token, uint32_t lane) {
+__device__ __forceinline__ Target target_of(const Dispatch& k, uint32_t token, uint32_t lane) {
   const uint32_t width = k.args.width;
   const int32_t expert = lane < width ? k.numbered(k.args.topk_idx[uint64_t{token} * width + lane]) : -1;
   const bool there = expert >= 0 && expert < static_cast<int32_t>(k.g.map.num_experts);
-  const int to = there ? expert / static_cast<int>(k.g.experts_per_rank) : -1;
-  Targets targets;
+  const uint32_t to = there ? static_cast<uint32_t>(expert) / k.g.experts_per_rank : kNobody;
+  Target target;
+  if (there && k.is_near(to))
+    target.rank = k.is_masked(to) ? kNobody : to;
+  else if (there)
+    target.domain = k.domain_of(to);
+  bool first = target.is_there();
   for (uint32_t i = 0; i < width; ++i) {
-    const int its = __shfl_sync(kFullWarp, to, i);
-    if (its < 0) continue;
-    if (k.is_near(its))
-      targets.ranks |= uint64_t{1} << its;
-    else
-      targets.domains |= 1u << k.domain_of(its);
+    const uint32_t rank = __shfl_sync(kFullWarp, target.rank, i);
+    const uint32_t domain = Dispatch::kNet ? __shfl_sync(kFullWarp, target.domain, i) : kNobody;
+    first &= i >= lane || rank != target.rank || domain != target.domain;
   }
-  targets.ranks &= ~k.masked;
-  return targets;
+  return first ? target : Target{};
 }
-
-__device__ __forceinline__ uint32_t lowest_bit(uint64_t bits) { return __popcll((bits & -bits) - 1); }
-
-// What a block that sends knows of the other domains, in shared memory.
-struct SentRings {
-  SlotRing of[kMaxSlotDomains];
-};
 
 // Rows are sent and placed in so many parts, each by another warp: a row takes a warp several round trips to memory.
 constexpr uint32_t kRowParts = 4;
@@ -101,65 +95,56 @@ __device__ __forceinline__ void send_part(const StageArgs& args, uint32_t token,
 
 // By a crew: sends its tokens' rows, and publishes that.
 template <typename Dispatch>
-__device__ inline void send_rows(const Dispatch& k, SlotPlaces& shared, const StreamMasks& streams,
-                                 const SentRings& rings) {
-  static_assert(kSlotWarps / 2 % kRowParts == 0 && kSlotPlaces <= kWarp);
+__device__ inline void send_rows(const Dispatch& k, SlotPlaces& shared, const Streams& streams) {
+  static_assert(kSlotWarps / 2 % kRowParts == 0);
   const uint32_t at_once = k.crew.warps() / kRowParts;  // tokens of a block
   const uint32_t lane = threadIdx.x % kWarp, warp = k.crew.warp();
   uint8_t** const places = shared.of[threadIdx.x / kWarp];
   for (uint32_t token = blockIdx.x + k.workers() * (warp / kRowParts); token < k.args.stage.num_tokens;
        token += k.workers() * at_once) {
-    const Targets targets = targets_of(k, token, lane);
-    const auto near = static_cast<uint32_t>(__popcll(targets.ranks)), all = near + __popc(targets.domains);
-    for (uint32_t first = 0; first < all; first += kSlotPlaces) {
-      // Lane i finds the (first + i)-th target.
-      uint32_t number = 0;
-#pragma unroll 1
-      for (uint64_t left = targets.ranks; left != 0; left &= left - 1, ++number)
-        if (number == first + lane) places[lane] = k.row(lowest_bit(left), k.g.rank, token);
-#pragma unroll 1
-      for (uint32_t left = targets.domains; left != 0; left &= left - 1, ++number) {
-        const uint32_t to = __ffs(static_cast<int>(left)) - 1;
-        if (number == first + lane && lane < kSlotPlaces)
-          places[lane] = rings.of[to].row(k.map(), streams.row(to, token));
-      }
-      __syncwarp();
-      const uint32_t count = min(all - first, kSlotPlaces);
-      send_part(k.args.stage, token, warp % kRowParts, {places[0], count - 1, places + 1}, lane);
-      __syncwarp();
-    }
-    if (lane < k.g.map.num_domains && (targets.domains >> lane & 1) != 0)
-      count_one(own_part(k.g, k.map().sent_counts) + lane * k.map().chunks +
-                streams.row(lane, token) / k.map().rows_of_chunk);
+    const Target target = target_of(k, token, lane);
+    const bool leaves = Dispatch::kNet && target.domain != kNobody;
+    const LaneMask all = ballot(target.is_there());
+    if (all == 0) continue;
+    const uint32_t row = leaves ? streams.masks.row(target.domain, token) : 0;
+    if (target.is_there())
+      places[__popcll(all & ((LaneMask{1} << lane) - 1))] =
+          leaves ? streams.rings.of[target.domain].row(k.map(), row) : k.row(target.rank, k.g.rank, token);
+    __syncwarp();
+    send_part(k.args.stage, token, warp % kRowParts, {places[0], static_cast<uint32_t>(__popcll(all)) - 1, places + 1},
+              lane);
+    __syncwarp();
+    if (leaves)
+      count_one(own_part(k.g, k.map().sent_counts) + target.domain * k.map().chunks + row / k.map().rows_of_chunk);
   }
   tell_sent(k, k.map().rows_full);
 }
 
 // By a crew, where there are other domains: our streams, and the rings that they go into, which are free then.
-__device__ inline bool open_rings(const NetDispatch& k, const StreamMasks& streams, SentRings& rings) {
-  fill_sent_streams(k, streams);
+__device__ inline bool open_rings(const NetDispatch& k, const Streams& streams) {
+  fill_sent_streams(k, streams.masks);
   bool good = !stopped(k.g);
 #pragma unroll 1
   for (uint32_t d = k.crew.thread; d < k.g.map.num_domains; d += k.crew.size) {
     if (d == own_domain(k.g)) continue;
-    const SlotRing ring = rings.of[d] = sent_ring(k, d);
-    good &=
-        wait_for(k.g, {k.g.slot_net_state.rows_gone + d, ring.free_after(k.map(), streams.count(d)), k.first_of(d)});
+    const SlotRing ring = streams.rings.of[d] = sent_ring(k, d);
+    good &= wait_for(
+        k.g, {k.g.slot_net_state.rows_gone + d, ring.free_after(k.map(), streams.masks.count(d)), k.first_of(d)});
   }
   return k.crew.all(good);
 }
 
 template <typename Dispatch>
-__device__ inline bool send(Dispatch k, SlotPlaces& shared, const StreamMasks& streams, SentRings& rings) {
+__device__ inline bool send(Dispatch k, SlotPlaces& shared, const Streams& streams) {
   __shared__ uint64_t began;
   if (!wait_free(k, k.map().rows_read)) return false;
   if constexpr (Dispatch::kNet) {
-    if (!open_rings(k, streams, rings)) return false;
+    if (!open_rings(k, streams)) return false;
   } else {
     if (!tell_routing(k)) return false;
   }
   begin_step(k, began);
-  send_rows(k, shared, streams, rings);
+  send_rows(k, shared, streams);
   end_step(k, began, Step::kStage);
   end_send(k, Phase::kSlotsSent);
   return true;
@@ -167,11 +152,11 @@ __device__ inline bool send(Dispatch k, SlotPlaces& shared, const StreamMasks& s
 
 // ---- receive -------------------------------------------------------------------------------------------------------
 // By the crew of the last block: what other domains sent is read, and its memory may be used again.
-__device__ inline void end_rings(const NetDispatch& k, const StreamMasks& streams, const ReceivedRings& rings) {
+__device__ inline void end_rings(const NetDispatch& k, const Streams& streams) {
 #pragma unroll 1
   for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size) {
     if (k.is_near(s)) continue;
-    const uint64_t received = rings.of[s].after(k.map(), streams.count(s));
+    const uint64_t received = streams.rings.of[s].after(k.map(), streams.masks.count(s));
     k.g.slot_net_state.received[s] = received;
     fence_system();
     store_flag(k.g.slot_net.from[s].rows_consumed, received);
@@ -180,7 +165,7 @@ __device__ inline void end_rings(const NetDispatch& k, const StreamMasks& stream
 }
 
 template <typename Dispatch>
-__device__ inline bool receive(Dispatch k, uint8_t* dynamic, SlotPlaces& shared, ReceivedRings& rings) {
+__device__ inline bool receive(Dispatch k, uint8_t* dynamic, SlotPlaces& shared) {
   __shared__ uint64_t began;
   if (!settle(k, [&](RankSet& gone) { return wait_live_blocks(k, gone, k.map().routing_full, k.map().rows_full); }))
     return false;
@@ -191,16 +176,16 @@ __device__ inline bool receive(Dispatch k, uint8_t* dynamic, SlotPlaces& shared,
   end_step(k, began, Step::kExchange);
   begin_step(k, began);
   const SlotTable table(k.g, dynamic);
-  const StreamMasks streams(k.g.map, dynamic + SlotTable::bytes(k.g.map));
+  const Streams streams = received_streams(k.g.map, dynamic);
   if constexpr (Dispatch::kNet)
 #pragma unroll 1
     for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size)
-      if (!k.is_near(s)) rings.of[s] = received_ring(k, s);
-  fill_table(k, table, streams);
-  if (!k.crew.all(place_slots(k, table, shared, streams, rings))) return false;
+      if (!k.is_near(s)) streams.rings.of[s] = received_ring(k, s);
+  fill_table(k, table, streams.masks);
+  if (!k.crew.all(place_slots(k, table, shared, streams))) return false;
   end_step(k, began, Step::kPlace);
   end_receive(k, Phase::kSlotsReceived, k.map().rows_read, [&] {
-    if constexpr (Dispatch::kNet) end_rings(k, streams, rings);
+    if constexpr (Dispatch::kNet) end_rings(k, streams);
   });
   return true;
 }
@@ -217,18 +202,21 @@ __device__ inline void serve_network(const Group& g, const SlotDispatchArgs& arg
     if (!sends || !is_ready()) return;
     push_slot_packets(k);
     is_ready();
-    const uint32_t lane = threadIdx.x % kWarp;
-    Outgoing<SlotPartsDone> out;
-    if (lane < g.map.num_domains && lane != own_domain(g)) {
-      out.channel = g.slot_net.to[lane].row_channel;
-      out.counts = own_part(g, k.map().sent_counts) + lane * k.map().chunks;
-      out.rows = streams.count(lane);
-      out.per_chunk = k.map().rows_of_chunk;
-      out.row_bytes = slot_wire_bytes(args);
-      out.serial = g.slot_net_state.sent[lane];
-      out.parts = kRowParts;
+#pragma unroll 1
+    for (uint32_t first = 0; first < g.map.num_domains; first += kWarp) {
+      const uint32_t to = first + threadIdx.x % kWarp;
+      Outgoing<SlotPartsDone> out;
+      if (to < g.map.num_domains && to != own_domain(g)) {
+        out.channel = g.slot_net.to[to].row_channel;
+        out.counts = own_part(g, k.map().sent_counts) + to * k.map().chunks;
+        out.rows = streams.count(to);
+        out.per_chunk = k.map().rows_of_chunk;
+        out.row_bytes = slot_wire_bytes(args);
+        out.serial = g.slot_net_state.sent[to];
+        out.parts = kRowParts;
+      }
+      push_chunks(g, out, [] { return true; });
     }
-    push_chunks(g, out, [] { return true; });
   };
   const auto fill = [&] {
     NetDispatch own = k;
@@ -252,14 +240,12 @@ __global__ void __launch_bounds__(kSlotThreads, 1)
     low_latency_dispatch(const __grid_constant__ Group g, const __grid_constant__ SlotDispatchArgs args) {
   UCCL_EP_DYNAMIC_SHARED(dynamic);
   __shared__ SlotPlaces places;
-  __shared__ SentRings sent;
-  __shared__ ReceivedRings received;
-  // Of other domains: what sends has its streams behind the table of what receives.
-  const StreamMasks streams(g.map, dynamic + (args.phase == SlotPhase::kSend ? 0 : received_bytes(g.map)));
+  // Of other domains: what sends has its streams behind what receives.
+  const Streams streams = sent_streams(g.map, dynamic + (args.phase == SlotPhase::kSend ? 0 : received_bytes(g.map)));
   if constexpr (kNet) {
     if (blockIdx.x == workers(g)) {
       __shared__ SlotNetShared shared;
-      serve_network(g, args, streams, shared);
+      serve_network(g, args, streams.masks, shared);
       return;
     }
   }
@@ -270,18 +256,18 @@ __global__ void __launch_bounds__(kSlotThreads, 1)
   const Crew crew = !both ? Crew::of(1, 0, kSlotWarps) : sends ? Crew::of(1, 0, kHalf) : Crew::of(2, kHalf, kHalf);
   const auto k = begin_slots<kNet>(g, args, SlotKind::kDispatch, crew, sends);
   if (sends) {
-    send(k, places, streams, sent);
+    send(k, places, streams);
     return;
   }
   // After an error nothing is valid: neither here, nor in a block that is through before another finds one.
-  if (!receive(k, dynamic, places, received) || stopped(g))
+  if (!receive(k, dynamic, places) || stopped(g))
     for (uint32_t i = k.crew.thread; i < g.experts_per_rank; i += k.crew.size) args.counts[i] = 0;
 }
 
 }  // namespace
 
 uint32_t slot_dispatch_bytes(const DeviceMap& map) {
-  return static_cast<uint32_t>(received_bytes(map) + StreamMasks::bytes(map, sent_streams(map)));
+  return static_cast<uint32_t>(received_bytes(map) + sent_bytes(map));
 }
 
 Status load_low_latency_dispatch(uint32_t shared_bytes) {
@@ -289,7 +275,7 @@ Status load_low_latency_dispatch(uint32_t shared_bytes) {
 }
 
 Status launch_low_latency(const Group& group, const SlotDispatchArgs& args, uint32_t num_sms, StreamHandle stream) {
-  const uint32_t to_send = static_cast<uint32_t>(StreamMasks::bytes(group.map, sent_streams(group.map)));
+  const auto to_send = static_cast<uint32_t>(sent_bytes(group.map));
   const uint32_t shared_bytes = args.phase == SlotPhase::kSend ? to_send : slot_dispatch_bytes(group.map);
   launch_kernel(!has_net(group) ? low_latency_dispatch<false> : low_latency_dispatch<true>,
                 {num_sms, kSlotThreads, shared_bytes, stream}, group, args);

@@ -13,11 +13,11 @@ __device__ __forceinline__ bool stays(const Combine& k, uint32_t from, uint32_t 
   return k.args.phase == SlotPhase::kBoth && !folds(k) && from == k.g.rank && holder == k.g.rank;
 }
 
-// In shared memory: what a block knows of the ranks of its domain that have entered.
+// In shared memory, where there is one domain: what a block knows of the ranks that have entered.
 struct EnteredRanks {
-  uint32_t tokens[kMaxSlotRanks];  // of the others
-  uint32_t blocks[kMaxSlotRanks];  // of its kernel
-  uint32_t folds[kMaxSlotRanks / 32];  // a bit each
+  uint32_t tokens[kMaxMembers];  // of the others
+  uint32_t blocks[kMaxMembers];  // of its kernel
+  uint32_t folds[kMaxMembers / 32];  // a bit each
 
   __device__ __forceinline__ bool any_folded() const {
     uint32_t any = 0;

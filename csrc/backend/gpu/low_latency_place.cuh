@@ -47,18 +47,18 @@ __device__ __forceinline__ uint32_t local_expert(const Group& g, int32_t expert)
   return static_cast<uint32_t>(expert) - g.rank * g.experts_per_rank;
 }
 
-// Dynamic shared memory that receives: the table, and the streams of other domains' ranks.
+// Dynamic shared memory of what receives: the table, and the streams of ranks in other domains, by source. Of what
+// sends: our streams, by domain.
 __host__ __device__ inline uint64_t received_bytes(const DeviceMap& map) {
-  return SlotTable::bytes(map) + StreamMasks::bytes(map, map.num_domains > 1 ? map.num_ranks : 0);
+  return SlotTable::bytes(map) + Streams::bytes(map, map.num_ranks);
 }
-__host__ __device__ inline uint32_t sent_streams(const DeviceMap& map) {
-  return map.num_domains > 1 ? map.num_domains : 0;
+__device__ __forceinline__ Streams received_streams(const DeviceMap& map, uint8_t* dynamic) {
+  return Streams::in(map, dynamic + SlotTable::bytes(map), map.num_ranks);
 }
-
-// What a block that receives knows of the ranks of other domains, in shared memory.
-struct ReceivedRings {
-  SlotRing of[kMaxSlotRanks];
-};
+__host__ __device__ inline uint64_t sent_bytes(const DeviceMap& map) { return Streams::bytes(map, map.num_domains); }
+__device__ __forceinline__ Streams sent_streams(const DeviceMap& map, uint8_t* dynamic) {
+  return Streams::in(map, dynamic, map.num_domains);
+}
 
 // By a crew, when all headers have come. `streams`: by source, of other domains.
 template <typename Dispatch>
@@ -72,36 +72,40 @@ __device__ inline void fill_table(const Dispatch& k, const SlotTable& table, con
     table.num_blocks[r] = k.header(k.g.rank, r).num_blocks;
   }
   k.crew.sync();
-  constexpr uint32_t kAhead = 4;  // entries that a thread loads at a time
-  const uint32_t most = k.map().tokens * width;
-  for (uint32_t begin = k.crew.thread; begin < ranks * most; begin += kAhead * k.crew.size) {
-    int32_t found[kAhead];
+  constexpr uint32_t kOfLane = 4;  // entries that a lane loads at once
+  const uint32_t most = k.map().tokens * width, lane_first = kOfLane * k.crew.lane();
+  const uint32_t parts = (most + kOfLane * kWarp - 1) / (kOfLane * kWarp);  // of a source's entries, a warp each
+  for (uint32_t i = k.crew.warp(); i < ranks * parts; i += k.crew.warps()) {
+    const uint32_t source = i / parts, first = i % parts * kOfLane * kWarp + lane_first;
+    const uint32_t end = table.num_tokens[source] * width;
+    if (first >= end) continue;
+    const uint4 found = *reinterpret_cast<const uint4*>(k.routing(k.g.rank, source) + first);
+    const uint32_t entries[kOfLane] = {found.x, found.y, found.z, found.w};
 #pragma unroll
-    for (uint32_t u = 0; u < kAhead; ++u) {
-      const uint32_t i = begin + u * k.crew.size, source = i / most, place = i % most;
-      const bool there = i < ranks * most && place / width < table.num_tokens[source];
-      found[u] = there ? k.routing(k.g.rank, source)[place] : -1;
-    }
-#pragma unroll
-    for (uint32_t u = 0; u < kAhead; ++u) {
-      const uint32_t i = begin + u * k.crew.size, token = i % most / width, expert = local_expert(k.g, found[u]);
-      if (Dispatch::kNet && static_cast<uint32_t>(found[u]) - first_of_domain < of_domain && !k.is_near(i / most))
-        streams.add(i / most, token);
+    for (uint32_t u = 0; u < kOfLane; ++u) {
+      if (first + u >= end) break;
+      const uint32_t expert = local_expert(k.g, static_cast<int32_t>(entries[u])), token = (first + u) / width;
+      if (Dispatch::kNet && entries[u] - first_of_domain < of_domain && !k.is_near(source)) streams.add(source, token);
       if (expert >= experts) continue;
-      or_shared(reinterpret_cast<uint32_t*>(table.of(expert, i / most)) + token / 32, 1u << token % 32);
+      or_shared(reinterpret_cast<uint32_t*>(table.of(expert, source)) + token / 32, 1u << token % 32);
     }
   }
   k.crew.sync();
-  for (uint32_t expert = k.crew.thread; expert < experts; expert += k.crew.size) {
+  // Many ranks are counted by a warp, few by a thread.
+  const bool by_warps = ranks > kWarp;
+  const uint32_t lane = by_warps ? k.crew.lane() : 0, lanes = by_warps ? kWarp : 1;
+  for (uint32_t expert = k.crew.thread / lanes; expert < experts; expert += k.crew.size / lanes) {
     uint32_t before = 0;
-    for (uint32_t rank = 0; rank < ranks; ++rank) {
-      const uint32_t s = k.number_of(rank);
-      table.begin[expert * ranks + s] = before;
-      const uint32_t count = table.count(expert, s);
-      if (blockIdx.x == 0) k.args.ranges[expert * ranks + rank] = static_cast<int64_t>(uint64_t{before} << 32 | count);
-      before += count;
+    for (uint32_t first = 0; first < ranks; first += lanes) {
+      const uint32_t rank = first + lane, s = rank < ranks ? k.number_of(rank) : 0;
+      const uint32_t count = rank < ranks ? table.count(expert, s) : 0;
+      const uint32_t end = before + (by_warps ? warp_prefix(count, lane) : count), begin = end - count;
+      if (rank < ranks) table.begin[expert * ranks + s] = begin;
+      if (rank < ranks && blockIdx.x == 0)
+        k.args.ranges[expert * ranks + rank] = static_cast<int64_t>(uint64_t{begin} << 32 | count);
+      before = by_warps ? __shfl_sync(kFullWarp, end, kWarp - 1) : end;
     }
-    if (blockIdx.x != 0) continue;
+    if (blockIdx.x != 0 || lane != 0) continue;
     k.args.counts[expert] = static_cast<int32_t>(before);
     if (k.args.total_counts != nullptr) k.args.total_counts[expert] += static_cast<int32_t>(before);
   }
@@ -130,7 +134,7 @@ constexpr uint32_t kPlaceParts = 2;  // of a row, as kRowParts
 // By a crew: copies its share of the rows into their slots. False: an error is known.
 template <typename Dispatch>
 __device__ inline bool place_slots(const Dispatch& k, const SlotTable& table, SlotPlaces& shared,
-                                   const StreamMasks& streams, const ReceivedRings& rings) {
+                                   const Streams& streams) {
   const uint32_t lane = threadIdx.x % kWarp, width = k.args.width, ranks = table.ranks, members = k.members();
   const uint32_t slots = ranks * k.map().tokens, out_bytes = k.args.stage.row.code_bytes;
   uint8_t** const places = shared.of[threadIdx.x / kWarp];
@@ -171,11 +175,11 @@ __device__ inline bool place_slots(const Dispatch& k, const SlotTable& table, Sl
       good = lane != 0 || wait_for(k.g, {full, k.number, source, static_cast<int>(token)});
       row = k.row(k.g.rank, source, token);
     } else {
-      const uint32_t its = streams.row(source, token);
+      const uint32_t its = streams.masks.row(source, token);
       const DeviceFlag<SlotRowsThere>* const there = k.g.slot_net_state.rows_there + source;
-      good =
-          lane != 0 || wait_for(k.g, {there, rings.of[source].arrived(k.map(), its), source, static_cast<int>(token)});
-      row = rings.of[source].row(k.map(), its);
+      good = lane != 0 ||
+             wait_for(k.g, {there, streams.rings.of[source].arrived(k.map(), its), source, static_cast<int>(token)});
+      row = streams.rings.of[source].row(k.map(), its);
     }
     if (!__all_sync(kFullWarp, good)) return false;
     __syncwarp();  // orders what the lanes have written and read before what any of them reads

@@ -6,13 +6,6 @@
 
 namespace uccl_ep::gpu {
 
-// In shared memory of a block that receives.
-struct CombineRings {
-  EnteredRanks entered;
-  SlotRing relayed[kMaxSlotRanks];  // by stream
-  SlotRing returned[kMaxSlotDomains];
-};
-
 // Of a rank of another domain: its routing, -1 for none, and its weights.
 struct RelayedRouting {
   const int32_t* experts;
@@ -54,11 +47,11 @@ __device__ inline bool fill_relayed_streams(const NetCombine& k, const StreamMas
 
 // By a crew, while weights are on their way: finds the rings that our sums go into, and waits until they are free for
 // as many chunks as there may be, which is when all that were sent two operations ago have left.
-__device__ inline bool open_rings(const NetCombine& k, CombineRings& rings) {
+__device__ inline bool open_rings(const NetCombine& k, const SlotRings& relayed) {
   bool good = !stopped(k.g);
 #pragma unroll 1
   for (uint32_t i = 1 + k.crew.thread; i <= k.g.net.num_relayed; i += k.crew.size) {
-    const SlotRing ring = rings.relayed[i] = relayed_ring(k, i);
+    const SlotRing ring = relayed.of[i] = relayed_ring(k, i);
     good &= wait_for(
         k.g, {k.g.slot_net_state.sums_gone + i, ring.free_after(k.map(), k.map().tokens), k.g.net.relayed[i].source});
   }
@@ -73,10 +66,10 @@ __device__ __forceinline__ uint32_t relay_shares(const NetCombine& k, const Stre
 }
 
 // By a crew: sums its share of the rows for other domains. False: an error is known.
-__device__ inline bool relay_sums(const NetCombine& k, const StreamMasks& streams, CombineRings& rings) {
+__device__ inline bool relay_sums(const NetCombine& k, const Streams& streams, const Sources& sources) {
   const uint32_t relayed = k.g.net.num_relayed, width = k.args.width, lane = threadIdx.x % kWarp;
   const bool wide = k.args.signature.wire == Dtype::kFp32;
-  const uint32_t parts = parts_of(k), shares = relay_shares(k, streams), at_once = (parts + shares - 1) / shares;
+  const uint32_t parts = parts_of(k), shares = relay_shares(k, streams.masks), at_once = (parts + shares - 1) / shares;
   uint32_t share = k.warp();  // of all streams, one after the other
 #pragma unroll 1
   for (uint32_t i = 1; i <= relayed; ++i) {
@@ -85,15 +78,15 @@ __device__ inline bool relay_sums(const NetCombine& k, const StreamMasks& stream
 #pragma unroll 1
     for (; share < tokens * shares; share += k.warps()) {
       const uint32_t token = share / shares, first = share % shares * at_once;
-      if (!streams.has(i, token)) continue;
+      if (!streams.masks.has(i, token)) continue;
       const uint32_t place = token * width + lane;
       int32_t expert = lane < width ? its.experts[place] : -1;
       const float weight = expert < 0 ? 0.0f : __uint_as_float(its.weights[place]);
       if (expert >= 0 && !k.is_near(static_cast<uint32_t>(expert) / k.g.experts_per_rank)) expert = -1;
       Addends addends = find_pairs(k, i, token, {expert, weight});
-      if (!wait_rows(k, {rings.entered, streams, rings.returned}, token, addends)) return false;
-      const uint32_t row = streams.row(i, token);
-      const uint32_t sum = row_at(k.g, rings.relayed[i].row(k.map(), row));
+      if (!wait_rows(k, sources, token, addends)) return false;
+      const uint32_t row = streams.masks.row(i, token);
+      const uint32_t sum = row_at(k.g, streams.rings.of[i].row(k.map(), row));
 #pragma unroll 1
       for (uint32_t part = first; part < min(first + at_once, parts); ++part) sum_part(k, addends, {sum, wide}, part);
       __syncwarp();
@@ -106,7 +99,7 @@ __device__ inline bool relay_sums(const NetCombine& k, const StreamMasks& stream
 }
 
 // By the crew of the last block: what other domains sent is read, and its memory may be used again.
-__device__ inline void end_rings(const NetCombine& k, const StreamMasks& streams, const CombineRings& rings) {
+__device__ inline void end_rings(const NetCombine& k, const Streams& streams) {
   const SlotNetState& state = k.g.slot_net_state;
   fence_system();
 #pragma unroll 1
@@ -115,7 +108,7 @@ __device__ inline void end_rings(const NetCombine& k, const StreamMasks& streams
 #pragma unroll 1
   for (uint32_t d = k.crew.thread; d < k.g.map.num_domains; d += k.crew.size) {
     if (d == own_domain(k.g)) continue;
-    state.returned[d] = rings.returned[d].after(k.map(), streams.count(d));
+    state.returned[d] = streams.rings.of[d].after(k.map(), streams.masks.count(d));
     store_flag(k.g.slot_net.to[d].sums_consumed, state.returned[d]);
   }
 }

@@ -17,8 +17,7 @@ __device__ __forceinline__ uint32_t pair_row(const Combine& k, uint32_t from, ui
 // Where the addends of our tokens come from.
 struct Sources {
   const EnteredRanks& entered;  // where there is one domain
-  const StreamMasks& streams;  // ours, by domain
-  const SlotRing* rings;  // what other domains return
+  const Streams& streams;  // ours, by domain; rings of what other domains return
 };
 
 // By a warp: the lane that has the `lane`-th of the values of all lanes that are not below 0, ascending; else kWarp.
@@ -56,7 +55,7 @@ __device__ __forceinline__ Addends find_pairs(const Combine& k, uint32_t stream,
   Addends out;
   out.count = static_cast<uint32_t>(__popcll(ballot(expert >= 0)));
   out.weight = __shfl_sync(kFullWarp, weight, from % kWarp);
-  const uint32_t rank = lane < out.count ? static_cast<uint32_t>(its) / k.g.experts_per_rank : kMaxSlotRanks;
+  const uint32_t rank = lane < out.count ? static_cast<uint32_t>(its) / k.g.experts_per_rank : kNobody;
   out.ends = last_of_ranks(rank, out.count, lane);
   if (lane < out.count) out.row = pair_row(k, rank, stream, token * width + from);
   return out;
@@ -67,7 +66,7 @@ __device__ __forceinline__ Addends find_pairs(const Combine& k, uint32_t stream,
 template <typename Combine>
 __device__ __forceinline__ Addends find_sums(const Combine& k, const EnteredRanks& entered, uint32_t token,
                                              Named named) {
-  const uint32_t rank = named.expert < 0 ? kMaxSlotRanks : static_cast<uint32_t>(named.expert) / k.g.experts_per_rank;
+  const uint32_t rank = named.expert < 0 ? kNobody : static_cast<uint32_t>(named.expert) / k.g.experts_per_rank;
   bool lowest = true;
 #pragma unroll 1
   for (uint32_t i = 0; i < k.args.width; ++i) {
@@ -88,7 +87,7 @@ __device__ __forceinline__ Addends find_returned(const NetCombine& k, const Sour
   const auto [expert, weight] = named;
   // Of each other domain only the pair of the lowest expert stays.
   const uint32_t its_rank = expert < 0 ? 0 : static_cast<uint32_t>(expert) / k.g.experts_per_rank;
-  const uint32_t its_domain = expert < 0 ? kMaxSlotDomains : k.domain_of(its_rank);
+  const uint32_t its_domain = expert < 0 ? kNobody : k.domain_of(its_rank);
   bool lowest = true;
 #pragma unroll 1
   for (uint32_t i = 0; i < width; ++i) {
@@ -107,7 +106,8 @@ __device__ __forceinline__ Addends find_returned(const NetCombine& k, const Sour
   out.returned = ballot(returned);
   out.ends = last_of_ranks(rank, out.count, lane);
   if (returned)
-    out.row = row_at(k.g, sources.rings[out.domain].row(k.map(), sources.streams.row(out.domain, token)));
+    out.row =
+        row_at(k.g, sources.streams.rings.of[out.domain].row(k.map(), sources.streams.masks.row(out.domain, token)));
   else if (mine)
     out.row = pair_row(k, rank, 0, token * width + from);
   return out;
@@ -132,8 +132,8 @@ __device__ __forceinline__ bool wait_rows(const Combine& k, const Sources& sourc
   if constexpr (Combine::kNet) {
     bool good = true;
     if ((addends.returned >> lane & 1) != 0) {
-      const SlotRing& ring = sources.rings[addends.domain];
-      const uint32_t row = sources.streams.row(addends.domain, token);
+      const SlotRing& ring = sources.streams.rings.of[addends.domain];
+      const uint32_t row = sources.streams.masks.row(addends.domain, token);
       good = wait_returned(k, addends.domain,
                            {k.g.slot_net_state.sums_there + addends.domain, ring.arrived(k.map(), row),
                             k.first_of(addends.domain), static_cast<int>(token)});

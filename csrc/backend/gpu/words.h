@@ -72,9 +72,9 @@ struct RelayTag {
 
 // Where the row of a slot came from: a rank, and the place of the pair there.
 struct SlotOrigin {
-  using Place = BitField<uint32_t, 0, 26>;
-  using Rank = BitsAbove<Place, 6>;
-  static_assert(Rank::fits(kMaxSlotRanks - 1) && Place::fits(uint64_t{kMaxSlotTokens} * kPairsPerToken - 1));
+  using Place = BitField<uint32_t, 0, 20>;
+  using Rank = BitsAbove<Place, 12>;
+  static_assert(Rank::fits(kMaxGpuRanks - 1) && Place::fits(uint64_t{kMaxSlotTokens} * kPairsPerToken - 1));
 
   uint32_t word;
 

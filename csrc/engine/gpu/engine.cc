@@ -116,12 +116,6 @@ GpuEngine::GpuEngine(const EngineConfig& config, int device, uint32_t num_sms, u
   group_.shared_bytes = shared_bytes - gpu::kStaticSharedBytes;
   group_.table_bytes = gpu::rank_table_bytes(layout_);
   check_shared_bytes(config, layout_, group_.shared_bytes);
-  if (const uint32_t needed = std::max(gpu::slot_dispatch_bytes(layout_), gpu::slot_combine_bytes(layout_));
-      layout_.low_latency.tokens > 0 && needed > group_.shared_bytes)
-    throw UsageFailure(UsageKind::kConfig, "low_latency_tokens = " + std::to_string(config.low_latency_tokens) +
-                                               " of " + std::to_string(config.num_experts) + " experts need " +
-                                               std::to_string(needed) + " bytes of shared memory, this GPU has " +
-                                               std::to_string(group_.shared_bytes));
   for (auto load : {gpu::load_dispatch, gpu::load_combine, gpu::load_refusal, gpu::load_pad, gpu::load_clock,
                     gpu::load_low_latency_dispatch, gpu::load_low_latency_combine})
     must(load(shared_bytes), "loading the kernels");

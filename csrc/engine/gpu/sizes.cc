@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "backend/gpu/low_latency.h"
 #include "common/units.h"
 #include "engine/group/control_plane.h"
 
@@ -38,13 +39,16 @@ void check_group(const EngineConfig& config) {
               ", low_latency_topk = " + std::to_string(config.low_latency_topk) + ": allowed are at most " +
               std::to_string(gpu::kMaxSlotTokens) + " and " + std::to_string(gpu::kPairsPerToken));
   if (config.low_latency_tokens > 0) {
-    at_most(static_cast<uint64_t>(config.num_ranks), gpu::kMaxSlotRanks, "ranks with low latency");
-    at_most(static_cast<uint64_t>(topo.num_domains()), gpu::kMaxSlotDomains, "domains with low latency");
+    if (config.mask_timeout_s > 0 && topo.num_domains() == 1)
+      at_most(static_cast<uint64_t>(config.num_ranks), gpu::kMaxMaskedRanks, "ranks with mask_timeout_s");
   }
   gpu::DeviceMap map;
   map.num_ranks = static_cast<uint32_t>(config.num_ranks);
   map.num_domains = static_cast<uint32_t>(topo.num_domains());
   map.num_experts = config.num_experts;
+  map.low_latency.tokens = config.low_latency_tokens;
+  for (int rank : topo.classes())
+    map.num_streams = std::max(map.num_streams, static_cast<uint32_t>(1 + topo.num_relayed(rank)));
   check_shared_bytes(config, map, gpu::kMostSharedBytes - gpu::kStaticSharedBytes);
   require(topo.num_domains() == 1 || config.low_latency_tokens == 0 || config.low_latency_sms != 1,
           "low_latency_sms = 1 with several domains: at least 2, one sees to the network");
@@ -78,9 +82,23 @@ std::string fitting(const gpu::DeviceMap& map, uint32_t there) {
   return std::to_string(ranks) + " ranks with an expert each";
 }
 
+void check_slot_bytes(const EngineConfig& config, gpu::DeviceMap map, uint32_t there) {
+  const auto needed = [&] { return std::max(gpu::slot_dispatch_bytes(map), gpu::slot_combine_bytes(map)); };
+  const uint32_t bytes = needed();
+  if (map.low_latency.tokens == 0 || bytes <= there) return;
+  uint32_t& tokens = map.low_latency.tokens;
+  while (tokens > 0 && needed() > there) tokens = (tokens - 1) / gpu::kTileTokens * gpu::kTileTokens;
+  throw UsageFailure(UsageKind::kConfig, "low_latency_tokens = " + std::to_string(config.low_latency_tokens) + " of " +
+                                             std::to_string(config.num_ranks) + " ranks with num_experts = " +
+                                             std::to_string(config.num_experts) + " need " + std::to_string(bytes) +
+                                             " bytes of shared memory, and the GPU has " + std::to_string(there) +
+                                             "; allowed are at most " + std::to_string(tokens) + " tokens");
+}
+
 }  // namespace
 
 void check_shared_bytes(const EngineConfig& config, const gpu::DeviceMap& map, uint32_t there) {
+  check_slot_bytes(config, map, there);
   if (const uint32_t needed = gpu::least_shared_bytes(map); needed > there)
     throw UsageFailure(UsageKind::kConfig, std::to_string(config.num_ranks) + " ranks with num_experts = " +
                                                std::to_string(config.num_experts) + ": routing needs " +
