@@ -16,6 +16,7 @@ std::string describe(const OpSignature& s) {
   if (s.expert_alignment != 1) text += ", alignment " + std::to_string(s.expert_alignment);
   if (s.num_metadata != 0) text += ", " + std::to_string(s.num_metadata) + " words of metadata";
   if (s.with_capacity != 0) text += ", a capacity";
+  if (s.max_tokens != 0) text += ", max_tokens " + std::to_string(s.max_tokens);
   if (s.compact_width != 0) text += ", compact rows of " + std::to_string(s.compact_width) + " weights";
   return text + (s.with_weights ? ", weights)" : ")");
 }

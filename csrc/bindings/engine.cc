@@ -98,6 +98,7 @@ struct PyDispatchArgs {
   bool compact = false;
   int64_t capacity = -1;
   bool pad_to_capacity = false;
+  uint64_t max_tokens = 0;
   bool aside = false;
 
   DispatchArgs native(std::shared_ptr<SavedPlan> plan, uintptr_t stream) const {
@@ -120,6 +121,7 @@ struct PyDispatchArgs {
     args.compact = compact;
     args.capacity = capacity;
     args.pad_to_capacity = pad_to_capacity;
+    args.max_tokens = max_tokens;
     args.aside = aside;
     return args;
   }
@@ -202,10 +204,10 @@ void bind_args(py::module_& m) {
   // The parameters are in the order of the fields.
   py::class_<PyDispatchArgs>(m, "DispatchArgs")
       .def(py::init<uintptr_t, uintptr_t, uintptr_t, uint64_t, uint32_t, uint32_t, uint32_t, std::string, std::string,
-                    std::string, uintptr_t, uint32_t, uintptr_t, uint32_t, bool, int64_t, bool, bool>(),
+                    std::string, uintptr_t, uint32_t, uintptr_t, uint32_t, bool, int64_t, bool, uint64_t, bool>(),
            "x_ptr"_a, "scales_ptr"_a, "metadata_ptr"_a, "num_tokens"_a, "hidden"_a, "num_metadata"_a, "element_bytes"_a,
            "wire"_a, "scale"_a, "routing"_a, "routing_ptr"_a, "routing_width"_a, "values_ptr"_a, "expert_alignment"_a,
-           "compact"_a, "capacity"_a, "pad_to_capacity"_a, "aside"_a);
+           "compact"_a, "capacity"_a, "pad_to_capacity"_a, "max_tokens"_a, "aside"_a);
   py::class_<PyCombineArgs>(m, "CombineArgs")
       .def(py::init<uintptr_t, uint32_t, uint32_t, bool, bool, uintptr_t, std::array<uintptr_t, kMostBiases>, uintptr_t,
                     uintptr_t, bool>(),

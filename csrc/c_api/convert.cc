@@ -90,6 +90,8 @@ uccl_ep_routing routing_of(const uccl_ep_group& group, const uccl_ep_routing* gi
   if (routing.data == nullptr && routing.num_tokens > 0)
     refuse("data is NULL with " + std::to_string(routing.num_tokens) + " tokens");
   if (routing.has_capacity != 0 && !group.on_gpu) refuse("has_capacity: allowed for tensors on a GPU");
+  if (routing.max_tokens != 0 && routing.has_capacity == 0)
+    refuse("max_tokens = " + std::to_string(routing.max_tokens) + " without a capacity: allowed is 0");
   if (routing.capacity > kMostCapacity)
     refuse("capacity = " + std::to_string(routing.capacity) + ": allowed is 0 to " + std::to_string(kMostCapacity));
   return routing;
@@ -114,6 +116,7 @@ DispatchArgs dispatch_args_of(const uccl_ep_plan& plan, const uccl_ep_dispatch_a
   args.has_routing = plan.sent == nullptr;
   args.routing = {routing.is_map != 0 ? RoutingKind::kMap : RoutingKind::kTopk, routing.data, routing.width};
   if (routing.has_capacity != 0) args.capacity = static_cast<int64_t>(routing.capacity);
+  if (plan.sent == nullptr) args.max_tokens = routing.max_tokens;
   check_rows(args.x, args.num_tokens, *plan.group, "x");
   return args;
 }

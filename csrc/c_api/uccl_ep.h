@@ -99,17 +99,19 @@ typedef struct uccl_ep_routing {
   int32_t compact;           /* 1: a row for each received token; 0: a row for each pair of token and expert */
   int32_t has_capacity;      /* GPU: the output has `capacity` rows, and the host never waits for counts */
   uint64_t capacity;
+  uint64_t max_tokens; /* with a capacity: what no rank has more tokens than, equal on all; 0: as few as go at once, or
+                          equally many on all ranks */
 } uccl_ep_routing;
 
 typedef struct uccl_ep_dispatch_args {
   size_t size;
   uint32_t magic;
   uint32_t hidden;
-  const void* x;       /* [num_tokens, hidden] */
+  const void* x; /* [num_tokens, hidden] */
   uccl_ep_dtype dtype; /* of x. FP8: codes with `scales`, which come out as they are */
-  uccl_ep_dtype wire;  /* default: that of x */
-  void* stream;        /* of the GPU; its queued work runs first */
-  const float* scales;      /* [num_tokens, hidden / 128] of FP8 rows; else NULL */
+  uccl_ep_dtype wire; /* default: that of x */
+  void* stream; /* of the GPU; its queued work runs first */
+  const float* scales; /* [num_tokens, hidden / 128] of FP8 rows; else NULL */
   const uint32_t* metadata; /* [num_tokens, num_metadata]: travels with the rows, unchanged */
   uint32_t num_metadata; /* words of a row, on all ranks; 0: none travel. Row and words have to fit the widest row */
   uint32_t reserved;

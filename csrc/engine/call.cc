@@ -55,6 +55,10 @@ void check_call(const DispatchArgs& args, const CallLimits& limits) {
   check_rows_of(args, limits);
   require(args.num_tokens < UINT32_MAX, UsageKind::kShape,
           std::to_string(args.num_tokens) + " tokens: allowed are fewer than 2^32");
+  const std::string most = "max_tokens = " + std::to_string(args.max_tokens);
+  require(args.max_tokens <= UINT32_MAX, UsageKind::kInput, most + ": allowed is less than 2^32");
+  require(args.max_tokens == 0 || args.num_tokens <= args.max_tokens, UsageKind::kShape,
+          std::to_string(args.num_tokens) + " tokens with " + most);
   if (args.plan == nullptr) {
     require(args.has_routing, UsageKind::kInput, "dispatch without routing needs the handle of an earlier dispatch");
     return;
@@ -88,6 +92,7 @@ OpSignature make_signature(const DispatchArgs& args, const PlanFacts& plan, Plan
   s.compact_width = plan.compact_width;
   s.num_metadata = args.num_metadata;
   s.with_capacity = plan.has_capacity;
+  s.max_tokens = static_cast<uint32_t>(args.max_tokens);
   s.plan_id = use == PlanUse::kNew ? 0 : plan.plan_id;
   return s;
 }

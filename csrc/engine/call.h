@@ -60,6 +60,7 @@ struct DispatchArgs {
   // Of a GPU engine only.
   int64_t capacity = -1;  // rows of the output; -1: exactly those that arrive
   bool pad_to_capacity = false;  // unused rows of the capacity become padding
+  uint64_t max_tokens = 0;  // of any rank, of a new plan with a capacity; 0: not said
   bool aside = false;  // on a stream of the engine, else on the caller's
   Stream stream = nullptr;  // the caller's: its queued work runs first
 };

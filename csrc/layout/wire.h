@@ -29,6 +29,7 @@ struct OpSignature {
   uint32_t compact_width;  // columns of a compact row's weights; 0: rows are expert-major
   uint32_t num_metadata;  // words that travel with each row
   uint32_t with_capacity;  // CUDA: the output has a size of its own, and the counts stay on the device
+  uint32_t max_tokens;  // of any rank, with a capacity of a new plan; 0: not said
   uint32_t topk;  // of low latency: columns of the routing
   uint32_t rounds_sums;  // of a combine: what a domain returns to another is rounded to BF16
   uint64_t plan_id;  // epoch of the dispatch that made the plan; 0 for a new one
@@ -46,6 +47,7 @@ inline constexpr auto kFields<OpSignature> = std::tuple{field("kind", &OpSignatu
                                                         field("row layout", &OpSignature::compact_width),
                                                         field("metadata", &OpSignature::num_metadata),
                                                         field("capacity", &OpSignature::with_capacity),
+                                                        field("max_tokens", &OpSignature::max_tokens),
                                                         field("top-k", &OpSignature::topk),
                                                         field("rounded sums", &OpSignature::rounds_sums),
                                                         field("plan", &OpSignature::plan_id)};

@@ -43,6 +43,7 @@ class Routing(Struct):
         *HEAD, ("width", ctypes.c_uint32), ("data", ctypes.c_void_p), ("weights", ctypes.c_void_p),
         ("num_tokens", ctypes.c_uint64), ("is_map", ctypes.c_int32), ("expert_alignment", ctypes.c_uint32),
         ("compact", ctypes.c_int32), ("has_capacity", ctypes.c_int32), ("capacity", ctypes.c_uint64),
+        ("max_tokens", ctypes.c_uint64),
     ]  # fmt: skip
 
 

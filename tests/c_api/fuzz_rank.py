@@ -113,7 +113,7 @@ class Fuzz:
     def routing(self, **good: object) -> Any:
         routing = self.struct(
             Routing,
-            ("width", "num_tokens", "capacity"),
+            ("width", "num_tokens", "capacity", "max_tokens"),
             width=WIDTH,
             data=ctypes.addressof(ROUTED),
             num_tokens=TOKENS,

@@ -192,21 +192,22 @@ def test_a_process_has_a_context_on_its_own_gpu_only(
 
 
 def fill_with_a_capacity(seat: Seat, spec: EngineSpec) -> str:
-    """All ranks as many tokens, in windows; then one of them fewer."""
+    """All ranks as many tokens, in windows; then one of them fewer: with and without max_tokens."""
     with seat.buffer(spec.config()) as buffer:
         most = as_many_as_fit(buffer)[0]
 
-        def dispatch(tokens: int) -> Any:
+        def dispatch(tokens: int, max_tokens: int | None = None) -> Any:
             x_TH = torch.ones(tokens, spec.hidden, dtype=torch.bfloat16, device=buffer.device)
             idx_TK = torch.arange(tokens, device=buffer.device).reshape(-1, 1) % spec.num_experts
             return buffer.dispatch(
-                x_TH, idx_TK, capacity=2 * most, dispatch_dtype="bf16", pad_to_capacity=True
-            )
+                x_TH, idx_TK, capacity=2 * most, dispatch_dtype="bf16", pad_to_capacity=True,
+                max_tokens=max_tokens,
+            )  # fmt: skip
 
-        result = dispatch(most)
-        assert buffer.combine(result.rows, result.handle).eq(1).all()
-        buffer.check()
-        assert buffer.stats()["windows"] > 2
+        for result in (dispatch(most), dispatch(most if buffer.rank == 0 else 1, most)):
+            assert buffer.combine(result.rows, result.handle).eq(1).all()
+            buffer.check()
+        assert buffer.stats()["windows"] > 4
         with pytest.raises(RankMismatchError) as caught:
             dispatch(most if buffer.rank == 0 else 1)
             torch.cuda.synchronize()

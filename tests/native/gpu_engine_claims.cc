@@ -160,6 +160,17 @@ CLAIM("with a capacity, more than the buffer holds at once goes in windows, drop
   run.is_spacious = run.compact = true;
   try_seeds(run);
 }
+CLAIM("with a capacity, tokens of several windows differ if all ranks say the most") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}, {0, 0, 1, 1}})
+    for (const bool is_spacious : {true, false}) {
+      CudaRun run = windows_of(domain_of, kFp32, kFp32);
+      run.num_tokens = {150, 60, 0, 97};
+      run.capacity = is_spacious ? 1500 : 60;
+      run.max_tokens = 150;
+      run.is_spacious = is_spacious;
+      try_seeds(run);
+    }
+}
 CLAIM("with a capacity, ranks that differ by windows raise an error that names one with more tokens") {
   for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}}) {
     CudaRun run = windows_of(domain_of, kFp32, kFp32);

@@ -41,6 +41,7 @@ struct CudaRun {
   int64_t capacity = -1;  // rows of a GPU engine's output, of which every rank gets more; its counts stay on the GPU
   bool is_spacious = false;  // the capacity: every rank gets fewer
   bool pad_to_capacity = false;
+  uint64_t max_tokens = 0;  // said with the capacity
   uint64_t least_windows = 0;  // that a rank's operations have to take
 
   uint64_t tokens_of(int rank) const { return num_tokens[static_cast<size_t>(rank) % num_tokens.size()]; }

@@ -115,6 +115,7 @@ class CudaRank {
     DispatchArgs args = dispatch_args(run_, in, !cached);
     if (!cached) args.capacity = run_.capacity;
     args.pad_to_capacity = run_.pad_to_capacity;
+    if (!cached) args.max_tokens = run_.max_tokens;
     args.plan = cached ? plan_ : nullptr;
     args.stream = stream_;
     auto op = engine_.dispatch(args);

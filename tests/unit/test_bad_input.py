@@ -107,6 +107,10 @@ BAD_DISPATCH: dict[str, tuple[type[Exception], str, Callable[[], dict[str, Any]]
     "capacity negative": (InputError, "capacity = -1; allowed is 0", lambda: with_topk(capacity=-1)),
     "capacity too large": (InputError, "allowed is 0 .. 2147483647", lambda: with_topk(capacity=1 << 31)),
     "padded without a capacity": (InputError, "without a cap", lambda: with_topk(pad_to_capacity=True)),
+    "max_tokens float": (InputError, "max_tokens = 9.0", lambda: with_topk(capacity=9, max_tokens=9.0)),
+    "max_tokens of none": (InputError, "max_tokens = 0; all", lambda: with_topk(capacity=9, max_tokens=0)),
+    "max_tokens too few": (ShapeError, "max_tokens = 1", lambda: with_topk(capacity=9, max_tokens=1)),
+    "max_tokens without a capacity": (InputError, "without a cap", lambda: with_topk(max_tokens=99)),
     "padded by a number": (InputError, "= 1; allow", lambda: with_topk(capacity=9, pad_to_capacity=1)),
     "unknown output": (InputError, "output_dtype = 'int4'", lambda: with_topk(output_dtype="int4")),
     "bf16 as codes": (
@@ -144,7 +148,7 @@ def test_every_argument_of_dispatch_is_tested_above() -> None:
     assert set.union(*refused) == {
         "x", "topk_idx", "topk_weights", "routing_map", "probs",
         "handle", "expert_alignment", "dispatch_dtype", "output_dtype", "layout", "capacity",
-        "pad_to_capacity",
+        "pad_to_capacity", "max_tokens",
     }  # fmt: skip
 
 
@@ -221,6 +225,8 @@ def test_a_handle_with_other_sizes_or_another_form_is_refused(group: RankGroup) 
         limited = buffer.dispatch(**with_topk(capacity=7)).handle
         with pytest.raises(InputError, match="capacity = 8 but the handle has 7"):
             buffer.dispatch(x(), handle=limited, capacity=8)
+        with pytest.raises(InputError, match="max_tokens = 99 but the handle has None"):
+            buffer.dispatch(x(), handle=limited, max_tokens=99)
         with pytest.raises(ShapeError, match="gave 7"):
             buffer.combine(bf16(8, H), limited)
         assert_usable(buffer)

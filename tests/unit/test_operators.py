@@ -151,7 +151,7 @@ def test_operators_are_what_torch_expects_of_them(buffer: Buffer) -> None:
     calls = Operators(buffer, capacity=CAPACITY)
     x, idx, probs = inputs(0, 7)
     ops = torch.ops.uccl_ep
-    how = (calls.buffer, CAPACITY, 1, "bf16")
+    how = (calls.buffer, CAPACITY, 1, "bf16", 7)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     library.opcheck(ops.dispatch, (x, idx, probs, *how), test_utils=tests)
     got = calls.dispatch(x, idx, probs)

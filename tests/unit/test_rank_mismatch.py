@@ -74,6 +74,11 @@ DEVIATIONS: dict[str, tuple[Call, Call, str]] = {
         "3 words of metadata",
     ),
     "alignment": (dispatch, lambda b, h: dispatch(b, h, expert_alignment=8), "alignment 8"),
+    "max_tokens": (
+        lambda b, h: dispatch(b, h, capacity=99, max_tokens=T),
+        lambda b, h: dispatch(b, h, capacity=99, max_tokens=T + 1),
+        "max_tokens",
+    ),
     "combine's hidden size": (combine, lambda b, h: combine(b, h, hidden=128), "128"),
     "combine's dtype": (combine, lambda b, h: combine(b, h, torch.float32), "fp32"),
 }
@@ -92,6 +97,7 @@ DIFFERENT = {
     "codes": "dtype, wire format)",
     "metadata": "metadata)",
     "alignment": "expert_alignment)",
+    "max_tokens": "max_tokens)",
     "combine's hidden size": "hidden)",
     "combine's dtype": "dtype, wire format)",
 }

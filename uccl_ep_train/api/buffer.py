@@ -103,6 +103,7 @@ class Buffer:
         layout: LayoutName = "expert_major",
         capacity: int | None = None,
         pad_to_capacity: bool = False,
+        max_tokens: int | None = None,
         metadata: Tensor | None = None,
     ) -> DispatchResult:
         """Sends each token to the ranks of its experts and returns the rows that this rank's experts got.
@@ -125,13 +126,13 @@ class Buffer:
                           over the row's experts. Equal on all ranks; expert_alignment must be 1. With a
                           handle: the handle's
         capacity          0 .. 2^31 - 1: the fixed number of output rows; may differ per rank (on a GPU all
-                          ranks pass one, or none does, and tokens that take several windows are as many on
-                          all ranks). Further rows are dropped in all operations on the handle, and
-                          `overflow` is true. Unused rows and their gradients are not written and
+                          ranks pass one, or none does). Further rows are dropped in all operations on the
+                          handle, and `overflow` is true. Unused rows and their gradients are not written and
                           may hold NaN. None: as many rows as are received. With a handle: the handle's
-        pad_to_capacity   unused rows become padding: zeros, as do their gradients in the backward of
-                          `combine`; scales 1.0, row_experts -1. May differ per rank. With a handle: the
-                          handle's
+        pad_to_capacity   unused rows become padding: zeros, as do their gradients in `combine`'s backward;
+                          scales 1.0, row_experts -1. May differ per rank. With a handle: the handle's
+        max_tokens        1 .. 2^30, with a capacity: at least the T of any rank, equal on all. None: on a GPU,
+                          tokens that take several windows are as many on all. With a handle: the handle's
         metadata          [T, M] int32, M from 1 to 4096, or None; M equal on all ranks. It travels with each
                           token's row; both take at most the bytes of `config.hidden` elements of max_dtype
 
@@ -141,7 +142,7 @@ class Buffer:
         launched; `CommunicationError`, after which the buffer is broken; `ClosedError`.
         """
         given, dtypes = (topk_idx, topk_weights, routing_map, probs), (dispatch_dtype, output_dtype)
-        asked = RowLayout(layout, expert_alignment, capacity, pad_to_capacity)
+        asked = RowLayout(layout, expert_alignment, capacity, pad_to_capacity, max_tokens)
         self._ready()
         with self._operation("dispatch"):
             with Call(self._launcher, "dispatch"):
@@ -165,13 +166,14 @@ class Buffer:
         layout: LayoutName = "expert_major",
         capacity: int | None = None,
         pad_to_capacity: bool = False,
+        max_tokens: int | None = None,
         metadata: Tensor | None = None,
     ) -> PendingDispatch:
         """As `dispatch`, but returns once counts are known: with a handle at once, else when all ranks
         entered. Until `wait()` has returned, do not change the arguments; they are kept alive.
         """
         given, dtypes = (topk_idx, topk_weights, routing_map, probs), (dispatch_dtype, output_dtype)
-        asked = RowLayout(layout, expert_alignment, capacity, pad_to_capacity)
+        asked = RowLayout(layout, expert_alignment, capacity, pad_to_capacity, max_tokens)
         self._ready()
         with self._operation("dispatch"), Call(self._launcher, "dispatch"):
             call = self._checks.dispatch(x, given, handle, asked, dtypes, metadata)

@@ -66,13 +66,20 @@ class Operators:
     buffer            outlives the calls; a graph that has been compiled holds its number
     capacity          C, 1 .. 2^31 - 1: rows of every dispatch's output; may differ per rank
     expert_alignment  rows; each expert's segment is padded to a multiple of it
+    max_tokens        as of `Buffer.dispatch`
     dispatch_dtype    "fp8" | "bf16"; None: the configuration's
 
     Calls are differentiable and raise what those of `Buffer` raise. Raises `DtypeError`, `InputError`.
     """
 
     def __init__(
-        self, buffer: Buffer, *, capacity: int, expert_alignment: int = 1, dispatch_dtype: str | None = None
+        self,
+        buffer: Buffer,
+        *,
+        capacity: int,
+        expert_alignment: int = 1,
+        dispatch_dtype: str | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         if not isinstance(buffer, Buffer):
             raise DtypeError(f"buffer is {type(buffer).__name__}; allowed is a Buffer")
@@ -83,13 +90,14 @@ class Operators:
         self.buffer = next(_numbers)
         self.capacity = capacity
         self.expert_alignment = expert_alignment
+        self.max_tokens = max_tokens
         self.dispatch_dtype = dispatch_dtype or buffer.config.wire.dispatch_dtype
         self.grad_dtype = buffer.config.wire.grad_dtype
         _buffers[self.buffer] = buffer
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> DispatchedRows:
         """x [T, H], topk_idx [T, K] int64, topk_weights [T, K] float32: as `Buffer.dispatch` takes them."""
-        how = (self.buffer, self.capacity, self.expert_alignment, self.dispatch_dtype)
+        how = (self.buffer, self.capacity, self.expert_alignment, self.dispatch_dtype, self.max_tokens)
         return DispatchedRows(*torch.ops.uccl_ep.dispatch(x, topk_idx, topk_weights, *how))
 
     def dispatch_again(self, x: Tensor, ticket: Tensor) -> Tensor:
@@ -143,7 +151,14 @@ def num_plans() -> int:
 
 @torch.library.custom_op("uccl_ep::dispatch", mutates_args=())
 def _dispatch(
-    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, buffer: int, capacity: int, alignment: int, wire: str
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    buffer: int,
+    capacity: int,
+    alignment: int,
+    wire: str,
+    max_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     with torch.no_grad():
         got = _buffer_of(buffer).dispatch(
@@ -154,6 +169,7 @@ def _dispatch(
             dispatch_dtype=wire,  # type: ignore[arg-type]
             capacity=capacity,
             pad_to_capacity=True,
+            max_tokens=max_tokens,
         )
     assert got.row_weights is not None and got.overflow is not None
     # On a GPU both lie in the plan's memory, and an operator's outputs must share none.
@@ -163,7 +179,14 @@ def _dispatch(
 
 @_dispatch.register_fake
 def _(
-    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, buffer: int, capacity: int, alignment: int, wire: str
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    buffer: int,
+    capacity: int,
+    alignment: int,
+    wire: str,
+    max_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     owner = _buffer_of(buffer)
     local = owner.config.num_experts // owner.num_ranks
@@ -242,7 +265,7 @@ def _of_dispatch(ctx: Any, grad_rows: Tensor, grad_weights: Tensor, *_: Any) -> 
     (ticket,) = ctx.saved_tensors
     how = (ticket, ctx.buffer, ctx.tokens, ctx.width)
     x, values = torch.ops.uccl_ep.combine_with_weights(grad_rows, grad_weights, *how)
-    return x, None, values, None, None, None, None
+    return x, None, values, None, None, None, None, None
 
 
 _dispatch.register_autograd(_of_dispatch, setup_context=_keep_dispatch)

@@ -57,6 +57,7 @@ class RowLayout:
     alignment        rows, to which an expert's rows are padded; 1 if compact
     capacity         rows of the outputs; None: as many as are received
     pad_to_capacity  unused rows become padding; else they are not written
+    max_tokens       of any rank; None: not said
     width            W if compact, else 0
     """
 
@@ -64,6 +65,7 @@ class RowLayout:
     alignment: int = 1
     capacity: int | None = None
     pad_to_capacity: bool = False
+    max_tokens: int | None = None
     width: int = 0
 
     @property
@@ -91,6 +93,7 @@ class DispatchHandle:
     layout                   "expert_major" | "compact"
     capacity                 rows, None: none was given
     pad_to_capacity          unused rows up to it are padding
+    max_tokens               of any rank, None: was not said
     plan_id                  equal on all ranks
     expert_alignment         rows
     nbytes                   memory held by the plan
@@ -108,6 +111,7 @@ class DispatchHandle:
     row_width: int = 0
     capacity: int | None = None
     pad_to_capacity: bool = False
+    max_tokens: int | None = None
 
     # Read on demand, because a handle exists before the counts are known.
 
@@ -129,9 +133,8 @@ class DispatchHandle:
 
     @property
     def row_layout(self) -> RowLayout:
-        return RowLayout(
-            self.layout, self.expert_alignment, self.capacity, self.pad_to_capacity, self.row_width
-        )
+        limits = (self.capacity, self.pad_to_capacity, self.max_tokens)
+        return RowLayout(self.layout, self.expert_alignment, *limits, self.row_width)
 
     def keep(self, storage: Tensor | None) -> None:
         """The plan's memory on a GPU, before anybody else has the handle."""
@@ -152,6 +155,7 @@ class DispatchHandle:
             row_width=rows.width,
             capacity=rows.capacity,
             pad_to_capacity=rows.pad_to_capacity,
+            max_tokens=rows.max_tokens,
         )
 
 

@@ -152,6 +152,7 @@ def check_layout(asked: RowLayout, handle: DispatchHandle | None) -> RowLayout:
         raise InputError(f"pad_to_capacity = {asked.pad_to_capacity!r}; allowed is True | False")
     if asked.pad_to_capacity and (asked if handle is None else handle).capacity is None:
         raise InputError("pad_to_capacity = True without a capacity; pass capacity, or False")
+    _check_max_tokens(asked, handle)
     if handle is None:
         if name == "compact" and alignment != 1:
             raise InputError(f"expert_alignment = {alignment} with layout = 'compact'; allowed is 1")
@@ -172,6 +173,20 @@ def _check_capacity(capacity: int | None) -> None:
         raise InputError(f"capacity = {capacity!r}; allowed is an integer or None")
     if not 0 <= capacity <= MAX_CAPACITY:
         raise InputError(f"capacity = {capacity}; allowed is 0 .. {MAX_CAPACITY} rows")
+
+
+def _check_max_tokens(asked: RowLayout, handle: DispatchHandle | None) -> None:
+    most = asked.max_tokens
+    if most is None:
+        return
+    if isinstance(most, bool) or not isinstance(most, int):
+        raise InputError(f"max_tokens = {most!r}; allowed is an integer or None")
+    if not 1 <= most <= MAX_TOKENS:
+        raise InputError(f"max_tokens = {most}; allowed is 1 .. {MAX_TOKENS}")
+    if (asked if handle is None else handle).capacity is None:
+        raise InputError(f"max_tokens = {most} without a capacity; pass capacity, or None")
+    if handle is not None and most != handle.max_tokens:
+        raise InputError(f"max_tokens = {most} but the handle has {handle.max_tokens}")
 
 
 def check_alignment(expert_alignment: int, handle: DispatchHandle | None) -> int:

@@ -52,6 +52,7 @@ def send(
         layout="expert_major" if asked.do_expand else "compact",
         capacity=most,
         pad_to_capacity=most is not None and not asked.do_expand,
+        max_tokens=None if most is None else asked.num_max_tokens_per_rank,
         metadata=metadata,
     )
     handle = EPHandle(sender, asked, topk_idx.clone() if copies else topk_idx, result)

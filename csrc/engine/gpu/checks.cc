@@ -23,9 +23,13 @@ uint32_t GpuEngine::most_pieces(uint32_t width) const {
   return gpu::kTokenBlock * std::min(width, static_cast<uint32_t>(topo_.domains_of_size.rbegin()->first));
 }
 
-// With a capacity no rank knows how many tokens the others have. A plan holds what goes in one window, or what this
-// rank has itself, in whole token blocks. All ranks come to the same number, or one of them reports kTooManyTokens.
+// With a capacity no rank knows how many tokens the others have. A plan holds max_tokens; if that is not said, what
+// goes in one window, or what this rank has itself, in whole token blocks. All ranks come to the same number, or one of
+// them reports kTooManyTokens.
 uint32_t GpuEngine::tokens_of_capacity(const DispatchArgs& args) const {
+  if (args.max_tokens > 0)
+    return static_cast<uint32_t>(
+        round_up(std::min<uint64_t>(args.max_tokens, layout_.max_tokens), uint64_t{gpu::kTokenBlock}));
   const uint64_t piece_bytes = uint64_t{args.hidden} * dtype_bytes(args.dtype);
   const uint32_t at_once =
       std::min(window_tokens(layout_, gpu::staged_row_bytes(args.wire, args.hidden, args.num_metadata)),

@@ -99,7 +99,7 @@ std::string GpuEngine::text_of(const gpu::HostError& error) const {
     case gpu::DeviceFault::kTooManyTokens:
       return call + peer + " has " + std::to_string(error.seen) + " tokens; with a capacity " + own + " holds " +
              std::to_string(error.expected) +
-             ", which go in one window: give all ranks as many tokens, or the buffer a larger budget_bytes";
+             ", which go in one window: give every rank the same max_tokens, or the buffer a larger budget_bytes";
     case gpu::DeviceFault::kMasked:
       return call + own + " was masked: others did not hear of it within mask_timeout_s";
     default:
