@@ -6,7 +6,7 @@
 
 #include "claims.h"
 #include "gpu_on_cpu/streams.h"
-#include "gpu_runs.h"
+#include "slot_tries.h"
 
 namespace uccl_ep {
 namespace {
@@ -94,6 +94,19 @@ CLAIM("a ring back that holds one token block carries several, in turn") {
   }
 }
 
+CLAIM("low latency has more ranks than a word has bits, and more domains than a warp has lanes") {
+  for (const auto& [domains, members] : {std::pair{1, 66}, {33, 2}}) {
+    SlotRun run = slots_of(0, members == 2 ? kFp8 : kBf16);
+    for (int rank = 0; rank < domains * members; ++rank) run.domain_of.push_back(rank % domains);
+    run.max_tokens = 8;
+    run.num_tokens = {8, 5, 0};
+    run.experts_per_rank = 1;
+    run.topk = 4;
+    run.num_sms = 2;
+    run.num_rounds = 1;
+    try_run(run);
+  }
+}
 CLAIM("memory_plan refuses what an engine refuses, in the same words, and nothing else") {
   const auto expect_same_refusal = [](const EngineConfig& config, const std::string& words) {
     const std::string planned = refusal_of([&] { gpu_memory_entries(config); });

@@ -136,19 +136,6 @@ CLAIM("more tokens than a mask of a tile has bits, of more experts than a warp h
   run.num_sms = 3;
   try_seeds(run);
 }
-CLAIM("more ranks of a domain than a word has bits, and more domains than a warp has lanes") {
-  for (const auto& [domains, members] : {std::pair{1, 66}, {33, 2}}) {
-    SlotRun run = slots_of(0, members == 2 ? kFp8 : kBf16);
-    for (int rank = 0; rank < domains * members; ++rank) run.domain_of.push_back(rank % domains);
-    run.max_tokens = 8;
-    run.num_tokens = {8, 5, 0};
-    run.experts_per_rank = 1;
-    run.topk = 4;
-    run.num_sms = 2;
-    run.num_rounds = 1;
-    try_run(run);
-  }
-}
 CLAIM("ranks that no longer come are masked by all others at once, and results are those without them") {
   SlotRun run = slots_of(4);
   run.mask_timeout_s = 2;

@@ -238,7 +238,16 @@ MUTANTS = {
 # The same of gpu_ranks.
 MANY_DOMAINS = "a map whose tokens reach more than 32 other domains has the host's bits"
 IN_BATCHES = "streams in batches have the host's bits, in windows of 11 domains of 2"
+MANY_RANKS = "low latency has more ranks than a word has bits, and more domains than a warp has lanes"
 RANK_MUTANTS = {
+    "only the domains of a warp's lanes get rows": (
+        MANY_RANKS, "low_latency_dispatch.cu", "first < g.map.num_domains; first += kWarp",
+        "first < kWarp; first += kWarp",
+    ),
+    "ranks beyond a warp's lanes have the slots of those before": (
+        MANY_RANKS, "low_latency_place.cuh", "before = by_warps ? __shfl_sync(kFullWarp, end, kWarp - 1)",
+        "before = by_warps ? 0",
+    ),
     "a row is written to the first rings only": (
         MANY_DOMAINS, "stage.cuh", "left = found - skipped - outs.num_places;", "left = 0;",
     ),
@@ -302,7 +311,6 @@ ROUTING_MUTANTS = {
 }  # fmt: skip
 
 SEVERAL_DOMAINS = "ranks of several domains get every row in its slot, and every sum"
-MANY_RANKS = "more ranks of a domain than a word has bits, and more domains than a warp has lanes"
 FOLD_OR_NOT = "sums have the same bits whether a rank adds what its experts give before it sends or not"
 # The same of low_latency.
 SLOT_MUTANTS = {
@@ -343,14 +351,6 @@ SLOT_MUTANTS = {
         "between domains chunks come in any order, late, twice, or are refused", "low_latency_dispatch.cu",
         "received = streams.rings.of[s].after(k.map(), streams.masks.count(s));",
         "received = streams.rings.of[s].after(k.map(), streams.masks.count(s)) + k.map().chunks;",
-    ),
-    "only the domains of a warp's lanes get rows": (
-        MANY_RANKS, "low_latency_dispatch.cu", "first < g.map.num_domains; first += kWarp",
-        "first < kWarp; first += kWarp",
-    ),
-    "ranks beyond a warp's lanes have the slots of those before": (
-        MANY_RANKS, "low_latency_place.cuh", "before = by_warps ? __shfl_sync(kFullWarp, end, kWarp - 1)",
-        "before = by_warps ? 0",
     ),
     "a domain gets a row twice": (
         SEVERAL_DOMAINS, "low_latency_dispatch.cu", "|| domain != target.domain;",
