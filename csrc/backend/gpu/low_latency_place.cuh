@@ -68,7 +68,7 @@ __device__ inline void fill_table(const Dispatch& k, const SlotTable& table, con
   for (uint32_t i = k.crew.thread; i < experts * ranks * table.words; i += k.crew.size) table.tokens[i] = 0;
   if (Dispatch::kNet) streams.clear(k.crew, ranks);
   for (uint32_t r = k.crew.thread; r < ranks; r += k.crew.size) {
-    table.num_tokens[r] = k.is_masked(r) ? 0 : k.header(k.g.rank, r).num_tokens;
+    table.num_tokens[r] = k.is_masked(r) ? 0 : min(k.header(k.g.rank, r).num_tokens, k.map().tokens);
     table.num_blocks[r] = k.header(k.g.rank, r).num_blocks;
   }
   k.crew.sync();
