@@ -131,8 +131,8 @@ class Buffer:
                           may hold NaN. None: as many rows as are received. With a handle: the handle's
         pad_to_capacity   unused rows become padding: zeros, as do their gradients in `combine`'s backward;
                           scales 1.0, row_experts -1. May differ per rank. With a handle: the handle's
-        max_tokens        1 .. 2^30, with a capacity: at least the T of any rank, equal on all; a GPU's plan is
-                          as large. None: tokens of several windows are as many. With a handle: the handle's
+        max_tokens        1 .. 2^30, with a capacity: at least the T of any rank, equal on all; sizes a GPU's
+                          plan. None: tokens of several windows are as many. With a handle: the handle's
         metadata          [T, M] int32, M from 1 to 4096, or None; M equal on all ranks. It travels with each
                           token's row; both take at most the bytes of `config.hidden` elements of max_dtype
 
