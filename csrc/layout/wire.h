@@ -3,6 +3,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/error.h"
 #include "common/fields.h"
@@ -29,9 +30,9 @@ struct OpSignature {
   uint32_t compact_width;  // columns of a compact row's weights; 0: rows are expert-major
   uint32_t num_metadata;  // words that travel with each row
   uint32_t with_capacity;  // CUDA: the output has a size of its own, and the counts stay on the device
-  uint32_t max_tokens;  // of any rank, with a capacity of a new plan; 0: not said
   uint32_t topk;  // of low latency: columns of the routing
   uint32_t rounds_sums;  // of a combine: what a domain returns to another is rounded to BF16
+  uint64_t max_tokens;  // of any rank, with a capacity of a new plan; 0: not said
   uint64_t plan_id;  // epoch of the dispatch that made the plan; 0 for a new one
 
   constexpr bool operator==(const OpSignature& other) const;
@@ -52,6 +53,8 @@ inline constexpr auto kFields<OpSignature> = std::tuple{field("kind", &OpSignatu
                                                         field("rounded sums", &OpSignature::rounds_sums),
                                                         field("plan", &OpSignature::plan_id)};
 static_assert(all_listed<OpSignature>(), "a field is missing in the list");
+static_assert(std::has_unique_object_representations_v<OpSignature>,
+              "bytes between fields travel, and may be anything");
 constexpr bool OpSignature::operator==(const OpSignature& other) const { return all_equal(*this, other); }
 
 // Followed by counts, for a new plan: uint32_t pairs per expert of the destination domain (experts in order of member,
