@@ -116,7 +116,7 @@ DispatchArgs dispatch_args_of(const uccl_ep_plan& plan, const uccl_ep_dispatch_a
   args.has_routing = plan.sent == nullptr;
   args.routing = {routing.is_map != 0 ? RoutingKind::kMap : RoutingKind::kTopk, routing.data, routing.width};
   if (routing.has_capacity != 0) args.capacity = static_cast<int64_t>(routing.capacity);
-  if (plan.sent == nullptr) args.max_tokens = routing.max_tokens;
+  args.max_tokens = routing.max_tokens;
   check_rows(args.x, args.num_tokens, *plan.group, "x");
   return args;
 }

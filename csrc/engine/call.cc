@@ -92,7 +92,7 @@ OpSignature make_signature(const DispatchArgs& args, const PlanFacts& plan, Plan
   s.compact_width = plan.compact_width;
   s.num_metadata = args.num_metadata;
   s.with_capacity = plan.has_capacity;
-  s.max_tokens = args.max_tokens;
+  s.max_tokens = use == PlanUse::kNew ? args.max_tokens : 0;
   s.plan_id = use == PlanUse::kNew ? 0 : plan.plan_id;
   return s;
 }

@@ -222,6 +222,10 @@ static void refusals(const struct seat* seat, uccl_ep_group* group) {
   wrong.has_capacity = 1;
   NEEDED(uccl_ep_plan_create(group, &wrong, &plan) == UCCL_EP_INPUT_ERROR);
   wrong.has_capacity = 0;
+  wrong.max_tokens = 1;
+  NEEDED(uccl_ep_plan_create(group, &wrong, &plan) == UCCL_EP_INPUT_ERROR);
+  NEEDED(strstr(uccl_ep_error_text(), "max_tokens = 1 without a capacity") != NULL);
+  wrong.max_tokens = 0;
   wrong.size = (size_t)1 << 60;
   NEEDED(uccl_ep_plan_create(group, &wrong, &plan) == UCCL_EP_INPUT_ERROR);
   size_t num_stats = 0;

@@ -315,7 +315,7 @@ FOLD_OR_NOT = "sums have the same bits whether a rank adds what its experts give
 # The same of low_latency.
 SLOT_MUTANTS = {
     "a row is placed before its chunk has come": (
-        SEVERAL_DOMAINS, "low_latency_place.cuh", "streams.rings.of[source].arrived(k.map(), its)", "0",
+        SEVERAL_DOMAINS, "low_latency_place.cuh", "streams.rings[source].arrived(k.map(), its)", "0",
     ),
     "a pair is summed before it has come": (
         "2 ranks get every row in its slot, and every sum", "low_latency_combine.cu",
@@ -349,8 +349,8 @@ SLOT_MUTANTS = {
     ),
     "memory is given back that has not been read": (
         "between domains chunks come in any order, late, twice, or are refused", "low_latency_dispatch.cu",
-        "received = streams.rings.of[s].after(k.map(), streams.masks.count(s));",
-        "received = streams.rings.of[s].after(k.map(), streams.masks.count(s)) + k.map().chunks;",
+        "received = streams.rings[s].after(k.map(), streams.masks.count(s));",
+        "received = streams.rings[s].after(k.map(), streams.masks.count(s)) + k.map().chunks;",
     ),
     "a domain gets a row twice": (
         SEVERAL_DOMAINS, "low_latency_dispatch.cu", "|| domain != target.domain;",

@@ -25,7 +25,7 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from uccl_ep_train.api.buffer import Buffer
@@ -33,7 +33,7 @@ from uccl_ep_train.common.handle import DispatchHandle
 from uccl_ep_train.core import autograd
 from uccl_ep_train.errors import ClosedError, DtypeError, InputError, ShapeError
 
-HAS_EFFECTS = hasattr(torch.library, "EffectType")
+HAS_EFFECTS = hasattr(library, "EffectType")
 """Of this torch: operators may have an effect, which keeps them in their order."""
 
 _numbers = itertools.count(1)
@@ -149,7 +149,7 @@ def num_plans() -> int:
 # ---- the operators. Numbers name buffers, as a graph holds nothing else of them. ---------------------
 
 
-@torch.library.custom_op("uccl_ep::dispatch", mutates_args=())
+@library.custom_op("uccl_ep::dispatch", mutates_args=())
 def _dispatch(
     x: Tensor,
     topk_idx: Tensor,
@@ -179,14 +179,7 @@ def _dispatch(
 
 @_dispatch.register_fake
 def _(
-    x: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    buffer: int,
-    capacity: int,
-    alignment: int,
-    wire: str,
-    max_tokens: int | None = None,
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, buffer: int, capacity: int, *_: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     owner = _buffer_of(buffer)
     local = owner.config.num_experts // owner.num_ranks
@@ -199,7 +192,7 @@ def _(
     )
 
 
-@torch.library.custom_op("uccl_ep::dispatch_again", mutates_args=())
+@library.custom_op("uccl_ep::dispatch_again", mutates_args=())
 def _dispatch_again(
     x: Tensor, ticket: Tensor, buffer: int, capacity: int, wire: str, grad_wire: str
 ) -> Tensor:
@@ -216,7 +209,7 @@ def _(x: Tensor, ticket: Tensor, buffer: int, capacity: int, wire: str, grad_wir
     return x.new_empty((capacity, x.shape[1]))
 
 
-@torch.library.custom_op("uccl_ep::combine", mutates_args=())
+@library.custom_op("uccl_ep::combine", mutates_args=())
 def _combine(
     rows: Tensor, ticket: Tensor, buffer: int, num_tokens: int, capacity: int, grad_wire: str
 ) -> Tensor:
@@ -232,7 +225,7 @@ def _(rows: Tensor, ticket: Tensor, buffer: int, num_tokens: int, capacity: int,
     return rows.new_empty((num_tokens, rows.shape[1]))
 
 
-@torch.library.custom_op("uccl_ep::combine_with_weights", mutates_args=())
+@library.custom_op("uccl_ep::combine_with_weights", mutates_args=())
 def _combine_with_weights(
     rows: Tensor, row_weights: Tensor, ticket: Tensor, buffer: int, num_tokens: int, width: int
 ) -> tuple[Tensor, Tensor]:
@@ -303,4 +296,4 @@ _combine.register_autograd(_of_combine, setup_context=_keep_combine)
 # is empty: on one rank and not on the others.
 if HAS_EFFECTS:
     for _operator in (_dispatch, _dispatch_again, _combine, _combine_with_weights):
-        _operator.register_effect(torch.library.EffectType.ORDERED)
+        _operator.register_effect(library.EffectType.ORDERED)

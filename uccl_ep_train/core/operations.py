@@ -188,7 +188,7 @@ class Launcher:
             rows.compact,
             -1 if rows.capacity is None else rows.capacity,
             rows.pad_to_capacity,
-            (rows.max_tokens if handle is None else None) or 0,
+            rows.max_tokens or 0,
             aside,
         )
 

@@ -147,7 +147,7 @@ def check_layout(asked: RowLayout, handle: DispatchHandle | None) -> RowLayout:
     if name not in ("expert_major", "compact"):
         raise InputError(f"layout = {name!r}; allowed is 'expert_major' | 'compact'")
     alignment = check_alignment(asked.alignment, handle)
-    _check_capacity(asked.capacity)
+    _check_number("capacity", asked.capacity, 0, MAX_CAPACITY)
     if not isinstance(asked.pad_to_capacity, bool):
         raise InputError(f"pad_to_capacity = {asked.pad_to_capacity!r}; allowed is True | False")
     if asked.pad_to_capacity and (asked if handle is None else handle).capacity is None:
@@ -166,23 +166,20 @@ def check_layout(asked: RowLayout, handle: DispatchHandle | None) -> RowLayout:
     return handle.row_layout
 
 
-def _check_capacity(capacity: int | None) -> None:
-    if capacity is None:
+def _check_number(name: str, value: int | None, least: int, most: int) -> None:
+    if value is None:
         return
-    if isinstance(capacity, bool) or not isinstance(capacity, int):
-        raise InputError(f"capacity = {capacity!r}; allowed is an integer or None")
-    if not 0 <= capacity <= MAX_CAPACITY:
-        raise InputError(f"capacity = {capacity}; allowed is 0 .. {MAX_CAPACITY} rows")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InputError(f"{name} = {value!r}; allowed is an integer or None")
+    if not least <= value <= most:
+        raise InputError(f"{name} = {value}; allowed is {least} .. {most}")
 
 
 def _check_max_tokens(asked: RowLayout, handle: DispatchHandle | None) -> None:
     most = asked.max_tokens
+    _check_number("max_tokens", most, 1, MAX_TOKENS)
     if most is None:
         return
-    if isinstance(most, bool) or not isinstance(most, int):
-        raise InputError(f"max_tokens = {most!r}; allowed is an integer or None")
-    if not 1 <= most <= MAX_TOKENS:
-        raise InputError(f"max_tokens = {most}; allowed is 1 .. {MAX_TOKENS}")
     if (asked if handle is None else handle).capacity is None:
         raise InputError(f"max_tokens = {most} without a capacity; pass capacity, or None")
     if handle is not None and most != handle.max_tokens:

@@ -173,7 +173,7 @@ __device__ inline bool receive(Combine k, EnteredRanks& entered, const Streams& 
     if (knows && !adopt_packets(k, k.map().pairs_entered)) return false;
 #pragma unroll 1
     for (uint32_t d = k.crew.thread; d < k.g.map.num_domains; d += k.crew.size)
-      if (d != own_domain(k.g)) sent.rings.of[d] = returned_ring(k, d);
+      if (d != own_domain(k.g)) sent.rings[d] = returned_ring(k, d);
     fill_sent_streams(k, sent.masks);
   }
   if (!settle(k, [&](RankSet& gone) { return wait_live_blocks(k, gone, k.map().pairs_entered, k.map().pairs_full); }))

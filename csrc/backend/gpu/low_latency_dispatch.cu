@@ -96,7 +96,7 @@ __device__ __forceinline__ void send_part(const StageArgs& args, uint32_t token,
 // By a crew: sends its tokens' rows, and publishes that.
 template <typename Dispatch>
 __device__ inline void send_rows(const Dispatch& k, SlotPlaces& shared, const Streams& streams) {
-  static_assert(kSlotWarps / 2 % kRowParts == 0);
+  static_assert(kSlotWarps / 2 % kRowParts == 0 && kPairsPerToken <= kSlotPlaces);
   const uint32_t at_once = k.crew.warps() / kRowParts;  // tokens of a block
   const uint32_t lane = threadIdx.x % kWarp, warp = k.crew.warp();
   uint8_t** const places = shared.of[threadIdx.x / kWarp];
@@ -109,7 +109,7 @@ __device__ inline void send_rows(const Dispatch& k, SlotPlaces& shared, const St
     const uint32_t row = leaves ? streams.masks.row(target.domain, token) : 0;
     if (target.is_there())
       places[__popcll(all & ((LaneMask{1} << lane) - 1))] =
-          leaves ? streams.rings.of[target.domain].row(k.map(), row) : k.row(target.rank, k.g.rank, token);
+          leaves ? streams.rings[target.domain].row(k.map(), row) : k.row(target.rank, k.g.rank, token);
     __syncwarp();
     send_part(k.args.stage, token, warp % kRowParts, {places[0], static_cast<uint32_t>(__popcll(all)) - 1, places + 1},
               lane);
@@ -127,7 +127,7 @@ __device__ inline bool open_rings(const NetDispatch& k, const Streams& streams) 
 #pragma unroll 1
   for (uint32_t d = k.crew.thread; d < k.g.map.num_domains; d += k.crew.size) {
     if (d == own_domain(k.g)) continue;
-    const SlotRing ring = streams.rings.of[d] = sent_ring(k, d);
+    const SlotRing ring = streams.rings[d] = sent_ring(k, d);
     good &= wait_for(
         k.g, {k.g.slot_net_state.rows_gone + d, ring.free_after(k.map(), streams.masks.count(d)), k.first_of(d)});
   }
@@ -156,7 +156,7 @@ __device__ inline void end_rings(const NetDispatch& k, const Streams& streams) {
 #pragma unroll 1
   for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size) {
     if (k.is_near(s)) continue;
-    const uint64_t received = streams.rings.of[s].after(k.map(), streams.masks.count(s));
+    const uint64_t received = streams.rings[s].after(k.map(), streams.masks.count(s));
     k.g.slot_net_state.received[s] = received;
     fence_system();
     store_flag(k.g.slot_net.from[s].rows_consumed, received);
@@ -180,7 +180,7 @@ __device__ inline bool receive(Dispatch k, uint8_t* dynamic, SlotPlaces& shared)
   if constexpr (Dispatch::kNet)
 #pragma unroll 1
     for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size)
-      if (!k.is_near(s)) streams.rings.of[s] = received_ring(k, s);
+      if (!k.is_near(s)) streams.rings[s] = received_ring(k, s);
   fill_table(k, table, streams.masks);
   if (!k.crew.all(place_slots(k, table, shared, streams))) return false;
   end_step(k, began, Step::kPlace);

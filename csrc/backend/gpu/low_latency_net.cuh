@@ -104,20 +104,16 @@ struct SlotRing {
   }
 };
 
-// In shared memory: the rings of several streams.
-struct SlotRings {
-  SlotRing* of;
-};
 // Streams and their rings, beside each other in shared memory. None where there is one domain.
 struct Streams {
   StreamMasks masks;
-  SlotRings rings;
+  SlotRing* rings;
 
   static __host__ __device__ uint64_t bytes(const DeviceMap& map, uint32_t streams) {
     return map.num_domains > 1 ? StreamMasks::bytes(map, streams) + sizeof(SlotRing) * streams : 0;
   }
   static __device__ __forceinline__ Streams in(const DeviceMap& map, uint8_t* shared, uint32_t streams) {
-    return {StreamMasks(map, shared), {reinterpret_cast<SlotRing*>(shared + StreamMasks::bytes(map, streams))}};
+    return {StreamMasks(map, shared), reinterpret_cast<SlotRing*>(shared + StreamMasks::bytes(map, streams))};
   }
 };
 static_assert(alignof(SlotRing) == sizeof(Mask));

@@ -178,8 +178,8 @@ __device__ inline bool place_slots(const Dispatch& k, const SlotTable& table, Sl
       const uint32_t its = streams.masks.row(source, token);
       const DeviceFlag<SlotRowsThere>* const there = k.g.slot_net_state.rows_there + source;
       good = lane != 0 ||
-             wait_for(k.g, {there, streams.rings.of[source].arrived(k.map(), its), source, static_cast<int>(token)});
-      row = streams.rings.of[source].row(k.map(), its);
+             wait_for(k.g, {there, streams.rings[source].arrived(k.map(), its), source, static_cast<int>(token)});
+      row = streams.rings[source].row(k.map(), its);
     }
     if (!__all_sync(kFullWarp, good)) return false;
     __syncwarp();  // orders what the lanes have written and read before what any of them reads

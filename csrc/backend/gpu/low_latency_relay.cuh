@@ -47,11 +47,11 @@ __device__ inline bool fill_relayed_streams(const NetCombine& k, const StreamMas
 
 // By a crew, while weights are on their way: finds the rings that our sums go into, and waits until they are free for
 // as many chunks as there may be, which is when all that were sent two operations ago have left.
-__device__ inline bool open_rings(const NetCombine& k, const SlotRings& relayed) {
+__device__ inline bool open_rings(const NetCombine& k, SlotRing* relayed) {
   bool good = !stopped(k.g);
 #pragma unroll 1
   for (uint32_t i = 1 + k.crew.thread; i <= k.g.net.num_relayed; i += k.crew.size) {
-    const SlotRing ring = relayed.of[i] = relayed_ring(k, i);
+    const SlotRing ring = relayed[i] = relayed_ring(k, i);
     good &= wait_for(
         k.g, {k.g.slot_net_state.sums_gone + i, ring.free_after(k.map(), k.map().tokens), k.g.net.relayed[i].source});
   }
@@ -86,7 +86,7 @@ __device__ inline bool relay_sums(const NetCombine& k, const Streams& streams, c
       Addends addends = find_pairs(k, i, token, {expert, weight});
       if (!wait_rows(k, sources, token, addends)) return false;
       const uint32_t row = streams.masks.row(i, token);
-      const uint32_t sum = row_at(k.g, streams.rings.of[i].row(k.map(), row));
+      const uint32_t sum = row_at(k.g, streams.rings[i].row(k.map(), row));
 #pragma unroll 1
       for (uint32_t part = first; part < min(first + at_once, parts); ++part) sum_part(k, addends, {sum, wide}, part);
       __syncwarp();
@@ -108,7 +108,7 @@ __device__ inline void end_rings(const NetCombine& k, const Streams& streams) {
 #pragma unroll 1
   for (uint32_t d = k.crew.thread; d < k.g.map.num_domains; d += k.crew.size) {
     if (d == own_domain(k.g)) continue;
-    state.returned[d] = streams.rings.of[d].after(k.map(), streams.masks.count(d));
+    state.returned[d] = streams.rings[d].after(k.map(), streams.masks.count(d));
     store_flag(k.g.slot_net.to[d].sums_consumed, state.returned[d]);
   }
 }

@@ -106,8 +106,7 @@ __device__ __forceinline__ Addends find_returned(const NetCombine& k, const Sour
   out.returned = ballot(returned);
   out.ends = last_of_ranks(rank, out.count, lane);
   if (returned)
-    out.row =
-        row_at(k.g, sources.streams.rings.of[out.domain].row(k.map(), sources.streams.masks.row(out.domain, token)));
+    out.row = row_at(k.g, sources.streams.rings[out.domain].row(k.map(), sources.streams.masks.row(out.domain, token)));
   else if (mine)
     out.row = pair_row(k, rank, 0, token * width + from);
   return out;
@@ -132,7 +131,7 @@ __device__ __forceinline__ bool wait_rows(const Combine& k, const Sources& sourc
   if constexpr (Combine::kNet) {
     bool good = true;
     if ((addends.returned >> lane & 1) != 0) {
-      const SlotRing& ring = sources.streams.rings.of[addends.domain];
+      const SlotRing& ring = sources.streams.rings[addends.domain];
       const uint32_t row = sources.streams.masks.row(addends.domain, token);
       good = wait_returned(k, addends.domain,
                            {k.g.slot_net_state.sums_there + addends.domain, ring.arrived(k.map(), row),
