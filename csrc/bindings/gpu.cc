@@ -155,7 +155,10 @@ void bind_gpu(py::module_& m) {
   bind_trials(m);
   m.def("gpu_memory_plan", &gpu_memory_entries);
   m.def("gpu_least_budget", &gpu_least_budget_bytes);
-  m.def("gpu_stream_batches", &gpu_stream_batches);
+  m.def("gpu_limits", [](const EngineConfig& config) {
+    const GpuLimits its = gpu_limits(config);
+    return std::tuple(its.batch_streams, its.stream_batches, its.max_tokens, its.max_pairs);
+  });
 }
 
 }  // namespace uccl_ep

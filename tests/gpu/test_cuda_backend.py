@@ -21,6 +21,7 @@ from uccl_ep_train.errors import (
     PlanMismatchError,
     RankMismatchError,
     RoutingError,
+    ShapeError,
 )
 
 pytestmark = [
@@ -122,6 +123,36 @@ def test_more_than_the_buffer_holds_goes_in_windows(num_ranks: int) -> None:
         )
     # A dispatch, a combine and a backward of each per case.
     assert windows > 4 * operations + 20, (windows, operations)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_as_much_routing_as_the_plan_holds_has_the_bits_and_more_is_refused(num_ranks: int) -> None:
+    """Of the last 64 tokens there is memory for 8 experts each."""
+    tokens, experts = 4160, 64
+    sized = {"num_experts": experts, "hidden": 256, "backend": "cuda", "window_tokens": tokens}
+    plan = memory_plan(EpConfig(**sized, budget_bytes=1 << 30), num_ranks)
+    settings = (("budget_bytes", plan.least_budget_bytes), ("window_tokens", tokens))
+    spec = spec_of(num_ranks, num_experts=experts, hidden=256, settings=settings)
+
+    def more(rank: int, buffer: Buffer) -> None:
+        held = buffer.memory_plan()
+        assert (held.max_tokens, held.max_pairs) == (tokens, 32 * 4096 + 8 * 64)
+        for num, width, words in (
+            (tokens + 1, 1, f"holds the routing of {tokens}; window_tokens = {tokens + 1} needs"),
+            (tokens, 32, "holds the routing of 131584 experts of tokens"),
+        ):
+            idx = torch.arange(width, device=buffer.device).repeat(num, 1)
+            with pytest.raises(ShapeError, match=words):
+                buffer.dispatch(torch.ones(num, 256, dtype=torch.bfloat16, device=buffer.device), idx)
+
+    with spec.group() as group:
+        case = make_case(
+            1, spec, form="topk", top_k=31, drop_rate=0.0, num_tokens=(tokens,) * num_ranks,
+            capacity=NO_CAPACITY,
+        )  # fmt: skip
+        check_case(group, case)
+        group.run(more)
+        check_case(group, case)
 
 
 @pytest.mark.parametrize("capacity", [3000, 300])

@@ -183,7 +183,7 @@ CLAIM("a region for so many tokens holds them in one window, eight times as many
         const uint64_t several = std::min<uint64_t>(all.max_tokens, round_up(8 * tokens, gpu::kTileTokens));
         EXPECT(sized.total_bytes <= budget);
         EXPECT(sized.total_bytes <= all.total_bytes || sized.max_tokens > all.max_tokens ||
-               sized.half_bytes > all.half_bytes);
+               sized.half_bytes > all.half_bytes || sized.max_pairs > all.max_pairs);
         // Their routing has a place before any rows.
         if (gpu::least_budget_bytes(topo, {experts, row_bytes, tokens}) <= budget)
           EXPECT_EQ(sized.max_tokens, std::max<uint64_t>(several, whole));
@@ -289,7 +289,7 @@ CLAIM("a packet has room for the most tokens, rows and pairs") {
       const uint32_t members = static_cast<uint32_t>(topo.size_of(domain));
       const uint32_t stream = topo.num_domains() > 1 ? tokens : 0;
       const auto end = [&](uint32_t pairs) {
-        const uint32_t rows = std::min(members, gpu::kPairsPerToken) * tokens;  // a row has at least one pair
+        const uint32_t rows = std::min(members * tokens, pairs);  // a row has at least one pair
         return gpu::packet_parts({members, experts, tokens, rows, pairs, stream, true}).end;
       };
       const bool own = members == layout.num_members;
@@ -302,6 +302,23 @@ CLAIM("a packet has room for the most tokens, rows and pairs") {
       EXPECT(end(pairs + 64) > bytes);
     }
   });
+}
+
+CLAIM("tokens beyond 4096 have room for 8 experts each, and for 32 where a quarter of the memory holds them") {
+  const auto pairs = [](uint32_t tokens, uint32_t further) {
+    return 32 * std::min(tokens, 4096u) + further * (tokens - std::min(tokens, 4096u));
+  };
+  for (const auto& sizes : {std::vector<int>(1, 8), std::vector<int>(8, 8)})
+    for (uint32_t tokens : {0u, 64u, 4096u, 16384u, gpu::kMaxTokens})
+      for (uint64_t mib : {400, 4096}) {
+        const Topology topo = Topology::from_labels(several(sizes));
+        const gpu::RegionNeeds needs{static_cast<uint32_t>(topo.num_ranks), 14336, tokens};
+        EXPECT(gpu::least_budget_bytes(topo, needs) <= mib << 20);
+        const gpu::DeviceRegionLayout layout = gpu::make_layout(topo, 0, needs, mib << 20);
+        EXPECT(layout.max_tokens >= tokens);
+        const bool many = tokens > 4096 && (mib == 4096 || sizes.size() == 1);
+        EXPECT_EQ(layout.max_pairs, pairs(layout.max_tokens, many ? 32 : 8));
+      }
 }
 
 // Ranks in domains of eight, and one alone if `alone`.

@@ -267,6 +267,30 @@ CLAIM("engines of both memories refuse the same calls, in the same words") {
     EXPECT_EQ(by_host[i].empty(), i == 0);  // the right one
   }
 }
+CLAIM("more routing than a buffer holds is refused with what it holds, and then it works on") {
+  CudaRun run = small_run_of({0});
+  run.experts_per_rank = 64;
+  run.window_tokens = 4160;
+  run.spare_bytes = 0;
+  auto ranks = make_ranks<CudaRank>(run);
+  const RankInput in(run, 0, 0);
+  const auto refused = [&](uint64_t tokens, uint32_t width, RoutingKind kind) {
+    DispatchArgs args = dispatch_args(run, in, true);
+    args.num_tokens = tokens;
+    args.routing.width = width;
+    args.routing.kind = kind;
+    return said_to([&] { ranks[0]->engine().dispatch(args); });
+  };
+  EngineConfig enough = config_of(run, 0);
+  enough.window_tokens = 5000;
+  expect_text(refused(5000, 3, RoutingKind::kTopk),
+              {"5000 tokens: ", "holds the routing of 4160; window_tokens = 5000 needs a budget_bytes of at least " +
+                                    std::to_string(gpu_least_budget_bytes(enough))});
+  expect_text(refused(65537, 3, RoutingKind::kTopk), {"65537 tokens: the CUDA backend has at most 65536"});
+  expect_text(refused(4160, 32, RoutingKind::kTopk),
+              {"4160 tokens with 32 experts each: ", "holds the routing of 131584 experts of tokens; more with more"});
+  ranks[0]->dispatch(in, false);  // no refusal broke it
+}
 CLAIM("engines that connect and never start give everything back") {
   for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}}) {
     const CudaRun run = small_run_of(domain_of);

@@ -23,6 +23,8 @@ from uccl_ep_train.core.routing import MAX_BIASES
 # What is the host's stays there, whatever torch.set_default_device says.
 _HOST = torch.device("cpu")
 
+_NO_BIASES = (0,) * MAX_BIASES
+
 # A tensor without elements has address 0, which the native core reads as "not given".
 _NOTHING = ctypes.create_string_buffer(64)
 
@@ -213,7 +215,7 @@ class Launcher:
             call.wire_fp32,
             call.rounds_sums,
             address(row_values),
-            (*map(address, bias), *[0] * (MAX_BIASES - len(bias))),
+            (*map(address, bias), *_NO_BIASES[len(bias) :]),
             address(out_TH),
             address(values),
             aside,

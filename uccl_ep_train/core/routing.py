@@ -219,6 +219,8 @@ def check_bias(
     bias: Tensor | Sequence[Tensor], rows: Tensor, handle: DispatchHandle, config: EpConfig
 ) -> tuple[Tensor, ...]:
     """`bias` is [T, H] like the checked `rows`, or up to two of them. Returns those."""
+    if isinstance(bias, tuple) and not bias:
+        return ()
     if not isinstance(bias, (Tensor, list, tuple)):
         raise DtypeError(f"bias is {type(bias).__name__}; allowed is a torch.Tensor, or a tuple of them")
     biases = (bias,) if isinstance(bias, Tensor) else tuple(bias)

@@ -48,6 +48,8 @@ class MemoryPlan:
     least_budget_bytes  the smallest budget that this configuration works with
     batch_streams       on a GPU: how many streams of other ranks a combine merges at once
     stream_batches      more than 1: memory is too small for all streams at once
+    max_tokens          on a GPU: tokens of a rank that an operation may have; None: any number
+    max_pairs           on a GPU: experts of those tokens, together
     """
 
     entries: tuple[tuple[str, int], ...]
@@ -55,6 +57,8 @@ class MemoryPlan:
     least_budget_bytes: int
     batch_streams: int = 0
     stream_batches: int = 1
+    max_tokens: int | None = None
+    max_pairs: int | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -91,13 +95,15 @@ def memory_plan(config: EpConfig, num_ranks_or_topology: int | Topology, rank: i
     on_gpu = (config.gpu.backend == "cuda" and built()) or choose_device(config).type == "cuda"
     entries = core.gpu_memory_plan(native) if on_gpu else core.memory_plan(native)
     least = core.gpu_least_budget(native) if on_gpu else core.least_budget(native)
-    batches = core.gpu_stream_batches(native) if on_gpu else (0, 1)
+    limits = core.gpu_limits(native) if on_gpu else (0, 1, None, None)
     return MemoryPlan(
         entries=tuple((name, int(size)) for name, size in entries),
         budget_bytes=config.memory.budget_bytes,
         least_budget_bytes=int(least),
-        batch_streams=batches[0],
-        stream_batches=batches[1],
+        batch_streams=limits[0],
+        stream_batches=limits[1],
+        max_tokens=limits[2],
+        max_pairs=limits[3],
     )
 
 

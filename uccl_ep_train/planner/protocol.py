@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from uccl_ep_train.core.stats import MemoryPlan, memory_plan
-from uccl_ep_train.errors import ConfigError
+from uccl_ep_train.errors import ConfigError, ShapeError
 from uccl_ep_train.planner.shape import Shape
 from uccl_ep_train.settings.checks import MAX_WINDOW_CHUNKS
 from uccl_ep_train.settings.config import EpConfig
@@ -68,13 +68,23 @@ def config_of(shape: Shape, budget_bytes: int = 512 << 20, window_tokens: int | 
 
 
 def protocol_of(shape: Shape, budget_bytes: int = 512 << 20, window_tokens: int | None = None) -> Protocol:
-    """Raises what creating the buffer raises: `MemoryBudgetError`, `ConfigError`."""
+    """Raises what creating the buffer raises, `MemoryBudgetError`, `ConfigError`, or else `ShapeError` where
+    it holds the routing of fewer tokens.
+    """
     config = config_of(shape, budget_bytes, window_tokens)
     plan = max(
         (memory_plan(config, shape.topology, rank) for rank in _classes(shape)), key=lambda p: p.total_bytes
     )
     if "rows" not in dict(plan.entries):
         raise ConfigError("the extension was built without CUDA kernels: windows of GPUs are not known")
+    assert plan.max_tokens is not None and plan.max_pairs is not None
+    pairs = shape.tokens * shape.router.topk
+    if shape.tokens > plan.max_tokens or pairs > plan.max_pairs:
+        raise ShapeError(
+            f"{shape.tokens} tokens with {shape.router.topk} experts each: with budget_bytes = "
+            f"{budget_bytes} and window_tokens = {window_tokens} a buffer holds the routing of "
+            f"{plan.max_tokens} tokens and {plan.max_pairs} experts of tokens"
+        )
     widest = shape.row_bytes("bf16")
     half = plan["rows"] // 2
     window = half // widest

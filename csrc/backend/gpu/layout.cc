@@ -59,10 +59,9 @@ uint32_t most_pairs_in(const DeviceMap& map, uint32_t members) {
 
 // The most bytes of a packet to a domain. A row has at least one pair.
 uint64_t most_packet_bytes(const DeviceMap& map, uint32_t members) {
-  const uint32_t tokens = map.max_tokens, rows = std::min(members, kPairsPerToken) * tokens;
+  const uint32_t tokens = map.max_tokens, pairs = most_pairs_in(map, members), rows = std::min(members * tokens, pairs);
   const uint32_t stream_rows = map.num_domains > 1 ? tokens : 0;
-  const PacketSizes most{
-      members, map.num_experts / map.num_ranks, tokens, rows, most_pairs_in(map, members), stream_rows, true};
+  const PacketSizes most{members, map.num_experts / map.num_ranks, tokens, rows, pairs, stream_rows, true};
   return round_up(packet_parts(most).end, kAlign);
 }
 
@@ -77,7 +76,7 @@ uint64_t most_sent_bytes(const Topology& topo, const DeviceMap& map, int own_siz
     each += domains * most_packet_bytes(map, members);
     fixed +=
         domains * (packet_parts({members, map.num_experts / map.num_ranks, map.max_tokens, 0, 0, 0, true}).end + gaps);
-    rows += domains * tokens * std::min(members, kPairsPerToken);
+    rows += domains * tokens * members;
     stream_rows += domains * tokens;
   }
   const uint64_t pairs = map.max_pairs;
@@ -87,14 +86,21 @@ uint64_t most_sent_bytes(const Topology& topo, const DeviceMap& map, int own_siz
   return round_up(std::max(known, std::min(each, fixed + variable)), kAlign);
 }
 
-// What a combine's windows have room for at once.
-struct CombineRoom {
-  // Token blocks in a ring back. One: the next window waits for the network, and weights for the last one.
+// Pairs of an operation of so many tokens; `further`: of a token beyond the usual ones.
+constexpr uint32_t pairs_of(uint32_t tokens, uint32_t further) {
+  const uint32_t usual = std::min(tokens, kUsualTokens);
+  return usual * kPairsPerToken + (tokens - usual) * further;
+}
+
+// What there is room for at once.
+struct Room {
+  // Token blocks in a ring back. One: the next window of a combine waits for the network, and weights for the last one.
   uint32_t returned_blocks;
+  uint32_t further_pairs;
   uint32_t batch_streams, stream_batches;
   // `relayed`: streams that go in batches of at most `most`.
-  CombineRoom(uint32_t blocks, uint32_t relayed, uint32_t most)
-      : returned_blocks(blocks), batch_streams(relayed), stream_batches(1) {
+  Room(uint32_t blocks, uint32_t further, uint32_t relayed, uint32_t most)
+      : returned_blocks(blocks), further_pairs(further), batch_streams(relayed), stream_batches(1) {
     if (most >= relayed) return;
     stream_batches = (relayed + most - 1) / most;
     batch_streams = (relayed + stream_batches - 1) / stream_batches;
@@ -103,7 +109,7 @@ struct CombineRoom {
 
 // The rings between domains hold a window in chunks of 512 KiB. There are at least 8 chunks, with at least one row
 // each. Rows of more than 128 KiB may need larger chunks.
-DeviceRings rings_for(const Topology& topo, const DeviceMap& map, uint32_t window, const CombineRoom& room) {
+DeviceRings rings_for(const Topology& topo, const DeviceMap& map, uint32_t window, const Room& room) {
   constexpr uint64_t kUsualBytes = 512 << 10;
   DeviceRings rings;
   if (map.num_domains == 1) return rings;
@@ -190,7 +196,7 @@ uint32_t usual_pieces(const Shape& shape) {
 
 // Has memory for the routing of `num_tokens` tokens, and for rows and pieces of a window of `window` tokens.
 DeviceRegionLayout layout_for(const Topology& topo, const Shape& shape, const RegionNeeds& needs, uint32_t num_tokens,
-                              uint32_t window, const CombineRoom& room) {
+                              uint32_t window, const Room& room) {
   const uint64_t row_bytes = needs.row_bytes;
   DeviceRegionLayout l;
   l.num_ranks = shape.ranks;
@@ -203,7 +209,7 @@ DeviceRegionLayout layout_for(const Topology& topo, const Shape& shape, const Re
   l.num_experts = needs.num_experts;
   l.row_bytes = row_bytes;
   l.max_tokens = num_tokens;
-  l.max_pairs = num_tokens * kPairsPerToken;
+  l.max_pairs = pairs_of(num_tokens, room.further_pairs);
   l.stream_pairs = most_pairs_in(l, shape.members);
   l.half_bytes = window * row_bytes;
   // A half holds a token block.
@@ -280,15 +286,19 @@ class Layouts {
   // The tokens whose routing fits in any case, if that is possible.
   uint32_t wanted_tiles() const { return tiles_of(needs_.window_tokens == 0 ? kUsualTokens : needs_.window_tokens); }
   // The room that takes the least memory; with it the group is refused, or not.
-  void take_least_room() { room_ = {1, most_relayed_, kLeastStreams}; }
-  // The most that leaves memory for the wanted tokens and the shortest window.
+  void take_least_room() { room_ = {1, kUsualRanks, most_relayed_, kLeastStreams}; }
+  // The most that leaves memory for the wanted tokens and the shortest window. Many pairs of many tokens may have a
+  // quarter of the memory, because rows need it, too.
   void take_room(uint64_t budget_bytes) {
-    const auto fits = [&](const CombineRoom& room) {
+    const auto needed = [&](const Room& room) {
       room_ = room;
-      return bytes(wanted_tiles(), 1) <= budget_bytes;
+      return bytes(wanted_tiles(), 1);
     };
-    const auto some = [&](uint32_t most) { return CombineRoom(1, most_relayed_, most); };
-    if (fits({kHalves, most_relayed_, most_relayed_}) || fits(some(most_relayed_))) return;
+    const auto fits = [&](const Room& room) { return needed(room) <= budget_bytes; };
+    const auto all = [&](uint32_t pairs) { return Room(kHalves, pairs, most_relayed_, most_relayed_); };
+    const auto some = [&](uint32_t most) { return Room(1, kUsualRanks, most_relayed_, most); };
+    if (needs_.window_tokens > kUsualTokens && needed(all(kPairsPerToken)) <= budget_bytes / 4) return;
+    if (fits(all(kUsualRanks)) || fits(some(most_relayed_))) return;
     const uint32_t most = largest(std::max(most_relayed_, 1u), [&](uint32_t n) { return fits(some(n)); });
     room_ = some(std::max(most, kLeastStreams));
   }
@@ -311,7 +321,7 @@ class Layouts {
   const RegionNeeds& needs_;
   std::vector<Shape> shapes_;
   uint32_t most_relayed_ = 0;  // by a rank that is not alone in its domain
-  CombineRoom room_{kHalves, 0, 0};
+  Room room_{kHalves, 0, 0, 0};
 };
 
 // FNV-1a of names and sizes, continued from `hash`.

@@ -37,13 +37,33 @@ uint32_t GpuEngine::tokens_of_capacity(const DispatchArgs& args) const {
   return std::max(at_once, static_cast<uint32_t>(round_up(args.num_tokens, gpu::kTokenBlock)));
 }
 
+// Rows go in windows; routing does not, and there is memory for so much of it.
+void GpuEngine::check_room(const DispatchArgs& args) const {
+  const uint64_t tokens = args.num_tokens, width = args.routing.width;
+  const std::string its = std::to_string(tokens) + " tokens";
+  const std::string holds = ": with its budget_bytes and window_tokens this buffer holds the routing of ";
+  if (tokens > gpu::kMaxTokens)
+    refuse(UsageKind::kShape, its + ": the CUDA backend has at most " + std::to_string(gpu::kMaxTokens));
+  if (tokens > layout_.max_tokens) {
+    EngineConfig enough = config_;
+    enough.window_tokens = static_cast<uint32_t>(tokens);
+    refuse(UsageKind::kShape, its + holds + std::to_string(layout_.max_tokens) +
+                                  "; window_tokens = " + std::to_string(tokens) + " needs a budget_bytes of at least " +
+                                  std::to_string(gpu_least_budget_bytes(enough)));
+  }
+  if (args.has_routing && args.routing.kind == RoutingKind::kTopk && tokens * width > layout_.max_pairs)
+    refuse(UsageKind::kShape, its + " with " + std::to_string(width) + " experts each" + holds +
+                                  std::to_string(layout_.max_pairs) +
+                                  " experts of tokens; more with more budget_bytes "
+                                  "and window_tokens = " +
+                                  std::to_string(tokens));
+}
+
 void GpuEngine::check_dispatch(const DispatchArgs& args) const {
   check_usable();
   check_call(args, limits());
+  check_room(args);
   const std::string tokens = std::to_string(args.num_tokens) + " tokens: ";
-  if (args.num_tokens > layout_.max_tokens)
-    refuse(UsageKind::kShape, tokens + "with its budget_bytes and window_tokens this buffer holds the routing of " +
-                                  std::to_string(layout_.max_tokens));
   if (args.has_routing && args.num_tokens * args.routing.width >= uint64_t{1} << 32)
     refuse(UsageKind::kShape, tokens + "with " + std::to_string(args.routing.width) +
                                   " columns of routing each, the product has to be below 2^32");

@@ -145,9 +145,9 @@ MemoryEntries gpu_memory_entries(const EngineConfig& config) {
   return entries;
 }
 
-std::pair<uint32_t, uint32_t> gpu_stream_batches(const EngineConfig& config) {
+GpuLimits gpu_limits(const EngineConfig& config) {
   const gpu::DeviceRegionLayout layout = gpu_layout_of(config);
-  return {layout.batch_streams, layout.stream_batches};
+  return {layout.batch_streams, layout.stream_batches, layout.max_tokens, layout.max_pairs};
 }
 
 uint64_t gpu_least_budget_bytes(const EngineConfig& config) {

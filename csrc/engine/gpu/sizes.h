@@ -25,7 +25,11 @@ uint64_t gpu_host_bytes(const EngineConfig& config, const gpu::DeviceRegionLayou
 // What memory_plan() shows for a buffer of tensors on a GPU.
 MemoryEntries gpu_memory_entries(const EngineConfig& config);
 uint64_t gpu_least_budget_bytes(const EngineConfig& config);
-// Streams of a batch, and batches: see DeviceMap.
-std::pair<uint32_t, uint32_t> gpu_stream_batches(const EngineConfig& config);
+// What a buffer holds at once: see DeviceMap.
+struct GpuLimits {
+  uint32_t batch_streams, stream_batches;
+  uint32_t max_tokens, max_pairs;  // of an operation
+};
+GpuLimits gpu_limits(const EngineConfig& config);
 
 }  // namespace uccl_ep
