@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from uccl_ep_train.common.opaque import opaque_methods
@@ -48,8 +49,7 @@ class NativeOp(Protocol):
     def done(self) -> bool: ...
 
 
-@dataclass(frozen=True)
-class RowLayout:
+class RowLayout(NamedTuple):
     """The layout of a dispatch's rows.
 
     name             "expert_major": a row per pair of token and expert, each expert's rows together and
@@ -127,11 +127,16 @@ class DispatchHandle:
     def tokens_per_expert_exact(self) -> tuple[int, ...] | None:
         return tuple(self.plan.tokens_per_expert_exact) if self.capacity is None else None
 
+    @cached_property
+    def counts(self) -> Tensor:
+        """tokens_per_expert as [L] int64 on the CPU; for copies only. To make it from numbers takes long."""
+        return torch.tensor(self.tokens_per_expert, dtype=torch.int64, device="cpu")
+
     @property
     def nbytes(self) -> int:
         return int(self.plan.nbytes)
 
-    @property
+    @cached_property
     def row_layout(self) -> RowLayout:
         limits = (self.capacity, self.pad_to_capacity, self.max_tokens)
         return RowLayout(self.layout, self.expert_alignment, *limits, self.row_width)

@@ -6,7 +6,7 @@ Shapes: T tokens of this rank, H hidden, R rows received by this rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple, Protocol
 
@@ -144,7 +144,7 @@ class Checks:
             routing.check_handle(handle, self.owner)
         routed = routing.check_routing(x, *given, handle, self.config.num_experts)
         if asked.compact:
-            asked = replace(asked, width=min(routed.width, self.local_experts))
+            asked = asked._replace(width=min(routed.width, self.local_experts))
         rows = routing.check_layout(asked, handle)
         fp8_rows = routing.check_output(output_dtype, wire)
         attach = autograd.needs_graph(x, routed.values) and not fp8_rows

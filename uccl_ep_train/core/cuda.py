@@ -91,14 +91,14 @@ class CudaLauncher(Launcher):
     def _receive(self, native: Any, handle: DispatchHandle, receive: Receive) -> Dispatched:
         if native.counts_known:
             return self._receive_known(native, handle, receive)
-        # What can be done before the counts come is done before; after that the caller waits for every line.
-        counts = torch.empty(self._num_experts, dtype=torch.int64, device="cpu")
         received, guess = _NO_OUTPUTS, 0
         if native.is_guessed:
             try:
                 received, guess = receive(native.plan.num_rows), native.plan.num_rows
             except torch.OutOfMemoryError:  # the received rows may be fewer
                 native.give_up_guess()
+        # What can be done before the counts come is done before; after that the caller waits for every line.
+        counts = torch.empty(self._num_experts, dtype=torch.int64, device="cpu")
         launched = Dispatched(native, handle, received, received, counts)
         shrink = received.shrinking()
         num_rows = native.wait_counts(address(counts), partial(shrink, guess))

@@ -107,7 +107,7 @@ class Dispatched:
     def tokens_per_expert(self) -> Tensor:
         """[L] int64, as the result has it."""
         if self.counts is None:
-            self.counts = torch.tensor(self.handle.tokens_per_expert, dtype=torch.int64, device=_HOST)
+            self.counts = self.handle.counts.clone()
         return self.counts
 
     def settle(self) -> None:
