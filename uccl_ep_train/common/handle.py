@@ -99,21 +99,48 @@ class DispatchHandle:
     nbytes                   memory held by the plan
     """
 
-    num_tokens: int
-    plan_id: int
-    expert_alignment: int
-    routing_kind: str
-    routing_width: int
     plan: NativePlan = field(repr=False)
     owner: object = field(repr=False)
+    row_layout: RowLayout
     storage: Tensor | None = field(default=None, repr=False)
-    layout: LayoutName = "expert_major"
-    row_width: int = 0
-    capacity: int | None = None
-    pad_to_capacity: bool = False
-    max_tokens: int | None = None
 
-    # Read on demand, because a handle exists before the counts are known.
+    # Read on demand: a handle exists before the counts are known, and before the kernels are launched.
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return self.plan.num_tokens
+
+    @cached_property
+    def plan_id(self) -> int:
+        return self.plan.plan_id
+
+    @cached_property
+    def routing_kind(self) -> str:
+        return self.plan.routing_kind
+
+    @cached_property
+    def routing_width(self) -> int:
+        return self.plan.routing_width
+
+    @property
+    def expert_alignment(self) -> int:
+        return self.row_layout.alignment
+
+    @property
+    def layout(self) -> LayoutName:
+        return self.row_layout.name
+
+    @property
+    def capacity(self) -> int | None:
+        return self.row_layout.capacity
+
+    @property
+    def pad_to_capacity(self) -> bool:
+        return self.row_layout.pad_to_capacity
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.row_layout.max_tokens
 
     @cached_property
     def num_rows(self) -> int:
@@ -136,32 +163,9 @@ class DispatchHandle:
     def nbytes(self) -> int:
         return int(self.plan.nbytes)
 
-    @cached_property
-    def row_layout(self) -> RowLayout:
-        limits = (self.capacity, self.pad_to_capacity, self.max_tokens)
-        return RowLayout(self.layout, self.expert_alignment, *limits, self.row_width)
-
     def keep(self, storage: Tensor | None) -> None:
         """The plan's memory on a GPU, before anybody else has the handle."""
         object.__setattr__(self, "storage", storage)
-
-    @classmethod
-    def of_plan(cls, plan: NativePlan, owner: object, rows: RowLayout) -> DispatchHandle:
-        """From a native plan; `owner` identifies the buffer."""
-        return cls(
-            num_tokens=plan.num_tokens,
-            plan_id=plan.plan_id,
-            expert_alignment=plan.expert_alignment,
-            routing_kind=plan.routing_kind,
-            routing_width=plan.routing_width,
-            plan=plan,
-            owner=owner,
-            layout=rows.name,
-            row_width=rows.width,
-            capacity=rows.capacity,
-            pad_to_capacity=rows.pad_to_capacity,
-            max_tokens=rows.max_tokens,
-        )
 
 
 class Fp8Rows(NamedTuple):

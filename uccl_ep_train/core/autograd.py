@@ -100,7 +100,11 @@ class _Combine(torch.autograd.Function):
 
 def needs_graph(*inputs: Tensor | None) -> bool:
     """Whether a call's results belong on the graph; ranks must agree on it, see the head of this file."""
-    return torch.is_grad_enabled() and any(entry is not None and entry.requires_grad for entry in inputs)
+    if torch.is_grad_enabled():
+        for entry in inputs:  # in every call: half the time of any()
+            if entry is not None and entry.requires_grad:
+                return True
+    return False
 
 
 def attach_dispatch(

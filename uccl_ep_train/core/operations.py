@@ -119,8 +119,7 @@ class Dispatched:
                 kept.copy_(received[: len(kept)])
 
 
-@dataclass(frozen=True)
-class Combined:
+class Combined(NamedTuple):
     """A launched combine: `out` and `values` are being written until `native.wait()` returned."""
 
     native: Any
@@ -155,7 +154,7 @@ class Launcher:
         codes = row_format(call.wire, call.scale) if call.fp8_rows else None
         native = self._engine.dispatch(args, None if handle is None else handle.plan, self._stream())
         record = self._track(native, aside, x_TH, call.scales, call.metadata, routed.indices, routed.values)
-        known = handle or DispatchHandle.of_plan(native.plan, self._owner, rows)
+        known = handle or DispatchHandle(plan=native.plan, owner=self._owner, row_layout=rows)
 
         def receive(num_rows: int) -> Outputs:
             received = _allocate(call, codes, num_rows)

@@ -11,7 +11,7 @@ that says what to call.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,7 @@ MAX_CAPACITY = (1 << 31) - 1
 MAX_BIASES = 2
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(NamedTuple):
     """A checked routing.
 
     kind    topk | map: `indices` is int64 [T, K] | bool [T, E]; plan: the handle's, `indices` is None

@@ -91,4 +91,4 @@ def by_expert(topk_weights: Tensor, handle: EPHandle) -> Tensor:
         return topk_weights.contiguous()
     local = handle.recv_topk_idx()
     order = torch.where(local < 0, handle.num_experts, local).argsort(dim=1, stable=True)
-    return topk_weights.gather(1, order[:, : handle.plan.row_width]).contiguous()
+    return topk_weights.gather(1, order[:, : handle.plan.row_layout.width]).contiguous()
