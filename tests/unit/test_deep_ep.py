@@ -254,6 +254,17 @@ def test_what_is_not_there_is_refused() -> None:
     assert Buffer.get_combine_config(8) == Config(Buffer.num_sms)
 
 
+def test_a_layout_raises_nothing_about_what_is_no_expert() -> None:
+    """On a GPU it would be an error of the whole context. The dispatch refuses it."""
+    group: Any = type("Group", (), {"rank": lambda self: 0, "size": lambda self: RANKS})()
+    idx = torch.tensor([[0, 5, -1], [E, -2, E + 5], [11, 2**40, -(2**40)]])
+    per_rank, _, per_expert, in_rank, _ = Buffer(group).get_dispatch_layout(idx, E)
+    assert in_rank[0].tolist() == [True, True, False] and in_rank[2, 2]
+    assert per_expert[0] == per_expert[5] == 1 and per_rank.shape == (RANKS,)
+    only_none = Buffer(group).get_dispatch_layout(torch.full((2, 1), -1), E)
+    assert not only_none[3].any() and only_none[2].tolist() == [0] * E
+
+
 def test_a_handle_between_nodes_has_deep_ep_s_ten_tensors() -> None:
     source = torch.tensor([1, 1, 3, 9, 9, 9, 0, 0], dtype=torch.int32)
     metadata, plan = torch.stack([source, source * 7], 1), Any

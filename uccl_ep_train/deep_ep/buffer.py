@@ -112,17 +112,16 @@ class Buffer(LowLatencyCalls):
         is_token_in_rank [T, R], event).
 
         Numbers are int32, is_token_in_rank is bool. Up to 8 ranks the second is None. topk_idx: [T, K] int64,
-        -1: none.
+        -1: none. What is no expert is refused by the dispatch.
         """
         if num_experts % self.group_size:
             raise InputError(f"num_experts = {num_experts}; allowed are multiples of {self.group_size}")
 
         def layout() -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
             tokens, ranks = len(topk_idx), self.group_size
-            there = topk_idx >= 0
             named = torch.zeros(tokens, num_experts + 1, dtype=torch.bool, device=topk_idx.device)
-            named.scatter_(1, torch.where(there, topk_idx, num_experts), True)
-            named = named[:, :num_experts]
+            # -1 is the last column. What is no expert lands anywhere: a dispatch refuses it, no GPU dies.
+            named = named.scatter_(1, topk_idx.remainder(num_experts + 1), True)[:, :num_experts]
             in_rank = named.view(tokens, ranks, num_experts // ranks).any(2)
             per_node = None
             if ranks > RANKS_OF_NODE:
