@@ -59,7 +59,8 @@ std::shared_ptr<GpuPlan> GpuEngine::new_plan(const DispatchArgs& args) const {
   GpuPlan::Sizes sizes;
   sizes.num_rows = static_cast<uint32_t>(args.capacity);
   sizes.received_rows = ranks * tokens;
-  sizes.received_pairs = std::min(sizes.received_rows * most_pairs, ranks * layout_.max_pairs);
+  sizes.received_pairs = static_cast<uint32_t>(std::min<uint64_t>(
+      {uint64_t{sizes.received_rows} * most_pairs, uint64_t{ranks} * layout_.max_pairs, UINT32_MAX}));
   sizes.sent_pairs = std::min(plan->view.num_tokens * args.routing.width, layout_.max_pairs);
   sizes.most_tokens = tokens;
   sizes.most_pieces = most_pieces(args.routing.width);
