@@ -82,8 +82,18 @@ class Rank:
         raise TimeoutError(f"rank {self.rank} waited {timeout_s:g} s for {name!r}")
 
 
-def _child(rank: int, num_ranks: int, pipe: Connection, target: Callable[..., Any], args: Any) -> None:
+def _child(
+    rank: int,
+    num_ranks: int,
+    pipe: Connection,
+    target: Callable[..., Any],
+    args: Any,
+    environment: dict[str, str],
+) -> None:
     _die_with_parent()
+    # The server that it was forked from has the environment of the first test that used one.
+    os.environ.clear()
+    os.environ.update(environment)
     # gloo looks for an address by the host's name, which not every machine resolves.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch
@@ -148,7 +158,7 @@ class ProcessRanks:
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=_child,
-                    args=(rank, num_ranks, theirs, target, args),
+                    args=(rank, num_ranks, theirs, target, args, dict(os.environ)),
                     name=f"rank {rank}",
                     daemon=True,
                 )

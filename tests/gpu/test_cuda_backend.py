@@ -129,7 +129,12 @@ def test_more_than_the_buffer_holds_goes_in_windows(num_ranks: int) -> None:
 def test_as_much_routing_as_the_plan_holds_has_the_bits_and_more_is_refused(num_ranks: int) -> None:
     """Of the last 64 tokens there is memory for 8 experts each."""
     tokens, experts = 4160, 64
-    sized: dict[str, Any] = {"num_experts": experts, "hidden": 256, "backend": "cuda", "window_tokens": tokens}
+    sized: dict[str, Any] = {
+        "num_experts": experts,
+        "hidden": 256,
+        "backend": "cuda",
+        "window_tokens": tokens,
+    }
     plan = memory_plan(EpConfig(**sized, budget_bytes=1 << 30), num_ranks)
     settings = (("budget_bytes", plan.least_budget_bytes), ("window_tokens", tokens))
     spec = spec_of(num_ranks, num_experts=experts, hidden=256, settings=settings)

@@ -272,3 +272,18 @@ class TestProcesses:
         for pid in pids:
             with pytest.raises(ProcessLookupError):
                 os.kill(pid, 0)
+
+
+VARIABLE = "UCCL_EP_OF_A_TEST"
+
+
+def _reads(rank: Rank) -> str | None:
+    return os.environ.get(VARIABLE)
+
+
+@pytest.mark.parametrize("value", ["first", "second", None])  # their server keeps that of the first
+def test_ranks_have_the_environment_of_their_test(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if value is not None:
+        monkeypatch.setenv(VARIABLE, value)
+    with ProcessRanks(1, _reads) as ranks:
+        assert ranks.outcomes(timeout_s=60)[0].value == value

@@ -53,7 +53,7 @@ struct SlotHeader {
   uint32_t num_tokens;
   uint32_t num_blocks;  // of its kernel
   uint32_t num_refused;  // as in OpHeader
-  uint32_t folds;        // 1: of a combine, rows are sums of its sender
+  uint32_t folds;  // 1: of a combine, rows are sums of its sender
 };
 // Ranks, a bit each: masks.cuh.
 struct SlotVote {
@@ -65,29 +65,29 @@ struct SlotVote {
 // a pair's index in its source's [T, K]. Of a rank of another domain, this rank writes its header and routing itself.
 struct LowLatencyMap {
   Part<DeviceFlag<SlotRoutingFull>> routing_full;  // [ranks]
-  Part<DeviceFlag<SlotRowsFull>> rows_full;        // [members][kMaxSlotBlocks]
-  Part<DeviceFlag<SlotRowsRead>> rows_read;        // [members]
-  Part<DeviceFlag<PairsEntered>> pairs_entered;    // [ranks]
-  Part<DeviceFlag<SlotPairsFull>> pairs_full;      // [members][kMaxSlotBlocks]
-  Part<DeviceFlag<PairsRead>> pairs_read;          // [members]
-  Part<SlotHeader> headers;                        // [dispatch, combine][halves][ranks]
-  Part<SlotVote> votes;                            // [members][2][2]: masks.cuh
-  Part<SlotVote> decisions;                        // [members][2]
-  Part<int32_t> routing;                           // [halves][ranks][places] numbers of experts, -1: none
-  Part<uint32_t> routed;                           // the same: weights, if they came with the routing
-  Part<uint8_t> rows;                              // [halves][members][tokens][row_bytes]
+  Part<DeviceFlag<SlotRowsFull>> rows_full;  // [members][kMaxSlotBlocks]
+  Part<DeviceFlag<SlotRowsRead>> rows_read;  // [members]
+  Part<DeviceFlag<PairsEntered>> pairs_entered;  // [ranks]
+  Part<DeviceFlag<SlotPairsFull>> pairs_full;  // [members][kMaxSlotBlocks]
+  Part<DeviceFlag<PairsRead>> pairs_read;  // [members]
+  Part<SlotHeader> headers;  // [dispatch, combine][halves][ranks]
+  Part<SlotVote> votes;  // [members][2][2]: masks.cuh
+  Part<SlotVote> decisions;  // [members][2]
+  Part<int32_t> routing;  // [halves][ranks][places] numbers of experts, -1: none
+  Part<uint32_t> routed;  // the same: weights, if they came with the routing
+  Part<uint8_t> rows;  // [halves][members][tokens][row_bytes]
   // [halves][streams][places][pair_bytes]. A sum of several pairs is at the place of the one with the lowest expert.
   Part<uint8_t> pairs;
   Part<uint32_t> weights;  // [halves][ranks][places], where there is one domain: low_latency_fold.cuh
   // Where there are several domains.
   Part<uint8_t> net;  // SlotNet, SlotNetState
-  Part<DeviceCounter<SlotPartsDone>> sent_counts;        // [domains][chunks]
+  Part<DeviceCounter<SlotPartsDone>> sent_counts;  // [domains][chunks]
   Part<DeviceCounter<SlotPartsDone>> relayed_counts;  // [streams][chunks]
   uint32_t rows_of_chunk = 0, chunks = 0;  // rows of a chunk; chunks of an operation at most
   uint64_t row_chunk_bytes = 0, sum_chunk_bytes = 0, routing_bytes = 0, weights_bytes = 0;  // of slots of the rings
   uint64_t row_bytes = 0, pair_bytes = 0;
   uint32_t tokens = 0;  // of a rank, at most; 0: there is no memory for it
-  uint32_t topk = 0;    // experts of a token, at most
+  uint32_t topk = 0;  // experts of a token, at most
 
   // Sources' routing lies at multiples of 16 bytes.
   constexpr uint32_t places() const { return (tokens * topk + 3) / 4 * 4; }
