@@ -13,6 +13,7 @@ namespace {
 
 constexpr uint64_t kAlign = 256;
 constexpr uint32_t kUsualRanks = 8;  // that a token reaches
+constexpr uint32_t kFewPairs = 8;  // of a token beyond the usual ones, where memory is short
 constexpr uint32_t kUsualTokens = 4096, kManyTokens = 8192;  // of an operation
 constexpr uint32_t kMostWindows = 8;  // of an operation, where a window's tokens are given
 constexpr uint32_t kLeastStreams = 8;  // of a batch, if there are more
@@ -286,7 +287,7 @@ class Layouts {
   // The tokens whose routing fits in any case, if that is possible.
   uint32_t wanted_tiles() const { return tiles_of(needs_.window_tokens == 0 ? kUsualTokens : needs_.window_tokens); }
   // The room that takes the least memory; with it the group is refused, or not.
-  void take_least_room() { room_ = {1, kUsualRanks, most_relayed_, kLeastStreams}; }
+  void take_least_room() { room_ = {1, kFewPairs, most_relayed_, kLeastStreams}; }
   // The most that leaves memory for the wanted tokens and the shortest window. Many pairs of many tokens may have a
   // quarter of the memory, because rows need it, too.
   void take_room(uint64_t budget_bytes) {
@@ -296,9 +297,9 @@ class Layouts {
     };
     const auto fits = [&](const Room& room) { return needed(room) <= budget_bytes; };
     const auto all = [&](uint32_t pairs) { return Room(kHalves, pairs, most_relayed_, most_relayed_); };
-    const auto some = [&](uint32_t most) { return Room(1, kUsualRanks, most_relayed_, most); };
+    const auto some = [&](uint32_t most) { return Room(1, kFewPairs, most_relayed_, most); };
     if (needs_.window_tokens > kUsualTokens && needed(all(kPairsPerToken)) <= budget_bytes / 4) return;
-    if (fits(all(kUsualRanks)) || fits(some(most_relayed_))) return;
+    if (fits(all(kFewPairs)) || fits(some(most_relayed_))) return;
     const uint32_t most = largest(std::max(most_relayed_, 1u), [&](uint32_t n) { return fits(some(n)); });
     room_ = some(std::max(most, kLeastStreams));
   }
