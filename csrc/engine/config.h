@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/fields.h"
+#include "layout/region.h"
 #include "transport/transport.h"
 
 namespace uccl_ep {
@@ -32,6 +33,7 @@ struct EngineConfig {
   uint32_t low_latency_topk = 0;
   uint32_t low_latency_sms = 0;  // of its kernels; 0: 64
   uint32_t low_latency_fold_pairs = 384;  // from how many pairs on a combine sums before it sends
+  PacketRoom packets;  // GPU engine of several domains
   bool bulk_copies = true;  // GPU engine: use them if the GPU has them
   std::vector<int> source_order;  // empty: ascending
   uint64_t generation = 0;  // the same on all ranks, fresh per engine

@@ -12,7 +12,7 @@ Channels list_channels(const Topology& topo, const RegionLayout& layout) {
   const int rank = layout.rank;
   const int own = topo.domain_of[rank];
   auto out = [&](const RingLayout& ring, int peer) {
-    channels.out.push_back({ring, peer, 0, 0, ring.kind != RingKind::kHeader});
+    channels.out.push_back({ring, peer, 0, 0, ring.num_slots, ring.kind != RingKind::kHeader});
   };
   auto in = [&](const RingLayout& ring, int peer) {
     channels.in.push_back({ring, peer, 0, ring.kind != RingKind::kHeader});
@@ -23,6 +23,7 @@ Channels list_channels(const Topology& topo, const RegionLayout& layout) {
     out(layout.header_send[d], peer);
     if (!layout.meta_send.empty()) out(layout.meta_send[d], peer);
     out(layout.rows_send[d], peer);
+    if (!layout.tail_send.empty()) out(layout.tail_send[d], peer);
     for (const auto* rings : {&layout.slots.routing_send, &layout.slots.rows_send, &layout.slots.weights_send})
       if (!rings->empty()) out((*rings)[d], peer);
   }
@@ -33,6 +34,7 @@ Channels list_channels(const Topology& topo, const RegionLayout& layout) {
     in(layout.header_landing[i], peer);
     if (!layout.meta_landing.empty()) in(layout.meta_landing[i], peer);
     in(layout.rows_landing[i], peer);
+    if (!layout.tail_landing.empty()) in(layout.tail_landing[i], peer);
     for (const auto* rings : {&layout.slots.routing_landing, &layout.slots.rows_landing, &layout.slots.weights_landing})
       if (!rings->empty()) in((*rings)[i], peer);
   }
@@ -161,7 +163,9 @@ Channels match_channels(const Topology& topo, int rank, LayoutOf layout_of) {
     const Places at = places_of(channel.peer);
     const RingKind kind = channel.send.kind;
     channel.peer_channel = peer.numbers.in(kind, is_return(kind) ? at.of_domain : at.of_rank);
-    channel.remote_slots_offset = peer.channels.in[channel.peer_channel].landing.slots_offset;
+    const RingLayout& landing = peer.channels.in[channel.peer_channel].landing;
+    channel.remote_slots_offset = landing.slots_offset;
+    channel.remote_slots = landing.num_slots;
   }
   for (auto& channel : mine.in) {
     const Places at = places_of(channel.peer);

@@ -77,8 +77,9 @@ uint64_t header_bytes(const Topology& topo, const RingParams& rings, int domain)
 uint32_t send_slots(const RegionLayout& layout) {
   uint32_t slots = 0;
   const RegionLayout::Slots& of_slots = layout.slots;
-  for (const auto* rings : {&layout.header_send, &layout.meta_send, &layout.rows_send, &layout.return_send,
-                            &of_slots.routing_send, &of_slots.rows_send, &of_slots.weights_send, &of_slots.sums_send})
+  for (const auto* rings :
+       {&layout.header_send, &layout.meta_send, &layout.rows_send, &layout.tail_send, &layout.return_send,
+        &of_slots.routing_send, &of_slots.rows_send, &of_slots.weights_send, &of_slots.sums_send})
     for (const RingLayout& ring : *rings) slots += ring.num_slots;
   return slots;
 }
@@ -204,8 +205,10 @@ RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, 
     const uint32_t slots = rings.slots_back_from(topo.size_of(domain));
     return cursor.ring("", RingKind::kReturn, rings.return_slot_bytes, slots, num_readers);
   };
+  const bool has_tails = !rings.tail_chunks.empty();
   layout.header_send.resize(topo.members.size());
   layout.rows_send.resize(topo.members.size());
+  if (has_tails) layout.tail_send.resize(topo.members.size());
   layout.return_landing.resize(topo.members.size());
   uint64_t sent_bytes = 0;
   if (const auto sent = rings.sent_packet_bytes.find(static_cast<int>(n)); sent != rings.sent_packet_bytes.end())
@@ -219,11 +222,16 @@ RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, 
     layout.header_send[d] =
         cursor.sharing_ring(RingKind::kHeader, packet_bytes(d), kHeaderSlots, sent_packets, sent_bytes);
     layout.rows_send[d] = rows(0);
+    if (has_tails)
+      layout.tail_send[d] = cursor.sharing_ring(RingKind::kTail, rings.tail_slot_bytes,
+                                                rings.tail_chunks.at(topo.size_of(d)), sent_packets, sent_bytes);
     layout.return_landing[d] = sums(d, 1);
   }
   for (size_t i = 0; i < layout.incoming.size(); ++i) {
     layout.header_landing.push_back(cursor.ring("", RingKind::kHeader, packet_bytes(own), kHeaderSlots, n));
     layout.rows_landing.push_back(rows(n));
+    if (has_tails)
+      layout.tail_landing.push_back(cursor.ring("", RingKind::kTail, rings.tail_slot_bytes, rings.tail_slots, n));
     layout.return_send.push_back(sums(own, 0));
   }
   if (rings.slots.chunks > 0) take_slot_rings(cursor, topo, rings.slots, layout);

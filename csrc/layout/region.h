@@ -15,22 +15,24 @@
 
 namespace uccl_ep {
 
-// kSlot…: of low latency. A dispatch has its routing and rows; a combine its weights, and the sums that come back.
+// kTail: of a packet, what its header slot does not hold. kSlot…: of low latency. A dispatch has its routing and rows;
+// a combine its weights, and the sums that come back.
 enum class RingKind : uint32_t {
   kHeader,
   kMeta,
   kRows,
   kPieces,
   kReturn,
+  kTail,
   kSlotRouting,
   kSlotRows,
   kSlotWeights,
   kSlotSums
 };
-constexpr uint32_t kNumRingKinds = 9;
+constexpr uint32_t kNumRingKinds = 10;
 inline const char* ring_name(RingKind kind) {
-  static const char* const names[] = {"header",       "meta",      "rows",         "pieces",   "return",
-                                      "slot_routing", "slot_rows", "slot_weights", "slot_sums"};
+  static const char* const names[] = {"header", "meta",         "rows",      "pieces",       "return",
+                                      "tail",   "slot_routing", "slot_rows", "slot_weights", "slot_sums"};
   return names[static_cast<uint32_t>(kind)];
 }
 
@@ -64,11 +66,21 @@ struct RingParams {
 constexpr uint64_t kRemoteSignsBytes = 32;  // what is known of a rank whose rows land: sync/control.h
 constexpr uint32_t kHeaderSlots = 2;  // see Exchange: a header of epoch n-2 has been read by all when epoch n starts
 
+// Of a packet between domains: how much lands in its slot, and the chunks of what it has beyond.
+struct PacketRoom {
+  uint32_t head_tokens = 4096;  // whose routing lands at once, if it is not very uneven
+  uint32_t tail_bytes = 64 << 10, tail_slots = 4;
+};
+
 // Rings of a GPU buffer that a transport carries: their slots lie in device memory, from offset 0 of a rank's device
 // region on. Slots follow each other at `slot_bytes`, so a multiple of 256 keeps every slot aligned.
 struct DeviceRings {
   // A slot of the header rings to domains of a size: header, routing and weights of an operation in one chunk.
   std::map<int, uint64_t> packet_bytes;
+  // What a packet has beyond its slot goes in chunks of its own, by domains' size at most so many of an operation.
+  std::map<int, uint32_t> tail_chunks = {};  // none: there are no rings for it
+  uint64_t tail_slot_bytes = 0;
+  uint32_t tail_slots = 0;  // where they land
   uint64_t rows_slot_bytes = 0;
   uint32_t rows_slots = 0;
   uint64_t return_slot_bytes = 0;
@@ -98,10 +110,10 @@ struct RegionLayout {
   // Our rows for our own domain.
   RingLayout own_header, own_meta, own_rows;
   // Our rows for another domain, by domain (own domain: unused).
-  std::vector<RingLayout> header_send, meta_send, rows_send;
+  std::vector<RingLayout> header_send, meta_send, rows_send, tail_send;
   // Other ranks' rows for our domain, where we are the rail. In order of `incoming`.
   std::vector<int> incoming;  // source ranks, in turn from the one after us, so that rails serve different ones first
-  std::vector<RingLayout> header_landing, meta_landing, rows_landing;
+  std::vector<RingLayout> header_landing, meta_landing, rows_landing, tail_landing;
   // Partial sums. pieces[0]: of our own rows; pieces[1 + i]: of the rows of incoming[i]. Inner index: the member that
   // writes.
   std::vector<std::vector<RingLayout>> pieces;
@@ -164,6 +176,8 @@ struct OutChannel {
   int peer = -1;
   uint32_t peer_channel = 0;  // index of the peer's InChannel
   uint64_t remote_slots_offset = 0;  // in the peer's region
+  // Slots there. A ring of tails has more here: a kernel hands over whole packets, and waits for nobody who reads.
+  uint32_t remote_slots = 0;
   bool credited = true;  // headers need none: see kHeaderSlots
 };
 struct InChannel {
@@ -174,8 +188,10 @@ struct InChannel {
 };
 struct Channels {
   // A device layout has no meta channels.
-  std::vector<OutChannel> out;  // by other domain: header, meta, rows, slots; then by incoming: return, slot sums
-  std::vector<InChannel> in;  // by incoming: header, meta, rows, slots; then by other domain: return, slot sums
+  // By other domain: header, meta, rows, tail, slots; then by incoming: return, slot sums.
+  std::vector<OutChannel> out;
+  // By incoming: header, meta, rows, tail, slots; then by other domain: return, slot sums.
+  std::vector<InChannel> in;
   // Index of the channel that starts in `ring`; UINT32_MAX when the ring is no send ring.
   uint32_t out_of(const RingLayout& ring) const;
   // The most that send rings share.

@@ -98,7 +98,7 @@ bool Shipper::post(uint64_t now_usec) {
 }
 
 bool Shipper::has_credit(Channel& channel, uint64_t now_usec) {
-  if (!channel.out->credited || channel.posted < channel.credited + channel.out->send.num_slots) return true;
+  if (!channel.out->credited || channel.posted < channel.credited + channel.out->remote_slots) return true;
   if (channel.wait_since_usec == 0) {
     channel.wait_since_usec = now_usec;
     credit_waits_.add(1);
@@ -117,7 +117,7 @@ bool Shipper::try_post(uint32_t index, uint64_t now_usec) {
   request.peer = out.peer;
   request.local_offset =
       out.send.shared_bytes == 0 ? out.send.slot_offset(serial) : out.send.slots_offset + slot.shared_offset;
-  request.remote_offset = out.remote_slots_offset + slot_idx * out.send.slot_bytes;
+  request.remote_offset = out.remote_slots_offset + serial % out.remote_slots * out.send.slot_bytes;
   request.num_bytes = slot.num_bytes;
   request.immediate = encode_imm(ImmType::kData, out.peer_channel, serial);
   request.cookie = encode_cookie({PostKind::kData, index, slot_idx});

@@ -161,6 +161,19 @@ def test_a_buffer_for_so_many_tokens_takes_them_in_one_window(
         assert 0 < least * operations <= entry["windows"] <= most * operations, entry
 
 
+@EACH_WITH_A_NETWORK
+@pytest.mark.parametrize("wire", WIRES)
+def test_a_routing_that_is_longer_than_its_slot_goes_by_chunks(
+    domain_ranks: DomainRanks, layout: str, wire: str
+) -> None:
+    """Nearly all tokens have 32 experts of one rank, so other domains send it most of what is possible."""
+    spec = spec_of(layout, num_experts=256, hidden=256)
+    uneven: dict[str, Any] = {"form": "topk", "top_k": 32, "focus": "rank", "drop_rate": 0.0}
+    case = {"num_tokens": (4096,) * spec.num_ranks, "hidden": 256, **uneven, **WIRES[wire]}
+    stats = check(domain_ranks, spec, range(1), **case)
+    assert sum(value for entry in stats for key, value in entry.items() if "ship.tail" in key) > 0
+
+
 FAULTS: dict[str, dict[str, Any]] = {
     "disorder": {"loop_seed": 6, "loop_latency_us": 300.0},
     "duplicates": {"loop_seed": 5, "loop_duplicate_rate": 1.0},

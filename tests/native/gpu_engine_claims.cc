@@ -283,6 +283,40 @@ CLAIM("4 domains of a rank have the host's bits in windows, a map") {
   run.least_windows = 4 + 1;
   try_seeds(run);
 }
+CLAIM("packets of which the slot holds the tables alone have the host's bits") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 1}, {0, 0, 1, 1}, {0, 0, 0, 1}})
+    for (const bool compact : {false, true}) {
+      CudaRun run = run_of(domain_of, kBf16, kFp8);
+      run.packets = {0, 256, 2};
+      run.least_tails = 16;
+      run.num_tokens = {240, 190};
+      run.compact = compact;
+      try_seeds(run);
+      run.with_weights = false;
+      run.loop = everything();
+      try_seeds(run);
+    }
+}
+CLAIM("packets with tails have the host's bits in windows, with a capacity, and with a map") {
+  CudaRun run = windows_of({0, 0, 1, 1}, kBf16, kFp8);
+  run.packets = {0, 512, 3};
+  run.least_tails = 30;
+  run.rounds = 2;
+  try_seeds(run);
+  run.loop = everything();
+  try_seeds(run);
+  run.is_map = true;
+  try_seeds(run);
+  run = run_of({0, 1, 0, 1});
+  run.packets = {8, 256, 1};
+  run.least_tails = 20;
+  run.num_tokens = {240, 190};
+  run.capacity = 300;
+  try_seeds(run);
+  run.is_spacious = true;
+  run.capacity = 2000;
+  try_seeds(run);
+}
 CLAIM("what the network may do changes no bit, in windows of 2 domains of 2 ranks") {
   CudaRun run = windows_of({0, 0, 1, 1}, kFp32, kFp32);
   run.num_tokens = {128, 100, 0, 60};

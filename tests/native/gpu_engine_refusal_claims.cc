@@ -71,7 +71,8 @@ class Blocked {
 CLAIM("a rank that goes on after a refusal is a mismatch on all ranks, which hear what it refused and why") {
   for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}, {0, 0, 1}})
     for (const auto& [name, call] : calls()) {
-      const CudaRun run = small_run_of(domain_of);
+      CudaRun run = small_run_of(domain_of);
+      run.packets = {0, 256, 2};  // where headers land is not where packets of the own domain lie
       const int last = run.num_ranks() - 1;
       auto ranks = make_ranks<CudaRank>(run);
       by_ranks(run.num_ranks(), [&](int r) {

@@ -42,6 +42,8 @@ struct CudaRun {
   bool is_spacious = false;  // the capacity: every rank gets fewer
   bool pad_to_capacity = false;
   uint64_t max_tokens = 0;  // said with the capacity
+  PacketRoom packets;
+  uint64_t least_tails = 0;  // chunks of packets' tails that all ranks have to ship
   uint64_t least_windows = 0;  // that a rank's operations have to take
 
   uint64_t tokens_of(int rank) const { return num_tokens[static_cast<size_t>(rank) % num_tokens.size()]; }
@@ -94,6 +96,7 @@ inline EngineConfig config_of(const CudaRun& run, int rank) {
   config.progress_timeout_s = 40;
   config.window_tokens = run.window_tokens;
   config.bulk_copies = run.bulk_copies;
+  config.packets = run.packets;
   config.loop = run.loop;
   return config;
 }

@@ -155,6 +155,12 @@ class CudaRank {
       if (its == name) return value;
     throw std::logic_error("no stat " + name);
   }
+  double sum_of_stats(const std::string& begin, const std::string& end) const {
+    double sum = 0;
+    for (const auto& [its, value] : engine_.stats())
+      if (its.starts_with(begin) && its.ends_with(end)) sum += value;
+    return sum;
+  }
 
  private:
   static EngineConfig with_budget(const CudaRun& run, EngineConfig config) {
@@ -354,6 +360,10 @@ inline void same_as_host(const CudaRun& run) {
   for (const auto& rank : ranks)
     if (rank->stat("windows") < static_cast<double>(run.least_windows))
       throw std::logic_error("only " + std::to_string(rank->stat("windows")) + " windows");
+  double tails = 0;
+  for (const auto& rank : ranks) tails += rank->sum_of_stats("ship.tail.", ".chunks");
+  if (tails < static_cast<double>(run.least_tails))
+    throw std::logic_error("only " + std::to_string(tails) + " chunks of tails");
 }
 
 }  // namespace uccl_ep

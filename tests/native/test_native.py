@@ -158,6 +158,7 @@ TWO_DOMAINS = "2 domains of a rank have the host's bits"
 ONE_DOMAIN = "2 ranks of a domain have the host's bits, BF16"
 ONE_DOMAIN_IN_WINDOWS = "2 ranks of a domain have the host's bits in windows"
 TWO_DOMAINS_IN_WINDOWS = "2 domains of a rank have the host's bits in windows, FP32"
+TAILS = "packets of which the slot holds the tables alone have the host's bits"
 # (a claim that does not hold, file of csrc/backend/gpu, what it says, what a mutant says instead)
 MUTANTS = {
     "a row is placed before it has come": (
@@ -227,6 +228,19 @@ MUTANTS = {
     "weights of a known plan lie on those for a higher domain": (
         "4 domains of a rank have the host's bits in windows, a map", "device.cuh",
         "k.plan.pair_begin[first_of(k.g, to)] : 0", "k.plan.pair_begin[first_of(k.g, 0)] : 0",
+    ),
+    "a chunk of a packet's tail is lent before it is read": (
+        TAILS, "unpack.cuh", "publish_flag(from.tails_consumed, read + c + 1)",
+        "publish_flag(from.tails_consumed, read + c + 2)",
+    ),
+    "chunks of a tail lie where the first does": (
+        TAILS, "unpack.cuh", "tails + (read + c) %", "tails + 0 * (read + c) %",
+    ),
+    "a pair of a tail has the row behind its own": (
+        TAILS, "unpack.cuh", "k.plan.row_pair_begin[middle] <= p", "k.plan.row_pair_begin[middle] <= p + 1",
+    ),
+    "a warp plans rows whose routing is in a tail": (
+        TAILS, "plan_reader.cuh", "first(!kFresh || !has_tails(g))", "first(true)",
     ),
     "a lane leaves a collective": (
         TWO_DOMAINS, "stage.cuh", "__syncwarp();\n  if (crew.lane() == 0) count_shared",

@@ -45,11 +45,15 @@ Arrays take_channels(AnyNet& net, AnyState& state, uint8_t* memory, const Device
 
 uint64_t lay_out_net(Net& net, NetState& state, uint8_t* memory, const DeviceMap& map) {
   Arrays arrays = take_channels(net, state, memory, map);
+  arrays.take(state.tails_sent, map.num_domains);
+  arrays.take(state.tails_read, map.num_ranks);
   arrays.take(state.ended, 1);
   arrays.take(state.producer, 1);
   arrays.take(state.rows_there, map.num_ranks);
   arrays.take(state.returns_there, map.num_domains);
   arrays.take(state.packets_gone, map.num_domains);
+  arrays.take(state.tails_there, map.num_ranks);
+  arrays.take(state.tails_gone, map.num_domains);
   arrays.take(state.rows_gone, map.num_domains);
   arrays.take(state.returns_gone, map.num_streams);
   arrays.take(state.packet_unit, map.num_domains);

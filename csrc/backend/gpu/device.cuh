@@ -132,14 +132,20 @@ __device__ inline bool wait_entered(const Kernel& k) {
   for (uint32_t r = k.crew.thread; r < k.g.map.num_ranks; r += k.crew.size) good &= wait_rank(k.g, k.op.epoch, r, true);
   return k.crew.all(good);
 }
-// By every thread of a crew: waits until the transport no longer needs its share of our packets of two operations ago.
-// The crew has to combine the results.
+// By every thread of a crew: waits until the transport no longer needs its share of our packets of two operations ago,
+// nor of any tail. The crew has to combine the results. A tail leaves when its readers unpack it, which they do in the
+// operation that it belongs to.
 __device__ inline bool wait_some_packets_gone(const Kernel& k) {
   bool good = true;
-  if (has_net(k.g) && k.op.epoch > kHalves)
-    for (uint32_t to = k.crew.thread; to < k.g.map.num_domains; to += k.crew.size)
-      if (to != own_domain(k.g))
-        good &= wait_flag(k.g, {k.g.net_state.packets_gone + to, k.op.epoch - kHalves, first_of(k.g, to)});
+  if (!has_net(k.g)) return good;
+  const NetState& state = k.g.net_state;
+  for (uint32_t to = k.crew.thread; to < k.g.map.num_domains; to += k.crew.size) {
+    if (to == own_domain(k.g)) continue;
+    if (k.op.epoch > kHalves)
+      good &= wait_flag(k.g, {state.packets_gone + to, k.op.epoch - kHalves, first_of(k.g, to)});
+    if (k.g.map.tail_slots > 0)
+      good &= wait_flag(k.g, {state.tails_gone + to, state.tails_sent[to], first_of(k.g, to)});
+  }
   return good;
 }
 __device__ inline bool wait_packets_gone(const Kernel& k) { return k.crew.all(wait_some_packets_gone(k)); }

@@ -38,7 +38,7 @@ struct Dispatch {
   using Places = PlaceRole<kState, kBulk, kNet>;
   using Stages = StageRole<kState, kBulk, kNet>;
   using Tells = TellStagedRole<kState>;
-  using Serves = ServeRole<kState, Places::kWarps>;
+  using Serves = ServeRole<kState, kNet, Places::kWarps>;
   using Roles = RoleTable<Serves, Tells, Stages, Places>;
 };
 

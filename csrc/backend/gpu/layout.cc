@@ -4,17 +4,14 @@
 
 #include "backend/gpu/low_latency_net.h"
 #include "backend/gpu/net.h"
-#include "backend/gpu/packet.h"
+#include "backend/gpu/packet_sizes.h"
 #include "backend/gpu/words.h"
 #include "common/units.h"
 
 namespace uccl_ep::gpu {
 namespace {
 
-constexpr uint64_t kAlign = 256;
-constexpr uint32_t kUsualRanks = 8;  // that a token reaches
 constexpr uint32_t kFewPairs = 8;  // of a token beyond the usual ones, where memory is short
-constexpr uint32_t kUsualTokens = 4096, kManyTokens = 8192;  // of an operation
 constexpr uint32_t kMostWindows = 8;  // of an operation, where a window's tokens are given
 constexpr uint32_t kLeastStreams = 8;  // of a batch, if there are more
 
@@ -52,47 +49,6 @@ struct Shape {
   }
 };
 
-// The most pairs of a rank's tokens in a domain.
-uint32_t most_pairs_in(const DeviceMap& map, uint32_t members) {
-  const uint64_t experts = uint64_t{members} * (map.num_experts / map.num_ranks);
-  return static_cast<uint32_t>(std::min<uint64_t>(map.max_pairs, map.max_tokens * experts));
-}
-
-// The most bytes of a packet to a domain. A row has at least one pair.
-uint64_t most_packet_bytes(const DeviceMap& map, uint32_t members) {
-  const uint32_t tokens = map.max_tokens, pairs = most_pairs_in(map, members), rows = std::min(members * tokens, pairs);
-  const uint32_t stream_rows = map.num_domains > 1 ? tokens : 0;
-  const PacketSizes most{members, map.num_experts / map.num_ranks, tokens, rows, pairs, stream_rows, true};
-  return round_up(packet_parts(most).end, kAlign);
-}
-
-// The most bytes of all packets that a rank sends to other domains. Together they have no more pairs than a rank has.
-uint64_t most_sent_bytes(const Topology& topo, const DeviceMap& map, int own_size) {
-  uint64_t each = 0, fixed = 0, rows = 0, stream_rows = 0;
-  for (const auto& [size, number] : topo.domains_of_size) {
-    const uint32_t members = static_cast<uint32_t>(size);
-    const uint64_t domains = static_cast<uint64_t>(number) - (size == own_size), tokens = map.max_tokens;
-    // What is left to a multiple of 16 bytes behind weights, lists, pairs and pieces, and of a unit behind all.
-    const uint64_t gaps = 4 * 15 + kPacketUnit - 1;
-    each += domains * most_packet_bytes(map, members);
-    fixed +=
-        domains * (packet_parts({members, map.num_experts / map.num_ranks, map.max_tokens, 0, 0, 0, true}).end + gaps);
-    rows += domains * tokens * members;
-    stream_rows += domains * tokens;
-  }
-  const uint64_t pairs = map.max_pairs;
-  const uint64_t variable = (sizeof(float) + sizeof(PairEntry)) * pairs + sizeof(ListEntry) * std::min(rows, pairs) +
-                            sizeof(uint32_t) * std::min(stream_rows, pairs);
-  const uint64_t known = known_packet_unit(map.num_domains, map.max_pairs) * uint64_t{kPacketUnit};
-  return round_up(std::max(known, std::min(each, fixed + variable)), kAlign);
-}
-
-// Pairs of an operation of so many tokens; `further`: of a token beyond the usual ones.
-constexpr uint32_t pairs_of(uint32_t tokens, uint32_t further) {
-  const uint32_t usual = std::min(tokens, kUsualTokens);
-  return usual * kPairsPerToken + (tokens - usual) * further;
-}
-
 // What there is room for at once.
 struct Room {
   // Token blocks in a ring back. One: the next window of a combine waits for the network, and weights for the last one.
@@ -110,10 +66,14 @@ struct Room {
 
 // The rings between domains hold a window in chunks of 512 KiB. There are at least 8 chunks, with at least one row
 // each. Rows of more than 128 KiB may need larger chunks.
-DeviceRings rings_for(const Topology& topo, const DeviceMap& map, uint32_t window, const Room& room) {
-  constexpr uint64_t kUsualBytes = 512 << 10;
+DeviceRings rings_for(const Topology& topo, const DeviceMap& map, uint32_t window, const Room& room,
+                      const PacketRoom& packets) {
+  constexpr uint64_t kUsualBytes = 512 << 10, kLeastTail = 4 << 10, kAllTails = 4 << 20;
   DeviceRings rings;
   if (map.num_domains == 1) return rings;
+  // Many domains have short chunks, so that a slot of each takes no more than that.
+  const uint64_t tail_bytes = std::min<uint64_t>(
+      packets.tail_bytes, std::max(kLeastTail, kAllTails / (map.num_domains - 1) / kLeastTail * kLeastTail));
   const uint64_t least = (window + kMaxRelayedChunks - 1) / kMaxRelayedChunks;
   const uint64_t per_chunk =
       std::clamp<uint64_t>(kUsualBytes / map.row_bytes, least, std::max<uint64_t>(least, window / 8));
@@ -124,14 +84,34 @@ DeviceRings rings_for(const Topology& topo, const DeviceMap& map, uint32_t windo
   rings.return_slots = std::max(slots, room.returned_blocks * block_slots);
   for (const auto& [size, number] : topo.domains_of_size) {
     const uint32_t members = static_cast<uint32_t>(size);
-    rings.packet_bytes[size] = most_packet_bytes(map, members);
+    const uint64_t most = most_packet_bytes(map, members), head = head_bytes_for(map, members, packets.head_tokens);
+    // A tail has to save memory.
+    const bool has_tail = kHeaderSlots * (most - head) > packets.tail_slots * tail_bytes;
+    rings.packet_bytes[size] = has_tail ? head : most;
+    rings.tail_chunks[size] = has_tail ? tail_chunks(most, head, tail_bytes) : 1;
+    if (has_tail) rings.tail_slots = packets.tail_slots;
     rings.sent_packet_bytes[size] = most_sent_bytes(topo, map, size);
     const uint32_t weights = weight_chunks(most_pairs_in(map, members), rings.return_slot_bytes);
     rings.weight_slots[size] = !map.weights_apart             ? weights
                                : weights > rings.return_slots ? weights - rings.return_slots
                                                               : 0;
   }
+  if (rings.tail_slots == 0) rings.tail_chunks.clear();
+  rings.tail_slot_bytes = rings.tail_slots == 0 ? 0 : tail_bytes;
   return rings;
+}
+
+// What kernels know of the rings.
+void take_rings(DeviceRegionLayout& layout, const DeviceRings& rings) {
+  const int members = static_cast<int>(layout.num_members);
+  layout.rings = rings;
+  layout.row_slots = rings.rows_slots;
+  layout.sum_slots = rings.return_slots;
+  layout.return_slots = rings.slots_back_from(members);
+  layout.slot_bytes = rings.rows_slot_bytes;
+  layout.head_bytes = layout.num_domains == 1 ? 0 : rings.packet_bytes.at(members);
+  layout.tail_bytes = rings.tail_slot_bytes;
+  layout.tail_slots = rings.tail_slots;
 }
 
 // Sizes of low latency, and its rings between domains. A dispatch's rows go in about four chunks, so that the first are
@@ -188,9 +168,8 @@ void take_flags(Cursor& cursor, const Shape& shape, DeviceMap& l) {
 }
 
 // Pieces of a stream for which a token of a window has memory, beside those of a token block with the most. Domains
-// share the few ranks that most tokens reach; a domain may have some times its share.
+// share the few ranks that most tokens reach.
 uint32_t usual_pieces(const Shape& shape) {
-  constexpr uint32_t kUneven = 4;  // times
   const uint32_t share = (kUneven * kUsualRanks + shape.domains - 1) / shape.domains;
   return std::min({share, kUsualRanks, shape.most_members});
 }
@@ -220,12 +199,8 @@ DeviceRegionLayout layout_for(const Topology& topo, const Shape& shape, const Re
   const uint64_t tokens = num_tokens, pairs = l.max_pairs, token_blocks = tokens / kTokenBlock;
   const uint32_t experts_per_rank = needs.num_experts / shape.ranks;
   l.packet_bytes = most_packet_bytes(l, shape.members);
-  l.rings = rings_for(topo, l, window, room);
+  take_rings(l, rings_for(topo, l, window, room, needs.packets));
   l.rings.slots = size_low_latency(shape, needs.beside, l.low_latency);
-  l.row_slots = l.rings.rows_slots;
-  l.sum_slots = l.rings.return_slots;
-  l.return_slots = l.rings.slots_back_from(static_cast<int>(members));
-  l.slot_bytes = l.rings.rows_slot_bytes;
   const uint64_t several = domains > 1;
   Cursor cursor(l);
   cursor.take("rings", several ? device_ring_bytes(topo, l.rings, static_cast<int>(members))
@@ -343,9 +318,8 @@ uint64_t least_budget_bytes(const Topology& topo, const RegionNeeds& needs) {
   return layouts.bytes(tiles_of(std::max(needs.window_tokens, 1u)), 1);
 }
 
-// The routing, which is not split into windows, gets an eighth of the budget, or a sixteenth with several domains. It
-// may take half of it for what usual tokens need, a sixth for many, and gets at least what `window_tokens` tokens need.
-// Rows, which are split into windows, get the rest.
+// The routing, which is not split into windows, may take half of the budget for what usual tokens need, a fifth for
+// more of them, and gets at least what `window_tokens` tokens need. Rows, which are split into windows, get the rest.
 DeviceRegionLayout make_layout(const Topology& topo, int domain, const RegionNeeds& needs, uint64_t budget_bytes) {
   budget_bytes = std::min(budget_bytes, kMostRegionBytes);
   Layouts layouts(topo, needs);
@@ -355,11 +329,8 @@ DeviceRegionLayout make_layout(const Topology& topo, int domain, const RegionNee
     return layouts.bytes(tiles, 1) == layouts.bytes(1, 1) ? 0 : layouts.used(tiles, 1) - layouts.used(1, 1);
   };
   const uint32_t given = needs.window_tokens, wanted = given == 0 ? kMaxTokens : given;
-  const uint64_t share = budget_bytes / (topo.num_domains() > 1 ? 16 : 8);
   const uint32_t tiles = largest(tiles_of(uint64_t{wanted} * kMostWindows), [&](uint32_t n) {
-    const uint64_t most = n <= tiles_of(kUsualTokens)  ? budget_bytes / 2
-                          : n <= tiles_of(kManyTokens) ? std::max(budget_bytes / 6, share)
-                                                       : share;
+    const uint64_t most = budget_bytes / (n <= tiles_of(kUsualTokens) ? 2 : 5);
     return ((given != 0 && n <= tiles_of(given)) || routing(n) <= most) && layouts.bytes(n, 1) <= budget_bytes;
   });
   constexpr uint32_t kBlocks = kTileTokens / kTokenBlock;  // of a tile

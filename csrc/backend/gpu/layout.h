@@ -104,6 +104,9 @@ struct DeviceMap {
   Part<DeviceFlag<Folded>> folded;  // [streams][members][token blocks]
   Part<uint8_t> packets;  // [halves][packet_bytes] for our own domain: packet.h
   uint64_t packet_bytes = 0;
+  uint64_t head_bytes = 0;  // of another domain's packet: what lands in its slot
+  uint64_t tail_bytes = 0;  // of a chunk of its tail
+  uint32_t tail_slots = 0;  // where those land; 0: no packet has a tail
   Part<uint8_t> rows;  // [halves][half_bytes] for our own domain, at the place of their token
   // Combine.
   // [1 + batch_streams][piece_bytes], or of our own only: of our tokens, then of a batch of streams. A row's lie side
@@ -177,6 +180,7 @@ struct RegionNeeds {
   uint64_t row_bytes = 0;  // of the widest row
   uint32_t window_tokens = 0;  // 0: what the budget allows
   LowLatencyRoom beside = {};
+  PacketRoom packets = {};
 };
 // The layout of the ranks of a domain, with the longest windows for which no rank needs more than `budget_bytes`, which
 // is at least the least; beyond kMostRegionBytes it is not used. Streams go in batches only if the memory is too small
@@ -289,6 +293,7 @@ struct SourcePlan {
   uint32_t row_begin, row_end, pair_begin, pair_end;
   uint32_t weight_begin;  // as in PlanView
   uint32_t num_tokens, stream_rows, num_pairs;
+  uint32_t tail_chunks;  // of its packet
   // Of its packet: its rows for us; all its pairs, and their weights; numbers of earlier token blocks.
   const ListEntry* lists;
   const PairEntry* all_pairs;
@@ -298,6 +303,7 @@ struct SourcePlan {
 };
 struct PlanScratch {
   PlanSizes sizes;
+  uint32_t most_tail = 0;  // chunks of the longest tail of any packet
   // Followed by uint32 out_row_base[ranks][experts of a rank], padding[experts of a rank][2], size[experts of a rank].
 };
 

@@ -77,10 +77,10 @@ __device__ __forceinline__ Entry* shared_table(const Group& g, uint32_t offset) 
 
 // A rank's packet for us, and ours for a domain.
 __device__ __forceinline__ uint8_t* packet(const Group& g, uint32_t source, uint64_t epoch) {
-  const uint64_t half_begin = packet_half(epoch) * g.map.packet_bytes;
-  if (in_domain(g, source)) return at(g, source, g.map.packets) + half_begin;
+  const uint32_t half = packet_half(epoch);
+  if (in_domain(g, source)) return at(g, source, g.map.packets) + half * g.map.packet_bytes;
   const Net::From& from = g.net.from[source];
-  return at(g, from.holder, from.packets + half_begin);
+  return at(g, from.holder, from.packets + half * g.map.head_bytes);
 }
 __device__ __forceinline__ uint8_t* shipped_packet(const Group& g, uint32_t unit, uint64_t epoch) {
   return g.own + g.net.packets + packet_half(epoch) * g.net.packets_half_bytes + uint64_t{unit} * kPacketUnit;

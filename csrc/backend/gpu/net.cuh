@@ -161,7 +161,8 @@ __device__ __forceinline__ void push_chunks(const Group& g, uint32_t first, uint
   }
 }
 
-// By one warp: pushes the packets of an operation, which are complete.
+// By one warp: pushes the packets of an operation, which are complete, heads and tails. The proxy keeps what finds no
+// free slot, so no kernel waits for a reader.
 __device__ inline void push_packets(const Kernel& k, bool is_new, bool with_weights) {
   const uint32_t lane = threadIdx.x % kWarp;
   for (uint32_t first = 0; first < k.g.map.num_domains; first += kWarp) {
@@ -180,7 +181,21 @@ __device__ inline void push_packets(const Kernel& k, bool is_new, bool with_weig
       command = {k.g.net.to[to].packet_channel, packet_parts(sizes).end, k.op.epoch - 1,
                  half + k.g.net_state.packet_unit[to]};
     }
-    push_all(k.g, has, [&](uint32_t) { return command; });
+    if (k.g.map.tail_slots == 0) {
+      push_all(k.g, has, [&](uint32_t) { return command; });
+      continue;
+    }
+    const uint64_t end = command.num_bytes, head = has ? k.g.net.to[to].head_bytes : 0, chunk = k.g.map.tail_bytes;
+    const uint32_t chunks = has ? tail_chunks(end, head, chunk) : 0;
+    const uint64_t sent = chunks > 0 ? k.g.net_state.tails_sent[to] : 0;
+    const uint32_t channel = chunks > 0 ? k.g.net.to[to].tail_channel : 0;
+    push_all(k.g, has + chunks, [&](uint32_t i) {
+      if (i == 0) return Command{command.channel, end < head ? end : head, command.serial, command.unit};
+      const uint64_t begin = head + (i - 1) * chunk, left = end > begin ? end - begin : 0;
+      return Command{channel, left < chunk ? left : chunk, sent + i - 1,
+                     command.unit + static_cast<uint32_t>(begin / kPacketUnit)};
+    });
+    if (chunks > 0) k.g.net_state.tails_sent[to] = sent + chunks;
   }
 }
 // By a crew: publishes that the packets are complete.

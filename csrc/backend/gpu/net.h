@@ -35,14 +35,17 @@ struct Net {
     uint64_t rows, returns;
     uint32_t return_slots = 1;  // of the ring back; there is none in our own domain, but counts are taken modulo it
     uint32_t packet_channel, row_channel;
+    uint32_t tail_channel = 0;
+    uint64_t head_bytes = 0;  // of a packet: what goes by its channel; the rest is its tail
     uint64_t* returns_consumed;  // on the host: returned chunks that we have consumed
   };
   // The stream of a rank to our domain. Offsets are in the holder's region.
   struct From {
     uint32_t holder;
     uint32_t stream;  // its number at the holder, which merges it
-    uint64_t packets, rows;
-    uint64_t* rows_consumed;  // on the holder's host: chunks of rows that we have consumed; nullptr in our domain
+    uint64_t packets, rows, tails;
+    // On the holder's host: chunks of rows that we have consumed, and of tails; nullptr in our domain.
+    uint64_t *rows_consumed, *tails_consumed;
   };
   // A stream that we merge for another domain, from number 1 on.
   struct Relayed {
@@ -60,7 +63,7 @@ struct Net {
   uint64_t* ended = nullptr;  // on the host: kernels that have ended
 
   static constexpr uint64_t most_words(const DeviceMap& map) {
-    return 2 * uint64_t{map.num_ranks} + 3 * uint64_t{map.num_domains} + map.num_streams;
+    return 3 * uint64_t{map.num_ranks} + 4 * uint64_t{map.num_domains} + map.num_streams;
   }
 };
 
@@ -70,12 +73,16 @@ struct NetState {
   uint64_t* received = nullptr;  // by source
   uint64_t* returned = nullptr;  // by domain
   uint64_t* relayed = nullptr;   // by stream
+  uint64_t* tails_sent = nullptr;  // by domain
+  uint64_t* tails_read = nullptr;  // by source
   uint64_t* ended = nullptr;     // [1]
   ProducerState* producer = nullptr;                // [1]
   uint32_t* packet_unit = nullptr;  // by domain: where our packet begins in the half, in units of kPacketUnit bytes
   DeviceFlag<RowsThere>* rows_there = nullptr;        // by source
   DeviceFlag<ReturnsThere>* returns_there = nullptr;  // by domain
   DeviceFlag<PacketsGone>* packets_gone = nullptr;    // by domain
+  DeviceFlag<TailsThere>* tails_there = nullptr;      // by source
+  DeviceFlag<TailsGone>* tails_gone = nullptr;        // by domain
   DeviceFlag<RowsGone>* rows_gone = nullptr;          // by domain
   DeviceFlag<ReturnsGone>* returns_gone = nullptr;    // by stream
 };

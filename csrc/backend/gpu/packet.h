@@ -1,6 +1,9 @@
 // Packets: what a rank tells the ranks of a domain about an operation. Those of its own domain read the packet in
-// place; to another domain it is shipped. It has a header, the weights of the pairs if they travel, and the routing of
-// a new plan.
+// place; to another domain it is shipped. It has a header, the routing of a new plan, and the weights of the pairs if
+// they travel.
+//
+// Where a packet lands there is a slot for as much as usual operations need. What a longer one has beyond, its *tail*,
+// goes in chunks to a ring of its own. Every member unpacks a chunk before the next one takes its slot: unpack.cuh.
 #pragma once
 
 #include "backend/gpu/layout.h"
@@ -44,10 +47,12 @@ struct PacketParts {
   uint64_t token_block_rows = 0;  // [members][token blocks + 1] uint32: rows for the member of earlier token blocks
   uint64_t token_block_pieces = 0;  // [token blocks + 1] uint32
   uint64_t token_block_streams = 0;  // [token blocks + 1] uint32, for another domain only, as stream_pieces
-  uint64_t weights = 0;  // [pairs] float; by member, then token, then expert; so are pairs
+  // A tail has elements of these, whole ones, because all parts lie at multiples of 16 bytes. Lists come before pairs
+  // and these before weights, because unpacking needs what came before.
   uint64_t lists = 0;  // [rows] ListEntry, by member
-  uint64_t pairs = 0;  // [pairs] PairEntry
+  uint64_t pairs = 0;  // [pairs] PairEntry, by member, then token, then expert; so are weights
   uint64_t stream_pieces = 0;  // [stream rows + 1] uint32: pieces of earlier rows
+  uint64_t weights = 0;  // [pairs] float
   uint64_t end = 0;
 };
 struct PacketSizes {
@@ -69,10 +74,10 @@ constexpr PacketParts packet_parts(const PacketSizes& s) {
   take(p.token_block_rows, 4 * s.members * entries);
   take(p.token_block_pieces, 4 * entries);
   take(p.token_block_streams, 4 * entries);
-  take(p.weights, s.with_weights ? sizeof(float) * s.pairs : 0);
   take(p.lists, sizeof(ListEntry) * s.rows);
   take(p.pairs, s.members == 0 ? 0 : sizeof(PairEntry) * s.pairs);
   take(p.stream_pieces, s.members == 0 ? 0 : 4 * (uint64_t{s.stream_rows} + 1));
+  take(p.weights, s.with_weights ? sizeof(float) * s.pairs : 0);
   p.end = at;
   return p;
 }
@@ -84,6 +89,11 @@ constexpr uint32_t kPacketUnit = static_cast<uint32_t>(kSharedUnitBytes);
 constexpr uint32_t known_packet_unit(uint32_t domain, uint64_t pairs) {
   constexpr uint64_t kHeader = (sizeof(DeviceHeader) + kPacketUnit - 1) / kPacketUnit;
   return static_cast<uint32_t>(domain * (kHeader + 1) + sizeof(float) * pairs / kPacketUnit);
+}
+// Chunks of the tail of a packet, if its head and a chunk have so many bytes.
+constexpr uint32_t tail_chunks(uint64_t packet_bytes, uint64_t head_bytes, uint64_t tail_bytes) {
+  return packet_bytes <= head_bytes ? 0
+                                    : static_cast<uint32_t>((packet_bytes - head_bytes + tail_bytes - 1) / tail_bytes);
 }
 constexpr uint32_t packet_half(uint64_t epoch) { return static_cast<uint32_t>((epoch - 1) % kHalves); }
 

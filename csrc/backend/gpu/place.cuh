@@ -202,7 +202,7 @@ __device__ void place_rows(const DispatchKernel& k, const Arrivals& arrivals) {
   const uint64_t out_bytes = codes ? hidden : uint64_t{hidden} * dtype_bytes(k.args.stage.dtype);
   const uint32_t lane = k.crew.lane();
   Shares shares = row_shares(k, arrivals);
-  PlannedByOthers<kFresh> planned;
+  PlannedByOthers<kFresh> planned(k.g);
   for (uint32_t n = 0; shares.next(n, lane);) {
     RowBatch<kFresh> batch(k, arrivals, n, planned.look(k));
     __syncwarp();

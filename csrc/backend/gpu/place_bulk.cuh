@@ -46,6 +46,7 @@ struct BulkRows {
         pipeline{shared_address(shared), shared_address(barriers), RowBatch<kFresh>::row_bytes(kernel), turn.stage,
                  turn.parity},
         shares(row_shares(kernel, rows)),
+        planned(kernel.g),
         more(__all_sync(kFullWarp, !stopped(kernel.g))) {}
 
   __device__ __forceinline__ bool codes() const { return k.args.scales != nullptr; }

@@ -5,6 +5,7 @@
 #include "backend/gpu/pad.cuh"
 #include "backend/gpu/plan_reader.cuh"
 #include "backend/gpu/steps.h"
+#include "backend/gpu/unpack.cuh"
 
 namespace uccl_ep::gpu {
 
@@ -14,14 +15,15 @@ __device__ inline void fill_padding(const DispatchKernel& k, const uint32_t* pad
              k.crew.thread, k.crew.size);
 }
 
-// By crews of all blocks that place, when all weights have been staged. With a new plan the output rows are worked out
-// once more, because other blocks are only now writing them.
+// By crews of all blocks that place, when all weights have been staged, but for packets with tails. With a new plan the
+// output rows are worked out once more, because other blocks are only now writing them.
 template <bool kFresh>
 __device__ inline void place_weights(const DispatchKernel& k) {
   const PlanReader<kFresh> plan(k);
   for (uint32_t r = 0; r < k.g.map.num_ranks; ++r) {
     const uint32_t source = rotated(k.g, r), end = plan.pair_end(source), offset = plan.weight_begin(source);
     const float* const staged = plan.weights(source, k.op.epoch);
+    if (has_net(k.g) && tail_of<kFresh>(k, source, true) > 0) continue;
     for (uint32_t p = plan.pair_begin(source) + blockIdx.x * k.crew.size + k.crew.thread; p < end;
          p += k.args.num_blocks * k.crew.size) {
       const uint32_t out_row = plan.out_row(source, p, p + offset);
@@ -39,6 +41,8 @@ __device__ inline void place_experts(const DispatchKernel& k) {
     const uint32_t source = rotated(k.g, r), row_begin = plan.row_begin(source), offset = plan.weight_begin(source);
     const float* const staged = plan.weights(source, k.op.epoch);
     const uint32_t end = min(plan.row_end(source), k.plan.num_out_rows);
+    const bool unpacked = has_net(k.g) && tail_of<kFresh>(k, source, k.args.row_weights != nullptr) > 0;
+    if (kFresh && unpacked) continue;
     for (uint32_t row = row_begin + blockIdx.x * k.crew.size + k.crew.thread; row < end;
          row += k.args.num_blocks * k.crew.size) {
       const auto [first, count] = plan.pairs_of(source, row - row_begin, row);
@@ -46,7 +50,8 @@ __device__ inline void place_experts(const DispatchKernel& k) {
         const uint64_t to = uint64_t{row} * width + j;
         const uint32_t p = first + j;
         k.args.row_experts[to] = j < count ? static_cast<int64_t>(plan.expert(source, p, p + offset)) : -1;
-        if (k.args.row_weights != nullptr) k.args.row_weights[to] = j < count ? staged[p + offset] : 0.0f;
+        if (k.args.row_weights == nullptr || (unpacked && j < count)) continue;
+        k.args.row_weights[to] = j < count ? staged[p + offset] : 0.0f;
       }
     }
   }

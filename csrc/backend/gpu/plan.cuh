@@ -57,8 +57,21 @@ __device__ __forceinline__ PlannedRow plan_row(const Group& g, const PlanView& p
   return {first, count, position};
 }
 
-// By crews of `num_blocks` blocks: plans the rows of a new plan. If the rows go in one window, without the first rows
-// of each of `warps` warps that place. These plan their first rows themselves, and all of their rows if there are few.
+// When a new plan is known: whether a packet has a tail. Then all rows are planned before any is placed.
+__device__ __forceinline__ bool has_tails(const Group& g) { return has_net(g) && scratch(g).most_tail > 0; }
+// By a crew: waits for that. False: an error is known.
+__device__ inline bool wait_rows_planned(const Kernel& k) {
+  return k.crew.all(k.crew.thread != 0 || wait_block(k.g, &local(k.g).rows_planned, k.op.epoch));
+}
+// By the crews that have planned rows, of `num_blocks` blocks.
+__device__ __forceinline__ void tell_planned(const Kernel& k, uint32_t num_blocks) {
+  if (last_block(k, Phase::kRowsPlanned, num_blocks) && k.crew.thread == 0)
+    publish(&local(k.g).rows_planned, k.op.epoch);
+}
+
+// By crews of `num_blocks` blocks: plans the rows of a new plan without tails. If the rows go in one window, without
+// the first rows of each of `warps` warps that place. These plan their first rows themselves, and all of their rows if
+// there are few.
 __device__ inline void plan_rows(const Kernel& k, uint32_t num_blocks, uint32_t warps, bool one_window) {
   const PlanSizes& sizes = scratch(k.g).sizes;
   if (sizes.received_rows < warps * kWarp) return;
@@ -73,8 +86,7 @@ __device__ inline void plan_rows(const Kernel& k, uint32_t num_blocks, uint32_t 
     for (uint32_t n = skipped + blockIdx.x * k.crew.size + k.crew.thread; n < rows; n += num_blocks * k.crew.size)
       plan_row(k.g, k.plan, source, begin + n);
   }
-  if (last_block(k, Phase::kRowsPlanned, num_blocks) && k.crew.thread == 0)
-    publish(&local(k.g).rows_planned, k.op.epoch);
+  tell_planned(k, num_blocks);
 }
 
 // By crews of `num_blocks` blocks, with several domains: writes the parts of a new plan that describe streams.
@@ -113,7 +125,7 @@ __device__ inline void plan_streams(const Kernel& k, uint32_t num_blocks) {
       k.plan.relayed_begin[stream] = begin;
       k.plan.relayed_pairs[stream] = from.num_pairs;
     }
-    for (uint32_t row = me; row <= from.stream_rows; row += all)
+    for (uint32_t row = me; row <= from.stream_rows && from.tail_chunks == 0; row += all)
       k.plan.relayed_piece[begin + row] = from.stream_pieces[row];
     begin += from.stream_rows + 1;
   }

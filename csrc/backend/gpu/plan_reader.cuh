@@ -116,10 +116,11 @@ __device__ __forceinline__ uint32_t num_windows(const DispatchKernel& k) {
 }
 
 // By a warp that places: whether others have planned its next batch of rows of a window. With a new plan they never
-// plan its first one.
+// plan its first one, unless a packet has a tail.
 template <bool kFresh>
 struct PlannedByOthers {
-  bool first = true, planned = !kFresh;
+  bool first, planned = !kFresh;
+  __device__ __forceinline__ explicit PlannedByOthers(const Group& g) : first(!kFresh || !has_tails(g)) {}
   // By every lane, once for each batch.
   __device__ __forceinline__ bool look(const Kernel& k) {
     if (!planned && !first) planned = read(&local(k.g).rows_planned) >= k.op.epoch;

@@ -120,6 +120,24 @@ struct PacketsGone {
                               .scope = Scope::kGpu,
                               .step = Step::kShip};
 };
+struct TailsThere {
+  static constexpr Signal kIs{.name = "NetState::tails_there[s]",
+                              .writer = "the poller",
+                              .readers = "who unpacks s's packet",
+                              .publishes = "chunks of s's tails, all up to a number",
+                              .waits = "who unpacks, chunk by chunk",
+                              .scope = Scope::kGpu,
+                              .step = Step::kPlan};
+};
+struct TailsGone {
+  static constexpr Signal kIs{.name = "NetState::tails_gone[D]",
+                              .writer = "the poller",
+                              .readers = "who writes packets",
+                              .publishes = "nothing; as above, of tails",
+                              .waits = "those",
+                              .scope = Scope::kGpu,
+                              .step = Step::kShip};
+};
 struct RowsGone {
   static constexpr Signal kIs{.name = "NetState::rows_gone[D]",
                               .writer = "the poller",
@@ -190,10 +208,10 @@ struct RowsPlanned {
       .readers = "the blocks that place, from each warp's second batch of rows on",
       .publishes =
           "what is known of all rows of a new plan but for the first, one a lane (fewer where fewer are dealt out), of "
-          "each warp that places",
-      .waits = "nobody: who finds it missing plans the rows himself, with the same result",
+          "each warp that places; if a packet has a tail, of all rows",
+      .waits = "placing, if a packet has a tail; else nobody: who misses it plans rows himself",
       .scope = Scope::kGpu,
-      .deadline = Deadline::kNobody};
+      .deadline = Deadline::kBlocks};
 };
 struct Hashed {
   static constexpr Signal kIs{.name = "Local::hashed",
@@ -287,8 +305,9 @@ struct SharesTaken {
 using AllSignals =
     std::tuple<HeaderFull, ListsFull, RowsFull, WeightsFull, Read, Folded, FoldedAll, Merged, SlotRoutingFull,
                SlotRowsFull, SlotRowsRead, PairsEntered, SlotPairsFull, PairsRead, VoteCast, RowsThere, ReturnsThere,
-               PacketsGone, RowsGone, ReturnsGone, SlotPacketThere, SlotRowsThere, SlotSumsThere, SlotChunksGone,
-               Counted, Packed, WeightsRelayed, Planned, RowsPlanned, Hashed, SlotsSettled, SlotsThrough, Stop,
-               CountsCome, FaultTold, Arrived, SentRows, RelayedRows, SlotPartsDone, FoldedRows, SharesTaken>;
+               PacketsGone, TailsThere, TailsGone, RowsGone, ReturnsGone, SlotPacketThere, SlotRowsThere, SlotSumsThere,
+               SlotChunksGone, Counted, Packed, WeightsRelayed, Planned, RowsPlanned, Hashed, SlotsSettled,
+               SlotsThrough, Stop, CountsCome, FaultTold, Arrived, SentRows, RelayedRows, SlotPartsDone, FoldedRows,
+               SharesTaken>;
 
 }  // namespace uccl_ep::gpu

@@ -25,8 +25,7 @@ constexpr uint32_t kManySources = 64;  // more than that
 
 // What a source sends to us, and its totals; in shared memory.
 struct FromSource {
-  uint32_t rows, pairs, first_pair, tokens, stream_rows, most_pieces;
-  uint32_t unused;
+  uint32_t rows, pairs, first_pair, tokens, stream_rows, most_pieces, tail_chunks;
   static __device__ __forceinline__ FromSource& of(const Group& g, uint32_t source) {
     return shared_table<FromSource>(g, source_table_bytes(g.map))[source];
   }
@@ -56,7 +55,11 @@ __device__ inline FromSource read_header(const Kernel& k, uint32_t source, bool 
   plan.token_block_pieces = reinterpret_cast<const uint32_t*>(bytes + parts.token_block_pieces);
   plan.token_block_streams = reinterpret_cast<const uint32_t*>(bytes + parts.token_block_streams);
   plan.stream_pieces = reinterpret_cast<const uint32_t*>(bytes + parts.stream_pieces);
-  return {end_row - first_row, end_pair - first_pair, first_pair, h.num_tokens, h.stream_rows, h.most_pieces, 0};
+  plan.tail_chunks = in_domain(k.g, source) || k.g.map.tail_slots == 0
+                         ? 0
+                         : tail_chunks(parts.end, k.g.map.head_bytes, k.g.map.tail_bytes);
+  return {end_row - first_row, end_pair - first_pair, first_pair,      h.num_tokens,
+          h.stream_rows,       h.most_pieces,         plan.tail_chunks};
 }
 
 // By a warp: the sizes that follow from our own packets.
@@ -168,7 +171,7 @@ inline __device__ __noinline__ uint32_t lay_out_experts_of_many(const Group& g, 
 // source's first row and first pair, and the sizes of the plan except its number of rows.
 __device__ inline void number_sources(const Kernel& k, uint32_t first_source, PlanSizes& out) {
   const uint32_t lane = threadIdx.x % kWarp;
-  uint32_t received_rows = 0, received_pairs = 0, most_tokens = 0, most_pieces = 0, relayed_rows = 0;
+  uint32_t received_rows = 0, received_pairs = 0, most_tokens = 0, most_pieces = 0, relayed_rows = 0, most_tail = 0;
 #pragma unroll 1
   for (uint32_t first = 0; first < k.g.map.num_ranks; first += kWarp) {
     const bool has = first + lane < k.g.map.num_ranks;
@@ -186,6 +189,7 @@ __device__ inline void number_sources(const Kernel& k, uint32_t first_source, Pl
       plan.weight_begin = from.first_pair - plan.pair_begin;
       most_tokens = max(most_tokens, from.tokens);
       most_pieces = max(most_pieces, from.most_pieces);
+      most_tail = max(most_tail, from.tail_chunks);
     }
     received_rows = __shfl_sync(kFullWarp, row_end, kWarp - 1);
     received_pairs = __shfl_sync(kFullWarp, pair_end, kWarp - 1);
@@ -197,8 +201,10 @@ __device__ inline void number_sources(const Kernel& k, uint32_t first_source, Pl
   relayed_rows = warp_sum(relayed_rows);
   most_tokens = warp_max(most_tokens);
   most_pieces = warp_max(most_pieces);
+  if (has_net(k.g)) most_tail = warp_max(most_tail);
   const PlanSizes sent = sent_sizes(k);
   if (lane != 0) return;
+  if (has_net(k.g)) scratch(k.g).most_tail = most_tail;
   out = sent;
   out.received_rows = received_rows;
   out.received_pairs = received_pairs;

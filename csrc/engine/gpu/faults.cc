@@ -38,8 +38,8 @@ gpu::DeviceHeader GpuEngine::header_of(int number, uint64_t epoch) const {
   const uint8_t* const packets =
       near ? layout_.packets.in(group_.base[rank - group_.first]) : network_->packets_of(group_, rank);
   gpu::DeviceHeader header{};
-  gpu::copy_to_host(&header, packets + gpu::packet_half(epoch) * layout_.packet_bytes, sizeof(header), control_stream_,
-                    std::nothrow);
+  gpu::copy_to_host(&header, packets + gpu::packet_half(epoch) * (near ? layout_.packet_bytes : layout_.head_bytes),
+                    sizeof(header), control_stream_, std::nothrow);
   gpu::synchronize(control_stream_, std::nothrow);
   return header;
 }

@@ -88,6 +88,9 @@ void Network::fill_sources(const RankNumbers& numbers) {
     from.packets = theirs.header_landing[i].slots_offset;
     from.rows = theirs.rows_landing[i].slots_offset;
     from.rows_consumed = consumed_by_us(holder, theirs.rows_landing[i]);
+    if (theirs.tail_landing.empty()) continue;
+    from.tails = theirs.tail_landing[i].slots_offset;
+    from.tails_consumed = consumed_by_us(holder, theirs.tail_landing[i]);
   }
   const RegionLayout& mine = plane_.layout();
   for (size_t i = 0; i < mine.incoming.size(); ++i)
@@ -108,6 +111,8 @@ void Network::fill_destinations(gpu::Net& net) {
     to.return_slots = mine.return_landing[d].num_slots;
     to.packet_channel = plane_.channels().out_of(mine.header_send[d]);
     to.row_channel = plane_.channels().out_of(mine.rows_send[d]);
+    to.head_bytes = mine.header_send[d].slot_bytes;
+    if (!mine.tail_send.empty()) to.tail_channel = plane_.channels().out_of(mine.tail_send[d]);
     to.returns_consumed = at<uint64_t>(host(rank_), mine.return_landing[d].consumed_offset);
   }
   net.domain = static_cast<uint32_t>(topo_.domain_of[rank_]);
@@ -163,6 +168,8 @@ void Network::follow_events(const gpu::Group& group, gpu::Followed& followed, co
       return {&layout_.header_full.in(group.own)[peer].value, &layout_.weights_full.in(group.own)[peer].value};
     if (what.ring == RingKind::kRows)
       return {gone ? &state.rows_gone[domain].value : &state.rows_there[peer].value, nullptr};
+    if (what.ring == RingKind::kTail)
+      return {gone ? &state.tails_gone[domain].value : &state.tails_there[peer].value, nullptr};
     return {gone ? &state.returns_gone[stream_of(what.peer)].value : &state.returns_there[domain].value, nullptr};
   });
 }

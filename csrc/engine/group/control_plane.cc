@@ -36,10 +36,12 @@ const Rings& checked(const Rings& rings, const Topology& topo) {
     const auto packet = device.packet_bytes.find(size);
     slots_of.push_back(packet == device.packet_bytes.end() ? 0 : packet->second);
   }
+  if (device.tail_slots > 0) slots_of.push_back(device.tail_slot_bytes);
   for (uint64_t bytes : slots_of)
     require(bytes > 0 && bytes % 16 == 0, "device rings: slots of " + std::to_string(bytes) + " bytes");
   std::vector<uint32_t> numbers = {device.rows_slots, device.return_slots};
   for (const auto& [size, weights] : device.weight_slots) numbers.push_back(device.slots_back_from(size));
+  for (const auto& [size, chunks] : device.tail_chunks) numbers.insert(numbers.end(), {chunks, device.tail_slots});
   for (uint32_t slots : numbers)
     require(slots >= 1 && slots < kMaxRingSlots, "device rings: " + std::to_string(slots) + " slots");
   return rings;
@@ -60,9 +62,10 @@ Channels channels_of(const Topology& topo, const Rings& rings, int rank) {
 uint64_t largest_chunk_bytes(const Rings& rings) {
   return std::visit(Overloaded{[](const RingParams& host) { return host.slot_bytes; },
                                [](const DeviceRings& device) {
-                                 uint64_t most = std::max({device.rows_slot_bytes, device.return_slot_bytes,
-                                                           device.slots.row_slot_bytes, device.slots.sum_slot_bytes,
-                                                           device.slots.routing_bytes, device.slots.weights_bytes});
+                                 uint64_t most =
+                                     std::max({device.rows_slot_bytes, device.return_slot_bytes, device.tail_slot_bytes,
+                                               device.slots.row_slot_bytes, device.slots.sum_slot_bytes,
+                                               device.slots.routing_bytes, device.slots.weights_bytes});
                                  for (const auto& [size, bytes] : device.packet_bytes) most = std::max(most, bytes);
                                  return most;
                                }},

@@ -57,6 +57,7 @@ struct PlaceRole {
     // With several windows find_arrivals() reads what is complete only with the lists.
     const bool several = kFresh && num_windows<kFresh>(k) > 1;
     if (several && !wait_lists(k)) return;
+    if (kFresh && kNet && has_tails(k.g) && !wait_rows_planned(k)) return;
 #pragma unroll 1
     for (uint32_t w = 0;; ++w) {
       find_arrivals<kFresh>(k, w, arrivals);

@@ -10,7 +10,7 @@
 namespace uccl_ep::gpu {
 
 // kPlacing: warps of a block that place rows.
-template <PlanState kState, uint32_t kPlacing>
+template <PlanState kState, bool kNet, uint32_t kPlacing>
 struct ServeRole {
   static constexpr uint32_t kWarps = 2;
   struct Shared {};
@@ -27,8 +27,12 @@ struct ServeRole {
       }
       if (!wait_plan(k) || !has_memory<kState>(k.g, k.args) || !wait_lists(k)) return;
       const StepClock clock(k, Step::kPlan);
-      plan_rows(k, k.args.num_blocks, k.args.num_blocks * (k.args.bulk_warps < 2 ? kPlacing : k.args.bulk_warps),
-                num_windows<kFresh>(k) == 1);
+      if (kNet && has_tails(k.g)) {
+        if (!plan_with_tails(k)) return;
+      } else {
+        plan_rows(k, k.args.num_blocks, k.args.num_blocks * (k.args.bulk_warps < 2 ? kPlacing : k.args.bulk_warps),
+                  num_windows<kFresh>(k) == 1);
+      }
       plan_heads(k, k.args.num_blocks);
       clock.stop();
     } else {
@@ -62,6 +66,8 @@ struct ServeRole {
       place_experts<kFresh>(k);
     else if (k.args.row_weights != nullptr)
       place_weights<kFresh>(k);
+    if constexpr (kNet && !kFresh)
+      if (k.args.row_weights != nullptr) unpack_weights(k);
   }
 };
 
