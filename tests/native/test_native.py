@@ -240,7 +240,8 @@ MUTANTS = {
         TAILS, "unpack.cuh", "k.plan.row_pair_begin[middle] <= p", "k.plan.row_pair_begin[middle] <= p + 1",
     ),
     "a warp plans rows whose routing is in a tail": (
-        TAILS, "plan_reader.cuh", "first(!kFresh || !has_tails(g))", "first(true)",
+        TAILS, "plan_reader.cuh", "first(!kFresh || !has_tails(g))",
+        "first(kFresh || has_tails(g))",
     ),
     "a lane leaves a collective": (
         TWO_DOMAINS, "stage.cuh", "__syncwarp();\n  if (crew.lane() == 0) count_shared",
