@@ -77,10 +77,6 @@ struct PacketRoom {
 struct DeviceRings {
   // A slot of the header rings to domains of a size: header, routing and weights of an operation in one chunk.
   std::map<int, uint64_t> packet_bytes;
-  // What a packet has beyond its slot goes in chunks of its own, by domains' size at most so many of an operation.
-  std::map<int, uint32_t> tail_chunks = {};  // none: there are no rings for it
-  uint64_t tail_slot_bytes = 0;
-  uint32_t tail_slots = 0;  // where they land
   uint64_t rows_slot_bytes = 0;
   uint32_t rows_slots = 0;
   uint64_t return_slot_bytes = 0;
@@ -94,6 +90,10 @@ struct DeviceRings {
   std::map<int, uint32_t> weight_slots = {};  // none: 0
   // All packets that a rank of a domain of a size sends for an operation; none: the largest to each domain.
   std::map<int, uint64_t> sent_packet_bytes = {};
+  // What a packet has beyond its slot goes in chunks of its own, by domains' size at most so many of an operation.
+  std::map<int, uint32_t> tail_chunks = {};  // none: there are no rings for it
+  uint64_t tail_slot_bytes = 0;
+  uint32_t tail_slots = 0;  // where they land
 
   uint32_t slots_back_from(int size) const {
     const auto weights = weight_slots.find(size);

@@ -166,7 +166,7 @@ def test_a_buffer_for_so_many_tokens_takes_them_in_one_window(
 def test_a_routing_that_is_longer_than_its_slot_goes_by_chunks(
     domain_ranks: DomainRanks, layout: str, wire: str
 ) -> None:
-    """All tokens have 32 experts of one rank, with weights: other domains send it the most that is possible."""
+    """All tokens have 32 experts of one rank, with weights: other domains send the most that is possible."""
     spec = spec_of(layout, num_experts=256, hidden=256)
     uneven: dict[str, Any] = {
         "form": "topk", "top_k": 32, "focus": "rank", "drop_rate": 0.0, "weighted": True,
