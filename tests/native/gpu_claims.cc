@@ -338,8 +338,8 @@ CLAIM("4096 BF16 tokens of 7168: 65 ranks need at most 1.15 times what 64 do, 25
   EXPECT(least(eights(8)) <= 512 * mib && 100 * least(eights(8, true)) <= 115 * least(eights(8)));
   EXPECT(least(eights(32)) <= 256 * mib && least(eights(256)) <= 640 * mib);
   const auto usual = [&](int domains) { return gpu::make_layout(eights(domains), 0, {256, row_bytes}, 512 * mib); };
-  EXPECT(usual(8).max_tokens >= 32768 && gpu::window_tokens(usual(8), row_bytes) >= 384);
-  EXPECT(usual(16).max_tokens >= 16384 && gpu::window_tokens(usual(16), row_bytes) >= 224);
+  EXPECT(usual(8).max_tokens >= 16384 && gpu::window_tokens(usual(8), row_bytes) >= 448);
+  EXPECT(usual(16).max_tokens >= 8192 && gpu::window_tokens(usual(16), row_bytes) >= 256);
 }
 
 CLAIM("streams go in batches only where memory is too small for all of them at once") {

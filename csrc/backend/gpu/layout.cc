@@ -318,7 +318,7 @@ uint64_t least_budget_bytes(const Topology& topo, const RegionNeeds& needs) {
   return layouts.bytes(tiles_of(std::max(needs.window_tokens, 1u)), 1);
 }
 
-// The routing, which is not split into windows, may take half of the budget for what usual tokens need, a fifth for
+// The routing, which is not split into windows, may take half of the budget for what usual tokens need, a tenth for
 // more of them, and gets at least what `window_tokens` tokens need. Rows, which are split into windows, get the rest.
 DeviceRegionLayout make_layout(const Topology& topo, int domain, const RegionNeeds& needs, uint64_t budget_bytes) {
   budget_bytes = std::min(budget_bytes, kMostRegionBytes);
@@ -330,7 +330,7 @@ DeviceRegionLayout make_layout(const Topology& topo, int domain, const RegionNee
   };
   const uint32_t given = needs.window_tokens, wanted = given == 0 ? kMaxTokens : given;
   const uint32_t tiles = largest(tiles_of(uint64_t{wanted} * kMostWindows), [&](uint32_t n) {
-    const uint64_t most = budget_bytes / (n <= tiles_of(kUsualTokens) ? 2 : 5);
+    const uint64_t most = budget_bytes / (n <= tiles_of(kUsualTokens) ? 2 : 10);
     return ((given != 0 && n <= tiles_of(given)) || routing(n) <= most) && layouts.bytes(n, 1) <= budget_bytes;
   });
   constexpr uint32_t kBlocks = kTileTokens / kTokenBlock;  // of a tile

@@ -172,11 +172,15 @@ inline __device__ __noinline__ bool plan_with_tails(const DispatchKernel k) {
   return true;
 }
 
-// By crews of all blocks that place: with a known plan, unpacks the weights of packets with tails.
+// By crews of all blocks that place: with a known plan, unpacks the weights of packets with tails. A rank without rows
+// does so, too: nobody gets a slot again before every member has read it.
 inline __device__ __noinline__ void unpack_weights(const DispatchKernel k) {
-  for (uint32_t source = blockIdx.x; source < k.g.map.num_ranks; source += k.args.num_blocks)
+  if (k.g.map.tail_slots == 0) return;
+  for (uint32_t source = blockIdx.x; source < k.g.map.num_ranks; source += k.args.num_blocks) {
+    if (!k.crew.all(k.crew.thread != 0 || wait_flag(k.g, entry_of(k.g, source, k.op.epoch)))) return;
     if (const uint32_t chunks = tail_of<false>(k, source, true); chunks > 0 && !unpack<false>(k, source, chunks))
       return;
+  }
 }
 
 }  // namespace uccl_ep::gpu

@@ -67,7 +67,7 @@ struct ServeRole {
     else if (k.args.row_weights != nullptr)
       place_weights<kFresh>(k);
     if constexpr (kNet && !kFresh)
-      if (k.args.row_weights != nullptr) unpack_weights(k);
+      if (k.args.signature.with_weights != 0) unpack_weights(k);
   }
 };
 
