@@ -56,8 +56,8 @@ def sized(recipe: Recipe, *, tokens: int | None, hidden: int | None, expert_ffn:
 
     Sequences keep their length if `tokens` is a multiple of it; fewer tokens become one shorter sequence.
     Heads keep their width, and their number follows the hidden size. If the model sets the width of a head
-    itself, it keeps the number of heads. Experts keep their ratio to the hidden size unless `expert_ffn` is
-    given.
+    itself, it keeps the number of heads. Experts keep their ratio to the hidden size, in whole blocks of FP8
+    scales, unless `expert_ffn` is given.
     """
     if tokens is not None:
         length = min(tokens, recipe.sequence_length)
@@ -76,11 +76,15 @@ def sized(recipe: Recipe, *, tokens: int | None, hidden: int | None, expert_ffn:
             model,
             hidden_size=hidden,
             num_heads=model.num_heads if own_width else hidden // head,
-            expert_ffn_size=model.expert_ffn_size * hidden // model.hidden_size,
+            expert_ffn_size=_in_blocks(model.expert_ffn_size * hidden / model.hidden_size),
         )
     if expert_ffn is not None:
         model = replace(model, expert_ffn_size=expert_ffn)
     return replace(recipe, model=model)
+
+
+def _in_blocks(width: float) -> int:
+    return max(1, round(width / fp8.BLOCK)) * fp8.BLOCK
 
 
 def architecture(recipe: Recipe) -> dict[str, int]:

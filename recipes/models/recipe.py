@@ -15,6 +15,8 @@ DEVICES = ("auto", "cpu", "cuda")
 DISPATCHERS = ("uccl_ep", "alltoall", "allgather", "flex-deepep", "flex-hybridep")
 ABLATIONS = ("none", "zero_experts", "zero_prob_grad", "wrong_scale")
 
+FP8_WIDTH = 16  # rows and columns of TransformerEngine's FP8 products are multiples of it
+
 
 class RecipeError(ValueError):
     """Settings that do not go together."""
@@ -86,6 +88,12 @@ class Recipe:
                 f"num_layers = {self.model.num_layers}: {dense} of {self.name} are dense; "
                 f"allowed is at least {dense + 1}"
             )
+        for name in ("hidden_size", "expert_ffn_size"):
+            width = getattr(self.model, name)
+            if self.fp8_recipe and width % FP8_WIDTH:
+                raise RecipeError(
+                    f"{name} = {width}: FP8 products of TransformerEngine need a multiple of {FP8_WIDTH}"
+                )
         if self.hardware and self.device == "cpu":
             raise RecipeError(f"device = cpu: {self.name} is sized for GPUs of {self.hardware}")
         if self.distributed_optimizer and self.checkpoint_interval:

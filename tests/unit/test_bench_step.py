@@ -56,6 +56,16 @@ def test_sizes_keep_heads_sequences_and_the_experts_ratio() -> None:
     # Heads of a width of their own are as many as before.
     narrow = sized(RECIPES["dsv3_proxy_4xh200"](), tokens=None, hidden=2048, expert_ffn=2048).model
     assert (narrow.hidden_size, narrow.num_heads, narrow.expert_ffn_size) == (2048, 128, 2048)
+    # 2048 / 7168 of 2048 are 585, which no FP8 product takes.
+    narrow = sized(RECIPES["dsv3_proxy_4xh200"](), tokens=None, hidden=2048, expert_ffn=None).model
+    assert narrow.expert_ffn_size == 640
+
+
+@pytest.mark.parametrize("width", [585, 2056])
+def test_widths_that_no_fp8_product_takes_are_refused(width: int) -> None:
+    with pytest.raises(RecipeError, match=f"expert_ffn_size = {width}: .* multiple of 16"):
+        sized(RECIPES["dsv3_proxy_4xh200"](), tokens=None, hidden=None, expert_ffn=width)
+    assert sized(TINY, tokens=None, hidden=None, expert_ffn=width).model.expert_ffn_size == width  # BF16
 
 
 @pytest.mark.parametrize("sizes", [{"tokens": 300}, {"tokens": 0}, {"hidden": 192}, {"hidden": 100}])
