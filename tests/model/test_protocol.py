@@ -19,6 +19,7 @@ CLAIMS = {
     "deadlock": r"invalid end state",
     "stale chunk": r"assertion violated .*landing\[.*==\(next\+1\)\)",
     "overwritten": r"assertion violated .*(>=landing\[|\)==staged\[|folded\[.*==merged\[|>=landed\[)",
+    "overwritten packet": r"assertion violated .*packet\[.*==\(\(landing\[",
     "no credit": r"assertion violated \(serial<\(returned\+\d\)\)",
     "wrong credit": r"assertion violated \(serial<=posted\)",
     "not told": r"assertion violated[ (]+!\(.*found\[",
@@ -63,6 +64,7 @@ REAL = (
     Search("faults", ("OPS=2", "NO_FREEZE")),
     Search("windows"),
     Search("windows", ("NET",)),
+    Search("tails"),
     Search("window_sums"),
     Search("window_sums", ("BATCHES",)),
     Search("datagrams", ("FAULTS=1",)),
@@ -80,6 +82,7 @@ LARGE = (
 ONE_SLOT, TWO_SLOTS = Search("channel", ("WINDOW=1",)), Search("channel", ("WINDOW=2", "FEW_COPIES"))
 NO_CRASH = Search("faults", ("OPS=1", "NO_CRASH"))
 ONE_DOMAIN, TWO_DOMAINS, SUMS = Search("windows"), Search("windows", ("NET",)), Search("window_sums")
+TAILS = Search("tails")
 MESSAGES, MANY_LOST = Search("datagrams", ("FAULTS=1",)), Search("datagrams", ("FAULTS=3", "ONE_FINDER"))
 BEATS = Search("datagrams", ("HEARTBEATS", "FAULTS=2"))
 # The rule that a mutant breaks is its name; the claim is what must fail.
@@ -114,6 +117,7 @@ MUTANTS = {
     "SLOT_NOT_AWAITED": (TWO_DOMAINS, "wrong chunk"),
     "FIRST_WINDOW_AGAIN": (TWO_DOMAINS, "wrong chunk"),
     "RETURNS_NOT_AWAITED": (SUMS, "wrong chunk"),
+    "PACKET_OVER_TAIL": (TAILS, "overwritten packet"),
     # Contract 6: flags.
     "FLAG_UNSTAMPED": (ONE_SLOT, "stale chunk"),
     "FLAG_RESET": (ONE_SLOT, "deadlock"),
@@ -133,6 +137,8 @@ MUTANTS = {
     "HALF_NOT_AWAITED": (ONE_DOMAIN, "overwritten row"),
     "READ_BY_FIRST_BLOCK": (ONE_DOMAIN, "overwritten row"),
     "NOTHING_NOT_READ": (TWO_DOMAINS, "deadlock"),
+    "TAILS_RESTART": (TAILS, "wrong chunk"),
+    "TAIL_NOT_READ_WITHOUT_ROWS": (TAILS, "wrong chunk"),
     "MERGED_RESTARTS": (SUMS, "overwritten piece"),
     "HALF_FOLDED_EARLY": (SUMS, "overwritten piece"),
     "FIRST_LIKE_OTHERS": (SUMS, "overwritten piece"),
@@ -149,6 +155,8 @@ MUTANTS = {
     "GAP_SKIPPED": (EVENTS, "lost event"),
     # Contract 11: no circular waits.
     "COUNTING_STAGES_ALL": (ONE_DOMAIN, "deadlock"),
+    "PUSH_NEEDS_SLOT": (TAILS, "deadlock"),
+    "TAILS_IN_ANY_ORDER": (TAILS, "deadlock"),
     "MERGE_THEN_RETURN": (SUMS, "deadlock"),
     "BORROWED_SLOT": (Search("dispatch"), "deadlock"),
     "OPPOSITE_ORDERS": (Search("dispatch"), "deadlock"),

@@ -259,8 +259,15 @@ CLAIM("regions of more than 4 GiB give what small ones give") {
   run.rounds = 1;
   try_seeds(run);
 }
+CLAIM("so many tokens that each row has one warp have the host's bits") {
+  CudaRun run = run_of({0, 0});
+  run.hidden = 128;
+  run.num_tokens = {1100, 1030};
+  run.rounds = 1;
+  try_seeds(run);
+}
 CLAIM("rows of which the first are summed in parts have the host's bits") {
-  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 1}, {0, 0, 1, 1}})
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}, {0, 0, 1, 1}})
     for (uint32_t hidden : {2048, 3072, 3584}) {  // 2 and 3 short segments, 2 long ones
       CudaRun run = run_of(domain_of);
       run.hidden = hidden;
@@ -291,6 +298,7 @@ CLAIM("packets of which the slot holds the tables alone have the host's bits") {
       run.least_tails = 16;
       run.num_tokens = {240, 190};
       run.compact = compact;
+      run.rounds = compact ? 1 : 2;
       try_seeds(run);
       run.with_weights = false;
       run.loop = everything();
@@ -316,6 +324,18 @@ CLAIM("packets with tails have the host's bits in windows, with a capacity, and 
   run.is_spacious = true;
   run.capacity = 2000;
   try_seeds(run);
+}
+CLAIM("a rank without rows, which gives no address for weights, reads tails like the others") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 1, 1}, {0, 0, 1, 1}}) {
+    CudaRun run = run_of(domain_of);
+    run.packets = {0, 256, 2};
+    run.num_tokens = {1200, 900};
+    run.hidden = 128;
+    run.rounds = 1;
+    run.idle_rank = run.num_ranks() - 1;
+    run.least_tails = 64;
+    try_seeds(run);
+  }
 }
 CLAIM("what the network may do changes no bit, in windows of 2 domains of 2 ranks") {
   CudaRun run = windows_of({0, 0, 1, 1}, kFp32, kFp32);

@@ -28,6 +28,7 @@ struct CudaRun {
   uint32_t num_metadata = 0;
   bool is_map = false;
   uint32_t map_one_in = 3;  // of a map's entries are routed
+  int idle_rank = -1;  // gets no rows, and its dispatches get no address for their weights
   uint32_t alignment = 1;
   int64_t spare_bytes = 8 << 20;  // of the budget, beyond the least
   uint32_t window_tokens = 0;
@@ -124,7 +125,8 @@ struct RankInput {
         if (run.is_map) {
           routing.push_back(chance(run.map_one_in));
         } else {
-          const int64_t expert = chance(8) ? -1 : static_cast<int64_t>((first + k * step) % experts);
+          const auto chosen = static_cast<int64_t>((first + k * step) % experts);
+          const int64_t expert = chance(8) || chosen / run.experts_per_rank == run.idle_rank ? -1 : chosen;
           const auto* const bytes = reinterpret_cast<const uint8_t*>(&expert);
           routing.insert(routing.end(), bytes, bytes + sizeof(expert));
         }
@@ -201,7 +203,7 @@ inline DispatchOutput output_of(const CudaRun& run, Dispatched& got) {
   DispatchOutput output;
   output.rows = address_if(true, got.rows);
   output.scales = address_if(run.fp8_codes, got.scales);
-  output.weights = address_if(run.with_weights, got.weights);
+  output.weights = address_if(run.with_weights && (run.idle_rank < 0 || !got.weights.empty()), got.weights);
   output.row_experts = address_if(run.compact, got.experts);
   output.metadata = address_if(run.num_metadata > 0, got.metadata);
   return output;
