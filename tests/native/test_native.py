@@ -158,7 +158,6 @@ TWO_DOMAINS = "2 domains of a rank have the host's bits"
 ONE_DOMAIN = "2 ranks of a domain have the host's bits, BF16"
 ONE_DOMAIN_IN_WINDOWS = "2 ranks of a domain have the host's bits in windows"
 TWO_DOMAINS_IN_WINDOWS = "2 domains of a rank have the host's bits in windows, FP32"
-SHARED_ROWS = "rows of which the first are summed in parts have the host's bits"
 IDLE = "a rank without rows, which gives no address for weights, reads tails like the others"
 TAILS = "packets of which the slot holds the tables alone have the host's bits"
 # (a claim that does not hold, file of csrc/backend/gpu, what it says, what a mutant says instead)
@@ -234,10 +233,6 @@ MUTANTS = {
     "a chunk of a packet's tail is lent before it is read": (
         TAILS, "unpack.cuh", "publish_flag(from.tails_consumed, read + c + 1)",
         "publish_flag(from.tails_consumed, read + c + 2)",
-    ),
-    "the last part of a row is nobody's where tokens are few": (
-        SHARED_ROWS, "roles/tell_folded.cuh", "PartedRows{rows, segments_of(k.args.hidden * 2)}",
-        "PartedRows{rows, segments_of(k.args.hidden * 2) - 1}",
     ),
     "a rank without an address for weights reads no tail of them": (
         IDLE, "roles/serve.cuh", "if (k.args.signature.with_weights != 0) unpack_weights(k);",

@@ -29,13 +29,13 @@ namespace {
 // figure is that of window w. The second is that of window w - 1, and in the end also of the last.
 // boxes are words of the block (Boxes), chunks counters of the GPU (relayed_counts); the others are flags (DeviceMap, NetState).
 // clang-format on
-template <bool kBulk, bool kNet, Sums kSums, typename Row, typename Wire>
+template <bool kBulk, bool kNet, bool kCopies, typename Row, typename Wire>
 struct Combine {
-  static_assert(kBulk || kSums == Sums::kMany);
+  static_assert(kBulk || !kCopies);
   static constexpr bool kIsBulk = kBulk;
-  using Folds = FoldRole<kBulk, kNet, kSums, Row, Wire>;
-  using Merges = MergeRole<kBulk, kNet, kSums, Row, Wire>;
-  using Tells = TellFoldedRole<Folds, Merges, kBulk, kNet, kSums>;
+  using Folds = FoldRole<kBulk, kNet, kCopies, Row, Wire>;
+  using Merges = MergeRole<kBulk, kNet, kCopies, Row, Wire>;
+  using Tells = TellFoldedRole<Folds, Merges, kBulk, kNet, kCopies>;
   using Roles = RoleTable<Tells, Folds, Merges>;
   static constexpr uint32_t kSumWarps = Folds::kWarps + Merges::kWarps;  // each has a pipeline of bulk copies
   static constexpr uint32_t kSharedBytes = kBulk ? kSumWarps * kSumWarpBytes : 0;
@@ -98,12 +98,12 @@ __device__ __forceinline__ void work(const CombineKernel& kernel, typename Table
   }
 }
 
-template <bool kBulk, bool kNet, Sums kSums, typename Row, typename Wire>
-__global__ void __launch_bounds__(Combine<kBulk, kNet, kSums, Row, Wire>::Roles::kThreads, 1)
+template <bool kBulk, bool kNet, bool kCopies, typename Row, typename Wire>
+__global__ void __launch_bounds__(Combine<kBulk, kNet, kCopies, Row, Wire>::Roles::kThreads, 1)
     combine(const __grid_constant__ Group g, const __grid_constant__ PlanView plan,
             const __grid_constant__ KernelCombineArgs args) {
   if constexpr (kBulk && !kArch.bulk_copies) return;  // never launched: see has_bulk_copies()
-  using Table = Combine<kBulk, kNet, kSums, Row, Wire>;
+  using Table = Combine<kBulk, kNet, kCopies, Row, Wire>;
   using Roles = typename Table::Roles;
   using Merges = typename Table::Merges;
   UCCL_EP_DYNAMIC_SHARED(dynamic);
@@ -134,36 +134,26 @@ __global__ void __launch_bounds__(Combine<kBulk, kNet, kSums, Row, Wire>::Roles:
   if (k.crew.thread == 0) trace_kernel(g, TraceKind::kKernelEnd, OpKind::kCombine, k.op.epoch);
 }
 
-template <bool kBulk, bool kNet, Sums kSums, typename Row, typename Wire>
+template <bool kBulk, bool kNet, bool kCopies, typename Row, typename Wire>
 void launch_one(const Group& group, const PlanView& plan, const KernelCombineArgs& args, uint32_t num_sms,
                 StreamHandle stream) {
-  using Table = Combine<kBulk, kNet, kSums, Row, Wire>;
-  launch_kernel(combine<kBulk, kNet, kSums, Row, Wire>,
+  using Table = Combine<kBulk, kNet, kCopies, Row, Wire>;
+  launch_kernel(combine<kBulk, kNet, kCopies, Row, Wire>,
                 {num_sms, Table::Roles::kThreads, tables_bytes(group, args) + Table::kSharedBytes, stream}, group, plan,
                 args);
 }
-// Which kernel is fastest, on H100 with 7168 elements a row. Combines of two GPUs in us, kMany and the other: compact,
-// 1,024 and 4,096 tokens: 96 and 110, 241 and 258; others, 128 and 1,024 tokens: 52 and 50, 154 and 151. On four GPUs:
-// compact, 4,096 tokens: 613 and 570; others, 128 and 512 tokens: 57 and 53, 123 and 111.
-constexpr uint32_t kFewTokens = 1024, kFewCompact = 512;
-Sums sums_of(const Group& group, const PlanView& plan) {
-  if (plan.compact_width == 0) return plan.num_tokens <= kFewTokens && !has_net(group) ? Sums::kFew : Sums::kMany;
-  const bool copies = has_net(group) || group.end - group.first > 2 || plan.num_tokens <= kFewCompact;
-  return copies ? Sums::kCopied : Sums::kMany;
-}
+// Compact rows are copied, but not in large combines of two GPUs: of 4,096 tokens of 7168 the copying kernel took 258
+// us there, the other one 241; on four GPUs 570 and 613.
+constexpr uint32_t kFewTokens = 512;
 template <bool kBulk, typename Row, typename Wire>
 void launch(const Group& group, const PlanView& plan, const KernelCombineArgs& args, uint32_t num_sms,
             StreamHandle stream) {
-  const Sums sums = kBulk ? sums_of(group, plan) : Sums::kMany;
+  const bool copies =
+      plan.compact_width > 0 && (has_net(group) || group.end - group.first > 2 || plan.num_tokens <= kFewTokens);
   const auto go = [&]<bool kNet>() {
-    if constexpr (kBulk) {
-      if (sums == Sums::kCopied)
-        return launch_one<true, kNet, Sums::kCopied, Row, Wire>(group, plan, args, num_sms, stream);
-      if constexpr (!kNet)
-        if (sums == Sums::kFew)
-          return launch_one<true, false, Sums::kFew, Row, Wire>(group, plan, args, num_sms, stream);
-    }
-    launch_one<kBulk, kNet, Sums::kMany, Row, Wire>(group, plan, args, num_sms, stream);
+    if constexpr (kBulk)
+      if (copies) return launch_one<true, kNet, true, Row, Wire>(group, plan, args, num_sms, stream);
+    launch_one<kBulk, kNet, false, Row, Wire>(group, plan, args, num_sms, stream);
   };
   if (!has_net(group))
     go.template operator()<false>();
@@ -179,9 +169,8 @@ Status launch_combine(const Group& group, const PlanView& plan, const KernelComb
     launch<false, float, float>(group, plan, args, num_sms, stream);
   else if (args.wire == Dtype::kFp32)
     launch<false, uint16_t, float>(group, plan, args, num_sms, stream);
-  else if (!group.bulk_copies ||
-           group.shared_bytes <
-               tables_bytes(group, args) + Combine<true, false, Sums::kMany, uint16_t, uint16_t>::kSharedBytes)
+  else if (!group.bulk_copies || group.shared_bytes < tables_bytes(group, args) +
+                                                          Combine<true, false, false, uint16_t, uint16_t>::kSharedBytes)
     launch<false, uint16_t, uint16_t>(group, plan, args, num_sms, stream);
   else
     launch<true, uint16_t, uint16_t>(group, plan, args, num_sms, stream);
@@ -189,13 +178,12 @@ Status launch_combine(const Group& group, const PlanView& plan, const KernelComb
 }
 
 Status load_combine(uint32_t shared_bytes) {
-  using enum Sums;
-  return load_all(shared_bytes, combine<false, false, kMany, float, float>,
-                  combine<false, false, kMany, uint16_t, float>, combine<false, false, kMany, uint16_t, uint16_t>,
-                  combine<true, false, kMany, uint16_t, uint16_t>, combine<true, false, kFew, uint16_t, uint16_t>,
-                  combine<true, false, kCopied, uint16_t, uint16_t>, combine<false, true, kMany, float, float>,
-                  combine<false, true, kMany, uint16_t, float>, combine<false, true, kMany, uint16_t, uint16_t>,
-                  combine<true, true, kMany, uint16_t, uint16_t>, combine<true, true, kCopied, uint16_t, uint16_t>);
+  return load_all(shared_bytes, combine<false, false, false, float, float>,
+                  combine<false, false, false, uint16_t, float>, combine<false, false, false, uint16_t, uint16_t>,
+                  combine<true, false, false, uint16_t, uint16_t>, combine<true, false, true, uint16_t, uint16_t>,
+                  combine<false, true, false, float, float>, combine<false, true, false, uint16_t, float>,
+                  combine<false, true, false, uint16_t, uint16_t>, combine<true, true, false, uint16_t, uint16_t>,
+                  combine<true, true, true, uint16_t, uint16_t>);
 }
 
 }  // namespace uccl_ep::gpu

@@ -118,16 +118,12 @@ struct Boxes {
   }
 };
 
-// What a kernel sums in one domain. kMany: whole rows. kFew: of so few tokens that warps share the rows they merge.
-// kCopied: compact rows. The only row of a sum is copied, because whoever merges it adds it to +0.0 (contract 2).
-enum class Sums { kMany, kFew, kCopied };
-
 // Rows of other domains come first, because their sums travel farther. A sum is that of a row, or of a part of one
-// (kNet: there are several domains).
-template <bool kNet, Sums kSums>
+// (kNet: there are several domains). kCopiesRows: the only row of a sum is copied, because whoever merges it adds it to
+// +0.0 (contract 2).
+template <bool kNet, bool kCopiesRows>
 struct Fold : CombineKernel {
-  static constexpr bool kSumsFirst = false, kSplits = kNet, kRehearses = false, kCopies = kSums == Sums::kCopied,
-                        kBegins = false;
+  static constexpr bool kSumsFirst = false, kSplits = kNet, kRehearses = false, kCopies = kCopiesRows, kBegins = false;
   const FoldRange& range;
   uint32_t* const boxes;  // this warp's
   const uint32_t units;  // of 16 bytes in one of the caller's rows
@@ -236,8 +232,8 @@ struct Fold : CombineKernel {
 
 // By one warp: tells the sources of token blocks whose last row has been folded. The warps that fold do not wait for
 // its fences, which are slow while the link is full of rows.
-template <bool kNet, Sums kSums, uint32_t kWarps>
-__device__ inline void tell_folded(const Fold<kNet, kSums>& fold, Boxes<kWarps>& boxes) {
+template <bool kNet, bool kCopies, uint32_t kWarps>
+__device__ inline void tell_folded(const Fold<kNet, kCopies>& fold, Boxes<kWarps>& boxes) {
   constexpr uint32_t kEach = (kWarps * kBoxes + kWarp - 1) / kWarp;
   const uint32_t lane = threadIdx.x % kWarp;
   for (uint32_t looks = 1;; ++looks) {

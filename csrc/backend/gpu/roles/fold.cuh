@@ -8,8 +8,8 @@
 namespace uccl_ep::gpu {
 
 // kBulk: sums by bulk copies, which need shared memory for each warp. kNet: there are several domains. Row and Wire:
-// elements of rows here and on their way. kSums: see there.
-template <bool kBulk, bool kNet, Sums kSums, typename Row, typename Wire>
+// elements of rows here and on their way. kCopies: see Fold.
+template <bool kBulk, bool kNet, bool kCopies, typename Row, typename Wire>
 struct FoldRole {
   static constexpr uint32_t kWarps = kBulk ? 7 : warps_by_lanes(11, 9);
   struct Shared {
@@ -29,7 +29,7 @@ struct FoldRole {
     const StepClock clock(k, Step::kFold);
     // Shuffled, because the compiler would otherwise work it out for every segment.
     const uint32_t units = __shfl_sync(kFullWarp, k.args.hidden * dtype_bytes(k.args.dtype) / 16, 0);
-    const Fold<kNet, kSums> fold{k, shared.folds, shared.boxes.tags + k.crew.warp() * kBoxes, units};
+    const Fold<kNet, kCopies> fold{k, shared.folds, shared.boxes.tags + k.crew.warp() * kBoxes, units};
     sum_all<kBulk, Row, Wire>({k.crew, kWarps, false}, k.g, fold, k.args.hidden, pipeline);
     __syncwarp();
     if (k.crew.lane() == 0) count_shared(&shared.boxes.ended);

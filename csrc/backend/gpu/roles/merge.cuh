@@ -7,7 +7,7 @@
 
 namespace uccl_ep::gpu {
 
-template <bool kBulk, bool kNet, Sums kSums, typename Row, typename Wire>
+template <bool kBulk, bool kNet, bool kCopies, typename Row, typename Wire>
 struct MergeRole {
   static constexpr uint32_t kWarps = kBulk ? 4 : warps_by_lanes(8, 6);
   struct Shared {
@@ -35,7 +35,7 @@ struct MergeRole {
   static __device__ __forceinline__ void merge(const CombineKernel& k, const MergeRange& range, SumPipeline& pipeline,
                                                bool has_folded) {
     const StepClock clock(k, Step::kMerge, has_folded ? gridDim.x : 0);
-    const Merge<kNet, kSums> merge(k, range);
+    const Merge<kNet, kCopies> merge(k, range);
     if (!has_folded) merge.template fill_empty<Row>();
     sum_all<kBulk, Wire, Row>({k.crew, kWarps, has_folded}, k.g, merge, k.args.hidden, pipeline);
     if (!is_last(k.args, range.window))

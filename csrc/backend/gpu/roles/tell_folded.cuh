@@ -23,7 +23,7 @@ __device__ __forceinline__ uint32_t first_folded(const Group& g, uint32_t row_by
   return is_alone(g) ? 2 * rows : (rows + kTokenBlock - 1) / kTokenBlock * kTokenBlock;
 }
 
-template <typename FoldsRows, typename MergesRows, bool kBulk, bool kNet, Sums kSums>
+template <typename FoldsRows, typename MergesRows, bool kBulk, bool kNet, bool kCopies>
 struct TellFoldedRole {
   static constexpr uint32_t kWarps = 1;
   struct Shared {};
@@ -35,14 +35,14 @@ struct TellFoldedRole {
     if (window > 0 && k.crew.thread == 0) shared.boxes.ended = 0;
     find_merge_range(k, window, ranges[(window + 1) % kHalves], merges);
     find_fold_range(k, merges, shared.folds);
-    if ((kNet || kSums != Sums::kMany) && threadIdx.x == 0) part_rows(k, shared.folds, merges);
+    if ((kNet || kCopies) && threadIdx.x == 0) part_rows(k, shared.folds, merges);
     k.crew.sync();  // as in find_merge_range
     if (!kNet && window == 0 && blockIdx.x == 0) write_packets(k);
   }
   // After it.
   static __device__ __forceinline__ void run(const CombineKernel& k, typename FoldsRows::Shared& shared) {
     if (blockIdx.x == 0 && going(k)) tell_empty_token_blocks(k, shared.folds.window);
-    tell_folded(Fold<kNet, kSums>{k, shared.folds, nullptr, 0}, shared.boxes);
+    tell_folded(Fold<kNet, kCopies>{k, shared.folds, nullptr, 0}, shared.boxes);
   }
 
  private:
@@ -63,7 +63,7 @@ struct TellFoldedRole {
     const bool are_few = rows <= kFewRows * (FoldsRows::kWarps + MergesRows::kWarps) * workers(k.g);
     return are_few ? PartedRows{rows, segments_of(k.args.hidden * 2)} : PartedRows{};
   }
-  static constexpr uint32_t kFewRows = kSums == Sums::kFew ? 4 : 2;  // of a warp
+  static constexpr uint32_t kFewRows = 2;  // of a warp
   // The first `rows` rows of each of `streams` streams, as far as there are warps for them.
   static __device__ __forceinline__ PartedRows first_rows(const CombineKernel& k, uint32_t streams, uint32_t rows) {
     if constexpr (!kBulk) return {};
