@@ -38,8 +38,8 @@ FILES = {
     ),
 }
 """Of bench/results: the commit whose rows are used, and why. Other files are of earlier commits: of these
-shapes, of hidden 4096 (8 cached rows: mean 7.6 %, largest 22 %), of 64 SMs (12: 14 %, 34 %). Newer ones are
-of few tokens on 4 GPUs, and of 4 x H100; they take no part."""
+shapes, of hidden 4096 (8 cached rows: mean 7.6 %, largest 22 %), of 64 SMs (12: 14 %, 34 %). A newer
+one is of 4 x H100; it takes no part."""
 OLD_HOST_PATH = ("bcf5232", "8a90ee1")
 """Before d556fca, which replaced what the host does behind the counts of a new plan."""
 KERNEL_PER_WINDOW = ("bcf5232", "8a90ee1", "4a56ab2", "18aa3cd")
