@@ -28,7 +28,7 @@ def jobs() -> dict[str, Job]:
             found[f"{flavour.name} {target}"] = partial(test_fuzz.objects_of, needed, flavour)
     for program in test_native.PROGRAMS:
         for sanitizer in ("memory", "thread") if program in test_native.LOCK_FREE else ("memory",):
-            sources, flavour = test_native.sources_of(program), test_native.SANITIZERS[sanitizer]
+            sources, flavour = test_native.sources_of(program), test_native.flavour_of(program, sanitizer)
             found[f"{program}, {sanitizer}"] = partial(building.objects_of, sources, flavour)
     for mode in filter(test_lanes.CHOSEN.get, test_lanes.MODES):
         sources, flavour = test_native.sources_of("gpu_engine"), test_lanes.MODES[mode]

@@ -24,7 +24,7 @@ BUILD: dict[str, Any] = runpy.run_path(str(CSRC / LAYER / "build.py"), run_name=
 # Those with code of their own; the last of `KNOWN` is PTX for what comes after.
 ARCHITECTURES = tuple(name for name in BUILD["KNOWN"] if name != "90")
 # In every run; the others, which are like one of these, with -m slow. A compiler needs minutes for each.
-CHOSEN = ("80", "90a", "100a")
+CHOSEN = ("80", "90a")
 
 _KERNEL = re.compile(
     r"Function properties for (\S+)\s*\n"
@@ -76,8 +76,22 @@ def _text_of_headers() -> bytes:
     return b"".join(path.read_bytes() for path in sorted(CSRC.rglob("*.*h")))
 
 
+def _of_the_build(source: Path, architecture: str) -> str | None:
+    """What ptxas said when setup.py compiled this for that architecture alone, if nothing is newer."""
+    texts = [source, *CSRC.rglob("*.*h"), *CSRC.rglob("build.py")]
+    newest = max(path.stat().st_mtime for path in texts)
+    kept = (source.relative_to(CSRC.parent)).with_suffix(".cu.ptxas")
+    for folder in (CSRC.parent / "build").glob(f"objects-*-cuda_{architecture}"):
+        if (folder / kept).is_file() and (folder / kept).stat().st_mtime > newest:
+            return (folder / kept).read_text()
+    return None
+
+
 def report_of(source: Path, architecture: str) -> str:
-    """What ptxas says, kept under build/ by all that it depends on. Raises CannotBuild."""
+    """What ptxas says, of the build or kept under build/ by all that it depends on. Raises CannotBuild."""
+    built = _of_the_build(source, architecture)
+    if built is not None:
+        return built
     command = [NVCC, *BUILD["flags"]([architecture], werror=True), f"-I{CSRC}", f"-I{CSRC / LAYER}", "-cubin"]
     made_of = b"\0".join([" ".join(command).encode(), _text_of_headers(), source.read_bytes()])
     OBJECTS.mkdir(parents=True, exist_ok=True)

@@ -91,6 +91,11 @@ def sources_of(program: str) -> list[Path]:
     return [HERE / f"{program}_claims.cc", *product]
 
 
+def flavour_of(program: str, sanitizer: str) -> building.Flavour:
+    # Groups of 65 ranks take four times as long with AddressSanitizer.
+    return building.PLAIN if program == "gpu_ranks" else SANITIZERS[sanitizer]
+
+
 @pytest.fixture(scope="session")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     """Links a program once per session and sanitizer."""
@@ -107,9 +112,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
             building.link_shared(binary.with_name(STAND_INS[0]), HERE / "fake_verbs.cc")
             for name in STAND_INS[1:]:
                 binary.with_name(name).symlink_to(STAND_INS[0])
-        # Groups of 65 ranks take four times as long with AddressSanitizer.
-        flavour = building.PLAIN if program == "gpu_ranks" else SANITIZERS[sanitizer]
-        return building.link(binary, sources_of(program), flavour)
+        return building.link(binary, sources_of(program), flavour_of(program, sanitizer))
 
     return program_of
 
