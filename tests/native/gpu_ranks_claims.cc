@@ -6,6 +6,7 @@
 
 #include "claims.h"
 #include "gpu_on_cpu/streams.h"
+#include "mirrored.h"
 #include "slot_tries.h"
 
 namespace uccl_ep {
@@ -45,7 +46,7 @@ CLAIM("a map whose tokens reach more than 32 other domains has the host's bits")
   CudaRun run = ranks_in(std::vector<int>(40, 1));
   run.is_map = true;
   run.map_one_in = 1;
-  run.num_tokens = {30, 3, 0, 7};
+  run.num_tokens = {12, 3, 0, 7};
   each_seed(run, same_as_host);
 }
 
@@ -194,6 +195,61 @@ CLAIM("a rank that lays out its memory otherwise is refused by name") {
     handles.push_back(engines.back()->export_handle());
   }
   EXPECT(refusal_of([&] { engines[0]->connect(handles); }).starts_with("rank 1 lays out its memory otherwise"));
+}
+
+// The first of so many domains. The others are its mirror images.
+CudaRun mirrored(int domains, int members) {
+  CudaRun run = ranks_in(std::vector<int>(static_cast<size_t>(domains), members));
+  run.mirrored = members;
+  run.num_tokens = {40, 64, 0, 33};
+  run.topk = 8;
+  return run;
+}
+CLAIM("a domain of 257 ranks, which are domains each, gets the rows of all, and every sum") {
+  each_seed(mirrored(257, 1), try_mirrored);
+}
+CLAIM("a domain of 600 ranks gets the rows of all, and every sum") { each_seed(mirrored(75, 8), try_mirrored); }
+CLAIM("a domain of 600 ranks gets the rows of all, and every sum, in windows, with tails of packets") {
+  CudaRun run = mirrored(75, 8);
+  run.hidden = 1024;
+  run.spare_bytes = 0;
+  run.num_tokens = {200, 130, 0, 33};
+  run.packets = {0, 256, 2};
+  run.least_windows = 9;
+  run.least_tails = 64;
+  each_seed(run, try_mirrored);
+}
+CLAIM("a domain of 600 ranks gets the rows of all, and every sum, with several experts a rank") {
+  CudaRun run = mirrored(75, 8);
+  run.experts_per_rank = 4;
+  run.num_tokens = {300, 64, 1, 0, 200, 257, 7, 40};
+  run.spare_bytes = 64 << 20;
+  each_seed(run, try_mirrored);
+}
+CLAIM("a domain of 2048 ranks gets the rows of all, and every sum") { each_seed(mirrored(256, 8), try_mirrored); }
+CLAIM("control: one other bit in a row that came to a domain of 600 ranks is seen") {
+  Mirror::flipped_rank = 3;
+  try {
+    each_seed(mirrored(75, 8), try_mirrored);
+  } catch (const std::exception& seen) {
+    EXPECT(std::string(seen.what()).find("rows: differs first at") != std::string::npos);
+    return;
+  }
+  throw std::logic_error("nobody saw it");
+}
+CLAIM("low latency of 256 and 600 ranks gives a domain the rows of all, in their slots, and every sum") {
+  for (const int domains : {32, 75}) {
+    SlotRun run = slots_of(std::vector<int>(), kFp8);
+    static_cast<CudaRun&>(run).domain_of = mirrored(domains, 8).domain_of;
+    run.mirrored = 8;
+    run.max_tokens = 16;
+    run.num_tokens = {16, 5, 0, 9};
+    run.experts_per_rank = 1;
+    run.topk = 8;
+    run.num_sms = 2;
+    run.num_rounds = 2;
+    try_run(run);
+  }
 }
 CLAIM("129 ranks in 16 domains of 8 and one of 1 have the host's bits") {
   std::vector<int> sizes(16, 8);

@@ -19,6 +19,7 @@ constexpr Dtype kBf16 = Dtype::kBf16, kFp32 = Dtype::kFp32, kFp8 = Dtype::kFp8;
 struct CudaRun {
   std::vector<int> domain_of = {0, 0};
   std::vector<int> host_of;  // empty: one host
+  int mirrored = 0;  // not 0: only so many ranks run, the first domain; other domains are its mirror images: mirror.h
   std::vector<uint64_t> num_tokens = {40, 27};  // by rank; again from the first when there are more ranks
   uint32_t experts_per_rank = 4, hidden = 256, topk = 3;
   Dtype dtype = Dtype::kBf16, wire = Dtype::kBf16;  // of the rows of a dispatch
@@ -47,8 +48,17 @@ struct CudaRun {
   uint64_t least_tails = 0;  // chunks of packets' tails that all ranks have to ship
   uint64_t least_windows = 0;  // that a rank's operations have to take
 
-  uint64_t tokens_of(int rank) const { return num_tokens[static_cast<size_t>(rank) % num_tokens.size()]; }
   int num_ranks() const { return static_cast<int>(domain_of.size()); }
+  int num_running() const { return mirrored != 0 ? mirrored : num_ranks(); }
+  // A running rank: it, or the one of which it is an image.
+  int origin_of(int rank) const { return rank % num_running(); }
+  uint64_t tokens_of(int rank) const { return num_tokens[static_cast<size_t>(origin_of(rank)) % num_tokens.size()]; }
+  // An expert of this rank's routing, if its origin's has `expert` there: the two domains are exchanged.
+  int64_t image_of(int64_t expert, int rank) const {
+    const int64_t of_domain = int64_t{num_running()} * experts_per_rank, domain = rank / num_running();
+    const int64_t from = expert / of_domain, to = from == domain ? 0 : from == 0 ? domain : from;
+    return expert + (to - from) * of_domain;
+  }
   uint32_t num_experts() const { return experts_per_rank * static_cast<uint32_t>(num_ranks()); }
   uint32_t width() const { return is_map ? num_experts() : topk; }
   Dtype dispatch_dtype() const { return given_codes ? Dtype::kFp8Fp32 : dtype; }
@@ -98,6 +108,7 @@ inline EngineConfig config_of(const CudaRun& run, int rank) {
   config.window_tokens = run.window_tokens;
   config.bulk_copies = run.bulk_copies;
   config.packets = run.packets;
+  if (run.mirrored != 0) config.transport = "mirror";
   config.loop = run.loop;
   return config;
 }
@@ -110,7 +121,7 @@ struct RankInput {
   std::vector<uint32_t> metadata;
 
   RankInput(const CudaRun& run, int rank, int round) : num_tokens(run.tokens_of(rank)) {
-    std::mt19937_64 random(run.seed * 1000 + static_cast<uint64_t>(rank * 100 + round));
+    std::mt19937_64 random(run.seed * 1000 + static_cast<uint64_t>(run.origin_of(rank) * 100 + round));
     std::normal_distribution<float> normal;
     const auto chance = [&](uint64_t n) { return random() % n == 0; };
     for (uint64_t i = 0; i < num_tokens * run.hidden; ++i) {
@@ -126,7 +137,8 @@ struct RankInput {
           routing.push_back(chance(run.map_one_in));
         } else {
           const auto chosen = static_cast<int64_t>((first + k * step) % experts);
-          const int64_t expert = chance(8) || chosen / run.experts_per_rank == run.idle_rank ? -1 : chosen;
+          const bool is_none = chance(8) || chosen / run.experts_per_rank == run.idle_rank;
+          const int64_t expert = is_none ? -1 : run.image_of(chosen, rank);
           const auto* const bytes = reinterpret_cast<const uint8_t*>(&expert);
           routing.insert(routing.end(), bytes, bytes + sizeof(expert));
         }

@@ -23,6 +23,7 @@
 #include "engine/host/engine.h"
 #include "gpu_on_cpu/lanes.h"
 #include "gpu_run.h"
+#include "mirror.h"
 
 namespace uccl_ep {
 
@@ -95,10 +96,14 @@ struct CloseOnFailure {
 
 class CudaRank {
  public:
+  static EngineConfig config_of(const CudaRun& run, int rank) {
+    EngineConfig config = uccl_ep::config_of(run, rank);
+    config.budget_bytes = gpu_least_budget_bytes(config) + static_cast<uint64_t>(run.spare_bytes);
+    return config;
+  }
+
   CudaRank(const CudaRun& run, int rank)
-      : run_(run),
-        rank_(rank),
-        engine_(with_budget(run, config_of(run, rank)), rank, run.num_sms, std::max(run.num_sms, run.stage_sms)) {
+      : run_(run), rank_(rank), engine_(config_of(run, rank), rank, run.num_sms, std::max(run.num_sms, run.stage_sms)) {
     EXPECT(cudaSetDevice(rank) == cudaSuccess);
     EXPECT(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking) == cudaSuccess);
   }
@@ -163,10 +168,6 @@ class CudaRank {
   }
 
  private:
-  static EngineConfig with_budget(const CudaRun& run, EngineConfig config) {
-    config.budget_bytes = gpu_least_budget_bytes(config) + static_cast<uint64_t>(run.spare_bytes);
-    return config;
-  }
   void give(Operation& op, Dispatched& got, bool cached) {
     got.make_room(run_, op.plan()->num_rows());
     if (!cached) storage_.assign(op.plan()->num_bytes(), 0xDD);
@@ -242,23 +243,30 @@ inline void by_ranks(int num_ranks, const std::function<void(int)>& body) {
   if (!all.empty()) throw std::logic_error(all);
 }
 
-template <typename Rank>
-std::vector<std::unique_ptr<Rank>> make_ranks(const CudaRun& run) {
+// Images of a rank would have its handle.
+template <typename Rank, typename Run>
+std::vector<std::unique_ptr<Rank>> make_ranks(const Run& run) {
+  constexpr bool kOnGpu = !std::is_same_v<Rank, HostRank>;
   std::vector<std::unique_ptr<Rank>> ranks;
   std::vector<std::string> handles;
-  for (int rank = 0; rank < run.num_ranks(); ++rank) {
+  for (int rank = 0; rank < run.num_running(); ++rank) {
+    if constexpr (kOnGpu)
+      if (run.mirrored != 0) Mirror::prepare(Rank::config_of(run, rank));
     ranks.push_back(std::make_unique<Rank>(run, rank));
     handles.push_back(ranks.back()->engine().export_handle());
   }
-  std::barrier meeting(run.num_ranks());
-  by_ranks(run.num_ranks(), [&](int rank) {
-    ranks[static_cast<size_t>(rank)]->engine().connect(handles);
-    if constexpr (std::is_same_v<Rank, CudaRank>) {
+  for (int rank = run.num_running(); rank < run.num_ranks(); ++rank)
+    handles.push_back(handles[static_cast<size_t>(run.origin_of(rank))]);
+  std::barrier meeting(run.num_running());
+  by_ranks(run.num_running(), [&](int rank) {
+    auto& engine = ranks[static_cast<size_t>(rank)]->engine();
+    engine.connect(handles);
+    if constexpr (kOnGpu) {
       meeting.arrive_and_wait();
-      ranks[static_cast<size_t>(rank)]->engine().share_memory([] {});
+      engine.share_memory([] {});
     }
     meeting.arrive_and_wait();
-    ranks[static_cast<size_t>(rank)]->engine().start();
+    engine.start();
   });
   return ranks;
 }

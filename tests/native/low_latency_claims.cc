@@ -8,7 +8,7 @@ namespace {
 
 void miss_a_rank(SlotRun run) {
   run.arrival_timeout_s = 1;
-  auto ranks = make_slot_ranks(run);
+  auto ranks = make_ranks<SlotRank>(run);
   by_ranks(run.num_ranks(), [&](int r) {
     if (r == 1) return;
     SlotRank& rank = *ranks[0];
@@ -27,7 +27,7 @@ void miss_a_rank(SlotRun run) {
 }
 void miss_sums(SlotRun run) {
   run.arrival_timeout_s = 1;
-  auto ranks = make_slot_ranks(run);
+  auto ranks = make_ranks<SlotRank>(run);
   by_ranks(run.num_ranks(), [&](int r) {
     SlotRank& rank = *ranks[static_cast<size_t>(r)];
     const World world(run, 0);
@@ -140,7 +140,7 @@ CLAIM("ranks that no longer come are masked by all others at once, and results a
   SlotRun run = slots_of(4);
   run.mask_timeout_s = 2;
   gpu_on_cpu::disturb(run.seed);
-  auto ranks = make_slot_ranks(run);
+  auto ranks = make_ranks<SlotRank>(run);
   by_ranks(run.num_ranks(), [&](int r) {
     SlotRank& rank = *ranks[static_cast<size_t>(r)];
     const CloseOnFailure guard{rank.engine()};
@@ -183,7 +183,7 @@ CLAIM("ranks that no longer come are masked by all others at once, and results a
 CLAIM("a rank that others have masked meanwhile has an error, and they have none") {
   SlotRun run = slots_of(3);
   run.mask_timeout_s = 1;
-  auto ranks = make_slot_ranks(run);
+  auto ranks = make_ranks<SlotRank>(run);
   by_ranks(run.num_ranks(), [&](int r) {
     SlotRank& rank = *ranks[static_cast<size_t>(r)];
     const World world(run, 0);
@@ -201,7 +201,7 @@ CLAIM("other calls are a mismatch that names both, and calls refused since are n
   for (const auto& [differs, domains] :
        {std::pair{false, std::vector{0, 0}}, {true, {0, 0}}, {false, {0, 1}}, {true, {0, 1}}}) {
     SlotRun run = slots_of(domains);
-    auto ranks = make_slot_ranks(run);
+    auto ranks = make_ranks<SlotRank>(run);
     by_ranks(run.num_ranks(), [&](int r) {
       SlotRank& rank = *ranks[static_cast<size_t>(r)];
       const World world(run, 0);
@@ -245,7 +245,7 @@ CLAIM("between domains a network that delivers nothing is an error of all within
     const Flag* const cut = combines ? &network_cut() : nullptr;
     run.loop.cut = cut;
     if (!combines) run.loop.drop_peer = 2;
-    auto ranks = make_slot_ranks(run);
+    auto ranks = make_ranks<SlotRank>(run);
     std::barrier meeting(run.num_ranks());
     const uint64_t started = now_usec();
     by_ranks(run.num_ranks(), [&](int r) {
@@ -276,7 +276,7 @@ CLAIM("between domains a network that delivers nothing is an error of all within
 }
 CLAIM("between domains a rank that leaves is an error of all others at once") {
   const SlotRun run = slots_of({0, 1, 1});
-  auto ranks = make_slot_ranks(run);
+  auto ranks = make_ranks<SlotRank>(run);
   const uint64_t started = now_usec();
   by_ranks(run.num_ranks(), [&](int r) {
     SlotRank& rank = *ranks[static_cast<size_t>(r)];
@@ -299,7 +299,7 @@ CLAIM("between domains a rank that leaves is an error of all others at once") {
 }
 CLAIM("control: a row, a scale, a number or a sum of another bit is seen") {
   const SlotRun run = slots_of(1, kFp8);
-  auto ranks = make_slot_ranks(run);
+  auto ranks = make_ranks<SlotRank>(run);
   const World world(run, 0);
   Slots got(run);
   ranks[0]->dispatch(world.inputs[0], got, gpu::SlotPhase::kBoth);

@@ -75,7 +75,7 @@ struct World {
   const SlotRun& run;
   std::vector<RankInput> inputs;
   uint64_t gone = 0;  // ranks, a bit each
-  bool is_gone(uint64_t rank) const { return (gone >> rank & 1) != 0; }
+  bool is_gone(uint64_t rank) const { return rank < 64 && (gone >> rank & 1) != 0; }
   World(const SlotRun& of, int round) : run(of) {
     for (int rank = 0; rank < run.num_ranks(); ++rank) inputs.emplace_back(run, rank, round);
   }
@@ -167,6 +167,18 @@ struct World {
 
 class SlotRank {
  public:
+  static EngineConfig config_of(const SlotRun& run, int rank) {
+    EngineConfig config = uccl_ep::config_of(run, rank);
+    config.max_element_bytes = dtype_bytes(run.sum_wire);
+    config.low_latency_tokens = run.max_tokens;
+    config.low_latency_topk = run.topk;
+    config.low_latency_sms = run.num_sms;
+    config.low_latency_fold_pairs = rank % 2 != 0 && run.mixes ? uint32_t{1} << 20 : run.fold_pairs;
+    config.bulk_copies = run.bulk_copies;
+    config.mask_timeout_s = run.mask_timeout_s;
+    config.budget_bytes = gpu_least_budget_bytes(config);
+    return config;
+  }
   SlotRank(const SlotRun& run, int rank) : run_(run), rank_(rank), engine_(config_of(run, rank), rank, run.num_sms, 0) {
     EXPECT(cudaSetDevice(rank) == cudaSuccess);
     EXPECT(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking) == cudaSuccess);
@@ -254,41 +266,10 @@ class SlotRank {
   }
 
  private:
-  static EngineConfig config_of(const SlotRun& run, int rank) {
-    EngineConfig config = uccl_ep::config_of(run, rank);
-    config.max_element_bytes = dtype_bytes(run.sum_wire);
-    config.low_latency_tokens = run.max_tokens;
-    config.low_latency_topk = run.topk;
-    config.low_latency_sms = run.num_sms;
-    config.low_latency_fold_pairs = rank % 2 != 0 && run.mixes ? uint32_t{1} << 20 : run.fold_pairs;
-    config.bulk_copies = run.bulk_copies;
-    config.mask_timeout_s = run.mask_timeout_s;
-    config.budget_bytes = gpu_least_budget_bytes(config);
-    return config;
-  }
   const SlotRun run_;
   const int rank_;
   GpuEngine engine_;
   cudaStream_t stream_ = nullptr;
 };
-
-inline std::vector<std::unique_ptr<SlotRank>> make_slot_ranks(const SlotRun& run) {
-  std::vector<std::unique_ptr<SlotRank>> ranks;
-  std::vector<std::string> handles;
-  for (int rank = 0; rank < run.num_ranks(); ++rank) {
-    ranks.push_back(std::make_unique<SlotRank>(run, rank));
-    handles.push_back(ranks.back()->engine().export_handle());
-  }
-  std::barrier meeting(run.num_ranks());
-  by_ranks(run.num_ranks(), [&](int rank) {
-    GpuEngine& engine = ranks[static_cast<size_t>(rank)]->engine();
-    engine.connect(handles);
-    meeting.arrive_and_wait();
-    engine.share_memory([] {});
-    meeting.arrive_and_wait();
-    engine.start();
-  });
-  return ranks;
-}
 
 }  // namespace uccl_ep

@@ -61,9 +61,9 @@ inline void by_twos(const SlotRun& run, SlotRank& rank, int r) {
 
 inline void try_run(const SlotRun& run) {
   gpu_on_cpu::disturb(run.seed);
-  auto ranks = make_slot_ranks(run);
+  auto ranks = make_ranks<SlotRank>(run);
   const std::jthread watching = watch();
-  by_ranks(run.num_ranks(), [&](int r) {
+  by_ranks(run.num_running(), [&](int r) {
     SlotRank& rank = *ranks[static_cast<size_t>(r)];
     std::string failure;
     try {

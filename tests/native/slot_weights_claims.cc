@@ -51,7 +51,7 @@ CLAIM("what only sends, with known weights, is done before another rank begins")
   for (const auto& domains : {std::vector{0, 0}, {0, 1}}) {
     SlotRun run = knowing(slots_of(domains));
     run.arrival_timeout_s = 10;
-    auto ranks = make_slot_ranks(run);
+    auto ranks = make_ranks<SlotRank>(run);
     Flag sent;
     by_ranks(run.num_ranks(), [&](int r) {
       using enum gpu::SlotPhase;
@@ -78,7 +78,7 @@ CLAIM("what only sends, with known weights, is done before another rank begins")
 CLAIM("a rank sums with the weights of the dispatch, not with what its memory for others' weights holds") {
   for (const auto& domains : {std::vector{0, 0}, {0, 1}}) {
     SlotRun run = knowing(slots_of(domains)), tells = slots_of(domains);
-    auto ranks = make_slot_ranks(run);
+    auto ranks = make_ranks<SlotRank>(run);
     by_ranks(run.num_ranks(), [&](int r) {
       SlotRank& rank = *ranks[static_cast<size_t>(r)];
       const CloseOnFailure guard{rank.engine()};
@@ -108,7 +108,7 @@ CLAIM("ranks of which only one knows the weights do not fit together") {
   for (const auto& domains : {std::vector{0, 0}, {0, 1}})
     for (const bool combines : {false, true}) {
       SlotRun run = knowing(slots_of(domains));
-      auto ranks = make_slot_ranks(run);
+      auto ranks = make_ranks<SlotRank>(run);
       by_ranks(run.num_ranks(), [&](int r) {
         SlotRank& rank = *ranks[static_cast<size_t>(r)];
         const World world(run, 0);

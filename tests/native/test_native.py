@@ -28,8 +28,9 @@ PROGRAMS = (
 )  # fmt: skip
 # Where threads meet without a lock: these run under TSan every time, the others with -m slow.
 LOCK_FREE = ("queue", "stream", "copier", "ready")
-LARGE = (  # 13 GB of memory, or minutes
+LARGE = (  # 13 GB of memory, or minutes where cores are few
     "regions of more than 4 GiB give what small ones give",
+    "66 ranks in interleaved domains have the host's bits",
     "129 ranks in 16 domains of 8 and one of 1 have the host's bits",
 )
 # What a claim prints that cannot be tried here.
@@ -261,6 +262,7 @@ MUTANTS = {
 # The same of gpu_ranks.
 MANY_DOMAINS = "a map whose tokens reach more than 32 other domains has the host's bits"
 IN_BATCHES = "streams in batches have the host's bits, in windows of 11 domains of 2"
+OF_600_RANKS = "a domain of 600 ranks gets the rows of all, and every sum"
 MANY_RANKS = "low latency has more ranks than a word has bits, and more domains than a warp has lanes"
 RANK_MUTANTS = {
     "only the domains of a warp's lanes get rows": (
@@ -282,6 +284,9 @@ RANK_MUTANTS = {
     ),
     "streams of all batches have the pieces of the first": (
         IN_BATCHES, "merge.cuh", "piece_place(k.g, stream) * piece_bytes", "stream * piece_bytes",
+    ),
+    "ranks beyond 255 are those of a byte": (
+        OF_600_RANKS, "group.h", "return entries[i]; }", "return entries[i % 256]; }",
     ),
     "a source beyond the lanes of a warp has the rows of another": (
         "65 ranks in 8 domains of 8 and one of 1 have the host's bits", "sources.cuh",
