@@ -118,7 +118,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     return program_of
 
 
-def holds(build: Build, program: str, claim: str, sanitizer: str, timeout: float = 150) -> None:
+def holds(build: Build, program: str, claim: str, sanitizer: str, timeout: float = 400) -> None:
     binary = build(program, sanitizer)
     result = run([binary, claim], timeout, libraries=binary.parent)
     assert result.returncode == 0, result.stdout + result.stderr

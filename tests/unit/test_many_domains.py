@@ -194,6 +194,7 @@ MORE: dict[str, tuple[int, ...]] = {  # the oracle takes most of a minute
     "16 x 8": tuple(rank // 8 for rank in range(128)),
     "2 x 72": tuple(rank // 72 for rank in range(144)),
     "13, interleaved": tuple(rank % 13 for rank in range(129)),
+    "32 x 8 + 1": tuple(rank // 8 for rank in range(257)),
 }
 
 

@@ -5,8 +5,10 @@ See ``reference.py`` for what is done with it, and for the legend of the shape s
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -114,6 +116,14 @@ class Plan:
 
     def num_rows(self, owner: int) -> int:
         return self.rows_per_rank[owner]
+
+    @cached_property
+    def segments_between(self) -> dict[tuple[int, int], list[Segment]]:
+        """``segments`` by (owner, source); a pair of ranks without any is missing."""
+        found: dict[tuple[int, int], list[Segment]] = defaultdict(list)
+        for segment in self.segments:
+            found[segment.owner, segment.source].append(segment)
+        return dict(found)
 
     def cut(self, capacities: Sequence[int], padded: Sequence[bool]) -> Plan:
         """The plan without what lies beyond the first ``capacities[rank]`` rows of each rank.

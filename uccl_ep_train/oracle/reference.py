@@ -115,8 +115,7 @@ def fold(plan: Plan, owner: int, source: int, rows_RH: Tensor, dtype: torch.dtyp
     """
     pieces = [
         Piece(segment.tokens[first], rows_RH[segment.rows[first]])
-        for segment in plan.segments
-        if segment.owner == owner and segment.source == source
+        for segment in plan.segments_between.get((owner, source), [])
         for first in [segment.columns == 0]
     ]
     return add_in_order(pieces, plan.num_tokens(source), rows_RH.shape[1], dtype)
