@@ -76,7 +76,7 @@ def _text_of_headers() -> bytes:
     return b"".join(path.read_bytes() for path in sorted(CSRC.rglob("*.*h")))
 
 
-def _of_the_build(source: Path, architecture: str) -> str | None:
+def of_the_build(source: Path, architecture: str) -> str | None:
     """What ptxas said when setup.py compiled this for that architecture alone, if nothing is newer."""
     texts = [source, *CSRC.rglob("*.*h"), *CSRC.rglob("build.py")]
     newest = max(path.stat().st_mtime for path in texts)
@@ -89,7 +89,7 @@ def _of_the_build(source: Path, architecture: str) -> str | None:
 
 def report_of(source: Path, architecture: str) -> str:
     """What ptxas says, of the build or kept under build/ by all that it depends on. Raises CannotBuild."""
-    built = _of_the_build(source, architecture)
+    built = of_the_build(source, architecture)
     if built is not None:
         return built
     command = [NVCC, *BUILD["flags"]([architecture], werror=True), f"-I{CSRC}", f"-I{CSRC / LAYER}", "-cubin"]

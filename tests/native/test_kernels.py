@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.native import kernels as reports
 from tests.native.building import CSRC
 from tests.native.kernels import ARCHITECTURES, CHOSEN, NVCC, SOURCES, kernels_of, known, report_of
 
@@ -73,3 +75,23 @@ def test_spills_are_seen(tmp_path: Path) -> None:
     assert [kernel.spilled_bytes > 0 for kernel in kernels] == [True] and "greedy" in kernels[0].name
     with pytest.raises(ValueError, match="no function"):
         kernels_of("ptxas info    : 0 bytes gmem")
+
+
+def test_the_report_of_a_build_is_used_while_nothing_is_newer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "CSRC", tmp_path / "csrc")
+    source, report = (
+        tmp_path / "csrc" / "some.cu",
+        tmp_path / "build/objects-x-plain-cuda_90a/csrc/some.cu.ptxas",
+    )
+    for path, text in ((source, ""), (report, "said")):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    os.utime(source, (1, 1))
+    assert reports.of_the_build(source, "90a") == "said"
+    assert reports.of_the_build(source, "80") is None
+    header = source.with_suffix(".cuh")
+    header.touch()
+    os.utime(report, (2, 2))
+    assert reports.of_the_build(source, "90a") is None
