@@ -252,6 +252,7 @@ CLAIM("low latency of 256 and 600 ranks gives a domain the rows of all, in their
   }
 }
 CLAIM("129 ranks in 16 domains of 8 and one of 1 have the host's bits") {
+  gpu_on_cpu::stand_at_most(std::chrono::minutes(3));  // few cores need long for so many threads
   std::vector<int> sizes(16, 8);
   sizes.push_back(1);
   each_seed(ranks_in(sizes), same_as_host);
