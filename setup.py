@@ -99,6 +99,8 @@ nvcc = GPU["find_compiler"](CUDA_HOME) if ARCHS else None
 TOOLKIT = GPU["find_toolkit"](nvcc, CUDA_HOME) if nvcc else None
 BUILT_FOR = compiled_for(nvcc)
 KERNEL_FLAGS = GPU["flags"](BUILT_FOR, werror=WERROR)
+LINKED: dict[str, list] = GPU["linked_with"](TOOLKIT) if nvcc else {"libraries": []}
+LINKED["libraries"] += ["rt", "pthread", "dl"]
 
 
 class BuildExt(build_ext):
@@ -118,9 +120,9 @@ class BuildExt(build_ext):
         ext.extra_objects = sorted(str(objects[unit]) for unit in units if unit not in C_INTERFACE)
         super().build_extension(ext)
         core = [str(objects[unit]) for unit in units if not unit.startswith("csrc/bindings/")]
-        self.install_c_interface(ext, sorted(core))
+        self.install_c_interface(sorted(core))
 
-    def install_c_interface(self, ext: Pybind11Extension, objects: list[str]) -> None:
+    def install_c_interface(self, objects: list[str]) -> None:
         """The shared library with its header, and what pkg-config says of them: no Python in it."""
         package = Path(self.build_lib) / "uccl_ep_train"
         for folder in ("include", "lib/pkgconfig"):
@@ -130,8 +132,7 @@ class BuildExt(build_ext):
         self.compiler.link_shared_object(
             objects,
             str(package / "lib" / "libuccl_ep.so"),
-            libraries=ext.libraries,
-            library_dirs=ext.library_dirs,
+            **LINKED,
             extra_preargs=SANITIZE,
             extra_postargs=["-Wl,-soname,libuccl_ep.so"],
             target_lang="c++",
@@ -239,16 +240,10 @@ def extension() -> Pybind11Extension:
     csrc = ROOT / "csrc"
     sources = [path for path in sorted(csrc.rglob("*.cc")) if str(path.relative_to(ROOT)) not in C_INTERFACE]
     headers = [path for pattern in ("*.h", "*.cuh") for path in sorted(csrc.rglob(pattern))]
-    options: dict[str, list] = {
-        "include_dirs": ["csrc"],
-        "libraries": ["rt", "pthread", "dl"],
-    }
+    options: dict[str, list] = {"include_dirs": ["csrc"]}
     if nvcc:
         options["include_dirs"] += [GPU_LAYER, str(TOOLKIT / "include")]
         options["define_macros"] = [("UCCL_EP_CUDA", "1")]
-        linked = GPU["linked_with"](TOOLKIT)
-        options["libraries"] = [*linked["libraries"], *options["libraries"]]
-        options["library_dirs"] = linked["library_dirs"]
     else:
         of_gpus = {"gpu", "gpu.cc"}
         sources = [path for path in sources if not of_gpus.intersection(path.relative_to(csrc).parts)]
@@ -259,6 +254,7 @@ def extension() -> Pybind11Extension:
         cxx_std=20,
         extra_compile_args=COMPILE_FLAGS,
         extra_link_args=SANITIZE,
+        **LINKED,
         **options,
     )
 

@@ -46,7 +46,7 @@ CLAIM("a map whose tokens reach more than 32 other domains has the host's bits")
   CudaRun run = ranks_in(std::vector<int>(40, 1));
   run.is_map = true;
   run.map_one_in = 1;
-  run.num_tokens = {12, 3, 0, 7};
+  run.num_tokens = {30, 3, 0, 7};
   each_seed(run, same_as_host);
 }
 

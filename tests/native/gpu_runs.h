@@ -271,6 +271,24 @@ std::vector<std::unique_ptr<Rank>> make_ranks(const Run& run) {
   return ranks;
 }
 
+// What each rank does, until it closes; at once if it fails.
+template <typename Run, typename Rank>
+void run_to_the_end(const Run& run, std::vector<std::unique_ptr<Rank>>& ranks,
+                    const std::function<void(Rank&, int)>& body) {
+  const std::jthread watching = watch();
+  by_ranks(run.num_running(), [&](int r) {
+    Rank& rank = *ranks[static_cast<size_t>(r)];
+    std::string failure;
+    try {
+      body(rank, r);
+    } catch (const std::exception& caught) {
+      failure = told_by(caught);
+    }
+    rank.engine().close(!failure.empty());
+    if (!failure.empty()) throw std::logic_error(failure);
+  });
+}
+
 // A new plan and then the same one again, each there and back.
 struct RoundResult {
   Dispatched dispatched[2];
@@ -279,30 +297,21 @@ struct RoundResult {
 template <typename Rank>
 std::vector<std::vector<RoundResult>> results_of(const CudaRun& run, std::vector<std::unique_ptr<Rank>>& ranks) {
   std::vector<std::vector<RoundResult>> all(ranks.size());
-  const std::jthread watching = watch();
-  by_ranks(run.num_ranks(), [&](int r) {
-    Rank& rank = *ranks[static_cast<size_t>(r)];
-    std::string failure;
-    try {
-      for (int round = 0; round < run.rounds; ++round) {
-        RoundResult result;
-        const RankInput in(run, r, round);
-        const auto be_late = [&] {
-          if (r == run.num_ranks() - 1) usleep(run.late_usec);
-        };
-        for (int again = 0; again < 2; ++again) {
-          be_late();
-          result.dispatched[again] = rank.dispatch(in, again != 0);
-          be_late();
-          if (!run.fp8_codes) result.combined[again] = rank.combine(in, result.dispatched[again]);
-        }
-        all[static_cast<size_t>(r)].push_back(std::move(result));
+  run_to_the_end<CudaRun, Rank>(run, ranks, [&](Rank& rank, int r) {
+    for (int round = 0; round < run.rounds; ++round) {
+      RoundResult result;
+      const RankInput in(run, r, round);
+      const auto be_late = [&] {
+        if (r == run.num_ranks() - 1) usleep(run.late_usec);
+      };
+      for (int again = 0; again < 2; ++again) {
+        be_late();
+        result.dispatched[again] = rank.dispatch(in, again != 0);
+        be_late();
+        if (!run.fp8_codes) result.combined[again] = rank.combine(in, result.dispatched[again]);
       }
-    } catch (const std::exception& caught) {
-      failure = told_by(caught);
+      all[static_cast<size_t>(r)].push_back(std::move(result));
     }
-    rank.engine().close(!failure.empty());
-    if (!failure.empty()) throw std::logic_error(failure);
   });
   return all;
 }

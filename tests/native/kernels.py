@@ -24,7 +24,7 @@ BUILD: dict[str, Any] = runpy.run_path(str(CSRC / LAYER / "build.py"), run_name=
 # Those with code of their own; the last of `KNOWN` is PTX for what comes after.
 ARCHITECTURES = tuple(name for name in BUILD["KNOWN"] if name != "90")
 # In every run; the others, which are like one of these, with -m slow. A compiler needs minutes for each.
-CHOSEN = ("80", "90a")
+CHOSEN = ("80", "90a", "100a")
 
 _KERNEL = re.compile(
     r"Function properties for (\S+)\s*\n"

@@ -91,28 +91,19 @@ inline void try_mirrored(const CudaRun& run) {
   gpu_on_cpu::disturb(run.seed);
   const MirroredGroup group(run);
   auto ranks = make_ranks<CudaRank>(run);
-  const std::jthread watching = watch();
-  by_ranks(run.num_running(), [&](int member) {
-    CudaRank& rank = *ranks[static_cast<size_t>(member)];
-    std::string failure;
-    try {
-      const Dispatched wanted = group.dispatched(member);
-      const Combined sums = group.combined(member);
-      for (const bool cached : {false, true}) {
-        Dispatched got = rank.dispatch(group.input(member), cached);
-        expect_same(got.counts, wanted.counts, "counts");
-        expect_same(got.rows, wanted.rows, "rows");
-        expect_same(got.weights, wanted.weights, "weights");
-        group.scale(member, got);
-        const Combined combined = rank.combine(group.input(member), got);
-        expect_same(combined.out, sums.out, "combined rows");
-        expect_same(combined.weights, sums.weights, "combined weights");
-      }
-    } catch (const std::exception& caught) {
-      failure = told_by(caught);
+  run_to_the_end<CudaRun, CudaRank>(run, ranks, [&](CudaRank& rank, int member) {
+    const Dispatched wanted = group.dispatched(member);
+    const Combined sums = group.combined(member);
+    for (const bool cached : {false, true}) {
+      Dispatched got = rank.dispatch(group.input(member), cached);
+      expect_same(got.counts, wanted.counts, "counts");
+      expect_same(got.rows, wanted.rows, "rows");
+      expect_same(got.weights, wanted.weights, "weights");
+      group.scale(member, got);
+      const Combined combined = rank.combine(group.input(member), got);
+      expect_same(combined.out, sums.out, "combined rows");
+      expect_same(combined.weights, sums.weights, "combined weights");
     }
-    rank.engine().close(!failure.empty());
-    if (!failure.empty()) throw std::logic_error(failure);
   });
   double tails = 0;
   for (const auto& rank : ranks) {

@@ -62,18 +62,9 @@ inline void by_twos(const SlotRun& run, SlotRank& rank, int r) {
 inline void try_run(const SlotRun& run) {
   gpu_on_cpu::disturb(run.seed);
   auto ranks = make_ranks<SlotRank>(run);
-  const std::jthread watching = watch();
-  by_ranks(run.num_running(), [&](int r) {
-    SlotRank& rank = *ranks[static_cast<size_t>(r)];
-    std::string failure;
-    try {
-      const CloseOnFailure guard{rank.engine()};
-      (run.splits ? by_twos : by_turns)(run, rank, r);
-    } catch (const std::exception& caught) {
-      failure = told_by(caught);
-    }
-    rank.engine().close(!failure.empty());
-    if (!failure.empty()) throw std::logic_error(failure);
+  run_to_the_end<SlotRun, SlotRank>(run, ranks, [&](SlotRank& rank, int r) {
+    const CloseOnFailure guard{rank.engine()};
+    (run.splits ? by_twos : by_turns)(run, rank, r);
   });
 }
 inline void try_seeds(const SlotRun& run) { each_seed(run, try_run); }
