@@ -1,7 +1,8 @@
 """Whether the default build compiles fast enough: python -m tests.compile_time LIMIT
 
 LIMIT is in seconds on two cores. What two cores need is half the processor time. Unlike the time by the clock
-it does not depend on how many cores there are here. What else they do adds up to a half. For CI, after its build.
+it does not depend on how many cores there are here. What else they do adds up to a half.
+For CI, after its build.
 """
 
 from __future__ import annotations
