@@ -71,8 +71,9 @@ class Engine {
   // Throws the error that reached this rank, if any.
   virtual void check() const = 0;
   // Waits, bounded by the progress deadline, until every rank closes; then gives everything back. With `abort` tells
-  // the others and does not wait. By any thread, whatever others do here; operations under way end first. Afterwards
-  // all may be called: operations are refused, statistics and the error are those of the end.
+  // the others and does not wait. By any thread, whatever others do here; operations under way end first. If another
+  // thread closes, returns when it is through, which it soon is with `abort`. Afterwards all may be called: operations
+  // are refused, statistics and the error are those of the end.
   virtual void close(bool abort) = 0;
 
   // ---- statistics and traces

@@ -311,5 +311,35 @@ CLAIM("engines that connect and never start give everything back") {
     });
   }
 }
+CLAIM("a close that waits for ranks or for kernels is cut short by an abort, and both return when all is given back") {
+  const CudaRun run = small_run_of({0, 0});
+  for (const bool has_work : {false, true}) {
+    auto ranks = make_ranks<CudaRank>(run);
+    GpuEngine& engine = ranks[0]->engine();
+    cudaStream_t stream = nullptr;
+    EXPECT(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+    const RankInput in(run, 0, 0);
+    if (has_work) {  // of which rank 1 knows nothing
+      DispatchArgs args = dispatch_args(run, in, true);
+      args.stream = stream;
+      engine.dispatch(args);
+    }
+    std::atomic<bool> ended{false};
+    std::jthread first([&] {
+      engine.close(false);
+      ended = true;
+    });
+    usleep(300'000);
+    const bool waited = !ended;
+    const uint64_t began = now_usec();
+    engine.close(true);
+    EXPECT(now_usec() - began < kPromptlyUsec);
+    EXPECT_THROWS(UsageFailure, engine.dispatch({}));
+    first.join();
+    EXPECT(waited && now_usec() - began < kPromptlyUsec);
+    EXPECT_THROWS(CommunicationFailure, ranks[1]->engine().check());
+    cudaStreamDestroy(stream);
+  }
+}
 
 int main(int argc, char** argv) { return claims::main(argc, argv); }

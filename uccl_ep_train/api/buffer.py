@@ -348,16 +348,16 @@ class Buffer:
         Without `abort` it waits for the operations of this rank (not for a graph's replays: synchronise
         first) and for all ranks to close, at most `progress_timeout_s`; Ctrl-C turns it into an abort. With
         `abort` it waits for nothing: pending operations raise `ClosedError` or a `CommunicationError` at
-        once, those of peers `PeerFailed`. So a monitor thread can unblock waiting ranks.
+        once, those of peers `PeerFailed`. So a monitor thread can unblock waiting ranks, also a thread
+        that closes. While one thread closes, `close` of another returns when the first is through.
         """
-        if self._closed:
-            return
-        self._closed = True
+        first, self._closed = not self._closed, True
         if os.getpid() != self._pid:
             self._finalizer()
             return
-        with contextlib.suppress(RuntimeError):  # a GPU in an error state
-            self._last_stats = dict(self._engine.stats())
+        if first:
+            with contextlib.suppress(RuntimeError):  # a GPU in an error state
+                self._last_stats = dict(self._engine.stats())
         try:
             leave(self._engine, self._error, abort=abort)
         finally:

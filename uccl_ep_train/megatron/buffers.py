@@ -62,9 +62,11 @@ class BufferPool:
         return bool(self._buffers) and all(group_is_over(buffer) for buffer in self)
 
     def close(self, *, abort: bool = False) -> None:
-        while self._buffers:
-            _, buffer = self._buffers.popitem()
+        """Closes all. With `abort` it cuts short what another thread closes."""
+        for key, buffer in reversed(list(self._buffers.items())):
             buffer.close(abort=abort)
+            if self._buffers.get(key) is buffer:
+                del self._buffers[key]
 
     def _drop_outlived(self) -> None:
         """Closes buffers whose group was destroyed: no new layer uses them, and their memory is needed."""

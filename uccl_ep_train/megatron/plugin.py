@@ -53,6 +53,8 @@ class _Enabled:
 
 
 _enabled: _Enabled | None = None
+_closing: BufferPool | None = None
+"""That of the last `disable()`, which another thread may still be in."""
 
 
 def enable(*, reuse_plans_in_recompute: bool = True, **options: Value | Section) -> dict[str, str]:
@@ -105,16 +107,17 @@ def enable(*, reuse_plans_in_recompute: bool = True, **options: Value | Section)
 def disable(*, abort: bool = False) -> None:
     """Restores Megatron's names and closes all buffers; layers that used them raise ClosedError.
 
-    abort: as of `Buffer.close`
+    abort: as of `Buffer.close`, also for buffers that another thread closes by `disable()`
     """
-    global _enabled
+    global _enabled, _closing
     state, _enabled = _enabled, None
-    if state is None:
-        return
-    atexit.unregister(disable)
-    while state.undo:
-        state.undo.pop()()
-    state.pool.close(abort=abort)
+    if state is not None:
+        atexit.unregister(disable)
+        while state.undo:
+            state.undo.pop()()
+        _closing = state.pool
+    if _closing is not None:
+        _closing.close(abort=abort)
 
 
 def retire() -> None:

@@ -291,20 +291,21 @@ void GpuEngine::watch() {
 void GpuEngine::close(bool abort) {
   {
     const std::lock_guard lock(mutex_);
-    if (closed_) return;
     closed_ = true;
   }
-  const OnDevice guard(device_, std::nothrow);
-  plane_.refuse_calls(abort || !started_);  // its proxy may run, though we have not started
-  if (started_)
-    gpu::synchronize(last_done_, std::nothrow);  // queued work ends normally, by the error, or by its deadline
-  plane_.leave();
-  if (started_) {
-    leaving_.publish(1);
-    watcher_.join();
-    gpu::synchronize(control_stream_, std::nothrow);
-  }
-  give_back();
+  // The plane's proxy may run, though we have not started.
+  plane_.close(abort || !started_, [this] {
+    const OnDevice guard(device_, std::nothrow);
+    if (started_)
+      gpu::synchronize(last_done_, std::nothrow);  // queued work ends normally, by the error, or by its deadline
+    plane_.leave();
+    if (started_) {
+      leaving_.publish(1);
+      watcher_.join();
+      gpu::synchronize(control_stream_, std::nothrow);
+    }
+    give_back();
+  });
 }
 
 // The proxy has stopped. The network has registered host memory with the driver, and the transport our memory with

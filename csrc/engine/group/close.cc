@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <chrono>
 #include <thread>
+#include <utility>
 
 #include "common/clock.h"
 #include "common/patience.h"
@@ -27,20 +28,22 @@ void wait_for(double seconds, Condition condition) {
 }  // namespace
 
 void ControlPlane::close(bool abort) {
-  if (!refuse_calls(abort)) return;
-  leave();
-  give_back();
+  close(abort, [this] {
+    leave();
+    give_back();
+  });
 }
 
-bool ControlPlane::refuse_calls(bool abort) {
+void ControlPlane::close(bool abort, const std::function<void()>& end) {
+  bool tells = abort;
   {
     std::lock_guard lock(mutex_);
-    if (closed_) return false;
     closed_ = true;
-    if (!started_) return true;
+    tells &= started_;
   }
-  if (abort && !failed()) fail("closed its buffer while the others may still use it");
-  return true;
+  if (tells && !failed()) fail("closed its buffer while the others may still use it");
+  const std::lock_guard lock(closing_);
+  if (!std::exchange(ended_, true)) end();
 }
 
 bool ControlPlane::may_leave() const { return failed() ? proxy_->error_delivered() : proxy_->all_closed(); }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -102,9 +103,12 @@ class ControlPlane {
   // Grows when an operation of any rank moves, or bytes of chunks, as far as this rank knows.
   uint64_t moves() const;
 
-  // ---- the end, by any thread, whatever others do here; in this order
-  // No call takes a number any more. False if somebody has done it before. With `abort` tells the others.
-  bool refuse_calls(bool abort);
+  // ---- the end, by any thread, whatever others do here
+  // No call takes a number any more. With `abort` tells the others, which ends what this rank waits for. Then calls
+  // `end`, which has to leave() and give_back(), unless another thread has, and returns when that is through.
+  void close(bool abort, const std::function<void()>& end);
+  // With no more than that.
+  void close(bool abort);
   // Every rank learns that this one closes.
   void announce_close() { proxy_->announce_close(); }
   // Every rank closes; or there is an error, and all have been told.
@@ -114,8 +118,6 @@ class ControlPlane {
   void leave();
   // Statistics and the error stay those of the end.
   void give_back();
-  // The three.
-  void close(bool abort);
 
   // ---- trace.cc. Records what happens from now on: of each thread at least `max_events`, for which memory is taken
   // when more are wanted than before. Throws UsageFailure.
@@ -177,6 +179,8 @@ class ControlPlane {
   uint64_t num_queued_ = 0, num_refused_ = 0;
   bool refused_last_ = false;
 
+  std::mutex closing_;  // held by the thread that ends all this; before `mutex_`
+  bool ended_ = false;
   // Held shared by threads that are not ours while they look at the memory, the transport or the proxy; give_back()
   // takes it alone. After `mutex_`, never before.
   mutable std::shared_mutex memory_mutex_;

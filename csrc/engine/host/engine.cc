@@ -140,19 +140,20 @@ std::shared_ptr<Operation> HostEngine::submit(std::shared_ptr<HostOperation> ope
 }
 
 void HostEngine::close(bool abort) {
-  if (!plane_.refuse_calls(abort)) return;
-  {
-    // Operations that are under way end by themselves, or by the error, or by their deadline.
-    std::unique_lock lock(mutex_);
-    queue_changed_.wait(lock, [&] { return drive_ == Drive::kSteps || (queue_.empty() && !busy_); });
-    stop_ = true;
-    queue_changed_.notify_all();
-  }
-  if (drive_ == Drive::kSteps) end_unfinished();
-  if (worker_.joinable()) worker_.join();
-  running_.reset();
-  plane_.leave();
-  plane_.give_back();
+  plane_.close(abort, [this] {
+    {
+      // Operations that are under way end by themselves, or by the error, or by their deadline.
+      std::unique_lock lock(mutex_);
+      queue_changed_.wait(lock, [&] { return drive_ == Drive::kSteps || (queue_.empty() && !busy_); });
+      stop_ = true;
+      queue_changed_.notify_all();
+    }
+    if (drive_ == Drive::kSteps) end_unfinished();
+    if (worker_.joinable()) worker_.join();
+    running_.reset();
+    plane_.leave();
+    plane_.give_back();
+  });
 }
 
 }  // namespace uccl_ep
