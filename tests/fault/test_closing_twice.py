@@ -24,13 +24,13 @@ WAIT_S = 3.0  # how long a close waits that nobody cuts short
 
 
 @contextmanager
-def closing(close: Callable[[], None]) -> Iterator[threading.Thread]:
+def closing(close: Callable[[], None]) -> Iterator[None]:
     """Another thread is in a close that waits; in the end it is through."""
     thread = threading.Thread(target=close)
     thread.start()
     thread.join(0.3)
     assert thread.is_alive()
-    yield thread
+    yield
     thread.join(PROMPTLY_S)
     assert not thread.is_alive()
 
@@ -112,7 +112,6 @@ def close_until_a_signal(rank: Rank) -> float:
     """How long a close took, until the handler of a signal aborted it."""
     buffer = make_buffer(rank)
     use(buffer)
-    rank.mark("used")
     if rank.rank == LEAVER:
         rank.wait_for("end")
         return 0.0

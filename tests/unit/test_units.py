@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compile_time import YARDSTICK_S, Yardstick, verdict
+from tests.compile_time import verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 UNITS = runpy.run_path(str(ROOT / "csrc" / "units.py"), run_name="units")
@@ -68,20 +68,12 @@ def test_progress_says_how_long_the_rest_takes(monkeypatch: pytest.MonkeyPatch) 
     assert progress.done(others[1]) == "compiled 3 of 3, about 0 s left"
 
 
-@pytest.mark.parametrize(("changes", "slowness", "good"), [
-    ({}, 1.0, True), ({"cpu_s": 360.5}, 1.0, False), ({"compiled": 39}, 1.0, False),
-    ({"wall_s": 999.0}, 1.0, True),
-    ({"cpu_s": 540.0}, 1.5, True), ({"cpu_s": 541.0}, 1.5, False), ({"cpu_s": 200.0}, 0.5, False),
+@pytest.mark.parametrize(("changes", "good"), [
+    ({}, True), ({"cpu_s": 360.5}, False), ({"compiled": 39}, False), ({"wall_s": 999.0}, True),
 ])  # fmt: skip
 def test_ci_passes_a_whole_build_within_its_limit_and_nothing_else(
-    changes: dict[str, float], slowness: float, good: bool
+    changes: dict[str, float], good: bool
 ) -> None:
     report = {"units": 40, "compiled": 40, "wall_s": 95.0, "cpu_s": 180.0} | changes
-    found, text = verdict(report, slowness * YARDSTICK_S, 180.0)
+    found, text = verdict(report, 180.0)
     assert found == good, text
-
-
-def test_the_yardstick_of_compile_times_is_measured_beside_a_command() -> None:
-    with Yardstick() as yardstick:
-        pass
-    assert 0.5 < yardstick.seconds < 60

@@ -181,6 +181,7 @@ class ControlPlane {
 
   std::mutex closing_;  // held by the thread that ends all this; before `mutex_`
   bool ended_ = false;
+
   // Held shared by threads that are not ours while they look at the memory, the transport or the proxy; give_back()
   // takes it alone. After `mutex_`, never before.
   mutable std::shared_mutex memory_mutex_;
