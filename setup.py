@@ -98,6 +98,7 @@ def children_seconds() -> float:
 nvcc = GPU["find_compiler"](CUDA_HOME) if ARCHS else None
 TOOLKIT = GPU["find_toolkit"](nvcc, CUDA_HOME) if nvcc else None
 BUILT_FOR = compiled_for(nvcc)
+GPU_INCLUDES = [GPU_LAYER, str(TOOLKIT / "include")] if nvcc else []
 KERNEL_FLAGS = GPU["flags"](BUILT_FOR, werror=WERROR)
 LINKED: dict[str, list] = GPU["linked_with"](TOOLKIT) if nvcc else {"libraries": []}
 LINKED["libraries"] += ["rt", "pthread", "dl"]
@@ -115,7 +116,7 @@ class BuildExt(build_ext):
             commands = [{**self.command_of(ext, source), "directory": str(ROOT)} for source in units]
             COMMANDS.write_text(json.dumps(commands, indent=1))
         stale = [source for source in units if not is_current(objects[source], source)]
-        self.compile_all(ext, stale, len(units))
+        self.compile_all(ext, stale, {unit for unit in units if self.folder_of(unit) == self.build_temp})
         ext.sources = []
         ext.extra_objects = sorted(str(objects[unit]) for unit in units if unit not in C_INTERFACE)
         super().build_extension(ext)
@@ -145,8 +146,11 @@ class BuildExt(build_ext):
             built = Path(self.build_lib) / "uccl_ep_train" / folder
             shutil.copytree(built, ROOT / "uccl_ep_train" / folder, dirs_exist_ok=True)
 
-    def compile_all(self, ext: Pybind11Extension, sources: list[str], num_units: int) -> None:
-        """Prints after each unit how long the rest will take, and writes the total times for CI."""
+    def compile_all(self, ext: Pybind11Extension, sources: list[str], own: set[str]) -> None:
+        """Prints after each unit how long the rest will take, and writes the total times for CI.
+
+        own: the units that no other kind of build shares
+        """
         progress, before = UNITS["Progress"](sources), children_seconds()
         if sources:
             self.compile_standard(ext)
@@ -159,32 +163,43 @@ class BuildExt(build_ext):
         finally:
             pool.shutdown(cancel_futures=True)
         report = {
-            "units": num_units,
-            "compiled": len(sources),
+            "units": len(own),
+            "compiled": len(own.intersection(sources)),
+            "shared": len(set(sources) - own),
             "wall_s": round(progress.elapsed_s(), 1),
             "cpu_s": round(children_seconds() - before, 1),
         }
         (Path(self.build_temp) / REPORT).write_text(json.dumps(report))
         print(f"compile time: {report}", flush=True)
 
+    def folder_of(self, source: str) -> str:
+        return self.build_temp if UNITS["sees_gpus"](source) else self.shared_temp
+
     def object_of(self, source: str) -> Path:
-        return Path(self.build_temp) / (f"{source}.o" if source.endswith(".cu") else f"{source[:-3]}.o")
+        name = f"{source}.o" if source.endswith(".cu") else f"{source[:-3]}.o"
+        return Path(self.folder_of(source)) / name
 
     def command_of(self, ext: Pybind11Extension, source: str) -> dict[str, object]:
         """An entry of compile_commands.json. For a kernel it is clang's: editors do not understand nvcc's."""
         if source.endswith(".cu"):
             command = [*GPU["editor_command"](TOOLKIT, ARCHS[0]), "-Icsrc", f"-I{GPU_LAYER}"]
         else:
-            command = [*self.compiler.compiler_so_cxx, *self.flags_of(ext)]
+            command = [*self.compiler.compiler_so_cxx, *self.flags_of(ext, source)]
         obj = str(self.object_of(source))
         return {"file": source, "output": obj, "arguments": [*command, "-c", source, "-o", obj]}
 
-    def flags_of(self, ext: Pybind11Extension) -> list[str]:
-        return gen_preprocess_options(ext.define_macros, ext.include_dirs) + ext.extra_compile_args
+    def seen_by(self, ext: Pybind11Extension, source: str) -> tuple[list, list[str]]:
+        """Macros, and folders of headers."""
+        if nvcc and UNITS["sees_gpus"](source):
+            return [*ext.define_macros, ("UCCL_EP_CUDA", "1")], [*ext.include_dirs, *GPU_INCLUDES]
+        return ext.define_macros, ext.include_dirs
+
+    def flags_of(self, ext: Pybind11Extension, source: str) -> list[str]:
+        return gen_preprocess_options(*self.seen_by(ext, source)) + ext.extra_compile_args
 
     def compile_standard(self, ext: Pybind11Extension) -> None:
         """Precompiles the standard library's headers for g++: they are half of most units."""
-        standard = Path(self.build_temp) / STANDARD
+        standard = Path(self.shared_temp) / STANDARD
         compiled = standard.with_name(f"{standard.name}.gch")
         if is_current(compiled, STANDARD):
             return
@@ -192,7 +207,7 @@ class BuildExt(build_ext):
         shutil.copyfile(ROOT / STANDARD, standard)
         command = [
             *self.compiler.compiler_so_cxx,
-            *self.flags_of(ext),
+            *self.flags_of(ext, STANDARD),
             "-w",
             "-x",
             "c++-header",
@@ -205,12 +220,13 @@ class BuildExt(build_ext):
             self.compile_kernels(source)
             return
         faster = [] if SANITIZER or not UNITS["is_cold"](source) else ["-O1"]
+        macros, include_dirs = self.seen_by(ext, source)
         self.compiler.compile(
             [source],
-            output_dir=self.build_temp,
-            macros=ext.define_macros,
-            include_dirs=ext.include_dirs,
-            extra_preargs=["-include", str(Path(self.build_temp) / STANDARD)],
+            output_dir=self.folder_of(source),
+            macros=macros,
+            include_dirs=include_dirs,
+            extra_preargs=["-include", str(Path(self.shared_temp) / STANDARD)],
             extra_postargs=[*ext.extra_compile_args, *faster],
         )
 
@@ -231,9 +247,11 @@ class BuildExt(build_ext):
     def finalize_options(self) -> None:
         super().finalize_options()
         kind = "werror" if WERROR else "plain"
-        kind += GPU["folder_suffix"](BUILT_FOR) + (SANITIZER and f"-{SANITIZER}")
         self.force = True  # always link: nvcc may have come or gone. Objects are kept, see is_current.
-        self.build_temp = str(Path("build") / f"objects-{sys.implementation.cache_tag}-{kind}")
+        prefix, suffix = f"objects-{sys.implementation.cache_tag}-{kind}", SANITIZER and f"-{SANITIZER}"
+        self.build_temp = str(Path("build") / f"{prefix}{GPU['folder_suffix'](BUILT_FOR)}{suffix}")
+        # Of units that are the same with and without kernels.
+        self.shared_temp = str(Path("build") / f"{prefix}{suffix}")
 
 
 def extension() -> Pybind11Extension:
@@ -241,12 +259,8 @@ def extension() -> Pybind11Extension:
     sources = [path for path in sorted(csrc.rglob("*.cc")) if str(path.relative_to(ROOT)) not in C_INTERFACE]
     headers = [path for pattern in ("*.h", "*.cuh") for path in sorted(csrc.rglob(pattern))]
     options: dict[str, list] = {"include_dirs": ["csrc"]}
-    if nvcc:
-        options["include_dirs"] += [GPU_LAYER, str(TOOLKIT / "include")]
-        options["define_macros"] = [("UCCL_EP_CUDA", "1")]
-    else:
-        of_gpus = {"gpu", "gpu.cc"}
-        sources = [path for path in sources if not of_gpus.intersection(path.relative_to(csrc).parts)]
+    if not nvcc:
+        sources = [path for path in sources if not UNITS["is_of_gpus"](path.relative_to(csrc))]
     return Pybind11Extension(
         "uccl_ep_train._native",
         sources=[str(path.relative_to(ROOT)) for path in sources],

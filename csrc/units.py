@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from pathlib import PurePath
 
 # Set-up, probes, errors and conversions: their speed does not matter, so they are compiled in less time.
 COLD = (
@@ -20,6 +21,8 @@ COLD = (
     *(f"transport/ofi/{name}.cc" for name in ("endpoint", "library", "provider")),
     *(f"transport/verbs/{name}.cc" for name in ("library", "nic")),
 )
+# They choose a backend. With those in folders of GPUs they are the only units that see `UCCL_EP_CUDA`.
+CHOOSING = ("bindings/module.cc", "c_api/convert.cc", "c_api/uccl_ep.cc")
 # Processor seconds of the units that take longest.
 LONGEST = {
     "backend/gpu/dispatch.cu": 65.0,
@@ -34,6 +37,16 @@ OTHERS = 2.0  # of every other unit
 
 def is_cold(source: str) -> bool:
     return source.removeprefix("csrc/").startswith(COLD)
+
+
+def sees_gpus(source: str) -> bool:
+    """Whether a build with kernels compiles it in another way than one without, or alone compiles it."""
+    path = PurePath(source)
+    return path.suffix == ".cu" or is_of_gpus(path) or source.removeprefix("csrc/") in CHOOSING
+
+
+def is_of_gpus(path: PurePath) -> bool:
+    return not {"gpu", "gpu.cc"}.isdisjoint(path.parts)
 
 
 def seconds_of(source: str) -> float:

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -26,11 +26,12 @@ TARGETS = sorted(path.stem for path in HERE.glob("*.cc") if path.stem != "driver
 # What targets that include lone_proxy.h link.
 PROXY = tuple(sorted([*(CSRC / "proxy").glob("*.cc"), *(CSRC / "layout").glob("*.cc")]))
 
-GXX = Flavour(name="fuzz", options=(*MEMORY.options, "-fsanitize-coverage=trace-pc"))
+GXX = replace(MEMORY, name="fuzz", options=(*MEMORY.options, "-fsanitize-coverage=trace-pc"))
 CLANG = Flavour(
     name="libfuzzer",
     options=("-O1", "-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all"),
     compiler="clang++",
+    precompiled=True,
 )
 FOUND = 86  # what a program that a sanitizer or a claim ended returns
 SECONDS = 2.0

@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,8 @@ CSRC = ROOT / "csrc"
 # The product's own sources that most programs link.
 PARTS = ("common", "layout", "transport", "proxy")
 FLAGS = ("-std=c++20", "-g1", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-ffp-contract=off")
+
+STANDARD = CSRC / "common" / "standard.h"
 
 OBJECTS = ROOT / "build" / "native_claims"
 OBJECTS_KEPT_SECONDS = 86400.0  # since they were last used
@@ -47,6 +50,8 @@ class Flavour:
     name: str
     options: tuple[str, ...]
     compiler: str = "g++"
+    # Headers of the standard library are compiled once. Not everywhere: no source needs them for its own.
+    precompiled: bool = False
     # Of the stand-in for GPUs: lanes of a warp, and how many lanes go in lock step (1: none do).
     lanes: int = 32
     wave: int = 1
@@ -60,7 +65,7 @@ class Flavour:
 
 def _sanitized(name: str, sanitizers: str) -> Flavour:
     flags = ("-O1", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all")
-    return Flavour(name=name, options=flags)
+    return Flavour(name=name, options=flags, precompiled=True)
 
 
 MEMORY = _sanitized("memory", "address,undefined")
@@ -103,6 +108,28 @@ def gpu_sources() -> list[Path]:
     return sorted([*product, *GPU_ON_CPU.glob("*.cc")])
 
 
+_precompiling = threading.Lock()
+
+
+def _precompiled(flavour: Flavour, options: Sequence[str]) -> list[str]:
+    """Options by which a source of `flavour` gets the precompiled headers. Makes them if they are missing."""
+    if not flavour.precompiled:
+        return []
+    made_of = " ".join([flavour.compiler, *options]).encode() + STANDARD.read_bytes()
+    header = OBJECTS / f"standard-{hashlib.sha256(made_of).hexdigest()[:24]}.h"
+    compiled_header = header.with_suffix(".h.gch" if flavour.compiler == "g++" else ".h.pch")
+    with _precompiling:
+        if not compiled_header.exists():
+            shutil.copyfile(STANDARD, header)
+            unfinished = header.with_suffix(f".{os.getpid()}")
+            given = [*options, "-w", "-x", "c++-header", "-c", str(header), "-o", str(unfinished)]
+            _need(run([compiler(flavour.compiler), *given], 600))
+            unfinished.rename(compiled_header)
+    for path in (header, compiled_header):
+        path.touch()
+    return ["-include", str(header)]
+
+
 @cache
 def _headers_text(folders: tuple[Path, ...]) -> bytes:
     return b"".join(path.read_bytes() for folder in folders for path in sorted(folder.rglob("*.*h")))
@@ -130,7 +157,8 @@ def compiled(source: Path, flavour: Flavour, folders: tuple[Path, ...]) -> Path:
         return obj
     unfinished = obj.with_suffix(f".{os.getpid()}")
     includes = [f"-I{folder}" for folder in folders]
-    _need(run([compiler(flavour.compiler), *options, *includes, "-c", source, "-o", unfinished], 600))
+    given = [*options, *_precompiled(flavour, options), *includes]
+    _need(run([compiler(flavour.compiler), *given, "-c", source, "-o", unfinished], 600))
     unfinished.rename(obj)  # another session may be making the same one
     return obj
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import runpy
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.compile_time import verdict
+from tests.compile_time import Yardstick, verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 UNITS = runpy.run_path(str(ROOT / "csrc" / "units.py"), run_name="units")
@@ -68,12 +70,40 @@ def test_progress_says_how_long_the_rest_takes(monkeypatch: pytest.MonkeyPatch) 
     assert progress.done(others[1]) == "compiled 3 of 3, about 0 s left"
 
 
+def texts_of(source: str) -> str:
+    """A source with all of our headers that it includes."""
+    waiting, seen = [ROOT / source], set[Path]()
+    while waiting:
+        path = waiting.pop()
+        if path in seen or not path.exists():
+            continue
+        seen.add(path)
+        waiting += [ROOT / "csrc" / name for name in re.findall(r'#include "([^"]+)"', path.read_text())]
+    return "".join(path.read_text() for path in seen)
+
+
+def test_units_that_builds_with_and_without_kernels_share_do_not_see_which_it_is() -> None:
+    sees = {source for source in SOURCES if "UCCL_EP_CUDA" in texts_of(source)}
+    assert {f"csrc/{name}" for name in UNITS["CHOOSING"]} <= sees
+    assert [source for source in sorted(sees) if not UNITS["sees_gpus"](source)] == []
+    assert sum(not UNITS["sees_gpus"](source) for source in SOURCES) > 50
+
+
 @pytest.mark.parametrize(("changes", "good"), [
-    ({}, True), ({"cpu_s": 360.5}, False), ({"compiled": 39}, False), ({"wall_s": 999.0}, True),
+    ({}, True), ({"cpu_s": 200.5}, False), ({"compiled": 39}, False), ({"shared": 1}, False),
+    ({"wall_s": 999.0}, True),
 ])  # fmt: skip
+@pytest.mark.parametrize("slowness", [1.0, 2.0])
 def test_ci_passes_a_whole_build_within_its_limit_and_nothing_else(
-    changes: dict[str, float], good: bool
+    changes: dict[str, float], good: bool, slowness: float
 ) -> None:
-    report = {"units": 40, "compiled": 40, "wall_s": 95.0, "cpu_s": 180.0} | changes
-    found, text = verdict(report, 180.0)
+    report = {"units": 40, "compiled": 40, "shared": 0, "wall_s": 95.0, "cpu_s": 200.0} | changes
+    report["cpu_s"] *= slowness
+    found, text = verdict(report, 5.0 * slowness, 40.0)
     assert found == good, text
+
+
+def test_the_yardstick_of_compile_times_is_compiled_beside_a_command() -> None:
+    with Yardstick() as yardstick:
+        time.sleep(0.1)
+    assert 0.5 < yardstick.seconds < 60
