@@ -152,7 +152,8 @@ def combine_slots(
     num_experts = len(rows) * rows[0].shape[0]
     of_owners = []
     for owner, rows_LSH in enumerate(rows):
-        sums = [torch.zeros(len(topk_idx_TK), rows_LSH.shape[2]) for topk_idx_TK in topk_idx]
+        shapes = [(len(topk_idx_TK), rows_LSH.shape[2]) for topk_idx_TK in topk_idx]
+        sums = [torch.zeros(shape, dtype=torch.float32) for shape in shapes]
         for stretch in stretches(topk_idx, owner, num_experts):
             named_TK = topk_idx[stretch.source] == stretch.expert
             weights = topk_weights[stretch.source][named_TK]  # a token names an expert once

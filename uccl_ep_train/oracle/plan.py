@@ -56,7 +56,7 @@ class Routing:
         if topk_idx_TK.numel() and not (topk_idx_TK.min() >= -1 and topk_idx_TK.max() < num_experts):
             raise RoutingError(f"experts are -1 (dropped) or 0..{num_experts - 1}")
         count_TE = torch.zeros(len(topk_idx_TK), num_experts, dtype=torch.int64)
-        weights_TE = torch.zeros(count_TE.shape)
+        weights_TE = torch.zeros(count_TE.shape, dtype=torch.float32)
         token_P, k_P = (topk_idx_TK >= 0).nonzero(as_tuple=True)
         expert_P = topk_idx_TK[token_P, k_P]
         count_TE.index_put_((token_P, expert_P), torch.ones_like(expert_P), accumulate=True)

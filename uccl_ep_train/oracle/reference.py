@@ -65,7 +65,7 @@ def place(plan: Plan, owner: int, staged: Sequence[Tensor], padding: float = 0) 
 
 def place_weights(plan: Plan, owner: int) -> Tensor:
     """The float32 weights [R] (compact: [R, W]) of the rows of one rank; 0 where there is no pair."""
-    weights_RW = torch.zeros(plan.num_rows(owner), plan.width or 1)
+    weights_RW = torch.zeros(plan.num_rows(owner), plan.width or 1, dtype=torch.float32)
     for segment in plan.segments:
         if segment.owner == owner:
             weights_TE = plan.routings[segment.source].weights_TE
@@ -99,7 +99,7 @@ def add_in_order(pieces: Sequence[Piece], num_tokens: int, hidden: int, dtype: t
     fp32 accumulators start at +0.0, also where a token has a single row (so -0.0 becomes +0.0). The result
     has the tokens that any piece has. Every NaN in it is canonical.
     """
-    acc_TH = torch.zeros(num_tokens, hidden)
+    acc_TH = torch.zeros(num_tokens, hidden, dtype=torch.float32)
     touched_T = torch.zeros(num_tokens, dtype=torch.bool)
     for piece in pieces:
         acc_TH[piece.tokens] = acc_TH[piece.tokens] + piece.rows.to(torch.float32)
@@ -318,7 +318,8 @@ class ReferenceGroup:
         return output_TH
 
     def _return_weights(self, grad_row_weights: Sequence[Tensor], plan: Plan) -> list[Tensor]:
-        grads = [torch.zeros(routing.routed_TE.shape) for routing in plan.routings]
+        shapes = [routing.routed_TE.shape for routing in plan.routings]
+        grads = [torch.zeros(shape, dtype=torch.float32) for shape in shapes]
         for segment in plan.segments:
             grad_RW = grad_row_weights[segment.owner].reshape(-1, plan.width or 1)
             grad_P = grad_RW[segment.rows, segment.columns]
