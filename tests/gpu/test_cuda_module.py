@@ -1,4 +1,4 @@
-"""The module of DeepEP's shape on two GPUs: a masked rank comes back."""
+"""The module of DeepEP's shape on two GPUs: a masked rank comes back; calls inside and outside of graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from tests.machine import needs_gpus
 from tests.process_ranks import ProcessRanks, Rank
 from uccl_ep_train.deep_ep import Buffer
-from uccl_ep_train.errors import PeerFailed
+from uccl_ep_train.deep_ep.sending import Handle
+from uccl_ep_train.errors import ConfigError, PeerFailed
 
 E, H, K, T, M = 8, 512, 2, 8, 8
 MASK_TIMEOUT_S = 1.0
@@ -61,3 +62,55 @@ def test_masked_ranks_come_back_together(monkeypatch: pytest.MonkeyPatch) -> Non
     every = T * K  # of both ranks, half of all rows come here
     assert outcomes[0].value == [every, every // 2, every, 0, 0]
     assert outcomes[1].value == [every, every, 0, 0]
+
+
+def inside_and_outside(rank: Rank) -> None:
+    """A graph's call has more tokens than all before it; a later one outside has still more."""
+    torch.cuda.set_device(rank.rank)
+    buffer = Buffer(rank.group, 0, 0)
+    inputs = {}
+    for tokens in (4, 16, 12, 64):
+        x = torch.ones(tokens, H, dtype=torch.bfloat16, device="cuda")
+        idx = torch.arange(tokens * K, device="cuda").view(tokens, K) % E
+        weights = torch.ones(tokens, K, device="cuda")
+        inputs[tokens] = x, idx, weights, buffer.get_dispatch_layout(idx, E)
+
+    def dispatch(tokens: int) -> Handle:
+        x, idx, weights, (_, _, per_expert, in_rank, _) = inputs[tokens]
+        got = buffer.dispatch(
+            x, None, None, None, in_rank, per_expert, idx, weights, num_worst_tokens=2 * tokens
+        )
+        assert got[4] is not None
+        return got[4]
+
+    def check(handle: Handle, tokens: int) -> None:
+        """The tokens that came from each rank, in order; unused rows count as token 0."""
+        there = inputs[tokens][3][3][:, rank.rank].nonzero().flatten().tolist()
+        assert handle[3].tolist() == [*there, *there, *[0] * (2 * (tokens - len(there)))]
+
+    check(dispatch(4), 4)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = dispatch(16)
+    check(dispatch(12), 12)
+    check(dispatch(64), 64)
+    for _ in range(2):
+        captured._metadata.zero_()
+        graph.replay()
+        check(captured, 16)
+    other = Buffer(rank.group, 0, 0)
+    with pytest.raises(ConfigError, match="captured in a graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x, idx, weights, (_, _, per_expert, in_rank, _) = inputs[4]
+        other.dispatch(x, None, None, None, in_rank, per_expert, idx, weights, num_worst_tokens=8)
+    check(dispatch(4), 4)
+    buffer.destroy()
+    other.destroy()
+
+
+def test_calls_inside_and_outside_of_graphs_do_not_disturb_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCCL_EP_BACKEND", "cuda")
+    with ProcessRanks(2, inside_and_outside, ()) as ranks:
+        for outcome in ranks.outcomes(timeout_s=110).values():
+            assert not outcome.error, outcome.trace

@@ -268,7 +268,7 @@ def test_a_layout_raises_nothing_about_what_is_no_expert() -> None:
 def test_a_handle_between_nodes_has_deep_ep_s_ten_tensors() -> None:
     source = torch.tensor([1, 1, 3, 9, 9, 9, 0, 0], dtype=torch.int32)
     metadata, plan = torch.stack([source, source * 7], 1), Any
-    engine: Any = SimpleNamespace(rank=2, num_ranks=9)
+    engine: Any = SimpleNamespace(rank=2, num_ranks=9, device=torch.device("cpu"))
     in_rank = torch.zeros(4, 9, dtype=torch.bool)
     handle = Handle(engine, plan, 8, metadata, in_rank)
     assert len(handle) == 10 and handle[0] is in_rank

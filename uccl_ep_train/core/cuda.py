@@ -35,16 +35,28 @@ def ranks_may_share() -> bool:
     return env.read("NCCL_MULTI_RANK_GPU_ENABLE", "0") == "1"
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream is captured in a graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def choose_device(config: EpConfig) -> torch.device:
     """Where the tensors of a buffer that is made now have to lie: the current GPU, or the CPU.
 
-    Raises `ConfigError` where `config.gpu.backend` names what is not there.
+    Raises `ConfigError` where `config.gpu.backend` names what is not there, and while a graph is captured.
     """
     if config.gpu.backend == "host":
         return torch.device("cpu")
     there = torch.cuda.is_available()
     if there and built():
-        return torch.device("cuda", torch.cuda.current_device())
+        device = torch.device("cuda", torch.cuda.current_device())
+        if is_capturing(device):
+            raise ConfigError(
+                "a buffer is made while the current stream is captured in a graph; allowed is before. The "
+                "deep_ep module makes one at the first call with other experts, longer rows or low-latency "
+                "tokens: make that call once before the capture, on all ranks"
+            )
+        return device
     if config.gpu.backend == "cuda":
         missing = "torch sees no GPU" if not there else "the extension was built without CUDA kernels"
         raise ConfigError(f"backend = 'cuda': {missing}; allowed here is 'host'")

@@ -5,13 +5,13 @@ Shapes: R ranks, M the most tokens of a rank, K experts per token, L experts of 
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from uccl_ep_train.common.handle import DispatchResult
+from uccl_ep_train.deep_ep.facts import Facts, fact
 from uccl_ep_train.deep_ep.sending import Sender
 from uccl_ep_train.deep_ep.utils.math import align
 
@@ -35,7 +35,7 @@ class Asked(NamedTuple):
         return align(rows, self.expert_alignment)
 
 
-class EPHandle:
+class EPHandle(Facts):
     """For combines, and for dispatches with the same routing. Tensors are made when they are asked for.
 
     do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch
@@ -46,6 +46,7 @@ class EPHandle:
     """
 
     def __init__(self, sender: Sender, asked: Asked, topk_idx: Tensor, result: DispatchResult) -> None:
+        super().__init__(sender.engine.device)
         self.sender, self.plan, self.topk_idx = sender, result.handle, topk_idx
         self.num_experts, self.num_max_tokens_per_rank, self.expert_alignment = asked[:3]
         self.do_cpu_sync, self.do_expand = asked[3:]
@@ -73,31 +74,31 @@ class EPHandle:
         assert local is not None
         return local
 
-    @cached_property
+    @fact
     def num_unaligned_recv_tokens_per_expert(self) -> Tensor:
         """[L] int32."""
         return self._exact.to(torch.int32)
 
-    @cached_property
+    @fact
     def psum_num_recv_tokens_per_expert(self) -> Tensor:
         """[L] int32: where each expert ends. Expanded rows: without its padding, else with it."""
         padded = (self._exact + self.expert_alignment - 1) // self.expert_alignment * self.expert_alignment
         ends = padded.cumsum(0)
         return (ends - padded + self._exact if self.do_expand else ends).to(torch.int32)
 
-    @cached_property
+    @fact
     def psum_num_recv_tokens_per_scaleup_rank(self) -> Tensor:
         """[R] int32: tokens that this rank got from each rank and those before it."""
         return self._is_token_here.view(self._num_ranks, -1).sum(1).cumsum(0).to(torch.int32)
 
-    @cached_property
+    @fact
     def num_recv_tokens(self) -> int:
         """Tokens that came, or the most that can come if the host does not know."""
         if not self.do_cpu_sync:
             return self._most_tokens
         return int(self.psum_num_recv_tokens_per_scaleup_rank[-1]) if self.do_expand else len(self._metadata)
 
-    @cached_property
+    @fact
     def recv_src_metadata(self) -> Tensor:
         """[num_recv_tokens, 2 + K] int32, by source, then token: M * rank + token; K * rank + the first
         column that names an expert of this rank; for each column its expanded row, or -1. Unused rows are -1.
@@ -117,33 +118,33 @@ class EPHandle:
 
     # ---- below: [N] of the rows, where there is no token in padding and in what is unused
 
-    @cached_property
+    @fact
     def _expert(self) -> Tensor:
         """[N] int64 of expanded rows: the number among this rank's experts; L behind them."""
         ends = self._tokens_per_expert.to(self._metadata.device).cumsum(0)
         return torch.searchsorted(ends, torch.arange(len(self._metadata), device=ends.device), right=True)
 
-    @cached_property
+    @fact
     def _has_token(self) -> Tensor:
         """[N] bool."""
         came = self._metadata[:, 0] > 0
         return came & (self._expert < len(self._tokens_per_expert)) if self.do_expand else came
 
-    @cached_property
+    @fact
     def _token(self) -> Tensor:
         """[N] int64: M * rank + token, or M * R."""
         rank, token = self._metadata[:, :2].to(torch.int64).unbind(1)
         numbers = (rank - 1) * self.num_max_tokens_per_rank + token
         return torch.where(self._has_token, numbers, self._most_tokens)
 
-    @cached_property
+    @fact
     def _is_token_here(self) -> Tensor:
         """[M * R] bool."""
         found = self._has_token.new_zeros(self._most_tokens + 1)
         found[self._token] = True
         return found[: self._most_tokens]
 
-    @cached_property
+    @fact
     def _local_experts(self) -> Tensor:
         """[N, K] int64, -1: another rank's, or no token."""
         words = torch.where(self._has_token[:, None], self._metadata, 0)
@@ -151,7 +152,7 @@ class EPHandle:
         assert local is not None
         return local
 
-    @cached_property
+    @fact
     def _exact(self) -> Tensor:
         """[L] int64: tokens of each expert."""
         device, exact = self._metadata.device, self.plan.tokens_per_expert_exact

@@ -6,7 +6,6 @@ Shapes: T tokens, R ranks, K experts per token, E experts, L experts of this ran
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import NamedTuple, overload
 
 import torch
@@ -14,12 +13,14 @@ from torch import Tensor
 
 from uccl_ep_train.api.buffer import Buffer as Engine
 from uccl_ep_train.common.handle import DispatchHandle, DispatchResult
+from uccl_ep_train.core.cuda import is_capturing
 from uccl_ep_train.deep_ep.config import RANKS_OF_NODE
+from uccl_ep_train.deep_ep.facts import Facts, fact
 from uccl_ep_train.deep_ep.scales import Rows, caller_rows, engine_rows
 from uccl_ep_train.errors import DtypeError, InputError, ShapeError
 
 
-class Handle(Sequence[Tensor]):
+class Handle(Facts, Sequence[Tensor]):
     """What a dispatch returns for combines and for dispatches with the same routing.
 
     Up to 8 ranks: (rank_prefix_matrix [R, R], channel_prefix_matrix, recv_channel_prefix_matrix,
@@ -32,6 +33,7 @@ class Handle(Sequence[Tensor]):
     def __init__(
         self, engine: Engine, plan: DispatchHandle, num_topk: int, metadata: Tensor, is_token_in_rank: Tensor
     ) -> None:
+        super().__init__(engine.device)
         self.engine, self.plan, self.num_topk = engine, plan, num_topk
         self._metadata, self._is_token_in_rank = metadata, is_token_in_rank
 
@@ -40,7 +42,7 @@ class Handle(Sequence[Tensor]):
         """What operations with the handle read."""
         return self._metadata, self.plan.storage
 
-    @cached_property
+    @fact
     def _tensors(self) -> tuple[Tensor, ...]:
         ranks, source, token = self.engine.num_ranks, self._metadata[:, 0], self._metadata[:, 1]
         counts = torch.bincount(source, minlength=ranks + 1)[1:]  # unused rows have the source 0
@@ -113,13 +115,27 @@ class Sender:
         # By expert + 1: the number among this rank's, or -1.
         self._local = torch.full((experts + 1,), -1, dtype=torch.int64, device=engine.device)
         self._local[first : first + num_local] = torch.arange(num_local, device=engine.device)
-        self._heads = torch.empty(0, 2, dtype=torch.int32, device=engine.device)
+        # Those that a longer one replaced may be read by graphs.
+        self._heads = [torch.empty(0, 2, dtype=torch.int32, device=engine.device)]
         self._settle()
 
     def _settle(self) -> None:
-        """What this keeps is read on any stream, and what it replaces may still be read."""
-        if self.engine.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        """What this keeps is read on any stream."""
+        if self.engine.device.type == "cuda":
             torch.cuda.synchronize(self.engine.device)
+
+    def _heads_of(self, tokens: int) -> Tensor:
+        """[T, 2] int32: this rank + 1, token."""
+        if tokens <= len(self._heads[-1]):
+            return self._heads[-1][:tokens]
+        captured = is_capturing(self.engine.device)
+        most = tokens if captured else max(tokens, 2 * len(self._heads[-1]))
+        numbers = torch.arange(most, dtype=torch.int32, device=self.engine.device)
+        heads = torch.stack([torch.full_like(numbers, self.engine.rank + 1), numbers], 1)
+        if not captured:  # inside a graph they have values in its replays only
+            self._settle()
+            self._heads.append(heads)
+        return heads[:tokens]
 
     def send(self, x: Rows, routing: Routing, expert_alignment: int, num_worst_tokens: int) -> Received:
         engine, topk_idx = self.engine, routing.topk_idx
@@ -149,12 +165,7 @@ class Sender:
 
     def packed(self, tokens: int, topk_idx: Tensor | None, topk_weights: Tensor | None) -> Tensor:
         """Metadata [T, 2 + 3 K] int32, or one more if that is odd, or without weights or experts fewer."""
-        if tokens > len(self._heads):
-            numbers = torch.arange(tokens, dtype=torch.int32, device=self.engine.device)
-            heads = torch.stack([torch.full_like(numbers, self.engine.rank + 1), numbers], 1)
-            self._settle()
-            self._heads = heads
-        words = [self._heads[:tokens]]
+        words = [self._heads_of(tokens)]
         if topk_idx is not None:
             words.append((topk_idx + 1).view(torch.int32))
         if topk_weights is not None:
