@@ -8,6 +8,7 @@ this rank, N received rows.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _SMS = {True: 24, False: 48}  # by prefer_overlap_with_compute
 
 Event = EventOverlap | EventHandle
+_buffers: weakref.WeakSet[ElasticBuffer] = weakref.WeakSet()
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:
@@ -93,7 +95,11 @@ class ElasticBuffer:
         self.num_scaleout_ranks, self.num_scaleup_ranks = self.get_logical_domain_size()
         self.scaleout_rank_idx, self.scaleup_rank_idx = 0, self.rank_idx
         self.num_rdma_ranks, self.num_nvlink_ranks = self.get_physical_domain_size()
-        self._engines = Engines(group, self.num_bytes, None if allow_multiple_reduction else "fp32")
+        outgrown = self._outgrown()
+        self._engines = Engines(
+            group, self.num_bytes, None if allow_multiple_reduction else "fp32", in_place_of=outgrown
+        )
+        _buffers.add(self)
 
     # ---- what callers ask
 
@@ -281,8 +287,26 @@ class ElasticBuffer:
         return nullcontext()
 
     def destroy(self) -> None:
-        """Collective: leaves the group."""
+        """Collective: leaves the group. A buffer that stands in place of this one stays."""
         self._engines.destroy()
+
+    def _outgrown(self) -> Engines | None:
+        """Of the buffer that this one stands in place of: the same, but for fewer tokens.
+
+        Callers make such a one when a batch is larger than all before, on the ranks that have it. Engines
+        take any number of tokens, so no rank has to wait for the others.
+        """
+        found = [
+            earlier
+            for earlier in _buffers
+            if earlier.group is self.group
+            and earlier.num_bytes == self.num_bytes
+            and earlier.allow_multiple_reduction == self.allow_multiple_reduction
+            and earlier.num_max_tokens_per_rank < self.num_max_tokens_per_rank
+            and not earlier._engines.destroyed
+        ]
+        largest = max(found, key=lambda earlier: earlier.num_max_tokens_per_rank, default=None)
+        return None if largest is None else largest._engines
 
     engram_write = _refused("engram_write")
     engram_fetch = _refused("engram_fetch")

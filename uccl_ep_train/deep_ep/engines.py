@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,12 +27,23 @@ MASK_TIMEOUT_S = 10.0
 _BESIDE = 128  # fp32 elements that metadata has room for, beside the widest rows
 
 
+@dataclass
+class _Made:
+    """Engines, of which those before the last serve handles that they made; and who uses them, in order."""
+
+    senders: list[Sender] = field(default_factory=list)
+    low_latency: list[LowLatency] = field(default_factory=list)
+    users: list[weakref.ref[Engines]] = field(default_factory=list)
+    closed: bool = False
+
+
 class Engines:
     """Those of one buffer of DeepEP's shape. What DeepEP has no argument for comes from `UCCL_*` variables.
 
     budget_bytes        upper limit of an engine's memory; 0: 1 GiB
     combine_wire_dtype  of partial sums, "bf16" | "fp32"; None: the variable's
     outlives_ranks      low-latency calls go on without ranks that no longer answer
+    in_place_of         those of an earlier buffer with the same arguments: its engines are these
     """
 
     def __init__(
@@ -39,38 +52,45 @@ class Engines:
         budget_bytes: int,
         combine_wire_dtype: str | None = None,
         outlives_ranks: bool = False,
+        *,
+        in_place_of: Engines | None = None,
     ) -> None:
         self._group = group
         self._outlives_ranks = outlives_ranks
         self._settings: dict[str, Any] = {"budget_bytes": budget_bytes or DEFAULT_BYTES}
         if combine_wire_dtype is not None:
             self._settings["combine_wire_dtype"] = combine_wire_dtype
-        self._senders: list[Sender] = []  # those before the last serve handles that they made
-        self._low_latency: list[LowLatency] = []  # likewise
+        self._made: _Made = _Made() if in_place_of is None else in_place_of._made
+        self._made.users = [user for user in self._made.users if user() is not None] + [weakref.ref(self)]
         self._destroyed = False
         self._comm_stream: torch.cuda.Stream | None = None
 
+    @property
+    def destroyed(self) -> bool:
+        """This buffer, or the one that stands in its place."""
+        return self._destroyed or self._made.closed
+
     def sender(self, num_experts: int, hidden: int, num_sms: int) -> Sender:
         """All ranks get here with the same numbers, so they make it together."""
-        if self._destroyed:
+        if self.destroyed:
             raise ClosedError("the buffer was destroyed")
         hidden += _BESIDE
-        for sender in reversed(self._senders):
+        for sender in reversed(self._made.senders):
             if sender.engine.config.num_experts == num_experts and sender.engine.config.hidden >= hidden:
                 return sender
         made = EpConfig.from_env(
             num_experts=num_experts, hidden=hidden, dispatch_dtype="bf16", num_sms=num_sms, **self._settings
         )
-        self._senders.append(Sender(Engine(self._group, made)))
-        return self._senders[-1]
+        self._made.senders.append(Sender(Engine(self._group, made)))
+        return self._made.senders[-1]
 
     def low_latency(
         self, max_tokens: int, hidden: int, num_experts: int, num_topk: int, num_sms: int
     ) -> LowLatency:
         """As `sender`; each number of tokens has an engine of its own."""
-        if self._destroyed:
+        if self.destroyed:
             raise ClosedError("the buffer was destroyed")
-        for calls in reversed(self._low_latency):
+        for calls in reversed(self._made.low_latency):
             config = calls.buffer.config
             room = (config.memory.low_latency_tokens, config.num_experts)
             if room == (max_tokens, num_experts) and config.hidden >= hidden:
@@ -89,27 +109,27 @@ class Engines:
             made = made.replace(mask_timeout_s=MASK_TIMEOUT_S)
         elif not self._outlives_ranks:
             made = made.replace(mask_timeout_s=0.0)
-        self._low_latency.append(LowLatency(Engine(self._group, made)))
-        return self._low_latency[-1]
+        self._made.low_latency.append(LowLatency(Engine(self._group, made)))
+        return self._made.low_latency[-1]
 
     def last_low_latency(self) -> LowLatency | None:
         """That of the latest call."""
-        return self._low_latency[-1] if self._low_latency else None
+        return self._made.low_latency[-1] if self._made.low_latency else None
 
     def renew_low_latency(self) -> None:
         """Collective, if ranks may be masked: new engines, in which none is."""
-        if not self._outlives_ranks or not self._low_latency:
+        if not self._outlives_ranks or not self._made.low_latency:
             return
-        timeout_s = self._low_latency[0].buffer.config.deadlines.arrival_timeout_s
+        timeout_s = self._made.low_latency[0].buffer.config.deadlines.arrival_timeout_s
         # Afterwards nobody is in an operation any more.
         TorchBootstrap(self._group, timeout_s=timeout_s).all_gather(b"", "taking masked ranks back")
-        for i, calls in enumerate(self._low_latency):
+        for i, calls in enumerate(self._made.low_latency):
             calls.buffer.close(abort=True)  # masked ranks do not close with the others
-            self._low_latency[i] = LowLatency(Engine(self._group, calls.buffer.config))
+            self._made.low_latency[i] = LowLatency(Engine(self._group, calls.buffer.config))
 
     def preparing(self) -> AbstractContextManager[None]:
         """An error in it refuses a dispatch, also before it is known which engine it needs."""
-        return self._senders[-1].engine.preparing("dispatch") if self._senders else nullcontext()
+        return self._made.senders[-1].engine.preparing("dispatch") if self._made.senders else nullcontext()
 
     def comm_stream(self) -> torch.cuda.Stream:
         """The stream of asynchronous calls. On GPUs only."""
@@ -146,12 +166,16 @@ class Engines:
             return results, EventOverlap(event)
 
     def destroy(self) -> None:
-        """Collective: leaves the group."""
+        """Collective: leaves the group. What stands in place of this one keeps its engines."""
         self._destroyed = True
-        while self._senders:
-            self._senders.pop().engine.close()
-        while self._low_latency:
-            self._low_latency.pop().buffer.close()
+        users = [user for reference in self._made.users if (user := reference()) is not None]
+        if users[-1] is not self:
+            return
+        self._made.closed = True
+        while self._made.senders:
+            self._made.senders.pop().engine.close()
+        while self._made.low_latency:
+            self._made.low_latency.pop().buffer.close()
 
 
 def check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
