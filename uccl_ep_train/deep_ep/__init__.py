@@ -22,6 +22,7 @@ from uccl_ep_train.deep_ep.utils.event import EventHandle, EventOverlap
 from uccl_ep_train.errors import ConfigError
 
 topk_idx_t = torch.int64
+__version__ = "2.1.0+uccl.ep.train"  # of the DeepEP whose calls these are
 
 __all__ = [
     "Buffer",
@@ -34,7 +35,7 @@ __all__ = [
     "topk_idx_t",
 ]
 
-_PARTS = ("utils", "utils.envs", "utils.event", "utils.math", "utils.testing")
+_PARTS = ("utils", *(f"utils.{name}" for name in ("envs", "event", "gate", "math", "refs", "testing")))
 
 
 def install(*, replace: bool = False) -> None:

@@ -56,8 +56,8 @@ class ElasticBuffer:
     allow_multiple_reduction     False: sums are rounded once. Then FP32 travels between and inside domains
     prefer_overlap_with_compute  24 SMs, else 48, where `dispatch` is given none
 
-    `num_cpu_bytes` and `allow_hybrid_mode` are refused: `InputError`. The others are ignored: results are the
-    same in every run, and a buffer that is dropped without `destroy` leaves its group, too.
+    `num_cpu_bytes` is refused: `InputError`. The others are ignored: rows cross a network once per domain,
+    results are the same in every run, and a buffer that is dropped without `destroy` leaves its group, too.
     """
 
     def __init__(
@@ -81,10 +81,6 @@ class ElasticBuffer:
     ) -> None:
         if num_cpu_bytes != 0:
             raise InputError(f"num_cpu_bytes = {num_cpu_bytes}; allowed is 0")
-        if not allow_hybrid_mode:
-            raise InputError(
-                "allow_hybrid_mode = False; allowed is True: rows cross a network once per domain"
-            )
         self.group, self.rank_idx, self.num_ranks = group, group.rank(), group.size()
         self.num_bytes = DEFAULT_BYTES if num_bytes is None else num_bytes
         self.num_max_tokens_per_rank, self.deterministic = num_max_tokens_per_rank, deterministic
