@@ -1,4 +1,4 @@
-"""`deep_ep.utils.refs` and `.gate`: the references and scores of DeepEP's tests of its second interface."""
+"""`deep_ep.utils.refs`, `.gate` and `.math`: what DeepEP's tests of its second interface import."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import Tensor
 
 from tests.process_ranks import ProcessRanks, Rank
 from uccl_ep_train import deep_ep
-from uccl_ep_train.deep_ep.utils import gate, refs
+from uccl_ep_train.common.handle import Fp8Rows
+from uccl_ep_train.deep_ep.scales import dense, engine_rows
+from uccl_ep_train.deep_ep.utils import gate, math, refs
 
 H, E, K, RANKS, MOST = 256, 8, 3, 2, 40
 
@@ -87,3 +89,26 @@ def test_rank_0_gets_the_ratio_that_was_asked_for(ratio: float, precise: bool) -
     tokens = gate.tokens_of_ranks(scores, 8, 4)
     assert scores.shape == (4096, 64)
     assert abs(tokens[0] / tokens[1:].mean() - ratio) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"),
+    [((5, 1), (1, 32)), ((1, 1), (7, 9)), ((5, 2), (1, 5)), ((1, 4), (9, 1)), ((0, 3), (3, 1))],
+)
+def test_scales_of_any_strides_are_read_as_bytes(shape: tuple[int, int], stride: tuple[int, int]) -> None:
+    """torch calls a single column contiguous whatever its stride is, and then does not view it as bytes."""
+    words = torch.arange(200, dtype=torch.int32).as_strided(shape, stride)
+    wanted = torch.tensor(words.tolist(), dtype=torch.int32).reshape(shape)
+    assert torch.equal(dense(words).view(torch.uint8), wanted.view(torch.uint8))
+    if shape[0] > 0:
+        codes = torch.ones(shape[0], 512 * shape[1]).to(torch.float8_e4m3fn)
+        rows = engine_rows((codes, words))
+        assert isinstance(rows, Fp8Rows)
+        assert torch.equal(rows.scales, (wanted.view(torch.uint8).int() << 23).view(torch.float32))
+        assert torch.equal(math.per_token_cast_back(codes, words), math.per_token_cast_back(codes, wanted))
+
+
+def test_a_dense_tensor_is_not_copied() -> None:
+    """Control."""
+    words = torch.arange(12).view(3, 4)
+    assert dense(words) is words and dense(words.t()).data_ptr() != words.data_ptr()

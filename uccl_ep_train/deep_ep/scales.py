@@ -18,6 +18,20 @@ _EXPONENT = 23  # the lowest bit of a float32's exponent
 Rows = Tensor | tuple[Tensor, Tensor]
 
 
+def dense(t: Tensor) -> Tensor:
+    """t, or a copy whose elements lie one after the other.
+
+    torch calls t contiguous whatever the stride of a single row or column is, but does not view it as
+    elements of another size then.
+    """
+    behind = 1
+    for size, stride in zip(reversed(t.shape), reversed(t.stride()), strict=True):
+        if stride != behind:
+            return t.clone(memory_format=torch.contiguous_format)
+        behind *= max(size, 1)
+    return t
+
+
 def engine_rows(x: Rows) -> Tensor | Fp8Rows:
     """x, with scales [T, H / 128] float32, contiguous.
 
@@ -33,7 +47,7 @@ def engine_rows(x: Rows) -> Tensor | Fp8Rows:
     wanted = (len(codes), -(-blocks // 4))
     if scales.shape != wanted:
         raise ShapeError(f"x.scales is {tuple(scales.shape)} int32; allowed is {wanted}")
-    exponents = scales.contiguous().view(torch.uint8)[:, :blocks]
+    exponents = dense(scales).view(torch.uint8)[:, :blocks]
     return Fp8Rows(codes, (exponents.to(torch.int32) << _EXPONENT).view(torch.float32))
 
 

@@ -16,7 +16,7 @@ from uccl_ep_train.common.handle import DispatchHandle, DispatchResult
 from uccl_ep_train.core.cuda import is_capturing
 from uccl_ep_train.deep_ep.config import RANKS_OF_NODE
 from uccl_ep_train.deep_ep.facts import Facts, fact
-from uccl_ep_train.deep_ep.scales import Rows, caller_rows, engine_rows
+from uccl_ep_train.deep_ep.scales import Rows, caller_rows, dense, engine_rows
 from uccl_ep_train.errors import DtypeError, InputError, ShapeError
 
 
@@ -167,7 +167,7 @@ class Sender:
         """Metadata [T, 2 + 3 K] int32, or one more if that is odd, or without weights or experts fewer."""
         words = [self._heads_of(tokens)]
         if topk_idx is not None:
-            words.append((topk_idx + 1).view(torch.int32))
+            words.append(dense(topk_idx + 1).view(torch.int32))
         if topk_weights is not None:
             words.append(topk_weights.contiguous().view(torch.int32))
             if topk_weights.shape[1] % 2:

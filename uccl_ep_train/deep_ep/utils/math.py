@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from uccl_ep_train.deep_ep.scales import dense
+
 _BLOCK = 128
 _E4M3_MAX = 448.0
 
@@ -44,7 +46,7 @@ def per_token_cast_back(codes: Tensor, scales: Tensor) -> Tensor:
         return codes.to(torch.bfloat16)
     tokens, hidden = codes.shape
     if scales.dtype == torch.int32:
-        exponents = scales.contiguous().view(torch.uint8).to(torch.int32)
+        exponents = dense(scales).view(torch.uint8).to(torch.int32)
         scales = (exponents << 23).view(torch.float32)
     blocks = torch.nn.functional.pad(codes.float(), (0, -hidden % _BLOCK)).view(tokens, -1, _BLOCK)
     rows = blocks * scales.reshape(tokens, -1, 1)
@@ -74,7 +76,7 @@ def create_grouped_scores(scores: Tensor, group_idx: Tensor, num_groups: int) ->
 
 def hash_tensor(t: Tensor) -> int:
     """The sum of its 32-bit words: equal for equal bits."""
-    return int(t.contiguous().view(torch.int32).sum(dtype=torch.int64))
+    return int(dense(t).view(torch.int32).sum(dtype=torch.int64))
 
 
 def hash_tensors(*tensors: object) -> int:
