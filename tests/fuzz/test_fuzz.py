@@ -31,7 +31,6 @@ CLANG = Flavour(
     name="libfuzzer",
     options=("-O1", "-fsanitize=fuzzer,address,undefined", "-fno-sanitize-recover=all"),
     compiler="clang++",
-    precompiled=True,
 )
 FOUND = 86  # what a program that a sanitizer or a claim ended returns
 SECONDS = 2.0

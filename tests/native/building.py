@@ -50,7 +50,7 @@ class Flavour:
     name: str
     options: tuple[str, ...]
     compiler: str = "g++"
-    # Headers of the standard library are compiled once. Not everywhere: no source needs them for its own.
+    # By g++ the headers of the standard library are compiled once. Not everywhere: no source needs it.
     precompiled: bool = False
     # Of the stand-in for GPUs: lanes of a warp, and how many lanes go in lock step (1: none do).
     lanes: int = 32
@@ -118,7 +118,7 @@ def _precompiled(flavour: Flavour, options: Sequence[str]) -> list[str]:
         return []
     made_of = " ".join([flavour.compiler, *options]).encode() + STANDARD.read_bytes()
     header = OBJECTS / f"standard-{hashlib.sha256(made_of).hexdigest()[:24]}.h"
-    compiled_header = header.with_suffix(".h.gch" if flavour.compiler == "g++" else ".h.pch")
+    compiled_header = header.with_suffix(".h.gch")
     with _precompiling:
         if not compiled_header.exists():
             shutil.copyfile(STANDARD, header)
