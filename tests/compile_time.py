@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAUSE_S = 60.0
+PAUSE_S = 30.0
 # The standard library alone, so that it changes with no source of ours.
 YARDSTICK = """
 #include <algorithm>
