@@ -122,7 +122,8 @@ CLAIM("memory_plan refuses what an engine refuses, in the same words, and nothin
                                                                      std::vector<int>(40, 1),
                                                                      std::vector<int>(32, 8),
                                                                      std::vector<int>(75, 8),
-                                                                     std::vector<int>(256, 8)}) {
+                                                                     std::vector<int>(256, 8),
+                                                                     std::vector<int>(2048, 1)}) {
     EngineConfig config = config_of(ranks_in(sizes), 0);
     config.budget_bytes = gpu_least_budget_bytes(config) - 1;
     expect_same_refusal(config, "this buffer needs at least " + std::to_string(config.budget_bytes + 1));
@@ -133,13 +134,14 @@ CLAIM("memory_plan refuses what an engine refuses, in the same words, and nothin
   config.budget_bytes = uint64_t{8} << 30;
   expect_same_refusal(config, "129 ranks in a domain: the CUDA backend has at most 128");
   config = config_of(ranks_in(std::vector<int>(256, 8)), 0);
-  config.num_experts *= 2;
+  config.num_experts *= 7;
   config.budget_bytes = uint64_t{16} << 30;
-  expect_same_refusal(config, "2048 ranks with num_experts = 4096: routing needs");
-  expect_same_refusal(config, "allowed are at most num_experts = 2048");
+  expect_same_refusal(config, "2048 ranks with num_experts = 14336: a block needs");
+  expect_same_refusal(config, "allowed are at most num_experts = 12288");
   config = config_of(ranks_in(std::vector<int>(2048, 1)), 0);
+  config.num_experts *= 3;
   config.budget_bytes = uint64_t{16} << 30;
-  expect_same_refusal(config, " ranks with an expert each");
+  expect_same_refusal(config, "allowed are at most num_experts = 4096");
   config = config_of(ranks_in({65}), 0);
   config.budget_bytes = uint64_t{8} << 30;
   config.low_latency_tokens = config.low_latency_topk = 8;
@@ -227,6 +229,14 @@ CLAIM("a domain of 600 ranks gets the rows of all, and every sum, with several e
   each_seed(run, try_mirrored);
 }
 CLAIM("a domain of 2048 ranks gets the rows of all, and every sum") { each_seed(mirrored(256, 8), try_mirrored); }
+CLAIM("a domain of 2048 ranks, which are domains each, gets the rows of all, and every sum, in windows") {
+  CudaRun run = mirrored(2048, 1);
+  run.hidden = 1024;
+  run.spare_bytes = 16 << 20;
+  run.num_tokens = {128, 64, 0, 33};
+  run.least_windows = 6;
+  each_seed(run, try_mirrored);
+}
 CLAIM("control: one other bit in a row that came to a domain of 600 ranks is seen") {
   std::string seen;
   Mirror::flipped_rank = 3;

@@ -126,13 +126,15 @@ CLAIM("600 ranks have masks, which leave the oracle's bytes") {
   for (uint32_t topk : {0u, 8u, 32u})
     by_masks({.domain_of = eights(75), .rank = 333, .num_tokens = 65, .topk = topk, .map_one_in = 70, .seed = topk});
 }
-CLAIM("2,048 ranks and as many experts have masks, which leave the oracle's bytes") {
-  const RoutingRun run{.domain_of = eights(256), .rank = 1000, .num_tokens = 65};
-  const RoutingInput in(run);
-  RoutingMemory memory(run, in);
-  EXPECT(gpu::tile_kind(memory.map()) == TileKind::kMasks);
-  EXPECT(gpu::least_shared_bytes(memory.map()) <= gpu::kMostSharedBytes - gpu::kStaticSharedBytes);
-  like_oracle<gpu::MaskTile>(run, in, memory);
+CLAIM("2,048 ranks, of 256 domains or of as many, have masks, which leave the oracle's bytes") {
+  for (const auto& [domain_of, experts] : {std::pair{eights(256), 6u}, {interleaved(2048, 2048), 2u}}) {
+    const RoutingRun run{.domain_of = domain_of, .rank = 1000, .experts_per_rank = experts, .num_tokens = 65};
+    const RoutingInput in(run);
+    RoutingMemory memory(run, in);
+    EXPECT(gpu::tile_kind(memory.map()) == TileKind::kMasks);
+    EXPECT(gpu::least_shared_bytes(memory.map()) <= gpu::kMostSharedBytes - gpu::kStaticSharedBytes);
+    like_oracle<gpu::MaskTile>(run, in, memory);
+  }
 }
 
 }  // namespace

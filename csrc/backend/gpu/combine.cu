@@ -44,7 +44,7 @@ struct Combine {
 
 // Of shared memory, for tables of ranks and of what windows fold and merge.
 __host__ __device__ inline uint32_t tables_bytes(const Group& g, const KernelCombineArgs& args) {
-  return g.table_bytes + (args.num_windows > 1 ? kHalves : 1) * combine_table_bytes(g.map);
+  return g.table_bytes + combine_table_bytes(g.map, args.num_windows);
 }
 
 // By all warps of a block that works: all windows.

@@ -42,14 +42,9 @@ struct Dispatch {
   using Roles = RoleTable<Serves, Tells, Stages, Places>;
 };
 
-// Of shared memory, for tables of ranks and sources.
-template <PlanState kState>
-__host__ __device__ inline uint32_t tables_bytes(const Group& g) {
-  return g.table_bytes + source_tables_bytes(g.map, kState) + sent_table_bytes(g.map);
-}
-
-// kBulk: dynamic shared memory holds, behind the table of arrivals, the pipelines of the placing role and of the
-// staging role. Until rows are placed, tiles use the placing role's part.
+// kBulk: dynamic shared memory holds, behind the tables of ranks and windows, the pipelines of the placing role and of
+// the staging role. Until a block's tiles are routed, they lie where tables of windows and the placing role's part
+// will.
 template <PlanState kState, bool kBulk, bool kNet, typename Tile = TableTile>
 __global__ void __launch_bounds__(Dispatch<kState, kBulk, kNet>::Roles::kThreads, 1)
     dispatch(const __grid_constant__ Group g, const __grid_constant__ PlanView plan,
@@ -65,7 +60,8 @@ __global__ void __launch_bounds__(Dispatch<kState, kBulk, kNet>::Roles::kThreads
   __shared__ KernelOp op;
   __shared__ typename Roles::Shared shared;
   if (!kNet) __builtin_assume(g.map.num_domains == 1);
-  uint8_t* const memory = dynamic + tables_bytes<kState>(g);
+  uint8_t* const tiles = dynamic + g.table_bytes;
+  uint8_t* const memory = tiles + windows_bytes(g.map);
   if (threadIdx.x < kStageWarps) shared.row_groups[threadIdx.x] = 0;
   if (threadIdx.x == 0) shared.routed = shared.totals = 0;
   if (kState == PlanState::kExchanged)
@@ -84,14 +80,14 @@ __global__ void __launch_bounds__(Dispatch<kState, kBulk, kNet>::Roles::kThreads
   // With several domains the staging role routes, too: it cannot begin before all is routed.
   if constexpr (kNew && kNet)
     if (Roles::template is_in<Stages>() || Roles::template is_in<Places>())
-      routed.good = exchange_tiles<Tile>(kernel.by(Roles::template crew_from<Stages>()), shared, memory);
+      routed.good = exchange_tiles<Tile>(kernel.by(Roles::template crew_from<Stages>()), shared, tiles);
   // The compiler emits the code of the roles in this order, and the first code is fetched first. All ranks wait for the
   // routing of a new plan: behind the other roles it took 7 us longer. With a known plan they wait for staged rows.
   const auto serve = [&](const DispatchKernel& k) {
     if (going(k)) Serves::run(k, shared);
   };
   if (Roles::template is_in<Places>()) {
-    Places::run(kernel.by(Roles::template crew<Places>()), shared, shared, memory, routed);
+    Places::run(kernel.by(Roles::template crew<Places>()), shared, shared, tiles, memory, routed);
   } else if (kNew && Roles::template is_in<Serves>()) {
     serve(kernel.by(Roles::template crew<Serves>()));
   } else if (Roles::template is_in<Stages>()) {
@@ -128,9 +124,11 @@ void launch_kind(const Group& group, const PlanView& plan, const PlaceArgs& args
 
 template <PlanState kState, bool kNet>
 void launch_one(const Group& group, const PlanView& plan, PlaceArgs& args, uint32_t blocks, StreamHandle stream) {
-  const uint32_t warp_bytes = place_warp_bytes(args), table_bytes = tables_bytes<kState>(group);
+  const uint32_t warp_bytes = place_warp_bytes(args), table_bytes = group.table_bytes + windows_bytes(group.map);
   const uint32_t room = group.shared_bytes - table_bytes;
-  uint32_t tile_bytes = kState == PlanState::kNew ? routing_bytes(group.map) : 0;
+  // What tiles need beyond the tables of windows.
+  const auto beyond = [&](uint32_t bytes) { return bytes - min(bytes, windows_bytes(group.map)); };
+  uint32_t tile_bytes = kState == PlanState::kNew ? beyond(routing_bytes(group.map)) : 0;
   const auto warps_beside = [&](uint32_t bytes) {
     return bytes < room ? min(Dispatch<kState, false, kNet>::Places::kWarps, (room - bytes) / warp_bytes) : 0;
   };
@@ -144,7 +142,7 @@ void launch_one(const Group& group, const PlanView& plan, PlaceArgs& args, uint3
     const uint32_t tiles = (args.stage.num_tokens + kTileTokens - 1) / kTileTokens;
     const uint32_t routing = blocks - kNet;
     args.kept_tiles = max((tiles + routing - 1) / routing, 1);
-    const uint32_t all_bytes = routing_bytes(group.map, args.kept_tiles);
+    const uint32_t all_bytes = beyond(routing_bytes(group.map, args.kept_tiles));
     if (args.kept_tiles <= kMostKept && all_bytes + stage_bytes <= room)
       tile_bytes = all_bytes;
     else

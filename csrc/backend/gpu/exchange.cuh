@@ -93,13 +93,13 @@ __device__ inline void begin_packets(const DispatchKernel& k, const TileParts& t
       head.stream_rows = stream_rows;
       head.most_pieces = most_pieces;
     }
-    tile.packet[to] = {reinterpret_cast<ListEntry*>(bytes + parts.lists),
-                       reinterpret_cast<PairEntry*>(bytes + parts.pairs),
-                       reinterpret_cast<float*>(bytes + parts.weights),
-                       reinterpret_cast<uint32_t*>(bytes + parts.token_block_rows),
-                       reinterpret_cast<uint32_t*>(bytes + parts.token_block_pieces),
-                       reinterpret_cast<uint32_t*>(bytes + parts.token_block_streams),
-                       reinterpret_cast<uint32_t*>(bytes + parts.stream_pieces)};
+    const auto word = [](uint64_t offset) { return static_cast<uint32_t>(offset); };
+    tile.packet[to] = {bytes,
+                       word(parts.token_block_rows),
+                       word(parts.lists),
+                       word(parts.pairs),
+                       word(parts.stream_pieces),
+                       word(parts.weights)};
   }
 }
 
@@ -210,14 +210,13 @@ __device__ __forceinline__ uint64_t hash_pair(uint32_t place, uint32_t expert) {
 template <typename Tile>
 __device__ inline void write_token_blocks(const Group& g, const Tile& tile, uint32_t first, uint32_t token_blocks,
                                           uint32_t all_token_blocks) {
-  const uint32_t c0 = first / kTokenBlock, lane = threadIdx.x % kWarp;
+  const uint32_t c0 = first / kTokenBlock, lane = threadIdx.x % kWarp, entries = all_token_blocks + 1;
   static_assert(kTokenBlock == 32);  // bits of the lower word
   const auto low = [](Mask mask) { return static_cast<uint32_t>(__popc(static_cast<uint32_t>(mask))); };
 #pragma unroll 1
   for (uint32_t r = lane; r < g.map.num_ranks; r += kWarp) {
     const uint32_t to = domain_of(g, r);
-    uint32_t* const rows_of =
-        tile.packet[to].token_block_rows + uint64_t{r - first_of(g, to)} * (all_token_blocks + 1) + c0;
+    uint32_t* const rows_of = tile.packet[to].token_block_rows() + uint64_t{r - first_of(g, to)} * entries + c0;
 #pragma unroll 1
     for (uint32_t c = 0; c < token_blocks; ++c) rows_of[c] = tile.row_base[r] + (c == 0 ? 0 : low(tile.destination[r]));
   }
@@ -226,10 +225,10 @@ __device__ inline void write_token_blocks(const Group& g, const Tile& tile, uint
 #pragma unroll 1
     for (uint32_t c = 0; c < token_blocks; ++c) {
       const uint32_t rows_before = tile.stream_base[to] + (c == 0 ? 0 : low(tile.stream[to]));
-      tile.packet[to].token_block_pieces[c0 + c] =
+      tile.packet[to].token_block_pieces(entries)[c0 + c] =
           tile.piece_base[to] + (c == 0 ? 0 : tile.pieces_before(g, kTokenBlock, to));
       if (to == own_domain(g)) continue;
-      tile.packet[to].token_block_streams[c0 + c] = rows_before;
+      tile.packet[to].token_block_streams(entries)[c0 + c] = rows_before;
       own_part(g, g.map.sent_token_blocks)[uint64_t{to} * (max_token_blocks(g) + 1) + c0 + c] = rows_before;
     }
 }
@@ -280,15 +279,15 @@ __device__ UCCL_EP_INLINE_WHERE_ROOM uint64_t write_tiles(const Crew crew, const
     const uint32_t row_first_pair = tile.first_pair(g, t, p.to);
     const uint32_t number = tile.pair_begin[p.to] + row_first_pair + p.same_lower;
     const uint32_t place = token * r.width + p.column;
-    packet.pairs[number - first_pair] = {static_cast<uint16_t>(p.expert - p.to * g.experts_per_rank),
-                                         static_cast<uint16_t>(tile.pairs_with(p.expert, t))};
+    packet.pairs()[number - first_pair] = {static_cast<uint16_t>(p.expert - p.to * g.experts_per_rank),
+                                           static_cast<uint16_t>(tile.pairs_with(p.expert, t))};
     origin[number] = place;
-    if (r.weights != nullptr) packet.weights[number - first_pair] = r.weights[place];
+    if (r.weights != nullptr) packet.weights()[number - first_pair] = r.weights[place];
     hash += hash_pair(place, p.named);
     if (p.same_lower != 0) return;
     const uint32_t piece = tile.piece_base[to] + tile.pieces_before(g, t, to) + p.ranks_lower;
     const uint32_t position = to == own ? token : tile.stream_row(to, t);
-    packet.lists[tile.row_begin[p.to] + tile.row_base[p.to] + __popcll(tile.destination[p.to] & tokens_before(t))] = {
+    packet.lists()[tile.row_begin[p.to] + tile.row_base[p.to] + __popcll(tile.destination[p.to] & tokens_before(t))] = {
         row_first_pair, piece, position, static_cast<uint16_t>(token), static_cast<uint16_t>(p.same)};
     if constexpr (Tile::kManyRanks) write_addends(g, tile, p, token, piece);
   };
@@ -313,7 +312,7 @@ __device__ inline void end_tiles(const Group& g, const Tile& tile, uint32_t num_
   for (uint32_t to = lane; to < g.map.num_domains; to += kWarp) {
     const bool own = to == own_domain(g);
     addends += own ? tile.piece_base[to] : tile.stream_base[to];
-    if (!own) tile.packet[to].stream_pieces[tile.stream_base[to]] = tile.piece_base[to];
+    if (!own) tile.packet[to].stream_pieces()[tile.stream_base[to]] = tile.piece_base[to];
   }
   addends = warp_sum(addends);
   if (lane == 0) own_part(g, g.map.token_addends)[num_tokens] = addends;

@@ -58,31 +58,22 @@ struct FoldSource {
   uint32_t slot;        // of the first chunk in the ring
 };
 #pragma pack(pop)
-// Of all sources; in shared memory. Two windows have tables of their own, because a block merges one while it folds the
-// next.
-__host__ __device__ inline uint32_t combine_table_bytes(const DeviceMap& map);
-__device__ __forceinline__ uint32_t window_table(const Group& g, uint32_t window) {
-  return window % kHalves * combine_table_bytes(g.map);
-}
+static_assert(sizeof(FoldSource) == kFoldEntryBytes);
+// Of all sources; in shared memory.
 struct FoldRange {
   uint32_t window;
-  uint32_t table;  // where the sources lie
   MostRows most;
   PartedRows parted;
   uint32_t hurried;  // so many first rows are told by the warps that fold them
   __device__ __forceinline__ FoldSource& of(const Group& g, uint32_t source) const {
-    return shared_table<FoldSource>(g, table)[source];
+    return shared_table<FoldSource>(g, 0)[source];
   }
-  static __host__ __device__ uint32_t table_bytes(const DeviceMap& map) { return sizeof(FoldSource) * map.num_ranks; }
 };
 // By a warp, when it has found what the window merges (`streams`).
 template <typename Merges>
 __device__ inline void find_fold_range(const CombineKernel& k, const Merges& streams, FoldRange& out) {
   const uint32_t entries = k.plan.num_token_blocks + 1, window = streams.window;
-  if (k.crew.thread == 0) {
-    out.window = window;
-    out.table = window_table(k.g, window);
-  }
+  if (k.crew.thread == 0) out.window = window;
   k.crew.sync();
   for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size) {
     const uint32_t stream = stream_of(k.g, s);

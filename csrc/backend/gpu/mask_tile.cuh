@@ -171,7 +171,7 @@ __device__ __forceinline__ void write_addends(const Group& g, const MaskTile& ti
   const uint32_t row = tile.stream_row(to, t);
   out[to > own ? tile.own_pieces[t] : 0] = Addend::of_domain(to, row);
   own_part(g, g.map.sent_tokens)[to * uint64_t{g.map.max_tokens} + row] = token;
-  tile.packet[to].stream_pieces[row] = piece;
+  tile.packet[to].stream_pieces()[row] = piece;
 }
 
 }  // namespace uccl_ep::gpu

@@ -26,10 +26,10 @@ struct MergeStream {
   uint32_t chunks;  // of this kernel's earlier windows
 };
 #pragma pack(pop)
-// In shared memory.
+// In shared memory. Two windows have tables of domains of their own, because a block merges one while it folds the
+// next. They have one table of streams: what a block relays of a window it has relayed before the next one.
 struct MergeRange {
   uint32_t window;
-  uint32_t table;      // where domains and streams lie
   uint32_t own_units;  // where our own pieces begin, in units of 16 bytes of our region
   uint32_t first_token, end_token;
   PartedRows last;    // of our tokens
@@ -37,18 +37,14 @@ struct MergeRange {
   uint32_t most;      // rows of a stream
   PartedRows parted;  // of those that we relay
   __device__ __forceinline__ MergeDomain& domain(const Group& g, uint32_t domain) const {
-    return shared_table<MergeDomain>(g, table)[domain];
+    return shared_table<MergeDomain>(
+        g, fold_table_bytes(g.map) + stream_table_bytes(g.map) + window % kHalves * domain_table_bytes(g.map))[domain];
   }
   __device__ __forceinline__ MergeStream& stream(const Group& g, uint32_t stream) const {
-    return shared_table<MergeStream>(g, table)[g.map.num_domains + stream];
+    return shared_table<MergeStream>(g, fold_table_bytes(g.map))[stream];
   }
 };
-static_assert(sizeof(MergeDomain) == sizeof(MergeStream));
-// Of a window of a combine.
-__host__ __device__ inline uint32_t combine_table_bytes(const DeviceMap& map) {
-  const uint64_t merges = map.num_domains > 1 ? sizeof(MergeStream) * (map.num_domains + map.num_streams) : 0;
-  return table_bytes(FoldRange::table_bytes(map) + merges);
-}
+static_assert(sizeof(MergeDomain) == kMergeEntryBytes && sizeof(MergeStream) == kMergeEntryBytes);
 // The part of a stream that we relay in a window, and its chunks in the ring with those of weights, which follow the
 // last window's rows.
 __device__ __forceinline__ StreamPart relayed_part(const CombineKernel& k, uint32_t window, uint32_t stream) {
@@ -86,7 +82,6 @@ __device__ inline void find_merge_range(const CombineKernel& k, uint32_t window,
   const TokenBlockRange own = own_token_blocks(k, window);
   if (k.crew.thread == 0) {
     out.window = window;
-    out.table = window_table(k.g, window) + FoldRange::table_bytes(k.g.map);
     out.own_units = static_cast<uint32_t>((k.g.map.pieces.offset + pieces_begin(k.g, window)) / 16);
     out.first_token = min(own.first * kTokenBlock, k.plan.num_tokens);
     out.end_token = min(own.end * kTokenBlock, k.plan.num_tokens);

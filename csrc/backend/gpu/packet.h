@@ -60,13 +60,18 @@ struct PacketSizes {
   uint32_t experts_per_rank = 0, num_tokens = 0, rows = 0, pairs = 0, stream_rows = 0;
   bool with_weights = false;
 };
+constexpr uint64_t kPartAlign = 16;
+// Of token_block_pieces and of token_block_streams.
+constexpr uint32_t token_block_part_bytes(uint32_t entries) {
+  return static_cast<uint32_t>(round_up(4 * uint64_t{entries}, kPartAlign));
+}
 constexpr PacketParts packet_parts(const PacketSizes& s) {
   const uint64_t entries = s.members == 0 ? 0 : (s.num_tokens + kTokenBlock - 1) / kTokenBlock + 1;
   PacketParts p;
-  uint64_t at = round_up(sizeof(DeviceHeader), 16);
+  uint64_t at = round_up(sizeof(DeviceHeader), kPartAlign);
   const auto take = [&](uint64_t& part, uint64_t bytes) {
     part = at;
-    at += round_up(bytes, 16);
+    at += round_up(bytes, kPartAlign);
   };
   take(p.counts, 4 * uint64_t{s.members} * s.experts_per_rank);
   for (uint64_t* begins : {&p.row_begin, &p.pair_begin})

@@ -13,6 +13,11 @@ constexpr uint32_t kUsualRanks = 8;  // that a token reaches
 constexpr uint32_t kUneven = 4;  // times as much as its share: what a domain may get
 constexpr uint32_t kUsualTokens = 4096;  // of an operation
 
+static_assert(packet_parts({kMaxMembers, 1, kMaxTokens, kMaxTokens * kPairsPerToken, kMaxTokens * kPairsPerToken,
+                            kMaxTokens, true})
+                      .end < 0x80000000u,
+              "a word says where a part of a packet begins (PacketPlace)");
+
 // The most pairs of a rank's tokens in a domain.
 inline uint32_t most_pairs_in(const DeviceMap& map, uint32_t members) {
   const uint64_t experts = uint64_t{members} * (map.num_experts / map.num_ranks);

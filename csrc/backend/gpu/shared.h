@@ -13,7 +13,7 @@ constexpr uint32_t rank_table_bytes(const DeviceMap& map) {
   const uint64_t entries = 3 * uint64_t{map.num_ranks} + map.num_domains + 1;
   return map.num_domains == 1 ? 0 : table_bytes(sizeof(uint16_t) * entries);
 }
-// Of a window's sources (SourceRows), and of those of a new plan (FromSource).
+// Of a window's sources (SourceRows).
 constexpr uint32_t kSourceEntryBytes = 28;
 constexpr uint32_t source_table_bytes(const DeviceMap& map) { return table_bytes(kSourceEntryBytes * map.num_ranks); }
 // Of what a window ships (SentWindow).
@@ -22,8 +22,23 @@ constexpr uint32_t sent_table_bytes(const DeviceMap& map) {
   return map.num_domains == 1 ? 0 : table_bytes(kSentEntryBytes * map.num_domains);
 }
 
+// Of windows of a dispatch. Tiles have the same memory before there are windows.
+constexpr uint32_t windows_bytes(const DeviceMap& map) { return source_table_bytes(map) + sent_table_bytes(map); }
+// Of `windows` windows of a combine, at most two at a time: FoldSource, MergeStream, and for each window MergeDomain.
+constexpr uint32_t kFoldEntryBytes = 20, kMergeEntryBytes = 20;
+constexpr uint32_t fold_table_bytes(const DeviceMap& map) { return table_bytes(kFoldEntryBytes * map.num_ranks); }
+constexpr uint32_t stream_table_bytes(const DeviceMap& map) {
+  return map.num_domains == 1 ? 0 : table_bytes(kMergeEntryBytes * map.num_streams);
+}
+constexpr uint32_t domain_table_bytes(const DeviceMap& map) {
+  return map.num_domains == 1 ? 0 : table_bytes(kMergeEntryBytes * map.num_domains);
+}
+constexpr uint32_t combine_table_bytes(const DeviceMap& map, uint32_t windows) {
+  return fold_table_bytes(map) + stream_table_bytes(map) + (windows > 1 ? kHalves : 1) * domain_table_bytes(map);
+}
+
 // Of tiles: tile.cuh. What all tiles of a block have in common, and what each has.
-constexpr uint32_t kPacketPlaceBytes = 56;
+constexpr uint32_t kPacketPlaceBytes = 28;
 constexpr uint32_t common_tile_bytes(const DeviceMap& map) {
   const uint64_t ranks = map.num_ranks, domains = map.num_domains;
   return static_cast<uint32_t>(round_up(kPacketPlaceBytes * domains + 4 * (2 * ranks + 1 + domains), 8));
@@ -53,9 +68,11 @@ constexpr uint32_t routing_bytes(const DeviceMap& map, uint32_t tiles = 1) {
   return tiles_bytes(map, tile_kind(map), tiles);
 }
 
-// What a block needs at least, to route tokens; beside variables, of which kernels have less than kStaticSharedBytes.
+// What a block needs at least; beside variables, of which kernels have less than kStaticSharedBytes.
 constexpr uint32_t least_shared_bytes(const DeviceMap& map) {
-  return rank_table_bytes(map) + 2 * source_table_bytes(map) + sent_table_bytes(map) + routing_bytes(map);
+  uint32_t most = windows_bytes(map);
+  for (uint32_t bytes : {routing_bytes(map), combine_table_bytes(map, kHalves)}) most = bytes > most ? bytes : most;
+  return rank_table_bytes(map) + most;
 }
 constexpr uint32_t kStaticSharedBytes = 8192;
 constexpr uint32_t kMostSharedBytes = 227 << 10;  // of a block, on any GPU so far

@@ -23,15 +23,10 @@ struct Bases {
 };
 constexpr uint32_t kManySources = 64;  // more than that
 
-// What a source sends to us, and its totals; in shared memory.
+// What a source sends to us, and its totals.
 struct FromSource {
-  uint32_t rows, pairs, first_pair, tokens, stream_rows, most_pieces, tail_chunks;
-  static __device__ __forceinline__ FromSource& of(const Group& g, uint32_t source) {
-    return shared_table<FromSource>(g, source_table_bytes(g.map))[source];
-  }
+  uint32_t rows = 0, pairs = 0, first_pair = 0, tokens = 0, most_pieces = 0, tail_chunks = 0;
 };
-
-static_assert(sizeof(FromSource) == kSourceEntryBytes);
 
 // By one thread: reads a source's header, and notes where the parts of its packet lie.
 __device__ inline FromSource read_header(const Kernel& k, uint32_t source, bool with_weights) {
@@ -58,8 +53,7 @@ __device__ inline FromSource read_header(const Kernel& k, uint32_t source, bool 
   plan.tail_chunks = in_domain(k.g, source) || k.g.map.tail_slots == 0
                          ? 0
                          : tail_chunks(parts.end, k.g.map.head_bytes, k.g.map.tail_bytes);
-  return {end_row - first_row, end_pair - first_pair, first_pair,      h.num_tokens,
-          h.stream_rows,       h.most_pieces,         plan.tail_chunks};
+  return {end_row - first_row, end_pair - first_pair, first_pair, h.num_tokens, h.most_pieces, plan.tail_chunks};
 }
 
 // By a warp: the sizes that follow from our own packets.
@@ -78,9 +72,12 @@ __device__ inline PlanSizes sent_sizes(const Kernel& k) {
   return sizes;
 }
 
-// By a crew: reads the headers and counts of all sources. The counts go where `Bases::out_row` will be. False: a rank
-// is missing or has called something else.
-__device__ inline bool read_sources(const Kernel& k, const OpSignature& signature) {
+// The warps of a crew that lay out experts and that number sources.
+constexpr uint32_t kLaysOut = 0, kNumbers = 1;
+// By a crew: reads the counts of all sources, and the headers of kWarp of them: that of `source` into `from`, for each
+// lane of the warp that numbers sources. The counts go where `Bases::out_row` will be. False: a rank is missing or has
+// called something else.
+__device__ inline bool read_sources(const Kernel& k, const OpSignature& signature, uint32_t source, FromSource& from) {
   constexpr uint32_t kBatch = 4;  // counts that a thread loads at a time
   const uint32_t ranks = k.g.map.num_ranks, experts = k.g.experts_per_rank, all = ranks * experts;
   if (!wait_entered(k)) return false;
@@ -99,14 +96,13 @@ __device__ inline bool read_sources(const Kernel& k, const OpSignature& signatur
     for (uint32_t u = 0; u < kBatch; ++u)
       if (first + u * k.crew.size < all) out_row_base(k.g)[first + u * k.crew.size] = counts[u];
   };
-  // While the first counts are on their way, one warp loads the headers and another compares them.
+  // While the first counts are on their way, one warp loads headers and another compares all.
   load(k.crew.thread);
   bool good = true;
+  if (k.crew.warp() == kNumbers && k.crew.lane() < ranks) from = read_header(k, source, signature.with_weights != 0);
+  if (k.crew.warp() == kLaysOut)
 #pragma unroll 1
-  for (uint32_t s = k.crew.lane(); s < ranks; s += kWarp) {
-    if (k.crew.warp() == 0) FromSource::of(k.g, s) = read_header(k, s, signature.with_weights != 0);
-    if (k.crew.warp() == 1) good &= is_alike(k.g, k.op.epoch, signature, s);
-  }
+    for (uint32_t s = k.crew.lane(); s < ranks; s += kWarp) good &= is_alike(k.g, k.op.epoch, signature, s);
   store(k.crew.thread);
 #pragma unroll 1
   for (uint32_t first = k.crew.thread + kBatch * k.crew.size; first < all; first += kBatch * k.crew.size) {
@@ -167,24 +163,26 @@ inline __device__ __noinline__ uint32_t lay_out_experts_of_many(const Group& g, 
   return first_row;
 }
 
-// By a warp, with the sources in the given order (`first_source`: this lane's first one): writes the numbers of each
-// source's first row and first pair, and the sizes of the plan except its number of rows.
-__device__ inline void number_sources(const Kernel& k, uint32_t first_source, PlanSizes& out) {
+// By a warp, with the sources in the given order (`s`: this lane's first one, whose header has been read): writes the
+// numbers of each source's first row and first pair, and the sizes of the plan except its number of rows.
+__device__ inline void number_sources(const Kernel& k, uint32_t s, FromSource from, bool with_weights, PlanSizes& out) {
   const uint32_t lane = threadIdx.x % kWarp;
   uint32_t received_rows = 0, received_pairs = 0, most_tokens = 0, most_pieces = 0, relayed_rows = 0, most_tail = 0;
 #pragma unroll 1
   for (uint32_t first = 0; first < k.g.map.num_ranks; first += kWarp) {
     const bool has = first + lane < k.g.map.num_ranks;
-    const uint32_t s = !has ? 0 : first == 0 ? first_source : k.g.source_order[first + lane];
-    const FromSource from = FromSource::of(k.g, s);
-    const uint32_t rows = has ? from.rows : 0, pairs = has ? from.pairs : 0;
-    const uint32_t row_end = received_rows + warp_prefix(rows, lane);
-    const uint32_t pair_end = received_pairs + warp_prefix(pairs, lane);
+    if (first > 0 && has) {
+      s = k.g.source_order[first + lane];
+      from = read_header(k, s, with_weights);
+    }
+    if (!has) from = {};
+    const uint32_t row_end = received_rows + warp_prefix(from.rows, lane);
+    const uint32_t pair_end = received_pairs + warp_prefix(from.pairs, lane);
     if (has) {
       SourcePlan& plan = source_plan(k.g, s);
-      plan.row_begin = row_end - rows;
+      plan.row_begin = row_end - from.rows;
       plan.row_end = row_end;
-      plan.pair_begin = pair_end - pairs;
+      plan.pair_begin = pair_end - from.pairs;
       plan.pair_end = pair_end;
       plan.weight_begin = from.first_pair - plan.pair_begin;
       most_tokens = max(most_tokens, from.tokens);
@@ -194,10 +192,11 @@ __device__ inline void number_sources(const Kernel& k, uint32_t first_source, Pl
     received_rows = __shfl_sync(kFullWarp, row_end, kWarp - 1);
     received_pairs = __shfl_sync(kFullWarp, pair_end, kWarp - 1);
   }
+  __syncwarp();  // lanes read what others have noted of sources
   if (has_net(k.g))
 #pragma unroll 1
     for (uint32_t stream = 1 + lane; stream <= k.g.net.num_relayed; stream += kWarp)
-      relayed_rows += FromSource::of(k.g, k.g.net.relayed[stream].source).stream_rows;
+      relayed_rows += source_plan(k.g, k.g.net.relayed[stream].source).stream_rows;
   relayed_rows = warp_sum(relayed_rows);
   most_tokens = warp_max(most_tokens);
   most_pieces = warp_max(most_pieces);
@@ -225,12 +224,13 @@ __device__ inline bool wait_lists(const Kernel& k) {
   return k.crew.all(good);
 }
 
-// By a thread: reports a rank with more tokens than a plan of fixed size holds. False: there is one.
+// By a thread of the warp that has numbered sources: reports a rank with more tokens than a plan of fixed size holds.
+// False: there is one.
 __device__ __noinline__ bool plan_holds_tokens(const Kernel& k) {
   const uint32_t most = k.plan.num_token_blocks * kTokenBlock;
   if (scratch(k.g).sizes.most_tokens <= most) return true;
   for (uint32_t s = 0; s < k.g.map.num_ranks; ++s)
-    if (const uint32_t tokens = FromSource::of(k.g, s).tokens; tokens > most) {
+    if (const uint32_t tokens = source_plan(k.g, s).num_tokens; tokens > most) {
       report(k.g, {DeviceFault::kTooManyTokens, ErrorKind::kRankMismatch, Step::kPlan, s, -1, most, tokens});
       break;
     }
@@ -243,15 +243,16 @@ __device__ __noinline__ bool plan_holds_tokens(const Kernel& k) {
 __device__ inline void count_received(const Kernel& k, const OpSignature& signature, uint64_t call, bool fixed_size) {
   __shared__ uint32_t end_row;
   const uint32_t lane = k.crew.lane(), first_source = lane < k.g.map.num_ranks ? k.g.source_order[lane] : 0;
-  if (!read_sources(k, signature)) return;
-  const bool sums_up = k.crew.warp() == 1 && k.crew.lane() == 0;
+  FromSource from;
+  if (!read_sources(k, signature, first_source, from)) return;
+  const bool sums_up = k.crew.warp() == kNumbers && k.crew.lane() == 0;
   PlanSizes& sizes = scratch(k.g).sizes;
-  if (k.crew.warp() == 0) {
+  if (k.crew.warp() == kLaysOut) {
     const uint32_t end = k.g.map.num_ranks > kManySources ? lay_out_experts_of_many(k.g, signature.expert_alignment)
                                                           : lay_out_experts(k.g, signature.expert_alignment);
     if (k.crew.lane() == 0) end_row = end;
   }
-  if (k.crew.warp() == 1) number_sources(k, first_source, sizes);
+  if (k.crew.warp() == kNumbers) number_sources(k, first_source, from, signature.with_weights != 0, sizes);
   if (!k.crew.all(!sums_up || !fixed_size || plan_holds_tokens(k))) return;
   if (sums_up) {
     sizes.num_rows = signature.compact_width > 0 ? sizes.received_rows : end_row;

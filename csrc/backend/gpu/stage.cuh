@@ -98,8 +98,8 @@ struct SentWindow {
   uint32_t first_row;  // of the stream
   uint32_t chunks;     // of this kernel's earlier windows
   uint32_t slot;       // of its first chunk in the ring
-  static __device__ __forceinline__ SentWindow& of(const Group& g, PlanState state, uint32_t to) {
-    return shared_table<SentWindow>(g, source_tables_bytes(g.map, state))[to];
+  static __device__ __forceinline__ SentWindow& of(const Group& g, uint32_t to) {
+    return shared_table<SentWindow>(g, source_table_bytes(g.map))[to];
   }
 };
 static_assert(sizeof(SentWindow) == kSentEntryBytes);
@@ -109,7 +109,7 @@ __device__ inline void find_sent(const DispatchKernel& k, uint32_t window) {
   constexpr bool kFresh = kState != PlanState::kKnown;
   k.crew.sync();  // all have read what the table says of the last window
   for (uint32_t to = k.crew.thread; to < k.g.map.num_domains; to += k.crew.size) {
-    SentWindow& its = SentWindow::of(k.g, kState, to);
+    SentWindow& its = SentWindow::of(k.g, to);
     its.chunks =
         window == kFirstStaged<kState> ? 0 : its.chunks + sent_part<kFresh>(k.g, k.plan, k.args, window - 1, to).chunks;
     its.first_row = sent_part<kFresh>(k.g, k.plan, k.args, window, to).first;
@@ -145,7 +145,7 @@ __device__ __noinline__ uint32_t find_places(const Group& g, const PlanView& pla
     found += __popcll(returned);
     if (addend.is_returned() && number < kMostPlaces) {  // numbers below 0 are large
       const uint32_t to = addend.domain(), row_bytes = args.stage.stride;
-      const SentWindow& its = SentWindow::of(g, kState, to);
+      const SentWindow& its = SentWindow::of(g, to);
       const uint32_t row = addend.row() - its.first_row, chunk = row / rows_per_chunk(g, row_bytes);
       rings.counter[number] = to * g.map.row_slots + slot_after(its.slot, chunk, g.map.row_slots);
       rings.place[number] = g.own + g.net.to[to].rows + ring_offset(g, its.slot, g.map.row_slots, row, row_bytes);

@@ -39,10 +39,6 @@ enum class PlanState : uint32_t {
   kNew,        // tells all peers the routing, learns what they send, and fills the plan if its memory suffices
   kExchanged,  // fills the plan after a kNew kernel that found its memory too small
 };
-// Bytes of the tables of sources that a dispatch has in shared memory.
-constexpr uint32_t source_tables_bytes(const DeviceMap& map, PlanState state) {
-  return (state == PlanState::kNew ? 2 : 1) * source_table_bytes(map);
-}
 // With a new plan: whether the memory of plan and output may be used when the counts are known.
 enum class Fit : uint32_t { kAlways, kIfLargeEnough, kNever };
 

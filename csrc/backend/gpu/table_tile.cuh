@@ -150,7 +150,7 @@ __device__ inline void write_streams(const Crew& crew, const Group& g, const Til
       begin += to == own ? tile.piece_base[own] + tile.pieces_before(g, t, own) : row;
       if (to == own || (tile.stream[to] & bit) == 0) continue;
       own_part(g, g.map.sent_tokens)[to * uint64_t{max_tokens} + row] = tiles.first + token;
-      tile.packet[to].stream_pieces[row] = tile.piece_base[to] + tile.pieces_before(g, t, to);
+      tile.packet[to].stream_pieces()[row] = tile.piece_base[to] + tile.pieces_before(g, t, to);
     }
     own_part(g, g.map.token_addends)[tiles.first + token] = begin;
 #pragma unroll 1

@@ -16,13 +16,29 @@ __device__ __forceinline__ void add_token(Mask& mask, uint32_t token) {
 // The tokens before one.
 __device__ __forceinline__ Mask tokens_before(uint32_t token) { return (Mask{1} << token) - 1; }
 
-// Where our packet for a domain is written.
+// Where our packet for a domain is written, and where its parts begin in it.
+#pragma pack(push, 4)
 struct PacketPlace {
-  ListEntry* lists;
-  PairEntry* pairs;
-  float* weights;
-  uint32_t *token_block_rows, *token_block_pieces, *token_block_streams, *stream_pieces;
+  uint8_t* bytes;
+  uint32_t token_block_rows_at, lists_at, pairs_at, stream_pieces_at, weights_at;
+
+  __device__ __forceinline__ ListEntry* lists() const { return reinterpret_cast<ListEntry*>(bytes + lists_at); }
+  __device__ __forceinline__ PairEntry* pairs() const { return reinterpret_cast<PairEntry*>(bytes + pairs_at); }
+  __device__ __forceinline__ float* weights() const { return reinterpret_cast<float*>(bytes + weights_at); }
+  __device__ __forceinline__ uint32_t* stream_pieces() const { return words(stream_pieces_at); }
+  __device__ __forceinline__ uint32_t* token_block_rows() const { return words(token_block_rows_at); }
+  // In front of the lists, each with as many entries as a member has in `token_block_rows`.
+  __device__ __forceinline__ uint32_t* token_block_pieces(uint32_t entries) const {
+    return words(lists_at - 2 * token_block_part_bytes(entries));
+  }
+  __device__ __forceinline__ uint32_t* token_block_streams(uint32_t entries) const {
+    return words(lists_at - token_block_part_bytes(entries));
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t* words(uint32_t at) const { return reinterpret_cast<uint32_t*>(bytes + at); }
 };
+#pragma pack(pop)
 
 // What a tile of either kind has, number `number` of those that the block has there.
 struct TileParts {

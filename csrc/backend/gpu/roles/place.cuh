@@ -12,18 +12,18 @@ struct PlaceRole {
   static constexpr uint32_t kWarps = kNet ? 5 : kPlaceWarps;
   using Shared = Arrivals;
 
-  // By its whole crew.
+  // By its whole crew. `tiles` and `pipelines` are in shared memory.
   static __device__ __forceinline__ void run(const DispatchKernel& k, Staged& staged, Arrivals& arrivals,
-                                             uint8_t* dynamic, Routed& routed) {
+                                             uint8_t* tiles, uint8_t* pipelines, Routed& routed) {
     const bool has_rows = blockIdx.x < k.args.num_blocks;
     if constexpr (kState == PlanState::kNew) {
-      if constexpr (!kNet) routed.good = exchange_tiles<TableTile>(k, staged, dynamic);
+      if constexpr (!kNet) routed.good = exchange_tiles<TableTile>(k, staged, tiles);
       routed.good = routed.good && finish_exchange(k, staged);
       routed.placed = !routed.good || !has_rows || has_memory<kState>(k.g, k.args);
-      if constexpr (kBulk && kArch.bulk_copies) fence_shared();  // pipelines take the place of the tile
+      if constexpr (kBulk && kArch.bulk_copies) fence_shared();  // pipelines take the place of tiles
       k.crew.sync();
     }
-    if (routed.good && routed.placed && has_rows) place_all(k, arrivals, dynamic);
+    if (routed.good && routed.placed && has_rows) place_all(k, arrivals, pipelines);
   }
 
   // By a crew, when all rows of all windows are in the output, or (not good) after an error.
