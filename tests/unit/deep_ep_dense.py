@@ -47,11 +47,17 @@ class Case:
 
     def factors(self, rank: int | None = None) -> Tensor:
         """[E, H] of all experts, or [L, H] of a rank's: 1, 2 or 3."""
-        every = torch.randint(1, 4, (E, H), generator=torch.Generator().manual_seed(self.seed)).float()
+        every = torch.randint(1, 4, (E, H), generator=torch.Generator().manual_seed(self.seed), device="cpu")
+        every = every.float().to(torch.get_default_device())
         return every if rank is None else every[rank * self.local : (rank + 1) * self.local]
 
     def tokens(self, rank: int) -> Tokens:
         """The first token has no expert, and of the others every fifth choice is dropped."""
+        with torch.device("cpu"):
+            tokens = self._drawn(rank)
+        return Tokens(*(tensor.to(torch.get_default_device()) for tensor in tokens))
+
+    def _drawn(self, rank: int) -> Tokens:
         generator = torch.Generator().manual_seed(1000 * self.seed + rank + 1)
         size = (self.sizes[rank], self.topk)
         x = torch.randint(-2, 3, (size[0], H), generator=generator).float()

@@ -60,6 +60,7 @@ def _now() -> dict[str, Any]:
 
 
 @library.impl(_LIBRARY, "dispatch", "CPU")
+@library.impl(_LIBRARY, "dispatch", "CUDA")
 def _dispatch(x: Tensor, topk_idx: Tensor, weights: Tensor, *layout: Tensor | None) -> tuple[Tensor, ...]:
     per_rank, per_node, in_rank, per_expert = layout
     rows, idx, row_weights, counts, handle, event = Process.buffer.dispatch(
@@ -95,6 +96,7 @@ def _dispatch_backward(ctx: Any, x_grad: Tensor, _idx: Any, weights_grad: Tensor
 
 
 @library.impl(_LIBRARY, "combine", "CPU")
+@library.impl(_LIBRARY, "combine", "CUDA")
 def _combine(x: Tensor, number: Tensor) -> Tensor:
     found = Process.handles.pop if torch.is_inference_mode_enabled() else Process.handles.get
     out, _, Process.pending = Process.buffer.combine(x=x, handle=found(int(number)), **_now())

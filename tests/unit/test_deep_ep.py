@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tests.process_ranks import ProcessRanks, Rank
+from tests.process_ranks import Rank
+from tests.unit.deep_ep_gpus import module_ranks
 from uccl_ep_train import deep_ep
 from uccl_ep_train.deep_ep import Buffer, Config, EventOverlap
 from uccl_ep_train.deep_ep.sending import Handle
@@ -31,11 +32,14 @@ LOCAL = E // RANKS
 
 
 def tokens_of(rank: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 + rank)
-    x = torch.randn(num_tokens, H, generator=generator).to(torch.bfloat16)
-    idx = torch.rand(num_tokens, E, generator=generator).argsort(dim=1)[:, :K].contiguous()
-    idx[torch.rand(num_tokens, K, generator=generator) < 0.2] = -1
-    return x, idx, torch.rand(num_tokens, K, generator=generator)
+    there = torch.get_default_device()
+    with torch.device("cpu"):
+        generator = torch.Generator().manual_seed(100 + rank)
+        x = torch.randn(num_tokens, H, generator=generator).to(torch.bfloat16)
+        idx = torch.rand(num_tokens, E, generator=generator).argsort(dim=1)[:, :K].contiguous()
+        idx[torch.rand(num_tokens, K, generator=generator) < 0.2] = -1
+        weights = torch.rand(num_tokens, K, generator=generator)
+    return x.to(there), idx.to(there), weights.to(there)
 
 
 def sizes(rank: int) -> int:
@@ -235,7 +239,7 @@ def high_throughput(rank: Rank, nvl_bytes: int) -> str:
 
 @pytest.mark.parametrize("nvl_bytes", [0, int(2e9)])
 def test_rows_sums_and_handles_are_deep_ep_s(nvl_bytes: int) -> None:
-    with ProcessRanks(RANKS, high_throughput, (nvl_bytes,)) as ranks:
+    with module_ranks(RANKS, high_throughput, (nvl_bytes,)) as ranks:
         for outcome in ranks.outcomes(timeout_s=110).values():
             assert outcome.value == "done", outcome.trace
 

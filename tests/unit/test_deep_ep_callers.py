@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.process_ranks import ProcessRanks, Rank
+from tests.process_ranks import Rank
 from tests.unit import deep_ep_automodel, deep_ep_titan
 from tests.unit.deep_ep_dense import Case, check_grads, check_out, quantised
+from tests.unit.deep_ep_gpus import module_ranks
 from tests.unit.deep_ep_inference import (
     SGLANG_CONFIG,
     SglangDispatcher,
@@ -60,13 +61,13 @@ def vllm_one_batch(rank: Rank, case: Case, rows: str) -> int:
 def test_vllm(num_ranks: int, rows: str) -> None:
     """A rank without tokens; one that gets no rows, and combines none."""
     case = VLLM_CASES[num_ranks]
-    with ProcessRanks(num_ranks, vllm_one_batch, (case, rows)) as ranks:
+    with module_ranks(num_ranks, vllm_one_batch, (case, rows)) as ranks:
         received = ranks.results(TIMEOUT_S)
     assert [num_rows == 0 for num_rows in received] == [rank == case.idle for rank in range(num_ranks)]
 
 
 def test_vllm_with_weights_on_input() -> None:
-    with ProcessRanks(2, vllm_one_batch, (Case((19, 26), topk=1), "weights on input")) as ranks:
+    with module_ranks(2, vllm_one_batch, (Case((19, 26), topk=1), "weights on input")) as ranks:
         assert all(ranks.results(TIMEOUT_S))
 
 
@@ -85,7 +86,7 @@ def vllm_micro_batches(rank: Rank) -> None:
 
 
 def test_vllm_s_micro_batches_overlap() -> None:
-    with ProcessRanks(2, vllm_micro_batches) as ranks:
+    with module_ranks(2, vllm_micro_batches) as ranks:
         ranks.results(TIMEOUT_S)
 
 
@@ -120,7 +121,7 @@ def sglang_two_batches(rank: Rank, cases: list[Case], settings: SglangSettings) 
     ids=lambda settings: f"{settings.rows} {settings.async_finish} {settings.config is not None}",
 )
 def test_sglang(settings: SglangSettings) -> None:
-    with ProcessRanks(2, sglang_two_batches, (TWO, settings)) as ranks:
+    with module_ranks(2, sglang_two_batches, (TWO, settings)) as ranks:
         ranks.results(TIMEOUT_S)
 
 
@@ -128,7 +129,7 @@ def test_sglang(settings: SglangSettings) -> None:
 def test_sglang_with_idle_ranks(rows: str) -> None:
     """Of four: one has no tokens, another gets no rows."""
     cases = [Case((12, 0, 25, 7), idle=3), Case((3, 8, 0, 11), idle=0, seed=2)]
-    with ProcessRanks(4, sglang_two_batches, (cases, SglangSettings(SGLANG_CONFIG, True, rows))) as ranks:
+    with module_ranks(4, sglang_two_batches, (cases, SglangSettings(SGLANG_CONFIG, True, rows))) as ranks:
         ranks.results(TIMEOUT_S)
 
 
@@ -155,12 +156,12 @@ def titan(rank: Rank, cases: list[Case], checkpoints: str) -> None:
 @pytest.mark.parametrize("checkpoints", ["none", "full", "selective"])
 def test_torchtitan(checkpoints: str) -> None:
     """Two layers, forward and then backward, twice; and once in inference mode."""
-    with ProcessRanks(2, titan, (TWO, checkpoints)) as ranks:
+    with module_ranks(2, titan, (TWO, checkpoints)) as ranks:
         ranks.results(TIMEOUT_S)
 
 
 def test_torchtitan_with_idle_ranks() -> None:
-    with ProcessRanks(4, titan, ([Case((12, 0, 25, 7), idle=3)], "none")) as ranks:
+    with module_ranks(4, titan, ([Case((12, 0, 25, 7), idle=3)], "none")) as ranks:
         ranks.results(TIMEOUT_S)
 
 
@@ -186,12 +187,12 @@ def automodel(rank: Rank, cases: list[Case], async_finish: bool, checkpoints: st
 @pytest.mark.parametrize("async_finish", [False, True])
 @pytest.mark.parametrize("checkpoints", ["none", "full", "selective"])
 def test_automodel(checkpoints: str, async_finish: bool) -> None:
-    with ProcessRanks(2, automodel, (TWO[:1], async_finish, checkpoints)) as ranks:
+    with module_ranks(2, automodel, (TWO[:1], async_finish, checkpoints)) as ranks:
         ranks.results(TIMEOUT_S)
 
 
 def test_automodel_with_two_groups_of_two() -> None:
     """One of the groups has a rank without rows."""
     cases = [Case((17, 23)), Case((9, 31), idle=0, seed=1)]
-    with ProcessRanks(4, automodel, (cases, True, "none")) as ranks:
+    with module_ranks(4, automodel, (cases, True, "none")) as ranks:
         ranks.results(TIMEOUT_S)

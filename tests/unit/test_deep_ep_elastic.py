@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.process_ranks import ProcessRanks, Rank
+from tests.process_ranks import Rank
+from tests.unit.deep_ep_gpus import module_ranks
 from tests.unit.deep_ep_ranks import (
     LOCAL,
     MOST,
@@ -305,7 +306,7 @@ def every_check(rank: Rank, domain_size: int) -> str:
 
 @pytest.mark.parametrize("domain_size", [4, 2])
 def test_rows_sums_and_handles_are_the_second_interface_s(domain_size: int) -> None:
-    with ProcessRanks(RANKS, every_check, (domain_size,)) as ranks:
+    with module_ranks(RANKS, every_check, (domain_size,)) as ranks:
         for outcome in ranks.outcomes(timeout_s=TIMEOUT_S).values():
             assert outcome.value == "done", outcome.trace
 
@@ -328,7 +329,7 @@ def one_rounding(rank: Rank, domain_size: int) -> bool:
 
 @pytest.mark.parametrize("domain_size", [4, 2])
 def test_without_multiple_reductions_sums_and_biases_are_rounded_once(domain_size: int) -> None:
-    with ProcessRanks(RANKS, one_rounding, (domain_size,)) as ranks:
+    with module_ranks(RANKS, one_rounding, (domain_size,)) as ranks:
         assert ranks.results(TIMEOUT_S) == [num_tokens > 0 for num_tokens in SIZES]
 
 

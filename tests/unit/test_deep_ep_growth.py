@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.process_ranks import ProcessRanks, Rank
+from tests.process_ranks import Rank
+from tests.unit.deep_ep_gpus import module_ranks
 from tests.unit.deep_ep_ranks import RANKS, E, H
 from uccl_ep_train.deep_ep import ElasticBuffer, EPHandle
 from uccl_ep_train.errors import ClosedError
@@ -52,7 +53,7 @@ def in_step(rank: Rank, sizes: tuple[tuple[int, ...], ...]) -> tuple[int, str]:
 
 def test_a_buffer_for_more_tokens_takes_the_place_of_an_earlier_one_on_any_rank() -> None:
     sizes = ((4, 16, 4, 40), (8, 8, 8, 8), (3, 2, 9, 9), (1, 2, 3, 4))
-    with ProcessRanks(RANKS, in_step, (sizes,)) as ranks:
+    with module_ranks(RANKS, in_step, (sizes,)) as ranks:
         for rank, outcome in ranks.outcomes(timeout_s=TIMEOUT_S).items():
             assert not outcome.error, outcome.trace
             assert outcome.value == ((3, 1, 2, 4)[rank], "the buffer was destroyed")
@@ -71,7 +72,7 @@ def apart(rank: Rank) -> bool:
 
 def test_buffers_for_as_many_tokens_have_engines_of_their_own() -> None:
     """Control, and for programs that use two at once."""
-    with ProcessRanks(RANKS, apart, ()) as ranks:
+    with module_ranks(RANKS, apart, ()) as ranks:
         for outcome in ranks.outcomes(timeout_s=TIMEOUT_S).values():
             assert not outcome.error, outcome.trace
             assert outcome.value
