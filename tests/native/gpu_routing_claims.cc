@@ -1,6 +1,7 @@
 // Claims about routing with either kind of tiles: by tables (few ranks) and by masks (many). Both leave the same bytes,
 // which are those of an oracle.
 #include "backend/gpu/exchange.cuh"
+#include "backend/gpu/shares.cuh"
 #include "routing_run.h"
 
 namespace uccl_ep {
@@ -135,6 +136,39 @@ CLAIM("2,048 ranks, of 256 domains or of as many, have masks, which leave the or
     EXPECT(gpu::least_shared_bytes(memory.map()) <= gpu::kMostSharedBytes - gpu::kStaticSharedBytes);
     like_oracle<gpu::MaskTile>(run, in, memory);
   }
+}
+
+// By so many blocks and warps: the i-th of `count` sources has 37 * i % 90 elements.
+void spread_sources(uint32_t blocks, uint32_t warps, uint32_t count) {
+  std::vector<uint32_t> begin(count + 1, 0);
+  for (uint32_t i = 0; i < count; ++i) begin[i + 1] = begin[i] + 37 * i % 90;
+  std::vector<std::atomic<uint32_t>> by_one(begin[count]), behind(begin[count]), turns(blocks * warps);
+  std::atomic<uint32_t> wrong{0};
+  gpu_on_cpu::run_grid({blocks, warps * gpu::kWarp}, [&] {
+    const gpu::Crew crew = gpu::Crew::of(1, 0, warps);
+    const gpu::Spread spread = gpu::Spread::over(crew, blocks);
+    spread.each(count, [&](uint32_t i, uint32_t first, uint32_t step) {
+      if (crew.lane() == 0) turns[spread.warp].fetch_add(1);
+      for (uint32_t n = first; n < begin[i + 1] - begin[i]; n += step) by_one[begin[i] + n].fetch_add(1);
+    });
+    const auto size_of = [&](uint32_t i) { return begin[i + 1] - begin[i]; };
+    const uint32_t end =
+        spread.each_behind(count, size_of, [&](uint32_t i, uint32_t at, uint32_t first, uint32_t step) {
+          if (at != begin[i]) wrong.fetch_add(1);
+          for (uint32_t n = first; n < size_of(i); n += step) behind[begin[i] + n].fetch_add(1);
+        });
+    if (end != begin[count]) wrong.fetch_add(1);
+  });
+  EXPECT_EQ(wrong.load(), 0u);
+  const auto once = [](const auto& counts) {
+    return std::ranges::all_of(counts, [](const auto& n) { return n == 1; });
+  };
+  EXPECT(once(by_one) && once(behind));
+  for (const auto& n : turns) EXPECT(n <= (count + blocks * warps - 1) / (blocks * warps));
+}
+CLAIM("warps share sources: each element is one lane's, and no warp has more turns than its share") {
+  for (const auto& [blocks, warps] : {std::pair{1u, 1u}, {3u, 2u}, {5u, 7u}})
+    for (uint32_t count : {0u, 1u, 2u, 5u, 31u, 32u, 33u, 70u}) spread_sources(blocks, warps, count);
 }
 
 }  // namespace

@@ -174,8 +174,11 @@ MUTANTS = {
     ),
     "some rows that others place are not planned": (
         "rows that some warps plan and others place have the host's bits", "plan.cuh",
-        "n += num_blocks * k.crew.size)\n      plan_row",
-        "n += 2 * num_blocks * k.crew.size)\n      plan_row",
+        "n < rows; n += step) plan_row", "n < rows; n += 2 * step) plan_row",
+    ),
+    "a window's domains are those of the next one": (
+        TWO_DOMAINS_IN_WINDOWS, "merge.cuh", "window % kHalves * domain_table_bytes(g.map)",
+        "0 * domain_table_bytes(g.map)",
     ),
     "counts are told of before they are there": (
         ONE_DOMAIN, "roles/serve.cuh", "wait_shared(k.g, &staged.totals)", "staged.totals < 2",
@@ -297,8 +300,17 @@ RANK_MUTANTS = {
 OF_MAPS = "few ranks: so they do with maps, of few experts a token, of more than 32, and of all"
 OF_TOPK = "few ranks: tables and masks leave the oracle's bytes for any number of tokens and experts a token"
 OF_600 = "600 ranks have masks, which leave the oracle's bytes"
+OF_SOURCES = "warps share sources: each element is one lane's, and no warp has more turns than its share"
 OF_TILES = "blocks that keep several tiles, or read each twice, leave the oracle's bytes"
 ROUTING_MUTANTS = {
+    "warps of a source leave some of its elements out": (
+        OF_SOURCES, "shares.cuh", "visit(u / parts, u % parts * kWarp + threadIdx.x % kWarp, parts * kWarp);",
+        "visit(u / parts, u % parts * kWarp + threadIdx.x % kWarp, 2 * parts * kWarp);",
+    ),
+    "sources beyond a warp's lanes begin where the first ones do": (
+        OF_SOURCES, "shares.cuh", "before = __shfl_sync(kFullWarp, end, kWarp - 1);",
+        "before = 0 * __shfl_sync(kFullWarp, end, kWarp - 1);",
+    ),
     "a token counts its own pieces as earlier ones": (
         OF_TOPK, "mask_tile.cuh", "pieces += __popcll(destination[r] & before);",
         "pieces += __popcll(destination[r] & (before << 1 | 1));",

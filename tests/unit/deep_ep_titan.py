@@ -76,7 +76,9 @@ def _dispatch(x: Tensor, topk_idx: Tensor, weights: Tensor, *layout: Tensor | No
     event.current_stream_wait()
     Process.last += 1
     Process.handles[Process.last] = handle
-    return rows, idx, row_weights, torch.tensor(counts, dtype=torch.int32), torch.tensor([Process.last])
+    # Operators make tensors on CPUs, whatever torch's default device.
+    on_device = torch.tensor(counts, dtype=torch.int32, device=rows.device)
+    return rows, idx, row_weights, on_device, torch.tensor([Process.last])
 
 
 def _keep_for_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

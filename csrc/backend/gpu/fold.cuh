@@ -260,22 +260,23 @@ __device__ inline void tell_folded(const Fold<kNet, kCopies>& fold, Boxes<kWarps
   }
 }
 
-// By a warp of one block: publishes the flags of token blocks without rows here, for which no piece comes back.
+// By a warp of each block: sets the flags of token blocks without rows here, for which no piece comes back. Nothing is
+// written before them, so they need no fence.
 __device__ inline void tell_empty_token_blocks(const CombineKernel& k, uint32_t window) {
-  for (uint32_t s = 0; s < k.g.map.num_ranks; ++s) {
+  Spread::over(k.crew, workers(k.g)).each(k.g.map.num_ranks, [&](uint32_t s, uint32_t first, uint32_t step) {
     const uint32_t* const before = k.plan.token_block_rows + s * (k.plan.num_token_blocks + 1);
     const TokenBlockRange token_blocks = token_blocks_of(k, window, stream_of(k.g, s), k.plan.token_blocks[s]);
-    for (uint32_t c = token_blocks.first + k.crew.lane(); c < token_blocks.end; c += kWarp)
+    for (uint32_t c = token_blocks.first + first; c < token_blocks.end; c += step)
       if (before[c] == before[c + 1])
-        publish(folded(k.g, holder_of(k.g, s), stream_of(k.g, s), k.g.rank) + c, k.op.epoch);
-  }
+        publish_after_fence(folded(k.g, holder_of(k.g, s), stream_of(k.g, s), k.g.rank) + c, k.op.epoch);
+  });
+  __syncwarp();
 }
 
 // By crews of all blocks: writes the weights' gradients to the ranks that merge them.
 __device__ inline void fold_weights(const CombineKernel& k) {
-  const uint32_t first = blockIdx.x * k.crew.size + k.crew.thread, step = workers(k.g) * k.crew.size;
   const uint32_t width = k.plan.compact_width;
-  for (uint32_t s = 0; s < k.g.map.num_ranks; ++s) {
+  Spread::over(k.crew, workers(k.g)).each(k.g.map.num_ranks, [&](uint32_t s, uint32_t first, uint32_t step) {
     float* const to =
         at(k.g, holder_of(k.g, s), k.g.map.piece_weights) + uint64_t{stream_of(k.g, s)} * k.g.map.stream_pairs;
     const uint32_t offset = k.plan.weight_begin[s];
@@ -285,12 +286,12 @@ __device__ inline void fold_weights(const CombineKernel& k) {
           to[p + offset] = row < k.plan.num_out_rows
                                ? k.args.row_weights[uint64_t{row} * width + p - k.plan.row_pair_begin[row]]
                                : 0.0f;
-      continue;
+      return;
     }
     const uint32_t end = k.plan.row_pair_begin[k.plan.row_end[s]];
     for (uint32_t p = k.plan.row_pair_begin[k.plan.row_begin[s]] + first; p < end; p += step)
       to[p + offset] = k.plan.out_rows[p] < k.plan.num_out_rows ? k.args.row_weights[k.plan.out_rows[p]] : 0.0f;
-  }
+  });
 }
 // By crews of all blocks, after the rows of all windows: tells every member that it has all our pieces and weights'
 // gradients.

@@ -334,22 +334,22 @@ __device__ inline void note_returned(const CombineKernel& k, uint32_t window) {
 
 // By crews of all blocks, with several domains: writes the weights' gradients into the rings to their sources.
 __device__ inline void relay_weights(const CombineKernel& k, const MergeRange& range) {
-  for (uint32_t stream = 1; stream <= k.g.net.num_relayed; ++stream) {
+  Spread::over(k.crew, workers(k.g)).each(k.g.net.num_relayed, [&](uint32_t i, uint32_t first, uint32_t step) {
+    const uint32_t stream = i + 1;
     const float* const from = own_part(k.g, k.g.map.piece_weights) + uint64_t{stream} * k.g.map.stream_pairs;
     const uint32_t slot = range.stream(k.g, stream).slot, slots = k.g.map.return_slots;
     const uint32_t chunks = relayed_part(k, range.window, stream).chunks;
     uint8_t* const to = at(k.g, k.g.rank, k.g.net.relayed[stream].returns);
-    for (uint32_t p = blockIdx.x * k.crew.size + k.crew.thread; p < k.plan.relayed_pairs[stream];
-         p += workers(k.g) * k.crew.size)
+    for (uint32_t p = first; p < k.plan.relayed_pairs[stream]; p += step)
       *reinterpret_cast<float*>(to + weight_offset(k.g, slot, slots, chunks, p)) = device::load_past_l1(from + p);
-  }
+  });
   if (last_block(k, Phase::kRelayed, workers(k.g)) && k.crew.thread == 0)
     publish(&local(k.g).weights_relayed, k.op.epoch);
 }
 
 // By crews of all blocks: writes the weights' gradients that came back into the caller's output.
 __device__ inline void merge_weights(const CombineKernel& k, const MergeRange& range) {
-  for (uint32_t to = 0; to < k.g.map.num_domains; ++to) {
+  Spread::over(k.crew, workers(k.g)).each(k.g.map.num_domains, [&](uint32_t to, uint32_t first, uint32_t step) {
     const uint32_t begin = k.plan.pair_begin[first_of(k.g, to)], end = k.plan.pair_begin[first_of(k.g, to + 1)];
     const bool own = to == own_domain(k.g);
     const uint8_t* from = at(k.g, k.g.rank, own ? k.g.map.piece_weights.offset : k.g.net.to[to].returns);
@@ -359,14 +359,15 @@ __device__ inline void merge_weights(const CombineKernel& k, const MergeRange& r
       slots = k.g.net.to[to].return_slots;
       chunks = returned_part(k, range.window, to).chunks;
       const uint64_t all = range.domain(k.g, to).chunks + returned_chunks(k, range.window, to);
-      const bool good = k.crew.thread != 0 || wait_peer(k, {k.g.net_state.returns_there + to, all, rail_of(k.g, to)});
-      if (!k.crew.all(good)) return;
+      const bool good = k.crew.lane() != 0 || wait_peer(k, {k.g.net_state.returns_there + to, all, rail_of(k.g, to)});
+      if (!__all_sync(kFullWarp, good)) return;
+      __syncwarp();  // votes order no memory
     }
-    for (uint32_t p = begin + blockIdx.x * k.crew.size + k.crew.thread; p < end; p += workers(k.g) * k.crew.size) {
+    for (uint32_t p = begin + first; p < end; p += step) {
       const uint64_t offset = own ? uint64_t{p - begin} * 4 : weight_offset(k.g, slot, slots, chunks, p - begin);
       k.args.weights[k.plan.pair_place[p]] = device::load_past_l1(reinterpret_cast<const float*>(from + offset));
     }
-  }
+  });
 }
 
 // By crews of all blocks, when the rows of all windows are merged and only the weights' gradients are left.

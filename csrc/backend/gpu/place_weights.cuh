@@ -20,16 +20,15 @@ __device__ inline void fill_padding(const DispatchKernel& k, const uint32_t* pad
 template <bool kFresh>
 __device__ inline void place_weights(const DispatchKernel& k) {
   const PlanReader<kFresh> plan(k);
-  for (uint32_t r = 0; r < k.g.map.num_ranks; ++r) {
+  Spread::over(k.crew, k.args.num_blocks).each(k.g.map.num_ranks, [&](uint32_t r, uint32_t first, uint32_t step) {
     const uint32_t source = rotated(k.g, r), end = plan.pair_end(source), offset = plan.weight_begin(source);
     const float* const staged = plan.weights(source, k.op.epoch);
-    if (has_net(k.g) && tail_of<kFresh>(k, source, true) > 0) continue;
-    for (uint32_t p = plan.pair_begin(source) + blockIdx.x * k.crew.size + k.crew.thread; p < end;
-         p += k.args.num_blocks * k.crew.size) {
+    if (has_net(k.g) && tail_of<kFresh>(k, source, true) > 0) return;
+    for (uint32_t p = plan.pair_begin(source) + first; p < end; p += step) {
       const uint32_t out_row = plan.out_row(source, p, p + offset);
       if (out_row < k.plan.num_out_rows) k.args.row_weights[out_row] = staged[p + offset];
     }
-  }
+  });
 }
 
 // The same for compact rows, which also get their experts. Without weights there is nothing to wait for.
@@ -37,24 +36,23 @@ template <bool kFresh>
 __device__ inline void place_experts(const DispatchKernel& k) {
   const PlanReader<kFresh> plan(k);
   const uint32_t width = k.plan.compact_width;
-  for (uint32_t r = 0; r < k.g.map.num_ranks; ++r) {
+  Spread::over(k.crew, k.args.num_blocks).each(k.g.map.num_ranks, [&](uint32_t r, uint32_t first, uint32_t step) {
     const uint32_t source = rotated(k.g, r), row_begin = plan.row_begin(source), offset = plan.weight_begin(source);
     const float* const staged = plan.weights(source, k.op.epoch);
     const uint32_t end = min(plan.row_end(source), k.plan.num_out_rows);
     const bool unpacked = has_net(k.g) && tail_of<kFresh>(k, source, k.args.row_weights != nullptr) > 0;
-    if (kFresh && unpacked) continue;
-    for (uint32_t row = row_begin + blockIdx.x * k.crew.size + k.crew.thread; row < end;
-         row += k.args.num_blocks * k.crew.size) {
-      const auto [first, count] = plan.pairs_of(source, row - row_begin, row);
+    if (kFresh && unpacked) return;
+    for (uint32_t row = row_begin + first; row < end; row += step) {
+      const auto [first_pair, count] = plan.pairs_of(source, row - row_begin, row);
       for (uint32_t j = 0; j < width; ++j) {
         const uint64_t to = uint64_t{row} * width + j;
-        const uint32_t p = first + j;
+        const uint32_t p = first_pair + j;
         k.args.row_experts[to] = j < count ? static_cast<int64_t>(plan.expert(source, p, p + offset)) : -1;
         if (k.args.row_weights == nullptr || (unpacked && j < count)) continue;
         k.args.row_weights[to] = j < count ? staged[p + offset] : 0.0f;
       }
     }
-  }
+  });
 }
 
 }  // namespace uccl_ep::gpu

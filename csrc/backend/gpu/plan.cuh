@@ -77,15 +77,13 @@ __device__ inline void plan_rows(const Kernel& k, uint32_t num_blocks, uint32_t 
   if (sizes.received_rows < warps * kWarp) return;
   // A lower bound of what is dealt out, because sources with fewer rows leave empty places that are dealt out, too.
   const uint32_t first_rows = one_window ? min(Dealing{8}.share(sizes.received_rows, warps), kWarp) * warps : 0;
-#pragma unroll 1
-  for (uint32_t i = 0; i < k.g.map.num_ranks; ++i) {
+  Spread::over(k.crew, num_blocks).each(k.g.map.num_ranks, [&](uint32_t i, uint32_t first, uint32_t step) {
     const uint32_t source = rotated(k.g, i), begin = source_plan(k.g, source).row_begin,
                    rows = source_plan(k.g, source).row_end - begin;
     const uint32_t skipped = in_domain(k.g, source) ? first_rows / (k.g.end - k.g.first) : 0;
 #pragma unroll 1
-    for (uint32_t n = skipped + blockIdx.x * k.crew.size + k.crew.thread; n < rows; n += num_blocks * k.crew.size)
-      plan_row(k.g, k.plan, source, begin + n);
-  }
+    for (uint32_t n = skipped + first; n < rows; n += step) plan_row(k.g, k.plan, source, begin + n);
+  });
   tell_planned(k, num_blocks);
 }
 
@@ -104,31 +102,31 @@ __device__ inline void plan_streams(const Kernel& k, uint32_t num_blocks) {
   const uint32_t* const sent_before = own_part(k.g, k.g.map.sent_token_blocks);
   const uint32_t* const tokens = own_part(k.g, k.g.map.sent_tokens);
   const Addend* const addends = own_part(k.g, k.g.map.addends);
-  uint32_t begin = 0;
-  for (uint32_t to = 0; to < k.g.map.num_domains; ++to) {
-    if (me == 0) k.plan.sent_begin[to] = begin;
-    const uint32_t* const before = sent_before + uint64_t{to} * (max_token_blocks(k.g) + 1);
-    const bool own = to == own_domain(k.g);
-    for (uint32_t c = me; c < entries; c += all)
-      k.plan.sent_token_blocks[to * entries + c] = own ? 0 : before[min(c, own_token_blocks)];
-    const uint32_t rows_to = own ? 0 : before[own_token_blocks];
-    for (uint32_t row = me; row < rows_to; row += all)
-      k.plan.sent_tokens[begin + row] = tokens[uint64_t{to} * k.g.map.max_tokens + row];
-    begin += rows_to;
-  }
-  if (me == 0) k.plan.sent_begin[k.g.map.num_domains] = begin;
+  const auto before = [&](uint32_t to) { return sent_before + uint64_t{to} * (max_token_blocks(k.g) + 1); };
+  const auto rows_to = [&](uint32_t to) { return to == own_domain(k.g) ? 0 : before(to)[own_token_blocks]; };
+  const Spread spread = Spread::over(k.crew, num_blocks);
+  const uint32_t end =
+      spread.each_behind(k.g.map.num_domains, rows_to, [&](uint32_t to, uint32_t begin, uint32_t first, uint32_t step) {
+        if (first == 0) k.plan.sent_begin[to] = begin;
+        const bool own = to == own_domain(k.g);
+        for (uint32_t c = first; c < entries; c += step)
+          k.plan.sent_token_blocks[to * entries + c] = own ? 0 : before(to)[min(c, own_token_blocks)];
+        for (uint32_t row = first; row < rows_to(to); row += step)
+          k.plan.sent_tokens[begin + row] = tokens[uint64_t{to} * k.g.map.max_tokens + row];
+      });
+  if (me == 0) k.plan.sent_begin[k.g.map.num_domains] = end;
   for (uint32_t i = me; i < scratch(k.g).sizes.sent_addends; i += all) k.plan.addends[i] = addends[i];
-  begin = 0;
-  for (uint32_t stream = 1; stream <= k.g.net.num_relayed; ++stream) {
-    const SourcePlan& from = source_plan(k.g, k.g.net.relayed[stream].source);
-    if (me == 0) {
-      k.plan.relayed_begin[stream] = begin;
-      k.plan.relayed_pairs[stream] = from.num_pairs;
-    }
-    for (uint32_t row = me; row <= from.stream_rows && from.tail_chunks == 0; row += all)
-      k.plan.relayed_piece[begin + row] = from.stream_pieces[row];
-    begin += from.stream_rows + 1;
-  }
+  const auto from = [&](uint32_t i) -> const SourcePlan& { return source_plan(k.g, k.g.net.relayed[i + 1].source); };
+  spread.each_behind(
+      k.g.net.num_relayed, [&](uint32_t i) { return from(i).stream_rows + 1; },
+      [&](uint32_t i, uint32_t begin, uint32_t first, uint32_t step) {
+        if (first == 0) {
+          k.plan.relayed_begin[i + 1] = begin;
+          k.plan.relayed_pairs[i + 1] = from(i).num_pairs;
+        }
+        for (uint32_t row = first; row <= from(i).stream_rows && from(i).tail_chunks == 0; row += step)
+          k.plan.relayed_piece[begin + row] = from(i).stream_pieces[row];
+      });
 }
 
 // By crews of `num_blocks` blocks: writes the parts of a new plan that belong to no single row.
@@ -151,13 +149,16 @@ __device__ inline void plan_heads(const Kernel& k, uint32_t num_blocks) {
   if (has_net(k.g)) plan_streams(k, num_blocks);
   if (blockIdx.x != num_blocks - 1) return;
   const Bases base(k.g);
+  const Spread spread{k.crew.warp(), k.crew.warps()};
+  spread.each_behind(
+      k.g.map.num_domains,
+      [&](uint32_t to) { return reinterpret_cast<const DeviceHeader*>(own_packet(k.g, to, k.op.epoch))->num_pairs; },
+      [&](uint32_t to, uint32_t begin, uint32_t first, uint32_t step) {
+        const uint32_t first_member = first_of(k.g, to), members = first_of(k.g, to + 1) - first_member;
+        const MemberBegins begins(own_packet(k.g, to, k.op.epoch), members, experts);
+        for (uint32_t i = first; i < members; i += step) k.plan.pair_begin[first_member + i] = begin + begins.pair[i];
+      });
   for (uint32_t s = k.crew.thread; s < ranks; s += k.crew.size) {
-    const uint32_t to = domain_of(k.g, s), first = first_of(k.g, to);
-    uint32_t before = 0;  // pairs for lower domains
-    for (uint32_t lower = 0; lower < to; ++lower)
-      before += reinterpret_cast<const DeviceHeader*>(own_packet(k.g, lower, k.op.epoch))->num_pairs;
-    const MemberBegins begins(own_packet(k.g, to, k.op.epoch), first_of(k.g, to + 1) - first, experts);
-    k.plan.pair_begin[s] = before + begins.pair[s - first];
     const SourcePlan& from = source_plan(k.g, s);
     k.plan.row_begin[s] = from.row_begin;
     k.plan.row_end[s] = from.row_end;

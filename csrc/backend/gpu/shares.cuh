@@ -62,6 +62,44 @@ struct Arrivals {
   }
 };
 
+// Warps that share sources, streams or domains. Of a few, several warps take the elements of one side by side; of many,
+// a warp takes some in turn. No warp walks through all, because each is a chain of loads.
+struct Spread {
+  uint32_t warp, warps;
+
+  static __device__ __forceinline__ Spread over(const Crew& crew, uint32_t blocks) {
+    return {crew.warp() * blocks + blockIdx.x, crew.warps() * blocks};
+  }
+  // Calls visit(i, first, step) for this warp's share of `count`: its lanes take elements first, first + step, ... of
+  // the i-th.
+  template <typename Visit>
+  __device__ __forceinline__ void each(uint32_t count, Visit visit) const {
+    const uint32_t parts = max(warps / max(count, 1), 1);
+#pragma unroll 1
+    for (uint32_t u = warp; u < count * parts; u += warps)
+      visit(u / parts, u % parts * kWarp + threadIdx.x % kWarp, parts * kWarp);
+  }
+  // The same of parts that lie behind each other, the i-th with size_of(i) elements: visit(i, begin, first, step).
+  // Returns the end of the last part.
+  template <typename SizeOf, typename Visit>
+  __device__ __forceinline__ uint32_t each_behind(uint32_t count, SizeOf size_of, Visit visit) const {
+    const uint32_t lane = threadIdx.x % kWarp, parts = max(warps / max(count, 1), 1);
+    uint32_t before = 0;
+#pragma unroll 1
+    for (uint32_t batch = 0; batch < count; batch += kWarp) {
+      const uint32_t size = batch + lane < count ? size_of(batch + lane) : 0, end = before + warp_prefix(size, lane);
+#pragma unroll 1
+      for (uint32_t i = 0; i < min(kWarp, count - batch); ++i) {
+        const uint32_t begin = __shfl_sync(kFullWarp, end - size, i);
+        if (parts > 1 ? batch + i != warp / parts : (batch + i) % warps != warp) continue;
+        visit(batch + i, begin, warp % parts * kWarp + lane, parts * kWarp);
+      }
+      before = __shfl_sync(kFullWarp, end, kWarp - 1);
+    }
+    return before;
+  }
+};
+
 // Numbers of rows, some of them in parts. Warps work on the parts of a row side by side, because a row takes one warp
 // ten microseconds. The first rows are in parts where another domain waits for the first chunk, or the last rows, for
 // which all wait.

@@ -21,7 +21,11 @@ struct Bases {
     padding[2 * l + 1] = end;
   }
 };
-constexpr uint32_t kManySources = 64;  // more than that
+// Whether an expert after the other, with a source for each lane, is sooner than a source after the other.
+__device__ __forceinline__ bool has_many_sources(const Group& g) {
+  const auto turns = [](uint32_t n) { return (n + kWarp - 1) / kWarp; };
+  return g.experts_per_rank * turns(g.map.num_ranks) < g.map.num_ranks * turns(g.experts_per_rank);
+}
 
 // What a source sends to us, and its totals.
 struct FromSource {
@@ -140,7 +144,7 @@ __device__ inline uint32_t lay_out_experts(const Group& g, uint32_t alignment) {
   }
   return first_row;
 }
-// The same for many sources: a lane takes a source.
+// The same where there are many sources: a lane takes a source.
 inline __device__ __noinline__ uint32_t lay_out_experts_of_many(const Group& g, uint32_t alignment) {
   const uint32_t ranks = g.map.num_ranks, experts = g.experts_per_rank, lane = threadIdx.x % kWarp;
   const Bases base(g);
@@ -248,8 +252,8 @@ __device__ inline void count_received(const Kernel& k, const OpSignature& signat
   const bool sums_up = k.crew.warp() == kNumbers && k.crew.lane() == 0;
   PlanSizes& sizes = scratch(k.g).sizes;
   if (k.crew.warp() == kLaysOut) {
-    const uint32_t end = k.g.map.num_ranks > kManySources ? lay_out_experts_of_many(k.g, signature.expert_alignment)
-                                                          : lay_out_experts(k.g, signature.expert_alignment);
+    const uint32_t end = has_many_sources(k.g) ? lay_out_experts_of_many(k.g, signature.expert_alignment)
+                                               : lay_out_experts(k.g, signature.expert_alignment);
     if (k.crew.lane() == 0) end_row = end;
   }
   if (k.crew.warp() == kNumbers) number_sources(k, first_source, from, signature.with_weights != 0, sizes);

@@ -279,15 +279,14 @@ __device__ inline void stage_rows_bulk(const DispatchKernel& k, uint32_t window,
 
 // By crews of all blocks: stages the weights, fp32 per pair, in the order of the plan. True in the last block.
 __device__ inline bool stage_weights(const Kernel& k, const float* from) {
-  const uint32_t me = blockIdx.x * k.crew.size + k.crew.thread, all = workers(k.g) * k.crew.size;
-  for (uint32_t to = 0; to < k.g.map.num_domains; ++to) {
+  Spread::over(k.crew, workers(k.g)).each(k.g.map.num_domains, [&](uint32_t to, uint32_t first, uint32_t step) {
     const uint32_t begin = k.plan.pair_begin[first_of(k.g, to)], end = k.plan.pair_begin[first_of(k.g, to + 1)];
     uint8_t* const bytes = to == own_domain(k.g) ? own_packet(k.g, to, k.op.epoch)
                                                  : shipped_packet(k.g, known_packet_unit(k, to, true), k.op.epoch);
     float* const staged = reinterpret_cast<float*>(bytes + packet_parts({}).weights);
-    for (uint32_t p = begin + me; p < end; p += all) staged[p - begin] = from[k.plan.pair_place[p]];
-    if (me == 0) reinterpret_cast<DeviceHeader*>(bytes)->num_pairs = end - begin;
-  }
+    for (uint32_t p = begin + first; p < end; p += step) staged[p - begin] = from[k.plan.pair_place[p]];
+    if (first == 0) reinterpret_cast<DeviceHeader*>(bytes)->num_pairs = end - begin;
+  });
   return last_block(k, Phase::kWeights, workers(k.g));
 }
 

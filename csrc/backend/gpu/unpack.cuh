@@ -158,16 +158,14 @@ __device__ inline bool unpack(const DispatchKernel& k, uint32_t source, uint32_t
 // the other sources; a source with a tail is one block's. False: an error is known.
 inline __device__ __noinline__ bool plan_with_tails(const DispatchKernel k) {
   const uint32_t blocks = k.args.num_blocks;
-  for (uint32_t source = 0; source < k.g.map.num_ranks; ++source) {
+  Spread::over(k.crew, blocks).each(k.g.map.num_ranks, [&](uint32_t source, uint32_t first, uint32_t step) {
     const SourcePlan& from = source_plan(k.g, source);
-    if (from.tail_chunks > 0) {
-      if (source % blocks == blockIdx.x && !unpack<true>(k, source, from.tail_chunks)) return false;
-      continue;
-    }
-    for (uint32_t row = from.row_begin + blockIdx.x * k.crew.size + k.crew.thread; row < from.row_end;
-         row += blocks * k.crew.size)
+    for (uint32_t row = from.row_begin + first; row < from.row_end && from.tail_chunks == 0; row += step)
       plan_row(k.g, k.plan, source, row);
-  }
+  });
+  for (uint32_t source = blockIdx.x; source < k.g.map.num_ranks; source += blocks)
+    if (const uint32_t chunks = source_plan(k.g, source).tail_chunks; chunks > 0 && !unpack<true>(k, source, chunks))
+      return false;
   tell_planned(k, blocks);
   return true;
 }

@@ -41,7 +41,7 @@ struct TellFoldedRole {
   }
   // After it.
   static __device__ __forceinline__ void run(const CombineKernel& k, typename FoldsRows::Shared& shared) {
-    if (blockIdx.x == 0 && going(k)) tell_empty_token_blocks(k, shared.folds.window);
+    if (going(k)) tell_empty_token_blocks(k, shared.folds.window);
     tell_folded(Fold<kNet, kCopies>{k, shared.folds, nullptr, 0}, shared.boxes);
   }
 
