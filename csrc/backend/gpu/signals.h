@@ -68,7 +68,7 @@ struct Folded {
       .name = "folded[k][d][c]",
       .writer =
           "d: the telling warp that counts the last of its pieces of token block c (32 tokens of the source); "
-          "block 0 for those without any",
+          "one for those without any",
       .readers = "who merges the stream: the source (k = 0) or its rail",
       .publishes = "its pieces",
       .waits = "`merge`, token block by token block",
