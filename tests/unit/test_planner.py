@@ -264,7 +264,7 @@ def test_the_planner_knows_batches_of_the_native_layout() -> None:
 @needs_kernels
 def test_the_planner_refuses_what_a_buffer_refuses() -> None:
     with pytest.raises(EpError, match="shared memory"):
-        protocol_of(shape(2048, 8, router=Router(num_experts=8192, topk=8)))
+        protocol_of(shape(2048, 8, router=Router(num_experts=16384, topk=8)))
     with pytest.raises(EpError, match="needs at least"):
         protocol_of(shape(256, 8), budget_bytes=64 << 20, window_tokens=4096)
 
