@@ -273,10 +273,12 @@ __device__ inline void tell_empty_token_blocks(const CombineKernel& k, uint32_t 
   __syncwarp();
 }
 
-// By crews of all blocks: writes the weights' gradients to the ranks that merge them.
+// By crews of all blocks: writes the weights' gradients to the ranks that merge them. Sources come one after the other:
+// with Spread a kernel spills registers on sm_100a.
 __device__ inline void fold_weights(const CombineKernel& k) {
+  const uint32_t first = blockIdx.x * k.crew.size + k.crew.thread, step = workers(k.g) * k.crew.size;
   const uint32_t width = k.plan.compact_width;
-  Spread::over(k.crew, workers(k.g)).each(k.g.map.num_ranks, [&](uint32_t s, uint32_t first, uint32_t step) {
+  for (uint32_t s = 0; s < k.g.map.num_ranks; ++s) {
     float* const to =
         at(k.g, holder_of(k.g, s), k.g.map.piece_weights) + uint64_t{stream_of(k.g, s)} * k.g.map.stream_pairs;
     const uint32_t offset = k.plan.weight_begin[s];
@@ -286,12 +288,12 @@ __device__ inline void fold_weights(const CombineKernel& k) {
           to[p + offset] = row < k.plan.num_out_rows
                                ? k.args.row_weights[uint64_t{row} * width + p - k.plan.row_pair_begin[row]]
                                : 0.0f;
-      return;
+      continue;
     }
     const uint32_t end = k.plan.row_pair_begin[k.plan.row_end[s]];
     for (uint32_t p = k.plan.row_pair_begin[k.plan.row_begin[s]] + first; p < end; p += step)
       to[p + offset] = k.plan.out_rows[p] < k.plan.num_out_rows ? k.args.row_weights[k.plan.out_rows[p]] : 0.0f;
-  });
+  }
 }
 // By crews of all blocks, after the rows of all windows: tells every member that it has all our pieces and weights'
 // gradients.
