@@ -50,7 +50,9 @@ for what in "$@"; do
       check tests "$python" -m pytest -q tests/gpu --ignore-glob='*test_cuda_domain*'
       # Tests that the host backend must pass, too. They run as far as there is a GPU for each rank.
       check tests "$python" -m pytest -q --backend cuda tests/unit/test_dispatch_combine.py \
-        tests/unit/test_property.py tests/unit/test_row_layouts.py tests/unit/test_rank_mismatch.py
+        tests/unit/test_property.py tests/unit/test_row_layouts.py tests/unit/test_rank_mismatch.py \
+        tests/unit/test_deep_ep.py tests/unit/test_deep_ep_callers.py tests/unit/test_deep_ep_elastic.py \
+        tests/unit/test_deep_ep_growth.py
       ;;
     domains) check domains "$python" -m pytest -q tests/gpu/test_cuda_domain*.py ;;
     # Training, stages and plug-in. They use GPUs if there are four.

@@ -162,6 +162,20 @@ CLAIM("memory_plan refuses what an engine refuses, in the same words, and nothin
   config.hidden = 16384;
   expect_same_refusal(config, "bytes of GPU memory: the CUDA backend has at most 68719476736");
 }
+CLAIM("a GPU whose blocks have less shared memory has fewer ranks, and the error says how many") {
+  constexpr uint32_t kThere = 163 << 10;  // a block's of sm_80
+  const auto refusal_with = [](int ranks) {
+    EngineConfig config = config_of(ranks_in(std::vector<int>(static_cast<size_t>(ranks), 1)), 0);
+    gpu::DeviceMap map;
+    map.num_ranks = map.num_domains = map.num_streams = map.num_experts = static_cast<uint32_t>(ranks);
+    return refusal_of([&] { check_shared_bytes(config, map, kThere); });
+  };
+  const std::string text = refusal_with(2048), before = "allowed are at most ";
+  EXPECT(text.find(" ranks with an expert each") != std::string::npos);
+  const int most = std::stoi(text.substr(text.find(before) + before.size()));
+  EXPECT(most > 1162 && most < 2048);
+  EXPECT(refusal_with(most).empty() && !refusal_with(most + 1).empty());
+}
 CLAIM("ranks of uneven domains agree on windows and slots, those of a domain on all, within any budget") {
   for (const std::vector<int>& sizes : std::vector<std::vector<int>>{
            {3, 1}, {2, 1, 1}, {8, 8, 8, 8, 8, 8, 8, 8, 2}, {1, 8, 8, 8}, {2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1}}) {

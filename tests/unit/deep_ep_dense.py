@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tests.unit.deep_ep_gpus import drawn_on_cpu
+
 H, E = 640, 12  # H / 128 = 5 blocks: no multiple of 4, which int32 scales are packed by
 BLOCK = 128
 EVERY = 40  # Only each 40th column has a gradient: a weight's gradient is then at most 16 * 4 * 3 = 192.
@@ -45,19 +47,15 @@ class Case:
         """Experts of a rank."""
         return E // self.ranks
 
+    @drawn_on_cpu
     def factors(self, rank: int | None = None) -> Tensor:
         """[E, H] of all experts, or [L, H] of a rank's: 1, 2 or 3."""
-        every = torch.randint(1, 4, (E, H), generator=torch.Generator().manual_seed(self.seed), device="cpu")
-        every = every.float().to(torch.get_default_device())
+        every = torch.randint(1, 4, (E, H), generator=torch.Generator().manual_seed(self.seed)).float()
         return every if rank is None else every[rank * self.local : (rank + 1) * self.local]
 
+    @drawn_on_cpu
     def tokens(self, rank: int) -> Tokens:
         """The first token has no expert, and of the others every fifth choice is dropped."""
-        with torch.device("cpu"):
-            tokens = self._drawn(rank)
-        return Tokens(*(tensor.to(torch.get_default_device()) for tensor in tokens))
-
-    def _drawn(self, rank: int) -> Tokens:
         generator = torch.Generator().manual_seed(1000 * self.seed + rank + 1)
         size = (self.sizes[rank], self.topk)
         x = torch.randint(-2, 3, (size[0], H), generator=generator).float()

@@ -7,13 +7,38 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.harness import ON_GPUS
 from tests.process_ranks import ProcessRanks, Rank
+
+P = ParamSpec("P")
+Drawn = TypeVar("Drawn", bound=Tensor | tuple[Tensor, ...])
+
+
+def drawn_on_cpu(draw: Callable[P, Drawn]) -> Callable[P, Drawn]:
+    """The same numbers on any device: draws on the CPU, for torch's default device."""
+
+    @wraps(draw)
+    def on_device(*args: P.args, **kwargs: P.kwargs) -> Drawn:
+        there = torch.get_default_device()
+        with torch.device("cpu"):
+            drawn = draw(*args, **kwargs)
+        moved: Any
+        if isinstance(drawn, Tensor):
+            moved = drawn.to(there)
+        else:
+            moved = tuple(tensor.to(there) for tensor in drawn)
+            if hasattr(drawn, "_make"):  # a NamedTuple
+                moved = drawn._make(moved)
+        return moved
+
+    return on_device
 
 
 def on_gpu(rank: Rank, target: Callable[..., Any], args: tuple[Any, ...]) -> Any:

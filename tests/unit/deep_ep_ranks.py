@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tests.unit.deep_ep_gpus import drawn_on_cpu
 from uccl_ep_train.deep_ep.utils.math import align
 
 H, E, K = 256, 12, 5
@@ -20,23 +21,21 @@ SIZES = (20, 0, 33, 7)
 RANKS, LOCAL, MOST, ALIGNMENT = len(SIZES), E // len(SIZES), 40, 8
 
 
+@drawn_on_cpu
 def tokens_of(rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, H], topk_idx [T, K], topk_weights [T, K]."""
-    there = torch.get_default_device()
-    with torch.device("cpu"):
-        generator = torch.Generator().manual_seed(100 + rank)
-        x = torch.randn(SIZES[rank], H, generator=generator).to(torch.bfloat16)
-        idx = torch.rand(SIZES[rank], E, generator=generator).argsort(dim=1)[:, :K].contiguous()
-        idx[torch.rand(SIZES[rank], K, generator=generator) < 0.2] = -1
-        weights = torch.rand(SIZES[rank], K, generator=generator)
-    return x.to(there), idx.to(there), weights.to(there)
+    generator = torch.Generator().manual_seed(100 + rank)
+    x = torch.randn(SIZES[rank], H, generator=generator).to(torch.bfloat16)
+    idx = torch.rand(SIZES[rank], E, generator=generator).argsort(dim=1)[:, :K].contiguous()
+    idx[torch.rand(SIZES[rank], K, generator=generator) < 0.2] = -1
+    return x, idx, torch.rand(SIZES[rank], K, generator=generator)
 
 
+@drawn_on_cpu
 def outputs_of(rank: int) -> Tensor:
     """[T, E, H] bfloat16: what each expert makes of each token of a rank."""
     generator = torch.Generator().manual_seed(500 + rank)
-    drawn = torch.randn(SIZES[rank], E, H, generator=generator, device="cpu")
-    return drawn.to(torch.get_default_device(), torch.bfloat16)
+    return torch.randn(SIZES[rank], E, H, generator=generator).to(torch.bfloat16)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tests.process_ranks import Rank
-from tests.unit.deep_ep_gpus import module_ranks
+from tests.unit.deep_ep_gpus import drawn_on_cpu, module_ranks
 from uccl_ep_train import deep_ep
 from uccl_ep_train.deep_ep import Buffer, Config, EventOverlap
 from uccl_ep_train.deep_ep.sending import Handle
@@ -31,15 +31,13 @@ ROOT = Path(__file__).parents[2]
 LOCAL = E // RANKS
 
 
+@drawn_on_cpu
 def tokens_of(rank: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    there = torch.get_default_device()
-    with torch.device("cpu"):
-        generator = torch.Generator().manual_seed(100 + rank)
-        x = torch.randn(num_tokens, H, generator=generator).to(torch.bfloat16)
-        idx = torch.rand(num_tokens, E, generator=generator).argsort(dim=1)[:, :K].contiguous()
-        idx[torch.rand(num_tokens, K, generator=generator) < 0.2] = -1
-        weights = torch.rand(num_tokens, K, generator=generator)
-    return x.to(there), idx.to(there), weights.to(there)
+    generator = torch.Generator().manual_seed(100 + rank)
+    x = torch.randn(num_tokens, H, generator=generator).to(torch.bfloat16)
+    idx = torch.rand(num_tokens, E, generator=generator).argsort(dim=1)[:, :K].contiguous()
+    idx[torch.rand(num_tokens, K, generator=generator) < 0.2] = -1
+    return x, idx, torch.rand(num_tokens, K, generator=generator)
 
 
 def sizes(rank: int) -> int:

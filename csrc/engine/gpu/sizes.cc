@@ -66,10 +66,23 @@ uint64_t gpu_host_bytes(const EngineConfig& config, const gpu::DeviceRegionLayou
 
 namespace {
 
-// As many experts as a block has shared memory for. One for each rank always fits: see check_shared_bytes().
-uint32_t fitting_experts(gpu::DeviceMap map, uint32_t there) {
-  while (map.num_experts > map.num_ranks && gpu::least_shared_bytes(map) > there) map.num_experts -= map.num_ranks;
-  return map.num_experts;
+// As many experts, or ranks in as large domains, as a block has shared memory for. The largest block of a GPU so far
+// has enough for any group with an expert each.
+std::string fitting(const gpu::DeviceMap& map, uint32_t there) {
+  const auto fits = [&](uint32_t ranks, uint32_t of_rank) {
+    const auto share = [&](uint32_t number) { return (ranks * number + map.num_ranks - 1) / map.num_ranks; };
+    gpu::DeviceMap other = map;
+    other.num_ranks = ranks;
+    other.num_domains = share(map.num_domains);
+    other.num_streams = share(map.num_streams);
+    other.num_experts = ranks * of_rank;
+    return gpu::least_shared_bytes(other) <= there;
+  };
+  uint32_t ranks = map.num_ranks, of_rank = map.num_experts / map.num_ranks;
+  while (of_rank > 1 && !fits(ranks, of_rank)) --of_rank;
+  if (fits(ranks, of_rank)) return "num_experts = " + std::to_string(ranks * of_rank);
+  while (ranks > 1 && !fits(ranks, of_rank)) --ranks;
+  return std::to_string(ranks) + " ranks with an expert each";
 }
 
 void check_slot_bytes(const EngineConfig& config, gpu::DeviceMap map, uint32_t there) {
@@ -90,11 +103,10 @@ void check_slot_bytes(const EngineConfig& config, gpu::DeviceMap map, uint32_t t
 void check_shared_bytes(const EngineConfig& config, const gpu::DeviceMap& map, uint32_t there) {
   check_slot_bytes(config, map, there);
   if (const uint32_t needed = gpu::least_shared_bytes(map); needed > there)
-    throw UsageFailure(UsageKind::kConfig,
-                       std::to_string(config.num_ranks) + " ranks with num_experts = " +
-                           std::to_string(config.num_experts) + ": a block needs " + std::to_string(needed) +
-                           " bytes of shared memory, and the GPU has " + std::to_string(there) +
-                           "; allowed are at most num_experts = " + std::to_string(fitting_experts(map, there)));
+    throw UsageFailure(UsageKind::kConfig, std::to_string(config.num_ranks) + " ranks with num_experts = " +
+                                               std::to_string(config.num_experts) + ": a block needs " +
+                                               std::to_string(needed) + " bytes of shared memory, and the GPU has " +
+                                               std::to_string(there) + "; allowed are at most " + fitting(map, there));
 }
 
 namespace {
