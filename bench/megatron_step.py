@@ -1,5 +1,8 @@
 """Time of a Megatron training step with each dispatcher, in one job: the same weights, batches and groups.
 
+Each cell of a sweep is a job of its own, unless torchrun started this one. In one job a second cell with
+TransformerEngine ran out of memory that it has alone.
+
     python -m bench.megatron_step                                       starts the recipe's ranks on this host
     python -m bench.megatron_step --micro-batch-tokens 1024 4096 --hidden 2048 7168 --overlap off on
     torchrun --nproc_per_node=8 -m bench.megatron_step --num-ranks 8
@@ -11,6 +14,7 @@ equal bit for bit are compared; a difference ends the benchmark with an error.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from pathlib import Path
@@ -19,10 +23,12 @@ import torch.distributed as dist
 
 from bench import report
 from bench.step_cases import Cell, base_recipe, cells_of, parse_args
-from recipes.launch import run_ranks, set_up_rank
+from recipes.launch import STOPPED, run_ranks, set_up_rank
 from recipes.models.recipe import Recipe, RecipeError
 from recipes.plan import devices
 from recipes.plan.devices import DeviceError
+
+PROGRAM = ("-m", "bench.megatron_step")
 
 
 def run_cell(cell: Cell, title: str, args: argparse.Namespace, about: report.Record) -> list[report.Record]:
@@ -56,17 +62,20 @@ def run_rank(args: argparse.Namespace, recipe: Recipe) -> int:
     first = dist.get_rank() == 0
     about = report.about_here(args.commit) | step_report.about_versions()
     about["link_gbytes_per_s"] = link_gbytes_per_s() if recipe.device == "cuda" else None
-    records: list[report.Record] = []
     cells = cells_of(args, recipe)
-    for index, cell in enumerate(cells):
-        records += run_cell(cell, f"[{index + 1}/{len(cells)}] {cell}", args, about)
+    results = Path(f"{args.out}.json")
+    earlier = json.loads(results.read_text()) if args.cell and first and results.exists() else []
+    records: list[report.Record] = []
+    for number in [args.cell] if args.cell else range(1, len(cells) + 1):
+        cell = cells[number - 1]
+        records += run_cell(cell, f"[{number}/{len(cells)}] {cell}", args, about)
         if first:
-            report.write_json(records, Path(f"{args.out}.json"))
+            report.write_json(earlier + records, results)
     broken = [
         f"{step_report.label(r)}: {problem}" for r in records if (problem := step_report.broken_promise(r))
     ]
     if first:
-        step_report.write_png(records, Path(f"{args.out}.png"))
+        step_report.write_png(earlier + records, Path(f"{args.out}.png"))
         versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
         print(f"\n{about['hardware']}, {versions}, commit {about['commit']}")
         print(f"written: {args.out}.json and .png", flush=True)
@@ -86,6 +95,8 @@ def main(argv: list[str]) -> int:
     if dist.is_torchelastic_launched():
         return run_rank(args, recipe)
     problems = [cell.problem for cell in cells_of(args, recipe)]
+    if args.cell:
+        problems = problems[args.cell - 1 : args.cell]
     if all(problems):
         print("nothing to measure: " + "; ".join(dict.fromkeys(problems)), file=sys.stderr)
         return 2
@@ -93,7 +104,16 @@ def main(argv: list[str]) -> int:
         print(why_cpu, flush=True)
     # The device is decided once, here: if an option is given twice, the last one counts.
     argv = [*argv, f"--device={recipe.device}"]
-    return run_ranks(recipe.num_ranks, argv, program=("-m", "bench.megatron_step"))
+    if args.cell:
+        return run_ranks(recipe.num_ranks, argv, program=PROGRAM)
+    Path(f"{args.out}.json").unlink(missing_ok=True)
+    status = 0
+    for number in range(1, len(problems) + 1):  # a cell that fails does not take the others with it
+        failed = run_ranks(recipe.num_ranks, [*argv, f"--cell={number}"], program=PROGRAM)
+        status = failed or status
+        if failed == STOPPED:
+            break
+    return status
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,9 @@ def parse_args(argv: list[str], about: str = "") -> argparse.Namespace:
         "--overlap", nargs="+", choices=("off", "on"), default=["off"],
         help="Megatron's overlap of expert parallel communication with another micro-batch",
     )  # fmt: skip
+    sweep.add_argument(
+        "--cell", type=int, metavar="N", help="only the N-th, from 1; it joins the results that --out has"
+    )
     parser.add_argument("--expert-ffn", type=int, help="width of the experts; default: in the recipe's ratio")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--experts", type=int, help="of the group; a router's groups of experts go")
@@ -142,6 +146,9 @@ def parse_args(argv: list[str], about: str = "") -> argparse.Namespace:
     args = parser.parse_args(argv)
     if len(set(args.dispatchers)) < len(args.dispatchers):
         parser.error("--dispatchers names one twice")
+    num_cells = math.prod(map(len, (args.dispatch_dtype, args.micro_batch_tokens, args.hidden, args.overlap)))
+    if args.cell is not None and not 1 <= args.cell <= num_cells:
+        parser.error(f"--cell {args.cell}: allowed are 1 to {num_cells}")
     if args.steps < 2 or args.warmup < 1:
         parser.error("--steps has to be at least 2, and --warmup at least 1: the first step allocates")
     return args

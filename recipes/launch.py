@@ -36,7 +36,7 @@ from recipes.training.checkpoint import CheckpointError, Checkpoints
 from uccl_ep_train.errors import ConfigError, InputError
 from uccl_ep_train.settings import env
 
-_STOPPED = 130  # exit status after Ctrl-C, as in shells
+STOPPED = 130  # exit status after Ctrl-C, as in shells
 # Options that only recipes/training/loop.py knows.
 _OWN_LOOP = (
     "device", "ablate", "run_dir", "restart", "resume", "start_from", "stop_at", "compare",
@@ -177,7 +177,7 @@ def run_ranks(num_ranks: int, argv: list[str], program: tuple[str, ...] = ("-m",
     try:
         elastic_launch(config, sys.executable)(*program, *argv)
     except SignalException:
-        return _STOPPED
+        return STOPPED
     except ChildFailedError as error:
         print(f"{program[-1]} failed: {error}", file=sys.stderr)
         return 1

@@ -16,6 +16,7 @@ from bench.step_cases import Cell, base_recipe, cells_of, parse_args, sized
 from bench.step_report import Trained, broken_promise, label, records_of, table
 from bench.step_split import busy_share, waiting_ms
 from recipes import RECIPES
+from recipes.launch import STOPPED
 from recipes.measure.timing import Span
 from recipes.models.deepseek_v3 import deepseek_v3
 from recipes.models.qwen3 import qwen3_235b_a22b
@@ -86,6 +87,32 @@ def test_nothing_to_measure_starts_no_ranks(
     assert "hidden = 100" in capsys.readouterr().err and started == []
     assert megatron_step.main(["--device=cpu", "--num-ranks=2"]) == 0
     assert started[0][0][0] == 2 and started[0][1] == {"program": ("-m", "bench.megatron_step")}
+
+
+def test_each_cell_is_a_job_and_one_that_fails_does_not_take_the_others_along(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[str] = []
+    ends = [0, 1, 0, 0]
+
+    def run(num_ranks: int, argv: list[str], program: tuple[str, ...]) -> int:
+        started.append(argv[-1])
+        return ends[len(started) - 1]
+
+    monkeypatch.setattr(megatron_step, "run_ranks", run)
+    out = tmp_path / "step"
+    out.with_suffix(".json").write_text("[]")
+    sweep = ["--device=cpu", "--hidden", "256", "512", "--overlap", "off", "on", f"--out={out}"]
+    assert megatron_step.main(sweep) == 1
+    assert started == [f"--cell={number}" for number in range(1, 5)]
+    assert not out.with_suffix(".json").exists()  # results of an earlier sweep are not joined
+    started.clear()
+    ends[1] = STOPPED
+    assert megatron_step.main(sweep) == STOPPED and len(started) == 2  # Ctrl-C
+    started.clear()
+    assert megatron_step.main([*sweep, "--cell", "3"]) == 0 and started == ["--device=cpu"]
+    with pytest.raises(SystemExit):
+        megatron_step.main([*sweep, "--cell", "5"])
 
 
 def a_model(config: SimpleNamespace, shared: bool) -> list[tuple[str, torch.Tensor]]:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.process_ranks import ProcessRanks, Rank
+from tests.process_ranks import Rank
+from tests.unit.deep_ep_gpus import module_ranks
 from tests.unit.test_deep_ep import LOCAL, RANKS, E, H, K, sizes, tokens_of
 from uccl_ep_train.deep_ep import Buffer
 from uccl_ep_train.errors import ClosedError, InputError, PlanMismatchError, ShapeError
@@ -159,7 +160,7 @@ def refuse(buffer: Buffer, x: Tensor, idx: Tensor) -> None:
 
 @pytest.mark.parametrize("hinted", [False, True])
 def test_slots_hold_every_row_and_sums_are_weighted(hinted: bool) -> None:
-    with ProcessRanks(RANKS, low_latency, (hinted,)) as ranks:
+    with module_ranks(RANKS, low_latency, (hinted,)) as ranks:
         for outcome in ranks.outcomes(timeout_s=110).values():
             assert outcome.value == "done", outcome.trace
 
@@ -171,6 +172,6 @@ def test_low_latency_calls_need_its_mode() -> None:
 
 
 def test_masked_ranks_come_back_together() -> None:
-    with ProcessRanks(RANKS, taken_back, ()) as ranks:
+    with module_ranks(RANKS, taken_back) as ranks:
         for outcome in ranks.outcomes(timeout_s=110).values():
             assert outcome.value == "done", outcome.trace

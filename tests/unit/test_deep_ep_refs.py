@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.process_ranks import ProcessRanks, Rank
+from tests.process_ranks import Rank
+from tests.unit.deep_ep_gpus import drawn_on_cpu, module_ranks
 from uccl_ep_train import deep_ep
 from uccl_ep_train.common.handle import Fp8Rows
 from uccl_ep_train.deep_ep.scales import dense, engine_rows
@@ -17,15 +18,21 @@ from uccl_ep_train.deep_ep.utils import gate, math, refs
 H, E, K, RANKS, MOST = 256, 8, 3, 2, 40
 
 
-def same_as_the_buffer(rank: Rank) -> list[bool]:
-    """For bfloat16 and for codes; the last: a row that is not the reference's is found."""
-    generator = torch.Generator().manual_seed(rank.rank)
-    tokens = MOST - rank.rank
+@drawn_on_cpu
+def drawn(rank: int, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, topk_idx, topk_weights, scales."""
+    generator = torch.Generator().manual_seed(rank)
     x = torch.randn(tokens, H, generator=generator).to(torch.bfloat16)
     idx = torch.rand(tokens, E, generator=generator).argsort(1)[:, :K].contiguous()
     idx[torch.rand(tokens, K, generator=generator) < 0.3] = -1
     weights = torch.rand(tokens, K, generator=generator)
-    scales = torch.rand(tokens, H // 128, generator=generator)
+    return x, idx, weights, torch.rand(tokens, H // 128, generator=generator)
+
+
+def same_as_the_buffer(rank: Rank) -> list[bool]:
+    """For bfloat16 and for codes; the last: a row that is not the reference's is found."""
+    tokens = MOST - rank.rank
+    x, idx, weights, scales = drawn(rank.rank, tokens)
     buffer: Any = deep_ep.ElasticBuffer(rank.group, num_max_tokens_per_rank=MOST)
     same: list[bool] = []
     rows: tuple[Any, ...] = ()
@@ -52,7 +59,7 @@ def same_as_the_buffer(rank: Rank) -> list[bool]:
 
 
 def test_the_references_are_what_the_buffer_gives() -> None:
-    with ProcessRanks(RANKS, same_as_the_buffer, ()) as ranks:
+    with module_ranks(RANKS, same_as_the_buffer) as ranks:
         for outcome in ranks.outcomes(timeout_s=110).values():
             assert not outcome.error, outcome.trace
             assert len(outcome.value) == 13 and all(outcome.value), outcome.value
