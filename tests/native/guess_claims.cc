@@ -1,4 +1,8 @@
-// How much memory a dispatch of the CUDA backend gets before its counts are known.
+// How much memory plans of the CUDA backend take, and how much a dispatch gets before its counts are known.
+#include <iterator>
+#include <numeric>
+#include <random>
+#include <set>
 #include <vector>
 
 #include "claims.h"
@@ -51,6 +55,43 @@ CLAIM("a guess is at most 5/4 of the least of the last four and 64") {
 CLAIM("guesses go with the number of tokens, and stop before they leave 32 bits") {
   EXPECT_EQ(guessed_rows(160, {1000}), 1700u + 64u);
   EXPECT_EQ(guessed_rows(199, {4000000000u}), 4000000064u);
+}
+
+CLAIM("a saved plan of 64 ranks takes at most 16 bytes for each sent and each received pair") {
+  constexpr uint32_t kTokens = 4096, kTopk = 8, kExperts = 256, kExpertsPerRank = 4, kExpertsPerDomain = 32;
+  std::vector<int> labels;  // domains of 8
+  for (int rank = 0; rank < 64; ++rank) labels.push_back(rank / 8);
+  const gpu::DeviceRegionLayout layout =
+      gpu::make_layout(Topology::from_labels(labels), 0, {kExperts, 14336}, uint64_t{512} << 20);
+  std::mt19937 random(1);
+  std::vector<uint32_t> experts(kExperts);
+  std::iota(experts.begin(), experts.end(), 0);
+  gpu::PlanSizes sizes;  // of rank 0
+  for (uint32_t source = 0; source < 64; ++source) {
+    for (uint32_t token = 0; token < kTokens; ++token) {
+      std::set<uint32_t> ranks, domains;
+      for (uint32_t k = 0; k < kTopk; ++k) {
+        std::swap(experts[k], experts[k + random() % (kExperts - k)]);
+        ranks.insert(experts[k] / kExpertsPerRank);
+        domains.insert(experts[k] / kExpertsPerDomain);
+        sizes.received_pairs += experts[k] < kExpertsPerRank ? 1 : 0;
+      }
+      sizes.received_rows += static_cast<uint32_t>(ranks.count(0));
+      if (source == 0) {
+        sizes.sent_pairs += kTopk;
+        const auto pieces = std::distance(ranks.begin(), ranks.lower_bound(8));
+        sizes.sent_addends += static_cast<uint32_t>(pieces + static_cast<int64_t>(domains.size() - domains.count(0)));
+      } else if (source % 8 == 0) {
+        sizes.relayed_rows += static_cast<uint32_t>(domains.count(0));
+      }
+    }
+  }
+  gpu::PlanView view;
+  view.num_tokens = kTokens;
+  view.num_token_blocks = kTokens / gpu::kTokenBlock;
+  const uint64_t bytes = gpu::lay_out_plan(view, sizes, nullptr, layout);
+  EXPECT(sizes.received_rows > 28000 && sizes.relayed_rows > 15000 && sizes.sent_addends > 20000);
+  EXPECT(bytes <= 16 * (uint64_t{sizes.sent_pairs} + sizes.received_pairs));
 }
 
 }  // namespace

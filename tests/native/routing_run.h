@@ -207,7 +207,6 @@ inline void RoutingMemory::lay_out() {
   take(map.token_addends, "token_addends", run_.num_tokens + 1);
   take(map.addends, "addends", pairs_.size());
   take(map.sent_token_blocks, "sent_token_blocks", domains * (map.max_tokens / gpu::kTokenBlock + 1));
-  take(map.sent_tokens, "sent_tokens", domains * map.max_tokens);
   take(map.pair_origin, "pair_origin", pairs_.size());
   packet_units_ = take_bytes("packet_units", sizeof(uint32_t) * domains);
   uint64_t shipped = 0;  // bytes of packets for other domains
@@ -307,16 +306,14 @@ inline void RoutingMemory::write_expected() {
   }
 }
 
-// The addends of a token from a domain, and where the token is in the stream to it; the number of addends until then.
+// The addends of a token from a domain; the number of addends until then.
 inline uint32_t RoutingMemory::write_expected_addends(const Reached& reached, uint32_t t, uint32_t to,
                                                       uint32_t num_addends) {
   const auto found = reached.ranks[to].find(t);
   if (found == reached.ranks[to].end()) return num_addends;
   gpu::Addend* const addends = gpu::own_part(group_, map().addends);
   if (to != group_.net.domain) {
-    const uint32_t row = reached.rows_before[to][t];
-    addends[num_addends] = gpu::Addend::of_domain(to, row);
-    gpu::own_part(group_, map().sent_tokens)[uint64_t{to} * map().max_tokens + row] = t;
+    addends[num_addends] = gpu::Addend::of_domain(to, reached.rows_before[to][t]);
     return num_addends + 1;
   }
   const auto pieces = static_cast<uint32_t>(found->second.size());

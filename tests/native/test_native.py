@@ -82,7 +82,7 @@ def sources_of(program: str) -> list[Path]:
         parts = [building.CSRC / "proxy" / "board.cc", *building.product_sources(("common", "layout"))]
         return [HERE / "events_claims.cc", *parts, *building.GPU_ON_CPU.glob("*.cc")]
     product = building.product_sources(ENGINE_PARTS if "engine" in program or program in ON_CPU else PARTS)
-    if program == "gpu":  # what of it needs no GPU
+    if program in ("gpu", "guess"):  # what of it needs no GPU
         product += [building.CSRC / "backend" / "gpu" / name for name in ("arrays.cc", "layout.cc")]
     if program == "words":
         product.append(building.CSRC / "backend" / "plan.cc")

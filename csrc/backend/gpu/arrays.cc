@@ -89,23 +89,24 @@ uint64_t lay_out_plan(PlanView& view, const PlanSizes& sizes, uint8_t* memory, c
   take(view.token_block_pieces, ranks * entries);
   take(view.token_blocks, ranks);
   take(view.padding, 2 * experts);
-  take(view.row_token, sizes.received_rows);
   take(view.row_piece, sizes.received_rows);
   take(view.row_pair_begin, uint64_t{sizes.received_rows} + 1);
   take(view.out_rows, sizes.received_pairs);
   take(view.addend_begin, uint64_t{view.num_tokens} + 1);
   take(view.pair_begin, ranks + 1);
   take(view.pair_place, sizes.sent_pairs);
-  if (of.num_domains == 1) return arrays.bytes();
-  take(view.row_position, sizes.received_rows);
+  if (of.num_domains == 1) {
+    take(view.row_token, sizes.received_rows);
+    return arrays.bytes();
+  }
   take(view.token_block_streams, ranks * entries);
   take(view.sent_token_blocks, of.num_domains * entries);
-  take(view.sent_begin, uint64_t{of.num_domains} + 1);
-  take(view.sent_tokens, sizes.shipped_rows);
   take(view.addends, sizes.sent_addends);
   take(view.relayed_begin, of.num_streams);
   take(view.relayed_pairs, of.num_streams);
   take(view.relayed_piece, uint64_t{sizes.relayed_rows} + of.num_streams);
+  take(view.row_token, sizes.received_rows);
+  take(view.row_position, sizes.received_rows);
   return arrays.bytes();
 }
 

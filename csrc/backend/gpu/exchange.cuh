@@ -289,7 +289,7 @@ __device__ UCCL_EP_INLINE_WHERE_ROOM uint64_t write_tiles(const Crew crew, const
     const uint32_t position = to == own ? token : tile.stream_row(to, t);
     packet.lists()[tile.row_begin[p.to] + tile.row_base[p.to] + __popcll(tile.destination[p.to] & tokens_before(t))] = {
         row_first_pair, piece, position, static_cast<uint16_t>(token), static_cast<uint16_t>(p.same)};
-    if constexpr (Tile::kManyRanks) write_addends(g, tile, p, token, piece);
+    if constexpr (Tile::kManyRanks) write_addends(g, tile, p, piece);
   };
   if (r.is_map)
     visit_map(crew, g, tiles, write);

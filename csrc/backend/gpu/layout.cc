@@ -221,7 +221,6 @@ DeviceRegionLayout layout_for(const Topology& topo, const Shape& shape, const Re
   cursor.take(l.token_addends, "token_addends", tokens + 1);
   cursor.take(l.addends, "addends", several * pairs);
   cursor.take(l.sent_token_blocks, "sent_chunks", several * domains * (token_blocks + 1));
-  cursor.take(l.sent_tokens, "sent_tokens", several * domains * tokens);
   cursor.take(l.packets, "packets", kHalves * l.packet_bytes);
   cursor.take(l.pair_origin, "pair_origin", pairs);
   cursor.take(l.piece_weights, "piece_values", streams * l.stream_pairs);

@@ -127,7 +127,6 @@ struct DeviceMap {
   Part<uint32_t> token_addends;  // [tokens + 1] addends of earlier tokens
   Part<Addend> addends;  // [pairs]: see PlanView
   Part<uint32_t> sent_token_blocks;  // [domains][token blocks + 1] rows of the stream of earlier token blocks
-  Part<uint32_t> sent_tokens;  // [domains][tokens] of a row of the stream
   Part<uint32_t> pair_origin;  // [pairs] place in the caller's [T, width]
   LowLatencyMap low_latency;
   uint64_t total_bytes = 0;
@@ -252,15 +251,15 @@ struct PlanSizes {
   uint32_t most_tokens = 0;  // of any rank
   uint32_t most_pieces = 0;  // that any token block of any rank has in any domain
   // Where there are several domains.
-  uint32_t shipped_rows = 0;  // of our streams to others
+  uint32_t shipped_rows = 0;  // of our streams to others; they take no memory
   uint32_t relayed_rows = 0;  // of the streams that we merge for others
   uint32_t sent_addends = 0;  // pieces of our tokens in our domain, and sums from others
 
   // With memory for `most`.
   constexpr bool fits(const PlanSizes& most) const {
     return num_rows <= most.num_rows && received_rows <= most.received_rows && received_pairs <= most.received_pairs &&
-           sent_pairs <= most.sent_pairs && most_tokens <= most.most_tokens && shipped_rows <= most.shipped_rows &&
-           relayed_rows <= most.relayed_rows && sent_addends <= most.sent_addends;
+           sent_pairs <= most.sent_pairs && most_tokens <= most.most_tokens && relayed_rows <= most.relayed_rows &&
+           sent_addends <= most.sent_addends;
   }
 };
 
@@ -357,7 +356,6 @@ struct PlanView {
   uint32_t* token_block_pieces = nullptr;  // [ranks][token blocks + 1] its pieces in our domain of earlier ones
   uint32_t* token_blocks = nullptr;  // [ranks] token blocks of a source's tokens
   uint32_t* padding = nullptr;  // [experts of a rank][2]: rows of the output that are padding
-  uint32_t* row_token = nullptr;  // [received rows]
   uint32_t* row_piece = nullptr;  // [received rows] number among the source's pieces in our domain
   uint32_t* row_pair_begin = nullptr;  // [received rows + 1] into out_rows
   uint32_t* out_rows = nullptr;  // [received pairs] a row of the output; of compact rows the local expert
@@ -366,15 +364,16 @@ struct PlanView {
   uint32_t* pair_begin = nullptr;  // [ranks + 1] pairs for lower ranks
   uint32_t* pair_place = nullptr;  // [sent pairs] index in the caller's [T, width] weights
   // Where there are several domains; else nullptr.
-  uint32_t* row_position = nullptr;  // [received rows] in the stream
   uint32_t* token_block_streams = nullptr;  // [ranks][token blocks + 1] rows of the source's stream of earlier ones
   uint32_t* sent_token_blocks = nullptr;  // [domains][token blocks + 1] rows of our stream of earlier ones
-  uint32_t* sent_begin = nullptr;  // [domains + 1] into sent_tokens; nothing of our own
-  uint32_t* sent_tokens = nullptr;  // [rows for other domains] token of each row of our streams
   Addend* addends = nullptr;  // [addends]
   uint32_t* relayed_begin = nullptr;  // [streams] into relayed_piece; the first is nothing
   uint32_t* relayed_pairs = nullptr;  // [streams] pairs of a stream
   uint32_t* relayed_piece = nullptr;  // [relayed rows, one more for each stream] pieces of earlier rows
+  // Behind all others, because they need no more than 16 bits.
+  static_assert(kMaxTokens - 1 <= UINT16_MAX);
+  uint16_t* row_token = nullptr;  // [received rows]
+  uint16_t* row_position = nullptr;  // [received rows] in the stream, where there are several domains
   uint32_t num_tokens = 0;
   uint32_t num_token_blocks = 0;  // of the rank with the most tokens
   uint32_t num_out_rows = 0;  // that the caller has: higher ones are dropped

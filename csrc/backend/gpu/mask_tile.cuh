@@ -157,10 +157,8 @@ __device__ inline void write_streams(const Crew& crew, const Group& g, const Til
   }
   crew.sync();
 }
-// Of the first pair of a token and rank: writes what is added for it, and where the token is in our stream. `piece`: of
-// the pair.
-__device__ __forceinline__ void write_addends(const Group& g, const MaskTile& tile, const Pair& p, uint32_t token,
-                                              uint32_t piece) {
+// Of the first pair of a token and rank, with number `piece`: writes what is added for it.
+__device__ __forceinline__ void write_addends(const Group& g, const MaskTile& tile, const Pair& p, uint32_t piece) {
   const uint32_t t = p.token % kTileTokens, to = domain_of(g, p.to), own = own_domain(g);
   if (to != own && p.ranks_lower != 0) return;
   Addend* const out = own_part(g, g.map.addends) + tile.addends_before[t] + tile.others_below(g, t, to);
@@ -170,7 +168,6 @@ __device__ __forceinline__ void write_addends(const Group& g, const MaskTile& ti
   }
   const uint32_t row = tile.stream_row(to, t);
   out[to > own ? tile.own_pieces[t] : 0] = Addend::of_domain(to, row);
-  own_part(g, g.map.sent_tokens)[to * uint64_t{g.map.max_tokens} + row] = token;
   tile.packet[to].stream_pieces()[row] = piece;
 }
 

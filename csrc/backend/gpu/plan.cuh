@@ -100,33 +100,25 @@ __device__ inline void plan_streams(const Kernel& k, uint32_t num_blocks) {
         in_domain(k.g, source) ? token_block * kTokenBlock : from.token_block_streams[token_block];
   }
   const uint32_t* const sent_before = own_part(k.g, k.g.map.sent_token_blocks);
-  const uint32_t* const tokens = own_part(k.g, k.g.map.sent_tokens);
+  for (uint32_t i = me; i < k.g.map.num_domains * entries; i += all) {
+    const uint32_t to = i / entries, token_block = min(i % entries, own_token_blocks);
+    k.plan.sent_token_blocks[i] =
+        to == own_domain(k.g) ? 0 : sent_before[uint64_t{to} * (max_token_blocks(k.g) + 1) + token_block];
+  }
   const Addend* const addends = own_part(k.g, k.g.map.addends);
-  const auto before = [&](uint32_t to) { return sent_before + uint64_t{to} * (max_token_blocks(k.g) + 1); };
-  const auto rows_to = [&](uint32_t to) { return to == own_domain(k.g) ? 0 : before(to)[own_token_blocks]; };
-  const Spread spread = Spread::over(k.crew, num_blocks);
-  const uint32_t end =
-      spread.each_behind(k.g.map.num_domains, rows_to, [&](uint32_t to, uint32_t begin, uint32_t first, uint32_t step) {
-        if (first == 0) k.plan.sent_begin[to] = begin;
-        const bool own = to == own_domain(k.g);
-        for (uint32_t c = first; c < entries; c += step)
-          k.plan.sent_token_blocks[to * entries + c] = own ? 0 : before(to)[min(c, own_token_blocks)];
-        for (uint32_t row = first; row < rows_to(to); row += step)
-          k.plan.sent_tokens[begin + row] = tokens[uint64_t{to} * k.g.map.max_tokens + row];
-      });
-  if (me == 0) k.plan.sent_begin[k.g.map.num_domains] = end;
   for (uint32_t i = me; i < scratch(k.g).sizes.sent_addends; i += all) k.plan.addends[i] = addends[i];
   const auto from = [&](uint32_t i) -> const SourcePlan& { return source_plan(k.g, k.g.net.relayed[i + 1].source); };
-  spread.each_behind(
-      k.g.net.num_relayed, [&](uint32_t i) { return from(i).stream_rows + 1; },
-      [&](uint32_t i, uint32_t begin, uint32_t first, uint32_t step) {
-        if (first == 0) {
-          k.plan.relayed_begin[i + 1] = begin;
-          k.plan.relayed_pairs[i + 1] = from(i).num_pairs;
-        }
-        for (uint32_t row = first; row <= from(i).stream_rows && from(i).tail_chunks == 0; row += step)
-          k.plan.relayed_piece[begin + row] = from(i).stream_pieces[row];
-      });
+  Spread::over(k.crew, num_blocks)
+      .each_behind(
+          k.g.net.num_relayed, [&](uint32_t i) { return from(i).stream_rows + 1; },
+          [&](uint32_t i, uint32_t begin, uint32_t first, uint32_t step) {
+            if (first == 0) {
+              k.plan.relayed_begin[i + 1] = begin;
+              k.plan.relayed_pairs[i + 1] = from(i).num_pairs;
+            }
+            for (uint32_t row = first; row <= from(i).stream_rows && from(i).tail_chunks == 0; row += step)
+              k.plan.relayed_piece[begin + row] = from(i).stream_pieces[row];
+          });
 }
 
 // By crews of `num_blocks` blocks: writes the parts of a new plan that belong to no single row.

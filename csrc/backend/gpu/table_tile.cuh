@@ -127,7 +127,7 @@ __device__ inline void complete_tiles(const Crew& crew, const Group& g, const Ti
   }
 }
 
-// By a crew: writes where each token is in our streams, and its addends.
+// By a crew: writes each token's addends, and the pieces of earlier tokens of our streams.
 __device__ inline void write_streams(const Crew& crew, const Group& g, const Tiles<TableTile>& tiles) {
   if (!has_net(g)) {
 #pragma unroll 1
@@ -136,7 +136,7 @@ __device__ inline void write_streams(const Crew& crew, const Group& g, const Til
           tiles.with(t).piece_base[0] + tiles.with(t).pieces[t % kTileTokens];
     return;
   }
-  const uint32_t own = own_domain(g), max_tokens = g.map.max_tokens;
+  const uint32_t own = own_domain(g);
   Addend* const addends = own_part(g, g.map.addends);
 #pragma unroll 1
   for (uint32_t token = crew.thread; token < tiles.count; token += crew.size) {
@@ -149,7 +149,6 @@ __device__ inline void write_streams(const Crew& crew, const Group& g, const Til
       const uint32_t row = tile.stream_row(to, t);
       begin += to == own ? tile.piece_base[own] + tile.pieces_before(g, t, own) : row;
       if (to == own || (tile.stream[to] & bit) == 0) continue;
-      own_part(g, g.map.sent_tokens)[to * uint64_t{max_tokens} + row] = tiles.first + token;
       tile.packet[to].stream_pieces()[row] = tile.piece_base[to] + tile.pieces_before(g, t, to);
     }
     own_part(g, g.map.token_addends)[tiles.first + token] = begin;

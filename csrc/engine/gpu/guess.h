@@ -25,7 +25,7 @@ class Guess {
     if (num_tokens == 0 || seen_.empty()) return false;
     for (auto number :
          {&PlanSizes::num_rows, &PlanSizes::received_rows, &PlanSizes::received_pairs, &PlanSizes::sent_pairs,
-          &PlanSizes::most_tokens, &PlanSizes::shipped_rows, &PlanSizes::relayed_rows, &PlanSizes::sent_addends}) {
+          &PlanSizes::most_tokens, &PlanSizes::relayed_rows, &PlanSizes::sent_addends}) {
       double least = kMost, most = 0.0;
       for (const Seen& seen : seen_) {
         const double needed = seen.sizes.*number * (static_cast<double>(num_tokens) / seen.num_tokens);

@@ -65,7 +65,6 @@ std::shared_ptr<GpuPlan> GpuEngine::new_plan(const DispatchArgs& args) const {
   sizes.most_tokens = tokens;
   sizes.most_pieces = most_pieces(args.routing.width);
   if (layout_.num_domains > 1) {
-    sizes.shipped_rows = (layout_.num_domains - 1) * plan->view.num_tokens;
     sizes.relayed_rows = (layout_.num_streams - 1) * tokens;
     sizes.sent_addends = sizes.sent_pairs;
   }
