@@ -31,7 +31,8 @@ SYSTEMS = (
 
 # Errors which say that a system cannot run a case. Any other error is a fault, and ends the benchmark.
 OURS_REFUSES = (errors.InputError, errors.ConfigError, MemoryError, torch.OutOfMemoryError)
-REFUSES = (RuntimeError, AssertionError, ImportError, MemoryError, OSError)
+# A peer of another version lacks a call, or takes other arguments.
+REFUSES = (RuntimeError, AssertionError, ImportError, MemoryError, OSError, AttributeError, TypeError)
 
 
 @dataclass

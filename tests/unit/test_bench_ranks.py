@@ -70,6 +70,21 @@ def test_peers_are_refused_where_there_is_no_nccl() -> None:
     assert not asked.systems
 
 
+def test_a_peer_of_another_version_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lineup, "lacks_nccl", lambda: False)
+    monkeypatch.setattr(lineup, "agree", lambda reason: reason)
+    case: Any = None
+    asked = Lineup(case)
+    asked.add("older", lambda: case.proxies)
+    asked.add("newer", lambda: case())
+    assert asked.refused == {
+        "older": "AttributeError: 'NoneType' object has no attribute 'proxies'",
+        "newer": "TypeError: 'NoneType' object is not callable",
+    }
+    with pytest.raises(ZeroDivisionError):  # a fault of ours ends the benchmark
+        asked.add("broken", lambda: case or 1 // 0)
+
+
 @pytest.mark.parametrize("parse", [parse_args, proxy_load.main])
 def test_gpus_to_share_have_to_be_there(
     parse: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

