@@ -31,6 +31,11 @@ from recipes.plan.devices import DeviceError
 PROGRAM = ("-m", "bench.megatron_step")
 
 
+def numbers_of(args: argparse.Namespace, cells: list[Cell]) -> list[int]:
+    """Of the cells that run, from 1."""
+    return [args.cell] if args.cell else list(range(1, len(cells) + 1))
+
+
 def run_cell(cell: Cell, title: str, args: argparse.Namespace, about: report.Record) -> list[report.Record]:
     """Collective. Prints the cell's table on rank 0."""
     from bench import step_measure, step_report  # they import Megatron, so the rank is set up first
@@ -66,7 +71,7 @@ def run_rank(args: argparse.Namespace, recipe: Recipe) -> int:
     results = Path(f"{args.out}.json")
     earlier = json.loads(results.read_text()) if args.cell and first and results.exists() else []
     records: list[report.Record] = []
-    for number in [args.cell] if args.cell else range(1, len(cells) + 1):
+    for number in numbers_of(args, cells):
         cell = cells[number - 1]
         records += run_cell(cell, f"[{number}/{len(cells)}] {cell}", args, about)
         if first:
@@ -94,9 +99,9 @@ def main(argv: list[str]) -> int:
         return 2
     if dist.is_torchelastic_launched():
         return run_rank(args, recipe)
-    problems = [cell.problem for cell in cells_of(args, recipe)]
-    if args.cell:
-        problems = problems[args.cell - 1 : args.cell]
+    cells = cells_of(args, recipe)
+    numbers = numbers_of(args, cells)
+    problems = [cells[number - 1].problem for number in numbers]
     if all(problems):
         print("nothing to measure: " + "; ".join(dict.fromkeys(problems)), file=sys.stderr)
         return 2
@@ -104,11 +109,10 @@ def main(argv: list[str]) -> int:
         print(why_cpu, flush=True)
     # The device is decided once, here: if an option is given twice, the last one counts.
     argv = [*argv, f"--device={recipe.device}"]
-    if args.cell:
-        return run_ranks(recipe.num_ranks, argv, program=PROGRAM)
-    Path(f"{args.out}.json").unlink(missing_ok=True)
+    if not args.cell:
+        Path(f"{args.out}.json").unlink(missing_ok=True)
     status = 0
-    for number in range(1, len(problems) + 1):  # a cell that fails does not take the others with it
+    for number in numbers:  # a cell that fails does not take the others with it
         failed = run_ranks(recipe.num_ranks, [*argv, f"--cell={number}"], program=PROGRAM)
         status = failed or status
         if failed == STOPPED:

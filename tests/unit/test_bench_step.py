@@ -110,7 +110,7 @@ def test_each_cell_is_a_job_and_one_that_fails_does_not_take_the_others_along(
     ends[1] = STOPPED
     assert megatron_step.main(sweep) == STOPPED and len(started) == 2  # Ctrl-C
     started.clear()
-    assert megatron_step.main([*sweep, "--cell", "3"]) == 0 and started == ["--device=cpu"]
+    assert megatron_step.main([*sweep, "--cell", "3"]) == 0 and started == ["--cell=3"]
     with pytest.raises(SystemExit):
         megatron_step.main([*sweep, "--cell", "5"])
 

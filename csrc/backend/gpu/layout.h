@@ -370,7 +370,7 @@ struct PlanView {
   uint32_t* relayed_begin = nullptr;  // [streams] into relayed_piece; the first is nothing
   uint32_t* relayed_pairs = nullptr;  // [streams] pairs of a stream
   uint32_t* relayed_piece = nullptr;  // [relayed rows, one more for each stream] pieces of earlier rows
-  // Behind all others, because they need no more than 16 bits.
+  // Of 16 bits, and so behind all others, which stay aligned.
   static_assert(kMaxTokens - 1 <= UINT16_MAX);
   uint16_t* row_token = nullptr;  // [received rows]
   uint16_t* row_position = nullptr;  // [received rows] in the stream, where there are several domains

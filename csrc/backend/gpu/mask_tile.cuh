@@ -157,7 +157,7 @@ __device__ inline void write_streams(const Crew& crew, const Group& g, const Til
   }
   crew.sync();
 }
-// Of the first pair of a token and rank, with number `piece`: writes what is added for it.
+// Of the first pair of a token and rank: writes what is added for it, which is piece number `piece` of its domain.
 __device__ __forceinline__ void write_addends(const Group& g, const MaskTile& tile, const Pair& p, uint32_t piece) {
   const uint32_t t = p.token % kTileTokens, to = domain_of(g, p.to), own = own_domain(g);
   if (to != own && p.ranks_lower != 0) return;

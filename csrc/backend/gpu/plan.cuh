@@ -108,17 +108,17 @@ __device__ inline void plan_streams(const Kernel& k, uint32_t num_blocks) {
   const Addend* const addends = own_part(k.g, k.g.map.addends);
   for (uint32_t i = me; i < scratch(k.g).sizes.sent_addends; i += all) k.plan.addends[i] = addends[i];
   const auto from = [&](uint32_t i) -> const SourcePlan& { return source_plan(k.g, k.g.net.relayed[i + 1].source); };
-  Spread::over(k.crew, num_blocks)
-      .each_behind(
-          k.g.net.num_relayed, [&](uint32_t i) { return from(i).stream_rows + 1; },
-          [&](uint32_t i, uint32_t begin, uint32_t first, uint32_t step) {
-            if (first == 0) {
-              k.plan.relayed_begin[i + 1] = begin;
-              k.plan.relayed_pairs[i + 1] = from(i).num_pairs;
-            }
-            for (uint32_t row = first; row <= from(i).stream_rows && from(i).tail_chunks == 0; row += step)
-              k.plan.relayed_piece[begin + row] = from(i).stream_pieces[row];
-          });
+  const Spread spread = Spread::over(k.crew, num_blocks);
+  spread.each_behind(
+      k.g.net.num_relayed, [&](uint32_t i) { return from(i).stream_rows + 1; },
+      [&](uint32_t i, uint32_t begin, uint32_t first, uint32_t step) {
+        if (first == 0) {
+          k.plan.relayed_begin[i + 1] = begin;
+          k.plan.relayed_pairs[i + 1] = from(i).num_pairs;
+        }
+        for (uint32_t row = first; row <= from(i).stream_rows && from(i).tail_chunks == 0; row += step)
+          k.plan.relayed_piece[begin + row] = from(i).stream_pieces[row];
+      });
 }
 
 // By crews of `num_blocks` blocks: writes the parts of a new plan that belong to no single row.
