@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench.cases import Case, Traffic, draw_routing
 from bench.lineup import OURS_REFUSES, REFUSES, Lineup, agree, describe
-from bench.ranks import Meeting, lacks_nccl
+from bench.ranks import Meeting, lacks_nccl, ranks_of_gpu
 from bench.systems import Sample, System, UcclEp, largest_difference, on_one_host
 
 START_MARGIN_S = 0.004  # longer than a rank needs to leave a collective when it has to wait for a core
@@ -177,11 +177,12 @@ def reserve_gpu_memory() -> None:
     """Makes torch's caching allocator take one large block, which it keeps.
 
     Otherwise an output of a new size would need a cudaMalloc in a timed call, which would stall running
-    kernels. The block is at most a quarter of the free memory, because buffers take theirs from the driver.
+    kernels. All ranks of a GPU together take at most a quarter of it: buffers take theirs from the driver.
     """
     if torch.cuda.is_available():
-        free_bytes, _ = torch.cuda.mem_get_info()
-        torch.empty(min(GPU_RESERVE_BYTES, free_bytes // 4), dtype=torch.uint8, device="cuda")
+        _, gpu_bytes = torch.cuda.mem_get_info()
+        most_bytes = gpu_bytes // (4 * ranks_of_gpu())
+        torch.empty(min(GPU_RESERVE_BYTES, most_bytes), dtype=torch.uint8, device="cuda")
 
 
 def draw_sample(case: Case, x_TH: Tensor, seed: int) -> Sample:

@@ -55,6 +55,11 @@ def lacks_nccl() -> bool:
     return torch.cuda.is_available() and "nccl" not in dist.get_backend_config()
 
 
+def ranks_of_gpu() -> int:
+    """The most ranks that share a GPU of this host, which has at least one."""
+    return -(-int(env.read("LOCAL_WORLD_SIZE", "1")) // torch.cuda.device_count())
+
+
 def too_many_sms(config: EpConfig) -> str:
     """Why ranks that share a GPU cannot use buffers of this config, or "".
 
@@ -62,10 +67,10 @@ def too_many_sms(config: EpConfig) -> str:
     """
     if not lacks_nccl():
         return ""
-    ranks_of_gpu = -(-int(env.read("LOCAL_WORLD_SIZE", "1")) // torch.cuda.device_count())
-    sms = max(config.gpu.num_sms, config.gpu.stage_sms or 0) * ranks_of_gpu
+    ranks = ranks_of_gpu()
+    sms = max(config.gpu.num_sms, config.gpu.stage_sms or 0) * ranks
     most = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    return f"not with --share-gpus: {ranks_of_gpu} ranks take {sms} SMs of {most}" if sms > most else ""
+    return f"not with --share-gpus: {ranks} ranks take {sms} SMs of {most}" if sms > most else ""
 
 
 class Meeting:

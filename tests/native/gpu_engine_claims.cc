@@ -35,6 +35,18 @@ void try_tables_alone(const std::vector<int>& domain_of) {
 CLAIM("one rank gives itself the host's bits") { try_seeds(run_of({0})); }
 CLAIM("2 ranks of a domain have the host's bits, BF16") { try_seeds(run_of({0, 0})); }
 CLAIM("4 ranks of a domain have the host's bits, FP32") { try_seeds(run_of({0, 0, 0, 0}, kFp32, kFp32)); }
+CLAIM("a domain has the host's bits in every form of a combine") {
+  const std::vector<std::vector<uint64_t>> few_and_many = {{20, 40, 7}, {130, 97, 110}, {9, 130, 64}};
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 0, 0}})
+    for (const bool compact : {true, false})
+      for (const std::vector<uint64_t>& num_tokens : few_and_many) {
+        CudaRun run = run_of(domain_of);
+        run.compact = compact;
+        run.num_tokens = num_tokens;
+        run.hidden = 2048;  // two parts of a row
+        try_seeds(run);
+      }
+}
 CLAIM("2 ranks of a domain have the host's bits, FP8, codes and scales") {
   CudaRun run = run_of({0, 0}, kBf16, kFp8);
   try_seeds(run);

@@ -185,8 +185,19 @@ MUTANTS = {
     ),
     "a sum is merged before it has come": (
         TWO_DOMAINS, "merge.cuh",
-        "if (token_block < arrived || (kNet && token_block == kRehearsal)) return true;",
+        "if (token_block < arrived || (kRehearses && token_block == kRehearsal)) return true;",
         "return true;",
+    ),
+    "both crews that fold take the same rows": (
+        ONE_DOMAIN, "sum.cuh", "turn_of(by.first + by.crew.warp(), workers(g))",
+        "turn_of(by.crew.warp(), workers(g))",
+    ),
+    "the warp that tells waits for one of two crews that fold": (
+        ONE_DOMAIN, "roles/tell_folded.cuh", "FoldsRows::folding(k.g, shared.folds), shared.boxes",
+        "FoldsRows::kWarps, shared.boxes",
+    ),
+    "a warp of a block has another's rows": (
+        ONE_DOMAIN, "shares.cuh", "(blockIdx.x + warp) % blocks", "(blockIdx.x + warp / 2) % (blocks - 1)",
     ),
     "every token gets the bias of the first": (
         ONE_DOMAIN, "merge.cuh", "bias + (to - args.out)", "bias + 0 * (to - args.out)",
@@ -230,7 +241,7 @@ MUTANTS = {
         "pad.cu", "first = rows_of(g, plan),", "first = rows_of(g, plan) + 1,",
     ),
     "the warp that tells leaves before the last row": (
-        TWO_DOMAINS, "fold.cuh", "read_shared(&boxes.ended) == kWarps", "read_shared(&boxes.ended) > 0",
+        TWO_DOMAINS, "fold.cuh", "read_shared(&boxes.ended) == folding", "read_shared(&boxes.ended) > 0",
     ),
     "weights of a known plan lie on those for a higher domain": (
         "4 domains of a rank have the host's bits in windows, a map", "device.cuh",

@@ -11,6 +11,7 @@ import torch
 
 from bench import lineup, proxy_load, ranks
 from bench.lineup import Lineup
+from bench.measure import reserve_gpu_memory
 from bench.options import parse_args
 from bench.ranks import DispatchMeeting
 from tests.process_ranks import ProcessRanks, Rank
@@ -68,6 +69,21 @@ def test_peers_are_refused_where_there_is_no_nccl() -> None:
     asked.add("a peer", lambda: pytest.fail("made"))
     assert asked.refused == {"a peer": "not with --share-gpus: needs NCCL"}
     assert not asked.systems
+
+
+@pytest.mark.parametrize(("all_ranks", "gib"), [(1, 16), (2, 16), (4, 8), (8, 4), (9, 3.2)])
+def test_ranks_of_a_gpu_reserve_at_most_a_quarter_of_it(
+    all_ranks: int, gib: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two GPUs of 64 GiB, of which other ranks may have taken their part."""
+    taken: list[int] = []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(all_ranks))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 64 << 30))
+    monkeypatch.setattr(torch, "empty", lambda num_bytes, **_: taken.append(num_bytes))
+    reserve_gpu_memory()
+    assert taken == [int(gib * 2**30)]
 
 
 def test_a_peer_of_another_version_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,9 @@ namespace {
 // 4 (8)   merge  block barrier ..> empty tokens | folded ..> relay rows --> chunks
 //                  | folded, returns_there ..> merge rows | folded_all ..> weights; last block --> merged
 //
-// In brackets: without bulk copies. In one domain block 0's tell warp writes headers (--> header_full), and a merge warp
-// of it compares them. Where there are several (kNet), one more block does, which sees to the network:
+// In brackets: without bulk copies. Where CombineForm::kFoldsFirst, the crew that merges folds first, and both merge
+// together. In one domain block 0's tell warp writes headers (--> header_full), and a merge warp of it compares them.
+// Where there are several (kNet), one more block does, which sees to the network:
 //
 // 1       poll     words of hosts ..> --> returns_there, returns_gone, header_full; until all blocks are through
 // 1       push     headers --> header_full; packets --> commands; chunks complete ..> --> commands; weights
@@ -29,15 +30,16 @@ namespace {
 // figure is that of window w. The second is that of window w - 1, and in the end also of the last.
 // boxes are words of the block (Boxes), chunks counters of the GPU (relayed_counts); the others are flags (DeviceMap, NetState).
 // clang-format on
-template <bool kBulk, bool kNet, bool kCopies, typename Row, typename Wire>
+template <bool kBulk, bool kNet, CombineForm kForm, typename Row, typename Wire>
 struct Combine {
-  static_assert(kBulk || !kCopies);
-  static constexpr bool kIsBulk = kBulk;
-  using Folds = FoldRole<kBulk, kNet, kCopies, Row, Wire>;
-  using Merges = MergeRole<kBulk, kNet, kCopies, Row, Wire>;
-  using Tells = TellFoldedRole<Folds, Merges, kBulk, kNet, kCopies>;
+  static_assert(kBulk || kForm == CombineForm::kSums);
+  static_assert(!kNet || kForm != CombineForm::kFoldsFirst);
+  static constexpr bool kIsBulk = kBulk, kFoldsFirst = kForm == CombineForm::kFoldsFirst;
+  using Folds = FoldRole<kBulk, kNet, kForm, Row, Wire>;
+  using Merges = MergeRole<kBulk, kNet, kForm, Row, Wire>;
+  using Tells = TellFoldedRole<Folds, kBulk, kNet, kForm>;
   using Roles = RoleTable<Tells, Folds, Merges>;
-  static constexpr uint32_t kSumWarps = Folds::kWarps + Merges::kWarps;  // each has a pipeline of bulk copies
+  static constexpr uint32_t kSumWarps = SumCrews<kBulk>::kAll;  // each has a pipeline of bulk copies
   static constexpr uint32_t kSharedBytes = kBulk ? kSumWarps * kSumWarpBytes : 0;
   static_assert(Roles::template first_warp<Merges>() == Roles::template first_warp<Folds>() + Folds::kWarps);
 };
@@ -75,16 +77,21 @@ __device__ __forceinline__ void work(const CombineKernel& kernel, typename Table
   __syncthreads();
   const bool good = begin_sums<Table::kIsBulk>(k, barriers + sum_warp * kSumStages);
   // A warp that merges compares the calls. It waits until all ranks have entered, which is no longer than it waits for
-  // their pieces. A warp that tells of folded rows would keep other ranks waiting. With several domains the network's
-  // block compares.
-  if (!has_net(kernel.g) && blockIdx.x == 0 && sum_warp == Table::kSumWarps - 1 && good)
-    all_alike(kernel.by(Roles::lone_warp()), kernel.args.signature);
+  // their pieces. A warp that folds or tells of folded rows would keep other ranks waiting. With several domains the
+  // network's block compares.
+  const auto compare = [&] {
+    if (!has_net(kernel.g) && blockIdx.x == 0 && sum_warp == Table::kSumWarps - 1 && good)
+      all_alike(kernel.by(Roles::lone_warp()), kernel.args.signature);
+  };
+  if (!Table::kFoldsFirst) compare();
   // The window is read from shared memory again and again, because no registers are left to keep it. After an error
   // every part of it returns at once.
   const auto window = [&] { return read_shared(&shared.folds.window); };
 #pragma unroll 1
   while (true) {
-    if (folds) Folds::run(k, shared, shared.merges[window() % kHalves], pipeline);
+    if (folds || Folds::folding(k.g, shared.folds) > Folds::kWarps)
+      Folds::run(k, shared, shared.merges[window() % kHalves], pipeline, folds ? 0 : Folds::kWarps);
+    if (Table::kFoldsFirst && window() == 0) compare();
     Merges::return_sums(k, shared.merges[window() % kHalves], pipeline, folds);
     // The sums of the last window come after the next one has been folded and returned, because others wait for that.
     // One call for both roles and all windows, because its code is long.
@@ -98,12 +105,12 @@ __device__ __forceinline__ void work(const CombineKernel& kernel, typename Table
   }
 }
 
-template <bool kBulk, bool kNet, bool kCopies, typename Row, typename Wire>
-__global__ void __launch_bounds__(Combine<kBulk, kNet, kCopies, Row, Wire>::Roles::kThreads, 1)
+template <bool kBulk, bool kNet, CombineForm kForm, typename Row, typename Wire>
+__global__ void __launch_bounds__(Combine<kBulk, kNet, kForm, Row, Wire>::Roles::kThreads, 1)
     combine(const __grid_constant__ Group g, const __grid_constant__ PlanView plan,
             const __grid_constant__ KernelCombineArgs args) {
   if constexpr (kBulk && !kArch.bulk_copies) return;  // never launched: see has_bulk_copies()
-  using Table = Combine<kBulk, kNet, kCopies, Row, Wire>;
+  using Table = Combine<kBulk, kNet, kForm, Row, Wire>;
   using Roles = typename Table::Roles;
   using Merges = typename Table::Merges;
   UCCL_EP_DYNAMIC_SHARED(dynamic);
@@ -134,26 +141,32 @@ __global__ void __launch_bounds__(Combine<kBulk, kNet, kCopies, Row, Wire>::Role
   if (k.crew.thread == 0) trace_kernel(g, TraceKind::kKernelEnd, OpKind::kCombine, k.op.epoch);
 }
 
-template <bool kBulk, bool kNet, bool kCopies, typename Row, typename Wire>
+template <bool kBulk, bool kNet, CombineForm kForm, typename Row, typename Wire>
 void launch_one(const Group& group, const PlanView& plan, const KernelCombineArgs& args, uint32_t num_sms,
                 StreamHandle stream) {
-  using Table = Combine<kBulk, kNet, kCopies, Row, Wire>;
-  launch_kernel(combine<kBulk, kNet, kCopies, Row, Wire>,
+  using Table = Combine<kBulk, kNet, kForm, Row, Wire>;
+  launch_kernel(combine<kBulk, kNet, kForm, Row, Wire>,
                 {num_sms, Table::Roles::kThreads, tables_bytes(group, args) + Table::kSharedBytes, stream}, group, plan,
                 args);
 }
 // Compact rows are copied, but not in large combines of two GPUs: of 4,096 tokens of 7168 the copying kernel took 258
-// us there, the other one 241; on four GPUs 570 and 613.
-constexpr uint32_t kFewTokens = 512;
+// us there, the other one 241; on four GPUs 570 and 613. All warps fold first where no link limits: few rows, and on
+// two GPUs rows that are not compact (426 us of 454). Else those that fold would leave the merging for the end.
 template <bool kBulk, typename Row, typename Wire>
 void launch(const Group& group, const PlanView& plan, const KernelCombineArgs& args, uint32_t num_sms,
             StreamHandle stream) {
-  const bool copies =
-      plan.compact_width > 0 && (has_net(group) || group.end - group.first > 2 || plan.num_tokens <= kFewTokens);
+  using enum CombineForm;
+  const uint32_t members = group.end - group.first;
+  const bool copies = plan.compact_width > 0 && (has_net(group) || members > 2);
   const auto go = [&]<bool kNet>() {
+    if constexpr (kBulk && !kNet) {
+      const uint32_t few = kFewRows * SumCrews<true>::kAll * num_sms;
+      if (plan.num_tokens <= few || (plan.compact_width == 0 && members <= 2))
+        return launch_one<true, false, kFoldsFirst, Row, Wire>(group, plan, args, num_sms, stream);
+    }
     if constexpr (kBulk)
-      if (copies) return launch_one<true, kNet, true, Row, Wire>(group, plan, args, num_sms, stream);
-    launch_one<kBulk, kNet, false, Row, Wire>(group, plan, args, num_sms, stream);
+      if (copies) return launch_one<true, kNet, kCopies, Row, Wire>(group, plan, args, num_sms, stream);
+    launch_one<kBulk, kNet, kSums, Row, Wire>(group, plan, args, num_sms, stream);
   };
   if (!has_net(group))
     go.template operator()<false>();
@@ -169,8 +182,9 @@ Status launch_combine(const Group& group, const PlanView& plan, const KernelComb
     launch<false, float, float>(group, plan, args, num_sms, stream);
   else if (args.wire == Dtype::kFp32)
     launch<false, uint16_t, float>(group, plan, args, num_sms, stream);
-  else if (!group.bulk_copies || group.shared_bytes < tables_bytes(group, args) +
-                                                          Combine<true, false, false, uint16_t, uint16_t>::kSharedBytes)
+  else if (!group.bulk_copies ||
+           group.shared_bytes <
+               tables_bytes(group, args) + Combine<true, false, CombineForm::kSums, uint16_t, uint16_t>::kSharedBytes)
     launch<false, uint16_t, uint16_t>(group, plan, args, num_sms, stream);
   else
     launch<true, uint16_t, uint16_t>(group, plan, args, num_sms, stream);
@@ -178,12 +192,13 @@ Status launch_combine(const Group& group, const PlanView& plan, const KernelComb
 }
 
 Status load_combine(uint32_t shared_bytes) {
-  return load_all(shared_bytes, combine<false, false, false, float, float>,
-                  combine<false, false, false, uint16_t, float>, combine<false, false, false, uint16_t, uint16_t>,
-                  combine<true, false, false, uint16_t, uint16_t>, combine<true, false, true, uint16_t, uint16_t>,
-                  combine<false, true, false, float, float>, combine<false, true, false, uint16_t, float>,
-                  combine<false, true, false, uint16_t, uint16_t>, combine<true, true, false, uint16_t, uint16_t>,
-                  combine<true, true, true, uint16_t, uint16_t>);
+  using enum CombineForm;
+  return load_all(shared_bytes, combine<false, false, kSums, float, float>,
+                  combine<false, false, kSums, uint16_t, float>, combine<false, false, kSums, uint16_t, uint16_t>,
+                  combine<true, false, kSums, uint16_t, uint16_t>, combine<true, false, kCopies, uint16_t, uint16_t>,
+                  combine<true, false, kFoldsFirst, uint16_t, uint16_t>, combine<false, true, kSums, float, float>,
+                  combine<false, true, kSums, uint16_t, float>, combine<false, true, kSums, uint16_t, uint16_t>,
+                  combine<true, true, kSums, uint16_t, uint16_t>, combine<true, true, kCopies, uint16_t, uint16_t>);
 }
 
 }  // namespace uccl_ep::gpu

@@ -10,6 +10,20 @@
 
 namespace uccl_ep::gpu {
 
+// How a kernel sums. Where there are several domains parts of rows are summed in any form.
+enum class CombineForm : uint32_t {
+  kSums,
+  kCopies,  // the only row of a sum is copied, because whoever merges it adds it to +0.0 (contract 2)
+  kFoldsFirst,  // the same in one domain; all warps fold first and then merge, if there are few rows parts of them
+};
+// The crews of a block.
+template <bool kBulk>
+struct SumCrews {
+  static constexpr uint32_t kFolds = kBulk ? 7 : warps_by_lanes(11, 9), kMerges = kBulk ? 4 : warps_by_lanes(8, 6),
+                            kAll = kFolds + kMerges;
+};
+constexpr uint32_t kFewRows = 2;  // for each of them
+
 __device__ __forceinline__ bool is_last(const KernelCombineArgs& args, uint32_t window) {
   return window + 1 == args.num_windows;
 }
@@ -109,12 +123,11 @@ struct Boxes {
   }
 };
 
-// Rows of other domains come first, because their sums travel farther. A sum is that of a row, or of a part of one
-// (kNet: there are several domains). kCopiesRows: the only row of a sum is copied, because whoever merges it adds it to
-// +0.0 (contract 2).
-template <bool kNet, bool kCopiesRows>
+// Rows of other domains come first, because their sums travel farther. A sum is that of a row, or of a part of one.
+template <bool kNet, CombineForm kForm>
 struct Fold : CombineKernel {
-  static constexpr bool kSumsFirst = false, kSplits = kNet, kRehearses = false, kCopies = kCopiesRows, kBegins = false;
+  static constexpr bool kSumsFirst = false, kSplits = kNet, kRehearses = false, kCopies = kForm != CombineForm::kSums,
+                        kBegins = false;
   const FoldRange& range;
   uint32_t* const boxes;  // this warp's
   const uint32_t units;  // of 16 bytes in one of the caller's rows
@@ -221,14 +234,14 @@ struct Fold : CombineKernel {
   }
 };
 
-// By one warp: tells the sources of token blocks whose last row has been folded. The warps that fold do not wait for
-// its fences, which are slow while the link is full of rows.
-template <bool kNet, bool kCopies, uint32_t kWarps>
-__device__ inline void tell_folded(const Fold<kNet, kCopies>& fold, Boxes<kWarps>& boxes) {
+// By one warp: tells the sources of token blocks whose last row has been folded, by `folding` warps. The warps that
+// fold do not wait for its fences, which are slow while the link is full of rows.
+template <bool kNet, CombineForm kForm, uint32_t kWarps>
+__device__ inline void tell_folded(const Fold<kNet, kForm>& fold, uint32_t folding, Boxes<kWarps>& boxes) {
   constexpr uint32_t kEach = (kWarps * kBoxes + kWarp - 1) / kWarp;
   const uint32_t lane = threadIdx.x % kWarp;
   for (uint32_t looks = 1;; ++looks) {
-    const bool last_look = __all_sync(kFullWarp, read_shared(&boxes.ended) == kWarps);
+    const bool last_look = __all_sync(kFullWarp, read_shared(&boxes.ended) == folding);
     uint32_t found[kEach], any = 0;
 #pragma unroll
     for (uint32_t u = 0; u < kEach; ++u) {
@@ -295,11 +308,12 @@ __device__ inline void fold_weights(const CombineKernel& k) {
       to[p + offset] = k.plan.out_rows[p] < k.plan.num_out_rows ? k.args.row_weights[k.plan.out_rows[p]] : 0.0f;
   }
 }
-// By crews of all blocks, after the rows of all windows: tells every member that it has all our pieces and weights'
-// gradients.
-__device__ inline void finish_fold(const CombineKernel& k) {
-  if (k.args.row_weights != nullptr) fold_weights(k);
-  if (last_block(k, Phase::kFolded, workers(k.g)) && going(k)) publish_to_members(k, k.g.map.folded_all, k.op.epoch);
+// By `crews` crews of each block, after the rows of all windows: tells every member that it has all our pieces and
+// weights' gradients, which one of the crews writes.
+__device__ inline void finish_fold(const CombineKernel& k, bool writes_weights, uint32_t crews) {
+  if (k.args.row_weights != nullptr && writes_weights) fold_weights(k);
+  if (last_block(k, Phase::kFolded, crews * workers(k.g)) && going(k))
+    publish_to_members(k, k.g.map.folded_all, k.op.epoch);
 }
 
 }  // namespace uccl_ep::gpu

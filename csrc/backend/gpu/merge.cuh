@@ -155,10 +155,10 @@ __device__ __forceinline__ uint32_t returned_place(const Group& g, const MergeRa
 }
 
 // Sums for our tokens of a window: of the pieces that come back and (kNet) of other domains' sums.
-template <bool kNet, bool kFoldsCopy>
+template <bool kNet, CombineForm kForm>
 struct Merge : CombineKernel {
-  static constexpr bool kSumsFirst = kNet, kSplits = kNet || kFoldsCopy, kRehearses = kNet, kCopies = false,
-                        kBegins = true;
+  static constexpr bool kLast = kNet || kForm == CombineForm::kFoldsFirst;  // nothing is folded beside
+  static constexpr bool kSumsFirst = kLast, kSplits = kLast, kRehearses = kLast, kCopies = false, kBegins = true;
   const MergeRange& range;
   mutable uint32_t arrived = 0;  // token blocks that have come; a warp's sums follow the order of tokens
 
@@ -170,7 +170,8 @@ struct Merge : CombineKernel {
   __device__ uint32_t window() const { return range.window; }
   // Warps that fold compact rows are through soon, and then merge, too.
   __device__ Dealing dealing() const {
-    return {0, plan.compact_width == 0 ? Dealing::kMostEighths : kFoldsCopy ? 2 : 3};
+    if constexpr (kForm == CombineForm::kFoldsFirst) return {8};
+    return {0, plan.compact_width == 0 ? Dealing::kMostEighths : kForm == CombineForm::kCopies ? 2 : 3};
   }
   __device__ uint32_t end() const {
     const uint32_t tokens = range.end_token - range.first_token;
@@ -204,7 +205,7 @@ struct Merge : CombineKernel {
   // By a warp: whether the addends of a token block have arrived.
   template <bool kLooks>
   __device__ bool came(uint32_t token_block) const {
-    if (token_block < arrived || (kNet && token_block == kRehearsal)) return true;
+    if (token_block < arrived || (kRehearses && token_block == kRehearsal)) return true;
     bool good = pieces_came<kLooks>(*this, 0, token_block) &&
                 (!kNet || returns_came<kLooks>(*this, range, row_bytes(), token_block));
     __syncwarp();  // orders what the lanes have read before the loads that one of them issues

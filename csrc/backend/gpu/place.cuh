@@ -189,7 +189,7 @@ __device__ inline void copy_metadata(const uint8_t* row, uint32_t out_row, const
 __device__ __forceinline__ Shares row_shares(const DispatchKernel& k, const Arrivals& arrivals) {
   return {share_counter(k.g, SharedWork::kPlaced, k.op.half(arrivals.window)),
           arrivals.most.near_sum(k.g) + arrivals.most.far_sum(k.g),
-          k.crew.warp() * k.args.num_blocks + blockIdx.x,
+          turn_of(k.crew.warp(), k.args.num_blocks),
           k.args.num_blocks * k.crew.warps(),
           {8}};
 }

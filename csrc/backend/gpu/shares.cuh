@@ -130,6 +130,12 @@ struct Dealing {
     return end / warps < least ? end : share(end, warps) * warps;
   }
 };
+// The number of warp `warp` of this block among the warps of `blocks` blocks. It is also the first number that is dealt
+// out to it. Neighbouring numbers are rows of different peers: warps of a block get different ones, so that every SM
+// reads from all peers or writes to all.
+__device__ __forceinline__ uint32_t turn_of(uint32_t warp, uint32_t blocks) {
+  return warp * blocks + (blockIdx.x + warp) % blocks;
+}
 // Numbers 0 .. end in the order in which they are wanted. Most are dealt out to the warps of a kernel, number by
 // number. Warps that have finished claim the rest, because some numbers take longer than others. They claim a few at
 // a time and the last ones one by one, so that no warp still has several when the others have none.

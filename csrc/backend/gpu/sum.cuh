@@ -67,8 +67,8 @@ concept SumWork = requires(const W& work, const Sum& sum, uint32_t n) {
   { W::kSumsFirst } -> std::convertible_to<bool>;
   // Some sums are of a segment.
   { W::kSplits } -> std::convertible_to<bool>;
-  // A warp that does not join others begins with a sum of arbitrary data that nobody gets. That fetches the code, which
-  // takes as long as ten sums, while the first addends are on their way.
+  // The first crew begins with a sum of arbitrary data that nobody gets. That fetches the code, which takes as long as
+  // ten sums, while the first addends are on their way.
   { W::kRehearses } -> std::convertible_to<bool>;
   // A sum of one addend is that addend, bit for bit; else -0.0 would become +0.0 and NaN the canonical one.
   { W::kCopies } -> std::convertible_to<bool>;
@@ -96,11 +96,14 @@ concept SumWork = requires(const W& work, const Sum& sum, uint32_t n) {
   { work.tell_at_once(n, n, true) } -> std::same_as<void>;
 };
 
-// Who sums: all warps of a crew, or warps that join those.
+// Who sums: a crew, alone or beside another one.
 struct Summers {
   const Crew& crew;
-  uint32_t warps;  // of a block, that begin together
-  bool join;
+  uint32_t first;  // number of its first warp among those of the block that begin together
+  uint32_t warps;  // that do
+  bool join;       // it begins later, and takes what is not dealt out
+
+  __device__ __forceinline__ bool rehearse() const { return !join && first == 0; }
 };
 // The sums of one warp. It looks up some at a time, one per lane.
 template <SumWork Work>
@@ -115,7 +118,7 @@ struct WarpSums {
       : work(w),
         lane(by.crew.lane()),
         shares(share_counter(g, w.shared_work(), w.window() % kHalves), w.end(),
-               by.join ? Shares::kJoins : by.crew.warp() * workers(g) + blockIdx.x, by.warps * workers(g),
+               by.join ? Shares::kJoins : turn_of(by.first + by.crew.warp(), workers(g)), by.warps * workers(g),
                w.dealing()) {}
   // The next sum, in every lane; count 0: no more.
   __device__ __forceinline__ Sum next() {

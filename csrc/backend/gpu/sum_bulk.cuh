@@ -88,7 +88,7 @@ struct BulkSums {
                  s.parity},
         ahead(group, w, by),
         good(__all_sync(kFullWarp, !stopped(group))) {
-    if (Work::kRehearses && !by.join)
+    if (Work::kRehearses && by.rehearse())
       pending = {1, 0, kRehearsal, 1, nullptr};
     else
       look_ahead();

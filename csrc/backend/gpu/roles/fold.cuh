@@ -8,32 +8,39 @@
 namespace uccl_ep::gpu {
 
 // kBulk: sums by bulk copies, which need shared memory for each warp. kNet: there are several domains. Row and Wire:
-// elements of rows here and on their way. kCopies: see Fold.
-template <bool kBulk, bool kNet, bool kCopies, typename Row, typename Wire>
+// elements of rows here and on their way.
+template <bool kBulk, bool kNet, CombineForm kForm, typename Row, typename Wire>
 struct FoldRole {
-  static constexpr uint32_t kWarps = kBulk ? 7 : warps_by_lanes(11, 9);
+  static constexpr uint32_t kWarps = SumCrews<kBulk>::kFolds;
+  // The crew that merges may fold, too, as warps kWarps and on.
+  static constexpr uint32_t kMost = kForm == CombineForm::kFoldsFirst ? SumCrews<kBulk>::kAll : kWarps;
   struct Shared {
     FoldRange folds;  // of the window that is folded
-    Boxes<kWarps> boxes;
+    Boxes<kMost> boxes;
   };
+  // How many warps of a block fold. More than there are rows do not.
+  static __device__ __forceinline__ uint32_t folding(const Group& g, const FoldRange& folds) {
+    return kMost > kWarps && folds.most.near_sum(g) > kWarps * workers(g) ? kMost : kWarps;
+  }
 
-  // By its crew: a window, whose `merges` say which slots of rings it takes. After an error it
-  // returns at once.
+  // By each crew that folds, the first warp of which has number `first`: a window, whose `merges` say which slots of
+  // rings it takes. After an error it returns at once.
   static __device__ __forceinline__ void run(const CombineKernel& k, Shared& shared, const MergeRange& merges,
-                                             SumPipeline& pipeline) {
+                                             SumPipeline& pipeline, uint32_t first) {
     // What was in the memory before must have been merged. The first window may have all of it.
     const uint32_t w = merges.window;
     if (!wait_members(k, k.g.map.merged, k.op.window(w) - (w == 0 ? 1 : kHalves))) return;
     if constexpr (kNet)
       if (is_alone(k.g) && !wait_returns_gone(k, merges)) return;
-    const StepClock clock(k, Step::kFold);
+    const StepClock clock(k, Step::kFold, first == 0 ? 0 : gridDim.x);
     // Shuffled, because the compiler would otherwise work it out for every segment.
     const uint32_t units = __shfl_sync(kFullWarp, k.args.hidden * dtype_bytes(k.args.dtype) / 16, 0);
-    const Fold<kNet, kCopies> fold{k, shared.folds, shared.boxes.tags + k.crew.warp() * kBoxes, units};
-    sum_all<kBulk, Row, Wire>({k.crew, kWarps, false}, k.g, fold, k.args.hidden, pipeline);
+    const Fold<kNet, kForm> fold{k, shared.folds, shared.boxes.tags + (first + k.crew.warp()) * kBoxes, units};
+    const uint32_t warps = folding(k.g, shared.folds);
+    sum_all<kBulk, Row, Wire>({k.crew, first, warps, false}, k.g, fold, k.args.hidden, pipeline);
     __syncwarp();
     if (k.crew.lane() == 0) count_shared(&shared.boxes.ended);
-    if (is_last(k.args, w)) finish_fold(k);
+    if (is_last(k.args, w)) finish_fold(k, first == 0, warps > kWarps ? 2 : 1);
     clock.stop();
   }
 };

@@ -7,9 +7,9 @@
 
 namespace uccl_ep::gpu {
 
-template <bool kBulk, bool kNet, bool kCopies, typename Row, typename Wire>
+template <bool kBulk, bool kNet, CombineForm kForm, typename Row, typename Wire>
 struct MergeRole {
-  static constexpr uint32_t kWarps = kBulk ? 4 : warps_by_lanes(8, 6);
+  static constexpr uint32_t kWarps = SumCrews<kBulk>::kMerges;
   struct Shared {
     MergeRange merges[kHalves];  // by window mod 2
   };
@@ -27,7 +27,7 @@ struct MergeRole {
       const StepClock clock(k, Step::kMerge, has_folded ? gridDim.x : 0);
       if (!wait_returns_gone(k, range)) return;
       if (!is_alone(k.g))
-        sum_all<kBulk, Wire, Wire>({k.crew, kWarps, has_folded}, k.g, Relay{k, range}, k.args.hidden, pipeline);
+        sum_all<kBulk, Wire, Wire>(summers(k, has_folded), k.g, Relay{k, range}, k.args.hidden, pipeline);
       clock.stop();
     }
   }
@@ -35,9 +35,9 @@ struct MergeRole {
   static __device__ __forceinline__ void merge(const CombineKernel& k, const MergeRange& range, SumPipeline& pipeline,
                                                bool has_folded) {
     const StepClock clock(k, Step::kMerge, has_folded ? gridDim.x : 0);
-    const Merge<kNet, kCopies> merge(k, range);
+    const Merge<kNet, kForm> merge(k, range);
     if (!has_folded) merge.template fill_empty<Row>();
-    sum_all<kBulk, Wire, Row>({k.crew, kWarps, has_folded}, k.g, merge, k.args.hidden, pipeline);
+    sum_all<kBulk, Wire, Row>(summers(k, has_folded), k.g, merge, k.args.hidden, pipeline);
     if (!is_last(k.args, range.window))
       end_window(k, range.window);
     else if (!has_folded)
@@ -62,6 +62,12 @@ struct MergeRole {
   }
 
  private:
+  // If both crews fold first, they merge together.
+  static __device__ __forceinline__ Summers summers(const CombineKernel& k, bool has_folded) {
+    if constexpr (kForm == CombineForm::kFoldsFirst)
+      return {k.crew, has_folded ? kWarps : 0, SumCrews<kBulk>::kAll, false};
+    return {k.crew, 0, kWarps, has_folded};
+  }
   static __device__ __forceinline__ void reset_all_shares(const Group& g, uint32_t window) {
     for (SharedWork what : {SharedWork::kFolded, SharedWork::kMerged, SharedWork::kRelayed})
       reset_shares(g, what, window % kHalves);

@@ -23,7 +23,7 @@ __device__ __forceinline__ uint32_t first_folded(const Group& g, uint32_t row_by
   return is_alone(g) ? 2 * rows : (rows + kTokenBlock - 1) / kTokenBlock * kTokenBlock;
 }
 
-template <typename FoldsRows, typename MergesRows, bool kBulk, bool kNet, bool kCopies>
+template <typename FoldsRows, bool kBulk, bool kNet, CombineForm kForm>
 struct TellFoldedRole {
   static constexpr uint32_t kWarps = 1;
   struct Shared {};
@@ -35,14 +35,14 @@ struct TellFoldedRole {
     if (window > 0 && k.crew.thread == 0) shared.boxes.ended = 0;
     find_merge_range(k, window, ranges[(window + 1) % kHalves], merges);
     find_fold_range(k, merges, shared.folds);
-    if ((kNet || kCopies) && threadIdx.x == 0) part_rows(k, shared.folds, merges);
+    if ((kNet || kForm == CombineForm::kFoldsFirst) && threadIdx.x == 0) part_rows(k, shared.folds, merges);
     k.crew.sync();  // as in find_merge_range
     if (!kNet && window == 0 && blockIdx.x == 0) write_packets(k);
   }
   // After it.
   static __device__ __forceinline__ void run(const CombineKernel& k, typename FoldsRows::Shared& shared) {
     if (going(k)) tell_empty_token_blocks(k, shared.folds.window);
-    tell_folded(Fold<kNet, kCopies>{k, shared.folds, nullptr, 0}, shared.boxes);
+    tell_folded(Fold<kNet, kForm>{k, shared.folds, nullptr, 0}, FoldsRows::folding(k.g, shared.folds), shared.boxes);
   }
 
  private:
@@ -60,20 +60,19 @@ struct TellFoldedRole {
   }
   // All `rows` tokens in parts, if a warp gets few of them. Otherwise some warps have a row more than the others.
   static __device__ __forceinline__ PartedRows few_rows(const CombineKernel& k, uint32_t rows) {
-    const bool are_few = rows <= kFewRows * (FoldsRows::kWarps + MergesRows::kWarps) * workers(k.g);
-    return are_few ? PartedRows{rows, segments_of(k.args.hidden * 2)} : PartedRows{};
+    return rows <= kFewRows * SumCrews<kBulk>::kAll * workers(k.g) ? PartedRows{rows, segments_of(k.args.hidden * 2)}
+                                                                   : PartedRows{};
   }
-  static constexpr uint32_t kFewRows = 2;  // of a warp
   // The first `rows` rows of each of `streams` streams, as far as there are warps for them.
   static __device__ __forceinline__ PartedRows first_rows(const CombineKernel& k, uint32_t streams, uint32_t rows) {
     if constexpr (!kBulk) return {};
-    return {min(rows * streams, MergesRows::kWarps * workers(k.g)), segments_of(k.args.hidden * 2)};
+    return {min(rows * streams, SumCrews<kBulk>::kMerges * workers(k.g)), segments_of(k.args.hidden * 2)};
   }
   // The last of `rows` tokens, whose addends come with the last chunk: at most one part for each warp.
   static __device__ __forceinline__ PartedRows last_rows(const CombineKernel& k, uint32_t rows) {
     if constexpr (!kBulk) return {};
     const uint32_t parts = segments_of(k.args.hidden * 2);
-    const uint32_t num_parted = min(rows, (FoldsRows::kWarps + MergesRows::kWarps) * workers(k.g) / parts);
+    const uint32_t num_parted = min(rows, SumCrews<kBulk>::kAll * workers(k.g) / parts);
     return {num_parted, parts, rows - num_parted};
   }
 };
