@@ -235,6 +235,14 @@ CLAIM("rows that some warps plan and others place have the host's bits") {
   }
 }
 CLAIM("2 ranks of a domain have the host's bits in windows") { try_seeds(windows_of({0, 0}, kFp32, kFp32)); }
+CLAIM("a domain has the host's bits in windows in every form of a combine") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 0, 0}})
+    for (const bool compact : {true, false}) {
+      CudaRun run = windows_of(domain_of, kBf16, kBf16);
+      run.compact = compact;
+      try_seeds(run);
+    }
+}
 CLAIM("2 domains of a rank have the host's bits in windows, FP32") { try_seeds(windows_of({0, 1}, kFp32, kFp32)); }
 CLAIM("2 domains of a rank have the host's bits in windows, BF16") { try_seeds(windows_of({0, 1}, kBf16, kBf16)); }
 CLAIM("a buffer for 64 tokens takes 200 in windows and has the host's bits") {

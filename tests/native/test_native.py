@@ -192,10 +192,6 @@ MUTANTS = {
         ONE_DOMAIN, "sum.cuh", "turn_of(by.first + by.crew.warp(), workers(g))",
         "turn_of(by.crew.warp(), workers(g))",
     ),
-    "the warp that tells waits for one of two crews that fold": (
-        ONE_DOMAIN, "roles/tell_folded.cuh", "FoldsRows::folding(k.g, shared.folds), shared.boxes",
-        "FoldsRows::kWarps, shared.boxes",
-    ),
     "a warp of a block has another's rows": (
         ONE_DOMAIN, "shares.cuh", "(blockIdx.x + warp) % blocks", "(blockIdx.x + warp / 2) % (blocks - 1)",
     ),

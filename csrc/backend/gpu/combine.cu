@@ -150,8 +150,9 @@ void launch_one(const Group& group, const PlanView& plan, const KernelCombineArg
                 args);
 }
 // Compact rows are copied, but not in large combines of two GPUs: of 4,096 tokens of 7168 the copying kernel took 258
-// us there, the other one 241; on four GPUs 570 and 613. All warps fold first where no link limits: few rows, and on
-// two GPUs rows that are not compact (426 us of 454). Else those that fold would leave the merging for the end.
+// us there, the other one 241; on four GPUs 570 and 613. On two GPUs, where no link limits, all warps fold first if
+// rows are few, or not compact (425 us, else 453). On more GPUs merging hides behind the link; there they do so only if
+// no warp merges more than a token.
 template <bool kBulk, typename Row, typename Wire>
 void launch(const Group& group, const PlanView& plan, const KernelCombineArgs& args, uint32_t num_sms,
             StreamHandle stream) {
@@ -160,7 +161,7 @@ void launch(const Group& group, const PlanView& plan, const KernelCombineArgs& a
   const bool copies = plan.compact_width > 0 && (has_net(group) || members > 2);
   const auto go = [&]<bool kNet>() {
     if constexpr (kBulk && !kNet) {
-      const uint32_t few = kFewRows * SumCrews<true>::kAll * num_sms;
+      const uint32_t few = (members > 2 ? 1 : kFewRows) * SumCrews<true>::kAll * num_sms;
       if (plan.num_tokens <= few || (plan.compact_width == 0 && members <= 2))
         return launch_one<true, false, kFoldsFirst, Row, Wire>(group, plan, args, num_sms, stream);
     }

@@ -157,8 +157,9 @@ __device__ __forceinline__ uint32_t returned_place(const Group& g, const MergeRa
 // Sums for our tokens of a window: of the pieces that come back and (kNet) of other domains' sums.
 template <bool kNet, CombineForm kForm>
 struct Merge : CombineKernel {
-  static constexpr bool kLast = kNet || kForm == CombineForm::kFoldsFirst;  // nothing is folded beside
-  static constexpr bool kSumsFirst = kLast, kSplits = kLast, kRehearses = kLast, kCopies = false, kBegins = true;
+  // Warps wait for other domains; or for pieces, because all have folded first.
+  static constexpr bool kWaits = kNet || kForm == CombineForm::kFoldsFirst;
+  static constexpr bool kSumsFirst = kWaits, kSplits = kWaits, kRehearses = kWaits, kCopies = false, kBegins = true;
   const MergeRange& range;
   mutable uint32_t arrived = 0;  // token blocks that have come; a warp's sums follow the order of tokens
 

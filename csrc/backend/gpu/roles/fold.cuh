@@ -18,7 +18,7 @@ struct FoldRole {
     FoldRange folds;  // of the window that is folded
     Boxes<kMost> boxes;
   };
-  // How many warps of a block fold. More than there are rows do not.
+  // How many warps of a block fold: those that merge do not if a row for each of the others is enough.
   static __device__ __forceinline__ uint32_t folding(const Group& g, const FoldRange& folds) {
     return kMost > kWarps && folds.most.near_sum(g) > kWarps * workers(g) ? kMost : kWarps;
   }
