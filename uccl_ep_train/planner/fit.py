@@ -25,7 +25,7 @@ from uccl_ep_train.planner.protocol import TOKEN_BLOCK, Protocol, protocol_of
 from uccl_ep_train.planner.shape import Router, Shape
 
 FILES = {
-    "h200_x2_house.json": ("4a56ab2", "newest commit with 2 GPUs in one domain and one window"),
+    "h200_x2_house.json": ("4a56ab2", "newest with 2 GPUs in one domain whose combines are those of more"),
     "h200_x4_windows.json": ("d95cead", "newest commit with 4 GPUs in one domain and 512 MiB, hidden 7168"),
     "h200_x4_hidden_2048.json": ("18aa3cd", "newest commit with 4 GPUs in one domain, hidden 2048"),
     "h200_x2_two_domains.json": ("bcf5232", "newest commit with H200 as 2 x 1 and few tokens"),
@@ -38,8 +38,8 @@ FILES = {
     ),
 }
 """Of bench/results: the commit whose rows are used, and why. Other files are of earlier commits: of these
-shapes, of hidden 4096 (8 cached rows: mean 7.6 %, largest 22 %), of 64 SMs (12: 14 %, 34 %). A newer
-one is of 4 x H100; it takes no part."""
+shapes, of hidden 4096 (8 cached rows: mean 7.6 %, largest 22 %), of 64 SMs (12: 14 %, 34 %). Newer
+ones, of 4 x H100 and of combines that fold first on 2 GPUs (4e76701), take no part."""
 OLD_HOST_PATH = ("bcf5232", "8a90ee1")
 """Before d556fca, which replaced what the host does behind the counts of a new plan."""
 KERNEL_PER_WINDOW = ("bcf5232", "8a90ee1", "4a56ab2", "18aa3cd")

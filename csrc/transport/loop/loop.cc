@@ -47,6 +47,10 @@ void LoopTransport::connect(const std::vector<std::string>& addresses) {
     if (peer < 0 || static_cast<size_t>(peer) >= addresses.size() || peer == own_.rank)
       fail(own_.rank, peer, "rank " + std::to_string(peer) + " is no peer of rank " + std::to_string(own_.rank));
   reserve_mail(addresses.size());
+  // Who has sent something may be listed twice, behind those that are looked at.
+  for (std::vector<int>* list : {&arrived_, &mail_}) list->reserve(2 * all_.size());
+  ring_due_.reserve(rails_.size());
+  late_mail_.reserve(all_.size());
   for (int peer : all_) connect_peer(peer, addresses[static_cast<size_t>(peer)], addresses.size());
 }
 
