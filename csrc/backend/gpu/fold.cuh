@@ -14,7 +14,7 @@ namespace uccl_ep::gpu {
 enum class CombineForm : uint32_t {
   kSums,
   kCopies,  // the only row of a sum is copied, because whoever merges it adds it to +0.0 (contract 2)
-  kFoldsFirst,  // the same in one domain; all warps fold first and then merge, if there are few rows parts of them
+  kFoldsFirst,  // the same in one domain; all warps fold a window before they merge, if rows are few parts of them
 };
 // The crews of a block.
 template <bool kBulk>
@@ -22,7 +22,7 @@ struct SumCrews {
   static constexpr uint32_t kFolds = kBulk ? 7 : warps_by_lanes(11, 9), kMerges = kBulk ? 4 : warps_by_lanes(8, 6),
                             kAll = kFolds + kMerges;
 };
-constexpr uint32_t kFewRows = 2;  // for each of them
+constexpr uint32_t kFewRows = 2;  // of a warp: so many are few
 
 __device__ __forceinline__ bool is_last(const KernelCombineArgs& args, uint32_t window) {
   return window + 1 == args.num_windows;
