@@ -1,7 +1,9 @@
 // Datagrams: whole or not at all, also between ranks that are no rails; and the messages that proxies send by them.
 #include <algorithm>
+#include <array>
 #include <map>
 
+#include "allocations.h"
 #include "broken.h"
 #include "ranks.h"
 #include "suite.h"
@@ -105,6 +107,23 @@ CLAIM("datagrams to a rank that went away harm nobody: the others get theirs") {
   EXPECT_EQ(seen[2].size(), size_t{30});
 }
 
+CLAIM("datagrams that come at once are taken without an allocation") {
+  Ranks ranks;
+  Bytes out(kMaxDatagramBytes);
+  std::array<Completion, 8> completions;
+  const Deadline deadline;
+  for (uint64_t taken = 0, sent = 0; taken < 4;) {
+    EXPECT(!deadline.over());
+    for (const uint64_t end = sent + 2; sent < end; ++sent) ranks[0].send_datagram(1, datagram_of(0, sent));
+    poll_once(ranks[0]);
+    for (const Deadline pause(2'000); !pause.over();) {
+      const AllocationCount count;
+      ranks[1].poll(completions);
+      if (ranks[1].receive_datagram(out) != 0) ++taken;
+      EXPECT_EQ(count.value(), uint64_t{0});
+    }
+  }
+}
 CLAIM("a burst that nobody takes is lost in part, not an error, and later datagrams come") {
   Ranks ranks;
   std::vector<Seen> seen;
