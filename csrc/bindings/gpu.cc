@@ -6,6 +6,7 @@
 #include <array>
 
 #include "backend/gpu/queue_probe.h"
+#include "backend/gpu/topk.h"
 #include "bindings/bindings.h"
 #include "engine/gpu/engine.h"
 #include "engine/gpu/network.h"
@@ -143,6 +144,44 @@ void bind_low_latency(py::module_& m, py::class_<GpuEngine, Engine, std::shared_
           "stream"_a);
 }
 
+// memory: tensors by address, 0: not given. The stream is one of the device.
+void bind_topk(py::module_& m) {
+  const auto launch = [](const auto& args, int device, uintptr_t stream) {
+    const gpu::OnDevice guard(device);
+    gpu::must(gpu::launch_topk(args, stream_of(pointer<void>(stream))), "top-k routing");
+  };
+  m.def(
+      "gpu_topk_layout",
+      [launch](int device, uintptr_t stream, std::array<uintptr_t, 3> memory, std::array<uint32_t, 5> sizes) {
+        const auto [topk_idx, counts, in_rank] = memory;
+        const auto [tokens, width, experts, ranks, ranks_of_node] = sizes;
+        launch(gpu::TopkLayout{pointer<const int64_t>(topk_idx), tokens, width, experts, ranks, ranks_of_node,
+                               pointer<uint32_t>(counts), pointer<bool>(in_rank)},
+               device, stream);
+      },
+      "device"_a, "stream"_a, "memory"_a, "sizes"_a);
+  m.def(
+      "gpu_topk_pack",
+      [launch](int device, uintptr_t stream, std::array<uintptr_t, 3> memory, std::array<uint32_t, 3> sizes) {
+        const auto [topk_idx, weights, words] = memory;
+        const auto [rank, rows, width] = sizes;
+        launch(gpu::TopkPack{pointer<const int64_t>(topk_idx), pointer<const uint32_t>(weights), rank, rows, width,
+                             pointer<uint32_t>(words)},
+               device, stream);
+      },
+      "device"_a, "stream"_a, "memory"_a, "sizes"_a);
+  m.def(
+      "gpu_topk_unpack",
+      [launch](int device, uintptr_t stream, std::array<uintptr_t, 3> memory, std::array<uint32_t, 4> sizes) {
+        const auto [words, experts, weights] = memory;
+        const auto [rows, width, first_expert, num_experts] = sizes;
+        launch(gpu::TopkUnpack{pointer<const uint32_t>(words), rows, width, first_expert, num_experts,
+                               pointer<int64_t>(experts), pointer<uint32_t>(weights)},
+               device, stream);
+      },
+      "device"_a, "stream"_a, "memory"_a, "sizes"_a);
+}
+
 }  // namespace
 
 void bind_gpu(py::module_& m) {
@@ -152,6 +191,7 @@ void bind_gpu(py::module_& m) {
              "stage_sms"_a, Release());
   bind_low_latency(m, engine);
   bind_measurements(m);
+  bind_topk(m);
   bind_trials(m);
   m.def("gpu_memory_plan", &gpu_memory_entries);
   m.def("gpu_least_budget", &gpu_least_budget_bytes);

@@ -76,6 +76,8 @@ __device__ __forceinline__ void add_global(uint64_t* sum, uint64_t value) {
   atomicAdd(reinterpret_cast<unsigned long long*>(sum), static_cast<unsigned long long>(value));
 }
 
+__device__ __forceinline__ void add_global(uint32_t* sum, uint32_t value) { atomicAdd(sum, value); }
+
 __device__ __forceinline__ void or_global(uint64_t* word, uint64_t bits) {
   atomicOr(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(bits));
 }

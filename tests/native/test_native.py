@@ -19,7 +19,7 @@ OF_TRANSPORTS = ("verbs", "verbs_datagram", "verbs_event", "verbs_engine", "ofi"
 # Kernels on the stand-in for GPUs: docs/gpu_on_cpu.md.
 ON_CPU = (
     "lanes", "events", "gpu_routing", "gpu_engine", "gpu_engine_refusal", "gpu_ranks", "low_latency",
-    "slot_weights", "pause_engine",
+    "slot_weights", "pause_engine", "topk",
 )  # fmt: skip
 PROGRAMS = (
     "queue", "words", "layout", "messages", "loop", "ready", "mail", "copier", "nics", "stream", "fault",
@@ -81,6 +81,9 @@ def sources_of(program: str) -> list[Path]:
     if program == "events":  # of a proxy, only what publishes them
         parts = [building.CSRC / "proxy" / "board.cc", *building.product_sources(("common", "layout"))]
         return [HERE / "events_claims.cc", *parts, *building.GPU_ON_CPU.glob("*.cc")]
+    if program == "topk":
+        product = [path for path in building.gpu_sources() if path.name in ("topk.cu", "runtime.cc")]
+        return [HERE / "topk_claims.cc", *product, *building.GPU_ON_CPU.glob("*.cc")]
     product = building.product_sources(ENGINE_PARTS if "engine" in program or program in ON_CPU else PARTS)
     if program in ("gpu", "guess"):  # what of it needs no GPU
         product += [building.CSRC / "backend" / "gpu" / name for name in ("arrays.cc", "layout.cc")]
@@ -488,6 +491,25 @@ EVENT_MUTANTS = {
     ),
 }  # fmt: skip
 
+NAMED_TWICE = "a token counts once for each of its ranks, nodes and experts, however often it names them"
+THERE_AND_BACK = (
+    "metadata holds where a row came from, its experts and weights, and gives back what is this rank's"
+)
+# The same of topk.
+TOPK_MUTANTS = {
+    "a token counts for a rank as often as for its experts": (
+        NAMED_TWICE, "topk.cu", "if (!in_rank[rank]) add(rank);", "if (is_new) add(rank);",
+    ),
+    "a token counts for a node as often as for its experts": (
+        NAMED_TWICE, "topk.cu", "to_new_node = to_new_node && other / of_node",
+        "to_new_node = is_new || other / of_node",
+    ),
+    "an expert has one word": (THERE_AND_BACK, "topk.cu", "uint64_t{row[3 + 2 * k]} << 32 |", ""),
+    "weights of others' experts are kept": (
+        THERE_AND_BACK, "topk.cu", "is_local ? row[2 + 2 * width + k] : 0", "row[2 + 2 * width + k]",
+    ),
+}  # fmt: skip
+
 
 OF_PROGRAM = {
     "events": EVENT_MUTANTS,
@@ -496,6 +518,7 @@ OF_PROGRAM = {
     "gpu_ranks": RANK_MUTANTS,
     "low_latency": SLOT_MUTANTS,
     "slot_weights": WEIGHT_MUTANTS,
+    "topk": TOPK_MUTANTS,
 }
 ALL_MUTANTS = [(program, mutant) for program, mutants in OF_PROGRAM.items() for mutant in mutants]
 

@@ -23,7 +23,7 @@ from tests.unit.deep_ep_gpus import drawn_on_cpu, module_ranks
 from uccl_ep_train import deep_ep
 from uccl_ep_train.deep_ep import Buffer, Config, EventOverlap
 from uccl_ep_train.deep_ep.sending import Handle
-from uccl_ep_train.errors import ClosedError, DtypeError, InputError, ShapeError
+from uccl_ep_train.errors import ClosedError, DeviceError, DtypeError, InputError, ShapeError
 
 H, E, K = 256, 12, 4
 RANKS = 3
@@ -207,16 +207,33 @@ def high_throughput(rank: Rank, nvl_bytes: int) -> str:
             (r.x.to(torch.float8_e4m3fn), torch.ones(len(r.x), H // 128, dtype=torch.float64)),
             handle=r.handle,
         )
-    new = {"x": r.x, **r.layout, "topk_idx": r.idx, "topk_weights": r.weights}
+    new, tokens = {"x": r.x, **r.layout, "topk_idx": r.idx, "topk_weights": r.weights}, len(r.x)
+    no_weights: dict[str, Any] = {"topk_weights": None}
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"topk_weights": r.weights.bfloat16()}, DtypeError, r"allowed is torch\.float32"),
         ({"topk_weights": torch.ones(len(r.x), K + 1)}, ShapeError, "as topk_idx"),
         ({"topk_idx": None}, InputError, "topk_weights without topk_idx"),
+        ({"topk_idx": r.idx.int()}, DtypeError, r"topk_idx is torch\.int32; allowed is torch\.int64"),
+        (
+            {**no_weights, "topk_idx": r.idx[:, 0]},
+            ShapeError,
+            rf"topk_idx is \[{tokens}\]; allowed is \[T, K\]",
+        ),
+        (
+            {**no_weights, "topk_idx": r.idx.new_zeros(tokens + 1, K)},
+            ShapeError,
+            rf"allowed is \[{tokens}, {K}\]",
+        ),
+        ({**no_weights, "topk_idx": r.idx.to("meta")}, DeviceError, "topk_idx is on meta; allowed is"),
         ({"is_token_in_rank": r.in_rank[:, :1]}, ShapeError, "is_token_in_rank is"),
         ({"is_token_in_rank": None}, InputError, "get_dispatch_layout"),
         ({"expert_alignment": 0}, InputError, "expert_alignment = 0"),
         ({"num_worst_tokens": -1}, InputError, "capacity = -1"),
     ]
+    with pytest.raises(DtypeError, match=r"allowed is torch\.int64"):
+        r.buffer.get_dispatch_layout(r.idx.int(), E)
+    with pytest.raises(ShapeError, match=r"allowed is \[T, K\]"):
+        r.buffer.get_dispatch_layout(r.idx[:, 0], E)
     for change, error, text in refused:
         with pytest.raises(error, match=text):
             r.buffer.dispatch(**{**new, **change})

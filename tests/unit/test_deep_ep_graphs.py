@@ -1,26 +1,20 @@
-"""What the module keeps between calls is right when some of them are captured in CUDA graphs.
+"""What the module keeps of a handle is right when some calls are captured in CUDA graphs.
 
 There is no GPU: the tests say when a stream is captured.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from uccl_ep_train import EpConfig
 from uccl_ep_train.core import cuda
-from uccl_ep_train.deep_ep import facts, sending
-from uccl_ep_train.deep_ep.sending import Sender
+from uccl_ep_train.deep_ep import facts
 from uccl_ep_train.errors import ConfigError
 
-RANK = 2
 Capture = Callable[[bool], None]
 
 
@@ -29,47 +23,10 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
     """Says whether the current stream is captured."""
 
     def change(captured: bool) -> None:
-        for module in (facts, sending):
-            monkeypatch.setattr(module, "is_capturing", lambda _: captured)
+        monkeypatch.setattr(facts, "is_capturing", lambda _: captured)
 
     change(False)
     return change
-
-
-def sender() -> Sender:
-    engine: Any = SimpleNamespace(
-        config=SimpleNamespace(num_experts=8), num_ranks=4, rank=RANK, device=torch.device("cpu")
-    )
-    return Sender(engine)
-
-
-def check_packed(found: torch.Tensor, tokens: int) -> None:
-    assert found[:, 0].tolist() == [RANK + 1] * tokens and found[:, 1].tolist() == list(range(tokens))
-
-
-def test_numbers_that_are_made_inside_a_graph_are_not_kept(capture: Capture) -> None:
-    """They would have values in its replays only."""
-    calls = sender()
-    check_packed(calls.packed(4, None, None), 4)
-    capture(True)
-    check_packed(calls.packed(9, None, None), 9)
-    calls._heads_of(9).zero_()  # as before a replay
-    check_packed(calls.packed(3, None, None), 3)
-    capture(False)
-    check_packed(calls.packed(9, None, None), 9)
-
-
-def test_numbers_that_a_graph_reads_outlive_longer_ones(capture: Capture) -> None:
-    calls = sender()
-    calls.packed(4, None, None)
-    capture(True)
-    read = StorageWeakRef(calls._heads_of(4).untyped_storage())
-    capture(False)
-    for tokens in range(5, 200):
-        check_packed(calls.packed(tokens, None, None), tokens)
-    gc.collect()
-    assert not read.expired()
-    assert sum(map(len, calls._heads)) < 3 * 199  # though the calls grew one by one
 
 
 class Counted(facts.Facts):

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from uccl_ep_train.core import topk
+from uccl_ep_train.deep_ep.checks import check, check_topk
 from uccl_ep_train.deep_ep.config import CONFIGURED_RANKS, RANKS_OF_NODE, Config, Runtime
-from uccl_ep_train.deep_ep.engines import Engines, check
+from uccl_ep_train.deep_ep.engines import Engines
 from uccl_ep_train.deep_ep.low_latency import LowLatencyCalls
 from uccl_ep_train.deep_ep.scales import Rows, caller_rows, engine_rows
 from uccl_ep_train.deep_ep.sending import Handle, Routing
@@ -112,27 +114,21 @@ class Buffer(LowLatencyCalls):
         is_token_in_rank [T, R], event).
 
         Numbers are int32, is_token_in_rank is bool. Up to 8 ranks the second is None. topk_idx: [T, K] int64,
-        -1: none. What is no expert is refused by the dispatch.
+        -1: none. What is no expert is refused by the dispatch. Raises `InputError`.
         """
-        if num_experts % self.group_size:
-            raise InputError(f"num_experts = {num_experts}; allowed are multiples of {self.group_size}")
-
-        def layout() -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-            tokens, ranks = len(topk_idx), self.group_size
-            named = torch.zeros(tokens, num_experts + 1, dtype=torch.bool, device=topk_idx.device)
-            # -1 is the last column. What is no expert lands anywhere: a dispatch refuses it, no GPU dies.
-            named = named.scatter_(1, topk_idx.remainder(num_experts + 1), True)[:, :num_experts]
-            in_rank = named.view(tokens, ranks, num_experts // ranks).any(2)
-            per_node = None
-            if ranks > RANKS_OF_NODE:
-                in_node = in_rank.view(tokens, ranks // RANKS_OF_NODE, RANKS_OF_NODE).any(2)
-                per_node = in_node.sum(0, dtype=torch.int32)
-            return in_rank.sum(0, dtype=torch.int32), per_node, named.sum(0, dtype=torch.int32), in_rank
-
-        (per_rank, per_node, per_expert, in_rank), event = self._engines.run(
-            layout, (topk_idx,), previous_event, async_finish
+        ranks, of_node = self.group_size, RANKS_OF_NODE if self.group_size > RANKS_OF_NODE else 0
+        if num_experts % ranks or num_experts < 1:
+            raise InputError(f"num_experts = {num_experts}; allowed are multiples of {ranks}")
+        if of_node and ranks % of_node:
+            raise InputError(f"{ranks} ranks; allowed are up to {of_node}, or multiples of it")
+        check_topk(topk_idx)
+        layout, event = self._engines.run(
+            lambda: topk.layout_of(topk_idx.contiguous(), num_experts, ranks, of_node),
+            (topk_idx,),
+            previous_event,
+            async_finish,
         )
-        return per_rank, per_node, per_expert, in_rank, event
+        return *layout, event
 
     # ---- dispatch and combine
 

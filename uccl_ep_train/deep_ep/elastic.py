@@ -19,10 +19,11 @@ from torch import Tensor
 
 from uccl_ep_train.api.buffer import Buffer as Engine
 from uccl_ep_train.core.routing import check_combine_rows
+from uccl_ep_train.deep_ep.checks import check
 from uccl_ep_train.deep_ep.config import DEFAULT_BYTES, RANKS_OF_NODE
 from uccl_ep_train.deep_ep.elastic_handle import Asked, EPHandle
 from uccl_ep_train.deep_ep.elastic_sending import Received, by_expert, send, send_again
-from uccl_ep_train.deep_ep.engines import Engines, check
+from uccl_ep_train.deep_ep.engines import Engines
 from uccl_ep_train.deep_ep.scales import Rows, aligned_columns
 from uccl_ep_train.deep_ep.utils.event import EventHandle, EventOverlap
 from uccl_ep_train.errors import DtypeError, InputError

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from uccl_ep_train.deep_ep.checks import check, check_topk
 from uccl_ep_train.deep_ep.elastic_handle import Asked, EPHandle
-from uccl_ep_train.deep_ep.engines import check
 from uccl_ep_train.deep_ep.scales import Rows, caller_rows, engine_rows
 from uccl_ep_train.deep_ep.sending import Sender
 from uccl_ep_train.errors import InputError
@@ -32,9 +32,7 @@ def send(
         if topk_idx is None:
             raise InputError("topk_idx = None without a handle; allowed is a tensor [T, K]")
         codes = x[0] if isinstance(x, tuple) else x
-        check("topk_idx", topk_idx, (len(codes), *getattr(topk_idx, "shape", ())[-1:]), torch.int64)
-        if topk_weights is not None:
-            check("topk_weights", topk_weights, tuple(topk_idx.shape), torch.float32)
+        check_topk(topk_idx, topk_weights, len(codes))
         if stats is not None:
             local = asked.num_experts // engine.num_ranks
             check("cumulative_local_expert_recv_stats", stats, (local,), torch.int32)

@@ -16,7 +16,7 @@ from uccl_ep_train.api.low_latency import LowLatency
 from uccl_ep_train.deep_ep.config import DEFAULT_BYTES, MOST_TOPK, low_latency_bytes
 from uccl_ep_train.deep_ep.sending import Sender
 from uccl_ep_train.deep_ep.utils.event import EventHandle, EventOverlap
-from uccl_ep_train.errors import ClosedError, DtypeError, ShapeError
+from uccl_ep_train.errors import ClosedError
 from uccl_ep_train.group.bootstrap import TorchBootstrap
 from uccl_ep_train.settings.config import EpConfig
 
@@ -176,16 +176,6 @@ class Engines:
             self._made.senders.pop().engine.close()
         while self._made.low_latency:
             self._made.low_latency.pop().buffer.close()
-
-
-def check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raises `DtypeError`, `ShapeError`."""
-    if not isinstance(tensor, Tensor):
-        raise DtypeError(f"{name} is {type(tensor).__name__}; allowed is a torch.Tensor")
-    if tensor.dtype != dtype:
-        raise DtypeError(f"{name} is {tensor.dtype}; allowed is {dtype}")
-    if tensor.shape != shape:
-        raise ShapeError(f"{name} is {list(tensor.shape)}; allowed is {list(shape)}")
 
 
 def _tensors_of(value: Any) -> list[Tensor]:

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from uccl_ep_train.api.buffer import Buffer as Engine
 from uccl_ep_train.common.handle import DispatchHandle, DispatchResult
-from uccl_ep_train.core.cuda import is_capturing
+from uccl_ep_train.core import topk
+from uccl_ep_train.deep_ep.checks import check_topk
 from uccl_ep_train.deep_ep.config import RANKS_OF_NODE
 from uccl_ep_train.deep_ep.facts import Facts, fact
-from uccl_ep_train.deep_ep.scales import Rows, caller_rows, dense, engine_rows
-from uccl_ep_train.errors import DtypeError, InputError, ShapeError
+from uccl_ep_train.deep_ep.scales import Rows, caller_rows, engine_rows
+from uccl_ep_train.errors import InputError, ShapeError
 
 
 class Handle(Facts, Sequence[Tensor]):
@@ -73,22 +74,13 @@ class Routing(NamedTuple):
     topk_weights: Tensor | None
 
     def check(self, num_ranks: int) -> None:
-        """The engine checks topk_idx itself. Raises `ShapeError`, `DtypeError`, `InputError`."""
+        """What `Sender.packed` does not. Raises `ShapeError`, `InputError`."""
         tokens = len(self.is_token_in_rank)
         if self.is_token_in_rank.shape != (tokens, num_ranks) or self.is_token_in_rank.dtype != torch.bool:
             kind = f"{list(self.is_token_in_rank.shape)} {self.is_token_in_rank.dtype}"
             raise ShapeError(f"is_token_in_rank is {kind}; allowed is [{tokens}, {num_ranks}] torch.bool")
-        weights = self.topk_weights
-        if weights is None:
-            return
-        if self.topk_idx is None:
+        if self.topk_weights is not None and self.topk_idx is None:
             raise InputError("topk_weights without topk_idx; allowed is None")
-        if weights.dtype != torch.float32:
-            raise DtypeError(f"topk_weights is {weights.dtype}; allowed is torch.float32")
-        if weights.shape != self.topk_idx.shape:
-            raise ShapeError(
-                f"topk_weights is {list(weights.shape)}; allowed is {list(self.topk_idx.shape)}, as topk_idx"
-            )
 
 
 class Received(NamedTuple):
@@ -102,40 +94,11 @@ class Received(NamedTuple):
 
 
 class Sender:
-    """Dispatches through one engine. A row's metadata: rank + 1, token, experts + 1 (0: none), weights.
-
-    Experts are int64 as two words, and a row has an even number of words, so that few kernels pack and unpack
-    them.
-    """
+    """Dispatches through one engine. Where a row is from, its experts and weights are its metadata."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        experts, num_local = engine.config.num_experts, engine.config.num_experts // engine.num_ranks
-        first = 1 + engine.rank * num_local
-        # By expert + 1: the number among this rank's, or -1.
-        self._local = torch.full((experts + 1,), -1, dtype=torch.int64, device=engine.device)
-        self._local[first : first + num_local] = torch.arange(num_local, device=engine.device)
-        # Those that a longer one replaced may be read by graphs.
-        self._heads = [torch.empty(0, 2, dtype=torch.int32, device=engine.device)]
-        self._settle()
-
-    def _settle(self) -> None:
-        """What this keeps is read on any stream."""
-        if self.engine.device.type == "cuda":
-            torch.cuda.synchronize(self.engine.device)
-
-    def _heads_of(self, tokens: int) -> Tensor:
-        """[T, 2] int32: this rank + 1, token."""
-        if tokens <= len(self._heads[-1]):
-            return self._heads[-1][:tokens]
-        captured = is_capturing(self.engine.device)
-        most = tokens if captured else max(tokens, 2 * len(self._heads[-1]))
-        numbers = torch.arange(most, dtype=torch.int32, device=self.engine.device)
-        heads = torch.stack([torch.full_like(numbers, self.engine.rank + 1), numbers], 1)
-        if not captured:  # inside a graph they have values in its replays only
-            self._settle()
-            self._heads.append(heads)
-        return heads[:tokens]
+        self._num_local = engine.config.num_experts // engine.num_ranks
 
     def send(self, x: Rows, routing: Routing, expert_alignment: int, num_worst_tokens: int) -> Received:
         engine, topk_idx = self.engine, routing.topk_idx
@@ -160,19 +123,18 @@ class Sender:
         handle = Handle(engine, result.handle, num_topk, result.metadata, routing.is_token_in_rank)
         local, weights = self.unpacked(result.metadata, num_topk, routing.topk_weights is not None)
         exact = [] if num_worst_tokens > 0 else self._counts(result, routing)
-        aligned = [-(-count // expert_alignment) * expert_alignment for count in exact]
-        return Received(caller_rows(result.rows, x), local, weights, aligned, handle)
+        if expert_alignment > 1:
+            exact = [-(-count // expert_alignment) * expert_alignment for count in exact]
+        return Received(caller_rows(result.rows, x), local, weights, exact, handle)
 
     def packed(self, tokens: int, topk_idx: Tensor | None, topk_weights: Tensor | None) -> Tensor:
-        """Metadata [T, 2 + 3 K] int32, or one more if that is odd, or without weights or experts fewer."""
-        words = [self._heads_of(tokens)]
+        """Metadata of this rank's tokens. Raises `DtypeError`, `ShapeError`, `DeviceError`."""
+        device = self.engine.device
         if topk_idx is not None:
-            words.append(dense(topk_idx + 1).view(torch.int32))
-        if topk_weights is not None:
-            words.append(topk_weights.contiguous().view(torch.int32))
-            if topk_weights.shape[1] % 2:
-                words.append(words[0][:, :1])
-        return torch.cat(words, 1)
+            check_topk(topk_idx, topk_weights, tokens, device)
+            topk_idx = topk_idx.contiguous()
+            topk_weights = None if topk_weights is None else topk_weights.contiguous()
+        return topk.pack(device, tokens, self.engine.rank, topk_idx, topk_weights)
 
     def _first_experts(self, is_token_in_rank: Tensor) -> Tensor:
         """[T, E] bool: the first expert of each rank that a token goes to stands for all of them."""
@@ -187,11 +149,8 @@ class Sender:
         """Numbers of this rank's experts, -1 for others, and weights of those."""
         if num_topk == 0:
             return None, None
-        local = self._local[metadata.view(torch.int64)[:, 1 : 1 + num_topk]]
-        if not has_weights:
-            return local, None
-        weights = metadata[:, 2 + 2 * num_topk : 2 + 3 * num_topk].view(torch.float32)
-        return local, torch.where(local < 0, 0.0, weights)
+        first = self.engine.rank * self._num_local
+        return topk.unpack(metadata, num_topk, has_weights, first, self._num_local)
 
     def _counts(self, result: DispatchResult, routing: Routing) -> list[int]:
         """Tokens of each expert of this rank. Without top-k ranks tell each other."""

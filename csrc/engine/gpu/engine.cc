@@ -9,6 +9,7 @@
 #include <map>
 #include <stdexcept>
 
+#include "backend/gpu/topk.h"
 #include "common/clock.h"
 #include "common/thread.h"
 #include "device/arch.h"
@@ -117,7 +118,7 @@ GpuEngine::GpuEngine(const EngineConfig& config, int device, uint32_t num_sms, u
   group_.table_bytes = gpu::rank_table_bytes(layout_);
   check_shared_bytes(config, layout_, group_.shared_bytes);
   for (auto load : {gpu::load_dispatch, gpu::load_combine, gpu::load_refusal, gpu::load_pad, gpu::load_clock,
-                    gpu::load_low_latency_dispatch, gpu::load_low_latency_combine})
+                    gpu::load_low_latency_dispatch, gpu::load_low_latency_combine, gpu::load_topk})
     must(load(shared_bytes), "loading the kernels");
   regions_[config.rank] = gpu::DeviceMapping::create(device_, layout_.total_bytes, reach_of(config, device_));
   region_bytes_[config.rank] = regions_[config.rank].num_bytes();

@@ -1,0 +1,41 @@
+"""Tensors that callers give."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from uccl_ep_train.errors import DeviceError, DtypeError, ShapeError
+
+
+def check(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
+) -> None:
+    """device: None: any. Raises `DtypeError`, `ShapeError`, `DeviceError`."""
+    if not isinstance(tensor, Tensor):
+        raise DtypeError(f"{name} is {type(tensor).__name__}; allowed is a torch.Tensor")
+    if tensor.dtype != dtype:
+        raise DtypeError(f"{name} is {tensor.dtype}; allowed is {dtype}")
+    if tensor.shape != shape:
+        raise ShapeError(f"{name} is {list(tensor.shape)}; allowed is {list(shape)}")
+    if device is not None and tensor.device != device:
+        raise DeviceError(f"{name} is on {tensor.device}; allowed is {device}")
+
+
+def check_topk(
+    topk_idx: Tensor,
+    topk_weights: Tensor | None = None,
+    tokens: int | None = None,
+    device: torch.device | None = None,
+) -> None:
+    """[T, K] int64 and float32. None: any. Raises `DtypeError`, `ShapeError`, `DeviceError`."""
+    if isinstance(topk_idx, Tensor) and topk_idx.dim() != 2:
+        raise ShapeError(f"topk_idx is {list(topk_idx.shape)}; allowed is [T, K]")
+    rows, width = (*getattr(topk_idx, "shape", ()), 0, 0)[:2]
+    check("topk_idx", topk_idx, (rows if tokens is None else tokens, width), torch.int64, device)
+    if topk_weights is None:
+        return
+    if isinstance(topk_weights, Tensor) and topk_weights.shape != topk_idx.shape:
+        shapes = f"{list(topk_weights.shape)}; allowed is {list(topk_idx.shape)}, as topk_idx"
+        raise ShapeError(f"topk_weights is {shapes}")
+    check("topk_weights", topk_weights, (rows, width), torch.float32, device)
