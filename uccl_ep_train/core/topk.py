@@ -84,10 +84,8 @@ def unpack(
     if words.is_cuda:
         experts = words.new_empty((len(words), num_topk), dtype=torch.int64)
         weights = words.new_empty((len(words), num_topk), dtype=torch.float32) if has_weights else None
-        sizes = len(words), num_topk, first_expert, num_experts
-        load_native().gpu_topk_unpack(
-            *_place(words), address(words), *sizes, address(experts), address(weights)
-        )
+        memory, sizes = (words, experts, weights), [len(words), num_topk, first_expert, num_experts]
+        load_native().gpu_topk_unpack(*_place(words), [*map(address, memory)], sizes)
         return experts, weights
     experts = words.view(torch.int64)[:, 1 : 1 + num_topk] - (1 + first_expert)
     experts = torch.where((experts >= 0) & (experts < num_experts), experts, -1)
