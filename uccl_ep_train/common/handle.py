@@ -159,9 +159,8 @@ class DispatchHandle:
     def counts(self) -> Tensor:
         """tokens_per_expert as [L] int64 on the CPU; for copies only."""
         assert self.tokens_per_expert is not None
-        return torch.frombuffer(
-            array("q", self.tokens_per_expert), dtype=torch.int64
-        )  # four times as fast as tensor()
+        # A quarter of the time of torch.tensor().
+        return torch.frombuffer(array("q", self.tokens_per_expert), dtype=torch.int64)
 
     @property
     def nbytes(self) -> int:
