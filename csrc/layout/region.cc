@@ -171,14 +171,19 @@ void take_slot_rings(Cursor& cursor, const Topology& topo, const DeviceRings::Sl
                                                             : rings.sum_slot_bytes;
     return cursor.ring("", kind, bytes, kOperations * (of_rows ? rings.chunks : 1), num_readers);
   };
+  const uint64_t routing = cursor.take_device(kOperations * rings.routing_bytes);
+  const uint64_t weights = cursor.take_device(kOperations * rings.weights_bytes);
+  const auto sent_to_all = [&](RingKind kind, uint64_t offset, uint64_t bytes) {
+    return cursor.sharing_ring(kind, bytes, kOperations, offset, kOperations * bytes);
+  };
   RegionLayout::Slots& slots = layout.slots;
   for (auto* by_domain : {&slots.routing_send, &slots.rows_send, &slots.weights_send, &slots.sums_landing})
     by_domain->resize(topo.members.size());
   for (int d = 0; d < topo.num_domains(); ++d) {
     if (d == own) continue;
-    slots.routing_send[d] = ring(RingKind::kSlotRouting, 0);
+    slots.routing_send[d] = sent_to_all(RingKind::kSlotRouting, routing, rings.routing_bytes);
     slots.rows_send[d] = ring(RingKind::kSlotRows, 0);
-    slots.weights_send[d] = ring(RingKind::kSlotWeights, 0);
+    slots.weights_send[d] = sent_to_all(RingKind::kSlotWeights, weights, rings.weights_bytes);
     slots.sums_landing[d] = ring(RingKind::kSlotSums, 1);
   }
   for (size_t i = 0; i < layout.incoming.size(); ++i) {

@@ -83,7 +83,8 @@ struct DeviceRings {
   uint32_t return_slots = 0;  // of sums; a ring back from a domain has slots for weights, too, by the domain's size
   // Of low latency; 0: none. A ring holds two operations, so it may be one chunk of each, or several.
   struct Slots {
-    uint64_t routing_bytes = 0, weights_bytes = 0;  // of an operation: one chunk
+    // Of an operation: one chunk, a multiple of kSharedUnitBytes. All other domains get the same.
+    uint64_t routing_bytes = 0, weights_bytes = 0;
     uint64_t row_slot_bytes = 0, sum_slot_bytes = 0;
     uint32_t chunks = 0;  // of rows, or sums, of an operation at most
   } slots = {};

@@ -38,8 +38,9 @@ CLAIM("the rings, flags and words of a device layout never overlap, in the regio
         add_slots(device, *ring);
         EXPECT_EQ(ring->slots_offset % kDeviceRingAlignBytes, uint64_t{0});
       }
-      const size_t others = static_cast<size_t>(topo.num_domains()) - 1;  // whose packets share memory
-      EXPECT_EQ(device.size(), channels.in.size() + channels.out.size() - others + std::min<size_t>(others, 1));
+      // Packets for other domains share memory; so do low latency's routing, and its weights.
+      const size_t others = static_cast<size_t>(topo.num_domains()) - 1;
+      EXPECT_EQ(device.size(), channels.in.size() + channels.out.size() - 3 * (others - std::min<size_t>(others, 1)));
       EXPECT_EQ(layout.board_offset % kLineBytes, uint64_t{0});
       EXPECT_EQ(layout.ended_offset % kLineBytes, uint64_t{0});
       host.push_back({layout.board_offset, layout.board_offset + 8 * (channels.in.size() + channels.out.size())});
@@ -70,6 +71,9 @@ CLAIM("a device layout has exactly the rings that a transport carries, with the 
       for (const RingLayout& ring : layout.slots.routing_landing)
         EXPECT(ring.num_slots == 2 && ring.slot_bytes == kDeviceRings.slots.routing_bytes &&
                ring.num_readers == members);
+      for (const auto* sent : {&layout.slots.routing_send, &layout.slots.weights_send})
+        for (const RingLayout& ring : *sent)
+          EXPECT(ring.num_slots == 0 || ring.shared_bytes == ring.num_slots * ring.slot_bytes);
       for (const RingLayout& ring : layout.slots.sums_landing)
         EXPECT(ring.num_slots == 0 || (ring.num_slots == 6 && ring.slot_bytes == 2048 && ring.num_readers == 1));
       EXPECT(layout.meta_send.empty() && layout.meta_landing.empty() && layout.pieces.empty());

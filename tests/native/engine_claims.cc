@@ -111,7 +111,7 @@ struct DevicePlanes {
       for (uint32_t c = 0; c < planes[rank]->channels().out.size(); ++c) {
         const OutChannel& out = planes[rank]->channels().out[c];
         std::fill_n(devices[rank][rank].base() + chunk_offset(planes[rank]->channels(), c, serial), 128,
-                    static_cast<uint8_t>(out.peer_channel + 1));
+                    static_cast<uint8_t>(chunk_key(out.send.kind, out.peer_channel) + 1));
         EXPECT(rings[rank]->push({c, 128, serial, chunk_unit(planes[rank]->channels(), c, serial)}));
       }
   }
@@ -121,7 +121,7 @@ struct DevicePlanes {
     for (uint32_t c = 0; c < plane.channels().in.size(); ++c) {
       const RingLayout& landing = plane.channels().in[c].landing;
       const uint8_t* slot = devices[rank][rank].base() + landing.slot_offset(serial);
-      EXPECT(std::all_of(slot, slot + 128, [&](uint8_t byte) { return byte == c + 1; }));
+      EXPECT(std::all_of(slot, slot + 128, [&](uint8_t byte) { return byte == chunk_key(landing.kind, c) + 1; }));
       FlagLine* taken = reinterpret_cast<FlagLine*>(own(plane) + landing.consumed_offset);
       for (uint32_t reader = 0; reader < landing.num_readers; ++reader) taken[reader].flag.publish(serial + 1);
     }

@@ -183,7 +183,7 @@ inline bool chunk_is_intact(const uint8_t* slot, uint64_t num_bytes, uint64_t ke
 class Source {
  public:
   Source(Node& node, uint32_t channel) : node_(node), channel_(channel), ring_(node.channels.out[channel].send) {}
-  uint64_t key() const { return node_.channels.out[channel_].peer_channel; }
+  uint64_t key() const { return chunk_key(ring_.kind, node_.channels.out[channel_].peer_channel); }
   uint64_t serial() const { return serial_; }
   // As a GPU sees it, where one would: by the board.
   bool flushed(uint64_t serial) const {
@@ -235,13 +235,14 @@ class Sink {
            serial_;
   }
   bool intact(uint64_t num_bytes) const {
-    return chunk_is_intact(node_.slots() + ring_.slot_offset(serial_), num_bytes, channel_, serial_);
+    return chunk_is_intact(node_.slots() + ring_.slot_offset(serial_), num_bytes, chunk_key(ring_.kind, channel_),
+                           serial_);
   }
   // The same for a chunk whose bytes the network may write again, until its write is done. Both writes have the same
   // bytes, so a reader need not wait.
   bool intact_while_rewritten(uint64_t num_bytes) const {
     const std::vector<uint8_t> copy = copied_while_rewritten(node_.slots() + ring_.slot_offset(serial_), num_bytes);
-    return chunk_is_intact(copy.data(), num_bytes, channel_, serial_);
+    return chunk_is_intact(copy.data(), num_bytes, chunk_key(ring_.kind, channel_), serial_);
   }
   void release() {
     ++serial_;

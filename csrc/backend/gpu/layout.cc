@@ -127,6 +127,7 @@ DeviceRings::Slots size_low_latency(const Shape& shape, const LowLatencyRoom& ro
   map.chunks = (room.tokens + map.rows_of_chunk - 1) / map.rows_of_chunk;
   map.row_chunk_bytes = round_up(map.rows_of_chunk * map.row_bytes, kAlign);
   map.sum_chunk_bytes = round_up(map.rows_of_chunk * round_up(room.sum_bytes, 128), kAlign);
+  static_assert(kAlign % kSharedUnitBytes == 0);
   map.routing_bytes = map.weights_bytes =
       round_up(sizeof(SlotHeader) + (sizeof(int32_t) + sizeof(float)) * places, kAlign);
   return {map.routing_bytes, map.weights_bytes, map.row_chunk_bytes, map.sum_chunk_bytes, map.chunks};

@@ -154,11 +154,18 @@ struct SlotPacket {
 __device__ __forceinline__ uint64_t packet_offset(uint64_t number, uint64_t slot_bytes) {
   return (number - 1) % kHalves * slot_bytes;
 }
-__device__ __forceinline__ SlotPacket own_slot_packet(const NetDispatch& k, uint32_t domain) {
-  return {at(k.g, k.g.rank, k.g.slot_net.to[domain].routing) + packet_offset(k.number, k.map().routing_bytes)};
+// Of our packet for all other domains, in the memory that they share.
+__device__ __forceinline__ uint64_t own_packet_offset(const NetDispatch& k) {
+  return packet_offset(k.number, k.map().routing_bytes);
 }
-__device__ __forceinline__ SlotPacket own_slot_packet(const NetCombine& k, uint32_t domain) {
-  return {at(k.g, k.g.rank, k.g.slot_net.to[domain].weights) + packet_offset(k.number, k.map().weights_bytes)};
+__device__ __forceinline__ uint64_t own_packet_offset(const NetCombine& k) {
+  return packet_offset(k.number, k.map().weights_bytes);
+}
+__device__ __forceinline__ SlotPacket own_slot_packet(const NetDispatch& k) {
+  return {at(k.g, k.g.rank, k.g.slot_net.routing) + own_packet_offset(k)};
+}
+__device__ __forceinline__ SlotPacket own_slot_packet(const NetCombine& k) {
+  return {at(k.g, k.g.rank, k.g.slot_net.weights) + own_packet_offset(k)};
 }
 __device__ __forceinline__ SlotPacket slot_packet(const NetDispatch& k, uint32_t source) {
   return {at(k.g, k.g.net.from[source].holder, k.g.slot_net.from[source].routing) +
@@ -194,7 +201,7 @@ __device__ __forceinline__ uint32_t sent_places(const SlotCombineArgs& args) {
   return args.routed != nullptr ? 0 : args.num_tokens * args.width;
 }
 
-// By a crew: writes what every other domain gets. False: an error is known.
+// By a crew: writes what every other domain gets, when none reads what lay there. False: an error is known.
 template <typename K>
 __device__ inline bool write_slot_packets(const K& k) {
   const uint32_t domains = k.g.map.num_domains, places = sent_places(k.args);
@@ -204,16 +211,12 @@ __device__ inline bool write_slot_packets(const K& k) {
   for (uint32_t d = k.crew.thread; k.number > kHalves && d < domains; d += k.crew.size)
     if (d != own_domain(k.g)) good &= wait_for(k.g, packet_gone(k, d));
   if (!k.crew.all(good)) return false;
+  const SlotPacket packet = own_slot_packet(k);
+  if (k.crew.thread == 0) write_header(k, packet.header());
 #pragma unroll 1
-  for (uint32_t d = 0; d < domains; ++d) {
-    if (d == own_domain(k.g)) continue;
-    const SlotPacket packet = own_slot_packet(k, d);
-    if (k.crew.thread == 0) write_header(k, packet.header());
-#pragma unroll 1
-    for (uint32_t i = k.crew.thread; i < places; i += k.crew.size) {
-      packet.routing()[i] = k.numbered(k.args.topk_idx[i]);
-      if (weights != nullptr) packet.weights(places)[i] = weights[i];
-    }
+  for (uint32_t i = k.crew.thread; i < places; i += k.crew.size) {
+    packet.routing()[i] = k.numbered(k.args.topk_idx[i]);
+    if (weights != nullptr) packet.weights(places)[i] = weights[i];
   }
   k.crew.sync();
   return true;
@@ -223,12 +226,14 @@ template <typename K>
 __device__ inline void push_slot_packets(const K& k) {
   const uint32_t places = sent_places(k.args), lane = threadIdx.x % kWarp;
   const uint64_t of_place = sizeof(int32_t) + (k.args.weights != nullptr ? sizeof(float) : 0);
+  const auto unit = static_cast<uint32_t>(own_packet_offset(k) / kSharedUnitBytes);
 #pragma unroll 1
   for (uint32_t first = 0; first < k.g.map.num_domains; first += kWarp) {
     const uint32_t to = first + lane;
     const bool has = to < k.g.map.num_domains && to != own_domain(k.g);
     push_all(k.g, has, [&](uint32_t) {
-      return has ? Command{packet_channel(k, to), sizeof(SlotHeader) + of_place * places, k.number - 1} : Command{};
+      return has ? Command{packet_channel(k, to), sizeof(SlotHeader) + of_place * places, k.number - 1, unit}
+                 : Command{};
     });
   }
 }

@@ -8,9 +8,9 @@ namespace uccl_ep::gpu {
 
 // Constant; arrays are in device memory.
 struct SlotNet {
-  // Another domain: our routing, rows and weights, and the sums that come back. Offsets are in our region.
+  // Another domain: our rows, and the sums that come back. Offsets are in our region.
   struct To {
-    uint64_t routing, rows, weights, sums;
+    uint64_t rows, sums;
     uint32_t routing_channel, row_channel, weights_channel;
     uint64_t* sums_consumed;  // on the host
   };
@@ -25,6 +25,7 @@ struct SlotNet {
     uint64_t sums;  // in our region
     uint32_t channel;
   };
+  uint64_t routing = 0, weights = 0;  // what all other domains get; offsets in our region
   To* to = nullptr;  // [domains]
   From* from = nullptr;  // [ranks]
   Relayed* relayed = nullptr;  // [streams]

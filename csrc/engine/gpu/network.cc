@@ -199,10 +199,10 @@ void Network::fill_slots(gpu::SlotNet& net, const RankNumbers& numbers) {
     if (d == own) continue;
     const RingLayout &routing = mine.slots.routing_send[d], &rows = mine.slots.rows_send[d];
     const RingLayout &weights = mine.slots.weights_send[d], &sums = mine.slots.sums_landing[d];
-    to[d] = {routing.slots_offset,     rows.slots_offset,
-             weights.slots_offset,     sums.slots_offset,
-             channels.out_of(routing), channels.out_of(rows),
-             channels.out_of(weights), at<uint64_t>(host(rank_), sums.consumed_offset)};
+    net.routing = routing.slots_offset;
+    net.weights = weights.slots_offset;
+    to[d] = {rows.slots_offset,     sums.slots_offset,        channels.out_of(routing),
+             channels.out_of(rows), channels.out_of(weights), at<uint64_t>(host(rank_), sums.consumed_offset)};
   }
   copy(net.to, to);
   copy(net.from, from);
