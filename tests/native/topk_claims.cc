@@ -40,9 +40,9 @@ void expect_layout(const Case& c, uint64_t seed) {
   for (uint32_t token = 0; token < c.tokens; ++token) {
     std::set<size_t> counted;
     for (uint32_t k = 0; k < c.width; ++k) {
-      const int64_t all = c.experts() + 1;
-      const auto expert = static_cast<uint32_t>(((topk[token * c.width + k] % all) + all) % all);
-      if (expert == c.experts()) continue;
+      const int64_t given = topk[token * c.width + k];
+      if (given < 0 || given >= c.experts()) continue;
+      const auto expert = static_cast<uint32_t>(given);
       const uint32_t rank = expert / c.experts_per_rank;
       wanted_in_rank[token * c.ranks + rank] = 1;
       counted.insert({rank, size_t{c.ranks} + c.nodes() + expert});
@@ -68,7 +68,7 @@ CLAIM("so it does where there are more ranks and experts than a block can count,
   expect_layout({300, 8, 2048, 6, 8}, 1);
   expect_layout({140'000, 1, 2, 2}, 2);
 }
-CLAIM("numbers that are no expert's count anywhere, and are written nowhere else") {
+CLAIM("numbers that are no expert's do not count") {
   expect_layout({200, 8, 8, 4, 0, true}, 1);
   expect_layout({200, 8, 16, 300, 8, true}, 2);
 }

@@ -30,8 +30,8 @@ class TopkLayout(NamedTuple):
 def layout_of(topk_idx: Tensor, num_experts: int, num_ranks: int, ranks_of_node: int = 0) -> TopkLayout:
     """topk_idx: [T, K] int64, contiguous, -1: none. ranks_of_node = 0: nodes are not counted.
 
-    A token counts once for each rank, node and expert. What is no expert counts anywhere: a dispatch
-    refuses it, and no GPU dies.
+    A token counts once for each rank, node and expert. What is no expert does not count: a dispatch
+    refuses it.
     """
     tokens, nodes = len(topk_idx), num_ranks // ranks_of_node if ranks_of_node else 0
     if topk_idx.is_cuda and built():
@@ -42,7 +42,8 @@ def layout_of(topk_idx: Tensor, num_experts: int, num_ranks: int, ranks_of_node:
         per_rank, per_node, per_expert = counts.split([num_ranks, nodes, num_experts])
         return TopkLayout(per_rank, per_node if nodes else None, per_expert, in_rank)
     named = torch.zeros(tokens, num_experts + 1, dtype=torch.bool, device=topk_idx.device)
-    named = named.scatter_(1, topk_idx.remainder(num_experts + 1), True)[:, :num_experts]
+    none = (topk_idx < 0) | (topk_idx >= num_experts)
+    named = named.scatter_(1, topk_idx.masked_fill(none, num_experts), True)[:, :num_experts]
     in_rank = named.view(tokens, num_ranks, num_experts // num_ranks).any(2)
     in_node = in_rank.view(tokens, nodes, ranks_of_node).any(2).sum(0, dtype=torch.int32) if nodes else None
     return TopkLayout(in_rank.sum(0, dtype=torch.int32), in_node, named.sum(0, dtype=torch.int32), in_rank)

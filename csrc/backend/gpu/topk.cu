@@ -9,14 +9,12 @@ namespace uccl_ep::gpu {
 namespace {
 
 constexpr uint32_t kThreads = 128;
-constexpr uint32_t kBlockCounts = 4096;  // that a block adds up before it adds them to all; more go there at once
+constexpr uint32_t kBlockCounts = 1024;  // that a block adds up before it adds them to all; more go there at once
 
 // The k-th expert of a token; num_experts: none.
 __device__ __forceinline__ uint32_t expert_of(const TopkLayout& args, uint64_t token, uint32_t k) {
-  const int64_t given = args.topk_idx[token * args.width + k], all = args.num_experts;
-  if (given >= 0 && given < all) return static_cast<uint32_t>(given);
-  const int64_t rest = given % (all + 1);
-  return static_cast<uint32_t>(rest < 0 ? rest + all + 1 : rest);
+  const auto given = static_cast<uint64_t>(args.topk_idx[token * args.width + k]);
+  return given < args.num_experts ? static_cast<uint32_t>(given) : args.num_experts;
 }
 
 // By a thread: calls add(i) for each count of a token.

@@ -9,7 +9,7 @@
 namespace uccl_ep::gpu {
 
 // Counts tokens by rank, node and expert, and says which ranks each goes to. A token that names an expert twice counts
-// once. What names no expert counts somewhere or not at all; a dispatch refuses it.
+// once. What names no expert does not count; a dispatch refuses it.
 struct TopkLayout {
   const int64_t* topk_idx = nullptr;  // [tokens][width], -1: none
   uint32_t num_tokens = 0, width = 0;
