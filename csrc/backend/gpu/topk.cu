@@ -23,11 +23,14 @@ __device__ __forceinline__ void count_token(const TopkLayout& args, uint64_t tok
   const uint32_t of_rank = args.num_experts / args.num_ranks, of_node = of_rank * args.ranks_of_node;
   const uint32_t nodes = of_node == 0 ? 0 : args.num_experts / of_node;
   bool* const in_rank = args.in_rank + token * args.num_ranks;
+#pragma unroll 1
   for (uint32_t r = 0; r < args.num_ranks; ++r) in_rank[r] = false;
+#pragma unroll 1
   for (uint32_t k = 0; k < args.width; ++k) {
     const uint32_t expert = expert_of(args, token, k);
     if (expert == args.num_experts) continue;
     bool is_new = true, to_new_node = of_node != 0;
+#pragma unroll 1
     for (uint32_t earlier = 0; earlier < k; ++earlier) {
       const uint32_t other = expert_of(args, token, earlier);
       if (other == args.num_experts) continue;
