@@ -144,42 +144,44 @@ void bind_low_latency(py::module_& m, py::class_<GpuEngine, Engine, std::shared_
           "stream"_a);
 }
 
-// memory: tensors by address, 0: not given. The stream is one of the device.
+// A kernel's launch, as Python calls it. memory: tensors by address, 0: not given. The stream is one of the device.
+template <size_t kSizes, typename ArgsOf>
+void def_topk(py::module_& m, const char* name, ArgsOf args_of) {
+  m.def(
+      name,
+      [args_of](int device, uintptr_t stream, std::array<uintptr_t, 3> memory, std::array<uint32_t, kSizes> sizes) {
+        const gpu::OnDevice guard(device);
+        gpu::must(gpu::launch_topk(args_of(memory, sizes), stream_of(pointer<void>(stream))), "top-k routing");
+      },
+      "device"_a, "stream"_a, "memory"_a, "sizes"_a);
+}
+
 void bind_topk(py::module_& m) {
-  const auto launch = [](const auto& args, int device, uintptr_t stream) {
-    const gpu::OnDevice guard(device);
-    gpu::must(gpu::launch_topk(args, stream_of(pointer<void>(stream))), "top-k routing");
-  };
-  m.def(
-      "gpu_topk_layout",
-      [launch](int device, uintptr_t stream, std::array<uintptr_t, 3> memory, std::array<uint32_t, 5> sizes) {
-        const auto [topk_idx, counts, in_rank] = memory;
-        const auto [tokens, width, experts, ranks, ranks_of_node] = sizes;
-        launch(gpu::TopkLayout{pointer<const int64_t>(topk_idx), tokens, width, experts, ranks, ranks_of_node,
-                               pointer<uint32_t>(counts), pointer<bool>(in_rank)},
-               device, stream);
-      },
-      "device"_a, "stream"_a, "memory"_a, "sizes"_a);
-  m.def(
-      "gpu_topk_pack",
-      [launch](int device, uintptr_t stream, std::array<uintptr_t, 3> memory, std::array<uint32_t, 3> sizes) {
-        const auto [topk_idx, weights, words] = memory;
-        const auto [rank, rows, width] = sizes;
-        launch(gpu::TopkPack{pointer<const int64_t>(topk_idx), pointer<const uint32_t>(weights), rank, rows, width,
-                             pointer<uint32_t>(words)},
-               device, stream);
-      },
-      "device"_a, "stream"_a, "memory"_a, "sizes"_a);
-  m.def(
-      "gpu_topk_unpack",
-      [launch](int device, uintptr_t stream, std::array<uintptr_t, 3> memory, std::array<uint32_t, 4> sizes) {
-        const auto [words, experts, weights] = memory;
-        const auto [rows, width, first_expert, num_experts] = sizes;
-        launch(gpu::TopkUnpack{pointer<const uint32_t>(words), rows, width, first_expert, num_experts,
-                               pointer<int64_t>(experts), pointer<uint32_t>(weights)},
-               device, stream);
-      },
-      "device"_a, "stream"_a, "memory"_a, "sizes"_a);
+  def_topk<5>(m, "gpu_topk_layout", [](const auto& memory, const auto& sizes) {
+    const auto [topk_idx, counts, in_rank] = memory;
+    const auto [tokens, width, experts, ranks, ranks_of_node] = sizes;
+    return gpu::TopkLayout{pointer<const int64_t>(topk_idx),
+                           tokens,
+                           width,
+                           experts,
+                           ranks,
+                           ranks_of_node,
+                           pointer<uint32_t>(counts),
+                           pointer<bool>(in_rank)};
+  });
+  def_topk<3>(m, "gpu_topk_pack", [](const auto& memory, const auto& sizes) {
+    const auto [topk_idx, weights, words] = memory;
+    const auto [rank, rows, width] = sizes;
+    return gpu::TopkPack{pointer<const int64_t>(topk_idx), pointer<const uint32_t>(weights), rank, rows, width,
+                         pointer<uint32_t>(words)};
+  });
+  def_topk<4>(m, "gpu_topk_unpack", [](const auto& memory, const auto& sizes) {
+    const auto [words, experts, weights] = memory;
+    const auto [rows, width, first_expert, num_experts] = sizes;
+    return gpu::TopkUnpack{
+        pointer<const uint32_t>(words), rows, width, first_expert, num_experts, pointer<int64_t>(experts),
+        pointer<uint32_t>(weights)};
+  });
 }
 
 }  // namespace
