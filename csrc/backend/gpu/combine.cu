@@ -57,51 +57,47 @@ __device__ __forceinline__ void work(const CombineKernel& kernel, typename Table
   using Folds = typename Table::Folds;
   using Merges = typename Table::Merges;
   using Tells = typename Table::Tells;
-  // What the window before the last merges is needed until all meet here.
-  const auto goes_on = [&] { return device::barrier_and(0, Roles::kThreads, threadIdx.x != 0 || !stopped(kernel.g)); };
-  if (Roles::template is_in<Tells>()) {
-    const CombineKernel k = kernel.by(Roles::template crew<Tells>());
-#pragma unroll 1
-    for (uint32_t w = 0; w < k.args.num_windows && (w == 0 || goes_on()); ++w) {
-      Tells::begin(k, w, shared, shared.merges);
-      __syncthreads();
-      Tells::run(k, shared);
-    }
-    return;
-  }
-  const bool folds = Roles::template is_in<Folds>();
+  const bool folds = Roles::template is_in<Folds>(), tells = Roles::template is_in<Tells>();
+  const CombineKernel teller = kernel.by(Roles::template crew<Tells>());
   const CombineKernel k = kernel.by(folds ? Roles::template crew<Folds>() : Roles::template crew<Merges>());
   const uint32_t sum_warp = threadIdx.x / kWarp - Roles::template first_warp<Folds>();
   SumPipeline pipeline{shared_address(pipelines) + sum_warp * kSumWarpBytes,
                        shared_address(barriers + sum_warp * kSumStages)};
-  __syncthreads();
-  const bool good = begin_sums<Table::kIsBulk>(k, barriers + sum_warp * kSumStages);
-  // A warp that merges compares the calls. It waits until all ranks have entered, which is no longer than it waits for
-  // their pieces. A warp that folds or tells of folded rows would keep other ranks waiting. With several domains the
-  // network's block compares.
-  const auto compare = [&] {
-    if (!has_net(kernel.g) && blockIdx.x == 0 && sum_warp == Table::kSumWarps - 1 && good)
-      all_alike(kernel.by(Roles::lone_warp()), kernel.args.signature);
-  };
-  if (!Table::kFoldsFirst) compare();
   // The window is read from shared memory again and again, because no registers are left to keep it. After an error
   // every part of it returns at once.
   const auto window = [&] { return read_shared(&shared.folds.window); };
+  // All roles meet at one place of the code, as __syncthreads() demands.
 #pragma unroll 1
-  while (true) {
-    if (folds || Folds::folding(k.g, shared.folds) > Folds::kWarps)
-      Folds::run(k, shared, shared.merges[window() % kHalves], pipeline, folds ? 0 : Folds::kWarps);
-    if (Table::kFoldsFirst && window() == 0) compare();
-    Merges::return_sums(k, shared.merges[window() % kHalves], pipeline, folds);
-    // The sums of the last window come after the next one has been folded and returned, because others wait for that.
-    // One call for both roles and all windows, because its code is long.
-#pragma unroll 1
-    for (uint32_t back = min(window(), 1); back > 0 || is_last(k.args, window()); --back) {
-      Merges::merge(k, shared.merges[(window() - back) % kHalves], pipeline, folds);
-      if (back == 0) return;
-    }
-    if (!goes_on()) return;
+  for (bool first = true;; first = false) {
+    if (tells) Tells::begin(teller, first ? 0 : window() + 1, shared, shared.merges);
     __syncthreads();
+    if (tells) {
+      Tells::run(teller, shared);
+      if (is_last(k.args, window())) return;
+    } else {
+      const bool good = !first || begin_sums<Table::kIsBulk>(k, barriers + sum_warp * kSumStages);
+      // A warp that merges compares the calls. It waits until all ranks have entered, which is no longer than it waits
+      // for their pieces. A warp that folds or tells of folded rows would keep other ranks waiting. With several
+      // domains the network's block compares.
+      const auto compare = [&] {
+        if (!has_net(kernel.g) && first && blockIdx.x == 0 && sum_warp == Table::kSumWarps - 1 && good)
+          all_alike(kernel.by(Roles::lone_warp()), kernel.args.signature);
+      };
+      if (!Table::kFoldsFirst) compare();
+      if (folds || Folds::folding(k.g, shared.folds) > Folds::kWarps)
+        Folds::run(k, shared, shared.merges[window() % kHalves], pipeline, folds ? 0 : Folds::kWarps);
+      if (Table::kFoldsFirst) compare();
+      Merges::return_sums(k, shared.merges[window() % kHalves], pipeline, folds);
+      // The sums of the last window come after the next one has been folded and returned, because others wait for that.
+      // One call for both roles and all windows, because its code is long.
+#pragma unroll 1
+      for (uint32_t back = min(window(), 1); back > 0 || is_last(k.args, window()); --back) {
+        Merges::merge(k, shared.merges[(window() - back) % kHalves], pipeline, folds);
+        if (back == 0) return;
+      }
+    }
+    // What the window before the last merges is needed until all meet here.
+    if (!device::barrier_and(0, Roles::kThreads, threadIdx.x != 0 || !stopped(kernel.g))) return;
   }
 }
 
