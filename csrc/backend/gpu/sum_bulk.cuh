@@ -178,10 +178,12 @@ struct BulkSums {
       for (uint32_t begin = begin_of(now), end = end_of(now); begin < end; begin += kSegment) sum_segment(now, begin);
       if (work.tells() && is_for_somebody(now)) sum_written(now.tag, Work::kSplits && now.part > 0);
     }
-    if (elect()) wait_stores<0>();
+    if (elect()) {
+      wait_stores<0>();
+      state.stage = pipeline.stage;
+      state.parity = pipeline.parity;
+    }
     __syncwarp();
-    state.stage = pipeline.stage;
-    state.parity = pipeline.parity;
     tell_sums(waiting, waiting_tag);
     tell_sums(later, later_tag);
   }

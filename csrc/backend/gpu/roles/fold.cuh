@@ -40,7 +40,7 @@ struct FoldRole {
     sum_all<kBulk, Row, Wire>({k.crew, first, warps, false}, k.g, fold, k.args.hidden, pipeline);
     __syncwarp();
     if (k.crew.lane() == 0) count_shared(&shared.boxes.ended);
-    if (is_last(k.args, w)) finish_fold(k, first == 0, warps > kWarps ? 2 : 1);
+    if (is_last(k.args, read_shared(&shared.folds.window))) finish_fold(k, first == 0, warps > kWarps ? 2 : 1);
     clock.stop();
   }
 };

@@ -19,6 +19,12 @@ __device__ __forceinline__ uint32_t lowest_lane(LaneMask lanes) { return __ffs(s
 __device__ __forceinline__ uint32_t warp_max(uint32_t value) { return __reduce_max_sync(kFullWarp, value); }
 __device__ __forceinline__ uint32_t warp_min(uint32_t value) { return __reduce_min_sync(kFullWarp, value); }
 
+// threadIdx.x where it is needed next after long: it takes no register until then.
+__device__ __forceinline__ uint32_t thread_again() {
+  uint32_t thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
 // By a whole warp: true in one lane, always the same one. The compiler does not know that `lane == 0` is true in one
 // lane only.
 __device__ __forceinline__ bool elect() {

@@ -13,6 +13,7 @@ constexpr uint32_t kWarp = gpu_on_cpu::kWarp;
 using LaneMask = gpu_on_cpu::LaneMask;
 constexpr LaneMask kFullWarp = ~LaneMask{0};
 
+inline uint32_t thread_again() { return threadIdx.x; }
 inline LaneMask ballot(bool yes) { return __ballot_sync(kFullWarp, yes); }
 inline uint32_t lowest_lane(LaneMask lanes) { return static_cast<uint32_t>(std::countr_zero(lanes)); }
 
