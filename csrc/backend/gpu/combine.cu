@@ -26,15 +26,15 @@ namespace {
 // 1       compare  header_full of all ..> compare calls
 // 4 (8)   end      all blocks are through ..> --> merged, returns_consumed, ended
 //
-// Rows that need more memory than there is go in windows. Words of the block (left, begun) come before each but the first,
-// instead of its barrier. The first row of the figure is that of window w. The second is that of window w - 1, and in the end also of the last.
+// Rows that need more memory than there is go in windows; barriers of the block come before each. The first row of the
+// figure is that of window w. The second is that of window w - 1, and in the end also of the last.
 // boxes are words of the block (Boxes), chunks counters of the GPU (relayed_counts); the others are flags (DeviceMap, NetState).
 // clang-format on
 template <bool kBulk, bool kNet, CombineForm kForm, typename Row, typename Wire>
 struct Combine {
   static_assert(kBulk || kForm == CombineForm::kSums);
   static_assert(!kNet || kForm != CombineForm::kFoldsFirst);
-  static constexpr bool kIsBulk = kBulk, kFoldsFirst = kForm == CombineForm::kFoldsFirst;
+  static constexpr bool kIsBulk = kBulk, kHasNet = kNet, kFoldsFirst = kForm == CombineForm::kFoldsFirst;
   using Folds = FoldRole<kBulk, kNet, kForm, Row, Wire>;
   using Merges = MergeRole<kBulk, kNet, kForm, Row, Wire>;
   using Tells = TellFoldedRole<Folds, kBulk, kNet, kForm>;
@@ -49,65 +49,70 @@ __host__ __device__ inline uint32_t tables_bytes(const Group& g, const KernelCom
   return g.table_bytes + combine_table_bytes(g.map, args.num_windows);
 }
 
-// A function, because its registers would otherwise be taken from those that sum.
+// A function where there are several domains, because its registers would be taken from those that sum.
 template <typename Table>
-__device__ __noinline__ void begin_next(const CombineKernel k, uint32_t window, typename Table::Roles::Shared& shared) {
+__device__ __noinline__ void begin_window(const CombineKernel k, uint32_t window,
+                                          typename Table::Roles::Shared& shared) {
   Table::Tells::begin(k, window, shared, shared.merges);
 }
+
 // By all warps of a block that works: all windows.
 template <typename Table>
 __device__ __forceinline__ void work(const CombineKernel& kernel, typename Table::Roles::Shared& shared,
-                                     SumPipeline* pipelines, uint8_t* memory, uint64_t* barriers) {
+                                     PipelineTurn* turns, uint8_t* pipelines, uint64_t* barriers) {
   using Roles = typename Table::Roles;
   using Folds = typename Table::Folds;
   using Merges = typename Table::Merges;
   using Tells = typename Table::Tells;
-  const bool tells = Roles::template is_in<Tells>();
+  const bool folds = Roles::template is_in<Folds>(), tells = Roles::template is_in<Tells>();
   const CombineKernel teller = kernel.by(Roles::template crew<Tells>());
-  if (tells) Tells::begin(teller, 0, shared, shared.merges);
-  __syncthreads();
-  if (tells) {
-#pragma unroll 1
-    for (uint32_t w = 1;; ++w) {
-      Tells::run(teller, shared);
-      if (w == teller.args.num_windows || !Tells::wait_left(teller, shared, w * Table::kSumWarps)) return;
-      begin_next<Table>(teller, w, shared);
-      Tells::tell_begun(teller, shared);
-    }
-  }
-  const bool folds = Roles::template is_in<Folds>();
   const CombineKernel k = kernel.by(folds ? Roles::template crew<Folds>() : Roles::template crew<Merges>());
   const uint32_t sum_warp = threadIdx.x / kWarp - Roles::template first_warp<Folds>();
-  SumPipeline& pipeline = pipelines[sum_warp];  // in shared memory, because no registers are left
-  if (k.crew.lane() == 0)
-    pipeline = {shared_address(memory) + sum_warp * kSumWarpBytes, shared_address(barriers + sum_warp * kSumStages)};
-  __syncwarp();
-  const bool good = begin_sums<Table::kIsBulk>(k, barriers + sum_warp * kSumStages);
-  // A warp that merges compares the calls. It waits until all ranks have entered, which is no longer than it waits for
-  // their pieces. A warp that folds or tells of folded rows would keep other ranks waiting. With several domains the
-  // network's block compares.
-  const auto compare = [&] {
-    if (!has_net(kernel.g) && blockIdx.x == 0 && sum_warp == Table::kSumWarps - 1 && good)
-      all_alike(kernel.by(Roles::lone_warp()), kernel.args.signature);
-  };
-  if (!Table::kFoldsFirst) compare();
+  SumPipeline pipeline{shared_address(pipelines) + sum_warp * kSumWarpBytes,
+                       shared_address(barriers + sum_warp * kSumStages),
+                       turns[tells ? 0 : threadIdx.x - Roles::template first_warp<Folds>() * kWarp]};
   // The window is read from shared memory again and again, because no registers are left to keep it. After an error
   // every part of it returns at once.
   const auto window = [&] { return read_shared(&shared.folds.window); };
+  // All roles meet at one place of the code, as __syncthreads() demands.
 #pragma unroll 1
-  while (true) {
-    if (folds || Folds::folding(k.g, shared.folds) > Folds::kWarps)
-      Folds::run(k, shared, shared.merges[window() % kHalves], pipeline, folds ? 0 : Folds::kWarps);
-    if (Table::kFoldsFirst && window() == 0) compare();
-    Merges::return_sums(k, shared.merges[window() % kHalves], pipeline, folds);
-    // The sums of the last window come after the next one has been folded and returned, because others wait for that.
-    // One call for both roles and all windows, because its code is long.
-#pragma unroll 1
-    for (uint32_t back = min(window(), 1); back > 0 || is_last(k.args, window()); --back) {
-      Merges::merge(k, shared.merges[(window() - back) % kHalves], pipeline, folds);
-      if (back == 0) return;
+  for (bool first = true;; first = false) {
+    if (tells) {
+      const uint32_t next = first ? 0 : window() + 1;
+      if constexpr (Table::kHasNet)
+        begin_window<Table>(teller, next, shared);
+      else
+        Tells::begin(teller, next, shared, shared.merges);
     }
-    if (!Tells::leave(k, shared, window() + 1)) return;
+    __syncthreads();
+    if (tells) {
+      Tells::run(teller, shared);
+      if (is_last(k.args, window())) return;
+    } else {
+      if (first) pipeline.turn = {};
+      const bool good = !first || begin_sums<Table::kIsBulk>(k, barriers + sum_warp * kSumStages);
+      // A warp that merges compares the calls. It waits until all ranks have entered, which is no longer than it waits
+      // for their pieces. A warp that folds or tells of folded rows would keep other ranks waiting. With several
+      // domains the network's block compares.
+      const auto compare = [&] {
+        if (!has_net(kernel.g) && first && blockIdx.x == 0 && sum_warp == Table::kSumWarps - 1 && good)
+          all_alike(kernel.by(Roles::lone_warp()), kernel.args.signature);
+      };
+      if (!Table::kFoldsFirst) compare();
+      if (folds || Folds::folding(k.g, shared.folds) > Folds::kWarps)
+        Folds::run(k, shared, shared.merges[window() % kHalves], pipeline, folds ? 0 : Folds::kWarps);
+      if (Table::kFoldsFirst) compare();
+      Merges::return_sums(k, shared.merges[window() % kHalves], pipeline, folds);
+      // The sums of the last window come after the next one has been folded and returned, because others wait for that.
+      // One call for both roles and all windows, because its code is long.
+#pragma unroll 1
+      for (uint32_t back = min(window(), 1); back > 0 || is_last(k.args, window()); --back) {
+        Merges::merge(k, shared.merges[(window() - back) % kHalves], pipeline, folds);
+        if (back == 0) return;
+      }
+    }
+    // What the window before the last merges is needed until all meet here.
+    if (!device::barrier_and(0, Roles::kThreads, threadIdx.x != 0 || !stopped(kernel.g))) return;
   }
 }
 
@@ -123,10 +128,9 @@ __global__ void __launch_bounds__(Combine<kBulk, kNet, kForm, Row, Wire>::Roles:
   __shared__ KernelOp op;
   __shared__ typename Roles::Shared shared;
   __shared__ __align__(8) uint64_t barriers[Table::kSumWarps * kSumStages];  // of bulk copies
-  __shared__ SumPipeline pipelines[Table::kSumWarps];
+  __shared__ PipelineTurn turns[Table::kSumWarps * kWarp];
   if (!kNet) __builtin_assume(g.map.num_domains == 1);
   if (threadIdx.x < kWarp) shared.boxes.begin();
-  if (threadIdx.x == 0) shared.left = shared.begun = 0;
   enter(g, OpKind::kCombine, op, Roles::kThreads);
   const CombineKernel kernel{{g, plan, op, {}}, args};
   if (blockIdx.x == 0 && threadIdx.x == 0) trace_kernel(g, TraceKind::kKernelBegin, OpKind::kCombine, kernel.op.epoch);
@@ -136,7 +140,7 @@ __global__ void __launch_bounds__(Combine<kBulk, kNet, kForm, Row, Wire>::Roles:
       return;
     }
   }
-  work<Table>(kernel, shared, pipelines, dynamic + tables_bytes(g, args), barriers);
+  work<Table>(kernel, shared, turns, dynamic + tables_bytes(g, args), barriers);
   __syncthreads();  // errors that other crews of the block found are seen from here on
   if constexpr (kNet) {
     if (thread_again() == 0) count_through(g);

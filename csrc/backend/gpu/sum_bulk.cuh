@@ -46,9 +46,9 @@ __device__ __forceinline__ void pack_sums(const float (&sums)[kVectors][8], uint
 
 // A warp's pipeline, between one use of it and the next.
 struct SumPipeline {
-  uint32_t memory = 0;    // addresses in shared memory: of kSumWarpBytes,
-  uint32_t barriers = 0;  // and of kSumStages, one for every segment: filled
-  uint32_t stage = 0, parity = 0;
+  uint32_t memory;     // addresses in shared memory: of kSumWarpBytes,
+  uint32_t barriers;   // and of kSumStages, one for every segment: filled
+  PipelineTurn& turn;  // the lane's own, in shared memory, because no registers are left
 };
 
 template <uint32_t kVectors, SumWork Work>
@@ -84,8 +84,8 @@ struct BulkSums {
         row_bytes(bytes),
         state(s),
         // Shuffled, because the compiler would otherwise work them out from the thread's number at every use.
-        pipeline{__shfl_sync(kFullWarp, s.memory, 0), __shfl_sync(kFullWarp, s.barriers, 0), kSegment, s.stage,
-                 s.parity},
+        pipeline{__shfl_sync(kFullWarp, s.memory, 0), __shfl_sync(kFullWarp, s.barriers, 0), kSegment, s.turn.stage,
+                 s.turn.parity},
         ahead(group, w, by),
         good(__all_sync(kFullWarp, !stopped(group))) {
     if (Work::kRehearses && by.rehearse())
@@ -178,12 +178,9 @@ struct BulkSums {
       for (uint32_t begin = begin_of(now), end = end_of(now); begin < end; begin += kSegment) sum_segment(now, begin);
       if (work.tells() && is_for_somebody(now)) sum_written(now.tag, Work::kSplits && now.part > 0);
     }
-    if (elect()) {
-      wait_stores<0>();
-      state.stage = pipeline.stage;
-      state.parity = pipeline.parity;
-    }
+    if (elect()) wait_stores<0>();
     __syncwarp();
+    state.turn = {pipeline.stage, pipeline.parity};
     tell_sums(waiting, waiting_tag);
     tell_sums(later, later_tag);
   }

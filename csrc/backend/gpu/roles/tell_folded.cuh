@@ -26,13 +26,9 @@ __device__ __forceinline__ uint32_t first_folded(const Group& g, uint32_t row_by
 template <typename FoldsRows, bool kBulk, bool kNet, CombineForm kForm>
 struct TellFoldedRole {
   static constexpr uint32_t kWarps = 1;
-  // Words of the block. They go where a barrier would be one of two places of the code.
-  struct Shared {
-    uint32_t left;   // warps that have left a window, of all windows
-    uint32_t begun;  // windows after the first
-  };
+  struct Shared {};
 
-  // Before the others begin: what a window folds and merges.
+  // Before the block's barrier: what a window folds and merges.
   static __device__ __forceinline__ void begin(const CombineKernel& k, uint32_t window,
                                                typename FoldsRows::Shared& shared, MergeRange (&ranges)[kHalves]) {
     MergeRange& merges = ranges[window % kHalves];
@@ -48,28 +44,8 @@ struct TellFoldedRole {
     if (going(k)) tell_empty_token_blocks(k, shared.folds.window);
     tell_folded(Fold<kNet, kForm>{k, shared.folds, nullptr, 0}, FoldsRows::folding(k.g, shared.folds), shared.boxes);
   }
-  // Until `count` warps have left windows: what the window before the last merges is needed so long. False: an error is
-  // known.
-  static __device__ __forceinline__ bool wait_left(const CombineKernel& k, Shared& shared, uint32_t count) {
-    return all_lanes(threadIdx.x % kWarp != 0 || wait_shared(k.g, &shared.left, count));
-  }
-  static __device__ __forceinline__ void tell_begun(const CombineKernel& k, Shared& shared) {
-    k.crew.sync();
-    if (k.crew.thread == 0) count_shared(&shared.begun);
-  }
-  // By each other warp: leaves a window, and waits until so many more have begun. False: an error is known.
-  static __device__ __forceinline__ bool leave(const CombineKernel& k, Shared& shared, uint32_t begun) {
-    __syncwarp();
-    if (threadIdx.x % kWarp == 0) count_shared(&shared.left);
-    return all_lanes(threadIdx.x % kWarp != 0 || wait_shared(k.g, &shared.begun, begun));
-  }
 
  private:
-  static __device__ __forceinline__ bool all_lanes(bool good) {
-    const bool all = __all_sync(kFullWarp, good);
-    __syncwarp();  // votes order no memory
-    return all;
-  }
   static __device__ __forceinline__ void part_rows(const CombineKernel& k, FoldRange& folds, MergeRange& merges) {
     if constexpr (!kNet) {
       merges.last = few_rows(k, merges.end_token - merges.first_token);
