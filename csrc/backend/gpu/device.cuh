@@ -95,9 +95,9 @@ __device__ inline bool wait_block(const Group& g, const DeviceFlag<Of>* flag, ui
     if (looks % 64 == 0 && stopped(g)) return false;
   return read(flag) >= value;
 }
-// By one thread: waits for another crew of this block, which counts in the word. False: an error is known.
-__device__ inline bool wait_shared(const Group& g, uint32_t* word, uint32_t count = 1) {
-  for (uint32_t looks = 1; read_shared(word) < count; ++looks) {
+// By one thread: waits for another crew of this block, which sets the word once. False: an error is known.
+__device__ inline bool wait_shared(const Group& g, uint32_t* word) {
+  for (uint32_t looks = 1; read_shared(word) == 0; ++looks) {
     if (looks % 64 == 0 && stopped(g)) return false;
     device::pause_nsec(50);
   }

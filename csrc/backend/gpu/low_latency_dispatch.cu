@@ -199,9 +199,9 @@ __device__ inline void serve_network(const Group& g, const SlotDispatchArgs& arg
   };
   const NetDispatch k = begin(net_crew(), true), received = begin(net_crew(), false);
   const auto push = [&] {
-    if (!sends || !wait_ready(g, shared, 1)) return;
+    if (!sends || !is_ready()) return;
     push_slot_packets(k);
-    if (!wait_ready(g, shared, 2)) return;
+    is_ready();
 #pragma unroll 1
     for (uint32_t first = 0; first < g.map.num_domains; first += kWarp) {
       const uint32_t to = first + threadIdx.x % kWarp;
@@ -220,9 +220,9 @@ __device__ inline void serve_network(const Group& g, const SlotDispatchArgs& arg
   };
   const auto fill = [&] {
     NetDispatch own = k;
-    if (!sends || !tell_ready(shared, write_slot_packets(k))) return;
+    if (!sends || !is_ready(write_slot_packets(k))) return;
     fill_sent_streams(k, streams);
-    tell_ready(shared, true);
+    is_ready();
     if (wait_free(own, k.map().rows_read)) tell_routing(k);
   };
   const auto keep = [&] {

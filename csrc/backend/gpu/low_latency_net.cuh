@@ -267,27 +267,19 @@ __device__ inline bool adopt_packets(const K& k, Part<DeviceFlag<Of>> flags) {
 }
 
 // ---- the block that sees to the network -----------------------------------------------------------------------------
-// Words of its shared memory.
+// Words of its shared memory; 1: it is so.
 struct SlotNetShared {
-  uint32_t poller_ends;  // 1: it is so
-  uint32_t ready;  // how often the crew has done what is pushed next
-  uint32_t pushed;  // 1: all is
+  uint32_t poller_ends;
+  uint32_t pushed;  // all is
 };
 constexpr uint32_t kNetHelpers = 2;  // warps that poll and push; the others are a crew
 __device__ __forceinline__ Crew net_crew() { return Crew::of(1, kNetHelpers, kSlotWarps - kNetHelpers); }
 
-// By the crew: tells the warp that pushes, unless it fails. False: an error is known.
-__device__ __forceinline__ bool tell_ready(SlotNetShared& shared, bool good) {
-  const Crew crew = net_crew();
-  if (!crew.all(good)) return false;
-  if (crew.thread == 0) count_shared(&shared.ready);
-  return true;
-}
-// By the warp that pushes: waits until the crew has told it `times` times. False: an error is known.
-__device__ __forceinline__ bool wait_ready(const Group& g, SlotNetShared& shared, uint32_t times) {
-  const bool good = __all_sync(kFullWarp, threadIdx.x % kWarp != 0 || wait_shared(g, &shared.ready, times));
-  __syncwarp();  // votes order no memory
-  return good;
+// By the crew, when it has done something, and by the warp that pushes, which has waited for that: both, and equally
+// often, or neither. False: an error is known. A function that both call, because a barrier belongs to one place of the
+// code.
+inline __device__ __noinline__ bool is_ready(bool good = true) {
+  return Crew::of(2, kNetHelpers - 1, kSlotWarps - kNetHelpers + 1).all(good);
 }
 // By one thread: waits until the other blocks are through, and keeps the number of the operation. False: an error is
 // known.
@@ -300,7 +292,7 @@ __device__ inline bool keep_number(const K& k, bool sends) {
   return true;
 }
 // By all threads of the block. push(): by a warp. fill(): by the crew; writes what is pushed, or finds it, and says
-// so by tell_ready(). keep(): by one thread, at the end.
+// so by is_ready(). keep(): by one thread, at the end.
 template <typename Push, typename Fill, typename Keep>
 __device__ inline void serve_slot_network(const Group& g, SlotNetShared& shared, Push push, Fill fill, Keep keep) {
   if (threadIdx.x == 0) shared = {};

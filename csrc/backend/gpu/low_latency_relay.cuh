@@ -121,9 +121,9 @@ __device__ inline void serve_network(const Group& g, const SlotCombineArgs& args
   const NetCombine k = begin_slots<true>(g, args, SlotKind::kCombine, net_crew(), false);
   const SlotNetState& state = g.slot_net_state;
   const auto push = [&] {
-    if (sends && !wait_ready(g, shared, 1)) return;
+    if (sends && !is_ready()) return;
     if (sends) push_slot_packets(sent);
-    if (!receives || !wait_ready(g, shared, sends + 1)) return;
+    if (!receives || !is_ready()) return;
 #pragma unroll 1
     for (uint32_t first = 1; first <= g.net.num_relayed; first += kWarp) {
       const uint32_t stream = first + threadIdx.x % kWarp;
@@ -141,8 +141,8 @@ __device__ inline void serve_network(const Group& g, const SlotCombineArgs& args
     }
   };
   const auto fill = [&] {
-    if (sends && !tell_ready(shared, write_slot_packets(sent))) return;
-    if (receives) tell_ready(shared, fill_relayed_streams(k, relayed));
+    if (sends && !is_ready(write_slot_packets(sent))) return;
+    if (receives) is_ready(fill_relayed_streams(k, relayed));
   };
   const auto keep = [&] {
     if (sends) keep_number(sent, true);
