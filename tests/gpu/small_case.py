@@ -145,8 +145,8 @@ def main() -> None:
                 for dtype, wire in CASES:
                     use(buffer, dtype, wire)
         room = {"low_latency_tokens": T, "low_latency_topk": K}
-        masks = {"mask_timeout_s": 300.0} if domain_size == ranks else {}
-        for settings in ({"bulk_copies": True}, {"bulk_copies": False}, masks):
+        masks = [{"mask_timeout_s": 300.0}] if domain_size == ranks else []
+        for settings in ({"bulk_copies": True}, {"bulk_copies": False}, *masks):
             with opened(ranks, domain_size, **room, **settings) as buffer:
                 use_slots(buffer)
         print(f"small case done: {ranks} ranks in domains of {domain_size}", flush=True)
