@@ -62,7 +62,14 @@ ENGINE_MUTANTS = {
         ONE_DOMAIN_IN_WINDOWS, "roles/stage.cuh", "k.g.map.read, k.op.free_after(w))", "k.g.map.read, 0)",
     ),
     "pieces are folded into a half before it has been merged": (
-        ONE_DOMAIN_IN_WINDOWS, "roles/fold.cuh", "k.op.window(w) - (w == 0 ? 1 : kHalves)", "0",
+        ONE_DOMAIN_IN_WINDOWS, "roles/fold.cuh", "k.op.window(w) - kHalves)", "0)",
+    ),
+    "pieces are merged before those of the token block's neighbours have come": (
+        "a domain has the host's bits in every form of a combine", "fold.cuh",
+        "its = token_block + i / members;", "its = token_block;",
+    ),
+    "the first block that has folded says that all have": (
+        ONE_DOMAIN, "fold.cuh", "last_block(k, Phase::kFolded, workers(k.g)) && going(k)", "going(k)",
     ),
     "a window's rows lie in the ring where the first window's do": (
         TWO_DOMAINS_IN_WINDOWS, "stage.cuh", "sent[to] + its.chunks) %", "sent[to] + 0 * its.chunks) %",

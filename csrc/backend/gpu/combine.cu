@@ -13,7 +13,8 @@ namespace {
 //
 // warps   role   time ---->
 // 1       tell   ranges of rows --> block barrier | empty token blocks --> folded | boxes ..> count pieces --> folded
-// 7 (11)  fold   block barrier ..> merged (of the last) ..> fold rows --> boxes | weights; last block --> folded_all | as merge
+//                  | last block --> folded_all
+// 7 (11)  fold   merged (of the last) ..> block barrier ..> fold rows --> boxes | weights | as merge
 // 4 (8)   merge  block barrier ..> empty tokens | folded ..> relay rows --> chunks
 //                  | folded, returns_there ..> merge rows | folded_all ..> weights; last block --> merged
 //
@@ -74,6 +75,10 @@ __device__ __forceinline__ void work(const CombineKernel& kernel, typename Table
   // The window is read from shared memory again and again, because no registers are left to keep it. After an error
   // every part of it returns at once.
   const auto window = [&] { return read_shared(&shared.folds.window); };
+  if (!tells && !Table::kHasNet) {
+    begin_sums<Table::kIsBulk>(pipeline, barriers + sum_warp * kSumStages);
+    if (folds || Table::kFoldsFirst) Folds::begin(k);
+  }
   // All roles meet at one place of the code, as __syncthreads() demands.
 #pragma unroll 1
   for (bool first = true;; first = false) {
@@ -89,13 +94,15 @@ __device__ __forceinline__ void work(const CombineKernel& kernel, typename Table
       Tells::run(teller, shared);
       if (is_last(k.args, window())) return;
     } else {
-      if (first) pipeline.turn = {};
-      const bool good = !first || begin_sums<Table::kIsBulk>(k, barriers + sum_warp * kSumStages);
+      if (Table::kHasNet && first) {
+        begin_sums<Table::kIsBulk>(pipeline, barriers + sum_warp * kSumStages);
+        if (folds) Folds::begin(k);
+      }
       // A warp that merges compares the calls. It waits until all ranks have entered, which is no longer than it waits
       // for their pieces. A warp that folds or tells of folded rows would keep other ranks waiting. With several
       // domains the network's block compares.
       const auto compare = [&] {
-        if (!has_net(kernel.g) && first && blockIdx.x == 0 && sum_warp == Table::kSumWarps - 1 && good)
+        if (!has_net(kernel.g) && first && blockIdx.x == 0 && sum_warp == Table::kSumWarps - 1)
           all_alike(kernel.by(Roles::lone_warp()), kernel.args.signature);
       };
       if (!Table::kFoldsFirst) compare();

@@ -8,7 +8,8 @@
 
 namespace uccl_ep::gpu {
 
-__device__ __forceinline__ bool stopped(const Group& g) { return read(&local(g).stop) != 0; }
+// Without order: who stops reads nothing that was written before.
+__device__ __forceinline__ bool stopped(const Group& g) { return peek(&local(g).stop) != 0; }
 // By a crew, whose threads must all decide alike.
 __device__ __forceinline__ bool going(const Kernel& k) { return k.crew.all(k.crew.thread != 0 || !stopped(k.g)); }
 

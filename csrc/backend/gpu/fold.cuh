@@ -87,19 +87,25 @@ struct FoldRange {
 template <typename Merges>
 __device__ inline void find_fold_range(const CombineKernel& k, const Merges& streams, FoldRange& out) {
   const uint32_t entries = k.plan.num_token_blocks + 1, window = streams.window;
+  const bool is_only = k.args.num_windows == 1;  // of which nothing is looked up in tables
   if (k.crew.thread == 0) out.window = window;
   k.crew.sync();
   for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size) {
     const uint32_t stream = stream_of(k.g, s);
-    const TokenBlockRange token_blocks = token_blocks_of(k, window, stream, k.plan.token_blocks[s]);
     FoldSource& its = out.of(k.g, s);
-    its.begin = k.plan.row_begin[s] + k.plan.token_block_rows[s * entries + token_blocks.first];
-    its.end = k.plan.row_begin[s] + k.plan.token_block_rows[s * entries + token_blocks.end];
+    its.begin = k.plan.row_begin[s];
+    its.end = k.plan.row_end[s];
+    uint64_t earlier = 0;
+    if (!is_only) {
+      const TokenBlockRange token_blocks = token_blocks_of(k, window, stream, k.plan.token_blocks[s]);
+      its.end = its.begin + k.plan.token_block_rows[s * entries + token_blocks.end];
+      its.begin += k.plan.token_block_rows[s * entries + token_blocks.first];
+      earlier = k.plan.token_block_pieces[s * entries + token_blocks.first];
+    }
     if (!in_domain(k.g, s) && is_alone(k.g)) {
       its.to = at(k.g, k.g.rank, k.g.net.relayed[stream].returns);
       its.slot = streams.stream(k.g, stream).slot;
     } else {
-      const uint64_t earlier = k.plan.token_block_pieces[s * entries + token_blocks.first];
       its.to = at(k.g, holder_of(k.g, s), k.g.map.pieces) + piece_place(k.g, stream) * k.g.map.piece_bytes +
                pieces_begin(k.g, window) - earlier * k.args.hidden * dtype_bytes(k.args.wire);
     }
@@ -109,18 +115,24 @@ __device__ inline void find_fold_range(const CombineKernel& k, const Merges& str
   k.crew.sync();
 }
 
-// In shared memory: tags (FoldTag) plus 1 of rows that warps of the block have folded. Each warp puts tags into its own
-// boxes in turn; the warp that tells takes them.
-constexpr uint32_t kBoxes = 16;  // more than a warp puts at once
-template <uint32_t kWarps>
+// In shared memory: tags (FoldTag) plus 1 of rows that warps of the block have folded. A warp puts each into one of
+// kBoxes; the warp that tells takes them. In one domain all warps share one for each of its lanes, so that it has
+// little code: where rows are few, that takes 3 us less. With several domains each has its own, or kernels spill on
+// sm_100a.
+template <bool kNet>
+constexpr uint32_t kBoxes = kNet ? 8 : kWarp;  // no fewer than a warp puts at once
+template <bool kNet, uint32_t kWarps>
 struct Boxes {
-  uint32_t tags[kWarps * kBoxes];
+  static constexpr uint32_t kAll = kBoxes<kNet> * (kNet ? kWarps : 1);
+  uint32_t tags[kAll];
   uint32_t ended;  // warps that put nothing more
   // By the first warp of the block; a barrier of all threads follows.
   __device__ void begin() {
-    for (uint32_t i = threadIdx.x; i < kWarps * kBoxes; i += kWarp) tags[i] = 0;
+    for (uint32_t i = threadIdx.x; i < kAll; i += kWarp) tags[i] = 0;
     if (threadIdx.x == 0) ended = 0;
   }
+  // By a warp: those that it uses.
+  __device__ __forceinline__ uint32_t* of(uint32_t warp) { return tags + (kNet ? warp * kBoxes<kNet> : 0); }
 };
 
 // Rows of other domains come first, because their sums travel farther. A sum is that of a row, or of a part of one.
@@ -129,9 +141,9 @@ struct Fold : CombineKernel {
   static constexpr bool kSumsFirst = false, kSplits = kNet, kRehearses = false, kCopies = kForm != CombineForm::kSums,
                         kBegins = false;
   const FoldRange& range;
-  uint32_t* const boxes;  // this warp's
+  uint32_t* const boxes;  // kBoxes
   const uint32_t units;  // of 16 bytes in one of the caller's rows
-  mutable uint32_t put = 0;
+  mutable uint32_t put = 0;  // the box that is tried first
 
   __device__ SharedWork shared_work() const { return SharedWork::kFolded; }
   __device__ uint32_t window() const { return range.window; }
@@ -173,6 +185,7 @@ struct Fold : CombineKernel {
   __device__ void drop(Sum& sum, uint64_t bytes) const {
     while (sum.count > 0 && out_row(sum.first + sum.count - 1) >= plan.num_out_rows) --sum.count;
     if (sum.count > 0) return;
+#pragma unroll 1
     for (uint64_t i = 0; i < bytes / 16; ++i) reinterpret_cast<uint4*>(sum.out)[i] = make_uint4(0, 0, 0, 0);
     proxy_fence();
     fence_system();
@@ -195,8 +208,8 @@ struct Fold : CombineKernel {
   __device__ bool tells() const { return true; }
   __device__ void tell(uint32_t lane, uint32_t count, uint32_t tag) const {
     if (lane < count)
-      for (uint32_t looks = 1; !put_shared(boxes + (put + lane) % kBoxes, tag + 1); ++looks)
-        if (looks % 64 == 0 && stopped(g)) break;  // the warp that empties it may have ended
+      for (uint32_t looks = 1; !put_shared(boxes + (put + lane + (kNet ? 0 : looks)) % kBoxes<kNet>, tag + 1); ++looks)
+        if (looks % 64 == 0 && stopped(g)) break;  // the warp that empties them may have ended
     put += count;
     __syncwarp();
   }
@@ -237,8 +250,8 @@ struct Fold : CombineKernel {
 // By one warp: tells the sources of token blocks whose last row has been folded, by `folding` warps. The warps that
 // fold do not wait for its fences, which are slow while the link is full of rows.
 template <bool kNet, CombineForm kForm, uint32_t kWarps>
-__device__ inline void tell_folded(const Fold<kNet, kForm>& fold, uint32_t folding, Boxes<kWarps>& boxes) {
-  constexpr uint32_t kEach = (kWarps * kBoxes + kWarp - 1) / kWarp;
+__device__ inline void tell_folded(const Fold<kNet, kForm>& fold, uint32_t folding, Boxes<kNet, kWarps>& boxes) {
+  constexpr uint32_t kAll = Boxes<kNet, kWarps>::kAll, kEach = (kAll + kWarp - 1) / kWarp;
   const uint32_t lane = threadIdx.x % kWarp;
   for (uint32_t looks = 1;; ++looks) {
     const bool last_look = __all_sync(kFullWarp, read_shared(&boxes.ended) == folding);
@@ -246,7 +259,7 @@ __device__ inline void tell_folded(const Fold<kNet, kForm>& fold, uint32_t foldi
 #pragma unroll
     for (uint32_t u = 0; u < kEach; ++u) {
       const uint32_t i = u * kWarp + lane;
-      found[u] = i < kWarps * kBoxes ? take_shared(boxes.tags + i) : 0;
+      found[u] = i < kAll ? take_shared(boxes.tags + i) : 0;
       any |= found[u];
     }
     if (!__any_sync(kFullWarp, any != 0)) {
@@ -308,12 +321,32 @@ __device__ inline void fold_weights(const CombineKernel& k) {
       to[p + offset] = k.plan.out_rows[p] < k.plan.num_out_rows ? k.args.row_weights[k.plan.out_rows[p]] : 0.0f;
   }
 }
-// By `crews` crews of each block, after the rows of all windows: tells every member that it has all our pieces and
-// weights' gradients, which one of the crews writes.
-__device__ inline void finish_fold(const CombineKernel& k, bool writes_weights, uint32_t crews) {
-  if (k.args.row_weights != nullptr && writes_weights) fold_weights(k);
-  if (last_block(k, Phase::kFolded, crews * workers(k.g)) && going(k))
-    publish_to_members(k, k.g.map.folded_all, k.op.epoch);
+// By a warp of each block, when all warps that fold have ended: tells every member that it has all our pieces and
+// weights' gradients.
+__device__ inline void tell_all_folded(const CombineKernel& k) {
+  if (last_block(k, Phase::kFolded, workers(k.g)) && going(k)) publish_to_members(k, k.g.map.folded_all, k.op.epoch);
+}
+
+// By a warp, one rank per lane: whether the pieces of a token block of a stream have arrived. It waits for them, or
+// (kLooks) only looks.
+template <bool kLooks>
+__device__ __forceinline__ bool pieces_came(const Kernel& k, uint32_t stream, uint32_t token_block) {
+  bool good = true;
+  for (uint32_t r = k.g.first + threadIdx.x % kWarp; r < k.g.end; r += kWarp)
+    good &= peer_came<kLooks>(
+        k, {folded(k.g, k.g.rank, stream, r) + token_block, k.op.epoch, r, static_cast<int>(token_block)});
+  return __all_sync(kFullWarp, good);
+}
+// By a warp, a rank and a token block per lane: the same for `count` token blocks of ours.
+template <bool kLooks>
+__device__ __forceinline__ bool several_pieces_came(const Kernel& k, uint32_t token_block, uint32_t count) {
+  const uint32_t members = k.g.end - k.g.first;
+  bool good = true;
+  for (uint32_t i = threadIdx.x % kWarp; i < members * count; i += kWarp) {
+    const uint32_t r = k.g.first + i % members, its = token_block + i / members;
+    good &= peer_came<kLooks>(k, {folded(k.g, k.g.rank, 0, r) + its, k.op.epoch, r, static_cast<int>(its)});
+  }
+  return __all_sync(kFullWarp, good);
 }
 
 }  // namespace uccl_ep::gpu

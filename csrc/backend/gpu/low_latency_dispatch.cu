@@ -198,10 +198,14 @@ __device__ inline void serve_network(const Group& g, const SlotDispatchArgs& arg
     return begin_slots<true>(g, args, SlotKind::kDispatch, crew, sending);
   };
   const NetDispatch k = begin(net_crew(), true), received = begin(net_crew(), false);
-  const auto push = [&] {
-    if (!sends || !is_ready()) return;
-    push_slot_packets(k);
-    is_ready();
+  const auto fill = [&](SlotStep step) {
+    if (sends && step == SlotStep::kPackets) return write_slot_packets(k);
+    if (sends) fill_sent_streams(k, streams);
+    return true;
+  };
+  const auto push = [&](SlotStep step) {
+    if (!sends) return;
+    if (step == SlotStep::kPackets) return push_slot_packets(k);
 #pragma unroll 1
     for (uint32_t first = 0; first < g.map.num_domains; first += kWarp) {
       const uint32_t to = first + threadIdx.x % kWarp;
@@ -218,12 +222,9 @@ __device__ inline void serve_network(const Group& g, const SlotDispatchArgs& arg
       push_chunks(g, out, [] { return true; });
     }
   };
-  const auto fill = [&] {
+  const auto end = [&] {
     NetDispatch own = k;
-    if (!sends || !is_ready(write_slot_packets(k))) return;
-    fill_sent_streams(k, streams);
-    is_ready();
-    if (wait_free(own, k.map().rows_read)) tell_routing(k);
+    if (sends && wait_free(own, k.map().rows_read)) tell_routing(k);
   };
   const auto keep = [&] {
     if (sends && keep_number(k, true))
@@ -232,7 +233,7 @@ __device__ inline void serve_network(const Group& g, const SlotDispatchArgs& arg
         if (d != own_domain(g)) g.slot_net_state.sent[d] = sent_ring(k, d).after(k.map(), streams.count(d));
     if (receives) keep_number(received, false);
   };
-  serve_slot_network(g, shared, push, fill, keep);
+  serve_slot_network(g, shared, fill, push, end, keep);
 }
 
 template <bool kNet>

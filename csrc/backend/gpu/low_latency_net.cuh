@@ -274,13 +274,9 @@ struct SlotNetShared {
 };
 constexpr uint32_t kNetHelpers = 2;  // warps that poll and push; the others are a crew
 __device__ __forceinline__ Crew net_crew() { return Crew::of(1, kNetHelpers, kSlotWarps - kNetHelpers); }
+// What the crew fills and a warp then pushes, in this order.
+enum class SlotStep : uint32_t { kPackets, kStreams };
 
-// By the crew, when it has done something, and by the warp that pushes, which has waited for that: both, and equally
-// often, or neither. False: an error is known. A function that both call, because a barrier belongs to one place of the
-// code.
-inline __device__ __noinline__ bool is_ready(bool good = true) {
-  return Crew::of(2, kNetHelpers - 1, kSlotWarps - kNetHelpers + 1).all(good);
-}
 // By one thread: waits until the other blocks are through, and keeps the number of the operation. False: an error is
 // known.
 template <typename K>
@@ -291,28 +287,36 @@ __device__ inline bool keep_number(const K& k, bool sends) {
   (sends ? state.sent : state.received)[kind] = k.number;
   return true;
 }
-// By all threads of the block. push(): by a warp. fill(): by the crew; writes what is pushed, or finds it, and says
-// so by is_ready(). keep(): by one thread, at the end.
-template <typename Push, typename Fill, typename Keep>
-__device__ inline void serve_slot_network(const Group& g, SlotNetShared& shared, Push push, Fill fill, Keep keep) {
+// By all threads of the block. fill(step): by the crew; false in all threads: an error is known. push(step): by a warp,
+// when that is filled. end(): by the crew, when all is. keep(): by one thread, at the end.
+template <typename Fill, typename Push, typename End, typename Keep>
+__device__ inline void serve_slot_network(const Group& g, SlotNetShared& shared, Fill fill, Push push, End end,
+                                          Keep keep) {
   if (threadIdx.x == 0) shared = {};
   __syncthreads();
   const uint32_t warp = threadIdx.x / kWarp;
-  if (warp == 0) {
-    follow_events(g, g.slot_net.followed, &shared.poller_ends);
-  } else if (warp == 1) {
-    push();
+  if (warp == 0) return follow_events(g, g.slot_net.followed, &shared.poller_ends);
+  const bool pushes = warp < kNetHelpers;
+  bool good = true;
+#pragma unroll 1
+  for (uint32_t i = 0; good && i < 2; ++i) {
+    const auto step = static_cast<SlotStep>(i);
+    if (!pushes) good = fill(step);
+    // Both meet at one place of the code, as compute-sanitizer demands.
+    good = device::barrier_and(2, (kSlotWarps - kNetHelpers + 1) * kWarp, good);
+    if (pushes && good) push(step);
+  }
+  if (pushes) {
     __syncwarp();
     if (threadIdx.x % kWarp == 0) count_shared(&shared.pushed);
-  } else {
-    const Crew crew = net_crew();
-    fill();
-    if (crew.thread != 0) return;
-    wait_shared(g, &shared.pushed);  // what is kept was read before
-    keep();
-    count_shared(&shared.poller_ends);
-    tell_ended(g);
+    return;
   }
+  if (good) end();
+  if (net_crew().thread != 0) return;
+  wait_shared(g, &shared.pushed);  // what is kept was read before
+  keep();
+  count_shared(&shared.poller_ends);
+  tell_ended(g);
 }
 
 }  // namespace uccl_ep::gpu

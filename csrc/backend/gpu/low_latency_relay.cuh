@@ -120,10 +120,13 @@ __device__ inline void serve_network(const Group& g, const SlotCombineArgs& args
   const NetCombine sent = begin_slots<true>(g, args, SlotKind::kCombine, net_crew(), true);
   const NetCombine k = begin_slots<true>(g, args, SlotKind::kCombine, net_crew(), false);
   const SlotNetState& state = g.slot_net_state;
-  const auto push = [&] {
-    if (sends && !is_ready()) return;
-    if (sends) push_slot_packets(sent);
-    if (!receives || !is_ready()) return;
+  const auto fill = [&](SlotStep step) {
+    if (step == SlotStep::kPackets) return !sends || write_slot_packets(sent);
+    return !receives || fill_relayed_streams(k, relayed);
+  };
+  const auto push = [&](SlotStep step) {
+    if (sends && step == SlotStep::kPackets) push_slot_packets(sent);
+    if (!receives || step == SlotStep::kPackets) return;
 #pragma unroll 1
     for (uint32_t first = 1; first <= g.net.num_relayed; first += kWarp) {
       const uint32_t stream = first + threadIdx.x % kWarp;
@@ -140,10 +143,6 @@ __device__ inline void serve_network(const Group& g, const SlotCombineArgs& args
       push_chunks(g, out, [] { return true; });
     }
   };
-  const auto fill = [&] {
-    if (sends && !is_ready(write_slot_packets(sent))) return;
-    if (receives) is_ready(fill_relayed_streams(k, relayed));
-  };
   const auto keep = [&] {
     if (sends) keep_number(sent, true);
     if (!receives || !keep_number(k, false)) return;
@@ -151,7 +150,7 @@ __device__ inline void serve_network(const Group& g, const SlotCombineArgs& args
     for (uint32_t i = 1; i <= g.net.num_relayed; ++i)
       state.relayed[i] = relayed_ring(k, i).after(k.map(), relayed.count(i));
   };
-  serve_slot_network(g, shared, push, fill, keep);
+  serve_slot_network(g, shared, fill, push, [] {}, keep);
 }
 
 }  // namespace uccl_ep::gpu

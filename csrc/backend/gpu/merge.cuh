@@ -119,18 +119,7 @@ __device__ __forceinline__ uint32_t rail_of(const Group& g, uint32_t domain) {
   const uint32_t first = first_of(g, domain), size = first_of(g, domain + 1) - first;
   return first + (g.rank - g.first) % size;
 }
-// By a warp, one rank per lane: whether the pieces of a token block of a stream have arrived. It waits for them, or
-// (kLooks) only looks.
-template <bool kLooks>
-__device__ __forceinline__ bool pieces_came(const Kernel& k, uint32_t stream, uint32_t token_block) {
-  bool good = true;
-  for (uint32_t r = k.g.first + threadIdx.x % kWarp; r < k.g.end; r += kWarp)
-    good &= peer_came<kLooks>(
-        k, {folded(k.g, k.g.rank, stream, r) + token_block, k.op.epoch, r, static_cast<int>(token_block)});
-  return __all_sync(kFullWarp, good);
-}
-
-// By a warp, one domain per lane: the same for the sums of other domains for a token block of ours.
+// As pieces_came(), one domain per lane, for the sums of other domains for a token block of ours.
 template <bool kLooks>
 __device__ __forceinline__ bool returns_came(const Kernel& k, const MergeRange& range, uint32_t row_bytes,
                                              uint32_t token_block) {
@@ -159,7 +148,7 @@ template <bool kNet, CombineForm kForm>
 struct Merge : CombineKernel {
   // Warps wait for other domains; or for pieces, because all have folded first.
   static constexpr bool kWaits = kNet || kForm == CombineForm::kFoldsFirst;
-  static constexpr bool kSumsFirst = kWaits, kSplits = kWaits, kRehearses = kWaits, kCopies = false, kBegins = true;
+  static constexpr bool kSumsFirst = kWaits, kSplits = kWaits, kRehearses = kNet, kCopies = false, kBegins = true;
   const MergeRange& range;
   mutable uint32_t arrived = 0;  // token blocks that have come; a warp's sums follow the order of tokens
 
@@ -207,11 +196,20 @@ struct Merge : CombineKernel {
   template <bool kLooks>
   __device__ bool came(uint32_t token_block) const {
     if (token_block < arrived || (kRehearses && token_block == kRehearsal)) return true;
-    bool good = pieces_came<kLooks>(*this, 0, token_block) &&
-                (!kNet || returns_came<kLooks>(*this, range, row_bytes(), token_block));
+    uint32_t count = 1;
+    bool good;
+    if constexpr (kForm == CombineForm::kFoldsFirst) {
+      // All have folded before, so that several come at about the same time. A look takes as long as a sum.
+      const uint32_t end = (range.end_token + kTokenBlock - 1) / kTokenBlock;
+      count = min(max(kWarp / (g.end - g.first), 1), end - token_block);
+      good = several_pieces_came<kLooks>(*this, token_block, count);
+    } else {
+      good = pieces_came<kLooks>(*this, 0, token_block) &&
+             (!kNet || returns_came<kLooks>(*this, range, row_bytes(), token_block));
+    }
     __syncwarp();  // orders what the lanes have read before the loads that one of them issues
     proxy_fence();
-    if (good) arrived = token_block + 1;
+    if (good) arrived = token_block + count;
     return good;
   }
   __device__ bool at_once(uint32_t) const { return false; }

@@ -87,11 +87,12 @@ struct BulkSums {
         pipeline{__shfl_sync(kFullWarp, s.memory, 0), __shfl_sync(kFullWarp, s.barriers, 0), kSegment, s.turn.stage,
                  s.turn.parity},
         ahead(group, w, by),
-        good(__all_sync(kFullWarp, !stopped(group))) {
+        good(!stopped(group)) {
     if (Work::kRehearses && by.rehearse())
       pending = {1, 0, kRehearsal, 1, nullptr};
     else
       look_ahead();
+    good = __all_sync(kFullWarp, good);  // what it needs and what has been looked up come at the same time
     next_load();
   }
   // Bytes of the segment that begins at `at`.
@@ -164,6 +165,7 @@ struct BulkSums {
 
   __device__ void run() {
     if constexpr (!Work::kSumsFirst)
+#pragma unroll 1
       for (uint32_t i = 0; i < kSumStages - kLag; ++i) load_ahead(0);
     for (uint32_t n = 0; n < num_begun; ++n) {
       if (Work::kSumsFirst && num_loads == summed) {
@@ -272,11 +274,11 @@ __device__ __forceinline__ void sum_rows_bulk(const Summers& by, const Group& g,
     BulkSums<4, Work>(by, g, work, row_bytes, pipeline).run();
 }
 
-// By a crew that sums. False: an error is known.
+// By a warp, once.
 template <bool kBulk>
-__device__ __forceinline__ bool begin_sums(const Kernel& k, uint64_t* barriers) {
-  if constexpr (kBulk && kArch.bulk_copies) init_stages<kSumStages>(barriers, k.crew.lane());
-  return going(k);
+__device__ __forceinline__ void begin_sums(SumPipeline& pipeline, uint64_t* barriers) {
+  pipeline.turn = {};
+  if constexpr (kBulk && kArch.bulk_copies) init_stages<kSumStages>(barriers, threadIdx.x % kWarp);
 }
 // By a crew. In: dtype of the addends, Out: of the sums.
 template <bool kBulk, typename In, typename Out, SumWork Work>

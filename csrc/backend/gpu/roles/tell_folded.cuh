@@ -37,12 +37,13 @@ struct TellFoldedRole {
     find_fold_range(k, merges, shared.folds);
     if ((kNet || kForm == CombineForm::kFoldsFirst) && threadIdx.x == 0) part_rows(k, shared.folds, merges);
     k.crew.sync();  // as in find_merge_range
-    if (!kNet && window == 0 && blockIdx.x == 0) write_packets(k);
   }
   // After it.
   static __device__ __forceinline__ void run(const CombineKernel& k, typename FoldsRows::Shared& shared) {
+    if (!kNet && blockIdx.x == 0 && shared.folds.window == 0) write_packets(k);
     if (going(k)) tell_empty_token_blocks(k, shared.folds.window);
     tell_folded(Fold<kNet, kForm>{k, shared.folds, nullptr, 0}, FoldsRows::folding(k.g, shared.folds), shared.boxes);
+    if (is_last(k.args, shared.folds.window)) tell_all_folded(k);
   }
 
  private:
