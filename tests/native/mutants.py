@@ -64,9 +64,9 @@ ENGINE_MUTANTS = {
     "pieces are folded into a half before it has been merged": (
         ONE_DOMAIN_IN_WINDOWS, "roles/fold.cuh", "k.op.window(w) - kHalves)", "0)",
     ),
-    "pieces are merged before those of the token block's neighbours have come": (
+    "pieces are merged before another rank's have come": (
         "a domain has the host's bits in every form of a combine", "fold.cuh",
-        "its = token_block + i / members;", "its = token_block;",
+        "r = k.g.first + i % members, its", "r = k.g.rank, its",
     ),
     "the first block that has folded says that all have": (
         ONE_DOMAIN, "fold.cuh", "last_block(k, Phase::kFolded, workers(k.g)) && going(k)", "going(k)",
