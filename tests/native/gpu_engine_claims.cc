@@ -47,6 +47,17 @@ CLAIM("a domain has the host's bits in every form of a combine") {
         try_seeds(run);
       }
 }
+CLAIM("combines without a dispatch between them have the host's bits") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}})
+    for (const bool compact : {true, false}) {
+      CudaRun run = run_of(domain_of);
+      run.compact = compact;
+      run.combines_in_a_row = true;
+      run.num_tokens = {3, 130};  // one rank is through before the other has merged
+      run.rounds = 4;
+      try_seeds(run);
+    }
+}
 CLAIM("2 ranks of a domain have the host's bits, FP8, codes and scales") {
   CudaRun run = run_of({0, 0}, kBf16, kFp8);
   try_seeds(run);

@@ -36,6 +36,7 @@ struct CudaRun {
   uint32_t num_sms = 2, stage_sms = 0;
   bool bulk_copies = true;
   int rounds = 2;
+  bool combines_in_a_row = false;  // of a round: after its dispatches
   uint64_t seed = 1;
   double arrival_timeout_s = 60;
   uint32_t late_usec = 0;  // the last rank's, before every call

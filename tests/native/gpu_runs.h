@@ -308,7 +308,14 @@ std::vector<std::vector<RoundResult>> results_of(const CudaRun& run, std::vector
         be_late();
         result.dispatched[again] = rank.dispatch(in, again != 0);
         be_late();
-        if (!run.fp8_codes) result.combined[again] = rank.combine(in, result.dispatched[again]);
+        if (!run.fp8_codes && !run.combines_in_a_row)
+          result.combined[again] = rank.combine(in, result.dispatched[again]);
+      }
+      for (int again = 0; again < 2 && run.combines_in_a_row; ++again) {
+        // Other rows than those of the combine before.
+        Dispatched from = result.dispatched[again];
+        std::rotate(from.rows.begin(), from.rows.begin() + again * dtype_bytes(run.dtype), from.rows.end());
+        result.combined[again] = rank.combine(in, from);
       }
       all[static_cast<size_t>(r)].push_back(std::move(result));
     }
