@@ -65,7 +65,8 @@ ENGINE_MUTANTS = {
         ONE_DOMAIN_IN_WINDOWS, "roles/fold.cuh", "k.op.window(w) - kHalves)", "0)",
     ),
     "pieces are folded into memory before those of the last operation have been merged": (
-        "combines without a dispatch between them have the host's bits", "roles/fold.cuh", "k.op.window(0) - 1)", "0)",
+        "combines without a dispatch between them have the host's bits", "roles/fold.cuh",
+        "k.op.window(0) - 1)", "0)",
     ),
     "pieces are merged before another rank's have come": (
         "a domain has the host's bits in every form of a combine", "fold.cuh",
