@@ -75,9 +75,10 @@ __device__ __forceinline__ void work(const CombineKernel& kernel, typename Table
   // The window is read from shared memory again and again, because no registers are left to keep it. After an error
   // every part of it returns at once.
   const auto window = [&] { return read_shared(&shared.folds.window); };
+  bool may_fold = true;
   if (!tells && !Table::kHasNet) {
     begin_sums<Table::kIsBulk>(pipeline, barriers + sum_warp * kSumStages);
-    if (folds || Table::kFoldsFirst) Folds::begin(k);
+    if (folds || Table::kFoldsFirst) may_fold = Folds::begin(k);
   }
   // All roles meet at one place of the code, as __syncthreads() demands.
 #pragma unroll 1
@@ -96,7 +97,7 @@ __device__ __forceinline__ void work(const CombineKernel& kernel, typename Table
     } else {
       if (Table::kHasNet && first) {
         begin_sums<Table::kIsBulk>(pipeline, barriers + sum_warp * kSumStages);
-        if (folds) Folds::begin(k);
+        if (folds) may_fold = Folds::begin(k);
       }
       // A warp that merges compares the calls. It waits until all ranks have entered, which is no longer than it waits
       // for their pieces. A warp that folds or tells of folded rows would keep other ranks waiting. With several
@@ -106,7 +107,7 @@ __device__ __forceinline__ void work(const CombineKernel& kernel, typename Table
           all_alike(kernel.by(Roles::lone_warp()), kernel.args.signature);
       };
       if (!Table::kFoldsFirst) compare();
-      if (folds || Folds::folding(k.g, shared.folds) > Folds::kWarps)
+      if (may_fold && (folds || Folds::folding(k.g, shared.folds) > Folds::kWarps))
         Folds::run(k, shared, shared.merges[window() % kHalves], pipeline, folds ? 0 : Folds::kWarps);
       if (Table::kFoldsFirst) compare();
       Merges::return_sums(k, shared.merges[window() % kHalves], pipeline, folds);

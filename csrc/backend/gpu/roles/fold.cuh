@@ -24,9 +24,9 @@ struct FoldRole {
   }
 
   // By each crew that may fold, before the first window: what was in the memory before must have been merged. That
-  // memory may all be of one window.
-  static __device__ __forceinline__ void begin(const CombineKernel& k) {
-    wait_members(k, k.g.map.merged, k.op.window(0) - 1);
+  // memory may all be of one window. False: an error is known, and nothing may be written there.
+  static __device__ __forceinline__ bool begin(const CombineKernel& k) {
+    return wait_members(k, k.g.map.merged, k.op.window(0) - 1);
   }
   // By each crew that folds, the first warp of which has number `first`: a window, whose `merges` say which slots of
   // rings it takes. After an error it returns at once.
