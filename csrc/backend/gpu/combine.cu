@@ -99,8 +99,8 @@ __device__ __forceinline__ void work(const CombineKernel& kernel, typename Table
         begin_sums<Table::kIsBulk>(pipeline, barriers + sum_warp * kSumStages);
         if (folds) may_fold = Folds::begin(k);
       }
-      // A warp that merges compares the calls: it waits for all ranks' entries no longer than for their pieces. One that
-      // folds or tells would keep others waiting. With several domains the network's block compares.
+      // A warp that merges compares the calls: it waits for all ranks' entries no longer than for their pieces. One
+      // that folds or tells would keep others waiting. With several domains the network's block compares.
       const auto compare = [&] {
         if (!has_net(kernel.g) && first && blockIdx.x == 0 && sum_warp == Table::kSumWarps - 1)
           all_alike(kernel.by(Roles::lone_warp()), kernel.args.signature);
