@@ -9,11 +9,12 @@
 #include <type_traits>
 
 #include "common/error.h"
+#include "layout/votes.h"
 
 namespace uccl_ep {
 
-constexpr uint32_t kNumMessageKinds = 3;
-enum class MessageKind : uint32_t { kError, kBye, kHeartbeat };
+constexpr uint32_t kNumMessageKinds = 4;
+enum class MessageKind : uint32_t { kError, kBye, kHeartbeat, kVotes };
 
 // The payload of a heartbeat: what its sender knows of itself. Both numbers only grow.
 struct Heartbeat {
@@ -29,6 +30,8 @@ constexpr uint32_t payload_bytes(MessageKind kind) {
       return 0;
     case MessageKind::kHeartbeat:
       return sizeof(Heartbeat);
+    case MessageKind::kVotes:
+      return sizeof(RankVotes);
   }
   return 0;
 }

@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "common/units.h"
+#include "layout/votes.h"
 #include "layout/words.h"
 
 namespace uccl_ep {
@@ -247,6 +248,8 @@ RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, 
     layout.events[ring] = {cursor.take("events", capacity * sizeof(uint64_t)), capacity};
   }
   layout.ended_offset = cursor.take("flags", kLineBytes);
+  if (rings.slots.votes)
+    layout.votes_offset = cursor.take("flags", (1 + static_cast<uint64_t>(topo.num_ranks)) * sizeof(RankVotes));
   take_commands(cursor, layout);
   return layout;
 }

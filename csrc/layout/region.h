@@ -87,6 +87,7 @@ struct DeviceRings {
     uint64_t routing_bytes = 0, weights_bytes = 0;
     uint64_t row_slot_bytes = 0, sum_slot_bytes = 0;
     uint32_t chunks = 0;  // of rows, or sums, of an operation at most
+    bool votes = false;  // about masked ranks
   } slots = {};
   std::map<int, uint32_t> weight_slots = {};  // none: 0
   // All packets that a rank of a domain of a size sends for an operation; none: the largest to each domain.
@@ -141,6 +142,9 @@ struct RegionLayout {
   // Flag: number of operations that have ended. Writer: the rank's kernels; reader: its proxy, which stays awake while
   // more were launched.
   uint64_t ended_offset = 0;
+  // RankVotes of this rank, then of every rank; 0: there are none. Writer: the rank's kernels, then its proxy; readers:
+  // the proxy, then the kernels; scope: system; flags are never reset.
+  uint64_t votes_offset = 0;
   uint64_t device_bytes = 0;  // of the rings' slots in the device region
   uint64_t total_bytes = 0;  // of the region, in host memory
   // The same bytes by purpose, for memory_plan(); their sum is total_bytes.

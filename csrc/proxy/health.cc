@@ -33,6 +33,7 @@ Health::Health(const ProxyContext& context)
                 {context.control->generation, static_cast<uint32_t>(context.rank),
                  static_cast<uint32_t>(context.topo->num_ranks)},
                 context.topo->others(context.rank)),
+      votes_(context),
       heard_before_(static_cast<size_t>(context.topo->num_ranks)),
       heard_patient_(static_cast<size_t>(context.topo->num_ranks)),
       closed_(static_cast<size_t>(context.topo->num_ranks)) {
@@ -153,17 +154,17 @@ void Health::watch_processes() {
 
 void Health::found_dead(const Watched& watched) {
   closed_[static_cast<size_t>(watched.rank)].publish(1);
-  if (context_.outlives_ranks) return;
-  std::string who = "rank " + std::to_string(watched.rank);
-  if (watched.process.pid() != 0) who += " (pid " + std::to_string(watched.process.pid()) + ")";
-  ErrorRecord record = make_error(ErrorKind::kPeerDied, context_.rank, watched.rank, who + " died");
-  record.step = Step::kNone;
   if (remote_idx_[static_cast<size_t>(watched.rank)] >= 0) {
     if (RemoteSigns* const its = own_signs_[static_cast<size_t>(watched.rank)]) its->ended.publish(kDead);
     remote_of(watched.rank).dead = true;
     messages_.forget(watched.rank);
     publish_settled();
   }
+  if (context_.outlives_ranks) return;
+  std::string who = "rank " + std::to_string(watched.rank);
+  if (watched.process.pid() != 0) who += " (pid " + std::to_string(watched.process.pid()) + ")";
+  ErrorRecord record = make_error(ErrorKind::kPeerDied, context_.rank, watched.rank, who + " died");
+  record.step = Step::kNone;
   spread(record);
 }
 
@@ -187,7 +188,9 @@ void Health::start_shipping(const ErrorRecord& record) {
 }
 
 void Health::owe_what_changed() {
-  if (!error_owed_ && context_.control->error_claim.published() && context_.control->error.rank == context_.rank) {
+  const ControlBlock& ours = *context_.control;
+  const bool has_error = ours.error_claim.published() && ours.keeps_error.read() == 0;
+  if (!error_owed_ && has_error && ours.error.rank == context_.rank) {
     const ErrorRecord record = context_.control->error;
     spread(record);
   }
@@ -200,9 +203,19 @@ void Health::owe_what_changed() {
   }
 }
 
+// To all ranks: who is masked has to learn of it when it comes back.
+void Health::tell_votes() {
+  RankVotes votes;
+  if (!votes_.take_own(votes)) return;
+  messages_.compose(MessageKind::kVotes, {reinterpret_cast<const uint8_t*>(&votes), sizeof(votes)});
+  for (const Remote& remote : remotes_)
+    if (!remote.dead) messages_.owe_now(remote.rank, MessageKind::kVotes);
+}
+
 // Takes first: an acknowledgement may be here by now.
 bool Health::exchange(uint64_t now_usec) {
   owe_what_changed();
+  tell_votes();
   bool any = false;
   for (int left = Messages::kMostReceives; left > 0; --left) {
     const Datagram* const message = messages_.receive([&](int peer) {
@@ -239,6 +252,11 @@ void Health::take(const Datagram& message, uint64_t now_usec) {
       return messages_.part(peer);
     case MessageKind::kError:
       return take_error(peer, message);
+    case MessageKind::kVotes: {
+      RankVotes votes;
+      std::memcpy(&votes, message.payload, sizeof(votes));
+      return votes_.put(peer, votes);
+    }
   }
 }
 
@@ -277,6 +295,8 @@ bool Health::error_delivered() const {
   const ControlBlock& control = *context_.control;
   if (shipping_error_.read() != 0) return error_settled_.read() != 0;
   if (!control.error_claim.claimed()) return true;
+  // The others go on, and are to hear that this rank leaves.
+  if (control.keeps_error.read() != 0) return byes_settled_.read() != 0;
   return control.error_claim.published() && control.error.rank != context_.rank;
 }
 

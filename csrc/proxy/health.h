@@ -10,6 +10,7 @@
 #include "proxy/messages.h"
 #include "proxy/post.h"
 #include "proxy/proxy.h"
+#include "proxy/votes.h"
 
 namespace uccl_ep {
 
@@ -77,6 +78,7 @@ class Health {
   void take(const Datagram& message, uint64_t now_usec);
   void take_heartbeat(Remote& remote, const Datagram& message, uint64_t now_usec);
   void take_error(int peer, const Datagram& message);
+  void tell_votes();
   void publish_settled();
   void send_heartbeats();
   void probe_rails();
@@ -93,6 +95,7 @@ class Health {
   std::vector<Remote> remotes_;
   std::vector<int> remote_idx_;   // [rank] in remotes_, -1: own domain
   Messages messages_;
+  VoteBox votes_;
   std::vector<Watched> watched_;
   uint64_t next_housekeeping_usec_ = 0;
   uint64_t period_ = 0;

@@ -36,6 +36,13 @@ void Messages::owe(int peer, MessageKind kind) {
   next_usec_ = 0;
 }
 
+void Messages::owe_now(int peer, MessageKind kind) {
+  owe(peer, kind);
+  Debt& debt = debt_of({peer, static_cast<uint32_t>(kind)});
+  debt.attempts = debt.due_usec = 0;
+  next_usec_ = 0;
+}
+
 void Messages::part(int peer) {
   Peer& its = peers_[static_cast<size_t>(peer)];
   if (its.parting) return;

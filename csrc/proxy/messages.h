@@ -32,6 +32,8 @@ class Messages {
   // The peer is to get the message of that kind. One that has not acknowledged the last one gets the new one when it
   // would have got that again.
   void owe(int peer, MessageKind kind);
+  // As owe(), but the new one is sent at once.
+  void owe_now(int peer, MessageKind kind);
   // The peer has said that it leaves. What it does not acknowledge in kMostParting more attempts, it does not need.
   void part(int peer);
   // The peer is gone: nothing is sent to it any more.

@@ -234,7 +234,7 @@ void Proxy::take(const Completion& completion, uint64_t polled_nsec) {
   const bool delivered = completion.kind == Completion::Kind::kWriteDone;
   const Cookie cookie = decode_cookie(completion.cookie);
   // A failed post to a rank that left is no error.
-  if (!delivered && !health_->closed(completion.peer))
+  if (!delivered && !context_.outlives_ranks && !health_->closed(completion.peer))
     fail(make_error(ErrorKind::kTransport, context_.rank, completion.peer,
                     "a write to rank " + std::to_string(completion.peer) +
                         " failed: " + (completion.reason ? completion.reason : "no reason given")));

@@ -42,7 +42,7 @@ struct ProxyContext {
   // Number of graph replays, including announced ones. Set together with `launched`.
   const Flag* awaited = nullptr;
   TraceBuffer* trace = nullptr;  // written by the proxy's thread; nullptr: no trace
-  // The death of a rank is no error: others do without it.
+  // The death of a rank, or of the connection to it, is no error: others do without it.
   bool outlives_ranks = false;
   // A post that is refused for longer is an error.
   uint64_t progress_timeout_usec = 20'000'000;

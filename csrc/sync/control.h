@@ -49,6 +49,9 @@ struct ControlBlock {
   // reader: the owner. Never reset: after an error the engine is created anew.
   alignas(kLineBytes) Claim error_claim;
   ErrorRecord error;
+  // 1: what the owner then posts is its own alone, because others go on without it. Writer: the owner; reader: its
+  // proxy; never reset.
+  Flag keeps_error;
 };
 static_assert(sizeof(ControlBlock) <= kPageBytes);
 

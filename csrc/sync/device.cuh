@@ -82,6 +82,10 @@ __device__ __forceinline__ void or_global(uint64_t* word, uint64_t bits) {
   atomicOr(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(bits));
 }
 
+__device__ __forceinline__ void clear_global(uint64_t* word, uint64_t bits) {
+  atomicAnd(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(~bits));
+}
+
 // ---- in shared memory of one block ----------------------------------------------------------------------------------
 // By one thread: adds 1 to a word that others wait for.
 __device__ __forceinline__ void count_shared(uint32_t* word) { device::add_one_release_block(word); }

@@ -145,10 +145,7 @@ def main() -> None:
                 for dtype, wire in CASES:
                     use(buffer, dtype, wire)
         room = {"low_latency_tokens": T, "low_latency_topk": K}
-        forms: list[dict[str, Any]] = [{"bulk_copies": True}, {"bulk_copies": False}]
-        if domain_size == ranks:
-            forms.append({"mask_timeout_s": 300.0})
-        for settings in forms:
+        for settings in ({"bulk_copies": True}, {"bulk_copies": False}, {"mask_timeout_s": 300.0}):
             with opened(ranks, domain_size, **room, **settings) as buffer:
                 use_slots(buffer)
         print(f"small case done: {ranks} ranks in domains of {domain_size}", flush=True)

@@ -136,67 +136,6 @@ CLAIM("more tokens than a mask of a tile has bits, of more experts than a warp h
   run.num_sms = 3;
   try_seeds(run);
 }
-CLAIM("ranks that no longer come are masked by all others at once, and results are those without them") {
-  SlotRun run = slots_of(4);
-  run.mask_timeout_s = 2;
-  gpu_on_cpu::disturb(run.seed);
-  auto ranks = make_ranks<SlotRank>(run);
-  by_ranks(run.num_ranks(), [&](int r) {
-    SlotRank& rank = *ranks[static_cast<size_t>(r)];
-    const CloseOnFailure guard{rank.engine()};
-    double dropped = 0;
-    for (int round = 0; round < 4; ++round) {
-      World world(run, round);
-      const RankInput& in = world.inputs[static_cast<size_t>(r)];
-      const auto expect_masks = [&] {
-        const std::vector<int32_t> masked = rank.masks();
-        for (uint64_t s = 0; s < masked.size(); ++s) EXPECT(masked[s] == (world.is_gone(s) ? 1 : 0));
-      };
-      if (round >= 1) world.gone |= 1 << 1;
-      if (round >= 3) world.gone |= 1 << 3;
-      if (world.is_gone(static_cast<uint64_t>(r))) return;  // before a dispatch
-      Slots got(run);
-      rank.dispatch(in, got, gpu::SlotPhase::kBoth);
-      rank.finish();
-      world.check(r, got);
-      expect_masks();
-      if (round >= 2) world.gone |= 1 << 3;  // before a combine
-      if (world.is_gone(static_cast<uint64_t>(r))) return;
-      std::vector<uint16_t> out(in.num_tokens * run.hidden + 1, 0xEEEE);
-      World before(run, round);
-      before.gone = round >= 3 ? 0b1010 : round >= 1 ? 0b10 : 0;
-      const std::vector<uint16_t> rows = rank.experts(before, got);
-      rank.combine(in, rows, got, out, gpu::SlotPhase::kBoth);
-      rank.finish();
-      world.check_sums(r, out);
-      expect_masks();
-      for (uint64_t place = 0; place < in.num_tokens * run.topk; ++place) {
-        const int64_t expert = expert_at(in, place);
-        dropped += expert >= 0 && world.is_gone(static_cast<uint64_t>(expert) / run.experts_per_rank);
-      }
-      EXPECT(rank.stat("low_latency.dropped_pairs") == dropped);
-    }
-    EXPECT(rank.stat("low_latency.masked_ranks") == 2);
-    EXPECT(dropped > 0 || run.tokens_of(r) == 0);
-  });
-}
-CLAIM("a rank that others have masked meanwhile has an error, and they have none") {
-  SlotRun run = slots_of(3);
-  run.mask_timeout_s = 1;
-  auto ranks = make_ranks<SlotRank>(run);
-  by_ranks(run.num_ranks(), [&](int r) {
-    SlotRank& rank = *ranks[static_cast<size_t>(r)];
-    const World world(run, 0);
-    Slots got(run);
-    if (r == 2) usleep(4'000'000);
-    const auto call = [&] {
-      rank.dispatch(world.inputs[static_cast<size_t>(r)], got, gpu::SlotPhase::kBoth);
-      rank.finish();
-    };
-    if (r != 2) return call();
-    EXPECT_THROWS(CommunicationFailure, call());
-  });
-}
 CLAIM("other calls are a mismatch that names both, and calls refused since are none") {
   for (const auto& [differs, domains] :
        {std::pair{false, std::vector{0, 0}}, {true, {0, 0}}, {false, {0, 1}}, {true, {0, 1}}}) {

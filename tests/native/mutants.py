@@ -282,9 +282,39 @@ WEIGHT_MUTANTS = {
     ),
     "ranks of other domains count as entered before their headers have come": (
         KNOWN_BETWEEN, "low_latency_combine.cu",
-        "if (knows && !adopt_packets(k, k.map().pairs_entered)) return false;",
-        "if (knows)\n      for (uint32_t s = 0; s < k.g.map.num_ranks; ++s)\n"
+        "if (!adopts_first && !adopt_packets(k, k.map().pairs_entered)) return false;",
+        "if (!adopts_first)\n      for (uint32_t s = 0; s < k.g.map.num_ranks; ++s)\n"
         "        if (!k.is_near(s)) publish(own_part(k.g, k.map().pairs_entered) + s, k.number);",
+    ),
+}  # fmt: skip
+
+MASKED_WHOLE = (
+    "between domains a domain that loses a rank is masked as a whole, and its other ranks have an error"
+)
+MASKED_BY_NUMBER = (
+    "between domains ranks are masked by their numbers in the group, before a combine and after"
+)
+MASK_MUTANTS = {
+    "a domain's other ranks stay": (
+        MASKED_WHOLE, "masks.cuh", "if ((ranks & its) != 0) all |= its;", "all |= ranks & its;",
+    ),
+    "masks are told by the numbers that kernels use": (
+        MASKED_BY_NUMBER, "low_latency_combine.cu", "out[g.rank_of[r]] = ", "out[r] = ",
+    ),
+    "votes are looked up by the numbers that kernels use": (
+        MASKED_BY_NUMBER, "masks.cuh", "g.slot_net.far_votes + g.rank_of[of] * kRankVotes",
+        "g.slot_net.far_votes + of * kRankVotes",
+    ),
+    "who is masked is settled before sums of other domains have come": (
+        MASKED_WHOLE, "low_latency_combine.cu", "good &= wait_live_sums(k, gone, sent);", "",
+    ),
+    "chunks go to a domain that is masked": (
+        "between domains a rank goes on alone", "low_latency_net.cuh",
+        " && !shared.shuns(k.g, k.first_of(to));", ";",
+    ),
+    "a rank that misses others does not ask whether they have masked it": (
+        "parts of a group that a network joins again find that they have masked each other", "masks.cuh",
+        "else if (masks_us(votes, r))", "else if (false && masks_us(votes, r))",
     ),
 }  # fmt: skip
 
@@ -340,6 +370,7 @@ MUTANTS = {
     "gpu_engine": ENGINE_MUTANTS,
     "gpu_ranks": RANK_MUTANTS,
     "low_latency": SLOT_MUTANTS,
+    "low_latency_masks": MASK_MUTANTS,
     "slot_weights": WEIGHT_MUTANTS,
     "topk": TOPK_MUTANTS,
 }

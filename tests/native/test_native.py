@@ -18,7 +18,7 @@ OF_TRANSPORTS = ("verbs", "verbs_datagram", "verbs_event", "verbs_engine", "ofi"
 # Kernels on the stand-in for GPUs: docs/gpu_on_cpu.md.
 ON_CPU = (
     "lanes", "events", "gpu_routing", "gpu_engine", "gpu_engine_refusal", "gpu_ranks", "low_latency",
-    "slot_weights", "pause_engine", "topk",
+    "low_latency_masks", "slot_weights", "pause_engine", "topk",
 )  # fmt: skip
 PROGRAMS = (
     "queue", "words", "layout", "messages", "loop", "ready", "mail", "copier", "nics", "stream", "fault",

@@ -70,10 +70,12 @@ class LowLatency:
     Calls of each kind form one sequence, the same on every rank, beside the buffer's other operations. At
     most two of a kind may be sent and not received.
 
-    With `mask_timeout_s`, on GPUs with one domain, calls go on without a rank that no longer answers: it is
-    masked. All others agree on that before they use a result. No row of it comes, and its experts' rows are
-    missing in sums; `stats()` counts these pairs. A masked rank that comes back raises `PeerFailed`, and
-    stays masked. The buffer's other operations raise when their deadlines are over.
+    With `mask_timeout_s`, on GPUs, calls go on without a rank that no longer answers, or leaves alone: it is
+    masked. Between domains its domain is, because each rank lands rows for all of its domain. All others agree
+    on that before they use a result. No row of a masked rank comes, and its experts' rows are missing in
+    sums; `stats()` counts these pairs. A masked rank that comes back, or has lost its domain, raises
+    `PeerFailed`. Parts of a group that no network joins mask each other. The buffer's other operations raise
+    when their deadlines are over.
 
     Raises `ConfigError` for a buffer without low_latency_tokens.
     """
@@ -238,7 +240,7 @@ class LowLatency:
 
     def masked_ranks(self) -> Tensor:
         """[R] int32: 1 for each rank that operations up to now do without (`EpConfig.mask_timeout_s`). All
-        that are not masked agree. On CPUs and between domains none is.
+        that are not masked agree. On CPUs none is.
         """
         self.buffer.check()
         if self._kernels is None:

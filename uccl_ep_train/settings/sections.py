@@ -132,8 +132,8 @@ class Deadlines(Section):
 
     mask_timeout_s: float = setting(0.0, number(0.0, 1e6), native="=")
     """Low-latency operations go on without a rank that has not answered for this long; 0: it is an error.
-    Longer than any rank may lie behind another. The rank's death is then no error. GPUs with one domain
-    of at most 64 ranks only.
+    Longer than any rank may lie behind another. The rank's death is then no error. With several domains
+    the rank's domain goes with it. GPUs with at most 64 ranks only.
 
     Unit: seconds. Allowed: 0 .. 10^6.
     """

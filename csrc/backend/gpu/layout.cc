@@ -130,7 +130,7 @@ DeviceRings::Slots size_low_latency(const Shape& shape, const LowLatencyRoom& ro
   static_assert(kAlign % kSharedUnitBytes == 0);
   map.routing_bytes = map.weights_bytes =
       round_up(sizeof(SlotHeader) + (sizeof(int32_t) + sizeof(float)) * places, kAlign);
-  return {map.routing_bytes, map.weights_bytes, map.row_chunk_bytes, map.sum_chunk_bytes, map.chunks};
+  return {map.routing_bytes, map.weights_bytes, map.row_chunk_bytes, map.sum_chunk_bytes, map.chunks, room.masks};
 }
 
 void take_low_latency(Cursor& cursor, const Shape& shape, LowLatencyMap& map, uint64_t net_bytes) {

@@ -11,6 +11,7 @@
 #include "common/error.h"
 #include "layout/region.h"
 #include "layout/topology.h"
+#include "layout/votes.h"
 #include "layout/wire.h"
 
 namespace uccl_ep::gpu {
@@ -60,6 +61,8 @@ struct SlotVote {
   uint64_t ranks;
   DeviceFlag<VoteCast> cast;
 };
+static_assert(sizeof(SlotVote) == sizeof(VoteWords));
+constexpr uint32_t kRankVotes = sizeof(RankVotes) / sizeof(SlotVote);  // from one rank's to the next one's
 // Low latency: what every rank of the domain may write here without asking. Dispatches and combines have numbers, each
 // from 1 on; number n uses half n mod 2, when the reader of number n - 2 has published that it is through. A *place* is
 // a pair's index in its source's [T, K]. Of a rank of another domain, this rank writes its header and routing itself.
@@ -71,7 +74,7 @@ struct LowLatencyMap {
   Part<DeviceFlag<SlotPairsFull>> pairs_full;  // [members][kMaxSlotBlocks]
   Part<DeviceFlag<PairsRead>> pairs_read;  // [members]
   Part<SlotHeader> headers;  // [dispatch, combine][halves][ranks]
-  Part<SlotVote> votes;  // [members][2][2]: masks.cuh
+  Part<SlotVote> votes;  // [members][2][2]: masks.cuh. Those of other domains: SlotNet
   Part<SlotVote> decisions;  // [members][2]
   Part<int32_t> routing;  // [halves][ranks][places] numbers of experts, -1: none
   Part<uint32_t> routed;  // the same: weights, if they came with the routing
@@ -172,6 +175,7 @@ struct LowLatencyRoom {
   uint32_t tokens = 0, topk = 0;
   uint64_t row_bytes = 0;  // of the widest row
   uint64_t sum_bytes = 0;  // of the widest sum between domains
+  bool masks = false;  // ranks may be masked
 };
 // What a region has to hold.
 struct RegionNeeds {
@@ -276,9 +280,9 @@ struct Local {
   uint64_t routing_hash = 0;  // of a routing that is compared with a plan's; the last to add resets it
   DeviceCounter<Arrived> arrived[16] = {};  // blocks, by Phase
   LowLatencyState low_latency;
-  // Progress, arrival: the time, in ticks of patience.cuh, before which no wait's deadline begins. Writers and readers:
-  // threads whose deadline is over; any of their values will do; never reset.
-  uint32_t patient_since[2] = {};
+  // Progress, arrival, masks: the time, in ticks of patience.cuh, before which no wait's deadline begins. Writers and
+  // readers: threads whose deadline is over; any of their values will do; never reset.
+  uint32_t patient_since[3] = {};
   DeviceCounter<SharesTaken> next_share[kHalves][4] = {};  // by a window's number mod 2, and SharedWork
   uint64_t block_hash[kMaxBlocks] = {};
   uint64_t step_nsec[kNumSteps] = {};  // since creation: what block 0 has spent in a step

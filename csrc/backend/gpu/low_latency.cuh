@@ -127,20 +127,25 @@ __device__ __forceinline__ void end_step(const K& k, const uint64_t& began, Step
     note(k.g,
          {began, now_nsec(), k.number, 0, static_cast<uint32_t>(TraceKind::kKernelStep), static_cast<uint32_t>(step)});
 }
+// By one thread: as wait_for(), but a peer that may be masked is suspected when it takes too long. What only such
+// groups need is not inlined: kernels of the others take longer to fetch it than to skip it.
+static __device__ __noinline__ Came wait_suspecting(const Group& g, uint64_t masked, const Awaited what) {
+  if ((masked >> what.peer & 1) != 0) return Came::kNo;
+  const Came came = wait_live(g, what.flag, what.value);
+  if (came == Came::kNo) or_global(&local(g).low_latency.suspected, uint64_t{1} << what.peer);
+  return came;
+}
+template <typename K>
+__device__ __forceinline__ Came wait_or_suspect(const K& k, const Awaited& what) {
+  if (!masks(k.g)) return wait_for(k.g, what) ? Came::kYes : Came::kStopped;
+  return wait_suspecting(k.g, k.masked, what);
+}
 // By a crew: waits until every member has read what we sent two operations ago.
 template <typename K, typename Of>
 __device__ inline bool wait_free(K& k, Part<DeviceFlag<Of>> read_by) {
   bool good = !stopped(k.g);
-  for (uint32_t r = k.first() + k.crew.thread; k.number > kHalves && r < k.end(); r += k.crew.size) {
-    const DeviceFlag<Of>* const flag = own_part(k.g, read_by) + (r - k.first());
-    if (!masks(k.g)) {
-      good &= wait_for(k.g, {flag, k.number - kHalves, r});
-    } else if (!k.is_masked(r)) {
-      const Came came = wait_live(k.g, &flag->value, k.number - kHalves);
-      if (came == Came::kNo) or_global(&k.state().suspected, uint64_t{1} << r);
-      good &= came != Came::kStopped;
-    }
-  }
+  for (uint32_t r = k.first() + k.crew.thread; k.number > kHalves && r < k.end(); r += k.crew.size)
+    good &= wait_or_suspect(k, {own_part(k.g, read_by) + (r - k.first()), k.number - kHalves, r}) != Came::kStopped;
   good = k.crew.all(good);
   if (masks(k.g)) k.masked |= device::load_past_l1(&k.state().suspected);
   return good;
@@ -255,11 +260,11 @@ __device__ inline bool wait_sent(const K& k, Part<DeviceFlag<Entered>> entered, 
   bool good = !stopped(k.g);
   for (uint32_t i = k.crew.warp(); i < k.members() * (kMaxSlotBlocks / kWarp); i += k.crew.warps()) {
     const uint32_t member = i % k.members(), r = k.first() + member, block = i / k.members() * kWarp + k.crew.lane();
-    if (k.is_masked(r)) continue;
-    good &= wait_for(k.g, {own_part(k.g, entered) + r, k.number, r});
-    if (!good || block >= k.header(k.g.rank, r).num_blocks) continue;
-    good &=
-        wait_for(k.g, {own_part(k.g, sent) + member * kMaxSlotBlocks + block, k.number, r, static_cast<int>(block)});
+    const Came came = wait_or_suspect(k, {own_part(k.g, entered) + r, k.number, r});
+    good &= came != Came::kStopped;
+    if (came != Came::kYes || block >= k.header(k.g.rank, r).num_blocks) continue;
+    good &= wait_or_suspect(k, {own_part(k.g, sent) + member * kMaxSlotBlocks + block, k.number, r,
+                                static_cast<int>(block)}) != Came::kStopped;
   }
   return good;
 }
@@ -277,14 +282,15 @@ __device__ inline bool settle(K& k, Wait wait) {
     k.masked = device::load_past_l1(&state.masked);
     return true;
   }
-  if (crew.thread == 0) gone.set(state.masked | device::load_past_l1(&state.suspected));
+  const uint64_t suspected = device::load_past_l1(&state.suspected);  // as the first thread sees it
+  if (crew.thread == 0) gone.set(state.masked | suspected);
   crew.sync();
   if (!crew.all(wait(gone)) || !agree(k.g, crew, state.num_settled + 1, gone)) return false;
   crew.sync();
   k.masked = gone.all();
   if (crew.thread != 0) return true;
   state.masked = k.masked;
-  state.suspected = 0;
+  clear_global(&state.suspected, suspected);  // but not those that are suspected since
   state.num_settled += 1;
   publish(settled, k.number);
   return true;
@@ -292,24 +298,25 @@ __device__ inline bool settle(K& k, Wait wait) {
 // By one thread: whether a rank that may be masked has published a number; adds the rank if it has not. False: an error
 // is known.
 template <typename K, typename Of>
-__device__ inline bool note_missing(const K& k, const DeviceFlag<Of>* flag, uint32_t rank, RankSet& gone) {
-  const Came came = wait_live(k.g, &flag->value, k.number);
+__device__ inline bool note_missing(const K& k, const DeviceFlag<Of>* flag, uint64_t number, uint32_t rank,
+                                    RankSet& gone) {
+  const Came came = wait_live(k.g, &flag->value, number);
   if (came == Came::kNo) gone.add(rank);
   return came != Came::kStopped;
 }
 
-// By block 0, where ranks may be masked: waits for all that comes. There is one domain.
+// By block 0, where ranks may be masked: waits for all that comes from our domain.
 template <typename K, typename Entered, typename Of>
 __device__ inline bool wait_live_blocks(const K& k, RankSet& gone, Part<DeviceFlag<Entered>> entered,
                                         Part<DeviceFlag<Of>> sent) {
   bool good = true;
-  for (uint32_t r = k.crew.thread; r < k.g.map.num_ranks; r += k.crew.size)
-    if (!gone.has(r)) good &= note_missing(k, own_part(k.g, entered) + r, r, gone);
+  for (uint32_t r = k.first() + k.crew.thread; r < k.end(); r += k.crew.size)
+    if (!gone.has(r)) good &= note_missing(k, own_part(k.g, entered) + r, k.number, r, gone);
   if (!k.crew.all(good)) return false;
-  for (uint32_t i = k.crew.thread; i < k.g.map.num_ranks * kMaxSlotBlocks; i += k.crew.size) {
-    const uint32_t r = i / kMaxSlotBlocks, block = i % kMaxSlotBlocks;
+  for (uint32_t i = k.crew.thread; i < k.members() * kMaxSlotBlocks; i += k.crew.size) {
+    const uint32_t r = k.first() + i / kMaxSlotBlocks, block = i % kMaxSlotBlocks;
     if (gone.has(r) || block >= k.header(k.g.rank, r).num_blocks) continue;
-    good &= note_missing(k, own_part(k.g, sent) + i, r, gone);
+    good &= note_missing(k, own_part(k.g, sent) + i, k.number, r, gone);
   }
   return good;
 }

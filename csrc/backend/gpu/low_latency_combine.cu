@@ -160,24 +160,29 @@ template <typename Combine>
 __device__ inline bool receive(Combine k, EnteredRanks& entered, const Streams& relayed, const Streams& sent) {
   __shared__ uint64_t began;
   const Sources sources{entered, sent};
+  // Weights that are known are not waited for. Where ranks may be masked, it is first settled who is.
+  const bool adopts_first = !masks(k.g) && k.args.routed == nullptr;
   if constexpr (Combine::kNet) {
     if (!open_rings(k, relayed.rings) || !k.crew.all(wait_sent(k, k.map().pairs_entered, k.map().pairs_full)))
       return false;
-    // Weights that are known are not waited for.
-    const bool knows = k.args.routed != nullptr;
-    if (!knows && !adopt_packets(k, k.map().pairs_entered)) return false;
+    if (adopts_first && !adopt_packets(k, k.map().pairs_entered)) return false;
     if (!fill_relayed_streams(k, relayed.masks)) return false;
     begin_step(k, began);
     if (!k.crew.all(relay_sums(k, relayed, sources))) return false;
     end_step(k, began, Step::kShip);
-    if (knows && !adopt_packets(k, k.map().pairs_entered)) return false;
 #pragma unroll 1
     for (uint32_t d = k.crew.thread; d < k.g.map.num_domains; d += k.crew.size)
       if (d != own_domain(k.g)) sent.rings[d] = returned_ring(k, d);
     fill_sent_streams(k, sent.masks);
   }
-  if (!settle(k, [&](RankSet& gone) { return wait_live_blocks(k, gone, k.map().pairs_entered, k.map().pairs_full); }))
-    return false;
+  const auto wait_all = [&](RankSet& gone) {
+    bool good = wait_live_blocks(k, gone, k.map().pairs_entered, k.map().pairs_full);
+    if constexpr (Combine::kNet) good &= wait_live_sums(k, gone, sent);
+    return good;
+  };
+  if (!settle(k, wait_all)) return false;
+  if constexpr (Combine::kNet)
+    if (!adopts_first && !adopt_packets(k, k.map().pairs_entered)) return false;
   begin_step(k, began);
   const auto wait = [&] {
     bool good = blockIdx.x != 0 || !k.crew.is_last_warp() || all_entered_alike(k, k.map().pairs_entered);
@@ -242,7 +247,7 @@ __global__ void __launch_bounds__(kSlotThreads, 1)
 __global__ void tell_masks(const __grid_constant__ Group g, int32_t* out) {
   const uint64_t masked = local(g).low_latency.masked;
   for (uint32_t r = threadIdx.x; r < g.map.num_ranks; r += kSlotThreads)
-    out[r] = static_cast<int32_t>(masked >> r % kMaxMaskedRanks & 1);
+    out[g.rank_of[r]] = static_cast<int32_t>(masked >> r % kMaxMaskedRanks & 1);
 }
 
 }  // namespace

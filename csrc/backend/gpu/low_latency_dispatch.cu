@@ -120,7 +120,8 @@ __device__ inline void send_rows(const Dispatch& k, SlotPlaces& shared, const St
   tell_sent(k, k.map().rows_full);
 }
 
-// By a crew, where there are other domains: our streams, and the rings that they go into, which are free then.
+// By a crew, where there are other domains: our streams, and the rings that they go into, which are free then. A domain
+// that is masked or suspected takes no more chunks, but what is for it is written as if it did.
 __device__ inline bool open_rings(const NetDispatch& k, const Streams& streams) {
   fill_sent_streams(k, streams.masks);
   bool good = !stopped(k.g);
@@ -128,8 +129,8 @@ __device__ inline bool open_rings(const NetDispatch& k, const Streams& streams) 
   for (uint32_t d = k.crew.thread; d < k.g.map.num_domains; d += k.crew.size) {
     if (d == own_domain(k.g)) continue;
     const SlotRing ring = streams.rings[d] = sent_ring(k, d);
-    good &= wait_for(
-        k.g, {k.g.slot_net_state.rows_gone + d, ring.free_after(k.map(), streams.masks.count(d)), k.first_of(d)});
+    good &= wait_or_suspect(k, {k.g.slot_net_state.rows_gone + d, ring.free_after(k.map(), streams.masks.count(d)),
+                                k.first_of(d)}) != Came::kStopped;
   }
   return k.crew.all(good);
 }
@@ -155,7 +156,7 @@ __device__ inline bool send(Dispatch k, SlotPlaces& shared, const Streams& strea
 __device__ inline void end_rings(const NetDispatch& k, const Streams& streams) {
 #pragma unroll 1
   for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size) {
-    if (k.is_near(s)) continue;
+    if (k.is_near(s) || k.is_masked(s)) continue;
     const uint64_t received = streams.rings[s].after(k.map(), streams.masks.count(s));
     k.g.slot_net_state.received[s] = received;
     fence_system();
@@ -164,11 +165,50 @@ __device__ inline void end_rings(const NetDispatch& k, const Streams& streams) {
   }
 }
 
+// By a warp: rows of a source's stream to our domain, whose routing has come.
+__device__ __forceinline__ uint32_t count_stream(const NetDispatch& k, uint32_t source) {
+  const SlotPacket packet = slot_packet(k, source);
+  const uint32_t tokens = min(packet.header().num_tokens, k.map().tokens), width = k.args.width;
+  const uint32_t first = k.g.first * k.g.experts_per_rank, of_domain = k.members() * k.g.experts_per_rank;
+  uint32_t rows = 0;
+#pragma unroll 1
+  for (uint32_t begin = 0; begin < tokens; begin += kWarp) {
+    const uint32_t token = begin + k.crew.lane();
+    bool wants = false;
+    for (uint32_t i = 0; token < tokens && i < width; ++i)
+      wants |= static_cast<uint32_t>(packet.routing()[token * width + i]) - first < of_domain;
+    rows += __popcll(ballot(wants));
+  }
+  return rows;
+}
+// By block 0, where ranks may be masked: waits for all that comes from other domains.
+__device__ __noinline__ bool wait_live_rows(const NetDispatch k, RankSet& gone) {
+  const uint32_t before = k.first(), others = k.g.map.num_ranks - k.members(), lane = k.crew.lane();
+  bool good = true;
+#pragma unroll 1
+  for (uint32_t i = k.crew.warp(); i < others; i += k.crew.warps()) {
+    const uint32_t source = i < before ? i : i + k.members();
+    if (__any_sync(kFullWarp, gone.has(source))) continue;
+    const auto note = [&](const auto* flag, uint64_t value) {
+      if (lane == 0) good &= note_missing(k, flag, value, source, gone);
+      __syncwarp();
+      return !__any_sync(kFullWarp, !good || gone.has(source));
+    };
+    if (!note(k.g.slot_net_state.routing_there + source, k.number)) continue;
+    note(k.g.slot_net_state.rows_there + source, received_ring(k, source).after(k.map(), count_stream(k, source)));
+  }
+  return good;
+}
+
 template <typename Dispatch>
 __device__ inline bool receive(Dispatch k, uint8_t* dynamic, SlotPlaces& shared) {
   __shared__ uint64_t began;
-  if (!settle(k, [&](RankSet& gone) { return wait_live_blocks(k, gone, k.map().routing_full, k.map().rows_full); }))
-    return false;
+  const auto wait = [&](RankSet& gone) {
+    bool good = wait_live_blocks(k, gone, k.map().routing_full, k.map().rows_full);
+    if constexpr (Dispatch::kNet) good &= wait_live_rows(k, gone);
+    return good;
+  };
+  if (!settle(k, wait)) return false;
   if constexpr (Dispatch::kNet)
     if (!adopt_packets(k, k.map().routing_full)) return false;
   begin_step(k, began);
@@ -191,6 +231,17 @@ __device__ inline bool receive(Dispatch k, uint8_t* dynamic, SlotPlaces& shared)
 }
 
 // ---- the block that sees to the network -----------------------------------------------------------------------------
+// By its crew, where ranks may be masked: those that take no rows. False: an error is known.
+__device__ __noinline__ bool find_shunned(const NetDispatch k, const StreamMasks streams, SlotNetShared& shared) {
+  bool good = true;
+#pragma unroll 1
+  for (uint32_t d = k.crew.thread; d < k.g.map.num_domains; d += k.crew.size)
+    if (d != own_domain(k.g))
+      good &= wait_gone(
+          k, {k.g.slot_net_state.rows_gone + d, sent_ring(k, d).free_after(k.map(), streams.count(d)), k.first_of(d)},
+          shared);
+  return k.crew.all(good);
+}
 __device__ inline void serve_network(const Group& g, const SlotDispatchArgs& args, const StreamMasks& streams,
                                      SlotNetShared& shared) {
   const bool sends = args.phase != SlotPhase::kReceive, receives = args.phase != SlotPhase::kSend;
@@ -199,18 +250,20 @@ __device__ inline void serve_network(const Group& g, const SlotDispatchArgs& arg
   };
   const NetDispatch k = begin(net_crew(), true), received = begin(net_crew(), false);
   const auto fill = [&](SlotStep step) {
-    if (sends && step == SlotStep::kPackets) return write_slot_packets(k);
-    if (sends) fill_sent_streams(k, streams);
-    return true;
+    if (!sends) return true;
+    if (step == SlotStep::kPackets) return write_slot_packets(k, shared);
+    fill_sent_streams(k, streams);
+    return !masks(g) || find_shunned(k, streams, shared);
   };
   const auto push = [&](SlotStep step) {
     if (!sends) return;
-    if (step == SlotStep::kPackets) return push_slot_packets(k);
+    if (step == SlotStep::kPackets) return push_slot_packets(k, shared);
 #pragma unroll 1
     for (uint32_t first = 0; first < g.map.num_domains; first += kWarp) {
       const uint32_t to = first + threadIdx.x % kWarp;
       Outgoing<SlotPartsDone> out;
-      if (to < g.map.num_domains && to != own_domain(g)) {
+      const uint32_t rank = to < g.map.num_domains ? k.first_of(to) : 0;
+      if (to < g.map.num_domains && to != own_domain(g) && !shared.shuns(g, rank)) {
         out.channel = g.slot_net.to[to].row_channel;
         out.counts = own_part(g, k.map().sent_counts) + to * k.map().chunks;
         out.rows = streams.count(to);
@@ -219,7 +272,7 @@ __device__ inline void serve_network(const Group& g, const SlotDispatchArgs& arg
         out.serial = g.slot_net_state.sent[to];
         out.parts = kRowParts;
       }
-      push_chunks(g, out, [] { return true; });
+      push_slot_chunks(k, out, rank);
     }
   };
   const auto end = [&] {

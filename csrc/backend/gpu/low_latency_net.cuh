@@ -201,15 +201,34 @@ __device__ __forceinline__ uint32_t sent_places(const SlotCombineArgs& args) {
   return args.routed != nullptr ? 0 : args.num_tokens * args.width;
 }
 
+// In shared memory of the block that sees to the network. Words; 1: it is so.
+struct SlotNetShared {
+  uint32_t poller_ends;
+  uint32_t pushed;  // all is
+  // Where ranks may be masked: those that are, or that are suspected of not taking what was sent before. No chunk goes
+  // to them.
+  RankSet shunned;
+
+  __device__ __forceinline__ bool shuns(const Group& g, uint32_t rank) const { return masks(g) && shunned.has(rank); }
+};
+// By one thread: waits until chunks to a peer have left, whose memory is written again; else the peer is shunned.
+// False: an error is known.
+template <typename K>
+__device__ inline bool wait_gone(const K& k, const Awaited& what, SlotNetShared& shared) {
+  const Came came = wait_or_suspect(k, what);
+  if (came == Came::kNo) shared.shunned.add(what.peer);
+  return came != Came::kStopped;
+}
+
 // By a crew: writes what every other domain gets, when none reads what lay there. False: an error is known.
 template <typename K>
-__device__ inline bool write_slot_packets(const K& k) {
+__device__ inline bool write_slot_packets(const K& k, SlotNetShared& shared) {
   const uint32_t domains = k.g.map.num_domains, places = sent_places(k.args);
   const float* const weights = k.args.weights;
   bool good = !stopped(k.g);
 #pragma unroll 1
   for (uint32_t d = k.crew.thread; k.number > kHalves && d < domains; d += k.crew.size)
-    if (d != own_domain(k.g)) good &= wait_for(k.g, packet_gone(k, d));
+    if (d != own_domain(k.g)) good &= wait_gone(k, packet_gone(k, d), shared);
   if (!k.crew.all(good)) return false;
   const SlotPacket packet = own_slot_packet(k);
   if (k.crew.thread == 0) write_header(k, packet.header());
@@ -223,14 +242,14 @@ __device__ inline bool write_slot_packets(const K& k) {
 }
 // By one warp: pushes them.
 template <typename K>
-__device__ inline void push_slot_packets(const K& k) {
+__device__ inline void push_slot_packets(const K& k, const SlotNetShared& shared) {
   const uint32_t places = sent_places(k.args), lane = threadIdx.x % kWarp;
   const uint64_t of_place = sizeof(int32_t) + (k.args.weights != nullptr ? sizeof(float) : 0);
   const auto unit = static_cast<uint32_t>(own_packet_offset(k) / kSharedUnitBytes);
 #pragma unroll 1
   for (uint32_t first = 0; first < k.g.map.num_domains; first += kWarp) {
     const uint32_t to = first + lane;
-    const bool has = to < k.g.map.num_domains && to != own_domain(k.g);
+    const bool has = to < k.g.map.num_domains && to != own_domain(k.g) && !shared.shuns(k.g, k.first_of(to));
     push_all(k.g, has, [&](uint32_t) {
       return has ? Command{packet_channel(k, to), sizeof(SlotHeader) + of_place * places, k.number - 1, unit}
                  : Command{};
@@ -246,6 +265,7 @@ __device__ inline bool adopt_packets(const K& k, Part<DeviceFlag<Of>> flags) {
 #pragma unroll 1
   for (uint32_t i = blockIdx.x; i < others; i += k.workers()) {
     const uint32_t source = i < before ? i : i + k.members();
+    if (k.is_masked(source)) continue;
     if (!k.crew.all(k.crew.thread != 0 || wait_for(k.g, packet_there(k, source)))) return false;
     const SlotPacket packet = slot_packet(k, source);
     if constexpr (std::is_same_v<K, NetDispatch>) {
@@ -267,11 +287,18 @@ __device__ inline bool adopt_packets(const K& k, Part<DeviceFlag<Of>> flags) {
 }
 
 // ---- the block that sees to the network -----------------------------------------------------------------------------
-// Words of its shared memory; 1: it is so.
-struct SlotNetShared {
-  uint32_t poller_ends;
-  uint32_t pushed;  // all is
-};
+// By one warp, one channel per lane, to rank `to`: as push_chunks(), but what is for a rank that is suspected meanwhile
+// may stay incomplete.
+template <typename K, typename Of>
+__device__ inline void push_slot_chunks(const K& k, Outgoing<Of>& out, uint32_t to) {
+  for (uint32_t looks = 1; __any_sync(kFullWarp, out.left()); ++looks) {
+    push_complete(k.g, out);
+    if (looks % 64 != 0) continue;
+    if (__any_sync(kFullWarp, stopped(k.g))) return;
+    if (masks(k.g) && out.left() && (device::load_past_l1(&k.state().suspected) >> to % kMaxMaskedRanks & 1) != 0)
+      out.rows = 0;
+  }
+}
 constexpr uint32_t kNetHelpers = 2;  // warps that poll and push; the others are a crew
 __device__ __forceinline__ Crew net_crew() { return Crew::of(1, kNetHelpers, kSlotWarps - kNetHelpers); }
 // What the crew fills and a warp then pushes, in this order.
@@ -292,7 +319,11 @@ __device__ inline bool keep_number(const K& k, bool sends) {
 template <typename Fill, typename Push, typename End, typename Keep>
 __device__ inline void serve_slot_network(const Group& g, SlotNetShared& shared, Fill fill, Push push, End end,
                                           Keep keep) {
-  if (threadIdx.x == 0) shared = {};
+  if (threadIdx.x == 0) {
+    shared = {};
+    const LowLatencyState& state = local(g).low_latency;
+    if (masks(g)) shared.shunned.set(whole_domains(g, state.masked | device::load_past_l1(&state.suspected)));
+  }
   __syncthreads();
   const uint32_t warp = threadIdx.x / kWarp;
   if (warp == 0) return follow_events(g, g.slot_net.followed, &shared.poller_ends);

@@ -29,6 +29,9 @@ struct SlotNet {
   To* to = nullptr;  // [domains]
   From* from = nullptr;  // [ranks]
   Relayed* relayed = nullptr;  // [streams]
+  // On the host, where ranks may be masked: ours, and by rank of the group those of other domains; layout/votes.h.
+  SlotVote* own_votes = nullptr;
+  const SlotVote* far_votes = nullptr;
   Followed followed;
 
   static constexpr uint64_t most_words(const DeviceMap& map) {

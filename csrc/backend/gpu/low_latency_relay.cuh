@@ -22,20 +22,29 @@ __device__ __forceinline__ RelayedRouting routing_of(const NetCombine& k, uint32
   return {packet.routing(), reinterpret_cast<const uint32_t*>(packet.weights(tokens * k.args.width)), tokens};
 }
 
-// By a crew: waits for the weights of the streams that we relay, unless they are known, and finds their tokens. False:
-// an error is known.
+// By a crew: waits for the weights of the streams that we relay, unless they are known, and finds their tokens: none of
+// a source that is masked, or suspected because they do not come. False: an error is known.
 __device__ inline bool fill_relayed_streams(const NetCombine& k, const StreamMasks& streams) {
+  __shared__ RankSet missing;
   const uint32_t relayed = k.g.net.num_relayed, width = k.args.width;
   const uint32_t first_of_domain = k.g.first * k.g.experts_per_rank;
   const uint32_t of_domain = k.members() * k.g.experts_per_rank;
   streams.clear(k.crew, k.g.map.num_streams);
+  if (masks(k.g)) {
+    if (k.crew.thread == 0) missing.set(k.masked);
+    k.crew.sync();
+  }
   bool good = !stopped(k.g);
 #pragma unroll 1
-  for (uint32_t i = 1 + k.crew.thread; k.args.routed == nullptr && i <= relayed; i += k.crew.size)
-    good &= wait_for(k.g, packet_there(k, k.g.net.relayed[i].source));
+  for (uint32_t i = 1 + k.crew.thread; k.args.routed == nullptr && i <= relayed; i += k.crew.size) {
+    const Came came = wait_or_suspect(k, packet_there(k, k.g.net.relayed[i].source));
+    if (came == Came::kNo) missing.add(k.g.net.relayed[i].source);
+    good &= came != Came::kStopped;
+  }
   if (!k.crew.all(good)) return false;
 #pragma unroll 1
   for (uint32_t i = 1; i <= relayed; ++i) {
+    if (masks(k.g) && missing.has(k.g.net.relayed[i].source)) continue;
     const RelayedRouting its = routing_of(k, k.g.net.relayed[i].source);
 #pragma unroll 1
     for (uint32_t p = k.crew.thread; p < its.tokens * width; p += k.crew.size)
@@ -45,6 +54,10 @@ __device__ inline bool fill_relayed_streams(const NetCombine& k, const StreamMas
   return true;
 }
 
+__device__ __forceinline__ Awaited sums_gone(const NetCombine& k, uint32_t stream, const SlotRing& ring) {
+  return {k.g.slot_net_state.sums_gone + stream, ring.free_after(k.map(), k.map().tokens),
+          k.g.net.relayed[stream].source};
+}
 // By a crew, while weights are on their way: finds the rings that our sums go into, and waits until they are free for
 // as many chunks as there may be, which is when all that were sent two operations ago have left.
 __device__ inline bool open_rings(const NetCombine& k, SlotRing* relayed) {
@@ -52,14 +65,15 @@ __device__ inline bool open_rings(const NetCombine& k, SlotRing* relayed) {
 #pragma unroll 1
   for (uint32_t i = 1 + k.crew.thread; i <= k.g.net.num_relayed; i += k.crew.size) {
     const SlotRing ring = relayed[i] = relayed_ring(k, i);
-    good &= wait_for(
-        k.g, {k.g.slot_net_state.sums_gone + i, ring.free_after(k.map(), k.map().tokens), k.g.net.relayed[i].source});
+    good &= wait_or_suspect(k, sums_gone(k, i, ring)) != Came::kStopped;
   }
   return k.crew.all(good);
 }
 
-// How many warps share a row that is summed for another domain: all have a share, and few have two.
+// How many warps share a row that is summed for another domain: all have a share, and few have two. Where ranks may be
+// masked one does, because blocks may disagree about whose weights have come.
 __device__ __forceinline__ uint32_t relay_shares(const NetCombine& k, const StreamMasks& streams) {
+  if (masks(k.g)) return 1;
   uint32_t rows = 1;
   for (uint32_t i = 1; i <= k.g.net.num_relayed; ++i) rows += streams.count(i);
   return min(max(k.workers() * kSlotWarps / rows, 1), parts_of(k));
@@ -104,16 +118,41 @@ __device__ inline void end_rings(const NetCombine& k, const Streams& streams) {
   fence_system();
 #pragma unroll 1
   for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size)
-    if (!k.is_near(s)) store_flag(k.g.slot_net.from[s].weights_consumed, k.number);
+    if (!k.is_near(s) && !k.is_masked(s)) store_flag(k.g.slot_net.from[s].weights_consumed, k.number);
 #pragma unroll 1
   for (uint32_t d = k.crew.thread; d < k.g.map.num_domains; d += k.crew.size) {
-    if (d == own_domain(k.g)) continue;
+    if (d == own_domain(k.g) || k.is_masked(k.first_of(d))) continue;
     state.returned[d] = streams.rings[d].after(k.map(), streams.masks.count(d));
     store_flag(k.g.slot_net.to[d].sums_consumed, state.returned[d]);
   }
 }
 
+// By block 0, where ranks may be masked: waits for all that other domains send and return. `sent`: our streams.
+static __device__ __noinline__ bool wait_live_sums(const NetCombine k, RankSet& gone, const Streams sent) {
+  const SlotNetState& state = k.g.slot_net_state;
+  bool good = true;
+#pragma unroll 1
+  for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size)
+    if (!k.is_near(s) && !gone.has(s)) good &= note_missing(k, state.weights_there + s, k.number, s, gone);
+  if (!k.crew.all(good)) return false;
+#pragma unroll 1
+  for (uint32_t d = k.crew.thread; d < k.g.map.num_domains; d += k.crew.size) {
+    const uint32_t rank = k.first_of(d);
+    if (d == own_domain(k.g) || (gone.all() & rank_bits(rank, k.first_of(d + 1))) != 0) continue;
+    good &= note_missing(k, state.sums_there + d, sent.rings[d].after(k.map(), sent.masks.count(d)), rank, gone);
+  }
+  return good;
+}
+
 // ---- the block that sees to the network -----------------------------------------------------------------------------
+// By its crew, where ranks may be masked: those that take no sums. False: an error is known.
+static __device__ __noinline__ bool find_shunned(const NetCombine k, SlotNetShared& shared) {
+  bool good = true;
+#pragma unroll 1
+  for (uint32_t i = 1 + k.crew.thread; i <= k.g.net.num_relayed; i += k.crew.size)
+    good &= wait_gone(k, sums_gone(k, i, relayed_ring(k, i)), shared);
+  return k.crew.all(good);
+}
 __device__ inline void serve_network(const Group& g, const SlotCombineArgs& args, const StreamMasks& relayed,
                                      SlotNetShared& shared) {
   const bool sends = args.phase != SlotPhase::kReceive, receives = args.phase != SlotPhase::kSend;
@@ -121,17 +160,18 @@ __device__ inline void serve_network(const Group& g, const SlotCombineArgs& args
   const NetCombine k = begin_slots<true>(g, args, SlotKind::kCombine, net_crew(), false);
   const SlotNetState& state = g.slot_net_state;
   const auto fill = [&](SlotStep step) {
-    if (step == SlotStep::kPackets) return !sends || write_slot_packets(sent);
-    return !receives || fill_relayed_streams(k, relayed);
+    if (step == SlotStep::kPackets) return !sends || write_slot_packets(sent, shared);
+    return !receives || (fill_relayed_streams(k, relayed) && (!masks(g) || find_shunned(k, shared)));
   };
   const auto push = [&](SlotStep step) {
-    if (sends && step == SlotStep::kPackets) push_slot_packets(sent);
+    if (sends && step == SlotStep::kPackets) push_slot_packets(sent, shared);
     if (!receives || step == SlotStep::kPackets) return;
 #pragma unroll 1
     for (uint32_t first = 1; first <= g.net.num_relayed; first += kWarp) {
       const uint32_t stream = first + threadIdx.x % kWarp;
       Outgoing<SlotPartsDone> out;
-      if (stream <= g.net.num_relayed) {
+      const uint32_t source = stream <= g.net.num_relayed ? g.net.relayed[stream].source : 0;
+      if (stream <= g.net.num_relayed && !shared.shuns(g, source)) {
         out.channel = g.slot_net.relayed[stream].channel;
         out.counts = own_part(g, k.map().relayed_counts) + stream * k.map().chunks;
         out.rows = relayed.count(stream);
@@ -140,7 +180,7 @@ __device__ inline void serve_network(const Group& g, const SlotCombineArgs& args
         out.serial = state.relayed[stream];
         out.parts = relay_shares(k, relayed);
       }
-      push_chunks(g, out, [] { return true; });
+      push_slot_chunks(k, out, source);
     }
   };
   const auto keep = [&] {

@@ -60,8 +60,10 @@ struct PairsRead {
 };
 struct VoteCast {
   static constexpr Signal kIs{.name = "SlotVote::cast",
-                              .writer = "the rank whose vote or decision it is: block 0 of its receiving kernel",
-                              .readers = "all others",
+                              .writer =
+                                  "the rank whose vote or decision it is: block 0 of its receiving kernel; of "
+                                  "another domain's rank our proxy, `SlotNet::far_votes`",
+                              .readers = "all others; of `SlotNet::own_votes` our proxy",
                               .publishes = "the ranks beside it: masks.cuh",
                               .waits = "block 0 of a receiving kernel, at most mask_timeout_s",
                               .deadline = Deadline::kNobody,

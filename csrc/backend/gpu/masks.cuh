@@ -5,10 +5,14 @@
 // Votes that differ are joined for the next round. When all are equal they are the decision, which is told to all, too:
 // who has lost another rank meanwhile finds the decision of those that were through, and takes it. Who is masked itself
 // has an error.
+//
+// Between domains votes go by the hosts: datagrams of the proxies. There a domain is masked as a whole, because each of
+// its ranks lands rows for all others: the ranks of a domain that has lost one have an error.
 #pragma once
 
 #include "backend/gpu/device.cuh"
 #include "backend/gpu/low_latency.h"
+#include "backend/gpu/patience.cuh"
 
 namespace uccl_ep::gpu {
 
@@ -17,11 +21,11 @@ __device__ __forceinline__ bool masks(const Group& g) { return g.mask_nsec != 0;
 enum class Came : uint32_t { kYes, kNo, kStopped };
 // By one thread: waits as long as a rank may take.
 static __device__ __noinline__ Came wait_live(const Group& g, const uint64_t* flag, uint64_t value) {
-  const uint64_t began = now_nsec();
+  const KernelPatience patience;
   for (uint32_t looks = 1; peek_flag(flag) < value; ++looks) {
     if (looks % 64 != 0) continue;
     if (stopped(g)) return Came::kStopped;
-    if (now_nsec() - began > g.mask_nsec) return Came::kNo;
+    if (patience.over_mask(g, local(g).patient_since)) return Came::kNo;
   }
   read_flag(flag);
   return Came::kYes;
@@ -43,17 +47,60 @@ struct RankSet {
   }
 };
 
+// Ranks `first` to `end`, a bit each.
+__device__ __forceinline__ uint64_t rank_bits(uint32_t first, uint32_t end) {
+  return ((uint64_t{2} << (end - first - 1)) - 1) << first;
+}
+__device__ __forceinline__ uint64_t own_domain_bits(const Group& g) {
+  return g.map.num_domains == 1 ? 0 : rank_bits(g.first, g.end);
+}
+// With each rank all of its domain, where there are several.
+static __device__ __noinline__ uint64_t whole_domains(const Group& g, uint64_t ranks) {
+  if (g.map.num_domains == 1) return ranks;
+  uint64_t all = 0;
+#pragma unroll 1
+  for (uint32_t d = 0; d < g.map.num_domains; ++d) {
+    const uint64_t its = rank_bits(g.first_of[d], g.first_of[d + 1]);
+    if ((ranks & its) != 0) all |= its;
+  }
+  return all;
+}
+
 // The votes of one settlement. Two settlements and two rounds of each have memory of their own: a rank that is two
 // ahead has had our vote of the one between.
 struct Votes {
   const Group& g;
   const uint64_t settlement;
 
+  // Of a member of our domain, at another one.
   __device__ __forceinline__ SlotVote& vote(uint32_t at_rank, uint32_t of, uint32_t round) const {
-    return at(g, at_rank, g.map.low_latency.votes)[(of * 2 + settlement % 2) * 2 + round % 2];
+    return at(g, at_rank, g.map.low_latency.votes)[((of - g.first) * 2 + settlement % 2) * 2 + round % 2];
   }
   __device__ __forceinline__ SlotVote& decision(uint32_t at_rank, uint32_t of) const {
-    return at(g, at_rank, g.map.low_latency.decisions)[of * 2 + settlement % 2];
+    return at(g, at_rank, g.map.low_latency.decisions)[(of - g.first) * 2 + settlement % 2];
+  }
+  // Of any rank, as they come here.
+  __device__ __forceinline__ const SlotVote& heard_vote(uint32_t of, uint32_t round) const {
+    return is_near(of) ? vote(g.rank, of, round) : far(of)[settlement % 2 * 2 + round % 2];
+  }
+  __device__ __forceinline__ const SlotVote& heard_decision(uint32_t of) const {
+    return is_near(of) ? decision(g.rank, of) : far(of)[kFirstDecision + settlement % 2];
+  }
+  // By a crew: tells all ranks. Those that are missed, too: who comes after all has to learn of it.
+  __device__ __forceinline__ void tell_vote(const Crew& crew, uint64_t ranks, uint32_t round) const {
+    for (uint32_t r = g.first + crew.thread; r < g.end; r += crew.size)
+      if (r != g.rank) tell(vote(r, g.rank, round), ranks, tag(round));
+    if (crew.thread == 0 && has_far()) tell(g.slot_net.own_votes[settlement % 2 * 2 + round % 2], ranks, tag(round));
+  }
+  __device__ __forceinline__ void tell_decision(const Crew& crew, uint64_t ranks) const {
+    for (uint32_t r = g.first + crew.thread; r < g.end; r += crew.size)
+      if (r != g.rank) tell(decision(r, g.rank), ranks, settlement);
+    if (crew.thread == 0 && has_far()) tell(g.slot_net.own_votes[kFirstDecision + settlement % 2], ranks, settlement);
+  }
+  __device__ __forceinline__ bool has_far() const { return g.map.num_domains > 1; }
+  __device__ __forceinline__ bool is_near(uint32_t rank) const { return rank >= g.first && rank < g.end; }
+  __device__ __forceinline__ const SlotVote* far(uint32_t of) const {
+    return g.slot_net.far_votes + g.rank_of[of] * kRankVotes;
   }
   __device__ __forceinline__ uint64_t tag(uint32_t round) const { return settlement << 8 | round; }
   static __device__ __forceinline__ void tell(SlotVote& vote, uint64_t ranks, uint64_t number) {
@@ -67,13 +114,14 @@ struct Round {
   RankSet missed;  // by anybody
   RankSet decision;  // of a rank that is through
   uint32_t differs, decided, stopped;
+  uint32_t masks_us;  // 1: one that we miss does
 };
 // By one thread: waits for the vote of rank `r`.
 __device__ inline void hear_vote(const Votes& votes, uint32_t r, uint32_t number, uint64_t mine, Round& round) {
   const Group& g = votes.g;
-  const uint64_t began = now_nsec();
-  const SlotVote& vote = votes.vote(g.rank, r, number);
-  const SlotVote& decision = votes.decision(g.rank, r);
+  const KernelPatience patience;
+  const SlotVote& vote = votes.heard_vote(r, number);
+  const SlotVote& decision = votes.heard_decision(r);
   for (uint32_t looks = 1;; ++looks) {
     if (peek(&decision.cast) >= votes.settlement) {
       read(&decision.cast);
@@ -93,7 +141,7 @@ __device__ inline void hear_vote(const Votes& votes, uint32_t r, uint32_t number
       round.stopped = 1;
       return;
     }
-    if (now_nsec() - began > g.mask_nsec) {
+    if (patience.over_mask(g, local(g).patient_since)) {
       round.missed.add(r);
       round.differs = 1;
       return;
@@ -101,34 +149,52 @@ __device__ inline void hear_vote(const Votes& votes, uint32_t r, uint32_t number
   }
 }
 
+// By one thread: whether rank `r`, which we miss, has gone on without us.
+__device__ inline bool masks_us(const Votes& votes, uint32_t r) {
+  bool named = false;
+  for (uint32_t back = 0; back < 2; ++back) {
+    const SlotVote& decision = Votes{votes.g, votes.settlement + back}.heard_decision(r);
+    named |= read(&decision.cast) != 0 && (decision.ranks >> votes.g.rank & 1) != 0;
+  }
+  return named;
+}
+// By a block: whether this rank is masked, which is an error. `missed`: ranks of its domain that it misses, if any.
+__device__ __forceinline__ bool is_masked_itself(const Group& g, const Crew& crew, uint64_t ranks, uint64_t missed) {
+  if ((ranks >> g.rank & 1) == 0) return false;
+  const uint32_t peer = missed == 0 ? g.rank : static_cast<uint32_t>(__popcll((missed & (0 - missed)) - 1));
+  if (crew.thread == 0) report(g, {DeviceFault::kMasked, ErrorKind::kPeerFailed, Step::kExchange, peer});
+  return true;
+}
 // By a block: `gone` becomes what all agree on. False: an error is known.
 static __device__ __noinline__ bool agree(const Group& g, const Crew crew, uint64_t settlement, RankSet& gone) {
   __shared__ Round round;
   const Votes votes{g, settlement};
+  const uint64_t near_missed = gone.all() & own_domain_bits(g);
   for (uint32_t number = 0;; ++number) {
     crew.sync();
-    const uint64_t mine = gone.all();
+    const uint64_t mine = whole_domains(g, gone.all());
     if (crew.thread == 0) round = {};
     crew.sync();
-    // Those that are missed, too: who comes after all has to learn of it.
-    for (uint32_t r = crew.thread; r < g.map.num_ranks; r += crew.size)
-      if (r != g.rank) Votes::tell(votes.vote(r, g.rank, number), mine, votes.tag(number));
-    for (uint32_t r = crew.thread; r < g.map.num_ranks; r += crew.size)
-      if (r != g.rank && (mine >> r & 1) == 0) hear_vote(votes, r, number, mine, round);
+    votes.tell_vote(crew, mine, number);
+    if (is_masked_itself(g, crew, mine, near_missed)) return false;
+    for (uint32_t r = crew.thread; r < g.map.num_ranks; r += crew.size) {
+      if (r == g.rank) continue;
+      if ((mine >> r & 1) == 0)
+        hear_vote(votes, r, number, mine, round);
+      else if (masks_us(votes, r))
+        round.masks_us = 1;
+    }
     crew.sync();
     if (round.stopped != 0) return false;
     const bool decided = round.decided != 0, differs = round.differs != 0;
-    const uint64_t next = decided ? round.decision.all() : mine | round.missed.all();
-    if ((next >> g.rank & 1) != 0) {
-      if (crew.thread == 0) report(g, {DeviceFault::kMasked, ErrorKind::kPeerFailed, Step::kExchange, g.rank});
-      return false;
-    }
+    uint64_t next = decided ? round.decision.all() : whole_domains(g, mine | round.missed.all());
+    if (round.masks_us != 0) next |= rank_bits(g.rank, g.rank + 1);
+    if (is_masked_itself(g, crew, next, round.missed.all() & own_domain_bits(g))) return false;
     if (crew.thread == 0) gone.set(next);
     if (decided || !differs) break;
   }
   crew.sync();
-  for (uint32_t r = crew.thread; r < g.map.num_ranks; r += crew.size)
-    if (r != g.rank) Votes::tell(votes.decision(r, g.rank), gone.all(), settlement);
+  votes.tell_decision(crew, gone.all());
   return true;
 }
 

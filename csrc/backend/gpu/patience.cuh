@@ -19,13 +19,24 @@ struct KernelPatience {
 
   // `since`: Local's patient_since.
   __device__ __forceinline__ bool over(const Group& g, uint32_t* since, bool is_arrival) const {
-    const uint32_t now = ticks(now_nsec()), limit = ticks(is_arrival ? g.arrival_nsec : g.progress_nsec) + 1;
-    if (now - started <= limit || now - peek_counter(since + is_arrival) <= limit) return false;
+    return over(g, since + is_arrival, is_arrival ? g.arrival_nsec : g.progress_nsec,
+                is_arrival ? &g.pulse->alive_nsec : &g.pulse->still_nsec);
+  }
+  // Of a wait for a rank that may be masked.
+  __device__ __forceinline__ bool over_mask(const Group& g, uint32_t* since) const {
+    return over(g, since + 2, g.mask_nsec, &g.pulse->alive_nsec);
+  }
+
+ private:
+  __device__ __forceinline__ bool over(const Group& g, uint32_t* since, uint64_t limit_nsec,
+                                       const uint64_t* lived_nsec) const {
+    const uint32_t now = ticks(now_nsec()), limit = ticks(limit_nsec) + 1;
+    if (now - started <= limit || now - peek_counter(since) <= limit) return false;
     const uint64_t before = read_flag(&g.pulse->beats);
     while (read_flag(&g.pulse->beats) == before && ticks(now_nsec()) - now <= kBeatTicks) device::pause_nsec(1'000'000);
     const bool beats = read_flag(&g.pulse->beats) != before;
-    const uint32_t lived = beats ? ticks(read_flag(is_arrival ? &g.pulse->alive_nsec : &g.pulse->still_nsec)) : 0;
-    put_word(since + is_arrival, now - lived);
+    const uint32_t lived = beats ? ticks(read_flag(lived_nsec)) : 0;
+    put_word(since, now - lived);
     return lived > limit;
   }
 

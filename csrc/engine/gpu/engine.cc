@@ -193,8 +193,7 @@ void GpuEngine::start() {
   };
   group_.arrival_nsec = deadline_nsec(config_.arrival_timeout_s);
   group_.progress_nsec = deadline_nsec(config_.progress_timeout_s);
-  const bool may_mask = layout_.low_latency.tokens > 0 && topo_.num_domains() == 1;
-  group_.mask_nsec = may_mask ? deadline_nsec(config_.mask_timeout_s) : 0;
+  group_.mask_nsec = layout_.low_latency.tokens > 0 ? deadline_nsec(config_.mask_timeout_s) : 0;
   group_.bulk_copies = config_.bulk_copies && gpu::has_bulk_copies();
   group_.error = reinterpret_cast<gpu::HostError*>(pinned_.base());
   group_.counts = reinterpret_cast<gpu::HostCounts*>(pinned_.base() + kPinnedBytes);

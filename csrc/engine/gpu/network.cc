@@ -207,6 +207,9 @@ void Network::fill_slots(gpu::SlotNet& net, const RankNumbers& numbers) {
   copy(net.to, to);
   copy(net.from, from);
   copy(net.relayed, relayed);
+  if (mine.votes_offset == 0) return;
+  net.own_votes = at<gpu::SlotVote>(host(rank_), mine.votes_offset);
+  net.far_votes = at<gpu::SlotVote>(host(rank_), mine.votes_offset + sizeof(RankVotes));
 }
 
 void Network::follow_slot_events(const gpu::Group& group, gpu::Followed& followed, const RankNumbers& numbers) {

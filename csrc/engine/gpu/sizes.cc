@@ -11,7 +11,7 @@ namespace {
 
 gpu::RegionNeeds region_needs(const EngineConfig& config) {
   const gpu::LowLatencyRoom room{config.low_latency_tokens, config.low_latency_topk, uint64_t{2} * config.hidden,
-                                 uint64_t{config.max_element_bytes} * config.hidden};
+                                 uint64_t{config.max_element_bytes} * config.hidden, config.mask_timeout_s > 0};
   return {config.num_experts, config.widest_row_bytes(), config.window_tokens, room, config.packets};
 }
 
@@ -39,7 +39,7 @@ void check_group(const EngineConfig& config) {
               ", low_latency_topk = " + std::to_string(config.low_latency_topk) + ": allowed are at most " +
               std::to_string(gpu::kMaxSlotTokens) + " and " + std::to_string(gpu::kPairsPerToken));
   if (config.low_latency_tokens > 0) {
-    if (config.mask_timeout_s > 0 && topo.num_domains() == 1)
+    if (config.mask_timeout_s > 0)
       at_most(static_cast<uint64_t>(config.num_ranks), gpu::kMaxMaskedRanks, "ranks with mask_timeout_s");
   }
   gpu::DeviceMap map;

@@ -41,7 +41,10 @@ void ControlPlane::close(bool abort, const std::function<void()>& end) {
     closed_ = true;
     tells &= started_;
   }
-  if (tells && !failed()) fail("closed its buffer while the others may still use it");
+  if (tells && !failed()) {
+    const ErrorRecord left = own_failure("closed its buffer while the others may still use it");
+    outlives_ranks() ? keep(left) : spread(left);
+  }
   const std::lock_guard lock(closing_);
   if (!std::exchange(ended_, true)) end();
 }

@@ -193,15 +193,19 @@ void ControlPlane::start(Drive drive) {
     proxy.ended = reinterpret_cast<const Flag*>(proxy.region + layout_.ended_offset);
   }
   proxy.trace = &proxy_trace_;
-  // Only kernels of low latency, of one domain, can do without a rank.
-  proxy.outlives_ranks = config_.mask_timeout_s > 0 && config_.low_latency_tokens > 0 && topo_.num_domains() == 1 &&
-                         std::holds_alternative<DeviceRings>(rings_);
-  proxy.progress_timeout_usec = static_cast<uint64_t>(config_.progress_timeout_s * 1e6);
+  proxy.outlives_ranks = outlives_ranks();
+  proxy.progress_timeout_usec =
+      proxy.outlives_ranks ? UINT64_MAX : static_cast<uint64_t>(config_.progress_timeout_s * 1e6);
   proxy_ = std::make_unique<Proxy>(proxy);
   if (drive == Drive::kThreads) proxy_->start();
   std::lock_guard lock(mutex_);
   drive_ = drive;
   started_ = true;
+}
+
+// Only kernels of low latency can do without a rank.
+bool ControlPlane::outlives_ranks() const {
+  return config_.mask_timeout_s > 0 && config_.low_latency_tokens > 0 && on_device(rings_);
 }
 
 void ControlPlane::ring_worker() const {

@@ -90,6 +90,8 @@ class ControlPlane {
   void spread(const ErrorRecord& record) const;
   // To this rank alone: the others go on without it.
   void keep(const ErrorRecord& record) const;
+  // A rank that dies, or leaves alone, is no error.
+  bool outlives_ranks() const;
   // For a deadline: the rank whose heart stopped, if one did, is the cause, not whom we happen to wait for. The message
   // is `text`, that, and what is wrong with our NICs.
   void blame(ErrorRecord& record, std::string text) const;
@@ -150,6 +152,7 @@ class ControlPlane {
   void wake();
 
  private:
+  ErrorRecord own_failure(const std::string& text);
   int stale_rank() const;
   void settle() const;
   void forget_traces();

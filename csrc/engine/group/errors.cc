@@ -5,7 +5,9 @@
 
 namespace uccl_ep {
 
-void ControlPlane::fail(const std::string& text) {
+void ControlPlane::fail(const std::string& text) { spread(own_failure(text)); }
+
+ErrorRecord ControlPlane::own_failure(const std::string& text) {
   ErrorRecord record;
   record.kind = ErrorKind::kPeerFailed;
   record.rank = record.peer = config_.rank;
@@ -17,7 +19,7 @@ void ControlPlane::fail(const std::string& text) {
       message += std::string("; its last call was refused: ") + control().refusals[num_refused_ % 2];
   }
   record.set_message(message);
-  spread(record);
+  return record;
 }
 
 // To every rank directly: domain peers here, the others by our proxy, which finds the record of our own in our control
@@ -34,7 +36,9 @@ void ControlPlane::spread(const ErrorRecord& record) const {
 
 void ControlPlane::keep(const ErrorRecord& record) const {
   const std::shared_lock held(memory_mutex_);
-  if (!given_back_) post_error(control(), record);
+  if (given_back_) return;
+  control().keeps_error.publish(1);
+  post_error(control(), record);
 }
 
 bool ControlPlane::failed() const {

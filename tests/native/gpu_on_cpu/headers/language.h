@@ -92,6 +92,11 @@ T atomicOr(T* to, T value) {
   return __atomic_fetch_or(to, value, __ATOMIC_RELAXED);
 }
 template <typename T>
+T atomicAnd(T* to, T value) {
+  gpu_on_cpu::act();
+  return __atomic_fetch_and(to, value, __ATOMIC_RELAXED);
+}
+template <typename T>
 T atomicExch(T* to, T value) {
   gpu_on_cpu::act();
   return __atomic_exchange_n(to, value, __ATOMIC_RELAXED);

@@ -1,0 +1,24 @@
+// What a rank has voted about who is masked (backend/gpu/masks.cuh), as it travels to the other domains.
+#pragma once
+
+#include <cstdint>
+
+#include "common/units.h"
+
+namespace uccl_ep {
+
+constexpr uint32_t kVotesOfRank = 6;  // [2 settlements][2 rounds], then decisions of [2 settlements]
+constexpr uint32_t kFirstDecision = 4;
+
+// Ranks, a bit each, and the number of the vote; a vote with a higher number replaces it. In a region: the number is a
+// flag, which publishes the ranks.
+struct VoteWords {
+  uint64_t ranks = 0;
+  uint64_t cast = 0;
+};
+// Lines of their own, as each rank's has another writer.
+struct alignas(kLineBytes) RankVotes {
+  VoteWords votes[kVotesOfRank];
+};
+
+}  // namespace uccl_ep

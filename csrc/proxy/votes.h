@@ -1,0 +1,58 @@
+// Votes about masked ranks, between a rank's region, where its kernels write and read them, and messages to the other
+// domains.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <span>
+
+#include "layout/votes.h"
+#include "proxy/proxy.h"
+#include "sync/flag.h"
+#include "sync/word.h"
+
+namespace uccl_ep {
+
+class VoteBox {
+ public:
+  explicit VoteBox(const ProxyContext& context)
+      : own_(context.layout->votes_offset == 0
+                 ? nullptr
+                 : reinterpret_cast<Entry*>(context.region + context.layout->votes_offset)) {}
+
+  // True if our kernels have voted since; then `votes` is all that others may still need.
+  bool take_own(RankVotes& votes) {
+    if (own_ == nullptr) return false;
+    uint64_t sum = 0;  // of flags that only grow
+    for (uint32_t i = 0; i < kVotesOfRank; ++i) {
+      votes.votes[i].cast = own_[i].cast.read();
+      votes.votes[i].ranks = own_[i].ranks.load();
+      sum += votes.votes[i].cast;
+    }
+    if (sum == told_) return false;
+    told_ = sum;
+    return true;
+  }
+  // What `rank` has voted; older votes change nothing.
+  void put(int rank, const RankVotes& votes) {
+    if (own_ == nullptr) return;
+    Entry* const its = own_ + (1 + static_cast<size_t>(rank)) * (sizeof(RankVotes) / sizeof(Entry));
+    for (uint32_t i = 0; i < kVotesOfRank; ++i) {
+      if (votes.votes[i].cast <= its[i].cast.own()) continue;
+      its[i].ranks.store(votes.votes[i].ranks);
+      its[i].cast.publish(votes.votes[i].cast);
+    }
+  }
+
+ private:
+  struct Entry {
+    Word ranks;
+    Flag cast;
+  };
+  static_assert(sizeof(Entry) == sizeof(VoteWords) && sizeof(RankVotes) % sizeof(Entry) == 0);
+
+  Entry* const own_;
+  uint64_t told_ = 0;
+};
+
+}  // namespace uccl_ep

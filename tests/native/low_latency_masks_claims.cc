@@ -1,0 +1,274 @@
+// Low latency that goes on without ranks that no longer come: what others agree on, and results without them. Kernels
+// on the CPU.
+#include <latch>
+#include <optional>
+
+#include "slot_tries.h"
+
+using namespace uccl_ep;
+
+namespace {
+
+// A rank that comes to no call from one on.
+struct Leaving {
+  int rank = 0, round = 0;
+  bool before_combine = false;  // else before the round's dispatch
+};
+
+// What all others agree on at a call: between domains a domain goes as a whole.
+class Lost {
+ public:
+  Lost(const SlotRun& run, const std::vector<Leaving>& leaving) : topo_(Topology::from_labels(run.domain_of)) {
+    leaving_ = leaving;
+  }
+  bool has_left(int rank, int round, bool combines) const {
+    return std::any_of(leaving_.begin(), leaving_.end(), [&](const Leaving& its) {
+      const bool now = its.round == round && (combines || !its.before_combine);
+      return its.rank == rank && (its.round < round || now);
+    });
+  }
+  uint64_t ranks(int round, bool combines) const {
+    uint64_t all = 0;
+    for (const Leaving& its : leaving_) {
+      if (!has_left(its.rank, round, combines)) continue;
+      if (topo_.num_domains() == 1) all |= uint64_t{1} << its.rank;
+      for (const int mate : topo_.members[static_cast<size_t>(topo_.domain_of[static_cast<size_t>(its.rank)])])
+        if (topo_.num_domains() > 1) all |= uint64_t{1} << mate;
+    }
+    return all;
+  }
+  // Whom a rank that is masked with its domain misses, as its error names it; none: the rank itself has left.
+  std::string missed_by(int rank, int round, bool combines) const {
+    for (const int mate : topo_.members[static_cast<size_t>(topo_.domain_of[static_cast<size_t>(rank)])])
+      if (has_left(mate, round, combines)) return "rank " + std::to_string(mate) + ", of its domain, did not come";
+    return "";
+  }
+
+ private:
+  const Topology topo_;
+  std::vector<Leaving> leaving_;
+};
+
+std::vector<gpu::SlotPhase> phases(const SlotRun& run) {
+  using enum gpu::SlotPhase;
+  return run.splits ? std::vector{kSend, kReceive} : std::vector{kBoth};
+}
+
+// Counts also for a rank that fails.
+struct CountAtEnd {
+  std::latch& latch;
+  ~CountAtEnd() { latch.count_down(); }
+};
+
+// False: the rank goes no further, because it leaves, or is masked with its domain.
+template <typename Call>
+bool goes_on(const Lost& lost, SlotRank& rank, int r, int round, bool combines, Call call) {
+  if (lost.has_left(r, round, combines)) return false;
+  const bool is_gone = (lost.ranks(round, combines) >> r & 1) != 0;
+  try {
+    call();
+    rank.finish();
+  } catch (const CommunicationFailure& failure) {
+    const std::string text = failure.what();
+    if (!is_gone) throw;
+    EXPECT(failure.record().kind == ErrorKind::kPeerFailed);
+    EXPECT(text.find(lost.missed_by(r, round, combines)) != std::string::npos);
+    return false;
+  }
+  EXPECT(!is_gone);
+  return true;
+}
+
+// All rounds, or those until the rank leaves or is masked; every result is checked.
+void use(const SlotRun& run, const Lost& lost, SlotRank& rank, int r) {
+  double dropped = 0;
+  World world(run, 0);
+  const auto expect_masks = [&] {
+    const std::vector<int32_t> masked = rank.masks();
+    for (uint64_t s = 0; s < masked.size(); ++s) EXPECT(masked[s] == (world.is_gone(s) ? 1 : 0));
+  };
+  for (int round = 0; round < run.num_rounds; ++round) {
+    world.inputs = World(run, round).inputs;
+    const RankInput& in = world.inputs[static_cast<size_t>(r)];
+    Slots got(run);
+    const auto dispatch = [&] {
+      for (const gpu::SlotPhase phase : phases(run)) rank.dispatch(in, got, phase);
+    };
+    if (!goes_on(lost, rank, r, round, false, dispatch)) return;
+    world.gone = lost.ranks(round, false);
+    world.check(r, got);
+    expect_masks();
+    const std::vector<uint16_t> rows = rank.experts(world, got);
+    std::vector<uint16_t> out(in.num_tokens * run.hidden + 1, 0xEEEE);
+    const auto combine = [&] {
+      for (const gpu::SlotPhase phase : phases(run)) rank.combine(in, rows, got, out, phase);
+    };
+    if (!goes_on(lost, rank, r, round, true, combine)) return;
+    world.gone = lost.ranks(round, true);
+    world.check_sums(r, out);
+    expect_masks();
+    for (uint64_t place = 0; place < in.num_tokens * run.topk; ++place) {
+      const int64_t expert = expert_at(in, place);
+      dropped += expert >= 0 && world.is_gone(static_cast<uint64_t>(expert) / run.experts_per_rank);
+    }
+    EXPECT(rank.stat("low_latency.dropped_pairs") == dropped);
+  }
+  EXPECT(rank.stat("low_latency.masked_ranks") == std::popcount(world.gone));
+  EXPECT(dropped > 0 || run.tokens_of(r) == 0);
+}
+
+void lose(const SlotRun& run, const std::vector<Leaving>& leaving) {
+  constexpr uint64_t kCloseUsec = 5'000'000;  // far less than the progress deadline
+  gpu_on_cpu::disturb(run.seed);
+  const Lost lost(run, leaving);
+  const uint64_t gone = lost.ranks(run.num_rounds, true);
+  auto ranks = make_ranks<SlotRank>(run);
+  const std::jthread watching = watch();
+  std::latch through(run.num_ranks() - std::popcount(gone));
+  by_ranks(run.num_ranks(), [&](int r) {
+    SlotRank& rank = *ranks[static_cast<size_t>(r)];
+    {
+      const bool is_gone = (gone >> r & 1) != 0;
+      std::optional<CountAtEnd> counted;
+      if (!is_gone) counted.emplace(through);
+      const CloseOnFailure guard{rank.engine()};
+      use(run, lost, rank, r);
+    }
+    const bool has_left = lost.has_left(r, run.num_rounds, true);
+    if (has_left) through.wait();  // it comes to nothing, not even to say bye
+    const uint64_t began = now_usec();
+    rank.engine().close(has_left);
+    EXPECT(now_usec() - began < kCloseUsec);
+  });
+}
+
+SlotRun masking(const std::vector<int>& domain_of, double mask_timeout_s = 2) {
+  SlotRun run = slots_of(domain_of);
+  run.mask_timeout_s = mask_timeout_s;
+  run.num_rounds = 4;
+  return run;
+}
+
+}  // namespace
+
+CLAIM("ranks that no longer come are masked by all others at once, and results are those without them") {
+  lose(masking({0, 0, 0, 0}), {{1, 1, false}, {3, 2, true}});
+}
+CLAIM("between domains a domain that loses a rank is masked as a whole, and its other ranks have an error") {
+  lose(masking({0, 0, 1, 1, 2}), {{4, 1, false}, {3, 2, true}});
+}
+CLAIM("between domains ranks are masked by their numbers in the group, before a combine and after") {
+  lose(masking({0, 1, 2, 0, 1}), {{2, 1, true}, {4, 2, false}});
+}
+CLAIM("between domains a rank goes on alone") {
+  lose(masking({0, 1}), {{0, 2, false}});
+  lose(masking({0, 1}), {{1, 1, true}});
+}
+CLAIM("between domains ranks are masked where sending and receiving are calls of their own") {
+  SlotRun run = masking({0, 0, 1, 2});
+  run.splits = true;
+  lose(run, {{3, 1, false}, {2, 2, true}});
+}
+CLAIM("between domains ranks are masked where weights come with the routing") {
+  SlotRun run = masking({0, 0, 1, 2});
+  run.knows = true;
+  lose(run, {{2, 1, true}, {3, 2, false}});
+}
+CLAIM("between domains ranks are masked while chunks and votes come late, twice, or are refused") {
+  SlotRun run = masking({0, 1, 1, 2}, 3);
+  run.loop = everything();
+  run.loop.loss_rate = 0.2;
+  run.num_rounds = 6;  // rings come round
+  lose(run, {{3, 3, true}});
+}
+CLAIM("a rank that others have masked meanwhile has an error, and they have none") {
+  for (const auto& domains : {std::vector{0, 0, 0}, {0, 0, 1}}) {
+    SlotRun run = masking(domains, 1);
+    auto ranks = make_ranks<SlotRank>(run);
+    by_ranks(run.num_ranks(), [&](int r) {
+      SlotRank& rank = *ranks[static_cast<size_t>(r)];
+      const World world(run, 0);
+      Slots got(run);
+      if (r == 2) usleep(6'000'000);
+      const auto call = [&] {
+        rank.dispatch(world.inputs[static_cast<size_t>(r)], got, gpu::SlotPhase::kBoth);
+        rank.finish();
+      };
+      if (r != 2) return call();
+      EXPECT_THROWS(CommunicationFailure, call());
+    });
+  }
+}
+CLAIM("a rank that leaves alone is masked, and is no error") {
+  for (const auto& domains : {std::vector{0, 0}, {0, 1}}) {
+    SlotRun run = masking(domains, 1);
+    auto ranks = make_ranks<SlotRank>(run);
+    by_ranks(run.num_ranks(), [&](int r) {
+      SlotRank& rank = *ranks[static_cast<size_t>(r)];
+      const CloseOnFailure guard{rank.engine()};
+      for (int round = 0; round < 3; ++round) {
+        if (r == 1 && round == 1) return rank.engine().close(true);
+        World world(run, round);
+        if (round > 0) world.gone = 0b10;
+        Slots got(run);
+        rank.dispatch(world.inputs[static_cast<size_t>(r)], got, gpu::SlotPhase::kBoth);
+        rank.finish();
+        world.check(r, got);
+      }
+    });
+  }
+}
+CLAIM("a rank that no network reaches masks the others, and they mask it") {
+  SlotRun run = masking({0, 1, 2}, 1);
+  run.loop.drop_peer = 2;
+  auto ranks = make_ranks<SlotRank>(run);
+  by_ranks(run.num_ranks(), [&](int r) {
+    SlotRank& rank = *ranks[static_cast<size_t>(r)];
+    const CloseOnFailure guard{rank.engine()};
+    for (int round = 0; round < 4; ++round) {
+      World world(run, round);
+      world.gone = r == 2 ? 0b011 : 0b100;
+      const RankInput& in = world.inputs[static_cast<size_t>(r)];
+      Slots got(run);
+      rank.dispatch(in, got, gpu::SlotPhase::kBoth);
+      rank.finish();
+      world.check(r, got);
+      const std::vector<uint16_t> rows = rank.experts(world, got);
+      std::vector<uint16_t> out(in.num_tokens * run.hidden + 1, 0xEEEE);
+      rank.combine(in, rows, got, out, gpu::SlotPhase::kBoth);
+      rank.finish();
+      world.check_sums(r, out);
+    }
+  });
+}
+CLAIM("parts of a group that a network joins again find that they have masked each other") {
+  static Flag cut;
+  SlotRun run = masking({0, 1}, 1);
+  run.loop.cut = &cut;
+  auto ranks = make_ranks<SlotRank>(run);
+  std::barrier meeting(run.num_ranks());
+  by_ranks(run.num_ranks(), [&](int r) {
+    SlotRank& rank = *ranks[static_cast<size_t>(r)];
+    World world(run, 0);
+    Slots got(run);
+    const auto call = [&] {
+      rank.dispatch(world.inputs[static_cast<size_t>(r)], got, gpu::SlotPhase::kBoth);
+      rank.finish();
+    };
+    call();
+    world.check(r, got);
+    meeting.arrive_and_wait();
+    if (r == 0) cut.publish(1);
+    meeting.arrive_and_wait();
+    got = Slots(run);
+    call();
+    world.gone = r == 0 ? 0b10 : 0b01;
+    world.check(r, got);
+    meeting.arrive_and_wait();
+    if (r == 0) cut.publish(2);
+    usleep(1'000'000);  // votes come again
+    EXPECT_THROWS(CommunicationFailure, call());
+  });
+}
+
+int main(int argc, char** argv) { return claims::main(argc, argv); }
