@@ -306,11 +306,12 @@ MASK_MUTANTS = {
         "g.slot_net.far_votes + of * kRankVotes",
     ),
     "who is masked is settled before sums of other domains have come": (
-        MASKED_WHOLE, "low_latency_combine.cu", "good &= wait_live_sums(k, gone, sent);", "",
+        MASKED_WHOLE, "low_latency_combine.cu", "good &= wait_live_sums(k, gone, sent);",
+        "good &= true || wait_live_sums(k, gone, sent);",
     ),
     "chunks go to a domain that is masked": (
         "between domains a rank goes on alone", "low_latency_net.cuh",
-        " && !shared.shuns(k.g, k.first_of(to));", ";",
+        " && !shared.shuns(k.g, k.first_of(to));", " && (true || !shared.shuns(k.g, k.first_of(to)));",
     ),
     "a rank that misses others does not ask whether they have masked it": (
         "parts of a group that a network joins again find that they have masked each other", "masks.cuh",

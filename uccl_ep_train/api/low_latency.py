@@ -71,9 +71,9 @@ class LowLatency:
     most two of a kind may be sent and not received.
 
     With `mask_timeout_s`, on GPUs, calls go on without a rank that no longer answers, or leaves alone: it is
-    masked. Between domains its domain is, because each rank lands rows for all of its domain. All others agree
-    on that before they use a result. No row of a masked rank comes, and its experts' rows are missing in
-    sums; `stats()` counts these pairs. A masked rank that comes back, or has lost its domain, raises
+    masked. Between domains its domain is, because each rank lands rows for all of its domain. All others
+    agree on that before they use a result. No row of a masked rank comes, and its experts' rows are missing
+    in sums; `stats()` counts these pairs. A masked rank that comes back, or has lost its domain, raises
     `PeerFailed`. Parts of a group that no network joins mask each other. The buffer's other operations raise
     when their deadlines are over.
 
