@@ -201,6 +201,25 @@ CLAIM("a rank that others have masked meanwhile has an error, and they have none
     });
   }
 }
+CLAIM("a rank that sends all and dies before it votes is masked, and one that comes late is not") {
+  for (const auto& domains : {std::vector{0, 0, 0}, {0, 1, 2}}) {
+    SlotRun run = masking(domains, 1);
+    auto ranks = make_ranks<SlotRank>(run);
+    by_ranks(run.num_ranks(), [&](int r) {
+      SlotRank& rank = *ranks[static_cast<size_t>(r)];
+      const CloseOnFailure guard{rank.engine()};
+      World world(run, 0);
+      world.gone = 0b100;
+      Slots got(run);
+      if (r == 1) usleep(800'000);
+      rank.dispatch(world.inputs[static_cast<size_t>(r)], got, gpu::SlotPhase::kSend);
+      if (r == 2) return rank.finish();
+      rank.dispatch(world.inputs[static_cast<size_t>(r)], got, gpu::SlotPhase::kReceive);
+      rank.finish();
+      world.check(r, got);
+    });
+  }
+}
 CLAIM("a rank that leaves alone is masked, and is no error") {
   for (const auto& domains : {std::vector{0, 0}, {0, 1}}) {
     SlotRun run = masking(domains, 1);

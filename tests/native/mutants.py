@@ -306,8 +306,8 @@ MASK_MUTANTS = {
         "g.slot_net.far_votes + of * kRankVotes",
     ),
     "who is masked is settled before sums of other domains have come": (
-        MASKED_WHOLE, "low_latency_combine.cu", "good &= wait_live_sums(k, gone, sent);",
-        "good &= true || wait_live_sums(k, gone, sent);",
+        MASKED_WHOLE, "low_latency_combine.cu", "good &= wait_live_sums(k, settling, sent);",
+        "good &= true || wait_live_sums(k, settling, sent);",
     ),
     "chunks go to a domain that is masked": (
         "between domains a rank goes on alone", "low_latency_net.cuh",

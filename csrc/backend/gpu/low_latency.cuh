@@ -269,11 +269,12 @@ __device__ inline bool wait_sent(const K& k, Part<DeviceFlag<Entered>> entered, 
   return good;
 }
 // By a crew, where ranks may be masked, before it receives: when all that others send has come, and all agree on who
-// is masked. wait(gone) is called by block 0; it adds whom it misses. False: an error is known.
+// is masked. wait(settling) is called by block 0; it adds whom it misses. False: an error is known.
 template <typename K, typename Wait>
 __device__ inline bool settle(K& k, Wait wait) {
   if (!masks(k.g)) return true;
-  __shared__ RankSet gone;
+  __shared__ Settling settling;
+  RankSet& gone = settling.gone;
   LowLatencyState& state = k.state();
   const Crew crew = k.crew;
   DeviceFlag<SlotsSettled>* const settled = &state.settled[static_cast<uint32_t>(k.kind)];
@@ -283,9 +284,13 @@ __device__ inline bool settle(K& k, Wait wait) {
     return true;
   }
   const uint64_t suspected = device::load_past_l1(&state.suspected);  // as the first thread sees it
-  if (crew.thread == 0) gone.set(state.masked | suspected);
+  if (crew.thread == 0) {
+    gone.set(state.masked | suspected);
+    settling.settlement = state.num_settled + 1;
+    settling.began = KernelPatience::ticks(now_nsec());
+  }
   crew.sync();
-  if (!crew.all(wait(gone)) || !agree(k.g, crew, state.num_settled + 1, gone)) return false;
+  if (!crew.all(wait(settling)) || !agree(k.g, crew, settling.settlement, gone)) return false;
   crew.sync();
   k.masked = gone.all();
   if (crew.thread != 0) return true;
@@ -299,24 +304,24 @@ __device__ inline bool settle(K& k, Wait wait) {
 // is known.
 template <typename K, typename Of>
 __device__ inline bool note_missing(const K& k, const DeviceFlag<Of>* flag, uint64_t number, uint32_t rank,
-                                    RankSet& gone) {
-  const Came came = wait_live(k.g, &flag->value, number);
-  if (came == Came::kNo) gone.add(rank);
+                                    Settling& settling) {
+  const Came came = wait_settling(k.g, settling, &flag->value, number);
+  if (came == Came::kNo) settling.gone.add(rank);
   return came != Came::kStopped;
 }
 
 // By block 0, where ranks may be masked: waits for all that comes from our domain.
 template <typename K, typename Entered, typename Of>
-__device__ inline bool wait_live_blocks(const K& k, RankSet& gone, Part<DeviceFlag<Entered>> entered,
+__device__ inline bool wait_live_blocks(const K& k, Settling& settling, Part<DeviceFlag<Entered>> entered,
                                         Part<DeviceFlag<Of>> sent) {
   bool good = true;
   for (uint32_t r = k.first() + k.crew.thread; r < k.end(); r += k.crew.size)
-    if (!gone.has(r)) good &= note_missing(k, own_part(k.g, entered) + r, k.number, r, gone);
+    if (!settling.gone.has(r)) good &= note_missing(k, own_part(k.g, entered) + r, k.number, r, settling);
   if (!k.crew.all(good)) return false;
   for (uint32_t i = k.crew.thread; i < k.members() * kMaxSlotBlocks; i += k.crew.size) {
     const uint32_t r = k.first() + i / kMaxSlotBlocks, block = i % kMaxSlotBlocks;
-    if (gone.has(r) || block >= k.header(k.g.rank, r).num_blocks) continue;
-    good &= note_missing(k, own_part(k.g, sent) + i, k.number, r, gone);
+    if (settling.gone.has(r) || block >= k.header(k.g.rank, r).num_blocks) continue;
+    good &= note_missing(k, own_part(k.g, sent) + i, k.number, r, settling);
   }
   return good;
 }

@@ -175,9 +175,9 @@ __device__ inline bool receive(Combine k, EnteredRanks& entered, const Streams& 
       if (d != own_domain(k.g)) sent.rings[d] = returned_ring(k, d);
     fill_sent_streams(k, sent.masks);
   }
-  const auto wait_all = [&](RankSet& gone) {
-    bool good = wait_live_blocks(k, gone, k.map().pairs_entered, k.map().pairs_full);
-    if constexpr (Combine::kNet) good &= wait_live_sums(k, gone, sent);
+  const auto wait_all = [&](Settling& settling) {
+    bool good = wait_live_blocks(k, settling, k.map().pairs_entered, k.map().pairs_full);
+    if constexpr (Combine::kNet) good &= wait_live_sums(k, settling, sent);
     return good;
   };
   if (!settle(k, wait_all)) return false;

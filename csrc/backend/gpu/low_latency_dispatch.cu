@@ -182,17 +182,17 @@ __device__ __forceinline__ uint32_t count_stream(const NetDispatch& k, uint32_t 
   return rows;
 }
 // By block 0, where ranks may be masked: waits for all that comes from other domains.
-__device__ __noinline__ bool wait_live_rows(const NetDispatch k, RankSet& gone) {
+__device__ __noinline__ bool wait_live_rows(const NetDispatch k, Settling& settling) {
   const uint32_t before = k.first(), others = k.g.map.num_ranks - k.members(), lane = k.crew.lane();
   bool good = true;
 #pragma unroll 1
   for (uint32_t i = k.crew.warp(); i < others; i += k.crew.warps()) {
     const uint32_t source = i < before ? i : i + k.members();
-    if (__any_sync(kFullWarp, gone.has(source))) continue;
+    if (__any_sync(kFullWarp, settling.gone.has(source))) continue;
     const auto note = [&](const auto* flag, uint64_t value) {
-      if (lane == 0) good &= note_missing(k, flag, value, source, gone);
+      if (lane == 0) good &= note_missing(k, flag, value, source, settling);
       __syncwarp();
-      return !__any_sync(kFullWarp, !good || gone.has(source));
+      return !__any_sync(kFullWarp, !good || settling.gone.has(source));
     };
     if (!note(k.g.slot_net_state.routing_there + source, k.number)) continue;
     note(k.g.slot_net_state.rows_there + source, received_ring(k, source).after(k.map(), count_stream(k, source)));
@@ -203,9 +203,9 @@ __device__ __noinline__ bool wait_live_rows(const NetDispatch k, RankSet& gone) 
 template <typename Dispatch>
 __device__ inline bool receive(Dispatch k, uint8_t* dynamic, SlotPlaces& shared) {
   __shared__ uint64_t began;
-  const auto wait = [&](RankSet& gone) {
-    bool good = wait_live_blocks(k, gone, k.map().routing_full, k.map().rows_full);
-    if constexpr (Dispatch::kNet) good &= wait_live_rows(k, gone);
+  const auto wait = [&](Settling& settling) {
+    bool good = wait_live_blocks(k, settling, k.map().routing_full, k.map().rows_full);
+    if constexpr (Dispatch::kNet) good &= wait_live_rows(k, settling);
     return good;
   };
   if (!settle(k, wait)) return false;

@@ -128,18 +128,19 @@ __device__ inline void end_rings(const NetCombine& k, const Streams& streams) {
 }
 
 // By block 0, where ranks may be masked: waits for all that other domains send and return. `sent`: our streams.
-static __device__ __noinline__ bool wait_live_sums(const NetCombine k, RankSet& gone, const Streams sent) {
+static __device__ __noinline__ bool wait_live_sums(const NetCombine k, Settling& settling, const Streams sent) {
   const SlotNetState& state = k.g.slot_net_state;
+  RankSet& gone = settling.gone;
   bool good = true;
 #pragma unroll 1
   for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size)
-    if (!k.is_near(s) && !gone.has(s)) good &= note_missing(k, state.weights_there + s, k.number, s, gone);
+    if (!k.is_near(s) && !gone.has(s)) good &= note_missing(k, state.weights_there + s, k.number, s, settling);
   if (!k.crew.all(good)) return false;
 #pragma unroll 1
   for (uint32_t d = k.crew.thread; d < k.g.map.num_domains; d += k.crew.size) {
     const uint32_t rank = k.first_of(d);
     if (d == own_domain(k.g) || (gone.all() & rank_bits(rank, k.first_of(d + 1))) != 0) continue;
-    good &= note_missing(k, state.sums_there + d, sent.rings[d].after(k.map(), sent.masks.count(d)), rank, gone);
+    good &= note_missing(k, state.sums_there + d, sent.rings[d].after(k.map(), sent.masks.count(d)), rank, settling);
   }
   return good;
 }

@@ -6,6 +6,9 @@
 // who has lost another rank meanwhile finds the decision of those that were through, and takes it. Who is masked itself
 // has an error.
 //
+// A rank that waits for another must not be masked for it: it says that it waits, and then has twice the time. It waits
+// no longer for a rank that another has missed, or when one of the others has decided.
+//
 // Between domains votes go by the hosts: datagrams of the proxies. There a domain is masked as a whole, because each of
 // its ranks lands rows for all others: the ranks of a domain that has lost one have an error.
 #pragma once
@@ -97,17 +100,50 @@ struct Votes {
       if (r != g.rank) tell(decision(r, g.rank), ranks, settlement);
     if (crew.thread == 0 && has_far()) tell(g.slot_net.own_votes[kFirstDecision + settlement % 2], ranks, settlement);
   }
+  // By one thread, before the first vote: that this rank waits.
+  __device__ __forceinline__ void tell_waiting() const {
+    for (uint32_t r = g.first; r < g.end; ++r)
+      if (r != g.rank) publish(&vote(r, g.rank, 0).cast, waiting());
+    if (has_far()) publish(&g.slot_net.own_votes[settlement % 2 * 2].cast, waiting());
+  }
   __device__ __forceinline__ bool has_far() const { return g.map.num_domains > 1; }
   __device__ __forceinline__ bool is_near(uint32_t rank) const { return rank >= g.first && rank < g.end; }
   __device__ __forceinline__ const SlotVote* far(uint32_t of) const {
     return g.slot_net.far_votes + g.rank_of[of] * kRankVotes;
   }
-  __device__ __forceinline__ uint64_t tag(uint32_t round) const { return settlement << 8 | round; }
+  __device__ __forceinline__ uint64_t waiting() const { return settlement << 8; }
+  __device__ __forceinline__ uint64_t tag(uint32_t round) const { return settlement << 8 | (round + 1); }
   static __device__ __forceinline__ void tell(SlotVote& vote, uint64_t ranks, uint64_t number) {
     vote.ranks = ranks;
     publish(&vote.cast, number);
   }
 };
+
+// A settlement before the first vote, by the threads of block 0. In shared memory.
+struct Settling {
+  RankSet gone;  // ranks that this one misses
+  uint64_t settlement;
+  uint32_t began;  // as KernelPatience has it
+};
+// By one thread: as wait_live(), for what has to come before this rank votes: all together take no longer than a rank
+// may take.
+static __device__ __noinline__ Came wait_settling(const Group& g, const Settling& settling, const uint64_t* flag,
+                                                  uint64_t value) {
+  constexpr uint32_t kQuietPart = 8;  // of that time, before this rank says that it waits
+  const KernelPatience patience{settling.began};
+  bool told = false;
+  for (uint32_t looks = 1; peek_flag(flag) < value; ++looks) {
+    if (looks % 64 != 0) continue;
+    if (stopped(g)) return Came::kStopped;
+    if (!told && patience.lasts(g.mask_nsec / kQuietPart)) {
+      Votes{g, settling.settlement}.tell_waiting();
+      told = true;
+    }
+    if (patience.over_mask(g, local(g).patient_since)) return Came::kNo;
+  }
+  read_flag(flag);
+  return Came::kYes;
+}
 
 // What the votes of a round are. In shared memory.
 struct Round {
@@ -116,19 +152,22 @@ struct Round {
   uint32_t differs, decided, stopped;
   uint32_t masks_us;  // 1: one that we miss does
 };
+// By one thread: takes the decision of rank `r`, if it is through.
+__device__ __forceinline__ bool hear_decision(const Votes& votes, uint32_t r, Round& round) {
+  const SlotVote& decision = votes.heard_decision(r);
+  if (peek(&decision.cast) < votes.settlement) return false;
+  read(&decision.cast);
+  round.decision.add_all(decision.ranks);
+  round.decided = 1;
+  return true;
+}
 // By one thread: waits for the vote of rank `r`.
 __device__ inline void hear_vote(const Votes& votes, uint32_t r, uint32_t number, uint64_t mine, Round& round) {
   const Group& g = votes.g;
   const KernelPatience patience;
-  const SlotVote& vote = votes.heard_vote(r, number);
-  const SlotVote& decision = votes.heard_decision(r);
+  const SlotVote &vote = votes.heard_vote(r, number), &first = votes.heard_vote(r, 0);
   for (uint32_t looks = 1;; ++looks) {
-    if (peek(&decision.cast) >= votes.settlement) {
-      read(&decision.cast);
-      round.decision.add_all(decision.ranks);
-      round.decided = 1;
-      return;
-    }
+    if (hear_decision(votes, r, round)) return;
     if (peek(&vote.cast) >= votes.tag(number)) {
       read(&vote.cast);
       const uint64_t its = vote.ranks;
@@ -141,7 +180,11 @@ __device__ inline void hear_vote(const Votes& votes, uint32_t r, uint32_t number
       round.stopped = 1;
       return;
     }
-    if (patience.over_mask(g, local(g).patient_since)) {
+    if (round.missed.has(r)) return;  // by another, whose vote differs from ours
+    for (uint32_t other = 0; looks % 4096 == 0 && other < g.map.num_ranks; ++other)
+      if (other != g.rank && (mine >> other & 1) == 0 && hear_decision(votes, other, round)) return;
+    const uint32_t times = peek(&first.cast) >= votes.waiting() ? 2 : 1;
+    if (patience.over_mask(g, local(g).patient_since, times)) {
       round.missed.add(r);
       round.differs = 1;
       return;

@@ -22,10 +22,13 @@ struct KernelPatience {
     return over(g, since + is_arrival, is_arrival ? g.arrival_nsec : g.progress_nsec,
                 is_arrival ? &g.pulse->alive_nsec : &g.pulse->still_nsec);
   }
-  // Of a wait for a rank that may be masked.
-  __device__ __forceinline__ bool over_mask(const Group& g, uint32_t* since) const {
-    return over(g, since + 2, g.mask_nsec, &g.pulse->alive_nsec);
+  // Of a wait for a rank that may be masked: after so many times that long.
+  __device__ __forceinline__ bool over_mask(const Group& g, uint32_t* since, uint32_t times = 1) const {
+    return over(g, since + 2, times * g.mask_nsec, &g.pulse->alive_nsec);
   }
+  __device__ __forceinline__ bool lasts(uint64_t nsec) const { return ticks(now_nsec()) - started > ticks(nsec); }
+
+  static __device__ __forceinline__ uint32_t ticks(uint64_t nsec) { return static_cast<uint32_t>(nsec >> kTickShift); }
 
  private:
   __device__ __forceinline__ bool over(const Group& g, uint32_t* since, uint64_t limit_nsec,
@@ -39,8 +42,6 @@ struct KernelPatience {
     put_word(since, now - lived);
     return lived > limit;
   }
-
-  static __device__ __forceinline__ uint32_t ticks(uint64_t nsec) { return static_cast<uint32_t>(nsec >> kTickShift); }
 };
 
 }  // namespace uccl_ep::gpu
