@@ -220,24 +220,47 @@ CLAIM("a rank that sends all and dies before it votes is masked, and one that co
     });
   }
 }
-CLAIM("a rank that leaves alone is masked, and is no error") {
-  for (const auto& domains : {std::vector{0, 0}, {0, 1}}) {
-    SlotRun run = masking(domains, 1);
+CLAIM("a rank that leaves alone is masked, and an error of its domain only") {
+  for (const auto& domains : {std::vector{0, 0}, {0, 1}, {0, 0, 1, 1}, {0, 0, 1, 1, 1}}) {
+    const SlotRun run = masking(domains, 1);
+    const int last = run.num_ranks() - 1;
+    const Lost lost(run, {{last, 1, false}});
     auto ranks = make_ranks<SlotRank>(run);
     by_ranks(run.num_ranks(), [&](int r) {
       SlotRank& rank = *ranks[static_cast<size_t>(r)];
       const CloseOnFailure guard{rank.engine()};
       for (int round = 0; round < 3; ++round) {
-        if (r == 1 && round == 1) return rank.engine().close(true);
+        if (r == last && round == 1) return rank.engine().close(true);  // it lands nothing any more
         World world(run, round);
-        if (round > 0) world.gone = 0b10;
+        world.gone = lost.ranks(round, false);
         Slots got(run);
-        rank.dispatch(world.inputs[static_cast<size_t>(r)], got, gpu::SlotPhase::kBoth);
-        rank.finish();
+        const auto dispatch = [&] { rank.dispatch(world.inputs[static_cast<size_t>(r)], got, gpu::SlotPhase::kBoth); };
+        if (!goes_on(lost, rank, r, round, false, dispatch)) return;
         world.check(r, got);
       }
     });
   }
+}
+CLAIM("a domain is masked, and no other, when a rank that has sent all lands nothing any more") {
+  const SlotRun run = masking({0, 0, 1, 1}, 1);
+  const Lost lost(run, {{3, 0, true}});
+  auto ranks = make_ranks<SlotRank>(run);
+  by_ranks(run.num_ranks(), [&](int r) {
+    SlotRank& rank = *ranks[static_cast<size_t>(r)];
+    const CloseOnFailure guard{rank.engine()};
+    World world(run, 0);
+    world.gone = lost.ranks(0, true);
+    Slots got(run);
+    const auto dispatch = [&] { rank.dispatch(world.inputs[static_cast<size_t>(r)], got, gpu::SlotPhase::kBoth); };
+    if (r == 3) {
+      rank.dispatch(world.inputs[3], got, gpu::SlotPhase::kSend);
+      rank.finish();
+      usleep(300'000);  // until all have it
+      return rank.engine().close(true);
+    }
+    if (r == 1) usleep(600'000);  // rank 3 is its rail
+    if (goes_on(lost, rank, r, 0, true, dispatch)) world.check(r, got);
+  });
 }
 CLAIM("a rank that no network reaches masks the others, and they mask it") {
   SlotRun run = masking({0, 1, 2}, 1);

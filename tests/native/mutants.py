@@ -294,9 +294,16 @@ MASKED_WHOLE = (
 MASKED_BY_NUMBER = (
     "between domains ranks are masked by their numbers in the group, before a combine and after"
 )
+LANDS_NOTHING = "a domain is masked, and no other, when a rank that has sent all lands nothing any more"
 MASK_MUTANTS = {
     "a domain's other ranks stay": (
         MASKED_WHOLE, "masks.cuh", "if ((ranks & its) != 0) all |= its;", "all |= ranks & its;",
+    ),
+    "a domain that has lost a rank votes for others": (
+        LANDS_NOTHING, "masks.cuh", "if ((mine & own_domain_bits(g)) != 0) mine = own_domain_bits(g);", "",
+    ),
+    "whom a rail misses is missed, and not the rail": (
+        LANDS_NOTHING, "low_latency_net.cuh", "settling.gone.add(rail);", "static_cast<void>(rail);",
     ),
     "masks are told by the numbers that kernels use": (
         MASKED_BY_NUMBER, "low_latency_combine.cu", "out[g.rank_of[r]] = ", "out[r] = ",

@@ -145,7 +145,7 @@ void take_low_latency(Cursor& cursor, const Shape& shape, LowLatencyMap& map, ui
   cursor.take(map.pairs_read, "flags.pairs_read", members);
   cursor.take(map.headers, "slots.headers", 2 * kHalves * ranks);
   cursor.take(map.votes, "slots.votes", 4 * members);
-  cursor.take(map.decisions, "slots.decisions", 2 * members);
+  cursor.take(map.decisions, "slots.decisions", 3 * members);
   cursor.take(map.routing, "slots.routing", kHalves * ranks * places);
   cursor.take(map.routed, "slots.weights", kHalves * ranks * places);
   cursor.take(map.rows, "slots.rows", kHalves * members * map.tokens * map.row_bytes);

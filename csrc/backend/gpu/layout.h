@@ -75,7 +75,7 @@ struct LowLatencyMap {
   Part<DeviceFlag<PairsRead>> pairs_read;  // [members]
   Part<SlotHeader> headers;  // [dispatch, combine][halves][ranks]
   Part<SlotVote> votes;  // [members][2][2]: masks.cuh. Those of other domains: SlotNet
-  Part<SlotVote> decisions;  // [members][2]
+  Part<SlotVote> decisions;  // [members][3]: of two settlements, and the last one that the member waits in
   Part<int32_t> routing;  // [halves][ranks][places] numbers of experts, -1: none
   Part<uint32_t> routed;  // the same: weights, if they came with the routing
   Part<uint8_t> rows;  // [halves][members][tokens][row_bytes]

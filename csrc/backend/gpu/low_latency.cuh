@@ -131,7 +131,8 @@ __device__ __forceinline__ void end_step(const K& k, const uint64_t& began, Step
 // groups need is not inlined: kernels of the others take longer to fetch it than to skip it.
 static __device__ __noinline__ Came wait_suspecting(const Group& g, uint64_t masked, const Awaited what) {
   if ((masked >> what.peer & 1) != 0) return Came::kNo;
-  const Came came = wait_live(g, what.flag, what.value);
+  const Came came = wait_live(g, what.flag, what.value, KernelPatience::ticks(now_nsec()),
+                              local(g).low_latency.num_settled + 1, false);
   if (came == Came::kNo) or_global(&local(g).low_latency.suspected, uint64_t{1} << what.peer);
   return came;
 }
@@ -305,7 +306,7 @@ __device__ inline bool settle(K& k, Wait wait) {
 template <typename K, typename Of>
 __device__ inline bool note_missing(const K& k, const DeviceFlag<Of>* flag, uint64_t number, uint32_t rank,
                                     Settling& settling) {
-  const Came came = wait_settling(k.g, settling, &flag->value, number);
+  const Came came = wait_live(k.g, &flag->value, number, settling.began, settling.settlement, true);
   if (came == Came::kNo) settling.gone.add(rank);
   return came != Came::kStopped;
 }

@@ -190,7 +190,7 @@ __device__ __noinline__ bool wait_live_rows(const NetDispatch k, Settling& settl
     const uint32_t source = i < before ? i : i + k.members();
     if (__any_sync(kFullWarp, settling.gone.has(source))) continue;
     const auto note = [&](const auto* flag, uint64_t value) {
-      if (lane == 0) good &= note_missing(k, flag, value, source, settling);
+      if (lane == 0) good &= note_missing_by_rail(k, flag, value, source, settling);
       __syncwarp();
       return !__any_sync(kFullWarp, !good || settling.gone.has(source));
     };

@@ -220,6 +220,17 @@ __device__ inline bool wait_gone(const K& k, const Awaited& what, SlotNetShared&
   return came != Came::kStopped;
 }
 
+// By one thread, where ranks may be masked: as note_missing(), of what a rank of another domain sends to its rail here.
+template <typename K, typename Of>
+__device__ inline bool note_missing_by_rail(const K& k, const DeviceFlag<Of>* flag, uint64_t number, uint32_t source,
+                                            Settling& settling) {
+  if (!note_missing(k, flag, number, source, settling)) return false;
+  const uint32_t rail = k.g.net.from[source].holder;
+  if (settling.gone.has(source) && rail != k.g.rank && !Votes{k.g, settling.settlement}.is_waiting(rail))
+    settling.gone.add(rail);
+  return true;
+}
+
 // By a crew: writes what every other domain gets, when none reads what lay there. False: an error is known.
 template <typename K>
 __device__ inline bool write_slot_packets(const K& k, SlotNetShared& shared) {

@@ -134,7 +134,7 @@ static __device__ __noinline__ bool wait_live_sums(const NetCombine k, Settling&
   bool good = true;
 #pragma unroll 1
   for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size)
-    if (!k.is_near(s) && !gone.has(s)) good &= note_missing(k, state.weights_there + s, k.number, s, settling);
+    if (!k.is_near(s) && !gone.has(s)) good &= note_missing_by_rail(k, state.weights_there + s, k.number, s, settling);
   if (!k.crew.all(good)) return false;
 #pragma unroll 1
   for (uint32_t d = k.crew.thread; d < k.g.map.num_domains; d += k.crew.size) {

@@ -7,7 +7,9 @@
 // has an error.
 //
 // A rank that waits for another must not be masked for it: it says that it waits, and then has twice the time. It waits
-// no longer for a rank that another has missed, or when one of the others has decided.
+// no longer for a rank that another has missed, or when one of the others has decided. Who misses a rank of its own
+// domain votes for no other: what it misses of them may have come by that one. So it misses that one, too, unless that
+// one says that it waits.
 //
 // Between domains votes go by the hosts: datagrams of the proxies. There a domain is masked as a whole, because each of
 // its ranks lands rows for all others: the ranks of a domain that has lost one have an error.
@@ -22,17 +24,6 @@ namespace uccl_ep::gpu {
 __device__ __forceinline__ bool masks(const Group& g) { return g.mask_nsec != 0; }
 
 enum class Came : uint32_t { kYes, kNo, kStopped };
-// By one thread: waits as long as a rank may take.
-static __device__ __noinline__ Came wait_live(const Group& g, const uint64_t* flag, uint64_t value) {
-  const KernelPatience patience;
-  for (uint32_t looks = 1; peek_flag(flag) < value; ++looks) {
-    if (looks % 64 != 0) continue;
-    if (stopped(g)) return Came::kStopped;
-    if (patience.over_mask(g, local(g).patient_since)) return Came::kNo;
-  }
-  read_flag(flag);
-  return Came::kYes;
-}
 
 // In shared memory: ranks, a bit each.
 struct RankSet {
@@ -80,7 +71,15 @@ struct Votes {
     return at(g, at_rank, g.map.low_latency.votes)[((of - g.first) * 2 + settlement % 2) * 2 + round % 2];
   }
   __device__ __forceinline__ SlotVote& decision(uint32_t at_rank, uint32_t of) const {
-    return at(g, at_rank, g.map.low_latency.decisions)[(of - g.first) * 2 + settlement % 2];
+    return at(g, at_rank, g.map.low_latency.decisions)[(of - g.first) * 3 + settlement % 2];
+  }
+  __device__ __forceinline__ SlotVote& near_wait(uint32_t at_rank, uint32_t of) const {
+    return at(g, at_rank, g.map.low_latency.decisions)[(of - g.first) * 3 + 2];
+  }
+  // Whether a rank that is not through waits, or has waited and voted.
+  __device__ __forceinline__ bool is_waiting(uint32_t of) const {
+    return peek(&heard_vote(of, 0).cast) >= waiting() ||
+           (is_near(of) && peek(&near_wait(g.rank, of).cast) >= settlement);
   }
   // Of any rank, as they come here.
   __device__ __forceinline__ const SlotVote& heard_vote(uint32_t of, uint32_t round) const {
@@ -100,11 +99,11 @@ struct Votes {
       if (r != g.rank) tell(decision(r, g.rank), ranks, settlement);
     if (crew.thread == 0 && has_far()) tell(g.slot_net.own_votes[kFirstDecision + settlement % 2], ranks, settlement);
   }
-  // By one thread, before the first vote: that this rank waits.
-  __device__ __forceinline__ void tell_waiting() const {
+  // By one thread: that this rank waits; the other domains hear it only before the first vote.
+  __device__ __forceinline__ void tell_waiting(bool settles) const {
     for (uint32_t r = g.first; r < g.end; ++r)
-      if (r != g.rank) publish(&vote(r, g.rank, 0).cast, waiting());
-    if (has_far()) publish(&g.slot_net.own_votes[settlement % 2 * 2].cast, waiting());
+      if (r != g.rank) publish(&near_wait(r, g.rank).cast, settlement);
+    if (settles && has_far()) publish(&g.slot_net.own_votes[settlement % 2 * 2].cast, waiting());
   }
   __device__ __forceinline__ bool has_far() const { return g.map.num_domains > 1; }
   __device__ __forceinline__ bool is_near(uint32_t rank) const { return rank >= g.first && rank < g.end; }
@@ -125,18 +124,17 @@ struct Settling {
   uint64_t settlement;
   uint32_t began;  // as KernelPatience has it
 };
-// By one thread: as wait_live(), for what has to come before this rank votes: all together take no longer than a rank
-// may take.
-static __device__ __noinline__ Came wait_settling(const Group& g, const Settling& settling, const uint64_t* flag,
-                                                  uint64_t value) {
+// By one thread: waits as long as a rank may take since `began`. settles: for what has to come before this rank votes.
+static __device__ __noinline__ Came wait_live(const Group& g, const uint64_t* flag, uint64_t value, uint32_t began,
+                                              uint64_t settlement, bool settles) {
   constexpr uint32_t kQuietPart = 8;  // of that time, before this rank says that it waits
-  const KernelPatience patience{settling.began};
+  const KernelPatience patience{began};
   bool told = false;
   for (uint32_t looks = 1; peek_flag(flag) < value; ++looks) {
     if (looks % 64 != 0) continue;
     if (stopped(g)) return Came::kStopped;
     if (!told && patience.lasts(g.mask_nsec / kQuietPart)) {
-      Votes{g, settling.settlement}.tell_waiting();
+      Votes{g, settlement}.tell_waiting(settles);
       told = true;
     }
     if (patience.over_mask(g, local(g).patient_since)) return Came::kNo;
@@ -165,7 +163,7 @@ __device__ __forceinline__ bool hear_decision(const Votes& votes, uint32_t r, Ro
 __device__ inline void hear_vote(const Votes& votes, uint32_t r, uint32_t number, uint64_t mine, Round& round) {
   const Group& g = votes.g;
   const KernelPatience patience;
-  const SlotVote &vote = votes.heard_vote(r, number), &first = votes.heard_vote(r, 0);
+  const SlotVote& vote = votes.heard_vote(r, number);
   for (uint32_t looks = 1;; ++looks) {
     if (hear_decision(votes, r, round)) return;
     if (peek(&vote.cast) >= votes.tag(number)) {
@@ -183,8 +181,7 @@ __device__ inline void hear_vote(const Votes& votes, uint32_t r, uint32_t number
     if (round.missed.has(r)) return;  // by another, whose vote differs from ours
     for (uint32_t other = 0; looks % 4096 == 0 && other < g.map.num_ranks; ++other)
       if (other != g.rank && (mine >> other & 1) == 0 && hear_decision(votes, other, round)) return;
-    const uint32_t times = peek(&first.cast) >= votes.waiting() ? 2 : 1;
-    if (patience.over_mask(g, local(g).patient_since, times)) {
+    if (patience.over_mask(g, local(g).patient_since, votes.is_waiting(r) ? 2 : 1)) {
       round.missed.add(r);
       round.differs = 1;
       return;
@@ -215,7 +212,8 @@ static __device__ __noinline__ bool agree(const Group& g, const Crew crew, uint6
   const uint64_t near_missed = gone.all() & own_domain_bits(g);
   for (uint32_t number = 0;; ++number) {
     crew.sync();
-    const uint64_t mine = whole_domains(g, gone.all());
+    uint64_t mine = whole_domains(g, gone.all());
+    if ((mine & own_domain_bits(g)) != 0) mine = own_domain_bits(g);
     if (crew.thread == 0) round = {};
     crew.sync();
     votes.tell_vote(crew, mine, number);
