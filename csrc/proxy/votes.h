@@ -3,8 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
-#include <span>
 
 #include "layout/votes.h"
 #include "proxy/proxy.h"

@@ -10,22 +10,22 @@ inline std::vector<gpu::SlotPhase> phases_of(const SlotRun& run, int rank, int r
   if (run.mixes && (rank + round) % 4 == 1) return {kSend, kReceive};
   return {kBoth};
 }
-// One dispatch and combine after the other.
+// A dispatch and a combine.
+inline void take_turn(const SlotRun& run, SlotRank& rank, int r, const World& world, int round) {
+  const RankInput& in = world.inputs[static_cast<size_t>(r)];
+  Slots got(run);
+  rank.dispatch(in, got, gpu::SlotPhase::kBoth);
+  rank.finish();
+  world.check(r, got);
+  const std::vector<uint16_t> rows = rank.experts(world, got);
+  std::vector<uint16_t> out(in.num_tokens * run.hidden + 1, 0xEEEE);
+  if (r + 1 == run.num_ranks()) usleep(run.late_usec);
+  for (const gpu::SlotPhase phase : phases_of(run, r, round)) rank.combine(in, rows, got, out, phase);
+  rank.finish();
+  world.check_sums(r, out);
+}
 inline void by_turns(const SlotRun& run, SlotRank& rank, int r) {
-  for (int round = 0; round < run.num_rounds; ++round) {
-    const World world(run, round);
-    const RankInput& in = world.inputs[static_cast<size_t>(r)];
-    Slots got(run);
-    rank.dispatch(in, got, gpu::SlotPhase::kBoth);
-    rank.finish();
-    world.check(r, got);
-    const std::vector<uint16_t> rows = rank.experts(world, got);
-    std::vector<uint16_t> out(in.num_tokens * run.hidden + 1, 0xEEEE);
-    if (r + 1 == run.num_ranks()) usleep(run.late_usec);
-    for (const gpu::SlotPhase phase : phases_of(run, r, round)) rank.combine(in, rows, got, out, phase);
-    rank.finish();
-    world.check_sums(r, out);
-  }
+  for (int round = 0; round < run.num_rounds; ++round) take_turn(run, rank, r, World(run, round), round);
 }
 // Two dispatches are sent before the first is received, and so are their combines.
 inline void by_twos(const SlotRun& run, SlotRank& rank, int r) {
