@@ -179,6 +179,7 @@ class RoutingMemory {
   uint64_t used_ = 0, results_ = 0;  // bytes; what lies before the second only blocks of the kernel read
   gpu::Group group_{};
   gpu::HostError error_{};
+  gpu::HostPulse pulse_{};
 };
 
 inline void RoutingMemory::lay_out() {
@@ -255,6 +256,8 @@ inline void RoutingMemory::fill() {
   group_.net_state.packet_unit = reinterpret_cast<uint32_t*>(group_.own + packet_units_);
   group_.net.domain = static_cast<uint32_t>(own);
   group_.error = &error_;
+  pulse_.alive_nsec = pulse_.still_nsec = gpu::kMostLivedNsec;
+  group_.pulse = &pulse_;
 }
 
 // The ranks that tokens reach in each domain, and what earlier tokens have there.

@@ -99,9 +99,14 @@ def compare(rank: Rank, buffer: Buffer, form: Callable[..., Tensor], compiled: A
         assert torch.equal(eager, other), f"{tokens} tokens: {(eager - other).abs().max()}"
 
 
-def new_buffer(rank: Rank) -> Buffer:
+def new_buffer(rank: Rank, progress_timeout_s: float = 2) -> Buffer:
     config = EpConfig(
-        num_experts=E, hidden=H, backend="host", budget_bytes=16 << 20, progress_timeout_s=2, domain_size=1
+        num_experts=E,
+        hidden=H,
+        backend="host",
+        budget_bytes=16 << 20,
+        progress_timeout_s=progress_timeout_s,
+        domain_size=1,
     )
     return Buffer(rank.group, config)
 
@@ -171,7 +176,8 @@ def test_fullgraph_raises_torchs_error_and_launches_nothing() -> None:
 def compile_what_is_not_opaque(rank: Rank) -> list[str]:
     evaluator = torch._C._dynamo.eval_frame
     default = evaluator._FrameAction.DEFAULT
-    with new_buffer(rank) as buffer, Watched() as watched:
+    # Here a rank compiles within its call, and the other one waits for that.
+    with new_buffer(rank, progress_timeout_s=60) as buffer, Watched() as watched:
         vars(Buffer.dispatch).clear()
         evaluator.set_code_exec_strategy(
             Buffer.dispatch.__code__, evaluator._FrameExecStrategy(default, default)
