@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.bits import bit_difference
 from tests.cases import LAYOUTS, EngineSpec
+from uccl_ep_train import Buffer
 from uccl_ep_train.common.handle import Fp8Rows
 from uccl_ep_train.common.slots import SlotRows, SlotWireName
 from uccl_ep_train.oracle.low_latency import Slots, combine_slots, dispatch_slots, stretches
@@ -139,3 +140,16 @@ def slot_differences(seen: SlotRows, wanted: Slots) -> list[str]:
 def column_major(scales: Tensor) -> bool:
     num_rows, columns = scales.shape[1:]
     return scales.stride() == (num_rows * columns, 1, num_rows)
+
+
+def told(early: bool, *routing: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """What a combine is given of topk_idx and topk_weights. early: the dispatch was given them"""
+    topk_idx, topk_weights = routing
+    return (None, None) if early else (topk_idx, topk_weights)
+
+
+def settle(buffer: Buffer) -> None:
+    """On a GPU an error shows when the kernels are over."""
+    if buffer.device.type == "cuda":
+        torch.cuda.synchronize()
+    buffer.check()

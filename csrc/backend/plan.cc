@@ -54,6 +54,12 @@ std::string describe_mismatch(uint64_t epoch, const Called& one, const Called& o
          describe_refusals(ahead.rank, epoch + behind.num_refused, ahead.num_refused - behind.num_refused, why);
 }
 
+std::string describe_masked(int rank, int peer) {
+  const std::string text = "rank " + std::to_string(rank) + " was masked: ";
+  if (peer == rank) return text + "others did not hear of it within mask_timeout_s";
+  return text + "rank " + std::to_string(peer) + ", of its domain, did not come within mask_timeout_s";
+}
+
 namespace {
 
 [[noreturn]] void refuse(const std::string& text) { throw UsageFailure(UsageKind::kRouting, text); }
@@ -120,6 +126,12 @@ std::vector<Place> places_of(const Topology& topo, uint32_t num_experts) {
 }
 
 }  // namespace
+
+void check_topk(const Routing& routing, uint32_t num_tokens, uint32_t num_experts) {
+  std::vector<Pair> pairs;
+  for (uint32_t token = 0; token < num_tokens; ++token)
+    pairs_of_topk(static_cast<const int64_t*>(routing.data), routing.width, token, num_experts, pairs);
+}
 
 void plan_source(const Topology& topo, uint32_t num_experts, uint32_t num_tokens, const Routing& routing, Plan& plan) {
   if (uint64_t{num_tokens} * routing.width >= UINT32_MAX)

@@ -81,6 +81,9 @@ std::string describe(const OpSignature& signature);
 // "rank 1 refused call 7: why", or several calls from `first` on; without `why` where it is not known.
 std::string describe_refusals(int rank, uint64_t first, uint64_t count, const std::string& why);
 
+// Why others go on without `rank`: `peer` of its domain is missing, or `rank` itself is.
+std::string describe_masked(int rank, int peer);
+
 // A rank's call for operation `epoch`, and the number of calls that it refused before.
 struct Called {
   int rank = -1;
@@ -92,6 +95,8 @@ std::string describe_mismatch(uint64_t epoch, const Called& one, const Called& o
 // How long a rank waits for the one that refused a call to say why. The error has the deadlines' two seconds to come.
 constexpr uint64_t kWhyUsec = 1000000;
 
+// Throws UsageFailure (kRouting) for a routing by top-k as plan_source() does.
+void check_topk(const Routing& routing, uint32_t num_tokens, uint32_t num_experts);
 // Builds the source streams of a plan. Throws UsageFailure (kRouting) naming token, expert and what is allowed.
 void plan_source(const Topology& topo, uint32_t num_experts, uint32_t num_tokens, const Routing& routing, Plan& plan);
 

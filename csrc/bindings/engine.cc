@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/waiting.h"
 #include "engine/engine.h"
 #include "engine/host/engine.h"
 
@@ -33,27 +34,6 @@ inline Dtype row_format_named(const std::string& name, const std::string& scale)
   const RowFormat* const format = find_row_format(name, scale);
   if (format == nullptr) throw UsageFailure(UsageKind::kDtype, "no rows travel as " + name + " with scales " + scale);
   return format->id;
-}
-
-// Waits in slices of `slice_usec`. After each slice it calls `between`, with the GIL held.
-template <typename Wait, typename Between>
-void wait_with(Wait wait, uint64_t slice_usec, Between between) {
-  while (true) {
-    bool over = false;
-    {
-      py::gil_scoped_release release;
-      over = wait(slice_usec);
-    }
-    if (over) return;
-    between();
-  }
-}
-
-// Waits in slices, so that interrupts are seen.
-template <typename Wait>
-void wait_with_signals(Wait wait) {
-  constexpr uint64_t kSliceUsec = 50000;
-  wait_with(wait, kSliceUsec, look_at_interrupts);
 }
 
 // Closes on another thread, so that an interrupt can end the wait for operations and ranks; the other ranks then raise.
@@ -306,6 +286,7 @@ void bind_engine(py::module_& m) {
       .def("share_memory", &share_memory)
       .def("start", &Engine::start, Release());
   bind_calls(bound);
+  bind_low_latency(m, bound);
   bound.def("fail", &Engine::fail, "text"_a, Release())
       .def("check", &Engine::check, Release())
       .def("start_trace", &Engine::start_trace, "max_events"_a, Release())

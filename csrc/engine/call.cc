@@ -117,4 +117,15 @@ uint32_t compact_width_of(const DispatchArgs& args, uint32_t experts_per_rank) {
   return args.compact ? std::min(args.routing.width, experts_per_rank) : 0;
 }
 
+OpSignature slot_signature(OpKind kind, Dtype wire, uint32_t hidden, uint32_t topk, bool with_weights) {
+  OpSignature signature{};
+  signature.kind = kind;
+  signature.dtype = Dtype::kBf16;
+  signature.wire = wire;
+  signature.hidden = hidden;
+  signature.topk = topk;
+  signature.with_weights = with_weights;
+  return signature;
+}
+
 }  // namespace uccl_ep

@@ -119,6 +119,9 @@ std::shared_ptr<Own> own_plan(const std::shared_ptr<SavedPlan>& plan) {
 OpSignature make_signature(const DispatchArgs& args, const PlanFacts& plan, PlanUse use);
 OpSignature make_signature(const CombineArgs& args, const PlanFacts& plan);
 
+// Of low latency. with_weights: they travel with a dispatch's routing, or are known to a combine from it.
+OpSignature slot_signature(OpKind kind, Dtype wire, uint32_t hidden, uint32_t topk, bool with_weights);
+
 // Columns of a compact row's weights; 0 for expert-major rows.
 uint32_t compact_width_of(const DispatchArgs& args, uint32_t experts_per_rank);
 

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "backend/low_latency.h"
 #include "engine/call.h"
 #include "engine/stats.h"
 #include "sync/trace.h"
@@ -58,6 +59,15 @@ class Engine {
   // is over.
   virtual std::shared_ptr<Operation> dispatch(const DispatchArgs& args) = 0;
   virtual std::shared_ptr<Operation> combine(const CombineArgs& args) = 0;
+  // Of low latency. A call that sends and receives is queued as if it were two. Whether it also waits for the results
+  // depends on the engine: wait_low_latency() does.
+  virtual void low_latency(const LowLatencyDispatch& args) = 0;
+  virtual void low_latency(const LowLatencyCombine& args) = 0;
+  // After such a call. Host: true when what it read may be overwritten if it only sends, else when its results are
+  // there; false after `timeout_usec`. GPU: true at once.
+  virtual bool wait_low_latency(OpKind, SlotPhase, uint64_t) { return true; }
+  // out [ranks]: 1 for each rank that is masked, else 0.
+  virtual void low_latency_masks(int32_t* out, Stream stream) = 0;
   // A call of this rank was refused before it was queued, `why`; it would have come after what is queued on `stream`.
   virtual void refused(const std::string& why, Stream stream) = 0;
   // Number of queued operations plus refused calls. Unchanged: neither has happened.

@@ -31,7 +31,7 @@ constexpr uint32_t payload_bytes(MessageKind kind) {
     case MessageKind::kHeartbeat:
       return sizeof(Heartbeat);
     case MessageKind::kVotes:
-      return sizeof(RankVotes);
+      return kVoteBytes;
   }
   return 0;
 }

@@ -29,6 +29,12 @@ class Cursor {
     ring.slots_offset = slots_on_device_ ? take_device(slot_bytes * num_slots) : take(name, slot_bytes * num_slots);
     return ring;
   }
+  // A ring whose slots are those of another one.
+  RingLayout ring_beside(const RingLayout& other) {
+    RingLayout ring = flags_of(other.kind, other.slot_bytes, other.num_slots, other.num_readers);
+    ring.slots_offset = other.slots_offset;
+    return ring;
+  }
   // A send ring in memory of the device that it shares with others.
   RingLayout sharing_ring(RingKind kind, uint64_t slot_bytes, uint32_t num_slots, uint64_t offset, uint64_t bytes) {
     RingLayout ring = flags_of(kind, slot_bytes, num_slots, 0);
@@ -105,6 +111,44 @@ void take_commands(Cursor& cursor, RegionLayout& layout) {
   cursor.take("control", round_up(layout.total_bytes, kPageBytes) - layout.total_bytes);
 }
 
+void take_votes(Cursor& cursor, const Topology& topo, RegionLayout& layout) {
+  layout.votes_offset = cursor.take("flags", (1 + static_cast<uint64_t>(topo.num_ranks)) * sizeof(RankVotes));
+}
+
+// Of low latency on the host.
+void take_slot_rings(Cursor& cursor, const Topology& topo, const RingParams::Slots& rings, RegionLayout& layout) {
+  const int own = topo.domain_of[layout.rank];
+  const uint32_t n = static_cast<uint32_t>(topo.size_of(own));
+  const auto ring = [&](RingKind kind, uint64_t bytes, uint32_t num_readers) {
+    return cursor.ring("low latency", kind, bytes, rings.operations, num_readers);
+  };
+  const auto rows = [&](uint32_t readers) { return ring(RingKind::kSlotRows, rings.dispatch_bytes, readers); };
+  const auto weights = [&](uint32_t readers) { return ring(RingKind::kSlotWeights, rings.weights_bytes, readers); };
+  const auto sums = [&](uint32_t readers) { return ring(RingKind::kSlotSums, rings.sums_bytes, readers); };
+  RegionLayout::Slots& slots = layout.slots;
+  slots.own_rows = rows(n);
+  slots.own_weights = weights(n);
+  for (auto* by_domain : {&slots.rows_send, &slots.weights_send, &slots.sums_landing})
+    by_domain->resize(topo.members.size());
+  for (int d = 0; d < topo.num_domains(); ++d) {
+    if (d == own) continue;
+    slots.rows_send[d] = rows(0);
+    slots.weights_send[d] = weights(0);
+    slots.sums_landing[d] = sums(1);
+  }
+  slots.pieces.resize(1 + layout.incoming.size());
+  for (auto& of_stream : slots.pieces) {
+    of_stream.push_back(ring(RingKind::kPieces, std::min(rings.topk, n) * rings.sums_bytes, 1));
+    while (of_stream.size() < n) of_stream.push_back(cursor.ring_beside(of_stream.front()));
+  }
+  for (size_t i = 0; i < layout.incoming.size(); ++i) {
+    slots.rows_landing.push_back(rows(n));
+    slots.weights_landing.push_back(weights(n));
+    slots.sums_send.push_back(sums(0));
+  }
+  if (rings.votes) take_votes(cursor, topo, layout);
+}
+
 }  // namespace
 
 RegionLayout make_region_layout(const Topology& topo, const RingParams& params, int rank) {
@@ -145,6 +189,7 @@ RegionLayout make_region_layout(const Topology& topo, const RingParams& params, 
       layout.pieces[1 + i].push_back(
           cursor.ring("fold pieces", RingKind::kPieces, params.slot_bytes, params.num_slots, 1));
   }
+  if (params.slots.operations > 0) take_slot_rings(cursor, topo, params.slots, layout);
   take_commands(cursor, layout);
   return layout;
 }
@@ -248,8 +293,7 @@ RegionLayout make_device_layout(const Topology& topo, const DeviceRings& rings, 
     layout.events[ring] = {cursor.take("events", capacity * sizeof(uint64_t)), capacity};
   }
   layout.ended_offset = cursor.take("flags", kLineBytes);
-  if (rings.slots.votes)
-    layout.votes_offset = cursor.take("flags", (1 + static_cast<uint64_t>(topo.num_ranks)) * sizeof(RankVotes));
+  if (rings.slots.votes) take_votes(cursor, topo, layout);
   take_commands(cursor, layout);
   return layout;
 }
@@ -282,15 +326,16 @@ uint64_t meta_slot_bytes_for(uint64_t slot_bytes) {
   return round_up(std::max<uint64_t>(slot_bytes / 8, 64), kLineBytes);
 }
 
-RingParams ring_params_of(const Topology& topo, uint32_t num_experts, uint64_t slot_bytes, uint32_t num_slots) {
+RingParams ring_params_of(const Topology& topo, const MemoryNeeds& needs, uint64_t slot_bytes, uint32_t num_slots) {
   size_t widest = 0;
   for (auto& members : topo.members) widest = std::max(widest, members.size());
-  const uint64_t domain_experts = num_experts / static_cast<uint64_t>(topo.num_ranks) * widest;
+  const uint64_t domain_experts = needs.num_experts / static_cast<uint64_t>(topo.num_ranks) * widest;
   RingParams rings;
+  rings.slots = needs.slots;
   rings.slot_bytes = slot_bytes;
   rings.meta_slot_bytes = std::max(meta_slot_bytes_for(slot_bytes), round_up(4 * (1 + domain_experts), kLineBytes));
   rings.num_slots = num_slots;
-  rings.num_experts = num_experts;
+  rings.num_experts = needs.num_experts;
   return rings;
 }
 
@@ -302,8 +347,7 @@ constexpr uint32_t kLeastRingSlots = 2;
 
 uint64_t least_budget_bytes(const Topology& topo, const MemoryNeeds& needs) {
   const uint64_t slot_bytes = least_slot_bytes(topo, needs.num_experts, needs.least_row_bytes);
-  return needs.beside_bytes +
-         largest_region(topo, ring_params_of(topo, needs.num_experts, slot_bytes, kLeastRingSlots));
+  return needs.beside_bytes + largest_region(topo, ring_params_of(topo, needs, slot_bytes, kLeastRingSlots));
 }
 
 RingParams choose_rings(const Topology& topo, const MemoryNeeds& needs) {
@@ -320,7 +364,7 @@ RingParams choose_rings(const Topology& topo, const MemoryNeeds& needs) {
   uint32_t slots = choose_slots ? kDefaultRingSlots : needs.window_chunks;
   uint64_t slot_bytes =
       choose_chunk ? std::max(kDefaultChunkBytes, least_slot) : round_up(needs.chunk_bytes, kLineBytes);
-  auto rings = [&] { return ring_params_of(topo, needs.num_experts, slot_bytes, slots); };
+  auto rings = [&] { return ring_params_of(topo, needs, slot_bytes, slots); };
   auto need = [&] { return needs.beside_bytes + largest_region(topo, rings()); };
   auto shrink_chunk = [&](uint64_t least) {
     while (choose_chunk && slot_bytes > least && need() > needs.budget_bytes)

@@ -62,6 +62,13 @@ struct RingParams {
   uint64_t meta_slot_bytes = 0;  // of routing chunks
   uint32_t num_slots = 0;        // of every ring but the header rings
   uint32_t num_experts = 0;      // of the whole group
+  // Of low latency: every chunk is a whole operation. 0: there is none.
+  struct Slots {
+    uint32_t operations = 0;  // that a ring holds
+    uint64_t dispatch_bytes = 0, weights_bytes = 0, sums_bytes = 0;
+    uint32_t max_tokens = 0, topk = 0;  // of an operation
+    bool votes = false;  // about masked ranks
+  } slots = {};
 };
 constexpr uint64_t kRemoteSignsBytes = 32;  // what is known of a rank whose rows land: sync/control.h
 constexpr uint32_t kHeaderSlots = 2;  // see Exchange: a header of epoch n-2 has been read by all when epoch n starts
@@ -122,10 +129,13 @@ struct RegionLayout {
   // Sums that we relay to incoming[i], and sums that the other domains return to us.
   std::vector<RingLayout> return_send;  // by incoming
   std::vector<RingLayout> return_landing;  // by domain (own domain: unused)
-  // Of low latency, as above: to each domain, and of incoming[i].
+  // Of low latency, as above: to each domain, and of incoming[i]. On the host routing travels with the rows, and the
+  // members that write pieces of a stream share slots: each has rows of its own there.
   struct Slots {
     std::vector<RingLayout> routing_send, rows_send, weights_send, sums_landing;
     std::vector<RingLayout> routing_landing, rows_landing, weights_landing, sums_send;
+    RingLayout own_rows, own_weights;
+    std::vector<std::vector<RingLayout>> pieces;
   } slots;
   // Of a device layout, 0 on the host. The board: what a GPU reads instead of the stamps of many slots. Flag per
   // channel in the order of Channels.in, then Channels.out; an incoming one says how many chunks have arrived such that
@@ -142,8 +152,8 @@ struct RegionLayout {
   // Flag: number of operations that have ended. Writer: the rank's kernels; reader: its proxy, which stays awake while
   // more were launched.
   uint64_t ended_offset = 0;
-  // RankVotes of this rank, then of every rank; 0: there are none. Writer: the rank's kernels, then its proxy; readers:
-  // the proxy, then the kernels; scope: system; flags are never reset.
+  // RankVotes of this rank, then of every rank; 0: there are none. Writer: the rank's kernels or worker, then its
+  // proxy; readers: the proxy, then those, and on the host the domain; scope: system; flags are never reset.
   uint64_t votes_offset = 0;
   uint64_t device_bytes = 0;  // of the rings' slots in the device region
   uint64_t total_bytes = 0;  // of the region, in host memory
@@ -169,6 +179,7 @@ struct MemoryNeeds {
   uint64_t chunk_bytes = 0;  // 0: chosen
   uint32_t window_chunks = 0;  // 0: chosen
   uint64_t beside_bytes = 0;  // allocated outside the region, by the transport
+  RingParams::Slots slots = {};
 };
 RingParams choose_rings(const Topology& topo, const MemoryNeeds& needs);
 // The least budget that choose_rings accepts: two slots of one row with all its pairs on every ring of the busiest

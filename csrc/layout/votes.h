@@ -1,4 +1,5 @@
-// What a rank has voted about who is masked (backend/gpu/masks.cuh), as it travels to the other domains.
+// What a rank has voted about who is masked (backend/gpu/masks.cuh, backend/host/agreement.h), as it travels to the
+// other domains.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +8,7 @@
 
 namespace uccl_ep {
 
+constexpr uint32_t kMaxMaskedRanks = 64;  // of a group whose ranks may be masked
 constexpr uint32_t kVotesOfRank = 6;  // [2 settlements][2 rounds], then decisions of [2 settlements]
 constexpr uint32_t kFirstDecision = 4;
 
@@ -20,5 +22,6 @@ struct VoteWords {
 struct alignas(kLineBytes) RankVotes {
   VoteWords votes[kVotesOfRank];
 };
+constexpr uint64_t kVoteBytes = sizeof(RankVotes::votes);  // what travels
 
 }  // namespace uccl_ep

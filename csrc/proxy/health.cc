@@ -207,7 +207,7 @@ void Health::owe_what_changed() {
 void Health::tell_votes() {
   RankVotes votes;
   if (!votes_.take_own(votes)) return;
-  messages_.compose(MessageKind::kVotes, {reinterpret_cast<const uint8_t*>(&votes), sizeof(votes)});
+  messages_.compose(MessageKind::kVotes, {reinterpret_cast<const uint8_t*>(votes.votes), kVoteBytes});
   for (const Remote& remote : remotes_)
     if (!remote.dead) messages_.owe_now(remote.rank, MessageKind::kVotes);
 }
@@ -254,8 +254,9 @@ void Health::take(const Datagram& message, uint64_t now_usec) {
       return take_error(peer, message);
     case MessageKind::kVotes: {
       RankVotes votes;
-      std::memcpy(&votes, message.payload, sizeof(votes));
-      return votes_.put(peer, votes);
+      std::memcpy(votes.votes, message.payload, kVoteBytes);
+      votes_.put(peer, votes);
+      return context_.control->worker_bell.ring();
     }
   }
 }

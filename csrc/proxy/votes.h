@@ -1,13 +1,12 @@
-// Votes about masked ranks, between a rank's region, where its kernels write and read them, and messages to the other
-// domains.
+// Votes about masked ranks, between a rank's region, where its kernels or its worker write and read them, and messages
+// to the other domains.
 #pragma once
 
 #include <cstdint>
 
 #include "layout/votes.h"
 #include "proxy/proxy.h"
-#include "sync/flag.h"
-#include "sync/word.h"
+#include "sync/vote.h"
 
 namespace uccl_ep {
 
@@ -16,9 +15,9 @@ class VoteBox {
   explicit VoteBox(const ProxyContext& context)
       : own_(context.layout->votes_offset == 0
                  ? nullptr
-                 : reinterpret_cast<Entry*>(context.region + context.layout->votes_offset)) {}
+                 : reinterpret_cast<SharedVote*>(context.region + context.layout->votes_offset)) {}
 
-  // True if our kernels have voted since; then `votes` is all that others may still need.
+  // True if this rank has voted since; then `votes` is all that others may still need.
   bool take_own(RankVotes& votes) {
     if (own_ == nullptr) return false;
     uint64_t sum = 0;  // of flags that only grow
@@ -34,7 +33,7 @@ class VoteBox {
   // What `rank` has voted; older votes change nothing.
   void put(int rank, const RankVotes& votes) {
     if (own_ == nullptr) return;
-    Entry* const its = own_ + (1 + static_cast<size_t>(rank)) * (sizeof(RankVotes) / sizeof(Entry));
+    SharedVote* const its = own_ + (1 + static_cast<size_t>(rank)) * kSharedVotesOfRank;
     for (uint32_t i = 0; i < kVotesOfRank; ++i) {
       if (votes.votes[i].cast <= its[i].cast.own()) continue;
       its[i].ranks.store(votes.votes[i].ranks);
@@ -43,13 +42,7 @@ class VoteBox {
   }
 
  private:
-  struct Entry {
-    Word ranks;
-    Flag cast;
-  };
-  static_assert(sizeof(Entry) == sizeof(VoteWords) && sizeof(RankVotes) % sizeof(Entry) == 0);
-
-  Entry* const own_;
+  SharedVote* const own_;
   uint64_t told_ = 0;
 };
 

@@ -1,25 +1,22 @@
-"""Low latency on GPUs: sending apart from receiving, graphs, refused and other calls, missing ranks.
+"""Low latency on GPUs: graphs.
 
-Rows and sums are compared in `tests/unit/test_low_latency.py --backend cuda`.
+All else: `tests/unit/test_low_latency*.py --backend cuda`.
 """
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.bits import bit_difference
 from tests.cases import EngineSpec
-from tests.low_latency import ROOM, E, Given, H, give, slot_differences
+from tests.low_latency import ROOM, E, Given, H, give, settle, slot_differences, told
 from tests.machine import needs_gpus
 from uccl_ep_train import Buffer
 from uccl_ep_train.api.low_latency import LowLatency
-from uccl_ep_train.common.slots import SlotStatistics
-from uccl_ep_train.errors import ArrivalTimeout, InputError, PeerFailed, RankMismatchError
+from uccl_ep_train.errors import InputError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,110 +28,6 @@ def spec_of(*settings: tuple[str, Any]) -> EngineSpec:
     return EngineSpec(
         domains=(0, 0), num_experts=E, hidden=H, settings=(("backend", "cuda"), *ROOM, *settings)
     )
-
-
-def told(early: bool, *routing: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """What a combine is given of topk_idx and topk_weights. early: the dispatch was given them"""
-    topk_idx, topk_weights = routing
-    return (None, None) if early else (topk_idx, topk_weights)
-
-
-def settle(buffer: Buffer) -> None:
-    torch.cuda.synchronize()
-    buffer.check()
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_two_of_a_kind_are_sent_before_the_first_is_received(early: bool) -> None:
-    """early: dispatches have the weights, so that combines that only send add before."""
-    spec = spec_of(("low_latency_fold_pairs", 0))
-    worlds = [give(spec, seed=seed) for seed in range(2)]
-    with spec.group() as group:
-
-        def step(rank: int, buffer: Buffer) -> None:
-            calls, inputs = LowLatency(buffer), [given.on(rank, buffer.device) for given in worlds]
-            sent = [
-                calls.send_dispatch(x, topk_idx, weights if early else None, wire="bf16")
-                for x, topk_idx, weights, _ in inputs
-            ]
-            got = [entry.receive() for entry in sent]
-            sums = [
-                calls.send_combine(outputs, *told(early, topk_idx, weights), rows.handle)
-                for rows, (_, topk_idx, weights, outputs) in zip(got, inputs, strict=True)
-            ]
-            for given, rows, out in zip(worlds, got, [entry.receive() for entry in sums], strict=True):
-                assert not slot_differences(rows, given.sent()[rank])
-                assert not bit_difference(out.cpu(), given.sums(spec)[rank])
-
-        group.run(step)
-
-
-@pytest.mark.parametrize("mask_timeout_s", [None, 20.0])
-def test_sums_are_the_same_whether_a_rank_adds_before_it_sends_or_not(mask_timeout_s: float | None) -> None:
-    """Launches that only send do not, and those of ranks that may be masked."""
-    settings = (("mask_timeout_s", mask_timeout_s),) if mask_timeout_s else ()
-    spec = spec_of(("low_latency_fold_pairs", 0), *settings)
-    given = give(spec, "all to one expert")
-    with spec.group() as group:
-
-        def step(rank: int, buffer: Buffer) -> None:
-            calls, (x, topk_idx, weights, outputs) = LowLatency(buffer), given.on(rank, buffer.device)
-            handle = calls.dispatch(x, topk_idx, wire="bf16").handle
-            dropped = topk_idx.clone()
-            dropped[::2, 1] = dropped[1::3, 4] = -1
-            kept = (topk_idx, dropped)
-            sums = []
-            for call in range(8):
-                if call // 2 % 4 in (0, 2 - rank):
-                    out = calls.combine(outputs, kept[call % 2], weights, handle)
-                else:
-                    out = calls.send_combine(outputs, kept[call % 2], weights, handle).receive()
-                sums.append(out)
-            settle(buffer)
-            assert not bit_difference(sums[0].cpu(), given.sums(spec)[rank])
-            assert bit_difference(sums[0], sums[1])
-            assert not any(bit_difference(out, sums[call % 2]) for call, out in enumerate(sums))
-
-        group.run(step)
-
-
-def test_what_is_out_of_turn_is_refused_and_changes_nothing() -> None:
-    spec = spec_of()
-    given = give(spec)
-    with spec.group() as group:
-
-        def step(rank: int, buffer: Buffer) -> None:
-            calls, (x, topk_idx, *_) = LowLatency(buffer), given.on(rank, buffer.device)
-            first, second = (calls.send_dispatch(x, topk_idx, wire="bf16") for _ in range(2))
-            for call in (calls.send_dispatch, calls.dispatch):
-                with pytest.raises(InputError, match="2 dispatches were sent and not received; allowed are"):
-                    call(x, topk_idx)
-            with pytest.raises(InputError, match="allowed is that order"):
-                second.receive()
-            for sent in (first, second):
-                assert not slot_differences(sent.receive(), given.sent()[rank])
-            with pytest.raises(InputError, match="allowed is one receive"):
-                second.receive()
-            settle(buffer)
-
-        group.run(step)
-
-
-def test_statistics_are_added_to() -> None:
-    spec = spec_of()
-    given = give(spec)
-    with spec.group() as group:
-
-        def step(rank: int, buffer: Buffer) -> None:
-            calls, (x, topk_idx, *_) = LowLatency(buffer), given.on(rank, buffer.device)
-            counts = torch.zeros(E // 2, dtype=torch.int32, device=buffer.device)
-            waited = torch.zeros(2, dtype=torch.int64, device=buffer.device)
-            for _ in range(3):
-                got = calls.dispatch(x, topk_idx, statistics=SlotStatistics(counts, waited))
-            assert torch.equal(counts, 3 * got.counts)
-            assert 0 < int(waited.sum()) < 10**10
-
-        group.run(step)
 
 
 def replay(rank: int, buffer: Buffer, worlds: list[Given], spec: EngineSpec, early: bool) -> None:
@@ -179,63 +72,5 @@ def test_a_receive_outside_its_graph_is_refused() -> None:
                 sent = calls.send_dispatch(x, topk_idx)
             with pytest.raises(InputError, match="not captured in the graph"):
                 sent.receive()
-
-        group.run(step)
-
-
-def test_other_calls_are_a_mismatch_that_names_both() -> None:
-    spec = spec_of()
-    given = give(spec)
-    with spec.group() as group:
-
-        def step(rank: int, buffer: Buffer) -> str:
-            calls, (x, topk_idx, *_) = LowLatency(buffer), given.on(rank, buffer.device)
-            with pytest.raises(RankMismatchError) as caught:
-                for _ in range(2):
-                    calls.dispatch(x, topk_idx, wire="fp8" if rank else "bf16")
-                    settle(buffer)
-            return str(caught.value)
-
-        for text in group.run(step):
-            assert "low-latency dispatch(bf16 as fp8" in text and "low-latency dispatch(bf16 as bf16" in text
-
-
-def test_a_rank_that_does_not_come_is_an_error_within_the_deadline() -> None:
-    spec = spec_of(("arrival_timeout_s", 2.0))
-    given = give(spec)
-    with spec.group() as group:
-
-        def step(rank: int, buffer: Buffer) -> None:
-            calls, (x, topk_idx, *_) = LowLatency(buffer), given.on(rank, buffer.device)
-            if rank == 0:
-                with pytest.raises(ArrivalTimeout, match="rank 1 to enter"):
-                    calls.dispatch(x, topk_idx)
-                    settle(buffer)
-
-        group.run(step)
-
-
-def test_a_rank_that_does_not_come_is_masked_where_that_is_allowed() -> None:
-    """It has an error when it comes; the other one goes on without it."""
-    spec = spec_of(("mask_timeout_s", 1.0))
-    given = give(spec)
-    others_went_on = threading.Event()
-    with spec.group() as group:
-
-        def step(rank: int, buffer: Buffer) -> None:
-            calls, (x, topk_idx, *_) = LowLatency(buffer), given.on(rank, buffer.device)
-            if rank == 1:
-                others_went_on.wait(30)
-                with pytest.raises(PeerFailed, match="rank 1 was masked"):
-                    calls.dispatch(x, topk_idx, wire="bf16")
-                    settle(buffer)
-                return
-            for _ in range(3):
-                got = calls.dispatch(x, topk_idx, wire="bf16")
-                settle(buffer)
-                assert calls.masked_ranks().tolist() == [0, 1]
-                ours = (topk_idx < E // 2) & (topk_idx >= 0)
-                assert int(got.counts.sum()) == int(ours.sum())
-            others_went_on.set()
 
         group.run(step)

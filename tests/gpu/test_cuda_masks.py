@@ -2,100 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 import pytest
-import torch
 
-from tests.cases import LAYOUTS as OTHER_LAYOUTS
 from tests.machine import needs_gpus
-from tests.process_ranks import START_TIMEOUT_S, ProcessRanks, Rank
-from uccl_ep_train import Buffer, EpConfig
-from uccl_ep_train.api.low_latency import LowLatency
-from uccl_ep_train.errors import PeerFailed
-from uccl_ep_train.group.bootstrap import TorchBootstrap
+from tests.masks import LOSSES, lose
 
 pytestmark = [pytest.mark.gpu, pytest.mark.fault, needs_gpus()]
-
-T, H, K, OF_RANK = 64, 1024, 4, 2
-LAYOUTS = OTHER_LAYOUTS | {"1x2": (0, 0)}
-MASK_S = 3.0
-ROUNDS = 30  # after the loss
-
-
-def use(calls: LowLatency, number: int) -> list[int]:
-    """One dispatch and combine; the ranks that it did without. A token's sum is itself times the experts that
-    are left: no sum rounds.
-    """
-    buffer = calls.buffer
-    num_experts, device = buffer.config.num_experts, buffer.device
-    x = torch.full((T, H), 1.0 + (number + buffer.rank) % 16, dtype=torch.bfloat16, device=device)
-    topk_idx = (torch.arange(T, device=device)[:, None] * 3 + torch.arange(K, device=device)) % num_experts
-    rows = calls.dispatch(x, topk_idx, wire="bf16")
-    assert isinstance(rows.rows, torch.Tensor)
-    out = calls.combine(rows.rows, topk_idx, torch.ones(T, K, device=device), rows.handle)
-    masked = calls.masked_ranks()
-    torch.cuda.synchronize()
-    buffer.check()
-    left = (masked[topk_idx // OF_RANK] == 0).sum(1, keepdim=True)
-    assert torch.equal(out, (x * left).to(torch.bfloat16)), number
-    return masked.nonzero().flatten().tolist()
-
-
-def go_on(rank: Rank, layout: str, loses: int) -> tuple[str, Any]:
-    """Until `loses` ranks are masked, and some rounds more. ("went on", whom) or ("masked", its error)."""
-    torch.cuda.set_device(rank.rank % torch.cuda.device_count())
-    config = EpConfig(
-        num_experts=OF_RANK * rank.num_ranks, hidden=H, backend="cuda", domains=LAYOUTS[layout], num_sms=8,
-        budget_bytes=96 << 20, low_latency_tokens=T, low_latency_topk=K, low_latency_sms=8,
-        mask_timeout_s=MASK_S, progress_timeout_s=5.0,
-    )  # fmt: skip
-    buffer = Buffer(None, config, bootstrap=TorchBootstrap(rank.group, timeout_s=START_TIMEOUT_S))
-    calls, masked, number, left = LowLatency(buffer), list[int](), 0, ROUNDS
-    try:
-        while left > 0:
-            masked = use(calls, number)
-            number += 1
-            left -= len(masked) == loses
-            if number == 1:
-                rank.mark("works")
-        rank.mark("went on")
-        rank.wait_for("end")
-    except PeerFailed as error:
-        return "masked", str(error)
-    finally:
-        buffer.close()
-    return "went on", masked
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("how", ["kill", "freeze"])
-@pytest.mark.parametrize(
-    ("layout", "victim", "lost"),
-    [("1x2", 1, [1]), ("2x1", 1, [1]), ("2x1", 0, [0]), ("3+1", 3, [3]), ("2x2", 3, [2, 3])],
-)
+@pytest.mark.parametrize(("layout", "victim", "lost"), LOSSES)
 def test_the_others_go_on_with_exact_sums(layout: str, victim: int, lost: list[int], how: str) -> None:
-    num_ranks = len(LAYOUTS[layout])
-    with ProcessRanks(num_ranks, go_on, (layout, len(lost))) as ranks:
-        ranks.wait_mark("works", list(range(num_ranks)))
-        time.sleep(0.5)
-        (ranks.kill if how == "kill" else ranks.freeze)(victim)
-        outcomes = ranks.outcomes(timeout_s=60, ranks=[rank for rank in lost if rank != victim])
-        ranks.wait_mark("went on", [rank for rank in range(num_ranks) if rank not in lost], timeout_s=60)
-        if how == "freeze":
-            ranks.thaw(victim)
-            outcomes |= ranks.outcomes(timeout_s=60, ranks=[victim])
-        ranks.tell("end")
-        outcomes |= ranks.outcomes(
-            timeout_s=60, ranks=[rank for rank in range(num_ranks) if rank not in lost]
-        )
-    for rank, outcome in outcomes.items():
-        assert not outcome.error, outcome.trace
-        said, what = outcome.value
-        if rank not in lost:
-            assert (said, what) == ("went on", lost), (rank, outcome.value)
-        elif rank == victim:  # it may have been stopped after it had sent all
-            assert said == "masked" and f"rank {victim}" in what, what
-        else:
-            assert said == "masked" and f"rank {victim}, of its domain, did not come" in what, what
+    lose("cuda", layout, victim, lost, how)

@@ -15,7 +15,7 @@ void miss_a_rank(SlotRun run) {
     const World world(run, 0);
     Slots got(run);
     try {
-      rank.dispatch(world.inputs[0], got, gpu::SlotPhase::kBoth);
+      rank.dispatch(world.inputs[0], got, SlotPhase::kBoth);
       rank.finish();
     } catch (const CommunicationFailure& failure) {
       EXPECT(failure.record().kind == ErrorKind::kArrivalTimeout && failure.record().peer == 1);
@@ -33,12 +33,12 @@ void miss_sums(SlotRun run) {
     const World world(run, 0);
     const RankInput& in = world.inputs[static_cast<size_t>(r)];
     Slots got(run);
-    rank.dispatch(in, got, gpu::SlotPhase::kBoth);
+    rank.dispatch(in, got, SlotPhase::kBoth);
     rank.finish();
     if (r == 1) return;
     const std::vector<uint16_t> rows = rank.experts(world, got);
     std::vector<uint16_t> out(in.num_tokens * run.hidden, 0);
-    rank.combine(in, rows, got, out, gpu::SlotPhase::kBoth);
+    rank.combine(in, rows, got, out, SlotPhase::kBoth);
     EXPECT_THROWS(CommunicationFailure, rank.finish());
     EXPECT(out == std::vector<uint16_t>(out.size(), 0xFFFF));
   });
@@ -146,16 +146,16 @@ CLAIM("other calls are a mismatch that names both, and calls refused since are n
       const World world(run, 0);
       const RankInput& in = world.inputs[static_cast<size_t>(r)];
       Slots got(run);
-      rank.dispatch(in, got, gpu::SlotPhase::kSend);
+      rank.dispatch(in, got, SlotPhase::kSend);
       rank.engine().refused("nothing", rank.stream());
-      rank.dispatch(in, got, gpu::SlotPhase::kReceive);
+      rank.dispatch(in, got, SlotPhase::kReceive);
       rank.finish();
       world.check(r, got);
       if (!differs) return;
       SlotRun other = run;
       if (r == 1) other.wire = kFp8;
       const auto call = [&] {
-        rank.dispatch(in, got, gpu::SlotPhase::kBoth, other.wire);
+        rank.dispatch(in, got, SlotPhase::kBoth, other.wire);
         rank.finish();
       };
       try {
@@ -193,7 +193,7 @@ CLAIM("between domains a network that delivers nothing is an error of all within
       const RankInput& in = world.inputs[static_cast<size_t>(r)];
       Slots got(run);
       const auto dispatch = [&] {
-        rank.dispatch(in, got, gpu::SlotPhase::kBoth);
+        rank.dispatch(in, got, SlotPhase::kBoth);
         rank.finish();
       };
       if (!combines) {
@@ -206,7 +206,7 @@ CLAIM("between domains a network that delivers nothing is an error of all within
       meeting.arrive_and_wait();
       if (r == 0) network_cut().publish(1);
       meeting.arrive_and_wait();
-      rank.combine(in, rows, got, out, gpu::SlotPhase::kBoth);
+      rank.combine(in, rows, got, out, SlotPhase::kBoth);
       EXPECT_THROWS(CommunicationFailure, rank.finish());
       EXPECT(out == std::vector<uint16_t>(out.size(), 0xFFFF));
     });
@@ -223,7 +223,7 @@ CLAIM("between domains a rank that leaves is an error of all others at once") {
     Slots got(run);
     if (r == 1) return rank.engine().close(true);
     const auto call = [&] {
-      rank.dispatch(world.inputs[static_cast<size_t>(r)], got, gpu::SlotPhase::kBoth);
+      rank.dispatch(world.inputs[static_cast<size_t>(r)], got, SlotPhase::kBoth);
       rank.finish();
     };
     try {
@@ -241,7 +241,7 @@ CLAIM("control: a row, a scale, a number or a sum of another bit is seen") {
   auto ranks = make_ranks<SlotRank>(run);
   const World world(run, 0);
   Slots got(run);
-  ranks[0]->dispatch(world.inputs[0], got, gpu::SlotPhase::kBoth);
+  ranks[0]->dispatch(world.inputs[0], got, SlotPhase::kBoth);
   ranks[0]->finish();
   world.check(0, got);
   const auto spoils = [&](auto member) {
@@ -256,7 +256,7 @@ CLAIM("control: a row, a scale, a number or a sum of another bit is seen") {
   spoils(&Slots::source_tokens);
   const std::vector<uint16_t> rows = ranks[0]->experts(world, got);
   std::vector<uint16_t> out(world.inputs[0].num_tokens * run.hidden + 1, 0xEEEE);
-  ranks[0]->combine(world.inputs[0], rows, got, out, gpu::SlotPhase::kBoth);
+  ranks[0]->combine(world.inputs[0], rows, got, out, SlotPhase::kBoth);
   ranks[0]->finish();
   world.check_sums(0, out);
   out[0] ^= 1;

@@ -49,8 +49,8 @@ class Lost {
   std::vector<Leaving> leaving_;
 };
 
-std::vector<gpu::SlotPhase> phases(const SlotRun& run) {
-  using enum gpu::SlotPhase;
+std::vector<SlotPhase> phases(const SlotRun& run) {
+  using enum SlotPhase;
   return run.splits ? std::vector{kSend, kReceive} : std::vector{kBoth};
 }
 
@@ -92,7 +92,7 @@ void use(const SlotRun& run, const Lost& lost, SlotRank& rank, int r) {
     const RankInput& in = world.inputs[static_cast<size_t>(r)];
     Slots got(run);
     const auto dispatch = [&] {
-      for (const gpu::SlotPhase phase : phases(run)) rank.dispatch(in, got, phase);
+      for (const SlotPhase phase : phases(run)) rank.dispatch(in, got, phase);
     };
     if (!goes_on(lost, rank, r, round, false, dispatch)) return;
     world.gone = lost.ranks(round, false);
@@ -101,7 +101,7 @@ void use(const SlotRun& run, const Lost& lost, SlotRank& rank, int r) {
     const std::vector<uint16_t> rows = rank.experts(world, got);
     std::vector<uint16_t> out(in.num_tokens * run.hidden + 1, 0xEEEE);
     const auto combine = [&] {
-      for (const gpu::SlotPhase phase : phases(run)) rank.combine(in, rows, got, out, phase);
+      for (const SlotPhase phase : phases(run)) rank.combine(in, rows, got, out, phase);
     };
     if (!goes_on(lost, rank, r, round, true, combine)) return;
     world.gone = lost.ranks(round, true);
@@ -193,7 +193,7 @@ CLAIM("a rank that others have masked meanwhile has an error, and they have none
       Slots got(run);
       if (r == 2) usleep(6'000'000);
       const auto call = [&] {
-        rank.dispatch(world.inputs[static_cast<size_t>(r)], got, gpu::SlotPhase::kBoth);
+        rank.dispatch(world.inputs[static_cast<size_t>(r)], got, SlotPhase::kBoth);
         rank.finish();
       };
       if (r != 2) return call();
@@ -212,9 +212,9 @@ CLAIM("a rank that sends all and dies before it votes is masked, and one that co
       world.gone = 0b100;
       Slots got(run);
       if (r == 1) usleep(800'000);
-      rank.dispatch(world.inputs[static_cast<size_t>(r)], got, gpu::SlotPhase::kSend);
+      rank.dispatch(world.inputs[static_cast<size_t>(r)], got, SlotPhase::kSend);
       if (r == 2) return rank.finish();
-      rank.dispatch(world.inputs[static_cast<size_t>(r)], got, gpu::SlotPhase::kReceive);
+      rank.dispatch(world.inputs[static_cast<size_t>(r)], got, SlotPhase::kReceive);
       rank.finish();
       world.check(r, got);
     });
@@ -234,7 +234,7 @@ CLAIM("a rank that leaves alone is masked, and an error of its domain only") {
         World world(run, round);
         world.gone = lost.ranks(round, false);
         Slots got(run);
-        const auto dispatch = [&] { rank.dispatch(world.inputs[static_cast<size_t>(r)], got, gpu::SlotPhase::kBoth); };
+        const auto dispatch = [&] { rank.dispatch(world.inputs[static_cast<size_t>(r)], got, SlotPhase::kBoth); };
         if (!goes_on(lost, rank, r, round, false, dispatch)) return;
         world.check(r, got);
       }
@@ -251,9 +251,9 @@ CLAIM("a domain is masked, and no other, when a rank that has sent all lands not
     World world(run, 0);
     world.gone = lost.ranks(0, true);
     Slots got(run);
-    const auto dispatch = [&] { rank.dispatch(world.inputs[static_cast<size_t>(r)], got, gpu::SlotPhase::kBoth); };
+    const auto dispatch = [&] { rank.dispatch(world.inputs[static_cast<size_t>(r)], got, SlotPhase::kBoth); };
     if (r == 3) {
-      rank.dispatch(world.inputs[3], got, gpu::SlotPhase::kSend);
+      rank.dispatch(world.inputs[3], got, SlotPhase::kSend);
       rank.finish();
       usleep(300'000);  // until all have it
       return rank.engine().close(true);
@@ -287,7 +287,7 @@ CLAIM("parts of a group that a network joins again find that they have masked ea
     World world(run, 0);
     Slots got(run);
     const auto call = [&] {
-      rank.dispatch(world.inputs[static_cast<size_t>(r)], got, gpu::SlotPhase::kBoth);
+      rank.dispatch(world.inputs[static_cast<size_t>(r)], got, SlotPhase::kBoth);
       rank.finish();
     };
     call();

@@ -1,8 +1,11 @@
-"""Mutants of the kernels: one mistake each, by the program that finds it.
+"""Mutants of the backends: one mistake each, by the program that finds it.
 
-A mutant is (a claim that does not hold, file of csrc/backend/gpu, what it says, what it says instead)."""
+A mutant is (a claim that does not hold, a file by its path from csrc/backend/gpu, what it says, what it says
+instead)."""
 
 from __future__ import annotations
+
+from tests.native.mask_mutants import AGREEMENT_MUTANTS, MASK_MUTANTS
 
 TWO_DOMAINS = "2 domains of a rank have the host's bits"
 ONE_DOMAIN = "2 ranks of a domain have the host's bits, BF16"
@@ -288,44 +291,6 @@ WEIGHT_MUTANTS = {
     ),
 }  # fmt: skip
 
-MASKED_WHOLE = (
-    "between domains a domain that loses a rank is masked as a whole, and its other ranks have an error"
-)
-MASKED_BY_NUMBER = (
-    "between domains ranks are masked by their numbers in the group, before a combine and after"
-)
-LANDS_NOTHING = "a domain is masked, and no other, when a rank that has sent all lands nothing any more"
-MASK_MUTANTS = {
-    "a domain's other ranks stay": (
-        MASKED_WHOLE, "masks.cuh", "if ((ranks & its) != 0) all |= its;", "all |= ranks & its;",
-    ),
-    "a domain that has lost a rank votes for others": (
-        LANDS_NOTHING, "masks.cuh", "if ((mine & own_domain_bits(g)) != 0) mine = own_domain_bits(g);", "",
-    ),
-    "whom a rail misses is missed, and not the rail": (
-        LANDS_NOTHING, "low_latency_net.cuh", "settling.gone.add(rail);", "static_cast<void>(rail);",
-    ),
-    "masks are told by the numbers that kernels use": (
-        MASKED_BY_NUMBER, "low_latency_combine.cu", "out[g.rank_of[r]] = ", "out[r] = ",
-    ),
-    "votes are looked up by the numbers that kernels use": (
-        MASKED_BY_NUMBER, "masks.cuh", "g.slot_net.far_votes + g.rank_of[of] * kRankVotes",
-        "g.slot_net.far_votes + of * kRankVotes",
-    ),
-    "who is masked is settled before sums of other domains have come": (
-        MASKED_WHOLE, "low_latency_combine.cu", "good &= wait_live_sums(k, settling, sent);",
-        "good &= true || wait_live_sums(k, settling, sent);",
-    ),
-    "chunks go to a domain that is masked": (
-        "between domains a rank goes on alone", "low_latency_net.cuh",
-        " && !shared.shuns(k.g, k.first_of(to));", " && (true || !shared.shuns(k.g, k.first_of(to)));",
-    ),
-    "a rank that misses others does not ask whether they have masked it": (
-        "parts of a group that a network joins again find that they have masked each other", "masks.cuh",
-        "else if (masks_us(votes, r))", "else if (false && masks_us(votes, r))",
-    ),
-}  # fmt: skip
-
 FOLLOWED = "flags get every count while proxies publish, in one kernel after the other, and never go back"
 WAS_IDLE = "a reader that was idle has every count, however many events it has missed"
 KEPT = "a position is kept from kernel to kernel: no event is read twice"
@@ -373,6 +338,7 @@ TOPK_MUTANTS = {
 }  # fmt: skip
 
 MUTANTS = {
+    "agreement": AGREEMENT_MUTANTS,
     "events": EVENT_MUTANTS,
     "gpu_routing": ROUTING_MUTANTS,
     "gpu_engine": ENGINE_MUTANTS,

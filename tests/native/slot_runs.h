@@ -190,8 +190,8 @@ class SlotRank {
   GpuEngine& engine() { return engine_; }
   cudaStream_t stream() const { return stream_; }
 
-  void dispatch(const RankInput& in, Slots& got, gpu::SlotPhase phase) { dispatch(in, got, phase, run_.wire); }
-  void dispatch(const RankInput& in, Slots& got, gpu::SlotPhase phase, Dtype wire) {
+  void dispatch(const RankInput& in, Slots& got, SlotPhase phase) { dispatch(in, got, phase, run_.wire); }
+  void dispatch(const RankInput& in, Slots& got, SlotPhase phase, Dtype wire) {
     LowLatencyDispatch args;
     args.phase = phase;
     args.x = in.x.data();
@@ -213,10 +213,10 @@ class SlotRank {
     args.total_counts = got.total_counts.data();
     args.waited_nsec = got.waited_nsec.data();
     args.stream = stream_;
-    engine_.low_latency_dispatch(args);
+    engine_.low_latency(args);
   }
   void combine(const RankInput& in, const std::vector<uint16_t>& rows, const Slots& of, std::vector<uint16_t>& out,
-               gpu::SlotPhase phase) {
+               SlotPhase phase) {
     LowLatencyCombine args;
     args.phase = phase;
     args.rows = reinterpret_cast<const uint8_t*>(rows.data());
@@ -232,7 +232,7 @@ class SlotRank {
     args.wire = run_.sum_wire;
     args.out = reinterpret_cast<uint8_t*>(out.data());
     args.stream = stream_;
-    engine_.low_latency_combine(args);
+    engine_.low_latency(args);
   }
   void finish() {
     cudaStreamSynchronize(stream_);

@@ -5,8 +5,8 @@
 
 namespace uccl_ep {
 
-inline std::vector<gpu::SlotPhase> phases_of(const SlotRun& run, int rank, int round) {
-  using enum gpu::SlotPhase;
+inline std::vector<SlotPhase> phases_of(const SlotRun& run, int rank, int round) {
+  using enum SlotPhase;
   if (run.mixes && (rank + round) % 4 == 1) return {kSend, kReceive};
   return {kBoth};
 }
@@ -14,13 +14,13 @@ inline std::vector<gpu::SlotPhase> phases_of(const SlotRun& run, int rank, int r
 inline void take_turn(const SlotRun& run, SlotRank& rank, int r, const World& world, int round) {
   const RankInput& in = world.inputs[static_cast<size_t>(r)];
   Slots got(run);
-  rank.dispatch(in, got, gpu::SlotPhase::kBoth);
+  rank.dispatch(in, got, SlotPhase::kBoth);
   rank.finish();
   world.check(r, got);
   const std::vector<uint16_t> rows = rank.experts(world, got);
   std::vector<uint16_t> out(in.num_tokens * run.hidden + 1, 0xEEEE);
   if (r + 1 == run.num_ranks()) usleep(run.late_usec);
-  for (const gpu::SlotPhase phase : phases_of(run, r, round)) rank.combine(in, rows, got, out, phase);
+  for (const SlotPhase phase : phases_of(run, r, round)) rank.combine(in, rows, got, out, phase);
   rank.finish();
   world.check_sums(r, out);
 }
@@ -29,7 +29,7 @@ inline void by_turns(const SlotRun& run, SlotRank& rank, int r) {
 }
 // Two dispatches are sent before the first is received, and so are their combines.
 inline void by_twos(const SlotRun& run, SlotRank& rank, int r) {
-  using enum gpu::SlotPhase;
+  using enum SlotPhase;
   for (int round = 0; round < run.num_rounds; ++round) {
     std::vector<World> worlds;
     std::vector<Slots> got;
@@ -43,16 +43,16 @@ inline void by_twos(const SlotRun& run, SlotRank& rank, int r) {
       return worlds[static_cast<size_t>(half)].inputs[static_cast<size_t>(r)];
     };
     const auto both = [&](const auto& call) {
-      for (const gpu::SlotPhase phase : {kSend, kReceive})
+      for (const SlotPhase phase : {kSend, kReceive})
         for (size_t half = 0; half < 2; ++half) call(half, phase);
       rank.finish();
     };
-    both([&](size_t half, gpu::SlotPhase phase) { rank.dispatch(in(static_cast<int>(half)), got[half], phase); });
+    both([&](size_t half, SlotPhase phase) { rank.dispatch(in(static_cast<int>(half)), got[half], phase); });
     for (size_t half = 0; half < 2; ++half) {
       worlds[half].check(r, got[half]);
       rows.push_back(rank.experts(worlds[half], got[half]));
     }
-    both([&](size_t half, gpu::SlotPhase phase) {
+    both([&](size_t half, SlotPhase phase) {
       rank.combine(in(static_cast<int>(half)), rows[half], got[half], outs[half], phase);
     });
     for (size_t half = 0; half < 2; ++half) worlds[half].check_sums(r, outs[half]);

@@ -54,7 +54,7 @@ CLAIM("what only sends, with known weights, is done before another rank begins")
     auto ranks = make_ranks<SlotRank>(run);
     Flag sent;
     by_ranks(run.num_ranks(), [&](int r) {
-      using enum gpu::SlotPhase;
+      using enum SlotPhase;
       SlotRank& rank = *ranks[static_cast<size_t>(r)];
       const CloseOnFailure guard{rank.engine()};
       const World world(run, 0);
@@ -85,12 +85,12 @@ CLAIM("a rank sums with the weights of the dispatch, not with what its memory fo
       const World world(run, 0);
       RankInput in = world.inputs[static_cast<size_t>(r)];
       Slots got(run);
-      rank.dispatch(in, got, gpu::SlotPhase::kBoth);
+      rank.dispatch(in, got, SlotPhase::kBoth);
       rank.finish();
       const std::vector<uint16_t> rows = rank.experts(world, got);
       std::vector<uint16_t> out(in.num_tokens * run.hidden + 1, 0xEEEE);
       const auto combine = [&](const Slots& of) {
-        rank.combine(in, rows, of, out, gpu::SlotPhase::kBoth);
+        rank.combine(in, rows, of, out, SlotPhase::kBoth);
         rank.finish();
       };
       // Both halves get other weights, by combines that tell them.
@@ -116,12 +116,12 @@ CLAIM("ranks of which only one knows the weights do not fit together") {
         Slots got(run);
         if (r == 1 && !combines) got.routed.clear();
         try {
-          rank.dispatch(in, got, gpu::SlotPhase::kBoth);
+          rank.dispatch(in, got, SlotPhase::kBoth);
           rank.finish();
           const std::vector<uint16_t> rows = rank.experts(world, got);
           std::vector<uint16_t> out(in.num_tokens * run.hidden + 1, 0xEEEE);
           if (r == 1) got.routed.clear();
-          rank.combine(in, rows, got, out, gpu::SlotPhase::kBoth);
+          rank.combine(in, rows, got, out, SlotPhase::kBoth);
           rank.finish();
         } catch (const CommunicationFailure& failure) {
           EXPECT(failure.record().kind == ErrorKind::kRankMismatch);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -22,7 +23,7 @@ ON_CPU = (
 )  # fmt: skip
 PROGRAMS = (
     "queue", "words", "layout", "messages", "loop", "ready", "mail", "copier", "nics", "stream", "fault",
-    "life", "device", "board", "engine", "engine_stepped", "engine_setup", "gpu", "guess",
+    "life", "device", "board", "agreement", "engine", "engine_stepped", "engine_setup", "gpu", "guess",
     *ON_CPU, *OF_TRANSPORTS,
 )  # fmt: skip
 # Where threads meet without a lock: these run under TSan every time, the others with -m slow.
@@ -80,6 +81,8 @@ def sources_of(program: str) -> list[Path]:
     if program == "events":  # of a proxy, only what publishes them
         parts = [building.CSRC / "proxy" / "board.cc", *building.product_sources(("common", "layout"))]
         return [HERE / "events_claims.cc", *parts, *building.GPU_ON_CPU.glob("*.cc")]
+    if program == "agreement":
+        return [HERE / "agreement_claims.cc", building.CSRC / "backend" / "host" / "agreement.cc"]
     if program == "topk":
         product = [path for path in building.gpu_sources() if path.name in ("topk.cu", "runtime.cc")]
         return [HERE / "topk_claims.cc", *product, *building.GPU_ON_CPU.glob("*.cc")]
@@ -160,7 +163,7 @@ def test_many_orders(build: Build, claim: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def mutated(name: str, right: str, wrong: str) -> str:
-    """The file of csrc/backend/gpu with a mistake in the one place that says `right`."""
+    """A file, by its path from csrc/backend/gpu, with a mistake in the one place that says `right`."""
     text = (building.CSRC / "backend" / "gpu" / name).read_text()
     assert text.count(right) == 1 and right != wrong
     return text.replace(right, wrong)
@@ -172,11 +175,10 @@ def broken_program(
     """The program with such a mistake."""
     name, right, wrong = mistake
     csrc = building.shutil.copytree(building.CSRC, folder / "csrc")
-    (csrc / "backend" / "gpu" / name).write_text(mutated(name, right, wrong))
-    sources = [
-        csrc / path.relative_to(building.CSRC) if path.suffix == ".cu" else path
-        for path in sources_of(program)
-    ]
+    broken = (csrc / "backend" / "gpu" / name).resolve()
+    broken.write_text(mutated(name, right, wrong))
+    copies = [(path, csrc / os.path.relpath(path, building.CSRC)) for path in sources_of(program)]
+    sources = [copy if copy.suffix == ".cu" or copy == broken else path for path, copy in copies]
     # Kernels are compiled with claims that call their functions.
     with_kernels = b'.cuh"' in (HERE / f"{program}_claims.cc").read_bytes()
     return building.link(folder / "claims", sources, flavour, csrc if with_kernels else building.CSRC)

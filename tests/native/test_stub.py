@@ -16,7 +16,7 @@ from uccl_ep_train.core import cuda
 from uccl_ep_train.core.native import load_native
 
 REPAIR = "run scripts/native_stub.py"
-OF_GPU = re.compile("gpu|lowlatency")
+OF_GPU = re.compile("gpu")
 
 
 def written(text: str) -> dict[str, str]:

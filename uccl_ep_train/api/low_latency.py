@@ -1,8 +1,7 @@
 """`LowLatency`: dispatch and combine for decoding, where every expert has a slot for whatever can come.
 
-No rank waits for counts, so calls have fixed shapes, never block the host, and can be captured in CUDA
-graphs. On GPUs two kernels of their own do the work. On CPUs it is a dispatch with a capacity and index
-operations, with the same bits.
+No rank waits for counts, so calls have fixed shapes. On GPUs they never block the host, and can be captured
+in CUDA graphs.
 
 Shapes: T tokens of this rank, M the most tokens of any rank, R ranks, H hidden, K experts per token, L
 experts of this rank.
@@ -18,10 +17,9 @@ import torch
 from torch import Tensor
 
 from uccl_ep_train.api.buffer import Buffer
-from uccl_ep_train.api.composed import ComposedSlots
 from uccl_ep_train.common.handle import Fp8Rows
 from uccl_ep_train.common.slots import SlotHandle, SlotRows, SlotStatistics, SlotWireName
-from uccl_ep_train.core.low_latency import SlotKernels, SlotWire
+from uccl_ep_train.core.low_latency import SlotEngine, SlotWire
 from uccl_ep_train.core.slot_checks import SlotChecks
 from uccl_ep_train.errors import ConfigError, InputError
 
@@ -37,7 +35,9 @@ Result = TypeVar("Result")
 
 
 class Sent(Generic[Result]):
-    """An operation whose rows are under way. No kernel of it runs until `receive`."""
+    """An operation whose rows are under way. No kernel of it runs until `receive`; on CPUs threads of the
+    buffer send, and what others need of this rank comes.
+    """
 
     def __init__(self, queue: deque[Sent[Result]], result: Result, receive: Callable[[], None]) -> None:
         self.result = result
@@ -47,8 +47,8 @@ class Sent(Generic[Result]):
         queue.append(self)
 
     def receive(self) -> Result:
-        """Launches what waits for the rows, on the current stream. Once, in the order of sending, and in the
-        graph that the sending was captured in.
+        """Launches what waits for the rows, on the current stream; on CPUs waits. Once, in the order of
+        sending, and in the graph that the sending was captured in.
 
         Raises `InputError`.
         """
@@ -64,13 +64,12 @@ class Sent(Generic[Result]):
 class LowLatency:
     """The low-latency calls of one buffer.
 
-    buffer  of `EpConfig(low_latency_tokens=M, low_latency_topk=K)`, on all ranks. On CPUs rows of a combine
-            travel in fp32: such a buffer needs max_dtype = "fp32"
+    buffer  of `EpConfig(low_latency_tokens=M, low_latency_topk=K)`, on all ranks
 
     Calls of each kind form one sequence, the same on every rank, beside the buffer's other operations. At
     most two of a kind may be sent and not received.
 
-    With `mask_timeout_s`, on GPUs, calls go on without a rank that no longer answers, or leaves alone: it is
+    With `mask_timeout_s` calls go on without a rank that no longer answers, or leaves alone: it is
     masked. Between domains its domain is, because each rank lands rows for all of its domain. All others
     agree on that before they use a result. No row of a masked rank comes, and its experts' rows are missing
     in sums; `stats()` counts these pairs. A masked rank that comes back, or has lost its domain, raises
@@ -89,13 +88,10 @@ class LowLatency:
         self._checks = SlotChecks(buffer.config, buffer.device, buffer.num_ranks, tokens, object())
         self._dispatches: deque[Sent[SlotRows]] = deque()
         self._combines: deque[Sent[Tensor]] = deque()
-        self._kernels: SlotKernels | None = None
-        if buffer.device.type == "cuda":
-            # The one user of a buffer's engine beside the buffer.
-            shape = buffer.num_ranks, self._checks.num_local, tokens
-            wire_fp32 = buffer.config.wire.combine_wire_dtype == "fp32"
-            self._kernels = SlotKernels(buffer._engine, buffer.device, *shape, wire_fp32)
-        self._composed = None if self._kernels else ComposedSlots(buffer, tokens)
+        # The one user of a buffer's engine beside the buffer.
+        shape = buffer.num_ranks, self._checks.num_local, tokens
+        wire_fp32 = buffer.config.wire.combine_wire_dtype == "fp32"
+        self._engine = SlotEngine(buffer._engine, buffer.device, *shape, wire_fp32)
 
     # ---- dispatch
 
@@ -134,7 +130,9 @@ class LowLatency:
         ue8m0: bool = False,
         statistics: SlotStatistics | None = None,
     ) -> Sent[SlotRows]:
-        """As `dispatch`, but only sends. Until `receive()` the GPU's SMs are free for others."""
+        """As `dispatch`, but only sends. Until `receive()` the GPU's SMs are free for others. On CPUs it
+        returns when what it was given may be overwritten.
+        """
         return self._dispatch(x, (topk_idx, topk_weights), (wire, ue8m0), statistics, "send")
 
     def _dispatch(
@@ -146,27 +144,20 @@ class LowLatency:
         phase: str,
     ) -> Sent[SlotRows]:
         """routing: topk_idx, topk_weights. form: wire, ue8m0"""
-        buffer, kernels, (wire, ue8m0) = self.buffer, self._kernels, form
+        buffer, engine, (wire, ue8m0) = self.buffer, self._engine, form
         statistics = statistics or SlotStatistics()
         buffer.check()
         with buffer.preparing("low-latency dispatch"):
             self._check_turn(self._dispatches, phase, "dispatches")
             self._checks.statistics(statistics)
-            if kernels is not None:
-                self._checks.dispatch(x, *routing, wire, ue8m0)
-                travels = SlotWire(*_WIRES[wire], ue8m0)
-                into = kernels.new_rows(x, routing, travels, self._checks.owner)
-                args = kernels.dispatch_args(x, routing[0], travels, into, statistics)
-                kernels.dispatch(args, phase)
-        if kernels is None:
-            assert self._composed is not None
-            into = self._composed.dispatch(x, *routing, wire=wire, ue8m0=ue8m0)
-            if statistics.total_counts is not None:
-                statistics.total_counts.add_(into.counts)
-            return Sent(self._dispatches, into, lambda: None)
+            self._checks.dispatch(x, *routing, wire, ue8m0)
+            travels = SlotWire(*_WIRES[wire], ue8m0)
+            into = engine.new_rows(x, routing, travels, self._checks.owner)
+            args = engine.dispatch_args(x, routing[0], travels, into, statistics)
+            engine.dispatch(args, phase)
         rows = into.rows if isinstance(into.rows, Fp8Rows) else (into.rows,)
         kept = (*rows, *into.handle.kept, *statistics)
-        return Sent(self._dispatches, into, self._receiver(kernels.dispatch, args, phase, kept))
+        return Sent(self._dispatches, into, self._receiver(engine.dispatch, args, phase, kept))
 
     # ---- combine
 
@@ -183,8 +174,7 @@ class LowLatency:
         """Sums, for each token of this rank, the rows of its experts, times their weights.
 
         rows          [L, R * M, H] bfloat16, contiguous, in the slots of the dispatch
-        topk_idx      [T, K] int64, as in the dispatch. On GPUs an entry that has become -1 adds nothing; on
-                      CPUs all ranks raise `PlanMismatchError`
+        topk_idx      [T, K] int64, as in the dispatch. An entry that has become -1 adds nothing
         topk_weights  [T, K] float32. On all ranks or on none both are None: those of the dispatch hold
         handle        of the dispatch
         out           [T, H] bfloat16 for the result, or None
@@ -220,44 +210,39 @@ class LowLatency:
         given: tuple[Tensor | None, Tensor | None, str],
     ) -> Sent[Tensor]:
         """given: out, waited_ns, phase"""
-        buffer, kernels, (out, waited_ns, phase) = self.buffer, self._kernels, given
+        buffer, engine, (out, waited_ns, phase) = self.buffer, self._engine, given
         buffer.check()
         with buffer.preparing("low-latency combine"):
             self._check_turn(self._combines, phase, "combines")
             self._checks.statistics(SlotStatistics(None, waited_ns))
-            if kernels is not None:
-                out = self._checks.combine(rows, topk_idx, topk_weights, handle, out)
-                told = None if topk_idx is None or topk_weights is None else (topk_idx, topk_weights)
-                args = kernels.combine_args(rows, handle, told, out, waited_ns)
-                kernels.combine(args, phase)
-        if kernels is None:
-            assert self._composed is not None
-            out = self._composed.combine(rows, topk_idx, topk_weights, handle, out=out)
-            return Sent(self._combines, out, lambda: None)
-        assert out is not None
-        kept = (out, topk_idx, topk_weights, waited_ns, *(handle.routing or ()))
-        return Sent(self._combines, out, self._receiver(kernels.combine, args, phase, kept))
+            out = self._checks.combine(rows, topk_idx, topk_weights, handle, out)
+            told = None if topk_idx is None or topk_weights is None else (topk_idx, topk_weights)
+            if phase == "send" and told is not None and buffer.device.type == "cpu":
+                # They are summed when the others' weights come.
+                rows, told = rows.clone(), (told[0].clone(), told[1].clone())
+            args = engine.combine_args(rows, handle, told, out, waited_ns)
+            engine.combine(args, phase)
+        kept = (rows, out, waited_ns, *handle.kept, *(told or ()))
+        return Sent(self._combines, out, self._receiver(engine.combine, args, phase, kept))
 
     def masked_ranks(self) -> Tensor:
         """[R] int32: 1 for each rank that operations up to now do without (`EpConfig.mask_timeout_s`). All
-        that are not masked agree. On CPUs none is.
+        that are not masked agree.
         """
         self.buffer.check()
-        if self._kernels is None:
-            return torch.zeros(self.buffer.num_ranks, dtype=torch.int32, device=self.buffer.device)
-        return self._kernels.masks()
+        return self._engine.masks()
 
     # ---- below
 
     def _receiver(
         self, launch: Callable[[object, str], None], args: object, phase: str, kept: tuple[Tensor | None, ...]
     ) -> Callable[[], None]:
-        """kept: what the receiving kernel reads and writes."""
+        """kept: what receiving reads and writes."""
         if phase == "both":
             return lambda: None
-        assert self._kernels is not None
-        graph, captured_graph = self._kernels.captured_graph(), self._kernels.captured_graph
-        sent_on = torch.cuda.current_stream(self.buffer.device)
+        graph, captured_graph = self._engine.captured_graph(), self._engine.captured_graph
+        on_gpu = self.buffer.device.type == "cuda"
+        sent_on = torch.cuda.current_stream(self.buffer.device) if on_gpu else None
 
         def receive() -> None:
             if captured_graph() != graph:
@@ -265,9 +250,9 @@ class LowLatency:
                     "receive() is not captured in the graph that its sending is; allowed is the same"
                 )
             launch(args, "receive")
-            here = torch.cuda.current_stream(self.buffer.device)
-            for tensor in kept if here != sent_on else ():
-                if tensor is not None:
+            here = torch.cuda.current_stream(self.buffer.device) if on_gpu else None
+            for tensor in kept:
+                if here is not None and here != sent_on and tensor is not None:
                     tensor.record_stream(here)
 
         return receive

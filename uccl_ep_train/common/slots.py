@@ -79,7 +79,7 @@ class SlotStatistics(NamedTuple):
     """Counters of the caller, which operations add to, or None.
 
     total_counts  [L] int32: rows of each expert
-    waited_ns     [R] int64: what this rank waited for each other one to enter. On GPUs only
+    waited_ns     [R] int64: what this rank waited for each other one to enter
     """
 
     total_counts: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Launches the low-latency kernels of one `GpuEngine`.
+"""The low-latency calls of one native engine.
 
 Shapes: T tokens of this rank, M the most tokens of any rank, R ranks, H hidden, K experts per token, L
 experts of this rank, S = R * M slots of an expert.
@@ -29,7 +29,7 @@ class SlotWire(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SlotKernels:
+class SlotEngine:
     """num_ranks R, num_experts L, max_tokens M; wire_fp32: sums travel in fp32."""
 
     engine: Any
@@ -113,7 +113,7 @@ class SlotKernels:
         return load_native().LowLatencyCombine(memory, tokens, width, rows.shape[2], self.wire_fp32)
 
     def dispatch(self, args: Any, phase: str) -> None:
-        """phase: "both" | "send" | "receive". On the current stream."""
+        """phase: "both" | "send" | "receive". On the current stream; on CPUs it returns when it is over."""
         self.engine.low_latency_dispatch(args, phase, self._stream())
 
     def combine(self, args: Any, phase: str) -> None:
@@ -127,7 +127,7 @@ class SlotKernels:
 
     def captured_graph(self) -> int:
         """Which graph the current stream is captured into; 0: none."""
-        return int(self.engine.captured_graph(self._stream()))
+        return 0 if self.device.type == "cpu" else int(self.engine.captured_graph(self._stream()))
 
     def _plan(self, handle: SlotHandle, *, knows: bool) -> tuple[int, int, int]:
         """Addresses of origins, pairs and weights; knows: else there are no weights, which is 0"""
@@ -137,4 +137,4 @@ class SlotKernels:
         return begin, pairs, pairs + of_slot * handle.num_topk if knows else 0
 
     def _stream(self) -> int:
-        return int(torch._C._cuda_getCurrentRawStream(self.device.index))
+        return 0 if self.device.type == "cpu" else int(torch._C._cuda_getCurrentRawStream(self.device.index))

@@ -88,8 +88,7 @@ class Memory(Section):
     """
 
     low_latency_tokens: int | None = setting(None, optional(integer(1, 4096)), native="=")
-    """Memory of the budget for `LowLatency` with at most so many tokens of a rank; None: for none. Only GPUs
-    use it.
+    """Memory of the budget for `LowLatency` with at most so many tokens of a rank; None: for none.
 
     Unit: tokens. Allowed: None, or 1 .. 4096.
     """
@@ -133,7 +132,7 @@ class Deadlines(Section):
     mask_timeout_s: float = setting(0.0, number(0.0, 1e6), native="=")
     """Low-latency operations go on without a rank that has not answered for this long; 0: it is an error.
     Longer than any rank may lie behind another. The rank's death is then no error. With several domains
-    the rank's domain goes with it. GPUs with at most 64 ranks only.
+    the rank's domain goes with it. At most 64 ranks.
 
     Unit: seconds. Allowed: 0 .. 10^6.
     """

@@ -18,7 +18,6 @@ namespace uccl_ep::gpu {
 
 constexpr uint32_t kMaxGpuRanks = 2048;  // of the group
 constexpr uint32_t kMaxMembers = 128;    // of a domain: kernel arguments hold a pointer per member
-constexpr uint32_t kMaxMaskedRanks = 64;  // of low latency that may mask ranks: a bit each of a word
 constexpr uint32_t kMaxBlocks = 1024;    // of a kernel
 constexpr uint32_t kTileTokens = 64;     // routed together: a bit each of a 64-bit mask
 constexpr uint32_t kRowGroup = 8;        // staged rows that one flag publishes

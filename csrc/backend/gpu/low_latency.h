@@ -10,11 +10,10 @@
 
 #include "backend/gpu/group.h"
 #include "backend/gpu/steps.h"
+#include "backend/low_latency.h"
 
 namespace uccl_ep::gpu {
 
-// Which kernel an operation's launch is.
-enum class SlotPhase : uint32_t { kBoth, kSend, kReceive };
 constexpr uint32_t kNoSlot = 0xFFFFFFFF;
 
 struct SlotDispatchArgs {

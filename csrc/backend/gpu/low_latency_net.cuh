@@ -221,14 +221,13 @@ __device__ inline bool wait_gone(const K& k, const Awaited& what, SlotNetShared&
 }
 
 // By one thread, where ranks may be masked: as note_missing(), of what a rank of another domain sends to its rail here.
+// The rail alone votes for that rank: it may be dead itself. If it does not vote for it, its own rows are missing, or
+// its vote will be.
 template <typename K, typename Of>
 __device__ inline bool note_missing_by_rail(const K& k, const DeviceFlag<Of>* flag, uint64_t number, uint32_t source,
                                             Settling& settling) {
-  if (!note_missing(k, flag, number, source, settling)) return false;
-  const uint32_t rail = k.g.net.from[source].holder;
-  if (settling.gone.has(source) && rail != k.g.rank && !Votes{k.g, settling.settlement}.is_waiting(rail))
-    settling.gone.add(rail);
-  return true;
+  if (k.g.net.from[source].holder == k.g.rank) return note_missing(k, flag, number, source, settling);
+  return wait_live(k.g, &flag->value, number, settling.began, settling.settlement, true) != Came::kStopped;
 }
 
 // By a crew: writes what every other domain gets, when none reads what lay there. False: an error is known.

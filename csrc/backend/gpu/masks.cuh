@@ -8,8 +8,8 @@
 //
 // A rank that waits for another must not be masked for it: it says that it waits, and then has twice the time. It waits
 // no longer for a rank that another has missed, or when one of the others has decided. Who misses a rank of its own
-// domain votes for no other: what it misses of them may have come by that one. So it misses that one, too, unless that
-// one says that it waits.
+// domain votes for no other: what it misses of them may have come by that one. For the same reason only the rail of a
+// rank of another domain votes for that rank; the others wait for the rail's vote.
 //
 // Between domains votes go by the hosts: datagrams of the proxies. There a domain is masked as a whole, because each of
 // its ranks lands rows for all others: the ranks of a domain that has lost one have an error.
@@ -198,18 +198,29 @@ __device__ inline bool masks_us(const Votes& votes, uint32_t r) {
   }
   return named;
 }
-// By a block: whether this rank is masked, which is an error. `missed`: ranks of its domain that it misses, if any.
-__device__ __forceinline__ bool is_masked_itself(const Group& g, const Crew& crew, uint64_t ranks, uint64_t missed) {
+// By a block: whether this rank is masked, which is an error. With several domains the reason is a rank of ours that has
+// not voted, and most likely does not wait, either; votes name the whole domain.
+__device__ __forceinline__ bool is_masked_itself(const Votes& votes, const Crew& crew, uint64_t ranks) {
+  const Group& g = votes.g;
   if ((ranks >> g.rank & 1) == 0) return false;
-  const uint32_t peer = missed == 0 ? g.rank : static_cast<uint32_t>(__popcll((missed & (0 - missed)) - 1));
-  if (crew.thread == 0) report(g, {DeviceFault::kMasked, ErrorKind::kPeerFailed, Step::kExchange, peer});
+  if (crew.thread != 0) return true;
+  uint32_t peer = g.rank;
+  bool waits = true;
+  for (uint32_t r = g.first; g.map.num_domains > 1 && r < g.end; ++r) {
+    if (r == g.rank || (ranks >> r & 1) == 0 || peek(&votes.heard_vote(r, 0).cast) > votes.waiting()) continue;
+    const bool its = votes.is_waiting(r);
+    if (peer == g.rank || (waits && !its)) {
+      peer = r;
+      waits = its;
+    }
+  }
+  report(g, {DeviceFault::kMasked, ErrorKind::kPeerFailed, Step::kExchange, peer});
   return true;
 }
 // By a block: `gone` becomes what all agree on. False: an error is known.
 static __device__ __noinline__ bool agree(const Group& g, const Crew crew, uint64_t settlement, RankSet& gone) {
   __shared__ Round round;
   const Votes votes{g, settlement};
-  const uint64_t near_missed = gone.all() & own_domain_bits(g);
   for (uint32_t number = 0;; ++number) {
     crew.sync();
     uint64_t mine = whole_domains(g, gone.all());
@@ -217,7 +228,7 @@ static __device__ __noinline__ bool agree(const Group& g, const Crew crew, uint6
     if (crew.thread == 0) round = {};
     crew.sync();
     votes.tell_vote(crew, mine, number);
-    if (is_masked_itself(g, crew, mine, near_missed)) return false;
+    if (is_masked_itself(votes, crew, mine)) return false;
     for (uint32_t r = crew.thread; r < g.map.num_ranks; r += crew.size) {
       if (r == g.rank) continue;
       if ((mine >> r & 1) == 0)
@@ -230,7 +241,7 @@ static __device__ __noinline__ bool agree(const Group& g, const Crew crew, uint6
     const bool decided = round.decided != 0, differs = round.differs != 0;
     uint64_t next = decided ? round.decision.all() : whole_domains(g, mine | round.missed.all());
     if (round.masks_us != 0) next |= rank_bits(g.rank, g.rank + 1);
-    if (is_masked_itself(g, crew, next, round.missed.all() & own_domain_bits(g))) return false;
+    if (is_masked_itself(votes, crew, next)) return false;
     if (crew.thread == 0) gone.set(next);
     if (decided || !differs) break;
   }

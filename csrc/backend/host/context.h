@@ -9,6 +9,7 @@
 #include "layout/region.h"
 #include "layout/topology.h"
 #include "sync/control.h"
+#include "sync/vote.h"
 #include "sync/word.h"
 
 namespace uccl_ep::host {
@@ -43,6 +44,22 @@ struct StepCounters {
   PortCounters ports[kNumRingKinds];
 };
 
+// Of low latency: chunk n - 1 of each is operation n of its kind.
+struct SlotPorts {
+  uint32_t max_tokens = 0;
+  std::vector<OutPort> rows, weights;     // [domain] that get ours
+  std::vector<InPort> rows_of, weights_of;  // [source rank]
+  std::vector<OutPort> pieces;            // [source rank] our sums for it, to the rank that merges them
+  std::vector<MergedPorts> merged;        // as below
+  std::vector<InPort> returned;           // [domain] its sums for us (other domains only)
+  std::vector<bool> masked;               // [rank]
+  Counter dropped_pairs;                  // of combines: their experts' ranks are masked
+  // Only where ranks may be masked.
+  SharedVote* own_votes = nullptr;
+  std::vector<const SharedVote*> votes_of;  // [rank]
+  std::vector<Bell*> voters;              // to be rung when this rank has voted
+};
+
 struct HostContext {
   int rank = 0;
   int domain = 0;
@@ -54,6 +71,7 @@ struct HostContext {
   std::vector<OutgoingPorts> outgoing;    // [domain]
   std::vector<IncomingPorts> incoming;    // [source rank]
   std::vector<MergedPorts> merged;        // [0] own, then relayed
+  std::unique_ptr<SlotPorts> slots;       // nullptr: no low latency
   StepCounters counters;
   DueBells bells;  // rung after each step's advance()
 

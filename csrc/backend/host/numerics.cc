@@ -348,6 +348,10 @@ UCCL_EP_MULTIVERSION static void sum_fp32_fp32(const void* const* rows, uint32_t
   sum_as<float>(rows, n, hidden, static_cast<float*>(out));
 }
 
+UCCL_EP_MULTIVERSION void add_weighted(const uint16_t* row_bf16, float weight, uint32_t hidden, float* sums) {
+  for (uint32_t i = 0; i < hidden; ++i) sums[i] += weight * bf16_to_fp32(row_bf16[i]);
+}
+
 void sum_rows(const void* const* rows, uint32_t num_rows, Dtype in, uint32_t hidden, Dtype out, void* out_row) {
   if (in == Dtype::kBf16 && out == Dtype::kBf16) return sum_bf16_bf16(rows, num_rows, hidden, out_row);
   if (in == Dtype::kBf16) return sum_bf16_fp32(rows, num_rows, hidden, out_row);

@@ -3,6 +3,7 @@
 #include <numeric>
 #include <utility>
 
+#include "backend/host/meeting.h"
 #include "backend/host/step.h"
 
 namespace uccl_ep::host {
@@ -17,7 +18,8 @@ class HostPlan final : public PlanStep {
         my_pairs_(rows_.size(), 0),
         my_rows_(rows_.size(), 0),
         not_entered_(rows_.size()),
-        planned_(rows_.size(), false) {
+        planned_(rows_.size(), false),
+        meeting_(op.epoch, {context.rank, op.signature, op.num_refused}, op.refusal) {
     std::iota(not_entered_.begin(), not_entered_.end(), 0);
     if (!op.makes_plan()) return;
     not_planned_ = not_entered_;
@@ -82,42 +84,20 @@ class HostPlan final : public PlanStep {
     return op_.plan->incoming[static_cast<size_t>(src)].num_rows() == rows_[static_cast<size_t>(src)];
   }
 
-  [[noreturn]] void refuse(ErrorKind kind, int src, const std::string& text) const {
-    ErrorRecord record;
-    record.kind = kind;
-    record.step = Step::kExchange;
-    record.rank = context_.rank;
-    record.peer = src;
-    record.epoch = op_.epoch;
-    record.set_message(text);
-    throw CommunicationFailure(record);
-  }
-
-  // Not this rank's call. False: `src` has refused calls before it and will soon send the reason.
-  bool meet_other_call(int src, const OpHeader& header) {
-    const uint64_t now = now_usec();
-    if (header.num_refused > op_.num_refused) {
-      if (met_usec_ == 0) met_usec_ = now;
-      if (now - met_usec_ < kWhyUsec) return false;
-    }
-    refuse(ErrorKind::kRankMismatch, src,
-           describe_mismatch(op_.epoch, {context_.rank, op_.signature, op_.num_refused},
-                             {src, header.signature, header.num_refused},
-                             header.num_refused < op_.num_refused ? op_.refusal : ""));
-  }
-
   // False: there is nothing to go on with.
   bool read_header(int src) {
     InPort& port = context_.incoming[src].header;
     OpHeader header;
     std::memcpy(&header, port.slot(), sizeof(header));
-    if (header.num_refused != op_.num_refused) return meet_other_call(src, header);
+    const Called other{src, header.signature, header.num_refused};
+    if (header.num_refused != op_.num_refused) return meeting_.meet_other_call(other), false;
     if (header.signature.plan_use == PlanUse::kDiffers)
-      refuse(ErrorKind::kPlanMismatch, src,
-             "call " + std::to_string(op_.call()) + " on the buffer: rank " + std::to_string(src) + " used plan " +
-                 std::to_string(header.signature.plan_id) + " with another routing than it was made for");
+      meeting_.refuse(ErrorKind::kPlanMismatch, src,
+                      "call " + std::to_string(op_.call()) + " on the buffer: rank " + std::to_string(src) +
+                          " used plan " + std::to_string(header.signature.plan_id) +
+                          " with another routing than it was made for");
     if (header.epoch != op_.epoch || (header.signature != op_.signature && op_.signature.plan_use != PlanUse::kDiffers))
-      return meet_other_call(src, header);
+      return meeting_.meet_other_call(other), false;
     rows_[src] = header.num_rows;
     pairs_[src] = header.num_pairs;
     if (op_.makes_plan()) {
@@ -152,8 +132,8 @@ class HostPlan final : public PlanStep {
     for (size_t src = 0; src < rows_.size(); ++src) reserve(plan.incoming[src], src);
     plan.num_rows = plan.compact() ? assign_rows() : slot;
     if (plan.num_weights() >= UINT32_MAX)
-      refuse(ErrorKind::kTransport, context_.rank,
-             std::to_string(plan.num_weights()) + " received pairs: a plan numbers fewer than 2^32");
+      meeting_.refuse(ErrorKind::kTransport, context_.rank,
+                      std::to_string(plan.num_weights()) + " received pairs: a plan numbers fewer than 2^32");
   }
 
   // Compact rows: turns the rows of each source into its first row. Returns the number of all.
@@ -227,8 +207,8 @@ class HostPlan final : public PlanStep {
   }
 
   [[noreturn]] void corrupt(int src) const {
-    refuse(ErrorKind::kTransport, src,
-           "the routing that arrived from rank " + std::to_string(src) + " is not what its header announced");
+    meeting_.refuse(ErrorKind::kTransport, src,
+                    "the routing that arrived from rank " + std::to_string(src) + " is not what its header announced");
   }
 
   std::vector<uint64_t> rows_;      // [source rank]
@@ -240,7 +220,7 @@ class HostPlan final : public PlanStep {
   std::vector<int> not_planned_;    // likewise; of a new plan
   std::vector<bool> planned_;       // [source rank]
   uint64_t next_look_usec_ = 0;  // at all sources
-  uint64_t met_usec_ = 0;  // when a rank was first found to be ahead of us
+  Meeting meeting_;
   bool counts_known_ = false;
 };
 

@@ -125,6 +125,9 @@ class OutPort {
     counters_->laps.raise_to(serial_ / ring_.num_slots);
   }
 
+  // Its slots are free without this reader, who is masked.
+  void ignore(uint32_t reader) { ignored_ |= uint64_t{1} << reader; }
+
   uint64_t serial() const { return serial_; }
   uint64_t slot_bytes() const { return ring_.slot_bytes; }
   const RingLayout& ring() const { return ring_; }
@@ -142,6 +145,7 @@ class OutPort {
       return all_consumed_;  // flags only grow: the last look is a lower bound
     all_consumed_ = UINT64_MAX;
     for (uint32_t r = 0; r < ring_.num_readers; ++r) {
+      if (r < 64 && (ignored_ >> r & 1) != 0) continue;
       const uint64_t consumed = consumed_of(region_, ring_, r)->read();
       if (consumed < all_consumed_) slowest_ = r;
       all_consumed_ = consumed < all_consumed_ ? consumed : all_consumed_;
@@ -160,6 +164,7 @@ class OutPort {
   uint64_t all_consumed_ = 0;
   uint64_t counted_ = 0;
   uint32_t slowest_ = 0;
+  uint64_t ignored_ = 0;  // readers, a bit each
 };
 
 // A reader's end.
@@ -170,8 +175,11 @@ class InPort {
   InPort(uint8_t* region, const RingLayout& ring, uint32_t reader, Bell* waker, DueBells& bells)
       : region_(region), ring_(ring), reader_(reader), bells_(&bells), wake_(bells.of(waker)) {}
 
-  bool ready() const { return stamp_of(region_, ring_, serial_)->read() == serial_ + 1; }
-  const uint8_t* slot() const { return region_ + ring_.slot_offset(serial_); }
+  bool ready() const { return ready(serial_); }
+  const uint8_t* slot() const { return slot(serial_); }
+  // Of a chunk that need not be the next one.
+  bool ready(uint64_t serial) const { return stamp_of(region_, ring_, serial)->read() == serial + 1; }
+  const uint8_t* slot(uint64_t serial) const { return region_ + ring_.slot_offset(serial); }
   // All loads of the slot are done: it may be overwritten.
   void release() {
     ++serial_;

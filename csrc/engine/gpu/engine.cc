@@ -9,6 +9,7 @@
 #include <map>
 #include <stdexcept>
 
+#include "backend/gpu/low_latency.h"
 #include "backend/gpu/topk.h"
 #include "common/clock.h"
 #include "common/thread.h"

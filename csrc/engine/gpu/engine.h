@@ -17,11 +17,11 @@
 #include "backend/gpu/packet.h"
 #include "backend/gpu/steps.h"
 #include "backend/gpu/trace.h"
+#include "backend/low_latency.h"
 #include "device/memory.h"
 #include "engine/engine.h"
 #include "engine/gpu/descriptors.h"
 #include "engine/gpu/guess.h"
-#include "engine/gpu/low_latency.h"
 #include "engine/gpu/network.h"
 #include "engine/gpu/pulse.h"
 #include "engine/gpu/sizes.h"
@@ -129,10 +129,10 @@ class GpuEngine final : public Engine, private GpuHandles {
   std::shared_ptr<Operation> dispatch(const DispatchArgs& args) override;
   std::shared_ptr<Operation> combine(const CombineArgs& args) override;
   // Low latency: see LowLatency in Python. A call may only send, or only receive what an earlier one has sent.
-  void low_latency_dispatch(const LowLatencyDispatch& args);
-  void low_latency_combine(const LowLatencyCombine& args);
+  void low_latency(const LowLatencyDispatch& args) override;
+  void low_latency(const LowLatencyCombine& args) override;
   // Which ranks are masked then: out [ranks], 1 or 0.
-  void low_latency_masks(int32_t* out, Stream stream);
+  void low_latency_masks(int32_t* out, Stream stream) override;
   void refused(const std::string& why, Stream stream) override;
   uint64_t num_calls() const override { return plane_.num_calls(); }
 

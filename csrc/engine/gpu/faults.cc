@@ -101,10 +101,7 @@ std::string GpuEngine::text_of(const gpu::HostError& error) const {
              std::to_string(error.expected) +
              ", which go in one window: give every rank the same max_tokens, or the buffer a larger budget_bytes";
     case gpu::DeviceFault::kMasked:
-      return call + own + " was masked: " +
-             (static_cast<uint32_t>(error.peer) == group_.rank
-                  ? "others did not hear of it within mask_timeout_s"
-                  : peer + ", of its domain, did not come within mask_timeout_s");
+      return call + describe_masked(config_.rank, rank_of(error.peer));
     default:
       return own + " failed";
   }

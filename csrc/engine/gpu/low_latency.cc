@@ -1,5 +1,5 @@
 // The low-latency calls of a GPU engine: checks and launches.
-#include "engine/gpu/low_latency.h"
+#include "backend/gpu/low_latency.h"
 
 #include "engine/gpu/engine.h"
 
@@ -7,22 +7,9 @@ namespace uccl_ep {
 namespace {
 
 using gpu::must;
-using gpu::SlotPhase;
 
 void require(bool good, UsageKind kind, const std::string& text) {
   if (!good) throw UsageFailure(kind, text);
-}
-
-// with_weights: they travel with a dispatch's routing, or are known to a combine from it.
-OpSignature signature_of(OpKind kind, Dtype wire, uint32_t hidden, uint32_t width, bool with_weights) {
-  OpSignature signature{};
-  signature.kind = kind;
-  signature.dtype = Dtype::kBf16;
-  signature.wire = wire;
-  signature.hidden = hidden;
-  signature.topk = width;
-  signature.with_weights = with_weights;
-  return signature;
 }
 
 }  // namespace
@@ -42,13 +29,13 @@ void GpuEngine::check_low_latency(uint64_t num_tokens, uint32_t width, uint32_t 
           "hidden = " + std::to_string(hidden) + "; allowed are multiples of " + std::to_string(kFp8Block));
 }
 
-void GpuEngine::low_latency_dispatch(const LowLatencyDispatch& args) {
+void GpuEngine::low_latency(const LowLatencyDispatch& args) {
   const std::lock_guard lock(mutex_);
   const gpu::OnDevice guard(device_);
   check_low_latency(args.num_tokens, args.width, args.hidden);
   gpu::SlotDispatchArgs slots;
   slots.signature =
-      signature_of(OpKind::kLowLatencyDispatch, args.wire, args.hidden, args.width, args.weights != nullptr);
+      slot_signature(OpKind::kLowLatencyDispatch, args.wire, args.hidden, args.width, args.weights != nullptr);
   slots.phase = args.phase;
   slots.stage.x = args.x;
   slots.stage.num_tokens = static_cast<uint32_t>(args.num_tokens);
@@ -73,7 +60,7 @@ void GpuEngine::low_latency_dispatch(const LowLatencyDispatch& args) {
   num_low_latency_ += args.phase != SlotPhase::kReceive;
 }
 
-void GpuEngine::low_latency_combine(const LowLatencyCombine& args) {
+void GpuEngine::low_latency(const LowLatencyCombine& args) {
   const std::lock_guard lock(mutex_);
   const gpu::OnDevice guard(device_);
   check_low_latency(args.num_tokens, args.width, args.hidden);
@@ -83,7 +70,7 @@ void GpuEngine::low_latency_combine(const LowLatencyCombine& args) {
           std::string("sums between domains as ") + dtype_name(args.wire) +
               "; allowed are bf16, and fp32 where the buffer takes fp32");
   slots.signature =
-      signature_of(OpKind::kLowLatencyCombine, args.wire, args.hidden, args.width, args.routed != nullptr);
+      slot_signature(OpKind::kLowLatencyCombine, args.wire, args.hidden, args.width, args.routed != nullptr);
   slots.phase = args.phase;
   slots.hidden = args.hidden;
   slots.folds = args.num_tokens * args.width >= config_.low_latency_fold_pairs;

@@ -40,7 +40,7 @@ void check_group(const EngineConfig& config) {
               std::to_string(gpu::kMaxSlotTokens) + " and " + std::to_string(gpu::kPairsPerToken));
   if (config.low_latency_tokens > 0) {
     if (config.mask_timeout_s > 0)
-      at_most(static_cast<uint64_t>(config.num_ranks), gpu::kMaxMaskedRanks, "ranks with mask_timeout_s");
+      at_most(static_cast<uint64_t>(config.num_ranks), kMaxMaskedRanks, "ranks with mask_timeout_s");
   }
   gpu::DeviceMap map;
   map.num_ranks = static_cast<uint32_t>(config.num_ranks);

@@ -22,6 +22,14 @@ ControlPlane::Number ControlPlane::number_call() {
   return {++num_queued_, num_refused_, num_refused_ > 0 ? control().refusals[num_refused_ % 2] : ""};
 }
 
+ControlPlane::Number ControlPlane::note_low_latency() {
+  const std::lock_guard lock(mutex_);
+  if (closed_) throw UsageFailure(UsageKind::kClosed, "the buffer is closed");
+  refused_last_ = false;
+  ++num_low_latency_;
+  return {0, num_refused_, num_refused_ > 0 ? control().refusals[num_refused_ % 2] : ""};
+}
+
 void ControlPlane::note_queued() {
   const std::lock_guard lock(mutex_);
   refused_last_ = false;
@@ -44,7 +52,7 @@ void ControlPlane::refused(const std::string& why) {
 
 uint64_t ControlPlane::num_calls() const {
   const std::lock_guard lock(mutex_);
-  return num_queued_ + num_refused_;
+  return num_queued_ + num_low_latency_ + num_refused_;
 }
 
 std::string ControlPlane::refusal(uint64_t nth) const {

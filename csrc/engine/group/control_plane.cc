@@ -60,7 +60,10 @@ Channels channels_of(const Topology& topo, const Rings& rings, int rank) {
 }
 
 uint64_t largest_chunk_bytes(const Rings& rings) {
-  return std::visit(Overloaded{[](const RingParams& host) { return host.slot_bytes; },
+  return std::visit(Overloaded{[](const RingParams& host) {
+                                 return std::max({host.slot_bytes, host.slots.dispatch_bytes, host.slots.weights_bytes,
+                                                  host.slots.sums_bytes});
+                               },
                                [](const DeviceRings& device) {
                                  uint64_t most =
                                      std::max({device.rows_slot_bytes, device.return_slot_bytes, device.tail_slot_bytes,
@@ -203,10 +206,8 @@ void ControlPlane::start(Drive drive) {
   started_ = true;
 }
 
-// Only kernels of low latency can do without a rank.
-bool ControlPlane::outlives_ranks() const {
-  return config_.mask_timeout_s > 0 && config_.low_latency_tokens > 0 && on_device(rings_);
-}
+// Only operations of low latency can do without a rank.
+bool ControlPlane::outlives_ranks() const { return config_.mask_timeout_s > 0 && config_.low_latency_tokens > 0; }
 
 void ControlPlane::ring_worker() const {
   const std::shared_lock held(memory_mutex_);

@@ -71,6 +71,8 @@ class ControlPlane {
   void check_usable() const;
   // Of the operation that is queued now. Throws UsageFailure(kClosed).
   Number number_call();
+  // Of a low-latency operation on the host, which is none of that sequence: `epoch` is 0. Throws UsageFailure(kClosed).
+  Number note_low_latency();
   uint64_t num_queued() const;
   // A call of this rank was refused before it was queued, `why`. It takes a number, so that what the rank calls next is
   // no match for what the others call now. Nothing on a buffer that is closed or broken.
@@ -179,7 +181,7 @@ class ControlPlane {
   Drive drive_ = Drive::kThreads;
   bool closed_ = false;
   bool traced_ = false;
-  uint64_t num_queued_ = 0, num_refused_ = 0;
+  uint64_t num_queued_ = 0, num_refused_ = 0, num_low_latency_ = 0;
   bool refused_last_ = false;
 
   std::mutex closing_;  // held by the thread that ends all this; before `mutex_`

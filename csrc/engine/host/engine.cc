@@ -26,6 +26,15 @@ MemoryNeeds needs_of(const EngineConfig& config, const Topology& topo) {
   needs.chunk_bytes = config.chunk_bytes;
   needs.window_chunks = config.window_chunks;
   needs.beside_bytes = transport_bytes(config, topo);
+  if (config.low_latency_tokens > 0) {
+    const bool masks = config.mask_timeout_s > 0;
+    if (masks && static_cast<uint32_t>(config.num_ranks) > kMaxMaskedRanks)
+      throw UsageFailure(UsageKind::kConfig, std::to_string(config.num_ranks) +
+                                                 " ranks with mask_timeout_s: allowed are " + "at most " +
+                                                 std::to_string(kMaxMaskedRanks));
+    needs.slots = host::slot_rings(config.low_latency_tokens, config.low_latency_topk, config.hidden,
+                                   config.max_element_bytes, masks);
+  }
   return needs;
 }
 
@@ -106,8 +115,8 @@ HostEngine::HostEngine(const EngineConfig& config)
       rings_(rings_of(config)),
       plane_(config, rings_),
       topo_(plane_.topology()),
-      closed_seen_usec_(static_cast<size_t>(config.num_ranks)),
-      waited_usec_(closed_seen_usec_.size()) {
+      closed_(plane_, config.num_ranks),
+      waited_usec_(static_cast<size_t>(config.num_ranks)) {
   plane_.add_trace(worker_trace_);
 }
 
@@ -120,8 +129,23 @@ void HostEngine::start(Drive drive) {
   context_ = host::make_context(layout, {config_.rank, order_of(config_)}, bases,
                                 {&plane_.commands(), &plane_.control().proxy_bell, &worker_trace_});
   drive_ = drive;
+  if (context_->slots != nullptr)
+    slots_ = std::make_unique<SlotLanes>(config_, plane_, *context_, [this] {
+      {
+        const std::lock_guard lock(mutex_);
+        queue_changed_.notify_all();
+      }
+      plane_.ring_worker();
+    });
   if (drive == Drive::kThreads) worker_ = start_thread("the worker", [this] { work(); });
   plane_.start(drive);
+}
+
+SlotLanes& HostEngine::slots() const {
+  plane_.check_usable();
+  if (slots_ != nullptr) return *slots_;
+  throw UsageFailure(UsageKind::kConfig,
+                     "this buffer has no memory for low latency: allowed is one made with low_latency_tokens");
 }
 
 CallLimits HostEngine::limits() const { return {config_.generation, config_.widest_row_bytes(), true}; }
@@ -144,7 +168,9 @@ void HostEngine::close(bool abort) {
     {
       // Operations that are under way end by themselves, or by the error, or by their deadline.
       std::unique_lock lock(mutex_);
-      queue_changed_.wait(lock, [&] { return drive_ == Drive::kSteps || (queue_.empty() && !busy_); });
+      queue_changed_.wait(lock,
+                          [&] { return drive_ == Drive::kSteps || (queue_.empty() && !busy_ && !wants_slots()); });
+      if (slots_ != nullptr) slots_->drop_unwanted();
       stop_ = true;
       queue_changed_.notify_all();
     }

@@ -15,6 +15,8 @@
 #include "backend/op.h"
 #include "engine/engine.h"
 #include "engine/group/control_plane.h"
+#include "engine/host/closed_ranks.h"
+#include "engine/host/slots.h"
 
 namespace uccl_ep {
 
@@ -62,6 +64,12 @@ class HostEngine final : public Engine {
 
   std::shared_ptr<Operation> dispatch(const DispatchArgs& args) override;
   std::shared_ptr<Operation> combine(const CombineArgs& args) override;
+  void low_latency(const LowLatencyDispatch& args) override { slots().call(args); }
+  void low_latency(const LowLatencyCombine& args) override { slots().call(args); }
+  bool wait_low_latency(OpKind kind, SlotPhase phase, uint64_t timeout_usec) override {
+    return slots().wait(kind, phase, timeout_usec);
+  }
+  void low_latency_masks(int32_t* out, Stream) override { slots().masks(out); }
   void refused(const std::string& why, Stream) override { plane_.refused(why); }
   uint64_t num_calls() const override { return plane_.num_calls(); }
 
@@ -93,9 +101,13 @@ class HostEngine final : public Engine {
   CallLimits limits() const;
   std::shared_ptr<Plan> plan_routing(const DispatchArgs& args) const;
 
+  SlotLanes& slots() const;
+
   // run.cc
   void work();
-  enum class Look { kNothingQueued, kWaits, kMoved };
+  bool has_work() const;
+  bool wants_slots() const { return slots_ != nullptr && slots_->wants(); }
+  Look look_at_slots();
   Look look();
   void end_running();
   void end_unfinished();
@@ -121,7 +133,6 @@ class HostEngine final : public Engine {
   enum class Progress { kDone, kMoved, kNone };
   Progress advance(Running& running);
   void check_deadlines(const Op& op, const Steps& steps, const host::PlanStep& plan, Waiting& waiting);
-  bool long_closed(int rank, uint64_t patient_usec);
   ErrorRecord timeout_record(const Op& op, const WaitingOn& waiting, bool arrival, uint64_t waited_usec) const;
   void locate(const Op& op, const Steps& steps, ErrorRecord& record) const;
   void trace(TraceKind kind, const Op& op, const WaitingOn& of, uint64_t began_nsec);
@@ -134,6 +145,7 @@ class HostEngine final : public Engine {
   const Topology& topo_;
   // Its memory is the control plane's, its counters are read after the end, too.
   std::unique_ptr<host::HostContext> context_;
+  std::unique_ptr<SlotLanes> slots_;  // nullptr: no low latency, or not started
 
   mutable std::mutex mutex_;  // guards what follows; before the control plane's
   std::condition_variable queue_changed_;
@@ -148,8 +160,7 @@ class HostEngine final : public Engine {
   // Writer: the worker.
   std::unique_ptr<Running> running_;
   PatienceClock patience_;
-  std::vector<uint64_t>
-      closed_seen_usec_;  // [rank] patience_ when the worker first saw that it has closed; 0: it has not
+  ClosedRanks closed_;
   Counter busy_nsec_[kNumSteps];  // by step, in advance() that moved something
   Counter blocked_usec_[kNumSteps];  // by step, asleep while it was not done
   std::vector<Counter> waited_usec_;  // [rank] asleep and waiting_for() it

@@ -20,28 +20,43 @@ void HostEngine::work() {
   while (true) {
     {
       std::unique_lock lock(mutex_);
-      queue_changed_.wait(lock, [&] { return stop_ || !queue_.empty(); });
-      if (queue_.empty()) return;
+      queue_changed_.wait(lock, [&] { return stop_ || has_work(); });
+      if (!has_work()) return;
     }
     while (true) {
       const uint32_t ticket = plane_.control().worker_bell.ticket();  // before the look that may find nothing
       const Look found = look();
-      if (found == Look::kNothingQueued) break;
-      if (found == Look::kWaits) sleep(ticket);
+      const Look slots = look_at_slots();
+      if (found == Look::kNothing && slots == Look::kNothing) break;
+      if (found != Look::kMoved && slots != Look::kMoved) sleep(ticket);
     }
   }
 }
 
+// Holding the mutex.
+bool HostEngine::has_work() const { return !queue_.empty() || (slots_ != nullptr && slots_->has_work()); }
+
+Look HostEngine::look_at_slots() {
+  if (slots_ == nullptr) return Look::kNothing;
+  const Look found = slots_->look();
+  if (found == Look::kMoved) {  // close() may wait for it
+    const std::lock_guard lock(mutex_);
+    queue_changed_.notify_all();
+  }
+  return found;
+}
+
 bool HostEngine::step() {
   const bool moved = plane_.step() == Pass::kMoved;
-  return look() == Look::kMoved || moved;
+  const bool looked = look() == Look::kMoved;
+  return look_at_slots() == Look::kMoved || looked || moved;
 }
 
 // A pass of the worker over the operation that is under way, or the next one.
-HostEngine::Look HostEngine::look() {
+Look HostEngine::look() {
   if (running_ == nullptr) {
     const std::lock_guard lock(mutex_);
-    if (queue_.empty()) return Look::kNothingQueued;
+    if (queue_.empty()) return Look::kNothing;
     running_ = std::make_unique<Running>();
     running_->operation = queue_.front();
     running_->started_nsec = now_nsec();
@@ -91,10 +106,10 @@ void HostEngine::end_running() {
 void HostEngine::end_unfinished() {
   {
     const std::lock_guard lock(mutex_);
-    if (running_ == nullptr && queue_.empty()) return;
+    if (running_ == nullptr && !has_work()) return;
   }
   if (!plane_.failed()) plane_.fail("closed its buffer in an operation");
-  while (look() != Look::kNothingQueued) {
+  while (look() != Look::kNothing || look_at_slots() != Look::kNothing) {
   }
 }
 
@@ -156,26 +171,19 @@ WaitingOn HostEngine::waiting_for(const Steps& steps, const host::PlanStep& plan
 }
 
 void HostEngine::sleep(uint32_t ticket) {
-  const Steps& steps = running_->steps;
-  const WaitingOn waiting = waiting_for(steps, *running_->plan);
+  const Running* const running = running_.get();
+  const WaitingOn waiting = running != nullptr ? waiting_for(running->steps, *running->plan)
+                                               : WaitingOn{Step::kExchange, slots_->waiting_for()};
   const uint64_t slept = now_nsec();
   plane_.control().worker_bell.wait(ticket, kLookUsec);
   // What rang is one of many messages: on a busy host others come first, and are looked at together.
   if (topo_.num_ranks > kManyRanks) sched_yield();
-  trace(TraceKind::kWait, running_->operation->op_, waiting, slept);
+  if (running != nullptr) trace(TraceKind::kWait, running->operation->op_, waiting, slept);
   const uint64_t usec = (now_nsec() - slept) / 1000;
   if (waiting.peer >= 0) waited_usec_[static_cast<size_t>(waiting.peer)].add(usec);
-  for (auto& step : steps)
+  if (running == nullptr) return;
+  for (auto& step : running->steps)
     if (!step->done()) blocked_usec_[static_cast<size_t>(step->step())].add(usec);
-}
-
-// Earlier messages of a closed rank, such as the error that explains its end, may still be in flight.
-bool HostEngine::long_closed(int rank, uint64_t patient_usec) {
-  constexpr uint64_t kGraceUsec = 1000000;
-  if (!plane_.peer_closed(rank)) return false;
-  uint64_t& seen = closed_seen_usec_[rank];
-  if (seen == 0) seen = patient_usec;
-  return patient_usec - seen > kGraceUsec;
 }
 
 // Contract 7: the arrival deadline until all ranks have entered the operation, then the progress deadline.
@@ -190,7 +198,7 @@ void HostEngine::check_deadlines(const Op& op, const Steps& steps, const host::P
   }
   const int missing = plan.not_entered().empty() ? -1 : plan.not_entered().front();
   for (const int src : plan.not_entered()) {
-    if (long_closed(src, now)) {
+    if (closed_.long_closed(src, now)) {
       ErrorRecord record = timeout_record(op, {Step::kExchange, src, -1, op.epoch, op.epoch - 1, ""}, true, 0);
       record.kind = ErrorKind::kPeerFailed;
       record.peer = src;

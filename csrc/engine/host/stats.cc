@@ -37,6 +37,7 @@ Stats HostEngine::stats() const {
   const Stats shared = plane_.stats();
   if (shared.empty()) return out;  // it has not started
   put_ports(out, context_->counters);
+  if (slots_ != nullptr) slots_->add_stats(out);
   for (Step step : {Step::kExchange, Step::kPlan, Step::kStage, Step::kPlace, Step::kFold, Step::kMerge}) {
     const auto seconds = [&](const char* what, const Counter* of, double unit) {
       put(out, std::string(what) + step_name(step), static_cast<double>(of[static_cast<size_t>(step)].value()) * unit);

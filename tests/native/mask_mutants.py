@@ -1,0 +1,65 @@
+"""Mutants of what masks ranks, as in `mutants.py`."""
+
+from __future__ import annotations
+
+MASKED_WHOLE = (
+    "between domains a domain that loses a rank is masked as a whole, and its other ranks have an error"
+)
+MASKED_BY_NUMBER = (
+    "between domains ranks are masked by their numbers in the group, before a combine and after"
+)
+LANDS_NOTHING = "a domain is masked, and no other, when a rank that has sent all lands nothing any more"
+MASK_MUTANTS = {
+    "a domain's other ranks stay": (
+        MASKED_WHOLE, "masks.cuh", "if ((ranks & its) != 0) all |= its;", "all |= ranks & its;",
+    ),
+    "a domain that has lost a rank votes for others": (
+        LANDS_NOTHING, "masks.cuh", "if ((mine & own_domain_bits(g)) != 0) mine = own_domain_bits(g);", "",
+    ),
+    "a rank votes for another that it does not land": (
+        LANDS_NOTHING, "low_latency_net.cuh", "if (k.g.net.from[source].holder == k.g.rank) return note",
+        "if (k.g.net.num_relayed > 0) return note",
+    ),
+    "masks are told by the numbers that kernels use": (
+        MASKED_BY_NUMBER, "low_latency_combine.cu", "out[g.rank_of[r]] = ", "out[r] = ",
+    ),
+    "votes are looked up by the numbers that kernels use": (
+        MASKED_BY_NUMBER, "masks.cuh", "g.slot_net.far_votes + g.rank_of[of] * kRankVotes",
+        "g.slot_net.far_votes + of * kRankVotes",
+    ),
+    "who is masked is settled before sums of other domains have come": (
+        MASKED_WHOLE, "low_latency_combine.cu", "good &= wait_live_sums(k, settling, sent);",
+        "good &= true || wait_live_sums(k, settling, sent);",
+    ),
+    "chunks go to a domain that is masked": (
+        "between domains a rank goes on alone", "low_latency_net.cuh",
+        " && !shared.shuns(k.g, k.first_of(to));", " && (true || !shared.shuns(k.g, k.first_of(to)));",
+    ),
+    "a rank that misses others does not ask whether they have masked it": (
+        "parts of a group that a network joins again find that they have masked each other", "masks.cuh",
+        "else if (masks_us(votes, r))", "else if (false && masks_us(votes, r))",
+    ),
+}  # fmt: skip
+
+DIES = "the others go on without a rank that has died, and agree"
+STOOD_STILL = "a rank that stood still is masked when it comes back, and the others agree"
+AGREEMENT = "../host/agreement.cc"
+AGREEMENT_MUTANTS = {
+    "a rank votes for another that it does not land": (
+        DIES, AGREEMENT, "if (rail == what.peer || rail == context_.rank) gone_", "if (rail >= 0) gone_",
+    ),
+    "a rank that waits has no more time than others": (
+        STOOD_STILL, AGREEMENT, "(is_waiting(rank) ? 2 : 1)", "1",
+    ),
+    "no decision is taken from another": (
+        DIES, AGREEMENT, "const bool decided = hear_decisions();", "const bool decided = false;",
+    ),
+    "a rank that misses others does not ask whether they have masked it": (
+        "domains that nothing joins mask each other, and find that when they are joined again", AGREEMENT,
+        "if (masks_us(rank)) next", "if (rank < 0 && masks_us(rank)) next",
+    ),
+    "a rank does not say that it waits": (
+        "nobody is masked where all come", AGREEMENT,
+        "tell_waiting();\n    return false;", "return false;",
+    ),
+}  # fmt: skip
