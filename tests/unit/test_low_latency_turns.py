@@ -140,6 +140,27 @@ def test_what_is_out_of_turn_is_refused_and_changes_nothing() -> None:
         group.run(step)
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_what_a_rank_never_receives_is_forgotten(early: bool) -> None:
+    """The other one has everything, and the group closes as ever."""
+    spec = spec_of()
+    given = give(spec)
+    rows, wanted = given.sent(), given.sums(spec)
+    with spec.group() as group:
+
+        def step(rank: int, buffer: Buffer) -> None:
+            calls, (x, topk_idx, weights, outputs) = LowLatency(buffer), given.on(rank, buffer.device)
+            got = calls.dispatch(x, topk_idx, weights if early else None, wire="bf16")
+            combine = calls.send_combine(outputs, *told(early, topk_idx, weights), got.handle)
+            dispatch = calls.send_dispatch(x, topk_idx, wire="bf16")
+            if rank == 0:
+                assert not slot_differences(dispatch.receive(), rows[rank])
+                assert not bit_difference(combine.receive().cpu(), wanted[rank])
+                settle(buffer)
+
+        group.run(step)
+
+
 def test_statistics_are_added_to() -> None:
     spec = spec_of()
     given = give(spec)

@@ -217,9 +217,6 @@ class LowLatency:
             self._checks.statistics(SlotStatistics(None, waited_ns))
             out = self._checks.combine(rows, topk_idx, topk_weights, handle, out)
             told = None if topk_idx is None or topk_weights is None else (topk_idx, topk_weights)
-            if phase == "send" and told is not None and buffer.device.type == "cpu":
-                # They are summed when the others' weights come.
-                rows, told = rows.clone(), (told[0].clone(), told[1].clone())
             args = engine.combine_args(rows, handle, told, out, waited_ns)
             engine.combine(args, phase)
         kept = (rows, out, waited_ns, *handle.kept, *(told or ()))

@@ -16,7 +16,9 @@ class SlotCombine final : public SlotOperation {
         row_bytes_(wire_row_bytes(args.wire, args.hidden)),
         folded_(context.incoming.size(), false),
         relayed_(ports_.merged.size(), false),
-        sums_(args.hidden) {}
+        sums_(args.hidden) {
+    keep();
+  }
 
   // With weights that the dispatch brought, all that others need of us.
   bool stage() override {
@@ -93,6 +95,26 @@ class SlotCombine final : public SlotOperation {
 
  private:
   bool knows() const { return args_.routed != nullptr; }
+  // Copies what is read after the call has returned. A call that only sends folds when others have told their weights.
+  void keep() {
+    const uint64_t ranks = context_.incoming.size(), num_slots = ranks * ports_.max_tokens;
+    pairs_.assign(args_.pairs, args_.pairs + num_slots * args_.width);
+    ranges_.assign(args_.ranges, args_.ranges + context_.experts_per_rank * ranks);
+    for (uint64_t i = 0; i < args_.num_tokens * args_.width; ++i) there_.push_back(args_.topk_idx[i] >= 0);
+    const auto* const rows = reinterpret_cast<const uint16_t*>(args_.rows);
+    for (uint64_t e = 0; e < context_.experts_per_rank; ++e) rows_of_.push_back(rows + e * num_slots * args_.hidden);
+    if (knows() || args_.phase == SlotPhase::kBoth) return;
+    kept_rows_.resize(context_.experts_per_rank);
+    for (uint64_t e = 0; e < context_.experts_per_rank; ++e) {
+      uint64_t end = 0;
+      for (uint64_t src = 0; src < ranks; ++src) {
+        const auto range = static_cast<uint64_t>(ranges_[e * ranks + src]);
+        end = std::max(end, (range >> 32) + (range & UINT32_MAX));
+      }
+      kept_rows_[e].assign(rows_of_[e], rows_of_[e] + end * args_.hidden);
+      rows_of_[e] = kept_rows_[e].data();
+    }
+  }
   InPort& weights_of(int src) { return ports_.weights_of[static_cast<size_t>(src)]; }
   bool folded(int src) const { return folded_[static_cast<size_t>(src)] || !lives(src); }
   bool all_folded() const {
@@ -102,18 +124,15 @@ class SlotCombine final : public SlotOperation {
   }
   bool relayed(size_t stream) const { return relayed_[stream] || !lives(ports_.merged[stream].src); }
   // The routing that a rank's dispatch had.
-  SlotTokens tokens_of(int src) const { return SlotTokens(context_, args_.pairs + first_place(src), args_.width); }
+  SlotTokens tokens_of(int src) const { return SlotTokens(context_, pairs_.data() + first_place(src), args_.width); }
   uint64_t first_place(int src) const { return static_cast<uint64_t>(src) * ports_.max_tokens * args_.width; }
 
   void tell() {
     const auto num_tokens = static_cast<uint32_t>(args_.num_tokens);
-    const uint64_t places = args_.num_tokens * args_.width;
-    std::vector<uint32_t> there(knows() ? 0 : places);  // whether a place still has an expert
-    for (uint64_t i = 0; i < there.size(); ++i) there[i] = args_.topk_idx[i] >= 0;
-    const SlotChunk chunk(knows() ? 0 : places, true, true, 0);
+    const SlotChunk chunk(knows() ? 0 : there_.size(), true, true, 0);
     for (size_t d = 0; d < ports_.weights.size(); ++d) {
       if (!domain_lives(d)) continue;
-      write_call(ports_.weights[d].slot(), chunk, num_tokens, knows() ? nullptr : there.data(),
+      write_call(ports_.weights[d].slot(), chunk, num_tokens, knows() ? nullptr : there_.data(),
                  knows() ? nullptr : args_.weights);
       ports_.weights[d].publish(chunk.end);
     }
@@ -151,8 +170,8 @@ class SlotCombine final : public SlotOperation {
         }
         std::fill(sums_.begin(), sums_.end(), 0.0f);
         for (const auto& [expert, place] : tokens.experts_at(token, owner)) {
-          const uint64_t slot = next[expert]++;
-          if (knows() || there[place] != 0) add_weighted(row_at(slot), weights[place], args_.hidden, sums_.data());
+          const uint16_t* const in = rows_of_[expert] + next[expert]++ * args_.hidden;
+          if (knows() || there[place] != 0) add_weighted(in, weights[place], args_.hidden, sums_.data());
         }
         const void* const sum = sums_.data();
         sum_rows(&sum, 1, Dtype::kFp32, args_.hidden, args_.wire, slots + row++ * row_bytes_);
@@ -160,16 +179,13 @@ class SlotCombine final : public SlotOperation {
       }
     }
   }
-  // Of a source, by our expert; of [L, S].
+  // Of a source, by our expert.
   std::vector<uint64_t> first_slots(int src) const {
-    const uint64_t ranks = context_.incoming.size(), num_slots = ranks * ports_.max_tokens;
+    const uint64_t ranks = context_.incoming.size();
     std::vector<uint64_t> first(context_.experts_per_rank);
     for (uint64_t e = 0; e < first.size(); ++e)
-      first[e] = e * num_slots + (static_cast<uint64_t>(args_.ranges[e * ranks + static_cast<uint64_t>(src)]) >> 32);
+      first[e] = static_cast<uint64_t>(ranges_[e * ranks + static_cast<uint64_t>(src)]) >> 32;
     return first;
-  }
-  const uint16_t* row_at(uint64_t slot) const {
-    return reinterpret_cast<const uint16_t*>(args_.rows) + slot * args_.hidden;
   }
 
   // Adds up what our domain has for a token of another domain.
@@ -225,17 +241,22 @@ class SlotCombine final : public SlotOperation {
       sum_rows(rows_.data(), static_cast<uint32_t>(rows_.size()), args_.wire, args_.hidden, Dtype::kBf16,
                args_.out + uint64_t{token} * args_.hidden * sizeof(uint16_t));
       context_.counters.rows_merged.add(1);
-      count_dropped(token);
+      count_dropped(tokens, token);
     }
   }
-  void count_dropped(uint32_t token) {
-    for (uint64_t place = uint64_t{token} * args_.width; place < (uint64_t{token} + 1) * args_.width; ++place)
-      if (const int64_t expert = args_.topk_idx[place]; expert >= 0)
-        if (!lives(static_cast<int>(expert / context_.experts_per_rank))) ports_.dropped_pairs.add(1);
+  void count_dropped(const SlotTokens& tokens, uint32_t token) {
+    for (uint32_t k = 0; k < args_.width; ++k)
+      if (const uint32_t expert = tokens.experts(token)[k]; tokens.has(expert) && there_[token * args_.width + k] != 0)
+        if (!lives(tokens.owner(expert))) ports_.dropped_pairs.add(1);
   }
 
   const LowLatencyCombine args_;
   const uint64_t row_bytes_;  // of a sum
+  std::vector<uint32_t> pairs_;  // as in the arguments, and ranges_
+  std::vector<int64_t> ranges_;
+  std::vector<uint32_t> there_;  // [T, width] whether a place still has an expert
+  std::vector<const uint16_t*> rows_of_;  // by our expert
+  std::vector<std::vector<uint16_t>> kept_rows_;
   bool told_ = false;
   std::vector<bool> folded_;  // [source rank]
   std::vector<bool> relayed_;  // by merged stream; the first is our own

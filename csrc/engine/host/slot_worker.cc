@@ -91,9 +91,12 @@ bool SlotLanes::receive(Operation& operation) {
   for (size_t rank = 0; operation.agreement && rank < gone.size(); ++rank)
     gone[rank] = (operation.agreement->gone() & host::bit_of(static_cast<int>(rank))) != 0;
   std::vector<WaitingOn> missing;
-  if (!operation.votes) missing = operation.work->missing(gone);
+  if (!operation.votes || operation.settled) missing = operation.work->missing(gone);
   note_waits(operation, missing);
-  if (config_.mask_timeout_s > 0 && !operation.settled && !settle(operation, missing)) return false;
+  if (config_.mask_timeout_s > 0 && !operation.settled) {
+    if (!settle(operation, missing)) return false;
+    missing = operation.work->missing(context_.slots->masked);
+  }
   if (missing.empty() && !(operation.work->staged() && operation.work->served()))
     missing.push_back(operation.work->waiting_on());
   if (missing.empty()) {
@@ -103,7 +106,7 @@ bool SlotLanes::receive(Operation& operation) {
   waiting_for_ = missing.front().peer;
   if (config_.mask_timeout_s > 0) {
     // A rank of our domain has voted, and has ended before it had sent sums that we relay.
-    if (static_cast<double>(now - operation.moved_usec) > config_.mask_timeout_s * 1e6)
+    if (static_cast<double>(patience_.now() - operation.moved_usec) > config_.mask_timeout_s * 1e6)
       fail_masked(operation, missing.front().peer);
   } else if (missing.front().step == Step::kExchange) {
     check_arrival(operation, missing, operation.wanted_usec);

@@ -130,7 +130,9 @@ void SlotLanes::add_stats(Stats& out) const {
 
 bool SlotLanes::wants() const {
   const std::lock_guard lock(mutex_);
-  return !wanted_.empty();
+  const auto is_read = [](const auto& operation) { return operation->wanted || !operation->staged; };
+  return std::any_of(dispatches_.open.begin(), dispatches_.open.end(), is_read) ||
+         std::any_of(combines_.open.begin(), combines_.open.end(), is_read);
 }
 
 void SlotLanes::drop_unwanted() {

@@ -48,7 +48,7 @@ class SlotLanes {
   void masks(int32_t* out) const;
   void add_stats(Stats& out) const;
 
-  // Whether somebody waits for a result. What nobody has wanted by the end is forgotten.
+  // Whether somebody waits. Results that nobody has wanted by the end are forgotten.
   bool wants() const;
   void drop_unwanted();
 
