@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,16 +46,19 @@ def use(calls: LowLatency, number: int) -> list[int]:
     return masked.nonzero().flatten().tolist()
 
 
-def go_on(rank: Rank, backend: Backend, layout: str, loses: int) -> tuple[str, Any]:
+def go_on(
+    rank: Rank, backend: Backend, layout: str, loses: int, settings: Sequence[dict[str, Any]]
+) -> tuple[str, Any]:
     """Until `loses` ranks are masked, and some rounds more. ("went on", whom) or ("masked", its error)."""
     on_gpus = backend == "cuda"
     if on_gpus:
         torch.cuda.set_device(rank.rank % torch.cuda.device_count())
-    config = EpConfig(
-        num_experts=OF_RANK * rank.num_ranks, hidden=H, backend=backend, domains=LAYOUTS[layout], num_sms=8,
-        budget_bytes=96 << 20, low_latency_tokens=T, low_latency_topk=K, low_latency_sms=8,
-        mask_timeout_s=MASK_S if on_gpus else MASK_S / 2, progress_timeout_s=5.0,
-    )  # fmt: skip
+    usual: dict[str, Any] = {
+        "num_experts": OF_RANK * rank.num_ranks, "hidden": H, "backend": backend, "domains": LAYOUTS[layout],
+        "num_sms": 8, "budget_bytes": 96 << 20, "low_latency_tokens": T, "low_latency_topk": K,
+        "low_latency_sms": 8, "mask_timeout_s": MASK_S if on_gpus else MASK_S / 2, "progress_timeout_s": 5.0,
+    }  # fmt: skip
+    config = EpConfig(**usual | settings[LAYOUTS[layout][rank.rank] % len(settings)])
     buffer = Buffer(None, config, bootstrap=TorchBootstrap(rank.group, timeout_s=START_TIMEOUT_S))
     calls, masked, number, left = LowLatency(buffer), list[int](), 0, ROUNDS
     try:
@@ -73,10 +77,20 @@ def go_on(rank: Rank, backend: Backend, layout: str, loses: int) -> tuple[str, A
     return "went on", masked
 
 
-def lose(backend: Backend, layout: str, victim: int, lost: list[int], how: str) -> None:
-    """how: "kill" | "freeze"; who was frozen comes back in the end."""
+def lose(
+    backend: Backend,
+    layout: str,
+    victim: int,
+    lost: list[int],
+    how: str,
+    *,
+    settings: Sequence[dict[str, Any]] = ({},),
+    method: str = "forkserver",
+) -> None:
+    """how: "kill" | "freeze"; who was frozen comes back in the end. settings: of `EpConfig`, by domain."""
     num_ranks = len(LAYOUTS[layout])
-    with ProcessRanks(num_ranks, go_on, (backend, layout, len(lost))) as ranks:
+    work = (backend, layout, len(lost), settings)
+    with ProcessRanks(num_ranks, go_on, work, method=method) as ranks:
         ranks.wait_mark("works", list(range(num_ranks)))
         time.sleep(0.5)
         (ranks.kill if how == "kill" else ranks.freeze)(victim)

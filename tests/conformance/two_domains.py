@@ -31,6 +31,7 @@ from tests.bits import bit_difference, flip_bit  # noqa: E402
 from tests.cases import Case, EngineSpec, Expected, differences, expect, make_case, run_case  # noqa: E402
 from tests.low_latency import ROOM, Given, give, slot_differences  # noqa: E402
 from tests.low_latency import E as EXPERTS  # noqa: E402
+from tests.masks import lose  # noqa: E402
 from tests.process_ranks import ProcessRanks, Rank  # noqa: E402
 from uccl_ep_train import Buffer, EpConfig, LowLatency  # noqa: E402
 from uccl_ep_train.oracle.low_latency import Slots  # noqa: E402
@@ -189,6 +190,10 @@ def main() -> int:
     except AssertionError as error:  # A rank has failed or is late.
         wrong = [str(error)]
     print("\n".join(wrong), file=sys.stderr, flush=True)
+    if (told.ranks, told.domain_size) == (4, 2):
+        settings = [{"mask_timeout_s": 8.0, **transport_of(told, domain)} for domain in (0, 1)]
+        lose("host", "2x2", 3, [2, 3], "kill", settings=settings, method="fork")
+        print("ok  low latency without a killed rank and its domain", flush=True)
     where = f"{told.ranks} ranks, {len(set(domains))} domains, {told.transport}"
     print(f"{where}: {'FAILED' if wrong else f'{len(jobs)} cases bit for bit right'}", flush=True)
     return 1 if wrong else 0
