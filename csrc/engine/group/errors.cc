@@ -25,11 +25,12 @@ ErrorRecord ControlPlane::own_failure(const std::string& text) {
 // To every rank directly: domain peers here, the others by our proxy, which finds the record of our own in our control
 // block.
 // Ours first. Two ranks may find an error at once: each would put its own into the other's block. Then neither proxy
-// would find one to send.
+// would find one to send. After keep() nobody else hears of it.
 void ControlPlane::spread(const ErrorRecord& record) const {
   const std::shared_lock held(memory_mutex_);
   if (given_back_) return;
   post_error(control(), record);
+  if (control().keeps_error.read() != 0) return;
   for (ControlBlock* peer : controls_)
     if (peer != nullptr && peer != &control()) post_error(*peer, record);
 }

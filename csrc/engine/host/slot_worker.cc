@@ -24,7 +24,7 @@ Look SlotLanes::look() {
   } catch (const CommunicationFailure& failure) {
     ErrorRecord record = failure.record();
     if (record.rank < 0) record.rank = config_.rank;
-    if (!plane_.control().error_claim.claimed()) plane_.spread(record);
+    plane_.spread(record);
   } catch (const std::exception& failure) {  // out of memory, for example
     plane_.fail(std::string("failed: ") + failure.what());
   }
