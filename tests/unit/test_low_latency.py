@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.bits import bit_difference, flip_bit
 from tests.cases import EngineSpec
-from tests.harness import RankGroup
+from tests.harness import ON_GPUS, RankGroup
 from tests.low_latency import ROOM, SPECS, TOKENS, WIRES, E, H, M, column_major, give, slot_differences
 from uccl_ep_train import Buffer
 from uccl_ep_train.api.low_latency import LowLatency
 from uccl_ep_train.common.handle import Fp8Rows
 from uccl_ep_train.common.slots import SlotRows, SlotWireName, pack_exponents
-from uccl_ep_train.oracle.low_latency import Slots, combine_slots, words_of
+from uccl_ep_train.oracle.low_latency import Slots, combine_slots, dispatch_slots, words_of
 
 Engine = tuple[EngineSpec, RankGroup]
 
@@ -258,3 +258,32 @@ def test_no_call_reads_a_tensor_on_the_host() -> None:
             assert control.seen == ["index", "_local_scalar_dense"]
 
         group.run(step)
+
+
+@pytest.mark.skipif(ON_GPUS, reason="--backend cuda: it is of CPUs")
+@pytest.mark.parametrize("domains", [tuple(r // 8 for r in range(65)), tuple(r % 9 for r in range(72))])
+def test_many_ranks_have_the_oracles_bits(domains: tuple[int, ...]) -> None:
+    """8 domains of 8 and one of 1; 9 of 8, interleaved."""
+    num_ranks, tokens, hidden, topk = len(domains), 3, 128, 8
+    room = (("low_latency_tokens", tokens), ("low_latency_topk", topk), ("budget_bytes", 64 << 20))
+    spec = EngineSpec(domains=domains, num_experts=2 * num_ranks, hidden=hidden, settings=room)
+    generator = torch.Generator().manual_seed(num_ranks)
+    x, idx, weights, outputs = [], [], [], []
+    for _ in domains:
+        x.append(torch.randn(tokens, hidden, generator=generator).bfloat16())
+        routing = torch.rand(tokens, spec.num_experts, generator=generator).argsort(1)
+        idx.append(routing[:, :topk].contiguous())
+        weights.append(torch.rand(tokens, topk, generator=generator))
+        outputs.append(torch.randn(2, num_ranks * tokens, hidden, generator=generator).bfloat16())
+    slots = dispatch_slots(x, idx, spec.num_experts, tokens, "bf16")
+    sums = combine_slots(outputs, idx, weights, domains, "bf16")
+
+    def step(rank: int, buffer: Buffer) -> list[str]:
+        calls = LowLatency(buffer)
+        got = calls.dispatch(x[rank], idx[rank], wire="bf16")
+        out = calls.combine(outputs[rank], idx[rank], weights[rank], got.handle)
+        why = bit_difference(out, sums[rank])
+        return slot_differences(got, slots[rank]) + ([why] if why else [])
+
+    with spec.group() as group:
+        assert group.run(step) == [[] for _ in domains]
