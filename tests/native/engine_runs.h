@@ -163,7 +163,9 @@ class RankRun {
 
 using Change = std::function<void(EngineConfig&)>;
 
-inline void run(const std::vector<int>& domain_of, const LoopOptions& loop, int num_rounds, const Change& change = {}) {
+// `work(engine, rank)`, by a thread of each rank.
+inline void by_engines(const std::vector<int>& domain_of, const LoopOptions& loop,
+                       const std::function<void(Engine&, int)>& work, const Change& change = {}) {
   const int n = static_cast<int>(domain_of.size());
   std::vector<std::unique_ptr<Engine>> engines;
   std::vector<std::string> handles;
@@ -182,8 +184,7 @@ inline void run(const std::vector<int>& domain_of, const LoopOptions& loop, int 
         engines[rank]->connect(handles);
         meeting.arrive_and_wait();
         engines[rank]->start();
-        RankRun calls(*engines[rank], rank);
-        for (int round = 0; round < num_rounds; ++round) calls.dispatch_and_combine(round % 2 == 0);
+        work(*engines[rank], rank);
       } catch (const std::exception& failure) {
         failures[rank] = failure.what();
       }
@@ -192,6 +193,13 @@ inline void run(const std::vector<int>& domain_of, const LoopOptions& loop, int 
   for (std::thread& thread : threads) thread.join();
   for (const std::string& failure : failures)
     if (!failure.empty()) throw std::logic_error(failure);
+}
+inline void run(const std::vector<int>& domain_of, const LoopOptions& loop, int num_rounds, const Change& change = {}) {
+  const auto work = [&](Engine& engine, int rank) {
+    RankRun calls(engine, rank);
+    for (int round = 0; round < num_rounds; ++round) calls.dispatch_and_combine(round % 2 == 0);
+  };
+  by_engines(domain_of, loop, work, change);
 }
 
 }  // namespace uccl_ep

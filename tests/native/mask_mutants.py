@@ -1,4 +1,4 @@
-"""Mutants of what masks ranks, as in `mutants.py`."""
+"""Mutants of what masks ranks, and of low latency on the host, as in `mutants.py`."""
 
 from __future__ import annotations
 
@@ -61,5 +61,17 @@ AGREEMENT_MUTANTS = {
     "a rank does not say that it waits": (
         "nobody is masked where all come", AGREEMENT,
         "tell_waiting();\n    return false;", "return false;",
+    ),
+}  # fmt: skip
+
+EVERY_TOKEN = "one domain of 4 ranks gives every token back"
+SLOT_ENGINE_MUTANTS = {
+    "an operation takes the weights of an earlier one": (
+        EVERY_TOKEN, "../host/slot_combine.cc",
+        "told = slot_of(weights_of(src));", "told = weights_of(src).slot();",
+    ),
+    "rows that were sent are read later": (
+        EVERY_TOKEN, "../host/slot_combine.cc",
+        "if (knows() || args_.phase == SlotPhase::kBoth) return;", "if (args_.width > 0) return;",
     ),
 }  # fmt: skip

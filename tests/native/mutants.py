@@ -5,7 +5,7 @@ instead)."""
 
 from __future__ import annotations
 
-from tests.native.mask_mutants import AGREEMENT_MUTANTS, MASK_MUTANTS
+from tests.native.mask_mutants import AGREEMENT_MUTANTS, MASK_MUTANTS, SLOT_ENGINE_MUTANTS
 
 TWO_DOMAINS = "2 domains of a rank have the host's bits"
 ONE_DOMAIN = "2 ranks of a domain have the host's bits, BF16"
@@ -339,6 +339,7 @@ TOPK_MUTANTS = {
 
 MUTANTS = {
     "agreement": AGREEMENT_MUTANTS,
+    "slot_engine": SLOT_ENGINE_MUTANTS,
     "events": EVENT_MUTANTS,
     "gpu_routing": ROUTING_MUTANTS,
     "gpu_engine": ENGINE_MUTANTS,

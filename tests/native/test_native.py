@@ -23,7 +23,7 @@ ON_CPU = (
 )  # fmt: skip
 PROGRAMS = (
     "queue", "words", "layout", "messages", "loop", "ready", "mail", "copier", "nics", "stream", "fault",
-    "life", "device", "board", "agreement", "engine", "engine_stepped", "engine_setup", "gpu", "guess",
+    "life", "device", "board", "agreement", "slot_engine", "engine", "engine_stepped", "engine_setup", "gpu", "guess",
     *ON_CPU, *OF_TRANSPORTS,
 )  # fmt: skip
 # Where threads meet without a lock: these run under TSan every time, the others with -m slow.
@@ -44,6 +44,7 @@ UNORDERED = (
     "1,000 chunks through a ring of 2 arrive intact under all faults at once, with three readers",
     "a sender that ignores credits is stopped by the receiver, with an error on both sides",
     "without credits on both sides the slow reader would find overwritten chunks",
+    "slots of uneven domains, and of one rank each, have every token when writes are duplicated",
 )
 CLAIM = re.compile(r'^CLAIM\("((?:[^"\\]|\\.)*)"\)', re.MULTILINE)
 
