@@ -198,8 +198,8 @@ __device__ inline bool masks_us(const Votes& votes, uint32_t r) {
   }
   return named;
 }
-// By a block: whether this rank is masked, which is an error. With several domains the reason is a rank of ours that has
-// not voted, and most likely does not wait, either; votes name the whole domain.
+// By a block: whether this rank is masked, which is an error. With several domains the reason is a rank of ours that
+// has not voted, and most likely does not wait, either; votes name the whole domain.
 __device__ __forceinline__ bool is_masked_itself(const Votes& votes, const Crew& crew, uint64_t ranks) {
   const Group& g = votes.g;
   if ((ranks >> g.rank & 1) == 0) return false;
