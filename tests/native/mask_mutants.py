@@ -13,9 +13,6 @@ MASK_MUTANTS = {
     "a domain's other ranks stay": (
         MASKED_WHOLE, "masks.cuh", "if ((ranks & its) != 0) all |= its;", "all |= ranks & its;",
     ),
-    "a domain that has lost a rank votes for others": (
-        LANDS_NOTHING, "masks.cuh", "if ((mine & own_domain_bits(g)) != 0) mine = own_domain_bits(g);", "",
-    ),
     "a rank votes for another that it does not land": (
         LANDS_NOTHING, "low_latency_net.cuh", "if (k.g.net.from[source].holder == k.g.rank) return note",
         "if (k.g.net.num_relayed > 0) return note",

@@ -7,9 +7,8 @@
 // has an error.
 //
 // A rank that waits for another must not be masked for it: it says that it waits, and then has twice the time. It waits
-// no longer for a rank that another has missed, or when one of the others has decided. Who misses a rank of its own
-// domain votes for no other: what it misses of them may have come by that one. For the same reason only the rail of a
-// rank of another domain votes for that rank; the others wait for the rail's vote.
+// no longer for a rank that another has missed, or when one of the others has decided. What a rank of another domain
+// sends comes by its rail here, which may be dead: so that one alone votes for it, and the others wait for its vote.
 //
 // Between domains votes go by the hosts: datagrams of the proxies. There a domain is masked as a whole, because each of
 // its ranks lands rows for all others: the ranks of a domain that has lost one have an error.
@@ -44,9 +43,6 @@ struct RankSet {
 // Ranks `first` to `end`, a bit each.
 __device__ __forceinline__ uint64_t rank_bits(uint32_t first, uint32_t end) {
   return ((uint64_t{2} << (end - first - 1)) - 1) << first;
-}
-__device__ __forceinline__ uint64_t own_domain_bits(const Group& g) {
-  return g.map.num_domains == 1 ? 0 : rank_bits(g.first, g.end);
 }
 // With each rank all of its domain, where there are several.
 static __device__ __noinline__ uint64_t whole_domains(const Group& g, uint64_t ranks) {
@@ -223,8 +219,7 @@ static __device__ __noinline__ bool agree(const Group& g, const Crew crew, uint6
   const Votes votes{g, settlement};
   for (uint32_t number = 0;; ++number) {
     crew.sync();
-    uint64_t mine = whole_domains(g, gone.all());
-    if ((mine & own_domain_bits(g)) != 0) mine = own_domain_bits(g);
+    const uint64_t mine = whole_domains(g, gone.all());
     if (crew.thread == 0) round = {};
     crew.sync();
     votes.tell_vote(crew, mine, number);

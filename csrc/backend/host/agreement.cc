@@ -61,10 +61,8 @@ Agreement::State Agreement::vote(uint64_t now_usec) {
   return State::kVotes;
 }
 
-// Who has lost a rank of its domain votes for no other.
 void Agreement::begin_round(uint64_t now_usec) {
   mine_ = whole_domains(gone_);
-  if ((mine_ & domain_) != 0) mine_ = domain_;
   missed_ = 0;
   differs_ = false;
   round_usec_ = now_usec;
