@@ -63,8 +63,8 @@ class Engine {
   // depends on the engine: wait_low_latency() does.
   virtual void low_latency(const LowLatencyDispatch& args) = 0;
   virtual void low_latency(const LowLatencyCombine& args) = 0;
-  // After such a call. Host: true when what it read may be overwritten if it only sends, else when its results are
-  // there; false after `timeout_usec`. GPU: true at once.
+  // After such a call. Host: true when its results are there, or at once if it only sends; false after `timeout_usec`.
+  // GPU: true at once.
   virtual bool wait_low_latency(OpKind, SlotPhase, uint64_t) { return true; }
   // out [ranks]: 1 for each rank that is masked, else 0.
   virtual void low_latency_masks(int32_t* out, Stream stream) = 0;

@@ -118,6 +118,40 @@ def test_sums_are_the_same_whether_a_rank_adds_before_it_sends_or_not(
         group.run(step)
 
 
+@pytest.mark.parametrize("layout", ["1x2", "2x1"])
+def test_who_is_ahead_sends_before_others_have_received(layout: str) -> None:
+    """Rank 1 receives its first two when rank 0 has sent its third."""
+    spec = spec_of(layout=layout)
+    worlds = [give(spec, seed=seed) for seed in range(3)]
+    sent_third = threading.Event()
+    with spec.group() as group:
+
+        def step(rank: int, buffer: Buffer) -> None:
+            calls, inputs = LowLatency(buffer), [given.on(rank, buffer.device) for given in worlds]
+
+            def send(number: int) -> Any:
+                x, topk_idx, weights, _ = inputs[number]
+                return calls.send_dispatch(x, topk_idx, weights, wire="bf16")
+
+            def receive(sent: Any, number: int) -> None:
+                assert not slot_differences(sent.receive(), worlds[number].sent()[rank])
+
+            first, second = send(0), send(1)
+            if rank == 1:
+                assert sent_third.wait(30)
+                receive(first, 0)
+                receive(second, 1)
+                receive(send(2), 2)
+                return
+            receive(first, 0)
+            receive(second, 1)
+            third = send(2)
+            sent_third.set()
+            receive(third, 2)
+
+        group.run(step)
+
+
 def test_what_is_out_of_turn_is_refused_and_changes_nothing() -> None:
     spec = spec_of()
     given = give(spec)

@@ -130,8 +130,8 @@ class LowLatency:
         ue8m0: bool = False,
         statistics: SlotStatistics | None = None,
     ) -> Sent[SlotRows]:
-        """As `dispatch`, but only sends. Until `receive()` the GPU's SMs are free for others. On CPUs it
-        returns when what it was given may be overwritten.
+        """As `dispatch`, but only sends, and waits for no rank. Until `receive()` the GPU's SMs are free for
+        others. On CPUs what it is given is copied.
         """
         return self._dispatch(x, (topk_idx, topk_weights), (wire, ue8m0), statistics, "send")
 

@@ -95,7 +95,7 @@ class SlotCombine final : public SlotOperation {
 
  private:
   bool knows() const { return args_.routed != nullptr; }
-  // Copies what is read after the call has returned. A call that only sends folds when others have told their weights.
+  // Copies what is read after the call has returned.
   void keep() {
     const uint64_t ranks = context_.incoming.size(), num_slots = ranks * ports_.max_tokens;
     pairs_.assign(args_.pairs, args_.pairs + num_slots * args_.width);
@@ -103,7 +103,13 @@ class SlotCombine final : public SlotOperation {
     for (uint64_t i = 0; i < args_.num_tokens * args_.width; ++i) there_.push_back(args_.topk_idx[i] >= 0);
     const auto* const rows = reinterpret_cast<const uint16_t*>(args_.rows);
     for (uint64_t e = 0; e < context_.experts_per_rank; ++e) rows_of_.push_back(rows + e * num_slots * args_.hidden);
-    if (knows() || args_.phase == SlotPhase::kBoth) return;
+    if (args_.phase == SlotPhase::kBoth) return;
+    if (knows()) {
+      routed_.assign(args_.routed, args_.routed + pairs_.size());
+      args_.routed = routed_.data();
+    }
+    weights_.assign(args_.weights, args_.weights + there_.size());
+    args_.weights = weights_.data();
     kept_rows_.resize(context_.experts_per_rank);
     for (uint64_t e = 0; e < context_.experts_per_rank; ++e) {
       uint64_t end = 0;
@@ -250,9 +256,10 @@ class SlotCombine final : public SlotOperation {
         if (!lives(tokens.owner(expert))) ports_.dropped_pairs.add(1);
   }
 
-  const LowLatencyCombine args_;
+  LowLatencyCombine args_;
   const uint64_t row_bytes_;  // of a sum
-  std::vector<uint32_t> pairs_;  // as in the arguments, and ranges_
+  std::vector<uint32_t> pairs_, routed_;  // as in the arguments, and what follows
+  std::vector<float> weights_;
   std::vector<int64_t> ranges_;
   std::vector<uint32_t> there_;  // [T, width] whether a place still has an expert
   std::vector<const uint16_t*> rows_of_;  // by our expert

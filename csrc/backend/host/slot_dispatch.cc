@@ -20,8 +20,17 @@ class SlotDispatch final : public SlotOperation {
   SlotDispatch(HostContext& context, const SlotCall& call, const LowLatencyDispatch& args)
       : SlotOperation(context, call),
         args_(args),
+        experts_(experts_of(args.topk_idx, args.num_tokens * args.width)),
         shape_(row_shape(args.wire, args.hidden, 0)),
-        num_slots_(context.incoming.size() * ports_.max_tokens) {}
+        num_slots_(context.incoming.size() * ports_.max_tokens) {
+    if (args.phase == SlotPhase::kBoth) return;
+    x_.assign(args.x, args.x + args.num_tokens * args.hidden * sizeof(uint16_t));
+    args_.x = x_.data();
+    if (args.weights == nullptr) return;
+    weights_.assign(args.weights, args.weights + experts_.size());
+    weights_.reserve(1);  // an address says that there are some
+    args_.weights = weights_.data();
+  }
 
   bool stage() override {
     if (staged_ || !all_free(ports_.rows)) return false;
@@ -74,12 +83,11 @@ class SlotDispatch final : public SlotOperation {
  private:
   void write_chunks() {
     const uint32_t num_tokens = static_cast<uint32_t>(args_.num_tokens);
-    const std::vector<uint32_t> experts = experts_of(args_.topk_idx, args_.num_tokens * args_.width);
-    const SlotChunk chunk(experts.size(), true, args_.weights != nullptr, 0);
+    const SlotChunk chunk(experts_.size(), true, args_.weights != nullptr, 0);
     for (size_t d = 0; d < ports_.rows.size(); ++d)
-      if (domain_lives(d)) write_call(ports_.rows[d].slot(), chunk, num_tokens, experts.data(), args_.weights);
+      if (domain_lives(d)) write_call(ports_.rows[d].slot(), chunk, num_tokens, experts_.data(), args_.weights);
     ends_.assign(ports_.rows.size(), chunk.rows);
-    SlotTokens tokens(context_, experts.data(), args_.width);
+    SlotTokens tokens(context_, experts_.data(), args_.width);
     std::vector<uint8_t> row(shape_.bytes, 0);
     std::vector<uint32_t> last(ports_.rows.size(), UINT32_MAX);  // token that each domain has
     for (uint32_t token = 0; token < num_tokens; ++token) {
@@ -146,7 +154,10 @@ class SlotDispatch final : public SlotOperation {
     }
   }
 
-  const LowLatencyDispatch args_;
+  LowLatencyDispatch args_;
+  const std::vector<uint32_t> experts_;  // [T, width]
+  std::vector<uint8_t> x_;
+  std::vector<float> weights_;
   const RowShape shape_;
   const uint64_t num_slots_;  // of an expert
   std::vector<uint64_t> ends_;  // [domain] bytes of its chunk

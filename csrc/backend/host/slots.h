@@ -1,6 +1,7 @@
 // Low latency on the host: a rank writes what a domain gets of an operation as one chunk, and no rank waits for a plan.
 // The worker keeps several operations under way, and no function here waits. What a rank sends, and what others need of
-// it, goes on before it receives; results are written when it receives.
+// it, goes on before it receives; results are written when it receives. A call that only sends is copied when it is
+// made, so that it waits for nobody.
 #pragma once
 
 #include <cstdint>
@@ -68,8 +69,7 @@ std::unique_ptr<SlotWork> make_slot_dispatch(HostContext& context, const SlotCal
                                              const LowLatencyDispatch& args);
 std::unique_ptr<SlotWork> make_slot_combine(HostContext& context, const SlotCall& call, const LowLatencyCombine& args);
 
-// Sizes of the rings. `operations`: that a ring holds. Where ranks may be masked it is one more than ranks may be
-// apart, so that nobody waits for a rank to read: see run.cc of the engine.
+// Sizes of the rings. They hold two operations, and one more where ranks may be masked: engine/host/slots.h.
 RingParams::Slots slot_rings(uint32_t max_tokens, uint32_t topk, uint32_t hidden, uint32_t sum_element_bytes,
                              bool masks);
 

@@ -67,7 +67,8 @@ class HostEngine final : public Engine {
   void low_latency(const LowLatencyDispatch& args) override { slots().call(args); }
   void low_latency(const LowLatencyCombine& args) override { slots().call(args); }
   bool wait_low_latency(OpKind kind, SlotPhase phase, uint64_t timeout_usec) override {
-    return slots_ == nullptr || slots_->wait(kind, phase, timeout_usec);  // memory is in use until that says so
+    // Until that says so, memory is in use.
+    return slots_ == nullptr || phase == SlotPhase::kSend || slots_->wait(kind, timeout_usec);
   }
   void low_latency_masks(int32_t* out, Stream) override { slots().masks(out); }
   void refused(const std::string& why, Stream) override { plane_.refused(why); }

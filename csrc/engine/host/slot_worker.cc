@@ -73,8 +73,7 @@ bool SlotLanes::advance(Operation& operation, bool may_stage) {
   if (moved) operation.moved_usec = now;
   {
     const std::lock_guard lock(mutex_);
-    operation.served = work.served();
-    if (staged && !std::exchange(operation.staged, true)) changed_.notify_all();
+    operation.sent = staged && work.served();
   }
   if (may_stage && !staged && !moved) check_arrival(operation, {work.waiting_on()}, operation.began_usec);
   return moved;

@@ -72,18 +72,18 @@ std::unique_ptr<host::SlotWork> work_of(host::HostContext& context, const host::
 template <typename Args>
 void SlotLanes::queue(const Args& args, const OpSignature& signature, const void* result) {
   auto operation = std::make_shared<Operation>();
+  const ControlPlane::Number number = plane_.note_low_latency();
+  Sequence& its = sequence(signature.kind);
+  its.num_queued.add(1);
+  operation->call = {its.num_queued.value(), number.num_refused, number.refusal, signature};
+  operation->work = work_of(context_, operation->call, args);
+  operation->result = result;
+  operation->waited_nsec = args.waited_nsec;
+  operation->came.assign(masked_.size(), false);
   {
     const std::lock_guard lock(mutex_);
-    const ControlPlane::Number number = plane_.note_low_latency();
-    Sequence& its = sequence(signature.kind);
-    operation->call = {++its.num_queued, number.num_refused, number.refusal, signature};
-    operation->work = work_of(context_, operation->call, args);
-    operation->result = result;
-    operation->waited_nsec = args.waited_nsec;
-    operation->came.assign(masked_.size(), false);
     its.open.push_back(operation);
     its.unwanted.push_back(operation);
-    its.sent = operation;
   }
   if (args.phase == SlotPhase::kBoth)
     want(sequence(signature.kind), result);
@@ -105,11 +105,10 @@ void SlotLanes::want(Sequence& its, const void* result) {
   wake_();
 }
 
-bool SlotLanes::wait(OpKind kind, SlotPhase phase, uint64_t timeout_usec) {
+bool SlotLanes::wait(OpKind kind, uint64_t timeout_usec) {
   std::unique_lock lock(mutex_);
-  Sequence& its = sequence(kind);
-  const std::shared_ptr<Operation> operation = phase == SlotPhase::kSend ? its.sent : its.wanted;
-  const auto over = [&] { return error_ || operation->done || (phase == SlotPhase::kSend && operation->staged); };
+  const std::shared_ptr<Operation> operation = sequence(kind).wanted;
+  const auto over = [&] { return error_ || operation->done; };
   const bool holds = changed_.wait_for(lock, std::chrono::microseconds(timeout_usec), over);
   if (error_ && !operation->done) throw CommunicationFailure(*error_);
   return holds;
@@ -123,16 +122,14 @@ void SlotLanes::masks(int32_t* out) const {
 
 void SlotLanes::add_stats(Stats& out) const {
   const std::lock_guard lock(mutex_);
-  put(out, "low_latency.dispatches", dispatches_.num_queued);
+  put(out, "low_latency.dispatches", dispatches_.num_queued.value());
   put(out, "low_latency.masked_ranks", static_cast<uint64_t>(std::count(masked_.begin(), masked_.end(), 1)));
   put(out, "low_latency.dropped_pairs", context_.slots->dropped_pairs.value());
 }
 
 bool SlotLanes::wants() const {
   const std::lock_guard lock(mutex_);
-  const auto is_read = [](const auto& operation) { return operation->wanted || !operation->staged; };
-  return std::any_of(dispatches_.open.begin(), dispatches_.open.end(), is_read) ||
-         std::any_of(combines_.open.begin(), combines_.open.end(), is_read);
+  return !wanted_.empty();
 }
 
 void SlotLanes::drop_unwanted() {
@@ -145,9 +142,7 @@ void SlotLanes::drop_unwanted() {
 
 bool SlotLanes::has_work() const {
   const std::lock_guard lock(mutex_);
-  const auto works = [](const std::shared_ptr<Operation>& operation) {
-    return operation->wanted || !operation->staged || !operation->served;
-  };
+  const auto works = [](const std::shared_ptr<Operation>& operation) { return operation->wanted || !operation->sent; };
   return std::any_of(dispatches_.open.begin(), dispatches_.open.end(), works) ||
          std::any_of(combines_.open.begin(), combines_.open.end(), works);
 }

@@ -41,9 +41,9 @@ class SlotLanes {
   // Throw UsageFailure before anything is queued.
   void call(const LowLatencyDispatch& args);
   void call(const LowLatencyCombine& args);
-  // Until what such a call reads, if it only sends, may be overwritten, or until its result is there. False after
-  // `timeout_usec`. Throws the error.
-  bool wait(OpKind kind, SlotPhase phase, uint64_t timeout_usec);
+  // Until the result of the latest call of a kind that wants one is there. False after `timeout_usec`. Throws the
+  // error, when nothing of that call is in use any more.
+  bool wait(OpKind kind, uint64_t timeout_usec);
   // Who is masked, by results up to now: [ranks] 1 or 0.
   void masks(int32_t* out) const;
   void add_stats(Stats& out) const;
@@ -62,10 +62,10 @@ class SlotLanes {
  private:
   struct Operation;
   struct Sequence {
-    uint64_t num_queued = 0;
+    Counter num_queued;  // writer: who calls
     std::deque<std::shared_ptr<Operation>> open;  // sent or to be sent; the worker's part of the first is not over
     std::deque<std::shared_ptr<Operation>> unwanted;  // nobody wants their results yet
-    std::shared_ptr<Operation> sent, wanted;  // the latest
+    std::shared_ptr<Operation> wanted;  // the latest
   };
   Sequence& sequence(OpKind kind) { return kind == OpKind::kLowLatencyDispatch ? dispatches_ : combines_; }
 
@@ -118,7 +118,7 @@ struct SlotLanes::Operation {
   const void* result = nullptr;  // where it goes
   int64_t* waited_nsec = nullptr;
   // Guarded by the lanes' mutex.
-  bool staged = false, served = false, wanted = false, done = false;
+  bool sent = false, wanted = false, done = false;  // sent: others have all that they need of it
   // The worker's. Times are by its patience; 0: not yet.
   uint64_t began_usec = 0, wanted_usec = 0, moved_usec = 0;
   uint64_t wanted_nsec = 0, moves = 0;
