@@ -1,4 +1,5 @@
-// A vote in memory that processes share (layout/votes.h): the number is published after the ranks.
+// A vote in memory that processes share (layout/votes.h). Writer: a rank's worker, of its own; its proxy, of ranks of
+// other domains. Readers: its domain, of its own; its worker, of the others. `cast` publishes `ranks`.
 #pragma once
 
 #include "layout/votes.h"

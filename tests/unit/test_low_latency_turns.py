@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -268,3 +270,26 @@ def test_a_rank_that_does_not_come_is_masked_where_that_is_allowed() -> None:
             others_went_on.set()
 
         group.run(step)
+
+
+def test_operations_have_a_lane_of_a_trace(tmp_path: Path) -> None:
+    spec = spec_of(layout="2x1")
+    given = give(spec)
+    with spec.group() as group:
+
+        def step(rank: int, buffer: Buffer) -> None:
+            calls, (x, topk_idx, weights, outputs) = LowLatency(buffer), given.on(rank, buffer.device)
+            with buffer.trace(tmp_path / "run"):
+                got = calls.dispatch(x, topk_idx, wire="bf16")
+                calls.combine(outputs, topk_idx, weights, got.handle)
+                settle(buffer)
+
+        group.run(step)
+    for path in sorted(tmp_path.glob("run.rank*.json")):
+        events = json.loads(path.read_text())["traceEvents"]
+        seen = [
+            event["name"]
+            for event in events
+            if event["name"].startswith("low-latency") and event["ph"] == "X"
+        ]
+        assert seen == ["low-latency dispatch", "low-latency combine"]

@@ -10,6 +10,7 @@ A process per rank; its lanes:
 
     steps               host backend: operations, and in them the steps at work and the waits, with the
                         awaited rank
+    slots               host backend: low-latency operations, from when their result is wanted
     gpu, gpu <step>     CUDA: kernels; the time of the first block in each step; with several domains the
                         arrivals and departures that one block sees
     queue               a chunk from the push of its command until the proxy took the command
@@ -40,6 +41,7 @@ __all__ = ["Trace", "merge_traces"]
 DEFAULT_EVENTS = 1 << 17
 MAX_EVENTS = 1 << 24
 _OPERATIONS = {1: "dispatch", 2: "combine", 3: "low-latency dispatch", 4: "low-latency combine"}
+_MOST_IN_STEPS = 2  # others have none
 
 
 class _Event(NamedTuple):
@@ -154,7 +156,9 @@ def _add_operations(lanes: _Lanes, events: Sequence[_Event], end: int) -> None:
     begun: _Event | None = None
     for e in events:
         epoch = {"epoch": e.serial}
-        if e.kind == "operation":
+        if e.kind == "operation" and e.channel > _MOST_IN_STEPS:
+            lanes.slice("slots", _OPERATIONS[e.channel], e.begin, e.end, epoch)
+        elif e.kind == "operation":
             lanes.slice("steps", _OPERATIONS[e.channel], e.begin, e.end, epoch, nests=True)
         elif e.kind == "step":
             lanes.slice("steps", e.step, e.begin, e.end, epoch, nests=True)
@@ -277,7 +281,7 @@ def _metadata(rank: int, tid: int, what: str, **args: Any) -> dict[str, Any]:
     return {"name": what, "ph": "M", "ts": 0, "pid": rank, "tid": tid, "args": args}
 
 
-_ORDER = ("steps", "gpu", "queue", "proxy", "credits", "wire", "arrivals")
+_ORDER = ("steps", "slots", "gpu", "queue", "proxy", "credits", "wire", "arrivals")
 
 
 def _place(lane: str) -> tuple[int, str, int]:

@@ -130,7 +130,7 @@ void HostEngine::start(Drive drive) {
                                 {&plane_.commands(), &plane_.control().proxy_bell, &worker_trace_});
   drive_ = drive;
   if (context_->slots != nullptr)
-    slots_ = std::make_unique<SlotLanes>(config_, plane_, *context_, [this] {
+    slots_ = std::make_unique<SlotLanes>(config_, plane_, *context_, worker_trace_, [this] {
       {
         const std::lock_guard lock(mutex_);
         queue_changed_.notify_all();

@@ -241,9 +241,13 @@ void SlotLanes::fail_masked(const Operation& operation, int peer) const {
 // ---- the end of operations ------------------------------------------------------------------------------------------
 
 void SlotLanes::finish(const std::shared_ptr<Operation>& operation) {
+  const host::SlotCall& call = operation->call;
+  if (trace_.on())
+    trace_.add({operation->wanted_nsec, now_nsec(), call.number, 0, TraceKind::kOperation, RingKind::kSlotRows,
+                Step::kNone, -1, static_cast<uint32_t>(call.signature.kind)});
   const std::lock_guard lock(mutex_);
   std::erase(wanted_, operation);
-  std::erase(sequence(operation->call.signature.kind).open, operation);
+  std::erase(sequence(call.signature.kind).open, operation);
   operation->done = true;
   changed_.notify_all();
 }

@@ -15,10 +15,11 @@ void require(bool good, UsageKind kind, const std::string& text) {
 }  // namespace
 
 SlotLanes::SlotLanes(const EngineConfig& config, ControlPlane& plane, host::HostContext& context,
-                     std::function<void()> wake)
+                     TraceBuffer& worker_trace, std::function<void()> wake)
     : config_(config),
       plane_(plane),
       context_(context),
+      trace_(worker_trace),
       wake_(std::move(wake)),
       masked_(static_cast<size_t>(config.num_ranks), 0),
       closed_(plane, config.num_ranks) {}

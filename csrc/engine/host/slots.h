@@ -34,7 +34,8 @@ enum class Look { kNothing, kWaits, kMoved };
 class SlotLanes {
  public:
   // `wake`: called when there is something to do for the worker.
-  SlotLanes(const EngineConfig& config, ControlPlane& plane, host::HostContext& context, std::function<void()> wake);
+  SlotLanes(const EngineConfig& config, ControlPlane& plane, host::HostContext& context, TraceBuffer& worker_trace,
+            std::function<void()> wake);
   ~SlotLanes();
 
   // ---- any thread. Queue an operation, or, with SlotPhase::kReceive, want the result of the first that is not wanted.
@@ -96,6 +97,7 @@ class SlotLanes {
   const EngineConfig& config_;
   ControlPlane& plane_;
   host::HostContext& context_;
+  TraceBuffer& trace_;  // the worker's
   const std::function<void()> wake_;
 
   mutable std::mutex mutex_;  // guards what follows
