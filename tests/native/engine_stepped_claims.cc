@@ -4,24 +4,12 @@
 #include <random>
 
 #include "claims.h"
-#include "common/clock.h"
 #include "engine_runs.h"
+#include "simulated_time.h"
 
 using namespace uccl_ep;
 
 namespace {
-
-constexpr uint64_t kStartNsec = 1'000'000'000;  // 0 stands for "never" in some places
-uint64_t simulated_nsec = kStartNsec;
-
-struct SimulatedTime {
-  SimulatedTime() {
-    simulated_nsec = kStartNsec;
-    read_clock = [] { return simulated_nsec; };
-  }
-  ~SimulatedTime() { read_clock = &monotonic_nsec; }
-};
-double seconds() { return static_cast<double>(simulated_nsec - kStartNsec) / 1e9; }
 
 // Time goes on by this when every rank has been stepped once, and by more when nothing moves.
 constexpr uint64_t kTickNsec = 1000;

@@ -23,7 +23,7 @@ ON_CPU = (
 )  # fmt: skip
 PROGRAMS = (
     "queue", "words", "layout", "messages", "loop", "ready", "mail", "copier", "nics", "stream", "fault",
-    "life", "device", "board", "agreement", "slot_engine", "engine", "engine_stepped",
+    "life", "device", "board", "agreement", "slot_engine", "slot_engine_stepped", "engine", "engine_stepped",
     "engine_setup", "gpu", "guess", *ON_CPU, *OF_TRANSPORTS,
 )  # fmt: skip
 # Where threads meet without a lock: these run under TSan every time, the others with -m slow.
