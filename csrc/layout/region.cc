@@ -29,12 +29,6 @@ class Cursor {
     ring.slots_offset = slots_on_device_ ? take_device(slot_bytes * num_slots) : take(name, slot_bytes * num_slots);
     return ring;
   }
-  // A ring whose slots are those of another one.
-  RingLayout ring_beside(const RingLayout& other) {
-    RingLayout ring = flags_of(other.kind, other.slot_bytes, other.num_slots, other.num_readers);
-    ring.slots_offset = other.slots_offset;
-    return ring;
-  }
   // A send ring in memory of the device that it shares with others.
   RingLayout sharing_ring(RingKind kind, uint64_t slot_bytes, uint32_t num_slots, uint64_t offset, uint64_t bytes) {
     RingLayout ring = flags_of(kind, slot_bytes, num_slots, 0);
@@ -137,10 +131,8 @@ void take_slot_rings(Cursor& cursor, const Topology& topo, const RingParams::Slo
     slots.sums_landing[d] = sums(1);
   }
   slots.pieces.resize(1 + layout.incoming.size());
-  for (auto& of_stream : slots.pieces) {
-    of_stream.push_back(ring(RingKind::kPieces, std::min(rings.topk, n) * rings.sums_bytes, 1));
-    while (of_stream.size() < n) of_stream.push_back(cursor.ring_beside(of_stream.front()));
-  }
+  for (auto& of_stream : slots.pieces)
+    while (of_stream.size() < n) of_stream.push_back(ring(RingKind::kPieces, rings.sums_bytes, 1));
   for (size_t i = 0; i < layout.incoming.size(); ++i) {
     slots.rows_landing.push_back(rows(n));
     slots.weights_landing.push_back(weights(n));

@@ -66,7 +66,7 @@ struct RingParams {
   struct Slots {
     uint32_t operations = 0;  // that a ring holds
     uint64_t dispatch_bytes = 0, weights_bytes = 0, sums_bytes = 0;
-    uint32_t max_tokens = 0, topk = 0;  // of an operation
+    uint32_t max_tokens = 0;  // of an operation
     bool votes = false;  // about masked ranks
   } slots = {};
 };
@@ -129,8 +129,7 @@ struct RegionLayout {
   // Sums that we relay to incoming[i], and sums that the other domains return to us.
   std::vector<RingLayout> return_send;  // by incoming
   std::vector<RingLayout> return_landing;  // by domain (own domain: unused)
-  // Of low latency, as above: to each domain, and of incoming[i]. On the host routing travels with the rows, and the
-  // members that write pieces of a stream share slots: each has rows of its own there.
+  // Of low latency, as above: to each domain, and of incoming[i]. On the host routing travels with the rows.
   struct Slots {
     std::vector<RingLayout> routing_send, rows_send, weights_send, sums_landing;
     std::vector<RingLayout> routing_landing, rows_landing, weights_landing, sums_send;

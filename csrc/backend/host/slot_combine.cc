@@ -156,7 +156,7 @@ class SlotCombine final : public SlotOperation {
     return moved;
   }
 
-  // Rows of a stream lie by token, then by member: each member finds its own.
+  // Our sums for a stream lie by token, where no other member writes: one that is masked may still do so.
   void fold(int src, uint8_t* slots) {
     SlotTokens tokens = tokens_of(src);
     const CallHeader header = knows() ? CallHeader{} : header_of(weights_of(src));
@@ -167,22 +167,18 @@ class SlotCombine final : public SlotOperation {
                                         : reinterpret_cast<const float*>(told + chunk.weights);
     const uint32_t num_tokens = knows() ? ports_.max_tokens : header.num_tokens;
     std::vector<uint64_t> next = first_slots(src);
-    uint64_t row = 0;
     for (uint32_t token = 0; token < num_tokens; ++token) {
-      for (const int owner : tokens.owners(token, context_.domain)) {
-        if (owner != context_.rank) {
-          ++row;
-          continue;
-        }
-        std::fill(sums_.begin(), sums_.end(), 0.0f);
-        for (const auto& [expert, place] : tokens.experts_at(token, owner)) {
-          const uint16_t* const in = rows_of_[expert] + next[expert]++ * args_.hidden;
-          if (knows() || there[place] != 0) add_weighted(in, weights[place], args_.hidden, sums_.data());
-        }
-        const void* const sum = sums_.data();
-        sum_rows(&sum, 1, Dtype::kFp32, args_.hidden, args_.wire, slots + row++ * row_bytes_);
-        context_.counters.rows_folded.add(1);
+      const auto& experts = tokens.experts_at(token, context_.rank);
+      if (experts.empty()) continue;
+      std::fill(sums_.begin(), sums_.end(), 0.0f);
+      for (const auto& [expert, place] : experts) {
+        const uint16_t* const in = rows_of_[expert] + next[expert]++ * args_.hidden;
+        if (knows() || there[place] != 0) add_weighted(in, weights[place], args_.hidden, sums_.data());
       }
+      const void* const sum = sums_.data();
+      sum_rows(&sum, 1, Dtype::kFp32, args_.hidden, args_.wire, slots);
+      slots += row_bytes_;
+      context_.counters.rows_folded.add(1);
     }
   }
   // Of a source, by our expert.
@@ -201,12 +197,11 @@ class SlotCombine final : public SlotOperation {
     if (!is_next(ports.returned) || !ports.returned.free()) return false;
     SlotTokens tokens = tokens_of(ports.src);
     const uint32_t num_tokens = header_of(weights_of(ports.src)).num_tokens;
-    const uint8_t* piece = slot_of(ports.pieces[0]);  // all have the same
     uint8_t* out = ports.returned.slot();
+    find_pieces(ports);
     for (uint32_t token = 0; token < num_tokens; ++token) {
       rows_.clear();
-      for (size_t left = tokens.owners(token, context_.domain).size(); left > 0; --left, piece += row_bytes_)
-        rows_.push_back(piece);
+      for (const int owner : tokens.owners(token, context_.domain)) rows_.push_back(next_piece(owner));
       if (rows_.empty()) continue;
       sum_rows(rows_.data(), static_cast<uint32_t>(rows_.size()), args_.wire, args_.hidden, args_.wire, out);
       out += row_bytes_;
@@ -215,6 +210,15 @@ class SlotCombine final : public SlotOperation {
     for (InPort& port : ports.pieces) port.release();
     ports.returned.publish(std::max<uint64_t>(static_cast<uint64_t>(out - ports.returned.slot()), kLineBytes));
     return relayed_[stream] = true;
+  }
+  // The pieces of a stream, by member, and then the next one of an owner.
+  void find_pieces(const MergedPorts& ports) {
+    pieces_.clear();
+    for (const InPort& port : ports.pieces) pieces_.push_back(slot_of(port));
+  }
+  const uint8_t* next_piece(int owner) {
+    const uint8_t*& next = pieces_[static_cast<size_t>(context_.topo.local_of[static_cast<size_t>(owner)])];
+    return std::exchange(next, next + row_bytes_);
   }
   WaitingOn waiting_for_piece(const MergedPorts& ports, const std::vector<bool>& gone) const {
     for (size_t q = 0; q < ports.pieces.size(); ++q)
@@ -229,7 +233,7 @@ class SlotCombine final : public SlotOperation {
   // The sums of our own tokens, domains ascending, and in our domain ranks ascending.
   void merge() {
     SlotTokens tokens = tokens_of(context_.rank);
-    const uint8_t* piece = slot_of(ports_.merged[0].pieces[0]);
+    find_pieces(ports_.merged[0]);
     std::vector<uint64_t> next(ports_.returned.size(), 0);  // row, by domain
     for (uint32_t token = 0; token < args_.num_tokens; ++token) {
       rows_.clear();
@@ -239,10 +243,8 @@ class SlotCombine final : public SlotOperation {
           if (!owners.empty() && domain_lives(d)) rows_.push_back(slot_of(ports_.returned[d]) + next[d]++ * row_bytes_);
           continue;
         }
-        for (const int owner : owners) {
-          if (lives(owner)) rows_.push_back(piece);
-          piece += row_bytes_;
-        }
+        for (const int owner : owners)
+          if (lives(owner)) rows_.push_back(next_piece(owner));
       }
       sum_rows(rows_.data(), static_cast<uint32_t>(rows_.size()), args_.wire, args_.hidden, Dtype::kBf16,
                args_.out + uint64_t{token} * args_.hidden * sizeof(uint16_t));
@@ -269,6 +271,7 @@ class SlotCombine final : public SlotOperation {
   std::vector<bool> relayed_;  // by merged stream; the first is our own
   std::vector<float> sums_;
   std::vector<const void*> rows_;
+  std::vector<const uint8_t*> pieces_;
 };
 
 }  // namespace

@@ -181,7 +181,6 @@ RingParams::Slots slot_rings(uint32_t max_tokens, uint32_t topk, uint32_t hidden
   rings.weights_bytes = round_up(SlotChunk(places, true, true, 0).end, kLineBytes);
   rings.sums_bytes = round_up(uint64_t{max_tokens} * hidden * sum_element_bytes, kLineBytes);
   rings.max_tokens = max_tokens;
-  rings.topk = topk;
   rings.votes = masks;
   return rings;
 }
