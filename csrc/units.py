@@ -14,7 +14,7 @@ COLD = (
     *("bindings/", "c_api/", "common/", "layout/", "backend/gpu/", "gpu/"),
     *("engine/config.cc", "engine/stats.cc"),
     *(f"engine/group/{name}.cc" for name in ("choice", "control_plane", "stats")),
-    "engine/host/stats.cc",
+    *(f"engine/host/{name}.cc" for name in ("slots", "stats")),
     *(f"engine/gpu/{name}.cc" for name in ("checks", "engine", "faults", "low_latency", "network")),
     *(f"engine/gpu/{name}.cc" for name in ("trace", "trial")),
     *(f"transport/{name}.cc" for name in ("nics", "registry", "trial")),

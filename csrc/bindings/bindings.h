@@ -4,7 +4,6 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <memory>
 
 namespace uccl_ep {
 
@@ -17,11 +16,8 @@ T* pointer(uintptr_t address) {
 // interpreter looks for injected exceptions only in its own loop, so this function runs a little Python code.
 void look_at_interrupts();
 
-class Engine;
 // bindings/engine.cc
 void bind_engine(pybind11::module_& m);
-// bindings/low_latency.cc
-void bind_low_latency(pybind11::module_& m, pybind11::class_<Engine, std::shared_ptr<Engine>>& engine);
 // bindings/probes.cc
 void bind_probes(pybind11::module_& m);
 // bindings/gpu.cc

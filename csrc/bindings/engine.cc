@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "bindings/low_latency.h"
 #include "bindings/waiting.h"
 #include "engine/engine.h"
 #include "engine/host/engine.h"

@@ -1,4 +1,6 @@
-// The Python interface of low latency, for all engines: conversions only.
+// The Python interface of low latency, for all engines: conversions only. Part of engine.cc.
+#pragma once
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -9,13 +11,12 @@
 #include "bindings/waiting.h"
 #include "engine/engine.h"
 
+namespace uccl_ep {
+
 namespace py = pybind11;
 using namespace pybind11::literals;
 
-namespace uccl_ep {
-namespace {
-
-SlotPhase phase_named(const std::string& name) {
+inline SlotPhase phase_named(const std::string& name) {
   return name == "send" ? SlotPhase::kSend : name == "receive" ? SlotPhase::kReceive : SlotPhase::kBoth;
 }
 // What a low-latency call reads and writes, by address; 0: not given.
@@ -106,9 +107,7 @@ void call(Engine& self, OpKind kind, const Args& args) {
   }
 }
 
-}  // namespace
-
-void bind_low_latency(py::module_& m, py::class_<Engine, std::shared_ptr<Engine>>& engine) {
+inline void bind_low_latency(py::module_& m, py::class_<Engine, std::shared_ptr<Engine>>& engine) {
   py::class_<PyLowLatencyDispatch>(m, "LowLatencyDispatch")
       .def(py::init<uintptr_t, uintptr_t, uintptr_t, uint64_t, uint32_t, uint32_t, std::string, std::string, bool,
                     std::array<uintptr_t, 10>>(),
