@@ -13,8 +13,9 @@ from pathlib import PurePath
 COLD = (
     *("bindings/", "c_api/", "common/", "layout/", "backend/gpu/", "gpu/"),
     *("engine/config.cc", "engine/stats.cc"),
-    *(f"engine/group/{name}.cc" for name in ("choice", "control_plane", "stats")),
-    *(f"engine/host/{name}.cc" for name in ("slots", "stats")),
+    *(f"engine/group/{name}.cc" for name in ("choice", "close", "control_plane", "domains")),
+    *(f"engine/group/{name}.cc" for name in ("errors", "setup", "stats", "trace")),
+    *(f"engine/host/{name}.cc" for name in ("engine", "slots", "stats")),
     *(f"engine/gpu/{name}.cc" for name in ("checks", "engine", "faults", "low_latency", "network")),
     *(f"engine/gpu/{name}.cc" for name in ("trace", "trial")),
     *(f"transport/{name}.cc" for name in ("nics", "registry", "trial")),
