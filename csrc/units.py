@@ -15,12 +15,12 @@ COLD = (
     *("engine/config.cc", "engine/stats.cc"),
     *(f"engine/group/{name}.cc" for name in ("choice", "close", "control_plane", "domains")),
     *(f"engine/group/{name}.cc" for name in ("errors", "setup", "stats", "trace")),
-    *(f"engine/host/{name}.cc" for name in ("engine", "slots", "stats")),
+    *(f"engine/host/{name}.cc" for name in ("combine", "dispatch", "engine", "slots", "stats")),
     *(f"engine/gpu/{name}.cc" for name in ("checks", "engine", "faults", "low_latency", "network")),
     *(f"engine/gpu/{name}.cc" for name in ("trace", "trial")),
     *(f"transport/{name}.cc" for name in ("nics", "registry", "trial")),
-    *(f"transport/ofi/{name}.cc" for name in ("endpoint", "library", "provider")),
-    *(f"transport/verbs/{name}.cc" for name in ("library", "nic")),
+    *(f"transport/ofi/{name}.cc" for name in ("datagrams", "endpoint", "library", "provider")),
+    *(f"transport/verbs/{name}.cc" for name in ("datagrams", "library", "nic")),
 )
 # They choose a backend. With those in folders of GPUs they are the only units that see `UCCL_EP_CUDA`.
 CHOOSING = ("bindings/module.cc", "c_api/convert.cc", "c_api/uccl_ep.cc")
