@@ -18,8 +18,6 @@ void look_at_interrupts();
 
 // bindings/engine.cc
 void bind_engine(pybind11::module_& m);
-// bindings/probes.cc
-void bind_probes(pybind11::module_& m);
 // bindings/gpu.cc
 void bind_gpu(pybind11::module_& m);
 

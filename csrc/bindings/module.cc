@@ -9,6 +9,7 @@
 
 #include "backend/host/numerics.h"
 #include "bindings/bindings.h"
+#include "bindings/probes.h"
 #include "common/fields.h"
 #include "common/limits.h"
 #include "engine/config.h"

@@ -1,4 +1,6 @@
 // The Python interface to what this host offers: conversions only.
+#pragma once
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -17,10 +19,11 @@
 #include "transport/registry.h"
 #include "transport/trial.h"
 
+namespace uccl_ep {
+
 namespace py = pybind11;
 using namespace pybind11::literals;
 
-namespace uccl_ep {
 namespace {
 
 py::dict dict_of(const HostNic& nic) {
@@ -88,7 +91,7 @@ std::tuple<std::string, std::string, std::string> choose(const std::string& want
 
 }  // namespace
 
-void bind_probes(py::module_& m) {
+inline void bind_probes(py::module_& m) {
   py::class_<Trial>(m, "Trial")
       .def(py::init<>())
       .def_readwrite("transport", &Trial::transport)
