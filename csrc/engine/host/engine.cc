@@ -30,7 +30,7 @@ MemoryNeeds needs_of(const EngineConfig& config, const Topology& topo) {
     const bool masks = config.mask_timeout_s > 0;
     if (masks && static_cast<uint32_t>(config.num_ranks) > kMaxMaskedRanks)
       throw UsageFailure(UsageKind::kConfig, std::to_string(config.num_ranks) +
-                                                 " ranks with mask_timeout_s: allowed are " + "at most " +
+                                                 " ranks with mask_timeout_s: allowed are at most " +
                                                  std::to_string(kMaxMaskedRanks));
     needs.slots = host::slot_rings(config.low_latency_tokens, config.low_latency_topk, config.hidden,
                                    config.max_element_bytes, masks);

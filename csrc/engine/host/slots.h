@@ -1,10 +1,9 @@
 // The low-latency operations of a host engine. Dispatches and combines are two sequences beside the engine's other one,
 // and of each several are under way: the worker sends each when it can, and receives when the caller wants the result.
 //
-// Nobody waits for a rank that reads: chunk n of a ring overwrites chunk n - 2, which all have read soon after
-// operation n - 2 is over here, as a caller receives it before it sends operation n. Where ranks may be masked a ring
-// has three slots. Then who has agreed on the masks of operation n - 2 knows that all others that are not masked have
-// read what operation n - 3 brought, as they received it before.
+// A caller that sends waits for nobody: its chunk waits in the worker until all have received the operation that it
+// overwrites, two before. Where ranks may be masked a ring has three slots, and no chunk waits for a rank. Who has
+// agreed on the masks of operation n - 2 knows that all that are not masked have received operation n - 3.
 #pragma once
 
 #include <condition_variable>
