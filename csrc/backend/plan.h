@@ -2,6 +2,7 @@
 // complete. Memory: <= 16 bytes per sent pair and per received pair, plus 4 bytes per row of the domain.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -92,8 +93,11 @@ struct Called {
 };
 // The error of two ranks that called differently. `why` the rank that has refused more calls did so last, if known.
 std::string describe_mismatch(uint64_t epoch, const Called& one, const Called& other, const std::string& why);
-// How long a rank waits for the one that refused a call to say why. The error has the deadlines' two seconds to come.
-constexpr uint64_t kWhyUsec = 1000000;
+// How long a rank waits for the one that refused a call to say why. That takes milliseconds, but seconds where many
+// threads share a core.
+constexpr uint64_t why_usec(double progress_timeout_s) {
+  return static_cast<uint64_t>(1e6 * std::clamp(progress_timeout_s / 4, 1.0, 5.0));
+}
 
 // Throws UsageFailure (kRouting) for a routing by top-k as plan_source() does.
 void check_topk(const Routing& routing, uint32_t num_tokens, uint32_t num_experts);

@@ -93,6 +93,8 @@ OpSignature make_signature(const DispatchArgs& args, const PlanFacts& plan, Plan
   s.num_metadata = args.num_metadata;
   s.with_capacity = plan.has_capacity;
   s.max_tokens = use == PlanUse::kNew ? args.max_tokens : 0;
+  const bool is_sized = use == PlanUse::kNew && plan.has_capacity;
+  s.topk = is_sized && args.routing.kind == RoutingKind::kTopk ? args.routing.width : 0;
   s.plan_id = use == PlanUse::kNew ? 0 : plan.plan_id;
   return s;
 }

@@ -50,6 +50,7 @@ static_assert(sizeof(DatagramHeader) == 40 && std::has_unique_object_representat
 struct Datagram {
   DatagramHeader header;
   uint8_t payload[sizeof(ErrorRecord)];
+  static_assert(kVoteBytes <= sizeof(payload));
 
   MessageKind kind() const { return static_cast<MessageKind>(header.kind); }
   uint32_t num_payload_bytes() const { return header.acknowledges != 0 ? 0 : payload_bytes(kind()); }

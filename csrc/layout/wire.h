@@ -30,7 +30,7 @@ struct OpSignature {
   uint32_t compact_width;  // columns of a compact row's weights; 0: rows are expert-major
   uint32_t num_metadata;  // words that travel with each row
   uint32_t with_capacity;  // CUDA: the output has a size of its own, and the counts stay on the device
-  uint32_t topk;  // of low latency: columns of the routing
+  uint32_t topk;  // columns of the routing: of low latency; CUDA: of a new plan with a capacity; 0: not said, or a map
   uint32_t rounds_sums;  // of a combine: what a domain returns to another is rounded to BF16
   uint64_t max_tokens;  // of any rank, with a capacity of a new plan; 0: not said
   uint64_t plan_id;  // epoch of the dispatch that made the plan; 0 for a new one

@@ -15,15 +15,14 @@ class VoteBox {
   explicit VoteBox(const ProxyContext& context)
       : own_(context.layout->votes_offset == 0
                  ? nullptr
-                 : reinterpret_cast<SharedVote*>(context.region + context.layout->votes_offset)) {}
+                 : reinterpret_cast<SharedVotes*>(context.region + context.layout->votes_offset)) {}
 
   // True if this rank has voted since; then `votes` is all that others may still need.
   bool take_own(RankVotes& votes) {
     if (own_ == nullptr) return false;
     uint64_t sum = 0;  // of flags that only grow
     for (uint32_t i = 0; i < kVotesOfRank; ++i) {
-      votes.votes[i].cast = own_[i].cast.read();
-      votes.votes[i].ranks = own_[i].ranks.load();
+      votes.votes[i] = read_vote(own_->votes[i]);
       sum += votes.votes[i].cast;
     }
     if (sum == told_) return false;
@@ -32,17 +31,11 @@ class VoteBox {
   }
   // What `rank` has voted; older votes change nothing.
   void put(int rank, const RankVotes& votes) {
-    if (own_ == nullptr) return;
-    SharedVote* const its = own_ + (1 + static_cast<size_t>(rank)) * kSharedVotesOfRank;
-    for (uint32_t i = 0; i < kVotesOfRank; ++i) {
-      if (votes.votes[i].cast <= its[i].cast.own()) continue;
-      its[i].ranks.store(votes.votes[i].ranks);
-      its[i].cast.publish(votes.votes[i].cast);
-    }
+    if (own_ != nullptr) take_votes(own_[1 + static_cast<size_t>(rank)], votes.votes);
   }
 
  private:
-  SharedVote* const own_;
+  SharedVotes* const own_;  // ours, then of every rank
   uint64_t told_ = 0;
 };
 

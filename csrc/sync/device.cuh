@@ -78,13 +78,9 @@ __device__ __forceinline__ void add_global(uint64_t* sum, uint64_t value) {
 
 __device__ __forceinline__ void add_global(uint32_t* sum, uint32_t value) { atomicAdd(sum, value); }
 
-__device__ __forceinline__ void or_global(uint64_t* word, uint64_t bits) {
-  atomicOr(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(bits));
-}
+__device__ __forceinline__ void or_global(uint32_t* word, uint32_t bits) { atomicOr(word, bits); }
 
-__device__ __forceinline__ void clear_global(uint64_t* word, uint64_t bits) {
-  atomicAnd(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(~bits));
-}
+__device__ __forceinline__ void clear_global(uint32_t* word, uint32_t bits) { atomicAnd(word, ~bits); }
 
 // ---- in shared memory of one block ----------------------------------------------------------------------------------
 // By one thread: adds 1 to a word that others wait for.

@@ -9,10 +9,30 @@
 namespace uccl_ep {
 
 struct SharedVote {
-  Word ranks;
+  Word ranks[kVoteWords];
   Flag cast;
 };
-static_assert(sizeof(SharedVote) == sizeof(VoteWords) && sizeof(RankVotes) % sizeof(SharedVote) == 0);
-constexpr size_t kSharedVotesOfRank = sizeof(RankVotes) / sizeof(SharedVote);  // from one rank's to the next one's
+struct alignas(kLineBytes) SharedVotes {
+  SharedVote votes[kVotesOfRank];
+};
+static_assert(sizeof(SharedVote) == sizeof(VoteWords) && sizeof(SharedVotes) == sizeof(RankVotes));
+
+// What has been cast.
+inline VoteWords read_vote(const SharedVote& vote) {
+  VoteWords words;
+  words.cast = vote.cast.read();
+  for (uint32_t i = 0; i < kVoteWords; ++i) words.ranks[i] = vote.ranks[i].load();
+  return words;
+}
+// By the writer.
+inline void cast_vote(SharedVote& vote, const VoteWords& words) {
+  for (uint32_t i = 0; i < kVoteWords; ++i) vote.ranks[i].store(words.ranks[i]);
+  vote.cast.publish(words.cast);
+}
+// By the writer: takes what another has cast; an older vote changes nothing.
+inline void take_votes(SharedVotes& votes, const VoteWords (&from)[kVotesOfRank]) {
+  for (uint32_t i = 0; i < kVotesOfRank; ++i)
+    if (from[i].cast > votes.votes[i].cast.own()) cast_vote(votes.votes[i], from[i]);
+}
 
 }  // namespace uccl_ep

@@ -4,8 +4,8 @@
 #include <utility>
 #include <vector>
 
-#include "backend/gpu/layout.h"
 #include "backend/gpu/packet.h"
+#include "backend/gpu/windows.h"
 #include "claims.h"
 #include "common/units.h"
 
@@ -171,10 +171,9 @@ CLAIM("a region for so many tokens holds them in one window, eight times as many
         const uint64_t budget = std::max(gpu::least_budget_bytes(topo, {experts, row_bytes}), uint64_t{256} << 20);
         const auto holds = [&](const gpu::DeviceRegionLayout& layout, uint32_t some) {
           // Eight ranks of a token, or four times its share of them in any domain.
-          const uint32_t share = (4 * 8 + layout.num_domains - 1) / layout.num_domains;
-          const uint32_t pieces = gpu::kTokenBlock * std::min({most_members(topo), 8u, share});
+          const uint32_t pieces = std::min({most_members(topo), 8u, (31 + layout.num_domains) / layout.num_domains});
           return gpu::window_tokens(layout, row_bytes) >= some &&
-                 gpu::combine_window_tokens(layout, row_bytes, pieces) >= some;
+                 gpu::combine_window_tokens(layout, row_bytes, gpu::kTokenBlock * pieces) >= some;
         };
         const gpu::DeviceRegionLayout all = gpu::make_layout(topo, 0, {experts, row_bytes}, budget);
         const gpu::DeviceRegionLayout sized = gpu::make_layout(topo, 0, {experts, row_bytes, tokens}, budget);
@@ -182,14 +181,15 @@ CLAIM("a region for so many tokens holds them in one window, eight times as many
         const uint64_t several = std::min<uint64_t>(all.max_tokens, round_up(8 * tokens, gpu::kTileTokens));
         EXPECT(sized.total_bytes <= budget);
         EXPECT(sized.total_bytes <= all.total_bytes || sized.max_tokens > all.max_tokens ||
-               sized.half_bytes > all.half_bytes || sized.max_pairs > all.max_pairs);
+               sized.half_bytes > all.half_bytes || sized.max_pairs > all.max_pairs ||
+               sized.weights_apart < all.weights_apart);
         // Their routing has a place before any rows.
         if (gpu::least_budget_bytes(topo, {experts, row_bytes, tokens}) <= budget)
           EXPECT_EQ(sized.max_tokens, std::max<uint64_t>(several, whole));
         else
           EXPECT(several <= sized.max_tokens && sized.max_tokens < whole);
         larger += sized.max_tokens > all.max_tokens;
-        EXPECT(holds(sized, tokens) || !holds(all, tokens));
+        EXPECT(holds(sized, tokens) || !holds(all, tokens) || sized.max_pairs > all.max_pairs);
         EXPECT(sized.half_bytes <= whole * row_bytes);
         smaller += sized.total_bytes < all.total_bytes / 2;
       }
@@ -204,79 +204,61 @@ bool dispatch_window_fits(const gpu::DeviceRegionLayout& layout, uint64_t bytes,
 }
 
 CLAIM("a window of a dispatch is at least a token block, and the ring to a domain holds it") {
-  uint32_t last = 0;
+  uint32_t tokens = 0;
   for_layouts(several_domains(), [&](const Topology&, uint64_t row_bytes, const gpu::DeviceRegionLayout& layout) {
     EXPECT(!wire_rows(row_bytes).empty());
     for (uint64_t bytes : wire_rows(row_bytes)) {
-      const uint32_t tokens = gpu::window_tokens(layout, bytes);
+      tokens = gpu::window_tokens(layout, bytes);
       EXPECT(dispatch_window_fits(layout, bytes, tokens));
       // Control: it is as large as it can be.
       EXPECT(tokens == layout.max_tokens || !dispatch_window_fits(layout, bytes, tokens + gpu::kTokenBlock));
-      last = tokens;
     }
   });
-  EXPECT(last > 0);
+  EXPECT(tokens > 0);
 }
 
-// Whether the pieces of a window of `tokens` fit their memory, and its sums the ring beside the weights of all pairs.
-bool combine_window_fits(const gpu::DeviceRegionLayout& layout, uint64_t bytes, uint32_t pieces, uint32_t tokens) {
+// Whether a window of `tokens` fits, of so many pieces and rows a token block: its sums beside weights of all pairs.
+bool combine_window_fits(const gpu::DeviceRegionLayout& layout, uint64_t bytes, uint32_t pieces, uint32_t rows,
+                         uint32_t tokens) {
   const uint64_t per_slot = layout.slot_bytes / bytes;
   if (tokens < gpu::kTokenBlock || tokens % gpu::kTokenBlock != 0 || per_slot == 0) return false;
-  const uint64_t weights = layout.weights_apart ? 0 : layout.return_slots - layout.sum_slots;
+  const uint64_t weights = layout.return_slots - (layout.weights_apart ? 0 : layout.sum_slots);
   return uint64_t{tokens / gpu::kTokenBlock} * pieces * bytes <= layout.piece_bytes &&
-         (layout.weights_apart ? layout.return_slots : weights) * layout.slot_bytes >=
-             4 * uint64_t{layout.stream_pairs} &&
-         (tokens + per_slot - 1) / per_slot + weights <= layout.sum_slots + weights;
+         weights * layout.slot_bytes >= 4 * uint64_t{layout.stream_weights} &&
+         (tokens / gpu::kTokenBlock * rows + per_slot - 1) / per_slot <= layout.sum_slots;
 }
 
-CLAIM("a window of a combine is at least a token block, and the ring back holds its sums and all weights") {
+CLAIM("weights' gradients of all pairs have memory, and places in windows of which two have a half each") {
+  uint32_t in_several = 0, in_one = 0, with_rows = 0;
+  for_layouts(several_domains(), [&](const Topology&, uint64_t, const gpu::DeviceRegionLayout& layout) {
+    const uint64_t windows = gpu::weight_windows(layout, layout.max_pairs);
+    EXPECT_EQ(gpu::weight_windows(layout, 0), layout.weights_apart ? 1u : 0u);
+    EXPECT_EQ(windows == 0, !layout.weights_apart);
+    EXPECT(std::max<uint64_t>(windows, 1) * layout.weight_pairs >= layout.most_stream_pairs);
+    EXPECT_EQ(layout.weight_halves, windows > 1 ? gpu::kHalves : 1u);
+    EXPECT_EQ(layout.stream_weights, std::min(layout.weight_pairs, layout.stream_pairs));
+    for (const auto& [name, bytes] : layout.entries)
+      if (name == "piece_values")
+        EXPECT(bytes >= 4ull * layout.num_streams * layout.weight_halves * layout.stream_weights);
+    in_several += windows > 1;
+    in_one += windows == 1;
+    with_rows += windows == 0;
+  });
+  EXPECT(in_several > 5 && in_one > 5 && with_rows > 5);
+}
+
+CLAIM("a window of a combine is at least a token block, and the ring back holds its sums and weights") {
   for_layouts(several_domains(), [](const Topology& topo, uint64_t row_bytes, const gpu::DeviceRegionLayout& layout) {
     for (uint64_t bytes : {row_bytes, row_bytes / 2})
-      for (uint32_t pieces : {1u, gpu::kTokenBlock, most_pieces(topo)}) {
+      for (const auto& [pieces, rows] : {std::pair{1u, 1u}, {9u, 7u}, {32u, 32u}, {most_pieces(topo), 32u}}) {
         if (bytes % 256 != 0) continue;
-        const uint32_t tokens = gpu::combine_window_tokens(layout, bytes, pieces);
-        EXPECT(tokens <= layout.max_tokens);
-        EXPECT(combine_window_fits(layout, bytes, pieces, tokens));
-        EXPECT(gpu::combine_window_tokens(layout, bytes, pieces, true) >= gpu::kTokenBlock);
-        EXPECT(tokens == layout.max_tokens || !combine_window_fits(layout, bytes, pieces, tokens + gpu::kTokenBlock));
+        const uint32_t tokens = gpu::combine_window_tokens(layout, bytes, pieces, false, rows);
+        const auto fits = [&](uint32_t t) { return combine_window_fits(layout, bytes, pieces, rows, t); };
+        EXPECT(tokens <= layout.max_tokens && fits(tokens));
+        EXPECT(gpu::combine_window_tokens(layout, bytes, pieces, true, rows) >= gpu::kTokenBlock);
+        EXPECT(tokens == layout.max_tokens || !fits(tokens + gpu::kTokenBlock));
       }
   });
-}
-
-// Begin and end of the parts of a packet, in the order in which they must lie.
-std::vector<std::pair<uint64_t, uint64_t>> parts_of(const gpu::PacketSizes& s) {
-  const gpu::PacketParts p = gpu::packet_parts(s);
-  const uint64_t entries = (s.num_tokens + gpu::kTokenBlock - 1) / gpu::kTokenBlock + 1;
-  return {{0, sizeof(gpu::DeviceHeader)},
-          {p.counts, p.counts + uint64_t{4} * s.members * s.experts_per_rank},
-          {p.token_block_rows, p.token_block_rows + 4 * s.members * entries},
-          {p.token_block_pieces, p.token_block_pieces + 4 * entries},
-          {p.token_block_streams, p.token_block_streams + 4 * entries},
-          {p.lists, p.lists + sizeof(gpu::ListEntry) * uint64_t{s.rows}},
-          {p.pairs, p.pairs + sizeof(gpu::PairEntry) * uint64_t{s.pairs}},
-          {p.stream_pieces, p.stream_pieces + 4 * (uint64_t{s.stream_rows} + 1)},
-          {p.weights, p.weights + (s.with_weights ? uint64_t{4} * s.pairs : 0)},
-          {p.end, p.end}};
-}
-
-bool well_laid_out(const gpu::PacketSizes& sizes) {
-  const auto parts = parts_of(sizes);
-  for (size_t i = 0; i < parts.size(); ++i)
-    if (parts[i].first % 16 != 0 || (i > 0 && parts[i].first < parts[i - 1].second)) return false;
-  return true;
-}
-
-CLAIM("the parts of a packet are aligned and do not overlap") {
-  for (uint32_t members : {1u, 3u, 64u})
-    for (uint32_t tokens : {0u, 1u, 31u, 32u, 33u, gpu::kMaxTokens})
-      for (uint32_t pairs : {0u, 1u, 5u, gpu::kMaxTokens * gpu::kPairsPerToken})
-        for (uint32_t rows : {0u, 1u, members * tokens})
-          for (bool with_weights : {false, true}) {
-            EXPECT(well_laid_out({members, 3, tokens, rows, pairs, tokens, with_weights}));
-            EXPECT(well_laid_out({members, 256, tokens, rows, pairs, 0, with_weights}));
-          }
-  // Control: by 32 bits the pairs of the largest would begin before the lists end.
-  EXPECT(gpu::packet_parts({64, 4, gpu::kMaxTokens, 64 * gpu::kMaxTokens, 1u << 31, 0, true}).end >= 1ull << 32);
 }
 
 CLAIM("a packet has room for the most tokens, rows and pairs") {
@@ -337,9 +319,17 @@ CLAIM("4096 BF16 tokens of 7168: 65 ranks need at most 1.15 times what 64 do, 25
   };
   EXPECT(least(eights(8)) <= 512 * mib && 100 * least(eights(8, true)) <= 115 * least(eights(8)));
   EXPECT(least(eights(32)) <= 256 * mib && least(eights(256)) <= 640 * mib);
-  const auto usual = [&](int domains) { return gpu::make_layout(eights(domains), 0, {256, row_bytes}, 512 * mib); };
-  EXPECT(usual(8).max_tokens >= 16384 && gpu::window_tokens(usual(8), row_bytes) >= 448);
-  EXPECT(usual(16).max_tokens >= 8192 && gpu::window_tokens(usual(16), row_bytes) >= 256);
+  for (const Topology& topo : {eights(8), eights(8, true), eights(32)}) {
+    const gpu::RegionNeeds needs{static_cast<uint32_t>(topo.num_ranks) * 4, row_bytes, 4096};
+    const uint64_t budget = gpu::least_budget_bytes(topo, needs);
+    EXPECT(gpu::make_layout(topo, 0, needs, budget).max_tokens >= 4096);
+    EXPECT(gpu::make_layout(topo, 0, needs, budget - gpu::kDevicePage).max_tokens < 4096);
+  }
+  const auto has = [&](int domains, uint32_t tokens, uint32_t window) {
+    const gpu::DeviceRegionLayout usual = gpu::make_layout(eights(domains), 0, {256, row_bytes}, 512 * mib);
+    return usual.max_tokens >= tokens && gpu::window_tokens(usual, row_bytes) >= window;
+  };
+  EXPECT(has(8, gpu::kMaxTokens, 448) && has(16, gpu::kMaxTokens, 256) && has(32, 20480, 128) && !has(32, 32768, 128));
 }
 
 CLAIM("streams go in batches only where memory is too small for all of them at once") {
@@ -365,33 +355,22 @@ CLAIM("streams go in batches only where memory is too small for all of them at o
 
 CLAIM("ranks of domains of different sizes have layouts of their own, with windows and slots in common") {
   const Topology topo = eights(8, true);
-  const auto of = [&](int domain) { return gpu::make_layout(topo, domain, {260, 14336}, uint64_t{1} << 30); };
-  const gpu::DeviceRegionLayout eight = of(0), alone = of(8);
-  EXPECT(eight.num_members == 8 && eight.num_streams == 9 && alone.num_members == 1 && alone.num_streams == 65);
-  EXPECT(eight.max_tokens == alone.max_tokens && eight.half_bytes == alone.half_bytes &&
-         eight.piece_bytes == alone.piece_bytes && eight.slot_bytes == alone.slot_bytes);
-  EXPECT(eight.row_slots == alone.row_slots && eight.sum_slots == alone.sum_slots &&
-         eight.return_slots > alone.return_slots);
-  EXPECT_EQ(eight.group_hash, alone.group_hash);
-  // The one rank merges nothing for others, but it lands and returns the rows of 64.
-  EXPECT(bytes_of(alone, "rings") > 2 * bytes_of(eight, "rings"));
-  EXPECT(bytes_of(eight, "pieces") >= 9 * eight.piece_bytes && bytes_of(alone, "pieces") < 2 * alone.piece_bytes);
-  EXPECT(eight.total_bytes <= uint64_t{1} << 30 && alone.total_bytes <= uint64_t{1} << 30);
-  // Control: another budget is another layout.
-  EXPECT(gpu::make_layout(topo, 0, {260, 14336}, uint64_t{2} << 30).group_hash != eight.group_hash);
-}
-
-CLAIM("with a known plan a packet is its header and the weights") {
-  const uint64_t header = round_up(sizeof(gpu::DeviceHeader), 16);
-  for (uint32_t pairs : {0u, 1u, 4u, 1000u, 1u << 21}) {
-    gpu::PacketSizes sizes;
-    sizes.pairs = pairs;
-    sizes.with_weights = true;
-    const gpu::PacketParts parts = gpu::packet_parts(sizes);
-    EXPECT_EQ(parts.weights, header);
-    EXPECT_EQ(parts.end, header + round_up(4 * uint64_t{pairs}, 16));
-    sizes.with_weights = false;
-    EXPECT_EQ(gpu::packet_parts(sizes).end, header);
+  const auto of = [&](int domain, uint64_t gib) { return gpu::make_layout(topo, domain, {260, 14336}, gib << 30); };
+  for (const uint64_t gib : {1, 4}) {
+    const gpu::DeviceRegionLayout eight = of(0, gib), alone = of(8, gib);
+    EXPECT(eight.num_members == 8 && eight.num_streams == 9 && alone.num_members == 1 && alone.num_streams == 65);
+    EXPECT(eight.max_tokens == alone.max_tokens && eight.half_bytes == alone.half_bytes &&
+           eight.piece_bytes == alone.piece_bytes && eight.slot_bytes == alone.slot_bytes);
+    EXPECT(eight.row_slots == alone.row_slots && eight.sum_slots == alone.sum_slots &&
+           eight.weights_apart == (gib == 1) &&
+           (gib == 1 ? eight.return_slots == alone.return_slots : eight.return_slots > alone.return_slots));
+    EXPECT_EQ(eight.group_hash, alone.group_hash);
+    // The one rank merges nothing for others, but it lands and returns the rows of 64.
+    EXPECT(bytes_of(alone, "rings") > 2 * bytes_of(eight, "rings"));
+    EXPECT(bytes_of(eight, "pieces") >= 9 * eight.piece_bytes && bytes_of(alone, "pieces") < 2 * alone.piece_bytes);
+    EXPECT(eight.total_bytes <= gib << 30 && alone.total_bytes <= gib << 30);
+    // Control: another budget is another layout.
+    EXPECT(gpu::make_layout(topo, 0, {260, 14336}, uint64_t{2} << 30).group_hash != eight.group_hash);
   }
 }
 

@@ -229,6 +229,29 @@ CLAIM("with a capacity, ranks that differ by windows raise an error that names o
     });
   }
 }
+// Windows follow from the most experts that a token may have.
+CLAIM("with a capacity, ranks whose tokens have other numbers of experts raise an error that names both calls") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}})
+    for (const uint32_t other : {3u, 2u}) {
+      CudaRun run = run_of(domain_of);
+      run.capacity = 500;
+      run.is_spacious = true;
+      auto ranks = make_ranks<CudaRank>(run);
+      by_ranks(2, [&](int r) {
+        CudaRun its = run;
+        if (r == 1) its.topk = other;
+        try {
+          ranks[static_cast<size_t>(r)]->dispatch(RankInput(its, r, 0), false);
+        } catch (const std::exception& failure) {
+          const std::string text = failure.what();
+          EXPECT(other == 2 && text.find(", top-3, a capacity") != std::string::npos &&
+                 text.find(", top-2, a capacity") != std::string::npos);
+          return;
+        }
+        EXPECT_EQ(other, 3u);  // control
+      });
+    }
+}
 CLAIM("blocks that only stage change no bit") {
   for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}}) {
     CudaRun run = run_of(domain_of);
@@ -256,6 +279,14 @@ CLAIM("a domain has the host's bits in windows in every form of a combine") {
 }
 CLAIM("2 domains of a rank have the host's bits in windows, FP32") { try_seeds(windows_of({0, 1}, kFp32, kFp32)); }
 CLAIM("2 domains of a rank have the host's bits in windows, BF16") { try_seeds(windows_of({0, 1}, kBf16, kBf16)); }
+CLAIM("where token blocks have few rows for a domain, windows of a combine are longer, with the host's bits") {
+  CudaRun run = windows_of({0, 1, 2, 3}, kBf16, kBf16);
+  run.num_tokens = {256, 256, 256, 256};
+  run.spare_bytes = 2 << 20;
+  run.topk = 1;
+  run.most_windows = 18;
+  try_seeds(run);
+}
 CLAIM("a buffer for 64 tokens takes 200 in windows and has the host's bits") {
   for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}}) {
     CudaRun run = run_of(domain_of, kFp32, kFp32);
@@ -313,6 +344,38 @@ CLAIM("rows of which the first are summed in parts have the host's bits") {
       run.num_tokens = {70, 41};
       try_seeds(run);
     }
+}
+// 9,600 pairs of a rank, and slots for 4,096.
+CudaRun many_weights_of(const std::vector<int>& domain_of) {
+  CudaRun run = run_of(domain_of, kFp32, kFp32);
+  run.hidden = 128;
+  run.num_tokens = {320, 290, 0, 300};
+  run.topk = run.experts_per_rank = 30;
+  run.spare_bytes = 1 << 20;
+  run.rounds = 1;
+  run.least_windows = run.most_windows = 4 * 10 + 2 * 3;
+  return run;
+}
+CLAIM("weights' gradients of more pairs than slots hold go in several windows, with the host's bits") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 1}, {0, 0, 0, 1}}) {
+    CudaRun run = many_weights_of(domain_of);
+    try_seeds(run);
+    run.with_weights = false;  // control
+    run.least_windows = run.most_windows = 4 * 10;
+    try_seeds(run);
+  }
+}
+CLAIM("the same of compact rows, of a map and with a capacity, whatever the network does") {
+  CudaRun run = many_weights_of({0, 0, 1, 1});
+  run.loop = everything();
+  run.compact = true;
+  try_seeds(run);
+  run.is_map = true;
+  run.most_windows = UINT64_MAX;
+  try_seeds(run);
+  run.capacity = 500;
+  run.max_tokens = 320;
+  try_seeds(run);
 }
 CLAIM("2 domains of 2 ranks have the host's bits in windows, FP8") {
   CudaRun run = windows_of({0, 0, 1, 1}, kBf16, kFp8);

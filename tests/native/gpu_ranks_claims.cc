@@ -58,7 +58,7 @@ CudaRun batches_in(const std::vector<int>& sizes) {
   run.hidden = 1024;
   run.dtype = run.wire = kFp32;
   run.spare_bytes = 0;
-  run.least_windows = 2 * 2 + 2 * (4 + 2);
+  run.least_windows = run.most_windows = 2 * 2 + 2 * (4 + 1);
   return run;
 }
 CLAIM("streams in batches have the host's bits, in windows of 11 domains of 2") {
@@ -146,8 +146,15 @@ CLAIM("memory_plan refuses what an engine refuses, in the same words, and nothin
   config.budget_bytes = uint64_t{8} << 30;
   config.low_latency_tokens = config.low_latency_topk = 8;
   expect_same_refusal(config, "");
-  config.mask_timeout_s = 1;
-  expect_same_refusal(config, "65 ranks with mask_timeout_s: the CUDA backend has at most 64");
+  for (const int single : {0, 1}) {  // 512 ranks, and one more than may be masked
+    std::vector<int> sizes(64, 8);
+    sizes.insert(sizes.end(), static_cast<size_t>(single), 1);
+    config = config_of(ranks_in(sizes), 0);
+    config.budget_bytes = uint64_t{16} << 30;
+    config.low_latency_tokens = config.low_latency_topk = 8;
+    config.mask_timeout_s = 1;
+    expect_same_refusal(config, single ? "513 ranks with mask_timeout_s: the CUDA backend has at most 512" : "");
+  }
   config = config_of(ranks_in(std::vector<int>(18, 8)), 0);
   config.budget_bytes = uint64_t{8} << 30;
   config.low_latency_tokens = 2048;

@@ -47,7 +47,7 @@ struct CudaRun {
   uint64_t max_tokens = 0;  // said with the capacity
   PacketRoom packets;
   uint64_t least_tails = 0;  // chunks of packets' tails that all ranks have to ship
-  uint64_t least_windows = 0;  // that a rank's operations have to take
+  uint64_t least_windows = 0, most_windows = UINT64_MAX;  // that a rank's operations have to take, and may
 
   int num_ranks() const { return static_cast<int>(domain_of.size()); }
   int num_running() const { return mirrored != 0 ? mirrored : num_ranks(); }
@@ -117,11 +117,12 @@ inline EngineConfig config_of(const CudaRun& run, int rank) {
 // A rank's tensors of one round.
 struct RankInput {
   uint64_t num_tokens = 0;
+  uint32_t width = 0;  // of the routing
   std::vector<uint8_t> x, routing;
   std::vector<float> weights, scales;
   std::vector<uint32_t> metadata;
 
-  RankInput(const CudaRun& run, int rank, int round) : num_tokens(run.tokens_of(rank)) {
+  RankInput(const CudaRun& run, int rank, int round) : num_tokens(run.tokens_of(rank)), width(run.width()) {
     std::mt19937_64 random(run.seed * 1000 + static_cast<uint64_t>(run.origin_of(rank) * 100 + round));
     std::normal_distribution<float> normal;
     const auto chance = [&](uint64_t n) { return random() % n == 0; };
@@ -233,7 +234,7 @@ inline DispatchArgs dispatch_args(const CudaRun& run, const RankInput& in, bool 
   args.metadata = run.num_metadata > 0 ? in.metadata.data() : nullptr;
   args.num_metadata = run.num_metadata;
   args.has_routing = has_routing;
-  args.routing = {run.is_map ? RoutingKind::kMap : RoutingKind::kTopk, in.routing.data(), run.width()};
+  args.routing = {run.is_map ? RoutingKind::kMap : RoutingKind::kTopk, in.routing.data(), in.width};
   args.weights = run.with_weights ? in.weights.data() : nullptr;
   args.expert_alignment = run.alignment;
   args.compact = run.compact;

@@ -382,8 +382,9 @@ inline void same_as_host(const CudaRun& run) {
                                std::to_string(ranks[r]->stat(rows)) + " instead of " +
                                std::to_string(host_stats[r][rows]));
   for (const auto& rank : ranks)
-    if (rank->stat("windows") < static_cast<double>(run.least_windows))
-      throw std::logic_error("only " + std::to_string(rank->stat("windows")) + " windows");
+    if (const double windows = rank->stat("windows");
+        windows < static_cast<double>(run.least_windows) || windows > static_cast<double>(run.most_windows))
+      throw std::logic_error(std::to_string(windows) + " windows");
   double tails = 0;
   for (const auto& rank : ranks) tails += rank->sum_of_stats("ship.tail.", ".chunks");
   if (tails < static_cast<double>(run.least_tails))

@@ -13,6 +13,12 @@ ONE_DOMAIN_IN_WINDOWS = "2 ranks of a domain have the host's bits in windows"
 TWO_DOMAINS_IN_WINDOWS = "2 domains of a rank have the host's bits in windows, FP32"
 IDLE = "a rank without rows, which gives no address for weights, reads tails like the others"
 TAILS = "packets of which the slot holds the tables alone have the host's bits"
+FEW_ROWS = (
+    "where token blocks have few rows for a domain, windows of a combine are longer, with the host's bits"
+)
+WEIGHT_WINDOWS = (
+    "weights' gradients of more pairs than slots hold go in several windows, with the host's bits"
+)
 ENGINE_MUTANTS = {
     "a row is placed before it has come": (
         TWO_DOMAINS, "place.cuh", "if (!ready) look(k, arrivals);",
@@ -28,6 +34,9 @@ ENGINE_MUTANTS = {
     "a window's domains are those of the next one": (
         TWO_DOMAINS_IN_WINDOWS, "merge.cuh", "window % kHalves * domain_table_bytes(g.map)",
         "0 * domain_table_bytes(g.map)",
+    ),
+    "windows have room as if each token went to every domain": (
+        FEW_ROWS, "sources.cuh", "out.most_rows = most.rows();", "out.most_rows = kTokenBlock;",
     ),
     "counts are told of before they are there": (
         ONE_DOMAIN, "roles/serve.cuh", "wait_shared(k.g, &staged.totals)", "staged.totals < 2",
@@ -64,6 +73,24 @@ ENGINE_MUTANTS = {
     "a half is staged before it has been read": (
         ONE_DOMAIN_IN_WINDOWS, "roles/stage.cuh", "k.g.map.read, k.op.free_after(w))", "k.g.map.read, 0)",
     ),
+    "weights of all windows lie in one half": (
+        WEIGHT_WINDOWS, "fold.cuh", "half = g.map.weight_halves == 1 ? 0 : window % kHalves;",
+        "half = 0 * window;",
+    ),
+    "weights are relayed before they are folded": (
+        WEIGHT_WINDOWS, "merge_weights.cuh", "if (!wait_all_folded(k, range.window)) return false;", "",
+    ),
+    "each window of weights begins with the first pair": (
+        WEIGHT_WINDOWS, "fold.cuh", "(window - k.args.first_weight_window) * k.g.map.weight_pairs;",
+        "0 * (window - k.args.first_weight_window) * k.g.map.weight_pairs;",
+    ),
+    "a window of weights goes behind the rows alone": (
+        WEIGHT_WINDOWS, "roles/returns.cuh", "before += earlier < w ?", "before += earlier + 99 < w ?",
+    ),
+    "blocks in different windows count for one": (
+        WEIGHT_WINDOWS, "merge_weights.cuh", "? Phase::kEvenRelayed : Phase::kOddRelayed;",
+        "? Phase::kEvenRelayed : Phase::kEvenRelayed;",
+    ),
     "pieces are folded into a half before it has been merged": (
         ONE_DOMAIN_IN_WINDOWS, "roles/fold.cuh", "k.op.window(w) - kHalves)", "0)",
     ),
@@ -76,7 +103,8 @@ ENGINE_MUTANTS = {
         "r = k.g.first + i % members, its", "r = k.g.rank, its",
     ),
     "the first block that has folded says that all have": (
-        ONE_DOMAIN, "fold.cuh", "last_block(k, Phase::kFolded, workers(k.g)) && going(k)", "going(k)",
+        ONE_DOMAIN, "fold.cuh", "last_block(k, phase, workers(k.g)) && going(k)",
+        "going(k) && phase < Phase::kThrough",
     ),
     "a window's rows lie in the ring where the first window's do": (
         TWO_DOMAINS_IN_WINDOWS, "stage.cuh", "sent[to] + its.chunks) %", "sent[to] + 0 * its.chunks) %",
@@ -207,6 +235,10 @@ ROUTING_MUTANTS = {
     ),
     "packets for domains beyond a warp's lanes lie on those of the first": (
         OF_600, "exchange.cuh", "units = __shfl_sync(kFullWarp, behind, kWarp - 1);", "units = 0;",
+    ),
+    "rows of the own domain are among the most that go to another": (
+        OF_TOPK, "tile.cuh", "to == own_domain(g) ? 0 : max(low_rows",
+        "to > g.map.num_domains ? 0 : max(low_rows",
     ),
     "a token that does not go to a domain is in its stream": (
         OF_TOPK, "table_tile.cuh", "if (to == own || (tile.stream[to] & bit) == 0) continue;",

@@ -264,7 +264,7 @@ inline void RoutingMemory::fill() {
 struct RoutingMemory::Reached {
   std::vector<std::map<uint32_t, std::set<uint32_t>>> ranks;  // by domain and token
   std::vector<Words> pieces_before, rows_before;              // [domains][tokens + 1]; rows: of the stream
-  uint32_t most_pieces = 0;                                   // of a token block
+  gpu::BlockMost most;
 
   explicit Reached(const RoutingMemory& of)
       : ranks(of.map().num_domains),
@@ -278,9 +278,12 @@ struct RoutingMemory::Reached {
         pieces_before[to][t + 1] = pieces_before[to][t] + static_cast<uint32_t>(pieces);
         rows_before[to][t + 1] = rows_before[to][t] + (pieces > 0);
       }
-      for (uint32_t t = 0; t < of.run_.num_tokens; t += 32)
-        most_pieces =
-            std::max(most_pieces, pieces_before[to][std::min(t + 32, of.run_.num_tokens)] - pieces_before[to][t]);
+      const bool is_own = of.map().num_domains == 1 || to == of.group_.net.domain;
+      for (uint32_t t = 0; t < of.run_.num_tokens; t += 32) {
+        const uint32_t end = std::min(t + 32, of.run_.num_tokens);
+        const uint32_t rows = is_own ? 0 : rows_before[to][end] - rows_before[to][t];
+        most = most.with(gpu::BlockMost::of(pieces_before[to][end] - pieces_before[to][t], rows));
+      }
     }
   }
 };
@@ -343,7 +346,7 @@ inline uint64_t RoutingMemory::write_expected_packet(const Reached& reached, uin
   head.num_pairs = sizes.pairs;
   head.num_rows = sizes.rows;
   head.stream_rows = sizes.stream_rows;
-  head.most_pieces = reached.most_pieces;
+  head.most_of_block = reached.most.word;
   for (uint32_t c = 0; c <= blocks; ++c) {
     const uint32_t end = std::min(32 * c, tokens);
     words(parts.token_block_pieces)[c] = pieces_before[end];

@@ -3,10 +3,12 @@
 #pragma once
 
 #include <bit>
+#include <bitset>
 #include <cstring>
 
 #include "backend/host/numerics.h"
 #include "gpu_runs.h"
+#include "layout/votes.h"
 
 namespace uccl_ep {
 
@@ -70,12 +72,13 @@ inline uint16_t rounded(float value) {  // to nearest even; it is finite
   return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
+using Ranks = std::bitset<kMaxMaskedRanks>;
 // A rank's inputs of all ranks, by which results are known.
 struct World {
   const SlotRun& run;
   std::vector<RankInput> inputs;
-  uint64_t gone = 0;  // ranks, a bit each
-  bool is_gone(uint64_t rank) const { return rank < 64 && (gone >> rank & 1) != 0; }
+  Ranks gone;
+  bool is_gone(uint64_t rank) const { return rank < gone.size() && gone.test(rank); }
   World(const SlotRun& of, int round) : run(of) {
     for (int rank = 0; rank < run.num_ranks(); ++rank) inputs.emplace_back(run, rank, round);
   }

@@ -24,13 +24,15 @@ ON_CPU = (
 PROGRAMS = (
     "queue", "words", "layout", "messages", "loop", "ready", "mail", "copier", "nics", "stream", "fault",
     "life", "device", "board", "agreement", "slot_engine", "slot_engine_stepped", "engine", "engine_stepped",
-    "engine_setup", "gpu", "guess", *ON_CPU, *OF_TRANSPORTS,
+    "engine_setup", "gpu", "packets", "guess", *ON_CPU, *OF_TRANSPORTS,
 )  # fmt: skip
 # Where threads meet without a lock: these run under TSan every time, the others with -m slow.
 LOCK_FREE = ("queue", "stream", "copier", "ready")
 LARGE = (  # 13 GB of memory, or minutes
     "regions of more than 4 GiB give what small ones give",
     "129 ranks in 16 domains of 8 and one of 1 have the host's bits",
+    "ranks are masked in groups of more ranks than a word has bits",
+    "ranks are masked in groups of more than 64 ranks",
 )
 # What a claim prints that cannot be tried here.
 SKIPPED = "skipped: "
@@ -89,7 +91,8 @@ def sources_of(program: str) -> list[Path]:
         return [HERE / "topk_claims.cc", *product, *building.GPU_ON_CPU.glob("*.cc")]
     product = building.product_sources(ENGINE_PARTS if "engine" in program or program in ON_CPU else PARTS)
     if program in ("gpu", "guess"):  # what of it needs no GPU
-        product += [building.CSRC / "backend" / "gpu" / name for name in ("arrays.cc", "layout.cc")]
+        names = ("arrays.cc", "layout.cc", "layout_parts.cc")
+        product += [building.CSRC / "backend" / "gpu" / name for name in names]
     if program == "words":
         product.append(building.CSRC / "backend" / "plan.cc")
     if program in ON_CPU:

@@ -225,7 +225,7 @@ def test_calls_that_cannot_be_are_refused() -> None:
 @needs_kernels
 def test_windows_are_those_of_the_native_layout() -> None:
     """Tokens of BF16 windows with 512 MiB, and its chunks: a counter for each."""
-    for ranks, wanted, combined in ((2, 4896, 4896), (4, 2176, 1056)):  # 4096 tokens: of four ranks in halves
+    for ranks, wanted, combined in ((2, 4896, 4896), (4, 2144, 1056)):  # 4096 tokens: of four ranks in halves
         of = shape(ranks, 1, dtype="bf16")
         sizes = protocol_of(of)
         assert (sizes.dispatch_window, sizes.combine_window) == (wanted, combined)
@@ -237,7 +237,8 @@ def test_windows_are_those_of_the_native_layout() -> None:
 
 @needs_kernels
 def test_tokens_whose_routing_a_buffer_does_not_hold_are_refused() -> None:
-    of = shape(64, 8, tokens=60000)
+    assert protocol_of(shape(128, 8, tokens=65536)).memory is not None
+    of = shape(256, 8, tokens=60000)
     with pytest.raises(
         ShapeError, match=r"60000 tokens .* window_tokens = None .* holds the routing of \d+ tokens"
     ):
@@ -255,7 +256,7 @@ def test_the_planner_knows_batches_of_the_native_layout() -> None:
         streams = 1 + sizes.batch_streams  # each: a token block's pieces in both halves, and a row
         assert sizes.memory is not None
         assert sizes.memory["pieces"] == -(-streams * (2 * 32 * 8 + 1) * 14336 // 256) * 256
-    assert some.combine_window == all_streams.combine_window == 32
+    assert (some.combine_window, all_streams.combine_window) == (32, 96)  # at most 17 rows of a block
     texts = ["\n".join(report.lines(report.predict(H200, of, mib << 20, 4096))) for mib in (256, 512)]
     told = [f"a combine takes {some.stream_batches} windows for the same tokens" in text for text in texts]
     assert told == [True, False]
@@ -289,4 +290,15 @@ def test_a_report_says_what_binds() -> None:
     for words in ("a node of h200 has 8 GPUs: domains of 72", "domains differ: ranks of that with 56"):
         assert words in "\n".join(report.lines(of_72)) and words not in text
     assert found.dispatch.us > found.floor_us["dispatch"]
+
+
+@pytest.mark.parametrize(("size", "tokens", "told"), [(1, 192, True), (1, 1024, False), (4, 192, False)])
+def test_a_report_says_where_windows_carry_little(size: int, tokens: int, told: bool) -> None:
+    """4 domains, top-8, BF16: 192 tokens are 7 MB, 1024 are 40 MB. A single domain sends nothing."""
+    of = shape(4, size, tokens=4096)
+    sizes = windowed(of, tokens)
+    found = report.Prediction(
+        H200, of, sizes, *(simulate(H200, of, sizes, op) for op in ("dispatch", "combine"))
+    )
+    assert any("two windows of a combine send" in line for line in report.caveats(found)) == told
     assert report.predict(H200, shape(8, 8), 3 << 30, 4096).combine.binds[0] != found.combine.binds[0]

@@ -100,7 +100,9 @@ def protocol_of(shape: Shape, budget_bytes: int = 512 << 20, window_tokens: int 
 
     def combined(parts: int) -> int:  # tokens whose pieces fit one of so many parts of the memory
         tokens = pieces // parts // _most_pieces(shape) * TOKEN_BLOCK
-        return min(tokens, slots // parts * chunk) if len(shape.domains) > 1 else tokens
+        if len(shape.domains) == 1:
+            return tokens
+        return min(tokens, max(1, slots // parts * chunk // _most_rows(shape)) * TOKEN_BLOCK)
 
     at_once = plan.stream_batches == 1 and shape.tokens <= combined(1)
     combine = combined(1) if at_once else combined(2)
@@ -153,6 +155,16 @@ def _relayed(shape: Shape, rank: int) -> int:
     return sum(
         len(range(local, other, size)) for d, other in enumerate(shape.domains) if d != own and local < other
     )
+
+
+def _most_rows(shape: Shape) -> int:
+    """Rows that a block of tokens has for another domain: expected, and four standard deviations."""
+    most = 1
+    for source, home in enumerate(shape.topology.domain_of[: len(shape.counts.to_domain_SD)]):
+        share = np.delete(shape.counts.to_domain_SD[source] / shape.tokens, home).max()
+        deviation = math.sqrt(TOKEN_BLOCK * share * (1 - share))
+        most = max(most, min(TOKEN_BLOCK, math.ceil(TOKEN_BLOCK * share + 4 * deviation)))
+    return most
 
 
 def _most_pieces(shape: Shape) -> int:

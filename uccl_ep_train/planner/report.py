@@ -18,6 +18,9 @@ from uccl_ep_train.planner.shape import Bytes, Shape, spread, stock_bytes
 
 MEASURED_RANKS = 4
 """Of the largest group whose operations were measured; times of larger ones are extrapolated."""
+LITTLE_MB = 16
+"""Rows that a rank sends to other domains in two windows. With less, operations took up to 2.3 times as long
+as predicted: bench/results/h200_x1_domain_windows.json."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,13 @@ def caveats(found: Prediction) -> list[str]:
         )
     if not machine.measured:
         about.append(f"  rates of {machine.name} are its vendor's: times are lower bounds")
+    for op, outcome in (("dispatch", found.dispatch), ("combine", found.combine)):
+        under_way = 2e-6 * found.sent(op).nic / outcome.num_windows
+        if outcome.num_windows > 1 and 0 < under_way < LITTLE_MB:
+            about.append(
+                f"  two windows of a {op} send {under_way:.1f} MB to other domains: below {LITTLE_MB} MB its "
+                "time is a lower bound, and more memory helps"
+            )
     if shape.num_ranks > MEASURED_RANKS:
         about.append(
             f"  groups of more than {MEASURED_RANKS} ranks were not measured: times are extrapolated"

@@ -132,7 +132,7 @@ class Deadlines(Section):
     mask_timeout_s: float = setting(0.0, number(0.0, 1e6), native="=")
     """Low-latency operations go on without a rank that has not answered for this long; 0: it is an error.
     Longer than any rank may lie behind another. The rank's death is then no error. With several domains
-    the rank's domain goes with it. At most 64 ranks.
+    the rank's domain goes with it. At most 512 ranks.
 
     Unit: seconds. Allowed: 0 .. 10^6.
     """

@@ -158,9 +158,11 @@ enum class Phase : uint32_t {
   kWeights,
   kHashed,
   kPlaced,
-  kFolded,
+  kEvenFolded,  // by windows
+  kOddFolded,
   kMerged,
-  kRelayed,
+  kEvenRelayed,
+  kOddRelayed,
   kThrough,
   kEvenWindow,  // of an operation, but its last
   kOddWindow,
@@ -169,6 +171,7 @@ enum class Phase : uint32_t {
   kPairsSent,
   kPairsReceived
 };
+static_assert(static_cast<uint32_t>(Phase::kPairsReceived) + 1 == kNumPhases);
 // By a crew of each of `num_blocks` blocks, at the end of its work. True in the last block, which publishes the writes
 // of all.
 __device__ inline bool last_block(const Kernel& k, Phase what, uint32_t num_blocks) {

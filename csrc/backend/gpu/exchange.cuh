@@ -53,7 +53,7 @@ __device__ __forceinline__ void add_up(const Group& g, uint32_t word, uint32_t t
 
 // By a warp, one domain per lane: finds where our packets lie. Block 0 also writes the numbers in their headers, and
 // where the packets begin.
-__device__ inline void begin_packets(const DispatchKernel& k, const TileParts& tile, uint32_t most_pieces) {
+__device__ inline void begin_packets(const DispatchKernel& k, const TileParts& tile, BlockMost most) {
   const uint32_t lane = threadIdx.x % kWarp;
   uint32_t units = 0;  // of packets for lower domains
 #pragma unroll 1
@@ -91,7 +91,7 @@ __device__ inline void begin_packets(const DispatchKernel& k, const TileParts& t
       begins.row[end - first] = head.num_rows = rows;
       begins.pair[end - first] = head.num_pairs = num_pairs;
       head.stream_rows = stream_rows;
-      head.most_pieces = most_pieces;
+      head.most_of_block = most.word;
     }
     const auto word = [](uint64_t offset) { return static_cast<uint32_t>(offset); };
     tile.packet[to] = {bytes,
@@ -103,13 +103,13 @@ __device__ inline void begin_packets(const DispatchKernel& k, const TileParts& t
   }
 }
 
-// By a warp: the most pieces that a token block has.
-__device__ __forceinline__ uint32_t most_pieces_of_all(const Group& g, uint32_t num_tiles) {
-  uint32_t most = 0;
+// By a warp: the most that a token block has.
+__device__ __forceinline__ BlockMost most_of_all(const Group& g, uint32_t num_tiles) {
+  BlockMost most;
 #pragma unroll 1
   for (uint32_t t = threadIdx.x % kWarp; t < num_tiles; t += kWarp)
-    most = max(most, device::load_past_l1(TileCounts(g, t).most_pieces));
-  return warp_max(most);
+    most = most.with({device::load_past_l1(TileCounts(g, t).most_of_block)});
+  return warp_most(most);
 }
 
 // By a warp: replaces each rank's number of pairs by the number of its first pair.
@@ -145,7 +145,7 @@ __device__ inline void write_totals(const DispatchKernel& k, const Tile& tile) {
 template <typename Tile>
 __device__ inline bool begin_tiles(const DispatchKernel& k, const Tile& tile, uint32_t first_tile, uint32_t num_tiles) {
   const uint32_t ranks = k.g.map.num_ranks, experts = k.g.map.num_experts;
-  __shared__ uint32_t all_most;
+  __shared__ uint32_t all_most;  // BlockMost
   const bool writes_totals = blockIdx.x == 0;
   const uint32_t token_words = tile_token_words(k.g.map), numbers = experts + ranks + k.g.map.num_domains;
 #pragma unroll 1
@@ -178,8 +178,8 @@ __device__ inline bool begin_tiles(const DispatchKernel& k, const Tile& tile, ui
     }
   }
   if (writes_totals && k.crew.warp() == k.crew.warps() - 1) {
-    const uint32_t most = most_pieces_of_all(k.g, num_tiles);
-    if (k.crew.lane() == 0) all_most = most;
+    const BlockMost most = most_of_all(k.g, num_tiles);
+    if (k.crew.lane() == 0) all_most = most.word;
   }
   k.crew.sync();
   if (k.crew.warp() == 0) begin_pairs(tile, ranks);
@@ -191,7 +191,7 @@ __device__ inline bool begin_tiles(const DispatchKernel& k, const Tile& tile, ui
                    num_pairs});
     return false;
   }
-  if (k.crew.warp() == 0) begin_packets(k, tile, all_most);
+  if (k.crew.warp() == 0) begin_packets(k, tile, BlockMost{all_most}.with(BlockMost::of_pairs(num_pairs)));
   k.crew.sync();
   if (writes_totals) write_totals(k, tile);
   return true;

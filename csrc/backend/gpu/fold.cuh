@@ -7,6 +7,7 @@
 #include "backend/gpu/shares.cuh"
 #include "backend/gpu/steps.h"
 #include "backend/gpu/sum.cuh"
+#include "backend/gpu/windows.h"
 
 namespace uccl_ep::gpu {
 
@@ -26,6 +27,23 @@ constexpr uint32_t kFewRows = 2;  // of a warp: so many are few
 
 __device__ __forceinline__ bool is_last(const KernelCombineArgs& args, uint32_t window) {
   return window + 1 == args.num_windows;
+}
+// The part of a stream's pairs whose weights' gradients go in a window.
+struct PairRange {
+  uint32_t begin, end;
+};
+__device__ __forceinline__ bool has_weights(const KernelCombineArgs& args, uint32_t window) {
+  return args.signature.with_weights != 0 && window >= args.first_weight_window;
+}
+__device__ __forceinline__ PairRange weights_of(const CombineKernel& k, uint32_t window, uint32_t pairs) {
+  if (!has_weights(k.args, window)) return {0, 0};
+  const uint32_t begin = (window - k.args.first_weight_window) * k.g.map.weight_pairs;
+  return {min(begin, pairs), min(begin + k.g.map.weight_pairs, pairs)};
+}
+// Where those of a stream lie in the region of the rank that merges it.
+__device__ __forceinline__ float* weights_at(const Group& g, uint32_t rank, uint32_t stream, uint32_t window) {
+  const uint32_t half = g.map.weight_halves == 1 ? 0 : window % kHalves;
+  return at(g, rank, g.map.piece_weights) + (uint64_t{stream} * g.map.weight_halves + half) * g.map.stream_weights;
 }
 // Windows come in turn: of each token block one for every batch of streams, and our own tokens with the last of them.
 struct WindowTurn {
@@ -299,32 +317,36 @@ __device__ inline void tell_empty_token_blocks(const CombineKernel& k, uint32_t 
   __syncwarp();
 }
 
-// By crews of all blocks: writes the weights' gradients to the ranks that merge them. Sources come one after the other:
-// with Spread a kernel spills registers on sm_100a.
-__device__ inline void fold_weights(const CombineKernel& k) {
+// By crews of all blocks: writes a window's weights' gradients to the ranks that merge them. Sources come one after the
+// other: with Spread a kernel spills registers on sm_100a.
+__device__ inline void fold_weights(const CombineKernel& k, uint32_t window) {
   const uint32_t first = blockIdx.x * k.crew.size + k.crew.thread, step = workers(k.g) * k.crew.size;
   const uint32_t width = k.plan.compact_width;
+  const auto [before, until] = weights_of(k, window, k.g.map.most_stream_pairs);
   for (uint32_t s = 0; s < k.g.map.num_ranks; ++s) {
-    float* const to =
-        at(k.g, holder_of(k.g, s), k.g.map.piece_weights) + uint64_t{stream_of(k.g, s)} * k.g.map.stream_pairs;
-    const uint32_t offset = k.plan.weight_begin[s];
+    float* const to = weights_at(k.g, holder_of(k.g, s), stream_of(k.g, s), window);
+    const uint32_t offset = k.plan.weight_begin[s] - before;  // of a pair in the window, mod 2^32
+    const uint32_t count = until - before;
     if (width > 0) {
       for (uint32_t row = k.plan.row_begin[s] + first; row < k.plan.row_end[s]; row += step)
         for (uint32_t p = k.plan.row_pair_begin[row]; p < k.plan.row_pair_begin[row + 1]; ++p)
-          to[p + offset] = row < k.plan.num_out_rows
-                               ? k.args.row_weights[uint64_t{row} * width + p - k.plan.row_pair_begin[row]]
-                               : 0.0f;
+          if (p + offset < count)
+            to[p + offset] = row < k.plan.num_out_rows
+                                 ? k.args.row_weights[uint64_t{row} * width + p - k.plan.row_pair_begin[row]]
+                                 : 0.0f;
       continue;
     }
     const uint32_t end = k.plan.row_pair_begin[k.plan.row_end[s]];
     for (uint32_t p = k.plan.row_pair_begin[k.plan.row_begin[s]] + first; p < end; p += step)
-      to[p + offset] = k.plan.out_rows[p] < k.plan.num_out_rows ? k.args.row_weights[k.plan.out_rows[p]] : 0.0f;
+      if (p + offset < count)
+        to[p + offset] = k.plan.out_rows[p] < k.plan.num_out_rows ? k.args.row_weights[k.plan.out_rows[p]] : 0.0f;
   }
 }
-// By a warp of each block, when all warps that fold have ended: tells every member that it has all our pieces and
-// weights' gradients.
-__device__ inline void tell_all_folded(const CombineKernel& k) {
-  if (last_block(k, Phase::kFolded, workers(k.g)) && going(k)) publish_to_members(k, k.g.map.folded_all, k.op.epoch);
+// By a warp of each block, when all warps that fold have ended: tells every member that it has our weights' gradients
+// of a window and, with the last one, all our pieces.
+__device__ inline void tell_all_folded(const CombineKernel& k, uint32_t window) {
+  const Phase phase = window % kHalves == 0 ? Phase::kEvenFolded : Phase::kOddFolded;
+  if (last_block(k, phase, workers(k.g)) && going(k)) publish_to_members(k, k.g.map.folded_all, k.op.window(window));
 }
 
 // By a warp, one rank per lane: whether the pieces of a token block of a stream have arrived. It waits for them, or

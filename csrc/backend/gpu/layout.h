@@ -26,6 +26,7 @@ constexpr uint32_t kPairsPerToken = 32;  // of the capacity for usual tokens; an
 constexpr uint32_t kMaxTokens = 1u << 16;
 constexpr uint32_t kMaxRelayedChunks = 1000;  // of rows, in a ring between domains
 constexpr uint32_t kHalves = 2;
+constexpr uint32_t kNumPhases = 18;  // Phase, in device.cuh
 constexpr uint32_t kMaxSlotBlocks = 256;  // of a low-latency kernel
 constexpr uint32_t kMaxSlotTokens = 4096;
 
@@ -55,13 +56,16 @@ struct SlotHeader {
   uint32_t num_refused;  // as in OpHeader
   uint32_t folds;  // 1: of a combine, rows are sums of its sender
 };
+constexpr uint32_t kRankWords = kMaxMaskedRanks / 32;
 // Ranks, a bit each: masks.cuh.
 struct SlotVote {
-  uint64_t ranks;
+  uint32_t ranks[kRankWords];
   DeviceFlag<VoteCast> cast;
 };
-static_assert(sizeof(SlotVote) == sizeof(VoteWords));
-constexpr uint32_t kRankVotes = sizeof(RankVotes) / sizeof(SlotVote);  // from one rank's to the next one's
+struct alignas(kLineBytes) SlotVotes {
+  SlotVote votes[kVotesOfRank];
+};
+static_assert(sizeof(SlotVote) == sizeof(VoteWords) && sizeof(SlotVotes) == sizeof(RankVotes));
 // Low latency: what every rank of the domain may write here without asking. Dispatches and combines have numbers, each
 // from 1 on; number n uses half n mod 2, when the reader of number n - 2 has published that it is through. A *place* is
 // a pair's index in its source's [T, K]. Of a rank of another domain, this rank writes its header and routing itself.
@@ -114,7 +118,7 @@ struct DeviceMap {
   // [1 + batch_streams][piece_bytes], or of our own only: of our tokens, then of a batch of streams. A row's lie side
   // by side, ranks ascending.
   Part<uint8_t> pieces;
-  Part<float> piece_weights;  // [streams][stream_pairs]
+  Part<float> piece_weights;  // [streams][weight_halves][stream_weights]
   // Read and written by this rank only.
   Part<Local> local;
   Part<uint64_t> waited_nsec;  // [ranks] since creation: how long we were there before it entered
@@ -139,12 +143,17 @@ struct DeviceMap {
   // A window of a combine merges a batch of the streams that we relay; that of the last batch also merges our tokens.
   uint32_t batch_streams = 0;
   uint32_t stream_batches = 1;  // of the rank of several members that relays most
-  bool weights_apart = false;  // a combine has a window more for weights' gradients, which need the slots of its sums
+  // Weights' gradients go behind all rows, in windows of their own. Otherwise they go with those of the last window.
+  bool weights_apart = false;
+  uint32_t weight_pairs = 0;  // whose weights such a window has of a stream, on all ranks; or all
+  uint32_t weight_halves = 1;  // of the memory for them: windows use them in turn
+  uint32_t stream_weights = 0;  // of a stream in a half
   uint32_t num_domains = 0;
   uint32_t num_experts = 0;
   uint32_t max_tokens = 0;  // a multiple of kTileTokens
   uint32_t max_pairs = 0;
   uint32_t stream_pairs = 0;  // of them in our domain, at most
+  uint32_t most_stream_pairs = 0;  // in any domain
   uint64_t half_bytes = 0;  // staged rows
   uint64_t piece_bytes = 0;
   uint64_t row_bytes = 0;  // widest wire row
@@ -153,6 +162,7 @@ struct DeviceMap {
   uint32_t return_slots = 0;  // of a stream that we merge
   uint32_t sum_slots = 0;  // of them for sums: on all ranks equally many
   uint64_t slot_bytes = 0;
+  uint32_t slot_weights = 1;  // that a slot holds
 };
 struct DeviceRegionLayout : DeviceMap {
   DeviceRings rings;
@@ -193,39 +203,6 @@ DeviceRegionLayout make_layout(const Topology& topo, int domain, const RegionNee
 // least windows.
 uint64_t least_budget_bytes(const Topology& topo, const RegionNeeds& needs);
 
-// From one staged row to the next. Bulk copies are slow where source and destination lie differently in 128 bytes.
-constexpr uint64_t staged_row_bytes(Dtype wire, uint64_t hidden, uint64_t num_metadata = 0) {
-  return round_up(wire_row_bytes(wire, hidden, num_metadata), 128);
-}
-
-// Chunks of a ring that the weights of a stream take.
-constexpr uint32_t weight_chunks(uint64_t num_pairs, uint64_t slot_bytes) {
-  return static_cast<uint32_t>((4 * num_pairs + slot_bytes - 1) / slot_bytes);
-}
-// Whole token blocks of which at most `most` rows are, up to all.
-inline uint32_t whole_token_blocks(const DeviceMap& map, uint64_t most) {
-  const uint64_t tokens = most / kTokenBlock * kTokenBlock;
-  return tokens < map.max_tokens ? static_cast<uint32_t>(tokens) : map.max_tokens;
-}
-// Tokens whose staged rows fit a half, here and between domains: a longer dispatch goes in windows of so many.
-inline uint32_t window_tokens(const DeviceMap& map, uint64_t row_bytes) {
-  const uint64_t staged = map.half_bytes / row_bytes, shipped = map.row_slots * (map.slot_bytes / row_bytes);
-  return whole_token_blocks(map, map.num_domains > 1 && shipped < staged ? shipped : staged);
-}
-// Where the pieces of the second half of a stream's memory begin.
-constexpr uint64_t piece_half_bytes(const DeviceMap& map) { return map.piece_bytes / kHalves / 256 * 256; }
-// Tokens whose pieces fit the memory, or one of its halves, if a token block has at most `most_pieces` in any domain.
-// At least a token block. Batches of streams always have halves. The ring back may hold a single token block.
-inline uint32_t combine_window_tokens(const DeviceMap& map, uint64_t row_bytes, uint32_t most_pieces,
-                                      bool in_halves = false) {
-  in_halves |= map.stream_batches > 1;
-  const uint64_t pieces = (in_halves ? piece_half_bytes(map) : map.piece_bytes) / row_bytes;
-  const uint64_t folded = most_pieces == 0 ? map.max_tokens : pieces / most_pieces * kTokenBlock;
-  const uint64_t slots = map.sum_slots / (in_halves ? kHalves : 1), per_slot = map.slot_bytes / row_bytes;
-  const uint64_t returned = slots * per_slot < kTokenBlock ? kTokenBlock : slots * per_slot;
-  return whole_token_blocks(map, map.num_domains > 1 && returned < folded ? returned : folded);
-}
-
 // How far this rank is; kept in device memory so that a captured graph advances it, too.
 struct Progress {
   uint64_t epoch = 0;  // of the last operation
@@ -239,8 +216,9 @@ constexpr uint64_t kLowLatencyEpoch = uint64_t{1} << 63;
 // memory, so that a captured graph advances them, too.
 struct LowLatencyState {
   uint64_t sent[2] = {}, received[2] = {};
-  // Where ranks may be masked, a bit each: those that are, and those that this rank misses and has not voted on yet.
-  uint64_t masked = 0, suspected = 0;
+  // Where ranks may be masked, a bit each: those that are, those that decisions name (masks.cuh), and those that this
+  // rank misses and has not voted on yet.
+  uint32_t masked[kRankWords] = {}, named[kRankWords] = {}, suspected[kRankWords] = {};
   uint64_t num_settled = 0;
   uint64_t dropped_pairs = 0;  // of combines: their experts' ranks are masked
   DeviceFlag<SlotsSettled> settled[2];
@@ -254,6 +232,8 @@ struct PlanSizes {
   uint32_t most_tokens = 0;  // of any rank
   uint32_t most_pieces = 0;  // that any token block of any rank has in any domain
   // Where there are several domains.
+  uint32_t most_rows = 0;  // that any token block of any rank has of a stream to another domain
+  uint32_t most_pairs = 0;  // of any rank, or a few more
   uint32_t shipped_rows = 0;  // of our streams to others; they take no memory
   uint32_t relayed_rows = 0;  // of the streams that we merge for others
   uint32_t sent_addends = 0;  // pieces of our tokens in our domain, and sums from others
@@ -277,7 +257,7 @@ struct Local {
   DeviceFlag<RowsPlanned> rows_planned;
   DeviceFlag<Hashed> hashed;
   uint64_t routing_hash = 0;  // of a routing that is compared with a plan's; the last to add resets it
-  DeviceCounter<Arrived> arrived[16] = {};  // blocks, by Phase
+  DeviceCounter<Arrived> arrived[kNumPhases] = {};  // blocks
   LowLatencyState low_latency;
   // Progress, arrival, masks: the time, in ticks of patience.cuh, before which no wait's deadline begins. Writers and
   // readers: threads whose deadline is over; any of their values will do; never reset.

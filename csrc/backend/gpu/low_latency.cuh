@@ -33,7 +33,7 @@ struct SlotKernel {
   const SlotKind kind;
   const Crew crew;
   uint64_t number;  // of the operation that it sends, or receives
-  uint64_t masked;  // ranks that it does without, a bit each; 0 where there are more than kMaxMaskedRanks
+  RankSet& masked;  // ranks that it does without; filled only where ranks may be masked
 
   // Ranks of our domain, and blocks that work.
   __device__ __forceinline__ uint32_t first() const { return kNet ? g.first : 0; }
@@ -46,7 +46,7 @@ struct SlotKernel {
     const uint32_t r = g.rank + 1 + i;
     return r < end() ? r : r - members();
   }
-  __device__ __forceinline__ bool is_masked(uint32_t rank) const { return (masked >> rank % kMaxMaskedRanks & 1) != 0; }
+  __device__ __forceinline__ bool is_masked(uint32_t rank) const { return masks(g) && masked.has(rank); }
   __device__ __forceinline__ const LowLatencyMap& map() const { return g.map.low_latency; }
   __device__ __forceinline__ LowLatencyState& state() const { return local(g).low_latency; }
   __device__ __forceinline__ uint32_t half() const { return static_cast<uint32_t>(number % kHalves); }
@@ -98,18 +98,26 @@ __device__ __forceinline__ bool wait_for(const Group& g, const Awaited& what) {
   return has_come(what) || wait_long(g, what);
 }
 
-// By every thread of a crew, first of all: begins to send or to receive the next operation.
+// By every thread of a crew, first of all: begins to send or to receive the next operation. find_masked() follows.
 template <bool kNet, typename Args>
 __device__ __forceinline__ SlotKernel<Args, kNet> begin_slots(const Group& g, const Args& args, SlotKind kind,
                                                               const Crew& crew, bool sends) {
   const LowLatencyState& state = local(g).low_latency;
   const auto i = static_cast<uint32_t>(kind);
-  const SlotKernel<Args, kNet> k{g, args, kind, crew, (sends ? state.sent[i] : state.received[i]) + 1, state.masked};
+  const SlotKernel<Args, kNet> k{
+      g, args, kind, crew, (sends ? state.sent[i] : state.received[i]) + 1, masked_of_block(sends)};
   if (blockIdx.x != 0 || threadIdx.x != 0) return k;
   local(g).entered = kLowLatencyEpoch | k.number;
   if (sends || args.phase == SlotPhase::kReceive)
     trace_kernel(g, TraceKind::kKernelBegin, args.signature.kind, k.number);
   return k;
+}
+// By a crew.
+template <typename K>
+__device__ __forceinline__ void find_masked(const K& k) {
+  if (!masks(k.g)) return;
+  take_masked(k.g, k.masked, k.crew.thread, k.crew.size);
+  k.crew.sync();
 }
 // By every thread of a crew: in a trace, what block 0 does from begin_step() to end_step() is a step. `began` is in
 // shared memory, because registers are scarce.
@@ -129,11 +137,11 @@ __device__ __forceinline__ void end_step(const K& k, const uint64_t& began, Step
 }
 // By one thread: as wait_for(), but a peer that may be masked is suspected when it takes too long. What only such
 // groups need is not inlined: kernels of the others take longer to fetch it than to skip it.
-static __device__ __noinline__ Came wait_suspecting(const Group& g, uint64_t masked, const Awaited what) {
-  if ((masked >> what.peer & 1) != 0) return Came::kNo;
+static __device__ __noinline__ Came wait_suspecting(const Group& g, const RankSet& masked, const Awaited what) {
+  if (masked.has(what.peer)) return Came::kNo;
   const Came came = wait_live(g, what.flag, what.value, KernelPatience::ticks(now_nsec()),
                               local(g).low_latency.num_settled + 1, false);
-  if (came == Came::kNo) or_global(&local(g).low_latency.suspected, uint64_t{1} << what.peer);
+  if (came == Came::kNo) or_global(&local(g).low_latency.suspected[word_of(what.peer)], bit_of(what.peer));
   return came;
 }
 template <typename K>
@@ -143,12 +151,14 @@ __device__ __forceinline__ Came wait_or_suspect(const K& k, const Awaited& what)
 }
 // By a crew: waits until every member has read what we sent two operations ago.
 template <typename K, typename Of>
-__device__ inline bool wait_free(K& k, Part<DeviceFlag<Of>> read_by) {
+__device__ inline bool wait_free(const K& k, Part<DeviceFlag<Of>> read_by) {
   bool good = !stopped(k.g);
   for (uint32_t r = k.first() + k.crew.thread; k.number > kHalves && r < k.end(); r += k.crew.size)
     good &= wait_or_suspect(k, {own_part(k.g, read_by) + (r - k.first()), k.number - kHalves, r}) != Came::kStopped;
   good = k.crew.all(good);
-  if (masks(k.g)) k.masked |= device::load_past_l1(&k.state().suspected);
+  if (!masks(k.g)) return good;
+  take_suspected(k.g, k.masked, k.crew.thread, k.crew.size);
+  k.crew.sync();
   return good;
 }
 // Rules of low_latency.h. A dispatch does not fold.
@@ -272,7 +282,7 @@ __device__ inline bool wait_sent(const K& k, Part<DeviceFlag<Entered>> entered, 
 // By a crew, where ranks may be masked, before it receives: when all that others send has come, and all agree on who
 // is masked. wait(settling) is called by block 0; it adds whom it misses. False: an error is known.
 template <typename K, typename Wait>
-__device__ inline bool settle(K& k, Wait wait) {
+__device__ inline bool settle(const K& k, Wait wait) {
   if (!masks(k.g)) return true;
   __shared__ Settling settling;
   RankSet& gone = settling.gone;
@@ -281,34 +291,44 @@ __device__ inline bool settle(K& k, Wait wait) {
   DeviceFlag<SlotsSettled>* const settled = &state.settled[static_cast<uint32_t>(k.kind)];
   if (blockIdx.x != 0) {
     if (!crew.all(crew.thread != 0 || wait_block(k.g, settled, k.number))) return false;
-    k.masked = device::load_past_l1(&state.masked);
+    find_masked(k);
     return true;
   }
-  const uint64_t suspected = device::load_past_l1(&state.suspected);  // as the first thread sees it
   if (crew.thread == 0) {
-    gone.set(state.masked | suspected);
+    take_masked(k.g, gone, 0, 1);
+    take_suspected(k.g, gone, 0, 1);
+    settling.before = gone;
     settling.settlement = state.num_settled + 1;
     settling.began = KernelPatience::ticks(now_nsec());
   }
   crew.sync();
-  if (!crew.all(wait(settling)) || !agree(k.g, crew, settling.settlement, gone)) return false;
+  if (!crew.all(wait(settling))) return false;
+  const uint32_t words = rank_words(k.g);
+  for (uint32_t i = crew.thread; i < words; i += crew.size)
+    gone.words[i] = state.named[i] | (gone.words[i] & ~state.masked[i]);
+  if (!agree(k.g, crew, settling.settlement, gone)) return false;
+  for (uint32_t i = crew.thread; i < words; i += crew.size) k.masked.words[i] = gone.words[i];
   crew.sync();
-  k.masked = gone.all();
+  add_domains(k.g, k.masked, crew.thread, crew.size);
+  crew.sync();
   if (crew.thread != 0) return true;
-  state.masked = k.masked;
-  clear_global(&state.suspected, suspected);  // but not those that are suspected since
+#pragma unroll 1
+  for (uint32_t i = 0; i < words; ++i) {
+    clear_global(&state.suspected[i], settling.before.words[i]);  // but not those that are suspected since
+    state.masked[i] = k.masked.words[i];
+    state.named[i] = gone.words[i];
+  }
   state.num_settled += 1;
   publish(settled, k.number);
   return true;
 }
-// By one thread: whether a rank that may be masked has published a number; adds the rank if it has not. False: an error
-// is known.
+// By one thread: whether a rank that may be masked has published a number; adds the rank if it has not.
 template <typename K, typename Of>
-__device__ inline bool note_missing(const K& k, const DeviceFlag<Of>* flag, uint64_t number, uint32_t rank,
+__device__ inline Came note_missing(const K& k, const DeviceFlag<Of>* flag, uint64_t number, uint32_t rank,
                                     Settling& settling) {
   const Came came = wait_live(k.g, &flag->value, number, settling.began, settling.settlement, true);
   if (came == Came::kNo) settling.gone.add(rank);
-  return came != Came::kStopped;
+  return came;
 }
 
 // By block 0, where ranks may be masked: waits for all that comes from our domain.
@@ -317,12 +337,13 @@ __device__ inline bool wait_live_blocks(const K& k, Settling& settling, Part<Dev
                                         Part<DeviceFlag<Of>> sent) {
   bool good = true;
   for (uint32_t r = k.first() + k.crew.thread; r < k.end(); r += k.crew.size)
-    if (!settling.gone.has(r)) good &= note_missing(k, own_part(k.g, entered) + r, k.number, r, settling);
+    if (!settling.gone.has(r))
+      good &= note_missing(k, own_part(k.g, entered) + r, k.number, r, settling) != Came::kStopped;
   if (!k.crew.all(good)) return false;
   for (uint32_t i = k.crew.thread; i < k.members() * kMaxSlotBlocks; i += k.crew.size) {
     const uint32_t r = k.first() + i / kMaxSlotBlocks, block = i % kMaxSlotBlocks;
     if (settling.gone.has(r) || block >= k.header(k.g.rank, r).num_blocks) continue;
-    good &= note_missing(k, own_part(k.g, sent) + i, k.number, r, settling);
+    good &= note_missing(k, own_part(k.g, sent) + i, k.number, r, settling) != Came::kStopped;
   }
   return good;
 }

@@ -142,6 +142,7 @@ template <typename Combine>
 __device__ inline bool send(Combine k, uint8_t* dynamic) {
   __shared__ uint64_t began;
   const int64_t range = given_range(k, k.crew.thread);
+  find_masked(k);
   if (!wait_free(k, k.map().pairs_read)) return false;
   const PairRanges ranges(k.g, dynamic);
   fill_ranges(k, ranges, range);
@@ -160,6 +161,7 @@ template <typename Combine>
 __device__ inline bool receive(Combine k, EnteredRanks& entered, const Streams& relayed, const Streams& sent) {
   __shared__ uint64_t began;
   const Sources sources{entered, sent};
+  find_masked(k);
   // Weights that are known are not waited for. Where ranks may be masked, it is first settled who is.
   const bool adopts_first = !masks(k.g) && k.args.routed == nullptr;
   if constexpr (Combine::kNet) {
@@ -245,9 +247,9 @@ __global__ void __launch_bounds__(kSlotThreads, 1)
 }
 
 __global__ void tell_masks(const __grid_constant__ Group g, int32_t* out) {
-  const uint64_t masked = local(g).low_latency.masked;
+  const LowLatencyState& state = local(g).low_latency;
   for (uint32_t r = threadIdx.x; r < g.map.num_ranks; r += kSlotThreads)
-    out[g.rank_of[r]] = static_cast<int32_t>(masked >> r % kMaxMaskedRanks & 1);
+    out[g.rank_of[r]] = masks(g) && (state.masked[word_of(r)] & bit_of(r)) != 0;
 }
 
 }  // namespace

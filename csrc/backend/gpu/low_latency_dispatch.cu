@@ -138,6 +138,7 @@ __device__ inline bool open_rings(const NetDispatch& k, const Streams& streams) 
 template <typename Dispatch>
 __device__ inline bool send(Dispatch k, SlotPlaces& shared, const Streams& streams) {
   __shared__ uint64_t began;
+  find_masked(k);
   if (!wait_free(k, k.map().rows_read)) return false;
   if constexpr (Dispatch::kNet) {
     if (!open_rings(k, streams)) return false;
@@ -189,10 +190,13 @@ __device__ __noinline__ bool wait_live_rows(const NetDispatch k, Settling& settl
   for (uint32_t i = k.crew.warp(); i < others; i += k.crew.warps()) {
     const uint32_t source = i < before ? i : i + k.members();
     if (__any_sync(kFullWarp, settling.gone.has(source))) continue;
+    // What has not come is not read, also by a rank that does not vote for its source: it may come meanwhile.
     const auto note = [&](const auto* flag, uint64_t value) {
-      if (lane == 0) good &= note_missing_by_rail(k, flag, value, source, settling);
-      __syncwarp();
-      return !__any_sync(kFullWarp, !good || settling.gone.has(source));
+      const Came came = lane == 0 ? note_missing_by_rail(k, flag, value, source, settling) : Came::kYes;
+      good &= came != Came::kStopped;
+      const bool is_there = __all_sync(kFullWarp, came == Came::kYes);
+      __syncwarp();  // votes order no memory
+      return is_there;
     };
     if (!note(k.g.slot_net_state.routing_there + source, k.number)) continue;
     note(k.g.slot_net_state.rows_there + source, received_ring(k, source).after(k.map(), count_stream(k, source)));
@@ -276,8 +280,7 @@ __device__ inline void serve_network(const Group& g, const SlotDispatchArgs& arg
     }
   };
   const auto end = [&] {
-    NetDispatch own = k;
-    if (sends && wait_free(own, k.map().rows_read)) tell_routing(k);
+    if (sends && wait_free(k, k.map().rows_read)) tell_routing(k);
   };
   const auto keep = [&] {
     if (sends && keep_number(k, true))

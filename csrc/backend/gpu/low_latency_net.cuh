@@ -224,10 +224,10 @@ __device__ inline bool wait_gone(const K& k, const Awaited& what, SlotNetShared&
 // The rail alone votes for that rank: it may be dead itself. If it does not vote for it, its own rows are missing, or
 // its vote will be.
 template <typename K, typename Of>
-__device__ inline bool note_missing_by_rail(const K& k, const DeviceFlag<Of>* flag, uint64_t number, uint32_t source,
+__device__ inline Came note_missing_by_rail(const K& k, const DeviceFlag<Of>* flag, uint64_t number, uint32_t source,
                                             Settling& settling) {
   if (k.g.net.from[source].holder == k.g.rank) return note_missing(k, flag, number, source, settling);
-  return wait_live(k.g, &flag->value, number, settling.began, settling.settlement, true) != Came::kStopped;
+  return wait_live(k.g, &flag->value, number, settling.began, settling.settlement, true);
 }
 
 // By a crew: writes what every other domain gets, when none reads what lay there. False: an error is known.
@@ -305,7 +305,7 @@ __device__ inline void push_slot_chunks(const K& k, Outgoing<Of>& out, uint32_t 
     push_complete(k.g, out);
     if (looks % 64 != 0) continue;
     if (__any_sync(kFullWarp, stopped(k.g))) return;
-    if (masks(k.g) && out.left() && (device::load_past_l1(&k.state().suspected) >> to % kMaxMaskedRanks & 1) != 0)
+    if (masks(k.g) && out.left() && (device::load_past_l1(&k.state().suspected[word_of(to)]) & bit_of(to)) != 0)
       out.rows = 0;
   }
 }
@@ -331,8 +331,12 @@ __device__ inline void serve_slot_network(const Group& g, SlotNetShared& shared,
                                           Keep keep) {
   if (threadIdx.x == 0) {
     shared = {};
-    const LowLatencyState& state = local(g).low_latency;
-    if (masks(g)) shared.shunned.set(whole_domains(g, state.masked | device::load_past_l1(&state.suspected)));
+    if (masks(g)) {
+      for (const bool sends : {false, true}) take_masked(g, masked_of_block(sends), 0, 1);
+      take_masked(g, shared.shunned, 0, 1);
+      take_suspected(g, shared.shunned, 0, 1);
+      add_domains(g, shared.shunned, 0, 1);
+    }
   }
   __syncthreads();
   const uint32_t warp = threadIdx.x / kWarp;

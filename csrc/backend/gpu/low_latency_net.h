@@ -30,8 +30,8 @@ struct SlotNet {
   From* from = nullptr;  // [ranks]
   Relayed* relayed = nullptr;  // [streams]
   // On the host, where ranks may be masked: ours, and by rank of the group those of other domains; layout/votes.h.
-  SlotVote* own_votes = nullptr;
-  const SlotVote* far_votes = nullptr;
+  SlotVotes* own_votes = nullptr;
+  const SlotVotes* far_votes = nullptr;
   Followed followed;
 
   static constexpr uint64_t most_words(const DeviceMap& map) {

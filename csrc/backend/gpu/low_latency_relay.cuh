@@ -31,7 +31,7 @@ __device__ inline bool fill_relayed_streams(const NetCombine& k, const StreamMas
   const uint32_t of_domain = k.members() * k.g.experts_per_rank;
   streams.clear(k.crew, k.g.map.num_streams);
   if (masks(k.g)) {
-    if (k.crew.thread == 0) missing.set(k.masked);
+    if (k.crew.thread == 0) missing = k.masked;
     k.crew.sync();
   }
   bool good = !stopped(k.g);
@@ -134,13 +134,15 @@ static __device__ __noinline__ bool wait_live_sums(const NetCombine k, Settling&
   bool good = true;
 #pragma unroll 1
   for (uint32_t s = k.crew.thread; s < k.g.map.num_ranks; s += k.crew.size)
-    if (!k.is_near(s) && !gone.has(s)) good &= note_missing_by_rail(k, state.weights_there + s, k.number, s, settling);
+    if (!k.is_near(s) && !gone.has(s))
+      good &= note_missing_by_rail(k, state.weights_there + s, k.number, s, settling) != Came::kStopped;
   if (!k.crew.all(good)) return false;
 #pragma unroll 1
   for (uint32_t d = k.crew.thread; d < k.g.map.num_domains; d += k.crew.size) {
     const uint32_t rank = k.first_of(d);
-    if (d == own_domain(k.g) || (gone.all() & rank_bits(rank, k.first_of(d + 1))) != 0) continue;
-    good &= note_missing(k, state.sums_there + d, sent.rings[d].after(k.map(), sent.masks.count(d)), rank, settling);
+    if (d == own_domain(k.g) || any_there(gone.words, rank, k.first_of(d + 1))) continue;
+    const uint64_t sums = sent.rings[d].after(k.map(), sent.masks.count(d));
+    good &= note_missing(k, state.sums_there + d, sums, rank, settling) != Came::kStopped;
   }
   return good;
 }

@@ -45,8 +45,8 @@ struct MergeRange {
   }
 };
 static_assert(sizeof(MergeDomain) == kMergeEntryBytes && sizeof(MergeStream) == kMergeEntryBytes);
-// The part of a stream that we relay in a window, and its chunks in the ring with those of weights, which follow the
-// last window's rows.
+// The part of a stream that we relay in a window, and its chunks in the ring with those of weights, which follow all
+// rows.
 __device__ __forceinline__ StreamPart relayed_part(const CombineKernel& k, uint32_t window, uint32_t stream) {
   const uint32_t s = k.g.net.relayed[stream].source;
   const TokenBlockRange token_blocks = token_blocks_of(k, window, stream, k.plan.token_blocks[s]);
@@ -54,7 +54,8 @@ __device__ __forceinline__ StreamPart relayed_part(const CombineKernel& k, uint3
   return part_of(k.g, before[token_blocks.first], before[token_blocks.end], k.args.hidden * dtype_bytes(k.args.wire));
 }
 __device__ __forceinline__ uint32_t weight_chunks_of(const CombineKernel& k, uint32_t window, uint32_t pairs) {
-  return k.args.signature.with_weights != 0 && is_last(k.args, window) ? weight_chunks(pairs, k.g.map.slot_bytes) : 0;
+  const PairRange its = weights_of(k, window, pairs);
+  return weight_chunks(its.end - its.begin, k.g.map.slot_weights);
 }
 __device__ __forceinline__ uint32_t relayed_chunks(const CombineKernel& k, uint32_t window, uint32_t stream) {
   return relayed_part(k, window, stream).chunks + weight_chunks_of(k, window, k.plan.relayed_pairs[stream]);
@@ -299,13 +300,6 @@ struct Relay : CombineKernel {
   }
 };
 
-// Offset in a ring of `slots` slots of weight `p` of a stream, behind the rows of a window.
-__device__ __forceinline__ uint64_t weight_offset(const Group& g, uint32_t slot, uint32_t slots, uint32_t row_chunks,
-                                                  uint32_t p) {
-  const uint32_t per_chunk = static_cast<uint32_t>(g.map.slot_bytes) / 4, chunk = row_chunks + p / per_chunk;
-  return slot_after(slot, chunk, slots) * g.map.slot_bytes + uint64_t{p % per_chunk} * 4;
-}
-
 // By a crew: waits until the slots of the rings to sources that a window takes are free.
 __device__ inline bool wait_returns_gone(const CombineKernel& k, const MergeRange& range) {
   bool good = true;
@@ -330,54 +324,6 @@ __device__ inline void note_returned(const CombineKernel& k, uint32_t window) {
     returned += returned_chunks(k, window, to);
     publish_flag(k.g.net.to[to].returns_consumed, returned);
   }
-}
-
-// By crews of all blocks, with several domains: writes the weights' gradients into the rings to their sources.
-__device__ inline void relay_weights(const CombineKernel& k, const MergeRange& range) {
-  Spread::over(k.crew, workers(k.g)).each(k.g.net.num_relayed, [&](uint32_t i, uint32_t first, uint32_t step) {
-    const uint32_t stream = i + 1;
-    const float* const from = own_part(k.g, k.g.map.piece_weights) + uint64_t{stream} * k.g.map.stream_pairs;
-    const uint32_t slot = range.stream(k.g, stream).slot, slots = k.g.map.return_slots;
-    const uint32_t chunks = relayed_part(k, range.window, stream).chunks;
-    uint8_t* const to = at(k.g, k.g.rank, k.g.net.relayed[stream].returns);
-    for (uint32_t p = first; p < k.plan.relayed_pairs[stream]; p += step)
-      *reinterpret_cast<float*>(to + weight_offset(k.g, slot, slots, chunks, p)) = device::load_past_l1(from + p);
-  });
-  if (last_block(k, Phase::kRelayed, workers(k.g)) && k.crew.thread == 0)
-    publish(&local(k.g).weights_relayed, k.op.epoch);
-}
-
-// By crews of all blocks: writes the weights' gradients that came back into the caller's output.
-__device__ inline void merge_weights(const CombineKernel& k, const MergeRange& range) {
-  Spread::over(k.crew, workers(k.g)).each(k.g.map.num_domains, [&](uint32_t to, uint32_t first, uint32_t step) {
-    const uint32_t begin = k.plan.pair_begin[first_of(k.g, to)], end = k.plan.pair_begin[first_of(k.g, to + 1)];
-    const bool own = to == own_domain(k.g);
-    const uint8_t* from = at(k.g, k.g.rank, own ? k.g.map.piece_weights.offset : k.g.net.to[to].returns);
-    uint32_t chunks = 0, slot = 0, slots = 0;
-    if (!own) {
-      slot = range.domain(k.g, to).slot;
-      slots = k.g.net.to[to].return_slots;
-      chunks = returned_part(k, range.window, to).chunks;
-      const uint64_t all = range.domain(k.g, to).chunks + returned_chunks(k, range.window, to);
-      const bool good = k.crew.lane() != 0 || wait_peer(k, {k.g.net_state.returns_there + to, all, rail_of(k.g, to)});
-      if (!__all_sync(kFullWarp, good)) return;
-      __syncwarp();  // votes order no memory
-    }
-    for (uint32_t p = begin + first; p < end; p += step) {
-      const uint64_t offset = own ? uint64_t{p - begin} * 4 : weight_offset(k.g, slot, slots, chunks, p - begin);
-      k.args.weights[k.plan.pair_place[p]] = device::load_past_l1(reinterpret_cast<const float*>(from + offset));
-    }
-  });
-}
-
-// By crews of all blocks, when the rows of all windows are merged and only the weights' gradients are left.
-__device__ inline void finish_merge(const CombineKernel& k, const MergeRange& range) {
-  bool good = true;
-  for (uint32_t r = k.g.first + k.crew.thread; r < k.g.end; r += k.crew.size)
-    good &= wait_peer(k, {member_flag(k.g, k.g.rank, k.g.map.folded_all, r), k.op.epoch, r});
-  if (!k.crew.all(good) || k.args.signature.with_weights == 0) return;
-  if (has_net(k.g)) relay_weights(k, range);
-  if (k.args.weights != nullptr) merge_weights(k, range);
 }
 
 }  // namespace uccl_ep::gpu

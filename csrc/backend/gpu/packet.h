@@ -36,7 +36,7 @@ struct DeviceHeader {
   // Of a new plan.
   uint32_t num_rows;
   uint32_t stream_rows;
-  uint32_t most_pieces;  // that a token block has in any domain
+  uint32_t most_of_block;  // BlockMost
 };
 
 // Where the parts of a packet begin, in bytes. With a known plan a packet has no counts and no token blocks, and ends

@@ -78,7 +78,7 @@ struct FoldedAll {
   static constexpr Signal kIs{.name = "folded_all[d]",
                               .writer = "d: last block of `fold`",
                               .readers = "all members of the domain",
-                              .publishes = "all weights of d",
+                              .publishes = "a window's weights of d; with the last, all its pieces",
                               .waits = "`merge`, before weights and at its end",
                               .step = Step::kMerge};
 };
@@ -186,7 +186,7 @@ struct WeightsRelayed {
   static constexpr Signal kIs{.name = "Local::weights_relayed",
                               .writer = "the last block to copy weights into the rings",
                               .readers = "the warp that hands chunks to the proxy",
-                              .publishes = "the weights of the streams that we relay",
+                              .publishes = "a window's weights of the streams that we relay",
                               .waits = "that warp",
                               .scope = Scope::kGpu,
                               .deadline = Deadline::kBlocks};

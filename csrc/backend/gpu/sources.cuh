@@ -29,7 +29,9 @@ __device__ __forceinline__ bool has_many_sources(const Group& g) {
 
 // What a source sends to us, and its totals.
 struct FromSource {
-  uint32_t rows = 0, pairs = 0, first_pair = 0, tokens = 0, most_pieces = 0, tail_chunks = 0;
+  uint32_t rows = 0, pairs = 0, first_pair = 0, tokens = 0;
+  BlockMost most;
+  uint32_t tail_chunks = 0;
 };
 
 // By one thread: reads a source's header, and notes where the parts of its packet lie.
@@ -57,7 +59,7 @@ __device__ inline FromSource read_header(const Kernel& k, uint32_t source, bool 
   plan.tail_chunks = in_domain(k.g, source) || k.g.map.tail_slots == 0
                          ? 0
                          : tail_chunks(parts.end, k.g.map.head_bytes, k.g.map.tail_bytes);
-  return {end_row - first_row, end_pair - first_pair, first_pair, h.num_tokens, h.most_pieces, plan.tail_chunks};
+  return {end_row - first_row, end_pair - first_pair, first_pair, h.num_tokens, {h.most_of_block}, plan.tail_chunks};
 }
 
 // By a warp: the sizes that follow from our own packets.
@@ -171,7 +173,8 @@ inline __device__ __noinline__ uint32_t lay_out_experts_of_many(const Group& g, 
 // numbers of each source's first row and first pair, and the sizes of the plan except its number of rows.
 __device__ inline void number_sources(const Kernel& k, uint32_t s, FromSource from, bool with_weights, PlanSizes& out) {
   const uint32_t lane = threadIdx.x % kWarp;
-  uint32_t received_rows = 0, received_pairs = 0, most_tokens = 0, most_pieces = 0, relayed_rows = 0, most_tail = 0;
+  uint32_t received_rows = 0, received_pairs = 0, most_tokens = 0, relayed_rows = 0, most_tail = 0;
+  BlockMost most;
 #pragma unroll 1
   for (uint32_t first = 0; first < k.g.map.num_ranks; first += kWarp) {
     const bool has = first + lane < k.g.map.num_ranks;
@@ -190,7 +193,7 @@ __device__ inline void number_sources(const Kernel& k, uint32_t s, FromSource fr
       plan.pair_end = pair_end;
       plan.weight_begin = from.first_pair - plan.pair_begin;
       most_tokens = max(most_tokens, from.tokens);
-      most_pieces = max(most_pieces, from.most_pieces);
+      most = most.with(from.most);
       most_tail = max(most_tail, from.tail_chunks);
     }
     received_rows = __shfl_sync(kFullWarp, row_end, kWarp - 1);
@@ -203,7 +206,7 @@ __device__ inline void number_sources(const Kernel& k, uint32_t s, FromSource fr
       relayed_rows += source_plan(k.g, k.g.net.relayed[stream].source).stream_rows;
   relayed_rows = warp_sum(relayed_rows);
   most_tokens = warp_max(most_tokens);
-  most_pieces = warp_max(most_pieces);
+  most = warp_most(most);
   if (has_net(k.g)) most_tail = warp_max(most_tail);
   const PlanSizes sent = sent_sizes(k);
   if (lane != 0) return;
@@ -212,7 +215,9 @@ __device__ inline void number_sources(const Kernel& k, uint32_t s, FromSource fr
   out.received_rows = received_rows;
   out.received_pairs = received_pairs;
   out.most_tokens = most_tokens;
-  out.most_pieces = most_pieces;
+  out.most_pieces = most.pieces();
+  out.most_rows = most.rows();
+  out.most_pairs = most.pairs();
   out.relayed_rows = relayed_rows;
 }
 

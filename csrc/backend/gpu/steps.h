@@ -77,6 +77,7 @@ Status launch_pad(const Group& group, const PlanView& plan, const PlaceArgs& arg
 struct KernelCombineArgs {
   OpSignature signature{};
   uint32_t num_windows = 1, window_tokens = 0;
+  uint32_t first_weight_window = 0;  // weights' gradients go from this window on
   bool may_drop = false;  // the plan may have rows that `rows` has not
   uint32_t hidden = 0;
   Dtype dtype = Dtype::kBf16, wire = Dtype::kBf16;

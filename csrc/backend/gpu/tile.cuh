@@ -98,13 +98,13 @@ struct Tiles {
 // over tiles.
 struct TileCounts {
   uint8_t *expert, *rows_to, *stream;
-  uint32_t *pairs_to, *most_pieces;
+  uint32_t *pairs_to, *most_of_block;  // the second: BlockMost
   __device__ TileCounts(const Group& g, uint32_t tile)
       : expert(reinterpret_cast<uint8_t*>(own_part(g, g.map.tile_counts) + uint64_t{tile} * tile_words(g.map))),
         rows_to(expert + g.map.num_experts),
         stream(rows_to + g.map.num_ranks),
         pairs_to(reinterpret_cast<uint32_t*>(expert) + tile_token_words(g.map)),
-        most_pieces(pairs_to + g.map.num_ranks) {}
+        most_of_block(pairs_to + g.map.num_ranks) {}
 };
 static_assert(kTileTokens < 256);
 
@@ -268,6 +268,10 @@ __device__ inline bool read_tiles(const Crew& crew, const Group& g, const Device
   return good;
 }
 
+// By a warp: of all lanes.
+__device__ __forceinline__ BlockMost warp_most(BlockMost own) {
+  return BlockMost::of(warp_max(own.pieces()), warp_max(own.rows())).with(BlockMost::of_pairs(warp_max(own.pairs())));
+}
 // By a crew: writes the counts of tiles to device memory.
 template <typename Tile>
 __device__ inline void count_tiles(const Crew& crew, const Group& g, const Tiles<Tile>& tiles) {
@@ -289,15 +293,18 @@ __device__ inline void count_tiles(const Crew& crew, const Group& g, const Tiles
       out.pairs_to[to] = tile.pairs_of(g, to);
     }
     if (!mine) continue;
-    uint32_t most = 0;
+    BlockMost most;
 #pragma unroll 1
     for (uint32_t to = lane; to < g.map.num_domains; to += kWarp) {
-      out.stream[to] = static_cast<uint8_t>(__popcll(tile.stream[to]));
+      const Mask stream = tile.stream[to];
+      const uint32_t rows = __popcll(stream), low_rows = __popc(static_cast<uint32_t>(stream));
+      out.stream[to] = static_cast<uint8_t>(rows);
       const uint32_t low = tile.pieces_before(g, kTokenBlock, to), all = pieces_of_tile(g, tile, to);
-      most = max(most, max(low, all - low));
+      const uint32_t far_rows = to == own_domain(g) ? 0 : max(low_rows, rows - low_rows);
+      most = most.with(BlockMost::of(max(low, all - low), far_rows));
     }
-    most = warp_max(most);
-    if (lane == 0) *out.most_pieces = most;
+    most = warp_most(most);
+    if (lane == 0) *out.most_of_block = most.word;
   }
 }
 

@@ -27,6 +27,31 @@ struct Addend {
 };
 static_assert(sizeof(Addend) == sizeof(uint32_t));
 
+// The most that a token block of a rank has: pieces in any domain, and rows of a stream to another domain. And the
+// pairs of a rank, in units.
+struct BlockMost {
+  using Pieces = BitField<uint32_t, 0, 13>;
+  using Rows = BitsAbove<Pieces, 6>;
+  using Pairs = BitsAbove<Rows, 13>;
+  static constexpr uint32_t kPairUnit = 1024;
+  static_assert(Pieces::fits(uint64_t{kTokenBlock} * kMaxMembers) && Rows::fits(kTokenBlock));
+  static_assert(Pairs::fits(uint64_t{kMaxTokens} * kPairsPerToken / kPairUnit));
+
+  uint32_t word = 0;
+
+  static constexpr BlockMost of(uint32_t pieces, uint32_t rows) { return {Pieces::put(pieces) | Rows::put(rows)}; }
+  static constexpr BlockMost of_pairs(uint32_t pairs) { return {Pairs::put((pairs + kPairUnit - 1) / kPairUnit)}; }
+  constexpr uint32_t pieces() const { return Pieces::get(word); }
+  constexpr uint32_t rows() const { return Rows::get(word); }
+  constexpr uint32_t pairs() const { return Pairs::get(word) * kPairUnit; }  // at least so many: whole units
+  constexpr BlockMost with(BlockMost other) const {
+    const uint32_t units = Pairs::get(word), its_units = Pairs::get(other.word);
+    const uint32_t most_pieces = pieces() < other.pieces() ? other.pieces() : pieces();
+    const uint32_t most_rows = rows() < other.rows() ? other.rows() : rows();
+    return {of(most_pieces, most_rows).word | Pairs::put(units < its_units ? its_units : units)};
+  }
+};
+
 // Where a folded row is counted: for its token block at its source, or for its chunk of a ring.
 struct FoldTag {
   using Counter = BitField<uint32_t, 0, 29>;

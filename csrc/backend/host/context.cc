@@ -132,13 +132,12 @@ class Builder {
 
   void build_votes(SlotPorts& ports) const {
     const auto votes_in = [&](int rank) {
-      return reinterpret_cast<SharedVote*>(regions_[rank] + layout_of(rank).votes_offset);
+      return reinterpret_cast<SharedVotes*>(regions_[rank] + layout_of(rank).votes_offset);
     };
     ports.own_votes = votes_in(context_.rank);
     for (int rank = 0; rank < context_.topo.num_ranks; ++rank)
-      ports.votes_of.push_back(context_.topo.domain_of[rank] == context_.domain
-                                   ? votes_in(rank)
-                                   : ports.own_votes + (1 + static_cast<size_t>(rank)) * kSharedVotesOfRank);
+      ports.votes_of.push_back(context_.topo.domain_of[rank] == context_.domain ? votes_in(rank)
+                                                                                : ports.own_votes + 1 + rank);
     for (int rank : context_.members()) ports.voters.push_back(&control(rank)->worker_bell);
     ports.voters.push_back(&control(context_.rank)->proxy_bell);
   }

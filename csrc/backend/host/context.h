@@ -55,8 +55,8 @@ struct SlotPorts {
   std::vector<bool> masked;               // [rank]
   Counter dropped_pairs;                  // of combines: their experts' ranks are masked
   // Only where ranks may be masked.
-  SharedVote* own_votes = nullptr;
-  std::vector<const SharedVote*> votes_of;  // [rank]
+  SharedVotes* own_votes = nullptr;
+  std::vector<const SharedVotes*> votes_of;  // [rank]
   std::vector<Bell*> voters;              // to be rung when this rank has voted
 };
 
@@ -72,6 +72,7 @@ struct HostContext {
   std::vector<IncomingPorts> incoming;    // [source rank]
   std::vector<MergedPorts> merged;        // [0] own, then relayed
   std::unique_ptr<SlotPorts> slots;       // nullptr: no low latency
+  uint64_t patience_usec = 0;             // of a Meeting
   StepCounters counters;
   DueBells bells;  // rung after each step's advance()
 

@@ -11,9 +11,9 @@ namespace uccl_ep::host {
 
 class Meeting {
  public:
-  // `refusal`: why this rank refused a call, the last of those before ours.
-  Meeting(uint64_t number, const Called& ours, const std::string& refusal)
-      : number_(number), ours_(ours), refusal_(refusal) {}
+  // `refusal`: why this rank refused a call, the last of those before ours. `patience_usec`: why_usec().
+  Meeting(uint64_t number, const Called& ours, const std::string& refusal, uint64_t patience_usec)
+      : number_(number), ours_(ours), refusal_(refusal), patience_usec_(patience_usec) {}
 
   [[noreturn]] void refuse(ErrorKind kind, int src, const std::string& text) const {
     ErrorRecord record;
@@ -31,7 +31,7 @@ class Meeting {
     const uint64_t now = now_usec();
     if (other.num_refused > ours_.num_refused) {
       if (met_usec_ == 0) met_usec_ = now;
-      if (now - met_usec_ < kWhyUsec) return;
+      if (now - met_usec_ < patience_usec_) return;
     }
     refuse(ErrorKind::kRankMismatch, other.rank,
            describe_mismatch(number_, ours_, other, other.num_refused < ours_.num_refused ? refusal_ : ""));
@@ -41,6 +41,7 @@ class Meeting {
   const uint64_t number_;
   const Called ours_;
   const std::string refusal_;
+  const uint64_t patience_usec_;
   uint64_t met_usec_ = 0;
 };
 

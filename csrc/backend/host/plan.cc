@@ -19,7 +19,7 @@ class HostPlan final : public PlanStep {
         my_rows_(rows_.size(), 0),
         not_entered_(rows_.size()),
         planned_(rows_.size(), false),
-        meeting_(op.epoch, {context.rank, op.signature, op.num_refused}, op.refusal) {
+        meeting_(op.epoch, {context.rank, op.signature, op.num_refused}, op.refusal, context.patience_usec) {
     std::iota(not_entered_.begin(), not_entered_.end(), 0);
     if (!op.makes_plan()) return;
     not_planned_ = not_entered_;

@@ -57,7 +57,7 @@ class SlotOperation : public SlotWork {
       : context_(context),
         ports_(*context.slots),
         call_(call),
-        meeting_(call.number, {context.rank, call.signature, call.num_refused}, call.refusal),
+        meeting_(call.number, {context.rank, call.signature, call.num_refused}, call.refusal, context.patience_usec),
         entered_(context.incoming.size(), false) {}
 
  protected:

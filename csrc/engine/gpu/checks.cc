@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "backend/gpu/windows.h"
 #include "common/units.h"
 #include "engine/gpu/engine.h"
 

@@ -244,7 +244,8 @@ bool GpuEngine::tell_fault() const {
   // A peer that has refused more calls will soon send the reason.
   const bool peer_knows =
       static_cast<gpu::DeviceFault>(group_.error->code) == gpu::DeviceFault::kMismatch && record.seen > record.expected;
-  for (const uint64_t met = now_usec(); peer_knows && !plane_.failed() && now_usec() - met < kWhyUsec;) usleep(1000);
+  const uint64_t met = now_usec(), patience_usec = why_usec(config_.progress_timeout_s);
+  while (peer_knows && !plane_.failed() && now_usec() - met < patience_usec) usleep(1000);
   const std::shared_lock held(memory_mutex_);
   if (given_back_ || plane_.failed()) return true;
   if (static_cast<gpu::DeviceFault>(group_.error->code) == gpu::DeviceFault::kMasked)
@@ -357,7 +358,9 @@ Stats GpuEngine::stats() const {
     if (local.step_nsec[s] > 0)
       all.emplace_back(std::string("step_seconds.") + step_name(static_cast<Step>(s)),
                        static_cast<double>(local.step_nsec[s]) * 1e-9);
-  all.emplace_back("low_latency.masked_ranks", std::popcount(local.low_latency.masked));
+  int num_masked = 0;
+  for (const uint32_t word : local.low_latency.masked) num_masked += std::popcount(word);
+  all.emplace_back("low_latency.masked_ranks", num_masked);
   all.emplace_back("low_latency.dropped_pairs", static_cast<double>(local.low_latency.dropped_pairs));
   for (uint16_t number : numbers_.number_of) waited_usec.push_back(waited_nsec[number] / 1000);
   put_straggler(all, waited_usec, config_.rank);

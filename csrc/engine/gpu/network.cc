@@ -208,8 +208,8 @@ void Network::fill_slots(gpu::SlotNet& net, const RankNumbers& numbers) {
   copy(net.from, from);
   copy(net.relayed, relayed);
   if (mine.votes_offset == 0) return;
-  net.own_votes = at<gpu::SlotVote>(host(rank_), mine.votes_offset);
-  net.far_votes = at<gpu::SlotVote>(host(rank_), mine.votes_offset + sizeof(RankVotes));
+  net.own_votes = at<gpu::SlotVotes>(host(rank_), mine.votes_offset);
+  net.far_votes = net.own_votes + 1;
 }
 
 void Network::follow_slot_events(const gpu::Group& group, gpu::Followed& followed, const RankNumbers& numbers) {

@@ -4,6 +4,7 @@
 #include <bit>
 #include <tuple>
 
+#include "backend/gpu/windows.h"
 #include "common/units.h"
 #include "engine/gpu/engine.h"
 
@@ -64,7 +65,10 @@ std::shared_ptr<GpuPlan> GpuEngine::new_plan(const DispatchArgs& args) const {
   sizes.sent_pairs = std::min(plan->view.num_tokens * args.routing.width, layout_.max_pairs);
   sizes.most_tokens = tokens;
   sizes.most_pieces = most_pieces(args.routing.width);
+  sizes.most_pairs =
+      static_cast<uint32_t>(std::min<uint64_t>(uint64_t{tokens} * args.routing.width, layout_.max_pairs));
   if (layout_.num_domains > 1) {
+    sizes.most_rows = gpu::kTokenBlock;
     sizes.relayed_rows = (layout_.num_streams - 1) * tokens;
     sizes.sent_addends = sizes.sent_pairs;
   }
@@ -256,14 +260,16 @@ std::shared_ptr<Operation> GpuEngine::combine(const CombineArgs& args) {
   }
   gpu::KernelCombineArgs combine;
   combine.signature = make_signature(args, plan.facts());
-  const uint32_t most_tokens = plan.sizes.most_tokens;
-  combine.window_tokens = combine_window_tokens(layout_, piece_bytes, plan.sizes.most_pieces);
-  if (most_tokens > combine.window_tokens) {
-    combine.window_tokens = combine_window_tokens(layout_, piece_bytes, plan.sizes.most_pieces, true);
-    combine.num_windows = (most_tokens + combine.window_tokens - 1) / combine.window_tokens;
+  const GpuPlan::Sizes& sizes = plan.sizes;
+  combine.window_tokens = combine_window_tokens(layout_, piece_bytes, sizes.most_pieces, false, sizes.most_rows);
+  if (sizes.most_tokens > combine.window_tokens) {
+    combine.window_tokens = combine_window_tokens(layout_, piece_bytes, sizes.most_pieces, true, sizes.most_rows);
+    combine.num_windows = (sizes.most_tokens + combine.window_tokens - 1) / combine.window_tokens;
   }
-  if (layout_.weights_apart && combine.signature.with_weights != 0) combine.num_windows += 1;
   combine.num_windows *= layout_.stream_batches;
+  const uint32_t for_weights = combine.signature.with_weights != 0 ? weight_windows(layout_, sizes.most_pairs) : 0;
+  combine.num_windows += for_weights;
+  combine.first_weight_window = combine.num_windows - std::max(for_weights, 1u);
   combine.may_drop = plan.has_capacity;
   combine.hidden = args.hidden;
   combine.dtype = args.dtype;

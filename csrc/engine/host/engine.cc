@@ -128,6 +128,7 @@ void HostEngine::start(Drive drive) {
   const host::Layout layout{topo_, rings_, plane_.layout(), plane_.channels()};
   context_ = host::make_context(layout, {config_.rank, order_of(config_)}, bases,
                                 {&plane_.commands(), &plane_.control().proxy_bell, &worker_trace_});
+  context_->patience_usec = why_usec(config_.progress_timeout_s);
   drive_ = drive;
   if (context_->slots != nullptr)
     slots_ = std::make_unique<SlotLanes>(config_, plane_, *context_, worker_trace_, [this] {

@@ -88,7 +88,7 @@ bool SlotLanes::receive(Operation& operation) {
   }
   std::vector<bool> gone = context_.slots->masked;
   for (size_t rank = 0; operation.agreement && rank < gone.size(); ++rank)
-    gone[rank] = (operation.agreement->gone() & host::bit_of(static_cast<int>(rank))) != 0;
+    gone[rank] = operation.agreement->gone().test(rank);
   std::vector<WaitingOn> missing;
   if (!operation.votes || operation.settled) missing = operation.work->missing(gone);
   note_waits(operation, missing);
@@ -119,10 +119,7 @@ bool SlotLanes::receive(Operation& operation) {
 bool SlotLanes::settle(Operation& operation, const std::vector<WaitingOn>& missing) {
   const uint64_t now = patience_.now();
   if (!operation.agreement) {
-    host::RankBits masked = 0;
-    for (int rank = 0; rank < config_.num_ranks; ++rank)
-      if (context_.slots->masked[static_cast<size_t>(rank)]) masked |= host::bit_of(rank);
-    operation.agreement.emplace(context_, num_settled_ + 1, masked, static_cast<uint64_t>(config_.mask_timeout_s * 1e6),
+    operation.agreement.emplace(context_, num_settled_ + 1, named_, static_cast<uint64_t>(config_.mask_timeout_s * 1e6),
                                 now);
   }
   host::Agreement& agreement = *operation.agreement;
@@ -142,16 +139,17 @@ bool SlotLanes::settle(Operation& operation, const std::vector<WaitingOn>& missi
   ++num_settled_;
   operation.settled = true;
   operation.moved_usec = now;
+  named_ = agreement.named();
   mask(agreement.gone());
   return true;
 }
 
-void SlotLanes::mask(host::RankBits ranks) {
+void SlotLanes::mask(const host::RankBits& ranks) {
   host::SlotPorts& ports = *context_.slots;
   const std::lock_guard lock(mutex_);
   for (int rank = 0; rank < config_.num_ranks; ++rank) {
     const auto r = static_cast<size_t>(rank);
-    if ((ranks & host::bit_of(rank)) == 0 || ports.masked[r]) continue;
+    if (!ranks.test(r) || ports.masked[r]) continue;
     ports.masked[r] = true;
     masked_[r] = 1;
     if (context_.topo.domain_of[r] != context_.domain) continue;

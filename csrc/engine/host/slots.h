@@ -80,7 +80,7 @@ class SlotLanes {
   bool advance(Operation& operation, bool may_stage);
   bool receive(Operation& operation);
   bool settle(Operation& operation, const std::vector<WaitingOn>& missing);
-  void mask(host::RankBits ranks);
+  void mask(const host::RankBits& ranks);
   void note_waits(Operation& operation, const std::vector<WaitingOn>& missing);
   void check_arrival(const Operation& operation, const std::vector<WaitingOn>& missing, uint64_t since_usec);
   void check_progress(Operation& operation, const WaitingOn& waiting);
@@ -110,6 +110,7 @@ class SlotLanes {
   PatienceClock patience_;
   ClosedRanks closed_;
   uint64_t num_settled_ = 0;
+  host::RankBits named_;  // by decisions: they are masked, between domains with their domains
   int waiting_for_ = -1;
 };
 

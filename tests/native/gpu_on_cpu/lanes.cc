@@ -67,6 +67,15 @@ namespace {
 
 constexpr uint8_t kGarbage = 0xA5;
 
+// An offset in the program, as addr2line takes it.
+std::string place_of(const void* at) {
+  Dl_info program{};
+  if (at != nullptr) dladdr(at, &program);
+  char text[64];
+  std::snprintf(text, sizeof(text), " at +0x%zx",
+                static_cast<size_t>(static_cast<const char*>(at) - static_cast<char*>(program.dli_fbase)));
+  return text;
+}
 const char* name_of(Meeting kind) {
   static const char* const names[] = {"__syncwarp", "a shuffle", "a vote", "a reduction"};
   return names[static_cast<uint32_t>(kind)];
@@ -230,8 +239,8 @@ const uint64_t* Block::meet(Meeting kind, LaneMask mask, uint64_t value, const v
   if ((mask >> place & 1) == 0) fail("a lane that is not in its own mask");
   if ((mask & warp.left) != 0) fail(std::string(name_of(kind)) + " waits for a lane that has left");
   if (warp.arrived != 0 && (warp.kind != kind || warp.mask != mask))
-    fail("lane " + std::to_string(lane.index.x) + " is in " + name_of(kind) + ", others of its warp are in " +
-         name_of(warp.kind));
+    fail("lane " + std::to_string(lane.index.x) + " is in " + name_of(kind) + place_of(at) +
+         ", others of its warp are in " + name_of(warp.kind) + "\n" + report());
   warp.kind = kind;
   warp.mask = mask;
   const uint32_t number = warp.number;
@@ -301,17 +310,11 @@ void Block::act() {
 
 // ---- what is known of a block ---------------------------------------------------------------------------------------
 
-// Places are offsets in the program, as addr2line takes them.
 std::string Block::report() const {
   std::map<std::string, std::vector<uint32_t>> alike;
-  for (const Lane& lane : lanes_) {
-    Dl_info program{};
-    if (lane.waits_at != nullptr) dladdr(lane.waits_at, &program);
-    char at[64];
-    std::snprintf(at, sizeof(at), " at +0x%zx",
-                  static_cast<size_t>(static_cast<const char*>(lane.waits_at) - static_cast<char*>(program.dli_fbase)));
-    alike[lane.state == State::kLeft ? "has left" : std::string(lane.waits_for) + at].push_back(number_of(lane));
-  }
+  for (const Lane& lane : lanes_)
+    alike[lane.state == State::kLeft ? "has left" : lane.waits_for + place_of(lane.waits_at)].push_back(
+        number_of(lane));
   std::string text;
   for (auto& [what, lanes] : alike) {
     text += "  block " + std::to_string(number_) + ", " + what + ":";

@@ -43,8 +43,8 @@ struct FoldRole {
     const Fold<kNet, kForm> fold{k, shared.folds, shared.boxes.of(warp), units, kNet ? 0 : warp * kTold};
     const uint32_t warps = folding(k.g, shared.folds);
     sum_all<kBulk, Row, Wire>({k.crew, first, warps, false}, k.g, fold, k.args.hidden, pipeline);
-    if (k.args.row_weights != nullptr && first == 0 && is_last(k.args, read_shared(&shared.folds.window)))
-      fold_weights(k);
+    if (k.args.row_weights != nullptr && first == 0 && has_weights(k.args, read_shared(&shared.folds.window)))
+      fold_weights(k, read_shared(&shared.folds.window));
     __syncwarp();
     if (k.crew.lane() == 0) count_shared(&shared.boxes.ended);
     clock.stop();

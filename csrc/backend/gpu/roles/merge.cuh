@@ -1,7 +1,7 @@
 // The role that merges what comes back: first the streams that we relay, then our own tokens.
 #pragma once
 
-#include "backend/gpu/merge.cuh"
+#include "backend/gpu/merge_weights.cuh"
 #include "backend/gpu/roles.cuh"
 #include "backend/gpu/sum_bulk.cuh"
 
@@ -25,7 +25,7 @@ struct MergeRole {
     if (w >= kHalves && !has_folded && !k.crew.all(k.crew.thread != 0 || wait_flag(k.g, ended))) return;
     if constexpr (kNet) {
       const StepClock clock(k, Step::kMerge, has_folded ? gridDim.x : 0);
-      if (!wait_returns_gone(k, range)) return;
+      if (!begin_returns(k, range, !has_folded)) return;
       if (!is_alone(k.g))
         sum_all<kBulk, Wire, Wire>(summers(k, has_folded), k.g, Relay{k, range}, k.args.hidden, pipeline);
       clock.stop();
@@ -39,7 +39,7 @@ struct MergeRole {
     if (!has_folded) merge.template fill_empty<Row>();
     sum_all<kBulk, Wire, Row>(summers(k, has_folded), k.g, merge, k.args.hidden, pipeline);
     if (!is_last(k.args, range.window))
-      end_window(k, range.window);
+      end_window(k, range, has_folded);
     else if (!has_folded)
       finish_merge(k, range);
     clock.stop();
@@ -73,8 +73,10 @@ struct MergeRole {
       reset_shares(g, what, window % kHalves);
   }
   // By both crews of all blocks, at the end of a window that is not the last: the last of them says that its pieces
-  // have been merged. Not inlined, because its caller has no registers to spare.
-  static __device__ __noinline__ void end_window(const CombineKernel k, uint32_t w) {
+  // have been merged, and its weights. Not inlined, because its caller has no registers to spare.
+  static __device__ __noinline__ void end_window(const CombineKernel k, const MergeRange& range, bool has_folded) {
+    const uint32_t w = range.window;
+    if (kNet && !has_folded && k.args.weights != nullptr && has_weights(k.args, w) && going(k)) merge_weights(k, range);
     if (!going(k) || !last_block(k, w % kHalves == 0 ? Phase::kEvenWindow : Phase::kOddWindow, 2 * workers(k.g)))
       return;
     if (k.crew.thread == 0) reset_all_shares(k.g, w);

@@ -42,23 +42,28 @@ struct PushReturnsRole {
                                      kBulk ? segments_of(k.args.hidden * 2) : 1};
       };
       push_chunks(k.g, 1, net.num_relayed + 1, pushed, outgoing_of, [] { return true; });
+      if (!has_weights(k.args, w)) continue;
+      const bool relayed = lane != 0 || wait_block(k.g, &local(k.g).weights_relayed, k.op.window(w));
+      if (!__all_sync(kFullWarp, relayed)) return;
+      __syncwarp();
+      for (uint32_t stream = 1; stream <= net.num_relayed; ++stream) push_weights(k, w, stream);
     }
-    if (k.args.signature.with_weights == 0) return;
-    if (!__all_sync(kFullWarp, lane != 0 || wait_block(k.g, &local(k.g).weights_relayed, k.op.epoch))) return;
-    __syncwarp();
-    for (uint32_t stream = 1; stream <= net.num_relayed; ++stream) push_weights(k, stream);
   }
-  static __device__ __forceinline__ void push_weights(const CombineKernel& k, uint32_t stream) {
-    const uint32_t pairs = k.plan.relayed_pairs[stream], last = k.args.num_windows - 1;
-    uint32_t row_chunks = 0;
-    for (uint32_t w = 0; w <= last; ++w) row_chunks += relayed_part(k, w, stream).chunks;
-    const uint32_t chunks = weight_chunks_of(k, last, pairs);
+  // Those of window w. All rows of the stream have been pushed, and all earlier weights.
+  static __device__ __forceinline__ void push_weights(const CombineKernel& k, uint32_t w, uint32_t stream) {
+    const PairRange its = weights_of(k, w, k.plan.relayed_pairs[stream]);
+    const uint32_t chunks = weight_chunks(its.end - its.begin, k.g.map.slot_weights);
+    if (chunks == 0) return;
+    uint32_t before = 0;
+    for (uint32_t earlier = k.crew.lane(); earlier <= w; earlier += kWarp)
+      before += earlier < w ? relayed_chunks(k, earlier, stream) : relayed_part(k, w, stream).chunks;
+    before = warp_sum(before);
     for (uint32_t first = 0; first < chunks; first += kWarp) {
       const uint32_t c = first + k.crew.lane();
-      const uint64_t left = uint64_t{4} * pairs - c * k.g.map.slot_bytes;
+      const uint64_t left = uint64_t{4} * (its.end - its.begin) - c * k.g.map.slot_bytes;
       push_all(k.g, c < chunks, [&](uint32_t) {
         return Command{k.g.net.relayed[stream].channel, min(left, k.g.map.slot_bytes),
-                       k.g.net_state.relayed[stream] + row_chunks + c};
+                       k.g.net_state.relayed[stream] + before + c};
       });
     }
   }

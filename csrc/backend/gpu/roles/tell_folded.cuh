@@ -43,7 +43,8 @@ struct TellFoldedRole {
     if (!kNet && blockIdx.x == 0 && shared.folds.window == 0) write_packets(k);
     if (going(k)) tell_empty_token_blocks(k, shared.folds.window);
     tell_folded(Fold<kNet, kForm>{k, shared.folds, nullptr, 0}, FoldsRows::folding(k.g, shared.folds), shared.boxes);
-    if (is_last(k.args, shared.folds.window)) tell_all_folded(k);
+    if (is_last(k.args, shared.folds.window) || has_weights(k.args, shared.folds.window))
+      tell_all_folded(k, shared.folds.window);
   }
 
  private:
