@@ -86,7 +86,7 @@ CLAIM("a ring back that holds one token block carries several, in turn") {
     run.hidden = 8192;
     run.num_tokens = {170, 150, 0};
     run.window_tokens = 170;
-    run.least_windows = 2 * 6 + 2 * (6 + 1);
+    run.least_windows = run.most_windows = 2 * 6 + 2 * (6 + 1);
     EngineConfig config = config_of(run, 0);
     config.budget_bytes = gpu_least_budget_bytes(config);
     const gpu::DeviceRegionLayout layout = gpu_layout_of(config);

@@ -264,7 +264,7 @@ inline void RoutingMemory::fill() {
 struct RoutingMemory::Reached {
   std::vector<std::map<uint32_t, std::set<uint32_t>>> ranks;  // by domain and token
   std::vector<Words> pieces_before, rows_before;              // [domains][tokens + 1]; rows: of the stream
-  gpu::BlockMost most;
+  gpu::BlockMost most;                                        // of a token block
 
   explicit Reached(const RoutingMemory& of)
       : ranks(of.map().num_domains),
@@ -346,7 +346,7 @@ inline uint64_t RoutingMemory::write_expected_packet(const Reached& reached, uin
   head.num_pairs = sizes.pairs;
   head.num_rows = sizes.rows;
   head.stream_rows = sizes.stream_rows;
-  head.most_of_block = reached.most.word;
+  head.most_of_block = reached.most.with(gpu::BlockMost::of_pairs(static_cast<uint32_t>(pairs_.size()))).word;
   for (uint32_t c = 0; c <= blocks; ++c) {
     const uint32_t end = std::min(32 * c, tokens);
     words(parts.token_block_pieces)[c] = pieces_before[end];

@@ -30,6 +30,7 @@ def static_shared_bytes() -> int:
     [pytest.param(name, marks=[] if name in CHOSEN else pytest.mark.slow) for name in ARCHITECTURES],
 )
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
+@pytest.mark.timeout(1200)  # it may compile
 def test_kernels_fit(source: Path, architecture: str) -> None:
     if architecture not in known():
         pytest.skip(f"{NVCC} does not know sm_{architecture}")
@@ -41,6 +42,7 @@ def test_kernels_fit(source: Path, architecture: str) -> None:
         assert kernel.shared_bytes <= static_shared_bytes(), kernel
 
 
+@pytest.mark.timeout(1200)
 def test_bulk_copies_are_compiled_where_there_are_some() -> None:
     """Control: of an architecture without them such kernels are empty."""
     if not {"80", "90a"} <= set(known()):
