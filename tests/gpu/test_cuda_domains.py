@@ -13,6 +13,7 @@ import torch
 
 from tests.cases import NO_CAPACITY, EngineSpec, expect, make_case, with_inputs
 from tests.gpu.domain_ranks import NEEDS_GPU, DomainRanks, Seat, check, spec_of, tight_spec, wrong_with
+from uccl_ep_train import EpConfig, memory_plan
 
 pytestmark = NEEDS_GPU
 
@@ -146,6 +147,26 @@ def test_more_than_the_buffer_holds_goes_in_windows(
         # A dispatch, a combine and a backward of each per case; rows of codes are half as wide.
         operations = 4 * entry["caller.dispatch.calls"]
         assert entry["windows"] >= (1.5 if wire == "fp8" else 2) * operations > 0, entry
+
+
+@pytest.mark.parametrize("layout", ["2x1", "2x2"])
+def test_gradients_of_many_weights_go_in_windows_of_their_own(domain_ranks: DomainRanks, layout: str) -> None:
+    """A window has those of at most 32,768 pairs of a stream. Control: no weights, fewer windows."""
+    tokens = 12_288
+    spec = spec_of(layout, num_experts=16, hidden=256, settings=(("window_tokens", tokens),))
+    config = EpConfig(**spec.config(), backend="cuda")
+    least = memory_plan(config, spec.num_ranks).least_budget_bytes
+    spec = replace(spec, settings=(*spec.settings, ("budget_bytes", least)))
+    many: dict[str, Any] = {
+        "form": "topk", "top_k": 8, "focus": "spread", "drop_rate": 0.0, "capacity": NO_CAPACITY,
+        "dtype": torch.bfloat16, "dispatch_dtype": "bf16", "grad_dtype": "bf16",
+        "num_tokens": (tokens,) * spec.num_ranks,
+    }  # fmt: skip
+    with_weights, without = (
+        check(domain_ranks, spec, range(1), weighted=weighted, **many) for weighted in (True, False)
+    )
+    for entry, control in zip(with_weights, without, strict=True):
+        assert entry["windows"] >= control["windows"] + 2 > 2, (entry, control)
 
 
 @EACH

@@ -20,7 +20,7 @@ from uccl_ep_train.errors import InputError
 
 pytestmark = [
     pytest.mark.gpu,
-    needs_gpus(),
+    needs_gpus(2),
 ]
 
 

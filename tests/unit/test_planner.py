@@ -237,8 +237,9 @@ def test_windows_are_those_of_the_native_layout() -> None:
 
 @needs_kernels
 def test_tokens_whose_routing_a_buffer_does_not_hold_are_refused() -> None:
-    assert protocol_of(shape(128, 8, tokens=65536)).memory is not None
-    of = shape(256, 8, tokens=60000)
+    for ranks in (128, 256):
+        assert protocol_of(shape(ranks, 8, tokens=65536)).memory is not None
+    of = shape(512, 8, tokens=60000, router=Router(num_experts=512, topk=8))
     with pytest.raises(
         ShapeError, match=r"60000 tokens .* window_tokens = None .* holds the routing of \d+ tokens"
     ):

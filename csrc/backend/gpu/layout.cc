@@ -111,9 +111,10 @@ uint64_t hash_of(const DeviceRegionLayout& layout, uint64_t hash) {
 }
 
 // The routing, which is not split into windows, may take half of the budget for what usual tokens need, a tenth for
-// more of them, and gets at least what `window_tokens` tokens need. It gets more where windows stay so long that they
-// cost no time, and three quarters of what they are with usual tokens, or where there is a single one. Rows, which are
-// split into windows, get the rest.
+// more of them, and gets at least what `window_tokens` tokens need. It gets more where windows stay three quarters of
+// what they are with usual tokens, and so long that they cost no time, or where there is a single one. If usual tokens'
+// windows cost time, too, three quarters are enough where they make room for all tokens. Rows, which are split into
+// windows, get the rest.
 Lengths lengths_of(const Layouts& layouts, const RegionNeeds& needs, uint64_t budget_bytes) {
   // Bytes beyond the least routing; what fits into its last page costs nothing.
   const auto routing = [&](uint32_t tiles) {
@@ -126,7 +127,10 @@ Lengths lengths_of(const Layouts& layouts, const RegionNeeds& needs, uint64_t bu
   };
   const uint32_t given = needs.window_tokens, wanted = given == 0 ? kMaxTokens : given;
   const uint32_t usual = longest_window(layouts.wanted_tiles(), tiles_of(wanted));
-  const uint32_t enough = std::max(usual - usual / 4, enough_blocks(layouts.shapes().front().domains, needs.row_bytes));
+  const uint32_t domains = layouts.shapes().front().domains, most_of_usual = usual - usual / 4;
+  uint32_t enough = std::max(most_of_usual, enough_blocks(domains, needs.row_bytes));
+  const bool holds_all = given == 0 && layouts.bytes(tiles_of(kMaxTokens), most_of_usual) <= budget_bytes;
+  if (domains > 1 && usual < enough && holds_all) enough = most_of_usual;
   const auto fits = [&](uint32_t n) {
     const uint64_t most = budget_bytes / (n <= tiles_of(kUsualTokens) ? 2 : 10);
     const bool leaves_enough = layouts.bytes(n, std::min(enough, n * kBlocks)) <= budget_bytes;
@@ -148,7 +152,7 @@ uint64_t least_budget_bytes(const Topology& topo, const RegionNeeds& needs) {
 }
 
 // Weights' gradients go in windows of their own, which take a turn more, if rows' windows are an eighth longer then, or
-// if there is room for more tokens.
+// if there is room for more tokens: in as long windows, or for all in three quarters.
 DeviceRegionLayout make_layout(const Topology& topo, int domain, const RegionNeeds& needs, uint64_t budget_bytes) {
   budget_bytes = std::min(budget_bytes, kMostRegionBytes);
   Layouts layouts(topo, needs), apart(topo, needs);
@@ -158,8 +162,9 @@ DeviceRegionLayout make_layout(const Topology& topo, int domain, const RegionNee
   if (layouts.weights_go_with_rows() && lengths.window * kTokenBlock < kUsualTokens) {
     apart.take_room_with_weights_apart(budget_bytes);
     const Lengths its = lengths_of(apart, needs, budget_bytes);
+    const bool holds_all = its.tiles == tiles_of(kMaxTokens);
     if (its.window >= lengths.window + std::max(lengths.window / 8, 1u) ||
-        (its.window >= lengths.window && its.tiles > lengths.tiles)) {
+        (its.tiles > lengths.tiles && its.window >= lengths.window - (holds_all ? lengths.window / 4 : 0))) {
       best = &apart;
       lengths = its;
     }
