@@ -20,13 +20,14 @@ pytestmark = [pytest.mark.fault, pytest.mark.waits]
 T, H, K, E = 8, 256, 2, 8
 ABSENT = 2
 ARRIVAL_S, PROMPTLY_S = 3.0, 2.0
+LONG_S = 40.0  # nothing but the event ends a wait: not the deadline either, on a busy machine
 
 
-def wait_for_absent(rank: Rank, layout: str, where: str) -> Any:
+def wait_for_absent(rank: Rank, layout: str, where: str, arrival_s: float) -> Any:
     """What ended the wait: the error, the rank that it names, its text, and when."""
     config = EpConfig(
         num_experts=E, hidden=H, domains=LAYOUTS[layout], backend="host", budget_bytes=8 << 20,
-        low_latency_tokens=T, low_latency_topk=K, arrival_timeout_s=ARRIVAL_S, progress_timeout_s=3.0,
+        low_latency_tokens=T, low_latency_topk=K, arrival_timeout_s=arrival_s, progress_timeout_s=3.0,
     )  # fmt: skip
     buffer = Buffer(None, config, bootstrap=TorchBootstrap(rank.group, timeout_s=START_TIMEOUT_S))
     calls = LowLatency(buffer)
@@ -58,7 +59,8 @@ def wait_for_absent(rank: Rank, layout: str, where: str) -> Any:
 
 def ends(layout: str, where: str, how: str) -> tuple[dict[int, Any], float]:
     waiting = [rank for rank in range(len(LAYOUTS[layout])) if rank != ABSENT]
-    with ProcessRanks(len(LAYOUTS[layout]), wait_for_absent, (layout, where)) as ranks:
+    arrival_s = ARRIVAL_S if how == "freeze" else LONG_S
+    with ProcessRanks(len(LAYOUTS[layout]), wait_for_absent, (layout, where, arrival_s)) as ranks:
         ranks.wait_mark("waits")
         time.sleep(0.6)
         at = time.monotonic()

@@ -103,7 +103,7 @@ ENGINE_MUTANTS = {
         "r = k.g.first + i % members, its", "r = k.g.rank, its",
     ),
     "the first block that has folded says that all have": (
-        ONE_DOMAIN, "fold.cuh", "last_block(k, phase, workers(k.g)) && going(k)",
+        ONE_DOMAIN_IN_WINDOWS, "fold.cuh", "last_block(k, phase, workers(k.g)) && going(k)",
         "going(k) && phase < Phase::kThrough",
     ),
     "a window's rows lie in the ring where the first window's do": (

@@ -75,7 +75,7 @@ struct Lane {
   const void* waits_at = nullptr;
   Group open_group;
   std::deque<Group> groups;
-#ifdef __SANITIZE_ADDRESS__
+#ifdef GPU_ON_CPU_ADDRESS
   void* fake_stack = nullptr;
 #endif
 };
@@ -162,7 +162,7 @@ class Block {
   std::string fault_;
   std::deque<BulkLoad> loads_;
   std::deque<std::shared_ptr<BulkStore>> stores_;
-#ifdef __SANITIZE_ADDRESS__
+#ifdef GPU_ON_CPU_ADDRESS
   void* scheduler_fake_stack_ = nullptr;
   const void* scheduler_stack_ = nullptr;
   size_t scheduler_stack_bytes_ = 0;

@@ -10,7 +10,10 @@
 #include <new>
 #include <vector>
 
-#ifdef __SANITIZE_ADDRESS__
+#if defined(__SANITIZE_ADDRESS__) && !defined(GPU_ON_CPU_ADDRESS)
+#define GPU_ON_CPU_ADDRESS
+#endif
+#ifdef GPU_ON_CPU_ADDRESS
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
@@ -36,7 +39,7 @@ class Stack {
     }
   }
   ~Stack() {
-#ifdef __SANITIZE_ADDRESS__
+#ifdef GPU_ON_CPU_ADDRESS
     __asan_unpoison_memory_region(base_, kStackBytes);  // a lane that was given up has left its frames
 #endif
     const std::lock_guard lock(mutex());

@@ -83,10 +83,11 @@ const char* name_of(Meeting kind) {
 
 std::mutex blocks_mutex;
 std::vector<Block*> all_blocks;
+std::atomic<uint32_t> num_blocks{0};
 thread_local Block* own_block = nullptr;
 
 void enter_lane() {
-#ifdef __SANITIZE_ADDRESS__
+#ifdef GPU_ON_CPU_ADDRESS
   __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
 #endif
   try {
@@ -102,12 +103,12 @@ void enter_lane() {
 void Block::resume(Lane& lane) {
   running_ = &lane;
   thread_index = lane.index;
-#ifdef __SANITIZE_ADDRESS__
+#ifdef GPU_ON_CPU_ADDRESS
   void* own = nullptr;
   __sanitizer_start_switch_fiber(&own, lane.stack->base(), kStackBytes);
 #endif
   Context::change(scheduler_, lane.context);
-#ifdef __SANITIZE_ADDRESS__
+#ifdef GPU_ON_CPU_ADDRESS
   __sanitizer_finish_switch_fiber(own, nullptr, nullptr);
 #endif
   running_ = nullptr;
@@ -115,11 +116,11 @@ void Block::resume(Lane& lane) {
 
 void Block::suspend([[maybe_unused]] bool for_good) {
   Lane& lane = *running_;
-#ifdef __SANITIZE_ADDRESS__
+#ifdef GPU_ON_CPU_ADDRESS
   __sanitizer_start_switch_fiber(for_good ? nullptr : &lane.fake_stack, scheduler_stack_, scheduler_stack_bytes_);
 #endif
   Context::change(lane.context, scheduler_);
-#ifdef __SANITIZE_ADDRESS__
+#ifdef GPU_ON_CPU_ADDRESS
   __sanitizer_finish_switch_fiber(lane.fake_stack, nullptr, nullptr);
 #endif
 }
@@ -129,7 +130,7 @@ void Block::run() {
   block_index = {number_, 0, 0};
   grid_size = {grid_.blocks, 1, 1};
   std::memset(dynamic_bytes, kGarbage, grid_.shared_bytes);
-#ifdef __SANITIZE_ADDRESS__
+#ifdef GPU_ON_CPU_ADDRESS
   pthread_attr_t attributes;
   void* base = nullptr;
   pthread_getattr_np(pthread_self(), &attributes);
@@ -147,12 +148,14 @@ void Block::run() {
   {
     const std::lock_guard lock(blocks_mutex);
     all_blocks.push_back(this);
+    num_blocks = static_cast<uint32_t>(all_blocks.size());
   }
   schedule();
   if (!fault_.empty()) given_up_.store(true);
   {
     const std::lock_guard lock(blocks_mutex);
     std::erase(all_blocks, this);
+    num_blocks = static_cast<uint32_t>(all_blocks.size());
   }
   if (fault_.empty() && !given_up_.load() && !loads_.empty())
     fault_ = "a block has left while a bulk load was under way";
@@ -180,14 +183,14 @@ void Block::schedule() {
   }
 }
 
-// Every lane that is not parked looks at flags.
+// Every lane that is not parked looks at flags. The more blocks there are, the more rarely: they share few cores.
 void Block::idle() {
   turns_since_work_ = 0;
   if (move_bulk(true)) return;
   if (++idle_rounds_ < 4)
     sched_yield();
   else
-    usleep(std::min(idle_rounds_ * 5, 200u));
+    usleep(std::min(idle_rounds_ * idle_rounds_, std::max(200u, 20 * num_blocks)));
 }
 
 void Block::leave() {
