@@ -91,6 +91,8 @@ def _child(
     environment: dict[str, str],
 ) -> None:
     _die_with_parent()
+    # As in a program started from a shell; what runs in the background ignores it from the start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # The server that it was forked from has the environment of the first test that used one.
     os.environ.clear()
     os.environ.update(environment)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -43,8 +42,6 @@ def inputs(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]
 
 
 def make_buffer(rank: Rank, **changes: Any) -> Buffer:
-    # As in a program that was started from a shell, whoever started the tests.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     bootstrap = TorchBootstrap(rank.group, timeout_s=START_TIMEOUT_S)
     return Buffer(None, EpConfig(**(SETTINGS | changes)), bootstrap=bootstrap)
 
