@@ -34,8 +34,9 @@ def jobs() -> dict[str, Job]:
         sources, flavour = test_native.sources_of("gpu_engine"), test_lanes.MODES[mode]
         found[f"gpu_engine, {mode}"] = partial(building.objects_of, sources, flavour)
     for source in kernels.SOURCES:
-        for architecture in filter(kernels.CHOSEN.__contains__, kernels.known()):
-            found[f"{source.stem}, sm_{architecture}"] = partial(kernels.report_of, source, architecture)
+        for architecture in kernels.known():
+            if kernels.is_chosen(source, architecture):
+                found[f"{source.stem}, sm_{architecture}"] = partial(kernels.report_of, source, architecture)
     return found
 
 

@@ -26,6 +26,12 @@ ARCHITECTURES = tuple(name for name in BUILD["KNOWN"] if name != "90")
 # In every run; the others, which are like one of these, with -m slow. A compiler needs minutes for each.
 CHOSEN = ("80", "90a", "100a")
 
+
+def is_chosen(source: Path, architecture: str) -> bool:
+    """Kernels of a dispatch leave a quarter of the registers free: one architecture is enough."""
+    return architecture in CHOSEN and (source.stem != "dispatch" or architecture == "90a")
+
+
 _KERNEL = re.compile(
     r"Function properties for (\S+)\s*\n"
     r"\s*\d+ bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\s*\n"

@@ -11,7 +11,7 @@ import pytest
 
 from tests.native import kernels as reports
 from tests.native.building import CSRC
-from tests.native.kernels import ARCHITECTURES, CHOSEN, NVCC, SOURCES, kernels_of, known, report_of
+from tests.native.kernels import ARCHITECTURES, NVCC, SOURCES, kernels_of, known, report_of
 
 pytestmark = pytest.mark.skipif(not Path(NVCC).is_file(), reason=f"no nvcc ({NVCC})")
 
@@ -26,10 +26,18 @@ def static_shared_bytes() -> int:
 
 
 @pytest.mark.parametrize(
-    "architecture",
-    [pytest.param(name, marks=[] if name in CHOSEN else pytest.mark.slow) for name in ARCHITECTURES],
+    ("source", "architecture"),
+    [
+        pytest.param(
+            source,
+            name,
+            id=f"{source.stem}-{name}",
+            marks=[] if reports.is_chosen(source, name) else pytest.mark.slow,
+        )
+        for source in SOURCES
+        for name in ARCHITECTURES
+    ],
 )
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 @pytest.mark.timeout(1200)  # it may compile
 def test_kernels_fit(source: Path, architecture: str) -> None:
     if architecture not in known():
