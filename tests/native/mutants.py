@@ -125,7 +125,8 @@ ENGINE_MUTANTS = {
         "pad.cu", "first = rows_of(g, plan),", "first = rows_of(g, plan) + 1,",
     ),
     "the warp that tells leaves before the last row": (
-        TWO_DOMAINS, "fold.cuh", "read_shared(&boxes.ended) == folding", "read_shared(&boxes.ended) > 0",
+        TWO_DOMAINS, "fold.cuh", "read_shared(&boxes.ended) == folding",
+        "read_shared(&boxes.ended) > 0 * folding",
     ),
     "weights of a known plan lie on those for a higher domain": (
         "4 domains of a rank have the host's bits in windows, a map", "device.cuh",
