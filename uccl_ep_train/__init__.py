@@ -48,6 +48,7 @@ _DEFINED_IN = {
     "Topology": "core.topology",
     "TorchBootstrap": "group.bootstrap",
     "Wire": "settings.config",
+    "combine_weights": "api.weights",
     "memory_plan": "core.stats",
 }
 
@@ -77,6 +78,7 @@ __all__ = [
     "TorchBootstrap",
     "Wire",
     "__version__",
+    "combine_weights",
     "memory_plan",
 ]
 
@@ -84,6 +86,7 @@ if TYPE_CHECKING:
     from uccl_ep_train.api.buffer import Buffer, PendingCombine, PendingDispatch
     from uccl_ep_train.api.low_latency import LowLatency
     from uccl_ep_train.api.operators import Operators
+    from uccl_ep_train.api.weights import combine_weights
     from uccl_ep_train.common.handle import DispatchHandle, DispatchResult, Fp8Rows
     from uccl_ep_train.common.slots import SlotHandle, SlotRows, SlotStatistics
     from uccl_ep_train.core.stats import MemoryPlan, memory_plan

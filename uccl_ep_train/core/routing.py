@@ -199,12 +199,16 @@ def check_alignment(expert_alignment: int, handle: DispatchHandle | None) -> int
 
 def check_handle(handle: DispatchHandle, owner: object) -> None:
     """`handle` came from a dispatch of this buffer."""
-    if not isinstance(handle, DispatchHandle):
-        raise DtypeError(f"handle is {type(handle).__name__}; allowed is the handle of a DispatchResult")
+    _check_handle_type(handle)
     if handle.owner is not owner:
         raise InputError(
             "the handle comes from another buffer; allowed is a handle of this buffer's dispatch"
         )
+
+
+def _check_handle_type(handle: DispatchHandle) -> None:
+    if not isinstance(handle, DispatchHandle):
+        raise DtypeError(f"handle is {type(handle).__name__}; allowed is the handle of a DispatchResult")
 
 
 def check_combine_rows(rows: Tensor, handle: DispatchHandle, config: EpConfig, device: torch.device) -> None:
@@ -212,6 +216,19 @@ def check_combine_rows(rows: Tensor, handle: DispatchHandle, config: EpConfig, d
     check_rows("rows", rows, config, device)
     if rows.shape[0] != handle.num_rows:
         raise ShapeError(f"rows has {rows.shape[0]} rows; the handle's dispatch gave {handle.num_rows}")
+
+
+def check_row_weights(weights: Tensor, handle: DispatchHandle, config: EpConfig, device: torch.device) -> int:
+    """`weights` is [R, W] float32, contiguous. Returns W."""
+    _check_handle_type(handle)
+    _check_tensor("weights", weights, 2, device)
+    if weights.dtype != torch.float32:
+        raise DtypeError(f"weights is {_dtype(weights)}; allowed is float32")
+    rows, columns = weights.shape
+    if rows != handle.num_rows or not 0 < columns <= config.hidden:
+        allowed = f"[{handle.num_rows}, W] with W from 1 to {config.hidden}"
+        raise ShapeError(f"weights is {list(weights.shape)}; allowed is {allowed}")
+    return columns
 
 
 def check_bias(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from uccl_ep_train.api.weights import combine_weights
 from uccl_ep_train.core import topk
 from uccl_ep_train.deep_ep.checks import check, check_topk
 from uccl_ep_train.deep_ep.config import CONFIGURED_RANKS, RANKS_OF_NODE, Config, Runtime
@@ -25,8 +26,6 @@ from uccl_ep_train.errors import InputError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-_WEIGHTS = 128  # elements of the fp32 row that weights are summed in
 
 
 class Buffer(LowLatencyCalls):
@@ -226,9 +225,7 @@ class Buffer(LowLatencyCalls):
             out = engine.combine(x.contiguous(), plan, bias=biases)
             if topk_weights is None:
                 return out, None
-            rows = topk_weights.new_zeros((len(x), _WEIGHTS))
-            rows[:, :num_topk] = topk_weights
-            return out, engine.combine(rows, plan)[:, :num_topk].contiguous()
+            return out, combine_weights(engine, topk_weights.contiguous(), plan)
 
         given = (x, topk_weights, biases, handle.kept)
         (out, weights), event = self._engines.run(run, given, previous_event, async_finish)

@@ -1,0 +1,30 @@
+"""Sums of a few float32 values beside the rows that a combine sums."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from uccl_ep_train.api.buffer import Buffer
+from uccl_ep_train.common.handle import DispatchHandle
+from uccl_ep_train.core import routing
+from uccl_ep_train.settings.checks import ROW_BLOCK
+
+
+def combine_weights(buffer: Buffer, weights: Tensor, handle: DispatchHandle) -> Tensor:
+    """Sums, for each token of this rank, the weights beside the rows that `Buffer.combine` sums.
+
+    An operation of its own, whose sums have the order of those of rows. Gradients of a dispatch's weights do
+    not need it: they return with those of x.
+
+    weights  [R, W] float32, contiguous, W from 1 to `config.hidden`, equal on all ranks. What lies beside
+             padding is ignored
+    handle   of the dispatch
+
+    Returns [T, W] float32, zero for tokens without experts. Not differentiable. Raises what `Buffer.combine`
+    raises; `DtypeError`, too, if the buffer was created with max_dtype = "bf16".
+    """
+    with buffer.preparing("combine"):
+        columns = routing.check_row_weights(weights, handle, buffer.config, buffer.device)
+        rows = torch.nn.functional.pad(weights.detach(), (0, -columns % ROW_BLOCK))
+    return buffer.combine(rows, handle)[:, :columns].contiguous()
