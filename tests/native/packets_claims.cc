@@ -13,12 +13,12 @@ namespace {
 // Begin and end of the parts of a packet, in the order in which they must lie.
 std::vector<std::pair<uint64_t, uint64_t>> parts_of(const gpu::PacketSizes& s) {
   const gpu::PacketParts p = gpu::packet_parts(s);
-  const uint64_t entries = (s.num_tokens + gpu::kTokenBlock - 1) / gpu::kTokenBlock + 1;
+  const uint64_t group_bytes =
+      sizeof(gpu::BlockRows) * gpu::BlockRows::groups((s.num_tokens + gpu::kTokenBlock - 1) / gpu::kTokenBlock);
   return {{0, sizeof(gpu::DeviceHeader)},
           {p.counts, p.counts + uint64_t{4} * s.members * s.experts_per_rank},
-          {p.token_block_rows, p.token_block_rows + 4 * s.members * entries},
-          {p.token_block_pieces, p.token_block_pieces + 4 * entries},
-          {p.token_block_streams, p.token_block_streams + 4 * entries},
+          {p.token_block_rows, p.token_block_rows + s.members * group_bytes},
+          {p.token_block_streams, p.token_block_streams + group_bytes},
           {p.lists, p.lists + sizeof(gpu::ListEntry) * uint64_t{s.rows}},
           {p.pairs, p.pairs + sizeof(gpu::PairEntry) * uint64_t{s.pairs}},
           {p.stream_pieces, p.stream_pieces + 4 * (uint64_t{s.stream_rows} + 1)},

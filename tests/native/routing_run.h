@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <random>
 #include <set>
@@ -207,7 +208,7 @@ inline void RoutingMemory::lay_out() {
   results_ = used_;
   take(map.token_addends, "token_addends", run_.num_tokens + 1);
   take(map.addends, "addends", pairs_.size());
-  take(map.sent_token_blocks, "sent_token_blocks", domains * (map.max_tokens / gpu::kTokenBlock + 1));
+  take(map.sent_token_blocks, "sent_token_blocks", domains * gpu::BlockRows::groups(map.max_tokens / gpu::kTokenBlock));
   take(map.pair_origin, "pair_origin", pairs_.size());
   packet_units_ = take_bytes("packet_units", sizeof(uint32_t) * domains);
   uint64_t shipped = 0;  // bytes of packets for other domains
@@ -328,6 +329,14 @@ inline uint32_t RoutingMemory::write_expected_addends(const Reached& reached, ui
   return num_addends + pieces;
 }
 
+// rows_before(block): of all earlier token blocks.
+inline void write_blocks(gpu::BlockRows* array, uint32_t blocks, const std::function<uint32_t(uint32_t)>& rows_before) {
+  for (uint32_t group = 0; group < gpu::BlockRows::groups(blocks); ++group)
+    array[group].before = rows_before(gpu::BlockRows::kBlocks * group);
+  for (uint32_t block = 0; block < blocks; ++block)
+    gpu::put_rows(array, block, rows_before(block + 1) - rows_before(block));
+}
+
 inline uint64_t RoutingMemory::write_expected_packet(const Reached& reached, uint32_t to) {
   const uint32_t tokens = run_.num_tokens, blocks = (tokens + 31) / 32, experts = run_.experts_per_rank;
   const uint32_t first = numbers_.first_of[to], members = numbers_.first_of[to + 1] - first;
@@ -347,12 +356,11 @@ inline uint64_t RoutingMemory::write_expected_packet(const Reached& reached, uin
   head.num_rows = sizes.rows;
   head.stream_rows = sizes.stream_rows;
   head.most_of_block = reached.most.with(gpu::BlockMost::of_pairs(static_cast<uint32_t>(pairs_.size()))).word;
-  for (uint32_t c = 0; c <= blocks; ++c) {
-    const uint32_t end = std::min(32 * c, tokens);
-    words(parts.token_block_pieces)[c] = pieces_before[end];
-    if (own) continue;
-    words(parts.token_block_streams)[c] = rows_before[end];
-    gpu::own_part(group_, map().sent_token_blocks)[to * (map().max_tokens / 32 + 1) + c] = rows_before[end];
+  if (!own) {
+    const auto until = [&](uint32_t block) { return rows_before[std::min(32 * block, tokens)]; };
+    write_blocks(reinterpret_cast<gpu::BlockRows*>(bytes + parts.token_block_streams), blocks, until);
+    write_blocks(gpu::own_part(group_, map().sent_token_blocks) + to * gpu::BlockRows::groups(map().max_tokens / 32),
+                 blocks, until);
   }
   for (uint32_t t = 0; t <= tokens && !own; ++t)
     if (t == tokens || rows_before[t + 1] > rows_before[t])
@@ -374,8 +382,7 @@ inline void RoutingMemory::write_expected_rows(const Reached& reached, uint8_t* 
                                                const Member& to, uint32_t& rows, uint32_t& pairs) {
   const uint32_t experts = run_.experts_per_rank, blocks = (run_.num_tokens + 31) / 32, pair_begin = pairs;
   const uint32_t domain = numbers_.domain_of[to.number];
-  uint32_t* const before = reinterpret_cast<uint32_t*>(bytes + parts.token_block_rows) + to.member * (blocks + 1);
-  std::fill_n(before, blocks + 1, 0u);
+  Words before(blocks + 1);
   std::map<uint32_t, uint32_t> pairs_of_expert;
   gpu::ListEntry* row = nullptr;
   for (const RoutedPair& pair : pairs_) {
@@ -395,6 +402,9 @@ inline void RoutingMemory::write_expected_rows(const Reached& reached, uint8_t* 
     reinterpret_cast<gpu::PairEntry*>(bytes + parts.pairs)[pairs++] = {
         static_cast<uint16_t>(expert), static_cast<uint16_t>(pairs_of_expert[expert]++)};
   }
+  write_blocks(
+      reinterpret_cast<gpu::BlockRows*>(bytes + parts.token_block_rows) + to.member * gpu::BlockRows::groups(blocks),
+      blocks, [&](uint32_t block) { return before[block]; });
 }
 
 }  // namespace uccl_ep

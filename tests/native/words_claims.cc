@@ -1,5 +1,9 @@
 // Packed words at the limits of their fields, and the signature of a call, field by field.
 #include "backend/gpu/words.h"
+
+#include <random>
+#include <vector>
+
 #include "backend/plan.h"
 #include "claims.h"
 #include "proxy/post.h"
@@ -7,6 +11,7 @@
 
 using namespace uccl_ep;
 using gpu::Addend;
+using gpu::BlockRows;
 using gpu::FoldTag;
 using gpu::RelayTag;
 
@@ -54,6 +59,42 @@ CLAIM("an addend survives at the limits of its fields, and a piece is never a re
     }
   // Negative control: one row more would be of another domain.
   EXPECT_EQ(Addend::of_domain(2, gpu::kMaxTokens).row(), 0u);
+}
+
+// What an array says of token blocks with so many rows each: of all of them, whether every number is right.
+bool says(const std::vector<uint32_t>& rows, uint32_t first) {
+  const auto blocks = static_cast<uint32_t>(rows.size());
+  std::vector<BlockRows> array(BlockRows::groups(blocks), BlockRows{0, {~0u, ~0u}});  // what nobody wrote is not read
+  std::vector<uint32_t> before(1, first), owner;  // the token block of each row
+  for (uint32_t block = 0; block < blocks; ++block) {
+    reinterpret_cast<uint8_t*>(array[block / BlockRows::kBlocks].counts)[block % BlockRows::kBlocks] =
+        static_cast<uint8_t>(rows[block]);
+    before.push_back(before.back() + rows[block]);
+    owner.insert(owner.end(), rows[block], block);
+  }
+  for (uint32_t group = 0; group < array.size(); ++group) array[group].before = before[group * BlockRows::kBlocks];
+  bool good = true;
+  for (uint32_t block = 0; block <= blocks; ++block)
+    good &= BlockRows::rows_before(array.data(), block) == before[block];
+  for (uint32_t block = 0; block < blocks; ++block) good &= BlockRows::rows(array.data(), block) == rows[block];
+  for (uint32_t i = 0; i < owner.size(); ++i) {
+    const uint32_t group = owner[i] / BlockRows::kBlocks;
+    good &= group * BlockRows::kBlocks + array[group].block_of(first + i) == owner[i];
+  }
+  return good;
+}
+
+CLAIM("rows by token block are told as they were put, up to the most that a rank has") {
+  std::mt19937 random(1);
+  for (uint32_t blocks : {0u, 1u, 7u, 8u, 9u, 40u, gpu::kMaxTokens / gpu::kTokenBlock}) {
+    std::vector<uint32_t> rows(blocks, gpu::kTokenBlock);
+    EXPECT(says(rows, 0));
+    for (uint32_t& number : rows) number = random() % 3 == 0 ? 0 : random() % (gpu::kTokenBlock + 1);
+    EXPECT(says(rows, 0));
+    EXPECT(says(rows, 1000));
+  }
+  // Negative control: more rows than a byte holds.
+  EXPECT(!says({256, 1}, 0));
 }
 
 CLAIM("a fold's tag survives at the limits of its fields, and so does the box that it is put into") {

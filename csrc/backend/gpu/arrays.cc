@@ -77,7 +77,7 @@ uint64_t lay_out_plan(PlanView& view, const PlanSizes& sizes, uint8_t* memory, c
   Arrays arrays(memory);
   const auto take = [&](auto*& pointer, uint64_t count) { arrays.take(pointer, count); };
   const uint64_t ranks = of.num_ranks, experts = of.num_experts / of.num_ranks;
-  const uint64_t entries = uint64_t{view.num_token_blocks} + 1;
+  const uint64_t groups = BlockRows::groups(view.num_token_blocks);
   take(view.routing_hash, 1);
   take(view.tokens_per_expert, experts);
   take(view.overflow, 1);
@@ -85,8 +85,7 @@ uint64_t lay_out_plan(PlanView& view, const PlanSizes& sizes, uint8_t* memory, c
   take(view.row_begin, ranks);
   take(view.row_end, ranks);
   take(view.weight_begin, ranks);
-  take(view.token_block_rows, ranks * entries);
-  take(view.token_block_pieces, ranks * entries);
+  take(view.token_block_rows, ranks * groups);
   take(view.token_blocks, ranks);
   take(view.padding, 2 * experts);
   take(view.row_piece, sizes.received_rows);
@@ -99,8 +98,8 @@ uint64_t lay_out_plan(PlanView& view, const PlanSizes& sizes, uint8_t* memory, c
     take(view.row_token, sizes.received_rows);
     return arrays.bytes();
   }
-  take(view.token_block_streams, ranks * entries);
-  take(view.sent_token_blocks, of.num_domains * entries);
+  take(view.token_block_streams, ranks * groups);
+  take(view.sent_token_blocks, of.num_domains * groups);
   take(view.addends, sizes.sent_addends);
   take(view.relayed_begin, of.num_streams);
   take(view.relayed_pairs, of.num_streams);

@@ -205,32 +205,38 @@ __device__ __forceinline__ uint64_t hash_pair(uint32_t place, uint32_t expert) {
   return z ^ z >> 31;
 }
 
-// By a warp: writes for each token block of a tile what the earlier token blocks have. With an empty tile and
-// `token_blocks` = 1 it writes the entry behind the last token block.
+// By one thread: what an array says of a token block. Neighbours may be written at the same time.
+__device__ __forceinline__ void put_rows(BlockRows* array, uint32_t block, uint32_t rows) {
+  reinterpret_cast<uint8_t*>(array[block / BlockRows::kBlocks].counts)[block % BlockRows::kBlocks] =
+      static_cast<uint8_t>(rows);
+}
+// By a warp: writes what a tile's token blocks have, and what the earlier ones. With `token_blocks` = 0, behind the
+// last one, it writes the totals.
 template <typename Tile>
 __device__ inline void write_token_blocks(const Group& g, const Tile& tile, uint32_t first, uint32_t token_blocks,
                                           uint32_t all_token_blocks) {
-  const uint32_t c0 = first / kTokenBlock, lane = threadIdx.x % kWarp, entries = all_token_blocks + 1;
-  static_assert(kTokenBlock == 32);  // bits of the lower word
-  const auto low = [](Mask mask) { return static_cast<uint32_t>(__popc(static_cast<uint32_t>(mask))); };
+  const uint32_t block = first / kTokenBlock, lane = threadIdx.x % kWarp;
+  const uint32_t groups = BlockRows::groups(all_token_blocks);
+  static_assert(BlockRows::kBlocks * kTokenBlock % kTileTokens == 0 && 8 * sizeof(Mask) == kTileTokens);
+  const auto write = [&](BlockRows* array, uint32_t before, Mask tokens) {
+    if (block % BlockRows::kBlocks == 0) array[block / BlockRows::kBlocks].before = before;
+#pragma unroll 1
+    for (uint32_t i = 0; i < token_blocks; ++i, tokens >>= kTokenBlock)
+      put_rows(array, block + i, __popcll(tokens & ((Mask{1} << kTokenBlock) - 1)));
+  };
 #pragma unroll 1
   for (uint32_t r = lane; r < g.map.num_ranks; r += kWarp) {
     const uint32_t to = domain_of(g, r);
-    uint32_t* const rows_of = tile.packet[to].token_block_rows() + uint64_t{r - first_of(g, to)} * entries + c0;
-#pragma unroll 1
-    for (uint32_t c = 0; c < token_blocks; ++c) rows_of[c] = tile.row_base[r] + (c == 0 ? 0 : low(tile.destination[r]));
+    write(tile.packet[to].token_block_rows() + uint64_t{r - first_of(g, to)} * groups, tile.row_base[r],
+          tile.destination[r]);
   }
 #pragma unroll 1
-  for (uint32_t to = lane; to < g.map.num_domains; to += kWarp)
-#pragma unroll 1
-    for (uint32_t c = 0; c < token_blocks; ++c) {
-      const uint32_t rows_before = tile.stream_base[to] + (c == 0 ? 0 : low(tile.stream[to]));
-      tile.packet[to].token_block_pieces(entries)[c0 + c] =
-          tile.piece_base[to] + (c == 0 ? 0 : tile.pieces_before(g, kTokenBlock, to));
-      if (to == own_domain(g)) continue;
-      tile.packet[to].token_block_streams(entries)[c0 + c] = rows_before;
-      own_part(g, g.map.sent_token_blocks)[uint64_t{to} * (max_token_blocks(g) + 1) + c0 + c] = rows_before;
-    }
+  for (uint32_t to = lane; to < g.map.num_domains; to += kWarp) {
+    if (to == own_domain(g)) continue;
+    write(tile.packet[to].token_block_streams(groups), tile.stream_base[to], tile.stream[to]);
+    write(own_part(g, g.map.sent_token_blocks) + uint64_t{to} * BlockRows::groups(max_token_blocks(g)),
+          tile.stream_base[to], tile.stream[to]);
+  }
 }
 
 // By a crew: what lies before `next` becomes what lies before `tile` plus `tile` itself. Both may be the same tile.
@@ -306,7 +312,7 @@ __device__ UCCL_EP_INLINE_WHERE_ROOM uint64_t write_tiles(const Crew crew, const
 template <typename Tile>
 __device__ inline void end_tiles(const Group& g, const Tile& tile, uint32_t num_tokens) {
   const uint32_t token_blocks = (num_tokens + kTokenBlock - 1) / kTokenBlock, lane = threadIdx.x % kWarp;
-  write_token_blocks(g, tile, token_blocks * kTokenBlock, 1, token_blocks);
+  write_token_blocks(g, tile, token_blocks * kTokenBlock, 0, token_blocks);
   uint32_t addends = 0;
 #pragma unroll 1
   for (uint32_t to = lane; to < g.map.num_domains; to += kWarp) {

@@ -62,6 +62,10 @@ __device__ __forceinline__ uint32_t batch_of(const Group& g, uint32_t stream) {
 __device__ __forceinline__ uint32_t piece_place(const Group& g, uint32_t stream) {
   return stream == 0 ? 0 : stream - batch_of(g, stream) * g.map.batch_streams;
 }
+// Where a piece lies among a window's: those of a window fit there, and their numbers follow each other.
+__device__ __forceinline__ uint64_t piece_slot(const KernelCombineArgs& args, uint32_t piece) {
+  return piece < args.piece_slots ? piece : piece % args.piece_slots;  // a division takes long
+}
 // Where a window's pieces begin in the memory of a stream.
 __device__ __forceinline__ uint64_t pieces_begin(const Group& g, uint32_t window) {
   return window % kHalves * piece_half_bytes(g.map);
@@ -86,7 +90,7 @@ __device__ __forceinline__ bool is_alone(const Group& g) { return num_near(g) ==
 #pragma pack(push, 4)
 struct FoldSource {
   uint32_t begin, end;  // rows
-  uint8_t* to;          // where piece 0 of the source would be; or the ring to it
+  uint8_t* to;          // where its pieces lie; or the ring to it
   uint32_t slot;        // of the first chunk in the ring
 };
 #pragma pack(pop)
@@ -104,7 +108,7 @@ struct FoldRange {
 // By a warp, when it has found what the window merges (`streams`).
 template <typename Merges>
 __device__ inline void find_fold_range(const CombineKernel& k, const Merges& streams, FoldRange& out) {
-  const uint32_t entries = k.plan.num_token_blocks + 1, window = streams.window;
+  const uint32_t groups = BlockRows::groups(k.plan.num_token_blocks), window = streams.window;
   const bool is_only = k.args.num_windows == 1;  // of which nothing is looked up in tables
   if (k.crew.thread == 0) out.window = window;
   k.crew.sync();
@@ -113,19 +117,18 @@ __device__ inline void find_fold_range(const CombineKernel& k, const Merges& str
     FoldSource& its = out.of(k.g, s);
     its.begin = k.plan.row_begin[s];
     its.end = k.plan.row_end[s];
-    uint64_t earlier = 0;
     if (!is_only) {
       const TokenBlockRange token_blocks = token_blocks_of(k, window, stream, k.plan.token_blocks[s]);
-      its.end = its.begin + k.plan.token_block_rows[s * entries + token_blocks.end];
-      its.begin += k.plan.token_block_rows[s * entries + token_blocks.first];
-      earlier = k.plan.token_block_pieces[s * entries + token_blocks.first];
+      const BlockRows* const rows = k.plan.token_block_rows + s * groups;
+      its.end = its.begin + BlockRows::rows_before(rows, token_blocks.end);
+      its.begin += BlockRows::rows_before(rows, token_blocks.first);
     }
     if (!in_domain(k.g, s) && is_alone(k.g)) {
       its.to = at(k.g, k.g.rank, k.g.net.relayed[stream].returns);
       its.slot = streams.stream(k.g, stream).slot;
     } else {
       its.to = at(k.g, holder_of(k.g, s), k.g.map.pieces) + piece_place(k.g, stream) * k.g.map.piece_bytes +
-               pieces_begin(k.g, window) - earlier * k.args.hidden * dtype_bytes(k.args.wire);
+               pieces_begin(k.g, window);
     }
   }
   k.crew.sync();
@@ -194,7 +197,7 @@ struct Fold : CombineKernel {
       sum.tag = FoldTag::of_token_block(s * max_token_blocks(g) + plan.row_token[row] / kTokenBlock,
                                         kNet && n < range.hurried)
                     .word;
-      sum.out = range.of(g, s).to + plan.row_piece[row] * bytes;
+      sum.out = range.of(g, s).to + piece_slot(args, plan.row_piece[row]) * bytes;
     }
     if (args.may_drop) drop(sum, bytes);
     return sum;
@@ -255,8 +258,8 @@ struct Fold : CombineKernel {
   }
   __device__ uint32_t parts_of(uint32_t tag) const {
     const uint32_t s = tag / max_token_blocks(g), token_block = tag % max_token_blocks(g);
-    const uint32_t* const rows_before = plan.token_block_rows + s * (plan.num_token_blocks + 1) + token_block;
-    return (rows_before[1] - rows_before[0]) * (kNet ? range.parted.parts : 1);
+    const BlockRows* const rows = plan.token_block_rows + s * BlockRows::groups(plan.num_token_blocks);
+    return BlockRows::rows(rows, token_block) * (kNet ? range.parted.parts : 1);
   }
   __device__ void finish(uint32_t tag) const {
     const uint32_t s = tag / max_token_blocks(g);
@@ -308,10 +311,10 @@ __device__ inline void tell_folded(const Fold<kNet, kForm>& fold, uint32_t foldi
 // written before them, so they need no fence.
 __device__ inline void tell_empty_token_blocks(const CombineKernel& k, uint32_t window) {
   Spread::over(k.crew, workers(k.g)).each(k.g.map.num_ranks, [&](uint32_t s, uint32_t first, uint32_t step) {
-    const uint32_t* const before = k.plan.token_block_rows + s * (k.plan.num_token_blocks + 1);
+    const BlockRows* const rows = k.plan.token_block_rows + s * BlockRows::groups(k.plan.num_token_blocks);
     const TokenBlockRange token_blocks = token_blocks_of(k, window, stream_of(k.g, s), k.plan.token_blocks[s]);
     for (uint32_t c = token_blocks.first + first; c < token_blocks.end; c += step)
-      if (before[c] == before[c + 1])
+      if (BlockRows::rows(rows, c) == 0)
         publish_after_fence(folded(k.g, holder_of(k.g, s), stream_of(k.g, s), k.g.rank) + c, k.op.epoch);
   });
   __syncwarp();

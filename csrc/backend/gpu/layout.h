@@ -35,6 +35,7 @@ constexpr uint32_t kMaxSlotTokens = 4096;
 // all tokens. The *holder* of a rank's rows for our domain is the rank itself or, of another domain, its rail in ours.
 
 struct Addend;  // words.h
+struct BlockRows;  // words.h
 struct Local;
 struct PlanScratch;
 struct SourcePlan;
@@ -132,7 +133,7 @@ struct DeviceMap {
   Part<SourcePlan> source_plans;  // [ranks]
   Part<uint32_t> token_addends;  // [tokens + 1] addends of earlier tokens
   Part<Addend> addends;  // [pairs]: see PlanView
-  Part<uint32_t> sent_token_blocks;  // [domains][token blocks + 1] rows of the stream of earlier token blocks
+  Part<BlockRows> sent_token_blocks;  // [domains][groups of token blocks] of our streams
   Part<uint32_t> pair_origin;  // [pairs] place in the caller's [T, width]
   LowLatencyMap low_latency;
   uint64_t total_bytes = 0;
@@ -276,11 +277,11 @@ struct SourcePlan {
   uint32_t weight_begin;  // as in PlanView
   uint32_t num_tokens, stream_rows, num_pairs;
   uint32_t tail_chunks;  // of its packet
-  // Of its packet: its rows for us; all its pairs, and their weights; numbers of earlier token blocks.
+  // Of its packet: its rows for us; all its pairs, and their weights; rows by token block.
   const ListEntry* lists;
   const PairEntry* all_pairs;
   const float* weights;
-  const uint32_t *token_block_rows, *token_block_pieces, *token_block_streams;
+  const BlockRows *token_block_rows, *token_block_streams;
   const uint32_t* stream_pieces;
 };
 struct PlanScratch {
@@ -335,8 +336,7 @@ struct PlanView {
   uint32_t* row_begin = nullptr;  // [ranks] a source's rows, numbered in the given order of sources
   uint32_t* row_end = nullptr;  // [ranks]
   uint32_t* weight_begin = nullptr;  // [ranks] number of a pair in its source's packet = ours + weight_begin (mod 2^32)
-  uint32_t* token_block_rows = nullptr;  // [ranks][token blocks + 1] the source's rows for us of earlier ones
-  uint32_t* token_block_pieces = nullptr;  // [ranks][token blocks + 1] its pieces in our domain of earlier ones
+  BlockRows* token_block_rows = nullptr;  // [ranks][groups of token blocks] the source's rows for us
   uint32_t* token_blocks = nullptr;  // [ranks] token blocks of a source's tokens
   uint32_t* padding = nullptr;  // [experts of a rank][2]: rows of the output that are padding
   uint32_t* row_piece = nullptr;  // [received rows] number among the source's pieces in our domain
@@ -347,8 +347,8 @@ struct PlanView {
   uint32_t* pair_begin = nullptr;  // [ranks + 1] pairs for lower ranks
   uint32_t* pair_place = nullptr;  // [sent pairs] index in the caller's [T, width] weights
   // Where there are several domains; else nullptr.
-  uint32_t* token_block_streams = nullptr;  // [ranks][token blocks + 1] rows of the source's stream of earlier ones
-  uint32_t* sent_token_blocks = nullptr;  // [domains][token blocks + 1] rows of our stream of earlier ones
+  BlockRows* token_block_streams = nullptr;  // [ranks][groups of token blocks] of a stream to our domain
+  BlockRows* sent_token_blocks = nullptr;  // [domains][groups of token blocks] of our streams
   Addend* addends = nullptr;  // [addends]
   uint32_t* relayed_begin = nullptr;  // [streams] into relayed_piece; the first is nothing
   uint32_t* relayed_pairs = nullptr;  // [streams] pairs of a stream

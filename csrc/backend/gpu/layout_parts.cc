@@ -208,7 +208,7 @@ DeviceRegionLayout layout_for(const Topology& topo, const Shape& shape, const Re
   cursor.take(l.tile_counts, "tile_counts", (tokens / kTileTokens) * tile_words(l));
   cursor.take(l.token_addends, "token_addends", tokens + 1);
   cursor.take(l.addends, "addends", several * pairs);
-  cursor.take(l.sent_token_blocks, "sent_chunks", several * domains * (token_blocks + 1));
+  cursor.take(l.sent_token_blocks, "sent_chunks", several * domains * BlockRows::groups(token_blocks));
   cursor.take(l.packets, "packets", kHalves * l.packet_bytes);
   cursor.take(l.pair_origin, "pair_origin", pairs);
   cursor.take(l.piece_weights, "piece_values", streams * l.weight_halves * l.stream_weights);

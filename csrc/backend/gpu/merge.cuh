@@ -21,7 +21,7 @@ struct MergeDomain {
 };
 struct MergeStream {
   uint32_t first_row, end_row;
-  uint32_t units;   // where its piece 0 would be, in units of 16 bytes of our region
+  uint32_t units;   // where its pieces lie, in units of 16 bytes of our region
   uint32_t slot;    // of the first chunk
   uint32_t chunks;  // of this kernel's earlier windows
 };
@@ -30,10 +30,9 @@ struct MergeStream {
 // next. They have one table of streams: what a block relays of a window it has relayed before the next one.
 struct MergeRange {
   uint32_t window;
-  uint32_t own_units;  // where our own pieces begin, in units of 16 bytes of our region
+  uint32_t own_units;  // the same of our own pieces
   uint32_t first_token, end_token;
   PartedRows last;    // of our tokens
-  uint32_t pieces;    // of ours in our domain, in earlier windows
   uint32_t most;      // rows of a stream
   PartedRows parted;  // of those that we relay
   __device__ __forceinline__ MergeDomain& domain(const Group& g, uint32_t domain) const {
@@ -45,13 +44,18 @@ struct MergeRange {
   }
 };
 static_assert(sizeof(MergeDomain) == kMergeEntryBytes && sizeof(MergeStream) == kMergeEntryBytes);
+// The part of a stream that some token blocks have.
+__device__ __forceinline__ StreamPart part_of_stream(const CombineKernel& k, const BlockRows* stream,
+                                                     const TokenBlockRange& token_blocks) {
+  return part_of(k.g, BlockRows::rows_before(stream, token_blocks.first),
+                 BlockRows::rows_before(stream, token_blocks.end), k.args.hidden * dtype_bytes(k.args.wire));
+}
 // The part of a stream that we relay in a window, and its chunks in the ring with those of weights, which follow all
 // rows.
 __device__ __forceinline__ StreamPart relayed_part(const CombineKernel& k, uint32_t window, uint32_t stream) {
   const uint32_t s = k.g.net.relayed[stream].source;
   const TokenBlockRange token_blocks = token_blocks_of(k, window, stream, k.plan.token_blocks[s]);
-  const uint32_t* const before = k.plan.token_block_streams + s * (k.plan.num_token_blocks + 1);
-  return part_of(k.g, before[token_blocks.first], before[token_blocks.end], k.args.hidden * dtype_bytes(k.args.wire));
+  return part_of_stream(k, k.plan.token_block_streams + s * BlockRows::groups(k.plan.num_token_blocks), token_blocks);
 }
 __device__ __forceinline__ uint32_t weight_chunks_of(const CombineKernel& k, uint32_t window, uint32_t pairs) {
   const PairRange its = weights_of(k, window, pairs);
@@ -66,8 +70,7 @@ __device__ __forceinline__ TokenBlockRange own_token_blocks(const CombineKernel&
 }
 __device__ __forceinline__ StreamPart returned_part(const CombineKernel& k, uint32_t window, uint32_t to) {
   const TokenBlockRange token_blocks = own_token_blocks(k, window);
-  const uint32_t* const before = k.plan.sent_token_blocks + to * (k.plan.num_token_blocks + 1);
-  return part_of(k.g, before[token_blocks.first], before[token_blocks.end], k.args.hidden * dtype_bytes(k.args.wire));
+  return part_of_stream(k, k.plan.sent_token_blocks + to * BlockRows::groups(k.plan.num_token_blocks), token_blocks);
 }
 __device__ __forceinline__ uint32_t returned_chunks(const CombineKernel& k, uint32_t window, uint32_t to) {
   const uint32_t pairs = k.plan.pair_begin[first_of(k.g, to + 1)] - k.plan.pair_begin[first_of(k.g, to)];
@@ -77,16 +80,14 @@ __device__ __forceinline__ uint32_t returned_chunks(const CombineKernel& k, uint
 // By a warp, window by window. `last`: of the window before.
 __device__ inline void find_merge_range(const CombineKernel& k, uint32_t window, const MergeRange& last,
                                         MergeRange& out) {
-  const uint32_t entries = k.plan.num_token_blocks + 1;
+  const uint32_t groups = BlockRows::groups(k.plan.num_token_blocks);
   const uint32_t num_relayed = has_net(k.g) ? k.g.net.num_relayed : 0;
-  const uint64_t row_bytes = uint64_t{k.args.hidden} * dtype_bytes(k.args.wire), piece_bytes = k.g.map.piece_bytes;
   const TokenBlockRange own = own_token_blocks(k, window);
   if (k.crew.thread == 0) {
     out.window = window;
     out.own_units = static_cast<uint32_t>((k.g.map.pieces.offset + pieces_begin(k.g, window)) / 16);
     out.first_token = min(own.first * kTokenBlock, k.plan.num_tokens);
     out.end_token = min(own.end * kTokenBlock, k.plan.num_tokens);
-    out.pieces = k.plan.token_block_pieces[k.g.rank * entries + own.first];
   }
   // Without this barrier racecheck reports a race of the writes above with reads behind the block's own barrier.
   k.crew.sync();
@@ -94,18 +95,16 @@ __device__ inline void find_merge_range(const CombineKernel& k, uint32_t window,
   for (uint32_t to = k.crew.thread; to < k.g.map.num_domains; to += k.crew.size) {
     uint64_t chunks = k.g.net_state.returned[to];
     if (window > 0) chunks = last.domain(k.g, to).chunks + returned_chunks(k, window - 1, to);
-    out.domain(k.g, to) = {k.plan.sent_token_blocks[to * entries + own.first],
+    out.domain(k.g, to) = {BlockRows::rows_before(k.plan.sent_token_blocks + to * groups, own.first),
                            static_cast<uint32_t>(chunks % k.g.net.to[to].return_slots), chunks, 0};
   }
   uint32_t most = 0;
   for (uint32_t stream = 1 + k.crew.thread; stream <= num_relayed; stream += k.crew.size) {
-    const uint32_t s = k.g.net.relayed[stream].source;
     const StreamPart part = relayed_part(k, window, stream);
     const uint32_t chunks = window == 0 ? 0 : last.stream(k.g, stream).chunks + relayed_chunks(k, window - 1, stream);
-    const uint32_t first = token_blocks_of(k, window, stream, k.plan.token_blocks[s]).first;
-    const uint64_t before = uint64_t{k.plan.token_block_pieces[s * entries + first]} * row_bytes;
-    const uint64_t begin = k.g.map.pieces.offset + pieces_begin(k.g, window) + piece_place(k.g, stream) * piece_bytes;
-    out.stream(k.g, stream) = {part.first, part.end, static_cast<uint32_t>((begin - before) / 16),
+    const uint64_t begin =
+        k.g.map.pieces.offset + pieces_begin(k.g, window) + piece_place(k.g, stream) * k.g.map.piece_bytes;
+    out.stream(k.g, stream) = {part.first, part.end, static_cast<uint32_t>(begin / 16),
                                static_cast<uint32_t>((k.g.net_state.relayed[stream] + chunks) % k.g.map.return_slots),
                                chunks};
     most = max(most, part.end - part.first);
@@ -127,7 +126,8 @@ __device__ __forceinline__ bool returns_came(const Kernel& k, const MergeRange& 
   bool good = true;
   for (uint32_t to = threadIdx.x % kWarp; to < k.g.map.num_domains; to += kWarp) {
     if (to == own_domain(k.g)) continue;
-    const uint32_t rows_until = k.plan.sent_token_blocks[to * (k.plan.num_token_blocks + 1) + token_block + 1];
+    const BlockRows* const sent = k.plan.sent_token_blocks + to * BlockRows::groups(k.plan.num_token_blocks);
+    const uint32_t rows_until = BlockRows::rows_before(sent, token_block + 1);
     const uint32_t chunks = part_of(k.g, range.domain(k.g, to).rows, rows_until, row_bytes).chunks;
     if (chunks > 0)
       good &= peer_came<kLooks>(k, {k.g.net_state.returns_there + to, range.domain(k.g, to).chunks + chunks,
@@ -179,9 +179,9 @@ struct Merge : CombineKernel {
     return sum;
   }
   __device__ uint32_t place(const Sum&, uint32_t k) const {
-    if constexpr (!kNet) return range.own_units + uint64_t{k - range.pieces} * row_bytes() / 16;
+    if constexpr (!kNet) return range.own_units + piece_slot(args, k) * row_bytes() / 16;
     const Addend addend = plan.addends[k];
-    if (!addend.is_returned()) return range.own_units + uint64_t{addend.piece() - range.pieces} * row_bytes() / 16;
+    if (!addend.is_returned()) return range.own_units + piece_slot(args, addend.piece()) * row_bytes() / 16;
     return returned_place(g, range, addend, row_bytes());
   }
   __device__ const uint8_t* base() const { return g.own; }
@@ -263,19 +263,19 @@ struct Relay : CombineKernel {
   // The token block that has a row of its stream.
   __device__ uint32_t token_block_of(uint32_t k, uint32_t row) const {
     const uint32_t s = g.net.relayed[k].source;
-    const uint32_t* const before = plan.token_block_streams + s * (plan.num_token_blocks + 1);
-    uint32_t low = 0, high = plan.token_blocks[s] - 1;
+    const BlockRows* const groups = plan.token_block_streams + s * BlockRows::groups(plan.num_token_blocks);
+    uint32_t low = 0, high = (plan.token_blocks[s] - 1) / BlockRows::kBlocks;
     while (low < high) {
       const uint32_t middle = (low + high + 1) / 2;
-      if (before[middle] <= row)
+      if (groups[middle].before <= row)
         low = middle;
       else
         high = middle - 1;
     }
-    return low;
+    return low * BlockRows::kBlocks + groups[low].block_of(row);
   }
   __device__ uint32_t place(const Sum& sum, uint32_t j) const {
-    return range.stream(g, RelayTag{sum.tag}.stream()).units + uint64_t{j} * row_bytes() / 16;
+    return range.stream(g, RelayTag{sum.tag}.stream()).units + piece_slot(args, j) * row_bytes() / 16;
   }
   __device__ const uint8_t* base() const { return g.own; }
   template <bool kLooks>

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "backend/gpu/layout.h"
+#include "backend/gpu/words.h"
 #include "common/units.h"
 
 namespace uccl_ep::gpu {
@@ -44,9 +45,8 @@ struct DeviceHeader {
 struct PacketParts {
   uint64_t counts = 0;         // [members][experts of a rank] uint32
   uint64_t row_begin = 0, pair_begin = 0;  // [members + 1] uint32 each: rows and pairs for lower members
-  uint64_t token_block_rows = 0;  // [members][token blocks + 1] uint32: rows for the member of earlier token blocks
-  uint64_t token_block_pieces = 0;  // [token blocks + 1] uint32
-  uint64_t token_block_streams = 0;  // [token blocks + 1] uint32, for another domain only, as stream_pieces
+  uint64_t token_block_rows = 0;  // [members][groups of token blocks] BlockRows: rows for the member
+  uint64_t token_block_streams = 0;  // [groups of token blocks] BlockRows, for another domain only, as stream_pieces
   // A tail has elements of these, whole ones, because all parts lie at multiples of 16 bytes. Lists come before pairs
   // and these before weights, because unpacking needs what came before.
   uint64_t lists = 0;  // [rows] ListEntry, by member
@@ -61,12 +61,12 @@ struct PacketSizes {
   bool with_weights = false;
 };
 constexpr uint64_t kPartAlign = 16;
-// Of token_block_pieces and of token_block_streams.
-constexpr uint32_t token_block_part_bytes(uint32_t entries) {
-  return static_cast<uint32_t>(round_up(4 * uint64_t{entries}, kPartAlign));
+// Of token_block_streams.
+constexpr uint32_t token_block_part_bytes(uint32_t groups) {
+  return static_cast<uint32_t>(round_up(sizeof(BlockRows) * uint64_t{groups}, kPartAlign));
 }
 constexpr PacketParts packet_parts(const PacketSizes& s) {
-  const uint64_t entries = s.members == 0 ? 0 : (s.num_tokens + kTokenBlock - 1) / kTokenBlock + 1;
+  const uint32_t groups = s.members == 0 ? 0 : BlockRows::groups((s.num_tokens + kTokenBlock - 1) / kTokenBlock);
   PacketParts p;
   uint64_t at = round_up(sizeof(DeviceHeader), kPartAlign);
   const auto take = [&](uint64_t& part, uint64_t bytes) {
@@ -76,9 +76,8 @@ constexpr PacketParts packet_parts(const PacketSizes& s) {
   take(p.counts, 4 * uint64_t{s.members} * s.experts_per_rank);
   for (uint64_t* begins : {&p.row_begin, &p.pair_begin})
     take(*begins, s.members == 0 ? 0 : 4 * (uint64_t{s.members} + 1));
-  take(p.token_block_rows, 4 * s.members * entries);
-  take(p.token_block_pieces, 4 * entries);
-  take(p.token_block_streams, 4 * entries);
+  take(p.token_block_rows, sizeof(BlockRows) * s.members * groups);
+  take(p.token_block_streams, token_block_part_bytes(groups));
   take(p.lists, sizeof(ListEntry) * s.rows);
   take(p.pairs, s.members == 0 ? 0 : sizeof(PairEntry) * s.pairs);
   take(p.stream_pieces, s.members == 0 ? 0 : 4 * (uint64_t{s.stream_rows} + 1));

@@ -29,7 +29,8 @@ __device__ inline void find_arrivals(const DispatchKernel& k, uint32_t window, A
     if (in_domain(k.g, s)) {
       its.position = window * k.args.window_tokens;
     } else {
-      const uint32_t position = window == 0 ? 0 : plan.streams_before(s)[min(earlier, plan.token_blocks(s))];
+      const uint32_t position =
+          window == 0 ? 0 : BlockRows::rows_before(plan.stream_rows_of(s), min(earlier, plan.token_blocks(s)));
       its.chunks = window == 0 ? k.g.net_state.received[s]
                                : its.chunks + part_of(k.g, its.position, position, k.args.stage.stride).chunks;
       its.position = position;
@@ -37,9 +38,9 @@ __device__ inline void find_arrivals(const DispatchKernel& k, uint32_t window, A
     }
     if (windows == 1) continue;
     const uint32_t token_blocks = plan.token_blocks(s);
-    const uint32_t* const before = plan.rows_before(s);
-    its.begin = base + before[min(earlier, token_blocks)];
-    its.end = base + before[min(earlier + per_window, token_blocks)];
+    const BlockRows* const rows = plan.rows_of(s);
+    its.begin = base + BlockRows::rows_before(rows, min(earlier, token_blocks));
+    its.end = base + BlockRows::rows_before(rows, min(earlier + per_window, token_blocks));
   }
   k.crew.sync();
   if (k.crew.warp() == 0) out.most.find(k.g, [&](uint32_t s) { return out.of(k.g, s).end - out.of(k.g, s).begin; });
@@ -55,10 +56,12 @@ __device__ inline void note_received(const DispatchKernel& k, uint32_t window) {
   for (uint32_t s = threadIdx.x % kWarp; s < k.g.map.num_ranks; s += kWarp) {
     if (in_domain(k.g, s)) continue;
     const uint32_t token_blocks = plan.token_blocks(s);
-    const uint32_t* const before = plan.streams_before(s);
+    const BlockRows* const stream = plan.stream_rows_of(s);
     const uint32_t first = min(window * per_window, token_blocks), end = min(first + per_window, token_blocks);
     uint64_t& received = k.g.net_state.received[s];
-    received += part_of(k.g, before[first], before[end], k.args.stage.stride).chunks;
+    received +=
+        part_of(k.g, BlockRows::rows_before(stream, first), BlockRows::rows_before(stream, end), k.args.stage.stride)
+            .chunks;
     publish_flag(k.g.net.from[s].rows_consumed, received);
   }
 }

@@ -87,24 +87,25 @@ __device__ inline void plan_rows(const Kernel& k, uint32_t num_blocks, uint32_t 
   tell_planned(k, num_blocks);
 }
 
+// Groups of token blocks of a source.
+__device__ __forceinline__ uint32_t groups_of(const SourcePlan& source) {
+  return BlockRows::groups((source.num_tokens + kTokenBlock - 1) / kTokenBlock);
+}
 // By crews of `num_blocks` blocks, with several domains: writes the parts of a new plan that describe streams.
 __device__ inline void plan_streams(const Kernel& k, uint32_t num_blocks) {
   const uint32_t me = blockIdx.x * k.crew.size + k.crew.thread, all = num_blocks * k.crew.size;
-  const uint32_t entries = k.plan.num_token_blocks + 1,
-                 own_token_blocks = (k.plan.num_tokens + kTokenBlock - 1) / kTokenBlock;
-  for (uint32_t i = me; i < k.g.map.num_ranks * entries; i += all) {
-    const uint32_t source = i / entries;
-    const SourcePlan& from = source_plan(k.g, source);
-    const uint32_t token_block = min(i % entries, (from.num_tokens + kTokenBlock - 1) / kTokenBlock);
-    k.plan.token_block_streams[i] =
-        in_domain(k.g, source) ? token_block * kTokenBlock : from.token_block_streams[token_block];
+  const uint32_t groups = BlockRows::groups(k.plan.num_token_blocks),
+                 own_groups = BlockRows::groups((k.plan.num_tokens + kTokenBlock - 1) / kTokenBlock);
+  for (uint32_t i = me; i < k.g.map.num_ranks * groups; i += all) {
+    const SourcePlan& from = source_plan(k.g, i / groups);
+    if (!in_domain(k.g, i / groups) && i % groups < groups_of(from))
+      k.plan.token_block_streams[i] = from.token_block_streams[i % groups];
   }
-  const uint32_t* const sent_before = own_part(k.g, k.g.map.sent_token_blocks);
-  for (uint32_t i = me; i < k.g.map.num_domains * entries; i += all) {
-    const uint32_t to = i / entries, token_block = min(i % entries, own_token_blocks);
-    k.plan.sent_token_blocks[i] =
-        to == own_domain(k.g) ? 0 : sent_before[uint64_t{to} * (max_token_blocks(k.g) + 1) + token_block];
-  }
+  const BlockRows* const sent = own_part(k.g, k.g.map.sent_token_blocks);
+  const uint32_t most_groups = BlockRows::groups(max_token_blocks(k.g));
+  for (uint32_t i = me; i < k.g.map.num_domains * groups; i += all)
+    if (i / groups != own_domain(k.g) && i % groups < own_groups)
+      k.plan.sent_token_blocks[i] = sent[uint64_t{i / groups} * most_groups + i % groups];
   const Addend* const addends = own_part(k.g, k.g.map.addends);
   for (uint32_t i = me; i < scratch(k.g).sizes.sent_addends; i += all) k.plan.addends[i] = addends[i];
   const auto from = [&](uint32_t i) -> const SourcePlan& { return source_plan(k.g, k.g.net.relayed[i + 1].source); };
@@ -130,13 +131,10 @@ __device__ inline void plan_heads(const Kernel& k, uint32_t num_blocks) {
   const uint32_t* const origin = own_part(k.g, k.g.map.pair_origin);
   for (uint32_t t = me; t <= k.plan.num_tokens; t += all) k.plan.addend_begin[t] = addends[t];
   for (uint32_t p = me; p < sizes.sent_pairs; p += all) k.plan.pair_place[p] = origin[p];
-  const uint32_t entries = k.plan.num_token_blocks + 1;
-  for (uint32_t i = me; i < ranks * entries; i += all) {
-    const SourcePlan& from = source_plan(k.g, i / entries);
-    const uint32_t token_blocks = (from.num_tokens + kTokenBlock - 1) / kTokenBlock;
-    const uint32_t token_block = min(i % entries, token_blocks);  // behind its last one: the totals
-    k.plan.token_block_rows[i] = from.token_block_rows[token_block];
-    k.plan.token_block_pieces[i] = from.token_block_pieces[token_block];
+  const uint32_t groups = BlockRows::groups(k.plan.num_token_blocks);
+  for (uint32_t i = me; i < ranks * groups; i += all) {
+    const SourcePlan& from = source_plan(k.g, i / groups);
+    if (i % groups < groups_of(from)) k.plan.token_block_rows[i] = from.token_block_rows[i % groups];
   }
   if (has_net(k.g)) plan_streams(k, num_blocks);
   if (blockIdx.x != num_blocks - 1) return;

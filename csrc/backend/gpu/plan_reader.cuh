@@ -35,12 +35,12 @@ struct PlanReader {
   __device__ __forceinline__ uint32_t token_blocks(uint32_t source) const {
     return kFresh ? (source_plan(g, source).num_tokens + kTokenBlock - 1) / kTokenBlock : plan.token_blocks[source];
   }
-  // [token blocks + 1] The source's rows of earlier token blocks: those for us, and those of its stream.
-  __device__ __forceinline__ const uint32_t* rows_before(uint32_t source) const {
-    return kFresh ? source_plan(g, source).token_block_rows : plan.token_block_rows + source * entries();
+  // The source's rows by token block: those for us, and those of its stream.
+  __device__ __forceinline__ const BlockRows* rows_of(uint32_t source) const {
+    return kFresh ? source_plan(g, source).token_block_rows : plan.token_block_rows + source * groups();
   }
-  __device__ __forceinline__ const uint32_t* streams_before(uint32_t source) const {
-    return kFresh ? source_plan(g, source).token_block_streams : plan.token_block_streams + source * entries();
+  __device__ __forceinline__ const BlockRows* stream_rows_of(uint32_t source) const {
+    return kFresh ? source_plan(g, source).token_block_streams : plan.token_block_streams + source * groups();
   }
   // The weights in the source's packet. Our pair p has number p + weight_begin(source).
   __device__ __forceinline__ const float* weights(uint32_t source, uint64_t epoch) const {
@@ -90,10 +90,10 @@ struct PlanReader {
   __device__ __forceinline__ const uint32_t* padding() const { return kFresh ? Bases(g).padding : plan.padding; }
 
   // ---- of this rank as a source
-  // [token blocks + 1] The rows of earlier token blocks in our stream to a domain.
-  __device__ __forceinline__ const uint32_t* sent_before(uint32_t domain) const {
-    return kFresh ? own_part(g, g.map.sent_token_blocks) + uint64_t{domain} * (max_token_blocks(g) + 1)
-                  : plan.sent_token_blocks + uint64_t{domain} * entries();
+  // The rows by token block of our stream to a domain.
+  __device__ __forceinline__ const BlockRows* sent_to(uint32_t domain) const {
+    return kFresh ? own_part(g, g.map.sent_token_blocks) + uint64_t{domain} * BlockRows::groups(max_token_blocks(g))
+                  : plan.sent_token_blocks + uint64_t{domain} * groups();
   }
   __device__ __forceinline__ const uint32_t* addend_begin() const {
     return kFresh ? own_part(g, g.map.token_addends) : plan.addend_begin;
@@ -103,7 +103,7 @@ struct PlanReader {
   }
 
  private:
-  __device__ __forceinline__ uint32_t entries() const { return plan.num_token_blocks + 1; }
+  __device__ __forceinline__ uint32_t groups() const { return BlockRows::groups(plan.num_token_blocks); }
 };
 
 // Windows of a dispatch, of the rank with the most tokens.

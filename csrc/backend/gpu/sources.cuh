@@ -42,7 +42,7 @@ __device__ inline FromSource read_header(const Kernel& k, uint32_t source, bool 
   const MemberBegins begins(bytes, members, k.g.experts_per_rank);
   const uint32_t first_row = begins.row[member], end_row = begins.row[member + 1];
   const uint32_t first_pair = begins.pair[member], end_pair = begins.pair[member + 1];
-  const uint64_t entries = (h.num_tokens + kTokenBlock - 1) / kTokenBlock + 1;
+  const uint32_t groups = BlockRows::groups((h.num_tokens + kTokenBlock - 1) / kTokenBlock);
   const PacketParts parts =
       packet_parts({members, k.g.experts_per_rank, h.num_tokens, h.num_rows, h.num_pairs, h.stream_rows, with_weights});
   SourcePlan& plan = source_plan(k.g, source);
@@ -52,9 +52,8 @@ __device__ inline FromSource read_header(const Kernel& k, uint32_t source, bool 
   plan.lists = reinterpret_cast<const ListEntry*>(bytes + parts.lists) + first_row;
   plan.all_pairs = reinterpret_cast<const PairEntry*>(bytes + parts.pairs);
   plan.weights = reinterpret_cast<const float*>(bytes + parts.weights);
-  plan.token_block_rows = reinterpret_cast<const uint32_t*>(bytes + parts.token_block_rows) + member * entries;
-  plan.token_block_pieces = reinterpret_cast<const uint32_t*>(bytes + parts.token_block_pieces);
-  plan.token_block_streams = reinterpret_cast<const uint32_t*>(bytes + parts.token_block_streams);
+  plan.token_block_rows = reinterpret_cast<const BlockRows*>(bytes + parts.token_block_rows) + member * groups;
+  plan.token_block_streams = reinterpret_cast<const BlockRows*>(bytes + parts.token_block_streams);
   plan.stream_pieces = reinterpret_cast<const uint32_t*>(bytes + parts.stream_pieces);
   plan.tail_chunks = in_domain(k.g, source) || k.g.map.tail_slots == 0
                          ? 0

@@ -88,9 +88,16 @@ __device__ inline StreamPart sent_part(const Group& g, const PlanView& plan, con
   const uint32_t token_blocks = (args.stage.num_tokens + kTokenBlock - 1) / kTokenBlock;
   const uint32_t per_window = args.window_tokens / kTokenBlock;
   const uint32_t first = min(window * per_window, token_blocks), end = min(first + per_window, token_blocks);
-  const uint32_t* const before = PlanReader<kFresh>(g, plan).sent_before(to);
   if (to == own_domain(g)) return {};
-  return part_of(g, device::load_past_l1(before + first), device::load_past_l1(before + end), row_bytes);
+  const BlockRows* const sent = PlanReader<kFresh>(g, plan).sent_to(to);
+  // Other blocks may have written it in this kernel.
+  const auto rows_before = [&](uint32_t block) {
+    const BlockRows& its = sent[block / BlockRows::kBlocks];
+    return BlockRows{device::load_past_l1(&its.before),
+                     {device::load_past_l1(its.counts), device::load_past_l1(its.counts + 1)}}
+        .before_number(block % BlockRows::kBlocks);
+  };
+  return part_of(g, rows_before(first), rows_before(end), row_bytes);
 }
 
 // What a window ships to a domain. Of all domains; in shared memory, behind the tables of sources.

@@ -78,6 +78,7 @@ struct KernelCombineArgs {
   OpSignature signature{};
   uint32_t num_windows = 1, window_tokens = 0;
   uint32_t first_weight_window = 0;  // weights' gradients go from this window on
+  uint32_t piece_slots = 0;  // pieces of a stream that the memory of a window holds
   bool may_drop = false;  // the plan may have rows that `rows` has not
   uint32_t hidden = 0;
   Dtype dtype = Dtype::kBf16, wire = Dtype::kBf16;

@@ -26,13 +26,12 @@ struct PacketPlace {
   __device__ __forceinline__ PairEntry* pairs() const { return reinterpret_cast<PairEntry*>(bytes + pairs_at); }
   __device__ __forceinline__ float* weights() const { return reinterpret_cast<float*>(bytes + weights_at); }
   __device__ __forceinline__ uint32_t* stream_pieces() const { return words(stream_pieces_at); }
-  __device__ __forceinline__ uint32_t* token_block_rows() const { return words(token_block_rows_at); }
-  // In front of the lists, each with as many entries as a member has in `token_block_rows`.
-  __device__ __forceinline__ uint32_t* token_block_pieces(uint32_t entries) const {
-    return words(lists_at - 2 * token_block_part_bytes(entries));
+  __device__ __forceinline__ BlockRows* token_block_rows() const {
+    return reinterpret_cast<BlockRows*>(bytes + token_block_rows_at);
   }
-  __device__ __forceinline__ uint32_t* token_block_streams(uint32_t entries) const {
-    return words(lists_at - token_block_part_bytes(entries));
+  // In front of the lists.
+  __device__ __forceinline__ BlockRows* token_block_streams(uint32_t groups) const {
+    return reinterpret_cast<BlockRows*>(bytes + lists_at - token_block_part_bytes(groups));
   }
 
  private:

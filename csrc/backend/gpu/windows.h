@@ -27,13 +27,17 @@ inline uint32_t window_tokens(const DeviceMap& map, uint64_t row_bytes) {
 }
 // Where the pieces of the second half of a stream's memory begin.
 constexpr uint64_t piece_half_bytes(const DeviceMap& map) { return map.piece_bytes / kHalves / 256 * 256; }
+// Pieces of a stream that fit its memory, or one of the halves.
+inline uint32_t piece_slots(const DeviceMap& map, uint64_t row_bytes, bool in_halves) {
+  return static_cast<uint32_t>((in_halves ? piece_half_bytes(map) : map.piece_bytes) / row_bytes);
+}
 // Tokens whose pieces fit the memory, or one of its halves, if a token block has at most `most_pieces` in any domain.
 // At least a token block. Batches of streams always have halves. The ring back may hold a single token block; of one a
 // domain has at most `most_rows` rows.
 inline uint32_t combine_window_tokens(const DeviceMap& map, uint64_t row_bytes, uint32_t most_pieces,
                                       bool in_halves = false, uint32_t most_rows = kTokenBlock) {
   in_halves |= map.stream_batches > 1;
-  const uint64_t pieces = (in_halves ? piece_half_bytes(map) : map.piece_bytes) / row_bytes;
+  const uint64_t pieces = piece_slots(map, row_bytes, in_halves);
   const uint64_t folded = most_pieces == 0 ? map.max_tokens : pieces / most_pieces * kTokenBlock;
   const uint64_t sums = map.sum_slots / (in_halves ? kHalves : 1) * (map.slot_bytes / row_bytes);
   const uint64_t blocks = most_rows == 0 ? map.max_tokens : sums / most_rows;

@@ -52,6 +52,50 @@ struct BlockMost {
   }
 };
 
+// Rows of a source, or of a stream, in kBlocks neighbouring token blocks, so that an array of these says how many rows
+// come before a token block.
+struct BlockRows {
+  static constexpr uint32_t kBlocks = 8;
+  static_assert((kBlocks - 1) * kTokenBlock < 256, "a sum of bytes does not fit a byte");
+
+  uint32_t before = 0;       // rows of all earlier token blocks
+  uint32_t counts[2] = {};   // of each, a byte
+
+  // Of an array with so many token blocks, whose total can be read, too.
+  static constexpr uint32_t groups(uint32_t token_blocks) { return token_blocks / kBlocks + 1; }
+  static constexpr uint32_t rows(const BlockRows* array, uint32_t block) {
+    return array[block / kBlocks].counts[block / 4 % 2] >> 8 * (block % 4) & 0xFF;
+  }
+  // Of an array: the rows of all token blocks before `block`.
+  static constexpr uint32_t rows_before(const BlockRows* array, uint32_t block) {
+    const BlockRows its = array[block / kBlocks];
+    return its.before_number(block % kBlocks);
+  }
+  // The rows before the group's token block number `n`.
+  constexpr uint32_t before_number(uint32_t n) const {
+    const uint32_t lower = n < 4 ? counts[0] & ~(~0u << 8 * n) : counts[0];
+    const uint32_t higher = n <= 4 ? 0 : counts[1] & ~(~0u << 8 * (n - 4));
+    return before + sum_of_bytes(lower) + sum_of_bytes(higher);
+  }
+
+  // The number of the token block that has a row of the group.
+  constexpr uint32_t block_of(uint32_t row) const {
+    uint32_t n = 0, rest = row - before;
+    for (uint32_t word : counts)
+      for (uint32_t i = 0; i < 4; ++i, word >>= 8) {
+        const uint32_t rows = word & 0xFF;
+        if (rest < rows) return n;
+        rest -= rows;
+        ++n;
+      }
+    return n;
+  }
+
+ private:
+  static constexpr uint32_t sum_of_bytes(uint32_t word) { return word * 0x01010101u >> 24; }
+};
+static_assert(sizeof(BlockRows) == 12 && alignof(BlockRows) == 4);
+
 // Where a folded row is counted: for its token block at its source, or for its chunk of a ring.
 struct FoldTag {
   using Counter = BitField<uint32_t, 0, 29>;

@@ -267,6 +267,7 @@ std::shared_ptr<Operation> GpuEngine::combine(const CombineArgs& args) {
     combine.num_windows = (sizes.most_tokens + combine.window_tokens - 1) / combine.window_tokens;
   }
   combine.num_windows *= layout_.stream_batches;
+  combine.piece_slots = piece_slots(layout_, piece_bytes, combine.num_windows > 1);
   const uint32_t for_weights = combine.signature.with_weights != 0 ? weight_windows(layout_, sizes.most_pairs) : 0;
   combine.num_windows += for_weights;
   combine.first_weight_window = combine.num_windows - std::max(for_weights, 1u);
