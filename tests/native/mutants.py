@@ -31,6 +31,16 @@ ENGINE_MUTANTS = {
         "rows that some warps plan and others place have the host's bits", "plan.cuh",
         "n < rows; n += step) plan_row", "n < rows; n += 2 * step) plan_row",
     ),
+    "pieces of later windows lie behind their memory": (
+        ONE_DOMAIN_IN_WINDOWS, "fold.cuh", "piece : piece % args.piece_slots;", "piece : piece;",
+    ),
+    "token blocks of a group have the rows of the first half only": (
+        ONE_DOMAIN_IN_WINDOWS, "words.h", "before + sum_of_bytes(lower) + sum_of_bytes(higher)",
+        "before + sum_of_bytes(lower) + 0 * sum_of_bytes(higher)",
+    ),
+    "a row is relayed with its group's first token block": (
+        TWO_DOMAINS_IN_WINDOWS, "words.h", "if (rest < rows) return n;", "if (rest <= before) return n;",
+    ),
     "a window's domains are those of the next one": (
         TWO_DOMAINS_IN_WINDOWS, "merge.cuh", "window % kHalves * domain_table_bytes(g.map)",
         "0 * domain_table_bytes(g.map)",
@@ -180,7 +190,7 @@ RANK_MUTANTS = {
         IN_BATCHES, "fold.cuh", "return last == 0 || stream == 0 ? last :", "return stream == 0 ? last : 0 *",
     ),
     "streams of all batches have the pieces of the first": (
-        IN_BATCHES, "merge.cuh", "piece_place(k.g, stream) * piece_bytes", "stream * piece_bytes",
+        IN_BATCHES, "merge.cuh", "piece_place(k.g, stream) * k.g.map", "stream * k.g.map",
     ),
     "ranks beyond 255 are those of a byte": (
         OF_600_RANKS, "group.h", "return entries[i]; }", "return entries[i % 256]; }",

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <functional>
 #include <map>
 #include <random>
 #include <set>
@@ -16,6 +15,7 @@
 #include <vector>
 
 #include "backend/gpu/exchange.cuh"
+#include "block_rows.h"
 #include "claims.h"
 
 namespace uccl_ep {
@@ -329,14 +329,6 @@ inline uint32_t RoutingMemory::write_expected_addends(const Reached& reached, ui
   return num_addends + pieces;
 }
 
-// rows_before(block): of all earlier token blocks.
-inline void write_blocks(gpu::BlockRows* array, uint32_t blocks, const std::function<uint32_t(uint32_t)>& rows_before) {
-  for (uint32_t group = 0; group < gpu::BlockRows::groups(blocks); ++group)
-    array[group].before = rows_before(gpu::BlockRows::kBlocks * group);
-  for (uint32_t block = 0; block < blocks; ++block)
-    gpu::put_rows(array, block, rows_before(block + 1) - rows_before(block));
-}
-
 inline uint64_t RoutingMemory::write_expected_packet(const Reached& reached, uint32_t to) {
   const uint32_t tokens = run_.num_tokens, blocks = (tokens + 31) / 32, experts = run_.experts_per_rank;
   const uint32_t first = numbers_.first_of[to], members = numbers_.first_of[to + 1] - first;
@@ -356,12 +348,11 @@ inline uint64_t RoutingMemory::write_expected_packet(const Reached& reached, uin
   head.num_rows = sizes.rows;
   head.stream_rows = sizes.stream_rows;
   head.most_of_block = reached.most.with(gpu::BlockMost::of_pairs(static_cast<uint32_t>(pairs_.size()))).word;
-  if (!own) {
-    const auto until = [&](uint32_t block) { return rows_before[std::min(32 * block, tokens)]; };
-    write_blocks(reinterpret_cast<gpu::BlockRows*>(bytes + parts.token_block_streams), blocks, until);
-    write_blocks(gpu::own_part(group_, map().sent_token_blocks) + to * gpu::BlockRows::groups(map().max_tokens / 32),
-                 blocks, until);
-  }
+  const auto until = [&](uint32_t block) { return rows_before[std::min(32 * block, tokens)]; };
+  auto* const sent =
+      gpu::own_part(group_, map().sent_token_blocks) + to * gpu::BlockRows::groups(map().max_tokens / 32);
+  if (!own) write_blocks(reinterpret_cast<gpu::BlockRows*>(bytes + parts.token_block_streams), blocks, until);
+  if (!own) write_blocks(sent, blocks, until);
   for (uint32_t t = 0; t <= tokens && !own; ++t)
     if (t == tokens || rows_before[t + 1] > rows_before[t])
       words(parts.stream_pieces)[rows_before[t]] = pieces_before[t];
@@ -402,9 +393,8 @@ inline void RoutingMemory::write_expected_rows(const Reached& reached, uint8_t* 
     reinterpret_cast<gpu::PairEntry*>(bytes + parts.pairs)[pairs++] = {
         static_cast<uint16_t>(expert), static_cast<uint16_t>(pairs_of_expert[expert]++)};
   }
-  write_blocks(
-      reinterpret_cast<gpu::BlockRows*>(bytes + parts.token_block_rows) + to.member * gpu::BlockRows::groups(blocks),
-      blocks, [&](uint32_t block) { return before[block]; });
+  auto* const rows_of = reinterpret_cast<gpu::BlockRows*>(bytes + parts.token_block_rows);
+  write_blocks(rows_of + to.member * gpu::BlockRows::groups(blocks), blocks, [&](uint32_t b) { return before[b]; });
 }
 
 }  // namespace uccl_ep

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "backend/plan.h"
+#include "block_rows.h"
 #include "claims.h"
 #include "proxy/post.h"
 #include "queue/command.h"
@@ -67,12 +68,10 @@ bool says(const std::vector<uint32_t>& rows, uint32_t first) {
   std::vector<BlockRows> array(BlockRows::groups(blocks), BlockRows{0, {~0u, ~0u}});  // what nobody wrote is not read
   std::vector<uint32_t> before(1, first), owner;  // the token block of each row
   for (uint32_t block = 0; block < blocks; ++block) {
-    reinterpret_cast<uint8_t*>(array[block / BlockRows::kBlocks].counts)[block % BlockRows::kBlocks] =
-        static_cast<uint8_t>(rows[block]);
     before.push_back(before.back() + rows[block]);
     owner.insert(owner.end(), rows[block], block);
   }
-  for (uint32_t group = 0; group < array.size(); ++group) array[group].before = before[group * BlockRows::kBlocks];
+  write_blocks(array.data(), blocks, [&](uint32_t block) { return before[block]; });
   bool good = true;
   for (uint32_t block = 0; block <= blocks; ++block)
     good &= BlockRows::rows_before(array.data(), block) == before[block];
