@@ -38,9 +38,6 @@ ENGINE_MUTANTS = {
         ONE_DOMAIN_IN_WINDOWS, "words.h", "before + sum_of_bytes(lower) + sum_of_bytes(higher)",
         "before + sum_of_bytes(lower) + 0 * sum_of_bytes(higher)",
     ),
-    "a row is relayed with its group's first token block": (
-        TWO_DOMAINS_IN_WINDOWS, "words.h", "if (rest < rows) return n;", "if (rest <= before) return n;",
-    ),
     "a window's domains are those of the next one": (
         TWO_DOMAINS_IN_WINDOWS, "merge.cuh", "window % kHalves * domain_table_bytes(g.map)",
         "0 * domain_table_bytes(g.map)",
@@ -252,8 +249,8 @@ ROUTING_MUTANTS = {
         "to > g.map.num_domains ? 0 : max(low_rows",
     ),
     "a token that does not go to a domain is in its stream": (
-        OF_TOPK, "table_tile.cuh", "if (to == own || (tile.stream[to] & bit) == 0) continue;",
-        "if (to == own) continue;",
+        OF_TOPK, "table_tile.cuh", "if ((tile.stream[to] & bit) == 0) continue;",
+        "if (tile.stream[to] == 0) continue;",
     ),
 }  # fmt: skip
 
