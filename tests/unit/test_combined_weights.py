@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.bits import bit_difference
 from tests.cases import LAYOUTS, NO_CAPACITY, EngineSpec, make_case
 from uccl_ep_train import Buffer, combine_weights
-from uccl_ep_train.errors import DtypeError, ShapeError
+from uccl_ep_train.errors import DtypeError, RankMismatchError, ShapeError
 from uccl_ep_train.oracle.reference import Routing
 
 H, WIDTH = 256, 6
@@ -82,3 +82,24 @@ def test_bad_weights_are_refused_and_the_next_call_works() -> None:
 
     with spec.group() as group:
         group.run(step)
+
+
+@pytest.mark.parametrize(("widths", "fits"), [((6, 9), True), ((6, 130), False)])
+def test_ranks_that_give_other_widths(widths: tuple[int, int], fits: bool) -> None:
+    """Up to the same multiple of 128 what a rank lacks is zero; else all ranks raise."""
+    spec = EngineSpec(domains=LAYOUTS["2x1"], num_experts=4, hidden=H)
+
+    def step(rank: int, buffer: Buffer) -> Tensor:
+        idx = torch.arange(4, device=buffer.device).expand(3, 4).contiguous()
+        got = buffer.dispatch(torch.ones(3, H, device=buffer.device).bfloat16(), idx)
+        weights = torch.ones(got.handle.num_rows, widths[rank], device=buffer.device)
+        return combine_weights(buffer, weights, got.handle).cpu()
+
+    with spec.group() as group:
+        outcomes = group.outcomes(step)
+    if not fits:
+        assert all(isinstance(outcome.error, RankMismatchError) for outcome in outcomes)
+        return
+    both, one = torch.full((3, 6), 4.0), torch.full((3, 3), 2.0)  # two experts of each rank
+    assert torch.equal(outcomes[0].value, both)
+    assert torch.equal(outcomes[1].value, torch.cat([both, one], 1))

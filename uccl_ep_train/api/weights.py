@@ -17,8 +17,9 @@ def combine_weights(buffer: Buffer, weights: Tensor, handle: DispatchHandle) -> 
     An operation of its own, whose sums have the order of those of rows. Gradients of a dispatch's weights do
     not need it: they return with those of x.
 
-    weights  [R, W] float32, contiguous, W from 1 to `config.hidden`, equal on all ranks. What lies beside
-             padding is ignored
+    weights  [R, W] float32, contiguous, W from 1 to `config.hidden`, equal on all ranks: another multiple of
+             128 above it is a `RankMismatchError`, columns that a rank lacks up to it count as zeros. What
+             lies beside padding is ignored
     handle   of the dispatch
 
     Returns [T, W] float32, zero for tokens without experts. Not differentiable. Raises what `Buffer.combine`

@@ -30,7 +30,7 @@ struct MergeStream {
 // next. They have one table of streams: what a block relays of a window it has relayed before the next one.
 struct MergeRange {
   uint32_t window;
-  uint32_t own_units;  // the same of our own pieces
+  uint32_t own_units;  // where our own pieces lie, in units of 16 bytes of our region
   uint32_t first_token, end_token;
   PartedRows last;    // of our tokens
   uint32_t most;      // rows of a stream

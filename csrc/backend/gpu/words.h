@@ -61,8 +61,9 @@ struct BlockRows {
   uint32_t before = 0;       // rows of all earlier token blocks
   uint32_t counts[2] = {};   // of each, a byte
 
-  // Of an array with so many token blocks, whose total can be read, too.
+  // Elements of an array for so many token blocks. The last one also tells the total.
   static constexpr uint32_t groups(uint32_t token_blocks) { return token_blocks / kBlocks + 1; }
+  // Of an array: the rows of a token block.
   static constexpr uint32_t rows(const BlockRows* array, uint32_t block) {
     return array[block / kBlocks].counts[block / 4 % 2] >> 8 * (block % 4) & 0xFF;
   }
