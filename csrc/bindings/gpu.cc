@@ -104,7 +104,7 @@ void bind_gpu(py::module_& m) {
   m.def("gpu_least_budget", &gpu_least_budget_bytes);
   m.def("gpu_limits", [](const EngineConfig& config) {
     const GpuLimits its = gpu_limits(config);
-    return std::tuple(its.batch_streams, its.stream_batches, its.max_tokens, its.max_pairs);
+    return std::tuple(its.batch_streams, its.stream_batches, its.max_tokens, its.max_pairs, its.window_tokens);
   });
 }
 

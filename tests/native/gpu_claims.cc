@@ -8,6 +8,7 @@
 #include "backend/gpu/windows.h"
 #include "claims.h"
 #include "common/units.h"
+#include "gpu_layouts.h"
 
 using namespace uccl_ep;
 
@@ -23,65 +24,6 @@ CLAIM("staged rows begin at multiples of 128 bytes and fit the widest row") {
     }
 }
 
-// Labels of domains, by rank.
-std::vector<int> several(const std::vector<int>& sizes) {
-  std::vector<int> labels;
-  for (size_t domain = 0; domain < sizes.size(); ++domain)
-    labels.insert(labels.end(), static_cast<size_t>(sizes[domain]), static_cast<int>(domain));
-  return labels;
-}
-std::vector<Topology> one_domain() {
-  std::vector<Topology> all;
-  for (int ranks : {1, 2, 4, 8, 64}) all.push_back(Topology::from_labels(several({ranks})));
-  return all;
-}
-std::vector<Topology> several_domains() {
-  std::vector<Topology> all;
-  for (const std::vector<int>& labels : {several({2, 2}),
-                                         several({1, 1, 1, 1}),
-                                         several({3, 1}),
-                                         {0, 1, 0, 1},
-                                         several({2, 2, 2}),
-                                         {2, 0, 1, 0, 2},
-                                         several({8, 8, 8, 8, 8, 8, 8, 8}),
-                                         several(std::vector<int>(64, 1)),
-                                         several({63, 1})})
-    all.push_back(Topology::from_labels(labels));
-  return all;
-}
-
-// Of the widest row: 128 BF16, 7168 BF16, 8192 FP32, 25600 FP32 (five in a chunk).
-constexpr uint64_t kRowBytes[] = {256, 14336, 32768, 102400};
-
-// The layout of each domain of another size.
-std::vector<gpu::DeviceRegionLayout> layouts_of(const Topology& topo, const gpu::RegionNeeds& needs, uint64_t budget) {
-  std::vector<gpu::DeviceRegionLayout> all;
-  std::vector<int> seen;
-  for (int domain = 0; domain < topo.num_domains(); ++domain) {
-    if (std::find(seen.begin(), seen.end(), topo.size_of(domain)) != seen.end()) continue;
-    seen.push_back(topo.size_of(domain));
-    all.push_back(gpu::make_layout(topo, domain, needs, budget));
-  }
-  return all;
-}
-
-// Calls check(topology, row_bytes, layout) for small, odd and usual budgets.
-template <typename Check>
-void for_layouts(const std::vector<Topology>& topologies, Check check) {
-  for (const Topology& topo : topologies)
-    for (uint64_t row_bytes : kRowBytes) {
-      const uint32_t experts = static_cast<uint32_t>(topo.num_ranks) * 32;
-      const uint64_t least = gpu::least_budget_bytes(topo, {experts, row_bytes});
-      for (uint64_t budget : {least, least + 12345, 2 * least, uint64_t{64} << 20, uint64_t{512} << 20}) {
-        if (budget < least) continue;
-        for (const gpu::DeviceRegionLayout& layout : layouts_of(topo, {experts, row_bytes}, budget)) {
-          EXPECT(layout.total_bytes <= round_up(budget, gpu::kDevicePage));
-          check(topo, row_bytes, layout);
-        }
-      }
-    }
-}
-
 uint64_t bytes_of(const gpu::DeviceRegionLayout& layout, const std::string& name) {
   for (const auto& [entry, bytes] : layout.entries)
     if (entry == name) return bytes;
@@ -92,20 +34,6 @@ void expect_adds_up(const gpu::DeviceRegionLayout& layout) {
   uint64_t sum = 0;
   for (const auto& [name, bytes] : layout.entries) sum += bytes;
   EXPECT_EQ(sum, layout.total_bytes);
-}
-
-// The most pieces that a token block can have: a token reaches every member.
-uint32_t most_members(const Topology& topo) { return static_cast<uint32_t>(topo.domains_of_size.rbegin()->first); }
-uint32_t most_pieces(const Topology& topo) { return gpu::kTokenBlock * most_members(topo); }
-
-// Rows of every wire dtype that are no wider than `row_bytes`.
-std::vector<uint64_t> wire_rows(uint64_t row_bytes) {
-  std::vector<uint64_t> bytes;
-  for (Dtype wire : {Dtype::kBf16, Dtype::kFp8, Dtype::kFp8Fp32, Dtype::kFp32})
-    for (uint64_t hidden : {row_bytes / 4, row_bytes / 2})
-      if (hidden % 128 == 0 && hidden > 0 && gpu::staged_row_bytes(wire, hidden) <= row_bytes)
-        bytes.push_back(gpu::staged_row_bytes(wire, hidden));
-  return bytes;
 }
 
 CLAIM("however wide rows are, the chunks of a window fit a relay's tag") {
@@ -201,38 +129,6 @@ CLAIM("a region for so many tokens holds them in one window, eight times as many
   EXPECT(smaller > 20 && larger > 5 && fewer < 5);
 }
 
-// Whether the rows of a window of `tokens` fit the ring, the memory for staged rows, and a token block the window.
-bool dispatch_window_fits(const gpu::DeviceRegionLayout& layout, uint64_t bytes, uint32_t tokens) {
-  const uint64_t per_slot = layout.slot_bytes / bytes;
-  return tokens >= gpu::kTokenBlock && tokens % gpu::kTokenBlock == 0 && tokens <= layout.max_tokens &&
-         tokens * bytes <= layout.half_bytes && per_slot > 0 && (tokens + per_slot - 1) / per_slot <= layout.row_slots;
-}
-
-CLAIM("a window of a dispatch is at least a token block, and the ring to a domain holds it") {
-  uint32_t tokens = 0;
-  for_layouts(several_domains(), [&](const Topology&, uint64_t row_bytes, const gpu::DeviceRegionLayout& layout) {
-    EXPECT(!wire_rows(row_bytes).empty());
-    for (uint64_t bytes : wire_rows(row_bytes)) {
-      tokens = gpu::window_tokens(layout, bytes);
-      EXPECT(dispatch_window_fits(layout, bytes, tokens));
-      // Control: it is as large as it can be.
-      EXPECT(tokens == layout.max_tokens || !dispatch_window_fits(layout, bytes, tokens + gpu::kTokenBlock));
-    }
-  });
-  EXPECT(tokens > 0);
-}
-
-// Whether a window of `tokens` fits, of so many pieces and rows a token block: its sums beside weights of all pairs.
-bool combine_window_fits(const gpu::DeviceRegionLayout& layout, uint64_t bytes, uint32_t pieces, uint32_t rows,
-                         uint32_t tokens) {
-  const uint64_t per_slot = layout.slot_bytes / bytes;
-  if (tokens < gpu::kTokenBlock || tokens % gpu::kTokenBlock != 0 || per_slot == 0) return false;
-  const uint64_t weights = layout.return_slots - (layout.weights_apart ? 0 : layout.sum_slots);
-  return uint64_t{tokens / gpu::kTokenBlock} * pieces * bytes <= layout.piece_bytes &&
-         weights * layout.slot_bytes >= 4 * uint64_t{layout.stream_weights} &&
-         (tokens / gpu::kTokenBlock * rows + per_slot - 1) / per_slot <= layout.sum_slots;
-}
-
 CLAIM("weights' gradients of all pairs have memory, and places in windows of which two have a half each") {
   uint32_t in_several = 0, in_one = 0, with_rows = 0;
   for_layouts(several_domains(), [&](const Topology&, uint64_t, const gpu::DeviceRegionLayout& layout) {
@@ -250,20 +146,6 @@ CLAIM("weights' gradients of all pairs have memory, and places in windows of whi
     with_rows += windows == 0;
   });
   EXPECT(in_several > 5 && in_one > 5 && with_rows > 5);
-}
-
-CLAIM("a window of a combine is at least a token block, and the ring back holds its sums and weights") {
-  for_layouts(several_domains(), [](const Topology& topo, uint64_t row_bytes, const gpu::DeviceRegionLayout& layout) {
-    for (uint64_t bytes : {row_bytes, row_bytes / 2})
-      for (const auto& [pieces, rows] : {std::pair{1u, 1u}, {9u, 7u}, {32u, 32u}, {most_pieces(topo), 32u}}) {
-        if (bytes % 256 != 0) continue;
-        const uint32_t tokens = gpu::combine_window_tokens(layout, bytes, pieces, false, rows);
-        const auto fits = [&](uint32_t t) { return combine_window_fits(layout, bytes, pieces, rows, t); };
-        EXPECT(tokens <= layout.max_tokens && fits(tokens));
-        EXPECT(gpu::combine_window_tokens(layout, bytes, pieces, true, rows) >= gpu::kTokenBlock);
-        EXPECT(tokens == layout.max_tokens || !fits(tokens + gpu::kTokenBlock));
-      }
-  });
 }
 
 CLAIM("a packet has room for the most tokens, rows and pairs") {

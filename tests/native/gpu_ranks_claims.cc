@@ -95,6 +95,44 @@ CLAIM("a ring back that holds one token block carries several, in turn") {
   }
 }
 
+// Dispatches whose later windows are longer than the first one: each domain gets few of a token's rows.
+CudaRun longer_windows(const std::vector<int>& sizes) {
+  CudaRun run = ranks_in(sizes);
+  run.hidden = 1024;
+  run.num_tokens = {170, 100, 0, 64};
+  run.topk = 1;
+  run.spare_bytes = 4 << 20;
+  run.rounds = 2;
+  return run;
+}
+CLAIM("where a domain gets few rows, later windows of a dispatch are longer, with the host's bits") {
+  CudaRun run = longer_windows(std::vector<int>(16, 1));
+  run.most_windows = 30;
+  each_seed(run, same_as_host);
+  // Control: where all rows go everywhere, no window is longer.
+  run.is_map = true;
+  run.map_one_in = 1;
+  run.most_windows = UINT64_MAX;
+  run.least_windows = 20;
+  run.rounds = 1;
+  each_seed(run, same_as_host);
+}
+CLAIM("so they are with FP8 rows, on a network that repeats and delays") {
+  CudaRun run = longer_windows(std::vector<int>(16, 1));
+  run.wire = kFp8;
+  run.loop = everything();
+  run.most_windows = 26;
+  each_seed(run, same_as_host);
+}
+CLAIM("so they are in domains of two, where counts stay on the GPU") {
+  CudaRun run = longer_windows(std::vector<int>(16, 2));
+  run.compact = true;
+  run.capacity = 300;
+  run.is_spacious = run.pad_to_capacity = true;
+  run.max_tokens = 170;
+  each_seed(run, same_as_host);
+}
+
 CLAIM("low latency has more ranks than a word has bits, and more domains than a warp has lanes") {
   for (const auto& [domains, members] : {std::pair{1, 66}, {33, 2}}) {
     SlotRun run = slots_of(0, members == 2 ? kFp8 : kBf16);

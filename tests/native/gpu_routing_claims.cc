@@ -116,6 +116,22 @@ CLAIM("65 and 129 ranks: tables and masks leave the oracle's bytes") {
                .map_one_in = 9,
                .seed = ++seed});
 }
+CLAIM("headers tell the most rows of spans of token blocks, or nothing where nobody asks") {
+  uint64_t seed = 400;
+  for (uint32_t tokens : {1u, 127u, 129u, 1000u, 2050u})
+    for (const std::vector<int>& domain_of : {domains_of({3, 4, 1}), interleaved(80, 40)}) {
+      RoutingRun run{.domain_of = domain_of,
+                     .rank = 5,
+                     .num_tokens = tokens,
+                     .topk = 2,
+                     .blocks = 3,
+                     .kept_tiles = 4,
+                     .seed = ++seed};
+      by_both(run);
+      run.tells_spans = false;
+      by_both(run);
+    }
+}
 CLAIM("one domain has tables, and the oracle's bytes") {
   const RoutingRun run{.domain_of = std::vector<int>(72, 0), .rank = 5, .num_tokens = 130, .blocks = 2};
   const RoutingInput in(run);

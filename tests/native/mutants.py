@@ -6,6 +6,7 @@ instead)."""
 from __future__ import annotations
 
 from tests.native.mask_mutants import AGREEMENT_MUTANTS, MASK_MUTANTS, SLOT_ENGINE_MUTANTS
+from tests.native.rank_mutants import RANK_MUTANTS
 
 TWO_DOMAINS = "2 domains of a rank have the host's bits"
 ONE_DOMAIN = "2 ranks of a domain have the host's bits, BF16"
@@ -164,46 +165,21 @@ ENGINE_MUTANTS = {
 }  # fmt: skip
 
 
-MANY_DOMAINS = "a map whose tokens reach more than 32 other domains has the host's bits"
-IN_BATCHES = "streams in batches have the host's bits, in windows of 11 domains of 2"
-OF_600_RANKS = "a domain of 600 ranks gets the rows of all, and every sum"
-MANY_RANKS = "low latency has more ranks than a word has bits, and more domains than a warp has lanes"
-RANK_MUTANTS = {
-    "only the domains of a warp's lanes get rows": (
-        MANY_RANKS, "low_latency_dispatch.cu", "first < g.map.num_domains; first += kWarp",
-        "first < kWarp; first += kWarp",
-    ),
-    "ranks beyond a warp's lanes have the slots of those before": (
-        MANY_RANKS, "low_latency_place.cuh", "before = by_warps ? __shfl_sync(kFullWarp, end, kWarp - 1)",
-        "before = by_warps ? 0",
-    ),
-    "a row is written to the first rings only": (
-        MANY_DOMAINS, "stage.cuh", "left = found - skipped - outs.num_places;", "left = 0;",
-    ),
-    "a chunk of a domain beyond a warp's lanes is pushed again": (
-        MANY_DOMAINS, "net.cuh", "out.chunk = pushed[i].window;", "out.chunk = 0;",
-    ),
-    "all streams are in the first batch": (
-        IN_BATCHES, "fold.cuh", "return last == 0 || stream == 0 ? last :", "return stream == 0 ? last : 0 *",
-    ),
-    "streams of all batches have the pieces of the first": (
-        IN_BATCHES, "merge.cuh", "piece_place(k.g, stream) * k.g.map", "stream * k.g.map",
-    ),
-    "ranks beyond 255 are those of a byte": (
-        OF_600_RANKS, "group.h", "return entries[i]; }", "return entries[i % 256]; }",
-    ),
-    "a source beyond the lanes of a warp has the rows of another": (
-        "65 ranks in 8 domains of 8 and one of 1 have the host's bits", "sources.cuh",
-        "out_row = __shfl_sync(kFullWarp, end, kWarp - 1);", "out_row = first_row;",
-    ),
-}  # fmt: skip
-
 OF_MAPS = "few ranks: so they do with maps, of few experts a token, of more than 32, and of all"
 OF_TOPK = "few ranks: tables and masks leave the oracle's bytes for any number of tokens and experts a token"
 OF_600 = "600 ranks have masks, which leave the oracle's bytes"
 OF_SOURCES = "warps share sources: each element is one lane's, and no warp has more turns than its share"
 OF_TILES = "blocks that keep several tiles, or read each twice, leave the oracle's bytes"
+OF_SPANS = "headers tell the most rows of spans of token blocks, or nothing where nobody asks"
 ROUTING_MUTANTS = {
+    "a span goes on in the next one": (
+        OF_SPANS, "exchange.cuh", "(begin + u + 1) * kBlocks % SpanRows::blocks(i) == 0",
+        "(begin + u + 1) * kBlocks % SpanRows::blocks(i) == 1",
+    ),
+    "headers tell the spans of a warp's domains only": (
+        OF_SPANS, "exchange.cuh", "k.args.tells_spans && k.crew.lane() < k.crew.warps();",
+        "k.args.tells_spans && k.crew.lane() < 1;",
+    ),
     "warps of a source leave some of its elements out": (
         OF_SOURCES, "shares.cuh", "visit(u / parts, u % parts * kWarp + threadIdx.x % kWarp, parts * kWarp);",
         "visit(u / parts, u % parts * kWarp + threadIdx.x % kWarp, 2 * parts * kWarp);",

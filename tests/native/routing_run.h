@@ -8,7 +8,6 @@
 #include <atomic>
 #include <cstring>
 #include <map>
-#include <random>
 #include <set>
 #include <string>
 #include <tuple>
@@ -17,57 +16,11 @@
 #include "backend/gpu/exchange.cuh"
 #include "block_rows.h"
 #include "claims.h"
+#include "routing_input.h"
 
 namespace uccl_ep {
 
 using gpu::TileKind;
-
-// What a rank routes, and how.
-struct RoutingRun {
-  std::vector<int> domain_of;
-  int rank = 0;
-  uint32_t experts_per_rank = 1, num_tokens = 65;
-  uint32_t topk = 8;  // 0: a map
-  uint32_t map_one_in = 2;  // of a map's entries are routed
-  uint32_t one_in_dropped = 8;  // of the columns of top-k; 0: none
-  int only_rank = -1;  // all pairs go there
-  uint32_t blocks = 1, warps = 2, kept_tiles = 1;
-  uint64_t seed = 1;
-
-  uint32_t num_ranks() const { return static_cast<uint32_t>(domain_of.size()); }
-  uint32_t num_experts() const { return experts_per_rank * num_ranks(); }
-  uint32_t width() const { return topk == 0 ? num_experts() : topk; }
-};
-
-// The caller's tensors.
-struct RoutingInput {
-  std::vector<int64_t> topk;
-  std::vector<uint8_t> map;
-  std::vector<float> weights;
-
-  explicit RoutingInput(const RoutingRun& run) {
-    std::mt19937_64 random(run.seed);
-    const uint64_t places = uint64_t{run.num_tokens} * run.width();
-    const auto chance = [&](uint32_t one_in) { return one_in != 0 && random() % one_in == 0; };
-    for (uint64_t i = 0; i < places; ++i) weights.push_back(static_cast<float>(random() % 1000) / 8);
-    if (run.topk == 0) {
-      for (uint64_t i = 0; i < places; ++i) map.push_back(chance(run.map_one_in) ? 1 + random() % 255 : 0);
-    }
-    for (uint32_t t = 0; t < run.num_tokens && run.topk != 0; ++t) {
-      std::vector<int64_t> experts;
-      const uint32_t first = run.only_rank < 0 ? 0 : static_cast<uint32_t>(run.only_rank) * run.experts_per_rank;
-      const uint32_t all = run.only_rank < 0 ? run.num_experts() : run.experts_per_rank;
-      while (experts.size() < run.topk) {
-        const auto expert = static_cast<int64_t>(first + random() % all);
-        if (std::find(experts.begin(), experts.end(), expert) == experts.end()) experts.push_back(expert);
-      }
-      for (int64_t expert : experts) topk.push_back(chance(run.one_in_dropped) ? -1 : expert);
-    }
-    topk.reserve(1);  // nothing has an address, too
-    map.reserve(1);
-    weights.reserve(1);
-  }
-};
 
 // A pair, in the order in which packets have them.
 struct RoutedPair {
@@ -104,6 +57,7 @@ class RoutingMemory {
                     run_.topk == 0, run_.width()};
     args.stage.num_tokens = run_.num_tokens;
     args.kept_tiles = run_.kept_tiles;
+    args.tells_spans = run_.tells_spans;
     const uint32_t threads = run_.warps * gpu::kWarp;
     const uint32_t shared_bytes = group_.table_bytes + gpu::tiles_bytes(group_.map, Tile::kKind, run_.kept_tiles);
     EXPECT(shared_bytes <= gpu::kMostSharedBytes - gpu::kStaticSharedBytes);
@@ -156,6 +110,7 @@ class RoutingMemory {
   void lay_out();
   void fill();
   uint32_t write_expected_addends(const Reached& reached, uint32_t t, uint32_t to, uint32_t num_addends);
+  gpu::SpanRows expected_span_rows(const Reached& reached) const;
   uint64_t write_expected_packet(const Reached& reached, uint32_t to);  // its bytes
   void write_expected_rows(const Reached& reached, uint8_t* bytes, const gpu::PacketParts& parts, const Member& to,
                            uint32_t& rows, uint32_t& pairs);
@@ -329,6 +284,20 @@ inline uint32_t RoutingMemory::write_expected_addends(const Reached& reached, ui
   return num_addends + pieces;
 }
 
+inline gpu::SpanRows RoutingMemory::expected_span_rows(const Reached& reached) const {
+  gpu::SpanRows most;
+  for (uint32_t to = 0; to < map().num_domains; ++to)
+    for (uint32_t i = 0; i < gpu::SpanRows::kLengths && to != group_.net.domain; ++i) {
+      const uint32_t tokens = gpu::SpanRows::blocks(i) * 32;
+      for (uint32_t first = 0; first < run_.num_tokens; first += tokens) {
+        const Words& before = reached.rows_before[to];
+        const uint32_t rows = before[std::min(first + tokens, run_.num_tokens)] - before[first];
+        most.most[i] = std::max(most.most[i], static_cast<uint16_t>(rows));
+      }
+    }
+  return most;
+}
+
 inline uint64_t RoutingMemory::write_expected_packet(const Reached& reached, uint32_t to) {
   const uint32_t tokens = run_.num_tokens, blocks = (tokens + 31) / 32, experts = run_.experts_per_rank;
   const uint32_t first = numbers_.first_of[to], members = numbers_.first_of[to + 1] - first;
@@ -348,6 +317,7 @@ inline uint64_t RoutingMemory::write_expected_packet(const Reached& reached, uin
   head.num_rows = sizes.rows;
   head.stream_rows = sizes.stream_rows;
   head.most_of_block = reached.most.with(gpu::BlockMost::of_pairs(static_cast<uint32_t>(pairs_.size()))).word;
+  head.span_rows = run_.tells_spans ? expected_span_rows(reached) : gpu::SpanRows{};
   const auto until = [&](uint32_t block) { return rows_before[std::min(32 * block, tokens)]; };
   auto* const sent =
       gpu::own_part(group_, map().sent_token_blocks) + to * gpu::BlockRows::groups(map().max_tokens / 32);

@@ -24,7 +24,7 @@ ON_CPU = (
 PROGRAMS = (
     "queue", "words", "layout", "messages", "loop", "ready", "mail", "copier", "nics", "stream", "fault",
     "life", "device", "board", "agreement", "slot_engine", "slot_engine_stepped", "engine", "engine_stepped",
-    "engine_setup", "gpu", "packets", "guess", *ON_CPU, *OF_TRANSPORTS,
+    "engine_setup", "gpu", "gpu_windows", "packets", "guess", *ON_CPU, *OF_TRANSPORTS,
 )  # fmt: skip
 # Where threads meet without a lock: these run under TSan every time, the others with -m slow.
 LOCK_FREE = ("queue", "stream", "copier", "ready")
@@ -90,7 +90,7 @@ def sources_of(program: str) -> list[Path]:
         product = [path for path in building.gpu_sources() if path.name in ("topk.cu", "runtime.cc")]
         return [HERE / "topk_claims.cc", *product, *building.GPU_ON_CPU.glob("*.cc")]
     product = building.product_sources(ENGINE_PARTS if "engine" in program or program in ON_CPU else PARTS)
-    if program in ("gpu", "guess"):  # what of it needs no GPU
+    if program in ("gpu", "gpu_windows", "guess"):  # what of it needs no GPU
         names = ("arrays.cc", "layout.cc", "layout_parts.cc")
         product += [building.CSRC / "backend" / "gpu" / name for name in names]
     if program == "words":

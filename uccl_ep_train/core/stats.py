@@ -50,6 +50,8 @@ class MemoryPlan:
     stream_batches      more than 1: memory is too small for all streams at once
     max_tokens          on a GPU: tokens of a rank that an operation may have; None: any number
     max_pairs           on a GPU: experts of those tokens, together
+    window_tokens       on a GPU: tokens of a rank that a dispatch of the widest rows sends at once, even if
+                        all go to one domain
     """
 
     entries: tuple[tuple[str, int], ...]
@@ -59,6 +61,7 @@ class MemoryPlan:
     stream_batches: int = 1
     max_tokens: int | None = None
     max_pairs: int | None = None
+    window_tokens: int | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -95,7 +98,7 @@ def memory_plan(config: EpConfig, num_ranks_or_topology: int | Topology, rank: i
     on_gpu = (config.gpu.backend == "cuda" and built()) or choose_device(config).type == "cuda"
     entries = core.gpu_memory_plan(native) if on_gpu else core.memory_plan(native)
     least = core.gpu_least_budget(native) if on_gpu else core.least_budget(native)
-    limits = core.gpu_limits(native) if on_gpu else (0, 1, None, None)
+    limits = core.gpu_limits(native) if on_gpu else (0, 1, None, None, None)
     return MemoryPlan(
         entries=tuple((name, int(size)) for name, size in entries),
         budget_bytes=config.memory.budget_bytes,
@@ -104,6 +107,7 @@ def memory_plan(config: EpConfig, num_ranks_or_topology: int | Topology, rank: i
         stream_batches=limits[1],
         max_tokens=limits[2],
         max_pairs=limits[3],
+        window_tokens=limits[4],
     )
 
 

@@ -64,7 +64,7 @@ class _Operation:
         self.fixed = k.dispatch_us if self.is_dispatch else k.combine_us
         self.fixed += k.member_us * math.log2(max(shape.domains))
         self.seen_us = protocol.passes * machine.pass_us / 2 if len(shape.domains) > 1 else 0.0
-        self.tokens = protocol.windows(op, shape.tokens)
+        self.tokens = protocol.windows(op, shape.tokens, new=plan != "cached")
         self.batches = 1 if self.is_dispatch else protocol.stream_batches
         self.num_windows = len(self.tokens) * self.batches
         chunk = protocol.chunk_rows[0 if self.is_dispatch else 1]

@@ -249,7 +249,7 @@ def _in_windows(sizes: Protocol, tokens: int, windows: int) -> Protocol:
         return sizes
     window = -(-tokens // (windows * TOKEN_BLOCK)) * TOKEN_BLOCK
     slots = max(sizes.slots, 2 * -(-window // min(sizes.chunk_rows)))
-    return replace(sizes, dispatch_window=window, combine_window=window, slots=slots)
+    return replace(sizes, dispatch_window=window, first_window=window, combine_window=window, slots=slots)
 
 
 def predict(row: Row, kernels: Kernels, hosts: Mapping[str, float]) -> float:

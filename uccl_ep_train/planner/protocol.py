@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from uccl_ep_train.settings.config import EpConfig
 TOKEN_BLOCK = 32  # tokens; windows consist of whole blocks: kTokenBlock in csrc/backend/gpu/layout.h
 USUAL_CHUNK_BYTES = 512 << 10  # rings_for() in csrc/backend/gpu/layout.cc
 LEAST_CHUNKS = 8  # of a window, there
+SPANS = (1, 4, 8, 16, 32)  # token blocks whose most rows ranks know: SpanRows in csrc/backend/gpu/layout.h
 _RINGS_OF_PASS = 32  # a lane each
 
 
@@ -25,6 +27,7 @@ class Protocol:
 
     memory                 of the rank that needs most; None: not known, and rows are not cut into windows
     dispatch_window        tokens of a window of dispatch
+    first_window           of the first one with a new plan; None: as many
     combine_window         tokens of a window of combine
     chunk_rows             (dispatch, combine) rows of a chunk between domains
     slots                  chunks of a ring
@@ -36,6 +39,7 @@ class Protocol:
     memory: MemoryPlan | None
     dispatch_window: int
     combine_window: int
+    first_window: int | None = None
     chunk_rows: tuple[int, int]
     slots: int
     event_rings: int
@@ -47,11 +51,13 @@ class Protocol:
         """Round trips of the warp that polls, to see the next event of each ring."""
         return math.ceil(self.event_rings / _RINGS_OF_PASS)
 
-    def windows(self, op: str, tokens: int) -> list[int]:
-        """Tokens of each window of an operation ("dispatch" | "combine")."""
+    def windows(self, op: str, tokens: int, *, new: bool = False) -> list[int]:
+        """Tokens of each window of an operation ("dispatch" | "combine"). new: with a new plan."""
         most = self.dispatch_window if op == "dispatch" else self.combine_window
-        full, rest = divmod(tokens, most)
-        return [most] * full + [rest] * (rest > 0)
+        ends = {*range(most, tokens, most), tokens}
+        if new and op == "dispatch" and self.first_window is not None:
+            ends.add(min(self.first_window, tokens))
+        return [end - begin for begin, end in pairwise([0, *sorted(ends)])]
 
 
 def config_of(shape: Shape, budget_bytes: int = 512 << 20, window_tokens: int | None = None) -> EpConfig:
@@ -77,7 +83,7 @@ def protocol_of(shape: Shape, budget_bytes: int = 512 << 20, window_tokens: int 
     )
     if "rows" not in dict(plan.entries):
         raise ConfigError("the extension was built without CUDA kernels: windows of GPUs are not known")
-    assert plan.max_tokens is not None and plan.max_pairs is not None
+    assert plan.max_tokens is not None and plan.max_pairs is not None and plan.window_tokens is not None
     pairs = shape.tokens * shape.router.topk
     if shape.tokens > plan.max_tokens or pairs > plan.max_pairs:
         raise ShapeError(
@@ -86,29 +92,32 @@ def protocol_of(shape: Shape, budget_bytes: int = 512 << 20, window_tokens: int 
             f"{plan.max_tokens} tokens and {plan.max_pairs} experts of tokens"
         )
     widest = shape.row_bytes("bf16")
-    half = plan["rows"] // 2
-    window = half // widest
+    window = plan.window_tokens
     chunk = min(max(1, USUAL_CHUNK_BYTES // widest), max(1, window // LEAST_CHUNKS))
     slots = math.ceil(window / chunk)
     chunk_bytes = chunk * widest
     streams = 1 + max(_relayed(shape, rank) for rank in _classes(shape)) if max(shape.domains) > 1 else 1
     pieces = plan["pieces"] // min(streams, 1 + plan.batch_streams) // widest
     row = shape.row_bytes(shape.dtype)
-    dispatch = half // row
+    staged = dispatch = first = plan["rows"] // 2 // row // TOKEN_BLOCK
     if len(shape.domains) > 1:
-        dispatch = min(dispatch, slots * (chunk_bytes // row))
+        shipped = slots * (chunk_bytes // row)
+        first = min(staged, shipped // TOKEN_BLOCK)
+        fits = (n * min(staged // n, shipped // _most_rows(shape, n)) for n in SPANS)
+        dispatch = max(first, *fits)
 
     def combined(parts: int) -> int:  # tokens whose pieces fit one of so many parts of the memory
         tokens = pieces // parts // _most_pieces(shape) * TOKEN_BLOCK
         if len(shape.domains) == 1:
             return tokens
-        return min(tokens, max(1, slots // parts * chunk // _most_rows(shape)) * TOKEN_BLOCK)
+        return min(tokens, max(1, slots // parts * chunk // _most_rows(shape, 1)) * TOKEN_BLOCK)
 
     at_once = plan.stream_batches == 1 and shape.tokens <= combined(1)
     combine = combined(1) if at_once else combined(2)
     return Protocol(
         memory=plan,
-        dispatch_window=max(TOKEN_BLOCK, dispatch // TOKEN_BLOCK * TOKEN_BLOCK),
+        dispatch_window=max(1, dispatch) * TOKEN_BLOCK,
+        first_window=max(1, first) * TOKEN_BLOCK,
         combine_window=max(TOKEN_BLOCK, combine // TOKEN_BLOCK * TOKEN_BLOCK),
         chunk_rows=(max(1, chunk_bytes // row), chunk),
         slots=slots,
@@ -157,13 +166,13 @@ def _relayed(shape: Shape, rank: int) -> int:
     )
 
 
-def _most_rows(shape: Shape) -> int:
-    """Rows that a block of tokens has for another domain: expected, and four standard deviations."""
-    most = 1
+def _most_rows(shape: Shape, blocks: int) -> int:
+    """Rows that blocks of tokens have for another domain: expected, and four standard deviations."""
+    most, tokens = 1, blocks * TOKEN_BLOCK
     for source, home in enumerate(shape.topology.domain_of[: len(shape.counts.to_domain_SD)]):
         share = np.delete(shape.counts.to_domain_SD[source] / shape.tokens, home).max()
-        deviation = math.sqrt(TOKEN_BLOCK * share * (1 - share))
-        most = max(most, min(TOKEN_BLOCK, math.ceil(TOKEN_BLOCK * share + 4 * deviation)))
+        deviation = math.sqrt(tokens * share * (1 - share))
+        most = max(most, min(tokens, math.ceil(tokens * share + 4 * deviation)))
     return most
 
 

@@ -171,7 +171,7 @@ Status launch_dispatch(const Group& group, const PlanView& plan, const PlaceArgs
                        uint32_t stage_sms, StreamHandle stream) {
   PlaceArgs args = given;
   args.num_blocks = num_sms - has_net(group);  // one sees to the network
-  const uint32_t row_groups = (min(args.window_tokens, args.stage.num_tokens) + kRowGroup - 1) / kRowGroup;
+  const uint32_t row_groups = (min(args.windows.first, args.stage.num_tokens) + kRowGroup - 1) / kRowGroup;
   const uint32_t blocks = max(num_sms, min(stage_sms, row_groups + has_net(group)));
   if (args.state == PlanState::kNew)
     launch<PlanState::kNew>(group, plan, args, blocks, stream);

@@ -8,6 +8,7 @@
 
 #include "backend/gpu/device.cuh"
 #include "backend/gpu/mask_tile.cuh"
+#include "backend/gpu/most.cuh"
 #include "backend/gpu/steps.h"
 #include "backend/gpu/table_tile.cuh"
 
@@ -53,7 +54,8 @@ __device__ __forceinline__ void add_up(const Group& g, uint32_t word, uint32_t t
 
 // By a warp, one domain per lane: finds where our packets lie. Block 0 also writes the numbers in their headers, and
 // where the packets begin.
-__device__ inline void begin_packets(const DispatchKernel& k, const TileParts& tile, BlockMost most) {
+__device__ inline void begin_packets(const DispatchKernel& k, const TileParts& tile, BlockMost most,
+                                     const SpanRows& span_rows) {
   const uint32_t lane = threadIdx.x % kWarp;
   uint32_t units = 0;  // of packets for lower domains
 #pragma unroll 1
@@ -92,6 +94,7 @@ __device__ inline void begin_packets(const DispatchKernel& k, const TileParts& t
       begins.pair[end - first] = head.num_pairs = num_pairs;
       head.stream_rows = stream_rows;
       head.most_of_block = most.word;
+      head.span_rows = span_rows;
     }
     const auto word = [](uint64_t offset) { return static_cast<uint32_t>(offset); };
     tile.packet[to] = {bytes,
@@ -101,15 +104,6 @@ __device__ inline void begin_packets(const DispatchKernel& k, const TileParts& t
                        word(parts.stream_pieces),
                        word(parts.weights)};
   }
-}
-
-// By a warp: the most that a token block has.
-__device__ __forceinline__ BlockMost most_of_all(const Group& g, uint32_t num_tiles) {
-  BlockMost most;
-#pragma unroll 1
-  for (uint32_t t = threadIdx.x % kWarp; t < num_tiles; t += kWarp)
-    most = most.with({device::load_past_l1(TileCounts(g, t).most_of_block)});
-  return warp_most(most);
 }
 
 // By a warp: replaces each rank's number of pairs by the number of its first pair.
@@ -146,6 +140,7 @@ template <typename Tile>
 __device__ inline bool begin_tiles(const DispatchKernel& k, const Tile& tile, uint32_t first_tile, uint32_t num_tiles) {
   const uint32_t ranks = k.g.map.num_ranks, experts = k.g.map.num_experts;
   __shared__ uint32_t all_most;  // BlockMost
+  __shared__ SpanRows span_rows[kWarp];  // by warp
   const bool writes_totals = blockIdx.x == 0;
   const uint32_t token_words = tile_token_words(k.g.map), numbers = experts + ranks + k.g.map.num_domains;
 #pragma unroll 1
@@ -177,6 +172,7 @@ __device__ inline bool begin_tiles(const DispatchKernel& k, const Tile& tile, ui
       }
     }
   }
+  if (writes_totals && k.args.tells_spans) find_span_rows(k.crew, k.g, num_tiles, span_rows);
   if (writes_totals && k.crew.warp() == k.crew.warps() - 1) {
     const BlockMost most = most_of_all(k.g, num_tiles);
     if (k.crew.lane() == 0) all_most = most.word;
@@ -191,7 +187,11 @@ __device__ inline bool begin_tiles(const DispatchKernel& k, const Tile& tile, ui
                    num_pairs});
     return false;
   }
-  if (k.crew.warp() == 0) begin_packets(k, tile, BlockMost{all_most}.with(BlockMost::of_pairs(num_pairs)));
+  if (k.crew.warp() == 0) {
+    const bool told = writes_totals && k.args.tells_spans && k.crew.lane() < k.crew.warps();
+    begin_packets(k, tile, BlockMost{all_most}.with(BlockMost::of_pairs(num_pairs)),
+                  warp_most(told ? span_rows[k.crew.lane()] : SpanRows{}));
+  }
   k.crew.sync();
   if (writes_totals) write_totals(k, tile);
   return true;

@@ -60,18 +60,21 @@ class Layouts {
   bool weights_go_with_rows() const {
     return shapes_.front().domains > 1 && room_.returned_blocks == kHalves && room_.further_pairs == kFewPairs;
   }
-  DeviceRegionLayout of(const Shape& shape, uint32_t tiles, uint32_t window_blocks) const {
-    return layout_for(topo_, shape, needs_, tiles * kTileTokens, window_blocks * kTokenBlock, room_);
+  // `staged_blocks`: at once, at least those of a window.
+  DeviceRegionLayout of(const Shape& shape, uint32_t tiles, uint32_t window_blocks, uint32_t staged_blocks) const {
+    const uint32_t window = window_blocks * kTokenBlock, staged = staged_blocks * kTokenBlock;
+    return layout_for(topo_, shape, needs_, tiles * kTileTokens, {window, std::max(window, staged)}, room_);
   }
   const std::vector<Shape>& shapes() const { return shapes_; }
   // Of the rank that needs most.
-  uint64_t used(uint32_t tiles, uint32_t window_blocks) const {
+  uint64_t used(uint32_t tiles, uint32_t window_blocks, uint32_t staged_blocks = 1) const {
     uint64_t most = 0;
-    for (const Shape& shape : shapes_) most = std::max(most, of(shape, tiles, window_blocks).total_bytes);
+    for (const Shape& shape : shapes_)
+      most = std::max(most, of(shape, tiles, window_blocks, staged_blocks).total_bytes);
     return most;
   }
-  uint64_t bytes(uint32_t tiles, uint32_t window_blocks) const {
-    return round_up(used(tiles, window_blocks), kDevicePage);
+  uint64_t bytes(uint32_t tiles, uint32_t window_blocks, uint32_t staged_blocks = 1) const {
+    return round_up(used(tiles, window_blocks, staged_blocks), kDevicePage);
   }
 
  private:
@@ -121,11 +124,17 @@ Lengths lengths_of(const Layouts& layouts, const RegionNeeds& needs, uint64_t bu
     return layouts.bytes(tiles, 1) == layouts.bytes(1, 1) ? 0 : layouts.used(tiles, 1) - layouts.used(1, 1);
   };
   constexpr uint32_t kBlocks = kTileTokens / kTokenBlock;  // of a tile
+  const uint32_t given = needs.window_tokens, wanted = given == 0 ? kMaxTokens : given;
+  // Token blocks that are staged at once: of many domains as many as cost no time, though a window may be shorter.
+  const auto staged = [&](uint32_t tiles) {
+    if (layouts.shapes().front().domains < 2 * kUsualRanks) return 1u;
+    return std::min(enough_blocks(layouts.shapes().front().domains, needs.row_bytes),
+                    std::min(tiles, tiles_of(wanted)) * kBlocks);
+  };
   const auto longest_window = [&](uint32_t tiles, uint32_t most_tiles) {
     return largest(std::min(tiles, most_tiles) * kBlocks,
                    [&](uint32_t n) { return layouts.bytes(tiles, n) <= budget_bytes; });
   };
-  const uint32_t given = needs.window_tokens, wanted = given == 0 ? kMaxTokens : given;
   const uint32_t usual = longest_window(layouts.wanted_tiles(), tiles_of(wanted));
   const uint32_t domains = layouts.shapes().front().domains, most_of_usual = usual - usual / 4;
   uint32_t enough = std::max(most_of_usual, enough_blocks(domains, needs.row_bytes));
@@ -135,12 +144,25 @@ Lengths lengths_of(const Layouts& layouts, const RegionNeeds& needs, uint64_t bu
     const uint64_t most = budget_bytes / (n <= tiles_of(kUsualTokens) ? 2 : 10);
     const bool leaves_enough = layouts.bytes(n, std::min(enough, n * kBlocks)) <= budget_bytes;
     return ((given != 0 && n <= tiles_of(given)) || routing(n) <= most || leaves_enough) &&
-           layouts.bytes(n, 1) <= budget_bytes;
+           layouts.bytes(n, 1, n <= tiles_of(kUsualTokens) ? 1 : staged(n)) <= budget_bytes;
   };
   // Fewer tokens may need more memory, because packets have tails only where these save some.
   const uint32_t least = given != 0 && fits(tiles_of(given)) ? tiles_of(given) : 1;
   const uint32_t tiles = largest(tiles_of(uint64_t{wanted} * kMostWindows), fits, least);
   return {tiles, longest_window(tiles, tiles_of(wanted))};
+}
+
+// Token blocks that are staged at once, with what else there is no use for. Where there are many domains, each gets few
+// of a token's rows, so that the rings hold more tokens than if all rows go to one.
+uint32_t staged_blocks(const Layouts& layouts, const Lengths& lengths, const RegionNeeds& needs,
+                       uint64_t budget_bytes) {
+  constexpr uint32_t kLonger = 8, kBlocks = kTileTokens / kTokenBlock;
+  const uint32_t times = std::clamp(layouts.shapes().front().domains / kUsualRanks, 1u, kLonger);
+  const uint32_t wanted = needs.window_tokens == 0 ? lengths.tiles : tiles_of(needs.window_tokens);
+  const uint32_t most = std::min(lengths.window * times, std::min(wanted, lengths.tiles) * kBlocks);
+  return largest(
+      std::max(most, lengths.window),
+      [&](uint32_t n) { return layouts.bytes(lengths.tiles, lengths.window, n) <= budget_bytes; }, lengths.window);
 }
 
 }  // namespace
@@ -169,10 +191,11 @@ DeviceRegionLayout make_layout(const Topology& topo, int domain, const RegionNee
       lengths = its;
     }
   }
+  const uint32_t staged = staged_blocks(*best, lengths, needs, budget_bytes);
   DeviceRegionLayout own;
   uint64_t hash = 0xCBF29CE484222325u;
   for (const Shape& shape : best->shapes()) {
-    DeviceRegionLayout l = best->of(shape, lengths.tiles, lengths.window);
+    DeviceRegionLayout l = best->of(shape, lengths.tiles, lengths.window, staged);
     const uint64_t unused = round_up(l.total_bytes, kDevicePage) - l.total_bytes;
     l.entries.emplace_back("unused", unused);
     l.total_bytes += unused;

@@ -226,6 +226,28 @@ struct LowLatencyState {
   DeviceFlag<SlotsThrough> through[2][2];  // by kind: sending, receiving
 };
 
+// The most rows that neighbouring token blocks have of a stream to another domain, in spans of several lengths. Each
+// span begins at a multiple of its length.
+struct SpanRows {
+  static constexpr uint32_t kLengths = 4;
+  static constexpr uint32_t blocks(uint32_t length) { return 4u << length; }
+  uint16_t most[kLengths] = {};
+
+  // Of tokens that may all go to one domain.
+  static constexpr SpanRows all() {
+    SpanRows all;
+    for (uint32_t i = 0; i < kLengths; ++i) all.most[i] = static_cast<uint16_t>(blocks(i) * kTokenBlock);
+    return all;
+  }
+  constexpr SpanRows with(const SpanRows& other) const {
+    SpanRows all = *this;
+    for (uint32_t i = 0; i < kLengths; ++i)
+      if (all.most[i] < other.most[i]) all.most[i] = other.most[i];
+    return all;
+  }
+};
+static_assert(SpanRows::blocks(SpanRows::kLengths - 1) * kTokenBlock <= UINT16_MAX);
+
 // What a plan takes memory for.
 struct PlanSizes {
   uint32_t num_rows = 0;  // of the output
@@ -234,6 +256,7 @@ struct PlanSizes {
   uint32_t most_pieces = 0;  // that any token block of any rank has in any domain
   // Where there are several domains.
   uint32_t most_rows = 0;  // that any token block of any rank has of a stream to another domain
+  SpanRows span_rows;  // of any rank that has more tokens than a window holds of the widest rows
   uint32_t most_pairs = 0;  // of any rank, or a few more
   uint32_t shipped_rows = 0;  // of our streams to others; they take no memory
   uint32_t relayed_rows = 0;  // of the streams that we merge for others
@@ -287,6 +310,7 @@ struct SourcePlan {
 struct PlanScratch {
   PlanSizes sizes;
   uint32_t most_tail = 0;  // chunks of the longest tail of any packet
+  uint32_t window_tokens = 0;  // of windows but the first
   // Followed by uint32 out_row_base[ranks][experts of a rank], padding[experts of a rank][2], size[experts of a rank].
 };
 

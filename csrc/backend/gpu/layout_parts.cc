@@ -162,7 +162,7 @@ uint32_t usual_pieces(const Shape& shape) {
 }  // namespace
 
 DeviceRegionLayout layout_for(const Topology& topo, const Shape& shape, const RegionNeeds& needs, uint32_t num_tokens,
-                              uint32_t window, const Room& room) {
+                              const WindowRoom& window, const Room& room) {
   const uint64_t row_bytes = needs.row_bytes;
   DeviceRegionLayout l;
   l.num_ranks = shape.ranks;
@@ -178,15 +178,15 @@ DeviceRegionLayout layout_for(const Topology& topo, const Shape& shape, const Re
   l.max_pairs = pairs_of(num_tokens, room.further_pairs);
   l.stream_pairs = most_pairs_in(l, shape.members);
   l.most_stream_pairs = most_pairs_in(l, shape.most_members);
-  l.half_bytes = window * row_bytes;
+  l.half_bytes = window.staged * row_bytes;
   // A half holds a token block.
   const uint64_t most_pieces = uint64_t{kTokenBlock} * shape.most_members;
-  l.piece_bytes = std::max(window * usual_pieces(shape) + most_pieces, kHalves * most_pieces + 1) * row_bytes;
+  l.piece_bytes = std::max(window.tokens * usual_pieces(shape) + most_pieces, kHalves * most_pieces + 1) * row_bytes;
   const uint64_t ranks = shape.ranks, members = shape.members, streams = shape.streams, domains = shape.domains;
   const uint64_t tokens = num_tokens, pairs = l.max_pairs, token_blocks = tokens / kTokenBlock;
   const uint32_t experts_per_rank = needs.num_experts / shape.ranks;
   l.packet_bytes = most_packet_bytes(l, shape.members);
-  take_rings(l, rings_for(topo, l, shape, window, room, needs.packets));
+  take_rings(l, rings_for(topo, l, shape, window.tokens, room, needs.packets));
   size_weights(l);
   l.rings.slots = size_low_latency(shape, needs.beside, l.low_latency);
   const uint64_t several = domains > 1;

@@ -42,8 +42,12 @@ struct Room {
   }
 };
 
-// A region with memory for the routing of `num_tokens` tokens, and for rows and pieces of a window of `window` tokens.
+// Tokens of a window, whatever their experts are, and tokens that are staged at once, at least as many.
+struct WindowRoom {
+  uint32_t tokens, staged;
+};
+// A region with memory for the routing of `num_tokens` tokens, and for rows and pieces of a window.
 DeviceRegionLayout layout_for(const Topology& topo, const Shape& shape, const RegionNeeds& needs, uint32_t num_tokens,
-                              uint32_t window, const Room& room);
+                              const WindowRoom& window, const Room& room);
 
 }  // namespace uccl_ep::gpu

@@ -38,6 +38,7 @@ struct DeviceHeader {
   uint32_t num_rows;
   uint32_t stream_rows;
   uint32_t most_of_block;  // BlockMost
+  SpanRows span_rows;  // of this rank
 };
 
 // Where the parts of a packet begin, in bytes. With a known plan a packet has no counts and no token blocks, and ends

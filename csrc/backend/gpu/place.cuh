@@ -14,7 +14,8 @@ namespace uccl_ep::gpu {
 template <bool kFresh>
 __device__ inline void find_arrivals(const DispatchKernel& k, uint32_t window, Arrivals& out) {
   const PlanReader<kFresh> plan(k);
-  const uint32_t per_window = k.args.window_tokens / kTokenBlock, earlier = window * per_window;
+  const uint32_t earlier = first_block_of<kFresh>(k.g, k.args, window),
+                 later = first_block_of<kFresh>(k.g, k.args, window + 1);
   const uint32_t windows = window == 0 ? num_windows<kFresh>(k) : out.num_windows;
   if (window > 0) k.crew.sync();  // all have read what the table says of the last window
   if (k.crew.thread == 0) {
@@ -27,7 +28,7 @@ __device__ inline void find_arrivals(const DispatchKernel& k, uint32_t window, A
     its.begin = base;
     its.end = its.all_end = end;
     if (in_domain(k.g, s)) {
-      its.position = window * k.args.window_tokens;
+      its.position = earlier * kTokenBlock;
     } else {
       const uint32_t position =
           window == 0 ? 0 : BlockRows::rows_before(plan.stream_rows_of(s), min(earlier, plan.token_blocks(s)));
@@ -40,7 +41,7 @@ __device__ inline void find_arrivals(const DispatchKernel& k, uint32_t window, A
     const uint32_t token_blocks = plan.token_blocks(s);
     const BlockRows* const rows = plan.rows_of(s);
     its.begin = base + BlockRows::rows_before(rows, min(earlier, token_blocks));
-    its.end = base + BlockRows::rows_before(rows, min(earlier + per_window, token_blocks));
+    its.end = base + BlockRows::rows_before(rows, min(later, token_blocks));
   }
   k.crew.sync();
   if (k.crew.warp() == 0) out.most.find(k.g, [&](uint32_t s) { return out.of(k.g, s).end - out.of(k.g, s).begin; });
@@ -52,12 +53,13 @@ __device__ inline void find_arrivals(const DispatchKernel& k, uint32_t window, A
 template <bool kFresh>
 __device__ inline void note_received(const DispatchKernel& k, uint32_t window) {
   const PlanReader<kFresh> plan(k);
-  const uint32_t per_window = k.args.window_tokens / kTokenBlock;
+  const uint32_t begin = first_block_of<kFresh>(k.g, k.args, window),
+                 next = first_block_of<kFresh>(k.g, k.args, window + 1);
   for (uint32_t s = threadIdx.x % kWarp; s < k.g.map.num_ranks; s += kWarp) {
     if (in_domain(k.g, s)) continue;
     const uint32_t token_blocks = plan.token_blocks(s);
     const BlockRows* const stream = plan.stream_rows_of(s);
-    const uint32_t first = min(window * per_window, token_blocks), end = min(first + per_window, token_blocks);
+    const uint32_t first = min(begin, token_blocks), end = min(next, token_blocks);
     uint64_t& received = k.g.net_state.received[s];
     received +=
         part_of(k.g, BlockRows::rows_before(stream, first), BlockRows::rows_before(stream, end), k.args.stage.stride)

@@ -106,13 +106,27 @@ struct PlanReader {
   __device__ __forceinline__ uint32_t groups() const { return BlockRows::groups(plan.num_token_blocks); }
 };
 
-// Windows of a dispatch, of the rank with the most tokens.
+// The windows of a dispatch, when its plan is known.
+template <bool kFresh>
+__device__ __forceinline__ DispatchWindows windows_of(const Group& g, const PlaceArgs& args) {
+  if (!kFresh || !has_net(g)) return args.windows;
+  return {args.windows.first, scratch(g).window_tokens};
+}
+// The token with which a window begins. Where the second one does is known before the plan.
+template <bool kFresh>
+__device__ __forceinline__ uint32_t window_begin(const Group& g, const PlaceArgs& args, uint32_t window) {
+  return window < 2 ? window * args.windows.first : windows_of<kFresh>(g, args).begin(window);
+}
+template <bool kFresh>
+__device__ __forceinline__ uint32_t first_block_of(const Group& g, const PlaceArgs& args, uint32_t window) {
+  return window_begin<kFresh>(g, args, window) / kTokenBlock;
+}
+// Windows of the rank with the most tokens.
 template <bool kFresh>
 __device__ __forceinline__ uint32_t num_windows(const DispatchKernel& k) {
-  const uint32_t per_window = k.args.window_tokens;
   // The plan may have memory for more token blocks than there are.
-  if (k.plan.num_token_blocks * kTokenBlock <= per_window) return 1;
-  return max((PlanReader<kFresh>(k).most_tokens() + per_window - 1) / per_window, 1);
+  if (k.plan.num_token_blocks * kTokenBlock <= k.args.windows.first) return 1;
+  return windows_of<kFresh>(k.g, k.args).count(PlanReader<kFresh>(k).most_tokens());
 }
 
 // By a warp that places: whether others have planned its next batch of rows of a window. With a new plan they never

@@ -32,6 +32,7 @@ struct FromSource {
   uint32_t rows = 0, pairs = 0, first_pair = 0, tokens = 0;
   BlockMost most;
   uint32_t tail_chunks = 0;
+  SpanRows span_rows;
 };
 
 // By one thread: reads a source's header, and notes where the parts of its packet lie.
@@ -58,7 +59,8 @@ __device__ inline FromSource read_header(const Kernel& k, uint32_t source, bool 
   plan.tail_chunks = in_domain(k.g, source) || k.g.map.tail_slots == 0
                          ? 0
                          : tail_chunks(parts.end, k.g.map.head_bytes, k.g.map.tail_bytes);
-  return {end_row - first_row, end_pair - first_pair, first_pair, h.num_tokens, {h.most_of_block}, plan.tail_chunks};
+  return {end_row - first_row, end_pair - first_pair, first_pair, h.num_tokens,
+          {h.most_of_block},   plan.tail_chunks,      h.span_rows};
 }
 
 // By a warp: the sizes that follow from our own packets.
@@ -170,10 +172,12 @@ inline __device__ __noinline__ uint32_t lay_out_experts_of_many(const Group& g, 
 
 // By a warp, with the sources in the given order (`s`: this lane's first one, whose header has been read): writes the
 // numbers of each source's first row and first pair, and the sizes of the plan except its number of rows.
-__device__ inline void number_sources(const Kernel& k, uint32_t s, FromSource from, bool with_weights, PlanSizes& out) {
+__device__ inline void number_sources(const DispatchKernel& k, uint32_t s, FromSource from, bool with_weights,
+                                      PlanSizes& out) {
   const uint32_t lane = threadIdx.x % kWarp;
   uint32_t received_rows = 0, received_pairs = 0, most_tokens = 0, relayed_rows = 0, most_tail = 0;
   BlockMost most;
+  SpanRows span_rows;
 #pragma unroll 1
   for (uint32_t first = 0; first < k.g.map.num_ranks; first += kWarp) {
     const bool has = first + lane < k.g.map.num_ranks;
@@ -194,6 +198,7 @@ __device__ inline void number_sources(const Kernel& k, uint32_t s, FromSource fr
       most_tokens = max(most_tokens, from.tokens);
       most = most.with(from.most);
       most_tail = max(most_tail, from.tail_chunks);
+      span_rows = span_rows.with(from.span_rows);
     }
     received_rows = __shfl_sync(kFullWarp, row_end, kWarp - 1);
     received_pairs = __shfl_sync(kFullWarp, pair_end, kWarp - 1);
@@ -206,16 +211,26 @@ __device__ inline void number_sources(const Kernel& k, uint32_t s, FromSource fr
   relayed_rows = warp_sum(relayed_rows);
   most_tokens = warp_max(most_tokens);
   most = warp_most(most);
-  if (has_net(k.g)) most_tail = warp_max(most_tail);
+  if (has_net(k.g)) {
+    most_tail = warp_max(most_tail);
+    span_rows = warp_most(span_rows);
+  }
   const PlanSizes sent = sent_sizes(k);
   if (lane != 0) return;
-  if (has_net(k.g)) scratch(k.g).most_tail = most_tail;
+  if (has_net(k.g)) {
+    const DispatchWindows& windows = k.args.windows;
+    scratch(k.g).most_tail = most_tail;
+    scratch(k.g).window_tokens = most_tokens <= windows.first
+                                     ? windows.first
+                                     : later_window_tokens(k.g.map, k.args.stage.stride, most.rows(), span_rows);
+  }
   out = sent;
   out.received_rows = received_rows;
   out.received_pairs = received_pairs;
   out.most_tokens = most_tokens;
   out.most_pieces = most.pieces();
   out.most_rows = most.rows();
+  out.span_rows = span_rows;
   out.most_pairs = most.pairs();
   out.relayed_rows = relayed_rows;
 }
@@ -247,9 +262,11 @@ __device__ __noinline__ bool plan_holds_tokens(const Kernel& k) {
 
 // By a crew of at least two warps of one block. When all ranks have entered, it publishes what placing rows needs, and
 // then the counts for the host. It publishes nothing if a rank is missing, has called something else, or has more
-// tokens than a plan of `fixed_size` holds.
-__device__ inline void count_received(const Kernel& k, const OpSignature& signature, uint64_t call, bool fixed_size) {
+// tokens than a plan of fixed size holds.
+__device__ inline void count_received(const DispatchKernel& k) {
   __shared__ uint32_t end_row;
+  const OpSignature& signature = k.args.signature;
+  const bool fixed_size = k.args.fit == Fit::kAlways;
   const uint32_t lane = k.crew.lane(), first_source = lane < k.g.map.num_ranks ? k.g.source_order[lane] : 0;
   FromSource from;
   if (!read_sources(k, signature, first_source, from)) return;
@@ -279,7 +296,7 @@ __device__ inline void count_received(const Kernel& k, const OpSignature& signat
   }
   if (sums_up) k.g.counts->sizes = sizes;
   k.crew.sync();
-  if (k.crew.thread == 0) publish(&k.g.counts->call, call);
+  if (k.crew.thread == 0) publish(&k.g.counts->call, k.args.call);
 }
 
 }  // namespace uccl_ep::gpu

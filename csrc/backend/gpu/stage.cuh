@@ -66,13 +66,15 @@ __device__ inline void tell_staged(const DispatchKernel& k, uint32_t window, con
   }
 }
 
-// Windows that have tokens of ours; at least one. A rank that finds the memory of a new plan too small stages the first
-// window, which the rings hold though nobody reads; the kernel that places stages the others.
-__device__ __forceinline__ uint32_t own_windows(const PlaceArgs& args) {
-  return max((args.stage.num_tokens + args.window_tokens - 1) / args.window_tokens, 1);
-}
+// A rank that finds the memory of a new plan too small stages the first window, which the rings hold though nobody
+// reads; the kernel that places stages the others.
 template <PlanState kState>
 constexpr uint32_t kFirstStaged = kState == PlanState::kExchanged;  // window
+// Whether a window has tokens of ours. The first one counts, too, where there are none.
+template <PlanState kState>
+__device__ __forceinline__ bool has_window(const DispatchKernel& k, uint32_t w) {
+  return w == 0 || window_begin<kState != PlanState::kKnown>(k.g, k.args, w) < k.args.stage.num_tokens;
+}
 // By one thread: whether window `w` is staged by this kernel. False, too, if an error is known.
 template <PlanState kState>
 __device__ __forceinline__ bool stages_window(const DispatchKernel& k, uint32_t w) {
@@ -86,8 +88,8 @@ __device__ inline StreamPart sent_part(const Group& g, const PlanView& plan, con
                                        uint32_t to) {
   const uint32_t row_bytes = args.stage.stride;
   const uint32_t token_blocks = (args.stage.num_tokens + kTokenBlock - 1) / kTokenBlock;
-  const uint32_t per_window = args.window_tokens / kTokenBlock;
-  const uint32_t first = min(window * per_window, token_blocks), end = min(first + per_window, token_blocks);
+  const uint32_t first = min(first_block_of<kFresh>(g, args, window), token_blocks),
+                 end = min(first_block_of<kFresh>(g, args, window + 1), token_blocks);
   if (to == own_domain(g)) return {};
   const BlockRows* const sent = PlanReader<kFresh>(g, plan).sent_to(to);
   // Other blocks may have written it in this kernel.
@@ -193,8 +195,9 @@ __device__ __noinline__ void push_streams(const DispatchKernel k) {
   if (kState == PlanState::kNew && !wait_packed(k)) return;
   const uint32_t row_bytes = k.args.stage.stride;
   PushedChunks pushed{};
-  for (uint32_t w = kFirstStaged<kState>; w < own_windows(k.args); ++w) {
+  for (uint32_t w = kFirstStaged<kState>; has_window<kState>(k, w); ++w) {
     if (!__all_sync(kFullWarp, k.crew.lane() != 0 || stages_window<kState>(k, w))) return;
+    __syncwarp();  // votes order no memory, and every lane reads the plan
     const auto outgoing_to = [&](uint32_t to) {
       Outgoing<SentRows> out;
       if (to == own_domain(k.g)) return out;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "backend/gpu/group.h"
+#include "backend/gpu/windows.h"
 #include "device/runtime.h"
 
 namespace uccl_ep::gpu {
@@ -43,7 +44,7 @@ enum class PlanState : uint32_t {
 enum class Fit : uint32_t { kAlways, kIfLargeEnough, kNever };
 
 // A dispatch: stages our rows, as far as no earlier kernel has, and at the same time places the rows that come here.
-// Rows go in windows of `window_tokens` tokens of each rank. Blocks beyond `num_sms` only stage, or route.
+// Rows go in windows. Blocks beyond `num_sms` only stage, or route.
 struct PlaceArgs {
   OpSignature signature{};
   // With a new plan: the routing. Otherwise weights to stage and, if given, data to compare with the plan.
@@ -54,7 +55,8 @@ struct PlaceArgs {
   PlanSizes memory;   // of plan and output
   uint64_t call = 0;  // by which the host recognises the counts
   bool routing_compared = false;
-  uint32_t window_tokens = 0;      // a multiple of kTokenBlock
+  DispatchWindows windows;         // with a new plan of several domains the kernel finds the length of later ones
+  bool tells_spans = false;        // headers of a new plan have SpanRows
   uint32_t num_blocks = 0;         // that place
   uint32_t bulk_warps = 0;         // of a block, that have shared memory for bulk copies
   uint32_t kept_tiles = 1;         // tiles of a new routing for which a block has shared memory

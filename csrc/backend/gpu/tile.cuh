@@ -271,6 +271,11 @@ __device__ inline bool read_tiles(const Crew& crew, const Group& g, const Device
 __device__ __forceinline__ BlockMost warp_most(BlockMost own) {
   return BlockMost::of(warp_max(own.pieces()), warp_max(own.rows())).with(BlockMost::of_pairs(warp_max(own.pairs())));
 }
+__device__ __forceinline__ SpanRows warp_most(SpanRows own) {
+#pragma unroll
+  for (uint16_t& most : own.most) most = static_cast<uint16_t>(warp_max(most));
+  return own;
+}
 // By a crew: writes the counts of tiles to device memory.
 template <typename Tile>
 __device__ inline void count_tiles(const Crew& crew, const Group& g, const Tiles<Tile>& tiles) {

@@ -16,14 +16,46 @@ constexpr uint32_t weight_chunks(uint32_t num_pairs, uint32_t slot_weights) {
   return (num_pairs + slot_weights - 1) / slot_weights;
 }
 // Whole token blocks of which at most `most` rows are, up to all.
-inline uint32_t whole_token_blocks(const DeviceMap& map, uint64_t most) {
+constexpr uint32_t whole_token_blocks(const DeviceMap& map, uint64_t most) {
   const uint64_t tokens = most / kTokenBlock * kTokenBlock;
   return tokens < map.max_tokens ? static_cast<uint32_t>(tokens) : map.max_tokens;
 }
-// Tokens whose staged rows fit a half, here and between domains: a longer dispatch goes in windows of so many.
-inline uint32_t window_tokens(const DeviceMap& map, uint64_t row_bytes) {
+// Tokens whose staged rows fit a half here, and the rings to other domains, whatever their experts are.
+constexpr uint32_t window_tokens(const DeviceMap& map, uint64_t row_bytes) {
   const uint64_t staged = map.half_bytes / row_bytes, shipped = map.row_slots * (map.slot_bytes / row_bytes);
   return whole_token_blocks(map, map.num_domains > 1 && shipped < staged ? shipped : staged);
+}
+// Windows of a dispatch: tokens [0, first), [first, each), [each, 2 each), ... While the first one of a new plan is
+// staged, nobody knows how many rows streams have.
+struct DispatchWindows {
+  uint32_t first = 0, each = 0;  // whole token blocks; `each` is at least `first`
+
+  constexpr uint32_t begin(uint32_t window) const {
+    if (window == 0) return 0;
+    return first == each ? window * each : window == 1 ? first : (window - 1) * each;
+  }
+  // Of a rank with so many tokens: at least one.
+  constexpr uint32_t count(uint32_t tokens) const {
+    return tokens <= first ? 1 : (tokens + each - 1) / each + (first < each);
+  }
+};
+// Tokens of the windows but the first, if streams have at most so many rows: `most_rows` of a token block, and those of
+// spans. A window consists of whole spans of one length.
+constexpr uint32_t later_window_tokens(const DeviceMap& map, uint64_t row_bytes, uint32_t most_rows,
+                                       const SpanRows& spans) {
+  const uint32_t least = window_tokens(map, row_bytes);
+  if (map.num_domains == 1) return least;
+  const auto staged = static_cast<uint32_t>(map.half_bytes / row_bytes / kTokenBlock);
+  const auto shipped = static_cast<uint32_t>(map.row_slots * (map.slot_bytes / row_bytes));
+  const auto blocks = [&](uint32_t length, uint32_t rows) {
+    const uint32_t most = staged / length, fit = rows == 0 ? most : shipped / rows;
+    return (fit < most ? fit : most) * length;
+  };
+  uint32_t longest = blocks(1, most_rows);
+  for (uint32_t i = 0; i < SpanRows::kLengths; ++i)
+    if (const uint32_t found = blocks(SpanRows::blocks(i), spans.most[i]); found > longest) longest = found;
+  const uint32_t tokens = whole_token_blocks(map, uint64_t{longest} * kTokenBlock);
+  return tokens < least ? least : tokens;
 }
 // Where the pieces of the second half of a stream's memory begin.
 constexpr uint64_t piece_half_bytes(const DeviceMap& map) { return map.piece_bytes / kHalves / 256 * 256; }

@@ -69,6 +69,7 @@ std::shared_ptr<GpuPlan> GpuEngine::new_plan(const DispatchArgs& args) const {
       static_cast<uint32_t>(std::min<uint64_t>(uint64_t{tokens} * args.routing.width, layout_.max_pairs));
   if (layout_.num_domains > 1) {
     sizes.most_rows = gpu::kTokenBlock;
+    sizes.span_rows = gpu::SpanRows::all();
     sizes.relayed_rows = (layout_.num_streams - 1) * tokens;
     sizes.sent_addends = sizes.sent_pairs;
   }
@@ -112,9 +113,15 @@ std::shared_ptr<Operation> GpuEngine::dispatch(const DispatchArgs& args) {
                  row_shape(args.wire, args.hidden, args.num_metadata),
                  static_cast<uint32_t>(gpu::staged_row_bytes(args.wire, args.hidden, args.num_metadata))};
   place.routing_compared = !fresh && args.has_routing;
-  place.window_tokens = window_tokens(layout_, gpu::staged_row_bytes(args.wire, args.hidden, args.num_metadata));
+  const uint32_t at_once = window_tokens(layout_, place.stage.stride);
+  place.windows = {at_once, at_once};
   place.call = op->call_;
-  if (!fresh) return op;
+  if (!fresh) {
+    const uint32_t each = later_window_tokens(layout_, place.stage.stride, plan.sizes.most_rows, plan.sizes.span_rows);
+    place.windows = {each, each};
+    return op;
+  }
+  place.tells_spans = place.stage.num_tokens > window_tokens(layout_, layout_.row_bytes);
   place.state = gpu::PlanState::kNew;
   if (plan.has_capacity) return op;
   GpuPlan::Sizes guess;
@@ -234,8 +241,10 @@ void GpuEngine::give_output(GpuOp& op, const DispatchOutput& output) {
 // When all is launched and the counts are known, if they will be.
 void GpuEngine::end_dispatch(GpuOp& op) {
   const GpuPlan& plan = *op.plan_;
-  num_windows_ += 1;
-  if (plan.sizes.most_tokens > 0) num_windows_ += (plan.sizes.most_tokens - 1) / op.place_.window_tokens;
+  gpu::DispatchWindows windows = op.place_.windows;
+  if (op.place_.state != gpu::PlanState::kKnown)
+    windows.each = later_window_tokens(layout_, op.place_.stage.stride, plan.sizes.most_rows, plan.sizes.span_rows);
+  num_windows_ += windows.count(plan.sizes.most_tokens);
   if (plan.has_capacity) return;
   rows_shipped_ += plan.sizes.shipped_rows;
   rows_placed_ += plan.view.compact_width > 0 ? plan.sizes.received_rows : plan.sizes.received_pairs;

@@ -150,7 +150,8 @@ MemoryEntries gpu_memory_entries(const EngineConfig& config) {
 
 GpuLimits gpu_limits(const EngineConfig& config) {
   const gpu::DeviceRegionLayout layout = gpu_layout_of(config);
-  return {layout.batch_streams, layout.stream_batches, layout.max_tokens, layout.max_pairs};
+  return {layout.batch_streams, layout.stream_batches, layout.max_tokens, layout.max_pairs,
+          gpu::window_tokens(layout, layout.row_bytes)};
 }
 
 uint64_t gpu_least_budget_bytes(const EngineConfig& config) {

@@ -29,6 +29,7 @@ uint64_t gpu_least_budget_bytes(const EngineConfig& config);
 struct GpuLimits {
   uint32_t batch_streams, stream_batches;
   uint32_t max_tokens, max_pairs;  // of an operation
+  uint32_t window_tokens;  // of a dispatch of the widest rows
 };
 GpuLimits gpu_limits(const EngineConfig& config);
 

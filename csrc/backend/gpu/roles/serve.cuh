@@ -23,7 +23,7 @@ struct ServeRole {
       if (kState == PlanState::kNew && blockIdx.x == 0) {
         if (!k.crew.all(k.crew.thread != 0 || wait_shared(k.g, &staged.totals))) return;
         publish_packet(k, k.g.map.header_full);
-        count_received(k, k.args.signature, k.args.call, k.args.fit == Fit::kAlways);
+        count_received(k);
       }
       if (!wait_plan(k) || !has_memory<kState>(k.g, k.args) || !wait_lists(k)) return;
       const StepClock clock(k, Step::kPlan);

@@ -9,12 +9,14 @@ namespace uccl_ep::gpu {
 
 // What this block stages. Blocks that do not place stage alone if there are enough of them.
 constexpr uint32_t kNothing = 0x0FFFFFFFu;  // row groups that nobody has
+template <PlanState kState>
 __device__ __forceinline__ StageShare stage_share(const DispatchKernel& k, uint32_t window) {
   const uint32_t others = workers(k.g) - k.args.num_blocks,
                  first_block = others >= k.args.num_blocks ? k.args.num_blocks : 0;
-  const uint32_t begin = window * k.args.window_tokens;
-  const uint32_t end = min(begin + k.args.window_tokens, k.args.stage.num_tokens);
-  return {begin, end, blockIdx.x < first_block ? kNothing : blockIdx.x - first_block, workers(k.g) - first_block};
+  constexpr bool kFresh = kState != PlanState::kKnown;
+  const uint32_t end = min(window_begin<kFresh>(k.g, k.args, window + 1), k.args.stage.num_tokens);
+  return {window_begin<kFresh>(k.g, k.args, window), end,
+          blockIdx.x < first_block ? kNothing : blockIdx.x - first_block, workers(k.g) - first_block};
 }
 
 template <PlanState kState, bool kBulk, bool kNet>
@@ -24,7 +26,7 @@ struct StageRole {
 
   static __device__ void run(const DispatchKernel& k, Staged& staged, uint8_t* shared) {
     PipelineTurn turn{0, 0};
-    for (uint32_t w = kFirstStaged<kState>; w < own_windows(k.args); ++w)
+    for (uint32_t w = kFirstStaged<kState>; has_window<kState>(k, w); ++w)
       if (!stage_window(k, w, staged, shared, turn)) return;
     if constexpr (kState == PlanState::kKnown)
       if (k.args.routing_compared) compare_routing(k, k.args.routing, k.args.signature.plan_id);
@@ -37,7 +39,7 @@ struct StageRole {
     if (w > 0 && !k.crew.all(k.crew.thread != 0 || stages_window<kState>(k, w))) return false;
     // All members must have read what the half held before.
     if (!wait_members(k, k.g.map.read, k.op.free_after(w))) return false;
-    const StageShare share = stage_share(k, w);
+    const StageShare share = stage_share<kState>(k, w);
     if (kState == PlanState::kNew && !kNet && w == 0 && k.args.stage.quantises() &&
         share.row_groups() >= kManyRowGroups && !k.crew.all(k.crew.thread != 0 || wait_shared(k.g, &staged.routed)))
       return false;
@@ -65,9 +67,10 @@ struct TellStagedRole {
 
   static __device__ __forceinline__ void run(const DispatchKernel& k, Staged& staged) {
     uint32_t earlier = 0;
-    for (uint32_t w = kFirstStaged<kState>; w < own_windows(k.args); ++w) {
+    for (uint32_t w = kFirstStaged<kState>; has_window<kState>(k, w); ++w) {
       if (w > 0 && !__all_sync(kFullWarp, threadIdx.x % kWarp != 0 || stages_window<kState>(k, w))) return;
-      const StageShare share = stage_share(k, w);
+      __syncwarp();  // votes order no memory, and every lane reads the plan
+      const StageShare share = stage_share<kState>(k, w);
       tell_staged(k, w, share, earlier, staged);
       earlier += share.row_groups();
     }

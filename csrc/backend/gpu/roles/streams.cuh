@@ -42,9 +42,9 @@ struct EndStreamsRole {
   // By a warp: counts what we have sent and, if this kernel placed rows, what came last and has been read.
   static __device__ void end_streams(const DispatchKernel& k, bool placed) {
     constexpr bool kFresh = kState != PlanState::kKnown;
-    const uint32_t end = placed ? own_windows(k.args) : 1;  // of the windows that have been staged
     for (uint32_t to = k.crew.lane(); to < k.g.map.num_domains; to += kWarp)
-      for (uint32_t w = kFirstStaged<kState>; w < end; ++w)
+      // Of the windows that have been staged.
+      for (uint32_t w = kFirstStaged<kState>; (w == 0 || placed) && has_window<kState>(k, w); ++w)
         k.g.net_state.sent[to] += sent_part<kFresh>(k.g, k.plan, k.args, w, to).chunks;
     if (placed) note_received<kFresh>(k, num_windows<kFresh>(k) - 1);
   }
