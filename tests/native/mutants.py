@@ -173,7 +173,7 @@ OF_TILES = "blocks that keep several tiles, or read each twice, leave the oracle
 OF_SPANS = "headers tell the most rows of spans of token blocks, or nothing where nobody asks"
 ROUTING_MUTANTS = {
     "a span goes on in the next one": (
-        OF_SPANS, "exchange.cuh", "(begin + u + 1) * kBlocks % SpanRows::blocks(i) == 0",
+        OF_SPANS, "most.cuh", "(begin + u + 1) * kBlocks % SpanRows::blocks(i) == 0",
         "(begin + u + 1) * kBlocks % SpanRows::blocks(i) == 1",
     ),
     "headers tell the spans of a warp's domains only": (
