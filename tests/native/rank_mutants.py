@@ -13,7 +13,8 @@ RANK_MUTANTS = {
         "return (fit < most ? most : most) * length;",
     ),
     "of a known plan, later windows are as long as the first of a new one": (
-        LONGER_WINDOWS, "windows.h", "return tokens < least ? least : tokens;", "return least;",
+        LONGER_WINDOWS, "windows.h", "return tokens < least ? least : tokens;",
+        "return tokens < least ? tokens : least;",
     ),
     "the second window of a new plan begins where a later one does": (
         LONGER_WINDOWS, "windows.h", "window == 1 ? first : (window - 1) * each;", "window * each;",

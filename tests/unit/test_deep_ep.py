@@ -164,7 +164,7 @@ def check_packed_scales(r: Ready) -> None:
         assert got_words.dtype == torch.int32 and len(got_words) == len(got)
         assert got_words.view(torch.uint8)[: len(wanted)].tolist() == wanted
     for given in (same, new):
-        with pytest.raises(ShapeError, match=r"x\.scales is \(\d+, 2\) int32; allowed is \(\d+, 1\)"):
+        with pytest.raises(ShapeError, match=r"x\.scales is \[\d+, 2\] int32; allowed is \[\d+, 1\]"):
             r.buffer.dispatch((codes, words.repeat(1, 2)), **given)
 
 

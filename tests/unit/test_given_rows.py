@@ -107,6 +107,38 @@ def test_codes_scales_and_metadata_come_as_they_were(
     group.run(step)
 
 
+@pytest.mark.parametrize("layout", ["expert_major", "compact"])
+def test_scales_that_are_exponents_come_as_exponents(engine: Engine, layout: LayoutName) -> None:
+    """Any bytes are exponents. H has 2 blocks, so half of a word; what lies in the other half is dropped."""
+    spec, group = engine
+    plan = plan_of(spec, layout, 1)
+
+    def step(rank: int, buffer: Buffer) -> None:
+        given, device = Given(rank), buffer.device
+        codes, topk_idx = given.rows(device).codes, given.topk_idx.to(device)
+        words = given.metadata[:, :1].to(device)  # a column: its stride is not 1
+        half = carried(spec, plan, rank, "metadata")[:, :1].contiguous().view(torch.uint8)
+        half[:, 2:] = 0
+        padding = carried(spec, plan, rank, "scales", float("nan")).isnan().any(1)
+        half[padding, :2] = 127  # scales of 1
+
+        def check(result: Any) -> None:
+            scales = result.fp8_rows.scales
+            assert scales.dtype == torch.int32 and scales.shape == (len(half), 1)
+            assert torch.equal(scales.cpu().view(torch.uint8), half)
+            assert torch.equal(
+                result.fp8_rows.codes.view(torch.uint8).cpu(), carried(spec, plan, rank, "bytes")
+            )
+
+        new = buffer.dispatch(Fp8Rows(codes, words), topk_idx, layout=layout)
+        check(new)
+        check(buffer.dispatch_async(Fp8Rows(codes, words), handle=new.handle).wait())
+        # Control: what is given as floats comes as floats.
+        assert buffer.dispatch(given.rows(device), handle=new.handle).fp8_rows.scales.dtype == torch.float32
+
+    group.run(step)
+
+
 @pytest.mark.parametrize("wire", ["bf16", "fp8"])
 def test_metadata_beside_rows_that_the_buffer_sends_its_way(engine: Engine, wire: str) -> None:
     """Neither rows nor gradients change; a capacity cuts metadata as it cuts rows."""
@@ -151,6 +183,7 @@ def test_what_cannot_travel_is_refused() -> None:
                 (Fp8Rows(given.x.to(device), scales), {}, DtypeError, "allowed is float8_e4m3fn"),
                 (Fp8Rows(codes, scales.double()), {}, DtypeError, "allowed is float32"),
                 (Fp8Rows(codes, scales[:, :1].contiguous()), {}, ShapeError, r"allowed is \[20, 2\]"),
+                (Fp8Rows(codes, scales.int()), {}, ShapeError, r"\[20, 2\] int32; allowed is \[20, 1\]"),
                 (Fp8Rows(codes, scales.T.contiguous().T), {}, ShapeError, "x.scales is not contiguous"),
                 (Fp8Rows(codes, scales), {"dispatch_dtype": "bf16"}, InputError, "dispatch_dtype = 'bf16'"),
                 (codes, {}, DtypeError, "allowed is bfloat16 or float32"),

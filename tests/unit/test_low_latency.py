@@ -17,8 +17,9 @@ from tests.harness import ON_GPUS, RankGroup
 from tests.low_latency import ROOM, SPECS, TOKENS, WIRES, E, H, M, column_major, give, slot_differences
 from uccl_ep_train import Buffer
 from uccl_ep_train.api.low_latency import LowLatency
+from uccl_ep_train.common.exponents import pack_exponents
 from uccl_ep_train.common.handle import Fp8Rows
-from uccl_ep_train.common.slots import SlotRows, SlotWireName, pack_exponents
+from uccl_ep_train.common.slots import SlotRows, SlotWireName
 from uccl_ep_train.oracle.low_latency import Slots, combine_slots, dispatch_slots, words_of
 
 Engine = tuple[EngineSpec, RankGroup]

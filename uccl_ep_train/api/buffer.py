@@ -110,7 +110,7 @@ class Buffer:
 
         x                 [T, H] bfloat16 | float32, contiguous; T may differ per rank and be 0; H a multiple
                           of 128, at most `config.hidden`, equal on all ranks. Or, on all ranks, `Fp8Rows`:
-                          they come out as they are, and have no gradient
+                          they come out as they are, and have no gradient. Exponents may have any strides
         topk_idx          [T, K] int64, -1: dropped; K at most 32
         topk_weights      [T, K] float32, or None on all ranks: no weights are sent
         routing_map       [T, E] bool, instead of topk_idx; any number of experts per token
@@ -190,7 +190,7 @@ class Buffer:
     def _dispatched(self, call: DispatchCall, launched: Dispatched) -> DispatchResult:
         """The result of a finished dispatch."""
         outputs, handle = launched.outputs, launched.handle
-        rows, row_weights = cast(Tensor, launched.rows), outputs.row_weights
+        rows, row_weights = cast(Tensor, launched.rows_of(call)), outputs.row_weights
         if call.attach:
             written, gradients = (outputs.rows, row_weights), self.combine_gradients(handle)
             rows, row_weights = autograd.attach_dispatch(call.x, call.routed.values, written, gradients)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
-import torch
 from torch import Tensor
 
 from uccl_ep_train.common.handle import Fp8Rows
@@ -18,9 +17,6 @@ SlotWireName = Literal["bf16", "fp8", "fp8_fp32"]
 WIRE_NAMES: tuple[str, ...] = get_args(SlotWireName)
 COUNT_BITS = 32
 """Of an entry of `SlotHandle.ranges`, the lower ones; the begin is above them."""
-
-_EXPONENT = 23  # the lowest bit of a float32's exponent
-_PER_WORD = 4  # exponents
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,7 +59,7 @@ class SlotRows(NamedTuple):
     rows    [L, R * M, H] bfloat16; or `Fp8Rows` with codes [L, R * M, H] float8_e4m3fn and scales
             [L, R * M, H / 128] float32. The scales' last two dimensions are column-major: the stride of rows
             is 1, that of blocks R * M. UE8M0 scales are [L, R * M, H / 512, rounded up] int32, column-major,
-            too: see `pack_exponents`
+            too: see `exponents.py`
     counts  [L] int32, on the device of rows
     handle  for the combine
 
@@ -84,16 +80,3 @@ class SlotStatistics(NamedTuple):
 
     total_counts: Tensor | None = None
     waited_ns: Tensor | None = None
-
-
-def pack_exponents(scales: Tensor) -> Tensor:
-    """UE8M0 words of powers of two: [n, B] float32 to [n, B / 4, rounded up] int32.
-
-    A word holds the biased exponents of four blocks, the lowest byte first. Bytes without a block are 0.
-    """
-    exponents = scales.view(torch.int32) >> _EXPONENT
-    num_rows, blocks = scales.shape
-    num_words = -(-blocks // _PER_WORD)
-    packed = exponents.new_zeros((num_rows, _PER_WORD * num_words), dtype=torch.uint8)
-    packed[:, :blocks] = exponents
-    return packed.view(torch.int32)

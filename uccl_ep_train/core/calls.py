@@ -71,6 +71,7 @@ class DispatchCall(NamedTuple):
     fp8_rows  rows are returned as codes and scales
     attach    the results belong on the autograd graph
     scales    [T, H / 128] of x, if it has codes
+    packs     scales came as exponents, and are returned so
     metadata  [T, M], or None
     """
 
@@ -84,6 +85,7 @@ class DispatchCall(NamedTuple):
     attach: bool = False
     scales: Tensor | None = None
     metadata: Tensor | None = None
+    packs: bool = False
 
 
 class CombineCall(NamedTuple):
@@ -130,6 +132,7 @@ class Checks:
         """given: topk_idx, topk_weights, routing_map, probs; dtypes: of the wire and of the output."""
         wire, output_dtype = dtypes
         scales, scale = None, self.config.wire.fp8_scale
+        packs = isinstance(x, Fp8Rows) and getattr(x.scales, "dtype", None) == torch.int32
         if isinstance(x, Fp8Rows):
             x, scales = routing.check_codes(x, self.config, self.device)
             wire, output_dtype, scale = wire or "fp8", output_dtype or "fp8", "fp32"
@@ -148,7 +151,7 @@ class Checks:
         rows = routing.check_layout(asked, handle)
         fp8_rows = routing.check_output(output_dtype, wire)
         attach = autograd.needs_graph(x, routed.values) and not fp8_rows
-        return DispatchCall(x, routed, handle, rows, wire, scale, fp8_rows, attach, scales, metadata)
+        return DispatchCall(x, routed, handle, rows, wire, scale, fp8_rows, attach, scales, metadata, packs)
 
     def gradients_of_combine(self, grad_out_TH: Tensor, handle: DispatchHandle, wire: str) -> DispatchCall:
         """The dispatch that is a combine's backward."""

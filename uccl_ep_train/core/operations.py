@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from uccl_ep_train.common.exponents import pack_exponents
 from uccl_ep_train.common.handle import DispatchHandle, Fp8Rows
 from uccl_ep_train.core.calls import CombineCall, DispatchCall
 from uccl_ep_train.core.native import RowFormat, load_native, row_format
@@ -98,10 +99,12 @@ class Dispatched:
     counts: Tensor | None = None
     overflow: Tensor | None = None
 
-    @property
-    def rows(self) -> Tensor | Fp8Rows:
+    def rows_of(self, call: DispatchCall) -> Tensor | Fp8Rows:
+        """As the result has them."""
         rows, scales = self.outputs[:2]
-        return rows if scales is None else Fp8Rows(rows, scales)
+        if scales is None:
+            return rows
+        return Fp8Rows(rows, pack_exponents(scales) if call.packs else scales)
 
     @property
     def tokens_per_expert(self) -> Tensor:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from uccl_ep_train.common import exponents
 from uccl_ep_train.common.handle import DispatchHandle, Fp8Rows, RowLayout
 from uccl_ep_train.errors import DeviceError, DtypeError, InputError, RoutingError, ShapeError
 from uccl_ep_train.settings.checks import MAX_TOPK, ROW_BLOCK
@@ -62,16 +63,24 @@ def check_rows(name: str, rows: Tensor, config: EpConfig, device: torch.device) 
 
 
 def check_codes(x: Fp8Rows, config: EpConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Codes [T, H] and scales [T, H / 128] of rows that the caller quantised."""
+    """Codes [T, H] and scales [T, H / 128] float32 of rows that the caller quantised."""
     codes, scales = x
     _check_tensor("x.codes", codes, 2, device)
     if codes.dtype != torch.float8_e4m3fn:
         raise DtypeError(f"x.codes is {_dtype(codes)}; allowed is float8_e4m3fn")
     _check_row_size("x.codes", codes, config)
+    blocks = codes.shape[1] // ROW_BLOCK
+    if isinstance(scales, Tensor) and scales.dtype == torch.int32 and scales.dim() == 2:
+        words = [codes.shape[0], exponents.num_words(blocks)]
+        if list(scales.shape) != words:
+            raise ShapeError(
+                f"x.scales is {list(scales.shape)} int32; allowed is {words}, four blocks in each"
+            )
+        scales = exponents.unpack_exponents(scales, blocks)
     _check_tensor("x.scales", scales, 2, device)
     if scales.dtype != torch.float32:
-        raise DtypeError(f"x.scales is {_dtype(scales)}; allowed is float32")
-    shape = [codes.shape[0], codes.shape[1] // ROW_BLOCK]
+        raise DtypeError(f"x.scales is {_dtype(scales)}; allowed is float32, or int32 exponents")
+    shape = [codes.shape[0], blocks]
     if list(scales.shape) != shape:
         raise ShapeError(f"x.scales is {list(scales.shape)}; allowed is {shape}, one of {ROW_BLOCK} codes")
     return codes, scales

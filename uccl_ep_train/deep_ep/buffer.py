@@ -19,7 +19,7 @@ from uccl_ep_train.deep_ep.checks import check, check_topk
 from uccl_ep_train.deep_ep.config import CONFIGURED_RANKS, RANKS_OF_NODE, Config, Runtime
 from uccl_ep_train.deep_ep.engines import Engines
 from uccl_ep_train.deep_ep.low_latency import LowLatencyCalls
-from uccl_ep_train.deep_ep.scales import Rows, caller_rows, engine_rows
+from uccl_ep_train.deep_ep.scales import Rows, engine_rows
 from uccl_ep_train.deep_ep.sending import Handle, Routing
 from uccl_ep_train.deep_ep.utils.event import EventHandle, EventOverlap
 from uccl_ep_train.errors import InputError
@@ -173,7 +173,7 @@ class Buffer(LowLatencyCalls):
             def again() -> Rows:
                 with engine.preparing("dispatch"):
                     rows = engine_rows(x)
-                return caller_rows(engine.dispatch(rows, handle=plan).rows, x)
+                return engine.dispatch(rows, handle=plan).rows
 
             recv_x, event = self._engines.run(again, (x, handle.kept), previous_event, async_finish)
             return recv_x, None, None, [], None, event

@@ -17,7 +17,7 @@ from uccl_ep_train.core import topk
 from uccl_ep_train.deep_ep.checks import check_topk
 from uccl_ep_train.deep_ep.config import RANKS_OF_NODE
 from uccl_ep_train.deep_ep.facts import Facts, fact
-from uccl_ep_train.deep_ep.scales import Rows, caller_rows, engine_rows
+from uccl_ep_train.deep_ep.scales import Rows, engine_rows
 from uccl_ep_train.errors import InputError, ShapeError
 
 
@@ -125,7 +125,7 @@ class Sender:
         exact = [] if num_worst_tokens > 0 else self._counts(result, routing)
         if expert_alignment > 1:
             exact = [-(-count // expert_alignment) * expert_alignment for count in exact]
-        return Received(caller_rows(result.rows, x), local, weights, exact, handle)
+        return Received(result.rows, local, weights, exact, handle)
 
     def packed(self, tokens: int, topk_idx: Tensor | None, topk_weights: Tensor | None) -> Tensor:
         """Metadata of this rank's tokens. Raises `DtypeError`, `ShapeError`, `DeviceError`."""

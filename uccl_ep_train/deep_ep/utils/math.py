@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from uccl_ep_train.deep_ep.scales import dense
+from uccl_ep_train.common.exponents import dense
 
 _BLOCK = 128
 _E4M3_MAX = 448.0
