@@ -256,7 +256,7 @@ struct PlanSizes {
   uint32_t most_pieces = 0;  // that any token block of any rank has in any domain
   // Where there are several domains.
   uint32_t most_rows = 0;  // that any token block of any rank has of a stream to another domain
-  SpanRows span_rows;  // of any rank that has more tokens than a window holds of the widest rows
+  SpanRows span_rows = {};  // of any rank that has more tokens than a window holds of the widest rows
   uint32_t most_pairs = 0;  // of any rank, or a few more
   uint32_t shipped_rows = 0;  // of our streams to others; they take no memory
   uint32_t relayed_rows = 0;  // of the streams that we merge for others
