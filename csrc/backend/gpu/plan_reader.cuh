@@ -117,6 +117,7 @@ template <bool kFresh>
 __device__ __forceinline__ uint32_t window_begin(const Group& g, const PlaceArgs& args, uint32_t window) {
   return window < 2 ? window * args.windows.first : windows_of<kFresh>(g, args).begin(window);
 }
+// The same, as the number of its token block.
 template <bool kFresh>
 __device__ __forceinline__ uint32_t first_block_of(const Group& g, const PlaceArgs& args, uint32_t window) {
   return window_begin<kFresh>(g, args, window) / kTokenBlock;
