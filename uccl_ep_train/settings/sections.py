@@ -81,8 +81,8 @@ class Memory(Section):
     """
 
     window_tokens: int | None = setting(None, optional(integer(1, MAX_TOKENS)), native="=")
-    """Of the budget, what so many tokens of each rank need to go in one window; operations with up to eight
-    times as many take several. None: all of the budget; GPU only.
+    """Of the budget, what so many tokens of each rank need to go in one window, and the routing of more,
+    which take several. None: all of the budget; GPU only.
 
     Unit: tokens. Allowed: None, or 1 .. 65536.
     """

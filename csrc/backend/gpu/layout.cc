@@ -9,8 +9,6 @@
 namespace uccl_ep::gpu {
 namespace {
 
-constexpr uint32_t kFewPairs = 8;  // of a token beyond the usual ones, where memory is short
-constexpr uint32_t kMostWindows = 8;  // of an operation, where a window's tokens are given
 constexpr uint32_t kLeastStreams = 8;  // of a batch, if there are more
 
 uint32_t tiles_of(uint64_t tokens) {
@@ -40,25 +38,25 @@ class Layouts {
   // The tokens whose routing fits in any case, if that is possible.
   uint32_t wanted_tiles() const { return tiles_of(needs_.window_tokens == 0 ? kUsualTokens : needs_.window_tokens); }
   // The room that takes the least memory; with it the group is refused, or not.
-  void take_least_room() { room_ = {1, kFewPairs, most_relayed_, kLeastStreams}; }
-  // The most that leaves memory for the wanted tokens and the shortest window. Many pairs of many tokens may have a
-  // quarter of the memory, because rows need it, too.
-  void take_room(uint64_t budget_bytes) {
-    room_ = Room(kHalves, kPairsPerToken, most_relayed_, most_relayed_);
-    if (needs_.window_tokens > kUsualTokens && least() <= budget_bytes / 4) return;
-    room_ = Room(kHalves, kFewPairs, most_relayed_, most_relayed_);
+  void take_least_room() { room_ = {1, kUsualTokens, most_relayed_, kLeastStreams}; }
+  // The most that leaves memory for the wanted tokens and the shortest window. False: with so many `full` tokens,
+  // beyond the usual ones, that takes more than a quarter of the memory, which rows need, too.
+  bool take_room(uint32_t full, uint64_t budget_bytes) {
+    room_ = Room(kHalves, full, most_relayed_, most_relayed_);
+    if (full > kUsualTokens) return least() <= budget_bytes / 4;
     if (least() > budget_bytes) take_room_with_weights_apart(budget_bytes);
+    return true;
   }
   void take_room_with_weights_apart(uint64_t budget_bytes) {
     const auto fits = [&](uint32_t most) {
-      room_ = Room(1, kFewPairs, most_relayed_, most);
+      room_ = Room(1, kUsualTokens, most_relayed_, most);
       return least() <= budget_bytes;
     };
     if (!fits(most_relayed_)) fits(std::max(largest(std::max(most_relayed_, 1u), fits), kLeastStreams));
   }
   // In a room that could be smaller.
   bool weights_go_with_rows() const {
-    return shapes_.front().domains > 1 && room_.returned_blocks == kHalves && room_.further_pairs == kFewPairs;
+    return shapes_.front().domains > 1 && room_.returned_blocks == kHalves && room_.full_tokens == kUsualTokens;
   }
   // `staged_blocks`: at once, at least those of a window.
   DeviceRegionLayout of(const Shape& shape, uint32_t tiles, uint32_t window_blocks, uint32_t staged_blocks) const {
@@ -115,41 +113,41 @@ uint64_t hash_of(const DeviceRegionLayout& layout, uint64_t hash) {
 
 // The routing, which is not split into windows, may take half of the budget for what usual tokens need, a tenth for
 // more of them, and gets at least what `window_tokens` tokens need. It gets more where windows stay three quarters of
-// what they are with usual tokens, and so long that they cost no time, or where there is a single one. If usual tokens'
-// windows cost time, too, three quarters are enough where they make room for all tokens. Rows, which are split into
-// windows, get the rest.
+// what they are with usual tokens, and so long that they cost no time, or as long as they were asked for, or where
+// there is a single one. If nothing was asked for, and usual tokens' windows cost time, too, three quarters are enough
+// where they make room for all tokens. Rows, which are split into windows, get the rest.
 Lengths lengths_of(const Layouts& layouts, const RegionNeeds& needs, uint64_t budget_bytes) {
   // Bytes beyond the least routing; what fits into its last page costs nothing.
   const auto routing = [&](uint32_t tiles) {
     return layouts.bytes(tiles, 1) == layouts.bytes(1, 1) ? 0 : layouts.used(tiles, 1) - layouts.used(1, 1);
   };
   constexpr uint32_t kBlocks = kTileTokens / kTokenBlock;  // of a tile
-  const uint32_t given = needs.window_tokens, wanted = given == 0 ? kMaxTokens : given;
+  const uint32_t given = needs.window_tokens, wanted = tiles_of(given == 0 ? kMaxTokens : given);
   // Token blocks that are staged at once: of many domains as many as cost no time, though a window may be shorter.
   const auto staged = [&](uint32_t tiles) {
     if (layouts.shapes().front().domains < 2 * kUsualRanks) return 1u;
     return std::min(enough_blocks(layouts.shapes().front().domains, needs.row_bytes),
-                    std::min(tiles, tiles_of(wanted)) * kBlocks);
+                    std::min(tiles, wanted) * kBlocks);
   };
-  const auto longest_window = [&](uint32_t tiles, uint32_t most_tiles) {
-    return largest(std::min(tiles, most_tiles) * kBlocks,
+  const auto longest_window = [&](uint32_t tiles) {
+    return largest(std::min(tiles, wanted) * kBlocks,
                    [&](uint32_t n) { return layouts.bytes(tiles, n) <= budget_bytes; });
   };
-  const uint32_t usual = longest_window(layouts.wanted_tiles(), tiles_of(wanted));
+  const uint32_t usual = longest_window(layouts.wanted_tiles());
   const uint32_t domains = layouts.shapes().front().domains, most_of_usual = usual - usual / 4;
-  uint32_t enough = std::max(most_of_usual, enough_blocks(domains, needs.row_bytes));
+  uint32_t enough = std::min(std::max(most_of_usual, enough_blocks(domains, needs.row_bytes)), wanted * kBlocks);
   const bool holds_all = given == 0 && layouts.bytes(tiles_of(kMaxTokens), most_of_usual) <= budget_bytes;
   if (domains > 1 && usual < enough && holds_all) enough = most_of_usual;
   const auto fits = [&](uint32_t n) {
     const uint64_t most = budget_bytes / (n <= tiles_of(kUsualTokens) ? 2 : 10);
     const bool leaves_enough = layouts.bytes(n, std::min(enough, n * kBlocks)) <= budget_bytes;
-    return ((given != 0 && n <= tiles_of(given)) || routing(n) <= most || leaves_enough) &&
+    return ((given != 0 && n <= wanted) || routing(n) <= most || leaves_enough) &&
            layouts.bytes(n, 1, n <= tiles_of(kUsualTokens) ? 1 : staged(n)) <= budget_bytes;
   };
   // Fewer tokens may need more memory, because packets have tails only where these save some.
-  const uint32_t least = given != 0 && fits(tiles_of(given)) ? tiles_of(given) : 1;
-  const uint32_t tiles = largest(tiles_of(uint64_t{wanted} * kMostWindows), fits, least);
-  return {tiles, longest_window(tiles, tiles_of(wanted))};
+  const uint32_t least = given != 0 && fits(wanted) ? wanted : 1;
+  const uint32_t tiles = largest(tiles_of(kMaxTokens), fits, least);
+  return {tiles, longest_window(tiles)};
 }
 
 // Token blocks that are staged at once, with what else there is no use for. Where there are many domains, each gets few
@@ -178,9 +176,16 @@ uint64_t least_budget_bytes(const Topology& topo, const RegionNeeds& needs) {
 DeviceRegionLayout make_layout(const Topology& topo, int domain, const RegionNeeds& needs, uint64_t budget_bytes) {
   budget_bytes = std::min(budget_bytes, kMostRegionBytes);
   Layouts layouts(topo, needs), apart(topo, needs);
-  layouts.take_room(budget_bytes);
+  Lengths lengths{};
+  // As many pairs as leave room for all tokens.
+  std::vector<uint32_t> fulls = {kUsualTokens};
+  if (needs.window_tokens > kUsualTokens) fulls = {kMaxTokens, needs.window_tokens, kUsualTokens};
+  for (const uint32_t full : fulls) {
+    if (!layouts.take_room(full, budget_bytes)) continue;
+    lengths = lengths_of(layouts, needs, budget_bytes);
+    if (lengths.tiles == tiles_of(kMaxTokens)) break;
+  }
   const Layouts* best = &layouts;
-  Lengths lengths = lengths_of(layouts, needs, budget_bytes);
   if (layouts.weights_go_with_rows() && lengths.window * kTokenBlock < kUsualTokens) {
     apart.take_room_with_weights_apart(budget_bytes);
     const Lengths its = lengths_of(apart, needs, budget_bytes);

@@ -197,8 +197,8 @@ struct RegionNeeds {
 };
 // The layout of the ranks of a domain, with the longest windows for which no rank needs more than `budget_bytes`, which
 // is at least the least; beyond kMostRegionBytes it is not used. Streams go in batches only if the memory is too small
-// for all. With `window_tokens` at most one for windows of so many tokens, of widest rows, and for operations of eight
-// times as many. Without, windows may be a quarter shorter, so that an operation of any number of tokens has room.
+// for all. With `window_tokens` at most one for windows of so many tokens, of widest rows. Windows may be a quarter
+// shorter, so that an operation of any number of tokens has room; with `window_tokens` only where that costs no time.
 DeviceRegionLayout make_layout(const Topology& topo, int domain, const RegionNeeds& needs, uint64_t budget_bytes);
 // Of the rank that needs most. With `window_tokens`: what operations of so many tokens need, though rows go in the
 // least windows.

@@ -175,7 +175,7 @@ DeviceRegionLayout layout_for(const Topology& topo, const Shape& shape, const Re
   l.num_experts = needs.num_experts;
   l.row_bytes = row_bytes;
   l.max_tokens = num_tokens;
-  l.max_pairs = pairs_of(num_tokens, room.further_pairs);
+  l.max_pairs = pairs_of(num_tokens, room.full_tokens);
   l.stream_pairs = most_pairs_in(l, shape.members);
   l.most_stream_pairs = most_pairs_in(l, shape.most_members);
   l.half_bytes = window.staged * row_bytes;

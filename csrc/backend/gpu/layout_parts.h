@@ -31,11 +31,11 @@ struct Shape {
 struct Room {
   // Token blocks in a ring back. One: the next window of a combine waits for the network, and weights for the last one.
   uint32_t returned_blocks;
-  uint32_t further_pairs;
+  uint32_t full_tokens;  // with as many pairs as any token has; further ones have fewer
   uint32_t batch_streams, stream_batches;
   // `relayed`: streams that go in batches of at most `most`.
-  Room(uint32_t blocks, uint32_t further, uint32_t relayed, uint32_t most)
-      : returned_blocks(blocks), further_pairs(further), batch_streams(relayed), stream_batches(1) {
+  Room(uint32_t blocks, uint32_t full, uint32_t relayed, uint32_t most)
+      : returned_blocks(blocks), full_tokens(full), batch_streams(relayed), stream_batches(1) {
     if (most >= relayed) return;
     stream_batches = (relayed + most - 1) / most;
     batch_streams = (relayed + stream_batches - 1) / stream_batches;

@@ -64,10 +64,12 @@ inline uint64_t most_sent_bytes(const Topology& topo, const DeviceMap& map, int 
   return round_up(std::max(known, std::min(each, fixed + variable)), kAlign);
 }
 
-// Pairs of an operation of so many tokens; `further`: of a token beyond the usual ones.
-constexpr uint32_t pairs_of(uint32_t tokens, uint32_t further) {
+// Pairs of an operation of so many tokens, of which `full` may have as many as any token has. Where memory is short,
+// tokens beyond the usual ones have few.
+constexpr uint32_t pairs_of(uint32_t tokens, uint32_t full) {
+  constexpr uint32_t kFewPairs = 8;
   const uint32_t usual = std::min(tokens, kUsualTokens);
-  return usual * kPairsPerToken + (tokens - usual) * further;
+  return std::max(usual * kPairsPerToken + (tokens - usual) * kFewPairs, std::min(tokens, full) * kPairsPerToken);
 }
 
 }  // namespace uccl_ep::gpu
