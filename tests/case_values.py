@@ -16,8 +16,8 @@ def make_rows(
     rows = torch.randn(num_rows, hidden, generator=generator)
     if num_rows == 0:
         return rows.to(dtype)
-    exponents = torch.randint(-6, 7, (num_rows, hidden // 128), generator=generator)
-    rows = rows * torch.exp2(exponents.float()).repeat_interleave(128, dim=1)
+    exponents = torch.randint(-6, 7, (num_rows, -(-hidden // 128)), generator=generator)
+    rows = rows * torch.exp2(exponents.float()).repeat_interleave(128, dim=1)[:, :hidden]
     if special:
         odd = torch.tensor(
             [0.0, -0.0, 448.0, 1e30, -1e-30, 3e38, 1e-40, float("inf"), -float("inf"), float("nan")]

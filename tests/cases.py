@@ -39,7 +39,7 @@ LAYOUTS: dict[str, tuple[int, ...]] = {
     "3+1": (0, 0, 0, 1),
     "interleaved": (0, 1, 0, 1),
 }
-HIDDEN_SIZES = (128, 256, 384, 1024)
+HIDDEN_SIZES = (32, 128, 160, 256, 384, 608, 1024)
 NO_CAPACITY = -1
 PLAIN: dict[str, Any] = {"layout": "expert_major", "capacity": NO_CAPACITY}
 

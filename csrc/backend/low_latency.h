@@ -22,7 +22,7 @@ struct LowLatencyDispatch {
   Dtype wire = Dtype::kBf16;
   // Of the results; a call that only sends has none.
   uint8_t* rows = nullptr;           // [L, S, H]
-  float* scales = nullptr;  // [L, H / 128, S], or with `ue8m0` [L, ceil(H / 512), S] words of four exponents
+  float* scales = nullptr;  // [L, ceil(H / 128), S], or with `ue8m0` [L, ceil(H / 512), S] words of four exponents
   bool ue8m0 = false;
   int32_t* counts = nullptr;  // [L]
   int64_t* ranges = nullptr;  // [L, ranks]

@@ -22,7 +22,7 @@ struct Op {
   OpSignature signature{};
   std::shared_ptr<Plan> plan;
   const uint8_t* rows_in = nullptr;   // dispatch: x [T, H]; combine: [num_rows, H]
-  // dispatch: of x, if it has codes: [T, H / 128]; nullptr = rows are quantised here, or not at all
+  // dispatch: of x, if it has codes: [T, ceil(H / 128)]; nullptr = rows are quantised here, or not at all
   const float* scales_in = nullptr;
   const uint32_t* metadata_in = nullptr;  // dispatch: [T, num_metadata]
   const float* weights_in = nullptr;  // dispatch: [T, width]; combine: [num_weights]; nullptr = none travel
@@ -31,7 +31,8 @@ struct Op {
 
   // Given by the caller: combine at once, dispatch when the counts are known.
   uint8_t* rows_out = nullptr;   // dispatch: [num_rows, H]; combine: [T, H]
-  float* scales_out = nullptr;  // dispatch: [num_rows, H / 128]: rows_out gets FP8 codes; nullptr = dequantised rows
+  float* scales_out =
+      nullptr;  // dispatch: [num_rows, ceil(H / 128)]: rows_out gets FP8 codes; nullptr = dequantised rows
   float* weights_out = nullptr;  // dispatch: [num_weights]; combine: [T, width]
   uint32_t* metadata_out = nullptr;  // dispatch: [num_rows, num_metadata]
   int64_t* experts_out = nullptr;  // dispatch of compact rows: [num_rows, W]; nullptr = not wanted

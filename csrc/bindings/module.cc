@@ -84,18 +84,19 @@ PYBIND11_MODULE(_native, m) {
       formats.emplace_back(format.name, format.scale, format.code_bits, format.block, format.scale_bytes);
     return formats;
   });
-  m.def("quantize_fp8", [](uintptr_t src, uint64_t rows, uint32_t hidden, const std::string& scale, uintptr_t codes,
-                           uintptr_t scales) {
-    const RowFormat* const format = find_row_format("fp8", scale);
-    if (format == nullptr) throw UsageFailure(UsageKind::kConfig, "no FP8 rows with scales \"" + scale + "\"");
-    for (uint64_t r = 0; r < rows; ++r)
-      host::fp8_quantize_row(pointer<const uint16_t>(src) + r * hidden, hidden, format->id,
-                             pointer<uint8_t>(codes) + r * hidden, pointer<float>(scales) + r * (hidden / kFp8Block));
-  });
+  m.def("quantize_fp8",
+        [](uintptr_t src, uint64_t rows, uint32_t hidden, const std::string& scale, uintptr_t codes, uintptr_t scales) {
+          const RowFormat* const format = find_row_format("fp8", scale);
+          if (format == nullptr) throw UsageFailure(UsageKind::kConfig, "no FP8 rows with scales \"" + scale + "\"");
+          for (uint64_t r = 0; r < rows; ++r)
+            host::fp8_quantize_row(pointer<const uint16_t>(src) + r * hidden, hidden, format->id,
+                                   pointer<uint8_t>(codes) + r * hidden,
+                                   pointer<float>(scales) + r * format->num_scales(hidden));
+        });
   m.def("dequantize_fp8", [](uintptr_t codes, uintptr_t scales, uint64_t rows, uint32_t hidden, uintptr_t out) {
     for (uint64_t r = 0; r < rows; ++r)
       host::fp8_dequantize_row(pointer<const uint8_t>(codes) + r * hidden,
-                               pointer<const float>(scales) + r * (hidden / kFp8Block), hidden,
+                               pointer<const float>(scales) + r * row_format(Dtype::kFp8).num_scales(hidden), hidden,
                                pointer<uint16_t>(out) + r * hidden);
   });
 }

@@ -52,8 +52,8 @@ typedef enum uccl_ep_status {
 typedef enum uccl_ep_dtype { /* of tensors, and of rows between ranks */
                              UCCL_EP_BF16 = 1,
                              UCCL_EP_FP32 = 2,
-                             UCCL_EP_FP8_POW2 = 3, /* e4m3 codes, a scale for 128 of them: a power of two */
-                             UCCL_EP_FP8_FP32 = 4  /* the same with any scale */
+                             UCCL_EP_FP8_POW2 = 3, /* e4m3 codes, a scale for 128 of them or the last: a power of two */
+                             UCCL_EP_FP8_FP32 = 4 /* the same with any scale */
 } uccl_ep_dtype;
 
 typedef struct uccl_ep_group uccl_ep_group;
@@ -70,17 +70,17 @@ typedef struct uccl_ep_group_config {
   uint32_t magic;
   uint32_t rank, num_ranks;
   uint32_t num_experts; /* of the group; rank r has those from r * num_experts / num_ranks on */
-  uint32_t hidden;      /* elements of the widest row, a multiple of 128 */
+  uint32_t hidden; /* elements of the widest row, a multiple of 32 */
   uccl_ep_dtype widest; /* of its elements: UCCL_EP_BF16 | UCCL_EP_FP32 (default) */
-  int32_t on_gpu;       /* 1: tensors lie on GPU `device`; 0: in memory of the host */
+  int32_t on_gpu; /* 1: tensors lie on GPU `device`; 0: in memory of the host */
   int32_t device;
-  uint32_t num_sms;       /* of a GPU, that kernels may take; default 24 */
-  uint64_t budget_bytes;  /* of each rank's memory; default 512 MiB */
+  uint32_t num_sms; /* of a GPU, that kernels may take; default 24 */
+  uint64_t budget_bytes; /* of each rank's memory; default 512 MiB */
   uint32_t window_tokens; /* of the budget, what so many tokens need; default: all */
-  double arrival_timeout_s;  /* default 300 */
+  double arrival_timeout_s; /* default 300 */
   double progress_timeout_s; /* default 20 */
-  const char* transport;     /* "auto" (default) | "loop" | "verbs" | "ofi" */
-  const int32_t* domain_of;  /* [num_ranks] or NULL: found. Ranks of a domain share memory */
+  const char* transport; /* "auto" (default) | "loop" | "verbs" | "ofi" */
+  const int32_t* domain_of; /* [num_ranks] or NULL: found. Ranks of a domain share memory */
   uccl_ep_all_gather all_gather;
   void* all_gather_context;
 } uccl_ep_group_config;
@@ -90,14 +90,14 @@ typedef struct uccl_ep_group_config {
 typedef struct uccl_ep_routing {
   size_t size;
   uint32_t magic;
-  uint32_t width;            /* columns: top-k, or all experts of a map */
-  const void* data;          /* int64 [num_tokens, width] of distinct experts, -1: none; of a map uint8, 0 or 1 */
-  const float* weights;      /* [num_tokens, width], or NULL: none travel */
+  uint32_t width; /* columns: top-k, or all experts of a map */
+  const void* data; /* int64 [num_tokens, width] of distinct experts, -1: none; of a map uint8, 0 or 1 */
+  const float* weights; /* [num_tokens, width], or NULL: none travel */
   uint64_t num_tokens;
   int32_t is_map;
   uint32_t expert_alignment; /* rows of an expert are padded to a multiple of it; default 1 */
-  int32_t compact;           /* 1: a row for each received token; 0: a row for each pair of token and expert */
-  int32_t has_capacity;      /* GPU: the output has `capacity` rows, and the host never waits for counts */
+  int32_t compact; /* 1: a row for each received token; 0: a row for each pair of token and expert */
+  int32_t has_capacity; /* GPU: the output has `capacity` rows, and the host never waits for counts */
   uint64_t capacity;
   uint64_t max_tokens; /* with a capacity: what no rank has more tokens than, equal on all; 0: as few as go at once, or
                           equally many on all ranks */
@@ -111,7 +111,7 @@ typedef struct uccl_ep_dispatch_args {
   uccl_ep_dtype dtype; /* of x. FP8: codes with `scales`, which come out as they are */
   uccl_ep_dtype wire; /* default: that of x */
   void* stream; /* of the GPU; its queued work runs first */
-  const float* scales; /* [num_tokens, hidden / 128] of FP8 rows; else NULL */
+  const float* scales; /* [num_tokens, ceil(hidden / 128)] of FP8 rows; else NULL */
   const uint32_t* metadata; /* [num_tokens, num_metadata]: travels with the rows, unchanged */
   uint32_t num_metadata; /* words of a row, on all ranks; 0: none travel. Row and words have to fit the widest row */
   uint32_t reserved;
@@ -133,7 +133,7 @@ typedef struct uccl_ep_output {
   uint32_t magic;
   uint32_t reserved;
   void* rows; /* [num_rows, hidden] of x's dtype, or codes where there are scales */
-  float* scales; /* [num_rows, hidden / 128]: rows stay as on an FP8 wire; NULL: they are dequantised */
+  float* scales; /* [num_rows, ceil(hidden / 128)]: rows stay as on an FP8 wire; NULL: they are dequantised */
   float* weights; /* [num_rows], of compact rows [num_rows, W]; NULL: none travel */
   int64_t* row_experts; /* [num_rows, W] of compact rows: local experts, -1: none; NULL: not wanted.
                            W = min(width, num_local_experts) */

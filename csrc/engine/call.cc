@@ -15,8 +15,9 @@ void require(bool holds, UsageKind kind, const std::string& text) {
 }
 
 void check_row(uint32_t hidden, Dtype dtype, const CallLimits& limits) {
-  require(hidden > 0 && hidden % kFp8Block == 0, UsageKind::kShape,
-          "rows of " + std::to_string(hidden) + " elements: a multiple of 128 is needed");
+  require(
+      hidden > 0 && hidden % kHiddenUnit == 0, UsageKind::kShape,
+      "rows of " + std::to_string(hidden) + " elements: a multiple of " + std::to_string(kHiddenUnit) + " is needed");
   require(uint64_t{hidden} * dtype_bytes(dtype) <= limits.widest_row_bytes, UsageKind::kShape,
           "rows of " + std::to_string(hidden) + " " + dtype_name(dtype) +
               " elements: this buffer was made for rows of " + std::to_string(limits.widest_row_bytes) + " bytes");

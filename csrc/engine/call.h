@@ -44,7 +44,8 @@ class SavedPlan {
 
 struct DispatchArgs {
   const uint8_t* x = nullptr;  // [T, H]
-  const float* scales = nullptr;  // [T, H / 128] of x, if its dtype is a quantised format, which is the wire's, too
+  const float* scales =
+      nullptr;  // [T, ceil(H / 128)] of x, if its dtype is a quantised format, which is the wire's, too
   const uint32_t* metadata = nullptr;  // [T, num_metadata]: travels with the rows, unchanged
   uint64_t num_tokens = 0;
   uint32_t hidden = 0;

@@ -27,8 +27,8 @@ const EngineConfig& checked(const EngineConfig& c) {
   require(c.num_experts > 0 && c.num_experts % static_cast<uint32_t>(c.num_ranks) == 0,
           "num_experts = " + std::to_string(c.num_experts) + ": a positive multiple of the " +
               std::to_string(c.num_ranks) + " ranks is needed");
-  require(c.hidden > 0 && c.hidden % kFp8Block == 0,
-          "hidden = " + std::to_string(c.hidden) + ": a multiple of 128 is needed");
+  require(c.hidden > 0 && c.hidden % kHiddenUnit == 0,
+          "hidden = " + std::to_string(c.hidden) + ": a multiple of " + std::to_string(kHiddenUnit) + " is needed");
   require(c.max_element_bytes == 2 || c.max_element_bytes == 4, "max_element_bytes must be 2 or 4");
   require(c.arrival_timeout_s > 0 && c.progress_timeout_s > 0, "deadlines must be positive");
   std::vector<int> order = c.source_order;

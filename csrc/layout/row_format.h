@@ -20,6 +20,7 @@ enum class Dtype : uint32_t {
   kFp8Fp32 = 4,  // e4m3, any scales
 };
 constexpr uint32_t kFp8Block = 128;
+constexpr uint32_t kHiddenUnit = 32;  // a row has a multiple of so many elements. Its last block may be shorter
 constexpr uint32_t kMetadataBytes = 4;  // of a word
 
 struct RowFormat {
@@ -31,7 +32,7 @@ struct RowFormat {
   uint32_t scale_bytes;  // 0: there is none
 
   constexpr uint64_t code_bytes(uint64_t hidden) const { return hidden * code_bits / 8; }
-  constexpr uint64_t num_scales(uint64_t hidden) const { return scale_bytes == 0 ? 0 : hidden / block; }
+  constexpr uint64_t num_scales(uint64_t hidden) const { return scale_bytes == 0 ? 0 : (hidden + block - 1) / block; }
   // Filled up to 16 bytes, so that a row is one aligned bulk copy.
   constexpr uint64_t row_bytes(uint64_t hidden, uint64_t num_metadata = 0) const {
     return code_bytes(hidden) + round_up(num_scales(hidden) * scale_bytes + num_metadata * kMetadataBytes, 16);

@@ -30,7 +30,8 @@ CASES = {
     "quantisation padding": StageCase(quantization_padding=True),
     "quantisation padding, fp32": StageCase(quantization_padding=True, dtype="fp32", tokens=(40, 24, 31, 17)),
     "room for whatever comes": StageCase(rank_capacity=4.0, tokens=(24, 24, 24, 24)),
-    "rows of no multiple of 128": StageCase(hidden=192),
+    "rows of no multiple of 128": StageCase(hidden=160),
+    "rows of no multiple of 32": StageCase(hidden=144),
     "router in bf16": StageCase(router_dtype="bf16"),
 }
 

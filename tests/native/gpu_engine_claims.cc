@@ -328,6 +328,24 @@ CLAIM("a GPU without fabric handles, or a rank that gives none, is refused by na
            here->connect({here->export_handle(), there->export_handle()});
          }).starts_with("rank 1 is on another host than rank 0, and gives no fabric handle"));
 }
+CLAIM("rows whose last block is short have the host's bits") {
+  for (const auto& domain_of : std::vector<std::vector<int>>{{0, 0}, {0, 1}, {0, 0, 0, 1}})
+    for (uint32_t hidden : {32, 160, 1440})
+      for (const Dtype wire : {kBf16, kFp8, Dtype::kFp8Fp32})
+        for (const bool bulk_copies : {true, false}) {
+          CudaRun run = run_of(domain_of, kBf16, wire);
+          run.hidden = hidden;
+          run.bulk_copies = bulk_copies;
+          run.alignment = 4;
+          run.num_metadata = 3;
+          run.rounds = 1;
+          try_seeds(run);
+          if (wire == kBf16) continue;
+          run.fp8_codes = true;
+          run.given_codes = wire == Dtype::kFp8Fp32;
+          try_seeds(run);
+        }
+}
 CLAIM("regions of more than 4 GiB give what small ones give") {
   CudaRun run = run_of({0, 1}, kFp32, kFp32);
   run.hidden = 8192;

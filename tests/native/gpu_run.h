@@ -63,7 +63,7 @@ struct CudaRun {
   uint32_t num_experts() const { return experts_per_rank * static_cast<uint32_t>(num_ranks()); }
   uint32_t width() const { return is_map ? num_experts() : topk; }
   Dtype dispatch_dtype() const { return given_codes ? Dtype::kFp8Fp32 : dtype; }
-  uint64_t num_scales() const { return hidden / kFp8Block; }
+  uint64_t num_scales() const { return row_format(kFp8).num_scales(hidden); }
   Dtype combine_wire() const { return dtype; }
 };
 
@@ -172,7 +172,7 @@ struct Dispatched {
   void make_room(const CudaRun& run, uint64_t num_rows) {
     const uint64_t width = run.compact ? std::min(run.width(), run.experts_per_rank) : 1;
     rows.assign(num_rows * run.hidden * (run.fp8_codes ? 1 : dtype_bytes(run.dtype)), kGarbage);
-    scales.assign(run.fp8_codes ? num_rows * run.hidden / kFp8Block : 0, -7.0f);
+    scales.assign(run.fp8_codes ? num_rows * run.num_scales() : 0, -7.0f);
     weights.assign(run.with_weights ? num_rows * width : 0, -7.0f);
     experts.assign(run.compact ? num_rows * width : 0, -7);
     metadata.assign(num_rows * run.num_metadata, 0xEEEEEEEE);

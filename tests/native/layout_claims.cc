@@ -34,10 +34,10 @@ std::vector<Case> cases() {
 
 CLAIM("rows of each format are one bulk copy, with codes for each element and a scale for each block") {
   for (const RowFormat& format : kRowFormats)
-    for (uint64_t hidden = kFp8Block; hidden <= 16384; hidden += kFp8Block) {
+    for (uint64_t hidden = kHiddenUnit; hidden <= 16384; hidden += kHiddenUnit) {
       const RowShape shape = row_shape(format.id, hidden);
       EXPECT_EQ(uint64_t{shape.code_bytes} * 8, hidden * format.code_bits);
-      EXPECT_EQ(shape.num_scales, format.scale_bytes == 0 ? 0 : hidden / format.block);
+      EXPECT_EQ(shape.num_scales, format.scale_bytes == 0 ? 0 : (hidden + format.block - 1) / format.block);
       EXPECT_EQ(shape.bytes, wire_row_bytes(format.id, hidden));
       EXPECT(shape.bytes % 16 == 0 && shape.bytes >= shape.code_bytes + shape.scale_bytes());
       EXPECT(shape.bytes < shape.code_bytes + shape.scale_bytes() + 16);

@@ -82,10 +82,22 @@ CLAIM("sums that are not rounded on the way are those of plain loops") {
 }
 CLAIM("2 ranks get unrounded scales, and scales as exponents") {
   try_seeds(slots_of(2, Dtype::kFp8Fp32));
-  SlotRun run = slots_of(2, kFp8);
-  run.hidden = 640;  // five scales: two words
-  run.ue8m0 = true;
-  try_seeds(run);
+  for (const uint32_t hidden : {640, 544}) {  // five scales: two words. The last one may be of a short block
+    SlotRun run = slots_of(2, kFp8);
+    run.hidden = hidden;
+    run.ue8m0 = true;
+    try_seeds(run);
+  }
+}
+CLAIM("rows whose last block is short come to their slots and sums, in a domain and between domains") {
+  for (const auto& domains : {std::vector{0, 0}, {0, 1}, {0, 0, 1}})
+    for (const uint32_t hidden : {32, 160, 1440})
+      for (const Dtype wire : {kBf16, kFp8, Dtype::kFp8Fp32}) {
+        SlotRun run = slots_of(domains, wire);
+        run.hidden = hidden;
+        run.bulk_copies = wire != kFp8;
+        try_seeds(run);
+      }
 }
 CLAIM("two operations of a kind are under way, sent and received by kernels of their own") {
   for (const Dtype wire : {kBf16, kFp8}) {

@@ -128,6 +128,11 @@ ENGINE_MUTANTS = {
         "codes and scales that the caller gave, and metadata, have the host's bits", "write_row.cuh",
         "outs, row.metadata_begin(), lane", "outs, row.code_bytes, lane",
     ),
+    "what lies behind a row counts in its last scale": (
+        "rows whose last block is short have the host's bits", "write_row.cuh",
+        "next[u] = i < end ? device::load_once(from + i) : make_uint4(0, 0, 0, 0);",
+        "next[u] = device::load_once(from + (i < 2 * end ? i : 0));",
+    ),
     "padding begins a row late": (
         "what no row came for becomes padding where that is asked for, and is not touched otherwise",
         "pad.cu", "first = rows_of(g, plan),", "first = rows_of(g, plan) + 1,",

@@ -166,7 +166,7 @@ BAD_COMBINE: dict[str, tuple[type[Exception], str, Callable[[Tensor], dict[str, 
     "rows fp64": (DtypeError, "rows is float64", lambda rows: {"rows": rows.double()}),
     "rows strided": (ShapeError, "not contiguous", lambda rows: {"rows": rows.t().contiguous().t()}),
     "rows freed": (InputError, "has no memory of its own", lambda rows: {"rows": freed(rows.clone())}),
-    "rows narrow": (ShapeError, "rows has 64 columns", lambda rows: {"rows": rows[:, :64].contiguous()}),
+    "rows narrow": (ShapeError, "rows has 48 columns", lambda rows: {"rows": rows[:, :48].contiguous()}),
     "handle missing": (DtypeError, "handle is NoneType", lambda rows: {"rows": rows, "handle": None}),
     "bias short": (
         ShapeError,

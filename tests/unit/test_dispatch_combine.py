@@ -64,7 +64,7 @@ class TestEveryLayout:
         spec, group = layout
         check_case(group, make_case(top_k, spec, form="topk", top_k=top_k, focus="spread", drop_rate=0.0))
 
-    @pytest.mark.parametrize("hidden", [128, 384, 1024])
+    @pytest.mark.parametrize("hidden", [32, 96, 128, 384, 992, 1024])
     def test_rows_of_any_width_up_to_the_buffers(self, layout: Layout, hidden: int) -> None:
         spec, group = layout
         check_case(group, make_case(hidden, spec, hidden=hidden, focus="spread", drop_rate=0.0))

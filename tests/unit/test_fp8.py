@@ -214,21 +214,24 @@ def test_dequantising_to_bf16_rounds_the_fp32_product_to_nearest_even() -> None:
     assert not torch.equal(narrow, bits >> 16), "control: truncation differs on this data"
 
 
-@pytest.mark.parametrize(("num_rows", "hidden"), [(0, 128), (0, 0), (3, 0), (1, 128), (5, 640)])
+@pytest.mark.parametrize(
+    ("num_rows", "hidden"), [(0, 128), (0, 0), (3, 0), (1, 128), (5, 640), (4, 2880), (3, 7)]
+)
 def test_any_number_of_rows_and_blocks(num_rows: int, hidden: int) -> None:
     x = torch.randn(num_rows, hidden, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     codes, scales = fp8.quantize(x, "pow2")
-    assert codes.shape == (num_rows, hidden) and scales.shape == (num_rows, hidden // 128)
-    by_block = round_trip(x.reshape(-1, 128), "pow2")
-    assert same_bits(fp8.dequantize(codes, scales), by_block.reshape(num_rows, hidden))
+    assert codes.shape == (num_rows, hidden) and scales.shape == (num_rows, -(-hidden // 128))
+    filled = torch.nn.functional.pad(x, (0, -hidden % 128))  # the last block's zeros change nothing
+    by_block = round_trip(filled.reshape(-1, 128), "pow2").reshape(filled.shape)
+    assert same_bits(fp8.dequantize(codes, scales), by_block[:, :hidden].contiguous())
 
 
 def test_wire_row_bytes_fill_the_scales_up_to_sixteen_bytes() -> None:
     assert [fp8.wire_row_bytes(h, "fp8") for h in (128, 512, 640, 7168)] == [144, 528, 672, 7168 + 224]
+    assert [fp8.wire_row_bytes(h, "fp8") for h in (32, 160, 2880)] == [48, 176, 2880 + 96]
     assert fp8.wire_row_bytes(7168, "bf16") == 14336 and fp8.wire_row_bytes(7168, "fp32") == 28672
-    for hidden, wire in ((100, "fp8"), (128, "fp16")):
-        with pytest.raises(ConfigError, match=str(hidden)):
-            fp8.wire_row_bytes(hidden, wire)
+    with pytest.raises(ConfigError, match="fp16"):
+        fp8.wire_row_bytes(128, "fp16")
 
 
 def test_what_cannot_work_is_refused_by_name() -> None:
@@ -236,8 +239,8 @@ def test_what_cannot_work_is_refused_by_name() -> None:
     codes, scales = fp8.quantize(x)
     with pytest.raises(DtypeError, match="float32"):
         fp8.quantize(x.float())
-    with pytest.raises(ShapeError, match="128"):
-        fp8.quantize(x[:, :100])
+    with pytest.raises(ShapeError, match="256"):
+        fp8.quantize(x[0])
     with pytest.raises(ConfigError, match="e8m0"):
         fp8.quantize(x, "e8m0")
     with pytest.raises(DtypeError, match="float16"):

@@ -41,11 +41,11 @@ def native_quantize(x_TH: Tensor, mode: str) -> tuple[Tensor, Tensor]:
     num_rows, hidden = x_TH.shape
     x_TH = x_TH.contiguous()
     whole_codes, codes = guarded(num_rows * hidden, torch.uint8)
-    whole_scales, scales = guarded(num_rows * hidden // fp8.BLOCK, torch.float32)
+    whole_scales, scales = guarded(num_rows * -(-hidden // fp8.BLOCK), torch.float32)
     _native.quantize_fp8(x_TH.data_ptr(), num_rows, hidden, mode, codes.data_ptr(), scales.data_ptr())
     assert_guards_intact(whole_codes, codes)
     assert_guards_intact(whole_scales, scales)
-    return codes.reshape(num_rows, hidden), scales.reshape(num_rows, hidden // fp8.BLOCK)
+    return codes.reshape(num_rows, hidden), scales.reshape(num_rows, -(-hidden // fp8.BLOCK))
 
 
 def native_dequantize(codes_TH: Tensor, scales_TB: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def test_random_blocks_at_every_exponent(mode: str) -> None:
 
 
 @MODES
-@pytest.mark.parametrize("hidden", [128, 256, 384, 640, 7168])
+@pytest.mark.parametrize("hidden", [32, 96, 128, 160, 256, 384, 640, 2880, 7168])
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 17])
 def test_every_shape_writes_its_output_and_nothing_else(num_rows: int, hidden: int, mode: str) -> None:
     rng = torch.Generator().manual_seed(hidden + num_rows)

@@ -8,7 +8,7 @@ from torch import Tensor
 from uccl_ep_train.api.buffer import Buffer
 from uccl_ep_train.common.handle import DispatchHandle
 from uccl_ep_train.core import routing
-from uccl_ep_train.settings.checks import ROW_BLOCK
+from uccl_ep_train.settings.checks import FP8_BLOCK
 
 
 def combine_weights(buffer: Buffer, weights: Tensor, handle: DispatchHandle) -> Tensor:
@@ -27,5 +27,6 @@ def combine_weights(buffer: Buffer, weights: Tensor, handle: DispatchHandle) -> 
     """
     with buffer.preparing("combine"):
         columns = routing.check_row_weights(weights, handle, buffer.config, buffer.device)
-        rows = torch.nn.functional.pad(weights.detach(), (0, -columns % ROW_BLOCK))
+        width = min(columns + -columns % FP8_BLOCK, buffer.config.hidden)
+        rows = torch.nn.functional.pad(weights.detach(), (0, width - columns))
     return buffer.combine(rows, handle)[:, :columns].contiguous()

@@ -175,7 +175,7 @@ class Fp8Rows(NamedTuple):
     """Rows as a block-scaled GEMM takes them: value = code * scale of its block of 128 columns.
 
     codes   [R, H] float8_e4m3fn
-    scales  [R, H / 128] float32; or [R, H / 512, rounded up] int32: exponents, see `exponents.py`
+    scales  [R, ceil(H / 128)] float32; or [R, H / 512, rounded up] int32: exponents, see `exponents.py`
     """
 
     codes: Tensor

@@ -57,9 +57,9 @@ class SlotRows(NamedTuple):
     """What a low-latency dispatch returns. Expert l has `rows[l, : counts[l]]`, by source, then token.
 
     rows    [L, R * M, H] bfloat16; or `Fp8Rows` with codes [L, R * M, H] float8_e4m3fn and scales
-            [L, R * M, H / 128] float32. The scales' last two dimensions are column-major: the stride of rows
-            is 1, that of blocks R * M. UE8M0 scales are [L, R * M, H / 512, rounded up] int32, column-major,
-            too: see `exponents.py`
+            [L, R * M, ceil(H / 128)] float32. The scales' last two dimensions are column-major: the stride
+            of rows is 1, that of blocks R * M. UE8M0 scales are [L, R * M, ceil(H / 512)] int32,
+            column-major, too: see `exponents.py`
     counts  [L] int32, on the device of rows
     handle  for the combine
 

@@ -70,7 +70,7 @@ class DispatchCall(NamedTuple):
     scale     of a quantised wire, "pow2" | "fp32"
     fp8_rows  rows are returned as codes and scales
     attach    the results belong on the autograd graph
-    scales    [T, H / 128] of x, if it has codes
+    scales    [T, ceil(H / 128)] of x, if it has codes
     packs     scales came as exponents, and are returned so
     metadata  [T, M], or None
     """

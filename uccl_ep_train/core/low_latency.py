@@ -16,8 +16,7 @@ from uccl_ep_train.common.handle import Fp8Rows
 from uccl_ep_train.common.slots import SlotHandle, SlotRows, SlotStatistics
 from uccl_ep_train.core.native import load_native
 from uccl_ep_train.core.operations import address
-
-_BLOCK = 128  # columns that share a scale
+from uccl_ep_train.settings.checks import FP8_BLOCK
 
 
 class SlotWire(NamedTuple):
@@ -55,7 +54,7 @@ class SlotEngine:
         of_slot = experts + num_topk * (1 if topk_weights is None else 2)
         rows: Tensor | Fp8Rows
         if wire.name == "fp8":
-            blocks = hidden // _BLOCK
+            blocks = -(-hidden // FP8_BLOCK)
             words = -(-blocks // 4) if wire.ue8m0 else blocks
             scales = empty(experts, words, slots, dtype=torch.int32 if wire.ue8m0 else torch.float32)
             codes = empty(experts, slots, hidden, dtype=torch.float8_e4m3fn)

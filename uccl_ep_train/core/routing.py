@@ -19,7 +19,7 @@ from torch import Tensor
 from uccl_ep_train.common import exponents
 from uccl_ep_train.common.handle import DispatchHandle, Fp8Rows, RowLayout
 from uccl_ep_train.errors import DeviceError, DtypeError, InputError, RoutingError, ShapeError
-from uccl_ep_train.settings.checks import MAX_TOPK, ROW_BLOCK
+from uccl_ep_train.settings.checks import FP8_BLOCK, HIDDEN_UNIT, MAX_TOPK
 from uccl_ep_train.settings.config import EpConfig
 from uccl_ep_train.settings.sections import ScaleMode
 
@@ -53,7 +53,7 @@ PLANNED = Routing("plan", None, None)
 
 
 def check_rows(name: str, rows: Tensor, config: EpConfig, device: torch.device) -> None:
-    """`rows` is [n, H], BF16 or FP32, contiguous, on `device`; H a multiple of 128 up to `config.hidden`."""
+    """`rows` is [n, H], BF16 or FP32, contiguous, on `device`; H a multiple of 32 up to `config.hidden`."""
     _check_tensor(name, rows, 2, device)
     if rows.dtype not in (torch.bfloat16, torch.float32):
         raise DtypeError(f"{name} is {_dtype(rows)}; allowed is bfloat16 or float32")
@@ -63,13 +63,13 @@ def check_rows(name: str, rows: Tensor, config: EpConfig, device: torch.device) 
 
 
 def check_codes(x: Fp8Rows, config: EpConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Codes [T, H] and scales [T, H / 128] float32 of rows that the caller quantised."""
+    """Codes [T, H] and scales [T, ceil(H / 128)] float32 of rows that the caller quantised."""
     codes, scales = x
     _check_tensor("x.codes", codes, 2, device)
     if codes.dtype != torch.float8_e4m3fn:
         raise DtypeError(f"x.codes is {_dtype(codes)}; allowed is float8_e4m3fn")
     _check_row_size("x.codes", codes, config)
-    blocks = codes.shape[1] // ROW_BLOCK
+    blocks = -(-codes.shape[1] // FP8_BLOCK)
     if isinstance(scales, Tensor) and scales.dtype == torch.int32 and scales.dim() == 2:
         words = [codes.shape[0], exponents.num_words(blocks)]
         if list(scales.shape) != words:
@@ -82,7 +82,7 @@ def check_codes(x: Fp8Rows, config: EpConfig, device: torch.device) -> tuple[Ten
         raise DtypeError(f"x.scales is {_dtype(scales)}; allowed is float32, or int32 exponents")
     shape = [codes.shape[0], blocks]
     if list(scales.shape) != shape:
-        raise ShapeError(f"x.scales is {list(scales.shape)}; allowed is {shape}, one of {ROW_BLOCK} codes")
+        raise ShapeError(f"x.scales is {list(scales.shape)}; allowed is {shape}, one of {FP8_BLOCK} codes")
     return codes, scales
 
 
@@ -100,10 +100,10 @@ def check_metadata(metadata: Tensor, x: Tensor) -> None:
 
 def _check_row_size(name: str, rows: Tensor, config: EpConfig) -> None:
     num_rows, hidden = rows.shape
-    if hidden % ROW_BLOCK or not 0 < hidden <= config.hidden:
+    if hidden % HIDDEN_UNIT or not 0 < hidden <= config.hidden:
         raise ShapeError(
-            f"{name} has {hidden} columns; allowed is a multiple of {ROW_BLOCK} up to the buffer's hidden = "
-            f"{config.hidden}"
+            f"{name} has {hidden} columns; allowed is a multiple of {HIDDEN_UNIT} up to the buffer's hidden "
+            f"= {config.hidden}"
         )
     if num_rows > MAX_TOKENS:
         raise ShapeError(f"{name} has {num_rows} rows; allowed is at most {MAX_TOKENS}")

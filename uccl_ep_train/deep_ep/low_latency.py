@@ -104,7 +104,7 @@ class LowLatencyCalls:
         cumulative_local_expert_recv_stats  [L] int32, or None: rows of each expert are added
         dispatch_wait_recv_cost_stats       [R] or [R, R] int64, or None: nanoseconds that this rank waited
                                             for each other one to enter are added
-        use_fp8                             rows are (codes [L, R * M, H], scales [L, R * M, H / 128]
+        use_fp8                             rows are (codes [L, R * M, H], scales [L, R * M, ceil(H / 128)]
                                             float32, column-major); else bfloat16
         round_scale                         scales are powers of two
         use_ue8m0                           and come as exponents, four in an int32

@@ -10,7 +10,7 @@ import torch
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.group.lifecycle import group_is_over
 from uccl_ep_train.settings import variables
-from uccl_ep_train.settings.checks import ROW_BLOCK, Value
+from uccl_ep_train.settings.checks import HIDDEN_UNIT, Value
 from uccl_ep_train.settings.config import EpConfig, Gpu, by_public_name
 from uccl_ep_train.settings.fields import Section
 
@@ -120,8 +120,8 @@ def sms_of(config: Any) -> dict[str, int]:
 
 
 def row_padding(hidden: int) -> int:
-    """Elements by which a model's row is padded to the dispatcher's, a multiple of 128."""
-    return -hidden % ROW_BLOCK
+    """Elements by which a model's row is padded to the dispatcher's, a multiple of 32."""
+    return -hidden % HIDDEN_UNIT
 
 
 def stock_source_order(tp_size: int, ep_size: int) -> tuple[int, ...]:

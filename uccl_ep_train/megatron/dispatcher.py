@@ -212,7 +212,7 @@ class UcclEpManager:
         return self._unpadded(self.buffer.combine(rows, handle))
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
-        """Adds zeros to each row if the model's rows are no multiple of 128 (GPT-OSS: 2880)."""
+        """Adds zeros to each row if the model's rows are no multiple of 32."""
         padding = row_padding(self._hidden)
         return torch.nn.functional.pad(rows, (0, padding)) if padding else rows.contiguous()
 

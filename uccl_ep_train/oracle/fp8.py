@@ -41,28 +41,27 @@ def quantize(x_TH: Tensor, scale_mode: str = "pow2") -> tuple[Tensor, Tensor]:
     """Quantise BF16 rows to e4m3 with one scale per 1x128 block.
 
     Args:
-        x_TH: bfloat16 [T, H], H a multiple of 128, any T including 0.
+        x_TH: bfloat16 [T, H], any H and T. The last block of a row may be shorter.
         scale_mode: ``"pow2"``: scale = 2^ceil(log2(amax/448)), clamped to [2^-117, 2^119].
             ``"fp32"``: scale = amax/448 (one IEEE division), at least 2^-117.
 
     Returns:
-        ``(codes_TH, scales_TB)``: uint8 [T, H] and float32 [T, H/128]. A code is e4m3(x / scale): one IEEE
-        fp32 division, then round to nearest even, saturating at +-448. -0.0 keeps its sign. An all-zero block
-        has scale 1.0. A block with a NaN or an Inf has scale 1.0 and 128 times the code 0x7F.
+        ``(codes_TH, scales_TB)``: uint8 [T, H] and float32 [T, ceil(H / 128)]. A code is e4m3(x / scale): one
+        IEEE fp32 division, then round to nearest even, saturating at +-448. -0.0 keeps its sign. An all-zero
+        block has scale 1.0. A block with a NaN or an Inf has scale 1.0 and only codes 0x7F.
 
     Raises:
         DtypeError: x is not bfloat16.
-        ShapeError: x is not [T, H] with H a multiple of 128.
+        ShapeError: x is not [T, H].
         ConfigError: the scale mode is unknown.
     """
     if x_TH.dtype != torch.bfloat16:
         raise DtypeError(f"quantize takes bfloat16 rows, got {x_TH.dtype}")
-    if x_TH.dim() != 2 or x_TH.shape[1] % BLOCK:
-        raise ShapeError(f"quantize takes [T, H] with H a multiple of {BLOCK}, got {tuple(x_TH.shape)}")
+    if x_TH.dim() != 2:
+        raise ShapeError(f"quantize takes [T, H], got {tuple(x_TH.shape)}")
     if scale_mode not in _SCALES:
         raise ConfigError(f"scale_mode is one of {SCALE_MODES}, got {scale_mode!r}")
-    num_rows, hidden = x_TH.shape
-    x_TBN = x_TH.to(torch.float32).reshape(num_rows, hidden // BLOCK, BLOCK)
+    x_TBN = _blocks(x_TH.to(torch.float32))
 
     finite_TB = torch.isfinite(x_TBN).all(dim=-1)
     x_TBN = torch.where(finite_TB.unsqueeze(-1), x_TBN, 0.0)
@@ -72,15 +71,15 @@ def quantize(x_TH: Tensor, scale_mode: str = "pow2") -> tuple[Tensor, Tensor]:
 
     codes_TBN = encode_e4m3(x_TBN / scales_TB.unsqueeze(-1))
     codes_TBN = codes_TBN.masked_fill(~finite_TB.unsqueeze(-1), E4M3_NAN_CODE)
-    return codes_TBN.reshape(num_rows, hidden), scales_TB
+    return codes_TBN.flatten(1)[:, : x_TH.shape[1]].contiguous(), scales_TB
 
 
 def dequantize(codes_TH: Tensor, scales_TB: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Rows back from codes and scales: float(code) * scale in fp32, rounded to nearest even to ``dtype``.
 
     Args:
-        codes_TH: uint8 [T, H], H a multiple of 128.
-        scales_TB: float32 [T, H/128].
+        codes_TH: uint8 [T, H].
+        scales_TB: float32 [T, ceil(H / 128)].
         dtype: torch.bfloat16 or torch.float32.
 
     Returns:
@@ -95,14 +94,21 @@ def dequantize(codes_TH: Tensor, scales_TB: Tensor, dtype: torch.dtype = torch.b
             "dequantize takes uint8 codes and float32 scales and gives bfloat16 or float32, "
             f"got {codes_TH.dtype}, {scales_TB.dtype}, {dtype}"
         )
-    if codes_TH.dim() != 2 or scales_TB.shape != (codes_TH.shape[0], codes_TH.shape[1] / BLOCK):
+    if codes_TH.dim() != 2 or scales_TB.shape != (codes_TH.shape[0], -(-codes_TH.shape[1] // BLOCK)):
         raise ShapeError(
-            f"codes are [T, H] and scales [T, H/{BLOCK}], "
+            f"codes are [T, H] and scales [T, ceil(H / {BLOCK})], "
             f"got {tuple(codes_TH.shape)} and {tuple(scales_TB.shape)}"
         )
-    num_rows, hidden = codes_TH.shape
-    values_TBN = decode_e4m3(codes_TH).reshape(num_rows, hidden // BLOCK, BLOCK) * scales_TB.unsqueeze(-1)
-    return with_canonical_nans(values_TBN.reshape(num_rows, hidden).to(dtype))
+    values_TBN = _blocks(decode_e4m3(codes_TH)) * scales_TB.unsqueeze(-1)
+    return with_canonical_nans(values_TBN.flatten(1)[:, : codes_TH.shape[1]].to(dtype))
+
+
+def _blocks(x_TH: Tensor) -> Tensor:
+    """[T, B, 128], filled up with zeros."""
+    num_rows, hidden = x_TH.shape
+    num_blocks = -(-hidden // BLOCK)
+    filled = torch.nn.functional.pad(x_TH, (0, num_blocks * BLOCK - hidden))
+    return filled.reshape(num_rows, num_blocks, BLOCK)
 
 
 def encode_e4m3(y: Tensor) -> Tensor:
@@ -140,21 +146,19 @@ def with_canonical_nans(x: Tensor) -> Tensor:
 def wire_row_bytes(hidden: int, wire: str) -> int:
     """Bytes of one row between domains, for ``wire`` "fp8", "bf16" or "fp32".
 
-    An FP8 row is H codes and H/128 fp32 scales; the scales are filled up to a multiple of 16 bytes, so that
-    rows stay aligned for bulk copies.
+    An FP8 row is H codes and ceil(H / 128) fp32 scales; the scales are filled up to a multiple of 16 bytes,
+    so that rows stay aligned for bulk copies.
 
     Raises:
-        ConfigError: the wire format is unknown, or H of an FP8 row is not a multiple of 128.
+        ConfigError: the wire format is unknown.
     """
     if wire == "bf16":
         return 2 * hidden
     if wire == "fp32":
         return 4 * hidden
-    if wire != "fp8" or hidden % BLOCK:
-        raise ConfigError(
-            f"wire is fp8 (hidden a multiple of {BLOCK}), bf16 or fp32, got {wire!r} with hidden {hidden}"
-        )
-    scale_bytes = 4 * (hidden // BLOCK)
+    if wire != "fp8":
+        raise ConfigError(f"wire is fp8, bf16 or fp32, got {wire!r}")
+    scale_bytes = 4 * -(-hidden // BLOCK)
     return hidden + -(-scale_bytes // 16) * 16
 
 

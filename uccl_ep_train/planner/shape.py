@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 
 from uccl_ep_train.core.topology import Topology
 from uccl_ep_train.errors import InputError
+from uccl_ep_train.settings.checks import FP8_BLOCK, HIDDEN_UNIT
 
 Counts = NDArray[np.float64]
-_FP8_BLOCK = 128
 _SAMPLED_TOKENS = 2048
 """Of a rank, drawn at most; counts are scaled to the rest."""
 
@@ -104,10 +104,10 @@ class Shape:
                 f"num_experts = {self.router.num_experts}: allowed is a multiple of the number of ranks, "
                 f"{self.num_ranks}: {self._multiples}"
             )
-        if self.tokens < 1 or self.hidden < 1 or self.hidden % _FP8_BLOCK:
+        if self.tokens < 1 or self.hidden < 1 or self.hidden % HIDDEN_UNIT:
             raise InputError(
                 f"tokens = {self.tokens}, hidden = {self.hidden}: allowed are at least 1, and a multiple of "
-                f"{_FP8_BLOCK}"
+                f"{HIDDEN_UNIT}"
             )
         if self.dtype not in ("fp8", "bf16") or (self.codes and self.dtype != "fp8"):
             raise InputError(f"dtype = {self.dtype!r}: allowed is 'fp8' | 'bf16', and codes with 'fp8' only")
@@ -246,12 +246,12 @@ def read_trace(path: str | Path, num_tokens: int, router: Router, layer: int = 0
 
 
 def row_bytes(hidden: int, dtype: str) -> int:
-    """Bytes of a row between ranks, with the last block filled up. FP8 has an FP32 scale per block; the
-    scales are padded to 16 bytes."""
-    num_blocks = -(-hidden // _FP8_BLOCK)
+    """Bytes of a row between ranks, filled up to a multiple of 32 elements. FP8 has an FP32 scale per block;
+    the scales are padded to 16 bytes."""
+    hidden += -hidden % HIDDEN_UNIT
     if dtype == "bf16":
-        return 2 * _FP8_BLOCK * num_blocks
-    return _FP8_BLOCK * num_blocks + -(-4 * num_blocks // 16) * 16
+        return 2 * hidden
+    return hidden + -(-4 * -(-hidden // FP8_BLOCK) // 16) * 16
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,11 @@ from typing import Generic, TypeAlias, TypeVar, cast, get_args
 Value: TypeAlias = bool | int | float | str | Sequence[int] | Sequence[str] | None
 """What a field of a configuration can be given."""
 
-ROW_BLOCK = 128
-"""Elements that share one FP8 scale; hidden sizes are multiples of it."""
+FP8_BLOCK = 128
+"""Elements that share one FP8 scale. The last ones of a row may be fewer."""
+
+HIDDEN_UNIT = 32
+"""Hidden sizes are multiples of it."""
 
 MAX_RANKS = 65536
 MAX_TOKENS = 65536  # limit per rank in an operation on GPUs
@@ -133,12 +136,12 @@ def names(*, form: str) -> Kind[tuple[str, ...]]:
 
 
 def hidden_size() -> Kind[int]:
-    inner = integer(ROW_BLOCK, 1 << 17).check
+    inner = integer(HIDDEN_UNIT, 1 << 17).check
 
     def check(value: object) -> int:
         number = inner(value)
-        if number % ROW_BLOCK:
-            raise ValueError("not a multiple of the block")
+        if number % HIDDEN_UNIT:
+            raise ValueError("not a multiple of the unit")
         return number
 
     return Kind(check, int, "integer")

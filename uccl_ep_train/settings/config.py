@@ -64,7 +64,7 @@ class EpConfig(Section):
     hidden: int = required(hidden_size(), native="=")
     """Largest row length used on this buffer; slots are sized for it.
 
-    Unit: elements. Allowed: a multiple of 128, 128 .. 131072.
+    Unit: elements. Allowed: a multiple of 32, 32 .. 131072.
     """
 
     source_order: tuple[int, ...] | None = setting(None, optional(permutation()), native="=")

@@ -53,7 +53,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         prog="python -m uccl_ep_train.calibrate", description=__doc__.split("\n", 1)[0]
     )
     parser.add_argument("--tokens", type=int, default=4096, help="per rank (4096)")
-    parser.add_argument("--hidden", type=int, default=7168, help="elements, a multiple of 128 (7168)")
+    parser.add_argument("--hidden", type=int, default=7168, help="elements, a multiple of 32 (7168)")
     parser.add_argument("--experts", type=int, default=256, help="of the whole group (256)")
     parser.add_argument("--topk", type=int, default=8, help="experts per token (8)")
     parser.add_argument("--rounds", type=int, default=10, help="dispatches and combines per window (10)")

@@ -26,7 +26,7 @@ struct SlotDispatchArgs {
   uint32_t width = 0;
   // To receive. L: experts of a rank, S: slots of an expert, ranks * tokens.
   uint8_t* rows = nullptr;  // [L, S, H] BF16, or codes
-  float* scales = nullptr;  // [L, H / 128, S], or with `ue8m0` [L, ceil(H / 512), S] words of four exponents
+  float* scales = nullptr;  // [L, ceil(H / 128), S], or with `ue8m0` [L, ceil(H / 512), S] words of four exponents
   bool ue8m0 = false;
   int32_t* counts = nullptr;  // [L]
   int64_t* ranges = nullptr;  // [L, ranks] first slot << 32 | slots

@@ -24,7 +24,7 @@ struct DeviceRouting {
 
 struct StageArgs {
   const uint8_t* x = nullptr;          // [T, H]
-  const float* scales = nullptr;       // [T, H / 128] of x, if it has codes
+  const float* scales = nullptr;       // [T, ceil(H / 128)] of x, if it has codes
   const uint32_t* metadata = nullptr;  // [T, num_metadata]
   uint32_t num_tokens = 0, hidden = 0;
   Dtype dtype = Dtype::kBf16, wire = Dtype::kBf16;
@@ -62,7 +62,7 @@ struct PlaceArgs {
   uint32_t kept_tiles = 1;         // tiles of a new routing for which a block has shared memory
   uint32_t copy_pipeline = 0;      // offset in shared memory of the pipeline that stages; 0: none
   uint8_t* rows = nullptr;         // [rows, H] of dtype, or codes
-  float* scales = nullptr;         // [rows, H / 128]; nullptr: FP8 rows are dequantised
+  float* scales = nullptr;         // [rows, ceil(H / 128)]; nullptr: FP8 rows are dequantised
   uint32_t* metadata = nullptr;    // [rows, num_metadata]
   float* row_weights = nullptr;    // [rows] or [rows, W]; nullptr: none travel
   int64_t* row_experts = nullptr;  // [rows, W] of compact rows

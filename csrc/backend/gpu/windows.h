@@ -7,8 +7,9 @@
 namespace uccl_ep::gpu {
 
 // From one staged row to the next. Bulk copies are slow where source and destination lie differently in 128 bytes.
+constexpr uint64_t staged_bytes(uint64_t row_bytes) { return round_up(row_bytes, 128); }
 constexpr uint64_t staged_row_bytes(Dtype wire, uint64_t hidden, uint64_t num_metadata = 0) {
-  return round_up(wire_row_bytes(wire, hidden, num_metadata), 128);
+  return staged_bytes(wire_row_bytes(wire, hidden, num_metadata));
 }
 
 // Chunks of a ring that the weights of a stream take.

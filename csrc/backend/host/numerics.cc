@@ -206,45 +206,60 @@ UCCL_EP_INLINE void decode_any(const uint8_t* codes, float scale, uint16_t* out)
   for (uint32_t i = 0; i < kFp8Block; ++i) out[i] = fp32_to_bf16(e4m3_to_fp32(codes[i]) * scale);
 }
 
+UCCL_EP_INLINE void encode_any(const uint16_t* x, Dtype wire, uint8_t* codes, float& scale) {
+  uint16_t amax_bits = 0;  // magnitudes of floats order like their bits
+  uint16_t least_bits = UINT16_MAX;  // of those that are not 0, minus 1
+  for (uint32_t i = 0; i < kFp8Block; ++i) {
+    const uint16_t magnitude = x[i] & 0x7FFF;
+    amax_bits = std::max(amax_bits, magnitude);
+    least_bits = std::min<uint16_t>(least_bits, magnitude - 1);
+  }
+  scale = 1.0f;
+  if (amax_bits >= kBf16Inf) {
+    std::memset(codes, kE4m3Nan, kFp8Block);
+  } else if (amax_bits == 0) {
+    for (uint32_t i = 0; i < kFp8Block; ++i) codes[i] = static_cast<uint8_t>(x[i] >> 8);  // the sign of a zero
+  } else {
+    scale = AllScaleRules::scale_of(wire, bf16_to_fp32(amax_bits));
+    encode_by(scale, x, least_bits + 1, codes);
+  }
+}
+
 }  // namespace
 
+// The last block of a row may be shorter. Zeros behind it change neither its scale nor its other codes.
 UCCL_EP_MULTIVERSION void fp8_quantize_row(const uint16_t* x_bf16, uint32_t hidden, Dtype wire, uint8_t* codes,
                                            float* scales) {
-  for (uint32_t block = 0; block < hidden / kFp8Block; ++block) {
-    const uint16_t* x = x_bf16 + block * kFp8Block;
-    uint8_t* out = codes + block * kFp8Block;
-    uint16_t amax_bits = 0;  // magnitudes of floats order like their bits
-    uint16_t least_bits = UINT16_MAX;  // of those that are not 0, minus 1
-    for (uint32_t i = 0; i < kFp8Block; ++i) {
-      const uint16_t magnitude = x[i] & 0x7FFF;
-      amax_bits = std::max(amax_bits, magnitude);
-      least_bits = std::min<uint16_t>(least_bits, magnitude - 1);
-    }
-    float scale = 1.0f;
-    if (amax_bits >= kBf16Inf) {
-      std::memset(out, kE4m3Nan, kFp8Block);
-    } else if (amax_bits == 0) {
-      for (uint32_t i = 0; i < kFp8Block; ++i) out[i] = static_cast<uint8_t>(x[i] >> 8);  // the sign of a zero
-    } else {
-      scale = AllScaleRules::scale_of(wire, bf16_to_fp32(amax_bits));
-      encode_by(scale, x, least_bits + 1, out);
-    }
-    scales[block] = scale;
-  }
+  const uint32_t whole = hidden / kFp8Block * kFp8Block, rest = hidden - whole;
+  for (uint32_t i = 0; i < whole; i += kFp8Block) encode_any(x_bf16 + i, wire, codes + i, scales[i / kFp8Block]);
+  if (rest == 0) return;
+  uint16_t x[kFp8Block] = {};
+  uint8_t out[kFp8Block];
+  std::memcpy(x, x_bf16 + whole, rest * sizeof(uint16_t));
+  encode_any(x, wire, out, scales[whole / kFp8Block]);
+  std::memcpy(codes + whole, out, rest);
 }
 
 UCCL_EP_MULTIVERSION void fp8_dequantize_row(const uint8_t* codes, const float* scales, uint32_t hidden,
                                              uint16_t* out_bf16) {
-  for (uint32_t block = 0; block < hidden / kFp8Block; ++block) {
-    decode_any(codes + block * kFp8Block, scales[block], out_bf16 + block * kFp8Block);
-  }
+  const uint32_t whole = hidden / kFp8Block * kFp8Block, rest = hidden - whole;
+  for (uint32_t i = 0; i < whole; i += kFp8Block) decode_any(codes + i, scales[i / kFp8Block], out_bf16 + i);
+  if (rest == 0) return;
+  uint8_t in[kFp8Block] = {};
+  uint16_t out[kFp8Block];
+  std::memcpy(in, codes + whole, rest);
+  decode_any(in, scales[whole / kFp8Block], out);
+  std::memcpy(out_bf16 + whole, out, rest * sizeof(uint16_t));
 }
 
 namespace {
 
-// One block of accumulators stays in registers while all rows are added to it; hidden is a multiple of the block.
+// A block of accumulators stays in registers while all rows are added to it. Behind the last whole block of a row,
+// blocks have as few elements as a row's unit.
 constexpr uint32_t kSumVectors = 8;
 constexpr uint32_t kSumBlock = kLanes * kSumVectors;
+static_assert(kHiddenUnit % kPairLanes == 0);
+constexpr uint32_t whole_blocks(uint32_t hidden, uint32_t block) { return hidden / block * block; }
 
 UCCL_EP_INLINE void add_vector(FloatV& acc, const uint16_t* in) {
   HalfV bits;
@@ -271,61 +286,69 @@ UCCL_EP_INLINE void store_vector(const FloatV& acc, float* out) {
   std::memcpy(out, &result, sizeof(result));
 }
 
+template <uint32_t kVectors, typename In, typename Out>
+UCCL_EP_INLINE void sum_block(const void* const* rows, uint32_t num_rows, uint32_t begin, Out* out) {
+  FloatV acc[kVectors] = {};  // +0.0, also for a single row
+  for (uint32_t r = 0; r < num_rows; ++r) {
+    const In* in = static_cast<const In*>(rows[r]) + begin;
+#pragma GCC unroll 8
+    for (uint32_t v = 0; v < kVectors; ++v) add_vector(acc[v], in + v * kLanes);
+  }
+#pragma GCC unroll 8
+  for (uint32_t v = 0; v < kVectors; ++v) store_vector(acc[v], out + begin + v * kLanes);
+}
 template <typename In, typename Out>
 UCCL_EP_INLINE void sum_as(const void* const* rows, uint32_t num_rows, uint32_t hidden, Out* out) {
-  for (uint32_t begin = 0; begin < hidden; begin += kSumBlock) {
-    FloatV acc[kSumVectors] = {};  // +0.0, also for a single row
-    for (uint32_t r = 0; r < num_rows; ++r) {
-      const In* in = static_cast<const In*>(rows[r]) + begin;
-#pragma GCC unroll 8
-      for (uint32_t v = 0; v < kSumVectors; ++v) add_vector(acc[v], in + v * kLanes);
-    }
-#pragma GCC unroll 8
-    for (uint32_t v = 0; v < kSumVectors; ++v) store_vector(acc[v], out + begin + v * kLanes);
-  }
+  const uint32_t whole = whole_blocks(hidden, kSumBlock);
+  for (uint32_t i = 0; i < whole; i += kSumBlock) sum_block<kSumVectors, In>(rows, num_rows, i, out);
+  for (uint32_t i = whole; i < hidden; i += kHiddenUnit) sum_block<kHiddenUnit / kLanes, In>(rows, num_rows, i, out);
 }
 
+template <uint32_t kVectors>
+UCCL_EP_INLINE void sum_pairs_block(const void* const* rows, uint32_t num_rows, uint32_t begin, uint16_t* out,
+                                    UintV& nan) {
+  FloatV even[kVectors] = {};  // +0.0
+  FloatV odd[kVectors] = {};
+  for (uint32_t r = 0; r < num_rows; ++r) {
+    const uint16_t* in = static_cast<const uint16_t*>(rows[r]) + begin;
+#pragma GCC unroll 4
+    for (uint32_t v = 0; v < kVectors; ++v) {
+      UintV bits;
+      std::memcpy(&bits, in + v * kPairLanes, sizeof(bits));
+      even[v] += (FloatV)(bits << 16);
+      odd[v] += (FloatV)(bits & kOddHalf);
+    }
+  }
+#pragma GCC unroll 4
+  for (uint32_t v = 0; v < kVectors; ++v) {
+    nan |= (UintV)(even[v] != even[v]) | (UintV)(odd[v] != odd[v]);
+    const UintV low = (UintV)even[v];
+    const UintV high = (UintV)odd[v];
+    const UintV result = (low + 0x7FFF + (low >> 16 & 1)) >> 16 | ((high + 0x7FFF + (high >> 16 & 1)) & kOddHalf);
+    std::memcpy(out + begin + v * kPairLanes, &result, sizeof(result));
+  }
+}
 // As sum_as, but a NaN is only noticed: true is returned then, and the row has to be summed by sum_as. It is rare, and
 // making it canonical costs as much as everything else.
 UCCL_EP_INLINE bool sum_pairs(const void* const* rows, uint32_t num_rows, uint32_t hidden, uint16_t* out) {
   UintV nan = {};
-  for (uint32_t begin = 0; begin < hidden; begin += kPairBlock) {
-    FloatV even[kPairVectors] = {};  // +0.0
-    FloatV odd[kPairVectors] = {};
-    for (uint32_t r = 0; r < num_rows; ++r) {
-      const uint16_t* in = static_cast<const uint16_t*>(rows[r]) + begin;
-#pragma GCC unroll 4
-      for (uint32_t v = 0; v < kPairVectors; ++v) {
-        UintV bits;
-        std::memcpy(&bits, in + v * kPairLanes, sizeof(bits));
-        even[v] += (FloatV)(bits << 16);
-        odd[v] += (FloatV)(bits & kOddHalf);
-      }
-    }
-#pragma GCC unroll 4
-    for (uint32_t v = 0; v < kPairVectors; ++v) {
-      nan |= (UintV)(even[v] != even[v]) | (UintV)(odd[v] != odd[v]);
-      const UintV low = (UintV)even[v];
-      const UintV high = (UintV)odd[v];
-      const UintV result = (low + 0x7FFF + (low >> 16 & 1)) >> 16 | ((high + 0x7FFF + (high >> 16 & 1)) & kOddHalf);
-      std::memcpy(out + begin + v * kPairLanes, &result, sizeof(result));
-    }
-  }
+  const uint32_t whole = whole_blocks(hidden, kPairBlock);
+  for (uint32_t i = 0; i < whole; i += kPairBlock) sum_pairs_block<kPairVectors>(rows, num_rows, i, out, nan);
+  for (uint32_t i = whole; i < hidden; i += kHiddenUnit)
+    sum_pairs_block<kHiddenUnit / kPairLanes>(rows, num_rows, i, out, nan);
   return any(nan);
 }
 
 // +0.0 plus one row: a copy, but for -0.0, and for NaN as above.
 UCCL_EP_INLINE bool add_to_zero(const uint16_t* in, uint32_t hidden, uint16_t* out) {
   ShortV nan = {};
-  for (uint32_t begin = 0; begin < hidden; begin += kPairBlock) {
 #pragma GCC unroll 4
-    for (uint32_t v = 0; v < kPairVectors; ++v) {
-      ShortV bits;
-      std::memcpy(&bits, in + begin + v * kPairLanes, sizeof(bits));
-      nan |= (bits & 0x7FFF) > static_cast<int16_t>(kBf16Inf);
-      bits &= bits != INT16_MIN;
-      std::memcpy(out + begin + v * kPairLanes, &bits, sizeof(bits));
-    }
+  for (uint32_t i = 0; i < hidden; i += kPairLanes) {
+    ShortV bits;
+    std::memcpy(&bits, in + i, sizeof(bits));
+    nan |= (bits & 0x7FFF) > static_cast<int16_t>(kBf16Inf);
+    bits &= bits != INT16_MIN;
+    std::memcpy(out + i, &bits, sizeof(bits));
   }
   return any(nan);
 }

@@ -7,7 +7,7 @@
 
 namespace uccl_ep::host {
 
-// `codes`: hidden e4m3 bytes, `scales`: hidden / 128 fp32. `wire`: a format with scales.
+// `codes`: hidden e4m3 bytes, `scales`: ceil(hidden / 128) fp32. `wire`: a format with scales.
 void fp8_quantize_row(const uint16_t* x_bf16, uint32_t hidden, Dtype wire, uint8_t* codes, float* scales);
 void fp8_dequantize_row(const uint8_t* codes, const float* scales, uint32_t hidden, uint16_t* out_bf16);
 

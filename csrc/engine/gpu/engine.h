@@ -173,7 +173,7 @@ class GpuEngine final : public Engine, private GpuHandles {
   void end_dispatch(GpuOp& op);
   void size_plan(GpuPlan& plan, const GpuPlan::Sizes& sizes) const;
   void check_usable() const;
-  CallLimits limits() const { return {config_.generation, layout_.row_bytes, false}; }
+  CallLimits limits() const { return {config_.generation, config_.widest_row_bytes(), false}; }
   void follow(gpu::StreamHandle stream, gpu::StreamHandle other);  // `stream` waits for what is queued on `other`
   void finish(GpuOp& op);
   void note_last(const GpuOp& op);

@@ -25,8 +25,8 @@ void GpuEngine::check_low_latency(uint64_t num_tokens, uint32_t width, uint32_t 
   at_most(num_tokens, map.tokens, " tokens");
   at_most(width, map.topk, " columns of topk_idx");
   at_most(uint64_t{hidden} * 2, map.row_bytes, " bytes of a row");
-  require(hidden % kFp8Block == 0, UsageKind::kShape,
-          "hidden = " + std::to_string(hidden) + "; allowed are multiples of " + std::to_string(kFp8Block));
+  require(hidden % kHiddenUnit == 0, UsageKind::kShape,
+          "hidden = " + std::to_string(hidden) + "; allowed are multiples of " + std::to_string(kHiddenUnit));
 }
 
 void GpuEngine::low_latency(const LowLatencyDispatch& args) {

@@ -34,8 +34,8 @@ void SlotLanes::check(uint64_t num_tokens, uint32_t width, uint32_t hidden, cons
   at_most(num_tokens, config_.low_latency_tokens, " tokens");
   at_most(width, config_.low_latency_topk, " columns of topk_idx");
   at_most(hidden, config_.hidden, " columns of a row");
-  require(hidden % kFp8Block == 0, UsageKind::kShape,
-          "hidden = " + std::to_string(hidden) + "; allowed are multiples of " + std::to_string(kFp8Block));
+  require(hidden % kHiddenUnit == 0, UsageKind::kShape,
+          "hidden = " + std::to_string(hidden) + "; allowed are multiples of " + std::to_string(kHiddenUnit));
   host::check_slot_routing(topk_idx, num_tokens, width, config_.num_experts);
 }
 

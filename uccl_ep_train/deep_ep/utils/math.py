@@ -32,7 +32,7 @@ def calc_diff(x: Tensor, y: Tensor) -> float:
 
 
 def per_token_cast_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of [T, H]: codes [T, H] float8_e4m3fn, and scales [T, H / 128] float32, which are amax / 448."""
+    """Of [T, H]: codes [T, H] float8_e4m3fn, and scales [T, ceil(H / 128)] float32, which are amax / 448."""
     tokens, hidden = x.shape
     blocks = torch.nn.functional.pad(x.float(), (0, -hidden % _BLOCK)).view(tokens, -1, _BLOCK)
     scales = blocks.abs().amax(2).clamp(min=1e-4) / _E4M3_MAX

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from uccl_ep_train.common.limits import start_thread
 from uccl_ep_train.group.transport import Place
+from uccl_ep_train.settings.checks import HIDDEN_UNIT
 from uccl_ep_train.tools.doctor.checks import STAGES
 from uccl_ep_train.tools.doctor.findings import FIX, Finding, Group, Report
 from uccl_ep_train.tools.doctor.meeting import (
@@ -67,11 +68,11 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Options, bool]:
     given = parser.parse_args(arguments)
     if not given.timeout > 0:
         parser.error(f"--timeout {given.timeout:g}: allowed is more than 0")
-    for name, least in (("hidden", 128), ("experts", 1), ("group_size", 1)):
+    for name, least in (("hidden", HIDDEN_UNIT), ("experts", 1), ("group_size", 1)):
         if getattr(given, name) < least:
             parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}: allowed is at least {least}")
-    if given.hidden % 128:
-        parser.error(f"--hidden {given.hidden}: allowed is a multiple of 128")
+    if given.hidden % HIDDEN_UNIT:
+        parser.error(f"--hidden {given.hidden}: allowed is a multiple of {HIDDEN_UNIT}")
     return Options(given.timeout, given.hidden, given.experts, given.group_size), given.json
 
 
