@@ -95,7 +95,7 @@ def inside_and_outside(rank: Rank) -> None:
     check(dispatch(12), 12)
     check(dispatch(64), 64)
     for _ in range(2):
-        captured._metadata.zero_()
+        captured.route.metadata.zero_()
         graph.replay()
         check(captured, 16)
     other = Buffer(rank.group, 0, 0)

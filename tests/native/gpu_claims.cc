@@ -169,6 +169,9 @@ CLAIM("a packet has room for the most tokens, rows and pairs") {
 }
 
 CLAIM("tokens beyond 4096 have room for 8 experts each, and for 32 where a quarter of the memory holds them") {
+  const auto pairs = [](uint32_t tokens, uint32_t further) {
+    return 32 * std::min(tokens, 4096u) + further * (tokens - std::min(tokens, 4096u));
+  };
   for (const auto& sizes : {std::vector<int>(1, 8), std::vector<int>(8, 8)})
     for (uint32_t tokens : {0u, 64u, 4096u, 16384u, gpu::kMaxTokens})
       for (uint64_t mib : {400, 4096}) {
@@ -177,11 +180,8 @@ CLAIM("tokens beyond 4096 have room for 8 experts each, and for 32 where a quart
         EXPECT(gpu::least_budget_bytes(topo, needs) <= mib << 20);
         const gpu::DeviceRegionLayout layout = gpu::make_layout(topo, 0, needs, mib << 20);
         EXPECT(layout.max_tokens >= tokens);
-        const uint32_t usual = std::min(layout.max_tokens, 4096u), few = 32 * usual + 8 * (layout.max_tokens - usual);
-        if (tokens > 4096 && (mib == 4096 || sizes.size() == 1))
-          EXPECT_EQ(layout.max_pairs, 32 * layout.max_tokens);
-        else
-          EXPECT_EQ(layout.max_pairs, few);
+        EXPECT_EQ(layout.max_pairs,
+                  pairs(layout.max_tokens, tokens > 4096 && (mib == 4096 || sizes.size() == 1) ? 32 : 8));
       }
 }
 

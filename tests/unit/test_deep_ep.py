@@ -5,6 +5,7 @@ Ranks are processes with a gloo group, as programs that call DeepEP have them.
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from tests.process_ranks import Rank
 from tests.unit.deep_ep_gpus import drawn_on_cpu, module_ranks
 from uccl_ep_train import deep_ep
 from uccl_ep_train.deep_ep import Buffer, Config, EventOverlap
-from uccl_ep_train.deep_ep.sending import Handle
+from uccl_ep_train.deep_ep.sending import Handle, Route
 from uccl_ep_train.errors import ClosedError, DeviceError, DtypeError, InputError, ShapeError
 
 H, E, K = 256, 12, 4
@@ -289,7 +290,7 @@ def test_a_handle_between_nodes_has_deep_ep_s_ten_tensors() -> None:
     metadata, plan = torch.stack([source, source * 7], 1), Any
     engine: Any = SimpleNamespace(rank=2, num_ranks=9, device=torch.device("cpu"))
     in_rank = torch.zeros(4, 9, dtype=torch.bool)
-    handle = Handle(engine, plan, 8, metadata, in_rank)
+    handle = Handle(Route(engine, plan, 8, metadata, in_rank))
     assert len(handle) == 10 and handle[0] is in_rank
     assert handle[-4].tolist() == [2, 2, 3, 3, 3, 3, 3, 3, 6]
 
@@ -341,10 +342,15 @@ def test_an_installed_deep_ep_is_hidden_only_if_told(tmp_path: Path) -> None:
 def test_where_its_name_is_on_the_path_it_is_imported(folder: str) -> None:
     env = {"PYTHONPATH": str(ROOT / folder), "PATH": ""}
     program = "import deep_ep, deep_ep.utils.math as m; print(deep_ep.Buffer.__module__, m.ceil_div(7, 2))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=env, cwd=ROOT
-    )
-    assert done.stdout == "uccl_ep_train.deep_ep.buffer 4\n", done.stderr
+    compiled = "from deep_ep_cpp import Config, EventHandle; print(Config.__module__, EventHandle.__module__)"
+    for source, wanted in (
+        (program, "uccl_ep_train.deep_ep.buffer 4\n"),
+        (compiled, "uccl_ep_train.deep_ep.config uccl_ep_train.deep_ep.utils.event\n"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", source], capture_output=True, text=True, check=False, env=env, cwd=ROOT
+        )
+        assert done.stdout == wanted, done.stderr
 
 
 def test_install_does_it_once() -> None:
@@ -353,7 +359,14 @@ def test_install_does_it_once() -> None:
         deep_ep.install(replace=True)
         deep_ep.install()
         assert sys.modules["deep_ep"] is deep_ep
+        # Names of several versions of DeepEP, and no second copy of a class.
+        for name in ("deep_ep.buffer", "deep_ep.buffers.legacy"):
+            assert importlib.import_module(name).Buffer is Buffer
+        for name in ("deep_ep.elastic", "deep_ep.buffers.elastic"):
+            assert importlib.import_module(name).ElasticBuffer is deep_ep.ElasticBuffer
+        for name in ("deep_ep_cpp", "deep_ep._C", "deep_ep.utils.event"):
+            assert importlib.import_module(name).EventHandle is deep_ep.EventHandle
     finally:
-        for name in ("deep_ep", "deep_ep.utils"):
-            sys.modules.pop(name, None)
+        for name in [name for name in sys.modules if name.startswith("deep_ep")]:
+            del sys.modules[name]
         sys.modules.update(before)

@@ -11,9 +11,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from types import ModuleType
 
 import torch
 
+from uccl_ep_train.deep_ep import buffer, elastic
 from uccl_ep_train.deep_ep.buffer import Buffer
 from uccl_ep_train.deep_ep.config import Config
 from uccl_ep_train.deep_ep.elastic import ElasticBuffer
@@ -35,7 +37,8 @@ __all__ = [
     "topk_idx_t",
 ]
 
-_PARTS = ("utils", *(f"utils.{name}" for name in ("envs", "event", "gate", "math", "refs", "testing")))
+_PARTS = ("envs", "event", "gate", "math", "refs", "testing")  # of `utils`
+_COMPILED = "deep_ep_cpp"  # whose classes are here; later `deep_ep._C`
 
 
 def install(*, replace: bool = False) -> None:
@@ -48,11 +51,22 @@ def install(*, replace: bool = False) -> None:
     here = sys.modules[__name__]
     if sys.modules.get("deep_ep") is here:
         return
-    taken = "deep_ep" in sys.modules or importlib.util.find_spec("deep_ep") is not None
-    if taken and not replace:
-        raise ConfigError("deep_ep is installed; allowed with replace=True, which hides it in this process")
+    for package in ("deep_ep", _COMPILED):
+        taken = package in sys.modules or importlib.util.find_spec(package) is not None
+        if taken and not replace:
+            raise ConfigError(
+                f"{package} is installed; allowed with replace=True, which hides it in this process"
+            )
     for name in [name for name in sys.modules if name.startswith("deep_ep.")]:
         del sys.modules[name]
-    sys.modules["deep_ep"] = here
     for part in _PARTS:
-        sys.modules[f"deep_ep.{part}"] = importlib.import_module(f"{__name__}.{part}")
+        importlib.import_module(f"{__name__}.utils.{part}")
+    # No module of this package is loaded a second time by its other name.
+    for name in [name for name in sys.modules if name.startswith(f"{__name__}.")]:
+        sys.modules[f"deep_ep{name.removeprefix(__name__)}"] = sys.modules[name]
+    buffers = ModuleType("deep_ep.buffers")
+    vars(buffers).update(legacy=buffer, elastic=elastic)
+    vars(here).update(buffers=buffers, _C=here)
+    others = {"buffers": buffers, "buffers.legacy": buffer, "buffers.elastic": elastic, "_C": here}
+    sys.modules.update({f"deep_ep.{name}": module for name, module in others.items()})
+    sys.modules.update({"deep_ep": here, _COMPILED: here})

@@ -19,7 +19,7 @@ from uccl_ep_train.deep_ep.checks import check, check_topk
 from uccl_ep_train.deep_ep.config import CONFIGURED_RANKS, RANKS_OF_NODE, Config, Runtime
 from uccl_ep_train.deep_ep.engines import Engines
 from uccl_ep_train.deep_ep.low_latency import LowLatencyCalls
-from uccl_ep_train.deep_ep.scales import Rows, engine_rows
+from uccl_ep_train.deep_ep.scales import Rows, cut, engine_rows, widened
 from uccl_ep_train.deep_ep.sending import Handle, Routing
 from uccl_ep_train.deep_ep.utils.event import EventHandle, EventOverlap
 from uccl_ep_train.errors import InputError
@@ -56,6 +56,7 @@ class Buffer(LowLatencyCalls):
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
         comm: object = None,
+        is_intranode: bool | None = None,
     ) -> None:
         if enable_shrink and not low_latency_mode:
             raise InputError("enable_shrink without low_latency_mode; allowed is both")
@@ -66,7 +67,7 @@ class Buffer(LowLatencyCalls):
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         self.enable_shrink = enable_shrink
-        self.runtime = Runtime(group)
+        self.runtime: Runtime | None = Runtime(group)
         self._engines = Engines(group, num_nvl_bytes + num_rdma_bytes, outlives_ranks=enable_shrink)
         self._make_low_latency()
 
@@ -100,6 +101,18 @@ class Buffer(LowLatencyCalls):
     def get_comm_stream(self) -> torch.cuda.Stream:
         """The stream of calls with `async_finish`. On GPUs only."""
         return self._engines.comm_stream()
+
+    def get_local_buffer_tensor(
+        self,
+        dtype: torch.dtype,
+        size: torch.Size | None = None,
+        offset: int = 0,
+        use_rdma_buffer: bool = False,
+    ) -> Tensor:
+        """Memory of the caller's own, zeros [size], or empty. An engine shows none of its memory, so there is
+        nothing to clean.
+        """
+        return torch.zeros((0,) if size is None else size, dtype=dtype, device=self._engines.device())
 
     def get_dispatch_layout(
         self,
@@ -165,7 +178,8 @@ class Buffer(LowLatencyCalls):
         Raises `InputError`, and what `uccl_ep_train.Buffer.dispatch` raises.
         """
         if handle is not None:
-            engine, plan = handle.engine, handle.plan
+            with self._engines.preparing():
+                engine, plan, _, *kept = Handle.of(handle)
             with engine.preparing("dispatch"):
                 if topk_idx is not None or topk_weights is not None:
                     raise InputError("topk_idx and topk_weights with a handle; allowed are None")
@@ -173,9 +187,10 @@ class Buffer(LowLatencyCalls):
             def again() -> Rows:
                 with engine.preparing("dispatch"):
                     rows = engine_rows(x)
-                return engine.dispatch(rows, handle=plan).rows
+                return cut(engine.dispatch(rows, handle=plan).rows, x)
 
-            recv_x, event = self._engines.run(again, (x, handle.kept), previous_event, async_finish)
+            given = (x, tuple(kept), plan.storage)
+            recv_x, event = self._engines.run(again, given, previous_event, async_finish)
             return recv_x, None, None, [], None, event
         if is_token_in_rank is None or num_tokens_per_expert is None:
             with self._engines.preparing():
@@ -215,22 +230,25 @@ class Buffer(LowLatencyCalls):
         Returns (combined_x [T, H], combined_topk_weights [T, K] or None, event). Raises `ShapeError`,
         `DtypeError`, and what `uccl_ep_train.Buffer.combine` raises.
         """
-        engine, plan, num_topk = handle.engine, handle.plan, handle.num_topk
+        with self._engines.preparing():
+            engine, plan, num_topk, *kept = Handle.of(handle)
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
         with engine.preparing("combine"):
             if topk_weights is not None:
                 check("topk_weights", topk_weights, (len(x), num_topk), torch.float32)
 
         def run() -> tuple[Tensor, Tensor | None]:
-            out = engine.combine(x.contiguous(), plan, bias=biases)
+            wide = tuple(widened(bias) for bias in biases)
+            out = cut(engine.combine(widened(x).contiguous(), plan, bias=wide), x)
             if topk_weights is None:
                 return out, None
             return out, combine_weights(engine, topk_weights.contiguous(), plan)
 
-        given = (x, topk_weights, biases, handle.kept)
+        given = (x, topk_weights, biases, tuple(kept), plan.storage)
         (out, weights), event = self._engines.run(run, given, previous_event, async_finish)
         return out, weights, event
 
     def destroy(self) -> None:
         """Collective: leaves the group."""
         self._engines.destroy()
+        self.runtime = None

@@ -14,9 +14,11 @@ RANKS_OF_NODE = 8
 CONFIGURED_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
 
 
-def low_latency_bytes(max_tokens: int, hidden: int, num_ranks: int) -> int:
-    """Of a rank's engine: rows of all ranks, and a row for each expert of each token, twice; and the rest."""
-    return 2 * 2 * hidden * max_tokens * (num_ranks + MOST_TOPK) + (192 << 20)
+def low_latency_bytes(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
+    """Of a rank's engine: rows of all ranks, and a row for each expert of each token, twice; and the rest.
+    By the last term a buffer knows how many experts its bytes were asked for.
+    """
+    return 2 * 2 * hidden * max_tokens * (num_ranks + MOST_TOPK) + (192 << 20) + num_experts
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from uccl_ep_train.deep_ep.config import DEFAULT_BYTES, RANKS_OF_NODE
 from uccl_ep_train.deep_ep.elastic_handle import Asked, EPHandle
 from uccl_ep_train.deep_ep.elastic_sending import Received, by_expert, send, send_again
 from uccl_ep_train.deep_ep.engines import Engines
-from uccl_ep_train.deep_ep.scales import Rows, aligned_columns
+from uccl_ep_train.deep_ep.scales import Rows, aligned_columns, cut, widened
 from uccl_ep_train.deep_ep.utils.event import EventHandle, EventOverlap
 from uccl_ep_train.errors import DtypeError, InputError
 
@@ -236,7 +236,8 @@ class ElasticBuffer:
         engine, plan = _engine(handle), handle.plan
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
         with engine.preparing("combine"):
-            check_combine_rows(x, plan, engine.config, engine.device)
+            rows = widened(x)
+            check_combine_rows(rows, plan, engine.config, engine.device)
             if topk_weights is not None:
                 shape = (len(x),) if handle.do_expand else (len(x), handle.topk_idx.shape[1])
                 check("topk_weights", topk_weights, shape, torch.float32)
@@ -244,9 +245,11 @@ class ElasticBuffer:
         def run() -> tuple[Tensor, Tensor | None]:
             if previous_event_before_epilogue is not None:
                 previous_event_before_epilogue.current_stream_wait()
+            wide = tuple(widened(bias) for bias in biases)
             if topk_weights is None:
-                return engine.combine(x, plan, bias=biases), None
-            return engine.combine_gradients(plan, biases)(x, by_expert(topk_weights, handle))
+                return cut(engine.combine(rows, plan, bias=wide), x), None
+            out, weights = engine.combine_gradients(plan, wide)(rows, by_expert(topk_weights, handle))
+            return cut(out, x), weights
 
         given = (x, topk_weights, biases, handle)
         (out, weights), event = self._engines.run(run, given, previous_event, async_with_compute_stream)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from uccl_ep_train.deep_ep.checks import check, check_topk
 from uccl_ep_train.deep_ep.elastic_handle import Asked, EPHandle
-from uccl_ep_train.deep_ep.scales import Rows, engine_rows
+from uccl_ep_train.deep_ep.scales import Rows, cut, engine_rows
 from uccl_ep_train.deep_ep.sending import Sender
 from uccl_ep_train.errors import InputError
 
@@ -56,7 +56,7 @@ def send(
     handle = EPHandle(sender, asked, topk_idx.clone() if copies else topk_idx, result)
     if stats is not None:
         stats += handle.num_unaligned_recv_tokens_per_expert
-    recv_x = result.rows
+    recv_x = cut(result.rows, x)
     if asked.do_expand:
         return recv_x, None, result.row_weights, handle
     assert result.metadata is not None
@@ -74,7 +74,7 @@ def send_again(handle: EPHandle, x: Rows, topk_weights: Tensor | None) -> Receiv
                 metadata = topk_weights.contiguous().view(torch.int32)
     expanded = topk_weights if handle.do_expand else None
     result = engine.dispatch(rows, None, expanded, handle=handle.plan, metadata=metadata)
-    recv_x = result.rows
+    recv_x = cut(result.rows, x)
     if handle.do_expand:
         return recv_x, None, result.row_weights, handle
     local = handle.recv_topk_idx()

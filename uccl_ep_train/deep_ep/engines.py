@@ -18,6 +18,7 @@ from uccl_ep_train.deep_ep.sending import Sender
 from uccl_ep_train.deep_ep.utils.event import EventHandle, EventOverlap
 from uccl_ep_train.errors import ClosedError
 from uccl_ep_train.group.bootstrap import TorchBootstrap
+from uccl_ep_train.settings.checks import HIDDEN_UNIT
 from uccl_ep_train.settings.config import EpConfig
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Engines:
         """All ranks get here with the same numbers, so they make it together."""
         if self.destroyed:
             raise ClosedError("the buffer was destroyed")
-        hidden += _BESIDE
+        hidden += -hidden % HIDDEN_UNIT + _BESIDE
         for sender in reversed(self._made.senders):
             if sender.engine.config.num_experts == num_experts and sender.engine.config.hidden >= hidden:
                 return sender
@@ -98,7 +99,7 @@ class Engines:
         made = EpConfig.from_env(
             num_experts=num_experts,
             hidden=hidden,
-            budget_bytes=low_latency_bytes(max_tokens, hidden, self._group.size()),
+            budget_bytes=low_latency_bytes(max_tokens, hidden, self._group.size(), num_experts),
             low_latency_tokens=max_tokens,
             low_latency_topk=max(num_topk, MOST_TOPK),
             num_sms=num_sms,
@@ -130,6 +131,11 @@ class Engines:
     def preparing(self) -> AbstractContextManager[None]:
         """An error in it refuses a dispatch, also before it is known which engine it needs."""
         return self._made.senders[-1].engine.preparing("dispatch") if self._made.senders else nullcontext()
+
+    @staticmethod
+    def device() -> torch.device:
+        """Where results are."""
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def comm_stream(self) -> torch.cuda.Stream:
         """The stream of asynchronous calls. On GPUs only."""

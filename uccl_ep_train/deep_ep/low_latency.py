@@ -72,7 +72,7 @@ class LowLatencyCalls:
         engine at once; else the first dispatch does.
         """
         asked = (num_max_dispatch_tokens_per_rank, hidden, num_experts)
-        num_bytes = low_latency_bytes(num_max_dispatch_tokens_per_rank, hidden, num_ranks)
+        num_bytes = low_latency_bytes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
         HINTED[num_bytes] = asked
         return num_bytes
 

@@ -5,8 +5,8 @@ Shapes: T tokens, R ranks, K experts per token, E experts, L experts of this ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, overload
+from collections.abc import Iterator
+from typing import Any, NamedTuple, SupportsIndex, overload
 
 import torch
 from torch import Tensor
@@ -17,51 +17,83 @@ from uccl_ep_train.core import topk
 from uccl_ep_train.deep_ep.checks import check_topk
 from uccl_ep_train.deep_ep.config import RANKS_OF_NODE
 from uccl_ep_train.deep_ep.facts import Facts, fact
-from uccl_ep_train.deep_ep.scales import Rows, engine_rows
-from uccl_ep_train.errors import InputError, ShapeError
+from uccl_ep_train.deep_ep.scales import Rows, cut, engine_rows
+from uccl_ep_train.errors import DtypeError, InputError, ShapeError
 
 
-class Handle(Facts, Sequence[Tensor]):
+class Route(NamedTuple):
+    """What operations with a handle need, and what its tensors are made of."""
+
+    engine: Engine
+    plan: DispatchHandle
+    num_topk: int
+    metadata: Tensor
+    is_token_in_rank: Tensor
+
+
+class Handle(Facts, tuple[Tensor, ...]):
     """What a dispatch returns for combines and for dispatches with the same routing.
 
     Up to 8 ranks: (rank_prefix_matrix [R, R], channel_prefix_matrix, recv_channel_prefix_matrix,
     recv_src_idx [N], is_token_in_rank [T, R], send_head). In the first, this rank's column holds the end of
     each source's rows; other columns are -1. With more ranks as DeepEP's ten tensors between nodes, of which
     [-4], recv_gbl_rank_prefix_sum [R], holds those ends. What is about channels is empty: there are none.
-    The tensors are made when they are asked for.
+    The tensors are made when they are asked for. A tuple of them is as good as the handle.
     """
 
-    def __init__(
-        self, engine: Engine, plan: DispatchHandle, num_topk: int, metadata: Tensor, is_token_in_rank: Tensor
-    ) -> None:
-        super().__init__(engine.device)
-        self.engine, self.plan, self.num_topk = engine, plan, num_topk
-        self._metadata, self._is_token_in_rank = metadata, is_token_in_rank
+    __eq__, __hash__, __repr__ = object.__eq__, object.__hash__, object.__repr__
+
+    def __new__(cls, *_: Any) -> Handle:
+        return super().__new__(cls)
+
+    def __init__(self, route: Route) -> None:
+        super().__init__(route.engine.device)
+        self.route = route
+
+    @staticmethod
+    def of(given: Any) -> Route:
+        """Of a handle, or of its tensors in a tuple, as autograd saves them. Raises `DtypeError`."""
+        if isinstance(given, Handle):
+            return given.route
+        parts = given if isinstance(given, tuple | list) and len(given) in (6, 10) else ()
+        for tensor in parts:
+            route = getattr(tensor, "uccl_ep_route", None)
+            if isinstance(route, Route):
+                return route
+        raise DtypeError(
+            f"handle is {type(given).__name__}; allowed is what a dispatch returned, or its tensors"
+        )
 
     @property
     def kept(self) -> tuple[Tensor | None, ...]:
         """What operations with the handle read."""
-        return self._metadata, self.plan.storage
+        return self.route.metadata, self.route.plan.storage
 
     @fact
     def _tensors(self) -> tuple[Tensor, ...]:
-        ranks, source, token = self.engine.num_ranks, self._metadata[:, 0], self._metadata[:, 1]
+        engine, metadata = self.route.engine, self.route.metadata
+        ranks, source, token = engine.num_ranks, metadata[:, 0], metadata[:, 1]
         counts = torch.bincount(source, minlength=ranks + 1)[1:]  # unused rows have the source 0
         ends, empty = counts.cumsum(0).to(torch.int32), source.new_empty(0)
+        ends.uccl_ep_route = self.route  # type: ignore[attr-defined]
         if ranks > RANKS_OF_NODE:
-            return (self._is_token_in_rank, *[empty] * 5, ends, token, empty, empty)
+            return (self.route.is_token_in_rank, *[empty] * 5, ends, token, empty, empty)
         prefix = ends.new_full((ranks, ranks), -1)
-        prefix[:, self.engine.rank] = ends
-        return prefix, empty, empty, token, self._is_token_in_rank, empty
+        prefix[:, engine.rank] = ends
+        prefix.uccl_ep_route = self.route  # type: ignore[attr-defined]
+        return prefix, empty, empty, token, self.route.is_token_in_rank, empty
 
     def __len__(self) -> int:
-        return 10 if self.engine.num_ranks > RANKS_OF_NODE else 6
+        return 10 if self.route.engine.num_ranks > RANKS_OF_NODE else 6
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._tensors)
 
     @overload
-    def __getitem__(self, at: int) -> Tensor: ...
+    def __getitem__(self, at: SupportsIndex) -> Tensor: ...
     @overload
     def __getitem__(self, at: slice) -> tuple[Tensor, ...]: ...
-    def __getitem__(self, at: int | slice) -> Tensor | tuple[Tensor, ...]:
+    def __getitem__(self, at: SupportsIndex | slice) -> Tensor | tuple[Tensor, ...]:
         return self._tensors[at]
 
 
@@ -120,12 +152,12 @@ class Sender:
         )
         assert result.metadata is not None
         num_topk = 0 if topk_idx is None else topk_idx.shape[1]
-        handle = Handle(engine, result.handle, num_topk, result.metadata, routing.is_token_in_rank)
+        route = Route(engine, result.handle, num_topk, result.metadata, routing.is_token_in_rank)
         local, weights = self.unpacked(result.metadata, num_topk, routing.topk_weights is not None)
         exact = [] if num_worst_tokens > 0 else self._counts(result, routing)
         if expert_alignment > 1:
             exact = [-(-count // expert_alignment) * expert_alignment for count in exact]
-        return Received(result.rows, local, weights, exact, handle)
+        return Received(cut(result.rows, x), local, weights, exact, Handle(route))
 
     def packed(self, tokens: int, topk_idx: Tensor | None, topk_weights: Tensor | None) -> Tensor:
         """Metadata of this rank's tokens. Raises `DtypeError`, `ShapeError`, `DeviceError`."""
