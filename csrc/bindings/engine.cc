@@ -69,7 +69,7 @@ struct PyDispatchArgs {
   uint32_t hidden = 0;
   uint32_t num_metadata = 0;
   uint32_t element_bytes = 2;
-  std::string wire = "same";  // or the name of a row format; `scale` is that format's
+  std::string wire = "same";  // or the name of a row format, also of codes; `scale` is that format's
   std::string scale;
   std::string routing = "plan";
   uintptr_t routing_ptr = 0;
@@ -90,8 +90,8 @@ struct PyDispatchArgs {
     args.num_metadata = num_metadata;
     args.num_tokens = num_tokens;
     args.hidden = hidden;
-    args.dtype = tensor_dtype(element_bytes);
-    args.wire = wire == "same" ? args.dtype : row_format_named(wire, scale);
+    args.wire = wire == "same" ? tensor_dtype(element_bytes) : row_format_named(wire, scale);
+    args.dtype = element_bytes == 1 ? args.wire : tensor_dtype(element_bytes);
     args.has_routing = routing != "plan";
     args.routing = {routing == "topk" ? RoutingKind::kTopk : RoutingKind::kMap, pointer<const void>(routing_ptr),
                     routing_width};

@@ -6,11 +6,11 @@
 namespace uccl_ep {
 namespace {
 
-static_assert(UCCL_EP_FP8_FP32 == static_cast<int>(Dtype::kFp8Fp32) && UCCL_EP_BF16 == static_cast<int>(Dtype::kBf16));
+static_assert(UCCL_EP_MXFP8 == static_cast<int>(Dtype::kMxfp8) && UCCL_EP_BF16 == static_cast<int>(Dtype::kBf16));
 
 Dtype dtype_of(uccl_ep_dtype given, bool may_be_quantised, const char* name) {
   const auto dtype = static_cast<Dtype>(given);
-  const int most = may_be_quantised ? UCCL_EP_FP8_FP32 : UCCL_EP_FP32;
+  const int most = may_be_quantised ? UCCL_EP_MXFP8 : UCCL_EP_FP32;
   if (static_cast<int>(given) < UCCL_EP_BF16 || static_cast<int>(given) > most)
     throw UsageFailure(UsageKind::kDtype, std::string(name) + " = " + std::to_string(static_cast<int>(given)) +
                                               ": allowed is 1 to " + std::to_string(most));

@@ -53,7 +53,8 @@ typedef enum uccl_ep_dtype { /* of tensors, and of rows between ranks */
                              UCCL_EP_BF16 = 1,
                              UCCL_EP_FP32 = 2,
                              UCCL_EP_FP8_POW2 = 3, /* e4m3 codes, a scale for 128 of them or the last: a power of two */
-                             UCCL_EP_FP8_FP32 = 4 /* the same with any scale */
+                             UCCL_EP_FP8_FP32 = 4, /* the same with any scale */
+                             UCCL_EP_MXFP8 = 5 /* the same, four exponents for 128 codes; only given codes */
 } uccl_ep_dtype;
 
 typedef struct uccl_ep_group uccl_ep_group;

@@ -18,6 +18,7 @@ enum class Dtype : uint32_t {
   kFp32 = 2,
   kFp8 = 3,      // e4m3, scales are powers of two
   kFp8Fp32 = 4,  // e4m3, any scales
+  kMxfp8 = 5,    // e4m3, an exponent (UE8M0) for 32 elements, four in a word: only rows that the caller quantised
 };
 constexpr uint32_t kFp8Block = 128;
 constexpr uint32_t kHiddenUnit = 32;  // a row has a multiple of so many elements. Its last block may be shorter
@@ -40,10 +41,9 @@ struct RowFormat {
 };
 // In the order of their ids.
 inline constexpr RowFormat kRowFormats[] = {
-    {Dtype::kBf16, "bf16", "", 16, 1, 0},
-    {Dtype::kFp32, "fp32", "", 32, 1, 0},
-    {Dtype::kFp8, "fp8", "pow2", 8, kFp8Block, 4},
-    {Dtype::kFp8Fp32, "fp8", "fp32", 8, kFp8Block, 4},
+    {Dtype::kBf16, "bf16", "", 16, 1, 0},          {Dtype::kFp32, "fp32", "", 32, 1, 0},
+    {Dtype::kFp8, "fp8", "pow2", 8, kFp8Block, 4}, {Dtype::kFp8Fp32, "fp8", "fp32", 8, kFp8Block, 4},
+    {Dtype::kMxfp8, "mxfp8", "", 8, kFp8Block, 4},
 };
 // Host only. Kernels get a RowShape.
 constexpr const RowFormat& row_format(Dtype id) { return kRowFormats[static_cast<uint32_t>(id) - 1]; }
@@ -101,10 +101,10 @@ struct ScaleRules {
 using AllScaleRules = ScaleRules<Pow2Scales, Fp32Scales>;
 constexpr bool have_rules() {
   for (const RowFormat& format : kRowFormats)
-    if ((format.scale_bytes > 0) != AllScaleRules::has(format.id)) return false;
+    if ((format.scale_bytes > 0 && format.id != Dtype::kMxfp8) != AllScaleRules::has(format.id)) return false;
   return true;
 }
-static_assert(have_rules(), "a quantised format needs a rule for its scales");
+static_assert(have_rules(), "a format needs a rule for its scales if rows are quantised here");
 
 constexpr bool is_quantised(Dtype wire) { return row_format(wire).scale_bytes > 0; }
 constexpr uint64_t wire_row_bytes(Dtype wire, uint64_t hidden, uint64_t num_metadata = 0) {

@@ -38,8 +38,7 @@ _LAYOUTS = {
 def gpt_oss_120b() -> Pretraining:
     """Attention sinks, a window of 128 in every second layer, biases everywhere, clamped gated experts.
 
-    Trained and dispatched in BF16: TransformerEngine's blocks of 128 do not divide 2880. (On the wire a row
-    has 2944 elements.)
+    Trained and dispatched in BF16: TransformerEngine's blocks of 128 do not divide 2880.
     """
     return Pretraining(
         name="gpt_oss_120b",

@@ -165,8 +165,12 @@ def check_packed_scales(r: Ready) -> None:
         assert got_words.dtype == torch.int32 and len(got_words) == len(got)
         assert got_words.view(torch.uint8)[: len(wanted)].tolist() == wanted
     for given in (same, new):
-        with pytest.raises(ShapeError, match=r"x\.scales is \[\d+, 2\] int32; allowed is \[\d+, 1\]"):
-            r.buffer.dispatch((codes, words.repeat(1, 2)), **given)
+        with pytest.raises(ShapeError, match=r"x\.scales is \[\d+, 3\] int32; allowed is \[\d+, 1\]"):
+            r.buffer.dispatch((codes, words.repeat(1, 3)), **given)
+        # MXFP8: an exponent for each 32 columns.
+        its = r.buffer.dispatch((codes, torch.cat([words, ~words], 1)), **given)[0][1]
+        assert its.dtype == torch.int32 and torch.equal(its[: len(wanted), 0], ~its[: len(wanted), 1])
+        assert its.view(torch.uint8)[: len(wanted), 0].tolist() == [row[0] for row in wanted]
 
 
 def check_other_forms(r: Ready) -> None:

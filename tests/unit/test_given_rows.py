@@ -139,6 +139,34 @@ def test_scales_that_are_exponents_come_as_exponents(engine: Engine, layout: Lay
     group.run(step)
 
 
+@pytest.mark.parametrize(("layout", "alignment"), [("expert_major", 8), ("compact", 1)])
+def test_words_of_mxfp8_s_exponents_come_as_they_were(
+    engine: Engine, layout: LayoutName, alignment: int
+) -> None:
+    """Any words, also those that are NaN as floats."""
+    spec, group = engine
+    plan = plan_of(spec, layout, alignment)
+
+    def step(rank: int, buffer: Buffer) -> None:
+        given, device = Given(rank), buffer.device
+        codes, topk_idx = given.rows(device).codes, given.topk_idx.to(device)
+        words = given.metadata[:, :2].to(device)
+        came = ~carried(spec, plan, rank, "scales", float("nan")).isnan().any(1)
+        options: Any = {"layout": layout, "expert_alignment": alignment}
+
+        def check(result: Any) -> None:
+            its, scales = result.fp8_rows
+            assert scales.dtype == torch.int32
+            assert torch.equal(scales.cpu()[came], carried(spec, plan, rank, "metadata")[came][:, :2])
+            assert torch.equal(its.view(torch.uint8).cpu(), carried(spec, plan, rank, "bytes"))
+
+        new = buffer.dispatch(Fp8Rows(codes, words), topk_idx, **options)
+        check(new)
+        check(buffer.dispatch_async(Fp8Rows(codes, words.contiguous()), handle=new.handle).wait())
+
+    group.run(step)
+
+
 @pytest.mark.parametrize("wire", ["bf16", "fp8"])
 def test_metadata_beside_rows_that_the_buffer_sends_its_way(engine: Engine, wire: str) -> None:
     """Neither rows nor gradients change; a capacity cuts metadata as it cuts rows."""
@@ -183,7 +211,10 @@ def test_what_cannot_travel_is_refused() -> None:
                 (Fp8Rows(given.x.to(device), scales), {}, DtypeError, "allowed is float8_e4m3fn"),
                 (Fp8Rows(codes, scales.double()), {}, DtypeError, "allowed is float32"),
                 (Fp8Rows(codes, scales[:, :1].contiguous()), {}, ShapeError, r"allowed is \[20, 2\]"),
-                (Fp8Rows(codes, scales.int()), {}, ShapeError, r"\[20, 2\] int32; allowed is \[20, 1\]"),
+                (
+                    Fp8Rows(codes, scales.repeat(1, 2).int()), {}, ShapeError,
+                    r"\[20, 4\] int32; allowed is \[20, 1\], .*, or \[20, 2\], four of 32",
+                ),
                 (Fp8Rows(codes, scales.T.contiguous().T), {}, ShapeError, "x.scales is not contiguous"),
                 (Fp8Rows(codes, scales), {"dispatch_dtype": "bf16"}, InputError, "dispatch_dtype = 'bf16'"),
                 (codes, {}, DtypeError, "allowed is bfloat16 or float32"),

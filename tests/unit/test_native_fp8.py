@@ -192,12 +192,13 @@ def test_control_flushed_subnormals_would_be_noticed(mode: str) -> None:
 
 def test_row_formats_are_those_of_the_definition() -> None:
     assert {(entry.name, entry.scale) for entry in native.row_formats()} == {
-        ("bf16", ""), ("fp32", ""), *(("fp8", mode) for mode in fp8.SCALE_MODES),
+        ("bf16", ""), ("fp32", ""), *(("fp8", mode) for mode in fp8.SCALE_MODES), ("mxfp8", ""),
     }  # fmt: skip
     for entry in native.row_formats():
-        for hidden in range(fp8.BLOCK, 40 * fp8.BLOCK, fp8.BLOCK):
-            assert entry.row_bytes(hidden) == fp8.wire_row_bytes(hidden, entry.name)
-            assert entry.num_scales(hidden) == (hidden // fp8.BLOCK if entry.name == "fp8" else 0)
+        name = "fp8" if entry.name == "mxfp8" else entry.name  # four exponents are as long as a scale
+        for hidden in range(32, 40 * fp8.BLOCK, 32):
+            assert entry.row_bytes(hidden) == fp8.wire_row_bytes(hidden, name)
+            assert entry.num_scales(hidden) == (-(-hidden // fp8.BLOCK) if name == "fp8" else 0)
     # Negative control: scales that are not filled up are noticed.
     entry = native.row_format("fp8", "pow2")
     assert fp8.wire_row_bytes(640, "fp8") != 640 + entry.num_scales(640) * entry.scale_bytes

@@ -47,6 +47,8 @@ def combine(buffer: Buffer, handle: Any, dtype: torch.dtype = torch.bfloat16, hi
     return buffer.combine(torch.zeros(handle.num_rows, hidden, dtype=dtype), handle)
 
 
+CODES = torch.zeros(T, H).to(torch.float8_e4m3fn)
+
 # what differs: (what the others call, what one rank calls, what the message says of its call)
 DEVIATIONS: dict[str, tuple[Call, Call, str]] = {
     "dtype": (dispatch, lambda b, h: dispatch(b, h, x=torch.zeros(T, H), dispatch_dtype="bf16"), "fp32"),
@@ -63,10 +65,13 @@ DEVIATIONS: dict[str, tuple[Call, Call, str]] = {
     ),
     "codes": (
         dispatch,
-        lambda b, h: dispatch(
-            b, h, x=Fp8Rows(torch.zeros(T, H).to(torch.float8_e4m3fn), torch.ones(T, H // 128))
-        ),
+        lambda b, h: dispatch(b, h, x=Fp8Rows(CODES, torch.ones(T, H // 128))),
         "fp8 as fp8",
+    ),
+    "exponents": (
+        dispatch,
+        lambda b, h: dispatch(b, h, x=Fp8Rows(CODES, torch.ones(T, H // 128, dtype=torch.int32))),
+        "mxfp8 as mxfp8",
     ),
     "metadata": (
         dispatch,
@@ -95,6 +100,7 @@ DIFFERENT = {
     "layout": "row layout)",
     "width of compact rows": "row layout)",
     "codes": "dtype, wire format)",
+    "exponents": "dtype, wire format)",
     "metadata": "metadata)",
     "alignment": "expert_alignment)",
     "max_tokens": "max_tokens)",

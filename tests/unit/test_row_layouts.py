@@ -174,14 +174,16 @@ def test_compact_experts_compute_what_a_dense_layer_does() -> None:
 class TestCodesAndScales:
     @pytest.mark.parametrize("layout", ["expert_major", "compact"])
     @pytest.mark.parametrize("capacity", [NO_CAPACITY, 30, 400])
+    @pytest.mark.parametrize("hidden", [256, 160])
     def test_rows_are_the_codes_and_scales_that_travelled(
-        self, engine: Engine, layout: str, capacity: int
+        self, engine: Engine, layout: str, capacity: int, hidden: int
     ) -> None:
         spec, group = engine
         padded = capacity == 400
         case = busy(
-            spec, 8, layout=layout, capacity=capacity, padded=padded, expert_alignment=8, special=True, **FP8
-        )
+            spec, 8, layout=layout, capacity=capacity, padded=padded, expert_alignment=8, special=True,
+            hidden=hidden, **FP8,
+        )  # fmt: skip
         expected = expect(case)
         wanted = spec.oracle().fp8_rows([entry.x for entry in case.inputs], expected.dispatched.plan)
 

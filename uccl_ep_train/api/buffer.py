@@ -109,7 +109,7 @@ class Buffer:
         """Sends each token to the ranks of its experts and returns the rows that this rank's experts got.
 
         x                 [T, H] bfloat16 | float32, contiguous; T may differ per rank and be 0; H a multiple
-                          of 128, at most `config.hidden`, equal on all ranks. Or, on all ranks, `Fp8Rows`:
+                          of 32, at most `config.hidden`, equal on all ranks. Or, on all ranks, `Fp8Rows`:
                           they come out as they are, and have no gradient. Exponents may have any strides
         topk_idx          [T, K] int64, -1: dropped; K at most 32
         topk_weights      [T, K] float32, or None on all ranks: no weights are sent

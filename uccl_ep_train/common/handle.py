@@ -175,7 +175,9 @@ class Fp8Rows(NamedTuple):
     """Rows as a block-scaled GEMM takes them: value = code * scale of its block of 128 columns.
 
     codes   [R, H] float8_e4m3fn
-    scales  [R, ceil(H / 128)] float32; or [R, H / 512, rounded up] int32: exponents, see `exponents.py`
+    scales  [R, ceil(H / 128)] float32; or [R, ceil(H / 512)] int32: exponents, see `exponents.py`. Of rows
+            that the caller quantised also [R, ceil(H / 128)] int32, H above 128: an exponent for each 32
+            columns, four in a word (MXFP8). Words of padding are not exponents; its codes are 0
     """
 
     codes: Tensor

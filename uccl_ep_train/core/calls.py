@@ -66,11 +66,11 @@ class DispatchCall(NamedTuple):
     x         [T, H], or its codes
     routed    "plan": the handle's routing is used
     handle    None: a new plan is made
-    wire      "fp8" | "bf16"
-    scale     of a quantised wire, "pow2" | "fp32"
+    wire      "fp8" | "mxfp8" | "bf16"
+    scale     of "fp8", "pow2" | "fp32"
     fp8_rows  rows are returned as codes and scales
     attach    the results belong on the autograd graph
-    scales    [T, ceil(H / 128)] of x, if it has codes
+    scales    [T, ceil(H / 128)] of x, if it has codes; with "mxfp8" words of exponents, taken as float32
     packs     scales came as exponents, and are returned so
     metadata  [T, M], or None
     """
@@ -131,11 +131,14 @@ class Checks:
     ) -> DispatchCall:
         """given: topk_idx, topk_weights, routing_map, probs; dtypes: of the wire and of the output."""
         wire, output_dtype = dtypes
-        scales, scale = None, self.config.wire.fp8_scale
+        scales: Tensor | None = None
+        scale: str = self.config.wire.fp8_scale
         packs = isinstance(x, Fp8Rows) and getattr(x.scales, "dtype", None) == torch.int32
         if isinstance(x, Fp8Rows):
-            x, scales = routing.check_codes(x, self.config, self.device)
-            wire, output_dtype, scale = wire or "fp8", output_dtype or "fp8", "fp32"
+            x, scales, known = routing.check_codes(x, self.config, self.device)
+            wire = known if wire in (None, "fp8") else wire
+            packs, output_dtype = packs and wire == "fp8", output_dtype or "fp8"
+            scale = "fp32" if wire == "fp8" else ""
         else:
             wire = self.config.wire.dispatch_dtype if wire is None else wire
             wire, scale = routing.split_wire(wire, scale)

@@ -42,10 +42,10 @@ ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
 class RowFormat(NamedTuple):
     """How a row travels: codes, then scales, then metadata; filled up to 16 bytes.
 
-    name         "bf16" | "fp32" | "fp8"
-    scale        "pow2" | "fp32"; "": there is none
+    name         "bf16" | "fp32" | "fp8" | "mxfp8"
+    scale        of "fp8", "pow2" | "fp32"; else ""
     code_bits    of an element
-    block        neighbouring elements with one scale
+    block        neighbouring elements with one scale, or one word of exponents. The last ones may be fewer
     scale_bytes  of a scale; 0: there is none
     """
 
@@ -56,7 +56,7 @@ class RowFormat(NamedTuple):
     scale_bytes: int
 
     def num_scales(self, hidden: int) -> int:
-        return hidden // self.block if self.scale_bytes else 0
+        return -(-hidden // self.block) if self.scale_bytes else 0
 
     def row_bytes(self, hidden: int, num_metadata: int = 0) -> int:
         beside = self.num_scales(hidden) * self.scale_bytes + num_metadata * 4

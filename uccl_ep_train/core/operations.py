@@ -104,6 +104,8 @@ class Dispatched:
         rows, scales = self.outputs[:2]
         if scales is None:
             return rows
+        if call.wire == "mxfp8":
+            return Fp8Rows(rows, scales.view(torch.int32))
         return Fp8Rows(rows, pack_exponents(scales) if call.packs else scales)
 
     @property
@@ -182,7 +184,7 @@ class Launcher:
             hidden,
             0 if call.metadata is None else call.metadata.shape[1],
             x_TH.element_size(),
-            "same" if call.wire == "bf16" or call.scales is not None else call.wire,
+            "same" if call.wire == "bf16" else call.wire,
             call.scale,
             routed.kind,
             address(routed.indices),

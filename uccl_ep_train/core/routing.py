@@ -62,28 +62,34 @@ def check_rows(name: str, rows: Tensor, config: EpConfig, device: torch.device) 
     _check_row_size(name, rows, config)
 
 
-def check_codes(x: Fp8Rows, config: EpConfig, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Codes [T, H] and scales [T, ceil(H / 128)] float32 of rows that the caller quantised."""
+def check_codes(x: Fp8Rows, config: EpConfig, device: torch.device) -> tuple[Tensor, Tensor, str]:
+    """Codes [T, H] and scales [T, ceil(H / 128)] float32 of rows that the caller quantised, and how they
+    travel: "fp8" | "mxfp8".
+    """
     codes, scales = x
     _check_tensor("x.codes", codes, 2, device)
     if codes.dtype != torch.float8_e4m3fn:
         raise DtypeError(f"x.codes is {_dtype(codes)}; allowed is float8_e4m3fn")
     _check_row_size("x.codes", codes, config)
-    blocks = -(-codes.shape[1] // FP8_BLOCK)
+    blocks, wire = -(-codes.shape[1] // FP8_BLOCK), "fp8"
     if isinstance(scales, Tensor) and scales.dtype == torch.int32 and scales.dim() == 2:
-        words = [codes.shape[0], exponents.num_words(blocks)]
-        if list(scales.shape) != words:
+        words, mx_words = [codes.shape[0], exponents.num_words(blocks)], [codes.shape[0], blocks]
+        if list(scales.shape) == words:
+            scales = exponents.unpack_exponents(scales, blocks)
+        elif list(scales.shape) == mx_words:
+            wire, scales = "mxfp8", exponents.dense(scales).view(torch.float32)
+        else:
             raise ShapeError(
-                f"x.scales is {list(scales.shape)} int32; allowed is {words}, four blocks in each"
+                f"x.scales is {list(scales.shape)} int32; allowed is {words}, four blocks of 128 codes in "
+                f"each, or {mx_words}, four of 32"
             )
-        scales = exponents.unpack_exponents(scales, blocks)
     _check_tensor("x.scales", scales, 2, device)
     if scales.dtype != torch.float32:
         raise DtypeError(f"x.scales is {_dtype(scales)}; allowed is float32, or int32 exponents")
     shape = [codes.shape[0], blocks]
     if list(scales.shape) != shape:
         raise ShapeError(f"x.scales is {list(scales.shape)}; allowed is {shape}, one of {FP8_BLOCK} codes")
-    return codes, scales
+    return codes, scales, wire
 
 
 def check_metadata(metadata: Tensor, x: Tensor) -> None:
@@ -144,7 +150,7 @@ def check_output(output_dtype: str | None, wire: str) -> bool:
         return False
     if output_dtype != "fp8":
         raise InputError(f"output_dtype = {output_dtype!r}; allowed is None (the dtype of x) | 'fp8'")
-    if wire != "fp8":
+    if wire not in ("fp8", "mxfp8"):
         raise InputError(f"output_dtype = 'fp8' with dispatch_dtype = {wire!r}; allowed is 'fp8'")
     return True
 

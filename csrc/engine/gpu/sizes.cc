@@ -12,8 +12,7 @@ namespace {
 gpu::RegionNeeds region_needs(const EngineConfig& config) {
   const gpu::LowLatencyRoom room{config.low_latency_tokens, config.low_latency_topk, uint64_t{2} * config.hidden,
                                  uint64_t{config.max_element_bytes} * config.hidden, config.mask_timeout_s > 0};
-  return {config.num_experts, gpu::staged_bytes(config.widest_row_bytes()), config.window_tokens, room,
-          config.packets};
+  return {config.num_experts, gpu::staged_bytes(config.widest_row_bytes()), config.window_tokens, room, config.packets};
 }
 
 int domain_of(const EngineConfig& config, const Topology& topo) {
