@@ -131,8 +131,7 @@ class Checks:
     ) -> DispatchCall:
         """given: topk_idx, topk_weights, routing_map, probs; dtypes: of the wire and of the output."""
         wire, output_dtype = dtypes
-        scales: Tensor | None = None
-        scale: str = self.config.wire.fp8_scale
+        scales, scale = None, ""
         packs = isinstance(x, Fp8Rows) and getattr(x.scales, "dtype", None) == torch.int32
         if isinstance(x, Fp8Rows):
             x, scales, known = routing.check_codes(x, self.config, self.device)
@@ -141,7 +140,7 @@ class Checks:
             scale = "fp32" if wire == "fp8" else ""
         else:
             wire = self.config.wire.dispatch_dtype if wire is None else wire
-            wire, scale = routing.split_wire(wire, scale)
+            wire, scale = routing.split_wire(wire, self.config.wire.fp8_scale)
             routing.check_rows("x", x, self.config, self.device)
             routing.check_wire("x", x, "dispatch_dtype", wire)
         if metadata is not None:
