@@ -24,7 +24,7 @@ from uccl_ep_train.core import topk
 from uccl_ep_train.group.bootstrap import LocalBootstrap
 from uccl_ep_train.settings.sections import WireDtype
 
-T, H, K, E = 70, 1024, 3, 8
+T, H, K, E = 70, 1056, 3, 8  # the last FP8 block of a row is short
 MANY = 600
 SLOT_WIRES: tuple[tuple[SlotWireName, bool], ...] = (
     ("bf16", False),
@@ -61,7 +61,9 @@ def use(buffer: Buffer, dtype: torch.dtype, wire: WireDtype) -> None:
         buffer.dispatch(x_TH, idx_TK, dispatch_dtype="fp8", output_dtype="fp8")
     metadata = torch.ones(T, 5, dtype=torch.int32, device=buffer.device)
     if dtype == torch.bfloat16:
-        given = Fp8Rows(x_TH.detach().to(torch.float8_e4m3fn), torch.ones(T, H // 128, device=buffer.device))
+        given = Fp8Rows(
+            x_TH.detach().to(torch.float8_e4m3fn), torch.ones(T, -(-H // 128), device=buffer.device)
+        )
         result = buffer.dispatch(given, idx_TK, metadata=metadata, expert_alignment=16)
         assert result.metadata is not None and result.metadata.max() == 1
     buffer.dispatch(x_TH, idx_TK, metadata=metadata, dispatch_dtype=wire, layout="compact")

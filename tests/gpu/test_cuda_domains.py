@@ -72,16 +72,17 @@ def test_few_experts_of_a_token_leave_streams_empty(domain_ranks: DomainRanks, l
 
 @EACH
 def test_the_smallest_rows(domain_ranks: DomainRanks, layout: str) -> None:
-    check(domain_ranks, spec_of(layout, hidden=128), range(4), hidden=128, max_tokens=200)
+    check(domain_ranks, spec_of(layout, hidden=32), range(4), hidden=32, max_tokens=200)
 
 
 @EACH
 @pytest.mark.parametrize("wire", ["fp8", "bf16"])
-def test_real_sizes(domain_ranks: DomainRanks, layout: str, wire: str) -> None:
-    spec = spec_of(layout, num_experts=256, hidden=7168, settings=(("budget_bytes", 512 << 20),))
+@pytest.mark.parametrize("hidden", [7168, 2880])
+def test_real_sizes(domain_ranks: DomainRanks, layout: str, wire: str, hidden: int) -> None:
+    spec = spec_of(layout, num_experts=256, hidden=hidden, settings=(("budget_bytes", 512 << 20),))
     tokens = (300, 73) if layout == "2x1" else (300, 0, 73, 130)
     check(
-        domain_ranks, spec, [1], num_tokens=tokens, hidden=7168, dtype=torch.bfloat16, form="topk", top_k=8,
+        domain_ranks, spec, [1], num_tokens=tokens, hidden=hidden, dtype=torch.bfloat16, form="topk", top_k=8,
         dispatch_dtype=wire, focus="spread", drop_rate=0.0, capacity=NO_CAPACITY,
     )  # fmt: skip
 
