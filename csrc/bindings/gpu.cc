@@ -80,12 +80,12 @@ void bind_topk(py::module_& m) {
     return gpu::TopkPack{pointer<const int64_t>(topk_idx), pointer<const uint32_t>(weights), rank, rows, width,
                          pointer<uint32_t>(words)};
   });
-  def_topk<4>(m, "gpu_topk_unpack", [](const auto& memory, const auto& sizes) {
+  def_topk<5>(m, "gpu_topk_unpack", [](const auto& memory, const auto& sizes) {
     const auto [words, experts, weights] = memory;
-    const auto [rows, width, first_expert, num_experts] = sizes;
+    const auto [rows, width, first_expert, num_experts, row_words] = sizes;
     return gpu::TopkUnpack{
-        pointer<const uint32_t>(words), rows, width, first_expert, num_experts, pointer<int64_t>(experts),
-        pointer<uint32_t>(weights)};
+        pointer<const uint32_t>(words), rows, width, first_expert, num_experts, row_words,
+        pointer<int64_t>(experts), pointer<uint32_t>(weights)};
   });
 }
 

@@ -353,6 +353,10 @@ TOPK_MUTANTS = {
         "to_new_node = is_new || other / of_node",
     ),
     "an expert has one word": (THERE_AND_BACK, "topk.cu", "uint64_t{row[3 + 2 * k]} << 32 |", ""),
+    "experts are read as if no weights had travelled": (
+        THERE_AND_BACK, "topk.cu", "args.words + i / width * args.row_words",
+        "args.words + i / width * topk_words(width, args.weights != nullptr)",
+    ),
     "weights of others' experts are kept": (
         THERE_AND_BACK, "topk.cu", "is_local ? row[2 + 2 * width + k] : 0", "row[2 + 2 * width + k]",
     ),

@@ -103,8 +103,15 @@ void expect_there_and_back(const Case& c, bool has_weights, uint64_t seed) {
     local[i] = is_local ? topk[i] - first : kNone;
     if (has_weights) kept[i] = is_local ? weights[i] : 0;
   }
-  launch(gpu::TopkUnpack{words.data(), c.tokens, c.width, static_cast<uint32_t>(first), c.experts_per_rank,
-                         experts.data(), has_weights ? found.data() : nullptr});
+  const gpu::TopkUnpack all{words.data(), c.tokens, c.width, static_cast<uint32_t>(first), c.experts_per_rank,
+                            row_words, experts.data(), has_weights ? found.data() : nullptr};
+  launch(all);
+  EXPECT(experts == local && found == kept);
+  // Experts alone, whether weights travelled or not.
+  std::fill(experts.begin(), experts.end(), 77);
+  gpu::TopkUnpack alone = all;
+  alone.weights = nullptr;
+  launch(alone);
   EXPECT(experts == local && found == kept);
 }
 
@@ -120,7 +127,7 @@ CLAIM("a row of zeros, which nobody has sent, names no expert") {
   const std::vector<uint32_t> words(gpu::topk_words(2, true));
   int64_t experts[] = {5, 5};
   uint32_t weights[] = {5, 5};
-  launch(gpu::TopkUnpack{words.data(), 1, 2, 0, 4, experts, weights});
+  launch(gpu::TopkUnpack{words.data(), 1, 2, 0, 4, gpu::topk_words(2, true), experts, weights});
   EXPECT(experts[0] == kNone && experts[1] == kNone && weights[0] == 0 && weights[1] == 0);
 }
 

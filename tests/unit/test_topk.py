@@ -82,6 +82,9 @@ def test_metadata_holds_where_a_row_came_from_and_what_is_this_ranks(
     assert is_local.any() or tokens < 300  # a control: some are
     assert (found is None) == (not has_weights)
     assert found is None or torch.equal(found, torch.where(is_local, weights, 0.0))
+    # Experts alone, though weights travelled.
+    alone, nothing = topk.unpack(words, width, False, rank * of_rank, of_rank)
+    assert nothing is None and torch.equal(alone, experts)
 
 
 def test_metadata_without_experts_says_where_a_row_came_from(device: torch.device) -> None:

@@ -81,11 +81,16 @@ def pack(
 def unpack(
     words: Tensor, num_topk: int, has_weights: bool, first_expert: int, num_experts: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Of metadata: experts [N, K] int64, numbered from first_expert, -1: others; weights [N, K] float32."""
+    """Of metadata: experts [N, K] int64, numbered from first_expert, -1: others; weights [N, K] float32.
+
+    has_weights  weights are wanted; they may have travelled anyway
+    """
     if words.is_cuda:
         experts = words.new_empty((len(words), num_topk), dtype=torch.int64)
         weights = words.new_empty((len(words), num_topk), dtype=torch.float32) if has_weights else None
-        memory, sizes = (words, experts, weights), [len(words), num_topk, first_expert, num_experts]
+        words = words.contiguous()
+        memory = words, experts, weights
+        sizes = [len(words), num_topk, first_expert, num_experts, words.shape[1]]
         load_native().gpu_topk_unpack(*_place(words), [*map(address, memory)], sizes)
         return experts, weights
     experts = words.view(torch.int64)[:, 1 : 1 + num_topk] - (1 + first_expert)

@@ -85,11 +85,11 @@ __global__ void __launch_bounds__(kThreads) topk_pack(const __grid_constant__ To
 }
 
 __global__ void __launch_bounds__(kThreads) topk_unpack(const __grid_constant__ TopkUnpack args) {
-  const uint32_t width = args.width, row_words = topk_words(width, args.weights != nullptr);
+  const uint32_t width = args.width;
   const uint64_t all = uint64_t{args.num_rows} * width;
   for (uint64_t i = blockIdx.x * kThreads + threadIdx.x; i < all; i += gridDim.x * kThreads) {
     const uint32_t k = static_cast<uint32_t>(i % width);
-    const uint32_t* const row = args.words + i / width * row_words;
+    const uint32_t* const row = args.words + i / width * args.row_words;
     const uint64_t number = (uint64_t{row[3 + 2 * k]} << 32 | row[2 + 2 * k]) - 1 - args.first_expert;
     const bool is_local = number < args.num_experts;
     args.experts[i] = is_local ? static_cast<int64_t>(number) : -1;

@@ -34,10 +34,11 @@ struct TopkPack {
 };
 // Experts first_expert to first_expert + num_experts are numbered from 0; others become -1, and their weights 0.
 struct TopkUnpack {
-  const uint32_t* words = nullptr;  // [rows][topk_words]
+  const uint32_t* words = nullptr;  // [rows][row_words]
   uint32_t num_rows = 0, width = 0, first_expert = 0, num_experts = 0;
+  uint32_t row_words = 0;  // as they travelled: with weights or without, whoever wants these
   int64_t* experts = nullptr;   // [rows][width]
-  uint32_t* weights = nullptr;  // [rows][width]; null: none travelled
+  uint32_t* weights = nullptr;  // [rows][width]; null: not wanted
 };
 
 // Asynchronous, on the current device. Without rows nothing is launched.
