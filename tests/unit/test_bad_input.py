@@ -143,6 +143,22 @@ def test_dispatch_refuses(group: RankGroup, name: str) -> None:
     group.run(refuse)
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_tensors_inside_a_transform_of_torch_are_refused(
+    group: RankGroup, transform: Callable[..., Any]
+) -> None:
+    def refuse(rank: int, buffer: Buffer) -> None:
+        def call(given: Tensor) -> Tensor:
+            return buffer.dispatch(**with_topk(x=given)).rows.float().sum()
+
+        given = x() if transform is torch.func.grad else x()[None]
+        with pytest.raises(InputError, match="x, a Tensor, has no memory of its own"):
+            transform(call)(given)
+        assert_usable(buffer)
+
+    group.run(refuse)
+
+
 def test_every_argument_of_dispatch_is_tested_above() -> None:
     refused = [set(arguments()) for _, _, arguments in BAD_DISPATCH.values()]
     assert set.union(*refused) == {

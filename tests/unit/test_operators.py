@@ -196,8 +196,18 @@ def test_more_rows_than_the_capacity_are_told(buffer: Buffer) -> None:
 def test_wrong_arguments_are_refused(buffer: Buffer) -> None:
     with pytest.raises(DtypeError, match="allowed is a Buffer"):
         Operators(object(), capacity=1)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"capacity = 0; allowed is 1"):
-        Operators(buffer, capacity=0)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"capacity": 0}, r"capacity = 0; allowed is 1"),
+        ({"capacity": 2.5}, r"capacity = 2\.5; allowed is 1"),
+        ({"capacity": "3"}, r"capacity = '3'; allowed is 1"),
+        ({"capacity": True}, r"capacity = True; allowed is 1"),
+        ({"expert_alignment": 0}, r"expert_alignment = 0; allowed is 1"),
+        ({"max_tokens": 0}, r"max_tokens = 0; allowed is 1"),
+        ({"dispatch_dtype": "x"}, r"dispatch_dtype = 'x'; allowed is 'fp8'"),
+    ]
+    for given, text in wrong:
+        with pytest.raises(InputError, match=text):
+            Operators(buffer, **{"capacity": 1, **given})
     calls = Operators(buffer, capacity=CAPACITY)
     x, idx, probs = (tensor.detach() for tensor in inputs(0, 5))
     got = calls.dispatch(x, idx, probs)

@@ -32,6 +32,7 @@ from uccl_ep_train.api.buffer import Buffer
 from uccl_ep_train.common.handle import DispatchHandle
 from uccl_ep_train.core import autograd
 from uccl_ep_train.errors import ClosedError, DtypeError, InputError, ShapeError
+from uccl_ep_train.settings.checks import MAX_TOKENS
 
 HAS_EFFECTS = hasattr(library, "EffectType")
 """Of this torch: operators may have an effect, which keeps them in their order."""
@@ -85,8 +86,15 @@ class Operators:
             raise DtypeError(f"buffer is {type(buffer).__name__}; allowed is a Buffer")
         if not HAS_EFFECTS:
             raise InputError(f"torch {torch.__version__} does not keep operators in order; 2.11 does")
-        if not 1 <= capacity < 1 << 31:
-            raise InputError(f"capacity = {capacity}; allowed is 1 .. 2^31 - 1")
+        for name, number, most in (
+            ("capacity", capacity, (1 << 31) - 1),
+            ("expert_alignment", expert_alignment, 1 << 20),
+            ("max_tokens", 1 if max_tokens is None else max_tokens, MAX_TOKENS),
+        ):
+            if type(number) is not int or not 1 <= number <= most:
+                raise InputError(f"{name} = {number!r}; allowed is 1 .. {most}")
+        if dispatch_dtype not in (None, "fp8", "bf16", "fp8_pow2", "fp8_fp32"):
+            raise InputError(f"dispatch_dtype = {dispatch_dtype!r}; allowed is 'fp8' | 'bf16'")
         self.buffer = next(_numbers)
         self.capacity = capacity
         self.expert_alignment = expert_alignment
@@ -97,17 +105,20 @@ class Operators:
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> DispatchedRows:
         """x [T, H], topk_idx [T, K] int64, topk_weights [T, K] float32: as `Buffer.dispatch` takes them."""
+        _check_kinds(self.buffer, "dispatch", x=x, topk_idx=topk_idx, topk_weights=topk_weights)
         how = (self.buffer, self.capacity, self.expert_alignment, self.dispatch_dtype, self.max_tokens)
         return DispatchedRows(*torch.ops.uccl_ep.dispatch(x, topk_idx, topk_weights, *how))
 
     def dispatch_again(self, x: Tensor, ticket: Tensor) -> Tensor:
         """Other rows x [T, H] by the routing of an earlier dispatch: [C, H]."""
+        _check_kinds(self.buffer, "dispatch", x=x, ticket=ticket)
         how = (self.buffer, self.capacity, self.dispatch_dtype, self.grad_dtype)
         out: Tensor = torch.ops.uccl_ep.dispatch_again(x, ticket, *how)
         return out
 
     def combine(self, rows: Tensor, ticket: Tensor, num_tokens: int) -> Tensor:
         """rows [C, H] of the dispatch with this ticket, num_tokens T: the sums [T, H]."""
+        _check_kinds(self.buffer, "combine", rows=rows, ticket=ticket, num_tokens=num_tokens)
         how = (self.buffer, num_tokens, self.capacity, self.grad_dtype)
         out: Tensor = torch.ops.uccl_ep.combine(rows, ticket, *how)
         return out
@@ -118,6 +129,17 @@ def _buffer_of(number: int) -> Buffer:
     if buffer is None:
         raise ClosedError(f"buffer {number} of these operators is gone")
     return buffer
+
+
+def _check_kinds(number: int, what: str, **given: Any) -> None:
+    """Outside graphs: torch refuses other kinds before an operator runs, and such a call would not count."""
+    if torch.compiler.is_compiling():
+        return
+    with _buffer_of(number).preparing(what):
+        for name, value in given.items():
+            kind: type = int if name == "num_tokens" else Tensor
+            if not isinstance(value, kind):
+                raise DtypeError(f"{name} is {type(value).__name__}; allowed is {kind.__name__}")
 
 
 def _plan_of(ticket: Tensor) -> DispatchHandle:
@@ -160,11 +182,12 @@ def _dispatch(
     wire: str,
     max_tokens: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    owner = _buffer_of(buffer)
+    with owner.preparing("dispatch"), torch.no_grad():
+        given = autograd.plain(x), topk_idx.contiguous(), topk_weights.contiguous()
     with torch.no_grad():
-        got = _buffer_of(buffer).dispatch(
-            autograd.plain(x),
-            topk_idx.contiguous(),
-            topk_weights.contiguous(),
+        got = owner.dispatch(
+            *given,
             expert_alignment=alignment,
             dispatch_dtype=wire,  # type: ignore[arg-type]
             capacity=capacity,
@@ -196,12 +219,14 @@ def _(
 def _dispatch_again(
     x: Tensor, ticket: Tensor, buffer: int, capacity: int, wire: str, grad_wire: str
 ) -> Tensor:
-    handle = _plan_of(ticket)
-    if handle.num_rows != capacity:
-        raise ShapeError(f"capacity = {capacity}: the ticket's dispatch had {handle.num_rows}")
+    owner = _buffer_of(buffer)
+    with owner.preparing("dispatch"), torch.no_grad():
+        handle = _plan_of(ticket)
+        if handle.num_rows != capacity:
+            raise ShapeError(f"capacity = {capacity}: the ticket's dispatch had {handle.num_rows}")
+        plain = autograd.plain(x)
     with torch.no_grad():
-        owner = _buffer_of(buffer)
-        return owner.dispatch(autograd.plain(x), handle=handle, dispatch_dtype=wire).rows  # type: ignore[arg-type]
+        return owner.dispatch(plain, handle=handle, dispatch_dtype=wire).rows  # type: ignore[arg-type]
 
 
 @_dispatch_again.register_fake
@@ -213,11 +238,14 @@ def _(x: Tensor, ticket: Tensor, buffer: int, capacity: int, wire: str, grad_wir
 def _combine(
     rows: Tensor, ticket: Tensor, buffer: int, num_tokens: int, capacity: int, grad_wire: str
 ) -> Tensor:
-    handle = _plan_of(ticket)
-    if handle.num_tokens != num_tokens:
-        raise ShapeError(f"num_tokens = {num_tokens}: the ticket's dispatch had {handle.num_tokens}")
+    owner = _buffer_of(buffer)
+    with owner.preparing("combine"), torch.no_grad():
+        handle = _plan_of(ticket)
+        if handle.num_tokens != num_tokens:
+            raise ShapeError(f"num_tokens = {num_tokens}: the ticket's dispatch had {handle.num_tokens}")
+        plain = autograd.plain(rows)
     with torch.no_grad():
-        return _buffer_of(buffer).combine(autograd.plain(rows), handle)
+        return owner.combine(plain, handle)
 
 
 @_combine.register_fake
@@ -230,10 +258,12 @@ def _combine_with_weights(
     rows: Tensor, row_weights: Tensor, ticket: Tensor, buffer: int, num_tokens: int, width: int
 ) -> tuple[Tensor, Tensor]:
     """The backward of a dispatch: weights [C] go back to their pairs, [T, K]."""
-    handle = _plan_of(ticket)
+    owner = _buffer_of(buffer)
+    with owner.preparing("combine"):
+        handle = _plan_of(ticket)
     with torch.no_grad():
         values: Tensor | None
-        out, values = _buffer_of(buffer).combine_gradients(handle)(rows, row_weights)
+        out, values = owner.combine_gradients(handle)(rows, row_weights)
     assert values is not None
     return out, values
 

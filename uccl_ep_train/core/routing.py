@@ -362,11 +362,18 @@ def _check_tensor(name: str, tensor: Tensor, dims: int, device: torch.device) ->
         )
     if tensor.is_neg():
         raise InputError(f"{name} is a view with other signs than its memory; pass {name}.resolve_neg()")
-    if tensor.numel() > 0 and tensor.data_ptr() == 0:
+    if tensor.numel() > 0 and not _has_memory(tensor):
         raise InputError(
             f"{name}, a {type(tensor).__name__}, has no memory of its own (it is a wrapper, freed, or fake); "
             "allowed is a plain tensor"
         )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:  # of torch.func, for one
+        return False
 
 
 def _dtype(tensor: Tensor) -> str:

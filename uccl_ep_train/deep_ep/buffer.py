@@ -15,9 +15,9 @@ from torch import Tensor
 
 from uccl_ep_train.api.weights import combine_weights
 from uccl_ep_train.core import topk
-from uccl_ep_train.deep_ep.checks import check, check_topk
+from uccl_ep_train.deep_ep.checks import check, check_topk, columns_of
 from uccl_ep_train.deep_ep.config import CONFIGURED_RANKS, RANKS_OF_NODE, Config, Runtime
-from uccl_ep_train.deep_ep.engines import Engines
+from uccl_ep_train.deep_ep.engines import Engines, check_event
 from uccl_ep_train.deep_ep.low_latency import LowLatencyCalls
 from uccl_ep_train.deep_ep.scales import Rows, cut, engine_rows, widened
 from uccl_ep_train.deep_ep.sending import Handle, Routing
@@ -180,6 +180,7 @@ class Buffer(LowLatencyCalls):
         if handle is not None:
             with self._engines.preparing():
                 engine, plan, _, *kept = Handle.of(handle)
+                check_event(previous_event)
             with engine.preparing("dispatch"):
                 if topk_idx is not None or topk_weights is not None:
                     raise InputError("topk_idx and topk_weights with a handle; allowed are None")
@@ -192,16 +193,15 @@ class Buffer(LowLatencyCalls):
             given = (x, tuple(kept), plan.storage)
             recv_x, event = self._engines.run(again, given, previous_event, async_finish)
             return recv_x, None, None, [], None, event
-        if is_token_in_rank is None or num_tokens_per_expert is None:
-            with self._engines.preparing():
+        with self._engines.preparing():
+            if is_token_in_rank is None or num_tokens_per_expert is None:
                 raise InputError(
                     "a dispatch needs is_token_in_rank and num_tokens_per_expert: see get_dispatch_layout()"
                 )
-        in_rank, per_expert = is_token_in_rank, num_tokens_per_expert
-        hidden = (x[0] if isinstance(x, tuple) else x).shape[1]
-        num_sms = Buffer.num_sms if config is None else config.num_sms
-        sender = self._engines.sender(per_expert.numel(), hidden, num_sms)
-        routing = Routing(in_rank, per_expert, topk_idx, topk_weights)
+            check_event(previous_event)
+            num_sms = Buffer.num_sms if config is None else config.num_sms
+            sender = self._engines.sender(num_tokens_per_expert.numel(), columns_of("x", x), num_sms)
+            routing = Routing(is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights)
         got, event = self._engines.run(
             lambda: sender.send(x, routing, expert_alignment, num_worst_tokens),
             (x, routing),
@@ -234,15 +234,20 @@ class Buffer(LowLatencyCalls):
             engine, plan, num_topk, *kept = Handle.of(handle)
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
         with engine.preparing("combine"):
+            check_event(previous_event)
+            columns_of("x", x)
             if topk_weights is not None:
                 check("topk_weights", topk_weights, (len(x), num_topk), torch.float32)
 
         def run() -> tuple[Tensor, Tensor | None]:
-            wide = tuple(widened(bias) for bias in biases)
-            out = cut(engine.combine(widened(x).contiguous(), plan, bias=wide), x)
+            with engine.preparing("combine"):
+                wide, rows = tuple(widened(bias) for bias in biases), widened(x).contiguous()
+            out = cut(engine.combine(rows, plan, bias=wide), x)
             if topk_weights is None:
                 return out, None
-            return out, combine_weights(engine, topk_weights.contiguous(), plan)
+            with engine.preparing("combine"):
+                weights = topk_weights.contiguous()
+            return out, combine_weights(engine, weights, plan)
 
         given = (x, topk_weights, biases, tuple(kept), plan.storage)
         (out, weights), event = self._engines.run(run, given, previous_event, async_finish)

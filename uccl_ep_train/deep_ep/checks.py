@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,16 @@ def check(
         raise ShapeError(f"{name} is {list(tensor.shape)}; allowed is {list(shape)}")
     if device is not None and tensor.device != device:
         raise DeviceError(f"{name} is on {tensor.device}; allowed is {device}")
+
+
+def columns_of(name: str, rows: Any) -> int:
+    """Of rows [N, C], or of codes and scales. Raises `DtypeError`, `ShapeError`."""
+    codes = rows[0] if isinstance(rows, tuple) and len(rows) == 2 else rows
+    if not isinstance(codes, Tensor):
+        raise DtypeError(f"{name} is {type(codes).__name__}; allowed is a torch.Tensor, or codes and scales")
+    if codes.dim() != 2:
+        raise ShapeError(f"{name} is {list(codes.shape)}; allowed are two dimensions")
+    return codes.shape[1]
 
 
 def check_topk(

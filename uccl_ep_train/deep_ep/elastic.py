@@ -19,11 +19,11 @@ from torch import Tensor
 
 from uccl_ep_train.api.buffer import Buffer as Engine
 from uccl_ep_train.core.routing import check_combine_rows
-from uccl_ep_train.deep_ep.checks import check
+from uccl_ep_train.deep_ep.checks import check, columns_of
 from uccl_ep_train.deep_ep.config import DEFAULT_BYTES, RANKS_OF_NODE
 from uccl_ep_train.deep_ep.elastic_handle import Asked, EPHandle
 from uccl_ep_train.deep_ep.elastic_sending import Received, by_expert, send, send_again
-from uccl_ep_train.deep_ep.engines import Engines
+from uccl_ep_train.deep_ep.engines import Engines, check_event
 from uccl_ep_train.deep_ep.scales import Rows, aligned_columns, cut, widened
 from uccl_ep_train.deep_ep.utils.event import EventHandle, EventOverlap
 from uccl_ep_train.errors import DtypeError, InputError
@@ -177,22 +177,22 @@ class ElasticBuffer:
 
         Raises `InputError`, and what `uccl_ep_train.Buffer.dispatch` raises.
         """
-        codes = x[0] if isinstance(x, tuple) else x
         wanted = (num_experts, num_max_tokens_per_rank, expert_alignment)
-        with self._engines.preparing() if handle is None else _engine(handle).preparing("dispatch"):
-            if not isinstance(codes, Tensor):
-                raise DtypeError(
-                    f"x is {type(codes).__name__}; allowed is a torch.Tensor, or codes and scales"
-                )
+        with self._engines.preparing():
+            engine = None if handle is None else _engine(handle)
+            columns = columns_of("x", x) if handle is None else 0
+            for event in (previous_event, previous_event_before_epilogue):
+                check_event(event)
+        with self._engines.preparing() if engine is None else engine.preparing("dispatch"):
             if do_zero_padding and not do_expand:
                 raise InputError("do_zero_padding = True without do_expand; allowed is False")
             if handle is None:
-                asked = self._asked(len(codes), wanted, do_cpu_sync, do_expand)
+                tokens = len(x[0] if isinstance(x, tuple) else x)
+                asked = self._asked(tokens, wanted, do_cpu_sync, do_expand)
+                num_sms = num_sms or _SMS[self.prefer_overlap_with_compute]
+                sender = self._engines.sender(asked.num_experts, columns, num_sms)
             else:
                 _check_same(handle, wanted, topk_idx, (do_cpu_sync, do_expand))
-        if handle is None:
-            num_sms = num_sms or _SMS[self.prefer_overlap_with_compute]
-            sender = self._engines.sender(asked.num_experts, codes.shape[-1], num_sms)
         stats = cumulative_local_expert_recv_stats
 
         def run() -> Received:
@@ -233,10 +233,13 @@ class ElasticBuffer:
         Returns (combined_x [T, H], combined_topk_weights [T, K] or None, event). Raises `InputError`, and
         what `uccl_ep_train.Buffer.combine` raises.
         """
-        engine, plan = _engine(handle), handle.plan
+        with self._engines.preparing():
+            engine, plan = _engine(handle), handle.plan
+            for event in (previous_event, previous_event_before_epilogue):
+                check_event(event)
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
         with engine.preparing("combine"):
-            rows = widened(x)
+            rows, wide = widened(x), tuple(widened(bias) for bias in biases)
             check_combine_rows(rows, plan, engine.config, engine.device)
             if topk_weights is not None:
                 shape = (len(x),) if handle.do_expand else (len(x), handle.topk_idx.shape[1])
@@ -245,10 +248,11 @@ class ElasticBuffer:
         def run() -> tuple[Tensor, Tensor | None]:
             if previous_event_before_epilogue is not None:
                 previous_event_before_epilogue.current_stream_wait()
-            wide = tuple(widened(bias) for bias in biases)
             if topk_weights is None:
                 return cut(engine.combine(rows, plan, bias=wide), x), None
-            out, weights = engine.combine_gradients(plan, wide)(rows, by_expert(topk_weights, handle))
+            with engine.preparing("combine"):
+                ordered = by_expert(topk_weights, handle)
+            out, weights = engine.combine_gradients(plan, wide)(rows, ordered)
             return cut(out, x), weights
 
         given = (x, topk_weights, biases, handle)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from uccl_ep_train.api.low_latency import LowLatency
 from uccl_ep_train.deep_ep.config import DEFAULT_BYTES, MOST_TOPK, low_latency_bytes
 from uccl_ep_train.deep_ep.sending import Sender
 from uccl_ep_train.deep_ep.utils.event import EventHandle, EventOverlap
-from uccl_ep_train.errors import ClosedError
+from uccl_ep_train.errors import ClosedError, CommunicationError, DtypeError, InputError, told
 from uccl_ep_train.group.bootstrap import TorchBootstrap
 from uccl_ep_train.settings.checks import HIDDEN_UNIT
 from uccl_ep_train.settings.config import EpConfig
@@ -36,6 +36,9 @@ class _Made:
     low_latency: list[LowLatency] = field(default_factory=list)
     users: list[weakref.ref[Engines]] = field(default_factory=list)
     closed: bool = False
+    # Calls that were refused before it was known which engine they need: they count on the next one, too.
+    refused: list[str] = field(default_factory=list)
+    refused_low_latency: list[str] = field(default_factory=list)
 
 
 class Engines:
@@ -82,12 +85,12 @@ class Engines:
         made = EpConfig.from_env(
             num_experts=num_experts, hidden=hidden, dispatch_dtype="bf16", num_sms=num_sms, **self._settings
         )
-        self._made.senders.append(Sender(Engine(self._group, made)))
+        engine = Engine(self._group, made)
+        self._made.senders.append(Sender(engine))
+        _count_refused(engine, self._made.refused)
         return self._made.senders[-1]
 
-    def low_latency(
-        self, max_tokens: int, hidden: int, num_experts: int, num_topk: int, num_sms: int
-    ) -> LowLatency:
+    def low_latency(self, max_tokens: int, hidden: int, num_experts: int, num_sms: int) -> LowLatency:
         """As `sender`; each number of tokens has an engine of its own."""
         if self.destroyed:
             raise ClosedError("the buffer was destroyed")
@@ -101,7 +104,7 @@ class Engines:
             hidden=hidden,
             budget_bytes=low_latency_bytes(max_tokens, hidden, self._group.size(), num_experts),
             low_latency_tokens=max_tokens,
-            low_latency_topk=max(num_topk, MOST_TOPK),
+            low_latency_topk=MOST_TOPK,
             num_sms=num_sms,
         )
         if made.gpu.low_latency_sms is None and self._group.size() > torch.cuda.device_count():
@@ -110,7 +113,9 @@ class Engines:
             made = made.replace(mask_timeout_s=MASK_TIMEOUT_S)
         elif not self._outlives_ranks:
             made = made.replace(mask_timeout_s=0.0)
-        self._made.low_latency.append(LowLatency(Engine(self._group, made)))
+        engine = Engine(self._group, made)
+        self._made.low_latency.append(LowLatency(engine))
+        _count_refused(engine, self._made.refused_low_latency)
         return self._made.low_latency[-1]
 
     def last_low_latency(self) -> LowLatency | None:
@@ -128,9 +133,25 @@ class Engines:
             calls.buffer.close(abort=True)  # masked ranks do not close with the others
             self._made.low_latency[i] = LowLatency(Engine(self._group, calls.buffer.config))
 
-    def preparing(self) -> AbstractContextManager[None]:
-        """An error in it refuses a dispatch, also before it is known which engine it needs."""
-        return self._made.senders[-1].engine.preparing("dispatch") if self._made.senders else nullcontext()
+    @contextmanager
+    def preparing(self, *, low_latency: bool = False) -> Iterator[None]:
+        """An error in it refuses a call of which nobody knows yet which engine it needs. It counts on every
+        engine, and on the next one that is made: rows of different calls never meet.
+        """
+        made = self._made
+        refused = made.refused_low_latency if low_latency else made.refused
+        senders = [sender.engine for sender in made.senders]
+        engines = [calls.buffer for calls in made.low_latency] if low_latency else senders
+        try:
+            with ExitStack() as counting:
+                for engine in engines:
+                    counting.enter_context(engine.preparing("call"))
+                yield
+        except (ClosedError, CommunicationError):
+            raise
+        except BaseException as error:
+            refused.append(told(error))
+            raise
 
     @staticmethod
     def device() -> torch.device:
@@ -182,6 +203,20 @@ class Engines:
             self._made.senders.pop().engine.close()
         while self._made.low_latency:
             self._made.low_latency.pop().buffer.close()
+
+
+def check_event(event: Any) -> None:
+    """None, or what a stream can wait for. Raises `DtypeError`."""
+    if event is not None and not hasattr(event, "current_stream_wait"):
+        raise DtypeError(f"previous_event is {type(event).__name__}; allowed are None and an event")
+
+
+def _count_refused(engine: Engine, refused: list[str]) -> None:
+    """As calls of a new engine."""
+    for text in refused:
+        with suppress(InputError), engine.preparing("call"):
+            raise InputError(text)
+    refused.clear()
 
 
 def _tensors_of(value: Any) -> list[Tensor]:

@@ -16,11 +16,12 @@ from torch import Tensor
 from uccl_ep_train.api.low_latency import LowLatency, Sent
 from uccl_ep_train.common.handle import Fp8Rows
 from uccl_ep_train.common.slots import SlotHandle, SlotStatistics
+from uccl_ep_train.deep_ep.checks import columns_of
 from uccl_ep_train.deep_ep.config import MOST_TOPK, low_latency_bytes
 from uccl_ep_train.deep_ep.engines import Engines
 from uccl_ep_train.deep_ep.scales import Rows
 from uccl_ep_train.deep_ep.utils.event import EventOverlap
-from uccl_ep_train.errors import InputError
+from uccl_ep_train.errors import DtypeError, InputError, ShapeError
 
 Hook = Callable[[], None]
 
@@ -54,6 +55,12 @@ def counter(given: Tensor | None, rank: int) -> Tensor | None:
     return given[rank] if given is not None and given.dim() == 2 else given
 
 
+def check_hook(async_finish: bool, return_recv_hook: bool) -> None:
+    """Raises `InputError`."""
+    if async_finish and return_recv_hook:
+        raise InputError("async_finish with return_recv_hook; allowed is one of them")
+
+
 class LowLatencyCalls:
     """What `Buffer` has for it, beside what it needs of a buffer."""
 
@@ -80,7 +87,7 @@ class LowLatencyCalls:
         """Where the bytes are a hint's. Ranks may fail before their first call, and others go on."""
         asked = HINTED.get(self.num_rdma_bytes)
         if self.low_latency_mode and asked is not None:
-            self._engines.low_latency(*asked, MOST_TOPK, type(self).num_sms)
+            self._engines.low_latency(*asked, type(self).num_sms)
 
     def low_latency_dispatch(
         self,
@@ -112,19 +119,23 @@ class LowLatencyCalls:
 
         Returns (recv_x, recv_count [L] int32, handle, event, hook). Raises what `LowLatency.dispatch` raises.
         """
-        if async_finish and return_recv_hook:
-            raise InputError("async_finish with return_recv_hook; allowed is one of them")
-        if use_ue8m0 and not round_scale:
-            raise InputError("use_ue8m0 without round_scale; allowed is both")
-        if not self.low_latency_mode:
-            raise InputError("low_latency_mode = False; allowed is True for low-latency calls")
-        most, hidden, num_topk = num_max_dispatch_tokens_per_rank, x.shape[-1], topk_idx.shape[-1]
-        calls = self._engines.low_latency(most, hidden, num_experts, num_topk, type(self).num_sms)
-        waited = counter(dispatch_wait_recv_cost_stats, self.rank)
+        with self._engines.preparing(low_latency=True):
+            check_hook(async_finish, return_recv_hook)
+            if use_ue8m0 and not round_scale:
+                raise InputError("use_ue8m0 without round_scale; allowed is both")
+            if not self.low_latency_mode:
+                raise InputError("low_latency_mode = False; allowed is True for low-latency calls")
+            if columns_of("topk_idx", topk_idx) > MOST_TOPK:
+                raise ShapeError(f"topk_idx has {topk_idx.shape[1]} columns; allowed are {MOST_TOPK}")
+            waited = counter(dispatch_wait_recv_cost_stats, self.rank)
+            most, hidden = num_max_dispatch_tokens_per_rank, columns_of("x", x)
+            calls = self._engines.low_latency(most, hidden, num_experts, type(self).num_sms)
 
         def send() -> Any:
+            with calls.buffer.preparing("low-latency dispatch"):
+                rows = x.contiguous()
             return (calls.send_dispatch if return_recv_hook else calls.dispatch)(
-                x.contiguous(),
+                rows,
                 topk_idx,
                 wire="bf16" if not use_fp8 else "fp8" if round_scale else "fp8_fp32",
                 ue8m0=use_ue8m0,
@@ -160,13 +171,15 @@ class LowLatencyCalls:
 
         Returns (combined_x [T, H], event, hook). Raises what `LowLatency.combine` raises.
         """
-        if async_finish and return_recv_hook:
-            raise InputError("async_finish with return_recv_hook; allowed is one of them")
-        waited = counter(combine_wait_recv_cost_stats, self.rank)
-        rows = handle.next_rows if zero_copy else x.contiguous()
+        with self._engines.preparing(low_latency=True):
+            check_hook(async_finish, return_recv_hook)
+            if not isinstance(handle, LowLatencyHandle):
+                raise DtypeError(f"handle is {type(handle).__name__}; allowed is what a dispatch returned")
+            calls, waited = handle.calls, counter(combine_wait_recv_cost_stats, self.rank)
+        with calls.buffer.preparing("low-latency combine"):
+            rows = handle.next_rows if zero_copy else x.contiguous()
 
         def send() -> Any:
-            calls = handle.calls
             return (calls.send_combine if return_recv_hook else calls.combine)(
                 rows, topk_idx, topk_weights, handle.slots, out=out, waited_ns=waited
             )
@@ -188,7 +201,7 @@ class LowLatencyCalls:
         if not self.enable_shrink:
             return
         calls = self._engines.low_latency(
-            num_max_dispatch_tokens_per_rank, hidden, num_experts, MOST_TOPK, type(self).num_sms
+            num_max_dispatch_tokens_per_rank, hidden, num_experts, type(self).num_sms
         )
         device = calls.buffer.device
         x = torch.empty(0, hidden, dtype=torch.bfloat16, device=device)
