@@ -109,6 +109,9 @@ def low_latency(seat: Rank, hinted: bool) -> str:
                 zero_copy=zero_copy,
                 out=out,
                 return_recv_hook=True,
+                **{"overlap": False, "block_m": 64, "comp_signal": None}
+                if zero_copy
+                else {},  # as of UCCL-EP
             )
             assert hook is not None
             hook()
@@ -147,6 +150,12 @@ def refuse(buffer: Buffer, x: Tensor, idx: Tensor) -> None:
     for form, text in wrong:
         with pytest.raises(InputError, match=text):
             buffer.low_latency_dispatch(x, idx, M, E, **form)
+    for given, error, text in (
+        ({"overlap": True}, InputError, "overlap = True; allowed is False"),
+        ({"blocks": 1}, TypeError, "unexpected keyword argument 'blocks'"),
+    ):
+        with pytest.raises(error, match=text):
+            buffer.low_latency_combine(x, idx, idx.float(), None, **given)
     with pytest.raises(InputError, match="low_latency_update_mask_buffer"):
         buffer.low_latency_update_mask_buffer(1, True)
     with pytest.raises(ShapeError, match="rows"):

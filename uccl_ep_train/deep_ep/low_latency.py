@@ -25,6 +25,10 @@ from uccl_ep_train.errors import DtypeError, InputError, ShapeError
 
 Hook = Callable[[], None]
 
+OF_OVERLAP = {
+    "packed_recv_count", "comp_signal", "block_m", "threshold", "num_sms", "src_signals",
+    "src_signal_expect_value",
+}  # fmt: skip
 
 HINTED: dict[int, tuple[int, int, int]] = {}
 """By bytes that a hint gave: tokens, hidden and experts that it was asked for."""
@@ -59,6 +63,15 @@ def check_hook(async_finish: bool, return_recv_hook: bool) -> None:
     """Raises `InputError`."""
     if async_finish and return_recv_hook:
         raise InputError("async_finish with return_recv_hook; allowed is one of them")
+
+
+def check_overlap(overlap: bool, beside: dict[str, object]) -> None:
+    """Raises `InputError`, and `TypeError` where beside has other names than UCCL-EP."""
+    unknown = beside.keys() - OF_OVERLAP
+    if unknown:
+        raise TypeError(f"low_latency_combine() got an unexpected keyword argument {min(unknown)!r}")
+    if overlap:
+        raise InputError(f"overlap = {overlap!r}; allowed is False")
 
 
 class LowLatencyCalls:
@@ -160,6 +173,8 @@ class LowLatencyCalls:
         return_recv_hook: bool = False,
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
+        overlap: bool = False,
+        **of_overlap: object,
     ) -> tuple[Tensor, EventOverlap, Hook | None]:
         """Sums each token's rows times their weights: see `LowLatency.combine`.
 
@@ -168,11 +183,13 @@ class LowLatencyCalls:
         use_logfmt    ignored: rows travel in bfloat16, which is more exact
         zero_copy     rows are those of get_next_low_latency_combine_buffer(handle), not x
         out           [T, H] bfloat16, or None
+        overlap       True is refused, as by UCCL-EP. What it has beside is ignored
 
         Returns (combined_x [T, H], event, hook). Raises what `LowLatency.combine` raises.
         """
         with self._engines.preparing(low_latency=True):
             check_hook(async_finish, return_recv_hook)
+            check_overlap(overlap, of_overlap)
             if not isinstance(handle, LowLatencyHandle):
                 raise DtypeError(f"handle is {type(handle).__name__}; allowed is what a dispatch returned")
             calls, waited = handle.calls, counter(combine_wait_recv_cost_stats, self.rank)
