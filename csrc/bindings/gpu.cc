@@ -84,8 +84,8 @@ void bind_topk(py::module_& m) {
     const auto [words, experts, weights] = memory;
     const auto [rows, width, first_expert, num_experts, row_words] = sizes;
     return gpu::TopkUnpack{
-        pointer<const uint32_t>(words), rows, width, first_expert, num_experts, row_words,
-        pointer<int64_t>(experts), pointer<uint32_t>(weights)};
+        pointer<const uint32_t>(words), rows, width, first_expert, num_experts, row_words, pointer<int64_t>(experts),
+        pointer<uint32_t>(weights)};
   });
 }
 

@@ -103,8 +103,8 @@ void expect_there_and_back(const Case& c, bool has_weights, uint64_t seed) {
     local[i] = is_local ? topk[i] - first : kNone;
     if (has_weights) kept[i] = is_local ? weights[i] : 0;
   }
-  const gpu::TopkUnpack all{words.data(), c.tokens, c.width, static_cast<uint32_t>(first), c.experts_per_rank,
-                            row_words, experts.data(), has_weights ? found.data() : nullptr};
+  const gpu::TopkUnpack all{words.data(),       c.tokens,  c.width,        static_cast<uint32_t>(first),
+                            c.experts_per_rank, row_words, experts.data(), has_weights ? found.data() : nullptr};
   launch(all);
   EXPECT(experts == local && found == kept);
   // Experts alone, whether weights travelled or not.
