@@ -239,8 +239,7 @@ class ElasticBuffer:
                 check_event(event)
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
         with engine.preparing("combine"):
-            rows, wide = widened(x), tuple(widened(bias) for bias in biases)
-            check_combine_rows(rows, plan, engine.config, engine.device)
+            columns_of("x", x)
             if topk_weights is not None:
                 shape = (len(x),) if handle.do_expand else (len(x), handle.topk_idx.shape[1])
                 check("topk_weights", topk_weights, shape, torch.float32)
@@ -248,10 +247,12 @@ class ElasticBuffer:
         def run() -> tuple[Tensor, Tensor | None]:
             if previous_event_before_epilogue is not None:
                 previous_event_before_epilogue.current_stream_wait()
-            if topk_weights is None:
-                return cut(engine.combine(rows, plan, bias=wide), x), None
             with engine.preparing("combine"):
-                ordered = by_expert(topk_weights, handle)
+                rows, wide = widened(x), tuple(widened(bias) for bias in biases)
+                check_combine_rows(rows, plan, engine.config, engine.device)
+                ordered = None if topk_weights is None else by_expert(topk_weights, handle)
+            if ordered is None:
+                return cut(engine.combine(rows, plan, bias=wide), x), None
             out, weights = engine.combine_gradients(plan, wide)(rows, ordered)
             return cut(out, x), weights
 

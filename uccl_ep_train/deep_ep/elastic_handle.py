@@ -109,10 +109,7 @@ class EPHandle(Facts):
         place = torch.where(there, there.cumsum(0) - 1, self._most_tokens)[self._token]
         found = idx.new_full((self._most_tokens + 1, 2 + self.topk_idx.shape[1]), -1, dtype=torch.int32)
         found[place, 0] = self._token.to(torch.int32)
-        columns = torch.arange(idx.shape[1], device=idx.device)
-        first = torch.where(idx >= 0, columns, idx.shape[1]).amin(
-            1
-        )  # argmax may find any of several, on a GPU
+        first = (idx >= 0).to(torch.int32).argmax(1)
         found[place, 1] = ((self._metadata[:, 0] - 1) * idx.shape[1] + first).to(torch.int32)
         if self.do_expand:
             column = (idx == self._expert[:, None]).to(torch.int32).argmax(1)

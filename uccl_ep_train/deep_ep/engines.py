@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ from uccl_ep_train.api.low_latency import LowLatency
 from uccl_ep_train.deep_ep.config import DEFAULT_BYTES, MOST_TOPK, low_latency_bytes
 from uccl_ep_train.deep_ep.sending import Sender
 from uccl_ep_train.deep_ep.utils.event import EventHandle, EventOverlap
-from uccl_ep_train.errors import ClosedError, CommunicationError, DtypeError, InputError, told
+from uccl_ep_train.errors import ClosedError, CommunicationError, DtypeError, InputError
 from uccl_ep_train.group.bootstrap import TorchBootstrap
 from uccl_ep_train.settings.checks import HIDDEN_UNIT
 from uccl_ep_train.settings.config import EpConfig
@@ -133,25 +133,9 @@ class Engines:
             calls.buffer.close(abort=True)  # masked ranks do not close with the others
             self._made.low_latency[i] = LowLatency(Engine(self._group, calls.buffer.config))
 
-    @contextmanager
-    def preparing(self, *, low_latency: bool = False) -> Iterator[None]:
-        """An error in it refuses a call of which nobody knows yet which engine it needs. It counts on every
-        engine, and on the next one that is made: rows of different calls never meet.
-        """
-        made = self._made
-        refused = made.refused_low_latency if low_latency else made.refused
-        senders = [sender.engine for sender in made.senders]
-        engines = [calls.buffer for calls in made.low_latency] if low_latency else senders
-        try:
-            with ExitStack() as counting:
-                for engine in engines:
-                    counting.enter_context(engine.preparing("call"))
-                yield
-        except (ClosedError, CommunicationError):
-            raise
-        except BaseException as error:
-            refused.append(told(error))
-            raise
+    def preparing(self, *, low_latency: bool = False) -> Preparing:
+        """An error in it refuses a call of which nobody knows yet which engine it needs."""
+        return Preparing(self._made, low_latency)
 
     @staticmethod
     def device() -> torch.device:
@@ -211,11 +195,45 @@ def check_event(event: Any) -> None:
         raise DtypeError(f"previous_event is {type(event).__name__}; allowed are None and an event")
 
 
+class Preparing:
+    """What comes before a call knows its engine. An error in it counts as a call of every engine, and of the
+    next one that is made: rows of different calls never meet.
+    """
+
+    __slots__ = ("_low_latency", "_made")
+
+    def __init__(self, made: _Made, low_latency: bool) -> None:
+        self._made, self._low_latency = made, low_latency
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, (ClosedError, CommunicationError)):
+            return
+        if self._low_latency:
+            engines = [calls.buffer for calls in self._made.low_latency]
+            self._made.refused_low_latency.append(str(error))
+        else:
+            engines = [sender.engine for sender in self._made.senders]
+            self._made.refused.append(str(error))
+        for engine in engines:
+            _count(engine, error)
+
+
+def _count(engine: Engine, error: BaseException) -> None:
+    """As a call of an engine, which was refused."""
+    call = engine.preparing("call")
+    call.__enter__()
+    call.__exit__(type(error), error, None)
+
+
 def _count_refused(engine: Engine, refused: list[str]) -> None:
     """As calls of a new engine."""
     for text in refused:
-        with suppress(InputError), engine.preparing("call"):
-            raise InputError(text)
+        _count(engine, InputError(text))
     refused.clear()
 
 
