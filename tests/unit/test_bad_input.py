@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tests.harness import RankGroup
 from uccl_ep_train import Buffer, DispatchResult
@@ -157,6 +158,24 @@ def test_tensors_inside_a_transform_of_torch_are_refused(
         assert_usable(buffer)
 
     group.run(refuse)
+
+
+def test_tangents_of_forward_mode_autograd_are_refused() -> None:
+    """Of one rank: levels are the process's, and ranks are threads here."""
+
+    def refuse(rank: int, buffer: Buffer) -> None:
+        result = assert_usable(buffer)
+        with forward_ad.dual_level():
+            assert_usable(buffer)
+            with pytest.raises(InputError, match="x has a tangent"):
+                buffer.dispatch(**with_topk(x=forward_ad.make_dual(x(), x())))
+            rows = forward_ad.make_dual(result.rows, result.rows.clone())
+            with pytest.raises(InputError, match="rows has a tangent"):
+                buffer.combine(rows, result.handle)
+        assert_usable(buffer)
+
+    with RankGroup(1, {"num_experts": E, "hidden": H}) as alone:
+        alone.run(refuse)
 
 
 def test_every_argument_of_dispatch_is_tested_above() -> None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from uccl_ep_train.common import exponents
 from uccl_ep_train.common.handle import DispatchHandle, Fp8Rows, RowLayout
@@ -360,6 +361,8 @@ def _check_tensor(name: str, tensor: Tensor, dims: int, device: torch.device) ->
         raise ShapeError(
             f"{name} is not contiguous (strides {tuple(tensor.stride())}); pass {name}.contiguous()"
         )
+    if _has_tangent(tensor):
+        raise InputError(f"{name} has a tangent of forward-mode autograd; allowed is reverse mode")
     if tensor.is_neg():
         raise InputError(f"{name} is a view with other signs than its memory; pass {name}.resolve_neg()")
     if tensor.numel() > 0 and not _has_memory(tensor):
@@ -367,6 +370,11 @@ def _check_tensor(name: str, tensor: Tensor, dims: int, device: torch.device) ->
             f"{name}, a {type(tensor).__name__}, has no memory of its own (it is a wrapper, freed, or fake); "
             "allowed is a plain tensor"
         )
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    """Of forward-mode autograd, which would be lost."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _has_memory(tensor: Tensor) -> bool:
