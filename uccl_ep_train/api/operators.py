@@ -31,8 +31,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from uccl_ep_train.api.buffer import Buffer
 from uccl_ep_train.common.handle import DispatchHandle
 from uccl_ep_train.core import autograd
+from uccl_ep_train.core.routing import MAX_TOKENS
 from uccl_ep_train.errors import ClosedError, DtypeError, InputError, ShapeError
-from uccl_ep_train.settings.checks import MAX_TOKENS
 
 HAS_EFFECTS = hasattr(library, "EffectType")
 """Of this torch: operators may have an effect, which keeps them in their order."""

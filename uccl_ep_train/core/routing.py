@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from uccl_ep_train.common import exponents
 from uccl_ep_train.common.handle import DispatchHandle, Fp8Rows, RowLayout
-from uccl_ep_train.errors import DeviceError, DtypeError, InputError, RoutingError, ShapeError
+from uccl_ep_train.core.tensors import check_tensor, dtype_name
+from uccl_ep_train.errors import DtypeError, InputError, RoutingError, ShapeError
 from uccl_ep_train.settings.checks import FP8_BLOCK, HIDDEN_UNIT, MAX_TOPK
 from uccl_ep_train.settings.config import EpConfig
 from uccl_ep_train.settings.sections import ScaleMode
@@ -55,9 +55,9 @@ PLANNED = Routing("plan", None, None)
 
 def check_rows(name: str, rows: Tensor, config: EpConfig, device: torch.device) -> None:
     """`rows` is [n, H], BF16 or FP32, contiguous, on `device`; H a multiple of 32 up to `config.hidden`."""
-    _check_tensor(name, rows, 2, device)
+    check_tensor(name, rows, 2, device)
     if rows.dtype not in (torch.bfloat16, torch.float32):
-        raise DtypeError(f"{name} is {_dtype(rows)}; allowed is bfloat16 or float32")
+        raise DtypeError(f"{name} is {dtype_name(rows)}; allowed is bfloat16 or float32")
     if rows.dtype == torch.float32 and config.memory.max_dtype == "bf16":
         raise DtypeError(f"{name} is float32 and the buffer was created with max_dtype = 'bf16'")
     _check_row_size(name, rows, config)
@@ -68,9 +68,9 @@ def check_codes(x: Fp8Rows, config: EpConfig, device: torch.device) -> tuple[Ten
     travel: "fp8" | "mxfp8".
     """
     codes, scales = x
-    _check_tensor("x.codes", codes, 2, device)
+    check_tensor("x.codes", codes, 2, device)
     if codes.dtype != torch.float8_e4m3fn:
-        raise DtypeError(f"x.codes is {_dtype(codes)}; allowed is float8_e4m3fn")
+        raise DtypeError(f"x.codes is {dtype_name(codes)}; allowed is float8_e4m3fn")
     _check_row_size("x.codes", codes, config)
     blocks, wire = -(-codes.shape[1] // FP8_BLOCK), "fp8"
     if isinstance(scales, Tensor) and scales.dtype == torch.int32 and scales.dim() == 2:
@@ -84,9 +84,9 @@ def check_codes(x: Fp8Rows, config: EpConfig, device: torch.device) -> tuple[Ten
                 f"x.scales is {list(scales.shape)} int32; allowed is {words}, four blocks of 128 codes in "
                 f"each, or {mx_words}, four of 32"
             )
-    _check_tensor("x.scales", scales, 2, device)
+    check_tensor("x.scales", scales, 2, device)
     if scales.dtype != torch.float32:
-        raise DtypeError(f"x.scales is {_dtype(scales)}; allowed is float32, or int32 exponents")
+        raise DtypeError(f"x.scales is {dtype_name(scales)}; allowed is float32, or int32 exponents")
     shape = [codes.shape[0], blocks]
     if list(scales.shape) != shape:
         raise ShapeError(f"x.scales is {list(scales.shape)}; allowed is {shape}, one of {FP8_BLOCK} codes")
@@ -95,9 +95,9 @@ def check_codes(x: Fp8Rows, config: EpConfig, device: torch.device) -> tuple[Ten
 
 def check_metadata(metadata: Tensor, x: Tensor) -> None:
     """`metadata` is [T, M] int32, contiguous, beside x. The native core checks that rows have room for it."""
-    _check_tensor("metadata", metadata, 2, x.device)
+    check_tensor("metadata", metadata, 2, x.device)
     if metadata.dtype != torch.int32:
-        raise DtypeError(f"metadata is {_dtype(metadata)}; allowed is int32: pass a view as torch.int32")
+        raise DtypeError(f"metadata is {dtype_name(metadata)}; allowed is int32: pass a view as torch.int32")
     if metadata.shape[0] != x.shape[0] or not 0 < metadata.shape[1] <= MAX_METADATA:
         raise ShapeError(
             f"metadata is {list(metadata.shape)}; allowed is [{x.shape[0]}, M] with M from 1 to "
@@ -140,7 +140,7 @@ def check_wire(name: str, rows: Tensor, what: str, dtype: str) -> None:
         raise InputError(f"{what} = {dtype!r}; allowed is 'fp8' | 'bf16'{scaled}")
     if dtype == "fp8" and rows.dtype != torch.bfloat16:
         raise DtypeError(
-            f"{name} is {_dtype(rows)} and {what} = 'fp8' quantises BF16 rows only; convert it with "
+            f"{name} is {dtype_name(rows)} and {what} = 'fp8' quantises BF16 rows only; convert it with "
             f".bfloat16() or use {what} = 'bf16', which sends rows unquantised"
         )
 
@@ -237,9 +237,9 @@ def check_combine_rows(rows: Tensor, handle: DispatchHandle, config: EpConfig, d
 def check_row_weights(weights: Tensor, handle: DispatchHandle, config: EpConfig, device: torch.device) -> int:
     """`weights` is [R, W] float32, contiguous. Returns W."""
     _check_handle_type(handle)
-    _check_tensor("weights", weights, 2, device)
+    check_tensor("weights", weights, 2, device)
     if weights.dtype != torch.float32:
-        raise DtypeError(f"weights is {_dtype(weights)}; allowed is float32")
+        raise DtypeError(f"weights is {dtype_name(weights)}; allowed is float32")
     rows, columns = weights.shape
     if rows != handle.num_rows or not 0 < columns <= config.hidden:
         allowed = f"[{handle.num_rows}, W] with W from 1 to {config.hidden}"
@@ -262,7 +262,7 @@ def check_bias(
     for addend in biases:
         check_rows("bias", addend, config, rows.device)
         if addend.dtype != rows.dtype:
-            raise DtypeError(f"bias is {_dtype(addend)}; allowed is {_dtype(rows)}, as rows")
+            raise DtypeError(f"bias is {dtype_name(addend)}; allowed is {dtype_name(rows)}, as rows")
         if list(addend.shape) != shape:
             raise ShapeError(f"bias is {list(addend.shape)}; allowed is {shape}")
     return biases
@@ -318,9 +318,9 @@ def _planned(x: Tensor, kind: str, values: Tensor | None, handle: DispatchHandle
 
 
 def _check_topk(topk_idx: Tensor, x: Tensor) -> None:
-    _check_tensor("topk_idx", topk_idx, 2, x.device)
+    check_tensor("topk_idx", topk_idx, 2, x.device)
     if topk_idx.dtype != torch.int64:
-        raise DtypeError(f"topk_idx is {_dtype(topk_idx)}; allowed is int64: convert it with .long()")
+        raise DtypeError(f"topk_idx is {dtype_name(topk_idx)}; allowed is int64: convert it with .long()")
     if topk_idx.shape[0] != x.shape[0]:
         raise ShapeError(f"topk_idx has {topk_idx.shape[0]} rows and x has {x.shape[0]}")
     if not 1 <= topk_idx.shape[1] <= MAX_TOPK:
@@ -330,62 +330,24 @@ def _check_topk(topk_idx: Tensor, x: Tensor) -> None:
 
 
 def _check_map(routing_map: Tensor, x: Tensor, num_experts: int) -> None:
-    _check_tensor("routing_map", routing_map, 2, x.device)
+    check_tensor("routing_map", routing_map, 2, x.device)
     if routing_map.dtype != torch.bool:
-        raise DtypeError(f"routing_map is {_dtype(routing_map)}; allowed is bool: convert it with .bool()")
+        raise DtypeError(
+            f"routing_map is {dtype_name(routing_map)}; allowed is bool: convert it with .bool()"
+        )
     if tuple(routing_map.shape) != (x.shape[0], num_experts):
         raise ShapeError(f"routing_map is {list(routing_map.shape)}; [T, E] is {[x.shape[0], num_experts]}")
 
 
 def _check_values(name: str, values: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    _check_tensor(name, values, 2, device)
+    check_tensor(name, values, 2, device)
     if values.dtype != torch.float32:
         raise DtypeError(
-            f"{name} is {_dtype(values)}; allowed is float32, as weights and their gradients travel: use "
+            f"{name} is {dtype_name(values)}; allowed is float32, as weights and their gradients travel: use "
             ".float()"
         )
     if tuple(values.shape) != shape:
         raise ShapeError(f"{name} is {list(values.shape)}; allowed is {list(shape)}")
-
-
-def _check_tensor(name: str, tensor: Tensor, dims: int, device: torch.device) -> None:
-    if not isinstance(tensor, Tensor):
-        raise DtypeError(f"{name} is {type(tensor).__name__}; allowed is a torch.Tensor")
-    if tensor.device != device:
-        raise DeviceError(f"{name} is on {tensor.device}; allowed is {device}, where this buffer works")
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
-        raise InputError(f"{name} is {tensor.layout}; allowed is a plain dense tensor")
-    if tensor.dim() != dims:
-        raise ShapeError(f"{name} has {tensor.dim()} dimensions; allowed is {dims}")
-    if not tensor.is_contiguous():
-        raise ShapeError(
-            f"{name} is not contiguous (strides {tuple(tensor.stride())}); pass {name}.contiguous()"
-        )
-    if _has_tangent(tensor):
-        raise InputError(f"{name} has a tangent of forward-mode autograd; allowed is reverse mode")
-    if tensor.is_neg():
-        raise InputError(f"{name} is a view with other signs than its memory; pass {name}.resolve_neg()")
-    if tensor.numel() > 0 and not _has_memory(tensor):
-        raise InputError(
-            f"{name}, a {type(tensor).__name__}, has no memory of its own (it is a wrapper, freed, or fake); "
-            "allowed is a plain tensor"
-        )
-
-
-def _has_tangent(tensor: Tensor) -> bool:
-    """Of forward-mode autograd, which would be lost."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    try:
-        return tensor.data_ptr() != 0
-    except RuntimeError:  # of torch.func, for one
-        return False
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 __all__ = [

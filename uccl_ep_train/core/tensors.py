@@ -1,0 +1,50 @@
+"""What every tensor of a call has to be, whatever its shape means."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from uccl_ep_train.errors import DeviceError, DtypeError, InputError, ShapeError
+
+
+def check_tensor(name: str, tensor: Tensor, dims: int, device: torch.device) -> None:
+    """A plain, contiguous tensor of so many dimensions, there. Raises `InputError`."""
+    if not isinstance(tensor, Tensor):
+        raise DtypeError(f"{name} is {type(tensor).__name__}; allowed is a torch.Tensor")
+    if tensor.device != device:
+        raise DeviceError(f"{name} is on {tensor.device}; allowed is {device}, where this buffer works")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
+        raise InputError(f"{name} is {tensor.layout}; allowed is a plain dense tensor")
+    if tensor.dim() != dims:
+        raise ShapeError(f"{name} has {tensor.dim()} dimensions; allowed is {dims}")
+    if not tensor.is_contiguous():
+        raise ShapeError(
+            f"{name} is not contiguous (strides {tuple(tensor.stride())}); pass {name}.contiguous()"
+        )
+    if _has_tangent(tensor):
+        raise InputError(f"{name} has a tangent of forward-mode autograd; allowed is reverse mode")
+    if tensor.is_neg():
+        raise InputError(f"{name} is a view with other signs than its memory; pass {name}.resolve_neg()")
+    if tensor.numel() > 0 and not _has_memory(tensor):
+        raise InputError(
+            f"{name}, a {type(tensor).__name__}, has no memory of its own (it is a wrapper, freed, or fake); "
+            "allowed is a plain tensor"
+        )
+
+
+def _has_tangent(tensor: Tensor) -> bool:
+    """Of forward-mode autograd, which would be lost."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:  # of torch.func, for one
+        return False
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
