@@ -43,7 +43,7 @@ struct RowFormat {
 inline constexpr RowFormat kRowFormats[] = {
     {Dtype::kBf16, "bf16", "", 16, 1, 0},          {Dtype::kFp32, "fp32", "", 32, 1, 0},
     {Dtype::kFp8, "fp8", "pow2", 8, kFp8Block, 4}, {Dtype::kFp8Fp32, "fp8", "fp32", 8, kFp8Block, 4},
-    {Dtype::kMxfp8, "mxfp8", "", 8, kFp8Block, 4},
+    {Dtype::kMxfp8, "mxfp8", "", 8, kFp8Block, 4},  // a word of exponents for each block
 };
 // Host only. Kernels get a RowShape.
 constexpr const RowFormat& row_format(Dtype id) { return kRowFormats[static_cast<uint32_t>(id) - 1]; }

@@ -41,6 +41,9 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield spec, group
 
 
+EACH_LAYOUT = pytest.mark.parametrize(("layout", "alignment"), [("expert_major", 8), ("compact", 1)])
+
+
 class Given:
     """One rank's tensors: any bytes are codes, any floats are scales, any words are metadata."""
 
@@ -73,7 +76,12 @@ def carried(spec: EngineSpec, plan: Plan, rank: int, name: str, padding: float =
     return place(plan, rank, [getattr(Given(source), name) for source in range(spec.num_ranks)], padding)
 
 
-@pytest.mark.parametrize(("layout", "alignment"), [("expert_major", 8), ("compact", 1)])
+def same_codes(result: Any, spec: EngineSpec, plan: Plan, rank: int) -> bool:
+    codes = result.fp8_rows.codes
+    return torch.equal(codes.view(torch.uint8).cpu(), carried(spec, plan, rank, "bytes"))
+
+
+@EACH_LAYOUT
 def test_codes_scales_and_metadata_come_as_they_were(
     engine: Engine, layout: LayoutName, alignment: int
 ) -> None:
@@ -84,14 +92,13 @@ def test_codes_scales_and_metadata_come_as_they_were(
         given, device = Given(rank), buffer.device
         metadata = given.metadata.to(device)
         options: Any = {"layout": layout, "expert_alignment": alignment}
-        wanted = [carried(spec, plan, rank, "bytes"), carried(spec, plan, rank, "scales", 1.0)]
+        wanted = carried(spec, plan, rank, "scales", 1.0)
         words = carried(spec, plan, rank, "metadata")
 
         def check(result: Any, has_words: bool) -> None:
             codes, scales = result.fp8_rows
             assert codes.dtype == torch.float8_e4m3fn
-            assert torch.equal(codes.view(torch.uint8).cpu(), wanted[0])
-            assert torch.equal(scales.cpu(), wanted[1])
+            assert same_codes(result, spec, plan, rank) and torch.equal(scales.cpu(), wanted)
             if has_words:
                 assert torch.equal(result.metadata.cpu(), words)
             else:
@@ -126,9 +133,7 @@ def test_scales_that_are_exponents_come_as_exponents(engine: Engine, layout: Lay
             scales = result.fp8_rows.scales
             assert scales.dtype == torch.int32 and scales.shape == (len(half), 1)
             assert torch.equal(scales.cpu().view(torch.uint8), half)
-            assert torch.equal(
-                result.fp8_rows.codes.view(torch.uint8).cpu(), carried(spec, plan, rank, "bytes")
-            )
+            assert same_codes(result, spec, plan, rank)
 
         new = buffer.dispatch(Fp8Rows(codes, words), topk_idx, layout=layout)
         check(new)
@@ -139,7 +144,7 @@ def test_scales_that_are_exponents_come_as_exponents(engine: Engine, layout: Lay
     group.run(step)
 
 
-@pytest.mark.parametrize(("layout", "alignment"), [("expert_major", 8), ("compact", 1)])
+@EACH_LAYOUT
 def test_words_of_mxfp8_s_exponents_come_as_they_were(
     engine: Engine, layout: LayoutName, alignment: int
 ) -> None:
@@ -155,10 +160,9 @@ def test_words_of_mxfp8_s_exponents_come_as_they_were(
         options: Any = {"layout": layout, "expert_alignment": alignment}
 
         def check(result: Any) -> None:
-            its, scales = result.fp8_rows
-            assert scales.dtype == torch.int32
+            scales = result.fp8_rows.scales
+            assert scales.dtype == torch.int32 and same_codes(result, spec, plan, rank)
             assert torch.equal(scales.cpu()[came], carried(spec, plan, rank, "metadata")[came][:, :2])
-            assert torch.equal(its.view(torch.uint8).cpu(), carried(spec, plan, rank, "bytes"))
 
         new = buffer.dispatch(Fp8Rows(codes, words), topk_idx, **options)
         check(new)

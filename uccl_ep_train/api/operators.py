@@ -151,6 +151,19 @@ def _plan_of(ticket: Tensor) -> DispatchHandle:
     return entry[1]
 
 
+def _prepared(
+    owner: Buffer, what: str, ticket: Tensor, rows: Tensor, said: tuple[str, int]
+) -> tuple[DispatchHandle, Tensor]:
+    """The ticket's plan, and rows as an engine takes them. said: "capacity" or "num_tokens" of the plan."""
+    name, number = said
+    with owner.preparing(what), torch.no_grad():
+        handle = _plan_of(ticket)
+        had = handle.num_rows if name == "capacity" else handle.num_tokens
+        if had != number:
+            raise ShapeError(f"{name} = {number}: the ticket's dispatch had {had}")
+        return handle, autograd.plain(rows)
+
+
 def _issue(handle: DispatchHandle) -> Tensor:
     """A ticket for a plan; plans whose tickets are gone go."""
     number = next(_numbers)
@@ -220,11 +233,7 @@ def _dispatch_again(
     x: Tensor, ticket: Tensor, buffer: int, capacity: int, wire: str, grad_wire: str
 ) -> Tensor:
     owner = _buffer_of(buffer)
-    with owner.preparing("dispatch"), torch.no_grad():
-        handle = _plan_of(ticket)
-        if handle.num_rows != capacity:
-            raise ShapeError(f"capacity = {capacity}: the ticket's dispatch had {handle.num_rows}")
-        plain = autograd.plain(x)
+    handle, plain = _prepared(owner, "dispatch", ticket, x, ("capacity", capacity))
     with torch.no_grad():
         return owner.dispatch(plain, handle=handle, dispatch_dtype=wire).rows  # type: ignore[arg-type]
 
@@ -239,11 +248,7 @@ def _combine(
     rows: Tensor, ticket: Tensor, buffer: int, num_tokens: int, capacity: int, grad_wire: str
 ) -> Tensor:
     owner = _buffer_of(buffer)
-    with owner.preparing("combine"), torch.no_grad():
-        handle = _plan_of(ticket)
-        if handle.num_tokens != num_tokens:
-            raise ShapeError(f"num_tokens = {num_tokens}: the ticket's dispatch had {handle.num_tokens}")
-        plain = autograd.plain(rows)
+    handle, plain = _prepared(owner, "combine", ticket, rows, ("num_tokens", num_tokens))
     with torch.no_grad():
         return owner.combine(plain, handle)
 
