@@ -27,7 +27,7 @@
 
 namespace uccl_ep {
 
-constexpr uint64_t kRunPatienceUsec = 100'000'000;
+constexpr uint64_t kRunPatienceUsec = 100'000'000;  // beyond the arrival deadline
 
 // One rank of either backend.
 class HostRank {
@@ -125,7 +125,7 @@ class CudaRank {
     args.stream = stream_;
     auto op = engine_.dispatch(args);
     if (op->is_guessed() || op->counts_known()) give(*op, got, cached);
-    const uint64_t deadline = now_usec() + kRunPatienceUsec;
+    const uint64_t deadline = now_usec() + kRunPatienceUsec + static_cast<uint64_t>(1e6 * run_.arrival_timeout_s);
     while (!op->wait_counts(0)) {
       EXPECT(now_usec() < deadline);
       usleep(200);
@@ -223,12 +223,16 @@ inline std::string told_by(const std::exception& caught) {
   return text;
 }
 
+// Told for which rank the calling thread works from now on; -1: for none.
+inline void (*on_rank)(int) = [](int) {};
+
 // By threads, a rank each; throws the first failure by rank.
 inline void by_ranks(int num_ranks, const std::function<void(int)>& body) {
   std::vector<std::string> failures(static_cast<size_t>(num_ranks));
   std::vector<std::thread> threads;
   for (int rank = 0; rank < num_ranks; ++rank)
     threads.emplace_back([&, rank] {
+      on_rank(rank);
       try {
         body(rank);
       } catch (const std::exception& failure) {
@@ -252,9 +256,11 @@ std::vector<std::unique_ptr<Rank>> make_ranks(const Run& run) {
   for (int rank = 0; rank < run.num_running(); ++rank) {
     if constexpr (kOnGpu)
       if (run.mirrored != 0) Mirror::prepare(Rank::config_of(run, rank));
+    on_rank(rank);
     ranks.push_back(std::make_unique<Rank>(run, rank));
     handles.push_back(ranks.back()->engine().export_handle());
   }
+  on_rank(-1);
   for (int rank = run.num_running(); rank < run.num_ranks(); ++rank)
     handles.push_back(handles[static_cast<size_t>(run.origin_of(rank))]);
   std::barrier meeting(run.num_running());

@@ -6,7 +6,7 @@ instead)."""
 from __future__ import annotations
 
 from tests.native.mask_mutants import AGREEMENT_MUTANTS, MASK_MUTANTS, SLOT_ENGINE_MUTANTS
-from tests.native.rank_mutants import RANK_MUTANTS
+from tests.native.rank_mutants import RANK_MUTANTS, TIME_MUTANTS
 
 TWO_DOMAINS = "2 domains of a rank have the host's bits"
 ONE_DOMAIN = "2 ranks of a domain have the host's bits, BF16"
@@ -373,4 +373,5 @@ MUTANTS = {
     "low_latency_masks": MASK_MUTANTS,
     "slot_weights": WEIGHT_MUTANTS,
     "topk": TOPK_MUTANTS,
+    "gpu_time": TIME_MUTANTS,
 }

@@ -1,4 +1,4 @@
-"""Mutants that groups of many ranks or domains find: see mutants.py."""
+"""Mutants that groups of many ranks or domains find, or simulated time: see mutants.py."""
 
 from __future__ import annotations
 
@@ -45,5 +45,12 @@ RANK_MUTANTS = {
     "a source beyond the lanes of a warp has the rows of another": (
         "65 ranks in 8 domains of 8 and one of 1 have the host's bits", "sources.cuh",
         "out_row = __shfl_sync(kFullWarp, end, kWarp - 1);", "out_row = first_row;",
+    ),
+}  # fmt: skip
+
+TIME_MUTANTS = {
+    "a rank that does not arrive has four times as long": (
+        "a rank that never calls is named by all others after the arrival deadline of 300 s",
+        "patience.cuh", "is_arrival ? g.arrival_nsec", "is_arrival ? 4 * g.arrival_nsec",
     ),
 }  # fmt: skip

@@ -19,7 +19,7 @@ OF_TRANSPORTS = ("verbs", "verbs_datagram", "verbs_event", "verbs_engine", "ofi"
 # Kernels on the stand-in for GPUs: docs/gpu_on_cpu.md.
 ON_CPU = (
     "lanes", "events", "gpu_routing", "gpu_engine", "gpu_engine_refusal", "gpu_ranks", "low_latency",
-    "low_latency_masks", "slot_weights", "pause_engine", "topk",
+    "low_latency_masks", "slot_weights", "pause_engine", "topk", "gpu_time",
 )  # fmt: skip
 PROGRAMS = (
     "queue", "words", "layout", "messages", "loop", "ready", "mail", "copier", "nics", "stream", "fault",
@@ -97,6 +97,8 @@ def sources_of(program: str) -> list[Path]:
         product.append(building.CSRC / "backend" / "plan.cc")
     if program in ON_CPU:
         product += building.gpu_sources()
+    if program == "gpu_time":
+        product.append(HERE / "taking_turns.cc")
     return [HERE / f"{program}_claims.cc", *product]
 
 

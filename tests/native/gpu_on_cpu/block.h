@@ -27,18 +27,18 @@ constexpr uint32_t kSharedBytes = 232448;
 // A block whose lanes have done nothing but look at flags for so many turns gives its core away.
 constexpr uint32_t kQuietTurns = 8;
 
-extern std::atomic<uint64_t> seed_of_all, threads_so_far;
+extern std::atomic<uint64_t> seed_of_all, times_disturbed, threads_so_far;
 extern thread_local uint8_t dynamic_bytes[kSharedBytes];
 
 // Of a thread; what it gives follows from the seed and from how many threads came before.
 struct Random {
-  uint64_t seed = 0;
+  uint64_t disturbed = 0;
   std::mt19937_64 engine;
   uint64_t next() {
     const uint64_t now = seed_of_all.load(std::memory_order_relaxed);
     if (now == 0) return 0;
-    if (now != seed) {
-      seed = now;
+    if (const uint64_t times = times_disturbed.load(std::memory_order_relaxed); times != disturbed) {
+      disturbed = times;
       engine.seed(now * 0x9E3779B97F4A7C15ull + threads_so_far.fetch_add(1));
     }
     return engine();

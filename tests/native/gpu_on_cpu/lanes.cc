@@ -59,7 +59,7 @@ extern "C" int sched_yield() noexcept {
 namespace gpu_on_cpu {
 
 thread_local Index thread_index, block_index, grid_size;
-std::atomic<uint64_t> seed_of_all{0}, threads_so_far{0};
+std::atomic<uint64_t> seed_of_all{0}, times_disturbed{0}, threads_so_far{0};
 alignas(128) thread_local uint8_t dynamic_bytes[kSharedBytes];
 thread_local Random random_of_thread;
 
@@ -360,7 +360,11 @@ void run_grid(const Grid& grid, const std::function<void()>& lane) {
     if (fault) std::rethrow_exception(fault);
 }
 
-void disturb(uint64_t seed) { seed_of_all.store(seed); }
+void disturb(uint64_t seed) {
+  seed_of_all.store(seed);
+  threads_so_far.store(0);
+  ++times_disturbed;
+}
 uint64_t random_number() { return random_of_thread.next(); }
 
 std::string report() {
@@ -380,6 +384,9 @@ bool meet_block(uint32_t id, uint32_t size, bool yes) {
 }
 void meet_whole_block() { current_block().meet_block(0, current_block().size(), true, __builtin_return_address(0)); }
 void look() { current_block().look(__builtin_return_address(0)); }
-void act() { current_block().act(); }
+void act() {
+  if (on_work != nullptr) on_work();
+  current_block().act();
+}
 
 }  // namespace gpu_on_cpu

@@ -43,6 +43,9 @@ void disturb(uint64_t seed);
 // A number that follows from the seed, the thread and the calls so far; 0 while nothing is disturbed.
 uint64_t random_number();
 
+// Called where a lane goes on with work, if it is set. Only while there is no lane.
+inline void (*on_work)() = nullptr;
+
 // Whether the lanes of a wave share an instruction pointer: one that waits keeps the others from running. That some
 // have waited for so long, while others of their wave stand still, is a Fault; 30 s at first.
 bool in_lock_step();
