@@ -185,6 +185,22 @@ def test_async_results_are_attached_and_waits_may_come_in_any_order(group: RankG
     on_all(group, claim)
 
 
+def test_backward_has_the_order_of_the_calls_also_where_ranks_wait_in_different_ones(
+    group: RankGroup,
+) -> None:
+    def claim(rank: int, buffer: Buffer) -> None:
+        given = [inputs(rank, num_tokens) for num_tokens in (T, T + 1)]
+        calls = [buffer.dispatch_async(*each) for each in given]
+        got = {n: calls[n].wait() for n in ((0, 1) if rank % 2 == 0 else (1, 0))}
+        sums = [buffer.combine_async(got[n].rows, got[n].handle) for n in (0, 1)]
+        out = {n: sums[n].wait() for n in ((0, 1) if rank < 2 else (1, 0))}
+        (out[0].sum() + 3 * out[1].sum()).backward()
+        for (x, *_), factor in zip(given, (1, 3), strict=True):
+            assert torch.equal(x.grad, torch.full_like(x, factor * K))
+
+    on_all(group, claim)
+
+
 def test_a_cached_dispatch_is_differentiable_in_new_weights(group: RankGroup) -> None:
     def claim(rank: int, buffer: Buffer) -> None:
         x, idx, weights = inputs(rank)

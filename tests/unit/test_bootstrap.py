@@ -1,6 +1,8 @@
 """What ranks exchange while a buffer is created: over threads, over a store, over torch.distributed."""
 
 import multiprocessing
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -210,6 +212,34 @@ def _torch_rank(rank, size, path, results):
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def test_what_is_no_group_is_refused_with_its_type():
+    program = """
+import torch.distributed as dist
+from uccl_ep_train import Buffer, EpConfig
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+config = EpConfig(num_experts=2, hidden=128, backend="host", budget_bytes=16 << 20)
+for group in ("world", 3, mesh):
+    try:
+        Buffer(group, config)
+    except TypeError as error:
+        print(error)
+Buffer(mesh.get_group(), config).close()
+try:
+    Buffer(dist.GroupMember.NON_GROUP_MEMBER, config)
+except ValueError as error:
+    print(error)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    *wrong, outside = run.stdout.splitlines()
+    kinds = ["str", "int", "DeviceMesh"]
+    allowed = "a ProcessGroup (get_group() of a DeviceMesh), or None"
+    assert wrong == [f"group is {kind}; allowed is {allowed}" for kind in kinds]
+    assert outside == "this process is not a member of the group"
 
 
 def test_torch_bootstrap_over_processes_and_subgroups(tmp_path):

@@ -18,8 +18,11 @@ from torch import Tensor
 
 import uccl_ep_train
 from tests.process_ranks import ProcessRanks, Rank
-from uccl_ep_train import Buffer, DispatchHandle, EpConfig
+from uccl_ep_train import Buffer, DispatchHandle, EpConfig, deep_ep
+from uccl_ep_train.api.low_latency import LowLatency, Sent
+from uccl_ep_train.api.weights import combine_weights
 from uccl_ep_train.common import opaque
+from uccl_ep_train.deep_ep.low_latency import LowLatencyCalls
 
 H, E, K = 128, 4, 2
 PACKAGE = str(Path(uccl_ep_train.__file__).parent)
@@ -240,8 +243,17 @@ def test_what_is_not_opaque_is_compiled() -> None:
 
 
 def test_properties_and_methods_of_a_class_are_opaque() -> None:
-    for name in ("__init__", "dispatch", "combine_async", "close", "_dispatched"):
-        assert vars(vars(Buffer)[name])["_torchdynamo_disable"], name
+    methods = [
+        *((Buffer, name) for name in ("__init__", "dispatch", "combine_async", "close", "_dispatched")),
+        *((LowLatency, name) for name in ("dispatch", "send_combine", "masked_ranks")),
+        (Sent, "receive"),
+        *((deep_ep.Buffer, name) for name in ("dispatch", "combine", "get_dispatch_layout")),
+        (LowLatencyCalls, "low_latency_dispatch"),
+        *((deep_ep.ElasticBuffer, name) for name in ("dispatch", "combine", "barrier")),
+    ]
+    for owner, name in methods:
+        assert vars(vars(owner)[name])["_torchdynamo_disable"], (owner, name)
+    assert vars(combine_weights)["_torchdynamo_disable"]
     assert vars(Buffer.closed.fget)["_torchdynamo_disable"]
     assert vars(vars(DispatchHandle)["num_rows"].func)["_torchdynamo_disable"]
 

@@ -5,7 +5,9 @@ Ranks are processes: Dynamo is not made for several threads.
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,11 +15,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, library
+from torch.utils.checkpoint import checkpoint
 
 from tests.process_ranks import ProcessRanks, Rank
 from uccl_ep_train import Buffer, EpConfig, LocalBootstrap
 from uccl_ep_train.api import operators
-from uccl_ep_train.api.operators import Operators
+from uccl_ep_train.api.operators import Operators, keep_calls
 from uccl_ep_train.errors import ClosedError, DtypeError, InputError, ShapeError
 
 H, E, K, CAPACITY = 128, 4, 2, 40
@@ -168,6 +171,86 @@ def test_a_layer_is_exported(buffer: Buffer) -> None:
     exported = torch.export.export(layer, tuple(given)).module()
     for got, wanted in zip(exported(*given), layer(*given), strict=True):
         assert torch.equal(got, wanted)
+
+
+def step(run: Callable[..., Any], given: list[Tensor]) -> list[Tensor]:
+    for tensor in given:
+        tensor.grad = None
+    out = run(*given)[0]
+    out.float().pow(2).sum().backward()
+    return [out.detach(), *(tensor.grad for tensor in given if tensor.grad is not None)]
+
+
+def test_a_compiled_checkpoint_repeats_no_call_with_keep_calls(buffer: Buffer) -> None:
+    layer, given = Layer(Operators(buffer, capacity=CAPACITY)), inputs(0, 7)
+    wanted = step(layer, given)
+
+    def again(*tensors: Tensor, **how: Any) -> Any:
+        return checkpoint(layer, *tensors, use_reentrant=False, **how)
+
+    before = buffer.stats()["caller.dispatch.calls"]
+    compiled = torch.compile(partial(again, context_fn=keep_calls), backend="aot_eager", fullgraph=True)
+    for got, expected in zip(step(compiled, given), wanted, strict=True):
+        assert torch.equal(got, expected)
+    # Two dispatches of the layer, and one that is the combine's backward.
+    assert buffer.stats()["caller.dispatch.calls"] - before == 3
+    # Negative control: once torch can do this, nobody needs `keep_calls`.
+    with pytest.raises(AssertionError):
+        step(torch.compile(again, backend="aot_eager", fullgraph=True), given)
+
+
+def test_layers_with_operators_of_their_own_share_what_is_compiled(buffer: Buffer) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    layers = [Layer(Operators(buffer, capacity=CAPACITY)) for _ in range(12)]
+    with Buffer(None, config(dispatch_dtype="bf16"), bootstrap=LocalBootstrap.create(1)[0]) as other:
+        layers.append(Layer(Operators(other, capacity=CAPACITY)))
+        given, wanted = inputs(0, 7), []
+        for layer in layers:
+            wanted.append(step(layer, given))
+            layer.compile(backend="aot_eager", fullgraph=True)
+        assert len({layer.calls.buffer for layer in layers}) == 2
+        for layer, expected in zip(layers, wanted, strict=True):
+            assert all(map(torch.equal, step(layer, given), expected))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+
+
+def test_saved_tensors_may_be_copied(buffer: Buffer) -> None:
+    layer, given = Layer(Operators(buffer, capacity=CAPACITY)), inputs(0, 7)
+    wanted = step(layer, given)
+    before = operators.num_plans()
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, Tensor.clone):
+        got = step(layer, given)
+    assert all(map(torch.equal, got, wanted))
+    assert operators.num_plans() == before
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_forward_mode_of_torch_func_is_refused(buffer: Buffer, compiles: bool) -> None:
+    layer = Layer(Operators(buffer, capacity=CAPACITY))
+    x, idx, probs = (tensor.detach() for tensor in inputs(0, 7))
+
+    def derivative() -> Tensor:
+        return torch.func.jvp(lambda rows: layer(rows, idx, probs)[0], (x,), (x,))[1]
+
+    with pytest.raises(InputError, match="allowed is reverse mode"):
+        (torch.compile(derivative, backend="aot_eager") if compiles else derivative)()
+
+
+def test_a_buffer_has_no_copies(buffer: Buffer) -> None:
+    class Holder(torch.nn.Module):
+        def __init__(self, held: object) -> None:
+            super().__init__()
+            self.held = held
+
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps, lambda held: copy.deepcopy(Holder(held))):
+        with pytest.raises(InputError, match="a Buffer has no copies"):
+            copied(buffer)
+    layer, given = (
+        Layer(Operators(buffer, capacity=CAPACITY)),
+        inputs(0, 7),
+    )  # control: these are of any number
+    assert all(map(torch.equal, step(copy.deepcopy(layer), given), step(layer, given)))
 
 
 def test_a_plan_lives_as_long_as_its_ticket(buffer: Buffer) -> None:

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.process_ranks import ProcessRanks, Rank
-from uccl_ep_train import Buffer, EpConfig, deep_ep
+from uccl_ep_train import Buffer, EpConfig, LocalBootstrap, deep_ep
 from uccl_ep_train.api.low_latency import LowLatency
 from uccl_ep_train.api.operators import Operators
-from uccl_ep_train.common.handle import Fp8Rows
+from uccl_ep_train.common.handle import DispatchHandle, Fp8Rows
 from uccl_ep_train.common.slots import SlotWireName
+from uccl_ep_train.errors import InputError
 from uccl_ep_train.oracle.low_latency import combine_slots, dispatch_slots
 from uccl_ep_train.oracle.plan import Routing
 from uccl_ep_train.oracle.reference import ReferenceGroup
@@ -226,3 +231,44 @@ def test_a_result_of_another_dtype_or_value_is_found() -> None:
         )
     assert difference(wanted, [wanted[0] + 1]) == "result 0 differs"
     assert difference(wanted, [wanted[0].clone()]) == ""
+
+
+def traced(call: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    return torch.jit.trace(lambda rows: call(rows), (x,))
+
+
+def recorded(call: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    return make_fx(call)(x)
+
+
+def faked(call: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    with FakeTensorMode():
+        return call(x)
+
+
+def counted(call: Callable[[Tensor], Tensor], x: Tensor) -> Any:
+    with FlopCounterMode(display=False):
+        return call(x)
+
+
+SETTINGS: dict[str, Any] = {"num_experts": 2, "hidden": H, "backend": "host", "budget_bytes": 64 << 20}
+ONE = torch.zeros(T, 1, dtype=torch.int64)
+CALLS: dict[str, Callable[[Buffer, DispatchHandle, Tensor], Any]] = {
+    "dispatch": lambda buffer, _, x: buffer.dispatch(x, ONE).rows,
+    "dispatch, async": lambda buffer, _, x: buffer.dispatch_async(x, ONE).wait().rows,
+    "combine": lambda buffer, handle, x: buffer.combine(x, handle),
+    "low latency": lambda buffer, _, x: LowLatency(buffer).dispatch(x, ONE, wire="bf16").rows[0, :T],  # type: ignore[index]
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+@pytest.mark.parametrize("recorder", [traced, recorded, faked])
+def test_who_records_a_call_instead_of_making_it_is_refused(recorder: Any, what: str) -> None:
+    config = EpConfig(low_latency_tokens=T, low_latency_topk=1, **SETTINGS)
+    with Buffer(None, config, bootstrap=LocalBootstrap.create(1)[0]) as buffer:
+        x = torch.ones(T, H, dtype=torch.bfloat16)
+        call = partial(CALLS[what], buffer, buffer.dispatch(x, ONE).handle)
+        with pytest.raises(InputError, match="allowed is a call outside of it"):
+            recorder(call, x)
+        # Control: a mode that only looks on is none of these.
+        assert torch.equal(counted(call, x), call(x))

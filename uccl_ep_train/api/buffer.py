@@ -16,6 +16,7 @@ from torch import Tensor
 from uccl_ep_train.api.trace import DEFAULT_EVENTS, Trace
 from uccl_ep_train.common.handle import DispatchHandle, DispatchResult, Fp8Rows, LayoutName, RowLayout
 from uccl_ep_train.common.opaque import opaque_methods
+from uccl_ep_train.common.uncopied import Uncopied
 from uccl_ep_train.core import autograd, cuda
 from uccl_ep_train.core.calls import Bias, Call, Checks, CombineCall, DispatchCall
 from uccl_ep_train.core.operations import Combined, Dispatched
@@ -36,7 +37,7 @@ __all__ = ["Buffer", "PendingCombine", "PendingDispatch"]
 
 
 @opaque_methods
-class Buffer:
+class Buffer(Uncopied):
     """Dispatches tokens to experts and combines their outputs over one group of ranks.
 
     Creation is collective. Operations form one sequence, which must be the same on every rank of the group.
@@ -176,7 +177,7 @@ class Buffer:
         asked = RowLayout(layout, expert_alignment, capacity, pad_to_capacity, max_tokens)
         self._ready()
         with self._operation("dispatch"), Call(self._launcher, "dispatch"):
-            call = self._checks.dispatch(x, given, handle, asked, dtypes, metadata)
+            call = self._checks.dispatch(x, given, handle, asked, dtypes, metadata).placed()
             launched = self._launcher.dispatch(call, aside=True)
 
         def finish() -> DispatchResult:
@@ -193,7 +194,9 @@ class Buffer:
         rows, row_weights = cast(Tensor, launched.rows_of(call)), outputs.row_weights
         if call.attach:
             written, gradients = (outputs.rows, row_weights), self.combine_gradients(handle)
-            rows, row_weights = autograd.attach_dispatch(call.x, call.routed.values, written, gradients)
+            rows, row_weights = autograd.attach_dispatch(
+                call.x, call.routed.values, written, gradients, call.place
+            )
         counts, overflow = launched.tokens_per_expert, launched.overflow
         experts, metadata = outputs.row_experts, outputs.metadata
         return DispatchResult(rows, counts, row_weights, handle, experts, overflow, metadata)
@@ -254,7 +257,7 @@ class Buffer:
         """As `combine`, but returns at once. Do not change rows and bias before `wait()` has returned."""
         self._ready()
         with self._operation("combine"), Call(self._launcher, "combine"):
-            call = self._checks.combine(rows, handle, bias, grad_dtype)
+            call = self._checks.combine(rows, handle, bias, grad_dtype).placed()
             launched = self._launcher.combine(call, aside=True)
 
         def finish() -> Tensor:
@@ -269,7 +272,7 @@ class Buffer:
         if call.grad_wire is None:
             return launched.out
         gradients = self._dispatch_gradients(call.handle, call.grad_wire)
-        return autograd.attach_combine(call.rows, call.bias, launched.out, gradients)
+        return autograd.attach_combine(call.rows, call.bias, launched.out, gradients, call.place)
 
     def _dispatch_gradients(self, handle: DispatchHandle, wire: str) -> autograd.DispatchGradients:
         """The backward of a combine."""
@@ -344,7 +347,6 @@ class Buffer:
         """Frees all threads and memory, even if the buffer is still referenced. Handles stay readable.
 
         Idempotent. Any thread may call it at any time, on a broken buffer, too. Raises no operation's error.
-
         Without `abort` it waits for the operations of this rank (not for a graph's replays: synchronise
         first) and for all ranks to close, at most `progress_timeout_s`; Ctrl-C turns it into an abort. With
         `abort` it waits for nothing: pending operations raise `ClosedError` or a `CommunicationError` at

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from uccl_ep_train.api.buffer import Buffer
 from uccl_ep_train.common.handle import Fp8Rows
+from uccl_ep_train.common.opaque import opaque_methods
 from uccl_ep_train.common.slots import SlotHandle, SlotRows, SlotStatistics, SlotWireName
 from uccl_ep_train.core.low_latency import SlotEngine, SlotWire
 from uccl_ep_train.core.slot_checks import SlotChecks
@@ -34,6 +35,7 @@ MOST_SENT = 2
 Result = TypeVar("Result")
 
 
+@opaque_methods
 class Sent(Generic[Result]):
     """An operation whose rows are under way. No kernel of it runs until `receive`; on CPUs threads of the
     buffer send, and what others need of this rank comes.
@@ -61,6 +63,7 @@ class Sent(Generic[Result]):
         return self.result
 
 
+@opaque_methods
 class LowLatency:
     """The low-latency calls of one buffer.
 

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, library
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from uccl_ep_train.api.buffer import Buffer
 from uccl_ep_train.common.handle import DispatchHandle
@@ -37,7 +38,11 @@ from uccl_ep_train.errors import ClosedError, DtypeError, InputError, ShapeError
 HAS_EFFECTS = hasattr(library, "EffectType")
 """Of this torch: operators may have an effect, which keeps them in their order."""
 
+_FORWARD_MODE = "jvp and jacfwd of torch.func are forward mode; allowed is reverse mode"
+
+_tickets = itertools.count(1)
 _numbers = itertools.count(1)
+_number_of: weakref.WeakKeyDictionary[Buffer, int] = weakref.WeakKeyDictionary()
 _buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
 _plans: dict[int, tuple[StorageWeakRef, DispatchHandle]] = {}
 _lock = threading.Lock()
@@ -64,7 +69,8 @@ class DispatchedRows(NamedTuple):
 class Operators:
     """The operators of one buffer, with one capacity.
 
-    buffer            outlives the calls; a graph that has been compiled holds its number
+    buffer            outlives the calls. Graphs hold its number only: it is the how many-th of the process to
+                      get operators. A program that loads an exported one makes them in the same order
     capacity          C, 1 .. 2^31 - 1: rows of every dispatch's output; may differ per rank
     expert_alignment  rows; each expert's segment is padded to a multiple of it
     max_tokens        as of `Buffer.dispatch`
@@ -95,13 +101,12 @@ class Operators:
                 raise InputError(f"{name} = {number!r}; allowed is 1 .. {most}")
         if dispatch_dtype not in (None, "fp8", "bf16", "fp8_pow2", "fp8_fp32"):
             raise InputError(f"dispatch_dtype = {dispatch_dtype!r}; allowed is 'fp8' | 'bf16'")
-        self.buffer = next(_numbers)
+        self.buffer = _number(buffer)
         self.capacity = capacity
         self.expert_alignment = expert_alignment
         self.max_tokens = max_tokens
         self.dispatch_dtype = dispatch_dtype or buffer.config.wire.dispatch_dtype
         self.grad_dtype = buffer.config.wire.grad_dtype
-        _buffers[self.buffer] = buffer
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> DispatchedRows:
         """x [T, H], topk_idx [T, K] int64, topk_weights [T, K] float32: as `Buffer.dispatch` takes them."""
@@ -124,22 +129,45 @@ class Operators:
         return out
 
 
+def _number(buffer: Buffer) -> int:
+    """One of each buffer: layers with operators of their own share what is compiled."""
+    with _lock:
+        if buffer not in _number_of:
+            _number_of[buffer] = number = next(_numbers)
+            _buffers[number] = buffer
+        return _number_of[buffer]
+
+
 def _buffer_of(number: int) -> Buffer:
-    buffer = _buffers.get(number)
+    buffer = _buffers.get(int(number))  # torch.compile may take another one for a symbol
     if buffer is None:
         raise ClosedError(f"buffer {number} of these operators is gone")
     return buffer
 
 
 def _check_kinds(number: int, what: str, **given: Any) -> None:
-    """Outside graphs: torch refuses other kinds before an operator runs, and such a call would not count."""
+    """Torch refuses other kinds before an operator runs, and outside graphs such a call would not count."""
     if torch.compiler.is_compiling():
+        if _is_forward_mode():
+            raise InputError(_FORWARD_MODE)
         return
     with _buffer_of(number).preparing(what):
+        if _is_forward_mode():
+            raise InputError(_FORWARD_MODE)
         for name, value in given.items():
             kind: type = int if name == "num_tokens" else Tensor
             if not isinstance(value, kind):
                 raise DtypeError(f"{name} is {type(value).__name__}; allowed is {kind.__name__}")
+
+
+def _is_forward_mode() -> bool:
+    """In jvp or jacfwd of torch.func, which would get zeros."""
+    functorch = torch._C._functorch
+    stack = functorch.get_interpreter_stack() or ()
+    return any(transform.key() == functorch.TransformType.Jvp for transform in stack)
+
+
+vars(_is_forward_mode)["_dynamo_marked_constant"] = True  # as `assume_constant_result` tells Dynamo
 
 
 def _plan_of(ticket: Tensor) -> DispatchHandle:
@@ -166,13 +194,28 @@ def _prepared(
 
 def _issue(handle: DispatchHandle) -> Tensor:
     """A ticket for a plan; plans whose tickets are gone go."""
-    number = next(_numbers)
+    number = next(_tickets)
     ticket = torch.tensor([number], dtype=torch.int64)
     with _lock:
         for old in [old for old, (storage, _) in _plans.items() if storage.expired()]:
             del _plans[old]
         _plans[number] = (StorageWeakRef(ticket.untyped_storage()), handle)
     return ticket
+
+
+def _saves(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    ours = operator.namespace == "uccl_ep"
+    return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keep_calls() -> tuple[Any, Any]:
+    """The `context_fn` of a `torch.utils.checkpoint(use_reentrant=False)` inside of what is compiled.
+
+    Results of these operators are saved, and all else is computed again. Torch cannot compile a checkpoint
+    that repeats them.
+    """
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_saves)
+    return contexts
 
 
 def num_plans() -> int:
@@ -283,9 +326,14 @@ def _(
 # ---- their gradients ----------------------------------------------------------------------------------
 
 
+def _save_ticket(ctx: Any, ticket: Tensor) -> None:
+    ctx.save_for_backward(ticket)
+    ctx.kept = ticket.detach()  # hooks of saved tensors may give a copy back
+
+
 def _keep_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, topk_idx, _, ctx.buffer, *_ = inputs
-    ctx.save_for_backward(output[4])
+    _save_ticket(ctx, output[4])
     ctx.tokens, ctx.width = topk_idx.shape
 
 
@@ -302,7 +350,7 @@ _dispatch.register_autograd(_of_dispatch, setup_context=_keep_dispatch)
 def _keep_again(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, ticket, ctx.buffer, ctx.capacity, _, ctx.grad_wire = inputs
     ctx.tokens = x.shape[0]
-    ctx.save_for_backward(ticket)
+    _save_ticket(ctx, ticket)
 
 
 def _of_again(ctx: Any, grad_rows: Tensor) -> tuple[Any, ...]:
@@ -316,7 +364,7 @@ _dispatch_again.register_autograd(_of_again, setup_context=_keep_again)
 
 def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, ticket, ctx.buffer, _, ctx.capacity, ctx.grad_wire = inputs
-    ctx.save_for_backward(ticket)
+    _save_ticket(ctx, ticket)
 
 
 def _of_combine(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from uccl_ep_train.api.buffer import Buffer
 from uccl_ep_train.common.handle import DispatchHandle
+from uccl_ep_train.common.opaque import opaque
 from uccl_ep_train.core import routing
 from uccl_ep_train.settings.checks import FP8_BLOCK
 
 
+@opaque
 def combine_weights(buffer: Buffer, weights: Tensor, handle: DispatchHandle) -> Tensor:
     """Sums, for each token of this rank, the weights beside the rows that `Buffer.combine` sums.
 

@@ -107,20 +107,51 @@ def needs_graph(*inputs: Tensor | None) -> bool:
     return False
 
 
+def place_now() -> int:
+    """What follows from nodes of different places runs backward by descending place. A node that is attached
+    now has a later one, so ranks that wait for their calls in different orders get the same by this.
+    """
+    with torch.enable_grad():
+        node: Any = _leaf.view_as(_leaf).grad_fn
+    return int(node._sequence_nr())
+
+
+_leaf = torch.zeros((), requires_grad=True, device="cpu")
+
+
+def _placed(result: Tensor, place: int | None) -> None:
+    node: Any = result.grad_fn
+    if place is not None and node is not None:
+        node._set_sequence_nr(place)
+
+
 def attach_dispatch(
     x_TH: Tensor,
     values: Tensor | None,
     filled: tuple[Tensor, Tensor | None],
     combine_gradients: CombineGradients,
+    place: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The results of a finished dispatch as differentiable functions of x and the weights."""
+    """The results of a finished dispatch as differentiable functions of x and the weights. `place`: of its
+    backward, or None: that of now.
+    """
     with torch.enable_grad():
-        return _Dispatch.apply(x_TH, values, filled, combine_gradients)
+        attached: tuple[Tensor, Tensor | None] = _Dispatch.apply(x_TH, values, filled, combine_gradients)
+    _placed(attached[0], place)
+    return attached
 
 
 def attach_combine(
-    rows_RH: Tensor, bias: tuple[Tensor, ...], out_TH: Tensor, dispatch_gradients: DispatchGradients
+    rows_RH: Tensor,
+    bias: tuple[Tensor, ...],
+    out_TH: Tensor,
+    dispatch_gradients: DispatchGradients,
+    place: int | None = None,
 ) -> Tensor:
-    """The result of a finished combine as a differentiable function of the rows and biases."""
+    """The result of a finished combine as a differentiable function of the rows and biases. `place`: as in
+    `attach_dispatch`.
+    """
     with torch.enable_grad():
-        return _Combine.apply(rows_RH, (out_TH,), dispatch_gradients, *bias)
+        attached: Tensor = _Combine.apply(rows_RH, (out_TH,), dispatch_gradients, *bias)
+    _placed(attached, place)
+    return attached

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from uccl_ep_train.common.handle import DispatchHandle, Fp8Rows, RowLayout
 from uccl_ep_train.core import autograd, routing
+from uccl_ep_train.core.tensors import check_mode
 from uccl_ep_train.errors import ClosedError, CommunicationError, EpError, told
 from uccl_ep_train.settings.config import EpConfig
 
@@ -72,6 +73,7 @@ class DispatchCall(NamedTuple):
     attach    the results belong on the autograd graph
     scales    [T, ceil(H / 128)] of x, if it has codes; with "mxfp8" words of exponents, taken as float32
     packs     scales came as exponents, and are returned so
+    place     among autograd's nodes, of a call that was launched before its result is attached; or None
     metadata  [T, M], or None
     """
 
@@ -86,6 +88,10 @@ class DispatchCall(NamedTuple):
     scales: Tensor | None = None
     metadata: Tensor | None = None
     packs: bool = False
+    place: int | None = None
+
+    def placed(self) -> DispatchCall:
+        return self._replace(place=autograd.place_now()) if self.attach else self
 
 
 class CombineCall(NamedTuple):
@@ -96,6 +102,7 @@ class CombineCall(NamedTuple):
     wire_fp32    sums of BF16 rows travel in fp32
     rounds_sums  what a domain returns to another is rounded to BF16; only of rows in fp32, on CPUs
     grad_wire    how gradients of the result travel, "fp8" | "bf16"; None: the result has none
+    place        as of `DispatchCall`
     """
 
     rows: Tensor
@@ -104,6 +111,10 @@ class CombineCall(NamedTuple):
     wire_fp32: bool
     rounds_sums: bool
     grad_wire: str | None
+    place: int | None = None
+
+    def placed(self) -> CombineCall:
+        return self if self.grad_wire is None else self._replace(place=autograd.place_now())
 
 
 @dataclass(frozen=True)
@@ -130,6 +141,7 @@ class Checks:
         metadata: Tensor | None,
     ) -> DispatchCall:
         """given: topk_idx, topk_weights, routing_map, probs; dtypes: of the wire and of the output."""
+        check_mode()
         wire, output_dtype = dtypes
         scales, scale = None, ""
         packs = isinstance(x, Fp8Rows) and getattr(x.scales, "dtype", None) == torch.int32
@@ -169,6 +181,7 @@ class Checks:
         grad_dtype: str | None = None,
         rounds_sums: bool = False,
     ) -> CombineCall:
+        check_mode()
         routing.check_handle(handle, self.owner)
         routing.check_combine_rows(rows, handle, self.config, self.device)
         biases = routing.check_bias(bias, rows, handle, self.config)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from uccl_ep_train.common.slots import WIRE_NAMES, SlotHandle, SlotStatistics
 from uccl_ep_train.core import routing
+from uccl_ep_train.core.tensors import check_mode
 from uccl_ep_train.errors import DeviceError, DtypeError, InputError, ShapeError
 from uccl_ep_train.settings.config import EpConfig
 
@@ -41,6 +42,7 @@ class SlotChecks:
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, wire: str, ue8m0: bool
     ) -> None:
         """x is [T, H] bfloat16, topk_idx [T, K] int64, topk_weights [T, K] float32."""
+        check_mode()
         routing.check_rows("x", x, self.config, self.device)
         if x.dtype != torch.bfloat16:
             raise DtypeError(f"x is {x.dtype}; allowed is torch.bfloat16")
@@ -65,6 +67,7 @@ class SlotChecks:
         """rows is [L, R * M, H] bfloat16, topk_weights [T, K] float32. topk_idx and topk_weights may be the
         dispatch's, which is None. Returns out [T, H], or memory.
         """
+        check_mode()
         if not isinstance(handle, SlotHandle):
             raise DtypeError(f"handle is {type(handle).__name__}; allowed is the handle of SlotRows")
         if handle.owner is not self.owner:

@@ -5,8 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from uccl_ep_train.errors import DeviceError, DtypeError, InputError, ShapeError
+
+_RECORDERS = ("FakeTensorMode", "FunctionalTensorMode", "ProxyTorchDispatchMode")  # imported by few programs
+
+
+def check_mode() -> None:
+    """Nobody records calls of torch, or runs them on fakes: what an engine does would be missing there."""
+    if torch._C._get_tracing_state() is not None:
+        raise InputError("torch.jit.trace records this call; allowed is a call outside of it")
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return
+    for mode in _get_current_dispatch_mode_stack():
+        if type(mode).__name__ in _RECORDERS:
+            raise InputError(
+                f"{type(mode).__name__} records calls, or runs them on fakes; "
+                "allowed is a call outside of it, or one of `Operators`"
+            )
 
 
 def check_tensor(name: str, tensor: Tensor, dims: int, device: torch.device) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from uccl_ep_train.api.weights import combine_weights
+from uccl_ep_train.common.opaque import opaque_methods
 from uccl_ep_train.core import topk
 from uccl_ep_train.deep_ep.checks import check, check_topk, columns_of
 from uccl_ep_train.deep_ep.config import CONFIGURED_RANKS, RANKS_OF_NODE, Config, Runtime
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+@opaque_methods
 class Buffer(LowLatencyCalls):
     """One rank's end, for a group of ranks.
 

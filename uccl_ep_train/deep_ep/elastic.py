@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from uccl_ep_train.api.buffer import Buffer as Engine
+from uccl_ep_train.common.opaque import opaque_methods
 from uccl_ep_train.core.routing import check_combine_rows
 from uccl_ep_train.deep_ep.checks import check, columns_of
 from uccl_ep_train.deep_ep.config import DEFAULT_BYTES, RANKS_OF_NODE
@@ -48,6 +49,7 @@ def _ignored(*_: object, **__: object) -> None:
     """What DeepEP needs around `all_gather`."""
 
 
+@opaque_methods
 class ElasticBuffer:
     """One rank's end, for a group of ranks.
 

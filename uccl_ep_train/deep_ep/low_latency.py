@@ -15,6 +15,7 @@ from torch import Tensor
 
 from uccl_ep_train.api.low_latency import LowLatency, Sent
 from uccl_ep_train.common.handle import Fp8Rows
+from uccl_ep_train.common.opaque import opaque_methods
 from uccl_ep_train.common.slots import SlotHandle, SlotStatistics
 from uccl_ep_train.deep_ep.checks import columns_of
 from uccl_ep_train.deep_ep.config import MOST_TOPK, low_latency_bytes
@@ -74,6 +75,7 @@ def check_overlap(overlap: bool, beside: dict[str, object]) -> None:
         raise InputError(f"overlap = {overlap!r}; allowed is False")
 
 
+@opaque_methods
 class LowLatencyCalls:
     """What `Buffer` has for it, beside what it needs of a buffer."""
 

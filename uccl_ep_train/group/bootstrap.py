@@ -20,6 +20,7 @@ from uccl_ep_train.errors import (
     ArrivalTimeout,
     CommunicationError,
     ConfigError,
+    DtypeError,
     PeerFailed,
     RankMismatchError,
     TransportError,
@@ -259,8 +260,8 @@ class StoreBootstrap(_SteppedBootstrap):
 class TorchBootstrap(StoreBootstrap):
     """Over the store of a `torch.distributed` process group (None: the default group).
 
-    Raises `ConfigError` when torch.distributed is not initialised, this process is not in the group, or the
-    group has no store.
+    Raises `DtypeError` for what is no group, and `ConfigError` when torch.distributed is not initialised,
+    this process is not in the group, or the group has no store.
     """
 
     def __init__(self, group: ProcessGroup | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -270,7 +271,13 @@ class TorchBootstrap(StoreBootstrap):
             raise ConfigError("torch.distributed is not initialised: call init_process_group first")
         if group is None:
             group = cast("ProcessGroup", dist.group.WORLD)
-        rank = dist.get_rank(group)
+        member = group is not dist.GroupMember.NON_GROUP_MEMBER
+        if member and not isinstance(group, dist.ProcessGroup):
+            raise DtypeError(
+                f"group is {type(group).__name__}; "
+                "allowed is a ProcessGroup (get_group() of a DeviceMesh), or None"
+            )
+        rank = dist.get_rank(group) if member else -1
         if rank < 0:
             raise ConfigError("this process is not a member of the group")
         super().__init__(
