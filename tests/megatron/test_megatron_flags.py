@@ -34,6 +34,7 @@ def megatron_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
     parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--distributed-timeout-minutes", type=int, default=10)
     return parser
 
 
@@ -117,6 +118,30 @@ def test_a_buffer_is_as_large_as_megatrons_shapes_need(
         monkeypatch.setenv("UCCL_EP_WINDOW_TOKENS", variable)
     parse(*arguments)
     assert [options.get("window_tokens") for options in enabled] == [tokens]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "seconds"),
+    [
+        ((), None, 600.0),  # Megatron's own default
+        (("--distributed-timeout-minutes", "60"), None, 3600.0),
+        (("--distributed-timeout-minutes", "1"), None, None),  # 300 s, as without it
+        (("--distributed-timeout-minutes", "10000000"), None, 1e6),
+        (("--distributed-timeout-minutes", "60", "--uccl-ep-arrival-timeout-s", "7"), None, 7.0),
+        (("--distributed-timeout-minutes", "60"), "9", None),  # the environment counts
+    ],
+)
+def test_a_buffer_waits_for_ranks_as_long_as_torch_distributed(
+    arguments: tuple[str, ...],
+    variable: str | None,
+    seconds: float | None,
+    enabled: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if variable:
+        monkeypatch.setenv("UCCL_EP_ARRIVAL_TIMEOUT_S", variable)
+    parse(*SHAPE[:2], *arguments)
+    assert [options.get("arrival_timeout_s") for options in enabled] == [seconds]
 
 
 def test_every_field_that_the_model_does_not_decide_is_an_option() -> None:

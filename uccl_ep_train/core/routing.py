@@ -59,7 +59,10 @@ def check_rows(name: str, rows: Tensor, config: EpConfig, device: torch.device) 
     if rows.dtype not in (torch.bfloat16, torch.float32):
         raise DtypeError(f"{name} is {dtype_name(rows)}; allowed is bfloat16 or float32")
     if rows.dtype == torch.float32 and config.memory.max_dtype == "bf16":
-        raise DtypeError(f"{name} is float32 and the buffer was created with max_dtype = 'bf16'")
+        raise DtypeError(
+            f"{name} is float32 and the buffer was created with max_dtype = 'bf16': allowed is bfloat16; for "
+            "float32 rows create it with max_dtype = 'fp32' (UCCL_EP_MAX_DTYPE, --uccl-ep-max-dtype)"
+        )
     _check_row_size(name, rows, config)
 
 

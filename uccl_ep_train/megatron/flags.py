@@ -13,8 +13,8 @@ from uccl_ep_train.megatron import plugin
 from uccl_ep_train.megatron.compat import UnsupportedMegatronError
 from uccl_ep_train.megatron.plugin import DISPATCHER_NAME, REUSE_OPTION
 from uccl_ep_train.settings import variables
-from uccl_ep_train.settings.checks import MAX_TOKENS, boolean
-from uccl_ep_train.settings.sections import SETTINGS
+from uccl_ep_train.settings.checks import MAX_TIMEOUT_S, MAX_TOKENS, boolean
+from uccl_ep_train.settings.sections import SETTINGS, Deadlines
 
 DISPATCHER_OPTION = "--moe-token-dispatcher-type"
 _PREFIX = "uccl_ep_"
@@ -87,6 +87,14 @@ def window_tokens(namespace: argparse.Namespace) -> int | None:
     return min(-(-length * size // parts), MAX_TOKENS)
 
 
+def patience_s(namespace: argparse.Namespace) -> float | None:
+    """Seconds that torch.distributed waits, by Megatron's arguments; None if no longer than a buffer does."""
+    minutes = getattr(namespace, "distributed_timeout_minutes", None)
+    if minutes is None or 60.0 * minutes <= Deadlines.arrival_timeout_s:
+        return None
+    return min(60.0 * minutes, MAX_TIMEOUT_S)
+
+
 def select_dispatcher(namespace: argparse.Namespace) -> None:
     """Enables the plug-in if the parsed arguments ask for it; ConfigError if they contradict each other."""
     given = options(namespace)
@@ -104,5 +112,8 @@ def select_dispatcher(namespace: argparse.Namespace) -> None:
     tokens = window_tokens(namespace)
     if tokens is not None and "window_tokens" not in variables.said():
         given.setdefault("window_tokens", tokens)
+    patience = patience_s(namespace)
+    if patience is not None and "arrival_timeout_s" not in variables.said():
+        given.setdefault("arrival_timeout_s", patience)
     for name, value in plugin.enable(**given).items():
         setattr(namespace, name, value)

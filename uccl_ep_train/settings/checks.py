@@ -18,6 +18,7 @@ HIDDEN_UNIT = 32
 """Hidden sizes are multiples of it."""
 
 MAX_RANKS = 65536
+MAX_TIMEOUT_S = 1e6
 MAX_TOKENS = 65536  # limit per rank in an operation on GPUs
 MAX_TOPK = 32
 MAX_WINDOW_CHUNKS = 32767  # kMaxRingSlots of csrc/layout/words.h, less one

@@ -11,6 +11,7 @@ from typing import Literal
 
 from uccl_ep_train.settings.checks import (
     MAX_RANKS,
+    MAX_TIMEOUT_S,
     MAX_TOKENS,
     MAX_WINDOW_CHUNKS,
     choice,
@@ -116,7 +117,9 @@ class Memory(Section):
 class Deadlines(Section):
     """How long a rank waits for others before it raises."""
 
-    arrival_timeout_s: float = setting(300.0, number(0.0, 1e6, open_low=True), agree=False, native="=")
+    arrival_timeout_s: float = setting(
+        300.0, number(0.0, MAX_TIMEOUT_S, open_low=True), agree=False, native="="
+    )
     """A peer that has not entered the operation by then is an error; covers slow data loading. A pause of
     this process does not count.
 
