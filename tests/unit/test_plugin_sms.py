@@ -60,6 +60,15 @@ def test_without_a_gpu_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sms_of(BufferPool({}), model()) == 24
 
 
+def test_the_environment_widens_a_bf16_models_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For experts that return FP32 rows. Control: without the variable slots are for BF16."""
+    for variable in ("UCCL_EP_MAX_DTYPE", "UCCL_EP_COMBINE_WIRE_DTYPE"):
+        assert BufferPool({}).ep_config(model(), tp_size=1, ep_size=4).memory.max_dtype == "bf16"
+        with monkeypatch.context() as patched:
+            patched.setenv(variable, "fp32")
+            assert BufferPool({}).ep_config(model(), tp_size=1, ep_size=4).memory.max_dtype == "fp32"
+
+
 def test_sections_as_options_mean_what_their_settings_mean() -> None:
     for options in ({"combine_wire_dtype": "fp32"}, {"wire": Wire(combine_wire_dtype="fp32")}):
         config = BufferPool(options).ep_config(model(), tp_size=1, ep_size=4)

@@ -264,13 +264,14 @@ class GroupLife:
         if group is None and torch.distributed.is_initialized():
             group = torch.distributed.group.WORLD
         self._group = weakref.ref(group) if _is_registered(group) else None
+        self.forgotten: Callable[[], bool] = bool  # says no
 
     @property
     def over(self) -> bool:
         if self._group is None:
             return False
         group = self._group()  # torch holds the groups that it knows
-        return group is None or not _is_registered(group)
+        return group is None or not _is_registered(group) or self.forgotten()
 
 
 def _is_registered(group: Any) -> bool:
@@ -320,6 +321,13 @@ def group_is_over(buffer: Checked) -> bool:
     """Whether the torch.distributed group of a buffer has been destroyed."""
     life = _live.get(buffer)
     return life is not None and life.over
+
+
+def also_over_if(buffer: Checked, forgotten: Callable[[], bool]) -> None:
+    """From now on the group of a buffer counts as destroyed, too, while `forgotten()`."""
+    life = _live.get(buffer)
+    if life is not None:
+        life.forgotten = forgotten
 
 
 @opaque

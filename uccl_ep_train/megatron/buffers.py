@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from uccl_ep_train.errors import ConfigError
-from uccl_ep_train.group.lifecycle import group_is_over
+from uccl_ep_train.group.lifecycle import also_over_if, group_is_over
 from uccl_ep_train.settings import variables
 from uccl_ep_train.settings.checks import HIDDEN_UNIT, Value
 from uccl_ep_train.settings.config import EpConfig, Gpu, by_public_name
@@ -35,12 +38,16 @@ class BufferPool:
         """`options`: arguments of `EpConfig`, except those that the model decides."""
         self.options = by_public_name(options)
         self._buffers: dict[tuple[ProcessGroup, EpConfig], Buffer] = {}
+        self._users: weakref.WeakKeyDictionary[Buffer, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
     def __iter__(self) -> Iterator[Buffer]:
         return iter(self._buffers.values())
 
-    def buffer(self, group: ProcessGroup, config: Any, tp_size: int, ep_size: int) -> Buffer:
-        """The buffer of an expert TP x EP group for a model's TransformerConfig. Raises ConfigError."""
+    def buffer(self, group: ProcessGroup, config: Any, tp_size: int, ep_size: int, *, user: Any) -> Buffer:
+        """The buffer of an expert TP x EP group for a model's TransformerConfig. Raises ConfigError.
+
+        user: the dispatcher; while it lives, its buffer is not dropped with Megatron's groups
+        """
         # Imported here, so that flags and checks of the plug-in work without the compiled extension.
         from uccl_ep_train.api.buffer import Buffer
 
@@ -48,8 +55,13 @@ class BufferPool:
         key = (group, ep_config)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.closed:
-            self._drop_outlived()
+            self.drop_outlived()
             buffer = self._buffers[key] = Buffer(group, ep_config)
+            users = self._users[buffer] = weakref.WeakSet()
+            if _is_megatrons(group):
+                forgotten = functools.partial(_is_forgotten, weakref.ref(group), users)
+                also_over_if(buffer, forgotten)
+        self._users[buffer].add(user)
         return buffer
 
     def configs(self) -> list[EpConfig]:
@@ -68,8 +80,8 @@ class BufferPool:
             if self._buffers.get(key) is buffer:
                 del self._buffers[key]
 
-    def _drop_outlived(self) -> None:
-        """Closes buffers whose group was destroyed: no new layer uses them, and their memory is needed."""
+    def drop_outlived(self) -> None:
+        """Closes buffers whose group is gone: no new layer uses them, and their memory is needed."""
         for key, buffer in list(self._buffers.items()):
             if group_is_over(buffer):
                 del self._buffers[key]
@@ -90,9 +102,11 @@ class BufferPool:
             "source_order": stock_source_order(tp_size, ep_size),
             **self.options,
         }
-        if not wide and options.get("combine_wire_dtype") != "fp32":
+        said = variables.said()
+        wire = said["combine_wire_dtype"].value if "combine_wire_dtype" in said else None
+        if not wide and options.get("combine_wire_dtype", wire) != "fp32" and "max_dtype" not in said:
             options.setdefault("max_dtype", "bf16")
-        if "num_sms" not in options and "num_sms" not in variables.said():
+        if "num_sms" not in options and "num_sms" not in said:
             options |= sms_of(config)
         ep_config = EpConfig.from_env(**options)
         for name in ("dispatch_dtype", "grad_dtype"):
@@ -102,6 +116,25 @@ class BufferPool:
                     f"allowed is {name} = 'bf16', which sends rows unquantised"
                 )
         return ep_config
+
+
+def _is_megatrons(group: Any) -> bool:
+    """Whether Megatron's parallel state has this expert TP x EP group now."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_expert_tensor_and_model_parallel_group(check_initialized=False) is group
+
+
+def _is_forgotten(group: weakref.ref[Any], users: weakref.WeakSet[Any]) -> bool:
+    """Whether Megatron has dropped a group, and no layer uses its buffer.
+
+    Megatron destroys no group, so a model of before may still be in use.
+    """
+    if _is_megatrons(group()):
+        return False
+    if users:
+        gc.collect()  # a dropped model is full of cycles
+    return not users
 
 
 def sms_of(config: Any) -> dict[str, int]:

@@ -17,6 +17,9 @@ The dispatcher is a subclass of Megatron's flex dispatcher, whose stages use a `
 
 from __future__ import annotations
 
+import functools
+import math
+import sys
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantizat
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, MoETokenDispatcher
 
 from uccl_ep_train.common.opaque import opaque
-from uccl_ep_train.errors import RoutingError
+from uccl_ep_train.errors import ConfigError, RoutingError
 from uccl_ep_train.megatron.buffers import BufferPool, row_padding
 from uccl_ep_train.megatron.compat import UnsupportedMegatronError
 from uccl_ep_train.megatron.recompute import save_plan, saved_plan
@@ -56,10 +59,12 @@ class UcclEpTokenDispatcher(MoEFlexTokenDispatcher):
                 f"{self.tp_size} and EP rank {ep_rank}; the plug-in knows groups with expert TP minor"
             )
         self._comm_manager = UcclEpManager(
-            buffer=pool.buffer(self.tp_ep_group, config, self.tp_size, self.ep_size),
+            buffer=pool.buffer(self.tp_ep_group, config, self.tp_size, self.ep_size, user=self),
             num_virtual_experts=self.tp_size * config.num_moe_experts,
             config=config,
         )
+        if getattr(config, "moe_router_dtype", None) == "fp64" and group_rank == 0:
+            _say_what_fp64_becomes()
         # State that dispatch_preprocess leaves on the manager must survive its CUDA graph.
         self.cudagraph_attrs = ["_comm_manager.token_probs", "_comm_manager.routing_map"]
 
@@ -83,15 +88,8 @@ class UcclEpManager:
 
     def __init__(self, buffer: Any, num_virtual_experts: int, config: Any) -> None:
         self.buffer = buffer
+        self.config = config  # read in every forward pass, as Megatron does: fields may change between them
         self.num_virtual_experts = num_virtual_experts
-        # Quantised products, and those of TransformerEngine's grouped tensors, want segments of whole blocks.
-        blocks = bool(
-            config.fp8 or getattr(config, "fp4", None) or getattr(config, "moe_use_grouped_tensor", False)
-        )
-        self.pads_map = bool(getattr(config, "moe_router_padding_for_quantization", False))
-        # Megatron's experts rely on a flex dispatcher to do it (0: no need, in 0.17+), or copy what it left.
-        wanted = get_align_size_for_quantization(config) if blocks or self.pads_map else 1
-        self.expert_alignment = max(1, int(wanted))
         # Set: each rank has a budget of rows, whatever comes, and the host reads no count. Megatron 0.17+
         # looks at the two tensors after a step; after one over budget it clears the factor, repeats the
         # step, grows the budget and sets the factor again.
@@ -101,18 +99,52 @@ class UcclEpManager:
         self.over_budget = torch.zeros(1, dtype=torch.bool, device=buffer.device)
         self.required_recv = torch.zeros(1, dtype=torch.int64, device=buffer.device)  # rows, the most so far
         self._least_budget = 0  # rows
-        # Set: the router gives each expert alike, so that a CUDA graph may know the counts beforehand.
-        padded = getattr(config, "moe_pad_expert_input_to_capacity", False)
-        self._capacity_factor: float | None = config.moe_expert_capacity_factor if padded else None
         self._counts_captured = False
         self._other_counts = torch.zeros(1, dtype=torch.bool, device=buffer.device)
-        self._topk = config.moe_router_topk * num_virtual_experts // config.num_moe_experts
         self.routing_map: torch.Tensor | None = None  # bool [n, E*TP]
         self.token_probs: torch.Tensor | None = None  # router dtype [n, E*TP], zero where not routed
         self.dispatched_probs: torch.Tensor | None = None  # router dtype [R]
         self.tokens_per_expert: torch.Tensor | None = None  # int64 [L], padding included; see DispatchResult
         self._handle: Any = None
         self._hidden = 0  # elements of a row in the model
+
+    @property
+    def pads_map(self) -> bool:
+        """Whether each expert's tokens are padded before they are sent."""
+        return bool(getattr(self.config, "moe_router_padding_for_quantization", False))
+
+    @property
+    def expert_alignment(self) -> int:
+        """Rows to a multiple of which each expert's segment is padded."""
+        config = self.config
+        # Quantised products, and those of TransformerEngine's grouped tensors, want segments of whole blocks.
+        blocks = (
+            config.fp8 or getattr(config, "fp4", None) or getattr(config, "moe_use_grouped_tensor", False)
+        )
+        # Megatron's experts rely on a flex dispatcher to do it (0: no need, in 0.17+), or copy what it left.
+        wanted = get_align_size_for_quantization(config) if blocks or self.pads_map else 1
+        return max(1, int(wanted))
+
+    @property
+    def _topk(self) -> int:
+        """Virtual experts of a token."""
+        return int(self.config.moe_router_topk * self.num_virtual_experts // self.config.num_moe_experts)
+
+    @property
+    def _capacity_factor(self) -> float | None:
+        """Set: the router gives each expert alike, so that a CUDA graph may know the counts beforehand.
+
+        Raises ConfigError.
+        """
+        if not getattr(self.config, "moe_pad_expert_input_to_capacity", False):
+            return None
+        factor = self.config.moe_expert_capacity_factor
+        if not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
+            raise ConfigError(
+                f"moe_expert_capacity_factor = {factor!r} with moe_pad_expert_input_to_capacity = True; "
+                "allowed is a number >= 0"
+            )
+        return factor
 
     def setup_metadata(self, routing_map: torch.Tensor, probs: torch.Tensor) -> None:
         """routing_map bool, probs float, both [n, EP*TP, L]. Plain torch: Megatron compiles it."""
@@ -135,8 +167,9 @@ class UcclEpManager:
             assert self.token_probs is not None and self.routing_map is not None, "setup_metadata comes first"
             num_tokens, self._hidden = hidden_states.shape
             local_experts = self.buffer.config.num_experts // self.buffer.num_ranks
-            # If the host must not read them.
-            rows_each = self._rows_of_each_expert(num_tokens) if is_capturing() else None
+            rows_each = self._rows_of_each_expert(num_tokens)
+            if not is_capturing():  # The host may read them.
+                rows_each = None
             plan = saved_plan(self)
             if rows_each is not None:
                 capacity: int | None = local_experts * rows_each
@@ -234,6 +267,16 @@ class UcclEpManager:
 def is_capturing() -> bool:
     """Whether what is launched now becomes part of a CUDA graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache  # once per process
+def _say_what_fp64_becomes() -> None:
+    print(
+        "uccl_ep_train: moe_router_dtype = fp64: probabilities and their gradients travel in fp32, so "
+        "results differ from alltoall's by this rounding",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _padded_map(routing_map: torch.Tensor, multiple: int) -> torch.Tensor:
