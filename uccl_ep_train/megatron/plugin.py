@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import atexit
 import functools
+import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from uccl_ep_train.common.opaque import opaque
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.group.lifecycle import check_live_buffers
+from uccl_ep_train.megatron.alone import as_alltoall
 from uccl_ep_train.megatron.buffers import BufferPool
 from uccl_ep_train.megatron.compat import DispatcherMissingError, check_megatron
 from uccl_ep_train.megatron.recompute import record_checkpoints
@@ -100,7 +103,7 @@ def enable(*, reuse_plans_in_recompute: bool = True, **options: Value | Section)
     hook = register_optimizer_step_pre_hook(functools.partial(_before_optimizer_step, _enabled))
     _enabled.undo.append(hook.remove)
     _check_replayed_steps(_enabled)
-    atexit.register(disable)
+    atexit.register(_disable_at_exit)
     return dict(CARRIER)
 
 
@@ -112,12 +115,18 @@ def disable(*, abort: bool = False) -> None:
     global _enabled, _closing
     state, _enabled = _enabled, None
     if state is not None:
-        atexit.unregister(disable)
+        atexit.unregister(_disable_at_exit)
         while state.undo:
             state.undo.pop()()
         _closing = state.pool
     if _closing is not None:
         _closing.close(abort=abort)
+
+
+def _disable_at_exit() -> None:
+    """Not after an exception: then the end of each buffer tells the other ranks which (`abandon`)."""
+    if getattr(sys, "last_value", None) is None:
+        disable()
 
 
 def retire() -> None:
@@ -188,9 +197,8 @@ def _swap_dispatcher(state: _Enabled) -> None:
 
     def build(*args: Any, config: Any, pg_collection: Any = None, **kwargs: Any) -> Any:
         """What `MoELayer` calls instead of the class."""
+        _require_carrier(config, "a MoE layer")
         if utils.get_pg_size(pg_collection.tp_ep) == 1:
-            # A flex dispatcher would pad the rows for FP8 products; for this one the experts do.
-            config.moe_token_dispatcher_type = "alltoall"
             return moe_layer.MoEAlltoAllTokenDispatcher(
                 *args, config=config, pg_collection=pg_collection, **kwargs
             )
@@ -205,13 +213,28 @@ def _swap_dispatcher(state: _Enabled) -> None:
 
 def _check_each_layer(state: _Enabled) -> None:
     """A layer with another dispatcher (a changed config, a framework's fallback) fails when it is built."""
+    from megatron.core import utils
     from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 
     stock_init = MoELayer.__init__
+    signature = inspect.signature(stock_init)
 
     @functools.wraps(stock_init)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        stock_init(self, *args, **kwargs)
+        call = signature.bind(self, *args, **kwargs)
+        config = call.arguments["config"]
+        if config.moe_token_dispatcher_type == DISPATCHER_NAME:
+            raise DispatcherMissingError(
+                f"moe_token_dispatcher_type = {DISPATCHER_NAME!r}: this TransformerConfig was made before "
+                f"enable(). Make it afterwards, or with the arguments that it returns: {CARRIER}"
+            )
+        groups = call.arguments.get("pg_collection") or get_default_pg_collection()
+        if config.moe_token_dispatcher_type == "flex" and utils.get_pg_size(groups.tp_ep) == 1:
+            _require_carrier(config, "a MoE layer")
+            state.pool.drop_outlived()
+            call.arguments["config"] = as_alltoall(config)
+        stock_init(*call.args, **call.kwargs)
         # Megatron numbers a layer after its construction.
         _require_ours(self, "a MoE layer" if self.layer_number is None else f"MoE layer {self.layer_number}")
 
@@ -227,6 +250,7 @@ def _require_ours(layer: Any, name: str) -> None:
 
     found = layer.token_dispatcher
     if isinstance(found, UcclEpTokenDispatcher):
+        _require_carrier(layer.config, name)
         return
     if type(found) is MoEAlltoAllTokenDispatcher and utils.get_pg_size(found.tp_ep_group) == 1:
         return
@@ -235,6 +259,17 @@ def _require_ours(layer: Any, name: str) -> None:
         f"{layer.config.moe_token_dispatcher_type!r}), not the uccl_ep dispatcher. Build the model after "
         f"enable(), with the arguments that it returns: {CARRIER}"
     )
+
+
+def _require_carrier(config: Any, name: str) -> None:
+    """Megatron's schedules would treat our dispatcher as that of another carrier, DeepEP's by default."""
+    for field_name, wanted in CARRIER.items():
+        value = getattr(config, field_name)
+        if value != wanted:
+            raise DispatcherMissingError(
+                f"{name} has {field_name} = {value!r}; while the plug-in is enabled, allowed is {wanted!r}. "
+                f"Make the TransformerConfig with the arguments that enable() returns: {CARRIER}"
+            )
 
 
 def _check_replayed_steps(state: _Enabled) -> None:
