@@ -193,10 +193,8 @@ class Buffer(Uncopied):
         outputs, handle = launched.outputs, launched.handle
         rows, row_weights = cast(Tensor, launched.rows_of(call)), outputs.row_weights
         if call.attach:
-            written, gradients = (outputs.rows, row_weights), self.combine_gradients(handle)
-            rows, row_weights = autograd.attach_dispatch(
-                call.x, call.routed.values, written, gradients, call.place
-            )
+            made, run = (outputs.rows, row_weights), self.combine_gradients(handle)
+            rows, row_weights = autograd.attach_dispatch(call.x, call.routed.values, made, run, call.place)
         counts, overflow = launched.tokens_per_expert, launched.overflow
         experts, metadata = outputs.row_experts, outputs.metadata
         return DispatchResult(rows, counts, row_weights, handle, experts, overflow, metadata)

@@ -13,18 +13,18 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from uccl_ep_train.core.topology import Topology
 from uccl_ep_train.errors import (
     ArrivalTimeout,
     CommunicationError,
     ConfigError,
-    DtypeError,
     PeerFailed,
     RankMismatchError,
     TransportError,
 )
+from uccl_ep_train.group import torch_group
 from uccl_ep_train.group.answers import MOST_SHOWN, decode, malformed, require
 from uccl_ep_train.group.ends import Ends, Process
 from uccl_ep_train.group.patience import Patience
@@ -265,43 +265,14 @@ class TorchBootstrap(StoreBootstrap):
     """
 
     def __init__(self, group: ProcessGroup | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        import torch.distributed as dist
-
-        if not dist.is_available() or not dist.is_initialized():
-            raise ConfigError("torch.distributed is not initialised: call init_process_group first")
-        if group is None:
-            group = cast("ProcessGroup", dist.group.WORLD)
-        member = group is not dist.GroupMember.NON_GROUP_MEMBER
-        if member and not isinstance(group, dist.ProcessGroup):
-            raise DtypeError(
-                f"group is {type(group).__name__}; "
-                "allowed is a ProcessGroup (get_group() of a DeviceMesh), or None"
-            )
-        rank = dist.get_rank(group) if member else -1
-        if rank < 0:
-            raise ConfigError("this process is not a member of the group")
+        group, rank = torch_group.joined(group)
         super().__init__(
-            _store_of(group),
+            torch_group.store_of(group),
             rank,
-            dist.get_world_size(group),
+            group.size(),
             name=getattr(group, "group_name", "default"),
             timeout_s=timeout_s,
         )
-
-
-def _store_of(group: ProcessGroup) -> Store:
-    from torch.distributed import distributed_c10d
-
-    getter = getattr(group, "get_group_store", None)
-    if getter is not None:
-        try:
-            return getter()
-        except RuntimeError:
-            pass
-    entry = distributed_c10d._world.pg_map.get(group)
-    if entry is None or entry[1] is None:
-        raise ConfigError("the group has no key-value store; pass bootstrap= instead")
-    return entry[1]
 
 
 class _LocalRoom:
