@@ -48,16 +48,18 @@ uint64_t bounded(uint64_t timeout_us) { return std::min(timeout_us, kMostTimeout
 template <typename Given, typename Call>
 uccl_ep_status queue(uccl_ep_plan* plan, const Given* args, uccl_ep_op** op, const Call& call) {
   return guarded([&] {
-    there(op, "op") = nullptr;
+    if (op != nullptr) *op = nullptr;
     uccl_ep_group& group = *there(plan, "plan").group;
-    auto made = std::make_unique<uccl_ep_op>();
-    made->group = &group;
     Stream stream = nullptr;
     const uint64_t before = group.engine->num_calls();
     try {
       const Given given = taken(args, "args");
       stream = given.stream;
+      there(op, "op");
+      auto made = std::make_unique<uccl_ep_op>();
+      made->group = &group;
       call(given, *group.engine, *made);
+      *op = made.release();
     } catch (const CommunicationFailure&) {
       throw;
     } catch (const std::exception& failure) {
@@ -65,7 +67,6 @@ uccl_ep_status queue(uccl_ep_plan* plan, const Given* args, uccl_ep_op** op, con
         group.engine->refused(std::string(error_name(failure)) + ": " + failure.what(), stream);
       throw;
     }
-    *op = made.release();
     return UCCL_EP_OK;
   });
 }
@@ -142,7 +143,8 @@ uccl_ep_status uccl_ep_plan_create(uccl_ep_group* group, const uccl_ep_routing* 
 
 uccl_ep_status uccl_ep_plan_update(uccl_ep_plan* plan, const uccl_ep_routing* routing) {
   return guarded([&] {
-    there(plan, "plan").routing = routing_of(*plan->group, routing);
+    uccl_ep_plan& changed = there(plan, "plan");  // before the right side of the assignment, which reads it
+    changed.routing = routing_of(*changed.group, routing);
     plan->sent = nullptr;
     return UCCL_EP_OK;
   });

@@ -21,11 +21,21 @@
 
 #define UCCL_EP_VERSION 1
 #define UCCL_EP_MAGIC 0x75457031u
-#define UCCL_EP_INIT(type) {.size = sizeof(type), .magic = UCCL_EP_MAGIC}
 #define UCCL_EP_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
+/* C++ before C++20 has no designated initialisers, and later ones warn of the fields that these leave out. */
+template <typename T>
+inline T uccl_ep_init() {
+  T made = T();
+  made.size = sizeof(T);
+  made.magic = UCCL_EP_MAGIC;
+  return made;
+}
+#define UCCL_EP_INIT(type) uccl_ep_init<type>()
 extern "C" {
+#else
+#define UCCL_EP_INIT(type) {.size = sizeof(type), .magic = UCCL_EP_MAGIC}
 #endif
 
 typedef enum uccl_ep_status {
@@ -78,8 +88,8 @@ typedef struct uccl_ep_group_config {
   uint32_t num_sms; /* of a GPU, that kernels may take; default 24 */
   uint64_t budget_bytes; /* of each rank's memory; default 512 MiB */
   uint32_t window_tokens; /* of the budget, what so many tokens need; default: all */
-  double arrival_timeout_s; /* default 300 */
-  double progress_timeout_s; /* default 20 */
+  double arrival_timeout_s; /* default 300, at most 10^6 */
+  double progress_timeout_s; /* default 20, at most 10^6 */
   const char* transport; /* "auto" (default) | "loop" | "verbs" | "ofi" */
   const int32_t* domain_of; /* [num_ranks] or NULL: found. Ranks of a domain share memory */
   uccl_ep_all_gather all_gather;

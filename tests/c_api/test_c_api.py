@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -89,6 +90,42 @@ def test_the_header_is_the_one_of_the_sources_and_of_cxx_too(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
 
 
+STRICT = (
+    "-Wall",
+    "-Wextra",
+    "-Wpedantic",
+    "-Wmissing-field-initializers",
+    "-Wshadow",
+    "-Wconversion",
+    "-Werror",
+)
+STRICT_CXX = ("-Wold-style-cast", "-Wuseless-cast", "-Wzero-as-null-pointer-constant")
+
+
+@pytest.mark.parametrize("standard", ["c99", "c11", "c++11", "c++17", "c++20"])
+def test_the_header_causes_no_warning(tmp_path: Path, standard: str) -> None:
+    is_cxx = standard.startswith("c++")
+    source = tmp_path / ("one.cc" if is_cxx else "one.c")
+    structs = re.findall(r"^} (uccl_ep_\w+);", HEADER.read_text(), re.MULTILINE)
+    named = [name for name in structs if name not in ("uccl_ep_status", "uccl_ep_dtype", "uccl_ep_stat")]
+    assert len(named) == 6
+    lines = [f"  {name} s{i} = UCCL_EP_INIT({name});\n  sum += s{i}.size;\n" for i, name in enumerate(named)]
+    source.write_text(
+        '#include "uccl_ep.h"\nint main(void) {\n  size_t sum = 0;\n'
+        + "".join(lines)
+        + "  return sum == 0;\n}\n"
+    )
+    command = ("c++", *STRICT_CXX) if is_cxx else ("cc", "-Wstrict-prototypes")
+    done = run(*command, *STRICT, f"-std={standard}", *c_interface.cflags(), "-fsyntax-only", source)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_cannot_be_right_is_refused_and_counted() -> None:
+    done = run(sys.executable, HERE / "refusals_rank.py", c_interface.LIBRARY, HEADER)
+    assert done.returncode == 0, done.stderr
+    assert "pointers were NULL, all is refused" in done.stdout
+
+
 def test_pkg_config_knows_it() -> None:
     if shutil.which("pkg-config") is None:
         pytest.skip("pkg-config is not installed")
@@ -104,6 +141,19 @@ def test_the_tool_says_what_a_compiler_needs() -> None:
     assert run(sys.executable, "-m", module).stdout == f"{c_interface.LIBRARY.parent / 'pkgconfig'}\n"
     said = run(sys.executable, "-m", module, "--cflags", "--libs").stdout.split()
     assert said == [*c_interface.cflags(), *c_interface.libs()]
+
+
+def test_paths_with_spaces_are_quoted_for_a_shell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    library = tmp_path / "with space" / "lib" / "libuccl_ep.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    monkeypatch.setattr(c_interface, "PACKAGE", library.parents[1])
+    monkeypatch.setattr(c_interface, "LIBRARY", library)
+    monkeypatch.setattr(sys, "argv", ["c_interface", "--cflags", "--libs"])
+    c_interface.main()
+    assert shlex.split(capsys.readouterr().out) == [*c_interface.cflags(), *c_interface.libs()]
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -1,12 +1,13 @@
 """Where the C interface lies: `python -m uccl_ep_train.tools.c_interface [--cflags] [--libs]`
 
 Without an option it prints the folder for PKG_CONFIG_PATH. With one it prints what pkg-config does: what a
-compiler needs.
+compiler needs, quoted for a shell where a path has spaces.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -31,7 +32,7 @@ def main() -> None:
     if not LIBRARY.is_file():
         raise SystemExit(f"{LIBRARY} is missing: install uccl_ep_train again, its build makes it")
     words = (cflags() if asked.cflags else []) + (libs() if asked.libs else [])
-    print(" ".join(words) or LIBRARY.parent / "pkgconfig")
+    print(shlex.join(words) or LIBRARY.parent / "pkgconfig")
 
 
 if __name__ == "__main__":

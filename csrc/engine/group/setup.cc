@@ -128,6 +128,20 @@ Place this_place() {
   return {this_host(), this_kernel() + " " + std::to_string(has ? mount.st_dev : 0)};
 }
 
+// Where no row leaves a domain or host, the name is not looked up later.
+void check_transport(const std::string& wanted) {
+  std::string names = "auto";
+  bool is_known = wanted == names;
+  for (const TransportKind& kind : transports()) {
+    is_known = is_known || wanted == kind.name;
+    names += " | " + std::string(kind.name);
+  }
+  if (is_known) return;
+  char shown[32];
+  copy_text(shown, wanted);
+  throw UsageFailure(UsageKind::kConfig, "transport = '" + std::string(shown) + "': allowed is " + names);
+}
+
 // What the steps before the engine's own checks rely on.
 void check_group(const EngineConfig& wanted) {
   const auto refuse = [](const std::string& text) { throw UsageFailure(UsageKind::kConfig, text); };
@@ -137,6 +151,7 @@ void check_group(const EngineConfig& wanted) {
   if (!wanted.domain_of.empty() && wanted.domain_of.size() != static_cast<size_t>(wanted.num_ranks))
     refuse("domain_of = " + text_of(wanted.domain_of) + ": allowed is a domain for each of the " +
            std::to_string(wanted.num_ranks) + " ranks, or none");
+  check_transport(wanted.transport);
 }
 
 Introduction introduction_of(const EngineConfig& wanted, std::optional<DomainProbe>& probe) {
