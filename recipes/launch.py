@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import shutil
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -33,9 +35,11 @@ from recipes.plan.devices import DeviceError
 from recipes.plan.hardware import NODES
 from recipes.training import pretrain
 from recipes.training.checkpoint import CheckpointError, Checkpoints
+from uccl_ep_train.common.command_line import output_file, run, whole
 from uccl_ep_train.errors import ConfigError, InputError
 from uccl_ep_train.settings import env
 
+MOST_SEED = (1 << 31) - 1
 STOPPED = 130  # exit status after Ctrl-C, as in shells
 # Options that only recipes/training/loop.py knows.
 _OWN_LOOP = (
@@ -44,6 +48,12 @@ _OWN_LOOP = (
 )  # fmt: skip
 # And those that only recipes/training/pretrain.py knows.
 _FULL_SIZE = ("megatron_lm", "data_path", "hardware", "trial", "ep", "extra")
+_CONTRADICTIONS = (
+    ("restart", "resume", "allowed is one of them: the first deletes what the second needs"),
+    ("start_from", "resume", "allowed is one of them: a run that is resumed has begun already"),
+    ("router_trace", "compare", "allowed is one of them: the second run would overwrite the file"),
+    ("trial", "data_path", "allowed is one of them: a trial has synthetic data"),
+)
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -75,13 +85,16 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--domain-size", type=int, help="ranks that share memory (uccl_ep); on GPUs: all")
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE.png", help="of a dry run: how long each resource is busy"
+        "--picture",
+        type=output_file(".png"),
+        metavar="FILE.png",
+        help="of a dry run: how long each resource is busy",
     )
     parser.add_argument(
         "--ablate", choices=ABLATIONS, help="negative controls: what training loses without it"
     )
-    parser.add_argument("--steps", type=int, help="optimizer steps of the whole run")
-    parser.add_argument("--seed", type=int)
+    parser.add_argument("--steps", type=whole(1), help="optimizer steps of the whole run")
+    parser.add_argument("--seed", type=whole(0, MOST_SEED))
     # What follows `--` is for pretrain_gpt.py.
     end = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:end])
@@ -94,6 +107,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} is not for {args.recipe}")
     if args.picture and not args.dry_run:
         parser.error("--picture is for a dry run")
+    for name, other, why in _CONTRADICTIONS:
+        if getattr(args, name) and getattr(args, other):
+            parser.error(f"--{name.replace('_', '-')} with --{other.replace('_', '-')}: {why}")
     if args.domain_size is not None and args.recipe in PRETRAININGS and not args.dry_run:
         parser.error(f"--domain-size of {args.recipe} is for a dry run: its ranks find their domains")
     return args
@@ -130,7 +146,10 @@ def _add_own_loop_options(parser: argparse.ArgumentParser) -> None:
         "--compare", choices=DISPATCHERS, help="train once more with this dispatcher and draw both curves"
     )
     group.add_argument(
-        "--router-trace", type=Path, help="save what the routers chose in a few steps (.npz), for bench/"
+        "--router-trace",
+        type=output_file(".npz", makes_folders=True),
+        metavar="FILE.npz",
+        help="save what the routers chose in a few steps, for bench/",
     )
 
 
@@ -300,13 +319,38 @@ def _placed(args: argparse.Namespace) -> tuple[Recipe, str]:
     return recipe, why_cpu
 
 
-def _check_start(other: Checkpoints) -> None:
+def _check_start(other: Checkpoints, run_dir: Path) -> None:
+    if other.folder.resolve() == (run_dir / "checkpoints").resolve():
+        raise CheckpointError(f"--start-from {run_dir}: allowed is another run's folder than --run-dir")
     if not other.steps():
         raise CheckpointError(f"--start-from: no checkpoint in {other.folder}")
     other.check()
 
 
-def main(argv: list[str]) -> int:
+def _check_folders(args: argparse.Namespace, recipe: Recipe, runs: dict[Path, str]) -> None:
+    """Here once, rather than on every rank. Raises CheckpointError."""
+    for folder, dispatcher in runs.items():
+        own = dataclasses.replace(recipe, token_dispatcher=dispatcher)
+        checkpoints = Checkpoints(folder / "checkpoints", own)
+        # One to compare with may not have begun.
+        if args.resume and folder == next(iter(runs)) and not checkpoints.steps():
+            raise CheckpointError(f"--resume: no checkpoint in {folder}")
+        if not args.restart:
+            checkpoints.check()
+        if args.start_from is not None:
+            other = Checkpoints(args.start_from / "checkpoints", own, of_another=True)
+            _check_start(other, folder)
+    for folder in runs:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"--run-dir {folder}: it cannot be made ({error.strerror})") from None
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise CheckpointError(f"--run-dir {folder}: it cannot be written")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if arguments is None else arguments)
     args = parse_args(argv)
     if args.dry_run or args.recipe in PRETRAININGS:
         return _describe_or_start(args, argv)
@@ -318,21 +362,14 @@ def main(argv: list[str]) -> int:
     run_dir = args.run_dir or default_run_dir(recipe)
     if dist.is_torchelastic_launched():
         return train_rank(args, recipe, why_cpu, run_dir)
-    checkpoints = Checkpoints(run_dir / "checkpoints", recipe)
-    if args.resume and not checkpoints.steps():
-        print(f"--resume: no checkpoint in {run_dir}", file=sys.stderr)
-        return 2
-    try:
-        if not args.restart:
-            checkpoints.check()  # here once, rather than on every rank
-        if args.start_from is not None:
-            _check_start(Checkpoints(args.start_from / "checkpoints", recipe, of_another=True))
-    except CheckpointError as error:
-        print(error, file=sys.stderr)
-        return 2
     runs = {run_dir: recipe.token_dispatcher}
     if args.compare:
         runs[run_dir / f"compare_{args.compare}"] = args.compare
+    try:
+        _check_folders(args, recipe, runs)
+    except CheckpointError as error:
+        print(error, file=sys.stderr)
+        return 2
     if why_cpu:
         print(why_cpu, flush=True)
     for folder, dispatcher in runs.items():
@@ -350,4 +387,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(main))

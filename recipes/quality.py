@@ -31,11 +31,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recipes import RECIPES
-from recipes.launch import run_ranks
+from recipes.launch import MOST_SEED, run_ranks
 from recipes.measure.metrics import read_metrics
 from recipes.measure.paired import difference
 from recipes.models.recipe import Recipe
 from recipes.training.checkpoint import Checkpoints
+from uccl_ep_train.common.command_line import run, whole
 
 MARGIN = 0.003
 TAIL = 1 / 3
@@ -115,7 +116,7 @@ def _claim(name: str, losses: Sequence[float], stock: Sequence[float]) -> tuple[
     return text, found.low > MARGIN
 
 
-def parse_args(argv: list[str]) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m recipes.quality",
         description=__doc__,
@@ -123,16 +124,21 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="paired_host")
     # With three seeds, FP8's interval was as wide as the margin.
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(1, 9)))
+    parser.add_argument("--seeds", type=whole(0, MOST_SEED), nargs="+", default=list(range(1, 9)))
     parser.add_argument(
         "--variants", nargs="+", choices=VARIANTS, default=[v for v in VARIANTS if v != AGAIN]
     )
-    parser.add_argument("--steps", type=int, help="default: the recipe's")
-    parser.add_argument("--branch-at", type=int, metavar="STEP", help=f"{STOCK} trains all runs' beginning")
+    parser.add_argument("--steps", type=whole(1), help="default: the recipe's")
+    parser.add_argument(
+        "--branch-at", type=whole(1), metavar="STEP", help=f"{STOCK} trains all runs' beginning"
+    )
     parser.add_argument("--so-far", action="store_true", help="train nothing")
     args = parser.parse_args(argv)
     if len(set(args.seeds)) < 2:
         parser.error("a standard deviation needs at least two seeds")
+    num_steps = args.steps or RECIPES[args.recipe]().num_steps
+    if args.branch_at is not None and args.branch_at >= num_steps:
+        parser.error(f"--branch-at {args.branch_at}: allowed is 1 .. {num_steps - 1}, before the last step")
     if STOCK not in args.variants:
         parser.error(f"everything is compared with {STOCK}")
     return args
@@ -143,7 +149,7 @@ def _train(recipe: Recipe, folder: Path, options: list[str]) -> int:
     return run_ranks(recipe.num_ranks, [f"--recipe={recipe.name}", f"--run-dir={folder}", *options])
 
 
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     recipe = RECIPES[args.recipe]()
     num_steps = args.steps or recipe.num_steps
@@ -178,4 +184,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(main))

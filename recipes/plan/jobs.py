@@ -11,9 +11,8 @@ from recipes.models.recipe import Recipe, RecipeError
 from recipes.plan import arguments
 from recipes.plan.arguments import Arguments
 from recipes.plan.hardware import NODES, Node
+from uccl_ep_train.settings.checks import MAX_GPU_RANKS
 
-CUDA_MAX_RANKS = 2048
-"""Of a group of uccl_ep's CUDA backend: kMaxGpuRanks in csrc/backend/gpu/layout.h."""
 _PACKAGES = {"flex-deepep": ("deep_ep", "Buffer"), "flex-hybridep": ("deep_ep", "HybridEPBuffer")}
 
 
@@ -196,9 +195,9 @@ def _dispatcher_arguments(job: Job) -> Arguments:
             "uccl_ep_grad_dtype": job.grad_dtype,
             "uccl_ep_budget_bytes": job.budget_bytes,
         }
-        if job.layout.ep > CUDA_MAX_RANKS:
+        if job.layout.ep > MAX_GPU_RANKS:
             raise RecipeError(
-                f"ep = {job.layout.ep}: groups of uccl_ep's CUDA backend have at most {CUDA_MAX_RANKS} ranks"
+                f"ep = {job.layout.ep}: groups of uccl_ep's CUDA backend have at most {MAX_GPU_RANKS} ranks"
             )
     else:
         # uccl_ep leaves nothing to permute.

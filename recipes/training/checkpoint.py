@@ -28,7 +28,7 @@ _FREE_TO_OTHERS = {"token_dispatcher", "dispatch_dtype", "grad_dtype", "domain_s
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint belongs to a run with other settings."""
+    """A checkpoint is missing, or of a run with other settings, or cannot be read."""
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
@@ -71,7 +71,11 @@ class Checkpoints:
         if not self.steps():
             return
         # Checkpoints that name no device were made when there was only the CPU.
-        written = json.loads((self._path(self.steps()[-1]) / _SETTINGS).read_text())
+        about = self._path(self.steps()[-1]) / _SETTINGS
+        try:
+            written = dict(json.loads(about.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{about} has no settings of a run ({error})") from None
         saved = {"device": "cpu"} | _defaults() | written
         now = settings_of(self.recipe)
         free = _FREE | _FREE_TO_OTHERS if self.of_another else _FREE

@@ -278,8 +278,8 @@ def test_a_sweep_prints_a_line_for_each_group(capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert "num_experts = 256: allowed is a multiple of the number of ranks, 48: 240 or 288" in out
     assert "extrapolated" in out and picture.read_bytes()[:4] == b"\x89PNG"
-    assert main(["--sweep", "--topk", "0"]) == 2
-    assert "topk = 0" in capsys.readouterr().err
+    assert main(["--sweep", "--experts", "8", "--topk", "9"]) == 2
+    assert "topk = 9: allowed is 1 .. 8" in capsys.readouterr().err
 
 
 def test_a_report_says_what_binds() -> None:

@@ -17,6 +17,7 @@ from recipes.models.recipe import RecipeError
 from recipes.plan import arguments, jobs
 from recipes.plan.hardware import NODES
 from recipes.training import pretrain
+from uccl_ep_train.settings.checks import MAX_GPU_RANKS
 
 ROOT = Path(__file__).resolve().parents[2]
 BIG = ["--recipe=qwen3_30b_a3b", "--hardware=h200"]
@@ -41,13 +42,13 @@ def test_a_layout_fills_whole_nodes_and_whole_steps(name: str) -> None:
         assert layout.dp % layout.ep == 0
         assert layout.global_batch_size % (layout.dp * layout.micro_batch_size) == 0
         assert layout.num_microbatches >= layout.pp, "the pipeline never fills"
-        assert layout.ep <= jobs.CUDA_MAX_RANKS
+        assert layout.ep <= MAX_GPU_RANKS
 
 
 def test_the_largest_group_is_that_of_the_cuda_backend() -> None:
     header = (ROOT / "csrc" / "backend" / "gpu" / "layout.h").read_text()
     found = re.search(r"constexpr uint32_t kMaxGpuRanks = (\d+);", header)
-    assert found and int(found[1]) == jobs.CUDA_MAX_RANKS
+    assert found and int(found[1]) == MAX_GPU_RANKS
 
 
 def test_arguments_become_words_as_megatron_lm_parses_them() -> None:

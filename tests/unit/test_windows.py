@@ -68,6 +68,26 @@ def test_a_file_that_cannot_be_understood_is_warned_about_and_ignored(file: Path
         assert windows.lookup(KEY) is None
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("num_bytes", "many", "1 .. 2^64 - 1"),
+        ("num_bytes", 0, "1"),
+        ("ops", -3, "1 .. 2^32 - 1"),
+        ("ops", 1.5, "1"),
+        ("ops", True, "1"),
+        ("ops", 1 << 32, "1"),
+        ("ops", None, "1"),
+    ],
+)
+def test_a_bad_number_of_a_file_is_named(file: Path, field: str, value: object, allowed: str) -> None:
+    file.parent.mkdir()
+    file.write_text(json.dumps({KEY: {"num_bytes": 5, "ops": 6, field: value}}))
+    with pytest.warns(UserWarning) as said:
+        assert windows.lookup(KEY) is None
+    assert f"{field} = {value!r}: allowed is {allowed}" in str(said[0].message)
+
+
 def test_a_file_that_cannot_be_written_is_an_error_that_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ Times are microseconds of CLOCK_MONOTONIC. Where slices of a lane overlap it get
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -34,6 +35,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from uccl_ep_train.common.command_line import output_file, run
 from uccl_ep_train.errors import DtypeError, InputError
 
 __all__ = ["Trace", "merge_traces"]
@@ -114,13 +116,11 @@ def merge_traces(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike
     hosts: dict[str, str] = {}
     lost = 0
     for path in paths:
-        try:
-            part = json.loads(Path(path).read_text())
-            events, about = part["traceEvents"], part["otherData"]
-            rank, host = str(about["rank"]), about["host"]
-            lost += about["lost_events"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"paths: {path} is no trace that can be read ({error!r})") from error
+        events, about = read_document(path)
+        rank, host, lost_here = (about.get(name) for name in ("rank", "host", "lost_events"))
+        if not (isinstance(rank, int) and isinstance(host, str) and isinstance(lost_here, int)):
+            raise InputError(f"paths: {path} is no trace of one rank: otherData is {about!s:.80}")
+        rank, lost = str(rank), lost + lost_here
         if rank in hosts:
             raise InputError(f"paths: {path} is a second trace of rank {rank}")
         hosts[rank] = host
@@ -131,6 +131,21 @@ def merge_traces(paths: Iterable[str | os.PathLike[str]], out: str | os.PathLike
         Path(out).write_text(json.dumps(document))
     except OSError as error:
         raise InputError(f"out: {out} cannot be written ({error})") from error
+
+
+def read_document(path: str | os.PathLike[str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The events of a file, and what it says of itself. Raises `InputError` if it is no trace."""
+    try:
+        document = json.loads(Path(path).read_text())
+        events, about = document["traceEvents"], document.get("otherData", {})
+        if not isinstance(events, list) or not isinstance(about, dict):
+            raise TypeError("traceEvents is no list, or otherData no object")
+        for event in events:
+            if any(name not in event for name in ("name", "ph", "pid", "tid", "args")):
+                raise KeyError(f"an event is {event!s:.80}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(f"paths: {path} is no trace that can be read ({error!r})") from error
+    return events, about
 
 
 def _document(rank: int, events: Sequence[_Event], lost: int) -> dict[str, Any]:
@@ -291,13 +306,17 @@ def _place(lane: str) -> tuple[int, str, int]:
     return _ORDER.index(kind), lane if number < 0 else "", number
 
 
-def _main(arguments: Sequence[str]) -> int:
-    if len(arguments) < 2:
-        print("usage: python -m uccl_ep_train.trace OUT.json PART.json...", file=sys.stderr)
-        return 2
-    out, *parts = arguments
+def _main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m uccl_ep_train.trace", description="Joins the traces of several ranks."
+    )
+    parser.add_argument("out", metavar="OUT.json", type=output_file())
+    parser.add_argument(
+        "parts", metavar="PART.json", nargs="+", help="what Buffer.trace wrote, a file per rank"
+    )
+    given = parser.parse_args(arguments)
     try:
-        merge_traces(parts, out)
+        merge_traces(given.parts, given.out)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -305,4 +324,4 @@ def _main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(sys.argv[1:]))
+    sys.exit(run(_main))

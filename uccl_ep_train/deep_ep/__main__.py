@@ -23,6 +23,9 @@ def main() -> None:
     parser.add_argument("script", help="a program in Python")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the program")
     given = parser.parse_args()
+    script = Path(given.script)
+    if not script.is_file() and not (script / "__main__.py").is_file():
+        parser.error(f"SCRIPT {given.script}: allowed is a file with a program in Python")
     install(replace=given.replace)
     later = env.read("PYTHONPATH")
     env.set_value("PYTHONPATH", f"{IMPORTABLE}{os.pathsep}{later}" if later else str(IMPORTABLE))

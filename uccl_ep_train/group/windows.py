@@ -11,12 +11,15 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from uccl_ep_train.core.topology import Topology
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.settings import env
 from uccl_ep_train.settings.config import EpConfig
+from uccl_ep_train.settings.sections import SETTINGS
+
+_ALLOWED = {"num_bytes": "1 .. 2^64 - 1", "ops": "1 .. 2^32 - 1"}
 
 
 @dataclass(frozen=True)
@@ -52,12 +55,27 @@ def lookup(key: str, path: Path | None = None) -> Windows | None:
     path = path or default_path()
     try:
         entry = json.loads(path.read_text()).get(key)
-        return None if entry is None else Windows(int(entry["num_bytes"]), int(entry["ops"]))
+        if entry is None:
+            return None
+        return Windows(
+            _number(entry, "num_bytes", "nic_window_bytes"), _number(entry, "ops", "nic_window_ops")
+        )
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         warnings.warn(f"{path} is no file of measured windows and is ignored: {error}", stacklevel=2)
         return None
+
+
+def _number(entry: Mapping[str, Any], name: str, setting: str) -> int:
+    """A field of a measurement. Raises ValueError naming it, where it is not what the setting allows."""
+    value = entry.get(name)
+    try:
+        if value is not None:
+            return cast(int, SETTINGS[setting].spec.kind.check(value))
+    except (ValueError, TypeError, OverflowError):
+        pass
+    raise ValueError(f"{name} = {value!r:.40}: allowed is {_ALLOWED[name]}")
 
 
 def store(key: str, windows: Windows, figures: Mapping[str, Any], path: Path | None = None) -> Path:
@@ -73,7 +91,7 @@ def store(key: str, windows: Windows, figures: Mapping[str, Any], path: Path | N
         unfinished = path.with_name(f"{path.name}.{os.getpid()}")
         unfinished.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
         unfinished.replace(path)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"UCCL_EP_WINDOWS_FILE = {str(path)!r}: allowed is a file to keep windows in ({error})"
         ) from error

@@ -79,7 +79,8 @@ def main(argv: list[str]) -> None:
         sys.exit(0 if argv else 2)
     script = Path(argv[0])
     if not script.is_file():
-        sys.exit(f"no such script: {script}")
+        print(f"SCRIPT {script}: allowed is a file with a program in Python", file=sys.stderr)
+        sys.exit(2)
     sys.argv = argv
     sys.path.insert(0, str(script.resolve().parent))  # as `python SCRIPT` does; Megatron-LM lies beside it
     if cpu_shims.install():

@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
+from uccl_ep_train.common.command_line import output_file, run, whole
 from uccl_ep_train.errors import EpError
 from uccl_ep_train.planner import accuracy, report, traces
 from uccl_ep_train.planner.machine import MACHINES
 from uccl_ep_train.planner.shape import Router, Shape
+from uccl_ep_train.settings.checks import (
+    HIDDEN_UNIT,
+    MAX_EXPERTS,
+    MAX_GPU_RANKS,
+    MAX_HIDDEN,
+    MAX_TOKENS,
+    MAX_TOPK,
+)
+
+_MOST_MIB = 1 << 26
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m uccl_ep_train.planner", description=__doc__)
+    ranks = whole(1, MAX_GPU_RANKS)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--sweep", action="store_true", help="groups of several sizes, as a table")
     what.add_argument(
@@ -23,23 +36,31 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     what.add_argument("--trace", type=Path, nargs="+", metavar="FILE", help="of Buffer.trace: its rates")
     parser.add_argument(
-        "--ep", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256], help="ranks of a group"
+        "--ep", type=ranks, nargs="+", default=[8, 16, 32, 64, 128, 256], help="ranks of a group"
     )
-    parser.add_argument("--domain-size", type=int, nargs="+", default=[8, 16])
-    parser.add_argument("--experts", type=int, default=256)
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--groups", type=int, help="of experts, for routing that is limited to some of them")
-    parser.add_argument("--group-topk", type=int)
-    parser.add_argument("--tokens", type=int, default=4096, help="of a rank")
-    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--domain-size", type=ranks, nargs="+", default=[8, 16])
+    parser.add_argument("--experts", type=whole(1, MAX_EXPERTS), default=256)
+    parser.add_argument("--topk", type=whole(1, MAX_TOPK), default=8)
+    parser.add_argument(
+        "--groups", type=whole(1), help="of experts, for routing that is limited to some of them"
+    )
+    parser.add_argument("--group-topk", type=whole(1))
+    parser.add_argument("--tokens", type=whole(1, MAX_TOKENS), default=4096, help="of a rank")
+    hidden = whole(HIDDEN_UNIT, MAX_HIDDEN, multiple=HIDDEN_UNIT)
+    parser.add_argument("--hidden", type=hidden, default=7168)
     parser.add_argument("--dtype", choices=("fp8", "bf16"), default="fp8", help="of dispatched rows")
     parser.add_argument("--hardware", choices=sorted(MACHINES), default="h200")
-    parser.add_argument("--budget-mib", type=int, default=3072)
-    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="of a sweep; needs matplotlib")
-    return parser.parse_args(argv)
+    parser.add_argument("--budget-mib", type=whole(1, _MOST_MIB), default=3072)
+    parser.add_argument(
+        "--picture", type=output_file(".png"), metavar="FILE.png", help="of a sweep; needs matplotlib"
+    )
+    args = parser.parse_args(argv)
+    if args.picture and not args.sweep:
+        parser.error("--picture is for --sweep")
+    return args
 
 
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     if args.picture and find_spec("matplotlib") is None:
         print(f"--picture {args.picture}: the package matplotlib is not installed", file=sys.stderr)
@@ -52,25 +73,34 @@ def main(argv: list[str]) -> int:
         if args.fit:
             print(accuracy.text(args.fit))
             return 0
-        router = Router(
-            num_experts=args.experts, topk=args.topk, num_groups=args.groups, group_topk=args.group_topk
-        )
-        base = Shape(domains=(1,), router=router, tokens=args.tokens, hidden=args.hidden, dtype=args.dtype)
-        cells = report.sweep(
-            MACHINES[args.hardware], base, args.ep, args.domain_size, args.budget_mib << 20, args.tokens
-        )
+        return _sweep(args)
     except EpError as error:
         print(error, file=sys.stderr)
         return 2
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    router = Router(
+        num_experts=args.experts, topk=args.topk, num_groups=args.groups, group_topk=args.group_topk
+    )
+    base = Shape(domains=(1,), router=router, tokens=args.tokens, hidden=args.hidden, dtype=args.dtype)
+    machine, budget_bytes = MACHINES[args.hardware], args.budget_mib << 20
+    cells = report.sweep(machine, base, args.ep, args.domain_size, budget_bytes, args.tokens)
     print(report.table(cells))
     last = next((cell.found for cell in reversed(cells) if cell.found), None)
-    if last:
-        print("\n".join(report.caveats(last)))
+    if last is None:
+        print("no group of the sweep can be laid out", file=sys.stderr)
+        return 2
+    print("\n".join(report.caveats(last)))
     if args.picture:
-        report.draw_sweep(cells, args.picture)
+        try:
+            report.draw_sweep(cells, args.picture)
+        except OSError as error:
+            print(f"--picture {args.picture}: {error.strerror}", file=sys.stderr)
+            return 1
         print(f"picture: {args.picture}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run(main))

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from uccl_ep_train.core import cuda
 from uccl_ep_train.core.stats import MemoryPlan, memory_plan
 from uccl_ep_train.errors import ConfigError, ShapeError
 from uccl_ep_train.planner.shape import Shape
@@ -77,12 +78,15 @@ def protocol_of(shape: Shape, budget_bytes: int = 512 << 20, window_tokens: int 
     """Raises what creating the buffer raises, `MemoryBudgetError`, `ConfigError`, or else `ShapeError` where
     it holds the routing of fewer tokens.
     """
+    if not cuda.built():
+        raise ConfigError(
+            "windows of GPUs are not known: the extension was built without CUDA kernels; allowed is one "
+            "that nvcc has built, see UCCL_EP_CUDA_ARCHS"
+        )
     config = config_of(shape, budget_bytes, window_tokens)
     plan = max(
         (memory_plan(config, shape.topology, rank) for rank in _classes(shape)), key=lambda p: p.total_bytes
     )
-    if "rows" not in dict(plan.entries):
-        raise ConfigError("the extension was built without CUDA kernels: windows of GPUs are not known")
     assert plan.max_tokens is not None and plan.max_pairs is not None and plan.window_tokens is not None
     pairs = shape.tokens * shape.router.topk
     if shape.tokens > plan.max_tokens or pairs > plan.max_pairs:

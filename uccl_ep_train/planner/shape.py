@@ -42,7 +42,8 @@ class Router:
 
     def check(self) -> None:
         """Raises InputError."""
-        groups, chosen = self.num_groups or 1, self.group_topk or self.num_groups or 1
+        groups = 1 if self.num_groups is None else self.num_groups
+        chosen = groups if self.group_topk is None else self.group_topk
         if not 1 <= self.topk <= self.num_experts:
             raise InputError(f"topk = {self.topk}: allowed is 1 .. {self.num_experts}, the number of experts")
         if groups < 1 or self.num_experts % groups or not 1 <= chosen <= groups:

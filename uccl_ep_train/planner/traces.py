@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from uccl_ep_train.api.trace import read_document
 from uccl_ep_train.errors import InputError
 
 _LEAST = 4  # observations that a rate is made from
@@ -37,10 +37,14 @@ def read(paths: Iterable[str | Path]) -> TraceRates:
     """Of one file for each rank, or a merged one. Raises InputError where one is no trace."""
     events: list[Mapping[str, Any]] = []
     for path in paths:
-        try:
-            events += json.loads(Path(path).read_text())["traceEvents"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path} is no trace that can be read ({error!r})") from None
+        events += read_document(path)[0]
+    try:
+        return _rates(events)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise InputError(f"the events are of no trace of Buffer.trace ({error!r})") from None
+
+
+def _rates(events: Iterable[Mapping[str, Any]]) -> TraceRates:
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     by_lane: dict[str, list[Mapping[str, Any]]] = {}
     wires: dict[int, list[Mapping[str, Any]]] = {}

@@ -19,8 +19,11 @@ HIDDEN_UNIT = 32
 
 MAX_RANKS = 65536
 MAX_TIMEOUT_S = 1e6
+MAX_EXPERTS = 1 << 20
+MAX_GPU_RANKS = 2048  # of a group on GPUs: kMaxGpuRanks of csrc/backend/gpu/layout.h
 MAX_TOKENS = 65536  # limit per rank in an operation on GPUs
 MAX_TOPK = 32
+MAX_HIDDEN = 1 << 17
 MAX_WINDOW_CHUNKS = 32767  # kMaxRingSlots of csrc/layout/words.h, less one
 
 T = TypeVar("T")
@@ -137,7 +140,7 @@ def names(*, form: str) -> Kind[tuple[str, ...]]:
 
 
 def hidden_size() -> Kind[int]:
-    inner = integer(HIDDEN_UNIT, 1 << 17).check
+    inner = integer(HIDDEN_UNIT, MAX_HIDDEN).check
 
     def check(value: object) -> int:
         number = inner(value)

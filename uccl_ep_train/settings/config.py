@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from uccl_ep_train.errors import ConfigError
 from uccl_ep_train.settings import variables
-from uccl_ep_train.settings.checks import Value, hidden_size, integer, optional, permutation
+from uccl_ep_train.settings.checks import MAX_EXPERTS, Value, hidden_size, integer, optional, permutation
 from uccl_ep_train.settings.fields import Section, Setting, required, setting, settings_of
 from uccl_ep_train.settings.sections import (
     SECTIONS,
@@ -55,7 +55,7 @@ class EpConfig(Section):
     names.
     """
 
-    num_experts: int = required(integer(1, 1 << 20), native="=")
+    num_experts: int = required(integer(1, MAX_EXPERTS), native="=")
     """Experts of the whole group; expert e belongs to group rank e // (num_experts / ranks).
 
     Unit: experts. Allowed: 1 .. 2^20, divisible by the number of ranks.

@@ -54,7 +54,21 @@ def sanitizer() -> str:
     return name
 
 
-if __name__ == "__main__":
+def _main() -> None:
+    import argparse
+
     from uccl_ep_train.settings.variables import table
 
+    parser = argparse.ArgumentParser(
+        prog="python -m uccl_ep_train.env", description="Prints every variable, its value and its meaning."
+    )
+    parser.parse_args()
     print(table())
+
+
+if __name__ == "__main__":
+    import sys
+
+    from uccl_ep_train.common.command_line import run
+
+    sys.exit(run(_main))

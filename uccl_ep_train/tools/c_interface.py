@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 from pathlib import Path
+
+from uccl_ep_train.common.command_line import run
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LIBRARY = PACKAGE / "lib" / "libuccl_ep.so"
@@ -36,4 +39,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(main))

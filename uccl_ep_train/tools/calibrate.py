@@ -20,10 +20,12 @@ import torch
 import torch.distributed as dist
 
 from uccl_ep_train.api.buffer import Buffer
-from uccl_ep_train.errors import ConfigError
+from uccl_ep_train.common.command_line import run, unwritable, whole
+from uccl_ep_train.errors import ConfigError, EpError
 from uccl_ep_train.group import transport, windows
 from uccl_ep_train.group.windows import Windows
 from uccl_ep_train.settings import env
+from uccl_ep_train.settings.checks import HIDDEN_UNIT, MAX_EXPERTS, MAX_HIDDEN, MAX_TOKENS, MAX_TOPK
 from uccl_ep_train.settings.config import EpConfig
 
 MIB = 1 << 20
@@ -52,12 +54,37 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m uccl_ep_train.calibrate", description=__doc__.split("\n", 1)[0]
     )
-    parser.add_argument("--tokens", type=int, default=4096, help="per rank (4096)")
-    parser.add_argument("--hidden", type=int, default=7168, help="elements, a multiple of 32 (7168)")
-    parser.add_argument("--experts", type=int, default=256, help="of the whole group (256)")
-    parser.add_argument("--topk", type=int, default=8, help="experts per token (8)")
-    parser.add_argument("--rounds", type=int, default=10, help="dispatches and combines per window (10)")
-    return parser.parse_args(arguments)
+    hidden = whole(HIDDEN_UNIT, MAX_HIDDEN, multiple=HIDDEN_UNIT)
+    parser.add_argument("--tokens", type=whole(1, MAX_TOKENS), default=4096, help="per rank (4096)")
+    parser.add_argument("--hidden", type=hidden, default=7168, help="elements, a multiple of 32 (7168)")
+    parser.add_argument("--experts", type=whole(1, MAX_EXPERTS), default=256, help="of the whole group (256)")
+    parser.add_argument("--topk", type=whole(1, MAX_TOPK), default=8, help="experts per token (8)")
+    parser.add_argument("--rounds", type=whole(1), default=10, help="dispatches and combines per window (10)")
+    options = parser.parse_args(arguments)
+    if options.topk > options.experts:
+        parser.error(f"--topk {options.topk}: allowed is 1 .. {options.experts}, the number of experts")
+    return options
+
+
+def config_of(options: argparse.Namespace) -> EpConfig:
+    """Before the ranks meet. Raises ConfigError for what would only fail later."""
+    ranks = env.read("WORLD_SIZE")
+    if not (ranks.isdecimal() and int(ranks) and env.read("RANK") and env.read("MASTER_ADDR")):
+        raise ConfigError(f"WORLD_SIZE = {ranks!r}: allowed is a rank of torchrun, which sets its variables")
+    if options.experts % int(ranks):
+        raise ConfigError(f"--experts {options.experts}: allowed is a multiple of the {ranks} ranks")
+    config = EpConfig.from_env(num_experts=options.experts, hidden=options.hidden)
+    if config.network.nic_window_bytes is not None or config.network.nic_window_ops is not None:
+        raise ConfigError(
+            "nic_window_bytes, nic_window_ops are set: allowed is neither, or nothing could be measured"
+        )
+    path = windows.default_path()
+    problem = unwritable(path, makes_folders=True)
+    if problem:
+        raise ConfigError(
+            f"UCCL_EP_WINDOWS_FILE = {str(path)!r}: allowed is a file to keep windows in ({problem})"
+        )
+    return config
 
 
 def measure(config: EpConfig, options: argparse.Namespace) -> tuple[float, str, str]:
@@ -104,14 +131,8 @@ def _group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def calibrate(options: argparse.Namespace) -> Windows | None:
+def calibrate(config: EpConfig, options: argparse.Namespace) -> Windows | None:
     """Collective. None where there are no NICs to calibrate. Raises what a `Buffer` raises."""
-    config = EpConfig.from_env(num_experts=options.experts, hidden=options.hidden)
-    network = config.network
-    if network.nic_window_bytes is not None or network.nic_window_ops is not None:
-        raise ConfigError(
-            "nic_window_bytes, nic_window_ops are set: allowed is neither, or nothing could be measured"
-        )
     seconds: dict[Windows, float] = {}
     key = ""
     for window in CANDIDATES:
@@ -135,7 +156,21 @@ def calibrate(options: argparse.Namespace) -> Windows | None:
     return chosen
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        config = config_of(options)
+    except ConfigError as error:
+        print(f"[calibrate] {error}", file=sys.stderr)
+        return 2
+    try:
+        with _group():
+            calibrate(config, options)
+    except (EpError, dist.DistError) as error:
+        print(f"[calibrate] {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 if __name__ == "__main__":
-    options = parse()
-    with _group():
-        calibrate(options)
+    sys.exit(run(main))

@@ -21,9 +21,10 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from uccl_ep_train.common.command_line import run, seconds, whole
 from uccl_ep_train.common.limits import start_thread
 from uccl_ep_train.group.transport import Place
-from uccl_ep_train.settings.checks import HIDDEN_UNIT
+from uccl_ep_train.settings.checks import HIDDEN_UNIT, MAX_EXPERTS, MAX_HIDDEN, MAX_RANKS
 from uccl_ep_train.tools.doctor.checks import STAGES
 from uccl_ep_train.tools.doctor.findings import FIX, Finding, Group, Report
 from uccl_ep_train.tools.doctor.meeting import (
@@ -40,6 +41,7 @@ from uccl_ep_train.tools.doctor.session import Here, Options, Session, lost
 
 USAGE = 2
 _INTERRUPTED = 130
+_MOST_TIMEOUT_S = 1e6
 
 
 class Stopped(BaseException):
@@ -54,25 +56,25 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[Options, bool]:
         epilog="settings are those of the environment: python -m uccl_ep_train.env",
     )
     parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="of each check, seconds (60)"
+        "--timeout",
+        type=seconds(_MOST_TIMEOUT_S),
+        default=60.0,
+        metavar="S",
+        help="of each check, seconds (60)",
     )
-    parser.add_argument("--hidden", type=int, default=7168, help="of the job's model, elements (7168)")
-    parser.add_argument("--experts", type=int, default=256, help="of the job's expert-parallel group (256)")
+    hidden = whole(HIDDEN_UNIT, MAX_HIDDEN, multiple=HIDDEN_UNIT)
+    parser.add_argument("--hidden", type=hidden, default=7168, help="of the job's model, elements (7168)")
+    parser.add_argument(
+        "--experts", type=whole(1, MAX_EXPERTS), default=256, help="of the job's expert-parallel group (256)"
+    )
     parser.add_argument(
         "--group-size",
-        type=int,
+        type=whole(1, MAX_RANKS),
         default=64,
         help="ranks of such a group, consecutive ones; all if fewer (64)",
     )
     parser.add_argument("--json", action="store_true", help="for machines: findings and what they rest on")
     given = parser.parse_args(arguments)
-    if not given.timeout > 0:
-        parser.error(f"--timeout {given.timeout:g}: allowed is more than 0")
-    for name, least in (("hidden", HIDDEN_UNIT), ("experts", 1), ("group_size", 1)):
-        if getattr(given, name) < least:
-            parser.error(f"--{name.replace('_', '-')} {getattr(given, name)}: allowed is at least {least}")
-    if given.hidden % HIDDEN_UNIT:
-        parser.error(f"--hidden {given.hidden}: allowed is a multiple of {HIDDEN_UNIT}")
     return Options(given.timeout, given.hidden, given.experts, given.group_size), given.json
 
 
@@ -165,4 +167,4 @@ def _end_now(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))
