@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -49,6 +51,21 @@ def is_published(number: int, text: str) -> bool:
     digits = len(text.split(".")[1]) if "." in text else 0
     unit = 10.0**-digits if text != "1040" else 10.0  # 1.04 T
     return abs(number / 1e9 - float(text)) <= 0.01 * float(text) + unit / 2
+
+
+def memory_of_pages(page: str) -> dict[str, int]:
+    """GiB of a rank on H200, by recipe."""
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (\d+) \|$", page, re.MULTILINE)
+    return {name: int(gib) for name, gib in rows}
+
+
+@pytest.mark.parametrize("name", ["dsv3_proxy_4xh200", *PRETRAININGS])
+def test_the_page_has_the_memory_that_a_dry_run_shows(name: str, look: Look) -> None:
+    """Rounded up."""
+    page = memory_of_pages((ROOT / "docs" / "recipes.md").read_text())
+    found = look(name, "h200")
+    assert not found.refused, found.refused
+    assert page[name] == math.ceil(found.needed_bytes / 2**30)
 
 
 @pytest.mark.parametrize("name", PRETRAININGS)
