@@ -12,7 +12,8 @@
 
    Errors: nothing is thrown. A status from 16 to 31 means that an argument is wrong and nothing was queued; the group
    stays usable, but a rank that refuses a call counts it, and ranks which did not refuse it get an error that says so.
-   From 32 on the group is broken on all ranks: destroy it. */
+   A plan that is NULL names no group, so that call is not counted. From 32 on the group is broken on all ranks:
+   destroy it. */
 #ifndef UCCL_EP_H
 #define UCCL_EP_H
 

@@ -20,6 +20,7 @@ from uccl_ep_train.common.command_line import READER_LEFT
 from uccl_ep_train.deep_ep import __main__ as deep_ep
 from uccl_ep_train.megatron import launch as megatron
 from uccl_ep_train.planner import __main__ as planner
+from uccl_ep_train.planner import fit
 from uccl_ep_train.settings import env
 from uccl_ep_train.tools import c_interface, calibrate
 from uccl_ep_train.tools.doctor import __main__ as doctor
@@ -287,3 +288,11 @@ def test_a_terminal_without_letters_gets_question_marks() -> None:
     process = started(PLANNER, subprocess.PIPE, PYTHONIOENCODING="ascii")
     out, said = process.communicate(timeout=100)
     assert process.returncode == 0 and "dispatch ?s" in out, said
+
+
+def test_a_fit_without_kernels_says_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("uccl_ep_train.core.cuda.built", lambda: False)
+    fit._protocol.cache_clear()
+    refused(planner.main, ["--fit", str(ROOT / "bench")], "was built without CUDA kernels", capsys)
