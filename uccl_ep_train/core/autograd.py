@@ -108,8 +108,8 @@ def needs_graph(*inputs: Tensor | None) -> bool:
 
 
 def place_now() -> int:
-    """What follows from nodes of different places runs backward by descending place. A node that is attached
-    now has a later one, so ranks that wait for their calls in different orders get the same by this.
+    """The place of a call that is launched now. A backward runs nodes by descending place, so ranks that wait
+    for their calls in different orders run it in the same one.
     """
     with torch.enable_grad():
         node: Any = _leaf.view_as(_leaf).grad_fn
