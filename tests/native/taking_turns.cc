@@ -154,10 +154,17 @@ uint64_t nsec_of(const timespec& time) {
 uint64_t later_by(const timespec* time) { return time == nullptr ? kNever : world->now + nsec_of(*time); }
 
 // ---- mutexes --------------------------------------------------------------------------------------------------------
-template <typename Try>
-int lock(const void* mutex, Try attempt) {
-  int status = attempt();
-  for (; status == EBUSY; status = attempt()) wait("a mutex", mutex, kNever);
+template <typename Mutex, typename Lock, typename Try>
+int lock(Mutex* mutex, Lock system_lock, Try attempt) {
+  if (!takes_part()) return system_lock(mutex);
+  int status = attempt(mutex);
+  for (; status == EBUSY; status = attempt(mutex)) wait("a mutex", mutex, kNever);
+  return status;
+}
+template <typename Mutex, typename Unlock>
+int unlock(Mutex* mutex, Unlock system_unlock) {
+  const int status = system_unlock(mutex);
+  if (takes_part()) wake_all_of(mutex);
   return status;
 }
 
@@ -273,27 +280,16 @@ int pthread_join(pthread_t id, void** result) {
 }
 
 int pthread_mutex_lock(pthread_mutex_t* mutex) {
-  if (!takes_part()) return SYSTEM(pthread_mutex_lock)(mutex);
-  return lock(mutex, [=] { return SYSTEM(pthread_mutex_trylock)(mutex); });
+  return lock(mutex, SYSTEM(pthread_mutex_lock), SYSTEM(pthread_mutex_trylock));
 }
-int pthread_mutex_unlock(pthread_mutex_t* mutex) {
-  const int status = SYSTEM(pthread_mutex_unlock)(mutex);
-  if (takes_part()) wake_all_of(mutex);
-  return status;
-}
+int pthread_mutex_unlock(pthread_mutex_t* mutex) { return unlock(mutex, SYSTEM(pthread_mutex_unlock)); }
 int pthread_rwlock_rdlock(pthread_rwlock_t* mutex) {
-  if (!takes_part()) return SYSTEM(pthread_rwlock_rdlock)(mutex);
-  return lock(mutex, [=] { return SYSTEM(pthread_rwlock_tryrdlock)(mutex); });
+  return lock(mutex, SYSTEM(pthread_rwlock_rdlock), SYSTEM(pthread_rwlock_tryrdlock));
 }
 int pthread_rwlock_wrlock(pthread_rwlock_t* mutex) {
-  if (!takes_part()) return SYSTEM(pthread_rwlock_wrlock)(mutex);
-  return lock(mutex, [=] { return SYSTEM(pthread_rwlock_trywrlock)(mutex); });
+  return lock(mutex, SYSTEM(pthread_rwlock_wrlock), SYSTEM(pthread_rwlock_trywrlock));
 }
-int pthread_rwlock_unlock(pthread_rwlock_t* mutex) {
-  const int status = SYSTEM(pthread_rwlock_unlock)(mutex);
-  if (takes_part()) wake_all_of(mutex);
-  return status;
-}
+int pthread_rwlock_unlock(pthread_rwlock_t* mutex) { return unlock(mutex, SYSTEM(pthread_rwlock_unlock)); }
 
 int pthread_cond_wait(pthread_cond_t* condition, pthread_mutex_t* mutex) {
   if (!takes_part()) return SYSTEM(pthread_cond_wait)(condition, mutex);
