@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper, StaticBufferLoader
 from megatron.core.num_microbatches_calculator import (
     destroy_num_microbatches_calculator,
     init_num_microbatches_calculator,
 )
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -72,6 +75,34 @@ def train(
         return tuple(losses), digest(*model.parameters()), len(replays)
     finally:
         destroy_num_microbatches_calculator()
+        plugin.disable()
+        dist.barrier()
+
+
+def train_whole(
+    rank: int, graphed: bool, padded: bool = True, domain_size: int = 2
+) -> tuple[tuple[float, ...], str, int]:
+    """As `train`, with all micro-batches of a step, forward and backward, in one graph."""
+    ranks = dist.get_world_size()
+    initialize(1, ranks, 1)
+    options = {"domain_size": min(domain_size, ranks)}
+    case = TrainCase(dtype="bf16", ep=ranks, steps=STEPS, config=PADDED if padded else {}, options=options)
+    plugin.disable()
+    initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)
+    warmup = WARMUP if graphed else STEPS
+    schedule = FullCudaGraphWrapper(get_forward_backward_func(), cuda_graph_warmup_steps=warmup)
+    try:
+        # Gradients are summed on the stream on which the wrapper was made; the default one is not captured.
+        with torch.cuda.stream(torch.cuda.Stream()):
+            model, optimizer, config = build(case)
+        torch.cuda.synchronize()
+        config.finalize_model_grads_func = None
+        losses = [train_step(case, [model], optimizer, step, schedule) for step in range(STEPS)]
+        return tuple(losses), digest(*model.parameters()), int(schedule.cuda_graph["training"] is not None)
+    finally:
+        schedule.reset_cuda_graph()
+        StaticBufferLoader.static_buffers["training"].clear()
+        initialize_rng_tracker(force_reset=True)
         plugin.disable()
         dist.barrier()
 

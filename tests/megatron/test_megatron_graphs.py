@@ -56,6 +56,25 @@ def test_a_captured_moe_layer_trains_bit_for_bit_like_one_that_is_not(gpus: Mega
     assert [found[0] for found in plain] != [found[0] for found in dropless]  # something is dropped
 
 
+@pytest.mark.parametrize("domain_size", [4, 1], ids=["one domain", "a domain a rank"])
+def test_a_captured_iteration_trains_bit_for_bit_like_one_that_is_not(
+    gpus: MegatronRanks, domain_size: int
+) -> None:
+    """All micro-batches, forward and backward. `tests/gpu/whole_iteration.py` is for ranks on one GPU."""
+    plain, graphed = (
+        gpus.run("graph_case.train_whole", graphed=graphed, domain_size=domain_size)
+        for graphed in (False, True)
+    )
+    assert [found[2] for found in plain] == [0] * gpus.num_ranks
+    assert [found[2] for found in graphed] == [1] * gpus.num_ranks
+    assert [found[:2] for found in graphed] == [found[:2] for found in plain]
+
+
+def test_an_iteration_whose_counts_only_the_host_can_read_is_not_captured(gpus: MegatronRanks) -> None:
+    with pytest.raises(CaseError, match=r"ConfigError.*moe_pad_expert_input_to_capacity"):
+        gpus.run("graph_case.train_whole", graphed=True, padded=False)
+
+
 def test_preprocessing_that_leaves_something_out_of_the_graph_is_seen(gpus: MegatronRanks) -> None:
     """Then the gradient of the probabilities leads into the capture, which is over."""
     with pytest.raises(CaseError, match="backward through the graph a second time"):

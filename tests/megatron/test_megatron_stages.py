@@ -139,6 +139,11 @@ def test_a_graph_whose_counts_were_other_ones_is_an_error(ranks: MegatronRanks) 
         ranks.run("stage_case.compare_captured", case=uneven)
 
 
+def test_a_graph_without_counts_names_megatrons_options(ranks: MegatronRanks) -> None:
+    with pytest.raises(CaseError, match=r"ConfigError: .*allowed are moe_pad_expert_input_to_capacity"):
+        ranks.run("stage_case.compare_captured", case=StageCase())
+
+
 def test_expert_tensor_parallel_parity_depends_on_the_source_order(ranks: MegatronRanks) -> None:
     """Control for the test above: in plain rank order the rows arrive in another order."""
     case = StageCase(tp=2, etp=2, ep=2, corrupt="rank_order")

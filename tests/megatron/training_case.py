@@ -71,7 +71,12 @@ def initialize(tp: int = 1, ep: int = 4, etp: int = 1, pp: int = 1, chunks: int 
 def carrier_of(dispatcher: str, options: dict[str, Any]) -> dict[str, Any]:
     if dispatcher != "uccl_ep":
         return {"moe_token_dispatcher_type": dispatcher}
-    defaults = {"dispatch_dtype": "bf16", "budget_bytes": BUDGET_BYTES, "transport": "loop", "domain_size": 2}
+    defaults: dict[str, Any] = {
+        "dispatch_dtype": "bf16",
+        "budget_bytes": BUDGET_BYTES,
+        "transport": "loop",
+        "domain_size": 2,
+    }
     return plugin.enable(**(defaults | options))
 
 
@@ -173,8 +178,9 @@ def _loss(labels: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, dic
     return loss, {"loss": loss.detach().clone()}
 
 
-def _forward(batches: Iterator[torch.Tensor], model: Any, return_schedule_plan: bool = False) -> Any:
-    tokens = next(batches)
+def _forward(batches: Iterator[Any], model: Any, return_schedule_plan: bool = False) -> Any:
+    batch = next(batches)
+    tokens = batch["tokens"] if isinstance(batch, dict) else batch
     positions = torch.arange(SEQUENCE, device=tokens.device).expand(MICRO_BATCH, -1)
     if return_schedule_plan:
         plan = model.build_schedule_plan(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
@@ -192,13 +198,20 @@ def batches_of(case: TrainCase, step: int) -> Iterator[torch.Tensor]:
         yield ((start + stride * torch.arange(SEQUENCE + 1)) % VOCAB).to(devices.own())
 
 
-def train_step(case: TrainCase, chunks: list[Any], optimizer: Any, step: int) -> float:
-    """Sum of the micro-batches' losses; 0 but on the last pipeline stage."""
+def train_step(
+    case: TrainCase, chunks: list[Any], optimizer: Any, step: int, whole: Callable[..., Any] | None = None
+) -> float:
+    """Sum of the micro-batches' losses; 0 but on the last pipeline stage.
+
+    whole  instead of Megatron's schedule; it takes batches by name, and leaves gradients to be summed
+    """
     for chunk in chunks:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    batches = [batches_of(case, step) for _ in chunks]
-    reduced = get_forward_backward_func()(
+    batches: list[Iterator[Any]] = [batches_of(case, step) for _ in chunks]
+    if whole is not None:
+        batches = [iter([{"tokens": tokens} for tokens in of]) for of in batches]
+    reduced = (whole or get_forward_backward_func())(
         forward_step_func=_forward,
         data_iterator=batches if len(chunks) > 1 else batches[0],
         model=chunks,
@@ -207,6 +220,8 @@ def train_step(case: TrainCase, chunks: list[Any], optimizer: Any, step: int) ->
         micro_batch_size=MICRO_BATCH,
         forward_only=False,
     )
+    if whole is not None:
+        finalize_model_grads(chunks)
     optimizer.step()
     return sum(float(r["loss"]) for r in reduced)
 
@@ -235,7 +250,9 @@ def change_dispatcher(rank: int, case: TrainCase, first: str) -> tuple[str, bool
         # Name, shape, offsets and replica of each; the tensors themselves are not looked at.
         shards.append(
             {
-                key: dataclasses.replace(shard, data=None) if dataclasses.is_dataclass(shard) else None
+                key: dataclasses.replace(shard, data=None)
+                if dataclasses.is_dataclass(shard) and not isinstance(shard, type)
+                else None
                 for key, shard in model.sharded_state_dict().items()
             }
         )

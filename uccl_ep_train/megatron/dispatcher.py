@@ -175,6 +175,12 @@ class UcclEpManager:
                 capacity: int | None = local_experts * rows_each
             else:  # With a plan: the plan's. The budget may have grown since.
                 capacity = self._row_budget(num_tokens) if plan is None else None
+            if is_capturing() and plan is None and capacity is None:
+                raise ConfigError(
+                    "the host cannot read the experts' counts while a CUDA graph is captured; allowed are "
+                    "moe_pad_expert_input_to_capacity, moe_expert_rank_capacity_factor, and a graph without "
+                    "the experts"
+                )
             arguments: dict[str, Any] = {
                 "x": self._padded(hidden_states),
                 "routing_map": self.routing_map,
