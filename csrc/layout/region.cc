@@ -335,11 +335,15 @@ constexpr uint64_t kDefaultChunkBytes = 256 << 10;
 constexpr uint32_t kDefaultRingSlots = 8;
 constexpr uint32_t kLeastRingSlots = 2;
 
+uint64_t slot_bytes_of(uint64_t chunk_bytes) { return round_up(chunk_bytes, kLineBytes); }
+
 }  // namespace
 
 uint64_t least_budget_bytes(const Topology& topo, const MemoryNeeds& needs) {
-  const uint64_t slot_bytes = least_slot_bytes(topo, needs.num_experts, needs.least_row_bytes);
-  return needs.beside_bytes + largest_region(topo, ring_params_of(topo, needs, slot_bytes, kLeastRingSlots));
+  const uint64_t slot_bytes = needs.chunk_bytes == 0 ? least_slot_bytes(topo, needs.num_experts, needs.least_row_bytes)
+                                                     : slot_bytes_of(needs.chunk_bytes);
+  const uint32_t slots = needs.window_chunks == 0 ? kLeastRingSlots : needs.window_chunks;
+  return needs.beside_bytes + largest_region(topo, ring_params_of(topo, needs, slot_bytes, slots));
 }
 
 RingParams choose_rings(const Topology& topo, const MemoryNeeds& needs) {
@@ -354,8 +358,7 @@ RingParams choose_rings(const Topology& topo, const MemoryNeeds& needs) {
     throw UsageFailure(UsageKind::kConfig, "window_chunks = " + std::to_string(needs.window_chunks) +
                                                ": allowed 1 to " + std::to_string(kMaxRingSlots - 1));
   uint32_t slots = choose_slots ? kDefaultRingSlots : needs.window_chunks;
-  uint64_t slot_bytes =
-      choose_chunk ? std::max(kDefaultChunkBytes, least_slot) : round_up(needs.chunk_bytes, kLineBytes);
+  uint64_t slot_bytes = choose_chunk ? std::max(kDefaultChunkBytes, least_slot) : slot_bytes_of(needs.chunk_bytes);
   auto rings = [&] { return ring_params_of(topo, needs, slot_bytes, slots); };
   auto need = [&] { return needs.beside_bytes + largest_region(topo, rings()); };
   auto shrink_chunk = [&](uint64_t least) {
@@ -368,7 +371,8 @@ RingParams choose_rings(const Topology& topo, const MemoryNeeds& needs) {
   shrink_chunk(least_slot);
   if (need() > needs.budget_bytes)
     throw UsageFailure(UsageKind::kBudget, "budget_bytes = " + std::to_string(needs.budget_bytes) +
-                                               " is too small: the least is " + std::to_string(need()) + " bytes for " +
+                                               " is too small: the least is " +
+                                               std::to_string(least_budget_bytes(topo, needs)) + " bytes for " +
                                                std::to_string(topo.num_ranks) + " ranks in " +
                                                std::to_string(topo.num_domains()) + " domains");
   for (int rank : topo.classes()) checked_channels(topo, make_region_layout(topo, rings(), rank));

@@ -181,8 +181,8 @@ struct MemoryNeeds {
   RingParams::Slots slots = {};
 };
 RingParams choose_rings(const Topology& topo, const MemoryNeeds& needs);
-// The least budget that choose_rings accepts: two slots of one row with all its pairs on every ring of the busiest
-// rank.
+// The least budget that choose_rings accepts: on every ring of the busiest rank as many slots of as many bytes as needs
+// say, else two slots of one row with all its pairs.
 uint64_t least_budget_bytes(const Topology& topo, const MemoryNeeds& needs);
 
 // ---- channels: rings that a transport carries -----------------------------------------------------------------------

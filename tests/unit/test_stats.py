@@ -38,12 +38,37 @@ def test_the_total_is_the_sum_of_the_entries_and_within_the_budget() -> None:
     assert plan["staging"] == dict(plan.entries)["staging"]
 
 
-def test_the_least_budget_works_and_less_does_not() -> None:
-    least = memory_plan(EpConfig(**BASE), 4).least_budget_bytes
-    config = EpConfig(**BASE).replace(budget_bytes=least)
+TOLD: list[dict[str, Any]] = [
+    {}, {"window_chunks": 3}, {"chunk_bytes": 65536}, {"chunk_bytes": 9000, "window_chunks": 1},
+    {"combine_wire_dtype": "fp32"}, {"max_dtype": "bf16"}, {"low_latency_tokens": 16},
+]  # fmt: skip
+TOLD_A_GPU: list[dict[str, Any]] = [
+    *TOLD, {"window_tokens": 512}, {"num_proxies": 2}, {"num_sms": 2, "stage_sms": 4},
+    {"low_latency_tokens": 16, "mask_timeout_s": 5.0},
+]  # fmt: skip
+
+
+def check_least(told: dict[str, Any], domain_size: int, backend: str) -> None:
+    """Of the settings as they are."""
+    config = EpConfig(**(BASE | {"domain_size": domain_size, "backend": backend} | told))
+    least = memory_plan(config, 4).least_budget_bytes
+    config = config.replace(budget_bytes=least)
     assert memory_plan(config, 4).total_bytes <= least
     with pytest.raises(MemoryBudgetError, match=str(least)):
         memory_plan(config.replace(budget_bytes=least - 1), 4)
+
+
+@pytest.mark.parametrize("domain_size", [4, 1])
+@pytest.mark.parametrize("told", TOLD, ids=str)
+def test_the_least_budget_works_and_less_does_not(told: dict[str, Any], domain_size: int) -> None:
+    check_least(told, domain_size, "host")
+
+
+@needs_kernels
+@pytest.mark.parametrize("domain_size", [4, 1])
+@pytest.mark.parametrize("told", TOLD_A_GPU, ids=str)
+def test_the_least_budget_of_a_gpu_works_and_less_does_not(told: dict[str, Any], domain_size: int) -> None:
+    check_least(told, domain_size, "cuda")
 
 
 def test_a_ring_may_have_as_many_chunks_as_the_setting_says() -> None:
